@@ -1,0 +1,47 @@
+// What crosses between Rust's autograd::Function and libtorch's engine. src/ffi/autograd.rs mirrors it.
+//
+// `at::Tensor*` is what torch-sys calls C_tensor*. A null pointer, like an undefined tensor, stands for an
+// absent tensor.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "tch_extension/c_abi.h"
+
+namespace tch_extension {
+
+class FunctionNode;
+
+// Collects the gradients that a Rust backward returns.
+struct BackwardResults;
+
+// How the engine calls into Rust. Neither entry unwinds.
+struct FunctionVTable {
+  // 0: success. Otherwise it has called tch_extension_set_backward_error.
+  int (*backward)(const void* state, const FunctionNode* node, at::Tensor* const* grads, size_t grads_len,
+                  BackwardResults* results);
+  // Called once for each state, from whichever thread lets go of the graph last.
+  void (*drop)(void* state);
+};
+
+struct ApplyParams {
+  const char* name;  // of the operator, UTF-8, not terminated
+  size_t name_len;
+  at::Tensor* const* inputs;  // [inputs_len], entries may be null
+  size_t inputs_len;
+  at::Tensor* const* outputs;  // [outputs_len], as the forward made them with grad mode off; may be null
+  size_t outputs_len;
+  at::Tensor* const* saved;  // [saved_len], entries may be null
+  size_t saved_len;
+  const size_t* dirty;  // [dirty_len], indices of inputs that the forward changed in place
+  size_t dirty_len;
+  const size_t* non_differentiable;  // [non_differentiable_len], indices of outputs
+  size_t non_differentiable_len;
+  bool materialize_grads;  // an absent incoming gradient becomes zeros
+  bool double_backward;    // the backward is itself made of differentiable operations
+};
+
+}  // namespace tch_extension

@@ -1,0 +1,384 @@
+// The one bridge to torch::autograd: a graph node whose backward is a Rust function.
+//
+// torch::autograd::Function<T> is not used: it cannot take absent tensors, gives every operator the same
+// name and would hide the Rust state in an IValue.
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "bridge.h"
+
+namespace tch_extension {
+
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+using torch::autograd::VariableInfo;
+
+struct BackwardResults {
+  variable_list gradients;  // one for each input of the forward, undefined where there is none
+  std::string error;
+};
+
+namespace {
+
+std::atomic<int64_t> live_nodes{0};
+
+bool is_present(const at::Tensor* tensor) { return tensor != nullptr && tensor->defined(); }
+
+// The Rust value behind an operator, dropped exactly once.
+class State {
+ public:
+  State(void* data, const FunctionVTable* vtable) : data_(data), vtable_(vtable) {}
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+  State(State&& other) noexcept : data_(std::exchange(other.data_, nullptr)), vtable_(other.vtable_) {}
+  State& operator=(State&&) = delete;
+  ~State() {
+    if (data_ != nullptr) vtable_->drop(data_);
+  }
+
+  int backward(const FunctionNode* node, at::Tensor* const* grads, size_t len,
+               BackwardResults& results) const {
+    return vtable_->backward(data_, node, grads, len, &results);
+  }
+
+ private:
+  void* data_;
+  const FunctionVTable* vtable_;
+};
+
+struct Saved {
+  SavedVariable variable;
+  // Neither an input nor an output: its graph, if it had one, is not part of the node's.
+  bool is_intermediate;
+};
+
+}  // namespace
+
+class FunctionNode final : public Node {
+ public:
+  FunctionNode(State state, const ApplyParams& params)
+      : state_(std::move(state)),
+        name_(params.name, params.name_len),
+        materialize_grads_(params.materialize_grads),
+        double_backward_(params.double_backward) {
+    live_nodes.fetch_add(1, std::memory_order_relaxed);
+  }
+  ~FunctionNode() override { live_nodes.fetch_sub(1, std::memory_order_relaxed); }
+
+  std::string name() const override { return name_ + "Backward"; }
+
+  variable_list apply(variable_list&& grads) override;
+  void release_variables() override;
+
+  // Edges lead from the present inputs only.
+  void set_inputs(const ApplyParams& params, const variable_list& present);
+  void set_outputs(const std::vector<std::optional<at::Tensor>>& outputs);
+  void save(const ApplyParams& params, const variable_list& present,
+            const std::vector<std::optional<at::Tensor>>& outputs);
+
+  at::Tensor unpack(size_t slot) const;
+  bool needs_input_grad(size_t input) const {
+    return input < edge_of_input_.size() && edge_of_input_[input] != kNoEdge &&
+           task_should_compute_output(edge_of_input_[input]);
+  }
+
+ private:
+  static constexpr size_t kNoEdge = SIZE_MAX;
+
+  variable_list materialize(variable_list&& grads) const;
+  void refuse_second_derivative(const variable_list& grads, variable_list& results);
+  variable_list by_edge(variable_list&& gradients) const;
+
+  State state_;
+  std::string name_;
+  bool materialize_grads_;
+  bool double_backward_;
+  std::vector<size_t> edge_of_input_;
+  std::vector<VariableInfo> output_info_;
+  std::vector<Saved> saved_;  // guarded by mutex_
+  bool freed_ = false;        // guarded by mutex_
+};
+
+void FunctionNode::set_inputs(const ApplyParams& params, const variable_list& present) {
+  size_t next = 0;
+  edge_of_input_.reserve(params.inputs_len);
+  for (size_t i = 0; i < params.inputs_len; ++i) {
+    edge_of_input_.push_back(is_present(params.inputs[i]) ? next++ : kNoEdge);
+  }
+  set_next_edges(torch::autograd::collect_next_edges(present));
+}
+
+void FunctionNode::set_outputs(const std::vector<std::optional<at::Tensor>>& outputs) {
+  output_info_.reserve(outputs.size());
+  for (const auto& output : outputs) {
+    if (output.has_value() && output->defined()) {
+      output_info_.emplace_back(*output);
+    } else {
+      output_info_.emplace_back();
+    }
+  }
+}
+
+void FunctionNode::save(const ApplyParams& params, const variable_list& present,
+                        const std::vector<std::optional<at::Tensor>>& outputs) {
+  auto is_input = [&](const at::Tensor& tensor) {
+    return std::any_of(present.begin(), present.end(),
+                       [&](const auto& input) { return input.is_same(tensor); });
+  };
+  auto is_any_output = [&](const at::Tensor& tensor) {
+    return std::any_of(outputs.begin(), outputs.end(),
+                       [&](const auto& output) { return output.has_value() && output->is_same(tensor); });
+  };
+  saved_.reserve(params.saved_len);
+  for (size_t i = 0; i < params.saved_len; ++i) {
+    if (!is_present(params.saved[i])) {
+      saved_.push_back({SavedVariable(), false});
+      continue;
+    }
+    const at::Tensor& tensor = *params.saved[i];
+    // An output that holds this node as its grad_fn, saved whole, would make a cycle and never be freed.
+    const bool is_output = tensor.grad_fn().get() == this;
+    saved_.push_back({SavedVariable(tensor, is_output), !is_input(tensor) && !is_any_output(tensor)});
+  }
+}
+
+at::Tensor FunctionNode::unpack(size_t slot) const {
+  // The engine may run or release this node from another thread.
+  std::lock_guard<std::mutex> lock(const_cast<FunctionNode*>(this)->mutex_);
+  if (freed_) throw std::runtime_error(torch::autograd::ERR_BACKWARD_TWICE);
+  if (slot >= saved_.size()) {
+    throw std::runtime_error("saved tensor " + std::to_string(slot) +
+                             " was asked for, but the forward saved " + std::to_string(saved_.size()));
+  }
+  const Saved& saved = saved_[slot];
+  if (saved.is_intermediate && at::GradMode::is_enabled()) {
+    throw std::runtime_error(
+        "saved tensor " + std::to_string(slot) +
+        " is neither an input nor an output, so a derivative through it would be silently wrong; "
+        "compute it again from the inputs when Context::create_graph() is true");
+  }
+  return saved.variable.unpack(const_cast<FunctionNode*>(this)->getptr());
+}
+
+void FunctionNode::release_variables() {
+  // Freed outside the lock: a tensor's deleter may take other locks.
+  std::vector<Saved> released;
+  std::lock_guard<std::mutex> lock(mutex_);
+  freed_ = freed_ || !saved_.empty();
+  released.swap(saved_);
+}
+
+variable_list FunctionNode::materialize(variable_list&& grads) const {
+  if (!materialize_grads_) return std::move(grads);
+  at::OptionalDeviceGuard device_guard;
+  for (size_t i = 0; i < grads.size() && i < output_info_.size(); ++i) {
+    if (!grads[i].defined()) grads[i] = output_info_[i].zeros(device_guard);
+  }
+  return std::move(grads);
+}
+
+// Makes a derivative of these gradients an error. PyTorch's once_differentiable hangs its error on tensors of
+// its own, so a second derivative that reaches the inputs some other way silently lacks a term. Here the
+// error stands on every way on: to this node's inputs and to whatever made the incoming gradients.
+void FunctionNode::refuse_second_derivative(const variable_list& grads, variable_list& results) {
+  edge_list edges;
+  for (const Edge& edge : next_edges()) {
+    if (edge.is_valid()) edges.push_back(edge);
+  }
+  for (const auto& grad : grads) {
+    if (grad.defined() && grad.requires_grad()) edges.push_back(torch::autograd::impl::gradient_edge(grad));
+  }
+  auto error = std::shared_ptr<torch::autograd::Error>(
+      new torch::autograd::Error(
+          name_ + ": the second derivative is not defined, because its backward is not differentiable; set "
+                  "Function::DOUBLE_BACKWARD if it is made of differentiable operations",
+          std::move(edges)),
+      torch::autograd::deleteNode);
+  for (auto& result : results) {
+    if (!result.defined()) continue;
+    // Without whatever graph it has, such as that of an incoming gradient passed through.
+    result = result.detach();
+    torch::autograd::set_history(result, error);
+  }
+}
+
+variable_list FunctionNode::by_edge(variable_list&& gradients) const {
+  variable_list edges(num_outputs());
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (edge_of_input_[i] != kNoEdge) {
+      edges[edge_of_input_[i]] = std::move(gradients[i]);
+    } else if (gradients[i].defined()) {
+      throw std::runtime_error(name_ + ": backward returned a gradient for input " + std::to_string(i) +
+                               ", which was absent; return none there");
+    }
+  }
+  return edges;
+}
+
+variable_list FunctionNode::apply(variable_list&& grads) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (freed_) throw std::runtime_error(torch::autograd::ERR_BACKWARD_TWICE);
+  }
+  // Not under the lock: a backward may run another backward that comes through this very node.
+  grads = materialize(std::move(grads));
+  std::vector<at::Tensor*> pointers;
+  pointers.reserve(grads.size());
+  for (auto& grad : grads) pointers.push_back(grad.defined() ? &grad : nullptr);
+
+  const bool create_graph = at::GradMode::is_enabled();
+  BackwardResults results{variable_list(edge_of_input_.size()), {}};
+  int status = 0;
+  {
+    at::AutoGradMode mode(create_graph && double_backward_);
+    status = state_.backward(this, pointers.data(), pointers.size(), results);
+  }
+  if (status != 0) throw std::runtime_error(name_ + ": " + results.error);
+  if (create_graph && !double_backward_) refuse_second_derivative(grads, results.gradients);
+  return by_edge(std::move(results.gradients));
+}
+
+namespace {
+
+std::unordered_set<at::TensorImpl*> chosen(at::Tensor* const* tensors, const size_t* indices, size_t len) {
+  std::unordered_set<at::TensorImpl*> set;
+  for (size_t i = 0; i < len; ++i) {
+    if (is_present(tensors[indices[i]])) set.insert(tensors[indices[i]]->unsafeGetTensorImpl());
+  }
+  return set;
+}
+
+// The only call of an interface that libtorch changes between releases.
+std::vector<std::optional<at::Tensor>> wrap_outputs(const ApplyParams& params, const variable_list& present,
+                                                    const std::shared_ptr<Node>& node) {
+  std::vector<std::optional<at::Tensor>> raw(params.outputs_len);
+  for (size_t i = 0; i < params.outputs_len; ++i) {
+    if (is_present(params.outputs[i])) raw[i] = *params.outputs[i];
+  }
+  auto dirty = chosen(params.inputs, params.dirty, params.dirty_len);
+  for (auto* tensor : dirty) tensor->bump_version();
+  auto no_jvp = [](const variable_list&, const variable_list&) -> variable_list {
+    throw std::runtime_error("forward-mode derivatives are not defined for operators written in Rust");
+  };
+  auto view_as_self = [](const at::Tensor& tensor) { return tensor.view_as(tensor); };
+  return torch::autograd::_wrap_outputs(
+      present, chosen(params.outputs, params.non_differentiable, params.non_differentiable_len), dirty, raw,
+      node, no_jvp, /*to_save_if_setup_context=*/{}, view_as_self, /*pure_view=*/false);
+}
+
+variable_list tensors(at::Tensor* const* pointers, size_t len) {
+  variable_list list(len);
+  for (size_t i = 0; i < len; ++i) {
+    if (pointers[i] != nullptr) list[i] = *pointers[i];
+  }
+  return list;
+}
+
+// Hands a list to Rust, which owns the handles; absent tensors are null.
+void release_to(at::Tensor** results, variable_list&& list) {
+  std::vector<std::unique_ptr<at::Tensor>> handles(list.size());
+  for (size_t i = 0; i < list.size(); ++i) {
+    if (list[i].defined()) handles[i] = std::make_unique<at::Tensor>(std::move(list[i]));
+  }
+  for (size_t i = 0; i < handles.size(); ++i) results[i] = handles[i].release();
+}
+
+}  // namespace
+}  // namespace tch_extension
+
+using namespace tch_extension;
+
+// Whether an operator on these inputs belongs into the graph: grad mode is on and one of them requires grad.
+TCH_EXTENSION_API bool tch_extension_needs_graph(at::Tensor* const* inputs, size_t len) {
+  if (!at::GradMode::is_enabled()) return false;
+  for (size_t i = 0; i < len; ++i) {
+    if (is_present(inputs[i]) && inputs[i]->requires_grad()) return true;
+  }
+  return false;
+}
+
+// Attaches a node to the outputs of a forward that has run. Takes `state` in any case. `wrapped`:
+// [params->outputs_len], owned by the caller on success, untouched on failure.
+TCH_EXTENSION_API Message tch_extension_apply(const ApplyParams* params, void* state,
+                                              const FunctionVTable* vtable, at::Tensor** wrapped) {
+  State owned(state, vtable);  // first: whatever is thrown below, the state is dropped
+  return guard([&] {
+    std::shared_ptr<FunctionNode> node;
+    variable_list present;
+    for (size_t i = 0; i < params->inputs_len; ++i) {
+      if (is_present(params->inputs[i])) present.push_back(*params->inputs[i]);
+    }
+    if (tch_extension_needs_graph(params->inputs, params->inputs_len)) {
+      // deleteNode takes a long graph apart in a loop; plain delete would recurse and overflow the stack.
+      node = std::shared_ptr<FunctionNode>(new FunctionNode(std::move(owned), *params),
+                                           torch::autograd::deleteNode);
+      node->set_inputs(*params, present);
+    }
+    auto outputs = wrap_outputs(*params, present, node);
+    if (node) {
+      node->set_outputs(outputs);
+      node->save(*params, present, outputs);
+    }
+    variable_list list(outputs.size());
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (outputs[i].has_value()) list[i] = *outputs[i];
+    }
+    release_to(wrapped, std::move(list));
+  });
+}
+
+// A saved tensor, checked to be as it was when it was saved; null when it was absent.
+TCH_EXTENSION_API Message tch_extension_saved(const FunctionNode* node, size_t slot, at::Tensor** tensor) {
+  return guard([&] { release_to(tensor, {node->unpack(slot)}); });
+}
+
+TCH_EXTENSION_API bool tch_extension_needs_input_grad(const FunctionNode* node, size_t input) {
+  return node->needs_input_grad(input);
+}
+
+TCH_EXTENSION_API void tch_extension_set_gradient(BackwardResults* results, size_t input,
+                                                  const at::Tensor* grad) {
+  if (input < results->gradients.size()) results->gradients[input] = *grad;
+}
+
+TCH_EXTENSION_API void tch_extension_set_backward_error(BackwardResults* results, const char* text,
+                                                        size_t len) {
+  results->error.assign(text, len);
+}
+
+// torch.autograd.grad. `grad_outputs`: [outputs_len], or grad_outputs_len 0 for ones (scalars only).
+// `retain_graph`: -1 for the value of create_graph. `results`: [inputs_len], null where unused.
+TCH_EXTENSION_API Message tch_extension_grad(at::Tensor* const* outputs, size_t outputs_len,
+                                             at::Tensor* const* inputs, size_t inputs_len,
+                                             at::Tensor* const* grad_outputs, size_t grad_outputs_len,
+                                             int retain_graph, bool create_graph, bool allow_unused,
+                                             at::Tensor** results) {
+  return guard([&] {
+    auto retain = retain_graph < 0 ? std::optional<bool>() : std::optional<bool>(retain_graph != 0);
+    release_to(results, torch::autograd::grad(tensors(outputs, outputs_len), tensors(inputs, inputs_len),
+                                              tensors(grad_outputs, grad_outputs_len), retain, create_graph,
+                                              allow_unused));
+  });
+}
+
+TCH_EXTENSION_API bool tch_extension_grad_mode() { return at::GradMode::is_enabled(); }
+
+// Nodes of this bridge that exist at the moment: the leak tests' measure.
+TCH_EXTENSION_API int64_t tch_extension_live_nodes() { return live_nodes.load(std::memory_order_relaxed); }
+
+TCH_EXTENSION_API void tch_extension_free_message(char* message) { std::free(message); }

@@ -1,0 +1,32 @@
+// The border between C++ and Rust: nothing is thrown across it.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <cstring>
+#include <exception>
+#include <string>
+
+#define TCH_EXTENSION_API extern "C" __attribute__((visibility("default")))
+
+namespace tch_extension {
+
+// An owned error message, or null for success. The caller frees it with tch_extension_free_message.
+using Message = char*;
+
+// Runs `body`; an exception, whatever its type, becomes the message.
+template <typename Body>
+Message guard(Body&& body) noexcept {
+  try {
+    body();
+    return nullptr;
+  } catch (const c10::Error& error) {
+    return strdup(error.what_without_backtrace());
+  } catch (const std::exception& error) {
+    return strdup(error.what());
+  } catch (...) {
+    return strdup("a C++ exception of unknown type");
+  }
+}
+
+}  // namespace tch_extension

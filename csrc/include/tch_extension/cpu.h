@@ -1,0 +1,69 @@
+// CPU kernels on libtorch's vector library, compiled once for each instruction set and chosen when the
+// program runs.
+//
+// A `cpu.cpp` defines, in namespace tch_extension::CPU_CAPABILITY, a function that works on a range of items:
+//
+//   void scale(const ScaleParams& params, int64_t begin, int64_t end);
+//
+// and ends with
+//
+//   TCH_EXTENSION_CPU_KERNEL(scale, ScaleParams, scale_items, scale_grain)
+//
+// which makes `extern "C" void tch_extension_scale_cpu(const ScaleParams*)`: it picks the best unit, cuts
+// scale_items(params) items into pieces of at least scale_grain(params) and spreads them over libtorch's
+// threads.
+//
+// Everything in such a file has to be in that namespace or `static`: inline functions outside it would be
+// merged across the units, and an old CPU might run the AVX-512 copy.
+#pragma once
+
+#include <ATen/cpu/vec/vec.h>
+
+#include <cstdint>
+
+#if defined(CPU_CAPABILITY_DEFAULT)
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+
+#include <string>
+
+namespace tch_extension {
+
+// 0: default, 1: AVX2, 2: AVX-512; what libtorch itself uses, ATEN_CPU_CAPABILITY included.
+inline int cpu_capability() {
+  static const int capability = [] {
+    const std::string name = at::get_cpu_capability();
+    return name == "AVX512" ? 2 : name == "AVX2" ? 1 : 0;
+  }();
+  return capability;
+}
+
+}  // namespace tch_extension
+#endif
+
+#define TCH_EXTENSION_CONCAT_(a, b) a##b
+#define TCH_EXTENSION_CONCAT(a, b) TCH_EXTENSION_CONCAT_(a, b)
+
+#define TCH_EXTENSION_CPU_UNIT(name, Params)                                                       \
+  extern "C" __attribute__((visibility("hidden"))) void TCH_EXTENSION_CONCAT(                      \
+      tch_extension_##name##_, CPU_CAPABILITY)(const Params* params, int64_t begin, int64_t end) { \
+    tch_extension::CPU_CAPABILITY::name(*params, begin, end);                                      \
+  }
+
+#if defined(CPU_CAPABILITY_DEFAULT)
+#define TCH_EXTENSION_CPU_KERNEL(name, Params, items, grain)                               \
+  TCH_EXTENSION_CPU_UNIT(name, Params)                                                     \
+  extern "C" void tch_extension_##name##_AVX2(const Params*, int64_t, int64_t);            \
+  extern "C" void tch_extension_##name##_AVX512(const Params*, int64_t, int64_t);          \
+  extern "C" void tch_extension_##name##_cpu(const Params* params) {                       \
+    using Unit = void (*)(const Params*, int64_t, int64_t);                                \
+    constexpr Unit units[] = {tch_extension_##name##_DEFAULT, tch_extension_##name##_AVX2, \
+                              tch_extension_##name##_AVX512};                              \
+    const Unit unit = units[tch_extension::cpu_capability()];                              \
+    using namespace tch_extension::CPU_CAPABILITY;                                         \
+    at::parallel_for(0, items(*params), grain(*params),                                    \
+                     [&](int64_t begin, int64_t end) { unit(params, begin, end); });       \
+  }
+#else
+#define TCH_EXTENSION_CPU_KERNEL(name, Params, items, grain) TCH_EXTENSION_CPU_UNIT(name, Params)
+#endif

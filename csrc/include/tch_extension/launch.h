@@ -1,0 +1,43 @@
+// Launching CUDA kernels: a status that names the kernel, sizes of grids, vector accesses. No torch headers.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace tch_extension {
+
+// What a launcher returns. Both texts are static; `error` is null for success.
+struct LaunchStatus {
+  const char* kernel;
+  const char* error;
+};
+
+// To be called right after a launch. Errors of earlier asynchronous work show up here, too, as everywhere
+// in CUDA.
+inline LaunchStatus launch_status(const char* kernel) {
+  const cudaError_t error = cudaGetLastError();
+  return {kernel, error == cudaSuccess ? nullptr : cudaGetErrorString(error)};
+}
+
+constexpr int kThreads = 256;
+
+// Blocks for `items` pieces of work, one a thread; a grid-stride loop does what is beyond CUDA's limit.
+inline unsigned int blocks_for(int64_t items) {
+  const int64_t blocks = (items + kThreads - 1) / kThreads;
+  constexpr int64_t kMostBlocks = INT32_MAX;
+  return static_cast<unsigned int>(blocks < kMostBlocks ? blocks : kMostBlocks);
+}
+
+// kLanes values that one instruction loads or stores; the address must be a multiple of its size.
+template <typename T, int kLanes>
+struct alignas(sizeof(T) * kLanes) Vector {
+  T lane[kLanes];
+};
+
+template <typename T>
+constexpr int kLanesOf16Bytes = 16 / sizeof(T);
+
+inline bool is_aligned_to_16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+}  // namespace tch_extension

@@ -1,0 +1,157 @@
+// Each thread computes kLanes neighbouring columns of one row. The kernels are bound by memory: the forward
+// reads 4 values and writes 2 (4 with activations) for each element of [B, H], the backward reads 6 and
+// writes 4. Neighbouring threads touch neighbouring addresses, 16 bytes each where sizes and addresses allow.
+
+#include "lltm_cell.h"
+#include "tch_extension/launch.h"
+#include "tch_extension/scalar_math.h"
+
+namespace tch_extension {
+namespace {
+
+template <typename T, int kLanes>
+__device__ __forceinline__ Vector<T, kLanes> load(const void* pointer, int64_t at) {
+  return *reinterpret_cast<const Vector<T, kLanes>*>(static_cast<const T*>(pointer) + at);
+}
+
+template <typename T, int kLanes>
+__device__ __forceinline__ void store(void* pointer, int64_t at, const Vector<T, kLanes>& values) {
+  *reinterpret_cast<Vector<T, kLanes>*>(static_cast<T*>(pointer) + at) = values;
+}
+
+template <typename T, int kLanes>
+__device__ __forceinline__ Vector<T, kLanes> load_or_zero(const void* pointer, int64_t at) {
+  return pointer == nullptr ? Vector<T, kLanes>{} : load<T, kLanes>(pointer, at);
+}
+
+// Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the arithmetic.
+template <typename T, int kLanes, typename Index>
+__global__ void __launch_bounds__(kThreads) lltm_cell_forward_kernel(LltmCellForward params) {
+  using std::tanh;
+  const Index vectors_per_row = static_cast<Index>(params.hidden / kLanes);
+  const Index vectors = static_cast<Index>(params.batch) * vectors_per_row;
+  const int64_t hidden = params.hidden;
+  for (Index index = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x; index < vectors;
+       index += static_cast<Index>(gridDim.x) * kThreads) {
+    const int64_t at = static_cast<int64_t>(index) * kLanes;
+    const int64_t at_gate = at + 2 * hidden * static_cast<int64_t>(index / vectors_per_row);
+    Vector<T, kLanes> i = load<T, kLanes>(params.gates, at_gate);
+    Vector<T, kLanes> o = load<T, kLanes>(params.gates, at_gate + hidden);
+    const Vector<T, kLanes> g = load<T, kLanes>(params.gates, at_gate + 2 * hidden);
+    Vector<T, kLanes> c = load<T, kLanes>(params.c, at);
+    Vector<T, kLanes> h;
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      i.lane[lane] = sigmoid(i.lane[lane]);
+      o.lane[lane] = sigmoid(o.lane[lane]);
+      c.lane[lane] += elu(g.lane[lane]) * i.lane[lane];
+      h.lane[lane] = tanh(c.lane[lane]) * o.lane[lane];
+    }
+    store(params.new_c, at, c);
+    store(params.new_h, at, h);
+    if (params.save_activations) {
+      store(params.gates, at_gate, i);
+      store(params.gates, at_gate + hidden, o);
+    }
+  }
+}
+
+template <typename T, int kLanes, typename Index>
+__global__ void __launch_bounds__(kThreads) lltm_cell_backward_kernel(LltmCellBackward params) {
+  using std::tanh;
+  const Index vectors_per_row = static_cast<Index>(params.hidden / kLanes);
+  const Index vectors = static_cast<Index>(params.batch) * vectors_per_row;
+  const int64_t hidden = params.hidden;
+  for (Index index = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x; index < vectors;
+       index += static_cast<Index>(gridDim.x) * kThreads) {
+    const int64_t at = static_cast<int64_t>(index) * kLanes;
+    const int64_t at_gate = at + 2 * hidden * static_cast<int64_t>(index / vectors_per_row);
+    const Vector<T, kLanes> i = load<T, kLanes>(params.activations, at_gate);
+    const Vector<T, kLanes> o = load<T, kLanes>(params.activations, at_gate + hidden);
+    const Vector<T, kLanes> g = load<T, kLanes>(params.activations, at_gate + 2 * hidden);
+    const Vector<T, kLanes> new_c = load<T, kLanes>(params.new_c, at);
+    const Vector<T, kLanes> grad_h = load_or_zero<T, kLanes>(params.grad_new_h, at);
+    Vector<T, kLanes> grad_c = load_or_zero<T, kLanes>(params.grad_new_c, at);
+    Vector<T, kLanes> grad_i, grad_o, grad_g;
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const T tanh_c = tanh(new_c.lane[lane]);
+      grad_c.lane[lane] += grad_h.lane[lane] * o.lane[lane] * tanh_grad(tanh_c);
+      grad_i.lane[lane] = grad_c.lane[lane] * elu(g.lane[lane]) * sigmoid_grad(i.lane[lane]);
+      grad_o.lane[lane] = grad_h.lane[lane] * tanh_c * sigmoid_grad(o.lane[lane]);
+      grad_g.lane[lane] = grad_c.lane[lane] * i.lane[lane] * elu_grad(g.lane[lane]);
+    }
+    store(params.grad_gates, at_gate, grad_i);
+    store(params.grad_gates, at_gate + hidden, grad_o);
+    store(params.grad_gates, at_gate + 2 * hidden, grad_g);
+    if (params.grad_c != nullptr) store(params.grad_c, at, grad_c);
+  }
+}
+
+template <typename Params>
+bool fits_32_bits(const Params& params) {
+  // The loop adds one grid to an index below the end, which must not wrap.
+  return params.batch * 3 * params.hidden < INT32_MAX / 2;
+}
+
+bool allows_vectors(const LltmCellForward& params, int lanes) {
+  return params.hidden % lanes == 0 && is_aligned_to_16(params.gates) && is_aligned_to_16(params.c) &&
+         is_aligned_to_16(params.new_h) && is_aligned_to_16(params.new_c);
+}
+
+bool allows_vectors(const LltmCellBackward& params, int lanes) {
+  // Null counts as aligned.
+  return params.hidden % lanes == 0 && is_aligned_to_16(params.grad_new_h) &&
+         is_aligned_to_16(params.grad_new_c) && is_aligned_to_16(params.activations) &&
+         is_aligned_to_16(params.new_c) && is_aligned_to_16(params.grad_gates) &&
+         is_aligned_to_16(params.grad_c);
+}
+
+template <typename T, int kLanes, typename Index>
+void start(const LltmCellForward& params, cudaStream_t stream) {
+  const unsigned int blocks = blocks_for(params.batch * params.hidden / kLanes);
+  lltm_cell_forward_kernel<T, kLanes, Index><<<blocks, kThreads, 0, stream>>>(params);
+}
+
+template <typename T, int kLanes, typename Index>
+void start(const LltmCellBackward& params, cudaStream_t stream) {
+  const unsigned int blocks = blocks_for(params.batch * params.hidden / kLanes);
+  lltm_cell_backward_kernel<T, kLanes, Index><<<blocks, kThreads, 0, stream>>>(params);
+}
+
+template <typename T, int kLanes, typename Params>
+void start_with_index(const Params& params, cudaStream_t stream) {
+  fits_32_bits(params) ? start<T, kLanes, uint32_t>(params, stream)
+                       : start<T, kLanes, int64_t>(params, stream);
+}
+
+template <typename T, typename Params>
+void start_with_lanes(const Params& params, cudaStream_t stream) {
+  constexpr int kLanes = kLanesOf16Bytes<T>;
+  allows_vectors(params, kLanes) ? start_with_index<T, kLanes>(params, stream)
+                                 : start_with_index<T, 1>(params, stream);
+}
+
+template <typename Params>
+LaunchStatus launch(const char* kernel, const Params& params, cudaStream_t stream) {
+  if (params.batch == 0 || params.hidden == 0) return {kernel, nullptr};
+  if (params.kind == kTchExtensionDouble) {
+    start_with_lanes<double>(params, stream);
+  } else {
+    start_with_lanes<float>(params, stream);
+  }
+  return launch_status(kernel);
+}
+
+}  // namespace
+}  // namespace tch_extension
+
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_forward_cuda(const LltmCellForward* params,
+                                                                            cudaStream_t stream) {
+  return tch_extension::launch("lltm_cell_forward", *params, stream);
+}
+
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_backward_cuda(const LltmCellBackward* params,
+                                                                             cudaStream_t stream) {
+  return tch_extension::launch("lltm_cell_backward", *params, stream);
+}

@@ -1,0 +1,116 @@
+//! The model: embedding → LLTM → linear layer to the vocabulary.
+
+use crate::options::{Op, Options};
+use anyhow::{Result, ensure};
+use std::fs;
+use tch::nn::{self, Module, RNN};
+use tch::{Device, Kind, Tensor};
+use tch_extension::nn::{Lltm, LltmConfig, LltmState, lltm};
+
+/// Features of a character's embedding.
+const EMBEDDING: i64 = 64;
+
+/// A character-level language model.
+pub struct CharModel {
+    pub variables: nn::VarStore,
+    embedding: nn::Embedding,
+    cell: Lltm,
+    output: nn::Linear,
+}
+
+impl CharModel {
+    /// The seed alone decides the initial weights: they are drawn in the same order for either operator.
+    pub fn new(device: Device, vocabulary: i64, hidden: i64, op: Op, seed: i64) -> CharModel {
+        tch::manual_seed(seed);
+        let variables = nn::VarStore::new(device);
+        let root = variables.root();
+        let embedding = nn::embedding(&root / "embedding", vocabulary, EMBEDDING, Default::default());
+        let cell = lltm(&root / "lltm", EMBEDDING, hidden, LltmConfig { op: op.lltm() });
+        let output = nn::linear(&root / "output", hidden, vocabulary, Default::default());
+        CharModel { variables, embedding, cell, output }
+    }
+
+    pub fn zero_state(&self, rows: i64) -> LltmState {
+        self.cell.zero_state(rows)
+    }
+
+    /// Logits `[rows, count, vocabulary]` for the characters after `inputs[rows, count]`.
+    pub fn forward(&self, inputs: &Tensor, state: &LltmState) -> Result<(Tensor, LltmState)> {
+        let (hidden, state) = self.cell.f_seq_init(&self.embedding.forward(inputs), state)?;
+        Ok((self.output.forward(&hidden), state))
+    }
+
+    /// Generates `count` characters, starting as after a line's end.
+    pub fn sample(&self, vocabulary: &[char], count: i64, temperature: f64) -> Result<String> {
+        let _no_grad = tch::no_grad_guard();
+        let mut last = vocabulary.iter().position(|&c| c == '\n').unwrap_or(0) as i64;
+        let mut state = self.zero_state(1);
+        let mut text = String::new();
+        for _ in 0..count {
+            let input = Tensor::from_slice(&[last]).view([1, 1]).to_device(self.variables.device());
+            let (logits, next) = self.forward(&input, &state)?;
+            state = next;
+            last = draw(&logits.view([-1]), temperature)?;
+            text.push(printable(vocabulary[last as usize]));
+        }
+        Ok(text)
+    }
+}
+
+/// Draws an index from `logits[vocabulary]`. The largest is subtracted first, so that no temperature
+/// overflows.
+fn draw(logits: &Tensor, temperature: f64) -> Result<i64> {
+    let logits = logits.to_kind(Kind::Double);
+    let scaled = (&logits - logits.max()) / temperature;
+    Ok(scaled.softmax(0, Kind::Double).f_multinomial(1, false)?.int64_value(&[0]))
+}
+
+/// A text may hold escape sequences; its imitation must not drive the terminal.
+fn printable(c: char) -> char {
+    if c.is_control() && c != '\n' && c != '\t' { char::REPLACEMENT_CHARACTER } else { c }
+}
+
+/// Name and shape of every variable of the model.
+pub fn shapes(vocabulary: i64, hidden: i64) -> [(&'static str, Vec<i64>); 5] {
+    [
+        ("embedding.weight", vec![vocabulary, EMBEDDING]),
+        ("lltm.weights", vec![3 * hidden, hidden + EMBEDDING]),
+        ("lltm.bias", vec![3 * hidden]),
+        ("output.weight", vec![vocabulary, hidden]),
+        ("output.bias", vec![vocabulary]),
+    ]
+}
+
+/// Refuses sizes that cannot fit in the main memory. Linux hands out memory it does not have and later kills
+/// whoever touches it, so waiting for an allocation to fail would end without a message. (A GPU's allocator
+/// does fail, with one.)
+pub fn check_memory(options: &Options, vocabulary: i64, device: Device) -> Result<()> {
+    let needed = needed_bytes(options, vocabulary);
+    let available = if device == Device::Cpu { available_bytes() } else { None };
+    if let Some(available) = available {
+        ensure!(
+            needed <= available,
+            "these sizes need about {} MiB of memory and {} MiB are free: lower --hidden, --batch or --seq-len",
+            needed >> 20,
+            available >> 20
+        );
+    }
+    Ok(())
+}
+
+/// A lower estimate, in f32: weights, gradients and Adam's two moments; and what a step keeps for its
+/// backward.
+fn needed_bytes(options: &Options, vocabulary: i64) -> u64 {
+    let parameters: i64 =
+        shapes(vocabulary, options.hidden).iter().map(|(_, shape)| shape.iter().product::<i64>()).sum();
+    let kept_per_character = 8 * options.hidden + 2 * EMBEDDING + 2 * vocabulary;
+    let kept = options.batch * options.seq_len * kept_per_character;
+    4 * (4 * parameters + kept) as u64
+}
+
+fn available_bytes() -> Option<u64> {
+    let table = fs::read_to_string("/proc/meminfo").ok()?;
+    let line = table.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kibibytes: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some(kibibytes << 10)
+}

@@ -1,0 +1,90 @@
+//! The loss curves, as a table and as a picture.
+
+use crate::options::Op;
+use crate::report::Run;
+use anyhow::{Result, anyhow};
+use plotters::coord::Shift;
+use plotters::coord::types::RangedCoordf64;
+use plotters::prelude::*;
+
+const SIZE: (u32, u32) = (960, 540);
+/// More points than this are averaged in groups: the picture has no room for them.
+const POINTS: usize = 480;
+
+/// `step,<op>,…`: one line a step.
+pub fn csv(runs: &[Run]) -> String {
+    let names: Vec<&str> = runs.iter().map(|run| run.op.name()).collect();
+    let steps = runs.first().map_or(0, |run| run.curve.losses.len());
+    let line = |step: usize| -> String {
+        let losses: String = runs.iter().map(|run| format!(",{}", run.curve.losses[step])).collect();
+        format!("{}{losses}\n", step + 1)
+    };
+    format!("step,{}\n", names.join(",")) + &(0..steps).map(line).collect::<String>()
+}
+
+/// The loss curves over the steps, with the unigram baseline.
+pub fn svg(runs: &[Run], unigram: f64) -> Result<String> {
+    let mut picture = String::new();
+    let area = SVGBackend::with_string(&mut picture, SIZE).into_drawing_area();
+    draw(&area, runs, unigram).map_err(|error| anyhow!("cannot draw the loss curves: {error}"))?;
+    drop(area);
+    Ok(picture)
+}
+
+type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
+type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64, RangedCoordf64>>;
+type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
+
+fn draw(area: &Area, runs: &[Run], unigram: f64) -> Drawn {
+    let steps = runs.iter().map(|run| run.curve.losses.len()).max().unwrap_or(0).max(2) as f64;
+    let top = runs.iter().flat_map(|run| &run.curve.losses).copied().fold(unigram, f64::max);
+    area.fill(&WHITE)?;
+    let mut chart = ChartBuilder::on(area)
+        .caption("Training loss of the LLTM language model", ("sans-serif", 20))
+        .margin(12)
+        .x_label_area_size(44)
+        .y_label_area_size(56)
+        .build_cartesian_2d(1.0..steps, 0.0..top * 1.05)?;
+    let mut mesh = chart.configure_mesh();
+    mesh.light_line_style(TRANSPARENT)
+        .x_desc("step")
+        .y_desc("loss (nats per character)")
+        .x_label_formatter(&|step| format!("{step:.0}"));
+    mesh.draw()?;
+    for run in runs {
+        draw_run(&mut chart, run)?;
+    }
+    let baseline = [(1.0, unigram), (steps, unigram)];
+    let label = format!("unigram baseline, held out ({unigram:.2})");
+    draw_line(&mut chart, baseline.to_vec(), BLACK.stroke_width(1), label)?;
+    chart
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperRight)
+        .background_style(WHITE.mix(0.8))
+        .border_style(BLACK)
+        .draw()
+}
+
+/// The wide pale curve lies under the thin dark one, so that both are seen where they coincide.
+fn draw_run(chart: &mut Chart, run: &Run) -> Drawn {
+    let style = match run.op {
+        Op::Fused => RGBColor(255, 165, 80).stroke_width(5),
+        Op::Composite => RGBColor(20, 60, 160).stroke_width(1),
+    };
+    let label = format!("{} (held out: {:.2})", run.op.name(), run.held_out);
+    draw_line(chart, thinned(&run.curve.losses), style, label)
+}
+
+fn draw_line(chart: &mut Chart, points: Vec<(f64, f64)>, style: ShapeStyle, label: String) -> Drawn {
+    let series = chart.draw_series(LineSeries::new(points, style))?;
+    series.label(label).legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], style));
+    Ok(())
+}
+
+/// (step, loss), averaged in groups of equal size.
+fn thinned(losses: &[f64]) -> Vec<(f64, f64)> {
+    let group = losses.len().div_ceil(POINTS).max(1);
+    let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;
+    let middle = |index: usize, count: usize| (index * group) as f64 + (count + 1) as f64 / 2.0;
+    losses.chunks(group).enumerate().map(|(i, part)| (middle(i, part.len()), mean(part))).collect()
+}

@@ -1,0 +1,156 @@
+//! All that the program prints: results on stdout, progress and errors on stderr.
+
+use crate::options::Op;
+use crate::train::Curve;
+use anyhow::Result;
+use indicatif::{ProgressBar, ProgressStyle};
+use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
+use std::time::Duration;
+
+/// How far below the unigram baseline a model must end to have learnt more than letter frequencies.
+const CLEARLY_BELOW: f64 = 0.5;
+/// The curves' difference over these first steps is rounding alone; later it grows as training amplifies it.
+const FIRST_STEPS: usize = 50;
+/// Lines of progress per run where there is no terminal to redraw a bar on.
+const PLAIN_LINES: i64 = 10;
+
+/// Prints results. A reader that has had enough (`| head`) is no reason to stop training.
+pub fn say(text: &str) -> Result<()> {
+    match writeln!(stdout().lock(), "{text}") {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
+        _ => Ok(()),
+    }
+}
+
+/// Prints an error with its causes on one line. That stderr may be closed is nothing to fail over.
+pub fn error(error: &anyhow::Error) {
+    let line = format!("{error:#}").replace('\n', " ");
+    let _ = writeln!(stderr().lock(), "error: {line}");
+}
+
+/// One operator's training.
+pub struct Run {
+    pub op: Op,
+    pub curve: Curve,
+    pub held_out: f64,
+}
+
+/// A bar on a terminal, a few plain lines elsewhere.
+pub struct Progress {
+    name: &'static str,
+    steps: i64,
+    characters_per_step: i64,
+    bar: Option<ProgressBar>,
+    lines: i64,
+}
+
+impl Progress {
+    pub fn new(name: &'static str, steps: i64, characters_per_step: i64) -> Progress {
+        let bar = stderr().is_terminal().then(|| bar(name, steps));
+        Progress { name, steps, characters_per_step, bar, lines: 0 }
+    }
+
+    /// `spent` is the time since the first step, files not counted.
+    pub fn update(&mut self, step: i64, loss: f64, spent: Duration) {
+        let speed = (step * self.characters_per_step) as f64 / spent.as_secs_f64();
+        match &self.bar {
+            Some(bar) => {
+                bar.set_message(format!("loss {loss:.3}, {speed:.0} characters/s"));
+                bar.set_position(step as u64);
+            }
+            None => self.plain_line(step, loss, speed),
+        }
+    }
+
+    fn plain_line(&mut self, step: i64, loss: f64, speed: f64) {
+        let lines_due = step * PLAIN_LINES / self.steps;
+        if lines_due <= self.lines {
+            return;
+        }
+        self.lines = lines_due;
+        let left = ((self.steps - step) * self.characters_per_step) as f64 / speed;
+        let (name, steps) = (self.name, self.steps);
+        let line =
+            format!("{name}: step {step}/{steps}, loss {loss:.3}, {speed:.0} characters/s, {left:.0} s left");
+        let _ = writeln!(stderr().lock(), "{line}");
+    }
+
+    pub fn finish(self) {
+        if let Some(bar) = &self.bar {
+            bar.finish();
+        }
+    }
+}
+
+impl Drop for Progress {
+    /// After an error the bar stays where it was.
+    fn drop(&mut self) {
+        if let Some(bar) = self.bar.as_ref().filter(|bar| !bar.is_finished()) {
+            bar.abandon();
+        }
+    }
+}
+
+fn bar(name: &'static str, steps: i64) -> ProgressBar {
+    let template = "{prefix:9} {bar:32} {pos}/{len}  {msg}, {eta} left";
+    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
+    ProgressBar::new(steps as u64).with_style(style).with_prefix(name)
+}
+
+/// The comparison at the end: one column for each run.
+pub fn table(runs: &[Run], unigram: f64, seed: i64) -> String {
+    let column = |value: &dyn Fn(&Run) -> String| runs.iter().map(value).collect::<Vec<_>>();
+    let steps = runs.first().map_or(0, |run| run.curve.losses.len());
+    let mut rows = vec![
+        (format!("seed {seed}, {steps} steps"), column(&|run| run.op.name().to_string())),
+        ("last training loss, nats per character".into(), column(&|run| nats(run.curve.losses.last()))),
+        ("held-out loss".into(), column(&|run| nats(Some(&run.held_out)))),
+        ("unigram baseline".into(), column(&|_| nats(Some(&unigram)))),
+        ("below the baseline by".into(), column(&|run| nats(Some(&(unigram - run.held_out))))),
+        (
+            format!("at least {CLEARLY_BELOW} below"),
+            column(&|run| yes(unigram - run.held_out >= CLEARLY_BELOW)),
+        ),
+        ("characters/s".into(), column(&|run| format!("{:.0}", run.curve.characters_per_second()))),
+    ];
+    if let [first, second] = runs {
+        rows.extend(comparison(first, second));
+    }
+    let mut lines: Vec<String> = rows.iter().map(|(label, cells)| row(label, cells)).collect();
+    if runs.len() > 1 {
+        lines.push(
+            "(Both start from the same weights. They round differently, and training amplifies that.)".into(),
+        );
+    }
+    lines.join("\n")
+}
+
+fn comparison(first: &Run, second: &Run) -> Vec<(String, Vec<String>)> {
+    let ratio = first.curve.characters_per_second() / second.curve.characters_per_second();
+    let all = first.curve.losses.len();
+    let early = all.min(FIRST_STEPS);
+    let between = |steps| format!("{:.1e}", largest_difference(first, second, steps));
+    vec![
+        (format!("speed, {} / {}", first.op.name(), second.op.name()), vec![format!("{ratio:.2}")]),
+        (format!("largest difference of the losses, steps 1 to {early}"), vec![between(early)]),
+        (format!("largest difference of the losses, steps 1 to {all}"), vec![between(all)]),
+    ]
+}
+
+fn largest_difference(first: &Run, second: &Run, steps: usize) -> f64 {
+    let pairs = first.curve.losses.iter().zip(&second.curve.losses);
+    pairs.take(steps).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
+}
+
+fn row(label: &str, cells: &[String]) -> String {
+    let cells: String = cells.iter().map(|cell| format!("{cell:>12}")).collect();
+    format!("{label:<52}{cells}")
+}
+
+fn nats(value: Option<&f64>) -> String {
+    value.map_or_else(String::new, |value| format!("{value:.4}"))
+}
+
+fn yes(truth: bool) -> String {
+    if truth { "yes" } else { "no" }.to_string()
+}

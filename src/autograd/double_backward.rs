@@ -1,0 +1,53 @@
+//! Second derivatives of operators whose backward is a kernel.
+
+use super::grad::{GradOptions, grad};
+use super::{Context, Tensors};
+use crate::Result;
+use tch::Tensor;
+
+/// The gradients of an operator, computed by differentiating `reference`, the same maths in differentiable
+/// operations. For a backward that finds [`Context::create_graph`] true: what it returns can be
+/// differentiated again, exactly.
+///
+/// `inputs` are the forward's inputs as saved, in order; `grads` what the backward was given.
+///
+/// # Errors
+/// What `reference` reports, or libtorch.
+pub fn differentiate_reference(
+    ctx: &Context<'_>,
+    inputs: &[Option<Tensor>],
+    grads: &Tensors,
+    reference: impl FnOnce(&[Option<Tensor>]) -> Result<Tensors>,
+) -> Result<Tensors> {
+    // Fresh aliases: where one input depends on another (x and x·x, the states of a recurrent loop), a
+    // derivative with respect to the inputs themselves would be the total one. Detached copies would cut
+    // the graph that the second derivative needs.
+    let aliases = inputs
+        .iter()
+        .map(|input| input.as_ref().map(|tensor| tensor.f_view_as(tensor)).transpose())
+        .collect::<std::result::Result<Vec<_>, _>>()?;
+    let outputs = reference(&aliases)?;
+
+    let (mut of, mut vectors) = (Vec::new(), Vec::new());
+    for (output, vector) in outputs.iter().zip(grads.iter()) {
+        if let (Some(output), Some(vector)) = (output, vector)
+            && output.requires_grad()
+        {
+            of.push(output);
+            vectors.push(Some(vector));
+        }
+    }
+    let needed: Vec<usize> = (0..aliases.len()).filter(|&index| ctx.needs_input_grad(index)).collect();
+    let wanted: Vec<&Tensor> = needed.iter().filter_map(|&index| aliases[index].as_ref()).collect();
+    let mut gradients: Vec<Option<Tensor>> = aliases.iter().map(|_| None).collect();
+    if of.is_empty() || wanted.is_empty() {
+        return Ok(gradients.into());
+    }
+    let options =
+        GradOptions { grad_outputs: &vectors, create_graph: true, allow_unused: true, ..Default::default() };
+    let found = grad(&of, &wanted, &options)?;
+    for (index, gradient) in needed.into_iter().zip(found.into_vec()) {
+        gradients[index] = gradient;
+    }
+    Ok(gradients.into())
+}

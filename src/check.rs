@@ -1,0 +1,169 @@
+//! Checks of an operator's arguments, with messages that name the operator, the argument, what was expected,
+//! what came, and the way out.
+//!
+//! ```
+//! use tch::{Device, Kind, Tensor};
+//! use tch_extension::{Result, check};
+//!
+//! fn scale(input: &Tensor, factor: &Tensor) -> Result<Tensor> {
+//!     let kinds = [Kind::Float, Kind::Double];
+//!     let input_arg = check!("scale", input).defined()?.kind_in(&kinds)?.dim(2, "[B, F]")?;
+//!     let (b, f) = (input.size()[0], input.size()[1]);
+//!     check!("scale", factor).defined()?.like(&input_arg)?.shape("[B, F]", &[b, f])?;
+//!     Ok(input * factor)
+//! }
+//!
+//! let input = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));
+//! let factor = Tensor::zeros([3], (Kind::Float, Device::Cpu));
+//! let error = scale(&input, &factor).unwrap_err().to_string();
+//! assert_eq!(error, "scale: factor: expected shape [B, F] = [2, 3], got [3]");
+//! ```
+
+use crate::{Error, Result};
+use tch::{Device, Kind, Tensor};
+
+/// Begins the checks of one argument: `check!("op", variable)`, or `check!("op", "name", expression)`.
+///
+/// The variable's name is the argument's name in messages. See [`crate::check`].
+#[macro_export]
+macro_rules! check {
+    ($op:expr, $argument:ident) => {
+        $crate::check::Check::new($op, stringify!($argument), &$argument)
+    };
+    ($op:expr, $name:expr, $argument:expr) => {
+        $crate::check::Check::new($op, $name, &$argument)
+    };
+}
+
+/// One argument under examination; made by [`check!`](crate::check!).
+#[derive(Clone, Copy)]
+pub struct Check<'a> {
+    op: &'a str,
+    argument: &'a str,
+    tensor: &'a Tensor,
+}
+
+impl<'a> Check<'a> {
+    /// Argument `argument` of operator `op`.
+    pub fn new(op: &'a str, argument: &'a str, tensor: &'a Tensor) -> Self {
+        Check { op, argument, tensor }
+    }
+
+    /// A tensor at all, and an ordinary one: dense, on a device with memory. Comes first; on an undefined
+    /// tensor the other checks would have nothing to look at.
+    ///
+    /// # Errors
+    /// On an undefined, sparse or otherwise special tensor.
+    pub fn defined(self) -> Result<Self> {
+        if !self.tensor.defined() {
+            return Err(self.refuse(
+                "a tensor",
+                "an undefined one",
+                "was Tensor::new() passed, or a missing gradient?",
+            ));
+        }
+        if self.tensor.is_sparse() || self.tensor.is_mkldnn() {
+            return Err(self.refuse("a dense tensor", "another layout", "convert it with to_dense"));
+        }
+        Ok(self)
+    }
+
+    /// One of these kinds.
+    ///
+    /// # Errors
+    /// On another kind.
+    pub fn kind_in(self, kinds: &[Kind]) -> Result<Self> {
+        let kind = self.kind()?;
+        if kinds.contains(&kind) {
+            return Ok(self);
+        }
+        let names: Vec<_> = kinds.iter().map(|kind| format!("{kind:?}")).collect();
+        let hint = format!("cast it with to_kind(Kind::{})", names.first().map_or("Float", String::as_str));
+        Err(self.refuse(format!("kind {}", names.join(" or ")), format!("{kind:?}"), hint))
+    }
+
+    /// On one of the devices that this build has kernels for.
+    ///
+    /// # Errors
+    /// On CUDA without CUDA kernels, and on any other device.
+    pub fn supported_device(self) -> Result<Self> {
+        match self.tensor.device() {
+            Device::Cpu => Ok(self),
+            Device::Cuda(_) if crate::cuda::is_compiled() => Ok(self),
+            device @ Device::Cuda(_) => Err(self.refuse(
+                "a CPU tensor, because this build has no CUDA kernels",
+                format!("{device:?}"),
+                "build with a libtorch that has CUDA and an nvcc (cargo xtask doctor says what is missing), or \
+                 move it with to_device(Device::Cpu)",
+            )),
+            device => Err(self.refuse("a CPU or CUDA tensor", format!("{device:?}"), "move it with to_device")),
+        }
+    }
+
+    /// The kind and device of another argument.
+    ///
+    /// # Errors
+    /// When either differs.
+    pub fn like(self, other: &Check<'_>) -> Result<Self> {
+        let (kind, device) = (other.kind()?, other.tensor.device());
+        if self.tensor.device() != device {
+            return Err(self.refuse(
+                format!("device {device:?}, as {}", other.argument),
+                format!("{:?}", self.tensor.device()),
+                format!("move it with to_device(Device::{device:?})"),
+            ));
+        }
+        if self.kind()? != kind {
+            return Err(self.refuse(
+                format!("kind {kind:?}, as {}", other.argument),
+                format!("{:?}", self.kind()?),
+                format!("cast it with to_kind(Kind::{kind:?})"),
+            ));
+        }
+        Ok(self)
+    }
+
+    /// This many dimensions; `names` shows them, such as `[B, F]`.
+    ///
+    /// # Errors
+    /// On another number.
+    pub fn dim(self, dim: usize, names: &str) -> Result<Self> {
+        if self.tensor.dim() == dim {
+            return Ok(self);
+        }
+        let plural = if dim == 1 { "dimension" } else { "dimensions" };
+        Err(self.refuse(format!("{dim} {plural} {names}"), format!("shape {:?}", self.tensor.size()), ""))
+    }
+
+    /// This shape; `names` says what its sizes are, such as `[B, H]`.
+    ///
+    /// # Errors
+    /// On another shape.
+    pub fn shape(self, names: &str, shape: &[i64]) -> Result<Self> {
+        if self.tensor.size() == shape {
+            return Ok(self);
+        }
+        Err(self.refuse(format!("shape {names} = {shape:?}"), format!("{:?}", self.tensor.size()), ""))
+    }
+
+    /// The tensor under examination.
+    pub fn tensor(&self) -> &'a Tensor {
+        self.tensor
+    }
+
+    /// The argument's kind.
+    fn kind(&self) -> Result<Kind> {
+        // tch panics on kinds it does not know, such as those of quantised tensors of newer libtorchs.
+        self.tensor.f_kind().map_err(|error| self.refuse("a known kind", error.to_string(), ""))
+    }
+
+    /// An error about this argument.
+    pub fn refuse(
+        &self,
+        expected: impl Into<String>,
+        got: impl Into<String>,
+        hint: impl Into<String>,
+    ) -> Error {
+        Error::argument(self.op, self.argument, expected, got, hint)
+    }
+}

@@ -1,0 +1,128 @@
+//! The one error type.
+
+use tch::TchError;
+
+/// What every fallible function of this crate returns.
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why an operator refused or failed. Each message is one line: the operator, the argument, what was
+/// expected, what came, and the way out.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument is not what the operator takes. Nothing was computed or changed.
+    #[error("{op}: {argument}: expected {expected}, got {got}{}", way_out(.hint))]
+    Argument {
+        /// The operator's name.
+        op: String,
+        /// The argument's name.
+        argument: String,
+        /// What it takes.
+        expected: String,
+        /// What came.
+        got: String,
+        /// The way out; may be empty.
+        hint: String,
+    },
+
+    /// libtorch reported an error.
+    #[error("{0}")]
+    Torch(String),
+
+    /// The autograd bridge was used wrongly, or a backward failed.
+    #[error("{0}")]
+    Autograd(String),
+
+    /// A CUDA kernel could not be launched.
+    #[error("CUDA kernel {kernel}: {message}")]
+    Launch {
+        /// The kernel's name.
+        kernel: String,
+        /// CUDA's own words.
+        message: String,
+    },
+
+    /// CUDA was asked for where there is none.
+    #[error("{op}: {reason}")]
+    Cuda {
+        /// What was called.
+        op: String,
+        /// What is missing, and how to have it.
+        reason: String,
+    },
+
+    /// Anything else, such as an error of a user's own operator.
+    #[error("{0}")]
+    Other(#[from] Box<dyn std::error::Error + Send + Sync>),
+}
+
+impl Error {
+    /// An error with this text.
+    pub fn msg(text: impl Into<String>) -> Self {
+        Error::Other(text.into().into())
+    }
+
+    /// An [`Error::Argument`].
+    pub fn argument(
+        op: &str,
+        argument: &str,
+        expected: impl Into<String>,
+        got: impl Into<String>,
+        hint: impl Into<String>,
+    ) -> Self {
+        Error::Argument {
+            op: op.to_string(),
+            argument: argument.to_string(),
+            expected: expected.into(),
+            got: got.into(),
+            hint: hint.into(),
+        }
+    }
+}
+
+impl From<TchError> for Error {
+    fn from(error: TchError) -> Self {
+        match error {
+            // libtorch appends a C++ backtrace; the first lines say what happened.
+            TchError::Torch(text) => Error::Torch(without_backtrace(&text)),
+            other => Error::Torch(other.to_string()),
+        }
+    }
+}
+
+fn way_out(hint: &str) -> String {
+    if hint.is_empty() { String::new() } else { format!("; {hint}") }
+}
+
+fn without_backtrace(text: &str) -> String {
+    text.lines()
+        .take_while(|line| !line.starts_with("Exception raised from") && !line.starts_with("frame #"))
+        .collect::<Vec<_>>()
+        .join("\n")
+        .trim_end()
+        .to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_line_with_the_way_out() {
+        let error = Error::argument("linear", "weight", "kind Float", "kind Int", "cast it with to_kind");
+        assert_eq!(
+            error.to_string(),
+            "linear: weight: expected kind Float, got kind Int; cast it with to_kind"
+        );
+        let error = Error::argument("linear", "weight", "2 dimensions", "3", "");
+        assert_eq!(error.to_string(), "linear: weight: expected 2 dimensions, got 3");
+    }
+
+    #[test]
+    fn libtorch_errors_lose_their_backtrace() {
+        let error = tch::Tensor::from_slice(&[1.0]).f_reshape([2, 2]).map_err(Error::from).unwrap_err();
+        let text = error.to_string();
+        assert!(text.contains("shape '[2, 2]' is invalid"), "{text}");
+        assert!(!text.contains("frame #") && !text.contains('\n'), "{text}");
+    }
+}

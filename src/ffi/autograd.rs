@@ -1,0 +1,87 @@
+//! `csrc/autograd/bridge.h`.
+
+use std::ffi::{c_char, c_int, c_void};
+use torch_sys::C_tensor;
+
+/// A `FunctionNode` while its backward runs.
+#[repr(C)]
+pub(crate) struct FunctionNode {
+    _opaque: [u8; 0],
+}
+
+/// Where a backward puts its gradients.
+#[repr(C)]
+pub(crate) struct BackwardResults {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
+pub(crate) struct FunctionVTable {
+    pub backward: unsafe extern "C" fn(
+        state: *const c_void,
+        node: *const FunctionNode,
+        grads: *const *mut C_tensor,
+        grads_len: usize,
+        results: *mut BackwardResults,
+    ) -> c_int,
+    pub drop: unsafe extern "C" fn(state: *mut c_void),
+}
+
+#[repr(C)]
+pub(crate) struct ApplyParams {
+    pub name: *const c_char,
+    pub name_len: usize,
+    pub inputs: *const *const C_tensor,
+    pub inputs_len: usize,
+    pub outputs: *const *const C_tensor,
+    pub outputs_len: usize,
+    pub saved: *const *const C_tensor,
+    pub saved_len: usize,
+    pub dirty: *const usize,
+    pub dirty_len: usize,
+    pub non_differentiable: *const usize,
+    pub non_differentiable_len: usize,
+    pub materialize_grads: bool,
+    pub double_backward: bool,
+}
+
+unsafe extern "C" {
+    pub(crate) fn tch_extension_needs_graph(inputs: *const *const C_tensor, len: usize) -> bool;
+    pub(crate) fn tch_extension_apply(
+        params: *const ApplyParams,
+        state: *mut c_void,
+        vtable: *const FunctionVTable,
+        wrapped: *mut *mut C_tensor,
+    ) -> *mut c_char;
+    pub(crate) fn tch_extension_saved(
+        node: *const FunctionNode,
+        slot: usize,
+        tensor: *mut *mut C_tensor,
+    ) -> *mut c_char;
+    pub(crate) fn tch_extension_needs_input_grad(node: *const FunctionNode, input: usize) -> bool;
+    pub(crate) fn tch_extension_set_gradient(
+        results: *mut BackwardResults,
+        input: usize,
+        grad: *const C_tensor,
+    );
+    pub(crate) fn tch_extension_set_backward_error(
+        results: *mut BackwardResults,
+        text: *const c_char,
+        len: usize,
+    );
+    pub(crate) fn tch_extension_grad(
+        outputs: *const *const C_tensor,
+        outputs_len: usize,
+        inputs: *const *const C_tensor,
+        inputs_len: usize,
+        grad_outputs: *const *const C_tensor,
+        grad_outputs_len: usize,
+        retain_graph: c_int,
+        create_graph: bool,
+        allow_unused: bool,
+        results: *mut *mut C_tensor,
+    ) -> *mut c_char;
+    pub(crate) safe fn tch_extension_grad_mode() -> bool;
+    pub(crate) safe fn tch_extension_live_nodes() -> i64;
+    pub(crate) fn tch_extension_free_message(message: *mut c_char);
+}

@@ -1,0 +1,168 @@
+//! `csrc/lltm_cell/lltm_cell.h`.
+
+use super::{checked, optional_ptr};
+use crate::Result;
+use std::ffi::c_void;
+use tch::{Device, Tensor};
+
+#[repr(C)]
+struct Forward {
+    batch: i64,
+    hidden: i64,
+    kind: i32,
+    save_activations: i32,
+    gates: *mut c_void,
+    c: *const c_void,
+    new_h: *mut c_void,
+    new_c: *mut c_void,
+}
+
+#[repr(C)]
+struct Backward {
+    batch: i64,
+    hidden: i64,
+    kind: i32,
+    reserved: i32,
+    grad_new_h: *const c_void,
+    grad_new_c: *const c_void,
+    activations: *const c_void,
+    new_c: *const c_void,
+    grad_gates: *mut c_void,
+    grad_c: *mut c_void,
+}
+
+unsafe extern "C" {
+    fn tch_extension_lltm_cell_forward_cpu(params: *const Forward);
+    fn tch_extension_lltm_cell_backward_cpu(params: *const Backward);
+    #[cfg(tch_extension_cuda)]
+    fn tch_extension_lltm_cell_forward_cuda(
+        params: *const Forward,
+        stream: *mut c_void,
+    ) -> crate::cuda::LaunchStatus;
+    #[cfg(tch_extension_cuda)]
+    fn tch_extension_lltm_cell_backward_cuda(
+        params: *const Backward,
+        stream: *mut c_void,
+    ) -> crate::cuda::LaunchStatus;
+}
+
+/// Computes `new_h` and `new_c` ([B, H]) from `gates` ([B, 3H]) and `c` ([B, H]). With `save_activations`,
+/// `gates` becomes what [`backward`] reads.
+pub(crate) fn forward(
+    gates: &mut Tensor,
+    c: &Tensor,
+    new_h: &mut Tensor,
+    new_c: &mut Tensor,
+    save_activations: bool,
+) -> Result<()> {
+    let (batch, hidden) = c.size2()?;
+    let like = (c.f_kind()?, c.device());
+    let params = Forward {
+        batch,
+        hidden,
+        kind: super::kind_code(like.0)?,
+        save_activations: i32::from(save_activations),
+        gates: checked("gates", gates, &[batch, 3 * hidden], like)?,
+        c: checked("c", c, &[batch, hidden], like)?,
+        new_h: checked("new_h", new_h, &[batch, hidden], like)?,
+        new_c: checked("new_c", new_c, &[batch, hidden], like)?,
+    };
+    match like.1 {
+        // SAFETY: the arrays were just checked to be contiguous, of these sizes and of this kind; those that are
+        // written are exclusively borrowed, so they are none of the others.
+        #[cfg(tch_extension_cuda)]
+        device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
+            tch_extension_lltm_cell_forward_cuda(&params, stream)
+        }),
+        Device::Cpu => {
+            // SAFETY: as above.
+            unsafe { tch_extension_lltm_cell_forward_cpu(&params) };
+            Ok(())
+        }
+        device => Err(super::no_kernel("lltm_cell", device)),
+    }
+}
+
+/// What [`backward`] reads; all contiguous. `None` stands for zeros.
+pub(crate) struct BackwardInputs<'a> {
+    pub grad_new_h: Option<&'a Tensor>,
+    pub grad_new_c: Option<&'a Tensor>,
+    pub activations: &'a Tensor,
+    pub new_c: &'a Tensor,
+}
+
+/// Computes `grad_gates` ([B, 3H]) and, where asked for, `grad_c` ([B, H]).
+pub(crate) fn backward(
+    inputs: &BackwardInputs<'_>,
+    grad_gates: &mut Tensor,
+    grad_c: Option<&mut Tensor>,
+) -> Result<()> {
+    let (batch, hidden) = inputs.new_c.size2()?;
+    let like = (inputs.new_c.f_kind()?, inputs.new_c.device());
+    let state = [batch, hidden];
+    let gates = [batch, 3 * hidden];
+    let params = Backward {
+        batch,
+        hidden,
+        kind: super::kind_code(like.0)?,
+        reserved: 0,
+        grad_new_h: optional_ptr("grad_new_h", inputs.grad_new_h, &state, like)?,
+        grad_new_c: optional_ptr("grad_new_c", inputs.grad_new_c, &state, like)?,
+        activations: checked("activations", inputs.activations, &gates, like)?,
+        new_c: checked("new_c", inputs.new_c, &state, like)?,
+        grad_gates: checked("grad_gates", grad_gates, &gates, like)?,
+        grad_c: optional_ptr("grad_c", grad_c.as_deref(), &state, like)?,
+    };
+    match like.1 {
+        // SAFETY: as in `forward`.
+        #[cfg(tch_extension_cuda)]
+        device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
+            tch_extension_lltm_cell_backward_cuda(&params, stream)
+        }),
+        Device::Cpu => {
+            // SAFETY: as in `forward`.
+            unsafe { tch_extension_lltm_cell_backward_cpu(&params) };
+            Ok(())
+        }
+        device => Err(super::no_kernel("lltm_cell", device)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::{offset_of, size_of};
+
+    unsafe extern "C" {
+        /// Sizes and offsets as the C++ compiler sees them.
+        static tch_extension_lltm_cell_layout: [usize; 20];
+    }
+
+    #[test]
+    fn the_structs_agree_with_the_c_side() {
+        let ours = [
+            size_of::<Forward>(),
+            offset_of!(Forward, batch),
+            offset_of!(Forward, hidden),
+            offset_of!(Forward, kind),
+            offset_of!(Forward, save_activations),
+            offset_of!(Forward, gates),
+            offset_of!(Forward, c),
+            offset_of!(Forward, new_h),
+            offset_of!(Forward, new_c),
+            size_of::<Backward>(),
+            offset_of!(Backward, batch),
+            offset_of!(Backward, hidden),
+            offset_of!(Backward, kind),
+            offset_of!(Backward, reserved),
+            offset_of!(Backward, grad_new_h),
+            offset_of!(Backward, grad_new_c),
+            offset_of!(Backward, activations),
+            offset_of!(Backward, new_c),
+            offset_of!(Backward, grad_gates),
+            offset_of!(Backward, grad_c),
+        ];
+        // SAFETY: a constant of this length in csrc/lltm_cell/cpu.cpp.
+        assert_eq!(ours, unsafe { tch_extension_lltm_cell_layout });
+    }
+}

@@ -1,0 +1,61 @@
+//! The only `extern "C"` blocks, one file for each part of `csrc`, each behind safe functions that check what
+//! the C side takes for granted.
+
+pub(crate) mod autograd;
+#[cfg(tch_extension_cuda)]
+pub(crate) mod cuda;
+pub(crate) mod lltm_cell;
+
+use crate::{Error, Result};
+use std::ffi::{CStr, c_char, c_void};
+use tch::{Device, Kind, Tensor};
+
+/// Takes a message from C++ (null: success) and frees it.
+pub(crate) fn take_message(message: *mut c_char) -> Option<String> {
+    if message.is_null() {
+        return None;
+    }
+    // SAFETY: a non-null message is a terminated string that C++ allocated and handed over.
+    let text = unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned();
+    // SAFETY: `message` is ours and is not used again.
+    unsafe { autograd::tch_extension_free_message(message) };
+    Some(text)
+}
+
+/// The address of a contiguous tensor of this shape, kind and device. Anything else is a mistake of this
+/// crate's own, but one that must not become a wild pointer.
+fn checked(name: &str, tensor: &Tensor, shape: &[i64], like: (Kind, Device)) -> Result<*mut c_void> {
+    let fits = tensor.size() == shape
+        && tensor.f_kind().is_ok_and(|kind| kind == like.0)
+        && tensor.device() == like.1
+        && tensor.is_contiguous();
+    if !fits {
+        return Err(Error::msg(format!(
+            "internal error: a kernel's {name} should be a contiguous {shape:?} of {like:?}, but is {tensor:?}"
+        )));
+    }
+    Ok(tensor.data_ptr())
+}
+
+/// [`checked`] for an array that may be missing; then the address is null.
+fn optional_ptr(
+    name: &str,
+    tensor: Option<&Tensor>,
+    shape: &[i64],
+    like: (Kind, Device),
+) -> Result<*mut c_void> {
+    tensor.map_or(Ok(std::ptr::null_mut()), |tensor| checked(name, tensor, shape, like))
+}
+
+/// libtorch's number for a kind (c10/core/ScalarType.h) that kernels exist for.
+fn kind_code(kind: Kind) -> Result<i32> {
+    match kind {
+        Kind::Float => Ok(6),
+        Kind::Double => Ok(7),
+        other => Err(Error::msg(format!("internal error: there are no kernels for {other:?}"))),
+    }
+}
+
+fn no_kernel(op: &str, device: Device) -> Error {
+    Error::msg(format!("internal error: {op} has no kernel for {device:?}"))
+}

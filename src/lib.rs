@@ -1,0 +1,16 @@
+#![doc = include_str!("../README.md")]
+#![cfg_attr(docsrs, feature(doc_cfg))]
+
+pub mod autograd;
+pub mod check;
+pub mod cuda;
+mod dispatch;
+mod error;
+mod ffi;
+pub mod nn;
+pub mod ops;
+pub mod testing;
+
+pub use error::{Error, Result};
+/// The very tch whose tensors this crate's functions take.
+pub use tch;

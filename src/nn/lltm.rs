@@ -1,0 +1,153 @@
+//! The LLTM as a recurrent layer.
+
+use crate::ops::{f_lltm_cell, lltm_cell_reference};
+use std::borrow::Borrow;
+use tch::nn::{Init, Path, RNN};
+use tch::{Device, Kind, Tensor};
+
+/// How the cell is computed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LltmOp {
+    /// By [`lltm_cell`](crate::ops::lltm_cell).
+    #[default]
+    Fused,
+    /// By [`lltm_cell_reference`], in plain tch operations: for comparisons.
+    Composite,
+}
+
+/// Configuration of an [`Lltm`].
+#[derive(Clone, Copy, Debug, Default)]
+pub struct LltmConfig {
+    /// How the cell is computed.
+    pub op: LltmOp,
+}
+
+/// (h, c), each `[B, H]`.
+#[derive(Debug)]
+pub struct LltmState(pub (Tensor, Tensor));
+
+impl LltmState {
+    /// The hidden state, which is also the layer's output.
+    pub fn h(&self) -> Tensor {
+        self.0.0.shallow_clone()
+    }
+
+    /// The cell state.
+    pub fn c(&self) -> Tensor {
+        self.0.1.shallow_clone()
+    }
+
+    /// The same numbers, cut off from the graph: between pieces of a long sequence (truncated
+    /// backpropagation through time).
+    #[must_use]
+    pub fn detach(&self) -> LltmState {
+        LltmState((self.0.0.detach(), self.0.1.detach()))
+    }
+}
+
+/// A layer of LLTM cells with shared parameters. Made by [`lltm`].
+#[derive(Debug)]
+pub struct Lltm {
+    /// `[3H, H + F]`; see [`lltm_cell`](crate::ops::lltm_cell).
+    pub weights: Tensor,
+    /// `[3H]`.
+    pub bias: Tensor,
+    hidden_dim: i64,
+    config: LltmConfig,
+}
+
+/// A new layer, with its parameters in `vs` under PyTorch's tutorial's names `weights` and `bias`, drawn
+/// uniformly from ±1/√H.
+///
+/// ```
+/// use tch::{Device, Kind, Tensor, nn::{RNN, VarStore}};
+/// use tch_extension::nn::{LltmConfig, lltm};
+///
+/// let vs = VarStore::new(Device::Cpu);
+/// let layer = lltm(vs.root(), 5, 8, LltmConfig::default());
+/// let input = Tensor::randn([2, 7, 5], (Kind::Float, Device::Cpu)); // [B, T, F]
+/// let (output, state) = layer.seq(&input);
+/// assert_eq!(output.size(), [2, 7, 8]);
+/// assert_eq!(output.select(1, 6), state.h());
+/// ```
+///
+/// # Panics
+/// On a negative input size or a hidden size below 1.
+pub fn lltm<'a, T: Borrow<Path<'a>>>(vs: T, in_dim: i64, hidden_dim: i64, config: LltmConfig) -> Lltm {
+    assert!(hidden_dim >= 1, "nn::lltm: hidden_dim: expected at least 1, got {hidden_dim}");
+    assert!(in_dim >= 0, "nn::lltm: in_dim: expected at least 0, got {in_dim}");
+    let vs = vs.borrow();
+    let bound = 1.0 / (hidden_dim as f64).sqrt();
+    let init = Init::Uniform { lo: -bound, up: bound };
+    Lltm {
+        weights: vs.var("weights", &[3 * hidden_dim, hidden_dim + in_dim], init),
+        bias: vs.var("bias", &[3 * hidden_dim], init),
+        hidden_dim,
+        config,
+    }
+}
+
+impl Lltm {
+    /// The hidden size H.
+    pub fn hidden_dim(&self) -> i64 {
+        self.hidden_dim
+    }
+
+    /// [`RNN::step`], with an error instead of a panic.
+    ///
+    /// # Errors
+    /// When input or state do not fit this layer; see [`f_lltm_cell`].
+    pub fn f_step(&self, input: &Tensor, state: &LltmState) -> crate::Result<LltmState> {
+        let cell = match self.config.op {
+            LltmOp::Fused => f_lltm_cell,
+            LltmOp::Composite => lltm_cell_reference,
+        };
+        let (h, c) = &state.0;
+        cell(input, &self.weights, Some(&self.bias), (h, c)).map(LltmState)
+    }
+
+    /// [`RNN::seq_init`], with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As [`Lltm::f_step`]; and when the input is no `[B, T, F]`.
+    pub fn f_seq_init(&self, input: &Tensor, state: &LltmState) -> crate::Result<(Tensor, LltmState)> {
+        let (batch, _, _) = {
+            crate::check!("nn::Lltm", input).defined()?.dim(3, "[B, T, F]")?;
+            input.size3()?
+        };
+        let mut state = LltmState((state.h(), state.c()));
+        let mut outputs = Vec::new();
+        for step in input.f_unbind(1)? {
+            state = self.f_step(&step, &state)?;
+            outputs.push(state.h());
+        }
+        let output = if outputs.is_empty() {
+            // `stack` takes no empty list; a sequence of no steps has an output of no steps.
+            Tensor::f_zeros([batch, 0, self.hidden_dim], self.options())?
+        } else {
+            Tensor::f_stack(&outputs, 1)?
+        };
+        Ok((output, state))
+    }
+
+    fn options(&self) -> (Kind, Device) {
+        (self.weights.kind(), self.weights.device())
+    }
+}
+
+impl RNN for Lltm {
+    type State = LltmState;
+
+    fn zero_state(&self, batch_dim: i64) -> LltmState {
+        let zeros = || Tensor::zeros([batch_dim, self.hidden_dim], self.options());
+        LltmState((zeros(), zeros()))
+    }
+
+    fn step(&self, input: &Tensor, state: &LltmState) -> LltmState {
+        self.f_step(input, state).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    fn seq_init(&self, input: &Tensor, state: &LltmState) -> (Tensor, LltmState) {
+        self.f_seq_init(input, state).unwrap_or_else(|error| panic!("{error}"))
+    }
+}

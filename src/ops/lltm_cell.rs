@@ -1,0 +1,248 @@
+//! The LLTM cell, of PyTorch's extension tutorial: an LSTM without forget gate, with ELU for its candidate.
+
+use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
+use crate::check::Check;
+use crate::ffi::lltm_cell as kernels;
+use crate::{Result, check};
+use tch::{Kind, Tensor};
+
+const OP: &str = "lltm_cell";
+const KINDS: [Kind; 2] = [Kind::Float, Kind::Double];
+
+/// One step of an LLTM: the new hidden and cell state.
+///
+/// ```text
+/// [i | o | g] = [h, x] Wᵀ + b
+/// c' = c + elu(g) σ(i)
+/// h' = tanh(c') σ(o)
+/// ```
+///
+/// * `input`: x, `[B, F]`
+/// * `weight`: W, `[3H, H + F]`, the rows for i, o and g, the columns for h and x
+/// * `bias`: b, `[3H]` or, as PyTorch's extension-cpp has it, `[1, 3H]`; `None` for zeros
+/// * `state`: (h, c), each `[B, H]`
+///
+/// Returns (h', c'), each `[B, H]`. All of kind `Float` or `Double`, the same for all, on one CPU or CUDA
+/// device; any strides, any sizes, also empty ones. Has first and second derivatives with respect to each
+/// tensor. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic.
+///
+/// One matrix product, done by libtorch under its precision switches, and one kernel for everything else; the
+/// backward keeps `3·B·H` numbers besides inputs and outputs.
+///
+/// Equivalent to:
+/// ```
+/// # use tch::{Kind, Device, Tensor};
+/// # use tch_extension::ops::lltm_cell;
+/// # let options = (Kind::Double, Device::Cpu);
+/// # let (x, w, b) = (Tensor::randn([2, 4], options), Tensor::randn([9, 7], options), Tensor::randn([9], options));
+/// # let (h, c) = (Tensor::randn([2, 3], options), Tensor::randn([2, 3], options));
+/// let gates = Tensor::cat(&[&h, &x], 1).linear(&w, Some(&b)).chunk(3, 1);
+/// let new_c = &c + gates[2].elu() * gates[0].sigmoid();
+/// let new_h = new_c.tanh() * gates[1].sigmoid();
+///
+/// let fused = lltm_cell(&x, &w, Some(&b), (&h, &c));
+/// assert!(fused.0.allclose(&new_h, 1e-12, 1e-12, false) && fused.1.allclose(&new_c, 1e-12, 1e-12, false));
+/// ```
+///
+/// Source: <https://pytorch.org/tutorials/advanced/cpp_extension.html>.
+///
+/// # Panics
+/// Where [`f_lltm_cell`] returns an error.
+pub fn lltm_cell(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    state: (&Tensor, &Tensor),
+) -> (Tensor, Tensor) {
+    super::unwrap(f_lltm_cell(input, weight, bias, state))
+}
+
+/// [`lltm_cell`], with an error instead of a panic.
+///
+/// # Errors
+/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or CUDA fails.
+pub fn f_lltm_cell(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    state: (&Tensor, &Tensor),
+) -> Result<(Tensor, Tensor)> {
+    let (h, c) = state;
+    check_arguments(input, weight, bias, state)?;
+    let [new_h, new_c] = apply(LltmCell, &[Some(input), Some(weight), bias, Some(h), Some(c)])?.exactly()?;
+    Ok((new_h, new_c))
+}
+
+/// [`lltm_cell`] in plain tch operations, without checks of its own.
+///
+/// # Errors
+/// libtorch's.
+pub fn lltm_cell_reference(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    state: (&Tensor, &Tensor),
+) -> Result<(Tensor, Tensor)> {
+    let (h, c) = state;
+    let bias = bias.map(|bias| bias.f_reshape([-1])).transpose()?;
+    let gates = Tensor::f_cat(&[h, input], 1)?.f_linear(weight, bias.as_ref())?;
+    let gates = gates.f_chunk(3, 1)?;
+    let new_c = c.f_add(&gates[2].f_elu()?.f_mul(&gates[0].f_sigmoid()?)?)?;
+    let new_h = new_c.f_tanh()?.f_mul(&gates[1].f_sigmoid()?)?;
+    Ok((new_h, new_c))
+}
+
+fn check_arguments(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    (h, c): (&Tensor, &Tensor),
+) -> Result<()> {
+    let input = &check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[B, F]")?;
+    let beside = |argument: Check<'_>| -> Result<()> { argument.defined()?.like(input).map(|_| ()) };
+    beside(check!(OP, weight))?;
+    beside(check!(OP, h))?;
+    beside(check!(OP, c))?;
+    bias.map(|bias| beside(check!(OP, bias))).transpose()?;
+
+    let (batch, features) = input.tensor().size2()?;
+    check!(OP, h).dim(2, "[B, H]")?;
+    let hidden = h.size2()?.1;
+    check!(OP, h).shape("[B, H]", &[batch, hidden])?;
+    check!(OP, c).shape("[B, H]", &[batch, hidden])?;
+    check!(OP, weight).shape("[3H, H + F]", &[3 * hidden, hidden + features])?;
+    if let Some(bias) = bias
+        && bias.size() != [1, 3 * hidden]
+    {
+        check!(OP, bias).shape("[3H] (or [1, 3H])", &[3 * hidden])?;
+    }
+    Ok(())
+}
+
+struct LltmCell;
+
+/// The inputs' places, which are also the first slots of what is saved.
+mod place {
+    pub const INPUT: usize = 0;
+    pub const WEIGHT: usize = 1;
+    pub const BIAS: usize = 2;
+    pub const H: usize = 3;
+    pub const C: usize = 4;
+    pub const LEN: usize = 5;
+}
+
+/// Saved behind the inputs: the output c', and σ(i), σ(o), g.
+const NEW_C: usize = place::LEN;
+const ACTIVATIONS: usize = place::LEN + 1;
+
+impl Function for LltmCell {
+    const NAME: &'static str = OP;
+    const DOUBLE_BACKWARD: bool = true;
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        let (input, weight, bias) =
+            (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
+        let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
+
+        let mut gates = gates(input, weight, bias, h)?;
+        let contiguous_c = c.f_contiguous()?;
+        let mut new_h = Tensor::f_empty_like(&contiguous_c)?;
+        let mut new_c = Tensor::f_empty_like(&contiguous_c)?;
+        kernels::forward(&mut gates, &contiguous_c, &mut new_h, &mut new_c, saver.needs_graph())?;
+
+        for tensor in [Some(input), Some(weight), bias, Some(h), Some(c), Some(&new_c), Some(&gates)] {
+            saver.save_optional(tensor);
+        }
+        // A state that leads nowhere costs no zeros.
+        saver.set_materialize_grads(false);
+        Ok([new_h, new_c].into())
+    }
+
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        if ctx.create_graph() {
+            let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
+            return differentiate_reference(ctx, &inputs, grads, reference);
+        }
+        first_derivative(ctx, grads)
+    }
+}
+
+/// `[h, x] Wᵀ + b`, fresh and contiguous.
+fn gates(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>, h: &Tensor) -> Result<Tensor> {
+    let hx = Tensor::f_cat(&[h, input], 1)?;
+    let transposed = weight.f_transpose(0, 1)?;
+    let gates = match bias {
+        // A flat bias goes into the product's epilogue on CUDA.
+        Some(bias) => bias.f_reshape([-1])?.f_addmm(&hx, &transposed)?,
+        None => hx.f_mm(&transposed)?,
+    };
+    Ok(gates.f_contiguous()?)
+}
+
+fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
+    let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
+    let inputs = Inputs::new(&inputs);
+    let state = (inputs.get(place::H)?, inputs.get(place::C)?);
+    let (new_h, new_c) = lltm_cell_reference(
+        inputs.get(place::INPUT)?,
+        inputs.get(place::WEIGHT)?,
+        inputs.optional(place::BIAS),
+        state,
+    )?;
+    Ok([new_h, new_c].into())
+}
+
+fn first_derivative(ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+    let contiguous = |tensor: Option<&Tensor>| tensor.map(Tensor::f_contiguous).transpose();
+    let (grad_new_h, grad_new_c) = (contiguous(grads.optional(0))?, contiguous(grads.optional(1))?);
+    let (activations, new_c) = (ctx.saved(ACTIVATIONS)?, ctx.saved(NEW_C)?);
+    let mut grad_gates = Tensor::f_empty_like(&activations)?;
+    let mut grad_c = if ctx.needs_input_grad(place::C) { Some(Tensor::f_empty_like(&new_c)?) } else { None };
+    let inputs = kernels::BackwardInputs {
+        grad_new_h: grad_new_h.as_ref(),
+        grad_new_c: grad_new_c.as_ref(),
+        activations: &activations,
+        new_c: &new_c,
+    };
+    kernels::backward(&inputs, &mut grad_gates, grad_c.as_mut())?;
+
+    let (grad_h, grad_input) = input_gradients(ctx, &grad_gates)?;
+    let grad_weight = weight_gradient(ctx, &grad_gates)?;
+    let grad_bias = bias_gradient(ctx, &grad_gates)?;
+    Ok([grad_input, grad_weight, grad_bias, grad_h, grad_c].into())
+}
+
+/// Of h and x: `dG W`, of which only the columns that are asked for are computed.
+fn input_gradients(ctx: &Context<'_>, grad_gates: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    let weight = ctx.saved(place::WEIGHT)?;
+    let (gates, columns) = weight.size2()?;
+    let (hidden, features) = (gates / 3, columns - gates / 3);
+    let (needs_h, needs_input) = (ctx.needs_input_grad(place::H), ctx.needs_input_grad(place::INPUT));
+    if needs_h && needs_input {
+        let grad = grad_gates.f_mm(&weight)?;
+        return Ok((Some(grad.f_narrow(1, 0, hidden)?), Some(grad.f_narrow(1, hidden, features)?)));
+    }
+    let product = |start, len| -> Result<Tensor> { Ok(grad_gates.f_mm(&weight.f_narrow(1, start, len)?)?) };
+    let grad_h = needs_h.then(|| product(0, hidden)).transpose()?;
+    let grad_input = needs_input.then(|| product(hidden, features)).transpose()?;
+    Ok((grad_h, grad_input))
+}
+
+/// `dGᵀ [h, x]`. The concatenation is made again: it would be the largest thing to keep.
+fn weight_gradient(ctx: &Context<'_>, grad_gates: &Tensor) -> Result<Option<Tensor>> {
+    if !ctx.needs_input_grad(place::WEIGHT) {
+        return Ok(None);
+    }
+    let hx = Tensor::f_cat(&[ctx.saved(place::H)?, ctx.saved(place::INPUT)?], 1)?;
+    Ok(Some(grad_gates.f_transpose(0, 1)?.f_mm(&hx)?))
+}
+
+/// `Σ dG` over the batch, in the bias' own shape.
+fn bias_gradient(ctx: &Context<'_>, grad_gates: &Tensor) -> Result<Option<Tensor>> {
+    if !ctx.needs_input_grad(place::BIAS) {
+        return Ok(None);
+    }
+    let shape = ctx.saved(place::BIAS)?.size();
+    let kind = grad_gates.f_kind()?;
+    Ok(Some(grad_gates.f_sum_dim_intlist([0_i64].as_slice(), false, kind)?.f_reshape(shape)?))
+}

@@ -1,0 +1,13 @@
+//! Fused operators with hand-written kernels, forward and backward, for CPU and CUDA.
+//!
+//! Each comes three times: `op(…)` panics on bad arguments, as tch's functions do; `f_op(…)` returns a
+//! [`Result`](crate::Result); `op_reference(…)` is the same maths in plain tch operations.
+
+mod lltm_cell;
+
+pub use lltm_cell::{f_lltm_cell, lltm_cell, lltm_cell_reference};
+
+/// The value, or a panic with the error's own text: what tch's functions without `f_` do.
+fn unwrap<T>(result: crate::Result<T>) -> T {
+    result.unwrap_or_else(|error| panic!("{error}"))
+}

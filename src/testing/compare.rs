@@ -1,0 +1,137 @@
+//! Lists of numbers that should be equal but for rounding.
+
+use crate::{Error, Result};
+use tch::{Device, Kind, Tensor};
+
+/// How far apart two numbers may be: `|actual - expected| <= atol + rtol |expected|`.
+#[derive(Clone, Copy)]
+pub(super) struct Bound {
+    pub rtol: f64,
+    pub atol: f64,
+    /// Whether NaN is as good as NaN. It is never as good as a number.
+    pub equal_nan: bool,
+}
+
+impl Bound {
+    pub fn allowed(&self, expected: f64) -> f64 {
+        self.atol + self.rtol * expected.abs()
+    }
+
+    fn holds(&self, actual: f64, expected: f64) -> bool {
+        let difference = (actual - expected).abs();
+        // Infinity is within any relative distance of itself, so it has to be asked for finite differences.
+        actual == expected
+            || (difference.is_finite() && difference <= self.allowed(expected))
+            || (self.equal_nan && actual.is_nan() && expected.is_nan())
+    }
+
+    /// By how much the bound is exceeded. NaN and infinity exceed it most.
+    fn excess(&self, actual: f64, expected: f64) -> f64 {
+        let excess = (actual - expected).abs() - self.allowed(expected);
+        if excess.is_nan() { f64::INFINITY } else { excess }
+    }
+}
+
+/// What is wrong between two lists.
+#[derive(Debug)]
+pub(super) struct Mismatch {
+    /// Where the bound is exceeded most; of equals, the first.
+    pub worst: usize,
+    /// At how many places it is exceeded.
+    pub count: usize,
+}
+
+/// Compares two lists of the same length. `None` when the bound holds everywhere.
+pub(super) fn mismatch(actual: &[f64], expected: &[f64], bound: Bound) -> Option<Mismatch> {
+    let mut found: Option<(Mismatch, f64)> = None;
+    for (index, (&actual, &expected)) in actual.iter().zip(expected).enumerate() {
+        if bound.holds(actual, expected) {
+            continue;
+        }
+        let excess = bound.excess(actual, expected);
+        match &mut found {
+            None => found = Some((Mismatch { worst: index, count: 1 }, excess)),
+            Some((mismatch, largest)) => {
+                mismatch.count += 1;
+                if excess > *largest {
+                    (mismatch.worst, *largest) = (index, excess);
+                }
+            }
+        }
+    }
+    found.map(|(mismatch, _)| mismatch)
+}
+
+/// `count` of `total` things: `1 of 6 entries is`, `2 of 6 entries are`.
+pub(super) fn count_of(count: usize, total: usize, things: &str) -> String {
+    format!("{count} of {total} {things} {}", if count == 1 { "is" } else { "are" })
+}
+
+/// The indices of element number `position`, counted row by row.
+pub(super) fn element_index(mut position: usize, size: &[i64]) -> Vec<usize> {
+    let mut index = vec![0; size.len()];
+    for (place, &len) in index.iter_mut().zip(size).rev() {
+        let len = usize::try_from(len).unwrap_or(0).max(1);
+        *place = position % len;
+        position /= len;
+    }
+    index
+}
+
+/// The elements, row by row, whatever the layout and the device.
+pub(super) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
+    let kind = tensor.f_kind()?;
+    if matches!(kind, Kind::ComplexHalf | Kind::ComplexFloat | Kind::ComplexDouble) {
+        return Err(Error::msg(format!("complex numbers ({kind:?}) are not supported; use view_as_real")));
+    }
+    let flat = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_reshape([-1])?.f_contiguous()?;
+    Ok(Vec::<f64>::try_from(&flat)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BOUND: Bound = Bound { rtol: 0.1, atol: 0.01, equal_nan: false };
+
+    #[test]
+    fn the_bound_is_relative_to_what_is_expected() {
+        assert!(mismatch(&[110.0], &[100.0], BOUND).is_none());
+        assert!(mismatch(&[100.0], &[90.0], BOUND).is_some());
+        assert!(mismatch(&[0.01, 0.0], &[0.0, -0.0], BOUND).is_none());
+    }
+
+    #[test]
+    fn infinity_is_close_to_itself_only() {
+        let infinity = f64::INFINITY;
+        assert!(mismatch(&[infinity], &[infinity], BOUND).is_none());
+        for (actual, expected) in [(1.0, infinity), (infinity, 1.0), (-infinity, infinity)] {
+            assert!(mismatch(&[actual], &[expected], BOUND).is_some(), "{actual} {expected}");
+        }
+    }
+
+    #[test]
+    fn nan_is_close_to_nan_only_and_only_when_allowed() {
+        let allowed = Bound { equal_nan: true, ..BOUND };
+        assert!(mismatch(&[f64::NAN], &[f64::NAN], allowed).is_none());
+        assert!(mismatch(&[f64::NAN], &[f64::NAN], BOUND).is_some());
+        for bound in [BOUND, allowed] {
+            assert!(mismatch(&[f64::NAN], &[1.0], bound).is_some());
+            assert!(mismatch(&[1.0], &[f64::NAN], bound).is_some());
+        }
+    }
+
+    #[test]
+    fn the_worst_place_is_found() {
+        let found = mismatch(&[1.0, 2.0, 9.0, 5.0], &[1.0, 1.0, 1.0, 1.0], BOUND).unwrap();
+        assert_eq!((found.worst, found.count), (2, 3));
+        let found = mismatch(&[9.0, f64::NAN], &[1.0, 1.0], BOUND).unwrap();
+        assert_eq!((found.worst, found.count), (1, 2));
+    }
+
+    #[test]
+    fn indices_are_counted_row_by_row() {
+        assert_eq!(element_index(7, &[2, 4]), [1, 3]);
+        assert_eq!(element_index(0, &[]), [0_usize; 0]);
+    }
+}

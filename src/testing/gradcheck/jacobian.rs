@@ -1,0 +1,85 @@
+//! Jacobians, and what to say about wrong ones.
+
+use crate::testing::compare::{Bound, Mismatch, count_of, element_index, mismatch};
+use std::fmt;
+
+/// The derivatives of each element of an output (a row) by each element of an input (a column).
+pub(super) struct Jacobian {
+    columns: usize,
+    /// Row by row.
+    values: Vec<f64>,
+}
+
+impl Jacobian {
+    pub fn zeros(rows: usize, columns: usize) -> Jacobian {
+        Jacobian { columns, values: vec![0.0; rows * columns] }
+    }
+
+    /// The derivatives of output element `row`. The engine has checked that a gradient has its input's shape.
+    pub fn set_row(&mut self, row: usize, gradient: &[f64]) {
+        self.values[row * self.columns..][..self.columns].copy_from_slice(gradient);
+    }
+
+    /// The derivatives by input element `column`.
+    pub fn set_column(&mut self, column: usize, derivatives: impl Iterator<Item = f64>) {
+        for (row, derivative) in derivatives.enumerate() {
+            self.values[row * self.columns + column] = derivative;
+        }
+    }
+
+    pub fn mismatch(&self, expected: &Jacobian, bound: Bound) -> Option<Mismatch> {
+        mismatch(&self.values, &expected.values, bound)
+    }
+}
+
+impl fmt::Display for Jacobian {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for row in self.values.chunks(self.columns.max(1)) {
+            let numbers: Vec<String> = row.iter().map(|value| format!("{value:.6e}")).collect();
+            writeln!(f, "  [{}]", numbers.join(", "))?;
+        }
+        Ok(())
+    }
+}
+
+/// Two Jacobians of one output by one input that should agree, and do not.
+pub(super) struct Disagreement<'a> {
+    /// Its number and shape.
+    pub output: (usize, &'a [i64]),
+    /// Its number and shape.
+    pub input: (usize, &'a [i64]),
+    /// The begin of the sentence that names the place.
+    pub problem: &'a str,
+    pub sides: Sides<'a>,
+    pub mismatch: Mismatch,
+    pub bound: Bound,
+}
+
+/// What is compared with what: names and Jacobians.
+pub(super) type Sides<'a> = [(&'a str, &'a Jacobian); 2];
+
+/// More numbers than this say less than the one that is worst.
+const MAX_SHOWN: usize = 64;
+
+impl fmt::Display for Disagreement<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [(left, left_jacobian), (right, right_jacobian)] = self.sides;
+        let ((output, output_size), (input, input_size)) = (self.output, self.input);
+        let (worst, columns, total) =
+            (self.mismatch.worst, left_jacobian.columns, left_jacobian.values.len());
+        let (row, column) = (worst / columns, worst % columns);
+        let (row_element, column_element) =
+            (element_index(row, output_size), element_index(column, input_size));
+        write!(f, "gradcheck: output {output}, input {input}: {} at row {row} ", self.problem)?;
+        write!(f, "(output element {row_element:?}), column {column} (input element {column_element:?}): ")?;
+        let (left_value, right_value) = (left_jacobian.values[worst], right_jacobian.values[worst]);
+        write!(f, "{left} {left_value:?}, {right} {right_value:?}; ")?;
+        let Bound { rtol, atol, .. } = self.bound;
+        let count = count_of(self.mismatch.count, total, "entries");
+        write!(f, "{count} wrong (rtol {rtol:?}, atol {atol:?})")?;
+        if total <= MAX_SHOWN {
+            write!(f, "\n{left}:\n{left_jacobian}{right}:\n{right_jacobian}")?;
+        }
+        Ok(())
+    }
+}

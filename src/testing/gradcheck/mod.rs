@@ -1,0 +1,408 @@
+//! `torch.autograd.gradcheck`, in its slow mode.
+
+mod jacobian;
+mod replica;
+mod vanishing;
+
+use super::compare::{Bound, values};
+use crate::autograd::{GradOptions, Tensors, grad};
+use crate::check::Check;
+use crate::{Error, Result};
+use jacobian::{Disagreement, Jacobian, Sides};
+use replica::{Elements, Replica};
+use tch::{Device, Kind, Tensor};
+
+const OP: &str = "gradcheck";
+
+/// What [`gradcheck`] can be told; the default is what `torch.autograd.gradcheck` does by default.
+#[derive(Clone, Copy, Debug)]
+pub struct GradcheckOptions {
+    /// How far each element is moved to either side for the numerical derivative.
+    pub eps: f64,
+    /// The absolute tolerance between analytical and numerical derivatives.
+    pub atol: f64,
+    /// The relative tolerance between analytical and numerical derivatives.
+    pub rtol: f64,
+    /// How far two backwards of the same graph may differ.
+    pub nondet_tol: f64,
+    /// Check that an undefined incoming gradient, of an output that leads nowhere, counts as zero.
+    pub check_undefined_grad: bool,
+    /// Check that incoming gradients of zero give gradients of exactly zero.
+    pub check_zero_grad: bool,
+}
+
+impl Default for GradcheckOptions {
+    fn default() -> Self {
+        GradcheckOptions {
+            eps: 1e-6,
+            atol: 1e-5,
+            rtol: 1e-3,
+            nondet_tol: 0.0,
+            check_undefined_grad: true,
+            check_zero_grad: true,
+        }
+    }
+}
+
+/// Checks the gradients that backward computes against derivatives found by moving each input element a
+/// little: `torch.autograd.gradcheck` in its slow mode, which looks at every entry of every Jacobian. (The
+/// fast mode looks at one random combination of them, in which a wrong last element of a vector drowns.)
+///
+/// In order:
+/// 1. the analytical Jacobians, row by row, are the same when computed twice from one graph, up to
+///    `nondet_tol`;
+/// 2. `|analytical - numerical| <= atol + rtol |numerical|` for each entry; NaN is always wrong;
+/// 3. incoming gradients of zero give gradients of exactly zero, of the input's shape, kind and device;
+/// 4. undefined incoming gradients, all at once and each output's in turn, give what zeros in their place
+///    give.
+///
+/// `function` gets copies of `inputs`, with the same strides, storage offset and `requires_grad`, so that a
+/// kernel takes the path that it would take for the originals, which are never touched. Even if two of
+/// `inputs` share memory, their copies do not.
+///
+/// Derivatives are taken with respect to the inputs that require grad. These must be of kind `Double`, because
+/// differences of `Float` values say nothing at a step of 1e-6; the others may be of any kind. Outputs that do not require grad are passed over, unless none does: then no output may
+/// depend on an input. Inputs and outputs may be empty, of any number of dimensions, and on any device.
+///
+/// It costs two forwards for each input element and two backwards for each output element.
+///
+/// # Example
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use tch_extension::testing::{GradcheckOptions, gradcheck};
+///
+/// let options = (Kind::Double, Device::Cpu);
+/// let x = Tensor::randn([3, 4], options).set_requires_grad(true);
+/// let w = Tensor::randn([4, 2], options).set_requires_grad(true);
+/// gradcheck(|inputs| Ok(inputs[0].matmul(&inputs[1])), &[&x, &w], &GradcheckOptions::default())?;
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+///
+/// A second derivative is the gradient of a gradient (`gradgradcheck`):
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use tch_extension::autograd::{GradOptions, grad};
+/// use tch_extension::testing::gradcheck;
+///
+/// let x = Tensor::randn([3], (Kind::Double, Device::Cpu)).set_requires_grad(true);
+/// let v = Tensor::randn([3], (Kind::Double, Device::Cpu)).set_requires_grad(true);
+/// let first_derivative = |inputs: &[Tensor]| {
+///     let [x, v] = inputs else { unreachable!("as many as are passed below") };
+///     let options = GradOptions { grad_outputs: &[Some(v)], create_graph: true, ..Default::default() };
+///     grad(&[&x.sin()], &[x], &options)
+/// };
+/// gradcheck(first_derivative, &[&x, &v], &Default::default())?;
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+///
+/// # Errors
+/// When a check fails: the first line says where, with analytical and numerical value and how many entries
+/// are wrong; small Jacobians follow. When an input cannot be checked, because it requires grad and is not of
+/// kind `Double`, or its elements overlap in memory; or when none requires grad. And whatever `function` or
+/// its backward reports.
+pub fn gradcheck<F, O>(function: F, inputs: &[&Tensor], options: &GradcheckOptions) -> Result<()>
+where
+    F: Fn(&[Tensor]) -> Result<O>,
+    O: Into<Tensors>,
+{
+    let function = |inputs: &[Tensor]| function(inputs).map(Into::into);
+    Gradcheck::new(&function, inputs, options)?.run()
+}
+
+struct Gradcheck<'a> {
+    function: &'a dyn Fn(&[Tensor]) -> Result<Tensors>,
+    options: &'a GradcheckOptions,
+    inputs: Vec<Tensor>,
+    /// The inputs that require grad.
+    variables: Vec<Variable>,
+    /// What the function returned the first time, and has to return each time.
+    outputs: Vec<Option<Output>>,
+}
+
+struct Variable {
+    input: usize,
+    elements: Elements,
+}
+
+#[derive(Debug, PartialEq)]
+struct Output {
+    size: Vec<i64>,
+    kind: Kind,
+    device: Device,
+    requires_grad: bool,
+}
+
+impl Output {
+    fn numel(&self) -> usize {
+        self.size.iter().product::<i64>().unsigned_abs() as usize
+    }
+}
+
+impl<'a> Gradcheck<'a> {
+    fn new(
+        function: &'a dyn Fn(&[Tensor]) -> Result<Tensors>,
+        originals: &[&Tensor],
+        options: &'a GradcheckOptions,
+    ) -> Result<Self> {
+        let (mut inputs, mut variables) = (Vec::new(), Vec::new());
+        for (index, &original) in originals.iter().enumerate() {
+            let name = format!("inputs[{index}]");
+            check_kind(&name, original)?;
+            let replica = Replica::of(original)?;
+            if original.requires_grad() {
+                let elements = replica.elements()?;
+                check_overlap(&name, original, &elements)?;
+                variables.push(Variable { input: index, elements });
+            }
+            inputs.push(replica.tensor);
+        }
+        if variables.is_empty() {
+            let (expected, got) = ("at least one that requires grad", "none that does");
+            return Err(Error::argument(OP, "inputs", expected, got, "call set_requires_grad(true)"));
+        }
+        let outputs = signature(&function(&inputs)?)?;
+        if outputs.iter().all(Option::is_none) {
+            return Err(Error::argument(OP, "function", "one output or more", "none", "return its result"));
+        }
+        Ok(Gradcheck { function, options, inputs, variables, outputs })
+    }
+
+    fn run(&self) -> Result<()> {
+        let differentiable = self.outputs_where(|output| output.requires_grad);
+        if differentiable.is_empty() {
+            return self.check_independence();
+        }
+        self.check_jacobians(&differentiable)?;
+        if self.options.check_zero_grad {
+            self.check_zero_grad(&differentiable)?;
+        }
+        if self.options.check_undefined_grad {
+            self.check_undefined_grad(&differentiable)?;
+        }
+        Ok(())
+    }
+
+    fn outputs_where(&self, wanted: impl Fn(&Output) -> bool) -> Vec<usize> {
+        let is_wanted = |&index: &usize| self.outputs[index].as_ref().is_some_and(&wanted);
+        (0..self.outputs.len()).filter(is_wanted).collect()
+    }
+
+    fn call(&self) -> Result<Tensors> {
+        let outputs = (self.function)(&self.inputs)?;
+        let now = signature(&outputs)?;
+        if now == self.outputs {
+            return Ok(outputs);
+        }
+        let nothing = &None;
+        let differing = (0..now.len().max(self.outputs.len()))
+            .map(|index| {
+                (index, self.outputs.get(index).unwrap_or(nothing), now.get(index).unwrap_or(nothing))
+            })
+            .find(|(_, first, now)| first != now);
+        let (index, first, now) = differing.unwrap_or((0, nothing, nothing));
+        Err(Error::msg(format!(
+            "gradcheck: output {index} was {first:?} in the function's first call and is {now:?} in a later \
+             one; shapes and kinds must not depend on the inputs' values"
+        )))
+    }
+
+    fn check_jacobians(&self, differentiable: &[usize]) -> Result<()> {
+        let numerical = self.variables.iter().map(|variable| self.numerical(variable, differentiable));
+        let numerical = numerical.collect::<Result<Vec<_>>>()?;
+        let outputs = self.call()?;
+        for (place, &index) in differentiable.iter().enumerate() {
+            let analytical = self.analytical(&outputs, index)?;
+            for (variable, [first, second]) in analytical.iter().enumerate() {
+                self.compare_runs(index, variable, first, second)?;
+                self.compare_with_numerical(index, variable, first, &numerical[variable][place])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One Jacobian for each of `outputs`, by central differences.
+    fn numerical(&self, variable: &Variable, outputs: &[usize]) -> Result<Vec<Jacobian>> {
+        let elements = &variable.elements;
+        let mut jacobians: Vec<Jacobian> = outputs
+            .iter()
+            .map(|&index| Jacobian::zeros(self.numel_of_output(index), elements.len()))
+            .collect();
+        for column in 0..elements.len() {
+            let value = elements.value(column);
+            let (below, above) = (value - self.options.eps, value + self.options.eps);
+            let low = self.outputs_at(elements, column, below, outputs)?;
+            let high = self.outputs_at(elements, column, above, outputs)?;
+            elements.restore(column)?;
+            for (jacobian, (low, high)) in jacobians.iter_mut().zip(low.iter().zip(&high)) {
+                let derivative = |(low, high): (&f64, &f64)| (high - low) / (above - below);
+                jacobian.set_column(column, low.iter().zip(high).map(derivative));
+            }
+        }
+        Ok(jacobians)
+    }
+
+    fn outputs_at(
+        &self,
+        elements: &Elements,
+        element: usize,
+        value: f64,
+        outputs: &[usize],
+    ) -> Result<Vec<Vec<f64>>> {
+        elements.set(element, value)?;
+        let found = self.call()?;
+        outputs.iter().map(|&index| values(found.get(index)?)).collect()
+    }
+
+    /// For each variable, the Jacobian of output `index` as backward computes it, twice.
+    fn analytical(&self, outputs: &Tensors, index: usize) -> Result<Vec<[Jacobian; 2]>> {
+        let output = outputs.get(index)?;
+        let rows = self.numel_of_output(index);
+        let zeros = |variable: &Variable| Jacobian::zeros(rows, variable.elements.len());
+        let mut jacobians: Vec<[Jacobian; 2]> =
+            self.variables.iter().map(|variable| [zeros(variable), zeros(variable)]).collect();
+        for row in 0..rows {
+            for run in 0..2 {
+                // A new one each time, in case backward writes into what it gets.
+                let unit = unit_vector(output, row)?;
+                let gradients = self
+                    .gradients(&[output], &[Some(&unit)])
+                    .map_err(|error| failed(&format!("for row {row} of output {index}"), &error))?;
+                for (jacobians, gradient) in jacobians.iter_mut().zip(gradients.iter()) {
+                    // An absent gradient means zero, which is there already.
+                    if let Some(gradient) = gradient {
+                        jacobians[run].set_row(row, &values(gradient)?);
+                    }
+                }
+            }
+        }
+        Ok(jacobians)
+    }
+
+    /// The gradients of the variables. Keeps the graph.
+    fn gradients(&self, outputs: &[&Tensor], vectors: &[Option<&Tensor>]) -> Result<Tensors> {
+        let inputs: Vec<&Tensor> =
+            self.variables.iter().map(|variable| &self.inputs[variable.input]).collect();
+        let options = GradOptions {
+            grad_outputs: vectors,
+            retain_graph: Some(true),
+            create_graph: false,
+            allow_unused: true,
+        };
+        grad(outputs, &inputs, &options)
+    }
+
+    fn compare_runs(
+        &self,
+        output: usize,
+        variable: usize,
+        first: &Jacobian,
+        second: &Jacobian,
+    ) -> Result<()> {
+        let problem = "backward is not deterministic or not reentrant, two runs on one graph differ";
+        // NaN twice is deterministic; the comparison with the numerical Jacobian refuses it.
+        let bound = Bound { rtol: 0.0, atol: self.options.nondet_tol, equal_nan: true };
+        self.agree(output, variable, problem, [("first", first), ("second", second)], bound)
+    }
+
+    fn compare_with_numerical(
+        &self,
+        output: usize,
+        variable: usize,
+        analytical: &Jacobian,
+        numerical: &Jacobian,
+    ) -> Result<()> {
+        let bound = Bound { rtol: self.options.rtol, atol: self.options.atol, equal_nan: false };
+        let sides = [("analytical", analytical), ("numerical", numerical)];
+        self.agree(output, variable, "the gradient is wrong", sides, bound)
+    }
+
+    /// Outputs without a graph say that no output depends on an input.
+    fn check_independence(&self) -> Result<()> {
+        let problem = "no output requires grad (is grad mode off, or the graph cut?), but this one depends on \
+                       the input,";
+        let exact = Bound { rtol: 0.0, atol: 0.0, equal_nan: false };
+        let present = self.outputs_where(|_| true);
+        for (index, variable) in self.variables.iter().enumerate() {
+            for (&output, numerical) in present.iter().zip(self.numerical(variable, &present)?) {
+                let zeros = Jacobian::zeros(self.numel_of_output(output), variable.elements.len());
+                let sides = [("analytical", &zeros), ("numerical", &numerical)];
+                self.agree(output, index, problem, sides, exact)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn agree(
+        &self,
+        output: usize,
+        variable: usize,
+        problem: &str,
+        sides: Sides<'_>,
+        bound: Bound,
+    ) -> Result<()> {
+        let Some(mismatch) = sides[0].1.mismatch(sides[1].1, bound) else { return Ok(()) };
+        let input = self.variables[variable].input;
+        let disagreement = Disagreement {
+            output: (output, self.outputs[output].as_ref().map_or(&[], |output| &output.size)),
+            input: (input, &self.inputs[input].size()),
+            problem,
+            sides,
+            mismatch,
+            bound,
+        };
+        Err(Error::msg(disagreement.to_string().trim_end()))
+    }
+
+    fn numel_of_output(&self, index: usize) -> usize {
+        self.outputs[index].as_ref().map_or(0, Output::numel)
+    }
+}
+
+fn check_kind(name: &str, input: &Tensor) -> Result<()> {
+    Check::new(OP, name, input).defined()?;
+    let kind = input.f_kind()?;
+    if kind == Kind::Double || !input.requires_grad() {
+        return Ok(());
+    }
+    let hint = "smaller kinds are too coarse for numerical derivatives: cast it with to_kind(Kind::Double)";
+    Err(Error::argument(OP, name, "kind Double, as it requires grad", format!("{kind:?}"), hint))
+}
+
+fn check_overlap(name: &str, input: &Tensor, elements: &Elements) -> Result<()> {
+    if !elements.overlap() {
+        return Ok(());
+    }
+    Err(Error::argument(
+        OP,
+        name,
+        "elements that do not overlap in memory, as it requires grad",
+        format!("strides {:?} for shape {:?}", input.stride(), input.size()),
+        "they cannot be moved one at a time: call contiguous()",
+    ))
+}
+
+fn signature(outputs: &Tensors) -> Result<Vec<Option<Output>>> {
+    let describe = |tensor: &Tensor| -> Result<Output> {
+        Ok(Output {
+            size: tensor.size(),
+            kind: tensor.f_kind()?,
+            device: tensor.device(),
+            requires_grad: tensor.requires_grad(),
+        })
+    };
+    let present = |output: &Option<Tensor>| -> Result<Option<Output>> {
+        output.as_ref().filter(|tensor| tensor.defined()).map(describe).transpose()
+    };
+    outputs.iter().map(present).collect()
+}
+
+fn failed(when: &str, error: &Error) -> Error {
+    Error::msg(format!("gradcheck: backward failed {when}: {error}"))
+}
+
+/// Zeros but for a one at element `position`, in the shape of `tensor`.
+fn unit_vector(tensor: &Tensor, position: usize) -> Result<Tensor> {
+    let flat = Tensor::f_zeros([tensor.numel() as i64], (tensor.f_kind()?, tensor.device()))?;
+    let _ = flat.f_narrow(0, position as i64, 1)?.f_fill_(1.0)?;
+    Ok(flat.f_reshape(tensor.size())?)
+}

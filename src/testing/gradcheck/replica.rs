@@ -1,0 +1,150 @@
+//! Private copies of tensors, to change at will.
+
+use crate::Result;
+use crate::testing::compare::values;
+use tch::Tensor;
+
+/// A copy of a tensor that a kernel cannot tell from the original: same sizes, strides and storage offset, so
+/// also the same alignment, and a leaf that requires grad if the original does.
+pub(super) struct Replica {
+    pub tensor: Tensor,
+    /// The memory of `tensor` from its storage's begin, as one dimension.
+    storage: Tensor,
+    offset: i64,
+}
+
+impl Replica {
+    pub fn of(original: &Tensor) -> Result<Replica> {
+        let data = original.f_detach()?;
+        let (size, stride, offset) = (data.size(), data.stride(), storage_offset(&data)?);
+        let source = data.f_as_strided([extent(&size, &stride, offset)], [1], 0)?;
+        let mut storage = source.f_empty_like()?;
+        storage.f_copy_(&source)?;
+        // Detached, or writes to `storage` would count as writes to a leaf that requires grad.
+        let tensor = storage.f_as_strided(size, stride, offset)?.f_detach()?;
+        let tensor = tensor.f_set_requires_grad(original.requires_grad())?;
+        Ok(Replica { tensor, storage, offset })
+    }
+
+    pub fn elements(&self) -> Result<Elements> {
+        Ok(Elements {
+            storage: self.storage.shallow_clone(),
+            positions: positions(&self.tensor.size(), &self.tensor.stride(), self.offset),
+            values: values(&self.tensor)?,
+        })
+    }
+}
+
+/// The elements of a [`Replica`], row by row, to be changed one at a time behind autograd's back.
+pub(super) struct Elements {
+    storage: Tensor,
+    positions: Vec<i64>,
+    values: Vec<f64>,
+}
+
+impl Elements {
+    pub fn len(&self) -> usize {
+        self.values.len()
+    }
+
+    pub fn value(&self, element: usize) -> f64 {
+        self.values[element]
+    }
+
+    pub fn set(&self, element: usize, value: f64) -> Result<()> {
+        let _ = self.storage.f_narrow(0, self.positions[element], 1)?.f_fill_(value)?;
+        Ok(())
+    }
+
+    pub fn restore(&self, element: usize) -> Result<()> {
+        self.set(element, self.values[element])
+    }
+
+    /// Whether two elements share memory, as in an expanded tensor.
+    pub fn overlap(&self) -> bool {
+        let mut sorted = self.positions.clone();
+        sorted.sort_unstable();
+        sorted.windows(2).any(|pair| pair[0] == pair[1])
+    }
+}
+
+/// In elements. tch does not show libtorch's own `storage_offset`.
+fn storage_offset(tensor: &Tensor) -> Result<i64> {
+    if tensor.numel() == 0 {
+        return Ok(0);
+    }
+    let begin = tensor.f_as_strided([1], [1], 0)?;
+    let bytes = tensor.data_ptr() as usize - begin.data_ptr() as usize;
+    Ok((bytes / tensor.f_kind()?.elt_size_in_bytes()) as i64)
+}
+
+/// How much of its storage a tensor reaches into, in elements.
+fn extent(size: &[i64], stride: &[i64], offset: i64) -> i64 {
+    if size.contains(&0) {
+        return 0;
+    }
+    offset + 1 + size.iter().zip(stride).map(|(size, stride)| (size - 1) * stride).sum::<i64>()
+}
+
+/// Where in the storage the elements are, row by row.
+fn positions(size: &[i64], stride: &[i64], offset: i64) -> Vec<i64> {
+    size.iter().zip(stride).fold(vec![offset], |outer, (&size, &stride)| {
+        outer.iter().flat_map(|&start| (0..size).map(move |index| start + index * stride)).collect()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Kind};
+
+    fn matrix() -> Tensor {
+        Tensor::arange(24, (Kind::Double, Device::Cpu)).reshape([4, 6])
+    }
+
+    #[test]
+    fn looks_like_the_original() {
+        let base = matrix();
+        let views = [
+            base.shallow_clone(),
+            base.transpose(0, 1),
+            base.narrow(1, 1, 3),
+            base.slice(1, 1, 6, 2).transpose(0, 1),
+            base.select(0, 3).select(0, 5),
+            base.narrow(0, 4, 0),
+            base.narrow(0, 1, 1).expand([3, 6], false),
+            base.to_kind(Kind::Int).narrow(0, 1, 2),
+        ];
+        for view in views {
+            let replica = Replica::of(&view).unwrap();
+            assert_eq!(replica.tensor, view);
+            assert_eq!(replica.tensor.stride(), view.stride());
+            assert_eq!(storage_offset(&replica.tensor).unwrap(), storage_offset(&view).unwrap());
+            assert!(replica.tensor.is_leaf() && !replica.tensor.requires_grad());
+            assert!(view.numel() == 0 || replica.tensor.data_ptr() != view.data_ptr());
+        }
+    }
+
+    #[test]
+    fn elements_are_the_tensors_own() {
+        let original = matrix().slice(1, 1, 6, 2).transpose(0, 1).set_requires_grad(true);
+        let replica = Replica::of(&original).unwrap();
+        assert!(replica.tensor.requires_grad() && replica.tensor.is_leaf());
+        let elements = replica.elements().unwrap();
+        assert_eq!(elements.len(), 12);
+        elements.set(5, -1.0).unwrap();
+        assert_eq!(replica.tensor.double_value(&[1, 1]), -1.0);
+        assert_eq!(original.double_value(&[1, 1]), 9.0);
+        elements.restore(5).unwrap();
+        assert_eq!(replica.tensor, original);
+    }
+
+    #[test]
+    fn overlap_is_exact() {
+        let overlap = |tensor: &Tensor| Replica::of(tensor).unwrap().elements().unwrap().overlap();
+        assert!(overlap(&matrix().narrow(1, 0, 1).expand([4, 3], false)));
+        assert!(overlap(&matrix().as_strided([3, 3], [1, 1], 0)));
+        assert!(!overlap(&matrix().as_strided([3, 2], [2, 3], 0)));
+        assert!(!overlap(&matrix().narrow(0, 0, 1).expand([1, 6], false)));
+    }
+}

@@ -1,0 +1,46 @@
+//! A crate with kernels of its own, as a user would write it. These are broken on purpose: the proof that the
+//! tools which find nothing in the operators can find something.
+
+/// The kernels of `csrc/planted.cu`; without CUDA there are none.
+#[cfg(tch_extension_cuda)]
+pub mod planted {
+    use std::ffi::c_void;
+    use tch::Tensor;
+    use tch_extension::Result;
+    use tch_extension::cuda::{LaunchStatus, launch};
+
+    unsafe extern "C" {
+        fn downstream_planted_overrun(data: *mut c_void, len: i64, stream: *mut c_void) -> LaunchStatus;
+        fn downstream_planted_race(data: *mut c_void, stream: *mut c_void) -> LaunchStatus;
+        fn downstream_planted_launch(data: *mut c_void, stream: *mut c_void) -> LaunchStatus;
+    }
+
+    /// Writes one element past the end of a float tensor.
+    ///
+    /// # Errors
+    /// When the launch fails.
+    pub fn overrun(data: &Tensor) -> Result<()> {
+        let len = data.numel() as i64;
+        // SAFETY: none, which is the point; libtorch's allocator rounds sizes up, so nobody is harmed.
+        launch(data.device(), |stream| unsafe { downstream_planted_overrun(data.data_ptr(), len, stream) })
+    }
+
+    /// Reads and writes shared memory without a barrier; takes 256 floats.
+    ///
+    /// # Errors
+    /// When the launch fails.
+    pub fn race(data: &Tensor) -> Result<()> {
+        assert_eq!(data.numel(), 256);
+        // SAFETY: the kernel stays within 256 elements; which values it writes is undefined on purpose.
+        launch(data.device(), |stream| unsafe { downstream_planted_race(data.data_ptr(), stream) })
+    }
+
+    /// A launch that CUDA refuses.
+    ///
+    /// # Errors
+    /// Always.
+    pub fn impossible_launch(data: &Tensor) -> Result<()> {
+        // SAFETY: the kernel never runs.
+        launch(data.device(), |stream| unsafe { downstream_planted_launch(data.data_ptr(), stream) })
+    }
+}

@@ -1,0 +1,263 @@
+//! `dist/`: the programs of this repository, to run where there is libtorch but no Rust.
+
+use crate::repo::Repo;
+use crate::report::{self, say};
+use crate::setup::{self, Changes};
+use crate::{cargo, programs};
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// What to put in.
+pub struct Options {
+    /// Benchmarks, too.
+    pub benches: bool,
+}
+
+/// A program that cargo built.
+#[derive(Debug, PartialEq, Eq)]
+struct Program {
+    folder: &'static str,
+    name: String,
+    executable: PathBuf,
+    source: PathBuf,
+}
+
+/// Above this, a bundle is a burden to copy to another machine.
+const LARGE_MIB: f64 = 64.0;
+/// Files above this are no sources.
+const LARGEST_FILE: u64 = 1 << 20;
+
+/// Builds everything and writes `dist/`, all or nothing.
+pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
+    let ready = setup::run(repo)?;
+    let programs = build(repo, &ready.changes, &options)?;
+    let (fresh, place) = (repo.root.join("dist.tmp"), repo.root.join("dist"));
+    remove(&fresh)?;
+    for program in &programs {
+        copy_program(program, &fresh)?;
+    }
+    copy_files(repo, &fresh.join("files"))?;
+    write_script(&fresh.join("run.sh"))?;
+    remove(&place)?;
+    std::fs::rename(&fresh, &place).context("cannot move the bundle to dist")?;
+    report::print(&summary(&place, &programs)?);
+    Ok(ExitCode::SUCCESS)
+}
+
+fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Program>> {
+    let mut builds: Vec<&[&str]> = vec![&["test", "--workspace", "--no-run"], &["build", "--examples"]];
+    if options.benches {
+        builds.push(&["bench", "--profile", "dev", "--bench", "ops", "--no-run"]);
+    }
+    let mut found = Vec::new();
+    for args in builds {
+        let messages = cargo::messages(&mut cargo::command(repo, changes, args))?;
+        for program in messages.iter().filter_map(|message| program(message, &repo.root)) {
+            if needs_rust(&program.source) {
+                say(format_args!(
+                    "note: {} starts cargo or rustc, and stays out of the bundle",
+                    program.name
+                ));
+            } else if !found.contains(&program) {
+                found.push(program);
+            }
+        }
+    }
+    match found.is_empty() {
+        true => bail!("cargo built no program"),
+        false => Ok(found),
+    }
+}
+
+/// Packages whose programs have something to do on another machine; the tools of this repository have not.
+const PACKAGES: [&str; 2] = ["Cargo.toml", "tests/downstream/Cargo.toml"];
+
+/// The program in one of cargo's messages, if it is one of those packages'.
+fn program(message: &Value, root: &Path) -> Option<Program> {
+    let executable = message["executable"].as_str()?;
+    let manifest = message["manifest_path"].as_str().map(Path::new)?;
+    if !PACKAGES.iter().any(|package| manifest == root.join(package)) {
+        return None;
+    }
+    let target = &message["target"];
+    let folder = match target["kind"][0].as_str()? {
+        "example" => "examples",
+        "bench" => "benches",
+        _ if message["profile"]["test"] == true => "tests",
+        _ => return None,
+    };
+    Some(Program {
+        folder,
+        name: target["name"].as_str()?.to_string(),
+        executable: executable.into(),
+        source: target["src_path"].as_str()?.into(),
+    })
+}
+
+/// Whether a program makes no sense without Rust.
+fn needs_rust(source: &Path) -> bool {
+    let text = std::fs::read_to_string(source).unwrap_or_default();
+    ["trybuild::", "\"cargo\"", "\"rustc\"", "\"CARGO\""].iter().any(|sign| text.contains(sign))
+}
+
+/// Copies without debug information, which is most of the size.
+fn copy_program(program: &Program, dist: &Path) -> Result<()> {
+    let folder = dist.join(program.folder);
+    std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let copy = folder.join(&program.name);
+    let stripped = programs::command("strip", &["-o"]).arg(&copy).arg(&program.executable).output();
+    if stripped.is_ok_and(|output| output.status.success()) {
+        return Ok(());
+    }
+    say(format_args!(
+        "warning: {} is copied with its debug information: no `strip` (binutils)",
+        program.name
+    ));
+    std::fs::copy(&program.executable, &copy).with_context(|| format!("cannot write {}", copy.display()))?;
+    Ok(())
+}
+
+/// Copies the repository's text files, which tests and the demo read.
+fn copy_files(repo: &Repo, folder: &Path) -> Result<()> {
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    for file in text_files(&repo.root) {
+        let (from, to) = (repo.root.join(&file), folder.join(&file));
+        if is_large(&from) {
+            continue;
+        }
+        let content = std::fs::read(&from).with_context(|| format!("cannot read {}", from.display()))?;
+        if content.contains(&0) {
+            continue;
+        }
+        if let Some(parent) = to.parent() {
+            std::fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))?;
+        }
+        std::fs::write(&to, content).with_context(|| format!("cannot write {}", to.display()))?;
+    }
+    Ok(())
+}
+
+fn is_large(path: &Path) -> bool {
+    std::fs::metadata(path).map_or(true, |data| !data.is_file() || data.len() > LARGEST_FILE)
+}
+
+/// Files that git knows or would add; without git, the folders that hold them.
+fn text_files(root: &Path) -> Vec<PathBuf> {
+    let place = root.to_string_lossy();
+    let args = ["-C", &place, "ls-files", "-z", "--cached", "--others", "--exclude-standard"];
+    match programs::stdout("git", &args) {
+        Some(list) if !list.is_empty() => {
+            list.split('\0').filter(|name| !name.is_empty()).map(PathBuf::from).collect()
+        }
+        _ => without_git(root),
+    }
+}
+
+fn without_git(root: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for entry in std::fs::read_dir(root).into_iter().flatten().flatten() {
+        let name = PathBuf::from(entry.file_name());
+        let is_source =
+            ["src", "csrc", "docs", "tests", "benches", "examples"].iter().any(|dir| name == Path::new(dir));
+        if is_source && entry.path().is_dir() {
+            collect(root, &name, &mut files);
+        } else if name.extension().is_some_and(|ending| ending == "md" || ending == "toml") {
+            files.push(name);
+        }
+    }
+    files.sort();
+    files
+}
+
+fn collect(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(root.join(folder)).into_iter().flatten().flatten() {
+        let path = folder.join(entry.file_name());
+        if !root.join(&path).is_dir() {
+            files.push(path);
+        } else if entry.file_name() != "target" {
+            collect(root, &path, files);
+        }
+    }
+}
+
+fn write_script(path: &Path) -> Result<()> {
+    let write = || {
+        std::fs::write(path, include_str!("run.sh"))?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755))
+    };
+    write().with_context(|| format!("cannot write {}", path.display()))
+}
+
+fn remove(folder: &Path) -> Result<()> {
+    match std::fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", folder.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn summary(dist: &Path, programs: &[Program]) -> Result<String> {
+    let mut text = String::new();
+    for program in programs {
+        let name = format!("{}/{}", program.folder, program.name);
+        text += &format!("{name:<40}{:>8.1} MiB\n", mib(std::fs::metadata(dist.join(&name))?.len()));
+    }
+    let total = mib(folder_size(dist));
+    text += &format!("{:<40}{total:>8.1} MiB\n", "dist, with run.sh and files");
+    if total > LARGE_MIB {
+        say(format_args!(
+            "warning: the bundle is larger than {LARGE_MIB} MiB; `--no-bench` leaves out the benchmarks"
+        ));
+    }
+    Ok(text)
+}
+
+fn mib(bytes: u64) -> f64 {
+    bytes as f64 / (1 << 20) as f64
+}
+
+fn folder_size(folder: &Path) -> u64 {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    entries
+        .map(|entry| match entry.path().is_dir() {
+            true => folder_size(&entry.path()),
+            false => entry.metadata().map_or(0, |data| data.len()),
+        })
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(kind: &str, test: bool, manifest: &str) -> Value {
+        serde_json::json!({
+            "reason": "compiler-artifact",
+            "manifest_path": manifest,
+            "target": { "kind": [kind], "name": "cell", "src_path": "/w/tests/cell.rs" },
+            "profile": { "test": test },
+            "executable": "/w/target/debug/deps/cell-0123",
+        })
+    }
+
+    #[test]
+    fn programs_go_where_they_belong() {
+        let folder = |kind, test| {
+            program(&message(kind, test, "/w/Cargo.toml"), Path::new("/w")).map(|program| program.folder)
+        };
+        assert_eq!(folder("test", true), Some("tests"));
+        assert_eq!(folder("lib", true), Some("tests"));
+        assert_eq!(folder("example", false), Some("examples"));
+        assert_eq!(folder("bench", true), Some("benches"));
+        assert_eq!(folder("bin", false), None);
+    }
+
+    #[test]
+    fn other_packages_programs_stay_out() {
+        assert_eq!(program(&message("test", true, "/w/xtask/Cargo.toml"), Path::new("/w")), None);
+    }
+}

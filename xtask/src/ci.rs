@@ -1,0 +1,208 @@
+//! What a change must pass, in order of cost; stops at the first failure.
+
+use crate::repo::Repo;
+use crate::report::{say, trouble};
+use crate::setup::{self, Changes};
+use crate::{cargo, weak_symbols, wheels};
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
+
+struct Ci {
+    repo: Repo,
+    changes: Changes,
+}
+
+/// A step's name and what it does.
+type Step = (&'static str, fn(&Ci) -> Result<()>);
+
+const STEPS: &[Step] = &[
+    ("format", Ci::format),
+    ("clang-format", Ci::clang_format),
+    ("clippy", Ci::clippy),
+    ("weak symbols", Ci::weak_symbols),
+    ("tests", Ci::tests),
+    ("operators, each instruction set", Ci::operators_per_isa),
+    ("documentation", Ci::documentation),
+];
+
+/// Runs every step.
+pub fn run(repo: Repo) -> Result<ExitCode> {
+    let ready = setup::run(&repo)?;
+    wheels::TOOLS.ensure(&repo)?;
+    let ci = Ci { repo, changes: ready.changes };
+    let mut times = Vec::new();
+    for (name, step) in STEPS {
+        say(format_args!("\n== {name} =="));
+        let start = Instant::now();
+        let outcome = step(&ci);
+        times.push((*name, start.elapsed()));
+        if let Err(error) = outcome {
+            say(table(&times, false));
+            return Err(error.context(format!("the step `{name}` failed")));
+        }
+    }
+    say(table(&times, true));
+    Ok(ExitCode::SUCCESS)
+}
+
+impl Ci {
+    fn cargo(&self, args: &[&str]) -> Command {
+        cargo::command(&self.repo, &self.changes, args)
+    }
+
+    fn format(&self) -> Result<()> {
+        self.need_component("fmt", "rustfmt")?;
+        cargo::run(&mut self.cargo(&["fmt", "--all", "--check"]))
+    }
+
+    fn clang_format(&self) -> Result<()> {
+        let files = c_files(&self.repo.root);
+        let program = self.repo.venv().join("tools/clang_format/data/bin/clang-format");
+        let status = Command::new(&program)
+            .args(["--dry-run", "-Werror"])
+            .args(&files)
+            .current_dir(&self.repo.root)
+            .status()
+            .with_context(|| format!("cannot run {}", program.display()))?;
+        if !status.success() {
+            bail!("files are formatted otherwise; `{} -i FILE` formats one", program.display());
+        }
+        say(format_args!("{} files", files.len()));
+        Ok(())
+    }
+
+    fn clippy(&self) -> Result<()> {
+        self.need_component("clippy", "clippy")?;
+        cargo::run(&mut self.cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
+    }
+
+    fn weak_symbols(&self) -> Result<()> {
+        let messages = cargo::messages(&mut self.cargo(&["build", "--package", "tch-extension", "--lib"]))?;
+        let out_dir = cargo::build_script_out_dir(&messages, "tch-extension")
+            .context("cargo did not say where the build script of tch-extension wrote its objects")?;
+        say(weak_symbols::check(Path::new(&out_dir))?);
+        Ok(())
+    }
+
+    fn tests(&self) -> Result<()> {
+        cargo::run(&mut self.cargo(&["test", "--workspace"]))
+    }
+
+    /// Each unit is one of three, and only one is chosen at run time: by the processor, or by this variable of
+    /// libtorch's. The step before this one used what the processor chose.
+    fn operators_per_isa(&self) -> Result<()> {
+        let tests = operator_tests(&self.repo.root);
+        if tests.is_empty() {
+            bail!("no operator in src/ops has its test in tests, so nothing was checked");
+        }
+        for capability in ["default", "avx2"] {
+            say(format_args!("-- ATEN_CPU_CAPABILITY={capability}: {}", tests.join(", ")));
+            let mut command = self.cargo(&["test"]);
+            command.args(tests.iter().flat_map(|test| ["--test", test]));
+            cargo::run(command.env("ATEN_CPU_CAPABILITY", capability))?;
+        }
+        Ok(())
+    }
+
+    fn documentation(&self) -> Result<()> {
+        let mut command = self.cargo(&["doc", "--workspace", "--no-deps"]);
+        cargo::run(command.env("RUSTDOCFLAGS", "-D warnings"))
+    }
+
+    fn need_component(&self, subcommand: &str, component: &str) -> Result<()> {
+        let output = self.cargo(&[subcommand, "--version"]).output().context("cannot run cargo")?;
+        if output.status.success() {
+            return Ok(());
+        }
+        Err(trouble(
+            format_args!("`cargo {subcommand}` is missing"),
+            format_args!("rustup component add {component}"),
+        ))
+    }
+}
+
+/// C++ and CUDA files that clang-format looks after, relative to the root.
+fn c_files(root: &Path) -> Vec<PathBuf> {
+    let mut files = Vec::new();
+    for folder in ["csrc", "tests", "examples", "benches"] {
+        collect(root, Path::new(folder), &mut files);
+    }
+    files.sort();
+    files
+}
+
+fn collect(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(root.join(folder)).into_iter().flatten().flatten() {
+        let path = folder.join(entry.file_name());
+        if root.join(&path).is_dir() {
+            if entry.file_name() != "target" {
+                collect(root, &path, files);
+            }
+        } else if path
+            .extension()
+            .is_some_and(|ending| ["h", "cpp", "cu", "cuh"].iter().any(|c| ending == *c))
+        {
+            files.push(path);
+        }
+    }
+}
+
+/// The tests of operators: those that have the name of a file in `src/ops`.
+fn operator_tests(root: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(root.join("src/ops")).into_iter().flatten().flatten();
+    let stems = entries.filter_map(|entry| Some(entry.path().file_stem()?.to_str()?.to_string()));
+    let mut tests: Vec<_> =
+        stems.filter(|stem| root.join("tests").join(format!("{stem}.rs")).exists()).collect();
+    tests.sort();
+    tests.dedup();
+    tests
+}
+
+fn table(times: &[(&str, Duration)], passed: bool) -> String {
+    let mut text = String::from("\n");
+    for (index, (name, time)) in times.iter().enumerate() {
+        let failed = !passed && index + 1 == times.len();
+        let outcome = if failed { "FAILED" } else { "ok" };
+        text += &format!("{name:<34}{:>8.1} s  {outcome}\n", time.as_secs_f64());
+    }
+    let total: Duration = times.iter().map(|(_, time)| *time).sum();
+    text + &format!("{:<34}{:>8.1} s", "all", total.as_secs_f64())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_marks_the_step_that_failed() {
+        let times = [("format", Duration::from_millis(500)), ("tests", Duration::from_secs(2))];
+        let failed = table(&times, false);
+        assert!(
+            failed.contains("format") && failed.contains("0.5 s  ok") && failed.contains("2.0 s  FAILED")
+        );
+        assert!(!table(&times, true).contains("FAILED"));
+    }
+
+    #[test]
+    fn finds_c_files_and_operator_tests() {
+        let root = std::env::temp_dir().join(format!("xtask-ci-test-{}", std::process::id()));
+        for file in [
+            "csrc/a/cuda.cu",
+            "csrc/a/notes.md",
+            "examples/x/target/gen.h",
+            "src/ops/mod.rs",
+            "src/ops/a.rs",
+            "tests/a.rs",
+            "tests/b.rs",
+        ] {
+            let path = root.join(file);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, "").unwrap();
+        }
+        assert_eq!(c_files(&root), [PathBuf::from("csrc/a/cuda.cu")]);
+        assert_eq!(operator_tests(&root), ["a"]);
+        std::fs::remove_dir_all(root).unwrap();
+    }
+}

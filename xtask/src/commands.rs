@@ -1,0 +1,126 @@
+//! The table of commands.
+
+use crate::repo::Repo;
+use crate::{bundle, cargo, ci, doctor, report, setup};
+use anyhow::Result;
+use std::process::{Command, ExitCode};
+
+/// A command line that means nothing.
+#[derive(Debug)]
+pub struct Usage(String);
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}; `cargo xtask help` lists what there is", self.0)
+    }
+}
+
+impl std::error::Error for Usage {}
+
+const HELP: &str = "\
+cargo xtask COMMAND [ARGUMENTS]
+
+  demo [ARGUMENTS]   train and compare the character-level language model (examples/char_lltm)
+  test [ARGUMENTS]   all tests; arguments go to `cargo test`
+  bench [ARGUMENTS]  the benchmarks; arguments go to the benchmark program
+  ci                 what a change must pass: formats, lints, tests, documentation, the downstream example
+  doctor             what was found, what does not fit, and the exact fix; installs nothing
+  bundle [--no-bench]
+                     dist/: test, bench and example programs with a run.sh, for a machine without Rust
+  setup              only what the others do first: fetch libtorch and nvcc into .venv, unless they are there
+  help               this text
+
+Which libtorch: LIBTORCH_USE_PYTORCH=1 takes the Python's, LIBTORCH=/path yours; else .venv has our own.
+CUDA kernels are compiled when libtorch has CUDA and there is an nvcc; TCH_EXTENSION_CUDA=0|1 decides otherwise.
+";
+
+/// Runs one command. Set-up comes first where it is needed.
+pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
+    match name {
+        Some("demo") => start(&["run", "--example", "char_lltm", "--"], own_args(args)),
+        Some("test") => start(&["test", "--workspace"], args),
+        Some("bench") => start(&["bench", "--profile", "dev", "--bench", "ops", "--"], own_args(args)),
+        Some("ci") => no_args("ci", args).and_then(|()| ci::run(Repo::find()?)),
+        Some("doctor") => no_args("doctor", args).and_then(|()| doctor::run(&Repo::find()?)),
+        Some("bundle") => bundle::run(&Repo::find()?, bundle_options(args)?),
+        Some("setup") => no_args("setup", args).and_then(|()| only_setup(&Repo::find()?)),
+        None | Some("help" | "--help" | "-h") => {
+            report::print(HELP);
+            Ok(ExitCode::SUCCESS)
+        }
+        Some(other) => Err(Usage(format!("there is no command `{other}`")).into()),
+    }
+}
+
+/// Sets up and becomes cargo.
+fn start(cargo_args: &[&str], args: &[String]) -> Result<ExitCode> {
+    let repo = Repo::find()?;
+    let ready = setup::run(&repo)?;
+    let mut command: Command = cargo::command(&repo, &ready.changes, cargo_args);
+    command.args(args);
+    Err(cargo::become_command(command))
+}
+
+fn only_setup(repo: &Repo) -> Result<ExitCode> {
+    let ready = setup::run(repo)?;
+    report::print(&doctor::summary(&ready));
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Without the `--` that many write out of habit: these commands put one before the arguments themselves.
+fn own_args(args: &[String]) -> &[String] {
+    match args {
+        [first, rest @ ..] if first == "--" => rest,
+        all => all,
+    }
+}
+
+fn no_args(name: &str, args: &[String]) -> Result<()> {
+    match args.first() {
+        Some(arg) => Err(Usage(format!("`{name}` takes no arguments, and got `{arg}`")).into()),
+        None => Ok(()),
+    }
+}
+
+fn bundle_options(args: &[String]) -> Result<bundle::Options> {
+    let mut options = bundle::Options { benches: true };
+    for arg in args {
+        match arg.as_str() {
+            "--no-bench" => options.benches = false,
+            other => return Err(Usage(format!("`bundle` knows no `{other}`, only `--no-bench`")).into()),
+        }
+    }
+    Ok(options)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn strings(args: &[&str]) -> Vec<String> {
+        args.iter().map(|arg| arg.to_string()).collect()
+    }
+
+    #[test]
+    fn one_leading_separator_is_dropped() {
+        assert_eq!(own_args(&strings(&["--", "--steps", "--"])), strings(&["--steps", "--"]));
+        assert_eq!(own_args(&strings(&["--steps"])), strings(&["--steps"]));
+        assert!(own_args(&[]).is_empty());
+    }
+
+    #[test]
+    fn what_means_nothing_is_a_usage_error() {
+        for (name, args) in [("tset", &[][..]), ("ci", &["x"][..]), ("bundle", &["--nobench"][..])] {
+            let error = run(Some(name), &strings(args)).err().unwrap();
+            assert!(error.is::<Usage>(), "{error}");
+            assert!(error.to_string().contains("cargo xtask help"), "{error}");
+        }
+    }
+
+    #[test]
+    fn help_names_every_command() {
+        for name in ["demo", "test", "bench", "ci", "doctor", "bundle", "setup", "help"] {
+            assert!(HELP.contains(&format!("\n  {name} ")), "{name}");
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! Says what was found, what does not fit, and the exact fix. Installs nothing.
+
+use crate::compiler;
+use crate::cuda::{self, Cuda, Search};
+use crate::libtorch::{self, Libtorch, Rule};
+use crate::pip::{self, Pip};
+use crate::programs::{first_line, free_gib, stdout};
+use crate::repo::Repo;
+use crate::report;
+use crate::setup::{self, Ready, real_env};
+use crate::wheels;
+use anyhow::Result;
+use std::path::Path;
+use std::process::ExitCode;
+
+/// Rows of what was found, and the problems among them.
+#[derive(Default)]
+struct Findings {
+    rows: Vec<(&'static str, String)>,
+    problems: Vec<String>,
+}
+
+impl Findings {
+    fn row(&mut self, name: &'static str, value: impl Into<String>) {
+        self.rows.push((name, value.into()));
+    }
+
+    /// A row for what is there, or a problem in full below the table.
+    fn check(&mut self, name: &'static str, outcome: Result<String>) {
+        match outcome {
+            Ok(value) => self.row(name, value),
+            Err(error) => {
+                self.row(name, "PROBLEM, see below");
+                self.problems.push(format!("{error:#}"));
+            }
+        }
+    }
+
+    fn text(&self) -> String {
+        let mut text = table(&self.rows);
+        for problem in &self.problems {
+            text += &format!("\nproblem: {problem}\n");
+        }
+        text + if self.problems.is_empty() { "\nall is well\n" } else { "" }
+    }
+}
+
+/// Prints the findings; exit status 1 if anything does not fit.
+pub fn run(repo: &Repo) -> Result<ExitCode> {
+    let mut findings = Findings::default();
+    check_machine(&mut findings, repo);
+    check_tools(&mut findings);
+    check_libtorch(&mut findings, repo);
+    report::print(&findings.text());
+    Ok(if findings.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What `setup` ends with.
+pub fn summary(ready: &Ready) -> String {
+    let cuda = match &ready.cuda {
+        Cuda::On(nvcc) => {
+            format!("CUDA {} ({}, found by {})", nvcc.version, nvcc.path.display(), nvcc.source)
+        }
+        Cuda::Off(reason) => format!("left out: {reason}"),
+    };
+    table(&[("libtorch", describe_libtorch(&ready.libtorch)), ("CUDA kernels", cuda)])
+}
+
+fn table(rows: &[(&str, String)]) -> String {
+    rows.iter().map(|(name, value)| format!("{name:<14}{value}\n")).collect()
+}
+
+fn check_machine(findings: &mut Findings, repo: &Repo) {
+    let system = std::fs::read_to_string("/etc/os-release").unwrap_or_default();
+    let system =
+        system.lines().find_map(|line| line.strip_prefix("PRETTY_NAME=")).unwrap_or("unknown system");
+    let platform =
+        format!("{} {}, {}", std::env::consts::OS, std::env::consts::ARCH, system.trim_matches('"'));
+    findings.check("platform", setup::check_platform().map(|()| platform));
+    let glibc = first_line("getconf", &["GNU_LIBC_VERSION"]).unwrap_or_else(|| "unknown".to_string());
+    findings.check("C library", setup::check_glibc().map(|()| glibc));
+    let free = free_gib(&repo.root).map_or("unknown".to_string(), |free| format!("{free:.0} GiB"));
+    findings.row("free disk", format!("{free} in {}", repo.root.display()));
+    findings.row("GPU", gpus());
+}
+
+fn gpus() -> String {
+    let query = ["--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"];
+    match stdout("nvidia-smi", &query) {
+        Some(text) if !text.is_empty() => text.lines().collect::<Vec<_>>().join("; "),
+        _ => "none seen (no nvidia-smi, or it fails): kernels are compiled, GPU tests skip".to_string(),
+    }
+}
+
+fn check_tools(findings: &mut Findings) {
+    let unknown = || "unknown".to_string();
+    findings.row("rustc", first_line("rustc", &["--version"]).unwrap_or_else(unknown));
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    findings.row("cargo", first_line(cargo, &["--version"]).unwrap_or_else(unknown));
+    let cxx = std::env::var("CXX").ok();
+    let compiler = compiler::find(cxx.as_deref());
+    findings.check("C++ compiler", compiler.map(|found| format!("{}: {}", found.command, found.version())));
+}
+
+/// Matters only where something is still to be installed.
+fn check_pip(findings: &mut Findings, repo: &Repo) {
+    let pip = Pip::of(Path::new("python3")).or_else(|| Pip::of(&repo.venv().join("pip/bin/python")));
+    let pip = pip.map_or("no pip; set-up tries `python3 -m venv`".to_string(), |pip| pip.version);
+    findings.check("python3", pip::python().map(|python| format!("{python}, {pip}")));
+}
+
+fn check_libtorch(findings: &mut Findings, repo: &Repo) {
+    let rule = libtorch::choose(&real_env, repo);
+    findings.row("which", rule.to_string());
+    if rule == Rule::Own {
+        let missing = wheels::LIBTORCH.missing(repo);
+        if !matches!(missing, Ok(None)) {
+            check_pip(findings, repo);
+        }
+        let complete = missing.and_then(|missing| match missing {
+            None => Ok("complete".to_string()),
+            Some(why) => {
+                Err(report::trouble(format_args!("set-up is not complete: {why}"), "`cargo xtask setup`"))
+            }
+        });
+        let is_complete = complete.is_ok();
+        findings.check("set-up", complete);
+        if !is_complete {
+            return;
+        }
+    }
+    let located = Libtorch::locate(rule, &real_env, repo);
+    let checked = located.and_then(|libtorch| libtorch.check_version(&real_env).map(|()| libtorch));
+    match checked {
+        Ok(libtorch) => {
+            findings.row("libtorch", describe_libtorch(&libtorch));
+            check_cuda(findings, &libtorch, repo);
+        }
+        Err(error) => findings.check("libtorch", Err(error)),
+    }
+}
+
+fn describe_libtorch(libtorch: &Libtorch) -> String {
+    let version = libtorch.version().unwrap_or_else(|| "of unknown version".to_string());
+    let cuda = crate::probe::libtorch_cuda_major(&libtorch.lib);
+    let cuda = cuda.map_or("without CUDA".to_string(), |major| format!("with CUDA {major}"));
+    format!("{version} {cuda} ({})", libtorch.lib.display())
+}
+
+fn check_cuda(findings: &mut Findings, libtorch: &Libtorch, repo: &Repo) {
+    let search = Search::run(libtorch, &real_env, repo);
+    let nvcc = search
+        .found
+        .as_ref()
+        .map(|nvcc| format!("{} ({}, found by {})", nvcc.version, nvcc.path.display(), nvcc.source));
+    findings.row("nvcc", nvcc.unwrap_or_else(|| "none".to_string()));
+    findings.row("tried", cuda::describe(&search.tried));
+    check_driver(findings, search.libtorch_major);
+    let wish = std::env::var("TCH_EXTENSION_CUDA").ok();
+    let decision = search.decide(wish.as_deref()).map(|decision| match decision {
+        Cuda::On(_) => "compiled".to_string(),
+        Cuda::Off(reason) => format!("left out: {reason}"),
+    });
+    findings.check("CUDA kernels", decision);
+}
+
+/// The oldest driver on which programs of a CUDA major version run.
+fn oldest_driver(cuda_major: u32) -> Option<u32> {
+    match cuda_major {
+        11 => Some(450),
+        12 => Some(525),
+        13 => Some(580),
+        _ => None,
+    }
+}
+
+fn check_driver(findings: &mut Findings, cuda_major: Option<u32>) {
+    let Some(driver) = first_line("nvidia-smi", &["--query-gpu=driver_version", "--format=csv,noheader"])
+    else {
+        return;
+    };
+    let outcome = driver_suits(&driver, cuda_major).map(|()| driver);
+    findings.check("GPU driver", outcome);
+}
+
+fn driver_suits(driver: &str, cuda_major: Option<u32>) -> Result<()> {
+    let major: Option<u32> = driver.split('.').next().and_then(|major| major.parse().ok());
+    match (major, cuda_major, cuda_major.and_then(oldest_driver)) {
+        (Some(driver_major), Some(cuda), Some(oldest)) if driver_major < oldest => Err(report::trouble(
+            format_args!("the GPU driver {driver} is too old for CUDA {cuda}, with which libtorch was built"),
+            format_args!("install driver {oldest} or newer, or set LIBTORCH to a libtorch of an older CUDA"),
+        )),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_problem_stands_below_the_table_with_its_fix() {
+        let mut findings = Findings::default();
+        findings.row("GPU", "none");
+        findings.check("libtorch", Err(report::trouble("no libtorch", "`cargo xtask setup`")));
+        let text = findings.text();
+        assert!(text.contains("GPU           none\n"), "{text}");
+        assert!(text.contains("\nproblem: no libtorch\n  way out: `cargo xtask setup`\n"), "{text}");
+        assert!(!text.contains("all is well"), "{text}");
+    }
+
+    #[test]
+    fn an_old_driver_is_told() {
+        assert!(driver_suits("580.159.03", Some(13)).is_ok());
+        assert!(driver_suits("[N/A]", Some(13)).is_ok());
+        let message = driver_suits("535.54", Some(13)).err().unwrap().to_string();
+        assert!(message.contains("535.54") && message.contains("580"), "{message}");
+    }
+}

@@ -1,0 +1,44 @@
+//! The daily commands of this repository: `cargo xtask help` lists them.
+//!
+//! Each command first makes sure that libtorch and nvcc are there, so that a fresh clone needs no other step.
+//! Nothing here depends on torch-sys, which cannot be built before that.
+
+#[cfg(not(unix))]
+compile_error!("tch-extension supports Linux on x86-64 only; on Windows, use WSL 2");
+
+mod bundle;
+mod cargo;
+mod ci;
+mod commands;
+mod compiler;
+mod cuda;
+mod doctor;
+mod libtorch;
+mod pip;
+// The very code with which build scripts look for libtorch and nvcc: both must find the same. Taken as a file,
+// because as a dependency it would bring a C++ build library into every `cargo xtask`.
+#[allow(dead_code)]
+#[path = "../../tch-extension-build/src/probe.rs"]
+mod probe;
+mod programs;
+mod repo;
+mod report;
+mod setup;
+mod weak_symbols;
+mod wheels;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let mut args = std::env::args().skip(1);
+    let name = args.next();
+    let args: Vec<String> = args.collect();
+    match commands::run(name.as_deref(), &args) {
+        Ok(code) => code,
+        Err(error) => {
+            // Display, not Debug: with RUST_BACKTRACE set, Debug would bury the message under a backtrace.
+            report::say(format_args!("error: {error:#}"));
+            ExitCode::from(if error.is::<commands::Usage>() { 2 } else { 1 })
+        }
+    }
+}

@@ -1,0 +1,297 @@
+#!/usr/bin/env bash
+# Runs the programs of this bundle where there is a libtorch but no Rust. `run.sh help` says how.
+set -uo pipefail
+
+wanted=2.11.0
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd) || exit 1
+out=${OUT:-$PWD}
+
+usage() {
+  cat <<'TEXT'
+run.sh COMMAND [ARGUMENTS]
+
+  test [NAME…] [-- ARGUMENTS]   every test program, or the named ones; ARGUMENTS go to each
+  bench [ARGUMENTS]             the benchmarks
+  demo [ARGUMENTS]              the character-level language model
+  exec FILE [ARGUMENTS]         any program of the bundle, such as tests/lltm_cell
+  sanitize [NAME…]              compute-sanitizer over the CUDA tests, and over planted faults that it must find
+  help                          this text
+
+  --require-cuda before COMMAND, or TCH_EXTENSION_REQUIRE_CUDA=1: a missing GPU is a failure, not a skip
+
+LIBTORCH      a libtorch 2.11.0; without it, the torch of python3 (or of $PYTHON)
+OUT           where logs and results go; by default the current folder
+SANITIZE_FILTER    names of the tests to sanitize contain this; by default `cuda`
+COMPUTE_SANITIZER  the program; by default from PATH, CUDA_HOME, /usr/local/cuda or beside libtorch
+TEXT
+}
+
+fail() {
+  printf 'error: %s\n' "$*" >&2
+  exit 1
+}
+
+# --- libtorch ---------------------------------------------------------------------------------------------------
+
+find_libtorch() {
+  local python=${PYTHON:-python3}
+  if [[ -n ${LIBTORCH:-} ]]; then
+    libtorch=$LIBTORCH
+  else
+    # Not `import torch`: that takes seconds.
+    libtorch=$("$python" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])' 2>/dev/null)
+    [[ -n $libtorch ]] || fail "no libtorch: LIBTORCH is not set and $python has no torch
+  way out: set LIBTORCH to the folder of a libtorch $wanted, or PYTHON to a Python with torch $wanted"
+  fi
+  [[ -e $libtorch/lib/libtorch.so ]] || fail "no libtorch: $libtorch/lib/libtorch.so is missing
+  way out: set LIBTORCH to the folder of a libtorch $wanted"
+}
+
+libtorch_version() {
+  local header
+  for header in torch/headeronly/version.h torch/csrc/api/include/torch/version.h; do
+    [[ -r $libtorch/include/$header ]] || continue
+    awk '$2 == "TORCH_VERSION_MAJOR" { a = $3 } $2 == "TORCH_VERSION_MINOR" { b = $3 }
+         $2 == "TORCH_VERSION_PATCH" { c = $3 } END { if (a != "") print a "." b "." c }' "$libtorch/include/$header"
+  done | grep -m 1 . && return
+  # Some installs leave the headers out.
+  sed -n "s/^__version__ = '\([0-9.]*\).*/\1/p" "$libtorch/version.py" 2>/dev/null | grep . && return
+  cut -d+ -f1 "$libtorch/build-version" 2>/dev/null
+}
+
+check_version() {
+  [[ -z ${LIBTORCH_BYPASS_VERSION_CHECK:-} ]] || return 0
+  local version
+  version=$(libtorch_version)
+  [[ $version == "$wanted" ]] || fail "the libtorch in $libtorch is version ${version:-unknown}, but $wanted is needed
+  way out: set LIBTORCH to a libtorch $wanted (LIBTORCH_BYPASS_VERSION_CHECK=1 tries anyway)"
+}
+
+# The loader must find libtorch here, not where it was on the machine that built the bundle.
+set_library_path() {
+  local site folder path=$libtorch/lib
+  site=$(cd "$libtorch" && cd "$(pwd -P)/.." && pwd)
+  for folder in "$site"/nvidia/*/lib; do
+    [[ -d $folder ]] && path+=:$folder
+  done
+  export LD_LIBRARY_PATH=$path${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+}
+
+# One message instead of one failure for each program.
+check_loads() {
+  local missing
+  missing=$(ldd "$1" 2>/dev/null | awk '/not found/ { print $1 }' | sort -u | tr '\n' ' ')
+  [[ -z $missing ]] || fail "libraries are missing for $1: $missing
+  way out: if they are CUDA's, use a libtorch with CUDA, or a bundle built with TCH_EXTENSION_CUDA=0"
+}
+
+prepare() {
+  find_libtorch
+  check_version
+  set_library_path
+  # Tests and the demo read the repository's files by this variable when cargo does not set it.
+  export CARGO_MANIFEST_DIR=$here/files
+  mkdir -p "$out" || fail "cannot make the folder $out; set OUT to one that can be written"
+  out=$(cd "$out" && pwd)
+  local program
+  for program in "$here"/tests/* "$here"/examples/*; do
+    if [[ -f $program ]]; then
+      check_loads "$program"
+      break
+    fi
+  done
+}
+
+has_gpu() {
+  nvidia-smi -L 2>/dev/null | grep -q '^GPU' || [[ -e /dev/nvidia0 ]]
+}
+
+# --- test -------------------------------------------------------------------------------------------------------
+
+# Prints the paths of the named test programs, or of all of them.
+test_programs() {
+  local name
+  if (($# == 0)); then
+    printf '%s\n' "$here"/tests/*
+    return
+  fi
+  for name in "$@"; do
+    [[ -x $here/tests/$name ]] || fail "there is no test program $name; there are: $(cd "$here/tests" && echo *)"
+    printf '%s\n' "$here/tests/$name"
+  done
+}
+
+# Adds up one of the numbers in libtest's `test result: ok. 3 passed; 0 failed; …`.
+count() {
+  awk -v what="$1" '/^test result:/ { for (i = 2; i <= NF; i++) if (index($i, what) == 1) sum += $(i - 1) }
+                    END { print sum + 0 }' "$2"
+}
+
+run_tests() {
+  local names=() arguments=() program name log status passed=0 failed=0 programs summary=''
+  while (($#)) && [[ $1 != -- ]]; do
+    names+=("$1")
+    shift
+  done
+  (($#)) && shift
+  arguments=("$@")
+  # Tests that share one GPU would disturb one another.
+  has_gpu && arguments=(--test-threads=1 "${arguments[@]}")
+  programs=$(test_programs "${names[@]}") || exit 1
+  for program in $programs; do
+    name=${program##*/}
+    log=$out/test-$name.log
+    printf '\n== %s ==\n' "$name"
+    (cd "$here/files" && exec "$program" "${arguments[@]}") 2>&1 | tee "$log"
+    status=${PIPESTATUS[0]}
+    local good bad
+    good=$(count passed "$log")
+    bad=$(count failed "$log")
+    # A program that died has no result line.
+    ((status != 0 && bad == 0)) && bad=1
+    passed=$((passed + good))
+    failed=$((failed + bad))
+    summary+=$(printf '%-32s %5d passed %5d failed  exit status %d' "$name" "$good" "$bad" "$status")$'\n'
+  done
+  printf '\n%s\n%d passed, %d failed\n' "$summary" "$passed" "$failed"
+  ((failed == 0 && passed > 0))
+}
+
+# --- sanitize ---------------------------------------------------------------------------------------------------
+
+find_sanitizer() {
+  local site place
+  site=$(cd "$libtorch" && cd "$(pwd -P)/.." && pwd)
+  for place in "${COMPUTE_SANITIZER:-}" "$(command -v compute-sanitizer)" "${CUDA_HOME:-}/bin/compute-sanitizer" \
+    /usr/local/cuda/bin/compute-sanitizer "$site"/nvidia/cu*/bin/compute-sanitizer; do
+    if [[ -x $place ]]; then
+      sanitizer=$place
+      return
+    fi
+  done
+  fail "compute-sanitizer was not found
+  way out: it comes with the CUDA toolkit; name it in COMPUTE_SANITIZER"
+}
+
+# sanitize_one TOOL PROGRAM LOG ARGUMENTS…: the tool's findings go to LOG, the program's output to LOG.out.
+sanitize_one() {
+  local tool=$1 program=$2 log=$3 caching=()
+  shift 3
+  # libtorch's allocator hands out pieces of large blocks, inside which an overrun is no error to the tool.
+  case $tool in
+    memcheck | initcheck) caching=(PYTORCH_NO_CUDA_MEMORY_CACHING=1) ;;
+  esac
+  rm -f "$log" "$log.out"
+  # Host frames are left out: every kernel of libtorch's is called by a program of ours.
+  (cd "$here/files" && exec env "${caching[@]}" TCH_EXTENSION_REQUIRE_CUDA=1 "$sanitizer" --tool "$tool" \
+    --show-backtrace device --log-file "$log" "$program" "$@" --test-threads=1) >"$log.out" 2>&1
+}
+
+# Counts the lines of findings that name a kernel matching the pattern.
+findings() {
+  grep -E '^=========' "$2" 2>/dev/null | grep -v 'COMPUTE-SANITIZER' | grep -cE "$1"
+}
+
+# An honest log ends with a summary; without one the tool itself failed, and found nothing for that reason.
+error_summary() {
+  grep -hE '(ERROR|RACECHECK) SUMMARY' "$1" 2>/dev/null | sed 's/^=* *//' | tr '\n' ' ' | grep . ||
+    printf 'NO SUMMARY: the tool failed, see %s' "$1"
+}
+
+sanitize_clean() {
+  local tool=$1 program=$2 filter=$3 name log status ours passed
+  name=${program##*/}
+  log=$out/sanitize-$tool-$name.log
+  sanitize_one "$tool" "$program" "$log" "$filter"
+  status=$?
+  ours=$(findings 'tch_extension' "$log")
+  passed=$(count passed "$log.out")
+  printf '%-10s %-24s %3d passed, %d findings of ours, exit status %d; %s\n' "$tool" "$name" "$passed" "$ours" \
+    "$status" "$(error_summary "$log")"
+  ((ours == 0 && passed > 0 && status == 0)) && grep -q 'SUMMARY' "$log"
+}
+
+sanitize_planted() {
+  local tool=$1 test=$2 program=$here/tests/planted log=$out/sanitize-$1-$2.log ours
+  if [[ ! -x $program ]]; then
+    printf '%-10s %-24s NOT RUN: the bundle has no tests/planted\n' "$tool" "$test"
+    return 1
+  fi
+  sanitize_one "$tool" "$program" "$log" --include-ignored --exact "$test"
+  ours=$(findings 'tch_extension|planted' "$log")
+  if ((ours == 0)); then
+    printf '%-10s %-24s NOT FOUND, so a clean result means nothing; %s\n' "$tool" "$test" "$(error_summary "$log")"
+    return 1
+  fi
+  printf '%-10s %-24s found, as it must be; %s\n' "$tool" "$test" "$(error_summary "$log")"
+}
+
+run_sanitize() {
+  local filter=${SANITIZE_FILTER:-cuda} programs program tool failed=0 checked=0
+  find_sanitizer
+  programs=$(test_programs "$@") || exit 1
+  for program in $programs; do
+    [[ ${program##*/} != planted ]] || continue
+    "$program" --list "$filter" 2>/dev/null | grep -q ': test$' || continue
+    checked=$((checked + 1))
+    for tool in memcheck initcheck racecheck synccheck; do
+      sanitize_clean "$tool" "$program" "$filter" || failed=$((failed + 1))
+    done
+  done
+  ((checked > 0)) || fail "no test's name contains \`$filter\`, so nothing was checked"
+  sanitize_planted memcheck planted_overrun || failed=$((failed + 1))
+  sanitize_planted racecheck planted_race || failed=$((failed + 1))
+  if ((failed > 0)); then
+    printf '%d checks FAILED; logs are in %s\n' "$failed" "$out"
+    return 1
+  fi
+  printf 'no finding of ours; the planted faults were found\n'
+}
+
+# ----------------------------------------------------------------------------------------------------------------
+
+run_program() {
+  local program=$1
+  shift
+  [[ -x $program ]] || fail "the bundle has no $program"
+  exec "$program" "$@"
+}
+
+if [[ ${1:-} == --require-cuda ]]; then
+  export TCH_EXTENSION_REQUIRE_CUDA=1
+  shift
+fi
+command=${1:-help}
+(($#)) && shift
+case $command in
+  test)
+    prepare
+    run_tests "$@"
+    ;;
+  bench)
+    prepare
+    export CRITERION_HOME=${CRITERION_HOME:-$out/criterion}
+    run_program "$here/benches/ops" --bench "$@"
+    ;;
+  demo)
+    prepare
+    run_program "$here/examples/char_lltm" "$@"
+    ;;
+  exec)
+    prepare
+    (($#)) || fail "exec needs a program, such as tests/lltm_cell"
+    program=$1
+    shift
+    run_program "$here/$program" "$@"
+    ;;
+  sanitize)
+    prepare
+    run_sanitize "$@"
+    ;;
+  help | -h | --help) usage ;;
+  *)
+    printf 'error: there is no command %s\n' "$command" >&2
+    usage >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,116 @@
+//! What every command needs first: a C++ compiler, a libtorch, and an nvcc that suits it.
+
+use crate::compiler::{self, Compiler};
+use crate::cuda::{Cuda, Search};
+use crate::libtorch::{self, Libtorch, Rule};
+use crate::programs;
+use crate::repo::{Repo, is_ours};
+use crate::report::{say, trouble};
+use crate::wheels;
+use anyhow::{Result, bail};
+use std::ffi::OsString;
+
+/// Changes to the environment of cargo: a value to set, or `None` to remove the variable.
+pub type Changes = Vec<(String, Option<OsString>)>;
+
+/// What set-up found.
+pub struct Ready {
+    /// The libtorch in use.
+    pub libtorch: Libtorch,
+    /// Whether CUDA kernels are compiled.
+    pub cuda: Cuda,
+    /// For the cargo processes to come.
+    pub changes: Changes,
+}
+
+/// Reads a variable of the real environment.
+pub fn real_env(name: &str) -> Option<OsString> {
+    std::env::var_os(name)
+}
+
+/// Checks what is there and installs what is missing.
+pub fn run(repo: &Repo) -> Result<Ready> {
+    check_platform()?;
+    let cxx = std::env::var("CXX").ok();
+    let compiler = compiler::find(cxx.as_deref())?;
+    let rule = libtorch::choose(&real_env, repo);
+    if rule == Rule::Own {
+        check_glibc()?;
+        wheels::LIBTORCH.ensure(repo)?;
+    }
+    let libtorch = Libtorch::locate(rule, &real_env, repo)?;
+    libtorch.check_version(&real_env)?;
+    let search = Search::run(&libtorch, &real_env, repo);
+    let changes = changes(repo, &compiler, &search);
+    let cuda = search.decide(std::env::var("TCH_EXTENSION_CUDA").ok().as_deref())?;
+    if let Cuda::Off(reason) = &cuda {
+        say(format_args!("note: CUDA kernels are left out: {reason}"));
+    }
+    Ok(Ready { libtorch, cuda, changes })
+}
+
+/// Refuses what neither libtorch's wheels nor the kernels are made for.
+pub fn check_platform() -> Result<()> {
+    if cfg!(all(target_os = "linux", target_arch = "x86_64", target_env = "gnu")) {
+        return Ok(());
+    }
+    bail!(trouble(
+        format_args!("tch-extension supports Linux with glibc on x86-64 only, and this is another platform"),
+        "use such a machine, or a container or virtual machine of that kind",
+    ))
+}
+
+/// The oldest C library that the wheels run with.
+const OLDEST_GLIBC: (u32, u32) = (2, 28);
+
+/// Refuses a C library that libtorch's wheels would fail to load with, long after the download.
+pub fn check_glibc() -> Result<()> {
+    let Some(text) = programs::first_line("getconf", &["GNU_LIBC_VERSION"]) else { return Ok(()) };
+    match parse_glibc(&text) {
+        Some(version) if version < OLDEST_GLIBC => Err(trouble(
+            format_args!("this system's {text} is older than {}.{}", OLDEST_GLIBC.0, OLDEST_GLIBC.1),
+            format_args!(
+                "use a newer system or a container, or set LIBTORCH to a libtorch {} built for this one",
+                libtorch::WANTED
+            ),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// `glibc 2.36` → (2, 36)
+fn parse_glibc(text: &str) -> Option<(u32, u32)> {
+    let (major, minor) = text.split_whitespace().last()?.split_once('.')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
+}
+
+fn changes(repo: &Repo, compiler: &Compiler, search: &Search) -> Changes {
+    let mut changes = Changes::new();
+    // Values that cargo took from `.cargo/config.toml` are removed, for cargo to set again: so they are spelt as
+    // in a plain `cargo build`. Another spelling of the same folder builds torch-sys again, which takes minutes.
+    for (variable, ours) in [("LIBTORCH", repo.libtorch()), ("CUDA_HOME", repo.cuda())] {
+        if is_ours(real_env(variable).as_deref(), &ours) {
+            changes.push((variable.to_string(), None));
+        }
+    }
+    if search.own_passed_over {
+        let home = search.found.as_ref().map(|nvcc| nvcc.home()).unwrap_or_default();
+        changes.push(("CUDA_HOME".to_string(), Some(home.into())));
+    }
+    if compiler.must_be_named {
+        changes.push(("CXX".to_string(), Some(compiler.command.clone().into())));
+    }
+    changes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_the_c_librarys_version() {
+        assert_eq!(parse_glibc("glibc 2.36"), Some((2, 36)));
+        assert!(parse_glibc("glibc 2.17").is_some_and(|version| version < OLDEST_GLIBC));
+        assert_eq!(parse_glibc("musl"), None);
+    }
+}

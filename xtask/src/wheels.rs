@@ -1,0 +1,250 @@
+//! Installs a set of pinned wheels into a folder of `.venv`, all or nothing.
+
+use crate::pip::Pip;
+use crate::programs;
+use crate::repo::Repo;
+use crate::report::{say, trouble};
+use anyhow::{Context, Result, bail};
+use std::fs::{File, TryLockError};
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+/// Wheels that belong together.
+pub struct Set {
+    /// What they are, for messages.
+    pub name: &'static str,
+    /// Their pins, relative to the repository.
+    pub pins: &'static str,
+    /// Where they go, below `.venv`.
+    pub folder: &'static str,
+    /// Links to make below `.venv`, with their targets.
+    pub links: &'static [(&'static str, &'static str)],
+    /// Below `.venv`: one file of each part, in case somebody removed something.
+    pub key_files: &'static [&'static str],
+    /// For the line that says what is about to happen.
+    pub size: &'static str,
+    /// Free space to begin with: the wheels and what is unpacked from them.
+    pub needs_gib: f64,
+}
+
+/// libtorch with CUDA, and nvcc.
+pub const LIBTORCH: Set = Set {
+    name: "libtorch and nvcc",
+    pins: "xtask/libtorch.txt",
+    folder: "site",
+    links: &[("libtorch", "site/torch"), ("cuda", "site/nvidia/cu13")],
+    key_files: &[
+        "libtorch/lib/libtorch.so",
+        "libtorch/lib/libtorch_cpu.so",
+        "libtorch/lib/libtorch_cuda.so",
+        "libtorch/include/torch/csrc/api/include/torch/all.h",
+        "cuda/bin/nvcc",
+        "cuda/nvvm/bin/cicc",
+        "cuda/include/cuda_runtime.h",
+        "cuda/lib/libcudart.so.13",
+    ],
+    size: "about 2.6 GB to download, 4.1 GB on disk",
+    needs_gib: 10.0,
+};
+
+/// What `ci` needs beyond cargo.
+pub const TOOLS: Set = Set {
+    name: "clang-format",
+    pins: "xtask/tools.txt",
+    folder: "tools",
+    links: &[],
+    key_files: &["tools/clang_format/data/bin/clang-format"],
+    size: "2 MB",
+    needs_gib: 0.1,
+};
+
+/// Its presence, with the right text, says that a folder is whole: it is written last, before the folder gets
+/// its name.
+const STAMP: &str = ".stamp";
+
+impl Set {
+    /// What keeps the set from being used as it is; `None` when it is all there.
+    pub fn missing(&self, repo: &Repo) -> Result<Option<String>> {
+        let venv = repo.venv();
+        let wanted = stamp(&self.read_pins(repo)?);
+        match std::fs::read_to_string(venv.join(self.folder).join(STAMP)) {
+            Err(_) => return Ok(Some("it is not installed yet, or was interrupted".to_string())),
+            Ok(found) if found != wanted => return Ok(Some(format!("{} has changed since", self.pins))),
+            Ok(_) => {}
+        }
+        for (link, target) in self.links {
+            if std::fs::read_link(venv.join(link)).ok().as_deref() != Some(Path::new(target)) {
+                return Ok(Some(format!("the link .venv/{link} is missing")));
+            }
+        }
+        let gone = self.key_files.iter().find(|file| !venv.join(file).exists());
+        Ok(gone.map(|file| format!(".venv/{file} is missing")))
+    }
+
+    fn read_pins(&self, repo: &Repo) -> Result<String> {
+        let path = repo.root.join(self.pins);
+        std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
+    }
+
+    /// Installs the set unless it is there.
+    pub fn ensure(&self, repo: &Repo) -> Result<()> {
+        if self.missing(repo)?.is_none() {
+            return Ok(());
+        }
+        let venv = repo.venv();
+        std::fs::create_dir_all(&venv).with_context(|| format!("cannot make {}", venv.display()))?;
+        let lock = lock(&venv)?;
+        // Somebody else may have finished it while we waited for the lock.
+        if self.missing(repo)?.is_none() {
+            return Ok(());
+        }
+        if !self.is_whole(repo)? {
+            self.install(repo, &lock)?;
+        }
+        self.make_links(&venv)?;
+        match self.missing(repo)? {
+            None => Ok(()),
+            Some(why) => bail!("{} was installed, yet {why}; please report this", self.name),
+        }
+    }
+
+    /// Whether the folder needs no new install; links can be made again without one.
+    fn is_whole(&self, repo: &Repo) -> Result<bool> {
+        let folder = repo.venv().join(self.folder);
+        let stamped = std::fs::read_to_string(folder.join(STAMP)).ok() == Some(stamp(&self.read_pins(repo)?));
+        Ok(stamped && self.key_files.iter().all(|file| self.behind_links(repo, file).exists()))
+    }
+
+    /// A key file's path in the folder itself.
+    fn behind_links(&self, repo: &Repo, file: &str) -> PathBuf {
+        let direct = self.links.iter().find_map(|(link, target)| {
+            let rest = file.strip_prefix(link)?;
+            rest.starts_with('/').then(|| format!("{target}{rest}"))
+        });
+        repo.venv().join(direct.as_deref().unwrap_or(file))
+    }
+
+    fn install(&self, repo: &Repo, lock: &File) -> Result<()> {
+        let venv = repo.venv();
+        let pip = Pip::find_or_make(&venv.join("pip"))?;
+        let (fresh, old, tmp) = (self.beside(&venv, "new"), self.beside(&venv, "old"), venv.join("tmp"));
+        // What an interrupted run left behind.
+        for folder in [&fresh, &old, &tmp] {
+            remove(folder)?;
+        }
+        check_space(&venv, self.needs_gib, self.name)?;
+        std::fs::create_dir_all(&tmp).with_context(|| format!("cannot make {}", tmp.display()))?;
+        say(format_args!(
+            "Installing {} into {} ({})",
+            self.name,
+            venv.join(self.folder).display(),
+            self.size
+        ));
+        pip.install(&repo.root.join(self.pins), &fresh, &tmp, lock)?;
+        std::fs::write(fresh.join(STAMP), stamp(&self.read_pins(repo)?)).context("cannot write the stamp")?;
+        let place = venv.join(self.folder);
+        if place.exists() {
+            std::fs::rename(&place, &old).context("cannot move the former install aside")?;
+        }
+        std::fs::rename(&fresh, &place).context("cannot move the install into place")?;
+        remove(&old)?;
+        remove(&tmp)
+    }
+
+    fn beside(&self, venv: &Path, ending: &str) -> PathBuf {
+        venv.join(format!("{}.{ending}", self.folder))
+    }
+
+    fn make_links(&self, venv: &Path) -> Result<()> {
+        for (link, target) in self.links {
+            let (place, fresh) = (venv.join(link), venv.join(format!("{link}.new")));
+            let _ = std::fs::remove_file(&fresh);
+            // Made aside and moved: at every moment there is a link that works.
+            symlink(target, &fresh).and_then(|()| std::fs::rename(&fresh, &place)).with_context(|| {
+                format!("cannot make the link {}; if something else is there, remove it", place.display())
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// The pins without comments, so that editing one of those downloads nothing.
+fn stamp(pins: &str) -> String {
+    let lines = pins.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
+    let mut text: String = lines.filter(|line| !line.is_empty()).flat_map(|line| [line, "\n"]).collect();
+    text.insert_str(0, "tch-extension 1\n");
+    text
+}
+
+/// Lets one set-up run at a time. The lock ends with the file's last user, also when that is killed.
+fn lock(venv: &Path) -> Result<File> {
+    let path = venv.join(".lock");
+    let file = File::options().create(true).read(true).append(true).open(&path);
+    let file = file.with_context(|| format!("cannot write in {}", venv.display()))?;
+    match file.try_lock() {
+        Ok(()) => {}
+        Err(TryLockError::WouldBlock) => {
+            say("note: another set-up is running in this checkout; waiting for it");
+            file.lock().context("cannot wait for the other set-up")?;
+        }
+        // Some network file systems have no locks; one user who runs one command at a time needs none.
+        Err(TryLockError::Error(_)) => {}
+    }
+    Ok(file)
+}
+
+fn remove(folder: &Path) -> Result<()> {
+    match std::fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("cannot remove {}", folder.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn check_space(folder: &Path, needs: f64, name: &str) -> Result<()> {
+    match programs::free_gib(folder) {
+        Some(free) if free < needs => Err(not_enough_space(folder, free, needs, name)),
+        _ => Ok(()),
+    }
+}
+
+fn not_enough_space(folder: &Path, free: f64, needs: f64, name: &str) -> anyhow::Error {
+    trouble(
+        format_args!(
+            "installing {name} takes {needs} GiB, and {free:.1} GiB are free in {}",
+            folder.display()
+        ),
+        "free some space, make `.venv` a link to a folder on a larger disk, or set \
+         LIBTORCH=/path/to/libtorch",
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_stamp_holds_pins_and_no_comments() {
+        let one = stamp("# why\ntorch==1\n\nnvcc==2 # because\n");
+        assert_eq!(one, stamp("torch==1\nnvcc==2\n# other words\n"));
+        assert_ne!(one, stamp("torch==1\nnvcc==3\n"));
+        assert!(!one.contains("why"));
+    }
+
+    #[test]
+    fn a_key_file_is_found_without_its_link() {
+        let repo = Repo { root: PathBuf::from("/repo") };
+        let direct = |file| LIBTORCH.behind_links(&repo, file);
+        assert_eq!(direct("cuda/bin/nvcc"), PathBuf::from("/repo/.venv/site/nvidia/cu13/bin/nvcc"));
+        assert_eq!(direct("libtorch/lib/x"), PathBuf::from("/repo/.venv/site/torch/lib/x"));
+        assert_eq!(direct("cudaother/x"), PathBuf::from("/repo/.venv/cudaother/x"));
+    }
+
+    #[test]
+    fn a_full_disk_is_named_with_both_numbers() {
+        let message = not_enough_space(Path::new("/repo"), 3.25, 10.0, "libtorch").to_string();
+        assert!(message.contains("10 GiB") && message.contains("3.2 GiB"), "{message}");
+        assert!(message.contains("way out"), "{message}");
+    }
+}
