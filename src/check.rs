@@ -24,7 +24,7 @@ use tch::{Device, Kind, Tensor};
 
 /// Begins the checks of one argument: `check!("op", variable)`, or `check!("op", "name", expression)`.
 ///
-/// The variable's name is the argument's name in messages. See [`crate::check`].
+/// The variable's name is the argument's name in messages. See [`mod@crate::check`].
 #[macro_export]
 macro_rules! check {
     ($op:expr, $argument:ident) => {

@@ -5,9 +5,11 @@ use tch::TchError;
 /// What every fallible function of this crate returns.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why an operator refused or failed. Each message is one line: the operator, the argument, what was
-/// expected, what came, and the way out.
-#[derive(Debug, thiserror::Error)]
+/// Why an operator refused or failed. Each message is one line (a failed gradcheck's goes on with its numbers):
+/// the operator, the argument, what was expected, what came, and the way out.
+///
+/// `Debug` prints the same text, so that `unwrap` shows it as it is meant to be read.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// An argument is not what the operator takes. Nothing was computed or changed.
@@ -54,6 +56,12 @@ pub enum Error {
     /// Anything else, such as an error of a user's own operator.
     #[error("{0}")]
     Other(#[from] Box<dyn std::error::Error + Send + Sync>),
+}
+
+impl std::fmt::Debug for Error {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
+    }
 }
 
 impl Error {

@@ -26,16 +26,14 @@ fn check_with<O: Into<Tensors>>(
     inputs: &[&Tensor],
     options: &GradcheckOptions,
 ) -> Result<()> {
-    let state = |tensor: &Tensor| {
-        let bits = tensor.detach().to_device(Device::Cpu).contiguous().view_dtype(Kind::Uint8);
-        let bits = Vec::<u8>::try_from(bits.reshape([-1])).unwrap();
+    let state = |tensor: &&Tensor| {
+        let flat = tensor.detach().to_device(Device::Cpu).contiguous().reshape([-1]);
+        let bits = Vec::<u8>::try_from(flat.view_dtype(Kind::Uint8)).unwrap();
         let layout = (tensor.data_ptr(), tensor.size(), tensor.stride());
-        (bits, layout, tensor.internal_version(), tensor.requires_grad(), tensor.grad().defined())
+        let has_grad = tensor.is_leaf() && tensor.grad().defined();
+        (bits, layout, tensor.internal_version(), tensor.requires_grad(), has_grad)
     };
-    // A single bit pattern of bytes needs at least one dimension to be viewed as such.
-    let states = || -> Vec<_> {
-        inputs.iter().filter(|tensor| tensor.dim() > 0).map(|tensor| state(tensor)).collect()
-    };
+    let states = || inputs.iter().map(state).collect::<Vec<_>>();
     let before = states();
     let result = gradcheck(function, inputs, options);
     assert_eq!(states(), before, "the caller's tensors changed");
@@ -261,9 +259,12 @@ fn a_wrong_factor_is_found() {
     let text = refusal(result);
     // The largest is the worst.
     assert_says(&text, &["output 0, input 0", "row 2 (output element [2])", "column 2 (input element [2])"]);
-    assert_says(&text, &["analytical -12.0, numerical -8.0", "3 of 9 entries are wrong"]);
+    assert_says(&text, &["analytical -12.0, numerical -7.99", "3 of 9 entries are wrong"]);
     // The Jacobians follow.
-    assert_says(&whole, &["\nanalytical:\n", "\nnumerical:\n", "[3.000000e0, 0.000000e0, 0.000000e0]"]);
+    assert_says(
+        &whole,
+        &["\nanalytical:\n", "\nnumerical:\n", "[   3.000000e0,    0.000000e0,    0.000000e0]"],
+    );
 }
 
 #[test]
@@ -377,33 +378,8 @@ fn a_gradient_in_spite_of_undefined_ones_is_found() {
     assert_says(&text, &["the gradient is 1.0 at element [0]", "every incoming gradient is undefined"]);
 }
 
-/// x² and x³ as one node; `Split` shows it both gradients in every row of the Jacobian, so that only the check
-/// of undefined gradients leaves one out.
-fn split(
-    backward: fn(&Tensor, Option<&Tensor>, Option<&Tensor>) -> Result<Option<Tensor>>,
-    inputs: &[Tensor],
-) -> Result<Tensors> {
-    struct Split;
-    impl Function for Split {
-        const NAME: &'static str = "split";
-        fn forward(&mut self, _: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-            Ok([inputs.get(0)?.copy(), inputs.get(1)?.copy()].into())
-        }
-        fn backward(&self, _: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-            Ok([grads.get(0)?.shallow_clone(), grads.get(1)?.shallow_clone()].into())
-        }
-    }
-    let [square, cube] = powers(backward)(inputs)?.exactly()?;
-    apply(Split, &[Some(&square), Some(&cube)])
-}
-
 #[test]
-fn the_function_behind_split_is_right() -> Result<()> {
-    check(|inputs| split(right_powers, inputs), &[&variable(&[2])])
-}
-
-#[test]
-fn a_backward_that_fails_for_one_undefined_gradient_is_found() {
+fn a_backward_that_fails_without_the_first_gradient_is_found() {
     let needy = powers(|x, square, cube| match (square, cube) {
         (None, Some(_)) => Err(Error::msg("the first is missing")),
         _ => right_powers(x, square, cube),
@@ -411,6 +387,59 @@ fn a_backward_that_fails_for_one_undefined_gradient_is_found() {
     // Already the rows of output 1 leave the first gradient out.
     let text = refusal(check(needy, &[&variable(&[2])]));
     assert_says(&text, &["backward failed for row 0 of output 1", "powers: the first is missing"]);
+}
+
+/// (x, 2x, 3x), with any backward: a function of the incoming gradients, which are not materialised.
+struct Multiples(fn([Option<&Tensor>; 3]) -> Result<Option<Tensor>>);
+
+impl Function for Multiples {
+    const NAME: &'static str = "multiples";
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        let x = inputs.get(0)?;
+        saver.set_materialize_grads(false);
+        Ok([x * 1.0, x * 2.0, x * 3.0].into())
+    }
+
+    fn backward(&self, _: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        Ok((self.0)([0, 1, 2].map(|index| grads.optional(index)))?.into())
+    }
+}
+
+fn right_multiples(grads: [Option<&Tensor>; 3]) -> Result<Option<Tensor>> {
+    let terms =
+        grads.into_iter().zip([1.0, 2.0, 3.0]).filter_map(|(grad, factor)| grad.map(|grad| grad * factor));
+    Ok(terms.reduce(|sum, term| sum + term))
+}
+
+/// A row of a Jacobian leaves out all gradients but one: only leaving out one in turn gets here.
+#[test]
+fn a_backward_that_fails_without_one_of_three_gradients_is_found() {
+    let wrong = |inputs: &[Tensor]| {
+        let needy = Multiples(|grads| match grads {
+            [Some(_), None, Some(_)] => Err(Error::msg("the second is missing")),
+            _ => right_multiples(grads),
+        });
+        apply(needy, &[Some(&inputs[0])])
+    };
+    let text = refusal(check(wrong, &[&variable(&[2])]));
+    assert_says(&text, &["backward failed", "of output 1 is undefined", "multiples: the second is missing"]);
+}
+
+#[test]
+fn a_backward_that_drops_terms_without_one_of_three_gradients_is_found() {
+    let wrong = |inputs: &[Tensor]| {
+        let forgetful = Multiples(|grads| match grads {
+            [Some(first), Some(_), None] => Ok(Some(first * 1.0)),
+            _ => right_multiples(grads),
+        });
+        apply(forgetful, &[Some(&inputs[0])])
+    };
+    let text = refusal(check(wrong, &[&variable(&[2])]));
+    assert_says(&text, &["gradient of output 2 is undefined", "1.0 at element [0], but 3.0 when it is zero"]);
+
+    let right = |inputs: &[Tensor]| apply(Multiples(right_multiples), &[Some(&inputs[0])]);
+    check(right, &[&variable(&[2])]).unwrap();
 }
 
 #[test]
@@ -547,41 +576,50 @@ fn on_every_device() {
     }
 }
 
-/// Runs one ignored test of this file in a process of its own, in which no GPU is visible.
-fn run_alone(test: &str, require_cuda: &str) -> std::process::Output {
+/// Set in the processes that [`run_alone`] starts; says what to do there.
+const CHILD: &str = "GRADCHECK_TEST_CHILD";
+
+/// Runs a test of this file again in a process of its own, in which no GPU is visible.
+fn run_alone(test: &str, task: &str, require_cuda: &str) -> std::process::Output {
     Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--ignored"])
+        .args(["--exact", test])
+        .env(CHILD, task)
         .env("CUDA_VISIBLE_DEVICES", "")
         .env("TCH_EXTENSION_REQUIRE_CUDA", require_cuda)
         .output()
         .unwrap()
 }
 
-#[test]
-#[ignore = "run by the tests below, without a GPU"]
-fn needs_cuda() {
-    assert!(cuda_or_skip("needs_cuda").is_none());
-}
-
-#[test]
-#[ignore = "run by the tests below, without a GPU"]
-fn covers_devices() {
-    assert_eq!(devices(), [Device::Cpu]);
+/// What such a process does instead of the test; `false` in the test itself.
+fn is_child() -> bool {
+    match std::env::var(CHILD).as_deref() {
+        Ok("cuda_or_skip") => assert!(cuda_or_skip("a_test").is_none()),
+        Ok("devices") => assert_eq!(devices(), [Device::Cpu]),
+        _ => return false,
+    }
+    true
 }
 
 #[test]
 fn a_missing_gpu_is_a_visible_skip() {
-    let output = run_alone("needs_cuda", "0");
+    if is_child() {
+        return;
+    }
+    let test = "a_missing_gpu_is_a_visible_skip";
+    let output = run_alone(test, "cuda_or_skip", "0");
     assert!(output.status.success());
     let stderr = String::from_utf8_lossy(&output.stderr);
-    assert!(stderr.lines().any(|line| line == "SKIPPED needs_cuda: no CUDA device"), "{stderr}");
-    assert!(run_alone("covers_devices", "0").status.success());
+    assert!(stderr.lines().any(|line| line == "SKIPPED a_test: no CUDA device"), "{stderr}");
+    assert!(run_alone(test, "devices", "0").status.success());
 }
 
 #[test]
 fn a_missing_gpu_is_a_failure_where_one_is_required() {
-    for test in ["needs_cuda", "covers_devices"] {
-        let output = run_alone(test, "1");
+    if is_child() {
+        return;
+    }
+    for task in ["cuda_or_skip", "devices"] {
+        let output = run_alone("a_missing_gpu_is_a_failure_where_one_is_required", task, "1");
         assert!(!output.status.success());
         let text = String::from_utf8_lossy(&output.stdout);
         assert!(text.contains("TCH_EXTENSION_REQUIRE_CUDA=1, but "), "{text}");

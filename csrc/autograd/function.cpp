@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -303,13 +304,17 @@ void release_to(at::Tensor** results, variable_list&& list) {
 
 using namespace tch_extension;
 
-// Whether an operator on these inputs belongs into the graph: grad mode is on and one of them requires grad.
-TCH_EXTENSION_API bool tch_extension_needs_graph(at::Tensor* const* inputs, size_t len) {
-  if (!at::GradMode::is_enabled()) return false;
-  for (size_t i = 0; i < len; ++i) {
-    if (is_present(inputs[i]) && inputs[i]->requires_grad()) return true;
-  }
-  return false;
+TCH_EXTENSION_API bool tch_extension_requires_grad(const at::Tensor* tensor) {
+  return tensor->defined() && tensor->requires_grad();
+}
+
+TCH_EXTENSION_API bool tch_extension_grad_mode() { return at::GradMode::is_enabled(); }
+
+// Returns the mode before.
+TCH_EXTENSION_API bool tch_extension_set_grad_mode(bool enabled) {
+  const bool before = at::GradMode::is_enabled();
+  at::GradMode::set_enabled(enabled);
+  return before;
 }
 
 // Attaches a node to the outputs of a forward that has run. Takes `state` in any case. `wrapped`:
@@ -323,7 +328,10 @@ TCH_EXTENSION_API Message tch_extension_apply(const ApplyParams* params, void* s
     for (size_t i = 0; i < params->inputs_len; ++i) {
       if (is_present(params->inputs[i])) present.push_back(*params->inputs[i]);
     }
-    if (tch_extension_needs_graph(params->inputs, params->inputs_len)) {
+    const bool needs_graph =
+        at::GradMode::is_enabled() &&
+        std::any_of(present.begin(), present.end(), [](const auto& input) { return input.requires_grad(); });
+    if (needs_graph) {
       // deleteNode takes a long graph apart in a loop; plain delete would recurse and overflow the stack.
       node = std::shared_ptr<FunctionNode>(new FunctionNode(std::move(owned), *params),
                                            torch::autograd::deleteNode);
@@ -375,8 +383,6 @@ TCH_EXTENSION_API Message tch_extension_grad(at::Tensor* const* outputs, size_t 
                                               allow_unused));
   });
 }
-
-TCH_EXTENSION_API bool tch_extension_grad_mode() { return at::GradMode::is_enabled(); }
 
 // Nodes of this bridge that exist at the moment: the leak tests' measure.
 TCH_EXTENSION_API int64_t tch_extension_live_nodes() { return live_nodes.load(std::memory_order_relaxed); }

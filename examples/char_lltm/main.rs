@@ -27,6 +27,7 @@ use output::OutputFolder;
 use report::Run;
 use std::process::ExitCode;
 use tch::Device;
+use train::Learner;
 
 fn main() -> ExitCode {
     let options = Options::parse();
@@ -54,40 +55,36 @@ fn run(options: &Options) -> Result<()> {
     report::say(&corpus.describe(&text))?;
     report::say(&options.describe(device))?;
 
-    let mut runs = Vec::new();
-    let mut sampled = None;
-    for &op in options.op.each() {
-        let (model, run) = train_one(op, options, &corpus, device, resume.as_ref(), &output)?;
-        runs.push(run);
-        output.write_curves(&runs, corpus.unigram)?;
-        sampled.get_or_insert((op, model));
-    }
-    if let Some((op, model)) = sampled {
-        print_sample(op, &model, options, &corpus)?;
+    let mut learners = new_learners(options, &corpus, device, resume.as_ref())?;
+    train::train(&mut learners, options, &corpus.train, |learner| {
+        checkpoint::save(&learner.model, &corpus.vocabulary, &output.weights(learner.op))
+    })?;
+    let runs =
+        learners.iter().map(|learner| Run::of(learner, options, &corpus)).collect::<Result<Vec<_>>>()?;
+    output.write_curves(&runs, corpus.unigram)?;
+    if let Some(learner) = learners.first() {
+        print_sample(learner.op, &learner.model, options, &corpus)?;
     }
     report::say(&report::table(&runs, corpus.unigram, options.seed))?;
     report::say(&format!("written to {}: {}", output.folder().display(), output.file_names().join(", ")))
 }
 
-/// Trains one operator from the initial state that the seed (or the resume file) gives: the same for each
-/// operator, as are the batches.
-fn train_one(
-    op: Op,
+/// One learner for each operator, all from the initial weights that the seed (or the resume file) gives.
+fn new_learners(
     options: &Options,
     corpus: &Corpus,
     device: Device,
     resume: Option<&Checkpoint>,
-    output: &OutputFolder,
-) -> Result<(CharModel, Run)> {
-    let model = CharModel::new(device, corpus.vocabulary.len() as i64, options.hidden, op, options.seed);
-    if let Some(checkpoint) = resume {
-        checkpoint.copy_into(&model)?;
-    }
-    let weights = output.weights(op);
-    let curve =
-        train::train(&model, op, options, corpus, || checkpoint::save(&model, &corpus.vocabulary, &weights))?;
-    let held_out = train::held_out_loss(&model, corpus, options.seq_len)?;
-    Ok((model, Run { op, curve, held_out }))
+) -> Result<Vec<Learner>> {
+    let vocabulary = corpus.vocabulary.len() as i64;
+    let new = |op: &Op| {
+        let model = CharModel::new(device, vocabulary, options.hidden, *op, options.seed);
+        if let Some(checkpoint) = resume {
+            checkpoint.copy_into(&model)?;
+        }
+        Learner::new(*op, model, options)
+    };
+    options.op.each().iter().map(new).collect()
 }
 
 fn print_sample(op: Op, model: &CharModel, options: &Options, corpus: &Corpus) -> Result<()> {

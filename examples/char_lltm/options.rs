@@ -17,7 +17,7 @@ pub struct Options {
     /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub device: String,
-    /// Which implementation to train; both: one after the other from the same initial weights
+    /// Which implementation to train; both: in turns, from the same initial weights
     #[arg(long, value_enum, default_value_t = OpChoice::Both)]
     pub op: OpChoice,
     /// Units of the recurrent layer

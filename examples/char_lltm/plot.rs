@@ -14,9 +14,9 @@ const POINTS: usize = 480;
 /// `step,<op>,…`: one line a step.
 pub fn csv(runs: &[Run]) -> String {
     let names: Vec<&str> = runs.iter().map(|run| run.op.name()).collect();
-    let steps = runs.first().map_or(0, |run| run.curve.losses.len());
+    let steps = runs.first().map_or(0, |run| run.losses.len());
     let line = |step: usize| -> String {
-        let losses: String = runs.iter().map(|run| format!(",{}", run.curve.losses[step])).collect();
+        let losses: String = runs.iter().map(|run| format!(",{}", run.losses[step])).collect();
         format!("{}{losses}\n", step + 1)
     };
     format!("step,{}\n", names.join(",")) + &(0..steps).map(line).collect::<String>()
@@ -36,8 +36,8 @@ type Chart<'a, 'b> = ChartContext<'a, SVGBackend<'b>, Cartesian2d<RangedCoordf64
 type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
 fn draw(area: &Area, runs: &[Run], unigram: f64) -> Drawn {
-    let steps = runs.iter().map(|run| run.curve.losses.len()).max().unwrap_or(0).max(2) as f64;
-    let top = runs.iter().flat_map(|run| &run.curve.losses).copied().fold(unigram, f64::max);
+    let steps = runs.iter().map(|run| run.losses.len()).max().unwrap_or(0).max(2) as f64;
+    let top = runs.iter().flat_map(|run| &run.losses).copied().fold(unigram, f64::max);
     area.fill(&WHITE)?;
     let mut chart = ChartBuilder::on(area)
         .caption("Training loss of the LLTM language model", ("sans-serif", 20))
@@ -72,7 +72,7 @@ fn draw_run(chart: &mut Chart, run: &Run) -> Drawn {
         Op::Composite => RGBColor(20, 60, 160).stroke_width(1),
     };
     let label = format!("{} (held out: {:.2})", run.op.name(), run.held_out);
-    draw_line(chart, thinned(&run.curve.losses), style, label)
+    draw_line(chart, thinned(&run.losses), style, label)
 }
 
 fn draw_line(chart: &mut Chart, points: Vec<(f64, f64)>, style: ShapeStyle, label: String) -> Drawn {

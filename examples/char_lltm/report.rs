@@ -1,17 +1,18 @@
 //! All that the program prints: results on stdout, progress and errors on stderr.
 
-use crate::options::Op;
-use crate::train::Curve;
+use crate::data::Corpus;
+use crate::options::{Op, Options};
+use crate::train::{self, Learner};
 use anyhow::Result;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
-use std::time::Duration;
+use std::time::Instant;
 
 /// How far below the unigram baseline a model must end to have learnt more than letter frequencies.
 const CLEARLY_BELOW: f64 = 0.5;
 /// The curves' difference over these first steps is rounding alone; later it grows as training amplifies it.
 const FIRST_STEPS: usize = 50;
-/// Lines of progress per run where there is no terminal to redraw a bar on.
+/// Lines of progress where there is no terminal to redraw a bar on.
 const PLAIN_LINES: i64 = 10;
 
 /// Prints results. A reader that has had enough (`| head`) is no reason to stop training.
@@ -28,50 +29,58 @@ pub fn error(error: &anyhow::Error) {
     let _ = writeln!(stderr().lock(), "error: {line}");
 }
 
-/// One operator's training.
+/// What became of one operator's training.
 pub struct Run {
     pub op: Op,
-    pub curve: Curve,
+    /// Loss of each step, in nats per character.
+    pub losses: Vec<f64>,
     pub held_out: f64,
+    pub characters_per_second: f64,
+}
+
+impl Run {
+    pub fn of(learner: &Learner, options: &Options, corpus: &Corpus) -> Result<Run> {
+        Ok(Run {
+            op: learner.op,
+            losses: learner.losses.clone(),
+            held_out: train::held_out_loss(&learner.model, corpus, options.seq_len)?,
+            characters_per_second: learner.characters_per_second(),
+        })
+    }
 }
 
 /// A bar on a terminal, a few plain lines elsewhere.
 pub struct Progress {
-    name: &'static str,
+    begun: Instant,
     steps: i64,
-    characters_per_step: i64,
     bar: Option<ProgressBar>,
     lines: i64,
 }
 
 impl Progress {
-    pub fn new(name: &'static str, steps: i64, characters_per_step: i64) -> Progress {
-        let bar = stderr().is_terminal().then(|| bar(name, steps));
-        Progress { name, steps, characters_per_step, bar, lines: 0 }
+    pub fn new(steps: i64) -> Progress {
+        let bar = stderr().is_terminal().then(|| bar(steps));
+        Progress { begun: Instant::now(), steps, bar, lines: 0 }
     }
 
-    /// `spent` is the time since the first step, files not counted.
-    pub fn update(&mut self, step: i64, loss: f64, spent: Duration) {
-        let speed = (step * self.characters_per_step) as f64 / spent.as_secs_f64();
+    pub fn update(&mut self, step: i64, learners: &[Learner]) {
         match &self.bar {
             Some(bar) => {
-                bar.set_message(format!("loss {loss:.3}, {speed:.0} characters/s"));
+                bar.set_message(standing(learners));
                 bar.set_position(step as u64);
             }
-            None => self.plain_line(step, loss, speed),
+            None => self.plain_line(step, learners),
         }
     }
 
-    fn plain_line(&mut self, step: i64, loss: f64, speed: f64) {
+    fn plain_line(&mut self, step: i64, learners: &[Learner]) {
         let lines_due = step * PLAIN_LINES / self.steps;
         if lines_due <= self.lines {
             return;
         }
         self.lines = lines_due;
-        let left = ((self.steps - step) * self.characters_per_step) as f64 / speed;
-        let (name, steps) = (self.name, self.steps);
-        let line =
-            format!("{name}: step {step}/{steps}, loss {loss:.3}, {speed:.0} characters/s, {left:.0} s left");
+        let left = self.begun.elapsed().as_secs_f64() / step as f64 * (self.steps - step) as f64;
+        let line = format!("step {step}/{}: {}, {left:.0}s left", self.steps, standing(learners));
         let _ = writeln!(stderr().lock(), "{line}");
     }
 
@@ -91,19 +100,27 @@ impl Drop for Progress {
     }
 }
 
-fn bar(name: &'static str, steps: i64) -> ProgressBar {
-    let template = "{prefix:9} {bar:32} {pos}/{len}  {msg}, {eta} left";
-    let style = ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-    ProgressBar::new(steps as u64).with_style(style).with_prefix(name)
+fn bar(steps: i64) -> ProgressBar {
+    let style = ProgressStyle::with_template("{wide_bar} {pos}/{len}: {msg}, {eta} left");
+    ProgressBar::new(steps as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+/// Loss and speed of each learner, short enough for one line of a terminal.
+fn standing(learners: &[Learner]) -> String {
+    let each = |value: &dyn Fn(&Learner) -> String| learners.iter().map(value).collect::<Vec<_>>().join("/");
+    let names = each(&|learner| learner.op.name().to_string());
+    let losses = each(&|learner| format!("{:.3}", learner.losses.last().unwrap_or(&f64::NAN)));
+    let speeds = each(&|learner| format!("{:.0}", learner.speed_now()));
+    format!("{names} loss {losses}, {speeds} characters/s")
 }
 
 /// The comparison at the end: one column for each run.
 pub fn table(runs: &[Run], unigram: f64, seed: i64) -> String {
     let column = |value: &dyn Fn(&Run) -> String| runs.iter().map(value).collect::<Vec<_>>();
-    let steps = runs.first().map_or(0, |run| run.curve.losses.len());
+    let steps = runs.first().map_or(0, |run| run.losses.len());
     let mut rows = vec![
         (format!("seed {seed}, {steps} steps"), column(&|run| run.op.name().to_string())),
-        ("last training loss, nats per character".into(), column(&|run| nats(run.curve.losses.last()))),
+        ("last training loss, nats per character".into(), column(&|run| nats(run.losses.last()))),
         ("held-out loss".into(), column(&|run| nats(Some(&run.held_out)))),
         ("unigram baseline".into(), column(&|_| nats(Some(&unigram)))),
         ("below the baseline by".into(), column(&|run| nats(Some(&(unigram - run.held_out))))),
@@ -111,7 +128,7 @@ pub fn table(runs: &[Run], unigram: f64, seed: i64) -> String {
             format!("at least {CLEARLY_BELOW} below"),
             column(&|run| yes(unigram - run.held_out >= CLEARLY_BELOW)),
         ),
-        ("characters/s".into(), column(&|run| format!("{:.0}", run.curve.characters_per_second()))),
+        ("characters/s".into(), column(&|run| format!("{:.0}", run.characters_per_second))),
     ];
     if let [first, second] = runs {
         rows.extend(comparison(first, second));
@@ -126,8 +143,8 @@ pub fn table(runs: &[Run], unigram: f64, seed: i64) -> String {
 }
 
 fn comparison(first: &Run, second: &Run) -> Vec<(String, Vec<String>)> {
-    let ratio = first.curve.characters_per_second() / second.curve.characters_per_second();
-    let all = first.curve.losses.len();
+    let ratio = first.characters_per_second / second.characters_per_second;
+    let all = first.losses.len();
     let early = all.min(FIRST_STEPS);
     let between = |steps| format!("{:.1e}", largest_difference(first, second, steps));
     vec![
@@ -138,7 +155,7 @@ fn comparison(first: &Run, second: &Run) -> Vec<(String, Vec<String>)> {
 }
 
 fn largest_difference(first: &Run, second: &Run, steps: usize) -> f64 {
-    let pairs = first.curve.losses.iter().zip(&second.curve.losses);
+    let pairs = first.losses.iter().zip(&second.losses);
     pairs.take(steps).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max)
 }
 

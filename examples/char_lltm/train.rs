@@ -4,7 +4,7 @@ use crate::data::{Corpus, Streams};
 use crate::model::CharModel;
 use crate::options::{Op, Options};
 use crate::report::Progress;
-use anyhow::{Context, Result, ensure};
+use anyhow::{Context, Result, bail};
 use std::time::{Duration, Instant};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Kind, Reduction, Tensor};
@@ -13,107 +13,130 @@ use tch_extension::nn::LltmState;
 /// Gradients longer than this, over all weights together, are scaled down to it.
 const LARGEST_GRADIENT: f64 = 1.0;
 
-/// Losses wait on the device until this many are there or this much time has passed: on a GPU, asking for
-/// each would stop the queue at every step.
-const LOSSES_PER_LOOK: usize = 64;
-const TIME_PER_LOOK: Duration = Duration::from_millis(100);
+/// How long a turn takes, about: short enough for a lively progress bar, long enough for the device not to
+/// idle between turns.
+const TURN: Duration = Duration::from_millis(200);
 
-/// What training left behind.
-pub struct Curve {
-    /// Loss of each step, in nats per character.
-    pub losses: Vec<f64>,
-    /// Characters trained on, and the time that took without writing files.
-    pub characters: i64,
-    pub seconds: f64,
-}
-
-impl Curve {
-    pub fn characters_per_second(&self) -> f64 {
-        self.characters as f64 / self.seconds
-    }
-}
-
-/// Trains `model`; `save` is called every `--save-every` steps and at the end, and only after the losses
-/// until then are known to be finite.
+/// Trains all learners, in turns of a few steps: what else the machine is doing then slows down each of them
+/// alike, and their speeds can be compared. `save` is called every `--save-every` steps and at the end.
 pub fn train(
-    model: &CharModel,
-    op: Op,
+    learners: &mut [Learner],
     options: &Options,
-    corpus: &Corpus,
-    save: impl Fn() -> Result<()>,
-) -> Result<Curve> {
-    let mut trainer = Trainer::new(model, options, &corpus.train)?;
-    let mut losses = Losses::default();
-    let mut progress = Progress::new(op.name(), options.steps, options.batch * options.seq_len);
-    let mut training = Duration::ZERO;
-    let mut last_saved = None;
-    let mut begun = Instant::now();
-    for step in 1..=options.steps {
-        losses.push(trainer.step(step)?);
-        let saving = step % options.save_every == 0 || step == options.steps;
-        if saving || losses.due() {
-            losses.look().with_context(|| diverged(op, options.lr, last_saved))?;
-            progress.update(step, losses.latest(), training + begun.elapsed());
+    streams: &Streams,
+    save: impl Fn(&Learner) -> Result<()>,
+) -> Result<()> {
+    let mut progress = Progress::new(options.steps);
+    let mut step = 0;
+    let mut turn = 1;
+    while step < options.steps {
+        let until_save = (options.save_every - step % options.save_every).min(options.steps - step);
+        let count = until_save.min(turn);
+        let begun = Instant::now();
+        for learner in learners.iter_mut() {
+            learner.turn(options, streams, step, count)?;
         }
-        if saving {
-            training += begun.elapsed();
-            save().with_context(|| format!("the {} run stopped at step {step}", op.name()))?;
-            last_saved = Some(step);
-            begun = Instant::now();
+        step += count;
+        turn = steps_within(TURN * learners.len() as u32, begun.elapsed() / count as u32);
+        progress.update(step, learners);
+        if count == until_save {
+            learners.iter().try_for_each(&save)?;
+            learners.iter_mut().for_each(|learner| learner.saved = Some(step));
         }
     }
     progress.finish();
-    let characters = options.steps * options.batch * options.seq_len;
-    Ok(Curve { losses: losses.known, characters, seconds: training.as_secs_f64() })
+    Ok(())
 }
 
-fn diverged(op: Op, lr: f64, last_saved: Option<i64>) -> String {
-    let kept = match last_saved {
-        Some(step) => format!("the weights of step {step} are kept"),
-        None => "no weights were written".to_string(),
-    };
-    format!("the {} run diverged: lower --lr (now {lr:?}); {kept}", op.name())
+fn steps_within(time: Duration, each: Duration) -> i64 {
+    ((time.as_secs_f64() / each.as_secs_f64()) as i64).clamp(1, 100)
 }
 
-/// The optimiser, and where in the text it stands.
-struct Trainer<'a> {
-    model: &'a CharModel,
-    options: &'a Options,
-    streams: &'a Streams,
+/// A model in training.
+pub struct Learner {
+    pub op: Op,
+    pub model: CharModel,
+    /// Loss of each step, in nats per character.
+    pub losses: Vec<f64>,
+    /// Characters per second of each turn.
+    speeds: Vec<f64>,
     optimizer: nn::Optimizer,
     state: LltmState,
+    /// Where in the streams the next chunk begins.
     column: i64,
+    /// The last step whose weights were written.
+    saved: Option<i64>,
 }
 
-impl<'a> Trainer<'a> {
-    fn new(model: &'a CharModel, options: &'a Options, streams: &'a Streams) -> Result<Trainer<'a>> {
+impl Learner {
+    pub fn new(op: Op, model: CharModel, options: &Options) -> Result<Learner> {
         let optimizer = nn::Adam::default().build(&model.variables, options.lr)?;
-        let state = model.zero_state(streams.rows());
-        Ok(Trainer { model, options, streams, optimizer, state, column: 0 })
+        let state = model.zero_state(options.batch);
+        let (losses, speeds) = (Vec::new(), Vec::new());
+        Ok(Learner { op, model, losses, speeds, optimizer, state, column: 0, saved: None })
+    }
+
+    /// In the latest turn.
+    pub fn speed_now(&self) -> f64 {
+        self.speeds.last().copied().unwrap_or(f64::NAN)
+    }
+
+    /// The turns' median: a moment in which the machine was busy elsewhere does not count.
+    pub fn characters_per_second(&self) -> f64 {
+        let mut speeds = self.speeds.clone();
+        speeds.sort_by(f64::total_cmp);
+        speeds.get(speeds.len() / 2).copied().unwrap_or(f64::NAN)
+    }
+
+    /// `count` steps after the first `done`. The losses are fetched at the end only: on a GPU, asking for
+    /// each would stop the queue at every step.
+    fn turn(&mut self, options: &Options, streams: &Streams, done: i64, count: i64) -> Result<()> {
+        let begun = Instant::now();
+        let steps = done + 1..=done + count;
+        let losses = steps.map(|step| self.step(options, streams, step)).collect::<Result<Vec<_>>>()?;
+        let losses: Vec<f64> = Tensor::f_stack(&losses, 0)?.to_kind(Kind::Double).try_into()?;
+        let characters = count * options.batch * options.seq_len;
+        self.speeds.push(characters as f64 / begun.elapsed().as_secs_f64());
+        self.losses.extend(losses);
+        self.check_finite(done as usize).with_context(|| self.diverged(options.lr))
+    }
+
+    /// Looks at the losses after the first `done`.
+    fn check_finite(&self, done: usize) -> Result<()> {
+        match (done..self.losses.len()).find(|&index| !self.losses[index].is_finite()) {
+            Some(index) => bail!("the loss of step {} is {}", index + 1, self.losses[index]),
+            None => Ok(()),
+        }
+    }
+
+    fn diverged(&self, lr: f64) -> String {
+        let kept = match self.saved {
+            Some(step) => format!("the weights of step {step} are kept"),
+            None => "no weights were written".to_string(),
+        };
+        format!("the {} run diverged: lower --lr (now {lr:?}); {kept}", self.op.name())
     }
 
     /// One step on the next chunk; the loss, still on the device.
-    fn step(&mut self, step: i64) -> Result<Tensor> {
-        let (inputs, targets) = self.next_chunk();
+    fn step(&mut self, options: &Options, streams: &Streams, step: i64) -> Result<Tensor> {
+        let (inputs, targets) = self.next_chunk(options.seq_len, streams);
         let (logits, state) = self.model.forward(&inputs, &self.state)?;
         self.state = state.detach();
         let loss = cross_entropy(&logits, &targets, Reduction::Mean)?;
         self.optimizer.zero_grad();
         loss.f_backward()?;
         clip_gradients(&self.model.variables);
-        self.optimizer.set_lr(learning_rate(self.options, step));
+        self.optimizer.set_lr(learning_rate(options, step));
         self.optimizer.step();
         Ok(loss.detach())
     }
 
     /// After the last whole chunk the rows start over, and their state with them.
-    fn next_chunk(&mut self) -> (Tensor, Tensor) {
-        let count = self.options.seq_len;
-        if self.column + count > self.streams.length() {
+    fn next_chunk(&mut self, count: i64, streams: &Streams) -> (Tensor, Tensor) {
+        if self.column + count > streams.length() {
             self.column = 0;
-            self.state = self.model.zero_state(self.streams.rows());
+            self.state = self.model.zero_state(streams.rows());
         }
-        let chunk = self.streams.chunk(self.column, count);
+        let chunk = streams.chunk(self.column, count);
         self.column += count;
         chunk
     }
@@ -140,40 +163,6 @@ fn cross_entropy(logits: &Tensor, targets: &Tensor, reduction: Reduction) -> Res
     let vocabulary = logits.size()[2];
     let logits = logits.f_reshape([-1, vocabulary])?;
     Ok(logits.f_cross_entropy_loss(&targets.f_reshape([-1])?, None::<Tensor>, reduction, -100, 0.0)?)
-}
-
-/// The losses so far: those looked at, and those still on the device.
-#[derive(Default)]
-struct Losses {
-    known: Vec<f64>,
-    waiting: Vec<Tensor>,
-    last_look: Option<Instant>,
-}
-
-impl Losses {
-    fn push(&mut self, loss: Tensor) {
-        self.waiting.push(loss);
-    }
-
-    fn due(&self) -> bool {
-        self.waiting.len() >= LOSSES_PER_LOOK || self.last_look.is_none_or(|at| at.elapsed() >= TIME_PER_LOOK)
-    }
-
-    /// Fetches what waits; an error if a loss is not a finite number.
-    fn look(&mut self) -> Result<()> {
-        let fetched: Vec<f64> = Tensor::f_stack(&self.waiting, 0)?.to_kind(Kind::Double).try_into()?;
-        self.waiting.clear();
-        self.last_look = Some(Instant::now());
-        for loss in fetched {
-            ensure!(loss.is_finite(), "the loss of step {} is {loss}", self.known.len() + 1);
-            self.known.push(loss);
-        }
-        Ok(())
-    }
-
-    fn latest(&self) -> f64 {
-        self.known.last().copied().unwrap_or(f64::NAN)
-    }
 }
 
 /// Mean loss over the held-out text, each row read from its beginning to its end.

@@ -191,10 +191,8 @@ impl Context<'_> {
 /// # Errors
 /// The forward's own, or a misuse of [`Saver`].
 pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors> {
-    let input_pointers = borrowed_pointers(inputs.iter().copied());
-    // SAFETY: the pointers are null or borrowed from live tensors.
     let needs_graph =
-        unsafe { ffi::tch_extension_needs_graph(input_pointers.as_ptr(), input_pointers.len()) };
+        ffi::tch_extension_grad_mode() && inputs.iter().flatten().any(|tensor| requires_grad(tensor));
     let mut saver = Saver {
         inputs,
         needs_graph,
@@ -204,32 +202,56 @@ pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result
         materialize_grads: true,
     };
     let outputs = {
-        // A guard, not `tch::no_grad`: it restores the mode when a forward panics, too.
-        let _guard = tch::no_grad_guard();
+        let _guard = NoGrad::new();
         function.forward(&mut saver, Inputs::new(inputs))?
     };
     if !needs_graph && saver.dirty.is_empty() {
         return Ok(outputs);
     }
-    attach(function, &input_pointers, &outputs, &saver)
+    attach(function, inputs, &outputs, &saver)
+}
+
+fn requires_grad(tensor: &Tensor) -> bool {
+    // SAFETY: borrowed from a live tensor.
+    unsafe { ffi::tch_extension_requires_grad(tensor.as_ptr()) }
+}
+
+/// Grad mode off until dropped. tch's own guard does the same at ten times the cost: it looks for an error after
+/// each call.
+struct NoGrad {
+    before: bool,
+}
+
+impl NoGrad {
+    fn new() -> Self {
+        NoGrad { before: ffi::tch_extension_set_grad_mode(false) }
+    }
+}
+
+impl Drop for NoGrad {
+    // Also when a forward panics.
+    fn drop(&mut self) {
+        ffi::tch_extension_set_grad_mode(self.before);
+    }
 }
 
 /// Hands a forward that has run over to libtorch's graph.
 fn attach<F: Function>(
     function: F,
-    inputs: &[*const C_tensor],
+    inputs: &[Option<&Tensor>],
     outputs: &Tensors,
     saver: &Saver<'_>,
 ) -> Result<Tensors> {
     check_indices::<F>("mark_dirty", "inputs", &saver.dirty, inputs.len())?;
     check_indices::<F>("mark_non_differentiable", "outputs", &saver.non_differentiable, outputs.len())?;
+    let input_pointers = borrowed_pointers(inputs.iter().copied());
     let output_pointers = borrowed_pointers(outputs.iter().map(Option::as_ref));
     let saved_pointers = borrowed_pointers(saver.saved.iter().map(Option::as_ref));
     let params = ffi::ApplyParams {
         name: F::NAME.as_ptr().cast(),
         name_len: F::NAME.len(),
-        inputs: inputs.as_ptr(),
-        inputs_len: inputs.len(),
+        inputs: input_pointers.as_ptr(),
+        inputs_len: input_pointers.len(),
         outputs: output_pointers.as_ptr(),
         outputs_len: output_pointers.len(),
         saved: saved_pointers.as_ptr(),

@@ -69,12 +69,13 @@ impl Tensors {
     /// # Errors
     /// When there is another number of tensors, or one is absent.
     pub fn exactly<const N: usize>(self) -> Result<[Tensor; N]> {
-        let len = self.0.len();
-        let tensors: Vec<Tensor> = self.0.into_iter().flatten().collect();
-        let present = tensors.len();
-        tensors.try_into().map_err(|_| {
-            Error::Autograd(format!("expected {N} tensors, got {len}, of which {present} are present"))
-        })
+        let (len, present) = (self.0.len(), self.0.iter().flatten().count());
+        match <[Option<Tensor>; N]>::try_from(self.0) {
+            Ok(tensors) if present == N => Ok(tensors.map(|tensor| tensor.expect("all are present"))),
+            _ => Err(Error::Autograd(format!(
+                "expected {N} tensors, got {len}, of which {present} are present"
+            ))),
+        }
     }
 
     /// The list itself.

@@ -46,7 +46,7 @@ pub(crate) struct ApplyParams {
 }
 
 unsafe extern "C" {
-    pub(crate) fn tch_extension_needs_graph(inputs: *const *const C_tensor, len: usize) -> bool;
+    pub(crate) fn tch_extension_requires_grad(tensor: *const C_tensor) -> bool;
     pub(crate) fn tch_extension_apply(
         params: *const ApplyParams,
         state: *mut c_void,
@@ -82,6 +82,7 @@ unsafe extern "C" {
         results: *mut *mut C_tensor,
     ) -> *mut c_char;
     pub(crate) safe fn tch_extension_grad_mode() -> bool;
+    pub(crate) safe fn tch_extension_set_grad_mode(enabled: bool) -> bool;
     pub(crate) safe fn tch_extension_live_nodes() -> i64;
     pub(crate) fn tch_extension_free_message(message: *mut c_char);
 }

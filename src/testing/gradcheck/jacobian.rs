@@ -35,7 +35,8 @@ impl Jacobian {
 impl fmt::Display for Jacobian {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for row in self.values.chunks(self.columns.max(1)) {
-            let numbers: Vec<String> = row.iter().map(|value| format!("{value:.6e}")).collect();
+            // `+ 0.0` makes a plain zero of a negative one.
+            let numbers: Vec<String> = row.iter().map(|value| format!("{:>13.6e}", value + 0.0)).collect();
             writeln!(f, "  [{}]", numbers.join(", "))?;
         }
         Ok(())
