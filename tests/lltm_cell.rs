@@ -68,30 +68,31 @@ const LARGE: &[Sample] = &[
 /// x, W, b?, h, c: what the operator takes.
 struct Arguments(Vec<Tensor>);
 
-fn lay_out(rows: i64, columns: i64, layout: Layout, options: (Kind, Device)) -> Tensor {
-    match layout {
-        Layout::Contiguous => Tensor::randn([rows, columns], options),
-        Layout::Transposed => Tensor::randn([columns, rows], options).transpose(0, 1),
-        Layout::Sliced => Tensor::randn([rows, 2 * columns + 1], options).slice(1, 1, 2 * columns + 1, 2),
-        Layout::Offset => {
-            Tensor::randn([rows * columns + 1], options).slice(0, 1, None, 1).view([rows, columns])
+/// A tensor of this layout with these values (drawn in f64 on the CPU, so that every kind and device
+/// sees the same numbers).
+fn lay_out(values: &Tensor, layout: Layout, kind: Kind, device: Device) -> Tensor {
+    let (rows, columns) = values.size2().expect("a matrix");
+    let zeros = |size: &[i64]| Tensor::zeros(size, (kind, device));
+    let place = match layout {
+        Layout::Contiguous => zeros(&[rows, columns]),
+        Layout::Transposed => zeros(&[columns, rows]).transpose(0, 1),
+        Layout::Sliced => zeros(&[rows, 2 * columns + 1]).slice(1, 1, 2 * columns + 1, 2),
+        Layout::Offset => zeros(&[rows * columns + 1]).slice(0, 1, None, 1).view([rows, columns]),
+        Layout::Expanded => {
+            return values.narrow(0, 0, 1).to_kind(kind).to_device(device).expand([rows, columns], false);
         }
-        Layout::Expanded => Tensor::randn([1, columns], options).expand([rows, columns], false),
-    }
+    };
+    place.shallow_clone().copy_(values);
+    place
 }
 
 impl Sample {
     fn arguments(&self, kind: Kind, device: Device) -> Arguments {
         tch::manual_seed(7);
         let Sample { batch, features, hidden, bias, layout } = *self;
-        // Drawn in f64 on the CPU, so that every kind and device sees the same numbers.
         let make = |rows, columns| {
             let values = Tensor::randn([rows, columns], (Kind::Double, Device::Cpu));
-            let place = lay_out(rows, columns, layout, (kind, device));
-            if layout != Layout::Expanded {
-                place.shallow_clone().copy_(&values);
-            }
-            place
+            lay_out(&values, layout, kind, device)
         };
         let input = make(batch, features);
         let weight = make(3 * hidden, hidden + features) / ((hidden + features) as f64).sqrt();
@@ -417,6 +418,22 @@ fn bad_arguments_are_named() {
         assert_eq!(panic, error);
     }
     call(f_lltm_cell, &good()).expect("good arguments");
+}
+
+#[test]
+fn cuda_under_autocast_only_the_product_loses_precision() {
+    let Some(device) = tch_extension::testing::cuda_or_skip("cuda_under_autocast") else { return };
+    let arguments = sample(16, 32, 128, Bias::Flat, Layout::Contiguous).arguments(Kind::Float, device);
+    let (rtol, atol) = tolerance(Kind::Half);
+    let exact = call(f_lltm_cell, &arguments.0).expect("without autocast");
+    let half = tch::autocast(true, || call(f_lltm_cell, &arguments.0)).expect("with autocast");
+    for (half, exact) in half.iter().zip(&exact) {
+        assert_eq!(half.kind(), Kind::Float);
+        assert!(!half.equal(exact), "the product ran in half precision");
+        assert_close(half, exact, 10.0 * rtol, 1e3 * atol);
+    }
+    let gradients = tch::autocast(true, || gradients(f_lltm_cell, &arguments.leaves(), &[0, 1]));
+    assert!(gradients.iter().flatten().all(|gradient| gradient.kind() == Kind::Float));
 }
 
 #[test]

@@ -15,7 +15,9 @@ pub fn without_panics(body: impl FnOnce() -> Result<()>) -> Result<()> {
 }
 
 fn remember(panic: &PanicHookInfo<'_>) {
-    let text = panic.payload_as_str().unwrap_or("no message").to_string();
+    let payload = panic.payload();
+    let literal = payload.downcast_ref::<&str>().map(|text| text.to_string());
+    let text = literal.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_default();
     if let Ok(mut last) = LAST_PANIC.lock() {
         *last = Some(text);
     }
@@ -24,15 +26,16 @@ fn remember(panic: &PanicHookInfo<'_>) {
 fn message() -> String {
     let text = LAST_PANIC.lock().ok().and_then(|mut last| last.take()).unwrap_or_default();
     let way_out = if text.contains("out of memory") || text.contains("can't allocate") {
-        "lower --hidden, --batch or --seq-len, or give --device cpu"
+        "lower --hidden, --batch or --seq-len"
     } else {
         "this should not happen: please report it with the command line"
     };
     format!("libtorch failed: {}; {way_out}", first_line(&text))
 }
 
-/// libtorch appends its own C++ backtrace after the first line.
-fn first_line(text: &str) -> String {
-    let text = text.replace("\\n", "\n");
-    text.lines().next().unwrap_or("no message").trim().to_string()
+/// What libtorch said, out of the `unwrap` around it: the first line, as a C++ backtrace follows.
+fn first_line(text: &str) -> &str {
+    let said = text.split_once("Torch(\"").map_or(text, |(_, said)| said);
+    let line = said.split("\\n").next().and_then(|line| line.lines().next()).unwrap_or_default();
+    line.trim_end_matches("\")")
 }

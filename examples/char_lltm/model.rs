@@ -98,14 +98,16 @@ pub fn check_memory(options: &Options, vocabulary: i64, device: Device) -> Resul
     Ok(())
 }
 
-/// A lower estimate, in f32: weights, gradients and Adam's two moments; and what a step keeps for its
+/// An estimate, in f32. Each learner keeps weights, gradients and Adam's two moments; a step, of one learner
+/// at a time, makes about as much again while it works on them, and keeps some values of each character for its
 /// backward.
 fn needed_bytes(options: &Options, vocabulary: i64) -> u64 {
-    let parameters: i64 =
-        shapes(vocabulary, options.hidden).iter().map(|(_, shape)| shape.iter().product::<i64>()).sum();
-    let kept_per_character = 8 * options.hidden + 2 * EMBEDDING + 2 * vocabulary;
+    let sizes = shapes(vocabulary, options.hidden).map(|(_, shape)| shape.iter().product::<i64>());
+    let parameters: i64 = sizes.iter().sum();
+    let learners = options.op.each().len() as i64;
+    let kept_per_character = 20 * options.hidden + 2 * EMBEDDING + 4 * vocabulary;
     let kept = options.batch * options.seq_len * kept_per_character;
-    4 * (4 * parameters + kept) as u64
+    4 * ((4 * learners + 4) * parameters + kept) as u64
 }
 
 fn available_bytes() -> Option<u64> {

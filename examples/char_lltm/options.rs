@@ -158,7 +158,7 @@ impl Options {
             _ => format!("cpu, {} threads", tch::get_num_threads()),
         };
         format!(
-            "{device}; hidden {}, sequence {}, batch {}, {} steps, learning rate {}, seed {}",
+            "{device}; hidden {}, sequence {}, batch {}, {} steps, learning rate {:?}, seed {}",
             self.hidden, self.seq_len, self.batch, self.steps, self.lr, self.seed
         )
     }

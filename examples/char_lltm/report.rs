@@ -144,14 +144,15 @@ pub fn table(runs: &[Run], unigram: f64, seed: i64) -> String {
 
 fn comparison(first: &Run, second: &Run) -> Vec<(String, Vec<String>)> {
     let ratio = first.characters_per_second / second.characters_per_second;
+    let mut rows =
+        vec![(format!("speed, {} / {}", first.op.name(), second.op.name()), vec![format!("{ratio:.2}")])];
     let all = first.losses.len();
     let early = all.min(FIRST_STEPS);
-    let between = |steps| format!("{:.1e}", largest_difference(first, second, steps));
-    vec![
-        (format!("speed, {} / {}", first.op.name(), second.op.name()), vec![format!("{ratio:.2}")]),
-        (format!("largest difference of the losses, steps 1 to {early}"), vec![between(early)]),
-        (format!("largest difference of the losses, steps 1 to {all}"), vec![between(all)]),
-    ]
+    for steps in if early < all { vec![early, all] } else { vec![all] } {
+        let label = format!("largest difference of the losses, steps 1 to {steps}");
+        rows.push((label, vec![format!("{:.1e}", largest_difference(first, second, steps))]));
+    }
+    rows
 }
 
 fn largest_difference(first: &Run, second: &Run, steps: usize) -> f64 {

@@ -23,7 +23,8 @@ const KINDS: [Kind; 2] = [Kind::Float, Kind::Double];
 /// * `state`: (h, c), each `[B, H]`
 ///
 /// Returns (h', c'), each `[B, H]`. All of kind `Float` or `Double`, the same for all, on one CPU or CUDA
-/// device; any strides, any sizes, also empty ones. Has first and second derivatives with respect to each
+/// device; any strides, any sizes, also empty ones. Under autocast the product runs in autocast's kind and the
+/// outputs keep the state's. Has first and second derivatives with respect to each
 /// tensor. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic.
 ///
 /// One matrix product, done by libtorch under its precision switches, and one kernel for everything else; the
@@ -176,7 +177,8 @@ fn gates(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>, h: &Tensor) -> 
         Some(bias) => bias.f_reshape([-1])?.f_addmm(&hx, &transposed)?,
         None => hx.f_mm(&transposed)?,
     };
-    Ok(gates.f_contiguous()?)
+    // Under autocast the product comes in a half kind; the state's arithmetic stays in the state's own.
+    Ok(gates.f_to_kind(h.f_kind()?)?.f_contiguous()?)
 }
 
 fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {

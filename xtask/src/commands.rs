@@ -23,7 +23,7 @@ cargo xtask COMMAND [ARGUMENTS]
   demo [ARGUMENTS]   train and compare the character-level language model (examples/char_lltm)
   test [ARGUMENTS]   all tests; arguments go to `cargo test`
   bench [ARGUMENTS]  the benchmarks; arguments go to the benchmark program
-  ci                 what a change must pass: formats, lints, tests, documentation, the downstream example
+  ci                 what a change must pass: formats, lints, weak symbols, tests, documentation
   doctor             what was found, what does not fit, and the exact fix; installs nothing
   bundle [--no-bench]
                      dist/: test, bench and example programs with a run.sh, for a machine without Rust

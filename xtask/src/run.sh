@@ -175,15 +175,17 @@ find_sanitizer() {
 
 # sanitize_one TOOL PROGRAM LOG ARGUMENTS…: the tool's findings go to LOG, the program's output to LOG.out.
 sanitize_one() {
-  local tool=$1 program=$2 log=$3 caching=()
+  local tool=$1 program=$2 log=$3 caching=() padding=()
   shift 3
   # libtorch's allocator hands out pieces of large blocks, inside which an overrun is no error to the tool.
   case $tool in
     memcheck | initcheck) caching=(PYTORCH_NO_CUDA_MEMORY_CACHING=1) ;;
   esac
+  # Nor is one into whatever lies behind an allocation; with a gap there, it is.
+  [[ $tool == memcheck ]] && padding=(--padding 256)
   rm -f "$log" "$log.out"
   # Host frames are left out: every kernel of libtorch's is called by a program of ours.
-  (cd "$here/files" && exec env "${caching[@]}" TCH_EXTENSION_REQUIRE_CUDA=1 "$sanitizer" --tool "$tool" \
+  (cd "$here/files" && exec env "${caching[@]}" TCH_EXTENSION_REQUIRE_CUDA=1 "$sanitizer" --tool "$tool" "${padding[@]}" \
     --show-backtrace device --log-file "$log" "$program" "$@" --test-threads=1) >"$log.out" 2>&1
 }
 
