@@ -1,5 +1,7 @@
 //! `ops::lltm_cell` against its reference, against finite differences, and against bad input.
 
+mod support;
+
 use tch::{Device, IndexOp, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
@@ -434,6 +436,44 @@ fn cuda_under_autocast_only_the_product_loses_precision() {
     }
     let gradients = tch::autocast(true, || gradients(f_lltm_cell, &arguments.leaves(), &[0, 1]));
     assert!(gradients.iter().flatten().all(|gradient| gradient.kind() == Kind::Float));
+}
+
+/// Kernels on another stream than the current one, such as the default stream, would not be in the recording,
+/// and a replay would leave the outputs as they were.
+#[test]
+#[cfg(tch_extension_cuda)]
+fn cuda_the_work_is_the_product_and_two_kernels_on_the_current_stream() {
+    let Some(device) = tch_extension::testing::cuda_or_skip("cuda_the_work_is_on_the_current_stream") else {
+        return;
+    };
+    for size in [(16, 32, 128), (64, 256, 512), (3, 4, 5)] {
+        let sample = sample(size.0, size.1, size.2, Bias::Flat, Layout::Contiguous);
+        let arguments = sample.arguments(Kind::Float, device);
+        let [x, w, b, h, _] = &arguments.0[..] else { unreachable!("with bias") };
+        let hx = Tensor::cat(&[h, x], 1);
+        let product = support::record(|| b.addmm(&hx, &w.transpose(0, 1)));
+        let leaves = arguments.leaves();
+        for (name, inputs) in [("without a graph", &arguments.0), ("with a graph", &leaves)] {
+            let expected = call(f_lltm_cell, inputs).expect("outputs");
+            let recording = support::record(|| call(f_lltm_cell, inputs).expect("outputs"));
+            assert!(
+                recording.kernels <= product.kernels + 2 && recording.others == product.others,
+                "{size:?} {name}: {} kernels and {} other nodes, of which the product is {} and {}",
+                recording.kernels,
+                recording.others,
+                product.kernels,
+                product.others
+            );
+            for output in &recording.result {
+                let _ = output.detach().fill_(f64::NAN);
+            }
+            tch::Cuda::synchronize(0);
+            recording.replay();
+            for (output, expected) in recording.result.iter().zip(&expected) {
+                assert_close(output, expected, 1e-5, 1e-5);
+            }
+        }
+    }
 }
 
 #[test]
