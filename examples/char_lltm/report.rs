@@ -83,19 +83,14 @@ impl Progress {
         let line = format!("step {step}/{}: {}, {left:.0}s left", self.steps, standing(learners));
         let _ = writeln!(stderr().lock(), "{line}");
     }
-
-    pub fn finish(self) {
-        if let Some(bar) = &self.bar {
-            bar.finish();
-        }
-    }
 }
 
 impl Drop for Progress {
-    /// After an error the bar stays where it was.
+    /// The bar stays as it is, finished or not, and what comes next goes below it.
     fn drop(&mut self) {
-        if let Some(bar) = self.bar.as_ref().filter(|bar| !bar.is_finished()) {
+        if let Some(bar) = &self.bar {
             bar.abandon();
+            let _ = writeln!(stderr().lock());
         }
     }
 }

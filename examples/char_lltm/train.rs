@@ -43,7 +43,6 @@ pub fn train(
             learners.iter_mut().for_each(|learner| learner.saved = Some(step));
         }
     }
-    progress.finish();
     Ok(())
 }
 

@@ -89,9 +89,12 @@ impl Extension {
         let jobs = self.jobs(&libtorch, nvcc.as_ref(), &out_dir)?;
         compile::run(&jobs)?;
 
-        let mut archive = cc::Build::new();
-        archive.cpp(true).objects(jobs.iter().map(|job| &job.object));
-        archive.try_compile(&self.name).with_context(|| format!("cannot archive lib{}.a", self.name))?;
+        // Without CUDA, a crate of CUDA sources has nothing to archive.
+        if !jobs.is_empty() {
+            let mut archive = cc::Build::new();
+            archive.cpp(true).objects(jobs.iter().map(|job| &job.object));
+            archive.try_compile(&self.name).with_context(|| format!("cannot archive lib{}.a", self.name))?;
+        }
         libtorch.publish(nvcc.as_ref(), &self.includes)?;
         if nvcc.is_some() {
             println!("cargo::rustc-cfg=tch_extension_cuda");

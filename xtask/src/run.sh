@@ -91,6 +91,7 @@ prepare() {
   set_library_path
   # Tests and the demo read the repository's files by this variable when cargo does not set it.
   export CARGO_MANIFEST_DIR=$here/files
+  export TCH_EXTENSION_EXAMPLES=$here/examples
   mkdir -p "$out" || fail "cannot make the folder $out; set OUT to one that can be written"
   out=$(cd "$out" && pwd)
   local program
