@@ -62,7 +62,7 @@ impl<'a> Check<'a> {
                 "was Tensor::new() passed, or a missing gradient?",
             ));
         }
-        if self.tensor.is_sparse() || self.tensor.is_mkldnn() {
+        if !crate::ffi::tensor::is_strided(self.tensor) {
             return Err(self.refuse("a dense tensor", "another layout", "convert it with to_dense"));
         }
         Ok(self)

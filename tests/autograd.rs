@@ -372,6 +372,56 @@ fn failures_in_backward_reach_the_caller() {
 }
 
 #[test]
+fn even_failing_failures_end_nothing() {
+    let _alone = alone();
+    #[derive(Debug)]
+    struct Speechless;
+    impl std::fmt::Display for Speechless {
+        fn fmt(&self, _: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            Err(std::fmt::Error)
+        }
+    }
+    impl std::error::Error for Speechless {}
+    struct Explosive;
+    impl Drop for Explosive {
+        fn drop(&mut self) {
+            panic!("in drop");
+        }
+    }
+    let x = leaf(&[1.0]);
+    let identity = |_: &mut Saver<'_>, inputs: Inputs<'_>| Ok((inputs.get(0)? * 1.0).into());
+    let speechless = op(identity, |_, _| Err(Error::Other(Box::new(Speechless))));
+    assert!(gradient_of(&run(speechless, &x), &x).is_err());
+    let explosive = op(identity, |_, _| std::panic::panic_any(Explosive));
+    assert!(gradient_of(&run(explosive, &x), &x).is_err());
+    assert_eq!(values(&gradient_of(&square(&x), &x).expect("the engine still works")), [2.0]);
+}
+
+#[test]
+fn misuse_is_the_same_error_with_and_without_a_graph() {
+    let _alone = alone();
+    for x in [leaf(&[1.0]), Tensor::from_slice(&[1.0])] {
+        let function = op(
+            |saver, inputs| {
+                saver.mark_non_differentiable(9);
+                Ok((inputs.get(0)? * 1.0).into())
+            },
+            |_, _| unreachable!("apply fails"),
+        );
+        let error = apply(function, &[Some(&x)]).expect_err("there is no output 9").to_string();
+        assert!(error.contains("mark_non_differentiable(9)"), "{error}");
+
+        let function =
+            op(|_, _| Ok([Some(Tensor::new()), None].into()), |_, _| unreachable!("nothing depends on x"));
+        let outputs = apply(function, &[Some(&x)]).expect("apply");
+        assert!(
+            outputs.optional(0).is_none() && outputs.optional(1).is_none(),
+            "an undefined output is absent"
+        );
+    }
+}
+
+#[test]
 fn surplus_absent_gradients_are_accepted() {
     let _alone = alone();
     let x = leaf(&[1.0]);
@@ -608,6 +658,70 @@ fn differentiating_a_reference_gives_partial_not_total_derivatives() {
     }
 }
 
+/// x³ whose backward claims to be differentiable, and is what `backward` makes of it.
+struct Claimed<B>(B);
+
+impl<B: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static> Function for Claimed<B> {
+    const NAME: &'static str = "claimed";
+    const DOUBLE_BACKWARD: bool = true;
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        let x = inputs.get(0)?;
+        saver.save(x);
+        Ok((x * x * x).into())
+    }
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        (self.0)(ctx, grads)
+    }
+}
+
+#[test]
+fn a_backward_that_only_claims_to_be_differentiable_is_found_out() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let kernel = |ctx: &Context<'_>, grads: &Tensors| {
+        let _guard = tch::no_grad_guard();
+        Ok((grads.get(0)? * ctx.saved(0)?.square() * 3.0).into())
+    };
+    // (x³)·x = x⁴: its second derivative would come out as 27 instead of 108.
+    let y = (run(Claimed(kernel), &x) * &x).sum(Kind::Double);
+    let first = grad(&[&y], &[&x], &create()).and_then(Tensors::single).expect("first");
+    assert_eq!(values(&first), [108.0]);
+    let error = gradient_of(&first, &x).expect_err("no graph").to_string();
+    assert!(
+        error.contains("claimed: the second derivative is not defined") && error.contains("no graph"),
+        "{error}"
+    );
+}
+
+#[test]
+fn differentiating_a_reference_without_need_or_with_another_number_of_outputs_is_an_error() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let cube = |inputs: &[Option<Tensor>]| -> Result<Tensors> {
+        let x = inputs[0].as_ref().expect("present");
+        Ok((x * x * x).into())
+    };
+    let always = move |ctx: &Context<'_>, grads: &Tensors| {
+        differentiate_reference(ctx, &[ctx.saved_optional(0)?], grads, cube)
+    };
+    let error = gradient_of(&run(Claimed(always), &x), &x).expect_err("no graph to build").to_string();
+    assert!(error.contains("claimed: differentiate_reference needs a graph"), "{error}");
+
+    let none = |ctx: &Context<'_>, grads: &Tensors| {
+        differentiate_reference(ctx, &[ctx.saved_optional(0)?], grads, |_| Ok(().into()))
+    };
+    let y = run(Claimed(none), &x).sum(Kind::Double);
+    let error = grad(&[&y], &[&x], &create()).expect_err("no output").to_string();
+    assert!(error.contains("expected 1 outputs of the reference, got 0"), "{error}");
+
+    let too_many = move |ctx: &Context<'_>, grads: &Tensors| {
+        differentiate_reference(ctx, &[ctx.saved_optional(0)?, None], grads, cube)
+    };
+    let y = run(Claimed(too_many), &x).sum(Kind::Double);
+    let error = grad(&[&y], &[&x], &create()).expect_err("two inputs").to_string();
+    assert!(error.contains("expected 1 inputs, got 2"), "{error}");
+}
+
 #[test]
 fn non_differentiable_outputs() {
     let _alone = alone();
@@ -677,6 +791,69 @@ fn an_input_changed_in_place() {
 
     let error = apply(double_in_place(), &[Some(&x)]).expect_err("a leaf").to_string();
     assert!(error.contains("leaf"), "{error}");
+}
+
+/// w·v, written into v: the input at `place`.
+fn multiply_into(place: usize) -> impl Function {
+    op(
+        move |saver, inputs| {
+            let (mut v, w) = (inputs.get(place)?.shallow_clone(), inputs.get(1 - place)?);
+            saver.save(&v.copy());
+            saver.save(w);
+            saver.mark_dirty(place);
+            let _ = v.f_mul_(w)?;
+            Ok(v.into())
+        },
+        move |ctx, grads| {
+            let (grad_v, grad_w) = (grads.get(0)? * ctx.saved(1)?, grads.get(0)? * ctx.saved(0)?);
+            Ok(if place == 0 { [grad_v, grad_w] } else { [grad_w, grad_v] }.into())
+        },
+    )
+}
+
+#[test]
+fn a_view_changed_in_place_has_to_be_the_first_input() {
+    let _alone = alone();
+    let (x, w) = (leaf(&[1.0, 2.0, 3.0, 4.0]), leaf(&[10.0, 20.0]));
+    let base = &x * 1.0;
+    let view = base.narrow(0, 1, 2);
+    apply(multiply_into(0), &[Some(&view), Some(&w)]).expect("the view first");
+    let found = grad(&[&base.sum(Kind::Double)], &[&x, &w], &GradOptions::default()).expect("gradients");
+    assert_eq!(values(found.get(0).expect("x")), [1.0, 10.0, 20.0, 1.0]);
+    assert_eq!(values(found.get(1).expect("w")), [2.0, 3.0]);
+
+    // Otherwise libtorch would put the gradient in the wrong place, silently.
+    let base = &x * 1.0;
+    let view = base.narrow(0, 1, 2);
+    let error = apply(multiply_into(1), &[Some(&w), Some(&view)]).expect_err("the view second").to_string();
+    assert!(error.contains("mark_dirty(1)") && error.contains("first input"), "{error}");
+}
+
+#[test]
+fn a_view_changed_in_place_and_saved_makes_no_cycle() {
+    let _alone = alone();
+    let before = live_nodes();
+    let exp_in_place = || {
+        op(
+            |saver, inputs| {
+                let mut v = inputs.get(0)?.shallow_clone();
+                let _ = v.f_exp_()?;
+                saver.save(&v);
+                saver.mark_dirty(0);
+                Ok(v.into())
+            },
+            |ctx, grads| Ok((grads.get(0)? * ctx.saved(0)?).into()),
+        )
+    };
+    let x = leaf(&[0.0, 1.0, 2.0]);
+    for _ in 0..3 {
+        let base = &x * 1.0;
+        drop(run(exp_in_place(), &base.narrow(0, 1, 1)));
+    }
+    assert_eq!(live_nodes(), before);
+    let base = &x * 1.0;
+    let _ = run(exp_in_place(), &base.narrow(0, 1, 1));
+    assert_eq!(values(&gradient_of(&base, &x).expect("gradient")), [1.0, 1.0_f64.exp(), 1.0]);
 }
 
 #[test]

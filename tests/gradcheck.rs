@@ -676,6 +676,19 @@ fn assert_close_takes_nan_and_infinity_for_themselves_only() {
 }
 
 #[test]
+fn assert_close_looks_at_values_and_not_at_memory() {
+    let x = Tensor::from_slice(&[1.0, 2.0]);
+    let negated = x.internal_neg_view();
+    assert_close(&negated, &Tensor::from_slice(&[-1.0, -2.0]), 0.0, 0.0);
+    assert_says(
+        &panic_text(std::panic::AssertUnwindSafe(|| assert_close(&negated, &x, 0.0, 0.0))),
+        &["actual -2.0"],
+    );
+    let zeros = Tensor::internal_efficientzerotensor([2], (Kind::Double, Device::Cpu));
+    assert_close(&zeros, &Tensor::from_slice(&[0.0, 0.0]), 0.0, 0.0);
+}
+
+#[test]
 fn assert_close_refuses_other_shapes_and_kinds() {
     let compare = |actual: Tensor, expected: Tensor| {
         panic_text(std::panic::AssertUnwindSafe(move || assert_close(&actual, &expected, 1.0, 1.0)))

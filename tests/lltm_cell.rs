@@ -376,6 +376,65 @@ fn extreme_values_stay_as_exact_as_the_reference() {
     }
 }
 
+/// Values that are not what lies in memory: libtorch negates lazily, and has zeros without memory.
+#[test]
+fn lazily_negated_tensors_and_zeros_without_memory() {
+    for device in devices() {
+        for kind in KINDS {
+            let arguments = sample(2, 3, 4, Bias::Flat, Layout::Contiguous).arguments(kind, device).0;
+            let zeros = Tensor::internal_efficientzerotensor([2, 4], (kind, device));
+            let (rtol, atol) = tolerance(kind);
+            for index in 0..arguments.len() {
+                let mut lazy = arguments.iter().map(Tensor::shallow_clone).collect::<Vec<_>>();
+                lazy[index] = lazy[index].internal_neg_view();
+                for (fused, expected) in call(f_lltm_cell, &lazy)
+                    .expect("fused")
+                    .iter()
+                    .zip(&call(lltm_cell_reference, &lazy).expect("reference"))
+                {
+                    assert_close(fused, expected, rtol, atol);
+                }
+            }
+            let mut lazy = arguments.iter().map(Tensor::shallow_clone).collect::<Vec<_>>();
+            lazy[4] = zeros.shallow_clone();
+            let fused = call(f_lltm_cell, &lazy).expect("fused");
+            assert_close(&fused[1], &call(lltm_cell_reference, &lazy).expect("reference")[1], rtol, atol);
+
+            let leaves: Vec<Tensor> =
+                arguments.iter().map(|tensor| tensor.detach().set_requires_grad(true)).collect();
+            for vector in [Tensor::ones([2, 4], (kind, device)).internal_neg_view(), zeros] {
+                let of = |cell| {
+                    let outputs = call(cell, &leaves).expect("outputs");
+                    let options =
+                        GradOptions { grad_outputs: &[Some(&vector), Some(&vector)], ..Default::default() };
+                    let inputs: Vec<&Tensor> = leaves.iter().collect();
+                    grad(&[&outputs[0], &outputs[1]], &inputs, &options).expect("gradients").into_vec()
+                };
+                for (fused, expected) in of(f_lltm_cell).iter().zip(&of(lltm_cell_reference)) {
+                    let (fused, expected) =
+                        (fused.as_ref().expect("present"), expected.as_ref().expect("present"));
+                    assert_close(fused, expected, 10.0 * rtol, 10.0 * atol);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn an_optimiser_may_change_the_bias_before_the_backward() {
+    for device in devices() {
+        let arguments = sample(2, 3, 4, Bias::Row, Layout::Contiguous).arguments(Kind::Double, device);
+        let leaves = arguments.leaves();
+        let outputs = call(f_lltm_cell, &leaves).expect("outputs");
+        let _ = tch::no_grad(|| leaves[2].shallow_clone().fill_(5.0));
+        let gradient = grad(&[&outputs[0].sum(Kind::Double)], &[&leaves[2]], &GradOptions::default());
+        assert_eq!(
+            gradient.expect("not refused, as the composite does not").get(0).expect("one").size(),
+            [1, 12]
+        );
+    }
+}
+
 #[test]
 fn bad_arguments_are_named() {
     let cpu = |size: &[i64], kind| Tensor::zeros(size, (kind, Device::Cpu));
@@ -404,6 +463,7 @@ fn bad_arguments_are_named() {
         (3, Tensor::new(), &["a tensor", "undefined"]),
         (4, float(&[2, 4]), &["[B, H] = [2, 3]", "[2, 4]"]),
         (4, cpu(&[2, 3], Kind::Double), &["kind Float, as input"]),
+        (1, float(&[9, 7]).to_sparse_csr(None), &["dense", "to_dense"]),
     ];
     for (index, bad, expected) in cases {
         let mut arguments = good();
@@ -420,6 +480,13 @@ fn bad_arguments_are_named() {
         assert_eq!(panic, error);
     }
     call(f_lltm_cell, &good()).expect("good arguments");
+
+    // Sizes whose sums overflow.
+    let mut arguments = good();
+    let huge = float(&[1, 1]).expand([1, i64::MAX / 2], false);
+    (arguments[0], arguments[3], arguments[4]) = (float(&[1, 4]), huge.shallow_clone(), huge);
+    let error = call(f_lltm_cell, &arguments).expect_err("too large").to_string();
+    assert!(error.starts_with("lltm_cell: h: expected sizes whose sums fit 64 bits"), "{error}");
 }
 
 #[test]

@@ -127,6 +127,17 @@ fn bad_input_is_an_error_or_a_panic_that_names_it() {
     assert!(error.contains("nn::Lltm: input: expected 3 dimensions [B, T, F]"), "{error}");
     let error = layer.f_step(&zeros(&[3, 5]), &layer.zero_state(2)).expect_err("another batch").to_string();
     assert!(error.contains("lltm_cell: h: expected shape [B, H] = [3, 8], got [2, 8]"), "{error}");
+    for steps in [0, 2] {
+        let (input, other) = (zeros(&[2, steps, 5]), zeros(&[2, steps, 4]));
+        let error = layer.f_seq_init(&other, &layer.zero_state(2)).expect_err("4 features").to_string();
+        assert!(error.contains(&format!("input: expected shape [B, T, F] = [2, {steps}, 5]")), "{error}");
+        let state = LltmState((zeros(&[2, 8]), Tensor::new()));
+        let error = layer.f_seq_init(&input, &state).expect_err("no c").to_string();
+        assert!(error.contains("nn::Lltm: c: expected a tensor"), "{error}");
+        let integers = input.to_kind(Kind::Int64);
+        let error = layer.f_seq_init(&integers, &layer.zero_state(2)).expect_err("integers").to_string();
+        assert!(error.contains("input: expected kind Float, as weights, got Int64"), "{error}");
+    }
     for hidden in [0, -3] {
         let vs = VarStore::new(tch::Device::Cpu);
         let make = || lltm(vs.root(), 5, hidden, LltmConfig::default());

@@ -102,7 +102,8 @@ class FunctionNode final : public Node {
   static constexpr size_t kNoEdge = SIZE_MAX;
 
   variable_list materialize(variable_list&& grads) const;
-  void refuse_second_derivative(const variable_list& grads, variable_list& results);
+  void refuse_where_not_differentiable(const variable_list& grads, variable_list& results);
+  void refuse_second_derivative(const variable_list& grads, variable_list& results, const char* why);
   variable_list by_edge(variable_list&& gradients) const;
 
   State state_;
@@ -145,6 +146,11 @@ void FunctionNode::save(const ApplyParams& params, const variable_list& present,
     return std::any_of(outputs.begin(), outputs.end(),
                        [&](const auto& output) { return output.has_value() && output->is_same(tensor); });
   };
+  auto is_dirty = [&](const at::Tensor& tensor) {
+    return std::any_of(params.dirty, params.dirty + params.dirty_len, [&](size_t index) {
+      return is_present(params.inputs[index]) && params.inputs[index]->is_same(tensor);
+    });
+  };
   saved_.reserve(params.saved_len);
   for (size_t i = 0; i < params.saved_len; ++i) {
     if (!is_present(params.saved[i])) {
@@ -153,8 +159,11 @@ void FunctionNode::save(const ApplyParams& params, const variable_list& present,
     }
     const at::Tensor& tensor = *params.saved[i];
     // An output that holds this node as its grad_fn, saved whole, would make a cycle and never be freed.
-    const bool is_output = tensor.grad_fn().get() == this;
-    saved_.push_back({SavedVariable(tensor, is_output), !is_input(tensor) && !is_any_output(tensor)});
+    // The grad_fn of a view that was changed in place leads here in two steps; libtorch has a flag for that.
+    const bool is_dirty_view = is_dirty(tensor) && tensor.is_view() && tensor.requires_grad();
+    const bool is_output = is_dirty_view || tensor.grad_fn().get() == this;
+    saved_.push_back(
+        {SavedVariable(tensor, is_output, is_dirty_view), !is_input(tensor) && !is_any_output(tensor)});
   }
 }
 
@@ -193,10 +202,35 @@ variable_list FunctionNode::materialize(variable_list&& grads) const {
   return std::move(grads);
 }
 
+// With a backward that calls itself differentiable, a gradient without a graph is suspicious where the
+// incoming gradients have one: it depends on them, unless it is zero, and a second derivative would silently
+// be missing.
+void FunctionNode::refuse_where_not_differentiable(const variable_list& grads, variable_list& results) {
+  if (!double_backward_) {
+    refuse_second_derivative(grads, results,
+                             "its backward is not differentiable; set Function::DOUBLE_BACKWARD if "
+                             "it is made of differentiable operations");
+    return;
+  }
+  const bool has_graph = std::any_of(grads.begin(), grads.end(),
+                                     [](const auto& grad) { return grad.defined() && grad.requires_grad(); });
+  if (!has_graph) return;
+  variable_list constants(results.size());
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (results[i].defined() && !results[i].requires_grad()) constants[i] = results[i];
+  }
+  refuse_second_derivative(grads, constants,
+                           "Function::DOUBLE_BACKWARD is set, but its backward built no graph");
+  for (size_t i = 0; i < results.size(); ++i) {
+    if (constants[i].defined()) results[i] = constants[i];
+  }
+}
+
 // Makes a derivative of these gradients an error. PyTorch's once_differentiable hangs its error on tensors of
 // its own, so a second derivative that reaches the inputs some other way silently lacks a term. Here the
 // error stands on every way on: to this node's inputs and to whatever made the incoming gradients.
-void FunctionNode::refuse_second_derivative(const variable_list& grads, variable_list& results) {
+void FunctionNode::refuse_second_derivative(const variable_list& grads, variable_list& results,
+                                            const char* why) {
   edge_list edges;
   for (const Edge& edge : next_edges()) {
     if (edge.is_valid()) edges.push_back(edge);
@@ -205,10 +239,7 @@ void FunctionNode::refuse_second_derivative(const variable_list& grads, variable
     if (grad.defined() && grad.requires_grad()) edges.push_back(torch::autograd::impl::gradient_edge(grad));
   }
   auto error = std::shared_ptr<torch::autograd::Error>(
-      new torch::autograd::Error(
-          name_ + ": the second derivative is not defined, because its backward is not differentiable; set "
-                  "Function::DOUBLE_BACKWARD if it is made of differentiable operations",
-          std::move(edges)),
+      new torch::autograd::Error(name_ + ": the second derivative is not defined: " + why, std::move(edges)),
       torch::autograd::deleteNode);
   for (auto& result : results) {
     if (!result.defined()) continue;
@@ -250,7 +281,7 @@ variable_list FunctionNode::apply(variable_list&& grads) {
     status = state_.backward(this, pointers.data(), pointers.size(), results);
   }
   if (status != 0) throw std::runtime_error(name_ + ": " + results.error);
-  if (create_graph && !double_backward_) refuse_second_derivative(grads, results.gradients);
+  if (create_graph) refuse_where_not_differentiable(grads, results.gradients);
   return by_edge(std::move(results.gradients));
 }
 
@@ -262,6 +293,17 @@ std::unordered_set<at::TensorImpl*> chosen(at::Tensor* const* tensors, const siz
     if (is_present(tensors[indices[i]])) set.insert(tensors[indices[i]]->unsafeGetTensorImpl());
   }
   return set;
+}
+
+// libtorch attributes a change of a view to the first input, whichever it was.
+void check_dirty_views(const ApplyParams& params, const variable_list& present) {
+  for (size_t i = 0; i < params.dirty_len; ++i) {
+    const at::Tensor* dirty = params.inputs[params.dirty[i]];
+    if (is_present(dirty) && dirty->is_view() && !present.front().is_same(*dirty)) {
+      throw std::runtime_error("mark_dirty(" + std::to_string(params.dirty[i]) +
+                               "): a view that is changed in place has to be the first input");
+    }
+  }
 }
 
 // The only call of an interface that libtorch changes between releases.
@@ -331,6 +373,7 @@ TCH_EXTENSION_API Message tch_extension_apply(const ApplyParams* params, void* s
     const bool needs_graph =
         at::GradMode::is_enabled() &&
         std::any_of(present.begin(), present.end(), [](const auto& input) { return input.requires_grad(); });
+    check_dirty_views(*params, present);
     if (needs_graph) {
       // deleteNode takes a long graph apart in a loop; plain delete would recurse and overflow the stack.
       node = std::shared_ptr<FunctionNode>(new FunctionNode(std::move(owned), *params),

@@ -119,8 +119,8 @@ static void lltm_cell_backward(const LltmCellBackward& params, int64_t begin, in
 }  // namespace CPU_CAPABILITY
 }  // namespace tch_extension
 
-TCH_EXTENSION_CPU_KERNEL(lltm_cell_forward, LltmCellForward, items, grain)
-TCH_EXTENSION_CPU_KERNEL(lltm_cell_backward, LltmCellBackward, items, grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_forward, lltm_cell_forward, LltmCellForward, items, grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_backward, lltm_cell_backward, LltmCellBackward, items, grain)
 
 #if defined(CPU_CAPABILITY_DEFAULT)
 #include <cstddef>

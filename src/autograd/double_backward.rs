@@ -2,7 +2,7 @@
 
 use super::grad::{GradOptions, grad};
 use super::{Context, Tensors};
-use crate::Result;
+use crate::{Error, Result};
 use tch::Tensor;
 
 /// The gradients of an operator, computed by differentiating `reference`, the same maths in differentiable
@@ -12,13 +12,22 @@ use tch::Tensor;
 /// `inputs` are the forward's inputs as saved, in order; `grads` what the backward was given.
 ///
 /// # Errors
-/// What `reference` reports, or libtorch.
+/// What `reference` reports, or libtorch; without a graph to build; when inputs or outputs are not as many as the
+/// operator has.
 pub fn differentiate_reference(
     ctx: &Context<'_>,
     inputs: &[Option<Tensor>],
     grads: &Tensors,
     reference: impl FnOnce(&[Option<Tensor>]) -> Result<Tensors>,
 ) -> Result<Tensors> {
+    if !ctx.create_graph() {
+        return Err(Error::Autograd(
+            "differentiate_reference needs a graph: call it when Context::create_graph() is true, with \
+             Function::DOUBLE_BACKWARD set"
+                .to_string(),
+        ));
+    }
+    check_len("inputs", inputs.len(), ctx.inputs_len())?;
     // Fresh aliases: where one input depends on another (x and x·x, the states of a recurrent loop), a
     // derivative with respect to the inputs themselves would be the total one. Detached copies would cut
     // the graph that the second derivative needs.
@@ -27,6 +36,7 @@ pub fn differentiate_reference(
         .map(|input| input.as_ref().map(|tensor| tensor.f_view_as(tensor)).transpose())
         .collect::<std::result::Result<Vec<_>, _>>()?;
     let outputs = reference(&aliases)?;
+    check_len("outputs of the reference", outputs.len(), grads.len())?;
 
     let (mut of, mut vectors) = (Vec::new(), Vec::new());
     for (output, vector) in outputs.iter().zip(grads.iter()) {
@@ -50,4 +60,11 @@ pub fn differentiate_reference(
         gradients[index] = gradient;
     }
     Ok(gradients.into())
+}
+
+fn check_len(what: &str, len: usize, expected: usize) -> Result<()> {
+    if len == expected {
+        return Ok(());
+    }
+    Err(Error::Autograd(format!("differentiate_reference: expected {expected} {what}, got {len}")))
 }

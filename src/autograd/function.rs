@@ -15,7 +15,8 @@ use torch_sys::C_tensor;
 /// The value itself is the operator's state: sizes, numbers, whatever is no tensor. `forward` may fill it
 /// in; then it moves into the graph, where `backward` reads it, perhaps more than once and from another
 /// thread. Tensors belong into [`Saver::save`], which lets the engine free them, checks that nobody changed
-/// them and makes no cycles. Hiding one in the state does not compile, because a `Tensor` is not `Sync`:
+/// them and makes no cycles. A bare tensor in the state does not compile, because a `Tensor` is not `Sync`. (One
+/// in a `Mutex` would; an input or output in there makes a cycle, and the graph is never freed.)
 ///
 /// ```compile_fail
 /// struct Hidden { input: tch::Tensor }
@@ -118,7 +119,8 @@ impl Saver<'_> {
         self.needs_graph && self.inputs.get(index).copied().flatten().is_some_and(Tensor::requires_grad)
     }
 
-    /// Declares that the forward changed input `index` in place; it must be among the outputs.
+    /// Declares that the forward changed input `index` in place; it must be among the outputs. A view that is
+    /// changed in place has to be the first input present: libtorch's graph knows no other way.
     pub fn mark_dirty(&mut self, index: usize) {
         self.dirty.push(index);
     }
@@ -191,8 +193,8 @@ impl Context<'_> {
 /// # Errors
 /// The forward's own, or a misuse of [`Saver`].
 pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors> {
-    let needs_graph =
-        ffi::tch_extension_grad_mode() && inputs.iter().flatten().any(|tensor| requires_grad(tensor));
+    let no_grad = NoGrad::new();
+    let needs_graph = no_grad.before && inputs.iter().flatten().any(|tensor| requires_grad(tensor));
     let mut saver = Saver {
         inputs,
         needs_graph,
@@ -201,12 +203,12 @@ pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result
         non_differentiable: Vec::new(),
         materialize_grads: true,
     };
-    let outputs = {
-        let _guard = NoGrad::new();
-        function.forward(&mut saver, Inputs::new(inputs))?
-    };
+    let outputs = function.forward(&mut saver, Inputs::new(inputs))?;
+    drop(no_grad);
+    check_indices::<F>("mark_dirty", "inputs", &saver.dirty, inputs.len())?;
+    check_indices::<F>("mark_non_differentiable", "outputs", &saver.non_differentiable, outputs.len())?;
     if !needs_graph && saver.dirty.is_empty() {
-        return Ok(outputs);
+        return Ok(outputs.without_undefined());
     }
     attach(function, inputs, &outputs, &saver)
 }
@@ -231,7 +233,9 @@ impl NoGrad {
 impl Drop for NoGrad {
     // Also when a forward panics.
     fn drop(&mut self) {
-        ffi::tch_extension_set_grad_mode(self.before);
+        if self.before {
+            ffi::tch_extension_set_grad_mode(true);
+        }
     }
 }
 
@@ -242,8 +246,6 @@ fn attach<F: Function>(
     outputs: &Tensors,
     saver: &Saver<'_>,
 ) -> Result<Tensors> {
-    check_indices::<F>("mark_dirty", "inputs", &saver.dirty, inputs.len())?;
-    check_indices::<F>("mark_non_differentiable", "outputs", &saver.non_differentiable, outputs.len())?;
     let input_pointers = borrowed_pointers(inputs.iter().copied());
     let output_pointers = borrowed_pointers(outputs.iter().map(Option::as_ref));
     let saved_pointers = borrowed_pointers(saver.saved.iter().map(Option::as_ref));
@@ -332,15 +334,35 @@ unsafe extern "C" fn backward<F: Function>(
         }
         Ok(())
     };
-    // Unwinding through C++ would abort the process.
-    let error = match catch_unwind(AssertUnwindSafe(run)) {
-        Ok(Ok(())) => return 0,
-        Ok(Err(error)) => error.to_string(),
-        Err(panic) => format!("backward panicked: {}", panic_text(panic.as_ref())),
+    // Unwinding through C++ would abort the process. The text comes from inside, too: an error's `Display` and
+    // a panic's payload are the user's code.
+    let outcome = catch_unwind(AssertUnwindSafe(|| match catch_unwind(AssertUnwindSafe(run)) {
+        Ok(Ok(())) => None,
+        Ok(Err(error)) => Some(error.to_string()),
+        Err(panic) => {
+            let text = format!("backward panicked: {}", panic_text(panic.as_ref()));
+            discard(panic);
+            Some(text)
+        }
+    }));
+    let error = match outcome {
+        Ok(None) => return 0,
+        Ok(Some(error)) => error,
+        Err(panic) => {
+            discard(panic);
+            "backward failed, and so did the text of its error".to_string()
+        }
     };
     // SAFETY: `results` is the caller's; the text is copied.
     unsafe { ffi::tch_extension_set_backward_error(results, error.as_ptr().cast(), error.len()) };
     1
+}
+
+/// Drops a panic's payload, whose own `Drop` may panic, too.
+fn discard(payload: Box<dyn Any + Send>) {
+    if let Err(again) = catch_unwind(AssertUnwindSafe(move || drop(payload))) {
+        std::mem::forget(again);
+    }
 }
 
 /// Too many is fine as long as the rest is absent, as in PyTorch.
@@ -361,7 +383,9 @@ unsafe extern "C" fn drop_state<F: Function>(state: *mut c_void) {
     // SAFETY: as the caller promises.
     let state = unsafe { Box::from_raw(state.cast::<State<F>>()) };
     // A panic in a user's Drop has nowhere to go; the graph is coming down around it.
-    let _ = catch_unwind(AssertUnwindSafe(move || drop(state)));
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(move || drop(state))) {
+        discard(panic);
+    }
 }
 
 fn panic_text(panic: &(dyn Any + Send)) -> &str {

@@ -78,6 +78,16 @@ impl Tensors {
         }
     }
 
+    /// Undefined tensors made absent.
+    pub(super) fn without_undefined(mut self) -> Self {
+        for tensor in &mut self.0 {
+            if tensor.as_ref().is_some_and(|tensor| !tensor.defined()) {
+                *tensor = None;
+            }
+        }
+        self
+    }
+
     /// The list itself.
     pub fn into_vec(self) -> Vec<Option<Tensor>> {
         self.0

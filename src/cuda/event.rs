@@ -93,6 +93,8 @@ fn status(op: &str, error: i32) -> Result<()> {
     if error == 0 {
         return Ok(());
     }
+    // CUDA keeps the error for whoever asks next, which would be the check of some innocent launch.
+    ffi::cudaGetLastError();
     // SAFETY: CUDA's texts are static and terminated.
     let text = unsafe { std::ffi::CStr::from_ptr(ffi::cudaGetErrorString(error)) };
     Err(Error::Cuda { op: op.to_string(), reason: text.to_string_lossy().into_owned() })

@@ -46,6 +46,7 @@ impl Stream {
 
 /// Makes a CUDA device the current one until dropped, then the former one again. On the CPU it does nothing.
 #[derive(Debug)]
+#[must_use = "the device is switched back when the guard is dropped"]
 pub struct DeviceGuard {
     /// Null on the CPU. The pointer also keeps the guard in the thread whose device it set.
     #[cfg_attr(not(tch_extension_cuda), allow(dead_code))]

@@ -1,18 +1,22 @@
 //! `csrc/autograd/bridge.h`.
 
 use std::ffi::{c_char, c_int, c_void};
+use std::marker::PhantomData;
 use torch_sys::C_tensor;
 
-/// A `FunctionNode` while its backward runs.
+/// A `FunctionNode` while its backward runs. Neither `Send` nor `Sync`: what it answers depends on the engine's
+/// state in this thread.
 #[repr(C)]
 pub(crate) struct FunctionNode {
     _opaque: [u8; 0],
+    _thread: PhantomData<*mut u8>,
 }
 
 /// Where a backward puts its gradients.
 #[repr(C)]
 pub(crate) struct BackwardResults {
     _opaque: [u8; 0],
+    _thread: PhantomData<*mut u8>,
 }
 
 #[repr(C)]

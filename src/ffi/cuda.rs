@@ -14,6 +14,7 @@ unsafe extern "C" {
     pub(crate) fn cudaEventSynchronize(event: *mut c_void) -> i32;
     pub(crate) fn cudaEventElapsedTime(milliseconds: *mut f32, start: *mut c_void, end: *mut c_void) -> i32;
     pub(crate) fn cudaEventDestroy(event: *mut c_void) -> i32;
+    pub(crate) safe fn cudaGetLastError() -> i32;
     pub(crate) safe fn cudaGetErrorString(error: i32) -> *const c_char;
 }
 

@@ -5,6 +5,7 @@ pub(crate) mod autograd;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod cuda;
 pub(crate) mod lltm_cell;
+pub(crate) mod tensor;
 
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
@@ -28,7 +29,7 @@ fn checked(name: &str, tensor: &Tensor, shape: &[i64], like: (Kind, Device)) -> 
     let fits = tensor.size() == shape
         && tensor.f_kind().is_ok_and(|kind| kind == like.0)
         && tensor.device() == like.1
-        && tensor.is_contiguous();
+        && tensor::is_plain(tensor);
     if !fits {
         return Err(Error::msg(format!(
             "internal error: a kernel's {name} should be a contiguous {shape:?} of {like:?}, but is {tensor:?}"

@@ -1,5 +1,6 @@
 //! The LLTM as a recurrent layer.
 
+use crate::check::Check;
 use crate::ops::{f_lltm_cell, lltm_cell_reference};
 use std::borrow::Borrow;
 use tch::nn::{Init, Path, RNN};
@@ -111,10 +112,7 @@ impl Lltm {
     /// # Errors
     /// As [`Lltm::f_step`]; and when the input is no `[B, T, F]`.
     pub fn f_seq_init(&self, input: &Tensor, state: &LltmState) -> crate::Result<(Tensor, LltmState)> {
-        let (batch, _, _) = {
-            crate::check!("nn::Lltm", input).defined()?.dim(3, "[B, T, F]")?;
-            input.size3()?
-        };
+        let batch = self.check_sequence(input, state)?;
         let mut state = LltmState((state.h(), state.c()));
         let mut outputs = Vec::new();
         for step in input.f_unbind(1)? {
@@ -128,6 +126,20 @@ impl Lltm {
             Tensor::f_stack(&outputs, 1)?
         };
         Ok((output, state))
+    }
+
+    /// Here and not only in each step: a sequence may have none. Returns the batch size.
+    fn check_sequence(&self, input: &Tensor, state: &LltmState) -> crate::Result<i64> {
+        let weights = &crate::check!("nn::Lltm", "weights", self.weights);
+        crate::check!("nn::Lltm", input).defined()?.dim(3, "[B, T, F]")?.like(weights)?;
+        let (batch, steps, _) = input.size3()?;
+        let features = self.weights.size2()?.1 - self.hidden_dim;
+        crate::check!("nn::Lltm", input).shape("[B, T, F]", &[batch, steps, features])?;
+        for (name, tensor) in [("h", &state.0.0), ("c", &state.0.1)] {
+            let check = Check::new("nn::Lltm", name, tensor).defined()?.like(weights)?;
+            check.shape("[B, H]", &[batch, self.hidden_dim])?;
+        }
+        Ok(batch)
     }
 
     fn options(&self) -> (Kind, Device) {

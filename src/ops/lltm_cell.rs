@@ -3,6 +3,7 @@
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::check::Check;
 use crate::ffi::lltm_cell as kernels;
+use crate::ffi::tensor::plain;
 use crate::{Result, check};
 use tch::{Kind, Tensor};
 
@@ -70,7 +71,8 @@ pub fn f_lltm_cell(
 ) -> Result<(Tensor, Tensor)> {
     let (h, c) = state;
     check_arguments(input, weight, bias, state)?;
-    let [new_h, new_c] = apply(LltmCell, &[Some(input), Some(weight), bias, Some(h), Some(c)])?.exactly()?;
+    let [new_h, new_c] =
+        apply(LltmCell::default(), &[Some(input), Some(weight), bias, Some(h), Some(c)])?.exactly()?;
     Ok((new_h, new_c))
 }
 
@@ -111,16 +113,24 @@ fn check_arguments(
     let hidden = h.size2()?.1;
     check!(OP, h).shape("[B, H]", &[batch, hidden])?;
     check!(OP, c).shape("[B, H]", &[batch, hidden])?;
-    check!(OP, weight).shape("[3H, H + F]", &[3 * hidden, hidden + features])?;
+    let sizes = hidden.checked_mul(3).zip(hidden.checked_add(features));
+    let (gates, columns) = sizes
+        .ok_or_else(|| check!(OP, h).refuse("sizes whose sums fit 64 bits", format!("H = {hidden}"), ""))?;
+    check!(OP, weight).shape("[3H, H + F]", &[gates, columns])?;
     if let Some(bias) = bias
-        && bias.size() != [1, 3 * hidden]
+        && bias.size() != [1, gates]
     {
-        check!(OP, bias).shape("[3H] (or [1, 3H])", &[3 * hidden])?;
+        check!(OP, bias).shape("[3H] (or [1, 3H])", &[gates])?;
     }
     Ok(())
 }
 
-struct LltmCell;
+#[derive(Default)]
+struct LltmCell {
+    /// Here, so that the first derivative need not look at the bias itself: nobody is refused for having changed
+    /// it.
+    bias_shape: Option<Vec<i64>>,
+}
 
 /// The inputs' places, which are also the first slots of what is saved.
 mod place {
@@ -146,10 +156,11 @@ impl Function for LltmCell {
         let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
 
         let mut gates = gates(input, weight, bias, h)?;
-        let contiguous_c = c.f_contiguous()?;
-        let mut new_h = Tensor::f_empty_like(&contiguous_c)?;
-        let mut new_c = Tensor::f_empty_like(&contiguous_c)?;
-        kernels::forward(&mut gates, &contiguous_c, &mut new_h, &mut new_c, saver.needs_graph())?;
+        let c_values = plain(c)?;
+        let mut new_h = Tensor::f_empty_like(&c_values)?;
+        let mut new_c = Tensor::f_empty_like(&c_values)?;
+        self.bias_shape = bias.map(Tensor::size);
+        kernels::forward(&mut gates, &c_values, &mut new_h, &mut new_c, saver.needs_graph())?;
 
         for tensor in [Some(input), Some(weight), bias, Some(h), Some(c), Some(&new_c), Some(&gates)] {
             saver.save_optional(tensor);
@@ -164,7 +175,7 @@ impl Function for LltmCell {
             let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, reference);
         }
-        first_derivative(ctx, grads)
+        first_derivative(ctx, grads, self.bias_shape.as_deref())
     }
 }
 
@@ -178,7 +189,7 @@ fn gates(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>, h: &Tensor) -> 
         None => hx.f_mm(&transposed)?,
     };
     // Under autocast the product comes in a half kind; the state's arithmetic stays in the state's own.
-    Ok(gates.f_to_kind(h.f_kind()?)?.f_contiguous()?)
+    plain(&gates.f_to_kind(h.f_kind()?)?)
 }
 
 fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
@@ -194,9 +205,9 @@ fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
     Ok([new_h, new_c].into())
 }
 
-fn first_derivative(ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-    let contiguous = |tensor: Option<&Tensor>| tensor.map(Tensor::f_contiguous).transpose();
-    let (grad_new_h, grad_new_c) = (contiguous(grads.optional(0))?, contiguous(grads.optional(1))?);
+fn first_derivative(ctx: &Context<'_>, grads: &Tensors, bias_shape: Option<&[i64]>) -> Result<Tensors> {
+    let values = |grad: Option<&Tensor>| grad.map(plain).transpose();
+    let (grad_new_h, grad_new_c) = (values(grads.optional(0))?, values(grads.optional(1))?);
     let (activations, new_c) = (ctx.saved(ACTIVATIONS)?, ctx.saved(NEW_C)?);
     let mut grad_gates = Tensor::f_empty_like(&activations)?;
     let mut grad_c = if ctx.needs_input_grad(place::C) { Some(Tensor::f_empty_like(&new_c)?) } else { None };
@@ -210,7 +221,7 @@ fn first_derivative(ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
 
     let (grad_h, grad_input) = input_gradients(ctx, &grad_gates)?;
     let grad_weight = weight_gradient(ctx, &grad_gates)?;
-    let grad_bias = bias_gradient(ctx, &grad_gates)?;
+    let grad_bias = bias_gradient(ctx, &grad_gates, bias_shape)?;
     Ok([grad_input, grad_weight, grad_bias, grad_h, grad_c].into())
 }
 
@@ -240,11 +251,8 @@ fn weight_gradient(ctx: &Context<'_>, grad_gates: &Tensor) -> Result<Option<Tens
 }
 
 /// `Σ dG` over the batch, in the bias' own shape.
-fn bias_gradient(ctx: &Context<'_>, grad_gates: &Tensor) -> Result<Option<Tensor>> {
-    if !ctx.needs_input_grad(place::BIAS) {
-        return Ok(None);
-    }
-    let shape = ctx.saved(place::BIAS)?.size();
-    let kind = grad_gates.f_kind()?;
-    Ok(Some(grad_gates.f_sum_dim_intlist([0_i64].as_slice(), false, kind)?.f_reshape(shape)?))
+fn bias_gradient(ctx: &Context<'_>, grad_gates: &Tensor, shape: Option<&[i64]>) -> Result<Option<Tensor>> {
+    let Some(shape) = shape.filter(|_| ctx.needs_input_grad(place::BIAS)) else { return Ok(None) };
+    let sum = grad_gates.f_sum_dim_intlist([0_i64].as_slice(), false, grad_gates.f_kind()?)?;
+    Ok(Some(sum.f_reshape(shape)?))
 }

@@ -1,5 +1,6 @@
 //! Lists of numbers that should be equal but for rounding.
 
+use crate::ffi::tensor::plain;
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -84,7 +85,8 @@ pub(super) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     if matches!(kind, Kind::ComplexHalf | Kind::ComplexFloat | Kind::ComplexDouble) {
         return Err(Error::msg(format!("complex numbers ({kind:?}) are not supported; use view_as_real")));
     }
-    let flat = tensor.f_detach()?.f_to_device(Device::Cpu)?.f_reshape([-1])?.f_contiguous()?;
+    // tch copies memory as it lies: a pending negation would be lost, and zeros without memory a null pointer.
+    let flat = plain(&tensor.f_detach()?)?.f_to_device(Device::Cpu)?.f_reshape([-1])?;
     Ok(Vec::<f64>::try_from(&flat)?)
 }
 

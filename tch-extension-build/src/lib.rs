@@ -39,6 +39,8 @@ pub struct Extension {
     name: String,
     sources: Vec<PathBuf>,
     includes: Vec<PathBuf>,
+    /// Folders in which there was nothing to compile.
+    empty: Vec<PathBuf>,
 }
 
 /// What [`Extension::build`] found and made.
@@ -50,7 +52,7 @@ pub struct Built {
 impl Extension {
     /// A library called `lib<name>.a`.
     pub fn new(name: &str) -> Self {
-        Extension { name: name.to_string(), sources: Vec::new(), includes: Vec::new() }
+        Extension { name: name.to_string(), sources: Vec::new(), includes: Vec::new(), empty: Vec::new() }
     }
 
     /// Adds one source. `*.cu` is compiled by nvcc, `cpu.cpp` once for each CPU instruction set (with
@@ -60,13 +62,18 @@ impl Extension {
         self
     }
 
-    /// Adds every `.cpp` and `.cu` below a folder, and its `include` folder to the search path.
+    /// Adds every `.cpp` and `.cu` below a folder, and its `include` folder to the search path. A folder without any
+    /// is an error of [`Extension::build`].
     pub fn source_dir(mut self, folder: impl AsRef<Path>) -> Self {
         let folder = folder.as_ref();
         // Cargo then reruns the script when a file is added or removed, too.
         println!("cargo::rerun-if-changed={}", folder.display());
+        let before = self.sources.len();
         collect_sources(folder, &mut self.sources);
         self.sources.sort();
+        if self.sources.len() == before {
+            self.empty.push(folder.to_path_buf());
+        }
         self.include(folder.join("include"))
     }
 
@@ -81,6 +88,12 @@ impl Extension {
         println!("cargo::rustc-check-cfg=cfg(tch_extension_cuda)");
         if is_doc_build() {
             return Ok(Built { cuda: false });
+        }
+        if let Some(folder) = self.empty.first() {
+            bail!(
+                "source_dir: there is no .cpp and no .cu in {} (relative to the package's folder)",
+                folder.display()
+            );
         }
         let libtorch = Libtorch::find()?;
         let nvcc = choose_nvcc(&libtorch)?;
@@ -226,4 +239,16 @@ fn choose_nvcc(libtorch: &Libtorch) -> Result<Option<Nvcc>> {
         );
     }
     Ok(Some(nvcc))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_mistyped_folder_is_an_error() {
+        let error =
+            Extension::new("x").source_dir("no/such/folder").build().err().expect("an error").to_string();
+        assert!(error.contains("no .cpp and no .cu in no/such/folder"), "{error}");
+    }
 }

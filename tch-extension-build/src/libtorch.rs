@@ -34,11 +34,21 @@ impl Libtorch {
             None => lib.parent().unwrap_or(&lib).join("include"),
         };
         check_version(&include)?;
+        println!("cargo::rerun-if-changed={}", include.join("torch/headeronly/version.h").display());
         Ok(Libtorch {
             lib,
             includes: vec![include.clone(), include.join("torch/csrc/api/include")],
             cxx11_abi: env_var("LIBTORCH_CXX11_ABI").unwrap_or_else(|| "1".to_string()),
         })
+    }
+
+    /// What an object was compiled for: where libtorch really lies (a link may lead elsewhere tomorrow), its version
+    /// and CUDA's.
+    pub fn identity(&self, nvcc: Option<&Nvcc>) -> String {
+        let place = self.lib.canonicalize().unwrap_or_else(|_| self.lib.clone());
+        let version = self.includes.first().and_then(|include| probe::libtorch_version(include));
+        let cuda = nvcc.map(|nvcc| nvcc.version.to_string());
+        format!("libtorch {} in {}, CUDA {cuda:?}", version.unwrap_or_default(), place.display())
     }
 
     /// Link lines and metadata. `includes` are the crate's own public headers.

@@ -7,9 +7,9 @@
 //
 // and ends with
 //
-//   TCH_EXTENSION_CPU_KERNEL(scale, ScaleParams, scale_items, scale_grain)
+//   TCH_EXTENSION_CPU_KERNEL(my_crate_scale, scale, ScaleParams, scale_items, scale_grain)
 //
-// which makes `extern "C" void tch_extension_scale_cpu(const ScaleParams*)`: it picks the best unit, cuts
+// which makes `extern "C" void my_crate_scale_cpu(const ScaleParams*)`: it picks the best unit, cuts
 // scale_items(params) items into pieces of at least scale_grain(params) and spreads them over libtorch's
 // threads.
 //
@@ -44,26 +44,33 @@ inline int cpu_capability() {
 #define TCH_EXTENSION_CONCAT_(a, b) a##b
 #define TCH_EXTENSION_CONCAT(a, b) TCH_EXTENSION_CONCAT_(a, b)
 
-#define TCH_EXTENSION_CPU_UNIT(name, Params)                                                       \
-  extern "C" __attribute__((visibility("hidden"))) void TCH_EXTENSION_CONCAT(                      \
-      tch_extension_##name##_, CPU_CAPABILITY)(const Params* params, int64_t begin, int64_t end) { \
-    tch_extension::CPU_CAPABILITY::name(*params, begin, end);                                      \
+// noexcept: nothing is thrown into the caller, who may be Rust.
+#define TCH_EXTENSION_CPU_UNIT(symbol, name, Params)                                                     \
+  extern "C" __attribute__((visibility("hidden"))) void TCH_EXTENSION_CONCAT(symbol##_, CPU_CAPABILITY)( \
+      const Params* params, int64_t begin, int64_t end) noexcept {                                       \
+    tch_extension::CPU_CAPABILITY::name(*params, begin, end);                                            \
   }
 
 #if defined(CPU_CAPABILITY_DEFAULT)
-#define TCH_EXTENSION_CPU_KERNEL(name, Params, items, grain)                               \
-  TCH_EXTENSION_CPU_UNIT(name, Params)                                                     \
-  extern "C" void tch_extension_##name##_AVX2(const Params*, int64_t, int64_t);            \
-  extern "C" void tch_extension_##name##_AVX512(const Params*, int64_t, int64_t);          \
-  extern "C" void tch_extension_##name##_cpu(const Params* params) {                       \
-    using Unit = void (*)(const Params*, int64_t, int64_t);                                \
-    constexpr Unit units[] = {tch_extension_##name##_DEFAULT, tch_extension_##name##_AVX2, \
-                              tch_extension_##name##_AVX512};                              \
-    const Unit unit = units[tch_extension::cpu_capability()];                              \
-    using namespace tch_extension::CPU_CAPABILITY;                                         \
-    at::parallel_for(0, items(*params), grain(*params),                                    \
-                     [&](int64_t begin, int64_t end) { unit(params, begin, end); });       \
+#define TCH_EXTENSION_CPU_KERNEL(symbol, name, Params, items, grain)                 \
+  TCH_EXTENSION_CPU_UNIT(symbol, name, Params)                                       \
+  extern "C" void symbol##_AVX2(const Params*, int64_t, int64_t) noexcept;           \
+  extern "C" void symbol##_AVX512(const Params*, int64_t, int64_t) noexcept;         \
+  extern "C" void symbol##_cpu(const Params* params) noexcept {                      \
+    using Unit = void (*)(const Params*, int64_t, int64_t) noexcept;                 \
+    constexpr Unit units[] = {symbol##_DEFAULT, symbol##_AVX2, symbol##_AVX512};     \
+    const Unit unit = units[tch_extension::cpu_capability()];                        \
+    using namespace tch_extension::CPU_CAPABILITY;                                   \
+    at::parallel_for(0, items(*params), grain(*params),                              \
+                     [&](int64_t begin, int64_t end) { unit(params, begin, end); }); \
   }
 #else
-#define TCH_EXTENSION_CPU_KERNEL(name, Params, items, grain) TCH_EXTENSION_CPU_UNIT(name, Params)
+// Names `items` and `grain`, which only the default unit calls, so that no unit warns of unused functions.
+#define TCH_EXTENSION_CPU_KERNEL(symbol, name, Params, items, grain)             \
+  TCH_EXTENSION_CPU_UNIT(symbol, name, Params)                                   \
+  namespace tch_extension {                                                      \
+  inline namespace CPU_CAPABILITY {                                              \
+  static_assert(sizeof(items(Params{})) > 0 && sizeof(grain(Params{})) > 0, ""); \
+  }                                                                              \
+  }
 #endif

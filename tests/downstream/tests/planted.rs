@@ -5,6 +5,7 @@
 use downstream::planted;
 use tch::{Cuda, Kind, Tensor};
 use tch_extension::Error;
+use tch_extension::cuda::Event;
 use tch_extension::testing::cuda_or_skip;
 
 #[test]
@@ -21,6 +22,14 @@ fn planted_race() {
     let Some(device) = cuda_or_skip("planted_race") else { return };
     planted::race(&Tensor::zeros([256], (Kind::Float, device))).expect("a launch");
     Cuda::synchronize(0);
+}
+
+#[test]
+fn cuda_a_failed_event_is_not_blamed_on_the_next_launch() {
+    let Some(device) = cuda_or_skip("cuda_a_failed_event_is_not_blamed_on_the_next_launch") else { return };
+    let event = || Event::new(device).expect("an event");
+    event().elapsed(&event()).expect_err("neither was recorded");
+    planted::race(&Tensor::zeros([256], (Kind::Float, device))).expect("an innocent launch");
 }
 
 #[test]

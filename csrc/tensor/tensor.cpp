@@ -1,0 +1,30 @@
+// What kernels take for granted of a tensor's memory, and how to have it.
+
+#include <ATen/ATen.h>
+
+#include "tch_extension/c_abi.h"
+
+using namespace tch_extension;
+
+// Whether the values lie in memory as they are, row by row. libtorch also has tensors whose values are those
+// in memory negated or conjugated, and tensors of zeros without memory; `is_contiguous` says yes to all of
+// them.
+TCH_EXTENSION_API bool tch_extension_is_plain(const at::Tensor* tensor) {
+  return tensor->defined() && tensor->layout() == at::kStrided && tensor->is_contiguous() &&
+         !tensor->is_neg() && !tensor->is_conj() && !tensor->_is_zerotensor() &&
+         (tensor->numel() == 0 || tensor->data_ptr() != nullptr);
+}
+
+// The tensor itself if it is plain, otherwise a copy that is.
+TCH_EXTENSION_API Message tch_extension_plain(const at::Tensor* tensor, at::Tensor** result) {
+  return guard([&] {
+    at::Tensor plain = tensor->_is_zerotensor() ? at::zeros(tensor->sizes(), tensor->options())
+                                                : tensor->resolve_conj().resolve_neg().contiguous();
+    *result = new at::Tensor(std::move(plain));
+  });
+}
+
+// Dense: not one of the sparse, blocked or nested layouts.
+TCH_EXTENSION_API bool tch_extension_is_strided(const at::Tensor* tensor) {
+  return tensor->defined() && tensor->layout() == at::kStrided && !tensor->is_nested();
+}
