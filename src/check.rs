@@ -167,3 +167,15 @@ impl<'a> Check<'a> {
         Error::argument(self.op, self.argument, expected, got, hint)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_dimension_is_singular() {
+        let x = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));
+        let error = check!("op", x).dim(1, "[F]").map(|_| ()).unwrap_err().to_string();
+        assert_eq!(error, "op: x: expected 1 dimension [F], got shape [2, 3]");
+    }
+}

@@ -332,9 +332,10 @@ fn backward_twice_needs_retain_graph() {
 fn failures_in_backward_reach_the_caller() {
     let _alone = alone();
     type Backward = fn(&Context<'_>, &Tensors) -> Result<Tensors>;
-    let cases: [(&str, Backward, &[&str]); 8] = [
+    let cases: [(&str, Backward, &[&str]); 9] = [
         ("error", |_, _| Err(Error::msg("out of luck")), &["op: out of luck"]),
-        ("panic", |_, _| panic!("boom {}", 7), &["op: ", "panicked", "boom 7"]),
+        ("panic", |ctx, _| panic!("boom {}", ctx.inputs_len() + 6), &["op: ", "panicked", "boom 7"]),
+        ("panic with a literal", |_, _| panic!("bang"), &["op: ", "panicked", "bang"]),
         (
             "tch panic",
             |_, grads| Ok(grads.get(0)?.matmul(&Tensor::from_slice(&[1.0, 2.0])).into()),
@@ -969,4 +970,419 @@ fn cuda_the_engines_own_thread_calls_back() {
     assert!(error.contains("on the device thread"), "{error}");
     drop(y);
     assert_eq!(live_nodes(), before);
+}
+
+#[test]
+fn an_absent_vector_means_one() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let (y, z) = (square(&x).sum(Kind::Double), (&x * 7.0).sum(Kind::Double));
+    let v = Tensor::from(10.0_f64);
+    let options = GradOptions { grad_outputs: &[None, Some(&v)], ..Default::default() };
+    let found = grad(&[&y, &z], &[&x], &options).and_then(Tensors::single).expect("gradient");
+    assert_eq!(values(&found), [76.0]);
+}
+
+#[test]
+fn libtorchs_errors_come_without_its_backtrace() {
+    let _alone = alone();
+    let (x, unused) = (leaf(&[1.0]), leaf(&[0.0]));
+    let y = square(&x).sum(Kind::Double);
+    let error = grad(&[&y], &[&unused], &keep()).expect_err("unused input").to_string();
+    assert!(!error.contains("frame #") && !error.contains("Exception raised from"), "{error}");
+}
+
+#[test]
+fn lists_say_what_is_missing() {
+    let list = || Tensors::from([None, Some(Tensor::from_slice(&[1.0]))]);
+    assert!(list().optional(0).is_none() && list().optional(1).is_some() && list().optional(9).is_none());
+    for (result, expected) in [
+        (list().get(0).map(|_| ()), "tensor 0 was asked for, but it is absent"),
+        (list().get(9).map(|_| ()), "tensor 9 was asked for, but there are only 2"),
+        (list().single().map(|_| ()), "expected 1 tensors, got 2, of which 1 are present"),
+        (list().exactly::<2>().map(|_| ()), "expected 2 tensors, got 2, of which 1 are present"),
+        (list().exactly::<3>().map(|_| ()), "expected 3 tensors, got 2, of which 1 are present"),
+    ] {
+        assert_eq!(result.expect_err(expected).to_string(), expected);
+    }
+}
+
+#[test]
+fn grad_mode_stays_off_where_it_was_off() {
+    let _alone = alone();
+    let x = leaf(&[1.0]);
+    tch::no_grad(|| {
+        let _ = square(&x);
+        assert!(!(&x * 2.0).requires_grad(), "apply must not turn it on");
+    });
+}
+
+#[test]
+fn a_saver_knows_what_will_be_needed() {
+    let _alone = alone();
+    let function = op(
+        |saver, inputs| {
+            assert!(saver.needs_graph());
+            assert_eq!([0, 1, 2, 9].map(|index| saver.needs_input_grad(index)), [true, false, false, false]);
+            Ok((inputs.get(0)? * inputs.get(1)?).into())
+        },
+        |ctx, grads| {
+            assert!(!ctx.needs_input_grad(1) && !ctx.needs_input_grad(3) && !ctx.needs_input_grad(1 << 40));
+            Ok([Some(grads.get(0)? * 5.0), None, None].into())
+        },
+    );
+    let (x, constant) = (leaf(&[2.0]), Tensor::from_slice(&[5.0]));
+    let y = apply(function, &[Some(&x), Some(&constant), None]).and_then(Tensors::single).expect("apply");
+    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [5.0]);
+}
+
+#[test]
+fn a_slot_may_be_saved_empty() {
+    let _alone = alone();
+    let function = op(
+        |saver, inputs| {
+            saver.save_optional(None);
+            saver.save(inputs.get(0)?);
+            Ok(inputs.get(0)?.f_square()?.into())
+        },
+        |ctx, grads| {
+            assert!(ctx.saved_optional(0)?.is_none());
+            let error = ctx.saved(0).expect_err("it is absent").to_string();
+            assert_eq!(error, "saved tensor 0 was absent in the forward");
+            Ok((grads.get(0)? * ctx.saved(1)? * 2.0).into())
+        },
+    );
+    let x = leaf(&[3.0]);
+    assert_eq!(values(&gradient_of(&run(function, &x), &x).expect("gradient")), [6.0]);
+}
+
+#[test]
+fn a_freed_graph_does_not_run_its_backward() {
+    let _alone = alone();
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&runs);
+    // Not even one that reads nothing of what was saved.
+    let function = op(
+        |saver, inputs| {
+            saver.save(inputs.get(0)?);
+            Ok((inputs.get(0)? * 2.0).into())
+        },
+        move |_, grads| {
+            counter.fetch_add(1, Ordering::SeqCst);
+            Ok((grads.get(0)? * 2.0).into())
+        },
+    );
+    let x = leaf(&[3.0]);
+    let y = run(function, &x);
+    let _ = gradient_of(&y, &x).expect("the first time");
+    let error = gradient_of(&y, &x).expect_err("freed").to_string();
+    assert!(error.contains("backward through the graph a second time"), "{error}");
+    assert_eq!(runs.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn a_graph_that_saved_nothing_can_be_used_again() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let function =
+        op(|_, inputs| Ok((inputs.get(0)? * 2.0).into()), |_, grads| Ok((grads.get(0)? * 2.0).into()));
+    let y = run(function, &x);
+    for _ in 0..2 {
+        assert_eq!(values(&gradient_of(&y, &x).expect("nothing was freed")), [2.0]);
+    }
+}
+
+#[test]
+fn a_graph_freed_while_its_backward_runs_is_an_error() {
+    let _alone = alone();
+    static GRAPH: Mutex<Option<(Tensor, Tensor)>> = Mutex::new(None);
+    let function = op(
+        |saver, inputs| {
+            saver.save(inputs.get(0)?);
+            Ok(inputs.get(0)?.f_square()?.into())
+        },
+        |ctx, grads| {
+            let graph = GRAPH.lock().expect("unpoisoned").take();
+            if let Some((y, x)) = graph {
+                // Comes through this node again, and frees it.
+                grad(&[&y], &[&x], &GradOptions::default()).expect("the inner one");
+            }
+            Ok((grads.get(0)? * ctx.saved(0)? * 2.0).into())
+        },
+    );
+    let x = leaf(&[3.0]);
+    let y = run(function, &x).sum(Kind::Double);
+    *GRAPH.lock().expect("unpoisoned") = Some((y.shallow_clone(), x.shallow_clone()));
+    let error = grad(&[&y], &[&x], &keep()).expect_err("freed under its feet").to_string();
+    assert!(error.contains("backward through the graph a second time"), "{error}");
+}
+
+#[test]
+fn one_thread_may_free_what_another_reads() {
+    let _alone = alone();
+    for _ in 0..1000 {
+        let reading = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&reading);
+        let function = op(
+            |saver, inputs| {
+                saver.save(inputs.get(0)?);
+                Ok((inputs.get(0)? * 2.0).into())
+            },
+            move |ctx, grads| {
+                if flag.swap(true, Ordering::SeqCst) {
+                    // The second one: done at once, and the engine frees what was saved.
+                    return Ok((grads.get(0)? * 2.0).into());
+                }
+                loop {
+                    let _ = ctx.saved(0)?;
+                }
+            },
+        );
+        let x = leaf(&[3.0]);
+        let y = run(function, &x).sum(Kind::Double);
+        let (other_x, other_y) = (x.shallow_clone(), y.shallow_clone());
+        let reader =
+            std::thread::spawn(move || grad(&[&other_y], &[&other_x], &GradOptions::default()).map(drop));
+        while !reading.load(Ordering::SeqCst) {
+            std::hint::spin_loop();
+        }
+        grad(&[&y], &[&x], &GradOptions::default()).expect("the one that frees");
+        let error = reader.join().expect("no panic").expect_err("it reads until it cannot").to_string();
+        assert!(error.contains("backward through the graph a second time"), "{error}");
+    }
+}
+
+#[test]
+fn a_used_graph_lets_go_of_what_it_saved() {
+    let _alone = alone();
+    let before = live_nodes();
+    // What is saved here brings a graph along, so that its end can be seen.
+    let kept = Mutex::new(Some(square(&leaf(&[1.0]))));
+    let function = op(
+        move |saver, inputs| {
+            if let Some(kept) = kept.lock().expect("unpoisoned").take() {
+                saver.save(&kept);
+            }
+            Ok((inputs.get(0)? * 2.0).into())
+        },
+        |_, grads| Ok((grads.get(0)? * 2.0).into()),
+    );
+    let x = leaf(&[3.0]);
+    let y = run(function, &x).sum(Kind::Double);
+    assert_eq!(live_nodes(), before + 2);
+    grad(&[&y], &[&x], &GradOptions::default()).expect("gradient");
+    assert_eq!(live_nodes(), before + 1, "the node is there, what it saved is not");
+}
+
+#[test]
+fn a_backward_that_is_not_differentiable_makes_no_graph() {
+    let _alone = alone();
+    let function = op(
+        |saver, inputs| {
+            let squared = inputs.get(0)?.f_square()?;
+            saver.save(&squared);
+            Ok((squared * inputs.get(0)?).into())
+        },
+        |ctx, grads| {
+            assert!(!ctx.create_graph(), "this operator does not allow it");
+            // So an intermediate may be read.
+            Ok((grads.get(0)? * ctx.saved(0)? * 3.0).into())
+        },
+    );
+    let x = leaf(&[2.0]);
+    let y = run(function, &x).sum(Kind::Double);
+    let first = grad(&[&y], &[&x], &create()).and_then(Tensors::single).expect("first");
+    assert_eq!(values(&first), [12.0]);
+}
+
+#[test]
+fn a_refused_second_derivative_covers_the_incoming_gradient() {
+    let _alone = alone();
+    let (x, v) = (leaf(&[3.0]), leaf(&[1.0]));
+    let options = GradOptions { grad_outputs: &[Some(&v)], ..create() };
+    let first = grad(&[&square(&x)], &[&x], &options).and_then(Tensors::single).expect("first");
+    // v is no input of the operator, but its derivative is one of the backward, too.
+    let options = GradOptions { allow_unused: true, ..Default::default() };
+    let error = grad(&[&first.sum(Kind::Double)], &[&v], &options).expect_err("refused").to_string();
+    assert!(error.contains("square: the second derivative is not defined"), "{error}");
+}
+
+#[test]
+fn a_refused_second_derivative_leaves_the_incoming_gradient_alone() {
+    let _alone = alone();
+    for v in [Tensor::from_slice(&[1.0]), leaf(&[1.0])] {
+        let required = v.requires_grad();
+        let x = leaf(&[3.0]);
+        let y = run(
+            op(
+                |_, inputs| Ok(inputs.get(0)?.copy().into()),
+                |_, grads| Ok(grads.get(0)?.shallow_clone().into()),
+            ),
+            &x,
+        );
+        let options = GradOptions { grad_outputs: &[Some(&v)], ..create() };
+        let first = grad(&[&y], &[&x], &options).and_then(Tensors::single).expect("first");
+        assert!(v.is_leaf() && v.requires_grad() == required, "the caller's own tensor");
+        let error = gradient_of(&first, &x).expect_err("refused").to_string();
+        assert!(error.contains("op: the second derivative is not defined"), "{error}");
+    }
+}
+
+#[test]
+fn a_refused_second_derivative_may_have_absent_gradients() {
+    let _alone = alone();
+    let function = op(
+        |_, inputs| Ok((inputs.get(0)? * 2.0).into()),
+        |_, grads| Ok([Some(grads.get(0)? * 2.0), None].into()),
+    );
+    let (x, unused) = (leaf(&[1.0]), leaf(&[1.0]));
+    let y = apply(function, &[Some(&x), Some(&unused)]).and_then(Tensors::single).expect("apply");
+    let options = GradOptions { allow_unused: true, ..create() };
+    let found = grad(&[&y.sum(Kind::Double)], &[&x, &unused], &options).expect("gradients");
+    assert_eq!(values(found.get(0).expect("present")), [2.0]);
+    assert!(found.optional(1).is_none());
+}
+
+#[test]
+fn a_long_chain_of_refusals_does_not_overflow_the_stack() {
+    let _alone = alone();
+    let before = live_nodes();
+    let x = leaf(&[1.0]);
+    let mut y = x.shallow_clone();
+    for _ in 0..200_000 {
+        y = run(
+            op(|_, inputs| Ok(inputs.get(0)?.copy().into()), |_, grads| Ok(grads.get(0)?.copy().into())),
+            &y,
+        );
+    }
+    let first = grad(&[&y], &[&x], &create()).and_then(Tensors::single).expect("first");
+    drop(y);
+    drop(first);
+    assert_eq!(live_nodes(), before);
+}
+
+#[test]
+fn gradients_that_did_not_come_are_zeros_unless_told_otherwise() {
+    let _alone = alone();
+    let function = op(
+        |_, inputs| Ok([inputs.get(0)? * 2.0, inputs.get(0)? * 5.0].into()),
+        |_, grads| {
+            assert_eq!(grads.get(1)?, &Tensor::from_slice(&[0.0]));
+            Ok((grads.get(0)? * 2.0).into())
+        },
+    );
+    let x = leaf(&[1.0]);
+    let [y, _unused] = apply(function, &[Some(&x)]).and_then(Tensors::exactly).expect("apply");
+    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [2.0]);
+}
+
+/// x becomes 2x by a write that libtorch's version counter does not see, as a kernel's is.
+fn double_unseen() -> impl Function {
+    op(
+        |saver, inputs| {
+            saver.mark_dirty(0);
+            let x = inputs.get(0)?;
+            let _ = x.data().f_mul_scalar_(2.0)?;
+            Ok(x.shallow_clone().into())
+        },
+        |_, grads| Ok((grads.get(0)? * 2.0).into()),
+    )
+}
+
+#[test]
+fn an_input_changed_by_a_kernel_counts_as_changed() {
+    let _alone = alone();
+    for with_graph in [true, false] {
+        let x = leaf(&[1.0, 4.0]);
+        let middle = &x * 3.0;
+        let earlier_user = square(&middle);
+        let before = live_nodes();
+        let y = if with_graph {
+            run(double_unseen(), &middle)
+        } else {
+            tch::no_grad(|| run(double_unseen(), &middle))
+        };
+        assert_eq!(live_nodes(), before + i64::from(with_graph));
+        assert_eq!(values(&y), [6.0, 24.0]);
+        let error = gradient_of(&earlier_user, &x).expect_err("it saved the old value").to_string();
+        assert!(error.contains("modified by an inplace operation"), "{with_graph}: {error}");
+    }
+    let before = live_nodes();
+    let constant = Tensor::from_slice(&[1.0]);
+    let y = run(double_unseen(), &constant);
+    assert!(!y.requires_grad(), "no input requires grad");
+    assert_eq!((live_nodes(), values(&constant)), (before, vec![2.0]));
+}
+
+#[test]
+fn marks_are_checked_and_may_hit_what_is_absent() {
+    let _alone = alone();
+    let x = leaf(&[1.0]);
+    let drops = Arc::new(AtomicUsize::new(0));
+    let failing = counted(&drops, |saver| saver.mark_non_differentiable(5));
+    let error = apply(failing, &[Some(&x)]).expect_err("there is no output 5").to_string();
+    assert!(error.contains("op: mark_non_differentiable(5), but there are 1 outputs"), "{error}");
+
+    let function = op(
+        |saver, inputs| {
+            saver.mark_dirty(0);
+            saver.mark_non_differentiable(0);
+            Ok([None, Some(inputs.get(1)? * 2.0)].into())
+        },
+        |_, grads| Ok([None, Some(grads.get(1)? * 2.0)].into()),
+    );
+    let outputs = apply(function, &[None, Some(&x)]).expect("apply");
+    assert_eq!(values(&gradient_of(outputs.get(1).expect("present"), &x).expect("gradient")), [2.0]);
+}
+
+/// (x², 3y) by differentiating the reference, from whatever gradients come.
+struct Pair;
+
+impl Function for Pair {
+    const NAME: &'static str = "pair";
+    const DOUBLE_BACKWARD: bool = true;
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        let (x, y) = (inputs.get(0)?, inputs.get(1)?);
+        saver.save(x);
+        saver.save(y);
+        saver.set_materialize_grads(false);
+        Ok([x * x, y * 3.0].into())
+    }
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        assert!(ctx.create_graph(), "all the tests' gradients have a graph");
+        let inputs = [ctx.saved_optional(0)?, ctx.saved_optional(1)?];
+        differentiate_reference(ctx, &inputs, grads, |inputs| {
+            let inputs: Vec<_> = inputs.iter().map(Option::as_ref).collect();
+            let inputs = Inputs::new(&inputs);
+            Ok([inputs.get(0)? * inputs.get(0)?, inputs.get(1)? * 3.0].into())
+        })
+    }
+}
+
+#[test]
+fn differentiating_a_reference_of_which_only_a_part_is_needed() {
+    let _alone = alone();
+    let options = GradOptions { allow_unused: true, ..create() };
+    let pair = |x: &Tensor, y: &Tensor| -> [Tensor; 2] {
+        let outputs = apply(Pair, &[Some(x), Some(y)]).and_then(Tensors::exactly::<2>).expect("apply");
+        outputs.map(|output| output.sum(Kind::Double))
+    };
+    let (x, y, constant) = (leaf(&[3.0]), leaf(&[5.0]), Tensor::from_slice(&[5.0]));
+
+    // An input and an output that no derivative concerns.
+    let [a, b] = pair(&x, &constant);
+    let first = grad(&[&a, &b], &[&x], &options).and_then(Tensors::single).expect("first");
+    assert_eq!(values(&first), [6.0]);
+    assert_eq!(values(&gradient_of(&first, &x).expect("second")), [2.0]);
+
+    // Nothing but such an output.
+    let [_, b] = pair(&x, &constant);
+    let first = grad(&[&b], &[&x], &options).expect("nothing to differentiate");
+    assert!(first.optional(0).is_none_or(|first| values(first) == [0.0]));
+
+    // An input on which the output in question does not depend.
+    let [a, _] = pair(&x, &y);
+    let first = grad(&[&a], &[&x, &y], &options).expect("y is unused");
+    assert_eq!(values(first.get(0).expect("x")), [6.0]);
+    assert!(first.optional(1).is_none_or(|first| values(first) == [0.0]));
 }

@@ -30,7 +30,8 @@ fn parameters_have_the_tutorials_names_shapes_and_distribution() {
             (weights.abs().max().double_value(&[]), weights.std(false).double_value(&[]));
         assert!(largest <= 0.125 && largest > 0.1249, "{largest}");
         assert!((deviation - 0.125 / 3.0_f64.sqrt()).abs() < 1e-3, "{deviation}");
-        assert!(layer.bias.abs().max().double_value(&[]) <= 0.125);
+        let largest = layer.bias.abs().max().double_value(&[]);
+        assert!(largest <= 0.125 && largest > 0.1, "{largest}");
     }
 }
 
@@ -53,7 +54,8 @@ fn a_sequence_is_its_steps() {
         assert!(last.h().equal(&state.h()) && last.c().equal(&state.c()));
 
         let (from_zero, _) = layer.seq(&input);
-        let (expected, _) = layer.seq_init(&input, &layer.zero_state(3));
+        let zeros = || Tensor::zeros([3, 8], (Kind::Double, device));
+        let (expected, _) = layer.seq_init(&input, &LltmState((zeros(), zeros())));
         assert!(from_zero.equal(&expected));
     }
 }
@@ -102,6 +104,7 @@ fn detached_states_carry_values_and_no_graph() {
         let detached = state.detach();
         assert!(state.h().requires_grad() && !detached.h().requires_grad() && !detached.c().requires_grad());
         assert_close(&detached.h(), &state.h().detach(), 0.0, 0.0);
+        assert_close(&detached.c(), &state.c().detach(), 0.0, 0.0);
     }
 }
 
@@ -138,6 +141,11 @@ fn bad_input_is_an_error_or_a_panic_that_names_it() {
         let error = layer.f_seq_init(&integers, &layer.zero_state(2)).expect_err("integers").to_string();
         assert!(error.contains("input: expected kind Float, as weights, got Int64"), "{error}");
     }
+    let vs = VarStore::new(tch::Device::Cpu);
+    let make = || lltm(vs.root(), -1, 8, LltmConfig::default());
+    let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(make)).expect_err("no such size");
+    let text = panic.downcast::<String>().expect("a text");
+    assert!(text.contains("in_dim: expected at least 0, got -1"), "{text}");
     for hidden in [0, -3] {
         let vs = VarStore::new(tch::Device::Cpu);
         let make = || lltm(vs.root(), 5, hidden, LltmConfig::default());
@@ -145,4 +153,22 @@ fn bad_input_is_an_error_or_a_panic_that_names_it() {
         let text = panic.downcast::<String>().expect("a text");
         assert!(text.contains("hidden_dim: expected at least 1"), "{text}");
     }
+}
+
+#[test]
+fn the_configuration_chooses_the_cell() {
+    // Only the fused cell checks its arguments itself; the plain one leaves that to libtorch.
+    for (op, checks) in [(LltmOp::Fused, true), (LltmOp::Composite, false)] {
+        let (_vs, layer) = layer(tch::Device::Cpu, Kind::Float, op);
+        let input = Tensor::zeros([2, 4], (Kind::Float, tch::Device::Cpu));
+        let error = layer.f_step(&input, &layer.zero_state(2)).expect_err("4 features").to_string();
+        assert_eq!(error.starts_with("lltm_cell: "), checks, "{op:?}: {error}");
+    }
+}
+
+#[test]
+fn an_undefined_sequence_is_named() {
+    let (_vs, layer) = layer(tch::Device::Cpu, Kind::Float, LltmOp::Fused);
+    let error = layer.f_seq_init(&Tensor::new(), &layer.zero_state(2)).expect_err("undefined").to_string();
+    assert!(error.starts_with("nn::Lltm: input: expected a tensor, got an undefined one"), "{error}");
 }

@@ -60,3 +60,25 @@ fn kind_code(kind: Kind) -> Result<i32> {
 fn no_kernel(op: &str, device: Device) -> Error {
     Error::msg(format!("internal error: {op} has no kernel for {device:?}"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_never_sees_what_it_could_not_read() {
+        let like = (Kind::Float, Device::Cpu);
+        let good = Tensor::zeros([2, 3], like);
+        assert_eq!(checked("x", &good, &[2, 3], like).expect("fits"), good.data_ptr());
+        assert!(optional_ptr("x", None, &[2, 3], like).expect("none").is_null());
+        for bad in [
+            Tensor::zeros([3, 2], like),
+            Tensor::zeros([3, 2], like).transpose(0, 1),
+            Tensor::zeros([2, 3], (Kind::Double, Device::Cpu)),
+        ] {
+            let error = checked("x", &bad, &[2, 3], like).expect_err("does not fit").to_string();
+            assert!(error.contains("a kernel's x should be a contiguous [2, 3]"), "{error}");
+        }
+        assert!(kind_code(Kind::Half).is_err());
+    }
+}
