@@ -103,4 +103,30 @@ fn forward_and_backward(criterion: &mut Criterion) {
     }
 }
 
+/// Composite and fused in turn; see [`common::compare`].
+pub fn ratios() {
+    for device in devices() {
+        for size in SIZES {
+            let title = |direction| format!("lltm_cell {direction} {size:?} f32 {}", common::name(device));
+            let (composite, fused) = (PROVIDERS[0].1, PROVIDERS[1].1);
+            let arguments = Arguments::new(size, device, false);
+            common::compare(
+                device,
+                &title("forward"),
+                || drop(arguments.forward(composite)),
+                || drop(arguments.forward(fused)),
+            );
+            let arguments = Arguments::new(size, device, true);
+            let vector = Tensor::randn([size.0, size.2], (Kind::Float, device));
+            arguments.check_that_providers_agree(&vector);
+            common::compare(
+                device,
+                &title("forward + backward"),
+                || drop(arguments.gradients(composite, &vector)),
+                || drop(arguments.gradients(fused, &vector)),
+            );
+        }
+    }
+}
+
 criterion_group!(benches, forward, forward_and_backward);

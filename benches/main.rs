@@ -1,7 +1,18 @@
 //! `cargo xtask bench`: each operator against what a user would call instead, and the bridge by itself.
+//!
+//! By default criterion's statistics, one provider after the other. With `--ratios`, the figures that claims are
+//! made from: providers in turn, and the ratio of their medians.
 
 mod autograd;
 mod common;
 mod lltm_cell;
 
-criterion::criterion_main!(autograd::benches, lltm_cell::benches);
+fn main() {
+    if std::env::args().any(|argument| argument == "--ratios") {
+        lltm_cell::ratios();
+        return;
+    }
+    autograd::benches();
+    lltm_cell::benches();
+    criterion::Criterion::default().configure_from_args().final_summary();
+}

@@ -1,0 +1,105 @@
+//! Reentrant backwards, threads, and the engine's own.
+
+use super::*;
+
+#[test]
+fn a_backward_may_run_another_backward() {
+    let _alone = alone();
+    // x² by asking the engine again inside the backward.
+    let nested = op(
+        |saver, inputs| {
+            saver.save(inputs.get(0)?);
+            Ok(inputs.get(0)?.f_square()?.into())
+        },
+        |ctx, grads| {
+            let inner = tch::with_grad(|| -> Result<Tensor> {
+                let x = ctx.saved(0)?.detach().set_requires_grad(true);
+                gradient_of(&square(&x), &x)
+            })?;
+            Ok((grads.get(0)? * inner).into())
+        },
+    );
+    let x = leaf(&[3.0]);
+    assert_eq!(values(&gradient_of(&run(nested, &x), &x).expect("gradient")), [6.0]);
+}
+
+#[test]
+fn a_backward_may_come_through_its_own_node_again() {
+    let _alone = alone();
+    static GRAPH: Mutex<Option<(Tensor, Tensor)>> = Mutex::new(None);
+    let inner_runs = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&inner_runs);
+    let function = op(
+        |saver, inputs| {
+            saver.save(inputs.get(0)?);
+            Ok((inputs.get(0)? * 2.0).into())
+        },
+        move |ctx, grads| {
+            let _ = ctx.saved(0)?;
+            let graph = GRAPH.lock().expect("unpoisoned").take();
+            if let Some((y, x)) = graph {
+                let inner = grad(&[&y], &[&x], &keep())?.single()?;
+                assert_eq!(values(&inner), [2.0]);
+                counter.fetch_add(1, Ordering::SeqCst);
+            }
+            Ok((grads.get(0)? * 2.0).into())
+        },
+    );
+    let x = leaf(&[3.0]);
+    let y = run(function, &x).sum(Kind::Double);
+    *GRAPH.lock().expect("unpoisoned") = Some((y.shallow_clone(), x.shallow_clone()));
+    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [2.0]);
+    assert_eq!(inner_runs.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn several_threads_through_one_graph() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let y = exp(&square(&x)).sum(Kind::Double);
+    let expected = 6.0 * 9.0_f64.exp();
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            let (x, y) = (x.shallow_clone(), y.shallow_clone());
+            scope.spawn(move || {
+                for _ in 0..200 {
+                    let gradient = grad(&[&y], &[&x], &keep()).and_then(Tensors::single).expect("gradient");
+                    assert!((gradient.double_value(&[0]) - expected).abs() < 1e-9);
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn cuda_the_engines_own_thread_calls_back() {
+    let _alone = alone();
+    let Some(device) = tch_extension::testing::cuda_or_skip("cuda_the_engines_own_thread_calls_back") else {
+        return;
+    };
+    let caller = std::thread::current().id();
+    let elsewhere = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&elsewhere);
+    let function = op(
+        |saver, inputs| {
+            saver.save(inputs.get(0)?);
+            Ok(inputs.get(0)?.f_square()?.into())
+        },
+        move |ctx, grads| {
+            flag.store(std::thread::current().id() != caller, Ordering::SeqCst);
+            Ok((grads.get(0)? * ctx.saved(0)? * 2.0).into())
+        },
+    );
+    let before = live_nodes();
+    let x = Tensor::from_slice(&[3.0]).to_device(device).set_requires_grad(true);
+    let gradient = gradient_of(&run(function, &x), &x).expect("gradient").to_device(Device::Cpu);
+    assert_eq!(values(&gradient), [6.0]);
+    assert!(elsewhere.load(Ordering::SeqCst), "CUDA nodes run on a thread of the engine");
+
+    let failing = op(|_, inputs| Ok((inputs.get(0)? * 1.0).into()), |_, _| panic!("on the device thread"));
+    let y = run(failing, &x).sum(Kind::Double);
+    let error = y.f_backward().expect_err("a panic on the engine's thread").to_string();
+    assert!(error.contains("on the device thread"), "{error}");
+    drop(y);
+    assert_eq!(live_nodes(), before);
+}

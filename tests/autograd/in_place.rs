@@ -1,0 +1,132 @@
+//! Inputs that the forward changes in place.
+
+use super::*;
+
+fn double_in_place() -> impl Function {
+    op(
+        |saver, inputs| {
+            saver.mark_dirty(0);
+            let mut x = inputs.get(0)?.shallow_clone();
+            let _ = x.f_mul_scalar_(2.0)?;
+            Ok(x.into())
+        },
+        |_, grads| Ok((grads.get(0)? * 2.0).into()),
+    )
+}
+
+#[test]
+fn an_input_changed_in_place() {
+    let _alone = alone();
+    let x = leaf(&[1.0, 4.0]);
+    let middle = &x * 3.0;
+    let earlier_user = square(&middle);
+    let y = run(double_in_place(), &middle);
+    assert_eq!(values(&middle), [6.0, 24.0], "the input itself was changed");
+    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [6.0, 6.0]);
+    let error = gradient_of(&earlier_user, &x).expect_err("it saved the old value").to_string();
+    assert!(error.contains("modified by an inplace operation"), "{error}");
+
+    let error = apply(double_in_place(), &[Some(&x)]).expect_err("a leaf").to_string();
+    assert!(error.contains("leaf"), "{error}");
+}
+
+/// w·v, written into v: the input at `place`.
+fn multiply_into(place: usize) -> impl Function {
+    op(
+        move |saver, inputs| {
+            let (mut v, w) = (inputs.get(place)?.shallow_clone(), inputs.get(1 - place)?);
+            saver.save(&v.copy());
+            saver.save(w);
+            saver.mark_dirty(place);
+            let _ = v.f_mul_(w)?;
+            Ok(v.into())
+        },
+        move |ctx, grads| {
+            let (grad_v, grad_w) = (grads.get(0)? * ctx.saved(1)?, grads.get(0)? * ctx.saved(0)?);
+            Ok(if place == 0 { [grad_v, grad_w] } else { [grad_w, grad_v] }.into())
+        },
+    )
+}
+
+#[test]
+fn a_view_changed_in_place_has_to_be_the_first_input() {
+    let _alone = alone();
+    let (x, w) = (leaf(&[1.0, 2.0, 3.0, 4.0]), leaf(&[10.0, 20.0]));
+    let base = &x * 1.0;
+    let view = base.narrow(0, 1, 2);
+    apply(multiply_into(0), &[Some(&view), Some(&w)]).expect("the view first");
+    let found = grad(&[&base.sum(Kind::Double)], &[&x, &w], &GradOptions::default()).expect("gradients");
+    assert_eq!(values(found.get(0).expect("x")), [1.0, 10.0, 20.0, 1.0]);
+    assert_eq!(values(found.get(1).expect("w")), [2.0, 3.0]);
+
+    // Otherwise libtorch would put the gradient in the wrong place, silently.
+    let base = &x * 1.0;
+    let view = base.narrow(0, 1, 2);
+    let error = apply(multiply_into(1), &[Some(&w), Some(&view)]).expect_err("the view second").to_string();
+    assert!(error.contains("mark_dirty(1)") && error.contains("first input"), "{error}");
+}
+
+#[test]
+fn a_view_changed_in_place_and_saved_makes_no_cycle() {
+    let _alone = alone();
+    let before = live_nodes();
+    let exp_in_place = || {
+        op(
+            |saver, inputs| {
+                let mut v = inputs.get(0)?.shallow_clone();
+                let _ = v.f_exp_()?;
+                saver.save(&v);
+                saver.mark_dirty(0);
+                Ok(v.into())
+            },
+            |ctx, grads| Ok((grads.get(0)? * ctx.saved(0)?).into()),
+        )
+    };
+    let x = leaf(&[0.0, 1.0, 2.0]);
+    for _ in 0..3 {
+        let base = &x * 1.0;
+        drop(run(exp_in_place(), &base.narrow(0, 1, 1)));
+    }
+    assert_eq!(live_nodes(), before);
+    let base = &x * 1.0;
+    let _ = run(exp_in_place(), &base.narrow(0, 1, 1));
+    assert_eq!(values(&gradient_of(&base, &x).expect("gradient")), [1.0, 1.0_f64.exp(), 1.0]);
+}
+
+/// x becomes 2x by a write that libtorch's version counter does not see, as a kernel's is.
+fn double_unseen() -> impl Function {
+    op(
+        |saver, inputs| {
+            saver.mark_dirty(0);
+            let x = inputs.get(0)?;
+            let _ = x.data().f_mul_scalar_(2.0)?;
+            Ok(x.shallow_clone().into())
+        },
+        |_, grads| Ok((grads.get(0)? * 2.0).into()),
+    )
+}
+
+#[test]
+fn an_input_changed_by_a_kernel_counts_as_changed() {
+    let _alone = alone();
+    for with_graph in [true, false] {
+        let x = leaf(&[1.0, 4.0]);
+        let middle = &x * 3.0;
+        let earlier_user = square(&middle);
+        let before = live_nodes();
+        let y = if with_graph {
+            run(double_unseen(), &middle)
+        } else {
+            tch::no_grad(|| run(double_unseen(), &middle))
+        };
+        assert_eq!(live_nodes(), before + i64::from(with_graph));
+        assert_eq!(values(&y), [6.0, 24.0]);
+        let error = gradient_of(&earlier_user, &x).expect_err("it saved the old value").to_string();
+        assert!(error.contains("modified by an inplace operation"), "{with_graph}: {error}");
+    }
+    let before = live_nodes();
+    let constant = Tensor::from_slice(&[1.0]);
+    let y = run(double_unseen(), &constant);
+    assert!(!y.requires_grad(), "no input requires grad");
+    assert_eq!((live_nodes(), values(&constant)), (before, vec![2.0]));
+}

@@ -1,0 +1,192 @@
+//! Saved tensors: checked, freed, and in no cycle.
+
+use super::*;
+
+#[test]
+fn a_saved_input_changed_in_place_is_an_error() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let middle = &x * 1.0;
+    let y = square(&middle);
+    let _ = tch::no_grad(|| middle.shallow_clone().fill_(7.0));
+    let error = gradient_of(&y, &x).expect_err("the input was changed").to_string();
+    assert!(error.contains("square") && error.contains("modified by an inplace operation"), "{error}");
+}
+
+#[test]
+fn a_saved_output_changed_in_place_is_an_error() {
+    let _alone = alone();
+    let x = leaf(&[1.0]);
+    let y = exp(&x);
+    let _ = tch::no_grad(|| y.shallow_clone().fill_(7.0));
+    let error = gradient_of(&y, &x).expect_err("the output was changed").to_string();
+    assert!(error.contains("modified by an inplace operation"), "{error}");
+}
+
+#[test]
+fn saved_tensors_make_no_cycle() {
+    let _alone = alone();
+    let before = live_nodes();
+    for _ in 0..10 {
+        let x = leaf(&[1.0]);
+        let y = exp(&square(&exp(&x)));
+        assert_eq!(live_nodes(), before + 3);
+        drop(y);
+    }
+    assert_eq!(live_nodes(), before, "graphs that were never used backward are freed");
+    let x = leaf(&[1.0]);
+    let _ = gradient_of(&exp(&square(&x)), &x).expect("gradient");
+    assert_eq!(live_nodes(), before, "and so are used ones");
+}
+
+#[test]
+fn backward_twice_needs_retain_graph() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let y = square(&x).sum(Kind::Double);
+    for _ in 0..3 {
+        let gradient = grad(&[&y], &[&x], &keep()).and_then(Tensors::single).expect("kept");
+        assert_eq!(values(&gradient), [6.0]);
+    }
+    grad(&[&y], &[&x], &GradOptions::default()).expect("the last time");
+    let error = grad(&[&y], &[&x], &keep()).expect_err("freed").to_string();
+    assert!(error.contains("backward through the graph a second time"), "{error}");
+}
+
+#[test]
+fn a_slot_may_be_saved_empty() {
+    let _alone = alone();
+    let function = op(
+        |saver, inputs| {
+            saver.save_optional(None);
+            saver.save(inputs.get(0)?);
+            Ok(inputs.get(0)?.f_square()?.into())
+        },
+        |ctx, grads| {
+            assert!(ctx.saved_optional(0)?.is_none());
+            let error = ctx.saved(0).expect_err("it is absent").to_string();
+            assert_eq!(error, "saved tensor 0 was absent in the forward");
+            Ok((grads.get(0)? * ctx.saved(1)? * 2.0).into())
+        },
+    );
+    let x = leaf(&[3.0]);
+    assert_eq!(values(&gradient_of(&run(function, &x), &x).expect("gradient")), [6.0]);
+}
+
+#[test]
+fn a_freed_graph_does_not_run_its_backward() {
+    let _alone = alone();
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&runs);
+    // Not even one that reads nothing of what was saved.
+    let function = op(
+        |saver, inputs| {
+            saver.save(inputs.get(0)?);
+            Ok((inputs.get(0)? * 2.0).into())
+        },
+        move |_, grads| {
+            counter.fetch_add(1, Ordering::SeqCst);
+            Ok((grads.get(0)? * 2.0).into())
+        },
+    );
+    let x = leaf(&[3.0]);
+    let y = run(function, &x);
+    let _ = gradient_of(&y, &x).expect("the first time");
+    let error = gradient_of(&y, &x).expect_err("freed").to_string();
+    assert!(error.contains("backward through the graph a second time"), "{error}");
+    assert_eq!(runs.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn a_graph_that_saved_nothing_can_be_used_again() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let function =
+        op(|_, inputs| Ok((inputs.get(0)? * 2.0).into()), |_, grads| Ok((grads.get(0)? * 2.0).into()));
+    let y = run(function, &x);
+    for _ in 0..2 {
+        assert_eq!(values(&gradient_of(&y, &x).expect("nothing was freed")), [2.0]);
+    }
+}
+
+#[test]
+fn a_graph_freed_while_its_backward_runs_is_an_error() {
+    let _alone = alone();
+    static GRAPH: Mutex<Option<(Tensor, Tensor)>> = Mutex::new(None);
+    let function = op(
+        |saver, inputs| {
+            saver.save(inputs.get(0)?);
+            Ok(inputs.get(0)?.f_square()?.into())
+        },
+        |ctx, grads| {
+            let graph = GRAPH.lock().expect("unpoisoned").take();
+            if let Some((y, x)) = graph {
+                // Comes through this node again, and frees it.
+                grad(&[&y], &[&x], &GradOptions::default()).expect("the inner one");
+            }
+            Ok((grads.get(0)? * ctx.saved(0)? * 2.0).into())
+        },
+    );
+    let x = leaf(&[3.0]);
+    let y = run(function, &x).sum(Kind::Double);
+    *GRAPH.lock().expect("unpoisoned") = Some((y.shallow_clone(), x.shallow_clone()));
+    let error = grad(&[&y], &[&x], &keep()).expect_err("freed under its feet").to_string();
+    assert!(error.contains("backward through the graph a second time"), "{error}");
+}
+
+#[test]
+fn one_thread_may_free_what_another_reads() {
+    let _alone = alone();
+    for _ in 0..1000 {
+        let reading = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&reading);
+        let function = op(
+            |saver, inputs| {
+                saver.save(inputs.get(0)?);
+                Ok((inputs.get(0)? * 2.0).into())
+            },
+            move |ctx, grads| {
+                if flag.swap(true, Ordering::SeqCst) {
+                    // The second one: done at once, and the engine frees what was saved.
+                    return Ok((grads.get(0)? * 2.0).into());
+                }
+                loop {
+                    let _ = ctx.saved(0)?;
+                }
+            },
+        );
+        let x = leaf(&[3.0]);
+        let y = run(function, &x).sum(Kind::Double);
+        let (other_x, other_y) = (x.shallow_clone(), y.shallow_clone());
+        let reader =
+            std::thread::spawn(move || grad(&[&other_y], &[&other_x], &GradOptions::default()).map(drop));
+        while !reading.load(Ordering::SeqCst) {
+            std::hint::spin_loop();
+        }
+        grad(&[&y], &[&x], &GradOptions::default()).expect("the one that frees");
+        let error = reader.join().expect("no panic").expect_err("it reads until it cannot").to_string();
+        assert!(error.contains("backward through the graph a second time"), "{error}");
+    }
+}
+
+#[test]
+fn a_used_graph_lets_go_of_what_it_saved() {
+    let _alone = alone();
+    let before = live_nodes();
+    // What is saved here brings a graph along, so that its end can be seen.
+    let kept = Mutex::new(Some(square(&leaf(&[1.0]))));
+    let function = op(
+        move |saver, inputs| {
+            if let Some(kept) = kept.lock().expect("unpoisoned").take() {
+                saver.save(&kept);
+            }
+            Ok((inputs.get(0)? * 2.0).into())
+        },
+        |_, grads| Ok((grads.get(0)? * 2.0).into()),
+    );
+    let x = leaf(&[3.0]);
+    let y = run(function, &x).sum(Kind::Double);
+    assert_eq!(live_nodes(), before + 2);
+    grad(&[&y], &[&x], &GradOptions::default()).expect("gradient");
+    assert_eq!(live_nodes(), before + 1, "the node is there, what it saved is not");
+}
