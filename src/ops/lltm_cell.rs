@@ -227,10 +227,13 @@ fn first_derivative(ctx: &Context<'_>, grads: &Tensors, bias_shape: Option<&[i64
 
 /// Of h and x: `dG W`, of which only the columns that are asked for are computed.
 fn input_gradients(ctx: &Context<'_>, grad_gates: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    let (needs_h, needs_input) = (ctx.needs_input_grad(place::H), ctx.needs_input_grad(place::INPUT));
+    if !needs_h && !needs_input {
+        return Ok((None, None));
+    }
     let weight = ctx.saved(place::WEIGHT)?;
     let (gates, columns) = weight.size2()?;
     let (hidden, features) = (gates / 3, columns - gates / 3);
-    let (needs_h, needs_input) = (ctx.needs_input_grad(place::H), ctx.needs_input_grad(place::INPUT));
     if needs_h && needs_input {
         let grad = grad_gates.f_mm(&weight)?;
         return Ok((Some(grad.f_narrow(1, 0, hidden)?), Some(grad.f_narrow(1, hidden, features)?)));
