@@ -10,7 +10,13 @@ mod ffi;
 pub mod nn;
 pub mod ops;
 pub mod testing;
+pub mod view;
 
 pub use error::{Error, Result};
 /// The very tch whose tensors this crate's functions take.
 pub use tch;
+
+/// The examples of docs/autograd.md are tests.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/autograd.md")]
+mod autograd_page {}

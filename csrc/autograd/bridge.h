@@ -18,7 +18,8 @@ class FunctionNode;
 // Collects the gradients that a Rust backward returns.
 struct BackwardResults;
 
-// How the engine calls into Rust. Neither entry unwinds.
+// How the engine calls into Rust, for an operator or for a hook (then `node` is null, and the one gradient
+// and the one result are the tensor's). Neither entry unwinds.
 struct FunctionVTable {
   // 0: success. Otherwise it has called tch_extension_set_backward_error.
   int (*backward)(const void* state, const FunctionNode* node, at::Tensor* const* grads, size_t grads_len,

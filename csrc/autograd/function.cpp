@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "bridge.h"
+#include "state.h"
 
 namespace tch_extension {
 
@@ -29,38 +30,11 @@ using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 using torch::autograd::VariableInfo;
 
-struct BackwardResults {
-  variable_list gradients;  // one for each input of the forward, undefined where there is none
-  std::string error;
-};
-
 namespace {
 
 std::atomic<int64_t> live_nodes{0};
 
 bool is_present(const at::Tensor* tensor) { return tensor != nullptr && tensor->defined(); }
-
-// The Rust value behind an operator, dropped exactly once.
-class State {
- public:
-  State(void* data, const FunctionVTable* vtable) : data_(data), vtable_(vtable) {}
-  State(const State&) = delete;
-  State& operator=(const State&) = delete;
-  State(State&& other) noexcept : data_(std::exchange(other.data_, nullptr)), vtable_(other.vtable_) {}
-  State& operator=(State&&) = delete;
-  ~State() {
-    if (data_ != nullptr) vtable_->drop(data_);
-  }
-
-  int backward(const FunctionNode* node, at::Tensor* const* grads, size_t len,
-               BackwardResults& results) const {
-    return vtable_->backward(data_, node, grads, len, &results);
-  }
-
- private:
-  void* data_;
-  const FunctionVTable* vtable_;
-};
 
 struct Saved {
   SavedVariable variable;

@@ -36,6 +36,17 @@ pub fn differentiate_reference(
         .map(|input| input.as_ref().map(|tensor| tensor.f_view_as(tensor)).transpose())
         .collect::<std::result::Result<Vec<_>, _>>()?;
     let outputs = reference(&aliases)?;
+    pull_back(ctx, &aliases, &outputs, grads, true)
+}
+
+/// The gradients, with respect to those of `inputs` that need one, of `outputs` that were computed from them.
+pub(super) fn pull_back(
+    ctx: &Context<'_>,
+    inputs: &[Option<Tensor>],
+    outputs: &Tensors,
+    grads: &Tensors,
+    create_graph: bool,
+) -> Result<Tensors> {
     check_len("outputs of the reference", outputs.len(), grads.len())?;
 
     let (mut of, mut vectors) = (Vec::new(), Vec::new());
@@ -47,14 +58,14 @@ pub fn differentiate_reference(
             vectors.push(Some(vector));
         }
     }
-    let needed: Vec<usize> = (0..aliases.len()).filter(|&index| ctx.needs_input_grad(index)).collect();
-    let wanted: Vec<&Tensor> = needed.iter().filter_map(|&index| aliases[index].as_ref()).collect();
-    let mut gradients: Vec<Option<Tensor>> = aliases.iter().map(|_| None).collect();
+    let needed: Vec<usize> = (0..inputs.len()).filter(|&index| ctx.needs_input_grad(index)).collect();
+    let wanted: Vec<&Tensor> = needed.iter().filter_map(|&index| inputs[index].as_ref()).collect();
+    let mut gradients: Vec<Option<Tensor>> = inputs.iter().map(|_| None).collect();
     if of.is_empty() || wanted.is_empty() {
         return Ok(gradients.into());
     }
     let options =
-        GradOptions { grad_outputs: &vectors, create_graph: true, allow_unused: true, ..Default::default() };
+        GradOptions { grad_outputs: &vectors, create_graph, allow_unused: true, ..Default::default() };
     let found = grad(&of, &wanted, &options)?;
     for (index, gradient) in needed.into_iter().zip(found.into_vec()) {
         gradients[index] = gradient;

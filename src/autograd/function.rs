@@ -213,7 +213,7 @@ pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result
     attach(function, inputs, &outputs, &saver)
 }
 
-fn requires_grad(tensor: &Tensor) -> bool {
+pub(super) fn requires_grad(tensor: &Tensor) -> bool {
     // SAFETY: borrowed from a live tensor.
     unsafe { ffi::tch_extension_requires_grad(tensor.as_ptr()) }
 }
@@ -334,13 +334,26 @@ unsafe extern "C" fn backward<F: Function>(
         }
         Ok(())
     };
+    // SAFETY: as the caller promises.
+    unsafe { contained("backward", results, run) }
+}
+
+/// Runs what the engine called. An error or a panic goes into `results`, and 1 is returned.
+///
+/// # Safety
+/// `results` must come from the C++ frame that called.
+pub(super) unsafe fn contained(
+    what: &str,
+    results: *mut ffi::BackwardResults,
+    run: impl FnOnce() -> Result<()>,
+) -> c_int {
     // Unwinding through C++ would abort the process. The text comes from inside, too: an error's `Display` and
     // a panic's payload are the user's code.
     let outcome = catch_unwind(AssertUnwindSafe(|| match catch_unwind(AssertUnwindSafe(run)) {
         Ok(Ok(())) => None,
         Ok(Err(error)) => Some(error.to_string()),
         Err(panic) => {
-            let text = format!("backward panicked: {}", panic_text(panic.as_ref()));
+            let text = format!("{what} panicked: {}", panic_text(panic.as_ref()));
             discard(panic);
             Some(text)
         }
@@ -350,7 +363,7 @@ unsafe extern "C" fn backward<F: Function>(
         Ok(Some(error)) => error,
         Err(panic) => {
             discard(panic);
-            "backward failed, and so did the text of its error".to_string()
+            format!("{what} failed, and so did the text of its error")
         }
     };
     // SAFETY: `results` is the caller's; the text is copied.
@@ -359,7 +372,7 @@ unsafe extern "C" fn backward<F: Function>(
 }
 
 /// Drops a panic's payload, whose own `Drop` may panic, too.
-fn discard(payload: Box<dyn Any + Send>) {
+pub(super) fn discard(payload: Box<dyn Any + Send>) {
     if let Err(again) = catch_unwind(AssertUnwindSafe(move || drop(payload))) {
         std::mem::forget(again);
     }
@@ -411,7 +424,7 @@ pub(super) unsafe fn owned(tensor: *mut C_tensor) -> Option<Tensor> {
 
 /// # Safety
 /// `tensor` must be null or point to a live tensor.
-unsafe fn shared(tensor: *mut C_tensor) -> Option<Tensor> {
+pub(super) unsafe fn shared(tensor: *mut C_tensor) -> Option<Tensor> {
     // SAFETY: as the caller promises.
     (!tensor.is_null()).then(|| unsafe { Tensor::clone_from_ptr(tensor) })
 }

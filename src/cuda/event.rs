@@ -1,10 +1,7 @@
 //! Points in a stream's work.
 
-use super::{DeviceGuard, Stream};
+use super::{DeviceGuard, Stream, device_index, ffi, refused};
 use crate::Result;
-#[cfg(tch_extension_cuda)]
-use crate::{Error, ffi::cuda as ffi};
-use std::ffi::c_void;
 use std::time::Duration;
 use tch::Device;
 
@@ -23,19 +20,36 @@ use tch::Device;
 /// ```
 #[derive(Debug)]
 pub struct Event {
-    raw: *mut c_void,
+    pub(super) handle: ffi::EventHandle,
     device: Device,
+    timing: bool,
 }
 
 impl Event {
     /// A new event of a CUDA device.
     ///
     /// # Errors
-    /// When there is no such device.
+    /// When there is no such device, or this build has no CUDA.
     pub fn new(device: Device) -> Result<Event> {
-        let _guard = DeviceGuard::new(device)?;
-        Stream::current(device)?;
-        create().map(|raw| Event { raw, device })
+        create("Event::new", device, true)
+    }
+
+    /// A new event that is only waited for: cheaper than one that has a time.
+    ///
+    /// ```no_run
+    /// # use tch::Device;
+    /// use tch_extension::cuda::Event;
+    ///
+    /// let done = Event::without_timing(Device::Cuda(0))?;
+    /// done.record()?;
+    /// done.synchronize()?;
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Event::new`].
+    pub fn without_timing(device: Device) -> Result<Event> {
+        create("Event::without_timing", device, false)
     }
 
     /// Puts the event behind what libtorch's current stream of the device has to do so far.
@@ -44,73 +58,78 @@ impl Event {
     /// CUDA's.
     pub fn record(&self) -> Result<()> {
         let _guard = DeviceGuard::new(self.device)?;
-        record(self.raw, Stream::current(self.device)?)
+        self.handle.record("Event::record", Stream::current(self.device)?.parts())
+    }
+
+    /// Puts the event behind what `stream` has to do so far.
+    ///
+    /// ```no_run
+    /// # use tch::Device;
+    /// use tch_extension::cuda::{Event, Stream};
+    ///
+    /// let (side, done) = (Stream::new(Device::Cuda(0))?, Event::new(Device::Cuda(0))?);
+    /// done.record_on(&side)?;
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// When the stream is another device's; CUDA's.
+    pub fn record_on(&self, stream: &Stream) -> Result<()> {
+        let op = "Event::record_on";
+        if stream.device() != self.device {
+            let reason =
+                format!("expected a stream of {:?}, as the event, got {:?}", self.device, stream.device());
+            return Err(refused(op, reason));
+        }
+        let _guard = DeviceGuard::new(self.device)?;
+        self.handle.record(op, stream.parts())
+    }
+
+    /// Waits, on the CPU, until the work before the event is done. An event that was never recorded is not waited
+    /// for.
+    ///
+    /// # Errors
+    /// CUDA's; a kernel that failed shows here.
+    pub fn synchronize(&self) -> Result<()> {
+        let _guard = DeviceGuard::new(self.device)?;
+        self.handle.synchronize("Event::synchronize")
+    }
+
+    /// Whether the work before the event is done; true if it was never recorded. Does not wait.
+    ///
+    /// ```no_run
+    /// # use tch::Device;
+    /// # let event = tch_extension::cuda::Event::new(Device::Cuda(0))?;
+    /// event.record()?;
+    /// let done = event.is_done()?;
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// CUDA's; a kernel that failed shows here.
+    pub fn is_done(&self) -> Result<bool> {
+        let _guard = DeviceGuard::new(self.device)?;
+        self.handle.is_done("Event::is_done")
     }
 
     /// The device's time from this event to `end`; waits for `end`. Both must have been recorded.
     ///
     /// # Errors
-    /// CUDA's.
+    /// When one of them is [`Event::without_timing`], or was not recorded; CUDA's.
     pub fn elapsed(&self, end: &Event) -> Result<Duration> {
+        let op = "Event::elapsed";
+        if !(self.timing && end.timing) {
+            return Err(refused(op, "an event made by Event::without_timing has no time; use Event::new"));
+        }
         let _guard = DeviceGuard::new(self.device)?;
-        elapsed(self.raw, end.raw)
+        end.handle.synchronize(op)?;
+        let milliseconds = self.handle.milliseconds_until(op, &end.handle)?;
+        Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
     }
 }
 
-#[cfg(tch_extension_cuda)]
-impl Drop for Event {
-    fn drop(&mut self) {
-        // SAFETY: made by cudaEventCreate, destroyed once. Its status is of no use here.
-        let _ = unsafe { ffi::cudaEventDestroy(self.raw) };
-    }
-}
-
-#[cfg(tch_extension_cuda)]
-fn create() -> Result<*mut c_void> {
-    let mut raw = std::ptr::null_mut();
-    // SAFETY: `raw` is written on success.
-    status("Event::new", unsafe { ffi::cudaEventCreate(&mut raw) }).map(|()| raw)
-}
-
-#[cfg(tch_extension_cuda)]
-fn record(event: *mut c_void, stream: Stream) -> Result<()> {
-    // SAFETY: a live event and a stream of the same device.
-    status("Event::record", unsafe { ffi::cudaEventRecord(event, stream.as_ptr()) })
-}
-
-#[cfg(tch_extension_cuda)]
-fn elapsed(start: *mut c_void, end: *mut c_void) -> Result<Duration> {
-    // SAFETY: a live event.
-    status("Event::elapsed", unsafe { ffi::cudaEventSynchronize(end) })?;
-    let mut milliseconds = 0.0;
-    // SAFETY: live events; CUDA itself refuses those that were not recorded.
-    status("Event::elapsed", unsafe { ffi::cudaEventElapsedTime(&mut milliseconds, start, end) })?;
-    Ok(Duration::from_secs_f64(f64::from(milliseconds.max(0.0)) / 1e3))
-}
-
-#[cfg(tch_extension_cuda)]
-fn status(op: &str, error: i32) -> Result<()> {
-    if error == 0 {
-        return Ok(());
-    }
-    // CUDA keeps the error for whoever asks next, which would be the check of some innocent launch.
-    ffi::cudaGetLastError();
-    // SAFETY: CUDA's texts are static and terminated.
-    let text = unsafe { std::ffi::CStr::from_ptr(ffi::cudaGetErrorString(error)) };
-    Err(Error::Cuda { op: op.to_string(), reason: text.to_string_lossy().into_owned() })
-}
-
-#[cfg(not(tch_extension_cuda))]
-fn create() -> Result<*mut c_void> {
-    unreachable!("Stream::current refuses without CUDA")
-}
-
-#[cfg(not(tch_extension_cuda))]
-fn record(_: *mut c_void, _: Stream) -> Result<()> {
-    unreachable!("there is no event without CUDA")
-}
-
-#[cfg(not(tch_extension_cuda))]
-fn elapsed(_: *mut c_void, _: *mut c_void) -> Result<Duration> {
-    unreachable!("there is no event without CUDA")
+fn create(op: &str, device: Device, timing: bool) -> Result<Event> {
+    device_index(op, device)?;
+    let _guard = DeviceGuard::new(device)?;
+    ffi::EventHandle::new(op, timing).map(|handle| Event { handle, device, timing })
 }

@@ -19,6 +19,18 @@ pub(crate) struct BackwardResults {
     _thread: PhantomData<*mut u8>,
 }
 
+/// Where a hook is registered.
+#[repr(C)]
+pub(crate) struct HookHandle {
+    _opaque: [u8; 0],
+}
+
+/// Random states and autocast settings.
+#[repr(C)]
+pub(crate) struct Surroundings {
+    _opaque: [u8; 0],
+}
+
 #[repr(C)]
 pub(crate) struct FunctionVTable {
     pub backward: unsafe extern "C" fn(
@@ -84,6 +96,34 @@ unsafe extern "C" {
         create_graph: bool,
         allow_unused: bool,
         results: *mut *mut C_tensor,
+    ) -> *mut c_char;
+    pub(crate) fn tch_extension_register_hook(
+        tensor: *const C_tensor,
+        state: *mut c_void,
+        vtable: *const FunctionVTable,
+        handle: *mut *mut HookHandle,
+    ) -> *mut c_char;
+    pub(crate) fn tch_extension_remove_hook(handle: *const HookHandle) -> *mut c_char;
+    pub(crate) fn tch_extension_free_hook(handle: *mut HookHandle);
+    pub(crate) fn tch_extension_surroundings(
+        tensors: *const *const C_tensor,
+        len: usize,
+        result: *mut *mut Surroundings,
+    ) -> *mut c_char;
+    pub(crate) fn tch_extension_enter(
+        surroundings: *mut Surroundings,
+        before: *mut *mut Surroundings,
+    ) -> *mut c_char;
+    pub(crate) fn tch_extension_restore(surroundings: *mut Surroundings) -> *mut c_char;
+    pub(crate) fn tch_extension_free_surroundings(surroundings: *mut Surroundings);
+    pub(crate) safe fn tch_extension_set_autocast_cache(enabled: bool) -> bool;
+    pub(crate) fn tch_extension_version(tensor: *const C_tensor) -> i64;
+    pub(crate) fn tch_extension_reaches_other_leaf(
+        outputs: *const *const C_tensor,
+        outputs_len: usize,
+        inputs: *const *const C_tensor,
+        inputs_len: usize,
+        found: *mut bool,
     ) -> *mut c_char;
     pub(crate) safe fn tch_extension_grad_mode() -> bool;
     pub(crate) safe fn tch_extension_set_grad_mode(enabled: bool) -> bool;

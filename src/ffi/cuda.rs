@@ -1,25 +1,287 @@
-//! The part of libtorch's C shim that concerns CUDA, and CUDA's events.
+//! `csrc/cuda`, the part of libtorch's C shim that concerns CUDA, and CUDA's events.
+//!
+//! `src/cuda/absent.rs` has the same names for a build without CUDA.
 
-use std::ffi::{c_char, c_void};
+use super::take_message;
+use crate::cuda::{MemoryStats, StreamParts};
+use crate::{Error, Result};
+use std::ffi::{CStr, c_char, c_void};
+use std::ptr::{null, null_mut};
+use tch::Tensor;
+use torch_sys::C_tensor;
 
 unsafe extern "C" {
     // libtorch's stable C shim (torch/csrc/inductor/aoti_torch/c/shim.h); 0 is success.
-    pub(crate) fn aoti_torch_get_current_cuda_stream(device_index: i32, stream: *mut *mut c_void) -> i32;
-    pub(crate) fn aoti_torch_create_cuda_guard(device_index: i32, guard: *mut *mut c_void) -> i32;
-    pub(crate) fn aoti_torch_delete_cuda_guard(guard: *mut c_void) -> i32;
+    fn aoti_torch_get_current_cuda_stream(device_index: i32, stream: *mut *mut c_void) -> i32;
+    fn aoti_torch_create_cuda_guard(device_index: i32, guard: *mut *mut c_void) -> i32;
+    fn aoti_torch_delete_cuda_guard(guard: *mut c_void) -> i32;
+
+    // csrc/cuda/stream.cpp
+    fn tch_extension_cuda_stream_current(device: i32, result: *mut StreamParts) -> *mut c_char;
+    fn tch_extension_cuda_stream_default(device: i32, result: *mut StreamParts) -> *mut c_char;
+    fn tch_extension_cuda_stream_from_pool(
+        device: i32,
+        high_priority: bool,
+        result: *mut StreamParts,
+    ) -> *mut c_char;
+    fn tch_extension_cuda_stream_synchronize(stream: *const StreamParts) -> *mut c_char;
+    fn tch_extension_cuda_stream_is_idle(stream: *const StreamParts, idle: *mut bool) -> *mut c_char;
+    fn tch_extension_cuda_stream_guard_new(
+        stream: *const StreamParts,
+        result: *mut *mut c_void,
+    ) -> *mut c_char;
+    fn tch_extension_cuda_stream_guard_delete(guard: *mut c_void) -> *mut c_char;
+    fn tch_extension_cuda_record_stream(tensor: *const C_tensor, stream: *const StreamParts) -> *mut c_char;
+    safe fn tch_extension_cuda_synchronize(device: i32) -> *mut c_char;
+
+    // csrc/cuda/memory.cpp
+    fn tch_extension_cuda_memory_stats(device: i32, result: *mut MemoryStats) -> *mut c_char;
+    safe fn tch_extension_cuda_reset_peak_memory_stats(device: i32) -> *mut c_char;
+    safe fn tch_extension_cuda_empty_cache() -> *mut c_char;
+
+    // csrc/cuda/graph.cpp
+    fn tch_extension_cuda_graph_begin(sharing: *const c_void, result: *mut *mut c_void) -> *mut c_char;
+    fn tch_extension_cuda_is_capturing(result: *mut bool) -> *mut c_char;
+    fn tch_extension_cuda_graph_end(graph: *mut c_void) -> *mut c_char;
+    fn tch_extension_cuda_graph_replay(graph: *mut c_void) -> *mut c_char;
+    fn tch_extension_cuda_graph_delete(graph: *mut c_void) -> *mut c_char;
 
     // The CUDA runtime that libtorch loads.
-    pub(crate) fn cudaEventCreate(event: *mut *mut c_void) -> i32;
-    pub(crate) fn cudaEventRecord(event: *mut c_void, stream: *mut c_void) -> i32;
-    pub(crate) fn cudaEventSynchronize(event: *mut c_void) -> i32;
-    pub(crate) fn cudaEventElapsedTime(milliseconds: *mut f32, start: *mut c_void, end: *mut c_void) -> i32;
-    pub(crate) fn cudaEventDestroy(event: *mut c_void) -> i32;
-    pub(crate) safe fn cudaGetLastError() -> i32;
-    pub(crate) safe fn cudaGetErrorString(error: i32) -> *const c_char;
+    fn cudaEventCreateWithFlags(event: *mut *mut c_void, flags: u32) -> i32;
+    fn cudaEventRecord(event: *mut c_void, stream: *mut c_void) -> i32;
+    fn cudaEventSynchronize(event: *mut c_void) -> i32;
+    fn cudaEventQuery(event: *mut c_void) -> i32;
+    fn cudaEventElapsedTime(milliseconds: *mut f32, start: *mut c_void, end: *mut c_void) -> i32;
+    fn cudaEventDestroy(event: *mut c_void) -> i32;
+    fn cudaStreamWaitEvent(stream: *mut c_void, event: *mut c_void, flags: u32) -> i32;
+    safe fn cudaGetLastError() -> i32;
+    safe fn cudaGetErrorString(error: i32) -> *const c_char;
 }
+
+/// `cudaEventDisableTiming`.
+const DISABLE_TIMING: u32 = 2;
+/// `cudaErrorNotReady`.
+const NOT_READY: i32 = 600;
 
 /// A live reference into libtorch_cuda.so. Linkers drop a library that nothing refers to, and a program whose
 /// own code names no CUDA function would find itself without a GPU: tch's oldest complaint.
 #[used]
 static KEEP_LIBTORCH_CUDA: unsafe extern "C" fn(i32, *mut *mut c_void) -> i32 =
     aoti_torch_get_current_cuda_stream;
+
+fn failed(op: &str, reason: impl Into<String>) -> Error {
+    Error::Cuda { op: op.to_string(), reason: reason.into() }
+}
+
+/// A message of `csrc/cuda`. The lines behind its first are libtorch's general advice.
+fn check(op: &str, message: *mut c_char) -> Result<()> {
+    match take_message(message) {
+        None => Ok(()),
+        Some(text) => Err(failed(op, text.lines().next().unwrap_or("unknown error"))),
+    }
+}
+
+/// A status of the CUDA runtime.
+fn status(op: &str, error: i32) -> Result<()> {
+    if error == 0 {
+        return Ok(());
+    }
+    // CUDA keeps the error for whoever asks next, which would be the check of some innocent launch.
+    cudaGetLastError();
+    // SAFETY: CUDA's texts are static and terminated.
+    let text = unsafe { CStr::from_ptr(cudaGetErrorString(error)) };
+    Err(failed(op, text.to_string_lossy()))
+}
+
+pub(crate) fn current_stream(op: &str, device: i32) -> Result<StreamParts> {
+    let mut parts = StreamParts::none();
+    // SAFETY: `parts` is written on success.
+    check(op, unsafe { tch_extension_cuda_stream_current(device, &mut parts) }).map(|()| parts)
+}
+
+pub(crate) fn default_stream(op: &str, device: i32) -> Result<StreamParts> {
+    let mut parts = StreamParts::none();
+    // SAFETY: `parts` is written on success.
+    check(op, unsafe { tch_extension_cuda_stream_default(device, &mut parts) }).map(|()| parts)
+}
+
+pub(crate) fn pool_stream(op: &str, device: i32, high_priority: bool) -> Result<StreamParts> {
+    let mut parts = StreamParts::none();
+    // SAFETY: `parts` is written on success.
+    check(op, unsafe { tch_extension_cuda_stream_from_pool(device, high_priority, &mut parts) })
+        .map(|()| parts)
+}
+
+pub(crate) fn synchronize_stream(op: &str, stream: &StreamParts) -> Result<()> {
+    // SAFETY: parts that libtorch made.
+    check(op, unsafe { tch_extension_cuda_stream_synchronize(stream) })
+}
+
+pub(crate) fn stream_is_idle(op: &str, stream: &StreamParts) -> Result<bool> {
+    let mut idle = false;
+    // SAFETY: parts that libtorch made; `idle` is written on success.
+    check(op, unsafe { tch_extension_cuda_stream_is_idle(stream, &mut idle) }).map(|()| idle)
+}
+
+pub(crate) fn record_stream(op: &str, tensor: &Tensor, stream: &StreamParts) -> Result<()> {
+    // SAFETY: borrowed from a live tensor; parts that libtorch made.
+    check(op, unsafe { tch_extension_cuda_record_stream(tensor.as_ptr(), stream) })
+}
+
+pub(crate) fn synchronize(op: &str, device: i32) -> Result<()> {
+    check(op, tch_extension_cuda_synchronize(device))
+}
+
+pub(crate) fn memory_stats(op: &str, device: i32) -> Result<MemoryStats> {
+    let mut stats = MemoryStats::default();
+    // SAFETY: `stats` is written on success.
+    check(op, unsafe { tch_extension_cuda_memory_stats(device, &mut stats) }).map(|()| stats)
+}
+
+pub(crate) fn reset_peak_memory_stats(op: &str, device: i32) -> Result<()> {
+    check(op, tch_extension_cuda_reset_peak_memory_stats(device))
+}
+
+pub(crate) fn empty_cache(op: &str) -> Result<()> {
+    check(op, tch_extension_cuda_empty_cache())
+}
+
+pub(crate) fn is_capturing(op: &str) -> Result<bool> {
+    let mut capturing = false;
+    // SAFETY: `capturing` is written on success.
+    check(op, unsafe { tch_extension_cuda_is_capturing(&mut capturing) }).map(|()| capturing)
+}
+
+/// libtorch's device guard.
+#[derive(Debug)]
+pub(crate) struct DeviceGuardHandle(*mut c_void);
+
+impl DeviceGuardHandle {
+    pub(crate) fn new(op: &str, device: i32) -> Result<Self> {
+        let mut raw = null_mut();
+        // SAFETY: `raw` is written on success.
+        match unsafe { aoti_torch_create_cuda_guard(device, &mut raw) } {
+            0 => Ok(DeviceGuardHandle(raw)),
+            _ => Err(failed(op, "libtorch failed; its message is on stderr")),
+        }
+    }
+}
+
+impl Drop for DeviceGuardHandle {
+    fn drop(&mut self) {
+        // SAFETY: made by aoti_torch_create_cuda_guard, deleted once. Its status is of no use here.
+        let _ = unsafe { aoti_torch_delete_cuda_guard(self.0) };
+    }
+}
+
+/// libtorch's stream guard.
+#[derive(Debug)]
+pub(crate) struct StreamGuardHandle(*mut c_void);
+
+impl StreamGuardHandle {
+    pub(crate) fn new(op: &str, stream: &StreamParts) -> Result<Self> {
+        let mut raw = null_mut();
+        // SAFETY: parts that libtorch made; `raw` is written on success.
+        check(op, unsafe { tch_extension_cuda_stream_guard_new(stream, &mut raw) })
+            .map(|()| StreamGuardHandle(raw))
+    }
+}
+
+impl Drop for StreamGuardHandle {
+    fn drop(&mut self) {
+        // SAFETY: made by tch_extension_cuda_stream_guard_new, in this thread, deleted once. A message is of no
+        // use here, but has to be freed.
+        drop(take_message(unsafe { tch_extension_cuda_stream_guard_delete(self.0) }));
+    }
+}
+
+/// A `cudaEvent_t`.
+#[derive(Debug)]
+pub(crate) struct EventHandle(*mut c_void);
+
+// SAFETY: CUDA's functions on events may be called from any thread, at the same time, too.
+unsafe impl Send for EventHandle {}
+// SAFETY: as above.
+unsafe impl Sync for EventHandle {}
+
+impl EventHandle {
+    /// Of the current device.
+    pub(crate) fn new(op: &str, timing: bool) -> Result<Self> {
+        let mut raw = null_mut();
+        let flags = if timing { 0 } else { DISABLE_TIMING };
+        // SAFETY: `raw` is written on success.
+        status(op, unsafe { cudaEventCreateWithFlags(&mut raw, flags) }).map(|()| EventHandle(raw))
+    }
+
+    pub(crate) fn record(&self, op: &str, stream: &StreamParts) -> Result<()> {
+        // SAFETY: a live event, and a stream that libtorch never destroys.
+        status(op, unsafe { cudaEventRecord(self.0, stream.raw) })
+    }
+
+    pub(crate) fn block(&self, op: &str, stream: &StreamParts) -> Result<()> {
+        // SAFETY: a live event, and a stream that libtorch never destroys.
+        status(op, unsafe { cudaStreamWaitEvent(stream.raw, self.0, 0) })
+    }
+
+    pub(crate) fn synchronize(&self, op: &str) -> Result<()> {
+        // SAFETY: a live event.
+        status(op, unsafe { cudaEventSynchronize(self.0) })
+    }
+
+    pub(crate) fn is_done(&self, op: &str) -> Result<bool> {
+        // SAFETY: a live event.
+        let error = unsafe { cudaEventQuery(self.0) };
+        if error == NOT_READY {
+            // Not a failure, but CUDA would report it as one to whoever asks next.
+            cudaGetLastError();
+            return Ok(false);
+        }
+        status(op, error).map(|()| true)
+    }
+
+    pub(crate) fn milliseconds_until(&self, op: &str, end: &EventHandle) -> Result<f32> {
+        let mut milliseconds = 0.0;
+        // SAFETY: live events; CUDA itself refuses those that were not recorded.
+        status(op, unsafe { cudaEventElapsedTime(&mut milliseconds, self.0, end.0) }).map(|()| milliseconds)
+    }
+}
+
+impl Drop for EventHandle {
+    fn drop(&mut self) {
+        // SAFETY: made by cudaEventCreateWithFlags, destroyed once. Its status is of no use here.
+        let _ = unsafe { cudaEventDestroy(self.0) };
+    }
+}
+
+/// A `Graph` of `csrc/cuda/graph.cpp`. A capture that is not ended is given up when it is dropped.
+#[derive(Debug)]
+pub(crate) struct GraphHandle(*mut c_void);
+
+impl GraphHandle {
+    /// Begins to capture this thread's current stream.
+    pub(crate) fn begin(op: &str, sharing: Option<&GraphHandle>) -> Result<Self> {
+        let sharing = sharing.map_or(null(), |graph| graph.0.cast_const());
+        let mut raw = null_mut();
+        // SAFETY: null or a live graph, of which only the pool's name is read; `raw` is written on success.
+        check(op, unsafe { tch_extension_cuda_graph_begin(sharing, &mut raw) }).map(|()| GraphHandle(raw))
+    }
+
+    /// Ends the capture: once, in the thread and under the stream of [`GraphHandle::begin`].
+    pub(crate) fn end(&mut self, op: &str) -> Result<()> {
+        // SAFETY: a live graph.
+        check(op, unsafe { tch_extension_cuda_graph_end(self.0) })
+    }
+
+    pub(crate) fn replay(&self, op: &str) -> Result<()> {
+        // SAFETY: a live graph; it refuses if its capture was not ended.
+        check(op, unsafe { tch_extension_cuda_graph_replay(self.0) })
+    }
+}
+
+impl Drop for GraphHandle {
+    fn drop(&mut self) {
+        // SAFETY: made by tch_extension_cuda_graph_begin, deleted once. A message is of no use here, but has to
+        // be freed.
+        drop(take_message(unsafe { tch_extension_cuda_graph_delete(self.0) }));
+    }
+}

@@ -1,5 +1,5 @@
-//! Tools to prove an operator: [`gradcheck`](gradcheck()) for its gradients, [`assert_close`] and
-//! [`tolerance`] for its values, [`devices`] and [`cuda_or_skip`] for where to run.
+//! Tools to prove an operator: [`gradcheck`](gradcheck()) for its gradients, [`gradgradcheck`] for theirs,
+//! [`assert_close`] and [`tolerance`] for its values, [`devices`] and [`cuda_or_skip`] for where to run.
 //!
 //! They are what this crate's own operators are tested with, and meant for yours.
 
@@ -10,4 +10,4 @@ mod gradcheck;
 
 pub use close::{assert_close, tolerance};
 pub use devices::{cuda_or_skip, devices};
-pub use gradcheck::{GradcheckOptions, gradcheck};
+pub use gradcheck::{GradcheckOptions, GradgradcheckOptions, gradcheck, gradgradcheck};

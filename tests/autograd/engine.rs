@@ -103,3 +103,55 @@ fn cuda_the_engines_own_thread_calls_back() {
     drop(y);
     assert_eq!(live_nodes(), before);
 }
+
+/// x, whose backward runs the backward of the same, one less deep.
+struct Deep(usize);
+
+impl Function for Deep {
+    const NAME: &'static str = "deep";
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        saver.save(inputs.get(0)?);
+        Ok((inputs.get(0)? * 1.0).into())
+    }
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        if self.0 == 0 {
+            return Ok((grads.get(0)? * 7.0).into());
+        }
+        let inner = tch::with_grad(|| -> Result<Tensor> {
+            let x = ctx.saved(0)?.detach().set_requires_grad(true);
+            gradient_of(&run(Deep(self.0 - 1), &x), &x)
+        })?;
+        Ok((grads.get(0)? * inner).into())
+    }
+}
+
+#[test]
+fn a_backward_may_nest_deeper_than_one_thread_goes() {
+    let _alone = alone();
+    let before = live_nodes();
+    let x = leaf(&[3.0]);
+    // The engine changes to another thread every 60 levels.
+    let y = run(Deep(400), &x);
+    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [7.0]);
+    drop(y);
+    assert_eq!(live_nodes(), before);
+}
+
+#[test]
+fn several_threads_add_to_one_leaf() {
+    let _alone = alone();
+    let before = live_nodes();
+    let x = leaf(&[3.0]);
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            let x = x.shallow_clone();
+            scope.spawn(move || {
+                for _ in 0..200 {
+                    square(&x).sum(Kind::Double).backward();
+                }
+            });
+        }
+    });
+    assert_eq!(values(&x.grad()), [4.0 * 200.0 * 6.0]);
+    assert_eq!(live_nodes(), before);
+}

@@ -7,11 +7,14 @@ use tch_extension::autograd::*;
 use tch_extension::{Error, Result};
 
 mod arguments;
+mod checkpoint;
 mod derivatives;
 mod engine;
 mod failures;
+mod hooks;
 mod in_place;
 mod lifetime;
+mod outputs;
 mod saving;
 mod second_derivatives;
 

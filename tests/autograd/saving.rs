@@ -190,3 +190,66 @@ fn a_used_graph_lets_go_of_what_it_saved() {
     grad(&[&y], &[&x], &GradOptions::default()).expect("gradient");
     assert_eq!(live_nodes(), before + 1, "the node is there, what it saved is not");
 }
+
+#[test]
+fn saved_tensors_are_freed_as_the_backward_goes() {
+    let _alone = alone();
+    const STEPS: usize = 50;
+    let before = live_nodes();
+    let alive = Arc::new(Mutex::new(Vec::new()));
+    let x = leaf(&[3.0]);
+    let mut y = x.shallow_clone();
+    for _ in 0..STEPS {
+        // What is saved here brings a graph along, so that its end can be seen.
+        let (kept, log) = (Mutex::new(Some(square(&leaf(&[1.0])))), Arc::clone(&alive));
+        let step = op(
+            move |saver, inputs| {
+                if let Some(kept) = kept.lock().expect("unpoisoned").take() {
+                    saver.save(&kept);
+                }
+                Ok((inputs.get(0)? * 1.0).into())
+            },
+            move |_, grads| {
+                log.lock().expect("unpoisoned").push(live_nodes() - before);
+                Ok((grads.get(0)? * 1.0).into())
+            },
+        );
+        y = run(step, &y);
+    }
+    let _ = gradient_of(&y, &x).expect("gradient");
+    // `y` holds the nodes themselves; of what they saved, one less at each step.
+    let expected: Vec<_> = (1..=STEPS).rev().map(|saved| (STEPS + saved) as i64).collect();
+    assert_eq!(*alive.lock().expect("unpoisoned"), expected);
+    assert_eq!(live_nodes(), before + STEPS as i64);
+}
+
+#[test]
+fn an_intermediate_may_be_saved_with_its_own_graph() {
+    let _alone = alone();
+    let before = live_nodes();
+    // The forward differentiates later: it saves a graph of its own, and the backward runs through it.
+    let function = op(
+        |saver, inputs| {
+            let (x, y) = tch::with_grad(|| {
+                let x = inputs.optional(0).expect("present").detach().set_requires_grad(true);
+                let y = square(&x);
+                (x, y)
+            });
+            saver.save(&x);
+            saver.save(&y);
+            Ok(y.detach().into())
+        },
+        |ctx, grads| {
+            let grads = [Some(grads.get(0)?)];
+            let options = GradOptions { grad_outputs: &grads, ..keep() };
+            grad(&[&ctx.saved(1)?], &[&ctx.saved(0)?], &options)
+        },
+    );
+    let x = leaf(&[3.0, 4.0]);
+    let y = run(function, &x);
+    assert_eq!(live_nodes(), before + 2);
+    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [6.0, 8.0]);
+    assert_eq!(live_nodes(), before + 1, "freed with what was saved");
+    drop(y);
+    assert_eq!(live_nodes(), before);
+}

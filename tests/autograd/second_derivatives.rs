@@ -305,3 +305,29 @@ fn differentiating_a_reference_of_which_only_a_part_is_needed() {
     assert_eq!(values(first.get(0).expect("x")), [6.0]);
     assert!(first.optional(1).is_none_or(|first| values(first) == [0.0]));
 }
+
+#[test]
+fn an_intermediate_with_a_graph_from_elsewhere_is_refused_in_a_second_derivative() {
+    let _alone = alone();
+    /// x·s, where s was computed outside and comes in beside the inputs.
+    struct ByHidden(Mutex<Option<Tensor>>);
+    impl Function for ByHidden {
+        const NAME: &'static str = "by_hidden";
+        const DOUBLE_BACKWARD: bool = true;
+        fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+            let hidden = self.0.lock().expect("unpoisoned").take().expect("once");
+            saver.save(&hidden);
+            Ok((inputs.get(0)? * hidden).into())
+        }
+        fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+            Ok((grads.get(0)? * ctx.saved(0)?).into())
+        }
+    }
+    let (x, s) = (leaf(&[3.0]), leaf(&[5.0]));
+    let y = run(ByHidden(Mutex::new(Some(&s * 2.0))), &x).sum(Kind::Double);
+    let first = grad(&[&y], &[&x], &keep()).and_then(Tensors::single).expect("the first is fine");
+    assert!(values(&first) == [10.0] && !first.requires_grad());
+    // It would reach s, which the first derivative did not.
+    let error = grad(&[&y], &[&x], &create()).expect_err("refused").to_string();
+    assert!(error.contains("by_hidden") && error.contains("neither an input nor an output"), "{error}");
+}

@@ -1,8 +1,11 @@
 //! `torch.autograd.gradcheck`, in its slow mode.
 
+mod gradgradcheck;
 mod jacobian;
 mod replica;
 mod vanishing;
+
+pub use gradgradcheck::{GradgradcheckOptions, gradgradcheck};
 
 use super::compare::{Bound, values};
 use crate::autograd::{GradOptions, Tensors, grad};
@@ -78,22 +81,7 @@ impl Default for GradcheckOptions {
 /// # Ok::<(), tch_extension::Error>(())
 /// ```
 ///
-/// A second derivative is the gradient of a gradient (`gradgradcheck`):
-/// ```
-/// use tch::{Device, Kind, Tensor};
-/// use tch_extension::autograd::{GradOptions, grad};
-/// use tch_extension::testing::gradcheck;
-///
-/// let x = Tensor::randn([3], (Kind::Double, Device::Cpu)).set_requires_grad(true);
-/// let v = Tensor::randn([3], (Kind::Double, Device::Cpu)).set_requires_grad(true);
-/// let first_derivative = |inputs: &[Tensor]| {
-///     let [x, v] = inputs else { unreachable!("as many as are passed below") };
-///     let options = GradOptions { grad_outputs: &[Some(v)], create_graph: true, ..Default::default() };
-///     grad(&[&x.sin()], &[x], &options)
-/// };
-/// gradcheck(first_derivative, &[&x, &v], &Default::default())?;
-/// # Ok::<(), tch_extension::Error>(())
-/// ```
+/// Second derivatives are checked by [`gradgradcheck`](super::gradgradcheck()).
 ///
 /// # Errors
 /// When a check fails: the first line says where, with analytical and numerical value and how many entries

@@ -1,0 +1,151 @@
+// What checkpoint needs to run a function a second time just as it ran the first.
+
+#include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "bridge.h"
+
+namespace tch_extension {
+namespace {
+
+struct Random {
+  at::Generator generator;
+  at::Tensor state;
+};
+
+Random random_of(at::Generator generator) {
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return {generator, generator.get_state()};
+}
+
+struct Autocast {
+  at::DeviceType device;
+  bool enabled;
+  at::ScalarType kind;
+};
+
+}  // namespace
+
+// What a function's result depends on beside its arguments.
+struct Surroundings {
+  std::vector<Random> random;
+  std::vector<Autocast> autocast;
+
+  Surroundings() {
+    for (auto device : {at::kCPU, at::kCUDA}) {
+      autocast.push_back(
+          {device, at::autocast::is_autocast_enabled(device), at::autocast::get_autocast_dtype(device)});
+    }
+  }
+
+  void enter() {
+    for (auto& [generator, state] : random) {
+      std::lock_guard<std::mutex> lock(generator.mutex());
+      generator.set_state(state);
+    }
+    for (const auto& [device, enabled, kind] : autocast) {
+      at::autocast::set_autocast_enabled(device, enabled);
+      at::autocast::set_autocast_dtype(device, kind);
+    }
+  }
+};
+
+}  // namespace tch_extension
+
+using namespace tch_extension;
+
+// Those of now: the random state of the CPU and of the tensors' CUDA devices.
+TCH_EXTENSION_API Message tch_extension_surroundings(at::Tensor* const* tensors, size_t len,
+                                                     Surroundings** result) {
+  return guard([&] {
+    auto made = std::make_unique<Surroundings>();
+    std::vector<at::Device> devices{at::Device(at::kCPU)};
+    for (size_t i = 0; i < len; ++i) {
+      if (tensors[i] == nullptr || !tensors[i]->defined() || !tensors[i]->is_cuda()) continue;
+      const at::Device device = tensors[i]->device();
+      if (std::find(devices.begin(), devices.end(), device) == devices.end()) devices.push_back(device);
+    }
+    for (auto device : devices) {
+      made->random.push_back(random_of(at::globalContext().defaultGenerator(device)));
+    }
+    *result = made.release();
+  });
+}
+
+// Changes to `surroundings`; `before`: what there was, of the same devices. On failure nothing has changed
+// for good.
+TCH_EXTENSION_API Message tch_extension_enter(Surroundings* surroundings, Surroundings** before) {
+  return guard([&] {
+    auto made = std::make_unique<Surroundings>();
+    for (const auto& random : surroundings->random) made->random.push_back(random_of(random.generator));
+    try {
+      surroundings->enter();
+    } catch (...) {
+      made->enter();
+      throw;
+    }
+    *before = made.release();
+  });
+}
+
+TCH_EXTENSION_API Message tch_extension_restore(Surroundings* surroundings) {
+  return guard([&] { surroundings->enter(); });
+}
+
+TCH_EXTENSION_API void tch_extension_free_surroundings(Surroundings* surroundings) { delete surroundings; }
+
+// Returns the setting before.
+TCH_EXTENSION_API bool tch_extension_set_autocast_cache(bool enabled) {
+  const bool before = at::autocast::is_autocast_cache_enabled();
+  at::autocast::set_autocast_cache_enabled(enabled);
+  return before;
+}
+
+// How often the tensor was changed in place; 0 where nobody counts.
+TCH_EXTENSION_API int64_t tch_extension_version(const at::Tensor* tensor) {
+  return tensor->defined() && !tensor->is_inference() ? tensor->_version() : 0;
+}
+
+// Whether `outputs` depend on a leaf otherwise than through `inputs`.
+TCH_EXTENSION_API Message tch_extension_reaches_other_leaf(at::Tensor* const* outputs, size_t outputs_len,
+                                                           at::Tensor* const* inputs, size_t inputs_len,
+                                                           bool* found) {
+  return guard([&] {
+    using torch::autograd::impl::gradient_edge;
+    std::vector<std::shared_ptr<torch::autograd::Node>> held;  // a leaf's node lives no longer than its users
+    std::unordered_set<torch::autograd::Node*> seen;
+    for (size_t i = 0; i < inputs_len; ++i) {
+      if (inputs[i] == nullptr || !inputs[i]->defined() || !inputs[i]->requires_grad()) continue;
+      held.push_back(gradient_edge(*inputs[i]).function);
+      seen.insert(held.back().get());
+    }
+    std::vector<torch::autograd::Node*> open;
+    auto visit = [&](torch::autograd::Node* node) {
+      if (node != nullptr && seen.insert(node).second) open.push_back(node);
+    };
+    for (size_t i = 0; i < outputs_len; ++i) {
+      if (outputs[i] == nullptr || !outputs[i]->defined() || !outputs[i]->requires_grad()) continue;
+      held.push_back(gradient_edge(*outputs[i]).function);
+      visit(held.back().get());
+    }
+    *found = false;
+    while (!open.empty()) {
+      auto* node = open.back();
+      open.pop_back();
+      if (dynamic_cast<torch::autograd::AccumulateGrad*>(node) != nullptr) {
+        *found = true;
+        return;
+      }
+      for (const auto& edge : node->next_edges()) visit(edge.function.get());
+    }
+  });
+}

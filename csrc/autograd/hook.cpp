@@ -1,0 +1,158 @@
+// Tensor.register_hook, with hooks written in Rust.
+//
+// at::Tensor::register_hook is not used: its list is neither locked nor does it ever shrink.
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <sstream>
+#include <vector>
+
+#include "bridge.h"
+#include "state.h"
+
+namespace tch_extension {
+namespace {
+
+using torch::autograd::FunctionPreHook;
+using torch::autograd::variable_list;
+
+struct RegisteredHook {
+  uint64_t id;   // ascending, from 1
+  size_t place;  // of the gradient among those that come to the node
+  std::shared_ptr<State> state;
+};
+
+// The hooks of a leaf, or of all outputs of a node. Changed and read from any thread, also while they run.
+class HookList {
+ public:
+  uint64_t add(size_t place, std::shared_ptr<State> state) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    hooks_.push_back({++last_, place, std::move(state)});
+    return last_;
+  }
+
+  void remove(uint64_t id) {
+    std::shared_ptr<State> removed;  // dropped outside the lock: that runs the user's code
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = std::find_if(hooks_.begin(), hooks_.end(), [&](const auto& hook) { return hook.id == id; });
+    if (found == hooks_.end()) return;
+    removed = std::move(found->state);
+    hooks_.erase(found);
+  }
+
+  uint64_t last() const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return last_;
+  }
+
+  // The first one registered after `id`.
+  std::optional<RegisteredHook> after(uint64_t id) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto found = std::find_if(hooks_.begin(), hooks_.end(), [&](const auto& hook) { return hook.id > id; });
+    return found == hooks_.end() ? std::nullopt : std::optional<RegisteredHook>(*found);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<RegisteredHook> hooks_;  // by id
+  uint64_t last_ = 0;
+};
+
+std::string describe(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << tensor.scalar_type() << tensor.sizes() << " on " << tensor.device();
+  return text.str();
+}
+
+// What the engine knows of a list.
+class Hooks final : public FunctionPreHook {
+ public:
+  variable_list operator()(const variable_list& grads) override {
+    variable_list results(grads);
+    // A hook may remove another, which then does not run, or register one, which runs next time.
+    const uint64_t last = list_->last();
+    for (auto hook = list_->after(0); hook && hook->id <= last; hook = list_->after(hook->id)) {
+      if (hook->place < results.size() && results[hook->place].defined()) run(*hook, results[hook->place]);
+    }
+    return results;
+  }
+
+  const std::shared_ptr<HookList>& list() const { return list_; }
+
+ private:
+  static void run(const RegisteredHook& hook, at::Tensor& grad) {
+    BackwardResults results{variable_list(1), {}};
+    at::Tensor* pointer = &grad;
+    if (hook.state->backward(nullptr, &pointer, 1, results) != 0) {
+      throw std::runtime_error("register_hook: " + results.error);
+    }
+    at::Tensor& replaced = results.gradients[0];
+    if (!replaced.defined()) return;
+    if (replaced.sizes() != grad.sizes() || replaced.scalar_type() != grad.scalar_type() ||
+        replaced.device() != grad.device()) {
+      throw std::runtime_error("register_hook: the hook returned a gradient of " + describe(replaced) +
+                               " in the place of one of " + describe(grad));
+    }
+    grad = std::move(replaced);
+  }
+
+  std::shared_ptr<HookList> list_ = std::make_shared<HookList>();
+};
+
+std::shared_ptr<HookList> list_in(std::vector<std::unique_ptr<FunctionPreHook>>& hooks) {
+  for (const auto& hook : hooks) {
+    if (auto* ours = dynamic_cast<Hooks*>(hook.get())) return ours->list();
+  }
+  auto added = std::make_unique<Hooks>();
+  auto list = added->list();
+  hooks.push_back(std::move(added));
+  return list;
+}
+
+std::shared_ptr<HookList> list_of(const at::Tensor& tensor) {
+  // libtorch's own lists have no lock. This one at least keeps two registrations apart.
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto& node = tensor.grad_fn();
+  // Where they stay with this version of the tensor: a later change in place makes a new node.
+  return list_in(node ? node->tensor_pre_hooks() : torch::autograd::impl::hooks(tensor));
+}
+
+}  // namespace
+
+struct HookHandle {
+  std::weak_ptr<HookList> list;  // so that a handle keeps nothing alive
+  uint64_t id;
+};
+
+}  // namespace tch_extension
+
+using namespace tch_extension;
+
+// Takes `state` in any case. `tensor` is defined and requires grad.
+TCH_EXTENSION_API Message tch_extension_register_hook(const at::Tensor* tensor, void* state,
+                                                      const FunctionVTable* vtable, HookHandle** handle) {
+  State owned(state, vtable);  // first: whatever is thrown below, the state is dropped
+  return guard([&] {
+    auto made = std::make_unique<HookHandle>();
+    auto shared = std::make_shared<State>(std::move(owned));
+    auto list = list_of(*tensor);
+    made->list = list;
+    made->id = list->add(tensor->output_nr(), std::move(shared));
+    *handle = made.release();
+  });
+}
+
+// Does nothing the second time, or when the tensor and its graph are gone.
+TCH_EXTENSION_API Message tch_extension_remove_hook(const HookHandle* handle) {
+  return guard([&] {
+    if (auto list = handle->list.lock()) list->remove(handle->id);
+  });
+}
+
+TCH_EXTENSION_API void tch_extension_free_hook(HookHandle* handle) { delete handle; }

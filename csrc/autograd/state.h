@@ -1,0 +1,40 @@
+// The Rust value behind a graph node or a hook.
+#pragma once
+
+#include <torch/csrc/autograd/variable.h>
+
+#include <string>
+#include <utility>
+
+#include "bridge.h"
+
+namespace tch_extension {
+
+struct BackwardResults {
+  torch::autograd::variable_list gradients;  // one for each place, undefined where there is none
+  std::string error;
+};
+
+// Dropped exactly once.
+class State {
+ public:
+  State(void* data, const FunctionVTable* vtable) : data_(data), vtable_(vtable) {}
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+  State(State&& other) noexcept : data_(std::exchange(other.data_, nullptr)), vtable_(other.vtable_) {}
+  State& operator=(State&&) = delete;
+  ~State() {
+    if (data_ != nullptr) vtable_->drop(data_);
+  }
+
+  int backward(const FunctionNode* node, at::Tensor* const* grads, size_t len,
+               BackwardResults& results) const {
+    return vtable_->backward(data_, node, grads, len, &results);
+  }
+
+ private:
+  void* data_;
+  const FunctionVTable* vtable_;
+};
+
+}  // namespace tch_extension

@@ -1,0 +1,255 @@
+//! `torch.utils.checkpoint`.
+
+use super::double_backward::{differentiate_reference, pull_back};
+use super::function::{Context, Function, Saver, apply, borrowed_pointers, requires_grad};
+use super::tensors::{Inputs, Tensors};
+use crate::ffi::autograd as ffi;
+use crate::ffi::take_message;
+use crate::{Error, Result};
+use std::ptr::NonNull;
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+/// Runs `function` without keeping its intermediates, and runs it again when the backward needs them: memory
+/// for time, what `torch.utils.checkpoint` is in Python.
+///
+/// Kept are the inputs and the outputs. The second run finds the random state of the first, on the CPU and on
+/// the CUDA devices of the inputs, so that dropout drops the same; and its autocast settings. Whoever draws random
+/// numbers in other threads meanwhile may see some of them twice. Afterwards the random state is what it
+/// was before the second run. Second derivatives (`create_graph`) are right.
+///
+/// Every tensor that requires grad has to be an input, weights included: a closure cannot capture a bare
+/// `Tensor` (it is not `Sync`), and one that it reaches in another way, such as through a `Mutex`, is an error
+/// in the backward, not a missing gradient. The function has to give the same outputs for the same inputs, must not
+/// change its inputs in place, and is dropped with the graph.
+///
+/// With grad mode off, or when no input requires grad, this just calls `function`.
+///
+/// ```
+/// use tch::{Kind, Tensor};
+/// use tch_extension::autograd::{Tensors, checkpoint};
+///
+/// let (x, w) = (Tensor::from_slice(&[1.0]), Tensor::from_slice(&[0.5]));
+/// let (x, w) = (x.set_requires_grad(true), w.set_requires_grad(true));
+/// let y = checkpoint(
+///     |inputs: &[Option<Tensor>]| match inputs {
+///         [Some(x), Some(w)] => Ok((x * w).exp().dropout(0.5, true).into()),
+///         _ => unreachable!("two inputs, both present"),
+///     },
+///     &[Some(&x), Some(&w)],
+/// )?
+/// .single()?;
+/// y.sum(Kind::Double).backward();
+/// assert_eq!(w.grad() * &w, x.grad() * &x);
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+///
+/// # Errors
+/// What `function` reports, here or in the backward; an input that it changed in place.
+pub fn checkpoint<F>(function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors>
+where
+    F: Fn(&[Option<Tensor>]) -> Result<Tensors> + Send + Sync + 'static,
+{
+    if !ffi::tch_extension_grad_mode() || !inputs.iter().flatten().any(|tensor| requires_grad(tensor)) {
+        return Ok(function(&owned_inputs(inputs))?.without_undefined());
+    }
+    apply(Checkpoint { function, surroundings: None, outputs_len: 0 }, inputs)
+}
+
+fn owned_inputs(inputs: &[Option<&Tensor>]) -> Vec<Option<Tensor>> {
+    inputs.iter().map(|input| input.filter(|tensor| tensor.defined()).map(Tensor::shallow_clone)).collect()
+}
+
+struct Checkpoint<F> {
+    function: F,
+    surroundings: Option<Surroundings>,
+    outputs_len: usize,
+}
+
+impl<F> Function for Checkpoint<F>
+where
+    F: Fn(&[Option<Tensor>]) -> Result<Tensors> + Send + Sync + 'static,
+{
+    const NAME: &'static str = "checkpoint";
+    const DOUBLE_BACKWARD: bool = true;
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        // Zeros would be made of the kind and shape of outputs that may have no derivative at all.
+        saver.set_materialize_grads(false);
+        let inputs = owned_inputs(&inputs);
+        for input in &inputs {
+            saver.save_optional(input.as_ref());
+        }
+        self.surroundings = Some(Surroundings::of(&inputs)?);
+        let versions = || inputs.iter().map(|input| input.as_ref().map(version)).collect::<Vec<_>>();
+        let before = versions();
+        let _uncached = Uncached::new();
+        let outputs = (self.function)(&inputs)?;
+        if let Some(index) = before.iter().zip(versions()).position(|(before, after)| *before != after) {
+            return Err(Error::Autograd(format!(
+                "checkpoint: the function changed input {index} in place, so it could not run again; let it \
+                 change a copy"
+            )));
+        }
+        self.outputs_len = outputs.len();
+        Ok(outputs)
+    }
+
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        let inputs =
+            (0..ctx.inputs_len()).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
+        if ctx.create_graph() {
+            return differentiate_reference(ctx, &inputs, grads, |inputs| self.again(inputs));
+        }
+        let copies = inputs.iter().enumerate().map(|(index, input)| match input {
+            Some(input) => Ok(Some(input.f_detach()?.f_set_requires_grad(ctx.needs_input_grad(index))?)),
+            None => Ok(None),
+        });
+        let copies = copies.collect::<Result<Vec<_>>>()?;
+        let outputs = {
+            let _grad = WithGrad::new();
+            self.again(&copies)?
+        };
+        pull_back(ctx, &copies, &outputs, grads, false)
+    }
+}
+
+impl<F> Checkpoint<F>
+where
+    F: Fn(&[Option<Tensor>]) -> Result<Tensors> + Send + Sync + 'static,
+{
+    /// The second run.
+    fn again(&self, inputs: &[Option<Tensor>]) -> Result<Tensors> {
+        let outputs = {
+            let _entered = self.surroundings.as_ref().map(Surroundings::enter).transpose()?;
+            let _uncached = Uncached::new();
+            (self.function)(inputs)?.without_undefined()
+        };
+        if outputs.len() != self.outputs_len {
+            return Err(Error::Autograd(format!(
+                "the function returned {} outputs the first time and {} the second",
+                self.outputs_len,
+                outputs.len()
+            )));
+        }
+        if reaches_other_leaf(&outputs, inputs)? {
+            return Err(Error::Autograd(
+                "the function uses a tensor that requires grad but is none of its inputs, so its gradient would \
+                 be missing; make it an input"
+                    .to_string(),
+            ));
+        }
+        Ok(outputs)
+    }
+}
+
+fn version(tensor: &Tensor) -> i64 {
+    // SAFETY: borrowed from a live tensor.
+    unsafe { ffi::tch_extension_version(tensor.as_ptr()) }
+}
+
+fn reaches_other_leaf(outputs: &[Option<Tensor>], inputs: &[Option<Tensor>]) -> Result<bool> {
+    let (outputs, inputs) = (pointers(outputs), pointers(inputs));
+    let mut found = false;
+    // SAFETY: every pointer is null or borrowed from a live tensor, and valid for its length during the call.
+    let message = unsafe {
+        ffi::tch_extension_reaches_other_leaf(
+            outputs.as_ptr(),
+            outputs.len(),
+            inputs.as_ptr(),
+            inputs.len(),
+            &mut found,
+        )
+    };
+    take_message(message).map_or(Ok(found), |message| Err(Error::Autograd(message)))
+}
+
+fn pointers(tensors: &[Option<Tensor>]) -> Vec<*const C_tensor> {
+    borrowed_pointers(tensors.iter().map(Option::as_ref))
+}
+
+/// Random states and autocast settings at some moment.
+struct Surroundings(NonNull<ffi::Surroundings>);
+
+// SAFETY: plain data and reference-counted handles, which belong to no thread.
+unsafe impl Send for Surroundings {}
+// SAFETY: C++ only reads it, and locks the generators it names.
+unsafe impl Sync for Surroundings {}
+
+impl Surroundings {
+    fn of(inputs: &[Option<Tensor>]) -> Result<Self> {
+        let inputs = pointers(inputs);
+        let mut made = std::ptr::null_mut();
+        // SAFETY: every pointer is null or borrowed from a live tensor during the call.
+        Self::taken(
+            unsafe { ffi::tch_extension_surroundings(inputs.as_ptr(), inputs.len(), &mut made) },
+            made,
+        )
+    }
+
+    /// Changes to these until dropped.
+    fn enter(&self) -> Result<Entered> {
+        let mut before = std::ptr::null_mut();
+        // SAFETY: ours until dropped.
+        let message = unsafe { ffi::tch_extension_enter(self.0.as_ptr(), &mut before) };
+        Ok(Entered(Self::taken(message, before)?))
+    }
+
+    fn taken(message: *mut std::ffi::c_char, made: *mut ffi::Surroundings) -> Result<Self> {
+        if let Some(message) = take_message(message) {
+            return Err(Error::Autograd(message));
+        }
+        NonNull::new(made).map(Surroundings).ok_or_else(|| Error::msg("internal error: no random state"))
+    }
+}
+
+impl Drop for Surroundings {
+    fn drop(&mut self) {
+        // SAFETY: ours, and not used again.
+        unsafe { ffi::tch_extension_free_surroundings(self.0.as_ptr()) };
+    }
+}
+
+/// What there was before.
+struct Entered(Surroundings);
+
+impl Drop for Entered {
+    // Also when the function panics.
+    fn drop(&mut self) {
+        // SAFETY: ours until dropped.
+        let message = unsafe { ffi::tch_extension_restore(self.0.0.as_ptr()) };
+        // Going back to a state that the same generators gave does not fail.
+        let _ = take_message(message);
+    }
+}
+
+/// No autocast cache until dropped: a weight cast while grad mode is off would stay in it, without its graph,
+/// for whoever uses the weight next; and the second run's copies of the inputs would never leave it.
+struct Uncached(bool);
+
+impl Uncached {
+    fn new() -> Self {
+        Uncached(ffi::tch_extension_set_autocast_cache(false))
+    }
+}
+
+impl Drop for Uncached {
+    fn drop(&mut self) {
+        ffi::tch_extension_set_autocast_cache(self.0);
+    }
+}
+
+/// Grad mode on until dropped.
+struct WithGrad(bool);
+
+impl WithGrad {
+    fn new() -> Self {
+        WithGrad(ffi::tch_extension_set_grad_mode(true))
+    }
+}
+
+impl Drop for WithGrad {
+    fn drop(&mut self) {
+        ffi::tch_extension_set_grad_mode(self.0);
+    }
+}

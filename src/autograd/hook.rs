@@ -1,0 +1,150 @@
+//! `Tensor.register_hook`.
+
+use super::function::{contained, discard, requires_grad, shared};
+use crate::ffi::autograd as ffi;
+use crate::ffi::take_message;
+use crate::{Error, Result};
+use std::ffi::{c_int, c_void};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::ptr::NonNull;
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+/// A hook that [`register_hook`] registered, by which it can be removed. Dropping the handle does not remove
+/// the hook. The handle keeps neither the tensor nor its graph alive, and may outlive both.
+#[must_use = "a hook can be removed through its handle only; `let _ =` keeps it for good"]
+pub struct Hook(NonNull<ffi::HookHandle>);
+
+// SAFETY: the handle is a number and a weak pointer to a list that has a lock.
+unsafe impl Send for Hook {}
+// SAFETY: as above; `remove` only reads the handle.
+unsafe impl Sync for Hook {}
+
+impl Hook {
+    /// Removes the hook and drops its closure; if the closure runs at the moment, elsewhere or because this is
+    /// called from it, then as soon as it returns. Does nothing the second time.
+    pub fn remove(&self) {
+        // SAFETY: ours until dropped.
+        let message = unsafe { ffi::tch_extension_remove_hook(self.0.as_ptr()) };
+        // The lock is the only thing that could fail, and it does not.
+        let _ = take_message(message);
+    }
+}
+
+impl Drop for Hook {
+    fn drop(&mut self) {
+        // SAFETY: ours, and not used again.
+        unsafe { ffi::tch_extension_free_hook(self.0.as_ptr()) };
+    }
+}
+
+/// Calls `hook` with the gradient of `tensor` whenever a backward computes it: what `Tensor.register_hook` is in
+/// Python. `Some` takes the gradient's place, for the `grad` of a leaf and for whatever the tensor was made
+/// of; `None` leaves it as it is.
+///
+/// Hooks run in the order of their registration, each with what the one before made of the gradient, in the
+/// thread that runs the backward, and with grad mode on where a graph of the gradients is asked for. A hook does
+/// not run when no gradient comes. It belongs to the tensor as it is now: after a change in place it sees the
+/// gradient of the value before. [`grad()`](super::grad()) gives an intermediate's gradient after its hooks,
+/// unless something behind it is asked for, too: the engine takes it before them then. Like PyTorch's, it has to be registered while no backward is under way.
+///
+/// An error, a panic or a gradient of another shape, kind or device becomes an error of whoever called
+/// backward.
+///
+/// ```
+/// use tch::{Kind, Tensor};
+/// use tch_extension::autograd::register_hook;
+///
+/// let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
+/// let hook = register_hook(&x, |grad| Ok(Some(grad.clamp(-1.0, 1.0))))?;
+/// (&x * &x).sum(Kind::Double).backward();
+/// assert_eq!(x.grad(), Tensor::from_slice(&[1.0]));
+/// hook.remove();
+/// (&x * &x).sum(Kind::Double).backward();
+/// assert_eq!(x.grad(), Tensor::from_slice(&[7.0]));
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+///
+/// # Errors
+/// When the tensor is undefined or does not require grad.
+pub fn register_hook<F>(tensor: &Tensor, hook: F) -> Result<Hook>
+where
+    F: Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
+{
+    if !requires_grad(tensor) {
+        let got = if tensor.defined() { "one that does not" } else { "an undefined one" };
+        return Err(Error::argument(
+            "register_hook",
+            "tensor",
+            "a tensor that requires grad",
+            got,
+            "only such a tensor gets a gradient",
+        ));
+    }
+    let state = Box::into_raw(Box::new(hook));
+    let mut handle = std::ptr::null_mut();
+    // SAFETY: the tensor is borrowed, defined and requires grad; `state` is what VTable::<F> expects, and C++
+    // takes it in any case.
+    let message = unsafe {
+        ffi::tch_extension_register_hook(tensor.as_ptr(), state.cast(), VTable::<F>::VALUE, &mut handle)
+    };
+    if let Some(message) = take_message(message) {
+        return Err(Error::Autograd(format!("register_hook: {message}")));
+    }
+    NonNull::new(handle).map(Hook).ok_or_else(|| Error::msg("internal error: register_hook made no handle"))
+}
+
+/// The two entries through which C++ reaches an `F`.
+struct VTable<F>(std::marker::PhantomData<F>);
+
+impl<F> VTable<F>
+where
+    F: Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
+{
+    // A reference to a constant: C++ keeps it for as long as the hook lives.
+    const VALUE: &'static ffi::FunctionVTable =
+        &ffi::FunctionVTable { backward: call::<F>, drop: drop_hook::<F> };
+}
+
+/// # Safety
+/// `state` must come from `register_hook::<F>`, `results` from the call's own C++ frame, and `grads` must point
+/// to one pointer to a live tensor.
+unsafe extern "C" fn call<F>(
+    state: *const c_void,
+    _node: *const ffi::FunctionNode,
+    grads: *const *mut C_tensor,
+    _grads_len: usize,
+    results: *mut ffi::BackwardResults,
+) -> c_int
+where
+    F: Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
+{
+    let run = || -> Result<()> {
+        // SAFETY: as the caller promises; `F: Sync` makes a shared reference fine on any thread.
+        let (hook, grad) = unsafe { (&*state.cast::<F>(), shared(*grads)) };
+        let grad = grad.ok_or_else(|| Error::msg("internal error: a hook was called without a gradient"))?;
+        if let Some(replaced) = hook(&grad)? {
+            if !replaced.defined() {
+                return Err(Error::msg(
+                    "the hook returned an undefined tensor; return None to keep the gradient",
+                ));
+            }
+            // SAFETY: `results` is the caller's; C++ makes its own handle of the gradient.
+            unsafe { ffi::tch_extension_set_gradient(results, 0, replaced.as_ptr()) };
+        }
+        Ok(())
+    };
+    // SAFETY: as the caller promises.
+    unsafe { contained("the hook", results, run) }
+}
+
+/// # Safety
+/// `state` must come from `register_hook::<F>` and not be used again.
+unsafe extern "C" fn drop_hook<F>(state: *mut c_void) {
+    // SAFETY: as the caller promises.
+    let hook = unsafe { Box::from_raw(state.cast::<F>()) };
+    // A panic in a user's Drop has nowhere to go.
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(move || drop(hook))) {
+        discard(panic);
+    }
+}

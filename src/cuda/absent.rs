@@ -1,0 +1,126 @@
+//! What `ffi::cuda` has, for a build without CUDA: every function refuses, and the handles cannot exist.
+
+use super::{MemoryStats, StreamParts, not_compiled};
+use crate::Result;
+use tch::Tensor;
+
+pub(crate) fn current_stream(op: &str, _: i32) -> Result<StreamParts> {
+    Err(not_compiled(op))
+}
+
+pub(crate) fn default_stream(op: &str, _: i32) -> Result<StreamParts> {
+    Err(not_compiled(op))
+}
+
+pub(crate) fn pool_stream(op: &str, _: i32, _: bool) -> Result<StreamParts> {
+    Err(not_compiled(op))
+}
+
+pub(crate) fn synchronize_stream(op: &str, _: &StreamParts) -> Result<()> {
+    Err(not_compiled(op))
+}
+
+pub(crate) fn stream_is_idle(op: &str, _: &StreamParts) -> Result<bool> {
+    Err(not_compiled(op))
+}
+
+pub(crate) fn record_stream(op: &str, _: &Tensor, _: &StreamParts) -> Result<()> {
+    Err(not_compiled(op))
+}
+
+pub(crate) fn synchronize(op: &str, _: i32) -> Result<()> {
+    Err(not_compiled(op))
+}
+
+pub(crate) fn memory_stats(op: &str, _: i32) -> Result<MemoryStats> {
+    Err(not_compiled(op))
+}
+
+pub(crate) fn reset_peak_memory_stats(op: &str, _: i32) -> Result<()> {
+    Err(not_compiled(op))
+}
+
+pub(crate) fn empty_cache(op: &str) -> Result<()> {
+    Err(not_compiled(op))
+}
+
+pub(crate) fn is_capturing(op: &str) -> Result<bool> {
+    Err(not_compiled(op))
+}
+
+#[derive(Debug)]
+pub(crate) enum DeviceGuardHandle {}
+
+impl DeviceGuardHandle {
+    pub(crate) fn new(op: &str, _: i32) -> Result<Self> {
+        Err(not_compiled(op))
+    }
+}
+
+#[derive(Debug)]
+pub(crate) enum StreamGuardHandle {}
+
+impl StreamGuardHandle {
+    pub(crate) fn new(op: &str, _: &StreamParts) -> Result<Self> {
+        Err(not_compiled(op))
+    }
+}
+
+#[derive(Debug)]
+pub(crate) enum EventHandle {}
+
+impl EventHandle {
+    pub(crate) fn new(op: &str, _: bool) -> Result<Self> {
+        Err(not_compiled(op))
+    }
+
+    pub(crate) fn record(&self, _: &str, _: &StreamParts) -> Result<()> {
+        match *self {}
+    }
+
+    pub(crate) fn block(&self, _: &str, _: &StreamParts) -> Result<()> {
+        match *self {}
+    }
+
+    pub(crate) fn synchronize(&self, _: &str) -> Result<()> {
+        match *self {}
+    }
+
+    pub(crate) fn is_done(&self, _: &str) -> Result<bool> {
+        match *self {}
+    }
+
+    pub(crate) fn milliseconds_until(&self, _: &str, _: &EventHandle) -> Result<f32> {
+        match *self {}
+    }
+}
+
+#[derive(Debug)]
+pub(crate) enum GraphHandle {}
+
+impl GraphHandle {
+    pub(crate) fn begin(op: &str, _: Option<&GraphHandle>) -> Result<Self> {
+        Err(not_compiled(op))
+    }
+
+    pub(crate) fn end(&mut self, _: &str) -> Result<()> {
+        match *self {}
+    }
+
+    pub(crate) fn replay(&self, _: &str) -> Result<()> {
+        match *self {}
+    }
+}
+
+/// So that `drop(guard)` means the same to clippy as with CUDA.
+macro_rules! impl_drop {
+    ($($handle:ty),*) => {
+        $(impl Drop for $handle {
+            fn drop(&mut self) {
+                match *self {}
+            }
+        })*
+    };
+}
+
+impl_drop!(DeviceGuardHandle, StreamGuardHandle, EventHandle, GraphHandle);

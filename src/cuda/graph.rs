@@ -1,0 +1,163 @@
+//! CUDA graphs.
+
+use super::{DeviceGuard, Stream, StreamGuard, device_index, ffi, refused};
+use crate::Result;
+use std::cell::Cell;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use tch::Device;
+
+/// Work on the GPU that was captured once and is launched again as a whole: libtorch's `CUDAGraph`, for steps
+/// whose many small kernels take longer to launch than to run.
+///
+/// What must hold:
+/// - **Warm up first**: run the closure's work a few times before, best on a side stream, so that libraries are
+///   loaded and have chosen their kernels.
+/// - **No waiting for the GPU** in the closure: no reading of values on the CPU, no `synchronize`, no shape that
+///   depends on values. It makes the capture fail, as an `Err`. Nor may any other thread synchronise the whole
+///   device, empty libtorch's cache or draw CUDA random numbers meanwhile; allocating is fine.
+/// - **The same memory**: a replay reads the tensors that the closure read, where they were. Keep them alive as
+///   long as the graph, and change their values in place (`copy_`).
+/// - **The results belong to the graph**: the memory of tensors made in the closure is in a pool of the graph's,
+///   and each replay overwrites it. Before the first replay they hold nothing of use. Copy what is to stay.
+/// - The CPU's part of the closure, such as counters and prints, happens in the capture only.
+///
+/// Random numbers differ from replay to replay, as they would without a graph.
+///
+/// ```no_run
+/// # use tch::{Device, Kind, Tensor};
+/// use tch_extension::cuda::Graph;
+///
+/// let mut x = Tensor::zeros([64, 64], (Kind::Float, Device::Cuda(0)));
+/// let _ = x.matmul(&x).relu(); // warms up
+/// let (graph, y) = Graph::capture(Device::Cuda(0), || Ok(x.f_matmul(&x)?.f_relu()?))?;
+/// x.copy_(&Tensor::ones([64, 64], (Kind::Float, Device::Cpu)));
+/// graph.replay()?;
+/// y.print(); // of the ones
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Graph {
+    handle: ffi::GraphHandle,
+    device: Device,
+}
+
+// SAFETY: libtorch's graph is bound to no thread once it is captured; it may be replayed and deleted by any, one
+// at a time (it is not Sync).
+unsafe impl Send for Graph {}
+
+impl Graph {
+    /// Captures the work that `body` gives to `device`, on a stream of its own, without doing it, and hands back
+    /// what `body` returned. In thread-local mode: other threads may go on allocating. One capture at a time in a
+    /// process; a second waits for the first, so `body` must not wait for a thread that captures.
+    ///
+    /// # Errors
+    /// That of `body`; when its work cannot be captured, or when called by a `body`; when `device` is no CUDA device
+    /// that is there, or this build has no CUDA. After an error or a panic of `body` nothing is left of the capture.
+    pub fn capture<T>(device: Device, body: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
+        capture("Graph::capture", device, None, body)
+    }
+
+    /// [`Graph::capture`] on the device of `other`, in the same pool of memory: what `other` needs between its
+    /// kernels only, this one uses, too. Replay them one at a time, in the order in which they were captured; and
+    /// results of `other` that were dropped before this capture are no longer there.
+    ///
+    /// ```no_run
+    /// # use tch::{Device, Kind, Tensor};
+    /// use tch_extension::cuda::Graph;
+    ///
+    /// let x = Tensor::ones([1024], (Kind::Float, Device::Cuda(0)));
+    /// let (first, y) = Graph::capture(Device::Cuda(0), || Ok(x.f_exp()?))?;
+    /// let (second, z) = Graph::capture_in_pool_of(&first, || Ok(y.f_sin()?))?;
+    /// first.replay()?;
+    /// second.replay()?;
+    /// # drop(z);
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Graph::capture`].
+    pub fn capture_in_pool_of<T>(other: &Graph, body: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
+        capture("Graph::capture_in_pool_of", other.device, Some(other), body)
+    }
+
+    /// Does the captured work again, on the current stream of the graph's device, with what its inputs now hold.
+    /// Does not wait for it.
+    ///
+    /// ```no_run
+    /// # use tch::{Device, Kind, Tensor};
+    /// # use tch_extension::cuda::Graph;
+    /// # let mut x = Tensor::ones([1024], (Kind::Float, Device::Cuda(0)));
+    /// let (graph, y) = Graph::capture(Device::Cuda(0), || Ok(x.f_exp()?))?;
+    /// for _ in 0..3 {
+    ///     let _ = x.f_add_scalar_(1.0)?;
+    ///     graph.replay()?;
+    ///     println!("{}", y.mean(Kind::Float).double_value(&[]));
+    /// }
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// CUDA's.
+    pub fn replay(&self) -> Result<()> {
+        self.handle.replay("Graph::replay")
+    }
+
+    /// The device on which it was captured.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+}
+
+fn capture<T>(
+    op: &str,
+    device: Device,
+    sharing: Option<&Graph>,
+    body: impl FnOnce() -> Result<T>,
+) -> Result<(Graph, T)> {
+    device_index(op, device)?;
+    let _turn = Turn::take(op)?;
+    refuse_if_capturing(op, device)?;
+    let stream = Stream::new(device)?;
+    // Dropped in reverse: a capture that `body` left by an error or a panic is given up under its own stream.
+    let _guard = StreamGuard::new(&stream)?;
+    let mut handle = ffi::GraphHandle::begin(op, sharing.map(|graph| &graph.handle))?;
+    let result = body()?;
+    handle.end(op)?;
+    Ok((Graph { handle, device }, result))
+}
+
+/// For captures that are not this crate's.
+fn refuse_if_capturing(op: &str, device: Device) -> Result<()> {
+    let _guard = DeviceGuard::new(device)?;
+    if ffi::is_capturing(op)? {
+        return Err(refused(op, "the current stream is being captured already"));
+    }
+    Ok(())
+}
+
+/// libtorch keeps one state of capture for its random numbers: captures take turns.
+struct Turn(#[allow(dead_code)] MutexGuard<'static, ()>);
+
+static TURN: Mutex<()> = Mutex::new(());
+
+thread_local! {
+    static CAPTURING: Cell<bool> = const { Cell::new(false) };
+}
+
+impl Turn {
+    fn take(op: &str) -> Result<Turn> {
+        if CAPTURING.get() {
+            return Err(refused(op, "this thread is capturing already; a capture cannot hold another"));
+        }
+        // A closure that panicked left nothing behind.
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        CAPTURING.set(true);
+        Ok(Turn(turn))
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        CAPTURING.set(false);
+    }
+}

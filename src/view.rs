@@ -1,0 +1,449 @@
+//! Safe typed views of CPU tensors, for kernels in plain Rust.
+//!
+//! [`view()`] reads a tensor's elements and [`view_mut`] writes them, where they are and whatever the strides:
+//!
+//! ```
+//! use tch::{Device, Kind, Tensor};
+//! use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
+//! use tch_extension::testing::gradcheck;
+//! use tch_extension::view::{view, view_mut};
+//! use tch_extension::{Result, check};
+//!
+//! /// The sum of the squares of each row.
+//! struct RowSquares;
+//!
+//! impl Function for RowSquares {
+//!     const NAME: &'static str = "row_squares";
+//!
+//!     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+//!         let x = inputs.get(0)?;
+//!         check!(Self::NAME, x).defined()?.kind_in(&[Kind::Double])?.dim(2, "[B, F]")?;
+//!         saver.save(x);
+//!         let mut sums = Tensor::zeros([x.size()[0]], (Kind::Double, Device::Cpu));
+//!         let (x, mut out) = (view::<f64, 2>(x)?, view_mut::<f64, 1>(&mut sums)?);
+//!         for (index, row) in x.rows().enumerate() {
+//!             out.set([index], row.iter().map(|value| value * value).sum());
+//!         }
+//!         drop(out);
+//!         Ok(sums.into())
+//!     }
+//!
+//!     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+//!         Ok((ctx.saved(0)? * grads.get(0)?.unsqueeze(1) * 2.0).into())
+//!     }
+//! }
+//!
+//! let x = Tensor::randn([3, 4], (Kind::Double, Device::Cpu)).transpose(0, 1).set_requires_grad(true);
+//! gradcheck(|inputs| apply(RowSquares, &[Some(&inputs[0])]), &[&x], &Default::default())?;
+//! # Ok::<(), tch_extension::Error>(())
+//! ```
+//!
+//! To other crates the values go by [`View::iter`] or [`View::to_vec`], and come back by
+//! [`ViewMut::copy_from_slice`]:
+//!
+//! ```
+//! use tch_extension::{tch::Tensor, view::{view, view_mut}};
+//!
+//! let mut tensor = Tensor::from_slice(&[3_i64, 1, 2]);
+//! let mut values = view::<i64, 1>(&tensor)?.to_vec();
+//! values.sort();
+//! view_mut::<i64, 1>(&mut tensor)?.copy_from_slice(&values);
+//! assert_eq!(tensor, Tensor::from_slice(&[1_i64, 2, 3]));
+//! # Ok::<(), tch_extension::Error>(())
+//! ```
+//!
+//! # Aliasing
+//! A tch tensor is a handle, and other handles of the same memory may be written through while a view lives; Rust's
+//! borrows cannot see it. So:
+//! * A view copies values in and out. It never gives a reference or a slice of the memory away, and a change through
+//!   another handle is simply seen by the next read. This is why there is no indexing with `[]`.
+//! * A view keeps the memory that it was made of, even if the tensor's other handles give it up (`resize_`,
+//!   `set_data`); then it is the last to see it. A lazy clone that is made while a [`ViewMut`] lives sees what is
+//!   written afterwards, too.
+//! * While a [`ViewMut`] lives, no other view of bytes between its first and its last can be made, in any thread:
+//!   that is an error. Disjoint parts of one tensor can be written side by side.
+//! * Views stay in their thread. Another thread with a handle of its own can still write with tch while this one
+//!   reads: that is a data race, as it is between any two of tch's own functions, and it is up to you that it does not
+//!   happen.
+//!
+//! ```compile_fail,E0277
+//! use tch_extension::{tch::Tensor, view::view};
+//!
+//! let tensor = Tensor::from_slice(&[1_f32]);
+//! let view = view::<f32, 1>(&tensor).unwrap();
+//! std::thread::scope(|scope| scope.spawn(move || view.at([0])).join().unwrap());
+//! ```
+//!
+//! # Autograd
+//! What is computed from a view is plain data, outside the graph; give it a backward with
+//! [`Function`](crate::autograd::Function), whose forward runs with grad mode off. A tensor that requires grad
+//! can be written only while grad mode is off, as its graph would not know of the change. A [`ViewMut`] counts
+//! as an in-place operation when it is made and again when it is dropped: if a tensor that was saved for a backward
+//! is changed through it, that backward is an error.
+
+use crate::check::Check;
+use crate::ffi::autograd::tch_extension_grad_mode;
+use crate::ffi::tensor::{Refusal, Strided};
+use crate::{Error, Result};
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Deref;
+use tch::kind::Element;
+use tch::{Kind, Tensor};
+
+const ARGUMENT: &str = "tensor";
+
+/// Looks at the elements of a dense CPU tensor of `T`'s kind and `N` dimensions. `T` may be any of tch's element
+/// types: `f32`, `f64`, the half crate's `f16` and `bf16`, integers, `bool`.
+///
+/// ```
+/// use tch_extension::{tch::Tensor, view::view};
+///
+/// let tensor = Tensor::from_slice(&[1_f32, 2.0, 3.0, 4.0]).reshape([2, 2]).transpose(0, 1);
+/// let view = view::<f32, 2>(&tensor)?;
+/// assert_eq!((view.shape(), view.strides()), ([2, 2], [1, 2]));
+/// assert_eq!((view.at([0, 1]), view.get([0, 2])), (3.0, None));
+/// assert_eq!(view.iter().collect::<Vec<_>>(), [1.0, 3.0, 2.0, 4.0]);
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+///
+/// A view cannot outlive its tensor:
+/// ```compile_fail,E0505
+/// use tch_extension::{tch::Tensor, view::view};
+///
+/// let tensor = Tensor::from_slice(&[1_f32]);
+/// let view = view::<f32, 1>(&tensor).unwrap();
+/// drop(tensor);
+/// view.at([0]);
+/// ```
+///
+/// # Errors
+/// On an undefined or sparse tensor, another kind, number of dimensions or device; on values that are not in memory as
+/// they are (a pending negation or conjugation, zeros without memory, a lazy clone); while a [`ViewMut`] of the
+/// same memory lives.
+pub fn view<T: Element + Copy, const N: usize>(tensor: &Tensor) -> Result<View<'_, T, N>> {
+    let inner = pinned("view", tensor, false)?;
+    Ok(View { inner, tensor: PhantomData })
+}
+
+/// [`view()`] for writing.
+///
+/// ```
+/// use tch_extension::{tch::Tensor, view::view_mut};
+///
+/// let mut tensor = Tensor::from_slice(&[1_f32, 2.0, 3.0]);
+/// let mut view = view_mut::<f32, 1>(&mut tensor)?;
+/// view.apply(|value| value * 10.0);
+/// view.set([0], 7.0);
+/// drop(view);
+/// assert_eq!(tensor, Tensor::from_slice(&[7_f32, 20.0, 30.0]));
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+///
+/// While it lives, the tensor itself is out of reach:
+/// ```compile_fail,E0502
+/// use tch_extension::{tch::Tensor, view::view_mut};
+///
+/// let mut tensor = Tensor::from_slice(&[1_f32]);
+/// let mut view = view_mut::<f32, 1>(&mut tensor).unwrap();
+/// tensor.print();
+/// view.set([0], 2.0);
+/// ```
+///
+/// # Errors
+/// As [`view()`]; and while any view of the same memory lives, when elements overlap in memory (an expanded tensor),
+/// and when the tensor requires grad while grad mode is on.
+pub fn view_mut<T: Element + Copy, const N: usize>(tensor: &mut Tensor) -> Result<ViewMut<'_, T, N>> {
+    const OP: &str = "view_mut";
+    let check = Check::new(OP, ARGUMENT, tensor).defined()?;
+    if tensor.requires_grad() && tch_extension_grad_mode() {
+        let hint = "its graph would not know of the change: write under no_grad, or to a detached copy";
+        return Err(check.refuse(
+            "a tensor without gradient, or grad mode off",
+            "one that requires grad",
+            hint,
+        ));
+    }
+    // Asked of the tensor and not of the view, so that nothing was announced to autograd when it is refused.
+    if overlaps(&tensor.size(), &tensor.stride()) {
+        let got = format!("strides {:?} for shape {:?}", tensor.stride(), tensor.size());
+        return Err(check.refuse("elements that do not overlap in memory", got, "call contiguous()"));
+    }
+    let inner = pinned(OP, tensor, true)?;
+    Ok(ViewMut { view: View { inner, tensor: PhantomData } })
+}
+
+fn pinned<T: Element + Copy, const N: usize>(
+    op: &str,
+    tensor: &Tensor,
+    writer: bool,
+) -> Result<Strided<T, N>> {
+    let kind = kind_of::<T>();
+    let names = std::array::from_fn::<_, N, _>(|dim| format!("d{dim}")).join(", ");
+    let check =
+        Check::new(op, ARGUMENT, tensor).defined()?.kind_in(&[kind])?.dim(N, &format!("[{names}]"))?;
+    Strided::new(tensor, kind, writer)?.map_err(|refusal| refused(check, refusal))
+}
+
+/// `T`'s kind. tch 0.24 says Half of the half crate's `bf16`, too, and there is nothing but the name to tell it from
+/// `f16`. As both are two bytes of plain numbers, a wrong guess could only give a wrong number, never harm memory.
+fn kind_of<T: Element>() -> Kind {
+    let is_bf16 = T::KIND == Kind::Half && std::any::type_name::<T>().ends_with("::bf16");
+    if is_bf16 { Kind::BFloat16 } else { T::KIND }
+}
+
+fn refused(check: Check<'_>, refusal: Refusal) -> Error {
+    let (expected, got, hint) = match refusal {
+        Refusal::Device => ("a CPU tensor", "one on another device", "move it with to_device(Device::Cpu)"),
+        Refusal::LazyValues => (
+            "values as they are in memory",
+            "a pending negation or conjugation",
+            "call resolve_neg() or resolve_conj()",
+        ),
+        Refusal::NoMemory => ("a tensor with memory", "zeros without", "make them with Tensor::zeros"),
+        Refusal::LazyClone => {
+            ("a tensor with memory of its own", "a lazy clone or its original", "call copy()")
+        }
+        Refusal::ViewedForWriting => {
+            ("memory that nobody else writes to", "some with a live ViewMut", "drop the ViewMut first")
+        }
+        Refusal::Viewed => {
+            ("memory that nobody else looks at", "some with a live View", "drop the View first")
+        }
+    };
+    check.refuse(expected, got, hint)
+}
+
+/// Whether two elements share memory.
+fn overlaps(size: &[i64], stride: &[i64]) -> bool {
+    if size.contains(&0) {
+        return false;
+    }
+    let mut dims: Vec<(i64, i64)> =
+        stride.iter().copied().zip(size.iter().copied()).filter(|&(_, size)| size > 1).collect();
+    dims.sort_unstable();
+    let mut reach = 0;
+    let nested = dims.iter().all(|&(stride, size)| {
+        let clear = stride > reach;
+        reach += stride * (size - 1);
+        clear
+    });
+    !nested && collides(&dims)
+}
+
+/// By trying them all, for the rare strides that look as if.
+fn collides(dims: &[(i64, i64)]) -> bool {
+    if dims.first().is_some_and(|&(stride, _)| stride == 0) {
+        return true;
+    }
+    let mut offsets = dims.iter().fold(vec![0], |offsets, &(stride, size)| {
+        offsets.iter().flat_map(|&start| (0..size).map(move |index| start + index * stride)).collect()
+    });
+    offsets.sort_unstable();
+    offsets.windows(2).any(|pair| pair[0] == pair[1])
+}
+
+/// The elements of a tensor, to be read; made by [`view()`].
+pub struct View<'a, T, const N: usize> {
+    inner: Strided<T, N>,
+    tensor: PhantomData<&'a Tensor>,
+}
+
+impl<T: Element + Copy, const N: usize> View<'_, T, N> {
+    /// The size of each dimension.
+    pub fn shape(&self) -> [usize; N] {
+        self.inner.shape()
+    }
+
+    /// How far apart in memory neighbours are along each dimension, in elements. Zero where they are the same.
+    pub fn strides(&self) -> [isize; N] {
+        self.inner.strides()
+    }
+
+    /// The number of elements.
+    pub fn len(&self) -> usize {
+        self.shape().iter().product()
+    }
+
+    /// Whether there are no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// One element, if there is one of this index.
+    pub fn get(&self, index: [usize; N]) -> Option<T> {
+        self.inner.read(index)
+    }
+
+    /// One element.
+    ///
+    /// # Panics
+    /// When there is none of this index.
+    #[track_caller]
+    pub fn at(&self, index: [usize; N]) -> T {
+        self.get(index).unwrap_or_else(|| out_of_bounds(&index, &self.shape()))
+    }
+
+    /// The elements, row by row (the last index runs fastest).
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = T> + '_ {
+        // The indices are within the shape, so there always is an element.
+        self.indices().map(|index| self.at(index))
+    }
+
+    /// The indices of all elements, row by row.
+    pub fn indices(&self) -> Indices<N> {
+        Indices { shape: self.shape(), next: [0; N], left: self.len() }
+    }
+
+    /// A copy of the elements, row by row.
+    pub fn to_vec(&self) -> Vec<T> {
+        self.inner.copy_out().unwrap_or_else(|| self.iter().collect())
+    }
+}
+
+/// The elements of a tensor, to be read and written; made by [`view_mut`].
+pub struct ViewMut<'a, T, const N: usize> {
+    view: View<'a, T, N>,
+}
+
+impl<'a, T, const N: usize> Deref for ViewMut<'a, T, N> {
+    type Target = View<'a, T, N>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.view
+    }
+}
+
+impl<T: Element + Copy, const N: usize> ViewMut<'_, T, N> {
+    /// Writes one element.
+    ///
+    /// # Panics
+    /// When there is none of this index.
+    #[track_caller]
+    pub fn set(&mut self, index: [usize; N], value: T) {
+        if !self.view.inner.write(index, value) {
+            out_of_bounds(&index, &self.shape())
+        }
+    }
+
+    /// Writes the same value to all elements.
+    pub fn fill(&mut self, value: T) {
+        self.apply(|_| value);
+    }
+
+    /// Replaces each element, row by row.
+    pub fn apply(&mut self, mut function: impl FnMut(T) -> T) {
+        for index in self.indices() {
+            let value = function(self.at(index));
+            self.set(index, value);
+        }
+    }
+
+    /// Writes all elements, row by row.
+    ///
+    /// # Panics
+    /// When there are not as many values as elements.
+    #[track_caller]
+    pub fn copy_from_slice(&mut self, values: &[T]) {
+        assert_eq!(values.len(), self.len(), "as many values as the view has elements");
+        for (index, &value) in self.indices().zip(values) {
+            self.set(index, value);
+        }
+    }
+}
+
+/// `N - 1` cannot be said of a type's parameter, so each number of dimensions has its own.
+macro_rules! rows {
+    ($($n:literal => $m:literal),+) => {$(
+        impl<T: Element + Copy> View<'_, T, $n> {
+            /// The part with this first index.
+            ///
+            /// # Panics
+            /// When there is none.
+            #[track_caller]
+            pub fn row(&self, row: usize) -> View<'_, T, $m> {
+                let inner = self.inner.row(row).unwrap_or_else(|| out_of_bounds(&[row], &self.shape()[..1]));
+                View { inner, tensor: PhantomData }
+            }
+
+            /// The parts along the first dimension.
+            pub fn rows(&self) -> impl ExactSizeIterator<Item = View<'_, T, $m>> {
+                (0..self.shape()[0]).map(|row| self.row(row))
+            }
+        }
+
+        impl<T: Element + Copy> ViewMut<'_, T, $n> {
+            /// The part with this first index, to be written.
+            ///
+            /// # Panics
+            /// When there is none.
+            #[track_caller]
+            pub fn row_mut(&mut self, row: usize) -> ViewMut<'_, T, $m> {
+                ViewMut { view: self.view.row(row) }
+            }
+        }
+    )+};
+}
+
+rows!(1 => 0, 2 => 1, 3 => 2, 4 => 3, 5 => 4);
+
+/// Indices within a shape, row by row; made by [`View::indices`].
+#[derive(Clone, Debug)]
+pub struct Indices<const N: usize> {
+    shape: [usize; N],
+    next: [usize; N],
+    left: usize,
+}
+
+impl<const N: usize> Iterator for Indices<N> {
+    type Item = [usize; N];
+
+    fn next(&mut self) -> Option<[usize; N]> {
+        self.left = self.left.checked_sub(1)?;
+        let index = self.next;
+        for dim in (0..N).rev() {
+            self.next[dim] += 1;
+            if self.next[dim] < self.shape[dim] {
+                break;
+            }
+            self.next[dim] = 0;
+        }
+        Some(index)
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        (self.left, Some(self.left))
+    }
+}
+
+impl<const N: usize> ExactSizeIterator for Indices<N> {}
+
+impl<T: Element + Copy + fmt::Debug, const N: usize> fmt::Debug for View<'_, T, N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (shape, strides) = (self.shape(), self.strides());
+        f.debug_struct("View").field("shape", &shape).field("strides", &strides).finish_non_exhaustive()
+    }
+}
+
+impl<T: Element + Copy + fmt::Debug, const N: usize> fmt::Debug for ViewMut<'_, T, N> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.view.fmt(f)
+    }
+}
+
+#[track_caller]
+fn out_of_bounds(index: &[usize], shape: &[usize]) -> ! {
+    panic!("index {index:?} is out of bounds of shape {shape:?}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overlap_is_exact() {
+        assert!(!overlaps(&[2, 3], &[3, 1]) && !overlaps(&[3, 2], &[1, 3]) && !overlaps(&[], &[]));
+        assert!(!overlaps(&[2, 0], &[0, 0]) && !overlaps(&[1, 6], &[0, 1]) && !overlaps(&[3, 2], &[2, 3]));
+        assert!(overlaps(&[2], &[0]) && overlaps(&[3, 3], &[1, 1]) && overlaps(&[4, 2], &[2, 6]));
+    }
+}

@@ -1,0 +1,246 @@
+//! `register_hook`: what hooks see, what they change, and when they go.
+
+use super::*;
+
+fn scale(factor: f64) -> impl Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static {
+    move |grad| Ok(Some(grad * factor))
+}
+
+#[test]
+fn a_hook_replaces_the_gradient_of_a_leaf_wherever_it_goes() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let hook = register_hook(&x, scale(10.0)).expect("a leaf");
+    for expected in [60.0, 120.0] {
+        square(&x).sum(Kind::Double).backward();
+        assert_eq!(values(&x.grad()), [expected], "accumulated after the hook");
+    }
+    assert_eq!(values(&gradient_of(&square(&x), &x).expect("gradient")), [60.0], "through grad(), too");
+    hook.remove();
+    assert_eq!(values(&gradient_of(&square(&x), &x).expect("gradient")), [6.0]);
+}
+
+#[test]
+fn a_hook_on_an_intermediate_changes_what_flows_on() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let (middle, seen) = (square(&x), Arc::new(Mutex::new(Vec::new())));
+    let log = Arc::clone(&seen);
+    let _ = register_hook(&middle, move |grad| {
+        log.lock().expect("unpoisoned").extend(values(grad));
+        Ok(None)
+    })
+    .expect("not a leaf");
+    let _ = register_hook(&middle, scale(10.0)).expect("the second, dropped at once, stays");
+    let y = (&middle * 7.0).sum(Kind::Double);
+    let found = grad(&[&y], &[&x], &keep()).and_then(Tensors::single).expect("gradient");
+    assert_eq!(values(&found), [420.0]);
+    assert_eq!(*seen.lock().expect("unpoisoned"), [7.0], "once, before the second");
+    let found = grad(&[&y], &[&middle], &keep()).and_then(Tensors::single).expect("gradient");
+    assert_eq!(values(&found), [70.0], "what it replaced itself");
+}
+
+#[test]
+fn a_hook_sees_the_gradient_of_its_own_output_only() {
+    let _alone = alone();
+    let pair = || {
+        op(
+            |saver, inputs| {
+                saver.set_materialize_grads(false);
+                Ok([inputs.get(0)? * 2.0, inputs.get(0)? * 5.0].into())
+            },
+            |_, grads| {
+                let of = |index, factor: f64| grads.optional(index).map(|grad: &Tensor| grad * factor);
+                let (a, b) = (of(0, 2.0), of(1, 5.0));
+                Ok(match (a, b) {
+                    (Some(a), Some(b)) => Some(a + b),
+                    (a, b) => a.or(b),
+                }
+                .into())
+            },
+        )
+    };
+    let x = leaf(&[1.0]);
+    let [a, b] = apply(pair(), &[Some(&x)]).and_then(Tensors::exactly).expect("apply");
+    let _ = register_hook(&b, scale(100.0)).expect("hook");
+    assert_eq!(values(&gradient_of(&(&a + &b), &x).expect("gradient")), [502.0]);
+    assert_eq!(values(&gradient_of(&a, &x).expect("gradient")), [2.0], "no gradient, no call");
+}
+
+#[test]
+fn hooks_are_part_of_a_graph_of_the_gradients() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let _ = register_hook(&x, |grad| Ok(Some(grad * grad))).expect("hook");
+    let y = run(Square::<true>, &x).sum(Kind::Double);
+    let first = grad(&[&y], &[&x], &create()).and_then(Tensors::single).expect("first");
+    assert_eq!(values(&first), [36.0]);
+    // (2x)² has 8x = 24; on its way it passes the hook again, squared.
+    assert_eq!(values(&gradient_of(&first, &x).expect("second")), [576.0]);
+}
+
+#[test]
+fn a_hook_that_fails_is_an_error_of_backwards_caller() {
+    let _alone = alone();
+    type Body = fn(&Tensor) -> Result<Option<Tensor>>;
+    let cases: [(&str, Body, &[&str]); 5] = [
+        ("error", |_| Err(Error::msg("out of luck")), &["register_hook: out of luck"]),
+        ("panic", |_| panic!("boom {}", 7), &["register_hook: the hook panicked: boom 7"]),
+        (
+            "shape",
+            |_| Ok(Some(Tensor::from_slice(&[1.0, 2.0]))),
+            &["register_hook", "Double[2]", "Double[3]"],
+        ),
+        ("kind", |grad| Ok(Some(grad.to_kind(Kind::Float))), &["register_hook", "Float[3]", "Double[3]"]),
+        ("undefined", |_| Ok(Some(Tensor::new())), &["register_hook", "None to keep"]),
+    ];
+    for (name, body, expected) in cases {
+        for on_leaf in [true, false] {
+            let x = leaf(&[1.0, 2.0, 3.0]);
+            let middle = square(&x);
+            let hook = register_hook(if on_leaf { &x } else { &middle }, body).expect("hook");
+            let y = middle.sum(Kind::Double);
+            let through_grad = grad(&[&y], &[&x], &keep()).expect_err(name).to_string();
+            let through_backward =
+                square(&middle).sum(Kind::Double).f_backward().expect_err(name).to_string();
+            for text in expected {
+                assert!(through_grad.contains(text), "{name}: {through_grad}");
+                assert!(through_backward.contains(text), "{name}: {through_backward}");
+            }
+            assert!(!x.grad().defined(), "{name}");
+            hook.remove();
+        }
+    }
+}
+
+#[test]
+fn a_tensor_without_a_gradient_takes_no_hook() {
+    let _alone = alone();
+    let drops = Arc::new(AtomicUsize::new(0));
+    for (tensor, got) in
+        [(Tensor::new(), "an undefined one"), (Tensor::from_slice(&[1.0]), "one that does not")]
+    {
+        let held = Counted(Arc::clone(&drops));
+        let hook = register_hook(&tensor, move |_| {
+            let _held = &held;
+            Ok(None)
+        });
+        let error = hook.err().expect(got).to_string();
+        assert!(error.contains("register_hook: tensor") && error.contains(got), "{error}");
+    }
+    assert_eq!(drops.load(Ordering::SeqCst), 2);
+}
+
+#[test]
+fn a_hook_is_dropped_once_with_its_removal_or_its_tensor() {
+    let _alone = alone();
+    let (before, drops) = (live_nodes(), Arc::new(AtomicUsize::new(0)));
+    let dropped = || drops.swap(0, Ordering::SeqCst);
+    let hold = |tensor: &Tensor| {
+        let held = Counted(Arc::clone(&drops));
+        register_hook(tensor, move |_| {
+            let _held = &held;
+            Ok(None)
+        })
+        .expect("hook")
+    };
+    for on_leaf in [true, false] {
+        let x = leaf(&[1.0]);
+        let tensor = if on_leaf { x } else { square(&x) };
+        let hook = hold(&tensor);
+        hook.remove();
+        assert_eq!(dropped(), 1, "removed");
+        hook.remove();
+        drop(hook);
+        assert_eq!(dropped(), 0, "removed twice");
+
+        let hook = hold(&tensor);
+        drop(hold(&tensor));
+        assert_eq!(dropped(), 0, "dropping the handle changes nothing");
+        drop(tensor);
+        assert_eq!((dropped(), live_nodes()), (2, before), "the handle keeps nothing alive");
+        hook.remove();
+        assert_eq!(dropped(), 0, "after the tensor");
+    }
+}
+
+#[test]
+fn a_hook_may_remove_and_register_hooks() {
+    let _alone = alone();
+    let (x, runs) = (leaf(&[3.0]), Arc::new(AtomicUsize::new(0)));
+    let slot: Arc<Mutex<Vec<Hook>>> = Arc::default();
+    let (inner, again, counter) = (Arc::clone(&slot), Mutex::new(x.shallow_clone()), Arc::clone(&runs));
+    let first = register_hook(&x, move |_| {
+        // Itself, the next one, and a new one.
+        inner.lock().expect("unpoisoned").drain(..).for_each(|hook| hook.remove());
+        let counter = Arc::clone(&counter);
+        let _ = register_hook(&again.lock().expect("unpoisoned"), move |_| {
+            counter.fetch_add(1, Ordering::SeqCst);
+            Ok(None)
+        })?;
+        Ok(None)
+    })
+    .expect("first");
+    let second = register_hook(&x, scale(10.0)).expect("second");
+    slot.lock().expect("unpoisoned").extend([first, second]);
+    assert_eq!(values(&gradient_of(&square(&x), &x).expect("gradient")), [6.0], "the second was removed");
+    assert_eq!(runs.load(Ordering::SeqCst), 0, "a new one runs from the next time on");
+    let _ = gradient_of(&square(&x), &x).expect("gradient");
+    assert_eq!(runs.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn hooks_are_removed_while_other_threads_run_them() {
+    let _alone = alone();
+    let (x, drops) = (leaf(&[3.0]), Arc::new(AtomicUsize::new(0)));
+    let hooks: Vec<_> = (0..100)
+        .map(|_| {
+            let held = Counted(Arc::clone(&drops));
+            register_hook(&x, move |grad| {
+                let _held = &held;
+                Ok(Some(grad.copy()))
+            })
+            .expect("hook")
+        })
+        .collect();
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            let x = x.shallow_clone();
+            scope.spawn(move || {
+                for _ in 0..50 {
+                    assert_eq!(values(&gradient_of(&square(&x), &x).expect("gradient")), [6.0]);
+                }
+            });
+            scope.spawn(|| hooks.iter().for_each(Hook::remove));
+        }
+    });
+    assert_eq!(drops.load(Ordering::SeqCst), 100);
+}
+
+#[test]
+fn a_hook_stays_with_the_value_it_was_registered_on() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let mut middle = &x * 1.0;
+    let _ = register_hook(&middle, scale(10.0)).expect("before the change");
+    let _ = middle.f_mul_scalar_(2.0).expect("in place");
+    let _ = register_hook(&middle, |grad| Ok(Some(grad + 1.0))).expect("after the change");
+    // (1 + 1)·2·10
+    assert_eq!(values(&gradient_of(&middle, &x).expect("gradient")), [40.0]);
+}
+
+#[test]
+fn cuda_a_hook_on_the_engines_own_thread() {
+    let _alone = alone();
+    let Some(device) = tch_extension::testing::cuda_or_skip("cuda_a_hook_on_the_engines_own_thread") else {
+        return;
+    };
+    let x = Tensor::from_slice(&[3.0]).to_device(device).set_requires_grad(true);
+    let hook = register_hook(&x, scale(10.0)).expect("hook");
+    let gradient = gradient_of(&square(&x), &x).expect("gradient").to_device(Device::Cpu);
+    assert_eq!(values(&gradient), [60.0]);
+    hook.remove();
+    let _ = register_hook(&x, |grad| Ok(Some(grad.to_device(Device::Cpu)))).expect("hook");
+    let error = gradient_of(&square(&x), &x).expect_err("another device").to_string();
+    assert!(error.contains("register_hook") && error.contains("cpu") && error.contains("cuda"), "{error}");
+}
