@@ -46,7 +46,8 @@ impl Drop for Hook {
 /// thread that runs the backward, and with grad mode on where a graph of the gradients is asked for. A hook does
 /// not run when no gradient comes. It belongs to the tensor as it is now: after a change in place it sees the
 /// gradient of the value before. [`grad()`](super::grad()) gives an intermediate's gradient after its hooks,
-/// unless something behind it is asked for, too: the engine takes it before them then. Like PyTorch's, it has to be registered while no backward is under way.
+/// unless something behind it is asked for, too: the engine takes it before them then. Like PyTorch's, it has to
+/// be registered while no backward is under way.
 ///
 /// An error, a panic or a gradient of another shape, kind or device becomes an error of whoever called
 /// backward.

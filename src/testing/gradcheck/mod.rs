@@ -64,8 +64,9 @@ impl Default for GradcheckOptions {
 /// `inputs` share memory, their copies do not.
 ///
 /// Derivatives are taken with respect to the inputs that require grad. These must be of kind `Double`, because
-/// differences of `Float` values say nothing at a step of 1e-6; the others may be of any kind. Outputs that do not require grad are passed over, unless none does: then no output may
-/// depend on an input. Inputs and outputs may be empty, of any number of dimensions, and on any device.
+/// differences of `Float` values say nothing at a step of 1e-6; the others may be of any kind. Outputs that do
+/// not require grad are passed over, unless none does: then no output may depend on an input. Inputs and outputs
+/// may be empty, of any number of dimensions, and on any device.
 ///
 /// It costs two forwards for each input element and two backwards for each output element.
 ///
