@@ -111,6 +111,15 @@ fn without_backtrace(text: &str) -> String {
         .to_string()
 }
 
+/// What a panic said.
+pub(crate) fn panic_text(payload: &(dyn std::any::Any + Send)) -> &str {
+    payload
+        .downcast_ref::<String>()
+        .map(String::as_str)
+        .or_else(|| payload.downcast_ref::<&str>().copied())
+        .unwrap_or("with a value that is no text")
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -31,7 +31,7 @@ fn every_operator_has_all_its_twins() {
             format!("csrc/{operator}/{operator}.h"),
             format!("src/ffi/{operator}.rs"),
             format!("src/ops/{operator}.rs"),
-            format!("tests/{operator}.rs"),
+            format!("tests/{operator}/main.rs"),
             format!("benches/{operator}.rs"),
         ];
         for twin in twins {

@@ -9,9 +9,6 @@ inline namespace CPU_CAPABILITY {
 
 namespace {
 
-template <typename T>
-using Vec = at::vec::Vectorized<T>;
-
 // An item is a piece of a row, so that one long row is spread over threads, too.
 constexpr int64_t kColumns = 1024;
 
@@ -45,75 +42,74 @@ void for_each_vector(const Params& params, int64_t begin, int64_t end, Body body
     const int64_t row = item / pieces;
     const int64_t first = (item % pieces) * kColumns;
     const int64_t last = std::min(params.hidden, first + kColumns);
-    for (int64_t column = first; column < last; column += Vec<T>::size()) {
-      body(row, column, std::min<int64_t>(Vec<T>::size(), last - column));
+    for (int64_t column = first; column < last; column += kVecSize<T>) {
+      body(row, column, std::min(kVecSize<T>, last - column));
     }
   }
 }
 
 template <typename T>
 void forward(const LltmCellForward& params, int64_t begin, int64_t end) {
+  using V = Vec<Compute<T>>;
   const int64_t hidden = params.hidden;
   for_each_vector<T>(params, begin, end, [&](int64_t row, int64_t column, int64_t count) {
     T* gate = static_cast<T*>(params.gates) + row * 3 * hidden + column;
     const int64_t at = row * hidden + column;
-    const Vec<T> i = sigmoid(Vec<T>::loadu(gate, count));
-    const Vec<T> o = sigmoid(Vec<T>::loadu(gate + hidden, count));
-    const Vec<T> g = Vec<T>::loadu(gate + 2 * hidden, count);
-    const Vec<T> candidate = Vec<T>::blendv(g.expm1(), g, g > Vec<T>(T(0)));
-    const Vec<T> new_c = Vec<T>::loadu(static_cast<const T*>(params.c) + at, count) + candidate * i;
-    const Vec<T> new_h = new_c.tanh() * o;
-    new_c.store(static_cast<T*>(params.new_c) + at, count);
-    new_h.store(static_cast<T*>(params.new_h) + at, count);
+    const V i = sigmoid(load(gate, count));
+    const V o = sigmoid(load(gate + hidden, count));
+    const V g = load(gate + 2 * hidden, count);
+    const V candidate = V::blendv(g.expm1(), g, g > V(0));
+    const V new_c = load(static_cast<const T*>(params.c) + at, count) + candidate * i;
+    const V new_h = new_c.tanh() * o;
+    store(new_c, static_cast<T*>(params.new_c) + at, count);
+    store(new_h, static_cast<T*>(params.new_h) + at, count);
     if (params.save_activations) {
-      i.store(gate, count);
-      o.store(gate + hidden, count);
+      store(i, gate, count);
+      store(o, gate + hidden, count);
     }
   });
 }
 
 template <typename T>
-Vec<T> load_or_zero(const void* pointer, int64_t at, int64_t count) {
-  return pointer == nullptr ? Vec<T>(T(0)) : Vec<T>::loadu(static_cast<const T*>(pointer) + at, count);
+Vec<Compute<T>> load_or_zero(const void* pointer, int64_t at, int64_t count) {
+  return pointer == nullptr ? Vec<Compute<T>>(0) : load(static_cast<const T*>(pointer) + at, count);
 }
 
 template <typename T>
 void backward(const LltmCellBackward& params, int64_t begin, int64_t end) {
+  using V = Vec<Compute<T>>;
   const int64_t hidden = params.hidden;
-  const Vec<T> one(T(1));
+  const V one(1);
   for_each_vector<T>(params, begin, end, [&](int64_t row, int64_t column, int64_t count) {
     const int64_t at = row * hidden + column;
     const int64_t at_gate = row * 3 * hidden + column;
     const T* activation = static_cast<const T*>(params.activations) + at_gate;
-    const Vec<T> i = Vec<T>::loadu(activation, count);
-    const Vec<T> o = Vec<T>::loadu(activation + hidden, count);
-    const Vec<T> g = Vec<T>::loadu(activation + 2 * hidden, count);
-    const Vec<T> tanh_c = Vec<T>::loadu(static_cast<const T*>(params.new_c) + at, count).tanh();
-    const Vec<T> grad_h = load_or_zero<T>(params.grad_new_h, at, count);
-    const Vec<T> positive = g > Vec<T>(T(0));
-    const Vec<T> candidate = Vec<T>::blendv(g.expm1(), g, positive);
-    const Vec<T> candidate_grad = Vec<T>::blendv(g.exp(), one, positive);
+    const V i = load(activation, count);
+    const V o = load(activation + hidden, count);
+    const V g = load(activation + 2 * hidden, count);
+    const V tanh_c = load(static_cast<const T*>(params.new_c) + at, count).tanh();
+    const V grad_h = load_or_zero<T>(params.grad_new_h, at, count);
+    const V positive = g > V(0);
+    const V candidate = V::blendv(g.expm1(), g, positive);
+    const V candidate_grad = V::blendv(g.exp(), one, positive);
 
-    const Vec<T> grad_c =
-        load_or_zero<T>(params.grad_new_c, at, count) + grad_h * o * (one - tanh_c * tanh_c);
+    const V grad_c = load_or_zero<T>(params.grad_new_c, at, count) + grad_h * o * (one - tanh_c * tanh_c);
     T* grad_gate = static_cast<T*>(params.grad_gates) + at_gate;
-    (grad_c * candidate * i * (one - i)).store(grad_gate, count);
-    (grad_h * tanh_c * o * (one - o)).store(grad_gate + hidden, count);
-    (grad_c * i * candidate_grad).store(grad_gate + 2 * hidden, count);
-    if (params.grad_c != nullptr) grad_c.store(static_cast<T*>(params.grad_c) + at, count);
+    store(grad_c * candidate * i * (one - i), grad_gate, count);
+    store(grad_h * tanh_c * o * (one - o), grad_gate + hidden, count);
+    store(grad_c * i * candidate_grad, grad_gate + 2 * hidden, count);
+    if (params.grad_c != nullptr) store(grad_c, static_cast<T*>(params.grad_c) + at, count);
   });
 }
 
 }  // namespace
 
 static void lltm_cell_forward(const LltmCellForward& params, int64_t begin, int64_t end) {
-  params.kind == kTchExtensionDouble ? forward<double>(params, begin, end)
-                                     : forward<float>(params, begin, end);
+  for_kind(params.kind, [&](auto type) { forward<typename decltype(type)::type>(params, begin, end); });
 }
 
 static void lltm_cell_backward(const LltmCellBackward& params, int64_t begin, int64_t end) {
-  params.kind == kTchExtensionDouble ? backward<double>(params, begin, end)
-                                     : backward<float>(params, begin, end);
+  for_kind(params.kind, [&](auto type) { backward<typename decltype(type)::type>(params, begin, end); });
 }
 
 }  // namespace CPU_CAPABILITY

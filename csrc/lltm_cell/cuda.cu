@@ -9,19 +9,32 @@
 namespace tch_extension {
 namespace {
 
+// What a thread computes with.
 template <typename T, int kLanes>
-__device__ __forceinline__ Vector<T, kLanes> load(const void* pointer, int64_t at) {
-  return *reinterpret_cast<const Vector<T, kLanes>*>(static_cast<const T*>(pointer) + at);
+struct Values {
+  Compute<T> lane[kLanes];
+};
+
+template <typename T, int kLanes>
+__device__ __forceinline__ Values<T, kLanes> load(const void* pointer, int64_t at) {
+  const auto stored = *reinterpret_cast<const Vector<T, kLanes>*>(static_cast<const T*>(pointer) + at);
+  Values<T, kLanes> values;
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] = static_cast<Compute<T>>(stored.lane[lane]);
+  return values;
 }
 
 template <typename T, int kLanes>
-__device__ __forceinline__ void store(void* pointer, int64_t at, const Vector<T, kLanes>& values) {
-  *reinterpret_cast<Vector<T, kLanes>*>(static_cast<T*>(pointer) + at) = values;
+__device__ __forceinline__ void store(void* pointer, int64_t at, const Values<T, kLanes>& values) {
+  Vector<T, kLanes> rounded;
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) rounded.lane[lane] = static_cast<T>(values.lane[lane]);
+  *reinterpret_cast<Vector<T, kLanes>*>(static_cast<T*>(pointer) + at) = rounded;
 }
 
 template <typename T, int kLanes>
-__device__ __forceinline__ Vector<T, kLanes> load_or_zero(const void* pointer, int64_t at) {
-  return pointer == nullptr ? Vector<T, kLanes>{} : load<T, kLanes>(pointer, at);
+__device__ __forceinline__ Values<T, kLanes> load_or_zero(const void* pointer, int64_t at) {
+  return pointer == nullptr ? Values<T, kLanes>{} : load<T, kLanes>(pointer, at);
 }
 
 // Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the arithmetic.
@@ -35,11 +48,11 @@ __global__ void __launch_bounds__(kThreads) lltm_cell_forward_kernel(LltmCellFor
        index += static_cast<Index>(gridDim.x) * kThreads) {
     const int64_t at = static_cast<int64_t>(index) * kLanes;
     const int64_t at_gate = at + 2 * hidden * static_cast<int64_t>(index / vectors_per_row);
-    Vector<T, kLanes> i = load<T, kLanes>(params.gates, at_gate);
-    Vector<T, kLanes> o = load<T, kLanes>(params.gates, at_gate + hidden);
-    const Vector<T, kLanes> g = load<T, kLanes>(params.gates, at_gate + 2 * hidden);
-    Vector<T, kLanes> c = load<T, kLanes>(params.c, at);
-    Vector<T, kLanes> h;
+    auto i = load<T, kLanes>(params.gates, at_gate);
+    auto o = load<T, kLanes>(params.gates, at_gate + hidden);
+    const auto g = load<T, kLanes>(params.gates, at_gate + 2 * hidden);
+    auto c = load<T, kLanes>(params.c, at);
+    Values<T, kLanes> h;
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
       i.lane[lane] = sigmoid(i.lane[lane]);
@@ -47,11 +60,11 @@ __global__ void __launch_bounds__(kThreads) lltm_cell_forward_kernel(LltmCellFor
       c.lane[lane] += elu(g.lane[lane]) * i.lane[lane];
       h.lane[lane] = tanh(c.lane[lane]) * o.lane[lane];
     }
-    store(params.new_c, at, c);
-    store(params.new_h, at, h);
+    store<T>(params.new_c, at, c);
+    store<T>(params.new_h, at, h);
     if (params.save_activations) {
-      store(params.gates, at_gate, i);
-      store(params.gates, at_gate + hidden, o);
+      store<T>(params.gates, at_gate, i);
+      store<T>(params.gates, at_gate + hidden, o);
     }
   }
 }
@@ -66,25 +79,25 @@ __global__ void __launch_bounds__(kThreads) lltm_cell_backward_kernel(LltmCellBa
        index += static_cast<Index>(gridDim.x) * kThreads) {
     const int64_t at = static_cast<int64_t>(index) * kLanes;
     const int64_t at_gate = at + 2 * hidden * static_cast<int64_t>(index / vectors_per_row);
-    const Vector<T, kLanes> i = load<T, kLanes>(params.activations, at_gate);
-    const Vector<T, kLanes> o = load<T, kLanes>(params.activations, at_gate + hidden);
-    const Vector<T, kLanes> g = load<T, kLanes>(params.activations, at_gate + 2 * hidden);
-    const Vector<T, kLanes> new_c = load<T, kLanes>(params.new_c, at);
-    const Vector<T, kLanes> grad_h = load_or_zero<T, kLanes>(params.grad_new_h, at);
-    Vector<T, kLanes> grad_c = load_or_zero<T, kLanes>(params.grad_new_c, at);
-    Vector<T, kLanes> grad_i, grad_o, grad_g;
+    const auto i = load<T, kLanes>(params.activations, at_gate);
+    const auto o = load<T, kLanes>(params.activations, at_gate + hidden);
+    const auto g = load<T, kLanes>(params.activations, at_gate + 2 * hidden);
+    const auto new_c = load<T, kLanes>(params.new_c, at);
+    const auto grad_h = load_or_zero<T, kLanes>(params.grad_new_h, at);
+    auto grad_c = load_or_zero<T, kLanes>(params.grad_new_c, at);
+    Values<T, kLanes> grad_i, grad_o, grad_g;
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
-      const T tanh_c = tanh(new_c.lane[lane]);
+      const auto tanh_c = tanh(new_c.lane[lane]);
       grad_c.lane[lane] += grad_h.lane[lane] * o.lane[lane] * tanh_grad(tanh_c);
       grad_i.lane[lane] = grad_c.lane[lane] * elu(g.lane[lane]) * sigmoid_grad(i.lane[lane]);
       grad_o.lane[lane] = grad_h.lane[lane] * tanh_c * sigmoid_grad(o.lane[lane]);
       grad_g.lane[lane] = grad_c.lane[lane] * i.lane[lane] * elu_grad(g.lane[lane]);
     }
-    store(params.grad_gates, at_gate, grad_i);
-    store(params.grad_gates, at_gate + hidden, grad_o);
-    store(params.grad_gates, at_gate + 2 * hidden, grad_g);
-    if (params.grad_c != nullptr) store(params.grad_c, at, grad_c);
+    store<T>(params.grad_gates, at_gate, grad_i);
+    store<T>(params.grad_gates, at_gate + hidden, grad_o);
+    store<T>(params.grad_gates, at_gate + 2 * hidden, grad_g);
+    if (params.grad_c != nullptr) store<T>(params.grad_c, at, grad_c);
   }
 }
 
@@ -135,11 +148,7 @@ void start_with_lanes(const Params& params, cudaStream_t stream) {
 template <typename Params>
 LaunchStatus launch(const char* kernel, const Params& params, cudaStream_t stream) {
   if (params.batch == 0 || params.hidden == 0) return {kernel, nullptr};
-  if (params.kind == kTchExtensionDouble) {
-    start_with_lanes<double>(params, stream);
-  } else {
-    start_with_lanes<float>(params, stream);
-  }
+  for_kind(params.kind, [&](auto type) { start_with_lanes<typename decltype(type)::type>(params, stream); });
   return launch_status(kernel);
 }
 

@@ -4,13 +4,11 @@
 //   [i | o | g] = gates           before their activations
 //   c' = c + elu(g) σ(i)          h' = tanh(c') σ(o)
 //
-// All arrays are row-major and contiguous; B is the batch, H the hidden size. No two may overlap.
+// All arrays are row-major and contiguous; B is the batch, H the hidden size. No two may overlap. The half
+// kinds are computed in float and rounded when stored.
 #pragma once
 
-#include <cstdint>
-
-// libtorch's numbers for element types.
-enum TchExtensionKind : int32_t { kTchExtensionFloat = 6, kTchExtensionDouble = 7 };
+#include "tch_extension/kind.h"
 
 struct LltmCellForward {
   int64_t batch;             // B

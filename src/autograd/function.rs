@@ -1,6 +1,7 @@
 //! `torch.autograd.Function` for Rust.
 
 use super::tensors::{Inputs, Tensors};
+use crate::error::panic_text;
 use crate::ffi::autograd as ffi;
 use crate::ffi::take_message;
 use crate::{Error, Result};
@@ -399,14 +400,6 @@ unsafe extern "C" fn drop_state<F: Function>(state: *mut c_void) {
     if let Err(panic) = catch_unwind(AssertUnwindSafe(move || drop(state))) {
         discard(panic);
     }
-}
-
-fn panic_text(panic: &(dyn Any + Send)) -> &str {
-    panic
-        .downcast_ref::<String>()
-        .map(String::as_str)
-        .or_else(|| panic.downcast_ref::<&str>().copied())
-        .unwrap_or("with a value that is no text")
 }
 
 pub(super) fn borrowed_pointers<'a>(

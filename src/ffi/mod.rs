@@ -48,11 +48,13 @@ fn optional_ptr(
     tensor.map_or(Ok(std::ptr::null_mut()), |tensor| checked(name, tensor, shape, like))
 }
 
-/// libtorch's number for a kind (c10/core/ScalarType.h) that kernels exist for.
+/// libtorch's number for a kind that kernels exist for: `csrc/include/tch_extension/kind.h`.
 fn kind_code(kind: Kind) -> Result<i32> {
     match kind {
+        Kind::Half => Ok(5),
         Kind::Float => Ok(6),
         Kind::Double => Ok(7),
+        Kind::BFloat16 => Ok(15),
         other => Err(Error::msg(format!("internal error: there are no kernels for {other:?}"))),
     }
 }
@@ -79,6 +81,6 @@ mod tests {
             let error = checked("x", &bad, &[2, 3], like).expect_err("does not fit").to_string();
             assert!(error.contains("a kernel's x should be a contiguous [2, 3]"), "{error}");
         }
-        assert!(kind_code(Kind::Half).is_err());
+        assert!(kind_code(Kind::Int64).is_err());
     }
 }

@@ -8,7 +8,7 @@ use crate::{Result, check};
 use tch::{Kind, Tensor};
 
 const OP: &str = "lltm_cell";
-const KINDS: [Kind; 2] = [Kind::Float, Kind::Double];
+const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
 /// One step of an LLTM: the new hidden and cell state.
 ///
@@ -23,10 +23,10 @@ const KINDS: [Kind; 2] = [Kind::Float, Kind::Double];
 /// * `bias`: b, `[3H]` or, as PyTorch's extension-cpp has it, `[1, 3H]`; `None` for zeros
 /// * `state`: (h, c), each `[B, H]`
 ///
-/// Returns (h', c'), each `[B, H]`. All of kind `Float` or `Double`, the same for all, on one CPU or CUDA
-/// device; any strides, any sizes, also empty ones. Under autocast the product runs in autocast's kind and the
-/// outputs keep the state's. Has first and second derivatives with respect to each
-/// tensor. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic.
+/// Returns (h', c'), each `[B, H]`. All of kind `Float`, `Double`, `Half` or `BFloat16`, the same for all, on one
+/// CPU or CUDA device; any strides, any sizes, also empty ones. Of the half kinds, everything behind the product
+/// is computed in `Float` and rounded once. Under autocast the product runs in autocast's kind and the outputs
+/// keep the state's. Has first and second derivatives with respect to each tensor. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic.
 ///
 /// One matrix product, done by libtorch under its precision switches, and one kernel for everything else; the
 /// backward keeps `3·B·H` numbers besides inputs and outputs.

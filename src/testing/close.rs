@@ -47,7 +47,8 @@ pub fn assert_close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) {
     }
 }
 
-fn close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) -> Result<()> {
+/// [`assert_close`] as an error.
+pub(super) fn close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) -> Result<()> {
     for (tensor, name) in [(actual, "actual"), (expected, "expected")] {
         if !tensor.defined() {
             return Err(Error::msg(format!("{name} is an undefined tensor")));
@@ -72,4 +73,134 @@ fn close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) -> Result<()>
         bound.allowed(e),
         count_of(found.count, actual.len(), "elements"),
     )))
+}
+
+/// Asserts that `actual` is as close to `exact` as `rival` is, libtorch's way to the same result: neither its
+/// largest nor its root mean square error exceeds the rival's by more than two roundings to its kind, of the
+/// largest and of the root mean square value. (Two, because in small tensors luck has a part in either error.) For
+/// kinds whose [`tolerance`] a chain of correctly rounded operations does not keep.
+///
+/// `actual` and `rival` are of the same kind and shape; `exact` is of kind `Double`, computed from the same
+/// inputs. No value may be infinite or NaN.
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use tch_extension::testing::assert_as_accurate;
+///
+/// let x = Tensor::randn([1000], (Kind::Half, Device::Cpu));
+/// let fused = (x.to_kind(Kind::Float) * 3.0).tanh().to_kind(Kind::Half);
+/// assert_as_accurate(&fused, &(&x * 3.0).tanh(), &(x.to_kind(Kind::Double) * 3.0).tanh());
+/// ```
+///
+/// # Panics
+/// When it is not, with both errors. Also on other kinds and shapes than stated, and on values that are not finite.
+#[track_caller]
+pub fn assert_as_accurate(actual: &Tensor, rival: &Tensor, exact: &Tensor) {
+    if let Err(error) = as_accurate(actual, rival, exact) {
+        panic!("assert_as_accurate: {error}");
+    }
+}
+
+fn as_accurate(actual: &Tensor, rival: &Tensor, exact: &Tensor) -> Result<()> {
+    let kind = actual.f_kind()?;
+    let rounding = match kind {
+        Kind::Half => 2f64.powi(-11),
+        Kind::BFloat16 => 2f64.powi(-8),
+        Kind::Float => 2f64.powi(-24),
+        Kind::Double => 2f64.powi(-53),
+        _ => return Err(Error::msg(format!("actual is {kind:?}, expected a floating kind"))),
+    };
+    for (tensor, name, expected) in [(rival, "rival", kind), (exact, "exact", Kind::Double)] {
+        if (tensor.f_kind()?, tensor.size()) != (expected, actual.size()) {
+            let found = (tensor.f_kind()?, tensor.size());
+            return Err(Error::msg(format!("{name} is {found:?}, expected {:?}", (expected, actual.size()))));
+        }
+    }
+    let exact = values(exact)?;
+    let scale = Norms::of(exact.iter().copied());
+    let error = |tensor| -> Result<Norms> {
+        Ok(Norms::of(values(tensor)?.iter().zip(&exact).map(|(value, exact)| value - exact)))
+    };
+    let (found, allowed) = (error(actual)?, error(rival)?.plus(&scale, rounding));
+    // Not `>`: NaN is wrong, too.
+    if found.largest <= allowed.largest && found.rms <= allowed.rms && allowed.largest.is_finite() {
+        return Ok(());
+    }
+    Err(Error::msg(format!(
+        "of {} elements the largest error is {:e}, allowed are {:e}; the root mean square error {:e}, allowed are \
+         {:e}: the rival's and what rounding to {kind:?} explains",
+        exact.len(),
+        found.largest,
+        allowed.largest,
+        found.rms,
+        allowed.rms,
+    )))
+}
+
+struct Norms {
+    largest: f64,
+    rms: f64,
+}
+
+impl Norms {
+    fn of(values: impl Iterator<Item = f64>) -> Self {
+        let (mut largest, mut squares, mut len) = (0.0_f64, 0.0, 0.0_f64);
+        for value in values {
+            // Unlike f64::max, which would drop NaN.
+            largest = if value.abs() <= largest { largest } else { value.abs() };
+            squares += value * value;
+            len += 1.0;
+        }
+        Norms { largest, rms: (squares / len.max(1.0)).sqrt() }
+    }
+
+    /// With room for rounding values of this scale.
+    fn plus(&self, scale: &Norms, rounding: f64) -> Norms {
+        let room = 2.0 * rounding;
+        Norms { largest: self.largest + room * scale.largest, rms: self.rms + room * scale.rms }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn half(values: &[f64]) -> Tensor {
+        Tensor::from_slice(values).to_kind(Kind::Half)
+    }
+
+    #[test]
+    fn as_accurate_as_the_rival_but_for_rounding() {
+        let exact = Tensor::from_slice(&[1.0, 2.0, 4.0, -8.0]);
+        let rival = half(&[1.0, 2.0, 4.0, -8.0]);
+        assert_as_accurate(&rival, &rival, &exact);
+        // Two roundings of the largest value are 2⁻⁷, 7.8125e-3.
+        assert!(as_accurate(&half(&[1.0, 2.0, 4.0, -7.9921875]), &rival, &exact).is_ok());
+        let error = as_accurate(&half(&[1.0, 2.0, 4.0, -7.984375]), &rival, &exact).unwrap_err();
+        assert!(
+            error.to_string().contains("the largest error is 1.5625e-2, allowed are 7.8125e-3"),
+            "{error}"
+        );
+        // The errors of all elements together, each of which is allowed.
+        let ones = Tensor::ones([4], (Kind::Double, tch::Device::Cpu)) * 8.0;
+        let spread = Tensor::from_slice(&[8.0, 0.0, 0.0, 0.0]);
+        let off = half(&[8.0, 0.007, 0.007, 0.007]);
+        assert!(as_accurate(&off, &half(&[8.0, 0.0, 0.0, 0.0]), &spread).is_err());
+        // The worse the rival, the more is allowed.
+        let worse = half(&[8.03125, 8.0, 8.0, 8.0]);
+        assert!(as_accurate(&worse, &worse, &ones).is_ok());
+        assert!(as_accurate(&worse, &half(&[8.0, 8.0, 8.0, 8.0]), &ones).is_err());
+    }
+
+    #[test]
+    fn nothing_to_compare_with_is_an_error() {
+        let exact = Tensor::from_slice(&[1.0, f64::NAN]);
+        let some = half(&[1.0, 2.0]);
+        assert!(as_accurate(&some, &some, &exact).is_err());
+        assert!(as_accurate(&half(&[1.0, f64::NAN]), &some, &Tensor::from_slice(&[1.0, 2.0])).is_err());
+        assert!(as_accurate(&some, &half(&[1.0, f64::INFINITY]), &Tensor::from_slice(&[1.0, 2.0])).is_err());
+        assert!(as_accurate(&some, &some, &some).is_err());
+        assert!(as_accurate(&some, &half(&[1.0]), &Tensor::from_slice(&[1.0, 2.0])).is_err());
+        assert!(as_accurate(&half(&[]), &half(&[]), &Tensor::from_slice::<f64>(&[])).is_ok());
+    }
 }

@@ -5,9 +5,14 @@
 
 mod close;
 mod compare;
+mod conformance;
 mod devices;
 mod gradcheck;
+mod replica;
+mod samples;
 
-pub use close::{assert_close, tolerance};
+pub use close::{assert_as_accurate, assert_close, tolerance};
+pub use conformance::{ConformanceOptions, conformance};
 pub use devices::{cuda_or_skip, devices};
 pub use gradcheck::{GradcheckOptions, GradgradcheckOptions, gradcheck, gradgradcheck};
+pub use samples::{Layout, Sample, SampleTable, Shape};

@@ -17,9 +17,16 @@
 // merged across the units, and an old CPU might run the AVX-512 copy.
 #pragma once
 
+#include <ATen/OpMathType.h>
+#include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "tch_extension/kind.h"
 
 #if defined(CPU_CAPABILITY_DEFAULT)
 #include <ATen/Parallel.h>
@@ -40,6 +47,56 @@ inline int cpu_capability() {
 
 }  // namespace tch_extension
 #endif
+
+namespace tch_extension {
+inline namespace CPU_CAPABILITY {
+
+// What values of type T are computed in: float for the half kinds, T itself otherwise.
+template <typename T>
+using Compute = at::opmath_type<T>;
+
+// Calls body(Type<T>{}) for the type of a kind.
+template <typename Body>
+inline void for_kind(int32_t kind, Body&& body) {
+  dispatch_kind<at::Half, at::BFloat16>(kind, std::forward<Body>(body));
+}
+
+template <typename T>
+using Vec = at::vec::Vectorized<T>;
+
+// How many values `load` and `store` take at most.
+template <typename T>
+constexpr int64_t kVecSize = Vec<Compute<T>>::size();
+
+// The first `count` values at `from`; zeros behind them.
+template <typename T>
+inline Vec<Compute<T>> load(const T* from, int64_t count) {
+  if constexpr (std::is_same_v<T, Compute<T>>) {
+    return Vec<T>::loadu(from, count);
+  } else {
+    T padded[kVecSize<T>];
+    if (count < kVecSize<T>) {
+      std::fill(std::copy_n(from, count, padded), padded + kVecSize<T>, T(0));
+      from = padded;
+    }
+    Vec<float> values;
+    at::vec::load_to_float<T>(from, values);
+    return values;
+  }
+}
+
+// Rounds to T and stores the first `count` values.
+template <typename T>
+inline void store(const Vec<Compute<T>>& values, T* to, int64_t count) {
+  if constexpr (std::is_same_v<T, Compute<T>>) {
+    values.store(to, count);
+  } else {
+    at::vec::convert_from_float<T>(values, values).store(to, count);
+  }
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace tch_extension
 
 #define TCH_EXTENSION_CONCAT_(a, b) a##b
 #define TCH_EXTENSION_CONCAT(a, b) TCH_EXTENSION_CONCAT_(a, b)

@@ -1,9 +1,15 @@
-// Launching CUDA kernels: a status that names the kernel, sizes of grids, vector accesses. No torch headers.
+// Launching CUDA kernels: a status that names the kernel, types of kinds, sizes of grids, vector accesses. No
+// torch headers.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <utility>
+
+#include "tch_extension/kind.h"
 
 namespace tch_extension {
 
@@ -19,6 +25,30 @@ inline LaunchStatus launch_status(const char* kernel) {
   const cudaError_t error = cudaGetLastError();
   return {kernel, error == cudaSuccess ? nullptr : cudaGetErrorString(error)};
 }
+
+// Calls body(Type<T>{}) for the type of a kind.
+template <typename Body>
+inline void for_kind(int32_t kind, Body&& body) {
+  dispatch_kind<__half, __nv_bfloat16>(kind, std::forward<Body>(body));
+}
+
+template <typename T>
+struct ComputeOf {
+  using type = T;
+};
+template <>
+struct ComputeOf<__half> {
+  using type = float;
+};
+template <>
+struct ComputeOf<__nv_bfloat16> {
+  using type = float;
+};
+
+// What values of type T are computed in: float for the half kinds, T itself otherwise. static_cast converts
+// between the two.
+template <typename T>
+using Compute = typename ComputeOf<T>::type;
 
 constexpr int kThreads = 256;
 

@@ -1,9 +1,9 @@
 //! `torch.autograd.gradgradcheck`.
 
-use super::replica::Replica;
 use super::{GradcheckOptions, gradcheck};
 use crate::autograd::{GradOptions, Tensors, grad};
 use crate::check::Check;
+use crate::testing::replica::Replica;
 use crate::{Error, Result};
 use tch::Tensor;
 

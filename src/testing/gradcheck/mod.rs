@@ -2,17 +2,16 @@
 
 mod gradgradcheck;
 mod jacobian;
-mod replica;
 mod vanishing;
 
 pub use gradgradcheck::{GradgradcheckOptions, gradgradcheck};
 
 use super::compare::{Bound, values};
+use super::replica::{Elements, Replica};
 use crate::autograd::{GradOptions, Tensors, grad};
 use crate::check::Check;
 use crate::{Error, Result};
 use jacobian::{Disagreement, Jacobian, Sides};
-use replica::{Elements, Replica};
 use tch::{Device, Kind, Tensor};
 
 const OP: &str = "gradcheck";

@@ -1,8 +1,8 @@
 //! Private copies of tensors, to change at will.
 
+use super::compare::values;
 use crate::Result;
-use crate::testing::compare::values;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 /// A copy of a tensor that a kernel cannot tell from the original: same sizes, strides and storage offset, so
 /// also the same alignment, and a leaf that requires grad if the original does.
@@ -15,15 +15,30 @@ pub(super) struct Replica {
 
 impl Replica {
     pub fn of(original: &Tensor) -> Result<Replica> {
+        Self::with_margin(original, 0)
+    }
+
+    /// With as many elements on either side that are no part of it, see [`no_value`]. A multiple of 64 leaves the
+    /// alignment as it is.
+    pub fn with_margin(original: &Tensor, margin: i64) -> Result<Replica> {
         let data = original.f_detach()?;
         let (size, stride, offset) = (data.size(), data.stride(), storage_offset(&data)?);
-        let source = data.f_as_strided([extent(&size, &stride, offset)], [1], 0)?;
-        let mut storage = source.f_empty_like()?;
-        storage.f_copy_(&source)?;
+        let len = extent(&size, &stride, offset);
+        let source = data.f_as_strided([len], [1], 0)?;
+        let storage = no_value(&[len + 2 * margin], &data)?;
+        storage.f_narrow(0, margin, len)?.f_copy_(&source)?;
+        let offset = offset + margin;
         // Detached, or writes to `storage` would count as writes to a leaf that requires grad.
         let tensor = storage.f_as_strided(size, stride, offset)?.f_detach()?;
         let tensor = tensor.f_set_requires_grad(original.requires_grad())?;
         Ok(Replica { tensor, storage, offset })
+    }
+
+    /// A copy of all its memory, that between and around the elements included.
+    pub fn memory(&self) -> Result<Tensor> {
+        let mut copy = self.storage.f_empty_like()?;
+        copy.f_copy_(&self.storage)?;
+        Ok(copy)
     }
 
     pub fn elements(&self) -> Result<Elements> {
@@ -68,6 +83,21 @@ impl Elements {
     }
 }
 
+/// A tensor full of what no element holds: NaN, or the kind's largest value.
+pub(super) fn no_value(size: &[i64], like: &Tensor) -> Result<Tensor> {
+    let kind = like.f_kind()?;
+    let device = like.device();
+    Ok(match kind {
+        Kind::Bool => Tensor::f_ones(size, (kind, device))?,
+        Kind::Uint8 => Tensor::f_full(size, i64::from(u8::MAX), (kind, device))?,
+        Kind::Int8 => Tensor::f_full(size, i64::from(i8::MAX), (kind, device))?,
+        Kind::Int16 => Tensor::f_full(size, i64::from(i16::MAX), (kind, device))?,
+        Kind::Int => Tensor::f_full(size, i64::from(i32::MAX), (kind, device))?,
+        Kind::Int64 => Tensor::f_full(size, i64::MAX, (kind, device))?,
+        _ => Tensor::f_full(size, f64::NAN, (kind, device))?,
+    })
+}
+
 /// In elements. tch does not show libtorch's own `storage_offset`.
 fn storage_offset(tensor: &Tensor) -> Result<i64> {
     if tensor.numel() == 0 {
@@ -96,7 +126,7 @@ fn positions(size: &[i64], stride: &[i64], offset: i64) -> Vec<i64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tch::{Device, Kind};
+    use tch::Device;
 
     fn matrix() -> Tensor {
         Tensor::arange(24, (Kind::Double, Device::Cpu)).reshape([4, 6])
@@ -123,6 +153,22 @@ mod tests {
             assert!(replica.tensor.is_leaf() && !replica.tensor.requires_grad());
             assert!(view.numel() == 0 || replica.tensor.data_ptr() != view.data_ptr());
         }
+    }
+
+    #[test]
+    fn margins_are_no_part_of_it() {
+        let original = matrix().transpose(0, 1);
+        let replica = Replica::with_margin(&original, 64).unwrap();
+        assert_eq!((&replica.tensor, replica.tensor.stride()), (&original, original.stride()));
+        let memory = replica.memory().unwrap();
+        assert_eq!(memory.numel(), 64 + 24 + 64);
+        assert_eq!(memory.isnan().sum(Kind::Int64).int64_value(&[]), 128);
+        assert_eq!(memory.narrow(0, 64, 24), matrix().reshape([24]));
+        assert!(
+            Replica::with_margin(&matrix().narrow(0, 4, 0), 64).unwrap().memory().unwrap().numel() >= 128
+        );
+        let integers = Replica::with_margin(&matrix().to_kind(Kind::Int64), 1).unwrap().memory().unwrap();
+        assert_eq!(integers.int64_value(&[25]), i64::MAX);
     }
 
     #[test]

@@ -1,0 +1,233 @@
+//! Properties that show in the gradients.
+
+use super::run::{Case, Outcome, tensors_of};
+use crate::autograd::{GradOptions, grad};
+use crate::testing::compare::values;
+use crate::testing::samples::{Layout, noise};
+use crate::{Error, Result};
+use tch::{Kind, Tensor};
+
+/// With more inputs than this, not every set of them is tried: that would be too many.
+const MOST_VARIABLES: usize = 6;
+
+pub(super) fn subsets(case: &Case<'_>) -> Result<()> {
+    if !case.variables.is_empty() && case.vectors.iter().all(Option::is_none) {
+        return Err(Error::msg("inputs require grad, but no output does: is the graph cut?"));
+    }
+    for subset in sets(&case.variables) {
+        let what = format!("with gradients for inputs {subset:?} only");
+        let leaves = tensors_of(&case.copies()?);
+        for (index, leaf) in leaves.iter().enumerate() {
+            let _ = leaf.f_set_requires_grad(subset.contains(&index))?;
+        }
+        let found = case.run(&leaves).map_err(|error| Error::msg(format!("{what}: {error}")))?;
+        let gradients = (0..leaves.len()).map(|index| {
+            let gradient = case.expected.gradients[index].as_ref().filter(|_| subset.contains(&index));
+            gradient.map(Tensor::shallow_clone)
+        });
+        let outputs = super::run::detached(&case.expected.outputs)?;
+        case.runner.agree(&what, &found, &Outcome { outputs, gradients: gradients.collect() })?;
+    }
+    Ok(())
+}
+
+fn sets(variables: &[usize]) -> Vec<Vec<usize>> {
+    let chosen = |bits: usize| {
+        let is_in = |(place, &variable): (usize, &usize)| (bits >> place & 1 == 1).then_some(variable);
+        variables.iter().enumerate().filter_map(is_in).collect::<Vec<_>>()
+    };
+    if variables.len() <= MOST_VARIABLES {
+        return (1..1 << variables.len()).map(chosen).collect();
+    }
+    let single = variables.iter().map(|&variable| vec![variable]);
+    let all_but_one = variables.iter().map(|&left_out| {
+        variables.iter().copied().filter(|&variable| variable != left_out).collect::<Vec<_>>()
+    });
+    single.chain(all_but_one).collect()
+}
+
+pub(super) fn incoming(case: &Case<'_>) -> Result<()> {
+    let with = |vectors: &[Option<Tensor>]| case.runner.run(&tensors_of(&case.copies()?), vectors);
+    for layout in Layout::ALL {
+        let what = format!("with incoming gradients {layout:?}");
+        let lay_out = |vector: &Option<Tensor>| vector.as_ref().map(|vector| layout.of(vector)).transpose();
+        let vectors = case.vectors.iter().map(lay_out).collect::<Result<Vec<_>>>()?;
+        let contiguous =
+            |vector: &Option<Tensor>| vector.as_ref().map(|vector| Layout::Contiguous.of(vector)).transpose();
+        let expected = with(&vectors.iter().map(contiguous).collect::<Result<Vec<_>>>()?)?;
+        let found = with(&vectors).map_err(|error| Error::msg(format!("{what}: {error}")))?;
+        case.runner.agree(&what, &found, &expected)?;
+    }
+    let present: Vec<usize> =
+        (0..case.vectors.len()).filter(|&index| case.vectors[index].is_some()).collect();
+    for &only in present.iter().filter(|_| present.len() > 1) {
+        let what = format!("with an incoming gradient for output {only} alone");
+        let others = |zeros: bool| {
+            let of = |(index, vector): (usize, &Option<Tensor>)| -> Result<Option<Tensor>> {
+                Ok(match vector {
+                    Some(vector) if index == only => Some(vector.shallow_clone()),
+                    Some(vector) if zeros => Some(vector.f_zeros_like()?),
+                    _ => None,
+                })
+            };
+            case.vectors.iter().enumerate().map(of).collect::<Result<Vec<_>>>()
+        };
+        let expected = with(&others(true)?)?;
+        let found = with(&others(false)?).map_err(|error| Error::msg(format!("{what}: {error}")))?;
+        case.runner.agree(&what, &found, &expected)?;
+    }
+    Ok(())
+}
+
+/// How far each input is moved for a numerical derivative.
+const EPS: f64 = 1e-6;
+
+pub(super) fn create_graph(case: &Case<'_>) -> Result<()> {
+    let kinds = case.variables.iter().map(|&index| Ok(case.inputs[index].f_kind()?));
+    let kinds = kinds.collect::<Result<Vec<_>>>()?;
+    // The half kinds round too much for two formulas of one derivative to agree, more so after three steps.
+    if kinds.is_empty() || !kinds.iter().all(|kind| matches!(kind, Kind::Float | Kind::Double)) {
+        return Ok(());
+    }
+    let steps = if loss(case, &leaves(case, 0.0)?, 3)?.f_isfinite()?.f_all()?.f_int64_value(&[])? == 1 {
+        3
+    } else {
+        1
+    };
+    let what = format!("in {steps} step{}", if steps == 1 { "" } else { "s" });
+    let plain = first(case, &leaves(case, 0.0)?, steps, false)?;
+    let variables = leaves(case, 0.0)?;
+    // An error is as good as a right derivative: nobody takes it for a number.
+    let Ok(with_graph) = first(case, &variables, steps, true) else { return Ok(()) };
+    for (place, (with, without)) in with_graph.iter().zip(&plain).enumerate() {
+        let name = format!("{what}, the gradient of input {} with create_graph", case.variables[place]);
+        let (with, without) = match (with, without) {
+            (Some(with), Some(without)) => (with.f_detach()?, without.shallow_clone()),
+            (Some(one), None) | (None, Some(one)) => (one.f_detach()?, one.f_zeros_like()?),
+            (None, None) => continue,
+        };
+        case.runner.close(&name, &with, &without)?;
+    }
+    if kinds.iter().all(|&kind| kind == Kind::Double) {
+        second(case, &variables, steps, &with_graph)?;
+    }
+    Ok(())
+}
+
+/// All inputs, moved by this much along a fixed direction.
+fn leaves(case: &Case<'_>, by: f64) -> Result<Vec<Tensor>> {
+    let leaves = tensors_of(&case.copies()?);
+    let _guard = tch::no_grad_guard();
+    for &index in case.variables.iter().filter(|_| by != 0.0) {
+        let mut moved = leaves[index].f_detach()?;
+        let _ = moved.f_add_(&direction(&leaves[index], index)?.f_mul_scalar(by)?)?;
+    }
+    Ok(leaves)
+}
+
+fn direction(leaf: &Tensor, index: usize) -> Result<Tensor> {
+    Ok(noise(&leaf.size(), 200 + index)?.f_to_kind(leaf.f_kind()?)?.f_to_device(leaf.device())?)
+}
+
+/// A number that depends on every output of several steps. Each differentiable input depends on the one before it,
+/// and each step takes what it can of the outputs of the step before.
+fn loss(case: &Case<'_>, leaves: &[Tensor], steps: usize) -> Result<Tensor> {
+    let mut inputs: Vec<Tensor> = leaves.iter().map(Tensor::shallow_clone).collect();
+    for pair in case.variables.windows(2) {
+        let mean = inputs[pair[0]].f_mean(inputs[pair[0]].f_kind()?)?.f_mul_scalar(0.1)?;
+        let leaf = &leaves[pair[1]];
+        // Of an input without elements there is no mean.
+        if inputs[pair[0]].numel() > 0 {
+            inputs[pair[1]] = leaf.f_add(&mean.f_to_kind(leaf.f_kind()?)?.f_to_device(leaf.device())?)?;
+        }
+    }
+    let mut total: Option<Tensor> = None;
+    for _ in 0..steps {
+        let outputs = case.runner.call(&inputs)?;
+        for (output, vector) in outputs.iter().zip(&case.vectors) {
+            let (Some(output), Some(vector)) = (output, vector) else { continue };
+            let part = output.f_mul(vector)?.f_sum(output.f_kind()?)?;
+            total = Some(match total {
+                Some(total) => total.f_add(&part.f_to_kind(total.f_kind()?)?.f_to_device(total.device())?)?,
+                None => part,
+            });
+        }
+        let mut free: Vec<&Tensor> = outputs.iter().flatten().filter(|output| output.defined()).collect();
+        for &index in &case.variables {
+            let fits = |output: &&Tensor| {
+                output.size() == inputs[index].size()
+                    && output.device() == inputs[index].device()
+                    && output.f_kind().ok() == inputs[index].f_kind().ok()
+                    && output.requires_grad()
+            };
+            if let Some(place) = free.iter().position(fits) {
+                inputs[index] = free.remove(place).shallow_clone();
+            }
+        }
+    }
+    total.ok_or_else(|| Error::msg("no output has a derivative"))
+}
+
+/// The gradients of the variables.
+fn first(
+    case: &Case<'_>,
+    leaves: &[Tensor],
+    steps: usize,
+    create_graph: bool,
+) -> Result<Vec<Option<Tensor>>> {
+    let variables: Vec<&Tensor> = case.variables.iter().map(|&index| &leaves[index]).collect();
+    let options = GradOptions { create_graph, allow_unused: true, ..Default::default() };
+    Ok(grad(&[&loss(case, leaves, steps)?], &variables, &options)?.into_vec())
+}
+
+/// One number made of the gradients.
+fn combined(gradients: &[Option<Tensor>]) -> Result<Option<Tensor>> {
+    let mut total: Option<Tensor> = None;
+    for (place, gradient) in gradients.iter().enumerate() {
+        let Some(gradient) = gradient else { continue };
+        let weights = noise(&gradient.size(), 300 + place)?.f_to_device(gradient.device())?;
+        let part = gradient.f_mul(&weights)?.f_sum(Kind::Double)?;
+        total = Some(match total {
+            Some(total) => total.f_add(&part.f_to_device(total.device())?)?,
+            None => part,
+        });
+    }
+    Ok(total)
+}
+
+/// The derivative of the gradients along one direction, against differences of gradients. Again, an error is as
+/// good.
+fn second(case: &Case<'_>, leaves: &[Tensor], steps: usize, gradients: &[Option<Tensor>]) -> Result<()> {
+    let with_graph = gradients.iter().map(|gradient| {
+        gradient.as_ref().filter(|gradient| gradient.requires_grad()).map(Tensor::shallow_clone)
+    });
+    let with_graph: Vec<_> = with_graph.collect();
+    let Some(combination) = combined(&with_graph)? else { return Ok(()) };
+    let variables: Vec<&Tensor> = case.variables.iter().map(|&index| &leaves[index]).collect();
+    let options = GradOptions { allow_unused: true, ..Default::default() };
+    let Ok(found) = grad(&[&combination], &variables, &options) else { return Ok(()) };
+    let mut analytical = 0.0;
+    for (&index, found) in case.variables.iter().zip(found.iter()) {
+        let Some(found) = found else { continue };
+        analytical += sum(&found.f_mul(&direction(&leaves[index], index)?)?)?;
+    }
+    let at = |by: f64| -> Result<f64> {
+        let gradients = first(case, &self::leaves(case, by)?, steps, false)?;
+        combined(&gradients)?.map_or(Ok(0.0), |total| sum(&total))
+    };
+    let (above, below) = (at(EPS)?, at(-EPS)?);
+    let numerical = (above - below) / (2.0 * EPS);
+    let allowed = 1e-5 + 1e-3 * numerical.abs() + 1e-8 * above.abs();
+    // Not `>`: NaN is wrong, too.
+    if (analytical - numerical).abs() <= allowed {
+        return Ok(());
+    }
+    Err(Error::msg(format!(
+        "in {steps} steps, a second derivative is {analytical:?}, numerically {numerical:?}; see \
+         autograd::differentiate_reference, or leave DOUBLE_BACKWARD false to have an error"
+    )))
+}
+
+fn sum(tensor: &Tensor) -> Result<f64> {
+    Ok(values(tensor)?.iter().sum())
+}

@@ -1,0 +1,214 @@
+//! One call of an operator and its backward, with copies of everything.
+
+use super::ConformanceOptions;
+use crate::autograd::{GradOptions, Tensors, grad};
+use crate::ffi::autograd::tch_extension_grad_mode as grad_mode;
+use crate::testing::close::close;
+use crate::testing::replica::Replica;
+use crate::testing::samples::noise;
+use crate::testing::tolerance;
+use crate::{Error, Result};
+use tch::{Kind, Tensor};
+
+pub(super) type Operator<'a> = dyn Fn(&[Tensor]) -> Result<Tensors> + Sync + 'a;
+
+/// Memory around each copy of an input.
+const MARGIN: i64 = 64;
+
+/// What the operator gave, detached.
+#[derive(Debug)]
+pub(super) struct Outcome {
+    pub outputs: Vec<Option<Tensor>>,
+    /// One for each input.
+    pub gradients: Vec<Option<Tensor>>,
+}
+
+/// An operator that may be called from any thread.
+#[derive(Clone, Copy)]
+pub(super) struct Runner<'a> {
+    pub operator: &'a Operator<'a>,
+    pub options: &'a ConformanceOptions<'a>,
+}
+
+/// An operator with the inputs to try it on.
+pub(super) struct Case<'a> {
+    pub runner: Runner<'a>,
+    pub inputs: &'a [&'a Tensor],
+    /// The inputs that require grad.
+    pub variables: Vec<usize>,
+    /// Incoming gradients, one for each output; none for one that has no derivative.
+    pub vectors: Vec<Option<Tensor>>,
+    /// What it gives for the inputs as they are.
+    pub expected: Outcome,
+}
+
+impl<'a> Case<'a> {
+    pub fn new(
+        operator: &'a Operator<'a>,
+        inputs: &'a [&'a Tensor],
+        options: &'a ConformanceOptions<'a>,
+    ) -> Result<Self> {
+        let runner = Runner { operator, options };
+        let variables = (0..inputs.len()).filter(|&index| inputs[index].requires_grad()).collect();
+        let mut case = Case {
+            runner,
+            inputs,
+            variables,
+            vectors: Vec::new(),
+            expected: Outcome { outputs: Vec::new(), gradients: Vec::new() },
+        };
+        let outputs = runner.call(&tensors_of(&case.copies()?))?;
+        case.vectors = outputs.iter().enumerate().map(vector).collect::<Result<_>>()?;
+        case.expected = case.run(&tensors_of(&case.copies()?))?;
+        Ok(case)
+    }
+
+    /// Copies of the inputs, as leaves, with memory of no meaning around them.
+    pub fn copies(&self) -> Result<Vec<Replica>> {
+        self.inputs.iter().map(|input| Replica::with_margin(input, MARGIN)).collect()
+    }
+
+    pub fn run(&self, leaves: &[Tensor]) -> Result<Outcome> {
+        self.runner.run(leaves, &self.fresh_vectors())
+    }
+
+    /// Copies, in case the backward writes to them.
+    pub fn fresh_vectors(&self) -> Vec<Option<Tensor>> {
+        self.vectors.iter().map(|vector| vector.as_ref().map(Tensor::copy)).collect()
+    }
+
+    /// The default run, once more.
+    pub fn again(&self) -> Result<Outcome> {
+        self.run(&tensors_of(&self.copies()?))
+    }
+
+    /// Whether it gave what is expected.
+    pub fn agrees(&self, what: &str, found: &Outcome) -> Result<()> {
+        self.runner.agree(what, found, &self.expected)
+    }
+}
+
+/// A fixed incoming gradient.
+fn vector((index, output): (usize, &Option<Tensor>)) -> Result<Option<Tensor>> {
+    let output = output.as_ref().filter(|output| output.defined() && output.requires_grad());
+    let like = |output: &Tensor| -> Result<Tensor> {
+        let values = noise(&output.size(), 100 + index)?.f_add_scalar(0.1)?;
+        Ok(values.f_to_kind(output.f_kind()?)?.f_to_device(output.device())?)
+    };
+    output.map(like).transpose()
+}
+
+impl Runner<'_> {
+    /// The outputs for these inputs.
+    pub fn call(&self, leaves: &[Tensor]) -> Result<Tensors> {
+        let given = leaves.iter().enumerate().map(|(index, leaf)| {
+            // A leaf that requires grad may not be changed in place.
+            let changed = self.options.changed_inputs.contains(&index) && leaf.requires_grad() && grad_mode();
+            Ok(if changed { leaf.f_mul_scalar(1.0)? } else { leaf.shallow_clone() })
+        });
+        (self.operator)(&given.collect::<Result<Vec<_>>>()?)
+    }
+
+    /// The outputs, and the gradients of the leaves that require grad.
+    pub fn run(&self, leaves: &[Tensor], vectors: &[Option<Tensor>]) -> Result<Outcome> {
+        // Before the call: one that changes an input in place makes it require grad.
+        let variables: Vec<usize> =
+            (0..leaves.len()).filter(|&index| leaves[index].requires_grad()).collect();
+        let outputs = self.call(leaves)?;
+        let gradients = self.gradients(leaves, &variables, &outputs, vectors)?;
+        Ok(Outcome { outputs: detached(&outputs)?, gradients })
+    }
+
+    fn gradients(
+        &self,
+        leaves: &[Tensor],
+        variables: &[usize],
+        outputs: &Tensors,
+        vectors: &[Option<Tensor>],
+    ) -> Result<Vec<Option<Tensor>>> {
+        let mut gradients: Vec<Option<Tensor>> = leaves.iter().map(|_| None).collect();
+        let (mut of, mut with) = (Vec::new(), Vec::new());
+        for (output, vector) in outputs.iter().zip(vectors) {
+            if let (Some(output), Some(vector)) = (output, vector)
+                && output.requires_grad()
+            {
+                of.push(output);
+                with.push(Some(vector));
+            }
+        }
+        if of.is_empty() || variables.is_empty() {
+            return Ok(gradients);
+        }
+        let inputs: Vec<&Tensor> = variables.iter().map(|&index| &leaves[index]).collect();
+        let options = GradOptions { grad_outputs: &with, allow_unused: true, ..Default::default() };
+        for (&index, gradient) in variables.iter().zip(grad(&of, &inputs, &options)?.into_vec()) {
+            gradients[index] = gradient;
+        }
+        Ok(gradients)
+    }
+
+    /// Whether two outcomes are the same but for rounding.
+    pub fn agree(&self, what: &str, found: &Outcome, expected: &Outcome) -> Result<()> {
+        self.outputs_agree(what, &found.outputs, &expected.outputs)?;
+        for (index, (found, expected)) in found.gradients.iter().zip(&expected.gradients).enumerate() {
+            if let (Some(found), Some(expected)) = (or_zeros(found, expected)?, or_zeros(expected, found)?) {
+                self.close(&format!("{what}, the gradient of input {index}"), &found, &expected)?;
+            }
+        }
+        Ok(())
+    }
+
+    pub fn outputs_agree(
+        &self,
+        what: &str,
+        found: &[Option<Tensor>],
+        expected: &[Option<Tensor>],
+    ) -> Result<()> {
+        if found.len() != expected.len() {
+            return Err(Error::msg(format!("{what}: {} outputs, expected {}", found.len(), expected.len())));
+        }
+        for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
+            match (found, expected) {
+                (Some(found), Some(expected)) => {
+                    self.close(&format!("{what}, output {index}"), found, expected)?;
+                }
+                (None, None) => {}
+                _ => return Err(Error::msg(format!("{what}, output {index} is there in one run only"))),
+            }
+        }
+        Ok(())
+    }
+
+    pub fn close(&self, what: &str, found: &Tensor, expected: &Tensor) -> Result<()> {
+        let (rtol, atol) = self.options.tolerance.unwrap_or(tolerance(found.f_kind()?));
+        close(found, expected, rtol, atol).map_err(|error| Error::msg(format!("{what}: {error}")))
+    }
+}
+
+/// No gradient is as good as zeros: then those, if there is another to compare with.
+fn or_zeros(gradient: &Option<Tensor>, other: &Option<Tensor>) -> Result<Option<Tensor>> {
+    Ok(match gradient {
+        Some(gradient) => Some(gradient.shallow_clone()),
+        None => other.as_ref().map(Tensor::f_zeros_like).transpose()?,
+    })
+}
+
+pub(super) fn tensors_of(copies: &[Replica]) -> Vec<Tensor> {
+    copies.iter().map(|copy| copy.tensor.shallow_clone()).collect()
+}
+
+pub(super) fn detached(tensors: &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>> {
+    let detach = |tensor: &Option<Tensor>| -> Result<Option<Tensor>> {
+        Ok(tensor.as_ref().filter(|tensor| tensor.defined()).map(Tensor::f_detach).transpose()?)
+    };
+    tensors.iter().map(detach).collect()
+}
+
+/// Whether the elements are the same, bit by bit: NaN is like NaN, and zero not like minus zero.
+pub(super) fn same_bits(a: &Tensor, b: &Tensor) -> Result<bool> {
+    let bytes = |tensor: &Tensor| -> Result<Tensor> {
+        let flat = crate::ffi::tensor::plain(&tensor.f_detach()?)?.f_reshape([-1])?;
+        Ok(flat.f_view_dtype(Kind::Uint8)?)
+    };
+    Ok(a.size() == b.size() && a.f_kind()? == b.f_kind()? && bytes(a)?.f_equal(&bytes(b)?)?)
+}

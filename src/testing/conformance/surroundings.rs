@@ -1,0 +1,154 @@
+//! Properties that show when an operator is called from elsewhere: threads, streams, graphs.
+
+use super::run::{Case, Outcome, tensors_of};
+use crate::cuda::{Graph, Stream, StreamGuard, synchronize};
+use crate::ffi::autograd::tch_extension_grad_mode as grad_mode;
+use crate::{Error, Result};
+use tch::{Device, Kind, Tensor};
+
+pub(super) fn state(case: &Case<'_>) -> Result<()> {
+    for enabled in [true, false] {
+        let _guard = (!enabled).then(tch::no_grad_guard);
+        let before = Surroundings::of(case)?;
+        case.runner.call(&tensors_of(&case.copies()?))?;
+        Surroundings::of(case)?.compare(&before, "the forward")?;
+    }
+    let before = Surroundings::of(case)?;
+    case.again()?;
+    Surroundings::of(case)?.compare(&before, "forward and backward")
+}
+
+struct Surroundings {
+    grad_mode: bool,
+    /// Where there is an input on a CUDA device, its current stream.
+    stream: Option<Stream>,
+}
+
+impl Surroundings {
+    fn of(case: &Case<'_>) -> Result<Self> {
+        Ok(Surroundings {
+            grad_mode: grad_mode(),
+            stream: cuda_device(case).map(Stream::current).transpose()?,
+        })
+    }
+
+    fn compare(&self, before: &Surroundings, by: &str) -> Result<()> {
+        let changed = if self.grad_mode != before.grad_mode {
+            "grad mode"
+        } else if self.stream.as_ref().map(Stream::as_ptr) != before.stream.as_ref().map(Stream::as_ptr) {
+            "the current CUDA stream"
+        } else {
+            return Ok(());
+        };
+        Err(Error::msg(format!("{by} changed {changed} for the caller; use a guard")))
+    }
+}
+
+fn cuda_device(case: &Case<'_>) -> Option<Device> {
+    case.inputs.iter().map(|input| input.device()).find(|device| matches!(device, Device::Cuda(_)))
+}
+
+pub(super) fn threads(case: &Case<'_>) -> Result<()> {
+    const THREADS: usize = 2;
+    const ROUNDS: usize = 4;
+    let runner = case.runner;
+    let round = || -> Result<(Vec<Tensor>, Vec<Option<Tensor>>)> {
+        Ok((tensors_of(&case.copies()?), case.fresh_vectors()))
+    };
+    let work = (0..THREADS).map(|_| (0..ROUNDS).map(|_| round()).collect::<Result<Vec<_>>>());
+    let work = work.collect::<Result<Vec<_>>>()?;
+    if let Some(device) = cuda_device(case) {
+        // The copies were made on this thread's stream, and others may have another.
+        synchronize(device)?;
+    }
+    let run = |rounds: Vec<(Vec<Tensor>, Vec<Option<Tensor>>)>| {
+        rounds.iter().map(|(leaves, vectors)| runner.run(leaves, vectors)).collect::<Result<Vec<_>>>()
+    };
+    let outcomes: Vec<_> = std::thread::scope(|scope| {
+        let threads: Vec<_> = work.into_iter().map(|rounds| scope.spawn(|| run(rounds))).collect();
+        threads.into_iter().map(|thread| thread.join()).collect()
+    });
+    if let Some(device) = cuda_device(case) {
+        synchronize(device)?;
+    }
+    for outcome in outcomes {
+        let outcome = outcome.unwrap_or_else(|panic| Err(super::panicked(panic.as_ref())));
+        let outcome = outcome.map_err(|error| Error::msg(format!("in a new thread: {error}")))?;
+        outcome.iter().try_for_each(|outcome| case.agrees("in a new thread", outcome))?;
+    }
+    Ok(())
+}
+
+/// The inputs get their values late, on a side stream. Work on any other stream does not wait for them.
+pub(super) fn stream(case: &Case<'_>) -> Result<()> {
+    let Some(device) = cuda_device(case) else { return Ok(()) };
+    let side = Stream::new(device)?;
+    let on_side = |late: bool| -> Result<Outcome> {
+        let leaves = tensors_of(&case.copies()?);
+        let vectors = case.fresh_vectors();
+        let places = || leaves.iter().chain(vectors.iter().flatten());
+        let values: Vec<Tensor> = places().map(|place| place.detach().copy()).collect();
+        let delay = Tensor::f_ones([4096, 4096], (Kind::Float, device))?;
+        for place in places().filter(|_| late) {
+            let _ = place.f_detach()?.f_zero_()?;
+        }
+        synchronize(device)?;
+        let _guard = StreamGuard::new(&side)?;
+        if late {
+            for _ in 0..8 {
+                let _ = delay.f_matmul(&delay)?;
+            }
+            for (place, values) in places().zip(&values) {
+                place.f_detach()?.f_copy_(values)?;
+            }
+        }
+        let outcome = case.runner.run(&leaves, &vectors)?;
+        // Read on this stream, before anything waits for another.
+        let copies = |tensors: &[Option<Tensor>]| {
+            tensors.iter().map(|tensor| tensor.as_ref().map(Tensor::copy)).collect::<Vec<_>>()
+        };
+        let outcome = Outcome { outputs: copies(&outcome.outputs), gradients: copies(&outcome.gradients) };
+        side.synchronize()?;
+        Ok(outcome)
+    };
+    // Allocating for a new stream may wait for the whole device, which would hide what this looks for.
+    on_side(false)?;
+    case.agrees("on a side stream", &on_side(true)?)
+}
+
+pub(super) fn cuda_graph(case: &Case<'_>) -> Result<()> {
+    // Without libtorch's allocator there is no pool that a graph could own.
+    let no_pool = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
+    let Some(device) = cuda_device(case).filter(|_| case.runner.options.cuda_graph && !no_pool) else {
+        return Ok(());
+    };
+    let leaves = tensors_of(&case.copies()?);
+    for _ in 0..3 {
+        case.run(&leaves)?;
+        refill(case, &leaves, 1.0)?;
+    }
+    synchronize(device)?;
+    let (graph, captured) = Graph::capture(device, || case.run(&leaves))
+        .map_err(|error| Error::msg(format!("it cannot be captured: {error}")))?;
+    for factor in [1.0, 0.5] {
+        refill(case, &leaves, factor)?;
+        graph.replay()?;
+        let fresh = tensors_of(&case.copies()?);
+        refill(case, &fresh, factor)?;
+        let expected = case.run(&fresh)?;
+        case.runner.agree("replayed with other values", &captured, &expected)?;
+    }
+    Ok(())
+}
+
+/// The inputs' own values, those of floating kinds times `factor`.
+fn refill(case: &Case<'_>, leaves: &[Tensor], factor: f64) -> Result<()> {
+    let _guard = tch::no_grad_guard();
+    for (leaf, input) in leaves.iter().zip(case.inputs) {
+        let input = input.f_detach()?;
+        let floating = input.f_is_floating_point()?;
+        let value = if floating { input.f_mul_scalar(factor)? } else { input };
+        leaf.f_detach()?.f_copy_(&value)?;
+    }
+    Ok(())
+}

@@ -1,0 +1,101 @@
+//! What only a GPU shows.
+
+use super::*;
+#[cfg(tch_extension_cuda)]
+use std::io::Write;
+use tch_extension::testing::cuda_or_skip;
+
+#[test]
+fn cuda_under_autocast_only_the_product_loses_precision() {
+    let Some(device) = cuda_or_skip("cuda_under_autocast") else { return };
+    let sample = one([16, 32, 128], Kind::Float, device);
+    let (rtol, atol) = tolerance(Kind::Half);
+    let exact = call(f_lltm_cell, &sample.inputs).expect("without autocast");
+    let half = tch::autocast(true, || call(f_lltm_cell, &sample.inputs)).expect("with autocast");
+    for (half, exact) in half.iter().zip(&exact) {
+        assert_eq!(half.kind(), Kind::Float);
+        assert!(!half.equal(exact), "the product ran in half precision");
+        assert_close(half, exact, 10.0 * rtol, 1e3 * atol);
+    }
+    let gradients = tch::autocast(true, || gradients(f_lltm_cell, &leaves(&sample), &[0, 1]));
+    assert!(gradients.iter().flatten().all(|gradient| gradient.kind() == Kind::Float));
+}
+
+/// Kernels on another stream than the current one, such as the default stream, would not be in the recording,
+/// and a replay would leave the outputs as they were.
+#[test]
+#[cfg(tch_extension_cuda)]
+fn cuda_the_work_is_the_product_and_two_kernels_on_the_current_stream() {
+    let test = "cuda_the_work_is_the_product_and_two_kernels_on_the_current_stream";
+    let Some(device) = cuda_or_skip(test) else { return };
+    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
+        // As under memcheck: a replay cannot write to memory that is really freed.
+        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
+        return;
+    }
+    for size in [[16, 32, 128], [64, 256, 512], [3, 4, 5]] {
+        let sample = one(size, Kind::Float, device);
+        let [x, w, b, h, _] = &sample.inputs[..] else { unreachable!("with bias") };
+        let hx = Tensor::cat(&[h, x], 1);
+        let product = crate::support::record(|| b.addmm(&hx, &w.transpose(0, 1)));
+        let leaves = leaves(&sample);
+        for (name, inputs) in [("without a graph", &sample.inputs), ("with a graph", &leaves)] {
+            let expected = call(f_lltm_cell, inputs).expect("outputs");
+            let recording = crate::support::record(|| call(f_lltm_cell, inputs).expect("outputs"));
+            assert!(
+                recording.kernels <= product.kernels + 2 && recording.others == product.others,
+                "{size:?} {name}: {} kernels and {} other nodes, of which the product is {} and {}",
+                recording.kernels,
+                recording.others,
+                product.kernels,
+                product.others
+            );
+            for output in &recording.result {
+                let _ = output.detach().fill_(f64::NAN);
+            }
+            tch::Cuda::synchronize(0);
+            recording.replay();
+            for (output, expected) in recording.result.iter().zip(&expected) {
+                assert_close(output, expected, 1e-5, 1e-5);
+            }
+        }
+    }
+}
+
+#[test]
+fn cuda_mixed_devices_are_named() {
+    let Some(device) = cuda_or_skip("cuda_mixed_devices_are_named") else { return };
+    let names = ["weight", "bias", "h", "c"];
+    for (index, name) in names.iter().enumerate() {
+        let mut arguments = one([2, 4, 3], Kind::Float, device).inputs;
+        arguments[index + 1] = arguments[index + 1].to_device(Device::Cpu);
+        let error = call(f_lltm_cell, &arguments).expect_err("mixed devices").to_string();
+        assert!(
+            error.starts_with(&format!("lltm_cell: {name}: expected device Cuda(0), as input, got Cpu")),
+            "{error}"
+        );
+    }
+}
+
+/// Every kernel path on the GPU, forward and backward; the test that the sanitizers run.
+#[test]
+fn cuda_agrees_with_the_cpu() {
+    let Some(device) = cuda_or_skip("cuda_agrees_with_the_cpu") else { return };
+    for kind in KINDS {
+        let both = |device| small(kind, device).into_iter().chain(large(kind, device));
+        for (on_gpu, on_cpu) in both(device).zip(both(Device::Cpu)) {
+            let run = |sample: &Sample| {
+                let outputs = call(f_lltm_cell, &sample.inputs).expect("outputs");
+                let gradients = gradients(f_lltm_cell, &leaves(sample), &[0, 1]);
+                outputs.into_iter().chain(gradients.into_iter().flatten()).collect::<Vec<_>>()
+            };
+            let (rtol, atol) = bounds(&on_cpu, kind);
+            // The half kinds round sums of many terms here and there; forward and gradients have finer tests.
+            let atol = if matches!(kind, Kind::Half | Kind::BFloat16) { rtol } else { atol };
+            for (gpu, cpu) in run(&on_gpu).iter().zip(&run(&on_cpu)) {
+                let gpu = gpu.to_device(Device::Cpu);
+                assert_close_in(&on_cpu, "the GPU's results", &gpu, cpu, 100.0 * rtol, 100.0 * atol);
+            }
+        }
+    }
+}
