@@ -1,6 +1,8 @@
 //! A crate with kernels of its own, as a user would write it. These are broken on purpose: the proof that the
 //! tools which find nothing in the operators can find something.
 
+pub mod cube;
+
 /// The kernels of `csrc/planted.cu`; without CUDA there are none.
 #[cfg(tch_extension_cuda)]
 pub mod planted {
