@@ -122,9 +122,9 @@ where
     let case = Case::new(&operator, inputs, options)?;
     let failures: Vec<String> = PROPERTIES
         .iter()
-        .filter_map(|(name, property)| {
-            holds(*property, &case).err().map(|error| format!("{OP}: {name}: {error}"))
-        })
+        .filter_map(|(name, property)| Some((name, holds(*property, &case).err()?.to_string())))
+        // CUDA's errors go on with advice that fits none of this.
+        .map(|(name, text)| format!("{OP}: {name}: {}", text.lines().next().unwrap_or_default()))
         .collect();
     if failures.is_empty() { Ok(()) } else { Err(Error::msg(failures.join("\n"))) }
 }

@@ -122,11 +122,10 @@ pub(super) fn cuda_graph(case: &Case<'_>) -> Result<()> {
     let Some(device) = cuda_device(case).filter(|_| case.runner.options.cuda_graph && !no_pool) else {
         return Ok(());
     };
-    let leaves = tensors_of(&case.copies()?);
     for _ in 0..3 {
-        case.run(&leaves)?;
-        refill(case, &leaves, 1.0)?;
+        case.again()?;
     }
+    let leaves = tensors_of(&case.copies()?);
     synchronize(device)?;
     let (graph, captured) = Graph::capture(device, || case.run(&leaves))
         .map_err(|error| Error::msg(format!("it cannot be captured: {error}")))?;
