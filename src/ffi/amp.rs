@@ -2,8 +2,9 @@
 
 use super::{autograd, take_message};
 use crate::{Error, Result};
-use std::ffi::c_char;
-use tch::Kind;
+use std::ffi::{c_char, c_void};
+use tch::{Kind, Tensor};
+use torch_sys::C_tensor;
 
 /// This thread's autocast on one type of device, as `csrc/amp/autocast.cpp` has it.
 #[repr(C)]
@@ -20,6 +21,15 @@ unsafe extern "C" {
     safe fn tch_extension_autocast_cache() -> bool;
     safe fn tch_extension_autocast_enter();
     safe fn tch_extension_autocast_leave() -> *mut c_char;
+
+    // csrc/amp/grad_scaler.cpp
+    fn tch_extension_amp_unscale(
+        gradients: *const *const C_tensor,
+        len: usize,
+        found_inf: *mut C_tensor,
+        inverse_scale: *const C_tensor,
+    ) -> *mut c_char;
+    fn tch_extension_identity(tensor: *const C_tensor) -> *const c_void;
 }
 
 fn check(message: *mut c_char) -> Result<()> {
@@ -74,4 +84,25 @@ pub(crate) fn enter_autocast() {
 /// One region less. Forgets the cast weights when it was the last.
 pub(crate) fn leave_autocast() -> Result<()> {
     check(tch_extension_autocast_leave())
+}
+
+/// Multiplies gradients, all of one device and kind, by `inverse_scale`, and adds to `found_inf` if one was not
+/// finite. Both are scalars of kind Float on that device. Does not wait for the device.
+pub(crate) fn unscale(gradients: &[Tensor], found_inf: &mut Tensor, inverse_scale: &Tensor) -> Result<()> {
+    let pointers: Vec<_> = gradients.iter().map(Tensor::as_ptr).collect();
+    // SAFETY: borrowed from live tensors; libtorch itself checks kinds, devices and sizes.
+    check(unsafe {
+        tch_extension_amp_unscale(
+            pointers.as_ptr().cast(),
+            pointers.len(),
+            found_inf.as_mut_ptr(),
+            inverse_scale.as_ptr(),
+        )
+    })
+}
+
+/// The same for all handles of a tensor, and for no other tensor while one of them lives.
+pub(crate) fn identity(tensor: &Tensor) -> usize {
+    // SAFETY: borrowed from a live tensor.
+    unsafe { tch_extension_identity(tensor.as_ptr()) }.addr()
 }
