@@ -1,6 +1,7 @@
 #![doc = include_str!("../README.md")]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+pub mod amp;
 pub mod autograd;
 pub mod check;
 pub mod cuda;

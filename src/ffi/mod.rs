@@ -1,6 +1,7 @@
 //! The only `extern "C"` blocks, one file for each part of `csrc`, each behind safe functions that check what
 //! the C side takes for granted.
 
+pub(crate) mod amp;
 pub(crate) mod autograd;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod cuda;

@@ -1,0 +1,44 @@
+// libtorch's autocast: settings of a thread, one for each type of device, and a cache of weights for all.
+
+#include <ATen/autocast_mode.h>
+
+#include "tch_extension/c_abi.h"
+
+using namespace tch_extension;
+
+struct AutocastSetting {
+  int32_t kind;  // a c10::ScalarType
+  bool enabled;
+};
+
+namespace {
+
+at::DeviceType device_type(bool cuda) { return cuda ? at::kCUDA : at::kCPU; }
+
+}  // namespace
+
+TCH_EXTENSION_API Message tch_extension_autocast_get(bool cuda, AutocastSetting* result) {
+  return guard([&] {
+    const auto device = device_type(cuda);
+    *result = {static_cast<int32_t>(at::autocast::get_autocast_dtype(device)),
+               at::autocast::is_autocast_enabled(device)};
+  });
+}
+
+TCH_EXTENSION_API Message tch_extension_autocast_set(bool cuda, const AutocastSetting* setting) {
+  return guard([&] {
+    at::autocast::set_autocast_dtype(device_type(cuda), static_cast<at::ScalarType>(setting->kind));
+    at::autocast::set_autocast_enabled(device_type(cuda), setting->enabled);
+  });
+}
+
+TCH_EXTENSION_API bool tch_extension_autocast_cache() { return at::autocast::is_autocast_cache_enabled(); }
+
+TCH_EXTENSION_API void tch_extension_autocast_enter() { at::autocast::increment_nesting(); }
+
+// Whoever leaves last lets go of the weights that were cast.
+TCH_EXTENSION_API Message tch_extension_autocast_leave() {
+  return guard([&] {
+    if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  });
+}

@@ -1,0 +1,582 @@
+//! `torch.amp.GradScaler`.
+
+use crate::ffi::amp as ffi;
+use crate::{Error, Result, check};
+use std::collections::HashSet;
+use tch::{Device, Kind, Tensor};
+
+/// What [`GradScaler`] needs of an optimizer. tch's have it; implement it for one of your own.
+///
+/// A scaler knows an optimizer by its parameters: between two updates, two optimizers with a parameter in
+/// common are one to it, whose gradients it unscales once.
+///
+/// ```
+/// use tch::{Kind, Tensor};
+/// use tch_extension::amp::{GradScaler, Optimizer};
+///
+/// /// w ← w − η sign(∇w)
+/// struct SignSgd {
+///     weights: Vec<Tensor>,
+///     rate: f64,
+/// }
+///
+/// impl Optimizer for SignSgd {
+///     fn parameters(&self) -> Vec<Tensor> {
+///         self.weights.iter().map(Tensor::shallow_clone).collect()
+///     }
+///     fn step(&mut self) -> tch_extension::Result<()> {
+///         let _no_grad = tch::no_grad_guard();
+///         for weight in &mut self.weights {
+///             let step = weight.f_grad()?.f_sign()? * self.rate;
+///             let _ = weight.f_sub_(&step)?;
+///         }
+///         Ok(())
+///     }
+/// }
+///
+/// let w = Tensor::from_slice(&[1.0_f32]).set_requires_grad(true);
+/// let mut optimizer = SignSgd { weights: vec![w.shallow_clone()], rate: 0.25 };
+/// let mut scaler = GradScaler::new(Default::default())?;
+/// scaler.scale(&w.square().sum(Kind::Float))?.backward();
+/// assert!(scaler.step(&mut optimizer)?);
+/// assert_eq!(w.double_value(&[0]), 0.75);
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+pub trait Optimizer {
+    /// The tensors whose gradients the optimizer applies.
+    fn parameters(&self) -> Vec<Tensor>;
+
+    /// Applies the gradients.
+    ///
+    /// # Errors
+    /// The optimizer's own.
+    fn step(&mut self) -> Result<()>;
+}
+
+/// Panics where tch's own step does.
+impl Optimizer for tch::nn::Optimizer {
+    fn parameters(&self) -> Vec<Tensor> {
+        self.trainable_variables()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        tch::nn::Optimizer::step(self);
+        Ok(())
+    }
+}
+
+/// How a [`GradScaler`] scales. The defaults are torch's.
+///
+/// ```
+/// use tch_extension::amp::{GradScaler, GradScalerOptions};
+///
+/// let scaler = GradScaler::new(GradScalerOptions { growth_interval: 100, ..Default::default() })?;
+/// assert_eq!(scaler.scale_factor()?, 65536.0);
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GradScalerOptions {
+    /// The first scale; positive. 65536.
+    pub init_scale: f64,
+    /// What the scale is multiplied by after `growth_interval` steps in a row; above 1. 2.
+    pub growth_factor: f64,
+    /// What the scale is multiplied by after a step that was skipped; between 0 and 1. 0.5.
+    pub backoff_factor: f64,
+    /// How many updates without infinite gradients let the scale grow; positive. 2000.
+    pub growth_interval: i64,
+    /// If false, the scaler does nothing and [`GradScaler::step`] always steps. True.
+    pub enabled: bool,
+}
+
+impl Default for GradScalerOptions {
+    fn default() -> Self {
+        GradScalerOptions {
+            init_scale: 65536.0,
+            growth_factor: 2.0,
+            backoff_factor: 0.5,
+            growth_interval: 2000,
+            enabled: true,
+        }
+    }
+}
+
+/// What to save of a [`GradScaler`] beside weights and optimizers: torch's `state_dict`, field by field.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct GradScalerState {
+    /// The scale.
+    pub scale: f64,
+    /// As in [`GradScalerOptions`].
+    pub growth_factor: f64,
+    /// As in [`GradScalerOptions`].
+    pub backoff_factor: f64,
+    /// As in [`GradScalerOptions`].
+    pub growth_interval: i64,
+    /// How many updates since the scale last changed; `_growth_tracker` in torch.
+    pub growth_tracker: i64,
+}
+
+/// Scales losses, so that gradients of kind `Half` do not vanish, and skips the steps for which the scale was
+/// too large. What `torch.amp.GradScaler` is in Python, with the same steps and the same numbers.
+///
+/// In each iteration: [`scale`](Self::scale) the loss, run its backward, [`step`](Self::step) each optimizer,
+/// [`update`](Self::update) once. Gradients that are to be looked at or clipped need [`unscale`](Self::unscale)
+/// before the step. An infinite or NaN gradient makes `step` skip its optimizer and `update` lower the scale;
+/// after `growth_interval` updates without one the scale grows.
+///
+/// The weights, and so the gradients, are of kind `Float`, `Double` or `BFloat16`, on the CPU or CUDA, on
+/// several devices, too; those of one optimizer may be on different ones. Absent gradients are passed over. Of
+/// sparse gradients (COO) the values are looked at. Only `step`, [`scale_factor`](Self::scale_factor),
+/// [`growth_tracker`](Self::growth_tracker) and [`state`](Self::state) wait for the GPU; the others, too, when
+/// they have to bring a number from a GPU to the CPU, because the first tensor that was scaled is not where the
+/// gradients are.
+///
+/// ```
+/// use tch::nn::{self, OptimizerConfig};
+/// use tch::{Device, Kind, Tensor};
+/// use tch_extension::amp::GradScaler;
+///
+/// let vs = nn::VarStore::new(Device::Cpu);
+/// let w = vs.root().ones("w", &[1]);
+/// let mut optimizer = nn::Sgd::default().build(&vs, 1.0)?;
+/// let mut scaler = GradScaler::new(Default::default())?;
+/// let mut train = |loss: Tensor| -> tch_extension::Result<bool> {
+///     optimizer.zero_grad();
+///     scaler.scale(&loss)?.backward();
+///     let stepped = scaler.step(&mut optimizer)?;
+///     scaler.update()?;
+///     Ok(stepped)
+/// };
+/// assert!(train((&w * 0.5).sum(Kind::Float))?);
+/// assert_eq!(w.double_value(&[0]), 0.5);
+/// assert!(!train((&w * f64::INFINITY).sum(Kind::Float))?, "skipped");
+/// assert_eq!((w.double_value(&[0]), scaler.scale_factor()?), (0.5, 32768.0));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+///
+/// Where it differs from torch's: what torch would do wrong without a word is an error, such as a parameter
+/// that gained its gradient and its optimizer after `unscale`; `step` says whether it stepped; numbers that
+/// make no sense are refused.
+#[derive(Debug)]
+pub struct GradScaler {
+    enabled: bool,
+    /// `scale` and `growth_tracker` are those to begin with.
+    state: GradScalerState,
+    /// None until the first tensor is scaled.
+    current: Option<Current>,
+    /// Those unscaled since the last update.
+    optimizers: Vec<Unscaled>,
+}
+
+/// On the device of the first tensor that was scaled.
+#[derive(Debug)]
+struct Current {
+    /// Float, no dimension.
+    scale: Tensor,
+    /// Int, no dimension.
+    growth_tracker: Tensor,
+}
+
+/// An optimizer whose gradients were unscaled.
+#[derive(Debug)]
+struct Unscaled {
+    identities: HashSet<usize>,
+    /// Held, so that no other tensor gets their identities.
+    _parameters: Vec<Tensor>,
+    /// For each device with gradients, whether one of them was not finite: not 0.
+    found_inf: Vec<Tensor>,
+    stepped: bool,
+}
+
+impl GradScaler {
+    /// A scaler in its first state.
+    ///
+    /// # Errors
+    /// When an option is out of its range, unless `enabled` is false.
+    pub fn new(options: GradScalerOptions) -> Result<GradScaler> {
+        let state = GradScalerState {
+            scale: options.init_scale,
+            growth_factor: options.growth_factor,
+            backoff_factor: options.backoff_factor,
+            growth_interval: options.growth_interval,
+            growth_tracker: 0,
+        };
+        if options.enabled {
+            let op = "GradScaler::new";
+            check_scale(op, "init_scale", options.init_scale)?;
+            check_factors(op, &state)?;
+        }
+        Ok(GradScaler { enabled: options.enabled, state, current: None, optimizers: Vec::new() })
+    }
+
+    /// Whether it does anything.
+    pub fn is_enabled(&self) -> bool {
+        self.enabled
+    }
+
+    /// The loss times the scale, to call `backward` on: any shape, any floating kind, CPU or CUDA. The same
+    /// kind comes back, so a loss of kind `Half` easily becomes infinite.
+    ///
+    /// # Errors
+    /// On an undefined or sparse tensor, and libtorch's.
+    pub fn scale(&mut self, loss: &Tensor) -> Result<Tensor> {
+        if !self.enabled {
+            return Ok(loss.shallow_clone());
+        }
+        check!("GradScaler::scale", loss).defined()?;
+        let current = match &mut self.current {
+            Some(current) => current,
+            none => none.insert(Current::new(&self.state, loss.device())?),
+        };
+        Ok(loss.f_mul(&moved(&current.scale, loss.device())?)?)
+    }
+
+    /// [`scale`](Self::scale) of several losses, in order.
+    ///
+    /// ```
+    /// # use tch::Tensor;
+    /// # let mut scaler = tch_extension::amp::GradScaler::new(Default::default())?;
+    /// let scaled = scaler.scale_all(&[&Tensor::from(1.0_f32), &Tensor::from(2.0_f32)])?;
+    /// assert_eq!(scaled[1].double_value(&[]), 131072.0);
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`scale`](Self::scale).
+    pub fn scale_all(&mut self, losses: &[&Tensor]) -> Result<Vec<Tensor>> {
+        losses.iter().map(|loss| self.scale(loss)).collect()
+    }
+
+    /// Divides the gradients of the optimizer's parameters by the scale, in place, and notes whether one was
+    /// not finite. For what has to see the gradients themselves, such as clipping; otherwise
+    /// [`step`](Self::step) does it. Once for each optimizer and update, when all its gradients are complete.
+    ///
+    /// ```
+    /// # use tch::{Kind, nn::{OptimizerConfig, Sgd, VarStore}};
+    /// # use tch_extension::amp::GradScaler;
+    /// # let vs = VarStore::new(tch::Device::Cpu);
+    /// # let w = vs.root().ones("w", &[1]);
+    /// # let mut optimizer = Sgd::default().build(&vs, 0.5)?;
+    /// # let mut scaler = GradScaler::new(Default::default())?;
+    /// scaler.scale(&(&w * 10.0).sum(Kind::Float))?.backward();
+    /// scaler.unscale(&optimizer)?;
+    /// assert_eq!(w.grad().double_value(&[0]), 10.0);
+    /// optimizer.clip_grad_value(1.0);
+    /// scaler.step(&mut optimizer)?;
+    /// assert_eq!(w.double_value(&[0]), 0.5);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Before anything was scaled; after `unscale` or `step` of this optimizer since the last update; on a
+    /// gradient of kind `Half` (its weights should be `Float`; under autocast they are cast as needed), of
+    /// another unsuitable kind, or sparse in another layout than COO; libtorch's.
+    pub fn unscale(&mut self, optimizer: &impl Optimizer) -> Result<()> {
+        if !self.enabled {
+            return Ok(());
+        }
+        let op = "GradScaler::unscale";
+        self.current(op)?;
+        let parameters = optimizer.parameters();
+        if let Some(index) = self.find(op, &parameters)? {
+            let call = if self.optimizers[index].stepped { "step" } else { "unscale" };
+            return Err(too_late(op, call));
+        }
+        self.unscale_parameters(op, parameters).map(|_| ())
+    }
+
+    /// Steps the optimizer, unless one of its gradients was not finite, and says whether it did. Unscales the
+    /// gradients first, if [`unscale`](Self::unscale) did not. Once for each optimizer and update. Waits for
+    /// the GPU, to know.
+    ///
+    /// # Errors
+    /// As [`unscale`](Self::unscale); when no parameter has a gradient; the optimizer's own.
+    pub fn step(&mut self, optimizer: &mut impl Optimizer) -> Result<bool> {
+        if !self.enabled {
+            return optimizer.step().map(|()| true);
+        }
+        let op = "GradScaler::step";
+        self.current(op)?;
+        let parameters = optimizer.parameters();
+        let index = match self.find(op, &parameters)? {
+            Some(index) if self.optimizers[index].stepped => return Err(too_late(op, "step")),
+            Some(index) => index,
+            None => self.unscale_parameters(op, parameters)?,
+        };
+        let unscaled = &mut self.optimizers[index];
+        if unscaled.found_inf.is_empty() {
+            let hint = "did the backward of the scaled loss run, and reach them?";
+            return Err(Error::argument(op, "optimizer", "a parameter with a gradient", "none", hint));
+        }
+        let mut finite = true;
+        for found_inf in &unscaled.found_inf {
+            finite &= found_inf.f_double_value(&[])? == 0.0;
+        }
+        if finite {
+            optimizer.step()?;
+        }
+        unscaled.stepped = true;
+        Ok(finite)
+    }
+
+    /// Ends an iteration: lowers the scale if a gradient of any optimizer was not finite, raises it if that was
+    /// the last of `growth_interval` updates in a row without one. Does not wait for the GPU.
+    ///
+    /// # Errors
+    /// Before anything was scaled; when no gradient was unscaled since the last update.
+    pub fn update(&mut self) -> Result<()> {
+        if !self.enabled {
+            return Ok(());
+        }
+        let op = "GradScaler::update";
+        let device = self.current(op)?.scale.device();
+        let mut found = self.optimizers.iter().flat_map(|unscaled| &unscaled.found_inf);
+        let Some(first) = found.next() else {
+            return Err(Error::msg(format!(
+                "{op}: no gradient was unscaled since the last update; step first"
+            )));
+        };
+        let mut found_inf = moved(first, device)?;
+        for other in found {
+            found_inf = found_inf.f_add(&moved(other, device)?)?;
+        }
+        let GradScalerState { growth_factor, backoff_factor, growth_interval, .. } = self.state;
+        let current = self.current(op)?;
+        let _ = current.scale.shallow_clone().f_internal_amp_update_scale_(
+            &current.growth_tracker,
+            &found_inf,
+            growth_factor,
+            backoff_factor,
+            growth_interval,
+        )?;
+        self.optimizers.clear();
+        Ok(())
+    }
+
+    /// Ends an iteration with a scale of one's own. The count of updates towards the next growth goes on.
+    ///
+    /// # Errors
+    /// When the scale is not positive and finite as `f32`; before anything was scaled.
+    pub fn update_to(&mut self, scale: f64) -> Result<()> {
+        if !self.enabled {
+            return Ok(());
+        }
+        let op = "GradScaler::update_to";
+        check_scale(op, "scale", scale)?;
+        let _ = self.current(op)?.scale.shallow_clone().f_fill_(scale)?;
+        self.optimizers.clear();
+        Ok(())
+    }
+
+    /// The scale at the moment; 1 if it is not enabled. Waits for the GPU.
+    ///
+    /// # Errors
+    /// CUDA's.
+    pub fn scale_factor(&self) -> Result<f64> {
+        match &self.current {
+            _ if !self.enabled => Ok(1.0),
+            Some(current) => Ok(current.scale.f_double_value(&[])?),
+            None => Ok(self.state.scale),
+        }
+    }
+
+    /// How many updates there were since the scale last changed; 0 if it is not enabled. Waits for the GPU.
+    ///
+    /// # Errors
+    /// CUDA's.
+    pub fn growth_tracker(&self) -> Result<i64> {
+        match &self.current {
+            _ if !self.enabled => Ok(0),
+            Some(current) => Ok(current.growth_tracker.f_int64_value(&[])?),
+            None => Ok(self.state.growth_tracker),
+        }
+    }
+
+    /// What to save, best after an update; `None` if it is not enabled. Waits for the GPU.
+    ///
+    /// ```
+    /// # use tch_extension::amp::GradScaler;
+    /// let scaler = GradScaler::new(Default::default())?;
+    /// let saved = scaler.state()?.expect("it is enabled");
+    ///
+    /// let mut resumed = GradScaler::new(Default::default())?;
+    /// resumed.load_state(&saved)?;
+    /// assert_eq!(resumed.state()?, Some(saved));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// CUDA's.
+    pub fn state(&self) -> Result<Option<GradScalerState>> {
+        if !self.enabled {
+            return Ok(None);
+        }
+        let (scale, growth_tracker) = (self.scale_factor()?, self.growth_tracker()?);
+        Ok(Some(GradScalerState { scale, growth_tracker, ..self.state }))
+    }
+
+    /// Goes on from a saved state. Does nothing if it is not enabled.
+    ///
+    /// # Errors
+    /// When a number is out of its range; then nothing has changed.
+    pub fn load_state(&mut self, state: &GradScalerState) -> Result<()> {
+        if !self.enabled {
+            return Ok(());
+        }
+        let op = "GradScaler::load_state";
+        check_factors(op, state)?;
+        // A scale may have fallen to 0.
+        if state.scale != 0.0 {
+            check_scale(op, "scale", state.scale)?;
+        }
+        if !(0..=i64::from(i32::MAX)).contains(&state.growth_tracker) {
+            return Err(out_of_range(op, "growth_tracker", "a count", state.growth_tracker));
+        }
+        if let Some(current) = &self.current {
+            self.current = Some(Current::new(state, current.scale.device())?);
+        }
+        self.state = *state;
+        Ok(())
+    }
+
+    fn current(&self, op: &str) -> Result<&Current> {
+        self.current.as_ref().ok_or_else(|| {
+            Error::msg(format!(
+                "{op}: nothing was scaled yet; run the backward of what GradScaler::scale returns"
+            ))
+        })
+    }
+
+    /// Where an optimizer with these parameters is among those that were unscaled.
+    fn find(&self, op: &str, parameters: &[Tensor]) -> Result<Option<usize>> {
+        let identities: Vec<usize> = parameters.iter().map(ffi::identity).collect();
+        let known = |unscaled: &Unscaled| identities.iter().any(|id| unscaled.identities.contains(id));
+        let Some(index) = self.optimizers.iter().position(known) else { return Ok(None) };
+        let unscaled = &self.optimizers[index].identities;
+        for (place, (parameter, id)) in parameters.iter().zip(&identities).enumerate() {
+            if !unscaled.contains(id) && parameter.f_grad()?.defined() {
+                let expected = "the parameters of which the gradients were unscaled";
+                let got = format!("parameter {place}, whose gradient was not, beside some of them");
+                let hint =
+                    "give an optimizer all its parameters before unscale, and each to one optimizer only";
+                return Err(Error::argument(op, "optimizer", expected, got, hint));
+            }
+        }
+        Ok(Some(index))
+    }
+
+    /// Unscales the gradients, and says where that is noted.
+    fn unscale_parameters(&mut self, op: &str, mut parameters: Vec<Tensor>) -> Result<usize> {
+        let _no_grad = tch::no_grad_guard();
+        let mut identities = HashSet::new();
+        parameters.retain(|parameter| identities.insert(ffi::identity(parameter)));
+        let scale = &self.current(op)?.scale;
+        let groups = groups_of_gradients(op, &parameters)?;
+        // In Double, as torch does it: the same to the last bit on every device.
+        let inverse = scale.f_to_kind(Kind::Double)?.f_reciprocal()?.f_to_kind(Kind::Float)?;
+        let mut devices: Vec<(Device, Tensor, Tensor)> = Vec::new();
+        for Group { device, gradients, .. } in &groups {
+            let place = match devices.iter().position(|known| known.0 == *device) {
+                Some(place) => place,
+                None => {
+                    let found_inf = Tensor::f_zeros(NO_DIM, (Kind::Float, *device))?;
+                    devices.push((*device, found_inf, moved(&inverse, *device)?));
+                    devices.len() - 1
+                }
+            };
+            let (_, found_inf, inverse) = &mut devices[place];
+            ffi::unscale(gradients, found_inf, inverse)?;
+        }
+        self.optimizers.push(Unscaled {
+            identities,
+            _parameters: parameters,
+            found_inf: devices.into_iter().map(|(_, found_inf, _)| found_inf).collect(),
+            stepped: false,
+        });
+        Ok(self.optimizers.len() - 1)
+    }
+}
+
+const NO_DIM: [i64; 0] = [];
+
+impl Current {
+    fn new(state: &GradScalerState, device: Device) -> Result<Self> {
+        Ok(Current {
+            scale: Tensor::f_full(NO_DIM, state.scale, (Kind::Float, device))?,
+            growth_tracker: Tensor::f_full(NO_DIM, state.growth_tracker, (Kind::Int, device))?,
+        })
+    }
+}
+
+/// Gradients that libtorch can unscale in one go.
+struct Group {
+    device: Device,
+    kind: Kind,
+    gradients: Vec<Tensor>,
+}
+
+fn groups_of_gradients(op: &str, parameters: &[Tensor]) -> Result<Vec<Group>> {
+    let mut groups: Vec<Group> = Vec::new();
+    for (place, parameter) in parameters.iter().enumerate() {
+        let gradient = parameter.f_grad()?;
+        if !gradient.defined() {
+            continue;
+        }
+        let gradient = values_of(op, place, gradient)?;
+        let (device, kind) = (gradient.device(), gradient.f_kind()?);
+        match groups.iter_mut().find(|group| group.device == device && group.kind == kind) {
+            Some(group) => group.gradients.push(gradient),
+            None => groups.push(Group { device, kind, gradients: vec![gradient] }),
+        }
+    }
+    Ok(groups)
+}
+
+/// The numbers of a gradient, in the gradient's own memory.
+fn values_of(op: &str, place: usize, gradient: Tensor) -> Result<Tensor> {
+    let name = format!("the gradient of parameter {place}");
+    let kinds = [Kind::Float, Kind::Double, Kind::BFloat16];
+    let gradient = if gradient.is_sparse() { gradient.f_internal_values()? } else { gradient };
+    let checked = check!(op, &name, gradient).defined()?;
+    if gradient.f_kind()? == Kind::Half {
+        let hint = "keep the weights in Float, and let Autocast cast them";
+        return Err(checked.refuse("kind Float, Double or BFloat16", "Half, which cannot be unscaled", hint));
+    }
+    checked.kind_in(&kinds)?;
+    Ok(gradient)
+}
+
+/// On a device. To a GPU without waiting; what comes to the CPU has to be there before it is read.
+fn moved(tensor: &Tensor, device: Device) -> Result<Tensor> {
+    Ok(tensor.f_to_device_(device, tensor.f_kind()?, device != Device::Cpu, false)?)
+}
+
+fn check_scale(op: &str, argument: &str, scale: f64) -> Result<()> {
+    let rounded = scale as f32;
+    if rounded.is_finite() && rounded > 0.0 {
+        return Ok(());
+    }
+    Err(out_of_range(op, argument, "a positive f32", scale))
+}
+
+fn check_factors(op: &str, state: &GradScalerState) -> Result<()> {
+    if !(state.growth_factor > 1.0 && state.growth_factor.is_finite()) {
+        return Err(out_of_range(op, "growth_factor", "more than 1", state.growth_factor));
+    }
+    if !(state.backoff_factor > 0.0 && state.backoff_factor < 1.0) {
+        return Err(out_of_range(op, "backoff_factor", "between 0 and 1", state.backoff_factor));
+    }
+    // libtorch counts in 32 bits.
+    if !(1..=i64::from(i32::MAX)).contains(&state.growth_interval) {
+        return Err(out_of_range(op, "growth_interval", "1 or more, in 32 bits", state.growth_interval));
+    }
+    Ok(())
+}
+
+fn out_of_range(op: &str, argument: &str, expected: &str, got: impl std::fmt::Debug) -> Error {
+    Error::argument(op, argument, expected, format!("{got:?}"), "")
+}
+
+fn too_late(op: &str, call: &str) -> Error {
+    let got = format!("one after {call}");
+    Error::argument(op, "optimizer", "one in its turn", got, "GradScaler::update ends an iteration")
+}

@@ -1,0 +1,39 @@
+//! Mixed precision: [`Autocast`] is `torch.autocast`, [`GradScaler`] is `torch.amp.GradScaler`.
+//!
+//! The weights stay in [`Kind::Float`](tch::Kind::Float). Inside an [`Autocast`] libtorch casts for each
+//! operation as its lists for the device say: matrix products run in the half kind, losses in `Float`.
+//! Gradients of [`Kind::Half`](tch::Kind::Half) are easily too small for it, so the loss is scaled up before
+//! the backward and the gradients down after it; with [`Kind::BFloat16`](tch::Kind::BFloat16) that is not
+//! needed.
+//!
+//! ```
+//! use tch::nn::{self, Module, OptimizerConfig};
+//! use tch::{Device, Kind, Tensor};
+//! use tch_extension::amp::{Autocast, GradScaler};
+//!
+//! let vs = nn::VarStore::new(Device::Cpu);
+//! let model = nn::linear(vs.root(), 4, 1, Default::default());
+//! let mut optimizer = nn::Sgd::default().build(&vs, 0.1)?;
+//! let mut scaler = GradScaler::new(Default::default())?;
+//!
+//! let x = Tensor::randn([8, 4], (Kind::Float, Device::Cpu));
+//! for _ in 0..3 {
+//!     optimizer.zero_grad();
+//!     let loss = {
+//!         let _autocast = Autocast::new(Device::Cpu, Kind::BFloat16)?;
+//!         model.forward(&x).mse_loss(&x.narrow(1, 0, 1), tch::Reduction::Mean)
+//!     };
+//!     scaler.scale(&loss)?.backward(); // outside of the region
+//!     scaler.unscale(&optimizer)?; // only because of the next line: `step` does it otherwise
+//!     optimizer.clip_grad_norm(1.0);
+//!     scaler.step(&mut optimizer)?;
+//!     scaler.update()?;
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+
+mod autocast;
+mod grad_scaler;
+
+pub use autocast::Autocast;
+pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState, Optimizer};

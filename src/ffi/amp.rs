@@ -1,0 +1,108 @@
+//! `csrc/amp`.
+
+use super::{autograd, take_message};
+use crate::{Error, Result};
+use std::ffi::{c_char, c_void};
+use tch::{Kind, Tensor};
+use torch_sys::C_tensor;
+
+/// This thread's autocast on one type of device, as `csrc/amp/autocast.cpp` has it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct AutocastSetting {
+    kind: i32,
+    enabled: bool,
+}
+
+unsafe extern "C" {
+    // csrc/amp/autocast.cpp
+    fn tch_extension_autocast_get(cuda: bool, result: *mut AutocastSetting) -> *mut c_char;
+    fn tch_extension_autocast_set(cuda: bool, setting: *const AutocastSetting) -> *mut c_char;
+    safe fn tch_extension_autocast_cache() -> bool;
+    safe fn tch_extension_autocast_enter();
+    safe fn tch_extension_autocast_leave() -> *mut c_char;
+
+    // csrc/amp/grad_scaler.cpp
+    fn tch_extension_amp_unscale(
+        gradients: *const *const C_tensor,
+        len: usize,
+        found_inf: *mut C_tensor,
+        inverse_scale: *const C_tensor,
+    ) -> *mut c_char;
+    fn tch_extension_identity(tensor: *const C_tensor) -> *const c_void;
+}
+
+fn check(message: *mut c_char) -> Result<()> {
+    take_message(message).map_or(Ok(()), |text| Err(Error::Torch(text)))
+}
+
+/// The kinds that autocast may cast to, with libtorch's numbers (c10/core/ScalarType.h).
+const AUTOCAST_KINDS: [(Kind, i32); 2] = [(Kind::Half, 5), (Kind::BFloat16, 15)];
+
+impl AutocastSetting {
+    pub(crate) fn get(cuda: bool) -> Result<Self> {
+        let mut setting = AutocastSetting { kind: 0, enabled: false };
+        // SAFETY: `setting` is written on success.
+        check(unsafe { tch_extension_autocast_get(cuda, &mut setting) }).map(|()| setting)
+    }
+
+    pub(crate) fn set(&self, cuda: bool) -> Result<()> {
+        // SAFETY: read during the call; its kind is libtorch's own, or of `AUTOCAST_KINDS`.
+        check(unsafe { tch_extension_autocast_set(cuda, self) })
+    }
+
+    /// On in this kind, if autocast may have it.
+    pub(crate) fn on(kind: Kind) -> Option<Self> {
+        let (_, kind) = AUTOCAST_KINDS.into_iter().find(|known| known.0 == kind)?;
+        Some(AutocastSetting { kind, enabled: true })
+    }
+
+    pub(crate) fn off(self) -> Self {
+        AutocastSetting { enabled: false, ..self }
+    }
+
+    /// The kind, when it is on.
+    pub(crate) fn kind(&self) -> Option<Kind> {
+        AUTOCAST_KINDS.into_iter().find(|known| self.enabled && known.1 == self.kind).map(|known| known.0)
+    }
+}
+
+/// Whether this thread's autocast keeps the weights that it cast.
+pub(crate) fn autocast_cache() -> bool {
+    tch_extension_autocast_cache()
+}
+
+pub(crate) fn set_autocast_cache(enabled: bool) {
+    autograd::tch_extension_set_autocast_cache(enabled);
+}
+
+/// One more region of autocast in this thread.
+pub(crate) fn enter_autocast() {
+    tch_extension_autocast_enter();
+}
+
+/// One region less. Forgets the cast weights when it was the last.
+pub(crate) fn leave_autocast() -> Result<()> {
+    check(tch_extension_autocast_leave())
+}
+
+/// Multiplies gradients, all of one device and kind, by `inverse_scale`, and adds to `found_inf` if one was not
+/// finite. Both are scalars of kind Float on that device. Does not wait for the device.
+pub(crate) fn unscale(gradients: &[Tensor], found_inf: &mut Tensor, inverse_scale: &Tensor) -> Result<()> {
+    let pointers: Vec<_> = gradients.iter().map(Tensor::as_ptr).collect();
+    // SAFETY: borrowed from live tensors; libtorch itself checks kinds, devices and sizes.
+    check(unsafe {
+        tch_extension_amp_unscale(
+            pointers.as_ptr().cast(),
+            pointers.len(),
+            found_inf.as_mut_ptr(),
+            inverse_scale.as_ptr(),
+        )
+    })
+}
+
+/// The same for all handles of a tensor, and for no other tensor while one of them lives.
+pub(crate) fn identity(tensor: &Tensor) -> usize {
+    // SAFETY: borrowed from a live tensor.
+    unsafe { tch_extension_identity(tensor.as_ptr()) }.addr()
+}
