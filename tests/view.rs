@@ -166,6 +166,9 @@ fn misfits_are_refused_by_name() {
 fn overlapping_elements_are_not_written() {
     let overlapping =
         [matrix().narrow(0, 0, 1).expand([4, 6], false), matrix().as_strided([3, 3], [1, 1], 0)];
+    // More elements than their list would fit in memory.
+    let dense = Tensor::zeros([1 << 21], (Kind::Float, Device::Cpu));
+    let overlapping = overlapping.into_iter().chain([dense.as_strided([1 << 20, 1 << 20], [1, 1], 0)]);
     for mut tensor in overlapping {
         assert_refused(view_mut::<f32, 2>(&mut tensor), &["do not overlap in memory", "contiguous()"]);
     }
@@ -308,6 +311,27 @@ fn threads_view_one_tensor_at_once() {
         })
         .collect();
     threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+#[test]
+fn a_writer_is_alone_however_views_come_and_go_elsewhere() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    let (x, writing) = (matrix(), AtomicBool::new(false));
+    let run = |mut x: Tensor| {
+        for _ in 0..20_000 {
+            if let Ok(writer) = view_mut::<f32, 2>(&mut x) {
+                assert!(!writing.swap(true, Ordering::SeqCst), "two writers at once");
+                writing.store(false, Ordering::SeqCst);
+                drop(writer);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            let x = x.shallow_clone();
+            scope.spawn(|| run(x));
+        }
+    });
 }
 
 // ---- autograd ----
