@@ -83,7 +83,7 @@ fn hooks_are_part_of_a_graph_of_the_gradients() {
 fn a_hook_that_fails_is_an_error_of_backwards_caller() {
     let _alone = alone();
     type Body = fn(&Tensor) -> Result<Option<Tensor>>;
-    let cases: [(&str, Body, &[&str]); 5] = [
+    let cases: [(&str, Body, &[&str]); 6] = [
         ("error", |_| Err(Error::msg("out of luck")), &["register_hook: out of luck"]),
         ("panic", |_| panic!("boom {}", 7), &["register_hook: the hook panicked: boom 7"]),
         (
@@ -92,6 +92,11 @@ fn a_hook_that_fails_is_an_error_of_backwards_caller() {
             &["register_hook", "Double[2]", "Double[3]"],
         ),
         ("kind", |grad| Ok(Some(grad.to_kind(Kind::Float))), &["register_hook", "Float[3]", "Double[3]"]),
+        (
+            "layout",
+            |grad| Ok(Some(grad.to_sparse(None, None::<&[i64]>, None))),
+            &["register_hook", "Double[3] on cpu, Sparse", "Double[3] on cpu"],
+        ),
         ("undefined", |_| Ok(Some(Tensor::new())), &["register_hook", "None to keep"]),
     ];
     for (name, body, expected) in cases {
@@ -227,6 +232,19 @@ fn a_hook_stays_with_the_value_it_was_registered_on() {
     let _ = register_hook(&middle, |grad| Ok(Some(grad + 1.0))).expect("after the change");
     // (1 + 1)·2·10
     assert_eq!(values(&gradient_of(&middle, &x).expect("gradient")), [40.0]);
+}
+
+#[test]
+fn a_hook_on_a_view_of_what_is_changed_stays_with_the_value_before() {
+    let _alone = alone();
+    let x = leaf(&[3.0, 5.0]);
+    let mut base = &x * 1.0;
+    let part = base.narrow(0, 1, 1);
+    let _ = register_hook(&part, scale(10.0)).expect("before the change");
+    let _ = base.f_mul_scalar_(2.0).expect("in place, through the base");
+    let _ = register_hook(&part, |grad| Ok(Some(grad + 1.0))).expect("after the change");
+    // (1 + 1)·2: what the hook before the change is on leads nowhere any more.
+    assert_eq!(values(&gradient_of(&part, &x).expect("gradient")), [0.0, 4.0]);
 }
 
 #[test]
