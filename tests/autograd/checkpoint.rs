@@ -180,6 +180,15 @@ fn what_would_be_silently_wrong_is_an_error() {
     drop(y);
     assert!(error.contains("1 outputs the first time and 2 the second"), "{error}");
 
+    let first = AtomicBool::new(true);
+    let vanishing = move |inputs: &[Option<Tensor>]| {
+        Ok(first.swap(false, Ordering::SeqCst).then(|| at(inputs, 0) * 1.0).into())
+    };
+    let y = checkpoint(vanishing, &[Some(&x)]).and_then(Tensors::single).expect("checkpoint");
+    let error = gradient_of(&y, &x).expect_err("no output").to_string();
+    drop(y);
+    assert!(error.contains("output 0 has a gradient, but this time there is no such output"), "{error}");
+
     let middle = &x * 1.0;
     let y = checkpointed(&middle, &x);
     let _ = tch::no_grad(|| middle.shallow_clone().fill_(7.0));
