@@ -212,7 +212,13 @@ fn a_writer_is_alone() {
     assert_refused(view_mut::<f32, 2>(&mut other), &["live View", "drop the View first"]);
     assert_eq!(other.internal_version(), version);
     drop(readers);
-    view_mut::<f32, 2>(&mut other).unwrap();
+    let writer = view_mut::<f32, 2>(&mut other).unwrap();
+    assert_refused(view::<f32, 0>(&third.get(5).get(3)), &["live ViewMut"]);
+    drop(writer);
+    let mut last = third.get(5).get(3);
+    let _writer = view_mut::<f32, 0>(&mut last).unwrap();
+    assert_refused(view::<f32, 0>(&third.get(5).get(3)), &["live ViewMut"]);
+    view::<f32, 0>(&third.get(5).get(2)).unwrap();
 }
 
 #[test]
@@ -266,6 +272,39 @@ fn memory_that_was_given_up_stays_with_its_view() {
 }
 
 #[test]
+fn views_of_a_tensors_former_and_present_memory_are_apart() {
+    const LEN: i64 = 1 << 20;
+    let x = Tensor::ones([LEN], (Kind::Float, Device::Cpu));
+    let handle = || x.shallow_clone();
+    let (first, second, third) = (handle(), handle(), handle());
+    let former = view::<f32, 1>(&first).unwrap();
+    let _ = handle().resize_([4 * LEN]).fill_(5.0);
+    let present = view::<f32, 1>(&second).unwrap();
+    drop(former);
+    let _ = handle().resize_([16 * LEN]).fill_(7.0);
+    assert!(present.iter().all(|value| value == 5.0));
+    assert_eq!(view::<f32, 1>(&third).unwrap().at([9]), 7.0);
+}
+
+#[test]
+fn memory_that_was_given_up_is_freed_in_the_end() {
+    fn resident_pages() -> u64 {
+        let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+        statm.split(' ').nth(1).unwrap().parse().unwrap()
+    }
+    const LEN: i64 = 1 << 22;
+    let before = resident_pages();
+    for _ in 0..64 {
+        let x = Tensor::ones([LEN], (Kind::Float, Device::Cpu));
+        let view = view::<f32, 1>(&x).unwrap();
+        let _ = x.shallow_clone().resize_([LEN + 1]);
+        assert_eq!(view.at([5]), 1.0);
+    }
+    // 1 GB would be left in pages of 4 KB; other tests hold some, too.
+    assert!(resident_pages() < before + (512 << 8), "{before} pages, then {}", resident_pages());
+}
+
+#[test]
 fn memory_that_moves_to_a_lazy_clone_stays_with_its_view() {
     // Large, as above.
     let x = Tensor::ones([1 << 20], (Kind::Float, Device::Cpu));
@@ -295,6 +334,17 @@ fn memory_of_others_is_viewed_too() {
     let tensor = unsafe { Tensor::from_blob(values.as_ptr().cast(), &[3], &[1], Kind::Float, Device::Cpu) };
     assert_eq!(view::<f32, 1>(&tensor).unwrap().to_vec(), values);
     assert_eq!(view::<f32, 1>(&tensor.slice(0, 0, 3, 2)).unwrap().to_vec(), [1.0, 3.0]);
+}
+
+#[test]
+fn memory_may_be_misaligned() {
+    let mut bytes = [0_u8; 13];
+    let begin = bytes.as_mut_ptr().wrapping_add(1).cast();
+    // SAFETY: the array outlives the tensor, and is not used meanwhile.
+    let mut tensor = unsafe { Tensor::from_blob(begin, &[3], &[1], Kind::Float, Device::Cpu) };
+    let mut view = view_mut::<f32, 1>(&mut tensor).unwrap();
+    view.copy_from_slice(&[1.0, 2.0, 3.0]);
+    assert_eq!((view.at([1]), view.to_vec()), (2.0, vec![1.0, 2.0, 3.0]));
 }
 
 #[test]
@@ -360,6 +410,13 @@ fn a_saved_tensor_that_is_written_fails_the_backward() {
     y = apply(Square, &[Some(&x)]).unwrap().single().unwrap();
     tch::no_grad(|| view_mut::<f64, 1>(&mut x).unwrap().set([0], 4.0));
     assert_refused(grad(&[&y], &[&x], &Default::default()), &["modified by an inplace operation"]);
+
+    // Before the writer is dropped, too.
+    y = apply(Square, &[Some(&x)]).unwrap().single().unwrap();
+    let mut handle = x.detach();
+    let writer = view_mut::<f64, 1>(&mut handle).unwrap();
+    assert_refused(grad(&[&y], &[&x], &Default::default()), &["modified by an inplace operation"]);
+    drop(writer);
 
     // Also when it was saved while the view was alive already.
     let mut data = x.detach();

@@ -94,6 +94,34 @@ fn the_second_run_draws_the_same_random_numbers() {
 }
 
 #[test]
+fn the_second_run_has_the_autocast_of_the_first() {
+    /// Returns the setting before. tch's own `autocast` does nothing without a GPU.
+    fn set_autocast(enabled: bool) -> bool {
+        // SAFETY: a setting of this thread. C++ returns a bool, of which only the lowest bits are there.
+        unsafe { torch_sys::at_autocast_set_enabled(i32::from(enabled)) & 1 == 1 }
+    }
+    let _alone = alone();
+    let x = leaf(&[2.0]);
+    for enabled in [true, false] {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let log = Arc::clone(&seen);
+        let function = move |inputs: &[Option<Tensor>]| {
+            let now = set_autocast(false);
+            set_autocast(now);
+            log.lock().expect("unpoisoned").push(now);
+            Ok((at(inputs, 0) * 3.0).into())
+        };
+        let before = set_autocast(enabled);
+        let y = checkpoint(function, &[Some(&x)]).and_then(Tensors::single).expect("checkpoint");
+        set_autocast(!enabled);
+        let gradient = gradient_of(&y, &x);
+        assert_eq!(set_autocast(before), !enabled, "it is put back");
+        assert_eq!(values(&gradient.expect("gradient")), [3.0]);
+        assert_eq!(*seen.lock().expect("unpoisoned"), [enabled, enabled]);
+    }
+}
+
+#[test]
 fn only_what_is_asked_for_is_computed() {
     let _alone = alone();
     let (x, w, constant) = (leaf(&[0.3]), leaf(&[0.5]), Tensor::from_slice(&[2.0]));

@@ -195,6 +195,28 @@ fn a_hook_may_remove_and_register_hooks() {
 }
 
 #[test]
+fn what_a_hook_drops_may_remove_and_register_hooks() {
+    struct Last(Mutex<Tensor>, Hook);
+    impl Drop for Last {
+        fn drop(&mut self) {
+            self.1.remove();
+            let _ = register_hook(&self.0.lock().expect("unpoisoned"), scale(100.0));
+        }
+    }
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let first = register_hook(&x, scale(10.0)).expect("first");
+    let last = Last(Mutex::new(x.shallow_clone()), first);
+    let second = register_hook(&x, move |_| {
+        let _held = &last;
+        Ok(None)
+    })
+    .expect("second");
+    second.remove();
+    assert_eq!(values(&gradient_of(&square(&x), &x).expect("gradient")), [600.0]);
+}
+
+#[test]
 fn hooks_are_removed_while_other_threads_run_them() {
     let _alone = alone();
     let (x, drops) = (leaf(&[3.0]), Arc::new(AtomicUsize::new(0)));
