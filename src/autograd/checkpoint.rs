@@ -254,3 +254,21 @@ impl Drop for WithGrad {
         ffi::tch_extension_set_grad_mode(self.0);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_autocast_cache_is_off_and_then_as_it_was() {
+        let set = ffi::tch_extension_set_autocast_cache;
+        for before in [false, true] {
+            set(before);
+            drop(Uncached::new());
+            assert_eq!(set(true), before);
+            let _uncached = Uncached::new();
+            assert!(!set(false));
+        }
+        set(true);
+    }
+}

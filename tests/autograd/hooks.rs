@@ -245,6 +245,27 @@ fn hooks_are_removed_while_other_threads_run_them() {
 }
 
 #[test]
+fn hooks_come_and_go_while_another_thread_runs_them() {
+    let _alone = alone();
+    let (x, done) = (leaf(&[3.0]), AtomicBool::new(false));
+    let _ = register_hook(&x, scale(10.0)).expect("the list, before it is run");
+    std::thread::scope(|scope| {
+        let handle = x.shallow_clone();
+        scope.spawn(|| {
+            let x = handle;
+            while !done.load(Ordering::SeqCst) {
+                assert_eq!(values(&gradient_of(&square(&x), &x).expect("gradient")), [60.0]);
+            }
+        });
+        for _ in 0..300 {
+            let hooks = [(); 100].map(|()| register_hook(&x, |_| Ok(None)).expect("hook"));
+            hooks.iter().for_each(Hook::remove);
+        }
+        done.store(true, Ordering::SeqCst);
+    });
+}
+
+#[test]
 fn a_hook_stays_with_the_value_it_was_registered_on() {
     let _alone = alone();
     let x = leaf(&[3.0]);
