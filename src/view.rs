@@ -79,7 +79,8 @@
 //! [`Function`](crate::autograd::Function), whose forward runs with grad mode off. A tensor that requires grad
 //! can be written only while grad mode is off, as its graph would not know of the change. A [`ViewMut`] counts
 //! as an in-place operation when it is made and again when it is dropped: if a tensor that was saved for a backward
-//! is changed through it, that backward is an error.
+//! is changed through it, that backward is an error. It is one only after the drop if the tensor was saved while the
+//! [`ViewMut`] lived: drop it before the backward.
 
 use crate::check::Check;
 use crate::ffi::autograd::tch_extension_grad_mode;
@@ -234,6 +235,11 @@ fn overlaps(size: &[i64], stride: &[i64]) -> bool {
 /// By trying them all, for the rare strides that look as if.
 fn collides(dims: &[(i64, i64)]) -> bool {
     if dims.first().is_some_and(|&(stride, _)| stride == 0) {
+        return true;
+    }
+    // More elements than places. Otherwise the list below is no longer than the memory.
+    let places = 1 + dims.iter().map(|&(stride, size)| stride * (size - 1)).sum::<i64>();
+    if dims.iter().map(|&(_, size)| size).product::<i64>() > places {
         return true;
     }
     let mut offsets = dims.iter().fold(vec![0], |offsets, &(stride, size)| {

@@ -302,7 +302,7 @@ fn a_gradient_that_ignores_the_incoming_one_is_found() {
 }
 
 #[test]
-fn only_zero_gradients_show_that_a_scalar_function_ignores_the_incoming_one() -> Result<()> {
+fn a_scalar_function_that_ignores_the_incoming_gradient_is_found() {
     // With one element, the Jacobian is right.
     let ignoring = square(|x, _| x * 2.0);
     let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
@@ -311,7 +311,35 @@ fn only_zero_gradients_show_that_a_scalar_function_ignores_the_incoming_one() ->
 
     let unchecked =
         GradcheckOptions { check_zero_grad: false, check_undefined_grad: false, ..Default::default() };
-    check_with(&ignoring, &[&x], &unchecked)
+    let text = refusal(check_with(&ignoring, &[&x], &unchecked));
+    assert_says(&text, &["input 0", "give 6.0 at element [0], but -12.0 by the Jacobian", "linear"]);
+}
+
+#[test]
+fn a_backward_that_is_not_linear_in_the_incoming_gradient_is_found() {
+    // Each is right for zeros and for a single one.
+    let wrong: [fn(&Tensor) -> Tensor; 3] =
+        [Tensor::square, Tensor::abs, |grad: &Tensor| grad.clamp(-1.0, 1.0)];
+    for bend in wrong {
+        let x = Tensor::from_slice(&[3.0, 1.0, 2.0]).set_requires_grad(true);
+        let text = refusal(check(square(move |x, grad| bend(grad) * x * 2.0), &[&x]));
+        assert_says(&text, &["input 0", "backward has to be linear"]);
+    }
+}
+
+#[test]
+fn a_backward_that_drops_terms_with_several_gradients_is_found() {
+    // Right for every row and for ones, zeros and undefined gradients.
+    let wrong = powers(|x, square, cube| {
+        let is_zero = |grad: &Tensor| grad.any().double_value(&[]) == 0.0;
+        match square {
+            Some(square) if !is_zero(square) => right_powers(x, Some(square), None),
+            _ => right_powers(x, None, cube),
+        }
+    });
+    let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
+    // -2 of 6 and 0.5 of 27
+    assert_says(&refusal(check(wrong, &[&x])), &["give -12.0 at element [0], but 1.5 by the Jacobian"]);
 }
 
 #[test]

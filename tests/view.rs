@@ -166,6 +166,9 @@ fn misfits_are_refused_by_name() {
 fn overlapping_elements_are_not_written() {
     let overlapping =
         [matrix().narrow(0, 0, 1).expand([4, 6], false), matrix().as_strided([3, 3], [1, 1], 0)];
+    // More elements than their list would fit in memory.
+    let dense = Tensor::zeros([1 << 21], (Kind::Float, Device::Cpu));
+    let overlapping = overlapping.into_iter().chain([dense.as_strided([1 << 20, 1 << 20], [1, 1], 0)]);
     for mut tensor in overlapping {
         assert_refused(view_mut::<f32, 2>(&mut tensor), &["do not overlap in memory", "contiguous()"]);
     }
@@ -209,7 +212,13 @@ fn a_writer_is_alone() {
     assert_refused(view_mut::<f32, 2>(&mut other), &["live View", "drop the View first"]);
     assert_eq!(other.internal_version(), version);
     drop(readers);
-    view_mut::<f32, 2>(&mut other).unwrap();
+    let writer = view_mut::<f32, 2>(&mut other).unwrap();
+    assert_refused(view::<f32, 0>(&third.get(5).get(3)), &["live ViewMut"]);
+    drop(writer);
+    let mut last = third.get(5).get(3);
+    let _writer = view_mut::<f32, 0>(&mut last).unwrap();
+    assert_refused(view::<f32, 0>(&third.get(5).get(3)), &["live ViewMut"]);
+    view::<f32, 0>(&third.get(5).get(2)).unwrap();
 }
 
 #[test]
@@ -263,6 +272,52 @@ fn memory_that_was_given_up_stays_with_its_view() {
 }
 
 #[test]
+fn views_of_a_tensors_former_and_present_memory_are_apart() {
+    const LEN: i64 = 1 << 20;
+    let x = Tensor::ones([LEN], (Kind::Float, Device::Cpu));
+    let handle = || x.shallow_clone();
+    let (first, second, third) = (handle(), handle(), handle());
+    let former = view::<f32, 1>(&first).unwrap();
+    let _ = handle().resize_([4 * LEN]).fill_(5.0);
+    let present = view::<f32, 1>(&second).unwrap();
+    drop(former);
+    let _ = handle().resize_([16 * LEN]).fill_(7.0);
+    assert!(present.iter().all(|value| value == 5.0));
+    assert_eq!(view::<f32, 1>(&third).unwrap().at([9]), 7.0);
+}
+
+#[test]
+fn memory_is_freed_in_the_end() {
+    fn resident_pages() -> u64 {
+        let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+        statm.split(' ').nth(1).unwrap().parse().unwrap()
+    }
+    const LEN: i64 = 1 << 22;
+    let uses: [(&str, fn(&Tensor)); 3] = [
+        ("viewed twice at once", |x| drop((view::<f32, 1>(x).unwrap(), view::<f32, 1>(x).unwrap()))),
+        ("given up while viewed", |x| {
+            let view = view::<f32, 1>(x).unwrap();
+            let _ = x.shallow_clone().resize_([LEN + 1]);
+            assert_eq!(view.at([5]), 1.0);
+        }),
+        ("moved to a lazy clone while viewed", |x| {
+            let view = view::<f32, 1>(x).unwrap();
+            let _clone = x.internal_lazy_clone();
+            drop(view);
+        }),
+    ];
+    for (name, view_and_drop) in uses {
+        let before = resident_pages();
+        for _ in 0..64 {
+            view_and_drop(&Tensor::ones([LEN], (Kind::Float, Device::Cpu)));
+        }
+        // 1 GB would be left, in pages of 4 KB; other tests hold some, too.
+        let after = resident_pages();
+        assert!(after < before + (512 << 8), "{name}: {before} pages, then {after}");
+    }
+}
+
+#[test]
 fn memory_that_moves_to_a_lazy_clone_stays_with_its_view() {
     // Large, as above.
     let x = Tensor::ones([1 << 20], (Kind::Float, Device::Cpu));
@@ -295,6 +350,17 @@ fn memory_of_others_is_viewed_too() {
 }
 
 #[test]
+fn memory_may_be_misaligned() {
+    let mut bytes = [0_u8; 13];
+    let begin = bytes.as_mut_ptr().wrapping_add(1).cast();
+    // SAFETY: the array outlives the tensor, and is not used meanwhile.
+    let mut tensor = unsafe { Tensor::from_blob(begin, &[3], &[1], Kind::Float, Device::Cpu) };
+    let mut view = view_mut::<f32, 1>(&mut tensor).unwrap();
+    view.copy_from_slice(&[1.0, 2.0, 3.0]);
+    assert_eq!((view.at([1]), view.to_vec()), (2.0, vec![1.0, 2.0, 3.0]));
+}
+
+#[test]
 fn threads_view_one_tensor_at_once() {
     let x = matrix();
     let threads: Vec<_> = (0..8)
@@ -308,6 +374,27 @@ fn threads_view_one_tensor_at_once() {
         })
         .collect();
     threads.into_iter().for_each(|thread| thread.join().unwrap());
+}
+
+#[test]
+fn a_writer_is_alone_however_views_come_and_go_elsewhere() {
+    use std::sync::atomic::{AtomicBool, Ordering};
+    let (x, writing) = (matrix(), AtomicBool::new(false));
+    let run = |mut x: Tensor| {
+        for _ in 0..20_000 {
+            if let Ok(writer) = view_mut::<f32, 2>(&mut x) {
+                assert!(!writing.swap(true, Ordering::SeqCst), "two writers at once");
+                writing.store(false, Ordering::SeqCst);
+                drop(writer);
+            }
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            let x = x.shallow_clone();
+            scope.spawn(|| run(x));
+        }
+    });
 }
 
 // ---- autograd ----
@@ -336,6 +423,13 @@ fn a_saved_tensor_that_is_written_fails_the_backward() {
     y = apply(Square, &[Some(&x)]).unwrap().single().unwrap();
     tch::no_grad(|| view_mut::<f64, 1>(&mut x).unwrap().set([0], 4.0));
     assert_refused(grad(&[&y], &[&x], &Default::default()), &["modified by an inplace operation"]);
+
+    // Before the writer is dropped, too.
+    y = apply(Square, &[Some(&x)]).unwrap().single().unwrap();
+    let mut handle = x.detach();
+    let writer = view_mut::<f64, 1>(&mut handle).unwrap();
+    assert_refused(grad(&[&y], &[&x], &Default::default()), &["modified by an inplace operation"]);
+    drop(writer);
 
     // Also when it was saved while the view was alive already.
     let mut data = x.detach();

@@ -66,6 +66,7 @@ class HookList {
 std::string describe(const at::Tensor& tensor) {
   std::ostringstream text;
   text << tensor.scalar_type() << tensor.sizes() << " on " << tensor.device();
+  if (tensor.layout() != at::kStrided) text << ", " << tensor.layout();
   return text.str();
 }
 
@@ -94,7 +95,7 @@ class Hooks final : public FunctionPreHook {
     at::Tensor& replaced = results.gradients[0];
     if (!replaced.defined()) return;
     if (replaced.sizes() != grad.sizes() || replaced.scalar_type() != grad.scalar_type() ||
-        replaced.device() != grad.device()) {
+        replaced.device() != grad.device() || replaced.layout() != grad.layout()) {
       throw std::runtime_error("register_hook: the hook returned a gradient of " + describe(replaced) +
                                " in the place of one of " + describe(grad));
     }

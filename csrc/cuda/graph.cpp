@@ -102,11 +102,22 @@ class Graph final : public at::cuda::CUDAGraph {
 
 using namespace tch_extension;
 
+namespace {
+
+// All graphs of a device share the state of its random numbers. libtorch relies on Python's lock for it.
+std::mutex& bookkeeping() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+
+}  // namespace
+
 // Begins to capture the current stream of the current device. `sharing`: a captured graph whose memory pool
 // is to be used, or null. The result is given back with ..._end and ..._delete.
 TCH_EXTENSION_API Message tch_extension_cuda_graph_begin(Graph* sharing, Graph** result) {
   return guard([&] {
     at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
+    std::lock_guard<std::mutex> lock(bookkeeping());
     const auto pool = sharing != nullptr ? sharing->pool() : at::cuda::graph_pool_handle();
     // Memory that other streams are still using is then free, and need not be allocated anew.
     c10::cuda::device_synchronize();
@@ -124,17 +135,24 @@ TCH_EXTENSION_API Message tch_extension_cuda_is_capturing(bool* result) {
 
 // In the thread and under the stream of ..._begin. After a failure the graph can only be deleted.
 TCH_EXTENSION_API Message tch_extension_cuda_graph_end(Graph* graph) {
-  return guard([&] { graph->end(); });
+  return guard([&] {
+    std::lock_guard<std::mutex> lock(bookkeeping());
+    graph->end();
+  });
 }
 
 // On the current stream of the graph's device.
 TCH_EXTENSION_API Message tch_extension_cuda_graph_replay(Graph* graph) {
-  return guard([&] { graph->replay(); });
+  return guard([&] {
+    std::lock_guard<std::mutex> lock(bookkeeping());
+    graph->replay();
+  });
 }
 
 // A capture that is under way is given up; then it has to be the thread of ..._begin.
 TCH_EXTENSION_API Message tch_extension_cuda_graph_delete(Graph* graph) {
   return guard([&] {
+    std::lock_guard<std::mutex> lock(bookkeeping());
     graph->abandon();
     delete graph;
   });

@@ -82,8 +82,6 @@ Refusal refusal(const at::Tensor& tensor) {
   if (tensor.is_neg() || tensor.is_conj()) return kLazyValues;
   if (tensor._is_zerotensor()) return kNoMemory;
   TORCH_CHECK(tensor.has_storage(), "view: a tensor without a storage of its own");
-  // Its memory belongs to several storages, each of which may be the one to free it.
-  if (c10::impl::cow::is_cow_data_ptr(tensor.storage().data_ptr())) return kLazyClone;
   return kNone;
 }
 
@@ -114,9 +112,12 @@ Refusal conflict(const Entry& entry, const Pin& pin) {
 Refusal enter(Pin& pin) {
   const c10::Storage& storage = pin.tensor.storage();
   c10::DataPtr& data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  // From here on, because an exchange of deleters, by another thread, takes the context away for a moment.
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  // Its memory belongs to several storages, each of which may be the one to free it.
+  if (c10::impl::cow::is_cow_data_ptr(data)) return kLazyClone;
   void* context = data.get_context();
   void* key = context != nullptr ? context : static_cast<void*>(storage.unsafeGetStorageImpl());
-  std::lock_guard<std::mutex> lock(registry().mutex);
   auto [found, is_new] = registry().entries.try_emplace(key);
   Entry& entry = found->second;
   if (const Refusal refused = conflict(entry, pin)) return refused;

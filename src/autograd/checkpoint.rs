@@ -14,9 +14,10 @@ use torch_sys::C_tensor;
 /// for time, what `torch.utils.checkpoint` is in Python.
 ///
 /// Kept are the inputs and the outputs. The second run finds the random state of the first, on the CPU and on
-/// the CUDA devices of the inputs, so that dropout drops the same; and its autocast settings. Whoever draws random
-/// numbers in other threads meanwhile may see some of them twice. Afterwards the random state is what it
-/// was before the second run. Second derivatives (`create_graph`) are right.
+/// the CUDA devices of the inputs, so that dropout drops the same; and its autocast settings. Afterwards the random
+/// state is what it was before the second run. As in PyTorch, that state is the process's: another thread that draws
+/// random numbers meanwhile, or runs such a backward, may see some twice and makes this one draw others. Second
+/// derivatives (`create_graph`) are right.
 ///
 /// Every tensor that requires grad has to be an input, weights included: a closure cannot capture a bare
 /// `Tensor` (it is not `Sync`), and one that it reaches in another way, such as through a `Mutex`, is an error
@@ -251,5 +252,23 @@ impl WithGrad {
 impl Drop for WithGrad {
     fn drop(&mut self) {
         ffi::tch_extension_set_grad_mode(self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_autocast_cache_is_off_and_then_as_it_was() {
+        let set = ffi::tch_extension_set_autocast_cache;
+        for before in [false, true] {
+            set(before);
+            drop(Uncached::new());
+            assert_eq!(set(true), before);
+            let _uncached = Uncached::new();
+            assert!(!set(false));
+        }
+        set(true);
     }
 }

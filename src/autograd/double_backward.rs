@@ -50,7 +50,12 @@ pub(super) fn pull_back(
     check_len("outputs of the reference", outputs.len(), grads.len())?;
 
     let (mut of, mut vectors) = (Vec::new(), Vec::new());
-    for (output, vector) in outputs.iter().zip(grads.iter()) {
+    for (index, (output, vector)) in outputs.iter().zip(grads.iter()).enumerate() {
+        if output.is_none() && vector.is_some() {
+            return Err(Error::Autograd(format!(
+                "differentiate_reference: output {index} has a gradient, but this time there is no such output"
+            )));
+        }
         if let (Some(output), Some(vector)) = (output, vector)
             && output.requires_grad()
         {

@@ -49,7 +49,10 @@ impl Drop for Hook {
 /// unless something behind it is asked for, too: the engine takes it before them then. Like PyTorch's, it has to
 /// be registered while no backward is under way.
 ///
-/// An error, a panic or a gradient of another shape, kind or device becomes an error of whoever called
+/// A hook must not change the gradient in place: others may hold it. One that holds a tensor whose graph leads to
+/// it, its own tensor say, makes a cycle, and neither is freed before [`Hook::remove`].
+///
+/// An error, a panic or a gradient of another shape, kind, device or layout becomes an error of whoever called
 /// backward.
 ///
 /// ```

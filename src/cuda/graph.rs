@@ -14,14 +14,16 @@ use tch::Device;
 ///   loaded and have chosen their kernels.
 /// - **No waiting for the GPU** in the closure: no reading of values on the CPU, no `synchronize`, no shape that
 ///   depends on values. It makes the capture fail, as an `Err`. Nor may any other thread synchronise the whole
-///   device, empty libtorch's cache or draw CUDA random numbers meanwhile; allocating is fine.
+///   device, empty libtorch's cache, replay a graph or draw CUDA random numbers meanwhile; allocating is fine.
 /// - **The same memory**: a replay reads the tensors that the closure read, where they were. Keep them alive as
 ///   long as the graph, and change their values in place (`copy_`).
 /// - **The results belong to the graph**: the memory of tensors made in the closure is in a pool of the graph's,
 ///   and each replay overwrites it. Before the first replay they hold nothing of use. Copy what is to stay.
 /// - The CPU's part of the closure, such as counters and prints, happens in the capture only.
 ///
-/// Random numbers differ from replay to replay, as they would without a graph.
+/// Random numbers differ from replay to replay, as they would without a graph. All graphs of a device share their
+/// place in the sequence, on the GPU, too: replay those that draw on one stream, or one after the other is done, and
+/// let the work be done before the last of them is dropped.
 ///
 /// ```no_run
 /// # use tch::{Device, Kind, Tensor};

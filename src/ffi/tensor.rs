@@ -252,6 +252,19 @@ mod tests {
         assert_eq!(tch_extension_pinned(), 0);
         drop(Strided::<f32, 1>::new(&other, Kind::Float, true).unwrap().ok().unwrap());
         assert_eq!(tch_extension_pinned(), 0);
+        // Of memory that libtorch does not free, and of memory that moves to another storage meanwhile.
+        let values = [1_f32; 6];
+        // SAFETY: the array outlives the tensor.
+        let foreign =
+            unsafe { Tensor::from_blob(values.as_ptr().cast(), &[2, 3], &[3, 1], Kind::Float, Device::Cpu) };
+        drop(Strided::<f32, 2>::new(&foreign, Kind::Float, false).unwrap().ok().unwrap());
+        assert_eq!(tch_extension_pinned(), 0);
+        let moving = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));
+        let pinned = Strided::<f32, 2>::new(&moving, Kind::Float, false).unwrap().ok().unwrap();
+        drop((moving.internal_lazy_clone(), pinned));
+        assert_eq!(tch_extension_pinned(), 1);
+        drop(moving);
+        assert_eq!(tch_extension_pinned(), 0);
     }
 
     #[test]

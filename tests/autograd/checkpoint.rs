@@ -94,6 +94,34 @@ fn the_second_run_draws_the_same_random_numbers() {
 }
 
 #[test]
+fn the_second_run_has_the_autocast_of_the_first() {
+    /// Returns the setting before. tch's own `autocast` does nothing without a GPU.
+    fn set_autocast(enabled: bool) -> bool {
+        // SAFETY: a setting of this thread. C++ returns a bool, of which only the lowest bits are there.
+        unsafe { torch_sys::at_autocast_set_enabled(i32::from(enabled)) & 1 == 1 }
+    }
+    let _alone = alone();
+    let x = leaf(&[2.0]);
+    for enabled in [true, false] {
+        let seen = Arc::new(Mutex::new(Vec::new()));
+        let log = Arc::clone(&seen);
+        let function = move |inputs: &[Option<Tensor>]| {
+            let now = set_autocast(false);
+            set_autocast(now);
+            log.lock().expect("unpoisoned").push(now);
+            Ok((at(inputs, 0) * 3.0).into())
+        };
+        let before = set_autocast(enabled);
+        let y = checkpoint(function, &[Some(&x)]).and_then(Tensors::single).expect("checkpoint");
+        set_autocast(!enabled);
+        let gradient = gradient_of(&y, &x);
+        assert_eq!(set_autocast(before), !enabled, "it is put back");
+        assert_eq!(values(&gradient.expect("gradient")), [3.0]);
+        assert_eq!(*seen.lock().expect("unpoisoned"), [enabled, enabled]);
+    }
+}
+
+#[test]
 fn only_what_is_asked_for_is_computed() {
     let _alone = alone();
     let (x, w, constant) = (leaf(&[0.3]), leaf(&[0.5]), Tensor::from_slice(&[2.0]));
@@ -154,11 +182,15 @@ fn what_would_be_silently_wrong_is_an_error() {
         for options in [keep(), create()] {
             let captured = Mutex::new(captured.shallow_clone());
             let function = move |inputs: &[Option<Tensor>]| {
-                Ok((at(inputs, 0) * &*captured.lock().expect("unpoisoned")).into())
+                let product = at(inputs, 0) * &*captured.lock().expect("unpoisoned");
+                Ok([at(inputs, 0) * 1.0, product].into())
             };
-            let y = checkpoint(function, &[Some(&x)]).and_then(Tensors::single).expect("checkpoint");
-            let error = grad(&[&y], &[&x], &options).expect_err("a hidden weight").to_string();
-            assert!(error.contains("checkpoint: ") && error.contains("none of its inputs"), "{error}");
+            let outputs =
+                checkpoint(function, &[Some(&x)]).and_then(Tensors::exactly::<2>).expect("checkpoint");
+            for y in &outputs {
+                let error = grad(&[y], &[&x], &options).expect_err("a hidden weight").to_string();
+                assert!(error.contains("checkpoint: ") && error.contains("none of its inputs"), "{error}");
+            }
         }
     }
 
@@ -179,6 +211,15 @@ fn what_would_be_silently_wrong_is_an_error() {
     let error = gradient_of(&y, &x).expect_err("two outputs").to_string();
     drop(y);
     assert!(error.contains("1 outputs the first time and 2 the second"), "{error}");
+
+    let first = AtomicBool::new(true);
+    let vanishing = move |inputs: &[Option<Tensor>]| {
+        Ok(first.swap(false, Ordering::SeqCst).then(|| at(inputs, 0) * 1.0).into())
+    };
+    let y = checkpoint(vanishing, &[Some(&x)]).and_then(Tensors::single).expect("checkpoint");
+    let error = gradient_of(&y, &x).expect_err("no output").to_string();
+    drop(y);
+    assert!(error.contains("output 0 has a gradient, but this time there is no such output"), "{error}");
 
     let middle = &x * 1.0;
     let y = checkpointed(&middle, &x);

@@ -83,7 +83,7 @@ fn hooks_are_part_of_a_graph_of_the_gradients() {
 fn a_hook_that_fails_is_an_error_of_backwards_caller() {
     let _alone = alone();
     type Body = fn(&Tensor) -> Result<Option<Tensor>>;
-    let cases: [(&str, Body, &[&str]); 5] = [
+    let cases: [(&str, Body, &[&str]); 6] = [
         ("error", |_| Err(Error::msg("out of luck")), &["register_hook: out of luck"]),
         ("panic", |_| panic!("boom {}", 7), &["register_hook: the hook panicked: boom 7"]),
         (
@@ -92,6 +92,11 @@ fn a_hook_that_fails_is_an_error_of_backwards_caller() {
             &["register_hook", "Double[2]", "Double[3]"],
         ),
         ("kind", |grad| Ok(Some(grad.to_kind(Kind::Float))), &["register_hook", "Float[3]", "Double[3]"]),
+        (
+            "layout",
+            |grad| Ok(Some(grad.to_sparse(None, None::<&[i64]>, None))),
+            &["register_hook", "Double[3] on cpu, Sparse", "Double[3] on cpu"],
+        ),
         ("undefined", |_| Ok(Some(Tensor::new())), &["register_hook", "None to keep"]),
     ];
     for (name, body, expected) in cases {
@@ -190,6 +195,28 @@ fn a_hook_may_remove_and_register_hooks() {
 }
 
 #[test]
+fn what_a_hook_drops_may_remove_and_register_hooks() {
+    struct Last(Mutex<Tensor>, Hook);
+    impl Drop for Last {
+        fn drop(&mut self) {
+            self.1.remove();
+            let _ = register_hook(&self.0.lock().expect("unpoisoned"), scale(100.0));
+        }
+    }
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let first = register_hook(&x, scale(10.0)).expect("first");
+    let last = Last(Mutex::new(x.shallow_clone()), first);
+    let second = register_hook(&x, move |_| {
+        let _held = &last;
+        Ok(None)
+    })
+    .expect("second");
+    second.remove();
+    assert_eq!(values(&gradient_of(&square(&x), &x).expect("gradient")), [600.0]);
+}
+
+#[test]
 fn hooks_are_removed_while_other_threads_run_them() {
     let _alone = alone();
     let (x, drops) = (leaf(&[3.0]), Arc::new(AtomicUsize::new(0)));
@@ -218,6 +245,27 @@ fn hooks_are_removed_while_other_threads_run_them() {
 }
 
 #[test]
+fn hooks_come_and_go_while_another_thread_runs_them() {
+    let _alone = alone();
+    let (x, done) = (leaf(&[3.0]), AtomicBool::new(false));
+    let _ = register_hook(&x, scale(10.0)).expect("the list, before it is run");
+    std::thread::scope(|scope| {
+        let handle = x.shallow_clone();
+        scope.spawn(|| {
+            let x = handle;
+            while !done.load(Ordering::SeqCst) {
+                assert_eq!(values(&gradient_of(&square(&x), &x).expect("gradient")), [60.0]);
+            }
+        });
+        for _ in 0..300 {
+            let hooks = [(); 100].map(|()| register_hook(&x, |_| Ok(None)).expect("hook"));
+            hooks.iter().for_each(Hook::remove);
+        }
+        done.store(true, Ordering::SeqCst);
+    });
+}
+
+#[test]
 fn a_hook_stays_with_the_value_it_was_registered_on() {
     let _alone = alone();
     let x = leaf(&[3.0]);
@@ -227,6 +275,19 @@ fn a_hook_stays_with_the_value_it_was_registered_on() {
     let _ = register_hook(&middle, |grad| Ok(Some(grad + 1.0))).expect("after the change");
     // (1 + 1)·2·10
     assert_eq!(values(&gradient_of(&middle, &x).expect("gradient")), [40.0]);
+}
+
+#[test]
+fn a_hook_on_a_view_of_what_is_changed_stays_with_the_value_before() {
+    let _alone = alone();
+    let x = leaf(&[3.0, 5.0]);
+    let mut base = &x * 1.0;
+    let part = base.narrow(0, 1, 1);
+    let _ = register_hook(&part, scale(10.0)).expect("before the change");
+    let _ = base.f_mul_scalar_(2.0).expect("in place, through the base");
+    let _ = register_hook(&part, |grad| Ok(Some(grad + 1.0))).expect("after the change");
+    // (1 + 1)·2: what the hook before the change is on leads nowhere any more.
+    assert_eq!(values(&gradient_of(&part, &x).expect("gradient")), [0.0, 4.0]);
 }
 
 #[test]

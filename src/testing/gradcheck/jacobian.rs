@@ -27,6 +27,13 @@ impl Jacobian {
         }
     }
 
+    /// Adds up the rows, each times its weight.
+    pub fn add_rows(&self, weights: &[f64], sums: &mut [f64]) {
+        for (row, weight) in self.values.chunks(self.columns.max(1)).zip(weights) {
+            row.iter().zip(&mut *sums).for_each(|(value, sum)| *sum += weight * value);
+        }
+    }
+
     pub fn mismatch(&self, expected: &Jacobian, bound: Bound) -> Option<Mismatch> {
         mismatch(&self.values, &expected.values, bound)
     }

@@ -1,5 +1,6 @@
 //! `torch.autograd.gradcheck`, in its slow mode.
 
+mod combination;
 mod gradgradcheck;
 mod jacobian;
 mod vanishing;
@@ -56,7 +57,9 @@ impl Default for GradcheckOptions {
 /// 2. `|analytical - numerical| <= atol + rtol |numerical|` for each entry; NaN is always wrong;
 /// 3. incoming gradients of zero give gradients of exactly zero, of the input's shape, kind and device;
 /// 4. undefined incoming gradients, all at once and each output's in turn, give what zeros in their place
-///    give.
+///    give;
+/// 5. incoming gradients of several sizes and both signs, for all outputs at once, give the sum of as much of each
+///    row: a backward is linear in them, and does not mix them up.
 ///
 /// `function` gets copies of `inputs`, with the same strides, storage offset and `requires_grad`, so that a
 /// kernel takes the path that it would take for the originals, which are never touched. Even if two of
@@ -160,14 +163,14 @@ impl<'a> Gradcheck<'a> {
         if differentiable.is_empty() {
             return self.check_independence();
         }
-        self.check_jacobians(&differentiable)?;
+        let jacobians = self.check_jacobians(&differentiable)?;
         if self.options.check_zero_grad {
             self.check_zero_grad(&differentiable)?;
         }
         if self.options.check_undefined_grad {
             self.check_undefined_grad(&differentiable)?;
         }
-        Ok(())
+        self.check_combination(&differentiable, &jacobians)
     }
 
     fn outputs_where(&self, wanted: impl Fn(&Output) -> bool) -> Vec<usize> {
@@ -194,18 +197,21 @@ impl<'a> Gradcheck<'a> {
         )))
     }
 
-    fn check_jacobians(&self, differentiable: &[usize]) -> Result<()> {
+    /// The analytical Jacobians, for each of the outputs and in it for each variable.
+    fn check_jacobians(&self, differentiable: &[usize]) -> Result<Vec<Vec<Jacobian>>> {
         let numerical = self.variables.iter().map(|variable| self.numerical(variable, differentiable));
         let numerical = numerical.collect::<Result<Vec<_>>>()?;
         let outputs = self.call()?;
+        let mut checked = Vec::new();
         for (place, &index) in differentiable.iter().enumerate() {
             let analytical = self.analytical(&outputs, index)?;
             for (variable, [first, second]) in analytical.iter().enumerate() {
                 self.compare_runs(index, variable, first, second)?;
                 self.compare_with_numerical(index, variable, first, &numerical[variable][place])?;
             }
+            checked.push(analytical.into_iter().map(|[first, _]| first).collect());
         }
-        Ok(())
+        Ok(checked)
     }
 
     /// One Jacobian for each of `outputs`, by central differences.

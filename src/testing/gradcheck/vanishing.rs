@@ -116,7 +116,7 @@ impl Gradcheck<'_> {
     }
 
     /// Outputs with a graph of their own, which no earlier backward went through.
-    fn differentiable_outputs(&self, differentiable: &[usize]) -> Result<Vec<Tensor>> {
+    pub(super) fn differentiable_outputs(&self, differentiable: &[usize]) -> Result<Vec<Tensor>> {
         let outputs = self.call()?;
         differentiable.iter().map(|&index| Ok(outputs.get(index)?.shallow_clone())).collect()
     }

@@ -1,0 +1,59 @@
+//! Incoming gradients that are neither one nor alone.
+
+use super::jacobian::Jacobian;
+use super::{Gradcheck, failed};
+use crate::testing::compare::{Bound, element_index, mismatch, values};
+use crate::{Error, Result};
+use tch::Tensor;
+
+/// Of several sizes and both signs; none is one, which is its own square.
+const WEIGHTS: [f64; 5] = [-2.0, 0.5, 3.0, -0.25, 1.5];
+
+impl Gradcheck<'_> {
+    /// The rows of the Jacobians came one by one, from an incoming gradient of a single one and no others.
+    pub(super) fn check_combination(
+        &self,
+        differentiable: &[usize],
+        jacobians: &[Vec<Jacobian>],
+    ) -> Result<()> {
+        let outputs = self.differentiable_outputs(differentiable)?;
+        let weights: Vec<Vec<f64>> = outputs.iter().enumerate().map(weights).collect();
+        let vectors = outputs.iter().zip(&weights).map(|(output, weights)| shaped(weights, output));
+        let vectors = vectors.collect::<Result<Vec<_>>>()?;
+        let vectors: Vec<Option<&Tensor>> = vectors.iter().map(Some).collect();
+        let gradients = self
+            .gradients(&outputs.iter().collect::<Vec<_>>(), &vectors)
+            .map_err(|error| failed("on incoming gradients for all outputs at once", &error))?;
+        for (index, gradient) in gradients.iter().enumerate() {
+            let mut expected = vec![0.0; self.variables[index].elements.len()];
+            for (jacobians, weights) in jacobians.iter().zip(&weights) {
+                jacobians[index].add_rows(weights, &mut expected);
+            }
+            let found = gradient.as_ref().map_or_else(|| Ok(vec![0.0; expected.len()]), values)?;
+            self.agree_on_combination(self.variables[index].input, &found, &expected)?;
+        }
+        Ok(())
+    }
+
+    fn agree_on_combination(&self, input: usize, found: &[f64], expected: &[f64]) -> Result<()> {
+        let atol = self.options.atol + self.options.nondet_tol;
+        let bound = Bound { rtol: self.options.rtol, atol, equal_nan: true };
+        let Some(mismatch) = mismatch(found, expected, bound) else { return Ok(()) };
+        Err(Error::msg(format!(
+            "gradcheck: input {input}: incoming gradients of several sizes and signs, for all outputs at once, give \
+             {:?} at element {:?}, but {:?} by the Jacobian; backward has to be linear in the incoming gradients",
+            found[mismatch.worst],
+            element_index(mismatch.worst, &self.inputs[input].size()),
+            expected[mismatch.worst],
+        )))
+    }
+}
+
+fn weights((place, output): (usize, &Tensor)) -> Vec<f64> {
+    (0..output.numel()).map(|element| WEIGHTS[(place + element) % WEIGHTS.len()]).collect()
+}
+
+fn shaped(weights: &[f64], like: &Tensor) -> Result<Tensor> {
+    let flat = Tensor::f_from_slice(weights)?.f_to_kind(like.f_kind()?)?.f_to_device(like.device())?;
+    Ok(flat.f_reshape(like.size())?)
+}
