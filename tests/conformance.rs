@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::ThreadId;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
+use tch_extension::amp::Autocast;
 use tch_extension::autograd::{
     Context, Function, GradOptions, Inputs, Saver, Tensors, apply, checkpoint, differentiate_reference, grad,
 };
@@ -417,6 +418,22 @@ fn grad_mode_left_on() {
         Ok(output)
     };
     assert_breaks(leaving, &["state"], "the forward changed grad mode");
+}
+
+#[test]
+fn autocast_left_on() {
+    thread_local!(static LEFT: Cell<Option<Autocast>> = const { Cell::new(None) });
+    let leaving = |inputs: &[Tensor]| {
+        let output = &inputs[0] * &inputs[1];
+        let guard = match LEFT.take() {
+            None => Some(Autocast::new(Device::Cpu, Kind::BFloat16)?),
+            Some(_) => None,
+        };
+        LEFT.set(guard);
+        Ok(output)
+    };
+    assert_breaks(leaving, &["state"], "the forward changed autocast");
+    drop(LEFT.take());
 }
 
 #[test]

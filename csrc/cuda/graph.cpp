@@ -13,6 +13,7 @@
 #include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <vector>
 
 #include "tch_extension/c_abi.h"
 
@@ -49,6 +50,13 @@ void forget_workspaces(cudaStream_t stream) {
 
 class Graph final : public at::cuda::CUDAGraph {
  public:
+  // What a replay launches, as counted at the end of the capture.
+  size_t kernels = 0;
+  size_t others = 0;
+
+  // keep_graph: so that there is something to count before it is instantiated.
+  Graph() : CUDAGraph(/*keep_graph=*/true) {}
+
   // On the current stream.
   void begin(at::cuda::MempoolId_t pool) {
     try {
@@ -63,6 +71,10 @@ class Graph final : public at::cuda::CUDAGraph {
   void end() {
     try {
       capture_end();
+      count_nodes();
+      instantiate();
+      C10_CUDA_CHECK(cudaGraphDestroy(graph_));
+      has_graph_ = false;
       forget_workspaces(capture_stream_);
     } catch (...) {
       abandon();
@@ -95,6 +107,19 @@ class Graph final : public at::cuda::CUDAGraph {
       quietly([&] { host()->release_pool(mempool_id_); });
     }
     quietly([&] { forget_workspaces(capture_stream_); });
+  }
+
+ private:
+  void count_nodes() {
+    size_t len = 0;
+    C10_CUDA_CHECK(cudaGraphGetNodes(graph_, nullptr, &len));
+    std::vector<cudaGraphNode_t> nodes(len);
+    if (len > 0) C10_CUDA_CHECK(cudaGraphGetNodes(graph_, nodes.data(), &len));
+    for (cudaGraphNode_t node : nodes) {
+      cudaGraphNodeType type = cudaGraphNodeTypeEmpty;
+      C10_CUDA_CHECK(cudaGraphNodeGetType(node, &type));
+      ++(type == cudaGraphNodeTypeKernel ? kernels : others);
+    }
   }
 };
 
@@ -139,6 +164,12 @@ TCH_EXTENSION_API Message tch_extension_cuda_graph_end(Graph* graph) {
     std::lock_guard<std::mutex> lock(bookkeeping());
     graph->end();
   });
+}
+
+// Of a graph whose capture ended.
+TCH_EXTENSION_API void tch_extension_cuda_graph_count(const Graph* graph, size_t* kernels, size_t* others) {
+  *kernels = graph->kernels;
+  *others = graph->others;
 }
 
 // On the current stream of the graph's device.

@@ -103,6 +103,10 @@ impl GraphHandle {
         Err(not_compiled(op))
     }
 
+    pub(crate) fn count(&self) -> (usize, usize) {
+        match *self {}
+    }
+
     pub(crate) fn end(&mut self, _: &str) -> Result<()> {
         match *self {}
     }

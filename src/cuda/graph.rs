@@ -104,6 +104,25 @@ impl Graph {
         self.handle.replay("Graph::replay")
     }
 
+    /// How many kernels a replay launches: what to look at when an operator should be one kernel.
+    ///
+    /// ```no_run
+    /// # use tch::{Device, Kind, Tensor};
+    /// # use tch_extension::cuda::Graph;
+    /// # let x = Tensor::ones([1024], (Kind::Float, Device::Cuda(0)));
+    /// let (graph, _) = Graph::capture(Device::Cuda(0), || Ok(x.f_exp()?.f_sin()?))?;
+    /// assert_eq!((graph.kernels(), graph.other_nodes()), (2, 0));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    pub fn kernels(&self) -> usize {
+        self.handle.count().0
+    }
+
+    /// What a replay does beside kernels: copies, fills and the like.
+    pub fn other_nodes(&self) -> usize {
+        self.handle.count().1
+    }
+
     /// The device on which it was captured.
     pub fn device(&self) -> Device {
         self.device

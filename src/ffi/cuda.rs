@@ -43,6 +43,7 @@ unsafe extern "C" {
     fn tch_extension_cuda_graph_begin(sharing: *const c_void, result: *mut *mut c_void) -> *mut c_char;
     fn tch_extension_cuda_is_capturing(result: *mut bool) -> *mut c_char;
     fn tch_extension_cuda_graph_end(graph: *mut c_void) -> *mut c_char;
+    fn tch_extension_cuda_graph_count(graph: *const c_void, kernels: *mut usize, others: *mut usize);
     fn tch_extension_cuda_graph_replay(graph: *mut c_void) -> *mut c_char;
     fn tch_extension_cuda_graph_delete(graph: *mut c_void) -> *mut c_char;
 
@@ -270,6 +271,14 @@ impl GraphHandle {
     pub(crate) fn end(&mut self, op: &str) -> Result<()> {
         // SAFETY: a live graph.
         check(op, unsafe { tch_extension_cuda_graph_end(self.0) })
+    }
+
+    /// Kernels, and what else is in the graph.
+    pub(crate) fn count(&self) -> (usize, usize) {
+        let (mut kernels, mut others) = (0, 0);
+        // SAFETY: a live graph; both numbers are written.
+        unsafe { tch_extension_cuda_graph_count(self.0, &mut kernels, &mut others) };
+        (kernels, others)
     }
 
     pub(crate) fn replay(&self, op: &str) -> Result<()> {

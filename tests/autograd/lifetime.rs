@@ -102,3 +102,88 @@ fn a_long_chain_of_refusals_does_not_overflow_the_stack() {
     drop(first);
     assert_eq!(live_nodes(), before);
 }
+
+/// Bytes of one link's tensor in the chains below.
+const LINK: u64 = 8 << 20;
+
+/// exp of exp of …, each keeping its output; `seen` gets the bytes that are allocated when a backward runs.
+fn long_exp(x: &Tensor, links: usize, seen: &Arc<Mutex<Vec<u64>>>) -> Tensor {
+    let device = x.device();
+    (0..links).fold(x.shallow_clone(), |x, _| {
+        let seen = Arc::clone(seen);
+        let link = op(
+            |saver, inputs| {
+                let y = (inputs.get(0)? * -1.0).exp();
+                saver.save(&y);
+                Ok(y.into())
+            },
+            move |ctx, grads| {
+                seen.lock().expect("a list").push(memory_stats(device)?.allocated);
+                Ok((grads.get(0)? * ctx.saved(0)? * -1.0).into())
+            },
+        );
+        run(link, &x)
+    })
+}
+
+#[test]
+fn cuda_saved_tensors_are_freed_as_the_backward_goes() {
+    let _alone = alone();
+    let name = "cuda_saved_tensors_are_freed_as_the_backward_goes";
+    let Some(device) = tch_extension::testing::cuda_or_skip(name) else { return };
+    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
+        // Then libtorch counts nothing.
+        return;
+    }
+    let links = 16;
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let x = Tensor::zeros([LINK as i64 / 8], (Kind::Double, device)).set_requires_grad(true);
+    let y = long_exp(&x, links, &seen);
+    let vector = y.detach().copy();
+    let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+    let before = memory_stats(device).expect("statistics").allocated;
+    reset_peak_memory_stats(device).expect("statistics");
+    let gradient = grad(&[&y], &[&x], &options).expect("a gradient");
+    let after = memory_stats(device).expect("statistics");
+
+    // Beside what was there: at most the incoming gradient and two products of one link.
+    assert!(after.peak_allocated <= before + 3 * LINK, "{} of {before} bytes", after.peak_allocated);
+    // With each link, one tensor less; `y` itself is ours.
+    for (link, &bytes) in seen.lock().expect("a list").iter().enumerate() {
+        let freed = (link as u64).saturating_sub(1) * LINK;
+        assert!(bytes + freed <= before + 3 * LINK, "link {link}: {bytes} of {before} bytes");
+    }
+    // What remains are x, y, the vector and the gradient.
+    drop((y, vector, gradient));
+    let rest = memory_stats(device).expect("statistics").allocated;
+    assert!(rest + (links as u64 + 1) * LINK <= before, "{rest} of {before} bytes");
+}
+
+#[test]
+fn cuda_a_checkpoint_keeps_inputs_and_outputs_only() {
+    let _alone = alone();
+    let name = "cuda_a_checkpoint_keeps_inputs_and_outputs_only";
+    let Some(device) = tch_extension::testing::cuda_or_skip(name) else { return };
+    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
+        return;
+    }
+    let x = Tensor::zeros([LINK as i64 / 8], (Kind::Double, device)).set_requires_grad(true);
+    let allocated = || memory_stats(device).expect("statistics").allocated;
+    let before = allocated();
+    let links = 16;
+    let whole = |x: &Tensor| long_exp(x, links, &Arc::default());
+    let y = whole(&x);
+    assert_eq!(allocated() - before, links as u64 * LINK, "without");
+    drop(y);
+    let chain = |inputs: &[Option<Tensor>]| match inputs {
+        [Some(x)] => Ok(long_exp(x, 16, &Arc::default()).into()),
+        _ => unreachable!("one input"),
+    };
+    let y = checkpoint(chain, &[Some(&x)]).and_then(Tensors::single).expect("an output");
+    assert_eq!(allocated() - before, LINK, "with");
+    let vector = Tensor::ones_like(&y);
+    let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+    let gradient = grad(&[&y], &[&x], &options).and_then(Tensors::single).expect("a gradient");
+    let expected = grad(&[&whole(&x)], &[&x], &options).and_then(Tensors::single).expect("a gradient");
+    assert!(gradient.equal(&expected));
+}

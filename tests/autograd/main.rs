@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::*;
+use tch_extension::cuda::{memory_stats, reset_peak_memory_stats};
 use tch_extension::{Error, Result};
 
 mod arguments;

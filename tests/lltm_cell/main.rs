@@ -6,8 +6,6 @@ mod cuda;
 mod forward;
 mod gradients;
 mod second_derivatives;
-#[path = "../support/mod.rs"]
-mod support;
 
 use std::collections::BTreeMap;
 use tch::{Device, Kind, Tensor};

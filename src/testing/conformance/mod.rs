@@ -81,7 +81,7 @@ const PROPERTIES: [(&str, Property); 12] = [
 /// 8. *create_graph*: three steps, each fed with the one before, whose inputs depend on one another, have the same
 ///    gradients with and without `create_graph`, and right second derivatives; or an error (kinds `Double` and,
 ///    but for the second derivatives, `Float`);
-/// 9. *state*: grad mode, current CUDA stream and whether autocast is on are afterwards what they were;
+/// 9. *state*: grad mode, autocast and the current CUDA stream are afterwards what they were;
 /// 10. *threads*: new threads, two at once, get the same outputs and gradients;
 /// 11. *stream*: on CUDA, all work is done on the current stream, that of the backward, too;
 /// 12. *CUDA graph*: on CUDA, forward and backward can be captured, and a replay computes with what the inputs hold

@@ -1,6 +1,7 @@
 //! Properties that show when an operator is called from elsewhere: threads, streams, graphs.
 
 use super::run::{Case, Outcome, tensors_of};
+use crate::amp::Autocast;
 use crate::cuda::{Graph, Stream, StreamGuard, synchronize};
 use crate::ffi::autograd::tch_extension_grad_mode as grad_mode;
 use crate::{Error, Result};
@@ -20,6 +21,8 @@ pub(super) fn state(case: &Case<'_>) -> Result<()> {
 
 struct Surroundings {
     grad_mode: bool,
+    /// The kinds to which autocast casts on the CPU and on CUDA.
+    autocast: [Option<Kind>; 2],
     /// Where there is an input on a CUDA device, its current stream.
     stream: Option<Stream>,
 }
@@ -28,6 +31,7 @@ impl Surroundings {
     fn of(case: &Case<'_>) -> Result<Self> {
         Ok(Surroundings {
             grad_mode: grad_mode(),
+            autocast: [Device::Cpu, Device::Cuda(0)].map(Autocast::kind),
             stream: cuda_device(case).map(Stream::current).transpose()?,
         })
     }
@@ -35,6 +39,8 @@ impl Surroundings {
     fn compare(&self, before: &Surroundings, by: &str) -> Result<()> {
         let changed = if self.grad_mode != before.grad_mode {
             "grad mode"
+        } else if self.autocast != before.autocast {
+            "autocast"
         } else if self.stream.as_ref().map(Stream::as_ptr) != before.stream.as_ref().map(Stream::as_ptr) {
             "the current CUDA stream"
         } else {
