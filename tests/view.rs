@@ -293,7 +293,8 @@ fn memory_is_freed_in_the_end() {
         statm.split(' ').nth(1).unwrap().parse().unwrap()
     }
     const LEN: i64 = 1 << 22;
-    let uses: [(&str, fn(&Tensor)); 3] = [
+    type Use = fn(&Tensor);
+    let uses: [(&str, Use); 3] = [
         ("viewed twice at once", |x| drop((view::<f32, 1>(x).unwrap(), view::<f32, 1>(x).unwrap()))),
         ("given up while viewed", |x| {
             let view = view::<f32, 1>(x).unwrap();
