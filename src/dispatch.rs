@@ -1,4 +1,23 @@
-//! From a tensor's kind, known when the program runs, to a Rust type, known when it is compiled.
+//! From a tensor's kind, known when the program runs, to a Rust type, known when it is compiled; and back.
+
+use tch::Kind;
+use tch::kind::Element;
+
+/// The kind of tensors whose elements are `T`: what [`Element::KIND`] is meant to be.
+///
+/// tch 0.24 says `Half` of the half crate's `bf16`, too, and nothing but the name tells it from `f16`. As both are
+/// two bytes of plain numbers, a wrong guess could only give a wrong number, never harm memory.
+///
+/// ```
+/// use tch::Kind;
+/// use tch_extension::kind_of;
+///
+/// assert_eq!(kind_of::<f32>(), Kind::Float);
+/// ```
+pub fn kind_of<T: Element>() -> Kind {
+    let is_bf16 = T::KIND == Kind::Half && std::any::type_name::<T>().ends_with("::bf16");
+    if is_bf16 { Kind::BFloat16 } else { T::KIND }
+}
 
 /// Runs an expression with a type alias bound to the Rust type of a kind; other kinds are an
 /// [`Error`](crate::Error).
@@ -20,12 +39,27 @@
 macro_rules! dispatch {
     ($op:expr, $kind:expr, [$($scalar:ty),+ $(,)?], |$alias:ident| $body:expr) => {{
         let kind: $crate::tch::Kind = $kind;
-        $(if kind == <$scalar as $crate::tch::kind::Element>::KIND {
+        $(if kind == $crate::kind_of::<$scalar>() {
             type $alias = $scalar;
             $crate::Result::Ok($body)
         } else)+ {
-            let names = [$(format!("{:?}", <$scalar as $crate::tch::kind::Element>::KIND)),+].join(" or ");
+            let names = [$(format!("{:?}", $crate::kind_of::<$scalar>())),+].join(" or ");
             $crate::Result::Err($crate::Error::argument($op, "kind", names, format!("{kind:?}"), "cast with to_kind"))
         }
     }};
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_half_kinds_are_two() {
+        assert_eq!((kind_of::<half::f16>(), kind_of::<half::bf16>()), (Kind::Half, Kind::BFloat16));
+        let name = |kind| dispatch!("op", kind, [half::f16, half::bf16, f32], |T| std::any::type_name::<T>());
+        assert!(name(Kind::BFloat16).unwrap().ends_with("bf16"));
+        assert!(name(Kind::Half).unwrap().ends_with("f16") && !name(Kind::Half).unwrap().ends_with("bf16"));
+        let error = name(Kind::Double).unwrap_err().to_string();
+        assert!(error.contains("expected Half or BFloat16 or Float, got Double"), "{error}");
+    }
 }

@@ -13,6 +13,7 @@ pub mod ops;
 pub mod testing;
 pub mod view;
 
+pub use dispatch::kind_of;
 pub use error::{Error, Result};
 /// The very tch whose tensors this crate's functions take.
 pub use tch;

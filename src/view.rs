@@ -85,12 +85,12 @@
 use crate::check::Check;
 use crate::ffi::autograd::tch_extension_grad_mode;
 use crate::ffi::tensor::{Refusal, Strided};
-use crate::{Error, Result};
+use crate::{Error, Result, kind_of};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Deref;
 use tch::kind::Element;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 const ARGUMENT: &str = "tensor";
 
@@ -184,13 +184,6 @@ fn pinned<T: Element + Copy, const N: usize>(
     let check =
         Check::new(op, ARGUMENT, tensor).defined()?.kind_in(&[kind])?.dim(N, &format!("[{names}]"))?;
     Strided::new(tensor, kind, writer)?.map_err(|refusal| refused(check, refusal))
-}
-
-/// `T`'s kind. tch 0.24 says Half of the half crate's `bf16`, too, and there is nothing but the name to tell it from
-/// `f16`. As both are two bytes of plain numbers, a wrong guess could only give a wrong number, never harm memory.
-fn kind_of<T: Element>() -> Kind {
-    let is_bf16 = T::KIND == Kind::Half && std::any::type_name::<T>().ends_with("::bf16");
-    if is_bf16 { Kind::BFloat16 } else { T::KIND }
 }
 
 fn refused(check: Check<'_>, refusal: Refusal) -> Error {

@@ -451,3 +451,13 @@ fn what_requires_grad_is_written_without_grad_mode_only() {
     }
     assert_eq!(view::<f64, 1>(&leaf).unwrap().at([0]), 1.0);
 }
+
+#[test]
+fn the_half_kinds_are_told_apart() {
+    let mut x = Tensor::from_slice(&[1.0_f32, -2.5]).to_kind(Kind::BFloat16);
+    assert_eq!(view::<half::bf16, 1>(&x).expect("bf16").at([1]).to_f32(), -2.5);
+    view_mut::<half::bf16, 1>(&mut x).expect("bf16").set([0], half::bf16::from_f32(0.5));
+    assert_eq!(x.to_kind(Kind::Float), Tensor::from_slice(&[0.5_f32, -2.5]));
+    assert!(view::<half::f16, 1>(&x).is_err());
+    assert_eq!(view::<half::f16, 1>(&x.to_kind(Kind::Half)).expect("f16").at([1]).to_f32(), -2.5);
+}
