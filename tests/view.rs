@@ -88,6 +88,16 @@ fn zero_and_three_dimensions() {
     assert!(format!("{view:?}").contains("strides: [1, 12, 4]"), "{view:?}");
 }
 
+#[test]
+fn huge_sizes_without_elements() {
+    let none = Tensor::zeros([1, 1, 0], (Kind::Float, Device::Cpu));
+    let x = none.expand([1 << 62, 2, 0], false);
+    for (name, x) in [("expanded", &x), ("strided", &x.as_strided([1 << 62, 2, 0], [2, 1, 1], 0))] {
+        let view = view::<f32, 3>(x).unwrap();
+        assert_eq!((view.len(), view.to_vec(), view.iter().count()), (0, Vec::new(), 0), "{name}");
+    }
+}
+
 fn roundtrip<T: Element + Copy + PartialEq + std::fmt::Debug>(values: &[T], kind: Kind) {
     let mut tensor = Tensor::zeros([values.len() as i64], (kind, Device::Cpu));
     view_mut::<T, 1>(&mut tensor).unwrap().copy_from_slice(values);

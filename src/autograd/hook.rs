@@ -46,8 +46,9 @@ impl Drop for Hook {
 /// thread that runs the backward, and with grad mode on where a graph of the gradients is asked for. A hook does
 /// not run when no gradient comes. It belongs to the tensor as it is now: after a change in place it sees the
 /// gradient of the value before. [`grad()`](super::grad()) gives an intermediate's gradient after its hooks,
-/// unless something behind it is asked for, too: the engine takes it before them then. Like PyTorch's, it has to
-/// be registered while no backward is under way.
+/// unless something behind it is asked for, too: the engine takes it before them then. As in PyTorch, the
+/// first hook of a leaf, or of what one operator returned, has to be registered while no other thread runs a backward
+/// through it. Further ones and removals may come at any time, from a hook, too.
 ///
 /// A hook must not change the gradient in place: others may hold it. One that holds a tensor whose graph leads to
 /// it, its own tensor say, makes a cycle, and neither is freed before [`Hook::remove`].

@@ -181,8 +181,8 @@ impl<T: Element + Copy, const N: usize> Strided<T, N> {
     /// The elements, if they are contiguous.
     pub fn copy_out(&self) -> Option<Vec<T>> {
         let len: usize = self.shape.iter().product();
-        // A bool is not just any byte.
-        if !self.is_contiguous() || T::KIND == Kind::Bool || len == 0 {
+        // A bool is not just any byte. Without elements, sizes may be beyond what can be multiplied.
+        if len == 0 || T::KIND == Kind::Bool || !self.is_contiguous() {
             return None;
         }
         let mut values = Vec::<T>::with_capacity(len);
