@@ -89,8 +89,8 @@ use crate::{Error, Result, kind_of};
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::Deref;
-use tch::kind::Element;
 use tch::Tensor;
+use tch::kind::Element;
 
 const ARGUMENT: &str = "tensor";
 

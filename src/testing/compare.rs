@@ -18,7 +18,7 @@ impl Bound {
         self.atol + self.rtol * expected.abs()
     }
 
-    fn holds(&self, actual: f64, expected: f64) -> bool {
+    pub fn holds(&self, actual: f64, expected: f64) -> bool {
         let difference = (actual - expected).abs();
         // Infinity is within any relative distance of itself, so it has to be asked for finite differences.
         actual == expected

@@ -75,6 +75,18 @@ impl Elements {
         self.set(element, self.values[element])
     }
 
+    pub fn set_all(&self, values: &[f64]) -> Result<()> {
+        let device = self.storage.device();
+        let values = Tensor::f_from_slice(values)?.f_to_kind(self.storage.f_kind()?)?.f_to_device(device)?;
+        let positions = Tensor::f_from_slice(&self.positions)?.f_to_device(device)?;
+        let _ = self.storage.shallow_clone().f_index_copy_(0, &positions, &values)?;
+        Ok(())
+    }
+
+    pub fn restore_all(&self) -> Result<()> {
+        self.set_all(&self.values)
+    }
+
     /// Whether two elements share memory, as in an expanded tensor.
     pub fn overlap(&self) -> bool {
         let mut sorted = self.positions.clone();
