@@ -155,3 +155,78 @@ fn several_threads_add_to_one_leaf() {
     assert_eq!(values(&x.grad()), [4.0 * 200.0 * 6.0]);
     assert_eq!(live_nodes(), before);
 }
+
+#[test]
+fn what_leads_to_no_input_asked_for_does_not_run() {
+    let _alone = alone();
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counter = Arc::clone(&runs);
+    let function = op(
+        |_, inputs| Ok((inputs.get(0)? * 2.0).into()),
+        move |_, grads| {
+            counter.fetch_add(1, Ordering::SeqCst);
+            Ok((grads.get(0)? * 2.0).into())
+        },
+    );
+    let (x, elsewhere) = (leaf(&[1.0]), leaf(&[1.0]));
+    let y = run(function, &(&x + 1.0));
+    let options = GradOptions { allow_unused: true, retain_graph: Some(true), ..Default::default() };
+    let gradient = grad(&[&y], &[&elsewhere], &options).expect("nothing to do");
+    assert!(gradient.optional(0).is_none());
+    assert_eq!(runs.load(Ordering::SeqCst), 0);
+    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [2.0]);
+    assert_eq!(runs.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn an_absent_gradient_leaves_no_grad_behind() {
+    let _alone = alone();
+    let nothing = || op(|_, inputs| Ok((inputs.get(0)? * 2.0).into()), |_, _| Ok(None.into()));
+    let x = leaf(&[1.0]);
+    for y in [run(nothing(), &x), run(nothing(), &x.square()), run(nothing(), &x).sum(Kind::Double) * 3.0] {
+        y.backward();
+        assert!(!x.grad().defined());
+    }
+    let options = GradOptions { allow_unused: true, ..Default::default() };
+    assert!(grad(&[&run(nothing(), &x)], &[&x], &options).expect("none").optional(0).is_none());
+}
+
+#[test]
+fn a_nested_backward_comes_before_what_waits_outside() {
+    let _alone = alone();
+    static ORDER: Mutex<Vec<&str>> = Mutex::new(Vec::new());
+    fn note(what: &'static str) {
+        ORDER.lock().expect("unpoisoned").push(what);
+    }
+    /// The identity; its backward runs another such operator's, `depth` times.
+    fn nested(x: &Tensor, depth: usize) -> Tensor {
+        let function = op(
+            |_, inputs| Ok((inputs.get(0)? * 1.0).into()),
+            move |_, grads| {
+                note("nested");
+                if depth > 1 {
+                    tch::with_grad(|| {
+                        let x = leaf(&[1.0]);
+                        gradient_of(&nested(&x, depth - 1), &x)
+                    })?;
+                }
+                Ok(grads.get(0)?.shallow_clone().into())
+            },
+        );
+        run(function, x)
+    }
+    let outside = op(
+        |_, inputs| Ok((inputs.get(0)? * 1.0).into()),
+        |_, grads| {
+            note("outside");
+            Ok(grads.get(0)?.shallow_clone().into())
+        },
+    );
+    let (x, y) = (leaf(&[1.0]), leaf(&[1.0]));
+    // Made later, so the engine takes it first.
+    let outside = run(outside, &x);
+    (outside * nested(&y, 9)).backward();
+    let order = std::mem::take(&mut *ORDER.lock().expect("unpoisoned"));
+    assert_eq!(order.len(), 10);
+    assert_eq!((order[0], order[8], order[9]), ("nested", "nested", "outside"));
+}

@@ -124,3 +124,18 @@ fn state_computed_in_the_forward_is_there_in_the_backward() {
         assert_eq!(values(&gradient_of(&w, &z).expect("gradient")), [7.0]);
     }
 }
+
+#[test]
+fn an_output_without_a_derivative_is_a_constant_to_what_follows() {
+    let _alone = alone();
+    let constant = op(
+        |saver, inputs| {
+            saver.mark_non_differentiable(0);
+            Ok(inputs.get(0)?.copy().into())
+        },
+        |_, _| unreachable!("nothing comes here"),
+    );
+    let x = leaf(&[3.0]);
+    let y = run(constant, &(&x * &x)) * &x;
+    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [9.0]);
+}
