@@ -258,6 +258,8 @@ impl Drop for WithGrad {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     #[test]
     fn the_autocast_cache_is_off_and_then_as_it_was() {
@@ -270,5 +272,21 @@ mod tests {
             assert!(!set(false));
         }
         set(true);
+    }
+
+    #[test]
+    fn both_runs_are_without_the_autocast_cache() {
+        let runs = Arc::new(AtomicUsize::new(0));
+        let counter = Arc::clone(&runs);
+        let function = move |inputs: &[Option<Tensor>]| {
+            assert!(!ffi::tch_extension_set_autocast_cache(false));
+            counter.fetch_add(1, Ordering::SeqCst);
+            Ok(inputs[0].as_ref().map(|x| x * 2.0).into())
+        };
+        let x = Tensor::from(1.0).set_requires_grad(true);
+        let y = checkpoint(function, &[Some(&x)]).and_then(Tensors::single).expect("checkpoint");
+        y.backward();
+        assert_eq!((x.grad().double_value(&[]), runs.load(Ordering::SeqCst)), (2.0, 2));
+        assert!(ffi::tch_extension_set_autocast_cache(true));
     }
 }

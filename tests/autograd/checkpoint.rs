@@ -143,6 +143,16 @@ fn only_what_is_asked_for_is_computed() {
     y.backward();
     assert_eq!((values(&x.grad()), values(&w.grad())), (vec![1.0], vec![0.6]));
     assert_eq!(seen.lock().expect("unpoisoned")[1..], [[false, true, false], [true, true, false]]);
+
+    // What leads to an output that is not asked for does not run backwards.
+    let two = |inputs: &[Option<Tensor>]| {
+        let broken =
+            op(|_, inputs| Ok((inputs.get(0)? * 2.0).into()), |_, _| Err(Error::msg("not asked for")));
+        let aside = apply(broken, &[inputs[0].as_ref()])?.single()?;
+        Ok([at(inputs, 0) * 3.0, aside].into())
+    };
+    let [y, _aside] = checkpoint(two, &[Some(&x)]).and_then(Tensors::exactly).expect("checkpoint");
+    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [3.0]);
 }
 
 #[test]
@@ -164,6 +174,8 @@ fn without_a_graph_it_is_a_plain_call() {
     assert_eq!((drops.load(Ordering::SeqCst), live_nodes()), (2, before));
     drop(call(&x));
     assert_eq!((drops.load(Ordering::SeqCst), live_nodes()), (3, before));
+    let undefined = checkpoint(|_| Ok(Tensor::new().into()), &[]).expect("checkpoint");
+    assert!(undefined[0].is_none());
     // A weight from elsewhere keeps its gradient, where no input has one.
     let weight = Mutex::new(x.shallow_clone());
     let function =
