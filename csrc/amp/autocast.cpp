@@ -2,6 +2,8 @@
 
 #include <ATen/autocast_mode.h>
 
+#include <utility>
+
 #include "tch_extension/c_abi.h"
 
 using namespace tch_extension;
@@ -40,5 +42,15 @@ TCH_EXTENSION_API void tch_extension_autocast_enter() { at::autocast::increment_
 TCH_EXTENSION_API Message tch_extension_autocast_leave() {
   return guard([&] {
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
+  });
+}
+
+// The tensor in another kind, if autocast would cast it. Of a leaf that requires grad, the cast is kept.
+TCH_EXTENSION_API Message tch_extension_cached_cast(const at::Tensor* tensor, int32_t kind, bool cuda,
+                                                    at::Tensor** result) {
+  return guard([&] {
+    at::Tensor cast =
+        at::autocast::cached_cast(static_cast<at::ScalarType>(kind), *tensor, device_type(cuda));
+    *result = new at::Tensor(std::move(cast));
   });
 }

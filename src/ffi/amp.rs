@@ -3,7 +3,7 @@
 use super::{autograd, take_message};
 use crate::{Error, Result};
 use std::ffi::{c_char, c_void};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
 /// This thread's autocast on one type of device, as `csrc/amp/autocast.cpp` has it.
@@ -21,6 +21,13 @@ unsafe extern "C" {
     safe fn tch_extension_autocast_cache() -> bool;
     safe fn tch_extension_autocast_enter();
     safe fn tch_extension_autocast_leave() -> *mut c_char;
+
+    fn tch_extension_cached_cast(
+        tensor: *const C_tensor,
+        kind: i32,
+        cuda: bool,
+        result: *mut *mut C_tensor,
+    ) -> *mut c_char;
 
     // csrc/amp/grad_scaler.cpp
     fn tch_extension_amp_unscale(
@@ -84,6 +91,16 @@ pub(crate) fn enter_autocast() {
 /// One region less. Forgets the cast weights when it was the last.
 pub(crate) fn leave_autocast() -> Result<()> {
     check(tch_extension_autocast_leave())
+}
+
+/// The tensor in this kind, if autocast would cast it on this device: floating, not `Double`, and there.
+pub(crate) fn cached_cast(tensor: &Tensor, kind: Kind, device: Device) -> Result<Tensor> {
+    let mut result = std::ptr::null_mut();
+    let cuda = device != Device::Cpu;
+    // SAFETY: borrowed from a live, defined tensor; `result` is written on success.
+    check(unsafe { tch_extension_cached_cast(tensor.as_ptr(), super::kind_code(kind)?, cuda, &mut result) })?;
+    // SAFETY: a handle for us to own.
+    Ok(unsafe { Tensor::from_ptr(result) })
 }
 
 /// Multiplies gradients, all of one device and kind, by `inverse_scale`, and adds to `found_inf` if one was not
