@@ -1,24 +1,48 @@
-//! What autocast does to the inputs of this crate's own operators.
+//! Autocast for operators of one's own.
 
 use super::Autocast;
 use crate::Result;
 use crate::ffi::amp::cached_cast;
 use tch::{Kind, Tensor};
 
-/// libtorch's list that an operator is on.
+/// What an operator's inputs are cast to where autocast is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Policy {
-    /// Runs in autocast's kind: matrix products.
+pub enum CastPolicy {
+    /// Autocast's own kind: for matrix products.
     LowerPrecision,
-    /// Runs in `Float`: what needs the digits.
+    /// `Float`: for what needs the digits, such as sums and exponentials.
     Float,
 }
 
-/// An operator's inputs as autocast has them: cast by the policy on the first one's device, if autocast is on there
-/// and the kind is one that it casts (floating, not `Double`). The casts are differentiable, and those of weights are
-/// kept for the region. `None` when there is nothing to do.
-pub(crate) fn autocast_inputs(
-    policy: Policy,
+/// An operator's inputs as autocast has them; `None` when it is off, and there is nothing to do. What
+/// `torch.amp.custom_fwd` does in Python, but chosen by the device of the first input, and with differentiable casts:
+/// call it before [`apply`](crate::autograd::apply), not in the forward.
+///
+/// As in libtorch's own operators, inputs of floating kinds other than `Double` on that device are cast; and the casts
+/// of leaves that require grad are kept for the region.
+///
+/// ```
+/// use tch::{Device, Kind, Tensor};
+/// use tch_extension::amp::{Autocast, CastPolicy, autocast_inputs};
+///
+/// fn my_product(x: &Tensor, w: &Tensor) -> tch_extension::Result<Tensor> {
+///     if let Some(cast) = autocast_inputs(CastPolicy::LowerPrecision, &[Some(x), Some(w)])? {
+///         let [Some(x), Some(w)] = &cast[..] else { unreachable!("as many as came") };
+///         return Ok(x.f_mm(w)?); // stands for the operator
+///     }
+///     Ok(x.f_mm(w)?)
+/// }
+///
+/// let x = Tensor::ones([2, 2], (Kind::Float, Device::Cpu));
+/// let _autocast = Autocast::new(Device::Cpu, Kind::BFloat16)?;
+/// assert_eq!(my_product(&x, &x)?.kind(), Kind::BFloat16);
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+///
+/// # Errors
+/// libtorch's.
+pub fn autocast_inputs(
+    policy: CastPolicy,
     inputs: &[Option<&Tensor>],
 ) -> Result<Option<Vec<Option<Tensor>>>> {
     let Some(device) = inputs.iter().flatten().find(|input| input.defined()).map(|input| input.device())
@@ -26,7 +50,7 @@ pub(crate) fn autocast_inputs(
         return Ok(None);
     };
     let Some(lower) = Autocast::kind(device) else { return Ok(None) };
-    let kind = if policy == Policy::Float { Kind::Float } else { lower };
+    let kind = if policy == CastPolicy::Float { Kind::Float } else { lower };
     let cast = |input: &Option<&Tensor>| match input {
         Some(input) if input.defined() => cached_cast(input, kind, device).map(Some),
         other => Ok(other.map(Tensor::shallow_clone)),
@@ -49,16 +73,16 @@ mod tests {
             let cast = autocast_inputs(policy, &inputs).unwrap()?;
             Some(cast.iter().map(|input| input.as_ref().map(Tensor::kind)).collect::<Vec<_>>())
         };
-        assert_eq!(found(Policy::LowerPrecision), None);
+        assert_eq!(found(CastPolicy::LowerPrecision), None);
         let _autocast = Autocast::new(Device::Cpu, Kind::BFloat16).unwrap();
         let (half, float, double, int) =
             (Some(Kind::BFloat16), Some(Kind::Float), Some(Kind::Double), Some(Kind::Int64));
-        assert_eq!(found(Policy::LowerPrecision), Some(vec![half, double, half, half, int, None]));
-        assert_eq!(found(Policy::Float), Some(vec![float, double, float, float, int, None]));
-        assert!(autocast_inputs(Policy::Float, &[None, None]).unwrap().is_none());
+        assert_eq!(found(CastPolicy::LowerPrecision), Some(vec![half, double, half, half, int, None]));
+        assert_eq!(found(CastPolicy::Float), Some(vec![float, double, float, float, int, None]));
+        assert!(autocast_inputs(CastPolicy::Float, &[None, None]).unwrap().is_none());
         let weight = cpu(Kind::Float).set_requires_grad(true);
         let once = |weight: &Tensor| {
-            let cast = autocast_inputs(Policy::LowerPrecision, &[Some(weight)]).unwrap().unwrap();
+            let cast = autocast_inputs(CastPolicy::LowerPrecision, &[Some(weight)]).unwrap().unwrap();
             cast.into_iter().flatten().next().unwrap()
         };
         assert_eq!(once(&weight).data_ptr(), once(&weight).data_ptr(), "kept");

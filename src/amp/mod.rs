@@ -37,6 +37,5 @@ mod cast;
 mod grad_scaler;
 
 pub use autocast::Autocast;
-#[allow(unused_imports)]
-pub(crate) use cast::{Policy, autocast_inputs};
+pub use cast::{CastPolicy, autocast_inputs};
 pub use grad_scaler::{GradScaler, GradScalerOptions, GradScalerState, Optimizer};

@@ -17,7 +17,7 @@ fn cuda_under_autocast_only_the_product_loses_precision() {
         assert!(!half.equal(exact), "the product ran in half precision");
         assert_close(half, exact, 10.0 * rtol, 1e3 * atol);
     }
-    let gradients = tch::autocast(true, || gradients(f_lltm_cell, &leaves(&sample), &[0, 1]));
+    let gradients = tch::autocast(true, || support::gradients(&fused, &leaves(&sample.inputs), &[0, 1]));
     assert!(gradients.iter().flatten().all(|gradient| gradient.kind() == Kind::Float));
 }
 
@@ -37,7 +37,7 @@ fn cuda_the_work_is_the_product_and_two_kernels_on_the_current_stream() {
         let [x, w, b, h, _] = &sample.inputs[..] else { unreachable!("with bias") };
         let hx = Tensor::cat(&[h, x], 1);
         let (product, _) = captured(device, || Ok(vec![b.f_addmm(&hx, &w.f_transpose(0, 1)?)?]));
-        let leaves = leaves(&sample);
+        let leaves = leaves(&sample.inputs);
         for (name, inputs) in [("without a graph", &sample.inputs), ("with a graph", &leaves)] {
             let expected = call(f_lltm_cell, inputs).expect("outputs");
             let (graph, outputs) = captured(device, || call(f_lltm_cell, inputs));
@@ -83,25 +83,7 @@ fn cuda_mixed_devices_are_named() {
     }
 }
 
-/// Every kernel path on the GPU, forward and backward; the test that the sanitizers run.
 #[test]
 fn cuda_agrees_with_the_cpu() {
-    let Some(device) = cuda_or_skip("cuda_agrees_with_the_cpu") else { return };
-    for kind in KINDS {
-        let both = |device| small(kind, device).into_iter().chain(large(kind, device));
-        for (on_gpu, on_cpu) in both(device).zip(both(Device::Cpu)) {
-            let run = |sample: &Sample| {
-                let outputs = call(f_lltm_cell, &sample.inputs).expect("outputs");
-                let gradients = gradients(f_lltm_cell, &leaves(sample), &[0, 1]);
-                outputs.into_iter().chain(gradients.into_iter().flatten()).collect::<Vec<_>>()
-            };
-            let (rtol, atol) = bounds(&on_cpu, kind);
-            // The half kinds round sums of many terms here and there; forward and gradients have finer tests.
-            let atol = if matches!(kind, Kind::Half | Kind::BFloat16) { rtol } else { atol };
-            for (gpu, cpu) in run(&on_gpu).iter().zip(&run(&on_cpu)) {
-                let gpu = gpu.to_device(Device::Cpu);
-                assert_close_in(&on_cpu, "the GPU's results", &gpu, cpu, 100.0 * rtol, 100.0 * atol);
-            }
-        }
-    }
+    suite().cuda_agrees_with_the_cpu("cuda_agrees_with_the_cpu");
 }

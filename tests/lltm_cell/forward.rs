@@ -5,28 +5,7 @@ use tch::IndexOp;
 
 #[test]
 fn forward_agrees_with_the_reference() {
-    let mut results = Results::default();
-    for_each(|sample, kind, device| {
-        let before: Vec<Tensor> = sample.inputs.iter().map(Tensor::copy).collect();
-        let fused = call(f_lltm_cell, &sample.inputs).expect("fused");
-        for (index, fused) in fused.iter().enumerate() {
-            let shape = sample.inputs[sample.inputs.len() - 1].size();
-            assert_eq!(
-                (fused.device(), fused.size(), fused.kind()),
-                (device, shape, kind),
-                "{}",
-                sample.name
-            );
-            assert!(fused.is_contiguous() && !fused.requires_grad());
-            let reference =
-                |inputs: &[Tensor]| call(lltm_cell_reference, inputs).expect("reference").remove(index);
-            results.compare(sample, &format!("output {index}"), kind, fused, reference);
-        }
-        for (now, then) in sample.inputs.iter().zip(&before) {
-            assert!(now.equal(then), "{}: an argument was changed", sample.name);
-        }
-    });
-    results.finish();
+    suite().forward_agrees_with_the_reference();
 }
 
 #[test]

@@ -1,20 +1,12 @@
 //! Derivatives of the gradients.
 
 use super::*;
-use tch_extension::testing::gradgradcheck;
 
 #[test]
 fn gradgradcheck_of_the_smallest_samples() {
     let sizes = [[3, 4, 5], [2, 3, 8], [1, 1, 1], [0, 4, 5], [2, 0, 3], [2, 3, 0]];
-    for device in devices() {
-        let table = SampleTable::empty(DIMS, with_bias).with_sizes(&sizes).with_layouts([2, 3, 4]);
-        for sample in table.samples(Kind::Double, device).expect("samples") {
-            let leaves = leaves(&sample);
-            let inputs: Vec<&Tensor> = leaves.iter().collect();
-            gradgradcheck(|inputs| call(f_lltm_cell, inputs), &inputs, &Default::default())
-                .unwrap_or_else(|error| panic!("{} on {device:?}: {error}", sample.name));
-        }
-    }
+    let table = SampleTable::empty(DIMS, with_bias).with_sizes(&sizes).with_layouts([2, 3, 4]);
+    suite().gradgradcheck_of(|kind, device| table.samples(kind, device).expect("samples"));
 }
 
 /// Three steps that share their weight, the last fed with what depends on the first: total derivatives with
@@ -45,7 +37,7 @@ fn second_derivatives_in_chains_and_with_dependent_inputs() {
             let sample = one([3, 4, 5], Kind::Double, device);
             let (fused, fused_second) = first_and_second(program, f_lltm_cell, &sample);
             let (expected, expected_second) = first_and_second(program, lltm_cell_reference, &sample);
-            let leaves = leaves(&sample);
+            let leaves = leaves(&sample.inputs);
             let plain = program(f_lltm_cell, &leaves);
             let options = GradOptions { allow_unused: true, ..Default::default() };
             let plain = grad(&[&plain], &leaves.iter().collect::<Vec<_>>(), &options).expect(name).into_vec();
@@ -69,7 +61,7 @@ fn first_and_second(
     cell: Cell,
     sample: &Sample,
 ) -> (Gradients, Gradients) {
-    let leaves = leaves(sample);
+    let leaves = leaves(&sample.inputs);
     let inputs: Vec<&Tensor> = leaves.iter().collect();
     let loss = program(cell, &leaves);
     let options = GradOptions { create_graph: true, allow_unused: true, ..Default::default() };

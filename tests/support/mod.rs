@@ -1,0 +1,254 @@
+//! What every operator is put through: its values, gradients and their derivatives, in every kind, on every device,
+//! for a table of samples.
+#![allow(dead_code)]
+
+use std::collections::BTreeMap;
+use tch::{Device, Kind, Tensor};
+use tch_extension::Result;
+use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::testing::{
+    Sample, assert_as_accurate, assert_close, conformance, cuda_or_skip, devices, gradcheck, gradgradcheck,
+    tolerance,
+};
+
+pub const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
+
+pub type Operator<'a> = &'a (dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Sync);
+
+/// An operator, the same maths in tch operations, and inputs of both.
+pub struct Suite<'a> {
+    pub fused: Operator<'a>,
+    pub reference: Operator<'a>,
+    /// Small enough for a whole Jacobian.
+    pub small: &'a dyn Fn(Kind, Device) -> Vec<Sample>,
+    /// Too large for one.
+    pub large: &'a dyn Fn(Kind, Device) -> Vec<Sample>,
+    /// The length of the longest sum in a sample's outputs and gradients, which may be added up in another order.
+    pub terms: &'a dyn Fn(&Sample) -> i64,
+}
+
+impl Suite<'_> {
+    fn for_each(&self, mut test: impl FnMut(&Sample, Kind, Device)) {
+        for device in devices() {
+            for kind in KINDS {
+                for sample in (self.small)(kind, device).iter().chain(&(self.large)(kind, device)) {
+                    test(sample, kind, device);
+                }
+            }
+        }
+    }
+
+    pub fn forward_agrees_with_the_reference(&self) {
+        let mut results = Results::default();
+        self.for_each(|sample, kind, device| {
+            let before: Vec<Tensor> = sample.inputs.iter().map(Tensor::copy).collect();
+            let fused = (self.fused)(&sample.inputs).expect("fused");
+            for (index, fused) in fused.iter().enumerate() {
+                assert_eq!((fused.device(), fused.kind()), (device, kind), "{}", sample.name);
+                assert!(fused.is_contiguous() && !fused.requires_grad(), "{}", sample.name);
+                let reference =
+                    |inputs: &[Tensor]| (self.reference)(inputs).expect("reference").remove(index);
+                results.compare(self, sample, &format!("output {index}"), kind, fused, reference);
+            }
+            for (now, then) in sample.inputs.iter().zip(&before) {
+                assert!(now.equal(then), "{}: an argument was changed", sample.name);
+            }
+        });
+        results.finish();
+    }
+
+    /// From all outputs, and from each alone: then the others' gradients are undefined.
+    pub fn gradients_agree_with_the_reference(&self) {
+        let mut results = Results::default();
+        self.for_each(|sample, kind, _| {
+            let outputs = (self.fused)(&sample.inputs).expect("outputs").len();
+            let each = (0..outputs).map(|output| vec![output]).filter(|_| outputs > 1);
+            for used in std::iter::once((0..outputs).collect()).chain(each) {
+                let fused = gradients(self.fused, &leaves(&sample.inputs), &used);
+                for (index, fused) in fused.iter().enumerate() {
+                    let fused = fused.as_ref().unwrap_or_else(|| panic!("{}: none for {index}", sample.name));
+                    let what = format!("the gradient of {index} of {} from {used:?}", sample.inputs.len());
+                    let reference = |inputs: &[Tensor]| {
+                        let leaves = leaves(inputs);
+                        let found = gradients(self.reference, &leaves, &used).remove(index);
+                        // Where the reference finds no path, zeros are right.
+                        found.unwrap_or_else(|| leaves[index].zeros_like())
+                    };
+                    results.compare(self, sample, &what, kind, fused, reference);
+                }
+            }
+        });
+        results.finish();
+    }
+
+    pub fn with_and_without_a_graph_the_bits_are_the_same(&self) {
+        self.for_each(|sample, kind, device| {
+            let without = (self.fused)(&sample.inputs).expect("without");
+            let inputs = leaves(&sample.inputs);
+            let with = (self.fused)(&inputs).expect("with");
+            let again = (self.fused)(&inputs).expect("again");
+            for ((without, with), again) in without.iter().zip(&with).zip(&again) {
+                assert!(without.equal(with) && with.equal(again), "{} {kind:?} {device:?}", sample.name);
+            }
+            let all: Vec<usize> = (0..with.len()).collect();
+            let first = gradients(self.fused, &inputs, &all);
+            let second = gradients(self.fused, &inputs, &all);
+            for (first, second) in first.iter().flatten().zip(second.iter().flatten()) {
+                assert!(first.equal(second), "{} {kind:?} {device:?}: gradients differ", sample.name);
+            }
+        });
+    }
+
+    pub fn gradcheck_of_every_small_sample(&self) {
+        for device in devices() {
+            for sample in (self.small)(Kind::Double, device) {
+                let leaves = sample.leaves().expect("leaves");
+                let inputs: Vec<&Tensor> = leaves.iter().collect();
+                gradcheck(|inputs| (self.fused)(inputs), &inputs, &Default::default())
+                    .unwrap_or_else(|error| panic!("{} on {device:?}: {error}", sample.name));
+            }
+        }
+    }
+
+    pub fn gradgradcheck_of(&self, samples: impl Fn(Kind, Device) -> Vec<Sample>) {
+        for device in devices() {
+            for sample in samples(Kind::Double, device) {
+                let leaves = sample.leaves().expect("leaves");
+                let inputs: Vec<&Tensor> = leaves.iter().collect();
+                gradgradcheck(|inputs| (self.fused)(inputs), &inputs, &Default::default())
+                    .unwrap_or_else(|error| panic!("{} on {device:?}: {error}", sample.name));
+            }
+        }
+    }
+
+    pub fn conformance_of(&self, samples: impl Fn(Kind, Device) -> Vec<Sample>) {
+        for device in devices() {
+            for kind in KINDS {
+                for sample in samples(kind, device) {
+                    let leaves = sample.leaves().expect("leaves");
+                    let inputs: Vec<&Tensor> = leaves.iter().collect();
+                    conformance(|inputs| (self.fused)(inputs), &inputs, &Default::default())
+                        .unwrap_or_else(|error| panic!("{} {kind:?}:\n{error}", sample.name));
+                }
+            }
+        }
+    }
+
+    /// Every kernel path on the GPU, forward and backward: what the sanitizers run.
+    pub fn cuda_agrees_with_the_cpu(&self, test: &str) {
+        let Some(device) = cuda_or_skip(test) else { return };
+        for kind in KINDS {
+            let all = |device| (self.small)(kind, device).into_iter().chain((self.large)(kind, device));
+            for (on_gpu, on_cpu) in all(device).zip(all(Device::Cpu)) {
+                let run = |sample: &Sample| {
+                    let outputs = (self.fused)(&sample.inputs).expect("outputs");
+                    let used: Vec<usize> = (0..outputs.len()).collect();
+                    let gradients = gradients(self.fused, &leaves(&sample.inputs), &used);
+                    outputs.into_iter().chain(gradients.into_iter().flatten()).collect::<Vec<_>>()
+                };
+                let (rtol, atol) = self.bounds(&on_cpu, kind);
+                // The half kinds round sums of many terms here and there; other tests look closer.
+                let atol = if is_half(kind) { rtol } else { atol };
+                for (gpu, cpu) in run(&on_gpu).iter().zip(&run(&on_cpu)) {
+                    let gpu = gpu.to_device(Device::Cpu);
+                    in_context(&on_cpu, "the GPU's results", || {
+                        assert_close(&gpu, cpu, 100.0 * rtol, 100.0 * atol);
+                    });
+                }
+            }
+        }
+    }
+
+    /// How far sums of so many terms may drift apart when they are added in another order.
+    fn bounds(&self, sample: &Sample, kind: Kind) -> (f64, f64) {
+        let terms = (self.terms)(sample).max(1) as f64;
+        let (rtol, atol) = match kind {
+            Kind::Double => (1e-13, 1e-13),
+            _ => tolerance(kind),
+        };
+        (rtol * terms.sqrt(), atol * terms.sqrt())
+    }
+}
+
+pub fn is_half(kind: Kind) -> bool {
+    matches!(kind, Kind::Half | Kind::BFloat16)
+}
+
+/// The same values and layouts as leaves that require grad.
+pub fn leaves(inputs: &[Tensor]) -> Vec<Tensor> {
+    inputs.iter().map(|input| input.detach().set_requires_grad(true)).collect()
+}
+
+/// A fixed, non-uniform, non-contiguous incoming gradient.
+pub fn incoming(output: &Tensor) -> Tensor {
+    let mut size = output.size();
+    size.reverse();
+    let dims: Vec<i64> = (0..size.len() as i64).rev().collect();
+    let values = Tensor::arange(output.numel() as i64, (Kind::Double, Device::Cpu)).sin() + 0.3;
+    values.view(size.as_slice()).permute(dims).to_kind(output.kind()).to_device(output.device())
+}
+
+/// The gradients of the leaves from some of the outputs.
+pub fn gradients(operator: Operator<'_>, leaves: &[Tensor], used: &[usize]) -> Vec<Option<Tensor>> {
+    let outputs = operator(leaves).expect("outputs");
+    let outputs: Vec<&Tensor> = used.iter().map(|&index| &outputs[index]).collect();
+    let vectors: Vec<Tensor> = outputs.iter().map(|output| incoming(output)).collect();
+    let vectors: Vec<Option<&Tensor>> = vectors.iter().map(Some).collect();
+    let inputs: Vec<&Tensor> = leaves.iter().collect();
+    let options = GradOptions { grad_outputs: &vectors, allow_unused: true, ..Default::default() };
+    grad(&outputs, &inputs, &options).expect("gradients").into_vec()
+}
+
+/// Compares fused results with the reference's: of the large kinds one by one, the same but for the order of sums.
+/// Of the half kinds, they are no further from the exact ones than the reference's; small results are pooled for
+/// that, because of a few elements luck decides.
+#[derive(Default)]
+struct Results {
+    pools: BTreeMap<String, [Vec<Tensor>; 3]>,
+}
+
+const ENOUGH: usize = 1000;
+
+impl Results {
+    fn compare(
+        &mut self,
+        suite: &Suite<'_>,
+        sample: &Sample,
+        what: &str,
+        kind: Kind,
+        fused: &Tensor,
+        of: impl Fn(&[Tensor]) -> Tensor,
+    ) {
+        let expected = of(&sample.inputs);
+        if !is_half(kind) {
+            let (rtol, atol) = suite.bounds(sample, kind);
+            return in_context(sample, what, || assert_close(fused, &expected, rtol, atol));
+        }
+        let exact: Vec<Tensor> = sample.inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
+        let exact = of(&exact);
+        assert_eq!(fused.size(), exact.size(), "{what} of {}", sample.name);
+        if fused.numel() >= ENOUGH {
+            return in_context(sample, what, || assert_as_accurate(fused, &expected, &exact));
+        }
+        let pool = self.pools.entry(format!("{what} {kind:?} {:?}", fused.device())).or_default();
+        for (part, tensor) in pool.iter_mut().zip([fused, &expected, &exact]) {
+            part.push(tensor.reshape([-1]));
+        }
+    }
+
+    fn finish(self) {
+        for (what, pool) in self.pools {
+            let [fused, expected, exact] = pool.map(|part| Tensor::cat(&part, 0));
+            eprintln!("pooled {what}: {} elements", fused.numel());
+            assert_as_accurate(&fused, &expected, &exact);
+        }
+    }
+}
+
+/// Runs an assertion, and says on failure which sample it was.
+fn in_context(sample: &Sample, what: &str, check: impl FnOnce()) {
+    if let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)) {
+        eprintln!("in {what} of {}", sample.name);
+        std::panic::resume_unwind(panic);
+    }
+}
