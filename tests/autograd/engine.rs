@@ -205,7 +205,7 @@ fn a_nested_backward_comes_before_what_waits_outside() {
             move |_, grads| {
                 note("nested");
                 if depth > 1 {
-                    tch::with_grad(|| {
+                    let _ = tch::with_grad(|| {
                         let x = leaf(&[1.0]);
                         gradient_of(&nested(&x, depth - 1), &x)
                     })?;
