@@ -123,7 +123,7 @@ pub struct GradScalerState {
 /// before the step. An infinite or NaN gradient makes `step` skip its optimizer and `update` lower the scale;
 /// after `growth_interval` updates without one the scale grows.
 ///
-/// The weights, and so the gradients, are of kind `Float`, `Double` or `BFloat16`, on the CPU or CUDA, on
+/// The weights, and so the gradients, are of kind `Float` or `Double`, on the CPU also `BFloat16`, on
 /// several devices, too; those of one optimizer may be on different ones. Absent gradients are passed over. Of
 /// sparse gradients (COO) the values are looked at. Only `step`, [`scale_factor`](Self::scale_factor),
 /// [`growth_tracker`](Self::growth_tracker) and [`state`](Self::state) wait for the GPU; the others, too, when
@@ -534,14 +534,19 @@ fn groups_of_gradients(op: &str, parameters: &[Tensor]) -> Result<Vec<Group>> {
 /// The numbers of a gradient, in the gradient's own memory.
 fn values_of(op: &str, place: usize, gradient: Tensor) -> Result<Tensor> {
     let name = format!("the gradient of parameter {place}");
-    let kinds = [Kind::Float, Kind::Double, Kind::BFloat16];
     let gradient = if gradient.is_sparse() { gradient.f_internal_values()? } else { gradient };
     let checked = check!(op, &name, gradient).defined()?;
-    if gradient.f_kind()? == Kind::Half {
+    // What libtorch has kernels for.
+    let (kinds, expected) = match gradient.device() {
+        Device::Cpu => (&[Kind::Float, Kind::Double, Kind::BFloat16][..], "kind Float, Double or BFloat16"),
+        _ => (&[Kind::Float, Kind::Double][..], "kind Float or Double"),
+    };
+    let kind = gradient.f_kind()?;
+    if matches!(kind, Kind::Half | Kind::BFloat16) && !kinds.contains(&kind) {
         let hint = "keep the weights in Float, and let Autocast cast them";
-        return Err(checked.refuse("kind Float, Double or BFloat16", "Half, which cannot be unscaled", hint));
+        return Err(checked.refuse(expected, format!("{kind:?}, which cannot be unscaled"), hint));
     }
-    checked.kind_in(&kinds)?;
+    checked.kind_in(kinds)?;
     Ok(gradient)
 }
 

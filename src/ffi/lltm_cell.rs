@@ -132,10 +132,44 @@ pub(crate) fn backward(
 mod tests {
     use super::*;
     use std::mem::{offset_of, size_of};
+    use tch::Kind;
 
     unsafe extern "C" {
         /// Sizes and offsets as the C++ compiler sees them.
         static tch_extension_lltm_cell_layout: [usize; 20];
+    }
+
+    /// For initcheck, which does not see what libtorch's half products write: here the gates are no product.
+    #[test]
+    fn cuda_kernels_read_what_was_written() {
+        let Some(device) = crate::testing::cuda_or_skip("cuda_kernels_read_what_was_written") else { return };
+        for kind in [Kind::Half, Kind::BFloat16, Kind::Float, Kind::Double] {
+            // Whole vectors and not, one block and several.
+            for (batch, hidden) in [(3, 5), (16, 128), (300, 40)] {
+                let on = |device| {
+                    let ramp = |columns: i64| {
+                        let flat = Tensor::arange(batch * columns, (Kind::Double, Device::Cpu)).sin();
+                        flat.view([batch, columns]).to_kind(kind).to_device(device)
+                    };
+                    let (mut gates, c) = (ramp(3 * hidden), ramp(hidden));
+                    let (mut new_h, mut new_c) = (c.empty_like(), c.empty_like());
+                    forward(&mut gates, &c, &mut new_h, &mut new_c, true).expect("forward");
+                    let inputs = BackwardInputs {
+                        grad_new_h: Some(&c),
+                        grad_new_c: None,
+                        activations: &gates,
+                        new_c: &new_c,
+                    };
+                    let (mut grad_gates, mut grad_c) = (gates.empty_like(), c.empty_like());
+                    backward(&inputs, &mut grad_gates, Some(&mut grad_c)).expect("backward");
+                    [new_h, new_c, gates, grad_gates, grad_c].map(|tensor| tensor.to_device(Device::Cpu))
+                };
+                let (rtol, atol) = crate::testing::tolerance(kind);
+                for (gpu, cpu) in on(device).iter().zip(&on(Device::Cpu)) {
+                    crate::testing::assert_close(gpu, cpu, 10.0 * rtol, 10.0 * atol.max(rtol));
+                }
+            }
+        }
     }
 
     #[test]

@@ -87,3 +87,8 @@ fn cuda_mixed_devices_are_named() {
 fn cuda_agrees_with_the_cpu() {
     suite().cuda_agrees_with_the_cpu("cuda_agrees_with_the_cpu");
 }
+
+#[test]
+fn cuda_half_kinds_agree_with_the_cpu() {
+    suite().cuda_half_kinds_agree_with_the_cpu("cuda_half_kinds_agree_with_the_cpu");
+}

@@ -136,8 +136,17 @@ impl Suite<'_> {
 
     /// Every kernel path on the GPU, forward and backward: what the sanitizers run.
     pub fn cuda_agrees_with_the_cpu(&self, test: &str) {
+        self.cuda_agrees_in(&[Kind::Float, Kind::Double], test);
+    }
+
+    /// The same for the half kinds. Apart, because initcheck does not see what libtorch's half products write.
+    pub fn cuda_half_kinds_agree_with_the_cpu(&self, test: &str) {
+        self.cuda_agrees_in(&[Kind::Half, Kind::BFloat16], test);
+    }
+
+    fn cuda_agrees_in(&self, kinds: &[Kind], test: &str) {
         let Some(device) = cuda_or_skip(test) else { return };
-        for kind in KINDS {
+        for &kind in kinds {
             let all = |device| (self.small)(kind, device).into_iter().chain((self.large)(kind, device));
             for (on_gpu, on_cpu) in all(device).zip(all(Device::Cpu)) {
                 let run = |sample: &Sample| {
