@@ -89,9 +89,11 @@ pub fn lltm_cell_reference(
     let (h, c) = state;
     let bias = bias.map(|bias| bias.f_reshape([-1])).transpose()?;
     let gates = Tensor::f_cat(&[h, input], 1)?.f_linear(weight, bias.as_ref())?;
-    let gates = gates.f_chunk(3, 1)?;
-    let new_c = c.f_add(&gates[2].f_elu()?.f_mul(&gates[0].f_sigmoid()?)?)?;
-    let new_h = new_c.f_tanh()?.f_mul(&gates[1].f_sigmoid()?)?;
+    let [i, o, g] = &gates.f_chunk(3, 1)?[..] else {
+        return Err(check!(OP, weight).refuse("3H rows", format!("{:?}", weight.size()), ""));
+    };
+    let new_c = c.f_add(&g.f_elu()?.f_mul(&i.f_sigmoid()?)?)?;
+    let new_h = new_c.f_tanh()?.f_mul(&o.f_sigmoid()?)?;
     Ok((new_h, new_c))
 }
 

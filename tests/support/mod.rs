@@ -2,6 +2,8 @@
 //! for a table of samples.
 #![allow(dead_code)]
 
+pub mod property;
+
 use std::collections::BTreeMap;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
