@@ -9,6 +9,7 @@ mod random;
 mod second_derivatives;
 #[path = "../support/mod.rs"]
 mod support;
+mod training;
 
 use support::{KINDS, Suite, leaves};
 use tch::{Device, Kind, Tensor};
