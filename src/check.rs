@@ -105,22 +105,39 @@ impl<'a> Check<'a> {
     /// # Errors
     /// When either differs.
     pub fn like(self, other: &Check<'_>) -> Result<Self> {
-        let (kind, device) = (other.kind()?, other.tensor.device());
-        if self.tensor.device() != device {
-            return Err(self.refuse(
-                format!("device {device:?}, as {}", other.argument),
-                format!("{:?}", self.tensor.device()),
-                format!("move it with to_device(Device::{device:?})"),
-            ));
+        let kind = other.kind()?;
+        self.beside(other)?.kind_as(kind, other.argument)
+    }
+
+    /// The device of another argument.
+    ///
+    /// # Errors
+    /// When it differs.
+    pub fn beside(self, other: &Check<'_>) -> Result<Self> {
+        let device = other.tensor.device();
+        if self.tensor.device() == device {
+            return Ok(self);
         }
-        if self.kind()? != kind {
-            return Err(self.refuse(
-                format!("kind {kind:?}, as {}", other.argument),
-                format!("{:?}", self.kind()?),
-                format!("cast it with to_kind(Kind::{kind:?})"),
-            ));
+        Err(self.refuse(
+            format!("device {device:?}, as {}", other.argument),
+            format!("{:?}", self.tensor.device()),
+            format!("move it with to_device(Device::{device:?})"),
+        ))
+    }
+
+    /// A kind, which something else has, too: an argument, or what becomes of several.
+    ///
+    /// # Errors
+    /// On another kind.
+    pub fn kind_as(self, kind: Kind, whose: &str) -> Result<Self> {
+        if self.kind()? == kind {
+            return Ok(self);
         }
-        Ok(self)
+        Err(self.refuse(
+            format!("kind {kind:?}, as {whose}"),
+            format!("{:?}", self.kind()?),
+            format!("cast it with to_kind(Kind::{kind:?})"),
+        ))
     }
 
     /// This many dimensions; `names` shows them, such as `[B, F]`.

@@ -1,10 +1,12 @@
 //! The LLTM cell, of PyTorch's extension tutorial: an LSTM without forget gate, with ELU for its candidate.
 
+use super::kinds::promote;
+use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::check::Check;
 use crate::ffi::lltm_cell as kernels;
 use crate::ffi::tensor::plain;
-use crate::{Result, check};
+use crate::{Error, Result, check};
 use tch::{Kind, Tensor};
 
 const OP: &str = "lltm_cell";
@@ -23,10 +25,12 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// * `bias`: b, `[3H]` or, as PyTorch's extension-cpp has it, `[1, 3H]`; `None` for zeros
 /// * `state`: (h, c), each `[B, H]`
 ///
-/// Returns (h', c'), each `[B, H]`. All of kind `Float`, `Double`, `Half` or `BFloat16`, the same for all, on one
-/// CPU or CUDA device; any strides, any sizes, also empty ones. Of the half kinds, everything behind the product
-/// is computed in `Float` and rounded once. Under autocast the product runs in autocast's kind and the outputs
-/// keep the state's. Has first and second derivatives with respect to each tensor. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic.
+/// Returns (h', c'), each `[B, H]`. Of kind `Float`, `Double`, `Half` or `BFloat16`, on one CPU or CUDA device; any
+/// strides, any sizes, also empty ones. Of the half kinds, everything behind the product is computed in `Float`
+/// and rounded once. Has first and second derivatives with respect to each tensor.
+///
+/// Mixed kinds are taken where the composite below takes them: h and x are promoted to one kind, which weight and bias
+/// must have; the outputs have that kind promoted with c's. Under autocast the product runs in autocast's kind. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic.
 ///
 /// One matrix product, done by libtorch under its precision switches, and one kernel for everything else; the
 /// backward keeps `3·B·H` numbers besides inputs and outputs.
@@ -71,8 +75,12 @@ pub fn f_lltm_cell(
 ) -> Result<(Tensor, Tensor)> {
     let (h, c) = state;
     check_arguments(input, weight, bias, state)?;
-    let [new_h, new_c] =
-        apply(LltmCell::default(), &[Some(input), Some(weight), bias, Some(h), Some(c)])?.exactly()?;
+    let cast = in_matching_kinds(&[Some(input), Some(weight), bias, Some(h), Some(c)])?;
+    let outputs = match &cast {
+        None => apply(LltmCell::default(), &[Some(input), Some(weight), bias, Some(h), Some(c)]),
+        Some(cast) => apply(LltmCell::default(), &cast.iter().map(Option::as_ref).collect::<Vec<_>>()),
+    };
+    let [new_h, new_c] = outputs?.exactly()?;
     Ok((new_h, new_c))
 }
 
@@ -104,7 +112,9 @@ fn check_arguments(
     (h, c): (&Tensor, &Tensor),
 ) -> Result<()> {
     let input = &check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[B, F]")?;
-    let beside = |argument: Check<'_>| -> Result<()> { argument.defined()?.like(input).map(|_| ()) };
+    let beside = |argument: Check<'_>| -> Result<()> {
+        argument.defined()?.beside(input)?.kind_in(&KINDS).map(|_| ())
+    };
     beside(check!(OP, weight))?;
     beside(check!(OP, h))?;
     beside(check!(OP, c))?;
@@ -127,11 +137,41 @@ fn check_arguments(
     Ok(())
 }
 
+/// The arguments with one kind for the product's operands, and the outputs' for c. `None` when they are so.
+fn in_matching_kinds(arguments: &[Option<&Tensor>; place::LEN]) -> Result<Option<Vec<Option<Tensor>>>> {
+    let [Some(input), Some(weight), bias, Some(h), Some(c)] = *arguments else {
+        return Err(Error::msg("internal error: an argument of lltm_cell is absent"));
+    };
+    let operands = [Some(input), Some(weight), bias, Some(h)];
+    // As in the composite: it casts what goes into the product, and not what comes behind it.
+    let cast = autocast_inputs(CastPolicy::LowerPrecision, &operands)?;
+    if cast.is_none() && arguments.iter().flatten().all(|tensor| tensor.kind() == input.kind()) {
+        return Ok(None);
+    }
+    let unchanged = || operands.iter().map(|tensor| tensor.map(Tensor::shallow_clone)).collect();
+    let mut cast: Vec<Option<Tensor>> = cast.unwrap_or_else(unchanged);
+    let of = |cast: &[Option<Tensor>], place: usize| cast[place].as_ref().map(Tensor::kind);
+    let kinds = of(&cast, place::INPUT).zip(of(&cast, place::H));
+    let product = kinds.map_or(input.kind(), |(input, h)| promote(input, h));
+    for (place, name) in [(place::WEIGHT, "weight"), (place::BIAS, "bias")] {
+        if let Some(tensor) = &cast[place] {
+            check!(OP, name, tensor).kind_as(product, "input and h")?;
+        }
+    }
+    for place in [place::INPUT, place::H] {
+        cast[place] = cast[place].as_ref().map(|operand| operand.f_to_kind(product)).transpose()?;
+    }
+    cast.push(Some(c.f_to_kind(promote(product, c.kind()))?));
+    Ok(Some(cast))
+}
+
 #[derive(Default)]
 struct LltmCell {
-    /// Here, so that the first derivative need not look at the bias itself: nobody is refused for having changed
-    /// it.
+    /// Here, so that the first derivative need not look at bias and weight themselves: nobody is refused for having
+    /// changed what it does not need.
     bias_shape: Option<Vec<i64>>,
+    /// The kind of the product and its operands.
+    product: Option<Kind>,
 }
 
 /// The inputs' places, which are also the first slots of what is saved.
@@ -157,11 +197,13 @@ impl Function for LltmCell {
             (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
         let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
 
-        let mut gates = gates(input, weight, bias, h)?;
         let c_values = plain(c)?;
+        // Of mixed kinds the state's may have more digits than the product's.
+        let gates = gates(input, weight, bias, h)?;
+        let mut gates = plain(&gates.f_to_kind(c.f_kind()?)?)?;
         let mut new_h = Tensor::f_empty_like(&c_values)?;
         let mut new_c = Tensor::f_empty_like(&c_values)?;
-        self.bias_shape = bias.map(Tensor::size);
+        *self = LltmCell { bias_shape: bias.map(Tensor::size), product: Some(weight.f_kind()?) };
         kernels::forward(&mut gates, &c_values, &mut new_h, &mut new_c, saver.needs_graph())?;
 
         for tensor in [Some(input), Some(weight), bias, Some(h), Some(c), Some(&new_c), Some(&gates)] {
@@ -177,11 +219,11 @@ impl Function for LltmCell {
             let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, reference);
         }
-        first_derivative(ctx, grads, self.bias_shape.as_deref())
+        first_derivative(ctx, grads, self)
     }
 }
 
-/// `[h, x] Wᵀ + b`, fresh and contiguous.
+/// `[h, x] Wᵀ + b`
 fn gates(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>, h: &Tensor) -> Result<Tensor> {
     let hx = Tensor::f_cat(&[h, input], 1)?;
     let transposed = weight.f_transpose(0, 1)?;
@@ -190,8 +232,7 @@ fn gates(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>, h: &Tensor) -> 
         Some(bias) => bias.f_reshape([-1])?.f_addmm(&hx, &transposed)?,
         None => hx.f_mm(&transposed)?,
     };
-    // Under autocast the product comes in a half kind; the state's arithmetic stays in the state's own.
-    plain(&gates.f_to_kind(h.f_kind()?)?)
+    Ok(gates)
 }
 
 fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
@@ -207,7 +248,7 @@ fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
     Ok([new_h, new_c].into())
 }
 
-fn first_derivative(ctx: &Context<'_>, grads: &Tensors, bias_shape: Option<&[i64]>) -> Result<Tensors> {
+fn first_derivative(ctx: &Context<'_>, grads: &Tensors, state: &LltmCell) -> Result<Tensors> {
     let values = |grad: Option<&Tensor>| grad.map(plain).transpose();
     let (grad_new_h, grad_new_c) = (values(grads.optional(0))?, values(grads.optional(1))?);
     let (activations, new_c) = (ctx.saved(ACTIVATIONS)?, ctx.saved(NEW_C)?);
@@ -221,9 +262,10 @@ fn first_derivative(ctx: &Context<'_>, grads: &Tensors, bias_shape: Option<&[i64
     };
     kernels::backward(&inputs, &mut grad_gates, grad_c.as_mut())?;
 
+    let grad_gates = grad_gates.f_to_kind(state.product.unwrap_or(new_c.f_kind()?))?;
     let (grad_h, grad_input) = input_gradients(ctx, &grad_gates)?;
     let grad_weight = weight_gradient(ctx, &grad_gates)?;
-    let grad_bias = bias_gradient(ctx, &grad_gates, bias_shape)?;
+    let grad_bias = bias_gradient(ctx, &grad_gates, state.bias_shape.as_deref())?;
     Ok([grad_input, grad_weight, grad_bias, grad_h, grad_c].into())
 }
 

@@ -92,3 +92,47 @@ fn cuda_agrees_with_the_cpu() {
 fn cuda_half_kinds_agree_with_the_cpu() {
     suite().cuda_half_kinds_agree_with_the_cpu("cuda_half_kinds_agree_with_the_cpu");
 }
+
+#[test]
+fn cuda_more_than_two_to_the_31_elements() {
+    let test = "cuda_more_than_two_to_the_31_elements";
+    let Some(device) = cuda_or_skip(test) else { return };
+    let (features, hidden, rows) = (8, 2048, 8);
+    let batch = (1 << 31) / (3 * hidden) + rows;
+    let options = (Kind::BFloat16, device);
+    let row = |columns: i64| Tensor::arange(columns, (Kind::Float, device)).sin().to_kind(Kind::BFloat16);
+    let matrix = |columns: i64| -> Result<Tensor> {
+        let matrix = Tensor::f_zeros([batch, columns], options)?;
+        // Only the last rows are anything.
+        let scale = Tensor::arange(rows, (Kind::Float, device)).to_kind(Kind::BFloat16).view([rows, 1]) * 0.1;
+        matrix.narrow(0, batch - rows, rows).f_copy_(&(row(columns) * scale))?;
+        Ok(matrix)
+    };
+    let run = |x: &Tensor, h: &Tensor, c: &Tensor| -> Result<Vec<Tensor>> {
+        let weight = row(3 * hidden).view([3 * hidden, 1]) * row(hidden + features) * 0.03;
+        let state = [h, c].map(|tensor| tensor.detach().set_requires_grad(true));
+        let (new_h, new_c) = f_lltm_cell(x, &weight, None, (&state[0], &state[1]))?;
+        let gradients = grad(
+            &[&new_h, &new_c],
+            &[&state[0], &state[1]],
+            &GradOptions { grad_outputs: &[Some(h), Some(c)], ..Default::default() },
+        )?;
+        Ok([new_h, new_c].into_iter().chain(gradients.into_vec().into_iter().flatten()).collect())
+    };
+    let arguments = || Ok([matrix(features)?, matrix(hidden)?, matrix(hidden)?]);
+    let whole = arguments().and_then(|[x, h, c]: [Tensor; 3]| Ok((run(&x, &h, &c)?, [x, h, c])));
+    let (whole, [x, h, c]) = match whole {
+        Ok(whole) => whole,
+        Err(error) if error.to_string().contains("out of memory") => {
+            let _ = std::io::stderr().write_all(format!("SKIPPED {test}: not enough memory\n").as_bytes());
+            return;
+        }
+        Err(error) => panic!("{error}"),
+    };
+    let last = |tensor: &Tensor| tensor.narrow(0, batch - rows, rows);
+    for (whole, alone) in whole.iter().zip(&run(&last(&x), &last(&h), &last(&c)).expect("the last rows")) {
+        assert!(alone.abs().max().double_value(&[]) > 0.01);
+        assert_close(&last(whole).to_kind(Kind::Float), &alone.to_kind(Kind::Float), 2e-2, 1e-2);
+        assert_eq!(whole.get(5).abs().max().double_value(&[]), 0.0, "a row of zeros");
+    }
+}

@@ -5,6 +5,7 @@ mod conformance;
 mod cuda;
 mod forward;
 mod gradients;
+mod kinds;
 mod random;
 mod second_derivatives;
 #[path = "../support/mod.rs"]

@@ -19,8 +19,8 @@ fn losses(operator: support::Operator<'_>, kind: Kind, device: Device, steps: us
         for step in 0..time {
             let arguments = [x.get(step), parameters[0].shallow_clone(), parameters[1].shallow_clone(), h, c];
             let [new_h, new_c] = <[Tensor; 2]>::try_from(operator(&arguments).expect("a step")).expect("two");
-            loss = loss
-                + (new_h.sum_dim_intlist([1].as_slice(), false, kind) - target.get(step)).square().mean(kind);
+            loss +=
+                (new_h.sum_dim_intlist([1].as_slice(), false, kind) - target.get(step)).square().mean(kind);
             (h, c) = (new_h, new_c);
         }
         let gradients =

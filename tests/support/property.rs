@@ -75,8 +75,8 @@ impl Property<'_> {
             (Ok(_), _) if (self.excluded)(case) => Err("taken, but the docs exclude it".to_string()),
             (Ok(_), Err(error)) => Err(format!("taken, but libtorch refuses it: {error}")),
             (Ok(found), Ok(expected)) => {
-                compare("output", &found.iter().collect::<Vec<_>>(), &expected.iter().collect::<Vec<_>>())?;
-                self.check_gradients((&inputs, &found), (&others, &expected))
+                compare("output", case, &found, &expected)?;
+                check_gradients(case, (&inputs, &found), (&others, &expected))
             }
         }
     }
@@ -87,23 +87,22 @@ impl Property<'_> {
         }
         Err(format!("an error that does not begin with the operator, or is of several lines: {message}"))
     }
+}
 
-    fn check_gradients(
-        &self,
-        (inputs, found): (&[Option<Tensor>], &[Tensor]),
-        (others, expected): (&[Option<Tensor>], &[Tensor]),
-    ) -> Verdict {
-        let requires = |outputs: &[Tensor]| outputs.iter().map(Tensor::requires_grad).collect::<Vec<_>>();
-        if requires(found).contains(&true) != requires(expected).contains(&true) {
-            return Err(format!(
-                "outputs require grad: {:?}, expected {:?}",
-                requires(found),
-                requires(expected)
-            ));
-        }
-        let (found, expected) = (gradients(inputs, found)?, gradients(others, expected)?);
-        compare("gradient", &found.iter().collect::<Vec<_>>(), &expected.iter().collect::<Vec<_>>())
+fn check_gradients(
+    case: &Case,
+    (inputs, found): (&[Option<Tensor>], &[Tensor]),
+    (others, expected): (&[Option<Tensor>], &[Tensor]),
+) -> Verdict {
+    let requires = |outputs: &[Tensor]| outputs.iter().map(Tensor::requires_grad).collect::<Vec<_>>();
+    if requires(found).contains(&true) != requires(expected).contains(&true) {
+        return Err(format!(
+            "outputs require grad: {:?}, expected {:?}",
+            requires(found),
+            requires(expected)
+        ));
     }
+    compare("gradient", case, &gradients(inputs, found)?, &gradients(others, expected)?)
 }
 
 /// Of all inputs that require grad, from all outputs that do.
@@ -121,16 +120,18 @@ fn gradients(inputs: &[Option<Tensor>], outputs: &[Tensor]) -> std::result::Resu
     Ok(found.into_vec().into_iter().zip(&inputs).map(zeros).collect())
 }
 
-fn compare(what: &str, found: &[&Tensor], expected: &[&Tensor]) -> Verdict {
+fn compare(what: &str, case: &Case, found: &[Tensor], expected: &[Tensor]) -> Verdict {
     if found.len() != expected.len() {
         return Err(format!("{} {what}s, expected {}", found.len(), expected.len()));
     }
     for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
-        let (rtol, atol) = tolerance(expected.kind());
-        // A handful of roundings of sums of a few dozen terms.
-        let (rtol, atol) =
-            (10.0 * rtol, if super::is_half(expected.kind()) { 10.0 * rtol } else { 10.0 * atol });
-        let check = || assert_close(&found.detach(), &expected.detach(), rtol, atol);
+        // The coarsest kind that takes part decides. A handful of roundings of sums of a few dozen terms.
+        let kinds = case.0.iter().flatten().map(|argument| argument.kind).chain([expected.kind()]);
+        let (rtol, atol) = kinds
+            .map(tolerance)
+            .fold((0.0, 0.0), |most: (f64, f64), each| (most.0.max(each.0), most.1.max(each.1)));
+        let atol = 10.0 * if rtol > 1e-4 { rtol } else { atol };
+        let check = || assert_close(&found.detach(), &expected.detach(), 10.0 * rtol, atol);
         if let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)) {
             let text = panic.downcast_ref::<String>().cloned().unwrap_or_default();
             return Err(format!("{what} {index}: {text}"));
