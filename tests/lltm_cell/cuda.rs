@@ -119,9 +119,11 @@ fn cuda_more_than_two_to_the_31_elements() {
         )?;
         Ok([new_h, new_c].into_iter().chain(gradients.into_vec().into_iter().flatten()).collect())
     };
-    let arguments = || Ok([matrix(features)?, matrix(hidden)?, matrix(hidden)?]);
-    let whole = arguments().and_then(|[x, h, c]: [Tensor; 3]| Ok((run(&x, &h, &c)?, [x, h, c])));
-    let (whole, [x, h, c]) = match whole {
+    let whole = || -> Result<(Vec<Tensor>, [Tensor; 3])> {
+        let [x, h, c] = [matrix(features)?, matrix(hidden)?, matrix(hidden)?];
+        Ok((run(&x, &h, &c)?, [x, h, c]))
+    };
+    let (whole, [x, h, c]) = match whole() {
         Ok(whole) => whole,
         Err(error) if error.to_string().contains("out of memory") => {
             let _ = std::io::stderr().write_all(format!("SKIPPED {test}: not enough memory\n").as_bytes());
