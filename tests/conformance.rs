@@ -1,17 +1,17 @@
 //! `testing::conformance` accepts operators that keep to the rules, and names the rule that another breaks.
 
 use std::cell::Cell;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::thread::ThreadId;
 use tch::{Device, Kind, Tensor};
-use tch_extension::Result;
 use tch_extension::amp::Autocast;
 use tch_extension::autograd::{
     Context, Function, GradOptions, Inputs, Saver, Tensors, apply, checkpoint, differentiate_reference, grad,
 };
 use tch_extension::cuda::{Stream, StreamGuard};
 use tch_extension::testing::{ConformanceOptions, conformance, cuda_or_skip, devices};
+use tch_extension::{Error, Result};
 
 fn leaf(size: &[i64], device: Device) -> Tensor {
     let values = Tensor::randn(size, (Kind::Double, Device::Cpu));
@@ -574,4 +574,140 @@ fn cuda_what_cannot_be_captured() {
     let (names, report) = broken(counting, device, &defaults());
     assert_eq!(names, ["CUDA graph"], "{report}");
     assert!(report.contains("replayed with other values, output 0: element"), "{report}");
+}
+
+#[test]
+fn a_write_without_a_graph() {
+    let careless = |inputs: &[Tensor]| {
+        let output = &inputs[0] * &inputs[1];
+        if !output.requires_grad() {
+            // As a kernel that takes an input for scratch memory.
+            let _ = inputs[0].detach().f_fill_(0.0);
+        }
+        Ok(output)
+    };
+    assert_breaks(careless, &["inputs unchanged"], "the forward with grad mode off wrote to input 0");
+}
+
+#[test]
+fn one_buffer_for_all_calls() {
+    static BUFFER: Mutex<Option<Tensor>> = Mutex::new(None);
+    let reusing = |x: &Tensor, w: &Tensor| {
+        let mut buffer = BUFFER.lock().expect("unpoisoned");
+        let buffer = buffer.get_or_insert_with(|| (x * w).detach());
+        buffer.f_copy_(&(x * w))?;
+        Ok(buffer.detach())
+    };
+    let (names, report) = broken(product(reusing, gradient), Device::Cpu, &defaults());
+    assert!(names.contains(&"no aliasing".to_string()), "{report}");
+    assert!(report.contains("output 0 shares memory with an output of another call"), "{report}");
+}
+
+#[test]
+fn aliasing_only_with_a_graph() {
+    let view = |inputs: &[Tensor]| {
+        let product = &inputs[0] * &inputs[1];
+        let graph = product.requires_grad();
+        Ok([if graph { inputs[0].transpose(0, 1) } else { inputs[0].transpose(0, 1).copy() }, product])
+    };
+    assert_breaks(view, &["no aliasing"], "output 0 shares memory with input 0");
+}
+
+#[test]
+fn zeros_without_memory_share_none() {
+    let zeros = |inputs: &[Tensor]| {
+        let zeros = || Tensor::internal_efficientzerotensor([4, 6], (Kind::Double, inputs[0].device()));
+        Ok([&inputs[0] * &inputs[1], zeros(), zeros()])
+    };
+    let (names, report) = broken(zeros, Device::Cpu, &defaults());
+    assert!(names.is_empty(), "{report}");
+}
+
+#[test]
+fn grad_mode_left_off() {
+    let leaving = |inputs: &[Tensor]| {
+        let output = &inputs[0] * &inputs[1];
+        std::mem::forget(tch::no_grad_guard());
+        Ok(output)
+    };
+    assert_breaks(leaving, &["state"], "the forward changed grad mode");
+    assert!((leaf(&[1], Device::Cpu) * 2.0).requires_grad(), "for the caller all is as it was");
+}
+
+#[test]
+fn whatever_the_caller_has_switched_on_or_off() {
+    let check = || {
+        let (names, report) = broken(product(value, gradient), Device::Cpu, &defaults());
+        assert!(names.is_empty(), "{report}");
+    };
+    tch::no_grad(check);
+    let leaf = |size: &[i64]| Tensor::randn(size, (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let (x, w) = (leaf(&[4, 6]), leaf(&[6, 3]));
+    let _autocast = Autocast::new(Device::Cpu, Kind::BFloat16).expect("autocast");
+    let options = ConformanceOptions { tolerance: Some((0.05, 0.05)), ..defaults() };
+    let product = |inputs: &[Tensor]| Ok(inputs[0].matmul(&inputs[1]));
+    conformance(product, &[&x, &w], &options).expect("new threads have it, too");
+}
+
+#[test]
+fn not_every_value_is_an_input_of_every_operator() {
+    let square = (Tensor::randn([4, 4], (Kind::Double, Device::Cpu)) * 0.1
+        + Tensor::eye(4, (Kind::Double, Device::Cpu)))
+    .set_requires_grad(true);
+    // Of equal rows there is no inverse.
+    conformance(|inputs| Ok(Tensor::linalg_inv(&inputs[0])), &[&square], &defaults()).expect("an inverse");
+    let positive = leaf(&[4, 6], Device::Cpu).detach().abs().f_add_scalar(0.1).expect("positive");
+    let log = |inputs: &[Tensor]| {
+        let lowest = inputs[0].detach().min().double_value(&[]);
+        if lowest <= 0.0 {
+            return Err(Error::msg(format!("{lowest} has no logarithm")));
+        }
+        Ok(inputs[0].log())
+    };
+    conformance(log, &[&positive.set_requires_grad(true)], &defaults()).expect("a logarithm");
+}
+
+#[test]
+fn gradients_without_their_graph() {
+    let cut = |_: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| {
+        let _no_grad = tch::no_grad_guard();
+        Ok([grad * w, grad * x].into())
+    };
+    assert_breaks(product(value, cut), &["create_graph"], "a second derivative is 0.0");
+}
+
+#[test]
+fn a_panic_is_an_error() {
+    let x = leaf(&[4, 6], Device::Cpu);
+    let error = conformance(|inputs| Ok(inputs[0].view([5, 5])), &[&x], &defaults()).expect_err("a shape");
+    let error = error.to_string();
+    assert!(error.contains("it panicked") && error.contains("shape '[5, 5]' is invalid"), "{error}");
+    assert_eq!(error.lines().count(), 1, "{error}");
+}
+
+/// In place, as if the changed input were contiguous and had memory behind it.
+fn scale_of_a_buffer(beside: bool) -> impl Fn(&[Tensor]) -> Result<Tensors> + Sync {
+    move |inputs| {
+        let (x, w) = (&inputs[0], &inputs[1]);
+        let _no_grad = tch::no_grad_guard();
+        if beside {
+            let _ = x.detach().as_strided([25], [1], None).narrow(0, 24, 1).f_fill_(0.0)?;
+        } else {
+            let _ = taken_for_contiguous(&x.detach()).f_mul_(&w.detach())?;
+        }
+        drop(_no_grad);
+        apply(Scale { tell: true }, &[Some(x), Some(w)])
+    }
+}
+
+#[test]
+fn changes_in_place_of_what_is_differentiated() {
+    let declared = ConformanceOptions { changed_inputs: &[0], ..defaults() };
+    let (x, w) = (leaf(&[4, 6], Device::Cpu), leaf(&[4, 6], Device::Cpu));
+    let check =
+        |beside| conformance(scale_of_a_buffer(beside), &[&x, &w], &declared).expect_err("wrong").to_string();
+    let report = check(true);
+    assert!(report.contains("inputs unchanged: the forward with grad mode off wrote to input 0"), "{report}");
+    let report = check(false);
+    assert!(report.contains("layouts: with inputs Transposed, output 0"), "{report}");
 }

@@ -12,7 +12,8 @@ use tch::{Device, Kind};
 /// It holds for all devices of the given one's type. Regions nest to any depth, also those of different
 /// devices. What autocast casts for an operation is libtorch's list for the type of device. The weights that it
 /// cast are kept, so that a weight used twice is cast once, until the thread's outermost region ends: a weight
-/// that is changed inside a region may go on with its old values there.
+/// that is changed inside a region may go on with its old values there. As in torch, the process
+/// keeps them, not the thread: the end of another thread's outermost region lets go of all, which are then cast again.
 ///
 /// The backward belongs outside of the region: it runs each operation in the kind of its forward by itself.
 ///

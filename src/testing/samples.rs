@@ -134,7 +134,8 @@ impl Sample {
 /// [`SampleTable::new`] has, for each dimension in turn, sizes around those of vectors, one, and zero, while the
 /// others are small and differ from one another; then each [`Layout`] for all inputs at once, and for each input
 /// alone. Small enough for the whole Jacobian of a gradcheck. The values are always the same, whatever the kind and
-/// device, and none is drawn from libtorch's random state.
+/// device, and none is drawn from libtorch's random state. Integer kinds have them without their fractions, so give
+/// such an input a scale; `Bool` says which are positive.
 ///
 /// ```
 /// use tch::{Device, Kind};
@@ -241,7 +242,8 @@ where
                 Arrangement::Only(..) => Layout::Contiguous,
             };
             let values = noise(&shape.size, index)?.f_mul_scalar(shape.scale)?;
-            layout.of(&values.f_to_kind(kind)?.f_to_device(device)?)
+            let values = if kind == Kind::Bool { values.f_gt(0.0)? } else { values.f_to_kind(kind)? };
+            layout.of(&values.f_to_device(device)?)
         });
         Ok(Sample { name, inputs: inputs.collect::<Result<_>>()? })
     }
