@@ -711,3 +711,70 @@ fn changes_in_place_of_what_is_differentiated() {
     let report = check(false);
     assert!(report.contains("layouts: with inputs Transposed, output 0"), "{report}");
 }
+
+#[test]
+fn a_view_of_the_last_element() {
+    let last = |inputs: &[Tensor]| {
+        let product = &inputs[0] * &inputs[1];
+        Ok([inputs[0].narrow(0, 3, 1).narrow(1, 5, 1), product])
+    };
+    assert_breaks(last, &["no aliasing"], "output 0 shares memory with input 0");
+}
+
+#[test]
+fn inputs_of_different_layouts() {
+    let alike = |x: &Tensor, w: &Tensor| {
+        let alike = x.is_contiguous() == w.is_contiguous();
+        Ok(x * w * if alike { 1.0 } else { 2.0 })
+    };
+    assert_breaks(product(alike, gradient), &["layouts"], "with input 0 Transposed, output 0: element");
+}
+
+#[test]
+fn what_depends_on_who_requires_grad() {
+    // With grad mode on, and nothing to differentiate by.
+    let idle = |inputs: &[Tensor]| {
+        let output = &inputs[0] * &inputs[1];
+        let grad_mode = (Tensor::from(1.0).set_requires_grad(true) * 1.0).requires_grad();
+        Ok(if grad_mode && !output.requires_grad() { output * 2.0 } else { output })
+    };
+    assert_breaks(idle, &["no_grad"], "without inputs that require grad, output 0: element");
+    let fewer = |absent: fn(Tensor) -> Vec<Option<Tensor>>| {
+        move |inputs: &[Tensor]| {
+            let output = &inputs[0] * &inputs[1];
+            let graph = output.requires_grad();
+            let more = if graph { vec![Some(output.detach().copy())] } else { absent(output.copy()) };
+            Ok(std::iter::once(Some(output)).chain(more).collect::<Vec<_>>())
+        }
+    };
+    assert_breaks(fewer(|_| Vec::new()), &["no_grad"], "with grad mode off: 1 outputs, expected 2");
+    assert_breaks(fewer(|_| vec![None]), &["no_grad"], "output 1 is there in one run only");
+    let second = |ctx: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| {
+        let wrong = if ctx.needs_input_grad(0) { 1.0 } else { 2.0 };
+        Ok([grad * w, grad * x * wrong].into())
+    };
+    let says = "with gradients for inputs [1] only, the gradient of input 1: element";
+    assert_breaks(product(value, second), &["needs_input_grad"], says);
+    let cut = |inputs: &[Tensor]| {
+        let alone = !inputs[1].requires_grad();
+        Ok(if alone { inputs[0].detach() } else { inputs[0].shallow_clone() } * &inputs[1])
+    };
+    let says = "with gradients for inputs [0] only, the gradient of input 0: element";
+    assert_breaks(cut, &["needs_input_grad"], says);
+    let seven: Vec<Tensor> = (0..7).map(|_| leaf(&[2], Device::Cpu)).collect();
+    let six = |inputs: &[Tensor]| {
+        let count = inputs.iter().filter(|input| input.requires_grad()).count();
+        Ok(inputs.iter().map(Tensor::exp).sum::<Tensor>() * if count == 6 { 2.0 } else { 1.0 })
+    };
+    let error = conformance(six, &seven.iter().collect::<Vec<_>>(), &defaults()).expect_err("six");
+    assert!(error.to_string().contains("with gradients for inputs [1, 2, 3, 4, 5, 6] only"), "{error}");
+}
+
+#[test]
+fn careless_second_derivatives_where_no_step_feeds_the_next() {
+    let careless = |inputs: &[Tensor]| {
+        let output = apply(Careless { detached: false }, &[Some(&inputs[0]), Some(&inputs[1])])?.single()?;
+        Ok(output.sum_dim_intlist([1_i64].as_slice(), false, Kind::Double))
+    };
+    assert_breaks(careless, &["create_graph"], "with create_graph: element");
+}

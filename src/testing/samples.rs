@@ -349,6 +349,10 @@ mod tests {
         assert!(leaves.iter().all(|leaf| leaf.requires_grad() && leaf.is_leaf()));
         assert_eq!((leaves[0].stride(), leaves[1].stride()), (vec![4, 1], vec![1]));
         assert_eq!(find("B=3 F=4, Transposed").leaves().unwrap()[0].stride(), [1, 3]);
+        let bools = table.samples(Kind::Bool, Device::Cpu).unwrap();
+        assert!(bools.iter().all(|sample| sample.inputs[0].kind() == Kind::Bool));
+        let bools = &bools[0].inputs[0];
+        assert!(bools.any().int64_value(&[]) == 1 && bools.all().int64_value(&[]) == 0, "both values");
         let other = table.samples(Kind::Double, Device::Cpu).unwrap();
         assert_eq!(other[0].inputs[1].to_kind(Kind::Half), samples[0].inputs[1]);
     }
