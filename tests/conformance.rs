@@ -158,6 +158,8 @@ fn inputs_of_any_kind_and_size() {
             let x = Tensor::randn(size, options).set_requires_grad(true);
             conformance(|inputs| Ok(inputs[0].sigmoid()), &[&x], &defaults()).expect("any size");
         }
+        let rows = leaf(&[1, 6], device).detach().expand([4, 6], false).set_requires_grad(true);
+        conformance(|inputs| Ok(inputs[0].exp()), &[&rows], &defaults()).expect("elements in one place");
         let seven: Vec<Tensor> = (0..7).map(|_| leaf(&[2], device)).collect();
         let sum = |inputs: &[Tensor]| Ok(inputs.iter().map(Tensor::exp).sum::<Tensor>());
         conformance(sum, &seven.iter().collect::<Vec<_>>(), &defaults()).expect("more than six");
@@ -600,7 +602,24 @@ fn one_buffer_for_all_calls() {
     };
     let (names, report) = broken(product(reusing, gradient), Device::Cpu, &defaults());
     assert!(names.contains(&"no aliasing".to_string()), "{report}");
-    assert!(report.contains("output 0 shares memory with an output of another call"), "{report}");
+    assert!(report.contains("output 0 shares memory with that of another call"), "{report}");
+}
+
+#[test]
+fn one_buffer_for_all_gradients() {
+    static BUFFER: Mutex<Option<Tensor>> = Mutex::new(None);
+    let reusing = |ctx: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| {
+        if ctx.create_graph() {
+            return Ok([grad * w, grad * x].into());
+        }
+        let mut buffer = BUFFER.lock().expect("unpoisoned");
+        let buffer = buffer.get_or_insert_with(|| grad * w);
+        buffer.f_copy_(&(grad * w))?;
+        Ok([buffer.detach(), grad * x].into())
+    };
+    let (names, report) = broken(product(value, reusing), Device::Cpu, &defaults());
+    assert!(names.contains(&"no aliasing".to_string()), "{report}");
+    assert!(report.contains("the gradient of input 0 shares memory with that of another call"), "{report}");
 }
 
 #[test]

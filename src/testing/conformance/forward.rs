@@ -93,19 +93,25 @@ fn declared_changes(case: &Case<'_>) -> Result<()> {
 }
 
 pub(super) fn no_aliasing(case: &Case<'_>) -> Result<()> {
+    outputs_apart(case)?;
     let without_graph = {
         let _guard = tch::no_grad_guard();
-        outputs_apart(case)?
+        [outputs_apart(case)?, outputs_apart(case)?]
     };
-    let with_graph = outputs_apart(case)?;
-    for (place, output) in with_graph.iter().enumerate() {
-        let Some(output) = output.as_ref().filter(|output| output.defined()) else { continue };
-        for other in without_graph.iter().flatten().filter(|other| other.defined()) {
-            if overlap(output, other)? {
-                return Err(Error::msg(format!(
-                    "output {place} shares memory with an output of another call, which it overwrites; return \
-                     new tensors"
-                )));
+    calls_apart("output", &without_graph[0], &without_graph[1])?;
+    let with_graph = [case.again()?, case.again()?];
+    calls_apart("output", &with_graph[0].outputs, &with_graph[1].outputs)?;
+    calls_apart("output", &with_graph[0].outputs, &without_graph[0])?;
+    calls_apart("the gradient of input", &with_graph[0].gradients, &with_graph[1].gradients)
+}
+
+fn calls_apart(what: &str, of: &[Option<Tensor>], others: &[Option<Tensor>]) -> Result<()> {
+    for (place, tensor) in of.iter().enumerate() {
+        let Some(tensor) = tensor.as_ref().filter(|tensor| tensor.defined()) else { continue };
+        for other in others.iter().flatten().filter(|other| other.defined()) {
+            if overlap(tensor, other)? {
+                let text = "shares memory with that of another call, which overwrites it; return new tensors";
+                return Err(Error::msg(format!("{what} {place} {text}")));
             }
         }
     }

@@ -114,11 +114,12 @@ pub(super) fn create_graph(case: &Case<'_>) -> Result<()> {
 
 /// All inputs, moved by this much along a fixed direction.
 fn leaves(case: &Case<'_>, by: f64) -> Result<Vec<Tensor>> {
-    let leaves = tensors_of(&case.copies()?);
+    let mut leaves = tensors_of(&case.copies()?);
     let _guard = tch::no_grad_guard();
     for index in case.connected().into_iter().filter(|_| by != 0.0) {
-        let mut moved = leaves[index].f_detach()?;
-        let _ = moved.f_add_(&direction(&leaves[index], index)?.f_mul_scalar(by)?)?;
+        // Not in place: in an expanded one, elements share memory.
+        let moved = leaves[index].f_detach()?.f_add(&direction(&leaves[index], index)?.f_mul_scalar(by)?)?;
+        leaves[index] = moved.f_set_requires_grad(true)?;
     }
     Ok(leaves)
 }

@@ -27,7 +27,8 @@ pub struct ConformanceOptions<'a> {
     /// `changed_inputs` anyway.
     pub aliases: &'a [(usize, usize)],
     /// How close two ways to the same numbers have to be, `(rtol, atol)`. By default
-    /// [`tolerance`](super::tolerance) of each output's and gradient's kind.
+    /// [`tolerance`](super::tolerance) of each output's and gradient's kind. Long sums whose terms cancel need more, if
+    /// another layout has them added in another order.
     pub tolerance: Option<(f64, f64)>,
     /// Whether the same inputs have to give the same bits.
     pub deterministic: bool,
@@ -73,8 +74,8 @@ const PROPERTIES: [(&str, Property); 12] = [
 /// 1. *inputs unchanged*: neither inputs nor the memory around them are written to, by forward (with a graph and
 ///    without) or backward, unless declared in [`changed_inputs`](ConformanceOptions::changed_inputs); and then
 ///    libtorch is told;
-/// 2. *no aliasing*: no output shares memory with an input or another output, unless declared; nor with the
-///    outputs of another call;
+/// 2. *no aliasing*: no output shares memory with an input or another output, unless declared; nor does an
+///    output or a gradient share any with that of another call;
 /// 3. *determinism*: two runs give the same bits;
 /// 4. *no_grad*: with grad mode off, or inputs that require no grad, the outputs are the same, and without a graph;
 /// 5. *layouts*: transposed, strided, misaligned and expanded inputs give what contiguous ones give;
@@ -92,7 +93,7 @@ const PROPERTIES: [(&str, Property); 12] = [
 ///     then.
 ///
 /// An operator that draws random numbers gives other ones each time: have it take them, or a mask, as an input.
-/// Complex inputs and outputs are not supported. A race shows in *threads* only when the two threads meet, which
+/// Complex and sparse tensors are not supported. A race shows in *threads* only when the two threads meet, which
 /// inputs of a few elements make unlikely.
 ///
 /// All this is done with grad mode on, and with the caller's autocast settings, in new threads, too. `operator` gets
