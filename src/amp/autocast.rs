@@ -12,8 +12,8 @@ use tch::{Device, Kind};
 /// It holds for all devices of the given one's type. Regions nest to any depth, also those of different
 /// devices. What autocast casts for an operation is libtorch's list for the type of device. The weights that it
 /// cast are kept, so that a weight used twice is cast once, until the thread's outermost region ends: a weight
-/// that is changed inside a region may go on with its old values there. As in torch, they are kept
-/// for the process, not the thread: where regions of two threads overlap, a thread may find what the other cast before
+/// that is changed inside a region may go on with its old values there. As in torch, they are kept for the
+/// process, not the thread: where regions of two threads overlap, a thread may find what the other cast before
 /// the weight was changed, and the end of either's outermost region lets go of all.
 ///
 /// The backward belongs outside of the region: it runs each operation in the kind of its forward by itself.

@@ -96,11 +96,11 @@ const PROPERTIES: [(&str, Property); 12] = [
 /// Complex and sparse tensors are not supported. A race shows in *threads* only when the two threads meet, which
 /// inputs of a few elements make unlikely.
 ///
-/// All this is done with grad mode on, and with the caller's autocast settings, in new threads, too. `operator` gets
-/// copies of `inputs` with their strides and alignment; the originals are never touched. Those that require grad are
-/// what is differentiated by, as for `gradcheck`, so that one closure serves both; unlike there, they may be of any
-/// floating kind. A closure that captures a tensor does not compile, because other threads call
-/// it, too: make it an input.
+/// All this takes a hundred calls and more, so inputs are best small. It is done with grad mode on, and with the
+/// caller's autocast settings, in new threads, too. `operator` gets copies of `inputs` with their strides and
+/// alignment; the originals are never touched. Those that require grad are what is differentiated by, as for
+/// `gradcheck`, so that one closure serves both; unlike there, they may be of any floating kind. A closure that
+/// captures a tensor does not compile, because other threads call it, too: make it an input.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};

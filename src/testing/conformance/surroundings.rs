@@ -44,7 +44,10 @@ impl Drop for Kept {
         tch_extension_set_grad_mode(self.0.grad_mode);
         // None of this can fail: it was so before.
         set_autocast(&self.0.autocast);
-        if let Some(Ok(guard)) = self.0.stream.as_ref().map(StreamGuard::new) {
+        let stream =
+            self.0.stream.filter(|stream| Stream::current(stream.device()).is_ok_and(|now| now != *stream));
+        // Only then: a guard also makes the stream's device current, which is not always the one that was.
+        if let Some(Ok(guard)) = stream.as_ref().map(StreamGuard::new) {
             std::mem::forget(guard);
         }
     }
