@@ -1,17 +1,17 @@
 //! `testing::conformance` accepts operators that keep to the rules, and names the rule that another breaks.
 
 use std::cell::Cell;
-use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, OnceLock};
 use std::thread::ThreadId;
 use tch::{Device, Kind, Tensor};
-use tch_extension::Result;
 use tch_extension::amp::Autocast;
 use tch_extension::autograd::{
     Context, Function, GradOptions, Inputs, Saver, Tensors, apply, checkpoint, differentiate_reference, grad,
 };
 use tch_extension::cuda::{Stream, StreamGuard};
 use tch_extension::testing::{ConformanceOptions, conformance, cuda_or_skip, devices};
+use tch_extension::{Error, Result};
 
 fn leaf(size: &[i64], device: Device) -> Tensor {
     let values = Tensor::randn(size, (Kind::Double, Device::Cpu));
@@ -158,6 +158,8 @@ fn inputs_of_any_kind_and_size() {
             let x = Tensor::randn(size, options).set_requires_grad(true);
             conformance(|inputs| Ok(inputs[0].sigmoid()), &[&x], &defaults()).expect("any size");
         }
+        let rows = leaf(&[1, 6], device).detach().expand([4, 6], false).set_requires_grad(true);
+        conformance(|inputs| Ok(inputs[0].exp()), &[&rows], &defaults()).expect("elements in one place");
         let seven: Vec<Tensor> = (0..7).map(|_| leaf(&[2], device)).collect();
         let sum = |inputs: &[Tensor]| Ok(inputs.iter().map(Tensor::exp).sum::<Tensor>());
         conformance(sum, &seven.iter().collect::<Vec<_>>(), &defaults()).expect("more than six");
@@ -574,4 +576,224 @@ fn cuda_what_cannot_be_captured() {
     let (names, report) = broken(counting, device, &defaults());
     assert_eq!(names, ["CUDA graph"], "{report}");
     assert!(report.contains("replayed with other values, output 0: element"), "{report}");
+}
+
+#[test]
+fn a_write_without_a_graph() {
+    let careless = |inputs: &[Tensor]| {
+        let output = &inputs[0] * &inputs[1];
+        if !output.requires_grad() {
+            // As a kernel that takes an input for scratch memory.
+            let _ = inputs[0].detach().f_fill_(0.0);
+        }
+        Ok(output)
+    };
+    assert_breaks(careless, &["inputs unchanged"], "the forward with grad mode off wrote to input 0");
+}
+
+#[test]
+fn one_buffer_for_all_calls() {
+    static BUFFER: Mutex<Option<Tensor>> = Mutex::new(None);
+    let reusing = |x: &Tensor, w: &Tensor| {
+        let mut buffer = BUFFER.lock().expect("unpoisoned");
+        let buffer = buffer.get_or_insert_with(|| (x * w).detach());
+        buffer.f_copy_(&(x * w))?;
+        Ok(buffer.detach())
+    };
+    let (names, report) = broken(product(reusing, gradient), Device::Cpu, &defaults());
+    assert!(names.contains(&"no aliasing".to_string()), "{report}");
+    assert!(report.contains("output 0 shares memory with that of another call"), "{report}");
+}
+
+#[test]
+fn one_buffer_for_all_gradients() {
+    static BUFFER: Mutex<Option<Tensor>> = Mutex::new(None);
+    let reusing = |ctx: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| {
+        if ctx.create_graph() {
+            return Ok([grad * w, grad * x].into());
+        }
+        let mut buffer = BUFFER.lock().expect("unpoisoned");
+        let buffer = buffer.get_or_insert_with(|| grad * w);
+        buffer.f_copy_(&(grad * w))?;
+        Ok([buffer.detach(), grad * x].into())
+    };
+    let (names, report) = broken(product(value, reusing), Device::Cpu, &defaults());
+    assert!(names.contains(&"no aliasing".to_string()), "{report}");
+    assert!(report.contains("the gradient of input 0 shares memory with that of another call"), "{report}");
+}
+
+#[test]
+fn aliasing_only_with_a_graph() {
+    let view = |inputs: &[Tensor]| {
+        let product = &inputs[0] * &inputs[1];
+        let graph = product.requires_grad();
+        Ok([if graph { inputs[0].transpose(0, 1) } else { inputs[0].transpose(0, 1).copy() }, product])
+    };
+    assert_breaks(view, &["no aliasing"], "output 0 shares memory with input 0");
+}
+
+#[test]
+fn zeros_without_memory_share_none() {
+    let zeros = |inputs: &[Tensor]| {
+        let zeros = || Tensor::internal_efficientzerotensor([4, 6], (Kind::Double, inputs[0].device()));
+        Ok([&inputs[0] * &inputs[1], zeros(), zeros()])
+    };
+    let (names, report) = broken(zeros, Device::Cpu, &defaults());
+    assert!(names.is_empty(), "{report}");
+}
+
+#[test]
+fn grad_mode_left_off() {
+    let leaving = |inputs: &[Tensor]| {
+        let output = &inputs[0] * &inputs[1];
+        std::mem::forget(tch::no_grad_guard());
+        Ok(output)
+    };
+    assert_breaks(leaving, &["state"], "the forward changed grad mode");
+    assert!((leaf(&[1], Device::Cpu) * 2.0).requires_grad(), "for the caller all is as it was");
+}
+
+#[test]
+fn whatever_the_caller_has_switched_on_or_off() {
+    let check = || {
+        let (names, report) = broken(product(value, gradient), Device::Cpu, &defaults());
+        assert!(names.is_empty(), "{report}");
+    };
+    tch::no_grad(check);
+    let leaf = |size: &[i64]| Tensor::randn(size, (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let (x, w) = (leaf(&[4, 6]), leaf(&[6, 3]));
+    let _autocast = Autocast::new(Device::Cpu, Kind::BFloat16).expect("autocast");
+    let options = ConformanceOptions { tolerance: Some((0.05, 0.05)), ..defaults() };
+    let product = |inputs: &[Tensor]| Ok(inputs[0].matmul(&inputs[1]));
+    conformance(product, &[&x, &w], &options).expect("new threads have it, too");
+}
+
+#[test]
+fn not_every_value_is_an_input_of_every_operator() {
+    let square = (Tensor::randn([4, 4], (Kind::Double, Device::Cpu)) * 0.1
+        + Tensor::eye(4, (Kind::Double, Device::Cpu)))
+    .set_requires_grad(true);
+    // Of equal rows there is no inverse.
+    conformance(|inputs| Ok(Tensor::linalg_inv(&inputs[0])), &[&square], &defaults()).expect("an inverse");
+    let positive = leaf(&[4, 6], Device::Cpu).detach().abs().f_add_scalar(0.1).expect("positive");
+    let log = |inputs: &[Tensor]| {
+        let lowest = inputs[0].detach().min().double_value(&[]);
+        if lowest <= 0.0 {
+            return Err(Error::msg(format!("{lowest} has no logarithm")));
+        }
+        Ok(inputs[0].log())
+    };
+    conformance(log, &[&positive.set_requires_grad(true)], &defaults()).expect("a logarithm");
+}
+
+#[test]
+fn gradients_without_their_graph() {
+    let cut = |_: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| {
+        let _no_grad = tch::no_grad_guard();
+        Ok([grad * w, grad * x].into())
+    };
+    assert_breaks(product(value, cut), &["create_graph"], "a second derivative is 0.0");
+}
+
+#[test]
+fn a_panic_is_an_error() {
+    let x = leaf(&[4, 6], Device::Cpu);
+    let error = conformance(|inputs| Ok(inputs[0].view([5, 5])), &[&x], &defaults()).expect_err("a shape");
+    let error = error.to_string();
+    assert!(error.contains("it panicked") && error.contains("shape '[5, 5]' is invalid"), "{error}");
+    assert_eq!(error.lines().count(), 1, "{error}");
+}
+
+/// In place, as if the changed input were contiguous and had memory behind it.
+fn scale_of_a_buffer(beside: bool) -> impl Fn(&[Tensor]) -> Result<Tensors> + Sync {
+    move |inputs| {
+        let (x, w) = (&inputs[0], &inputs[1]);
+        let _no_grad = tch::no_grad_guard();
+        if beside {
+            let _ = x.detach().as_strided([25], [1], None).narrow(0, 24, 1).f_fill_(0.0)?;
+        } else {
+            let _ = taken_for_contiguous(&x.detach()).f_mul_(&w.detach())?;
+        }
+        drop(_no_grad);
+        apply(Scale { tell: true }, &[Some(x), Some(w)])
+    }
+}
+
+#[test]
+fn changes_in_place_of_what_is_differentiated() {
+    let declared = ConformanceOptions { changed_inputs: &[0], ..defaults() };
+    let (x, w) = (leaf(&[4, 6], Device::Cpu), leaf(&[4, 6], Device::Cpu));
+    let check =
+        |beside| conformance(scale_of_a_buffer(beside), &[&x, &w], &declared).expect_err("wrong").to_string();
+    let report = check(true);
+    assert!(report.contains("inputs unchanged: the forward with grad mode off wrote to input 0"), "{report}");
+    let report = check(false);
+    assert!(report.contains("layouts: with inputs Transposed, output 0"), "{report}");
+}
+
+#[test]
+fn a_view_of_the_last_element() {
+    let last = |inputs: &[Tensor]| {
+        let product = &inputs[0] * &inputs[1];
+        Ok([inputs[0].narrow(0, 3, 1).narrow(1, 5, 1), product])
+    };
+    assert_breaks(last, &["no aliasing"], "output 0 shares memory with input 0");
+}
+
+#[test]
+fn inputs_of_different_layouts() {
+    let alike = |x: &Tensor, w: &Tensor| {
+        let alike = x.is_contiguous() == w.is_contiguous();
+        Ok(x * w * if alike { 1.0 } else { 2.0 })
+    };
+    assert_breaks(product(alike, gradient), &["layouts"], "with input 0 Transposed, output 0: element");
+}
+
+#[test]
+fn what_depends_on_who_requires_grad() {
+    // With grad mode on, and nothing to differentiate by.
+    let idle = |inputs: &[Tensor]| {
+        let output = &inputs[0] * &inputs[1];
+        let grad_mode = (Tensor::from(1.0).set_requires_grad(true) * 1.0).requires_grad();
+        Ok(if grad_mode && !output.requires_grad() { output * 2.0 } else { output })
+    };
+    assert_breaks(idle, &["no_grad"], "without inputs that require grad, output 0: element");
+    let fewer = |absent: fn(Tensor) -> Vec<Option<Tensor>>| {
+        move |inputs: &[Tensor]| {
+            let output = &inputs[0] * &inputs[1];
+            let graph = output.requires_grad();
+            let more = if graph { vec![Some(output.detach().copy())] } else { absent(output.copy()) };
+            Ok(std::iter::once(Some(output)).chain(more).collect::<Vec<_>>())
+        }
+    };
+    assert_breaks(fewer(|_| Vec::new()), &["no_grad"], "with grad mode off: 1 outputs, expected 2");
+    assert_breaks(fewer(|_| vec![None]), &["no_grad"], "output 1 is there in one run only");
+    let second = |ctx: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| {
+        let wrong = if ctx.needs_input_grad(0) { 1.0 } else { 2.0 };
+        Ok([grad * w, grad * x * wrong].into())
+    };
+    let says = "with gradients for inputs [1] only, the gradient of input 1: element";
+    assert_breaks(product(value, second), &["needs_input_grad"], says);
+    let cut = |inputs: &[Tensor]| {
+        let alone = !inputs[1].requires_grad();
+        Ok(if alone { inputs[0].detach() } else { inputs[0].shallow_clone() } * &inputs[1])
+    };
+    let says = "with gradients for inputs [0] only, the gradient of input 0: element";
+    assert_breaks(cut, &["needs_input_grad"], says);
+    let seven: Vec<Tensor> = (0..7).map(|_| leaf(&[2], Device::Cpu)).collect();
+    let six = |inputs: &[Tensor]| {
+        let count = inputs.iter().filter(|input| input.requires_grad()).count();
+        Ok(inputs.iter().map(Tensor::exp).sum::<Tensor>() * if count == 6 { 2.0 } else { 1.0 })
+    };
+    let error = conformance(six, &seven.iter().collect::<Vec<_>>(), &defaults()).expect_err("six");
+    assert!(error.to_string().contains("with gradients for inputs [1, 2, 3, 4, 5, 6] only"), "{error}");
+}
+
+#[test]
+fn careless_second_derivatives_where_no_step_feeds_the_next() {
+    let careless = |inputs: &[Tensor]| {
+        let output = apply(Careless { detached: false }, &[Some(&inputs[0]), Some(&inputs[1])])?.single()?;
+        Ok(output.sum_dim_intlist([1_i64].as_slice(), false, Kind::Double))
+    };
+    assert_breaks(careless, &["create_graph"], "with create_graph: element");
 }

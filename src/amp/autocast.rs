@@ -12,7 +12,9 @@ use tch::{Device, Kind};
 /// It holds for all devices of the given one's type. Regions nest to any depth, also those of different
 /// devices. What autocast casts for an operation is libtorch's list for the type of device. The weights that it
 /// cast are kept, so that a weight used twice is cast once, until the thread's outermost region ends: a weight
-/// that is changed inside a region may go on with its old values there.
+/// that is changed inside a region may go on with its old values there. As in torch, they are kept for the
+/// process, not the thread: where regions of two threads overlap, a thread may find what the other cast before
+/// the weight was changed, and the end of either's outermost region lets go of all.
 ///
 /// The backward belongs outside of the region: it runs each operation in the kind of its forward by itself.
 ///
@@ -197,4 +199,34 @@ fn is_cuda(op: &str, device: Device) -> Result<bool> {
         _ => format!("there is no CUDA device {index}; libtorch sees {count}"),
     };
     Err(Error::Cuda { op: op.to_string(), reason })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn setting(kind: Kind) -> AutocastSetting {
+        AutocastSetting::on(kind).unwrap()
+    }
+
+    fn found(id: u64, cuda: bool, kind: Kind, cache: bool) -> Before {
+        Before { id, cuda, setting: setting(kind), cache }
+    }
+
+    #[test]
+    fn what_a_guard_found_goes_to_the_next_of_its_device() {
+        let mut guards = vec![
+            found(0, false, Kind::Half, true),
+            found(1, true, Kind::BFloat16, false),
+            found(2, false, Kind::BFloat16, false),
+        ];
+        let ended = end(&mut guards, 0).unwrap();
+        assert!(ended.setting.is_none() && ended.cache.is_none());
+        let left: Vec<_> = guards.iter().map(|guard| (guard.id, guard.setting.kind(), guard.cache)).collect();
+        assert_eq!(left, [(1, Some(Kind::BFloat16), true), (2, Some(Kind::Half), false)]);
+        // No younger one of its device, but one that has the cache.
+        let ended = end(&mut guards, 1).unwrap();
+        assert!(ended.setting.is_some_and(|(cuda, _)| cuda) && ended.cache.is_none());
+        assert!(guards[0].cache && end(&mut guards, 1).is_none());
+    }
 }

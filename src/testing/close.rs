@@ -193,6 +193,17 @@ mod tests {
     }
 
     #[test]
+    fn two_roundings_of_each_kind() {
+        let kinds = [(Kind::Half, 11), (Kind::BFloat16, 8), (Kind::Float, 24), (Kind::Double, 53)];
+        for (kind, digits) in kinds {
+            let one = Tensor::from_slice(&[1.0]);
+            let off = |roundings: f64| (&one + roundings * 2f64.powi(-digits)).to_kind(kind);
+            assert!(as_accurate(&off(2.0), &off(0.0), &one).is_ok(), "{kind:?}");
+            assert!(as_accurate(&off(4.0), &off(0.0), &one).is_err(), "{kind:?}");
+        }
+    }
+
+    #[test]
     fn nothing_to_compare_with_is_an_error() {
         let exact = Tensor::from_slice(&[1.0, f64::NAN]);
         let some = half(&[1.0, 2.0]);

@@ -134,7 +134,8 @@ impl Sample {
 /// [`SampleTable::new`] has, for each dimension in turn, sizes around those of vectors, one, and zero, while the
 /// others are small and differ from one another; then each [`Layout`] for all inputs at once, and for each input
 /// alone. Small enough for the whole Jacobian of a gradcheck. The values are always the same, whatever the kind and
-/// device, and none is drawn from libtorch's random state.
+/// device, and none is drawn from libtorch's random state. Integer kinds have them without their fractions, so give
+/// such an input a scale; `Bool` says which are positive.
 ///
 /// ```
 /// use tch::{Device, Kind};
@@ -241,7 +242,8 @@ where
                 Arrangement::Only(..) => Layout::Contiguous,
             };
             let values = noise(&shape.size, index)?.f_mul_scalar(shape.scale)?;
-            layout.of(&values.f_to_kind(kind)?.f_to_device(device)?)
+            let values = if kind == Kind::Bool { values.f_gt(0.0)? } else { values.f_to_kind(kind)? };
+            layout.of(&values.f_to_device(device)?)
         });
         Ok(Sample { name, inputs: inputs.collect::<Result<_>>()? })
     }
@@ -347,6 +349,10 @@ mod tests {
         assert!(leaves.iter().all(|leaf| leaf.requires_grad() && leaf.is_leaf()));
         assert_eq!((leaves[0].stride(), leaves[1].stride()), (vec![4, 1], vec![1]));
         assert_eq!(find("B=3 F=4, Transposed").leaves().unwrap()[0].stride(), [1, 3]);
+        let bools = table.samples(Kind::Bool, Device::Cpu).unwrap();
+        assert!(bools.iter().all(|sample| sample.inputs[0].kind() == Kind::Bool));
+        let bools = &bools[0].inputs[0];
+        assert!(bools.any().int64_value(&[]) == 1 && bools.all().int64_value(&[]) == 0, "both values");
         let other = table.samples(Kind::Double, Device::Cpu).unwrap();
         assert_eq!(other[0].inputs[1].to_kind(Kind::Half), samples[0].inputs[1]);
     }

@@ -261,3 +261,31 @@ fn cuda_lltm_cell_agrees_with_its_reference() {
         the_cell_agrees_with_its_reference(device, kind);
     }
 }
+
+#[test]
+fn a_guard_is_not_taken_for_another() {
+    let _alone = alone();
+    let _first = Autocast::new(CPU, Kind::BFloat16).expect("first");
+    let second = Autocast::new(CPU, Kind::BFloat16).expect("second");
+    let third = Autocast::new(CPU, Kind::Half).expect("third");
+    drop(second);
+    let fourth = Autocast::new(CPU, Kind::BFloat16).expect("fourth");
+    drop(fourth);
+    assert_eq!(product_kind(CPU), Kind::Half, "the third");
+    drop(third);
+    assert_eq!(product_kind(CPU), Kind::BFloat16);
+}
+
+#[test]
+fn cuda_inputs_are_cast_where_their_own_device_is_autocast() {
+    let _alone = alone();
+    let name = "cuda_inputs_are_cast_where_their_own_device_is_autocast";
+    let Some(device) = cuda_or_skip(name) else { return };
+    let x = random(&[2], device);
+    let cast = || autocast_inputs(CastPolicy::LowerPrecision, &[Some(&x)]).expect("inputs");
+    let on_cpu = Autocast::new(CPU, Kind::BFloat16).expect("autocast");
+    assert!(cast().is_none());
+    drop(on_cpu);
+    let _autocast = Autocast::new(device, Kind::BFloat16).expect("autocast");
+    assert_eq!(cast().expect("cast")[0].as_ref().expect("one").kind(), Kind::BFloat16);
+}

@@ -59,3 +59,38 @@ fn what_fast_mode_misses_slow_mode_finds() {
     let few = (random(&[40]).abs() + 1.0).set_requires_grad(true);
     assert_says(&refusal(check_with(&last, &[&few], &GradcheckOptions::default())), &["column 39"]);
 }
+
+/// x·A, whose backward forgets to transpose A.
+struct Untransposed;
+
+impl Function for Untransposed {
+    const NAME: &'static str = "untransposed";
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        saver.save(inputs.get(1)?);
+        Ok(inputs.get(0)?.f_matmul(inputs.get(1)?)?.into())
+    }
+
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        Ok([Some(grads.get(0)?.f_matmul(&ctx.saved(0)?)?), None].into())
+    }
+}
+
+#[test]
+fn fast_mode_tells_a_jacobian_from_its_transpose() {
+    let (x, a) = (variable(&[30]), random(&[30, 30]));
+    let text = refusal(check_with(
+        |inputs| apply(Untransposed, &[Some(&inputs[0]), Some(&inputs[1])]),
+        &[&x, &a],
+        &fast(),
+    ));
+    assert_says(&text, &["output 0, input 0: the gradient is wrong"]);
+}
+
+#[test]
+fn fast_mode_moves_one_input_at_a_time() {
+    // Bilinear, so that differences are exact however large the step.
+    let options = GradcheckOptions { eps: 0.5, ..fast() };
+    let (x, w) = (variable(&[3, 4]), variable(&[3, 4]));
+    check_with(|inputs| Ok(&inputs[0] * &inputs[1]), &[&x, &w], &options).expect("a product");
+}

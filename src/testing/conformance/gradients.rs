@@ -83,24 +83,22 @@ pub(super) fn incoming(case: &Case<'_>) -> Result<()> {
 const EPS: f64 = 1e-6;
 
 pub(super) fn create_graph(case: &Case<'_>) -> Result<()> {
-    let kinds = case.variables.iter().map(|&index| Ok(case.inputs[index].f_kind()?));
+    let kinds = case.connected().into_iter().map(|index| Ok(case.inputs[index].f_kind()?));
     let kinds = kinds.collect::<Result<Vec<_>>>()?;
     // The half kinds round too much for two formulas of one derivative to agree, more so after three steps.
     if kinds.is_empty() || !kinds.iter().all(|kind| matches!(kind, Kind::Float | Kind::Double)) {
         return Ok(());
     }
-    let steps = if loss(case, &leaves(case, 0.0)?, 3)?.f_isfinite()?.f_all()?.f_int64_value(&[])? == 1 {
-        3
-    } else {
-        1
-    };
+    // Outputs are not always inputs that it takes.
+    let chained = loss(case, &leaves(case, 0.0)?, 3).and_then(|loss| Ok(loss.f_isfinite()?));
+    let steps = if chained.is_ok_and(|finite| finite.int64_value(&[]) == 1) { 3 } else { 1 };
     let what = format!("in {steps} step{}", if steps == 1 { "" } else { "s" });
     let plain = first(case, &leaves(case, 0.0)?, steps, false)?;
     let variables = leaves(case, 0.0)?;
     // An error is as good as a right derivative: nobody takes it for a number.
     let Ok(with_graph) = first(case, &variables, steps, true) else { return Ok(()) };
     for (place, (with, without)) in with_graph.iter().zip(&plain).enumerate() {
-        let name = format!("{what}, the gradient of input {} with create_graph", case.variables[place]);
+        let name = format!("{what}, the gradient of input {} with create_graph", case.connected()[place]);
         let (with, without) = match (with, without) {
             (Some(with), Some(without)) => (with.f_detach()?, without.shallow_clone()),
             (Some(one), None) | (None, Some(one)) => (one.f_detach()?, one.f_zeros_like()?),
@@ -116,11 +114,12 @@ pub(super) fn create_graph(case: &Case<'_>) -> Result<()> {
 
 /// All inputs, moved by this much along a fixed direction.
 fn leaves(case: &Case<'_>, by: f64) -> Result<Vec<Tensor>> {
-    let leaves = tensors_of(&case.copies()?);
+    let mut leaves = tensors_of(&case.copies()?);
     let _guard = tch::no_grad_guard();
-    for &index in case.variables.iter().filter(|_| by != 0.0) {
-        let mut moved = leaves[index].f_detach()?;
-        let _ = moved.f_add_(&direction(&leaves[index], index)?.f_mul_scalar(by)?)?;
+    for index in case.connected().into_iter().filter(|_| by != 0.0) {
+        // Not in place: in an expanded one, elements share memory.
+        let moved = leaves[index].f_detach()?.f_add(&direction(&leaves[index], index)?.f_mul_scalar(by)?)?;
+        leaves[index] = moved.f_set_requires_grad(true)?;
     }
     Ok(leaves)
 }
@@ -133,7 +132,8 @@ fn direction(leaf: &Tensor, index: usize) -> Result<Tensor> {
 /// and each step takes what it can of the outputs of the step before.
 fn loss(case: &Case<'_>, leaves: &[Tensor], steps: usize) -> Result<Tensor> {
     let mut inputs: Vec<Tensor> = leaves.iter().map(Tensor::shallow_clone).collect();
-    for pair in case.variables.windows(2) {
+    let connected = case.connected();
+    for pair in connected.windows(2) {
         let mean = inputs[pair[0]].f_mean(inputs[pair[0]].f_kind()?)?.f_mul_scalar(0.1)?;
         let leaf = &leaves[pair[1]];
         // Of an input without elements there is no mean.
@@ -153,7 +153,7 @@ fn loss(case: &Case<'_>, leaves: &[Tensor], steps: usize) -> Result<Tensor> {
             });
         }
         let mut free: Vec<&Tensor> = outputs.iter().flatten().filter(|output| output.defined()).collect();
-        for &index in &case.variables {
+        for &index in &connected {
             let fits = |output: &&Tensor| {
                 output.size() == inputs[index].size()
                     && output.device() == inputs[index].device()
@@ -175,7 +175,7 @@ fn first(
     steps: usize,
     create_graph: bool,
 ) -> Result<Vec<Option<Tensor>>> {
-    let variables: Vec<&Tensor> = case.variables.iter().map(|&index| &leaves[index]).collect();
+    let variables: Vec<&Tensor> = case.connected().iter().map(|&index| &leaves[index]).collect();
     let options = GradOptions { create_graph, allow_unused: true, ..Default::default() };
     Ok(grad(&[&loss(case, leaves, steps)?], &variables, &options)?.into_vec())
 }
@@ -198,18 +198,17 @@ fn combined(gradients: &[Option<Tensor>]) -> Result<Option<Tensor>> {
 /// The derivative of the gradients along one direction, against differences of gradients. Again, an error is as
 /// good.
 fn second(case: &Case<'_>, leaves: &[Tensor], steps: usize, gradients: &[Option<Tensor>]) -> Result<()> {
-    let with_graph = gradients.iter().map(|gradient| {
-        gradient.as_ref().filter(|gradient| gradient.requires_grad()).map(Tensor::shallow_clone)
-    });
-    let with_graph: Vec<_> = with_graph.collect();
-    let Some(combination) = combined(&with_graph)? else { return Ok(()) };
-    let variables: Vec<&Tensor> = case.variables.iter().map(|&index| &leaves[index]).collect();
-    let options = GradOptions { allow_unused: true, ..Default::default() };
-    let Ok(found) = grad(&[&combination], &variables, &options) else { return Ok(()) };
+    let Some(combination) = combined(gradients)? else { return Ok(()) };
     let mut analytical = 0.0;
-    for (&index, found) in case.variables.iter().zip(found.iter()) {
-        let Some(found) = found else { continue };
-        analytical += sum(&found.f_mul(&direction(&leaves[index], index)?)?)?;
+    // Without a graph it is a constant, for those who differentiate it.
+    if combination.requires_grad() {
+        let variables: Vec<&Tensor> = case.connected().iter().map(|&index| &leaves[index]).collect();
+        let options = GradOptions { allow_unused: true, ..Default::default() };
+        let Ok(found) = grad(&[&combination], &variables, &options) else { return Ok(()) };
+        for (index, found) in case.connected().into_iter().zip(found.iter()) {
+            let Some(found) = found else { continue };
+            analytical += sum(&found.f_mul(&direction(&leaves[index], index)?)?)?;
+        }
     }
     let at = |by: f64| -> Result<f64> {
         let gradients = first(case, &self::leaves(case, by)?, steps, false)?;

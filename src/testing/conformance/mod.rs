@@ -8,10 +8,12 @@ mod surroundings;
 use crate::autograd::Tensors;
 use crate::check::Check;
 use crate::error::panic_text;
+use crate::ffi::autograd::tch_extension_set_grad_mode;
 use crate::{Error, Result};
 use run::Case;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use surroundings::Kept;
 use tch::Tensor;
 
 const OP: &str = "conformance";
@@ -25,7 +27,8 @@ pub struct ConformanceOptions<'a> {
     /// `changed_inputs` anyway.
     pub aliases: &'a [(usize, usize)],
     /// How close two ways to the same numbers have to be, `(rtol, atol)`. By default
-    /// [`tolerance`](super::tolerance) of each output's and gradient's kind.
+    /// [`tolerance`](super::tolerance) of each output's and gradient's kind. Long sums whose terms cancel need more, if
+    /// another layout has them added in another order.
     pub tolerance: Option<(f64, f64)>,
     /// Whether the same inputs have to give the same bits.
     pub deterministic: bool,
@@ -68,9 +71,11 @@ const PROPERTIES: [(&str, Property); 12] = [
 /// [`Function`](crate::autograd::Function) and whatever is built of some.
 ///
 /// In order:
-/// 1. *inputs unchanged*: neither inputs nor the memory around them are written to, by forward or backward,
-///    unless declared in [`changed_inputs`](ConformanceOptions::changed_inputs); and then libtorch is told;
-/// 2. *no aliasing*: no output shares memory with an input or another output, unless declared;
+/// 1. *inputs unchanged*: neither inputs nor the memory around them are written to, by forward (with a graph and
+///    without) or backward, unless declared in [`changed_inputs`](ConformanceOptions::changed_inputs); and then
+///    libtorch is told;
+/// 2. *no aliasing*: no output shares memory with an input or another output, unless declared; nor does an
+///    output or a gradient share any with that of another call;
 /// 3. *determinism*: two runs give the same bits;
 /// 4. *no_grad*: with grad mode off, or inputs that require no grad, the outputs are the same, and without a graph;
 /// 5. *layouts*: transposed, strided, misaligned and expanded inputs give what contiguous ones give;
@@ -87,10 +92,15 @@ const PROPERTIES: [(&str, Property); 12] = [
 /// 12. *CUDA graph*: on CUDA, forward and backward can be captured, and a replay computes with what the inputs hold
 ///     then.
 ///
-/// `operator` gets copies of `inputs` with their strides and alignment; the originals are never touched. Those that
-/// require grad are what is differentiated by, as for `gradcheck`, so that one closure serves both; unlike there,
-/// they may be of any floating kind. A closure that captures a tensor does not compile, because other threads call
-/// it, too: make it an input.
+/// An operator that draws random numbers gives other ones each time: have it take them, or a mask, as an input.
+/// Complex and sparse tensors are not supported. A race shows in *threads* only when the two threads meet, which
+/// inputs of a few elements make unlikely.
+///
+/// All this takes a hundred calls and more, so inputs are best small. It is done with grad mode on, and with the
+/// caller's autocast settings, in new threads, too. `operator` gets copies of `inputs` with their strides and
+/// alignment; the originals are never touched. Those that require grad are what is differentiated by, as for
+/// `gradcheck`, so that one closure serves both; unlike there, they may be of any floating kind. A closure that
+/// captures a tensor does not compile, because other threads call it, too: make it an input.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -109,7 +119,7 @@ const PROPERTIES: [(&str, Property); 12] = [
 ///
 /// # Errors
 /// One line for each property that does not hold. Also what `operator` reports when it is called with the inputs as
-/// they are; and when an input is undefined.
+/// they are, or with what it panics then; and when an input is undefined.
 pub fn conformance<F, O>(operator: F, inputs: &[&Tensor], options: &ConformanceOptions<'_>) -> Result<()>
 where
     F: Fn(&[Tensor]) -> Result<O> + Sync,
@@ -119,10 +129,12 @@ where
         Check::new(OP, &format!("inputs[{index}]"), input).defined()?;
     }
     let operator = |inputs: &[Tensor]| operator(inputs).map(Into::into);
-    let case = Case::new(&operator, inputs, options)?;
+    let _kept = Kept::of(inputs)?;
+    tch_extension_set_grad_mode(true);
+    let case = caught(|| Case::new(&operator, inputs, options))?;
     let failures: Vec<String> = PROPERTIES
         .iter()
-        .filter_map(|(name, property)| Some((name, holds(*property, &case).err()?.to_string())))
+        .filter_map(|(name, property)| Some((name, caught(|| property(&case)).err()?.to_string())))
         // CUDA's errors go on with advice that fits none of this.
         .map(|(name, text)| format!("{OP}: {name}: {}", text.lines().next().unwrap_or_default()))
         .collect();
@@ -130,8 +142,8 @@ where
 }
 
 /// An operator may panic where an input is not what it expects; other properties are still worth looking at.
-fn holds(property: Property, case: &Case<'_>) -> Result<()> {
-    catch_unwind(AssertUnwindSafe(|| property(case))).unwrap_or_else(|panic| Err(panicked(panic.as_ref())))
+fn caught<T>(call: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| Err(panicked(panic.as_ref())))
 }
 
 fn panicked(payload: &(dyn Any + Send)) -> Error {

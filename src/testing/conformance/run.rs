@@ -1,6 +1,7 @@
 //! One call of an operator and its backward, with copies of everything.
 
 use super::ConformanceOptions;
+use super::surroundings::Kept;
 use crate::autograd::{GradOptions, Tensors, grad};
 use crate::ffi::autograd::tch_extension_grad_mode as grad_mode;
 use crate::testing::close::close;
@@ -72,6 +73,12 @@ impl<'a> Case<'a> {
         self.runner.run(leaves, &self.fresh_vectors())
     }
 
+    /// The inputs that have gradients.
+    pub fn connected(&self) -> Vec<usize> {
+        let has_gradient = |index: &usize| self.expected.gradients[*index].is_some();
+        self.variables.iter().copied().filter(has_gradient).collect()
+    }
+
     /// Copies, in case the backward writes to them.
     pub fn fresh_vectors(&self) -> Vec<Option<Tensor>> {
         self.vectors.iter().map(|vector| vector.as_ref().map(Tensor::copy)).collect()
@@ -101,16 +108,27 @@ fn vector((index, output): (usize, &Option<Tensor>)) -> Result<Option<Tensor>> {
 impl Runner<'_> {
     /// The outputs for these inputs.
     pub fn call(&self, leaves: &[Tensor]) -> Result<Tensors> {
+        let _kept = Kept::of(leaves)?;
+        self.call_as_it_is(leaves)
+    }
+
+    /// [`Runner::call`], and grad mode and the like are afterwards as the operator left them.
+    pub fn call_as_it_is(&self, leaves: &[Tensor]) -> Result<Tensors> {
         let given = leaves.iter().enumerate().map(|(index, leaf)| {
-            // A leaf that requires grad may not be changed in place.
             let changed = self.options.changed_inputs.contains(&index) && leaf.requires_grad() && grad_mode();
-            Ok(if changed { leaf.f_mul_scalar(1.0)? } else { leaf.shallow_clone() })
+            if changed { no_leaf(leaf) } else { Ok(leaf.shallow_clone()) }
         });
         (self.operator)(&given.collect::<Result<Vec<_>>>()?)
     }
 
     /// The outputs, and the gradients of the leaves that require grad.
     pub fn run(&self, leaves: &[Tensor], vectors: &[Option<Tensor>]) -> Result<Outcome> {
+        let _kept = Kept::of(leaves)?;
+        self.run_as_it_is(leaves, vectors)
+    }
+
+    /// [`Runner::run`], and grad mode and the like are afterwards as the backward left them.
+    pub fn run_as_it_is(&self, leaves: &[Tensor], vectors: &[Option<Tensor>]) -> Result<Outcome> {
         // Before the call: one that changes an input in place makes it require grad.
         let variables: Vec<usize> =
             (0..leaves.len()).filter(|&index| leaves[index].requires_grad()).collect();
@@ -183,6 +201,13 @@ impl Runner<'_> {
         let (rtol, atol) = self.options.tolerance.unwrap_or(tolerance(found.f_kind()?));
         close(found, expected, rtol, atol).map_err(|error| Error::msg(format!("{what}: {error}")))
     }
+}
+
+/// The same values in the same layout: a leaf that requires grad may not be changed in place.
+fn no_leaf(leaf: &Tensor) -> Result<Tensor> {
+    let mut copy = Replica::with_margin(&leaf.f_detach()?, MARGIN)?.tensor;
+    copy.f_copy_(leaf)?;
+    Ok(copy)
 }
 
 /// No gradient is as good as zeros: then those, if there is another to compare with.

@@ -1,47 +1,81 @@
 //! Properties that show when an operator is called from elsewhere: threads, streams, graphs.
 
 use super::run::{Case, Outcome, tensors_of};
-use crate::amp::Autocast;
 use crate::cuda::{Graph, Stream, StreamGuard, synchronize};
-use crate::ffi::autograd::tch_extension_grad_mode as grad_mode;
+use crate::ffi::amp::AutocastSetting;
+use crate::ffi::autograd::{tch_extension_grad_mode as grad_mode, tch_extension_set_grad_mode};
 use crate::{Error, Result};
+use std::borrow::Borrow;
 use tch::{Device, Kind, Tensor};
 
 pub(super) fn state(case: &Case<'_>) -> Result<()> {
     for enabled in [true, false] {
         let _guard = (!enabled).then(tch::no_grad_guard);
-        let before = Surroundings::of(case)?;
-        case.runner.call(&tensors_of(&case.copies()?))?;
-        Surroundings::of(case)?.compare(&before, "the forward")?;
+        let leaves = tensors_of(&case.copies()?);
+        let before = Kept::of(&leaves)?;
+        case.runner.call_as_it_is(&leaves)?;
+        before.0.unchanged("the forward")?;
     }
-    let before = Surroundings::of(case)?;
-    case.again()?;
-    Surroundings::of(case)?.compare(&before, "forward and backward")
+    let before = Kept::of(case.inputs)?;
+    case.runner.run_as_it_is(&tensors_of(&case.copies()?), &case.fresh_vectors())?;
+    before.0.unchanged("the backward")
 }
 
 struct Surroundings {
     grad_mode: bool,
-    /// The kinds to which autocast casts on the CPU and on CUDA.
-    autocast: [Option<Kind>; 2],
+    /// On the CPU and on CUDA.
+    autocast: [AutocastSetting; 2],
     /// Where there is an input on a CUDA device, its current stream.
     stream: Option<Stream>,
 }
 
+/// Puts back what an operator changed of its caller's surroundings, or one that does would be taken to break every
+/// other property, too.
+pub(super) struct Kept(Surroundings);
+
+impl Kept {
+    pub fn of<T: Borrow<Tensor>>(inputs: &[T]) -> Result<Self> {
+        Ok(Kept(Surroundings::of(cuda_device(inputs))?))
+    }
+}
+
+impl Drop for Kept {
+    fn drop(&mut self) {
+        tch_extension_set_grad_mode(self.0.grad_mode);
+        // None of this can fail: it was so before.
+        set_autocast(&self.0.autocast);
+        let stream =
+            self.0.stream.filter(|stream| Stream::current(stream.device()).is_ok_and(|now| now != *stream));
+        // Only then: a guard also makes the stream's device current, which is not always the one that was.
+        if let Some(Ok(guard)) = stream.as_ref().map(StreamGuard::new) {
+            std::mem::forget(guard);
+        }
+    }
+}
+
+fn set_autocast(settings: &[AutocastSetting; 2]) {
+    for (cuda, setting) in [false, true].into_iter().zip(settings) {
+        let _ = setting.set(cuda);
+    }
+}
+
 impl Surroundings {
-    fn of(case: &Case<'_>) -> Result<Self> {
+    fn of(device: Option<Device>) -> Result<Self> {
         Ok(Surroundings {
             grad_mode: grad_mode(),
-            autocast: [Device::Cpu, Device::Cuda(0)].map(Autocast::kind),
-            stream: cuda_device(case).map(Stream::current).transpose()?,
+            autocast: [AutocastSetting::get(false)?, AutocastSetting::get(true)?],
+            stream: device.map(Stream::current).transpose()?,
         })
     }
 
-    fn compare(&self, before: &Surroundings, by: &str) -> Result<()> {
-        let changed = if self.grad_mode != before.grad_mode {
+    /// Whether they are so now.
+    fn unchanged(&self, by: &str) -> Result<()> {
+        let now = Surroundings::of(self.stream.as_ref().map(Stream::device))?;
+        let changed = if self.grad_mode != now.grad_mode {
             "grad mode"
-        } else if self.autocast != before.autocast {
+        } else if self.autocast.map(|setting| setting.kind()) != now.autocast.map(|setting| setting.kind()) {
             "autocast"
-        } else if self.stream.as_ref().map(Stream::as_ptr) != before.stream.as_ref().map(Stream::as_ptr) {
+        } else if self.stream != now.stream {
             "the current CUDA stream"
         } else {
             return Ok(());
@@ -50,8 +84,8 @@ impl Surroundings {
     }
 }
 
-fn cuda_device(case: &Case<'_>) -> Option<Device> {
-    case.inputs.iter().map(|input| input.device()).find(|device| matches!(device, Device::Cuda(_)))
+fn cuda_device<T: Borrow<Tensor>>(inputs: &[T]) -> Option<Device> {
+    inputs.iter().map(|input| input.borrow().device()).find(|device| matches!(device, Device::Cuda(_)))
 }
 
 pub(super) fn threads(case: &Case<'_>) -> Result<()> {
@@ -63,18 +97,21 @@ pub(super) fn threads(case: &Case<'_>) -> Result<()> {
     };
     let work = (0..THREADS).map(|_| (0..ROUNDS).map(|_| round()).collect::<Result<Vec<_>>>());
     let work = work.collect::<Result<Vec<_>>>()?;
-    if let Some(device) = cuda_device(case) {
+    if let Some(device) = cuda_device(case.inputs) {
         // The copies were made on this thread's stream, and others may have another.
         synchronize(device)?;
     }
+    let autocast = Surroundings::of(None)?.autocast;
     let run = |rounds: Vec<(Vec<Tensor>, Vec<Option<Tensor>>)>| {
+        // As in the thread that called.
+        set_autocast(&autocast);
         rounds.iter().map(|(leaves, vectors)| runner.run(leaves, vectors)).collect::<Result<Vec<_>>>()
     };
     let outcomes: Vec<_> = std::thread::scope(|scope| {
         let threads: Vec<_> = work.into_iter().map(|rounds| scope.spawn(|| run(rounds))).collect();
         threads.into_iter().map(|thread| thread.join()).collect()
     });
-    if let Some(device) = cuda_device(case) {
+    if let Some(device) = cuda_device(case.inputs) {
         synchronize(device)?;
     }
     for outcome in outcomes {
@@ -87,7 +124,7 @@ pub(super) fn threads(case: &Case<'_>) -> Result<()> {
 
 /// The inputs get their values late, on a side stream. Work on any other stream does not wait for them.
 pub(super) fn stream(case: &Case<'_>) -> Result<()> {
-    let Some(device) = cuda_device(case) else { return Ok(()) };
+    let Some(device) = cuda_device(case.inputs) else { return Ok(()) };
     let side = Stream::new(device)?;
     let on_side = |late: bool| -> Result<Outcome> {
         let leaves = tensors_of(&case.copies()?);
@@ -125,7 +162,7 @@ pub(super) fn stream(case: &Case<'_>) -> Result<()> {
 pub(super) fn cuda_graph(case: &Case<'_>) -> Result<()> {
     // Without libtorch's allocator there is no pool that a graph could own.
     let no_pool = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
-    let Some(device) = cuda_device(case).filter(|_| case.runner.options.cuda_graph && !no_pool) else {
+    let Some(device) = cuda_device(case.inputs).filter(|_| case.runner.options.cuda_graph && !no_pool) else {
         return Ok(());
     };
     for _ in 0..3 {

@@ -94,3 +94,17 @@ fn unit_vector(len: usize, seed: usize) -> Result<Vec<f64>> {
 fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn directions_are_positive_and_of_length_one() {
+        let vector = unit_vector(1000, 3).unwrap();
+        assert!(vector.iter().all(|&value| value > 0.0));
+        assert!((dot(&vector, &vector) - 1.0).abs() < 1e-12);
+        assert!(unit_vector(0, 3).unwrap().is_empty());
+        assert_ne!(vector, unit_vector(1000, 4).unwrap());
+    }
+}
