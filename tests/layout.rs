@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 /// Folders of csrc that hold no operator.
-const SHARED: [&str; 7] = ["include", "amp", "autograd", "library", "cuda", "gemm", "tensor"];
+const SHARED: [&str; 8] = ["include", "amp", "autograd", "library", "cuda", "gemm", "tensor", "testing"];
 
 fn root() -> PathBuf {
     // Set by cargo, and by the bundle's script where there is no cargo.

@@ -7,6 +7,7 @@ pub(crate) mod autograd;
 pub(crate) mod cuda;
 pub(crate) mod lltm_cell;
 pub(crate) mod tensor;
+pub(crate) mod testing;
 
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};

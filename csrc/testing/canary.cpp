@@ -1,0 +1,106 @@
+// Memory with canaries around it, for a thread that asks: who writes beyond what was allocated, kills them.
+
+#include <c10/core/Allocator.h>
+#include <c10/core/CPUAllocator.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <unordered_set>
+#include <utility>
+
+#include "tch_extension/c_abi.h"
+
+using namespace tch_extension;
+
+namespace {
+
+// On either side. A multiple of every alignment that libtorch's kernels look at.
+constexpr size_t kMargin = 64;
+constexpr unsigned char kCanary = 0xA5;
+
+struct Watch;
+
+struct Block {
+  at::DataPtr memory;  // with the margins
+  size_t len;          // without
+  std::shared_ptr<Watch> watch;
+
+  unsigned char* begin() const { return static_cast<unsigned char*>(memory.get()); }
+
+  bool intact() const {
+    auto alive = [](unsigned char byte) { return byte == kCanary; };
+    const unsigned char* behind = begin() + kMargin + len;
+    return std::all_of(begin(), begin() + kMargin, alive) && std::all_of(behind, behind + kMargin, alive);
+  }
+};
+
+struct Watch {
+  std::mutex mutex;
+  std::unordered_set<Block*> living;
+  size_t broken = 0;  // of those that are gone
+};
+
+thread_local std::shared_ptr<Watch> watch_of_this_thread;
+
+void release(void* context) {
+  std::unique_ptr<Block> block(static_cast<Block*>(context));
+  std::lock_guard<std::mutex> lock(block->watch->mutex);
+  block->watch->living.erase(block.get());
+  if (!block->intact()) ++block->watch->broken;
+}
+
+// In the place of libtorch's own allocator, to which it leaves everything but what a watching thread asks for.
+class CanaryAllocator final : public c10::Allocator {
+ public:
+  explicit CanaryAllocator(c10::Allocator* next) : next_(next) {}
+
+  c10::DataPtr allocate(size_t len) override {
+    const std::shared_ptr<Watch> watch = watch_of_this_thread;
+    if (watch == nullptr || len == 0) return next_->allocate(len);
+    auto block = std::make_unique<Block>(Block{next_->allocate(len + 2 * kMargin), len, watch});
+    std::memset(block->begin(), kCanary, kMargin);
+    std::memset(block->begin() + kMargin + len, kCanary, kMargin);
+    std::lock_guard<std::mutex> lock(watch->mutex);
+    watch->living.insert(block.get());
+    void* data = block->begin() + kMargin;
+    return {data, block.release(), &release, at::Device(at::kCPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return next_->raw_deleter(); }
+
+  void copy_data(void* to, const void* from, size_t len) const override { default_copy_data(to, from, len); }
+
+ private:
+  c10::Allocator* next_;
+};
+
+// Stays for good: blocks of it may outlive any watch. Never destroyed.
+void install() {
+  static const bool installed = [] {
+    c10::SetCPUAllocator(new CanaryAllocator(c10::GetCPUAllocator()), /*priority=*/UINT8_MAX);
+    return true;
+  }();
+  (void)installed;
+}
+
+}  // namespace
+
+// From now on this thread's allocations have canaries.
+TCH_EXTENSION_API Message tch_extension_canary_begin() {
+  return guard([] {
+    install();
+    watch_of_this_thread = std::make_shared<Watch>();
+  });
+}
+
+// Ends it. How many of the allocations had something written beside them, freed since or not.
+TCH_EXTENSION_API size_t tch_extension_canary_end() {
+  const std::shared_ptr<Watch> watch = std::exchange(watch_of_this_thread, nullptr);
+  if (watch == nullptr) return 0;
+  std::lock_guard<std::mutex> lock(watch->mutex);
+  const auto dead =
+      std::count_if(watch->living.begin(), watch->living.end(), [](auto* block) { return !block->intact(); });
+  return watch->broken + static_cast<size_t>(dead);
+}

@@ -1,0 +1,81 @@
+//! `csrc/testing`.
+
+use super::take_message;
+use crate::{Error, Result};
+use std::ffi::c_char;
+use std::marker::PhantomData;
+
+unsafe extern "C" {
+    safe fn tch_extension_canary_begin() -> *mut c_char;
+    safe fn tch_extension_canary_end() -> usize;
+}
+
+/// While it lives, what this thread allocates on the CPU has canaries on either side.
+pub(crate) struct Canaries {
+    /// The watch is the thread's.
+    _not_send: PhantomData<*mut ()>,
+}
+
+impl Canaries {
+    /// Begins; one at a time in a thread.
+    pub(crate) fn new() -> Result<Self> {
+        let message = take_message(tch_extension_canary_begin());
+        message.map_or(Ok(Canaries { _not_send: PhantomData }), |message| Err(Error::Torch(message)))
+    }
+
+    /// How many allocations had something written beside them.
+    pub(crate) fn end(self) -> usize {
+        // What `drop` ends is over then.
+        tch_extension_canary_end()
+    }
+}
+
+impl Drop for Canaries {
+    fn drop(&mut self) {
+        tch_extension_canary_end();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::{Device, Kind, Tensor};
+
+    fn bytes() -> Tensor {
+        Tensor::zeros([100], (Kind::Uint8, Device::Cpu))
+    }
+
+    fn write(tensor: &Tensor, offset: isize) {
+        // SAFETY: within the 64 bytes of canaries on either side.
+        unsafe { tensor.data_ptr().cast::<u8>().offset(offset).write(1) };
+    }
+
+    #[test]
+    fn a_byte_beside_an_allocation_is_counted() {
+        for (offsets, broken) in [(&[0, 99][..], 0), (&[100], 1), (&[-1], 1), (&[163, -64], 1)] {
+            for freed in [false, true] {
+                let canaries = Canaries::new().unwrap();
+                let (tensor, other) = (bytes(), bytes());
+                offsets.iter().for_each(|&offset| write(&tensor, offset));
+                assert_eq!(tensor.data_ptr() as usize % 64, other.data_ptr() as usize % 64);
+                let kept = (!freed).then_some(tensor);
+                assert_eq!(canaries.end(), broken, "{offsets:?}");
+                drop(kept);
+            }
+        }
+    }
+
+    #[test]
+    fn a_watch_is_one_thread_s_and_ends() {
+        let canaries = Canaries::new().unwrap();
+        // Freed elsewhere, and afterwards.
+        let (first, second) = (bytes(), bytes());
+        write(&first, 100);
+        std::thread::spawn(move || drop(first)).join().unwrap();
+        assert_eq!(canaries.end(), 1);
+        drop(second);
+        drop(Canaries::new().unwrap());
+        assert_eq!(Canaries::new().unwrap().end(), 0, "a new one knows nothing of the last");
+        assert!(bytes().resize_([1 << 20]).size() == [1 << 20]);
+    }
+}
