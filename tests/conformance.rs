@@ -600,9 +600,15 @@ fn one_buffer_for_all_calls() {
         buffer.f_copy_(&(x * w))?;
         Ok(buffer.detach())
     };
-    let (names, report) = broken(product(reusing, gradient), Device::Cpu, &defaults());
-    assert!(names.contains(&"no aliasing".to_string()), "{report}");
-    assert!(report.contains("output 0 shares memory with that of another call"), "{report}");
+    for only_with_graph in [true, false] {
+        let operator = |inputs: &[Tensor]| {
+            let graph = (&inputs[0] * &inputs[1]).requires_grad();
+            product(if graph == only_with_graph { reusing } else { value }, gradient)(inputs)
+        };
+        let (names, report) = broken(operator, Device::Cpu, &defaults());
+        assert!(names.contains(&"no aliasing".to_string()), "{only_with_graph}: {report}");
+        assert!(report.contains("output 0 shares memory with that of another call"), "{report}");
+    }
 }
 
 #[test]
@@ -643,7 +649,7 @@ fn zeros_without_memory_share_none() {
 }
 
 #[test]
-fn grad_mode_left_off() {
+fn what_is_left_is_put_back() {
     let leaving = |inputs: &[Tensor]| {
         let output = &inputs[0] * &inputs[1];
         std::mem::forget(tch::no_grad_guard());
@@ -651,6 +657,12 @@ fn grad_mode_left_off() {
     };
     assert_breaks(leaving, &["state"], "the forward changed grad mode");
     assert!((leaf(&[1], Device::Cpu) * 2.0).requires_grad(), "for the caller all is as it was");
+    let casting = |inputs: &[Tensor]| {
+        std::mem::forget(Autocast::new(Device::Cpu, Kind::BFloat16)?);
+        Ok(&inputs[0] * &inputs[1])
+    };
+    assert_breaks(casting, &["state"], "the forward changed autocast");
+    assert_eq!(Autocast::kind(Device::Cpu), None, "for the caller all is as it was");
 }
 
 #[test]
