@@ -809,3 +809,22 @@ fn careless_second_derivatives_where_no_step_feeds_the_next() {
     };
     assert_breaks(careless, &["create_graph"], "with create_graph: element");
 }
+
+#[test]
+fn a_write_beside_an_output_or_a_gradient() {
+    fn beyond(tensor: Tensor) -> Tensor {
+        assert_eq!((tensor.numel(), tensor.kind()), (24, Kind::Double));
+        // SAFETY: of 192 bytes, glibc gives 200; nobody else knows.
+        unsafe { tensor.data_ptr().cast::<f64>().add(24).write(0.5) };
+        tensor
+    }
+    let forward = |x: &Tensor, w: &Tensor| Ok(beyond(x * w));
+    let (names, report) = broken(product(forward, gradient), Device::Cpu, &defaults());
+    assert_eq!(names, ["memory"], "{report}");
+    assert!(report.contains("the forward without a graph wrote beside memory"), "{report}");
+    let backward =
+        |_: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| Ok([beyond(grad * w), grad * x].into());
+    let (names, report) = broken(product(value, backward), Device::Cpu, &defaults());
+    assert_eq!(names, ["memory"], "{report}");
+    assert!(report.contains("forward and backward wrote beside memory"), "{report}");
+}

@@ -51,7 +51,8 @@ void release(void* context) {
   if (!block->intact()) ++block->watch->broken;
 }
 
-// In the place of libtorch's own allocator, to which it leaves everything but what a watching thread asks for.
+// In the place of libtorch's own allocator, to which it leaves everything but what a watching thread asks
+// for.
 class CanaryAllocator final : public c10::Allocator {
  public:
   explicit CanaryAllocator(c10::Allocator* next) : next_(next) {}

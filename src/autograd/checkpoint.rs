@@ -224,8 +224,9 @@ impl Drop for Entered {
     }
 }
 
-/// No autocast cache until dropped: a weight cast while grad mode is off would stay in it, without its graph,
-/// for whoever uses the weight next; and the second run's copies of the inputs would never leave it.
+/// No autocast cache until dropped: the second run's copies of the inputs would never leave it. In the first run it
+/// depends on libtorch whether a weight that is cast with grad mode off keeps its graph for whoever uses it next;
+/// 2.11's does.
 struct Uncached(bool);
 
 impl Uncached {

@@ -51,9 +51,10 @@ impl Default for ConformanceOptions<'_> {
 type Property = fn(&Case<'_>) -> Result<()>;
 
 /// In the order in which they are described below.
-const PROPERTIES: [(&str, Property); 12] = [
+const PROPERTIES: [(&str, Property); 13] = [
     ("inputs unchanged", forward::inputs_unchanged),
     ("no aliasing", forward::no_aliasing),
+    ("memory", forward::memory),
     ("determinism", forward::determinism),
     ("no_grad", forward::no_grad),
     ("layouts", forward::layouts),
@@ -76,20 +77,22 @@ const PROPERTIES: [(&str, Property); 12] = [
 ///    libtorch is told;
 /// 2. *no aliasing*: no output shares memory with an input or another output, unless declared; nor does an
 ///    output or a gradient share any with that of another call;
-/// 3. *determinism*: two runs give the same bits;
-/// 4. *no_grad*: with grad mode off, or inputs that require no grad, the outputs are the same, and without a graph;
-/// 5. *layouts*: transposed, strided, misaligned and expanded inputs give what contiguous ones give;
-/// 6. *needs_input_grad*: whatever the set of inputs that require grad, they get the gradients that they get when
+/// 3. *memory*: on the CPU, nothing is written beside outputs, gradients and whatever else is allocated on the way
+///    (on CUDA, compute-sanitizer sees that);
+/// 4. *determinism*: two runs give the same bits;
+/// 5. *no_grad*: with grad mode off, or inputs that require no grad, the outputs are the same, and without a graph;
+/// 6. *layouts*: transposed, strided, misaligned and expanded inputs give what contiguous ones give;
+/// 7. *needs_input_grad*: whatever the set of inputs that require grad, they get the gradients that they get when
 ///    all do;
-/// 7. *incoming gradients*: transposed, strided, misaligned and expanded ones give what contiguous ones give, and
+/// 8. *incoming gradients*: transposed, strided, misaligned and expanded ones give what contiguous ones give, and
 ///    absent ones what zeros give;
-/// 8. *create_graph*: three steps, each fed with the one before, whose inputs depend on one another, have the same
+/// 9. *create_graph*: three steps, each fed with the one before, whose inputs depend on one another, have the same
 ///    gradients with and without `create_graph`, and right second derivatives; or an error (kinds `Double` and,
 ///    but for the second derivatives, `Float`);
-/// 9. *state*: grad mode, autocast and the current CUDA stream are afterwards what they were;
-/// 10. *threads*: new threads, two at once, get the same outputs and gradients;
-/// 11. *stream*: on CUDA, all work is done on the current stream, that of the backward, too;
-/// 12. *CUDA graph*: on CUDA, forward and backward can be captured, and a replay computes with what the inputs hold
+/// 10. *state*: grad mode, autocast and the current CUDA stream are afterwards what they were;
+/// 11. *threads*: new threads, two at once, get the same outputs and gradients;
+/// 12. *stream*: on CUDA, all work is done on the current stream, that of the backward, too;
+/// 13. *CUDA graph*: on CUDA, forward and backward can be captured, and a replay computes with what the inputs hold
 ///     then.
 ///
 /// An operator that draws random numbers gives other ones each time: have it take them, or a mask, as an input.
