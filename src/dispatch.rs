@@ -19,6 +19,22 @@ pub fn kind_of<T: Element>() -> Kind {
     if is_bf16 { Kind::BFloat16 } else { T::KIND }
 }
 
+/// The kind of a sum of two floating kinds.
+pub(crate) fn promote(a: Kind, b: Kind) -> Kind {
+    let digits = |kind| match kind {
+        Kind::Double => 3,
+        Kind::Float => 2,
+        _ => 1,
+    };
+    match digits(a).cmp(&digits(b)) {
+        std::cmp::Ordering::Less => b,
+        std::cmp::Ordering::Greater => a,
+        std::cmp::Ordering::Equal if a == b => a,
+        // Half has more digits, BFloat16 more range.
+        std::cmp::Ordering::Equal => Kind::Float,
+    }
+}
+
 /// Runs an expression with a type alias bound to the Rust type of a kind; other kinds are an
 /// [`Error`](crate::Error).
 ///
@@ -52,6 +68,7 @@ macro_rules! dispatch {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use tch::{Device, Tensor};
 
     #[test]
     fn the_half_kinds_are_two() {
@@ -61,5 +78,14 @@ mod tests {
         assert!(name(Kind::Half).unwrap().ends_with("f16") && !name(Kind::Half).unwrap().ends_with("bf16"));
         let error = name(Kind::Double).unwrap_err().to_string();
         assert!(error.contains("expected Half or BFloat16 or Float, got Double"), "{error}");
+    }
+
+    #[test]
+    fn kinds_are_promoted_as_libtorch_does() {
+        let kinds = [Kind::Half, Kind::BFloat16, Kind::Float, Kind::Double];
+        for (a, b) in kinds.into_iter().flat_map(|a| kinds.map(|b| (a, b))) {
+            let ones = |kind| Tensor::ones([2], (kind, Device::Cpu));
+            assert_eq!(promote(a, b), (ones(a) + ones(b)).kind(), "{a:?} {b:?}");
+        }
     }
 }

@@ -1,9 +1,9 @@
 //! The LLTM cell, of PyTorch's extension tutorial: an LSTM without forget gate, with ELU for its candidate.
 
-use super::kinds::promote;
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::check::Check;
+use crate::dispatch::promote;
 use crate::ffi::lltm_cell as kernels;
 use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};

@@ -3,7 +3,6 @@
 //! Each comes three times: `op(…)` panics on bad arguments, as tch's functions do; `f_op(…)` returns a
 //! [`Result`](crate::Result); `op_reference(…)` is the same maths in plain tch operations.
 
-mod kinds;
 mod lltm_cell;
 
 pub use lltm_cell::{f_lltm_cell, lltm_cell, lltm_cell_reference};
