@@ -149,12 +149,12 @@ fn collect(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) {
     }
 }
 
-/// The tests of operators: those that have the name of a file in `src/ops`.
+/// The tests of operators: the folders that have the name of a file in `src/ops`.
 fn operator_tests(root: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(root.join("src/ops")).into_iter().flatten().flatten();
     let stems = entries.filter_map(|entry| Some(entry.path().file_stem()?.to_str()?.to_string()));
     let mut tests: Vec<_> =
-        stems.filter(|stem| root.join("tests").join(format!("{stem}.rs")).exists()).collect();
+        stems.filter(|stem| root.join("tests").join(stem).join("main.rs").exists()).collect();
     tests.sort();
     tests.dedup();
     tests
@@ -194,8 +194,8 @@ mod tests {
             "examples/x/target/gen.h",
             "src/ops/mod.rs",
             "src/ops/a.rs",
-            "tests/a.rs",
-            "tests/b.rs",
+            "tests/a/main.rs",
+            "tests/b/main.rs",
         ] {
             let path = root.join(file);
             std::fs::create_dir_all(path.parent().unwrap()).unwrap();
