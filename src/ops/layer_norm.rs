@@ -4,7 +4,7 @@ use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::check::Check;
 use crate::ffi::layer_norm as kernels;
-use crate::ffi::layer_norm::{Gradients, Moments, Operands, Path, Shape};
+use crate::ffi::layer_norm::{Gradients, Moments, Operands, Path, Shape, compute_kind};
 use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};
 use tch::{Device, Kind, Tensor};
@@ -113,7 +113,7 @@ pub fn f_layer_norm_by(
     apply(function, &[Some(input), weight, bias])?.single()
 }
 
-/// [`layer_norm`] in plain tch operations, without checks of its own.
+/// [`layer_norm`] in plain tch operations, without checks of its own; the half kinds in `Float`.
 ///
 /// # Errors
 /// libtorch's.
@@ -124,18 +124,19 @@ pub fn layer_norm_reference(
     bias: Option<&Tensor>,
     eps: f64,
 ) -> Result<Tensor> {
-    let kind = input.f_kind()?;
+    let kind = compute_kind(input.f_kind()?);
+    let values = input.f_to_kind(kind)?;
     let dims: Vec<i64> = (1..=normalized_shape.len() as i64).map(|dim| -dim).collect();
-    let centred = input.f_sub(&input.f_mean_dim(dims.as_slice(), true, kind)?)?;
+    let centred = values.f_sub(&values.f_mean_dim(dims.as_slice(), true, kind)?)?;
     let variance = centred.f_square()?.f_mean_dim(dims.as_slice(), true, kind)?;
     let mut output = centred.f_mul(&variance.f_add_scalar(eps)?.f_rsqrt()?)?;
     if let Some(weight) = weight {
-        output = output.f_mul(weight)?;
+        output = output.f_mul(&weight.f_to_kind(kind)?)?;
     }
     if let Some(bias) = bias {
-        output = output.f_add(bias)?;
+        output = output.f_add(&bias.f_to_kind(kind)?)?;
     }
-    Ok(output.f_to_kind(kind)?)
+    Ok(output.f_to_kind(input.f_kind()?)?)
 }
 
 fn check_arguments(

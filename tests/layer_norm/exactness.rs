@@ -58,7 +58,8 @@ fn a_large_mean_and_a_small_variance() {
 fn no_less_exact_than_libtorch() {
     for case in CASES.into_iter().chain(all_paths()).filter(|case| case.dims == 1) {
         for device in devices() {
-            for kind in KINDS {
+            // For Double there is nothing more exact to compare with.
+            for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
                 for (mean, deviation) in [(0.0, 1.0), (3.0, 1.0), (0.0, 1e3), (50.0, 1.0)] {
                     for size in [[40, 100], [4, 5000]] {
                         let inputs = around(mean, deviation, size, kind, device);
@@ -113,8 +114,8 @@ fn values_near_the_kinds_largest() {
             for columns in [2, 8, 100, 1001, 9000] {
                 let signs = Tensor::arange(columns, (Kind::Double, device)).remainder(2.0) * 2.0 - 1.0;
                 for kind in [Kind::Half, Kind::Float, Kind::BFloat16] {
-                    // Of the large kinds the squares must not overflow either, and for libtorch they do.
-                    let largest = if kind == Kind::Half { 65504.0 } else { 1e18 };
+                    // In the others a sum of squares must not overflow: it does in libtorch, too.
+                    let largest = if kind == Kind::Half { 65504.0 } else { 1e17 };
                     for row in [&signs * largest, signs.abs() * largest - (&signs + 1.0) * (largest / 1000.0)]
                     {
                         let inputs = [row.view([1, columns]).to_kind(kind)];
@@ -124,12 +125,10 @@ fn values_near_the_kinds_largest() {
                         assert_close(&output, &exact.to_kind(kind), rtol, atol);
                     }
                 }
-                // Only the sum overflows here: the squares do in any case, and then the outputs are zeros.
+                // Here the variance does overflow. Infinite deviations make zeros, not NaN.
                 let row = (&signs + 2.0) * 1e38;
-                let inputs = [row.view([1, columns]).to_kind(Kind::Float)];
-                let ours = case.fused(&inputs).expect("ours").remove(0);
-                let theirs = case.libtorch(&inputs).expect("theirs").remove(0);
-                assert_close(&ours, &theirs, 0.0, 0.0);
+                let output = case.fused(&[row.view([1, columns]).to_kind(Kind::Float)]).expect("output");
+                assert!(output[0].equal(&output[0].zeros_like()), "{columns} {case:?} {device:?}");
             }
         }
     }
