@@ -5,14 +5,17 @@
 
 mod autograd;
 mod common;
+mod layer_norm;
 mod lltm_cell;
 
 fn main() {
     if std::env::args().any(|argument| argument == "--ratios") {
+        layer_norm::ratios();
         lltm_cell::ratios();
         return;
     }
     autograd::benches();
+    layer_norm::benches();
     lltm_cell::benches();
     criterion::Criterion::default().configure_from_args().final_summary();
 }

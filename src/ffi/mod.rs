@@ -5,6 +5,7 @@ pub(crate) mod amp;
 pub(crate) mod autograd;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod cuda;
+pub(crate) mod layer_norm;
 pub(crate) mod lltm_cell;
 pub(crate) mod tensor;
 pub(crate) mod testing;

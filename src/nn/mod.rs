@@ -1,5 +1,7 @@
 //! Layers in tch's style over [`ops`](crate::ops).
 
+mod layer_norm;
 mod lltm;
 
+pub use layer_norm::{LayerNorm, LayerNormConfig, LayerNormOp, layer_norm};
 pub use lltm::{Lltm, LltmConfig, LltmOp, LltmState, lltm};

@@ -3,8 +3,14 @@
 //! Each comes three times: `op(…)` panics on bad arguments, as tch's functions do; `f_op(…)` returns a
 //! [`Result`](crate::Result); `op_reference(…)` is the same maths in plain tch operations.
 
+mod layer_norm;
 mod lltm_cell;
 
+#[doc(hidden)]
+pub use crate::ffi::layer_norm::Path as LayerNormPath;
+#[doc(hidden)]
+pub use layer_norm::f_layer_norm_by;
+pub use layer_norm::{f_layer_norm, layer_norm, layer_norm_reference};
 pub use lltm_cell::{f_lltm_cell, lltm_cell, lltm_cell_reference};
 
 /// The value, or a panic with the error's own text: what tch's functions without `f_` do.

@@ -1,0 +1,312 @@
+#include "tch_extension/cpu.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "layer_norm.h"
+
+namespace tch_extension {
+inline namespace CPU_CAPABILITY {
+
+namespace {
+
+// At least this many elements for a thread: waking one costs a few microseconds.
+constexpr int64_t kElements = 4096;
+
+int64_t grain_of(int64_t elements_per_item) {
+  return std::max<int64_t>(1, kElements / std::max<int64_t>(1, elements_per_item));
+}
+
+int64_t rows_per_part(const LayerNormBackward& params) {
+  return (params.rows + params.parts - 1) / params.parts;
+}
+
+int64_t forward_items(const LayerNormForward& params) { return params.rows; }
+
+int64_t forward_grain(const LayerNormForward& params) { return grain_of(params.columns); }
+
+int64_t backward_items(const LayerNormBackward& params) { return params.parts; }
+
+int64_t backward_grain(const LayerNormBackward& params) {
+  return grain_of(rows_per_part(params) * params.columns);
+}
+
+// Columns that one item of the finishing kernel sums up.
+constexpr int64_t kColumns = 256;
+
+int64_t finish_items(const LayerNormBackward& params) { return (params.columns + kColumns - 1) / kColumns; }
+
+int64_t finish_grain(const LayerNormBackward& params) { return grain_of(params.parts * kColumns); }
+
+// Calls body(Type<T>{}, Type<W>{}) for the kinds of the rows and of weight and bias.
+template <typename Params, typename Body>
+void for_kinds(const Params& params, Body body) {
+  for_kind(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    if (params.parameter_kind == params.kind) return body(type, type);
+    body(type, Type<Compute<T>>{});
+  });
+}
+
+// Sums over a row. term(column, count, sums) adds one vector's values to each of the sums. In blocks, because
+// a long sum of small terms loses them one by one.
+template <typename C, int kSums, typename Term>
+void row_sums(int64_t columns, C (&sums)[kSums], Term term) {
+  constexpr int64_t kSize = Vec<C>::size();
+  constexpr int64_t kBlock = 64 * kSize;
+  Vec<C> totals[kSums];
+  std::fill(totals, totals + kSums, Vec<C>(0));
+  for (int64_t first = 0; first < columns; first += kBlock) {
+    Vec<C> block[kSums];
+    std::fill(block, block + kSums, Vec<C>(0));
+    const int64_t last = std::min(columns, first + kBlock);
+    for (int64_t column = first; column < last; column += kSize) {
+      term(column, std::min(kSize, last - column), block);
+    }
+    for (int sum = 0; sum < kSums; ++sum) totals[sum] = totals[sum] + block[sum];
+  }
+  for (int sum = 0; sum < kSums; ++sum) {
+    sums[sum] = at::vec::vec_reduce_all<C>([](Vec<C>& a, Vec<C>& b) { return a + b; }, totals[sum]);
+  }
+}
+
+// The first `count` values, and zeros behind them.
+template <typename C>
+Vec<C> only(const Vec<C>& values, int64_t count) {
+  return Vec<C>::set(Vec<C>(0), values, count);
+}
+
+template <typename C>
+struct Moments {
+  C mean;        // rounded
+  C correction;  // what is missing of it
+  C rstd;
+};
+
+// Two passes. The second one also finds by how much the rounded mean is off, which decides where the mean is
+// large and the variance small.
+template <typename T, typename C = Compute<T>>
+Moments<C> moments(const T* x, int64_t columns, double eps) {
+  using V = Vec<C>;
+  // A power of two, so that nothing is rounded: the sum then cannot overflow where no value does.
+  C scale(1);
+  while (C(1) / scale < C(columns)) scale /= C(2);
+  const C scaled_columns = C(columns) * scale;
+  const V scales(scale);
+
+  C first[1];
+  row_sums(columns, first, [&](int64_t column, int64_t count, V* sums) {
+    sums[0] = at::vec::fmadd(load(x + column, count), scales, sums[0]);
+  });
+  const C mean = first[0] / scaled_columns;
+
+  C second[2];
+  row_sums(columns, second, [&](int64_t column, int64_t count, V* sums) {
+    const V centered = only<C>(load(x + column, count) - V(mean), count);
+    sums[0] = at::vec::fmadd(centered, scales, sums[0]);
+    sums[1] = at::vec::fmadd(centered, centered, sums[1]);
+  });
+  const C correction = second[0] / scaled_columns;
+  const C variance = second[1] / C(columns) - correction * correction;
+  // Not std::max, which would drop NaN.
+  return {mean, correction, C(1) / std::sqrt((variance < C(0) ? C(0) : variance) + C(eps))};
+}
+
+template <typename W>
+Vec<Compute<W>> load_or(const void* pointer, int64_t at, int64_t count, Compute<W> otherwise) {
+  return pointer == nullptr ? Vec<Compute<W>>(otherwise) : load(static_cast<const W*>(pointer) + at, count);
+}
+
+template <typename T, typename W>
+void forward(const LayerNormForward& params, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  using V = Vec<C>;
+  const int64_t columns = params.columns;
+  for (int64_t row = begin; row < end; ++row) {
+    const T* x = static_cast<const T*>(params.input) + row * columns;
+    T* y = static_cast<T*>(params.output) + row * columns;
+    const Moments<C> row_moments = moments(x, columns, params.eps);
+    const V mean(row_moments.mean), correction(row_moments.correction), rstd(row_moments.rstd);
+    for (int64_t column = 0; column < columns; column += V::size()) {
+      const int64_t count = std::min<int64_t>(V::size(), columns - column);
+      const V normal = (load(x + column, count) - mean - correction) * rstd;
+      const V weight = load_or<W>(params.weight, column, count, 1);
+      const V bias = load_or<W>(params.bias, column, count, 0);
+      store(at::vec::fmadd(normal, weight, bias), y + column, count);
+    }
+    if (params.mean != nullptr) {
+      static_cast<C*>(params.mean)[row] = row_moments.mean + row_moments.correction;
+    }
+    if (params.rstd != nullptr) static_cast<C*>(params.rstd)[row] = row_moments.rstd;
+  }
+}
+
+// What one row's derivative reads.
+template <typename T, typename W>
+struct Row {
+  using C = Compute<T>;
+  using V = Vec<C>;
+  const T* grad;
+  const T* x;
+  const void* weight;
+  V mean, rstd;
+
+  Row(const LayerNormBackward& params, int64_t row)
+      : grad(static_cast<const T*>(params.grad_output) + row * params.columns),
+        x(static_cast<const T*>(params.input) + row * params.columns),
+        weight(params.weight),
+        mean(params.mean == nullptr ? C(0) : static_cast<const C*>(params.mean)[row]),
+        rstd(params.rstd == nullptr ? C(0) : static_cast<const C*>(params.rstd)[row]) {}
+
+  V output_grad(int64_t column, int64_t count) const { return load(grad + column, count); }
+  V normal(int64_t column, int64_t count) const { return (load(x + column, count) - mean) * rstd; }
+  V scaled_grad(int64_t column, int64_t count) const {
+    return output_grad(column, count) * load_or<W>(weight, column, count, 1);
+  }
+};
+
+template <typename T, typename W>
+void write_grad_input(const Row<T, W>& row, int64_t columns, T* grad_input) {
+  using C = Compute<T>;
+  using V = Vec<C>;
+  C sums[2];
+  row_sums(columns, sums, [&](int64_t column, int64_t count, V* sums) {
+    // Behind the row's end the gradient is zero; x̂ is not, and may be infinite or NaN.
+    const V grad = row.scaled_grad(column, count);
+    sums[0] = sums[0] + grad;
+    sums[1] = sums[1] + only<C>(grad * row.normal(column, count), count);
+  });
+  const V mean_grad(sums[0] / C(columns)), mean_product(sums[1] / C(columns));
+  for (int64_t column = 0; column < columns; column += V::size()) {
+    const int64_t count = std::min<int64_t>(V::size(), columns - column);
+    const V inner = row.scaled_grad(column, count) - mean_grad - row.normal(column, count) * mean_product;
+    store(row.rstd * inner, grad_input + column, count);
+  }
+}
+
+// `to` += `values`.
+template <typename C>
+void add(const Vec<C>& values, C* to, int64_t count) {
+  store(load(to, count) + values, to, count);
+}
+
+template <typename T, typename W>
+void backward(const LayerNormBackward& params, int64_t begin, int64_t end) {
+  using C = Compute<T>;
+  using V = Vec<C>;
+  const int64_t columns = params.columns;
+  const int64_t rows_of_part = rows_per_part(params);
+  for (int64_t part = begin; part < end; ++part) {
+    C* weight_sums =
+        params.weight_parts == nullptr ? nullptr : static_cast<C*>(params.weight_parts) + part * columns;
+    C* bias_sums =
+        params.bias_parts == nullptr ? nullptr : static_cast<C*>(params.bias_parts) + part * columns;
+    if (weight_sums != nullptr) std::fill_n(weight_sums, columns, C(0));
+    if (bias_sums != nullptr) std::fill_n(bias_sums, columns, C(0));
+    const int64_t last = std::min(params.rows, (part + 1) * rows_of_part);
+    for (int64_t index = part * rows_of_part; index < last; ++index) {
+      const Row<T, W> row(params, index);
+      if (params.grad_input != nullptr) {
+        write_grad_input(row, columns, static_cast<T*>(params.grad_input) + index * columns);
+      }
+      if (weight_sums == nullptr && bias_sums == nullptr) continue;
+      for (int64_t column = 0; column < columns; column += V::size()) {
+        const int64_t count = std::min<int64_t>(V::size(), columns - column);
+        const V grad = row.output_grad(column, count);
+        if (weight_sums != nullptr) add<C>(grad * row.normal(column, count), weight_sums + column, count);
+        if (bias_sums != nullptr) add<C>(grad, bias_sums + column, count);
+      }
+    }
+  }
+}
+
+template <typename W, typename C>
+void sum_parts(const void* parts, void* result, int64_t count_of_parts, int64_t columns, int64_t first,
+               int64_t last) {
+  if (result == nullptr) return;
+  for (int64_t column = first; column < last; column += Vec<C>::size()) {
+    const int64_t count = std::min<int64_t>(Vec<C>::size(), last - column);
+    Vec<C> sum(0);
+    for (int64_t part = 0; part < count_of_parts; ++part) {
+      sum = sum + load(static_cast<const C*>(parts) + part * columns + column, count);
+    }
+    store(sum, static_cast<W*>(result) + column, count);
+  }
+}
+
+}  // namespace
+
+static void layer_norm_forward(const LayerNormForward& params, int64_t begin, int64_t end) {
+  for_kinds(params, [&](auto type, auto parameter) {
+    forward<typename decltype(type)::type, typename decltype(parameter)::type>(params, begin, end);
+  });
+}
+
+static void layer_norm_backward(const LayerNormBackward& params, int64_t begin, int64_t end) {
+  for_kinds(params, [&](auto type, auto parameter) {
+    backward<typename decltype(type)::type, typename decltype(parameter)::type>(params, begin, end);
+  });
+}
+
+static void layer_norm_finish(const LayerNormBackward& params, int64_t begin, int64_t end) {
+  const int64_t first = begin * kColumns, last = std::min(params.columns, end * kColumns);
+  for_kinds(params, [&](auto type, auto parameter) {
+    using C = Compute<typename decltype(type)::type>;
+    using W = typename decltype(parameter)::type;
+    sum_parts<W, C>(params.weight_parts, params.grad_weight, params.parts, params.columns, first, last);
+    sum_parts<W, C>(params.bias_parts, params.grad_bias, params.parts, params.columns, first, last);
+  });
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace tch_extension
+
+TCH_EXTENSION_CPU_KERNEL(tch_extension_layer_norm_forward, layer_norm_forward, LayerNormForward,
+                         forward_items, forward_grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_layer_norm_backward, layer_norm_backward, LayerNormBackward,
+                         backward_items, backward_grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_layer_norm_finish, layer_norm_finish, LayerNormBackward, finish_items,
+                         finish_grain)
+
+#if defined(CPU_CAPABILITY_DEFAULT)
+#include <cstddef>
+
+// For the test that compares these structs with their Rust mirrors.
+extern "C" const size_t tch_extension_layer_norm_layout[35] = {
+    sizeof(LayerNormPlan),
+    offsetof(LayerNormPlan, in_registers),
+    offsetof(LayerNormPlan, vectors),
+    offsetof(LayerNormPlan, team),
+    offsetof(LayerNormPlan, reserved),
+    sizeof(LayerNormForward),
+    offsetof(LayerNormForward, rows),
+    offsetof(LayerNormForward, columns),
+    offsetof(LayerNormForward, eps),
+    offsetof(LayerNormForward, kind),
+    offsetof(LayerNormForward, parameter_kind),
+    offsetof(LayerNormForward, plan),
+    offsetof(LayerNormForward, input),
+    offsetof(LayerNormForward, weight),
+    offsetof(LayerNormForward, bias),
+    offsetof(LayerNormForward, output),
+    offsetof(LayerNormForward, mean),
+    offsetof(LayerNormForward, rstd),
+    sizeof(LayerNormBackward),
+    offsetof(LayerNormBackward, rows),
+    offsetof(LayerNormBackward, columns),
+    offsetof(LayerNormBackward, parts),
+    offsetof(LayerNormBackward, kind),
+    offsetof(LayerNormBackward, parameter_kind),
+    offsetof(LayerNormBackward, plan),
+    offsetof(LayerNormBackward, grad_output),
+    offsetof(LayerNormBackward, input),
+    offsetof(LayerNormBackward, weight),
+    offsetof(LayerNormBackward, mean),
+    offsetof(LayerNormBackward, rstd),
+    offsetof(LayerNormBackward, grad_input),
+    offsetof(LayerNormBackward, grad_weight),
+    offsetof(LayerNormBackward, grad_bias),
+    offsetof(LayerNormBackward, weight_parts),
+    offsetof(LayerNormBackward, bias_parts),
+};
+#endif

@@ -1,0 +1,55 @@
+// Layer normalisation and its derivatives. src/ffi/layer_norm.rs mirrors these structs, and a test compares
+// sizes and offsets.
+//
+//   mean = Σ x / N      rstd = 1 / √(Σ (x - mean)² / N + eps)      x̂ = (x - mean) rstd
+//   y = x̂ w + b
+//   dx = rstd (g - Σ g / N - x̂ Σ g x̂ / N)   with g = dy w
+//   dw = Σ dy x̂         db = Σ dy           over the rows
+//
+// All arrays are row-major and contiguous; M rows of N columns. No two may overlap. The half kinds are
+// computed in float (the compute kind; otherwise that is the kind itself) and rounded when stored.
+#pragma once
+
+#include "tch_extension/kind.h"
+
+// How a row is spread over threads on CUDA; chosen in src/ffi/layer_norm.rs. The CPU looks at none of it.
+struct LayerNormPlan {
+  int32_t in_registers;  // whether a row is read once and kept, or read again for each pass
+  int32_t vectors;       // whether 16 bytes are loaded at a time: sizes and addresses allow it
+  int32_t team;          // threads of a row: a power of two; those of a block when not in registers
+  int32_t reserved;
+};
+
+struct LayerNormForward {
+  int64_t rows;     // M
+  int64_t columns;  // N
+  double eps;
+  int32_t kind;            // TchExtensionKind of input and output
+  int32_t parameter_kind;  // of weight and bias: `kind`, or Float beside a half kind (CPU only)
+  LayerNormPlan plan;
+  const void* input;   // [M, N]
+  const void* weight;  // [N], null for ones
+  const void* bias;    // [N], null for zeros
+  void* output;        // [M, N]
+  void* mean;          // [M], compute kind, null when nobody needs it
+  void* rstd;          // [M], compute kind, null when nobody needs it
+};
+
+struct LayerNormBackward {
+  int64_t rows;
+  int64_t columns;
+  int64_t parts;  // P: into how many sums over rows the sums for weight and bias are cut
+  int32_t kind;
+  int32_t parameter_kind;
+  LayerNormPlan plan;
+  const void* grad_output;  // [M, N]
+  const void* input;        // [M, N]
+  const void* weight;       // [N], null for ones
+  const void* mean;    // [M], compute kind; this and rstd are null when only the bias' gradient is asked for
+  const void* rstd;    // [M], compute kind
+  void* grad_input;    // [M, N], null when nobody needs it
+  void* grad_weight;   // [N], parameter kind, null when nobody needs it
+  void* grad_bias;     // [N], parameter kind, null when nobody needs it
+  void* weight_parts;  // [P, N], compute kind: scratch, null without grad_weight
+  void* bias_parts;    // [P, N], compute kind: scratch, null without grad_bias
+};

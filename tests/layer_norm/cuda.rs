@@ -1,0 +1,98 @@
+//! What only a GPU shows.
+
+use super::*;
+use std::io::Write;
+use tch_extension::cuda::Graph;
+use tch_extension::testing::cuda_or_skip;
+
+#[test]
+fn cuda_agrees_with_the_cpu() {
+    for case in CASES.into_iter().chain(all_paths()) {
+        case.suite(|suite| suite.cuda_agrees_with_the_cpu("cuda_agrees_with_the_cpu"));
+    }
+}
+
+#[test]
+fn cuda_mixed_devices_are_named() {
+    let Some(device) = cuda_or_skip("cuda_mixed_devices_are_named") else { return };
+    for (index, name) in [(1, "weight"), (2, "bias")] {
+        let mut inputs = AFFINE.samples(&[[3, 4]], Kind::Float, device).remove(0).inputs;
+        inputs[index] = inputs[index].to_device(Device::Cpu);
+        let error = AFFINE.fused(&inputs).expect_err("mixed devices").to_string();
+        let expected = format!("layer_norm: {name}: expected device Cuda(0), as input, got Cpu");
+        assert!(error.starts_with(&expected), "{error}");
+    }
+}
+
+/// Kernels on another stream than the current one would not be in the graph, and a replay would leave the outputs as
+/// they were.
+#[test]
+fn cuda_the_work_is_one_kernel_forward_on_the_current_stream() {
+    let test = "cuda_the_work_is_one_kernel_forward_on_the_current_stream";
+    let Some(device) = cuda_or_skip(test) else { return };
+    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
+        // As under memcheck: a replay cannot write to memory that is really freed.
+        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
+        return;
+    }
+    for case in [AFFINE, PLAIN].into_iter().chain(all_paths()) {
+        for sizes in [[300, 40], [64, 1024], [3, 70_000]] {
+            let inputs = case.samples(&[sizes], Kind::Float, device).remove(0).inputs;
+            for inputs in [&inputs, &leaves(&inputs)] {
+                let expected = case.fused(inputs).expect("output").remove(0);
+                let (graph, outputs) = Graph::capture(device, || case.fused(inputs)).expect("a capture");
+                assert_eq!((graph.kernels(), graph.other_nodes()), (1, 0), "{case:?} {sizes:?}");
+                let _ = outputs[0].detach().fill_(f64::NAN);
+                graph.replay().expect("a replay");
+                assert!(outputs[0].equal(&expected), "{case:?} {sizes:?}");
+            }
+        }
+    }
+}
+
+/// More elements than 32 bits can count: the first rows, those around 2³¹ elements, and the last.
+#[test]
+fn cuda_more_than_two_to_the_31_elements() {
+    let test = "cuda_more_than_two_to_the_31_elements";
+    let Some(device) = cuda_or_skip(test) else { return };
+    const COLUMNS: i64 = 1024;
+    const ROWS: i64 = (1 << 31) / COLUMNS + 8;
+    // Input, output, incoming gradient and gradient, and room for what libtorch makes of them: 4 GiB each.
+    let needed = 6 * ROWS * COLUMNS * 2;
+    if !has_room(device, needed) {
+        let line = format!("SKIPPED {test}: no {} GiB of free memory on the GPU\n", needed >> 30);
+        let _ = std::io::stderr().write_all(line.as_bytes());
+        return;
+    }
+    for kind in [Kind::Half, Kind::BFloat16] {
+        let sample = AFFINE.samples(&[[8, COLUMNS]], kind, device).remove(0);
+        let [pattern, w, b] = &sample.inputs[..] else { unreachable!("with weight and bias") };
+        // The same eight rows over and over, without another copy of that size.
+        let x = Tensor::empty([ROWS, COLUMNS], (kind, device));
+        x.view([ROWS / 8, 8, COLUMNS]).copy_(pattern);
+        let small = leaves(&[pattern.shallow_clone(), w.shallow_clone(), b.shallow_clone()]);
+        let expected = AFFINE.fused(&small).expect("small").remove(0);
+        let vector = support::incoming(&expected);
+        let expected_gradient = support::gradients(&|inputs| AFFINE.fused(inputs), &small, &[0]).remove(0);
+        let expected_gradient = expected_gradient.expect("a gradient");
+
+        let x = x.set_requires_grad(true);
+        let y = f_layer_norm(&x, &[COLUMNS], Some(w), Some(b), EPS).expect("large");
+        let large_vector = Tensor::empty([ROWS, COLUMNS], (kind, device));
+        large_vector.view([ROWS / 8, 8, COLUMNS]).copy_(&vector);
+        let options = GradOptions { grad_outputs: &[Some(&large_vector)], ..Default::default() };
+        let gradient = grad(&[&y], &[&x], &options).expect("gradients").single().expect("one");
+        for (name, large, small) in
+            [("y", y.detach(), expected.detach()), ("dx", gradient, expected_gradient)]
+        {
+            for first in [0, ROWS - 16, ROWS - 8] {
+                assert!(large.narrow(0, first, 8).equal(&small), "{name} from row {first}, {kind:?}");
+            }
+        }
+    }
+}
+
+/// Whether the GPU can hold so much more. tch has no question for that: try.
+fn has_room(device: Device, bytes: i64) -> bool {
+    Tensor::f_empty([bytes], (Kind::Uint8, device)).is_ok()
+}

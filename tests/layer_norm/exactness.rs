@@ -1,0 +1,208 @@
+//! Where it is hard to be exact.
+
+use super::*;
+
+/// What `op` makes of x (with weight and bias of its own), and x's gradient.
+fn output_and_gradient(case: Case, libtorch: bool, inputs: &[Tensor]) -> [Tensor; 2] {
+    let operator = move |inputs: &[Tensor]| if libtorch { case.libtorch(inputs) } else { case.fused(inputs) };
+    let leaves = leaves(inputs);
+    let output = operator(&leaves).expect("output").remove(0).detach();
+    let gradient = support::gradients(&operator, &leaves, &[0]).remove(0).expect("a gradient");
+    [output, gradient]
+}
+
+fn exact(case: Case, inputs: &[Tensor]) -> [Tensor; 2] {
+    let inputs: Vec<Tensor> = inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
+    let operator = move |inputs: &[Tensor]| case.reference(inputs);
+    let output = operator(&inputs).expect("output").remove(0);
+    let gradient = support::gradients(&operator, &leaves(&inputs), &[0]).remove(0).expect("a gradient");
+    [output, gradient]
+}
+
+/// Rows of noise with this mean and about this deviation.
+fn around(mean: f64, deviation: f64, size: [i64; 2], kind: Kind, device: Device) -> Vec<Tensor> {
+    let mut inputs = AFFINE.samples(&[size], Kind::Double, device).remove(0).inputs;
+    inputs[0] = &inputs[0] * deviation + mean;
+    inputs.iter().map(|input| input.to_kind(kind)).collect()
+}
+
+/// `E[x²] - E[x]²` would lose everything here, and a rounded mean most.
+#[test]
+fn a_large_mean_and_a_small_variance() {
+    for case in std::iter::once(AFFINE).chain(all_paths()) {
+        for device in devices() {
+            for columns in [3, 100, 1000, 4097, 20_000] {
+                for (mean, deviation) in [(100.0, 1.0), (1e4, 1.0), (-1e4, 0.1), (1e5, 1.0), (1.0, 1e-3)] {
+                    let inputs = around(mean, deviation, [4, columns], Kind::Float, device);
+                    let [exact, exact_gradient] = exact(case, &inputs);
+                    let [output, gradient] = output_and_gradient(case, false, &inputs);
+                    let error = |found: &Tensor, exact: &Tensor| {
+                        let difference = (found.to_kind(Kind::Double) - exact).abs().max();
+                        difference.double_value(&[]) / exact.abs().max().double_value(&[])
+                    };
+                    let context = format!("{mean} ± {deviation}, {columns} columns, {case:?} {device:?}");
+                    let found = error(&output, &exact);
+                    assert!(found <= 2e-6, "{context}: {found:e}");
+                    // The backward has the mean rounded to Float.
+                    let ulps = (mean.abs() / deviation).max(1.0);
+                    let found = error(&gradient, &exact_gradient);
+                    assert!(found <= 1e-6 * ulps, "{context}: {found:e} in the gradient");
+                }
+            }
+        }
+    }
+}
+
+/// No further from the exact results than libtorch's own operator, but for rounding: the bound that the docs state.
+#[test]
+fn no_less_exact_than_libtorch() {
+    for case in CASES.into_iter().chain(all_paths()).filter(|case| case.dims == 1) {
+        for device in devices() {
+            // For Double there is nothing more exact to compare with.
+            for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
+                for (mean, deviation) in [(0.0, 1.0), (3.0, 1.0), (0.0, 1e3), (50.0, 1.0)] {
+                    for size in [[40, 100], [4, 5000]] {
+                        let inputs = around(mean, deviation, size, kind, device);
+                        let ours = output_and_gradient(case, false, &inputs);
+                        let theirs = output_and_gradient(case, true, &inputs);
+                        eprintln!("{mean} ± {deviation}, {size:?}, {kind:?}, {case:?}, {device:?}");
+                        let [exact, exact_gradient] = exact(case, &inputs);
+                        assert_as_accurate(&ours[0], &theirs[0], &exact);
+                        assert_as_accurate(&ours[1], &theirs[1], &exact_gradient);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Nothing is left but the bias, whatever the value and however it rounds.
+#[test]
+fn constant_rows() {
+    for case in std::iter::once(AFFINE).chain(all_paths()).filter(|case| case.bias) {
+        for device in devices() {
+            for kind in KINDS {
+                let largest = if kind == Kind::Half { 65504.0 } else { 3e38 };
+                for value in [0.0, 5.0, 0.1, -1234.5678, 65504.0, largest] {
+                    for columns in [1, 2, 3, 7, 100, 1000, 5001, 9001] {
+                        let mut inputs = around(0.0, 1.0, [2, columns], kind, device);
+                        let _ = inputs[0].fill_(value);
+                        let output = case.fused(&inputs).expect("output").remove(0);
+                        let bias = inputs[2].expand_as(&output);
+                        // With eps = 1e-5 the smallest deviation counts 316 times.
+                        let allowed = if value.abs() < 1e5 { 1e-5 } else { f64::INFINITY };
+                        if allowed.is_finite() {
+                            assert_close(&output, &bias.contiguous(), 0.0, allowed);
+                        } else {
+                            assert!(
+                                output.isfinite().all().int64_value(&[]) == 1,
+                                "{value} {columns} {kind:?}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The sum of a row is beyond the kind's largest value long before the row's values are.
+#[test]
+fn values_near_the_kinds_largest() {
+    for case in std::iter::once(PLAIN).chain(all_paths().filter(|case| !case.bias)) {
+        for device in devices() {
+            for columns in [2, 8, 100, 1001, 9000] {
+                let signs = Tensor::arange(columns, (Kind::Double, device)).remainder(2.0) * 2.0 - 1.0;
+                for kind in [Kind::Half, Kind::Float, Kind::BFloat16] {
+                    // In the others a sum of squares must not overflow: it does in libtorch, too.
+                    let largest = if kind == Kind::Half { 65504.0 } else { 1e17 };
+                    for row in [&signs * largest, signs.abs() * largest - (&signs + 1.0) * (largest / 1000.0)]
+                    {
+                        let inputs = [row.view([1, columns]).to_kind(kind)];
+                        let output = case.fused(&inputs).expect("output").remove(0);
+                        let [exact, _] = exact(case, &inputs);
+                        let (rtol, atol) = if kind == Kind::Float { (2e-6, 2e-6) } else { (1e-2, 1e-2) };
+                        assert_close(&output, &exact.to_kind(kind), rtol, atol);
+                    }
+                }
+                // Here the variance does overflow. Infinite deviations make zeros, not NaN.
+                let row = (&signs + 2.0) * 1e38;
+                let output = case.fused(&[row.view([1, columns]).to_kind(Kind::Float)]).expect("output");
+                assert!(output[0].equal(&output[0].zeros_like()), "{columns} {case:?} {device:?}");
+            }
+        }
+    }
+}
+
+/// A row with an infinity or a NaN is NaN throughout, in the output and the input's gradient; and no other row is.
+#[test]
+fn infinity_and_nan_as_in_libtorch() {
+    for case in std::iter::once(AFFINE).chain(all_paths()) {
+        for device in devices() {
+            for kind in KINDS {
+                for columns in [1, 4, 77, 1030, 9001] {
+                    for value in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+                        for place in [0, columns - 1] {
+                            let inputs = around(0.0, 1.0, [5, columns], kind, device);
+                            let _ = inputs[0].select(0, 2).select(0, place).fill_(value);
+                            let ours = output_and_gradient(case, false, &inputs);
+                            let theirs = output_and_gradient(case, true, &inputs);
+                            for (ours, theirs) in ours.iter().zip(&theirs) {
+                                assert!(
+                                    ours.isnan().equal(&theirs.isnan()),
+                                    "{value} at {place} of {columns}, {kind:?} {case:?} {device:?}"
+                                );
+                                assert_eq!(ours.isnan().sum(Kind::Int64).int64_value(&[]), columns);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Nothing special is done about eps: constant rows without it are 0/0.
+#[test]
+fn any_eps_as_in_libtorch() {
+    for device in devices() {
+        let x = Tensor::from_slice(&[1.0, 1.0, 1.0, 3.0]).view([2, 2]).to_device(device);
+        for eps in [0.0, -1.0, -2.0, f64::NAN, f64::INFINITY, 1e300] {
+            let ours = f_layer_norm(&x, &[2], None, None, eps).expect("ours");
+            let theirs = x.f_layer_norm([2], None::<&Tensor>, None, eps, false).expect("theirs");
+            assert_close(&ours, &theirs, 1e-14, 0.0);
+        }
+    }
+}
+
+/// Values that are not what lies in memory: libtorch negates lazily, and has zeros without memory.
+#[test]
+fn lazily_negated_tensors_and_zeros_without_memory() {
+    for device in devices() {
+        for kind in [Kind::Float, Kind::Double] {
+            let arguments = around(0.5, 1.0, [3, 10], kind, device);
+            let zeros = |size: &[i64]| Tensor::internal_efficientzerotensor(size, (kind, device));
+            for index in 0..arguments.len() {
+                for lazy in [arguments[index].internal_neg_view(), zeros(&arguments[index].size())] {
+                    let mut inputs: Vec<Tensor> = arguments.iter().map(Tensor::shallow_clone).collect();
+                    inputs[index] = lazy;
+                    let (ours, theirs) = (AFFINE.fused(&inputs), AFFINE.reference(&inputs));
+                    assert_close(&ours.expect("ours")[0], &theirs.expect("theirs")[0], 1e-5, 1e-5);
+                }
+            }
+            let leaves = leaves(&arguments);
+            for vector in [Tensor::ones([3, 10], (kind, device)).internal_neg_view(), zeros(&[3, 10])] {
+                let of = |output: Tensor| {
+                    let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+                    let inputs: Vec<&Tensor> = leaves.iter().collect();
+                    grad(&[&output], &inputs, &options).expect("gradients").into_vec()
+                };
+                let ours = of(AFFINE.fused(&leaves).expect("ours").remove(0));
+                let theirs = of(AFFINE.reference(&leaves).expect("theirs").remove(0));
+                for (ours, theirs) in ours.iter().flatten().zip(theirs.iter().flatten()) {
+                    assert_close(ours, theirs, 1e-4, 1e-4);
+                }
+            }
+        }
+    }
+}
