@@ -3,8 +3,10 @@
 
 pub(crate) mod amp;
 pub(crate) mod autograd;
+mod column_sums;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod cuda;
+pub(crate) mod linear;
 pub(crate) mod lltm_cell;
 pub(crate) mod tensor;
 

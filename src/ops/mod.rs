@@ -3,8 +3,10 @@
 //! Each comes three times: `op(…)` panics on bad arguments, as tch's functions do; `f_op(…)` returns a
 //! [`Result`](crate::Result); `op_reference(…)` is the same maths in plain tch operations.
 
+mod linear;
 mod lltm_cell;
 
+pub use linear::{f_linear, linear, linear_reference};
 pub use lltm_cell::{f_lltm_cell, lltm_cell, lltm_cell_reference};
 
 /// The value, or a panic with the error's own text: what tch's functions without `f_` do.
