@@ -35,7 +35,6 @@ impl ColumnSums {
     }
 
     /// None are wanted: for kernels that can do without.
-    #[allow(dead_code)]
     pub(super) fn none((rows, columns): (i64, i64)) -> Self {
         let null = std::ptr::null_mut();
         ColumnSums { rows, columns, slabs: 1, partial: null, sums: null }

@@ -8,6 +8,7 @@ mod column_sums;
 pub(crate) mod cuda;
 pub(crate) mod linear;
 pub(crate) mod lltm_cell;
+pub(crate) mod matmul_add_relu;
 pub(crate) mod tensor;
 
 use crate::{Error, Result};

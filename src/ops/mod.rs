@@ -5,9 +5,11 @@
 
 mod linear;
 mod lltm_cell;
+mod matmul_add_relu;
 
 pub use linear::{f_linear, linear, linear_reference};
 pub use lltm_cell::{f_lltm_cell, lltm_cell, lltm_cell_reference};
+pub use matmul_add_relu::{f_matmul_add_relu, matmul_add_relu, matmul_add_relu_reference};
 
 /// The value, or a panic with the error's own text: what tch's functions without `f_` do.
 fn unwrap<T>(result: crate::Result<T>) -> T {
