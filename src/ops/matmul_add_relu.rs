@@ -220,7 +220,8 @@ impl Function for MatmulAddRelu {
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (lhs, rhs, bias) = (inputs.get(place::LHS)?, inputs.get(place::RHS)?, inputs.get(place::BIAS)?);
-        let product = lhs.f_matmul(rhs)?;
+        // Detached, because matmul goes another way for tensors that require grad, which shows in the last bits.
+        let product = lhs.f_detach()?.f_matmul(&rhs.f_detach()?)?;
         (self.lhs, self.rhs) = (lhs.size(), rhs.size());
         self.product = Some((product.size(), product.f_kind()?));
         self.bias = Some((bias.size(), bias.f_kind()?));

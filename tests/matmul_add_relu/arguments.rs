@@ -44,7 +44,7 @@ fn bad_arguments_are_named() {
         let panic = *panic.expect_err("the form without f_ panics").downcast::<String>().expect("a text");
         assert_eq!(panic, error);
     }
-    call(f_matmul_add_relu, &good()).expect("good arguments");
+    fused(&good()).expect("good arguments");
 }
 
 /// Shapes are refused exactly where the composite refuses them.

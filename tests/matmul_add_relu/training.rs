@@ -7,7 +7,7 @@ use tch::nn::{OptimizerConfig, Sgd, VarStore};
 fn curve(device: Device, kind: Kind, steps: usize, operator: Operator) -> Vec<f64> {
     tch::manual_seed(3);
     let mut vs = VarStore::new(device);
-    let mut var = |name: &str, size: &[i64]| vs.root().randn(name, size, 0.0, 0.4);
+    let var = |name: &str, size: &[i64]| vs.root().randn(name, size, 0.0, 0.4);
     let (w1, b1) = (var("w1", &[5, 33]), var("b1", &[33]));
     let (w2, b2) = (var("w2", &[33, 7]), var("b2", &[10, 1]));
     let w3 = var("w3", &[7, 3]);
