@@ -6,13 +6,17 @@
 
 using namespace tch_extension;
 
-// Whether the values lie in memory as they are, row by row. libtorch also has tensors whose values are those
-// in memory negated or conjugated, and tensors of zeros without memory; `is_contiguous` says yes to all of
-// them.
+// Whether the values lie in memory as they are, in whatever order. libtorch also has tensors whose values are
+// those in memory negated or conjugated, and tensors of zeros without memory; `is_contiguous` says yes to all
+// of them.
+TCH_EXTENSION_API bool tch_extension_is_in_memory(const at::Tensor* tensor) {
+  return tensor->defined() && tensor->layout() == at::kStrided && !tensor->is_neg() && !tensor->is_conj() &&
+         !tensor->_is_zerotensor() && (tensor->numel() == 0 || tensor->data_ptr() != nullptr);
+}
+
+// Whether they lie there row by row, too.
 TCH_EXTENSION_API bool tch_extension_is_plain(const at::Tensor* tensor) {
-  return tensor->defined() && tensor->layout() == at::kStrided && tensor->is_contiguous() &&
-         !tensor->is_neg() && !tensor->is_conj() && !tensor->_is_zerotensor() &&
-         (tensor->numel() == 0 || tensor->data_ptr() != nullptr);
+  return tch_extension_is_in_memory(tensor) && tensor->is_contiguous();
 }
 
 // The tensor itself if it is plain, otherwise a copy that is.

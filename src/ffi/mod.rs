@@ -3,10 +3,13 @@
 
 pub(crate) mod amp;
 pub(crate) mod autograd;
+mod column_sums;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod cuda;
 pub(crate) mod layer_norm;
+pub(crate) mod linear;
 pub(crate) mod lltm_cell;
+pub(crate) mod matmul_add_relu;
 pub(crate) mod tensor;
 pub(crate) mod testing;
 

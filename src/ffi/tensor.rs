@@ -16,6 +16,7 @@ struct CPin {
 }
 
 unsafe extern "C" {
+    fn tch_extension_is_in_memory(tensor: *const C_tensor) -> bool;
     fn tch_extension_is_plain(tensor: *const C_tensor) -> bool;
     fn tch_extension_is_strided(tensor: *const C_tensor) -> bool;
     fn tch_extension_plain(tensor: *const C_tensor, result: *mut *mut C_tensor) -> *mut c_char;
@@ -38,6 +39,12 @@ unsafe extern "C" {
 pub(crate) fn is_plain(tensor: &Tensor) -> bool {
     // SAFETY: borrowed from a live tensor.
     unsafe { tch_extension_is_plain(tensor.as_ptr()) }
+}
+
+/// Whether a kernel that knows the strides may read the tensor's memory.
+pub(crate) fn is_in_memory(tensor: &Tensor) -> bool {
+    // SAFETY: borrowed from a live tensor.
+    unsafe { tch_extension_is_in_memory(tensor.as_ptr()) }
 }
 
 /// Whether the tensor is dense.

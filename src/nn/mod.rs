@@ -1,7 +1,9 @@
 //! Layers in tch's style over [`ops`](crate::ops).
 
 mod layer_norm;
+mod linear;
 mod lltm;
 
 pub use layer_norm::{LayerNorm, LayerNormConfig, LayerNormOp, layer_norm};
+pub use linear::{Linear, linear};
 pub use lltm::{Lltm, LltmConfig, LltmOp, LltmState, lltm};

@@ -4,14 +4,18 @@
 //! [`Result`](crate::Result); `op_reference(…)` is the same maths in plain tch operations.
 
 mod layer_norm;
+mod linear;
 mod lltm_cell;
+mod matmul_add_relu;
 
 #[doc(hidden)]
 pub use crate::ffi::layer_norm::Path as LayerNormPath;
 #[doc(hidden)]
 pub use layer_norm::f_layer_norm_by;
 pub use layer_norm::{f_layer_norm, layer_norm, layer_norm_reference};
+pub use linear::{f_linear, linear, linear_reference};
 pub use lltm_cell::{f_lltm_cell, lltm_cell, lltm_cell_reference};
+pub use matmul_add_relu::{f_matmul_add_relu, matmul_add_relu, matmul_add_relu_reference};
 
 /// The value, or a panic with the error's own text: what tch's functions without `f_` do.
 fn unwrap<T>(result: crate::Result<T>) -> T {

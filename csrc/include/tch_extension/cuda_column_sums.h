@@ -1,0 +1,119 @@
+// Sums of the columns of a matrix on CUDA. The matrix need not exist: a loader, a plain struct with
+//
+//   template <typename T, int kLanes> __device__ Values<T, kLanes> load(int64_t row, int64_t column) const;
+//
+// gives its vectors, and is called once for each.
+//
+//   start_column_sums<T, kLanes>(sums, loader, stream);
+//   finish_column_sums<T>(sums, stream);  // when there are several slabs
+//
+// A block sums a slab of rows and a tile of columns: its threads stand x side by side and y above one
+// another, and the y sums of a column are added up as a tree. No atomics: the order is always the same.
+#pragma once
+
+#include "tch_extension/column_sums.h"
+#include "tch_extension/cuda_vector.h"
+
+namespace tch_extension {
+
+// blockDim.x · blockDim.y = kThreads, both powers of two.
+template <typename T, int kLanes>
+__device__ __forceinline__ void sum_over_y(Values<T, kLanes>& sum) {
+  // Lane by lane, so that neighbouring threads use neighbouring banks.
+  __shared__ Compute<T> shared[kLanes * kThreads];
+  const unsigned int thread = threadIdx.y * blockDim.x + threadIdx.x;
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) shared[lane * kThreads + thread] = sum.lane[lane];
+  for (unsigned int half = blockDim.y / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (threadIdx.y < half) {
+#pragma unroll
+      for (int lane = 0; lane < kLanes; ++lane) {
+        shared[lane * kThreads + thread] += shared[lane * kThreads + thread + half * blockDim.x];
+      }
+    }
+  }
+  // What thread y = 0 reads it has written itself.
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) sum.lane[lane] = shared[lane * kThreads + thread];
+}
+
+// Out is what the sums are rounded to when there is only one slab.
+template <typename T, typename Out, int kLanes, typename Loader>
+__global__ void __launch_bounds__(kThreads) column_sums_kernel(TchExtensionColumnSums sums, Loader loader) {
+  constexpr int kUnroll = 4;
+  const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kLanes;
+  const int64_t slab_rows = (sums.rows + gridDim.y - 1) / gridDim.y;
+  const int64_t from = blockIdx.y * slab_rows;
+  const int64_t to = from + slab_rows < sums.rows ? from + slab_rows : sums.rows;
+  const int64_t step = blockDim.y;
+  Values<T, kLanes> sum[kUnroll] = {};
+  if (column < sums.columns) {
+    int64_t row = from + threadIdx.y;
+    for (; row + (kUnroll - 1) * step < to; row += kUnroll * step) {
+      Values<T, kLanes> values[kUnroll];
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) values[i] = loader.template load<T, kLanes>(row + i * step, column);
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+#pragma unroll
+        for (int lane = 0; lane < kLanes; ++lane) sum[i].lane[lane] += values[i].lane[lane];
+      }
+    }
+    for (; row < to; row += step) {
+      const auto values = loader.template load<T, kLanes>(row, column);
+#pragma unroll
+      for (int lane = 0; lane < kLanes; ++lane) sum[0].lane[lane] += values.lane[lane];
+    }
+  }
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) {
+    sum[0].lane[lane] = (sum[0].lane[lane] + sum[1].lane[lane]) + (sum[2].lane[lane] + sum[3].lane[lane]);
+  }
+  // All threads meet here, also those beyond the last column.
+  sum_over_y<T, kLanes>(sum[0]);
+  if (threadIdx.y != 0 || column >= sums.columns) return;
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) {
+    if (gridDim.y == 1) {
+      static_cast<Out*>(sums.sums)[column + lane] = static_cast<Out>(sum[0].lane[lane]);
+    } else {
+      static_cast<Compute<T>*>(sums.partial)[blockIdx.y * sums.columns + column + lane] = sum[0].lane[lane];
+    }
+  }
+}
+
+template <typename T, typename Out, int kLanes, typename Loader>
+inline void start_column_sums_in(const TchExtensionColumnSums& sums, unsigned int slabs, const Loader& loader,
+                                 cudaStream_t stream) {
+  const int64_t vectors = sums.columns / kLanes;
+  unsigned int x = 1;
+  while (x < 32 && x < vectors) x *= 2;
+  const dim3 blocks(static_cast<unsigned int>((vectors + x - 1) / x), slabs);
+  column_sums_kernel<T, Out, kLanes><<<blocks, dim3(x, kThreads / x), 0, stream>>>(sums, loader);
+}
+
+// kLanes must divide the number of columns, of which there is at least one.
+template <typename T, int kLanes, typename Loader>
+inline void start_column_sums(const TchExtensionColumnSums& sums, const Loader& loader, cudaStream_t stream) {
+  start_column_sums_in<T, T, kLanes>(sums, static_cast<unsigned int>(sums.slabs), loader, stream);
+}
+
+struct PartialSums {
+  const void* partial;
+  int64_t columns;
+
+  template <typename T, int kLanes>
+  __device__ __forceinline__ Values<T, kLanes> load(int64_t slab, int64_t column) const {
+    return load_values<T, kLanes>(partial, slab * columns + column);
+  }
+};
+
+template <typename T>
+inline void finish_column_sums(const TchExtensionColumnSums& sums, cudaStream_t stream) {
+  TchExtensionColumnSums last = sums;
+  last.rows = sums.slabs;
+  start_column_sums_in<Compute<T>, T, 1>(last, 1, PartialSums{sums.partial, sums.columns}, stream);
+}
+
+}  // namespace tch_extension

@@ -1,0 +1,44 @@
+// Bound by memory: every element of dY is read once, 16 bytes a thread where sizes and addresses allow.
+
+#include "linear.h"
+#include "tch_extension/cuda_column_sums.h"
+
+namespace tch_extension {
+namespace {
+
+struct Rows {
+  const void* grad;
+  int64_t row_stride;
+
+  template <typename T, int kLanes>
+  __device__ __forceinline__ Values<T, kLanes> load(int64_t row, int64_t column) const {
+    return load_values<T, kLanes>(grad, row * row_stride + column);
+  }
+};
+
+bool allows_vectors(const LinearBiasGrad& params, int lanes) {
+  return params.sums.columns % lanes == 0 && params.row_stride % lanes == 0 && is_aligned_to_16(params.grad);
+}
+
+template <typename T>
+void start(const LinearBiasGrad& params, cudaStream_t stream) {
+  constexpr int kLanes = kLanesOf16Bytes<T>;
+  const Rows rows{params.grad, params.row_stride};
+  allows_vectors(params, kLanes) ? start_column_sums<T, kLanes>(params.sums, rows, stream)
+                                 : start_column_sums<T, 1>(params.sums, rows, stream);
+  if (params.sums.slabs > 1) finish_column_sums<T>(params.sums, stream);
+}
+
+LaunchStatus launch(const char* kernel, const LinearBiasGrad& params, cudaStream_t stream) {
+  if (params.sums.columns == 0) return {kernel, nullptr};
+  for_kind(params.kind, [&](auto type) { start<typename decltype(type)::type>(params, stream); });
+  return launch_status(kernel);
+}
+
+}  // namespace
+}  // namespace tch_extension
+
+extern "C" tch_extension::LaunchStatus tch_extension_linear_bias_grad_cuda(const LinearBiasGrad* params,
+                                                                           cudaStream_t stream) {
+  return tch_extension::launch("linear_bias_grad", *params, stream);
+}

@@ -1,0 +1,168 @@
+// Bound by memory: the forward reads the product and writes the output, the backward reads the output and its
+// gradient and writes the product's, 16 bytes a thread where sizes, strides and addresses allow. The bias is
+// read by strides and mostly found in a cache.
+
+#include "matmul_add_relu.h"
+#include "tch_extension/cuda_column_sums.h"
+
+namespace tch_extension {
+namespace {
+
+// Neighbours along the innermost dimension, which is contiguous or broadcast whenever there are several.
+template <typename T, int kLanes>
+__device__ __forceinline__ Values<T, kLanes> load_strided(const void* pointer, int64_t at, int64_t stride) {
+  if constexpr (kLanes > 1) {
+    if (stride == 0) return repeat_value<T, kLanes>(pointer, at);
+  }
+  return load_values<T, kLanes>(pointer, at);
+}
+
+// Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the arithmetic.
+template <typename T, int kLanes, typename Index>
+__global__ void __launch_bounds__(kThreads) matmul_add_relu_forward_kernel(MatmulAddReluForward params) {
+  const Index vectors_per_row = static_cast<Index>(params.size[0] / kLanes);
+  Index vectors = vectors_per_row;
+  for (int dim = 1; dim < params.dims; ++dim) vectors *= static_cast<Index>(params.size[dim]);
+  for (Index index = static_cast<Index>(blockIdx.x) * kThreads + threadIdx.x; index < vectors;
+       index += static_cast<Index>(gridDim.x) * kThreads) {
+    const int64_t column = static_cast<int64_t>(index % vectors_per_row) * kLanes;
+    int64_t product_at = column * params.product_stride[0];
+    int64_t bias_at = column * params.bias_stride[0];
+    Index rest = index / vectors_per_row;
+    for (int dim = 1; dim < params.dims; ++dim) {
+      const Index size = static_cast<Index>(params.size[dim]);
+      const int64_t place = static_cast<int64_t>(rest % size);
+      rest /= size;
+      product_at += place * params.product_stride[dim];
+      bias_at += place * params.bias_stride[dim];
+    }
+    auto z = load_strided<T, kLanes>(params.product, product_at, params.product_stride[0]);
+    const auto bias = load_strided<T, kLanes>(params.bias, bias_at, params.bias_stride[0]);
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const auto sum = z.lane[lane] + bias.lane[lane];
+      // Not max: NaN stays.
+      z.lane[lane] = sum < 0 ? 0 : sum;
+    }
+    store_values<T, kLanes>(params.out, static_cast<int64_t>(index) * kLanes, z);
+  }
+}
+
+// Masks the gradient, keeps the result and hands it on to be summed.
+struct Masked {
+  const void* grad;
+  const void* out;
+  void* grad_product;
+  int64_t columns;
+
+  template <typename T, int kLanes>
+  __device__ __forceinline__ Values<T, kLanes> load(int64_t row, int64_t column) const {
+    const int64_t at = row * columns + column;
+    auto masked = load_values<T, kLanes>(grad, at);
+    const auto values = load_values<T, kLanes>(out, at);
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      // Chosen, not multiplied: NaN or infinity times 0 is NaN.
+      if (values.lane[lane] <= 0) masked.lane[lane] = 0;
+    }
+    store_values<T, kLanes>(grad_product, at, masked);
+    return masked;
+  }
+};
+
+template <typename T, int kLanes>
+__global__ void __launch_bounds__(kThreads) mask_kernel(Masked masked, int64_t vectors) {
+  for (int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < vectors;
+       index += static_cast<int64_t>(gridDim.x) * kThreads) {
+    masked.load<T, kLanes>(0, index * kLanes);
+  }
+}
+
+int64_t elements(const MatmulAddReluForward& params) {
+  int64_t elements = 1;
+  for (int dim = 0; dim < params.dims; ++dim) elements *= params.size[dim];
+  return elements;
+}
+
+int64_t elements(const MatmulAddReluBackward& params) { return params.sums.rows * params.sums.columns; }
+
+// Whether whole vectors of an operand can be read, or single values that all lanes share.
+bool allows_vectors(const void* pointer, const int64_t* stride, int dims, int lanes) {
+  if (stride[0] == 0) return true;
+  for (int dim = 1; dim < dims; ++dim) {
+    if (stride[dim] % lanes != 0) return false;
+  }
+  return stride[0] == 1 && is_aligned_to_16(pointer);
+}
+
+bool allows_vectors(const MatmulAddReluForward& params, int lanes) {
+  return params.size[0] % lanes == 0 && is_aligned_to_16(params.out) &&
+         allows_vectors(params.product, params.product_stride, params.dims, lanes) &&
+         allows_vectors(params.bias, params.bias_stride, params.dims, lanes);
+}
+
+bool allows_vectors(const MatmulAddReluBackward& params, int lanes) {
+  const int64_t adjacent = params.sums.sums == nullptr ? elements(params) : params.sums.columns;
+  return adjacent % lanes == 0 && is_aligned_to_16(params.grad) && is_aligned_to_16(params.out) &&
+         is_aligned_to_16(params.grad_product);
+}
+
+template <typename T, int kLanes>
+void start(const MatmulAddReluForward& params, cudaStream_t stream) {
+  const int64_t all = elements(params);
+  const unsigned int blocks = blocks_for(all / kLanes);
+  // The loop adds one grid to an index below the end, which must not wrap.
+  if (all < INT32_MAX / 2) {
+    matmul_add_relu_forward_kernel<T, kLanes, uint32_t><<<blocks, kThreads, 0, stream>>>(params);
+  } else {
+    matmul_add_relu_forward_kernel<T, kLanes, int64_t><<<blocks, kThreads, 0, stream>>>(params);
+  }
+}
+
+template <typename T, int kLanes>
+void start(const MatmulAddReluBackward& params, cudaStream_t stream) {
+  const Masked masked{params.grad, params.out, params.grad_product, params.sums.columns};
+  if (params.sums.sums != nullptr) return start_column_sums<T, kLanes>(params.sums, masked, stream);
+  const int64_t vectors = elements(params) / kLanes;
+  mask_kernel<T, kLanes><<<blocks_for(vectors), kThreads, 0, stream>>>(masked, vectors);
+}
+
+template <typename T>
+void finish(const MatmulAddReluForward&, cudaStream_t) {}
+
+template <typename T>
+void finish(const MatmulAddReluBackward& params, cudaStream_t stream) {
+  if (params.sums.sums != nullptr && params.sums.slabs > 1) finish_column_sums<T>(params.sums, stream);
+}
+
+bool is_empty(const MatmulAddReluForward& params) { return elements(params) == 0; }
+
+// Without rows, the sums are zeros and have to be written.
+bool is_empty(const MatmulAddReluBackward& params) {
+  return params.sums.sums == nullptr ? elements(params) == 0 : params.sums.columns == 0;
+}
+
+template <typename Params>
+LaunchStatus launch(const char* kernel, const Params& params, cudaStream_t stream) {
+  if (is_empty(params)) return {kernel, nullptr};
+  for_kind(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    constexpr int kLanes = kLanesOf16Bytes<T>;
+    allows_vectors(params, kLanes) ? start<T, kLanes>(params, stream) : start<T, 1>(params, stream);
+    finish<T>(params, stream);
+  });
+  return launch_status(kernel);
+}
+
+}  // namespace
+}  // namespace tch_extension
+
+extern "C" tch_extension::LaunchStatus tch_extension_matmul_add_relu_forward_cuda(
+    const MatmulAddReluForward* params, cudaStream_t stream) {
+  return tch_extension::launch("matmul_add_relu_forward", *params, stream);
+}
+
+extern "C" tch_extension::LaunchStatus tch_extension_matmul_add_relu_backward_cuda(
+    const MatmulAddReluBackward* params, cudaStream_t stream) {
+  return tch_extension::launch("matmul_add_relu_backward", *params, stream);
+}

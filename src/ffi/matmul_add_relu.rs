@@ -1,0 +1,260 @@
+//! `csrc/matmul_add_relu/matmul_add_relu.h`.
+
+use super::column_sums::ColumnSums;
+use super::tensor::{is_in_memory, plain};
+use super::{checked, optional_ptr};
+use crate::{Error, Result};
+use std::ffi::c_void;
+use tch::{Device, Kind, Tensor};
+
+/// Of the kernel; what does not fit after neighbouring dimensions were merged is copied.
+const DIMS: usize = 6;
+
+#[repr(C)]
+struct Forward {
+    size: [i64; DIMS],
+    product_stride: [i64; DIMS],
+    bias_stride: [i64; DIMS],
+    kind: i32,
+    dims: i32,
+    product: *const c_void,
+    bias: *const c_void,
+    out: *mut c_void,
+}
+
+#[repr(C)]
+struct Backward {
+    sums: ColumnSums,
+    kind: i32,
+    reserved: i32,
+    grad: *const c_void,
+    out: *const c_void,
+    grad_product: *mut c_void,
+}
+
+unsafe extern "C" {
+    fn tch_extension_matmul_add_relu_forward_cpu(params: *const Forward);
+    fn tch_extension_matmul_add_relu_backward_cpu(params: *const Backward);
+    fn tch_extension_matmul_add_relu_backward_finish_cpu(params: *const Backward);
+    #[cfg(tch_extension_cuda)]
+    fn tch_extension_matmul_add_relu_forward_cuda(
+        params: *const Forward,
+        stream: *mut c_void,
+    ) -> crate::cuda::LaunchStatus;
+    #[cfg(tch_extension_cuda)]
+    fn tch_extension_matmul_add_relu_backward_cuda(
+        params: *const Backward,
+        stream: *mut c_void,
+    ) -> crate::cuda::LaunchStatus;
+}
+
+/// `relu(product + bias)` into `out`, a contiguous tensor of the shape that both broadcast to. Without a product, it
+/// is what `out` holds. All of one kind, on one device.
+pub(crate) fn forward(product: Option<&Tensor>, bias: &Tensor, out: &mut Tensor) -> Result<()> {
+    let size = out.size();
+    let like = (out.f_kind()?, out.device());
+    let target = checked("out", out, &size, like)?;
+    let product = product.map(|product| operand("product", product, &size, like)).transpose()?;
+    let bias = operand("bias", bias, &size, like)?;
+    let strides = [product.as_ref().unwrap_or(out).stride(), bias.stride()];
+    let Some(merged) = merge(&size, &strides) else {
+        let product = product.as_ref().map(plain).transpose()?;
+        return forward(product.as_ref(), &plain(&bias)?, out);
+    };
+    let params = Forward {
+        size: merged.size,
+        product_stride: merged.strides[0],
+        bias_stride: merged.strides[1],
+        kind: super::kind_code(like.0)?,
+        dims: merged.dims,
+        product: product.as_ref().map_or(target, |product| product.data_ptr()).cast_const(),
+        bias: bias.data_ptr(),
+        out: target,
+    };
+    match like.1 {
+        // SAFETY: both operands were just expanded to the size of `out`, so that their strides lead to elements of
+        // theirs only, and are of this kind; `out` was checked to be contiguous and is exclusively borrowed, so it is
+        // neither of the others, but for a product that has its very strides.
+        #[cfg(tch_extension_cuda)]
+        device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
+            tch_extension_matmul_add_relu_forward_cuda(&params, stream)
+        }),
+        Device::Cpu => {
+            // SAFETY: as above.
+            unsafe { tch_extension_matmul_add_relu_forward_cpu(&params) };
+            Ok(())
+        }
+        device => Err(super::no_kernel("matmul_add_relu", device)),
+    }
+}
+
+/// Of this size by strides, and readable by them.
+fn operand(name: &str, tensor: &Tensor, size: &[i64], like: (Kind, Device)) -> Result<Tensor> {
+    if (tensor.f_kind()?, tensor.device()) != like {
+        return Err(Error::msg(format!("internal error: {name} should be of {like:?}, but is {tensor:?}")));
+    }
+    let tensor = if is_in_memory(tensor) { tensor.shallow_clone() } else { plain(tensor)? };
+    Ok(tensor.f_expand(size, false)?)
+}
+
+/// The dimensions of a contiguous output, innermost first, and its operands' strides along them.
+struct Merged {
+    size: [i64; DIMS],
+    strides: [[i64; DIMS]; 2],
+    dims: i32,
+}
+
+/// Makes one dimension of neighbours along which both operands go on as within the inner one. `None` if too many
+/// are left.
+fn merge(size: &[i64], strides: &[Vec<i64>; 2]) -> Option<Merged> {
+    let mut merged = Merged { size: [1; DIMS], strides: [[0; DIMS]; 2], dims: 0 };
+    for dim in (0..size.len()).rev().filter(|&dim| size[dim] != 1) {
+        if let Some(inner) = (merged.dims as usize).checked_sub(1) {
+            let goes_on =
+                |operand: usize| strides[operand][dim] == merged.strides[operand][inner] * merged.size[inner];
+            if goes_on(0) && goes_on(1) {
+                merged.size[inner] *= size[dim];
+                continue;
+            }
+        }
+        let place = merged.dims as usize;
+        *merged.size.get_mut(place)? = size[dim];
+        for (of, strides) in merged.strides.iter_mut().zip(strides) {
+            of[place] = strides[dim];
+        }
+        merged.dims += 1;
+    }
+    merged.dims = merged.dims.max(1);
+    Some(merged)
+}
+
+/// What [`backward`] reads; both contiguous.
+pub(crate) struct BackwardInputs<'a> {
+    pub grad: &'a Tensor,
+    pub out: &'a Tensor,
+}
+
+/// Computes `grad_product`, and where asked for, of a matrix of rows as long as `column_sums`, their sums.
+pub(crate) fn backward(
+    inputs: &BackwardInputs<'_>,
+    grad_product: &mut Tensor,
+    column_sums: Option<&mut Tensor>,
+) -> Result<()> {
+    let size = inputs.out.size();
+    let like = (inputs.out.f_kind()?, inputs.out.device());
+    let elements = inputs.out.numel() as i64;
+    let columns = column_sums.as_ref().map_or(elements, |sums| sums.numel() as i64);
+    let rows = elements.checked_div(columns).unwrap_or(0);
+    if rows * columns != elements {
+        return Err(Error::msg(format!("internal error: there are no {columns} columns in {size:?}")));
+    }
+    let (sums, _partial) = match column_sums {
+        Some(sums) => ColumnSums::new((rows, columns), sums, like)?,
+        None => (ColumnSums::none((rows, columns)), None),
+    };
+    let params = Backward {
+        sums,
+        kind: super::kind_code(like.0)?,
+        reserved: 0,
+        grad: optional_ptr("grad", Some(inputs.grad), &size, like)?,
+        out: checked("out", inputs.out, &size, like)?,
+        grad_product: checked("grad_product", grad_product, &size, like)?,
+    };
+    match like.1 {
+        // SAFETY: the arrays were just checked to be contiguous, of these sizes and of this kind; those that are
+        // written are exclusively borrowed, so they are none of the others.
+        #[cfg(tch_extension_cuda)]
+        device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
+            tch_extension_matmul_add_relu_backward_cuda(&params, stream)
+        }),
+        Device::Cpu => {
+            // SAFETY: as above.
+            unsafe { tch_extension_matmul_add_relu_backward_cpu(&params) };
+            if params.sums.slabs > 1 {
+                // SAFETY: as above; the partial sums are there now.
+                unsafe { tch_extension_matmul_add_relu_backward_finish_cpu(&params) };
+            }
+            Ok(())
+        }
+        device => Err(super::no_kernel("matmul_add_relu", device)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::{offset_of, size_of};
+
+    unsafe extern "C" {
+        /// Sizes and offsets as the C++ compiler sees them.
+        static tch_extension_matmul_add_relu_layout: [usize; 16];
+    }
+
+    #[test]
+    fn the_structs_agree_with_the_c_side() {
+        let ours = [
+            size_of::<Forward>(),
+            offset_of!(Forward, size),
+            offset_of!(Forward, product_stride),
+            offset_of!(Forward, bias_stride),
+            offset_of!(Forward, kind),
+            offset_of!(Forward, dims),
+            offset_of!(Forward, product),
+            offset_of!(Forward, bias),
+            offset_of!(Forward, out),
+            size_of::<Backward>(),
+            offset_of!(Backward, sums),
+            offset_of!(Backward, kind),
+            offset_of!(Backward, reserved),
+            offset_of!(Backward, grad),
+            offset_of!(Backward, out),
+            offset_of!(Backward, grad_product),
+        ];
+        // SAFETY: a constant of this length in csrc/matmul_add_relu/cpu.cpp.
+        assert_eq!(ours, unsafe { tch_extension_matmul_add_relu_layout });
+    }
+
+    #[test]
+    fn dimensions_are_merged_where_both_operands_go_on() {
+        let merged = |size: &[i64], product: &[i64], bias: &[i64]| {
+            let merged = merge(size, &[product.to_vec(), bias.to_vec()]).unwrap();
+            let dims = merged.dims as usize;
+            (
+                merged.size[..dims].to_vec(),
+                merged.strides[0][..dims].to_vec(),
+                merged.strides[1][..dims].to_vec(),
+            )
+        };
+        let full = merged(&[2, 3, 4], &[12, 4, 1], &[12, 4, 1]);
+        assert_eq!(full, (vec![24], vec![1], vec![1]));
+        let row = merged(&[2, 3, 4], &[12, 4, 1], &[0, 0, 1]);
+        assert_eq!(row, (vec![4, 6], vec![1, 4], vec![1, 0]));
+        let column = merged(&[2, 3, 4], &[12, 4, 1], &[3, 1, 0]);
+        assert_eq!(column, (vec![4, 6], vec![1, 4], vec![0, 1]));
+        let scalar = merged(&[2, 1, 4], &[4, 7, 1], &[0, 9, 0]);
+        assert_eq!(scalar, (vec![8], vec![1], vec![0]));
+        assert_eq!(merged(&[], &[], &[]).0, [1]);
+        let alternating: Vec<i64> = (0..7).map(|dim| dim % 2).collect();
+        assert!(merge(&[2; 7], &[vec![64, 32, 16, 8, 4, 2, 1], alternating]).is_none());
+    }
+
+    #[test]
+    fn more_dimensions_than_the_kernel_has() {
+        let options = (Kind::Double, Device::Cpu);
+        let product = Tensor::randn([2, 1, 2, 1, 2, 1, 2, 1], options);
+        let bias = Tensor::randn([2, 1, 2, 1, 2, 1, 2], options);
+        let expected = (&product + &bias).relu();
+        let mut out = expected.empty_like();
+        forward(Some(&product), &bias, &mut out).unwrap();
+        assert!(out.equal(&expected));
+    }
+
+    #[test]
+    fn sums_of_another_length_are_refused() {
+        let out = Tensor::zeros([3, 4], (Kind::Double, Device::Cpu));
+        let (mut grad_product, mut sums) =
+            (out.zeros_like(), Tensor::zeros([5], (Kind::Double, Device::Cpu)));
+        let inputs = BackwardInputs { grad: &out, out: &out };
+        assert!(backward(&inputs, &mut grad_product, Some(&mut sums)).is_err());
+    }
+}

@@ -1,0 +1,54 @@
+//! A linear layer.
+
+use crate::ops::f_linear;
+use std::borrow::Borrow;
+use tch::Tensor;
+use tch::nn::{Init, LinearConfig, Module, Path};
+
+/// A linear layer over [`ops::linear`](crate::ops::linear()). Made by [`linear`].
+#[derive(Debug)]
+pub struct Linear {
+    /// `[out, in]`.
+    pub ws: Tensor,
+    /// `[out]`.
+    pub bs: Option<Tensor>,
+}
+
+/// A new layer: [`tch::nn::linear`] in all but its operator. Configuration, names of the parameters (`weight` and
+/// `bias`) and first values are tch's, so weights of either load into the other.
+///
+/// ```
+/// use tch::{Device, Kind, Tensor, nn::{Module, VarStore}};
+/// use tch_extension::nn::linear;
+///
+/// let vs = VarStore::new(Device::Cpu);
+/// let layer = linear(vs.root(), 5, 8, Default::default());
+/// let output = layer.forward(&Tensor::randn([2, 7, 5], (Kind::Float, Device::Cpu)));
+/// assert_eq!(output.size(), [2, 7, 8]);
+/// ```
+pub fn linear<'a, T: Borrow<Path<'a>>>(vs: T, in_dim: i64, out_dim: i64, config: LinearConfig) -> Linear {
+    let vs = vs.borrow();
+    let bias_init = || {
+        let bound = 1.0 / (in_dim as f64).sqrt();
+        config.bs_init.unwrap_or(Init::Uniform { lo: -bound, up: bound })
+    };
+    // In tch's order, for the same numbers from the same seed.
+    let bs = config.bias.then(|| vs.var("bias", &[out_dim], bias_init()));
+    Linear { ws: vs.var("weight", &[out_dim, in_dim], config.ws_init), bs }
+}
+
+impl Linear {
+    /// [`Module::forward`], with an error instead of a panic.
+    ///
+    /// # Errors
+    /// When the input does not fit this layer; see [`f_linear`].
+    pub fn f_forward(&self, input: &Tensor) -> crate::Result<Tensor> {
+        f_linear(input, &self.ws, self.bs.as_ref())
+    }
+}
+
+impl Module for Linear {
+    fn forward(&self, input: &Tensor) -> Tensor {
+        self.f_forward(input).unwrap_or_else(|error| panic!("{error}"))
+    }
+}

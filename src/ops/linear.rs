@@ -1,0 +1,185 @@
+//! The linear layer's operator.
+
+use crate::amp::{CastPolicy, autocast_inputs};
+use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
+use crate::check::Check;
+use crate::ffi::linear as kernels;
+use crate::{Result, check};
+use tch::{Kind, Tensor};
+
+const OP: &str = "linear";
+const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
+
+/// A linear layer: every row of the input times the weight, plus the bias.
+///
+/// ```text
+/// y = x Wᵀ + b
+/// dx = dy W        dW = dyᵀ x        db = Σ dy over the rows
+/// ```
+///
+/// * `input`: x, `[..., in]`, any number of leading dimensions, also none
+/// * `weight`: W, `[out, in]`
+/// * `bias`: b, `[out]`; `None` for zeros
+///
+/// Returns y, `[..., out]`. All of kind `Float`, `Double`, `Half` or `BFloat16`, the same for all (as libtorch's linear
+/// has it for matrices), on one CPU or CUDA device; any strides, any sizes, also empty ones. Under autocast all three
+/// are cast to its kind first, as libtorch's linear does. Has first and second derivatives with respect to each tensor, and computes
+/// only those asked for. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic as far as libtorch's products are.
+///
+/// The products are libtorch's, under its precision switches, and so is their accuracy; the bias goes into the
+/// forward product's epilogue where libtorch does that. The bias' gradient is a kernel of our own: sums of `Half` and
+/// `BFloat16` are made in `Float` and rounded once, in an order that sizes alone decide. A gradient dy with gaps between its rows is
+/// read without a copy. The backward keeps the input if the weight requires grad, and the weight if the input does.
+///
+/// Equivalent to:
+/// ```
+/// # use tch::{Kind, Device, Tensor};
+/// # use tch_extension::ops::linear;
+/// # let options = (Kind::Double, Device::Cpu);
+/// # let (x, w, b) = (Tensor::randn([2, 5, 4], options), Tensor::randn([3, 4], options), Tensor::randn([3], options));
+/// let composite = x.matmul(&w.tr()) + &b;
+///
+/// let fused = linear(&x, &w, Some(&b));
+/// assert!(fused.allclose(&composite, 1e-12, 1e-12, false));
+/// ```
+///
+/// Source: <https://pytorch.org/docs/stable/generated/torch.nn.functional.linear.html>.
+///
+/// # Panics
+/// Where [`f_linear`] returns an error.
+pub fn linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor {
+    super::unwrap(f_linear(input, weight, bias))
+}
+
+/// [`linear`], with an error instead of a panic.
+///
+/// # Errors
+/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or CUDA fails.
+pub fn f_linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    check!(OP, input).defined()?;
+    check!(OP, weight).defined()?;
+    bias.map(|bias| check!(OP, bias).defined()).transpose()?;
+    match autocast_inputs(CastPolicy::LowerPrecision, &[Some(input), Some(weight), bias])? {
+        Some(cast) => match &cast[..] {
+            [Some(input), Some(weight), bias] => checked(input, weight, bias.as_ref()),
+            _ => unreachable!("as many as came"),
+        },
+        None => checked(input, weight, bias),
+    }
+}
+
+/// [`linear`] in plain tch operations, without checks of its own.
+///
+/// # Errors
+/// libtorch's.
+pub fn linear_reference(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    Ok(input.f_linear(weight, bias)?)
+}
+
+fn checked(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    check_arguments(input, weight, bias)?;
+    apply(Linear::default(), &[Some(input), Some(weight), bias])?.single()
+}
+
+fn check_arguments(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
+    let input = &check!(OP, input).kind_in(&KINDS)?.supported_device()?;
+    let beside = |argument: Check<'_>| -> Result<()> { argument.like(input).map(|_| ()) };
+    beside(check!(OP, weight))?;
+    bias.map(|bias| beside(check!(OP, bias))).transpose()?;
+
+    let Some(&features) = input.tensor().size().last() else {
+        return Err(input.refuse("shape [..., in]", "a single number, []", "view it as [1]"));
+    };
+    check!(OP, weight).dim(2, "[out, in]")?;
+    let out = weight.size2()?.0;
+    check!(OP, weight).shape("[out, in]", &[out, features])?;
+    bias.map(|bias| check!(OP, bias).shape("[out]", &[out])).transpose()?;
+    Ok(())
+}
+
+#[derive(Default)]
+struct Linear {
+    /// Here, so that the input itself need not be kept for its own gradient.
+    input_size: Vec<i64>,
+}
+
+/// The inputs' places; what is saved of the first two has the same slots.
+mod place {
+    pub const INPUT: usize = 0;
+    pub const WEIGHT: usize = 1;
+    pub const BIAS: usize = 2;
+}
+
+impl Function for Linear {
+    const NAME: &'static str = OP;
+    const DOUBLE_BACKWARD: bool = true;
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        let (input, weight) = (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?);
+        // Each is a factor of the other's gradient only.
+        saver.save_optional(Some(input).filter(|_| saver.needs_input_grad(place::WEIGHT)));
+        saver.save_optional(Some(weight).filter(|_| saver.needs_input_grad(place::INPUT)));
+        self.input_size = input.size();
+        product(input, weight, inputs.optional(place::BIAS)).map(Tensors::from)
+    }
+
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        let grad = rows(grads.get(0)?)?;
+        let grad_input = self.input_gradient(ctx, &grad)?;
+        let grad_weight = weight_gradient(ctx, &grad)?;
+        let grad_bias = bias_gradient(ctx, &grad)?;
+        Ok([grad_input, grad_weight, grad_bias].into())
+    }
+}
+
+/// By rows, because of other inputs than matrices libtorch adds the bias inside the product or after it, with one
+/// rounding more, depending on their strides.
+fn product(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    if input.dim() == 2 {
+        return Ok(input.f_linear(weight, bias)?);
+    }
+    let output = rows(input)?.f_linear(weight, bias)?;
+    let mut size = input.size();
+    size.pop();
+    size.push(output.size2()?.1);
+    Ok(output.f_view(size.as_slice())?)
+}
+
+impl Linear {
+    /// `dy W`.
+    fn input_gradient(&self, ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
+        if !ctx.needs_input_grad(place::INPUT) {
+            return Ok(None);
+        }
+        let product = grad.f_mm(&ctx.saved(place::WEIGHT)?)?;
+        Ok(Some(product.f_view(self.input_size.as_slice())?))
+    }
+}
+
+/// `dyᵀ x`.
+fn weight_gradient(ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
+    if !ctx.needs_input_grad(place::WEIGHT) {
+        return Ok(None);
+    }
+    let input = rows(&ctx.saved(place::INPUT)?)?;
+    Ok(Some(grad.f_transpose(0, 1)?.f_mm(&input)?))
+}
+
+/// `Σ dy` over the rows.
+fn bias_gradient(ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
+    if !ctx.needs_input_grad(place::BIAS) {
+        return Ok(None);
+    }
+    // With a graph, this has to be an operation that libtorch can differentiate, as the products are.
+    if ctx.create_graph() {
+        return Ok(Some(grad.f_sum_dim_intlist([0_i64].as_slice(), false, grad.f_kind()?)?));
+    }
+    kernels::bias_grad(grad).map(Some)
+}
+
+/// `[..., n]` as a matrix `[rows, n]`.
+fn rows(tensor: &Tensor) -> Result<Tensor> {
+    let size = tensor.size();
+    let (columns, leading) = size.split_last().map_or((1, &[][..]), |(&last, leading)| (last, leading));
+    Ok(tensor.f_reshape([leading.iter().product::<i64>(), columns])?)
+}

@@ -1,0 +1,98 @@
+//! Which kinds go together, with and without autocast: as in libtorch, asked on the spot.
+
+use super::*;
+use tch_extension::amp::Autocast;
+
+/// (input, weight, bias) in all kinds; the result's kind, `None` for a refusal.
+fn for_each_combination(device: Device, mut test: impl FnMut([Kind; 3], Option<Kind>, Option<Kind>)) {
+    let kinds = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16, Kind::Int64];
+    let sizes: [&[i64]; 3] = [&[2, 3], &[4, 3], &[4]];
+    for input in kinds {
+        for weight in kinds {
+            for bias in kinds {
+                let of = [input, weight, bias];
+                let arguments: Vec<Tensor> =
+                    of.iter().zip(sizes).map(|(&kind, size)| Tensor::ones(size, (kind, device))).collect();
+                let kind = |linear| call(linear, &arguments).ok().map(|outputs| outputs[0].kind());
+                test(of, kind(f_linear), kind(linear_reference));
+            }
+        }
+    }
+}
+
+#[test]
+fn mixed_kinds_are_taken_and_refused_as_libtorch_does() {
+    for device in devices() {
+        let mut taken = 0;
+        for_each_combination(device, |kinds, found, expected| {
+            // Whole numbers have no gradients: refused, and the docs say so.
+            let expected = if kinds == [Kind::Int64; 3] { None } else { expected };
+            assert_eq!(found, expected, "{kinds:?} on {device:?}");
+            taken += usize::from(found.is_some());
+        });
+        assert_eq!(taken, 4);
+    }
+}
+
+#[test]
+fn under_autocast_kinds_are_as_libtorch_has_them() {
+    for device in devices() {
+        for kind in [Kind::BFloat16, Kind::Half] {
+            let _autocast = Autocast::new(device, kind).expect("autocast");
+            let mut taken = 0;
+            for_each_combination(device, |kinds, found, expected| {
+                let expected = if kinds == [Kind::Int64; 3] { None } else { expected };
+                assert_eq!(found, expected, "{kinds:?} on {device:?} under {kind:?}");
+                taken += usize::from(found.is_some());
+            });
+            // Three kinds that are cast, in any combination, and doubles.
+            assert_eq!(taken, 28);
+        }
+    }
+}
+
+#[test]
+fn under_autocast_values_and_gradients_are_libtorchs() {
+    for device in devices() {
+        let inputs = one([33, 20, 40], Kind::Float, device).inputs;
+        for within in [false, true] {
+            let [found, expected] = [f_linear, linear_reference].map(|linear: Linear| {
+                let leaves = leaves(&inputs);
+                let autocast = Autocast::new(device, Kind::BFloat16).expect("autocast");
+                let output = call(linear, &leaves).expect("output").remove(0);
+                let autocast = Some(autocast).filter(|_| within);
+                let vector = support::incoming(&output);
+                let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+                let inputs: Vec<&Tensor> = leaves.iter().collect();
+                let gradients = grad(&[&output], &inputs, &options).expect("gradients").into_vec();
+                drop(autocast);
+                [Some(output.detach())].into_iter().chain(gradients).flatten().collect::<Vec<_>>()
+            });
+            assert_eq!(found.len(), 4);
+            for (found, expected) in found.iter().zip(&expected) {
+                assert_close(found, expected, 1.6e-2, 1e-2);
+            }
+            assert_eq!((found[0].kind(), found[1].kind()), (Kind::BFloat16, Kind::Float));
+        }
+    }
+}
+
+/// The forward outside a region, the backward inside: then libtorch casts the backward's products.
+#[test]
+fn a_backward_inside_a_region_gives_gradients_of_the_inputs_kind() {
+    for device in devices() {
+        let leaves = leaves(&one([33, 20, 40], Kind::Float, device).inputs);
+        let output = call(f_linear, &leaves).expect("output").remove(0);
+        let _autocast = Autocast::new(device, Kind::BFloat16).expect("autocast");
+        let inputs: Vec<&Tensor> = leaves.iter().collect();
+        let gradients =
+            grad(&[&output.sum(Kind::Float)], &inputs, &GradOptions::default()).expect("gradients");
+        assert!(gradients.iter().flatten().all(|gradient| gradient.kind() == Kind::Float));
+        assert_close(
+            gradients.get(2).expect("the bias'"),
+            &Tensor::full([40], 33.0, (Kind::Float, device)),
+            0.0,
+            0.0,
+        );
+    }
+}

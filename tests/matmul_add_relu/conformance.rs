@@ -1,0 +1,16 @@
+//! The rules that every operator keeps to.
+
+use super::*;
+
+#[test]
+fn conformance_in_every_kind() {
+    let patterns: [Pattern; 6] = [
+        (&[3, 4], &[4, 4], &[4]),
+        (&[3, 4], &[4, 8], &[3, 8]),
+        (&[3, 4], &[4, 5], &[2, 3, 1]),
+        (&[2, 3, 4], &[4, 4], &[3, 1]),
+        (&[4], &[4, 4], &[4]),
+        (&[0, 4], &[4, 5], &[5]),
+    ];
+    suite().conformance_of(|kind, device| samples(&patterns, kind, device));
+}

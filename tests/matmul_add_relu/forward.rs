@@ -1,0 +1,126 @@
+//! The output.
+
+use super::*;
+use patterns::noise;
+
+#[test]
+fn forward_agrees_with_the_reference() {
+    suite().forward_agrees_with_the_reference();
+}
+
+/// The product is the same, and so is the rounding of what follows: also near 0, where a sum has no sign to spare.
+#[test]
+fn the_bits_are_the_composites() {
+    for device in devices() {
+        for kind in KINDS {
+            for &(lhs, rhs, bias) in SMALL.iter().chain(LARGE) {
+                let inputs = [(lhs, 0), (rhs, 1), (bias, 2)]
+                    .map(|(size, seed)| noise(size, seed).to_kind(kind).to_device(device));
+                let [found, expected] = OPERATORS.map(|operator| call(operator, &inputs).expect("output"));
+                assert!(found.equal(&expected), "{lhs:?} @ {rhs:?} + {bias:?} {kind:?} {device:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn the_formula_by_hand() {
+    for device in devices() {
+        let tensor = |values: &[f64], size: &[i64]| Tensor::from_slice(values).view(size).to_device(device);
+        let lhs = tensor(&[1.0, 2.0, 3.0, -1.0, 0.0, 2.0], &[2, 3]);
+        let rhs = tensor(&[0.5, -1.0, 2.0, 4.0, 0.25, -3.0], &[3, 2]);
+        for operator in OPERATORS {
+            // The product is [[5.25, -2], [0, -5]].
+            let row = operator(&lhs, &rhs, &tensor(&[1.0, 3.0], &[2])).expect("a row");
+            assert_close(&row, &tensor(&[6.25, 1.0, 1.0, 0.0], &[2, 2]), 0.0, 0.0);
+            let column = operator(&lhs, &rhs, &tensor(&[-5.0, 6.0], &[2, 1])).expect("a column");
+            assert_close(&column, &tensor(&[0.25, 0.0, 6.0, 1.0], &[2, 2]), 0.0, 0.0);
+            let larger = operator(&lhs, &rhs, &tensor(&[-5.0, 6.0], &[2, 1, 1])).expect("a larger one");
+            let expected = tensor(&[0.25, 0.0, 0.0, 0.0, 11.25, 4.0, 6.0, 1.0], &[2, 2, 2]);
+            assert_close(&larger, &expected, 0.0, 0.0);
+        }
+    }
+}
+
+#[test]
+fn the_last_element_counts() {
+    // A kernel that skipped its tail would leave the product there, or anything.
+    for device in devices() {
+        for n in [1, 3, 7, 8, 9, 15, 17, 31, 33, 1023, 1024, 1025, 2049] {
+            for bias in [vec![n], vec![2, 1], vec![2, n], vec![3, 2, n], vec![]] {
+                let options = (Kind::Float, device);
+                let (lhs, rhs) = (Tensor::ones([2, 1], options), Tensor::full([1, n], 3.0, options));
+                let found = f_matmul_add_relu(&lhs, &rhs, &Tensor::full(&bias, -1.0, options)).expect("out");
+                let last = found.reshape([-1]).get(-1).double_value(&[]);
+                assert_eq!(last, 2.0, "n = {n}, bias {bias:?}");
+                let found = f_matmul_add_relu(&lhs, &rhs, &Tensor::full(&bias, -4.0, options)).expect("out");
+                assert!(found.count_nonzero(None).int64_value(&[]) == 0, "n = {n}, bias {bias:?}");
+            }
+        }
+    }
+}
+
+/// NaN goes through relu and through its derivative, and only there.
+#[test]
+fn what_is_not_finite_is_treated_as_libtorch_treats_it() {
+    let special = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, -0.0, 1.0, -1.0, 1e-30];
+    let count = special.len() as i64;
+    for device in devices() {
+        for kind in KINDS {
+            let special = Tensor::from_slice(&special).to_kind(kind).to_device(device);
+            // Each as a sum (with 0), and each as an incoming gradient.
+            let lhs = Tensor::zeros([count, 2], (kind, device));
+            let (rhs, vector) = (Tensor::zeros([2, count], (kind, device)), special.view([count, 1]));
+            let vector = |_: &Tensor| vector.expand([count, count], false).contiguous();
+            let full = special.expand([count, count], false).contiguous();
+            for bias in [special.shallow_clone(), full, special.view([count, 1])] {
+                let inputs = leaves(&[lhs.shallow_clone(), rhs.shallow_clone(), bias]);
+                let [found, expected] = OPERATORS.map(|operator| results(operator, &inputs, vector));
+                for (found, expected) in found.iter().zip(&expected) {
+                    assert_close(found, expected, 0.0, 0.0);
+                }
+            }
+            // From the product.
+            let rhs = Tensor::ones([1, 3], (kind, device));
+            let inputs = leaves(&[special.view([count, 1]), rhs, Tensor::ones([3], (kind, device))]);
+            let [found, expected] = OPERATORS.map(|operator| results(operator, &inputs, |y| y.ones_like()));
+            for (found, expected) in found.iter().zip(&expected) {
+                assert_close(found, expected, 0.0, 0.0);
+            }
+        }
+    }
+}
+
+/// Values that are not what lies in memory: libtorch negates lazily, and has zeros without memory.
+#[test]
+fn lazily_negated_tensors_and_zeros_without_memory() {
+    for device in devices() {
+        for pattern in [SMALL[0], SMALL[3], SMALL[8]] {
+            let inputs = sample(pattern, [Layout::Contiguous; 3], Kind::Double, device).inputs;
+            for index in 0..3 {
+                let size = inputs[index].size();
+                let zeros = Tensor::internal_efficientzerotensor(size.as_slice(), (Kind::Double, device));
+                for lazy in [inputs[index].internal_neg_view(), zeros] {
+                    let mut inputs: Vec<Tensor> = inputs.iter().map(Tensor::shallow_clone).collect();
+                    inputs[index] = lazy;
+                    let [found, expected] =
+                        OPERATORS.map(|operator| call(operator, &inputs).expect("output"));
+                    assert_close(&found, &expected, 0.0, 0.0);
+                }
+            }
+            let inputs = leaves(&inputs);
+            let vectors: [fn(&Tensor) -> Tensor; 4] = [
+                |y| y.ones_like().internal_neg_view(),
+                |y| Tensor::internal_efficientzerotensor(y.size().as_slice(), (y.kind(), y.device())),
+                |y| Tensor::ones([], (y.kind(), y.device())).expand(y.size().as_slice(), false),
+                |y| support::incoming(y),
+            ];
+            for vector in vectors {
+                let [found, expected] = OPERATORS.map(|operator| results(operator, &inputs, vector));
+                for (found, expected) in found.iter().zip(&expected) {
+                    assert_close(found, expected, 1e-14, 1e-14);
+                }
+            }
+        }
+    }
+}
