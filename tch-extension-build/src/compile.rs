@@ -73,6 +73,8 @@ impl Unit<'_> {
             "-O3",
             "-std=c++17",
             "-lineinfo",
+            // A seventh of the size: every program that links the kernels carries them.
+            "--compress-mode=size",
             "--expt-relaxed-constexpr",
             "-Xcompiler",
             "-fPIC,-Wall,-Wextra",
