@@ -107,7 +107,9 @@ Moments<C> moments(const T* x, int64_t columns, double eps) {
     sums[1] = at::vec::fmadd(centered, centered, sums[1]);
   });
   const C correction = second[0] / scaled_columns;
-  const C variance = second[1] / C(columns) - correction * correction;
+  const C mean_square = second[1] / C(columns);
+  // Where the squares are beyond the largest value, the correction's may be, too, and their difference NaN.
+  const C variance = std::isinf(mean_square) ? mean_square : mean_square - correction * correction;
   // Not std::max, which would drop NaN.
   return {mean, correction, C(1) / std::sqrt((variance < C(0) ? C(0) : variance) + C(eps))};
 }

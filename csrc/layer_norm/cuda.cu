@@ -104,7 +104,9 @@ template <typename C>
 __device__ __forceinline__ Moments<C> moments_from(C mean, Pair<C> sums, C scale, int64_t columns,
                                                    double eps) {
   const C correction = sums.first / (static_cast<C>(columns) * scale);
-  const C variance = sums.second / static_cast<C>(columns) - correction * correction;
+  const C mean_square = sums.second / static_cast<C>(columns);
+  // Where the squares are beyond the largest value, the correction's may be, too, and their difference NaN.
+  const C variance = isinf(mean_square) ? mean_square : mean_square - correction * correction;
   // Not max, which would drop NaN.
   const C positive = variance < C(0) ? C(0) : variance;
   return {mean, correction, C(1) / sqrt(positive + static_cast<C>(eps))};
