@@ -49,7 +49,7 @@ const BIAS_KINDS: [Kind; 10] = [
 /// with the two operations.
 ///
 /// The product is libtorch's, under its precision switches, and so is its accuracy; everything behind it is one kernel, computed in
-/// `Float` for the half kinds and rounded once, so that it gives the composite's very values. It works in place and reads
+/// `Float` for the half kinds and rounded once, so that with one kind for all three it gives the composite's very values. It works in place and reads
 /// the bias by strides, without a copy. In the backward one kernel makes dz and, of a bias that is a row or of full shape, its gradient, in an
 /// order that sizes alone decide. NaN goes through as in libtorch's relu. The backward keeps y, `lhs` if `rhs` requires grad, and the other way round.
 ///
