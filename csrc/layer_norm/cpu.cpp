@@ -171,10 +171,10 @@ void write_grad_input(const Row<T, W>& row, int64_t columns, T* grad_input) {
   using V = Vec<C>;
   C sums[2];
   row_sums(columns, sums, [&](int64_t column, int64_t count, V* sums) {
-    // Behind the row's end the gradient is zero; x̂ is not, and may be infinite or NaN.
+    // Zeros behind the row's end, where the gradient is zero.
     const V grad = row.scaled_grad(column, count);
     sums[0] = sums[0] + grad;
-    sums[1] = sums[1] + only<C>(grad * row.normal(column, count), count);
+    sums[1] = at::vec::fmadd(grad, row.normal(column, count), sums[1]);
   });
   const V mean_grad(sums[0] / C(columns)), mean_product(sums[1] / C(columns));
   for (int64_t column = 0; column < columns; column += V::size()) {
