@@ -88,9 +88,8 @@ __device__ __forceinline__ Pair<C> team_sum(Pair<C> sum, int team, Pair<C>* buff
 // where no value does.
 template <typename C>
 __device__ __forceinline__ C scale_for(int64_t columns) {
-  C scale(1);
-  while (C(1) / scale < static_cast<C>(columns)) scale *= C(0.5);
-  return scale;
+  const int exponent = columns > 1 ? 64 - __clzll(columns - 1) : 0;
+  return ldexp(C(1), -exponent);
 }
 
 // The rounded mean, what is missing of it, and 1 / √(variance + eps).

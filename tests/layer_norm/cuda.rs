@@ -27,8 +27,8 @@ fn cuda_mixed_devices_are_named() {
 /// Kernels on another stream than the current one would not be in the graph, and a replay would leave the outputs as
 /// they were.
 #[test]
-fn cuda_the_work_is_one_kernel_forward_on_the_current_stream() {
-    let test = "cuda_the_work_is_one_kernel_forward_on_the_current_stream";
+fn cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream() {
+    let test = "cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream";
     let Some(device) = cuda_or_skip(test) else { return };
     if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
         // As under memcheck: a replay cannot write to memory that is really freed.
@@ -38,15 +38,33 @@ fn cuda_the_work_is_one_kernel_forward_on_the_current_stream() {
     for case in [AFFINE, PLAIN].into_iter().chain(all_paths()) {
         for sizes in [[300, 40], [64, 1024], [3, 70_000]] {
             let inputs = case.samples(&[sizes], Kind::Float, device).remove(0).inputs;
-            for inputs in [&inputs, &leaves(&inputs)] {
-                let expected = case.fused(inputs).expect("output").remove(0);
-                let (graph, outputs) = Graph::capture(device, || case.fused(inputs)).expect("a capture");
-                assert_eq!((graph.kernels(), graph.other_nodes()), (1, 0), "{case:?} {sizes:?}");
-                let _ = outputs[0].detach().fill_(f64::NAN);
-                graph.replay().expect("a replay");
-                assert!(outputs[0].equal(&expected), "{case:?} {sizes:?}");
-            }
+            let leaves = leaves(&inputs);
+            let vector = inputs[0].cos();
+            check_kernels(device, 1, &format!("{case:?} {sizes:?}"), || case.fused(&inputs));
+            check_kernels(device, 1, &format!("{case:?} {sizes:?} with a graph"), || case.fused(&leaves));
+            // The sums for weight and bias are a kernel to finish, and of long rows one more.
+            let is_long = sizes[1] > 8192 || case.path == LayerNormPath::Loop;
+            let sums = if case.weight { 1 + usize::from(is_long) } else { 0 };
+            check_kernels(device, 2 + sums, &format!("{case:?} {sizes:?}, both directions"), || {
+                let output = case.fused(&leaves)?.remove(0);
+                let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+                let gradients = grad(&[&output], &leaves.iter().collect::<Vec<_>>(), &options)?;
+                Ok(gradients.into_vec().into_iter().flatten().collect())
+            });
         }
+    }
+}
+
+fn check_kernels(device: Device, kernels: usize, context: &str, work: impl Fn() -> Result<Vec<Tensor>>) {
+    let expected = work().expect("outputs");
+    let (graph, outputs) = Graph::capture(device, work).expect("a capture");
+    assert_eq!((graph.kernels(), graph.other_nodes()), (kernels, 0), "{context}");
+    for output in &outputs {
+        let _ = output.detach().fill_(f64::NAN);
+    }
+    graph.replay().expect("a replay");
+    for (output, expected) in outputs.iter().zip(&expected) {
+        assert!(output.equal(expected), "{context}");
     }
 }
 
