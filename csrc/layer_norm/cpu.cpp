@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "layer_norm.h"
 
@@ -78,10 +79,18 @@ Vec<C> only(const Vec<C>& values, int64_t count) {
 
 template <typename C>
 struct Moments {
-  C mean;        // rounded
+  C mean;        // rounded, or as near
   C correction;  // what is missing of it
   C rstd;
 };
+
+// A row of equal values has one of them for its mean, however its sum rounds; any other row loses nothing if
+// its deviations are counted from its first value where that is as near.
+template <typename C>
+C pivot(C mean, C first) {
+  const bool is_near = std::abs(mean - first) <= C(32) * std::numeric_limits<C>::epsilon() * std::abs(first);
+  return is_near ? first : mean;
+}
 
 // Two passes. The second one also finds by how much the rounded mean is off, which decides where the mean is
 // large and the variance small.
@@ -98,7 +107,7 @@ Moments<C> moments(const T* x, int64_t columns, double eps) {
   row_sums(columns, first, [&](int64_t column, int64_t count, V* sums) {
     sums[0] = at::vec::fmadd(load(x + column, count), scales, sums[0]);
   });
-  const C mean = first[0] / scaled_columns;
+  const C mean = columns == 0 ? C(0) : pivot(first[0] / scaled_columns, static_cast<C>(x[0]));
 
   C second[2];
   row_sums(columns, second, [&](int64_t column, int64_t count, V* sums) {
@@ -173,10 +182,10 @@ void write_grad_input(const Row<T, W>& row, int64_t columns, T* grad_input) {
   using V = Vec<C>;
   C sums[2];
   row_sums(columns, sums, [&](int64_t column, int64_t count, V* sums) {
-    // Behind the row's end the gradient is zero; x̂ is not, and may be infinite or NaN.
+    // Zeros behind the row's end, where the gradient is zero.
     const V grad = row.scaled_grad(column, count);
     sums[0] = sums[0] + grad;
-    sums[1] = sums[1] + only<C>(grad * row.normal(column, count), count);
+    sums[1] = at::vec::fmadd(grad, row.normal(column, count), sums[1]);
   });
   const V mean_grad(sums[0] / C(columns)), mean_product(sums[1] / C(columns));
   for (int64_t column = 0; column < columns; column += V::size()) {

@@ -6,6 +6,8 @@
 // Longer rows are read again for each pass: three times in the forward, twice in the backward (mostly from
 // the L2 cache), whose sums for weight and bias are then a kernel of their own.
 
+#include <limits>
+
 #include "layer_norm.h"
 #include "tch_extension/launch.h"
 
@@ -88,12 +90,22 @@ __device__ __forceinline__ Pair<C> team_sum(Pair<C> sum, int team, Pair<C>* buff
 // where no value does.
 template <typename C>
 __device__ __forceinline__ C scale_for(int64_t columns) {
-  C scale(1);
-  while (C(1) / scale < static_cast<C>(columns)) scale *= C(0.5);
-  return scale;
+  const int exponent = columns > 1 ? 64 - __clzll(columns - 1) : 0;
+  return ldexp(C(1), -exponent);
 }
 
-// The rounded mean, what is missing of it, and 1 / √(variance + eps).
+// A row of equal values has one of them for its mean, however its sum rounds; any other row loses nothing if
+// its deviations are counted from its first value where that is as near.
+template <typename T>
+__device__ __forceinline__ Compute<T> pivot(Compute<T> mean, const void* input, int64_t row_at) {
+  using C = Compute<T>;
+  const C first = static_cast<C>(static_cast<const T*>(input)[row_at]);
+  const C distance = mean < first ? first - mean : mean - first;
+  const C size = first < C(0) ? -first : first;
+  return distance <= C(32) * std::numeric_limits<C>::epsilon() * size ? first : mean;
+}
+
+// The rounded mean (or what is as near), what is missing of it, and 1 / √(variance + eps).
 template <typename C>
 struct Moments {
   C mean, correction, rstd;
@@ -166,8 +178,8 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_forward_in_registers(
         for (int lane = 0; lane < kLanes; ++lane) sum.first += x[v].lane[lane] * scale;
       }
     }
-    const C mean =
-        team_sum<kWithinWarp>(sum, team, buffer, turn).first / (static_cast<C>(params.columns) * scale);
+    C mean = team_sum<kWithinWarp>(sum, team, buffer, turn).first / (static_cast<C>(params.columns) * scale);
+    if (mine > 0) mean = pivot<T>(mean, params.input, at);
 
     Pair<C> centred = {C(0), C(0)};
 #pragma unroll
@@ -216,7 +228,8 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_forward_in_passes(Lay
     Pair<C> sum = {C(0), C(0)};
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) sum.first += sums[lane];
-    const C mean = team_sum<false>(sum, team, buffer, turn).first / (static_cast<C>(params.columns) * scale);
+    const C sum_of_row = team_sum<false>(sum, team, buffer, turn).first;
+    const C mean = pivot<T>(sum_of_row / (static_cast<C>(params.columns) * scale), params.input, at);
 
     Pair<C> by_lane[kLanes] = {};
     for (int64_t index = threadIdx.x; index < vectors; index += team) {

@@ -33,9 +33,11 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// each tensor. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic.
 ///
 /// The variance comes from a second pass over the centred row, and what the rounding of the mean took from it is
-/// put back: a mean of 10⁴ with a deviation of 1 costs no digits. The bound, which tests hold it to: no output of a
-/// half kind is further from the exact one than those of libtorch's own operator, but for two roundings; those of `Float` and `Double` are
-/// within 2·10⁻⁶ and 10⁻¹⁴ of it, relative to the largest. A row with an infinity or NaN is NaN throughout.
+/// put back. The bounds, which tests hold it to: an output or gradient of `Float`, `Half` or `BFloat16` is no further
+/// from the exact one than that of libtorch's own operator, but for two roundings; an output of `Float` is within
+/// 2·10⁻⁶ of it, relative to the largest, even at a mean of 10⁵ deviations. (A gradient has the mean rounded once, as
+/// in libtorch.) A row with an infinity or NaN is NaN throughout; where only the variance overflows, it is zeros and
+/// the bias.
 ///
 /// The input is read and the output written once, up to N = 8192 (`Double`: 4096) on CUDA; the backward reads input
 /// and incoming gradient once, and keeps two numbers a row beside the inputs.

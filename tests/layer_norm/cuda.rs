@@ -27,8 +27,8 @@ fn cuda_mixed_devices_are_named() {
 /// Kernels on another stream than the current one would not be in the graph, and a replay would leave the outputs as
 /// they were.
 #[test]
-fn cuda_the_work_is_one_kernel_forward_on_the_current_stream() {
-    let test = "cuda_the_work_is_one_kernel_forward_on_the_current_stream";
+fn cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream() {
+    let test = "cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream";
     let Some(device) = cuda_or_skip(test) else { return };
     if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
         // As under memcheck: a replay cannot write to memory that is really freed.
@@ -38,15 +38,33 @@ fn cuda_the_work_is_one_kernel_forward_on_the_current_stream() {
     for case in [AFFINE, PLAIN].into_iter().chain(all_paths()) {
         for sizes in [[300, 40], [64, 1024], [3, 70_000]] {
             let inputs = case.samples(&[sizes], Kind::Float, device).remove(0).inputs;
-            for inputs in [&inputs, &leaves(&inputs)] {
-                let expected = case.fused(inputs).expect("output").remove(0);
-                let (graph, outputs) = Graph::capture(device, || case.fused(inputs)).expect("a capture");
-                assert_eq!((graph.kernels(), graph.other_nodes()), (1, 0), "{case:?} {sizes:?}");
-                let _ = outputs[0].detach().fill_(f64::NAN);
-                graph.replay().expect("a replay");
-                assert!(outputs[0].equal(&expected), "{case:?} {sizes:?}");
-            }
+            let leaves = leaves(&inputs);
+            let vector = inputs[0].cos();
+            check_kernels(device, 1, &format!("{case:?} {sizes:?}"), || case.fused(&inputs));
+            check_kernels(device, 1, &format!("{case:?} {sizes:?} with a graph"), || case.fused(&leaves));
+            // The sums for weight and bias are a kernel to finish, and of long rows one more.
+            let is_long = sizes[1] > 8192 || case.path == LayerNormPath::Loop;
+            let sums = if case.weight { 1 + usize::from(is_long) } else { 0 };
+            check_kernels(device, 2 + sums, &format!("{case:?} {sizes:?}, both directions"), || {
+                let output = case.fused(&leaves)?.remove(0);
+                let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+                let gradients = grad(&[&output], &leaves.iter().collect::<Vec<_>>(), &options)?;
+                Ok(gradients.into_vec().into_iter().flatten().collect())
+            });
         }
+    }
+}
+
+fn check_kernels(device: Device, kernels: usize, context: &str, work: impl Fn() -> Result<Vec<Tensor>>) {
+    let expected = work().expect("outputs");
+    let (graph, outputs) = Graph::capture(device, work).expect("a capture");
+    assert_eq!((graph.kernels(), graph.other_nodes()), (kernels, 0), "{context}");
+    for output in &outputs {
+        let _ = output.detach().fill_(f64::NAN);
+    }
+    graph.replay().expect("a replay");
+    for (output, expected) in outputs.iter().zip(&expected) {
+        assert!(output.equal(expected), "{context}");
     }
 }
 
@@ -70,21 +88,20 @@ fn cuda_more_than_two_to_the_31_elements() {
         // The same eight rows over and over, without another copy of that size.
         let x = Tensor::empty([ROWS, COLUMNS], (kind, device));
         x.view([ROWS / 8, 8, COLUMNS]).copy_(pattern);
-        let small = leaves(&[pattern.shallow_clone(), w.shallow_clone(), b.shallow_clone()]);
-        let expected = AFFINE.fused(&small).expect("small").remove(0);
-        let vector = support::incoming(&expected);
-        let expected_gradient = support::gradients(&|inputs| AFFINE.fused(inputs), &small, &[0]).remove(0);
-        let expected_gradient = expected_gradient.expect("a gradient");
+        let run = |x: &Tensor, vector: &Tensor| {
+            let x = x.detach().set_requires_grad(true);
+            let y = f_layer_norm(&x, &[COLUMNS], Some(w), Some(b), EPS).expect("output");
+            let options = GradOptions { grad_outputs: &[Some(vector)], ..Default::default() };
+            let gradient = grad(&[&y], &[&x], &options).expect("gradients").single().expect("one");
+            (y.detach(), gradient)
+        };
+        let vector = support::incoming(pattern);
+        let (expected, expected_gradient) = run(pattern, &vector);
 
-        let x = x.set_requires_grad(true);
-        let y = f_layer_norm(&x, &[COLUMNS], Some(w), Some(b), EPS).expect("large");
         let large_vector = Tensor::empty([ROWS, COLUMNS], (kind, device));
         large_vector.view([ROWS / 8, 8, COLUMNS]).copy_(&vector);
-        let options = GradOptions { grad_outputs: &[Some(&large_vector)], ..Default::default() };
-        let gradient = grad(&[&y], &[&x], &options).expect("gradients").single().expect("one");
-        for (name, large, small) in
-            [("y", y.detach(), expected.detach()), ("dx", gradient, expected_gradient)]
-        {
+        let (y, gradient) = run(&x, &large_vector);
+        for (name, large, small) in [("y", y, expected), ("dx", gradient, expected_gradient)] {
             for first in [0, ROWS - 16, ROWS - 8] {
                 assert!(large.narrow(0, first, 8).equal(&small), "{name} from row {first}, {kind:?}");
             }
