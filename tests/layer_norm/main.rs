@@ -8,6 +8,7 @@ mod forward;
 mod gradients;
 mod kinds;
 mod layer;
+mod random;
 mod second_derivatives;
 #[path = "../support/mod.rs"]
 mod support;

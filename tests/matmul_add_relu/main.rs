@@ -7,6 +7,7 @@ mod forward;
 mod gradients;
 mod kinds;
 mod patterns;
+mod random;
 mod second_derivatives;
 #[path = "../support/mod.rs"]
 mod support;

