@@ -29,7 +29,8 @@ const SIZES: [Size; 6] = [
 ];
 
 fn libtorch(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    Ok(bias.f_internal_addmm_activation(lhs, rhs, false)?)
+    // torch-sys 0.24 hands `use_gelu` on as the factor of the bias: true is 1, and the activation stays ReLU.
+    Ok(bias.f_internal_addmm_activation(lhs, rhs, true)?)
 }
 
 fn has_fused_rival((lhs, rhs, bias): Size) -> bool {

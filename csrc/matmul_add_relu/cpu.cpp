@@ -19,8 +19,8 @@ int64_t items(const MatmulAddReluForward& params) {
   return rows * pieces_per_row(params);
 }
 
-// At least this much work for a thread: waking one costs a few microseconds.
-constexpr int64_t kElements = 16384;
+// At least this much work for a thread, as libtorch has it: waking one costs more.
+constexpr int64_t kElements = 32768;
 
 int64_t grain(const MatmulAddReluForward& params) {
   return std::max<int64_t>(1, kElements / std::min(kColumns, std::max<int64_t>(1, params.size[0])));

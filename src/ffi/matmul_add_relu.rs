@@ -94,6 +94,9 @@ fn operand(name: &str, tensor: &Tensor, size: &[i64], like: (Kind, Device)) -> R
         return Err(Error::msg(format!("internal error: {name} should be of {like:?}, but is {tensor:?}")));
     }
     let tensor = if is_in_memory(tensor) { tensor.shallow_clone() } else { plain(tensor)? };
+    if tensor.size() == size {
+        return Ok(tensor);
+    }
     Ok(tensor.f_expand(size, false)?)
 }
 

@@ -220,8 +220,7 @@ impl Function for MatmulAddRelu {
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (lhs, rhs, bias) = (inputs.get(place::LHS)?, inputs.get(place::RHS)?, inputs.get(place::BIAS)?);
-        // Detached, because matmul goes another way for tensors that require grad, which shows in the last bits.
-        let product = lhs.f_detach()?.f_matmul(&rhs.f_detach()?)?;
+        let product = product(lhs, rhs, saver.needs_graph())?;
         (self.lhs, self.rhs) = (lhs.size(), rhs.size());
         self.product = Some((product.size(), product.f_kind()?));
         self.bias = Some((bias.size(), bias.f_kind()?));
@@ -243,12 +242,22 @@ impl Function for MatmulAddRelu {
     }
 }
 
+/// Detached, because matmul goes another way for tensors that require grad, which shows in the last bits.
+fn product(lhs: &Tensor, rhs: &Tensor, needs_graph: bool) -> Result<Tensor> {
+    if needs_graph {
+        return Ok(lhs.f_detach()?.f_matmul(&rhs.f_detach()?)?);
+    }
+    Ok(lhs.f_matmul(rhs)?)
+}
+
 /// `relu(product + bias)`, in place where the product has the result's shape.
 fn add_relu(product: Tensor, bias: &Tensor) -> Result<Tensor> {
     let of = |tensor: &Tensor| -> Result<(Kind, bool)> { Ok((tensor.f_kind()?, tensor.dim() > 0)) };
     let kind = result_kind(of(&product)?, of(bias)?);
-    let bias = bias.f_to_kind(kind)?;
-    let product = plain(&product.f_to_kind(kind)?)?;
+    // Asked for, because libtorch's cast costs something even where there is nothing to do.
+    let bias = if bias.f_kind()? == kind { bias.shallow_clone() } else { bias.f_to_kind(kind)? };
+    let product = if product.f_kind()? == kind { product } else { product.f_to_kind(kind)? };
+    let product = plain(&product)?;
     let size = broadcast(&product.size(), &bias.size()).unwrap_or_else(|| product.size());
     if size == product.size() {
         let mut out = product;

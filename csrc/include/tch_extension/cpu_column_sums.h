@@ -28,9 +28,9 @@ inline int64_t column_sums_items(const TchExtensionColumnSums& sums) {
 
 inline int64_t finish_column_sums_items(const TchExtensionColumnSums& sums) { return column_tiles(sums); }
 
-// Waking a thread costs a few microseconds, in which one adds up thousands of elements.
+// As libtorch has it: waking a thread costs as much as adding up thousands of elements.
 inline int64_t column_sums_grain(const TchExtensionColumnSums& sums) {
-  constexpr int64_t kElements = 16384;
+  constexpr int64_t kElements = 32768;
   const int64_t rows = std::max<int64_t>(1, sums.rows / std::max<int64_t>(1, sums.slabs));
   return std::max<int64_t>(1,
                            kElements / (rows * std::min(kTileColumns, std::max<int64_t>(1, sums.columns))));
