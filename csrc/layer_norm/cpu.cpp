@@ -84,8 +84,8 @@ struct Moments {
   C rstd;
 };
 
-// A row of equal values has one of them for its mean, however its sum rounds; any other row loses nothing if
-// its deviations are counted from its first value where that is as near.
+// A row of equal values has exactly these for its mean, unless its sum is so long that it rounds by more than
+// this. Any other row loses nothing if its deviations are counted from its first value where that is as near.
 template <typename C>
 C pivot(C mean, C first) {
   const bool is_near = std::abs(mean - first) <= C(32) * std::numeric_limits<C>::epsilon() * std::abs(first);

@@ -94,8 +94,8 @@ __device__ __forceinline__ C scale_for(int64_t columns) {
   return ldexp(C(1), -exponent);
 }
 
-// A row of equal values has one of them for its mean, however its sum rounds; any other row loses nothing if
-// its deviations are counted from its first value where that is as near.
+// A row of equal values has exactly these for its mean, unless its sum is so long that it rounds by more than
+// this. Any other row loses nothing if its deviations are counted from its first value where that is as near.
 template <typename T>
 __device__ __forceinline__ Compute<T> pivot(Compute<T> mean, const void* input, int64_t row_at) {
   using C = Compute<T>;
