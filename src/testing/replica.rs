@@ -41,6 +41,12 @@ impl Replica {
         Ok(copy)
     }
 
+    /// Changes all its memory to another copy of it, behind autograd's back.
+    pub fn overwrite(&self, memory: &Tensor) -> Result<()> {
+        self.storage.shallow_clone().f_copy_(memory)?;
+        Ok(())
+    }
+
     pub fn elements(&self) -> Result<Elements> {
         Ok(Elements {
             storage: self.storage.shallow_clone(),

@@ -14,7 +14,7 @@ fn take(inputs: &[Option<Tensor>]) -> (&Tensor, Option<&Tensor>, Option<&Tensor>
     (x, w.as_ref(), b.as_ref(), shape.size())
 }
 
-fn property() -> Property<'static> {
+fn property(device: Device) -> Property<'static> {
     Property {
         name: "layer_norm",
         fused: &|inputs| {
@@ -29,8 +29,14 @@ fn property() -> Property<'static> {
             assert_eq!(reference.kind(), kind);
             Ok(vec![reference])
         },
-        excluded: &|_| false,
+        excluded: if device == Device::Cpu { &|_| false } else { &nothing_of_mixed_kinds },
     }
+}
+
+/// Without elements libtorch's CUDA kernel takes any kinds.
+fn nothing_of_mixed_kinds(Case(arguments): &Case) -> bool {
+    let [Some(x), w, b, _] = &arguments[..] else { return false };
+    x.size.contains(&0) && [w, b].into_iter().flatten().any(|argument| argument.kind != x.kind)
 }
 
 fn cases() -> impl Strategy<Value = Case> {
@@ -46,6 +52,6 @@ fn cases() -> impl Strategy<Value = Case> {
 #[test]
 fn random_cases() {
     for device in devices() {
-        property().holds_for(cases(), 5000, device);
+        property(device).holds_for(cases(), 5000, device);
     }
 }

@@ -4,6 +4,7 @@ use super::run::{Case, Outcome, tensors_of};
 use crate::cuda::{Graph, Stream, StreamGuard, synchronize};
 use crate::ffi::amp::AutocastSetting;
 use crate::ffi::autograd::{tch_extension_grad_mode as grad_mode, tch_extension_set_grad_mode};
+use crate::testing::replica::Replica;
 use crate::{Error, Result};
 use std::borrow::Borrow;
 use tch::{Device, Kind, Tensor};
@@ -127,13 +128,18 @@ pub(super) fn stream(case: &Case<'_>) -> Result<()> {
     let Some(device) = cuda_device(case.inputs) else { return Ok(()) };
     let side = Stream::new(device)?;
     let on_side = |late: bool| -> Result<Outcome> {
-        let leaves = tensors_of(&case.copies()?);
+        let copies = case.copies()?;
+        let leaves = tensors_of(&copies);
         let vectors = case.fresh_vectors();
-        let places = || leaves.iter().chain(vectors.iter().flatten());
-        let values: Vec<Tensor> = places().map(|place| place.detach().copy()).collect();
+        let memories = copies.iter().map(Replica::memory).collect::<Result<Vec<_>>>()?;
         let delay = Tensor::f_ones([4096, 4096], (Kind::Float, device))?;
-        for place in places().filter(|_| late) {
-            let _ = place.f_detach()?.f_zero_()?;
+        if late {
+            for (copy, memory) in copies.iter().zip(&memories) {
+                copy.overwrite(&memory.f_zeros_like()?)?;
+            }
+            for vector in vectors.iter().flatten() {
+                let _ = vector.shallow_clone().f_zero_()?;
+            }
         }
         synchronize(device)?;
         let _guard = StreamGuard::new(&side)?;
@@ -141,16 +147,19 @@ pub(super) fn stream(case: &Case<'_>) -> Result<()> {
             for _ in 0..8 {
                 let _ = delay.f_matmul(&delay)?;
             }
-            for (place, values) in places().zip(&values) {
-                place.f_detach()?.f_copy_(values)?;
+            for (copy, memory) in copies.iter().zip(&memories) {
+                copy.overwrite(memory)?;
+            }
+            for (vector, values) in vectors.iter().flatten().zip(case.vectors.iter().flatten()) {
+                vector.shallow_clone().f_copy_(values)?;
             }
         }
         let outcome = case.runner.run(&leaves, &vectors)?;
         // Read on this stream, before anything waits for another.
-        let copies = |tensors: &[Option<Tensor>]| {
+        let copied = |tensors: &[Option<Tensor>]| {
             tensors.iter().map(|tensor| tensor.as_ref().map(Tensor::copy)).collect::<Vec<_>>()
         };
-        let outcome = Outcome { outputs: copies(&outcome.outputs), gradients: copies(&outcome.gradients) };
+        let outcome = Outcome { outputs: copied(&outcome.outputs), gradients: copied(&outcome.gradients) };
         side.synchronize()?;
         Ok(outcome)
     };
@@ -168,29 +177,27 @@ pub(super) fn cuda_graph(case: &Case<'_>) -> Result<()> {
     for _ in 0..3 {
         case.again()?;
     }
-    let leaves = tensors_of(&case.copies()?);
+    let copies = case.copies()?;
+    let leaves = tensors_of(&copies);
     synchronize(device)?;
     let (graph, captured) = Graph::capture(device, || case.run(&leaves))
         .map_err(|error| Error::msg(format!("it cannot be captured: {error}")))?;
     for factor in [1.0, 0.5] {
-        refill(case, &leaves, factor)?;
+        refill(case, &copies, factor)?;
         graph.replay()?;
-        let fresh = tensors_of(&case.copies()?);
+        let fresh = case.copies()?;
         refill(case, &fresh, factor)?;
-        let expected = case.run(&fresh)?;
+        let expected = case.run(&tensors_of(&fresh))?;
         case.runner.agree("replayed with other values", &captured, &expected)?;
     }
     Ok(())
 }
 
 /// The inputs' own values, those of floating kinds times `factor`.
-fn refill(case: &Case<'_>, leaves: &[Tensor], factor: f64) -> Result<()> {
-    let _guard = tch::no_grad_guard();
-    for (leaf, input) in leaves.iter().zip(case.inputs) {
-        let input = input.f_detach()?;
-        let floating = input.f_is_floating_point()?;
-        let value = if floating { input.f_mul_scalar(factor)? } else { input };
-        leaf.f_detach()?.f_copy_(&value)?;
+fn refill(case: &Case<'_>, copies: &[Replica], factor: f64) -> Result<()> {
+    for (copy, original) in copies.iter().zip(case.copies()?) {
+        let memory = original.memory()?;
+        copy.overwrite(&if memory.f_is_floating_point()? { memory.f_mul_scalar(factor)? } else { memory })?;
     }
     Ok(())
 }
