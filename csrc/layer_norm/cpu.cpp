@@ -170,7 +170,10 @@ struct Row {
         rstd(params.rstd == nullptr ? C(0) : static_cast<const C*>(params.rstd)[row]) {}
 
   V output_grad(int64_t column, int64_t count) const { return load(grad + column, count); }
-  V normal(int64_t column, int64_t count) const { return (load(x + column, count) - mean) * rstd; }
+  // Zeros behind the row's end, where mean · rstd may overflow and infinity times 0 is NaN.
+  V normal(int64_t column, int64_t count) const {
+    return only<C>((load(x + column, count) - mean) * rstd, count);
+  }
   V scaled_grad(int64_t column, int64_t count) const {
     return output_grad(column, count) * load_or<W>(weight, column, count, 1);
   }

@@ -199,3 +199,26 @@ fn lazily_negated_tensors_and_zeros_without_memory() {
         }
     }
 }
+
+/// A finite row has finite gradients, and those of a constant one lose nothing: there is no x̂, so that the mean's
+/// share is all that goes.
+#[test]
+fn gradients_of_huge_constant_rows() {
+    for case in std::iter::once(AFFINE).chain(all_paths()) {
+        for device in devices() {
+            for kind in [Kind::Float, Kind::BFloat16] {
+                for columns in [1, 3, 8, 13, 1001, 9001] {
+                    let mut inputs = around(0.0, 1.0, [2, columns], kind, device);
+                    let _ = inputs[0].fill_(1e37);
+                    let found = results(case, Case::fused, &inputs);
+                    let mut small = inputs;
+                    let _ = small[0].fill_(1.0);
+                    let expected = results(case, Case::fused, &small);
+                    for (found, expected) in found.iter().zip(&expected) {
+                        assert_close(found, expected, 0.0, 0.0);
+                    }
+                }
+            }
+        }
+    }
+}
