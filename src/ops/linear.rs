@@ -29,7 +29,7 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 ///
 /// The products are libtorch's, under its precision switches, and so is their accuracy; the bias goes into the
 /// forward product's epilogue where libtorch does that. The bias' gradient is a kernel of our own: sums of `Half` and
-/// `BFloat16` are made in `Float` and rounded once, in an order that sizes alone decide. A gradient dy with gaps between its rows is
+/// `BFloat16` are made in `Float` and rounded once, in an order that sizes decide, and on CUDA whether dy allows 16-byte loads. A gradient dy with gaps between its rows is
 /// read without a copy. The backward keeps the input if the weight requires grad, and the weight if the input does.
 ///
 /// Equivalent to:

@@ -54,7 +54,7 @@ const BIAS_KINDS: [Kind; 10] = [
 /// kinds and rounded once, so that with one kind for all three, none requiring grad, it gives the composite's very
 /// values. It works in place and reads the bias by strides, without a copy. In the backward one kernel makes dz and, of
 /// a bias that is a row or of full shape, its gradient, in an
-/// order that sizes alone decide. NaN goes through as in libtorch's relu. The backward keeps y, `lhs` if `rhs` requires grad, and the other way round.
+/// order that sizes decide, and on CUDA whether dy allows 16-byte loads. NaN goes through as in libtorch's relu. The backward keeps y, `lhs` if `rhs` requires grad, and the other way round.
 ///
 /// Equivalent to:
 /// ```
