@@ -165,3 +165,14 @@ fn the_bits_are_the_same_whether_or_not_gradients_are_wanted() {
         assert!(!found.requires_grad() && found.equal(&expected));
     }
 }
+
+/// Large enough for several threads, and of dimensions that do not merge.
+#[test]
+fn a_broadcast_batch_is_cut_between_threads() {
+    for device in devices() {
+        let sizes: [(&[i64], i64); 3] = [(&[8, 64, 2], 0), (&[2, 300], 1), (&[8, 1, 300], 2)];
+        let inputs = sizes.map(|(size, seed)| noise(size, seed).to_device(device));
+        let [found, expected] = OPERATORS.map(|operator| call(operator, &inputs).expect("output"));
+        assert!(found.equal(&expected), "{device:?}");
+    }
+}
