@@ -22,11 +22,12 @@ int64_t rows_per_part(const LayerNormBackward& params) {
   return (params.rows + params.parts - 1) / params.parts;
 }
 
-int64_t forward_items(const LayerNormForward& params) { return params.rows; }
+// Without columns there may be any number of rows, with nothing in them.
+int64_t forward_items(const LayerNormForward& params) { return params.columns == 0 ? 0 : params.rows; }
 
 int64_t forward_grain(const LayerNormForward& params) { return grain_of(params.columns); }
 
-int64_t backward_items(const LayerNormBackward& params) { return params.parts; }
+int64_t backward_items(const LayerNormBackward& params) { return params.columns == 0 ? 0 : params.parts; }
 
 int64_t backward_grain(const LayerNormBackward& params) {
   return grain_of(rows_per_part(params) * params.columns);
@@ -107,7 +108,7 @@ Moments<C> moments(const T* x, int64_t columns, double eps) {
   row_sums(columns, first, [&](int64_t column, int64_t count, V* sums) {
     sums[0] = at::vec::fmadd(load(x + column, count), scales, sums[0]);
   });
-  const C mean = columns == 0 ? C(0) : pivot(first[0] / scaled_columns, static_cast<C>(x[0]));
+  const C mean = pivot(first[0] / scaled_columns, static_cast<C>(x[0]));
 
   C second[2];
   row_sums(columns, second, [&](int64_t column, int64_t count, V* sums) {
@@ -170,7 +171,10 @@ struct Row {
         rstd(params.rstd == nullptr ? C(0) : static_cast<const C*>(params.rstd)[row]) {}
 
   V output_grad(int64_t column, int64_t count) const { return load(grad + column, count); }
-  V normal(int64_t column, int64_t count) const { return (load(x + column, count) - mean) * rstd; }
+  // Zeros behind the row's end, where mean · rstd may overflow and infinity times 0 is NaN.
+  V normal(int64_t column, int64_t count) const {
+    return only<C>((load(x + column, count) - mean) * rstd, count);
+  }
   V scaled_grad(int64_t column, int64_t count) const {
     return output_grad(column, count) * load_or<W>(weight, column, count, 1);
   }

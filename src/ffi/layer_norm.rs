@@ -63,7 +63,8 @@ impl Plan {
         }
     }
 
-    /// Into how many the sums over rows are cut. Given by sizes alone, so that the bits are always the same.
+    /// Into how many the sums over rows are cut. Given by sizes and alignment alone, so that the same arrays give the
+    /// same bits.
     fn parts(&self, rows: i64, device: Device) -> i64 {
         let (rows_of_part, most) = match (device, self.in_registers) {
             (Device::Cpu, _) => (8, 128),

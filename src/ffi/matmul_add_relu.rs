@@ -56,6 +56,10 @@ pub(crate) fn forward(product: Option<&Tensor>, bias: &Tensor, out: &mut Tensor)
     let target = checked("out", out, &size, like)?;
     let product = product.map(|product| operand("product", product, &size, like)).transpose()?;
     let bias = operand("bias", bias, &size, like)?;
+    // Dimensions without elements cannot be merged, so that no copy would have few enough.
+    if out.numel() == 0 {
+        return Ok(());
+    }
     let strides = [product.as_ref().unwrap_or(out).stride(), bias.stride()];
     let Some(merged) = merge(&size, &strides) else {
         let product = product.as_ref().map(plain).transpose()?;

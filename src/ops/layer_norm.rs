@@ -30,7 +30,8 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// there is nothing to compute, and without rows the gradients of weight and bias are zeros (libtorch on CUDA then takes any mixed kinds; this does not). Of the half kinds,
 /// everything is computed in `Float` and rounded once. Under autocast on CUDA all that is not `Double` is cast to
 /// `Float`, as in libtorch; autocast on the CPU changes nothing. Has first and second derivatives with respect to
-/// each tensor. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic.
+/// each tensor. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic;
+/// the order of sums depends on sizes, and on CUDA also on whether all tensors allow 16-byte loads.
 ///
 /// The variance comes from a second pass over the centred row, and what the rounding of the mean took from it is
 /// put back. The bounds, which tests hold it to: an output or gradient of `Float`, `Half` or `BFloat16` is no further

@@ -1,5 +1,6 @@
 //! The linear layer's operator.
 
+use super::{count_rows, rows};
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
 use crate::check::Check;
@@ -28,7 +29,7 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 ///
 /// The products are libtorch's, under its precision switches, and so is their accuracy; the bias goes into the
 /// forward product's epilogue where libtorch does that. The bias' gradient is a kernel of our own: sums of `Half` and
-/// `BFloat16` are made in `Float` and rounded once, in an order that sizes alone decide. A gradient dy with gaps between its rows is
+/// `BFloat16` are made in `Float` and rounded once, in an order that sizes decide, and on CUDA whether dy allows 16-byte loads. A gradient dy with gaps between its rows is
 /// read without a copy. The backward keeps the input if the weight requires grad, and the weight if the input does.
 ///
 /// Equivalent to:
@@ -87,9 +88,13 @@ fn check_arguments(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
     beside(check!(OP, weight))?;
     bias.map(|bias| beside(check!(OP, bias))).transpose()?;
 
-    let Some(&features) = input.tensor().size().last() else {
+    let size = input.tensor().size();
+    let Some(&features) = size.last() else {
         return Err(input.refuse("shape [..., in]", "a single number, []", "view it as [1]"));
     };
+    if count_rows(&size).is_none() {
+        return Err(input.refuse("leading sizes whose product fits 64 bits", format!("{size:?}"), ""));
+    }
     check!(OP, weight).dim(2, "[out, in]")?;
     let out = weight.size2()?.0;
     check!(OP, weight).shape("[out, in]", &[out, features])?;
@@ -175,11 +180,4 @@ fn bias_gradient(ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
         return Ok(Some(grad.f_sum_dim_intlist([0_i64].as_slice(), false, grad.f_kind()?)?));
     }
     kernels::bias_grad(grad).map(Some)
-}
-
-/// `[..., n]` as a matrix `[rows, n]`.
-fn rows(tensor: &Tensor) -> Result<Tensor> {
-    let size = tensor.size();
-    let (columns, leading) = size.split_last().map_or((1, &[][..]), |(&last, leading)| (last, leading));
-    Ok(tensor.f_reshape([leading.iter().product::<i64>(), columns])?)
 }

@@ -1,5 +1,6 @@
 //! A matrix product, a bias and a ReLU in one.
 
+use super::rows;
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
 use crate::ffi::matmul_add_relu as kernels;
@@ -37,8 +38,8 @@ const BIAS_KINDS: [Kind; 10] = [
 /// * `bias`: any shape that broadcasts with the product's, also one with more or larger dimensions
 ///
 /// Returns y, of the shape to which the product and the bias broadcast; the product's own is
-/// that of `matmul`: leading dimensions broadcast, and those that a vector lacks are left out. On one CPU or CUDA device; any strides, any sizes, also
-/// empty ones. Has first and second derivatives with respect to each tensor, and computes only those asked for. On
+/// that of `matmul`: leading dimensions broadcast, and those that a vector lacks are left out. All on one CPU or CUDA device, also a bias of
+/// one number, which libtorch would fetch from the CPU; any strides, any sizes, also empty ones. Has first and second derivatives with respect to each tensor, and computes only those asked for. On
 /// CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic as far as libtorch's
 /// products are.
 ///
@@ -48,10 +49,12 @@ const BIAS_KINDS: [Kind; 10] = [
 /// with dimensions outweighs one without. Under autocast `lhs` and `rhs` are cast to its kind first, and the bias is not, as libtorch does
 /// with the two operations.
 ///
-/// The product is libtorch's, under its precision switches, and so is its accuracy; everything behind it is one kernel, computed in
-/// `Float` for the half kinds and rounded once, so that with one kind for all three it gives the composite's very values. It works in place and reads
-/// the bias by strides, without a copy. In the backward one kernel makes dz and, of a bias that is a row or of full shape, its gradient, in an
-/// order that sizes alone decide. NaN goes through as in libtorch's relu. The backward keeps y, `lhs` if `rhs` requires grad, and the other way round.
+/// The product is libtorch's, under its precision switches, and so is its accuracy; it has the same bits whether or not
+/// gradients are wanted (libtorch's own may not). Everything behind it is one kernel, computed in `Float` for the half
+/// kinds and rounded once, so that with one kind for all three, none requiring grad, it gives the composite's very
+/// values. It works in place and reads the bias by strides, without a copy. In the backward one kernel makes dz and, of
+/// a bias that is a row or of full shape, its gradient, in an
+/// order that sizes decide, and on CUDA whether dy allows 16-byte loads. NaN goes through as in libtorch's relu. The backward keeps y, `lhs` if `rhs` requires grad, and the other way round.
 ///
 /// Equivalent to:
 /// ```
@@ -220,7 +223,7 @@ impl Function for MatmulAddRelu {
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (lhs, rhs, bias) = (inputs.get(place::LHS)?, inputs.get(place::RHS)?, inputs.get(place::BIAS)?);
-        let product = product(lhs, rhs, saver.needs_graph())?;
+        let product = product(lhs, rhs)?;
         (self.lhs, self.rhs) = (lhs.size(), rhs.size());
         self.product = Some((product.size(), product.f_kind()?));
         self.bias = Some((bias.size(), bias.f_kind()?));
@@ -242,9 +245,10 @@ impl Function for MatmulAddRelu {
     }
 }
 
-/// Detached, because matmul goes another way for tensors that require grad, which shows in the last bits.
-fn product(lhs: &Tensor, rhs: &Tensor, needs_graph: bool) -> Result<Tensor> {
-    if needs_graph {
+/// Detached, because matmul goes another way for tensors that require grad, also where no graph is made, which shows
+/// in the last bits.
+fn product(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
+    if lhs.requires_grad() || rhs.requires_grad() {
         return Ok(lhs.f_detach()?.f_matmul(&rhs.f_detach()?)?);
     }
     Ok(lhs.f_matmul(rhs)?)
@@ -405,11 +409,4 @@ fn is_one_matrix(size: &[i64]) -> bool {
 fn matrix(tensor: &Tensor) -> Result<Tensor> {
     let size = tensor.size();
     Ok(tensor.f_view(&size[size.len() - 2..])?)
-}
-
-/// `[..., n]` as a matrix `[rows, n]`.
-fn rows(tensor: &Tensor) -> Result<Tensor> {
-    let size = tensor.size();
-    let (columns, leading) = size.split_last().map_or((1, &[][..]), |(&last, leading)| (last, leading));
-    Ok(tensor.f_reshape([leading.iter().product::<i64>(), columns])?)
 }

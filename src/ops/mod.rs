@@ -21,3 +21,17 @@ pub use matmul_add_relu::{f_matmul_add_relu, matmul_add_relu, matmul_add_relu_re
 fn unwrap<T>(result: crate::Result<T>) -> T {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
+
+/// `[..., n]` as a matrix `[rows, n]`.
+fn rows(tensor: &tch::Tensor) -> crate::Result<tch::Tensor> {
+    let size = tensor.size();
+    let columns = size.last().copied().unwrap_or(1);
+    let rows = count_rows(&size).ok_or_else(|| crate::Error::msg(format!("{size:?} has too many rows")))?;
+    Ok(tensor.f_reshape([rows, columns])?)
+}
+
+/// The product of the leading dimensions. Without elements, it may be beyond 64 bits.
+fn count_rows(size: &[i64]) -> Option<i64> {
+    let leading = &size[..size.len().saturating_sub(1)];
+    leading.iter().try_fold(1_i64, |rows, &size| rows.checked_mul(size))
+}

@@ -82,6 +82,16 @@ fn without_rows_or_columns_as_libtorch_has_it() {
     }
 }
 
+/// Nothing is done for each of them: that would take days.
+#[test]
+fn any_number_of_rows_without_columns() {
+    for device in devices() {
+        let rows = Tensor::zeros([1 << 48, 0], (Kind::Float, device));
+        let output = f_layer_norm(&rows, &[0], None, None, EPS).expect("output");
+        assert_eq!(output.size(), [1 << 48, 0]);
+    }
+}
+
 #[test]
 fn more_threads_give_the_same_bits() {
     let sample = AFFINE.samples(&[[1000, 40]], Kind::Float, Device::Cpu).remove(0);

@@ -17,6 +17,8 @@ fn bad_arguments_are_named() {
         (0, Tensor::new(), &["a tensor", "undefined"]),
         (0, float(&[2, 4]).to_sparse_sparse_dim(2), &["dense", "to_dense"]),
         (0, float(&[2, 4]).to_mkldnn(), &["dense", "to_dense"]),
+        // libtorch refuses it, too.
+        (0, float(&[1 << 32, 1 << 31, 0]), &["leading sizes whose product fits 64 bits", "[4294967296, "]),
         (1, float(&[3, 5]), &["[out, in] = [3, 4]", "[3, 5]"]),
         (1, float(&[4, 3]), &["[out, in] = [4, 4]", "[4, 3]"]),
         (1, float(&[4]), &["2 dimensions [out, in]", "[4]"]),

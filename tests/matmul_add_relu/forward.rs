@@ -124,3 +124,55 @@ fn lazily_negated_tensors_and_zeros_without_memory() {
         }
     }
 }
+
+/// There is nothing to compute, in however many dimensions: those without elements do not merge into fewer.
+#[test]
+fn empty_in_many_dimensions() {
+    for device in devices() {
+        let patterns: [[&[i64]; 3]; 2] =
+            [[&[0, 0, 0, 0, 0, 0, 2], &[2, 0], &[1]], [&[0, 0, 2], &[2, 0], &[0, 1, 0, 1, 0, 1, 0, 0, 0]]];
+        for pattern in patterns {
+            let inputs = leaves(&pattern.map(|size| Tensor::zeros(size, (Kind::Double, device))));
+            let [found, expected] = OPERATORS.map(|operator| results(operator, &inputs, |y| y.ones_like()));
+            for (found, expected) in found.iter().zip(&expected) {
+                assert!(found.size() == expected.size() && found.equal(expected), "{pattern:?} {device:?}");
+            }
+        }
+    }
+}
+
+/// libtorch cannot, either: an error, not a panic.
+#[test]
+fn more_rows_than_can_be_counted() {
+    let inputs: [&[i64]; 3] = [&[1 << 32, 1 << 31, 0], &[0, 0], &[1]];
+    let inputs = inputs.map(|size| Tensor::zeros(size, (Kind::Double, Device::Cpu)));
+    for operator in OPERATORS {
+        assert!(call(operator, &inputs).is_err());
+    }
+}
+
+/// matmul itself goes another way for a batch with gaps if the other factor requires grad.
+#[test]
+fn the_bits_are_the_same_whether_or_not_gradients_are_wanted() {
+    for device in devices() {
+        let lhs = noise(&[3, 2, 1000], 0).to_device(device).transpose(0, 1);
+        let inputs = [lhs, noise(&[1000, 1], 1).to_device(device), noise(&[1], 2).to_device(device)];
+        let leaves = inputs.each_ref().map(|input| input.detach().set_requires_grad(true));
+        let expected = call(f_matmul_add_relu, &inputs).expect("without");
+        let found = call(f_matmul_add_relu, &leaves).expect("with a graph");
+        assert!(found.requires_grad() && found.equal(&expected));
+        let found = tch::no_grad(|| call(f_matmul_add_relu, &leaves)).expect("without a graph");
+        assert!(!found.requires_grad() && found.equal(&expected));
+    }
+}
+
+/// Large enough for several threads, and of dimensions that do not merge.
+#[test]
+fn a_broadcast_batch_is_cut_between_threads() {
+    for device in devices() {
+        let sizes: [(&[i64], i64); 3] = [(&[8, 64, 2], 0), (&[2, 300], 1), (&[8, 1, 300], 2)];
+        let inputs = sizes.map(|(size, seed)| noise(size, seed).to_device(device));
+        let [found, expected] = OPERATORS.map(|operator| call(operator, &inputs).expect("output"));
+        assert!(found.equal(&expected), "{device:?}");
+    }
+}

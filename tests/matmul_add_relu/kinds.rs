@@ -96,6 +96,22 @@ fn gradients_have_the_inputs_kinds() {
     }
 }
 
+/// A sum over what only the bias has is made in the result's kind: its terms need not fit the product's.
+#[test]
+fn gradients_are_summed_before_they_are_narrowed() {
+    for device in devices() {
+        let factor = || Tensor::ones([1, 1], (Kind::Half, device));
+        let inputs = leaves(&[factor(), factor(), Tensor::ones([2, 1, 1], (Kind::Float, device))]);
+        let vector = Tensor::from_slice(&[1e5_f32, -99_000.0]).view([2, 1, 1]).to_device(device);
+        for operator in OPERATORS {
+            let found = results(operator, &inputs, |_| vector.shallow_clone());
+            for gradient in &found[1..3] {
+                assert_eq!(gradient.double_value(&[0, 0]), 1000.0);
+            }
+        }
+    }
+}
+
 #[test]
 fn under_autocast_values_and_gradients_are_libtorchs() {
     for device in devices() {
