@@ -27,7 +27,7 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 ///
 /// Returns y, of `input`'s shape and kind, contiguous. Weight and bias are of the input's kind; on the CPU they may
 /// both be `Float` beside a half kind, as in libtorch. Any strides, any sizes, also empty ones: without columns
-/// there is nothing to compute, and without rows the gradients of weight and bias are zeros (libtorch on CUDA then takes any mixed kinds; this does not). Of the half kinds,
+/// there is nothing to compute, and without rows the gradients of weight and bias are zeros (libtorch on CUDA then takes any kinds; this does not). Of the half kinds,
 /// everything is computed in `Float` and rounded once. Under autocast on CUDA all that is not `Double` is cast to
 /// `Float`, as in libtorch; autocast on the CPU changes nothing. Has first and second derivatives with respect to
 /// each tensor. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic;

@@ -29,14 +29,15 @@ fn property(device: Device) -> Property<'static> {
             assert_eq!(reference.kind(), kind);
             Ok(vec![reference])
         },
-        excluded: if device == Device::Cpu { &|_| false } else { &nothing_of_mixed_kinds },
+        excluded: if device == Device::Cpu { &|_| false } else { &nothing_of_other_kinds },
     }
 }
 
 /// Without elements libtorch's CUDA kernel takes any kinds.
-fn nothing_of_mixed_kinds(Case(arguments): &Case) -> bool {
+fn nothing_of_other_kinds(Case(arguments): &Case) -> bool {
     let [Some(x), w, b, _] = &arguments[..] else { return false };
-    x.size.contains(&0) && [w, b].into_iter().flatten().any(|argument| argument.kind != x.kind)
+    let mixed = [w, b].into_iter().flatten().any(|argument| argument.kind != x.kind);
+    x.size.contains(&0) && (mixed || !support::KINDS.contains(&x.kind))
 }
 
 fn cases() -> impl Strategy<Value = Case> {

@@ -13,8 +13,9 @@ use crate::{Error, Result};
 use run::Case;
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, PoisonError};
 use surroundings::Kept;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 const OP: &str = "conformance";
 
@@ -99,6 +100,7 @@ const PROPERTIES: [(&str, Property); 13] = [
 /// Complex and sparse tensors are not supported. A race shows in *threads* only when the two threads meet, which
 /// inputs of a few elements make unlikely.
 ///
+/// On CUDA, calls of it take turns; other threads must not wait for the whole device meanwhile, or the capture fails.
 /// All this takes a hundred calls and more, so inputs are best small. It is done with grad mode on, and with the
 /// caller's autocast settings, in new threads, too. `operator` gets copies of `inputs` with their strides and
 /// alignment; the originals are never touched. Those that require grad are what is differentiated by, as for
@@ -131,6 +133,9 @@ where
     for (index, &input) in inputs.iter().enumerate() {
         Check::new(OP, &format!("inputs[{index}]"), input).defined()?;
     }
+    // A capture in one thread does not survive that another waits for the device.
+    let on_cuda = inputs.iter().any(|input| input.device() != Device::Cpu);
+    let _alone = on_cuda.then(|| ON_CUDA.lock().unwrap_or_else(PoisonError::into_inner));
     let operator = |inputs: &[Tensor]| operator(inputs).map(Into::into);
     let _kept = Kept::of(inputs)?;
     tch_extension_set_grad_mode(true);
@@ -143,6 +148,8 @@ where
         .collect();
     if failures.is_empty() { Ok(()) } else { Err(Error::msg(failures.join("\n"))) }
 }
+
+static ON_CUDA: Mutex<()> = Mutex::new(());
 
 /// An operator may panic where an input is not what it expects; other properties are still worth looking at.
 fn caught<T>(call: impl FnOnce() -> Result<T>) -> Result<T> {
