@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "layer_norm.h"
+#include "tch_extension/cuda_vector.h"
 #include "tch_extension/launch.h"
 
 namespace tch_extension {
@@ -24,34 +25,12 @@ template <typename T>
 constexpr int kValues = sizeof(Compute<T>) == 8 ? 8 : 16;
 
 template <typename T, int kLanes>
-struct Values {
-  Compute<T> lane[kLanes];
-};
-
-template <typename T, int kLanes>
-__device__ __forceinline__ Values<T, kLanes> load(const void* pointer, int64_t at) {
-  const auto stored = *reinterpret_cast<const Vector<T, kLanes>*>(static_cast<const T*>(pointer) + at);
-  Values<T, kLanes> values;
-#pragma unroll
-  for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] = static_cast<Compute<T>>(stored.lane[lane]);
-  return values;
-}
-
-template <typename T, int kLanes>
 __device__ __forceinline__ Values<T, kLanes> load_or(const void* pointer, int64_t at, Compute<T> otherwise) {
-  if (pointer != nullptr) return load<T, kLanes>(pointer, at);
+  if (pointer != nullptr) return load_values<T, kLanes>(pointer, at);
   Values<T, kLanes> values;
 #pragma unroll
   for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] = otherwise;
   return values;
-}
-
-template <typename T, int kLanes>
-__device__ __forceinline__ void store(void* pointer, int64_t at, const Values<T, kLanes>& values) {
-  Vector<T, kLanes> rounded;
-#pragma unroll
-  for (int lane = 0; lane < kLanes; ++lane) rounded.lane[lane] = static_cast<T>(values.lane[lane]);
-  *reinterpret_cast<Vector<T, kLanes>*>(static_cast<T*>(pointer) + at) = rounded;
 }
 
 template <typename C>
@@ -142,7 +121,7 @@ __device__ __forceinline__ void write_normal(const LayerNormForward& params, int
     const Compute<T> normal = (x.lane[lane] - moments.mean - moments.correction) * moments.rstd;
     y.lane[lane] = normal * weight.lane[lane] + bias.lane[lane];
   }
-  store<T, kLanes>(params.output, row_at + column, y);
+  store_values<T, kLanes>(params.output, row_at + column, y);
 }
 
 template <typename T, int kLanes, bool kWithinWarp>
@@ -169,7 +148,8 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_forward_in_registers(
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int index = v * team + thread;
-      if (index < mine) x[v] = load<T, kLanes>(params.input, at + static_cast<int64_t>(index) * kLanes);
+      if (index < mine)
+        x[v] = load_values<T, kLanes>(params.input, at + static_cast<int64_t>(index) * kLanes);
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -221,7 +201,7 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_forward_in_passes(Lay
     // A sum for each lane: the shorter the sums, the less is lost.
     C sums[kLanes] = {};
     for (int64_t index = threadIdx.x; index < vectors; index += team) {
-      const auto x = load<T, kLanes>(params.input, at + index * kLanes);
+      const auto x = load_values<T, kLanes>(params.input, at + index * kLanes);
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) sums[lane] += x.lane[lane] * scale;
     }
@@ -233,7 +213,7 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_forward_in_passes(Lay
 
     Pair<C> by_lane[kLanes] = {};
     for (int64_t index = threadIdx.x; index < vectors; index += team) {
-      const auto x = load<T, kLanes>(params.input, at + index * kLanes);
+      const auto x = load_values<T, kLanes>(params.input, at + index * kLanes);
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) {
         const C difference = x.lane[lane] - mean;
@@ -251,7 +231,7 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_forward_in_passes(Lay
     const auto moments = moments_from<C>(mean, centred, scale, params.columns, params.eps);
 
     for (int64_t index = threadIdx.x; index < vectors; index += team) {
-      const auto x = load<T, kLanes>(params.input, at + index * kLanes);
+      const auto x = load_values<T, kLanes>(params.input, at + index * kLanes);
       write_normal<T, kLanes>(params, at, index * kLanes, x, moments);
     }
     if (threadIdx.x == 0) keep_moments(params, row, moments);
@@ -332,8 +312,8 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers
       const int index = v * team + thread;
       if (index < mine) {
         const int64_t column = static_cast<int64_t>(index) * kLanes;
-        grad[v] = load<T, kLanes>(params.grad_output, at + column);
-        if (has_moments) normal[v] = load<T, kLanes>(params.input, at + column);
+        grad[v] = load_values<T, kLanes>(params.grad_output, at + column);
+        if (has_moments) normal[v] = load_values<T, kLanes>(params.input, at + column);
       }
     }
     Pair<C> sum = {C(0), C(0)};
@@ -378,7 +358,7 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers
             grad[v].lane[lane] =
                 rstd * (grad[v].lane[lane] - mean_grad - normal[v].lane[lane] * mean_product);
           }
-          store<T, kLanes>(params.grad_input, at + static_cast<int64_t>(index) * kLanes, grad[v]);
+          store_values<T, kLanes>(params.grad_input, at + static_cast<int64_t>(index) * kLanes, grad[v]);
         }
       }
     }
@@ -405,8 +385,8 @@ template <typename T, int kLanes>
 __device__ __forceinline__ Terms<T, kLanes> load_terms(const LayerNormBackward& params, int64_t at,
                                                        int64_t column, Pair<Compute<T>> moments) {
   Terms<T, kLanes> terms;
-  terms.normal = load<T, kLanes>(params.input, at + column);
-  terms.grad = load<T, kLanes>(params.grad_output, at + column);
+  terms.normal = load_values<T, kLanes>(params.input, at + column);
+  terms.grad = load_values<T, kLanes>(params.grad_output, at + column);
   const auto weight = load_or<T, kLanes>(params.weight, column, Compute<T>(1));
 #pragma unroll
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -453,7 +433,7 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_passes(La
         terms.grad.lane[lane] =
             moments.second * (terms.grad.lane[lane] - mean_grad - terms.normal.lane[lane] * mean_product);
       }
-      store<T, kLanes>(params.grad_input, at + index * kLanes, terms.grad);
+      store_values<T, kLanes>(params.grad_input, at + index * kLanes, terms.grad);
     }
   }
 }
@@ -472,9 +452,9 @@ __global__ void __launch_bounds__(kThreads) layer_norm_parts(LayerNormBackward p
     C weight_sums[kLanes] = {}, bias_sums[kLanes] = {};
     for (int64_t row = begin; row < end; ++row) {
       const int64_t at = row * params.columns + column;
-      const auto grad = load<T, kLanes>(params.grad_output, at);
+      const auto grad = load_values<T, kLanes>(params.grad_output, at);
       if (params.weight_parts != nullptr) {
-        const auto x = load<T, kLanes>(params.input, at);
+        const auto x = load_values<T, kLanes>(params.input, at);
         const Pair<C> moments = kept_moments<C>(params, row);
 #pragma unroll
         for (int lane = 0; lane < kLanes; ++lane) {

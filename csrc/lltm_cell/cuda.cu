@@ -3,38 +3,16 @@
 // writes 4. Neighbouring threads touch neighbouring addresses, 16 bytes each where sizes and addresses allow.
 
 #include "lltm_cell.h"
+#include "tch_extension/cuda_vector.h"
 #include "tch_extension/launch.h"
 #include "tch_extension/scalar_math.h"
 
 namespace tch_extension {
 namespace {
 
-// What a thread computes with.
-template <typename T, int kLanes>
-struct Values {
-  Compute<T> lane[kLanes];
-};
-
-template <typename T, int kLanes>
-__device__ __forceinline__ Values<T, kLanes> load(const void* pointer, int64_t at) {
-  const auto stored = *reinterpret_cast<const Vector<T, kLanes>*>(static_cast<const T*>(pointer) + at);
-  Values<T, kLanes> values;
-#pragma unroll
-  for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] = static_cast<Compute<T>>(stored.lane[lane]);
-  return values;
-}
-
-template <typename T, int kLanes>
-__device__ __forceinline__ void store(void* pointer, int64_t at, const Values<T, kLanes>& values) {
-  Vector<T, kLanes> rounded;
-#pragma unroll
-  for (int lane = 0; lane < kLanes; ++lane) rounded.lane[lane] = static_cast<T>(values.lane[lane]);
-  *reinterpret_cast<Vector<T, kLanes>*>(static_cast<T*>(pointer) + at) = rounded;
-}
-
 template <typename T, int kLanes>
 __device__ __forceinline__ Values<T, kLanes> load_or_zero(const void* pointer, int64_t at) {
-  return pointer == nullptr ? Values<T, kLanes>{} : load<T, kLanes>(pointer, at);
+  return pointer == nullptr ? Values<T, kLanes>{} : load_values<T, kLanes>(pointer, at);
 }
 
 // Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the arithmetic.
@@ -48,10 +26,10 @@ __global__ void __launch_bounds__(kThreads) lltm_cell_forward_kernel(LltmCellFor
        index += static_cast<Index>(gridDim.x) * kThreads) {
     const int64_t at = static_cast<int64_t>(index) * kLanes;
     const int64_t at_gate = at + 2 * hidden * static_cast<int64_t>(index / vectors_per_row);
-    auto i = load<T, kLanes>(params.gates, at_gate);
-    auto o = load<T, kLanes>(params.gates, at_gate + hidden);
-    const auto g = load<T, kLanes>(params.gates, at_gate + 2 * hidden);
-    auto c = load<T, kLanes>(params.c, at);
+    auto i = load_values<T, kLanes>(params.gates, at_gate);
+    auto o = load_values<T, kLanes>(params.gates, at_gate + hidden);
+    const auto g = load_values<T, kLanes>(params.gates, at_gate + 2 * hidden);
+    auto c = load_values<T, kLanes>(params.c, at);
     Values<T, kLanes> h;
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -60,11 +38,11 @@ __global__ void __launch_bounds__(kThreads) lltm_cell_forward_kernel(LltmCellFor
       c.lane[lane] += elu(g.lane[lane]) * i.lane[lane];
       h.lane[lane] = tanh(c.lane[lane]) * o.lane[lane];
     }
-    store<T>(params.new_c, at, c);
-    store<T>(params.new_h, at, h);
+    store_values<T>(params.new_c, at, c);
+    store_values<T>(params.new_h, at, h);
     if (params.save_activations) {
-      store<T>(params.gates, at_gate, i);
-      store<T>(params.gates, at_gate + hidden, o);
+      store_values<T>(params.gates, at_gate, i);
+      store_values<T>(params.gates, at_gate + hidden, o);
     }
   }
 }
@@ -79,10 +57,10 @@ __global__ void __launch_bounds__(kThreads) lltm_cell_backward_kernel(LltmCellBa
        index += static_cast<Index>(gridDim.x) * kThreads) {
     const int64_t at = static_cast<int64_t>(index) * kLanes;
     const int64_t at_gate = at + 2 * hidden * static_cast<int64_t>(index / vectors_per_row);
-    const auto i = load<T, kLanes>(params.activations, at_gate);
-    const auto o = load<T, kLanes>(params.activations, at_gate + hidden);
-    const auto g = load<T, kLanes>(params.activations, at_gate + 2 * hidden);
-    const auto new_c = load<T, kLanes>(params.new_c, at);
+    const auto i = load_values<T, kLanes>(params.activations, at_gate);
+    const auto o = load_values<T, kLanes>(params.activations, at_gate + hidden);
+    const auto g = load_values<T, kLanes>(params.activations, at_gate + 2 * hidden);
+    const auto new_c = load_values<T, kLanes>(params.new_c, at);
     const auto grad_h = load_or_zero<T, kLanes>(params.grad_new_h, at);
     auto grad_c = load_or_zero<T, kLanes>(params.grad_new_c, at);
     Values<T, kLanes> grad_i, grad_o, grad_g;
@@ -94,10 +72,10 @@ __global__ void __launch_bounds__(kThreads) lltm_cell_backward_kernel(LltmCellBa
       grad_o.lane[lane] = grad_h.lane[lane] * tanh_c * sigmoid_grad(o.lane[lane]);
       grad_g.lane[lane] = grad_c.lane[lane] * i.lane[lane] * elu_grad(g.lane[lane]);
     }
-    store<T>(params.grad_gates, at_gate, grad_i);
-    store<T>(params.grad_gates, at_gate + hidden, grad_o);
-    store<T>(params.grad_gates, at_gate + 2 * hidden, grad_g);
-    if (params.grad_c != nullptr) store<T>(params.grad_c, at, grad_c);
+    store_values<T>(params.grad_gates, at_gate, grad_i);
+    store_values<T>(params.grad_gates, at_gate + hidden, grad_o);
+    store_values<T>(params.grad_gates, at_gate + 2 * hidden, grad_g);
+    if (params.grad_c != nullptr) store_values<T>(params.grad_c, at, grad_c);
   }
 }
 

@@ -111,15 +111,7 @@ fn checked(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
 fn check_arguments(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<()> {
     let lhs = check!(OP, lhs).kind_in(&KINDS)?.supported_device()?;
     let rhs = check!(OP, rhs).like(&lhs)?;
-    let bias = check!(OP, bias).kind_in(&BIAS_KINDS)?;
-    let (device, got) = (lhs.tensor().device(), bias.tensor().device());
-    if got != device {
-        return Err(bias.refuse(
-            format!("device {device:?}, as lhs"),
-            format!("{got:?}"),
-            format!("move it with to_device(Device::{device:?})"),
-        ));
-    }
+    let bias = check!(OP, bias).kind_in(&BIAS_KINDS)?.beside(&lhs)?;
     let (lhs_size, rhs_size) = (lhs.tensor().size(), rhs.tensor().size());
     for (argument, size) in [(lhs, &lhs_size), (rhs, &rhs_size)] {
         if size.is_empty() {

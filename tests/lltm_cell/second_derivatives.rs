@@ -35,40 +35,10 @@ fn second_derivatives_in_chains_and_with_dependent_inputs() {
     for device in devices() {
         for (name, program) in programs {
             let sample = one([3, 4, 5], Kind::Double, device);
-            let (fused, fused_second) = first_and_second(program, f_lltm_cell, &sample);
-            let (expected, expected_second) = first_and_second(program, lltm_cell_reference, &sample);
-            let leaves = leaves(&sample.inputs);
-            let plain = program(f_lltm_cell, &leaves);
-            let options = GradOptions { allow_unused: true, ..Default::default() };
-            let plain = grad(&[&plain], &leaves.iter().collect::<Vec<_>>(), &options).expect(name).into_vec();
-            for index in 0..leaves.len() {
-                let Some(expected) = &expected[index] else { continue };
-                let fused = fused[index].as_ref().expect(name);
-                assert_close(fused, expected, 1e-10, 1e-10);
-                // The kernel's gradient and the one with a graph are the same function.
-                assert_close(plain[index].as_ref().expect(name), fused, 1e-10, 1e-10);
-                let second = fused_second[index].as_ref().expect(name);
-                assert_close(second, expected_second[index].as_ref().expect(name), 1e-9, 1e-9);
-            }
+            let (fused, reference): (Cell, Cell) = (f_lltm_cell, lltm_cell_reference);
+            let programs: [&dyn Fn(&[Tensor]) -> Tensor; 2] =
+                [&|leaves| program(fused, leaves), &|leaves| program(reference, leaves)];
+            support::assert_derivatives_agree(name, programs, &sample.inputs, 1e-10);
         }
     }
-}
-
-type Gradients = Vec<Option<Tensor>>;
-
-fn first_and_second(
-    program: fn(Cell, &[Tensor]) -> Tensor,
-    cell: Cell,
-    sample: &Sample,
-) -> (Gradients, Gradients) {
-    let leaves = leaves(&sample.inputs);
-    let inputs: Vec<&Tensor> = leaves.iter().collect();
-    let loss = program(cell, &leaves);
-    let options = GradOptions { create_graph: true, allow_unused: true, ..Default::default() };
-    let first = grad(&[&loss], &inputs, &options).expect("first").into_vec();
-    let norm =
-        first.iter().flatten().map(|gradient| gradient.square().sum(Kind::Double)).reduce(|a, b| a + b);
-    let options = GradOptions { allow_unused: true, ..Default::default() };
-    let second = grad(&[&norm.expect("gradients")], &inputs, &options).expect("second").into_vec();
-    (first, second)
 }

@@ -199,6 +199,45 @@ pub fn incoming(output: &Tensor) -> Tensor {
     values.view(size.as_slice()).permute(dims).to_kind(output.kind()).to_device(output.device())
 }
 
+/// Asserts that a program of several calls has the same first and second derivatives with the fused operator as with
+/// the reference, and the same first ones with and without a graph.
+pub fn assert_derivatives_agree(
+    name: &str,
+    [fused, reference]: [&dyn Fn(&[Tensor]) -> Tensor; 2],
+    inputs: &[Tensor],
+    within: f64,
+) {
+    let (first, second) = first_and_second(fused, &leaves(inputs));
+    let (expected_first, expected_second) = first_and_second(reference, &leaves(inputs));
+    let leaves = leaves(inputs);
+    let options = GradOptions { allow_unused: true, ..Default::default() };
+    let plain =
+        grad(&[&fused(&leaves)], &leaves.iter().collect::<Vec<_>>(), &options).expect(name).into_vec();
+    for index in 0..leaves.len() {
+        let Some(expected) = &expected_first[index] else { continue };
+        let with_graph = first[index].as_ref().expect(name);
+        assert_close(with_graph, expected, within, within);
+        // The kernel's gradient and the one with a graph are the same function.
+        assert_close(plain[index].as_ref().expect(name), with_graph, within, within);
+        let (second, expected) =
+            (second[index].as_ref().expect(name), expected_second[index].as_ref().expect(name));
+        assert_close(second, expected, 10.0 * within, 10.0 * within);
+    }
+}
+
+type Gradients = Vec<Option<Tensor>>;
+
+fn first_and_second(program: &dyn Fn(&[Tensor]) -> Tensor, leaves: &[Tensor]) -> (Gradients, Gradients) {
+    let inputs: Vec<&Tensor> = leaves.iter().collect();
+    let options = GradOptions { create_graph: true, allow_unused: true, ..Default::default() };
+    let first = grad(&[&program(leaves)], &inputs, &options).expect("first").into_vec();
+    let norm =
+        first.iter().flatten().map(|gradient| gradient.square().sum(Kind::Double)).reduce(|a, b| a + b);
+    let options = GradOptions { allow_unused: true, ..Default::default() };
+    let second = grad(&[&norm.expect("gradients")], &inputs, &options).expect("second").into_vec();
+    (first, second)
+}
+
 /// The gradients of the leaves from some of the outputs.
 pub fn gradients(operator: Operator<'_>, leaves: &[Tensor], used: &[usize]) -> Vec<Option<Tensor>> {
     let outputs = operator(leaves).expect("outputs");
