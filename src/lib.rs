@@ -10,6 +10,7 @@ mod error;
 mod ffi;
 pub mod nn;
 pub mod ops;
+pub mod strided;
 pub mod testing;
 pub mod view;
 

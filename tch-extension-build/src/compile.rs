@@ -1,111 +1,137 @@
 //! Runs the compilers: several at once, and only for what changed.
 
-use crate::arch::Arch;
-use crate::env_var;
-use crate::libtorch::Libtorch;
-use crate::probe::Nvcc;
+use crate::environment::Environment;
+use crate::toolchain::{Cuda, Options, Toolchain};
 use anyhow::{Context, Result, bail};
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Output};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::SystemTime;
 
 /// One source on its way to an object.
 pub struct Unit<'a> {
+    pub toolchain: &'a Toolchain,
     pub source: &'a Path,
-    pub includes: &'a [PathBuf],
+    pub options: &'a Options,
     pub folder: PathBuf,
+}
+
+/// What a compiler made.
+#[derive(Clone, Debug)]
+pub struct Object {
+    /// The object file.
+    pub path: PathBuf,
+    /// What it was made of.
+    pub source: PathBuf,
 }
 
 /// One run of a compiler.
 pub struct Job {
     program: PathBuf,
     arguments: Vec<String>,
-    /// Which libtorch and CUDA. Their headers are no dependencies of the object; there are thousands.
+    /// Which compilers and libtorch: [`Toolchain::identity`].
     built_for: String,
-    source: PathBuf,
-    pub object: PathBuf,
+    pub object: Object,
 }
 
 impl Unit<'_> {
     /// With the C++ compiler, for one instruction set or for none in particular.
-    pub fn with_cxx(
-        &self,
-        libtorch: &Libtorch,
-        nvcc: Option<&Nvcc>,
-        isa: Option<(&str, &[&str])>,
-    ) -> Result<Job> {
-        // Optimised and without cargo's profile: at -O0 an AVX-512 unit exports inline functions full of AVX-512
-        // code, which the linker may then use everywhere.
-        let mut arguments: Vec<String> = ["-O3", "-std=c++17", "-fPIC", "-fopenmp", "-Wall", "-Wextra"]
-            .into_iter()
-            .chain(["-fvisibility=hidden", "-fvisibility-inlines-hidden"])
-            .map(String::from)
-            .collect();
-        arguments.push(format!("-D_GLIBCXX_USE_CXX11_ABI={}", libtorch.cxx11_abi));
-        if nvcc.is_some() {
-            arguments.push("-DTCH_EXTENSION_CUDA=1".to_string());
+    pub fn with_cxx(&self, isa: Option<(&str, &str)>) -> Result<Job> {
+        let options = self.options;
+        let command = self.toolchain.cxx.command();
+        let mut arguments: Vec<String> =
+            command.get_args().map(|argument| argument.to_string_lossy().into_owned()).collect();
+        arguments
+            .extend(["-O3", "-fPIC"].iter().chain(self.toolchain.cxx.openmp()).map(|flag| flag.to_string()));
+        let warnings: &[&str] = if options.warnings { &["-Wall", "-Wextra"] } else { &["-w"] };
+        arguments.extend(warnings.iter().map(|flag| flag.to_string()));
+        if !options.export_symbols {
+            arguments.extend(["-fvisibility=hidden", "-fvisibility-inlines-hidden"].map(String::from));
         }
         if let Some((isa, flags)) = isa {
             arguments.push(format!("-DCPU_CAPABILITY={isa}"));
             arguments.push(format!("-DCPU_CAPABILITY_{isa}"));
-            arguments.extend(flags.iter().map(|flag| flag.to_string()));
+            arguments.extend(flags.split_whitespace().map(String::from));
         }
-        arguments.extend(self.includes.iter().map(|folder| format!("-I{}", folder.display())));
-        let system = nvcc.map(|nvcc| nvcc.home().join("include"));
-        for folder in libtorch.includes.iter().chain(&system) {
-            // As system headers: their warnings are not ours.
-            arguments.extend(["-isystem".to_string(), folder.display().to_string()]);
+        self.add_common(&mut arguments);
+        if let Some(cuda) = &self.toolchain.cuda {
+            add_system_include(&mut arguments, &cuda.nvcc.home().join("include"));
         }
-        let command = cxx_command();
-        let mut all: Vec<String> =
-            command.get_args().map(|argument| argument.to_string_lossy().into_owned()).collect();
-        all.extend(arguments);
-        self.job(command.get_program().into(), all, libtorch.identity(nvcc))
+        arguments.extend(options.cxx_flags.iter().cloned());
+        self.job(command.get_program().into(), arguments)
     }
 
     /// With nvcc. Each source alone: two in one call would turn on relocatable device code, which stops
     /// inlining between files.
-    pub fn with_nvcc(&self, nvcc: &Nvcc, libtorch: &Libtorch, archs: &[Arch]) -> Result<Job> {
-        let mut arguments: Vec<String> = [
-            "-O3",
-            "-std=c++17",
-            "-lineinfo",
-            // A seventh of the size: every program that links the kernels carries them.
-            "--compress-mode=size",
-            "--expt-relaxed-constexpr",
-            "-Xcompiler",
-            "-fPIC,-Wall,-Wextra",
-        ]
-        .into_iter()
-        .chain(["-Xcompiler", "-fvisibility=hidden", "-DTCH_EXTENSION_CUDA=1"])
-        .map(String::from)
-        .collect();
-        arguments.extend(archs.iter().flat_map(Arch::flags));
-        arguments.extend(self.includes.iter().map(|folder| format!("-I{}", folder.display())));
-        for folder in &libtorch.includes {
-            arguments.extend(["-isystem".to_string(), folder.display().to_string()]);
+    pub fn with_nvcc(&self, cuda: &Cuda, env: &dyn Environment) -> Result<Job> {
+        let options = self.options;
+        // Compressed, a seventh of the size: every program that links the kernels carries them.
+        let mut arguments: Vec<String> =
+            ["-O3", "-lineinfo", "--compress-mode=size", "--expt-relaxed-constexpr", "-Xcompiler"]
+                .map(String::from)
+                .to_vec();
+        arguments.push(if options.warnings { "-fPIC,-Wall,-Wextra" } else { "-fPIC,-w" }.to_string());
+        if !options.warnings {
+            arguments.push("-w".to_string());
         }
-        if let Some(host) = env_var("NVCC_CCBIN") {
+        if !options.export_symbols {
+            arguments.extend(["-Xcompiler", "-fvisibility=hidden"].map(String::from));
+        }
+        // As PyTorch has it: whoever names an architecture among the flags names them all.
+        if !options.nvcc_flags.iter().any(|flag| flag.contains("arch") || flag.contains("-gencode")) {
+            arguments.extend(cuda.archs.iter().flat_map(|arch| arch.flags()));
+        }
+        self.add_common(&mut arguments);
+        if let Some(host) = env.var("NVCC_CCBIN") {
             arguments.push(format!("-ccbin={host}"));
-        } else if env_var("CXX").is_some() {
-            arguments.push(format!("-ccbin={}", cxx_compiler().display()));
+        } else if env.var("CXX").is_some() {
+            arguments.push(format!("-ccbin={}", self.toolchain.cxx.path.display()));
         }
-        self.job(nvcc.path.clone(), arguments, libtorch.identity(Some(nvcc)))
+        // nvcc reads these itself; here they become part of the command, which decides what is up to date.
+        let read_by_nvcc = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"].map(|name| env.var(name));
+        arguments.extend(options.nvcc_flags.iter().cloned());
+        let mut job = self.job(cuda.nvcc.path.clone(), arguments)?;
+        job.built_for += &format!("\n{read_by_nvcc:?}");
+        Ok(job)
     }
 
-    fn job(&self, program: PathBuf, mut arguments: Vec<String>, built_for: String) -> Result<Job> {
+    /// What both compilers are told, in the same words.
+    fn add_common(&self, arguments: &mut Vec<String>) {
+        let options = self.options;
+        let libtorch = &self.toolchain.libtorch;
+        arguments.push(format!("-std={}", options.standard));
+        arguments.push(format!("-D_GLIBCXX_USE_CXX11_ABI={}", libtorch.cxx11_abi));
+        if self.toolchain.cuda.is_some() {
+            arguments.push("-DTCH_EXTENSION_CUDA=1".to_string());
+        }
+        arguments.extend(options.defines.iter().map(|(name, value)| match value {
+            Some(value) => format!("-D{name}={value}"),
+            None => format!("-D{name}"),
+        }));
+        arguments.extend(options.includes.iter().map(|folder| format!("-I{}", folder.display())));
+        for folder in &libtorch.includes {
+            add_system_include(arguments, folder);
+        }
+    }
+
+    fn job(&self, program: PathBuf, mut arguments: Vec<String>) -> Result<Job> {
         std::fs::create_dir_all(&self.folder)
             .with_context(|| format!("cannot create {}", self.folder.display()))?;
-        let object = self.folder.join(object_name(self.source));
+        let path = self.folder.join(object_name(self.source));
         arguments.extend(["-MMD", "-MF"].map(String::from));
-        arguments.push(object.with_extension("d").display().to_string());
+        arguments.push(path.with_extension("d").display().to_string());
         arguments.extend(["-c".to_string(), self.source.display().to_string(), "-o".to_string()]);
-        arguments.push(object.display().to_string());
-        Ok(Job { program, arguments, built_for, source: self.source.to_path_buf(), object })
+        arguments.push(path.display().to_string());
+        let object = Object { path, source: self.source.to_path_buf() };
+        Ok(Job { program, arguments, built_for: self.toolchain.identity(), object })
     }
+}
+
+/// As system headers: their warnings are not ours.
+fn add_system_include(arguments: &mut Vec<String>, folder: &Path) {
+    arguments.extend(["-isystem".to_string(), folder.display().to_string()]);
 }
 
 /// An archive keeps names only, and every operator has a `cpu.cpp`: the folders go into the name, as a hash.
@@ -116,30 +142,15 @@ fn object_name(source: &Path) -> String {
     format!("{stem}-{:016x}.o", hasher.finish())
 }
 
-/// What cc makes of CXX (a wrapper such as ccache and flags included) and CXXFLAGS, in cargo's spellings, too.
-fn cxx_command() -> Command {
-    // Our own flags follow, and win.
-    cc::Build::new().cpp(true).warnings(false).opt_level(3).debug(false).get_compiler().to_command()
-}
-
-/// The compiler itself, without a wrapper: what nvcc takes for its host compiler.
-fn cxx_compiler() -> PathBuf {
-    cc::Build::new().cpp(true).get_compiler().path().to_path_buf()
-}
-
-/// Runs all jobs, as many at a time as cargo allows; the first failure is the error.
-pub fn run(jobs: &[Job]) -> Result<()> {
-    let workers = env_var("NUM_JOBS")
-        .and_then(|count| count.parse().ok())
-        .unwrap_or(1_usize)
-        .clamp(1, jobs.len().max(1));
+/// Runs all jobs, at most `workers` at a time; the first failure is the error.
+pub fn run(jobs: &[Job], workers: usize, env: &dyn Environment) -> Result<()> {
     let next = AtomicUsize::new(0);
     let failure = Mutex::new(None);
     std::thread::scope(|scope| {
-        for _ in 0..workers {
+        for _ in 0..workers.clamp(1, jobs.len().max(1)) {
             scope.spawn(|| {
                 while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    if let Err(error) = job.run() {
+                    if let Err(error) = job.run(env) {
                         failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).get_or_insert(error);
                         next.store(jobs.len(), Ordering::Relaxed);
                     }
@@ -153,39 +164,71 @@ pub fn run(jobs: &[Job]) -> Result<()> {
     }
 }
 
+/// Runs a compiler or linker; when it fails, its own message is the error's.
+pub fn run_compiler(command: &mut Command, failed: &str, env: &dyn Environment) -> Result<Output> {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    env.runs(&words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" "));
+    let name = command.get_program().to_string_lossy().into_owned();
+    let output = command.output().with_context(|| format!("{failed}: cannot run {name}"))?;
+    if !output.status.success() {
+        let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
+        bail!("{failed}; {name} ({}) says:\n{}", output.status, readable(&text));
+    }
+    Ok(output)
+}
+
+/// The most lines of a compiler's message that are shown. A template of libtorch's that does not fit has hundreds
+/// to say; what is wrong comes first.
+const MOST_LINES: usize = 60;
+
+/// The message, cut, and with a way out where it names none.
+fn readable(text: &str) -> String {
+    let lines: Vec<_> = text.lines().collect();
+    let mut message = lines[..lines.len().min(MOST_LINES)].join("\n");
+    if lines.len() > MOST_LINES {
+        message += &format!("\n… and {} more lines", lines.len() - MOST_LINES);
+    }
+    if text.contains("unsupported GNU version") || text.contains("unsupported clang version") {
+        message += "\nnvcc's host compiler is too new for it: set NVCC_CCBIN to an older one, such as g++-12";
+    } else if text.contains("Python.h: No such file") {
+        message += "\nlibtorch is used without Python here: include <torch/torch.h> or <ATen/ATen.h>";
+    }
+    message
+}
+
+impl Object {
+    /// The source and the headers it includes, without libtorch's and the system's, from the compiler's own list (in
+    /// make's syntax).
+    pub fn dependencies(&self) -> Vec<PathBuf> {
+        let Ok(text) = std::fs::read_to_string(self.path.with_extension("d")) else { return Vec::new() };
+        let Some((_, list)) = text.split_once(": ") else { return Vec::new() };
+        let list = list.replace("\\\n", " ").replace("\\ ", "\0");
+        list.split_whitespace().map(|path| PathBuf::from(path.replace('\0', " "))).collect()
+    }
+}
+
 impl Job {
-    fn run(&self) -> Result<()> {
+    fn run(&self, env: &dyn Environment) -> Result<()> {
         if !self.is_up_to_date() {
-            self.compile()?;
+            self.compile(env)?;
         }
-        for path in self.dependencies() {
-            println!("cargo::rerun-if-changed={}", path.display());
+        for path in self.object.dependencies() {
+            env.reads(&path);
         }
         Ok(())
     }
 
-    fn compile(&self) -> Result<()> {
+    fn compile(&self, env: &dyn Environment) -> Result<()> {
         let stamp = self.command_file();
         // A build that is killed leaves no stamp, and compiles again.
         let _ = std::fs::remove_file(&stamp);
         let started = SystemTime::now();
-        let name = self.program.display();
-        let output = Command::new(&self.program).args(&self.arguments).output();
-        let output = output.with_context(|| {
-            format!("cannot run {name}: a C++17 compiler is needed (Debian: apt install g++; or set CXX)")
-        })?;
-        let messages = String::from_utf8_lossy(&output.stderr);
-        let stdout = String::from_utf8_lossy(&output.stdout);
-        if !output.status.success() {
-            bail!(
-                "{name} failed on {}:\n{}{}",
-                self.source.display(),
-                stdout.trim_end(),
-                messages.trim_end()
-            );
-        }
-        for line in messages.lines().filter(|line| line.contains("warning")) {
-            println!("cargo::warning={line}");
+        let mut command = Command::new(&self.program);
+        command.args(&self.arguments);
+        let output =
+            run_compiler(&mut command, &format!("{} does not compile", self.object.source.display()), env)?;
+        for line in String::from_utf8_lossy(&output.stderr).lines().filter(|line| line.contains("warning")) {
+            env.warns(line);
         }
         // The stamp bears the time of the start: a file that was saved while the compiler ran is newer.
         std::fs::write(&stamp, self.command())
@@ -196,21 +239,13 @@ impl Job {
     /// The same command made the object, and no file it read is newer.
     fn is_up_to_date(&self) -> bool {
         let modified = |path: &Path| -> Option<SystemTime> { path.metadata().ok()?.modified().ok() };
-        let Some(made) = modified(&self.command_file()).filter(|_| self.object.exists()) else {
+        let Some(made) = modified(&self.command_file()).filter(|_| self.object.path.exists()) else {
             return false;
         };
-        let dependencies = self.dependencies();
+        let dependencies = self.object.dependencies();
         std::fs::read_to_string(self.command_file()).is_ok_and(|command| command == self.command())
             && !dependencies.is_empty()
             && dependencies.iter().all(|path| modified(path).is_some_and(|time| time < made))
-    }
-
-    /// The source and the headers it includes, from the compiler's own list (in make's syntax).
-    fn dependencies(&self) -> Vec<PathBuf> {
-        let Ok(text) = std::fs::read_to_string(self.object.with_extension("d")) else { return Vec::new() };
-        let Some((_, list)) = text.split_once(": ") else { return Vec::new() };
-        let list = list.replace("\\\n", " ").replace("\\ ", "\0");
-        list.split_whitespace().map(|path| PathBuf::from(path.replace('\0', " "))).collect()
     }
 
     fn command(&self) -> String {
@@ -218,13 +253,14 @@ impl Job {
     }
 
     fn command_file(&self) -> PathBuf {
-        self.object.with_extension("command")
+        self.object.path.with_extension("command")
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::environment::Process;
 
     /// A compiler that writes object and dependency list, after `meanwhile`.
     fn job(folder: &Path, meanwhile: &str) -> Job {
@@ -239,8 +275,7 @@ mod tests {
             program: "sh".into(),
             arguments: vec!["-c".into(), script],
             built_for: "1".into(),
-            source,
-            object,
+            object: Object { path: object, source },
         }
     }
 
@@ -259,7 +294,7 @@ mod tests {
         let folder = scratch("again");
         let mut job = job(&folder, ":");
         assert!(!job.is_up_to_date(), "nothing is there yet");
-        job.compile().unwrap();
+        job.compile(&Process).unwrap();
         assert!(job.is_up_to_date());
         job.built_for = "2".into();
         assert!(!job.is_up_to_date(), "another libtorch");
@@ -276,7 +311,7 @@ mod tests {
     fn a_source_saved_while_the_compiler_runs_is_compiled_again() {
         let folder = scratch("saved");
         let job = job(&folder, &format!("sleep 0.05; echo changed > '{}'", folder.join("a.cpp").display()));
-        job.compile().unwrap();
+        job.compile(&Process).unwrap();
         assert!(!job.is_up_to_date());
         std::fs::remove_dir_all(folder).unwrap();
     }
@@ -284,10 +319,20 @@ mod tests {
     #[test]
     fn a_build_that_failed_or_was_killed_leaves_nothing_that_counts() {
         let folder = scratch("killed");
-        job(&folder, ":").compile().unwrap();
-        assert!(job(&folder, "kill -9 $$").compile().is_err());
+        job(&folder, ":").compile(&Process).unwrap();
+        assert!(job(&folder, "kill -9 $$").compile(&Process).is_err());
         assert!(!job(&folder, ":").is_up_to_date());
         std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_long_message_is_cut_and_a_known_one_explained() {
+        let long = readable(&"error\n".repeat(1000));
+        assert!(long.lines().count() < 100 && long.contains("and 940 more lines"), "{long}");
+        let too_new =
+            readable("#error -- unsupported GNU version! gcc versions later than 15 are not supported!");
+        assert!(too_new.contains("set NVCC_CCBIN"), "{too_new}");
+        assert_eq!(readable("a.cpp:1:2: error: no"), "a.cpp:1:2: error: no");
     }
 
     #[test]

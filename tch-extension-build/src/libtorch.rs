@@ -1,11 +1,13 @@
-//! Which libtorch, what to tell the linker about it, and what to tell the crates that depend on this one.
+//! An installed libtorch: its headers, its libraries and the CUDA runtime beside it.
 
-use crate::probe::{self, Nvcc};
-use crate::{LIBTORCH_VERSION, env_var};
+use crate::LIBTORCH_VERSION;
+use crate::environment::Environment;
+use crate::probe;
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 
 /// An installed libtorch.
+#[derive(Clone, Debug)]
 pub struct Libtorch {
     /// Holds `libtorch.so`.
     pub lib: PathBuf,
@@ -16,73 +18,32 @@ pub struct Libtorch {
 }
 
 impl Libtorch {
-    /// The one that torch-sys links: its folder reaches direct dependents of torch-sys, and through us those
-    /// of tch-extension.
-    pub fn find() -> Result<Self> {
-        if env_var("CARGO_CFG_TARGET_OS").as_deref() != Some("linux")
-            || env_var("CARGO_CFG_TARGET_ARCH").as_deref() != Some("x86_64")
-        {
-            bail!("tch-extension supports Linux on x86-64 only");
-        }
-        let lib = env_var("DEP_TCH_LIBTORCH_LIB").or_else(|| env_var("DEP_TCH_EXTENSION_LIBTORCH_LIB"));
-        let lib = PathBuf::from(lib.context(
-            "cargo did not say where libtorch is; add tch-extension (or torch-sys) to [dependencies]: cargo tells \
-             direct dependents only",
-        )?);
-        let include = match env_var("LIBTORCH_INCLUDE") {
+    /// The one whose libraries are in `lib`, with its headers beside it or in `LIBTORCH_INCLUDE`.
+    pub fn at(lib: impl Into<PathBuf>, env: &dyn Environment) -> Result<Self> {
+        let lib = lib.into();
+        let include = match env.var("LIBTORCH_INCLUDE") {
             Some(root) => Path::new(&root).join("include"),
             None => lib.parent().unwrap_or(&lib).join("include"),
         };
-        check_version(&include)?;
-        println!("cargo::rerun-if-changed={}", include.join("torch/headeronly/version.h").display());
+        check_version(&include, env)?;
+        env.reads(&include.join("torch/headeronly/version.h"));
+        let cxx11_abi = cxx11_abi(&lib, env)?;
         Ok(Libtorch {
             lib,
             includes: vec![include.clone(), include.join("torch/csrc/api/include")],
-            cxx11_abi: env_var("LIBTORCH_CXX11_ABI").unwrap_or_else(|| "1".to_string()),
+            cxx11_abi,
         })
     }
 
-    /// What an object was compiled for: where libtorch really lies (a link may lead elsewhere tomorrow), its version
-    /// and CUDA's.
-    pub fn identity(&self, nvcc: Option<&Nvcc>) -> String {
+    /// Its version and where it really lies: a link may lead elsewhere tomorrow.
+    pub fn identity(&self) -> String {
         let place = self.lib.canonicalize().unwrap_or_else(|_| self.lib.clone());
         let version = self.includes.first().and_then(|include| probe::libtorch_version(include));
-        let cuda = nvcc.map(|nvcc| nvcc.version.to_string());
-        format!("libtorch {} in {}, CUDA {cuda:?}", version.unwrap_or_default(), place.display())
-    }
-
-    /// Link lines and metadata. `includes` are the crate's own public headers.
-    pub fn publish(&self, nvcc: Option<&Nvcc>, includes: &[PathBuf]) -> Result<()> {
-        println!("cargo::rustc-link-search=native={}", self.lib.display());
-        println!("cargo::metadata=libtorch_lib={}", self.lib.display());
-        if let Some(include) = includes.first() {
-            let include = include.canonicalize().unwrap_or_else(|_| include.clone());
-            println!("cargo::metadata=include={}", include.display());
-        }
-        if nvcc.is_some() {
-            let runtime = self.cuda_runtime()?;
-            let folder = runtime.parent().unwrap_or(&self.lib);
-            let name = runtime.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            println!("cargo::rustc-link-search=native={}", folder.display());
-            // By its full name: wheels hold `libcudart.so.13` and no `libcudart.so`.
-            println!("cargo::rustc-link-lib=dylib:+verbatim={name}");
-            println!("cargo::rustc-link-lib=dylib=c10_cuda");
-        }
-        Ok(())
-    }
-
-    /// See [`crate::link_args`].
-    pub fn link_args(&self) {
-        println!("cargo::rustc-link-arg=-Wl,-rpath,{}", self.lib.display());
-        if let Ok(runtime) = self.cuda_runtime()
-            && let Some(folder) = runtime.parent()
-        {
-            println!("cargo::rustc-link-arg=-Wl,-rpath,{}", folder.display());
-        }
+        format!("libtorch {} in {}", version.unwrap_or_default(), place.display())
     }
 
     /// The very CUDA runtime that libtorch loads; a second copy would have its own idea of the current device.
-    fn cuda_runtime(&self) -> Result<PathBuf> {
+    pub fn cuda_runtime(&self) -> Result<PathBuf> {
         let major = probe::libtorch_cuda_major(&self.lib).context("this libtorch has no CUDA")?;
         let suffix = format!(".so.{major}");
         let site = self.lib.join("../../nvidia");
@@ -107,9 +68,31 @@ fn list(folders: &[PathBuf]) -> String {
     folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(", ")
 }
 
-fn check_version(include: &Path) -> Result<()> {
+/// torch-sys' variable, and what the library itself says: the names of functions that take a `std::string` differ.
+fn cxx11_abi(lib: &Path, env: &dyn Environment) -> Result<String> {
+    let bytes = std::fs::read(lib.join("libc10.so")).unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes);
+    let built_with = if text.contains("NSt7__cxx1112basic_string") {
+        Some("1")
+    } else {
+        text.contains("_ZN3c105Error").then_some("0")
+    };
+    match (env.var("LIBTORCH_CXX11_ABI"), built_with) {
+        (Some(named), Some(built_with)) if named != built_with => {
+            bail!(
+                "LIBTORCH_CXX11_ABI={named}, but the libtorch in {} was built with {built_with}; unset it",
+                lib.display()
+            )
+        }
+        (named, built_with) => {
+            Ok(named.or(built_with.map(str::to_string)).unwrap_or_else(|| "1".to_string()))
+        }
+    }
+}
+
+fn check_version(include: &Path, env: &dyn Environment) -> Result<()> {
     // torch-sys' own switch.
-    if env_var("LIBTORCH_BYPASS_VERSION_CHECK").is_some() {
+    if env.var("LIBTORCH_BYPASS_VERSION_CHECK").is_some() {
         return Ok(());
     }
     let version = probe::libtorch_version(include)

@@ -1,0 +1,348 @@
+//! The compilers and how they are called: one set of rules for build scripts and for programs that compile
+//! while they run (`tch_extension::jit`).
+//!
+//! 1. [`Libtorch::at`] takes the folder of libtorch's libraries: a program passes that of the one it has loaded.
+//! 2. [`Toolchain::find`] finds the C++ compiler (`CXX`, `CXXFLAGS`, as the cc crate reads them) and, if asked,
+//!    nvcc and the architectures. [`Toolchain::identity`] says in one text which ones they are, for keys of caches.
+//! 3. [`Toolchain::compile`] makes an object of each source, several at a time and only of those that changed;
+//!    [`Object::dependencies`] lists the files that went into one.
+//! 4. [`Toolchain::link_shared`] makes a library of the objects, which appears whole or not at all.
+//!
+//! No function here takes a lock: two processes must not use one folder at a time.
+//!
+//! ```no_run
+//! use tch_extension_build::environment::Process;
+//! use tch_extension_build::toolchain::{CudaMode, Libtorch, Options, Toolchain};
+//!
+//! # fn main() -> anyhow::Result<()> {
+//! let libtorch = Libtorch::at("/path/of/libtorch/lib", &Process)?;
+//! let toolchain = Toolchain::find(libtorch, CudaMode::Required, None, &Process)?;
+//! let options = Options { export_symbols: true, ..Options::default() };
+//! let folder = std::path::Path::new("build");
+//! let sources = ["my_op.cpp".into(), "my_op.cu".into()];
+//! let objects = toolchain.compile(&sources, &options, folder, 2, &Process)?;
+//! toolchain.link_shared(&objects, &[], &folder.join("my_op.so"), &Process)?;
+//! # Ok(())
+//! # }
+//! ```
+
+use crate::arch::{self, Arch, Choice};
+pub use crate::compile::Object;
+use crate::compile::{self, Job, Unit};
+pub use crate::cxx::Cxx;
+use crate::environment::Environment;
+pub use crate::libtorch::Libtorch;
+use crate::probe::{self, Nvcc};
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// CPU instruction sets that a source with a `TCH_EXTENSION_CPU_KERNEL` is compiled for, with PyTorch's names
+/// and flags. The program picks one when it runs, as libtorch does.
+const ISAS: &[(&str, &str)] = &[
+    ("DEFAULT", ""),
+    ("AVX2", "-mavx2 -mfma -mf16c"),
+    // gcc 12 takes its own intrinsics for uninitialised.
+    (
+        "AVX512",
+        "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -Wno-uninitialized -Wno-maybe-uninitialized",
+    ),
+];
+
+/// Whether to compile CUDA.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CudaMode {
+    /// If libtorch has it and there is an nvcc; `TCH_EXTENSION_CUDA` overrules.
+    IfPresent,
+    /// Its absence is an error.
+    Required,
+    /// Do not even look.
+    Off,
+}
+
+/// nvcc and what it compiles for.
+#[derive(Clone, Debug)]
+pub struct Cuda {
+    /// The compiler.
+    pub nvcc: Nvcc,
+    /// The architectures.
+    pub archs: Vec<Arch>,
+}
+
+/// A libtorch and the compilers that go with it.
+#[derive(Clone, Debug)]
+pub struct Toolchain {
+    /// What is compiled against.
+    pub libtorch: Libtorch,
+    /// The C++ compiler.
+    pub cxx: Cxx,
+    /// `None`: CUDA is left out.
+    pub cuda: Option<Cuda>,
+}
+
+/// How sources are compiled.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Where `#include` looks first, in this order; before libtorch's own folders.
+    pub includes: Vec<PathBuf>,
+    /// Macros, with their values.
+    pub defines: Vec<(String, Option<String>)>,
+    /// For the C++ compiler, after all other flags.
+    pub cxx_flags: Vec<String>,
+    /// For nvcc, after all other flags.
+    pub nvcc_flags: Vec<String>,
+    /// Of both compilers, such as `c++17`.
+    pub standard: String,
+    /// Whether the compilers warn (`-Wall -Wextra`) or keep quiet.
+    pub warnings: bool,
+    /// Whether others can see functions and classes that do not say so: what a shared library needs. A static one
+    /// better keeps to itself.
+    pub export_symbols: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            includes: Vec::new(),
+            defines: Vec::new(),
+            cxx_flags: Vec::new(),
+            nvcc_flags: Vec::new(),
+            standard: "c++17".to_string(),
+            warnings: true,
+            export_symbols: false,
+        }
+    }
+}
+
+impl Toolchain {
+    /// Finds the compilers. `archs` is a list in the grammar of `TORCH_CUDA_ARCH_LIST` and overrules that variable.
+    pub fn find(
+        libtorch: Libtorch,
+        mode: CudaMode,
+        archs: Option<&str>,
+        env: &dyn Environment,
+    ) -> Result<Self> {
+        let cuda = match choose_nvcc(&libtorch, mode, env)? {
+            Some(nvcc) => {
+                let archs = choose_archs(archs, &nvcc, env)?;
+                Some(Cuda { nvcc, archs })
+            }
+            None => None,
+        };
+        let cxx = Cxx::find(&libtorch.cxx11_abi, env)?;
+        if cxx.is_clang {
+            env.warns("clang has another OpenMP than libtorch: at::parallel_for runs on one thread; CXX=g++ avoids that");
+        }
+        Ok(Toolchain { libtorch, cxx, cuda })
+    }
+
+    /// Everything outside the sources, their headers and the [`Options`] on which an object depends: compilers
+    /// with their versions and flags, architectures, libtorch's version and place. libtorch's headers are thousands,
+    /// and are no [`Object::dependencies`].
+    pub fn identity(&self) -> String {
+        let mut text = format!("{}\n{}\n", self.libtorch.identity(), self.cxx.identity());
+        if let Some(Cuda { nvcc, archs }) = &self.cuda {
+            text += &format!("nvcc {} in {}", nvcc.version, nvcc.path.display());
+            for arch in archs {
+                text += &format!(" {}", arch.flags().join(" "));
+            }
+        }
+        text
+    }
+
+    /// An object of each source in `folder`; `.cu` is left out where there is no CUDA. At most `workers` compilers
+    /// run at a time. The first failure is the error, with the compiler's message.
+    pub fn compile(
+        &self,
+        sources: &[PathBuf],
+        options: &Options,
+        folder: &Path,
+        workers: usize,
+        env: &dyn Environment,
+    ) -> Result<Vec<Object>> {
+        self.check_abi(options)?;
+        let mut jobs = Vec::new();
+        for source in sources {
+            self.add_jobs(source, options, folder, env, &mut jobs)?;
+        }
+        compile::run(&jobs, workers, env)?;
+        Ok(jobs.into_iter().map(|job| job.object).collect())
+    }
+
+    /// For who has CUDA sources: that they are left out, and how to change that.
+    pub(crate) fn warn_of_missing_nvcc(&self, env: &dyn Environment) {
+        let left_out = env.var("TCH_EXTENSION_CUDA").as_deref() == Some("0");
+        let Some(major) = probe::libtorch_cuda_major(&self.libtorch.lib).filter(|_| !left_out) else {
+            return;
+        };
+        env.warns(&format!(
+            "this libtorch has CUDA, but there is no nvcc: building without CUDA kernels (set CUDA_HOME to a CUDA \
+             {major} toolkit to have them)"
+        ));
+    }
+
+    fn check_abi(&self, options: &Options) -> Result<()> {
+        let abi = &self.libtorch.cxx11_abi;
+        let name = "_GLIBCXX_USE_CXX11_ABI";
+        let mut flags = options.cxx_flags.iter().chain(&options.nvcc_flags).cloned().chain(
+            options.defines.iter().map(|(name, value)| format!("{name}={}", value.as_deref().unwrap_or("1"))),
+        );
+        let wrong = flags.find(|flag| flag.contains(name) && !flag.ends_with(&format!("{name}={abi}")));
+        match wrong {
+            Some(flag) => {
+                bail!("the flag {flag} does not go with libtorch, which was built with {name}={abi}; drop it")
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn add_jobs(
+        &self,
+        source: &Path,
+        options: &Options,
+        folder: &Path,
+        env: &dyn Environment,
+        jobs: &mut Vec<Job>,
+    ) -> Result<()> {
+        let unit = |part: &str| Unit { toolchain: self, source, options, folder: folder.join(part) };
+        if is_cuda(source) {
+            if let Some(cuda) = &self.cuda {
+                jobs.push(unit("cuda").with_nvcc(cuda, env)?);
+            }
+        } else if text_of(source)?.contains("TCH_EXTENSION_CPU_KERNEL") {
+            for (isa, flags) in ISAS {
+                // Their own folders: the objects' names are equal.
+                jobs.push(unit(&format!("isa/{isa}")).with_cxx(Some((isa, flags)))?);
+            }
+        } else {
+            jobs.push(unit("cpp").with_cxx(None)?);
+        }
+        Ok(())
+    }
+
+    /// A shared library of the objects, `flags` and libtorch. It is linked beside `library` and moved there. libtorch
+    /// and the CUDA runtime are found by rpath; a program that has them loaded keeps its own.
+    pub fn link_shared(
+        &self,
+        objects: &[Object],
+        flags: &[String],
+        library: &Path,
+        env: &dyn Environment,
+    ) -> Result<()> {
+        static COUNT: AtomicU32 = AtomicU32::new(0);
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let partial = library.with_extension(format!("part{}-{count}", std::process::id()));
+        let result = self.link(objects, flags, &partial, env).and_then(|()| {
+            std::fs::rename(&partial, library).with_context(|| format!("cannot write {}", library.display()))
+        });
+        if result.is_err() {
+            let _ = std::fs::remove_file(&partial);
+        }
+        result
+    }
+
+    fn link(&self, objects: &[Object], flags: &[String], output: &Path, env: &dyn Environment) -> Result<()> {
+        let mut command = self.cxx.command();
+        command.args(["-shared", "-fPIC"]).args(self.cxx.openmp()).arg("-o").arg(output);
+        command.args(objects.iter().map(|object| &object.path));
+        // What is missing is said here, by its readable name, and not when the library is loaded.
+        command.args(["-Wl,--no-undefined", "-Wl,--as-needed"]).args(flags);
+        link_folder(&mut command, &self.libtorch.lib);
+        command.args(["-lc10", "-ltorch_cpu", "-ltorch"]);
+        if self.cuda.is_some() {
+            let runtime = self.libtorch.cuda_runtime()?;
+            command.args(["-lc10_cuda", "-ltorch_cuda"]);
+            link_folder(&mut command, runtime.parent().unwrap_or(&self.libtorch.lib));
+            // By its full name: wheels hold `libcudart.so.13` and no `libcudart.so`.
+            command.arg(format!("-l:{}", runtime.file_name().unwrap_or_default().to_string_lossy()));
+        }
+        let name = output.with_extension("so");
+        compile::run_compiler(&mut command, &format!("{} does not link", name.display()), env).map(|_| ())
+    }
+}
+
+fn link_folder(command: &mut Command, folder: &Path) {
+    command.arg(format!("-L{}", folder.display())).arg(format!("-Wl,-rpath,{}", folder.display()));
+}
+
+/// Whether nvcc compiles it.
+pub fn is_cuda(source: &Path) -> bool {
+    source.extension().is_some_and(|extension| extension == "cu")
+}
+
+pub(crate) fn text_of(source: &Path) -> Result<String> {
+    let bytes = std::fs::read(source).with_context(|| format!("cannot read {}", source.display()))?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+fn choose_archs(archs: Option<&str>, nvcc: &Nvcc, env: &dyn Environment) -> Result<Vec<Arch>> {
+    let supported = supported_archs(nvcc);
+    let variable = env.var("TORCH_CUDA_ARCH_LIST").filter(|list| !list.trim().is_empty());
+    let (list, from) = match (archs, variable.as_deref()) {
+        (Some(archs), _) => (archs, "archs"),
+        (None, Some(list)) => (list, "TORCH_CUDA_ARCH_LIST"),
+        (None, None) => return arch::default_archs(&supported, &arch::visible_gpus),
+    };
+    Choice { list, from, supported: &supported }.parse(&arch::visible_gpus)
+}
+
+/// What this nvcc compiles for.
+fn supported_archs(nvcc: &Nvcc) -> Vec<u32> {
+    let output = Command::new(&nvcc.path).arg("--list-gpu-arch").output();
+    let listed = output.map(|output| arch::parse_supported(&String::from_utf8_lossy(&output.stdout)));
+    listed.ok().filter(|listed| !listed.is_empty()).unwrap_or_else(|| arch::CUDA_13_0.to_vec())
+}
+
+/// The nvcc to use, or `None` to build without CUDA.
+fn choose_nvcc(libtorch: &Libtorch, mode: CudaMode, env: &dyn Environment) -> Result<Option<Nvcc>> {
+    if mode == CudaMode::Off {
+        return Ok(None);
+    }
+    // Who wants CUDA, for the message.
+    let wanted = match (env.var("TCH_EXTENSION_CUDA").as_deref(), mode) {
+        (None, CudaMode::Required) => Some("there is CUDA to compile"),
+        (None, _) => None,
+        (Some("1"), _) => Some("TCH_EXTENSION_CUDA=1"),
+        (Some("0"), CudaMode::Required) => {
+            bail!("there is CUDA to compile, but TCH_EXTENSION_CUDA=0 says to leave it out; unset it")
+        }
+        (Some("0"), _) => return Ok(None),
+        (Some(other), _) => {
+            bail!("TCH_EXTENSION_CUDA={other}: write 1 (CUDA must be there), 0 (leave it out) or unset it")
+        }
+    };
+    let Some(major) = probe::libtorch_cuda_major(&libtorch.lib) else {
+        if let Some(wanted) = wanted {
+            bail!(
+                "{wanted}, but the libtorch in {} is a CPU build; set LIBTORCH to one with CUDA",
+                libtorch.lib.display()
+            );
+        }
+        return Ok(None);
+    };
+    let var = |name: &str| env.var(name);
+    let Some(nvcc) = probe::find_nvcc(&libtorch.lib, &var) else {
+        if let Some(wanted) = wanted {
+            let tried: Vec<_> = probe::nvcc_candidates(&libtorch.lib, &var)
+                .into_iter()
+                .map(|(source, path)| format!("{} ({source})", path.display()))
+                .collect();
+            bail!(
+                "{wanted}, but there is no nvcc; set CUDA_HOME to a CUDA {major} toolkit. Tried: {}",
+                tried.join(", ")
+            );
+        }
+        return Ok(None);
+    };
+    if nvcc.version.major != major {
+        bail!(
+            "{} (from {}) is CUDA {}, but libtorch was built for CUDA {major}; point CUDA_HOME to a CUDA {major} \
+             toolkit, or set TCH_EXTENSION_CUDA=0 to build without CUDA",
+            nvcc.path.display(),
+            nvcc.source,
+            nvcc.version
+        );
+    }
+    Ok(Some(nvcc))
+}
