@@ -120,7 +120,10 @@ fn a_wrong_argument_is_named_with_its_type_and_the_schema() {
         (numbers_but(4, "n"), "n: expected Scalar, got the str 'n'"),
         (numbers_but(5, 3), "ints: expected int[], got the int 3"),
         (numbers_but(5, [0.5]), "ints: expected int[], got a list whose item 0 is the float 0.5"),
-        (numbers_but(6, &[0.5]), "syms: expected SymInt[], got a list whose item 0 is the float 0.5"),
+        (
+            numbers_but(6, [0.5].as_slice()),
+            "syms: expected SymInt[], got a list whose item 0 is the float 0.5",
+        ),
         (numbers_but(7, Kind::Int), "pair: expected int[], got a Kind"),
         (args![], "i: expected int, got nothing"),
     ] {

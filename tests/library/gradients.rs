@@ -78,7 +78,7 @@ fn a_backward_of_ones_own_passes_gradcheck() {
 fn a_backward_of_ones_own_fails_by_name() {
     let op = scaled().with_backward(|_, _| Err(tch_extension::Error::msg("on purpose")));
     let y: Tensor = op.call(args![&leaf(&[1.0]), 3.0]).unwrap();
-    let text = y.sum(Kind::Double).f_backward().err().expect("an error").to_string();
+    let text = y.sum(Kind::Double).f_backward().expect_err("an error").to_string();
     assert!(text.contains("tch_test::scaled: on purpose"), "{text}");
 }
 

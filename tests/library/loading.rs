@@ -101,7 +101,7 @@ fn a_missing_library_that_it_needs_is_named() {
     let output = std::process::Command::new(std::env::var_os("CXX").unwrap_or_else(|| "g++".into()))
         .args(["-shared", "-fPIC"])
         .args([&source, &needed])
-        .arg(format!("-Wl,-soname,needs.so,-rpath,/nonexistent"))
+        .arg("-Wl,-soname,needs.so,-rpath,/nonexistent")
         .arg("-o")
         .arg(&target)
         .output()
