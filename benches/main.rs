@@ -6,6 +6,7 @@
 mod autograd;
 mod common;
 mod layer_norm;
+mod library;
 mod linear;
 mod lltm_cell;
 mod matmul_add_relu;

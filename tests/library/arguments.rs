@@ -1,7 +1,7 @@
 //! What goes in: every type of a schema, defaults, names, and what is refused.
 
 use super::*;
-use tch_extension::library::{Args, Value};
+use tch_extension::library::{Args, NONE, Value};
 
 #[test]
 fn tensors_lists_of_them_and_none() {
@@ -13,8 +13,8 @@ fn tensors_lists_of_them_and_none() {
     let no_tensor: Option<&Tensor> = None;
     let text: String = op.call(args![&x, no_tensor, vec![&y], &owned]).unwrap();
     assert_eq!(text, "T3 None [T10 ] [T3 None ]");
-    let (none, empty): (Option<i64>, &[Tensor]) = (None, &[]);
-    let text: String = op.call(args![&x, none, empty, [&y, &y]]).unwrap();
+    let empty: &[Tensor] = &[];
+    let text: String = op.call(args![&x, NONE, empty, [&y, &y]]).unwrap();
     assert_eq!(text, "T3 None [] [T10 T10 ]");
     // A temporary lives as long as the call.
     let text: String =
@@ -67,10 +67,9 @@ fn options_given_and_not() {
     let op = operator("options");
     let text: String = op.call(args![]).unwrap();
     assert_eq!(text, "None None None None None None None None None");
-    let none: Option<i64> = None;
-    let text: String = op.call(args![1, [2, 3], 0.5, "t", 4, Device::Cpu, Kind::Half, false, none]).unwrap();
+    let text: String = op.call(args![1, [2, 3], 0.5, "t", 4, Device::Cpu, Kind::Half, false, NONE]).unwrap();
     assert_eq!(text, "1 [2 3 ] 0.5 t 4 cpu Half 0 None");
-    let text: String = op.call(args![none, b = Some(true), f = Some(2.5), k = none]).unwrap();
+    let text: String = op.call(args![NONE, b = Some(true), f = Some(2.5), k = NONE]).unwrap();
     assert_eq!(text, "None None 2.5 None None None None 1 None");
 }
 
@@ -107,13 +106,12 @@ fn numbers_but<'a>(place: usize, wrong: impl Into<Value<'a>>) -> Args<'a> {
 fn a_wrong_argument_is_named_with_its_type_and_the_schema() {
     let op = operator("numbers");
     let x = doubles(&[1.0]);
-    let none: Option<i64> = None;
     op.call::<String>(numbers_but(0, 1)).unwrap();
     for (args, expected) in [
         (numbers_but(0, 0.5), "i: expected int, got the float 0.5"),
         (numbers_but(0, &x), "i: expected int, got a Tensor"),
         (numbers_but(0, true), "i: expected int, got the bool true"),
-        (numbers_but(0, none), "i: expected int, got None"),
+        (numbers_but(0, NONE), "i: expected int, got None"),
         (numbers_but(1, "x"), "s: expected SymInt, got the str 'x'"),
         (numbers_but(2, true), "f: expected float, got the bool true"),
         (numbers_but(3, 1), "b: expected bool, got the int 1"),
@@ -152,6 +150,15 @@ fn calls_that_fit_no_schema() {
     let x = doubles(&[1.0]);
     let text = message(operator("tensors").call::<String>(args![&x, &x, &[Some(&x), None], [&x]]));
     assert!(text.contains("many: expected Tensor[], got a list whose item 1 is None"), "{text}");
+    let text = message(operator("others").call::<String>(args![
+        "t",
+        ["t"],
+        Device::Cuda(256),
+        Kind::Int,
+        Layout::Strided,
+        MemoryFormat::Preserve
+    ]));
+    assert!(text.contains("d: expected Device, got a Device of too high an index"), "{text}");
     let text = message(operator("takes_a_dict").call::<()>(args![1]));
     assert!(
         text.contains("d: expected Dict(str, int), got the int 1, but values of this type cannot be made"),

@@ -93,6 +93,15 @@ fn a_file_that_changed_is_refused() {
 }
 
 #[test]
+fn without_a_rehearsal_it_loads_as_well() {
+    let path = compile_text("int function() { return 1; }", "unrehearsed.so");
+    let library = Library::load_without_rehearsal(&path).unwrap();
+    assert!(library.is_same(&Library::load(&path).unwrap()));
+    let text = message(Library::load_without_rehearsal(folder().join("absent.so")));
+    assert!(text.contains("No such file or directory"), "{text}");
+}
+
+#[test]
 fn a_missing_library_that_it_needs_is_named() {
     let needed = compile_text("int needed() { return 1; }", "libneeded.so");
     let target = folder().join("needs.so");
