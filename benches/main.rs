@@ -6,6 +6,7 @@
 mod autograd;
 mod common;
 mod layer_norm;
+mod library;
 mod linear;
 mod lltm_cell;
 mod matmul_add_relu;
@@ -23,6 +24,7 @@ fn main() {
         return;
     }
     autograd::benches();
+    library::benches();
     let mut criterion = criterion::Criterion::default().configure_from_args();
     OPERATORS.into_iter().for_each(|cases| common::groups(&mut criterion, cases));
     criterion.final_summary();

@@ -8,6 +8,7 @@ pub mod cuda;
 mod dispatch;
 mod error;
 mod ffi;
+pub mod library;
 pub mod nn;
 pub mod ops;
 pub mod strided;

@@ -33,6 +33,7 @@ const LARGEST_FILE: u64 = 1 << 20;
 /// Builds everything and writes `dist/`, all or nothing.
 pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
     let ready = setup::run(repo)?;
+    let has_vision = setup::vision(repo, &ready)?;
     let programs = build(repo, &ready.changes, &options)?;
     let (fresh, place) = (repo.root.join("dist.tmp"), repo.root.join("dist"));
     remove(&fresh)?;
@@ -40,6 +41,9 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
         copy_program(program, &fresh)?;
     }
     copy_files(repo, &fresh.join("files"))?;
+    if has_vision {
+        copy_vision(repo, &fresh.join("torchvision"))?;
+    }
     write_script(&fresh.join("run.sh"))?;
     remove(&place)?;
     std::fs::rename(&fresh, &place).context("cannot move the bundle to dist")?;
@@ -137,6 +141,14 @@ fn copy_files(repo: &Repo, folder: &Path) -> Result<()> {
         }
         std::fs::write(&to, content).with_context(|| format!("cannot write {}", to.display()))?;
     }
+    Ok(())
+}
+
+/// Copies the operators that the tests of `library` load.
+fn copy_vision(repo: &Repo, folder: &Path) -> Result<()> {
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let from = repo.venv().join("vision/torchvision/_C.so");
+    std::fs::copy(&from, folder.join("_C.so")).with_context(|| format!("cannot copy {}", from.display()))?;
     Ok(())
 }
 

@@ -92,6 +92,9 @@ prepare() {
   # Tests and the demo read the repository's files by this variable when cargo does not set it.
   export CARGO_MANIFEST_DIR=$here/files
   export TCH_EXTENSION_EXAMPLES=$here/examples
+  if [[ -e $here/torchvision/_C.so ]]; then
+    export TCH_EXTENSION_TORCHVISION=${TCH_EXTENSION_TORCHVISION:-$here/torchvision/_C.so}
+  fi
   mkdir -p "$out" || fail "cannot make the folder $out; set OUT to one that can be written"
   out=$(cd "$out" && pwd)
   local program
