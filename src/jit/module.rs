@@ -1,0 +1,78 @@
+//! A library that is compiled and loaded.
+
+use crate::{Error, Result};
+use std::marker::PhantomData;
+use std::ops::Deref;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// A loaded extension. Cheap to clone; it stays loaded until the process ends.
+#[derive(Clone)]
+pub struct Module(Arc<Loaded>);
+
+struct Loaded {
+    name: String,
+    path: PathBuf,
+    library: libloading::Library,
+}
+
+impl Module {
+    pub(super) fn open(name: String, path: &Path) -> Result<Self> {
+        let failed = |error: String| Error::Jit { name: name.clone(), message: error };
+        // SAFETY: the library's initialisers are the user's own code, which he asked to run.
+        let library = unsafe { libloading::Library::new(path) }.map_err(|error| failed(error.to_string()))?;
+        let module = Module(Arc::new(Loaded { name: name.clone(), path: path.to_path_buf(), library }));
+        Ok(module)
+    }
+
+    /// The name under which it was loaded: that of the extension, perhaps with `_v1`, `_v2`, ...
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// The shared library, in the cache.
+    pub fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    /// A function or variable that the library exports: in C++, one that is `extern "C"`.
+    ///
+    /// `T` is the type of a function, `extern "C" fn(f64) -> f64`, or of a pointer to a variable, `*const i32`.
+    ///
+    /// # Safety
+    /// The symbol must be of that type.
+    ///
+    /// # Errors
+    /// When the library has no such symbol, or `T` does not have the size of a pointer.
+    pub unsafe fn symbol<T: Copy>(&self, name: &str) -> Result<Symbol<'_, T>> {
+        // SAFETY: the caller knows the type.
+        let symbol = unsafe { self.0.library.get::<T>(name) };
+        let symbol = symbol.map_err(|error| self.error(format!("there is no symbol {name:?}: {error}")))?;
+        Ok(Symbol { value: *symbol, _library: PhantomData })
+    }
+
+    fn error(&self, message: String) -> Error {
+        Error::Jit { name: self.0.name.clone(), message }
+    }
+}
+
+impl std::fmt::Debug for Module {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Module").field("name", &self.0.name).field("path", &self.0.path).finish()
+    }
+}
+
+/// A symbol of a [`Module`], to be used as what it is.
+#[derive(Clone, Copy, Debug)]
+pub struct Symbol<'a, T> {
+    value: T,
+    _library: PhantomData<&'a Module>,
+}
+
+impl<T> Deref for Symbol<'_, T> {
+    type Target = T;
+
+    fn deref(&self) -> &T {
+        &self.value
+    }
+}
