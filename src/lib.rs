@@ -10,6 +10,7 @@ mod error;
 mod ffi;
 #[cfg(feature = "jit")]
 pub mod jit;
+pub mod library;
 pub mod nn;
 pub mod ops;
 pub mod testing;

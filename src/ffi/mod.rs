@@ -7,6 +7,7 @@ mod column_sums;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod cuda;
 pub(crate) mod layer_norm;
+pub(crate) mod library;
 pub(crate) mod linear;
 pub(crate) mod lltm_cell;
 pub(crate) mod matmul_add_relu;

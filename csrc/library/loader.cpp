@@ -1,0 +1,158 @@
+// Loads libraries that register operators, after a rehearsal in a child process.
+//
+// A registration that the dispatcher refuses (a namespace or an operator that is taken) throws in a static
+// initialiser, inside dlopen: at best the process aborts, at worst the exception passes through the loader,
+// which keeps its lock for ever. No symbol tells beforehand what a library registers. So a child, which has
+// the same operators registered, loads it first.
+
+#include <ATen/core/grad_mode.h>
+#include <dlfcn.h>
+#include <poll.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <exception>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+#include "tch_extension/c_abi.h"
+
+namespace tch_extension {
+namespace {
+
+void open_library(const char* path, bool global) {
+  // All symbols now, so that a missing one is an error here and not an abort in the first call. Local,
+  // because two libraries may well define different functions of one name.
+  void* library = dlopen(path, RTLD_NOW | (global ? RTLD_GLOBAL : RTLD_LOCAL));
+  if (library == nullptr) {
+    const char* error = dlerror();
+    throw std::runtime_error(error == nullptr ? "dlopen failed without a reason" : error);
+  }
+  // A PYBIND11_MODULE (tch_extension/pybind/module.h) keeps to itself what went wrong, until it is asked.
+  void* ask = dlsym(library, "tch_extension_load_error");
+  const char* error = ask == nullptr ? nullptr : reinterpret_cast<const char* (*)()>(ask)();
+  if (error != nullptr) throw std::runtime_error(error);
+}
+
+class File {
+ public:
+  explicit File(int descriptor) : descriptor_(descriptor) {}
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  ~File() { close(); }
+  void close() {
+    if (descriptor_ >= 0) ::close(descriptor_);
+    descriptor_ = -1;
+  }
+  int get() const { return descriptor_; }
+
+ private:
+  int descriptor_;
+};
+
+// Where the child says why it fails.
+int words = -1;
+
+[[noreturn]] void fail_in_child(Message message) {
+  // Behind a mark, because initialisers may have printed, too.
+  const std::string text = std::string(1, '\0') + message;
+  _exit(write(words, text.data(), text.size()) < 0 ? 2 : 1);
+}
+
+// The loader's own frames let no exception through.
+[[noreturn]] void terminate_in_child() {
+  const auto exception = std::current_exception();
+  if (exception == nullptr) std::abort();
+  fail_in_child(guard([&] { std::rethrow_exception(exception); }));
+}
+
+// The child. Never returns; all it says goes to `out`, and 0 is success.
+[[noreturn]] void rehearse_in_child(int out, const char* const* paths, size_t len) {
+  const rlimit no_core{0, 0};
+  setrlimit(RLIMIT_CORE, &no_core);
+  for (int signal : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL}) std::signal(signal, SIG_DFL);
+  words = out;
+  std::set_terminate(terminate_in_child);
+  dup2(out, STDOUT_FILENO);
+  dup2(out, STDERR_FILENO);
+  Message message = guard([&] {
+    for (size_t i = 0; i < len; ++i) open_library(paths[i], i + 1 < len);
+  });
+  if (message != nullptr) fail_in_child(message);
+  _exit(0);
+}
+
+// What the child wrote until it closed its end, or false when it did not in time.
+bool read_all(int in, std::chrono::milliseconds limit, std::string& text) {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  for (;;) {
+    const auto left =
+        std::chrono::duration_cast<std::chrono::milliseconds>(end - std::chrono::steady_clock::now()).count();
+    pollfd ready{in, POLLIN, 0};
+    const int count = left <= 0 ? 0 : poll(&ready, 1, static_cast<int>(left));
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return false;
+    char buffer[4096];
+    const ssize_t bytes = read(in, buffer, sizeof buffer);
+    if (bytes < 0 && errno == EINTR) continue;
+    if (bytes <= 0) return true;
+    if (text.size() < (1 << 20)) text.append(buffer, static_cast<size_t>(bytes));
+  }
+}
+
+int wait_for(pid_t child) {
+  int status = 0;
+  while (waitpid(child, &status, 0) < 0) {
+    // Somebody who ignores SIGCHLD has it reaped already; then its words alone must do.
+    if (errno != EINTR) return -1;
+  }
+  return status;
+}
+
+void rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
+  int ends[2];
+  if (pipe(ends) != 0) throw std::system_error(errno, std::generic_category(), "rehearsal: pipe");
+  File in(ends[0]), out(ends[1]);
+  const pid_t child = fork();
+  if (child < 0) throw std::system_error(errno, std::generic_category(), "rehearsal: fork");
+  if (child == 0) rehearse_in_child(out.get(), paths, len);
+  out.close();
+  std::string text;
+  const bool in_time = read_all(in.get(), std::chrono::milliseconds(limit_ms), text);
+  if (!in_time) kill(child, SIGKILL);
+  const int status = wait_for(child);
+  if (!in_time) throw std::runtime_error("rehearsal: its initialisers did not end in time");
+  const auto mark = text.rfind('\0');
+  if (mark != std::string::npos) throw std::runtime_error(text.substr(mark + 1));
+  if (status == 0 || (status == -1 && text.empty())) return;
+  throw std::runtime_error("its initialisers ended the process that tried them: " + text);
+}
+
+}  // namespace
+}  // namespace tch_extension
+
+using namespace tch_extension;
+
+// Loads the libraries in a child process, the last one as tch_extension_open_library(…, false) does, those
+// before it as with true.
+TCH_EXTENSION_API Message tch_extension_rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
+  return guard([&] { rehearse(paths, len, limit_ms); });
+}
+
+TCH_EXTENSION_API Message tch_extension_open_library(const char* path, bool global) {
+  return guard([&] { open_library(path, global); });
+}
+
+// A file of the libtorch that this process runs with, or an empty text. Freed as a message is.
+TCH_EXTENSION_API char* tch_extension_libtorch_file() {
+  Dl_info info{};
+  const auto address = reinterpret_cast<void*>(static_cast<bool (*)()>(&at::GradMode::is_enabled));
+  if (dladdr(address, &info) == 0 || info.dli_fname == nullptr) return strdup("");
+  return strdup(info.dli_fname);
+}

@@ -1,0 +1,144 @@
+//! Libraries of operators.
+
+use super::requirements;
+use crate::Error;
+use crate::ffi::library as ffi;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::CString;
+use std::fs::File;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+/// A shared library that registered operators. Cheap to clone; it stays loaded until the process ends, also when no
+/// handle is left, because libtorch's dispatcher keeps what it registered.
+#[derive(Clone)]
+pub struct Library(Arc<Loaded>);
+
+struct Loaded {
+    path: PathBuf,
+    operators: Vec<String>,
+    /// What the file was like, and the file itself: as long as it is open, no other file gets its number.
+    state: State,
+    _file: File,
+}
+
+/// To see that a file has changed.
+#[derive(PartialEq)]
+struct State {
+    len: u64,
+    modified: (i64, i64),
+}
+
+/// Device and number of a file.
+type Id = (u64, u64);
+
+/// Initialisers that take longer are taken to hang.
+const REHEARSAL_LIMIT: Duration = Duration::from_secs(60);
+
+impl Library {
+    /// Loads a library, or returns the handle if this very file is loaded already.
+    ///
+    /// A library whose registration libtorch refuses (a namespace that another `TORCH_LIBRARY` has taken, an operator
+    /// that exists) would abort the process. So it is first loaded in a forked child process, and what fails there is
+    /// an error here, with nothing loaded. Its initialisers therefore run twice, in two processes.
+    ///
+    /// A library that was built for Python (one that links `libtorch_python`) needs a `libpython` of the version that
+    /// libtorch was built for; no interpreter is started in this process. It is looked for in `TCH_EXTENSION_LIBPYTHON`, then where
+    /// `python3` says, then in the usual folders.
+    ///
+    /// # Errors
+    /// A file that is missing, no library, changed since it was loaded, or lacks a library or symbol that it needs;
+    /// a registration that libtorch refuses.
+    pub fn load(path: impl AsRef<Path>) -> crate::Result<Library> {
+        let path = path.as_ref();
+        load(path).map_err(|reason| {
+            let reason = reason.replace('\n', " ");
+            Error::msg(format!("cannot load the library {}: {}", path.display(), reason.trim_end()))
+        })
+    }
+
+    /// The file, as an absolute path without links.
+    pub fn path(&self) -> &Path {
+        &self.0.path
+    }
+
+    /// The names of the operators that loading it registered, in order, for
+    /// [`Operator::find`](super::Operator::find). Kernels that it registered for operators of others are not in it.
+    pub fn operators(&self) -> &[String] {
+        &self.0.operators
+    }
+
+    /// Whether both are handles of one library.
+    pub fn is_same(&self, other: &Library) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+impl std::fmt::Debug for Library {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Library").field("path", &self.0.path).field("operators", &self.0.operators).finish()
+    }
+}
+
+/// All libraries that were loaded here. Locked while one is loaded: operators that appear meanwhile are its own.
+static REGISTRY: Mutex<BTreeMap<Id, Library>> = Mutex::new(BTreeMap::new());
+
+fn load(path: &Path) -> Result<Library, String> {
+    let words = |error: std::io::Error| error.to_string();
+    let path = path.canonicalize().map_err(words)?;
+    let file = File::open(&path).map_err(words)?;
+    let metadata = file.metadata().map_err(words)?;
+    if !metadata.is_file() {
+        return Err("it is no file".to_string());
+    }
+    let id = (metadata.dev(), metadata.ino());
+    let state = State { len: metadata.len(), modified: (metadata.mtime(), metadata.mtime_nsec()) };
+    let mut registry = REGISTRY.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+    if let Some(library) = registry.get(&id) {
+        return match library.0.state == state {
+            true => Ok(library.clone()),
+            false => Err(format!("it has changed since it was loaded; {NEW_NAME}")),
+        };
+    }
+    // The loader goes by names, and would hand out the old one.
+    if registry.values().any(|library| library.0.path == path) {
+        return Err(format!("another file of this name is loaded; {NEW_NAME}"));
+    }
+    let before = operators()?;
+    open(&path)?;
+    let operators = operators()?.difference(&before).cloned().collect();
+    let library = Library(Arc::new(Loaded { path, operators, state, _file: file }));
+    registry.insert(id, library.clone());
+    Ok(library)
+}
+
+const NEW_NAME: &str = "libraries never unload, so give a new one a new name";
+
+fn operators() -> Result<BTreeSet<String>, String> {
+    let names = super::all_operators().map_err(|error| error.to_string())?;
+    Ok(names.into_iter().collect())
+}
+
+/// Rehearses until nothing is missing that could be found, and loads it.
+fn open(path: &Path) -> Result<(), String> {
+    let mut paths = vec![c_path(path)?];
+    while let Err(reason) = ffi::rehearse(&paths, REHEARSAL_LIMIT) {
+        let found = requirements::find(&reason)?.map(|found| c_path(&found)).transpose()?;
+        match found {
+            // What was missed last is needed by those before.
+            Some(found) if !paths.contains(&found) => paths.insert(0, found),
+            _ => return Err(reason),
+        }
+    }
+    for (index, path) in paths.iter().enumerate() {
+        ffi::open_library(path, index + 1 < paths.len())?;
+    }
+    Ok(())
+}
+
+fn c_path(path: &Path) -> Result<CString, String> {
+    CString::new(path.as_os_str().as_bytes()).map_err(|_| "its path contains a zero byte".to_string())
+}

@@ -1,0 +1,68 @@
+//! Any operator that is registered with libtorch's dispatcher, called from Rust: what `torch.ops` and
+//! `torch.ops.load_library` are in Python.
+//!
+//! [`Library::load`] loads a shared library that registers operators (`TORCH_LIBRARY`), whoever wrote it;
+//! [`Operator::find`] finds one of them, or one of libtorch's own that tch lacks or binds wrongly:
+//!
+//! ```
+//! use tch::{Device, Kind, Tensor};
+//! use tch_extension::args;
+//! use tch_extension::library::Operator;
+//!
+//! let norm = Operator::find("aten::_foreach_norm.Scalar")?;
+//! let (x, y) = (Tensor::from_slice(&[3.0, 4.0]), Tensor::from_slice(&[5.0, 12.0]));
+//! let norms: Vec<Tensor> = norm.call(args![&[&x, &y], 2])?;
+//! assert_eq!(norms, [Tensor::from(5.0), Tensor::from(13.0)]);
+//!
+//! // relu or gelu(bias + x @ w), in one kernel where there is one; arguments can be given by name.
+//! let fused = Operator::find("aten::_addmm_activation")?;
+//! let (x, w) = (Tensor::ones([2, 3], (Kind::Float, Device::Cpu)), Tensor::ones([3, 4], (Kind::Float, Device::Cpu)));
+//! let bias = Tensor::full([4], -1.0, (Kind::Float, Device::Cpu));
+//! let y: Tensor = fused.call(args![&bias, &x, &w, use_gelu = false])?;
+//! assert_eq!(y, Tensor::full([2, 4], 2.0, (Kind::Float, Device::Cpu)));
+//! # Ok::<(), tch_extension::Error>(())
+//! ```
+//!
+//! A call runs with the grad mode and autocast settings of its thread. An operator without a gradient is recognised: see
+//! [`Operator::call`].
+
+mod load;
+mod operator;
+mod output;
+mod requirements;
+mod schema;
+mod value;
+
+pub use crate::args;
+pub use crate::ffi::library::{Layout, MemoryFormat, Output};
+pub use load::Library;
+pub use operator::{Operator, WithBackward};
+pub use output::{FromOutput, FromOutputs};
+pub use value::{Args, Value};
+
+use crate::Result;
+
+/// The names of all operators in a namespace (`aten`, say), with their overloads, in order: what [`Operator::find`]
+/// takes.
+///
+/// ```
+/// let names = tch_extension::library::operators("aten")?;
+/// assert!(names.iter().any(|name| name == "aten::add.Tensor"));
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+///
+/// # Errors
+/// When libtorch reports one.
+pub fn operators(namespace: &str) -> Result<Vec<String>> {
+    let mut names = all_operators()?;
+    names.retain(|name| name.split_once("::").is_some_and(|(found, _)| found == namespace));
+    Ok(names)
+}
+
+/// In order.
+fn all_operators() -> Result<Vec<String>> {
+    let text = crate::ffi::library::operator_names()?;
+    let mut names: Vec<String> = text.lines().map(String::from).collect();
+    names.sort_unstable();
+    Ok(names)
+}

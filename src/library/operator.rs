@@ -1,0 +1,292 @@
+//! A registered operator.
+
+use super::schema::Schema;
+use super::{Args, FromOutputs, Output};
+use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
+use crate::ffi::autograd::tch_extension_grad_mode;
+use crate::ffi::library::{self as ffi, CallFailure, Grad};
+use crate::{Error, Result};
+use std::sync::{Arc, Mutex};
+use tch::{Device, Tensor};
+
+/// An operator that is registered with libtorch's dispatcher, found once and called often. Cheap to clone, and fine to
+/// call from any thread.
+#[derive(Clone)]
+pub struct Operator {
+    inner: Arc<Inner>,
+    grad: Grad,
+}
+
+struct Inner {
+    handle: ffi::Operator,
+    schema: Schema,
+}
+
+impl Operator {
+    /// The operator of this name, as libtorch writes it: `aten::add.Tensor`, `torchvision::nms`. Without an overload,
+    /// the one that has no overload's name, or else the only one.
+    ///
+    /// # Errors
+    /// When there is none, or one of several overloads has to be chosen; the message lists them.
+    pub fn find(name: &str) -> Result<Operator> {
+        let (base, overload) = split(name);
+        if let Some(handle) = ffi::Operator::find(base, overload)? {
+            return Operator::new(name.to_string(), handle);
+        }
+        let all = super::all_operators()?;
+        let overloads: Vec<&str> =
+            all.iter().map(String::as_str).filter(|found| split(found).0 == base).collect();
+        match overloads[..] {
+            [] => Err(Error::msg(format!(
+                "there is no operator {name}: load the library that registers it, or look for it in library::operators"
+            ))),
+            [only] if overload.is_empty() => Operator::find(only),
+            _ => Err(Error::msg(format!("there is no operator {name}, but {}", overloads.join(", ")))),
+        }
+    }
+
+    fn new(name: String, handle: ffi::Operator) -> Result<Operator> {
+        let schema = Schema::read(name, &handle)?;
+        Ok(Operator { inner: Arc::new(Inner { handle, schema }), grad: Grad::Checked })
+    }
+
+    /// `ns::name`, or `ns::name.overload`.
+    pub fn name(&self) -> &str {
+        &self.inner.schema.name
+    }
+
+    /// Its arguments and results, in libtorch's notation.
+    pub fn schema(&self) -> &str {
+        &self.inner.schema.text
+    }
+
+    /// Whether a call on tensors of this device is differentiable: the operator has an autograd kernel, or is made of
+    /// operators that have (then it may still do something that has no gradient).
+    ///
+    /// # Errors
+    /// When libtorch reports one.
+    pub fn has_autograd(&self, device: Device) -> Result<bool> {
+        self.inner.handle.has_autograd(device)
+    }
+
+    /// Calls the operator. The type of the result says what is expected to come back: a `Tensor`, a tuple,
+    /// `Vec<Tensor>`, a number, … ([`FromOutputs`]). An argument that is written into is returned as the same
+    /// tensor, if at all, and its version is counted up.
+    ///
+    /// ```
+    /// use tch::Tensor;
+    /// use tch_extension::{args, library::Operator};
+    ///
+    /// let topk = Operator::find("aten::topk")?;
+    /// let (values, indices): (Tensor, Tensor) = topk.call(args![&Tensor::from_slice(&[1, 7, 5]), 2])?;
+    /// assert_eq!((values, indices), (Tensor::from_slice(&[7, 5]), Tensor::from_slice(&[1_i64, 2])));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Gradients
+    /// libtorch warns when an operator without an autograd kernel gets an input that requires grad, and lets a
+    /// backward go wrong. Here the call is an error, before anything has run, unless grad mode is off or you say what
+    /// you want: [`no_grad`](Operator::no_grad) or [`with_backward`](Operator::with_backward).
+    ///
+    /// An operator that is made of others (`CompositeImplicitAutograd`, as every function without a dispatch key is,
+    /// and every `m.def` of a Python extension) may launch a kernel that the graph knows nothing of. That shows only
+    /// afterwards: an input required grad, and none of the floating tensors it returned or declared to write does. Then,
+    /// too, the call is an error and the results are dropped; what was written stays written. Undeclared
+    /// writes into arguments cannot be seen. Operators of `aten` are taken to be right.
+    ///
+    /// # Errors
+    /// Wrong arguments, what the operator throws, results of another type. The message shows the schema.
+    pub fn call<T: FromOutputs>(&self, args: Args<'_>) -> Result<T> {
+        let values = self.inner.schema.arrange(args)?;
+        let outputs = self.run(&values, self.grad)?;
+        T::from_outputs(outputs).map_err(|message| self.inner.schema.error(message))
+    }
+
+    /// The same operator, called with grad mode off: whatever its inputs, its results are constants.
+    #[must_use]
+    pub fn no_grad(&self) -> Operator {
+        Operator { inner: Arc::clone(&self.inner), grad: Grad::Off }
+    }
+
+    /// The same operator with a backward of yours, which takes the place of any that it has.
+    ///
+    /// `backward` is [`Function::backward`](crate::autograd::Function::backward). The inputs are all tensors among the
+    /// arguments, in the schema's order, those in lists one by one; absent ones are left out. Saved are, from slot 0
+    /// on, these inputs and then all tensors among the results. A second derivative is an error.
+    ///
+    /// An argument that the operator writes into must be among its results, and is saved as it is afterwards.
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::{args, library::Operator};
+    ///
+    /// let sign_free = Operator::find("aten::abs")?.with_backward(|ctx, grads| {
+    ///     // Straight through, say.
+    ///     assert_eq!(ctx.saved(1)?, ctx.saved(0)?.abs());
+    ///     Ok(grads.get(0)?.shallow_clone().into())
+    /// });
+    /// let x = Tensor::from_slice(&[-2.0, 3.0]).set_requires_grad(true);
+    /// let y: Tensor = sign_free.call(args![&x])?;
+    /// y.sum(Kind::Double).backward();
+    /// assert_eq!(x.grad(), Tensor::from_slice(&[1.0, 1.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    pub fn with_backward<F>(&self, backward: F) -> WithBackward
+    where
+        F: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
+    {
+        WithBackward { operator: self.no_grad(), backward: Arc::new(backward) }
+    }
+
+    fn run(&self, values: &[ffi::Value<'_>], grad: Grad) -> Result<Vec<Output>> {
+        let schema = &self.inner.schema;
+        self.inner.handle.call(values, grad).map_err(|failure| match failure {
+            CallFailure::Argument(index, got) => match schema.arguments.get(index) {
+                Some(argument) => schema.wrong(argument, got),
+                None => schema.error(got),
+            },
+            CallFailure::NoBackward => schema
+                .error(format_args!("it has no autograd kernel, and an input requires grad; {WAYS_OUT}")),
+            CallFailure::LostGraph => schema.error(format_args!(
+                "an input requires grad, but the operator's results are no part of the graph; {WAYS_OUT}"
+            )),
+            CallFailure::Operator(message) => schema.error(shortened(&message)),
+            CallFailure::Output(error) => schema.error(error),
+        })
+    }
+}
+
+const WAYS_OUT: &str = "choose .no_grad() for constants, or .with_backward(f) for a gradient of your own";
+
+impl std::fmt::Debug for Operator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.schema())
+    }
+}
+
+/// Name and overload of `ns::name.overload`.
+fn split(name: &str) -> (&str, &str) {
+    let start = name.find("::").map_or(0, |place| place + 2);
+    match name[start..].split_once('.') {
+        Some((base, overload)) => (&name[..start + base.len()], overload),
+        None => (name, ""),
+    }
+}
+
+/// The dispatcher lists every registration of every backend when it finds no kernel; which backends there are will do.
+fn shortened(message: &str) -> String {
+    let message = message.trim_end();
+    let Some((first, rest)) = message.split_once(" This could be because") else {
+        return message.to_string();
+    };
+    let backends =
+        rest.split_once("only available for these backends: [").and_then(|(_, rest)| rest.split_once(']'));
+    match backends {
+        Some((backends, _)) => format!("{first} There are kernels for {backends}"),
+        None => message.to_string(),
+    }
+}
+
+type Backward = dyn Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync;
+
+/// An operator with a backward that its user wrote: [`Operator::with_backward`].
+#[derive(Clone)]
+pub struct WithBackward {
+    operator: Operator,
+    backward: Arc<Backward>,
+}
+
+impl WithBackward {
+    /// [`Operator::call`], in the graph.
+    ///
+    /// # Errors
+    /// As [`Operator::call`]. Also when the operator writes into an argument that it does not return, or into a leaf.
+    pub fn call<T: FromOutputs>(&self, args: Args<'_>) -> Result<T> {
+        let schema = &self.operator.inner.schema;
+        let values = schema.arrange(args)?;
+        let (mut inputs, mut written) = (Vec::new(), Vec::new());
+        for (value, argument) in values.iter().zip(&schema.arguments) {
+            let first = inputs.len();
+            value.tensors(&mut inputs);
+            written.extend((first..inputs.len()).filter(|_| argument.is_written));
+        }
+        self.check_leaves(&inputs, &written)?;
+        let mut outputs = self.operator.run(&values, Grad::Off)?;
+        let mut results = Vec::new();
+        outputs
+            .iter_mut()
+            .for_each(|output| tensors_of(output, &mut |tensor| results.push(tensor.shallow_clone())));
+        let returned = |index: &usize| results.iter().any(|result| ffi::is_same(result, &inputs[*index]));
+        if !written.iter().all(returned) {
+            return Err(schema.error(
+                "it writes into an argument that it does not return, of which with_backward can make no part of a graph",
+            ));
+        }
+        let given: Vec<Option<&Tensor>> = inputs.iter().map(Some).collect();
+        let node = Node {
+            name: schema.name.clone(),
+            results: Mutex::new(results),
+            written,
+            backward: Arc::clone(&self.backward),
+        };
+        let mut in_graph = apply(node, &given)?.into_vec().into_iter();
+        for output in &mut outputs {
+            tensors_of(output, &mut |tensor| {
+                if let Some(wrapped) = in_graph.next().flatten() {
+                    *tensor = wrapped;
+                }
+            });
+        }
+        T::from_outputs(outputs).map_err(|message| schema.error(message))
+    }
+
+    /// libtorch refuses that, too, but only when the values are gone.
+    fn check_leaves(&self, inputs: &[Tensor], written: &[usize]) -> Result<()> {
+        let is_leaf = |&&index: &&usize| inputs[index].requires_grad() && inputs[index].is_leaf();
+        if !tch_extension_grad_mode() || !written.iter().any(|index| is_leaf(&index)) {
+            return Ok(());
+        }
+        Err(self.operator.inner.schema.error("a leaf Variable that requires grad cannot be written into"))
+    }
+}
+
+impl std::fmt::Debug for WithBackward {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.operator.fmt(f)
+    }
+}
+
+/// Visits the tensors of an output in order.
+fn tensors_of(output: &mut Output, visit: &mut dyn FnMut(&mut Tensor)) {
+    match output {
+        Output::Tensor(tensor) => visit(tensor),
+        Output::List(items) => items.iter_mut().for_each(|item| tensors_of(item, visit)),
+        _ => {}
+    }
+}
+
+/// A call that has run, on its way into the graph.
+struct Node {
+    name: String,
+    /// Taken by the forward.
+    results: Mutex<Vec<Tensor>>,
+    written: Vec<usize>,
+    backward: Arc<Backward>,
+}
+
+impl Function for Node {
+    const NAME: &'static str = "library_operator";
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        let results = self.results.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let results = std::mem::take(results);
+        inputs.iter().for_each(|&input| saver.save_optional(input));
+        results.iter().for_each(|result| saver.save(result));
+        self.written.iter().for_each(|&index| saver.mark_dirty(index));
+        Ok(results.into())
+    }
+
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        (self.backward)(ctx, grads).map_err(|error| Error::Autograd(format!("{}: {error}", self.name)))
+    }
+}

@@ -1,0 +1,119 @@
+//! What comes out of an operator.
+
+use super::{Layout, MemoryFormat, Output};
+use std::any::type_name;
+use tch::{Device, Kind, Tensor};
+
+/// What [`Operator::call`](super::Operator::call) can return for a single value.
+pub trait FromOutput: Sized {
+    /// The value, or the output itself if it is something else.
+    ///
+    /// # Errors
+    /// When it is something else.
+    fn from_output(output: Output) -> Result<Self, Output>;
+}
+
+/// What [`Operator::call`](super::Operator::call) can return: `()`, whatever is [`FromOutput`], or a tuple of up to six
+/// such, for an operator with so many results. `Vec<Output>` takes any results.
+pub trait FromOutputs: Sized {
+    /// The results, or what they should have been.
+    ///
+    /// # Errors
+    /// When they are something else.
+    fn from_outputs(outputs: Vec<Output>) -> Result<Self, String>;
+}
+
+macro_rules! from_output {
+    ($($type:ty: $variant:ident;)*) => {$(
+        impl FromOutput for $type {
+            fn from_output(output: Output) -> Result<Self, Output> {
+                match output {
+                    Output::$variant(value) => Ok(value),
+                    other => Err(other),
+                }
+            }
+        }
+    )*};
+}
+
+from_output! {
+    Tensor: Tensor;
+    i64: Int;
+    f64: Float;
+    bool: Bool;
+    String: String;
+    Device: Device;
+    Kind: Kind;
+    Layout: Layout;
+    MemoryFormat: MemoryFormat;
+}
+
+impl FromOutput for Output {
+    fn from_output(output: Output) -> Result<Self, Output> {
+        Ok(output)
+    }
+}
+
+impl<T: FromOutput> FromOutput for Option<T> {
+    fn from_output(output: Output) -> Result<Self, Output> {
+        match output {
+            Output::None => Ok(None),
+            some => T::from_output(some).map(Some),
+        }
+    }
+}
+
+impl<T: FromOutput> FromOutput for Vec<T> {
+    fn from_output(output: Output) -> Result<Self, Output> {
+        match output {
+            Output::List(items) => items.into_iter().map(T::from_output).collect(),
+            other => Err(other),
+        }
+    }
+}
+
+/// One value of several.
+fn one<T: FromOutput>(output: Option<Output>, index: usize) -> Result<T, String> {
+    let output = output.ok_or_else(|| format!("there is no result {index}"))?;
+    T::from_output(output)
+        .map_err(|output| format!("result {index} is {output:?}, and {} was asked for", type_name::<T>()))
+}
+
+fn check_count(outputs: &[Output], wanted: usize) -> Result<(), String> {
+    if outputs.len() == wanted {
+        return Ok(());
+    }
+    Err(format!("it has {} results, and {wanted} were asked for", outputs.len()))
+}
+
+impl<T: FromOutput> FromOutputs for T {
+    fn from_outputs(outputs: Vec<Output>) -> Result<Self, String> {
+        check_count(&outputs, 1)?;
+        one(outputs.into_iter().next(), 0)
+    }
+}
+
+impl FromOutputs for () {
+    fn from_outputs(outputs: Vec<Output>) -> Result<Self, String> {
+        check_count(&outputs, 0)
+    }
+}
+
+macro_rules! from_outputs_tuple {
+    ($count:literal: $($part:ident $index:literal),*) => {
+        impl<$($part: FromOutput),*> FromOutputs for ($($part,)*) {
+            fn from_outputs(outputs: Vec<Output>) -> Result<Self, String> {
+                check_count(&outputs, $count)?;
+                let mut outputs = outputs.into_iter();
+                Ok(($(one::<$part>(outputs.next(), $index)?,)*))
+            }
+        }
+    };
+}
+
+from_outputs_tuple!(1: A 0);
+from_outputs_tuple!(2: A 0, B 1);
+from_outputs_tuple!(3: A 0, B 1, C 2);
+from_outputs_tuple!(4: A 0, B 1, C 2, D 3);
+from_outputs_tuple!(5: A 0, B 1, C 2, D 3, E 4);
+from_outputs_tuple!(6: A 0, B 1, C 2, D 3, E 4, F 5);

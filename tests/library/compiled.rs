@@ -1,0 +1,68 @@
+//! Libraries that are compiled while the tests run, against the libtorch that they run with.
+
+use super::*;
+use std::process::Command;
+use std::sync::OnceLock;
+
+/// A folder of this process.
+pub fn folder() -> &'static Path {
+    static FOLDER: OnceLock<tempfile::TempDir> = OnceLock::new();
+    FOLDER.get_or_init(|| tempfile::tempdir().expect("a temporary folder")).path()
+}
+
+fn sources() -> PathBuf {
+    // Set by cargo, and by the bundle's script where there is no cargo.
+    let root = std::env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
+    root.join("tests/library")
+}
+
+/// The folder of the libtorch that this process has loaded.
+fn libtorch() -> PathBuf {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("the list of loaded files");
+    let line = maps.lines().find(|line| line.ends_with("/libtorch_cpu.so")).expect("libtorch");
+    let file = Path::new(&line[line.find('/').expect("a path")..]);
+    file.parent().and_then(Path::parent).expect("a folder").to_path_buf()
+}
+
+/// Compiles a file to a shared library of the name in [`folder`].
+pub fn compile(source: &Path, name: &str) -> PathBuf {
+    let (include, target) = (libtorch().join("include"), folder().join(name));
+    let compiler = std::env::var_os("CXX").unwrap_or_else(|| "g++".into());
+    let output = Command::new(compiler)
+        .args(["-std=c++17", "-O0", "-shared", "-fPIC", "-w", "-isystem"])
+        .arg(&include)
+        .arg("-isystem")
+        .arg(include.join("torch/csrc/api/include"))
+        .arg(source)
+        .arg("-o")
+        .arg(&target)
+        .output()
+        .expect("a C++ compiler");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    target
+}
+
+/// Compiles a text.
+pub fn compile_text(text: &str, name: &str) -> PathBuf {
+    let source = folder().join(format!("{name}.cpp"));
+    std::fs::write(&source, text).expect("a source file");
+    compile(&source, name)
+}
+
+pub fn compile_file(file: &str, name: &str) -> PathBuf {
+    compile(&sources().join(file), name)
+}
+
+/// The library of operators.cpp, loaded.
+pub fn library() -> &'static Library {
+    static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
+    // A failure is kept, too: compiling it for every test again takes minutes.
+    let library = LIBRARY.get_or_init(|| Library::load(compile_file("operators.cpp", "operators.so")));
+    library.as_ref().expect("a library")
+}
+
+pub fn operator(name: &str) -> Operator {
+    library();
+    Operator::find(&format!("tch_test::{name}")).expect(name)
+}

@@ -1,0 +1,5 @@
+// Defines an operator that operators.cpp has defined, too.
+
+#include <torch/library.h>
+
+TORCH_LIBRARY_FRAGMENT(tch_test, m) { m.def("cube(Tensor x) -> Tensor"); }

@@ -1,0 +1,144 @@
+//! Who has a backward, and what happens to those who have none.
+
+use super::*;
+use tch_extension::autograd::live_nodes;
+use tch_extension::testing::gradcheck;
+
+fn scaled() -> Operator {
+    operator("scaled")
+}
+
+#[test]
+fn operators_without_a_gradient_are_recognised() {
+    let has = |name: &str| operator(name).has_autograd(Device::Cpu).unwrap();
+    assert!(has("doubled") && has("cube"));
+    assert!(!has("scaled") && !has("scale_") && !has("cuda_only"));
+    for name in ["aten::mul.Tensor", "aten::linear", "aten::_foreach_norm.Scalar"] {
+        let op = Operator::find(name).unwrap();
+        assert!(op.has_autograd(Device::Cpu).unwrap() && op.has_autograd(Device::Cuda(0)).unwrap(), "{name}");
+    }
+    assert!(!Operator::find("mkldnn::_linear_pointwise").unwrap().has_autograd(Device::Cpu).unwrap());
+}
+
+#[test]
+fn without_a_gradient_a_call_is_refused_before_it_runs() {
+    let x = leaf(&[1.0, 2.0]);
+    let text = message(scaled().call::<Tensor>(args![&x, 3.0]));
+    assert!(
+        text.starts_with("tch_test::scaled: it has no autograd kernel, and an input requires grad"),
+        "{text}"
+    );
+    assert!(
+        text.contains(".no_grad()") && text.contains(".with_backward(f)") && text.contains("the schema is"),
+        "{text}"
+    );
+    // In place: nothing was written.
+    let y = &x * 1.0;
+    message(operator("scale_").call::<Tensor>(args![&y, 3.0]));
+    assert_eq!(y.detach(), doubles(&[1.0, 2.0]));
+    let text = message(operator("scale_out").call::<()>(args![&x, 3.0, out = &doubles(&[0.0, 0.0])]));
+    assert!(text.contains("no autograd kernel"), "{text}");
+    // In a list, too.
+    assert!(operator("tensors").call::<String>(args![&x, &x, [&x], [&x]]).is_ok(), "no tensor comes back");
+}
+
+#[test]
+fn nobody_asks_for_a_gradient() {
+    let x = leaf(&[1.0, 2.0]);
+    let guard = tch::no_grad_guard();
+    let y: Tensor = scaled().call(args![&x, 3.0]).unwrap();
+    drop(guard);
+    assert_eq!((y.detach(), y.requires_grad()), (doubles(&[3.0, 6.0]), false));
+    let y: Tensor = scaled().call(args![&doubles(&[1.0]), 3.0]).unwrap();
+    assert_eq!(y, doubles(&[3.0]));
+    let y: Tensor = scaled().no_grad().call(args![&x, 3.0]).unwrap();
+    assert_eq!((y.detach(), y.requires_grad()), (doubles(&[3.0, 6.0]), false));
+    assert!((&x * 2.0).requires_grad(), "grad mode is on again");
+}
+
+fn with_backward() -> tch_extension::library::WithBackward {
+    scaled().with_backward(|ctx, grads| {
+        assert_eq!(ctx.inputs_len(), 1);
+        // Both are saved: the factor is their quotient.
+        Ok((grads.get(0)? * ctx.saved(1)? / ctx.saved(0)?).into())
+    })
+}
+
+#[test]
+fn a_backward_of_ones_own_passes_gradcheck() {
+    let (op, x) = (with_backward(), leaf(&[1.0, 2.0, -0.5]));
+    gradcheck(|inputs| op.call::<Tensor>(args![&inputs[0], 3.0]), &[&x], &Default::default()).unwrap();
+    // One that is wrong does not.
+    let wrong = scaled().with_backward(|_, grads| Ok((grads.get(0)? * 2.0).into()));
+    let check = |inputs: &[Tensor]| wrong.call::<Tensor>(args![&inputs[0], 3.0]);
+    assert!(gradcheck(check, &[&x], &Default::default()).is_err());
+}
+
+#[test]
+fn a_backward_of_ones_own_fails_by_name() {
+    let op = scaled().with_backward(|_, _| Err(tch_extension::Error::msg("on purpose")));
+    let y: Tensor = op.call(args![&leaf(&[1.0]), 3.0]).unwrap();
+    let text = y.sum(Kind::Double).f_backward().err().expect("an error").to_string();
+    assert!(text.contains("tch_test::scaled: on purpose"), "{text}");
+}
+
+#[test]
+fn in_place_with_a_backward_of_ones_own() {
+    let op = operator("scale_").with_backward(|_, grads| Ok((grads.get(0)? * 3.0).into()));
+    let x = leaf(&[1.0, 2.0]);
+    let y = &x * &x;
+    let z: Tensor = op.call(args![&y, 3.0]).unwrap();
+    assert_eq!((z.detach(), y.detach()), (doubles(&[3.0, 12.0]), doubles(&[3.0, 12.0])));
+    y.sum(Kind::Double).backward();
+    assert_eq!(x.grad(), doubles(&[6.0, 12.0]));
+    // Into a leaf: libtorch's own words, and nothing written.
+    let text = message(op.call::<Tensor>(args![&x, 3.0]));
+    assert!(text.contains("a leaf Variable that requires grad"), "{text}");
+    assert_eq!(x.detach(), doubles(&[1.0, 2.0]));
+    // An argument that is written and not returned.
+    let op = operator("scale_out").with_backward(|_, _| Ok(().into()));
+    let text = message(op.call::<()>(args![&x, 3.0, out = &doubles(&[0.0, 0.0])]));
+    assert!(text.contains("it writes into an argument that it does not return"), "{text}");
+}
+
+#[test]
+fn a_composite_that_lost_the_graph_is_found_out() {
+    let x = leaf(&[1.0, 2.0]);
+    let y: Tensor = operator("cube").call(args![&x]).unwrap();
+    y.sum(Kind::Double).backward();
+    assert_eq!(x.grad(), doubles(&[3.0, 12.0]));
+    let text = message(operator("raw_scaled").call::<Tensor>(args![&x, 3.0]));
+    assert!(
+        text.contains("its results are no part of the graph")
+            || text.contains("results are no part of the graph"),
+        "{text}"
+    );
+    assert!(text.contains(".with_backward(f)"), "{text}");
+    let y: Tensor = operator("raw_scaled").no_grad().call(args![&x, 3.0]).unwrap();
+    assert!(!y.requires_grad());
+    // In place: the tensor requires grad all along, but the graph knows nothing of the change.
+    let y = &x * 1.0;
+    message(operator("raw_scale_").call::<Tensor>(args![&y, 3.0]));
+    let y: Tensor = operator("composite_scale_").call(args![&(&x * 1.0), &doubles(&[3.0, 4.0])]).unwrap();
+    assert!(y.requires_grad());
+    // A constant becomes part of the graph.
+    let constant = doubles(&[1.0, 1.0]);
+    let _ = operator("composite_scale_").call::<Tensor>(args![&constant, &x]).unwrap();
+    assert!(constant.requires_grad());
+    let text = message(operator("composite_scale_").call::<Tensor>(args![&x, &doubles(&[3.0, 4.0])]));
+    assert!(text.contains("a leaf Variable that requires grad"), "{text}");
+}
+
+#[test]
+fn nothing_of_a_call_stays_behind() {
+    // Other tests of this program make nodes, too: so this one has a process of its own in mind, and only looks whether
+    // a thousand calls leave a thousand.
+    let (op, before) = (with_backward(), live_nodes());
+    for _ in 0..1000 {
+        let x = leaf(&[1.0]);
+        let y: Tensor = op.call(args![&x, 3.0]).unwrap();
+        y.sum(Kind::Double).backward();
+        assert_eq!(x.grad(), doubles(&[3.0]));
+    }
+    assert!(live_nodes() - before < 500, "{} nodes", live_nodes() - before);
+}

@@ -1,0 +1,27 @@
+//! Operators of other people's libraries.
+
+use compiled::operator;
+use std::path::{Path, PathBuf};
+use tch::{Device, Kind, Tensor};
+use tch_extension::library::{Layout, Library, MemoryFormat, Operator, Output, operators};
+use tch_extension::{Result, args};
+
+mod arguments;
+mod compiled;
+mod gradients;
+mod loading;
+mod results;
+mod threads;
+mod vision;
+
+fn doubles(values: &[f64]) -> Tensor {
+    Tensor::from_slice(values)
+}
+
+fn leaf(values: &[f64]) -> Tensor {
+    doubles(values).set_requires_grad(true)
+}
+
+fn message<T>(result: Result<T>) -> String {
+    result.err().expect("an error").to_string()
+}

@@ -1,0 +1,1 @@
+//! torchvision's operators.
