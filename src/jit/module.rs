@@ -48,6 +48,10 @@ impl Module {
     /// # Errors
     /// When the library has no such symbol, or `T` does not have the size of a pointer.
     pub unsafe fn symbol<T: Copy>(&self, name: &str) -> Result<Symbol<'_, T>> {
+        if size_of::<T>() != size_of::<*const ()>() {
+            let text = "is no function and no pointer: it does not have the size of one";
+            return Err(self.error(format!("{name}: {} {text}", std::any::type_name::<T>())));
+        }
         // SAFETY: the caller knows the type.
         let symbol = unsafe { self.0.symbols.get::<T>(name) };
         let symbol = symbol.map_err(|error| self.error(format!("there is no symbol {name:?}: {error}")))?;

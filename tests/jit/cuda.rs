@@ -54,6 +54,7 @@ fn cuda_jit_lltm() {
     }
     let module = extension("lltm_cuda")
         .sources(["lltm_cuda.cpp", "lltm_cuda_kernel.cu"].map(python_source))
+        .flag("-O0")
         .load()
         .unwrap();
     let inputs = python_sources::lltm_inputs(Device::Cpu).map(|input| input.detach());

@@ -161,12 +161,21 @@ class Description {
       static_assert(
           std::is_constructible_v<Parameter, const T&>,
           "tch_extension: m.def: the default in py::arg(...) = does not convert to the argument's type");
-      arguments_[I].fallback = c10::IValue(Converter<Parameter>::box(static_cast<Parameter>(arg.value)));
+      arguments_[I].fallback = c10::IValue(boxed<Parameter>(arg.value));
     }
   }
   template <size_t I>
   void add(const pybind11::kw_only&) {
     keyword_only_ = true;
+  }
+  template <typename Parameter, typename T>
+  static Boxed<Parameter> boxed(const T& value) {
+    if constexpr (std::is_floating_point_v<Parameter> && std::is_arithmetic_v<T>) {
+      // Not by way of a float: 1e-5 shall be 1e-5 in the schema.
+      return static_cast<double>(value);
+    } else {
+      return Converter<Parameter>::box(static_cast<Parameter>(value));
+    }
   }
   // Docs, policies, guards: nothing about an argument.
   template <size_t I, typename T, typename = std::enable_if_t<!IsArg<T>::value>>

@@ -8,7 +8,8 @@
 #include <cstdlib>
 #include <cstring>
 
-struct PyObject;
+// libtorch declares it so, too.
+typedef struct _object PyObject;
 typedef std::ptrdiff_t Py_ssize_t;
 typedef PyObject* (*PyCFunction)(PyObject*, PyObject*);
 
