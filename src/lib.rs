@@ -13,6 +13,7 @@ pub mod jit;
 pub mod library;
 pub mod nn;
 pub mod ops;
+pub mod strided;
 pub mod testing;
 pub mod view;
 

@@ -209,7 +209,7 @@ fn refused(check: Check<'_>, refusal: Refusal) -> Error {
 }
 
 /// Whether two elements share memory.
-fn overlaps(size: &[i64], stride: &[i64]) -> bool {
+pub(crate) fn overlaps(size: &[i64], stride: &[i64]) -> bool {
     if size.contains(&0) {
         return false;
     }

@@ -32,3 +32,8 @@ TCH_EXTENSION_API Message tch_extension_plain(const at::Tensor* tensor, at::Tens
 TCH_EXTENSION_API bool tch_extension_is_strided(const at::Tensor* tensor) {
   return tensor->defined() && tensor->layout() == at::kStrided && !tensor->is_nested();
 }
+
+// Tells autograd that the values change. Throws for an inference tensor outside of inference mode.
+TCH_EXTENSION_API Message tch_extension_bump_version(const at::Tensor* tensor) {
+  return guard([&] { tensor->unsafeGetTensorImpl()->bump_version(); });
+}

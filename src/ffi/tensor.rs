@@ -31,6 +31,7 @@ unsafe extern "C" {
         refused: *mut c_int,
     ) -> *mut c_char;
     fn tch_extension_unpin(pin: *mut CPin);
+    fn tch_extension_bump_version(tensor: *const C_tensor) -> *mut c_char;
     #[cfg(test)]
     safe fn tch_extension_pinned() -> usize;
 }
@@ -62,6 +63,15 @@ pub(crate) fn plain(tensor: &Tensor) -> Result<Tensor> {
         Some(message) => Err(Error::Torch(message)),
         // SAFETY: a handle that C++ allocated for us.
         None => Ok(unsafe { Tensor::from_ptr(result) }),
+    }
+}
+
+/// Tells autograd that the tensor's values change.
+pub(crate) fn bump_version(tensor: &mut Tensor) -> Result<()> {
+    // SAFETY: borrowed from a live tensor.
+    match take_message(unsafe { tch_extension_bump_version(tensor.as_ptr()) }) {
+        Some(message) => Err(Error::Torch(message)),
+        None => Ok(()),
     }
 }
 

@@ -38,12 +38,13 @@ pub struct Job {
 
 impl Unit<'_> {
     /// With the C++ compiler, for one instruction set or for none in particular.
-    pub fn with_cxx(&self, isa: Option<(&str, &[&str])>) -> Result<Job> {
+    pub fn with_cxx(&self, isa: Option<(&str, &str)>) -> Result<Job> {
         let options = self.options;
         let command = self.toolchain.cxx.command();
         let mut arguments: Vec<String> =
             command.get_args().map(|argument| argument.to_string_lossy().into_owned()).collect();
-        arguments.extend(["-O3", "-fPIC", "-fopenmp"].map(String::from));
+        arguments
+            .extend(["-O3", "-fPIC"].iter().chain(self.toolchain.cxx.openmp()).map(|flag| flag.to_string()));
         let warnings: &[&str] = if options.warnings { &["-Wall", "-Wextra"] } else { &["-w"] };
         arguments.extend(warnings.iter().map(|flag| flag.to_string()));
         if !options.export_symbols {
@@ -52,9 +53,7 @@ impl Unit<'_> {
         if let Some((isa, flags)) = isa {
             arguments.push(format!("-DCPU_CAPABILITY={isa}"));
             arguments.push(format!("-DCPU_CAPABILITY_{isa}"));
-            arguments.extend(flags.iter().map(|flag| flag.to_string()));
-            // gcc 12 finds fault with its own intrinsics.
-            arguments.push("-Wno-maybe-uninitialized".to_string());
+            arguments.extend(flags.split_whitespace().map(String::from));
         }
         self.add_common(&mut arguments);
         if let Some(cuda) = &self.toolchain.cuda {
@@ -80,7 +79,10 @@ impl Unit<'_> {
         if !options.export_symbols {
             arguments.extend(["-Xcompiler", "-fvisibility=hidden"].map(String::from));
         }
-        arguments.extend(cuda.archs.iter().flat_map(|arch| arch.flags()));
+        // As PyTorch has it: whoever names an architecture among the flags names them all.
+        if !options.nvcc_flags.iter().any(|flag| flag.contains("arch") || flag.contains("-gencode")) {
+            arguments.extend(cuda.archs.iter().flat_map(|arch| arch.flags()));
+        }
         self.add_common(&mut arguments);
         if let Some(host) = env.var("NVCC_CCBIN") {
             arguments.push(format!("-ccbin={host}"));
@@ -163,19 +165,35 @@ pub fn run(jobs: &[Job], workers: usize, env: &dyn Environment) -> Result<()> {
 }
 
 /// Runs a compiler or linker; when it fails, its own message is the error's.
-pub fn run_compiler(command: &mut Command, doing: &str, env: &dyn Environment) -> Result<Output> {
-    let line = |command: &Command| {
-        let words = std::iter::once(command.get_program()).chain(command.get_args());
-        words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
-    };
-    env.runs(&line(command));
+pub fn run_compiler(command: &mut Command, failed: &str, env: &dyn Environment) -> Result<Output> {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    env.runs(&words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" "));
     let name = command.get_program().to_string_lossy().into_owned();
-    let output = command.output().with_context(|| format!("{doing}: cannot run {name}"))?;
+    let output = command.output().with_context(|| format!("{failed}: cannot run {name}"))?;
     if !output.status.success() {
-        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end().to_string();
-        bail!("{doing}: {name} failed:\n{}{}", text(&output.stdout), text(&output.stderr));
+        let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
+        bail!("{failed}; {name} ({}) says:\n{}", output.status, readable(&text));
     }
     Ok(output)
+}
+
+/// The most lines of a compiler's message that are shown. A template of libtorch's that does not fit has hundreds
+/// to say; what is wrong comes first.
+const MOST_LINES: usize = 60;
+
+/// The message, cut, and with a way out where it names none.
+fn readable(text: &str) -> String {
+    let lines: Vec<_> = text.lines().collect();
+    let mut message = lines[..lines.len().min(MOST_LINES)].join("\n");
+    if lines.len() > MOST_LINES {
+        message += &format!("\n… and {} more lines", lines.len() - MOST_LINES);
+    }
+    if text.contains("unsupported GNU version") || text.contains("unsupported clang version") {
+        message += "\nnvcc's host compiler is too new for it: set NVCC_CCBIN to an older one, such as g++-12";
+    } else if text.contains("Python.h: No such file") {
+        message += "\nlibtorch is used without Python here: include <torch/torch.h> or <ATen/ATen.h>";
+    }
+    message
 }
 
 impl Object {
@@ -207,7 +225,8 @@ impl Job {
         let started = SystemTime::now();
         let mut command = Command::new(&self.program);
         command.args(&self.arguments);
-        let output = run_compiler(&mut command, &format!("compiling {}", self.object.source.display()), env)?;
+        let output =
+            run_compiler(&mut command, &format!("{} does not compile", self.object.source.display()), env)?;
         for line in String::from_utf8_lossy(&output.stderr).lines().filter(|line| line.contains("warning")) {
             env.warns(line);
         }
@@ -304,6 +323,16 @@ mod tests {
         assert!(job(&folder, "kill -9 $$").compile(&Process).is_err());
         assert!(!job(&folder, ":").is_up_to_date());
         std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn a_long_message_is_cut_and_a_known_one_explained() {
+        let long = readable(&"error\n".repeat(1000));
+        assert!(long.lines().count() < 100 && long.contains("and 940 more lines"), "{long}");
+        let too_new =
+            readable("#error -- unsupported GNU version! gcc versions later than 15 are not supported!");
+        assert!(too_new.contains("set NVCC_CCBIN"), "{too_new}");
+        assert_eq!(readable("a.cpp:1:2: error: no"), "a.cpp:1:2: error: no");
     }
 
     #[test]

@@ -1,9 +1,13 @@
 //! The C++ compiler, as the cc crate finds it.
 
 use crate::environment::Environment;
-use anyhow::{Context, Result};
-use std::path::PathBuf;
+use anyhow::{Context, Result, bail};
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+
+/// The oldest g++ that PyTorch supports.
+const OLDEST_GXX: u32 = 9;
 
 /// The C++ compiler with the flags that the user wants everywhere.
 #[derive(Clone, Debug)]
@@ -14,41 +18,45 @@ pub struct Cxx {
     arguments: Vec<String>,
     /// The compiler itself, without a wrapper: what nvcc takes for its host compiler.
     pub path: PathBuf,
-    /// The first line of its answer to `--version`.
+    /// Such as `12.2.0`.
     pub version: String,
+    /// clang has an OpenMP of its own; libtorch uses g++'s.
+    pub is_clang: bool,
 }
 
 impl Cxx {
-    /// What cc makes of `CXX` (a wrapper and flags included) and `CXXFLAGS`, in cargo's spellings, too.
-    pub fn find(env: &dyn Environment) -> Result<Self> {
+    /// What cc makes of `CXX` (a wrapper and flags included) and `CXXFLAGS`, in cargo's spellings, too. A compiler
+    /// whose objects do not go with libtorch's, built with this `_GLIBCXX_USE_CXX11_ABI`, is an error.
+    pub fn find(cxx11_abi: &str, env: &dyn Environment) -> Result<Self> {
         let (target, host) = env.triples();
         for variable in variables(&target) {
             env.var(&variable);
         }
-        // No `warnings(false)`: that is `-w`, which silences every other flag. Optimised, without cargo's profile: at -O0 an AVX-512 unit exports inline functions full of AVX-512 code,
-        // which the linker may then use everywhere. Our own flags follow, and win.
         let mut build = cc::Build::new();
+        // No `warnings(false)`: that is `-w`, which silences every other flag. Optimised, without cargo's profile: at
+        // -O0 an AVX-512 unit exports inline functions full of AVX-512 code, which the linker may then use everywhere.
+        // Our own flags follow, and win.
         build.cpp(true).opt_level(3).debug(false).target(&target).host(&host);
         // Outside a build script, nobody reads cc's lines for cargo.
         build.cargo_metadata(false).cargo_warnings(false);
         let tool = build.try_get_compiler().context(MISSING)?;
         let command = tool.to_command();
-        let argument = |argument: &std::ffi::OsStr| argument.to_string_lossy().into_owned();
+        let arguments: Vec<_> =
+            command.get_args().map(|argument| argument.to_string_lossy().into_owned()).collect();
         let path = tool.path().to_path_buf();
-        let output = Command::new(&path).arg("--version").output();
-        let output = output.with_context(|| format!("cannot run {}: {MISSING}", path.display()))?;
-        let version = String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or_default().to_string();
-        Ok(Cxx {
-            program: command.get_program().into(),
-            arguments: command.get_args().map(argument).collect(),
-            path,
-            version,
-        })
+        let macros = macros(&path, &arguments, cxx11_abi)?;
+        let (version, is_clang) = check(&path, &macros, cxx11_abi)?;
+        Ok(Cxx { program: command.get_program().into(), arguments, path, version, is_clang })
     }
 
     /// Compiler, version and flags.
     pub fn identity(&self) -> String {
         format!("{} ({}) {}", self.program.display(), self.version, self.arguments.join(" "))
+    }
+
+    /// What makes `at::parallel_for` parallel, on the threads that libtorch has.
+    pub fn openmp(&self) -> &'static [&'static str] {
+        if self.is_clang { &[] } else { &["-fopenmp"] }
     }
 
     /// The compiler with its flags.
@@ -77,4 +85,81 @@ fn variables(target: &str) -> Vec<String> {
         })
         .chain(["CRATE_CC_NO_DEFAULTS".to_string()])
         .collect()
+}
+
+/// The macros of the compiler and its standard library.
+fn macros(path: &Path, arguments: &[String], cxx11_abi: &str) -> Result<HashMap<String, String>> {
+    let flags = arguments.iter().filter(|argument| argument.starts_with('-'));
+    let output = Command::new(path)
+        .args(flags)
+        .arg(format!("-D_GLIBCXX_USE_CXX11_ABI={cxx11_abi}"))
+        .args(["-dM", "-E", "-include", "cstddef", "-x", "c++", "/dev/null"])
+        .output()
+        .with_context(|| format!("cannot run {}: {MISSING}", path.display()))?;
+    if !output.status.success() {
+        bail!(
+            "{} does not work (see CXX and CXXFLAGS):\n{}",
+            path.display(),
+            String::from_utf8_lossy(&output.stderr).trim_end()
+        );
+    }
+    Ok(parse_macros(&String::from_utf8_lossy(&output.stdout)))
+}
+
+fn parse_macros(text: &str) -> HashMap<String, String> {
+    text.lines()
+        .filter_map(|line| line.strip_prefix("#define ")?.split_once(' '))
+        .map(|(name, value)| (name.to_string(), value.to_string()))
+        .collect()
+}
+
+/// The version, and whether it is clang.
+fn check(path: &Path, macros: &HashMap<String, String>, cxx11_abi: &str) -> Result<(String, bool)> {
+    let name = path.display();
+    let number = |key: &str| macros.get(key).and_then(|value| value.parse::<u32>().ok()).unwrap_or(0);
+    let version = macros.get("__VERSION__").map_or("", String::as_str).trim_matches('"').to_string();
+    if macros.contains_key("_LIBCPP_VERSION") {
+        bail!(
+            "{name} uses libc++, but libtorch is built on libstdc++; drop -stdlib=libc++ from CXX and CXXFLAGS"
+        );
+    }
+    let is_clang = macros.contains_key("__clang__");
+    if !is_clang && number("__GNUC__") < OLDEST_GXX {
+        bail!(
+            "{name} is g++ {version}, but libtorch's headers need g++ {OLDEST_GXX} or newer; set CXX to one"
+        );
+    }
+    let abi = macros.get("_GLIBCXX_USE_CXX11_ABI");
+    if abi.is_some_and(|abi| abi != cxx11_abi) {
+        bail!(
+            "{name} has only the old ABI of std::string (_GLIBCXX_USE_CXX11_ABI=0), but libtorch was built with \
+             {cxx11_abi}; set CXX to a compiler whose libstdc++ has both"
+        );
+    }
+    Ok((version, is_clang))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn checked(macros: &str) -> std::result::Result<(String, bool), String> {
+        check(Path::new("c++"), &parse_macros(macros), "1").map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_compiler_that_does_not_go_with_libtorch_is_refused() {
+        let gxx = "#define __GNUC__ 12\n#define __VERSION__ \"12.2.0\"\n#define _GLIBCXX_USE_CXX11_ABI ";
+        assert_eq!(checked(&format!("{gxx}1\n")), Ok(("12.2.0".to_string(), false)));
+        let clang = "#define __GNUC__ 4\n#define __clang__ 1\n#define __VERSION__ \"Clang 19\"\n";
+        assert_eq!(checked(clang), Ok(("Clang 19".to_string(), true)));
+        for (macros, reason) in [
+            (format!("{gxx}0\n"), "old ABI"),
+            ("#define __GNUC__ 8\n".to_string(), "need g++ 9 or newer; set CXX"),
+            (format!("{clang}#define _LIBCPP_VERSION 190000\n"), "drop -stdlib=libc++"),
+        ] {
+            let error = checked(&macros).expect_err(reason);
+            assert!(error.contains(reason), "{error}");
+        }
+    }
 }

@@ -1,6 +1,8 @@
 //! What the compilers' rules need to know of the program they run in, and tell it: a build script or any other.
 
+use std::collections::BTreeSet;
 use std::path::Path;
+use std::sync::Mutex;
 
 /// Where variables come from and reports go. Nothing else in the shared parts reads a variable of cargo's or
 /// prints a line for it.
@@ -33,19 +35,39 @@ pub struct Process;
 
 impl Environment for Process {}
 
-/// A build script: reports are lines on its standard output, where cargo reads them.
-pub struct BuildScript;
+/// A build script: reports become lines on its standard output, where cargo reads them. They are kept until
+/// [`BuildScript::print`], because cargo shows them before the message of a script that failed, which runs again
+/// anyhow.
+#[derive(Default)]
+pub struct BuildScript {
+    lines: Mutex<BTreeSet<String>>,
+}
+
+impl BuildScript {
+    fn keep(&self, line: String) {
+        self.lines.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).insert(line);
+    }
+
+    /// Prints what was kept, each line once.
+    pub fn print(&self) {
+        let lines = std::mem::take(&mut *self.lines.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
+        for line in lines {
+            println!("{line}");
+        }
+    }
+}
 
 impl Environment for BuildScript {
     fn var(&self, name: &str) -> Option<String> {
-        if !name.starts_with("DEP_") && !name.starts_with("CARGO_") {
-            println!("cargo::rerun-if-env-changed={name}");
+        // Cargo's own need no telling.
+        if !name.starts_with("DEP_") && !CARGOS_OWN.contains(&name) {
+            self.keep(format!("cargo::rerun-if-env-changed={name}"));
         }
         Process.var(name)
     }
 
     fn reads(&self, path: &Path) {
-        println!("cargo::rerun-if-changed={}", path.display());
+        self.keep(format!("cargo::rerun-if-changed={}", path.display()));
     }
 
     fn warns(&self, line: &str) {
@@ -57,3 +79,6 @@ impl Environment for BuildScript {
         (triple("TARGET"), triple("HOST"))
     }
 }
+
+const CARGOS_OWN: &[&str] =
+    &["OUT_DIR", "NUM_JOBS", "PROFILE", "CARGO_CFG_TARGET_OS", "CARGO_CFG_TARGET_ARCH"];

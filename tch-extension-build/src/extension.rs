@@ -1,17 +1,36 @@
 //! The build script's side: what cargo says goes in, what cargo has to know comes out.
 
 use crate::environment::{BuildScript, Environment, Process};
-use crate::toolchain::{CudaMode, Libtorch, Options, Toolchain};
+use crate::toolchain::{CudaMode, Libtorch, Options, Toolchain, is_cuda, text_of};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 
-/// One static library of C++ and CUDA sources, linked into the crate whose build script makes it.
+/// One static library of C++ and CUDA sources, linked into the crate whose build script makes it. Paths are
+/// relative to the package's folder.
+///
+/// ```no_run
+/// tch_extension_build::Extension::new("my_ops")
+///     .sources(["csrc/my_ops.cpp", "csrc/cpu.cpp"])
+///     .cuda_sources(["csrc/my_ops.cu"])
+///     .include("csrc/include")
+///     .define("MY_OPS_TILE", "64")
+///     .flag("-ffast-math")
+///     .nvcc_flag("--use_fast_math")
+///     .archs("8.0;9.0a;12.0+PTX")
+///     .standard("c++20")
+///     .build_or_exit();
+/// ```
+#[must_use = "nothing is compiled before `build` or `build_or_exit`"]
 pub struct Extension {
     name: String,
     sources: Vec<PathBuf>,
+    folders: Vec<PathBuf>,
     includes: Vec<PathBuf>,
-    /// Folders in which there was nothing to compile.
-    empty: Vec<PathBuf>,
+    options: Options,
+    archs: Option<String>,
+    whole_archive: Option<bool>,
+    /// The first thing that was asked for and is not there.
+    mistake: Option<String>,
 }
 
 /// What [`Extension::build`] found and made.
@@ -21,15 +40,48 @@ pub struct Built {
 }
 
 impl Extension {
-    /// A library called `lib<name>.a`.
+    /// A library called `lib<name>.a`; no two in one program may have the same name.
     pub fn new(name: &str) -> Self {
-        Extension { name: name.to_string(), sources: Vec::new(), includes: Vec::new(), empty: Vec::new() }
+        let mistake = (name.is_empty()
+            || !name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte)))
+        .then(|| format!("Extension::new({name:?}): a name has letters, digits, _ and - only"));
+        Extension {
+            name: name.to_string(),
+            sources: Vec::new(),
+            folders: Vec::new(),
+            includes: Vec::new(),
+            options: Options::default(),
+            archs: None,
+            whole_archive: None,
+            mistake,
+        }
     }
 
-    /// Adds one source. `*.cu` is compiled by nvcc, `cpu.cpp` once for each CPU instruction set (with
-    /// `CPU_CAPABILITY` defined as in PyTorch), any other `*.cpp` once.
+    /// Adds one source. `*.cu` is compiled by nvcc, and left out where there is no CUDA. A C++ source with a
+    /// `TCH_EXTENSION_CPU_KERNEL` (see `tch_extension/cpu.h`) is compiled once for each CPU instruction set, with
+    /// `CPU_CAPABILITY` defined as in PyTorch; any other once.
     pub fn source(mut self, path: impl Into<PathBuf>) -> Self {
-        self.sources.push(path.into());
+        let path = path.into();
+        if !path.is_file() {
+            self.mistake(|| missing_source(&path));
+        }
+        self.sources.push(path);
+        self
+    }
+
+    /// Adds sources, each as [`Extension::source`] does.
+    pub fn sources(self, paths: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
+        paths.into_iter().fold(self, |extension, path| extension.source(path))
+    }
+
+    /// Adds sources for nvcc, `*.cu`.
+    pub fn cuda_sources(mut self, paths: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
+        for path in paths.into_iter().map(Into::into) {
+            if !is_cuda(&path) {
+                self.mistake(|| format!("cuda_sources: {} does not end in .cu", path.display()));
+            }
+            self = self.source(path);
+        }
         self
     }
 
@@ -37,69 +89,195 @@ impl Extension {
     /// is an error of [`Extension::build`].
     pub fn source_dir(mut self, folder: impl AsRef<Path>) -> Self {
         let folder = folder.as_ref();
-        // Cargo then reruns the script when a file is added or removed, too.
-        println!("cargo::rerun-if-changed={}", folder.display());
         let before = self.sources.len();
         collect_sources(folder, &mut self.sources);
-        self.sources.sort();
+        self.sources[before..].sort();
         if self.sources.len() == before {
-            self.empty.push(folder.to_path_buf());
+            self.mistake(|| {
+                format!(
+                    "source_dir: there is no .cpp and no .cu in {} (relative to the package's folder)",
+                    folder.display()
+                )
+            });
         }
-        self.include(folder.join("include"))
+        // Cargo then reruns the script when a file is added or removed, too.
+        self.folders.push(folder.to_path_buf());
+        self.includes.push(folder.join("include"));
+        self
     }
 
     /// Adds a folder in which `#include` looks.
     pub fn include(mut self, folder: impl Into<PathBuf>) -> Self {
-        self.includes.push(folder.into());
+        let folder = folder.into();
+        if !folder.is_dir() {
+            self.mistake(|| {
+                format!("include: there is no folder {} (relative to the package's)", folder.display())
+            });
+        }
+        self.includes.push(folder);
         self
     }
 
-    /// Compiles, archives and tells cargo what to link.
+    /// Defines a macro for both compilers: `.define("TILE", "64")`, or `.define("FAST", None)`.
+    pub fn define<'a>(mut self, name: &str, value: impl Into<Option<&'a str>>) -> Self {
+        self.options.defines.push((name.to_string(), value.into().map(str::to_string)));
+        self
+    }
+
+    /// Adds a flag for the C++ compiler, after all others.
+    pub fn flag(mut self, flag: &str) -> Self {
+        self.options.cxx_flags.push(flag.to_string());
+        self
+    }
+
+    /// Adds a flag for nvcc, after all others. One that names an architecture (`-gencode=…`) replaces the list.
+    pub fn nvcc_flag(mut self, flag: &str) -> Self {
+        self.options.nvcc_flags.push(flag.to_string());
+        self
+    }
+
+    /// Compiles CUDA for these architectures, whatever `TORCH_CUDA_ARCH_LIST` says: for kernels that need one. The
+    /// grammar is that variable's ([`crate::arch`]).
+    pub fn archs(mut self, list: &str) -> Self {
+        self.archs = Some(list.to_string());
+        self
+    }
+
+    /// The standard of C++ and CUDA sources: `c++17` (the default), `c++20` or `c++23`.
+    pub fn standard(mut self, standard: &str) -> Self {
+        if !["c++17", "c++20", "c++23"].contains(&standard) {
+            self.mistake(|| {
+                format!("standard({standard:?}): write c++17, c++20 or c++23; libtorch's headers need c++17 at least")
+            });
+        }
+        self.options.standard = standard.to_string();
+        self
+    }
+
+    /// Whether every object reaches the final program, or (`false`) only those that something refers to, which nobody
+    /// does to an operator that registers itself. By default decided by the sources: they need it when
+    /// one of them has a `TORCH_LIBRARY` (or `TORCH_LIBRARY_IMPL`, `TORCH_LIBRARY_FRAGMENT`).
+    pub fn whole_archive(mut self, whole: bool) -> Self {
+        self.whole_archive = Some(whole);
+        self
+    }
+
+    /// Whether the compilers' warnings are asked for (`-Wall -Wextra`) and shown; on by default.
+    pub fn warnings(mut self, warnings: bool) -> Self {
+        self.options.warnings = warnings;
+        self
+    }
+
+    fn mistake(&mut self, message: impl FnOnce() -> String) {
+        if self.mistake.is_none() {
+            self.mistake = Some(message());
+        }
+    }
+
+    /// Compiles, archives and tells cargo what to link. On docs.rs, and with a feature `doc-only`, it does nothing.
+    ///
+    /// # Errors
+    /// One message with the way out: for a source that is missing or does not compile, an unknown architecture,
+    /// a libtorch or a compiler that is missing or does not fit.
     pub fn build(&self) -> Result<Built> {
         println!("cargo::rustc-check-cfg=cfg(tch_extension_cuda)");
         if is_doc_build() {
             return Ok(Built { cuda: false });
         }
-        if let Some(folder) = self.empty.first() {
-            bail!(
-                "source_dir: there is no .cpp and no .cu in {} (relative to the package's folder)",
-                folder.display()
-            );
+        let script = BuildScript::default();
+        let (built, lines) = self.build_in(&script)?;
+        script.print();
+        for line in lines {
+            println!("cargo::{line}");
         }
-        let toolchain = Toolchain::find(find_libtorch()?, CudaMode::IfPresent, None, &BuildScript)?;
-        let options = Options { includes: self.all_includes(), ..Options::default() };
-        let out_dir = Process.var("OUT_DIR").context("OUT_DIR is unset: not in a build script?")?;
-        // Cargo's own choice, `--jobs`.
-        let workers = Process.var("NUM_JOBS").and_then(|count| count.parse().ok()).unwrap_or(1);
-        let objects =
-            toolchain.compile(&self.sources, &options, Path::new(&out_dir), workers, &BuildScript)?;
-
-        // Without CUDA, a crate of CUDA sources has nothing to archive.
-        if !objects.is_empty() {
-            let mut archive = cc::Build::new();
-            archive.cpp(true).objects(objects.iter().map(|object| &object.path));
-            archive.try_compile(&self.name).with_context(|| format!("cannot archive lib{}.a", self.name))?;
-        }
-        let cuda = toolchain.cuda.is_some();
-        publish(&toolchain.libtorch, cuda, &self.includes)?;
-        if cuda {
-            println!("cargo::rustc-cfg=tch_extension_cuda");
-        }
-        Ok(Built { cuda })
+        Ok(built)
     }
 
     /// [`Extension::build`]; a failure prints one message and ends the build script.
     pub fn build_or_exit(&self) -> Built {
-        self.build().unwrap_or_else(|error| {
-            eprintln!("error: {error:#}");
-            std::process::exit(1)
-        })
+        self.build().unwrap_or_else(|error| exit(&error))
     }
 
-    /// Our own folders and, for a crate that depends on tch-extension, the public headers.
-    fn all_includes(&self) -> Vec<PathBuf> {
-        let public = Process.var("DEP_TCH_EXTENSION_INCLUDE");
-        self.includes.iter().cloned().chain(public.map(PathBuf::from)).collect()
+    /// Also gives what cargo has to know.
+    fn build_in(&self, env: &dyn Environment) -> Result<(Built, Vec<String>)> {
+        if let Some(mistake) = &self.mistake {
+            bail!("{mistake}");
+        }
+        for folder in &self.folders {
+            env.reads(folder);
+        }
+        let libtorch = find_libtorch(env)?;
+        let has_cuda_sources = self.sources.iter().any(|source| is_cuda(source));
+        let toolchain = Toolchain::find(libtorch, CudaMode::IfPresent, self.archs.as_deref(), env)?;
+        if toolchain.cuda.is_none() && has_cuda_sources {
+            toolchain.warn_of_missing_nvcc(env);
+        }
+        // The crate's own folders come before the public headers of tch-extension.
+        let public = env.var("DEP_TCH_EXTENSION_INCLUDE").map(PathBuf::from);
+        let includes = self.includes.iter().cloned().chain(public).collect();
+        let mut options = Options { includes, ..self.options.clone() };
+        if env.var("PROFILE").as_deref() == Some("debug") {
+            // The headers then check indices.
+            options.defines.push(("TCH_EXTENSION_DEBUG".to_string(), None));
+        }
+        let out_dir = env.var("OUT_DIR").context("OUT_DIR is unset: not in a build script?")?;
+        let out_dir = Path::new(&out_dir);
+        // Cargo's own choice, `--jobs`.
+        let workers = env.var("NUM_JOBS").and_then(|count| count.parse().ok()).unwrap_or(1);
+        let objects = toolchain.compile(&self.sources, &options, out_dir, workers, env)?;
+
+        let mut lines = Vec::new();
+        // Without CUDA, a crate of CUDA sources has nothing to archive.
+        if !objects.is_empty() {
+            let (target, host) = env.triples();
+            let mut archive = cc::Build::new();
+            archive.cpp(true).opt_level(3).target(&target).host(&host).out_dir(out_dir);
+            archive.cargo_metadata(false).cargo_warnings(false);
+            archive.objects(objects.iter().map(|object| &object.path));
+            archive.try_compile(&self.name).with_context(|| format!("cannot archive lib{}.a", self.name))?;
+            lines.push(format!("rustc-link-search=native={}", out_dir.display()));
+            let whole = if self.is_whole()? { ":+whole-archive" } else { "" };
+            lines.push(format!("rustc-link-lib=static{whole}={}", self.name));
+            lines.push("rustc-link-lib=stdc++".to_string());
+        }
+        let cuda = toolchain.cuda.is_some();
+        lines.extend(self.link_lines(&toolchain.libtorch, cuda)?);
+        Ok((Built { cuda }, lines))
+    }
+
+    fn is_whole(&self) -> Result<bool> {
+        if let Some(whole) = self.whole_archive {
+            return Ok(whole);
+        }
+        for source in &self.sources {
+            if text_of(source)?.contains("TORCH_LIBRARY") {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// libtorch for the linker, and what dependents' build scripts ask for.
+    fn link_lines(&self, libtorch: &Libtorch, cuda: bool) -> Result<Vec<String>> {
+        let mut lines = vec![
+            format!("rustc-link-search=native={}", libtorch.lib.display()),
+            format!("metadata=libtorch_lib={}", libtorch.lib.display()),
+        ];
+        if let Some(include) = self.includes.first() {
+            let include = include.canonicalize().unwrap_or_else(|_| include.clone());
+            lines.push(format!("metadata=include={}", include.display()));
+        }
+        if cuda {
+            let runtime = libtorch.cuda_runtime()?;
+            let folder = runtime.parent().unwrap_or(&libtorch.lib);
+            let name = runtime.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            lines.push(format!("rustc-link-search=native={}", folder.display()));
+            // By its full name: wheels hold `libcudart.so.13` and no `libcudart.so`.
+            lines.push(format!("rustc-link-lib=dylib:+verbatim={name}"));
+            lines.push("rustc-link-lib=dylib=c10_cuda".to_string());
+            lines.push("rustc-cfg=tch_extension_cuda".to_string());
+        }
+        Ok(lines)
     }
 }
 
@@ -109,54 +287,9 @@ pub fn link_args() {
     if is_doc_build() {
         return;
     }
-    match find_libtorch() {
-        Ok(libtorch) => print_rpaths(&libtorch),
-        Err(error) => {
-            eprintln!("error: {error:#}");
-            std::process::exit(1)
-        }
-    }
-}
-
-/// The one that torch-sys links: its folder reaches direct dependents of torch-sys, and through us those
-/// of tch-extension.
-fn find_libtorch() -> Result<Libtorch> {
-    let var = |name: &str| Process.var(name);
-    if var("CARGO_CFG_TARGET_OS").as_deref() != Some("linux")
-        || var("CARGO_CFG_TARGET_ARCH").as_deref() != Some("x86_64")
-    {
-        bail!("tch-extension supports Linux on x86-64 only");
-    }
-    let lib = var("DEP_TCH_LIBTORCH_LIB").or_else(|| var("DEP_TCH_EXTENSION_LIBTORCH_LIB"));
-    let lib = lib.context(
-        "cargo did not say where libtorch is; add tch-extension (or torch-sys) to [dependencies]: cargo tells direct \
-         dependents only",
-    )?;
-    Libtorch::at(lib, &BuildScript)
-}
-
-/// Link lines and metadata. `includes` are the crate's own public headers.
-fn publish(libtorch: &Libtorch, cuda: bool, includes: &[PathBuf]) -> Result<()> {
-    println!("cargo::rustc-link-search=native={}", libtorch.lib.display());
-    println!("cargo::metadata=libtorch_lib={}", libtorch.lib.display());
-    if let Some(include) = includes.first() {
-        let include = include.canonicalize().unwrap_or_else(|_| include.clone());
-        println!("cargo::metadata=include={}", include.display());
-    }
-    if cuda {
-        let runtime = libtorch.cuda_runtime()?;
-        let folder = runtime.parent().unwrap_or(&libtorch.lib);
-        let name = runtime.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        println!("cargo::rustc-link-search=native={}", folder.display());
-        // By its full name: wheels hold `libcudart.so.13` and no `libcudart.so`.
-        println!("cargo::rustc-link-lib=dylib:+verbatim={name}");
-        println!("cargo::rustc-link-lib=dylib=c10_cuda");
-    }
-    Ok(())
-}
-
-/// See [`link_args`].
-fn print_rpaths(libtorch: &Libtorch) {
+    let script = BuildScript::default();
+    let libtorch = find_libtorch(&script).unwrap_or_else(|error| exit(&error));
+    script.print();
     println!("cargo::rustc-link-arg=-Wl,-rpath,{}", libtorch.lib.display());
     if let Ok(runtime) = libtorch.cuda_runtime()
         && let Some(folder) = runtime.parent()
@@ -165,8 +298,29 @@ fn print_rpaths(libtorch: &Libtorch) {
     }
 }
 
+fn exit(error: &anyhow::Error) -> ! {
+    eprintln!("error: {error:#}");
+    std::process::exit(1)
+}
+
+/// The one that torch-sys links: its folder reaches direct dependents of torch-sys, and through us those
+/// of tch-extension.
+fn find_libtorch(env: &dyn Environment) -> Result<Libtorch> {
+    if env.var("CARGO_CFG_TARGET_OS").as_deref() != Some("linux")
+        || env.var("CARGO_CFG_TARGET_ARCH").as_deref() != Some("x86_64")
+    {
+        bail!("tch-extension supports Linux on x86-64 only");
+    }
+    let lib = env.var("DEP_TCH_LIBTORCH_LIB").or_else(|| env.var("DEP_TCH_EXTENSION_LIBTORCH_LIB"));
+    let lib = lib.context(
+        "cargo did not say where libtorch is; add tch-extension (or torch-sys) to [dependencies]: cargo tells direct \
+         dependents only",
+    )?;
+    Libtorch::at(lib, env)
+}
+
 fn is_doc_build() -> bool {
-    std::env::var_os("DOCS_RS").is_some() || std::env::var_os("CARGO_FEATURE_DOC_ONLY").is_some()
+    Process.var("DOCS_RS").is_some() || Process.var("CARGO_FEATURE_DOC_ONLY").is_some()
 }
 
 fn collect_sources(folder: &Path, sources: &mut Vec<PathBuf>) {
@@ -180,14 +334,242 @@ fn collect_sources(folder: &Path, sources: &mut Vec<PathBuf>) {
     }
 }
 
+/// With what lies there instead.
+fn missing_source(path: &Path) -> String {
+    let folder = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let mut sources: Vec<PathBuf> = Vec::new();
+    collect_sources(folder, &mut sources);
+    sources.sort();
+    let found: Vec<_> = sources.iter().take(8).map(|source| source.display().to_string()).collect();
+    let found = if found.is_empty() { "no source there".to_string() } else { found.join(", ") };
+    let here = std::env::current_dir().unwrap_or_default();
+    format!(
+        "there is no source {} in the package's folder {}; found: {found}",
+        path.display(),
+        here.display()
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::support::{fake_libtorch, fake_nvcc, scratch, write};
+    use std::collections::HashMap;
+
+    /// A build script of a folder with a libtorch of its own.
+    struct Script {
+        folder: PathBuf,
+        vars: HashMap<&'static str, String>,
+    }
+
+    impl Environment for Script {
+        fn var(&self, name: &str) -> Option<String> {
+            self.vars.get(name).cloned().filter(|value| !value.is_empty())
+        }
+    }
+
+    impl Script {
+        fn new(name: &str, cuda: bool) -> Self {
+            let folder = scratch(name);
+            let lib = fake_libtorch(&folder.join("libtorch"), cuda);
+            let vars = HashMap::from([
+                ("CARGO_CFG_TARGET_OS", "linux".to_string()),
+                ("CARGO_CFG_TARGET_ARCH", "x86_64".to_string()),
+                ("DEP_TCH_EXTENSION_LIBTORCH_LIB", lib.display().to_string()),
+                ("OUT_DIR", folder.join("out").display().to_string()),
+            ]);
+            Script { folder, vars }
+        }
+
+        fn with(mut self, name: &'static str, value: &str) -> Self {
+            self.vars.insert(name, value.to_string());
+            self
+        }
+
+        fn source(&self, name: &str, text: &str) -> PathBuf {
+            write(&self.folder.join(name), text)
+        }
+
+        #[track_caller]
+        fn refusal(&self, extension: &Extension) -> String {
+            match extension.build_in(self) {
+                Ok(_) => panic!("it was built"),
+                Err(error) => format!("{error:#}"),
+            }
+        }
+    }
+
+    impl Drop for Script {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(&self.folder);
+        }
+    }
+
+    #[track_caller]
+    fn assert_says(message: &str, parts: &[&str]) {
+        for part in parts {
+            assert!(message.contains(part), "{part:?} is not in: {message}");
+        }
+    }
 
     #[test]
-    fn a_mistyped_folder_is_an_error() {
-        let error =
-            Extension::new("x").source_dir("no/such/folder").build().err().expect("an error").to_string();
-        assert!(error.contains("no .cpp and no .cu in no/such/folder"), "{error}");
+    fn a_crate_of_cpp_is_linked_with_libtorch() {
+        let script = Script::new("links", false);
+        let source = script.source("a.cpp", "extern \"C\" int a() { return TILE; }\n");
+        let extension = Extension::new("my_ops").source(source).define("TILE", "64").standard("c++20");
+        let (built, lines) = extension.build_in(&script).expect("a library");
+        assert!(!built.cuda);
+        assert!(lines.contains(&"rustc-link-lib=static=my_ops".to_string()), "{lines:?}");
+        assert!(script.folder.join("out/libmy_ops.a").exists());
+        assert!(!lines.iter().any(|line| line.contains("cuda")), "{lines:?}");
+    }
+
+    #[test]
+    fn sources_that_register_themselves_are_linked_whole() {
+        let script = Script::new("whole", false);
+        let source = script.source("a.cpp", "#define TORCH_LIBRARY(x) int x\nTORCH_LIBRARY(a);\n");
+        let whole = "rustc-link-lib=static:+whole-archive=a".to_string();
+        let lines = |extension: Extension| extension.source(&source).build_in(&script).expect("a library").1;
+        assert!(lines(Extension::new("a")).contains(&whole));
+        assert!(!lines(Extension::new("a").whole_archive(false)).contains(&whole));
+    }
+
+    #[test]
+    fn flags_reach_their_compiler_and_only_it() {
+        let script = Script::new("flags", true);
+        let nvcc = fake_nvcc(&script.folder.join("toolkit"), "13.0");
+        let script = script.with("NVCC", &nvcc.display().to_string());
+        let source = script.source(
+            "a.cpp",
+            "#if !FOR_CXX || FOR_NVCC || !defined(BOTH) || !TCH_EXTENSION_CUDA\n#error\n#endif\n",
+        );
+        let cuda = script.source(
+            "a.cu",
+            "#if FOR_CXX || !FOR_NVCC || !defined(BOTH) || !TCH_EXTENSION_CUDA\n#error\n#endif\n",
+        );
+        let extension = Extension::new("a")
+            .sources([source])
+            .cuda_sources([cuda])
+            .define("BOTH", None)
+            .flag("-DFOR_CXX=1")
+            .nvcc_flag("-DFOR_NVCC=1")
+            .archs("9.0a");
+        let (built, lines) = extension.build_in(&script).expect("a library");
+        assert!(built.cuda && lines.contains(&"rustc-cfg=tch_extension_cuda".to_string()), "{lines:?}");
+        assert!(lines.contains(&"rustc-link-lib=dylib:+verbatim=libcudart.so.13".to_string()), "{lines:?}");
+    }
+
+    #[test]
+    fn a_mistyped_path_is_an_error_that_lists_what_is_there() {
+        let script = Script::new("mistyped", false);
+        let source = script.source("csrc/my_op.cpp", "");
+        let nope = script.folder.join("csrc/nope.cpp");
+        let error = script.refusal(&Extension::new("a").source(&source).source(nope));
+        assert_says(&error, &["there is no source", "nope.cpp", "my_op.cpp"]);
+        assert_says(
+            &script.refusal(&Extension::new("a").source("nope.cpp")),
+            &["nope.cpp", "package's folder"],
+        );
+        let error = script.refusal(&Extension::new("x").source_dir("no/such/folder"));
+        assert_says(&error, &["no .cpp and no .cu in no/such/folder"]);
+        let error = script.refusal(&Extension::new("x").source(&source).include("no/include"));
+        assert_says(&error, &["include: there is no folder no/include"]);
+        let error = script.refusal(&Extension::new("x").cuda_sources([&source]));
+        assert_says(&error, &["my_op.cpp does not end in .cu"]);
+    }
+
+    #[test]
+    fn nonsense_is_refused_by_name() {
+        let script = Script::new("nonsense", false);
+        let source = script.source("a.cpp", "");
+        let error = script.refusal(&Extension::new("a").source(&source).standard("c++14"));
+        assert_says(&error, &["c++14", "c++17, c++20 or c++23"]);
+        let error = script.refusal(&Extension::new("a/b").source(&source));
+        assert_says(&error, &["a/b", "letters, digits"]);
+        let error = script.refusal(&Extension::new("a").source(&source).flag("-D_GLIBCXX_USE_CXX11_ABI=0"));
+        assert_says(&error, &["_GLIBCXX_USE_CXX11_ABI=0", "libtorch", "1"]);
+    }
+
+    #[test]
+    fn a_compile_error_begins_with_the_file_and_is_the_compilers() {
+        let script = Script::new("broken", false);
+        let source = script.source("broken.cpp", "int f() { return nowhere; }\n");
+        let error = script.refusal(&Extension::new("a").source(&source));
+        assert!(error.starts_with(&format!("{} does not compile", source.display())), "{error}");
+        assert_says(&error, &["broken.cpp:1:18: error", "nowhere"]);
+    }
+
+    #[test]
+    fn no_libtorch_is_an_error_with_the_way_out() {
+        let script = Script::new("no_libtorch", false).with("DEP_TCH_EXTENSION_LIBTORCH_LIB", "");
+        let source = script.source("a.cpp", "");
+        let extension = Extension::new("a").source(&source);
+        assert_says(&script.refusal(&extension), &["add tch-extension", "[dependencies]"]);
+        let script = script.with("DEP_TCH_EXTENSION_LIBTORCH_LIB", "/no/lib");
+        assert_says(&script.refusal(&extension), &["no libtorch headers in /no/include", "LIBTORCH"]);
+        let script = script.with("CARGO_CFG_TARGET_OS", "macos");
+        assert_says(&script.refusal(&extension), &["Linux on x86-64 only"]);
+    }
+
+    #[test]
+    fn another_libtorch_or_abi_is_an_error() {
+        let script = Script::new("another", false);
+        let source = script.source("a.cpp", "");
+        let extension = Extension::new("a").source(&source);
+        // The names of functions that take a std::string say which ABI it is.
+        write(&script.folder.join("libtorch/lib/libc10.so"), "_ZN3c105ErrorC1ENSt7__cxx1112basic_stringE");
+        let script = script.with("LIBTORCH_CXX11_ABI", "0");
+        assert_says(&script.refusal(&extension), &["LIBTORCH_CXX11_ABI=0", "built with 1"]);
+        let script = script.with("LIBTORCH_CXX11_ABI", "");
+        let version = script.folder.join("libtorch/include/torch/headeronly/version.h");
+        write(
+            &version,
+            "#define TORCH_VERSION_MAJOR 1\n#define TORCH_VERSION_MINOR 2\n#define TORCH_VERSION_PATCH 3\n",
+        );
+        assert_says(
+            &script.refusal(&extension),
+            &["libtorch 1.2.3", "needs 2.11.0", "LIBTORCH_BYPASS_VERSION_CHECK"],
+        );
+    }
+
+    #[test]
+    fn no_nvcc_is_an_error_that_lists_what_was_tried() {
+        let script = Script::new("no_nvcc", true)
+            .with("TCH_EXTENSION_CUDA", "1")
+            .with("NVCC", "/my/nvcc")
+            .with("CUDA_HOME", "/my/cuda")
+            .with("PATH", "/my/bin");
+        let source = script.source("a.cu", "");
+        let extension = Extension::new("a").source(&source);
+        let tried =
+            ["/my/nvcc (NVCC)", "/my/cuda/bin/nvcc (CUDA_HOME)", "/my/bin/nvcc (PATH)", "set CUDA_HOME"];
+        if Path::new("/usr/local/cuda/bin/nvcc").exists() {
+            eprintln!("skipped: this machine has an nvcc where none is named");
+            return;
+        }
+        assert_says(&script.refusal(&extension), &tried);
+        let script = script.with("TCH_EXTENSION_CUDA", "maybe");
+        assert_says(&script.refusal(&extension), &["TCH_EXTENSION_CUDA=maybe", "write 1"]);
+        let cpu = Script::new("no_cuda", false).with("TCH_EXTENSION_CUDA", "1");
+        assert_says(&cpu.refusal(&extension), &["is a CPU build", "set LIBTORCH"]);
+    }
+
+    #[test]
+    fn another_nvcc_or_arch_is_an_error() {
+        let script = Script::new("nvcc", true);
+        let nvcc = |version: &str| fake_nvcc(&script.folder.join(version), version).display().to_string();
+        let (old, right) = (nvcc("12.8"), nvcc("13.0"));
+        let source = script.source("a.cu", "");
+        let script = script.with("NVCC", &old);
+        let error = script.refusal(&Extension::new("a").source(&source));
+        assert_says(&error, &["(from NVCC) is CUDA 12.8", "built for CUDA 13", "CUDA_HOME"]);
+        let script = script.with("NVCC", &right).with("TORCH_CUDA_ARCH_LIST", "9.0b");
+        let error = script.refusal(&Extension::new("a").source(&source));
+        assert_says(&error, &["TORCH_CUDA_ARCH_LIST: `9.0b`", "8.0, 8.6", "Hopper", "native"]);
+        let error = script.refusal(&Extension::new("a").source(&source).archs("Volta"));
+        assert_says(&error, &["archs: `Volta`"]);
     }
 }

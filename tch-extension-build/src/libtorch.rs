@@ -27,10 +27,11 @@ impl Libtorch {
         };
         check_version(&include, env)?;
         env.reads(&include.join("torch/headeronly/version.h"));
+        let cxx11_abi = cxx11_abi(&lib, env)?;
         Ok(Libtorch {
             lib,
             includes: vec![include.clone(), include.join("torch/csrc/api/include")],
-            cxx11_abi: env.var("LIBTORCH_CXX11_ABI").unwrap_or_else(|| "1".to_string()),
+            cxx11_abi,
         })
     }
 
@@ -65,6 +66,28 @@ impl Libtorch {
 
 fn list(folders: &[PathBuf]) -> String {
     folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(", ")
+}
+
+/// torch-sys' variable, and what the library itself says: the names of functions that take a `std::string` differ.
+fn cxx11_abi(lib: &Path, env: &dyn Environment) -> Result<String> {
+    let bytes = std::fs::read(lib.join("libc10.so")).unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes);
+    let built_with = if text.contains("NSt7__cxx1112basic_string") {
+        Some("1")
+    } else {
+        text.contains("_ZN3c105Error").then_some("0")
+    };
+    match (env.var("LIBTORCH_CXX11_ABI"), built_with) {
+        (Some(named), Some(built_with)) if named != built_with => {
+            bail!(
+                "LIBTORCH_CXX11_ABI={named}, but the libtorch in {} was built with {built_with}; unset it",
+                lib.display()
+            )
+        }
+        (named, built_with) => {
+            Ok(named.or(built_with.map(str::to_string)).unwrap_or_else(|| "1".to_string()))
+        }
+    }
 }
 
 fn check_version(include: &Path, env: &dyn Environment) -> Result<()> {

@@ -26,7 +26,7 @@
 //! # }
 //! ```
 
-use crate::arch::{self, Arch};
+use crate::arch::{self, Arch, Choice};
 pub use crate::compile::Object;
 use crate::compile::{self, Job, Unit};
 pub use crate::cxx::Cxx;
@@ -40,10 +40,14 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// CPU instruction sets that a source with a `TCH_EXTENSION_CPU_KERNEL` is compiled for, with PyTorch's names
 /// and flags. The program picks one when it runs, as libtorch does.
-const ISAS: &[(&str, &[&str])] = &[
-    ("DEFAULT", &[]),
-    ("AVX2", &["-mavx2", "-mfma", "-mf16c"]),
-    ("AVX512", &["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"]),
+const ISAS: &[(&str, &str)] = &[
+    ("DEFAULT", ""),
+    ("AVX2", "-mavx2 -mfma -mf16c"),
+    // gcc 12 takes its own intrinsics for uninitialised.
+    (
+        "AVX512",
+        "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -Wno-uninitialized -Wno-maybe-uninitialized",
+    ),
 ];
 
 /// Whether to compile CUDA.
@@ -121,12 +125,16 @@ impl Toolchain {
     ) -> Result<Self> {
         let cuda = match choose_nvcc(&libtorch, mode, env)? {
             Some(nvcc) => {
-                let list = archs.map(str::to_string).or_else(|| env.var("TORCH_CUDA_ARCH_LIST"));
-                Some(Cuda { nvcc, archs: arch::choose(list.as_deref(), &arch::visible_gpus)? })
+                let archs = choose_archs(archs, &nvcc, env)?;
+                Some(Cuda { nvcc, archs })
             }
             None => None,
         };
-        Ok(Toolchain { libtorch, cxx: Cxx::find(env)?, cuda })
+        let cxx = Cxx::find(&libtorch.cxx11_abi, env)?;
+        if cxx.is_clang {
+            env.warns("clang has another OpenMP than libtorch: at::parallel_for runs on one thread; CXX=g++ avoids that");
+        }
+        Ok(Toolchain { libtorch, cxx, cuda })
     }
 
     /// Everything outside the sources, their headers and the [`Options`] on which an object depends: compilers
@@ -153,12 +161,40 @@ impl Toolchain {
         workers: usize,
         env: &dyn Environment,
     ) -> Result<Vec<Object>> {
+        self.check_abi(options)?;
         let mut jobs = Vec::new();
         for source in sources {
             self.add_jobs(source, options, folder, env, &mut jobs)?;
         }
         compile::run(&jobs, workers, env)?;
         Ok(jobs.into_iter().map(|job| job.object).collect())
+    }
+
+    /// For who has CUDA sources: that they are left out, and how to change that.
+    pub(crate) fn warn_of_missing_nvcc(&self, env: &dyn Environment) {
+        let left_out = env.var("TCH_EXTENSION_CUDA").as_deref() == Some("0");
+        let Some(major) = probe::libtorch_cuda_major(&self.libtorch.lib).filter(|_| !left_out) else {
+            return;
+        };
+        env.warns(&format!(
+            "this libtorch has CUDA, but there is no nvcc: building without CUDA kernels (set CUDA_HOME to a CUDA \
+             {major} toolkit to have them)"
+        ));
+    }
+
+    fn check_abi(&self, options: &Options) -> Result<()> {
+        let abi = &self.libtorch.cxx11_abi;
+        let name = "_GLIBCXX_USE_CXX11_ABI";
+        let mut flags = options.cxx_flags.iter().chain(&options.nvcc_flags).cloned().chain(
+            options.defines.iter().map(|(name, value)| format!("{name}={}", value.as_deref().unwrap_or("1"))),
+        );
+        let wrong = flags.find(|flag| flag.contains(name) && !flag.ends_with(&format!("{name}={abi}")));
+        match wrong {
+            Some(flag) => {
+                bail!("the flag {flag} does not go with libtorch, which was built with {name}={abi}; drop it")
+            }
+            None => Ok(()),
+        }
     }
 
     fn add_jobs(
@@ -208,7 +244,7 @@ impl Toolchain {
 
     fn link(&self, objects: &[Object], flags: &[String], output: &Path, env: &dyn Environment) -> Result<()> {
         let mut command = self.cxx.command();
-        command.args(["-shared", "-fPIC", "-fopenmp", "-o"]).arg(output);
+        command.args(["-shared", "-fPIC"]).args(self.cxx.openmp()).arg("-o").arg(output);
         command.args(objects.iter().map(|object| &object.path));
         // What is missing is said here, by its readable name, and not when the library is loaded.
         command.args(["-Wl,--no-undefined", "-Wl,--as-needed"]).args(flags);
@@ -222,7 +258,7 @@ impl Toolchain {
             command.arg(format!("-l:{}", runtime.file_name().unwrap_or_default().to_string_lossy()));
         }
         let name = output.with_extension("so");
-        compile::run_compiler(&mut command, &format!("linking {}", name.display()), env).map(|_| ())
+        compile::run_compiler(&mut command, &format!("{} does not link", name.display()), env).map(|_| ())
     }
 }
 
@@ -235,9 +271,27 @@ pub fn is_cuda(source: &Path) -> bool {
     source.extension().is_some_and(|extension| extension == "cu")
 }
 
-fn text_of(source: &Path) -> Result<String> {
+pub(crate) fn text_of(source: &Path) -> Result<String> {
     let bytes = std::fs::read(source).with_context(|| format!("cannot read {}", source.display()))?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+fn choose_archs(archs: Option<&str>, nvcc: &Nvcc, env: &dyn Environment) -> Result<Vec<Arch>> {
+    let supported = supported_archs(nvcc);
+    let variable = env.var("TORCH_CUDA_ARCH_LIST").filter(|list| !list.trim().is_empty());
+    let (list, from) = match (archs, variable.as_deref()) {
+        (Some(archs), _) => (archs, "archs"),
+        (None, Some(list)) => (list, "TORCH_CUDA_ARCH_LIST"),
+        (None, None) => return arch::default_archs(&supported, &arch::visible_gpus),
+    };
+    Choice { list, from, supported: &supported }.parse(&arch::visible_gpus)
+}
+
+/// What this nvcc compiles for.
+fn supported_archs(nvcc: &Nvcc) -> Vec<u32> {
+    let output = Command::new(&nvcc.path).arg("--list-gpu-arch").output();
+    let listed = output.map(|output| arch::parse_supported(&String::from_utf8_lossy(&output.stdout)));
+    listed.ok().filter(|listed| !listed.is_empty()).unwrap_or_else(|| arch::CUDA_13_0.to_vec())
 }
 
 /// The nvcc to use, or `None` to build without CUDA.
@@ -279,10 +333,6 @@ fn choose_nvcc(libtorch: &Libtorch, mode: CudaMode, env: &dyn Environment) -> Re
                 tried.join(", ")
             );
         }
-        env.warns(&format!(
-            "this libtorch has CUDA, but there is no nvcc: building without CUDA kernels (set CUDA_HOME to a CUDA \
-             {major} toolkit to have them)"
-        ));
         return Ok(None);
     };
     if nvcc.version.major != major {

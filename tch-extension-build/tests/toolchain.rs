@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Mutex;
 use support::{fake_libtorch, scratch, write};
+use tch_extension_build::LIBTORCH_VERSION;
 use tch_extension_build::environment::{Environment, Process};
 use tch_extension_build::toolchain::{CudaMode, Libtorch, Object, Options, Toolchain};
 
@@ -32,7 +33,7 @@ impl Environment for Recorder {
 }
 
 fn toolchain(folder: &Path) -> Toolchain {
-    let libtorch = Libtorch::at(fake_libtorch(&folder.join("libtorch")), &Process).unwrap();
+    let libtorch = Libtorch::at(fake_libtorch(&folder.join("libtorch"), false), &Process).unwrap();
     Toolchain::find(libtorch, CudaMode::Off, None, &Process).unwrap()
 }
 
@@ -105,7 +106,7 @@ fn the_identity_names_compilers_and_libtorch() {
     let folder = scratch("identity");
     let toolchain = toolchain(&folder);
     let identity = toolchain.identity();
-    for part in [&toolchain.cxx.version, &format!("libtorch {}", tch_extension_build::LIBTORCH_VERSION)] {
+    for part in [&toolchain.cxx.version, &format!("libtorch {}", LIBTORCH_VERSION)] {
         assert!(!part.is_empty() && identity.contains(part), "{part:?} is not in {identity}");
     }
     std::fs::remove_dir_all(folder).unwrap();

@@ -1,4 +1,12 @@
 // The border between C++ and Rust: nothing is thrown across it.
+//
+//   TCH_EXTENSION_API tch_extension::Message my_crate_sum(const at::Tensor* x, double* result) {
+//     return tch_extension::guard([&] { *result = x->sum().item<double>(); });
+//   }
+//
+// Rust makes an Err of the message, if there is one, and frees it with tch_extension_free_message.
+//
+// Needs: torch's headers.
 #pragma once
 
 #include <c10/util/Exception.h>

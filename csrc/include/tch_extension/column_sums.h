@@ -3,6 +3,8 @@
 //
 // The rows are cut into slabs, whose sums go to `partial` and are summed by a second kernel; a single slab's
 // are the result. Sizes alone decide where the cuts are, so that the same inputs give the same bits.
+//
+// Needs: nothing.
 #pragma once
 
 #include "tch_extension/kind.h"

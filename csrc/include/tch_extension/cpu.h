@@ -15,6 +15,8 @@
 //
 // Everything in such a file has to be in that namespace or `static`: inline functions outside it would be
 // merged across the units, and an old CPU might run the AVX-512 copy.
+//
+// Needs: torch's headers.
 #pragma once
 
 #include <ATen/OpMathType.h>

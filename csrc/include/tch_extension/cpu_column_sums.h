@@ -4,6 +4,8 @@
 //   finish_column_sums<T>(sums, begin, end);  // when there are several slabs
 //
 // begin and end are out of column_sums_items(sums) and finish_column_sums_items(sums).
+//
+// Needs: torch's headers.
 #pragma once
 
 #include "tch_extension/column_sums.h"

@@ -9,6 +9,8 @@
 //
 // A block sums a slab of rows and a tile of columns: its threads stand x side by side and y above one
 // another, and the y sums of a column are added up as a tree. No atomics: the order is always the same.
+//
+// Needs: the CUDA toolkit; no torch header.
 #pragma once
 
 #include "tch_extension/column_sums.h"

@@ -1,4 +1,6 @@
-// The kinds that kernels exist for.
+// The kinds that kernels exist for, and from a kind to a type: for_kind of launch.h and cpu.h.
+//
+// Needs: nothing.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,18 @@
-// Launching CUDA kernels: a status that names the kernel, types of kinds, sizes of grids, vector accesses. No
-// torch headers.
+// Launching CUDA kernels: a status that names the kernel, types of kinds, sizes of grids, alignment.
+//
+//   extern "C" tch_extension::LaunchStatus my_crate_scale(const ScaleParams* params, cudaStream_t stream) {
+//     using namespace tch_extension;
+//     for_kind(params->kind, [&](auto type) {
+//       using T = typename decltype(type)::type;
+//       scale_kernel<T><<<blocks_for(params->len), kThreads, 0, stream>>>(*params);
+//     });
+//     return launch_status("scale");
+//   }
+//
+// Rust calls it through tch_extension::cuda::launch, which has the current stream and makes an Err of the
+// status.
+//
+// Needs: the CUDA toolkit; no torch header.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -67,6 +80,13 @@ struct alignas(sizeof(T) * kLanes) Vector {
 
 template <typename T>
 constexpr int kLanesOf16Bytes = 16 / sizeof(T);
+
+// Whether vectors of kLanes values may be loaded from and stored to an address: offset views may lie
+// anywhere.
+template <typename T, int kLanes>
+inline bool is_aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % sizeof(Vector<T, kLanes>) == 0;
+}
 
 inline bool is_aligned_to_16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 

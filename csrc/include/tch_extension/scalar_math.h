@@ -1,14 +1,17 @@
 // Scalar functions for kernels, on the host and on the device, in the precision of their argument: no
-// fmaxf on a double, no double constant that widens a float.
+// fmaxf on a double, no double constant that widens a float. Each as libtorch defines it.
+//
+//   y = gelu(x);                 // x a float: float; a double: double. Half kinds: Compute<T> of launch.h,
+//   cpu.h grad_x = grad_y * gelu_grad(x);
+//
+// A gradient takes y where that is enough (sigmoid, tanh, relu: nothing else need be saved), otherwise x.
+//
+// Needs: nothing.
 #pragma once
 
 #include <cmath>
 
-#if defined(__CUDACC__)
-#define TCH_EXTENSION_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define TCH_EXTENSION_HOST_DEVICE inline
-#endif
+#include "tch_extension/host_device.h"
 
 namespace tch_extension {
 
@@ -42,6 +45,82 @@ template <typename T>
 TCH_EXTENSION_HOST_DEVICE T elu_grad(T x) {
   using std::exp;
   return x > T(0) ? T(1) : exp(x);
+}
+
+// Not a number stays one, as in libtorch; max(x, 0) would make it 0.
+template <typename T>
+TCH_EXTENSION_HOST_DEVICE T relu(T x) {
+  return x <= T(0) ? T(0) : x;
+}
+
+// d relu / dx from x or from y = relu(x); 0 at 0.
+template <typename T>
+TCH_EXTENSION_HOST_DEVICE T relu_grad(T x) {
+  return x <= T(0) ? T(0) : T(1);
+}
+
+// x · sigmoid(x), also called swish.
+template <typename T>
+TCH_EXTENSION_HOST_DEVICE T silu(T x) {
+  using std::exp;
+  return x / (T(1) + exp(-x));
+}
+
+// d silu / dx from x.
+template <typename T>
+TCH_EXTENSION_HOST_DEVICE T silu_grad(T x) {
+  const T s = sigmoid(x);
+  return s * (T(1) + x * (T(1) - s));
+}
+
+// log(1 + exp(beta x)) / beta, and x itself where beta x is beyond `threshold`: libtorch's defaults.
+template <typename T>
+TCH_EXTENSION_HOST_DEVICE T softplus(T x, T beta = T(1), T threshold = T(20)) {
+  using std::exp;
+  using std::log1p;
+  return x * beta > threshold ? x : log1p(exp(x * beta)) / beta;
+}
+
+// d softplus / dx from x.
+template <typename T>
+TCH_EXTENSION_HOST_DEVICE T softplus_grad(T x, T beta = T(1), T threshold = T(20)) {
+  return x * beta > threshold ? T(1) : sigmoid(x * beta);
+}
+
+// x · Φ(x), by the error function: libtorch's gelu with approximate = "none".
+template <typename T>
+TCH_EXTENSION_HOST_DEVICE T gelu(T x) {
+  using std::erf;
+  constexpr T kSqrtHalf = T(0.70710678118654752440);
+  return T(0.5) * x * (T(1) + erf(x * kSqrtHalf));
+}
+
+// d gelu / dx from x.
+template <typename T>
+TCH_EXTENSION_HOST_DEVICE T gelu_grad(T x) {
+  using std::erf;
+  using std::exp;
+  constexpr T kSqrtHalf = T(0.70710678118654752440);
+  constexpr T kDensityAt0 = T(0.39894228040143267794);
+  return T(0.5) * (T(1) + erf(x * kSqrtHalf)) + x * kDensityAt0 * exp(T(-0.5) * x * x);
+}
+
+// libtorch's gelu with approximate = "tanh".
+template <typename T>
+TCH_EXTENSION_HOST_DEVICE T gelu_tanh(T x) {
+  using std::tanh;
+  constexpr T kSqrt2OverPi = T(0.79788456080286535588);
+  return T(0.5) * x * (T(1) + tanh(kSqrt2OverPi * (x + T(0.044715) * x * x * x)));
+}
+
+// d gelu_tanh / dx from x.
+template <typename T>
+TCH_EXTENSION_HOST_DEVICE T gelu_tanh_grad(T x) {
+  using std::tanh;
+  constexpr T kSqrt2OverPi = T(0.79788456080286535588);
+  const T t = tanh(kSqrt2OverPi * (x + T(0.044715) * x * x * x));
+  const T inner_grad = kSqrt2OverPi * (T(1) + T(3) * T(0.044715) * x * x);
+  return T(0.5) * (T(1) + t) + T(0.5) * x * tanh_grad(t) * inner_grad;
 }
 
 }  // namespace tch_extension

@@ -1,9 +1,10 @@
 //! Folders that look like a libtorch, for tests that need no real one.
 #![allow(dead_code)]
 
+use super::LIBTORCH_VERSION;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use tch_extension_build::LIBTORCH_VERSION;
 
 /// A new, empty folder.
 pub fn scratch(name: &str) -> PathBuf {
@@ -20,8 +21,8 @@ pub fn write(path: &Path, text: &str) -> PathBuf {
     path.to_path_buf()
 }
 
-/// A CPU libtorch with a version and with libraries that hold nothing; the folder of its libraries.
-pub fn fake_libtorch(root: &Path) -> PathBuf {
+/// A libtorch with a version and with libraries that hold nothing; the folder of its libraries.
+pub fn fake_libtorch(root: &Path, cuda: bool) -> PathBuf {
     let parts: Vec<_> = LIBTORCH_VERSION.split('.').collect();
     let version: String = ["MAJOR", "MINOR", "PATCH"]
         .iter()
@@ -37,5 +38,32 @@ pub fn fake_libtorch(root: &Path) -> PathBuf {
             Command::new("g++").args(["-shared", "-x", "c++", "/dev/null", "-o"]).arg(output).status();
         assert!(status.unwrap().success());
     }
+    if cuda {
+        write(&lib.join("libtorch_cuda.so"), "");
+        write(&lib.join("libcudart.so.13"), "");
+        write(&lib.join("libc10_cuda.so"), "\0libcudart.so.13\0");
+    }
     lib
+}
+
+/// An nvcc of this release, which lets g++ do the work; its path.
+pub fn fake_nvcc(home: &Path, release: &str) -> PathBuf {
+    let script = format!(
+        "#!/bin/sh\n\
+         [ \"$1\" = --version ] && echo 'Cuda compilation tools, release {release}, V{release}.88' && exit\n\
+         [ \"$1\" = --list-gpu-arch ] && printf 'compute_80\\ncompute_86\\ncompute_90\\n' && exit\n\
+         words= skip=\n\
+         for word; do\n\
+           case \"$word\" in\n\
+             -Xcompiler) skip=1; continue;;\n\
+             -lineinfo|--*|-gencode=*|-ccbin=*) continue;;\n\
+           esac\n\
+           [ $skip ] || words=\"$words $word\"\n\
+           skip=\n\
+         done\n\
+         exec g++ -x c++ $words\n"
+    );
+    let path = write(&home.join("bin/nvcc"), &script);
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    path
 }

@@ -2,6 +2,7 @@
 //! tools which find nothing in the operators can find something.
 
 pub mod cube;
+pub mod maths;
 
 /// The kernels of `csrc/planted.cu`; without CUDA there are none.
 #[cfg(tch_extension_cuda)]

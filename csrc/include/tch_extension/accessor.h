@@ -1,0 +1,172 @@
+// The elements of a tensor, whatever its strides, as a plain struct that is passed to a kernel by value.
+//
+//   template <typename T>
+//   __global__ void scale(Accessor<const T, 2> x, Accessor<T, 2> y) {
+//     const int64_t row = blockIdx.x;
+//     for (int64_t column = threadIdx.x; column < x.sizes[1]; column += blockDim.x) {
+//       y(row, column) = T(2) * x(row, column);  // or y[row][column]
+//     }
+//   }
+//
+// From Rust, tch_extension::strided::Strided<N> and StridedMut<N> are the structs of these names; a launcher
+// learns the type from `kind` and the accessor from `of`:
+//
+//   struct ScaleParams { tch_extension::Strided<2> x; tch_extension::StridedMut<2> y; };
+//   for_kind(params.x.kind, [&](auto type) {
+//     using T = typename decltype(type)::type;
+//     scale<T><<<blocks, kThreads, 0, stream>>>(params.x.of<T>(), params.y.of<T>());
+//   });
+//
+// From C arrays: make_accessor. From an at::Tensor: tensor.h.
+//
+// An index out of range is an exception on the host in debug builds (tch-extension-build defines
+// TCH_EXTENSION_DEBUG for cargo's), and with TCH_EXTENSION_CHECK_BOUNDS defined also in others and, as a trap
+// that ends the kernel, on the device. It is checked for each dimension by operator(), and by operator[].
+//
+// Needs: nothing.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+
+#include "tch_extension/host_device.h"
+
+#if defined(__CUDA_ARCH__) ? defined(TCH_EXTENSION_CHECK_BOUNDS) \
+                           : defined(TCH_EXTENSION_CHECK_BOUNDS) || defined(TCH_EXTENSION_DEBUG)
+#define TCH_EXTENSION_IN_RANGE(index, dim, size) ::tch_extension::check_index(index, dim, size)
+#else
+#define TCH_EXTENSION_IN_RANGE(index, dim, size) static_cast<void>(0)
+#endif
+
+namespace tch_extension {
+
+TCH_EXTENSION_HOST_DEVICE void check_index(int64_t index, int dim, int64_t size) {
+  if (index >= 0 && index < size) return;
+#if defined(__CUDA_ARCH__)
+  printf("accessor: index %lld of dimension %d is out of range for size %lld\n",
+         static_cast<long long>(index), dim, static_cast<long long>(size));
+  __trap();
+#else
+  throw std::out_of_range("accessor: index " + std::to_string(index) + " of dimension " +
+                          std::to_string(dim) + " is out of range for size " + std::to_string(size));
+#endif
+}
+
+// Strides count elements. Index is int64_t, or int32_t for speed on the device where that is enough.
+template <typename T, int N, typename Index = int64_t>
+struct Accessor {
+  static_assert(N > 0, "a single value needs no accessor");
+
+  T* data;
+  Index sizes[N];
+  Index strides[N];
+
+  // One index for each dimension.
+  template <typename... At>
+  TCH_EXTENSION_HOST_DEVICE T& operator()(At... at) const {
+    static_assert(sizeof...(At) == N, "one index for each dimension");
+    const Index indices[] = {static_cast<Index>(at)...};
+    Index offset = 0;
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+    for (int dim = 0; dim < N; ++dim) {
+      TCH_EXTENSION_IN_RANGE(indices[dim], dim, sizes[dim]);
+      offset += indices[dim] * strides[dim];
+    }
+    return data[offset];
+  }
+
+  // The part with this first index; the element when there is one dimension.
+  TCH_EXTENSION_HOST_DEVICE decltype(auto) operator[](Index at) const {
+    TCH_EXTENSION_IN_RANGE(at, 0, sizes[0]);
+    T* const part = data + at * strides[0];
+    if constexpr (N == 1) {
+      return static_cast<T&>(*part);
+    } else {
+      Accessor<T, N - 1, Index> rest{part, {}, {}};
+      for (int dim = 1; dim < N; ++dim) {
+        rest.sizes[dim - 1] = sizes[dim];
+        rest.strides[dim - 1] = strides[dim];
+      }
+      return rest;
+    }
+  }
+
+  TCH_EXTENSION_HOST_DEVICE int64_t numel() const {
+    int64_t product = 1;
+    for (int dim = 0; dim < N; ++dim) product *= sizes[dim];
+    return product;
+  }
+
+  // Whether int32_t is enough for every index and every offset.
+  TCH_EXTENSION_HOST_DEVICE bool fits_in_32_bits() const {
+    int64_t last = 0;
+    for (int dim = 0; dim < N; ++dim) {
+      if (sizes[dim] == 0) return true;
+      if (sizes[dim] > INT32_MAX || strides[dim] > INT32_MAX || strides[dim] < -INT32_MAX) return false;
+      const int64_t reach = (int64_t(sizes[dim]) - 1) * int64_t(strides[dim]);
+      last += reach < 0 ? -reach : reach;
+      if (last > INT32_MAX) return false;
+    }
+    return true;
+  }
+
+  // The same elements with other indices (ask fits_in_32_bits first) or of another type of the same size,
+  // such as
+  // __half for at::Half.
+  template <typename U, typename OtherIndex = Index>
+  TCH_EXTENSION_HOST_DEVICE Accessor<U, N, OtherIndex> as() const {
+    static_assert(sizeof(U) == sizeof(T), "a type of the same size");
+    Accessor<U, N, OtherIndex> other{reinterpret_cast<U*>(data), {}, {}};
+    for (int dim = 0; dim < N; ++dim) {
+      other.sizes[dim] = static_cast<OtherIndex>(sizes[dim]);
+      other.strides[dim] = static_cast<OtherIndex>(strides[dim]);
+    }
+    return other;
+  }
+};
+
+// From arrays of N sizes and N strides (in elements).
+template <int N, typename T>
+TCH_EXTENSION_HOST_DEVICE Accessor<T, N> make_accessor(T* data, const int64_t* sizes,
+                                                       const int64_t* strides) {
+  Accessor<T, N> accessor{data, {}, {}};
+  for (int dim = 0; dim < N; ++dim) {
+    accessor.sizes[dim] = sizes[dim];
+    accessor.strides[dim] = strides[dim];
+  }
+  return accessor;
+}
+
+// A tensor to be read, as it comes from Rust: src/strided.rs mirrors it.
+template <int N>
+struct Strided {
+  const void* data;
+  int64_t sizes[N];
+  int64_t strides[N];
+  int32_t kind;  // libtorch's number: kind.h
+
+  template <typename T>
+  Accessor<const T, N> of() const {
+    return make_accessor<N>(static_cast<const T*>(data), sizes, strides);
+  }
+};
+
+// A tensor to be written.
+template <int N>
+struct StridedMut {
+  void* data;
+  int64_t sizes[N];
+  int64_t strides[N];
+  int32_t kind;
+
+  template <typename T>
+  Accessor<T, N> of() const {
+    return make_accessor<N>(static_cast<T*>(data), sizes, strides);
+  }
+};
+
+}  // namespace tch_extension

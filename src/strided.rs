@@ -1,0 +1,171 @@
+//! Tensors as plain structs of pointer, sizes and strides, for kernels of your own in C++ and CUDA.
+//!
+//! [`Strided`] and [`StridedMut`] are laid out as the structs of these names in `tch_extension/accessor.h`. They
+//! belong into the parameter struct of an `extern "C"` function, which gets its accessors from them:
+//!
+//! ```no_run
+//! use tch_extension::strided::{Strided, StridedMut};
+//! use tch_extension::tch::Tensor;
+//! use tch_extension::{Result, check};
+//!
+//! // struct ScaleParams { tch_extension::Strided<2> x; tch_extension::StridedMut<2> y; };
+//! #[repr(C)]
+//! struct ScaleParams<'a> {
+//!     x: Strided<'a, 2>,
+//!     y: StridedMut<'a, 2>,
+//! }
+//!
+//! unsafe extern "C" {
+//!     fn my_crate_scale_cpu(params: *const ScaleParams<'_>);
+//! }
+//!
+//! fn scale(x: &Tensor) -> Result<Tensor> {
+//!     check!("scale", x).defined()?.dim(2, "[B, F]")?;
+//!     let mut y = x.empty_like();
+//!     let params = ScaleParams { x: Strided::new(x)?, y: StridedMut::new(&mut y)? };
+//!     // SAFETY: the kernel reads and writes within the sizes; both are on the CPU.
+//!     unsafe { my_crate_scale_cpu(&params) };
+//!     Ok(y)
+//! }
+//! # fn main() {}
+//! ```
+//!
+//! They hold an address and keep nothing alive but the borrow: use them for the one call, and let no other handle of
+//! the tensor give up its memory meanwhile (`resize_`, `set_data`). The address is of the tensor's device: a kernel
+//! for another one must not touch it, which [`check!`](crate::check!) and a `match` on the device see to.
+
+use crate::check::Check;
+use crate::ffi::autograd::tch_extension_grad_mode;
+use crate::ffi::tensor::{bump_version, is_in_memory};
+use crate::view::overlaps;
+use crate::{Error, Result};
+use std::ffi::c_void;
+use std::marker::PhantomData;
+use tch::{Kind, Tensor};
+
+/// A dense tensor of `N` dimensions, to be read by a kernel that knows strides.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct Strided<'a, const N: usize> {
+    data: *const c_void,
+    sizes: [i64; N],
+    strides: [i64; N],
+    kind: i32,
+    tensor: PhantomData<&'a Tensor>,
+}
+
+/// A dense tensor of `N` dimensions, to be written by a kernel that knows strides.
+#[repr(C)]
+#[derive(Debug)]
+pub struct StridedMut<'a, const N: usize> {
+    data: *mut c_void,
+    sizes: [i64; N],
+    strides: [i64; N],
+    kind: i32,
+    tensor: PhantomData<&'a mut Tensor>,
+}
+
+impl<'a, const N: usize> Strided<'a, N> {
+    /// Of a tensor on any device.
+    ///
+    /// ```
+    /// use tch_extension::strided::Strided;
+    /// use tch_extension::tch::{Device, Kind, Tensor};
+    ///
+    /// let x = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu)).transpose(0, 1);
+    /// let x = Strided::<2>::new(&x)?;
+    /// assert_eq!((x.sizes(), x.strides()), ([3, 2], [1, 3]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// On an undefined or sparse tensor, another number of dimensions, a kind that is neither a number nor bool, and on
+    /// values that are not in memory as they are (a pending negation or conjugation, zeros without memory).
+    pub fn new(tensor: &'a Tensor) -> Result<Self> {
+        let (sizes, strides, kind) = parts("Strided::new", tensor)?;
+        Ok(Strided { data: tensor.data_ptr(), sizes, strides, kind, tensor: PhantomData })
+    }
+
+    /// The size of each dimension.
+    pub fn sizes(&self) -> [i64; N] {
+        self.sizes
+    }
+
+    /// How far apart in memory neighbours are along each dimension, in elements.
+    pub fn strides(&self) -> [i64; N] {
+        self.strides
+    }
+}
+
+impl<'a, const N: usize> StridedMut<'a, N> {
+    /// Of a tensor on any device. For autograd this is the moment at which it changes.
+    ///
+    /// # Errors
+    /// As [`Strided::new`]; and when elements overlap in memory (an expanded tensor), and when the tensor requires grad
+    /// while grad mode is on.
+    pub fn new(tensor: &'a mut Tensor) -> Result<Self> {
+        const OP: &str = "StridedMut::new";
+        let (sizes, strides, kind) = parts(OP, tensor)?;
+        let check = Check::new(OP, "tensor", tensor);
+        if tensor.requires_grad() && tch_extension_grad_mode() {
+            let expected = "a tensor without gradient, or grad mode off";
+            let hint = "its graph would not know of the change: write under no_grad, or to a detached copy";
+            return Err(check.refuse(expected, "one that requires grad", hint));
+        }
+        if overlaps(&sizes, &strides) {
+            let got = format!("strides {strides:?} for shape {sizes:?}");
+            return Err(check.refuse("elements that do not overlap in memory", got, "call contiguous()"));
+        }
+        bump_version(tensor)?;
+        Ok(StridedMut { data: tensor.data_ptr(), sizes, strides, kind, tensor: PhantomData })
+    }
+
+    /// The size of each dimension.
+    pub fn sizes(&self) -> [i64; N] {
+        self.sizes
+    }
+
+    /// How far apart in memory neighbours are along each dimension, in elements.
+    pub fn strides(&self) -> [i64; N] {
+        self.strides
+    }
+}
+
+type Parts<const N: usize> = ([i64; N], [i64; N], i32);
+
+fn parts<const N: usize>(op: &str, tensor: &Tensor) -> Result<Parts<N>> {
+    let names = std::array::from_fn::<_, N, _>(|dim| format!("d{dim}")).join(", ");
+    let check = Check::new(op, "tensor", tensor).defined()?.dim(N, &format!("[{names}]"))?;
+    let kind = tensor.f_kind()?;
+    let Some(kind) = kind_number(kind) else {
+        return Err(check.refuse("a kind of numbers or bool", format!("{kind:?}"), "cast with to_kind"));
+    };
+    if !is_in_memory(tensor) {
+        let hint = "call contiguous(), resolve_neg() or resolve_conj()";
+        return Err(check.refuse("a dense tensor with its values in memory", "another", hint));
+    }
+    let array = |numbers: Vec<i64>| {
+        numbers.try_into().map_err(|_| Error::msg("internal error: the tensor's dimensions changed"))
+    };
+    Ok((array(tensor.size())?, array(tensor.stride())?, kind))
+}
+
+/// libtorch's, which tch keeps to itself.
+fn kind_number(kind: Kind) -> Option<i32> {
+    Some(match kind {
+        Kind::Uint8 => 0,
+        Kind::Int8 => 1,
+        Kind::Int16 => 2,
+        Kind::Int => 3,
+        Kind::Int64 => 4,
+        Kind::Half => 5,
+        Kind::Float => 6,
+        Kind::Double => 7,
+        Kind::ComplexHalf => 8,
+        Kind::ComplexFloat => 9,
+        Kind::ComplexDouble => 10,
+        Kind::Bool => 11,
+        Kind::BFloat16 => 15,
+        _ => return None,
+    })
+}

@@ -1,0 +1,100 @@
+//! The public headers, each alone: it includes what it needs, and no torch header where it says so.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use tch_extension_build::environment::Process;
+use tch_extension_build::probe;
+
+/// Headers and what they say they need.
+fn headers() -> Vec<(PathBuf, String)> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../csrc/include/tch_extension");
+    let mut paths: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    paths.sort();
+    paths
+        .into_iter()
+        .map(|path| {
+            let text = std::fs::read_to_string(&path).unwrap();
+            let needs = text.lines().find_map(|line| line.strip_prefix("// Needs: "));
+            let needs = needs.unwrap_or_else(|| panic!("{} does not say what it needs", path.display()));
+            (path.clone(), needs.to_string())
+        })
+        .collect()
+}
+
+/// The files that a header brings in, itself included; the compiler's message if it does not compile alone.
+fn included(compiler: &Path, header: &Path, flags: &[String]) -> Result<String, String> {
+    let folder = std::env::temp_dir().join(format!("tch-extension-header-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let is_cuda = compiler.ends_with("nvcc");
+    let name = header.file_name().unwrap().to_string_lossy();
+    let source = folder.join(format!("{name}.{}", if is_cuda { "cu" } else { "cpp" }));
+    std::fs::write(&source, format!("#include \"tch_extension/{name}\"\n")).unwrap();
+    let root = header.parent().unwrap().parent().unwrap();
+    let run = |mode: &[&str]| {
+        let output = Command::new(compiler)
+            .args(["-std=c++17", "-I"])
+            .arg(root)
+            .args(flags)
+            .args(mode)
+            .arg(&source)
+            .output()
+            .unwrap();
+        let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+        if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
+    };
+    // Compiled, and not only read.
+    let object = folder.join(format!("{name}.{}.o", if is_cuda { "nvcc" } else { "cxx" }));
+    run(&["-c", "-o", &object.display().to_string()])?;
+    run(&["-M"])
+}
+
+fn assert_no_torch(header: &Path, files: &str) {
+    for part in ["/torch/", "/ATen/", "/c10/"] {
+        assert!(!files.contains(part), "{} brings in a file in {part}: {files}", header.display());
+    }
+}
+
+#[test]
+fn each_compiles_alone_and_without_torch_if_it_says_so() {
+    let mut seen = [0; 3];
+    for (header, needs) in headers() {
+        let cxx = Path::new("g++");
+        if needs == "nothing." {
+            let files = included(cxx, &header, &["-Wall".into(), "-Werror".into()]).unwrap();
+            assert_no_torch(&header, &files);
+            seen[0] += 1;
+        } else if needs == "the CUDA toolkit; no torch header." {
+            seen[1] += 1;
+        } else {
+            assert_eq!(needs, "torch's headers.", "{}", header.display());
+            seen[2] += 1;
+            let Some(libtorch) = std::env::var_os("LIBTORCH").map(PathBuf::from) else {
+                eprintln!("skipped: {} needs a LIBTORCH", header.display());
+                continue;
+            };
+            let mut flags =
+                vec!["-DCPU_CAPABILITY=DEFAULT".to_string(), "-DCPU_CAPABILITY_DEFAULT".to_string()];
+            for folder in ["include", "include/torch/csrc/api/include"] {
+                flags.extend(["-isystem".to_string(), libtorch.join(folder).display().to_string()]);
+            }
+            included(cxx, &header, &flags).unwrap();
+        }
+    }
+    assert!(seen.iter().all(|&count| count >= 3), "headers of each sort: {seen:?}");
+}
+
+#[test]
+fn kernels_headers_compile_with_nvcc_and_without_torch() {
+    let var = |name: &str| tch_extension_build::environment::Environment::var(&Process, name);
+    let lib = var("LIBTORCH").map_or_else(PathBuf::new, |libtorch| Path::new(&libtorch).join("lib"));
+    let Some(nvcc) = probe::find_nvcc(&lib, &var) else {
+        eprintln!("skipped: there is no nvcc");
+        return;
+    };
+    for (header, needs) in headers() {
+        if needs != "torch's headers." {
+            let flags = ["-arch=sm_90", "--expt-relaxed-constexpr"].map(String::from);
+            assert_no_torch(&header, &included(&nvcc.path, &header, &flags).unwrap());
+        }
+    }
+}
