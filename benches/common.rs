@@ -1,17 +1,214 @@
-//! What every operator's bench needs: time as the device sees it, and ratios that can be believed.
+//! What every operator's bench is made of: cases, each with its providers, timed as the device sees it.
 
+use criterion::{BenchmarkId, Criterion, Throughput};
 use std::time::{Duration, Instant};
-use tch::Device;
+use tch::{Device, Kind, Tensor};
+use tch_extension::Result;
+use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::Event;
+use tch_extension::testing::{assert_close, devices};
 
 /// Rounds of an interleaved comparison.
 const ROUNDS: usize = 9;
 /// How long one provider is timed in one round.
 const ROUND: Duration = Duration::from_millis(60);
 
+/// One way to compute an operator's outputs from its tensors.
+pub type Call = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>>>;
+
+/// Who computes it.
+pub struct Provider {
+    name: &'static str,
+    call: Call,
+    has_backward: bool,
+}
+
+impl Provider {
+    pub fn new(name: &'static str, call: impl Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'static) -> Self {
+        Provider { name, call: Box::new(call), has_backward: true }
+    }
+
+    /// It is compared in the forward only.
+    pub fn without_backward(mut self) -> Self {
+        self.has_backward = false;
+        self
+    }
+}
+
+/// One point of an operator's table.
+pub struct Case {
+    pub operator: &'static str,
+    /// The sizes, as the table shows them.
+    pub point: String,
+    pub kind: Kind,
+    pub device: Device,
+    /// Each tensor's size and standard deviation.
+    pub inputs: Vec<(Vec<i64>, f64)>,
+    /// What a forward gets done.
+    pub work: Throughput,
+    /// The last is ours; the others are its rivals.
+    pub providers: Vec<Provider>,
+}
+
+/// What is timed.
+#[derive(Clone, Copy, PartialEq)]
+enum Direction {
+    Forward,
+    Backward,
+    Both,
+}
+
+impl Direction {
+    const ALL: [Self; 3] = [Self::Forward, Self::Backward, Self::Both];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Forward => "forward",
+            Self::Backward => "backward",
+            Self::Both => "forward+backward",
+        }
+    }
+}
+
+/// One provider with its tensors.
+struct Runner<'a> {
+    provider: &'a Provider,
+    inputs: Vec<Tensor>,
+    vectors: Vec<Tensor>,
+    /// A graph to go back through, again and again.
+    outputs: Vec<Tensor>,
+}
+
+impl Runner<'_> {
+    fn forward(&self) -> Vec<Tensor> {
+        (self.provider.call)(&self.inputs).expect("good arguments")
+    }
+
+    fn backward(&self, outputs: &[Tensor], retain_graph: bool) -> Vec<Tensor> {
+        let vectors: Vec<Option<&Tensor>> = self.vectors.iter().map(Some).collect();
+        let options =
+            GradOptions { grad_outputs: &vectors, retain_graph: Some(retain_graph), ..Default::default() };
+        let outputs: Vec<&Tensor> = outputs.iter().collect();
+        let inputs: Vec<&Tensor> = self.inputs.iter().collect();
+        grad(&outputs, &inputs, &options).expect("gradients").into_vec().into_iter().flatten().collect()
+    }
+
+    fn run(&self, direction: Direction) {
+        match direction {
+            Direction::Forward => drop(self.forward()),
+            Direction::Backward => drop(self.backward(&self.outputs, true)),
+            Direction::Both => drop(self.backward(&self.forward(), false)),
+        }
+    }
+}
+
+impl Case {
+    /// Every provider that has this direction, with its own leaves of the same values.
+    fn runners(&self, direction: Direction) -> Vec<Runner<'_>> {
+        let differentiable = direction != Direction::Forward;
+        let of = |provider| {
+            tch::manual_seed(0);
+            let normal = |size: &[i64]| Tensor::randn(size, (self.kind, self.device));
+            let input = |(size, scale): &(Vec<i64>, f64)| normal(size) * *scale;
+            let inputs =
+                self.inputs.iter().map(|each| input(each).set_requires_grad(differentiable)).collect();
+            let mut runner = Runner { provider, inputs, vectors: Vec::new(), outputs: Vec::new() };
+            runner.outputs = runner.forward();
+            runner.vectors = runner.outputs.iter().map(|output| normal(&output.size())).collect();
+            runner
+        };
+        let has = |provider: &&Provider| provider.has_backward || !differentiable;
+        let runners: Vec<_> = self.providers.iter().filter(has).map(of).collect();
+        self.check_that_they_agree(&runners, differentiable);
+        runners
+    }
+
+    /// A bench of something else than the same result would say nothing.
+    fn check_that_they_agree(&self, runners: &[Runner<'_>], differentiable: bool) {
+        let results = |runner: &Runner<'_>| {
+            let outputs = runner.outputs.iter().map(Tensor::detach);
+            let gradients = if differentiable { runner.backward(&runner.outputs, true) } else { Vec::new() };
+            outputs.chain(gradients).collect::<Vec<_>>()
+        };
+        let (rtol, atol) = if self.kind == Kind::Float { (1e-3, 1e-2) } else { (5e-2, 2.0) };
+        let Some((ours, rivals)) = runners.split_last() else { return };
+        let ours = results(ours);
+        for rival in rivals {
+            for (ours, theirs) in ours.iter().zip(&results(rival)) {
+                assert_close(ours, theirs, rtol, atol);
+            }
+        }
+    }
+
+    fn place(&self) -> &'static str {
+        if self.device.is_cuda() { "cuda" } else { "cpu" }
+    }
+}
+
+/// Criterion's statistics, one provider after the other: a group for each direction and device.
+pub fn groups(criterion: &mut Criterion, cases: impl Fn(Device) -> Vec<Case>) {
+    for device in devices() {
+        for direction in Direction::ALL {
+            for case in cases(device) {
+                let name = format!("{}/{}/{}", case.operator, direction.name(), case.place());
+                let mut group = criterion.benchmark_group(name);
+                group
+                    .measurement_time(Duration::from_secs(2))
+                    .warm_up_time(Duration::from_millis(500))
+                    .sample_size(20)
+                    .throughput(case.work.clone());
+                for runner in case.runners(direction) {
+                    let id =
+                        BenchmarkId::new(runner.provider.name, format!("{} {:?}", case.point, case.kind));
+                    group.bench_function(id, |bencher| {
+                        bencher.iter_custom(|iterations| time(device, iterations, || runner.run(direction)));
+                    });
+                }
+            }
+        }
+    }
+}
+
+/// The figures that claims are made from: providers in turn, so that a change of the machine's pace meets all of them,
+/// and the ratios of their medians over all rounds.
+pub fn ratios(cases: impl Fn(Device) -> Vec<Case>) {
+    for device in devices() {
+        for case in cases(device) {
+            for direction in Direction::ALL {
+                case.print_ratios(direction);
+            }
+        }
+    }
+}
+
+impl Case {
+    fn print_ratios(&self, direction: Direction) {
+        let runners = self.runners(direction);
+        let iterations: Vec<u64> =
+            runners.iter().map(|runner| iterations_for(self.device, &mut || runner.run(direction))).collect();
+        let mut times = vec![Vec::new(); runners.len()];
+        for _ in 0..ROUNDS {
+            for ((runner, &iterations), times) in runners.iter().zip(&iterations).zip(&mut times) {
+                times.push(per_call(self.device, iterations, &mut || runner.run(direction)));
+            }
+        }
+        let times: Vec<f64> = times.into_iter().map(median).collect();
+        let Some((ours, rivals)) = times.split_last() else { return };
+        let title =
+            format!("{} {} {} {:?} {}", self.operator, direction.name(), self.point, self.kind, self.place());
+        for (runner, rival) in runners.iter().zip(rivals) {
+            println!(
+                "{title:<62} {:<9} {rival:>9.2} µs   fused {ours:>9.2} µs   ratio {:.2}",
+                runner.provider.name,
+                rival / ours
+            );
+        }
+    }
+}
+
 /// Times `iterations` calls in a row: on the CPU by the clock, on a GPU by CUDA events around all of them. Where
 /// the host is slower than the device, as with small sizes, that is the host's pace: what a training loop sees.
-pub fn time(device: Device, iterations: u64, mut call: impl FnMut()) -> Duration {
+fn time(device: Device, iterations: u64, mut call: impl FnMut()) -> Duration {
     if device == Device::Cpu {
         let start = Instant::now();
         (0..iterations).for_each(|_| call());
@@ -24,27 +221,6 @@ pub fn time(device: Device, iterations: u64, mut call: impl FnMut()) -> Duration
     (0..iterations).for_each(|_| call());
     events.1.record().expect("a recorded event");
     events.0.elapsed(&events.1).expect("the time between two events")
-}
-
-/// `cpu` or `cuda`.
-pub fn name(device: Device) -> &'static str {
-    if device.is_cuda() { "cuda" } else { "cpu" }
-}
-
-/// Times two providers in turn, so that a change of the machine's pace meets both, and prints their medians over
-/// all rounds and the ratio of these.
-pub fn compare(device: Device, title: &str, mut composite: impl FnMut(), mut fused: impl FnMut()) {
-    let iterations = [iterations_for(device, &mut composite), iterations_for(device, &mut fused)];
-    let mut times = [Vec::new(), Vec::new()];
-    for _ in 0..ROUNDS {
-        times[0].push(per_call(device, iterations[0], &mut composite));
-        times[1].push(per_call(device, iterations[1], &mut fused));
-    }
-    let [composite, fused] = times.map(median);
-    println!(
-        "{title:<52} composite {composite:>9.2} µs   fused {fused:>9.2} µs   ratio {:.2}",
-        composite / fused
-    );
 }
 
 fn per_call(device: Device, iterations: u64, call: &mut impl FnMut()) -> f64 {

@@ -7,6 +7,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
@@ -117,17 +118,19 @@ int wait_for(pid_t child) {
 
 void rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
   int ends[2];
-  if (pipe(ends) != 0) throw std::system_error(errno, std::generic_category(), "rehearsal: pipe");
+  // Closed in what other threads start meanwhile: their programs would hold it open.
+  if (pipe2(ends, O_CLOEXEC) != 0)
+    throw std::system_error(errno, std::generic_category(), "it cannot be rehearsed: pipe");
   File in(ends[0]), out(ends[1]);
   const pid_t child = fork();
-  if (child < 0) throw std::system_error(errno, std::generic_category(), "rehearsal: fork");
+  if (child < 0) throw std::system_error(errno, std::generic_category(), "it cannot be rehearsed: fork");
   if (child == 0) rehearse_in_child(out.get(), paths, len);
   out.close();
   std::string text;
   const bool in_time = read_all(in.get(), std::chrono::milliseconds(limit_ms), text);
   if (!in_time) kill(child, SIGKILL);
   const int status = wait_for(child);
-  if (!in_time) throw std::runtime_error("rehearsal: its initialisers did not end in time");
+  if (!in_time) throw std::runtime_error("its initialisers did not end in time");
   const auto mark = text.rfind('\0');
   if (mark != std::string::npos) throw std::runtime_error(text.substr(mark + 1));
   if (status == 0 || (status == -1 && text.empty())) return;

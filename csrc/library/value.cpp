@@ -2,6 +2,7 @@
 
 #include <ATen/core/List.h>
 
+#include <limits>
 #include <sstream>
 
 namespace tch_extension {
@@ -157,6 +158,8 @@ IValue to_ivalue(const Value& value, const TypePtr& type, const TypePtr& real, i
       return std::string(static_cast<const char*>(value.data), value.len);
     case TypeKind::DeviceObjType:
       if (value.tag != Tag::kDevice) refuse(value);
+      if (value.integer > std::numeric_limits<c10::DeviceIndex>::max())
+        throw WrongValue("a Device of too high an index");
       return c10::Device(static_cast<c10::DeviceType>(value.len),
                          static_cast<c10::DeviceIndex>(value.integer));
     case TypeKind::ScalarTypeType:

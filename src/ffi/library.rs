@@ -499,6 +499,9 @@ pub(crate) fn is_same(one: &Tensor, other: &Tensor) -> bool {
     unsafe { tch_extension_is_same_tensor(one.as_ptr(), other.as_ptr()) }
 }
 
+/// What [`rehearse`] says of initialisers that do not end.
+pub(crate) const TOO_LONG: &str = "its initialisers did not end in time";
+
 /// Loads these libraries in a child process, the last one as the one that is wanted.
 pub(crate) fn rehearse(paths: &[CString], limit: Duration) -> std::result::Result<(), String> {
     let pointers: Vec<*const c_char> = paths.iter().map(|path| path.as_ptr()).collect();
@@ -533,6 +536,21 @@ mod tests {
         let ours = [size_of::<RawValue>(), offset_of!(RawValue, payload), offset_of!(RawValue, len)];
         assert_eq!(theirs, ours);
         assert_eq!(size_of::<Value<'_>>(), size_of::<RawValue>());
+    }
+
+    #[test]
+    fn a_rehearsal_that_hangs_is_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let (source, library) = (folder.path().join("hangs.cpp"), folder.path().join("hangs.so"));
+        std::fs::write(&source, "#include <unistd.h>\nstruct A { A() { for (;;) pause(); } } a;").unwrap();
+        let compiler = std::env::var_os("CXX").unwrap_or_else(|| "g++".into());
+        let mut command = std::process::Command::new(compiler);
+        assert!(
+            command.args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status().unwrap().success()
+        );
+        let path = CString::new(library.to_str().unwrap()).unwrap();
+        let outcome = rehearse(&[path], Duration::from_millis(500));
+        assert_eq!(outcome, Err(TOO_LONG.to_string()));
     }
 
     #[test]

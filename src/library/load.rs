@@ -36,7 +36,7 @@ struct State {
 type Id = (u64, u64);
 
 /// Initialisers that take longer are taken to hang.
-const REHEARSAL_LIMIT: Duration = Duration::from_secs(60);
+const REHEARSAL_LIMIT: Duration = Duration::from_secs(30);
 
 impl Library {
     /// Loads a library, or returns the handle if this very file is loaded already.
@@ -53,11 +53,16 @@ impl Library {
     /// A file that is missing, no library, changed since it was loaded, or lacks a library or symbol that it needs;
     /// a registration that libtorch refuses.
     pub fn load(path: impl AsRef<Path>) -> crate::Result<Library> {
-        let path = path.as_ref();
-        load(path).map_err(|reason| {
-            let reason = reason.replace('\n', " ");
-            Error::msg(format!("cannot load the library {}: {}", path.display(), reason.trim_end()))
-        })
+        load(path.as_ref(), Rehearsal::InAChild).map_err(|reason| cannot_load(path.as_ref(), &reason))
+    }
+
+    /// [`Library::load`] for a process that must not fork, or a library whose initialisers must run only once. One that
+    /// libtorch refuses aborts the process.
+    ///
+    /// # Errors
+    /// As [`Library::load`], but for what libtorch refuses.
+    pub fn load_without_rehearsal(path: impl AsRef<Path>) -> crate::Result<Library> {
+        load(path.as_ref(), Rehearsal::None).map_err(|reason| cannot_load(path.as_ref(), &reason))
     }
 
     /// The file, as an absolute path without links.
@@ -83,10 +88,21 @@ impl std::fmt::Debug for Library {
     }
 }
 
+fn cannot_load(path: &Path, reason: &str) -> Error {
+    let reason = reason.replace('\n', " ");
+    Error::msg(format!("cannot load the library {}: {}", path.display(), reason.trim_end()))
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Rehearsal {
+    InAChild,
+    None,
+}
+
 /// All libraries that were loaded here. Locked while one is loaded: operators that appear meanwhile are its own.
 static REGISTRY: Mutex<BTreeMap<Id, Library>> = Mutex::new(BTreeMap::new());
 
-fn load(path: &Path) -> Result<Library, String> {
+fn load(path: &Path, rehearsal: Rehearsal) -> Result<Library, String> {
     let words = |error: std::io::Error| error.to_string();
     let path = path.canonicalize().map_err(words)?;
     let file = File::open(&path).map_err(words)?;
@@ -108,7 +124,7 @@ fn load(path: &Path) -> Result<Library, String> {
         return Err(format!("another file of this name is loaded; {NEW_NAME}"));
     }
     let before = operators()?;
-    open(&path)?;
+    open(&path, rehearsal)?;
     let operators = operators()?.difference(&before).cloned().collect();
     let library = Library(Arc::new(Loaded { path, operators, state, _file: file }));
     registry.insert(id, library.clone());
@@ -122,10 +138,14 @@ fn operators() -> Result<BTreeSet<String>, String> {
     Ok(names.into_iter().collect())
 }
 
-/// Rehearses until nothing is missing that could be found, and loads it.
-fn open(path: &Path) -> Result<(), String> {
+/// Tries until nothing is missing that could be found.
+fn open(path: &Path, rehearsal: Rehearsal) -> Result<(), String> {
     let mut paths = vec![c_path(path)?];
-    while let Err(reason) = ffi::rehearse(&paths, REHEARSAL_LIMIT) {
+    let attempt = match rehearsal {
+        Rehearsal::InAChild => rehearse,
+        Rehearsal::None => open_all,
+    };
+    while let Err(reason) = attempt(&paths) {
         let found = requirements::find(&reason)?.map(|found| c_path(&found)).transpose()?;
         match found {
             // What was missed last is needed by those before.
@@ -133,10 +153,21 @@ fn open(path: &Path) -> Result<(), String> {
             _ => return Err(reason),
         }
     }
-    for (index, path) in paths.iter().enumerate() {
-        ffi::open_library(path, index + 1 < paths.len())?;
+    open_all(&paths)
+}
+
+fn rehearse(paths: &[CString]) -> Result<(), String> {
+    match ffi::rehearse(paths, REHEARSAL_LIMIT) {
+        // Another thread may have held a lock of the loader's when the child was made; it has not now.
+        Err(reason) if reason == ffi::TOO_LONG => ffi::rehearse(paths, REHEARSAL_LIMIT),
+        other => other,
     }
-    Ok(())
+}
+
+/// The last one is the one that is wanted; the others are for it to find its symbols in.
+fn open_all(paths: &[CString]) -> Result<(), String> {
+    let last = paths.len().saturating_sub(1);
+    paths.iter().enumerate().try_for_each(|(index, path)| ffi::open_library(path, index < last))
 }
 
 fn c_path(path: &Path) -> Result<CString, String> {

@@ -38,7 +38,7 @@ pub use crate::ffi::library::{Layout, MemoryFormat, Output};
 pub use load::Library;
 pub use operator::{Operator, WithBackward};
 pub use output::{FromOutput, FromOutputs};
-pub use value::{Args, Value};
+pub use value::{Args, NONE, Value};
 
 use crate::Result;
 

@@ -158,9 +158,15 @@ impl Operator {
 
 const WAYS_OUT: &str = "choose .no_grad() for constants, or .with_backward(f) for a gradient of your own";
 
-impl std::fmt::Debug for Operator {
+impl std::fmt::Display for Operator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.schema())
+    }
+}
+
+impl std::fmt::Debug for Operator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        std::fmt::Display::fmt(self, f)
     }
 }
 

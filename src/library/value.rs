@@ -16,12 +16,8 @@ use tch::{Device, Kind, Tensor};
 /// Values of other types cannot be made in Rust.
 pub struct Value<'a>(pub(super) ffi::Value<'a>);
 
-impl Value<'_> {
-    /// Python's `None`, for where no type says what there is none of.
-    pub const fn none() -> Option<i64> {
-        None
-    }
-}
+/// Python's `None`, where no type says what there is none of: `args![&x, NONE]`.
+pub const NONE: Option<i64> = None;
 
 macro_rules! value_from {
     ($($type:ty: $value:ident => $made:expr;)*) => {$(

@@ -30,7 +30,7 @@ pub fn compile(source: &Path, name: &str) -> PathBuf {
     let (include, target) = (libtorch().join("include"), folder().join(name));
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "g++".into());
     let output = Command::new(compiler)
-        .args(["-std=c++17", "-O0", "-shared", "-fPIC", "-w", "-isystem"])
+        .args(["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-isystem"])
         .arg(&include)
         .arg("-isystem")
         .arg(include.join("torch/csrc/api/include"))

@@ -1,7 +1,7 @@
 //! Who has a backward, and what happens to those who have none.
 
 use super::*;
-use tch_extension::autograd::live_nodes;
+use tch_extension::autograd::{GradOptions, grad, live_nodes};
 use tch_extension::testing::gradcheck;
 
 fn scaled() -> Operator {
@@ -75,10 +75,38 @@ fn a_backward_of_ones_own_passes_gradcheck() {
 }
 
 #[test]
+fn a_second_derivative_is_an_error() {
+    let x = leaf(&[2.0]);
+    let y: Tensor = with_backward().call(args![&x, 3.0]).unwrap();
+    let options = GradOptions { create_graph: true, ..Default::default() };
+    let first = grad(&[&(&y * &x).sum(Kind::Double)], &[&x], &options).unwrap().single().unwrap();
+    let second = grad(&[&first.sum(Kind::Double)], &[&x], &GradOptions::default());
+    assert!(second.is_err(), "{second:?}");
+}
+
+#[test]
+fn a_backward_for_several_inputs_and_results() {
+    let (x, y) = (leaf(&[1.0, 2.0]), leaf(&[3.0, 4.0]));
+    // Lists go in one by one; slots are inputs first, then results.
+    let stack = Operator::find("aten::stack").unwrap().with_backward(|ctx, grads| {
+        assert_eq!(ctx.inputs_len(), 2);
+        assert_eq!(ctx.saved(2)?, Tensor::stack(&[ctx.saved(0)?, ctx.saved(1)?], 0));
+        let gradient = grads.get(0)?;
+        Ok([gradient.get(0) * 10.0, gradient.get(1) * 100.0].into())
+    });
+    let z: Tensor = stack.call(args![&[&x, &y]]).unwrap();
+    z.sum(Kind::Double).backward();
+    assert_eq!((x.grad(), y.grad()), (doubles(&[10.0, 10.0]), doubles(&[100.0, 100.0])));
+    // Nobody requires grad: no graph.
+    let z: Tensor = stack.call(args![&[&x.detach(), &y.detach()]]).unwrap();
+    assert!(!z.requires_grad());
+}
+
+#[test]
 fn a_backward_of_ones_own_fails_by_name() {
     let op = scaled().with_backward(|_, _| Err(tch_extension::Error::msg("on purpose")));
     let y: Tensor = op.call(args![&leaf(&[1.0]), 3.0]).unwrap();
-    let text = y.sum(Kind::Double).f_backward().err().expect("an error").to_string();
+    let text = y.sum(Kind::Double).f_backward().expect_err("an error").to_string();
     assert!(text.contains("tch_test::scaled: on purpose"), "{text}");
 }
 
@@ -108,11 +136,7 @@ fn a_composite_that_lost_the_graph_is_found_out() {
     y.sum(Kind::Double).backward();
     assert_eq!(x.grad(), doubles(&[3.0, 12.0]));
     let text = message(operator("raw_scaled").call::<Tensor>(args![&x, 3.0]));
-    assert!(
-        text.contains("its results are no part of the graph")
-            || text.contains("results are no part of the graph"),
-        "{text}"
-    );
+    assert!(text.contains("the operator's results are no part of the graph"), "{text}");
     assert!(text.contains(".with_backward(f)"), "{text}");
     let y: Tensor = operator("raw_scaled").no_grad().call(args![&x, 3.0]).unwrap();
     assert!(!y.requires_grad());
@@ -141,4 +165,52 @@ fn nothing_of_a_call_stays_behind() {
         assert_eq!(x.grad(), doubles(&[3.0]));
     }
     assert!(live_nodes() - before < 500, "{} nodes", live_nodes() - before);
+}
+
+/// In the program's memory, in bytes.
+fn resident() -> usize {
+    let text = std::fs::read_to_string("/proc/self/statm").expect("statm");
+    text.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok()).expect("a number") * 4096
+}
+
+#[test]
+fn neither_arguments_nor_results_leak() {
+    let (results, tensors) = (operator("first_results"), operator("tensors"));
+    let (scaled, with_backward) = (scaled(), with_backward());
+    let mut before = 0;
+    for round in 0..600 {
+        // A mebibyte each.
+        let x = Tensor::ones([1 << 17], (Kind::Double, Device::Cpu)).set_requires_grad(true);
+        let _ = first_of(&results, &x.detach());
+        let _: String = tensors.call(args![&x, &x, vec![&x, &x], [Some(&x), None]]).unwrap();
+        message(tensors.call::<String>(args![&x, &x, [&x], vec![&x, &x], &x]));
+        message(tensors.call::<i64>(args![&x, &x, [&x], vec![&x, &x]]));
+        message(tensors.call::<String>(args![&x, &x, [&x], 3]));
+        message(scaled.call::<Tensor>(args![&x, 2.0]));
+        let y: Tensor = with_backward.call(args![&x, 2.0]).unwrap();
+        y.sum(Kind::Double).backward();
+        if round == 100 {
+            before = resident();
+        }
+    }
+    let grown = resident().saturating_sub(before) >> 20;
+    assert!(grown < 250, "{grown} MiB more");
+}
+
+fn first_of(op: &Operator, x: &Tensor) -> Tensor {
+    let (first, _, _, _, _, _): (Tensor, Vec<Tensor>, i64, f64, bool, String) = op.call(args![x]).unwrap();
+    first
+}
+
+#[test]
+fn cuda_kernels_are_found_by_the_device() {
+    let Some(device) = tch_extension::testing::cuda_or_skip("cuda_kernels_are_found_by_the_device") else {
+        return;
+    };
+    let (op, x) = (operator("cuda_only"), leaf(&[1.0, 2.0]).to_device(device));
+    assert!(!op.has_autograd(device).unwrap());
+    message(op.call::<Tensor>(args![&x]));
+    let y: Tensor = op.no_grad().call(args![&x]).unwrap();
+    assert_eq!((y.device(), y.requires_grad()), (device, false));
+    assert_eq!(y, x.detach());
 }

@@ -63,7 +63,7 @@ fn an_operator_that_exists_is_refused_before_loading() {
 fn what_is_no_library_is_refused() {
     refused(Path::new("/nonexistent/library.so"), "No such file or directory");
     refused(folder(), "it is no file");
-    refused(Path::new("a\0b"), "nul byte");
+    refused(Path::new("a\0b"), "NUL byte");
     let text = folder().join("text.so");
     std::fs::write(&text, "this is a text, and a rather long one, for a header of a file to fit into it")
         .unwrap();
@@ -93,6 +93,15 @@ fn a_file_that_changed_is_refused() {
 }
 
 #[test]
+fn without_a_rehearsal_it_loads_as_well() {
+    let path = compile_text("int function() { return 1; }", "unrehearsed.so");
+    let library = Library::load_without_rehearsal(&path).unwrap();
+    assert!(library.is_same(&Library::load(&path).unwrap()));
+    let text = message(Library::load_without_rehearsal(folder().join("absent.so")));
+    assert!(text.contains("No such file or directory"), "{text}");
+}
+
+#[test]
 fn a_missing_library_that_it_needs_is_named() {
     let needed = compile_text("int needed() { return 1; }", "libneeded.so");
     let target = folder().join("needs.so");
@@ -101,7 +110,7 @@ fn a_missing_library_that_it_needs_is_named() {
     let output = std::process::Command::new(std::env::var_os("CXX").unwrap_or_else(|| "g++".into()))
         .args(["-shared", "-fPIC"])
         .args([&source, &needed])
-        .arg(format!("-Wl,-soname,needs.so,-rpath,/nonexistent"))
+        .arg("-Wl,-soname,needs.so,-rpath,/nonexistent")
         .arg("-o")
         .arg(&target)
         .output()
@@ -109,4 +118,41 @@ fn a_missing_library_that_it_needs_is_named() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     std::fs::remove_file(&needed).unwrap();
     refused(&target, "libneeded.so: cannot open shared object file");
+}
+
+/// With a Python's library where there is one; otherwise the message says how to name one. The parent below runs it
+/// with a wrong name.
+#[test]
+fn a_library_that_needs_python() {
+    let source = "extern \"C\" int PyInstanceMethod_Type; int* f() { return &PyInstanceMethod_Type; }";
+    let loaded = Library::load(compile_text(source, "python.so"));
+    match std::env::var("TCH_EXTENSION_LIBPYTHON") {
+        Ok(wrong) if !Path::new(&wrong).exists() => {
+            let text = message(loaded);
+            assert!(
+                text.contains("it needs Python, and TCH_EXTENSION_LIBPYTHON=/nonexistent/libpython.so"),
+                "{text}"
+            );
+        }
+        _ => {
+            if let Err(error) = loaded {
+                assert!(
+                    error.to_string().contains("set TCH_EXTENSION_LIBPYTHON to the path of one"),
+                    "{error}"
+                );
+                eprintln!("there is no Python's library here: {error}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_libpython_that_is_missing_is_named() {
+    let status = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "loading::a_library_that_needs_python"])
+        .env("TCH_EXTENSION_LIBPYTHON", "/nonexistent/libpython.so")
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&status.stdout);
+    assert!(status.status.success() && said.contains("1 passed"), "{said}");
 }

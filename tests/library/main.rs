@@ -11,6 +11,7 @@ mod compiled;
 mod gradients;
 mod loading;
 mod results;
+mod speed;
 mod threads;
 mod vision;
 

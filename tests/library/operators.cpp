@@ -4,6 +4,7 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include <chrono>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -119,6 +120,20 @@ void fail(int64_t how) {
   throw 1;
 }
 
+Tensor same(const Tensor& x) { return x; }
+
+// How long a call of `same` takes the dispatcher itself, in nanoseconds.
+double time_of_same(const Tensor& x, int64_t calls) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tch_test::same", "");
+  const auto start = std::chrono::steady_clock::now();
+  for (int64_t i = 0; i < calls; ++i) {
+    torch::jit::Stack stack{x};
+    op.callBoxed(stack);
+  }
+  const std::chrono::duration<double, std::nano> time = std::chrono::steady_clock::now() - start;
+  return time.count() / static_cast<double>(calls);
+}
+
 void boxed_nothing(const c10::OperatorHandle&, torch::jit::Stack* stack) { stack->clear(); }
 
 }  // namespace
@@ -155,6 +170,8 @@ TORCH_LIBRARY(tch_test, m) {
   m.def("composite_scale_(Tensor(a!) x, Tensor by) -> Tensor(a!)",
         [](Tensor& x, const Tensor& by) -> Tensor& { return x.mul_(by); });
   m.def("doubled(Tensor x) -> Tensor");
+  m.def("same(Tensor(a) x) -> Tensor(a)", same);
+  m.def("time_of_same(Tensor x, int calls) -> float", time_of_same);
   m.def("cuda_only(Tensor x) -> Tensor");
 }
 

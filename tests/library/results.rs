@@ -50,7 +50,7 @@ fn what_is_written_is_the_same_tensor_with_a_new_version() {
     let product = &weight * &x;
     let _ = operator("scale_").call::<Tensor>(args![&x, 3.0]).unwrap();
     let backward = product.sum(Kind::Double).f_backward();
-    assert!(backward.err().expect("an error").to_string().contains("modified by an inplace operation"));
+    assert!(backward.expect_err("an error").to_string().contains("modified by an inplace operation"));
 }
 
 #[test]

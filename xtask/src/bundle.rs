@@ -33,6 +33,7 @@ const LARGEST_FILE: u64 = 1 << 20;
 /// Builds everything and writes `dist/`, all or nothing.
 pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
     let ready = setup::run(repo)?;
+    let has_vision = setup::vision(repo, &ready)?;
     let programs = build(repo, &ready.changes, &options)?;
     let (fresh, place) = (repo.root.join("dist.tmp"), repo.root.join("dist"));
     remove(&fresh)?;
@@ -40,6 +41,9 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
         copy_program(program, &fresh)?;
     }
     copy_files(repo, &fresh.join("files"))?;
+    if has_vision {
+        copy_vision(repo, &fresh.join("torchvision"))?;
+    }
     write_script(&fresh.join("run.sh"))?;
     remove(&place)?;
     std::fs::rename(&fresh, &place).context("cannot move the bundle to dist")?;
@@ -137,6 +141,14 @@ fn copy_files(repo: &Repo, folder: &Path) -> Result<()> {
         }
         std::fs::write(&to, content).with_context(|| format!("cannot write {}", to.display()))?;
     }
+    Ok(())
+}
+
+/// Copies the operators that the tests of `library` load.
+fn copy_vision(repo: &Repo, folder: &Path) -> Result<()> {
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let from = repo.venv().join("vision/torchvision/_C.so");
+    std::fs::copy(&from, folder.join("_C.so")).with_context(|| format!("cannot copy {}", from.display()))?;
     Ok(())
 }
 
@@ -259,5 +271,56 @@ mod tests {
     #[test]
     fn other_packages_programs_stay_out() {
         assert_eq!(program(&message("test", true, "/w/xtask/Cargo.toml"), Path::new("/w")), None);
+    }
+
+    /// A file that can be run.
+    fn script(path: &Path, text: &str) {
+        use std::os::unix::fs::PermissionsExt;
+        std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+        std::fs::write(path, format!("#!/bin/bash\n{text}\n")).unwrap();
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    /// A bundle whose programs only say what the script reads.
+    fn sanitize(folder: &Path, arguments: &[&str]) -> (bool, String) {
+        let run = |name: &str| folder.join("tests").join(name);
+        // Long enough to outlive whoever reads the first lines only.
+        let many = "if [[ $1 == --list ]]; then for i in {1..20000}; do echo cuda_$i: test || exit 101; done; exit; fi";
+        let passed = "echo 'test result: ok. 1 passed; 0 failed'";
+        script(&run("many"), &format!("{many}\n{passed}"));
+        script(&run("none"), &format!("[[ $1 == --list ]] || {passed}"));
+        script(&run("planted"), passed);
+        std::fs::write(folder.join("run.sh"), include_str!("run.sh")).unwrap();
+        std::fs::create_dir_all(folder.join("files")).unwrap();
+        let torch = folder.join("torch/lib");
+        std::fs::create_dir_all(&torch).unwrap();
+        std::fs::write(torch.join("libtorch.so"), "").unwrap();
+        let tool = "while [[ $1 != --log-file ]]; do shift; done; log=$2; shift 2\n\
+                    { [[ $1 == */planted ]] && echo '========= at planted'; echo '========= ERROR SUMMARY: 0 errors'; } > \"$log\"\n\"$@\"";
+        script(&folder.join("sanitizer"), tool);
+        let output = std::process::Command::new("bash")
+            .arg(folder.join("run.sh"))
+            .arg("sanitize")
+            .args(arguments)
+            .env("LIBTORCH", folder.join("torch"))
+            .env("LIBTORCH_BYPASS_VERSION_CHECK", "1")
+            .env("COMPUTE_SANITIZER", folder.join("sanitizer"))
+            .env("OUT", folder.join("out"))
+            .output()
+            .unwrap();
+        let text = [output.stdout, output.stderr].concat();
+        (output.status.success(), String::from_utf8_lossy(&text).into_owned())
+    }
+
+    #[test]
+    fn the_sanitizers_see_every_program_that_is_named() {
+        let folder = std::env::temp_dir().join(format!("tch-extension-bundle-{}", std::process::id()));
+        let (good, text) = sanitize(&folder, &["many"]);
+        assert!(good && text.contains("memcheck   many                       1 passed"), "{text}");
+        let (good, text) = sanitize(&folder, &["many", "none"]);
+        assert!(!good && text.contains("no test of none has `cuda` in its name"), "{text}");
+        let (good, text) = sanitize(&folder, &[]);
+        assert!(good && !text.contains(" none "), "{text}");
+        std::fs::remove_dir_all(folder).unwrap();
     }
 }

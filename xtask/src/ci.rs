@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 struct Ci {
     repo: Repo,
     changes: Changes,
+    has_vision: bool,
 }
 
 /// A step's name and what it does.
@@ -31,7 +32,8 @@ const STEPS: &[Step] = &[
 pub fn run(repo: Repo) -> Result<ExitCode> {
     let ready = setup::run(&repo)?;
     wheels::TOOLS.ensure(&repo)?;
-    let ci = Ci { repo, changes: ready.changes };
+    let has_vision = setup::vision(&repo, &ready)?;
+    let ci = Ci { repo, changes: ready.changes, has_vision };
     let mut times = Vec::new();
     for (name, step) in STEPS {
         say(format_args!("\n== {name} =="));
@@ -87,7 +89,12 @@ impl Ci {
     }
 
     fn tests(&self) -> Result<()> {
-        cargo::run(&mut self.cargo(&["test", "--workspace"]))
+        let mut command = self.cargo(&["test", "--workspace"]);
+        if self.has_vision {
+            // Here it is no reason to skip a test that it cannot be loaded.
+            command.env("TCH_EXTENSION_REQUIRE_TORCHVISION", "1");
+        }
+        cargo::run(&mut command)
     }
 
     /// Each unit is one of three, and only one is chosen at run time: by the processor, or by this variable of

@@ -38,7 +38,7 @@ CUDA kernels are compiled when libtorch has CUDA and there is an nvcc; TCH_EXTEN
 pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
     match name {
         Some("demo") => start(&["run", "--example", "char_lltm", "--"], own_args(args)),
-        Some("test") => start(&["test", "--workspace"], args),
+        Some("test") => test(args),
         Some("bench") => start(&["bench", "--profile", "dev", "--bench", "ops", "--"], own_args(args)),
         Some("ci") => no_args("ci", args).and_then(|()| ci::run(Repo::find()?)),
         Some("doctor") => no_args("doctor", args).and_then(|()| doctor::run(&Repo::find()?)),
@@ -57,6 +57,15 @@ fn start(cargo_args: &[&str], args: &[String]) -> Result<ExitCode> {
     let repo = Repo::find()?;
     let ready = setup::run(&repo)?;
     let mut command: Command = cargo::command(&repo, &ready.changes, cargo_args);
+    command.args(args);
+    Err(cargo::become_command(command))
+}
+
+fn test(args: &[String]) -> Result<ExitCode> {
+    let repo = Repo::find()?;
+    let ready = setup::run(&repo)?;
+    setup::vision(&repo, &ready)?;
+    let mut command = cargo::command(&repo, &ready.changes, &["test", "--workspace"]);
     command.args(args);
     Err(cargo::become_command(command))
 }

@@ -49,6 +49,16 @@ pub fn run(repo: &Repo) -> Result<Ready> {
     Ok(Ready { libtorch, cuda, changes })
 }
 
+/// What the tests need beyond that: torchvision, for our own libtorch, of which it is known that they fit together.
+/// Whether it is there.
+pub fn vision(repo: &Repo, ready: &Ready) -> Result<bool> {
+    if ready.libtorch.rule != Rule::Own {
+        return Ok(false);
+    }
+    wheels::VISION.ensure(repo)?;
+    Ok(true)
+}
+
 /// Refuses what neither libtorch's wheels nor the kernels are made for.
 pub fn check_platform() -> Result<()> {
     if cfg!(all(target_os = "linux", target_arch = "x86_64", target_env = "gnu")) {

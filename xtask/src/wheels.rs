@@ -58,6 +58,17 @@ pub const TOOLS: Set = Set {
     needs_gib: 0.1,
 };
 
+/// Operators that are not ours, which the tests of `library` load and call.
+pub const VISION: Set = Set {
+    name: "torchvision",
+    pins: "xtask/vision.txt",
+    folder: "vision",
+    links: &[],
+    key_files: &["vision/torchvision/_C.so"],
+    size: "8 MB",
+    needs_gib: 0.1,
+};
+
 /// Its presence, with the right text, says that a folder is whole: it is written last, before the folder gets
 /// its name.
 const STAMP: &str = ".stamp";

@@ -89,9 +89,18 @@ pub(super) fn create_graph(case: &Case<'_>) -> Result<()> {
     if kinds.is_empty() || !kinds.iter().all(|kind| matches!(kind, Kind::Float | Kind::Double)) {
         return Ok(());
     }
+    let twice = kinds.iter().all(|&kind| kind == Kind::Double);
+    derivatives_of(case, 1, twice)?;
     // Outputs are not always inputs that it takes.
     let chained = loss(case, &leaves(case, 0.0)?, 3).and_then(|loss| Ok(loss.f_isfinite()?));
-    let steps = if chained.is_ok_and(|finite| finite.int64_value(&[]) == 1) { 3 } else { 1 };
+    match chained.is_ok_and(|finite| finite.int64_value(&[]) == 1) {
+        true => derivatives_of(case, 3, twice),
+        false => Ok(()),
+    }
+}
+
+/// The first derivatives with a graph are those without, and the second, if asked for, those of the first.
+fn derivatives_of(case: &Case<'_>, steps: usize, twice: bool) -> Result<()> {
     let what = format!("in {steps} step{}", if steps == 1 { "" } else { "s" });
     let plain = first(case, &leaves(case, 0.0)?, steps, false)?;
     let variables = leaves(case, 0.0)?;
@@ -106,10 +115,7 @@ pub(super) fn create_graph(case: &Case<'_>) -> Result<()> {
         };
         case.runner.close(&name, &with, &without)?;
     }
-    if kinds.iter().all(|&kind| kind == Kind::Double) {
-        second(case, &variables, steps, &with_graph)?;
-    }
-    Ok(())
+    if twice { second(case, &variables, steps, &with_graph) } else { Ok(()) }
 }
 
 /// All inputs, moved by this much along a fixed direction.
@@ -129,7 +135,8 @@ fn direction(leaf: &Tensor, index: usize) -> Result<Tensor> {
 }
 
 /// A number that depends on every output of several steps. Each differentiable input depends on the one before it,
-/// and each step takes what it can of the outputs of the step before.
+/// and each step takes what it can of the outputs of the step before, bounded: exp(exp(exp(x))) soon leaves what a
+/// double can hold.
 fn loss(case: &Case<'_>, leaves: &[Tensor], steps: usize) -> Result<Tensor> {
     let mut inputs: Vec<Tensor> = leaves.iter().map(Tensor::shallow_clone).collect();
     let connected = case.connected();
@@ -161,7 +168,8 @@ fn loss(case: &Case<'_>, leaves: &[Tensor], steps: usize) -> Result<Tensor> {
                     && output.requires_grad()
             };
             if let Some(place) = free.iter().position(fits) {
-                inputs[index] = free.remove(place).shallow_clone();
+                // Its derivative reads its argument, not its result: the operator may change that in place.
+                inputs[index] = free.remove(place).f_atan()?;
             }
         }
     }
@@ -222,8 +230,9 @@ fn second(case: &Case<'_>, leaves: &[Tensor], steps: usize, gradients: &[Option<
         return Ok(());
     }
     Err(Error::msg(format!(
-        "in {steps} steps, a second derivative is {analytical:?}, numerically {numerical:?}; see \
-         autograd::differentiate_reference, or leave DOUBLE_BACKWARD false to have an error"
+        "in {steps} step{}, a second derivative is {analytical:?}, numerically {numerical:?}; see \
+         autograd::differentiate_reference, or leave DOUBLE_BACKWARD false to have an error",
+        if steps == 1 { "" } else { "s" }
     )))
 }
 
