@@ -72,9 +72,9 @@ impl Extension {
         self
     }
 
-    /// Defines a macro.
-    pub fn define(mut self, name: &str, value: &str) -> Self {
-        self.sources.defines.push((name.to_string(), Some(value.to_string())));
+    /// Defines a macro, with a value or (`None`) without.
+    pub fn define<'a>(mut self, name: &str, value: impl Into<Option<&'a str>>) -> Self {
+        self.sources.defines.push((name.to_string(), value.into().map(str::to_string)));
         self
     }
 

@@ -13,12 +13,14 @@ macro_rules! headers {
 }
 
 headers! {
+    "accessor.h",
     "c_abi.h",
     "column_sums.h",
     "cpu.h",
     "cpu_column_sums.h",
     "cuda_column_sums.h",
     "cuda_vector.h",
+    "host_device.h",
     "kind.h",
     "launch.h",
     "pybind/convert.h",
@@ -38,6 +40,7 @@ headers! {
     "python/torch/extension.h",
     "python/torch/python.h",
     "scalar_math.h",
+    "tensor.h",
 }
 
 /// The folders for `#include`, in order; written into the cache by the first who needs them.
