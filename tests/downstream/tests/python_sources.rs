@@ -39,7 +39,7 @@ fn cuda_lltm() {
     let call = |[input, weights, bias, h, c]: &[Tensor; 5]| {
         forward.call::<Vec<Tensor>>(args![input, weights, bias, h, c])
     };
-    let refused = call(&inputs).err().expect("an error").to_string();
+    let refused = call(&inputs).expect_err("refused").to_string();
     assert!(refused.contains("input must be a CUDA tensor"), "{refused}");
     let Some(device) = tch_extension::testing::cuda_or_skip("cuda_lltm") else { return };
     let inputs = inputs.map(|input| input.to_device(device));
