@@ -184,7 +184,11 @@ pub fn default_archs(supported: &[u32], visible_gpus: &dyn Fn() -> Vec<String>) 
 
 /// Reads what `nvcc --list-gpu-arch` prints.
 pub fn parse_supported(text: &str) -> Vec<u32> {
-    text.lines().filter_map(|line| line.trim().strip_prefix("compute_")?.parse().ok()).collect()
+    let mut numbers: Vec<_> =
+        text.lines().filter_map(|line| line.trim().strip_prefix("compute_")?.parse().ok()).collect();
+    // nvcc's own order is by family.
+    numbers.sort_unstable();
+    numbers
 }
 
 #[cfg(test)]
@@ -285,6 +289,6 @@ mod tests {
 
     #[test]
     fn reads_what_nvcc_lists() {
-        assert_eq!(parse_supported("compute_75\ncompute_121\n"), [75, 121]);
+        assert_eq!(parse_supported("compute_75\ncompute_110\ncompute_103\n"), [75, 103, 110]);
     }
 }
