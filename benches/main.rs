@@ -24,6 +24,7 @@ fn main() {
         return;
     }
     autograd::benches();
+    library::benches();
     let mut criterion = criterion::Criterion::default().configure_from_args();
     OPERATORS.into_iter().for_each(|cases| common::groups(&mut criterion, cases));
     criterion.final_summary();

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 /// An argument of an operator: a tensor, a number, a list of either, ….
 ///
-/// Made with `into()`, and so by [`args!`](crate::args), from `&Tensor`, `Option<&Tensor>`, `i64`, `i32`, `usize`,
+/// Made with `into()`, and so by [`args!`](crate::args), from `&Tensor`, `Option<&Tensor>`, `i64`, `i32`,
 /// `f64`, `f32`, `bool`, `&str`, `&String`, [`Device`], [`Kind`], [`Layout`], [`MemoryFormat`]; from slices, arrays and
 /// vectors of such; and from an `Option` of any of them, where `None` is Python's.
 ///

@@ -185,7 +185,7 @@ fn neither_arguments_nor_results_leak() {
         let _: String = tensors.call(args![&x, &x, vec![&x, &x], [Some(&x), None]]).unwrap();
         message(tensors.call::<String>(args![&x, &x, [&x], vec![&x, &x], &x]));
         message(tensors.call::<i64>(args![&x, &x, [&x], vec![&x, &x]]));
-        message(tensors.call::<String>(args![&x, &x, [&x], 3]));
+        message(tensors.call::<String>(args![&x, &x, [&x], vec![1; 1 << 17]]));
         message(scaled.call::<Tensor>(args![&x, 2.0]));
         let y: Tensor = with_backward.call(args![&x, 2.0]).unwrap();
         y.sum(Kind::Double).backward();

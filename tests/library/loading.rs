@@ -7,6 +7,7 @@ fn refused(path: &Path, expected: &str) {
     let text = message(Library::load(path));
     assert!(text.starts_with("cannot load the library ") && text.contains(expected), "{text}");
     assert_eq!(text.lines().count(), 1, "{text}");
+    assert!(!text.contains("terminate called") && !text.contains("frame #"), "{text}");
     // All is as it was.
     assert_eq!(operator("thrice").call::<i64>(args![2]).unwrap(), 6);
 }
@@ -87,6 +88,9 @@ fn initialisers_that_end_the_process_are_refused() {
 fn a_file_that_changed_is_refused() {
     let path = compile_text("int version() { return 1; }", "changing.so");
     Library::load(&path).unwrap();
+    std::io::Write::write_all(&mut std::fs::File::options().append(true).open(&path).unwrap(), b"more")
+        .unwrap();
+    refused(&path, "it has changed since it was loaded; libraries never unload");
     std::fs::remove_file(&path).unwrap();
     compile_text("int version() { return 2; }", "changing.so");
     refused(&path, "another file of this name is loaded; libraries never unload");

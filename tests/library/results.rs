@@ -84,7 +84,8 @@ fn operators_of_libtorch_that_tch_lacks() {
     let none: Option<&str> = None;
     let y: Tensor = pointwise.no_grad().call(args![&x, &w, &b, "relu", &scalars, none]).unwrap();
     assert!(y.allclose(&x.linear(&w, Some(&b)).relu(), 1e-5, 1e-6, false) && !y.requires_grad());
-    // tch's binding gives this one a wrong type.
+    // tch's binding hands over `use_gelu` in the place of beta.
+    assert_eq!(b.internal_addmm_activation(&x, &w.transpose(0, 1), false), x.mm(&w.transpose(0, 1)).relu());
     let op = Operator::find("aten::_addmm_activation").unwrap();
     let y: Tensor = op.call(args![&b, &x, &w.transpose(0, 1)]).unwrap();
     assert!(y.allclose(&x.linear(&w, Some(&b)).relu(), 1e-5, 1e-6, false) && y.requires_grad());
