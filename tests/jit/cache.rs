@@ -8,11 +8,15 @@ fn the_second_load_takes_milliseconds_and_runs_no_compiler() {
     let folder = scratch();
     let load = || Extension::new("second").cpp(ANSWER).cache(folder.path()).load().unwrap();
     let first = load();
-    let started = Instant::now();
-    let second = load();
-    let took = started.elapsed();
+    let timed = || {
+        let started = Instant::now();
+        let again = load();
+        assert_eq!((first.path(), first.name()), (again.path(), "second"));
+        started.elapsed()
+    };
+    // The fastest of some, as the machine may be busy.
+    let took = (0..5).map(|_| timed()).min().unwrap();
     assert!(took < Duration::from_millis(50), "{took:?}");
-    assert_eq!((first.path(), first.name()), (second.path(), "second"));
     assert_eq!(builds(folder.path()), 1);
 }
 
