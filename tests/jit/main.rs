@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use tch::{Device, Kind, Tensor};
-use tch_extension::jit::{self, Extension, Module};
+use tch_extension::jit::{Extension, Module};
 use tch_extension::{Result, args};
 
 mod cache;

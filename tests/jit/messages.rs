@@ -32,7 +32,7 @@ fn names_that_cannot_be_names() {
     let text = message(extension("odd").cpp(ANSWER).functions(["f); system("]).load());
     assert_says(&text, &["jit: functions", "identifier"]);
     assert_says(&message(extension("empty").load()), &["empty", "no source"]);
-    let text = message(jit::load("absent", ["no/such/file.cpp"]));
+    let text = message(extension("absent").source("no/such/file.cpp").load());
     assert_says(&text, &["absent", "no/such/file.cpp"]);
 }
 
@@ -48,14 +48,21 @@ fn a_cache_that_cannot_be_written() {
 
 #[test]
 fn a_module_that_cannot_be_registered_is_an_error_and_not_an_abort() {
+    let folder = scratch();
     let module = |body: &str| {
         let text =
             format!("#include <pybind11/pybind11.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{ {body} }}");
-        extension("unregistered").cpp(text).flag("-O0").load()
+        Extension::new("unregistered").cpp(text).flag("-O0").cache(folder.path()).load()
     };
     let text = message(module("m.def(\"fine\", [] { return 1; }); m.def(\"not-a-name\", [] { return 2; });"));
     assert_says(&text, &["unregistered", "`not-a-name` cannot be an operator's name"]);
-    assert!(tch_extension::library::operators("unregistered").unwrap().is_empty(), "all or nothing");
+    // Loaded here and not only in a rehearsal, it is all or nothing, too.
+    let files = std::fs::read_dir(folder.path()).unwrap().flatten();
+    let files = files.filter_map(|entry| std::fs::read_dir(entry.path()).ok()).flatten().flatten();
+    let library = files.map(|file| file.path()).find(|path| path.extension().is_some_and(|end| end == "so"));
+    let text = message(tch_extension::library::Library::load_without_rehearsal(library.unwrap()));
+    assert_says(&text, &["`not-a-name` cannot be an operator's name"]);
+    assert!(tch_extension::library::operators("unregistered").unwrap().is_empty());
 }
 
 #[test]

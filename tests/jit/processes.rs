@@ -51,7 +51,12 @@ impl Scene {
 
     /// Runs `test` in a process of its own, where it is a child.
     fn start(&self, test: &str) -> Child {
+        self.start_with(test, &[])
+    }
+
+    fn start_with(&self, test: &str, variables: &[(&str, &str)]) -> Child {
         Command::new(std::env::current_exe().unwrap())
+            .envs(variables.iter().copied())
             .args(["--exact", "--nocapture", &format!("processes::{test}")])
             .env(CACHE, self.cache())
             .env("CXX", self.compiler())
@@ -109,6 +114,11 @@ fn a_later_process_runs_no_compiler() {
     std::fs::write(scene.compiler(), script + "# newer\n").unwrap();
     load();
     assert_eq!(builds(&scene.cache()), 2);
+
+    // And so are other flags, in whatever variable.
+    let flags = [("TARGET_CXXFLAGS", "-DUNUSED")];
+    finish(scene.start_with("a_later_process_runs_no_compiler", &flags));
+    assert_eq!(builds(&scene.cache()), 3);
 }
 
 #[test]
