@@ -53,6 +53,15 @@ pub enum Error {
         reason: String,
     },
 
+    /// Sources could not be compiled or loaded while the program runs. The compiler's message goes on for lines.
+    #[error("jit: {name}: {message}")]
+    Jit {
+        /// The extension.
+        name: String,
+        /// The compiler's, linker's or loader's own words, with the file.
+        message: String,
+    },
+
     /// Anything else, such as an error of a user's own operator.
     #[error("{0}")]
     Other(#[from] Box<dyn std::error::Error + Send + Sync>),

@@ -8,6 +8,8 @@ pub mod cuda;
 mod dispatch;
 mod error;
 mod ffi;
+#[cfg(feature = "jit")]
+pub mod jit;
 pub mod library;
 pub mod nn;
 pub mod ops;

@@ -30,9 +30,15 @@ namespace {
 void open_library(const char* path, bool global) {
   // All symbols now, so that a missing one is an error here and not an abort in the first call. Local,
   // because two libraries may well define different functions of one name.
-  if (dlopen(path, RTLD_NOW | (global ? RTLD_GLOBAL : RTLD_LOCAL)) != nullptr) return;
-  const char* error = dlerror();
-  throw std::runtime_error(error == nullptr ? "dlopen failed without a reason" : error);
+  void* library = dlopen(path, RTLD_NOW | (global ? RTLD_GLOBAL : RTLD_LOCAL));
+  if (library == nullptr) {
+    const char* error = dlerror();
+    throw std::runtime_error(error == nullptr ? "dlopen failed without a reason" : error);
+  }
+  // A PYBIND11_MODULE (tch_extension/pybind/module.h) keeps to itself what went wrong, until it is asked.
+  void* ask = dlsym(library, "tch_extension_load_error");
+  const char* error = ask == nullptr ? nullptr : reinterpret_cast<const char* (*)()>(ask)();
+  if (error != nullptr) throw std::runtime_error(error);
 }
 
 class File {

@@ -3,7 +3,9 @@
 use crate::environment::{BuildScript, Environment, Process};
 use crate::toolchain::{CudaMode, Libtorch, Options, Toolchain, is_cuda, text_of};
 use anyhow::{Context, Result, bail};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
 /// One static library of C++ and CUDA sources, linked into the crate whose build script makes it. Paths are
 /// relative to the package's folder.
@@ -156,7 +158,7 @@ impl Extension {
 
     /// Whether every object reaches the final program, or (`false`) only those that something refers to, which nobody
     /// does to an operator that registers itself. By default decided by the sources: they need it when
-    /// one of them has a `TORCH_LIBRARY` (or `TORCH_LIBRARY_IMPL`, `TORCH_LIBRARY_FRAGMENT`).
+    /// one of them has a `TORCH_LIBRARY` (or `TORCH_LIBRARY_IMPL`, `TORCH_LIBRARY_FRAGMENT`) or a `PYBIND11_MODULE`.
     pub fn whole_archive(mut self, whole: bool) -> Self {
         self.whole_archive = Some(whole);
         self
@@ -187,8 +189,14 @@ impl Extension {
         let script = BuildScript::default();
         let (built, lines) = self.build_in(&script)?;
         script.print();
+        // rustc takes a library with modifiers once. Where several extensions of a crate need it, the first line and
+        // that of tch-extension, which the linker reads after them all, are enough.
+        static ONCE: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+        let mut once = ONCE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         for line in lines {
-            println!("cargo::{line}");
+            if !line.contains(":+verbatim=") || once.insert(line.clone()) {
+                println!("cargo::{line}");
+            }
         }
         Ok(built)
     }
@@ -212,10 +220,7 @@ impl Extension {
         if toolchain.cuda.is_none() && has_cuda_sources {
             toolchain.warn_of_missing_nvcc(env);
         }
-        // The crate's own folders come before the public headers of tch-extension.
-        let public = env.var("DEP_TCH_EXTENSION_INCLUDE").map(PathBuf::from);
-        let includes = self.includes.iter().cloned().chain(public).collect();
-        let mut options = Options { includes, ..self.options.clone() };
+        let mut options = self.options_for(env);
         if env.var("PROFILE").as_deref() == Some("debug") {
             // The headers then check indices.
             options.defines.push(("TCH_EXTENSION_DEBUG".to_string(), None));
@@ -245,12 +250,29 @@ impl Extension {
         Ok((Built { cuda }, lines))
     }
 
+    fn options_for(&self, env: &dyn Environment) -> Options {
+        let Some(public) = env.var("DEP_TCH_EXTENSION_INCLUDE").map(PathBuf::from) else {
+            return Options { includes: self.includes.clone(), ..self.options.clone() };
+        };
+        // What stands for Python's headers has to come before any that are Python's; the crate's own folders come
+        // before the public headers of tch-extension.
+        let python = public.join("tch_extension/python");
+        let includes = std::iter::once(python).chain(self.includes.iter().cloned()).chain([public]).collect();
+        let mut options = Options { includes, ..self.options.clone() };
+        let name = "TORCH_EXTENSION_NAME";
+        if options.defines.iter().all(|(defined, _)| defined != name) {
+            options.defines.push((name.to_string(), Some(self.name.replace('-', "_"))));
+        }
+        options
+    }
+
     fn is_whole(&self) -> Result<bool> {
         if let Some(whole) = self.whole_archive {
             return Ok(whole);
         }
         for source in &self.sources {
-            if text_of(source)?.contains("TORCH_LIBRARY") {
+            let text = text_of(source)?;
+            if ["TORCH_LIBRARY", "PYBIND11_MODULE"].iter().any(|registers| text.contains(registers)) {
                 return Ok(true);
             }
         }
@@ -435,6 +457,28 @@ mod tests {
         let lines = |extension: Extension| extension.source(&source).build_in(&script).expect("a library").1;
         assert!(lines(Extension::new("a")).contains(&whole));
         assert!(!lines(Extension::new("a").whole_archive(false)).contains(&whole));
+    }
+
+    #[test]
+    fn sources_written_for_python_find_their_headers_and_name() {
+        let script = Script::new("python", false);
+        let header = "#define PYBIND11_MODULE(name, m) int name\n";
+        write(&script.folder.join("public/tch_extension/python/torch/extension.h"), header);
+        // Python's own, as a virtual environment would have it.
+        write(&script.folder.join("venv/torch/extension.h"), "#error\n");
+        let public = script.folder.join("public").display().to_string();
+        let script = script.with("DEP_TCH_EXTENSION_INCLUDE", &public);
+        let text = "#include <torch/extension.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m);\n\
+                    int* f() { return &EXPECTED; }\n";
+        let source = script.source("a.cpp", text);
+        let extension = |name: &str, expected: &'static str| {
+            let extension = Extension::new(name).source(&source).include(script.folder.join("venv"));
+            extension.define("EXPECTED", expected)
+        };
+        let (_, lines) = extension("my-ops", "my_ops").build_in(&script).expect("a library");
+        assert!(lines.contains(&"rustc-link-lib=static:+whole-archive=my-ops".to_string()), "{lines:?}");
+        let named = extension("b", "other").define("TORCH_EXTENSION_NAME", "other");
+        named.build_in(&script).expect("the user's own name");
     }
 
     #[test]

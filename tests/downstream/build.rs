@@ -1,6 +1,14 @@
 //! What the build script of every crate with kernels looks like.
 
 fn main() {
-    tch_extension_build::Extension::new("downstream").source_dir("csrc").build_or_exit();
+    let built = tch_extension_build::Extension::new("downstream").source_dir("csrc").build_or_exit();
+    // Written for Python, and unchanged: each module's functions become operators.
+    let python = |name: &str| tch_extension_build::Extension::new(name);
+    python("linear_cpp").source("../python_sources/linear.cpp").build_or_exit();
+    python("layer_norm_cpp").source("../python_sources/layer_norm.cpp").build_or_exit();
+    if built.cuda {
+        let sources = ["../python_sources/lltm_cuda.cpp", "../python_sources/lltm_cuda_kernel.cu"];
+        python("lltm_cuda").sources(sources).build_or_exit();
+    }
     tch_extension_build::link_args();
 }

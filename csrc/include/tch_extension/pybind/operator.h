@@ -1,0 +1,133 @@
+// A C++ function as an operator: its schema, and a kernel that calls it.
+#pragma once
+
+#include <ATen/core/function_schema.h>
+#include <ATen/core/stack.h>
+#include <tch_extension/pybind/convert.h>
+#include <tch_extension/pybind/signature.h>
+#include <torch/library.h>
+
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+// Every extension keeps its own copy, whatever others in the process were compiled with.
+#pragma GCC visibility push(hidden)
+namespace tch_extension {
+namespace pybind {
+
+// The signature of anything that can be called.
+template <typename F>
+struct Callable : Callable<decltype(&F::operator())> {};
+template <typename R, typename... Args>
+struct Callable<R (*)(Args...)> {
+  using Pointer = R (*)(Args...);
+};
+template <typename R, typename... Args>
+struct Callable<R (*)(Args...) noexcept> : Callable<R (*)(Args...)> {};
+template <typename C, typename R, typename... Args>
+struct Callable<R (C::*)(Args...)> : Callable<R (*)(Args...)> {};
+template <typename C, typename R, typename... Args>
+struct Callable<R (C::*)(Args...) const> : Callable<R (*)(Args...)> {};
+template <typename C, typename R, typename... Args>
+struct Callable<R (C::*)(Args...) noexcept> : Callable<R (*)(Args...)> {};
+template <typename C, typename R, typename... Args>
+struct Callable<R (C::*)(Args...) const noexcept> : Callable<R (*)(Args...)> {};
+
+// A `Tensor&` may be changed in place, and the schema says so: (a!), (b!), ...
+template <typename T>
+constexpr bool is_mutable = std::is_same_v<T, at::Tensor&>;
+
+inline std::string alias(size_t index) {
+  TORCH_CHECK(index < 26, "more than 26 arguments are torch::Tensor&");
+  return std::string("Tensor(") + static_cast<char>('a' + index) + "!)";
+}
+
+template <typename T>
+struct Results {
+  static std::string type(bool has_mutable) {
+    // A reference that comes back is that of the first argument that is one.
+    return is_mutable<T> && has_mutable ? alias(0) : type_name<T>();
+  }
+  static void push(torch::jit::Stack& stack, const Value<T>& result) { stack.push_back(give<T>(result)); }
+};
+template <>
+struct Results<void> {
+  static std::string type(bool) { return "()"; }
+};
+template <typename... T>
+struct Results<std::tuple<T...>> {
+  static std::string type(bool) {
+    std::string all;
+    ((all += (all.empty() ? "" : ", ") + type_name<T>()), ...);
+    return "(" + all + ")";
+  }
+  static void push(torch::jit::Stack& stack, const std::tuple<T...>& results) {
+    std::apply([&stack](const auto&... result) { (stack.push_back(give<T>(result)), ...); }, results);
+  }
+};
+template <typename First, typename Second>
+struct Results<std::pair<First, Second>> : Results<std::tuple<First, Second>> {};
+
+// The dispatcher hands over a stack of values; this calls the function with them.
+template <typename F, typename Guard, typename R, typename... Args>
+class Kernel final : public c10::OperatorKernel {
+ public:
+  Kernel(F function, std::string op, std::vector<std::string> names)
+      : function_(std::move(function)), op_(std::move(op)), names_(std::move(names)) {}
+
+  void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
+    call(*stack, std::index_sequence_for<Args...>());
+  }
+
+ private:
+  template <size_t... I>
+  void call(torch::jit::Stack& stack, std::index_sequence<I...>) {
+    constexpr size_t count = sizeof...(Args);
+    // Braces: the arguments are taken in their order.
+    std::tuple<Held<Args>...> held{take<Args>(torch::jit::peek(stack, I, count), Place{op_, names_[I]})...};
+    torch::jit::drop(stack, count);
+    [[maybe_unused]] Guard guard;
+    if constexpr (std::is_void_v<R>) {
+      function_(pass<Args>(std::get<I>(held))...);
+    } else {
+      Results<std::conditional_t<is_mutable<R>, R, Value<R>>>::push(
+          stack, function_(pass<Args>(std::get<I>(held))...));
+    }
+  }
+
+  F function_;
+  std::string op_;
+  std::vector<std::string> names_;
+};
+
+template <typename R, typename... Args>
+struct Schema {
+  // `name` with its overload.
+  static c10::FunctionSchema make(const std::string& name,
+                                  const std::array<Described, sizeof...(Args)>& described) {
+    std::string text;
+    size_t mutables = 0;
+    size_t index = 0;
+    ((text += (text.empty() ? "" : ", ") + (is_mutable<Args> ? alias(mutables++) : type_name<Args>()) +
+              " arg" + std::to_string(index++)),
+     ...);
+    using Result = std::conditional_t<is_mutable<R> || std::is_void_v<R>, R, Value<R>>;
+    text = name + "(" + text + ") -> " + Results<Result>::type(mutables > 0);
+    auto schema = torch::schema(text.c_str());
+    std::vector<c10::Argument> arguments;
+    for (size_t i = 0; i < sizeof...(Args); ++i) {
+      const auto& parsed = schema.arguments()[i];
+      const auto& wanted = described[i];
+      arguments.emplace_back(wanted.name, parsed.type(), parsed.real_type(), parsed.N(), wanted.fallback,
+                             wanted.keyword_only,
+                             parsed.alias_info() ? std::optional(*parsed.alias_info()) : std::nullopt);
+    }
+    return schema.cloneWithArguments(std::move(arguments));
+  }
+};
+
+}  // namespace pybind
+}  // namespace tch_extension
+#pragma GCC visibility pop

@@ -1,0 +1,190 @@
+// What is said about a function besides the function: py::arg, defaults, docs, guards.
+#pragma once
+
+#include <tch_extension/pybind/convert.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+
+// Every extension keeps its own copy, whatever others in the process were compiled with.
+#pragma GCC visibility push(hidden)
+namespace pybind11 {
+// Its own names for the linker: a process may hold the real pybind11, too.
+inline namespace without_python {
+
+struct none {};
+
+template <typename T>
+struct arg_v;
+
+// An argument's name.
+struct arg {
+  constexpr explicit arg(const char* name) : name(name) {}
+  template <typename T>
+  arg_v<std::decay_t<T>> operator=(T&& value) const;
+  arg& noconvert(bool = true) { return *this; }
+  arg& none(bool = true) { return *this; }
+  const char* name;
+};
+
+// An argument's name and default.
+template <typename T>
+struct arg_v : arg {
+  arg_v(const arg& base, T value) : arg(base), value(std::move(value)) {}
+  template <typename Value>
+  arg_v(const char* name, Value&& value, const char* = nullptr)
+      : arg(name), value(std::forward<Value>(value)) {}
+  arg_v& noconvert(bool = true) { return *this; }
+  arg_v& none(bool = true) { return *this; }
+  T value;
+};
+template <typename Value>
+arg_v(const char*, Value&&, const char*) -> arg_v<std::decay_t<Value>>;
+template <typename Value>
+arg_v(const char*, Value&&) -> arg_v<std::decay_t<Value>>;
+
+template <typename T>
+arg_v<std::decay_t<T>> arg::operator=(T&& value) const {
+  return {*this, std::forward<T>(value)};
+}
+
+// Arguments after it are given by name only.
+struct kw_only {};
+struct pos_only {};
+
+// Constructed before each call and destroyed after it.
+template <typename... Guards>
+struct call_guard {
+  using Type = std::tuple<Guards...>;
+};
+
+// There is no interpreter, and so no lock of it.
+struct gil_scoped_release {
+  gil_scoped_release() {}
+  ~gil_scoped_release() {}
+};
+struct gil_scoped_acquire {
+  gil_scoped_acquire() {}
+  ~gil_scoped_acquire() {}
+};
+
+enum class return_value_policy : uint8_t {
+  automatic,
+  automatic_reference,
+  take_ownership,
+  copy,
+  move,
+  reference,
+  reference_internal
+};
+
+namespace literals {
+constexpr arg operator""_a(const char* name, size_t) { return arg(name); }
+}  // namespace literals
+
+}  // namespace without_python
+}  // namespace pybind11
+
+namespace tch_extension {
+namespace pybind {
+
+// One argument, as far as it is described.
+struct Described {
+  std::string name;
+  bool keyword_only = false;
+  std::optional<c10::IValue> fallback;
+};
+
+template <typename T>
+struct IsArg : std::is_base_of<pybind11::arg, T> {};
+template <typename... Extra>
+constexpr size_t named_arguments = (size_t{0} + ... + size_t{IsArg<Extra>::value});
+
+// The guards among the extras; none by default.
+template <typename... Extra>
+struct Guards {
+  using Type = std::tuple<>;
+};
+template <typename... Types, typename... Rest>
+struct Guards<pybind11::call_guard<Types...>, Rest...> {
+  using Type = std::tuple<Types...>;
+};
+template <typename First, typename... Rest>
+struct Guards<First, Rest...> : Guards<Rest...> {};
+
+// Which argument an extra names: how many of those before it name one.
+template <size_t Index, typename... Extra>
+constexpr size_t position() {
+  constexpr bool names[] = {IsArg<Extra>::value..., false};
+  size_t count = 0;
+  for (size_t i = 0; i < Index; ++i) {
+    count += names[i] ? 1 : 0;
+  }
+  return count;
+}
+
+// What the extras say about the arguments.
+template <typename... Parameters>
+class Description {
+ public:
+  template <typename... Extra>
+  static std::array<Described, sizeof...(Parameters)> of(const Extra&... extra) {
+    Description description;
+    for (size_t i = 0; i < sizeof...(Parameters); ++i) {
+      description.arguments_[i].name = "arg" + std::to_string(i);
+    }
+    description.add_all<Extra...>(std::index_sequence_for<Extra...>(), extra...);
+    return description.arguments_;
+  }
+
+ private:
+  template <typename... Extra, size_t... I>
+  void add_all(std::index_sequence<I...>, const Extra&... extra) {
+    (add<position<I, Extra...>()>(extra), ...);
+  }
+
+  template <size_t I>
+  void add(const pybind11::arg& arg) {
+    arguments_[I].name = arg.name;
+    arguments_[I].keyword_only = keyword_only_;
+  }
+  template <size_t I, typename T>
+  void add(const pybind11::arg_v<T>& arg) {
+    using Parameter = std::tuple_element_t<I, std::tuple<Held<Parameters>...>>;
+    add<I>(static_cast<const pybind11::arg&>(arg));
+    if constexpr (std::is_same_v<T, pybind11::none> || std::is_same_v<T, std::nullopt_t>) {
+      arguments_[I].fallback = c10::IValue();
+    } else {
+      static_assert(
+          std::is_constructible_v<Parameter, const T&>,
+          "tch_extension: m.def: the default in py::arg(...) = does not convert to the argument's type");
+      arguments_[I].fallback = c10::IValue(boxed<Parameter>(arg.value));
+    }
+  }
+  template <size_t I>
+  void add(const pybind11::kw_only&) {
+    keyword_only_ = true;
+  }
+  template <typename Parameter, typename T>
+  static Boxed<Parameter> boxed(const T& value) {
+    if constexpr (std::is_floating_point_v<Parameter> && std::is_arithmetic_v<T>) {
+      // Not by way of a float: 1e-5 shall be 1e-5 in the schema.
+      return static_cast<double>(value);
+    } else {
+      return Converter<Parameter>::box(static_cast<Parameter>(value));
+    }
+  }
+  // Docs, policies, guards: nothing about an argument.
+  template <size_t I, typename T, typename = std::enable_if_t<!IsArg<T>::value>>
+  void add(const T&) {}
+
+  std::array<Described, sizeof...(Parameters)> arguments_;
+  bool keyword_only_ = false;
+};
+
+}  // namespace pybind
+}  // namespace tch_extension
+#pragma GCC visibility pop

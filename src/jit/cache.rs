@@ -1,0 +1,247 @@
+//! The cache: one folder for each request, with the library that answers it.
+//!
+//! An entry holds `lock`, `manifest`, the library, inline sources, and a `log` with one line a build. Who loads from it
+//! holds the lock shared, who builds in it alone. The lock is the kernel's: it ends with the process that holds it,
+//! however that ends. A builder works in a folder of its own, which the next one removes if it was killed; it
+//! writes the manifest last, by renaming.
+
+use super::Facts;
+use std::collections::BTreeMap;
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::hash::{Hash, Hasher};
+use std::io::{Error, ErrorKind, Result, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// The folder of all entries, created if need be; for the user's eyes only, as it holds what programs will run.
+pub(super) fn root(chosen: Option<&Path>) -> Result<PathBuf> {
+    let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let folder = chosen
+        .map(Path::to_path_buf)
+        .or_else(|| variable("TCH_EXTENSION_CACHE"))
+        .or_else(|| Some(variable("XDG_CACHE_HOME").filter(|home| home.is_absolute())?.join("tch_extension")))
+        .or_else(|| Some(variable("HOME")?.join(".cache/tch_extension")))
+        .ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no HOME"))?;
+    let folder = std::path::absolute(folder)?;
+    create(&folder)?;
+    Ok(folder)
+}
+
+fn create(folder: &Path) -> Result<()> {
+    let named =
+        |error: Error| Error::new(error.kind(), format!("cannot create {}: {error}", folder.display()));
+    DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(named)
+}
+
+/// A path that nobody else uses.
+pub(super) fn unique(folder: &Path, stem: &str) -> PathBuf {
+    static COUNT: AtomicU64 = AtomicU64::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
+    folder.join(format!("{stem}-{now:x}-{}-{count}", std::process::id()))
+}
+
+/// What a build found out, for the next load to see whether it still holds.
+pub(super) struct Built {
+    /// In the folder that the builder was given.
+    pub library: PathBuf,
+    /// Sources, headers, compilers.
+    pub files: Vec<PathBuf>,
+    /// Programs that were run by name.
+    pub programs: Vec<String>,
+    /// Every variable that was asked for.
+    pub variables: BTreeMap<String, Option<String>>,
+}
+
+/// Keeps the library from being replaced while it is loaded.
+pub(super) struct Locked {
+    pub library: PathBuf,
+    _lock: File,
+}
+
+/// The folder of one request.
+pub(super) struct Entry {
+    folder: PathBuf,
+    request: String,
+}
+
+impl Entry {
+    /// `request` says everything that is known without running a compiler.
+    pub fn new(root: &Path, name: &str, request: String) -> Self {
+        let mut hasher = std::hash::DefaultHasher::new();
+        request.hash(&mut hasher);
+        Entry { folder: root.join(format!("{name}-{:016x}", hasher.finish())), request }
+    }
+
+    /// The library, after `build` if there is none that is up to date. It gets the entry's folder, for sources, and a
+    /// fresh one for objects.
+    pub fn library(&self, build: impl FnOnce(&Path, &Path) -> crate::Result<Built>) -> crate::Result<Locked> {
+        let io = |error: Error| self.error(&error);
+        let lock = self.lock().map_err(io)?;
+        lock.lock_shared().map_err(io)?;
+        if let Some(library) = self.current() {
+            return Ok(Locked { library, _lock: lock });
+        }
+        // Not changed into the other kind: two who both wait for that would wait for ever.
+        lock.unlock().map_err(io)?;
+        lock.lock().map_err(io)?;
+        if let Some(library) = self.current() {
+            return Ok(Locked { library, _lock: lock });
+        }
+        self.clean();
+        let scratch = unique(&self.folder, SCRATCH);
+        create(&scratch).map_err(io)?;
+        let result = self.build(&scratch, build);
+        let _ = std::fs::remove_dir_all(&scratch);
+        Ok(Locked { library: result?, _lock: lock })
+    }
+
+    /// The library if it is up to date, without waiting for anybody.
+    pub fn current(&self) -> Option<PathBuf> {
+        let manifest = Manifest::read(&self.folder.join(MANIFEST))?;
+        (manifest.request == self.request && manifest.holds())
+            .then(|| self.folder.join(&manifest.library))
+            .filter(|library| library.is_file())
+    }
+
+    fn lock(&self) -> Result<File> {
+        let path = self.folder.join("lock");
+        let open =
+            || OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
+        match open() {
+            Err(error) if error.kind() == ErrorKind::NotFound => {
+                create(&self.folder)?;
+                open()
+            }
+            // Somebody else's cache may be read.
+            Err(error) => File::open(&path).map_err(|_| error),
+            opened => opened,
+        }
+    }
+
+    fn build(
+        &self,
+        scratch: &Path,
+        build: impl FnOnce(&Path, &Path) -> crate::Result<Built>,
+    ) -> crate::Result<PathBuf> {
+        let started = SystemTime::now();
+        let built = build(&self.folder, scratch)?;
+        self.publish(&built, started).map_err(|error| self.error(&error))
+    }
+
+    fn publish(&self, built: &Built, started: SystemTime) -> Result<PathBuf> {
+        // A new name each time: the loader takes a path it knows for the file it knows.
+        let library = unique(&self.folder, "lib").with_extension("so");
+        std::fs::rename(&built.library, &library)?;
+        let name = library.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let manifest = Manifest::new(name, self.request.clone(), built, started);
+        let partial = unique(&self.folder, "manifest-part");
+        std::fs::write(&partial, manifest.text())?;
+        std::fs::rename(&partial, self.folder.join(MANIFEST))?;
+        let seconds = started.elapsed().unwrap_or_default().as_secs_f64();
+        let mut log = OpenOptions::new().append(true).create(true).open(self.folder.join("log"))?;
+        log.write_all(format!("process {} built it in {seconds:.1} s\n", std::process::id()).as_bytes())?;
+        Ok(library)
+    }
+
+    /// Removes what killed builders and former builds left. Nobody loads or builds: the lock is ours alone.
+    fn clean(&self) {
+        let _ = std::fs::remove_file(self.folder.join(MANIFEST));
+        for entry in std::fs::read_dir(&self.folder).into_iter().flatten().flatten() {
+            let name = entry.file_name().to_string_lossy().into_owned();
+            let _ = if name.starts_with(SCRATCH) {
+                std::fs::remove_dir_all(entry.path())
+            } else if name.starts_with("manifest-part") || name.ends_with(".so") {
+                std::fs::remove_file(entry.path())
+            } else {
+                Ok(())
+            };
+        }
+    }
+
+    fn error(&self, error: &Error) -> crate::Error {
+        crate::Error::msg(format!(
+            "jit: cannot use the cache {}: {error}; set TCH_EXTENSION_CACHE to a folder that can be written",
+            self.folder.display()
+        ))
+    }
+}
+
+const MANIFEST: &str = "manifest";
+const SCRATCH: &str = "build";
+
+/// Size and time of a file's last change.
+fn stamp(path: &Path) -> Option<String> {
+    let metadata = path.metadata().ok()?;
+    Some(format!("{} {}.{:09}", metadata.len(), metadata.mtime(), metadata.mtime_nsec()))
+}
+
+/// Where a program that is run by name lies.
+fn resolve(program: &str) -> Option<PathBuf> {
+    if program.contains('/') {
+        return Some(program.into());
+    }
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path).map(|folder| folder.join(program)).find(|path| path.is_file())
+}
+
+/// A program as it is now: where it lies, behind links, and its stamp.
+fn identity(program: &str) -> Option<String> {
+    let path = resolve(program)?.canonicalize().ok()?;
+    Some(format!("{} {}", path.display(), stamp(&path)?))
+}
+
+/// On what a library was built. As text, its fields are ended by zero bytes, which no path and no variable has.
+struct Manifest {
+    library: String,
+    request: String,
+    /// Kind, name and state of each thing that must not have changed.
+    facts: Vec<[String; 3]>,
+}
+
+impl Manifest {
+    fn new(library: String, request: String, built: &Built, started: SystemTime) -> Self {
+        let mut facts = Vec::new();
+        for path in &built.files {
+            let changed_meanwhile =
+                path.metadata().and_then(|file| file.modified()).map_or(true, |time| time >= started);
+            // Then nobody knows which state was compiled.
+            let state = if changed_meanwhile { None } else { stamp(path) };
+            facts.push(["file".into(), path.display().to_string(), state.unwrap_or_default()]);
+        }
+        for program in &built.programs {
+            facts.push(["program".into(), program.clone(), identity(program).unwrap_or_default()]);
+        }
+        for (name, value) in &built.variables {
+            facts.push(["variable".into(), name.clone(), format!("{value:?}")]);
+        }
+        Manifest { library, request, facts }
+    }
+
+    fn holds(&self) -> bool {
+        self.facts.iter().all(|[kind, name, state]| match kind.as_str() {
+            "file" => stamp(Path::new(name)).as_ref() == Some(state),
+            "program" => identity(name).as_ref() == Some(state),
+            "variable" => format!("{:?}", Facts::variable(name)) == *state,
+            _ => false,
+        })
+    }
+
+    fn text(&self) -> String {
+        let fields = [&self.library, &self.request].into_iter().chain(self.facts.iter().flatten());
+        fields.map(|field| format!("{field}\0")).collect()
+    }
+
+    fn read(path: &Path) -> Option<Self> {
+        let text = std::fs::read_to_string(path).ok()?;
+        let mut fields = text.strip_suffix('\0')?.split('\0').map(String::from);
+        let (library, request) = (fields.next()?, fields.next()?);
+        let mut facts = Vec::new();
+        while let Some(kind) = fields.next() {
+            facts.push([kind, fields.next()?, fields.next()?]);
+        }
+        Some(Manifest { library, request, facts })
+    }
+}

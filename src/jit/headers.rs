@@ -1,0 +1,101 @@
+//! Our public headers, carried in the program: where it runs there may be no copy of this crate's sources.
+
+use super::cache;
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+
+macro_rules! headers {
+    ($($path:literal),* $(,)?) => {
+        /// Path below the include folder, and text.
+        pub(super) const HEADERS: &[(&str, &str)] =
+            &[$(($path, include_str!(concat!("../../csrc/include/tch_extension/", $path)))),*];
+    };
+}
+
+headers! {
+    "accessor.h",
+    "c_abi.h",
+    "column_sums.h",
+    "cpu.h",
+    "cpu_column_sums.h",
+    "cuda_column_sums.h",
+    "cuda_vector.h",
+    "host_device.h",
+    "kind.h",
+    "launch.h",
+    "pybind/convert.h",
+    "pybind/module.h",
+    "pybind/operator.h",
+    "pybind/signature.h",
+    "pybind/unsupported.h",
+    "python/Python.h",
+    "python/pybind11/complex.h",
+    "python/pybind11/eigen.h",
+    "python/pybind11/embed.h",
+    "python/pybind11/functional.h",
+    "python/pybind11/numpy.h",
+    "python/pybind11/pybind11.h",
+    "python/pybind11/stl.h",
+    "python/torch/csrc/utils/pybind.h",
+    "python/torch/extension.h",
+    "python/torch/python.h",
+    "scalar_math.h",
+    "tensor.h",
+}
+
+/// The folders for `#include`, in order; written into the cache by the first who needs them.
+pub(super) fn install(cache: &Path) -> std::io::Result<Vec<PathBuf>> {
+    let mut hasher = std::hash::DefaultHasher::new();
+    HEADERS.hash(&mut hasher);
+    let folder = cache.join(format!("include-{:016x}", hasher.finish()));
+    if !folder.exists() {
+        // Whole or not at all; who comes second finds it there.
+        let partial = cache::unique(cache, "include-part");
+        let written = write(&partial).and_then(|()| std::fs::rename(&partial, &folder));
+        if written.is_err() {
+            let _ = std::fs::remove_dir_all(&partial);
+            if !folder.exists() {
+                written?;
+            }
+        }
+    }
+    Ok(vec![folder.join("tch_extension/python"), folder])
+}
+
+fn write(folder: &Path) -> std::io::Result<()> {
+    for (path, text) in HEADERS {
+        let path = folder.join("tch_extension").join(path);
+        std::fs::create_dir_all(path.parent().unwrap_or(folder))?;
+        std::fs::write(path, text)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn collect(folder: &Path, found: &mut Vec<PathBuf>) {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() { collect(&path, found) } else { found.push(path) }
+        }
+    }
+
+    #[test]
+    fn every_public_header_is_carried() {
+        let root = std::env::var_os("CARGO_MANIFEST_DIR")
+            .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
+            .join("csrc/include/tch_extension");
+        let mut found = Vec::new();
+        collect(&root, &mut found);
+        let mut names: Vec<_> = found
+            .iter()
+            .map(|path| path.strip_prefix(&root).unwrap().to_str().unwrap().to_string())
+            .collect();
+        names.sort();
+        let mut carried: Vec<_> = HEADERS.iter().map(|(path, _)| path.to_string()).collect();
+        carried.sort();
+        assert_eq!(names, carried);
+    }
+}

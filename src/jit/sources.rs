@@ -1,0 +1,93 @@
+//! What is to be compiled, and how.
+
+use std::io::Result;
+use std::path::{Path, PathBuf};
+
+/// All that a user says about an extension but its name.
+#[derive(Clone, Debug)]
+pub(super) struct Sources {
+    pub files: Vec<PathBuf>,
+    pub cpp: Vec<String>,
+    pub cuda: Vec<String>,
+    pub functions: Vec<String>,
+    pub includes: Vec<PathBuf>,
+    pub defines: Vec<(String, Option<String>)>,
+    pub flags: Vec<String>,
+    pub nvcc_flags: Vec<String>,
+    pub link_flags: Vec<String>,
+    pub archs: Option<String>,
+    pub standard: String,
+    pub verbose: bool,
+}
+
+impl Default for Sources {
+    fn default() -> Self {
+        Sources {
+            files: Vec::new(),
+            cpp: Vec::new(),
+            cuda: Vec::new(),
+            functions: Vec::new(),
+            includes: Vec::new(),
+            defines: Vec::new(),
+            flags: Vec::new(),
+            nvcc_flags: Vec::new(),
+            link_flags: Vec::new(),
+            archs: None,
+            standard: "c++17".to_string(),
+            verbose: false,
+        }
+    }
+}
+
+impl Sources {
+    pub fn is_empty(&self) -> bool {
+        self.files.is_empty() && self.cpp.is_empty() && self.cuda.is_empty()
+    }
+
+    /// The same files from whatever folder.
+    pub fn absolute(mut self) -> Result<Self> {
+        for path in self.files.iter_mut().chain(&mut self.includes) {
+            *path = std::path::absolute(&*path)?;
+        }
+        Ok(self)
+    }
+
+    /// Everything that decides about the library, in one text. `verbose` does not.
+    pub fn text(&self) -> String {
+        format!("{:#?}", Sources { verbose: false, ..self.clone() })
+    }
+
+    /// Writes the inline sources; the paths of all.
+    pub fn write(&self, folder: &Path) -> Result<Vec<PathBuf>> {
+        let mut files = self.files.clone();
+        for (name, text) in [("main.cpp", self.cpp_text()), ("main.cu", self.cuda_text())] {
+            if let Some(text) = text {
+                let path = folder.join(name);
+                std::fs::write(&path, text)?;
+                files.push(path);
+            }
+        }
+        Ok(files)
+    }
+
+    fn cpp_text(&self) -> Option<String> {
+        (!self.cpp.is_empty() || !self.functions.is_empty()).then(|| self.with_module(&self.cpp))
+    }
+
+    fn cuda_text(&self) -> Option<String> {
+        (!self.cuda.is_empty()).then(|| self.cuda.join("\n"))
+    }
+
+    /// The texts, and the module of the functions that are asked for.
+    fn with_module(&self, texts: &[String]) -> String {
+        if self.functions.is_empty() {
+            return texts.join("\n");
+        }
+        let lines: String =
+            self.functions.iter().map(|name| format!("  m.def(\"{name}\", &{name});\n")).collect();
+        format!(
+            "#include <torch/extension.h>\n{}\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{\n{lines}}}\n",
+            texts.join("\n")
+        )
+    }
+}

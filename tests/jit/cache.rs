@@ -1,0 +1,110 @@
+//! When the compilers run, and when not.
+
+use super::*;
+use std::time::{Duration, Instant};
+
+#[test]
+fn the_second_load_takes_milliseconds_and_runs_no_compiler() {
+    let folder = scratch();
+    let load = || Extension::new("second").cpp(ANSWER).cache(folder.path()).load().unwrap();
+    let first = load();
+    let timed = || {
+        let started = Instant::now();
+        let again = load();
+        assert_eq!((first.path(), first.name()), (again.path(), "second"));
+        started.elapsed()
+    };
+    // The fastest of some, as the machine may be busy.
+    let took = (0..5).map(|_| timed()).min().unwrap();
+    assert!(took < Duration::from_millis(50), "{took:?}");
+    assert_eq!(builds(folder.path()), 1);
+}
+
+#[test]
+fn a_changed_header_is_seen() {
+    let folder = scratch();
+    let include = folder.path().join("include");
+    std::fs::create_dir(&include).unwrap();
+    let header =
+        |value: i32| std::fs::write(include.join("value.h"), format!("#define VALUE {value}\n")).unwrap();
+    let cache = folder.path().join("cache");
+    let load = || {
+        let text = "#include \"value.h\"\nextern \"C\" int value() { return VALUE; }";
+        Extension::new("with_header").cpp(text).include(&include).cache(&cache).load().unwrap()
+    };
+    header(1);
+    let first = load();
+    assert_eq!(load().path(), first.path());
+    assert_eq!(builds(&cache), 1);
+    header(2);
+    let second = load();
+    assert_eq!((number(&first, "value").unwrap(), number(&second, "value").unwrap()), (1, 2));
+    assert_eq!(second.name(), "with_header_v1", "the first one stays loaded");
+    assert_eq!(load().path(), second.path());
+    assert_eq!(builds(&cache), 2);
+}
+
+#[test]
+fn changed_sources_get_a_new_name() {
+    let load = |value: i32| {
+        let text = format!(
+            "#define TEXT(name) #name\n#define NAME(name) TEXT(name)\n\
+             extern \"C\" int value() {{ return {value}; }}\n\
+             extern \"C\" const char* name() {{ return NAME(TORCH_EXTENSION_NAME); }}"
+        );
+        extension("changing").cpp(text).load().unwrap()
+    };
+    let modules = [load(1), load(2), load(1), load(3)];
+    let names: Vec<_> = modules.iter().map(Module::name).collect();
+    assert_eq!(names, ["changing", "changing_v1", "changing", "changing_v2"]);
+    let values: Vec<_> = modules.iter().map(|module| number(module, "value").unwrap()).collect();
+    assert_eq!(values, [1, 2, 1, 3]);
+    for module in &modules {
+        // SAFETY: as in the text; the string is a literal.
+        let name = unsafe {
+            let name = module.symbol::<extern "C" fn() -> *const std::ffi::c_char>("name").unwrap();
+            std::ffi::CStr::from_ptr(name())
+        };
+        assert_eq!(name.to_str().unwrap(), module.name());
+    }
+}
+
+#[test]
+fn flags_and_macros_count() {
+    let folder = scratch();
+    let base =
+        || Extension::new("flags").cpp("extern \"C\" int value() { return VALUE; }").cache(folder.path());
+    let one = base().define("VALUE", "1").load().unwrap();
+    let two = base().flag("-DVALUE=2").load().unwrap();
+    assert_eq!((number(&one, "value").unwrap(), number(&two, "value").unwrap()), (1, 2));
+    let verbose = base().define("VALUE", "1").verbose(true).load().unwrap();
+    assert_eq!(verbose.path(), one.path(), "what is printed changes nothing");
+    assert_eq!(builds(folder.path()), 2);
+}
+
+#[test]
+fn two_threads_build_once() {
+    let folder = scratch();
+    let load = || Extension::new("threads").cpp(ANSWER).cache(folder.path()).load().unwrap();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..4).map(|_| scope.spawn(load)).collect();
+        for thread in threads {
+            assert_eq!(number(&thread.join().unwrap(), "answer").unwrap(), 42);
+        }
+    });
+    assert_eq!(builds(folder.path()), 1);
+}
+
+#[test]
+fn the_library_finds_libtorch_by_itself() {
+    let text = "#include <ATen/ops/zeros.h>\nextern \"C\" int answer() { return at::zeros({42}).numel(); }";
+    let module = extension("needs").cpp(text).flag("-O0").load().unwrap();
+    assert_eq!(number(&module, "answer").unwrap(), 42);
+    let bytes = std::fs::read(module.path()).unwrap();
+    let text = String::from_utf8_lossy(&bytes);
+    assert!(text.contains("libtorch_cpu.so"), "a library that is needed has its name in it");
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let libtorch = maps.lines().find_map(|line| line.strip_suffix("/libtorch_cpu.so")).unwrap();
+    let folder = &libtorch[libtorch.find('/').unwrap()..];
+    assert!(text.contains(folder), "{folder} should be its rpath");
+}

@@ -1,0 +1,58 @@
+//! Texts.
+
+use super::*;
+
+#[test]
+fn symbols_come_with_their_type() {
+    let module = extension("typed")
+        .cpp("extern \"C\" { double twice(double x) { return 2 * x; } int limit = 7; }")
+        .load()
+        .unwrap();
+    // SAFETY: the types are those of the text.
+    unsafe {
+        let twice = module.symbol::<extern "C" fn(f64) -> f64>("twice").unwrap();
+        assert_eq!(twice(21.0), 42.0);
+        assert_eq!(**module.symbol::<*const i32>("limit").unwrap(), 7);
+    }
+    assert_says(&message(number(&module, "thrice")), &["typed", "no symbol \"thrice\""]);
+    // SAFETY: refused for its size before it is read.
+    let wide = message(unsafe { module.symbol::<[usize; 2]>("twice") });
+    assert_says(&wide, &["typed", "twice", "size"]);
+    assert_says(&message(module.operator("forward")), &["no operator typed::forward"]);
+}
+
+#[test]
+fn functions_become_operators() {
+    let module = jit_of_two_functions();
+    let x = Tensor::from_slice(&[1.0, -2.0]).set_requires_grad(true);
+    let y: Tensor = module.operator("cube").unwrap().call(args![&x]).unwrap();
+    y.sum(Kind::Double).backward();
+    assert_eq!(x.grad(), Tensor::from_slice(&[3.0, 12.0]));
+    let total: i64 = module.operator("length").unwrap().call(args![[1_i64, 2, 3]]).unwrap();
+    assert_eq!(total, 3);
+    assert_eq!(module.operators(), ["two_functions::cube", "two_functions::length"]);
+}
+
+fn jit_of_two_functions() -> Module {
+    extension("two_functions")
+        .cpp("torch::Tensor cube(torch::Tensor x) { return x * x * x; }")
+        .cpp("int64_t length(std::vector<int64_t> values) { return values.size(); }")
+        .functions(["cube", "length"])
+        .flag("-O0")
+        .load()
+        .unwrap()
+}
+
+/// The newer style: operators by TORCH_LIBRARY, and a module that Python could import.
+#[test]
+fn a_stub_for_python_s_import_compiles() {
+    let module = extension("modern").source(python_source("muladd.cpp")).flag("-O0").load().unwrap();
+    let (a, b) = (Tensor::from_slice(&[1.0_f32, 2.0]), Tensor::from_slice(&[3.0_f32, 4.0]));
+    let y: Tensor = module.operator("tch_test_muladd::muladd").unwrap().call(args![&a, &b, 1.0]).unwrap();
+    assert_eq!(y, Tensor::from_slice(&[4.0_f32, 9.0]));
+
+    // Its namespace is not the extension's name, and cannot be taken twice.
+    let again =
+        extension("modern").source(python_source("muladd.cpp")).flag("-O0").define("OTHER", "1").load();
+    assert_says(&message(again), &["modern_v1", "tch_test_muladd"]);
+}

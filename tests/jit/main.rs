@@ -1,0 +1,68 @@
+//! C++ and CUDA that is compiled while the tests run.
+
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use tch::{Device, Kind, Tensor};
+use tch_extension::jit::{Extension, Module};
+use tch_extension::{Result, args};
+
+mod cache;
+mod conversions;
+mod cuda;
+mod inline;
+mod messages;
+mod processes;
+mod python_sources;
+
+fn scratch() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a temporary folder")
+}
+
+/// The cache of tests that are not about caches: the user's, or one of this process.
+fn shared_cache() -> PathBuf {
+    static FOLDER: OnceLock<tempfile::TempDir> = OnceLock::new();
+    match std::env::var_os("TCH_EXTENSION_CACHE") {
+        Some(folder) => folder.into(),
+        None => FOLDER.get_or_init(scratch).path().to_path_buf(),
+    }
+}
+
+/// A source of tests/python_sources.
+fn python_source(file: &str) -> PathBuf {
+    // Set by cargo, and by the bundle's script where there is no cargo.
+    let root = std::env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
+    root.join("tests/python_sources").join(file)
+}
+
+fn extension(name: &str) -> Extension {
+    Extension::new(name).cache(shared_cache())
+}
+
+/// Without libtorch's headers: compiled in no time.
+const ANSWER: &str = "extern \"C\" int answer() { return 42; }";
+
+/// Calls a function without arguments.
+fn number(module: &Module, name: &str) -> Result<i32> {
+    // SAFETY: all functions of these tests that are asked for so are of this type.
+    Ok(unsafe { module.symbol::<extern "C" fn() -> i32>(name) }?())
+}
+
+fn message<T>(result: Result<T>) -> String {
+    result.err().expect("an error").to_string()
+}
+
+fn assert_says(text: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(text.contains(part), "{part:?} is not in: {text}");
+    }
+}
+
+/// How many times something was built in a cache: each build adds a line to its entry's log.
+fn builds(cache: &Path) -> usize {
+    let entries = std::fs::read_dir(cache).expect("a cache").flatten();
+    entries
+        .filter_map(|entry| std::fs::read_to_string(entry.path().join("log")).ok())
+        .map(|log| log.lines().count())
+        .sum()
+}

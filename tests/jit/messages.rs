@@ -1,0 +1,91 @@
+//! What cannot be compiled or loaded.
+
+use super::*;
+
+#[test]
+fn the_compiler_s_own_words() {
+    let folder = scratch();
+    let source = folder.path().join("broken.cpp");
+    std::fs::write(&source, "extern \"C\" int answer() { return undeclared_thing; }").unwrap();
+    let load = || Extension::new("broken").source(&source).cache(folder.path().join("cache")).load();
+    let text = message(load());
+    assert!(text.starts_with(&format!("jit: broken: {} does not compile", source.display())), "{text}");
+    assert_says(&text, &["undeclared_thing", "not declared", "broken.cpp:1:"]);
+
+    // Nothing is left that would stop the next one.
+    std::fs::write(&source, ANSWER).unwrap();
+    assert_eq!(number(&load().unwrap(), "answer").unwrap(), 42);
+}
+
+#[test]
+fn a_symbol_that_is_nowhere() {
+    let text =
+        message(extension("missing").cpp("int gone(); extern \"C\" int answer() { return gone(); }").load());
+    assert_says(&text, &["jit: missing: ", "does not link", "gone()"]);
+}
+
+#[test]
+fn names_that_cannot_be_names() {
+    for name in ["", "a-b", "../up", "a b", "9lives", "naïve", "a/b", "nul\0", "aten"] {
+        assert_says(&message(extension(name).cpp(ANSWER).load()), &["jit: name", "expected"]);
+    }
+    let text = message(extension("odd").cpp(ANSWER).functions(["f); system("]).load());
+    assert_says(&text, &["jit: functions", "identifier"]);
+    assert_says(&message(extension("empty").load()), &["empty", "no source"]);
+    let text = message(extension("absent").source("no/such/file.cpp").load());
+    assert_says(&text, &["absent", "no/such/file.cpp"]);
+}
+
+#[test]
+fn a_cache_that_cannot_be_written() {
+    let folder = scratch();
+    let file = folder.path().join("file");
+    std::fs::write(&file, "").unwrap();
+    // Below a file, where not even root can write.
+    let text = message(Extension::new("nowhere").cpp(ANSWER).cache(file.join("cache")).load());
+    assert_says(&text, &["nowhere", "file/cache", "TCH_EXTENSION_CACHE"]);
+}
+
+#[test]
+fn a_module_that_cannot_be_registered_is_an_error_and_not_an_abort() {
+    let folder = scratch();
+    let module = |body: &str| {
+        let text =
+            format!("#include <pybind11/pybind11.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{ {body} }}");
+        Extension::new("unregistered").cpp(text).flag("-O0").cache(folder.path()).load()
+    };
+    let text = message(module("m.def(\"fine\", [] { return 1; }); m.def(\"not-a-name\", [] { return 2; });"));
+    assert_says(&text, &["unregistered", "`not-a-name` cannot be an operator's name"]);
+    // Loaded here and not only in a rehearsal, it is all or nothing, too.
+    let files = std::fs::read_dir(folder.path()).unwrap().flatten();
+    let files = files.filter_map(|entry| std::fs::read_dir(entry.path()).ok()).flatten().flatten();
+    let library = files.map(|file| file.path()).find(|path| path.extension().is_some_and(|end| end == "so"));
+    let text = message(tch_extension::library::Library::load_without_rehearsal(library.unwrap()));
+    assert_says(&text, &["`not-a-name` cannot be an operator's name"]);
+    assert!(tch_extension::library::operators("unregistered").unwrap().is_empty());
+}
+
+#[test]
+fn what_python_alone_could_give_is_refused_in_plain_words() {
+    let text = "#include <torch/extension.h>\n\
+                struct Point { int x; };\n\
+                Point origin() { return {0}; }\n\
+                int length(py::dict values);\n\
+                PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {\n\
+                  m.def(\"origin\", &origin);\n\
+                  m.def(\"half\", [](int a, int b) { return a / b; }, py::arg(\"a\"));\n\
+                  m.def(\"deep\", [](int a) { return a; }, py::arg(\"a\") = \"text\");\n\
+                  py::class_<Point>(m, \"Point\");\n\
+                }";
+    let text = message(extension("objects").cpp(text).flag("-fsyntax-only").load());
+    assert_says(
+        &text,
+        &[
+            "no operator can take or return this type",
+            "there is no Python here",
+            "name every argument with py::arg, or none",
+            "does not convert to the argument's type",
+            "py::class_ needs Python",
+        ],
+    );
+}
