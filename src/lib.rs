@@ -26,3 +26,8 @@ pub use tch;
 #[cfg(doctest)]
 #[doc = include_str!("../docs/autograd.md")]
 mod autograd_page {}
+
+/// So are those of docs/porting.md.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/porting.md")]
+mod porting_page {}

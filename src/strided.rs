@@ -36,7 +36,7 @@
 
 use crate::check::Check;
 use crate::ffi::autograd::tch_extension_grad_mode;
-use crate::ffi::tensor::{bump_version, is_in_memory};
+use crate::ffi::tensor::{bump_version, is_in_memory, plain};
 use crate::view::overlaps;
 use crate::{Error, Result};
 use std::ffi::c_void;
@@ -131,6 +131,26 @@ impl<'a, const N: usize> StridedMut<'a, N> {
     }
 }
 
+/// The tensor itself if its values lie in memory row by row, otherwise a copy of which that is true: for a kernel that
+/// knows no strides. More than [`Tensor::contiguous`], which keeps a pending negation or conjugation, and zeros that have
+/// no memory.
+///
+/// ```
+/// use tch_extension::strided::contiguous;
+/// use tch_extension::tch::Tensor;
+///
+/// let x = Tensor::from_slice(&[1.0, 2.0]).internal_neg_view();
+/// assert_eq!(contiguous(&x)?, Tensor::from_slice(&[-1.0, -2.0]));
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+///
+/// # Errors
+/// On an undefined or sparse tensor.
+pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
+    Check::new("contiguous", "tensor", tensor).defined()?;
+    plain(tensor)
+}
+
 type Parts<const N: usize> = ([i64; N], [i64; N], i32);
 
 fn parts<const N: usize>(op: &str, tensor: &Tensor) -> Result<Parts<N>> {
@@ -141,7 +161,7 @@ fn parts<const N: usize>(op: &str, tensor: &Tensor) -> Result<Parts<N>> {
         return Err(check.refuse("a kind of numbers or bool", format!("{kind:?}"), "cast with to_kind"));
     };
     if !is_in_memory(tensor) {
-        let hint = "call contiguous(), resolve_neg() or resolve_conj()";
+        let hint = "make it so with strided::contiguous";
         return Err(check.refuse("a dense tensor with its values in memory", "another", hint));
     }
     let array = |numbers: Vec<i64>| {

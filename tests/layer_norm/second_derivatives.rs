@@ -40,7 +40,7 @@ fn second_derivatives_in_chains_and_with_dependent_inputs() {
         for (name, program) in programs {
             let sample = AFFINE.samples(&[[3, 4]], Kind::Double, device).remove(0);
             let (fused, reference): (Op, Op) = (f_layer_norm, layer_norm_reference);
-            let programs: [&dyn Fn(&[Tensor]) -> Tensor; 2] =
+            let programs: [support::Program<'_>; 2] =
                 [&|leaves| program(fused, leaves), &|leaves| program(reference, leaves)];
             support::assert_derivatives_agree(name, programs, &sample.inputs, 1e-9);
         }

@@ -34,7 +34,7 @@ fn second_derivatives_in_chains_and_with_dependent_inputs() {
         for (name, program) in programs {
             let sample = one([3, 4, 5], Kind::Double, device);
             let (fused, reference): (Cell, Cell) = (f_lltm_cell, lltm_cell_reference);
-            let programs: [&dyn Fn(&[Tensor]) -> Tensor; 2] =
+            let programs: [support::Program<'_>; 2] =
                 [&|leaves| program(fused, leaves), &|leaves| program(reference, leaves)];
             support::assert_derivatives_agree(name, programs, &sample.inputs, 1e-10);
         }

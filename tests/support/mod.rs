@@ -200,11 +200,14 @@ pub fn incoming(output: &Tensor) -> Tensor {
     values.view(size.as_slice()).permute(dims).to_kind(output.kind()).to_device(output.device())
 }
 
+/// Several calls of an operator, and one number made of them.
+pub type Program<'a> = &'a dyn Fn(&[Tensor]) -> Tensor;
+
 /// Asserts that a program of several calls has the same first and second derivatives with the fused operator as with
 /// the reference, and the same first ones with and without a graph.
 pub fn assert_derivatives_agree(
     name: &str,
-    [fused, reference]: [&dyn Fn(&[Tensor]) -> Tensor; 2],
+    [fused, reference]: [Program<'_>; 2],
     inputs: &[Tensor],
     within: f64,
 ) {
@@ -228,7 +231,7 @@ pub fn assert_derivatives_agree(
 
 type Gradients = Vec<Option<Tensor>>;
 
-fn first_and_second(program: &dyn Fn(&[Tensor]) -> Tensor, leaves: &[Tensor]) -> (Gradients, Gradients) {
+fn first_and_second(program: Program<'_>, leaves: &[Tensor]) -> (Gradients, Gradients) {
     let inputs: Vec<&Tensor> = leaves.iter().collect();
     let options = GradOptions { create_graph: true, allow_unused: true, ..Default::default() };
     let first = grad(&[&program(leaves)], &inputs, &options).expect("first").into_vec();

@@ -3,7 +3,7 @@
 use crate::repo::Repo;
 use crate::report::{self, say};
 use crate::setup::{self, Changes};
-use crate::{cargo, programs};
+use crate::{cargo, outside, programs};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::os::unix::fs::PermissionsExt;
@@ -56,9 +56,13 @@ fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Progra
     if options.benches {
         builds.push(&["bench", "--profile", "dev", "--bench", "ops", "--no-run"]);
     }
+    let example = repo.root.join(outside::EXAMPLE);
+    let outside = [&["test", "--no-run"][..], &["build"]];
+    let here = builds.into_iter().map(|args| cargo::command(repo, changes, args));
+    let there = outside.into_iter().map(|args| outside::cargo_in(repo, changes, &example, args));
     let mut found = Vec::new();
-    for args in builds {
-        let messages = cargo::messages(&mut cargo::command(repo, changes, args))?;
+    for mut command in here.chain(there) {
+        let messages = cargo::messages(&mut command)?;
         for program in messages.iter().filter_map(|message| program(message, &repo.root)) {
             if needs_rust(&program.source) {
                 say(format_args!(
@@ -77,7 +81,7 @@ fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Progra
 }
 
 /// Packages whose programs have something to do on another machine; the tools of this repository have not.
-const PACKAGES: [&str; 2] = ["Cargo.toml", "tests/downstream/Cargo.toml"];
+const PACKAGES: [&str; 3] = ["Cargo.toml", "tests/downstream/Cargo.toml", "examples/extension/Cargo.toml"];
 
 /// The program in one of cargo's messages, if it is one of those packages'.
 fn program(message: &Value, root: &Path) -> Option<Program> {
@@ -90,6 +94,9 @@ fn program(message: &Value, root: &Path) -> Option<Program> {
     let folder = match target["kind"][0].as_str()? {
         "example" => "examples",
         "bench" => "benches",
+        // The stand-alone example's.
+        "bin" if message["profile"]["test"] == true => return None,
+        "bin" => "examples",
         _ if message["profile"]["test"] == true => "tests",
         _ => return None,
     };
@@ -265,7 +272,8 @@ mod tests {
         assert_eq!(folder("lib", true), Some("tests"));
         assert_eq!(folder("example", false), Some("examples"));
         assert_eq!(folder("bench", true), Some("benches"));
-        assert_eq!(folder("bin", false), None);
+        assert_eq!(folder("bin", false), Some("examples"));
+        assert_eq!(folder("bin", true), None);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use crate::repo::Repo;
 use crate::report::{say, trouble};
 use crate::setup::{self, Changes};
-use crate::{cargo, weak_symbols, wheels};
+use crate::{cargo, misuse, outside, weak_symbols, wheels};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -23,19 +23,28 @@ const STEPS: &[Step] = &[
     ("clang-format", Ci::clang_format),
     ("clippy", Ci::clippy),
     ("weak symbols", Ci::weak_symbols),
+    ("misuse", Ci::misuse),
     ("tests", Ci::tests),
     ("operators, each instruction set", Ci::operators_per_isa),
+    ("stand-alone example", Ci::example),
+    ("docs/write-an-operator.md", Ci::page),
     ("documentation", Ci::documentation),
 ];
 
-/// Runs every step.
-pub fn run(repo: Repo) -> Result<ExitCode> {
+/// Runs every step, or those whose name contains one of these words.
+pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
+    let is_wanted = |name: &str| words.is_empty() || words.iter().any(|word| name.contains(word.as_str()));
+    let steps: Vec<&Step> = STEPS.iter().filter(|(name, _)| is_wanted(name)).collect();
+    if steps.is_empty() {
+        let names: Vec<&str> = STEPS.iter().map(|(name, _)| *name).collect();
+        bail!("no step's name contains {words:?}; there are: {}", names.join("; "));
+    }
     let ready = setup::run(&repo)?;
     wheels::TOOLS.ensure(&repo)?;
     let has_vision = setup::vision(&repo, &ready)?;
     let ci = Ci { repo, changes: ready.changes, has_vision };
     let mut times = Vec::new();
-    for (name, step) in STEPS {
+    for (name, step) in steps {
         say(format_args!("\n== {name} =="));
         let start = Instant::now();
         let outcome = step(&ci);
@@ -88,6 +97,11 @@ impl Ci {
         Ok(())
     }
 
+    fn misuse(&self) -> Result<()> {
+        let messages = cargo::messages(&mut self.cargo(&["build", "--package", "tch-extension", "--lib"]))?;
+        misuse::check(&self.repo, &messages)
+    }
+
     fn tests(&self) -> Result<()> {
         let mut command = self.cargo(&["test", "--workspace"]);
         if self.has_vision {
@@ -111,6 +125,25 @@ impl Ci {
             cargo::run(command.env("ATEN_CPU_CAPABILITY", capability))?;
         }
         Ok(())
+    }
+
+    /// As its user would: built and tested by itself, and its program run.
+    fn example(&self) -> Result<()> {
+        let folder = self.repo.root.join(outside::EXAMPLE);
+        let commands: [&[&str]; 4] = [
+            &["fmt", "--check"],
+            &["clippy", "--locked", "--all-targets", "--", "-D", "warnings"],
+            &["test", "--locked"],
+            &["run", "--locked"],
+        ];
+        for args in commands {
+            cargo::run(&mut outside::cargo_in(&self.repo, &self.changes, &folder, args))?;
+        }
+        Ok(())
+    }
+
+    fn page(&self) -> Result<()> {
+        outside::follow_page(&self.repo, &self.changes)
     }
 
     fn documentation(&self) -> Result<()> {

@@ -23,7 +23,8 @@ cargo xtask COMMAND [ARGUMENTS]
   demo [ARGUMENTS]   train and compare the character-level language model (examples/char_lltm)
   test [ARGUMENTS]   all tests; arguments go to `cargo test`
   bench [ARGUMENTS]  the benchmarks; arguments go to the benchmark program
-  ci                 what a change must pass: formats, lints, weak symbols, tests, documentation
+  ci [STEP...]       what a change must pass: formats, lints, weak symbols, tests, a stand-alone crate, documentation;
+                     or those of its steps whose names contain a word
   doctor             what was found, what does not fit, and the exact fix; installs nothing
   bundle [--no-bench]
                      dist/: test, bench and example programs with a run.sh, for a machine without Rust
@@ -40,7 +41,7 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
         Some("demo") => start(&["run", "--example", "char_lltm", "--"], own_args(args)),
         Some("test") => test(args),
         Some("bench") => start(&["bench", "--profile", "dev", "--bench", "ops", "--"], own_args(args)),
-        Some("ci") => no_args("ci", args).and_then(|()| ci::run(Repo::find()?)),
+        Some("ci") => ci::run(Repo::find()?, args),
         Some("doctor") => no_args("doctor", args).and_then(|()| doctor::run(&Repo::find()?)),
         Some("bundle") => bundle::run(&Repo::find()?, bundle_options(args)?),
         Some("setup") => no_args("setup", args).and_then(|()| only_setup(&Repo::find()?)),
@@ -119,7 +120,7 @@ mod tests {
 
     #[test]
     fn what_means_nothing_is_a_usage_error() {
-        for (name, args) in [("tset", &[][..]), ("ci", &["x"][..]), ("bundle", &["--nobench"][..])] {
+        for (name, args) in [("tset", &[][..]), ("doctor", &["x"][..]), ("bundle", &["--nobench"][..])] {
             let error = run(Some(name), &strings(args)).err().unwrap();
             assert!(error.is::<Usage>(), "{error}");
             assert!(error.to_string().contains("cargo xtask help"), "{error}");

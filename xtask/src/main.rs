@@ -14,6 +14,9 @@ mod compiler;
 mod cuda;
 mod doctor;
 mod libtorch;
+mod misuse;
+mod outside;
+mod page;
 mod pip;
 // The very code with which build scripts look for libtorch and nvcc: both must find the same. Taken as a file,
 // because as a dependency it would bring a C++ build library into every `cargo xtask`.

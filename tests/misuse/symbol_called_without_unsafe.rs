@@ -1,0 +1,8 @@
+// E0133: unsafe
+// Whether the C++ function has this type, nobody can check.
+use tch_extension::jit;
+
+fn main() {
+    let module = jit::Extension::new("m").cpp("").load().expect("a module");
+    let _ = module.symbol::<extern "C" fn(i32) -> i32>("f");
+}

@@ -1,0 +1,10 @@
+// E0277: cannot be shared between threads safely
+// As in a Function: what a backward needs is saved, not captured.
+use tch_extension::library::Operator;
+use tch_extension::tch::Tensor;
+
+fn main() {
+    let kept = Tensor::from_slice(&[1.0]);
+    let abs = Operator::find("aten::abs").expect("abs");
+    let _ = abs.with_backward(move |_, grads| Ok((grads.get(0)? * &kept).into()));
+}

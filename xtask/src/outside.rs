@@ -1,0 +1,84 @@
+//! Crates outside the workspace, as a user has them: the one of `examples/extension`, and the one that
+//! `docs/write-an-operator.md` builds step by step.
+
+use crate::cargo;
+use crate::page::{self, Step};
+use crate::repo::Repo;
+use crate::report::say;
+use crate::setup::Changes;
+use anyhow::{Context, Result, bail};
+use std::path::Path;
+use std::process::Command;
+
+/// The page whose crate is built.
+const PAGE: &str = "docs/write-an-operator.md";
+
+/// The folder of the stand-alone example, relative to the repository.
+pub const EXAMPLE: &str = "examples/extension";
+
+/// A cargo command in another folder, which shares the target folder (each further one builds torch-sys again) and,
+/// as any user's, knows nothing of `LD_LIBRARY_PATH`.
+pub fn cargo_in(repo: &Repo, changes: &Changes, folder: &Path, args: &[&str]) -> Command {
+    let mut command = cargo::command(repo, changes, args);
+    command.current_dir(folder).env_remove("LD_LIBRARY_PATH");
+    if std::env::var_os("CARGO_TARGET_DIR").is_none() {
+        command.env("CARGO_TARGET_DIR", repo.root.join("target"));
+    }
+    command
+}
+
+/// Follows the page.
+pub fn follow_page(repo: &Repo, changes: &Changes) -> Result<()> {
+    let folder = std::env::temp_dir().join(format!("tch-extension-page-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let followed = follow(repo, changes, &folder);
+    std::fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
+    followed
+}
+
+fn follow(repo: &Repo, changes: &Changes, folder: &Path) -> Result<()> {
+    let page =
+        std::fs::read_to_string(repo.root.join(PAGE)).with_context(|| format!("cannot read {PAGE}"))?;
+    let mut place = folder.to_path_buf();
+    for step in page::steps(&page) {
+        match step {
+            Step::File { path, text } => write(repo, &place.join(path), &text)?,
+            Step::Commands(lines) => {
+                for line in lines.lines() {
+                    say(format_args!("$ {line}"));
+                    match line.split(' ').collect::<Vec<_>>()[..] {
+                        ["cd", folder] => place = place.join(folder),
+                        ["cargo", ref args @ ..] => {
+                            cargo::run(&mut cargo_in(repo, changes, &place, args))?;
+                            lock_as_here(repo, &place)?;
+                        }
+                        _ => bail!("{PAGE} has a command that is neither cargo nor cd: {line}"),
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Word for word, but for where the clone is.
+fn write(repo: &Repo, path: &Path, text: &str) -> Result<()> {
+    let text = text.replace("../tch-extension", &repo.root.to_string_lossy());
+    let parent = path.parent().context("a file without a folder")?;
+    std::fs::create_dir_all(parent)
+        .and_then(|()| std::fs::write(path, text))
+        .with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// New crates get the repository's own versions of everything, so that nothing is built again.
+fn lock_as_here(repo: &Repo, folder: &Path) -> Result<()> {
+    for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
+        let lock = entry.path().join("Cargo.lock");
+        if entry.path().join("Cargo.toml").exists() && !lock.exists() {
+            std::fs::copy(repo.root.join("Cargo.lock"), &lock)
+                .with_context(|| format!("cannot write {}", lock.display()))?;
+        }
+    }
+    Ok(())
+}
