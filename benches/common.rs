@@ -1,17 +1,12 @@
-//! What every operator's bench is made of: cases, each with its providers, timed as the device sees it.
+//! What every operator's bench is made of: cases, each with its providers.
 
+use crate::clock;
 use criterion::{BenchmarkId, Criterion, Throughput};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
-use tch_extension::cuda::Event;
 use tch_extension::testing::{assert_close, devices};
-
-/// Rounds of an interleaved comparison.
-const ROUNDS: usize = 9;
-/// How long one provider is timed in one round.
-const ROUND: Duration = Duration::from_millis(60);
 
 /// One way to compute an operator's outputs from its tensors.
 pub type Call = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>>>;
@@ -52,16 +47,16 @@ pub struct Case {
 
 /// What is timed.
 #[derive(Clone, Copy, PartialEq)]
-enum Direction {
+pub enum Direction {
     Forward,
     Backward,
     Both,
 }
 
 impl Direction {
-    const ALL: [Self; 3] = [Self::Forward, Self::Backward, Self::Both];
+    pub const ALL: [Self; 3] = [Self::Forward, Self::Backward, Self::Both];
 
-    fn name(self) -> &'static str {
+    pub fn name(self) -> &'static str {
         match self {
             Self::Forward => "forward",
             Self::Backward => "backward",
@@ -71,7 +66,7 @@ impl Direction {
 }
 
 /// One provider with its tensors.
-struct Runner<'a> {
+pub struct Runner<'a> {
     provider: &'a Provider,
     inputs: Vec<Tensor>,
     vectors: Vec<Tensor>,
@@ -80,6 +75,16 @@ struct Runner<'a> {
 }
 
 impl Runner<'_> {
+    pub fn name(&self) -> &'static str {
+        self.provider.name
+    }
+
+    /// How much data a forward reads and writes, at least.
+    pub fn bytes(&self) -> usize {
+        let size = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
+        self.inputs.iter().chain(&self.outputs).map(size).sum()
+    }
+
     fn forward(&self) -> Vec<Tensor> {
         (self.provider.call)(&self.inputs).expect("good arguments")
     }
@@ -93,7 +98,7 @@ impl Runner<'_> {
         grad(&outputs, &inputs, &options).expect("gradients").into_vec().into_iter().flatten().collect()
     }
 
-    fn run(&self, direction: Direction) {
+    pub fn run(&self, direction: Direction) {
         match direction {
             Direction::Forward => drop(self.forward()),
             Direction::Backward => drop(self.backward(&self.outputs, true)),
@@ -104,7 +109,7 @@ impl Runner<'_> {
 
 impl Case {
     /// Every provider that has this direction, with its own leaves of the same values.
-    fn runners(&self, direction: Direction) -> Vec<Runner<'_>> {
+    pub fn runners(&self, direction: Direction) -> Vec<Runner<'_>> {
         let differentiable = direction != Direction::Forward;
         let of = |provider| {
             tch::manual_seed(0);
@@ -140,7 +145,11 @@ impl Case {
         }
     }
 
-    fn place(&self) -> &'static str {
+    pub fn title(&self, direction: Direction) -> String {
+        format!("{} {} {} {:?} {}", self.operator, direction.name(), self.point, self.kind, self.place())
+    }
+
+    pub fn place(&self) -> &'static str {
         if self.device.is_cuda() { "cuda" } else { "cpu" }
     }
 }
@@ -161,80 +170,12 @@ pub fn groups(criterion: &mut Criterion, cases: impl Fn(Device) -> Vec<Case>) {
                     let id =
                         BenchmarkId::new(runner.provider.name, format!("{} {:?}", case.point, case.kind));
                     group.bench_function(id, |bencher| {
-                        bencher.iter_custom(|iterations| time(device, iterations, || runner.run(direction)));
+                        bencher.iter_custom(|iterations| {
+                            clock::in_a_row(device, iterations, || runner.run(direction))
+                        });
                     });
                 }
             }
         }
     }
-}
-
-/// The figures that claims are made from: providers in turn, so that a change of the machine's pace meets all of them,
-/// and the ratios of their medians over all rounds.
-pub fn ratios(cases: impl Fn(Device) -> Vec<Case>) {
-    for device in devices() {
-        for case in cases(device) {
-            for direction in Direction::ALL {
-                case.print_ratios(direction);
-            }
-        }
-    }
-}
-
-impl Case {
-    fn print_ratios(&self, direction: Direction) {
-        let runners = self.runners(direction);
-        let iterations: Vec<u64> =
-            runners.iter().map(|runner| iterations_for(self.device, &mut || runner.run(direction))).collect();
-        let mut times = vec![Vec::new(); runners.len()];
-        for _ in 0..ROUNDS {
-            for ((runner, &iterations), times) in runners.iter().zip(&iterations).zip(&mut times) {
-                times.push(per_call(self.device, iterations, &mut || runner.run(direction)));
-            }
-        }
-        let times: Vec<f64> = times.into_iter().map(median).collect();
-        let Some((ours, rivals)) = times.split_last() else { return };
-        let title =
-            format!("{} {} {} {:?} {}", self.operator, direction.name(), self.point, self.kind, self.place());
-        for (runner, rival) in runners.iter().zip(rivals) {
-            println!(
-                "{title:<62} {:<9} {rival:>9.2} µs   fused {ours:>9.2} µs   ratio {:.2}",
-                runner.provider.name,
-                rival / ours
-            );
-        }
-    }
-}
-
-/// Times `iterations` calls in a row: on the CPU by the clock, on a GPU by CUDA events around all of them. Where
-/// the host is slower than the device, as with small sizes, that is the host's pace: what a training loop sees.
-fn time(device: Device, iterations: u64, mut call: impl FnMut()) -> Duration {
-    if device == Device::Cpu {
-        let start = Instant::now();
-        (0..iterations).for_each(|_| call());
-        return start.elapsed();
-    }
-    let events = (Event::new(device).expect("an event"), Event::new(device).expect("an event"));
-    // The first call after a pause finds the device asleep.
-    call();
-    events.0.record().expect("a recorded event");
-    (0..iterations).for_each(|_| call());
-    events.1.record().expect("a recorded event");
-    events.0.elapsed(&events.1).expect("the time between two events")
-}
-
-fn per_call(device: Device, iterations: u64, call: &mut impl FnMut()) -> f64 {
-    time(device, iterations, call).as_secs_f64() * 1e6 / iterations as f64
-}
-
-/// As many calls as fill one round; also the warm-up.
-fn iterations_for(device: Device, call: &mut impl FnMut()) -> u64 {
-    per_call(device, 10, call);
-    let one = per_call(device, 10, call);
-    ((ROUND.as_secs_f64() * 1e6 / one) as u64).max(3)
-}
-
-fn median(mut times: Vec<f64>) -> f64 {
-    times.sort_by(f64::total_cmp);
-    times[times.len() / 2]
 }

@@ -1,15 +1,17 @@
-//! `cargo xtask bench`: each operator against what a user would call instead, and the bridge by itself.
+//! `cargo xtask bench [FILTER]`: each operator against what a user would call instead, as a table and as JSON.
 //!
-//! By default criterion's statistics, one provider after the other. With `--ratios`, the figures that claims are
-//! made from: providers in turn, and the ratios of their medians.
+//! `cargo bench --profile dev` has criterion's statistics, one provider after the other, and those of the bridge and the dispatcher.
 
 mod autograd;
+mod clock;
 mod common;
 mod layer_norm;
 mod library;
 mod linear;
 mod lltm_cell;
+mod machine;
 mod matmul_add_relu;
+mod table;
 
 use common::Case;
 use tch::Device;
@@ -19,10 +21,20 @@ const OPERATORS: [fn(Device) -> Vec<Case>; 4] =
     [layer_norm::cases, linear::cases, lltm_cell::cases, matmul_add_relu::cases];
 
 fn main() {
-    if std::env::args().any(|argument| argument == "--ratios") {
-        OPERATORS.into_iter().for_each(common::ratios);
-        return;
+    // Cargo adds `--bench`. Whatever does not begin with `table` is for criterion, which reads the command line itself.
+    let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
+    match &arguments[..] {
+        [first] if first == "table" => table(None),
+        [first, filter] if first == "table" => table(Some(filter)),
+        _ => criterion_statistics(),
     }
+}
+
+fn table(filter: Option<&str>) {
+    table::run(&OPERATORS, filter).expect("the folder of bench.json can be written");
+}
+
+fn criterion_statistics() {
     autograd::benches();
     library::benches();
     let mut criterion = criterion::Criterion::default().configure_from_args();

@@ -45,6 +45,7 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
         copy_vision(repo, &fresh.join("torchvision"))?;
     }
     write_script(&fresh.join("run.sh"))?;
+    write_commit(repo, &fresh.join("commit"))?;
     remove(&place)?;
     std::fs::rename(&fresh, &place).context("cannot move the bundle to dist")?;
     report::print(&summary(&place, &programs)?);
@@ -208,6 +209,14 @@ fn write_script(path: &Path) -> Result<()> {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755))
     };
     write().with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// What the programs were built from, for the benchmarks' figures.
+fn write_commit(repo: &Repo, path: &Path) -> Result<()> {
+    let place = repo.root.to_string_lossy();
+    let commit = programs::stdout("git", &["-C", &place, "describe", "--always", "--dirty"]);
+    std::fs::write(path, commit.unwrap_or_default())
+        .with_context(|| format!("cannot write {}", path.display()))
 }
 
 fn remove(folder: &Path) -> Result<()> {

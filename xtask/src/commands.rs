@@ -22,7 +22,8 @@ cargo xtask COMMAND [ARGUMENTS]
 
   demo [ARGUMENTS]   train and compare the character-level language model (examples/char_lltm)
   test [ARGUMENTS]   all tests; arguments go to `cargo test`
-  bench [ARGUMENTS]  the benchmarks; arguments go to the benchmark program
+  bench [FILTER]     each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
+                     `cargo bench --profile dev`
   ci [STEP...]       what a change must pass: formats, lints, weak symbols, tests, a stand-alone crate, documentation;
                      or those of its steps whose names contain a word
   doctor             what was found, what does not fit, and the exact fix; installs nothing
@@ -40,7 +41,9 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
     match name {
         Some("demo") => start(&["run", "--example", "char_lltm", "--"], own_args(args)),
         Some("test") => test(args),
-        Some("bench") => start(&["bench", "--profile", "dev", "--bench", "ops", "--"], own_args(args)),
+        Some("bench") => {
+            start(&["bench", "--profile", "dev", "--bench", "ops", "--", "table"], own_args(args))
+        }
         Some("ci") => ci::run(Repo::find()?, args),
         Some("doctor") => no_args("doctor", args).and_then(|()| doctor::run(&Repo::find()?)),
         Some("bundle") => bundle::run(&Repo::find()?, bundle_options(args)?),

@@ -11,7 +11,8 @@ usage() {
 run.sh COMMAND [ARGUMENTS]
 
   test [NAME…] [-- ARGUMENTS]   every test program, or the named ones; ARGUMENTS go to each
-  bench [ARGUMENTS]             the benchmarks
+  bench [FILTER]                each operator against its rivals, as a table and as bench.json
+  criterion [ARGUMENTS]         the same with criterion's statistics
   demo [ARGUMENTS]              the character-level language model
   exec FILE [ARGUMENTS]         any program of the bundle, such as tests/lltm_cell
   sanitize [NAME…]              compute-sanitizer over the CUDA tests, and over planted faults that it must find
@@ -288,6 +289,11 @@ case $command in
     run_tests "$@"
     ;;
   bench)
+    prepare
+    # What was measured is written beside the figures.
+    OUT=$out TCH_EXTENSION_COMMIT=$(cat "$here/commit" 2>/dev/null) run_program "$here/benches/ops" table "$@"
+    ;;
+  criterion)
     prepare
     export CRITERION_HOME=${CRITERION_HOME:-$out/criterion}
     run_program "$here/benches/ops" --bench "$@"

@@ -1,0 +1,142 @@
+//! The figures that claims are made from: all providers of a case in turn, so that a change of the machine's pace meets
+//! all of them, and the medians over all rounds. As text while it runs, and as JSON for plots and later.
+
+use crate::clock::{self, OnTheGpu, median};
+use crate::common::{Case, Direction, Runner};
+use crate::machine;
+use std::io::Write;
+use std::path::PathBuf;
+use tch::Device;
+use tch_extension::testing::devices;
+
+/// Rounds of an interleaved comparison.
+const ROUNDS: usize = 9;
+
+/// What one provider costs, in microseconds a call.
+struct Costs {
+    provider: &'static str,
+    /// In a steady loop.
+    wall: f64,
+    gpu: Option<Gpu>,
+}
+
+struct Gpu {
+    /// Until a call returns.
+    host: f64,
+    /// Without the host; none where a call cannot be captured.
+    alone: Option<f64>,
+    kernels: Option<usize>,
+}
+
+/// Runs the cases whose name contains the filter, prints the table and writes the JSON.
+pub fn run(tables: &[fn(Device) -> Vec<Case>], filter: Option<&str>) -> std::io::Result<()> {
+    let machine = machine::describe();
+    println!("{machine}");
+    println!(
+        "µs a call, medians of {ROUNDS} interleaved rounds; `wall` in a steady loop, `host` until the call returns, `gpu` as a \
+         CUDA graph (L2 warm below {} MiB of data, flushed above)",
+        clock::SMALL >> 20
+    );
+    let mut records = Vec::new();
+    for device in devices() {
+        for case in tables.iter().flat_map(|cases| cases(device)) {
+            for direction in Direction::ALL {
+                let title = case.title(direction);
+                if filter.is_none_or(|filter| title.contains(filter)) {
+                    let costs = measure(&case, direction);
+                    print(&title, &costs);
+                    records.extend(costs.iter().map(|costs| record(&case, direction, costs)));
+                }
+            }
+        }
+    }
+    let path = output_file();
+    let mut file = std::fs::File::create(&path)?;
+    writeln!(file, "{{{},\n\"rows\": [\n{}\n]}}", machine.json(), records.join(",\n"))?;
+    println!("written to {}", path.display());
+    Ok(())
+}
+
+/// In `$OUT` (the bundle's), else in the current folder's target.
+fn output_file() -> PathBuf {
+    let folder = std::env::var_os("OUT").map_or_else(|| PathBuf::from("target"), PathBuf::from);
+    folder.join("bench.json")
+}
+
+fn measure(case: &Case, direction: Direction) -> Vec<Costs> {
+    let runners = case.runners(direction);
+    let iterations: Vec<u64> = runners
+        .iter()
+        .map(|runner| clock::iterations_for(case.device, &mut || runner.run(direction)))
+        .collect();
+    let mut graphs: Vec<Option<OnTheGpu>> =
+        runners.iter().map(|runner| capture(case, runner, direction)).collect();
+    let mut walls = vec![Vec::new(); runners.len()];
+    let (mut hosts, mut alone) = (walls.clone(), walls.clone());
+    for _ in 0..ROUNDS {
+        for (index, runner) in runners.iter().enumerate() {
+            let mut call = || runner.run(direction);
+            walls[index].push(clock::per_call(case.device, iterations[index], &mut call));
+            if case.device.is_cuda() {
+                hosts[index].push(clock::host(case.device, &mut call));
+            }
+            if let Some(graph) = &mut graphs[index] {
+                alone[index].push(graph.time());
+            }
+        }
+    }
+    let costs = |(index, runner): (usize, &Runner<'_>)| Costs {
+        provider: runner.name(),
+        wall: median(walls[index].clone()),
+        gpu: case.device.is_cuda().then(|| Gpu {
+            host: median(hosts[index].clone()),
+            alone: graphs[index].is_some().then(|| median(alone[index].clone())),
+            kernels: graphs[index].as_ref().map(OnTheGpu::kernels),
+        }),
+    };
+    runners.iter().enumerate().map(costs).collect()
+}
+
+/// A backward by itself cannot be captured: it runs on the stream of its forward.
+fn capture(case: &Case, runner: &Runner<'_>, direction: Direction) -> Option<OnTheGpu> {
+    if !case.device.is_cuda() || direction == Direction::Backward {
+        return None;
+    }
+    OnTheGpu::capture(case.device, runner.bytes(), &mut || runner.run(direction)).ok()
+}
+
+/// Ours is the last.
+fn print(title: &str, costs: &[Costs]) {
+    let Some(ours) = costs.last() else { return };
+    println!("\n{title}");
+    for each in costs {
+        let ratio = |theirs: f64, ours: f64| format!("{:>5.2}×", theirs / ours);
+        let mut line =
+            format!("  {:<10} wall {:>9.2} {}", each.provider, each.wall, ratio(each.wall, ours.wall));
+        if let (Some(gpu), Some(our_gpu)) = (&each.gpu, &ours.gpu) {
+            line += &format!("   host {:>8.2} {}", gpu.host, ratio(gpu.host, our_gpu.host));
+            if let (Some(alone), Some(ours), Some(kernels)) = (gpu.alone, our_gpu.alone, gpu.kernels) {
+                line += &format!("   gpu {alone:>8.2} {} in {kernels} kernels", ratio(alone, ours));
+            }
+        }
+        println!("{line}");
+    }
+}
+
+fn record(case: &Case, direction: Direction, costs: &Costs) -> String {
+    let number = |value: Option<f64>| value.map_or("null".to_string(), |value| format!("{value:.3}"));
+    format!(
+        "{{\"operator\": \"{}\", \"direction\": \"{}\", \"point\": \"{}\", \"kind\": \"{:?}\", \"device\": \"{}\", \
+         \"provider\": \"{}\", \"wall_us\": {:.3}, \"host_us\": {}, \"gpu_us\": {}, \"kernels\": {}}}",
+        case.operator,
+        direction.name(),
+        case.point,
+        case.kind,
+        case.place(),
+        costs.provider,
+        costs.wall,
+        number(costs.gpu.as_ref().map(|gpu| gpu.host)),
+        number(costs.gpu.as_ref().and_then(|gpu| gpu.alone)),
+        costs.gpu.as_ref().and_then(|gpu| gpu.kernels).map_or("null".to_string(), |count| count.to_string()),
+    )
+}
