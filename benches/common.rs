@@ -41,6 +41,9 @@ pub struct Case {
     pub inputs: Vec<(Vec<i64>, f64)>,
     /// What a forward gets done.
     pub work: Throughput,
+    /// The bytes that a forward and a backward have to read and write, where that is what bounds them: they are
+    /// compared with a copy of as many.
+    pub traffic: Option<[usize; 2]>,
     /// The last is ours; the others are its rivals.
     pub providers: Vec<Provider>,
 }
@@ -143,6 +146,15 @@ impl Case {
                 assert_close(ours, theirs, rtol, atol);
             }
         }
+    }
+
+    /// What this direction has to read and write.
+    pub fn traffic(&self, direction: Direction) -> Option<usize> {
+        self.traffic.map(|[forward, backward]| match direction {
+            Direction::Forward => forward,
+            Direction::Backward => backward,
+            Direction::Both => forward + backward,
+        })
     }
 
     pub fn title(&self, direction: Direction) -> String {

@@ -6,8 +6,9 @@ use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_layer_norm, layer_norm_reference};
 
-/// (M, N). The last two are beyond the L2 cache, and on CUDA only.
-const SIZES: [(i64, i64); 4] = [(256, 1024), (8192, 1024), (4096, 4096), (32768, 8192)];
+/// (M, N): in the caches, and on CUDA as much as libtorch, Liger and Quack are measured with.
+const SMALL: [(i64, i64); 2] = [(256, 1024), (8192, 1024)];
+const LARGE: [(i64, i64); 5] = [(65536, 256), (32768, 1024), (16384, 4096), (8192, 8192), (4096, 16384)];
 
 const EPS: f64 = 1e-5;
 
@@ -31,10 +32,11 @@ fn provider(name: &'static str, op: Op) -> Provider {
 }
 
 pub fn cases(device: Device) -> Vec<Case> {
-    let (sizes, kinds) = match device.is_cuda() {
-        true => (&SIZES[..], &[Kind::Float, Kind::BFloat16][..]),
-        false => (&SIZES[..2], &[Kind::Float][..]),
+    let (large, kinds) = match device.is_cuda() {
+        true => (&LARGE[..], &[Kind::Float, Kind::BFloat16][..]),
+        false => (&[][..], &[Kind::Float][..]),
     };
+    let sizes = || SMALL.iter().chain(large).copied();
     let case = |kind: Kind, (m, n): (i64, i64)| Case {
         operator: "layer_norm",
         point: format!("{:?}", (m, n)),
@@ -42,11 +44,13 @@ pub fn cases(device: Device) -> Vec<Case> {
         device,
         inputs: vec![(vec![m, n], 1.0), (vec![n], 1.0), (vec![n], 1.0)],
         work: Throughput::Elements((m * n) as u64),
+        // x and y; x, dy and dx.
+        traffic: Some([2, 3].map(|arrays| arrays * (m * n) as usize * kind.elt_size_in_bytes())),
         providers: vec![
             provider("composite", layer_norm_reference),
             provider("libtorch", libtorch),
             provider("fused", f_layer_norm),
         ],
     };
-    kinds.iter().flat_map(|&kind| sizes.iter().map(move |&size| case(kind, size))).collect()
+    kinds.iter().flat_map(|&kind| sizes().map(move |size| case(kind, size))).collect()
 }

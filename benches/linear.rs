@@ -28,6 +28,7 @@ pub fn cases(device: Device) -> Vec<Case> {
         device,
         inputs: vec![(vec![m, k], 1.0), (vec![n, k], 1.0 / (k as f64).sqrt()), (vec![n], 1.0)],
         work: Throughput::Elements((2 * m * k * n) as u64),
+        traffic: None,
         providers: vec![
             provider("composite", composite),
             provider("libtorch", linear_reference),

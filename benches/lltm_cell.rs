@@ -29,6 +29,7 @@ pub fn cases(device: Device) -> Vec<Case> {
             device,
             inputs: vec![(vec![b, f], 1.0), weight, (vec![3 * h], 1.0), (vec![b, h], 1.0), (vec![b, h], 1.0)],
             work: Throughput::Elements((b * h) as u64),
+            traffic: None,
             providers: vec![provider("composite", lltm_cell_reference), provider("fused", f_lltm_cell)],
         }
     };

@@ -1,4 +1,5 @@
-//! `cargo xtask bench [FILTER]`: each operator against what a user would call instead, as a table and as JSON.
+//! `cargo xtask bench [WORD…]`: each operator against what a user would call instead, as a table and as JSON;
+//! with words, the cases that have all of them in their titles.
 //!
 //! `cargo bench --profile dev` has criterion's statistics, one provider after the other, and those of the bridge and the dispatcher.
 
@@ -24,14 +25,13 @@ fn main() {
     // Cargo adds `--bench`. Whatever does not begin with `table` is for criterion, which reads the command line itself.
     let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
     match &arguments[..] {
-        [first] if first == "table" => table(None),
-        [first, filter] if first == "table" => table(Some(filter)),
+        [first, words @ ..] if first == "table" => table(words),
         _ => criterion_statistics(),
     }
 }
 
-fn table(filter: Option<&str>) {
-    table::run(&OPERATORS, filter).expect("the folder of bench.json can be written");
+fn table(words: &[String]) {
+    table::run(&OPERATORS, words).expect("the folder of bench.json can be written");
 }
 
 fn criterion_statistics() {

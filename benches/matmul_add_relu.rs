@@ -54,6 +54,7 @@ pub fn cases(device: Device) -> Vec<Case> {
             device,
             inputs: vec![(lhs.to_vec(), 1.0), (rhs.to_vec(), scale), (bias.to_vec(), 1.0)],
             work: Throughput::Elements(operations(size)),
+            traffic: None,
             providers,
         }
     };

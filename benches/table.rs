@@ -6,7 +6,7 @@ use crate::common::{Case, Direction, Runner};
 use crate::machine;
 use std::io::Write;
 use std::path::PathBuf;
-use tch::Device;
+use tch::{Device, Kind, Tensor};
 use tch_extension::testing::devices;
 
 /// Rounds of an interleaved comparison.
@@ -28,8 +28,8 @@ struct Gpu {
     kernels: Option<usize>,
 }
 
-/// Runs the cases whose name contains the filter, prints the table and writes the JSON.
-pub fn run(tables: &[fn(Device) -> Vec<Case>], filter: Option<&str>) -> std::io::Result<()> {
+/// Runs the cases whose titles contain all the words, prints the table and writes the JSON.
+pub fn run(tables: &[fn(Device) -> Vec<Case>], words: &[String]) -> std::io::Result<()> {
     let machine = machine::describe();
     println!("{machine}");
     println!(
@@ -42,10 +42,11 @@ pub fn run(tables: &[fn(Device) -> Vec<Case>], filter: Option<&str>) -> std::io:
         for case in tables.iter().flat_map(|cases| cases(device)) {
             for direction in Direction::ALL {
                 let title = case.title(direction);
-                if filter.is_none_or(|filter| title.contains(filter)) {
+                if words.iter().all(|word| title.contains(word.as_str())) {
                     let costs = measure(&case, direction);
-                    print(&title, &costs);
-                    records.extend(costs.iter().map(|costs| record(&case, direction, costs)));
+                    let copy = copy(&case, direction);
+                    print(&title, &costs, copy);
+                    records.extend(costs.iter().map(|costs| record(&case, direction, costs, copy)));
                 }
             }
         }
@@ -105,8 +106,17 @@ fn capture(case: &Case, runner: &Runner<'_>, direction: Direction) -> Option<OnT
     OnTheGpu::capture(case.device, runner.bytes(), &mut || runner.run(direction)).ok()
 }
 
+/// Microseconds of the GPU's for a copy of what there is to read and write.
+fn copy(case: &Case, direction: Direction) -> Option<f64> {
+    let bytes = case.traffic(direction).filter(|_| case.device.is_cuda())?;
+    let array = || Tensor::zeros([bytes as i64 / 2], (Kind::Int8, case.device));
+    let (from, mut to) = (array(), array());
+    let mut graph = OnTheGpu::capture(case.device, bytes, &mut || to.copy_(&from)).ok()?;
+    Some(median((0..ROUNDS).map(|_| graph.time()).collect()))
+}
+
 /// Ours is the last.
-fn print(title: &str, costs: &[Costs]) {
+fn print(title: &str, costs: &[Costs], copy: Option<f64>) {
     let Some(ours) = costs.last() else { return };
     println!("\n{title}");
     for each in costs {
@@ -121,13 +131,18 @@ fn print(title: &str, costs: &[Costs]) {
         }
         println!("{line}");
     }
+    if let Some(copy) = copy {
+        let share =
+            ours.gpu.as_ref().and_then(|gpu| gpu.alone).map_or(f64::NAN, |alone| 100.0 * copy / alone);
+        println!("  a copy of as many bytes takes {copy:.2} on the gpu: {share:.0} % of copy speed");
+    }
 }
 
-fn record(case: &Case, direction: Direction, costs: &Costs) -> String {
+fn record(case: &Case, direction: Direction, costs: &Costs, copy: Option<f64>) -> String {
     let number = |value: Option<f64>| value.map_or("null".to_string(), |value| format!("{value:.3}"));
     format!(
         "{{\"operator\": \"{}\", \"direction\": \"{}\", \"point\": \"{}\", \"kind\": \"{:?}\", \"device\": \"{}\", \
-         \"provider\": \"{}\", \"wall_us\": {:.3}, \"host_us\": {}, \"gpu_us\": {}, \"kernels\": {}}}",
+         \"provider\": \"{}\", \"wall_us\": {:.3}, \"host_us\": {}, \"gpu_us\": {}, \"kernels\": {}, \"copy_us\": {}}}",
         case.operator,
         direction.name(),
         case.point,
@@ -138,5 +153,6 @@ fn record(case: &Case, direction: Direction, costs: &Costs) -> String {
         number(costs.gpu.as_ref().map(|gpu| gpu.host)),
         number(costs.gpu.as_ref().and_then(|gpu| gpu.alone)),
         costs.gpu.as_ref().and_then(|gpu| gpu.kernels).map_or("null".to_string(), |count| count.to_string()),
+        number(copy),
     )
 }

@@ -22,7 +22,7 @@ cargo xtask COMMAND [ARGUMENTS]
 
   demo [ARGUMENTS]   train and compare the character-level language model (examples/char_lltm)
   test [ARGUMENTS]   all tests; arguments go to `cargo test`
-  bench [FILTER]     each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
+  bench [WORD...]    each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
                      `cargo bench --profile dev`
   ci [STEP...]       what a change must pass: formats, lints, weak symbols, tests, a stand-alone crate, documentation;
                      or those of its steps whose names contain a word

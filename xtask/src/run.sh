@@ -11,7 +11,7 @@ usage() {
 run.sh COMMAND [ARGUMENTS]
 
   test [NAME…] [-- ARGUMENTS]   every test program, or the named ones; ARGUMENTS go to each
-  bench [FILTER]                each operator against its rivals, as a table and as bench.json
+  bench [WORD…]                 each operator against its rivals, as a table and as bench.json
   criterion [ARGUMENTS]         the same with criterion's statistics
   demo [ARGUMENTS]              the character-level language model
   exec FILE [ARGUMENTS]         any program of the bundle, such as tests/lltm_cell
