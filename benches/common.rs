@@ -82,6 +82,18 @@ impl Runner<'_> {
         self.provider.name
     }
 
+    /// The same tensors as leaves of which no graph knows yet: a leaf's gradient belongs to the stream on which its
+    /// first graph was made, and a capture has a stream of its own.
+    pub fn for_a_capture(&self) -> Self {
+        let leaf = |input: &Tensor| input.detach().set_requires_grad(input.requires_grad());
+        Runner {
+            provider: self.provider,
+            inputs: self.inputs.iter().map(leaf).collect(),
+            vectors: self.vectors.iter().map(Tensor::shallow_clone).collect(),
+            outputs: Vec::new(),
+        }
+    }
+
     /// How much data a forward reads and writes, at least.
     pub fn bytes(&self) -> usize {
         let size = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();

@@ -103,13 +103,14 @@ fn capture(case: &Case, runner: &Runner<'_>, direction: Direction) -> Option<OnT
     if !case.device.is_cuda() || direction == Direction::Backward {
         return None;
     }
-    OnTheGpu::capture(case.device, runner.bytes(), &mut || runner.run(direction)).ok()
+    let fresh = runner.for_a_capture();
+    OnTheGpu::capture(case.device, runner.bytes(), &mut || fresh.run(direction)).ok()
 }
 
 /// Microseconds of the GPU's for a copy of what there is to read and write.
 fn copy(case: &Case, direction: Direction) -> Option<f64> {
     let bytes = case.traffic(direction).filter(|_| case.device.is_cuda())?;
-    let array = || Tensor::zeros([bytes as i64 / 2], (Kind::Int8, case.device));
+    let array = || Tensor::zeros([bytes as i64 / 8], (Kind::Float, case.device));
     let (from, mut to) = (array(), array());
     let mut graph = OnTheGpu::capture(case.device, bytes, &mut || to.copy_(&from)).ok()?;
     Some(median((0..ROUNDS).map(|_| graph.time()).collect()))
@@ -131,9 +132,9 @@ fn print(title: &str, costs: &[Costs], copy: Option<f64>) {
         }
         println!("{line}");
     }
-    if let Some(copy) = copy {
-        let share =
-            ours.gpu.as_ref().and_then(|gpu| gpu.alone).map_or(f64::NAN, |alone| 100.0 * copy / alone);
+    let alone = ours.gpu.as_ref().and_then(|gpu| gpu.alone);
+    if let (Some(copy), Some(alone)) = (copy, alone) {
+        let share = 100.0 * copy / alone;
         println!("  a copy of as many bytes takes {copy:.2} on the gpu: {share:.0} % of copy speed");
     }
 }
