@@ -7,6 +7,7 @@
 // the L2 cache), whose sums for weight and bias are then a kernel of their own.
 
 #include <limits>
+#include <type_traits>
 
 #include "layer_norm.h"
 #include "tch_extension/cuda_vector.h"
@@ -19,10 +20,14 @@ constexpr int kWarp = 32;
 constexpr int kMostThreads = 512;
 constexpr unsigned int kAllLanes = 0xffffffffu;
 
-// How many of a row's values a thread keeps: so many that the backward's four arrays of them fit in the 128
-// registers of a thread in the largest block. Plan::new in src/ffi/layer_norm.rs has the same numbers.
+// How many of a row's values a thread keeps; src/ffi/layer_norm.rs has the same numbers. In the forward 64
+// bytes of them: what is under way at a time decides the speed.
 template <typename T>
-constexpr int kValues = sizeof(Compute<T>) == 8 ? 8 : 16;
+constexpr int kForwardValues = 64 / sizeof(T);
+// So many that the backward's four arrays of them, of the compute kind, fit in the 128 registers of a thread
+// in the largest block.
+template <typename T>
+constexpr int kBackwardValues = 64 / sizeof(Compute<T>);
 
 template <typename T, int kLanes>
 __device__ __forceinline__ Values<T, kLanes> load_or(const void* pointer, int64_t at, Compute<T> otherwise) {
@@ -124,10 +129,24 @@ __device__ __forceinline__ void write_normal(const LayerNormForward& params, int
   store_values<T, kLanes>(params.output, row_at + column, y);
 }
 
+// Keeps the compiler from holding what it has made of packed values: those of the half kinds would take twice
+// the registers, and half as many rows would be under way.
+template <typename T, int kLanes, int kVectors>
+__device__ __forceinline__ void keep_packed(Vector<T, kLanes> (&x)[kVectors]) {
+  if constexpr (sizeof(T) == 2 && kLanes % 2 == 0) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      auto* words = reinterpret_cast<unsigned int*>(&x[v]);
+#pragma unroll
+      for (int word = 0; word < kLanes / 2; ++word) asm volatile("" : "+r"(words[word]));
+    }
+  }
+}
+
 template <typename T, int kLanes, bool kWithinWarp>
 __global__ void __launch_bounds__(kMostThreads) layer_norm_forward_in_registers(LayerNormForward params) {
   using C = Compute<T>;
-  constexpr int kVectors = kValues<T> / kLanes;
+  constexpr int kVectors = kForwardValues<T> / kLanes;
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
   int turn = 0;
   const int team = params.plan.team;
@@ -143,44 +162,46 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_forward_in_registers(
     const int64_t at = row * params.columns;
     const int mine = row < params.rows ? vectors : 0;
 
-    Values<T, kLanes> x[kVectors];
+    Vector<T, kLanes> x[kVectors];
     Pair<C> sum = {C(0), C(0)};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int index = v * team + thread;
       if (index < mine)
-        x[v] = load_values<T, kLanes>(params.input, at + static_cast<int64_t>(index) * kLanes);
+        x[v] = load_vector<T, kLanes>(params.input, at + static_cast<int64_t>(index) * kLanes);
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v * team + thread < mine) {
 #pragma unroll
-        for (int lane = 0; lane < kLanes; ++lane) sum.first += x[v].lane[lane] * scale;
+        for (int lane = 0; lane < kLanes; ++lane) sum.first += static_cast<C>(x[v].lane[lane]) * scale;
       }
     }
     C mean = team_sum<kWithinWarp>(sum, team, buffer, turn).first / (static_cast<C>(params.columns) * scale);
     if (mine > 0) mean = pivot<T>(mean, params.input, at);
 
+    keep_packed(x);
     Pair<C> centred = {C(0), C(0)};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (v * team + thread < mine) {
 #pragma unroll
         for (int lane = 0; lane < kLanes; ++lane) {
-          const C difference = x[v].lane[lane] - mean;
+          const C difference = static_cast<C>(x[v].lane[lane]) - mean;
           centred.first += difference * scale;
           centred.second += difference * difference;
         }
       }
     }
     centred = team_sum<kWithinWarp>(centred, team, buffer, turn);
+    keep_packed(x);
     const auto moments = moments_from<C>(mean, centred, scale, params.columns, params.eps);
 
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int index = v * team + thread;
       if (index < mine)
-        write_normal<T, kLanes>(params, at, static_cast<int64_t>(index) * kLanes, x[v], moments);
+        write_normal<T, kLanes>(params, at, static_cast<int64_t>(index) * kLanes, values_of(x[v]), moments);
     }
     if (thread == 0 && row < params.rows) keep_moments(params, row, moments);
   }
@@ -280,7 +301,7 @@ __device__ __forceinline__ void write_part(const Values<T, kLanes> (&sums)[kVect
 template <typename T, int kLanes, bool kWithinWarp, bool kInput, bool kParameters>
 __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers(LayerNormBackward params) {
   using C = Compute<T>;
-  constexpr int kVectors = kValues<T> / kLanes;
+  constexpr int kVectors = kBackwardValues<T> / kLanes;
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
   int turn = 0;
   const int team = params.plan.team;
@@ -518,10 +539,11 @@ bool aligned(const LayerNormBackward& params) {
 // Whether the kernels can do what was planned: a mistake of ours must not become an access out of bounds.
 template <typename T, typename Params>
 bool fits(const Params& params) {
+  constexpr int kValues = std::is_same_v<Params, LayerNormForward> ? kForwardValues<T> : kBackwardValues<T>;
   const LayerNormPlan& plan = params.plan;
   const bool is_power_of_two = plan.team > 0 && (plan.team & (plan.team - 1)) == 0;
   return params.kind == params.parameter_kind && is_power_of_two && plan.team <= kMostThreads &&
-         (plan.in_registers ? params.columns <= static_cast<int64_t>(plan.team) * kValues<T>
+         (plan.in_registers ? params.columns <= static_cast<int64_t>(plan.team) * kValues
                             : plan.team >= kWarp) &&
          (!plan.vectors || (params.columns % kLanesOf16Bytes<T> == 0 && aligned(params)));
 }

@@ -36,20 +36,33 @@ const MOST_THREADS: i64 = 512;
 const THREADS: i64 = 256;
 
 impl Plan {
-    /// `aligned`: all arrays begin at multiples of 16 bytes.
-    fn new(path: Path, columns: i64, kind: Kind, aligned: bool) -> Plan {
-        // As kValues in csrc/layer_norm/cuda.cu.
-        let (values, size) = match kind {
-            Kind::Double => (8, 8),
-            Kind::Float => (16, 4),
-            _ => (16, 2),
+    /// Of a forward. Values of the half kinds are kept as they are in memory, and so twice as many.
+    fn forward(path: Path, columns: i64, kind: Kind, aligned: bool) -> Plan {
+        // As kForwardValues in csrc/layer_norm/cuda.cu.
+        let values = match kind {
+            Kind::Double => 8,
+            Kind::Float => 16,
+            _ => 32,
         };
+        Plan::new(path, columns, kind, aligned, values)
+    }
+
+    /// Of a backward.
+    fn backward(path: Path, columns: i64, kind: Kind, aligned: bool) -> Plan {
+        // As kBackwardValues in csrc/layer_norm/cuda.cu.
+        Plan::new(path, columns, kind, aligned, if kind == Kind::Double { 8 } else { 16 })
+    }
+
+    /// `aligned`: all arrays begin at multiples of 16 bytes. `values`: so many a thread keeps of a row.
+    fn new(path: Path, columns: i64, kind: Kind, aligned: bool, values: i64) -> Plan {
+        let size = kind.elt_size_in_bytes() as i64;
         let vectors = aligned && columns % (16 / size) == 0;
         let lanes = if vectors { 16 / size } else { 1 };
         let (loads, each) = (columns / lanes, values / lanes);
         let fits = |threads: i64| loads <= threads * each;
         let team = match path {
-            Path::Automatic | Path::Warp if fits(WARP) => Some(power_of_two(loads).min(WARP)),
+            // As few threads as can hold the row: what a thread loads at once decides the speed.
+            Path::Automatic | Path::Warp if fits(WARP) => Some(power_of_two((loads + each - 1) / each)),
             Path::Automatic | Path::Warp | Path::Block if fits(MOST_THREADS) => {
                 Some(power_of_two((loads + each - 1) / each).max(2 * WARP))
             }
@@ -217,7 +230,7 @@ pub(crate) fn forward(
         eps,
         kind: kind_code(like.0)?,
         parameter_kind: kind_code(parameters.0)?,
-        plan: Plan::new(path, columns, like.0, is_aligned(&[input, weight, bias, output])),
+        plan: Plan::forward(path, columns, like.0, is_aligned(&[input, weight, bias, output])),
         input,
         weight,
         bias,
@@ -272,7 +285,7 @@ pub(crate) fn backward(
     let input = flat("input", Some(operands.input), elements, like)?;
     let weight = flat("weight", operands.weight, columns, parameters)?;
     let grad_input = flat("grad_input", gradients.input.as_ref(), elements, like)?;
-    let plan = Plan::new(path, columns, like.0, is_aligned(&[grad_output, input, weight, grad_input]));
+    let plan = Plan::backward(path, columns, like.0, is_aligned(&[grad_output, input, weight, grad_input]));
     let parts = plan.parts(rows, like.1);
     let scratch = |gradient: &Option<Tensor>| -> Result<Option<Tensor>> {
         gradient.as_ref().map(|_| Ok(Tensor::f_empty([parts, columns], compute)?)).transpose()
@@ -380,8 +393,22 @@ mod tests {
     }
 
     fn plan(path: Path, columns: i64, kind: Kind, aligned: bool) -> (bool, bool, i32) {
-        let plan = Plan::new(path, columns, kind, aligned);
+        let plan = Plan::backward(path, columns, kind, aligned);
         (plan.in_registers == 1, plan.vectors == 1, plan.team)
+    }
+
+    #[test]
+    fn a_forward_holds_more_of_the_half_kinds() {
+        let team = |columns, kind| {
+            let plan = Plan::forward(Path::Automatic, columns, kind, true);
+            (plan.in_registers == 1).then_some(plan.team)
+        };
+        assert_eq!(team(256, Kind::BFloat16), Some(8));
+        assert_eq!(team(256, Kind::Float), Some(16));
+        assert_eq!(team(16384, Kind::Half), Some(512));
+        assert_eq!(team(16392, Kind::Half), None);
+        assert_eq!(team(8192, Kind::Float), Some(512));
+        assert_eq!(team(8196, Kind::Float), None);
     }
 
     #[test]
@@ -391,9 +418,11 @@ mod tests {
             // kind, columns, aligned, (in registers, vectors, team)
             (Kind::Float, 0, true, (true, true, 1)),
             (Kind::Float, 1, true, (true, false, 1)),
-            (Kind::Float, 8, true, (true, true, 2)),
-            (Kind::Float, 8, false, (true, false, 8)),
-            (Kind::Float, 12, true, (true, true, 4)),
+            (Kind::Float, 8, true, (true, true, 1)),
+            (Kind::Float, 8, false, (true, false, 1)),
+            (Kind::Float, 20, true, (true, true, 2)),
+            (Kind::Float, 36, true, (true, true, 4)),
+            (Kind::Float, 256, true, (true, true, 16)),
             (Kind::Float, 512, true, (true, true, 32)),
             (Kind::Float, 511, true, (true, false, 32)),
             (Kind::Float, 513, true, (true, false, 64)),
@@ -426,7 +455,7 @@ mod tests {
     fn a_path_is_taken_where_it_can_be() {
         assert_eq!(plan(Path::Block, 4, Kind::Double, true), (true, true, 64));
         assert_eq!(plan(Path::Loop, 4, Kind::Double, true), (false, true, 512));
-        assert_eq!(plan(Path::Warp, 5, Kind::Double, true), (true, false, 8));
+        assert_eq!(plan(Path::Warp, 9, Kind::Double, true), (true, false, 2));
         assert_eq!(plan(Path::Warp, 300, Kind::Double, true), (true, true, 64));
         assert_eq!(plan(Path::Block, 100_000, Kind::Double, true), (false, true, 512));
     }
@@ -436,10 +465,18 @@ mod tests {
     fn every_plan_holds_its_row() {
         for kind in [Kind::Half, Kind::Float, Kind::Double] {
             for path in [Path::Automatic, Path::Warp, Path::Block, Path::Loop] {
-                for columns in (0..9000).chain([1 << 33]) {
-                    for aligned in [true, false] {
-                        let plan = Plan::new(path, columns, kind, aligned);
-                        let values = if kind == Kind::Double { 8 } else { 16 };
+                for columns in (0..9000).chain(16000..17000).chain([1 << 33]) {
+                    for (aligned, forward) in [(true, true), (true, false), (false, true), (false, false)] {
+                        let plan = if forward {
+                            Plan::forward(path, columns, kind, aligned)
+                        } else {
+                            Plan::backward(path, columns, kind, aligned)
+                        };
+                        let values = match kind {
+                            Kind::Double => 8,
+                            Kind::Half if forward => 32,
+                            _ => 16,
+                        };
                         let team = i64::from(plan.team);
                         assert!(team.count_ones() == 1 && (1..=512).contains(&team));
                         assert!(plan.in_registers == 0 || columns <= team * values);

@@ -24,14 +24,23 @@ struct Values {
   Compute<T> lane[kLanes];
 };
 
-// `at` counts elements; the address must be a multiple of the vector's size.
+// As they are in memory. `at` counts elements; the address must be a multiple of the vector's size.
 template <typename T, int kLanes>
-__device__ __forceinline__ Values<T, kLanes> load_values(const void* pointer, int64_t at) {
-  const auto stored = *reinterpret_cast<const Vector<T, kLanes>*>(static_cast<const T*>(pointer) + at);
+__device__ __forceinline__ Vector<T, kLanes> load_vector(const void* pointer, int64_t at) {
+  return *reinterpret_cast<const Vector<T, kLanes>*>(static_cast<const T*>(pointer) + at);
+}
+
+template <typename T, int kLanes>
+__device__ __forceinline__ Values<T, kLanes> values_of(const Vector<T, kLanes>& stored) {
   Values<T, kLanes> values;
 #pragma unroll
   for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] = static_cast<Compute<T>>(stored.lane[lane]);
   return values;
+}
+
+template <typename T, int kLanes>
+__device__ __forceinline__ Values<T, kLanes> load_values(const void* pointer, int64_t at) {
+  return values_of(load_vector<T, kLanes>(pointer, at));
 }
 
 // One value for all lanes.
