@@ -59,10 +59,12 @@ pub(super) fn install(cache: &Path) -> std::io::Result<Vec<PathBuf>> {
             }
         }
     }
+    cache::check_owner(&folder, cache)?;
     Ok(vec![folder.join("tch_extension/python"), folder])
 }
 
 fn write(folder: &Path) -> std::io::Result<()> {
+    cache::create(folder)?;
     for (path, text) in HEADERS {
         let path = folder.join("tch_extension").join(path);
         std::fs::create_dir_all(path.parent().unwrap_or(folder))?;
