@@ -1,5 +1,11 @@
 // Every kind of function that PYBIND11_MODULE takes here: what comes in must come out.
+#include <pybind11/cast.h>
+#include <pybind11/eigen.h>
+#include <pybind11/functional.h>
+#include <pybind11/numpy.h>
+#include <pybind11/operators.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/pytypes.h>
 #include <pybind11/stl.h>
 #include <torch/extension.h>
 
@@ -44,6 +50,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace pybind11::literals;
   m.doc() = "conversions";
   m.attr("__version__") = "1.0";
+  m.attr("constant") = py::int_(3);
+  m.attr("dev") = py::str("text");
 
   m.def("int32", [](int value) { return value; });
   m.def("uint32", [](unsigned value) { return value; });
