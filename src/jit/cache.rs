@@ -98,7 +98,7 @@ impl Entry {
         }
         // Not changed into the other kind: two who both wait for that would wait for ever.
         lock.unlock().map_err(io)?;
-        lock.lock().map_err(io)?;
+        let lock = self.lock_alone(lock).map_err(io)?;
         if let Some(library) = self.current() {
             return Ok(Locked { library, _lock: lock });
         }
@@ -118,8 +118,26 @@ impl Entry {
             .filter(|library| library.is_file())
     }
 
+    /// Whoever makes room may have deleted the folder since the lock was opened: then it is nobody else's any more,
+    /// and the next one's is another.
+    fn lock_alone(&self, mut lock: File) -> Result<File> {
+        loop {
+            lock.lock()?;
+            let now = self.lock_path().metadata().ok().map(|file| (file.dev(), file.ino()));
+            let ours = lock.metadata()?;
+            if now == Some((ours.dev(), ours.ino())) {
+                return Ok(lock);
+            }
+            lock = self.lock()?;
+        }
+    }
+
+    fn lock_path(&self) -> PathBuf {
+        self.folder.join("lock")
+    }
+
     fn lock(&self) -> Result<File> {
-        let path = self.folder.join("lock");
+        let path = self.lock_path();
         let open =
             || OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
         match open() {
@@ -269,5 +287,20 @@ impl Manifest {
             facts.push([kind, fields.next()?, fields.next()?]);
         }
         Some(Manifest { library, request, facts })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_whose_folder_was_deleted_is_taken_anew() {
+        let root = tempfile::tempdir().unwrap();
+        let entry = Entry::new(root.path(), "deleted", String::new());
+        let before = entry.lock().unwrap();
+        std::fs::remove_dir_all(&entry.folder).unwrap();
+        let _held = entry.lock_alone(before).unwrap();
+        assert!(entry.lock().unwrap().try_lock().is_err(), "the next one waits");
     }
 }
