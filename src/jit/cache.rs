@@ -303,4 +303,29 @@ mod tests {
         let _held = entry.lock_alone(before).unwrap();
         assert!(entry.lock().unwrap().try_lock().is_err(), "the next one waits");
     }
+
+    #[test]
+    fn a_header_saved_during_the_build_is_compiled_again() {
+        let root = tempfile::tempdir().unwrap();
+        let entry = Entry::new(root.path(), "saved", String::new());
+        let header = root.path().join("a.h");
+        std::fs::write(&header, "1").unwrap();
+        let build = |saves: bool| {
+            let built = entry.library(|_, scratch| {
+                // File systems count time in steps.
+                std::thread::sleep(std::time::Duration::from_millis(20));
+                if saves {
+                    std::fs::write(&header, "2").unwrap();
+                }
+                let library = scratch.join("library");
+                std::fs::write(&library, "").unwrap();
+                let (programs, variables) = (Vec::new(), BTreeMap::new());
+                Ok(Built { library, files: vec![header.clone()], programs, variables })
+            });
+            drop(built.unwrap());
+            entry.current().is_some()
+        };
+        assert!(!build(true), "nobody knows which text was compiled");
+        assert!(build(false));
+    }
 }
