@@ -29,10 +29,21 @@ pub(super) fn root(chosen: Option<&Path>) -> Result<PathBuf> {
     Ok(folder)
 }
 
-fn create(folder: &Path) -> Result<()> {
+pub(super) fn create(folder: &Path) -> Result<()> {
     let named =
         |error: Error| Error::new(error.kind(), format!("cannot create {}: {error}", folder.display()));
     DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(named)
+}
+
+/// Refuses what somebody else may have put below `root`, such as in `/tmp`: it would run in this process.
+pub(super) fn check_owner(folder: &Path, root: &Path) -> Result<()> {
+    let metadata = folder.symlink_metadata()?;
+    let trusted = [Path::new("/proc/self").metadata()?.uid(), 0, root.metadata()?.uid()];
+    if metadata.mode() & 0o002 == 0 && trusted.contains(&metadata.uid()) {
+        return Ok(());
+    }
+    let text = format!("{} is not to be trusted, as others may write to it", folder.display());
+    Err(Error::new(ErrorKind::PermissionDenied, text))
 }
 
 /// A path that nobody else uses.
@@ -80,13 +91,14 @@ impl Entry {
     pub fn library(&self, build: impl FnOnce(&Path, &Path) -> crate::Result<Built>) -> crate::Result<Locked> {
         let io = |error: Error| self.error(&error);
         let lock = self.lock().map_err(io)?;
+        check_owner(&self.folder, self.folder.parent().unwrap_or(&self.folder)).map_err(io)?;
         lock.lock_shared().map_err(io)?;
         if let Some(library) = self.current() {
             return Ok(Locked { library, _lock: lock });
         }
         // Not changed into the other kind: two who both wait for that would wait for ever.
         lock.unlock().map_err(io)?;
-        lock.lock().map_err(io)?;
+        let lock = self.lock_alone(lock).map_err(io)?;
         if let Some(library) = self.current() {
             return Ok(Locked { library, _lock: lock });
         }
@@ -106,8 +118,26 @@ impl Entry {
             .filter(|library| library.is_file())
     }
 
+    /// Whoever makes room may have deleted the folder since the lock was opened: then it is nobody else's any more,
+    /// and the next one's is another.
+    fn lock_alone(&self, mut lock: File) -> Result<File> {
+        loop {
+            lock.lock()?;
+            let now = self.lock_path().metadata().ok().map(|file| (file.dev(), file.ino()));
+            let ours = lock.metadata()?;
+            if now == Some((ours.dev(), ours.ino())) {
+                return Ok(lock);
+            }
+            lock = self.lock()?;
+        }
+    }
+
+    fn lock_path(&self) -> PathBuf {
+        self.folder.join("lock")
+    }
+
     fn lock(&self) -> Result<File> {
-        let path = self.folder.join("lock");
+        let path = self.lock_path();
         let open =
             || OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
         match open() {
@@ -172,7 +202,23 @@ impl Entry {
 const MANIFEST: &str = "manifest";
 const SCRATCH: &str = "build";
 
-/// Size and time of a file's last change.
+/// A source's or header's contents: their time may be any. Archives, images of containers and fresh clones set it back
+/// or round it, so that changed files look the same and the same files look changed.
+fn contents(path: &Path) -> Option<String> {
+    let bytes = std::fs::read(path).ok()?;
+    let mut hasher = std::hash::DefaultHasher::new();
+    bytes.hash(&mut hasher);
+    Some(format!("{} {:016x}", bytes.len(), hasher.finish()))
+}
+
+/// Whether a file was changed since. By the time that nobody can set: a modification time may lie in the future.
+fn is_changed_since(path: &Path, start: SystemTime) -> bool {
+    let since = start.duration_since(UNIX_EPOCH).unwrap_or_default();
+    let start = (since.as_secs() as i64, i64::from(since.subsec_nanos()));
+    path.metadata().map_or(true, |file| (file.ctime(), file.ctime_nsec()) >= start)
+}
+
+/// Size and time of a program's last change.
 fn stamp(path: &Path) -> Option<String> {
     let metadata = path.metadata().ok()?;
     Some(format!("{} {}.{:09}", metadata.len(), metadata.mtime(), metadata.mtime_nsec()))
@@ -205,10 +251,8 @@ impl Manifest {
     fn new(library: String, request: String, built: &Built, started: SystemTime) -> Self {
         let mut facts = Vec::new();
         for path in &built.files {
-            let changed_meanwhile =
-                path.metadata().and_then(|file| file.modified()).map_or(true, |time| time >= started);
-            // Then nobody knows which state was compiled.
-            let state = if changed_meanwhile { None } else { stamp(path) };
+            // Of one that changed meanwhile nobody knows which state was compiled.
+            let state = if is_changed_since(path, started) { None } else { contents(path) };
             facts.push(["file".into(), path.display().to_string(), state.unwrap_or_default()]);
         }
         for program in &built.programs {
@@ -222,7 +266,7 @@ impl Manifest {
 
     fn holds(&self) -> bool {
         self.facts.iter().all(|[kind, name, state]| match kind.as_str() {
-            "file" => stamp(Path::new(name)).as_ref() == Some(state),
+            "file" => contents(Path::new(name)).as_ref() == Some(state),
             "program" => identity(name).as_ref() == Some(state),
             "variable" => format!("{:?}", Facts::variable(name)) == *state,
             _ => false,
@@ -243,5 +287,45 @@ impl Manifest {
             facts.push([kind, fields.next()?, fields.next()?]);
         }
         Some(Manifest { library, request, facts })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_whose_folder_was_deleted_is_taken_anew() {
+        let root = tempfile::tempdir().unwrap();
+        let entry = Entry::new(root.path(), "deleted", String::new());
+        let before = entry.lock().unwrap();
+        std::fs::remove_dir_all(&entry.folder).unwrap();
+        let _held = entry.lock_alone(before).unwrap();
+        assert!(entry.lock().unwrap().try_lock().is_err(), "the next one waits");
+    }
+
+    #[test]
+    fn a_header_saved_during_the_build_is_compiled_again() {
+        let root = tempfile::tempdir().unwrap();
+        let entry = Entry::new(root.path(), "saved", String::new());
+        let header = root.path().join("a.h");
+        std::fs::write(&header, "1").unwrap();
+        let build = |saves: bool| {
+            let built = entry.library(|_, scratch| {
+                // File systems count time in steps.
+                std::thread::sleep(std::time::Duration::from_millis(20));
+                if saves {
+                    std::fs::write(&header, "2").unwrap();
+                }
+                let library = scratch.join("library");
+                std::fs::write(&library, "").unwrap();
+                let (programs, variables) = (Vec::new(), BTreeMap::new());
+                Ok(Built { library, files: vec![header.clone()], programs, variables })
+            });
+            drop(built.unwrap());
+            entry.current().is_some()
+        };
+        assert!(!build(true), "nobody knows which text was compiled");
+        assert!(build(false));
     }
 }

@@ -14,6 +14,7 @@ const VARIABLES: &[&str] = &[
     "CUDA_PATH",
     "TORCH_CUDA_ARCH_LIST",
     "TCH_EXTENSION_CUDA",
+    "LIBTORCH",
     "LIBTORCH_INCLUDE",
     "LIBTORCH_CXX11_ABI",
     // The compilers' own.

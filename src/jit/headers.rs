@@ -29,12 +29,15 @@ headers! {
     "pybind/signature.h",
     "pybind/unsupported.h",
     "python/Python.h",
+    "python/pybind11/cast.h",
     "python/pybind11/complex.h",
     "python/pybind11/eigen.h",
     "python/pybind11/embed.h",
     "python/pybind11/functional.h",
     "python/pybind11/numpy.h",
+    "python/pybind11/operators.h",
     "python/pybind11/pybind11.h",
+    "python/pybind11/pytypes.h",
     "python/pybind11/stl.h",
     "python/torch/csrc/utils/pybind.h",
     "python/torch/extension.h",
@@ -59,10 +62,12 @@ pub(super) fn install(cache: &Path) -> std::io::Result<Vec<PathBuf>> {
             }
         }
     }
+    cache::check_owner(&folder, cache)?;
     Ok(vec![folder.join("tch_extension/python"), folder])
 }
 
 fn write(folder: &Path) -> std::io::Result<()> {
+    cache::create(folder)?;
     for (path, text) in HEADERS {
         let path = folder.join("tch_extension").join(path);
         std::fs::create_dir_all(path.parent().unwrap_or(folder))?;

@@ -75,19 +75,25 @@ impl Sources {
     }
 
     fn cuda_text(&self) -> Option<String> {
-        (!self.cuda.is_empty()).then(|| self.cuda.join("\n"))
+        (!self.cuda.is_empty()).then(|| joined(&self.cuda))
     }
 
     /// The texts, and the module of the functions that are asked for.
     fn with_module(&self, texts: &[String]) -> String {
         if self.functions.is_empty() {
-            return texts.join("\n");
+            return joined(texts);
         }
         let lines: String =
             self.functions.iter().map(|name| format!("  m.def(\"{name}\", &{name});\n")).collect();
         format!(
             "#include <torch/extension.h>\n{}\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{\n{lines}}}\n",
-            texts.join("\n")
+            joined(texts)
         )
     }
+}
+
+/// One unit of all texts. A byte order mark, which editors put before a file, is an error anywhere else.
+fn joined(texts: &[String]) -> String {
+    let texts: Vec<_> = texts.iter().map(|text| text.trim_start_matches('\u{feff}')).collect();
+    texts.join("\n")
 }

@@ -183,7 +183,13 @@ const MOST_LINES: usize = 60;
 
 /// The message, cut, and with a way out where it names none.
 fn readable(text: &str) -> String {
-    let lines: Vec<_> = text.lines().collect();
+    let mut lines: Vec<_> = text.lines().collect();
+    if lines.len() > MOST_LINES {
+        // Warnings must not crowd out that for which it failed. The line before says in which function.
+        let says = |line: &&str| line.contains("error:") || line.contains("undefined reference");
+        let first = lines.iter().position(says).unwrap_or(0);
+        lines.drain(..first.saturating_sub(1));
+    }
     let mut message = lines[..lines.len().min(MOST_LINES)].join("\n");
     if lines.len() > MOST_LINES {
         message += &format!("\n… and {} more lines", lines.len() - MOST_LINES);
@@ -202,7 +208,7 @@ impl Object {
     pub fn dependencies(&self) -> Vec<PathBuf> {
         let Ok(text) = std::fs::read_to_string(self.path.with_extension("d")) else { return Vec::new() };
         let Some((_, list)) = text.split_once(": ") else { return Vec::new() };
-        let list = list.replace("\\\n", " ").replace("\\ ", "\0");
+        let list = list.replace("\\\n", " ").replace("\\ ", "\0").replace("\\#", "#").replace("$$", "$");
         list.split_whitespace().map(|path| PathBuf::from(path.replace('\0', " "))).collect()
     }
 }
@@ -329,10 +335,24 @@ mod tests {
     fn a_long_message_is_cut_and_a_known_one_explained() {
         let long = readable(&"error\n".repeat(1000));
         assert!(long.lines().count() < 100 && long.contains("and 940 more lines"), "{long}");
+        let crowded =
+            format!("{}a.cpp: In function 'f':\na.cpp:9:9: error: no\n", "warning: unused\n".repeat(1000));
+        let crowded = readable(&crowded);
+        assert!(crowded.starts_with("a.cpp: In function 'f':\na.cpp:9:9: error: no"), "{crowded}");
         let too_new =
             readable("#error -- unsupported GNU version! gcc versions later than 15 are not supported!");
         assert!(too_new.contains("set NVCC_CCBIN"), "{too_new}");
         assert_eq!(readable("a.cpp:1:2: error: no"), "a.cpp:1:2: error: no");
+    }
+
+    #[test]
+    fn dependencies_have_the_names_that_the_files_have() {
+        let folder = scratch("escaped");
+        let path = folder.join("a.o");
+        std::fs::write(path.with_extension("d"), "a.o: /x\\ y/a.cpp \\\n /x\\#y/b.h /x$$y/c.h\n").unwrap();
+        let object = Object { path, source: "/x y/a.cpp".into() };
+        assert_eq!(object.dependencies(), ["/x y/a.cpp", "/x#y/b.h", "/x$y/c.h"].map(PathBuf::from));
+        std::fs::remove_dir_all(folder).unwrap();
     }
 
     #[test]

@@ -108,3 +108,50 @@ fn the_library_finds_libtorch_by_itself() {
     let folder = &libtorch[libtorch.find('/').unwrap()..];
     assert!(text.contains(folder), "{folder} should be its rpath");
 }
+
+#[test]
+fn contents_count_and_times_do_not() {
+    let folder = scratch();
+    // With what make's syntax, which compilers list headers in, writes in its own way.
+    let sources = folder.path().join("a #$ b");
+    std::fs::create_dir(&sources).unwrap();
+    let source = sources.join("timed.cpp");
+    std::fs::write(&source, "#include \"timed.h\"\nextern \"C\" int value() { return VALUE; }").unwrap();
+    let header = |value: i32, seconds: u64| {
+        let path = sources.join("timed.h");
+        std::fs::write(&path, format!("#define VALUE {value}\n")).unwrap();
+        let time = std::time::UNIX_EPOCH + Duration::from_secs(seconds);
+        std::fs::File::options().write(true).open(path).unwrap().set_modified(time).unwrap();
+    };
+    let cache = folder.path().join("cache");
+    let load = || {
+        let module = Extension::new("timed").source(&source).cache(&cache).load().unwrap();
+        (number(&module, "value").unwrap(), builds(&cache))
+    };
+    let (past, future) = (1_000_000_000, 10_000_000_000);
+    header(1, future);
+    assert_eq!([load(), load()], [(1, 1); 2], "a file from the future is not always new");
+    header(1, past);
+    assert_eq!(load(), (1, 1), "the same contents are the same source");
+    header(2, past);
+    assert_eq!(load(), (2, 2), "size and time say nothing of contents");
+}
+
+#[test]
+fn a_folder_that_others_may_write_is_not_trusted() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = scratch();
+    let load = || Extension::new("distrust").cpp("not C++").cache(folder.path()).load();
+    assert_says(&message(load()), &["does not compile"]);
+    for prefix in ["distrust-", "include-"] {
+        let mut entries = std::fs::read_dir(folder.path()).unwrap().flatten().map(|entry| entry.path());
+        let name = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().starts_with(prefix);
+        let path = entries.find(name).unwrap();
+        let mode =
+            |mode: u32| std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        mode(0o777);
+        assert_says(&message(load()), &["distrust", prefix, "others may write", "TCH_EXTENSION_CACHE"]);
+        mode(0o700);
+    }
+    assert_says(&message(load()), &["does not compile"]);
+}

@@ -138,6 +138,24 @@ fn names_and_defaults() {
 }
 
 #[test]
+fn defaults_that_no_schema_has() {
+    let hidden = module().operator("hidden").unwrap();
+    assert_says(
+        hidden.schema(),
+        &["Tensor tensor, Tensor? bias=None, Tensor? scale=None, float? limit=None"],
+    );
+    assert_eq!(hidden.call::<Tensor>(args![&ones()]).unwrap(), ones() * 3);
+    assert_eq!(hidden.call::<Tensor>(args![&ones(), limit = 2.0]).unwrap(), ones() * 2);
+    // One that an argument without a default follows; Python can use it by naming that.
+    let first = module().operator("default_first").unwrap();
+    assert_says(first.schema(), &["(int a, int b, int c=1)"]);
+    assert_eq!(first.call::<i64>(args![7_i64, 2_i64]).unwrap(), 4);
+    let unnamed = module().operator("unnamed").unwrap();
+    assert_says(unnamed.schema(), &["(Tensor arg0, int arg1=2)"]);
+    assert_eq!(call::<String>("literal", args![]).unwrap(), "abc");
+}
+
+#[test]
 fn guards_run_around_the_call() {
     for _ in 0..2 {
         assert_eq!(call::<i64>("depth", args![]).unwrap(), 1, "the guard of the last call is gone");

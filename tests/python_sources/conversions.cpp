@@ -1,9 +1,16 @@
 // Every kind of function that PYBIND11_MODULE takes here: what comes in must come out.
+#include <pybind11/cast.h>
+#include <pybind11/eigen.h>
+#include <pybind11/functional.h>
+#include <pybind11/numpy.h>
+#include <pybind11/operators.h>
 #include <pybind11/pybind11.h>
+#include <pybind11/pytypes.h>
 #include <pybind11/stl.h>
 #include <torch/extension.h>
 
 #include <array>
+#include <cmath>
 #include <complex>
 #include <string>
 #include <tuple>
@@ -43,6 +50,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace pybind11::literals;
   m.doc() = "conversions";
   m.attr("__version__") = "1.0";
+  m.attr("constant") = py::int_(3);
+  m.attr("dev") = py::str("text");
 
   m.def("int32", [](int value) { return value; });
   m.def("uint32", [](unsigned value) { return value; });
@@ -110,6 +119,23 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("mode") = "mean", py::arg("maybe") = py::none(), py::kw_only(),
       py::arg("kind") = torch::kDouble, py::arg("dims") = std::vector<int64_t>{0, 1},
       py::arg("flag").noconvert() = true);
+
+  // A schema can have no tensor and no NaN for a default.
+  m.def(
+      "hidden",
+      [](torch::Tensor tensor, torch::Tensor bias, torch::Tensor scale, double limit) {
+        TORCH_CHECK(!bias.defined());
+        return std::isnan(limit) ? tensor * scale : tensor * limit;
+      },
+      py::arg("tensor"), py::arg("bias") = torch::Tensor(), py::arg("scale") = torch::full({}, 3),
+      py::arg("limit") = std::nan(""));
+  m.def(
+      "default_first", [](int a, int b, int c) { return a - b - c; }, py::arg("a") = 5, py::arg("b"),
+      py::arg("c") = 1);
+  m.def(
+      "unnamed", [](torch::Tensor, int second) { return second; }, py::doc("d"), py::arg().none(),
+      py::arg() = 2, py::keep_alive<0, 1>());
+  m.def("literal", []() -> const char* { return "abc"; });
 
   m.def("fails", [](torch::Tensor tensor) {
     TORCH_CHECK(tensor.dim() == 2, "expected 2 dimensions, got ", tensor.dim());

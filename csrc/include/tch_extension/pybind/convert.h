@@ -238,6 +238,9 @@ template <typename T>
 c10::IValue give(const Value<T>& value) {
   if constexpr (std::is_same_v<Held<T>, Value<T>>) {
     return c10::IValue(Converter<Value<T>>::box(value));
+  } else if constexpr (std::is_same_v<Value<T>, const char*>) {
+    TORCH_CHECK(value != nullptr, "a result is a null const char*");
+    return c10::IValue(std::string(value));
   } else {
     return c10::IValue(Converter<Held<T>>::box(Held<T>(value.begin(), value.end())));
   }

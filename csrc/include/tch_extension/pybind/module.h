@@ -55,16 +55,12 @@ class Registrar {
     TORCH_CHECK(is_identifier(name), "m.def: `", name,
                 "` cannot be an operator's name; write letters, digits and _");
     const auto arguments = Description<Args...>::of(extra...);
-    std::vector<std::string> names;
-    for (const auto& argument : arguments) {
-      names.push_back(argument.name);
-    }
     // Overloads have names in the dispatcher: the first has none, and others count from 2.
     const size_t nth = ++overloads_[name];
     const std::string full = nth == 1 ? name : name + ".overload" + std::to_string(nth);
     using Guard = typename Guards<Extra...>::Type;
     using Function = Kernel<F, Guard, R, Args...>;
-    auto kernel = std::make_unique<Function>(std::move(function), name_ + "::" + name, std::move(names));
+    auto kernel = std::make_unique<Function>(std::move(function), name_ + "::" + name, arguments);
     // Composed of other operators as far as autograd is concerned, which differentiates it as under Python.
     library().def(Schema<R, Args...>::make(full, arguments));
     library().impl(full.c_str(),

@@ -74,8 +74,8 @@ struct Results<std::pair<First, Second>> : Results<std::tuple<First, Second>> {}
 template <typename F, typename Guard, typename R, typename... Args>
 class Kernel final : public c10::OperatorKernel {
  public:
-  Kernel(F function, std::string op, std::vector<std::string> names)
-      : function_(std::move(function)), op_(std::move(op)), names_(std::move(names)) {}
+  Kernel(F function, std::string op, std::array<Described, sizeof...(Args)> described)
+      : function_(std::move(function)), op_(std::move(op)), described_(std::move(described)) {}
 
   void operator()(const c10::OperatorHandle&, c10::DispatchKeySet, torch::jit::Stack* stack) {
     call(*stack, std::index_sequence_for<Args...>());
@@ -86,7 +86,8 @@ class Kernel final : public c10::OperatorKernel {
   void call(torch::jit::Stack& stack, std::index_sequence<I...>) {
     constexpr size_t count = sizeof...(Args);
     // Braces: the arguments are taken in their order.
-    std::tuple<Held<Args>...> held{take<Args>(torch::jit::peek(stack, I, count), Place{op_, names_[I]})...};
+    std::tuple<Held<Args>...> held{take<Args>(given(torch::jit::peek(stack, I, count), described_[I]),
+                                              Place{op_, described_[I].name})...};
     torch::jit::drop(stack, count);
     [[maybe_unused]] Guard guard;
     if constexpr (std::is_void_v<R>) {
@@ -97,9 +98,13 @@ class Kernel final : public c10::OperatorKernel {
     }
   }
 
+  static const c10::IValue& given(const c10::IValue& value, const Described& described) {
+    return described.hidden && value.isNone() ? *described.fallback : value;
+  }
+
   F function_;
   std::string op_;
-  std::vector<std::string> names_;
+  std::array<Described, sizeof...(Args)> described_;
 };
 
 template <typename R, typename... Args>
@@ -110,9 +115,12 @@ struct Schema {
     std::string text;
     size_t mutables = 0;
     size_t index = 0;
-    ((text += (text.empty() ? "" : ", ") + (is_mutable<Args> ? alias(mutables++) : type_name<Args>()) +
-              " arg" + std::to_string(index++)),
-     ...);
+    [[maybe_unused]] const auto add = [&](const std::string& type) {
+      text += (text.empty() ? "" : ", ") + type;
+      text += described[index].hidden && type.back() != '?' ? "? arg" : " arg";
+      text += std::to_string(index++);
+    };
+    (add(is_mutable<Args> ? alias(mutables++) : type_name<Args>()), ...);
     using Result = std::conditional_t<is_mutable<R> || std::is_void_v<R>, R, Value<R>>;
     text = name + "(" + text + ") -> " + Results<Result>::type(mutables > 0);
     auto schema = torch::schema(text.c_str());
@@ -120,7 +128,8 @@ struct Schema {
     for (size_t i = 0; i < sizeof...(Args); ++i) {
       const auto& parsed = schema.arguments()[i];
       const auto& wanted = described[i];
-      arguments.emplace_back(wanted.name, parsed.type(), parsed.real_type(), parsed.N(), wanted.fallback,
+      arguments.emplace_back(wanted.name, parsed.type(), parsed.real_type(), parsed.N(),
+                             wanted.hidden ? std::optional(c10::IValue()) : wanted.fallback,
                              wanted.keyword_only,
                              parsed.alias_info() ? std::optional(*parsed.alias_info()) : std::nullopt);
     }

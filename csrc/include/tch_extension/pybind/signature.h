@@ -4,6 +4,7 @@
 #include <tch_extension/pybind/convert.h>
 
 #include <cstdint>
+#include <exception>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -22,7 +23,7 @@ struct arg_v;
 
 // An argument's name.
 struct arg {
-  constexpr explicit arg(const char* name) : name(name) {}
+  constexpr explicit arg(const char* name = nullptr) : name(name) {}
   template <typename T>
   arg_v<std::decay_t<T>> operator=(T&& value) const;
   arg& noconvert(bool = true) { return *this; }
@@ -61,6 +62,23 @@ struct call_guard {
   using Type = std::tuple<Guards...>;
 };
 
+// About Python's side of a function, which is not there: read over.
+struct doc {
+  explicit doc(const char*) {}
+};
+struct name {
+  explicit name(const char*) {}
+};
+template <size_t Nurse, size_t Patient>
+struct keep_alive {};
+class options {
+ public:
+  options& disable_function_signatures() { return *this; }
+  options& enable_function_signatures() { return *this; }
+  options& disable_user_defined_docstrings() { return *this; }
+  options& enable_user_defined_docstrings() { return *this; }
+};
+
 // There is no interpreter, and so no lock of it.
 struct gil_scoped_release {
   gil_scoped_release() {}
@@ -96,7 +114,19 @@ struct Described {
   std::string name;
   bool keyword_only = false;
   std::optional<c10::IValue> fallback;
+  // The schema cannot hold it: there the default is None, and the kernel puts `fallback` in its place.
+  bool hidden = false;
 };
+
+// libtorch finds a schema again by comparing it, when it deregisters the operator. With a default that does
+// not equal itself (NaN) or cannot be compared (a tensor) it would abort the process.
+inline bool is_comparable(const c10::IValue& value) {
+  try {
+    return !value.isTensor() && !value.isTensorList() && value == value;
+  } catch (const std::exception&) {
+    return false;
+  }
+}
 
 template <typename T>
 struct IsArg : std::is_base_of<pybind11::arg, T> {};
@@ -137,6 +167,7 @@ class Description {
       description.arguments_[i].name = "arg" + std::to_string(i);
     }
     description.add_all<Extra...>(std::index_sequence_for<Extra...>(), extra...);
+    description.drop_unusable();
     return description.arguments_;
   }
 
@@ -148,7 +179,9 @@ class Description {
 
   template <size_t I>
   void add(const pybind11::arg& arg) {
-    arguments_[I].name = arg.name;
+    if (arg.name != nullptr) {
+      arguments_[I].name = arg.name;
+    }
     arguments_[I].keyword_only = keyword_only_;
   }
   template <size_t I, typename T>
@@ -162,6 +195,7 @@ class Description {
           std::is_constructible_v<Parameter, const T&>,
           "tch_extension: m.def: the default in py::arg(...) = does not convert to the argument's type");
       arguments_[I].fallback = c10::IValue(boxed<Parameter>(arg.value));
+      arguments_[I].hidden = !is_comparable(*arguments_[I].fallback);
     }
   }
   template <size_t I>
@@ -180,6 +214,23 @@ class Description {
   // Docs, policies, guards: nothing about an argument.
   template <size_t I, typename T, typename = std::enable_if_t<!IsArg<T>::value>>
   void add(const T&) {}
+
+  // A default that is followed by an argument without one: Python could use it by naming what follows, a
+  // schema must not have it.
+  void drop_unusable() {
+    bool required = false;
+    for (size_t i = sizeof...(Parameters); i-- > 0;) {
+      auto& argument = arguments_[i];
+      if (argument.keyword_only) {
+        continue;
+      }
+      required = required || !argument.fallback;
+      if (required) {
+        argument.fallback.reset();
+        argument.hidden = false;
+      }
+    }
+  }
 
   std::array<Described, sizeof...(Parameters)> arguments_;
   bool keyword_only_ = false;

@@ -55,11 +55,7 @@ TCH_EXTENSION_NO_OBJECT(dict);
 TCH_EXTENSION_NO_OBJECT(list);
 TCH_EXTENSION_NO_OBJECT(tuple);
 TCH_EXTENSION_NO_OBJECT(set);
-TCH_EXTENSION_NO_OBJECT(str);
 TCH_EXTENSION_NO_OBJECT(bytes);
-TCH_EXTENSION_NO_OBJECT(int_);
-TCH_EXTENSION_NO_OBJECT(float_);
-TCH_EXTENSION_NO_OBJECT(bool_);
 TCH_EXTENSION_NO_OBJECT(function);
 TCH_EXTENSION_NO_OBJECT(args);
 TCH_EXTENSION_NO_OBJECT(kwargs);
@@ -67,6 +63,18 @@ TCH_EXTENSION_NO_OBJECT(buffer);
 TCH_EXTENSION_NO_OBJECT(capsule);
 TCH_EXTENSION_NO_OBJECT(array);
 #undef TCH_EXTENSION_NO_OBJECT
+
+// What modules set their attributes to, which nobody reads here. No function can take or return one.
+#define TCH_EXTENSION_CONSTANT(name) \
+  struct name {                      \
+    template <typename T>            \
+    explicit name(const T&) {}       \
+  }
+TCH_EXTENSION_CONSTANT(str);
+TCH_EXTENSION_CONSTANT(int_);
+TCH_EXTENSION_CONSTANT(float_);
+TCH_EXTENSION_CONSTANT(bool_);
+#undef TCH_EXTENSION_CONSTANT
 
 // Exceptions that become Python's by type; here they are their message.
 struct builtin_exception : std::runtime_error {

@@ -1,5 +1,5 @@
-// Stands for pybind11's header of this name, which cannot work without an interpreter.
+// Stands for pybind11's header of this name, which many include and never use: a type that no operator can
+// take is refused where it is used.
 #pragma once
 
-#error \
-    "tch_extension: pybind11/eigen.h needs Python, and there is none here; operators take and return tensors"
+#include <pybind11/pybind11.h>
