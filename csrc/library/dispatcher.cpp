@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <memory>
+#include <mutex>
 #include <sstream>
 #include <utility>
 
+#include "loader.h"
 #include "tch_extension/c_abi.h"
 #include "value.h"
 
@@ -100,10 +102,6 @@ class WrittenTensors {
   };
 
   const std::vector<Written>& all() const { return tensors_; }
-  bool contains(const at::Tensor& tensor) const {
-    return std::any_of(tensors_.begin(), tensors_.end(),
-                       [&](const auto& written) { return written.tensor.is_same(tensor); });
-  }
 
  private:
   std::vector<Written> tensors_;
@@ -114,7 +112,9 @@ bool is_differentiable_kind(const at::Tensor& tensor) {
 }
 
 // Whether a composite operator lost the graph: it made or changed floating tensors, and none is part of one.
-bool lost_the_graph(const std::vector<IValue>& results, const WrittenTensors& written) {
+// What was `given` and comes back as it is says nothing.
+bool lost_the_graph(const std::vector<IValue>& results, const std::vector<at::Tensor>& given,
+                    const WrittenTensors& written) {
   bool any = false, in_graph = false;
   for (const auto& one : written.all()) {
     any |= is_differentiable_kind(one.tensor);
@@ -123,7 +123,8 @@ bool lost_the_graph(const std::vector<IValue>& results, const WrittenTensors& wr
   }
   for (const IValue& result : results) {
     for_each_tensor(result, [&](const at::Tensor& tensor) {
-      if (written.contains(tensor)) return;
+      const auto is_it = [&](const at::Tensor& one) { return one.is_same(tensor); };
+      if (std::any_of(given.begin(), given.end(), is_it)) return;
       any |= is_differentiable_kind(tensor);
       in_graph |= tensor.requires_grad();
     });
@@ -166,9 +167,16 @@ void run(const Operator& op, const Value* values, size_t len, bool checks_autogr
     error = {2, -1};
     throw std::runtime_error("it has no autograd kernel");
   }
+  const bool may_lose_graph = autograd == Autograd::kComposite && !op.is_libtorchs;
+  std::vector<at::Tensor> given;
+  if (may_lose_graph) {
+    for (const IValue& value : stack) {
+      for_each_tensor(value, [&](const at::Tensor& tensor) { given.push_back(tensor); });
+    }
+  }
   const WrittenTensors written(op, stack);
   op.handle.callBoxed(stack);
-  if (autograd == Autograd::kComposite && !op.is_libtorchs && lost_the_graph(stack, written)) {
+  if (may_lose_graph && lost_the_graph(stack, given, written)) {
     error = {3, -1};
     throw std::runtime_error("its results are not part of the graph");
   }
@@ -206,7 +214,10 @@ using namespace tch_extension;
 TCH_EXTENSION_API Message tch_extension_find_operator(const char* name, const char* overload,
                                                       Operator** result) {
   return guard([&] {
-    auto handle = c10::Dispatcher::singleton().findSchema({name, overload});
+    const auto handle = [&] {
+      const std::lock_guard reads(dispatcher_table());
+      return c10::Dispatcher::singleton().findSchema({name, overload});
+    }();
     if (!handle) return;
     Operator made{*handle, {}, false, false};
     const auto& schema = handle->schema();
@@ -235,6 +246,7 @@ TCH_EXTENSION_API Message tch_extension_operator_arguments(const Operator* op, c
 // The names of all operators that have a schema, one a line.
 TCH_EXTENSION_API Message tch_extension_operator_names(char** names) {
   return guard([&] {
+    const std::lock_guard reads(dispatcher_table());
     auto& dispatcher = c10::Dispatcher::singleton();
     std::string text;
     for (const auto& name : dispatcher.getAllOpNames()) {

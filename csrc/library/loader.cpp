@@ -5,10 +5,14 @@
 // which keeps its lock for ever. No symbol tells beforehand what a library registers. So a child, which has
 // the same operators registered, loads it first.
 
+#include "loader.h"
+
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <poll.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -18,6 +22,7 @@
 #include <csignal>
 #include <cstdlib>
 #include <exception>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -25,6 +30,12 @@
 #include "tch_extension/c_abi.h"
 
 namespace tch_extension {
+
+std::mutex& dispatcher_table() {
+  static std::mutex mutex;
+  return mutex;
+}
+
 namespace {
 
 void open_library(const char* path, bool global) {
@@ -57,42 +68,58 @@ class File {
   int descriptor_;
 };
 
-// Where the child says why it fails.
+// Where the child says how it went: an empty message, or why it failed, between two marks, because
+// initialisers may print, too. A child that says nothing has failed: an initialiser may well end it with
+// status 0.
 int words = -1;
+constexpr char kMark = '\0';
 
-[[noreturn]] void fail_in_child(Message message) {
-  // Behind a mark, because initialisers may have printed, too.
-  const std::string text = std::string(1, '\0') + message;
-  _exit(write(words, text.data(), text.size()) < 0 ? 2 : 1);
+[[noreturn]] void end_child(Message message) {
+  const std::string text = kMark + std::string(message == nullptr ? "" : message) + kMark;
+  _exit(write(words, text.data(), text.size()) < 0 || message != nullptr ? 1 : 0);
 }
 
 // The loader's own frames let no exception through.
 [[noreturn]] void terminate_in_child() {
   const auto exception = std::current_exception();
   if (exception == nullptr) std::abort();
-  fail_in_child(guard([&] { std::rethrow_exception(exception); }));
+  end_child(guard([&] { std::rethrow_exception(exception); }));
 }
 
-// The child. Never returns; all it says goes to `out`, and 0 is success.
+// The child. Never returns; all it says goes to `out`.
 [[noreturn]] void rehearse_in_child(int out, const char* const* paths, size_t len) {
+  // It must not outlive a parent that is killed while it hangs.
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
   const rlimit no_core{0, 0};
   setrlimit(RLIMIT_CORE, &no_core);
   for (int signal : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL}) std::signal(signal, SIG_DFL);
   words = out;
   std::set_terminate(terminate_in_child);
+  // Before the handlers of the parent: what they clean up, the parent still needs.
+  std::atexit([] { _exit(3); });
   dup2(out, STDOUT_FILENO);
   dup2(out, STDERR_FILENO);
-  Message message = guard([&] {
+  end_child(guard([&] {
+    // The pool's other threads are not in the child, and a parallel loop of an initialiser's would wait for
+    // them.
+    at::set_num_threads(1);
     for (size_t i = 0; i < len; ++i) open_library(paths[i], i + 1 < len);
-  });
-  if (message != nullptr) fail_in_child(message);
-  _exit(0);
+  }));
 }
 
-// What the child wrote until it closed its end, or false when it did not in time.
+// Where the child's message begins, if all of it is in the text.
+size_t find_message(const std::string& text) {
+  if (text.size() < 2 || text.back() != kMark) return std::string::npos;
+  const size_t mark = text.rfind(kMark, text.size() - 2);
+  return mark == std::string::npos ? mark : mark + 1;
+}
+
+// Reads until the child's message, or until nobody can write any more; a process that an initialiser started
+// may be able to for ever. False when neither came in time.
 bool read_all(int in, std::chrono::milliseconds limit, std::string& text) {
+  constexpr size_t kKept = 1 << 20;
   const auto end = std::chrono::steady_clock::now() + limit;
-  for (;;) {
+  while (find_message(text) == std::string::npos) {
     const auto left =
         std::chrono::duration_cast<std::chrono::milliseconds>(end - std::chrono::steady_clock::now()).count();
     pollfd ready{in, POLLIN, 0};
@@ -103,17 +130,27 @@ bool read_all(int in, std::chrono::milliseconds limit, std::string& text) {
     const ssize_t bytes = read(in, buffer, sizeof buffer);
     if (bytes < 0 && errno == EINTR) continue;
     if (bytes <= 0) return true;
-    if (text.size() < (1 << 20)) text.append(buffer, static_cast<size_t>(bytes));
+    // The end is what counts.
+    if (text.size() > 2 * kKept) text.erase(0, kKept);
+    text.append(buffer, static_cast<size_t>(bytes));
   }
+  return true;
 }
 
 int wait_for(pid_t child) {
   int status = 0;
   while (waitpid(child, &status, 0) < 0) {
-    // Somebody who ignores SIGCHLD has it reaped already; then its words alone must do.
+    // Where SIGCHLD is ignored it is reaped already; then its words alone must do.
     if (errno != EINTR) return -1;
   }
   return status;
+}
+
+// A reader of the dispatcher's table that the child has no thread of would keep every registration waiting
+// there.
+pid_t fork_between_lookups() {
+  const std::lock_guard nobody_reads(dispatcher_table());
+  return fork();
 }
 
 void rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
@@ -122,7 +159,7 @@ void rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
   if (pipe2(ends, O_CLOEXEC) != 0)
     throw std::system_error(errno, std::generic_category(), "it cannot be rehearsed: pipe");
   File in(ends[0]), out(ends[1]);
-  const pid_t child = fork();
+  const pid_t child = fork_between_lookups();
   if (child < 0) throw std::system_error(errno, std::generic_category(), "it cannot be rehearsed: fork");
   if (child == 0) rehearse_in_child(out.get(), paths, len);
   out.close();
@@ -131,10 +168,13 @@ void rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
   if (!in_time) kill(child, SIGKILL);
   const int status = wait_for(child);
   if (!in_time) throw std::runtime_error("its initialisers did not end in time");
-  const auto mark = text.rfind('\0');
-  if (mark != std::string::npos) throw std::runtime_error(text.substr(mark + 1));
-  if (status == 0 || (status == -1 && text.empty())) return;
-  throw std::runtime_error("its initialisers ended the process that tried them: " + text);
+  const size_t begin = find_message(text);
+  const bool has_ended = begin == std::string::npos;
+  const std::string message = has_ended ? text : text.substr(begin, text.size() - begin - 1);
+  if (!has_ended && !message.empty()) throw std::runtime_error(message);
+  if (has_ended || status > 0)
+    throw std::runtime_error("its initialisers ended the process that tried them" +
+                             (message.empty() ? message : ": " + message));
 }
 
 }  // namespace

@@ -2,8 +2,10 @@
 
 #include <ATen/core/List.h>
 
+#include <algorithm>
 #include <limits>
 #include <sstream>
+#include <string_view>
 
 namespace tch_extension {
 namespace {
@@ -11,6 +13,17 @@ namespace {
 using c10::IValue;
 using c10::TypeKind;
 using c10::TypePtr;
+
+// On one line, and not all of a long one.
+std::string describe_text(std::string_view whole) {
+  constexpr size_t kLongest = 60;
+  size_t len = std::min(whole.size(), kLongest);
+  // Not in the middle of a character.
+  while (len < whole.size() && len > 0 && (whole[len] & 0xC0) == 0x80) --len;
+  std::string text(whole.substr(0, len));
+  std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c < ' '; }, ' ');
+  return "the str '" + text + (len < whole.size() ? "…'" : "'");
+}
 
 // For a message.
 std::string describe(const Value& value) {
@@ -30,8 +43,7 @@ std::string describe(const Value& value) {
     case Tag::kBool:
       return value.integer != 0 ? "the bool true" : "the bool false";
     case Tag::kString:
-      text << "the str '" << std::string(static_cast<const char*>(value.data), value.len) << "'";
-      break;
+      return describe_text({static_cast<const char*>(value.data), value.len});
     case Tag::kDevice:
       return "a Device";
     case Tag::kScalarType:

@@ -324,8 +324,10 @@ unsafe fn read(value: &RawValue) -> Result<Output> {
             Tag::Float => Output::Float(payload.real),
             Tag::Bool => Output::Bool(payload.integer != 0),
             Tag::String => {
-                let bytes = slice::<u8>(payload.data, len);
-                Output::String(String::from_utf8_lossy(bytes).into_owned())
+                let text = std::str::from_utf8(slice::<u8>(payload.data, len));
+                let text =
+                    text.map_err(|error| Error::msg(format!("it returned a str that is no text: {error}")));
+                Output::String(text?.to_string())
             }
             Tag::Device => Output::Device(device_of((len, payload.integer))?),
             Tag::ScalarType => {

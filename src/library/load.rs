@@ -35,15 +35,18 @@ struct State {
 /// Device and number of a file.
 type Id = (u64, u64);
 
-/// Initialisers that take longer are taken to hang.
-const REHEARSAL_LIMIT: Duration = Duration::from_secs(30);
+/// Initialisers that take longer than the last are taken to hang. The first tries are short, because a child may hang
+/// for another reason: a lock that a thread of the parent's held when the child was made. The next is made without it.
+const REHEARSAL_LIMITS: [Duration; 3] =
+    [Duration::from_secs(2), Duration::from_secs(5), Duration::from_secs(30)];
 
 impl Library {
     /// Loads a library, or returns the handle if this very file is loaded already.
     ///
     /// A library whose registration libtorch refuses (a namespace that another `TORCH_LIBRARY` has taken, an operator
     /// that exists) would abort the process. So it is first loaded in a forked child process, and what fails there is
-    /// an error here, with nothing loaded. Its initialisers therefore run twice, in two processes.
+    /// an error here, with nothing loaded. Its initialisers therefore run twice, in two processes, and in the child they
+    /// have one thread and no GPU.
     ///
     /// A library that was built for Python (one that links `libtorch_python`) needs a `libpython` of the version that
     /// libtorch was built for; no interpreter is started in this process. It is looked for in `TCH_EXTENSION_LIBPYTHON`, then where
@@ -89,8 +92,8 @@ impl std::fmt::Debug for Library {
 }
 
 fn cannot_load(path: &Path, reason: &str) -> Error {
-    let reason = reason.replace('\n', " ");
-    Error::msg(format!("cannot load the library {}: {}", path.display(), reason.trim_end()))
+    let text = format!("cannot load the library {}: {}", path.display(), reason.trim_end());
+    Error::msg(text.replace('\n', " "))
 }
 
 #[derive(Clone, Copy, PartialEq)]
@@ -104,6 +107,7 @@ static REGISTRY: Mutex<BTreeMap<Id, Library>> = Mutex::new(BTreeMap::new());
 
 fn load(path: &Path, rehearsal: Rehearsal) -> Result<Library, String> {
     let words = |error: std::io::Error| error.to_string();
+    let named = std::path::absolute(path).map_err(words)?;
     let path = path.canonicalize().map_err(words)?;
     let file = File::open(&path).map_err(words)?;
     let metadata = file.metadata().map_err(words)?;
@@ -124,7 +128,8 @@ fn load(path: &Path, rehearsal: Rehearsal) -> Result<Library, String> {
         return Err(format!("another file of this name is loaded; {NEW_NAME}"));
     }
     let before = operators()?;
-    open(&path, rehearsal)?;
+    // By the name that was given: `$ORIGIN` in it is the folder of the link, if it is one.
+    open(&named, rehearsal)?;
     let operators = operators()?.difference(&before).cloned().collect();
     let library = Library(Arc::new(Loaded { path, operators, state, _file: file }));
     registry.insert(id, library.clone());
@@ -157,11 +162,14 @@ fn open(path: &Path, rehearsal: Rehearsal) -> Result<(), String> {
 }
 
 fn rehearse(paths: &[CString]) -> Result<(), String> {
-    match ffi::rehearse(paths, REHEARSAL_LIMIT) {
-        // Another thread may have held a lock of the loader's when the child was made; it has not now.
-        Err(reason) if reason == ffi::TOO_LONG => ffi::rehearse(paths, REHEARSAL_LIMIT),
-        other => other,
+    let mut outcome = Ok(());
+    for limit in REHEARSAL_LIMITS {
+        outcome = ffi::rehearse(paths, limit);
+        if outcome.as_ref().err().is_none_or(|reason| reason != ffi::TOO_LONG) {
+            break;
+        }
     }
+    outcome
 }
 
 /// The last one is the one that is wanted; the others are for it to find its symbols in.

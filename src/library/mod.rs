@@ -37,7 +37,7 @@ pub use crate::args;
 pub use crate::ffi::library::{Layout, MemoryFormat, Output};
 pub use load::Library;
 pub use operator::{Operator, WithBackward};
-pub use output::{FromOutput, FromOutputs};
+pub use output::{FromOutput, FromOutputs, Outputs};
 pub use value::{Args, NONE, Value};
 
 use crate::Result;

@@ -102,7 +102,8 @@ impl Operator {
         T::from_outputs(outputs).map_err(|message| self.inner.schema.error(message))
     }
 
-    /// The same operator, called with grad mode off: whatever its inputs, its results are constants.
+    /// The same operator, called with grad mode off: whatever its inputs, what it computes is a constant. A result that
+    /// *is* an argument, or a view of one, stays in the graph as it was.
     #[must_use]
     pub fn no_grad(&self) -> Operator {
         Operator { inner: Arc::clone(&self.inner), grad: Grad::Off }

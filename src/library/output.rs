@@ -14,13 +14,33 @@ pub trait FromOutput: Sized {
 }
 
 /// What [`Operator::call`](super::Operator::call) can return: `()`, whatever is [`FromOutput`], or a tuple of up to six
-/// such, for an operator with so many results. `Vec<Output>` takes any results.
+/// such, for an operator with so many results. [`Outputs`] takes any results.
 pub trait FromOutputs: Sized {
     /// The results, or what they should have been.
     ///
     /// # Errors
     /// When they are something else.
     fn from_outputs(outputs: Vec<Output>) -> Result<Self, String>;
+}
+
+/// All results of a call, however many and of whatever types they are.
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_extension::{args, library::{Operator, Output, Outputs}};
+///
+/// let topk = Operator::find("aten::topk")?;
+/// let Outputs(results) = topk.call(args![&Tensor::from_slice(&[1, 7, 5]), 2])?;
+/// assert!(matches!(&results[..], [Output::Tensor(_), Output::Tensor(_)]));
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Outputs(pub Vec<Output>);
+
+impl FromOutputs for Outputs {
+    fn from_outputs(outputs: Vec<Output>) -> Result<Self, String> {
+        Ok(Outputs(outputs))
+    }
 }
 
 macro_rules! from_output {

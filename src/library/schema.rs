@@ -60,6 +60,8 @@ impl Schema {
     }
 
     pub fn error(&self, message: impl std::fmt::Display) -> Error {
+        // Of an operator's own, too, which may have any number of lines.
+        let message = message.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
         Error::Torch(format!("{}: {message}; the schema is {}", self.name, self.text))
     }
 }

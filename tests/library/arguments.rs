@@ -107,12 +107,16 @@ fn a_wrong_argument_is_named_with_its_type_and_the_schema() {
     let op = operator("numbers");
     let x = doubles(&[1.0]);
     op.call::<String>(numbers_but(0, 1)).unwrap();
+    // Not all of it, on one line, and whole characters.
+    let long = format!("a\n{}", "ü".repeat(100));
+    let expected_of_long = format!("s: expected SymInt, got the str 'a {}…'", "ü".repeat(29));
     for (args, expected) in [
         (numbers_but(0, 0.5), "i: expected int, got the float 0.5"),
         (numbers_but(0, &x), "i: expected int, got a Tensor"),
         (numbers_but(0, true), "i: expected int, got the bool true"),
         (numbers_but(0, NONE), "i: expected int, got None"),
         (numbers_but(1, "x"), "s: expected SymInt, got the str 'x'"),
+        (numbers_but(1, long.as_str()), expected_of_long.as_str()),
         (numbers_but(2, true), "f: expected float, got the bool true"),
         (numbers_but(3, 1), "b: expected bool, got the int 1"),
         (numbers_but(4, "n"), "n: expected Scalar, got the str 'n'"),
@@ -172,6 +176,7 @@ fn what_an_operator_throws_is_an_error() {
     for (how, expected) in [
         (0, "tch_test::fail: how must not be 0; the schema is tch_test::fail(int how) -> ()"),
         (1, "tch_test::fail: a runtime error; the schema is tch_test::fail(int how) -> ()"),
+        (3, "tch_test::fail: on two lines; the schema is tch_test::fail(int how) -> ()"),
         (2, "tch_test::fail: a C++ exception of unknown type; the schema is tch_test::fail(int how) -> ()"),
     ] {
         assert_eq!(message(op.call::<()>(args![how])), expected);

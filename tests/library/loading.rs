@@ -65,6 +65,7 @@ fn what_is_no_library_is_refused() {
     refused(Path::new("/nonexistent/library.so"), "No such file or directory");
     refused(folder(), "it is no file");
     refused(Path::new("a\0b"), "NUL byte");
+    refused(Path::new("two\nlines.so"), "No such file or directory");
     let text = folder().join("text.so");
     std::fs::write(&text, "this is a text, and a rather long one, for a header of a file to fit into it")
         .unwrap();
@@ -122,6 +123,184 @@ fn a_missing_library_that_it_needs_is_named() {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     std::fs::remove_file(&needed).unwrap();
     refused(&target, "libneeded.so: cannot open shared object file");
+}
+
+/// This test again, in a process of its own that ignores SIGCHLD, so that the kernel reaps its children unasked.
+fn alone(test: &str, library: &Path) -> std::process::Command {
+    let mut command = std::process::Command::new("sh");
+    command.args(["-c", "trap '' CHLD; exec \"$0\" --exact \"$1\" --nocapture"]);
+    command.arg(std::env::current_exe().unwrap()).arg(format!("loading::{test}")).env(ALONE, library);
+    command
+}
+
+/// For what takes longer when other tests load libraries meanwhile.
+fn passes_alone(test: &str, library: &Path) {
+    let output = alone(test, library).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout);
+    assert!(said.contains("1 passed"), "{said}{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// The library that a process of [`alone`] loads.
+const ALONE: &str = "TCH_EXTENSION_TEST_ALONE";
+
+#[test]
+fn an_initialiser_that_exits_is_refused_whatever_the_status_says() {
+    if let Some(path) = std::env::var_os(ALONE) {
+        return println!("{:?}", Library::load(path));
+    }
+    let refused = "its initialisers ended the process that tried them";
+    for (name, code, expected) in [
+        ("exits.so", "_exit(0);", refused),
+        ("killed.so", "raise(SIGKILL);", refused),
+        ("prints.so", "puts(\"hello\"); fflush(stdout);", "Ok(Library"),
+    ] {
+        let text = format!(
+            "#include <csignal>\n#include <cstdio>\n#include <unistd.h>\nstruct A {{ A() {{ {code} }} }} a;"
+        );
+        let path = compile_text(&text, name);
+        let test = "an_initialiser_that_exits_is_refused_whatever_the_status_says";
+        let output = alone(test, &path).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        // If it ended this process, too, even with 0, there would be no last line.
+        assert!(said.contains(expected) && said.contains("1 passed"), "{name}: {said}");
+    }
+}
+
+#[test]
+fn a_trial_runs_no_exit_handlers_of_the_process() {
+    let file = folder().join("handled");
+    let registers = format!(
+        "#include <cstdio>\n#include <cstdlib>\nvoid handler() {{ fclose(fopen({file:?}, \"w\")); }}\n\
+         struct A {{ A() {{ atexit(handler); }} }} a;"
+    );
+    Library::load(compile_text(&registers, "registers.so")).unwrap();
+    let exits = "#include <cstdlib>\nstruct A { A() { exit(3); } } a;";
+    refused(&compile_text(exits, "exits_3.so"), "its initialisers ended the process that tried them");
+    assert!(!file.exists());
+}
+
+#[test]
+fn a_trial_does_not_wait_for_processes_that_initialisers_start() {
+    let starts = "#include <unistd.h>\nstruct A { A() { if (fork() == 0) { sleep(60); _exit(0); } } } a;";
+    let path = compile_text(starts, "starts.so");
+    let start = std::time::Instant::now();
+    Library::load(path).unwrap();
+    assert!(start.elapsed().as_secs() < 20, "{:?}", start.elapsed());
+}
+
+#[test]
+fn a_trial_ends_with_the_process_that_made_it() {
+    if let Some(path) = std::env::var_os(ALONE) {
+        return drop(Library::load(path));
+    }
+    let file = folder().join("pid");
+    let hangs = format!(
+        "#include <cstdio>\n#include <unistd.h>\nstruct A {{ A() {{ FILE* f = fopen({file:?}, \"w\"); \
+         fprintf(f, \"%d.\", getpid()); fclose(f); for (;;) pause(); }} }} a;"
+    );
+    let path = compile_text(&hangs, "hangs.so");
+    let mut parent = alone("a_trial_ends_with_the_process_that_made_it", &path).spawn().unwrap();
+    let soon = |condition: &dyn Fn() -> bool| {
+        let start = std::time::Instant::now();
+        while !condition() {
+            assert!(start.elapsed().as_secs() < 60);
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+    };
+    soon(&|| std::fs::read_to_string(&file).is_ok_and(|text| text.ends_with('.')));
+    parent.kill().unwrap();
+    parent.wait().unwrap();
+    // Of this pid, because a second trial may have begun.
+    let pid = std::fs::read_to_string(&file).unwrap();
+    let state = format!("/proc/{}/stat", pid.trim_end_matches('.'));
+    soon(&|| std::fs::read_to_string(&state).map_or(true, |text| text.contains(") Z ")));
+}
+
+/// OpenMP's threads are not in the child, which would wait for them for ever.
+#[test]
+fn initialisers_may_compute_in_parallel() {
+    let Some(path) = std::env::var_os(ALONE) else {
+        let computes = "#include <ATen/ops/ones.h>\nstatic at::Tensor x = at::ones({1000, 1000}).exp();";
+        let path = compile_text(computes, "computes.so");
+        return passes_alone("initialisers_may_compute_in_parallel", &path);
+    };
+    let x = Tensor::rand([1000, 1000], (Kind::Float, Device::Cpu));
+    let _ = x.exp().sum(Kind::Float).double_value(&[]);
+    let start = std::time::Instant::now();
+    Library::load(path).unwrap();
+    assert!(start.elapsed().as_secs_f64() < 1.9, "{:?}", start.elapsed());
+    assert!(tch::get_num_threads() > 1 || std::thread::available_parallelism().unwrap().get() == 1);
+}
+
+/// A thread that looks up an operator when the child is made would keep the child's registrations waiting.
+#[test]
+fn libraries_load_while_other_threads_find_operators() {
+    // Eight bytes, which a compiler keeps together.
+    const PLACE: &[u8] = b"tchnsXXX";
+    let Some(path) = std::env::var_os(ALONE) else {
+        let source = "#include <torch/library.h>\nTORCH_LIBRARY(tchnsXXX, m) { m.def(\"f(int x) -> int\"); }";
+        let path = compile_text(source, "template.so");
+        return passes_alone("libraries_load_while_other_threads_find_operators", &path);
+    };
+    let template = std::fs::read(path).unwrap();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    let (mut slowest, mut outcomes) = (std::time::Duration::ZERO, Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    Operator::find("aten::mm").unwrap();
+                }
+            });
+        }
+        for number in 0..100 {
+            let name = format!("tchns{number:03}");
+            let mut bytes = template.clone();
+            for place in 0..bytes.len() - PLACE.len() {
+                if bytes[place..].starts_with(PLACE) {
+                    bytes[place..place + PLACE.len()].copy_from_slice(name.as_bytes());
+                }
+            }
+            let path = folder().join(format!("{name}.so"));
+            std::fs::write(&path, bytes).unwrap();
+            let start = std::time::Instant::now();
+            outcomes.push((Library::load(path), format!("{name}::f")));
+            slowest = slowest.max(start.elapsed());
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    for (library, operator) in outcomes {
+        assert!(library.unwrap().operators().contains(&operator), "{operator}");
+    }
+    // A first try that hangs takes two seconds.
+    assert!(slowest.as_secs_f64() < 1.9, "{slowest:?}");
+}
+
+/// As package managers lay out their trees: each file a link into a store, what it needs beside the link.
+#[test]
+fn what_a_library_needs_is_looked_for_beside_the_link() {
+    let (store, tree) = (folder().join("store"), folder().join("tree"));
+    std::fs::create_dir_all(&store).unwrap();
+    std::fs::create_dir_all(&tree).unwrap();
+    let needed = compile_text("int beside() { return 1; }", "libbeside.so");
+    let (source, target) = (folder().join("links.cpp"), folder().join("links.so"));
+    std::fs::write(&source, "int beside(); int f() { return beside(); }").unwrap();
+    let status = std::process::Command::new(std::env::var_os("CXX").unwrap_or_else(|| "g++".into()))
+        .args(["-shared", "-fPIC", "-Wl,-rpath,$ORIGIN", "-L"])
+        .arg(folder())
+        .arg(&source)
+        .args(["-l:libbeside.so", "-o"])
+        .arg(&target)
+        .status()
+        .expect("a C++ compiler");
+    assert!(status.success());
+    for (number, file) in [needed, target].iter().enumerate() {
+        let stored = store.join(number.to_string());
+        std::fs::rename(file, &stored).unwrap();
+        std::os::unix::fs::symlink(&stored, tree.join(file.file_name().unwrap())).unwrap();
+    }
+    let library = Library::load(tree.join("links.so")).unwrap();
+    assert!(library.is_same(&Library::load(store.join("1")).unwrap()));
 }
 
 /// With a Python's library where there is one; otherwise the message says how to name one. The parent below runs it

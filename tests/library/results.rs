@@ -32,8 +32,15 @@ fn results_of_another_type_are_an_error() {
     ] {
         assert!(text.contains(expected) && text.contains("the schema is tch_test::"), "{text}");
     }
-    let all: Vec<Output> = vec![operator("thrice").call(args![1]).unwrap()];
+    let Outputs(all) = operator("thrice").call(args![1]).unwrap();
     assert!(matches!(all[..], [Output::Int(3)]));
+    let Outputs(all) = operator("first_results").call(args![&x]).unwrap();
+    assert!(matches!(
+        &all[..],
+        [Output::Tensor(_), Output::List(_), .., Output::Bool(true), Output::String(_)]
+    ));
+    let text = message(operator("no_text").call::<String>(args![]));
+    assert!(text.contains("it returned a str that is no text: invalid utf-8"), "{text}");
 }
 
 #[test]
