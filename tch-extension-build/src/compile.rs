@@ -103,6 +103,9 @@ impl Unit<'_> {
         let libtorch = &self.toolchain.libtorch;
         arguments.push(format!("-std={}", options.standard));
         arguments.push(format!("-D_GLIBCXX_USE_CXX11_ABI={}", libtorch.cxx11_abi));
+        // As libtorch's own: its inline functions have assertions without, and a program's copies take the place of
+        // those in libtorch.
+        arguments.push("-DNDEBUG".to_string());
         if self.toolchain.cuda.is_some() {
             arguments.push("-DTCH_EXTENSION_CUDA=1".to_string());
         }

@@ -126,7 +126,8 @@ impl Extension {
         self
     }
 
-    /// Adds a flag for the C++ compiler, after all others.
+    /// Adds a flag for the C++ compiler, after all others. `NDEBUG` is defined, as in libtorch itself; `-UNDEBUG` brings
+    /// `assert` back, and the assertions in libtorch's headers.
     pub fn flag(mut self, flag: &str) -> Self {
         self.options.cxx_flags.push(flag.to_string());
         self
@@ -440,7 +441,8 @@ mod tests {
     #[test]
     fn a_crate_of_cpp_is_linked_with_libtorch() {
         let script = Script::new("links", false);
-        let source = script.source("a.cpp", "extern \"C\" int a() { return TILE; }\n");
+        let source =
+            script.source("a.cpp", "#ifndef NDEBUG\n#error\n#endif\nextern \"C\" int a() { return TILE; }\n");
         let extension = Extension::new("my_ops").source(source).define("TILE", "64").standard("c++20");
         let (built, lines) = extension.build_in(&script).expect("a library");
         assert!(!built.cuda);
@@ -488,17 +490,18 @@ mod tests {
         let script = script.with("NVCC", &nvcc.display().to_string());
         let source = script.source(
             "a.cpp",
-            "#if !FOR_CXX || FOR_NVCC || !defined(BOTH) || !TCH_EXTENSION_CUDA\n#error\n#endif\n",
+            "#if !FOR_CXX || FOR_NVCC || !defined(BOTH) || !TCH_EXTENSION_CUDA || defined(NDEBUG)\n#error\n#endif\n",
         );
         let cuda = script.source(
             "a.cu",
-            "#if FOR_CXX || !FOR_NVCC || !defined(BOTH) || !TCH_EXTENSION_CUDA\n#error\n#endif\n",
+            "#if FOR_CXX || !FOR_NVCC || !defined(BOTH) || !TCH_EXTENSION_CUDA || !defined(NDEBUG)\n#error\n#endif\n",
         );
         let extension = Extension::new("a")
             .sources([source])
             .cuda_sources([cuda])
             .define("BOTH", None)
             .flag("-DFOR_CXX=1")
+            .flag("-UNDEBUG")
             .nvcc_flag("-DFOR_NVCC=1")
             .archs("9.0a");
         let (built, lines) = extension.build_in(&script).expect("a library");
