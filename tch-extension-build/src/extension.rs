@@ -66,6 +66,14 @@ impl Extension {
         let path = path.into();
         if !path.is_file() {
             self.mistake(|| missing_source(&path));
+        } else if path.extension().is_some_and(|ending| HEADERS.iter().any(|header| ending == *header)) {
+            // g++ would make a precompiled header of it, and call that an object.
+            self.mistake(|| {
+                format!(
+                    "source: {} is a header; sources include it, `include` names its folder",
+                    path.display()
+                )
+            });
         }
         self.sources.push(path);
         self
@@ -212,6 +220,9 @@ impl Extension {
         if let Some(mistake) = &self.mistake {
             bail!("{mistake}");
         }
+        if self.sources.is_empty() {
+            bail!("Extension::new({:?}) has no source; add some with source_dir or source", self.name);
+        }
         for folder in &self.folders {
             env.reads(folder);
         }
@@ -357,6 +368,9 @@ fn collect_sources(folder: &Path, sources: &mut Vec<PathBuf>) {
     }
 }
 
+/// Endings of what is no source.
+const HEADERS: [&str; 6] = ["h", "hh", "hpp", "hxx", "cuh", "inc"];
+
 /// With what lies there instead.
 fn missing_source(path: &Path) -> String {
     let folder = match path.parent() {
@@ -452,6 +466,21 @@ mod tests {
     }
 
     #[test]
+    fn a_source_that_is_named_twice_is_compiled_once() {
+        let script = Script::new("twice", false);
+        let source = script.source("csrc/a.cpp", "int a() { return 1; }\n");
+        let again = script.folder.join("csrc/../csrc/a.cpp");
+        let extension =
+            Extension::new("a").source(source).source(again).source_dir(script.folder.join("csrc"));
+        extension.build_in(&script).expect("a library");
+        assert_eq!(
+            std::fs::read_dir(script.folder.join("out/cpp")).unwrap().count(),
+            3,
+            "a .o, .d and .command"
+        );
+    }
+
+    #[test]
     fn sources_that_register_themselves_are_linked_whole() {
         let script = Script::new("whole", false);
         let source = script.source("a.cpp", "#define TORCH_LIBRARY(x) int x\nTORCH_LIBRARY(a);\n");
@@ -534,6 +563,9 @@ mod tests {
         let source = script.source("a.cpp", "");
         let error = script.refusal(&Extension::new("a").source(&source).standard("c++14"));
         assert_says(&error, &["c++14", "c++17, c++20 or c++23"]);
+        assert_says(&script.refusal(&Extension::new("a")), &["has no source", "source_dir"]);
+        let error = script.refusal(&Extension::new("a").source(script.source("a.h", "")));
+        assert_says(&error, &["a.h is a header", "include"]);
         let error = script.refusal(&Extension::new("a/b").source(&source));
         assert_says(&error, &["a/b", "letters, digits"]);
         let error = script.refusal(&Extension::new("a").source(&source).flag("-D_GLIBCXX_USE_CXX11_ABI=0"));
