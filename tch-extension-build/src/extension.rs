@@ -203,6 +203,12 @@ impl Extension {
         static ONCE: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
         let mut once = ONCE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         for line in lines {
+            if line.starts_with("rustc-link-lib=static") && !once.insert(format!("lib{}.a", self.name)) {
+                bail!(
+                    "two extensions of this build script are called {:?}; the second takes the first's place",
+                    self.name
+                );
+            }
             if !line.contains(":+verbatim=") || once.insert(line.clone()) {
                 println!("cargo::{line}");
             }
