@@ -56,11 +56,7 @@ impl<'a> Check<'a> {
     /// On an undefined, sparse or otherwise special tensor.
     pub fn defined(self) -> Result<Self> {
         if !self.tensor.defined() {
-            return Err(self.refuse(
-                "a tensor",
-                "an undefined one",
-                "was Tensor::new() passed, or a missing gradient?",
-            ));
+            return Err(self.undefined());
         }
         if !crate::ffi::tensor::is_strided(self.tensor) {
             return Err(self.refuse("a dense tensor", "another layout", "convert it with to_dense"));
@@ -170,8 +166,15 @@ impl<'a> Check<'a> {
 
     /// The argument's kind.
     fn kind(&self) -> Result<Kind> {
+        if !self.tensor.defined() {
+            return Err(self.undefined());
+        }
         // tch panics on kinds it does not know, such as those of quantised tensors of newer libtorchs.
         self.tensor.f_kind().map_err(|error| self.refuse("a known kind", error.to_string(), ""))
+    }
+
+    fn undefined(&self) -> Error {
+        self.refuse("a tensor", "an undefined one", "was Tensor::new() passed, or a missing gradient?")
     }
 
     /// An error about this argument.
@@ -194,5 +197,14 @@ mod tests {
         let x = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));
         let error = check!("op", x).dim(1, "[F]").map(|_| ()).unwrap_err().to_string();
         assert_eq!(error, "op: x: expected 1 dimension [F], got shape [2, 3]");
+    }
+
+    #[test]
+    fn an_undefined_tensor_is_called_so_whatever_is_asked_of_it() {
+        let x = Tensor::new();
+        for asked in [check!("op", x).defined(), check!("op", x).kind_in(&[Kind::Float])] {
+            let error = asked.map(|_| ()).unwrap_err().to_string();
+            assert!(error.starts_with("op: x: expected a tensor, got an undefined one"), "{error}");
+        }
     }
 }

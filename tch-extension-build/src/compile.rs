@@ -103,6 +103,9 @@ impl Unit<'_> {
         let libtorch = &self.toolchain.libtorch;
         arguments.push(format!("-std={}", options.standard));
         arguments.push(format!("-D_GLIBCXX_USE_CXX11_ABI={}", libtorch.cxx11_abi));
+        // As libtorch's own: its inline functions have assertions without, and a program's copies take the place of
+        // those in libtorch.
+        arguments.push("-DNDEBUG".to_string());
         if self.toolchain.cuda.is_some() {
             arguments.push("-DTCH_EXTENSION_CUDA=1".to_string());
         }
@@ -207,10 +210,15 @@ impl Object {
     /// make's syntax).
     pub fn dependencies(&self) -> Vec<PathBuf> {
         let Ok(text) = std::fs::read_to_string(self.path.with_extension("d")) else { return Vec::new() };
-        let Some((_, list)) = text.split_once(": ") else { return Vec::new() };
-        let list = list.replace("\\\n", " ").replace("\\ ", "\0").replace("\\#", "#").replace("$$", "$");
-        list.split_whitespace().map(|path| PathBuf::from(path.replace('\0', " "))).collect()
+        prerequisites(&text)
     }
+}
+
+/// What a rule in make's syntax depends on.
+fn prerequisites(rule: &str) -> Vec<PathBuf> {
+    let Some((_, list)) = rule.split_once(": ") else { return Vec::new() };
+    let list = list.replace("\\\n", " ").replace("\\ ", "\0").replace("\\#", "#").replace("$$", "$");
+    list.split_whitespace().map(|path| PathBuf::from(path.replace('\0', " "))).collect()
 }
 
 impl Job {
@@ -311,6 +319,13 @@ mod tests {
         std::fs::remove_file(folder.join("a.cpp")).unwrap();
         assert!(!job.is_up_to_date(), "a header that is gone");
         std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn names_are_read_as_make_writes_them() {
+        let rule = "/o/a\\ b.o: \\\n csrc/a\\ b.cpp csrc/we\\#ird.h \\\n csrc/$$x.h\n";
+        assert_eq!(prerequisites(rule), ["csrc/a b.cpp", "csrc/we#ird.h", "csrc/$x.h"].map(PathBuf::from));
+        assert!(prerequisites("").is_empty());
     }
 
     #[test]

@@ -66,6 +66,14 @@ impl Extension {
         let path = path.into();
         if !path.is_file() {
             self.mistake(|| missing_source(&path));
+        } else if path.extension().is_some_and(|ending| HEADERS.iter().any(|header| ending == *header)) {
+            // g++ would make a precompiled header of it, and call that an object.
+            self.mistake(|| {
+                format!(
+                    "source: {} is a header; sources include it, `include` names its folder",
+                    path.display()
+                )
+            });
         }
         self.sources.push(path);
         self
@@ -126,7 +134,8 @@ impl Extension {
         self
     }
 
-    /// Adds a flag for the C++ compiler, after all others.
+    /// Adds a flag for the C++ compiler, after all others. `NDEBUG` is defined, as in libtorch itself; `-UNDEBUG` brings
+    /// `assert` back, and the assertions in libtorch's headers.
     pub fn flag(mut self, flag: &str) -> Self {
         self.options.cxx_flags.push(flag.to_string());
         self
@@ -194,6 +203,12 @@ impl Extension {
         static ONCE: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
         let mut once = ONCE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         for line in lines {
+            if line.starts_with("rustc-link-lib=static") && !once.insert(format!("lib{}.a", self.name)) {
+                bail!(
+                    "two extensions of this build script are called {:?}; the second takes the first's place",
+                    self.name
+                );
+            }
             if !line.contains(":+verbatim=") || once.insert(line.clone()) {
                 println!("cargo::{line}");
             }
@@ -210,6 +225,9 @@ impl Extension {
     fn build_in(&self, env: &dyn Environment) -> Result<(Built, Vec<String>)> {
         if let Some(mistake) = &self.mistake {
             bail!("{mistake}");
+        }
+        if self.sources.is_empty() {
+            bail!("Extension::new({:?}) has no source; add some with source_dir or source", self.name);
         }
         for folder in &self.folders {
             env.reads(folder);
@@ -356,6 +374,9 @@ fn collect_sources(folder: &Path, sources: &mut Vec<PathBuf>) {
     }
 }
 
+/// Endings of what is no source.
+const HEADERS: [&str; 6] = ["h", "hh", "hpp", "hxx", "cuh", "inc"];
+
 /// With what lies there instead.
 fn missing_source(path: &Path) -> String {
     let folder = match path.parent() {
@@ -440,13 +461,29 @@ mod tests {
     #[test]
     fn a_crate_of_cpp_is_linked_with_libtorch() {
         let script = Script::new("links", false);
-        let source = script.source("a.cpp", "extern \"C\" int a() { return TILE; }\n");
+        let source =
+            script.source("a.cpp", "#ifndef NDEBUG\n#error\n#endif\nextern \"C\" int a() { return TILE; }\n");
         let extension = Extension::new("my_ops").source(source).define("TILE", "64").standard("c++20");
         let (built, lines) = extension.build_in(&script).expect("a library");
         assert!(!built.cuda);
         assert!(lines.contains(&"rustc-link-lib=static=my_ops".to_string()), "{lines:?}");
         assert!(script.folder.join("out/libmy_ops.a").exists());
         assert!(!lines.iter().any(|line| line.contains("cuda")), "{lines:?}");
+    }
+
+    #[test]
+    fn a_source_that_is_named_twice_is_compiled_once() {
+        let script = Script::new("twice", false);
+        let source = script.source("csrc/a.cpp", "int a() { return 1; }\n");
+        let again = script.folder.join("csrc/../csrc/a.cpp");
+        let extension =
+            Extension::new("a").source(source).source(again).source_dir(script.folder.join("csrc"));
+        extension.build_in(&script).expect("a library");
+        assert_eq!(
+            std::fs::read_dir(script.folder.join("out/cpp")).unwrap().count(),
+            3,
+            "a .o, .d and .command"
+        );
     }
 
     #[test]
@@ -488,17 +525,18 @@ mod tests {
         let script = script.with("NVCC", &nvcc.display().to_string());
         let source = script.source(
             "a.cpp",
-            "#if !FOR_CXX || FOR_NVCC || !defined(BOTH) || !TCH_EXTENSION_CUDA\n#error\n#endif\n",
+            "#if !FOR_CXX || FOR_NVCC || !defined(BOTH) || !TCH_EXTENSION_CUDA || defined(NDEBUG)\n#error\n#endif\n",
         );
         let cuda = script.source(
             "a.cu",
-            "#if FOR_CXX || !FOR_NVCC || !defined(BOTH) || !TCH_EXTENSION_CUDA\n#error\n#endif\n",
+            "#if FOR_CXX || !FOR_NVCC || !defined(BOTH) || !TCH_EXTENSION_CUDA || !defined(NDEBUG)\n#error\n#endif\n",
         );
         let extension = Extension::new("a")
             .sources([source])
             .cuda_sources([cuda])
             .define("BOTH", None)
             .flag("-DFOR_CXX=1")
+            .flag("-UNDEBUG")
             .nvcc_flag("-DFOR_NVCC=1")
             .archs("9.0a");
         let (built, lines) = extension.build_in(&script).expect("a library");
@@ -531,6 +569,9 @@ mod tests {
         let source = script.source("a.cpp", "");
         let error = script.refusal(&Extension::new("a").source(&source).standard("c++14"));
         assert_says(&error, &["c++14", "c++17, c++20 or c++23"]);
+        assert_says(&script.refusal(&Extension::new("a")), &["has no source", "source_dir"]);
+        let error = script.refusal(&Extension::new("a").source(script.source("a.h", "")));
+        assert_says(&error, &["a.h is a header", "include"]);
         let error = script.refusal(&Extension::new("a/b").source(&source));
         assert_says(&error, &["a/b", "letters, digits"]);
         let error = script.refusal(&Extension::new("a").source(&source).flag("-D_GLIBCXX_USE_CXX11_ABI=0"));

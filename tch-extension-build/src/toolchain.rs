@@ -34,6 +34,7 @@ use crate::environment::Environment;
 pub use crate::libtorch::Libtorch;
 use crate::probe::{self, Nvcc};
 use anyhow::{Context, Result, bail};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -151,7 +152,7 @@ impl Toolchain {
         text
     }
 
-    /// An object of each source in `folder`; `.cu` is left out where there is no CUDA. At most `workers` compilers
+    /// An object of each source in `folder`, one for a source that is named twice; `.cu` is left out where there is no CUDA. At most `workers` compilers
     /// run at a time. The first failure is the error, with the compiler's message.
     pub fn compile(
         &self,
@@ -163,8 +164,12 @@ impl Toolchain {
     ) -> Result<Vec<Object>> {
         self.check_abi(options)?;
         let mut jobs = Vec::new();
+        let mut seen = BTreeSet::new();
         for source in sources {
-            self.add_jobs(source, options, folder, env, &mut jobs)?;
+            // Named twice (by itself and by its folder), it would define everything twice.
+            if seen.insert(source.canonicalize().unwrap_or_else(|_| source.clone())) {
+                self.add_jobs(source, options, folder, env, &mut jobs)?;
+            }
         }
         compile::run(&jobs, workers, env)?;
         Ok(jobs.into_iter().map(|job| job.object).collect())

@@ -5,10 +5,12 @@ use std::process::Command;
 use tch_extension_build::environment::Process;
 use tch_extension_build::probe;
 
-/// Headers and what they say they need.
+/// Headers and what they say they need. The folders beside them stand for Python's headers, and are nobody's to include
+/// by their own names.
 fn headers() -> Vec<(PathBuf, String)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../csrc/include/tch_extension");
-    let mut paths: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let mut paths: Vec<_> = entries.filter(|path| path.is_file()).collect();
     paths.sort();
     paths
         .into_iter()
@@ -97,4 +99,38 @@ fn kernels_headers_compile_with_nvcc_and_without_torch() {
             assert_no_torch(&header, &included(&nvcc.path, &header, &flags).unwrap());
         }
     }
+}
+
+/// The linker keeps one copy of each weak function. One out of a unit for AVX-512 ends the program on an older processor.
+#[test]
+fn a_unit_for_an_instruction_set_lends_no_function_of_theirs() {
+    let folder = std::env::temp_dir().join(format!("tch-extension-unit-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let (source, object) = (folder.join("unit.cpp"), folder.join("unit.o"));
+    let text = "
+        #include \"tch_extension/accessor.h\"
+        #include \"tch_extension/scalar_math.h\"
+        using namespace tch_extension;
+        extern \"C\" void f(const Strided<2>* from, const StridedMut<2>* to, int64_t i) {
+          const auto x = from->of<float>();
+          const auto y = to->of<float>();
+          y[i][0] = gelu_tanh_grad(x(i, 0)) + softplus_grad(x[i][1]) + silu_grad(gelu_grad(elu_grad(x(i, 2))));
+        }";
+    std::fs::write(&source, text).unwrap();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../csrc/include");
+    for macros in ["-DTCH_EXTENSION_DEBUG", "-UTCH_EXTENSION_DEBUG"] {
+        let mut compiler = Command::new("g++");
+        compiler.args(["-std=c++17", "-O1", "-mavx512f", "-DCPU_CAPABILITY=AVX512", macros, "-I"]).arg(&root);
+        assert!(compiler.arg("-c").arg(&source).arg("-o").arg(&object).status().unwrap().success());
+        let listing = Command::new("nm").arg("-C").arg(&object).output().unwrap();
+        let listing = String::from_utf8_lossy(&listing.stdout).into_owned();
+        assert!(listing.contains(" T f"), "{listing}");
+        let lent: Vec<_> = listing
+            .lines()
+            .filter(|line| [" W ", " V ", " u "].iter().any(|weak| line.contains(weak)))
+            .filter(|line| !line.contains("DW.ref."))
+            .collect();
+        assert!(lent.is_empty(), "{macros}: {lent:#?}");
+    }
+    std::fs::remove_dir_all(folder).unwrap();
 }

@@ -29,7 +29,6 @@
 #include <cstdint>
 #include <cstdio>
 #include <stdexcept>
-#include <string>
 
 #include "tch_extension/host_device.h"
 
@@ -44,13 +43,16 @@ namespace tch_extension {
 
 TCH_EXTENSION_HOST_DEVICE void check_index(int64_t index, int dim, int64_t size) {
   if (index >= 0 && index < size) return;
+  const auto wide_index = static_cast<long long>(index), wide_size = static_cast<long long>(size);
 #if defined(__CUDA_ARCH__)
-  printf("accessor: index %lld of dimension %d is out of range for size %lld\n",
-         static_cast<long long>(index), dim, static_cast<long long>(size));
+  printf("accessor: index %lld of dimension %d is out of range for size %lld\n", wide_index, dim, wide_size);
   __trap();
 #else
-  throw std::out_of_range("accessor: index " + std::to_string(index) + " of dimension " +
-                          std::to_string(dim) + " is out of range for size " + std::to_string(size));
+  // No std::string: its functions would be compiled for one instruction set, and used by the whole program.
+  char text[128];
+  std::snprintf(text, sizeof(text), "accessor: index %lld of dimension %d is out of range for size %lld",
+                wide_index, dim, wide_size);
+  throw std::out_of_range(text);
 #endif
 }
 
@@ -67,22 +69,23 @@ struct Accessor {
   template <typename... At>
   TCH_EXTENSION_HOST_DEVICE T& operator()(At... at) const {
     static_assert(sizeof...(At) == N, "one index for each dimension");
-    const Index indices[] = {static_cast<Index>(at)...};
+    // Checked before it is made an Index: 2^32 as an int32_t would be 0.
+    const int64_t indices[] = {static_cast<int64_t>(at)...};
     Index offset = 0;
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
     for (int dim = 0; dim < N; ++dim) {
       TCH_EXTENSION_IN_RANGE(indices[dim], dim, sizes[dim]);
-      offset += indices[dim] * strides[dim];
+      offset += static_cast<Index>(indices[dim]) * strides[dim];
     }
     return data[offset];
   }
 
   // The part with this first index; the element when there is one dimension.
-  TCH_EXTENSION_HOST_DEVICE decltype(auto) operator[](Index at) const {
+  TCH_EXTENSION_HOST_DEVICE decltype(auto) operator[](int64_t at) const {
     TCH_EXTENSION_IN_RANGE(at, 0, sizes[0]);
-    T* const part = data + at * strides[0];
+    T* const part = data + static_cast<Index>(at) * strides[0];
     if constexpr (N == 1) {
       return static_cast<T&>(*part);
     } else {
@@ -150,7 +153,7 @@ struct Strided {
   int32_t kind;  // libtorch's number: kind.h
 
   template <typename T>
-  Accessor<const T, N> of() const {
+  TCH_EXTENSION_HOST_DEVICE Accessor<const T, N> of() const {
     return make_accessor<N>(static_cast<const T*>(data), sizes, strides);
   }
 };
@@ -164,7 +167,7 @@ struct StridedMut {
   int32_t kind;
 
   template <typename T>
-  Accessor<T, N> of() const {
+  TCH_EXTENSION_HOST_DEVICE Accessor<T, N> of() const {
     return make_accessor<N>(static_cast<T*>(data), sizes, strides);
   }
 };

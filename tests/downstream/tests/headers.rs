@@ -58,6 +58,29 @@ fn scalar_functions_are_libtorchs() {
     }
 }
 
+/// Where exponentials overflow, digits run out and numbers are denormal: no infinity and no NaN.
+#[test]
+fn extremes_are_libtorchs() {
+    const BOTH: [f64; 10] = [0.0, 1e-45, 1e-38, 1e-8, 5.0, 19.9, 20.1, 88.8, 104.0, 1e4];
+    let values: Vec<f64> = BOTH.iter().flat_map(|&value| [value, -value]).collect();
+    for device in devices() {
+        for (kind, tolerance) in [(Kind::Float, 1e-6), (Kind::Double, 1e-14)] {
+            let x = Tensor::from_slice(&values).to_device(device).to_kind(kind).reshape([1, -1]);
+            for function in FUNCTIONS {
+                let mut ours = x.zeros_like();
+                maths(function, &x, &mut ours).expect("a kernel");
+                let theirs = libtorch(function, &x);
+                assert!(
+                    ours.allclose(&theirs, tolerance, tolerance, false),
+                    "{function} of {kind:?} on {device:?} at {values:?}: {:?} instead of {:?}",
+                    Vec::<f64>::try_from(ours.view(-1)),
+                    Vec::<f64>::try_from(theirs.view(-1)),
+                );
+            }
+        }
+    }
+}
+
 #[test]
 fn not_a_number_stays_one() {
     for device in devices() {

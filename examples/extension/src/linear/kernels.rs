@@ -1,6 +1,7 @@
 //! Level 4: our own kernels for the CPU and CUDA (`csrc/linear/kernels.{h,cpp,cu}`), for kinds f32 and f64 and any
 //! strides.
 
+#[cfg(tch_extension_cuda)]
 use std::ffi::c_void;
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};

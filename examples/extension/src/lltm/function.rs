@@ -49,13 +49,15 @@ impl<P: Pointwise> Function for Step<P> {
         let (x, w, h) = (ctx.saved(0)?, ctx.saved(1)?, ctx.saved(3)?);
         let (new_c, activations) = (ctx.saved(5)?, ctx.saved(6)?);
         let [dgates, dc] = P::backward(grads.get(0)?, grads.get(1)?, &activations, &new_c)?;
-        let dhx = dgates.f_mm(&w)?;
         let (hidden, features) = (h.size()[1], x.size()[1]);
-        let dx = dhx.f_narrow(1, hidden, features)?;
-        let dh = dhx.f_narrow(1, 0, hidden)?;
-        let dw = dgates.f_transpose(0, 1)?.f_mm(&Tensor::f_cat(&[h, x], 1)?)?;
-        let db = dgates.f_sum_dim_intlist([0_i64].as_slice(), false, dgates.kind())?;
-        Ok([dx, dw, db, dh, dc].into())
+        // Only what somebody asks for: the products are most of the work.
+        let needs = |index| ctx.needs_input_grad(index);
+        let dhx = (needs(0) || needs(3)).then(|| dgates.f_mm(&w)).transpose()?;
+        let columns = |from, count| dhx.as_ref().map(|dhx| dhx.f_narrow(1, from, count)).transpose();
+        let (dx, dh) = (columns(hidden, features)?, columns(0, hidden)?);
+        let dw = needs(1).then(|| dgates.f_transpose(0, 1)?.f_mm(&Tensor::f_cat(&[h, x], 1)?)).transpose()?;
+        let db = needs(2).then(|| dgates.f_sum_dim_intlist([0_i64].as_slice(), false, dgates.kind()));
+        Ok([dx, dw, db.transpose()?, dh, Some(dc)].into())
     }
 }
 

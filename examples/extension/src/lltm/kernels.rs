@@ -2,6 +2,7 @@
 //! f32 and f64.
 
 use super::function::{Pointwise, step};
+#[cfg(tch_extension_cuda)]
 use std::ffi::c_void;
 use tch::{Device, Kind, Tensor};
 #[cfg(tch_extension_cuda)]
