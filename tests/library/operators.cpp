@@ -172,9 +172,8 @@ TORCH_LIBRARY(tch_test, m) {
         [](Tensor& x, const Tensor& by) -> Tensor& { return x.mul_(by); });
   m.def("doubled(Tensor x) -> Tensor");
   m.def("same(Tensor(a) x) -> Tensor(a)", same);
-  m.def("same_and_raw(Tensor x, float by) -> (Tensor, Tensor)", [](const Tensor& x, double by) {
-    return std::tuple<Tensor, Tensor>(x, scaled(x, by));
-  });
+  m.def("same_and_raw(Tensor x, float by) -> (Tensor, Tensor)",
+        [](const Tensor& x, double by) { return std::tuple<Tensor, Tensor>(x, scaled(x, by)); });
   m.def("no_text() -> str", []() { return string("a\xff"); });
   m.def("time_of_same(Tensor x, int calls) -> float", time_of_same);
   m.def("cuda_only(Tensor x) -> Tensor");
