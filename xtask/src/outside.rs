@@ -41,6 +41,7 @@ fn follow(repo: &Repo, changes: &Changes, folder: &Path) -> Result<()> {
     let page =
         std::fs::read_to_string(repo.root.join(PAGE)).with_context(|| format!("cannot read {PAGE}"))?;
     let mut place = folder.to_path_buf();
+    let mut tested = false;
     for step in page::steps(&page) {
         match step {
             Step::File { path, text } => write(repo, &place.join(path), &text)?,
@@ -50,6 +51,7 @@ fn follow(repo: &Repo, changes: &Changes, folder: &Path) -> Result<()> {
                     match line.split(' ').collect::<Vec<_>>()[..] {
                         ["cd", folder] => place = place.join(folder),
                         ["cargo", ref args @ ..] => {
+                            tested |= args == ["test"];
                             cargo::run(&mut cargo_in(repo, changes, &place, args))?;
                             lock_as_here(repo, &place)?;
                         }
@@ -58,6 +60,9 @@ fn follow(repo: &Repo, changes: &Changes, folder: &Path) -> Result<()> {
                 }
             }
         }
+    }
+    if !tested {
+        bail!("{PAGE} never says `cargo test` in a block of sh, so nothing was checked");
     }
     Ok(())
 }

@@ -20,14 +20,10 @@ impl Function for Linear {
     }
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let (x, w) = (ctx.saved(0)?, ctx.saved(1)?);
         if ctx.create_graph() {
-            let inputs = [Some(x), Some(w), Some(ctx.saved(2)?)];
-            return differentiate_reference(ctx, &inputs, grads, |inputs| {
-                let [Some(x), Some(w), Some(b)] = inputs else { unreachable!("three inputs") };
-                Ok(super::composed::linear(x, w, b)?.into())
-            });
+            return second_derivative(ctx, grads);
         }
+        let (x, w) = (ctx.saved(0)?, ctx.saved(1)?);
         let dy = grads.get(0)?;
         let needs = |index| ctx.needs_input_grad(index);
         let dx = needs(0).then(|| dy.f_matmul(&w)).transpose()?;
@@ -35,6 +31,15 @@ impl Function for Linear {
         let db = needs(2).then(|| dy.f_sum_dim_intlist([0_i64].as_slice(), false, dy.kind()));
         Ok([dx, dw, db.transpose()?].into())
     }
+}
+
+/// Differentiates level 1 instead: its operations have derivatives of any order.
+pub(super) fn second_derivative(ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+    let inputs = (0..3).map(|slot| ctx.saved(slot).map(Some)).collect::<Result<Vec<_>>>()?;
+    differentiate_reference(ctx, &inputs, grads, |inputs| {
+        let [Some(x), Some(w), Some(b)] = inputs else { unreachable!("three inputs") };
+        Ok(super::composed::linear(x, w, b)?.into())
+    })
 }
 
 /// `x Wᵀ + b`

@@ -2,9 +2,10 @@
 //! strides.
 
 #[cfg(tch_extension_cuda)]
+use super::function::second_derivative;
 use std::ffi::c_void;
 use tch::{Device, Kind, Tensor};
-use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
+use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
 #[cfg(tch_extension_cuda)]
 use tch_extension::cuda::{self, LaunchStatus};
 use tch_extension::strided::{Strided, StridedMut};
@@ -67,15 +68,11 @@ impl Function for Linear {
     }
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let (x, w) = (ctx.saved(0)?, ctx.saved(1)?);
         // Kernels have no derivative; the same maths in tch operations has.
         if ctx.create_graph() {
-            let inputs = [Some(x), Some(w), Some(ctx.saved(2)?)];
-            return differentiate_reference(ctx, &inputs, grads, |inputs| {
-                let [Some(x), Some(w), Some(b)] = inputs else { unreachable!("three inputs") };
-                Ok(super::composed::linear(x, w, b)?.into())
-            });
+            return second_derivative(ctx, grads);
         }
+        let (x, w) = (ctx.saved(0)?, ctx.saved(1)?);
         let dy = grads.get(0)?;
         let needs = |index| ctx.needs_input_grad(index);
         let dx = needs(0).then(|| product(dy, &w)).transpose()?;
