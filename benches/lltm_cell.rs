@@ -1,7 +1,6 @@
 //! The LLTM cell: fused against the composite of tch operations.
 
-use crate::common::{Case, Provider};
-use criterion::Throughput;
+use crate::common::{Case, Provider, Work};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_lltm_cell, lltm_cell_reference};
@@ -28,8 +27,11 @@ pub fn cases(device: Device) -> Vec<Case> {
             kind: Kind::Float,
             device,
             inputs: vec![(vec![b, f], 1.0), weight, (vec![3 * h], 1.0), (vec![b, h], 1.0), (vec![b, h], 1.0)],
-            work: Throughput::Elements((b * h) as u64),
-            traffic: None,
+            // x, W, h, c, h' and c'; x, W and h with their gradients, three gates, c', and the gradients of the state.
+            work: [
+                Work::new(Kind::Float, b * f + 3 * h * (h + f) + 4 * b * h, 2 * b * 3 * h * (h + f)),
+                Work::new(Kind::Float, 2 * (b * f + 3 * h * (h + f)) + 9 * b * h, 4 * b * 3 * h * (h + f)),
+            ],
             providers: vec![provider("composite", lltm_cell_reference), provider("fused", f_lltm_cell)],
         }
     };

@@ -6,6 +6,7 @@
 mod autograd;
 mod clock;
 mod common;
+mod floor;
 mod layer_norm;
 mod library;
 mod linear;
