@@ -8,7 +8,9 @@ use std::path::{Path, PathBuf};
 /// Below this, in microseconds, launching decides, and a share of the floor says nothing.
 const LAUNCH_BOUND: f64 = 5.0;
 const BAR: u32 = 11;
-const HEIGHT: u32 = 420;
+const HEIGHT: u32 = 430;
+/// In bars: the names of the providers stand right of them.
+const LEGEND: u32 = 13;
 
 /// One provider at one point.
 struct Row {
@@ -195,7 +197,7 @@ fn color(chart: &Chart, provider: usize) -> RGBColor {
 
 fn svg(chart: &Chart, machine: &str) -> Result<String> {
     let bars = chart.providers.len() as u32 + 1;
-    let size = ((chart.points.len() as u32 * bars * BAR + 140).max(520), HEIGHT);
+    let size = (((chart.points.len() as u32 * bars + LEGEND) * BAR + 80).max(560), HEIGHT);
     let mut picture = String::new();
     draw(&mut picture, size, chart, machine)
         .map_err(|error| anyhow!("cannot draw {}: {error}", chart.name))?;
@@ -207,16 +209,16 @@ type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 fn draw(picture: &mut String, size: (u32, u32), chart: &Chart, machine: &str) -> Drawn {
     let area = SVGBackend::with_string(picture, size).into_drawing_area();
     area.fill(&WHITE)?;
-    area.draw(&Text::new(machine.to_string(), (60, 34), ("sans-serif", 11).into_font()))?;
+    area.draw(&Text::new(machine.to_string(), (14, HEIGHT as i32 - 18), ("sans-serif", 11).into_font()))?;
     let group = chart.providers.len() + 1;
-    let top = chart.bars.iter().map(|(_, _, value)| *value).fold(1.0, f64::max) * 1.15;
+    let top = chart.bars.iter().map(|(_, _, value)| *value).fold(1.0, f64::max) * 1.05;
     let mut context = ChartBuilder::on(&area)
         .caption(&chart.title, ("sans-serif", 16))
         .margin(12)
-        .margin_top(8)
-        .x_label_area_size(110)
+        .margin_bottom(24)
+        .x_label_area_size(104)
         .y_label_area_size(56)
-        .build_cartesian_2d(0.0..(chart.points.len() * group) as f64, 0.0..top)?;
+        .build_cartesian_2d(0.0..(chart.points.len() * group) as f64 + f64::from(LEGEND), 0.0..top)?;
     context
         .configure_mesh()
         .disable_x_mesh()
