@@ -197,7 +197,7 @@ constexpr int kRowsOfPiece = kBackwardThreads / kWeightColumns;
 
 template <typename C>
 union alignas(16) BackwardShared {
-  C gates[3][kInputRows][kPiece];
+  C gates[3][kPiece][kInputRows];  // rows last: one load has all of them
   C partial[kBackwardWarps][kInputRows][kWarp];
   C gates_by_row[kRowsOfPiece][kWeightRows];
 };
@@ -256,7 +256,7 @@ __device__ void input_tile(const LltmCellFusedBackward& params, int64_t tile,
         gradients = gate_gradients<T>(params, first_row + r, piece + j);
       }
 #pragma unroll
-      for (int gate = 0; gate < 3; ++gate) shared.gates[gate][r][j] = gradients.gate[gate];
+      for (int gate = 0; gate < 3; ++gate) shared.gates[gate][j][r] = gradients.gate[gate];
     }
     __syncthreads();
 #pragma unroll
@@ -266,7 +266,7 @@ __device__ void input_tile(const LltmCellFusedBackward& params, int64_t tile,
         const C value = static_cast<C>(w[gate][j]);
 #pragma unroll
         for (int r = 0; r < kInputRows; ++r) {
-          sum[r] += shared.gates[gate][r][warp * kPieceOfWarp + j] * value;
+          sum[r] += shared.gates[gate][warp * kPieceOfWarp + j][r] * value;
         }
       }
     }
@@ -379,10 +379,18 @@ using SmallTile = Tile<4, 2, 4, 2>;
 using LargeTile = Tile<4, 4, 4, 1>;
 constexpr int64_t kBlocksAtOnce = 3 * 132;
 
+// One row reads each weight once: what counts is how many are under way.
+using RowTile = Tile<1, 1, 1, 4>;
+
 template <typename T, int kLanes>
 void start_with_tile(const LltmCellFusedForward& params, cudaStream_t stream) {
-  blocks_of<SmallTile>(params) <= kBlocksAtOnce ? start<T, kLanes, SmallTile>(params, stream)
-                                                : start<T, kLanes, LargeTile>(params, stream);
+  if (params.batch == 1) {
+    start<T, kLanes, RowTile>(params, stream);
+  } else if (blocks_of<SmallTile>(params) <= kBlocksAtOnce) {
+    start<T, kLanes, SmallTile>(params, stream);
+  } else {
+    start<T, kLanes, LargeTile>(params, stream);
+  }
 }
 
 }  // namespace

@@ -40,23 +40,28 @@ impl Sizes {
         self.batch > 0 && self.hidden > 0 && self.batch as f64 * columns < most && columns * columns < most
     }
 
-    /// Whether the forward in one kernel is faster than libtorch's product between two others. Measured on an H200:
-    /// docs/performance.md.
+    /// Whether the forward in one kernel is faster than libtorch's product between two others, on the GPU alone. Measured
+    /// on an H200: docs/performance.md.
     pub fn fuse_forward(&self, path: Path, kind: Kind, device: Device) -> bool {
         let most = match kind {
-            // Beyond 128 rows libtorch's product is at its best.
+            // Long products of many rows are what libtorch is best at.
             Kind::Float if self.batch <= 128 => 256e6,
-            Kind::Float => 96e6,
-            Kind::Double => 32e6,
+            Kind::Float if self.batch <= 512 => 128e6,
+            Kind::Float | Kind::Double => 32e6,
             // Tensor cores do these.
-            _ => 8e6,
+            _ => 28e6,
         };
         self.chosen(path, device, most)
     }
 
-    /// The same for the backward.
+    /// The same for the backward, of which a block goes over all rows.
     pub fn fuse_backward(&self, path: Path, kind: Kind, device: Device) -> bool {
-        self.chosen(path, device, if matches!(kind, Kind::Float) { 40e6 } else { 8e6 })
+        let (most, most_rows) = match kind {
+            Kind::Float => (40e6, 192),
+            Kind::Double => (10e6, 128),
+            _ => (25e6, 128),
+        };
+        self.chosen(path, device, if self.batch <= most_rows { most } else { 0.0 })
     }
 
     fn chosen(&self, path: Path, device: Device, most: f64) -> bool {

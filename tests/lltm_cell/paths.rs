@@ -74,11 +74,6 @@ fn cuda_gradcheck_of_each_path() {
 }
 
 #[test]
-fn cuda_gradgradcheck_of_each_path() {
-    on_each_path("cuda_gradgradcheck_of_each_path", |suite| suite.gradgradcheck_of_every_small_sample());
-}
-
-#[test]
 fn cuda_conformance_of_each_path() {
     on_each_path("cuda_conformance_of_each_path", |suite| {
         let table = SampleTable::empty(DIMS, with_bias).with_sizes(&[[3, 4, 5], [2, 3, 8], [0, 4, 5]]);
