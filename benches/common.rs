@@ -6,6 +6,7 @@ use std::time::Duration;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};
 use tch_extension::testing::{assert_close, devices};
 
 /// One way to compute an operator's outputs from its tensors.
@@ -37,6 +38,8 @@ pub struct Case {
     pub point: String,
     pub kind: Kind,
     pub device: Device,
+    /// Whether products in f32 may round their factors.
+    pub tf32: bool,
     /// Each tensor's size and standard deviation.
     pub inputs: Vec<(Vec<i64>, f64)>,
     /// What has to be done, in a forward and in a backward.
@@ -178,7 +181,7 @@ impl Case {
             let gradients = if differentiable { runner.backward(&runner.outputs, true) } else { Vec::new() };
             outputs.chain(gradients).collect::<Vec<_>>()
         };
-        let (rtol, atol) = if self.kind == Kind::Float { (1e-3, 1e-2) } else { (5e-2, 2.0) };
+        let (rtol, atol) = if self.kind == Kind::Float && !self.tf32 { (1e-3, 1e-2) } else { (5e-2, 2.0) };
         let Some((ours, rivals)) = runners.split_last() else { return };
         let ours = results(ours);
         for rival in rivals {
@@ -199,7 +202,31 @@ impl Case {
     }
 
     pub fn title(&self, direction: Direction) -> String {
-        format!("{} {} {} {:?} {}", self.operator, direction.name(), self.point, self.kind, self.place())
+        format!(
+            "{} {} {} {} {}",
+            self.operator,
+            direction.name(),
+            self.point,
+            self.arithmetic(),
+            self.place()
+        )
+    }
+
+    /// The kind, as the table shows it.
+    pub fn arithmetic(&self) -> String {
+        if self.tf32 { "tf32".to_string() } else { format!("{:?}", self.kind) }
+    }
+
+    /// With libtorch's switch as this case wants it.
+    pub fn in_its_precision<T>(&self, body: impl FnOnce() -> T) -> T {
+        if !self.device.is_cuda() {
+            return body();
+        }
+        let before = matmul_allow_tf32().expect("libtorch's switch");
+        set_matmul_allow_tf32(self.tf32).expect("libtorch's switch");
+        let result = body();
+        set_matmul_allow_tf32(before).expect("libtorch's switch");
+        result
     }
 
     pub fn place(&self) -> &'static str {
@@ -219,15 +246,16 @@ pub fn groups(criterion: &mut Criterion, cases: impl Fn(Device) -> Vec<Case>) {
                     .warm_up_time(Duration::from_millis(500))
                     .sample_size(20)
                     .throughput(case.work(direction).throughput());
-                for runner in case.runners(direction) {
-                    let id =
-                        BenchmarkId::new(runner.provider.name, format!("{} {:?}", case.point, case.kind));
-                    group.bench_function(id, |bencher| {
-                        bencher.iter_custom(|iterations| {
-                            clock::in_a_row(device, iterations, || runner.run(direction))
+                case.in_its_precision(|| {
+                    for runner in case.runners(direction) {
+                        let id = format!("{} {}", case.point, case.arithmetic());
+                        group.bench_function(BenchmarkId::new(runner.provider.name, id), |bencher| {
+                            bencher.iter_custom(|iterations| {
+                                clock::in_a_row(device, iterations, || runner.run(direction))
+                            });
                         });
-                    });
-                }
+                    }
+                });
             }
         }
     }

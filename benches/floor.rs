@@ -33,7 +33,7 @@ pub struct Floor {
 /// The rates of products, each measured once.
 #[derive(Default)]
 pub struct Floors {
-    rates: Vec<(Kind, Option<f64>)>,
+    rates: Vec<(String, Option<f64>)>,
 }
 
 impl Floors {
@@ -43,22 +43,26 @@ impl Floors {
             return None;
         }
         let work = case.work(direction);
+        if work.bytes == 0 {
+            return None;
+        }
         let memory = Floor { bound: Bound::Memory, micros: copy(case.device, work.bytes)? };
         if work.operations == 0 {
             return Some(memory);
         }
-        let micros = work.operations as f64 / self.rate(case.device, case.kind)?;
+        let micros = work.operations as f64 / self.rate(case)?;
         let products = Floor { bound: Bound::Products, micros };
         Some(if memory.micros > products.micros { memory } else { products })
     }
 
-    /// Operations a microsecond.
-    fn rate(&mut self, device: Device, kind: Kind) -> Option<f64> {
-        if let Some((_, rate)) = self.rates.iter().find(|(known, _)| *known == kind) {
+    /// Operations a microsecond, in the precision of the case.
+    fn rate(&mut self, case: &Case) -> Option<f64> {
+        let arithmetic = case.arithmetic();
+        if let Some((_, rate)) = self.rates.iter().find(|(known, _)| *known == arithmetic) {
             return *rate;
         }
-        let rate = large_product(device, kind);
-        self.rates.push((kind, rate));
+        let rate = large_product(case.device, case.kind);
+        self.rates.push((arithmetic, rate));
         rate
     }
 }

@@ -41,6 +41,7 @@ pub fn cases(device: Device) -> Vec<Case> {
         point: format!("{:?}", (m, n)),
         kind,
         device,
+        tf32: false,
         inputs: vec![(vec![m, n], 1.0), (vec![n], 1.0), (vec![n], 1.0)],
         // x and y; x, dy and dx.
         work: [2, 3].map(|arrays| Work::new(kind, arrays * m * n, 0)),

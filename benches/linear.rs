@@ -25,6 +25,7 @@ pub fn cases(device: Device) -> Vec<Case> {
         point: format!("{:?}", (m, k, n)),
         kind: Kind::Float,
         device,
+        tf32: false,
         inputs: vec![(vec![m, k], 1.0), (vec![n, k], 1.0 / (k as f64).sqrt()), (vec![n], 1.0)],
         // x, W and y; the same again with their gradients, but for y.
         work: [1, 2]

@@ -57,6 +57,7 @@ pub fn cases(device: Device) -> Vec<Case> {
             point: format!("{lhs:?} {rhs:?} {bias:?}"),
             kind: Kind::Float,
             device,
+            tf32: false,
             inputs: vec![(lhs.to_vec(), 1.0), (rhs.to_vec(), scale), (bias.to_vec(), 1.0)],
             work: work(Kind::Float, size),
             providers,

@@ -47,8 +47,8 @@ pub fn run(tables: &[fn(Device) -> Vec<Case>], words: &[String]) -> std::io::Res
             for direction in Direction::ALL {
                 let title = case.title(direction);
                 if words.iter().all(|word| title.contains(word.as_str())) {
-                    let costs = measure(&case, direction);
-                    let floor = floors.of(&case, direction);
+                    let (costs, floor) =
+                        case.in_its_precision(|| (measure(&case, direction), floors.of(&case, direction)));
                     print(&title, &costs, floor.as_ref());
                     records.extend(costs.iter().map(|costs| record(&case, direction, costs, floor.as_ref())));
                 }
@@ -155,12 +155,12 @@ fn record(case: &Case, direction: Direction, costs: &Costs, floor: Option<&Floor
     let work = case.work(direction);
     let number = |value: Option<f64>| value.map_or("null".to_string(), |value| format!("{value:.3}"));
     format!(
-        "{{\"operator\": \"{}\", \"direction\": \"{}\", \"point\": \"{}\", \"kind\": \"{:?}\", \"device\": \"{}\", \
+        "{{\"operator\": \"{}\", \"direction\": \"{}\", \"point\": \"{}\", \"kind\": \"{}\", \"device\": \"{}\", \
          \"provider\": \"{}\", \"wall_us\": {:.3}, \"host_us\": {}, \"gpu_us\": {}, \"kernels\": {}, \"bytes\": {}, \"operations\": {}, \"floor_us\": {}}}",
         case.operator,
         direction.name(),
         case.point,
-        case.kind,
+        case.arithmetic(),
         case.place(),
         costs.provider,
         costs.wall,

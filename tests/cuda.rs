@@ -273,7 +273,7 @@ fn cuda_a_backward_is_captured_alone_on_the_stream_of_its_forward() {
     };
     backward().expect("warm-up");
     drop(guard);
-    let (graph, found) = Graph::capture_on(&side, &backward).expect("a graph");
+    let (graph, found) = Graph::capture_on(&side, backward).expect("a graph");
     // What is replayed reads the vector anew, and nothing of the forward is done again.
     let expected = backward().expect("gradients");
     let _ = vector.shallow_clone().g_mul_scalar_(3.0);
