@@ -1,4 +1,4 @@
-//! `csrc/lltm_cell/fused.cu`: the whole cell in one kernel, and when to take it.
+//! `csrc/lltm_cell/fused_forward.cu` and `fused_backward.cu`: the whole cell in one kernel, and when to take it.
 
 use super::facts::{Facts, Fresh, empty, facts};
 use super::precision::matmul_allow_tf32;
@@ -79,6 +79,7 @@ impl Sizes {
 }
 
 #[repr(C)]
+#[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
 struct Forward {
     batch: i64,
     features: i64,
@@ -100,6 +101,7 @@ struct Forward {
 }
 
 #[repr(C)]
+#[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
 struct Backward {
     batch: i64,
     features: i64,
@@ -426,7 +428,7 @@ mod tests {
         let backward = layout!(Backward: batch, features, hidden, kind, reserved, grad_new_h, grad_new_c,
             activations, new_c, input, input_stride, h, h_stride, weight, weight_stride, grad_input, grad_weight,
             grad_bias, grad_h, grad_c);
-        // SAFETY: constants of these lengths in csrc/lltm_cell/fused.cu.
+        // SAFETY: constants of these lengths in csrc/lltm_cell/fused_*.cu.
         unsafe {
             assert_eq!(forward, tch_extension_lltm_cell_fused_forward_layout);
             assert_eq!(backward, tch_extension_lltm_cell_fused_backward_layout);
