@@ -1,5 +1,6 @@
 //! `torch.autograd.Function` for Rust.
 
+use super::pointers::Pointers;
 use super::tensors::{Inputs, Tensors};
 use crate::error::panic_text;
 use crate::ffi::autograd as ffi;
@@ -236,31 +237,6 @@ pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result
     attach(function, &outputs, &saver)
 }
 
-/// Handles that are borrowed for a call of C++; null where there is none. Few of them need no allocation.
-struct Pointers {
-    few: [*const C_tensor; Pointers::FEW],
-    many: Vec<*const C_tensor>,
-    len: usize,
-}
-
-impl Pointers {
-    const FEW: usize = 8;
-
-    fn new<'a>(tensors: impl ExactSizeIterator<Item = Option<&'a Tensor>>) -> Self {
-        let tensors = tensors.map(|tensor| tensor.map_or(std::ptr::null(), Tensor::as_ptr));
-        let (mut few, len) = ([std::ptr::null(); Self::FEW], tensors.len());
-        if len > Self::FEW {
-            return Pointers { few, many: tensors.collect(), len };
-        }
-        few.iter_mut().zip(tensors).for_each(|(place, pointer)| *place = pointer);
-        Pointers { few, many: Vec::new(), len }
-    }
-
-    fn as_slice(&self) -> &[*const C_tensor] {
-        if self.len > Self::FEW { &self.many } else { &self.few[..self.len] }
-    }
-}
-
 pub(super) fn requires_grad(tensor: &Tensor) -> bool {
     // SAFETY: borrowed from a live tensor.
     unsafe { ffi::tch_extension_requires_grad(tensor.as_ptr()) }
@@ -370,10 +346,10 @@ unsafe extern "C" fn backward<F: Function>(
             _ => unsafe { std::slice::from_raw_parts(grads, grads_len) },
         };
         // SAFETY: null or a handle that became ours with the call.
-        let owned = |grad: &*mut C_tensor| unsafe { owned(*grad) };
+        let ours = |&grad: &*mut C_tensor| unsafe { owned(grad) };
         let grads: Tensors = match pointers {
-            [single] => owned(single).into(),
-            several => several.iter().map(owned).collect::<Vec<_>>().into(),
+            [single] => ours(single).into(),
+            several => several.iter().map(ours).collect::<Vec<_>>().into(),
         };
         let ctx = Context { node, inputs_len: state.inputs_len };
         let gradients = state.function.backward(&ctx, &grads)?;
@@ -449,12 +425,6 @@ unsafe extern "C" fn drop_state<F: Function>(state: *mut c_void) {
     if let Err(panic) = catch_unwind(AssertUnwindSafe(move || drop(state))) {
         discard(panic);
     }
-}
-
-pub(super) fn borrowed_pointers<'a>(
-    tensors: impl Iterator<Item = Option<&'a Tensor>>,
-) -> Vec<*const C_tensor> {
-    tensors.map(|tensor| tensor.map_or(std::ptr::null(), Tensor::as_ptr)).collect()
 }
 
 /// # Safety

@@ -1,6 +1,7 @@
-//! `csrc/lltm_cell/fused.cu`: the whole cell in one kernel, and when to take it.
+//! `csrc/lltm_cell/fused_forward.cu` and `fused_backward.cu`: the whole cell in one kernel, and when to take it.
 
 use super::facts::{Facts, Fresh, empty, facts};
+use super::precision::matmul_allow_tf32;
 use super::tensor::plain;
 use crate::{Error, Result};
 use std::ffi::c_void;
@@ -43,13 +44,16 @@ impl Sizes {
     /// Whether the forward in one kernel is faster than libtorch's product between two others, on the GPU alone. Measured
     /// on an H200: docs/performance.md.
     pub fn fuse_forward(&self, path: Path, kind: Kind, device: Device) -> bool {
+        const BESIDE_TENSOR_CORES: f64 = 28e6;
         let most = match kind {
+            Kind::Float if self.products() > BESIDE_TENSOR_CORES && matmul_allow_tf32().unwrap_or(false) => {
+                BESIDE_TENSOR_CORES
+            }
             // Long products of many rows are what libtorch is best at.
             Kind::Float if self.batch <= 128 => 256e6,
             Kind::Float if self.batch <= 512 => 128e6,
             Kind::Float | Kind::Double => 32e6,
-            // Tensor cores do these.
-            _ => 28e6,
+            _ => BESIDE_TENSOR_CORES,
         };
         self.chosen(path, device, most)
     }
@@ -57,7 +61,7 @@ impl Sizes {
     /// The same for the backward, of which a block goes over all rows.
     pub fn fuse_backward(&self, path: Path, kind: Kind, device: Device) -> bool {
         let (most, most_rows) = match kind {
-            Kind::Float => (40e6, 192),
+            Kind::Float => (80e6, 192),
             Kind::Double => (10e6, 128),
             _ => (25e6, 128),
         };
@@ -75,6 +79,7 @@ impl Sizes {
 }
 
 #[repr(C)]
+#[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
 struct Forward {
     batch: i64,
     features: i64,
@@ -96,6 +101,7 @@ struct Forward {
 }
 
 #[repr(C)]
+#[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
 struct Backward {
     batch: i64,
     features: i64,
@@ -422,7 +428,7 @@ mod tests {
         let backward = layout!(Backward: batch, features, hidden, kind, reserved, grad_new_h, grad_new_c,
             activations, new_c, input, input_stride, h, h_stride, weight, weight_stride, grad_input, grad_weight,
             grad_bias, grad_h, grad_c);
-        // SAFETY: constants of these lengths in csrc/lltm_cell/fused.cu.
+        // SAFETY: constants of these lengths in csrc/lltm_cell/fused_*.cu.
         unsafe {
             assert_eq!(forward, tch_extension_lltm_cell_fused_forward_layout);
             assert_eq!(backward, tch_extension_lltm_cell_fused_backward_layout);
