@@ -20,6 +20,16 @@ const SIZES: [Size; 6] = [
     (&[16, 256, 256], &[256, 256], &[16, 256, 256]),
 ];
 
+/// By K: where the product is short, and where it is most of the work.
+const ON_CPU: [Size; 6] = [
+    (&[64, 16], &[16, 256], &[256]),
+    (&[1024, 64], &[64, 256], &[256]),
+    (&[256, 128], &[128, 256], &[256]),
+    (&[64, 256], &[256, 1024], &[1024]),
+    (&[128, 512], &[512, 512], &[512]),
+    (&[37, 101], &[101, 75], &[75]),
+];
+
 type Operator = fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
 
 fn libtorch(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
@@ -58,5 +68,6 @@ pub fn cases(device: Device) -> Vec<Case> {
             providers,
         }
     };
-    SIZES.into_iter().map(case).collect()
+    let on_cpu = ON_CPU.into_iter().filter(|_| !device.is_cuda());
+    SIZES.into_iter().chain(on_cpu).map(case).collect()
 }

@@ -240,6 +240,9 @@ impl Function for MatmulAddRelu {
 /// Detached, because matmul goes another way for tensors that require grad, also where no graph is made, which shows
 /// in the last bits.
 fn product(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
+    if let Some(product) = kernels::small_product(lhs, rhs)? {
+        return Ok(product);
+    }
     if lhs.requires_grad() || rhs.requires_grad() {
         return Ok(lhs.f_detach()?.f_matmul(&rhs.f_detach()?)?);
     }
@@ -353,7 +356,7 @@ impl MatmulAddRelu {
         let grad_lhs =
             needs_lhs.then(|| lhs_gradient(&grad, &ctx.saved(place::RHS)?, &self.lhs)).transpose()?;
         let grad_rhs =
-            needs_rhs.then(|| rhs_gradient(&grad, &ctx.saved(place::LHS)?, &self.rhs)).transpose()?;
+            needs_rhs.then(|| rhs_gradient(ctx, &grad, &ctx.saved(place::LHS)?, &self.rhs)).transpose()?;
         Ok((grad_lhs, grad_rhs))
     }
 }
@@ -382,12 +385,15 @@ fn lhs_gradient(grad: &Tensor, rhs: &Tensor, size: &[i64]) -> Result<Tensor> {
 }
 
 /// `lhsᵀ dz`, for an `rhs` of this size.
-fn rhs_gradient(grad: &Tensor, lhs: &Tensor, size: &[i64]) -> Result<Tensor> {
+fn rhs_gradient(ctx: &Context<'_>, grad: &Tensor, lhs: &Tensor, size: &[i64]) -> Result<Tensor> {
     let lhs = if lhs.dim() == 1 { lhs.f_unsqueeze(0)? } else { lhs.shallow_clone() };
     let matrices = if size.len() == 1 { vec![size[0], 1] } else { size.to_vec() };
     if is_one_matrix(&matrices) {
         // All the rows of the batch are rows of one product.
-        return Ok(rows(&lhs)?.f_transpose(0, 1)?.f_mm(&rows(grad)?)?.f_view(size)?);
+        let (turned, grad) = (rows(&lhs)?.f_transpose(0, 1)?, rows(grad)?);
+        // Our own makes no graph.
+        let own = if ctx.create_graph() { None } else { kernels::small_product(&turned, &grad)? };
+        return Ok(own.map_or_else(|| turned.f_mm(&grad), Ok)?.f_view(size)?);
     }
     let gradient = lhs.f_transpose(-2, -1)?.f_matmul(grad)?;
     Ok(gradient.f_sum_to_size(matrices.as_slice())?.f_reshape(size)?)
