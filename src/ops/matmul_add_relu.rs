@@ -3,6 +3,7 @@
 use super::rows;
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
+use crate::ffi::gemm::{self, Path};
 use crate::ffi::matmul_add_relu as kernels;
 use crate::ffi::tensor::plain;
 use crate::{Result, check};
@@ -83,15 +84,21 @@ pub fn matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Tensor {
 /// # Errors
 /// When an argument has another kind, device or shape than stated, naming it; or when libtorch or CUDA fails.
 pub fn f_matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    f_matmul_add_relu_by(Path::Fastest, lhs, rhs, bias)
+}
+
+/// [`f_matmul_add_relu`] by one way or another where it is open, otherwise by the composite's.
+#[doc(hidden)]
+pub fn f_matmul_add_relu_by(path: Path, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
     check!(OP, lhs).defined()?;
     check!(OP, rhs).defined()?;
     check!(OP, bias).defined()?;
     match autocast_inputs(CastPolicy::LowerPrecision, &[Some(lhs), Some(rhs)])? {
         Some(cast) => match &cast[..] {
-            [Some(lhs), Some(rhs)] => checked(lhs, rhs, bias),
+            [Some(lhs), Some(rhs)] => applied(path, lhs, rhs, bias),
             _ => unreachable!("as many as came"),
         },
-        None => checked(lhs, rhs, bias),
+        None => applied(path, lhs, rhs, bias),
     }
 }
 
@@ -103,9 +110,9 @@ pub fn matmul_add_relu_reference(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> R
     Ok(lhs.f_matmul(rhs)?.f_add(bias)?.f_relu()?)
 }
 
-fn checked(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    check_arguments(lhs, rhs, bias)?;
-    apply(MatmulAddRelu::default(), &[Some(lhs), Some(rhs), Some(bias)])?.single()
+fn applied(path: Path, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    let function = MatmulAddRelu { path, ..Default::default() };
+    apply(function, &[Some(lhs), Some(rhs), Some(bias)])?.single()
 }
 
 fn check_arguments(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<()> {
@@ -191,6 +198,7 @@ fn result_kind(product: (Kind, bool), bias: (Kind, bool)) -> Kind {
 
 #[derive(Default)]
 struct MatmulAddRelu {
+    path: Path,
     /// Here, so that the backward need not look at the tensors themselves: nobody is refused for having changed
     /// them.
     lhs: Vec<i64>,
@@ -215,11 +223,19 @@ impl Function for MatmulAddRelu {
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (lhs, rhs, bias) = (inputs.get(place::LHS)?, inputs.get(place::RHS)?, inputs.get(place::BIAS)?);
-        let product = product(lhs, rhs)?;
-        (self.lhs, self.rhs) = (lhs.size(), rhs.size());
-        self.product = Some((product.size(), product.f_kind()?));
-        self.bias = Some((bias.size(), bias.f_kind()?));
-        let out = add_relu(product, bias)?;
+        let out = match gemm::matmul_add_relu(lhs, rhs, bias, self.path)? {
+            Some(out) => {
+                if saver.needs_graph() {
+                    self.product = Some((out.size(), out.f_kind()?));
+                }
+                out
+            }
+            None => self.composite(lhs, rhs, bias)?,
+        };
+        if saver.needs_graph() {
+            (self.lhs, self.rhs) = (lhs.size(), rhs.size());
+            self.bias = Some((bias.size(), bias.f_kind()?));
+        }
         // Each is a factor of the other's gradient only.
         saver.save_optional(Some(lhs).filter(|_| saver.needs_input_grad(place::RHS)));
         saver.save_optional(Some(rhs).filter(|_| saver.needs_input_grad(place::LHS)));
@@ -337,6 +353,15 @@ impl Bias {
 }
 
 impl MatmulAddRelu {
+    /// libtorch's product, and one kernel for the rest. What is wrong with the arguments is said here: the other ways
+    /// are open to good ones only.
+    fn composite(&mut self, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
+        check_arguments(lhs, rhs, bias)?;
+        let product = product(lhs, rhs)?;
+        self.product = Some((product.size(), product.f_kind()?));
+        add_relu(product, bias)
+    }
+
     /// `dz rhsᵀ` and `lhsᵀ dz`, summed over what was broadcast.
     fn factor_gradients(
         &self,
