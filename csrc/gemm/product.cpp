@@ -134,8 +134,12 @@ bool run(const Product& product, Path path, c10::cuda::CUDAStream stream) {
       break;
   }
   if (small_product_is_faster(product)) return run_small(product, stream);
-  // Of f64, and where there is nothing behind the product, cuBLAS' own kernels are as fast or faster.
-  if (product.kind == kTchExtensionDouble || product.bias.data == nullptr) return false;
+  // Where there is nothing behind the product, libtorch's own is as fast.
+  if (product.bias.data == nullptr) return false;
+  // cuBLASLt's kernels for f64 are slower than cuBLAS' own with ours behind them, but sooner started.
+  constexpr int64_t kMost = 1 << 24;
+  const bool is_double = product.kind == kTchExtensionDouble;
+  if (is_double && product.batch * product.m * product.n > kMost / product.k) return false;
   return run_plan(product, stream.device_index(), stream.stream());
 }
 

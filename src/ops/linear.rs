@@ -28,8 +28,9 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// are cast to its kind first, as libtorch's linear does. Has first and second derivatives with respect to each tensor, and computes
 /// only those asked for. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic as far as libtorch's products are.
 ///
-/// The products are libtorch's, under its precision switches, and so is their accuracy; the bias goes into the
-/// forward product's epilogue where libtorch does that. The bias' gradient is a kernel of our own: sums of `Half` and
+/// The products are libtorch's, under its precision switches, and so is their accuracy. On CUDA the forward with a bias is
+/// one call of cuBLASLt in `Float`, `Half` and `BFloat16`, as in libtorch itself, but chosen once for each shape and kept for the thread; or a kernel of ours, for
+/// small products. The bias' gradient is a kernel of our own: sums of `Half` and
 /// `BFloat16` are made in `Float` and rounded once, in an order that sizes decide, and on CUDA whether dy allows 16-byte loads. A gradient dy with gaps between its rows is
 /// read without a copy. The backward keeps the input if the weight requires grad, and the weight if the input does.
 ///

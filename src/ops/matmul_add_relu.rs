@@ -50,12 +50,22 @@ const BIAS_KINDS: [Kind; 10] = [
 /// with dimensions outweighs one without. Under autocast `lhs` and `rhs` are cast to its kind first, and the bias is not, as libtorch does
 /// with the two operations.
 ///
-/// The product is libtorch's, under its precision switches, and so is its accuracy; it has the same bits whether or not
-/// gradients are wanted (libtorch's own may not). Everything behind it is one kernel, computed in `Float` for the half
+/// On CUDA all of it is one kernel where all three have one kind (`Float`, `Half`, `BFloat16`), the bias does not enlarge the
+/// product, and strides can be had without a copy: batches that are broadcast, transposed factors, a bias of any broadcast
+/// for small products, otherwise one that is a row or has rows of its own. It is cuBLASLt's, with bias and ReLU in its
+/// epilogue, chosen once for each shape and kept for the thread; of products so small that
+/// tensor cores do not pay, ours. Sums are rounded once, behind the ReLU.
+/// libtorch's switches hold (tf32, reduced precision, accumulation in `Half`), and so does its accuracy.
+///
+/// Everywhere else the product is libtorch's, and what is behind it is one kernel, computed in `Float` for the half
 /// kinds and rounded once, so that with one kind for all three, none requiring grad, it gives the composite's very
-/// values. It works in place and reads the bias by strides, without a copy. In the backward one kernel makes dz and, of
+/// values. It works in place and reads the bias by strides, without a copy. Whether or not gradients are wanted, the bits are
+/// the same (libtorch's own product may differ).
+///
+/// In the backward one kernel makes dz and, of
 /// a bias that is a row or of full shape, its gradient, in an
-/// order that sizes decide, and on CUDA whether dy allows 16-byte loads. NaN goes through as in libtorch's relu. The backward keeps y, `lhs` if `rhs` requires grad, and the other way round.
+/// order that sizes decide, and on CUDA whether dy allows 16-byte loads. NaN goes through as in libtorch's relu (not all of
+/// cuBLASLt's kernels let it: those are not used, and `_addmm_activation` does use them). The backward keeps y, `lhs` if `rhs` requires grad, and the other way round.
 ///
 /// Equivalent to:
 /// ```

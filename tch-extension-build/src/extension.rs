@@ -549,10 +549,15 @@ mod tests {
             .flag("-DFOR_CXX=1")
             .flag("-UNDEBUG")
             .nvcc_flag("-DFOR_NVCC=1")
+            .cuda_library("cublasLt")
             .archs("9.0a");
         let (built, lines) = extension.build_in(&script).expect("a library");
         assert!(built.cuda && lines.contains(&"rustc-cfg=tch_extension_cuda".to_string()), "{lines:?}");
-        assert!(lines.contains(&"rustc-link-lib=dylib:+verbatim=libcudart.so.13".to_string()), "{lines:?}");
+        for library in ["libcudart.so.13", "libcublasLt.so.13"] {
+            assert!(lines.contains(&format!("rustc-link-lib=dylib:+verbatim={library}")), "{lines:?}");
+        }
+        let error = script.refusal(&extension.cuda_library("nothing"));
+        assert_says(&error, &["libtorch wants libnothing.so.13, which is not in"]);
     }
 
     #[test]

@@ -49,7 +49,7 @@ fn cuda_gradcheck_by_each_way() {
     let Some(device) = cuda_or_skip("cuda_gradcheck_by_each_way") else { return };
     for way in WAYS {
         for sample in small(Kind::Double, device) {
-            let leaves = leaves(&sample.inputs);
+            let leaves = sample.leaves().expect("leaves");
             let inputs: Vec<&Tensor> = leaves.iter().collect();
             gradcheck(by(way), &inputs, &Default::default())
                 .unwrap_or_else(|error| panic!("{} by {way:?}: {error}", sample.name));
