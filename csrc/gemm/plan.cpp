@@ -17,7 +17,6 @@
 #include <type_traits>
 #include <unordered_map>
 #include <utility>
-#include <vector>
 
 #include "tch_extension/kind.h"
 
@@ -261,20 +260,64 @@ bool is_worth_cutting(const Key& key, const cublasLtMatmulAlgo_t& without, const
          is_one_of(attribute(without, CUBLASLT_ALGO_CONFIG_ID), {10, 20, 21, 23, 24, 55});
 }
 
+constexpr int32_t kLargeTile = CUBLASLT_MATMUL_TILE_256x128;
+constexpr int32_t kSquareTile = CUBLASLT_MATMUL_TILE_128x128;
 constexpr uint64_t kMostWorkspace = 32 << 20;  // what libtorch keeps for cuBLAS on an H200
 
-// The proposals in the order in which they are to be taken.
-std::vector<cublasLtMatmulHeuristicResult_t> ranked(const Key& key, Plan& plan) {
+int32_t tile_of(const cublasLtMatmulHeuristicResult_t& proposal) {
+  return attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_TILE_ID);
+}
+
+// The tile that was measured to be faster than the proposed one of the newest kernels for the half kinds:
+// half as large, so that one block multiplies while another stores. -1 where the proposed one is as fast.
+int32_t better_tile(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
+  constexpr int32_t kNewest = 66;
+  const bool is_newest = attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_ID) == kNewest;
+  const bool is_large = tile_of(proposal) == kLargeTile;
+  return is_newest && is_large && key.k <= 2048 ? kSquareTile : -1;
+}
+
+bool is_allowed(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
+  return !key.relu || keeps_nan(proposal.algo);
+}
+
+using Proposal = std::optional<cublasLtMatmulHeuristicResult_t>;
+
+Proposal first_of_tile(const Key& key, const Proposals& proposals, int32_t tile) {
+  for (int i = 0; i < proposals.count; ++i) {
+    const auto& proposal = proposals.result[i];
+    if (tile_of(proposal) == tile && is_allowed(key, proposal)) return proposal;
+  }
+  return std::nullopt;
+}
+
+Proposal first_of(const Key& key, const Proposals& proposals) {
+  const auto end = proposals.result.begin() + proposals.count;
+  const auto found = std::find_if(proposals.result.begin(), end,
+                                  [&](const auto& proposal) { return is_allowed(key, proposal); });
+  return found == end ? std::nullopt : Proposal(*found);
+}
+
+// libtorch's own choice, unless another was measured to be faster, or it loses NaN; then one like it.
+Proposal choose(const Key& key, Plan& plan) {
   const Proposals usual = propose(key, plan, at::cuda::getCUDABlasLtWorkspaceSize());
   const Proposals larger = propose(key, plan, kMostWorkspace);
-  std::vector<cublasLtMatmulHeuristicResult_t> all(usual.result.begin(), usual.result.begin() + usual.count);
-  all.insert(all.end(), larger.result.begin(), larger.result.begin() + larger.count);
-  if (usual.count == 0 || larger.count == 0) return all;
-  // libtorch's own choice comes first, but for those; and next the best with more workspace.
-  const auto best_of_larger = all.begin() + usual.count;
-  const bool cut = is_worth_cutting(key, usual.result[0].algo, larger.result[0].algo);
-  std::rotate(all.begin() + (cut ? 0 : 1), best_of_larger, best_of_larger + 1);
-  return all;
+  if (usual.count == 0) return first_of(key, larger);
+  const auto& first = usual.result[0];
+  if (larger.count > 0 && is_allowed(key, larger.result[0]) &&
+      is_worth_cutting(key, first.algo, larger.result[0].algo)) {
+    return larger.result[0];
+  }
+  if (is_allowed(key, first)) {
+    const Proposal better = first_of_tile(key, usual, better_tile(key, first));
+    return better ? better : first;
+  }
+  for (const int32_t tile : {tile_of(first), kSquareTile}) {
+    if (const Proposal like = first_of_tile(key, usual, tile)) return like;
+  }
+  if (larger.count > 0 && is_allowed(key, larger.result[0])) return larger.result[0];
+  const Proposal any = first_of(key, usual);
+  return any ? any : first_of(key, larger);
 }
 
 // Looks at sizes and strides only: nothing is started, waited for or allocated on the device, so that it may
@@ -283,18 +326,11 @@ Plan make_plan(const Key& key, const void* bias) {
   Plan plan{};
   plan.handle = at::cuda::getCurrentCUDABlasLtHandle();
   describe(key, bias, plan);
-  const auto proposals = ranked(key, plan);
-  if (proposals.empty()) return plan;
-  auto chosen = proposals.begin();
-  if (key.relu) {
-    chosen = std::find_if(
-        proposals.begin(), proposals.end(),
-        [](const cublasLtMatmulHeuristicResult_t& proposal) { return keeps_nan(proposal.algo); });
-    if (chosen == proposals.end()) return plan;
+  if (const Proposal chosen = choose(key, plan)) {
+    plan.usable = true;
+    plan.algorithm = chosen->algo;
+    plan.workspace = chosen->workspaceSize;
   }
-  plan.usable = true;
-  plan.algorithm = chosen->algo;
-  plan.workspace = chosen->workspaceSize;
   return plan;
 }
 
