@@ -2,9 +2,7 @@
 
 #include "plan.h"
 
-#include <ATen/Context.h>
 #include <ATen/cuda/CUDAContextLight.h>
-#include <c10/core/ScalarType.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/util/Exception.h>
 #include <cublasLt.h>
@@ -14,48 +12,14 @@
 #include <cstring>
 #include <initializer_list>
 #include <optional>
-#include <type_traits>
 #include <unordered_map>
 #include <utility>
 
+#include "key.h"
 #include "tch_extension/kind.h"
 
 namespace tch_extension::gemm {
 namespace {
-
-enum class Bias : int32_t { kNone, kRow, kFull };
-
-struct Operand {
-  int64_t leading;       // elements from one row to the next; from one column, if transposed
-  int64_t batch_stride;  // from one matrix to the next; 0 where all share it
-  int32_t transposed;    // whether the elements of a column are neighbours instead of those of a row
-  int32_t alignment;     // of the address, in bytes, a power of two
-};
-
-// All that a plan depends on. Compared and hashed as bytes.
-struct Key {
-  int64_t m;
-  int64_t n;
-  int64_t k;
-  int64_t batch;
-  Operand lhs;
-  Operand rhs;
-  Operand bias;
-  Bias bias_as;
-  int32_t relu;
-  int32_t device;
-  int32_t kind;        // TchExtensionKind of every matrix
-  int32_t compute;     // cublasComputeType_t, as libtorch's switches have it
-  int32_t reductions;  // cublasLtReductionScheme_t that they allow
-};
-static_assert(std::has_unique_object_representations_v<Key>, "no padding, whose bytes could be anything");
-
-// More than cuBLASLt asks for makes no difference.
-int32_t alignment_of(const void* pointer) {
-  constexpr uintptr_t kMost = 256;
-  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer) | kMost;
-  return static_cast<int32_t>(address & ~(address - 1));
-}
 
 // Plain data, cuBLASLt's descriptors included: nothing has to be destroyed, whenever a thread ends.
 struct Plan {
@@ -347,72 +311,6 @@ Plan& find_plan(const Key& key, const void* bias) {
   return known.plans.emplace(key, make_plan(key, bias)).first->second;
 }
 
-// The way a matrix lies in memory, if cuBLASLt knows it; dimensions of one element have whatever stride
-// suits.
-std::optional<Operand> as_operand(const Matrices& matrices, int64_t rows, int64_t columns) {
-  Operand operand{0, matrices.batch, 0, alignment_of(matrices.data)};
-  if ((columns == 1 || matrices.column == 1) && (rows == 1 || matrices.row >= columns)) {
-    operand.leading = rows == 1 ? columns : matrices.row;
-    return operand;
-  }
-  if ((rows == 1 || matrices.row == 1) && (columns == 1 || matrices.column >= rows)) {
-    operand.leading = columns == 1 ? rows : matrices.column;
-    operand.transposed = 1;
-    return operand;
-  }
-  return std::nullopt;
-}
-
-// A bias for each column goes into the epilogue, if it lies at multiples of 16 bytes (elsewhere that was seen
-// to fail); otherwise it is a matrix whose rows all lie in the same place. One for each row is neither.
-bool place_bias(const Product& product, Key& key) {
-  const Matrices& bias = product.bias;
-  if (bias.data == nullptr) return true;
-  const bool is_row = product.m == 1 || bias.row == 0;
-  if (product.n > 1 && bias.column != 1) return false;
-  if (!is_row && bias.row < product.n) return false;
-  const int64_t bytes =
-      bias.batch * static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(product.kind)));
-  key.bias_as = is_row && alignment_of(bias.data) >= 16 && bytes % 16 == 0 ? Bias::kRow : Bias::kFull;
-  key.bias = {is_row ? 0 : bias.row, bias.batch, 0, alignment_of(bias.data)};
-  return true;
-}
-
-// libtorch's switches for products of this kind.
-void obey_switches(Key& key) {
-  auto& context = at::globalContext();
-  const auto reductions = [](at::CuBLASReductionOption option) -> int32_t {
-    switch (option) {
-      case at::CuBLASReductionOption::DisallowReducedPrecisionAllowSplitK:
-        return CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE | CUBLASLT_REDUCTION_SCHEME_NONE;
-      case at::CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK:
-        return CUBLASLT_REDUCTION_SCHEME_NONE;
-      default:
-        return CUBLASLT_REDUCTION_SCHEME_MASK;
-    }
-  };
-  key.compute = CUBLAS_COMPUTE_32F;
-  key.reductions = CUBLASLT_REDUCTION_SCHEME_MASK;
-  switch (key.kind) {
-    case kTchExtensionDouble:
-      key.compute = CUBLAS_COMPUTE_64F;
-      break;
-    case kTchExtensionFloat:
-      if (context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-          at::Float32Precision::TF32) {
-        key.compute = CUBLAS_COMPUTE_32F_FAST_TF32;
-      }
-      break;
-    case kTchExtensionHalf:
-      if (context.allowFP16AccumulationCuBLAS()) key.compute = CUBLAS_COMPUTE_16F;
-      key.reductions = reductions(context.allowFP16ReductionCuBLAS());
-      break;
-    case kTchExtensionBFloat16:
-      key.reductions = reductions(context.allowBF16ReductionCuBLAS());
-      break;
-  }
-}
-
 bool start(const Key& key, const Product& product, cudaStream_t stream) {
   Plan& plan = find_plan(key, product.bias.data);
   if (!plan.usable) return false;
@@ -438,21 +336,8 @@ bool start(const Key& key, const Product& product, cudaStream_t stream) {
 }  // namespace
 
 bool run_plan(const Product& product, int32_t device, cudaStream_t stream) {
-  const auto lhs = as_operand(product.lhs, product.m, product.k);
-  const auto rhs = as_operand(product.rhs, product.k, product.n);
-  Key key{};
-  if (!lhs || !rhs || !place_bias(product, key)) return false;
-  key.m = product.m;
-  key.n = product.n;
-  key.k = product.k;
-  key.batch = product.batch;
-  key.lhs = *lhs;
-  key.rhs = *rhs;
-  key.relu = product.relu;
-  key.device = device;
-  key.kind = product.kind;
-  obey_switches(key);
-  return start(key, product, stream);
+  const std::optional<Key> key = key_of(product, device);
+  return key && start(*key, product, stream);
 }
 
 Counters counters() {
