@@ -20,11 +20,15 @@ fn provider(name: &'static str, linear: Linear) -> Provider {
     Provider::new(name, move |inputs| Ok(vec![linear(&inputs[0], &inputs[1], Some(&inputs[2]))?]))
 }
 
-pub fn cases(device: Device) -> Vec<Case> {
-    let case = |(m, k, n): (i64, i64, i64)| Case {
+/// In `BFloat16`, on CUDA.
+const HALF_SIZES: [(i64, i64, i64); 4] =
+    [(16, 32, 128), (256, 1024, 1024), (4096, 1024, 1024), (8192, 1024, 4096)];
+
+fn case((m, k, n): (i64, i64, i64), kind: Kind, device: Device) -> Case {
+    Case {
         operator: "linear",
         point: format!("{:?}", (m, k, n)),
-        kind: Kind::Float,
+        kind,
         device,
         inputs: vec![(vec![m, k], 1.0), (vec![n, k], 1.0 / (k as f64).sqrt()), (vec![n], 1.0)],
         work: Throughput::Elements((2 * m * k * n) as u64),
@@ -34,6 +38,13 @@ pub fn cases(device: Device) -> Vec<Case> {
             provider("libtorch", linear_reference),
             provider("fused", f_linear),
         ],
-    };
-    SIZES.into_iter().map(case).collect()
+    }
+}
+
+pub fn cases(device: Device) -> Vec<Case> {
+    let mut cases: Vec<Case> = SIZES.into_iter().map(|size| case(size, Kind::Float, device)).collect();
+    if device.is_cuda() {
+        cases.extend(HALF_SIZES.into_iter().map(|size| case(size, Kind::BFloat16, device)));
+    }
+    cases
 }

@@ -72,19 +72,24 @@ TCH_EXTENSION_CPU_KERNEL(tch_extension_small_matrix_product, small_matrix_produc
 namespace {
 
 bool is_in_memory(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_neg() && !tensor.is_conj() &&
-         !tensor._is_zerotensor() && tensor.dim() == 2 && tensor.numel() > 0;
+  return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_nested() &&
+         !tensor.is_neg() && !tensor.is_conj() && !tensor._is_zerotensor() && tensor.dim() == 2 &&
+         tensor.numel() > 0;
 }
 
 // Up to so many multiplications, each value of lhs used for a vector at least; and an inner dimension that
 // leaves a piece of rhs in the cache.
-constexpr int64_t kMostMultiplications = 80'000'000, kMostInner = 1024, kLeastColumns = 16;
+constexpr int64_t kMostMultiplications = 80'000'000, kLeastColumns = 16;
+
+// MKL, whose products libtorch's are, has its fastest kernels for Intel's CPUs only: there our own is faster
+// where calling MKL is most of the time.
+int64_t most_inner() { return __builtin_cpu_is("intel") ? 32 : 1024; }
 
 bool suits(const at::Tensor& lhs, const at::Tensor& rhs) {
   if (!is_in_memory(lhs) || !is_in_memory(rhs) || lhs.scalar_type() != rhs.scalar_type()) return false;
   if (lhs.scalar_type() != at::kFloat && lhs.scalar_type() != at::kDouble) return false;
   const int64_t rows = lhs.size(0), inner = lhs.size(1), columns = rhs.size(1);
-  return rhs.size(0) == inner && rhs.stride(1) == 1 && inner <= kMostInner && columns >= kLeastColumns &&
+  return rhs.size(0) == inner && rhs.stride(1) == 1 && inner <= most_inner() && columns >= kLeastColumns &&
          columns <= kMostMultiplications && rows <= kMostMultiplications / columns / inner;
 }
 

@@ -216,12 +216,15 @@ mod tests {
         };
         for kind in [Kind::Float, Kind::Double] {
             // Parts of tiles and whole ones; more than one of each; any strides on the left, gaps on the right.
-            for [m, k, n] in [[1, 1, 16], [5, 3, 17], [33, 40, 70], [64, 100, 32], [16, 1024, 31]] {
+            for [m, k, n] in [[1, 1, 16], [5, 3, 17], [33, 32, 70], [64, 30, 32], [16, 1024, 31]] {
                 let (lhs, rhs) = (ramp([m, k], kind), ramp([k, n], kind));
                 let turned = ramp([k, m], kind).transpose(0, 1);
                 let gaps = ramp([k, n + 3], kind).narrow(1, 2, n);
                 for (lhs, rhs) in [(&lhs, &rhs), (&turned, &rhs), (&lhs, &gaps)] {
-                    let product = small_product(lhs, rhs).expect("a product").expect("our own");
+                    let product = small_product(lhs, rhs).expect("a product");
+                    // Whether there is one depends on the CPU's maker.
+                    assert!(product.is_some() || k > 32);
+                    let Some(product) = product else { continue };
                     let bound = if kind == Kind::Double { 1e-12 } else { 1e-5 };
                     crate::testing::assert_close(&product, &lhs.matmul(rhs), bound, bound * k as f64);
                 }
