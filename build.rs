@@ -1,6 +1,7 @@
 //! Compiles `csrc` into the static library beside libtorch.
 
 fn main() {
-    tch_extension_build::Extension::new("tch_extension").source_dir("csrc").build_or_exit();
+    let extension = tch_extension_build::Extension::new("tch_extension").source_dir("csrc");
+    extension.cuda_library("cublasLt").build_or_exit();
     tch_extension_build::link_args();
 }

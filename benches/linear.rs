@@ -19,22 +19,33 @@ fn provider(name: &'static str, linear: Linear) -> Provider {
     Provider::new(name, move |inputs| Ok(vec![linear(&inputs[0], &inputs[1], Some(&inputs[2]))?]))
 }
 
-pub fn cases(device: Device) -> Vec<Case> {
-    let case = |(m, k, n): (i64, i64, i64)| Case {
+/// In `BFloat16`, on CUDA.
+const HALF_SIZES: [(i64, i64, i64); 4] =
+    [(16, 32, 128), (256, 1024, 1024), (4096, 1024, 1024), (8192, 1024, 4096)];
+
+fn case((m, k, n): (i64, i64, i64), kind: Kind, device: Device) -> Case {
+    Case {
         operator: "linear",
         point: format!("{:?}", (m, k, n)),
-        kind: Kind::Float,
+        kind,
         device,
         tf32: false,
         inputs: vec![(vec![m, k], 1.0), (vec![n, k], 1.0 / (k as f64).sqrt()), (vec![n], 1.0)],
         // x, W and y; the same again with their gradients, but for y.
         work: [1, 2]
-            .map(|times| Work::new(Kind::Float, times * (m * k + k * n) + m * n, times * 2 * m * k * n)),
+            .map(|times| Work::new(kind, times * (m * k + k * n) + m * n, times * 2 * m * k * n)),
         providers: vec![
             provider("composite", composite),
             provider("libtorch", linear_reference),
             provider("fused", f_linear),
         ],
-    };
-    SIZES.into_iter().map(case).collect()
+    }
+}
+
+pub fn cases(device: Device) -> Vec<Case> {
+    let mut cases: Vec<Case> = SIZES.into_iter().map(|size| case(size, Kind::Float, device)).collect();
+    if device.is_cuda() {
+        cases.extend(HALF_SIZES.into_iter().map(|size| case(size, Kind::BFloat16, device)));
+    }
+    cases
 }

@@ -46,7 +46,8 @@ pub fn run(tables: &[fn(Device) -> Vec<Case>], words: &[String]) -> std::io::Res
         for case in tables.iter().flat_map(|cases| cases(device)) {
             for direction in Direction::ALL {
                 let title = case.title(direction);
-                if words.iter().all(|word| title.contains(word.as_str())) {
+                let wanted = words.iter().all(|word| title.contains(word.as_str()));
+                if wanted && case.has(direction) {
                     let (costs, floor) =
                         case.in_its_precision(|| (measure(&case, direction), floors.of(&case, direction)));
                     print(&title, &costs, floor.as_ref());

@@ -1,10 +1,9 @@
-#include "tch_extension/cpu.h"
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "layer_norm.h"
+#include "tch_extension/cpu_registers.h"
 
 namespace tch_extension {
 inline namespace CPU_CAPABILITY {
@@ -50,32 +49,64 @@ void for_kinds(const Params& params, Body body) {
   });
 }
 
+// A whole vector: a count that the compiler knows, so that nothing is masked.
+template <typename C>
+using Whole = std::integral_constant<int64_t, Vec<C>::size()>;
+
 // Sums over a row. term(column, count, sums) adds one vector's values to each of the sums. In blocks, because
-// a long sum of small terms loses them one by one.
+// a long sum of small terms loses them one by one; and several vectors side by side, because each addition
+// waits for the one before.
 template <typename C, int kSums, typename Term>
-void row_sums(int64_t columns, C (&sums)[kSums], Term term) {
-  constexpr int64_t kSize = Vec<C>::size();
+inline TCH_EXTENSION_INLINE void row_sums(int64_t columns, C (&sums)[kSums], Term term) {
+  using V = Vec<C>;
+  constexpr int64_t kSize = V::size();
+  constexpr int kLanes = 4;
   constexpr int64_t kBlock = 64 * kSize;
-  Vec<C> totals[kSums];
-  std::fill(totals, totals + kSums, Vec<C>(0));
+  const auto zero = [](auto) TCH_EXTENSION_INLINE { return V(C(0)); };
+  auto totals = registers<V, kSums>(zero);
   for (int64_t first = 0; first < columns; first += kBlock) {
-    Vec<C> block[kSums];
-    std::fill(block, block + kSums, Vec<C>(0));
     const int64_t last = std::min(columns, first + kBlock);
-    for (int64_t column = first; column < last; column += kSize) {
-      term(column, std::min(kSize, last - column), block);
+    auto block = registers<V, kLanes * kSums>(zero);
+    int64_t column = first;
+    for (; column + kLanes * kSize <= last; column += kLanes * kSize) {
+      unrolled<kLanes>([&](auto lane) TCH_EXTENSION_INLINE {
+        term(column + lane * kSize, Whole<C>{}, &block[lane * kSums]);
+      });
     }
-    for (int sum = 0; sum < kSums; ++sum) totals[sum] = totals[sum] + block[sum];
+    for (; column + kSize <= last; column += kSize) term(column, Whole<C>{}, &block[0]);
+    if (column < last) term(column, last - column, &block[0]);
+    unrolled<kSums>([&](auto sum) TCH_EXTENSION_INLINE {
+      const V low = block[sum] + block[kSums + sum];
+      totals[sum] = totals[sum] + (low + (block[2 * kSums + sum] + block[3 * kSums + sum]));
+    });
   }
   for (int sum = 0; sum < kSums; ++sum) {
-    sums[sum] = at::vec::vec_reduce_all<C>([](Vec<C>& a, Vec<C>& b) { return a + b; }, totals[sum]);
+    sums[sum] = at::vec::vec_reduce_all<C>([](V& a, V& b) { return a + b; }, totals[sum]);
   }
 }
 
 // The first `count` values, and zeros behind them.
-template <typename C>
-Vec<C> only(const Vec<C>& values, int64_t count) {
-  return Vec<C>::set(Vec<C>(0), values, count);
+template <typename C, typename Count>
+inline Vec<C> only(const Vec<C>& values, Count count) {
+  if constexpr (std::is_same_v<Count, Whole<C>>) {
+    return values;
+  } else {
+    return Vec<C>::set(Vec<C>(0), values, count);
+  }
+}
+
+// value(column, count) for each vector of a row, rounded.
+template <typename C, typename T, typename Value>
+inline TCH_EXTENSION_INLINE void write_row(int64_t columns, T* to, Value value) {
+  constexpr int64_t kSize = Vec<C>::size();
+  int64_t column = 0;
+  for (; column + 2 * kSize <= columns; column += 2 * kSize) {
+    store_pair(value(column, Whole<C>{}), value(column + kSize, Whole<C>{}), to + column);
+  }
+  for (; column + kSize <= columns; column += kSize) {
+    store(value(column, Whole<C>{}), to + column, Whole<C>{});
+  }
+  if (column < columns) store(value(column, columns - column), to + column, columns - column);
 }
 
 template <typename C>
@@ -105,14 +136,14 @@ Moments<C> moments(const T* x, int64_t columns, double eps) {
   const V scales(scale);
 
   C first[1];
-  row_sums(columns, first, [&](int64_t column, int64_t count, V* sums) {
+  row_sums(columns, first, [&](int64_t column, auto count, V* sums) TCH_EXTENSION_INLINE {
     sums[0] = at::vec::fmadd(load(x + column, count), scales, sums[0]);
   });
   const C mean = pivot(first[0] / scaled_columns, static_cast<C>(x[0]));
 
   C second[2];
-  row_sums(columns, second, [&](int64_t column, int64_t count, V* sums) {
-    const V centered = only<C>(load(x + column, count) - V(mean), count);
+  row_sums(columns, second, [&](int64_t column, auto count, V* sums) TCH_EXTENSION_INLINE {
+    const V centered = only(load(x + column, count) - V(mean), count);
     sums[0] = at::vec::fmadd(centered, scales, sums[0]);
     sums[1] = at::vec::fmadd(centered, centered, sums[1]);
   });
@@ -129,7 +160,7 @@ Vec<Compute<W>> load_or(const void* pointer, int64_t at, int64_t count, Compute<
   return pointer == nullptr ? Vec<Compute<W>>(otherwise) : load(static_cast<const W*>(pointer) + at, count);
 }
 
-template <typename T, typename W>
+template <typename T, typename W, bool kAffine>
 void forward(const LayerNormForward& params, int64_t begin, int64_t end) {
   using C = Compute<T>;
   using V = Vec<C>;
@@ -139,13 +170,13 @@ void forward(const LayerNormForward& params, int64_t begin, int64_t end) {
     T* y = static_cast<T*>(params.output) + row * columns;
     const Moments<C> row_moments = moments(x, columns, params.eps);
     const V mean(row_moments.mean), correction(row_moments.correction), rstd(row_moments.rstd);
-    for (int64_t column = 0; column < columns; column += V::size()) {
-      const int64_t count = std::min<int64_t>(V::size(), columns - column);
+    const auto value = [&](int64_t column, auto count) TCH_EXTENSION_INLINE {
       const V normal = (load(x + column, count) - mean - correction) * rstd;
-      const V weight = load_or<W>(params.weight, column, count, 1);
-      const V bias = load_or<W>(params.bias, column, count, 0);
-      store(at::vec::fmadd(normal, weight, bias), y + column, count);
-    }
+      if constexpr (!kAffine) return normal;
+      return at::vec::fmadd(normal, load_or<W>(params.weight, column, count, 1),
+                            load_or<W>(params.bias, column, count, 0));
+    };
+    write_row<C>(columns, y, value);
     if (params.mean != nullptr) {
       static_cast<C*>(params.mean)[row] = row_moments.mean + row_moments.correction;
     }
@@ -170,66 +201,85 @@ struct Row {
         mean(params.mean == nullptr ? C(0) : static_cast<const C*>(params.mean)[row]),
         rstd(params.rstd == nullptr ? C(0) : static_cast<const C*>(params.rstd)[row]) {}
 
-  V output_grad(int64_t column, int64_t count) const { return load(grad + column, count); }
-  // Zeros behind the row's end, where mean · rstd may overflow and infinity times 0 is NaN.
-  V normal(int64_t column, int64_t count) const {
-    return only<C>((load(x + column, count) - mean) * rstd, count);
+  template <typename Count>
+  V output_grad(int64_t column, Count count) const {
+    return load(grad + column, count);
   }
-  V scaled_grad(int64_t column, int64_t count) const {
-    return output_grad(column, count) * load_or<W>(weight, column, count, 1);
+  // Zeros behind the row's end, where mean · rstd may overflow and infinity times 0 is NaN.
+  template <typename Count>
+  V normal(int64_t column, Count count) const {
+    return only((load(x + column, count) - mean) * rstd, count);
+  }
+  template <typename Count>
+  V scaled(const V& output_grad, int64_t column, Count count) const {
+    return weight == nullptr ? output_grad
+                             : output_grad * load(static_cast<const W*>(weight) + column, count);
   }
 };
 
-template <typename T, typename W>
-void write_grad_input(const Row<T, W>& row, int64_t columns, T* grad_input) {
-  using C = Compute<T>;
-  using V = Vec<C>;
-  C sums[2];
-  row_sums(columns, sums, [&](int64_t column, int64_t count, V* sums) {
-    // Zeros behind the row's end, where the gradient is zero.
-    const V grad = row.scaled_grad(column, count);
-    sums[0] = sums[0] + grad;
-    sums[1] = at::vec::fmadd(grad, row.normal(column, count), sums[1]);
-  });
-  const V mean_grad(sums[0] / C(columns)), mean_product(sums[1] / C(columns));
-  for (int64_t column = 0; column < columns; column += V::size()) {
-    const int64_t count = std::min<int64_t>(V::size(), columns - column);
-    const V inner = row.scaled_grad(column, count) - mean_grad - row.normal(column, count) * mean_product;
-    store(row.rstd * inner, grad_input + column, count);
-  }
+// `to` += `values`.
+template <typename C, typename Count>
+inline void add(const Vec<C>& values, C* to, Count count) {
+  store(load(to, count) + values, to, count);
 }
 
-// `to` += `values`.
-template <typename C>
-void add(const Vec<C>& values, C* to, int64_t count) {
-  store(load(to, count) + values, to, count);
+// One row's derivative, and what it adds to the sums over rows. Which of these are asked for is known to the
+// compiler; it is the common case that all are, or only the row's.
+template <bool kInput, bool kParameters, typename T, typename W, typename C>
+inline TCH_EXTENSION_INLINE void backward_row(const Row<T, W>& row, int64_t columns, C inverse, T* grad_input,
+                                              C* weight_sums, C* bias_sums) {
+  using V = Vec<C>;
+  C sums[2];
+  row_sums(columns, sums, [&](int64_t column, auto count, V* sums) TCH_EXTENSION_INLINE {
+    // Zeros behind the row's end, where the gradient is zero.
+    const V output_grad = row.output_grad(column, count);
+    const V normal = row.normal(column, count);
+    if constexpr (kInput) {
+      const V grad = row.scaled(output_grad, column, count);
+      sums[0] = sums[0] + grad;
+      sums[1] = at::vec::fmadd(grad, normal, sums[1]);
+    }
+    if constexpr (kParameters) {
+      if (weight_sums != nullptr) add(output_grad * normal, weight_sums + column, count);
+      if (bias_sums != nullptr) add(output_grad, bias_sums + column, count);
+    }
+  });
+  if constexpr (kInput) {
+    const V mean_grad(sums[0] * inverse), mean_product(sums[1] * inverse);
+    const auto value = [&](int64_t column, auto count) TCH_EXTENSION_INLINE {
+      const V grad = row.scaled(row.output_grad(column, count), column, count);
+      return row.rstd * (grad - mean_grad - row.normal(column, count) * mean_product);
+    };
+    write_row<C>(columns, grad_input, value);
+  }
 }
 
 template <typename T, typename W>
 void backward(const LayerNormBackward& params, int64_t begin, int64_t end) {
   using C = Compute<T>;
-  using V = Vec<C>;
   const int64_t columns = params.columns;
   const int64_t rows_of_part = rows_per_part(params);
+  // A division for each row would hold up a short one.
+  const C inverse = C(1) / C(columns);
+  const auto of_part = [&](void* parts, int64_t part) {
+    C* sums = parts == nullptr ? nullptr : static_cast<C*>(parts) + part * columns;
+    if (sums != nullptr) std::fill_n(sums, columns, C(0));
+    return sums;
+  };
   for (int64_t part = begin; part < end; ++part) {
-    C* weight_sums =
-        params.weight_parts == nullptr ? nullptr : static_cast<C*>(params.weight_parts) + part * columns;
-    C* bias_sums =
-        params.bias_parts == nullptr ? nullptr : static_cast<C*>(params.bias_parts) + part * columns;
-    if (weight_sums != nullptr) std::fill_n(weight_sums, columns, C(0));
-    if (bias_sums != nullptr) std::fill_n(bias_sums, columns, C(0));
+    C* weight_sums = of_part(params.weight_parts, part);
+    C* bias_sums = of_part(params.bias_parts, part);
     const int64_t last = std::min(params.rows, (part + 1) * rows_of_part);
     for (int64_t index = part * rows_of_part; index < last; ++index) {
       const Row<T, W> row(params, index);
-      if (params.grad_input != nullptr) {
-        write_grad_input(row, columns, static_cast<T*>(params.grad_input) + index * columns);
-      }
-      if (weight_sums == nullptr && bias_sums == nullptr) continue;
-      for (int64_t column = 0; column < columns; column += V::size()) {
-        const int64_t count = std::min<int64_t>(V::size(), columns - column);
-        const V grad = row.output_grad(column, count);
-        if (weight_sums != nullptr) add<C>(grad * row.normal(column, count), weight_sums + column, count);
-        if (bias_sums != nullptr) add<C>(grad, bias_sums + column, count);
+      T* grad_input =
+          params.grad_input == nullptr ? nullptr : static_cast<T*>(params.grad_input) + index * columns;
+      if (grad_input == nullptr) {
+        backward_row<false, true>(row, columns, inverse, grad_input, weight_sums, bias_sums);
+      } else if (weight_sums == nullptr && bias_sums == nullptr) {
+        backward_row<true, false>(row, columns, inverse, grad_input, weight_sums, bias_sums);
+      } else {
+        backward_row<true, true>(row, columns, inverse, grad_input, weight_sums, bias_sums);
       }
     }
   }
@@ -253,7 +303,10 @@ void sum_parts(const void* parts, void* result, int64_t count_of_parts, int64_t 
 
 static void layer_norm_forward(const LayerNormForward& params, int64_t begin, int64_t end) {
   for_kinds(params, [&](auto type, auto parameter) {
-    forward<typename decltype(type)::type, typename decltype(parameter)::type>(params, begin, end);
+    using T = typename decltype(type)::type;
+    using W = typename decltype(parameter)::type;
+    params.weight == nullptr&& params.bias == nullptr ? forward<T, W, false>(params, begin, end)
+                                                      : forward<T, W, true>(params, begin, end);
   });
 }
 

@@ -7,12 +7,20 @@ namespace tch_extension {
 namespace {
 
 struct Rows {
+  static constexpr int kUnroll = 4;
+
   const void* grad;
   int64_t row_stride;
 
   template <typename T, int kLanes>
-  __device__ __forceinline__ Values<T, kLanes> load(int64_t row, int64_t column) const {
-    return load_values<T, kLanes>(grad, row * row_stride + column);
+  __device__ __forceinline__ Vector<T, kLanes> fetch(int64_t row, int64_t column) const {
+    return load_vector<T, kLanes>(grad, row * row_stride + column);
+  }
+
+  template <typename T, int kLanes>
+  __device__ __forceinline__ Values<T, kLanes> values(const Vector<T, kLanes>& fetched, int64_t,
+                                                      int64_t) const {
+    return values_of(fetched);
   }
 };
 

@@ -1,7 +1,6 @@
-#include "tch_extension/cpu.h"
-
 #include <algorithm>
 
+#include "cpu_pointwise.h"
 #include "lltm_cell.h"
 
 namespace tch_extension {
@@ -29,11 +28,6 @@ int64_t grain(const Params& params) {
   return std::max<int64_t>(1, kElements / std::min(kColumns, std::max<int64_t>(1, params.hidden)));
 }
 
-template <typename T>
-Vec<T> sigmoid(Vec<T> x) {
-  return Vec<T>(T(1)) / (Vec<T>(T(1)) + x.neg().exp());
-}
-
 // Calls body(row, column, count) for each vector of the pieces [begin, end).
 template <typename T, typename Params, typename Body>
 void for_each_vector(const Params& params, int64_t begin, int64_t end, Body body) {
@@ -50,55 +44,38 @@ void for_each_vector(const Params& params, int64_t begin, int64_t end, Body body
 
 template <typename T>
 void forward(const LltmCellForward& params, int64_t begin, int64_t end) {
-  using V = Vec<Compute<T>>;
   const int64_t hidden = params.hidden;
   for_each_vector<T>(params, begin, end, [&](int64_t row, int64_t column, int64_t count) {
     T* gate = static_cast<T*>(params.gates) + row * 3 * hidden + column;
     const int64_t at = row * hidden + column;
-    const V i = sigmoid(load(gate, count));
-    const V o = sigmoid(load(gate + hidden, count));
-    const V g = load(gate + 2 * hidden, count);
-    const V candidate = V::blendv(g.expm1(), g, g > V(0));
-    const V new_c = load(static_cast<const T*>(params.c) + at, count) + candidate * i;
-    const V new_h = new_c.tanh() * o;
-    store(new_c, static_cast<T*>(params.new_c) + at, count);
-    store(new_h, static_cast<T*>(params.new_h) + at, count);
+    const LltmCellStep<Compute<T>> step(load(gate, count), load(gate + hidden, count),
+                                        load(gate + 2 * hidden, count),
+                                        load(static_cast<const T*>(params.c) + at, count));
+    store(step.new_c, static_cast<T*>(params.new_c) + at, count);
+    store(step.new_h, static_cast<T*>(params.new_h) + at, count);
     if (params.save_activations) {
-      store(i, gate, count);
-      store(o, gate + hidden, count);
+      store(step.i, gate, count);
+      store(step.o, gate + hidden, count);
     }
   });
 }
 
 template <typename T>
-Vec<Compute<T>> load_or_zero(const void* pointer, int64_t at, int64_t count) {
-  return pointer == nullptr ? Vec<Compute<T>>(0) : load(static_cast<const T*>(pointer) + at, count);
-}
-
-template <typename T>
 void backward(const LltmCellBackward& params, int64_t begin, int64_t end) {
-  using V = Vec<Compute<T>>;
   const int64_t hidden = params.hidden;
-  const V one(1);
   for_each_vector<T>(params, begin, end, [&](int64_t row, int64_t column, int64_t count) {
     const int64_t at = row * hidden + column;
     const int64_t at_gate = row * 3 * hidden + column;
     const T* activation = static_cast<const T*>(params.activations) + at_gate;
-    const V i = load(activation, count);
-    const V o = load(activation + hidden, count);
-    const V g = load(activation + 2 * hidden, count);
-    const V tanh_c = load(static_cast<const T*>(params.new_c) + at, count).tanh();
-    const V grad_h = load_or_zero<T>(params.grad_new_h, at, count);
-    const V positive = g > V(0);
-    const V candidate = V::blendv(g.expm1(), g, positive);
-    const V candidate_grad = V::blendv(g.exp(), one, positive);
-
-    const V grad_c = load_or_zero<T>(params.grad_new_c, at, count) + grad_h * o * (one - tanh_c * tanh_c);
+    const LltmCellGradient<Compute<T>> grad(
+        load(activation, count), load(activation + hidden, count), load(activation + 2 * hidden, count),
+        load(static_cast<const T*>(params.new_c) + at, count), load_or_zero<T>(params.grad_new_h, at, count),
+        load_or_zero<T>(params.grad_new_c, at, count));
     T* grad_gate = static_cast<T*>(params.grad_gates) + at_gate;
-    store(grad_c * candidate * i * (one - i), grad_gate, count);
-    store(grad_h * tanh_c * o * (one - o), grad_gate + hidden, count);
-    store(grad_c * i * candidate_grad, grad_gate + 2 * hidden, count);
-    if (params.grad_c != nullptr) store(grad_c, static_cast<T*>(params.grad_c) + at, count);
+    store(grad.i, grad_gate, count);
+    store(grad.o, grad_gate + hidden, count);
+    store(grad.g, grad_gate + 2 * hidden, count);
+    if (params.grad_c != nullptr) store(grad.c, static_cast<T*>(params.grad_c) + at, count);
   });
 }
 

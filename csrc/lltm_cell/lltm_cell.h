@@ -35,7 +35,7 @@ struct LltmCellBackward {
 };
 
 // The whole cell in one kernel, for sizes at which launches cost more than arithmetic: fused_forward.cu,
-// fused_backward.cu, CUDA only.
+// fused_backward.cu and cpu_fused.cpp.
 //
 //   [i | o | g] = [h, x] Wᵀ + b
 //

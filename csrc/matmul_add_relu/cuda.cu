@@ -50,23 +50,39 @@ __global__ void __launch_bounds__(kThreads) matmul_add_relu_forward_kernel(Matmu
 
 // Masks the gradient, keeps the result and hands it on to be summed.
 struct Masked {
+  // Two arrays are read: more would take registers from other threads.
+  static constexpr int kUnroll = 2;
+
   const void* grad;
   const void* out;
   void* grad_product;
   int64_t columns;
 
   template <typename T, int kLanes>
-  __device__ __forceinline__ Values<T, kLanes> load(int64_t row, int64_t column) const {
+  struct Pair {
+    Vector<T, kLanes> grad;
+    Vector<T, kLanes> out;
+  };
+
+  template <typename T, int kLanes>
+  __device__ __forceinline__ Pair<T, kLanes> fetch(int64_t row, int64_t column) const {
     const int64_t at = row * columns + column;
-    auto masked = load_values<T, kLanes>(grad, at);
-    const auto values = load_values<T, kLanes>(out, at);
+    return {load_vector<T, kLanes>(grad, at), load_vector<T, kLanes>(out, at)};
+  }
+
+  template <typename T, int kLanes>
+  __device__ __forceinline__ Values<T, kLanes> values(const Pair<T, kLanes>& fetched, int64_t row,
+                                                      int64_t column) const {
+    auto masked = fetched.grad;
+    const auto values = values_of(fetched.out);
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
       // Chosen, not multiplied: NaN or infinity times 0 is NaN.
-      if (values.lane[lane] <= 0) masked.lane[lane] = 0;
+      if (values.lane[lane] <= 0) masked.lane[lane] = T(0);
     }
-    store_values<T, kLanes>(grad_product, at, masked);
-    return masked;
+    const int64_t at = row * columns + column;
+    *reinterpret_cast<Vector<T, kLanes>*>(static_cast<T*>(grad_product) + at) = masked;
+    return values_of(masked);
   }
 };
 
@@ -74,7 +90,7 @@ template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) mask_kernel(Masked masked, int64_t vectors) {
   for (int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < vectors;
        index += static_cast<int64_t>(gridDim.x) * kThreads) {
-    masked.load<T, kLanes>(0, index * kLanes);
+    masked.values<T, kLanes>(masked.fetch<T, kLanes>(0, index * kLanes), 0, index * kLanes);
   }
 }
 

@@ -47,7 +47,7 @@ fn slabs_on_cpu(rows: i64) -> i64 {
     rows.div_euclid(ROWS) + i64::from(rows.rem_euclid(ROWS) > 0) + i64::from(rows == 0)
 }
 
-/// As many blocks as fill a large GPU, but at least eight rows for each thread; one, when few would be left, to save
+/// As many blocks as fill a large GPU, but at least four rows for each thread; one, when few would be left, to save
 /// the second kernel.
 fn slabs_on_cuda(rows: i64, columns: i64, kind: Kind) -> i64 {
     const BLOCKS: i64 = 1024;
@@ -58,9 +58,9 @@ fn slabs_on_cuda(rows: i64, columns: i64, kind: Kind) -> i64 {
         _ => 8,
     };
     let vectors = if columns % lanes == 0 { columns / lanes } else { columns };
-    let side_by_side = (0..=5).map(|power| 1 << power).find(|&x| x >= vectors).unwrap_or(32);
+    let side_by_side = (0..=4).map(|power| 1 << power).find(|&x| x >= vectors).unwrap_or(16);
     let tiles = (vectors / side_by_side).max(1);
-    let slabs = (BLOCKS / tiles).min(rows / (8 * (THREADS / side_by_side)));
+    let slabs = (BLOCKS / tiles).min(rows / (4 * (THREADS / side_by_side)));
     if slabs < 4 { 1 } else { slabs }
 }
 
@@ -73,7 +73,7 @@ mod tests {
         assert_eq!([0, 1, 1024, 1025, 5000].map(slabs_on_cpu), [1, 1, 1, 2, 5]);
         let cuda = |rows, columns| slabs_on_cuda(rows, columns, Kind::Half);
         assert_eq!([cuda(0, 0), cuda(0, 8), cuda(1, 1), cuda(200, 4096)], [1; 4]);
-        assert_eq!((cuda(256, 1024), cuda(8192, 1024), cuda(1 << 40, 1024)), (4, 128, 256));
+        assert_eq!((cuda(256, 1024), cuda(8192, 1024), cuda(1 << 40, 1024)), (4, 128, 128));
         assert_eq!((cuda(1 << 40, 1), cuda(1 << 40, 1 << 30)), (1024, 1));
         for columns in [1, 2, 3, 31, 33, 255, 256, 257, 100_000] {
             for rows in [0, 1, 63, 64, 65, 1000, 1 << 20] {

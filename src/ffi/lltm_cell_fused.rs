@@ -1,4 +1,5 @@
-//! `csrc/lltm_cell/fused_forward.cu` and `fused_backward.cu`: the whole cell in one kernel, and when to take it.
+//! `csrc/lltm_cell/fused_forward.cu`, `fused_backward.cu` and `cpu_fused.cpp`: the whole cell in one kernel, and when to
+//! take it.
 
 use super::facts::{Facts, Fresh, empty, facts};
 use super::precision::matmul_allow_tf32;
@@ -16,7 +17,8 @@ pub enum Path {
     Automatic,
     /// libtorch's product and a kernel for the rest.
     Product,
-    /// One kernel for everything. Only on CUDA, and not for empty states; elsewhere as `Product`.
+    /// One kernel for everything. Not for empty states, and on the CPU neither for half kinds nor, in the forward, for
+    /// wide weights; these as `Product`.
     Fused,
 }
 
@@ -41,10 +43,15 @@ impl Sizes {
         self.batch > 0 && self.hidden > 0 && self.batch as f64 * columns < most && columns * columns < most
     }
 
-    /// Whether the forward in one kernel is faster than libtorch's product between two others, on the GPU alone. Measured
-    /// on an H200: docs/performance.md.
+    /// Whether the forward in one kernel is faster than libtorch's product between two others. Measured on an H200 and
+    /// on CPUs: docs/performance.md.
     pub fn fuse_forward(&self, path: Path, kind: Kind, device: Device) -> bool {
         const BESIDE_TENSOR_CORES: f64 = 28e6;
+        if device == Device::Cpu {
+            // The batch makes the vectors.
+            let most = if self.batch < cpu::LEAST_ROWS { 0.0 } else { cpu::MOST_PRODUCTS };
+            return cpu::exists(kind) && self.columns() <= cpu::MOST_COLUMNS && self.chosen(path, most);
+        }
         let most = match kind {
             Kind::Float if self.products() > BESIDE_TENSOR_CORES && matmul_allow_tf32().unwrap_or(false) => {
                 BESIDE_TENSOR_CORES
@@ -55,27 +62,49 @@ impl Sizes {
             Kind::Float | Kind::Double => 32e6,
             _ => BESIDE_TENSOR_CORES,
         };
-        self.chosen(path, device, most)
+        matches!(device, Device::Cuda(_)) && self.chosen(path, most)
     }
 
     /// The same for the backward, of which a block goes over all rows.
     pub fn fuse_backward(&self, path: Path, kind: Kind, device: Device) -> bool {
+        if device == Device::Cpu {
+            return cpu::exists(kind) && self.chosen(path, cpu::MOST_PRODUCTS);
+        }
         let (most, most_rows) = match kind {
             Kind::Float => (80e6, 192),
             Kind::Double => (10e6, 128),
             _ => (25e6, 128),
         };
-        self.chosen(path, device, if self.batch <= most_rows { most } else { 0.0 })
+        let most = if self.batch <= most_rows { most } else { 0.0 };
+        matches!(device, Device::Cuda(_)) && self.chosen(path, most)
     }
 
-    fn chosen(&self, path: Path, device: Device, most: f64) -> bool {
+    fn columns(&self) -> f64 {
+        self.hidden as f64 + self.features as f64
+    }
+
+    fn chosen(&self, path: Path, most: f64) -> bool {
         let wanted = match path {
             Path::Automatic => self.products() <= most,
             Path::Product => false,
             Path::Fused => true,
         };
-        wanted && self.fit() && matches!(device, Device::Cuda(_))
+        wanted && self.fit()
     }
+}
+
+/// What `csrc/lltm_cell/cpu_fused.cpp` can do, and what it is good at.
+mod cpu {
+    use tch::Kind;
+
+    pub fn exists(kind: Kind) -> bool {
+        matches!(kind, Kind::Float | Kind::Double)
+    }
+
+    /// As `kMostColumns` has it.
+    pub const MOST_COLUMNS: f64 = 1024.0;
+    pub const LEAST_ROWS: i64 = 8;
+    pub const MOST_PRODUCTS: f64 = 20e6;
 }
 
 #[repr(C)]
@@ -123,6 +152,11 @@ struct Backward {
     grad_bias: *mut c_void,
     grad_h: *mut c_void,
     grad_c: *mut c_void,
+}
+
+unsafe extern "C" {
+    fn tch_extension_lltm_cell_fused_forward_cpu(params: *const Forward);
+    fn tch_extension_lltm_cell_fused_backward_cpu(params: *const Backward, grad_gates: *mut c_void);
 }
 
 #[cfg(tch_extension_cuda)]
@@ -217,7 +251,7 @@ fn allow_vectors(matrices: [&Readable; 3], columns: [i64; 2], kind: Kind) -> boo
         && matrices.iter().all(|matrix| is_whole(matrix.stride()) && matrix.data().addr() % 16 == 0)
 }
 
-/// The cell, of tensors of one kind on one CUDA device. With `save_activations`, also what [`backward`] reads.
+/// The cell, of tensors of one kind on one device. With `save_activations`, also what [`backward`] reads.
 /// `known` are the operands' facts, in their order.
 pub(crate) fn forward(
     operands: &Operands<'_>,
@@ -259,7 +293,11 @@ pub(crate) fn forward(
         new_c: new_c.data,
         activations: written(&activations),
     };
-    launch(like, |device| launch_forward(device, &params))?;
+    match like.device() {
+        // SAFETY: every array's kind, device, size and order was made sure of; what is written is new.
+        Some(Device::Cpu) => unsafe { tch_extension_lltm_cell_fused_forward_cpu(&params) },
+        device => launch_forward(device, &params)?,
+    }
     let activations = activations.map(|fresh| fresh.tensor);
     Ok(Outputs { new_h: new_h.tensor, new_c: new_c.tensor, activations })
 }
@@ -349,39 +387,42 @@ pub(crate) fn backward(
         grad_h,
         grad_c,
     };
-    launch(like, |device| launch_backward(device, &params))?;
+    match like.device() {
+        Some(Device::Cpu) => {
+            let scratch = empty([Some(&[batch, 3 * hidden])], like)?;
+            // SAFETY: as in `forward`; an array that is null is not asked for.
+            unsafe { tch_extension_lltm_cell_fused_backward_cpu(&params, written(&scratch[0])) };
+        }
+        device => launch_backward(device, &params)?,
+    }
     Ok(results.map(|result| result.map(|fresh| fresh.tensor)))
 }
 
-fn launch(like: &Facts, launch: impl Fn(Device) -> Result<()>) -> Result<()> {
-    launch(like.device().unwrap_or(Device::Cpu))
-}
-
 #[cfg(tch_extension_cuda)]
-fn launch_forward(device: Device, params: &Forward) -> Result<()> {
+fn launch_forward(device: Option<Device>, params: &Forward) -> Result<()> {
     // SAFETY: `forward` made sure of every array's kind, device, size and order; what is written is new. The kernel runs
     // behind all that its stream was given, and libtorch's allocator reuses memory in that order.
-    crate::cuda::launch(device, |stream| unsafe {
+    crate::cuda::launch(device.unwrap_or(Device::Cpu), |stream| unsafe {
         tch_extension_lltm_cell_fused_forward_cuda(params, stream)
     })
 }
 
 #[cfg(tch_extension_cuda)]
-fn launch_backward(device: Device, params: &Backward) -> Result<()> {
+fn launch_backward(device: Option<Device>, params: &Backward) -> Result<()> {
     // SAFETY: as in `launch_forward`, by `backward`; an array that is null is not asked for.
-    crate::cuda::launch(device, |stream| unsafe {
+    crate::cuda::launch(device.unwrap_or(Device::Cpu), |stream| unsafe {
         tch_extension_lltm_cell_fused_backward_cuda(params, stream)
     })
 }
 
 #[cfg(not(tch_extension_cuda))]
-fn launch_forward(device: Device, _: &Forward) -> Result<()> {
-    Err(super::no_kernel("lltm_cell", device))
+fn launch_forward(device: Option<Device>, _: &Forward) -> Result<()> {
+    Err(super::no_kernel("lltm_cell", device.unwrap_or(Device::Cpu)))
 }
 
 #[cfg(not(tch_extension_cuda))]
-fn launch_backward(device: Device, _: &Backward) -> Result<()> {
-    Err(super::no_kernel("lltm_cell", device))
+fn launch_backward(device: Option<Device>, _: &Backward) -> Result<()> {
+    Err(super::no_kernel("lltm_cell", device.unwrap_or(Device::Cpu)))
 }
 
 #[cfg(test)]
@@ -401,13 +442,33 @@ mod tests {
             assert_eq!(both(large, Path::Automatic, gpu), [false; 2]);
             assert_eq!(both(small, Path::Product, gpu), [false; 2]);
             assert_eq!(both(large, Path::Fused, gpu), [true; 2]);
-            // No kernel on the CPU, nothing to compute, no such grid.
-            assert_eq!(both(small, Path::Fused, Device::Cpu), [false; 2]);
+            // Nothing to compute, no such grid.
             for sizes in [of(0, 3, 4), of(3, 4, 0), of(1 << 40, 3, 4), of(1, 1 << 40, 1)] {
                 assert_eq!(both(sizes, Path::Fused, gpu), [false; 2]);
             }
             assert_eq!(both(of(3, 0, 4), Path::Automatic, gpu), [true; 2]);
         }
+    }
+
+    #[test]
+    fn on_the_cpu_there_are_kernels_of_wide_kinds_for_some_sizes() {
+        let both = |(batch, features, hidden), path, kind| {
+            let sizes = Sizes { batch, features, hidden };
+            let cpu = Device::Cpu;
+            [sizes.fuse_forward(path, kind, cpu), sizes.fuse_backward(path, kind, cpu)]
+        };
+        for kind in [Kind::Float, Kind::Double] {
+            assert_eq!(both((16, 32, 128), Path::Automatic, kind), [true; 2]);
+            assert_eq!(both((16, 32, 128), Path::Product, kind), [false; 2]);
+            assert_eq!(both((1, 32, 128), Path::Automatic, kind), [false, true]);
+            assert_eq!(both((1 << 20, 32, 128), Path::Automatic, kind), [false; 2]);
+            assert_eq!(both((1 << 20, 32, 128), Path::Fused, kind), [true; 2]);
+            // The forward's stack has an end.
+            assert_eq!(both((4, 1000, 24), Path::Fused, kind), [true; 2]);
+            assert_eq!(both((4, 1001, 24), Path::Fused, kind), [false, true]);
+        }
+        assert_eq!(both((16, 32, 128), Path::Fused, Kind::Half), [false; 2]);
+        assert_eq!(both((16, 32, 128), Path::Fused, Kind::BFloat16), [false; 2]);
     }
 
     #[cfg(tch_extension_cuda)]

@@ -2,10 +2,11 @@
 
 use super::column_sums::ColumnSums;
 use super::tensor::{is_in_memory, plain};
-use super::{checked, optional_ptr};
+use super::{checked, optional_ptr, take_message};
 use crate::{Error, Result};
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use tch::{Device, Kind, Tensor};
+use torch_sys::C_tensor;
 
 /// Of the kernel; what does not fit after neighbouring dimensions were merged is copied.
 const DIMS: usize = 6;
@@ -33,6 +34,11 @@ struct Backward {
 }
 
 unsafe extern "C" {
+    fn tch_extension_small_product(
+        lhs: *const C_tensor,
+        rhs: *const C_tensor,
+        result: *mut *mut C_tensor,
+    ) -> *mut c_char;
     fn tch_extension_matmul_add_relu_forward_cpu(params: *const Forward);
     fn tch_extension_matmul_add_relu_backward_cpu(params: *const Backward);
     fn tch_extension_matmul_add_relu_backward_finish_cpu(params: *const Backward);
@@ -46,6 +52,17 @@ unsafe extern "C" {
         params: *const Backward,
         stream: *mut c_void,
     ) -> crate::cuda::LaunchStatus;
+}
+
+/// The product of two matrices on the CPU, without a graph, where our own is faster than libtorch's: elsewhere none.
+pub(crate) fn small_product(lhs: &Tensor, rhs: &Tensor) -> Result<Option<Tensor>> {
+    let mut result = std::ptr::null_mut();
+    // SAFETY: borrowed from live tensors; on success the handle, if any, becomes ours.
+    match take_message(unsafe { tch_extension_small_product(lhs.as_ptr(), rhs.as_ptr(), &mut result) }) {
+        Some(message) => Err(Error::Torch(message)),
+        // SAFETY: a handle that C++ allocated for us.
+        None => Ok((!result.is_null()).then(|| unsafe { Tensor::from_ptr(result) })),
+    }
 }
 
 /// `relu(product + bias)` into `out`, a contiguous tensor of the shape that both broadcast to. Without a product, it
@@ -190,6 +207,39 @@ pub(crate) fn backward(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn own_products_are_of_matrices_of_wide_kinds_on_the_cpu() {
+        let ramp = |size: [i64; 2], kind| {
+            let values = Tensor::arange(size[0] * size[1], (Kind::Double, Device::Cpu)).sin();
+            values.view(size).to_kind(kind)
+        };
+        for kind in [Kind::Float, Kind::Double] {
+            // Parts of tiles and whole ones; more than one of each; any strides on the left, gaps on the right.
+            for [m, k, n] in [[1, 1, 16], [5, 3, 17], [33, 32, 70], [64, 30, 32], [16, 1024, 31]] {
+                let (lhs, rhs) = (ramp([m, k], kind), ramp([k, n], kind));
+                let turned = ramp([k, m], kind).transpose(0, 1);
+                let gaps = ramp([k, n + 3], kind).narrow(1, 2, n);
+                for (lhs, rhs) in [(&lhs, &rhs), (&turned, &rhs), (&lhs, &gaps)] {
+                    let product = small_product(lhs, rhs).expect("a product");
+                    // Whether there is one depends on the CPU's maker.
+                    assert!(product.is_some() || k > 32);
+                    let Some(product) = product else { continue };
+                    let bound = if kind == Kind::Double { 1e-12 } else { 1e-5 };
+                    crate::testing::assert_close(&product, &lhs.matmul(rhs), bound, bound * k as f64);
+                }
+            }
+            let none = |lhs: &Tensor, rhs: &Tensor| small_product(lhs, rhs).expect("no error").is_none();
+            let (lhs, rhs) = (ramp([20, 20], kind), ramp([20, 20], kind));
+            assert!(!none(&lhs, &rhs));
+            assert!(none(&lhs, &rhs.transpose(0, 1)) && none(&lhs, &rhs.narrow(1, 0, 15)));
+            assert!(none(&lhs.unsqueeze(0), &rhs) && none(&lhs, &rhs.narrow(0, 0, 0)));
+            assert!(none(&lhs.to_kind(Kind::Half), &rhs.to_kind(Kind::Half)));
+            assert!(none(&lhs, &rhs.to_kind(Kind::BFloat16)) && none(&lhs, &rhs.internal_neg_view()));
+            assert!(none(&ramp([20, 1025], kind), &ramp([1025, 20], kind)));
+            assert!(none(&ramp([50_000, 50], kind), &ramp([50, 50], kind)));
+        }
+    }
     use std::mem::{offset_of, size_of};
 
     unsafe extern "C" {

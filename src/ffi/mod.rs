@@ -7,6 +7,7 @@ mod column_sums;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod cuda;
 pub(crate) mod facts;
+pub(crate) mod gemm;
 pub(crate) mod layer_norm;
 pub(crate) mod library;
 pub(crate) mod linear;

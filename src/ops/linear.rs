@@ -4,6 +4,7 @@ use super::{count_rows, rows};
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
 use crate::check::Check;
+use crate::ffi::gemm::{self, Path};
 use crate::ffi::linear as kernels;
 use crate::{Result, check};
 use tch::{Kind, Tensor};
@@ -27,8 +28,9 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// are cast to its kind first, as libtorch's linear does. Has first and second derivatives with respect to each tensor, and computes
 /// only those asked for. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic as far as libtorch's products are.
 ///
-/// The products are libtorch's, under its precision switches, and so is their accuracy; the bias goes into the
-/// forward product's epilogue where libtorch does that. The bias' gradient is a kernel of our own: sums of `Half` and
+/// The products are libtorch's, under its precision switches, and so is their accuracy. On CUDA the forward with a bias is
+/// one call of cuBLASLt in `Float`, `Half` and `BFloat16`, as in libtorch itself, but chosen once for each shape and kept for the thread; or a kernel of ours, for
+/// small products. The bias' gradient is a kernel of our own: sums of `Half` and
 /// `BFloat16` are made in `Float` and rounded once, in an order that sizes decide, and on CUDA whether dy allows 16-byte loads. A gradient dy with gaps between its rows is
 /// read without a copy. The backward keeps the input if the weight requires grad, and the weight if the input does.
 ///
@@ -57,15 +59,21 @@ pub fn linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor 
 /// # Errors
 /// When an argument has another kind, device or shape than stated, naming it; or when libtorch or CUDA fails.
 pub fn f_linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    f_linear_by(Path::Fastest, input, weight, bias)
+}
+
+/// [`f_linear`] by one way or another where it is open, otherwise by libtorch's.
+#[doc(hidden)]
+pub fn f_linear_by(path: Path, input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     check!(OP, input).defined()?;
     check!(OP, weight).defined()?;
     bias.map(|bias| check!(OP, bias).defined()).transpose()?;
     match autocast_inputs(CastPolicy::LowerPrecision, &[Some(input), Some(weight), bias])? {
         Some(cast) => match &cast[..] {
-            [Some(input), Some(weight), bias] => checked(input, weight, bias.as_ref()),
+            [Some(input), Some(weight), bias] => applied(path, input, weight, bias.as_ref()),
             _ => unreachable!("as many as came"),
         },
-        None => checked(input, weight, bias),
+        None => applied(path, input, weight, bias),
     }
 }
 
@@ -77,9 +85,9 @@ pub fn linear_reference(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) 
     Ok(input.f_linear(weight, bias)?)
 }
 
-fn checked(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    check_arguments(input, weight, bias)?;
-    apply(Linear::default(), &[Some(input), Some(weight), bias])?.single()
+fn applied(path: Path, input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let function = Linear { path, ..Default::default() };
+    apply(function, &[Some(input), Some(weight), bias])?.single()
 }
 
 fn check_arguments(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
@@ -104,6 +112,7 @@ fn check_arguments(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
 
 #[derive(Default)]
 struct Linear {
+    path: Path,
     /// Here, so that the input itself need not be kept for its own gradient.
     input_size: Vec<i64>,
 }
@@ -120,12 +129,23 @@ impl Function for Linear {
     const DOUBLE_BACKWARD: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let (input, weight) = (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?);
+        let (input, weight, bias) =
+            (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
+        let output = match gemm::linear(input, weight, bias, self.path)? {
+            Some(output) => output,
+            // What is wrong with the arguments is said here: the other ways are open to good ones only.
+            None => {
+                check_arguments(input, weight, bias)?;
+                product(input, weight, bias)?
+            }
+        };
         // Each is a factor of the other's gradient only.
         saver.save_optional(Some(input).filter(|_| saver.needs_input_grad(place::WEIGHT)));
         saver.save_optional(Some(weight).filter(|_| saver.needs_input_grad(place::INPUT)));
-        self.input_size = input.size();
-        product(input, weight, inputs.optional(place::BIAS)).map(Tensors::from)
+        if saver.needs_graph() {
+            self.input_size = input.size();
+        }
+        Ok(output.into())
     }
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {

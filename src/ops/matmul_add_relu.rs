@@ -3,6 +3,7 @@
 use super::rows;
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
+use crate::ffi::gemm::{self, Path};
 use crate::ffi::matmul_add_relu as kernels;
 use crate::ffi::tensor::plain;
 use crate::{Result, check};
@@ -49,12 +50,22 @@ const BIAS_KINDS: [Kind; 10] = [
 /// with dimensions outweighs one without. Under autocast `lhs` and `rhs` are cast to its kind first, and the bias is not, as libtorch does
 /// with the two operations.
 ///
-/// The product is libtorch's, under its precision switches, and so is its accuracy; it has the same bits whether or not
-/// gradients are wanted (libtorch's own may not). Everything behind it is one kernel, computed in `Float` for the half
+/// On CUDA all of it is one kernel where all three have one kind (`Float`, `Half`, `BFloat16`), the bias does not enlarge the
+/// product, and strides can be had without a copy: batches that are broadcast, transposed factors, a bias of any broadcast
+/// for small products, otherwise one that is a row or has rows of its own. It is cuBLASLt's, with bias and ReLU in its
+/// epilogue, chosen once for each shape and kept for the thread; of products so small that
+/// tensor cores do not pay, ours. Sums are rounded once, behind the ReLU.
+/// libtorch's switches hold (tf32, reduced precision, accumulation in `Half`), and so does its accuracy.
+///
+/// Everywhere else the product is libtorch's (of small matrices of `Float` or `Double` on the CPU, ours), and what is behind it is one kernel, computed in `Float` for the half
 /// kinds and rounded once, so that with one kind for all three, none requiring grad, it gives the composite's very
-/// values. It works in place and reads the bias by strides, without a copy. In the backward one kernel makes dz and, of
+/// values. It works in place and reads the bias by strides, without a copy. Whether or not gradients are wanted, the bits are
+/// the same (libtorch's own product may differ).
+///
+/// In the backward one kernel makes dz and, of
 /// a bias that is a row or of full shape, its gradient, in an
-/// order that sizes decide, and on CUDA whether dy allows 16-byte loads. NaN goes through as in libtorch's relu. The backward keeps y, `lhs` if `rhs` requires grad, and the other way round.
+/// order that sizes decide, and on CUDA whether dy allows 16-byte loads. NaN goes through as in libtorch's relu (not all of
+/// cuBLASLt's kernels let it: those are not used, and `_addmm_activation` does use them). The backward keeps y, `lhs` if `rhs` requires grad, and the other way round.
 ///
 /// Equivalent to:
 /// ```
@@ -83,15 +94,21 @@ pub fn matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Tensor {
 /// # Errors
 /// When an argument has another kind, device or shape than stated, naming it; or when libtorch or CUDA fails.
 pub fn f_matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    f_matmul_add_relu_by(Path::Fastest, lhs, rhs, bias)
+}
+
+/// [`f_matmul_add_relu`] by one way or another where it is open, otherwise by the composite's.
+#[doc(hidden)]
+pub fn f_matmul_add_relu_by(path: Path, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
     check!(OP, lhs).defined()?;
     check!(OP, rhs).defined()?;
     check!(OP, bias).defined()?;
     match autocast_inputs(CastPolicy::LowerPrecision, &[Some(lhs), Some(rhs)])? {
         Some(cast) => match &cast[..] {
-            [Some(lhs), Some(rhs)] => checked(lhs, rhs, bias),
+            [Some(lhs), Some(rhs)] => applied(path, lhs, rhs, bias),
             _ => unreachable!("as many as came"),
         },
-        None => checked(lhs, rhs, bias),
+        None => applied(path, lhs, rhs, bias),
     }
 }
 
@@ -103,9 +120,9 @@ pub fn matmul_add_relu_reference(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> R
     Ok(lhs.f_matmul(rhs)?.f_add(bias)?.f_relu()?)
 }
 
-fn checked(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    check_arguments(lhs, rhs, bias)?;
-    apply(MatmulAddRelu::default(), &[Some(lhs), Some(rhs), Some(bias)])?.single()
+fn applied(path: Path, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    let function = MatmulAddRelu { path, ..Default::default() };
+    apply(function, &[Some(lhs), Some(rhs), Some(bias)])?.single()
 }
 
 fn check_arguments(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<()> {
@@ -191,6 +208,7 @@ fn result_kind(product: (Kind, bool), bias: (Kind, bool)) -> Kind {
 
 #[derive(Default)]
 struct MatmulAddRelu {
+    path: Path,
     /// Here, so that the backward need not look at the tensors themselves: nobody is refused for having changed
     /// them.
     lhs: Vec<i64>,
@@ -215,11 +233,19 @@ impl Function for MatmulAddRelu {
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (lhs, rhs, bias) = (inputs.get(place::LHS)?, inputs.get(place::RHS)?, inputs.get(place::BIAS)?);
-        let product = product(lhs, rhs)?;
-        (self.lhs, self.rhs) = (lhs.size(), rhs.size());
-        self.product = Some((product.size(), product.f_kind()?));
-        self.bias = Some((bias.size(), bias.f_kind()?));
-        let out = add_relu(product, bias)?;
+        let out = match gemm::matmul_add_relu(lhs, rhs, bias, self.path)? {
+            Some(out) => {
+                if saver.needs_graph() {
+                    self.product = Some((out.size(), out.f_kind()?));
+                }
+                out
+            }
+            None => self.composite(lhs, rhs, bias)?,
+        };
+        if saver.needs_graph() {
+            (self.lhs, self.rhs) = (lhs.size(), rhs.size());
+            self.bias = Some((bias.size(), bias.f_kind()?));
+        }
         // Each is a factor of the other's gradient only.
         saver.save_optional(Some(lhs).filter(|_| saver.needs_input_grad(place::RHS)));
         saver.save_optional(Some(rhs).filter(|_| saver.needs_input_grad(place::LHS)));
@@ -239,7 +265,11 @@ impl Function for MatmulAddRelu {
 
 /// Detached, because matmul goes another way for tensors that require grad, also where no graph is made, which shows
 /// in the last bits.
-fn product(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
+fn product(lhs: &Tensor, rhs: &Tensor, path: Path) -> Result<Tensor> {
+    let own = if path != Path::Composite { kernels::small_product(lhs, rhs)? } else { None };
+    if let Some(product) = own {
+        return Ok(product);
+    }
     if lhs.requires_grad() || rhs.requires_grad() {
         return Ok(lhs.f_detach()?.f_matmul(&rhs.f_detach()?)?);
     }
@@ -337,6 +367,15 @@ impl Bias {
 }
 
 impl MatmulAddRelu {
+    /// libtorch's product, and one kernel for the rest. What is wrong with the arguments is said here: the other ways
+    /// are open to good ones only.
+    fn composite(&mut self, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
+        check_arguments(lhs, rhs, bias)?;
+        let product = product(lhs, rhs, self.path)?;
+        self.product = Some((product.size(), product.f_kind()?));
+        add_relu(product, bias)
+    }
+
     /// `dz rhsᵀ` and `lhsᵀ dz`, summed over what was broadcast.
     fn factor_gradients(
         &self,
@@ -353,7 +392,7 @@ impl MatmulAddRelu {
         let grad_lhs =
             needs_lhs.then(|| lhs_gradient(&grad, &ctx.saved(place::RHS)?, &self.lhs)).transpose()?;
         let grad_rhs =
-            needs_rhs.then(|| rhs_gradient(&grad, &ctx.saved(place::LHS)?, &self.rhs)).transpose()?;
+            needs_rhs.then(|| rhs_gradient(ctx, &grad, &ctx.saved(place::LHS)?, &self.rhs)).transpose()?;
         Ok((grad_lhs, grad_rhs))
     }
 }
@@ -382,12 +421,15 @@ fn lhs_gradient(grad: &Tensor, rhs: &Tensor, size: &[i64]) -> Result<Tensor> {
 }
 
 /// `lhsᵀ dz`, for an `rhs` of this size.
-fn rhs_gradient(grad: &Tensor, lhs: &Tensor, size: &[i64]) -> Result<Tensor> {
+fn rhs_gradient(ctx: &Context<'_>, grad: &Tensor, lhs: &Tensor, size: &[i64]) -> Result<Tensor> {
     let lhs = if lhs.dim() == 1 { lhs.f_unsqueeze(0)? } else { lhs.shallow_clone() };
     let matrices = if size.len() == 1 { vec![size[0], 1] } else { size.to_vec() };
     if is_one_matrix(&matrices) {
         // All the rows of the batch are rows of one product.
-        return Ok(rows(&lhs)?.f_transpose(0, 1)?.f_mm(&rows(grad)?)?.f_view(size)?);
+        let (turned, grad) = (rows(&lhs)?.f_transpose(0, 1)?, rows(grad)?);
+        // Our own makes no graph.
+        let own = if ctx.create_graph() { None } else { kernels::small_product(&turned, &grad)? };
+        return Ok(own.map_or_else(|| turned.f_mm(&grad), Ok)?.f_view(size)?);
     }
     let gradient = lhs.f_transpose(-2, -1)?.f_matmul(grad)?;
     Ok(gradient.f_sum_to_size(matrices.as_slice())?.f_reshape(size)?)

@@ -9,16 +9,22 @@ mod lltm_cell;
 mod matmul_add_relu;
 
 #[doc(hidden)]
+pub use crate::ffi::gemm::{Path as ProductPath, allow_tf32, counters as product_plans};
+#[doc(hidden)]
 pub use crate::ffi::layer_norm::Path as LayerNormPath;
 #[doc(hidden)]
 pub use crate::ffi::lltm_cell_fused::Path as LltmCellPath;
 #[doc(hidden)]
 pub use layer_norm::f_layer_norm_by;
 pub use layer_norm::{f_layer_norm, layer_norm, layer_norm_reference};
+#[doc(hidden)]
+pub use linear::f_linear_by;
 pub use linear::{f_linear, linear, linear_reference};
 #[doc(hidden)]
 pub use lltm_cell::f_lltm_cell_by;
 pub use lltm_cell::{f_lltm_cell, lltm_cell, lltm_cell_reference};
+#[doc(hidden)]
+pub use matmul_add_relu::f_matmul_add_relu_by;
 pub use matmul_add_relu::{f_matmul_add_relu, matmul_add_relu, matmul_add_relu_reference};
 
 /// The value, or a panic with the error's own text: what tch's functions without `f_` do.

@@ -28,6 +28,7 @@ pub struct Extension {
     sources: Vec<PathBuf>,
     folders: Vec<PathBuf>,
     includes: Vec<PathBuf>,
+    cuda_libraries: Vec<String>,
     options: Options,
     archs: Option<String>,
     whole_archive: Option<bool>,
@@ -52,6 +53,7 @@ impl Extension {
             sources: Vec::new(),
             folders: Vec::new(),
             includes: Vec::new(),
+            cuda_libraries: Vec::new(),
             options: Options::default(),
             archs: None,
             whole_archive: None,
@@ -125,6 +127,13 @@ impl Extension {
             });
         }
         self.includes.push(folder);
+        self
+    }
+
+    /// Links a library of the CUDA toolkit where CUDA is compiled in: `.cuda_library("cublasLt")`. The one that libtorch
+    /// itself loads; the runtime is always linked.
+    pub fn cuda_library(mut self, name: &str) -> Self {
+        self.cuda_libraries.push(name.to_string());
         self
     }
 
@@ -308,12 +317,14 @@ impl Extension {
             lines.push(format!("metadata=include={}", include.display()));
         }
         if cuda {
-            let runtime = libtorch.cuda_runtime()?;
-            let folder = runtime.parent().unwrap_or(&libtorch.lib);
-            let name = runtime.file_name().unwrap_or_default().to_string_lossy().into_owned();
-            lines.push(format!("rustc-link-search=native={}", folder.display()));
-            // By its full name: wheels hold `libcudart.so.13` and no `libcudart.so`.
-            lines.push(format!("rustc-link-lib=dylib:+verbatim={name}"));
+            for library in std::iter::once("cudart").chain(self.cuda_libraries.iter().map(String::as_str)) {
+                let library = libtorch.cuda_library(library)?;
+                let folder = library.parent().unwrap_or(&libtorch.lib);
+                let name = library.file_name().unwrap_or_default().to_string_lossy();
+                lines.push(format!("rustc-link-search=native={}", folder.display()));
+                // By its full name: wheels hold `libcudart.so.13` and no `libcudart.so`.
+                lines.push(format!("rustc-link-lib=dylib:+verbatim={name}"));
+            }
             lines.push("rustc-link-lib=dylib=c10_cuda".to_string());
             lines.push("rustc-cfg=tch_extension_cuda".to_string());
         }
@@ -538,10 +549,15 @@ mod tests {
             .flag("-DFOR_CXX=1")
             .flag("-UNDEBUG")
             .nvcc_flag("-DFOR_NVCC=1")
+            .cuda_library("cublasLt")
             .archs("9.0a");
         let (built, lines) = extension.build_in(&script).expect("a library");
         assert!(built.cuda && lines.contains(&"rustc-cfg=tch_extension_cuda".to_string()), "{lines:?}");
-        assert!(lines.contains(&"rustc-link-lib=dylib:+verbatim=libcudart.so.13".to_string()), "{lines:?}");
+        for library in ["libcudart.so.13", "libcublasLt.so.13"] {
+            assert!(lines.contains(&format!("rustc-link-lib=dylib:+verbatim={library}")), "{lines:?}");
+        }
+        let error = script.refusal(&extension.cuda_library("nothing"));
+        assert_says(&error, &["libtorch wants libnothing.so.13, which is not in"]);
     }
 
     #[test]

@@ -44,8 +44,13 @@ impl Libtorch {
 
     /// The very CUDA runtime that libtorch loads; a second copy would have its own idea of the current device.
     pub fn cuda_runtime(&self) -> Result<PathBuf> {
+        self.cuda_library("cudart")
+    }
+
+    /// A library of the CUDA toolkit, such as `cublasLt`, as libtorch loads it.
+    pub fn cuda_library(&self, name: &str) -> Result<PathBuf> {
         let major = probe::libtorch_cuda_major(&self.lib).context("this libtorch has no CUDA")?;
-        let suffix = format!(".so.{major}");
+        let (prefix, suffix) = (format!("lib{name}"), format!(".so.{major}"));
         let site = self.lib.join("../../nvidia");
         let wheels =
             std::fs::read_dir(site).into_iter().flatten().flatten().map(|entry| entry.path().join("lib"));
@@ -58,9 +63,10 @@ impl Libtorch {
             .map(|entry| entry.path())
             .find(|path| {
                 let name = path.file_name().unwrap_or_default().to_string_lossy();
-                name.starts_with("libcudart") && name.ends_with(&suffix)
+                // libtorch's own archives have a checksum between the two.
+                name.starts_with(&prefix) && name.ends_with(&suffix)
             })
-            .with_context(|| format!("libtorch wants libcudart{suffix}, which is not in {}", list(&folders)))
+            .with_context(|| format!("libtorch wants {prefix}{suffix}, which is not in {}", list(&folders)))
     }
 }
 

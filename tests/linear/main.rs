@@ -11,6 +11,7 @@ mod random;
 mod second_derivatives;
 #[path = "../support/mod.rs"]
 mod support;
+mod ways;
 
 use support::{KINDS, Suite, leaves};
 use tch::{Device, Kind, Tensor};

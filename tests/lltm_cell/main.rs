@@ -2,6 +2,7 @@
 
 mod arguments;
 mod conformance;
+mod cpu;
 mod cuda;
 mod forward;
 mod gradients;

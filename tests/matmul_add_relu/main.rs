@@ -12,6 +12,7 @@ mod second_derivatives;
 #[path = "../support/mod.rs"]
 mod support;
 mod training;
+mod ways;
 
 use patterns::{LARGE, Pattern, SMALL, sample, samples};
 use support::{KINDS, Suite, leaves};

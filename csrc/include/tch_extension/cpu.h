@@ -87,6 +87,17 @@ inline Vec<Compute<T>> load(const T* from, int64_t count) {
   }
 }
 
+// Rounds to T and stores all values of both, which costs the half kinds less than one after the other.
+template <typename T>
+inline void store_pair(const Vec<Compute<T>>& first, const Vec<Compute<T>>& second, T* to) {
+  if constexpr (std::is_same_v<T, Compute<T>>) {
+    first.store(to);
+    second.store(to + kVecSize<T>);
+  } else {
+    at::vec::convert_from_float<T>(first, second).store(to);
+  }
+}
+
 // Rounds to T and stores the first `count` values.
 template <typename T>
 inline void store(const Vec<Compute<T>>& values, T* to, int64_t count) {

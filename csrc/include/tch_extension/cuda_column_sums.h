@@ -1,8 +1,12 @@
 // Sums of the columns of a matrix on CUDA. The matrix need not exist: a loader, a plain struct with
 //
-//   template <typename T, int kLanes> __device__ Values<T, kLanes> load(int64_t row, int64_t column) const;
+//   static constexpr int kUnroll = 4;  // rows that a thread asks for at a time, a power of two
+//   template <typename T, int kLanes> __device__ auto fetch(int64_t row, int64_t column) const;
+//   template <typename T, int kLanes, typename Fetched>
+//   __device__ Values<T, kLanes> values(const Fetched& fetched, int64_t row, int64_t column) const;
 //
-// gives its vectors, and is called once for each.
+// gives its vectors, and is called once for each. In two steps, because `values` may store something, and a
+// load does not overtake a store.
 //
 //   start_column_sums<T, kLanes>(sums, loader, stream);
 //   finish_column_sums<T>(sums, stream);  // when there are several slabs
@@ -43,7 +47,7 @@ __device__ __forceinline__ void sum_over_y(Values<T, kLanes>& sum) {
 // Out is what the sums are rounded to when there is only one slab.
 template <typename T, typename Out, int kLanes, typename Loader>
 __global__ void __launch_bounds__(kThreads) column_sums_kernel(TchExtensionColumnSums sums, Loader loader) {
-  constexpr int kUnroll = 4;
+  constexpr int kUnroll = Loader::kUnroll;
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kLanes;
   const int64_t slab_rows = (sums.rows + gridDim.y - 1) / gridDim.y;
   const int64_t from = blockIdx.y * slab_rows;
@@ -53,24 +57,31 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(TchExtensionColum
   if (column < sums.columns) {
     int64_t row = from + threadIdx.y;
     for (; row + (kUnroll - 1) * step < to; row += kUnroll * step) {
-      Values<T, kLanes> values[kUnroll];
+      decltype(loader.template fetch<T, kLanes>(row, column)) fetched[kUnroll];
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) values[i] = loader.template load<T, kLanes>(row + i * step, column);
+      for (int i = 0; i < kUnroll; ++i) fetched[i] = loader.template fetch<T, kLanes>(row + i * step, column);
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
+        const auto values = loader.template values<T, kLanes>(fetched[i], row + i * step, column);
 #pragma unroll
-        for (int lane = 0; lane < kLanes; ++lane) sum[i].lane[lane] += values[i].lane[lane];
+        for (int lane = 0; lane < kLanes; ++lane) sum[i].lane[lane] += values.lane[lane];
       }
     }
     for (; row < to; row += step) {
-      const auto values = loader.template load<T, kLanes>(row, column);
+      const auto fetched = loader.template fetch<T, kLanes>(row, column);
+      const auto values = loader.template values<T, kLanes>(fetched, row, column);
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) sum[0].lane[lane] += values.lane[lane];
     }
   }
+  // As a tree.
 #pragma unroll
-  for (int lane = 0; lane < kLanes; ++lane) {
-    sum[0].lane[lane] = (sum[0].lane[lane] + sum[1].lane[lane]) + (sum[2].lane[lane] + sum[3].lane[lane]);
+  for (int half = kUnroll / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+#pragma unroll
+      for (int lane = 0; lane < kLanes; ++lane) sum[i].lane[lane] += sum[i + half].lane[lane];
+    }
   }
   // All threads meet here, also those beyond the last column.
   sum_over_y<T, kLanes>(sum[0]);
@@ -90,7 +101,7 @@ inline void start_column_sums_in(const TchExtensionColumnSums& sums, unsigned in
                                  cudaStream_t stream) {
   const int64_t vectors = sums.columns / kLanes;
   unsigned int x = 1;
-  while (x < 32 && x < vectors) x *= 2;
+  while (x < 16 && x < vectors) x *= 2;
   const dim3 blocks(static_cast<unsigned int>((vectors + x - 1) / x), slabs);
   column_sums_kernel<T, Out, kLanes><<<blocks, dim3(x, kThreads / x), 0, stream>>>(sums, loader);
 }
@@ -102,12 +113,20 @@ inline void start_column_sums(const TchExtensionColumnSums& sums, const Loader& 
 }
 
 struct PartialSums {
+  static constexpr int kUnroll = 4;
+
   const void* partial;
   int64_t columns;
 
   template <typename T, int kLanes>
-  __device__ __forceinline__ Values<T, kLanes> load(int64_t slab, int64_t column) const {
-    return load_values<T, kLanes>(partial, slab * columns + column);
+  __device__ __forceinline__ Vector<T, kLanes> fetch(int64_t slab, int64_t column) const {
+    return load_vector<T, kLanes>(partial, slab * columns + column);
+  }
+
+  template <typename T, int kLanes>
+  __device__ __forceinline__ Values<T, kLanes> values(const Vector<T, kLanes>& fetched, int64_t,
+                                                      int64_t) const {
+    return values_of(fetched);
   }
 };
 

@@ -41,6 +41,7 @@ pub fn fake_libtorch(root: &Path, cuda: bool) -> PathBuf {
     if cuda {
         write(&lib.join("libtorch_cuda.so"), "");
         write(&lib.join("libcudart.so.13"), "");
+        write(&lib.join("libcublasLt.so.13"), "");
         write(&lib.join("libc10_cuda.so"), "\0libcudart.so.13\0");
     }
     lib

@@ -1,0 +1,109 @@
+#ifdef TCH_EXTENSION_CUDA
+
+#include "key.h"
+
+#include <ATen/Context.h>
+#include <c10/core/ScalarType.h>
+#include <cublasLt.h>
+
+#include "tch_extension/kind.h"
+
+namespace tch_extension::gemm {
+namespace {
+
+// More than cuBLASLt asks for makes no difference.
+int32_t alignment_of(const void* pointer) {
+  constexpr uintptr_t kMost = 256;
+  const uintptr_t address = reinterpret_cast<uintptr_t>(pointer) | kMost;
+  return static_cast<int32_t>(address & ~(address - 1));
+}
+
+// The way a matrix lies in memory, if cuBLASLt knows it; dimensions of one element have whatever stride
+// suits.
+std::optional<Operand> as_operand(const Matrices& matrices, int64_t rows, int64_t columns) {
+  Operand operand{0, matrices.batch, 0, alignment_of(matrices.data)};
+  if ((columns == 1 || matrices.column == 1) && (rows == 1 || matrices.row >= columns)) {
+    operand.leading = rows == 1 ? columns : matrices.row;
+    return operand;
+  }
+  if ((rows == 1 || matrices.row == 1) && (columns == 1 || matrices.column >= rows)) {
+    operand.leading = columns == 1 ? rows : matrices.column;
+    operand.transposed = 1;
+    return operand;
+  }
+  return std::nullopt;
+}
+
+// A bias for each column goes into the epilogue, if it lies at multiples of 16 bytes (elsewhere that was seen
+// to fail); otherwise it is a matrix whose rows all lie in the same place. One for each row is neither.
+bool place_bias(const Product& product, Key& key) {
+  const Matrices& bias = product.bias;
+  if (bias.data == nullptr) return true;
+  const bool is_row = product.m == 1 || bias.row == 0;
+  if (product.n > 1 && bias.column != 1) return false;
+  if (!is_row && bias.row < product.n) return false;
+  const int64_t bytes =
+      bias.batch * static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(product.kind)));
+  key.bias_as = is_row && alignment_of(bias.data) >= 16 && bytes % 16 == 0 ? Bias::kRow : Bias::kFull;
+  key.bias = {is_row ? 0 : bias.row, bias.batch, 0, alignment_of(bias.data)};
+  return true;
+}
+
+// libtorch's switches for products of this kind.
+void obey_switches(Key& key) {
+  auto& context = at::globalContext();
+  const auto reductions = [](at::CuBLASReductionOption option) -> int32_t {
+    switch (option) {
+      case at::CuBLASReductionOption::DisallowReducedPrecisionAllowSplitK:
+        return CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE | CUBLASLT_REDUCTION_SCHEME_NONE;
+      case at::CuBLASReductionOption::DisallowReducedPrecisionDisallowSplitK:
+        return CUBLASLT_REDUCTION_SCHEME_NONE;
+      default:
+        return CUBLASLT_REDUCTION_SCHEME_MASK;
+    }
+  };
+  key.compute = CUBLAS_COMPUTE_32F;
+  key.reductions = CUBLASLT_REDUCTION_SCHEME_MASK;
+  switch (key.kind) {
+    case kTchExtensionDouble:
+      key.compute = CUBLAS_COMPUTE_64F;
+      break;
+    case kTchExtensionFloat:
+      if (context.float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+          at::Float32Precision::TF32) {
+        key.compute = CUBLAS_COMPUTE_32F_FAST_TF32;
+      }
+      break;
+    case kTchExtensionHalf:
+      if (context.allowFP16AccumulationCuBLAS()) key.compute = CUBLAS_COMPUTE_16F;
+      key.reductions = reductions(context.allowFP16ReductionCuBLAS());
+      break;
+    case kTchExtensionBFloat16:
+      key.reductions = reductions(context.allowBF16ReductionCuBLAS());
+      break;
+  }
+}
+
+}  // namespace
+
+std::optional<Key> key_of(const Product& product, int32_t device) {
+  const auto lhs = as_operand(product.lhs, product.m, product.k);
+  const auto rhs = as_operand(product.rhs, product.k, product.n);
+  Key key{};
+  if (!lhs || !rhs || !place_bias(product, key)) return std::nullopt;
+  key.m = product.m;
+  key.n = product.n;
+  key.k = product.k;
+  key.batch = product.batch;
+  key.lhs = *lhs;
+  key.rhs = *rhs;
+  key.relu = product.relu;
+  key.device = device;
+  key.kind = product.kind;
+  obey_switches(key);
+  return key;
+}
+
+}  // namespace tch_extension::gemm
+
+#endif  // TCH_EXTENSION_CUDA

@@ -1,0 +1,239 @@
+// From tensors to a product: who takes part, how they broadcast, and which way it is computed.
+#ifdef TCH_EXTENSION_CUDA
+
+#include "product.h"
+
+#include <ATen/Context.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <array>
+
+#include "plan.h"
+#include "small.h"
+#include "tch_extension/c_abi.h"
+
+namespace tch_extension::gemm {
+namespace {
+
+// The numbers are src/ffi/gemm.rs's.
+enum class Path : int32_t { kFastest, kPlan, kSmall };
+
+// A tensor's sizes and strides, or those of a view of it.
+struct View {
+  const void* data = nullptr;
+  c10::IntArrayRef sizes;
+  c10::IntArrayRef strides;
+
+  int64_t dim() const { return static_cast<int64_t>(sizes.size()); }
+};
+
+View view(const at::Tensor& tensor) { return {tensor.const_data_ptr(), tensor.sizes(), tensor.strides()}; }
+
+// Whether the values lie in memory as they are, on this device and of this kind, and there are any.
+bool takes_part(const at::Tensor& tensor, const at::Tensor& lhs) {
+  return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_cuda() &&
+         tensor.device() == lhs.device() && tensor.scalar_type() == lhs.scalar_type() && !tensor.is_neg() &&
+         !tensor.is_conj() && !tensor._is_zerotensor() && tensor.numel() > 0;
+}
+
+bool has_kernels(at::ScalarType kind) {
+  return kind == at::kFloat || kind == at::kHalf || kind == at::kBFloat16 || kind == at::kDouble;
+}
+
+// The size and stride of a dimension counted from the last; 1 and 0 where there is none, or nothing to move
+// along.
+struct Dim {
+  int64_t size;
+  int64_t stride;
+};
+
+Dim dim_at(const View& view, int64_t from_last) {
+  const int64_t at = view.dim() - 1 - from_last;
+  if (at < 0 || view.sizes[at] == 1) return {1, 0};
+  return {view.sizes[at], view.strides[at]};
+}
+
+// Makes one dimension of all those before the last two, if the three operands go on alike through them.
+bool merge_batch(const View& lhs, const View& rhs, const View& bias, Product& product) {
+  const int64_t dims = std::max(lhs.dim(), rhs.dim());
+  product.batch = 1;
+  for (int64_t at = 2; at < dims; ++at) {
+    const std::array<Dim, 3> operands{dim_at(lhs, at), dim_at(rhs, at), dim_at(bias, at)};
+    const int64_t size = std::max(operands[0].size, operands[1].size);
+    for (const Dim& operand : operands) {
+      if (operand.size != 1 && operand.size != size) return false;
+    }
+    if (size == 1) continue;
+    const std::array<int64_t*, 3> strides{&product.lhs.batch, &product.rhs.batch, &product.bias.batch};
+    for (size_t i = 0; i < operands.size(); ++i) {
+      if (product.batch == 1) {
+        *strides[i] = operands[i].stride;
+      } else if (operands[i].stride != *strides[i] * product.batch) {
+        return false;
+      }
+    }
+    product.batch *= size;
+  }
+  return true;
+}
+
+// Rows of the whole batch as rows of one matrix, where all multiply the same rhs.
+void merge_rows(Product& product) {
+  if (product.batch == 1 || product.rhs.batch != 0) return;
+  const auto goes_on = [&](const Matrices& operand) {
+    return product.m == 1 || operand.batch == operand.row * product.m;
+  };
+  if (!goes_on(product.lhs) || (product.bias.data != nullptr && !goes_on(product.bias))) return;
+  if (product.m == 1) {
+    product.lhs.row = product.lhs.batch;
+    product.bias.row = product.bias.batch;
+  }
+  product.m *= product.batch;
+  product.batch = 1;
+  product.lhs.batch = product.bias.batch = 0;
+}
+
+// False, if they do not fit together, or not in a way that is known here.
+bool fit(const View& lhs, const View& rhs, const View& bias, Product& product) {
+  if (lhs.dim() < 2 || rhs.dim() < 2 || bias.dim() > std::max(lhs.dim(), rhs.dim())) return false;
+  product.m = lhs.sizes[lhs.dim() - 2];
+  product.k = lhs.sizes[lhs.dim() - 1];
+  product.n = rhs.sizes[rhs.dim() - 1];
+  if (rhs.sizes[rhs.dim() - 2] != product.k) return false;
+  const Dim bias_row = dim_at(bias, 1);
+  const Dim bias_column = dim_at(bias, 0);
+  if (bias_row.size != 1 && bias_row.size != product.m) return false;
+  if (bias_column.size != 1 && bias_column.size != product.n) return false;
+  product.lhs = {lhs.data, dim_at(lhs, 1).stride, dim_at(lhs, 0).stride, 0};
+  product.rhs = {rhs.data, dim_at(rhs, 1).stride, dim_at(rhs, 0).stride, 0};
+  product.bias = {bias.data, bias_row.stride, bias_column.stride, 0};
+  if (!merge_batch(lhs, rhs, bias, product)) return false;
+  merge_rows(product);
+  constexpr int64_t kMost = INT32_MAX;
+  return product.m <= kMost && product.n <= kMost && product.k <= kMost && product.batch <= kMost;
+}
+
+bool run_small(const Product& product, c10::cuda::CUDAStream stream) {
+  const LaunchStatus status = small_product(product, stream.stream());
+  TORCH_CHECK(status.error == nullptr, status.kernel, ": ", status.error);
+  return true;
+}
+
+bool run(const Product& product, Path path, c10::cuda::CUDAStream stream) {
+  switch (path) {
+    case Path::kSmall:
+      return small_product_can(product) && run_small(product, stream);
+    case Path::kPlan:
+      return run_plan(product, stream.device_index(), stream.stream());
+    case Path::kFastest:
+      break;
+  }
+  if (small_product_is_faster(product)) return run_small(product, stream);
+  // Where there is nothing behind the product, libtorch's own is as fast.
+  if (product.bias.data == nullptr) return false;
+  // cuBLASLt's kernels for f64 are slower than cuBLAS' own with ours behind them, but sooner started.
+  constexpr int64_t kMost = 1 << 24;
+  const bool is_double = product.kind == kTchExtensionDouble;
+  if (is_double && product.batch * product.m * product.n > kMost / product.k) return false;
+  return run_plan(product, stream.device_index(), stream.stream());
+}
+
+// The sizes to which the leading dimensions broadcast, and M and N.
+c10::SmallVector<int64_t, 6> output_size(const View& lhs, const View& rhs) {
+  c10::SmallVector<int64_t, 6> size;
+  for (int64_t at = std::max(lhs.dim(), rhs.dim()) - 1; at >= 2; --at) {
+    size.push_back(std::max(dim_at(lhs, at).size, dim_at(rhs, at).size));
+  }
+  size.push_back(lhs.sizes[lhs.dim() - 2]);
+  size.push_back(rhs.sizes[rhs.dim() - 1]);
+  return size;
+}
+
+// None, if there is no way here.
+at::Tensor compute(const at::Tensor& like, const View& lhs, const View& rhs, const View& bias,
+                   c10::IntArrayRef size, bool relu, Path path) {
+  Product product{};
+  if (!fit(lhs, rhs, bias, product)) return {};
+  product.kind = static_cast<int32_t>(like.scalar_type());
+  product.relu = relu;
+  const c10::cuda::OptionalCUDAGuard device_guard(like.device());
+  // Not through the dispatcher, whose share would be a tenth of the call.
+  at::Tensor out(at::detail::empty_cuda(size, like.scalar_type(), like.device(), std::nullopt));
+  product.out = out.mutable_data_ptr();
+  return run(product, path, c10::cuda::getCurrentCUDAStream(like.device().index())) ? out : at::Tensor();
+}
+
+// Something else than this computes with fewer units, and is obeyed by falling back.
+bool is_restricted() { return at::globalContext()._SMCarveout_EXPERIMENTAL().has_value(); }
+
+void hand_over(at::Tensor&& out, at::Tensor** result) {
+  *result = out.defined() ? new at::Tensor(std::move(out)) : nullptr;
+}
+
+}  // namespace
+}  // namespace tch_extension::gemm
+
+using namespace tch_extension;
+using namespace tch_extension::gemm;
+
+// relu(lhs rhs + bias). No result and no message, if it has to be computed in another way: for instance
+// because the arguments are wrong, which is for others to say.
+TCH_EXTENSION_API Message tch_extension_gemm_matmul_add_relu(const at::Tensor* lhs, const at::Tensor* rhs,
+                                                             const at::Tensor* bias, int32_t path,
+                                                             at::Tensor** result) {
+  return guard([&] {
+    *result = nullptr;
+    if (!takes_part(*lhs, *lhs) || !has_kernels(lhs->scalar_type()) || !takes_part(*rhs, *lhs) ||
+        !takes_part(*bias, *lhs) || lhs->dim() < 2 || rhs->dim() < 2 || is_restricted()) {
+      return;
+    }
+    const View left = view(*lhs);
+    const View right = view(*rhs);
+    const auto size = output_size(left, right);
+    hand_over(compute(*lhs, left, right, view(*bias), size, true, static_cast<Path>(path)), result);
+  });
+}
+
+// input weightᵀ + bias, of the input's leading dimensions; the bias may be missing. As above.
+TCH_EXTENSION_API Message tch_extension_gemm_linear(const at::Tensor* input, const at::Tensor* weight,
+                                                    const at::Tensor* bias, int32_t path,
+                                                    at::Tensor** result) {
+  return guard([&] {
+    *result = nullptr;
+    if (!takes_part(*input, *input) || !has_kernels(input->scalar_type()) || !takes_part(*weight, *input) ||
+        (bias != nullptr && !takes_part(*bias, *input)) || input->dim() < 1 || weight->dim() != 2 ||
+        is_restricted()) {
+      return;
+    }
+    if (bias != nullptr && (bias->dim() != 1 || bias->size(0) != weight->size(0))) return;
+    const std::array<int64_t, 2> sizes{weight->size(1), weight->size(0)};
+    const std::array<int64_t, 2> strides{weight->stride(1), weight->stride(0)};
+    const View right{weight->const_data_ptr(), sizes, strides};
+    View left = view(*input);
+    const std::array<int64_t, 2> one_row{1, input->size(-1)};
+    const std::array<int64_t, 2> row_strides{0, input->stride(-1)};
+    if (input->dim() == 1) left = {left.data, one_row, row_strides};
+    c10::SmallVector<int64_t, 6> size(input->sizes().begin(), input->sizes().end());
+    size.back() = sizes[1];
+    const View added = bias == nullptr ? View{} : view(*bias);
+    hand_over(compute(*input, left, right, added, size, false, static_cast<Path>(path)), result);
+  });
+}
+
+// For tests and benches: this thread's cache of plans, and libtorch's switch for products of f32 (what it
+// was).
+TCH_EXTENSION_API void tch_extension_gemm_counters(Counters* result) { *result = counters(); }
+
+TCH_EXTENSION_API Message tch_extension_gemm_allow_tf32(bool allow, bool* before) {
+  return guard([&] {
+    *before = at::globalContext().allowTF32CuBLAS();
+    at::globalContext().setAllowTF32CuBLAS(allow);
+  });
+}
+
+#endif  // TCH_EXTENSION_CUDA

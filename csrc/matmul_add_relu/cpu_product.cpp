@@ -1,0 +1,115 @@
+#include "tch_extension/cpu_small_product.h"
+
+#if defined(CPU_CAPABILITY_DEFAULT)
+#include <ATen/ATen.h>
+
+#include "tch_extension/c_abi.h"
+#endif
+
+// out = lhs rhs, of matrices. src/ffi/matmul_add_relu.rs asks for it where it is faster than libtorch's.
+struct SmallProduct {
+  int64_t rows;
+  int64_t inner;
+  int64_t columns;
+  int32_t kind;  // Float or Double
+  int64_t lhs_row, lhs_inner;
+  int64_t rhs_inner;
+  const void* lhs;  // [rows, inner], any strides
+  const void* rhs;  // [inner, columns], contiguous rows
+  void* out;        // [rows, columns], contiguous
+};
+
+namespace tch_extension {
+inline namespace CPU_CAPABILITY {
+
+namespace {
+
+// An item: as many columns as make whole vectors and leave what is read of rhs in the first cache, for as
+// many rows as keep it there long enough. The same for every instruction set.
+constexpr int64_t kRowsOfItem = 32;
+constexpr int64_t kColumnsOfItem = 32;
+
+int64_t pieces(int64_t size, int64_t piece) { return (size + piece - 1) / piece; }
+
+int64_t items(const SmallProduct& product) {
+  return pieces(product.rows, kRowsOfItem) * pieces(product.columns, kColumnsOfItem);
+}
+
+// Waking a thread costs as much as so many multiplications.
+int64_t grain(const SmallProduct& product) {
+  constexpr int64_t kMultiplications = 1 << 18;
+  const int64_t of_item = kRowsOfItem * kColumnsOfItem * std::max<int64_t>(1, product.inner);
+  return std::max<int64_t>(1, kMultiplications / of_item);
+}
+
+template <typename T>
+void multiply(const SmallProduct& product, int64_t begin, int64_t end) {
+  const int64_t row_pieces = pieces(product.rows, kRowsOfItem);
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t row = item % row_pieces * kRowsOfItem, column = item / row_pieces * kColumnsOfItem;
+    small_product<T>(
+        {static_cast<const T*>(product.lhs) + row * product.lhs_row, product.lhs_row, product.lhs_inner},
+        {static_cast<const T*>(product.rhs) + column, product.rhs_inner},
+        std::min(kRowsOfItem, product.rows - row), product.inner,
+        std::min(kColumnsOfItem, product.columns - column),
+        static_cast<T*>(product.out) + row * product.columns + column, product.columns);
+  }
+}
+
+}  // namespace
+
+static void small_matrix_product(const SmallProduct& product, int64_t begin, int64_t end) {
+  if (product.kind == kTchExtensionFloat) multiply<float>(product, begin, end);
+  if (product.kind == kTchExtensionDouble) multiply<double>(product, begin, end);
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace tch_extension
+
+TCH_EXTENSION_CPU_KERNEL(tch_extension_small_matrix_product, small_matrix_product, SmallProduct, items, grain)
+
+#if defined(CPU_CAPABILITY_DEFAULT)
+namespace {
+
+bool is_in_memory(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_nested() &&
+         !tensor.is_neg() && !tensor.is_conj() && !tensor._is_zerotensor() && tensor.dim() == 2 &&
+         tensor.numel() > 0;
+}
+
+// Up to so many multiplications, each value of lhs used for a vector at least; and an inner dimension that
+// leaves a piece of rhs in the cache.
+constexpr int64_t kMostMultiplications = 80'000'000, kLeastColumns = 16;
+
+// MKL, whose products libtorch's are, has its fastest kernels for Intel's CPUs only: there our own is faster
+// where calling MKL is most of the time.
+int64_t most_inner() { return __builtin_cpu_is("intel") ? 32 : 1024; }
+
+bool suits(const at::Tensor& lhs, const at::Tensor& rhs) {
+  if (!is_in_memory(lhs) || !is_in_memory(rhs) || lhs.scalar_type() != rhs.scalar_type()) return false;
+  if (lhs.scalar_type() != at::kFloat && lhs.scalar_type() != at::kDouble) return false;
+  const int64_t rows = lhs.size(0), inner = lhs.size(1), columns = rhs.size(1);
+  return rhs.size(0) == inner && rhs.stride(1) == 1 && inner <= most_inner() && columns >= kLeastColumns &&
+         columns <= kMostMultiplications && rows <= kMostMultiplications / columns / inner;
+}
+
+}  // namespace
+
+// The product of two matrices on the CPU, without autograd; null where libtorch's suits better.
+TCH_EXTENSION_API tch_extension::Message tch_extension_small_product(const at::Tensor* lhs,
+                                                                     const at::Tensor* rhs,
+                                                                     at::Tensor** result) {
+  return tch_extension::guard([&] {
+    *result = nullptr;
+    if (!suits(*lhs, *rhs)) return;
+    at::Tensor out = at::empty({lhs->size(0), rhs->size(1)}, lhs->options());
+    const SmallProduct product{lhs->size(0),          lhs->size(1),
+                               rhs->size(1),          static_cast<int32_t>(lhs->scalar_type()),
+                               lhs->stride(0),        lhs->stride(1),
+                               rhs->stride(0),        lhs->const_data_ptr(),
+                               rhs->const_data_ptr(), out.mutable_data_ptr()};
+    tch_extension_small_matrix_product_cpu(&product);
+    *result = new at::Tensor(std::move(out));
+  });
+}
+#endif

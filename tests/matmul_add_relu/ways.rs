@@ -1,0 +1,237 @@
+//! The ways in which a product is computed on CUDA: by a plan of cuBLASLt's, by the kernel for small products, and by
+//! libtorch with a kernel behind it.
+
+use super::*;
+use patterns::noise;
+use tch_extension::cuda::{Graph, Stream, StreamGuard};
+use tch_extension::ops::{ProductPath, allow_tf32, f_matmul_add_relu_by, product_plans};
+use tch_extension::testing::{cuda_or_skip, gradcheck};
+
+const WAYS: [ProductPath; 3] = [ProductPath::Plan, ProductPath::Small, ProductPath::Composite];
+
+fn by(way: ProductPath) -> impl Fn(&[Tensor]) -> Result<Vec<Tensor>> {
+    move |arguments| {
+        let [lhs, rhs, bias] = arguments else { unreachable!("three arguments") };
+        Ok(vec![f_matmul_add_relu_by(way, lhs, rhs, bias)?])
+    }
+}
+
+fn one(way: ProductPath, arguments: &[Tensor]) -> Tensor {
+    by(way)(arguments).expect("output").remove(0)
+}
+
+fn inputs([lhs, rhs, bias]: [&[i64]; 3], kind: Kind, device: Device) -> [Tensor; 3] {
+    let inner = lhs[lhs.len() - 1] as f64;
+    [noise(lhs, 0) / inner.sqrt(), noise(rhs, 1), noise(bias, 2)]
+        .map(|tensor| tensor.to_kind(kind).to_device(device))
+}
+
+/// How many kernels a way takes; none of them runs before it is asked for.
+fn kernels(way: ProductPath, arguments: &[Tensor], device: Device) -> usize {
+    let (graph, _) = Graph::capture(device, || by(way)(arguments)).expect("a graph");
+    assert_eq!(graph.other_nodes(), 0);
+    graph.kernels()
+}
+
+#[test]
+fn cuda_half_kinds_and_others_agree_with_the_reference_by_each_way() {
+    if cuda_or_skip("cuda_half_kinds_and_others_agree_with_the_reference_by_each_way").is_none() {
+        return;
+    }
+    for way in WAYS {
+        let fused = by(way);
+        Suite { fused: &fused, ..suite() }.forward_agrees_with_the_reference();
+    }
+}
+
+#[test]
+fn cuda_gradcheck_by_each_way() {
+    let Some(device) = cuda_or_skip("cuda_gradcheck_by_each_way") else { return };
+    for way in WAYS {
+        for sample in small(Kind::Double, device) {
+            let leaves = sample.leaves().expect("leaves");
+            let inputs: Vec<&Tensor> = leaves.iter().collect();
+            gradcheck(by(way), &inputs, &Default::default())
+                .unwrap_or_else(|error| panic!("{} by {way:?}: {error}", sample.name));
+        }
+    }
+}
+
+/// One kernel for all of it, whatever is broadcast; otherwise this would be the composite under another name.
+#[test]
+fn cuda_half_kinds_and_others_take_one_kernel() {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_take_one_kernel") else { return };
+    let by_plan: [[&[i64]; 3]; 9] = [
+        [&[256, 64], &[64, 512], &[512]],
+        [&[256, 64], &[64, 512], &[1, 512]],
+        [&[256, 64], &[64, 512], &[256, 512]],
+        [&[8, 64, 64], &[8, 64, 128], &[8, 64, 128]],
+        [&[8, 64, 64], &[8, 64, 128], &[8, 1, 128]],
+        [&[8, 64, 64], &[8, 64, 128], &[64, 128]],
+        [&[1, 64, 64], &[8, 64, 128], &[8, 64, 128]],
+        [&[8, 64, 64], &[64, 128], &[128]],
+        [&[4, 2, 64, 64], &[4, 2, 64, 128], &[128]],
+    ];
+    let small: [[&[i64]; 3]; 4] = [
+        [&[1, 32, 32], &[32, 32, 32], &[32, 32, 32]],
+        [&[16, 32], &[32, 128], &[16, 1]],
+        [&[16, 32], &[32, 128], &[]],
+        [&[16, 32], &[32, 128], &[128]],
+    ];
+    for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
+        for sizes in by_plan {
+            let arguments = inputs(sizes, kind, device);
+            assert_eq!(kernels(ProductPath::Plan, &arguments, device), 1, "{sizes:?} {kind:?}");
+            assert_eq!(kernels(ProductPath::Fastest, &arguments, device), 1, "{sizes:?} {kind:?}");
+        }
+        for sizes in small {
+            let arguments = inputs(sizes, kind, device);
+            assert_eq!(kernels(ProductPath::Fastest, &arguments, device), 1, "{sizes:?} {kind:?}");
+        }
+        assert!(kernels(ProductPath::Composite, &inputs(by_plan[0], kind, device), device) >= 2);
+    }
+}
+
+/// NaN of each input, and of infinities: in sizes for which cuBLASLt proposes different families of kernels, some of
+/// which lose it.
+#[test]
+fn cuda_half_kinds_and_others_keep_nan() {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_keep_nan") else { return };
+    let sizes = [
+        (16, 128, 32),
+        (128, 512, 512),
+        (512, 512, 256),
+        (256, 1024, 1024),
+        (64, 512, 4096),
+        (333, 777, 555),
+        (1000, 1000, 1000),
+        (4096, 1024, 64),
+        (1, 1024, 1024),
+        (7, 1000, 512),
+    ];
+    for tf32 in [false, true] {
+        let before = allow_tf32(tf32).expect("a switch");
+        for kind in KINDS {
+            for (m, n, k) in sizes {
+                for bias in [vec![n], vec![m, n]] {
+                    let [lhs, rhs, bias] = inputs([&[m, k], &[k, n], &bias], kind, device);
+                    let set = |tensor: &Tensor, at: i64, value: f64| {
+                        let _ = tensor.view([-1]).narrow(0, at, 1).fill_(value);
+                    };
+                    set(&lhs, 1, f64::NAN);
+                    set(&rhs, n / 2, f64::NAN);
+                    set(&bias, n - 1, f64::NAN);
+                    if m > 2 {
+                        set(&lhs, 2 * k, f64::INFINITY);
+                        set(&lhs, 2 * k + 1, f64::NEG_INFINITY);
+                    }
+                    for weight in [rhs.shallow_clone(), rhs.transpose(0, 1).contiguous().transpose(0, 1)] {
+                        let arguments = [lhs.shallow_clone(), weight, bias.shallow_clone()];
+                        let expected =
+                            call(matmul_add_relu_reference, &arguments).expect("reference").isnan();
+                        for way in [ProductPath::Fastest, ProductPath::Plan] {
+                            let found = one(way, &arguments).isnan();
+                            assert!(found.equal(&expected), "{:?} {kind:?} {tf32} {way:?}", (m, n, k));
+                        }
+                    }
+                }
+            }
+        }
+        allow_tf32(before).expect("a switch");
+    }
+}
+
+#[test]
+fn cuda_plans_are_kept() {
+    let Some(device) = cuda_or_skip("cuda_plans_are_kept") else { return };
+    let arguments = inputs([&[64, 200], &[200, 48], &[48]], Kind::Float, device);
+    let made = |arguments: &[Tensor]| {
+        let before = product_plans();
+        let output = one(ProductPath::Plan, arguments);
+        assert_close(&output, &call(matmul_add_relu_reference, arguments).expect("reference"), 2e-2, 2e-2);
+        let after = product_plans();
+        assert_eq!(after.hits + after.misses, before.hits + before.misses + 1);
+        after.misses - before.misses
+    };
+    assert_eq!([made(&arguments), made(&arguments), made(&arguments)], [1, 0, 0]);
+    // On another stream, too.
+    let stream = Stream::new(device).expect("a stream");
+    stream.wait_stream(&Stream::current(device).expect("a stream")).expect("to wait");
+    {
+        let _guard = StreamGuard::new(&stream).expect("a guard");
+        assert_eq!(made(&arguments), 0);
+    }
+    Stream::current(device).expect("a stream").wait_stream(&stream).expect("to wait");
+    // Other precision, other alignment, other layout, other size.
+    let before = allow_tf32(true).expect("a switch");
+    let with_tf32 = [made(&arguments), made(&arguments)];
+    allow_tf32(before).expect("a switch");
+    assert_eq!(with_tf32, [1, 0]);
+    assert_eq!(made(&arguments), 0);
+    let [lhs, rhs, bias] = &arguments;
+    let beside = Tensor::zeros([64 * 200 + 1], (Kind::Float, device)).narrow(0, 1, 64 * 200).view([64, 200]);
+    beside.shallow_clone().copy_(lhs);
+    assert_eq!(made(&[beside, rhs.shallow_clone(), bias.shallow_clone()]), 1);
+    let transposed = rhs.transpose(0, 1).contiguous().transpose(0, 1);
+    assert_eq!(made(&[lhs.shallow_clone(), transposed, bias.shallow_clone()]), 1);
+    assert_eq!(made(&[lhs.narrow(0, 0, 63), rhs.shallow_clone(), bias.shallow_clone()]), 1);
+    // Each thread has plans of its own.
+    let inputs = inputs([&[64, 200], &[200, 48], &[48]], Kind::Float, device);
+    let other = std::thread::spawn(move || {
+        let output = one(ProductPath::Plan, &inputs);
+        (product_plans(), output)
+    });
+    let (plans, output) = other.join().expect("a thread");
+    assert_eq!((plans.hits, plans.misses, plans.plans), (0, 1, 1));
+    assert!(output.equal(&one(ProductPath::Plan, &arguments)));
+}
+
+/// Sizes that change all the time must not fill the memory.
+#[test]
+fn cuda_plans_are_not_kept_forever() {
+    let Some(device) = cuda_or_skip("cuda_plans_are_not_kept_forever") else { return };
+    let [lhs, rhs, bias] = inputs([&[700, 160], &[160, 8], &[8]], Kind::Float, device);
+    for rows in 1..=700 {
+        let _ = one(ProductPath::Plan, &[lhs.narrow(0, 0, rows), rhs.shallow_clone(), bias.shallow_clone()]);
+        assert!(product_plans().plans <= 512);
+    }
+    assert_eq!(product_plans().misses, 700);
+    assert!(product_plans().plans > 0);
+}
+
+/// The first call is captured: choosing a kernel starts nothing, and memory to work in is the graph's.
+#[test]
+fn cuda_a_plan_is_made_while_a_graph_is_captured() {
+    let Some(device) = cuda_or_skip("cuda_a_plan_is_made_while_a_graph_is_captured") else { return };
+    let arguments = inputs([&[64, 4096], &[4096, 512], &[512]], Kind::Float, device);
+    let (graph, output) = Graph::capture(device, || Ok(one(ProductPath::Plan, &arguments))).expect("a graph");
+    assert_eq!((product_plans().hits, product_plans().misses), (0, 1));
+    let _ = output.detach().fill_(f64::NAN);
+    graph.replay().expect("a replay");
+    assert!(output.equal(&one(ProductPath::Plan, &arguments)));
+}
+
+/// What the backward keeps does not depend on the way.
+#[test]
+fn cuda_gradients_are_the_same_by_each_way() {
+    let Some(device) = cuda_or_skip("cuda_gradients_are_the_same_by_each_way") else { return };
+    for sizes in [[&[64, 96][..], &[96, 80], &[80]], [&[3, 64, 96], &[96, 80], &[3, 64, 80]]] {
+        let leaves = leaves(&inputs(sizes, Kind::Double, device));
+        let gradients = |way: ProductPath| {
+            let output = one(way, &leaves);
+            let vector = support::incoming(&output);
+            let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+            let inputs: Vec<&Tensor> = leaves.iter().collect();
+            grad(&[&output], &inputs, &options).expect("gradients").into_vec()
+        };
+        let expected = gradients(ProductPath::Composite);
+        for way in [ProductPath::Plan, ProductPath::Small, ProductPath::Fastest] {
+            for (found, expected) in gradients(way).iter().zip(&expected) {
+                let [Some(found), Some(expected)] = [found, expected] else {
+                    panic!("a gradient is missing")
+                };
+                assert_close(found, expected, 1e-12, 1e-12);
+            }
+        }
+    }
+}
