@@ -32,8 +32,7 @@ fn case((m, k, n): (i64, i64, i64), kind: Kind, device: Device) -> Case {
         tf32: false,
         inputs: vec![(vec![m, k], 1.0), (vec![n, k], 1.0 / (k as f64).sqrt()), (vec![n], 1.0)],
         // x, W and y; the same again with their gradients, but for y.
-        work: [1, 2]
-            .map(|times| Work::new(kind, times * (m * k + k * n) + m * n, times * 2 * m * k * n)),
+        work: [1, 2].map(|times| Work::new(kind, times * (m * k + k * n) + m * n, times * 2 * m * k * n)),
         providers: vec![
             provider("composite", composite),
             provider("libtorch", linear_reference),

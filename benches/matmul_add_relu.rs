@@ -65,10 +65,8 @@ const BATCHES: [Size; 3] = [
 ];
 
 /// In `BFloat16` on CUDA, backward, too.
-const TRAINING: [Size; 2] = [
-    (&[4096, 1024], &[1024, 1024], &[1024]),
-    (&[8192, 1024], &[1024, 4096], &[4096]),
-];
+const TRAINING: [Size; 2] =
+    [(&[4096, 1024], &[1024, 1024], &[1024]), (&[8192, 1024], &[1024, 4096], &[4096])];
 
 type Operator = fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
 
