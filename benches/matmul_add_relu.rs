@@ -79,12 +79,15 @@ fn case((lhs, rhs, bias): (&[i64], &[i64], &[i64]), kind: Kind, device: Device) 
     }
     providers.push(provider("fused", f_matmul_add_relu));
     let scale = 1.0 / (lhs[lhs.len() - 1] as f64).sqrt();
+    // Where a product in a half kind and a bias cancel, providers that round it and those that do not differ in the
+    // sign, and so in the whole derivative. With small products that happens to few, and counts for little.
+    let lhs_scale = if kind == Kind::Float { 1.0 } else { 1.0 / 4096.0 };
     Case {
         operator: "matmul_add_relu",
         point: format!("{lhs:?} {rhs:?} {bias:?}"),
         kind,
         device,
-        inputs: vec![(lhs.to_vec(), 1.0), (rhs.to_vec(), scale), (bias.to_vec(), 1.0)],
+        inputs: vec![(lhs.to_vec(), lhs_scale), (rhs.to_vec(), scale), (bias.to_vec(), 1.0)],
         work: Throughput::Elements(operations(lhs, rhs)),
         traffic: None,
         providers,
