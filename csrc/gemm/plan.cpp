@@ -277,9 +277,9 @@ Proposal choose(const Key& key, Plan& plan) {
     return better ? better : first;
   }
   for (const int32_t tile : {tile_of(first), kSquareTile}) {
+    if (const Proposal like = first_of_tile(key, larger, tile)) return like;
     if (const Proposal like = first_of_tile(key, usual, tile)) return like;
   }
-  if (larger.count > 0 && is_allowed(key, larger.result[0])) return larger.result[0];
   const Proposal any = first_of(key, usual);
   return any ? any : first_of(key, larger);
 }

@@ -29,7 +29,8 @@
 //! tch_extension_build::link_args();
 //! ```
 //!
-//! [`Extension`] takes sources, include folders, macros, flags for each compiler, architectures and the C++ standard.
+//! [`Extension`] takes sources, include folders, macros, flags for each compiler, libraries of the CUDA toolkit,
+//! architectures and the C++ standard.
 //! Several compilers run at a time, and only for what changed, headers included. Its library reaches the final program
 //! through any number of crates, and whole if it registers operators with `TORCH_LIBRARY`. [`link_args`] is for each
 //! package that makes a program or has tests: without it they need `LD_LIBRARY_PATH`.
