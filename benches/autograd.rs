@@ -34,7 +34,8 @@ impl Function for Empty {
     }
     fn backward(&self, _: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         let state = |index| grads.optional(index).map(Tensor::shallow_clone);
-        Ok([None, None, None, state(0), state(1)].into())
+        // Each input is of the state's size here.
+        Ok([state(0), state(0), state(0), state(0), state(1)].into())
     }
 }
 

@@ -34,8 +34,8 @@ struct LltmCellBackward {
   void* grad_c;             // [B, H], null when nobody needs it
 };
 
-// The whole cell in one kernel, for sizes at which launches cost more than arithmetic: fused.cu and
-// cpu_fused.cpp.
+// The whole cell in one kernel, for sizes at which launches cost more than arithmetic: fused_forward.cu and
+// fused_backward.cu; cpu_fused.cpp.
 //
 //   [i | o | g] = [h, x] Wᵀ + b
 //

@@ -1,6 +1,7 @@
 //! `torch.autograd.grad`.
 
-use super::function::{borrowed_pointers, owned};
+use super::function::owned;
+use super::pointers::borrowed_pointers;
 use crate::ffi::autograd as ffi;
 use crate::ffi::take_message;
 use crate::{Error, Result};

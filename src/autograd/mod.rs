@@ -8,6 +8,7 @@ mod double_backward;
 mod function;
 mod grad;
 mod hook;
+mod pointers;
 mod tensors;
 
 pub use checkpoint::checkpoint;

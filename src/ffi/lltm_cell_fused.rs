@@ -1,6 +1,8 @@
-//! `csrc/lltm_cell/fused.cu` and `cpu_fused.cpp`: the whole cell in one kernel, and when to take it.
+//! `csrc/lltm_cell/fused_forward.cu`, `fused_backward.cu` and `cpu_fused.cpp`: the whole cell in one kernel, and when to
+//! take it.
 
 use super::facts::{Facts, Fresh, empty, facts};
+use super::precision::matmul_allow_tf32;
 use super::tensor::plain;
 use crate::{Error, Result};
 use std::ffi::c_void;
@@ -41,31 +43,39 @@ impl Sizes {
         self.batch > 0 && self.hidden > 0 && self.batch as f64 * columns < most && columns * columns < most
     }
 
-    /// Whether the forward in one kernel is faster than libtorch's product between two others. Measured on an H200 and
-    /// on CPUs: docs/performance.md.
+    /// Whether the forward in one kernel is faster than libtorch's product between two others: on the GPU alone, measured
+    /// on an H200, and on CPUs. docs/performance.md.
     pub fn fuse_forward(&self, path: Path, kind: Kind, device: Device) -> bool {
+        const BESIDE_TENSOR_CORES: f64 = 28e6;
         if device == Device::Cpu {
             // The batch makes the vectors.
             let most = if self.batch < cpu::LEAST_ROWS { 0.0 } else { cpu::MOST_PRODUCTS };
             return cpu::exists(kind) && self.columns() <= cpu::MOST_COLUMNS && self.chosen(path, most);
         }
         let most = match kind {
-            // Beyond 128 rows libtorch's product is at its best.
+            Kind::Float if self.products() > BESIDE_TENSOR_CORES && matmul_allow_tf32().unwrap_or(false) => {
+                BESIDE_TENSOR_CORES
+            }
+            // Long products of many rows are what libtorch is best at.
             Kind::Float if self.batch <= 128 => 256e6,
-            Kind::Float => 96e6,
-            Kind::Double => 32e6,
-            // Tensor cores do these.
-            _ => 8e6,
+            Kind::Float if self.batch <= 512 => 128e6,
+            Kind::Float | Kind::Double => 32e6,
+            _ => BESIDE_TENSOR_CORES,
         };
         matches!(device, Device::Cuda(_)) && self.chosen(path, most)
     }
 
-    /// The same for the backward.
+    /// The same for the backward, of which a block goes over all rows.
     pub fn fuse_backward(&self, path: Path, kind: Kind, device: Device) -> bool {
         if device == Device::Cpu {
             return cpu::exists(kind) && self.chosen(path, cpu::MOST_PRODUCTS);
         }
-        let most = if matches!(kind, Kind::Float) { 40e6 } else { 8e6 };
+        let (most, most_rows) = match kind {
+            Kind::Float => (80e6, 192),
+            Kind::Double => (10e6, 128),
+            _ => (25e6, 128),
+        };
+        let most = if self.batch <= most_rows { most } else { 0.0 };
         matches!(device, Device::Cuda(_)) && self.chosen(path, most)
     }
 
@@ -98,6 +108,7 @@ mod cpu {
 }
 
 #[repr(C)]
+#[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
 struct Forward {
     batch: i64,
     features: i64,
@@ -119,6 +130,7 @@ struct Forward {
 }
 
 #[repr(C)]
+#[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
 struct Backward {
     batch: i64,
     features: i64,
@@ -477,7 +489,7 @@ mod tests {
         let backward = layout!(Backward: batch, features, hidden, kind, reserved, grad_new_h, grad_new_c,
             activations, new_c, input, input_stride, h, h_stride, weight, weight_stride, grad_input, grad_weight,
             grad_bias, grad_h, grad_c);
-        // SAFETY: constants of these lengths in csrc/lltm_cell/fused.cu.
+        // SAFETY: constants of these lengths in csrc/lltm_cell/fused_*.cu.
         unsafe {
             assert_eq!(forward, tch_extension_lltm_cell_fused_forward_layout);
             assert_eq!(backward, tch_extension_lltm_cell_fused_backward_layout);

@@ -34,6 +34,19 @@ fn an_input_twice_and_returned_twice() {
 }
 
 #[test]
+fn a_constant_input_that_is_returned_stays_a_constant() {
+    let _alone = alone();
+    let function = op(
+        |_, inputs| Ok(inputs.get(1)?.shallow_clone().into()),
+        |_, grads| Ok([grads.get(0)? * 3.0, grads.get(0)? * 1.0].into()),
+    );
+    let (x, constant) = (leaf(&[1.0]), Tensor::from_slice(&[7.0]));
+    let y = apply(function, &[Some(&x), Some(&constant)]).and_then(Tensors::single).expect("apply");
+    assert!(y.requires_grad() && !constant.requires_grad() && constant.is_leaf());
+    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [3.0]);
+}
+
+#[test]
 fn an_input_returned_beside_what_has_no_derivative() {
     let _alone = alone();
     let before = live_nodes();

@@ -27,7 +27,7 @@ fn cuda_under_autocast_only_the_product_loses_precision() {
 fn cuda_the_work_is_one_kernel_or_the_product_and_two_on_the_current_stream() {
     let test = "cuda_the_work_is_one_kernel_or_the_product_and_two_on_the_current_stream";
     let Some(device) = cuda_or_skip(test) else { return };
-    if cannot_replay(test) {
+    if has_no_caching_allocator(test) {
         return;
     }
     for (size, is_small) in
@@ -59,7 +59,7 @@ fn cuda_the_work_is_one_kernel_or_the_product_and_two_on_the_current_stream() {
 fn cuda_a_small_backward_is_one_kernel() {
     let test = "cuda_a_small_backward_is_one_kernel";
     let Some(device) = cuda_or_skip(test) else { return };
-    if cannot_replay(test) {
+    if has_no_caching_allocator(test) {
         return;
     }
     let sample = one([16, 32, 128], Kind::Float, device);
@@ -81,13 +81,13 @@ fn cuda_a_small_backward_is_one_kernel() {
     }
 }
 
-/// Under memcheck a replay cannot write to memory that is really freed.
-fn cannot_replay(test: &str) -> bool {
-    let cannot = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
-    if cannot {
+/// As under memcheck: a replay cannot write to memory that is really freed, and nobody counts what is allocated.
+pub fn has_no_caching_allocator(test: &str) -> bool {
+    let has_none = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
+    if has_none {
         let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
     }
-    cannot
+    has_none
 }
 
 fn captured(device: Device, work: impl Fn() -> Result<Vec<Tensor>>) -> (Graph, Vec<Tensor>) {

@@ -1,15 +1,9 @@
-// The LLTM cell in one kernel for each direction, where launches cost more than arithmetic does. Nothing is
-// concatenated, no product is written to memory, and no block waits for another.
-//
-// Forward: a warp computes the three gates of a tile of rows and hidden columns, its lanes along K = H + F,
-// so that rows of [h, x] and of W are read as they lie. The lanes' sums are then added up in such a way that
-// the three gates of one element end in one lane, which does the rest of the cell.
-//
-// Backward: some blocks compute tiles of dG W, the others tiles of dGᵀ [h, x]. Each computes what it needs of
-// dG by itself: that is cheaper than to wait for a kernel that would write it.
+// The backward in one kernel. Some blocks compute tiles of dG W, the others tiles of dGᵀ [h, x]. Each
+// computes what it needs of dG by itself: that is cheaper than to wait for a kernel that would write it.
 
 #include <cstddef>
 
+#include "fused.h"
 #include "lltm_cell.h"
 #include "tch_extension/cuda_vector.h"
 #include "tch_extension/launch.h"
@@ -17,142 +11,6 @@
 
 namespace tch_extension {
 namespace {
-
-constexpr int kWarp = 32;
-constexpr unsigned int kAllLanes = 0xffffffffu;
-
-__host__ __device__ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// --- forward ----------------------------------------------------------------------------------------------
-
-// A warp's tile and a block's warps, which have the same columns and different rows.
-template <int kRows_, int kColumns_, int kWarps_, int kUnroll_>
-struct Tile {
-  static constexpr int kRows = kRows_, kColumns = kColumns_, kWarps = kWarps_, kUnroll = kUnroll_;
-  static constexpr int kElements = kRows * kColumns;  // a power of two, at most 32
-};
-
-// Adds up the lanes' sums. Afterwards lane l has those of element l / (32 / kElements): with each step half
-// of the elements go to the lanes whose bit is set, so that 32 sums cost 31 exchanges and not 160.
-template <int kElements, int kOffset, typename C>
-__device__ __forceinline__ void add_up_lanes(C (*sum)[3], int lane) {
-  if constexpr (kOffset > 0) {
-    constexpr int kKept = kElements > 1 ? kElements / 2 : 1;
-    const bool upper = lane & kOffset;
-#pragma unroll
-    for (int element = 0; element < kKept; ++element) {
-#pragma unroll
-      for (int gate = 0; gate < 3; ++gate) {
-        const C low = sum[element][gate], high = sum[element + kElements - kKept][gate];
-        const C sent = __shfl_xor_sync(kAllLanes, upper ? low : high, kOffset);
-        sum[element][gate] = (upper ? high : low) + sent;
-      }
-    }
-    add_up_lanes<kKept, kOffset / 2>(sum, lane);
-  }
-}
-
-template <typename T, int kLanes, typename Tile>
-__global__ void __launch_bounds__(kWarp* Tile::kWarps) lltm_cell_fused_forward(LltmCellFusedForward params) {
-  using C = Compute<T>;
-  using std::tanh;
-  constexpr int kRows = Tile::kRows, kColumns = Tile::kColumns, kUnroll = Tile::kUnroll;
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int64_t hidden = params.hidden, depth = hidden + params.features;
-  const int64_t tiles = ceil_div(hidden, kColumns);
-  const int64_t first_row = (blockIdx.x / tiles * Tile::kWarps + warp) * kRows;
-  const int64_t first_column = blockIdx.x % tiles * kColumns;
-  if (first_row >= params.batch) return;
-
-  // What the lane's own element needs at the end is asked for first.
-  constexpr int kLanesOfElement = kWarp / Tile::kElements;
-  const int element = lane / kLanesOfElement;
-  const int64_t row = first_row + element / kColumns, column = first_column + element % kColumns;
-  const bool exists = row < params.batch && column < hidden;
-  C bias[3] = {}, c = 0;
-  if (exists) {
-    c = static_cast<C>(static_cast<const T*>(params.c)[row * params.c_stride + column]);
-    if (params.bias != nullptr) {
-#pragma unroll
-      for (int gate = 0; gate < 3; ++gate) {
-        bias[gate] = static_cast<C>(static_cast<const T*>(params.bias)[gate * hidden + column]);
-      }
-    }
-  }
-
-  // Beyond the last row or column the last one is read again, and its sums are not used.
-  const T* from_h[kRows];
-  const T* from_x[kRows];
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const int64_t at = min(first_row + r, params.batch - 1);
-    from_h[r] = static_cast<const T*>(params.h) + at * params.h_stride;
-    from_x[r] = static_cast<const T*>(params.input) + at * params.input_stride;
-  }
-  const T* from_w[kColumns][3];
-#pragma unroll
-  for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-    for (int gate = 0; gate < 3; ++gate) {
-      from_w[j][gate] = static_cast<const T*>(params.weight) +
-                        (gate * hidden + min(first_column + j, hidden - 1)) * params.weight_stride;
-    }
-  }
-
-  C sum[Tile::kElements][3] = {};
-  constexpr int kStep = kWarp * kLanes;
-  for (int64_t start = lane * kLanes; start < depth; start += kStep * kUnroll) {
-    Vector<T, kLanes> left[kUnroll][kRows] = {}, right[kUnroll][kColumns][3] = {};
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int64_t k = start + u * kStep;
-      if (k >= depth) continue;
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        left[u][r] =
-            k < hidden ? load_vector<T, kLanes>(from_h[r], k) : load_vector<T, kLanes>(from_x[r], k - hidden);
-      }
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-        for (int gate = 0; gate < 3; ++gate) right[u][j][gate] = load_vector<T, kLanes>(from_w[j][gate], k);
-      }
-    }
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      Values<T, kLanes> x[kRows];
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) x[r] = values_of(left[u][r]);
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j) {
-#pragma unroll
-        for (int gate = 0; gate < 3; ++gate) {
-          const auto w = values_of(right[u][j][gate]);
-#pragma unroll
-          for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-            for (int l = 0; l < kLanes; ++l) sum[r * kColumns + j][gate] += x[r].lane[l] * w.lane[l];
-          }
-        }
-      }
-    }
-  }
-  add_up_lanes<Tile::kElements, kWarp / 2>(sum, lane);
-  if (!exists || lane % kLanesOfElement != 0) return;
-
-  const C i = sigmoid(sum[0][0] + bias[0]), o = sigmoid(sum[0][1] + bias[1]), g = sum[0][2] + bias[2];
-  c += elu(g) * i;
-  const int64_t at = row * hidden + column;
-  static_cast<T*>(params.new_c)[at] = static_cast<T>(c);
-  static_cast<T*>(params.new_h)[at] = static_cast<T>(tanh(c) * o);
-  if (params.activations == nullptr) return;
-  T* const activations = static_cast<T*>(params.activations) + row * 3 * hidden + column;
-  activations[0] = static_cast<T>(i);
-  activations[hidden] = static_cast<T>(o);
-  activations[2 * hidden] = static_cast<T>(g);
-}
-
-// --- backward ---------------------------------------------------------------------------------------------
 
 constexpr int kBackwardWarps = 8;
 constexpr int kBackwardThreads = kBackwardWarps * kWarp;
@@ -197,7 +55,7 @@ constexpr int kRowsOfPiece = kBackwardThreads / kWeightColumns;
 
 template <typename C>
 union alignas(16) BackwardShared {
-  C gates[3][kInputRows][kPiece];
+  C gates[3][kPiece][kInputRows];  // rows last: one load has all of them
   C partial[kBackwardWarps][kInputRows][kWarp];
   C gates_by_row[kRowsOfPiece][kWeightRows];
 };
@@ -256,7 +114,7 @@ __device__ void input_tile(const LltmCellFusedBackward& params, int64_t tile,
         gradients = gate_gradients<T>(params, first_row + r, piece + j);
       }
 #pragma unroll
-      for (int gate = 0; gate < 3; ++gate) shared.gates[gate][r][j] = gradients.gate[gate];
+      for (int gate = 0; gate < 3; ++gate) shared.gates[gate][j][r] = gradients.gate[gate];
     }
     __syncthreads();
 #pragma unroll
@@ -266,7 +124,7 @@ __device__ void input_tile(const LltmCellFusedBackward& params, int64_t tile,
         const C value = static_cast<C>(w[gate][j]);
 #pragma unroll
         for (int r = 0; r < kInputRows; ++r) {
-          sum[r] += shared.gates[gate][r][warp * kPieceOfWarp + j] * value;
+          sum[r] += shared.gates[gate][warp * kPieceOfWarp + j][r] * value;
         }
       }
     }
@@ -359,45 +217,8 @@ __global__ void __launch_bounds__(kBackwardThreads) lltm_cell_fused_backward(Llt
   }
 }
 
-// --- launches ---------------------------------------------------------------------------------------------
-
-template <typename Tile>
-int64_t blocks_of(const LltmCellFusedForward& params) {
-  return ceil_div(params.hidden, Tile::kColumns) * ceil_div(params.batch, Tile::kRows * Tile::kWarps);
-}
-
-template <typename T, int kLanes, typename Tile>
-void start(const LltmCellFusedForward& params, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned int>(blocks_of<Tile>(params));
-  lltm_cell_fused_forward<T, kLanes, Tile><<<blocks, kWarp * Tile::kWarps, 0, stream>>>(params);
-}
-
-// A small tile with much of K under way at once where its blocks all run at the same time, and latency is
-// what counts; beyond, a larger one that reads less for each product. On an H200, three blocks of the small
-// one fit a multiprocessor, of which there are 132. Sums are in the same order in both.
-using SmallTile = Tile<4, 2, 4, 2>;
-using LargeTile = Tile<4, 4, 4, 1>;
-constexpr int64_t kBlocksAtOnce = 3 * 132;
-
-template <typename T, int kLanes>
-void start_with_tile(const LltmCellFusedForward& params, cudaStream_t stream) {
-  blocks_of<SmallTile>(params) <= kBlocksAtOnce ? start<T, kLanes, SmallTile>(params, stream)
-                                                : start<T, kLanes, LargeTile>(params, stream);
-}
-
 }  // namespace
 }  // namespace tch_extension
-
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_forward_cuda(
-    const LltmCellFusedForward* params, cudaStream_t stream) {
-  using namespace tch_extension;
-  for_kind(params->kind, [&](auto type) {
-    using T = typename decltype(type)::type;
-    params->vectors ? start_with_tile<T, kLanesOf16Bytes<T>>(*params, stream)
-                    : start_with_tile<T, 1>(*params, stream);
-  });
-  return launch_status("lltm_cell_fused_forward");
-}
 
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_backward_cuda(
     const LltmCellFusedBackward* params, cudaStream_t stream) {
@@ -412,29 +233,7 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_backward_cu
   return launch_status("lltm_cell_fused_backward");
 }
 
-// For the test that compares these structs with their Rust mirrors.
-#define AT(member) offsetof(LltmCellFusedForward, member)
-extern "C" const size_t tch_extension_lltm_cell_fused_forward_layout[18] = {
-    sizeof(LltmCellFusedForward),
-    AT(batch),
-    AT(features),
-    AT(hidden),
-    AT(kind),
-    AT(vectors),
-    AT(input),
-    AT(input_stride),
-    AT(weight),
-    AT(weight_stride),
-    AT(bias),
-    AT(h),
-    AT(h_stride),
-    AT(c),
-    AT(c_stride),
-    AT(new_h),
-    AT(new_c),
-    AT(activations),
-};
-#undef AT
+// For the test that compares the struct with its Rust mirror.
 #define AT(member) offsetof(LltmCellFusedBackward, member)
 extern "C" const size_t tch_extension_lltm_cell_fused_backward_layout[21] = {
     sizeof(LltmCellFusedBackward),
