@@ -42,7 +42,8 @@ constexpr int32_t kCpu = -1, kOtherDevice = -2;
 TensorFacts facts_of(const at::Tensor* tensor) {
   TensorFacts facts{};
   facts.dim = -1;
-  if (tensor == nullptr || !tensor->defined() || tensor->layout() != at::kStrided || tensor->is_nested()) {
+  if (tensor == nullptr || !tensor->defined() || tensor->layout() != at::kStrided || tensor->is_nested() ||
+      !tensor->has_storage()) {
     return facts;
   }
   facts.dim = static_cast<int32_t>(tensor->dim());
@@ -55,8 +56,7 @@ TensorFacts facts_of(const at::Tensor* tensor) {
   }
   facts.requires_grad = tensor->requires_grad();
   // As tch_extension_is_in_memory has it.
-  if (tensor->is_neg() || tensor->is_conj() || tensor->_is_zerotensor() || !tensor->has_storage())
-    return facts;
+  if (tensor->is_neg() || tensor->is_conj() || tensor->_is_zerotensor()) return facts;
   facts.data = tensor->const_data_ptr();
   facts.is_in_memory = facts.data != nullptr || tensor->numel() == 0;
   return facts;

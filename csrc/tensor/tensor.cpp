@@ -8,10 +8,11 @@ using namespace tch_extension;
 
 // Whether the values lie in memory as they are, in whatever order. libtorch also has tensors whose values are
 // those in memory negated or conjugated, and tensors of zeros without memory; `is_contiguous` says yes to all
-// of them.
+// of them. Tensors that only stand for others, as vmap's do, throw when they are asked for memory.
 TCH_EXTENSION_API bool tch_extension_is_in_memory(const at::Tensor* tensor) {
   return tensor->defined() && tensor->layout() == at::kStrided && !tensor->is_neg() && !tensor->is_conj() &&
-         !tensor->_is_zerotensor() && (tensor->numel() == 0 || tensor->data_ptr() != nullptr);
+         !tensor->_is_zerotensor() && tensor->has_storage() &&
+         (tensor->numel() == 0 || tensor->data_ptr() != nullptr);
 }
 
 // Whether they lie there row by row, too.
@@ -28,9 +29,10 @@ TCH_EXTENSION_API Message tch_extension_plain(const at::Tensor* tensor, at::Tens
   });
 }
 
-// Dense: not one of the sparse, blocked or nested layouts.
+// Dense: not one of the sparse, blocked or nested layouts, nor one that only stands for another tensor.
 TCH_EXTENSION_API bool tch_extension_is_strided(const at::Tensor* tensor) {
-  return tensor->defined() && tensor->layout() == at::kStrided && !tensor->is_nested();
+  return tensor->defined() && tensor->layout() == at::kStrided && !tensor->is_nested() &&
+         tensor->has_storage();
 }
 
 // Tells autograd that the values change. Throws for an inference tensor outside of inference mode.

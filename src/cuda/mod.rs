@@ -136,7 +136,7 @@ pub fn launch(device: Device, launcher: impl FnOnce(*mut c_void) -> LaunchStatus
     };
     match ffi::LaunchPlace::enter(op, index)? {
         Some(place) => launcher(place.stream()).into_result(),
-        // It has the words for what is wrong.
-        None => device_index(op, device).map(|_| ()),
+        // It has the words for what is wrong. Nothing was launched, so this is never a success.
+        None => Err(device_index(op, device).err().unwrap_or_else(|| refused(op, "no such CUDA device"))),
     }
 }

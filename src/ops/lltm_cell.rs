@@ -308,9 +308,11 @@ fn by_product(operands: &fused::Operands<'_>, save_activations: bool) -> Result<
     let hx = Tensor::f_cat(&[h, input], 1)?;
     let transposed = weight.f_transpose(0, 1)?;
     let bias = bias.map(|bias| bias.f_reshape([-1])).transpose()?;
-    // On CUDA our kernel adds the bias: with one, libtorch takes a product that is up to a sixth slower.
+    // On CUDA our kernel adds the bias: with one, libtorch takes a product that is up to a sixth slower. Not of the half
+    // kinds: there a product that is rounded first has lost what a bias of its size would leave of it.
+    let is_half = matches!(hx.f_kind()?, Kind::Half | Kind::BFloat16);
     let (gates, bias) = match bias {
-        Some(bias) if c.device() == Device::Cpu => (bias.f_addmm(&hx, &transposed)?, None),
+        Some(bias) if is_half || c.device() == Device::Cpu => (bias.f_addmm(&hx, &transposed)?, None),
         bias => (hx.f_mm(&transposed)?, bias),
     };
     // Of mixed kinds the state's may have more digits than the product's.

@@ -280,3 +280,44 @@ fn marks_are_checked_and_may_hit_what_is_absent() {
     let outputs = apply(function, &[None, Some(&x)]).expect("apply");
     assert_eq!(values(&gradient_of(outputs.get(1).expect("present"), &x).expect("gradient")), [2.0]);
 }
+
+/// Few of them go without an allocation, more do not fit there.
+#[test]
+fn more_inputs_outputs_and_saved_tensors_than_usual() {
+    const LEN: usize = 20;
+    let _alone = alone();
+    let before = live_nodes();
+    let is_there = |index: usize| index % 7 != 3;
+    let function = op(
+        |saver, inputs| {
+            let outputs: Vec<Option<Tensor>> =
+                inputs.iter().enumerate().map(|(index, x)| x.map(|x| x * (index as f64))).collect();
+            inputs.iter().for_each(|input| saver.save_optional(*input));
+            outputs.iter().for_each(|output| saver.save_optional(output.as_ref()));
+            Ok(outputs.into())
+        },
+        |ctx, grads| {
+            assert_eq!((ctx.inputs_len(), grads.len()), (LEN, LEN));
+            let gradients = (0..LEN).map(|index| {
+                let Some(grad) = grads.optional(index) else { return Ok(None) };
+                // The square of the output's, so that each has to be the right one.
+                assert_eq!(values(&(ctx.saved(index)? * index as f64)), values(&ctx.saved(LEN + index)?));
+                Ok(Some(grad * index as f64))
+            });
+            Ok(gradients.collect::<Result<Vec<_>>>()?.into())
+        },
+    );
+    let leaves: Vec<Tensor> = (0..LEN).map(|index| leaf(&[1.0 + index as f64])).collect();
+    let inputs: Vec<Option<&Tensor>> =
+        leaves.iter().enumerate().map(|(index, leaf)| is_there(index).then_some(leaf)).collect();
+    let outputs = apply(function, &inputs).expect("apply").into_vec();
+    assert_eq!(outputs.len(), LEN);
+    let sum = outputs.iter().flatten().fold(Tensor::from(0.0), |sum, output| sum + output * 10.0);
+    for (index, input) in inputs.iter().enumerate() {
+        let Some(input) = input else { continue };
+        let gradient = grad(&[&sum.sum(Kind::Double)], &[input], &keep()).and_then(Tensors::single);
+        assert_eq!(values(&gradient.expect("a gradient")), [10.0 * index as f64]);
+    }
+    drop((outputs, sum));
+    assert_eq!(live_nodes(), before);
+}

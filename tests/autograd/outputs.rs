@@ -152,3 +152,21 @@ fn an_output_without_a_derivative_is_a_constant_to_what_follows() {
     let y = run(constant, &(&x * &x)) * &x;
     assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [9.0]);
 }
+
+/// The change would go past the node.
+#[test]
+fn an_output_that_is_a_view_cannot_be_changed_in_place() {
+    let _alone = alone();
+    for of in [0, 1] {
+        let function = op(
+            move |_, inputs| Ok(inputs.get(of)?.view(2).into()),
+            |_, grads| Ok([Some(grads.get(0)? * 3.0), None].into()),
+        );
+        let (x, constant) = (leaf(&[1.0, 2.0]), Tensor::from_slice(&[3.0, 4.0]));
+        let mut y =
+            apply(function, &[Some(&x), Some(&constant)]).and_then(Tensors::single).expect("one output");
+        let error = y.f_mul_(&Tensor::from(2.0)).expect_err("a view").to_string();
+        assert!(error.contains("created inside a custom Function"), "{error}");
+        assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [3.0, 3.0]);
+    }
+}

@@ -57,3 +57,30 @@ fn under_autocast_kinds_are_the_composite_s() {
         }
     }
 }
+
+/// The sum of product and bias is rounded once: a product that is rounded before has lost what a bias of about the same
+/// size leaves of it.
+#[test]
+fn a_bias_that_cancels_the_product_leaves_what_the_composite_s_leaves() {
+    const LARGE: f64 = 2048.0;
+    for device in devices() {
+        for kind in KINDS {
+            for [batch, features, hidden] in [[4, 8, 8], [300, 64, 520], [1, 1, 1]] {
+                let zeros = |size: &[i64]| Tensor::zeros(size, (kind, device));
+                let (x, h) = (zeros(&[batch, features]) + 1.0, zeros(&[batch, hidden]) + 1.0);
+                // In each row of g's part 2048.75, of which the half kinds have no such digits.
+                let weight = zeros(&[3 * hidden, hidden + features]);
+                let _ = weight.narrow(0, 2 * hidden, hidden).select(1, 0).fill_(LARGE);
+                let _ = weight.narrow(0, 2 * hidden, hidden).select(1, hidden).fill_(0.75);
+                let bias = zeros(&[3 * hidden]);
+                let _ = bias.narrow(0, 2 * hidden, hidden).fill_(-LARGE);
+                let arguments = [x, weight, bias, h, zeros(&[batch, hidden])];
+                let expected = call(lltm_cell_reference, &arguments).expect("the composite's");
+                let found = call(f_lltm_cell, &arguments).expect("ours");
+                for (found, expected) in found.iter().zip(&expected) {
+                    assert_close(found, expected, 1e-2, 0.0);
+                }
+            }
+        }
+    }
+}

@@ -7,6 +7,7 @@ mod cuda;
 mod forward;
 mod gradients;
 mod kinds;
+mod odd;
 mod paths;
 mod random;
 mod second_derivatives;
