@@ -1,10 +1,12 @@
 //! What the bridge itself costs: an operator that does nothing.
 
+use crate::common::{Case, Provider, Work};
 use criterion::{Criterion, criterion_group};
 use std::hint::black_box;
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{Context, Function, GradOptions, Inputs, Saver, Tensors, apply, grad};
+use tch_extension::testing::cpp_identity;
 
 struct Identity;
 
@@ -20,6 +22,65 @@ impl Function for Identity {
 
 fn identity(x: &Tensor) -> Tensor {
     apply(Identity, &[Some(x)]).and_then(Tensors::single).expect("one output")
+}
+
+/// Of as many tensors as lltm_cell has, to be subtracted from its forward and backward.
+struct Empty;
+
+impl Function for Empty {
+    const NAME: &'static str = "empty";
+    fn forward(&mut self, _: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        Ok([inputs.get(3)?.detach(), inputs.get(4)?.detach()].into())
+    }
+    fn backward(&self, _: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        let state = |index| grads.optional(index).map(Tensor::shallow_clone);
+        // Each input is of the state's size here.
+        Ok([state(0), state(0), state(0), state(0), state(1)].into())
+    }
+}
+
+/// `length` operators in a row.
+fn chain(name: &'static str, length: usize, link: impl Fn(&Tensor) -> Result<Tensor> + 'static) -> Provider {
+    let call = move |inputs: &[Tensor]| {
+        let mut value = link(&inputs[0])?;
+        for _ in 1..length {
+            value = link(&value)?;
+        }
+        Ok(vec![value])
+    };
+    Provider::new(name, call)
+}
+
+/// The bridge against the same operator in C++, and against libtorch's own cheapest differentiable operation. Without a
+/// graph, `detach` is what the forward itself does: the rest is what `apply` adds.
+pub fn cases(device: Device) -> Vec<Case> {
+    let case = |point: String, inputs: Vec<(Vec<i64>, f64)>, providers| Case {
+        operator: "autograd",
+        point,
+        kind: Kind::Float,
+        device,
+        inputs,
+        tf32: false,
+        work: [Work::default(); 2],
+        providers,
+    };
+    let chains = [1, 64].map(|length| {
+        let providers = vec![
+            chain("detach", length, |x| Ok(x.f_detach()?)).without_backward(),
+            chain("view_as", length, |x| Ok(x.f_view_as(x)?)),
+            chain("C++", length, cpp_identity),
+            chain("ours", length, |x| apply(Identity, &[Some(x)])?.single()),
+        ];
+        case(format!("chain of {length}"), vec![(vec![16], 1.0)], providers)
+    });
+    let empty = Provider::new("ours", |inputs| {
+        let inputs: [Option<&Tensor>; 5] = std::array::from_fn(|place| inputs.get(place));
+        Ok(apply(Empty, &inputs)?.exactly::<2>()?.into())
+    });
+    chains
+        .into_iter()
+        .chain([case("empty".to_string(), vec![(vec![16, 128], 1.0); 5], vec![empty])])
+        .collect()
 }
 
 fn bridge(criterion: &mut Criterion) {

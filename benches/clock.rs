@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
-use tch_extension::cuda::{Event, Graph, synchronize};
+use tch_extension::cuda::{Event, Graph, Stream, synchronize};
 
 /// How long one provider is timed in one round.
 const ROUND: Duration = Duration::from_millis(60);
@@ -71,11 +71,11 @@ impl OnTheGpu {
     /// cache; otherwise one call, after the cache was flushed.
     ///
     /// # Errors
-    /// What cannot be captured.
-    pub fn capture(device: Device, bytes: usize, call: &mut impl FnMut()) -> Result<Self> {
+    /// What cannot be captured on this stream.
+    pub fn capture(stream: &Stream, bytes: usize, call: &mut impl FnMut()) -> Result<Self> {
         let calls = if bytes < SMALL { CALLS_IN_A_GRAPH } else { 1 };
-        let flush = (bytes >= SMALL).then(|| Tensor::empty([FLUSH], (Kind::Int8, device)));
-        let (graph, ()) = Graph::capture(device, || {
+        let flush = (bytes >= SMALL).then(|| Tensor::empty([FLUSH], (Kind::Int8, stream.device())));
+        let (graph, ()) = Graph::capture_on(stream, || {
             (0..calls).for_each(|_| call());
             Ok(())
         })?;

@@ -6,6 +6,7 @@ use std::time::Duration;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};
 use tch_extension::testing::{assert_close, devices};
 
 /// One way to compute an operator's outputs from its tensors.
@@ -37,15 +38,41 @@ pub struct Case {
     pub point: String,
     pub kind: Kind,
     pub device: Device,
+    /// Whether products in f32 may round their factors.
+    pub tf32: bool,
     /// Each tensor's size and standard deviation.
     pub inputs: Vec<(Vec<i64>, f64)>,
-    /// What a forward gets done.
-    pub work: Throughput,
-    /// The bytes that a forward and a backward have to read and write, where that is what bounds them: they are
-    /// compared with a copy of as many.
-    pub traffic: Option<[usize; 2]>,
+    /// What has to be done, in a forward and in a backward.
+    pub work: [Work; 2],
     /// The last is ours; the others are its rivals.
     pub providers: Vec<Provider>,
+}
+
+/// What cannot be saved: no implementation does with less.
+#[derive(Clone, Copy, Default)]
+pub struct Work {
+    /// Of device memory, each input read once and each output written once.
+    pub bytes: usize,
+    /// Multiplications and additions of matrix products.
+    pub operations: u64,
+}
+
+impl Work {
+    /// Of `elements` of this kind that are read or written, and of products with so many operations.
+    pub fn new(kind: Kind, elements: i64, operations: i64) -> Self {
+        Work { bytes: elements as usize * kind.elt_size_in_bytes(), operations: operations as u64 }
+    }
+
+    fn and(self, other: Self) -> Self {
+        Work { bytes: self.bytes + other.bytes, operations: self.operations + other.operations }
+    }
+
+    fn throughput(self) -> Throughput {
+        match self.operations {
+            0 => Throughput::Bytes(self.bytes as u64),
+            operations => Throughput::Elements(operations),
+        }
+    }
 }
 
 /// What is timed.
@@ -82,16 +109,20 @@ impl Runner<'_> {
         self.provider.name
     }
 
-    /// The same tensors as leaves of which no graph knows yet: a leaf's gradient belongs to the stream on which its
-    /// first graph was made, and a capture has a stream of its own.
-    pub fn for_a_capture(&self) -> Self {
+    /// The same tensors as leaves of which no graph knows yet, for the current stream: a backward, and the gradient of
+    /// a leaf, belong to the stream on which the forward ran.
+    pub fn on_this_stream(&self, direction: Direction) -> Self {
         let leaf = |input: &Tensor| input.detach().set_requires_grad(input.requires_grad());
-        Runner {
+        let mut runner = Runner {
             provider: self.provider,
             inputs: self.inputs.iter().map(leaf).collect(),
             vectors: self.vectors.iter().map(Tensor::shallow_clone).collect(),
             outputs: Vec::new(),
+        };
+        if direction == Direction::Backward {
+            runner.outputs = runner.forward();
         }
+        runner
     }
 
     /// How much data a forward reads and writes, at least.
@@ -150,7 +181,7 @@ impl Case {
             let gradients = if differentiable { runner.backward(&runner.outputs, true) } else { Vec::new() };
             outputs.chain(gradients).collect::<Vec<_>>()
         };
-        let (rtol, atol) = if self.kind == Kind::Float { (1e-3, 1e-2) } else { (5e-2, 2.0) };
+        let (rtol, atol) = if self.kind == Kind::Float && !self.tf32 { (1e-3, 1e-2) } else { (5e-2, 2.0) };
         let Some((ours, rivals)) = runners.split_last() else { return };
         let ours = results(ours);
         for rival in rivals {
@@ -160,17 +191,42 @@ impl Case {
         }
     }
 
-    /// What this direction has to read and write.
-    pub fn traffic(&self, direction: Direction) -> Option<usize> {
-        self.traffic.map(|[forward, backward]| match direction {
+    /// What has to be done in this direction.
+    pub fn work(&self, direction: Direction) -> Work {
+        let [forward, backward] = self.work;
+        match direction {
             Direction::Forward => forward,
             Direction::Backward => backward,
-            Direction::Both => forward + backward,
-        })
+            Direction::Both => forward.and(backward),
+        }
     }
 
     pub fn title(&self, direction: Direction) -> String {
-        format!("{} {} {} {:?} {}", self.operator, direction.name(), self.point, self.kind, self.place())
+        format!(
+            "{} {} {} {} {}",
+            self.operator,
+            direction.name(),
+            self.point,
+            self.arithmetic(),
+            self.place()
+        )
+    }
+
+    /// The kind, as the table shows it.
+    pub fn arithmetic(&self) -> String {
+        if self.tf32 { "tf32".to_string() } else { format!("{:?}", self.kind) }
+    }
+
+    /// With libtorch's switch as this case wants it.
+    pub fn in_its_precision<T>(&self, body: impl FnOnce() -> T) -> T {
+        if !self.device.is_cuda() {
+            return body();
+        }
+        let before = matmul_allow_tf32().expect("libtorch's switch");
+        set_matmul_allow_tf32(self.tf32).expect("libtorch's switch");
+        let result = body();
+        set_matmul_allow_tf32(before).expect("libtorch's switch");
+        result
     }
 
     pub fn place(&self) -> &'static str {
@@ -189,16 +245,17 @@ pub fn groups(criterion: &mut Criterion, cases: impl Fn(Device) -> Vec<Case>) {
                     .measurement_time(Duration::from_secs(2))
                     .warm_up_time(Duration::from_millis(500))
                     .sample_size(20)
-                    .throughput(case.work.clone());
-                for runner in case.runners(direction) {
-                    let id =
-                        BenchmarkId::new(runner.provider.name, format!("{} {:?}", case.point, case.kind));
-                    group.bench_function(id, |bencher| {
-                        bencher.iter_custom(|iterations| {
-                            clock::in_a_row(device, iterations, || runner.run(direction))
+                    .throughput(case.work(direction).throughput());
+                case.in_its_precision(|| {
+                    for runner in case.runners(direction) {
+                        let id = format!("{} {}", case.point, case.arithmetic());
+                        group.bench_function(BenchmarkId::new(runner.provider.name, id), |bencher| {
+                            bencher.iter_custom(|iterations| {
+                                clock::in_a_row(device, iterations, || runner.run(direction))
+                            });
                         });
-                    });
-                }
+                    }
+                });
             }
         }
     }

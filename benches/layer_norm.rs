@@ -1,7 +1,6 @@
 //! Layer normalisation: fused against the composite of tch operations and against libtorch's own operator.
 
-use crate::common::{Case, Provider};
-use criterion::Throughput;
+use crate::common::{Case, Provider, Work};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_layer_norm, layer_norm_reference};
@@ -42,10 +41,10 @@ pub fn cases(device: Device) -> Vec<Case> {
         point: format!("{:?}", (m, n)),
         kind,
         device,
+        tf32: false,
         inputs: vec![(vec![m, n], 1.0), (vec![n], 1.0), (vec![n], 1.0)],
-        work: Throughput::Elements((m * n) as u64),
         // x and y; x, dy and dx.
-        traffic: Some([2, 3].map(|arrays| arrays * (m * n) as usize * kind.elt_size_in_bytes())),
+        work: [2, 3].map(|arrays| Work::new(kind, arrays * m * n, 0)),
         providers: vec![
             provider("composite", layer_norm_reference),
             provider("libtorch", libtorch),

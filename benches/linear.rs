@@ -1,7 +1,6 @@
 //! The linear layer: fused against libtorch's own, and against the composite of product and sum.
 
-use crate::common::{Case, Provider};
-use criterion::Throughput;
+use crate::common::{Case, Provider, Work};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_linear, linear_reference};
@@ -26,9 +25,11 @@ pub fn cases(device: Device) -> Vec<Case> {
         point: format!("{:?}", (m, k, n)),
         kind: Kind::Float,
         device,
+        tf32: false,
         inputs: vec![(vec![m, k], 1.0), (vec![n, k], 1.0 / (k as f64).sqrt()), (vec![n], 1.0)],
-        work: Throughput::Elements((2 * m * k * n) as u64),
-        traffic: None,
+        // x, W and y; the same again with their gradients, but for y.
+        work: [1, 2]
+            .map(|times| Work::new(Kind::Float, times * (m * k + k * n) + m * n, times * 2 * m * k * n)),
         providers: vec![
             provider("composite", composite),
             provider("libtorch", linear_reference),

@@ -1,37 +1,86 @@
 //! The LLTM cell: fused against the composite of tch operations.
 
-use crate::common::{Case, Provider};
-use criterion::Throughput;
+use crate::common::{Case, Provider, Work};
+use std::cell::OnceCell;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_lltm_cell, lltm_cell_reference};
 
 /// (B, F, H).
 const SIZES: [(i64, i64, i64); 3] = [(16, 32, 128), (64, 256, 512), (128, 1024, 1024)];
+const LARGE: (i64, i64, i64) = (1024, 1024, 1024);
 
 type Cell = fn(&Tensor, &Tensor, Option<&Tensor>, (&Tensor, &Tensor)) -> Result<(Tensor, Tensor)>;
 
+fn run(cell: Cell, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+    let (h, c) = cell(&inputs[0], &inputs[1], Some(&inputs[2]), (&inputs[3], &inputs[4]))?;
+    Ok(vec![h, c])
+}
+
 fn provider(name: &'static str, cell: Cell) -> Provider {
-    Provider::new(name, move |inputs| {
-        let (h, c) = cell(&inputs[0], &inputs[1], Some(&inputs[2]), (&inputs[3], &inputs[4]))?;
-        Ok(vec![h, c])
-    })
+    Provider::new(name, move |inputs| run(cell, inputs))
+}
+
+/// The product alone, of what is already side by side: nothing that computes a cell is faster.
+fn product() -> Provider {
+    let hx = OnceCell::new();
+    let call = move |inputs: &[Tensor]| {
+        let hx = hx.get_or_init(|| Tensor::cat(&[&inputs[3], &inputs[0]], 1).detach());
+        Ok(hx.f_mm(&inputs[1].f_transpose(0, 1)?).map(|_| Vec::new())?)
+    };
+    Provider::new("product", call).without_backward()
+}
+
+/// libtorch's cheapest operation, for the host's time.
+fn addition() -> Provider {
+    let call = |inputs: &[Tensor]| Ok(inputs[3].f_add(&inputs[4]).map(|_| Vec::new())?);
+    Provider::new("x + y", call).without_backward()
+}
+
+/// Ours, of tensors that require grad, for the host's time in training.
+fn with_a_graph() -> Provider {
+    let leaves = OnceCell::new();
+    let call = move |inputs: &[Tensor]| {
+        let leaves: &Vec<Tensor> = leaves
+            .get_or_init(|| inputs.iter().map(|input| input.detach().set_requires_grad(true)).collect());
+        run(f_lltm_cell, leaves)
+    };
+    Provider::new("with graph", call).without_backward()
+}
+
+fn case(device: Device, (b, f, h): (i64, i64, i64), kind: Kind) -> Case {
+    let (weight, state) = (3 * h * (h + f), b * h);
+    Case {
+        operator: "lltm_cell",
+        point: format!("{:?}", (b, f, h)),
+        kind,
+        device,
+        tf32: false,
+        inputs: vec![
+            (vec![b, f], 1.0),
+            (vec![3 * h, h + f], 1.0 / (h as f64).sqrt()),
+            (vec![3 * h], 1.0),
+            (vec![b, h], 1.0),
+            (vec![b, h], 1.0),
+        ],
+        // x, W, h, c, h' and c'; x, W and h with their gradients, three gates, c', and the gradients of the state.
+        work: [
+            Work::new(kind, b * f + weight + 4 * state, 2 * b * weight),
+            Work::new(kind, 2 * (b * f + weight) + 9 * state, 4 * b * weight),
+        ],
+        providers: vec![provider("composite", lltm_cell_reference), provider("fused", f_lltm_cell)],
+    }
 }
 
 pub fn cases(device: Device) -> Vec<Case> {
-    let case = |(b, f, h): (i64, i64, i64)| {
-        let scale = 1.0 / (h as f64).sqrt();
-        let weight = (vec![3 * h, h + f], scale);
-        Case {
-            operator: "lltm_cell",
-            point: format!("{:?}", (b, f, h)),
-            kind: Kind::Float,
-            device,
-            inputs: vec![(vec![b, f], 1.0), weight, (vec![3 * h], 1.0), (vec![b, h], 1.0), (vec![b, h], 1.0)],
-            work: Throughput::Elements((b * h) as u64),
-            traffic: None,
-            providers: vec![provider("composite", lltm_cell_reference), provider("fused", f_lltm_cell)],
+    let mut cases: Vec<Case> = SIZES.into_iter().map(|size| case(device, size, Kind::Float)).collect();
+    if device.is_cuda() {
+        cases[0].providers.splice(0..0, [addition(), with_a_graph()]);
+        for (kind, tf32) in [(Kind::Float, false), (Kind::Float, true), (Kind::BFloat16, false)] {
+            let mut case = Case { tf32, ..case(device, LARGE, kind) };
+            case.providers.insert(0, product());
+            cases.push(case);
         }
-    };
-    SIZES.into_iter().map(case).collect()
+    }
+    cases
 }

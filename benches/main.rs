@@ -6,6 +6,7 @@
 mod autograd;
 mod clock;
 mod common;
+mod floor;
 mod layer_norm;
 mod library;
 mod linear;
@@ -18,8 +19,8 @@ use common::Case;
 use tch::Device;
 
 /// Each operator's table.
-const OPERATORS: [fn(Device) -> Vec<Case>; 4] =
-    [layer_norm::cases, linear::cases, lltm_cell::cases, matmul_add_relu::cases];
+const OPERATORS: [fn(Device) -> Vec<Case>; 5] =
+    [autograd::cases, layer_norm::cases, linear::cases, lltm_cell::cases, matmul_add_relu::cases];
 
 fn main() {
     // Cargo adds `--bench`. Whatever does not begin with `table` is for criterion, which reads the command line itself.

@@ -1,8 +1,7 @@
 //! `relu(lhs @ rhs + bias)`: fused against the composite of three operations, and against libtorch's fused one where
 //! it has one: forward, of matrices and a row.
 
-use crate::common::{Case, Provider};
-use criterion::Throughput;
+use crate::common::{Case, Provider, Work};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_matmul_add_relu, matmul_add_relu_reference};
@@ -31,11 +30,17 @@ fn provider(name: &'static str, operator: Operator) -> Provider {
     Provider::new(name, move |inputs| Ok(vec![operator(&inputs[0], &inputs[1], &inputs[2])?]))
 }
 
-/// The multiplications and additions of the product.
-fn operations((lhs, rhs, _): Size) -> u64 {
-    let matrices = |size: &[i64]| size[..size.len() - 2].iter().product::<i64>();
+/// The inputs and y are read or written; in the backward the factors with their gradients, y and dY.
+fn work(kind: Kind, (lhs, rhs, bias): Size) -> [Work; 2] {
+    let elements = |size: &[i64]| size.iter().product::<i64>();
+    let matrices = |size: &[i64]| elements(&size[..size.len() - 2]);
     let (rows, inner, columns) = (lhs[lhs.len() - 2], lhs[lhs.len() - 1], rhs[rhs.len() - 1]);
-    (2 * matrices(lhs).max(matrices(rhs)) * rows * inner * columns) as u64
+    let outputs = matrices(lhs).max(matrices(rhs)) * rows * columns;
+    let (factors, operations) = (elements(lhs) + elements(rhs), 2 * outputs * inner);
+    [
+        Work::new(kind, factors + elements(bias) + outputs, operations),
+        Work::new(kind, 2 * (factors + outputs) + elements(bias), 2 * operations),
+    ]
 }
 
 pub fn cases(device: Device) -> Vec<Case> {
@@ -52,9 +57,9 @@ pub fn cases(device: Device) -> Vec<Case> {
             point: format!("{lhs:?} {rhs:?} {bias:?}"),
             kind: Kind::Float,
             device,
+            tf32: false,
             inputs: vec![(lhs.to_vec(), 1.0), (rhs.to_vec(), scale), (bias.to_vec(), 1.0)],
-            work: Throughput::Elements(operations(size)),
-            traffic: None,
+            work: work(Kind::Float, size),
             providers,
         }
     };

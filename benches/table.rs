@@ -3,10 +3,13 @@
 
 use crate::clock::{self, OnTheGpu, median};
 use crate::common::{Case, Direction, Runner};
+use crate::floor::{Floor, Floors};
 use crate::machine;
 use std::io::Write;
 use std::path::PathBuf;
-use tch::{Device, Kind, Tensor};
+use tch::Device;
+use tch_extension::Result;
+use tch_extension::cuda::{Stream, StreamGuard};
 use tch_extension::testing::devices;
 
 /// Rounds of an interleaved comparison.
@@ -38,15 +41,16 @@ pub fn run(tables: &[fn(Device) -> Vec<Case>], words: &[String]) -> std::io::Res
         clock::SMALL >> 20
     );
     let mut records = Vec::new();
+    let mut floors = Floors::default();
     for device in devices() {
         for case in tables.iter().flat_map(|cases| cases(device)) {
             for direction in Direction::ALL {
                 let title = case.title(direction);
                 if words.iter().all(|word| title.contains(word.as_str())) {
-                    let costs = measure(&case, direction);
-                    let copy = copy(&case, direction);
-                    print(&title, &costs, copy);
-                    records.extend(costs.iter().map(|costs| record(&case, direction, costs, copy)));
+                    let (costs, floor) =
+                        case.in_its_precision(|| (measure(&case, direction), floors.of(&case, direction)));
+                    print(&title, &costs, floor.as_ref());
+                    records.extend(costs.iter().map(|costs| record(&case, direction, costs, floor.as_ref())));
                 }
             }
         }
@@ -70,7 +74,7 @@ fn measure(case: &Case, direction: Direction) -> Vec<Costs> {
         .iter()
         .map(|runner| clock::iterations_for(case.device, &mut || runner.run(direction)))
         .collect();
-    let mut graphs: Vec<Option<OnTheGpu>> =
+    let mut graphs: Vec<Option<Captured<'_>>> =
         runners.iter().map(|runner| capture(case, runner, direction)).collect();
     let mut walls = vec![Vec::new(); runners.len()];
     let (mut hosts, mut alone) = (walls.clone(), walls.clone());
@@ -82,7 +86,7 @@ fn measure(case: &Case, direction: Direction) -> Vec<Costs> {
                 hosts[index].push(clock::host(case.device, &mut call));
             }
             if let Some(graph) = &mut graphs[index] {
-                alone[index].push(graph.time());
+                alone[index].push(graph.graph.time());
             }
         }
     }
@@ -92,32 +96,40 @@ fn measure(case: &Case, direction: Direction) -> Vec<Costs> {
         gpu: case.device.is_cuda().then(|| Gpu {
             host: median(hosts[index].clone()),
             alone: graphs[index].is_some().then(|| median(alone[index].clone())),
-            kernels: graphs[index].as_ref().map(OnTheGpu::kernels),
+            kernels: graphs[index].as_ref().map(|captured| captured.graph.kernels()),
         }),
     };
     runners.iter().enumerate().map(costs).collect()
 }
 
-/// A backward by itself cannot be captured: it runs on the stream of its forward.
-fn capture(case: &Case, runner: &Runner<'_>, direction: Direction) -> Option<OnTheGpu> {
-    if !case.device.is_cuda() || direction == Direction::Backward {
-        return None;
-    }
-    let fresh = runner.for_a_capture();
-    OnTheGpu::capture(case.device, runner.bytes(), &mut || fresh.run(direction)).ok()
+/// A provider's call as a graph, with the tensors that it reads.
+struct Captured<'a> {
+    graph: OnTheGpu,
+    _tensors: Runner<'a>,
 }
 
-/// Microseconds of the GPU's for a copy of what there is to read and write.
-fn copy(case: &Case, direction: Direction) -> Option<f64> {
-    let bytes = case.traffic(direction).filter(|_| case.device.is_cuda())?;
-    let array = || Tensor::zeros([bytes as i64 / 8], (Kind::Float, case.device));
-    let (from, mut to) = (array(), array());
-    let mut graph = OnTheGpu::capture(case.device, bytes, &mut || to.copy_(&from)).ok()?;
-    Some(median((0..ROUNDS).map(|_| graph.time()).collect()))
+fn capture<'a>(case: &Case, runner: &Runner<'a>, direction: Direction) -> Option<Captured<'a>> {
+    if !case.device.is_cuda() {
+        return None;
+    }
+    let stream = side_stream(case.device).ok()?;
+    let tensors = {
+        let _guard = StreamGuard::new(&stream).ok()?;
+        runner.on_this_stream(direction)
+    };
+    let graph = OnTheGpu::capture(&stream, runner.bytes(), &mut || tensors.run(direction)).ok()?;
+    Some(Captured { graph, _tensors: tensors })
+}
+
+/// Behind all that is under way.
+fn side_stream(device: Device) -> Result<Stream> {
+    let stream = Stream::new(device)?;
+    stream.wait_stream(&Stream::current(device)?)?;
+    Ok(stream)
 }
 
 /// Ours is the last.
-fn print(title: &str, costs: &[Costs], copy: Option<f64>) {
+fn print(title: &str, costs: &[Costs], floor: Option<&Floor>) {
     let Some(ours) = costs.last() else { return };
     println!("\n{title}");
     for each in costs {
@@ -133,27 +145,30 @@ fn print(title: &str, costs: &[Costs], copy: Option<f64>) {
         println!("{line}");
     }
     let alone = ours.gpu.as_ref().and_then(|gpu| gpu.alone);
-    if let (Some(copy), Some(alone)) = (copy, alone) {
-        let share = 100.0 * copy / alone;
-        println!("  a copy of as many bytes takes {copy:.2} on the gpu: {share:.0} % of copy speed");
+    if let (Some(floor), Some(alone)) = (floor, alone) {
+        let share = 100.0 * floor.micros / alone;
+        println!("  floor: {} in {:.2} on the gpu, {share:.0} %", floor.bound, floor.micros);
     }
 }
 
-fn record(case: &Case, direction: Direction, costs: &Costs, copy: Option<f64>) -> String {
+fn record(case: &Case, direction: Direction, costs: &Costs, floor: Option<&Floor>) -> String {
+    let work = case.work(direction);
     let number = |value: Option<f64>| value.map_or("null".to_string(), |value| format!("{value:.3}"));
     format!(
-        "{{\"operator\": \"{}\", \"direction\": \"{}\", \"point\": \"{}\", \"kind\": \"{:?}\", \"device\": \"{}\", \
-         \"provider\": \"{}\", \"wall_us\": {:.3}, \"host_us\": {}, \"gpu_us\": {}, \"kernels\": {}, \"copy_us\": {}}}",
+        "{{\"operator\": \"{}\", \"direction\": \"{}\", \"point\": \"{}\", \"kind\": \"{}\", \"device\": \"{}\", \
+         \"provider\": \"{}\", \"wall_us\": {:.3}, \"host_us\": {}, \"gpu_us\": {}, \"kernels\": {}, \"bytes\": {}, \"operations\": {}, \"floor_us\": {}}}",
         case.operator,
         direction.name(),
         case.point,
-        case.kind,
+        case.arithmetic(),
         case.place(),
         costs.provider,
         costs.wall,
         number(costs.gpu.as_ref().map(|gpu| gpu.host)),
         number(costs.gpu.as_ref().and_then(|gpu| gpu.alone)),
         costs.gpu.as_ref().and_then(|gpu| gpu.kernels).map_or("null".to_string(), |count| count.to_string()),
-        number(copy),
+        work.bytes,
+        work.operations,
+        number(floor.map(|floor| floor.micros)),
     )
 }

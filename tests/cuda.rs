@@ -253,6 +253,54 @@ fn cuda_a_graph_does_the_work_again_with_new_values() {
 }
 
 #[test]
+fn cuda_a_backward_is_captured_alone_on_the_stream_of_its_forward() {
+    let test = "cuda_a_backward_is_captured_alone_on_the_stream_of_its_forward";
+    let Some(device) = caching_or_skip(test) else { return };
+    let _serial = serially();
+    let inputs: Vec<Tensor> =
+        arguments(device, 3).into_iter().map(|input| input.set_requires_grad(true)).collect();
+    let inputs: Vec<&Tensor> = inputs.iter().collect();
+    let side = Stream::new(device).expect("a stream");
+    side.wait_stream(&Stream::current(device).expect("current")).expect("a wait");
+    let guard = StreamGuard::new(&side).expect("a guard");
+    let values: Vec<Tensor> = inputs.iter().map(|input| input.shallow_clone()).collect();
+    let outputs = cell(&values).expect("outputs");
+    let vector = Tensor::ones_like(&outputs[0]);
+    let backward = || {
+        let options =
+            GradOptions { grad_outputs: &[Some(&vector)], retain_graph: Some(true), ..Default::default() };
+        grad(&[&outputs[0]], &inputs, &options)
+    };
+    backward().expect("warm-up");
+    drop(guard);
+    let (graph, found) = Graph::capture_on(&side, backward).expect("a graph");
+    // What is replayed reads the vector anew, and nothing of the forward is done again.
+    let expected = backward().expect("gradients");
+    let _ = vector.shallow_clone().g_mul_scalar_(3.0);
+    graph.replay().expect("replay");
+    for (found, expected) in found.into_vec().iter().zip(&expected.into_vec()) {
+        assert_close(found.as_ref().expect("one"), &(expected.as_ref().expect("one") * 3.0), 1e-5, 1e-5);
+    }
+    let (forward, _) = Graph::capture(device, || cell(&values)).expect("a graph");
+    let (both, _) = Graph::capture(device, || {
+        let leaves: Vec<Tensor> = values.iter().map(|value| value.detach().set_requires_grad(true)).collect();
+        let outputs = cell(&leaves)?;
+        let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+        grad(&[&outputs[0]], &leaves.iter().collect::<Vec<_>>(), &options)
+    })
+    .expect("a graph");
+    assert_eq!(graph.kernels() + forward.kernels(), both.kernels());
+
+    refuses(
+        "Graph::capture_on",
+        "CUDA's default stream cannot be captured",
+        Graph::capture_on(&Stream::default_of(device).expect("a stream"), || Ok(())),
+    );
+    let again = Graph::capture_on(&side, || Graph::capture_on(&side, || Ok(())).map(drop));
+    refuses("Graph::capture_on", "a capture cannot hold another", again);
+}
+
+#[test]
 fn cuda_random_numbers_differ_from_replay_to_replay() {
     let test = "cuda_random_numbers_differ_from_replay_to_replay";
     let Some(device) = caching_or_skip(test) else { return };

@@ -21,7 +21,8 @@ struct BackwardResults;
 // How the engine calls into Rust, for an operator or for a hook (then `node` is null, and the one gradient
 // and the one result are the tensor's). Neither entry unwinds.
 struct FunctionVTable {
-  // 0: success. Otherwise it has called tch_extension_set_backward_error.
+  // 0: success. Otherwise it has called tch_extension_set_backward_error. The handles in `grads` become
+  // Rust's in any case; entries may be null.
   int (*backward)(const void* state, const FunctionNode* node, at::Tensor* const* grads, size_t grads_len,
                   BackwardResults* results);
   // Called once for each state, from whichever thread lets go of the graph last.
@@ -29,7 +30,7 @@ struct FunctionVTable {
 };
 
 struct ApplyParams {
-  const char* name;  // of the operator, UTF-8, not terminated
+  const char* name;  // of the operator, UTF-8, not terminated, of static lifetime
   size_t name_len;
   at::Tensor* const* inputs;  // [inputs_len], entries may be null
   size_t inputs_len;

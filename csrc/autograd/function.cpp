@@ -4,6 +4,7 @@
 // name and would hide the Rust state in an IValue.
 
 #include <ATen/core/grad_mode.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -14,6 +15,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -36,6 +38,9 @@ std::atomic<int64_t> live_nodes{0};
 
 bool is_present(const at::Tensor* tensor) { return tensor != nullptr && tensor->defined(); }
 
+// Of the inputs that are present. They outlive the call.
+using Present = c10::SmallVector<const at::Tensor*, 8>;
+
 struct Saved {
   SavedVariable variable;
   // Neither an input nor an output: its graph, if it had one, is not part of the node's.
@@ -55,16 +60,16 @@ class FunctionNode final : public Node {
   }
   ~FunctionNode() override { live_nodes.fetch_sub(1, std::memory_order_relaxed); }
 
-  std::string name() const override { return name_ + "Backward"; }
+  std::string name() const override { return std::string(name_) + "Backward"; }
 
   variable_list apply(variable_list&& grads) override;
   void release_variables() override;
 
   // Edges lead from the present inputs only.
-  void set_inputs(const ApplyParams& params, const variable_list& present);
-  void set_outputs(const std::vector<std::optional<at::Tensor>>& outputs);
-  void save(const ApplyParams& params, const variable_list& present,
-            const std::vector<std::optional<at::Tensor>>& outputs);
+  void set_inputs(const ApplyParams& params, const Present& present);
+  // What zeros are made of, where the node's own metadata do not say it.
+  void set_outputs(const variable_list& outputs);
+  void save(const ApplyParams& params, const Present& present, const variable_list& outputs);
 
   at::Tensor unpack(size_t slot) const;
   bool needs_input_grad(size_t input) const {
@@ -81,44 +86,46 @@ class FunctionNode final : public Node {
   variable_list by_edge(variable_list&& gradients) const;
 
   State state_;
-  std::string name_;
+  std::string_view name_;  // static
   bool materialize_grads_;
   bool double_backward_;
-  std::vector<size_t> edge_of_input_;
-  std::vector<VariableInfo> output_info_;
-  std::vector<Saved> saved_;  // guarded by mutex_
-  bool freed_ = false;        // guarded by mutex_
+  c10::SmallVector<size_t, 8> edge_of_input_;
+  std::vector<VariableInfo> output_info_;  // empty where every output is like its metadata
+  std::vector<Saved> saved_;               // guarded by mutex_
+  bool freed_ = false;                     // guarded by mutex_
 };
 
-void FunctionNode::set_inputs(const ApplyParams& params, const variable_list& present) {
+void FunctionNode::set_inputs(const ApplyParams& params, const Present& present) {
   size_t next = 0;
   edge_of_input_.reserve(params.inputs_len);
   for (size_t i = 0; i < params.inputs_len; ++i) {
     edge_of_input_.push_back(is_present(params.inputs[i]) ? next++ : kNoEdge);
   }
-  set_next_edges(torch::autograd::collect_next_edges(present));
+  edge_list edges;
+  edges.reserve(present.size());
+  for (const at::Tensor* input : present) edges.push_back(torch::autograd::impl::gradient_edge(*input));
+  set_next_edges(std::move(edges));
 }
 
-void FunctionNode::set_outputs(const std::vector<std::optional<at::Tensor>>& outputs) {
+void FunctionNode::set_outputs(const variable_list& outputs) {
   output_info_.reserve(outputs.size());
   for (const auto& output : outputs) {
-    if (output.has_value() && output->defined()) {
-      output_info_.emplace_back(*output);
+    if (output.defined()) {
+      output_info_.emplace_back(output);
     } else {
       output_info_.emplace_back();
     }
   }
 }
 
-void FunctionNode::save(const ApplyParams& params, const variable_list& present,
-                        const std::vector<std::optional<at::Tensor>>& outputs) {
+void FunctionNode::save(const ApplyParams& params, const Present& present, const variable_list& outputs) {
   auto is_input = [&](const at::Tensor& tensor) {
     return std::any_of(present.begin(), present.end(),
-                       [&](const auto& input) { return input.is_same(tensor); });
+                       [&](const at::Tensor* input) { return input->is_same(tensor); });
   };
   auto is_any_output = [&](const at::Tensor& tensor) {
     return std::any_of(outputs.begin(), outputs.end(),
-                       [&](const auto& output) { return output.has_value() && output->is_same(tensor); });
+                       [&](const at::Tensor& output) { return output.is_same(tensor); });
   };
   auto is_dirty = [&](const at::Tensor& tensor) {
     return std::any_of(params.dirty, params.dirty + params.dirty_len, [&](size_t index) {
@@ -169,6 +176,12 @@ void FunctionNode::release_variables() {
 
 variable_list FunctionNode::materialize(variable_list&& grads) const {
   if (!materialize_grads_) return std::move(grads);
+  if (output_info_.empty()) {
+    for (size_t i = 0; i < grads.size() && i < num_inputs(); ++i) {
+      if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();
+    }
+    return std::move(grads);
+  }
   at::OptionalDeviceGuard device_guard;
   for (size_t i = 0; i < grads.size() && i < output_info_.size(); ++i) {
     if (!grads[i].defined()) grads[i] = output_info_[i].zeros(device_guard);
@@ -213,7 +226,8 @@ void FunctionNode::refuse_second_derivative(const variable_list& grads, variable
     if (grad.defined() && grad.requires_grad()) edges.push_back(torch::autograd::impl::gradient_edge(grad));
   }
   auto error = std::shared_ptr<torch::autograd::Error>(
-      new torch::autograd::Error(name_ + ": the second derivative is not defined: " + why, std::move(edges)),
+      new torch::autograd::Error(std::string(name_) + ": the second derivative is not defined: " + why,
+                                 std::move(edges)),
       torch::autograd::deleteNode);
   for (auto& result : results) {
     if (!result.defined()) continue;
@@ -224,13 +238,15 @@ void FunctionNode::refuse_second_derivative(const variable_list& grads, variable
 }
 
 variable_list FunctionNode::by_edge(variable_list&& gradients) const {
+  // Without absent inputs, edges are inputs.
+  if (gradients.size() == num_outputs()) return std::move(gradients);
   variable_list edges(num_outputs());
   for (size_t i = 0; i < gradients.size(); ++i) {
     if (edge_of_input_[i] != kNoEdge) {
       edges[edge_of_input_[i]] = std::move(gradients[i]);
     } else if (gradients[i].defined()) {
-      throw std::runtime_error(name_ + ": backward returned a gradient for input " + std::to_string(i) +
-                               ", which was absent; return none there");
+      throw std::runtime_error(std::string(name_) + ": backward returned a gradient for input " +
+                               std::to_string(i) + ", which was absent; return none there");
     }
   }
   return edges;
@@ -243,18 +259,20 @@ variable_list FunctionNode::apply(variable_list&& grads) {
   }
   // Not under the lock: a backward may run another backward that comes through this very node.
   grads = materialize(std::move(grads));
-  std::vector<at::Tensor*> pointers;
-  pointers.reserve(grads.size());
-  for (auto& grad : grads) pointers.push_back(grad.defined() ? &grad : nullptr);
-
   const bool create_graph = at::GradMode::is_enabled();
   BackwardResults results{variable_list(edge_of_input_.size()), {}};
+  c10::SmallVector<std::unique_ptr<at::Tensor>, 4> handles;
+  for (auto& grad : grads) {
+    handles.push_back(grad.defined() ? std::make_unique<at::Tensor>(grad) : nullptr);
+  }
+  c10::SmallVector<at::Tensor*, 4> pointers;
+  for (auto& handle : handles) pointers.push_back(handle.release());
   int status = 0;
   {
     at::AutoGradMode mode(create_graph && double_backward_);
     status = state_.backward(this, pointers.data(), pointers.size(), results);
   }
-  if (status != 0) throw std::runtime_error(name_ + ": " + results.error);
+  if (status != 0) throw std::runtime_error(std::string(name_) + ": " + results.error);
   if (create_graph) refuse_where_not_differentiable(grads, results.gradients);
   return by_edge(std::move(results.gradients));
 }
@@ -270,32 +288,68 @@ std::unordered_set<at::TensorImpl*> chosen(at::Tensor* const* tensors, const siz
 }
 
 // libtorch attributes a change of a view to the first input, whichever it was.
-void check_dirty_views(const ApplyParams& params, const variable_list& present) {
+void check_dirty_views(const ApplyParams& params, const Present& present) {
   for (size_t i = 0; i < params.dirty_len; ++i) {
     const at::Tensor* dirty = params.inputs[params.dirty[i]];
-    if (is_present(dirty) && dirty->is_view() && !present.front().is_same(*dirty)) {
+    if (is_present(dirty) && dirty->is_view() && !present.front()->is_same(*dirty)) {
       throw std::runtime_error("mark_dirty(" + std::to_string(params.dirty[i]) +
                                "): a view that is changed in place has to be the first input");
     }
   }
 }
 
+// Whether each output is new, and all that has to be done is to hang the node on it.
+bool all_are_new(const ApplyParams& params, const Present& present) {
+  if (params.dirty_len + params.non_differentiable_len > 0) return false;
+  for (const at::Tensor* input : present) {
+    if (input->_fw_grad(/*level=*/0).defined()) return false;
+  }
+  for (size_t i = 0; i < params.outputs_len; ++i) {
+    const at::Tensor* output = params.outputs[i];
+    if (!is_present(output) || output->is_view() || output->requires_grad() ||
+        !torch::autograd::isDifferentiableType(output->scalar_type())) {
+      return false;
+    }
+    auto is_same = [&](const at::Tensor* other) { return other->is_same(*output); };
+    if (std::any_of(present.begin(), present.end(), is_same)) return false;
+    if (std::any_of(params.outputs, params.outputs + i, is_same)) return false;
+  }
+  return true;
+}
+
+// What _wrap_outputs does for such outputs, without its tables.
+variable_list hang_on(const ApplyParams& params, const std::shared_ptr<Node>& node) {
+  variable_list outputs(params.outputs_len);
+  for (size_t i = 0; i < params.outputs_len; ++i) {
+    outputs[i] = *params.outputs[i];
+    torch::autograd::impl::set_gradient_edge(outputs[i], {node, node->add_input_metadata(outputs[i])});
+  }
+  return outputs;
+}
+
 // The only call of an interface that libtorch changes between releases.
-std::vector<std::optional<at::Tensor>> wrap_outputs(const ApplyParams& params, const variable_list& present,
-                                                    const std::shared_ptr<Node>& node) {
+variable_list wrap_outputs(const ApplyParams& params, const Present& present,
+                           const std::shared_ptr<Node>& node) {
   std::vector<std::optional<at::Tensor>> raw(params.outputs_len);
   for (size_t i = 0; i < params.outputs_len; ++i) {
     if (is_present(params.outputs[i])) raw[i] = *params.outputs[i];
   }
+  variable_list inputs;
+  for (const at::Tensor* input : present) inputs.push_back(*input);
   auto dirty = chosen(params.inputs, params.dirty, params.dirty_len);
   for (auto* tensor : dirty) tensor->bump_version();
   auto no_jvp = [](const variable_list&, const variable_list&) -> variable_list {
     throw std::runtime_error("forward-mode derivatives are not defined for operators written in Rust");
   };
   auto view_as_self = [](const at::Tensor& tensor) { return tensor.view_as(tensor); };
-  return torch::autograd::_wrap_outputs(
-      present, chosen(params.outputs, params.non_differentiable, params.non_differentiable_len), dirty, raw,
+  auto wrapped = torch::autograd::_wrap_outputs(
+      inputs, chosen(params.outputs, params.non_differentiable, params.non_differentiable_len), dirty, raw,
       node, no_jvp, /*to_save_if_setup_context=*/{}, view_as_self, /*pure_view=*/false);
+  variable_list outputs(wrapped.size());
+  for (size_t i = 0; i < wrapped.size(); ++i) {
+    if (wrapped[i].has_value()) outputs[i] = *std::move(wrapped[i]);
+  }
+  return outputs;
 }
 
 variable_list tensors(at::Tensor* const* pointers, size_t len) {
@@ -308,7 +362,8 @@ variable_list tensors(at::Tensor* const* pointers, size_t len) {
 
 // Hands a list to Rust, which owns the handles; absent tensors are null.
 void release_to(at::Tensor** results, variable_list&& list) {
-  std::vector<std::unique_ptr<at::Tensor>> handles(list.size());
+  c10::SmallVector<std::unique_ptr<at::Tensor>, 8> handles;
+  handles.resize(list.size());
   for (size_t i = 0; i < list.size(); ++i) {
     if (list[i].defined()) handles[i] = std::make_unique<at::Tensor>(std::move(list[i]));
   }
@@ -322,6 +377,23 @@ using namespace tch_extension;
 
 TCH_EXTENSION_API bool tch_extension_requires_grad(const at::Tensor* tensor) {
   return tensor->defined() && tensor->requires_grad();
+}
+
+TCH_EXTENSION_API bool tch_extension_defined(const at::Tensor* tensor) { return tensor->defined(); }
+
+struct ForwardMode {
+  bool grad_mode_before;
+  bool needs_graph;
+};
+
+// Grad mode goes off for a forward. It needs a graph if the mode was on and an input requires grad.
+TCH_EXTENSION_API ForwardMode tch_extension_begin_forward(at::Tensor* const* inputs, size_t len) {
+  const bool before = at::GradMode::is_enabled();
+  if (!before) return {false, false};
+  at::GradMode::set_enabled(false);
+  return {true, std::any_of(inputs, inputs + len, [](const at::Tensor* input) {
+            return is_present(input) && input->requires_grad();
+          })};
 }
 
 TCH_EXTENSION_API bool tch_extension_grad_mode() { return at::GradMode::is_enabled(); }
@@ -339,46 +411,47 @@ TCH_EXTENSION_API Message tch_extension_apply(const ApplyParams* params, void* s
                                               const FunctionVTable* vtable, at::Tensor** wrapped) {
   State owned(state, vtable);  // first: whatever is thrown below, the state is dropped
   return guard([&] {
-    std::shared_ptr<FunctionNode> node;
-    variable_list present;
+    Present present;
     for (size_t i = 0; i < params->inputs_len; ++i) {
-      if (is_present(params->inputs[i])) present.push_back(*params->inputs[i]);
+      if (is_present(params->inputs[i])) present.push_back(params->inputs[i]);
     }
-    const bool needs_graph =
-        at::GradMode::is_enabled() &&
-        std::any_of(present.begin(), present.end(), [](const auto& input) { return input.requires_grad(); });
+    const bool needs_graph = at::GradMode::is_enabled() &&
+                             std::any_of(present.begin(), present.end(),
+                                         [](const at::Tensor* input) { return input->requires_grad(); });
     check_dirty_views(*params, present);
+    std::shared_ptr<FunctionNode> node;
     if (needs_graph) {
       // deleteNode takes a long graph apart in a loop; plain delete would recurse and overflow the stack.
       node = std::shared_ptr<FunctionNode>(new FunctionNode(std::move(owned), *params),
                                            torch::autograd::deleteNode);
       node->set_inputs(*params, present);
     }
-    auto outputs = wrap_outputs(*params, present, node);
+    const bool is_plain = node && all_are_new(*params, present);
+    auto outputs = is_plain ? hang_on(*params, node) : wrap_outputs(*params, present, node);
     if (node) {
-      node->set_outputs(outputs);
+      if (!is_plain && params->materialize_grads) node->set_outputs(outputs);
       node->save(*params, present, outputs);
     }
-    variable_list list(outputs.size());
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      if (outputs[i].has_value()) list[i] = *outputs[i];
-    }
-    release_to(wrapped, std::move(list));
+    release_to(wrapped, std::move(outputs));
   });
 }
 
 // A saved tensor, checked to be as it was when it was saved; null when it was absent.
 TCH_EXTENSION_API Message tch_extension_saved(const FunctionNode* node, size_t slot, at::Tensor** tensor) {
-  return guard([&] { release_to(tensor, {node->unpack(slot)}); });
+  return guard([&] {
+    at::Tensor saved = node->unpack(slot);
+    *tensor = saved.defined() ? std::make_unique<at::Tensor>(std::move(saved)).release() : nullptr;
+  });
 }
 
 TCH_EXTENSION_API bool tch_extension_needs_input_grad(const FunctionNode* node, size_t input) {
   return node->needs_input_grad(input);
 }
 
-TCH_EXTENSION_API void tch_extension_set_gradient(BackwardResults* results, size_t input,
-                                                  const at::Tensor* grad) {
-  if (input < results->gradients.size()) results->gradients[input] = *grad;
+// Takes the handle.
+TCH_EXTENSION_API void tch_extension_give_gradient(BackwardResults* results, size_t input, at::Tensor* grad) {
+  const std::unique_ptr<at::Tensor> owned(grad);
+  if (input < results->gradients.size()) results->gradients[input] = std::move(*owned);
 }
 
 TCH_EXTENSION_API void tch_extension_set_backward_error(BackwardResults* results, const char* text,

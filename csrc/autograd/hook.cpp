@@ -88,7 +88,7 @@ class Hooks final : public FunctionPreHook {
  private:
   static void run(const RegisteredHook& hook, at::Tensor& grad) {
     BackwardResults results{variable_list(1), {}};
-    at::Tensor* pointer = &grad;
+    at::Tensor* pointer = std::make_unique<at::Tensor>(grad).release();  // Rust's from here on
     if (hook.state->backward(nullptr, &pointer, 1, results) != 0) {
       throw std::runtime_error("register_hook: " + results.error);
     }

@@ -32,6 +32,29 @@ StreamParts pack(const CUDAStream& stream) {
 
 }  // namespace
 
+// Where a kernel is to be launched; src/ffi/cuda.rs mirrors it.
+struct LaunchPlace {
+  void* stream;
+  int32_t device_before;
+  bool exists;
+};
+
+// Makes `device` current, if there is one, until tch_extension_cuda_leave, and says on which stream libtorch
+// works there: what a guard and a stream do in one call, without an allocation.
+TCH_EXTENSION_API Message tch_extension_cuda_enter(int32_t device, LaunchPlace* place) {
+  return guard([&] {
+    place->exists = device >= 0 && device < c10::cuda::device_count();
+    if (!place->exists) return;
+    const auto index = static_cast<c10::DeviceIndex>(device);
+    place->stream = c10::cuda::getCurrentCUDAStream(index).stream();
+    place->device_before = c10::cuda::ExchangeDevice(index);
+  });
+}
+
+TCH_EXTENSION_API Message tch_extension_cuda_leave(int32_t device_before) {
+  return guard([&] { c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(device_before)); });
+}
+
 TCH_EXTENSION_API Message tch_extension_cuda_stream_current(int32_t device, StreamParts* result) {
   return guard(
       [&] { *result = pack(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device))); });

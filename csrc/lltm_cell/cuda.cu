@@ -16,8 +16,15 @@ __device__ __forceinline__ Values<T, kLanes> load_or_zero(const void* pointer, i
 }
 
 // Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the arithmetic.
+template <typename T, int kLanes>
+__device__ __forceinline__ void add(Values<T, kLanes>& sum, const Values<T, kLanes>& term) {
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) sum.lane[lane] += term.lane[lane];
+}
+
 template <typename T, int kLanes, typename Index>
-__global__ void __launch_bounds__(kThreads) lltm_cell_forward_kernel(LltmCellForward params) {
+__global__ void __launch_bounds__(kThreads)
+    lltm_cell_forward_kernel(LltmCellForward params, const void* bias) {
   using std::tanh;
   const Index vectors_per_row = static_cast<Index>(params.hidden / kLanes);
   const Index vectors = static_cast<Index>(params.batch) * vectors_per_row;
@@ -28,8 +35,14 @@ __global__ void __launch_bounds__(kThreads) lltm_cell_forward_kernel(LltmCellFor
     const int64_t at_gate = at + 2 * hidden * static_cast<int64_t>(index / vectors_per_row);
     auto i = load_values<T, kLanes>(params.gates, at_gate);
     auto o = load_values<T, kLanes>(params.gates, at_gate + hidden);
-    const auto g = load_values<T, kLanes>(params.gates, at_gate + 2 * hidden);
+    auto g = load_values<T, kLanes>(params.gates, at_gate + 2 * hidden);
     auto c = load_values<T, kLanes>(params.c, at);
+    if (bias != nullptr) {
+      const int64_t column = static_cast<int64_t>(index % vectors_per_row) * kLanes;
+      add(i, load_values<T, kLanes>(bias, column));
+      add(o, load_values<T, kLanes>(bias, column + hidden));
+      add(g, load_values<T, kLanes>(bias, column + 2 * hidden));
+    }
     Values<T, kLanes> h;
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -43,6 +56,7 @@ __global__ void __launch_bounds__(kThreads) lltm_cell_forward_kernel(LltmCellFor
     if (params.save_activations) {
       store_values<T>(params.gates, at_gate, i);
       store_values<T>(params.gates, at_gate + hidden, o);
+      if (bias != nullptr) store_values<T>(params.gates, at_gate + 2 * hidden, g);
     }
   }
 }
@@ -79,15 +93,19 @@ __global__ void __launch_bounds__(kThreads) lltm_cell_backward_kernel(LltmCellBa
   }
 }
 
-template <typename Params>
-bool fits_32_bits(const Params& params) {
-  // The loop adds one grid to an index below the end, which must not wrap.
-  return params.batch * 3 * params.hidden < INT32_MAX / 2;
-}
+// The loop adds one grid to an index below the end, which must not wrap.
+bool fits_32_bits(int64_t batch, int64_t hidden) { return batch * 3 * hidden < INT32_MAX / 2; }
 
-bool allows_vectors(const LltmCellForward& params, int lanes) {
-  return params.hidden % lanes == 0 && is_aligned_to_16(params.gates) && is_aligned_to_16(params.c) &&
-         is_aligned_to_16(params.new_h) && is_aligned_to_16(params.new_c);
+// A forward and what it adds to the gates, or null.
+struct Forward {
+  LltmCellForward params;
+  const void* bias;  // [3H]
+};
+
+bool allows_vectors(const Forward& forward, int lanes) {
+  const LltmCellForward& params = forward.params;
+  return is_aligned_to_16(forward.bias) && params.hidden % lanes == 0 && is_aligned_to_16(params.gates) &&
+         is_aligned_to_16(params.c) && is_aligned_to_16(params.new_h) && is_aligned_to_16(params.new_c);
 }
 
 bool allows_vectors(const LltmCellBackward& params, int lanes) {
@@ -99,9 +117,9 @@ bool allows_vectors(const LltmCellBackward& params, int lanes) {
 }
 
 template <typename T, int kLanes, typename Index>
-void start(const LltmCellForward& params, cudaStream_t stream) {
-  const unsigned int blocks = blocks_for(params.batch * params.hidden / kLanes);
-  lltm_cell_forward_kernel<T, kLanes, Index><<<blocks, kThreads, 0, stream>>>(params);
+void start(const Forward& forward, cudaStream_t stream) {
+  const unsigned int blocks = blocks_for(forward.params.batch * forward.params.hidden / kLanes);
+  lltm_cell_forward_kernel<T, kLanes, Index><<<blocks, kThreads, 0, stream>>>(forward.params, forward.bias);
 }
 
 template <typename T, int kLanes, typename Index>
@@ -110,35 +128,40 @@ void start(const LltmCellBackward& params, cudaStream_t stream) {
   lltm_cell_backward_kernel<T, kLanes, Index><<<blocks, kThreads, 0, stream>>>(params);
 }
 
-template <typename T, int kLanes, typename Params>
-void start_with_index(const Params& params, cudaStream_t stream) {
-  fits_32_bits(params) ? start<T, kLanes, uint32_t>(params, stream)
-                       : start<T, kLanes, int64_t>(params, stream);
+// `params` is all that the launch is given, `sizes` the part of it that has sizes and kind.
+template <typename T, int kLanes, typename Params, typename Sizes>
+void start_with_index(const Params& params, const Sizes& sizes, cudaStream_t stream) {
+  fits_32_bits(sizes.batch, sizes.hidden) ? start<T, kLanes, uint32_t>(params, stream)
+                                          : start<T, kLanes, int64_t>(params, stream);
 }
 
-template <typename T, typename Params>
-void start_with_lanes(const Params& params, cudaStream_t stream) {
+template <typename T, typename Params, typename Sizes>
+void start_with_lanes(const Params& params, const Sizes& sizes, cudaStream_t stream) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
-  allows_vectors(params, kLanes) ? start_with_index<T, kLanes>(params, stream)
-                                 : start_with_index<T, 1>(params, stream);
+  allows_vectors(params, kLanes) ? start_with_index<T, kLanes>(params, sizes, stream)
+                                 : start_with_index<T, 1>(params, sizes, stream);
 }
 
-template <typename Params>
-LaunchStatus launch(const char* kernel, const Params& params, cudaStream_t stream) {
-  if (params.batch == 0 || params.hidden == 0) return {kernel, nullptr};
-  for_kind(params.kind, [&](auto type) { start_with_lanes<typename decltype(type)::type>(params, stream); });
+template <typename Params, typename Sizes>
+LaunchStatus launch(const char* kernel, const Params& params, const Sizes& sizes, cudaStream_t stream) {
+  if (sizes.batch == 0 || sizes.hidden == 0) return {kernel, nullptr};
+  for_kind(sizes.kind,
+           [&](auto type) { start_with_lanes<typename decltype(type)::type>(params, sizes, stream); });
   return launch_status(kernel);
 }
 
 }  // namespace
 }  // namespace tch_extension
 
+// `bias`: [3H], added to the gates first; null for zeros, as on the CPU, where the product has it.
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_forward_cuda(const LltmCellForward* params,
+                                                                            const void* bias,
                                                                             cudaStream_t stream) {
-  return tch_extension::launch("lltm_cell_forward", *params, stream);
+  const tch_extension::Forward forward{*params, bias};
+  return tch_extension::launch("lltm_cell_forward", forward, *params, stream);
 }
 
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_backward_cuda(const LltmCellBackward* params,
                                                                              cudaStream_t stream) {
-  return tch_extension::launch("lltm_cell_backward", *params, stream);
+  return tch_extension::launch("lltm_cell_backward", *params, *params, stream);
 }

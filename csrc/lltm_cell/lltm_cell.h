@@ -33,3 +33,53 @@ struct LltmCellBackward {
   void* grad_gates;         // [B, 3H]
   void* grad_c;             // [B, H], null when nobody needs it
 };
+
+// The whole cell in one kernel, for sizes at which launches cost more than arithmetic: fused.cu, CUDA only.
+//
+//   [i | o | g] = [h, x] Wᵀ + b
+//
+// All arrays have one kind. Rows of what is read lie `…_stride` elements apart, the elements of a row side by
+// side; what is written is contiguous. F is the number of features, K = H + F.
+struct LltmCellFusedForward {
+  int64_t batch;     // B, at least 1
+  int64_t features;  // F, may be 0
+  int64_t hidden;    // H, at least 1
+  int32_t kind;
+  int32_t vectors;    // whether 16 bytes are loaded at a time: sizes, strides and addresses allow it
+  const void* input;  // [B, F]
+  int64_t input_stride;
+  const void* weight;  // [3H, K], the columns for h and x
+  int64_t weight_stride;
+  const void* bias;  // [3H], null for zeros
+  const void* h;     // [B, H]
+  int64_t h_stride;
+  const void* c;  // [B, H]
+  int64_t c_stride;
+  void* new_h;        // [B, H]
+  void* new_c;        // [B, H]
+  void* activations;  // [B, 3H]: [σ(i) | σ(o) | g], null when nobody needs them
+};
+
+// Its backward, also one kernel.
+struct LltmCellFusedBackward {
+  int64_t batch;
+  int64_t features;
+  int64_t hidden;
+  int32_t kind;
+  int32_t reserved;
+  const void* grad_new_h;   // [B, H], null for zeros
+  const void* grad_new_c;   // [B, H], null for zeros
+  const void* activations;  // [B, 3H]
+  const void* new_c;        // [B, H]
+  const void* input;        // [B, F], null without grad_weight, as h
+  int64_t input_stride;
+  const void* h;  // [B, H]
+  int64_t h_stride;
+  const void* weight;  // [3H, K], null without grad_input and grad_h
+  int64_t weight_stride;
+  void* grad_input;   // [B, F]; each of these is null when nobody needs it
+  void* grad_weight;  // [3H, K]
+  void* grad_bias;    // [3H]
+  void* grad_h;       // [B, H]
+  void* grad_c;       // [B, H]
+};

@@ -83,11 +83,20 @@ pub trait Function: Send + Sync + Sized + 'static {
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors>;
 }
 
+/// A tensor that is kept for the backward.
+enum Saved {
+    Absent,
+    /// It is borrowed until after the node has its own handle.
+    Input(usize),
+    Other(Tensor),
+}
+
 /// What a forward tells the graph.
 pub struct Saver<'a> {
     inputs: &'a [Option<&'a Tensor>],
+    pointers: &'a [*const C_tensor],
     needs_graph: bool,
-    saved: Vec<Option<Tensor>>,
+    saved: Vec<Saved>,
     dirty: Vec<usize>,
     non_differentiable: Vec<usize>,
     materialize_grads: bool,
@@ -105,9 +114,20 @@ impl Saver<'_> {
     /// [`Saver::save`] for a tensor that may be absent; takes a slot in any case.
     pub fn save_optional(&mut self, tensor: Option<&Tensor>) {
         // Without a graph there is no backward to read it.
-        if self.needs_graph {
-            self.saved.push(tensor.map(Tensor::shallow_clone));
+        if !self.needs_graph {
+            return;
         }
+        if self.saved.capacity() == 0 {
+            // Inputs, outputs and an intermediate: mostly the only allocation.
+            self.saved.reserve(self.inputs.len() + 3);
+        }
+        let input_of = |tensor: &Tensor| self.pointers.iter().position(|&input| input == tensor.as_ptr());
+        self.saved.push(match tensor {
+            None => Saved::Absent,
+            Some(tensor) => {
+                input_of(tensor).map_or_else(|| Saved::Other(tensor.shallow_clone()), Saved::Input)
+            }
+        });
     }
 
     /// Whether there will be a backward at all: grad mode is on and some input requires grad.
@@ -194,10 +214,12 @@ impl Context<'_> {
 /// # Errors
 /// The forward's own, or a misuse of [`Saver`].
 pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors> {
-    let no_grad = NoGrad::new();
-    let needs_graph = no_grad.before && inputs.iter().flatten().any(|tensor| requires_grad(tensor));
+    let pointers = Pointers::new(inputs.iter().copied());
+    let forward = ForwardGuard::new(pointers.as_slice());
+    let needs_graph = forward.0.needs_graph;
     let mut saver = Saver {
         inputs,
+        pointers: pointers.as_slice(),
         needs_graph,
         saved: Vec::new(),
         dirty: Vec::new(),
@@ -205,13 +227,38 @@ pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result
         materialize_grads: true,
     };
     let outputs = function.forward(&mut saver, Inputs::new(inputs))?;
-    drop(no_grad);
+    drop(forward);
     check_indices::<F>("mark_dirty", "inputs", &saver.dirty, inputs.len())?;
     check_indices::<F>("mark_non_differentiable", "outputs", &saver.non_differentiable, outputs.len())?;
     if !needs_graph && saver.dirty.is_empty() {
         return Ok(outputs.without_undefined());
     }
-    attach(function, inputs, &outputs, &saver)
+    attach(function, &outputs, &saver)
+}
+
+/// Handles that are borrowed for a call of C++; null where there is none. Few of them need no allocation.
+struct Pointers {
+    few: [*const C_tensor; Pointers::FEW],
+    many: Vec<*const C_tensor>,
+    len: usize,
+}
+
+impl Pointers {
+    const FEW: usize = 8;
+
+    fn new<'a>(tensors: impl ExactSizeIterator<Item = Option<&'a Tensor>>) -> Self {
+        let tensors = tensors.map(|tensor| tensor.map_or(std::ptr::null(), Tensor::as_ptr));
+        let (mut few, len) = ([std::ptr::null(); Self::FEW], tensors.len());
+        if len > Self::FEW {
+            return Pointers { few, many: tensors.collect(), len };
+        }
+        few.iter_mut().zip(tensors).for_each(|(place, pointer)| *place = pointer);
+        Pointers { few, many: Vec::new(), len }
+    }
+
+    fn as_slice(&self) -> &[*const C_tensor] {
+        if self.len > Self::FEW { &self.many } else { &self.few[..self.len] }
+    }
 }
 
 pub(super) fn requires_grad(tensor: &Tensor) -> bool {
@@ -221,35 +268,35 @@ pub(super) fn requires_grad(tensor: &Tensor) -> bool {
 
 /// Grad mode off until dropped. tch's own guard does the same at ten times the cost: it looks for an error after
 /// each call.
-struct NoGrad {
-    before: bool,
-}
+struct ForwardGuard(ffi::ForwardMode);
 
-impl NoGrad {
-    fn new() -> Self {
-        NoGrad { before: ffi::tch_extension_set_grad_mode(false) }
+impl ForwardGuard {
+    fn new(inputs: &[*const C_tensor]) -> Self {
+        // SAFETY: each is null or borrowed from a live tensor.
+        ForwardGuard(unsafe { ffi::tch_extension_begin_forward(inputs.as_ptr(), inputs.len()) })
     }
 }
 
-impl Drop for NoGrad {
+impl Drop for ForwardGuard {
     // Also when a forward panics.
     fn drop(&mut self) {
-        if self.before {
+        if self.0.grad_mode_before {
             ffi::tch_extension_set_grad_mode(true);
         }
     }
 }
 
 /// Hands a forward that has run over to libtorch's graph.
-fn attach<F: Function>(
-    function: F,
-    inputs: &[Option<&Tensor>],
-    outputs: &Tensors,
-    saver: &Saver<'_>,
-) -> Result<Tensors> {
-    let input_pointers = borrowed_pointers(inputs.iter().copied());
-    let output_pointers = borrowed_pointers(outputs.iter().map(Option::as_ref));
-    let saved_pointers = borrowed_pointers(saver.saved.iter().map(Option::as_ref));
+fn attach<F: Function>(function: F, outputs: &Tensors, saver: &Saver<'_>) -> Result<Tensors> {
+    let inputs = saver.inputs;
+    let output_pointers = Pointers::new(outputs.iter().map(Option::as_ref));
+    let saved_pointers = Pointers::new(saver.saved.iter().map(|saved| match saved {
+        Saved::Absent => None,
+        Saved::Input(index) => inputs[*index],
+        Saved::Other(tensor) => Some(tensor),
+    }));
+    let (input_pointers, output_pointers, saved_pointers) =
+        (saver.pointers, output_pointers.as_slice(), saved_pointers.as_slice());
     let params = ffi::ApplyParams {
         name: F::NAME.as_ptr().cast(),
         name_len: F::NAME.len(),
@@ -322,17 +369,19 @@ unsafe extern "C" fn backward<F: Function>(
             // SAFETY: as the caller promises.
             _ => unsafe { std::slice::from_raw_parts(grads, grads_len) },
         };
-        // SAFETY: null or a live tensor, of which a new handle is made.
-        let grads: Vec<_> = pointers.iter().map(|&grad| unsafe { shared(grad) }).collect();
+        // SAFETY: null or a handle that became ours with the call.
+        let owned = |grad: &*mut C_tensor| unsafe { owned(*grad) };
+        let grads: Tensors = match pointers {
+            [single] => owned(single).into(),
+            several => several.iter().map(owned).collect::<Vec<_>>().into(),
+        };
         let ctx = Context { node, inputs_len: state.inputs_len };
-        let gradients = state.function.backward(&ctx, &grads.into())?;
+        let gradients = state.function.backward(&ctx, &grads)?;
         check_count(&gradients, state.inputs_len)?;
-        for (index, gradient) in gradients.iter().enumerate() {
-            if let Some(gradient) = gradient {
-                // SAFETY: `results` is the caller's; C++ makes its own handle of the gradient.
-                unsafe { ffi::tch_extension_set_gradient(results, index, gradient.as_ptr()) };
-            }
-        }
+        gradients.for_each(|index, gradient| {
+            // SAFETY: `results` is the caller's.
+            unsafe { give_gradient(results, index, gradient) }
+        });
         Ok(())
     };
     // SAFETY: as the caller promises.
@@ -416,8 +465,9 @@ pub(super) unsafe fn owned(tensor: *mut C_tensor) -> Option<Tensor> {
 }
 
 /// # Safety
-/// `tensor` must be null or point to a live tensor.
-pub(super) unsafe fn shared(tensor: *mut C_tensor) -> Option<Tensor> {
-    // SAFETY: as the caller promises.
-    (!tensor.is_null()).then(|| unsafe { Tensor::clone_from_ptr(tensor) })
+/// `results` must come from the C++ frame that called.
+pub(super) unsafe fn give_gradient(results: *mut ffi::BackwardResults, index: usize, gradient: Tensor) {
+    let mut gradient = std::mem::ManuallyDrop::new(gradient);
+    // SAFETY: as the caller promises; the handle becomes C++'s.
+    unsafe { ffi::tch_extension_give_gradient(results, index, gradient.as_mut_ptr()) };
 }

@@ -1,6 +1,6 @@
 //! `Tensor.register_hook`.
 
-use super::function::{contained, discard, requires_grad, shared};
+use super::function::{contained, discard, give_gradient, owned, requires_grad};
 use crate::ffi::autograd as ffi;
 use crate::ffi::take_message;
 use crate::{Error, Result};
@@ -113,7 +113,7 @@ where
 
 /// # Safety
 /// `state` must come from `register_hook::<F>`, `results` from the call's own C++ frame, and `grads` must point
-/// to one pointer to a live tensor.
+/// to one handle, which becomes ours.
 unsafe extern "C" fn call<F>(
     state: *const c_void,
     _node: *const ffi::FunctionNode,
@@ -126,7 +126,7 @@ where
 {
     let run = || -> Result<()> {
         // SAFETY: as the caller promises; `F: Sync` makes a shared reference fine on any thread.
-        let (hook, grad) = unsafe { (&*state.cast::<F>(), shared(*grads)) };
+        let (hook, grad) = unsafe { (&*state.cast::<F>(), owned(*grads)) };
         let grad = grad.ok_or_else(|| Error::msg("internal error: a hook was called without a gradient"))?;
         if let Some(replaced) = hook(&grad)? {
             if !replaced.defined() {
@@ -134,8 +134,8 @@ where
                     "the hook returned an undefined tensor; return None to keep the gradient",
                 ));
             }
-            // SAFETY: `results` is the caller's; C++ makes its own handle of the gradient.
-            unsafe { ffi::tch_extension_set_gradient(results, 0, replaced.as_ptr()) };
+            // SAFETY: `results` is the caller's.
+            unsafe { give_gradient(results, 0, replaced) };
         }
         Ok(())
     };

@@ -1,5 +1,6 @@
 //! Lists of tensors in which some may be absent.
 
+use crate::ffi::autograd::tch_extension_defined;
 use crate::{Error, Result};
 use std::ops::Deref;
 use tch::Tensor;
@@ -39,7 +40,36 @@ impl<'a> Deref for Inputs<'a> {
 ///
 /// Made with `into()` from a tensor, an option, an array, or a vector of either.
 #[derive(Debug, Default)]
-pub struct Tensors(Vec<Option<Tensor>>);
+pub struct Tensors(List);
+
+/// A list of one, which is what most operators have, without an allocation.
+#[derive(Debug)]
+enum List {
+    One([Option<Tensor>; 1]),
+    Any(Vec<Option<Tensor>>),
+}
+
+impl Default for List {
+    fn default() -> Self {
+        List::Any(Vec::new())
+    }
+}
+
+impl List {
+    fn as_slice(&self) -> &[Option<Tensor>] {
+        match self {
+            List::One(one) => one,
+            List::Any(any) => any,
+        }
+    }
+
+    fn as_mut_slice(&mut self) -> &mut [Option<Tensor>] {
+        match self {
+            List::One(one) => one,
+            List::Any(any) => any,
+        }
+    }
+}
 
 impl Tensors {
     /// The tensor at `index`.
@@ -47,12 +77,12 @@ impl Tensors {
     /// # Errors
     /// When it is absent, or the list is shorter.
     pub fn get(&self, index: usize) -> Result<&Tensor> {
-        self.optional(index).ok_or_else(|| absent("tensor", index, self.0.len()))
+        self.optional(index).ok_or_else(|| absent("tensor", index, self.len()))
     }
 
     /// The tensor at `index`, if it is present.
     pub fn optional(&self, index: usize) -> Option<&Tensor> {
-        self.0.get(index).and_then(Option::as_ref)
+        self.0.as_slice().get(index).and_then(Option::as_ref)
     }
 
     /// The tensor of a list of one.
@@ -60,8 +90,10 @@ impl Tensors {
     /// # Errors
     /// When there is another number of tensors, or it is absent.
     pub fn single(self) -> Result<Tensor> {
-        let [tensor] = self.exactly()?;
-        Ok(tensor)
+        match self.0 {
+            List::One([Some(tensor)]) => Ok(tensor),
+            other => Tensors(other).exactly().map(|[tensor]| tensor),
+        }
     }
 
     /// The tensors of a list of `N`, all present.
@@ -69,8 +101,8 @@ impl Tensors {
     /// # Errors
     /// When there is another number of tensors, or one is absent.
     pub fn exactly<const N: usize>(self) -> Result<[Tensor; N]> {
-        let (len, present) = (self.0.len(), self.0.iter().flatten().count());
-        match <[Option<Tensor>; N]>::try_from(self.0) {
+        let (len, present) = (self.len(), self.iter().flatten().count());
+        match <[Option<Tensor>; N]>::try_from(self.into_vec()) {
             Ok(tensors) if present == N => Ok(tensors.map(|tensor| tensor.expect("all are present"))),
             _ => Err(Error::Autograd(format!(
                 "expected {N} tensors, got {len}, of which {present} are present"
@@ -78,10 +110,23 @@ impl Tensors {
         }
     }
 
+    /// Calls `body` with each tensor that is present, and its place.
+    pub(super) fn for_each(self, mut body: impl FnMut(usize, Tensor)) {
+        let mut body = |(place, tensor): (usize, Option<Tensor>)| {
+            if let Some(tensor) = tensor {
+                body(place, tensor);
+            }
+        };
+        match self.0 {
+            List::One(one) => one.into_iter().enumerate().for_each(&mut body),
+            List::Any(any) => any.into_iter().enumerate().for_each(&mut body),
+        }
+    }
+
     /// Undefined tensors made absent.
     pub(super) fn without_undefined(mut self) -> Self {
-        for tensor in &mut self.0 {
-            if tensor.as_ref().is_some_and(|tensor| !tensor.defined()) {
+        for tensor in self.0.as_mut_slice() {
+            if tensor.as_ref().is_some_and(|tensor| !is_defined(tensor)) {
                 *tensor = None;
             }
         }
@@ -90,8 +135,17 @@ impl Tensors {
 
     /// The list itself.
     pub fn into_vec(self) -> Vec<Option<Tensor>> {
-        self.0
+        match self.0 {
+            List::One(one) => one.into(),
+            List::Any(any) => any,
+        }
     }
+}
+
+/// tch's own looks for an error, too.
+fn is_defined(tensor: &Tensor) -> bool {
+    // SAFETY: borrowed from a live tensor.
+    unsafe { tch_extension_defined(tensor.as_ptr()) }
 }
 
 fn absent(what: &str, index: usize, len: usize) -> Error {
@@ -102,48 +156,48 @@ fn absent(what: &str, index: usize, len: usize) -> Error {
 impl Deref for Tensors {
     type Target = [Option<Tensor>];
     fn deref(&self) -> &Self::Target {
-        &self.0
+        self.0.as_slice()
     }
 }
 
 impl From<()> for Tensors {
     fn from((): ()) -> Self {
-        Tensors(Vec::new())
+        Tensors::default()
     }
 }
 
 impl From<Tensor> for Tensors {
     fn from(tensor: Tensor) -> Self {
-        Tensors(vec![Some(tensor)])
+        Some(tensor).into()
     }
 }
 
 impl From<Option<Tensor>> for Tensors {
     fn from(tensor: Option<Tensor>) -> Self {
-        Tensors(vec![tensor])
+        Tensors(List::One([tensor]))
     }
 }
 
 impl From<Vec<Tensor>> for Tensors {
     fn from(tensors: Vec<Tensor>) -> Self {
-        Tensors(tensors.into_iter().map(Some).collect())
+        tensors.into_iter().map(Some).collect::<Vec<_>>().into()
     }
 }
 
 impl From<Vec<Option<Tensor>>> for Tensors {
     fn from(tensors: Vec<Option<Tensor>>) -> Self {
-        Tensors(tensors)
+        Tensors(List::Any(tensors))
     }
 }
 
 impl<const N: usize> From<[Tensor; N]> for Tensors {
     fn from(tensors: [Tensor; N]) -> Self {
-        Tensors(tensors.into_iter().map(Some).collect())
+        tensors.map(Some).into()
     }
 }
 
 impl<const N: usize> From<[Option<Tensor>; N]> for Tensors {
     fn from(tensors: [Option<Tensor>; N]) -> Self {
-        Tensors(tensors.into())
+        Tensors(List::Any(tensors.into()))
     }
 }

@@ -56,7 +56,34 @@ impl Graph {
     /// That of `body`; when its work cannot be captured, or when called by a `body`; when `device` is no CUDA device
     /// that is there, or this build has no CUDA. After an error or a panic of `body` nothing is left of the capture.
     pub fn capture<T>(device: Device, body: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
-        capture("Graph::capture", device, None, body)
+        capture("Graph::capture", Place::OwnStream(device), None, body)
+    }
+
+    /// [`Graph::capture`] on a stream of the caller's, which may have done work before. A backward runs on the streams
+    /// of its forward: one is captured alone where its forward ran on the stream that is being captured.
+    ///
+    /// ```no_run
+    /// # use tch::{Device, Kind, Tensor};
+    /// use tch_extension::autograd::{GradOptions, grad};
+    /// use tch_extension::cuda::{Graph, Stream, StreamGuard};
+    ///
+    /// let device = Device::Cuda(0);
+    /// let x = Tensor::ones([1024], (Kind::Float, device)).set_requires_grad(true);
+    /// let side = Stream::new(device)?;
+    /// side.wait_stream(&Stream::current(device)?)?;
+    /// let guard = StreamGuard::new(&side)?;
+    /// let y = x.f_exp()?.f_sum(Kind::Float)?;
+    /// drop(guard);
+    /// let options = GradOptions { retain_graph: Some(true), ..Default::default() };
+    /// let (graph, gradients) = Graph::capture_on(&side, || grad(&[&y], &[&x], &options))?;
+    /// graph.replay()?;
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Graph::capture`]; when `stream` is CUDA's default stream, which cannot be captured, or is being captured.
+    pub fn capture_on<T>(stream: &Stream, body: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
+        capture("Graph::capture_on", Place::Stream(stream), None, body)
     }
 
     /// [`Graph::capture`] on the device of `other`, in the same pool of memory: what `other` needs between its
@@ -79,7 +106,7 @@ impl Graph {
     /// # Errors
     /// As [`Graph::capture`].
     pub fn capture_in_pool_of<T>(other: &Graph, body: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
-        capture("Graph::capture_in_pool_of", other.device, Some(other), body)
+        capture("Graph::capture_in_pool_of", Place::OwnStream(other.device), Some(other), body)
     }
 
     /// Does the captured work again, on the current stream of the graph's device, with what its inputs now hold.
@@ -129,18 +156,46 @@ impl Graph {
     }
 }
 
+/// Where a capture takes place.
+enum Place<'a> {
+    OwnStream(Device),
+    Stream(&'a Stream),
+}
+
+impl Place<'_> {
+    fn device(&self) -> Device {
+        match self {
+            Place::OwnStream(device) => *device,
+            Place::Stream(stream) => stream.device(),
+        }
+    }
+
+    fn stream(&self, op: &str) -> Result<Stream> {
+        let stream = match self {
+            Place::OwnStream(device) => Stream::new(*device)?,
+            Place::Stream(stream) => **stream,
+        };
+        match stream.as_ptr().is_null() {
+            true => Err(refused(op, "CUDA's default stream cannot be captured; use one of Stream::new")),
+            false => Ok(stream),
+        }
+    }
+}
+
 fn capture<T>(
     op: &str,
-    device: Device,
+    place: Place<'_>,
     sharing: Option<&Graph>,
     body: impl FnOnce() -> Result<T>,
 ) -> Result<(Graph, T)> {
+    let device = place.device();
     device_index(op, device)?;
     let _turn = Turn::take(op)?;
     refuse_if_capturing(op, device)?;
-    let stream = Stream::new(device)?;
+    let stream = place.stream(op)?;
     // Dropped in reverse: a capture that `body` left by an error or a panic is given up under its own stream.
     let _guard = StreamGuard::new(&stream)?;
+    refuse_if_capturing(op, device)?;
     let mut handle = ffi::GraphHandle::begin(op, sharing.map(|graph| &graph.handle))?;
     let result = body()?;
     handle.end(op)?;

@@ -1,15 +1,17 @@
-//! CUDA's streams and devices, as libtorch sees them; events, graphs, memory; launches.
+//! CUDA's streams and devices, as libtorch sees them; events, graphs, memory; launches; the precision of products.
 
 #[cfg(not(tch_extension_cuda))]
 mod absent;
 mod event;
 mod graph;
 mod memory;
+mod precision;
 mod stream;
 
 pub use event::Event;
 pub use graph::Graph;
 pub use memory::{MemoryStats, empty_cache, memory_stats, reset_peak_memory_stats};
+pub use precision::{matmul_allow_tf32, set_matmul_allow_tf32};
 pub(crate) use stream::StreamParts;
 pub use stream::{Stream, StreamGuard, record_stream};
 
@@ -119,12 +121,22 @@ impl LaunchStatus {
     }
 }
 
+/// No device's index.
+const NO_DEVICE: i32 = -1;
+
 /// Calls a launcher with `device` current, and hands it the stream on which libtorch works there.
 ///
 /// # Errors
 /// When there is no such CUDA device, or CUDA refused the launch; the error names the kernel.
 pub fn launch(device: Device, launcher: impl FnOnce(*mut c_void) -> LaunchStatus) -> Result<()> {
-    let _guard = DeviceGuard::new(device)?;
-    let stream = Stream::current(device)?;
-    launcher(stream.as_ptr()).into_result()
+    let op = "DeviceGuard::new";
+    let index = match device {
+        Device::Cuda(index) => i32::try_from(index).unwrap_or(NO_DEVICE),
+        _ => NO_DEVICE,
+    };
+    match ffi::LaunchPlace::enter(op, index)? {
+        Some(place) => launcher(place.stream()).into_result(),
+        // It has the words for what is wrong.
+        None => device_index(op, device).map(|_| ()),
+    }
 }

@@ -61,7 +61,17 @@ pub(crate) struct ApplyParams {
     pub double_backward: bool,
 }
 
+/// How a forward begins.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct ForwardMode {
+    pub grad_mode_before: bool,
+    pub needs_graph: bool,
+}
+
 unsafe extern "C" {
+    pub(crate) fn tch_extension_begin_forward(inputs: *const *const C_tensor, len: usize) -> ForwardMode;
+    pub(crate) fn tch_extension_defined(tensor: *const C_tensor) -> bool;
     pub(crate) fn tch_extension_requires_grad(tensor: *const C_tensor) -> bool;
     pub(crate) fn tch_extension_apply(
         params: *const ApplyParams,
@@ -75,10 +85,10 @@ unsafe extern "C" {
         tensor: *mut *mut C_tensor,
     ) -> *mut c_char;
     pub(crate) fn tch_extension_needs_input_grad(node: *const FunctionNode, input: usize) -> bool;
-    pub(crate) fn tch_extension_set_gradient(
+    pub(crate) fn tch_extension_give_gradient(
         results: *mut BackwardResults,
         input: usize,
-        grad: *const C_tensor,
+        grad: *mut C_tensor,
     );
     pub(crate) fn tch_extension_set_backward_error(
         results: *mut BackwardResults,

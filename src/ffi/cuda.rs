@@ -17,6 +17,8 @@ unsafe extern "C" {
     fn aoti_torch_delete_cuda_guard(guard: *mut c_void) -> i32;
 
     // csrc/cuda/stream.cpp
+    fn tch_extension_cuda_enter(device: i32, place: *mut LaunchPlace) -> *mut c_char;
+    safe fn tch_extension_cuda_leave(device_before: i32) -> *mut c_char;
     fn tch_extension_cuda_stream_current(device: i32, result: *mut StreamParts) -> *mut c_char;
     fn tch_extension_cuda_stream_default(device: i32, result: *mut StreamParts) -> *mut c_char;
     fn tch_extension_cuda_stream_from_pool(
@@ -92,6 +94,38 @@ fn status(op: &str, error: i32) -> Result<()> {
     // SAFETY: CUDA's texts are static and terminated.
     let text = unsafe { CStr::from_ptr(cudaGetErrorString(error)) };
     Err(failed(op, text.to_string_lossy()))
+}
+
+/// A device that is current until this is dropped, and libtorch's stream there.
+#[repr(C)]
+#[derive(Debug)]
+pub(crate) struct LaunchPlace {
+    stream: *mut c_void,
+    device_before: i32,
+    exists: bool,
+}
+
+impl LaunchPlace {
+    /// `None` when there is no such device.
+    pub(crate) fn enter(op: &str, device: i32) -> Result<Option<Self>> {
+        let mut place = LaunchPlace { stream: null_mut(), device_before: device, exists: false };
+        // SAFETY: `place` is written on success.
+        check(op, unsafe { tch_extension_cuda_enter(device, &mut place) })?;
+        Ok(Some(place).filter(|place| place.exists))
+    }
+
+    pub(crate) fn stream(&self) -> *mut c_void {
+        self.stream
+    }
+}
+
+impl Drop for LaunchPlace {
+    fn drop(&mut self) {
+        if self.exists {
+            // A message is of no use here, but has to be freed.
+            drop(take_message(tch_extension_cuda_leave(self.device_before)));
+        }
+    }
 }
 
 pub(crate) fn current_stream(op: &str, device: i32) -> Result<StreamParts> {

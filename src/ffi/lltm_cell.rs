@@ -37,6 +37,7 @@ unsafe extern "C" {
     #[cfg(tch_extension_cuda)]
     fn tch_extension_lltm_cell_forward_cuda(
         params: *const Forward,
+        bias: *const c_void,
         stream: *mut c_void,
     ) -> crate::cuda::LaunchStatus;
     #[cfg(tch_extension_cuda)]
@@ -46,10 +47,11 @@ unsafe extern "C" {
     ) -> crate::cuda::LaunchStatus;
 }
 
-/// Computes `new_h` and `new_c` ([B, H]) from `gates` ([B, 3H]) and `c` ([B, H]). With `save_activations`,
-/// `gates` becomes what [`backward`] reads.
+/// Computes `new_h` and `new_c` ([B, H]) from `gates` ([B, 3H]), to which `bias` ([3H]; only on CUDA) is added first, and
+/// `c` ([B, H]). With `save_activations`, `gates` becomes what [`backward`] reads.
 pub(crate) fn forward(
     gates: &mut Tensor,
+    bias: Option<&Tensor>,
     c: &Tensor,
     new_h: &mut Tensor,
     new_c: &mut Tensor,
@@ -67,14 +69,15 @@ pub(crate) fn forward(
         new_h: checked("new_h", new_h, &[batch, hidden], like)?,
         new_c: checked("new_c", new_c, &[batch, hidden], like)?,
     };
+    let bias = optional_ptr("bias", bias, &[3 * hidden], like)?;
     match like.1 {
         // SAFETY: the arrays were just checked to be contiguous, of these sizes and of this kind; those that are
         // written are exclusively borrowed, so they are none of the others.
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
-            tch_extension_lltm_cell_forward_cuda(&params, stream)
+            tch_extension_lltm_cell_forward_cuda(&params, bias, stream)
         }),
-        Device::Cpu => {
+        Device::Cpu if bias.is_null() => {
             // SAFETY: as above.
             unsafe { tch_extension_lltm_cell_forward_cpu(&params) };
             Ok(())
@@ -153,7 +156,7 @@ mod tests {
                     };
                     let (mut gates, c) = (ramp(3 * hidden), ramp(hidden));
                     let (mut new_h, mut new_c) = (c.empty_like(), c.empty_like());
-                    forward(&mut gates, &c, &mut new_h, &mut new_c, true).expect("forward");
+                    forward(&mut gates, None, &c, &mut new_h, &mut new_c, true).expect("forward");
                     let inputs = BackwardInputs {
                         grad_new_h: Some(&c),
                         grad_new_c: None,

@@ -6,11 +6,14 @@ pub(crate) mod autograd;
 mod column_sums;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod cuda;
+pub(crate) mod facts;
 pub(crate) mod layer_norm;
 pub(crate) mod library;
 pub(crate) mod linear;
 pub(crate) mod lltm_cell;
+pub(crate) mod lltm_cell_fused;
 pub(crate) mod matmul_add_relu;
+pub(crate) mod precision;
 pub(crate) mod tensor;
 pub(crate) mod testing;
 

@@ -4,10 +4,24 @@ use super::take_message;
 use crate::{Error, Result};
 use std::ffi::c_char;
 use std::marker::PhantomData;
+use tch::Tensor;
+use torch_sys::C_tensor;
 
 unsafe extern "C" {
     safe fn tch_extension_canary_begin() -> *mut c_char;
     safe fn tch_extension_canary_end() -> usize;
+    fn tch_extension_cpp_identity(x: *const C_tensor, result: *mut *mut C_tensor) -> *mut c_char;
+}
+
+/// An operator that does nothing, written with C++'s `torch::autograd::Function`.
+pub(crate) fn cpp_identity(x: &Tensor) -> Result<Tensor> {
+    let mut result = std::ptr::null_mut();
+    // SAFETY: borrowed from a live tensor; `result` is written on success.
+    match take_message(unsafe { tch_extension_cpp_identity(x.as_ptr(), &mut result) }) {
+        Some(message) => Err(Error::Torch(message)),
+        // SAFETY: a handle for us to own.
+        None => Ok(unsafe { Tensor::from_ptr(result) }),
+    }
 }
 
 /// While it lives, what this thread allocates on the CPU has canaries on either side.

@@ -1,13 +1,16 @@
 //! The LLTM cell, of PyTorch's extension tutorial: an LSTM without forget gate, with ELU for its candidate.
 
-use crate::amp::{CastPolicy, autocast_inputs};
+use crate::amp::{Autocast, CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::check::Check;
 use crate::dispatch::promote;
+use crate::ffi::facts::{Facts, facts};
 use crate::ffi::lltm_cell as kernels;
+use crate::ffi::lltm_cell_fused as fused;
+use crate::ffi::lltm_cell_fused::{Path, Sizes};
 use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 const OP: &str = "lltm_cell";
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
@@ -73,15 +76,51 @@ pub fn f_lltm_cell(
     bias: Option<&Tensor>,
     state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, Tensor)> {
+    f_lltm_cell_by(Path::Automatic, input, weight, bias, state)
+}
+
+/// [`f_lltm_cell`] by kernels that a test chooses.
+#[doc(hidden)]
+pub fn f_lltm_cell_by(
+    path: Path,
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    state: (&Tensor, &Tensor),
+) -> Result<(Tensor, Tensor)> {
     let (h, c) = state;
-    check_arguments(input, weight, bias, state)?;
-    let cast = in_matching_kinds(&[Some(input), Some(weight), bias, Some(h), Some(c)])?;
-    let outputs = match &cast {
-        None => apply(LltmCell::default(), &[Some(input), Some(weight), bias, Some(h), Some(c)]),
-        Some(cast) => apply(LltmCell::default(), &cast.iter().map(Option::as_ref).collect::<Vec<_>>()),
+    let arguments = [Some(input), Some(weight), bias, Some(h), Some(c)];
+    let function = LltmCell { path, ..LltmCell::default() };
+    let outputs = if is_ordinary(&facts(arguments)?, bias.is_some()) {
+        apply(function, &arguments)
+    } else {
+        // It has the words for what is wrong, if anything is: mixed kinds, for example, are not.
+        check_arguments(input, weight, bias, state)?;
+        match in_matching_kinds(&arguments)? {
+            None => apply(function, &arguments),
+            Some(cast) => apply(function, &cast.iter().map(Option::as_ref).collect::<Vec<_>>()),
+        }
     };
     let [new_h, new_c] = outputs?.exactly()?;
     Ok((new_h, new_c))
+}
+
+/// Whether all that [`check_arguments`] would check is so, and nothing has to be cast: the common case, known without
+/// a question to each tensor.
+fn is_ordinary(facts: &[Facts; place::LEN], has_bias: bool) -> bool {
+    let [input, weight, bias, h, c] = facts;
+    let (Some(device), Some(_)) = (input.device(), input.kind()) else { return false };
+    let (Some([batch, features]), Some([_, hidden])) = (input.sizes(), h.sizes()) else { return false };
+    let (Some(gates), Some(columns)) = (hidden.checked_mul(3), hidden.checked_add(features)) else {
+        return false;
+    };
+    let is_bias =
+        || bias.is_like(input) && (bias.sizes() == Some([gates]) || bias.sizes() == Some([1, gates]));
+    [weight, h, c].iter().all(|tensor| tensor.is_like(input))
+        && [h, c].iter().all(|state| state.sizes() == Some([batch, hidden]))
+        && weight.sizes() == Some([gates, columns])
+        && (!has_bias || is_bias())
+        && Autocast::kind(device).is_none()
 }
 
 /// [`lltm_cell`] in plain tch operations, without checks of its own.
@@ -167,11 +206,31 @@ fn in_matching_kinds(arguments: &[Option<&Tensor>; place::LEN]) -> Result<Option
 
 #[derive(Default)]
 struct LltmCell {
+    path: Path,
+    sizes: Sizes,
     /// Here, so that the first derivative need not look at bias and weight themselves: nobody is refused for having
     /// changed what it does not need.
-    bias_shape: Option<Vec<i64>>,
+    bias: Option<BiasShape>,
     /// The kind of the product and its operands.
     product: Option<Kind>,
+    /// Whether the backward is one kernel, too.
+    fused: bool,
+}
+
+#[derive(Clone, Copy)]
+enum BiasShape {
+    Flat,
+    Row,
+}
+
+impl LltmCell {
+    fn bias_size(&self) -> Option<Vec<i64>> {
+        let gates = 3 * self.sizes.hidden;
+        self.bias.map(|shape| match shape {
+            BiasShape::Flat => vec![gates],
+            BiasShape::Row => vec![1, gates],
+        })
+    }
 }
 
 /// The inputs' places, which are also the first slots of what is saved.
@@ -197,16 +256,31 @@ impl Function for LltmCell {
             (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
         let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
 
-        let c_values = plain(c)?;
-        // Of mixed kinds the state's may have more digits than the product's.
-        let gates = gates(input, weight, bias, h)?;
-        let mut gates = plain(&gates.f_to_kind(c.f_kind()?)?)?;
-        let mut new_h = Tensor::f_empty_like(&c_values)?;
-        let mut new_c = Tensor::f_empty_like(&c_values)?;
-        *self = LltmCell { bias_shape: bias.map(Tensor::size), product: Some(weight.f_kind()?) };
-        kernels::forward(&mut gates, &c_values, &mut new_h, &mut new_c, saver.needs_graph())?;
+        let known = facts([Some(input), Some(weight), bias, Some(h), Some(c)])?;
+        let (Some([batch, features]), Some([_, hidden])) =
+            (known[place::INPUT].sizes(), known[place::H].sizes())
+        else {
+            return Err(Error::msg("internal error: the arguments of lltm_cell were not checked"));
+        };
+        self.sizes = Sizes { batch, features, hidden };
+        self.bias = bias.map(|_| match known[place::BIAS].sizes::<1>() {
+            Some(_) => BiasShape::Flat,
+            None => BiasShape::Row,
+        });
+        self.product = known[place::WEIGHT].kind();
+        let kind = self.product.filter(|_| known[place::C].is_like(&known[place::WEIGHT]));
+        let by = kind.zip(known[place::INPUT].device());
+        self.fused = by.is_some_and(|(kind, device)| self.sizes.fuse_backward(self.path, kind, device));
 
-        for tensor in [Some(input), Some(weight), bias, Some(h), Some(c), Some(&new_c), Some(&gates)] {
+        let operands = fused::Operands { input, weight, bias, h, c };
+        let outputs = if by.is_some_and(|(kind, device)| self.sizes.fuse_forward(self.path, kind, device)) {
+            fused::forward(&operands, &known, self.sizes, saver.needs_graph())?
+        } else {
+            by_product(&operands, saver.needs_graph())?
+        };
+        let fused::Outputs { new_h, new_c, activations } = outputs;
+        for tensor in [Some(input), Some(weight), bias, Some(h), Some(c), Some(&new_c), activations.as_ref()]
+        {
             saver.save_optional(tensor);
         }
         // A state that leads nowhere costs no zeros.
@@ -219,20 +293,32 @@ impl Function for LltmCell {
             let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, reference);
         }
-        first_derivative(ctx, grads, self)
+        match self.fused {
+            true => first_derivative_fused(ctx, grads, self),
+            false => first_derivative(ctx, grads, self),
+        }
     }
 }
 
-/// `[h, x] Wᵀ + b`
-fn gates(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>, h: &Tensor) -> Result<Tensor> {
+/// libtorch's product, and one kernel for the rest.
+fn by_product(operands: &fused::Operands<'_>, save_activations: bool) -> Result<fused::Outputs> {
+    let fused::Operands { input, weight, bias, h, c } = *operands;
+    let c = plain(c)?;
     let hx = Tensor::f_cat(&[h, input], 1)?;
     let transposed = weight.f_transpose(0, 1)?;
-    let gates = match bias {
-        // A flat bias goes into the product's epilogue on CUDA.
-        Some(bias) => bias.f_reshape([-1])?.f_addmm(&hx, &transposed)?,
-        None => hx.f_mm(&transposed)?,
+    let bias = bias.map(|bias| bias.f_reshape([-1])).transpose()?;
+    // On CUDA our kernel adds the bias: with one, libtorch takes a product that is up to a sixth slower.
+    let (gates, bias) = match bias {
+        Some(bias) if c.device() == Device::Cpu => (bias.f_addmm(&hx, &transposed)?, None),
+        bias => (hx.f_mm(&transposed)?, bias),
     };
-    Ok(gates)
+    // Of mixed kinds the state's may have more digits than the product's.
+    let kind = c.f_kind()?;
+    let mut gates = plain(&gates.f_to_kind(kind)?)?;
+    let bias = bias.map(|bias| plain(&bias.f_to_kind(kind)?)).transpose()?;
+    let (mut new_h, mut new_c) = (Tensor::f_empty_like(&c)?, Tensor::f_empty_like(&c)?);
+    kernels::forward(&mut gates, bias.as_ref(), &c, &mut new_h, &mut new_c, save_activations)?;
+    Ok(fused::Outputs { new_h, new_c, activations: Some(gates) })
 }
 
 fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
@@ -265,8 +351,33 @@ fn first_derivative(ctx: &Context<'_>, grads: &Tensors, state: &LltmCell) -> Res
     let grad_gates = grad_gates.f_to_kind(state.product.unwrap_or(new_c.f_kind()?))?;
     let (grad_h, grad_input) = input_gradients(ctx, &grad_gates)?;
     let grad_weight = weight_gradient(ctx, &grad_gates)?;
-    let grad_bias = bias_gradient(ctx, &grad_gates, state.bias_shape.as_deref())?;
+    let grad_bias = bias_gradient(ctx, &grad_gates, state.bias_size().as_deref())?;
     Ok([grad_input, grad_weight, grad_bias, grad_h, grad_c].into())
+}
+
+/// All gradients in one kernel.
+fn first_derivative_fused(ctx: &Context<'_>, grads: &Tensors, state: &LltmCell) -> Result<Tensors> {
+    let asked = [place::INPUT, place::WEIGHT, place::BIAS, place::H, place::C]
+        .map(|place| ctx.needs_input_grad(place));
+    let [for_input, for_weight, for_bias, for_h, for_c] = asked;
+    // What is not read may have been changed.
+    let saved = |needed: bool, place| needed.then(|| ctx.saved(place)).transpose();
+    let weight = saved(for_input || for_h, place::WEIGHT)?;
+    let (input, h) = (saved(for_weight, place::INPUT)?, saved(for_weight, place::H)?);
+    let (activations, new_c) = (ctx.saved(ACTIVATIONS)?, ctx.saved(NEW_C)?);
+    let inputs = fused::BackwardInputs {
+        grad_new_h: grads.optional(0),
+        grad_new_c: grads.optional(1),
+        activations: &activations,
+        new_c: &new_c,
+        input: input.as_ref(),
+        h: h.as_ref(),
+        weight: weight.as_ref(),
+    };
+    let bias = state.bias_size().filter(|_| for_bias);
+    let asked =
+        fused::Asked { input: for_input, weight: for_weight, bias: bias.as_deref(), h: for_h, c: for_c };
+    Ok(fused::backward(&inputs, state.sizes, asked)?.into())
 }
 
 /// Of h and x: `dG W`, of which only the columns that are asked for are computed.

@@ -11,9 +11,13 @@ mod matmul_add_relu;
 #[doc(hidden)]
 pub use crate::ffi::layer_norm::Path as LayerNormPath;
 #[doc(hidden)]
+pub use crate::ffi::lltm_cell_fused::Path as LltmCellPath;
+#[doc(hidden)]
 pub use layer_norm::f_layer_norm_by;
 pub use layer_norm::{f_layer_norm, layer_norm, layer_norm_reference};
 pub use linear::{f_linear, linear, linear_reference};
+#[doc(hidden)]
+pub use lltm_cell::f_lltm_cell_by;
 pub use lltm_cell::{f_lltm_cell, lltm_cell, lltm_cell_reference};
 pub use matmul_add_relu::{f_matmul_add_relu, matmul_add_relu, matmul_add_relu_reference};
 

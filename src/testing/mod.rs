@@ -16,3 +16,9 @@ pub use conformance::{ConformanceOptions, conformance};
 pub use devices::{cuda_or_skip, devices};
 pub use gradcheck::{GradcheckOptions, GradgradcheckOptions, gradcheck, gradgradcheck};
 pub use samples::{Layout, Sample, SampleTable, Shape};
+
+/// An operator that does nothing, written with C++'s `torch::autograd::Function`: a rival for benches.
+#[doc(hidden)]
+pub fn cpp_identity(x: &tch::Tensor) -> crate::Result<tch::Tensor> {
+    crate::ffi::testing::cpp_identity(x)
+}

@@ -6,6 +6,7 @@ mod cuda;
 mod forward;
 mod gradients;
 mod kinds;
+mod paths;
 mod random;
 mod second_derivatives;
 #[path = "../support/mod.rs"]

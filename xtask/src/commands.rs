@@ -1,8 +1,9 @@
 //! The table of commands.
 
 use crate::repo::Repo;
-use crate::{bundle, cargo, ci, doctor, report, setup};
+use crate::{bundle, cargo, ci, doctor, plot, report, setup};
 use anyhow::Result;
+use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
 /// A command line that means nothing.
@@ -24,6 +25,7 @@ cargo xtask COMMAND [ARGUMENTS]
   test [ARGUMENTS]   all tests; arguments go to `cargo test`
   bench [WORD...]    each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
                      `cargo bench --profile dev`
+  plot FILE...       bench.json, and the rivals.json beside it, as pictures in docs/plots
   ci [STEP...]       what a change must pass: formats, lints, weak symbols, tests, a stand-alone crate, documentation;
                      or those of its steps whose names contain a word
   doctor             what was found, what does not fit, and the exact fix; installs nothing
@@ -44,6 +46,7 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
         Some("bench") => {
             start(&["bench", "--profile", "dev", "--bench", "ops", "--", "table"], own_args(args))
         }
+        Some("plot") => plots(args),
         Some("ci") => ci::run(Repo::find()?, args),
         Some("doctor") => no_args("doctor", args).and_then(|()| doctor::run(&Repo::find()?)),
         Some("bundle") => bundle::run(&Repo::find()?, bundle_options(args)?),
@@ -63,6 +66,17 @@ fn start(cargo_args: &[&str], args: &[String]) -> Result<ExitCode> {
     let mut command: Command = cargo::command(&repo, &ready.changes, cargo_args);
     command.args(args);
     Err(cargo::become_command(command))
+}
+
+fn plots(args: &[String]) -> Result<ExitCode> {
+    if args.is_empty() {
+        return Err(Usage("plot needs a file, such as target/bench.json".to_string()).into());
+    }
+    let files: Vec<PathBuf> = args.iter().map(PathBuf::from).collect();
+    for path in plot::run(&files, &Repo::find()?.root.join("docs/plots"))? {
+        report::say(format_args!("{}", path.display()));
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn test(args: &[String]) -> Result<ExitCode> {

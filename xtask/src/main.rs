@@ -18,6 +18,7 @@ mod misuse;
 mod outside;
 mod page;
 mod pip;
+mod plot;
 // The very code with which build scripts look for libtorch and nvcc: both must find the same. Taken as a file,
 // because as a dependency it would bring a C++ build library into every `cargo xtask`.
 #[allow(dead_code)]

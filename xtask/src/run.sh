@@ -12,6 +12,7 @@ run.sh COMMAND [ARGUMENTS]
 
   test [NAME…] [-- ARGUMENTS]   every test program, or the named ones; ARGUMENTS go to each
   bench [WORD…]                 each operator against its rivals, as a table and as bench.json
+  rivals [WORD…]                what a Python user would call instead (torch.compile; Liger, Quack where installed): rivals.json
   criterion [ARGUMENTS]         the same with criterion's statistics
   demo [ARGUMENTS]              the character-level language model
   exec FILE [ARGUMENTS]         any program of the bundle, such as tests/lltm_cell
@@ -292,6 +293,9 @@ case $command in
     prepare
     # What was measured is written beside the figures.
     OUT=$out TCH_EXTENSION_COMMIT=$(cat "$here/commit" 2>/dev/null) run_program "$here/benches/ops" table "$@"
+    ;;
+  rivals)
+    OUT=$out exec "${PYTHON:-python3}" "$here/files/benches/rivals.py" "$@"
     ;;
   criterion)
     prepare

@@ -1,0 +1,15 @@
+// libtorch's switch for TF32 in matrix products: of the process, not of a thread.
+
+#include <ATen/Context.h>
+
+#include "tch_extension/c_abi.h"
+
+using namespace tch_extension;
+
+TCH_EXTENSION_API Message tch_extension_matmul_allow_tf32(bool* result) {
+  return guard([&] { *result = at::globalContext().allowTF32CuBLAS(); });
+}
+
+TCH_EXTENSION_API Message tch_extension_set_matmul_allow_tf32(bool allow) {
+  return guard([&] { at::globalContext().setAllowTF32CuBLAS(allow); });
+}

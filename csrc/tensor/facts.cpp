@@ -1,0 +1,117 @@
+// What an operator's checks and launches ask of its tensors, and its outputs: one call for all of them. Asked
+// one by one, such questions cost more host time than a small kernel's launch.
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#ifdef TCH_EXTENSION_CUDA
+#include <ATen/cuda/EmptyTensor.h>
+#endif
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <memory>
+
+#include "tch_extension/c_abi.h"
+
+using namespace tch_extension;
+
+constexpr int kMostDims = 4;
+
+// src/ffi/facts.rs mirrors these, and a test compares sizes and offsets.
+struct TensorFacts {
+  const void* data;            // the first element's address; null when there are none, or not in memory
+  int64_t sizes[kMostDims];    // of the first dimensions
+  int64_t strides[kMostDims];  // in elements
+  int32_t dim;                 // -1: no tensor, or no ordinary one
+  int32_t kind;                // a c10::ScalarType
+  int32_t device;              // the index of a CUDA device, kCpu or kOtherDevice
+  bool is_in_memory;           // the values lie there as they are, in whatever order
+  bool requires_grad;
+};
+
+struct TensorSize {
+  int64_t sizes[kMostDims];
+  int32_t dim;  // -1: none is asked for
+};
+
+namespace {
+
+constexpr int32_t kCpu = -1, kOtherDevice = -2;
+
+TensorFacts facts_of(const at::Tensor* tensor) {
+  TensorFacts facts{};
+  facts.dim = -1;
+  if (tensor == nullptr || !tensor->defined() || tensor->layout() != at::kStrided || tensor->is_nested()) {
+    return facts;
+  }
+  facts.dim = static_cast<int32_t>(tensor->dim());
+  facts.kind = static_cast<int32_t>(tensor->scalar_type());
+  facts.device = tensor->is_cuda() ? tensor->get_device() : tensor->is_cpu() ? kCpu : kOtherDevice;
+  const auto sizes = tensor->sizes(), strides = tensor->strides();
+  for (int dim = 0; dim < std::min(facts.dim, kMostDims); ++dim) {
+    facts.sizes[dim] = sizes[dim];
+    facts.strides[dim] = strides[dim];
+  }
+  facts.requires_grad = tensor->requires_grad();
+  // As tch_extension_is_in_memory has it.
+  if (tensor->is_neg() || tensor->is_conj() || tensor->_is_zerotensor() || !tensor->has_storage())
+    return facts;
+  facts.data = tensor->const_data_ptr();
+  facts.is_in_memory = facts.data != nullptr || tensor->numel() == 0;
+  return facts;
+}
+
+// What at::empty gives, without its way through the dispatcher.
+at::Tensor empty(const TensorSize& size, at::ScalarType kind, int32_t device) {
+  const at::IntArrayRef sizes(size.sizes, size.dim);
+  if (device == kCpu) return at::detail::empty_cpu(sizes, kind);
+#ifdef TCH_EXTENSION_CUDA
+  return at::detail::empty_cuda(sizes, kind, at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)),
+                                std::nullopt);
+#else
+  TORCH_CHECK(false, "this build has no CUDA");
+#endif
+}
+
+}  // namespace
+
+// `tensors`: [len], entries may be null.
+TCH_EXTENSION_API Message tch_extension_facts(const at::Tensor* const* tensors, size_t len,
+                                              TensorFacts* facts) {
+  return guard([&] {
+    for (size_t i = 0; i < len; ++i) facts[i] = facts_of(tensors[i]);
+  });
+}
+
+// New tensors of one kind and device, row-major, whose values are not yet written, and their addresses.
+// `tensors`: [len], owned by the caller on success, null where none was asked for; untouched on failure.
+TCH_EXTENSION_API Message tch_extension_empty(const TensorSize* sizes, size_t len, int32_t kind,
+                                              int32_t device, at::Tensor** tensors, void** data) {
+  return guard([&] {
+    c10::SmallVector<std::unique_ptr<at::Tensor>, 8> made;
+    made.resize(len);
+    for (size_t i = 0; i < len; ++i) {
+      if (sizes[i].dim < 0) continue;
+      made[i] = std::make_unique<at::Tensor>(empty(sizes[i], static_cast<at::ScalarType>(kind), device));
+      data[i] = made[i]->mutable_data_ptr();
+    }
+    for (size_t i = 0; i < len; ++i) tensors[i] = made[i].release();
+  });
+}
+
+// For the test that compares these structs with their Rust mirrors.
+extern "C" const size_t tch_extension_facts_layout[12] = {
+    sizeof(TensorFacts),
+    offsetof(TensorFacts, data),
+    offsetof(TensorFacts, sizes),
+    offsetof(TensorFacts, strides),
+    offsetof(TensorFacts, dim),
+    offsetof(TensorFacts, kind),
+    offsetof(TensorFacts, device),
+    offsetof(TensorFacts, is_in_memory),
+    offsetof(TensorFacts, requires_grad),
+    sizeof(TensorSize),
+    offsetof(TensorSize, sizes),
+    offsetof(TensorSize, dim),
+};

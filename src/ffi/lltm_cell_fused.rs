@@ -1,0 +1,431 @@
+//! `csrc/lltm_cell/fused.cu`: the whole cell in one kernel, and when to take it.
+
+use super::facts::{Facts, Fresh, empty, facts};
+use super::tensor::plain;
+use crate::{Error, Result};
+use std::ffi::c_void;
+use std::ptr::{null, null_mut};
+use tch::{Device, Kind, Tensor};
+
+/// By which kernels the cell is computed: what a test chooses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Path {
+    /// What is faster at these sizes.
+    #[default]
+    Automatic,
+    /// libtorch's product and a kernel for the rest.
+    Product,
+    /// One kernel for everything. Only on CUDA, and not for empty states; elsewhere as `Product`.
+    Fused,
+}
+
+/// B, F, H.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sizes {
+    pub batch: i64,
+    pub features: i64,
+    pub hidden: i64,
+}
+
+impl Sizes {
+    /// The additions of products in `[h, x] Wᵀ`.
+    fn products(&self) -> f64 {
+        3.0 * self.batch as f64 * self.hidden as f64 * (self.hidden as f64 + self.features as f64)
+    }
+
+    /// Whether there is anything to compute, and a grid for it.
+    fn fit(&self) -> bool {
+        let most = f64::from(1 << 30);
+        let columns = (self.hidden as f64) + (self.features as f64);
+        self.batch > 0 && self.hidden > 0 && self.batch as f64 * columns < most && columns * columns < most
+    }
+
+    /// Whether the forward in one kernel is faster than libtorch's product between two others, on the GPU alone. Measured
+    /// on an H200: docs/performance.md.
+    pub fn fuse_forward(&self, path: Path, kind: Kind, device: Device) -> bool {
+        let most = match kind {
+            // Long products of many rows are what libtorch is best at.
+            Kind::Float if self.batch <= 128 => 256e6,
+            Kind::Float if self.batch <= 512 => 128e6,
+            Kind::Float | Kind::Double => 32e6,
+            // Tensor cores do these.
+            _ => 28e6,
+        };
+        self.chosen(path, device, most)
+    }
+
+    /// The same for the backward, of which a block goes over all rows.
+    pub fn fuse_backward(&self, path: Path, kind: Kind, device: Device) -> bool {
+        let (most, most_rows) = match kind {
+            Kind::Float => (40e6, 192),
+            Kind::Double => (10e6, 128),
+            _ => (25e6, 128),
+        };
+        self.chosen(path, device, if self.batch <= most_rows { most } else { 0.0 })
+    }
+
+    fn chosen(&self, path: Path, device: Device, most: f64) -> bool {
+        let wanted = match path {
+            Path::Automatic => self.products() <= most,
+            Path::Product => false,
+            Path::Fused => true,
+        };
+        wanted && self.fit() && matches!(device, Device::Cuda(_))
+    }
+}
+
+#[repr(C)]
+struct Forward {
+    batch: i64,
+    features: i64,
+    hidden: i64,
+    kind: i32,
+    vectors: i32,
+    input: *const c_void,
+    input_stride: i64,
+    weight: *const c_void,
+    weight_stride: i64,
+    bias: *const c_void,
+    h: *const c_void,
+    h_stride: i64,
+    c: *const c_void,
+    c_stride: i64,
+    new_h: *mut c_void,
+    new_c: *mut c_void,
+    activations: *mut c_void,
+}
+
+#[repr(C)]
+struct Backward {
+    batch: i64,
+    features: i64,
+    hidden: i64,
+    kind: i32,
+    reserved: i32,
+    grad_new_h: *const c_void,
+    grad_new_c: *const c_void,
+    activations: *const c_void,
+    new_c: *const c_void,
+    input: *const c_void,
+    input_stride: i64,
+    h: *const c_void,
+    h_stride: i64,
+    weight: *const c_void,
+    weight_stride: i64,
+    grad_input: *mut c_void,
+    grad_weight: *mut c_void,
+    grad_bias: *mut c_void,
+    grad_h: *mut c_void,
+    grad_c: *mut c_void,
+}
+
+#[cfg(tch_extension_cuda)]
+unsafe extern "C" {
+    fn tch_extension_lltm_cell_fused_forward_cuda(
+        params: *const Forward,
+        stream: *mut c_void,
+    ) -> crate::cuda::LaunchStatus;
+    fn tch_extension_lltm_cell_fused_backward_cuda(
+        params: *const Backward,
+        stream: *mut c_void,
+    ) -> crate::cuda::LaunchStatus;
+}
+
+/// The cell's tensors.
+#[derive(Clone, Copy)]
+pub(crate) struct Operands<'a> {
+    pub input: &'a Tensor,
+    pub weight: &'a Tensor,
+    pub bias: Option<&'a Tensor>,
+    pub h: &'a Tensor,
+    pub c: &'a Tensor,
+}
+
+/// h', c', and what the backward reads.
+pub(crate) struct Outputs {
+    pub new_h: Tensor,
+    pub new_c: Tensor,
+    pub activations: Option<Tensor>,
+}
+
+/// A tensor and its facts, or a copy's where a kernel could not read it as it lies.
+struct Readable {
+    _copy: Option<Tensor>,
+    facts: Facts,
+}
+
+impl Readable {
+    fn new(tensor: &Tensor, known: Facts, is_readable: impl Fn(&Facts) -> bool) -> Result<Self> {
+        if is_readable(&known) {
+            return Ok(Readable { _copy: None, facts: known });
+        }
+        let copy = plain(tensor)?;
+        let [facts] = facts([Some(&copy)])?;
+        if !is_readable(&facts) {
+            return Err(Error::msg(format!("internal error: lltm_cell cannot read {tensor:?}")));
+        }
+        Ok(Readable { _copy: Some(copy), facts })
+    }
+
+    fn matrix(tensor: &Tensor, known: Facts, like: &Facts, size: [i64; 2]) -> Result<Self> {
+        Self::new(tensor, known, |facts| {
+            facts.is_like(like) && facts.sizes() == Some(size) && facts.row_stride().is_some()
+        })
+    }
+
+    fn plain_matrix(tensor: &Tensor, known: Facts, like: &Facts, size: [i64; 2]) -> Result<Self> {
+        Self::new(tensor, known, |facts| {
+            facts.is_like(like) && facts.sizes() == Some(size) && facts.is_plain_matrix()
+        })
+    }
+
+    fn row(tensor: &Tensor, known: Facts, like: &Facts, size: i64) -> Result<Self> {
+        Self::new(tensor, known, |facts| {
+            let fits = facts.sizes() == Some([size]) || facts.sizes() == Some([1, size]);
+            facts.is_like(like) && fits && facts.is_row()
+        })
+    }
+
+    fn data(&self) -> *const c_void {
+        self.facts.data()
+    }
+
+    fn stride(&self) -> i64 {
+        self.facts.row_stride().unwrap_or(0)
+    }
+}
+
+fn data(tensor: Option<&Readable>) -> *const c_void {
+    tensor.map_or(null(), Readable::data)
+}
+
+fn written(fresh: &Option<Fresh>) -> *mut c_void {
+    fresh.as_ref().map_or(null_mut(), |fresh| fresh.data)
+}
+
+/// Whether rows of these matrices may be read 16 bytes at a time, wherever one of `columns` begins.
+fn allow_vectors(matrices: [&Readable; 3], columns: [i64; 2], kind: Kind) -> bool {
+    let lanes = 16 / kind.elt_size_in_bytes() as i64;
+    let is_whole = |size: i64| size % lanes == 0;
+    columns.into_iter().all(is_whole)
+        && matrices.iter().all(|matrix| is_whole(matrix.stride()) && matrix.data().addr() % 16 == 0)
+}
+
+/// The cell, of tensors of one kind on one CUDA device. With `save_activations`, also what [`backward`] reads.
+/// `known` are the operands' facts, in their order.
+pub(crate) fn forward(
+    operands: &Operands<'_>,
+    known: &[Facts; 5],
+    sizes: Sizes,
+    save_activations: bool,
+) -> Result<Outputs> {
+    let Operands { input, weight, bias, h, c } = *operands;
+    let Sizes { batch, features, hidden } = sizes;
+    let like = &known[0];
+    let kind = like.kind().ok_or_else(|| Error::msg("internal error: a kind without kernels"))?;
+    let state = [batch, hidden];
+    let input = Readable::matrix(input, known[0], like, [batch, features])?;
+    let weight = Readable::matrix(weight, known[1], like, [3 * hidden, hidden + features])?;
+    let bias = bias.map(|bias| Readable::row(bias, known[2], like, 3 * hidden)).transpose()?;
+    let h = Readable::matrix(h, known[3], like, state)?;
+    let c = Readable::matrix(c, known[4], like, state)?;
+    let activations = [batch, 3 * hidden];
+    let outputs = empty([Some(&state), Some(&state), save_activations.then_some(&activations)], like)?;
+    let [Some(new_h), Some(new_c), activations] = outputs else {
+        return Err(Error::msg("internal error: no tensor was made"));
+    };
+    let params = Forward {
+        batch,
+        features,
+        hidden,
+        kind: like.kind_code(),
+        vectors: i32::from(allow_vectors([&input, &weight, &h], [hidden, features], kind)),
+        input: input.data(),
+        input_stride: input.stride(),
+        weight: weight.data(),
+        weight_stride: weight.stride(),
+        bias: data(bias.as_ref()),
+        h: h.data(),
+        h_stride: h.stride(),
+        c: c.data(),
+        c_stride: c.stride(),
+        new_h: new_h.data,
+        new_c: new_c.data,
+        activations: written(&activations),
+    };
+    launch(like, |device| launch_forward(device, &params))?;
+    let activations = activations.map(|fresh| fresh.tensor);
+    Ok(Outputs { new_h: new_h.tensor, new_c: new_c.tensor, activations })
+}
+
+/// What [`backward`] reads. `None` stands for zeros in gradients; elsewhere it is allowed for what no gradient that is
+/// asked for needs: the weight for input's and h's, input and h for the weight's.
+pub(crate) struct BackwardInputs<'a> {
+    pub grad_new_h: Option<&'a Tensor>,
+    pub grad_new_c: Option<&'a Tensor>,
+    pub activations: &'a Tensor,
+    pub new_c: &'a Tensor,
+    pub input: Option<&'a Tensor>,
+    pub h: Option<&'a Tensor>,
+    pub weight: Option<&'a Tensor>,
+}
+
+/// Which gradients are asked for: the bias' with its shape.
+#[derive(Clone, Copy)]
+pub(crate) struct Asked<'a> {
+    pub input: bool,
+    pub weight: bool,
+    pub bias: Option<&'a [i64]>,
+    pub h: bool,
+    pub c: bool,
+}
+
+/// The gradients of input, weight, bias, h and c that are asked for.
+pub(crate) fn backward(
+    inputs: &BackwardInputs<'_>,
+    sizes: Sizes,
+    asked: Asked<'_>,
+) -> Result<[Option<Tensor>; 5]> {
+    let Sizes { batch, features, hidden } = sizes;
+    let BackwardInputs { grad_new_h, grad_new_c, activations, new_c, input, h, weight } = *inputs;
+    let known = facts([Some(new_c), Some(activations), grad_new_h, grad_new_c, input, h, weight])?;
+    let like = &known[0];
+    let (state, features_size) = ([batch, hidden], [batch, features]);
+    let weight_size = [3 * hidden, hidden + features];
+    let optional = |tensor: Option<&Tensor>, place: usize, size| {
+        tensor.map(|tensor| Readable::matrix(tensor, known[place], like, size)).transpose()
+    };
+    let gradient = |tensor: Option<&Tensor>, place: usize| {
+        tensor.map(|tensor| Readable::plain_matrix(tensor, known[place], like, state)).transpose()
+    };
+    let new_c = Readable::plain_matrix(new_c, known[0], like, state)?;
+    let activations = Readable::plain_matrix(activations, known[1], like, [batch, 3 * hidden])?;
+    let (grad_new_h, grad_new_c) = (gradient(grad_new_h, 2)?, gradient(grad_new_c, 3)?);
+    let (input, h) = (optional(input, 4, features_size)?, optional(h, 5, state)?);
+    let weight = optional(weight, 6, weight_size)?;
+    let is_missing = ((asked.input || asked.h) && weight.is_none())
+        || (asked.weight && (input.is_none() || h.is_none()))
+        || asked.bias.is_some_and(|size| size.iter().product::<i64>() != 3 * hidden);
+    if is_missing {
+        return Err(Error::msg("internal error: lltm_cell's backward lacks what a gradient needs"));
+    }
+    let results = empty(
+        [
+            asked.input.then_some(&features_size[..]),
+            asked.weight.then_some(&weight_size),
+            asked.bias,
+            asked.h.then_some(&state),
+            asked.c.then_some(&state),
+        ],
+        like,
+    )?;
+    let [grad_input, grad_weight, grad_bias, grad_h, grad_c] = results.each_ref().map(written);
+    let stride = |tensor: &Option<Readable>| tensor.as_ref().map_or(0, Readable::stride);
+    let params = Backward {
+        batch,
+        features,
+        hidden,
+        kind: like.kind_code(),
+        reserved: 0,
+        grad_new_h: data(grad_new_h.as_ref()),
+        grad_new_c: data(grad_new_c.as_ref()),
+        activations: activations.data(),
+        new_c: new_c.data(),
+        input: data(input.as_ref()),
+        input_stride: stride(&input),
+        h: data(h.as_ref()),
+        h_stride: stride(&h),
+        weight: data(weight.as_ref()),
+        weight_stride: stride(&weight),
+        grad_input,
+        grad_weight,
+        grad_bias,
+        grad_h,
+        grad_c,
+    };
+    launch(like, |device| launch_backward(device, &params))?;
+    Ok(results.map(|result| result.map(|fresh| fresh.tensor)))
+}
+
+fn launch(like: &Facts, launch: impl Fn(Device) -> Result<()>) -> Result<()> {
+    launch(like.device().unwrap_or(Device::Cpu))
+}
+
+#[cfg(tch_extension_cuda)]
+fn launch_forward(device: Device, params: &Forward) -> Result<()> {
+    // SAFETY: `forward` made sure of every array's kind, device, size and order; what is written is new. The kernel runs
+    // behind all that its stream was given, and libtorch's allocator reuses memory in that order.
+    crate::cuda::launch(device, |stream| unsafe {
+        tch_extension_lltm_cell_fused_forward_cuda(params, stream)
+    })
+}
+
+#[cfg(tch_extension_cuda)]
+fn launch_backward(device: Device, params: &Backward) -> Result<()> {
+    // SAFETY: as in `launch_forward`, by `backward`; an array that is null is not asked for.
+    crate::cuda::launch(device, |stream| unsafe {
+        tch_extension_lltm_cell_fused_backward_cuda(params, stream)
+    })
+}
+
+#[cfg(not(tch_extension_cuda))]
+fn launch_forward(device: Device, _: &Forward) -> Result<()> {
+    Err(super::no_kernel("lltm_cell", device))
+}
+
+#[cfg(not(tch_extension_cuda))]
+fn launch_backward(device: Device, _: &Backward) -> Result<()> {
+    Err(super::no_kernel("lltm_cell", device))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_cells_are_fused_and_large_ones_are_not() {
+        let gpu = Device::Cuda(0);
+        let of = |batch, features, hidden| Sizes { batch, features, hidden };
+        let (small, large) = (of(16, 32, 128), of(1024, 1024, 1024));
+        for kind in [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16] {
+            let both = |sizes: Sizes, path, device| {
+                [sizes.fuse_forward(path, kind, device), sizes.fuse_backward(path, kind, device)]
+            };
+            assert_eq!(both(small, Path::Automatic, gpu), [true; 2]);
+            assert_eq!(both(large, Path::Automatic, gpu), [false; 2]);
+            assert_eq!(both(small, Path::Product, gpu), [false; 2]);
+            assert_eq!(both(large, Path::Fused, gpu), [true; 2]);
+            // No kernel on the CPU, nothing to compute, no such grid.
+            assert_eq!(both(small, Path::Fused, Device::Cpu), [false; 2]);
+            for sizes in [of(0, 3, 4), of(3, 4, 0), of(1 << 40, 3, 4), of(1, 1 << 40, 1)] {
+                assert_eq!(both(sizes, Path::Fused, gpu), [false; 2]);
+            }
+            assert_eq!(both(of(3, 0, 4), Path::Automatic, gpu), [true; 2]);
+        }
+    }
+
+    #[cfg(tch_extension_cuda)]
+    #[test]
+    fn the_structs_agree_with_the_c_side() {
+        use std::mem::{offset_of, size_of};
+
+        unsafe extern "C" {
+            /// Sizes and offsets as the C++ compiler sees them.
+            static tch_extension_lltm_cell_fused_forward_layout: [usize; 18];
+            static tch_extension_lltm_cell_fused_backward_layout: [usize; 21];
+        }
+        macro_rules! layout {
+            ($type:ty: $($field:ident),+) => { [size_of::<$type>(), $(offset_of!($type, $field)),+] };
+        }
+        let forward = layout!(Forward: batch, features, hidden, kind, vectors, input, input_stride, weight,
+            weight_stride, bias, h, h_stride, c, c_stride, new_h, new_c, activations);
+        let backward = layout!(Backward: batch, features, hidden, kind, reserved, grad_new_h, grad_new_c,
+            activations, new_c, input, input_stride, h, h_stride, weight, weight_stride, grad_input, grad_weight,
+            grad_bias, grad_h, grad_c);
+        // SAFETY: constants of these lengths in csrc/lltm_cell/fused.cu.
+        unsafe {
+            assert_eq!(forward, tch_extension_lltm_cell_fused_forward_layout);
+            assert_eq!(backward, tch_extension_lltm_cell_fused_backward_layout);
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! Each way of computing the cell, at all sizes: left to itself, it takes one at some and another at others.
+
+use super::*;
+use tch_extension::ops::{LltmCellPath, f_lltm_cell_by};
+use tch_extension::testing::cuda_or_skip;
+
+const PATHS: [LltmCellPath; 2] = [LltmCellPath::Product, LltmCellPath::Fused];
+
+fn by(path: LltmCellPath, arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+    let (x, w, b, h, c) = match arguments {
+        [x, w, b, h, c] => (x, w, Some(b), h, c),
+        [x, w, h, c] => (x, w, None, h, c),
+        _ => unreachable!("four or five arguments"),
+    };
+    let (new_h, new_c) = f_lltm_cell_by(path, x, w, b, (h, c))?;
+    Ok(vec![new_h, new_c])
+}
+
+/// On the CPU there is one way, which the other tests take.
+fn only_on_cuda(samples: fn(Kind, Device) -> Vec<Sample>) -> impl Fn(Kind, Device) -> Vec<Sample> {
+    move |kind, device| if device.is_cuda() { samples(kind, device) } else { Vec::new() }
+}
+
+/// Several tiles in each direction, and none of them full.
+fn ragged(kind: Kind, device: Device) -> Vec<Sample> {
+    // More than one piece of rows and of hidden columns, more than 256 columns of [h, x]; blocks of both tiles; one row;
+    // no features; sizes for vectors in some kinds and not in others.
+    let sizes = [[70, 9, 133], [130, 140, 260], [1, 5, 300], [33, 0, 31], [67, 12, 20], [40, 300, 4]];
+    let tables = [
+        SampleTable::empty(DIMS, with_row).with_sizes(&sizes).samples(kind, device),
+        SampleTable::empty(DIMS, without_bias).with_sizes(&sizes[..1]).samples(kind, device),
+    ];
+    large(kind, device)
+        .into_iter()
+        .chain(tables.into_iter().flat_map(|samples| samples.expect("samples")))
+        .collect()
+}
+
+fn on_each_path(test: &str, body: impl Fn(&Suite<'_>)) {
+    if cuda_or_skip(test).is_none() {
+        return;
+    }
+    for path in PATHS {
+        let fused = |arguments: &[Tensor]| by(path, arguments);
+        let (small, large) = (only_on_cuda(small), only_on_cuda(ragged));
+        body(&Suite { fused: &fused, small: &small, large: &large, ..suite() });
+    }
+}
+
+#[test]
+fn cuda_each_path_s_outputs_agree_with_the_reference() {
+    on_each_path("cuda_each_path_s_outputs_agree_with_the_reference", |suite| {
+        suite.forward_agrees_with_the_reference();
+    });
+}
+
+#[test]
+fn cuda_each_path_s_gradients_agree_with_the_reference() {
+    on_each_path("cuda_each_path_s_gradients_agree_with_the_reference", |suite| {
+        suite.gradients_agree_with_the_reference();
+    });
+}
+
+#[test]
+fn cuda_each_path_has_the_same_bits_with_and_without_a_graph() {
+    on_each_path("cuda_each_path_has_the_same_bits_with_and_without_a_graph", |suite| {
+        suite.with_and_without_a_graph_the_bits_are_the_same();
+    });
+}
+
+#[test]
+fn cuda_gradcheck_of_each_path() {
+    on_each_path("cuda_gradcheck_of_each_path", |suite| suite.gradcheck_of_every_small_sample());
+}
+
+#[test]
+fn cuda_conformance_of_each_path() {
+    on_each_path("cuda_conformance_of_each_path", |suite| {
+        let table = SampleTable::empty(DIMS, with_bias).with_sizes(&[[3, 4, 5], [2, 3, 8], [0, 4, 5]]);
+        suite.conformance_of(|kind, device| match device.is_cuda() {
+            true => table.samples(kind, device).expect("samples"),
+            false => Vec::new(),
+        });
+    });
+}
+
+/// Any of the gradients alone, and any left out: the backward's kernel does only what is asked for.
+#[test]
+fn cuda_each_path_s_gradients_are_the_same_whichever_are_asked_for() {
+    let test = "cuda_each_path_s_gradients_are_the_same_whichever_are_asked_for";
+    let Some(device) = cuda_or_skip(test) else { return };
+    let sample = one([70, 9, 133], Kind::Float, device);
+    for path in PATHS {
+        let gradients = |asked: &[bool; 5], used: &[usize]| {
+            let leaves: Vec<Tensor> = sample
+                .inputs
+                .iter()
+                .zip(asked)
+                .map(|(input, &asked)| input.detach().set_requires_grad(asked))
+                .collect();
+            let outputs = by(path, &leaves).expect("outputs");
+            let outputs: Vec<&Tensor> = used.iter().map(|&index| &outputs[index]).collect();
+            let vectors: Vec<Option<&Tensor>> =
+                used.iter().map(|&index| Some(&sample.inputs[3 + index])).collect();
+            let inputs: Vec<&Tensor> = leaves.iter().filter(|leaf| leaf.requires_grad()).collect();
+            let options = GradOptions { grad_outputs: &vectors, ..Default::default() };
+            let mut found = grad(&outputs, &inputs, &options).expect("gradients").into_vec().into_iter();
+            asked.map(|asked| asked.then(|| found.next().flatten().expect("a gradient")))
+        };
+        for used in [&[0, 1][..], &[0], &[1]] {
+            let all = gradients(&[true; 5], used);
+            for subset in 1..31_u32 {
+                let asked = std::array::from_fn(|place| subset >> place & 1 == 1);
+                for (some, all) in gradients(&asked, used).iter().zip(&all) {
+                    let (Some(some), Some(all)) = (some, all) else { continue };
+                    // libtorch's product of other sizes may add up in another order.
+                    match path {
+                        LltmCellPath::Fused => assert!(some.equal(all), "{asked:?} {used:?}"),
+                        _ => assert_close(some, all, 1e-5, 1e-5),
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,313 @@
+//! `cargo xtask plot FILE…`: the bench's JSON as pictures for the README.
+
+use anyhow::{Context, Result, anyhow, ensure};
+use plotters::prelude::*;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+
+/// Below this, in microseconds, launching decides, and a share of the floor says nothing.
+const LAUNCH_BOUND: f64 = 5.0;
+const BAR: u32 = 11;
+const HEIGHT: u32 = 430;
+/// In bars: the names of the providers stand right of them.
+const LEGEND: u32 = 13;
+
+/// One provider at one point.
+struct Row {
+    operator: String,
+    direction: String,
+    /// Kind and sizes.
+    point: String,
+    device: String,
+    provider: String,
+    wall: Option<f64>,
+    gpu: Option<f64>,
+    floor: Option<f64>,
+}
+
+impl Row {
+    fn new(row: &Value) -> Result<Self> {
+        let text = |name: &str| {
+            row[name].as_str().map(str::to_string).ok_or_else(|| anyhow!("a row has no `{name}`"))
+        };
+        let kind = match text("kind")?.as_str() {
+            "Float" => "f32".to_string(),
+            "Half" => "f16".to_string(),
+            "BFloat16" => "bf16".to_string(),
+            other => other.to_lowercase(),
+        };
+        Ok(Row {
+            operator: text("operator")?,
+            direction: text("direction")?,
+            point: format!("{kind} {}", text("point")?),
+            device: text("device")?,
+            provider: text("provider")?,
+            wall: row["wall_us"].as_f64(),
+            gpu: row["gpu_us"].as_f64(),
+            floor: row["floor_us"].as_f64(),
+        })
+    }
+
+    fn same_case(&self, other: &Row) -> bool {
+        (&self.operator, &self.direction, &self.point, &self.device)
+            == (&other.operator, &other.direction, &other.point, &other.device)
+    }
+}
+
+/// A picture: a group of bars for each point, a bar for each provider that has it.
+struct Chart {
+    name: String,
+    title: String,
+    unit: &'static str,
+    points: Vec<String>,
+    providers: Vec<String>,
+    /// (point, provider, value)
+    bars: Vec<(usize, usize, f64)>,
+}
+
+/// Draws what the files have, one picture for each operator, direction and device, into `folder`.
+pub fn run(files: &[PathBuf], folder: &Path) -> Result<Vec<PathBuf>> {
+    let (rows, machine) = read(files)?;
+    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    let mut written = Vec::new();
+    for chart in charts(&rows) {
+        let path = folder.join(format!("{}.svg", chart.name));
+        let picture = svg(&chart, &machine)?;
+        std::fs::write(&path, picture).with_context(|| format!("cannot write {}", path.display()))?;
+        written.push(path);
+    }
+    Ok(written)
+}
+
+/// The rows of all files, and the first one's machine. Each case's providers stand in the first file's order, ours
+/// last.
+fn read(files: &[PathBuf]) -> Result<(Vec<Row>, String)> {
+    let (mut rows, mut machine) = (Vec::new(), String::new());
+    for file in files {
+        let text =
+            std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
+        let json: Value =
+            serde_json::from_str(&text).with_context(|| format!("{} is no JSON", file.display()))?;
+        let found = json["rows"].as_array().with_context(|| format!("{} has no `rows`", file.display()))?;
+        let found = found.iter().map(Row::new).collect::<Result<Vec<_>>>();
+        rows.extend(found.with_context(|| format!("in {}", file.display()))?);
+        if machine.is_empty() {
+            let known = ["gpu", "cpu", "libtorch", "commit", "date"].map(|name| json[name].as_str());
+            machine = known.into_iter().flatten().collect::<Vec<_>>().join(", ");
+        }
+    }
+    ensure!(!rows.is_empty(), "no rows in {files:?}: expected the bench.json of `cargo xtask bench`");
+    Ok((rows, machine))
+}
+
+fn charts(rows: &[Row]) -> Vec<Chart> {
+    let mut groups: Vec<Vec<&Row>> = Vec::new();
+    for row in rows {
+        let place = |row: &Row| (row.operator.clone(), row.direction.clone(), row.device.clone());
+        match groups.iter_mut().find(|group| place(group[0]) == place(row)) {
+            Some(group) => group.push(row),
+            None => groups.push(vec![row]),
+        }
+    }
+    groups.iter().flat_map(|rows| [share_of_floor(rows), speed(rows)]).flatten().collect()
+}
+
+/// What the GPU does with its time, of the points that are large enough.
+fn share_of_floor(rows: &[&Row]) -> Option<Chart> {
+    // Rivals from another file have no floor of their own.
+    let floor = |row: &Row| rows.iter().filter(|other| other.same_case(row)).find_map(|other| other.floor);
+    let value = |row: &Row| {
+        let floor = floor(row).filter(|floor| *floor >= LAUNCH_BOUND)?;
+        row.gpu.map(|gpu| 100.0 * floor / gpu)
+    };
+    chart(rows, "gpu", "GPU time: share of the floor", "% of the floor", value)
+}
+
+/// What a loop sees, beside the composite.
+fn speed(rows: &[&Row]) -> Option<Chart> {
+    let composite =
+        |row: &Row| rows.iter().find(|other| other.same_case(row) && other.provider == "composite")?.wall;
+    let value = |row: &Row| Some(composite(row)? / row.wall?);
+    chart(rows, "speed", "calls in a row: speed", "times the composite's speed", value)
+}
+
+fn chart(
+    rows: &[&Row],
+    name: &str,
+    what: &str,
+    unit: &'static str,
+    value: impl Fn(&Row) -> Option<f64>,
+) -> Option<Chart> {
+    let first = rows.first()?;
+    let (operator, direction, device) = (&first.operator, &first.direction, &first.device);
+    let mut chart = Chart {
+        name: format!("{operator}-{}-{device}-{name}", direction.replace('+', "-")),
+        title: format!("{operator}, {direction}, {device}, {what}"),
+        unit,
+        points: Vec::new(),
+        providers: Vec::new(),
+        bars: Vec::new(),
+    };
+    for row in rows {
+        if let Some(value) = value(row) {
+            let bar =
+                (place_of(&mut chart.points, &row.point), place_of(&mut chart.providers, &row.provider));
+            chart.bars.push((bar.0, bar.1, value));
+        }
+    }
+    ours_last(&mut chart);
+    (!chart.bars.is_empty()).then_some(chart)
+}
+
+/// Where the name stands, after adding it if it is new.
+fn place_of(names: &mut Vec<String>, name: &str) -> usize {
+    names.iter().position(|known| known == name).unwrap_or_else(|| {
+        names.push(name.to_string());
+        names.len() - 1
+    })
+}
+
+fn ours_last(chart: &mut Chart) {
+    let Some(ours) = chart.providers.iter().position(|name| name == "fused") else { return };
+    let last = chart.providers.len() - 1;
+    let moved = chart.providers.remove(ours);
+    chart.providers.push(moved);
+    for (_, provider, _) in &mut chart.bars {
+        *provider = match *provider {
+            provider if provider == ours => last,
+            provider if provider > ours => provider - 1,
+            provider => provider,
+        };
+    }
+}
+
+fn color(chart: &Chart, provider: usize) -> RGBColor {
+    const RIVALS: [RGBColor; 5] = [
+        RGBColor(190, 190, 190),
+        RGBColor(120, 144, 170),
+        RGBColor(86, 108, 140),
+        RGBColor(150, 120, 160),
+        RGBColor(110, 150, 120),
+    ];
+    match chart.providers[provider] == "fused" {
+        true => RGBColor(230, 110, 30),
+        false => RIVALS[provider % RIVALS.len()],
+    }
+}
+
+fn svg(chart: &Chart, machine: &str) -> Result<String> {
+    let bars = chart.providers.len() as u32 + 1;
+    let size = (((chart.points.len() as u32 * bars + LEGEND) * BAR + 80).max(560), HEIGHT);
+    let mut picture = String::new();
+    draw(&mut picture, size, chart, machine)
+        .map_err(|error| anyhow!("cannot draw {}: {error}", chart.name))?;
+    Ok(picture)
+}
+
+type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
+
+fn draw(picture: &mut String, size: (u32, u32), chart: &Chart, machine: &str) -> Drawn {
+    let area = SVGBackend::with_string(picture, size).into_drawing_area();
+    area.fill(&WHITE)?;
+    area.draw(&Text::new(machine.to_string(), (14, HEIGHT as i32 - 18), ("sans-serif", 11).into_font()))?;
+    let group = chart.providers.len() + 1;
+    let top = chart.bars.iter().map(|(_, _, value)| *value).fold(1.0, f64::max) * 1.05;
+    let mut context = ChartBuilder::on(&area)
+        .caption(&chart.title, ("sans-serif", 16))
+        .margin(12)
+        .margin_bottom(24)
+        .x_label_area_size(104)
+        .y_label_area_size(56)
+        .build_cartesian_2d(0.0..(chart.points.len() * group) as f64 + f64::from(LEGEND), 0.0..top)?;
+    context
+        .configure_mesh()
+        .disable_x_mesh()
+        .disable_x_axis()
+        .light_line_style(TRANSPARENT)
+        .y_desc(chart.unit)
+        .draw()?;
+    for (provider, name) in chart.providers.iter().enumerate() {
+        let style = color(chart, provider).filled();
+        let bars = chart.bars.iter().filter(|bar| bar.1 == provider).map(|&(point, _, value)| {
+            let left = (point * group + provider) as f64 + 0.5;
+            Rectangle::new([(left, 0.0), (left + 0.9, value)], style)
+        });
+        let legend = move |(x, y)| Rectangle::new([(x, y - 5), (x + 10, y + 5)], style);
+        context.draw_series(bars)?.label(name).legend(legend);
+    }
+    for (point, name) in chart.points.iter().enumerate() {
+        let (x, y) = context.backend_coord(&(((point * group) as f64) + group as f64 / 2.0, 0.0));
+        let font = ("sans-serif", 11).into_font().transform(FontTransform::Rotate90);
+        area.draw(&Text::new(name.clone(), (x + 5, y + 6), font))?;
+    }
+    context
+        .configure_series_labels()
+        .position(SeriesLabelPosition::UpperRight)
+        .background_style(WHITE.mix(0.85))
+        .draw()?;
+    area.present()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(provider: &str, wall: f64, gpu: f64, floor: Option<f64>) -> Value {
+        serde_json::json!({
+            "operator": "layer_norm", "direction": "forward", "point": "(8192, 1024)", "kind": "Float",
+            "device": "cuda", "provider": provider, "wall_us": wall, "gpu_us": gpu, "floor_us": floor,
+        })
+    }
+
+    #[test]
+    fn charts_have_rivals_of_other_files_and_ours_last() {
+        let rows = [
+            row("composite", 80.0, 60.0, Some(15.0)),
+            row("fused", 20.0, 16.0, Some(15.0)),
+            // As rivals.py writes it.
+            row("Liger", 0.0, 30.0, None),
+        ];
+        let rows: Vec<Row> = rows.iter().map(|row| Row::new(row).unwrap()).collect();
+        let charts = charts(&rows);
+        assert_eq!(charts[0].name, "layer_norm-forward-cuda-gpu");
+        assert_eq!(charts[0].points, ["f32 (8192, 1024)"]);
+        assert_eq!(charts[0].providers, ["composite", "Liger", "fused"]);
+        let value = |chart: &Chart, name: &str| {
+            let place = chart.providers.iter().position(|provider| provider == name).unwrap();
+            chart.bars.iter().find(|bar| bar.1 == place).unwrap().2
+        };
+        assert_eq!(value(&charts[0], "composite"), 25.0);
+        assert_eq!(value(&charts[0], "Liger"), 50.0);
+        assert_eq!(value(&charts[0], "fused"), 93.75);
+        assert_eq!(charts[1].name, "layer_norm-forward-cuda-speed");
+        assert_eq!(value(&charts[1], "fused"), 4.0);
+        let picture = svg(&charts[0], "a GPU").unwrap();
+        assert!(picture.contains("a GPU") && picture.contains("f32 (8192, 1024)"), "{picture}");
+    }
+
+    #[test]
+    fn points_that_launching_decides_have_no_share() {
+        let rows = [row("composite", 9.0, 9.0, Some(0.5)), row("fused", 3.0, 3.0, Some(0.5))];
+        let rows: Vec<Row> = rows.iter().map(|row| Row::new(row).unwrap()).collect();
+        let names: Vec<String> = charts(&rows).into_iter().map(|chart| chart.name).collect();
+        assert_eq!(names, ["layer_norm-forward-cuda-speed"]);
+    }
+
+    #[test]
+    fn what_is_no_bench_is_refused() {
+        let folder = std::env::temp_dir().join(format!("tch-extension-plot-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        for (text, says) in [
+            ("{\"rows\": []}", "no rows in"),
+            ("{}", "has no `rows`"),
+            ("[", "is no JSON"),
+            ("{\"rows\": [{}]}", "in "),
+        ] {
+            let file = folder.join("bench.json");
+            std::fs::write(&file, text).unwrap();
+            let error = run(&[file], &folder).unwrap_err().to_string();
+            assert!(error.contains(says), "{text}: {error}");
+        }
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+}
