@@ -7,37 +7,6 @@
 namespace tch_extension {
 namespace {
 
-// Adds the threads' sums over rows up and writes the block's part. Threads whose numbers differ by a multiple
-// of the team have the same columns; these are added in a fixed order.
-template <typename T, int kLanes, int kVectors>
-__device__ __forceinline__ void write_part(const Values<T, kLanes> (&sums)[kVectors], void* parts,
-                                           int64_t columns, int team, Compute<T>* buffer) {
-  using C = Compute<T>;
-  const int thread = thread_of_team(team);
-  const int vectors = static_cast<int>(columns / kLanes);
-  // Neighbouring teams are added within their warp.
-  const int stride = team < kWarp ? kWarp : team;
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    // The same for all threads: whoever skips a barrier here, all skip it.
-    if (v * team >= vectors) break;
-    const int index = v * team + thread;
-#pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) {
-      C sum = sums[v].lane[lane];
-      for (int offset = team; offset < kWarp; offset *= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
-      __syncthreads();
-      buffer[threadIdx.x] = sum;
-      __syncthreads();
-      if (threadIdx.x < team && index < vectors) {
-        C total(0);
-        for (int from = threadIdx.x; from < blockDim.x; from += stride) total += buffer[from];
-        static_cast<C*>(parts)[blockIdx.x * columns + static_cast<int64_t>(index) * kLanes + lane] = total;
-      }
-    }
-  }
-}
-
 // kInput, kParameters: which gradients are asked for.
 template <typename T, int kLanes, bool kWithinWarp, bool kInput, bool kParameters>
 __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers(LayerNormBackward params) {
@@ -51,11 +20,11 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers
   const int vectors = static_cast<int>(params.columns / kLanes);
   const bool has_moments = params.mean != nullptr;
 
-  Values<T, kLanes> weight_sums[kVectors], bias_sums[kVectors];
+  C weight_sums[kVectors][kLanes], bias_sums[kVectors][kLanes];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) weight_sums[v].lane[lane] = bias_sums[v].lane[lane] = C(0);
+    for (int lane = 0; lane < kLanes; ++lane) weight_sums[v][lane] = bias_sums[v][lane] = C(0);
   }
 
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams; first < params.rows;
@@ -92,8 +61,8 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers
         if constexpr (kParameters) {
 #pragma unroll
           for (int lane = 0; lane < kLanes; ++lane) {
-            if (has_moments) weight_sums[v].lane[lane] += grad[v].lane[lane] * normal[v].lane[lane];
-            bias_sums[v].lane[lane] += grad[v].lane[lane];
+            if (has_moments) weight_sums[v][lane] += grad[v].lane[lane] * normal[v].lane[lane];
+            bias_sums[v][lane] += grad[v].lane[lane];
           }
         }
         if constexpr (kInput) {
@@ -127,12 +96,13 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers
   }
 
   if constexpr (kParameters) {
-    __shared__ C by_thread[kMostThreads];
+    __shared__ __align__(16) C sums[kMostThreads * kBackwardValues<T>];
+    const int64_t from = blockIdx.x * params.columns;
     if (params.weight_parts != nullptr) {
-      write_part<T, kLanes, kVectors>(weight_sums, params.weight_parts, params.columns, team, by_thread);
+      write_block_part(weight_sums, static_cast<C*>(params.weight_parts) + from, vectors, team, sums);
     }
     if (params.bias_parts != nullptr) {
-      write_part<T, kLanes, kVectors>(bias_sums, params.bias_parts, params.columns, team, by_thread);
+      write_block_part(bias_sums, static_cast<C*>(params.bias_parts) + from, vectors, team, sums);
     }
   }
 }

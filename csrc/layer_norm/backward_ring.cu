@@ -81,18 +81,6 @@ __device__ __forceinline__ Pair<C> cluster_sum(Pair<C> sum, int cluster, int ran
   return warp_sum(total, kWarp);
 }
 
-template <typename C, int kLanes>
-__device__ __forceinline__ void store_sums(C* to, const C (&sums)[kLanes]) {
-  constexpr int kTogether = kLanesOf16Bytes<C>;
-#pragma unroll
-  for (int first = 0; first < kLanes; first += kTogether) {
-    Vector<C, kTogether> vector;
-#pragma unroll
-    for (int lane = 0; lane < kTogether; ++lane) vector.lane[lane] = sums[first + lane];
-    *reinterpret_cast<Vector<C, kTogether>*>(to + first) = vector;
-  }
-}
-
 enum class Team { kWithinWarp, kBlock, kCluster };
 
 // What a block has of the rows: where it is, and where its rows are.
@@ -120,29 +108,6 @@ __device__ __forceinline__ Share share_of_block(const LayerNormBackward& params)
   share.start = share.part * teams;
   share.step = static_cast<int64_t>(gridDim.x / cluster) * teams;
   return share;
-}
-
-// Adds the teams' sums over rows up and writes the block's part. `buffer` has room for a thread's sums of
-// each thread.
-template <typename C, int kVectors, int kLanes>
-__device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLanes], C* part, int vectors,
-                                                 int team, C* buffer) {
-  const int thread = thread_of_team(team), teams = teams_of_block(team);
-  C* to = teams == 1 ? part : buffer + team_of_block(team) * vectors * kLanes;
-  if (teams > 1) __syncthreads();
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    const int index = v * team + thread;
-    if (index < vectors) store_sums<C, kLanes>(to + index * kLanes, sums[v]);
-  }
-  if (teams == 1) return;
-  __syncthreads();
-  for (int column = threadIdx.x; column < vectors * kLanes; column += blockDim.x) {
-    C total(0);
-#pragma unroll 8
-    for (int each = 0; each < teams; ++each) total += buffer[each * vectors * kLanes + column];
-    part[column] = total;
-  }
 }
 
 // kParameters: whether weight or bias want gradients.

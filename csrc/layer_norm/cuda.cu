@@ -8,7 +8,9 @@ namespace tch_extension {
 namespace {
 
 // Adds up the parts: 32 columns a block, 16 threads a column. blockIdx.y is 0 for the weight, 1 for the bias.
+// A thread loads several parts at once: one after the other they would take as long as rows do.
 constexpr int kGroups = 16;
+constexpr int kAtOnce = 8;
 
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kGroups) layer_norm_finish(LayerNormBackward params) {
@@ -28,9 +30,16 @@ __global__ void __launch_bounds__(kWarp* kGroups) layer_norm_finish(LayerNormBac
     const int64_t column = first + threadIdx.x;
     C sum(0);
     if (column < params.columns) {
-#pragma unroll 8
-      for (int64_t part = threadIdx.y; part < params.parts; part += kGroups) {
-        sum += static_cast<const C*>(parts)[part * params.columns + column];
+      const C* column_of_parts = static_cast<const C*>(parts) + column;
+      for (int64_t part = threadIdx.y; part < params.parts; part += kGroups * kAtOnce) {
+        C each[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int64_t at = part + i * kGroups;
+          each[i] = at < params.parts ? column_of_parts[at * params.columns] : C(0);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) sum += each[i];
       }
     }
     sums[threadIdx.y][threadIdx.x] = sum;

@@ -81,12 +81,20 @@ __device__ __forceinline__ void keep_moments(const LayerNormForward& params, int
 }
 
 // `centred` is x - mean.
-template <typename T, int kLanes>
+// The parameters at a column; kThere: they are there for certain.
+template <typename T, int kLanes, bool kThere>
+__device__ __forceinline__ Values<T, kLanes> load_parameter(const void* pointer, int64_t at,
+                                                            Compute<T> otherwise) {
+  if constexpr (kThere) return unpack<T, kLanes>(load_vector<T, kLanes>(pointer, at));
+  return load_or<T, kLanes>(pointer, at, otherwise);
+}
+
+template <typename T, int kLanes, bool kAffine>
 __device__ __forceinline__ void write_normal(const LayerNormForward& params, int64_t row_at, int64_t column,
                                              const Values<T, kLanes>& centred,
                                              const Moments<Compute<T>>& moments) {
-  const auto weight = load_or<T, kLanes>(params.weight, column, Compute<T>(1));
-  const auto bias = load_or<T, kLanes>(params.bias, column, Compute<T>(0));
+  const auto weight = load_parameter<T, kLanes, kAffine>(params.weight, column, Compute<T>(1));
+  const auto bias = load_parameter<T, kLanes, kAffine>(params.bias, column, Compute<T>(0));
   Values<T, kLanes> y;
 #pragma unroll
   for (int lane = 0; lane < kLanes; ++lane) {
@@ -96,14 +104,29 @@ __device__ __forceinline__ void write_normal(const LayerNormForward& params, int
   store_values<T, kLanes>(params.output, row_at + column, y);
 }
 
-// Two of the largest blocks at a time, 64 registers a thread, where that is enough.
-template <typename T, int kLanes, int kKept>
-constexpr int kBlocksAtATime = kLanes == 1 || sizeof(T) == 8 || kKept / sizeof(T) > 32 ? 1 : 2;
+// Kernels for any team of a part of a warp, or of warps; others are for one size of team, and for a weight
+// and a bias: what does not change from launch to launch costs no instructions.
+constexpr int kAnyPartOfWarp = 0;
+constexpr int kAnyWarps = -1;
+
+template <int kTeam>
+constexpr bool kWithinWarp = kTeam >= 0 && kTeam <= kWarp;
+
+// So many threads a block has at most.
+template <int kTeam>
+constexpr int kThreadsOfBlock = kTeam <= 0          ? kMostThreads
+                                : kTeam < 2 * kWarp ? 2 * kWarp
+                                                    : kTeam;
+
+// As many blocks at a time as leave 64 registers a thread, where those are enough.
+template <typename T, int kLanes, int kKept, int kTeam>
+constexpr int kBlocksAtATime =
+    kLanes == 1 || sizeof(T) == 8 || kKept / sizeof(T) > 32 ? 1 : 1024 / kThreadsOfBlock<kTeam>;
 
 // The sum of the team's threads, and the first thread's `first`.
-template <bool kWithinWarp, typename C>
+template <bool kPartOfWarp, typename C>
 __device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, int team, Pair<C>* buffer, int& turn) {
-  if constexpr (kWithinWarp) {
+  if constexpr (kPartOfWarp) {
 #pragma unroll
     for (int offset = kWarp / 2; offset > 0; offset /= 2) {
       if (offset < team) sum += __shfl_xor_sync(kAllLanes, sum, offset);
@@ -115,14 +138,14 @@ __device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, int team, Pair<
 }
 
 // A team does one row. A thread keeps kKept bytes.
-template <typename T, int kLanes, int kKept, bool kWithinWarp>
-__global__ void __launch_bounds__(kMostThreads, kBlocksAtATime<T, kLanes, kKept>)
+template <typename T, int kLanes, int kKept, int kTeam>
+__global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLanes, kKept, kTeam>))
     layer_norm_forward_in_registers(LayerNormForward params) {
   using C = Compute<T>;
   constexpr int kVectors = kKept / sizeof(T) / kLanes;
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
   int turn = 0;
-  const int team = params.plan.team;
+  const int team = kTeam > 0 ? kTeam : params.plan.team;
   const int thread = thread_of_team(team);
   const int64_t row = static_cast<int64_t>(blockIdx.x) * teams_of_block(team) + team_of_block(team);
   const int64_t at = row * params.columns;
@@ -147,7 +170,7 @@ __global__ void __launch_bounds__(kMostThreads, kBlocksAtATime<T, kLanes, kKept>
       for (int lane = 0; lane < kLanes; ++lane) sum += x[v].lane[lane] * scales.scale;
     }
   }
-  const Pair<C> sum_of_row = sum_and_first<kWithinWarp>(sum, first, team, buffer, turn);
+  const Pair<C> sum_of_row = sum_and_first<kWithinWarp<kTeam>>(sum, first, team, buffer, turn);
   const C mean = pivot<C>(sum_of_row.first * scales.unscale, sum_of_row.second);
 
   // x - mean takes the place of x.
@@ -164,13 +187,13 @@ __global__ void __launch_bounds__(kMostThreads, kBlocksAtATime<T, kLanes, kKept>
       }
     }
   }
-  centred = team_sum<kWithinWarp>(centred, team, buffer, turn);
+  centred = team_sum<kWithinWarp<kTeam>>(centred, team, buffer, turn);
   const auto moments = moments_from<C>(mean, centred, scales, params.eps);
 
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int index = v * team + thread;
-    if (index < vectors) write_normal<T, kLanes>(params, at, index * kLanes, x[v], moments);
+    if (index < vectors) write_normal<T, kLanes, (kTeam > 0)>(params, at, index * kLanes, x[v], moments);
   }
   if (thread == 0 && row < params.rows) keep_moments(params, row, moments);
 }
@@ -224,7 +247,7 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_forward_in_passes(Lay
       auto x = load_values<T, kLanes>(params.input, at + index * kLanes);
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) x.lane[lane] -= mean;
-      write_normal<T, kLanes>(params, at, index * kLanes, x, moments);
+      write_normal<T, kLanes, false>(params, at, index * kLanes, x, moments);
     }
     if (threadIdx.x == 0) keep_moments(params, row, moments);
   }
@@ -262,17 +285,43 @@ bool start(const LayerNormForward& params, cudaStream_t stream) {
   }
   if constexpr (kLanes > 1) {
     if (kept > plan.team * int64_t{kBytes}) {
-      start_kernel(layer_norm_forward_in_registers<T, kLanes, 2 * kBytes, false>);
+      start_kernel(layer_norm_forward_in_registers<T, kLanes, 2 * kBytes, kAnyWarps>);
       return true;
     }
-    if (plan.team <= kWarp && kept <= plan.team * int64_t{kBytes / 2}) {
-      start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes / 2, true>);
-      return true;
+    const bool affine = params.weight != nullptr && params.bias != nullptr;
+    if (affine && plan.threads == (plan.team < 2 * kWarp ? 2 * kWarp : plan.team)) {
+      const bool half = kept <= plan.team * int64_t{kBytes / 2};
+      switch (plan.team) {
+        case 8:
+          start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, 8>);
+          return true;
+        case 16:
+          start_kernel(half ? layer_norm_forward_in_registers<T, kLanes, kBytes / 2, 16>
+                            : layer_norm_forward_in_registers<T, kLanes, kBytes, 16>);
+          return true;
+        case 32:
+          start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, 32>);
+          return true;
+        case 64:
+          start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, 64>);
+          return true;
+        case 128:
+          start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, 128>);
+          return true;
+        case 256:
+          start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, 256>);
+          return true;
+        case 512:
+          start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, 512>);
+          return true;
+        default:
+          break;
+      }
     }
   }
   constexpr int kKept = kLanes == 1 ? kBytesOfSingles<T> : kBytes;
-  plan.team <= kWarp ? start_kernel(layer_norm_forward_in_registers<T, kLanes, kKept, true>)
-                     : start_kernel(layer_norm_forward_in_registers<T, kLanes, kKept, false>);
+  plan.team <= kWarp ? start_kernel(layer_norm_forward_in_registers<T, kLanes, kKept, kAnyPartOfWarp>)
+                     : start_kernel(layer_norm_forward_in_registers<T, kLanes, kKept, kAnyWarps>);
   return true;
 }
 

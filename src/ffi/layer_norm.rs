@@ -90,12 +90,13 @@ impl Rows {
         }
     }
 
-    /// The same row over more threads, where there are too few rows to fill the GPU otherwise.
-    fn widened(&self, team: i64, loads: i64) -> i64 {
-        let fills =
-            |team: i64| self.rows.saturating_mul(team) >= i64::from(self.gpu.processors) * MOST_THREADS;
+    /// The same row over more threads, where there would be fewer than `threads` in all otherwise.
+    fn widened(&self, team: i64, loads: i64, threads: i64) -> i64 {
         let mut team = team;
-        while self.path == Path::Automatic && team < loads.min(MOST_THREADS) && !fills(team) {
+        while self.path == Path::Automatic
+            && team < loads.min(MOST_THREADS)
+            && self.rows.saturating_mul(team) < threads
+        {
             team *= 2;
         }
         team
@@ -111,7 +112,10 @@ impl Rows {
                 // Twice as much of a row a thread, in the largest block.
                 Some(MOST_THREADS).filter(|threads| loads <= threads * 2 * each)
             }
-            team => team.map(|team| self.widened(team, loads)),
+            team => {
+                let all = i64::from(self.gpu.processors) * MOST_THREADS;
+                team.map(|team| self.widened(team, loads, all))
+            }
         };
         let plan = Plan::new(lanes, team);
         // Small blocks: a new one starts as soon as one row is done.
@@ -131,7 +135,12 @@ impl Rows {
             return direct;
         }
         let ring = match team {
-            Some(team) => Plan { threads: self.threads_of_ring(team) as i32, ..plan },
+            Some(team) => {
+                // Few rows: no block has two of them.
+                let few = 2 * self.rows <= i64::from(self.gpu.processors);
+                let team = if few { self.widened(team, loads, i64::MAX) } else { team };
+                Plan { team: team as i32, threads: self.threads_of_ring(team) as i32, ..plan }
+            }
             None => match self.cluster(loads, each) {
                 Some(plan) => plan,
                 None => return direct,
