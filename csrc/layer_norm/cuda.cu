@@ -8,9 +8,7 @@ namespace tch_extension {
 namespace {
 
 // Adds up the parts: 32 columns a block, 16 threads a column. blockIdx.y is 0 for the weight, 1 for the bias.
-// A thread loads several parts at once: one after the other they would take as long as rows do.
 constexpr int kGroups = 16;
-constexpr int kAtOnce = 8;
 
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kGroups) layer_norm_finish(LayerNormBackward params) {
@@ -30,25 +28,24 @@ __global__ void __launch_bounds__(kWarp* kGroups) layer_norm_finish(LayerNormBac
     const int64_t column = first + threadIdx.x;
     C sum(0);
     if (column < params.columns) {
-      const C* column_of_parts = static_cast<const C*>(parts) + column;
-      for (int64_t part = threadIdx.y; part < params.parts; part += kGroups * kAtOnce) {
-        C each[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const int64_t at = part + i * kGroups;
-          each[i] = at < params.parts ? column_of_parts[at * params.columns] : C(0);
-        }
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) sum += each[i];
+#pragma unroll 8
+      for (int64_t part = threadIdx.y; part < params.parts; part += kGroups) {
+        sum += static_cast<const C*>(parts)[part * params.columns + column];
       }
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y == 0 && column < params.columns) {
-      C total(0);
+      // As a tree: the shorter the sums, the less is lost.
+      C total[kGroups];
 #pragma unroll
-      for (int group = 0; group < kGroups; ++group) total += sums[group][threadIdx.x];
-      static_cast<T*>(result)[column] = static_cast<T>(total);
+      for (int group = 0; group < kGroups; ++group) total[group] = sums[group][threadIdx.x];
+#pragma unroll
+      for (int half = kGroups / 2; half > 0; half /= 2) {
+#pragma unroll
+        for (int group = 0; group < half; ++group) total[group] += total[group + half];
+      }
+      static_cast<T*>(result)[column] = static_cast<T>(total[0]);
     }
     __syncthreads();
   }

@@ -136,8 +136,8 @@ impl Rows {
         }
         let ring = match team {
             Some(team) => {
-                // Few rows: no block has two of them.
-                let few = 2 * self.rows <= i64::from(self.gpu.processors);
+                // So few rows that a block for each is no loss.
+                let few = 8 * self.rows <= i64::from(self.gpu.processors);
                 let team = if few { self.widened(team, loads, i64::MAX) } else { team };
                 Plan { team: team as i32, threads: self.threads_of_ring(team) as i32, ..plan }
             }
