@@ -42,10 +42,21 @@ __device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLane
   if (teams == 1) return;
   __syncthreads();
   for (int column = threadIdx.x; column < vectors * kLanes; column += blockDim.x) {
-    C total(0);
-#pragma unroll 8
-    for (int each = 0; each < teams; ++each) total += buffer[each * vectors * kLanes + column];
-    part[column] = total;
+    // Eight sums, then a tree of them: the shorter the sums, the less is lost. `teams` is a power of two.
+    constexpr int kSums = 8;
+    C total[kSums] = {};
+    for (int first = 0; first < teams; first += kSums) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        if (first + i < teams) total[i] += buffer[(first + i) * vectors * kLanes + column];
+      }
+    }
+#pragma unroll
+    for (int half = kSums / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int i = 0; i < half; ++i) total[i] += total[i + half];
+    }
+    part[column] = total[0];
   }
 }
 
