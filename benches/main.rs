@@ -1,5 +1,5 @@
 //! `cargo xtask bench [WORD…]`: each operator against what a user would call instead, as a table and as JSON;
-//! with words, the cases that have all of them in their titles.
+//! with words, the cases that have all of them in their titles. `cargo xtask bench sweep`: layer_norm over a grid of sizes.
 //!
 //! `cargo bench --profile dev` has criterion's statistics, one provider after the other, and those of the bridge and the dispatcher.
 
@@ -8,6 +8,7 @@ mod clock;
 mod common;
 mod floor;
 mod layer_norm;
+mod layer_norm_sweep;
 mod library;
 mod linear;
 mod lltm_cell;
@@ -26,6 +27,9 @@ fn main() {
     // Cargo adds `--bench`. Whatever does not begin with `table` is for criterion, which reads the command line itself.
     let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
     match &arguments[..] {
+        [first, second, words @ ..] if first == "table" && second == "sweep" => {
+            layer_norm_sweep::run(words).expect("a GPU that can be measured");
+        }
         [first, words @ ..] if first == "table" => table(words),
         _ => criterion_statistics(),
     }

@@ -340,11 +340,15 @@ TCH_EXTENSION_CPU_KERNEL(tch_extension_layer_norm_finish, layer_norm_finish, Lay
 #include <cstddef>
 
 // For the test that compares these structs with their Rust mirrors.
-extern "C" const size_t tch_extension_layer_norm_layout[35] = {
+extern "C" const size_t tch_extension_layer_norm_layout[39] = {
     sizeof(LayerNormPlan),
     offsetof(LayerNormPlan, in_registers),
     offsetof(LayerNormPlan, vectors),
     offsetof(LayerNormPlan, team),
+    offsetof(LayerNormPlan, threads),
+    offsetof(LayerNormPlan, cluster),
+    offsetof(LayerNormPlan, stages),
+    offsetof(LayerNormPlan, early_finish),
     offsetof(LayerNormPlan, reserved),
     sizeof(LayerNormForward),
     offsetof(LayerNormForward, rows),

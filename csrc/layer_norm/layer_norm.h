@@ -12,12 +12,23 @@
 
 #include "tch_extension/kind.h"
 
-// How a row is spread over threads on CUDA; chosen in src/ffi/layer_norm.rs. The CPU looks at none of it.
+// How rows are spread over threads on CUDA; chosen in src/ffi/layer_norm.rs. The CPU looks at none of it.
 struct LayerNormPlan {
   int32_t in_registers;  // whether a row is read once and kept, or read again for each pass
   int32_t vectors;       // whether 16 bytes are loaded at a time: sizes and addresses allow it
-  int32_t team;          // threads of a row: a power of two; those of a block when not in registers
+  int32_t team;     // threads of a row, or of a block's part of it: a power of two; the block, for passes
+  int32_t threads;  // of a block: several teams, or one
+  int32_t cluster;  // blocks that share a row; 1 but for long ones
+  int32_t stages;   // rows that a team has under way to shared memory; 0 where it loads to its registers
+  int32_t early_finish;  // whether the kernel that adds up the parts may be started before its turn
   int32_t reserved;
+};
+
+// What plans ask of a GPU.
+struct LayerNormDevice {
+  int32_t processors;
+  int32_t shared_memory;  // bytes of a block, at most
+  int32_t clusters;       // whether blocks can share a row, and a kernel be started before its turn
 };
 
 struct LayerNormForward {

@@ -40,7 +40,8 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// in libtorch.) A row with an infinity or NaN is NaN throughout; where only the variance overflows, it is zeros and
 /// the bias.
 ///
-/// The input is read and the output written once, up to N = 8192 (`Double`: 4096) on CUDA; the backward reads input
+/// On CUDA the input is read and the output written once up to rows of 64 KiB (16 KiB of the half kinds and 32 of `Float`
+/// where 16-byte loads are impossible, for odd N or misaligned tensors); the backward reads input
 /// and incoming gradient once, and keeps two numbers a row beside the inputs.
 ///
 /// Equivalent to:

@@ -46,8 +46,10 @@ const CASES: [Case; 6] = [
 
 /// Every way through the kernels.
 fn all_paths() -> impl Iterator<Item = Case> {
-    use LayerNormPath::{Block, Loop, Warp};
-    [Warp, Block, Loop].into_iter().flat_map(|path| [Case { path, ..AFFINE }, Case { path, ..PLAIN }])
+    use LayerNormPath::{Block, Cluster, Direct, Loop, Warp};
+    [Warp, Block, Cluster, Direct, Loop]
+        .into_iter()
+        .flat_map(|path| [Case { path, ..AFFINE }, Case { path, ..PLAIN }])
 }
 
 impl Case {

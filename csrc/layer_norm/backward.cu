@@ -1,0 +1,265 @@
+// The backward where rows go straight to registers: arrays that no 16-byte loads can read, GPUs with little
+// shared memory; and that of rows beyond any block's registers, which are read again for each pass. What
+// suits most is in backward_ring.cu.
+
+#include "backward.h"
+
+namespace tch_extension {
+namespace {
+
+// kInput, kParameters: which gradients are asked for.
+template <typename T, int kLanes, bool kWithinWarp, bool kInput, bool kParameters>
+__global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers(LayerNormBackward params) {
+  using C = Compute<T>;
+  constexpr int kVectors = kBackwardValues<T> / kLanes;
+  __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
+  int turn = 0;
+  const int team = params.plan.team;
+  const int teams = teams_of_block(team);
+  const int thread = thread_of_team(team);
+  const int vectors = static_cast<int>(params.columns / kLanes);
+  const bool has_moments = params.mean != nullptr;
+
+  C weight_sums[kVectors][kLanes], bias_sums[kVectors][kLanes];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) weight_sums[v][lane] = bias_sums[v][lane] = C(0);
+  }
+
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams; first < params.rows;
+       first += static_cast<int64_t>(gridDim.x) * teams) {
+    const int64_t row = first + team_of_block(team);
+    const int64_t at = row * params.columns;
+    const int mine = row < params.rows ? vectors : 0;
+    Pair<C> moments = {C(0), C(0)};
+    if (row < params.rows) moments = kept_moments<C>(params, row);
+    const C rstd = moments.second;
+
+    // x̂ takes the place of x, and the gradient times the weight that of the gradient.
+    Values<T, kLanes> normal[kVectors], grad[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int index = v * team + thread;
+      if (index < mine) {
+        const int64_t column = static_cast<int64_t>(index) * kLanes;
+        grad[v] = load_values<T, kLanes>(params.grad_output, at + column);
+        if (has_moments) normal[v] = load_values<T, kLanes>(params.input, at + column);
+      }
+    }
+    Pair<C> sum = {C(0), C(0)};
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int index = v * team + thread;
+      if (index < mine) {
+        if (has_moments) {
+#pragma unroll
+          for (int lane = 0; lane < kLanes; ++lane) {
+            normal[v].lane[lane] = (normal[v].lane[lane] - moments.first) * rstd;
+          }
+        }
+        if constexpr (kParameters) {
+#pragma unroll
+          for (int lane = 0; lane < kLanes; ++lane) {
+            if (has_moments) weight_sums[v][lane] += grad[v].lane[lane] * normal[v].lane[lane];
+            bias_sums[v][lane] += grad[v].lane[lane];
+          }
+        }
+        if constexpr (kInput) {
+          const auto weight = load_or<T, kLanes>(params.weight, static_cast<int64_t>(index) * kLanes, C(1));
+#pragma unroll
+          for (int lane = 0; lane < kLanes; ++lane) {
+            grad[v].lane[lane] *= weight.lane[lane];
+            sum.first += grad[v].lane[lane];
+            sum.second += grad[v].lane[lane] * normal[v].lane[lane];
+          }
+        }
+      }
+    }
+    if constexpr (kInput) {
+      sum = team_sum<kWithinWarp>(sum, team, buffer, turn);
+      const C mean_grad = sum.first / static_cast<C>(params.columns);
+      const C mean_product = sum.second / static_cast<C>(params.columns);
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int index = v * team + thread;
+        if (index < mine) {
+#pragma unroll
+          for (int lane = 0; lane < kLanes; ++lane) {
+            grad[v].lane[lane] =
+                rstd * (grad[v].lane[lane] - mean_grad - normal[v].lane[lane] * mean_product);
+          }
+          store_values<T, kLanes>(params.grad_input, at + static_cast<int64_t>(index) * kLanes, grad[v]);
+        }
+      }
+    }
+  }
+
+  if constexpr (kParameters) {
+    __shared__ __align__(16) C sums[kMostThreads * kBackwardValues<T>];
+    const int64_t from = blockIdx.x * params.columns;
+    if (params.weight_parts != nullptr) {
+      write_block_part(weight_sums, static_cast<C*>(params.weight_parts) + from, vectors, team, sums);
+    }
+    if (params.bias_parts != nullptr) {
+      write_block_part(bias_sums, static_cast<C*>(params.bias_parts) + from, vectors, team, sums);
+    }
+  }
+}
+
+// What one vector of a row contributes: x̂ and the gradient times the weight.
+template <typename T, int kLanes>
+struct Terms {
+  Values<T, kLanes> normal, grad;
+};
+
+template <typename T, int kLanes>
+__device__ __forceinline__ Terms<T, kLanes> load_terms(const LayerNormBackward& params, int64_t at,
+                                                       int64_t column, Pair<Compute<T>> moments) {
+  Terms<T, kLanes> terms;
+  terms.normal = load_values<T, kLanes>(params.input, at + column);
+  terms.grad = load_values<T, kLanes>(params.grad_output, at + column);
+  const auto weight = load_or<T, kLanes>(params.weight, column, Compute<T>(1));
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) {
+    terms.normal.lane[lane] = (terms.normal.lane[lane] - moments.first) * moments.second;
+    terms.grad.lane[lane] *= weight.lane[lane];
+  }
+  return terms;
+}
+
+// The input's gradient for long rows. The block is the team.
+template <typename T, int kLanes>
+__global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_passes(LayerNormBackward params) {
+  using C = Compute<T>;
+  __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
+  int turn = 0;
+  const int team = blockDim.x;
+  const int64_t vectors = params.columns / kLanes;
+
+  for (int64_t row = blockIdx.x; row < params.rows; row += gridDim.x) {
+    const int64_t at = row * params.columns;
+    const Pair<C> moments = kept_moments<C>(params, row);
+    Pair<C> by_lane[kLanes] = {};
+    for (int64_t index = threadIdx.x; index < vectors; index += team) {
+      const auto terms = load_terms<T, kLanes>(params, at, index * kLanes, moments);
+#pragma unroll
+      for (int lane = 0; lane < kLanes; ++lane) {
+        by_lane[lane].first += terms.grad.lane[lane];
+        by_lane[lane].second += terms.grad.lane[lane] * terms.normal.lane[lane];
+      }
+    }
+    Pair<C> sum = {C(0), C(0)};
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      sum.first += by_lane[lane].first;
+      sum.second += by_lane[lane].second;
+    }
+    sum = team_sum<false>(sum, team, buffer, turn);
+    const C mean_grad = sum.first / static_cast<C>(params.columns);
+    const C mean_product = sum.second / static_cast<C>(params.columns);
+    for (int64_t index = threadIdx.x; index < vectors; index += team) {
+      auto terms = load_terms<T, kLanes>(params, at, index * kLanes, moments);
+#pragma unroll
+      for (int lane = 0; lane < kLanes; ++lane) {
+        terms.grad.lane[lane] =
+            moments.second * (terms.grad.lane[lane] - mean_grad - terms.normal.lane[lane] * mean_product);
+      }
+      store_values<T, kLanes>(params.grad_input, at + index * kLanes, terms.grad);
+    }
+  }
+}
+
+// The sums over rows for long rows: a thread has kLanes columns, and blockIdx.y is the part.
+template <typename T, int kLanes>
+__global__ void __launch_bounds__(kThreads) layer_norm_parts(LayerNormBackward params) {
+  using C = Compute<T>;
+  const int64_t rows_of_part = (params.rows + params.parts - 1) / params.parts;
+  const int64_t begin = blockIdx.y * rows_of_part;
+  const int64_t end = begin + rows_of_part < params.rows ? begin + rows_of_part : params.rows;
+  const int64_t vectors = params.columns / kLanes;
+  for (int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < vectors;
+       index += static_cast<int64_t>(gridDim.x) * kThreads) {
+    const int64_t column = index * kLanes;
+    C weight_sums[kLanes] = {}, bias_sums[kLanes] = {};
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t at = row * params.columns + column;
+      const auto grad = load_values<T, kLanes>(params.grad_output, at);
+      if (params.weight_parts != nullptr) {
+        const auto x = load_values<T, kLanes>(params.input, at);
+        const Pair<C> moments = kept_moments<C>(params, row);
+#pragma unroll
+        for (int lane = 0; lane < kLanes; ++lane) {
+          weight_sums[lane] += grad.lane[lane] * ((x.lane[lane] - moments.first) * moments.second);
+        }
+      }
+#pragma unroll
+      for (int lane = 0; lane < kLanes; ++lane) bias_sums[lane] += grad.lane[lane];
+    }
+    const int64_t to = blockIdx.y * params.columns + column;
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (params.weight_parts != nullptr) static_cast<C*>(params.weight_parts)[to + lane] = weight_sums[lane];
+      if (params.bias_parts != nullptr) static_cast<C*>(params.bias_parts)[to + lane] = bias_sums[lane];
+    }
+  }
+}
+
+template <typename T>
+bool fits(const LayerNormBackward& params) {
+  const LayerNormPlan& plan = params.plan;
+  return params.kind == params.parameter_kind && fits_a_block(plan) && plan.cluster == 1 &&
+         (plan.in_registers ? params.columns <= plan.team * int64_t{kBackwardValues<T>}
+                            : plan.team == plan.threads) &&
+         (!plan.vectors || (params.columns % kLanesOf16Bytes<T> == 0 && aligned(params)));
+}
+
+template <typename T, int kLanes, bool kInput, bool kParameters>
+void start_in_registers(const LayerNormBackward& params, cudaStream_t stream) {
+  // A part a block.
+  const unsigned int blocks = static_cast<unsigned int>(params.parts);
+  if (params.plan.team <= kWarp) {
+    layer_norm_backward_in_registers<T, kLanes, true, kInput, kParameters>
+        <<<blocks, params.plan.threads, 0, stream>>>(params);
+  } else {
+    layer_norm_backward_in_registers<T, kLanes, false, kInput, kParameters>
+        <<<blocks, params.plan.threads, 0, stream>>>(params);
+  }
+}
+
+template <typename T, int kLanes>
+void start(const LayerNormBackward& params, cudaStream_t stream) {
+  const bool input = params.grad_input != nullptr;
+  const bool parameters = params.weight_parts != nullptr || params.bias_parts != nullptr;
+  if (params.plan.in_registers) {
+    if (input && parameters) return start_in_registers<T, kLanes, true, true>(params, stream);
+    if (input) return start_in_registers<T, kLanes, true, false>(params, stream);
+    if (parameters) return start_in_registers<T, kLanes, false, true>(params, stream);
+    return;
+  }
+  if (input && params.rows > 0) {
+    const unsigned int blocks = at_most(params.rows, INT32_MAX);
+    layer_norm_backward_in_passes<T, kLanes><<<blocks, params.plan.threads, 0, stream>>>(params);
+  }
+  if (parameters) {
+    const int64_t vectors = params.columns / kLanes;
+    const dim3 blocks(at_most((vectors + kThreads - 1) / kThreads, INT32_MAX),
+                      static_cast<unsigned int>(params.parts));
+    layer_norm_parts<T, kLanes><<<blocks, kThreads, 0, stream>>>(params);
+  }
+}
+
+}  // namespace
+
+const char* start_layer_norm_backward(const LayerNormBackward& params, cudaStream_t stream) {
+  bool planned = false;
+  for_kind(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    planned = fits<T>(params);
+    if (!planned) return;
+    params.plan.vectors ? start<T, kLanesOf16Bytes<T>>(params, stream) : start<T, 1>(params, stream);
+  });
+  return planned ? nullptr : "internal error: the plan does not fit the arrays";
+}
+
+}  // namespace tch_extension

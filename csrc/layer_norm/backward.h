@@ -1,0 +1,70 @@
+// What the backward's kernels share.
+#pragma once
+
+#include "row_team.h"
+
+namespace tch_extension {
+namespace {
+
+// A row's mean and rstd. Only the bias' gradient can do without.
+template <typename C>
+__device__ __forceinline__ Pair<C> kept_moments(const LayerNormBackward& params, int64_t row) {
+  if (params.mean == nullptr) return {C(0), C(0)};
+  return {static_cast<const C*>(params.mean)[row], static_cast<const C*>(params.rstd)[row]};
+}
+
+// As many at a time as 16 bytes hold: single values would each be a write of their own to the L2 cache.
+template <typename C, int kLanes>
+__device__ __forceinline__ void store_sums(C* to, const C (&sums)[kLanes]) {
+  constexpr int kTogether = kLanes < kLanesOf16Bytes<C> ? kLanes : kLanesOf16Bytes<C>;
+#pragma unroll
+  for (int first = 0; first < kLanes; first += kTogether) {
+    Vector<C, kTogether> vector;
+#pragma unroll
+    for (int lane = 0; lane < kTogether; ++lane) vector.lane[lane] = sums[first + lane];
+    *reinterpret_cast<Vector<C, kTogether>*>(to + first) = vector;
+  }
+}
+
+// Adds the teams' sums over rows up and writes the block's part. `buffer` has room for a thread's sums of
+// each thread.
+template <typename C, int kVectors, int kLanes>
+__device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLanes], C* part, int vectors,
+                                                 int team, C* buffer) {
+  const int thread = thread_of_team(team), teams = teams_of_block(team);
+  C* to = teams == 1 ? part : buffer + team_of_block(team) * vectors * kLanes;
+  if (teams > 1) __syncthreads();
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const int index = v * team + thread;
+    if (index < vectors) store_sums<C, kLanes>(to + index * kLanes, sums[v]);
+  }
+  if (teams == 1) return;
+  __syncthreads();
+  for (int column = threadIdx.x; column < vectors * kLanes; column += blockDim.x) {
+    // Eight sums, then a tree of them: the shorter the sums, the less is lost. `teams` is a power of two.
+    constexpr int kSums = 8;
+    C total[kSums] = {};
+    for (int first = 0; first < teams; first += kSums) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        if (first + i < teams) total[i] += buffer[(first + i) * vectors * kLanes + column];
+      }
+    }
+#pragma unroll
+    for (int half = kSums / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int i = 0; i < half; ++i) total[i] += total[i + half];
+    }
+    part[column] = total[0];
+  }
+}
+
+// Null counts as aligned.
+inline bool aligned(const LayerNormBackward& params) {
+  return is_aligned_to_16(params.grad_output) && is_aligned_to_16(params.input) &&
+         is_aligned_to_16(params.weight) && is_aligned_to_16(params.grad_input);
+}
+
+}  // namespace
+}  // namespace tch_extension

@@ -1,0 +1,117 @@
+// What the CUDA kernels of both directions share: how a team of threads does a row. A team is a part of a
+// warp, or several warps; a block is one team or several.
+#pragma once
+
+#include <limits>
+#include <type_traits>
+
+#include "layer_norm.h"
+#include "tch_extension/cuda_vector.h"
+#include "tch_extension/launch.h"
+
+namespace tch_extension {
+
+// The launchers, one file each. Null, or what is wrong with the plan.
+const char* start_layer_norm_forward(const LayerNormForward& params, cudaStream_t stream);
+const char* start_layer_norm_backward(const LayerNormBackward& params, cudaStream_t stream);
+const char* start_layer_norm_backward_ring(const LayerNormBackward& params, cudaStream_t stream);
+
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kMostThreads = 512;
+constexpr unsigned int kAllLanes = 0xffffffffu;
+
+// How many of a row's values a thread of the backward keeps, so that four arrays of them, of the compute
+// kind, fit in the 128 registers of a thread in the largest block; src/ffi/layer_norm.rs has the same
+// numbers.
+template <typename T>
+constexpr int kBackwardValues = 64 / sizeof(Compute<T>);
+
+// The vector's values. A bfloat16 is the upper half of a float: one instruction each.
+template <typename T, int kLanes>
+__device__ __forceinline__ Values<T, kLanes> unpack(const Vector<T, kLanes>& stored) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16> && kLanes % 2 == 0) {
+    Values<T, kLanes> values;
+    const auto* words = reinterpret_cast<const unsigned int*>(&stored);
+#pragma unroll
+    for (int word = 0; word < kLanes / 2; ++word) {
+      values.lane[2 * word] = __uint_as_float(words[word] << 16);
+      values.lane[2 * word + 1] = __uint_as_float(words[word] & 0xffff0000u);
+    }
+    return values;
+  } else {
+    return values_of(stored);
+  }
+}
+
+template <typename T, int kLanes>
+__device__ __forceinline__ Values<T, kLanes> load_or(const void* pointer, int64_t at, Compute<T> otherwise) {
+  if (pointer != nullptr) return unpack<T, kLanes>(load_vector<T, kLanes>(pointer, at));
+  Values<T, kLanes> values;
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] = otherwise;
+  return values;
+}
+
+template <typename C>
+struct Pair {
+  C first, second;
+};
+
+// A team is a power of two: no division.
+__device__ __forceinline__ int thread_of_team(int team) { return threadIdx.x & (team - 1); }
+__device__ __forceinline__ int team_of_block(int team) { return threadIdx.x >> (__ffs(team) - 1); }
+__device__ __forceinline__ int teams_of_block(int team) { return blockDim.x >> (__ffs(team) - 1); }
+
+// Sums over the threads of a warp, or of each `lanes` of them; the same bits in each.
+template <typename C>
+__device__ __forceinline__ Pair<C> warp_sum(Pair<C> sum, int lanes) {
+#pragma unroll
+  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+    if (offset < lanes) {
+      sum.first += __shfl_xor_sync(kAllLanes, sum.first, offset);
+      sum.second += __shfl_xor_sync(kAllLanes, sum.second, offset);
+    }
+  }
+  return sum;
+}
+
+// Sums over the team's threads, the same bits in each. `buffer` has room for two sets of sums, which take
+// turns: a thread that writes one has passed the barrier behind the other, and so has everyone who read it.
+// Every thread of the block has to come here.
+template <bool kWithinWarp, typename C>
+__device__ __forceinline__ Pair<C> team_sum(Pair<C> sum, int team, Pair<C>* buffer, int& turn) {
+  sum = warp_sum(sum, kWithinWarp ? team : kWarp);
+  if constexpr (kWithinWarp) return sum;
+
+  Pair<C>* sums = buffer + turn * (kMostThreads / kWarp);
+  turn = 1 - turn;
+  const int warp = threadIdx.x / kWarp;
+  if (threadIdx.x % kWarp == 0) sums[warp] = sum;
+  __syncthreads();
+  const int warps_of_team = team / kWarp;
+  const int first = warp & -warps_of_team;
+  Pair<C> total = {C(0), C(0)};
+#pragma unroll 4
+  for (int index = first; index < first + warps_of_team; ++index) {
+    total.first += sums[index].first;
+    total.second += sums[index].second;
+  }
+  return total;
+}
+
+inline unsigned int at_most(int64_t blocks, int64_t most) {
+  return static_cast<unsigned int>(blocks < most ? blocks : most);
+}
+
+// Whether the kernels can do what was planned: a mistake of ours must not become an access out of bounds.
+inline bool is_power_of_two(int32_t value) { return value > 0 && (value & (value - 1)) == 0; }
+
+inline bool fits_a_block(const LayerNormPlan& plan) {
+  return is_power_of_two(plan.team) && is_power_of_two(plan.threads) && plan.threads <= kMostThreads &&
+         plan.threads >= kWarp && plan.team <= plan.threads && plan.cluster >= 1;
+}
+
+}  // namespace
+}  // namespace tch_extension
