@@ -9,6 +9,7 @@ pub(crate) mod cuda;
 pub(crate) mod layer_norm;
 pub(crate) mod library;
 pub(crate) mod linear;
+pub(crate) mod lltm;
 pub(crate) mod lltm_cell;
 pub(crate) mod matmul_add_relu;
 pub(crate) mod tensor;

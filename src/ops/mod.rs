@@ -5,15 +5,21 @@
 
 mod layer_norm;
 mod linear;
+mod lltm;
 mod lltm_cell;
 mod matmul_add_relu;
 
 #[doc(hidden)]
 pub use crate::ffi::layer_norm::Path as LayerNormPath;
 #[doc(hidden)]
+pub use crate::ffi::lltm::Path as LltmPath;
+#[doc(hidden)]
 pub use layer_norm::f_layer_norm_by;
 pub use layer_norm::{f_layer_norm, layer_norm, layer_norm_reference};
 pub use linear::{f_linear, linear, linear_reference};
+#[doc(hidden)]
+pub use lltm::f_lltm_by;
+pub use lltm::{f_lltm, lltm, lltm_reference};
 pub use lltm_cell::{f_lltm_cell, lltm_cell, lltm_cell_reference};
 pub use matmul_add_relu::{f_matmul_add_relu, matmul_add_relu, matmul_add_relu_reference};
 
