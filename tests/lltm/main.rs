@@ -6,6 +6,7 @@ mod cuda;
 mod forward;
 mod gradients;
 mod kinds;
+mod layer;
 mod numerics;
 mod random;
 mod second_derivatives;
