@@ -155,11 +155,16 @@ struct Forward {
     T* to = panel(index);
     const int64_t column = index * lanes;
     const int64_t count = std::min(lanes, hidden - column);
-    for (int64_t lane = 0; lane < lanes; ++lane) {
+    // Few k at a time, so that what is written stays in the first cache until its lines are whole.
+    constexpr int64_t kDepth = 8;
+    for (int64_t first = 0; first < hidden; first += kDepth) {
+      const int64_t last = std::min(first + kDepth, hidden);
       for (int64_t gate = 0; gate < kGates; ++gate) {
-        const T* row = weight + (gate * hidden + column + lane) * params.weight_stride;
-        for (int64_t k = 0; k < hidden; ++k) {
-          to[(k * kGates + gate) * lanes + lane] = lane < count ? row[k] : T(0);
+        for (int64_t lane = 0; lane < lanes; ++lane) {
+          const T* row = weight + (gate * hidden + column + lane) * params.weight_stride;
+          for (int64_t k = first; k < last; ++k) {
+            to[(k * kGates + gate) * lanes + lane] = lane < count ? row[k] : T(0);
+          }
         }
       }
     }

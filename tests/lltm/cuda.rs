@@ -43,7 +43,8 @@ fn cuda_a_step_is_the_product_and_one_kernel_of_the_graph() {
     for (kind, [batch, features, hidden]) in
         [(Kind::Float, [16, 32, 128]), (Kind::BFloat16, [64, 128, 512]), (Kind::Float, [3, 4, 5])]
     {
-        let [h, w] = [[batch, hidden], [hidden, 3 * hidden]].map(|size| Tensor::ones(size, (kind, device)));
+        let [h, w] = [[batch, hidden], [3 * hidden, hidden]].map(|size| Tensor::ones(size, (kind, device)));
+        let w = w.transpose(0, 1);
         let sums = if support::is_half(kind) { Kind::Float } else { kind };
         let product = || Ok(if kind == sums { vec![h.f_mm(&w)?] } else { vec![h.f_mm_dtype(&w, sums)?] });
         let (product, _) = captured(device, product);
@@ -62,14 +63,17 @@ fn cuda_a_step_is_the_product_and_one_kernel_of_the_graph() {
         };
         let ((kernels, others), (more_kernels, more_others)) = (nodes(few), nodes(many));
         let steps = (many - few) as usize;
+        // The product with the input, of all steps at once, may be cut into more parts when it is larger.
+        let once = 2;
         assert!(
-            more_kernels - kernels <= steps * (product.kernels() + 1),
-            "{kernels} kernels of {few} steps and {more_kernels} of {many}; a product is {}",
+            more_kernels - kernels <= steps * (product.kernels() + 1) + once,
+            "{kind:?}: {kernels} kernels of {few} steps and {more_kernels} of {many}; a product is {}",
             product.kernels()
         );
         assert!(
-            more_others - others <= steps * product.other_nodes(),
-            "{others} and {more_others} other nodes"
+            more_others - others <= steps * product.other_nodes() + once,
+            "{kind:?}: {others} other nodes of {few} steps and {more_others} of {many}; a product has {}",
+            product.other_nodes()
         );
     }
 }

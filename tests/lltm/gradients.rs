@@ -92,7 +92,7 @@ fn checkpoint_over_pieces_gives_the_same_bits() {
                     piece(&inputs.map(|input| input.map(Tensor::shallow_clone))).expect("piece")
                 };
                 let [output, last_h, last_c] = outputs.exactly().expect("three");
-                loss = loss + output.sin().sum(Kind::Double);
+                loss += output.sin().sum(Kind::Double);
                 (h, c) = (last_h, last_c);
             }
             let inputs: Vec<&Tensor> = leaves.iter().collect();

@@ -17,7 +17,7 @@ fn three_calls(sequence: Sequence, leaves: &[Tensor]) -> Tensor {
     for call in 0..3 {
         let input = if call == 2 { x * h.sum(Kind::Double) } else { x.shallow_clone() };
         let (output, last) = sequence(&input, w, Some(b), (&h, &c)).expect("call");
-        sum = sum + output.sin().sum(Kind::Double);
+        sum += output.sin().sum(Kind::Double);
         (h, c) = last;
     }
     sum + (h.square() + c.sin()).sum(Kind::Double)

@@ -64,6 +64,8 @@ impl Plan {
     fn packed(sizes: Sizes, kind: Kind, threads: i64) -> Plan {
         /// Below, one thread is done before another is awake.
         const WORTH_A_THREAD: f64 = (1 << 18) as f64;
+        /// Below, a step is done before the others of the row's threads know that the one before is.
+        const WORTH_WAITING: f64 = (1 << 17) as f64;
         /// Rows that are multiplied with a weight each time it is read.
         const ROWS: i64 = 8;
         /// Columns that are computed together.
@@ -73,8 +75,9 @@ impl Plan {
 
         let Sizes { steps, batch, hidden, .. } = sizes;
         let work = steps as f64 * batch as f64 * hidden as f64 * hidden as f64;
-        let threads = threads.clamp(1, (work / WORTH_A_THREAD) as i64 + 1);
-        let (most_rows, most_columns) = ((batch / ROWS).max(1), (hidden / PANEL).max(1));
+        let threads = threads.clamp(1, ((work / WORTH_A_THREAD) as i64).saturating_add(1));
+        let a_step = (batch as f64 * hidden as f64 * hidden as f64 / WORTH_WAITING) as i64;
+        let (most_rows, most_columns) = ((batch / ROWS).max(1), (hidden / PANEL).min(a_step).max(1));
         let size = kind.elt_size_in_bytes() as i64;
         let near =
             hidden.checked_mul(hidden).and_then(|n| n.checked_mul(3 * size)).is_some_and(|n| n <= NEAR);
@@ -107,9 +110,11 @@ mod tests {
         // Rows first, while each thread has enough of them and the weights are near.
         assert_eq!(packed(16, 128, Kind::Float, 2), (2, 1));
         assert_eq!(packed(16, 128, Kind::Float, 1), (1, 1));
-        assert_eq!(packed(8, 128, Kind::Float, 2), (1, 2));
+        assert_eq!(packed(15, 128, Kind::Float, 2), (1, 1));
+        assert_eq!(packed(15, 256, Kind::Float, 2), (1, 2));
         assert_eq!(packed(64, 256, Kind::Float, 16), (8, 2));
-        assert_eq!(packed(1, 128, Kind::Float, 16), (1, 8));
+        assert_eq!(packed(1, 128, Kind::Float, 16), (1, 1));
+        assert_eq!(packed(1, 1024, Kind::Float, 16), (1, 8));
         // Then columns.
         assert_eq!(packed(64, 512, Kind::Float, 2), (1, 2));
         assert_eq!(packed(64, 512, Kind::Float, 64), (2, 32));
