@@ -46,7 +46,9 @@ fn cuda_a_step_is_the_product_and_one_kernel_of_the_graph() {
         let [h, w] = [[batch, hidden], [3 * hidden, hidden]].map(|size| Tensor::ones(size, (kind, device)));
         let w = w.transpose(0, 1);
         let sums = if support::is_half(kind) { Kind::Float } else { kind };
-        let product = || Ok(if kind == sums { vec![h.f_mm(&w)?] } else { vec![h.f_mm_dtype(&w, sums)?] });
+        let no_bias = Tensor::zeros([3 * hidden], (kind, device));
+        let product =
+            || Ok(if kind == sums { vec![no_bias.f_addmm(&h, &w)?] } else { vec![h.f_mm_dtype(&w, sums)?] });
         let (product, _) = captured(device, product);
         let nodes = |steps| {
             let inputs = leaves(&one([steps, batch, features, hidden], kind, device).inputs);
