@@ -41,6 +41,9 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// is made for all steps at once; a step then costs a product and one kernel. On the CPU the weights are packed once, and
 /// libtorch's threads stay together for the whole sequence.
 ///
+/// There is no forget gate: c is a sum over all steps, and rounding errors add up. Over T = 1…4096, outputs and
+/// gradients are tested to be off by at most `8·√max(T, 4)·ε` of their largest value, ε being the kind's.
+///
 /// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers besides inputs and outputs (of the half kinds on the
 /// CPU, as `Float`); the forward needs `3·T·B·H` more for a while if the kinds of gates and outputs differ, and the backward
 /// `3·T·B·H + T·B·(H + F)`. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
