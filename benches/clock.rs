@@ -13,6 +13,8 @@ pub const SMALL: usize = 32 << 20;
 const FLUSH: i64 = 256 << 20;
 /// Calls in one graph where the data are small: so many that starting the graph does not count.
 const CALLS_IN_A_GRAPH: usize = 20;
+/// Calls beyond so many microseconds, of many kernels, are alone in their graph.
+const LONG: f64 = 500.0;
 /// Calls of which the host's time is taken: not so many that the queue of launches fills up and the host waits.
 const CALLS_OF_THE_HOST: u32 = 20;
 
@@ -73,7 +75,8 @@ impl OnTheGpu {
     /// # Errors
     /// What cannot be captured on this stream.
     pub fn capture(stream: &Stream, bytes: usize, call: &mut impl FnMut()) -> Result<Self> {
-        let calls = if bytes < SMALL { CALLS_IN_A_GRAPH } else { 1 };
+        let long = host(stream.device(), call) > LONG;
+        let calls = if bytes < SMALL && !long { CALLS_IN_A_GRAPH } else { 1 };
         let flush = (bytes >= SMALL).then(|| Tensor::empty([FLUSH], (Kind::Int8, stream.device())));
         let (graph, ()) = Graph::capture_on(stream, || {
             (0..calls).for_each(|_| call());

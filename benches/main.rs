@@ -11,6 +11,7 @@ mod layer_norm;
 mod layer_norm_sweep;
 mod library;
 mod linear;
+mod lltm;
 mod lltm_cell;
 mod machine;
 mod matmul_add_relu;
@@ -20,8 +21,14 @@ use common::Case;
 use tch::Device;
 
 /// Each operator's table.
-const OPERATORS: [fn(Device) -> Vec<Case>; 5] =
-    [autograd::cases, layer_norm::cases, linear::cases, lltm_cell::cases, matmul_add_relu::cases];
+const OPERATORS: [fn(Device) -> Vec<Case>; 6] = [
+    autograd::cases,
+    layer_norm::cases,
+    linear::cases,
+    lltm::cases,
+    lltm_cell::cases,
+    matmul_add_relu::cases,
+];
 
 fn main() {
     // Cargo adds `--bench`. Whatever does not begin with `table` is for criterion, which reads the command line itself.

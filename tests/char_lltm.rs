@@ -72,6 +72,22 @@ fn writes_every_loss_and_the_loss_falls() {
 }
 
 #[test]
+fn the_sequence_takes_the_cell_s_course_and_its_weights() {
+    let place = Place::new();
+    let losses = |op| {
+        succeeded(&place.run(&["--op", op, "--steps", "30", "--lr", "0.01"]));
+        place.losses()
+    };
+    let (cell, sequence) = (losses("fused"), losses("sequence"));
+    for (step, (cell, sequence)) in cell.iter().zip(&sequence).enumerate() {
+        assert!((cell - sequence).abs() < 1e-3, "step {step}: {cell} and {sequence}");
+    }
+    let weights = place.weights("fused");
+    succeeded(&place.run(&["--op", "sequence", "--steps", "2", "--resume", str(&weights)]));
+    assert!(place.losses()[0] < cell[0] - 0.1);
+}
+
+#[test]
 fn is_reproducible() {
     let run = |seed| {
         let place = Place::new();

@@ -5,16 +5,22 @@ use anyhow::{Result, ensure};
 use std::fs;
 use tch::nn::{self, Module, RNN};
 use tch::{Device, Kind, Tensor};
-use tch_extension::nn::{Lltm, LltmConfig, LltmState, lltm};
+use tch_extension::nn::{Lltm, LltmConfig, LltmLayer, LltmLayerConfig, LltmState, lltm, lltm_layer};
 
 /// Features of a character's embedding.
 const EMBEDDING: i64 = 64;
+
+/// The same layer, whichever way it is computed, with variables of the same names.
+enum Recurrent {
+    Steps(Lltm),
+    Sequence(LltmLayer),
+}
 
 /// A character-level language model.
 pub struct CharModel {
     pub variables: nn::VarStore,
     embedding: nn::Embedding,
-    cell: Lltm,
+    recurrent: Recurrent,
     output: nn::Linear,
 }
 
@@ -25,18 +31,29 @@ impl CharModel {
         let variables = nn::VarStore::new(device);
         let root = variables.root();
         let embedding = nn::embedding(&root / "embedding", vocabulary, EMBEDDING, Default::default());
-        let cell = lltm(&root / "lltm", EMBEDDING, hidden, LltmConfig { op: op.lltm() });
+        let path = &root / "lltm";
+        let recurrent = match op.of_steps() {
+            Some(op) => Recurrent::Steps(lltm(path, EMBEDDING, hidden, LltmConfig { op })),
+            None => Recurrent::Sequence(lltm_layer(path, EMBEDDING, hidden, LltmLayerConfig::default())),
+        };
         let output = nn::linear(&root / "output", hidden, vocabulary, Default::default());
-        CharModel { variables, embedding, cell, output }
+        CharModel { variables, embedding, recurrent, output }
     }
 
     pub fn zero_state(&self, rows: i64) -> LltmState {
-        self.cell.zero_state(rows)
+        match &self.recurrent {
+            Recurrent::Steps(layer) => layer.zero_state(rows),
+            Recurrent::Sequence(layer) => layer.zero_state(rows),
+        }
     }
 
     /// Logits `[rows, count, vocabulary]` for the characters after `inputs[rows, count]`.
     pub fn forward(&self, inputs: &Tensor, state: &LltmState) -> Result<(Tensor, LltmState)> {
-        let (hidden, state) = self.cell.f_seq_init(&self.embedding.forward(inputs), state)?;
+        let embedded = self.embedding.forward(inputs);
+        let (hidden, state) = match &self.recurrent {
+            Recurrent::Steps(layer) => layer.f_seq_init(&embedded, state)?,
+            Recurrent::Sequence(layer) => layer.f_seq_init(&embedded, state)?,
+        };
         Ok((self.output.forward(&hidden), state))
     }
 

@@ -58,8 +58,13 @@ pub struct Options {
 /// The value of `--op`.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum OpChoice {
+    /// The whole sequence as one operator
+    Sequence,
+    /// The fused cell, step by step
     Fused,
+    /// The cell composed of tch operators
     Composite,
+    /// Fused and composite
     Both,
 }
 
@@ -67,6 +72,7 @@ impl OpChoice {
     /// The operators to train, in order.
     pub fn each(self) -> &'static [Op] {
         match self {
+            OpChoice::Sequence => &[Op::Sequence],
             OpChoice::Fused => &[Op::Fused],
             OpChoice::Composite => &[Op::Composite],
             OpChoice::Both => &[Op::Fused, Op::Composite],
@@ -74,9 +80,10 @@ impl OpChoice {
     }
 }
 
-/// One of the two implementations.
+/// One of the implementations.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Op {
+    Sequence,
     Fused,
     Composite,
 }
@@ -84,15 +91,18 @@ pub enum Op {
 impl Op {
     pub fn name(self) -> &'static str {
         match self {
+            Op::Sequence => "sequence",
             Op::Fused => "fused",
             Op::Composite => "composite",
         }
     }
 
-    pub fn lltm(self) -> LltmOp {
+    /// How each step is computed, if they are computed one by one.
+    pub fn of_steps(self) -> Option<LltmOp> {
         match self {
-            Op::Fused => LltmOp::Fused,
-            Op::Composite => LltmOp::Composite,
+            Op::Sequence => None,
+            Op::Fused => Some(LltmOp::Fused),
+            Op::Composite => Some(LltmOp::Composite),
         }
     }
 }

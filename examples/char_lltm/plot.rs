@@ -68,7 +68,7 @@ fn draw(area: &Area, runs: &[Run], unigram: f64) -> Drawn {
 /// The wide pale curve lies under the thin dark one, so that both are seen where they coincide.
 fn draw_run(chart: &mut Chart, run: &Run) -> Drawn {
     let style = match run.op {
-        Op::Fused => RGBColor(255, 165, 80).stroke_width(5),
+        Op::Sequence | Op::Fused => RGBColor(255, 165, 80).stroke_width(5),
         Op::Composite => RGBColor(20, 60, 160).stroke_width(1),
     };
     let label = format!("{} (held out: {:.2})", run.op.name(), run.held_out);

@@ -11,6 +11,7 @@ pub(crate) mod gemm;
 pub(crate) mod layer_norm;
 pub(crate) mod library;
 pub(crate) mod linear;
+pub(crate) mod lltm;
 pub(crate) mod lltm_cell;
 pub(crate) mod lltm_cell_fused;
 pub(crate) mod matmul_add_relu;

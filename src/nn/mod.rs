@@ -3,7 +3,9 @@
 mod layer_norm;
 mod linear;
 mod lltm;
+mod lltm_layer;
 
 pub use layer_norm::{LayerNorm, LayerNormConfig, LayerNormOp, layer_norm};
 pub use linear::{Linear, linear};
 pub use lltm::{Lltm, LltmConfig, LltmOp, LltmState, lltm};
+pub use lltm_layer::{LltmLayer, LltmLayerConfig, lltm_layer};

@@ -5,6 +5,7 @@
 
 mod layer_norm;
 mod linear;
+mod lltm;
 mod lltm_cell;
 mod matmul_add_relu;
 
@@ -13,6 +14,8 @@ pub use crate::ffi::gemm::{Path as ProductPath, allow_tf32, counters as product_
 #[doc(hidden)]
 pub use crate::ffi::layer_norm::Path as LayerNormPath;
 #[doc(hidden)]
+pub use crate::ffi::lltm::Path as LltmPath;
+#[doc(hidden)]
 pub use crate::ffi::lltm_cell_fused::Path as LltmCellPath;
 #[doc(hidden)]
 pub use layer_norm::f_layer_norm_by;
@@ -20,6 +23,9 @@ pub use layer_norm::{f_layer_norm, layer_norm, layer_norm_reference};
 #[doc(hidden)]
 pub use linear::f_linear_by;
 pub use linear::{f_linear, linear, linear_reference};
+#[doc(hidden)]
+pub use lltm::f_lltm_by;
+pub use lltm::{f_lltm, lltm, lltm_reference};
 #[doc(hidden)]
 pub use lltm_cell::f_lltm_cell_by;
 pub use lltm_cell::{f_lltm_cell, lltm_cell, lltm_cell_reference};

@@ -1,0 +1,70 @@
+//! Sequences of the LLTM: one operator against loops of the composite and of the cell.
+
+use crate::common::{Case, Provider, Work};
+use tch::{Device, Kind, Tensor};
+use tch_extension::Result;
+use tch_extension::ops::{f_lltm, f_lltm_cell, lltm_reference};
+
+/// (T, B, H), F = H.
+const ON_CUDA: [(i64, i64, i64); 2] = [(512, 16, 128), (512, 64, 512)];
+const ON_CPU: [(i64, i64, i64); 1] = [(128, 16, 128)];
+
+type Sequence =
+    fn(&Tensor, &Tensor, Option<&Tensor>, (&Tensor, &Tensor)) -> Result<(Tensor, (Tensor, Tensor))>;
+
+fn loop_of_cells(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    state: (&Tensor, &Tensor),
+) -> Result<(Tensor, (Tensor, Tensor))> {
+    let (mut h, mut c) = (state.0.shallow_clone(), state.1.shallow_clone());
+    let mut steps = Vec::new();
+    for step in input.f_unbind(0)? {
+        (h, c) = f_lltm_cell(&step, weight, bias, (&h, &c))?;
+        steps.push(h.shallow_clone());
+    }
+    Ok((Tensor::f_stack(&steps, 0)?, (h, c)))
+}
+
+fn provider(name: &'static str, sequence: Sequence) -> Provider {
+    Provider::new(name, move |inputs| {
+        let (output, (h, c)) = sequence(&inputs[0], &inputs[1], Some(&inputs[2]), (&inputs[3], &inputs[4]))?;
+        Ok(vec![output, h, c])
+    })
+}
+
+pub fn cases(device: Device) -> Vec<Case> {
+    let case = |kind: Kind, (t, b, h): (i64, i64, i64)| {
+        let scale = 1.0 / (h as f64).sqrt();
+        let (sequence, weight, state) = (vec![t, b, h], vec![3 * h, 2 * h], vec![b, h]);
+        Case {
+            operator: "lltm",
+            point: format!("{:?}", (t, b, h)),
+            kind,
+            device,
+            tf32: false,
+            inputs: vec![
+                (sequence, 1.0),
+                (weight, scale),
+                (vec![3 * h], scale),
+                (state.clone(), 1.0),
+                (state, 1.0),
+            ],
+            // x, W and h of all steps; x, W and h with their gradients, three gates and c of all steps.
+            work: [
+                Work::new(kind, 2 * t * b * h + 6 * h * h, 2 * t * b * 3 * h * 2 * h),
+                Work::new(kind, 8 * t * b * h + 12 * h * h, 4 * t * b * 3 * h * 2 * h),
+            ],
+            providers: vec![
+                provider("composite", lltm_reference),
+                provider("cell", loop_of_cells),
+                provider("fused", f_lltm),
+            ],
+        }
+    };
+    let (kinds, sizes): (&[Kind], &[_]) =
+        if device.is_cuda() { (&[Kind::Float, Kind::BFloat16], &ON_CUDA) } else { (&[Kind::Float], &ON_CPU) };
+    let all = kinds.iter().flat_map(|&kind| sizes.iter().map(move |&size| (kind, size)));
+    all.map(|(kind, size)| case(kind, size)).collect()
+}

@@ -1,0 +1,45 @@
+// Whole sequences, as Rust hands them over: the tensors, and which way to take. src/ffi/lltm.rs mirrors these
+// structs, and a test compares sizes and offsets. Tensors are contiguous and of the shapes and kinds of
+// lltm.h.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "lltm.h"
+
+enum LltmPath : int32_t {
+  kLltmPerStep = 0,
+  kLltmPacked = 1,
+};
+
+struct LltmForward {
+  int32_t path;
+  int32_t row_groups;  // of the packed path
+  int32_t column_groups;
+  int32_t reserved;
+  void* stream;              // libtorch's current one on CUDA
+  const at::Tensor* input;   // [T, B, F], of the product's kind
+  const at::Tensor* weight;  // [3H, H + F], of the product's kind
+  const at::Tensor* bias;    // [3H], of the gates' kind; may be null
+  const at::Tensor* h0;      // [B, H], of the product's kind
+  const at::Tensor* c0;      // [B, H], of the state's kind
+  at::Tensor* gates;         // [T, B, 3H], of the gates' kind: scratch
+  at::Tensor* output;        // [T, B, H], of the state's kind
+  at::Tensor* c;             // the same, or [1, B, H] for the last only
+  at::Tensor* activations;   // [T, B, 3H], of the state's kind; may be `gates`; null if nobody needs them
+};
+
+struct LltmBackward {
+  int32_t path;
+  int32_t row_groups;
+  int32_t column_groups;
+  int32_t needs_grad_h0;
+  void* stream;
+  const at::Tensor* weight;       // [3H, H + F], of the product's kind
+  const at::Tensor* grad_output;  // [T, B, H], of the state's kind; may be null
+  const at::Tensor* activations;  // [T, B, 3H], of the state's kind
+  const at::Tensor* c;            // [T, B, H], of the state's kind
+  at::Tensor* grad_h;             // [B, H], of the gates' kind: for h[T-1], and then for h0
+  at::Tensor* grad_c;             // [B, H], of the gates' kind: for c[T-1], and then for c0
+  at::Tensor* grad_gates;         // [T, B, 3H], of the product's kind
+};

@@ -1,0 +1,276 @@
+//! `csrc/lltm/sequence.h`.
+
+mod plan;
+
+pub use plan::Path;
+pub(crate) use plan::{Chip, Plan, Sizes};
+
+use super::{checked, optional_ptr, take_message};
+use crate::{Error, Result};
+use std::ffi::{c_char, c_void};
+use std::ptr::null_mut;
+use tch::{Device, Kind, Tensor};
+use torch_sys::C_tensor;
+
+#[repr(C)]
+struct Forward {
+    path: i32,
+    row_groups: i32,
+    column_groups: i32,
+    reserved: i32,
+    stream: *mut c_void,
+    input: *const C_tensor,
+    weight: *const C_tensor,
+    bias: *const C_tensor,
+    h0: *const C_tensor,
+    c0: *const C_tensor,
+    gates: *mut C_tensor,
+    output: *mut C_tensor,
+    c: *mut C_tensor,
+    activations: *mut C_tensor,
+}
+
+#[repr(C)]
+struct Backward {
+    path: i32,
+    row_groups: i32,
+    column_groups: i32,
+    needs_grad_h0: i32,
+    stream: *mut c_void,
+    weight: *const C_tensor,
+    grad_output: *const C_tensor,
+    activations: *const C_tensor,
+    c: *const C_tensor,
+    grad_h: *mut C_tensor,
+    grad_c: *mut C_tensor,
+    grad_gates: *mut C_tensor,
+}
+
+unsafe extern "C" {
+    fn tch_extension_lltm_forward(call: *const Forward) -> *mut c_char;
+    fn tch_extension_lltm_backward(call: *const Backward) -> *mut c_char;
+}
+
+/// The kind in which products of operands of this kind are added up.
+fn gates_kind(product: Kind) -> Kind {
+    if product == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+impl Plan {
+    /// As the C side numbers them: path, groups of rows, groups of columns.
+    fn codes(self) -> [i32; 3] {
+        let narrow = |groups: i64| i32::try_from(groups).unwrap_or(1);
+        match self {
+            Plan::PerStep => [0, 1, 1],
+            Plan::Packed { row_groups, column_groups } => [1, narrow(row_groups), narrow(column_groups)],
+        }
+    }
+}
+
+/// What both directions need to work on a device: it is current while this lives.
+struct Place {
+    _guard: crate::cuda::DeviceGuard,
+    stream: *mut c_void,
+}
+
+impl Place {
+    fn of(device: Device) -> Result<Place> {
+        let guard = crate::cuda::DeviceGuard::new(device)?;
+        let stream = match device {
+            Device::Cpu => null_mut(),
+            Device::Cuda(_) => crate::cuda::Stream::current(device)?.as_ptr(),
+            device => return Err(super::no_kernel("lltm", device)),
+        };
+        Ok(Place { _guard: guard, stream })
+    }
+}
+
+/// What the forward reads; all contiguous, of the shapes and kinds that `sequence.h` states.
+pub(crate) struct Operands<'a> {
+    pub input: &'a Tensor,
+    pub weight: &'a Tensor,
+    pub bias: Option<&'a Tensor>,
+    pub h0: &'a Tensor,
+    pub c0: &'a Tensor,
+}
+
+impl Operands<'_> {
+    pub fn sizes(&self) -> Result<Sizes> {
+        let (steps, batch, features) = self.input.size3()?;
+        Ok(Sizes { steps, batch, features, hidden: self.h0.size2()?.1 })
+    }
+}
+
+/// What the forward makes.
+pub(crate) struct Outputs {
+    /// `[T, B, H]`.
+    pub output: Tensor,
+    /// c of all steps, `[T, B, H]`, or `[1, B, H]` of the last if nothing is kept.
+    pub c: Tensor,
+    /// `[T, B, 3H]`, what [`backward`] reads, if it is kept.
+    pub activations: Option<Tensor>,
+}
+
+/// All steps. There has to be at least one, with a row and a column. Memory: the gates, which become the activations
+/// where the kinds are one; output, c.
+pub(crate) fn forward(plan: Plan, operands: &Operands<'_>, keep: bool) -> Result<Outputs> {
+    let Sizes { steps, batch, features, hidden } = operands.sizes()?;
+    let device = operands.input.device();
+    let (product, state) = (operands.h0.f_kind()?, operands.c0.f_kind()?);
+    let sums = gates_kind(product);
+    let bias = operands.bias.map(|bias| bias.f_reshape([-1])?.f_to_kind(sums)?.f_contiguous()).transpose()?;
+    checked("input", operands.input, &[steps, batch, features], (product, device))?;
+    checked("weight", operands.weight, &[3 * hidden, hidden + features], (product, device))?;
+    optional_ptr("bias", bias.as_ref(), &[3 * hidden], (sums, device))?;
+    checked("h0", operands.h0, &[batch, hidden], (product, device))?;
+    checked("c0", operands.c0, &[batch, hidden], (state, device))?;
+
+    let empty = |size: [i64; 3], kind| Tensor::f_empty(size, (kind, device));
+    let mut gates = empty([steps, batch, 3 * hidden], sums)?;
+    let mut output = empty([steps, batch, hidden], state)?;
+    let mut c = empty([if keep { steps } else { 1 }, batch, hidden], state)?;
+    let mut activations = match (keep, sums == state) {
+        (false, _) => None,
+        // The same memory: a gate is read once, before it is written.
+        (true, true) => Some(gates.shallow_clone()),
+        (true, false) => Some(empty([steps, batch, 3 * hidden], state)?),
+    };
+    let place = Place::of(device)?;
+    let [path, row_groups, column_groups] = plan.codes();
+    let call = Forward {
+        path,
+        row_groups,
+        column_groups,
+        reserved: 0,
+        stream: place.stream,
+        input: operands.input.as_ptr(),
+        weight: operands.weight.as_ptr(),
+        bias: bias.as_ref().map_or(null_mut(), Tensor::as_ptr),
+        h0: operands.h0.as_ptr(),
+        c0: operands.c0.as_ptr(),
+        gates: gates.as_mut_ptr(),
+        output: output.as_mut_ptr(),
+        c: c.as_mut_ptr(),
+        activations: activations.as_mut().map_or(null_mut(), Tensor::as_mut_ptr),
+    };
+    // SAFETY: live tensors, checked or made just now to be as `sequence.h` states; those that are written are ours.
+    match take_message(unsafe { tch_extension_lltm_forward(&call) }) {
+        Some(message) => Err(Error::Torch(message)),
+        None => Ok(Outputs { output, c, activations }),
+    }
+}
+
+/// What the backward reads.
+pub(crate) struct BackwardInputs<'a> {
+    pub weight: &'a Tensor,
+    /// For h of each step, for that of the last, and for c of the last; each may be absent.
+    pub grad_output: Option<&'a Tensor>,
+    pub grad_h: Option<&'a Tensor>,
+    pub grad_c: Option<&'a Tensor>,
+    pub activations: &'a Tensor,
+    pub c: &'a Tensor,
+}
+
+/// What the backward makes.
+pub(crate) struct Gradients {
+    /// `[T, B, 3H]`, of the product's kind.
+    pub gates: Tensor,
+    /// For h0, `[B, H]`; meaningless if it was not asked for.
+    pub h0: Tensor,
+    /// For c0, `[B, H]`.
+    pub c0: Tensor,
+}
+
+/// All steps in reverse, for the same sizes as [`forward`].
+pub(crate) fn backward(plan: Plan, inputs: &BackwardInputs<'_>, needs_grad_h0: bool) -> Result<Gradients> {
+    let (steps, batch, hidden) = inputs.c.size3()?;
+    let device = inputs.c.device();
+    let (product, state) = (inputs.weight.f_kind()?, inputs.c.f_kind()?);
+    let sums = gates_kind(product);
+    let all = [steps, batch, hidden];
+    let columns = inputs.weight.size2()?.1;
+    checked("weight", inputs.weight, &[3 * hidden, columns], (product, device))?;
+    optional_ptr("grad_output", inputs.grad_output, &all, (state, device))?;
+    checked("activations", inputs.activations, &[steps, batch, 3 * hidden], (state, device))?;
+    checked("c", inputs.c, &all, (state, device))?;
+
+    // Of their own: the kernels overwrite them.
+    let own = |given: Option<&Tensor>| -> Result<Tensor> {
+        let mut own = Tensor::f_empty([batch, hidden], (sums, device))?;
+        match given {
+            Some(given) => own.f_copy_(given)?,
+            None => drop(own.f_zero_()?),
+        }
+        Ok(own)
+    };
+    let (mut grad_h, mut grad_c) = (own(inputs.grad_h)?, own(inputs.grad_c)?);
+    let mut grad_gates = Tensor::f_empty([steps, batch, 3 * hidden], (product, device))?;
+    let place = Place::of(device)?;
+    let [path, row_groups, column_groups] = plan.codes();
+    let call = Backward {
+        path,
+        row_groups,
+        column_groups,
+        needs_grad_h0: i32::from(needs_grad_h0),
+        stream: place.stream,
+        weight: inputs.weight.as_ptr(),
+        grad_output: inputs.grad_output.map_or(null_mut(), Tensor::as_ptr),
+        activations: inputs.activations.as_ptr(),
+        c: inputs.c.as_ptr(),
+        grad_h: grad_h.as_mut_ptr(),
+        grad_c: grad_c.as_mut_ptr(),
+        grad_gates: grad_gates.as_mut_ptr(),
+    };
+    // SAFETY: as in `forward`.
+    match take_message(unsafe { tch_extension_lltm_backward(&call) }) {
+        Some(message) => Err(Error::Torch(message)),
+        None => Ok(Gradients { gates: grad_gates, h0: grad_h, c0: grad_c }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::mem::{offset_of, size_of};
+
+    unsafe extern "C" {
+        /// Sizes and offsets as the C++ compiler sees them.
+        static tch_extension_lltm_layout: [usize; 28];
+    }
+
+    #[test]
+    fn the_structs_agree_with_the_c_side() {
+        let ours = [
+            size_of::<Forward>(),
+            offset_of!(Forward, path),
+            offset_of!(Forward, row_groups),
+            offset_of!(Forward, column_groups),
+            offset_of!(Forward, reserved),
+            offset_of!(Forward, stream),
+            offset_of!(Forward, input),
+            offset_of!(Forward, weight),
+            offset_of!(Forward, bias),
+            offset_of!(Forward, h0),
+            offset_of!(Forward, c0),
+            offset_of!(Forward, gates),
+            offset_of!(Forward, output),
+            offset_of!(Forward, c),
+            offset_of!(Forward, activations),
+            size_of::<Backward>(),
+            offset_of!(Backward, path),
+            offset_of!(Backward, row_groups),
+            offset_of!(Backward, column_groups),
+            offset_of!(Backward, needs_grad_h0),
+            offset_of!(Backward, stream),
+            offset_of!(Backward, weight),
+            offset_of!(Backward, grad_output),
+            offset_of!(Backward, activations),
+            offset_of!(Backward, c),
+            offset_of!(Backward, grad_h),
+            offset_of!(Backward, grad_c),
+            offset_of!(Backward, grad_gates),
+        ];
+        // SAFETY: a constant of this length in csrc/lltm/sequence.cpp.
+        assert_eq!(ours, unsafe { tch_extension_lltm_layout });
+    }
+}

@@ -1,0 +1,439 @@
+//! Whole sequences of the LLTM cell.
+
+use super::lltm_cell::lltm_cell_reference;
+use crate::amp::{CastPolicy, autocast_inputs};
+use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
+use crate::check::Check;
+use crate::dispatch::promote;
+use crate::ffi::lltm as kernels;
+use crate::ffi::lltm::Path;
+use crate::ffi::tensor::plain;
+use crate::{Error, Result, check};
+use tch::{Device, Kind, Tensor};
+
+const OP: &str = "lltm";
+const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
+
+/// A sequence of LLTM steps: h of each, and the state behind the last.
+///
+/// ```text
+/// [i | o | g] = [h[t-1], x[t]] Wᵀ + b
+/// c[t] = c[t-1] + elu(g) σ(i)
+/// h[t] = tanh(c[t]) σ(o)
+/// ```
+///
+/// * `input`: x, `[T, B, F]`
+/// * `weight`: W, `[3H, H + F]`, the rows for i, o and g, the columns for h and x: those of [`lltm_cell`](super::lltm_cell)
+/// * `bias`: b, `[3H]` or, as PyTorch's extension-cpp has it, `[1, 3H]`; `None` for zeros
+/// * `state`: (h, c) before the first step, each `[B, H]`
+///
+/// Returns (h of all steps `[T, B, H]`, (h, c) behind the last, each `[B, H]`). Of kind `Float`, `Double`, `Half` or
+/// `BFloat16`, on one CPU or CUDA device; any strides, any sizes, also empty ones and no steps at all. Has first and
+/// second derivatives with respect to each tensor, from each output.
+///
+/// Kinds are those that a loop of the cell takes for any number of steps: x and h are promoted to one kind, which weight and
+/// bias must have, and of which the outputs are; c must not be of a wider one. Under autocast the products
+/// run in autocast's kind, and the outputs have it promoted with c's; a c of kind `Double` then needs a product of that kind.
+/// Of the half kinds, sums and gates are computed in `Float` and never rounded between a product and what follows; c
+/// and h are rounded at each step, on the CPU only when they are returned.
+///
+/// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic. The product with the input
+/// is made for all steps at once; a step then costs a product and one kernel. On the CPU the weights are packed once, and
+/// libtorch's threads stay together for the whole sequence.
+///
+/// There is no forget gate: c is a sum over all steps, and rounding errors add up. Over T = 1…4096, outputs and
+/// gradients are tested to be off by at most `8·√max(T, 4)·ε` of their largest value, ε being the kind's.
+///
+/// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers besides inputs and outputs (of the half kinds on the
+/// CPU, as `Float`); the forward needs `3·T·B·H` more for a while if the kinds of gates and outputs differ, and the backward
+/// `3·T·B·H + T·B·(H + F)`. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
+///
+/// Equivalent to:
+/// ```
+/// # use tch::{Kind, Device, Tensor};
+/// # use tch_extension::ops::{lltm, lltm_cell};
+/// # let options = (Kind::Double, Device::Cpu);
+/// # let (x, w, b) = (Tensor::randn([6, 2, 4], options), Tensor::randn([9, 7], options), Tensor::randn([9], options));
+/// # let (h0, c0) = (Tensor::randn([2, 3], options), Tensor::randn([2, 3], options));
+/// let (mut h, mut c) = (h0.shallow_clone(), c0.shallow_clone());
+/// let mut steps = Vec::new();
+/// for x in x.unbind(0) {
+///     (h, c) = lltm_cell(&x, &w, Some(&b), (&h, &c));
+///     steps.push(h.shallow_clone());
+/// }
+/// let output = Tensor::stack(&steps, 0);
+///
+/// let fused = lltm(&x, &w, Some(&b), (&h0, &c0));
+/// assert!(fused.0.allclose(&output, 1e-12, 1e-12, false));
+/// assert!(fused.1.0.allclose(&h, 1e-12, 1e-12, false) && fused.1.1.allclose(&c, 1e-12, 1e-12, false));
+/// ```
+///
+/// Source: <https://pytorch.org/tutorials/advanced/cpp_extension.html>.
+///
+/// # Panics
+/// Where [`f_lltm`] returns an error.
+pub fn lltm(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    state: (&Tensor, &Tensor),
+) -> (Tensor, (Tensor, Tensor)) {
+    super::unwrap(f_lltm(input, weight, bias, state))
+}
+
+/// [`lltm`], with an error instead of a panic.
+///
+/// # Errors
+/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or CUDA fails.
+pub fn f_lltm(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    state: (&Tensor, &Tensor),
+) -> Result<(Tensor, (Tensor, Tensor))> {
+    f_lltm_by(Path::Automatic, input, weight, bias, state)
+}
+
+/// [`f_lltm`] on a path of the caller's choice.
+#[doc(hidden)]
+pub fn f_lltm_by(
+    path: Path,
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    state: (&Tensor, &Tensor),
+) -> Result<(Tensor, (Tensor, Tensor))> {
+    let (h, c) = state;
+    check_arguments(input, weight, bias, state)?;
+    let cast = in_matching_kinds(&[Some(input), Some(weight), bias, Some(h), Some(c)])?;
+    let function = Lltm { path, ..Lltm::default() };
+    let outputs = match &cast {
+        None => apply(function, &[Some(input), Some(weight), bias, Some(h), Some(c)]),
+        Some(cast) => apply(function, &cast.iter().map(Option::as_ref).collect::<Vec<_>>()),
+    };
+    let [output, last_h, last_c] = outputs?.exactly()?;
+    Ok((output, (last_h, last_c)))
+}
+
+/// [`lltm`] in plain tch operations, a loop of [`lltm_cell_reference`](super::lltm_cell_reference), without checks of its own.
+///
+/// # Errors
+/// libtorch's.
+pub fn lltm_reference(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    state: (&Tensor, &Tensor),
+) -> Result<(Tensor, (Tensor, Tensor))> {
+    let (mut h, mut c) = (state.0.shallow_clone(), state.1.shallow_clone());
+    let mut steps = Vec::new();
+    for step in input.f_unbind(0)? {
+        (h, c) = lltm_cell_reference(&step, weight, bias, (&h, &c))?;
+        steps.push(h.shallow_clone());
+    }
+    if steps.is_empty() {
+        // `stack` takes no empty list. A step that is thrown away has the kinds, and what it would refuse.
+        let step = input.f_sum_dim_intlist([0_i64].as_slice(), false, input.f_kind()?)?;
+        let (new_h, new_c) = lltm_cell_reference(&step, weight, bias, (&h, &c))?;
+        let output = new_h.f_unsqueeze(0)?.f_narrow(0, 0, 0)?;
+        return Ok((output, (copied(&h, new_h.f_kind()?)?, copied(&c, new_c.f_kind()?)?)));
+    }
+    Ok((Tensor::f_stack(&steps, 0)?, (h, c)))
+}
+
+fn check_arguments(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    (h, c): (&Tensor, &Tensor),
+) -> Result<()> {
+    let input = &check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(3, "[T, B, F]")?;
+    let beside = |argument: Check<'_>| -> Result<()> {
+        argument.defined()?.beside(input)?.kind_in(&KINDS).map(|_| ())
+    };
+    beside(check!(OP, weight))?;
+    beside(check!(OP, h))?;
+    beside(check!(OP, c))?;
+    bias.map(|bias| beside(check!(OP, bias))).transpose()?;
+
+    let (_, batch, features) = input.tensor().size3()?;
+    check!(OP, h).dim(2, "[B, H]")?;
+    let hidden = h.size2()?.1;
+    check!(OP, h).shape("[B, H]", &[batch, hidden])?;
+    check!(OP, c).shape("[B, H]", &[batch, hidden])?;
+    let sizes = hidden.checked_mul(3).zip(hidden.checked_add(features));
+    let (gates, columns) = sizes
+        .ok_or_else(|| check!(OP, h).refuse("sizes whose sums fit 64 bits", format!("H = {hidden}"), ""))?;
+    check!(OP, weight).shape("[3H, H + F]", &[gates, columns])?;
+    if let Some(bias) = bias
+        && bias.size() != [1, gates]
+    {
+        check!(OP, bias).shape("[3H] (or [1, 3H])", &[gates])?;
+    }
+    Ok(())
+}
+
+/// The arguments with one kind for the products' operands, and the outputs' for c. `None` when they are so.
+fn in_matching_kinds(arguments: &[Option<&Tensor>; place::LEN]) -> Result<Option<Vec<Option<Tensor>>>> {
+    let [Some(input), Some(weight), bias, Some(h), Some(c)] = *arguments else {
+        return Err(Error::msg("internal error: an argument of lltm is absent"));
+    };
+    let operands = [Some(input), Some(weight), bias, Some(h)];
+    // As in the composite: it casts what goes into the product, and not what comes behind it.
+    let cast = autocast_inputs(CastPolicy::LowerPrecision, &operands)?;
+    let is_cast = cast.is_some();
+    if !is_cast && arguments.iter().flatten().all(|tensor| tensor.kind() == input.kind()) {
+        return Ok(None);
+    }
+    let unchanged = || operands.iter().map(|tensor| tensor.map(Tensor::shallow_clone)).collect();
+    let mut cast: Vec<Option<Tensor>> = cast.unwrap_or_else(unchanged);
+    let of = |cast: &[Option<Tensor>], place: usize| cast[place].as_ref().map(Tensor::kind);
+    let kinds = of(&cast, place::INPUT).zip(of(&cast, place::H));
+    let product = kinds.map_or(input.kind(), |(input, h)| promote(input, h));
+    for (place, name) in [(place::WEIGHT, "weight"), (place::BIAS, "bias")] {
+        if let Some(tensor) = &cast[place] {
+            check!(OP, name, tensor).kind_as(product, "input and h")?;
+        }
+    }
+    // The first step's h has the state's kind, and goes into the second's product, for which autocast casts it again,
+    // if it is no Double.
+    let state = promote(product, c.kind());
+    if state != product && (!is_cast || state == Kind::Double) {
+        let expected = format!("kind {product:?} or a narrower one, as input and h");
+        return Err(check!(OP, c).refuse(&expected, format!("{:?}", c.kind()), "call to_kind"));
+    }
+    for place in [place::INPUT, place::H] {
+        cast[place] = cast[place].as_ref().map(|operand| operand.f_to_kind(product)).transpose()?;
+    }
+    cast.push(Some(c.f_to_kind(state)?));
+    Ok(Some(cast))
+}
+
+#[derive(Default)]
+struct Lltm {
+    path: Path,
+    /// Here, so that the first derivative need not look at the bias itself: nobody is refused for having changed what
+    /// it does not need.
+    bias_shape: Option<Vec<i64>>,
+    /// The kind of the products' operands.
+    product: Option<Kind>,
+}
+
+/// The inputs' places, which are also the first slots of what is saved.
+mod place {
+    pub const INPUT: usize = 0;
+    pub const WEIGHT: usize = 1;
+    pub const BIAS: usize = 2;
+    pub const H: usize = 3;
+    pub const C: usize = 4;
+    pub const LEN: usize = 5;
+}
+
+/// Saved behind the inputs: h and c of all steps, and σ(i), σ(o), g. Absent if there is nothing to compute.
+const OUTPUT: usize = place::LEN;
+const NEW_C: usize = place::LEN + 1;
+const ACTIVATIONS: usize = place::LEN + 2;
+
+/// In which kind kernels compute what tensors of this kind give: on the CPU there are none for the half kinds.
+fn worked_in(kind: Kind, device: Device) -> Kind {
+    match (device, kind) {
+        (Device::Cpu, Kind::Half | Kind::BFloat16) => Kind::Float,
+        (_, kind) => kind,
+    }
+}
+
+/// As kernels read it.
+fn worked(tensor: &Tensor) -> Result<Tensor> {
+    plain(&tensor.f_to_kind(worked_in(tensor.f_kind()?, tensor.device()))?)
+}
+
+impl Function for Lltm {
+    const NAME: &'static str = OP;
+    const DOUBLE_BACKWARD: bool = true;
+
+    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        let (input, weight, bias) =
+            (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
+        let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
+        (self.bias_shape, self.product) = (bias.map(Tensor::size), Some(weight.f_kind()?));
+        let state = c.f_kind()?;
+        let all = [Some(input), Some(weight), bias, Some(h), Some(c)];
+
+        let made =
+            if input.size()[0] == 0 || h.numel() == 0 { None } else { Some(self.all_steps(&all, saver)?) };
+        let (output, last_h, last_c) = match &made {
+            // In no steps nothing changes; in no columns there is nothing.
+            None => {
+                let output =
+                    Tensor::f_zeros([input.size()[0], h.size()[0], h.size()[1]], (state, c.device()))?;
+                (output, copied(h, state)?, copied(c, state)?)
+            }
+            Some(made) => {
+                let last = |steps: &Tensor| copied(&steps.f_select(0, -1)?, state);
+                (made.output.f_to_kind(state)?, last(&made.output)?, last(&made.c)?)
+            }
+        };
+        all.iter().for_each(|tensor| saver.save_optional(*tensor));
+        let kept = made.as_ref().and_then(|made| Some((&output, &made.c, made.activations.as_ref()?)));
+        saver.save_optional(kept.map(|kept| kept.0));
+        saver.save_optional(kept.map(|kept| kept.1));
+        saver.save_optional(kept.map(|kept| kept.2));
+        // An output that leads nowhere costs no zeros.
+        saver.set_materialize_grads(false);
+        Ok([output, last_h, last_c].into())
+    }
+
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        if ctx.create_graph() {
+            let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
+            return differentiate_reference(ctx, &inputs, grads, reference);
+        }
+        first_derivative(ctx, grads, self)
+    }
+}
+
+impl Lltm {
+    fn all_steps(
+        &self,
+        inputs: &[Option<&Tensor>; place::LEN],
+        saver: &Saver<'_>,
+    ) -> Result<kernels::Outputs> {
+        let worked: Vec<Option<Tensor>> =
+            inputs.iter().map(|input| input.map(worked).transpose()).collect::<Result<_>>()?;
+        let [Some(input), Some(weight), bias, Some(h0), Some(c0)] = &worked[..] else {
+            return Err(Error::msg("internal error: an argument of lltm is absent"));
+        };
+        let operands = kernels::Operands { input, weight, bias: bias.as_ref(), h0, c0 };
+        kernels::forward(self.plan(operands.sizes()?, c0)?, &operands, saver.needs_graph())
+    }
+
+    fn plan(&self, sizes: kernels::Sizes, state: &Tensor) -> Result<kernels::Plan> {
+        let chip = kernels::Chip::of(state.device());
+        Ok(kernels::Plan::new(self.path, sizes, state.f_kind()?, chip))
+    }
+}
+
+/// A copy: an output is no other tensor's memory.
+fn copied(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
+    Ok(tensor.f_to_dtype(kind, false, true)?)
+}
+
+fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
+    let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
+    let inputs = Inputs::new(&inputs);
+    let state = (inputs.get(place::H)?, inputs.get(place::C)?);
+    let (output, (last_h, last_c)) = lltm_reference(
+        inputs.get(place::INPUT)?,
+        inputs.get(place::WEIGHT)?,
+        inputs.optional(place::BIAS),
+        state,
+    )?;
+    Ok([output, last_h, last_c].into())
+}
+
+fn first_derivative(ctx: &Context<'_>, grads: &Tensors, state: &Lltm) -> Result<Tensors> {
+    let Some(activations) = ctx.saved_optional(ACTIVATIONS)? else {
+        return derivative_of_nothing(ctx, grads);
+    };
+    let values = |index| grads.optional(index).map(worked).transpose();
+    let (grad_output, grad_h, grad_c) = (values(0)?, values(1)?, values(2)?);
+    let (weight, c) = (ctx.saved(place::WEIGHT)?, ctx.saved(NEW_C)?);
+    let weight = worked(&weight)?;
+    let (steps, batch, hidden) = c.size3()?;
+    let sizes = kernels::Sizes { steps, batch, features: weight.size2()?.1 - hidden, hidden };
+    let inputs = kernels::BackwardInputs {
+        weight: &weight,
+        grad_output: grad_output.as_ref(),
+        grad_h: grad_h.as_ref(),
+        grad_c: grad_c.as_ref(),
+        activations: &activations,
+        c: &c,
+    };
+    let made = kernels::backward(state.plan(sizes, &c)?, &inputs, ctx.needs_input_grad(place::H))?;
+
+    let grad_gates = made.gates.f_view([steps * batch, 3 * hidden])?;
+    let product = state.product.unwrap_or(weight.f_kind()?);
+    let state_kind = ctx.saved(OUTPUT)?.f_kind()?;
+    let wanted = |place, gradient: Tensor, kind| -> Result<Option<Tensor>> {
+        if ctx.needs_input_grad(place) { Ok(Some(gradient.f_to_kind(kind)?)) } else { Ok(None) }
+    };
+    Ok([
+        input_gradient(ctx, &grad_gates, &weight, sizes, product)?,
+        weight_gradient(ctx, &grad_gates, sizes, product)?,
+        bias_gradient(ctx, &grad_gates, state.bias_shape.as_deref(), product)?,
+        wanted(place::H, made.h0, product)?,
+        wanted(place::C, made.c0, state_kind)?,
+    ]
+    .into())
+}
+
+/// Of a sequence without steps, rows or columns: the state is handed through.
+fn derivative_of_nothing(ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+    let gradient = |place: usize, from: Option<usize>| -> Result<Option<Tensor>> {
+        if !ctx.needs_input_grad(place) {
+            return Ok(None);
+        }
+        let input = ctx.saved(place)?;
+        match from.and_then(|output| grads.optional(output)) {
+            Some(grad) => Ok(Some(copied(grad, input.f_kind()?)?)),
+            None => Ok(Some(input.f_zeros_like()?)),
+        }
+    };
+    let all = [
+        (place::INPUT, None),
+        (place::WEIGHT, None),
+        (place::BIAS, None),
+        (place::H, Some(1)),
+        (place::C, Some(2)),
+    ];
+    all.into_iter().map(|(place, from)| gradient(place, from)).collect::<Result<Vec<_>>>().map(Into::into)
+}
+
+/// `dG W_x`, of all steps at once.
+fn input_gradient(
+    ctx: &Context<'_>,
+    grad_gates: &Tensor,
+    weight: &Tensor,
+    sizes: kernels::Sizes,
+    kind: Kind,
+) -> Result<Option<Tensor>> {
+    if !ctx.needs_input_grad(place::INPUT) {
+        return Ok(None);
+    }
+    let kernels::Sizes { steps, batch, features, hidden } = sizes;
+    let gradient = grad_gates.f_mm(&weight.f_narrow(1, hidden, features)?)?;
+    Ok(Some(gradient.f_view([steps, batch, features])?.f_to_kind(kind)?))
+}
+
+/// `Σ dG[t]ᵀ [h[t-1], x[t]]`: one product over all steps.
+fn weight_gradient(
+    ctx: &Context<'_>,
+    grad_gates: &Tensor,
+    sizes: kernels::Sizes,
+    kind: Kind,
+) -> Result<Option<Tensor>> {
+    if !ctx.needs_input_grad(place::WEIGHT) {
+        return Ok(None);
+    }
+    let kernels::Sizes { steps, batch, features, hidden } = sizes;
+    let operands = (grad_gates.f_kind()?, grad_gates.device());
+    let hx = Tensor::f_empty([steps, batch, hidden + features], operands)?;
+    let before = hx.f_narrow(2, 0, hidden)?;
+    before.f_select(0, 0)?.f_copy_(&ctx.saved(place::H)?)?;
+    before.f_narrow(0, 1, steps - 1)?.f_copy_(&ctx.saved(OUTPUT)?.f_narrow(0, 0, steps - 1)?)?;
+    hx.f_narrow(2, hidden, features)?.f_copy_(&ctx.saved(place::INPUT)?)?;
+    let hx = hx.f_view([steps * batch, hidden + features])?;
+    Ok(Some(grad_gates.f_transpose(0, 1)?.f_mm(&hx)?.f_to_kind(kind)?))
+}
+
+/// `Σ dG` over steps and batch, in the bias' own shape.
+fn bias_gradient(
+    ctx: &Context<'_>,
+    grad_gates: &Tensor,
+    shape: Option<&[i64]>,
+    kind: Kind,
+) -> Result<Option<Tensor>> {
+    let Some(shape) = shape.filter(|_| ctx.needs_input_grad(place::BIAS)) else { return Ok(None) };
+    let sum = grad_gates.f_sum_dim_intlist([0_i64].as_slice(), false, grad_gates.f_kind()?)?;
+    Ok(Some(sum.f_reshape(shape)?.f_to_kind(kind)?))
+}

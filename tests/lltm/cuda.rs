@@ -1,0 +1,89 @@
+//! What only a GPU shows.
+
+use super::*;
+use std::io::Write;
+use tch_extension::cuda::Graph;
+use tch_extension::testing::cuda_or_skip;
+
+#[test]
+fn cuda_agrees_with_the_cpu() {
+    suite_of(&fused).cuda_agrees_with_the_cpu("cuda_agrees_with_the_cpu");
+}
+
+#[test]
+fn cuda_half_kinds_agree_with_the_cpu() {
+    suite_of(&fused).cuda_half_kinds_agree_with_the_cpu("cuda_half_kinds_agree_with_the_cpu");
+}
+
+#[test]
+fn cuda_mixed_devices_are_named() {
+    let Some(device) = cuda_or_skip("cuda_mixed_devices_are_named") else { return };
+    for (index, name) in ["weight", "bias", "h", "c"].iter().enumerate() {
+        let mut arguments = one([3, 2, 4, 3], Kind::Float, device).inputs;
+        arguments[index + 1] = arguments[index + 1].to_device(Device::Cpu);
+        let error = call(f_lltm, &arguments).expect_err("mixed devices").to_string();
+        assert!(
+            error.starts_with(&format!("lltm: {name}: expected device Cuda(0), as input, got Cpu")),
+            "{error}"
+        );
+    }
+}
+
+/// A step is its product and one kernel; everything is on the current stream, and so in the graph.
+#[test]
+fn cuda_a_step_is_the_product_and_one_kernel_of_the_graph() {
+    let test = "cuda_a_step_is_the_product_and_one_kernel_of_the_graph";
+    let Some(device) = cuda_or_skip(test) else { return };
+    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
+        // As under memcheck: a replay cannot write to memory that is really freed.
+        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
+        return;
+    }
+    let (few, many) = (8, 24);
+    for (kind, [batch, features, hidden]) in
+        [(Kind::Float, [16, 32, 128]), (Kind::BFloat16, [64, 128, 512]), (Kind::Float, [3, 4, 5])]
+    {
+        let [h, w] = [[batch, hidden], [3 * hidden, hidden]].map(|size| Tensor::ones(size, (kind, device)));
+        let w = w.transpose(0, 1);
+        let sums = if support::is_half(kind) { Kind::Float } else { kind };
+        let no_bias = Tensor::zeros([3 * hidden], (kind, device));
+        let product =
+            || Ok(if kind == sums { vec![no_bias.f_addmm(&h, &w)?] } else { vec![h.f_mm_dtype(&w, sums)?] });
+        let (product, _) = captured(device, product);
+        let nodes = |steps| {
+            let inputs = leaves(&one([steps, batch, features, hidden], kind, device).inputs);
+            let expected = fused(&inputs).expect("outputs");
+            let (graph, outputs) = captured(device, || fused(&inputs));
+            for output in &outputs {
+                let _ = output.detach().fill_(f64::NAN);
+            }
+            graph.replay().expect("a replay");
+            for (output, expected) in outputs.iter().zip(&expected) {
+                assert!(output.equal(expected), "{kind:?}");
+            }
+            (graph.kernels(), graph.other_nodes())
+        };
+        let ((kernels, others), (more_kernels, more_others)) = (nodes(few), nodes(many));
+        let steps = (many - few) as usize;
+        // The product with the input, of all steps at once, may be cut into more parts when it is larger.
+        let once = 2;
+        assert!(
+            more_kernels - kernels <= steps * (product.kernels() + 1) + once,
+            "{kind:?}: {kernels} kernels of {few} steps and {more_kernels} of {many}; a product is {}",
+            product.kernels()
+        );
+        assert!(
+            more_others - others <= steps * product.other_nodes() + once,
+            "{kind:?}: {others} other nodes of {few} steps and {more_others} of {many}; a product has {}",
+            product.other_nodes()
+        );
+    }
+}
+
+fn captured(device: Device, work: impl Fn() -> Result<Vec<Tensor>>) -> (Graph, Vec<Tensor>) {
+    // cuBLAS then has chosen its kernels.
+    for _ in 0..3 {
+        work().expect("to warm up");
+    }
+    Graph::capture(device, work).expect("a capture")
+}

@@ -1,0 +1,71 @@
+//! Random cases.
+
+use super::*;
+use crate::support::property::{Argument, Case, Property, size, style};
+use proptest::prelude::*;
+
+type Arguments<'a> = (&'a Tensor, &'a Tensor, Option<&'a Tensor>, (&'a Tensor, &'a Tensor));
+
+fn take(inputs: &[Option<Tensor>]) -> Arguments<'_> {
+    let [Some(x), Some(w), b, Some(h), Some(c)] = inputs else { unreachable!("five inputs") };
+    (x, w, b.as_ref(), (h, c))
+}
+
+fn property(path: LltmPath) -> Property<'static> {
+    let by: support::property::Call<'static> = match path {
+        LltmPath::PerStep => &|inputs| run(LltmPath::PerStep, inputs),
+        _ => &|inputs| run(LltmPath::Automatic, inputs),
+    };
+    Property {
+        name: "lltm",
+        fused: by,
+        reference: &|inputs| {
+            let (x, w, b, state) = take(inputs);
+            lltm_reference(x, w, b, state).map(|(output, (h, c))| vec![output, h, c])
+        },
+        excluded: &|case| !is_documented(case),
+    }
+}
+
+fn run(path: LltmPath, inputs: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
+    let (x, w, b, state) = take(inputs);
+    f_lltm_by(path, x, w, b, state).map(|(output, (h, c))| vec![output, h, c])
+}
+
+/// What the docs say that it takes: exact shapes of floating kinds, and kinds for any number of steps. The reference
+/// broadcasts, and looks at one step after the other.
+fn is_documented(Case(arguments): &Case) -> bool {
+    let [Some(x), Some(w), b, Some(h), Some(c)] = &arguments[..] else { return false };
+    let present: Vec<&Argument> = arguments.iter().flatten().collect();
+    let floating = present.iter().all(|argument| KINDS.contains(&argument.kind));
+    let (&[_, batch, features], &[_, hidden]) = (&x.size[..], &h.size[..]) else { return false };
+    let bias = b.as_ref().is_none_or(|b| b.size == [3 * hidden] || b.size == [1, 3 * hidden]);
+    let state = h.size == [batch, hidden] && c.size == [batch, hidden];
+    let zeros = |kind| Tensor::zeros([], (kind, Device::Cpu)).unsqueeze(0);
+    let product = (zeros(x.kind) + zeros(h.kind)).kind();
+    let kinds = w.kind == product
+        && b.as_ref().is_none_or(|b| b.kind == product)
+        && (zeros(c.kind) + zeros(product)).kind() == product;
+    floating && kinds && bias && state && w.size == [3 * hidden, hidden + features]
+}
+
+fn cases() -> impl Strategy<Value = Case> {
+    (0..5i64, size(), size(), size(), 0..3usize, style(5)).prop_map(|(t, b, f, h, bias, style)| {
+        let bias = [None, Some(vec![3 * h]), Some(vec![1, 3 * h])][bias].clone();
+        let sizes =
+            vec![Some(vec![t, b, f]), Some(vec![3 * h, h + f]), bias, Some(vec![b, h]), Some(vec![b, h])];
+        style.case(sizes)
+    })
+}
+
+#[test]
+fn random_cases() {
+    for device in devices() {
+        property(LltmPath::Automatic).holds_for(cases(), 2500, device);
+    }
+}
+
+#[test]
+fn random_cases_per_step() {
+    property(LltmPath::PerStep).holds_for(cases(), 1500, Device::Cpu);
+}
