@@ -45,7 +45,9 @@ bool place_bias(const Product& product, Key& key) {
   const int64_t bytes =
       bias.batch * static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(product.kind)));
   key.bias_as = is_row && alignment_of(bias.data) >= 16 && bytes % 16 == 0 ? Bias::kRow : Bias::kFull;
-  key.bias = {is_row ? 0 : bias.row, bias.batch, 0, alignment_of(bias.data)};
+  // A single row is as long as it is.
+  const int64_t one_place = product.m == 1 ? product.n : 0;
+  key.bias = {is_row ? one_place : bias.row, bias.batch, 0, alignment_of(bias.data)};
   return true;
 }
 

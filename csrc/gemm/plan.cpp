@@ -206,15 +206,11 @@ bool loses_nan(int32_t family, int32_t reduction) {
   return is_one_of(family, {20, 21, 23, 24}) && !reduced_behind;
 }
 
-// Seen to keep NaN in each kind, on an H200 with this cuBLASLt. Others may, too, but relu(NaN) = NaN is
-// promised.
+// Seen to keep NaN in each kind, where that was measured. Others may, too, but relu(NaN) = NaN is promised.
 bool keeps_nan(const cublasLtMatmulAlgo_t& algorithm) {
-  constexpr size_t kSeenVersion = 130100;
-  static const bool is_seen_version = cublasLtGetVersion() == kSeenVersion;
   const int32_t family = attribute(algorithm, CUBLASLT_ALGO_CONFIG_ID);
   const bool is_seen = is_one_of(family, {10, 11, 13, 14, 16, 20, 21, 22, 23, 24, 42, 43, 55, 56, 63, 66});
-  return is_seen_version && is_seen &&
-         !loses_nan(family, attribute(algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME));
+  return is_seen && !loses_nan(family, attribute(algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME));
 }
 
 // Whether cutting K into parts, which needs more workspace than libtorch grants, was measured to be worth it:
@@ -239,6 +235,20 @@ int32_t better_tile(const Key& key, const cublasLtMatmulHeuristicResult_t& propo
   const bool is_newest = attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_ID) == kNewest;
   const bool is_large = tile_of(proposal) == kLargeTile;
   return is_newest && is_large && key.k <= 2048 ? kSquareTile : -1;
+}
+
+// Where it was seen what cuBLASLt's documentation does not say: which kernels keep NaN, and that rows of C
+// may all lie in the same place. The same family has other kernels on another architecture, and for sums in
+// Half.
+bool was_seen(const Key& key) {
+  constexpr size_t kSeenVersion = 130100;
+  static const bool is_seen_version = cublasLtGetVersion() == kSeenVersion;
+  const auto* device = at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(key.device));
+  return is_seen_version && device->major == 9 && device->minor == 0 && key.compute != CUBLAS_COMPUTE_16F;
+}
+
+bool needs_what_was_seen(const Key& key) {
+  return key.relu || (key.bias_as == Bias::kFull && key.bias.leading < key.n);
 }
 
 bool is_allowed(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
@@ -285,9 +295,11 @@ Proposal choose(const Key& key, Plan& plan) {
 }
 
 // Looks at sizes and strides only: nothing is started, waited for or allocated on the device, so that it may
-// happen while a graph is captured.
+// happen while a graph is captured. But for a thread's first handle: libtorch cannot make that in a capture,
+// for its own products neither.
 Plan make_plan(const Key& key, const void* bias) {
   Plan plan{};
+  if (needs_what_was_seen(key) && !was_seen(key)) return plan;
   plan.handle = at::cuda::getCurrentCUDABlasLtHandle();
   describe(key, bias, plan);
   if (const Proposal chosen = choose(key, plan)) {
@@ -325,8 +337,11 @@ bool start(const Key& key, const Product& product, cudaStream_t stream) {
       &plan.algorithm, workspace.get(), plan.workspace, stream);
   // What the heuristic promises and the call then refuses: not asked again. Anything else is an error of
   // CUDA's.
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) {
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE ||
+      status == CUBLAS_STATUS_ARCH_MISMATCH) {
     plan.usable = false;
+    // What it tried before it refused must not be taken for a failure of the next launch.
+    (void)cudaGetLastError();
     return false;
   }
   check(status);

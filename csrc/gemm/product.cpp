@@ -36,9 +36,9 @@ View view(const at::Tensor& tensor) { return {tensor.const_data_ptr(), tensor.si
 
 // Whether the values lie in memory as they are, on this device and of this kind, and there are any.
 bool takes_part(const at::Tensor& tensor, const at::Tensor& lhs) {
-  return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_cuda() &&
-         tensor.device() == lhs.device() && tensor.scalar_type() == lhs.scalar_type() && !tensor.is_neg() &&
-         !tensor.is_conj() && !tensor._is_zerotensor() && tensor.numel() > 0;
+  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.has_storage() &&
+         tensor.is_cuda() && tensor.device() == lhs.device() && tensor.scalar_type() == lhs.scalar_type() &&
+         !tensor.is_neg() && !tensor.is_conj() && !tensor._is_zerotensor() && tensor.numel() > 0;
 }
 
 bool has_kernels(at::ScalarType kind) {

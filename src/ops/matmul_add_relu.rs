@@ -54,8 +54,9 @@ const BIAS_KINDS: [Kind; 10] = [
 /// product, and strides can be had without a copy: batches that are broadcast, transposed factors, a bias of any broadcast
 /// for small products, otherwise one that is a row or has rows of its own. It is cuBLASLt's, with bias and ReLU in its
 /// epilogue, chosen once for each shape and kept for the thread; of products so small that
-/// tensor cores do not pay, ours. Sums are rounded once, behind the ReLU.
-/// libtorch's switches hold (tf32, reduced precision, accumulation in `Half`), and so does its accuracy.
+/// tensor cores do not pay, ours. Sums are rounded once, behind the ReLU, unless libtorch's switch allows parts of them in a half kind and cuBLASLt makes use of it.
+/// libtorch's switches hold (tf32, reduced precision, accumulation in `Half`), and so does its accuracy. On a GPU or with a cuBLASLt
+/// for which it was not measured which of its kernels keep NaN (that was on one of compute capability 9.0, with 13.1), its epilogue is not used.
 ///
 /// Everywhere else the product is libtorch's (of small matrices of `Float` or `Double` on the CPU, ours), and what is behind it is one kernel, computed in `Float` for the half
 /// kinds and rounded once, so that with one kind for all three, none requiring grad, it gives the composite's very

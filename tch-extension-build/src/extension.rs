@@ -131,7 +131,8 @@ impl Extension {
     }
 
     /// Links a library of the CUDA toolkit where CUDA is compiled in: `.cuda_library("cublasLt")`. The one that libtorch
-    /// itself loads; the runtime is always linked.
+    /// itself loads, if its major version is CUDA's own (`cublas`, `cublasLt` and `nvrtc`, but not `curand`); the
+    /// runtime is always linked.
     pub fn cuda_library(mut self, name: &str) -> Self {
         self.cuda_libraries.push(name.to_string());
         self
@@ -556,8 +557,9 @@ mod tests {
         for library in ["libcudart.so.13", "libcublasLt.so.13"] {
             assert!(lines.contains(&format!("rustc-link-lib=dylib:+verbatim={library}")), "{lines:?}");
         }
-        let error = script.refusal(&extension.cuda_library("nothing"));
-        assert_says(&error, &["libtorch wants libnothing.so.13, which is not in"]);
+        // Another library whose name only begins so is not it.
+        let error = script.refusal(&extension.cuda_library("cublas"));
+        assert_says(&error, &["libtorch wants libcublas.so.13, which is not in"]);
     }
 
     #[test]

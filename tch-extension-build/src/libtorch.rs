@@ -63,8 +63,9 @@ impl Libtorch {
             .map(|entry| entry.path())
             .find(|path| {
                 let name = path.file_name().unwrap_or_default().to_string_lossy();
-                // libtorch's own archives have a checksum between the two.
-                name.starts_with(&prefix) && name.ends_with(&suffix)
+                // libtorch's own archives have a checksum between the two; `cublas` is not `cublasLt`.
+                let between = name.strip_prefix(&prefix).and_then(|name| name.strip_suffix(&suffix));
+                between.is_some_and(|between| between.is_empty() || between.starts_with('-'))
             })
             .with_context(|| format!("libtorch wants {prefix}{suffix}, which is not in {}", list(&folders)))
     }

@@ -48,3 +48,23 @@ fn bad_arguments_are_named() {
     }
     fused(&good()).expect("good arguments");
 }
+
+/// Of these there are no values that a kernel could read.
+#[test]
+fn what_has_no_memory_is_named() {
+    for device in devices() {
+        let float = |size: &[i64]| Tensor::zeros(size, (Kind::Float, device));
+        let odd: [fn(&Tensor) -> Tensor; 2] = [
+            |x| x.quantize_per_tensor(0.1, 0, Kind::QInt8),
+            |x| Tensor::stack(&[x, x], 0).internal_add_batch_dim(0, 1),
+        ];
+        for odd in odd {
+            for (index, name) in ["input", "weight", "bias"].into_iter().enumerate() {
+                let mut arguments = [float(&[2, 4]), float(&[3, 4]), float(&[3])];
+                arguments[index] = odd(&arguments[index]);
+                let error = fused(&arguments).expect_err(name).to_string();
+                assert!(error.starts_with(&format!("linear: {name}: expected ")), "{device:?}: {error}");
+            }
+        }
+    }
+}

@@ -87,3 +87,26 @@ fn shapes_are_taken_and_refused_as_libtorch_does() {
     }
     assert!(taken > 300 && refused > 300, "{taken} and {refused}");
 }
+
+/// Of these there are no values that a kernel could read.
+#[test]
+fn what_has_no_memory_is_named() {
+    for device in devices() {
+        let float = |size: &[i64]| Tensor::zeros(size, (Kind::Float, device));
+        let odd: [fn(&Tensor) -> Tensor; 2] = [
+            |x| x.quantize_per_tensor(0.1, 0, Kind::QInt8),
+            |x| Tensor::stack(&[x, x], 0).internal_add_batch_dim(0, 1),
+        ];
+        for odd in odd {
+            for (index, name) in ["lhs", "rhs", "bias"].into_iter().enumerate() {
+                let mut arguments = [float(&[2, 3, 4]), float(&[2, 4, 5]), float(&[5])];
+                arguments[index] = odd(&arguments[index]);
+                let error = call(f_matmul_add_relu, &arguments).expect_err(name).to_string();
+                assert!(
+                    error.starts_with(&format!("matmul_add_relu: {name}: expected ")),
+                    "{device:?}: {error}"
+                );
+            }
+        }
+    }
+}

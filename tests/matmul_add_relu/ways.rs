@@ -199,11 +199,13 @@ fn cuda_plans_are_not_kept_forever() {
     assert!(product_plans().plans > 0);
 }
 
-/// The first call is captured: choosing a kernel starts nothing, and memory to work in is the graph's.
+/// The first call of a shape is captured: choosing a kernel starts nothing, and memory to work in is the graph's.
 #[test]
 fn cuda_a_plan_is_made_while_a_graph_is_captured() {
     let Some(device) = cuda_or_skip("cuda_a_plan_is_made_while_a_graph_is_captured") else { return };
     let arguments = inputs([&[64, 4096], &[4096, 512], &[512]], Kind::Float, device);
+    // The thread's handle has to be there, as for libtorch's own products: cublasCreate fails in a capture.
+    let _ = arguments[0].matmul(&arguments[1]);
     let (graph, output) = Graph::capture(device, || Ok(one(ProductPath::Plan, &arguments))).expect("a graph");
     assert_eq!((product_plans().hits, product_plans().misses), (0, 1));
     let _ = output.detach().fill_(f64::NAN);
@@ -231,6 +233,69 @@ fn cuda_gradients_are_the_same_by_each_way() {
                     panic!("a gradient is missing")
                 };
                 assert_close(found, expected, 1e-12, 1e-12);
+            }
+        }
+    }
+}
+
+/// Where cuBLASLt cuts the inner dimension, too: parts added up in a half kind would show here. The bits do not depend
+/// on whether a gradient is wanted.
+#[test]
+fn cuda_half_kinds_are_no_less_exact_than_the_composite() {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_are_no_less_exact_than_the_composite") else { return };
+    let sizes = [
+        (64, 512, 4096),
+        (16, 128, 8192),
+        (128, 1024, 4096),
+        (1, 1024, 1024),
+        (256, 1024, 1024),
+        (512, 512, 2048),
+        (32, 4096, 4096),
+        (64, 200, 1000),
+    ];
+    for kind in [Kind::Half, Kind::BFloat16] {
+        for (m, n, k) in sizes {
+            for bias in [vec![n], vec![m, n]] {
+                let arguments = inputs([&[m, k], &[k, n], &bias], kind, device);
+                let exact = arguments.each_ref().map(|argument| argument.to_kind(Kind::Double));
+                let exact = call(matmul_add_relu_reference, &exact).expect("reference");
+                let fused = one(ProductPath::Fastest, &arguments);
+                let error = |found: &Tensor| (found.to_kind(Kind::Double) - &exact).norm().double_value(&[]);
+                let composite = one(ProductPath::Composite, &arguments);
+                let (ours, theirs) = (error(&fused), error(&composite));
+                assert!(ours <= 1.02 * theirs, "{:?} {bias:?} {kind:?}: {ours} > {theirs}", (m, n, k));
+                let with_graph = one(ProductPath::Fastest, &leaves(&arguments)).detach();
+                assert!(with_graph.equal(&fused), "{:?} {bias:?} {kind:?}", (m, n, k));
+            }
+        }
+    }
+}
+
+/// A plan is kept with the bias of its first call, and used with others; an address that cuBLASLt's epilogue fails with
+/// has to go elsewhere.
+#[test]
+fn cuda_half_kinds_and_others_read_the_bias_that_is_given() {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_read_the_bias_that_is_given") else { return };
+    let sizes: [[&[i64]; 3]; 5] = [
+        [&[256, 64], &[64, 512], &[512]],
+        [&[256, 64], &[64, 512], &[256, 512]],
+        [&[1, 64], &[64, 512], &[512]],
+        [&[8, 64, 64], &[8, 64, 128], &[8, 1, 128]],
+        [&[8, 64, 64], &[8, 64, 121], &[8, 1, 121]],
+    ];
+    for kind in KINDS {
+        for [lhs, rhs, bias] in sizes {
+            let [lhs, rhs, values] = inputs([lhs, rhs, bias], kind, device);
+            let memory = Tensor::zeros([2 * values.numel() as i64 + 64], (kind, device));
+            for offset in [0, 64, 1, 65, 3, 0] {
+                let placed = memory.narrow(0, offset, values.numel() as i64).view(bias);
+                placed.shallow_clone().copy_(&(&values + offset as f64));
+                let arguments = [lhs.shallow_clone(), rhs.shallow_clone(), placed];
+                let expected = call(matmul_add_relu_reference, &arguments).expect("reference");
+                let (rtol, atol) = if support::is_half(kind) { (2e-2, 2e-2) } else { (1e-4, 1e-4) };
+                for way in [ProductPath::Plan, ProductPath::Fastest] {
+                    assert_close(&one(way, &arguments), &expected, rtol, atol);
+                }
             }
         }
     }
