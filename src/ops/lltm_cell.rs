@@ -35,9 +35,10 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// Mixed kinds are taken where the composite below takes them: h and x are promoted to one kind, which weight and bias
 /// must have; the outputs have that kind promoted with c's. Under autocast the product runs in autocast's kind. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic.
 ///
-/// One matrix product, done by libtorch under its precision switches, and one kernel for everything else; on CUDA, where a
-/// launch costs more than the arithmetic, one kernel for all of it, and one for the backward, both with products in
-/// the kind's full precision. The backward keeps `3·B·H` numbers besides inputs and outputs.
+/// One matrix product, done by libtorch under its precision switches, and one kernel for everything else; at small sizes,
+/// where calls and launches cost more than the arithmetic, one kernel for all of it (two for the CPU's backward), with
+/// products in the kind's full precision: on CUDA, and on the CPU for `Float` and `Double`. The backward keeps `3·B·H`
+/// numbers besides inputs and outputs.
 ///
 /// Equivalent to:
 /// ```

@@ -393,8 +393,25 @@ impl MatmulAddRelu {
         let grad_lhs =
             needs_lhs.then(|| lhs_gradient(&grad, &ctx.saved(place::RHS)?, &self.lhs)).transpose()?;
         let grad_rhs =
-            needs_rhs.then(|| rhs_gradient(ctx, &grad, &ctx.saved(place::LHS)?, &self.rhs)).transpose()?;
+            needs_rhs.then(|| self.rhs_gradient(ctx, &grad, &ctx.saved(place::LHS)?)).transpose()?;
         Ok((grad_lhs, grad_rhs))
+    }
+
+    /// `lhsᵀ dz`.
+    fn rhs_gradient(&self, ctx: &Context<'_>, grad: &Tensor, lhs: &Tensor) -> Result<Tensor> {
+        let size = self.rhs.as_slice();
+        let lhs = if lhs.dim() == 1 { lhs.f_unsqueeze(0)? } else { lhs.shallow_clone() };
+        let matrices = if size.len() == 1 { vec![size[0], 1] } else { size.to_vec() };
+        if is_one_matrix(&matrices) {
+            // All the rows of the batch are rows of one product.
+            let (turned, grad) = (rows(&lhs)?.f_transpose(0, 1)?, rows(grad)?);
+            // Our own makes no graph.
+            let may_be_own = !ctx.create_graph() && self.path != Path::Composite;
+            let own = if may_be_own { kernels::small_product(&turned, &grad)? } else { None };
+            return Ok(own.map_or_else(|| turned.f_mm(&grad), Ok)?.f_view(size)?);
+        }
+        let gradient = lhs.f_transpose(-2, -1)?.f_matmul(grad)?;
+        Ok(gradient.f_sum_to_size(matrices.as_slice())?.f_reshape(size)?)
     }
 }
 
@@ -418,21 +435,6 @@ fn lhs_gradient(grad: &Tensor, rhs: &Tensor, size: &[i64]) -> Result<Tensor> {
     }
     let matrices = if size.len() == 1 { vec![1, size[0]] } else { size.to_vec() };
     let gradient = grad.f_matmul(&rhs.f_transpose(-2, -1)?)?;
-    Ok(gradient.f_sum_to_size(matrices.as_slice())?.f_reshape(size)?)
-}
-
-/// `lhsᵀ dz`, for an `rhs` of this size.
-fn rhs_gradient(ctx: &Context<'_>, grad: &Tensor, lhs: &Tensor, size: &[i64]) -> Result<Tensor> {
-    let lhs = if lhs.dim() == 1 { lhs.f_unsqueeze(0)? } else { lhs.shallow_clone() };
-    let matrices = if size.len() == 1 { vec![size[0], 1] } else { size.to_vec() };
-    if is_one_matrix(&matrices) {
-        // All the rows of the batch are rows of one product.
-        let (turned, grad) = (rows(&lhs)?.f_transpose(0, 1)?, rows(grad)?);
-        // Our own makes no graph.
-        let own = if ctx.create_graph() { None } else { kernels::small_product(&turned, &grad)? };
-        return Ok(own.map_or_else(|| turned.f_mm(&grad), Ok)?.f_view(size)?);
-    }
-    let gradient = lhs.f_transpose(-2, -1)?.f_matmul(grad)?;
     Ok(gradient.f_sum_to_size(matrices.as_slice())?.f_reshape(size)?)
 }
 
