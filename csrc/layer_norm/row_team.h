@@ -54,6 +54,10 @@ __device__ __forceinline__ Values<T, kLanes> load_or(const void* pointer, int64_
   return values;
 }
 
+// Values of 4 bytes, or one: what is loaded at a time where 16 bytes cannot be.
+template <typename T>
+constexpr int kLanesOf4Bytes = sizeof(T) < 4 ? 4 / sizeof(T) : 1;
+
 template <typename C>
 struct Pair {
   C first, second;

@@ -33,13 +33,13 @@ pub enum Path {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Plan {
     in_registers: i32,
-    vectors: i32,
+    lanes: i32,
     team: i32,
     threads: i32,
     cluster: i32,
     stages: i32,
     early_finish: i32,
-    reserved: i32,
+    by_columns: i32,
 }
 
 /// What plans ask of a GPU.
@@ -56,6 +56,8 @@ const WARP: i64 = 32;
 const MOST_THREADS: i64 = 512;
 const THREADS: i64 = 256;
 const MOST_IN_CLUSTER: i64 = 8;
+/// The kernel that reads the sums over rows from x and dy has 128 rows under way.
+const FEW_ROWS: i64 = 512;
 
 /// What a plan is made of.
 #[derive(Clone, Copy, Debug)]
@@ -64,16 +66,31 @@ struct Rows {
     rows: i64,
     columns: i64,
     kind: Kind,
-    /// All arrays begin at multiples of 16 bytes.
-    aligned: bool,
+    /// All arrays begin at multiples of so many bytes; only 16 and 4 count.
+    alignment: i64,
     gpu: Gpu,
 }
 
 impl Rows {
-    /// Values that one load reads.
+    fn size(&self) -> i64 {
+        self.kind.elt_size_in_bytes() as i64
+    }
+
+    /// Values of 16 bytes.
+    fn wide(&self) -> i64 {
+        16 / self.size()
+    }
+
+    /// Values that one load reads: of 16 bytes, else of 4, else one.
     fn lanes(&self) -> i64 {
-        let lanes = 16 / self.kind.elt_size_in_bytes() as i64;
-        if self.aligned && self.columns % lanes == 0 { lanes } else { 1 }
+        let fits = |&lanes: &i64| self.columns % lanes == 0 && self.alignment % (lanes * self.size()) == 0;
+        [self.wide(), (4 / self.size()).max(1)].into_iter().find(fits).unwrap_or(1)
+    }
+
+    /// So few rows that the sums over them are read from x and dy again: parts would be as many bytes, and the kernel
+    /// runs beside the other.
+    fn by_columns(&self) -> bool {
+        self.path == Path::Automatic && self.rows <= FEW_ROWS && self.gpu.processors > 0
     }
 
     /// The team for a row of so many loads, `each` a thread: as few threads as can hold it, because what a thread loads
@@ -104,11 +121,12 @@ impl Rows {
 
     fn forward(&self) -> Plan {
         // As kBytes and kBytesOfSingles in csrc/layer_norm/forward.cu.
-        let (size, lanes) = (self.kind.elt_size_in_bytes() as i64, self.lanes());
-        let each = if lanes > 1 { 4 } else { (64 / size).min(16) };
+        let lanes = self.lanes();
+        let is_wide = lanes == self.wide();
+        let each = if is_wide { 4 } else { (64 / self.size()).min(16) / lanes };
         let loads = self.columns / lanes;
         let team = match self.team(loads, each) {
-            None if lanes > 1 && matches!(self.path, Path::Automatic | Path::Direct | Path::Block) => {
+            None if is_wide && matches!(self.path, Path::Automatic | Path::Direct | Path::Block) => {
                 // Twice as much of a row a thread, in the largest block.
                 Some(MOST_THREADS).filter(|threads| loads <= threads * 2 * each)
             }
@@ -127,38 +145,58 @@ impl Rows {
         let values = if self.kind == Kind::Double { 8 } else { 16 };
         let lanes = self.lanes();
         let (loads, each) = (self.columns / lanes, values / lanes);
-        let team = self.team(loads, each);
-        let plan = Plan::new(lanes, team);
-        let early_finish = self.gpu.clusters;
-        let direct = Plan { threads: plan.team.max(THREADS as i32), ..plan };
-        if lanes == 1 || matches!(self.path, Path::Loop | Path::Direct) {
-            return direct;
+        let direct = self.direct(lanes, loads, each);
+        if lanes * self.size() < 4 || matches!(self.path, Path::Loop | Path::Direct) {
+            return self.with_direct_loads(direct);
         }
-        let ring = match team {
-            Some(team) => {
-                // So few rows that a block for each is no loss.
-                let few = 8 * self.rows <= i64::from(self.gpu.processors);
-                let team = if few { self.widened(team, loads, i64::MAX) } else { team };
-                Plan { team: team as i32, threads: self.threads_of_ring(team) as i32, ..plan }
-            }
-            None => match self.cluster(loads, each) {
+        let ring = match direct.in_registers {
+            1 => direct,
+            _ => match self.cluster(loads, each) {
                 Some(plan) => plan,
-                None => return direct,
+                None => return self.with_direct_loads(direct),
             },
         };
         // x and dy of two rows, of three where blocks wait for one another.
-        let row = 2 * values as i32 * self.kind.elt_size_in_bytes() as i32 * ring.threads;
+        let row = 2 * (values * self.size()) as i32 * ring.threads;
         let most = if ring.cluster > 1 { 3 } else { 2 };
         let room = self.gpu.shared_memory - 8 * 1024;
         match (2..=most).rev().find(|stages| stages * row <= room) {
-            Some(stages) => Plan { stages, early_finish, ..ring },
-            None => direct,
+            Some(stages) => Plan { stages, early_finish: self.gpu.clusters, ..ring },
+            None => self.with_direct_loads(direct),
         }
+    }
+
+    /// The backward of one block a row, or less, without a ring.
+    fn direct(&self, lanes: i64, loads: i64, each: i64) -> Plan {
+        let by_columns = i32::from(self.by_columns());
+        let early_finish = self.gpu.clusters;
+        let Some(mut team) = self.team(loads, each) else {
+            // A kernel of its own makes the parts, if there are any.
+            let early_finish = early_finish * by_columns;
+            return Plan { by_columns, early_finish, ..Plan::new(lanes, None) };
+        };
+        if self.by_columns() {
+            let processors = i64::from(self.gpu.processors);
+            // So few rows that a block for each is no loss; otherwise all of them at a time.
+            let few = 8 * self.rows <= processors;
+            team = self.widened(team, loads, if few { i64::MAX } else { processors * MOST_THREADS / 2 });
+        }
+        let threads = self.threads_that_stay(team) as i32;
+        Plan { threads, by_columns, early_finish, ..Plan::new(lanes, Some(team)) }
+    }
+
+    /// Loads straight to registers are of 16 bytes or of single values.
+    fn with_direct_loads(&self, direct: Plan) -> Plan {
+        let lanes = i64::from(direct.lanes);
+        if lanes == 1 || lanes == self.wide() {
+            return direct;
+        }
+        Rows { alignment: 1, ..*self }.backward()
     }
 
     /// Threads of a block that stays for many rows: as many as let a processor hold two blocks, fewer where some
     /// processors would have none.
-    fn threads_of_ring(&self, team: i64) -> i64 {
+    fn threads_that_stay(&self, team: i64) -> i64 {
         let mut threads = team.max(THREADS);
         let blocks = |threads: i64| (self.rows + threads / team - 1) / (threads / team);
         while threads > team.max(WARP) && 2 * blocks(threads) <= i64::from(self.gpu.processors) {
@@ -175,7 +213,7 @@ impl Rows {
         let blocks = |threads: i64| (loads + threads * each - 1) / (threads * each);
         let threads =
             [THREADS, MOST_THREADS].into_iter().find(|&threads| blocks(threads) <= MOST_IN_CLUSTER)?;
-        let plan = Plan::new(16, Some(threads));
+        let plan = Plan::new(self.lanes(), Some(threads));
         Some(Plan { cluster: blocks(threads).max(2) as i32, ..plan })
     }
 }
@@ -186,13 +224,13 @@ impl Plan {
         let threads = team.unwrap_or(MOST_THREADS) as i32;
         Plan {
             in_registers: i32::from(team.is_some()),
-            vectors: i32::from(lanes > 1),
+            lanes: lanes as i32,
             team: threads,
             threads,
             cluster: 1,
             stages: 0,
             early_finish: 0,
-            reserved: 0,
+            by_columns: 0,
         }
     }
 
@@ -204,10 +242,8 @@ impl Plan {
         let (rows_of_part, most) = match (device, self.in_registers, self.stages) {
             (Device::Cpu, ..) => (8, 128),
             (_, _, 1..) if self.cluster > 1 => (1, clusters),
-            // All blocks at a time: 512 threads a processor.
-            (_, _, 1..) => (teams, processors * MOST_THREADS / i64::from(self.threads)),
-            // A block's teams share a part.
-            (_, 1, _) => (4 * teams, 2 * processors),
+            // A block's teams share a part. All blocks at a time: 512 threads a processor.
+            (_, 1, _) => (teams, processors * MOST_THREADS / i64::from(self.threads)),
             _ => (16, 64),
         };
         ((rows + rows_of_part - 1) / rows_of_part).clamp(1, most.max(1))
@@ -367,8 +403,10 @@ fn flat(name: &str, tensor: Option<&Tensor>, numel: i64, like: (Kind, Device)) -
     optional_ptr(name, tensor, &shape, like)
 }
 
-fn is_aligned(pointers: &[*const c_void]) -> bool {
-    pointers.iter().all(|pointer| pointer.addr() % 16 == 0)
+/// Of how many bytes, at most 16, all addresses are multiples.
+fn alignment(pointers: &[*const c_void]) -> i64 {
+    let all_at = |bytes: usize| pointers.iter().all(|pointer| pointer.addr() % bytes == 0);
+    [16, 8, 4, 2].into_iter().find(|&bytes| all_at(bytes)).unwrap_or(1) as i64
 }
 
 /// Computes `output` ([M, N]) and, where asked for, the rows' moments.
@@ -388,8 +426,8 @@ pub(crate) fn forward(
     let weight = flat("weight", operands.weight, columns, parameters)?;
     let bias = flat("bias", operands.bias, columns, parameters)?;
     let output = flat("output", Some(output), elements, like)?;
-    let aligned = is_aligned(&[input, weight, bias, output]);
-    let rows_of = Rows { path, rows, columns, kind: like.0, aligned, gpu: gpu(like.1)? };
+    let alignment = alignment(&[input, weight, bias, output]);
+    let rows_of = Rows { path, rows, columns, kind: like.0, alignment, gpu: gpu(like.1)? };
     let params = Forward {
         rows,
         columns,
@@ -451,12 +489,22 @@ pub(crate) fn backward(
     let input = flat("input", Some(operands.input), elements, like)?;
     let weight = flat("weight", operands.weight, columns, parameters)?;
     let grad_input = flat("grad_input", gradients.input.as_ref(), elements, like)?;
-    let aligned = is_aligned(&[grad_output, input, weight, grad_input]);
+    let alignment = alignment(&[grad_output, input, weight, grad_input]);
     let gpu = gpu(like.1)?;
-    let plan = Rows { path, rows, columns, kind: like.0, aligned, gpu }.backward();
+    let mut plan = Rows { path, rows, columns, kind: like.0, alignment, gpu }.backward();
+    let by_columns = plan.by_columns == 1;
+    let has_rows_to_do = !by_columns || !grad_input.is_null();
+    if !has_rows_to_do {
+        // The kernel that ends is the only one.
+        plan.early_finish = 0;
+    }
     let parts = plan.parts(rows, like.1, gpu, clusters_at_a_time(&plan, like.0, like.1)?);
     let scratch = |gradient: &Option<Tensor>| -> Result<Option<Tensor>> {
-        gradient.as_ref().map(|_| Ok(Tensor::f_empty([parts, columns], compute)?)).transpose()
+        gradient
+            .as_ref()
+            .filter(|_| !by_columns)
+            .map(|_| Ok(Tensor::f_empty([parts, columns], compute)?))
+            .transpose()
     };
     let (weight_parts, bias_parts) = (scratch(&gradients.weight)?, scratch(&gradients.bias)?);
     let params = Backward {
@@ -477,15 +525,17 @@ pub(crate) fn backward(
         weight_parts: optional_ptr("weight_parts", weight_parts.as_ref(), &[parts, columns], compute)?,
         bias_parts: optional_ptr("bias_parts", bias_parts.as_ref(), &[parts, columns], compute)?,
     };
-    let has_sums = weight_parts.is_some() || bias_parts.is_some();
+    let has_sums = gradients.weight.is_some() || gradients.bias.is_some();
     match like.1 {
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => {
-            // SAFETY: as in `forward`; the scratch lives until both launches are made, and libtorch's allocator
-            // gives its memory to later work on the same stream only.
-            crate::cuda::launch(device, |stream| unsafe {
-                tch_extension_layer_norm_backward_cuda(&params, stream)
-            })?;
+            if has_rows_to_do {
+                // SAFETY: as in `forward`; the scratch lives until both launches are made, and libtorch's allocator
+                // gives its memory to later work on the same stream only.
+                crate::cuda::launch(device, |stream| unsafe {
+                    tch_extension_layer_norm_backward_cuda(&params, stream)
+                })?;
+            }
             if !has_sums {
                 return Ok(());
             }
@@ -522,13 +572,13 @@ mod tests {
         let ours = [
             size_of::<Plan>(),
             offset_of!(Plan, in_registers),
-            offset_of!(Plan, vectors),
+            offset_of!(Plan, lanes),
             offset_of!(Plan, team),
             offset_of!(Plan, threads),
             offset_of!(Plan, cluster),
             offset_of!(Plan, stages),
             offset_of!(Plan, early_finish),
-            offset_of!(Plan, reserved),
+            offset_of!(Plan, by_columns),
             size_of::<Forward>(),
             offset_of!(Forward, rows),
             offset_of!(Forward, columns),
@@ -570,8 +620,8 @@ mod tests {
     const OLD: Gpu = Gpu { processors: 40, shared_memory: 64 << 10, clusters: 0 };
     const MANY: i64 = 1 << 20;
 
-    fn rows(path: Path, columns: i64, kind: Kind, aligned: bool) -> Rows {
-        Rows { path, rows: MANY, columns, kind, aligned, gpu: GPU }
+    fn rows(path: Path, columns: i64, kind: Kind, alignment: i64) -> Rows {
+        Rows { path, rows: MANY, columns, kind, alignment, gpu: GPU }
     }
 
     #[test]
@@ -581,7 +631,7 @@ mod tests {
             (plan.in_registers == 1).then_some((plan.team, plan.threads))
         };
         fn rows_of(columns: i64, kind: Kind) -> Rows {
-            rows(Path::Automatic, columns, kind, true)
+            rows(Path::Automatic, columns, kind, 16)
         }
         assert_eq!(plan(MANY, 256, Kind::BFloat16), Some((8, 64)));
         assert_eq!(plan(MANY, 256, Kind::Float), Some((16, 64)));
@@ -606,53 +656,58 @@ mod tests {
     fn backwards_suit_the_size() {
         use Kind::{BFloat16, Double, Float, Half};
         let table = [
-            // kind, columns, aligned, (vectors, team, threads, cluster, stages)
-            (Float, 0, true, (true, 1, 256, 1, 2)),
-            (Float, 1, true, (false, 1, 256, 1, 0)),
-            (Float, 8, true, (true, 1, 256, 1, 2)),
-            (Float, 8, false, (false, 1, 256, 1, 0)),
-            (Float, 36, true, (true, 4, 256, 1, 2)),
-            (Float, 256, true, (true, 16, 256, 1, 2)),
-            (Float, 511, true, (false, 32, 256, 1, 0)),
-            (Float, 512, true, (true, 32, 256, 1, 2)),
-            (Float, 513, true, (false, 64, 256, 1, 0)),
-            (Float, 516, true, (true, 64, 256, 1, 2)),
-            (Float, 4096, true, (true, 256, 256, 1, 2)),
-            (Float, 8192, true, (true, 512, 512, 1, 2)),
-            (Float, 8193, true, (false, 512, 512, 1, 0)),
-            (Float, 8196, true, (true, 256, 256, 3, 3)),
-            (Float, 16384, true, (true, 256, 256, 4, 3)),
-            (Float, 32768, true, (true, 256, 256, 8, 3)),
-            (Float, 65536, true, (true, 512, 512, 8, 3)),
-            (Float, 65540, true, (true, 512, 512, 1, 0)),
-            (Half, 1024, true, (true, 64, 256, 1, 2)),
-            (BFloat16, 8192, true, (true, 512, 512, 1, 2)),
-            (BFloat16, 8192, false, (false, 512, 512, 1, 0)),
-            (BFloat16, 8200, true, (true, 256, 256, 3, 3)),
-            (Double, 258, true, (true, 64, 256, 1, 2)),
-            (Double, 4096, true, (true, 512, 512, 1, 2)),
-            (Double, 4098, true, (true, 256, 256, 3, 3)),
+            // kind, columns, alignment, (lanes, team, threads, cluster, stages)
+            (Float, 0, 16, (4, 1, 256, 1, 2)),
+            (Float, 1, 16, (1, 1, 256, 1, 2)),
+            (Float, 8, 16, (4, 1, 256, 1, 2)),
+            (Float, 8, 8, (1, 1, 256, 1, 2)),
+            (Float, 36, 16, (4, 4, 256, 1, 2)),
+            (Float, 256, 16, (4, 16, 256, 1, 2)),
+            (Float, 511, 16, (1, 32, 256, 1, 2)),
+            (Float, 512, 16, (4, 32, 256, 1, 2)),
+            (Float, 513, 16, (1, 64, 256, 1, 2)),
+            (Float, 516, 16, (4, 64, 256, 1, 2)),
+            (Float, 4096, 16, (4, 256, 256, 1, 2)),
+            (Float, 8192, 16, (4, 512, 512, 1, 2)),
+            (Float, 8193, 16, (1, 256, 256, 3, 3)),
+            (Float, 8196, 16, (4, 256, 256, 3, 3)),
+            (Float, 16384, 16, (4, 256, 256, 4, 3)),
+            (Float, 32768, 16, (4, 256, 256, 8, 3)),
+            (Float, 65536, 16, (4, 512, 512, 8, 3)),
+            (Float, 65540, 16, (4, 512, 512, 1, 0)),
+            (Half, 1024, 16, (8, 64, 256, 1, 2)),
+            (Half, 1023, 16, (1, 64, 256, 1, 0)),
+            (BFloat16, 100, 16, (2, 8, 256, 1, 2)),
+            (BFloat16, 8192, 16, (8, 512, 512, 1, 2)),
+            (BFloat16, 8192, 2, (1, 512, 512, 1, 0)),
+            (BFloat16, 8192, 4, (2, 512, 512, 1, 2)),
+            (BFloat16, 8200, 16, (8, 256, 256, 3, 3)),
+            (BFloat16, 65538, 16, (1, 512, 512, 1, 0)),
+            (Double, 258, 16, (2, 64, 256, 1, 2)),
+            (Double, 4096, 16, (2, 512, 512, 1, 2)),
+            (Double, 4098, 16, (2, 256, 256, 3, 3)),
+            (Double, 4097, 16, (1, 256, 256, 3, 3)),
         ];
-        for (kind, columns, aligned, expected) in table {
-            let plan = rows(Path::Automatic, columns, kind, aligned).backward();
-            let found = (plan.vectors == 1, plan.team, plan.threads, plan.cluster, plan.stages);
-            assert_eq!(found, expected, "{kind:?} {columns} aligned: {aligned}");
+        for (kind, columns, alignment, expected) in table {
+            let plan = rows(Path::Automatic, columns, kind, alignment).backward();
+            let found = (plan.lanes, plan.team, plan.threads, plan.cluster, plan.stages);
+            assert_eq!(found, expected, "{kind:?} {columns} aligned to {alignment}");
         }
     }
 
     #[test]
     fn a_path_is_taken_where_it_can_be() {
         let plan = |path, columns| {
-            let plan = rows(path, columns, Kind::Double, true).backward();
+            let plan = rows(path, columns, Kind::Double, 16).backward();
             (plan.in_registers == 1, plan.team, plan.cluster, plan.stages)
         };
         assert_eq!(plan(Path::Block, 4), (true, 64, 1, 2));
         assert_eq!(plan(Path::Loop, 4), (false, 512, 1, 0));
-        assert_eq!(plan(Path::Warp, 9), (true, 2, 1, 0));
+        assert_eq!(plan(Path::Warp, 9), (true, 2, 1, 2));
         assert_eq!(plan(Path::Warp, 300), (true, 64, 1, 2));
         assert_eq!(plan(Path::Direct, 300), (true, 64, 1, 0));
         assert_eq!(plan(Path::Cluster, 4), (true, 256, 2, 3));
-        assert_eq!(plan(Path::Cluster, 5), (false, 512, 1, 0));
+        assert_eq!(plan(Path::Cluster, 5), (true, 256, 2, 3));
         assert_eq!(plan(Path::Block, 100_000), (false, 512, 1, 0));
     }
 
@@ -665,18 +720,20 @@ mod tests {
             let size = kind.elt_size_in_bytes() as i64;
             for path in [Automatic, Warp, Block, Cluster, Direct, Loop] {
                 for columns in sizes().chain([1 << 33]) {
-                    for (aligned, gpu, rows) in [
-                        (true, GPU, MANY),
-                        (false, GPU, MANY),
-                        (true, OLD, MANY),
-                        (true, GPU, 1),
-                        (true, GPU, 300),
+                    for (alignment, gpu, rows) in [
+                        (16, GPU, MANY),
+                        (4, GPU, MANY),
+                        (2, GPU, 300),
+                        (1, GPU, MANY),
+                        (16, OLD, MANY),
+                        (16, GPU, 1),
+                        (16, GPU, 300),
                     ] {
-                        let rows = Rows { path, rows, columns, kind, aligned, gpu };
+                        let rows = Rows { path, rows, columns, kind, alignment, gpu };
                         check(&rows.forward(), &rows);
                         let plan = rows.forward();
-                        let kept = match plan.vectors {
-                            0 => 16.min(64 / size),
+                        let kept = match i64::from(plan.lanes) * size {
+                            ..16 => 16.min(64 / size),
                             _ if plan.team <= 32 => 64 / size,
                             _ => 128 / size,
                         };
@@ -691,7 +748,9 @@ mod tests {
                             plan.cluster == 1
                                 || (gpu.clusters == 1 && plan.stages > 0 && plan.team == plan.threads)
                         );
-                        assert!(plan.stages == 0 || (plan.vectors == 1 && plan.in_registers == 1));
+                        assert!(
+                            plan.stages == 0 || (i64::from(plan.lanes) * size >= 4 && plan.in_registers == 1)
+                        );
                         let ring = i64::from(plan.stages) * 2 * values * size * i64::from(plan.threads);
                         assert!(ring <= i64::from(gpu.shared_memory));
                         for device in [Device::Cpu, Device::Cuda(0)] {
@@ -710,6 +769,9 @@ mod tests {
         assert!((1..=plan.threads).contains(&plan.team) && (32..=512).contains(&plan.threads));
         assert!((1..=8).contains(&plan.cluster));
         assert!(plan.in_registers == 1 || plan.team == plan.threads);
-        assert!(plan.vectors == 0 || rows.aligned);
+        let lanes = i64::from(plan.lanes);
+        assert!(rows.columns % lanes == 0);
+        assert!(lanes == 1 || rows.alignment % (lanes * rows.kind.elt_size_in_bytes() as i64) == 0);
+        assert!(plan.by_columns == 0 || (rows.rows <= 512 && rows.path == Path::Automatic));
     }
 }
