@@ -8,9 +8,9 @@
 namespace tch_extension {
 namespace {
 
-// So many bytes of a row a thread keeps; src/ffi/layer_norm.rs has the same number. Twice as many where a
-// block could not hold the row otherwise, half as many where that is enough: fewer registers, more rows under
-// way.
+// So many bytes of a row a thread keeps; src/ffi/layer_norm/plan.rs has the same number. Twice as many where
+// a block could not hold the row otherwise, half as many where that is enough: fewer registers, more rows
+// under way.
 constexpr int kBytes = 64;
 // And where fewer than 16 bytes are loaded at a time, at most 16 values.
 template <typename T>

@@ -12,7 +12,8 @@
 
 #include "tch_extension/kind.h"
 
-// How rows are spread over threads on CUDA; chosen in src/ffi/layer_norm.rs. The CPU looks at none of it.
+// How rows are spread over threads on CUDA; chosen in src/ffi/layer_norm/plan.rs. The CPU looks at none of
+// it.
 struct LayerNormPlan {
   int32_t in_registers;  // whether a row is read once and kept, or read again for each pass
   int32_t lanes;         // values loaded at a time: 16 bytes, 4, or one value, as sizes and addresses allow
