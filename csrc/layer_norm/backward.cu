@@ -1,6 +1,6 @@
-// The backward where rows go straight to registers: arrays that no 16-byte loads can read, GPUs with little
-// shared memory; and that of rows beyond any block's registers, which are read again for each pass. What
-// suits most is in backward_ring.cu.
+// The backward where rows go straight to registers: arrays of halves that no loads of 4 bytes can read, GPUs
+// with little shared memory; and that of rows beyond any block's registers, which are read again for each
+// pass. What suits most is in backward_ring.cu.
 
 #include "backward.h"
 
