@@ -1,6 +1,6 @@
-// The backward where rows go straight to registers: arrays that no 16-byte loads can read, GPUs with little
-// shared memory; and that of rows beyond any block's registers, which are read again for each pass. What
-// suits most is in backward_ring.cu.
+// The backward where rows go straight to registers: arrays of halves that no loads of 4 bytes can read, GPUs
+// with little shared memory; and that of rows beyond any block's registers, which are read again for each
+// pass. What suits most is in backward_ring.cu.
 
 #include "backward.h"
 
@@ -13,18 +13,30 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers
   using C = Compute<T>;
   constexpr int kVectors = kBackwardValues<T> / kLanes;
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
+  let_the_next_kernel_start();
   int turn = 0;
   const int team = params.plan.team;
   const int teams = teams_of_block(team);
   const int thread = thread_of_team(team);
   const int vectors = static_cast<int>(params.columns / kLanes);
   const bool has_moments = params.mean != nullptr;
+  const C inverse = C(1) / static_cast<C>(params.columns);
 
   C weight_sums[kVectors][kLanes], bias_sums[kVectors][kLanes];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) weight_sums[v][lane] = bias_sums[v][lane] = C(0);
+  }
+  Values<T, kLanes> weight[kVectors];
+  if constexpr (kInput) {
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const int index = v * team + thread;
+      if (index < vectors) {
+        weight[v] = load_or<T, kLanes>(params.weight, static_cast<int64_t>(index) * kLanes, C(1));
+      }
+    }
   }
 
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams; first < params.rows;
@@ -37,22 +49,30 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers
     const C rstd = moments.second;
 
     // x̂ takes the place of x, and the gradient times the weight that of the gradient.
-    Values<T, kLanes> normal[kVectors], grad[kVectors];
+    // All loads first, and nothing that waits for one of them in between: what is under way decides the
+    // speed.
+    Vector<T, kLanes> stored_grad[kVectors], stored_x[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int index = v * team + thread;
-      if (index < mine) {
-        const int64_t column = static_cast<int64_t>(index) * kLanes;
-        grad[v] = load_values<T, kLanes>(params.grad_output, at + column);
-        if (has_moments) normal[v] = load_values<T, kLanes>(params.input, at + column);
+      if (index < mine) stored_grad[v] = load_vector<T, kLanes>(params.grad_output, at + index * kLanes);
+    }
+    if (has_moments) {
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        const int index = v * team + thread;
+        if (index < mine) stored_x[v] = load_vector<T, kLanes>(params.input, at + index * kLanes);
       }
     }
+    Values<T, kLanes> normal[kVectors], grad[kVectors];
     Pair<C> sum = {C(0), C(0)};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int index = v * team + thread;
       if (index < mine) {
+        grad[v] = unpack<T, kLanes>(stored_grad[v]);
         if (has_moments) {
+          normal[v] = unpack<T, kLanes>(stored_x[v]);
 #pragma unroll
           for (int lane = 0; lane < kLanes; ++lane) {
             normal[v].lane[lane] = (normal[v].lane[lane] - moments.first) * rstd;
@@ -66,10 +86,9 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers
           }
         }
         if constexpr (kInput) {
-          const auto weight = load_or<T, kLanes>(params.weight, static_cast<int64_t>(index) * kLanes, C(1));
 #pragma unroll
           for (int lane = 0; lane < kLanes; ++lane) {
-            grad[v].lane[lane] *= weight.lane[lane];
+            grad[v].lane[lane] *= weight[v].lane[lane];
             sum.first += grad[v].lane[lane];
             sum.second += grad[v].lane[lane] * normal[v].lane[lane];
           }
@@ -78,8 +97,7 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers
     }
     if constexpr (kInput) {
       sum = team_sum<kWithinWarp>(sum, team, buffer, turn);
-      const C mean_grad = sum.first / static_cast<C>(params.columns);
-      const C mean_product = sum.second / static_cast<C>(params.columns);
+      const C mean_grad = sum.first * inverse, mean_product = sum.second * inverse;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
         const int index = v * team + thread;
@@ -133,6 +151,7 @@ template <typename T, int kLanes>
 __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_passes(LayerNormBackward params) {
   using C = Compute<T>;
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
+  let_the_next_kernel_start();
   int turn = 0;
   const int team = blockDim.x;
   const int64_t vectors = params.columns / kLanes;
@@ -205,13 +224,13 @@ __global__ void __launch_bounds__(kThreads) layer_norm_parts(LayerNormBackward p
   }
 }
 
-template <typename T>
+template <typename T, int kLanes>
 bool fits(const LayerNormBackward& params) {
   const LayerNormPlan& plan = params.plan;
   return params.kind == params.parameter_kind && fits_a_block(plan) && plan.cluster == 1 &&
          (plan.in_registers ? params.columns <= plan.team * int64_t{kBackwardValues<T>}
                             : plan.team == plan.threads) &&
-         (!plan.vectors || (params.columns % kLanesOf16Bytes<T> == 0 && aligned(params)));
+         aligned<T, kLanes>(params);
 }
 
 template <typename T, int kLanes, bool kInput, bool kParameters>
@@ -255,9 +274,14 @@ const char* start_layer_norm_backward(const LayerNormBackward& params, cudaStrea
   bool planned = false;
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    planned = fits<T>(params);
-    if (!planned) return;
-    params.plan.vectors ? start<T, kLanesOf16Bytes<T>>(params, stream) : start<T, 1>(params, stream);
+    // What 4-byte loads can read is in backward_ring.cu, or read by single ones.
+    auto start_if_it_fits = [&](auto lanes) {
+      planned = fits<T, lanes()>(params);
+      if (planned) start<T, lanes()>(params, stream);
+    };
+    params.plan.lanes == kLanesOf16Bytes<T>
+        ? start_if_it_fits(std::integral_constant<int, kLanesOf16Bytes<T>>{})
+        : start_if_it_fits(std::integral_constant<int, 1>{});
   });
   return planned ? nullptr : "internal error: the plan does not fit the arrays";
 }

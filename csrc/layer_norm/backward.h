@@ -60,10 +60,19 @@ __device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLane
   }
 }
 
-// Null counts as aligned.
-inline bool aligned(const LayerNormBackward& params) {
-  return is_aligned_to_16(params.grad_output) && is_aligned_to_16(params.input) &&
-         is_aligned_to_16(params.weight) && is_aligned_to_16(params.grad_input);
+// Lets the kernel behind take its place already.
+__device__ __forceinline__ void let_the_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Whether kLanes values can be loaded at a time. Null counts as aligned.
+template <typename T, int kLanes>
+bool aligned(const LayerNormBackward& params) {
+  return params.columns % kLanes == 0 && is_aligned<T, kLanes>(params.grad_output) &&
+         is_aligned<T, kLanes>(params.input) && is_aligned<T, kLanes>(params.weight) &&
+         is_aligned<T, kLanes>(params.grad_input);
 }
 
 }  // namespace

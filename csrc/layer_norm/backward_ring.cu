@@ -1,8 +1,8 @@
-// The backward for all that 16-byte loads can read. Blocks stay for many rows; each thread copies what it
-// will need of the next rows of x and dy to places of its own in shared memory (a ring of rows), so that
-// bytes under way cost no registers and nobody waits for anybody else's copies. Both sums of a row meet at
-// one barrier. The sums for weight and bias stay in registers over all rows. Blocks of a cluster share a row
-// too long for one.
+// The backward for all that loads of 16 bytes can read, or of 4 (of 8, single doubles). Blocks stay for many
+// rows; each thread copies what it will need of the next rows of x and dy to places of its own in shared
+// memory (a ring of rows), so that bytes under way cost no registers and nobody waits for anybody else's
+// copies. Both sums of a row meet at one barrier. The sums for weight and bias stay in registers over all
+// rows. Blocks of a cluster share a row too long for one.
 
 #include <atomic>
 #include <mutex>
@@ -14,14 +14,24 @@ namespace {
 
 constexpr int kMostInCluster = 8;
 
-// Starts a copy of 16 bytes; of zeros if there are none.
-__device__ __forceinline__ void copy_16_bytes(void* to, const void* from, bool there) {
+// Starts a copy of 4, 8 or 16 bytes; of zeros if there are none.
+template <int kBytes>
+__device__ __forceinline__ void start_copy(void* to, const void* from, bool there) {
 #if __CUDA_ARCH__ >= 800
   const auto shared = static_cast<unsigned int>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(there ? 16 : 0)
-               : "memory");
+  const int bytes = there ? kBytes : 0;
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes)
+                 : "memory");
+  } else {
+    // Fewer bytes go by way of the L1 cache only.
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(kBytes),
+                 "r"(bytes)
+                 : "memory");
+  }
 #else
-  *static_cast<int4*>(to) = there ? *static_cast<const int4*>(from) : int4{};
+  using Words = Vector<unsigned int, kBytes / 4>;
+  *static_cast<Words*>(to) = there ? *static_cast<const Words*>(from) : Words{};
 #endif
 }
 
@@ -92,9 +102,8 @@ struct Share {
   int64_t part;    // of the sums over rows
 };
 
-template <typename T, Team kTeam>
+template <typename T, int kLanes, Team kTeam>
 __device__ __forceinline__ Share share_of_block(const LayerNormBackward& params) {
-  constexpr int kLanes = kLanesOf16Bytes<T>;
   const int cluster = kTeam == Team::kCluster ? params.plan.cluster : 1;
   const int teams = teams_of_block(params.plan.team);
   const int64_t all = params.columns / kLanes;
@@ -111,27 +120,24 @@ __device__ __forceinline__ Share share_of_block(const LayerNormBackward& params)
 }
 
 // kParameters: whether weight or bias want gradients.
-template <typename T, Team kTeam, bool kParameters>
+template <typename T, int kLanes, Team kTeam, bool kParameters>
 __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(LayerNormBackward params) {
   using C = Compute<T>;
-  constexpr int kLanes = kLanesOf16Bytes<T>;
+  constexpr int kBytes = kLanes * sizeof(T);
   constexpr int kVectors = kBackwardValues<T> / kLanes;
   extern __shared__ __align__(16) unsigned char ring[];
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp * (kTeam == Team::kCluster ? kMostInCluster : 1)];
-#if __CUDA_ARCH__ >= 900
-  // The kernel that adds up the parts may take its place already; it waits for the end of this one.
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
+  let_the_next_kernel_start();
   // Nobody writes into a block that has not begun.
   if constexpr (kTeam == Team::kCluster) cluster_barrier();
   int turn = 0;
   const int team = params.plan.team, stages = params.plan.stages;
   const int thread = thread_of_team(team);
-  const Share share = share_of_block<T, kTeam>(params);
+  const Share share = share_of_block<T, kLanes, kTeam>(params);
   // A thread's places in the ring: for each row a vector of x for each v, then those of dy.
-  const int next_vector = blockDim.x * 16;
+  const int next_vector = blockDim.x * kBytes;
   const int next_row = 2 * kVectors * next_vector, end_of_ring = stages * next_row;
-  unsigned char* mine = ring + threadIdx.x * 16;
+  unsigned char* mine = ring + threadIdx.x * kBytes;
 
   const int64_t first_row = share.start + team_of_block(team);
   const int64_t stride = share.step * params.columns;
@@ -146,9 +152,9 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
       // What is not there is zeros, and adds nothing to any sum.
       const bool there = is_row && v * team + thread < share.vectors;
       const int offset = v * team * kLanes;
-      copy_16_bytes(mine + at + v * next_vector, there ? x_ahead + offset : params.input, there);
-      copy_16_bytes(mine + at + (kVectors + v) * next_vector,
-                    there ? grad_ahead + offset : params.grad_output, there);
+      start_copy<kBytes>(mine + at + v * next_vector, there ? x_ahead + offset : params.input, there);
+      start_copy<kBytes>(mine + at + (kVectors + v) * next_vector,
+                         there ? grad_ahead + offset : params.grad_output, there);
     }
     row_ahead += share.step;
     x_ahead += stride;
@@ -247,14 +253,12 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
   }
 }
 
-template <typename T>
+template <typename T, int kLanes>
 bool fits(const LayerNormBackward& params) {
   const LayerNormPlan& plan = params.plan;
-  constexpr int kLanes = kLanesOf16Bytes<T>;
-  if (params.kind != params.parameter_kind || !fits_a_block(plan) || !aligned(params)) return false;
-  if (plan.stages < 2 || plan.stages > 3 || plan.cluster > kMostInCluster || params.columns % kLanes != 0) {
+  if (params.kind != params.parameter_kind || !fits_a_block(plan) || !aligned<T, kLanes>(params))
     return false;
-  }
+  if (plan.stages < 2 || plan.stages > 3 || plan.cluster > kMostInCluster) return false;
   if (plan.cluster > 1 && plan.team != plan.threads) return false;
   const int64_t each = (params.columns / kLanes + plan.cluster - 1) / plan.cluster;
   return each * kLanes <= int64_t{plan.team} * kBackwardValues<T>;
@@ -302,9 +306,9 @@ struct Launch {
   Launch& operator=(const Launch&) = delete;
 };
 
-template <typename T, Team kTeam, bool kParameters>
+template <typename T, int kLanes, Team kTeam, bool kParameters>
 void start_kernel(const LayerNormBackward& params, cudaStream_t stream) {
-  constexpr auto kKernel = layer_norm_backward_ring<T, kTeam, kParameters>;
+  constexpr auto kKernel = layer_norm_backward_ring<T, kLanes, kTeam, kParameters>;
   const int bytes = bytes_of_ring<T>(params.plan);
   // Errors are read behind the launch.
   if (allow_shared_memory<kKernel>(bytes) != cudaSuccess) return;
@@ -312,14 +316,14 @@ void start_kernel(const LayerNormBackward& params, cudaStream_t stream) {
   cudaLaunchKernelEx(&launch.config, kKernel, params);
 }
 
-template <typename T, bool kParameters>
+template <typename T, int kLanes, bool kParameters>
 void start(const LayerNormBackward& params, cudaStream_t stream) {
   if (params.plan.cluster > 1) {
-    start_kernel<T, Team::kCluster, kParameters>(params, stream);
+    start_kernel<T, kLanes, Team::kCluster, kParameters>(params, stream);
   } else if (params.plan.team <= kWarp) {
-    start_kernel<T, Team::kWithinWarp, kParameters>(params, stream);
+    start_kernel<T, kLanes, Team::kWithinWarp, kParameters>(params, stream);
   } else {
-    start_kernel<T, Team::kBlock, kParameters>(params, stream);
+    start_kernel<T, kLanes, Team::kBlock, kParameters>(params, stream);
   }
 }
 
@@ -329,10 +333,17 @@ const char* start_layer_norm_backward_ring(const LayerNormBackward& params, cuda
   bool planned = false;
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    planned = fits<T>(params);
-    if (!planned) return;
     const bool parameters = params.weight_parts != nullptr || params.bias_parts != nullptr;
-    parameters ? start<T, true>(params, stream) : start<T, false>(params, stream);
+    auto start_if_it_fits = [&](auto lanes) {
+      planned = fits<T, lanes()>(params);
+      if (!planned) return;
+      parameters ? start<T, lanes(), true>(params, stream) : start<T, lanes(), false>(params, stream);
+    };
+    if (params.plan.lanes == kLanesOf16Bytes<T>) {
+      start_if_it_fits(std::integral_constant<int, kLanesOf16Bytes<T>>{});
+    } else if (params.plan.lanes == kLanesOf4Bytes<T>) {
+      start_if_it_fits(std::integral_constant<int, kLanesOf4Bytes<T>>{});
+    }
   });
   return planned ? nullptr : "internal error: the plan does not fit the arrays";
 }
@@ -350,7 +361,8 @@ extern "C" int64_t tch_extension_layer_norm_clusters(const LayerNormPlan* plan, 
   int clusters = 0;
   for_kind(kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    constexpr auto kKernel = layer_norm_backward_ring<T, Team::kCluster, true>;
+    // Any lanes: the block's memory and threads decide.
+    constexpr auto kKernel = layer_norm_backward_ring<T, kLanesOf16Bytes<T>, Team::kCluster, true>;
     const int of_kind = kind % kKinds, of_threads = plan->threads == kMostThreads ? 1 : 0;
     const bool can_keep = device < kDevices;
     if (can_keep) clusters = known[device][of_kind][of_threads][plan->cluster];

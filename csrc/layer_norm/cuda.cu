@@ -1,4 +1,4 @@
-// The entries from src/ffi/layer_norm.rs, and the kernel that ends a backward.
+// The entries from src/ffi/layer_norm.rs, and the kernels that end a backward.
 
 #include <atomic>
 
@@ -7,17 +7,32 @@
 namespace tch_extension {
 namespace {
 
-// Adds up the parts: 32 columns a block, 16 threads a column. blockIdx.y is 0 for the weight, 1 for the bias.
 constexpr int kGroups = 16;
 
+// Started while the kernel before may still run: all of that must be there first. Every thread waits, also
+// those without work, so that no kernel ends before the one that it was started behind.
+__device__ __forceinline__ void wait_for_the_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// As a tree: the shorter the sums, the less is lost.
+template <typename C>
+__device__ __forceinline__ C tree_sum(C (&total)[kGroups]) {
+#pragma unroll
+  for (int half = kGroups / 2; half > 0; half /= 2) {
+#pragma unroll
+    for (int group = 0; group < half; ++group) total[group] += total[group + half];
+  }
+  return total[0];
+}
+
+// Adds up the parts: 32 columns a block, 16 threads a column. blockIdx.y is 0 for the weight, 1 for the bias.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kGroups) layer_norm_finish(LayerNormBackward params) {
   using C = Compute<T>;
-#if __CUDA_ARCH__ >= 900
-  // Started while the kernel before may still run: all of that must be there first. Every thread waits, also
-  // those without work, so that this kernel never ends before the other.
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  wait_for_the_kernel_before();
   const void* parts = blockIdx.y == 0 ? params.weight_parts : params.bias_parts;
   void* result = blockIdx.y == 0 ? params.grad_weight : params.grad_bias;
   // The whole block returns.
@@ -36,26 +51,75 @@ __global__ void __launch_bounds__(kWarp* kGroups) layer_norm_finish(LayerNormBac
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y == 0 && column < params.columns) {
-      // As a tree: the shorter the sums, the less is lost.
       C total[kGroups];
 #pragma unroll
       for (int group = 0; group < kGroups; ++group) total[group] = sums[group][threadIdx.x];
-#pragma unroll
-      for (int half = kGroups / 2; half > 0; half /= 2) {
-#pragma unroll
-        for (int group = 0; group < half; ++group) total[group] += total[group + half];
-      }
-      static_cast<T*>(result)[column] = static_cast<T>(total[0]);
+      static_cast<T*>(result)[column] = static_cast<T>(tree_sum(total));
     }
     __syncthreads();
   }
+}
+
+// The sums over few rows, straight from x and dy: 32 columns a block, 16 threads a column. It reads nothing
+// that the kernel before it writes and so runs beside it; parts would be as many bytes as what they are of.
+template <typename T, bool kWeight>
+__global__ void __launch_bounds__(kWarp* kGroups) layer_norm_columns(LayerNormBackward params) {
+  using C = Compute<T>;
+  constexpr int kRows = 8;  // that a thread has under way
+  __shared__ Pair<C> sums[kGroups][kWarp];
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kWarp; first < params.columns;
+       first += static_cast<int64_t>(gridDim.x) * kWarp) {
+    const int64_t column = first + threadIdx.x;
+    const bool is_column = column < params.columns;
+    Pair<C> sum = {C(0), C(0)};
+    for (int64_t begin = threadIdx.y; begin < params.rows; begin += kRows * kGroups) {
+      T grad[kRows], x[kRows];
+      Pair<C> moments[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        // Behind the last row the last one again, and not counted: no load waits for a branch.
+        const int64_t asked = begin + i * kGroups;
+        const int64_t row = asked < params.rows ? asked : params.rows - 1;
+        const int64_t at = row * params.columns + (is_column ? column : first);
+        grad[i] = static_cast<const T*>(params.grad_output)[at];
+        if constexpr (kWeight) {
+          x[i] = static_cast<const T*>(params.input)[at];
+          moments[i] = kept_moments<C>(params, row);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (begin + i * kGroups >= params.rows) break;
+        const C value = static_cast<C>(grad[i]);
+        if constexpr (kWeight) {
+          sum.first += value * ((static_cast<C>(x[i]) - moments[i].first) * moments[i].second);
+        }
+        sum.second += value;
+      }
+    }
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    // The first warp ends the weight's, the second the bias'.
+    void* result = threadIdx.y == 0 ? params.grad_weight : params.grad_bias;
+    if (threadIdx.y < 2 && is_column && result != nullptr) {
+      C total[kGroups];
+#pragma unroll
+      for (int group = 0; group < kGroups; ++group) {
+        total[group] = threadIdx.y == 0 ? sums[group][threadIdx.x].first : sums[group][threadIdx.x].second;
+      }
+      static_cast<T*>(result)[column] = static_cast<T>(tree_sum(total));
+    }
+    __syncthreads();
+  }
+  wait_for_the_kernel_before();
 }
 
 LaunchStatus finish(const char* kernel, const LayerNormBackward& params, cudaStream_t stream) {
   if (params.columns == 0) return {kernel, nullptr};
   if (params.kind != params.parameter_kind) return {kernel, "internal error: mixed kinds"};
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(at_most((params.columns + kWarp - 1) / kWarp, INT32_MAX), 2);
+  const bool by_columns = params.plan.by_columns != 0;
+  config.gridDim = dim3(at_most((params.columns + kWarp - 1) / kWarp, INT32_MAX), by_columns ? 1 : 2);
   config.blockDim = dim3(kWarp, kGroups);
   config.stream = stream;
   cudaLaunchAttribute early = {};
@@ -68,7 +132,9 @@ LaunchStatus finish(const char* kernel, const LayerNormBackward& params, cudaStr
   }
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    cudaLaunchKernelEx(&config, layer_norm_finish<T>, params);
+    auto start = [&](auto* kernel) { cudaLaunchKernelEx(&config, kernel, params); };
+    if (!by_columns) return start(layer_norm_finish<T>);
+    params.grad_weight != nullptr ? start(layer_norm_columns<T, true>) : start(layer_norm_columns<T, false>);
   });
   return launch_status(kernel);
 }

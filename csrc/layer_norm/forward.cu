@@ -8,11 +8,11 @@
 namespace tch_extension {
 namespace {
 
-// So many bytes of a row a thread keeps; src/ffi/layer_norm.rs has the same number. Twice as many where a
-// block could not hold the row otherwise, half as many where that is enough: fewer registers, more rows under
-// way.
+// So many bytes of a row a thread keeps; src/ffi/layer_norm/plan.rs has the same number. Twice as many where
+// a block could not hold the row otherwise, half as many where that is enough: fewer registers, more rows
+// under way.
 constexpr int kBytes = 64;
-// And where single values are loaded, at most 16.
+// And where fewer than 16 bytes are loaded at a time, at most 16 values.
 template <typename T>
 constexpr int kBytesOfSingles = 16 * sizeof(T) < kBytes ? 16 * sizeof(T) : kBytes;
 
@@ -120,8 +120,7 @@ constexpr int kThreadsOfBlock = kTeam <= 0          ? kMostThreads
 
 // As many blocks at a time as leave 64 registers a thread, where those are enough.
 template <typename T, int kLanes, int kKept, int kTeam>
-constexpr int kBlocksAtATime =
-    kLanes == 1 || sizeof(T) == 8 || kKept / sizeof(T) > 32 ? 1 : 1024 / kThreadsOfBlock<kTeam>;
+constexpr int kBlocksAtATime = sizeof(T) == 8 || kKept / sizeof(T) > 32 ? 1 : 1024 / kThreadsOfBlock<kTeam>;
 
 // The sum of the team's threads, and the first thread's `first`.
 template <bool kPartOfWarp, typename C>
@@ -138,7 +137,7 @@ __device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, int team, Pair<
 }
 
 // A team does one row. A thread keeps kKept bytes.
-template <typename T, int kLanes, int kKept, int kTeam>
+template <typename T, int kLanes, int kKept, int kTeam, bool kAffine = (kTeam > 0)>
 __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLanes, kKept, kTeam>))
     layer_norm_forward_in_registers(LayerNormForward params) {
   using C = Compute<T>;
@@ -193,7 +192,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int index = v * team + thread;
-    if (index < vectors) write_normal<T, kLanes, (kTeam > 0)>(params, at, index * kLanes, x[v], moments);
+    if (index < vectors) write_normal<T, kLanes, kAffine>(params, at, index * kLanes, x[v], moments);
   }
   if (thread == 0 && row < params.rows) keep_moments(params, row, moments);
 }
@@ -253,19 +252,22 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_forward_in_passes(Lay
   }
 }
 
+// Null counts as aligned.
+template <typename T, int kLanes>
 bool aligned(const LayerNormForward& params) {
-  // Null counts as aligned.
-  return is_aligned_to_16(params.input) && is_aligned_to_16(params.weight) && is_aligned_to_16(params.bias) &&
-         is_aligned_to_16(params.output);
+  return params.columns % kLanes == 0 && is_aligned<T, kLanes>(params.input) &&
+         is_aligned<T, kLanes>(params.weight) && is_aligned<T, kLanes>(params.bias) &&
+         is_aligned<T, kLanes>(params.output);
 }
 
 template <typename T, int kLanes>
 bool fits(const LayerNormForward& params) {
   const LayerNormPlan& plan = params.plan;
   if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.cluster != 1) return false;
-  if (kLanes > 1 && (params.columns % kLanes != 0 || !aligned(params))) return false;
+  if (!aligned<T, kLanes>(params)) return false;
   if (!plan.in_registers) return plan.team == plan.threads;
-  const int64_t kept = kLanes == 1 ? kBytesOfSingles<T> : plan.team <= kWarp ? kBytes : 2 * kBytes;
+  constexpr bool kWide = kLanes == kLanesOf16Bytes<T>;
+  const int64_t kept = !kWide ? kBytesOfSingles<T> : plan.team <= kWarp ? kBytes : 2 * kBytes;
   return params.columns * int64_t{sizeof(T)} <= plan.team * kept &&
          params.rows <= int64_t{INT32_MAX} * (plan.threads / plan.team);
 }
@@ -279,16 +281,17 @@ bool start(const LayerNormForward& params, cudaStream_t stream) {
   const unsigned int blocks = at_most((params.rows + teams - 1) / teams, INT32_MAX);
   auto start_kernel = [&](auto* kernel) { kernel<<<blocks, plan.threads, 0, stream>>>(params); };
   const int64_t kept = params.columns * int64_t{sizeof(T)};
+  const bool affine = params.weight != nullptr && params.bias != nullptr;
+  constexpr bool kWide = kLanes == kLanesOf16Bytes<T>;
   if (!plan.in_registers) {
     start_kernel(layer_norm_forward_in_passes<T, kLanes>);
     return true;
   }
-  if constexpr (kLanes > 1) {
+  if constexpr (kWide) {
     if (kept > plan.team * int64_t{kBytes}) {
       start_kernel(layer_norm_forward_in_registers<T, kLanes, 2 * kBytes, kAnyWarps>);
       return true;
     }
-    const bool affine = params.weight != nullptr && params.bias != nullptr;
     if (affine && plan.threads == (plan.team < 2 * kWarp ? 2 * kWarp : plan.team)) {
       const bool half = kept <= plan.team * int64_t{kBytes / 2};
       switch (plan.team) {
@@ -319,7 +322,12 @@ bool start(const LayerNormForward& params, cudaStream_t stream) {
       }
     }
   }
-  constexpr int kKept = kLanes == 1 ? kBytesOfSingles<T> : kBytes;
+  constexpr int kKept = kWide ? kBytes : kBytesOfSingles<T>;
+  if (!kWide && affine) {
+    plan.team <= kWarp ? start_kernel(layer_norm_forward_in_registers<T, kLanes, kKept, kAnyPartOfWarp, true>)
+                       : start_kernel(layer_norm_forward_in_registers<T, kLanes, kKept, kAnyWarps, true>);
+    return true;
+  }
   plan.team <= kWarp ? start_kernel(layer_norm_forward_in_registers<T, kLanes, kKept, kAnyPartOfWarp>)
                      : start_kernel(layer_norm_forward_in_registers<T, kLanes, kKept, kAnyWarps>);
   return true;
@@ -331,8 +339,10 @@ const char* start_layer_norm_forward(const LayerNormForward& params, cudaStream_
   bool planned = false;
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    planned =
-        params.plan.vectors ? start<T, kLanesOf16Bytes<T>>(params, stream) : start<T, 1>(params, stream);
+    planned = params.plan.lanes == kLanesOf16Bytes<T>  ? start<T, kLanesOf16Bytes<T>>(params, stream)
+              : params.plan.lanes == kLanesOf4Bytes<T> ? start<T, kLanesOf4Bytes<T>>(params, stream)
+              : params.plan.lanes == 1                 ? start<T, 1>(params, stream)
+                                                       : false;
   });
   return planned ? nullptr : "internal error: the plan does not fit the arrays";
 }

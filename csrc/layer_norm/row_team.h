@@ -23,7 +23,7 @@ constexpr int kMostThreads = 512;
 constexpr unsigned int kAllLanes = 0xffffffffu;
 
 // How many of a row's values a thread of the backward keeps, so that four arrays of them, of the compute
-// kind, fit in the 128 registers of a thread in the largest block; src/ffi/layer_norm.rs has the same
+// kind, fit in the 128 registers of a thread in the largest block; src/ffi/layer_norm/plan.rs has the same
 // numbers.
 template <typename T>
 constexpr int kBackwardValues = 64 / sizeof(Compute<T>);
@@ -53,6 +53,10 @@ __device__ __forceinline__ Values<T, kLanes> load_or(const void* pointer, int64_
   for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] = otherwise;
   return values;
 }
+
+// Values of 4 bytes, or one: what is loaded at a time where 16 bytes cannot be.
+template <typename T>
+constexpr int kLanesOf4Bytes = sizeof(T) < 4 ? 4 / sizeof(T) : 1;
 
 template <typename C>
 struct Pair {
