@@ -274,11 +274,14 @@ template <auto kKernel>
 cudaError_t allow_shared_memory(int bytes) {
   // The limit counts the kernel's own arrays, too.
   constexpr int kDevices = 64, kAlwaysAllowed = 40 << 10;
-  static std::atomic<int> allowed[kDevices];
+  static std::mutex mutex;
+  static int allowed[kDevices];
   if (bytes <= kAlwaysAllowed) return cudaSuccess;
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
+  // One at a time: the last call counts, and one for fewer bytes would take away what another was given.
+  const std::lock_guard<std::mutex> lock(mutex);
   if (device < kDevices && allowed[device] >= bytes) return cudaSuccess;
   error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error == cudaSuccess && device < kDevices) allowed[device] = bytes;
@@ -354,7 +357,7 @@ const char* start_layer_norm_backward_ring(const LayerNormBackward& params, cuda
 // takes longer than the launch.
 extern "C" int64_t tch_extension_layer_norm_clusters(const LayerNormPlan* plan, int32_t kind) {
   using namespace tch_extension;
-  constexpr int kDevices = 64, kKinds = 4, kBlocks = 2;
+  constexpr int kDevices = 64, kKinds = kTchExtensionBFloat16 + 1, kBlocks = 2;
   static std::atomic<int> known[kDevices][kKinds][kBlocks][kMostInCluster + 1];
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || plan->cluster > kMostInCluster) return 0;
@@ -363,7 +366,7 @@ extern "C" int64_t tch_extension_layer_norm_clusters(const LayerNormPlan* plan, 
     using T = typename decltype(type)::type;
     // Any lanes: the block's memory and threads decide.
     constexpr auto kKernel = layer_norm_backward_ring<T, kLanesOf16Bytes<T>, Team::kCluster, true>;
-    const int of_kind = kind % kKinds, of_threads = plan->threads == kMostThreads ? 1 : 0;
+    const int of_kind = kind, of_threads = plan->threads == kMostThreads ? 1 : 0;
     const bool can_keep = device < kDevices;
     if (can_keep) clusters = known[device][of_kind][of_threads][plan->cluster];
     if (clusters > 0) return;

@@ -168,6 +168,7 @@ extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_finish_cuda(cons
   return tch_extension::finish("layer_norm_finish", *params, stream);
 }
 
+// Of the current device, which `device` has to be.
 extern "C" const char* tch_extension_layer_norm_device(int32_t device, LayerNormDevice* result) {
   int major = 0;
   cudaError_t error = cudaDeviceGetAttribute(&result->processors, cudaDevAttrMultiProcessorCount, device);
@@ -177,6 +178,11 @@ extern "C" const char* tch_extension_layer_norm_device(int32_t device, LayerNorm
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   }
-  result->clusters = major >= 9 ? 1 : 0;
+  // What an older architecture's PTX becomes on a new GPU has neither the barriers nor the waiting.
+  cudaFuncAttributes code = {};
+  if (error == cudaSuccess) {
+    error = cudaFuncGetAttributes(&code, tch_extension::layer_norm_finish<float>);
+  }
+  result->clusters = major >= 9 && code.ptxVersion >= 90 ? 1 : 0;
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }

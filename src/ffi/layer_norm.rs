@@ -23,6 +23,7 @@ fn gpu(device: Device) -> Result<Gpu> {
         if let Some(gpu) = known.and_then(OnceLock::get) {
             return Ok(*gpu);
         }
+        let _guard = crate::cuda::DeviceGuard::new(device)?;
         let mut gpu = Gpu::default();
         // SAFETY: the C side fills the struct, and returns null or a constant text.
         let error = unsafe { tch_extension_layer_norm_device(index as i32, &mut gpu) };
