@@ -15,7 +15,6 @@ __device__ __forceinline__ Values<T, kLanes> load_or_zero(const void* pointer, i
   return pointer == nullptr ? Values<T, kLanes>{} : load_values<T, kLanes>(pointer, at);
 }
 
-// Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the arithmetic.
 // The functions of the cell, in the precision that values of type T are stored in. For the half kinds, which
 // keep 11 digits at most, the hardware's exponential does: its error, and that of the ways below around a
 // lost digit, stays under 2^-16. With the exact ones these kernels are bound by arithmetic, not by memory.
@@ -64,6 +63,7 @@ __device__ __forceinline__ void add(Values<T, kLanes>& sum, const Values<T, kLan
   for (int lane = 0; lane < kLanes; ++lane) sum.lane[lane] += term.lane[lane];
 }
 
+// Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the arithmetic.
 template <typename T, int kLanes, typename Index>
 __global__ void __launch_bounds__(kThreads)
     lltm_cell_forward_kernel(LltmCellForward params, const void* bias) {
