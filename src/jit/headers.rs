@@ -18,6 +18,8 @@ headers! {
     "column_sums.h",
     "cpu.h",
     "cpu_column_sums.h",
+    "cpu_registers.h",
+    "cpu_small_product.h",
     "cuda_column_sums.h",
     "cuda_vector.h",
     "host_device.h",
