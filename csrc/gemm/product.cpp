@@ -229,11 +229,4 @@ TCH_EXTENSION_API Message tch_extension_gemm_linear(const at::Tensor* input, con
 // was).
 TCH_EXTENSION_API void tch_extension_gemm_counters(Counters* result) { *result = counters(); }
 
-TCH_EXTENSION_API Message tch_extension_gemm_allow_tf32(bool allow, bool* before) {
-  return guard([&] {
-    *before = at::globalContext().allowTF32CuBLAS();
-    at::globalContext().setAllowTF32CuBLAS(allow);
-  });
-}
-
 #endif  // TCH_EXTENSION_CUDA

@@ -31,6 +31,11 @@ struct Size {
     dim: i32,
 }
 
+// SAFETY: a description; whoever reads at the address has to hold the tensor.
+unsafe impl Send for Facts {}
+// SAFETY: as above.
+unsafe impl Sync for Facts {}
+
 unsafe extern "C" {
     fn tch_extension_facts(tensors: *const *const C_tensor, len: usize, facts: *mut Facts) -> *mut c_char;
     fn tch_extension_empty(

@@ -52,7 +52,6 @@ mod with_cuda {
             result: *mut *mut C_tensor,
         ) -> *mut c_char;
         fn tch_extension_gemm_counters(result: *mut Counters);
-        fn tch_extension_gemm_allow_tf32(allow: bool, before: *mut bool) -> *mut c_char;
     }
 
     /// This thread's.
@@ -61,19 +60,6 @@ mod with_cuda {
         // SAFETY: `counters` is written, and laid out as the C++ struct: three numbers of 64 bits.
         unsafe { tch_extension_gemm_counters(&mut counters) };
         counters
-    }
-
-    /// libtorch's switch for products of `Float` on CUDA; what it was before.
-    ///
-    /// # Errors
-    /// libtorch's.
-    pub fn allow_tf32(allow: bool) -> Result<bool> {
-        let mut before = false;
-        // SAFETY: `before` is written on success.
-        match take_message(unsafe { tch_extension_gemm_allow_tf32(allow, &mut before) }) {
-            Some(message) => Err(Error::Torch(message)),
-            None => Ok(before),
-        }
     }
 
     /// The number that C++ has for it; none where there is nothing for C++ to do.
@@ -138,14 +124,6 @@ mod without_cuda {
         Counters::default()
     }
 
-    /// There is nothing to switch.
-    ///
-    /// # Errors
-    /// None.
-    pub fn allow_tf32(_: bool) -> Result<bool> {
-        Ok(false)
-    }
-
     pub(crate) fn matmul_add_relu(_: &Tensor, _: &Tensor, _: &Tensor, _: Path) -> Result<Option<Tensor>> {
         Ok(None)
     }
@@ -169,4 +147,4 @@ pub(crate) use ways::matmul_add_relu;
 pub(crate) use ways::linear;
 
 #[doc(hidden)]
-pub use ways::{allow_tf32, counters};
+pub use ways::counters;

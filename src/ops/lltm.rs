@@ -1,10 +1,9 @@
 //! Whole sequences of the LLTM cell.
 
-use super::lltm_cell::lltm_cell_reference;
-use crate::amp::{CastPolicy, autocast_inputs};
-use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
-use crate::check::Check;
-use crate::dispatch::promote;
+use super::lltm_cell::{
+    KINDS, Matched, applied, bias_gradient, check_beside, in_matching_kinds, lltm_cell_reference, place,
+};
+use crate::autograd::{Context, Function, Inputs, Saver, Tensors, differentiate_reference};
 use crate::ffi::lltm as kernels;
 use crate::ffi::lltm::Path;
 use crate::ffi::tensor::plain;
@@ -12,7 +11,6 @@ use crate::{Error, Result, check};
 use tch::{Device, Kind, Tensor};
 
 const OP: &str = "lltm";
-const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
 /// A sequence of LLTM steps: h of each, and the state behind the last.
 ///
@@ -104,14 +102,14 @@ pub fn f_lltm_by(
     state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
     let (h, c) = state;
-    check_arguments(input, weight, bias, state)?;
-    let cast = in_matching_kinds(&[Some(input), Some(weight), bias, Some(h), Some(c)])?;
-    let function = Lltm { path, ..Lltm::default() };
-    let outputs = match &cast {
-        None => apply(function, &[Some(input), Some(weight), bias, Some(h), Some(c)]),
-        Some(cast) => apply(function, &cast.iter().map(Option::as_ref).collect::<Vec<_>>()),
-    };
-    let [output, last_h, last_c] = outputs?.exactly()?;
+    let arguments = [Some(input), Some(weight), bias, Some(h), Some(c)];
+    let input = check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(3, "[T, B, F]")?;
+    let (_, batch, features) = input.tensor().size3()?;
+    check_beside(OP, &input, (batch, features), weight, bias, state)?;
+    let matched = in_matching_kinds(OP, &arguments)?;
+    matched.as_ref().map(|matched| check_state(c, matched)).transpose()?;
+    let outputs = applied(Lltm { path, ..Lltm::default() }, &arguments, matched)?;
+    let [output, last_h, last_c] = outputs.exactly()?;
     Ok((output, (last_h, last_c)))
 }
 
@@ -141,72 +139,15 @@ pub fn lltm_reference(
     Ok((Tensor::f_stack(&steps, 0)?, (h, c)))
 }
 
-fn check_arguments(
-    input: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    (h, c): (&Tensor, &Tensor),
-) -> Result<()> {
-    let input = &check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(3, "[T, B, F]")?;
-    let beside = |argument: Check<'_>| -> Result<()> {
-        argument.defined()?.beside(input)?.kind_in(&KINDS).map(|_| ())
-    };
-    beside(check!(OP, weight))?;
-    beside(check!(OP, h))?;
-    beside(check!(OP, c))?;
-    bias.map(|bias| beside(check!(OP, bias))).transpose()?;
-
-    let (_, batch, features) = input.tensor().size3()?;
-    check!(OP, h).dim(2, "[B, H]")?;
-    let hidden = h.size2()?.1;
-    check!(OP, h).shape("[B, H]", &[batch, hidden])?;
-    check!(OP, c).shape("[B, H]", &[batch, hidden])?;
-    let sizes = hidden.checked_mul(3).zip(hidden.checked_add(features));
-    let (gates, columns) = sizes
-        .ok_or_else(|| check!(OP, h).refuse("sizes whose sums fit 64 bits", format!("H = {hidden}"), ""))?;
-    check!(OP, weight).shape("[3H, H + F]", &[gates, columns])?;
-    if let Some(bias) = bias
-        && bias.size() != [1, gates]
-    {
-        check!(OP, bias).shape("[3H] (or [1, 3H])", &[gates])?;
+/// The first step's h has the state's kind, and goes into the second's product, for which autocast casts it again, if it
+/// is no `Double`.
+fn check_state(c: &Tensor, matched: &Matched) -> Result<()> {
+    let Matched { product, state, autocast, .. } = *matched;
+    if state == product || (autocast && state != Kind::Double) {
+        return Ok(());
     }
-    Ok(())
-}
-
-/// The arguments with one kind for the products' operands, and the outputs' for c. `None` when they are so.
-fn in_matching_kinds(arguments: &[Option<&Tensor>; place::LEN]) -> Result<Option<Vec<Option<Tensor>>>> {
-    let [Some(input), Some(weight), bias, Some(h), Some(c)] = *arguments else {
-        return Err(Error::msg("internal error: an argument of lltm is absent"));
-    };
-    let operands = [Some(input), Some(weight), bias, Some(h)];
-    // As in the composite: it casts what goes into the product, and not what comes behind it.
-    let cast = autocast_inputs(CastPolicy::LowerPrecision, &operands)?;
-    let is_cast = cast.is_some();
-    if !is_cast && arguments.iter().flatten().all(|tensor| tensor.kind() == input.kind()) {
-        return Ok(None);
-    }
-    let unchanged = || operands.iter().map(|tensor| tensor.map(Tensor::shallow_clone)).collect();
-    let mut cast: Vec<Option<Tensor>> = cast.unwrap_or_else(unchanged);
-    let of = |cast: &[Option<Tensor>], place: usize| cast[place].as_ref().map(Tensor::kind);
-    let kinds = of(&cast, place::INPUT).zip(of(&cast, place::H));
-    let product = kinds.map_or(input.kind(), |(input, h)| promote(input, h));
-    for (place, name) in [(place::WEIGHT, "weight"), (place::BIAS, "bias")] {
-        if let Some(tensor) = &cast[place] {
-            check!(OP, name, tensor).kind_as(product, "input and h")?;
-        }
-    }
-    // The first step's h has the state's kind, and goes into the second's product, for which autocast casts it again,
-    // if it is no Double.
-    let state = promote(product, c.kind());
-    if state != product && (!is_cast || state == Kind::Double) {
-        let expected = format!("kind {product:?} or a narrower one, as input and h");
-        return Err(check!(OP, c).refuse(&expected, format!("{:?}", c.kind()), "call to_kind"));
-    }
-    for place in [place::INPUT, place::H] {
-        cast[place] = cast[place].as_ref().map(|operand| operand.f_to_kind(product)).transpose()?;
-    }
-    cast.push(Some(c.f_to_kind(state)?));
-    Ok(Some(cast))
+    let expected = format!("kind {product:?} or a narrower one, as input and h");
+    Err(check!(OP, c).refuse(&expected, format!("{:?}", c.kind()), "call to_kind"))
 }
 
 #[derive(Default)]
@@ -217,16 +158,6 @@ struct Lltm {
     bias_shape: Option<Vec<i64>>,
     /// The kind of the products' operands.
     product: Option<Kind>,
-}
-
-/// The inputs' places, which are also the first slots of what is saved.
-mod place {
-    pub const INPUT: usize = 0;
-    pub const WEIGHT: usize = 1;
-    pub const BIAS: usize = 2;
-    pub const H: usize = 3;
-    pub const C: usize = 4;
-    pub const LEN: usize = 5;
 }
 
 /// Saved behind the inputs: h and c of all steps, and σ(i), σ(o), g. Absent if there is nothing to compute.
@@ -360,7 +291,9 @@ fn first_derivative(ctx: &Context<'_>, grads: &Tensors, state: &Lltm) -> Result<
     Ok([
         input_gradient(ctx, &grad_gates, &weight, sizes, product)?,
         weight_gradient(ctx, &grad_gates, sizes, product)?,
-        bias_gradient(ctx, &grad_gates, state.bias_shape.as_deref(), product)?,
+        bias_gradient(ctx, &grad_gates, state.bias_shape.as_deref())?
+            .map(|gradient| gradient.f_to_kind(product))
+            .transpose()?,
         wanted(place::H, made.h0, product)?,
         wanted(place::C, made.c0, state_kind)?,
     ]
@@ -424,16 +357,4 @@ fn weight_gradient(
     hx.f_narrow(2, hidden, features)?.f_copy_(&ctx.saved(place::INPUT)?)?;
     let hx = hx.f_view([steps * batch, hidden + features])?;
     Ok(Some(grad_gates.f_transpose(0, 1)?.f_mm(&hx)?.f_to_kind(kind)?))
-}
-
-/// `Σ dG` over steps and batch, in the bias' own shape.
-fn bias_gradient(
-    ctx: &Context<'_>,
-    grad_gates: &Tensor,
-    shape: Option<&[i64]>,
-    kind: Kind,
-) -> Result<Option<Tensor>> {
-    let Some(shape) = shape.filter(|_| ctx.needs_input_grad(place::BIAS)) else { return Ok(None) };
-    let sum = grad_gates.f_sum_dim_intlist([0_i64].as_slice(), false, grad_gates.f_kind()?)?;
-    Ok(Some(sum.f_reshape(shape)?.f_to_kind(kind)?))
 }

@@ -13,7 +13,7 @@ use crate::{Error, Result, check};
 use tch::{Device, Kind, Tensor};
 
 const OP: &str = "lltm_cell";
-const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
+pub(super) const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
 /// One step of an LLTM: the new hidden and cell state.
 ///
@@ -92,22 +92,21 @@ pub fn f_lltm_cell_by(
 ) -> Result<(Tensor, Tensor)> {
     let (h, c) = state;
     let arguments = [Some(input), Some(weight), bias, Some(h), Some(c)];
-    let function = LltmCell { path, ..LltmCell::default() };
-    let outputs = if is_ordinary(&facts(arguments)?, bias.is_some()) {
-        apply(function, &arguments)
+    let known = facts(arguments)?;
+    let outputs = if is_ordinary(&known, bias.is_some()) {
+        apply(LltmCell { path, known: Some(known), ..LltmCell::default() }, &arguments)?
     } else {
         // It has the words for what is wrong, if anything is: mixed kinds, for example, are not.
-        check_arguments(input, weight, bias, state)?;
-        match in_matching_kinds(&arguments)? {
-            None => apply(function, &arguments),
-            Some(cast) => apply(function, &cast.iter().map(Option::as_ref).collect::<Vec<_>>()),
-        }
+        let input = check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[B, F]")?;
+        check_beside(OP, &input, input.tensor().size2()?, weight, bias, state)?;
+        let matched = in_matching_kinds(OP, &arguments)?;
+        applied(LltmCell { path, ..LltmCell::default() }, &arguments, matched)?
     };
-    let [new_h, new_c] = outputs?.exactly()?;
+    let [new_h, new_c] = outputs.exactly()?;
     Ok((new_h, new_c))
 }
 
-/// Whether all that [`check_arguments`] would check is so, and nothing has to be cast: the common case, known without
+/// Whether all that would be checked otherwise is so, and nothing has to be cast: the common case, known without
 /// a question to each tensor.
 fn is_ordinary(facts: &[Facts; place::LEN], has_bias: bool) -> bool {
     let [input, weight, bias, h, c] = facts;
@@ -146,69 +145,100 @@ pub fn lltm_cell_reference(
     Ok((new_h, new_c))
 }
 
-fn check_arguments(
-    input: &Tensor,
+/// What comes beside x, whose last two sizes are `[B, F]` and which is checked: of this operator and of
+/// [`lltm`](super::lltm).
+pub(super) fn check_beside(
+    op: &str,
+    input: &Check<'_>,
+    (batch, features): (i64, i64),
     weight: &Tensor,
     bias: Option<&Tensor>,
     (h, c): (&Tensor, &Tensor),
 ) -> Result<()> {
-    let input = &check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[B, F]")?;
     let beside = |argument: Check<'_>| -> Result<()> {
         argument.defined()?.beside(input)?.kind_in(&KINDS).map(|_| ())
     };
-    beside(check!(OP, weight))?;
-    beside(check!(OP, h))?;
-    beside(check!(OP, c))?;
-    bias.map(|bias| beside(check!(OP, bias))).transpose()?;
+    beside(check!(op, weight))?;
+    beside(check!(op, h))?;
+    beside(check!(op, c))?;
+    bias.map(|bias| beside(check!(op, bias))).transpose()?;
 
-    let (batch, features) = input.tensor().size2()?;
-    check!(OP, h).dim(2, "[B, H]")?;
+    check!(op, h).dim(2, "[B, H]")?;
     let hidden = h.size2()?.1;
-    check!(OP, h).shape("[B, H]", &[batch, hidden])?;
-    check!(OP, c).shape("[B, H]", &[batch, hidden])?;
+    check!(op, h).shape("[B, H]", &[batch, hidden])?;
+    check!(op, c).shape("[B, H]", &[batch, hidden])?;
     let sizes = hidden.checked_mul(3).zip(hidden.checked_add(features));
     let (gates, columns) = sizes
-        .ok_or_else(|| check!(OP, h).refuse("sizes whose sums fit 64 bits", format!("H = {hidden}"), ""))?;
-    check!(OP, weight).shape("[3H, H + F]", &[gates, columns])?;
+        .ok_or_else(|| check!(op, h).refuse("sizes whose sums fit 64 bits", format!("H = {hidden}"), ""))?;
+    check!(op, weight).shape("[3H, H + F]", &[gates, columns])?;
     if let Some(bias) = bias
         && bias.size() != [1, gates]
     {
-        check!(OP, bias).shape("[3H] (or [1, 3H])", &[gates])?;
+        check!(op, bias).shape("[3H] (or [1, 3H])", &[gates])?;
     }
     Ok(())
 }
 
-/// The arguments with one kind for the product's operands, and the outputs' for c. `None` when they are so.
-fn in_matching_kinds(arguments: &[Option<&Tensor>; place::LEN]) -> Result<Option<Vec<Option<Tensor>>>> {
+/// The arguments with one kind for the products' operands, and another for c.
+pub(super) struct Matched {
+    tensors: Vec<Option<Tensor>>,
+    pub product: Kind,
+    /// c's and the outputs'.
+    pub state: Kind,
+    /// Whether it was autocast that gave the operands their kind.
+    pub autocast: bool,
+}
+
+/// None when they are so already.
+pub(super) fn in_matching_kinds(
+    op: &str,
+    arguments: &[Option<&Tensor>; place::LEN],
+) -> Result<Option<Matched>> {
     let [Some(input), Some(weight), bias, Some(h), Some(c)] = *arguments else {
-        return Err(Error::msg("internal error: an argument of lltm_cell is absent"));
+        return Err(Error::msg(format!("internal error: an argument of {op} is absent")));
     };
     let operands = [Some(input), Some(weight), bias, Some(h)];
     // As in the composite: it casts what goes into the product, and not what comes behind it.
     let cast = autocast_inputs(CastPolicy::LowerPrecision, &operands)?;
-    if cast.is_none() && arguments.iter().flatten().all(|tensor| tensor.kind() == input.kind()) {
+    let autocast = cast.is_some();
+    if !autocast && arguments.iter().flatten().all(|tensor| tensor.kind() == input.kind()) {
         return Ok(None);
     }
     let unchanged = || operands.iter().map(|tensor| tensor.map(Tensor::shallow_clone)).collect();
-    let mut cast: Vec<Option<Tensor>> = cast.unwrap_or_else(unchanged);
-    let of = |cast: &[Option<Tensor>], place: usize| cast[place].as_ref().map(Tensor::kind);
-    let kinds = of(&cast, place::INPUT).zip(of(&cast, place::H));
+    let mut tensors: Vec<Option<Tensor>> = cast.unwrap_or_else(unchanged);
+    let of = |tensors: &[Option<Tensor>], place: usize| tensors[place].as_ref().map(Tensor::kind);
+    let kinds = of(&tensors, place::INPUT).zip(of(&tensors, place::H));
     let product = kinds.map_or(input.kind(), |(input, h)| promote(input, h));
     for (place, name) in [(place::WEIGHT, "weight"), (place::BIAS, "bias")] {
-        if let Some(tensor) = &cast[place] {
-            check!(OP, name, tensor).kind_as(product, "input and h")?;
+        if let Some(tensor) = &tensors[place] {
+            check!(op, name, tensor).kind_as(product, "input and h")?;
         }
     }
     for place in [place::INPUT, place::H] {
-        cast[place] = cast[place].as_ref().map(|operand| operand.f_to_kind(product)).transpose()?;
+        tensors[place] = tensors[place].as_ref().map(|operand| operand.f_to_kind(product)).transpose()?;
     }
-    cast.push(Some(c.f_to_kind(promote(product, c.kind()))?));
-    Ok(Some(cast))
+    let state = promote(product, c.kind());
+    tensors.push(Some(c.f_to_kind(state)?));
+    Ok(Some(Matched { tensors, product, state, autocast }))
+}
+
+/// [`apply`] to the arguments, or to what they were cast to.
+pub(super) fn applied<F: Function>(
+    function: F,
+    arguments: &[Option<&Tensor>; place::LEN],
+    matched: Option<Matched>,
+) -> Result<Tensors> {
+    match matched {
+        None => apply(function, arguments),
+        Some(matched) => apply(function, &matched.tensors.iter().map(Option::as_ref).collect::<Vec<_>>()),
+    }
 }
 
 #[derive(Default)]
 struct LltmCell {
     path: Path,
+    /// Of the arguments, if they were asked already: only the forward needs them.
+    known: Option<[Facts; place::LEN]>,
     sizes: Sizes,
     /// Here, so that the first derivative need not look at bias and weight themselves: nobody is refused for having
     /// changed what it does not need.
@@ -235,8 +265,8 @@ impl LltmCell {
     }
 }
 
-/// The inputs' places, which are also the first slots of what is saved.
-mod place {
+/// The inputs' places, which are also the first slots of what is saved; of [`lltm`](super::lltm), too.
+pub(super) mod place {
     pub const INPUT: usize = 0;
     pub const WEIGHT: usize = 1;
     pub const BIAS: usize = 2;
@@ -258,7 +288,10 @@ impl Function for LltmCell {
             (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
         let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
 
-        let known = facts([Some(input), Some(weight), bias, Some(h), Some(c)])?;
+        let known = match self.known.take() {
+            Some(known) => known,
+            None => facts([Some(input), Some(weight), bias, Some(h), Some(c)])?,
+        };
         let (Some([batch, features]), Some([_, hidden])) =
             (known[place::INPUT].sizes(), known[place::H].sizes())
         else {
@@ -412,8 +445,12 @@ fn weight_gradient(ctx: &Context<'_>, grad_gates: &Tensor) -> Result<Option<Tens
     Ok(Some(grad_gates.f_transpose(0, 1)?.f_mm(&hx)?))
 }
 
-/// `Σ dG` over the batch, in the bias' own shape.
-fn bias_gradient(ctx: &Context<'_>, grad_gates: &Tensor, shape: Option<&[i64]>) -> Result<Option<Tensor>> {
+/// `Σ dG` over the rows, in the bias' own shape.
+pub(super) fn bias_gradient(
+    ctx: &Context<'_>,
+    grad_gates: &Tensor,
+    shape: Option<&[i64]>,
+) -> Result<Option<Tensor>> {
     let Some(shape) = shape.filter(|_| ctx.needs_input_grad(place::BIAS)) else { return Ok(None) };
     let sum = grad_gates.f_sum_dim_intlist([0_i64].as_slice(), false, grad_gates.f_kind()?)?;
     Ok(Some(sum.f_reshape(shape)?))

@@ -10,7 +10,7 @@ mod lltm_cell;
 mod matmul_add_relu;
 
 #[doc(hidden)]
-pub use crate::ffi::gemm::{Path as ProductPath, allow_tf32, counters as product_plans};
+pub use crate::ffi::gemm::{Path as ProductPath, counters as product_plans};
 #[doc(hidden)]
 pub use crate::ffi::layer_norm::Path as LayerNormPath;
 #[doc(hidden)]

@@ -4,7 +4,8 @@
 use super::*;
 use patterns::noise;
 use tch_extension::cuda::{Graph, Stream, StreamGuard};
-use tch_extension::ops::{ProductPath, allow_tf32, f_matmul_add_relu_by, product_plans};
+use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};
+use tch_extension::ops::{ProductPath, f_matmul_add_relu_by, product_plans};
 use tch_extension::testing::{cuda_or_skip, gradcheck};
 
 const WAYS: [ProductPath; 3] = [ProductPath::Plan, ProductPath::Small, ProductPath::Composite];
@@ -110,7 +111,8 @@ fn cuda_half_kinds_and_others_keep_nan() {
         (7, 1000, 512),
     ];
     for tf32 in [false, true] {
-        let before = allow_tf32(tf32).expect("a switch");
+        let before = matmul_allow_tf32().expect("a switch");
+        set_matmul_allow_tf32(tf32).expect("a switch");
         for kind in KINDS {
             for (m, n, k) in sizes {
                 for bias in [vec![n], vec![m, n]] {
@@ -137,7 +139,7 @@ fn cuda_half_kinds_and_others_keep_nan() {
                 }
             }
         }
-        allow_tf32(before).expect("a switch");
+        set_matmul_allow_tf32(before).expect("a switch");
     }
 }
 
@@ -163,9 +165,10 @@ fn cuda_plans_are_kept() {
     }
     Stream::current(device).expect("a stream").wait_stream(&stream).expect("to wait");
     // Other precision, other alignment, other layout, other size.
-    let before = allow_tf32(true).expect("a switch");
+    let before = matmul_allow_tf32().expect("a switch");
+    set_matmul_allow_tf32(true).expect("a switch");
     let with_tf32 = [made(&arguments), made(&arguments)];
-    allow_tf32(before).expect("a switch");
+    set_matmul_allow_tf32(before).expect("a switch");
     assert_eq!(with_tf32, [1, 0]);
     assert_eq!(made(&arguments), 0);
     let [lhs, rhs, bias] = &arguments;

@@ -1,0 +1,258 @@
+//! What `Extension` tells compiler and linker, seen by programs that stand in for them.
+
+use super::*;
+use crate::support::{fake_libtorch, fake_nvcc, scratch, write};
+use std::collections::HashMap;
+
+/// A build script of a folder with a libtorch of its own.
+struct Script {
+    folder: PathBuf,
+    vars: HashMap<&'static str, String>,
+}
+
+impl Environment for Script {
+    fn var(&self, name: &str) -> Option<String> {
+        self.vars.get(name).cloned().filter(|value| !value.is_empty())
+    }
+}
+
+impl Script {
+    fn new(name: &str, cuda: bool) -> Self {
+        let folder = scratch(name);
+        let lib = fake_libtorch(&folder.join("libtorch"), cuda);
+        let vars = HashMap::from([
+            ("CARGO_CFG_TARGET_OS", "linux".to_string()),
+            ("CARGO_CFG_TARGET_ARCH", "x86_64".to_string()),
+            ("DEP_TCH_EXTENSION_LIBTORCH_LIB", lib.display().to_string()),
+            ("OUT_DIR", folder.join("out").display().to_string()),
+        ]);
+        Script { folder, vars }
+    }
+
+    fn with(mut self, name: &'static str, value: &str) -> Self {
+        self.vars.insert(name, value.to_string());
+        self
+    }
+
+    fn source(&self, name: &str, text: &str) -> PathBuf {
+        write(&self.folder.join(name), text)
+    }
+
+    #[track_caller]
+    fn refusal(&self, extension: &Extension) -> String {
+        match extension.build_in(self) {
+            Ok(_) => panic!("it was built"),
+            Err(error) => format!("{error:#}"),
+        }
+    }
+}
+
+impl Drop for Script {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.folder);
+    }
+}
+
+#[track_caller]
+fn assert_says(message: &str, parts: &[&str]) {
+    for part in parts {
+        assert!(message.contains(part), "{part:?} is not in: {message}");
+    }
+}
+
+#[test]
+fn a_crate_of_cpp_is_linked_with_libtorch() {
+    let script = Script::new("links", false);
+    let source =
+        script.source("a.cpp", "#ifndef NDEBUG\n#error\n#endif\nextern \"C\" int a() { return TILE; }\n");
+    let extension = Extension::new("my_ops").source(source).define("TILE", "64").standard("c++20");
+    let (built, lines) = extension.build_in(&script).expect("a library");
+    assert!(!built.cuda);
+    assert!(lines.contains(&"rustc-link-lib=static=my_ops".to_string()), "{lines:?}");
+    assert!(script.folder.join("out/libmy_ops.a").exists());
+    assert!(!lines.iter().any(|line| line.contains("cuda")), "{lines:?}");
+}
+
+#[test]
+fn a_source_that_is_named_twice_is_compiled_once() {
+    let script = Script::new("twice", false);
+    let source = script.source("csrc/a.cpp", "int a() { return 1; }\n");
+    let again = script.folder.join("csrc/../csrc/a.cpp");
+    let extension = Extension::new("a").source(source).source(again).source_dir(script.folder.join("csrc"));
+    extension.build_in(&script).expect("a library");
+    assert_eq!(std::fs::read_dir(script.folder.join("out/cpp")).unwrap().count(), 3, "a .o, .d and .command");
+}
+
+#[test]
+fn sources_that_register_themselves_are_linked_whole() {
+    let script = Script::new("whole", false);
+    let source = script.source("a.cpp", "#define TORCH_LIBRARY(x) int x\nTORCH_LIBRARY(a);\n");
+    let whole = "rustc-link-lib=static:+whole-archive=a".to_string();
+    let lines = |extension: Extension| extension.source(&source).build_in(&script).expect("a library").1;
+    assert!(lines(Extension::new("a")).contains(&whole));
+    assert!(!lines(Extension::new("a").whole_archive(false)).contains(&whole));
+}
+
+#[test]
+fn sources_written_for_python_find_their_headers_and_name() {
+    let script = Script::new("python", false);
+    let header = "#define PYBIND11_MODULE(name, m) int name\n";
+    write(&script.folder.join("public/tch_extension/python/torch/extension.h"), header);
+    // Python's own, as a virtual environment would have it.
+    write(&script.folder.join("venv/torch/extension.h"), "#error\n");
+    let public = script.folder.join("public").display().to_string();
+    let script = script.with("DEP_TCH_EXTENSION_INCLUDE", &public);
+    let text = "#include <torch/extension.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m);\n\
+                int* f() { return &EXPECTED; }\n";
+    let source = script.source("a.cpp", text);
+    let extension = |name: &str, expected: &'static str| {
+        let extension = Extension::new(name).source(&source).include(script.folder.join("venv"));
+        extension.define("EXPECTED", expected)
+    };
+    let (_, lines) = extension("my-ops", "my_ops").build_in(&script).expect("a library");
+    assert!(lines.contains(&"rustc-link-lib=static:+whole-archive=my-ops".to_string()), "{lines:?}");
+    let named = extension("b", "other").define("TORCH_EXTENSION_NAME", "other");
+    named.build_in(&script).expect("the user's own name");
+}
+
+#[test]
+fn flags_reach_their_compiler_and_only_it() {
+    let script = Script::new("flags", true);
+    let nvcc = fake_nvcc(&script.folder.join("toolkit"), "13.0");
+    let script = script.with("NVCC", &nvcc.display().to_string());
+    let source = script.source(
+        "a.cpp",
+        "#if !FOR_CXX || FOR_NVCC || !defined(BOTH) || !TCH_EXTENSION_CUDA || defined(NDEBUG)\n#error\n#endif\n",
+    );
+    let cuda = script.source(
+        "a.cu",
+        "#if FOR_CXX || !FOR_NVCC || !defined(BOTH) || !TCH_EXTENSION_CUDA || !defined(NDEBUG)\n#error\n#endif\n",
+    );
+    let extension = Extension::new("a")
+        .sources([source])
+        .cuda_sources([cuda])
+        .define("BOTH", None)
+        .flag("-DFOR_CXX=1")
+        .flag("-UNDEBUG")
+        .nvcc_flag("-DFOR_NVCC=1")
+        .cuda_library("cublasLt")
+        .archs("9.0a");
+    let (built, lines) = extension.build_in(&script).expect("a library");
+    assert!(built.cuda && lines.contains(&"rustc-cfg=tch_extension_cuda".to_string()), "{lines:?}");
+    for library in ["libcudart.so.13", "libcublasLt.so.13"] {
+        assert!(lines.contains(&format!("rustc-link-lib=dylib:+verbatim={library}")), "{lines:?}");
+    }
+    // Another library whose name only begins so is not it.
+    let error = script.refusal(&extension.cuda_library("cublas"));
+    assert_says(&error, &["libtorch wants libcublas.so.13, which is not in"]);
+}
+
+#[test]
+fn a_mistyped_path_is_an_error_that_lists_what_is_there() {
+    let script = Script::new("mistyped", false);
+    let source = script.source("csrc/my_op.cpp", "");
+    let nope = script.folder.join("csrc/nope.cpp");
+    let error = script.refusal(&Extension::new("a").source(&source).source(nope));
+    assert_says(&error, &["there is no source", "nope.cpp", "my_op.cpp"]);
+    assert_says(&script.refusal(&Extension::new("a").source("nope.cpp")), &["nope.cpp", "package's folder"]);
+    let error = script.refusal(&Extension::new("x").source_dir("no/such/folder"));
+    assert_says(&error, &["no .cpp and no .cu in no/such/folder"]);
+    let error = script.refusal(&Extension::new("x").source(&source).include("no/include"));
+    assert_says(&error, &["include: there is no folder no/include"]);
+    let error = script.refusal(&Extension::new("x").cuda_sources([&source]));
+    assert_says(&error, &["my_op.cpp does not end in .cu"]);
+}
+
+#[test]
+fn nonsense_is_refused_by_name() {
+    let script = Script::new("nonsense", false);
+    let source = script.source("a.cpp", "");
+    let error = script.refusal(&Extension::new("a").source(&source).standard("c++14"));
+    assert_says(&error, &["c++14", "c++17, c++20 or c++23"]);
+    assert_says(&script.refusal(&Extension::new("a")), &["has no source", "source_dir"]);
+    let error = script.refusal(&Extension::new("a").source(script.source("a.h", "")));
+    assert_says(&error, &["a.h is a header", "include"]);
+    let error = script.refusal(&Extension::new("a/b").source(&source));
+    assert_says(&error, &["a/b", "letters, digits"]);
+    let error = script.refusal(&Extension::new("a").source(&source).flag("-D_GLIBCXX_USE_CXX11_ABI=0"));
+    assert_says(&error, &["_GLIBCXX_USE_CXX11_ABI=0", "libtorch", "1"]);
+}
+
+#[test]
+fn a_compile_error_begins_with_the_file_and_is_the_compilers() {
+    let script = Script::new("broken", false);
+    let source = script.source("broken.cpp", "int f() { return nowhere; }\n");
+    let error = script.refusal(&Extension::new("a").source(&source));
+    assert!(error.starts_with(&format!("{} does not compile", source.display())), "{error}");
+    assert_says(&error, &["broken.cpp:1:18: error", "nowhere"]);
+}
+
+#[test]
+fn no_libtorch_is_an_error_with_the_way_out() {
+    let script = Script::new("no_libtorch", false).with("DEP_TCH_EXTENSION_LIBTORCH_LIB", "");
+    let source = script.source("a.cpp", "");
+    let extension = Extension::new("a").source(&source);
+    assert_says(&script.refusal(&extension), &["add tch-extension", "[dependencies]"]);
+    let script = script.with("DEP_TCH_EXTENSION_LIBTORCH_LIB", "/no/lib");
+    assert_says(&script.refusal(&extension), &["no libtorch headers in /no/include", "LIBTORCH"]);
+    let script = script.with("CARGO_CFG_TARGET_OS", "macos");
+    assert_says(&script.refusal(&extension), &["Linux on x86-64 only"]);
+}
+
+#[test]
+fn another_libtorch_or_abi_is_an_error() {
+    let script = Script::new("another", false);
+    let source = script.source("a.cpp", "");
+    let extension = Extension::new("a").source(&source);
+    // The names of functions that take a std::string say which ABI it is.
+    write(&script.folder.join("libtorch/lib/libc10.so"), "_ZN3c105ErrorC1ENSt7__cxx1112basic_stringE");
+    let script = script.with("LIBTORCH_CXX11_ABI", "0");
+    assert_says(&script.refusal(&extension), &["LIBTORCH_CXX11_ABI=0", "built with 1"]);
+    let script = script.with("LIBTORCH_CXX11_ABI", "");
+    let version = script.folder.join("libtorch/include/torch/headeronly/version.h");
+    write(
+        &version,
+        "#define TORCH_VERSION_MAJOR 1\n#define TORCH_VERSION_MINOR 2\n#define TORCH_VERSION_PATCH 3\n",
+    );
+    assert_says(
+        &script.refusal(&extension),
+        &["libtorch 1.2.3", "needs 2.11.0", "LIBTORCH_BYPASS_VERSION_CHECK"],
+    );
+}
+
+#[test]
+fn no_nvcc_is_an_error_that_lists_what_was_tried() {
+    let script = Script::new("no_nvcc", true)
+        .with("TCH_EXTENSION_CUDA", "1")
+        .with("NVCC", "/my/nvcc")
+        .with("CUDA_HOME", "/my/cuda")
+        .with("PATH", "/my/bin");
+    let source = script.source("a.cu", "");
+    let extension = Extension::new("a").source(&source);
+    let tried = ["/my/nvcc (NVCC)", "/my/cuda/bin/nvcc (CUDA_HOME)", "/my/bin/nvcc (PATH)", "set CUDA_HOME"];
+    if Path::new("/usr/local/cuda/bin/nvcc").exists() {
+        eprintln!("skipped: this machine has an nvcc where none is named");
+        return;
+    }
+    assert_says(&script.refusal(&extension), &tried);
+    let script = script.with("TCH_EXTENSION_CUDA", "maybe");
+    assert_says(&script.refusal(&extension), &["TCH_EXTENSION_CUDA=maybe", "write 1"]);
+    let cpu = Script::new("no_cuda", false).with("TCH_EXTENSION_CUDA", "1");
+    assert_says(&cpu.refusal(&extension), &["is a CPU build", "set LIBTORCH"]);
+}
+
+#[test]
+fn another_nvcc_or_arch_is_an_error() {
+    let script = Script::new("nvcc", true);
+    let nvcc = |version: &str| fake_nvcc(&script.folder.join(version), version).display().to_string();
+    let (old, right) = (nvcc("12.8"), nvcc("13.0"));
+    let source = script.source("a.cu", "");
+    let script = script.with("NVCC", &old);
+    let error = script.refusal(&Extension::new("a").source(&source));
+    assert_says(&error, &["(from NVCC) is CUDA 12.8", "built for CUDA 13", "CUDA_HOME"]);
+    let script = script.with("NVCC", &right).with("TORCH_CUDA_ARCH_LIST", "9.0b");
+    let error = script.refusal(&Extension::new("a").source(&source));
+    assert_says(&error, &["TORCH_CUDA_ARCH_LIST: `9.0b`", "8.0, 8.6", "Hopper", "native"]);
+    let error = script.refusal(&Extension::new("a").source(&source).archs("Volta"));
+    assert_says(&error, &["archs: `Volta`"]);
+}
