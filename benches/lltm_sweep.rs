@@ -7,16 +7,17 @@ use std::io::Write;
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::{Stream, StreamGuard, matmul_allow_tf32, set_matmul_allow_tf32};
-use tch_extension::ops::{f_lltm, lltm_reference};
+use tch_extension::ops::{LltmPath, f_lltm_by, lltm_reference};
 use tch_extension::testing::devices;
 use tch_extension::{Error, Result};
 
-/// Calls of one provider are timed for about so long in one round, and not at all again if one takes longer.
+/// Microseconds for which calls of one provider are timed in one round.
 const ROUND: f64 = 15e3;
 const ROUNDS: usize = 5;
-const FEW_ROUNDS: usize = 2;
-/// Beyond so many microseconds of a call there are few rounds.
-const SLOW: f64 = 100e3;
+/// Beyond so many microseconds one call tells enough.
+const SLOW: f64 = 60e3;
+/// Beyond so many steps one call warms up.
+const FEW_STEPS: i64 = 256;
 /// A graph of more steps takes longer to make than it tells.
 const MOST_STEPS_OF_A_GRAPH: i64 = 64;
 
@@ -44,12 +45,19 @@ enum Who {
     Composite,
     Cells,
     Lstm,
-    Fused,
+    /// Ours on one path.
+    By(LltmPath),
 }
 
 impl Who {
-    const ALL: [(Who, &'static str); 4] =
-        [(Who::Composite, "composite"), (Who::Cells, "cell"), (Who::Lstm, "LSTM"), (Who::Fused, "fused")];
+    const ALL: [(Who, &'static str); 6] = [
+        (Who::Composite, "composite"),
+        (Who::Cells, "cell"),
+        (Who::Lstm, "LSTM"),
+        (Who::By(LltmPath::PerStep), "per step"),
+        (Who::By(LltmPath::Fused), "whole"),
+        (Who::By(LltmPath::Automatic), "ours"),
+    ];
 }
 
 /// One provider with its tensors.
@@ -109,7 +117,7 @@ impl Runner {
         Ok(match self.who {
             Who::Composite => lltm_reference(x, weight, bias, (h, c))?.0,
             Who::Cells => loop_of_cells(x, weight, bias, (h, c))?.0,
-            Who::Fused => f_lltm(x, weight, bias, (h, c))?.0,
+            Who::By(path) => f_lltm_by(path, x, weight, bias, (h, c))?.0,
             Who::Lstm => {
                 let state = [h, c].map(|state| state.unsqueeze(0));
                 x.f_lstm(&state, parameters, true, 1, 0.0, true, false, false)?.0
@@ -131,13 +139,13 @@ impl Runner {
     fn measure(&self, device: Device, steps: i64) -> Result<Costs> {
         let mut failed = None;
         let mut call = || failed = self.run().err().or(failed.take());
-        in_a_row(device, 1, &mut call);
-        let one = in_a_row(device, 1, &mut call).as_secs_f64() * 1e6;
+        let mut time = |calls: u64| in_a_row(device, calls, &mut call).as_secs_f64() * 1e6 / calls as f64;
+        if steps < FEW_STEPS {
+            time(3);
+        }
+        let one = time(1);
         let calls = ((ROUND / one) as u64).max(1);
-        let rounds = if one > SLOW { FEW_ROUNDS } else { ROUNDS };
-        let times =
-            (0..rounds).map(|_| in_a_row(device, calls, &mut call).as_secs_f64() * 1e6 / calls as f64);
-        let wall = median(times.collect());
+        let wall = if one > SLOW { one } else { median((0..ROUNDS).map(|_| time(calls)).collect()) };
         failed.map_or(Ok(()), Err)?;
         let graph = device.is_cuda() && steps <= MOST_STEPS_OF_A_GRAPH;
         Ok(Costs { wall, gpu: if graph { self.on_the_gpu(device)? } else { None } })
