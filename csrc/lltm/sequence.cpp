@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "../lltm_cell/lltm_cell.h"
+#include "product.h"
 #include "tch_extension/c_abi.h"
 
 #ifdef TCH_EXTENSION_CUDA
@@ -310,11 +311,11 @@ void multiply_input(const LltmForward& call) {
   const at::Tensor input = call.input->view({rows, features});
   const at::Tensor weight = call.weight->narrow(1, hidden, features).t();
   at::Tensor gates = call.gates->view({rows, 3 * hidden});
-  if (call.path == kLltmPacked && call.bias != nullptr) {
-    at::addmm_out(gates, *call.bias, input, weight);
-  } else {
-    StepProduct(gates).into(gates, input, weight);
-  }
+  if (call.path != kLltmPacked) return StepProduct(gates).into(gates, input, weight);
+  // In memory of its own, and so for both who have the old one.
+  gates = product(input, weight, call.bias).view(call.gates->sizes());
+  if (call.activations != nullptr && call.activations->is_same(*call.gates)) *call.activations = gates;
+  *call.gates = std::move(gates);
 }
 
 }  // namespace

@@ -367,7 +367,7 @@ fn input_gradient(
         return Ok(None);
     }
     let kernels::Sizes { steps, batch, features, hidden } = sizes;
-    let gradient = grad_gates.f_mm(&weight.f_narrow(1, hidden, features)?)?;
+    let gradient = kernels::product(grad_gates, &weight.f_narrow(1, hidden, features)?)?;
     Ok(Some(gradient.f_view([steps, batch, features])?.f_to_kind(kind)?))
 }
 
@@ -389,5 +389,5 @@ fn weight_gradient(
     before.f_narrow(0, 1, steps - 1)?.f_copy_(&ctx.saved(OUTPUT)?.f_narrow(0, 0, steps - 1)?)?;
     hx.f_narrow(2, hidden, features)?.f_copy_(&ctx.saved(place::INPUT)?)?;
     let hx = hx.f_view([steps * batch, hidden + features])?;
-    Ok(Some(grad_gates.f_transpose(0, 1)?.f_mm(&hx)?.f_to_kind(kind)?))
+    Ok(Some(kernels::product(&grad_gates.f_transpose(0, 1)?, &hx)?.f_to_kind(kind)?))
 }
