@@ -72,6 +72,7 @@ fn large(kind: Kind, device: Device) -> Vec<Sample> {
         [12, 16, 32, 128], // rows shared among threads
         [9, 7, 5, 129],    // columns shared among threads, one behind whole panels
         [3, 3, 8, 320],    // weights beyond a core's cache
+        [48, 20, 60, 160], // products over all steps that are worth oneDNN's while
     ];
     let tables = [
         SampleTable::empty(DIMS, with_bias)
