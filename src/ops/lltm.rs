@@ -34,11 +34,14 @@ const OP: &str = "lltm";
 /// bias must have, and of which the outputs are; c must not be of a wider one. Under autocast the products
 /// run in autocast's kind, and the outputs have it promoted with c's; a c of kind `Double` then needs a product of that kind.
 /// Of the half kinds, sums and gates are computed in `Float` and never rounded between a product and what follows; c
-/// and h are rounded at each step, on the CPU only when they are returned.
+/// and h are rounded at each step on CUDA, on the CPU only when they are returned.
 ///
-/// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic. The product with the input
-/// is made for all steps at once; a step then costs a product and one kernel. On the CPU the weights are packed once, and
-/// libtorch's threads stay together for the whole sequence.
+/// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic: the same bits each time. The
+/// product with the input is made for all steps at once; where a step is small it then costs one kernel, with its product in
+/// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Fewer than
+/// eight small steps multiply the input, too. On the CPU the weights are packed once, and libtorch's threads
+/// stay together for the whole sequence. Up to three steps are a loop of [`lltm_cell`](super::lltm_cell), but for half
+/// kinds where that rounds more.
 ///
 /// There is no forget gate: c is a sum over all steps, and rounding errors add up. Over T = 1…4096, outputs and
 /// gradients are tested to be off by at most `8·√max(T, 4)·ε` of their largest value, ε being the kind's.
