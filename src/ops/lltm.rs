@@ -38,8 +38,8 @@ const OP: &str = "lltm";
 ///
 /// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic: the same bits each time. The
 /// product with the input is made for all steps at once; where a step is small it then costs one kernel, with its product in
-/// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Fewer than
-/// eight small steps multiply the input, too. On the CPU the weights are packed once, and libtorch's threads
+/// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Small steps of
+/// few features multiply the input, too. On the CPU the weights are packed once, and libtorch's threads
 /// stay together for the whole sequence. One or two steps are a loop of [`lltm_cell`](super::lltm_cell), but for half
 /// kinds where that rounds more.
 ///
