@@ -3,7 +3,7 @@
 mod plan;
 
 pub use plan::Path;
-pub(crate) use plan::{Chip, Plan, Sizes};
+pub(crate) use plan::{Chip, Direction, Plan, Sizes};
 
 use super::{checked, optional_ptr, take_message};
 use crate::{Error, Result};
@@ -17,7 +17,7 @@ struct Forward {
     path: i32,
     row_groups: i32,
     column_groups: i32,
-    reserved: i32,
+    input_at_once: i32,
     stream: *mut c_void,
     input: *const C_tensor,
     weight: *const C_tensor,
@@ -49,6 +49,11 @@ struct Backward {
 unsafe extern "C" {
     fn tch_extension_lltm_forward(call: *const Forward) -> *mut c_char;
     fn tch_extension_lltm_backward(call: *const Backward) -> *mut c_char;
+    fn tch_extension_lltm_product(
+        lhs: *const C_tensor,
+        rhs: *const C_tensor,
+        result: *mut *mut C_tensor,
+    ) -> *mut c_char;
 }
 
 /// The kind in which products of operands of this kind are added up.
@@ -63,7 +68,18 @@ impl Plan {
         match self {
             Plan::PerStep => [0, 1, 1],
             Plan::Packed { row_groups, column_groups } => [1, narrow(row_groups), narrow(column_groups)],
+            Plan::Fused { .. } => [2, 1, 1],
         }
+    }
+
+    /// Whether the input is multiplied for all steps first.
+    fn input_at_once(self) -> bool {
+        !matches!(self, Plan::Fused { input_at_once: false })
+    }
+
+    /// In which kind the bias is added.
+    fn bias_kind(self, product: Kind) -> Kind {
+        if matches!(self, Plan::Fused { .. }) { product } else { gates_kind(product) }
     }
 }
 
@@ -118,22 +134,24 @@ pub(crate) fn forward(plan: Plan, operands: &Operands<'_>, keep: bool) -> Result
     let device = operands.input.device();
     let (product, state) = (operands.h0.f_kind()?, operands.c0.f_kind()?);
     let sums = gates_kind(product);
-    let bias = operands.bias.map(|bias| bias.f_reshape([-1])?.f_to_kind(sums)?.f_contiguous()).transpose()?;
+    let bias_kind = plan.bias_kind(product);
+    let bias =
+        operands.bias.map(|bias| bias.f_reshape([-1])?.f_to_kind(bias_kind)?.f_contiguous()).transpose()?;
     checked("input", operands.input, &[steps, batch, features], (product, device))?;
     checked("weight", operands.weight, &[3 * hidden, hidden + features], (product, device))?;
-    optional_ptr("bias", bias.as_ref(), &[3 * hidden], (sums, device))?;
+    optional_ptr("bias", bias.as_ref(), &[3 * hidden], (bias_kind, device))?;
     checked("h0", operands.h0, &[batch, hidden], (product, device))?;
     checked("c0", operands.c0, &[batch, hidden], (state, device))?;
 
     let empty = |size: [i64; 3], kind| Tensor::f_empty(size, (kind, device));
-    let mut gates = empty([steps, batch, 3 * hidden], sums)?;
+    let mut gates = plan.input_at_once().then(|| empty([steps, batch, 3 * hidden], sums)).transpose()?;
     let mut output = empty([steps, batch, hidden], state)?;
     let mut c = empty([if keep { steps } else { 1 }, batch, hidden], state)?;
-    let mut activations = match (keep, sums == state) {
-        (false, _) => None,
+    let mut activations = match &gates {
+        _ if !keep => None,
         // The same memory: a gate is read once, before it is written.
-        (true, true) => Some(gates.shallow_clone()),
-        (true, false) => Some(empty([steps, batch, 3 * hidden], state)?),
+        Some(gates) if sums == state => Some(gates.shallow_clone()),
+        _ => Some(empty([steps, batch, 3 * hidden], state)?),
     };
     let place = Place::of(device)?;
     let [path, row_groups, column_groups] = plan.codes();
@@ -141,14 +159,14 @@ pub(crate) fn forward(plan: Plan, operands: &Operands<'_>, keep: bool) -> Result
         path,
         row_groups,
         column_groups,
-        reserved: 0,
+        input_at_once: i32::from(plan.input_at_once()),
         stream: place.stream,
         input: operands.input.as_ptr(),
         weight: operands.weight.as_ptr(),
         bias: bias.as_ref().map_or(null_mut(), Tensor::as_ptr),
         h0: operands.h0.as_ptr(),
         c0: operands.c0.as_ptr(),
-        gates: gates.as_mut_ptr(),
+        gates: gates.as_mut().map_or(null_mut(), Tensor::as_mut_ptr),
         output: output.as_mut_ptr(),
         c: c.as_mut_ptr(),
         activations: activations.as_mut().map_or(null_mut(), Tensor::as_mut_ptr),
@@ -228,6 +246,17 @@ pub(crate) fn backward(plan: Plan, inputs: &BackwardInputs<'_>, needs_grad_h0: b
     }
 }
 
+/// A product over all steps, by whatever of libtorch's is fastest. Nothing is recorded.
+pub(crate) fn product(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
+    let mut result = null_mut();
+    // SAFETY: live tensors, and a place for a new one.
+    match take_message(unsafe { tch_extension_lltm_product(lhs.as_ptr(), rhs.as_ptr(), &mut result) }) {
+        Some(message) => Err(Error::Torch(message)),
+        // SAFETY: without a message there is a tensor, which is ours.
+        None => Ok(unsafe { Tensor::from_ptr(result) }),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -245,7 +274,7 @@ mod tests {
             offset_of!(Forward, path),
             offset_of!(Forward, row_groups),
             offset_of!(Forward, column_groups),
-            offset_of!(Forward, reserved),
+            offset_of!(Forward, input_at_once),
             offset_of!(Forward, stream),
             offset_of!(Forward, input),
             offset_of!(Forward, weight),

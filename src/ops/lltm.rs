@@ -1,11 +1,12 @@
 //! Whole sequences of the LLTM cell.
 
 use super::lltm_cell::{
-    KINDS, Matched, applied, bias_gradient, check_beside, in_matching_kinds, lltm_cell_reference, place,
+    KINDS, Matched, applied, bias_gradient, check_beside, f_lltm_cell, in_matching_kinds,
+    lltm_cell_reference, place,
 };
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, differentiate_reference};
 use crate::ffi::lltm as kernels;
-use crate::ffi::lltm::Path;
+use crate::ffi::lltm::{Direction, Path};
 use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};
 use tch::{Device, Kind, Tensor};
@@ -33,18 +34,21 @@ const OP: &str = "lltm";
 /// bias must have, and of which the outputs are; c must not be of a wider one. Under autocast the products
 /// run in autocast's kind, and the outputs have it promoted with c's; a c of kind `Double` then needs a product of that kind.
 /// Of the half kinds, sums and gates are computed in `Float` and never rounded between a product and what follows; c
-/// and h are rounded at each step, on the CPU only when they are returned.
+/// and h are rounded at each step on CUDA, on the CPU only when they are returned.
 ///
-/// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic. The product with the input
-/// is made for all steps at once; a step then costs a product and one kernel. On the CPU the weights are packed once, and
-/// libtorch's threads stay together for the whole sequence.
+/// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic: the same bits each time. The
+/// product with the input is made for all steps at once; where a step is small it then costs one kernel, with its product in
+/// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Small steps of
+/// few features multiply the input, too. On the CPU the weights are packed once, and libtorch's threads
+/// stay together for the whole sequence. One or two steps are a loop of [`lltm_cell`](super::lltm_cell), but for half
+/// kinds where that rounds more.
 ///
 /// There is no forget gate: c is a sum over all steps, and rounding errors add up. Over T = 1…4096, outputs and
 /// gradients are tested to be off by at most `8·√max(T, 4)·ε` of their largest value, ε being the kind's.
 ///
 /// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers besides inputs and outputs (of the half kinds on the
 /// CPU, as `Float`); the forward needs `3·T·B·H` more for a while if the kinds of gates and outputs differ, and the backward
-/// `3·T·B·H + T·B·(H + F)`. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
+/// `3·T·B·H + T·B·(H + F)`, on the CPU up to twice that. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
 ///
 /// Equivalent to:
 /// ```
@@ -104,10 +108,15 @@ pub fn f_lltm_by(
     let (h, c) = state;
     let arguments = [Some(input), Some(weight), bias, Some(h), Some(c)];
     let input = check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(3, "[T, B, F]")?;
-    let (_, batch, features) = input.tensor().size3()?;
+    let (steps, batch, features) = input.tensor().size3()?;
     check_beside(OP, &input, (batch, features), weight, bias, state)?;
     let matched = in_matching_kinds(OP, &arguments)?;
     matched.as_ref().map(|matched| check_state(c, matched)).transpose()?;
+    let sizes = kernels::Sizes { steps, batch, features, hidden: h.size2()?.1 };
+    let kind = input.tensor().f_kind()?;
+    if matched.is_none() && path.calls_the_cell(sizes, kind, input.tensor().device()) {
+        return step_by_step(f_lltm_cell, input.tensor(), weight, bias, state);
+    }
     let outputs = applied(Lltm { path, ..Lltm::default() }, &arguments, matched)?;
     let [output, last_h, last_c] = outputs.exactly()?;
     Ok((output, (last_h, last_c)))
@@ -123,18 +132,32 @@ pub fn lltm_reference(
     bias: Option<&Tensor>,
     state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
+    if input.size3()?.0 == 0 {
+        // `stack` takes no empty list. A step that is thrown away has the kinds, and what it would refuse.
+        let (h, c) = state;
+        let step = input.f_sum_dim_intlist([0_i64].as_slice(), false, input.f_kind()?)?;
+        let (new_h, new_c) = lltm_cell_reference(&step, weight, bias, state)?;
+        let output = new_h.f_unsqueeze(0)?.f_narrow(0, 0, 0)?;
+        return Ok((output, (copied(h, new_h.f_kind()?)?, copied(c, new_c.f_kind()?)?)));
+    }
+    step_by_step(lltm_cell_reference, input, weight, bias, state)
+}
+
+type Cell = fn(&Tensor, &Tensor, Option<&Tensor>, (&Tensor, &Tensor)) -> Result<(Tensor, Tensor)>;
+
+/// At least one step.
+fn step_by_step(
+    cell: Cell,
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    state: (&Tensor, &Tensor),
+) -> Result<(Tensor, (Tensor, Tensor))> {
     let (mut h, mut c) = (state.0.shallow_clone(), state.1.shallow_clone());
     let mut steps = Vec::new();
     for step in input.f_unbind(0)? {
-        (h, c) = lltm_cell_reference(&step, weight, bias, (&h, &c))?;
+        (h, c) = cell(&step, weight, bias, (&h, &c))?;
         steps.push(h.shallow_clone());
-    }
-    if steps.is_empty() {
-        // `stack` takes no empty list. A step that is thrown away has the kinds, and what it would refuse.
-        let step = input.f_sum_dim_intlist([0_i64].as_slice(), false, input.f_kind()?)?;
-        let (new_h, new_c) = lltm_cell_reference(&step, weight, bias, (&h, &c))?;
-        let output = new_h.f_unsqueeze(0)?.f_narrow(0, 0, 0)?;
-        return Ok((output, (copied(&h, new_h.f_kind()?)?, copied(&c, new_c.f_kind()?)?)));
     }
     Ok((Tensor::f_stack(&steps, 0)?, (h, c)))
 }
@@ -201,7 +224,12 @@ impl Function for Lltm {
             }
             Some(made) => {
                 let last = |steps: &Tensor| copied(&steps.f_select(0, -1)?, state);
-                (made.output.f_to_kind(state)?, last(&made.output)?, last(&made.c)?)
+                let last_c = match made.activations {
+                    Some(_) => last(&made.c)?,
+                    // Then there is no other c.
+                    None => made.c.f_view(h.size().as_slice())?.f_to_kind(state)?,
+                };
+                (made.output.f_to_kind(state)?, last(&made.output)?, last_c)
             }
         };
         all.iter().for_each(|tensor| saver.save_optional(*tensor));
@@ -235,12 +263,19 @@ impl Lltm {
             return Err(Error::msg("internal error: an argument of lltm is absent"));
         };
         let operands = kernels::Operands { input, weight, bias: bias.as_ref(), h0, c0 };
-        kernels::forward(self.plan(operands.sizes()?, c0)?, &operands, saver.needs_graph())
+        let plan = self.plan(Direction::Forward, operands.sizes()?, weight, c0)?;
+        kernels::forward(plan, &operands, saver.needs_graph())
     }
 
-    fn plan(&self, sizes: kernels::Sizes, state: &Tensor) -> Result<kernels::Plan> {
-        let chip = kernels::Chip::of(state.device());
-        Ok(kernels::Plan::new(self.path, sizes, state.f_kind()?, chip))
+    fn plan(
+        &self,
+        direction: Direction,
+        sizes: kernels::Sizes,
+        weight: &Tensor,
+        state: &Tensor,
+    ) -> Result<kernels::Plan> {
+        let (kinds, chip) = ((weight.f_kind()?, state.f_kind()?), kernels::Chip::of(state.device()));
+        Ok(kernels::Plan::new(self.path, direction, sizes, kinds, chip))
     }
 }
 
@@ -280,7 +315,8 @@ fn first_derivative(ctx: &Context<'_>, grads: &Tensors, state: &Lltm) -> Result<
         activations: &activations,
         c: &c,
     };
-    let made = kernels::backward(state.plan(sizes, &c)?, &inputs, ctx.needs_input_grad(place::H))?;
+    let plan = state.plan(Direction::Backward, sizes, &weight, &c)?;
+    let made = kernels::backward(plan, &inputs, ctx.needs_input_grad(place::H))?;
 
     let grad_gates = made.gates.f_view([steps * batch, 3 * hidden])?;
     let product = state.product.unwrap_or(weight.f_kind()?);
@@ -334,7 +370,7 @@ fn input_gradient(
         return Ok(None);
     }
     let kernels::Sizes { steps, batch, features, hidden } = sizes;
-    let gradient = grad_gates.f_mm(&weight.f_narrow(1, hidden, features)?)?;
+    let gradient = kernels::product(grad_gates, &weight.f_narrow(1, hidden, features)?)?;
     Ok(Some(gradient.f_view([steps, batch, features])?.f_to_kind(kind)?))
 }
 
@@ -356,5 +392,5 @@ fn weight_gradient(
     before.f_narrow(0, 1, steps - 1)?.f_copy_(&ctx.saved(OUTPUT)?.f_narrow(0, 0, steps - 1)?)?;
     hx.f_narrow(2, hidden, features)?.f_copy_(&ctx.saved(place::INPUT)?)?;
     let hx = hx.f_view([steps * batch, hidden + features])?;
-    Ok(Some(grad_gates.f_transpose(0, 1)?.f_mm(&hx)?.f_to_kind(kind)?))
+    Ok(Some(kernels::product(&grad_gates.f_transpose(0, 1)?, &hx)?.f_to_kind(kind)?))
 }

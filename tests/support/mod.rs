@@ -2,7 +2,9 @@
 //! for a table of samples.
 #![allow(dead_code)]
 
+pub mod kinds;
 pub mod property;
+pub mod refusal;
 
 use std::collections::BTreeMap;
 use tch::{Device, Kind, Tensor};

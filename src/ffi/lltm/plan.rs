@@ -1,5 +1,6 @@
 //! Which way a sequence takes.
 
+use crate::ffi::lltm_cell_fused as cell;
 use tch::{Device, Kind};
 
 /// A way through a sequence. For tests and benches, which force each; users get the one that suits the sizes.
@@ -9,10 +10,41 @@ pub enum Path {
     /// What suits the sizes.
     #[default]
     Automatic,
+    /// A loop of [`lltm_cell`](crate::ops::lltm_cell).
+    Cells,
     /// libtorch's product and one kernel for each step.
     PerStep,
+    /// On CUDA: one kernel for each step.
+    Fused,
     /// On the CPU: weights packed once, and threads that stay together for all steps.
     Packed,
+}
+
+impl Path {
+    /// Whether this is a loop of the cell, of tensors of one kind: with few steps, what a sequence costs once is more than
+    /// it saves. Not where the cell would round sums that a sequence does not: half kinds in more than one kernel.
+    pub(crate) fn calls_the_cell(self, sizes: Sizes, kind: Kind, device: Device) -> bool {
+        const FEW: i64 = 2;
+        let Sizes { steps, batch, features, hidden } = sizes;
+        let cell = cell::Sizes { batch, features, hidden };
+        let is_exact = || {
+            let path = cell::Path::Automatic;
+            matches!(kind, Kind::Float | Kind::Double)
+                || (cell.fuse_forward(path, kind, device) && cell.fuse_backward(path, kind, device))
+        };
+        match self {
+            Path::Cells => steps > 0,
+            Path::Automatic => (1..=FEW).contains(&steps) && is_exact(),
+            _ => false,
+        }
+    }
+}
+
+/// Which way through it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Forward,
+    Backward,
 }
 
 /// What there is to compute.
@@ -28,14 +60,14 @@ pub(crate) struct Sizes {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Chip {
     Cpu { threads: i64 },
-    Cuda,
+    Cuda { device: usize },
 }
 
 impl Chip {
     pub fn of(device: Device) -> Chip {
         match device {
-            Device::Cpu => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
-            _ => Chip::Cuda,
+            Device::Cuda(device) => Chip::Cuda { device },
+            _ => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
         }
     }
 }
@@ -44,6 +76,10 @@ impl Chip {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Plan {
     PerStep,
+    /// Whether the input is multiplied for all steps before the first one, or in each.
+    Fused {
+        input_at_once: bool,
+    },
     /// How many groups of threads share the rows of the batch, and how many threads of each group the columns.
     Packed {
         row_groups: i64,
@@ -52,13 +88,42 @@ pub(crate) enum Plan {
 }
 
 impl Plan {
-    /// The way for a sequence of these sizes, whose state is of this kind. A path that a chip does not have is one that
-    /// it has.
-    pub fn new(path: Path, sizes: Sizes, kind: Kind, chip: Chip) -> Plan {
+    /// The way for a sequence of these sizes, whose products and state are of these kinds. A path that a chip does not
+    /// have, or not for these kinds, is one that it has.
+    pub fn new(path: Path, direction: Direction, sizes: Sizes, kinds: (Kind, Kind), chip: Chip) -> Plan {
         match (path, chip) {
-            (Path::PerStep, _) | (_, Chip::Cuda) => Plan::PerStep,
-            (Path::Automatic | Path::Packed, Chip::Cpu { threads }) => Plan::packed(sizes, kind, threads),
+            (Path::PerStep, _) => Plan::PerStep,
+            (_, Chip::Cpu { threads }) => Plan::packed(sizes, kinds.1, threads),
+            (_, Chip::Cuda { device }) => Plan::on_cuda(path, direction, sizes, kinds, device),
         }
+    }
+
+    /// One kernel a step costs the host half of what a product and a kernel do, and where the host is what all wait for,
+    /// that is all that counts. Beyond the sizes at which it is so, the product is better left to libtorch.
+    fn on_cuda(
+        path: Path,
+        direction: Direction,
+        sizes: Sizes,
+        (product, state): (Kind, Kind),
+        device: usize,
+    ) -> Plan {
+        /// With fewer steps or features, the input's product costs more than it saves: a step of few columns is as long as
+        /// its chain of loads.
+        const ENOUGH_STEPS: i64 = 8;
+        const ENOUGH_FEATURES: i64 = 256;
+        let enough =
+            sizes.steps >= ENOUGH_STEPS && (path == Path::Fused || sizes.features >= ENOUGH_FEATURES);
+        let path = if path == Path::Fused { cell::Path::Fused } else { cell::Path::Automatic };
+        let device = Device::Cuda(device);
+        let input_at_once = direction == Direction::Backward || enough;
+        let features = if input_at_once { 0 } else { sizes.features };
+        let step = cell::Sizes { batch: sizes.batch, features, hidden: sizes.hidden };
+        let is_fused = match direction {
+            Direction::Forward => step.fuse_forward(path, product, device),
+            Direction::Backward => step.fuse_backward(path, product, device),
+        };
+        // Under autocast there are two kinds.
+        if is_fused && product == state { Plan::Fused { input_at_once } } else { Plan::PerStep }
     }
 
     fn packed(sizes: Sizes, kind: Kind, threads: i64) -> Plan {
@@ -99,9 +164,9 @@ mod tests {
 
     fn packed(batch: i64, hidden: i64, kind: Kind, threads: i64) -> (i64, i64) {
         let sizes = Sizes { steps: 128, batch, features: hidden, hidden };
-        match Plan::new(Path::Automatic, sizes, kind, Chip::Cpu { threads }) {
+        match Plan::new(Path::Automatic, Direction::Forward, sizes, (kind, kind), Chip::Cpu { threads }) {
             Plan::Packed { row_groups, column_groups } => (row_groups, column_groups),
-            Plan::PerStep => panic!("per step"),
+            other => panic!("{other:?}"),
         }
     }
 
@@ -126,13 +191,64 @@ mod tests {
     #[test]
     fn a_path_is_taken_where_it_can_be() {
         let sizes = Sizes { steps: 3, batch: 2, features: 4, hidden: 5 };
-        let plan = |path, chip| Plan::new(path, sizes, Kind::Double, chip);
+        let plan =
+            |path, chip| Plan::new(path, Direction::Forward, sizes, (Kind::Double, Kind::Double), chip);
         let cpu = Chip::Cpu { threads: 4 };
         assert_eq!(plan(Path::PerStep, cpu), Plan::PerStep);
         assert_eq!(plan(Path::Packed, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
-        for path in [Path::Automatic, Path::PerStep, Path::Packed] {
-            assert_eq!(plan(path, Chip::Cuda), Plan::PerStep);
+        for path in [Path::Automatic, Path::Cells, Path::Fused] {
+            assert_eq!(plan(path, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
         }
+        let gpu = Chip::Cuda { device: 0 };
+        assert_eq!(plan(Path::PerStep, gpu), Plan::PerStep);
+        for path in [Path::Automatic, Path::Fused, Path::Packed] {
+            assert_eq!(plan(path, gpu), Plan::Fused { input_at_once: false });
+        }
+    }
+
+    #[test]
+    fn on_cuda_small_steps_are_one_kernel() {
+        let gpu = Chip::Cuda { device: 0 };
+        let plan = |path, direction, steps, [batch, features, hidden]: [i64; 3], kinds| {
+            Plan::new(path, direction, Sizes { steps, batch, features, hidden }, kinds, gpu)
+        };
+        let both = (Kind::BFloat16, Kind::BFloat16);
+        let (small, large, wide) = ([16, 32, 128], [4096, 1024, 1024], [4, 512, 512]);
+        let (forward, backward) = (Direction::Forward, Direction::Backward);
+        let of = |steps, size| plan(Path::Automatic, forward, steps, size, both);
+        assert_eq!(of(4, small), Plan::Fused { input_at_once: false });
+        assert_eq!(of(512, small), Plan::Fused { input_at_once: false });
+        assert_eq!(of(4, wide), Plan::Fused { input_at_once: false });
+        assert_eq!(of(512, wide), Plan::Fused { input_at_once: true });
+        assert_eq!(of(512, large), Plan::PerStep);
+        assert_eq!(plan(Path::Automatic, backward, 4, small, both), Plan::Fused { input_at_once: true });
+        assert_eq!(plan(Path::Automatic, backward, 4, large, both), Plan::PerStep);
+        // Forced, and where it cannot be.
+        assert_eq!(plan(Path::Fused, forward, 8, large, both), Plan::Fused { input_at_once: true });
+        let mixed = (Kind::BFloat16, Kind::Float);
+        assert_eq!(plan(Path::Fused, forward, 8, small, mixed), Plan::PerStep);
+    }
+
+    #[test]
+    fn few_steps_are_the_cell_s() {
+        let gpu = Device::Cuda(0);
+        let of = |path: Path, [batch, features, hidden]: [i64; 3], kind, device| {
+            [0, 1, 2, 3]
+                .map(|steps| path.calls_the_cell(Sizes { steps, batch, features, hidden }, kind, device))
+        };
+        let (small, large) = ([16, 32, 128], [4096, 1024, 1024]);
+        let few = [false, true, true, false];
+        for kind in [Kind::Float, Kind::Double] {
+            assert_eq!(of(Path::Automatic, large, kind, gpu), few);
+            assert_eq!(of(Path::Automatic, small, kind, Device::Cpu), few);
+        }
+        for kind in [Kind::Half, Kind::BFloat16] {
+            assert_eq!(of(Path::Automatic, small, kind, gpu), few);
+            assert_eq!(of(Path::Automatic, large, kind, gpu), [false; 4]);
+            assert_eq!(of(Path::Automatic, small, kind, Device::Cpu), [false; 4]);
+        }
+        assert_eq!(of(Path::Cells, large, Kind::Half, gpu), [false, true, true, true]);
+        assert_eq!(of(Path::PerStep, small, Kind::Float, gpu), [false; 4]);
     }
 
     /// What the kernels take for granted.
