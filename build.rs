@@ -2,6 +2,6 @@
 
 fn main() {
     let extension = tch_extension_build::Extension::new("tch_extension").source_dir("csrc");
-    extension.cuda_library("cublasLt").build_or_exit();
+    extension.cuda_library("cublasLt").for_hopper("gemm/hopper.cu").build_or_exit();
     tch_extension_build::link_args();
 }

@@ -422,10 +422,9 @@ bool hopper_product_is_faster(const Product& product) {
   return tiles >= kFewest && used >= tiles * (kTile * kTile / 16 * 15);
 }
 
-LaunchStatus hopper_product(const Product& product, cudaStream_t stream) {
-  constexpr const char* kName = "hopper_product";
+bool hopper_product(const Product& product, cudaStream_t stream, LaunchStatus& status) {
   Params params{};
-  if (!describe(product, params)) return {kName, "a tensor map could not be made"};
+  if (!bind_context() || !describe(product, params)) return false;
   params.tiles_m = static_cast<int32_t>(tiles_of(product.m));
   params.tiles_n = static_cast<int32_t>(tiles_of(product.n));
   params.tiles = static_cast<int32_t>(tiles_of(product));
@@ -435,7 +434,8 @@ LaunchStatus hopper_product(const Product& product, cudaStream_t stream) {
   params.bias_batch = product.bias.batch != 0;
   const int blocks = processors() < params.tiles ? processors() : params.tiles;
   kernel_of(product)<<<blocks, kBlockThreads, kSharedBytes, stream>>>(params);
-  return launch_status(kName);
+  status = launch_status("hopper_product");
+  return true;
 }
 
 }  // namespace tch_extension::gemm

@@ -14,6 +14,7 @@ bool hopper_product_can(const Product& product);
 // Where it was measured to be. To be asked first: it looks at sizes only.
 bool hopper_product_is_faster(const Product& product);
 
-LaunchStatus hopper_product(const Product& product, cudaStream_t stream);
+// False, if the driver makes no description of these matrices: then nothing was started.
+bool hopper_product(const Product& product, cudaStream_t stream, LaunchStatus& status);
 
 }  // namespace tch_extension::gemm

@@ -125,21 +125,24 @@ bool started(const LaunchStatus& status) {
   return true;
 }
 
+bool run_hopper(const Product& product, cudaStream_t stream) {
+  LaunchStatus status{};
+  return hopper_product_can(product) && hopper_product(product, stream, status) && started(status);
+}
+
 bool run(const Product& product, Path path, c10::cuda::CUDAStream stream) {
   switch (path) {
     case Path::kSmall:
       return small_product_can(product) && started(small_product(product, stream.stream()));
     case Path::kHopper:
-      return hopper_product_can(product) && started(hopper_product(product, stream.stream()));
+      return run_hopper(product, stream.stream());
     case Path::kPlan:
       return run_plan(product, stream.device_index(), stream.stream());
     case Path::kFastest:
       break;
   }
   if (small_product_is_faster(product)) return started(small_product(product, stream.stream()));
-  if (hopper_product_is_faster(product) && hopper_product_can(product)) {
-    return started(hopper_product(product, stream.stream()));
-  }
+  if (hopper_product_is_faster(product) && run_hopper(product, stream.stream())) return true;
   // Where there is nothing behind the product, libtorch's own is as fast.
   if (product.bias.data == nullptr) return false;
   // cuBLASLt's kernels for f64 are slower than cuBLAS' own with ours behind them, but sooner started.

@@ -41,6 +41,19 @@ inline EncodeMap encode_map() {
 
 inline bool can_make_maps() { return encode_map() != nullptr; }
 
+// Makes the current device's context this thread's, as the first call of the runtime that needs one would:
+// the driver's functions do not, and a thread may come here first.
+inline bool bind_context() {
+  thread_local int bound = -1;
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  if (device != bound) {
+    if (cudaSetDevice(device) != cudaSuccess) return false;
+    bound = device;
+  }
+  return true;
+}
+
 // For boxes of so many columns, 128 bytes, and rows, swizzled in shared memory.
 inline bool make_map(CUtensorMap& map, const MapOf& of, uint32_t columns, uint32_t rows) {
   constexpr cuuint64_t kBytes = 2;

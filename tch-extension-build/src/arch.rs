@@ -48,6 +48,16 @@ impl Arch {
     }
 }
 
+/// nvcc's flags for all of them; `for_hopper`: for `9.0a`, too, where 9.0 is among them.
+pub fn flags_of(archs: &[Arch], for_hopper: bool) -> Vec<String> {
+    let mut flags: Vec<String> = archs.iter().flat_map(Arch::flags).collect();
+    let has = |number: &str| archs.iter().any(|arch| arch.number == number);
+    if for_hopper && has("90") && !has("90a") {
+        flags.extend(Arch { number: "90a".to_string(), ptx: false }.flags());
+    }
+    flags
+}
+
 /// A list, whence it comes, and what there is to choose from.
 pub struct Choice<'a> {
     /// The list.
@@ -269,6 +279,17 @@ mod tests {
         }
         let error = format!("{:#}", parse("native", &[]).expect_err("no GPU"));
         assert!(error.contains("nvidia-smi shows no GPU"), "{error}");
+    }
+
+    #[test]
+    fn hopper_s_own_instructions_where_the_list_has_hopper() {
+        let flags = |list, for_hopper| flags_of(&parse(list, &[]).expect("a list"), for_hopper);
+        let both = flags("8.0;9.0+PTX", true);
+        assert_eq!(both[..3], flags("8.0;9.0+PTX", false));
+        assert_eq!(both[3..], ["-gencode=arch=compute_90a,code=sm_90a"]);
+        for list in ["8.0", "9.0a", "9.0;9.0a", "10.0+PTX"] {
+            assert_eq!(flags(list, true), flags(list, false), "{list}");
+        }
     }
 
     #[test]

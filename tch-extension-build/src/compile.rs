@@ -1,5 +1,6 @@
 //! Runs the compilers: several at once, and only for what changed.
 
+use crate::arch::flags_of;
 use crate::environment::Environment;
 use crate::toolchain::{Cuda, Options, Toolchain};
 use anyhow::{Context, Result, bail};
@@ -81,7 +82,8 @@ impl Unit<'_> {
         }
         // As PyTorch has it: whoever names an architecture among the flags names them all.
         if !options.nvcc_flags.iter().any(|flag| flag.contains("arch") || flag.contains("-gencode")) {
-            arguments.extend(cuda.archs.iter().flat_map(|arch| arch.flags()));
+            let for_hopper = options.for_hopper.iter().any(|end| self.source.ends_with(end));
+            arguments.extend(flags_of(&cuda.archs, for_hopper));
         }
         self.add_common(&mut arguments);
         if let Some(host) = env.var("NVCC_CCBIN") {

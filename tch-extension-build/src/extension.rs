@@ -164,6 +164,13 @@ impl Extension {
         self
     }
 
+    /// Compiles this source for what its kernels need beyond the list of architectures: wherever the list has 9.0, for
+    /// `9.0a`, too, whose instructions are Hopper's alone. `source` is the end of its path.
+    pub fn for_hopper(mut self, source: impl Into<PathBuf>) -> Self {
+        self.options.for_hopper.push(source.into());
+        self
+    }
+
     /// The standard of C++ and CUDA sources: `c++17` (the default), `c++20` or `c++23`.
     pub fn standard(mut self, standard: &str) -> Self {
         if !["c++17", "c++20", "c++23"].contains(&standard) {

@@ -93,6 +93,8 @@ pub struct Options {
     pub cxx_flags: Vec<String>,
     /// For nvcc, after all other flags.
     pub nvcc_flags: Vec<String>,
+    /// Ends of paths of CUDA sources that are compiled for `9.0a` where the list has 9.0.
+    pub for_hopper: Vec<PathBuf>,
     /// Of both compilers, such as `c++17`.
     pub standard: String,
     /// Whether the compilers warn (`-Wall -Wextra`) or keep quiet.
@@ -109,6 +111,7 @@ impl Default for Options {
             defines: Vec::new(),
             cxx_flags: Vec::new(),
             nvcc_flags: Vec::new(),
+            for_hopper: Vec::new(),
             standard: "c++17".to_string(),
             warnings: true,
             export_symbols: false,

@@ -10,7 +10,8 @@ const HALVES: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 
 /// Whether this GPU and this build have the kernel; elsewhere the same calls go another way.
 fn has_kernel() -> bool {
-    let is_built = option_env!("TORCH_CUDA_ARCH_LIST").is_some_and(|list| list.contains("9.0a"));
+    let names = |list: &str| ["9.0", "Hopper", "native"].iter().any(|name| list.contains(name));
+    let is_built = option_env!("TORCH_CUDA_ARCH_LIST").is_none_or(names);
     let query = ["--query-gpu=compute_cap", "--format=csv,noheader", "--id=0"];
     let answer = std::process::Command::new("nvidia-smi").args(query).output();
     is_built && answer.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim() == "9.0")
@@ -128,6 +129,21 @@ fn cuda_half_kinds_are_fastest_by_hopper() {
         let _ = one(ProductPath::Fastest, &arguments);
         assert_eq!(asked_plans(), before + 1);
     }
+}
+
+/// The driver, which describes the matrices, wants a context that nobody has given to the thread before.
+#[test]
+fn cuda_half_kinds_in_a_new_thread_by_hopper() {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_in_a_new_thread_by_hopper") else { return };
+    let arguments = inputs([&[8, 1024, 512], &[8, 512, 1024], &[8, 1024, 1024]], Kind::Half, device);
+    let found = one(ProductPath::Fastest, &arguments);
+    let first_work_of_a_thread = std::thread::spawn(move || {
+        let found = one(ProductPath::Fastest, &arguments);
+        (found, product_plans().misses)
+    });
+    let (again, plans) = first_work_of_a_thread.join().expect("the thread");
+    assert!(again.equal(&found));
+    assert!(!has_kernel() || plans == 0, "by a plan");
 }
 
 #[test]
