@@ -9,6 +9,7 @@
 
 #include <cstddef>
 
+#include "persistent.h"
 #include "tch_extension/c_abi.h"
 
 #ifdef TCH_EXTENSION_CUDA
@@ -18,6 +19,10 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_step_forward_cuda(cons
                                                                             cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_step_backward_cuda(const LltmStepBackward*,
                                                                              cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_forward_cuda(
+    const LltmPersistentForward*, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cuda(
+    const LltmPersistentBackward*, cudaStream_t);
 #endif
 
 extern "C" void tch_extension_lltm_step_forward_cpu(const LltmStepForward*) noexcept;
@@ -214,6 +219,56 @@ void backward_packed(const LltmBackward& call) {
   tch_extension_lltm_packed_backward_cpu(&params);
 }
 
+#ifdef TCH_EXTENSION_CUDA
+void forward_persistent(const LltmForward& call) {
+  LltmPersistentForward params{};
+  params.steps = call.output->size(0);
+  params.batch = call.output->size(1);
+  params.hidden = call.output->size(2);
+  params.weight_stride = call.weight->stride(0);
+  params.c_stride = call.c->size(0) == params.steps ? params.batch * params.hidden : 0;
+  params.kind = kind_of(*call.output);
+  params.product_kind = kind_of(*call.h0);
+  params.cluster = call.column_groups;
+  params.weight = call.weight->data_ptr();
+  params.input_gates = call.gates->data_ptr();
+  params.bias = at_step(call.bias, 0);
+  params.h0 = call.h0->data_ptr();
+  params.c0 = call.c0->data_ptr();
+  params.output = call.output->data_ptr();
+  params.c = call.c->data_ptr();
+  params.activations = at_step(call.activations, 0);
+  const auto status =
+      tch_extension_lltm_persistent_forward_cuda(&params, static_cast<cudaStream_t>(call.stream));
+  check(status.kernel, status.error);
+}
+
+void backward_persistent(const LltmBackward& call) {
+  LltmPersistentBackward params{};
+  params.steps = call.c->size(0);
+  params.batch = call.c->size(1);
+  params.hidden = call.c->size(2);
+  params.weight_stride = call.weight->stride(0);
+  params.kind = kind_of(*call.c);
+  params.product_kind = kind_of(*call.weight);
+  params.cluster = call.column_groups;
+  params.needs_grad_h0 = call.needs_grad_h0;
+  params.weight = call.weight->data_ptr();
+  params.grad_output = at_step(call.grad_output, 0);
+  params.activations = call.activations->data_ptr();
+  params.c = call.c->data_ptr();
+  params.grad_h = call.grad_h->data_ptr();
+  params.grad_c = call.grad_c->data_ptr();
+  params.grad_gates = call.grad_gates->data_ptr();
+  const auto status =
+      tch_extension_lltm_persistent_backward_cuda(&params, static_cast<cudaStream_t>(call.stream));
+  check(status.kernel, status.error);
+}
+#else
+void forward_persistent(const LltmForward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
+void backward_persistent(const LltmBackward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
+#endif
+
 // The input's part of all gates. The packed path reads the bias from here, too.
 void multiply_input(const LltmForward& call) {
   const int64_t hidden = call.output->size(2), features = call.input->size(2);
@@ -235,14 +290,28 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
   return guard([&] {
     const PlainDispatch plain;
     multiply_input(*call);
-    call->path == kLltmPacked ? forward_packed(*call) : forward_per_step(*call);
+    switch (call->path) {
+      case kLltmPacked:
+        return forward_packed(*call);
+      case kLltmPersistent:
+        return forward_persistent(*call);
+      default:
+        return forward_per_step(*call);
+    }
   });
 }
 
 TCH_EXTENSION_API Message tch_extension_lltm_backward(const LltmBackward* call) {
   return guard([&] {
     const PlainDispatch plain;
-    call->path == kLltmPacked ? backward_packed(*call) : backward_per_step(*call);
+    switch (call->path) {
+      case kLltmPacked:
+        return backward_packed(*call);
+      case kLltmPersistent:
+        return backward_persistent(*call);
+      default:
+        return backward_per_step(*call);
+    }
   });
 }
 

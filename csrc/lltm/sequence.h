@@ -10,12 +10,13 @@
 enum LltmPath : int32_t {
   kLltmPerStep = 0,
   kLltmPacked = 1,
+  kLltmPersistent = 2,
 };
 
 struct LltmForward {
   int32_t path;
-  int32_t row_groups;  // of the packed path
-  int32_t column_groups;
+  int32_t row_groups;     // of the packed path
+  int32_t column_groups;  // of the packed path; of the persistent one, blocks that share rows
   int32_t reserved;
   void* stream;              // libtorch's current one on CUDA
   const at::Tensor* input;   // [T, B, F], of the product's kind

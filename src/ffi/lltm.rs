@@ -2,6 +2,7 @@
 
 mod plan;
 
+use plan::Clusters;
 pub use plan::Path;
 pub(crate) use plan::{Chip, Plan, Sizes};
 
@@ -49,6 +50,8 @@ struct Backward {
 unsafe extern "C" {
     fn tch_extension_lltm_forward(call: *const Forward) -> *mut c_char;
     fn tch_extension_lltm_backward(call: *const Backward) -> *mut c_char;
+    #[cfg(tch_extension_cuda)]
+    fn tch_extension_lltm_persistent_device(device: i32, clusters: *mut i64) -> *const c_char;
 }
 
 /// The kind in which products of operands of this kind are added up.
@@ -63,8 +66,45 @@ impl Plan {
         match self {
             Plan::PerStep => [0, 1, 1],
             Plan::Packed { row_groups, column_groups } => [1, narrow(row_groups), narrow(column_groups)],
+            Plan::Persistent { cluster } => [2, 1, narrow(cluster)],
         }
     }
+}
+
+impl Chip {
+    pub(crate) fn of(device: Device) -> Result<Chip> {
+        Ok(match device {
+            Device::Cpu => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
+            device => Chip::Cuda(clusters(device)?),
+        })
+    }
+}
+
+/// Asked once a device.
+fn clusters(device: Device) -> Result<Clusters> {
+    #[cfg(tch_extension_cuda)]
+    if let Device::Cuda(index) = device {
+        use std::sync::OnceLock;
+        static KNOWN: [OnceLock<Clusters>; 64] = [const { OnceLock::new() }; 64];
+        let known = KNOWN.get(index);
+        if let Some(clusters) = known.and_then(OnceLock::get) {
+            return Ok(*clusters);
+        }
+        let _guard = crate::cuda::DeviceGuard::new(device)?;
+        let mut counts = [0; 2];
+        // SAFETY: the C side fills both places, and returns null or a constant text.
+        let error = unsafe { tch_extension_lltm_persistent_device(index as i32, counts.as_mut_ptr()) };
+        if !error.is_null() {
+            // SAFETY: as above.
+            let reason = unsafe { std::ffi::CStr::from_ptr(error) }.to_string_lossy().into_owned();
+            return Err(Error::Cuda { op: "lltm".to_string(), reason });
+        }
+        let [of_8, of_16] = counts;
+        let clusters = Clusters { of_8, of_16 };
+        return Ok(*known.map_or(&clusters, |known| known.get_or_init(|| clusters)));
+    }
+    let _ = device;
+    Ok(Clusters::default())
 }
 
 /// What both directions need to work on a device: it is current while this lives.

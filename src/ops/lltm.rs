@@ -235,12 +235,13 @@ impl Lltm {
             return Err(Error::msg("internal error: an argument of lltm is absent"));
         };
         let operands = kernels::Operands { input, weight, bias: bias.as_ref(), h0, c0 };
-        kernels::forward(self.plan(operands.sizes()?, c0)?, &operands, saver.needs_graph())
+        kernels::forward(self.plan(operands.sizes()?, h0)?, &operands, saver.needs_graph())
     }
 
-    fn plan(&self, sizes: kernels::Sizes, state: &Tensor) -> Result<kernels::Plan> {
-        let chip = kernels::Chip::of(state.device());
-        Ok(kernels::Plan::new(self.path, sizes, state.f_kind()?, chip))
+    /// `operand` is one of the product's.
+    fn plan(&self, sizes: kernels::Sizes, operand: &Tensor) -> Result<kernels::Plan> {
+        let chip = kernels::Chip::of(operand.device())?;
+        Ok(kernels::Plan::new(self.path, sizes, operand.f_kind()?, chip))
     }
 }
 
@@ -280,7 +281,7 @@ fn first_derivative(ctx: &Context<'_>, grads: &Tensors, state: &Lltm) -> Result<
         activations: &activations,
         c: &c,
     };
-    let made = kernels::backward(state.plan(sizes, &c)?, &inputs, ctx.needs_input_grad(place::H))?;
+    let made = kernels::backward(state.plan(sizes, &weight)?, &inputs, ctx.needs_input_grad(place::H))?;
 
     let grad_gates = made.gates.f_view([steps * batch, 3 * hidden])?;
     let product = state.product.unwrap_or(weight.f_kind()?);
