@@ -12,7 +12,7 @@ const ON_CPU: [(i64, i64, i64); 1] = [(128, 16, 128)];
 type Sequence =
     fn(&Tensor, &Tensor, Option<&Tensor>, (&Tensor, &Tensor)) -> Result<(Tensor, (Tensor, Tensor))>;
 
-fn loop_of_cells(
+pub fn loop_of_cells(
     input: &Tensor,
     weight: &Tensor,
     bias: Option<&Tensor>,

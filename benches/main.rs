@@ -1,5 +1,6 @@
 //! `cargo xtask bench [WORD…]`: each operator against what a user would call instead, as a table and as JSON;
-//! with words, the cases that have all of them in their titles. `cargo xtask bench sweep`: layer_norm over a grid of sizes.
+//! with words, the cases that have all of them in their titles. `cargo xtask bench sweep`: layer_norm over a grid of
+//! sizes; `cargo xtask bench lltm sweep`: sequences over numbers of steps and rows.
 //!
 //! `cargo bench --profile dev` has criterion's statistics, one provider after the other, and those of the bridge and the dispatcher.
 
@@ -13,6 +14,7 @@ mod library;
 mod linear;
 mod lltm;
 mod lltm_cell;
+mod lltm_sweep;
 mod machine;
 mod matmul_add_relu;
 mod table;
@@ -36,6 +38,9 @@ fn main() {
     match &arguments[..] {
         [first, second, words @ ..] if first == "table" && second == "sweep" => {
             layer_norm_sweep::run(words).expect("a GPU that can be measured");
+        }
+        [first, second, third, words @ ..] if first == "table" && second == "lltm" && third == "sweep" => {
+            lltm_sweep::run(words).expect("a device that can be measured");
         }
         [first, words @ ..] if first == "table" => table(words),
         _ => criterion_statistics(),

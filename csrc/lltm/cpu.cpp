@@ -31,11 +31,6 @@ int64_t rows_of_a_thread(const Params& params) {
 }
 
 template <typename T>
-Vec<T> load_or_zero(const void* pointer, int64_t at, int64_t count) {
-  return pointer == nullptr ? Vec<T>(T(0)) : load(static_cast<const T*>(pointer) + at, count);
-}
-
-template <typename T>
 void step_forward(const LltmStepForward& params, int64_t row, int64_t column, int64_t count) {
   const int64_t hidden = params.hidden;
   const int64_t at = row * hidden + column;

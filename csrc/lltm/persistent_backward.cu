@@ -7,47 +7,58 @@
 namespace tch_extension {
 namespace {
 
-// W_hᵀ of a warp in registers, as tensor cores take it: kSums tiles of columns of h, and kTerms tiles of the
-// block's gates.
-template <typename T, int kSums, int kTerms>
+// W_hᵀ of a warp, as tensor cores take it: kSums tiles of columns of h, and kTerms tiles of the block's
+// gates. In registers, but for the last kShared terms, for which there are none left: in shared memory,
+// [warp, sum, term, lane].
+template <typename T, int kSums, int kTerms, int kShared>
 struct TensorCoresBack {
   using Element = T;
   using Gates = float;
-  enum : int { kTilesOfSums = kSums };
-  static constexpr int kMostThreads = kTerms / kGates * kSplits * kWarp;
+  static constexpr int kTiles = kTerms / kGates;
+  static constexpr int kMostThreads = kTiles * kSplits * kWarp;
+  // Sums that are made at a time.
+  enum : int { kTilesOfSums = kSums, kAtATime = kSums < 2 ? kSums : 2 };
 
-  static int weight_bytes(int, int) { return 0; }
+  static int weight_bytes(int, int) {
+    return kMostThreads * kSums * kShared * static_cast<int>(sizeof(uint4));
+  }
 
-  __device__ void load(const LltmPersistentBackward& params, const Place& place, int columns, int, void*) {
+  __device__ void load(const LltmPersistentBackward& params, const Place& place, int, int, void* memory) {
     const T* weight = static_cast<const T*>(params.weight);
     const int hidden = static_cast<int>(params.hidden);
-    const int first = static_cast<int>(place.rank) * columns;
-    constexpr int kTiles = kTerms / kGates;
-    // A part is of two gates: of neighbouring columns.
+    const int first = static_cast<int>(place.rank) * kTiles * kTile;
+    shared = static_cast<uint4*>(memory) + place.warp() * (kSums * kShared * kWarp) + place.lane;
     auto at = [&](int64_t of, bool valid) { return valid ? bits_of(weight[of]) : 0u; };
 #pragma unroll
     for (int sum = 0; sum < kSums; ++sum) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int to = (place.warp() * kSums + sum) * kTile + place.lane / 4 + half * 8;
+      for (int term = 0; term < kTerms; ++term) {
+        uint32_t parts[4];
 #pragma unroll
-        for (int term = 0; term < kTerms; ++term) {
-#pragma unroll
-          for (int side = 0; side < 2; ++side) {
-            const int column = first + term % kTiles * kTile + place.lane % 4 * 2 + side * 8;
-            const int64_t of =
-                (static_cast<int64_t>(term / kTiles) * hidden + column) * params.weight_stride + to;
-            weights[sum][term][2 * side + half] =
-                at(of, column < hidden && to < hidden) |
-                at(of + params.weight_stride, column + 1 < hidden && to < hidden) << 16;
-          }
-          few_at_a_time();
+        for (int part = 0; part < 4; ++part) {
+          // A part is of two gates: of neighbouring columns.
+          const int to = (place.warp() * kSums + sum) * kTile + place.lane / 4 + part % 2 * 8;
+          const int column = first + term % kTiles * kTile + place.lane % 4 * 2 + part / 2 * 8;
+          const int64_t of =
+              (static_cast<int64_t>(term / kTiles) * hidden + column) * params.weight_stride + to;
+          parts[part] = at(of, column < hidden && to < hidden) |
+                        at(of + params.weight_stride, column + 1 < hidden && to < hidden) << 16;
         }
+        if (term < kTerms - kShared) {
+#pragma unroll
+          for (int part = 0; part < 4; ++part) weights[sum][term][part] = parts[part];
+        } else {
+          shared[(sum * kShared + term - (kTerms - kShared)) * kWarp] =
+              make_uint4(parts[0], parts[1], parts[2], parts[3]);
+        }
+        few_at_a_time();
       }
     }
   }
 
-  __device__ __forceinline__ void multiply(float (&sums)[kSums][4], const unsigned char* gates, int stride,
+  // Of the kAtATime sums from `first`.
+  template <int kFirst>
+  __device__ __forceinline__ void multiply(float (&sums)[kAtATime][4], const unsigned char* gates, int stride,
                                            const Place& place) const {
     const uint32_t address = shared_address(gates) + place.lane % 8 * stride + place.lane / 8 * 16;
 #pragma unroll
@@ -56,15 +67,23 @@ struct TensorCoresBack {
       // Behind an odd last tile lies the row's padding, or the next row: read, but not used.
       load_matrices(b, address + term * (kTile * 2));
 #pragma unroll
-      for (int sum = 0; sum < kSums; ++sum) multiply_add<T>(sums[sum], weights[sum][term], b[0], b[1]);
-      if (term + 1 < kTerms) {
+      for (int half = 0; half < 2 && term + half < kTerms; ++half) {
 #pragma unroll
-        for (int sum = 0; sum < kSums; ++sum) multiply_add<T>(sums[sum], weights[sum][term + 1], b[2], b[3]);
+        for (int sum = 0; sum < kAtATime; ++sum) {
+          if (term + half < kTerms - kShared) {
+            multiply_add<T>(sums[sum], weights[kFirst + sum][term + half], b[2 * half], b[2 * half + 1]);
+          } else {
+            const uint4 a = shared[((kFirst + sum) * kShared + term + half - (kTerms - kShared)) * kWarp];
+            const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
+            multiply_add<T>(sums[sum], parts, b[2 * half], b[2 * half + 1]);
+          }
+        }
       }
     }
   }
 
-  uint32_t weights[kSums][kTerms][4];
+  uint32_t weights[kSums][kTerms - kShared][4];
+  uint4* shared;
 };
 
 // W_h of the block's gates in shared memory, [3 · columns, H'].
@@ -72,7 +91,7 @@ template <typename T, int kSums>
 struct PlainProductBack {
   using Element = T;
   using Gates = T;
-  enum : int { kTilesOfSums = kSums };
+  enum : int { kTilesOfSums = kSums, kAtATime = kSums };
   static constexpr int kMostThreads = 128;
 
   static __host__ __device__ int row(int padded) { return padded + 16 / static_cast<int>(sizeof(T)); }
@@ -95,6 +114,7 @@ struct PlainProductBack {
     }
   }
 
+  template <int>
   __device__ __forceinline__ void multiply(T (&sums)[kSums][4], const unsigned char* gates, int stride,
                                            const Place& place) const {
     const T* g0 = reinterpret_cast<const T*>(gates + place.lane % 4 * 2 * stride);
@@ -161,7 +181,6 @@ __global__ void __launch_bounds__(Product::kMostThreads)
   using std::tanh;
   using T = typename Product::Element;
   using G = typename Product::Gates;
-  constexpr int kSums = Product::kTilesOfSums;
   extern __shared__ __align__(128) unsigned char shared[];
   const LayoutBack<Product> layout(blockDim.x, params.cluster);
   const Place place(params.cluster);
@@ -195,6 +214,22 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     next_gate -= kGates * step_size;
   };
   if (valid) load();
+
+  // The last warp's lanes have a row and an array each: i, o, g, c and, of the first lanes again,
+  // grad_output.
+  const uint32_t first_column = place.rank * layout.columns;
+  auto bring_step_near = [&](int step) {
+    const uint32_t of_row = batch_row - row + place.lane % kRows, gate = place.lane / kRows;
+    if (step < 0 || of_row >= batch || first_column >= hidden) return;
+    const uint32_t bytes = min(hidden - first_column, static_cast<uint32_t>(layout.columns)) * sizeof(S);
+    const uint32_t from = step * step_size + of_row * hidden, from_gates = kGates * from + gate * hidden;
+    bring_near(gate < kGates ? static_cast<const S*>(params.activations) + from_gates + first_column
+                             : static_cast<const S*>(params.c) + from + first_column,
+               bytes);
+    if (gate == 0 && params.grad_output != nullptr) {
+      bring_near(static_cast<const S*>(params.grad_output) + from + first_column, bytes);
+    }
+  };
 
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer) {
@@ -242,6 +277,7 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     const G of_g = i * Activation<T, G>::candidate_grad(g);
     // The next step's: they come while this one waits and multiplies.
     if (valid && done + 1 < steps) load();
+    if (place.warp() == static_cast<int>(blockDim.x) / kWarp - 1) bring_step_near(steps - 1 - done - kNear);
 
     if (done > 0) grad_h = sum_of_parts(done - 1);
     grad_h += from_output;
@@ -257,22 +293,28 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     }
     __syncthreads();
     if (done + 1 < steps || params.needs_grad_h0) {
-      G sums[kSums][4] = {};
-      product.multiply(sums, shared + layout.gates + buffer * kRows * layout.stride, layout.stride, place);
+      const unsigned char* gates = shared + layout.gates + buffer * kRows * layout.stride;
+      const uint32_t to = shared_address(parts) + (buffer * place.cluster + place.rank) * layout.part_bytes +
+                          place.lane * 4 * static_cast<int>(sizeof(G));
+      // The first are on their way while the others are made.
+      auto send_sums = [&](auto first) {
+        G sums[Product::kAtATime][4] = {};
+        product.template multiply<first()>(sums, gates, layout.stride, place);
 #pragma unroll
-      for (int sum = 0; sum < kSums; ++sum) {
-        const int tile = place.warp() * kSums + sum;
-        // Turned by lane / 8: of index i, the sum i - lane / 8.
-        G four[4];
+        for (int sum = 0; sum < Product::kAtATime; ++sum) {
+          const int tile = place.warp() * Product::kTilesOfSums + first() + sum;
+          // Turned by lane / 8: of index i, the sum i - lane / 8.
+          G four[4];
 #pragma unroll
-        for (int at = 0; at < 4; ++at) four[at] = place.lane & 8 ? sums[sum][(at + 3) % 4] : sums[sum][at];
-        const G turned[4] = {place.lane & 16 ? four[2] : four[0], place.lane & 16 ? four[3] : four[1],
-                             place.lane & 16 ? four[0] : four[2], place.lane & 16 ? four[1] : four[3]};
-        const uint32_t to = shared_address(parts) +
-                            (buffer * place.cluster + place.rank) * layout.part_bytes +
-                            (tile % tiles * kWarp + place.lane) * 4 * static_cast<int>(sizeof(G));
-        send_four(in_block(to, tile / tiles), in_block(arrivals + 8 * buffer, tile / tiles), turned);
-      }
+          for (int at = 0; at < 4; ++at) four[at] = place.lane & 8 ? sums[sum][(at + 3) % 4] : sums[sum][at];
+          const G turned[4] = {place.lane & 16 ? four[2] : four[0], place.lane & 16 ? four[3] : four[1],
+                               place.lane & 16 ? four[0] : four[2], place.lane & 16 ? four[1] : four[3]};
+          send_four(in_block(to + tile % tiles * kWarp * 4 * static_cast<int>(sizeof(G)), tile / tiles),
+                    in_block(arrivals + 8 * buffer, tile / tiles), turned);
+        }
+      };
+      send_sums(std::integral_constant<int, 0>{});
+      if constexpr (Product::kAtATime < Product::kTilesOfSums) send_sums(std::integral_constant<int, 2>{});
     }
     if (valid) {
       T* to = static_cast<T*>(params.grad_gates);
@@ -307,14 +349,14 @@ struct Backward {
     } else {
       switch (padded) {
         case 128:
-          return start<S, TensorCoresBack<T, 2, 3>>(params, threads, stream);
+          return start<S, TensorCoresBack<T, 2, 3, 0>>(params, threads, stream);
         case 256:
-          return start<S, TensorCoresBack<T, 2, 6>>(params, threads, stream);
+          return start<S, TensorCoresBack<T, 2, 6, 0>>(params, threads, stream);
         case 512:
-          return params.cluster == 8 ? start<S, TensorCoresBack<T, 2, 12>>(params, threads, stream)
-                                     : start<S, TensorCoresBack<T, 4, 6>>(params, threads, stream);
+          return params.cluster == 8 ? start<S, TensorCoresBack<T, 2, 12, 2>>(params, threads, stream)
+                                     : start<S, TensorCoresBack<T, 4, 6, 0>>(params, threads, stream);
         case 768:
-          return start<S, TensorCoresBack<T, 4, 9>>(params, threads, stream);
+          return start<S, TensorCoresBack<T, 4, 9, 1>>(params, threads, stream);
         default:
           return kNoKernel;
       }

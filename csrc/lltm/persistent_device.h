@@ -104,21 +104,6 @@ __device__ __forceinline__ void send(uint32_t to, uint32_t barrier, double value
                : "memory");
 }
 
-// Zero if it is not `valid`; then nothing is read.
-template <typename T>
-__device__ __forceinline__ void copy_async(T* to, const T* from, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),
-               "n"(sizeof(T)), "r"(valid ? static_cast<int>(sizeof(T)) : 0)
-               : "memory");
-}
-
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int kPending>
-__device__ __forceinline__ void wait_for_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
 // Where a warp and its lanes are. A lane has four sums of each gate: of two neighbouring rows of the batch,
 // each for two columns.
 struct Place {
@@ -136,6 +121,19 @@ struct Place {
   uint32_t cluster, rank;
   int first_column;  // of the warp
 };
+
+// Asks for some bytes to be brought into the L2 cache; up to 15 at each end may be left out.
+__device__ __forceinline__ void bring_near(const void* from, uint32_t bytes) {
+  const uint64_t address = reinterpret_cast<uint64_t>(from), begin = (address + 15) & ~uint64_t{15};
+  const uint64_t end = (address + bytes) & ~uint64_t{15};
+  if (begin >= end) return;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin),
+               "r"(static_cast<uint32_t>(end - begin))
+               : "memory");
+}
+
+// How many steps before they are read.
+constexpr int kNear = 4;
 
 // In the precision that a half kind can show, and quickly; for float and double exactly.
 template <typename T, typename G>

@@ -5,10 +5,6 @@
 namespace tch_extension {
 namespace {
 
-// Steps whose input gates are on their way; more of them where the step is short.
-template <typename Product>
-constexpr int kAhead = Product::kMostThreads > 256 ? 1 : 2;
-
 // W_h of a warp in registers, as tensor cores take it: kTiles tiles of each gate.
 template <typename T, int kTiles>
 struct TensorCores {
@@ -165,7 +161,6 @@ __global__ void __launch_bounds__(Product::kMostThreads)
   using std::tanh;
   using T = typename Product::Element;
   using G = typename Product::Gates;
-  constexpr int kFetched = kAhead<Product>;
   extern __shared__ __align__(128) unsigned char shared[];
   const int threads = blockDim.x;
   const Layout<Product> layout(threads, params.cluster);
@@ -187,17 +182,22 @@ __global__ void __launch_bounds__(Product::kMostThreads)
   const uint32_t first_gate = first + 2 * (first_row + row) * hidden;
 
   const G* input_gates = static_cast<const G*>(params.input_gates);
-  G fetched[kFetched][kGates] = {};
-  uint32_t next_gate = first_gate;
-  auto fetch = [&](G(&to)[kGates], int step) {
-    if (valid && step < steps) {
+  G fetched[kGates] = {};
+  auto fetch = [&](uint32_t from) {
 #pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) to[gate] = input_gates[next_gate + gate * hidden];
-      next_gate += kGates * step_size;
-    }
+    for (int gate = 0; gate < kGates; ++gate) fetched[gate] = input_gates[from + gate * hidden];
   };
-#pragma unroll
-  for (int step = 0; step < kFetched; ++step) fetch(fetched[step], step);
+  if (valid) fetch(first_gate);
+  // The last warp's lanes have a row and a gate each.
+  const uint32_t first_column = place.rank * (layout.padded / place.cluster);
+  auto bring_step_near = [&](int step) {
+    const uint32_t of_row = first_row + place.lane % kRows, gate = place.lane / kRows;
+    if (step >= steps || of_row >= batch || gate >= kGates || first_column >= hidden) return;
+    const uint32_t columns = min(hidden - first_column, layout.padded / place.cluster);
+    bring_near(
+        input_gates + step * kGates * step_size + of_row * kGates * hidden + gate * hidden + first_column,
+        columns * sizeof(G));
+  };
 
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer) {
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     }
     G gates[kGates];
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) gates[gate] = fetched[0][gate] + bias[gate * threads];
+    for (int gate = 0; gate < kGates; ++gate) gates[gate] = fetched[gate] + bias[gate * threads];
     barrier_of(1 + place.tile, kSplits * kWarp);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
@@ -264,12 +264,9 @@ __global__ void __launch_bounds__(Product::kMostThreads)
       product.push(to + (1 - buffer) * kRows * layout.h_stride, arrivals + 8 * (1 - buffer),
                    valid ? static_cast<T>(new_h) : T(0), place);
     }
-#pragma unroll
-    for (int later = 0; later + 1 < kFetched; ++later) {
-#pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) fetched[later][gate] = fetched[later + 1][gate];
-    }
-    fetch(fetched[kFetched - 1], step + kFetched);
+    // They come while this block waits and multiplies.
+    if (valid && step + 1 < steps) fetch(at_gate + kGates * step_size);
+    if (threadIdx.x / kWarp == threads / kWarp - 1) bring_step_near(step + kNear);
     if (valid) {
       static_cast<S*>(params.output)[at] = static_cast<S>(new_h);
       if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c);

@@ -8,7 +8,9 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <cstddef>
+#include <utility>
 
+#include "../lltm_cell/lltm_cell.h"
 #include "persistent.h"
 #include "tch_extension/c_abi.h"
 
@@ -23,6 +25,10 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_forward_cud
     const LltmPersistentForward*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cuda(
     const LltmPersistentBackward*, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_forward_cuda(const LltmCellFusedForward*,
+                                                                                  cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_backward_cuda(
+    const LltmCellFusedBackward*, cudaStream_t);
 #endif
 
 extern "C" void tch_extension_lltm_step_forward_cpu(const LltmStepForward*) noexcept;
@@ -91,6 +97,23 @@ void launch(const LltmStepForward& step, [[maybe_unused]] void* stream, bool cud
   tch_extension_lltm_step_forward_cpu(&step);
 }
 
+#ifdef TCH_EXTENSION_CUDA
+void launch(const LltmCellFusedForward& step, void* stream) {
+  const auto status = tch_extension_lltm_cell_fused_forward_cuda(&step, static_cast<cudaStream_t>(stream));
+  check(status.kernel, status.error);
+}
+
+void launch(const LltmCellFusedBackward& step, void* stream) {
+  const auto status = tch_extension_lltm_cell_fused_backward_cuda(&step, static_cast<cudaStream_t>(stream));
+  check(status.kernel, status.error);
+}
+#else
+template <typename Step>
+void launch(const Step&, void*) {
+  TORCH_CHECK(false, "this build has no CUDA kernels");
+}
+#endif
+
 void launch(const LltmStepBackward& step, [[maybe_unused]] void* stream, bool cuda) {
 #ifdef TCH_EXTENSION_CUDA
   if (cuda) {
@@ -155,6 +178,72 @@ void backward_per_step(const LltmBackward& call) {
     step.grad_gates = at_step(call.grad_gates, t);
     launch(step, call.stream, call.c->is_cuda());
     if (t > 0 || call.needs_grad_h0) product.into(*call.grad_h, call.grad_gates->select(0, t), weight);
+  }
+}
+
+// Whether rows of these may be read 16 bytes at a time.
+bool allows_vectors(const at::Tensor& tensor, int64_t columns, int64_t stride) {
+  const auto lanes = static_cast<int64_t>(16 / tensor.element_size());
+  return columns % lanes == 0 && stride % lanes == 0 &&
+         reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+
+// The cell's own kernel for each step. Without the input's product at once it makes that, too.
+void forward_fused(const LltmForward& call) {
+  const int64_t steps = call.output->size(0), hidden = call.output->size(2);
+  const bool at_once = call.input_at_once;
+  LltmCellFusedForward step{};
+  step.batch = call.output->size(1);
+  step.features = at_once ? 0 : call.input->size(2);
+  step.hidden = hidden;
+  step.kind = kind_of(*call.output);
+  step.vectors = allows_vectors(*call.weight, hidden, call.weight->stride(0)) &&
+                 allows_vectors(*call.h0, hidden, hidden) && allows_vectors(*call.output, hidden, hidden) &&
+                 allows_vectors(*call.input, step.features, step.features);
+  step.input_stride = step.features;
+  step.weight = call.weight->const_data_ptr();
+  step.weight_stride = call.weight->stride(0);
+  step.bias = call.bias == nullptr ? nullptr : call.bias->const_data_ptr();
+  step.h = call.h0->const_data_ptr();
+  step.h_stride = step.c_stride = hidden;
+  step.c = call.c0->const_data_ptr();
+  const int64_t c_steps = call.c->size(0);
+  for (int64_t t = 0; t < steps; ++t) {
+    step.input = at_step(call.input, t);
+    step.input_gates = at_step(at_once ? call.gates : nullptr, t);
+    step.new_h = at_step(call.output, t);
+    step.new_c = at_step(call.c, c_steps == 1 ? 0 : t);
+    step.activations = at_step(call.activations, t);
+    launch(step, call.stream);
+    step.h = step.new_h;
+    step.c = step.new_c;
+  }
+}
+
+// Of each step the gradients for its gates, and with them those that the step before is given.
+void backward_fused(const LltmBackward& call) {
+  const int64_t steps = call.c->size(0);
+  LltmCellFusedBackward step{};
+  step.batch = call.c->size(1);
+  step.hidden = call.c->size(2);
+  step.kind = kind_of(*call.c);
+  step.wide = true;
+  step.weight = call.weight->const_data_ptr();
+  step.weight_stride = call.weight->stride(0);
+  // Blocks read what others would overwrite, so that there are two of each.
+  at::Tensor other_h = at::empty_like(*call.grad_h), other_c = at::empty_like(*call.grad_c);
+  for (int64_t t = steps - 1; t >= 0; --t) {
+    step.grad_new_h = at_step(call.grad_output, t);
+    step.grad_behind = call.grad_h->const_data_ptr();
+    step.grad_new_c = call.grad_c->const_data_ptr();
+    step.activations = at_step(call.activations, t);
+    step.new_c = at_step(call.c, t);
+    step.grad_h = other_h.mutable_data_ptr();
+    step.grad_c = other_c.mutable_data_ptr();
+    step.grad_gates = at_step(call.grad_gates, t);
+    launch(step, call.stream);
+    std::swap(*call.grad_h, other_h);
+    std::swap(*call.grad_c, other_c);
   }
 }
 
@@ -289,10 +378,12 @@ void multiply_input(const LltmForward& call) {
 TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
   return guard([&] {
     const PlainDispatch plain;
-    multiply_input(*call);
+    if (call->input_at_once) multiply_input(*call);
     switch (call->path) {
       case kLltmPacked:
         return forward_packed(*call);
+      case kLltmFused:
+        return forward_fused(*call);
       case kLltmPersistent:
         return forward_persistent(*call);
       default:
@@ -309,6 +400,8 @@ TCH_EXTENSION_API Message tch_extension_lltm_backward(const LltmBackward* call) 
         return backward_packed(*call);
       case kLltmPersistent:
         return backward_persistent(*call);
+      case kLltmFused:
+        return backward_fused(*call);
       default:
         return backward_per_step(*call);
     }
@@ -321,7 +414,7 @@ extern "C" const size_t tch_extension_lltm_layout[28] = {
     offsetof(LltmForward, path),
     offsetof(LltmForward, row_groups),
     offsetof(LltmForward, column_groups),
-    offsetof(LltmForward, reserved),
+    offsetof(LltmForward, input_at_once),
     offsetof(LltmForward, stream),
     offsetof(LltmForward, input),
     offsetof(LltmForward, weight),

@@ -10,21 +10,23 @@
 enum LltmPath : int32_t {
   kLltmPerStep = 0,
   kLltmPacked = 1,
-  kLltmPersistent = 2,
+  kLltmFused = 2,  // one kernel a step
+  kLltmPersistent = 3,
 };
 
 struct LltmForward {
   int32_t path;
-  int32_t row_groups;     // of the packed path
-  int32_t column_groups;  // of the packed path; of the persistent one, blocks that share rows
-  int32_t reserved;
-  void* stream;              // libtorch's current one on CUDA
-  const at::Tensor* input;   // [T, B, F], of the product's kind
+  int32_t row_groups;       // of the packed path
+  int32_t column_groups;    // of the packed path; of the persistent one, blocks that share rows
+  int32_t input_at_once;    // whether the input is multiplied for all steps first; only the fused path can do
+                            // without
+  void* stream;             // libtorch's current one on CUDA
+  const at::Tensor* input;  // [T, B, F], of the product's kind
   const at::Tensor* weight;  // [3H, H + F], of the product's kind
   const at::Tensor* bias;    // [3H], of the gates' kind; may be null
   const at::Tensor* h0;      // [B, H], of the product's kind
   const at::Tensor* c0;      // [B, H], of the state's kind
-  at::Tensor* gates;         // [T, B, 3H], of the gates' kind: scratch
+  at::Tensor* gates;         // [T, B, 3H], of the gates' kind: scratch; null if not input_at_once
   at::Tensor* output;        // [T, B, H], of the state's kind
   at::Tensor* c;             // the same, or [1, B, H] for the last only
   at::Tensor* activations;   // [T, B, 3H], of the state's kind; may be `gates`; null if nobody needs them

@@ -27,8 +27,8 @@ __device__ __forceinline__ Compute<T> value_or_zero(const void* pointer, int64_t
   return pointer == nullptr ? C(0) : static_cast<C>(static_cast<const T*>(pointer)[at]);
 }
 
-// dG of one element, from what the forward saved.
-template <typename T>
+// dG of one element, from what the forward saved. G is the type of the gradients that steps hand on.
+template <typename T, typename G>
 __device__ __forceinline__ GateGradients<Compute<T>> gate_gradients(const LltmCellFusedBackward& params,
                                                                     int64_t row, int64_t column) {
   using C = Compute<T>;
@@ -37,9 +37,9 @@ __device__ __forceinline__ GateGradients<Compute<T>> gate_gradients(const LltmCe
   const T* const activations = static_cast<const T*>(params.activations) + row * 3 * params.hidden + column;
   const C i = static_cast<C>(activations[0]), o = static_cast<C>(activations[params.hidden]),
           g = static_cast<C>(activations[2 * params.hidden]);
-  const C grad_h = value_or_zero<T>(params.grad_new_h, at);
+  const C grad_h = value_or_zero<T>(params.grad_new_h, at) + value_or_zero<G>(params.grad_behind, at);
   const C tanh_c = tanh(static_cast<C>(static_cast<const T*>(params.new_c)[at]));
-  const C grad_c = value_or_zero<T>(params.grad_new_c, at) + grad_h * o * tanh_grad(tanh_c);
+  const C grad_c = value_or_zero<G>(params.grad_new_c, at) + grad_h * o * tanh_grad(tanh_c);
   return {{grad_c * elu(g) * sigmoid_grad(i), grad_h * tanh_c * sigmoid_grad(o), grad_c * i * elu_grad(g)},
           grad_c};
 }
@@ -78,10 +78,23 @@ __host__ __device__ int64_t input_tiles(const LltmCellFusedBackward& params) {
 // Tiles of dGᵀ [h, x] along K. Without the weight's gradient one is left for the bias' and c's.
 __host__ __device__ int64_t weight_tiles_along_k(const LltmCellFusedBackward& params) {
   if (params.grad_weight != nullptr) return ceil_div(params.hidden + params.features, kBackwardThreads);
-  return params.grad_bias != nullptr || params.grad_c != nullptr ? 1 : 0;
+  const bool others = params.grad_c != nullptr && params.grad_gates == nullptr;
+  return params.grad_bias != nullptr || others ? 1 : 0;
 }
 
-template <typename T>
+// For a sequence: what the product for the weight reads, and the step before.
+template <typename T, typename G>
+__device__ __forceinline__ void write_gates(const LltmCellFusedBackward& params, int64_t row, int64_t column,
+                                            const GateGradients<Compute<T>>& gradients) {
+  T* const to = static_cast<T*>(params.grad_gates) + row * 3 * params.hidden + column;
+#pragma unroll
+  for (int gate = 0; gate < 3; ++gate) to[gate * params.hidden] = static_cast<T>(gradients.gate[gate]);
+  if (params.grad_c != nullptr) {
+    static_cast<G*>(params.grad_c)[row * params.hidden + column] = static_cast<G>(gradients.c);
+  }
+}
+
+template <typename T, typename G>
 __device__ void input_tile(const LltmCellFusedBackward& params, int64_t tile,
                            BackwardShared<Compute<T>>& shared) {
   using C = Compute<T>;
@@ -92,6 +105,7 @@ __device__ void input_tile(const LltmCellFusedBackward& params, int64_t tile,
   const int64_t first_row = tile / tiles * kInputRows;
   const int64_t column = columns.begin + tile % tiles * kWarp + lane;
   const bool exists = column < columns.end;
+  const bool writes_gates = params.grad_gates != nullptr && tile % tiles == 0;
   // Beyond the last column the last one is read again.
   const T* const weight = static_cast<const T*>(params.weight) + min(column, columns.end - 1);
 
@@ -111,7 +125,8 @@ __device__ void input_tile(const LltmCellFusedBackward& params, int64_t tile,
       const int r = at / kPiece, j = at % kPiece;
       GateGradients<C> gradients = {};
       if (first_row + r < params.batch && piece + j < hidden) {
-        gradients = gate_gradients<T>(params, first_row + r, piece + j);
+        gradients = gate_gradients<T, G>(params, first_row + r, piece + j);
+        if (writes_gates) write_gates<T, G>(params, first_row + r, piece + j, gradients);
       }
 #pragma unroll
       for (int gate = 0; gate < 3; ++gate) shared.gates[gate][j][r] = gradients.gate[gate];
@@ -139,13 +154,13 @@ __device__ void input_tile(const LltmCellFusedBackward& params, int64_t tile,
 #pragma unroll
   for (int part = 0; part < kBackwardWarps; ++part) total += shared.partial[part][warp][lane];
   if (column < hidden) {
-    static_cast<T*>(params.grad_h)[row * hidden + column] = static_cast<T>(total);
+    static_cast<G*>(params.grad_h)[row * hidden + column] = static_cast<G>(total);
   } else {
     static_cast<T*>(params.grad_input)[row * params.features + column - hidden] = static_cast<T>(total);
   }
 }
 
-template <typename T>
+template <typename T, typename G>
 __device__ void weight_tile(const LltmCellFusedBackward& params, int64_t tile,
                             BackwardShared<Compute<T>>& shared) {
   using C = Compute<T>;
@@ -168,9 +183,9 @@ __device__ void weight_tile(const LltmCellFusedBackward& params, int64_t tile,
     if (r < rows) {
       GateGradients<C> gradients = {};
       if (first + j < hidden) {
-        gradients = gate_gradients<T>(params, piece + r, first + j);
+        gradients = gate_gradients<T, G>(params, piece + r, first + j);
         if (leads && params.grad_c != nullptr) {
-          static_cast<T*>(params.grad_c)[(piece + r) * hidden + first + j] = static_cast<T>(gradients.c);
+          static_cast<G*>(params.grad_c)[(piece + r) * hidden + first + j] = static_cast<G>(gradients.c);
         }
       }
 #pragma unroll
@@ -187,7 +202,7 @@ __device__ void weight_tile(const LltmCellFusedBackward& params, int64_t tile,
         for (int n = 0; n < kWeightRows; ++n) sum[n] += shared.gates_by_row[at][n] * x;
       }
     }
-    if (leads && threadIdx.x < kWeightRows) {
+    if (leads && params.grad_bias != nullptr && threadIdx.x < kWeightRows) {
       for (int at = 0; at < rows; ++at) bias += shared.gates_by_row[at][threadIdx.x];
     }
     __syncthreads();
@@ -206,14 +221,14 @@ __device__ void weight_tile(const LltmCellFusedBackward& params, int64_t tile,
   }
 }
 
-template <typename T>
+template <typename T, typename G>
 __global__ void __launch_bounds__(kBackwardThreads) lltm_cell_fused_backward(LltmCellFusedBackward params) {
   __shared__ BackwardShared<Compute<T>> shared;
   const int64_t inputs = input_tiles(params);
   if (blockIdx.x < inputs) {
-    input_tile<T>(params, blockIdx.x, shared);
+    input_tile<T, G>(params, blockIdx.x, shared);
   } else {
-    weight_tile<T>(params, blockIdx.x - inputs, shared);
+    weight_tile<T, G>(params, blockIdx.x - inputs, shared);
   }
 }
 
@@ -227,21 +242,23 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_backward_cu
       input_tiles(*params) + weight_tiles_along_k(*params) * ceil_div(params->hidden, kWeightColumns);
   if (blocks == 0) return {"lltm_cell_fused_backward", nullptr};
   for_kind(params->kind, [&](auto type) {
-    lltm_cell_fused_backward<typename decltype(type)::type>
-        <<<static_cast<unsigned int>(blocks), kBackwardThreads, 0, stream>>>(*params);
+    using T = typename decltype(type)::type;
+    const auto kernel =
+        params->wide ? lltm_cell_fused_backward<T, Compute<T>> : lltm_cell_fused_backward<T, T>;
+    kernel<<<static_cast<unsigned int>(blocks), kBackwardThreads, 0, stream>>>(*params);
   });
   return launch_status("lltm_cell_fused_backward");
 }
 
 // For the test that compares the struct with its Rust mirror.
 #define AT(member) offsetof(LltmCellFusedBackward, member)
-extern "C" const size_t tch_extension_lltm_cell_fused_backward_layout[21] = {
+extern "C" const size_t tch_extension_lltm_cell_fused_backward_layout[23] = {
     sizeof(LltmCellFusedBackward),
     AT(batch),
     AT(features),
     AT(hidden),
     AT(kind),
-    AT(reserved),
+    AT(wide),
     AT(grad_new_h),
     AT(grad_new_c),
     AT(activations),
@@ -257,5 +274,7 @@ extern "C" const size_t tch_extension_lltm_cell_fused_backward_layout[21] = {
     AT(grad_bias),
     AT(grad_h),
     AT(grad_c),
+    AT(grad_behind),
+    AT(grad_gates),
 };
 #undef AT

@@ -66,6 +66,12 @@ __global__ void __launch_bounds__(kWarp* Tile::kWarps) lltm_cell_fused_forward(L
         bias[gate] = static_cast<C>(static_cast<const T*>(params.bias)[gate * hidden + column]);
       }
     }
+    if (params.input_gates != nullptr) {
+#pragma unroll
+      for (int gate = 0; gate < 3; ++gate) {
+        bias[gate] += static_cast<const C*>(params.input_gates)[(row * 3 + gate) * hidden + column];
+      }
+    }
   }
 
   // Beyond the last row or column the last one is read again, and its sums are not used.
@@ -188,7 +194,7 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_forward_cud
 
 // For the test that compares these structs with their Rust mirrors.
 #define AT(member) offsetof(LltmCellFusedForward, member)
-extern "C" const size_t tch_extension_lltm_cell_fused_forward_layout[18] = {
+extern "C" const size_t tch_extension_lltm_cell_fused_forward_layout[19] = {
     sizeof(LltmCellFusedForward),
     AT(batch),
     AT(features),
@@ -207,5 +213,6 @@ extern "C" const size_t tch_extension_lltm_cell_fused_forward_layout[18] = {
     AT(new_h),
     AT(new_c),
     AT(activations),
+    AT(input_gates),
 };
 #undef AT

@@ -59,6 +59,9 @@ struct LltmCellFusedForward {
   void* new_h;        // [B, H]
   void* new_c;        // [B, H]
   void* activations;  // [B, 3H]: [σ(i) | σ(o) | g], null when nobody needs them
+  // Only on CUDA, for a sequence: [B, 3H], added to the gates, in the type that sums are made in; null for
+  // zeros. May be `activations`.
+  const void* input_gates;
 };
 
 // Its backward, also one kernel.
@@ -67,7 +70,7 @@ struct LltmCellFusedBackward {
   int64_t features;
   int64_t hidden;
   int32_t kind;
-  int32_t reserved;
+  int32_t wide;  // whether grad_new_c, grad_behind, grad_h and grad_c are of the type that sums are made in
   const void* grad_new_h;   // [B, H], null for zeros
   const void* grad_new_c;   // [B, H], null for zeros
   const void* activations;  // [B, 3H]
@@ -83,4 +86,7 @@ struct LltmCellFusedBackward {
   void* grad_bias;    // [3H]
   void* grad_h;       // [B, H]
   void* grad_c;       // [B, H]
+  // Only on CUDA, for a sequence, which needs no grad_weight and grad_bias of a single step.
+  const void* grad_behind;  // [B, H], added to grad_new_h; null for zeros
+  void* grad_gates;         // [B, 3H], null when nobody needs them; needs grad_h
 };

@@ -1,10 +1,10 @@
 //! `csrc/lltm/sequence.h`.
 
+mod persistent;
 mod plan;
 
-use plan::Clusters;
 pub use plan::Path;
-pub(crate) use plan::{Chip, Plan, Sizes};
+pub(crate) use plan::{Chip, Direction, Plan, Sizes};
 
 use super::{checked, optional_ptr, take_message};
 use crate::{Error, Result};
@@ -18,7 +18,7 @@ struct Forward {
     path: i32,
     row_groups: i32,
     column_groups: i32,
-    reserved: i32,
+    input_at_once: i32,
     stream: *mut c_void,
     input: *const C_tensor,
     weight: *const C_tensor,
@@ -50,8 +50,6 @@ struct Backward {
 unsafe extern "C" {
     fn tch_extension_lltm_forward(call: *const Forward) -> *mut c_char;
     fn tch_extension_lltm_backward(call: *const Backward) -> *mut c_char;
-    #[cfg(tch_extension_cuda)]
-    fn tch_extension_lltm_persistent_device(device: i32, clusters: *mut i64) -> *const c_char;
 }
 
 /// The kind in which products of operands of this kind are added up.
@@ -66,45 +64,20 @@ impl Plan {
         match self {
             Plan::PerStep => [0, 1, 1],
             Plan::Packed { row_groups, column_groups } => [1, narrow(row_groups), narrow(column_groups)],
-            Plan::Persistent { cluster } => [2, 1, narrow(cluster)],
+            Plan::Fused { .. } => [2, 1, 1],
+            Plan::Persistent { cluster } => [3, 1, narrow(cluster)],
         }
     }
-}
 
-impl Chip {
-    pub(crate) fn of(device: Device) -> Result<Chip> {
-        Ok(match device {
-            Device::Cpu => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
-            device => Chip::Cuda(clusters(device)?),
-        })
+    /// Whether the input is multiplied for all steps first.
+    fn input_at_once(self) -> bool {
+        !matches!(self, Plan::Fused { input_at_once: false })
     }
-}
 
-/// Asked once a device.
-fn clusters(device: Device) -> Result<Clusters> {
-    #[cfg(tch_extension_cuda)]
-    if let Device::Cuda(index) = device {
-        use std::sync::OnceLock;
-        static KNOWN: [OnceLock<Clusters>; 64] = [const { OnceLock::new() }; 64];
-        let known = KNOWN.get(index);
-        if let Some(clusters) = known.and_then(OnceLock::get) {
-            return Ok(*clusters);
-        }
-        let _guard = crate::cuda::DeviceGuard::new(device)?;
-        let mut counts = [0; 2];
-        // SAFETY: the C side fills both places, and returns null or a constant text.
-        let error = unsafe { tch_extension_lltm_persistent_device(index as i32, counts.as_mut_ptr()) };
-        if !error.is_null() {
-            // SAFETY: as above.
-            let reason = unsafe { std::ffi::CStr::from_ptr(error) }.to_string_lossy().into_owned();
-            return Err(Error::Cuda { op: "lltm".to_string(), reason });
-        }
-        let [of_8, of_16] = counts;
-        let clusters = Clusters { of_8, of_16 };
-        return Ok(*known.map_or(&clusters, |known| known.get_or_init(|| clusters)));
+    /// In which kind the bias is added.
+    fn bias_kind(self, product: Kind) -> Kind {
+        if matches!(self, Plan::Fused { .. }) { product } else { gates_kind(product) }
     }
-    let _ = device;
-    Ok(Clusters::default())
 }
 
 /// What both directions need to work on a device: it is current while this lives.
@@ -158,22 +131,24 @@ pub(crate) fn forward(plan: Plan, operands: &Operands<'_>, keep: bool) -> Result
     let device = operands.input.device();
     let (product, state) = (operands.h0.f_kind()?, operands.c0.f_kind()?);
     let sums = gates_kind(product);
-    let bias = operands.bias.map(|bias| bias.f_reshape([-1])?.f_to_kind(sums)?.f_contiguous()).transpose()?;
+    let bias_kind = plan.bias_kind(product);
+    let bias =
+        operands.bias.map(|bias| bias.f_reshape([-1])?.f_to_kind(bias_kind)?.f_contiguous()).transpose()?;
     checked("input", operands.input, &[steps, batch, features], (product, device))?;
     checked("weight", operands.weight, &[3 * hidden, hidden + features], (product, device))?;
-    optional_ptr("bias", bias.as_ref(), &[3 * hidden], (sums, device))?;
+    optional_ptr("bias", bias.as_ref(), &[3 * hidden], (bias_kind, device))?;
     checked("h0", operands.h0, &[batch, hidden], (product, device))?;
     checked("c0", operands.c0, &[batch, hidden], (state, device))?;
 
     let empty = |size: [i64; 3], kind| Tensor::f_empty(size, (kind, device));
-    let mut gates = empty([steps, batch, 3 * hidden], sums)?;
+    let mut gates = plan.input_at_once().then(|| empty([steps, batch, 3 * hidden], sums)).transpose()?;
     let mut output = empty([steps, batch, hidden], state)?;
     let mut c = empty([if keep { steps } else { 1 }, batch, hidden], state)?;
-    let mut activations = match (keep, sums == state) {
-        (false, _) => None,
+    let mut activations = match &gates {
+        _ if !keep => None,
         // The same memory: a gate is read once, before it is written.
-        (true, true) => Some(gates.shallow_clone()),
-        (true, false) => Some(empty([steps, batch, 3 * hidden], state)?),
+        Some(gates) if sums == state => Some(gates.shallow_clone()),
+        _ => Some(empty([steps, batch, 3 * hidden], state)?),
     };
     let place = Place::of(device)?;
     let [path, row_groups, column_groups] = plan.codes();
@@ -181,14 +156,14 @@ pub(crate) fn forward(plan: Plan, operands: &Operands<'_>, keep: bool) -> Result
         path,
         row_groups,
         column_groups,
-        reserved: 0,
+        input_at_once: i32::from(plan.input_at_once()),
         stream: place.stream,
         input: operands.input.as_ptr(),
         weight: operands.weight.as_ptr(),
         bias: bias.as_ref().map_or(null_mut(), Tensor::as_ptr),
         h0: operands.h0.as_ptr(),
         c0: operands.c0.as_ptr(),
-        gates: gates.as_mut_ptr(),
+        gates: gates.as_mut().map_or(null_mut(), Tensor::as_mut_ptr),
         output: output.as_mut_ptr(),
         c: c.as_mut_ptr(),
         activations: activations.as_mut().map_or(null_mut(), Tensor::as_mut_ptr),
@@ -285,7 +260,7 @@ mod tests {
             offset_of!(Forward, path),
             offset_of!(Forward, row_groups),
             offset_of!(Forward, column_groups),
-            offset_of!(Forward, reserved),
+            offset_of!(Forward, input_at_once),
             offset_of!(Forward, stream),
             offset_of!(Forward, input),
             offset_of!(Forward, weight),

@@ -127,6 +127,7 @@ struct Forward {
     new_h: *mut c_void,
     new_c: *mut c_void,
     activations: *mut c_void,
+    input_gates: *const c_void,
 }
 
 #[repr(C)]
@@ -136,7 +137,7 @@ struct Backward {
     features: i64,
     hidden: i64,
     kind: i32,
-    reserved: i32,
+    wide: i32,
     grad_new_h: *const c_void,
     grad_new_c: *const c_void,
     activations: *const c_void,
@@ -152,6 +153,8 @@ struct Backward {
     grad_bias: *mut c_void,
     grad_h: *mut c_void,
     grad_c: *mut c_void,
+    grad_behind: *const c_void,
+    grad_gates: *mut c_void,
 }
 
 unsafe extern "C" {
@@ -292,6 +295,7 @@ pub(crate) fn forward(
         new_h: new_h.data,
         new_c: new_c.data,
         activations: written(&activations),
+        input_gates: null(),
     };
     match like.device() {
         // SAFETY: every array's kind, device, size and order was made sure of; what is written is new.
@@ -370,7 +374,7 @@ pub(crate) fn backward(
         features,
         hidden,
         kind: like.kind_code(),
-        reserved: 0,
+        wide: 0,
         grad_new_h: data(grad_new_h.as_ref()),
         grad_new_c: data(grad_new_c.as_ref()),
         activations: activations.data(),
@@ -386,6 +390,8 @@ pub(crate) fn backward(
         grad_bias,
         grad_h,
         grad_c,
+        grad_behind: null(),
+        grad_gates: null_mut(),
     };
     match like.device() {
         Some(Device::Cpu) => {
@@ -478,17 +484,17 @@ mod tests {
 
         unsafe extern "C" {
             /// Sizes and offsets as the C++ compiler sees them.
-            static tch_extension_lltm_cell_fused_forward_layout: [usize; 18];
-            static tch_extension_lltm_cell_fused_backward_layout: [usize; 21];
+            static tch_extension_lltm_cell_fused_forward_layout: [usize; 19];
+            static tch_extension_lltm_cell_fused_backward_layout: [usize; 23];
         }
         macro_rules! layout {
             ($type:ty: $($field:ident),+) => { [size_of::<$type>(), $(offset_of!($type, $field)),+] };
         }
         let forward = layout!(Forward: batch, features, hidden, kind, vectors, input, input_stride, weight,
-            weight_stride, bias, h, h_stride, c, c_stride, new_h, new_c, activations);
-        let backward = layout!(Backward: batch, features, hidden, kind, reserved, grad_new_h, grad_new_c,
+            weight_stride, bias, h, h_stride, c, c_stride, new_h, new_c, activations, input_gates);
+        let backward = layout!(Backward: batch, features, hidden, kind, wide, grad_new_h, grad_new_c,
             activations, new_c, input, input_stride, h, h_stride, weight, weight_stride, grad_input, grad_weight,
-            grad_bias, grad_h, grad_c);
+            grad_bias, grad_h, grad_c, grad_behind, grad_gates);
         // SAFETY: constants of these lengths in csrc/lltm_cell/fused_*.cu.
         unsafe {
             assert_eq!(forward, tch_extension_lltm_cell_fused_forward_layout);

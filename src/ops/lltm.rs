@@ -1,11 +1,12 @@
 //! Whole sequences of the LLTM cell.
 
 use super::lltm_cell::{
-    KINDS, Matched, applied, bias_gradient, check_beside, in_matching_kinds, lltm_cell_reference, place,
+    KINDS, Matched, applied, bias_gradient, check_beside, f_lltm_cell, in_matching_kinds,
+    lltm_cell_reference, place,
 };
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, differentiate_reference};
 use crate::ffi::lltm as kernels;
-use crate::ffi::lltm::Path;
+use crate::ffi::lltm::{Direction, Path};
 use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};
 use tch::{Device, Kind, Tensor};
@@ -104,10 +105,15 @@ pub fn f_lltm_by(
     let (h, c) = state;
     let arguments = [Some(input), Some(weight), bias, Some(h), Some(c)];
     let input = check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(3, "[T, B, F]")?;
-    let (_, batch, features) = input.tensor().size3()?;
+    let (steps, batch, features) = input.tensor().size3()?;
     check_beside(OP, &input, (batch, features), weight, bias, state)?;
     let matched = in_matching_kinds(OP, &arguments)?;
     matched.as_ref().map(|matched| check_state(c, matched)).transpose()?;
+    let sizes = kernels::Sizes { steps, batch, features, hidden: h.size2()?.1 };
+    let kind = input.tensor().f_kind()?;
+    if matched.is_none() && path.calls_the_cell(sizes, kind, input.tensor().device()) {
+        return step_by_step(f_lltm_cell, input.tensor(), weight, bias, state);
+    }
     let outputs = applied(Lltm { path, ..Lltm::default() }, &arguments, matched)?;
     let [output, last_h, last_c] = outputs.exactly()?;
     Ok((output, (last_h, last_c)))
@@ -123,18 +129,32 @@ pub fn lltm_reference(
     bias: Option<&Tensor>,
     state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
+    if input.size3()?.0 == 0 {
+        // `stack` takes no empty list. A step that is thrown away has the kinds, and what it would refuse.
+        let (h, c) = state;
+        let step = input.f_sum_dim_intlist([0_i64].as_slice(), false, input.f_kind()?)?;
+        let (new_h, new_c) = lltm_cell_reference(&step, weight, bias, state)?;
+        let output = new_h.f_unsqueeze(0)?.f_narrow(0, 0, 0)?;
+        return Ok((output, (copied(h, new_h.f_kind()?)?, copied(c, new_c.f_kind()?)?)));
+    }
+    step_by_step(lltm_cell_reference, input, weight, bias, state)
+}
+
+type Cell = fn(&Tensor, &Tensor, Option<&Tensor>, (&Tensor, &Tensor)) -> Result<(Tensor, Tensor)>;
+
+/// At least one step.
+fn step_by_step(
+    cell: Cell,
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    state: (&Tensor, &Tensor),
+) -> Result<(Tensor, (Tensor, Tensor))> {
     let (mut h, mut c) = (state.0.shallow_clone(), state.1.shallow_clone());
     let mut steps = Vec::new();
     for step in input.f_unbind(0)? {
-        (h, c) = lltm_cell_reference(&step, weight, bias, (&h, &c))?;
+        (h, c) = cell(&step, weight, bias, (&h, &c))?;
         steps.push(h.shallow_clone());
-    }
-    if steps.is_empty() {
-        // `stack` takes no empty list. A step that is thrown away has the kinds, and what it would refuse.
-        let step = input.f_sum_dim_intlist([0_i64].as_slice(), false, input.f_kind()?)?;
-        let (new_h, new_c) = lltm_cell_reference(&step, weight, bias, (&h, &c))?;
-        let output = new_h.f_unsqueeze(0)?.f_narrow(0, 0, 0)?;
-        return Ok((output, (copied(&h, new_h.f_kind()?)?, copied(&c, new_c.f_kind()?)?)));
     }
     Ok((Tensor::f_stack(&steps, 0)?, (h, c)))
 }
@@ -201,7 +221,12 @@ impl Function for Lltm {
             }
             Some(made) => {
                 let last = |steps: &Tensor| copied(&steps.f_select(0, -1)?, state);
-                (made.output.f_to_kind(state)?, last(&made.output)?, last(&made.c)?)
+                let last_c = match made.activations {
+                    Some(_) => last(&made.c)?,
+                    // Then there is no other c.
+                    None => made.c.f_view(h.size().as_slice())?.f_to_kind(state)?,
+                };
+                (made.output.f_to_kind(state)?, last(&made.output)?, last_c)
             }
         };
         all.iter().for_each(|tensor| saver.save_optional(*tensor));
@@ -235,13 +260,19 @@ impl Lltm {
             return Err(Error::msg("internal error: an argument of lltm is absent"));
         };
         let operands = kernels::Operands { input, weight, bias: bias.as_ref(), h0, c0 };
-        kernels::forward(self.plan(operands.sizes()?, h0)?, &operands, saver.needs_graph())
+        let plan = self.plan(Direction::Forward, operands.sizes()?, weight, c0)?;
+        kernels::forward(plan, &operands, saver.needs_graph())
     }
 
-    /// `operand` is one of the product's.
-    fn plan(&self, sizes: kernels::Sizes, operand: &Tensor) -> Result<kernels::Plan> {
-        let chip = kernels::Chip::of(operand.device())?;
-        Ok(kernels::Plan::new(self.path, sizes, operand.f_kind()?, chip))
+    fn plan(
+        &self,
+        direction: Direction,
+        sizes: kernels::Sizes,
+        weight: &Tensor,
+        state: &Tensor,
+    ) -> Result<kernels::Plan> {
+        let (kinds, chip) = ((weight.f_kind()?, state.f_kind()?), kernels::Chip::of(state.device())?);
+        Ok(kernels::Plan::new(self.path, direction, sizes, kinds, chip))
     }
 }
 
@@ -281,7 +312,8 @@ fn first_derivative(ctx: &Context<'_>, grads: &Tensors, state: &Lltm) -> Result<
         activations: &activations,
         c: &c,
     };
-    let made = kernels::backward(state.plan(sizes, &weight)?, &inputs, ctx.needs_input_grad(place::H))?;
+    let plan = state.plan(Direction::Backward, sizes, &weight, &c)?;
+    let made = kernels::backward(plan, &inputs, ctx.needs_input_grad(place::H))?;
 
     let grad_gates = made.gates.f_view([steps * batch, 3 * hidden])?;
     let product = state.product.unwrap_or(weight.f_kind()?);

@@ -27,7 +27,7 @@ fn the_formula_by_hand() {
         });
         let arguments =
             [tensor(&inputs, &[3, 1, 1]), weight, bias, tensor(&[3.0], &[1, 1]), tensor(&[0.25], &[1, 1])];
-        for sequence in [fused, per_step, reference] {
+        for sequence in [fused, per_step, whole, reference] {
             let outputs = sequence(&arguments).expect("outputs");
             for (step, expected) in steps.iter().enumerate() {
                 assert!((outputs[0].double_value(&[step as i64, 0, 0]) - expected).abs() < 1e-14);
@@ -42,14 +42,16 @@ fn the_formula_by_hand() {
 #[test]
 fn outputs_are_memory_of_their_own() {
     for device in devices() {
-        for steps in [0, 1, 3] {
-            let arguments = one([steps, 2, 3, 4], Kind::Float, device).inputs;
-            let before = fused(&arguments).expect("outputs");
-            let changed = fused(&arguments).expect("outputs");
-            let _ = changed[1].shallow_clone().fill_(7.0);
-            let _ = changed[2].shallow_clone().fill_(8.0);
-            assert!(changed[0].equal(&before[0]));
-            assert!(fused(&arguments).expect("outputs")[2].equal(&before[2]));
+        for sequence in [&fused as support::Operator<'_>, &whole] {
+            for steps in [0, 1, 3, 8] {
+                let arguments = one([steps, 2, 3, 4], Kind::Float, device).inputs;
+                let before = sequence(&arguments).expect("outputs");
+                let changed = sequence(&arguments).expect("outputs");
+                let _ = changed[1].shallow_clone().fill_(7.0);
+                let _ = changed[2].shallow_clone().fill_(8.0);
+                assert!(changed[0].equal(&before[0]));
+                assert!(sequence(&arguments).expect("outputs")[2].equal(&before[2]));
+            }
         }
     }
 }
@@ -74,7 +76,7 @@ fn extreme_values_stay_as_exact_as_the_reference() {
                 [outputs[1].detach(), outputs[2].detach(), gradient.single().expect("one")]
             };
             let (rtol, atol) = tolerance(kind);
-            for sequence in [&fused as support::Operator<'_>, &per_step] {
+            for sequence in [&fused as support::Operator<'_>, &per_step, &whole] {
                 for (fused, expected) in run(sequence).iter().zip(&run(&reference)) {
                     assert_close(fused, expected, rtol, atol);
                 }
@@ -97,7 +99,7 @@ fn lazily_negated_tensors_and_zeros_without_memory() {
             };
             let plain: Vec<Tensor> = lazy.iter().map(|tensor| tensor * 1.0).collect();
             for (fused, expected) in
-                fused(&lazy).expect("fused").iter().zip(&reference(&plain).expect("reference"))
+                whole(&lazy).expect("whole").iter().zip(&reference(&plain).expect("reference"))
             {
                 assert_close(fused, expected, 1e-12, 1e-12);
             }

@@ -37,7 +37,7 @@ fn an_optimiser_may_change_the_bias_before_the_backward() {
 fn an_output_that_was_changed_is_an_error_and_no_wrong_gradient() {
     for device in devices() {
         let leaves = leaves(&one([3, 2, 3, 4], Kind::Double, device).inputs);
-        let outputs = call(f_lltm, &leaves).expect("outputs");
+        let outputs = whole(&leaves).expect("outputs");
         let loss = outputs[1].sum(Kind::Double);
         let _ = tch::no_grad(|| outputs[0].shallow_clone().fill_(5.0));
         let error = grad(&[&loss], &[&leaves[1]], &GradOptions::default()).expect_err("changed").to_string();

@@ -8,6 +8,7 @@ mod gradients;
 mod kinds;
 mod layer;
 mod numerics;
+mod persistent;
 mod random;
 mod second_derivatives;
 #[path = "../support/mod.rs"]
@@ -60,6 +61,8 @@ fn small(kind: Kind, device: Device) -> Vec<Sample> {
         table(with_bias, &with).with_layouts([2, 3, 2, 5]).samples(kind, device),
         table(without_bias, &[[2, 3, 2, 8], [1, 2, 1, 17]]).samples(kind, device),
         table(with_row, &[[2, 15, 1, 2], [4, 2, 1, 3]]).samples(kind, device),
+        // The input multiplied for all steps at once.
+        table(with_bias, &[[9, 1, 1, 3], [8, 2, 0, 1]]).samples(kind, device),
     ];
     tables.into_iter().flat_map(|samples| samples.expect("samples")).collect()
 }
@@ -106,6 +109,11 @@ fn per_step(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::PerStep, x, w, b, state), arguments)
 }
 
+/// One kernel a step on CUDA, and packed weights on the CPU, however few the steps are.
+fn whole(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+    call(|x, w, b, state| f_lltm_by(LltmPath::Fused, x, w, b, state), arguments)
+}
+
 fn reference(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(lltm_reference, arguments)
 }
@@ -119,7 +127,7 @@ fn suite_of(fused: support::Operator<'static>) -> Suite<'static> {
     Suite { fused, reference: &reference, small: &small, large: &large, terms }
 }
 
-/// Each path that some device takes by itself: on CUDA the first is the second, too.
-fn suites() -> [Suite<'static>; 2] {
-    [suite_of(&fused), suite_of(&per_step)]
+/// Each path that some device takes by itself: the first of few steps is a loop of the cell.
+fn suites() -> [Suite<'static>; 3] {
+    [suite_of(&fused), suite_of(&per_step), suite_of(&whole)]
 }

@@ -35,7 +35,7 @@ fn training_takes_the_reference_s_course() {
     for device in devices() {
         for (kind, steps, within) in [(Kind::Double, 200, 1e-9), (Kind::Float, 50, 1e-3)] {
             let without = losses(&reference, kind, device, steps);
-            for operator in [&fused as support::Operator<'_>, &per_step] {
+            for operator in [&fused as support::Operator<'_>, &per_step, &whole] {
                 let with = losses(operator, kind, device, steps);
                 for (step, (with, without)) in with.iter().zip(&without).enumerate() {
                     let off = (with - without).abs();

@@ -1,6 +1,9 @@
 //! Which way a sequence takes.
 
-use tch::Kind;
+use super::persistent::{Clusters, Kernel};
+use crate::Result;
+use crate::ffi::lltm_cell_fused as cell;
+use tch::{Device, Kind};
 
 /// A way through a sequence. For tests and benches, which force each; users get the one that suits the sizes.
 #[doc(hidden)]
@@ -9,12 +12,43 @@ pub enum Path {
     /// What suits the sizes.
     #[default]
     Automatic,
+    /// A loop of [`lltm_cell`](crate::ops::lltm_cell).
+    Cells,
     /// libtorch's product and one kernel for each step.
     PerStep,
+    /// On CUDA: one kernel for each step.
+    Fused,
     /// On the CPU: weights packed once, and threads that stay together for all steps.
     Packed,
     /// On CUDA: one kernel for all steps, whose blocks keep the weights on chip.
     Persistent,
+}
+
+impl Path {
+    /// Whether this is a loop of the cell, of tensors of one kind: with few steps, what a sequence costs once is more than
+    /// it saves. Not where the cell would round sums that a sequence does not: half kinds in more than one kernel.
+    pub(crate) fn calls_the_cell(self, sizes: Sizes, kind: Kind, device: Device) -> bool {
+        const FEW: i64 = 3;
+        let Sizes { steps, batch, features, hidden } = sizes;
+        let cell = cell::Sizes { batch, features, hidden };
+        let is_exact = || {
+            let path = cell::Path::Automatic;
+            matches!(kind, Kind::Float | Kind::Double)
+                || (cell.fuse_forward(path, kind, device) && cell.fuse_backward(path, kind, device))
+        };
+        match self {
+            Path::Cells => steps > 0,
+            Path::Automatic => (1..=FEW).contains(&steps) && is_exact(),
+            _ => false,
+        }
+    }
+}
+
+/// Which way through it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Forward,
+    Backward,
 }
 
 /// What there is to compute.
@@ -30,20 +64,26 @@ pub(crate) struct Sizes {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Chip {
     Cpu { threads: i64 },
-    Cuda(Clusters),
+    Cuda { device: usize, clusters: Clusters },
 }
 
-/// How many clusters of large blocks a GPU runs at a time; zeros where it has none, or no code for them.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Clusters {
-    pub of_8: i64,
-    pub of_16: i64,
+impl Chip {
+    pub fn of(device: Device) -> Result<Chip> {
+        Ok(match device {
+            Device::Cuda(index) => Chip::Cuda { device: index, clusters: Clusters::of(device)? },
+            _ => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
+        })
+    }
 }
 
 /// A way, with all that it leaves open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Plan {
     PerStep,
+    /// Whether the input is multiplied for all steps before the first one, or in each.
+    Fused {
+        input_at_once: bool,
+    },
     /// How many groups of threads share the rows of the batch, and how many threads of each group the columns.
     Packed {
         row_groups: i64,
@@ -56,19 +96,45 @@ pub(crate) enum Plan {
 }
 
 impl Plan {
-    /// The way for a sequence of these sizes, whose product is of this kind. A path that a chip does not have, or not for
-    /// these sizes, is one that it has.
-    pub fn new(path: Path, sizes: Sizes, kind: Kind, chip: Chip) -> Plan {
+    /// The way for a sequence of these sizes, whose products and state are of these kinds. A path that a chip does not
+    /// have, or not for these kinds, is one that it has.
+    pub fn new(path: Path, direction: Direction, sizes: Sizes, kinds: (Kind, Kind), chip: Chip) -> Plan {
         match (path, chip) {
             (Path::PerStep, _) => Plan::PerStep,
-            (_, Chip::Cpu { threads }) => Plan::packed(sizes, kind, threads),
-            (path, Chip::Cuda(clusters)) => match Persistent::new(sizes, kind, clusters) {
-                Some(persistent) if path == Path::Persistent || persistent.is_faster(sizes) => {
-                    Plan::Persistent { cluster: persistent.cluster }
-                }
-                _ => Plan::PerStep,
-            },
+            (_, Chip::Cpu { threads }) => Plan::packed(sizes, kinds.1, threads),
+            (_, Chip::Cuda { device, clusters }) => Plan::persistent(path, sizes, kinds.0, clusters)
+                .unwrap_or_else(|| Plan::step_by_step(path, direction, sizes, kinds, device)),
         }
+    }
+
+    fn persistent(path: Path, sizes: Sizes, product: Kind, clusters: Clusters) -> Option<Plan> {
+        let kernel = Kernel::new(sizes, product, clusters)?;
+        let wanted = path == Path::Persistent || (path == Path::Automatic && kernel.is_faster(sizes));
+        wanted.then_some(Plan::Persistent { cluster: kernel.cluster })
+    }
+
+    /// One kernel a step costs the host half of what a product and a kernel do, and where the host is what all wait for,
+    /// that is all that counts. Beyond the sizes at which it is so, the product is better left to libtorch.
+    fn step_by_step(
+        path: Path,
+        direction: Direction,
+        sizes: Sizes,
+        (product, state): (Kind, Kind),
+        device: usize,
+    ) -> Plan {
+        /// Below, the input's product costs more than it saves.
+        const ENOUGH_STEPS: i64 = 8;
+        let path = if path == Path::Fused { cell::Path::Fused } else { cell::Path::Automatic };
+        let device = Device::Cuda(device);
+        let input_at_once = direction == Direction::Backward || sizes.steps >= ENOUGH_STEPS;
+        let features = if input_at_once { 0 } else { sizes.features };
+        let step = cell::Sizes { batch: sizes.batch, features, hidden: sizes.hidden };
+        let is_fused = match direction {
+            Direction::Forward => step.fuse_forward(path, product, device),
+            Direction::Backward => step.fuse_backward(path, product, device),
+        };
+        // Under autocast there are two kinds.
+        if is_fused && product == state { Plan::Fused { input_at_once } } else { Plan::PerStep }
     }
 
     fn packed(sizes: Sizes, kind: Kind, threads: i64) -> Plan {
@@ -103,65 +169,15 @@ impl Plan {
     }
 }
 
-/// Rows that a cluster computes.
-const ROWS: i64 = 8;
-
-/// A persistent kernel, and what it takes.
-struct Persistent {
-    cluster: i64,
-    /// How many clusters run at a time.
-    at_a_time: i64,
-    /// What a step of one costs, forward and backward, in tenths of a microsecond, as measured on an H200.
-    step: i64,
-}
-
-impl Persistent {
-    /// The kernel for these sizes, if there is one: the weights have to fit on chip, and the kernel counts in 32 bits.
-    fn new(sizes: Sizes, kind: Kind, clusters: Clusters) -> Option<Persistent> {
-        let Sizes { steps, batch, hidden, .. } = sizes;
-        let values = [batch, hidden, 3].iter().try_fold(steps, |product, &size| product.checked_mul(size))?;
-        if i32::try_from(values).is_err() {
-            return None;
-        }
-        let groups = batch.saturating_add(ROWS - 1) / ROWS;
-        let half = matches!(kind, Kind::Half | Kind::BFloat16);
-        // Of the smallest, several blocks share a multiprocessor.
-        let of_8 = |share, step| Persistent { cluster: 8, at_a_time: share * clusters.of_8, step };
-        let of_16 = |step| Persistent { cluster: 16, at_a_time: clusters.of_16, step };
-        let found = match (half, hidden) {
-            (false, ..=128) => of_8(2, 50),
-            (true, ..=128) => of_8(2, 15),
-            (true, ..=256) => of_8(1, 25),
-            (true, ..=512) if groups <= clusters.of_16 => of_16(33),
-            (true, ..=512) => of_8(1, 50),
-            (true, ..=768) => of_16(60),
-            _ => return None,
-        };
-        (found.at_a_time > 0).then_some(found)
-    }
-
-    /// Than a product and a kernel for each step.
-    fn is_faster(&self, sizes: Sizes) -> bool {
-        /// Steps that are over before the weights are on chip.
-        const FEW: i64 = 4;
-        /// What each step of the per-step plan costs at least, forward and backward, in the same tenths.
-        const PER_STEP: i64 = 100;
-
-        let groups = sizes.batch.saturating_add(ROWS - 1) / ROWS;
-        let turns = groups.saturating_add(self.at_a_time - 1) / self.at_a_time;
-        sizes.steps >= FEW && turns.saturating_mul(self.step) <= PER_STEP
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn packed(batch: i64, hidden: i64, kind: Kind, threads: i64) -> (i64, i64) {
         let sizes = Sizes { steps: 128, batch, features: hidden, hidden };
-        match Plan::new(Path::Automatic, sizes, kind, Chip::Cpu { threads }) {
+        match Plan::new(Path::Automatic, Direction::Forward, sizes, (kind, kind), Chip::Cpu { threads }) {
             Plan::Packed { row_groups, column_groups } => (row_groups, column_groups),
-            plan => panic!("{plan:?}"),
+            other => panic!("{other:?}"),
         }
     }
 
@@ -186,51 +202,62 @@ mod tests {
     #[test]
     fn a_path_is_taken_where_it_can_be() {
         let sizes = Sizes { steps: 3, batch: 2, features: 4, hidden: 5 };
-        let plan = |path, chip| Plan::new(path, sizes, Kind::Double, chip);
+        let plan =
+            |path, chip| Plan::new(path, Direction::Forward, sizes, (Kind::Double, Kind::Double), chip);
         let cpu = Chip::Cpu { threads: 4 };
         assert_eq!(plan(Path::PerStep, cpu), Plan::PerStep);
         assert_eq!(plan(Path::Packed, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
-        assert_eq!(plan(Path::Persistent, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
-        let all = [Path::Automatic, Path::PerStep, Path::Packed, Path::Persistent];
-        for path in all {
-            assert_eq!(plan(path, Chip::Cuda(Clusters::default())), Plan::PerStep);
+        for path in [Path::Automatic, Path::Cells, Path::Fused, Path::Persistent] {
+            assert_eq!(plan(path, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
         }
-        let persistent = Plan::Persistent { cluster: 8 };
-        assert_eq!(plan(Path::Persistent, H200), persistent);
-        // Too few steps to pay for the weights.
-        assert_eq!(plan(Path::Automatic, H200), Plan::PerStep);
+        let gpu = Chip::Cuda { device: 0, clusters: Clusters::default() };
+        assert_eq!(plan(Path::PerStep, gpu), Plan::PerStep);
+        for path in [Path::Automatic, Path::Fused, Path::Packed, Path::Persistent] {
+            assert_eq!(plan(path, gpu), Plan::Fused { input_at_once: false });
+        }
     }
 
-    const H200: Chip = Chip::Cuda(Clusters { of_8: 15, of_16: 7 });
+    #[test]
+    fn on_cuda_small_steps_are_one_kernel() {
+        let gpu = Chip::Cuda { device: 0, clusters: Clusters::default() };
+        let plan = |path, direction, steps, [batch, features, hidden]: [i64; 3], kinds| {
+            Plan::new(path, direction, Sizes { steps, batch, features, hidden }, kinds, gpu)
+        };
+        let both = (Kind::BFloat16, Kind::BFloat16);
+        let (small, large) = ([16, 32, 128], [4096, 1024, 1024]);
+        let (forward, backward) = (Direction::Forward, Direction::Backward);
+        let of = |steps, size| plan(Path::Automatic, forward, steps, size, both);
+        assert_eq!(of(4, small), Plan::Fused { input_at_once: false });
+        assert_eq!(of(512, small), Plan::Fused { input_at_once: true });
+        assert_eq!(of(512, large), Plan::PerStep);
+        assert_eq!(plan(Path::Automatic, backward, 4, small, both), Plan::Fused { input_at_once: true });
+        assert_eq!(plan(Path::Automatic, backward, 4, large, both), Plan::PerStep);
+        // Forced, and where it cannot be.
+        assert_eq!(plan(Path::Fused, forward, 8, large, both), Plan::Fused { input_at_once: true });
+        let mixed = (Kind::BFloat16, Kind::Float);
+        assert_eq!(plan(Path::Fused, forward, 8, small, mixed), Plan::PerStep);
+    }
 
     #[test]
-    fn persistent_plans_suit_the_size() {
-        let cluster = |path, batch, hidden, kind, chip| {
-            let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
-            match Plan::new(path, sizes, kind, chip) {
-                Plan::Persistent { cluster } => Some(cluster),
-                _ => None,
-            }
+    fn few_steps_are_the_cell_s() {
+        let gpu = Device::Cuda(0);
+        let of = |path: Path, [batch, features, hidden]: [i64; 3], kind, device| {
+            [0, 1, 3, 4]
+                .map(|steps| path.calls_the_cell(Sizes { steps, batch, features, hidden }, kind, device))
         };
-        let automatic = |batch, hidden, kind| cluster(Path::Automatic, batch, hidden, kind, H200);
-        assert_eq!(automatic(16, 128, Kind::BFloat16), Some(8));
-        assert_eq!(automatic(16, 128, Kind::Double), Some(8));
-        assert_eq!(automatic(16, 129, Kind::Float), None);
-        assert_eq!(automatic(16, 512, Kind::Half), Some(16));
-        assert_eq!(automatic(57, 512, Kind::Half), Some(8));
-        assert_eq!(automatic(56, 768, Kind::Half), Some(16));
-        // A second turn costs more than a step of its own.
-        assert_eq!(automatic(57, 768, Kind::Half), None);
-        let forced = |batch, hidden, chip| cluster(Path::Persistent, batch, hidden, Kind::Half, chip);
-        assert_eq!(forced(57, 768, H200), Some(16));
-        assert_eq!(forced(1, 769, H200), None);
-        // A GPU, or a part of one, without clusters of 16.
-        let part = Chip::Cuda(Clusters { of_8: 1, of_16: 0 });
-        assert_eq!(forced(16, 512, part), Some(8));
-        assert_eq!(forced(16, 513, part), None);
-        // More than the kernel can count, and more than anybody can.
-        assert_eq!(forced(i64::from(i32::MAX) / 512, 4, H200), None);
-        assert_eq!(forced(i64::MAX, 4, H200), None);
+        let (small, large) = ([16, 32, 128], [4096, 1024, 1024]);
+        let few = [false, true, true, false];
+        for kind in [Kind::Float, Kind::Double] {
+            assert_eq!(of(Path::Automatic, large, kind, gpu), few);
+            assert_eq!(of(Path::Automatic, small, kind, Device::Cpu), few);
+        }
+        for kind in [Kind::Half, Kind::BFloat16] {
+            assert_eq!(of(Path::Automatic, small, kind, gpu), few);
+            assert_eq!(of(Path::Automatic, large, kind, gpu), [false; 4]);
+            assert_eq!(of(Path::Automatic, small, kind, Device::Cpu), [false; 4]);
+        }
+        assert_eq!(of(Path::Cells, large, Kind::Half, gpu), [false, true, true, true]);
+        assert_eq!(of(Path::PerStep, small, Kind::Float, gpu), [false; 4]);
     }
 
     /// What the kernels take for granted.

@@ -1,0 +1,226 @@
+//! `cargo xtask bench lltm sweep [WORD…]`: sequences over numbers of steps and rows, against loops of the composite and of
+//! the cell, and against libtorch's LSTM, which has a fourth gate: its time at the same size, not at the same arithmetic.
+
+use crate::clock::{OnTheGpu, in_a_row, median};
+use crate::lltm::loop_of_cells;
+use std::io::Write;
+use tch::{Device, Kind, Tensor};
+use tch_extension::autograd::{GradOptions, grad};
+use tch_extension::cuda::{Stream, StreamGuard, matmul_allow_tf32, set_matmul_allow_tf32};
+use tch_extension::ops::{LltmPath, f_lltm_by, lltm_reference};
+use tch_extension::testing::devices;
+use tch_extension::{Error, Result};
+
+/// Microseconds for which calls of one provider are timed in one round.
+const ROUND: f64 = 15e3;
+const ROUNDS: usize = 5;
+/// Beyond so many microseconds one call tells enough.
+const SLOW: f64 = 60e3;
+/// Beyond so many steps one call warms up.
+const FEW_STEPS: i64 = 256;
+/// A graph of more steps takes longer to make than it tells.
+const MOST_STEPS_OF_A_GRAPH: i64 = 64;
+
+/// (T, B, H), F = H.
+type Sizes = (i64, i64, i64);
+
+fn points(device: Device) -> Vec<Sizes> {
+    let (steps, rows): (&[i64], &[i64]) = if device.is_cuda() {
+        (&[1, 2, 4, 16, 64, 256, 512, 1024, 4096], &[1, 4, 16, 64, 256, 1024, 4096])
+    } else {
+        (&[1, 4, 16, 64, 256, 1024, 4096], &[1, 4, 16, 64, 256])
+    };
+    let of_steps = steps.iter().map(|&t| (t, 16, 128));
+    of_steps.chain(rows.iter().map(|&b| (32, b, 512))).collect()
+}
+
+/// What a kind is multiplied in.
+fn arithmetics(device: Device) -> &'static [(Kind, bool)] {
+    const ALL: [(Kind, bool); 3] = [(Kind::Float, false), (Kind::Float, true), (Kind::BFloat16, false)];
+    if device.is_cuda() { &ALL } else { &ALL[..1] }
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Who {
+    Composite,
+    Cells,
+    Lstm,
+    /// Ours on one path.
+    By(LltmPath),
+}
+
+impl Who {
+    const ALL: [(Who, &'static str); 6] = [
+        (Who::Composite, "composite"),
+        (Who::Cells, "cell"),
+        (Who::Lstm, "LSTM"),
+        (Who::By(LltmPath::PerStep), "per step"),
+        (Who::By(LltmPath::Fused), "whole"),
+        (Who::By(LltmPath::Automatic), "ours"),
+    ];
+}
+
+/// One provider with its tensors.
+struct Runner {
+    who: Who,
+    /// x, h, c, and then the parameters.
+    inputs: Vec<Tensor>,
+    vector: Tensor,
+}
+
+impl Runner {
+    fn new(who: Who, (steps, batch, hidden): Sizes, kind: Kind, device: Device) -> Result<Self> {
+        let normal = |size: &[i64], scale: f64| Tensor::randn(size, (kind, device)) * scale;
+        let scale = 1.0 / (hidden as f64).sqrt();
+        let mut inputs = vec![
+            normal(&[steps, batch, hidden], 1.0),
+            normal(&[batch, hidden], 1.0),
+            normal(&[batch, hidden], 1.0),
+        ];
+        let parameters = match who {
+            Who::Lstm => {
+                let weights = || normal(&[4 * hidden, hidden], scale);
+                vec![weights(), weights(), normal(&[4 * hidden], scale), normal(&[4 * hidden], scale)]
+            }
+            _ => vec![normal(&[3 * hidden, 2 * hidden], scale), normal(&[3 * hidden], scale)],
+        };
+        if who == Who::Lstm && device.is_cuda() {
+            // In one piece of memory, as cuDNN wants them: of an LSTM (2) of one layer.
+            let (weights_of_a_layer, lstm, no_projection) = (4, 2, 0);
+            let _ = Tensor::f_internal_cudnn_rnn_flatten_weight(
+                &parameters,
+                weights_of_a_layer,
+                hidden,
+                lstm,
+                hidden,
+                no_projection,
+                1,
+                false,
+                false,
+            )?;
+        }
+        inputs.extend(parameters);
+        let vector = normal(&[steps, batch, hidden], 1.0);
+        Ok(Runner { who, inputs, vector })
+    }
+
+    fn with_gradients(&self, wanted: bool) -> Self {
+        let inputs = self.inputs.iter().map(|input| input.detach().set_requires_grad(wanted)).collect();
+        Runner { who: self.who, inputs, vector: self.vector.shallow_clone() }
+    }
+
+    fn forward(&self) -> Result<Tensor> {
+        let [x, h, c, parameters @ ..] = &self.inputs[..] else {
+            return Err(Error::msg("three tensors and the parameters"));
+        };
+        let (weight, bias) = (&parameters[0], Some(&parameters[1]));
+        Ok(match self.who {
+            Who::Composite => lltm_reference(x, weight, bias, (h, c))?.0,
+            Who::Cells => loop_of_cells(x, weight, bias, (h, c))?.0,
+            Who::By(path) => f_lltm_by(path, x, weight, bias, (h, c))?.0,
+            Who::Lstm => {
+                let state = [h, c].map(|state| state.unsqueeze(0));
+                x.f_lstm(&state, parameters, true, 1, 0.0, true, false, false)?.0
+            }
+        })
+    }
+
+    /// A forward, and a backward if this has gradients.
+    fn run(&self) -> Result<()> {
+        let output = self.forward()?;
+        if self.inputs[0].requires_grad() {
+            let inputs: Vec<&Tensor> = self.inputs.iter().collect();
+            let options = GradOptions { grad_outputs: &[Some(&self.vector)], ..Default::default() };
+            grad(&[&output], &inputs, &options)?;
+        }
+        Ok(())
+    }
+
+    fn measure(&self, device: Device, steps: i64) -> Result<Costs> {
+        let mut failed = None;
+        let mut call = || failed = self.run().err().or(failed.take());
+        let mut time = |calls: u64| in_a_row(device, calls, &mut call).as_secs_f64() * 1e6 / calls as f64;
+        if steps < FEW_STEPS {
+            time(3);
+        }
+        let one = time(1);
+        let calls = ((ROUND / one) as u64).max(1);
+        let wall = if one > SLOW { one } else { median((0..ROUNDS).map(|_| time(calls)).collect()) };
+        failed.map_or(Ok(()), Err)?;
+        let graph = device.is_cuda() && steps <= MOST_STEPS_OF_A_GRAPH;
+        Ok(Costs { wall, gpu: if graph { self.on_the_gpu(device)? } else { None } })
+    }
+
+    /// None where a call cannot be captured.
+    fn on_the_gpu(&self, device: Device) -> Result<Option<(f64, usize)>> {
+        let stream = Stream::new(device)?;
+        stream.wait_stream(&Stream::current(device)?)?;
+        let _guard = StreamGuard::new(&stream)?;
+        let own = self.with_gradients(self.inputs[0].requires_grad());
+        own.run()?;
+        let size = own.inputs.iter().map(|input| input.numel() * input.kind().elt_size_in_bytes()).sum();
+        let captured = OnTheGpu::capture(&stream, size, &mut || drop(own.run()));
+        Ok(captured.ok().map(|mut graph| (graph.time(), graph.kernels())))
+    }
+}
+
+/// Microseconds of a call in a steady loop, and on the GPU by itself, with its kernels.
+struct Costs {
+    wall: f64,
+    gpu: Option<(f64, usize)>,
+}
+
+/// Prints a line for each provider of each point that has all the words in its title.
+///
+/// # Errors
+/// CUDA's, and when nothing can be printed.
+pub fn run(words: &[String]) -> Result<()> {
+    println!(
+        "µs a step: wall in a steady loop; gpu as a CUDA graph, with kernels a call, up to {MOST_STEPS_OF_A_GRAPH} steps"
+    );
+    for device in devices() {
+        for &(kind, tf32) in arithmetics(device) {
+            for (index, sizes) in points(device).into_iter().enumerate() {
+                let name = if tf32 { "tf32".to_string() } else { format!("{kind:?}") };
+                let place = if device.is_cuda() { "cuda" } else { "cpu" };
+                let sweep = if sizes.2 == 128 { "steps" } else { "rows" };
+                for gradients in [false, true] {
+                    let direction = if gradients { "forward+backward" } else { "forward" };
+                    let title = format!("lltm {sweep} {direction} {sizes:?} {name} {place}");
+                    if words.iter().all(|word| title.contains(word.as_str())) {
+                        tch::manual_seed(index as i64);
+                        line(&title, sizes, kind, tf32, gradients, device)?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn line(title: &str, sizes: Sizes, kind: Kind, tf32: bool, gradients: bool, device: Device) -> Result<()> {
+    let steps = sizes.0;
+    let mut line = format!("{title:<56}");
+    for (who, name) in Who::ALL {
+        let runner = Runner::new(who, sizes, kind, device)?.with_gradients(gradients);
+        let costs = in_precision(tf32, device, || runner.measure(device, steps))?;
+        line += &format!("  {name} {:>8.2}", costs.wall / steps as f64);
+        if let Some((gpu, kernels)) = costs.gpu {
+            line += &format!(" (gpu {:>7.2}, {kernels})", gpu / steps as f64);
+        }
+    }
+    println!("{line}");
+    std::io::stdout().flush().map_err(|error| Error::msg(error.to_string()))
+}
+
+/// With libtorch's switch for products; cuDNN's, which lets it use tf32, stays as it is.
+fn in_precision<T>(tf32: bool, device: Device, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    if !device.is_cuda() {
+        return body();
+    }
+    let before = matmul_allow_tf32()?;
+    set_matmul_allow_tf32(tf32)?;
+    let result = body();
+    set_matmul_allow_tf32(before)?;
+    result
+}
