@@ -117,17 +117,24 @@ struct PlainProductBack {
   template <int>
   __device__ __forceinline__ void multiply(T (&sums)[kSums][4], const unsigned char* gates, int stride,
                                            const Place& place) const {
+    using Vector = tch_extension::Vector<T, kLanesOf16Bytes<T>>;
     const T* g0 = reinterpret_cast<const T*>(gates + place.lane % 4 * 2 * stride);
     const T* g1 = reinterpret_cast<const T*>(gates + (place.lane % 4 * 2 + 1) * stride);
     const T* w = weights + place.warp() * kSums * kTile + place.lane / 4;
-    for (int k = 0; k < terms; ++k) {
+    for (int k = 0; k < terms; k += kLanesOf16Bytes<T>) {
+      const Vector left = *reinterpret_cast<const Vector*>(g0 + k);
+      const Vector right = *reinterpret_cast<const Vector*>(g1 + k);
 #pragma unroll
-      for (int sum = 0; sum < kSums; ++sum) {
-        const T upper = w[k * row(padded) + sum * kTile], lower = w[k * row(padded) + sum * kTile + 8];
-        sums[sum][0] += upper * g0[k];
-        sums[sum][1] += upper * g1[k];
-        sums[sum][2] += lower * g0[k];
-        sums[sum][3] += lower * g1[k];
+      for (int term = 0; term < kLanesOf16Bytes<T>; ++term) {
+#pragma unroll
+        for (int sum = 0; sum < kSums; ++sum) {
+          const T* from = w + (k + term) * row(padded) + sum * kTile;
+          const T upper = from[0], lower = from[8];
+          sums[sum][0] += upper * left.lane[term];
+          sums[sum][1] += upper * right.lane[term];
+          sums[sum][2] += lower * left.lane[term];
+          sums[sum][3] += lower * right.lane[term];
+        }
       }
     }
   }
@@ -215,22 +222,6 @@ __global__ void __launch_bounds__(Product::kMostThreads)
   };
   if (valid) load();
 
-  // The last warp's lanes have a row and an array each: i, o, g, c and, of the first lanes again,
-  // grad_output.
-  const uint32_t first_column = place.rank * layout.columns;
-  auto bring_step_near = [&](int step) {
-    const uint32_t of_row = batch_row - row + place.lane % kRows, gate = place.lane / kRows;
-    if (step < 0 || of_row >= batch || first_column >= hidden) return;
-    const uint32_t bytes = min(hidden - first_column, static_cast<uint32_t>(layout.columns)) * sizeof(S);
-    const uint32_t from = step * step_size + of_row * hidden, from_gates = kGates * from + gate * hidden;
-    bring_near(gate < kGates ? static_cast<const S*>(params.activations) + from_gates + first_column
-                             : static_cast<const S*>(params.c) + from + first_column,
-               bytes);
-    if (gate == 0 && params.grad_output != nullptr) {
-      bring_near(static_cast<const S*>(params.grad_output) + from + first_column, bytes);
-    }
-  };
-
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer) {
       init_arrival(arrivals + 8 * buffer);
@@ -277,7 +268,6 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     const G of_g = i * Activation<T, G>::candidate_grad(g);
     // The next step's: they come while this one waits and multiplies.
     if (valid && done + 1 < steps) load();
-    if (place.warp() == static_cast<int>(blockDim.x) / kWarp - 1) bring_step_near(steps - 1 - done - kNear);
 
     if (done > 0) grad_h = sum_of_parts(done - 1);
     grad_h += from_output;

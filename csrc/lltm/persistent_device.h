@@ -122,19 +122,6 @@ struct Place {
   int first_column;  // of the warp
 };
 
-// Asks for some bytes to be brought into the L2 cache; up to 15 at each end may be left out.
-__device__ __forceinline__ void bring_near(const void* from, uint32_t bytes) {
-  const uint64_t address = reinterpret_cast<uint64_t>(from), begin = (address + 15) & ~uint64_t{15};
-  const uint64_t end = (address + bytes) & ~uint64_t{15};
-  if (begin >= end) return;
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(begin),
-               "r"(static_cast<uint32_t>(end - begin))
-               : "memory");
-}
-
-// How many steps before they are read.
-constexpr int kNear = 4;
-
 // In the precision that a half kind can show, and quickly; for float and double exactly.
 template <typename T, typename G>
 struct Activation {

@@ -106,19 +106,25 @@ struct PlainProduct {
 
   __device__ __forceinline__ void multiply(T (&sums)[kGates][4], const unsigned char* h, int stride,
                                            const Place& place) const {
+    using Vector = tch_extension::Vector<T, kLanesOf16Bytes<T>>;
     const int terms = padded / kSplits, begin = place.split * terms;
     const T* h0 = reinterpret_cast<const T*>(h + place.lane % 4 * 2 * stride) + begin;
     const T* h1 = reinterpret_cast<const T*>(h + (place.lane % 4 * 2 + 1) * stride) + begin;
     const T* w = weights + (place.tile * kTile + place.lane / 4) * row(padded) + begin;
-    for (int k = 0; k < terms; ++k) {
+    auto at = [](const T* from) { return *reinterpret_cast<const Vector*>(from); };
+    for (int k = 0; k < terms; k += kLanesOf16Bytes<T>) {
+      const Vector left = at(h0 + k), right = at(h1 + k);
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
-        const T upper = w[gate * columns * row(padded) + k],
-                lower = w[(gate * columns + 8) * row(padded) + k];
-        sums[gate][0] += upper * h0[k];
-        sums[gate][1] += upper * h1[k];
-        sums[gate][2] += lower * h0[k];
-        sums[gate][3] += lower * h1[k];
+        const Vector upper = at(w + gate * columns * row(padded) + k);
+        const Vector lower = at(w + (gate * columns + 8) * row(padded) + k);
+#pragma unroll
+        for (int term = 0; term < kLanesOf16Bytes<T>; ++term) {
+          sums[gate][0] += upper.lane[term] * left.lane[term];
+          sums[gate][1] += upper.lane[term] * right.lane[term];
+          sums[gate][2] += lower.lane[term] * left.lane[term];
+          sums[gate][3] += lower.lane[term] * right.lane[term];
+        }
       }
     }
   }
@@ -188,16 +194,6 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     for (int gate = 0; gate < kGates; ++gate) fetched[gate] = input_gates[from + gate * hidden];
   };
   if (valid) fetch(first_gate);
-  // The last warp's lanes have a row and a gate each.
-  const uint32_t first_column = place.rank * (layout.padded / place.cluster);
-  auto bring_step_near = [&](int step) {
-    const uint32_t of_row = first_row + place.lane % kRows, gate = place.lane / kRows;
-    if (step >= steps || of_row >= batch || gate >= kGates || first_column >= hidden) return;
-    const uint32_t columns = min(hidden - first_column, layout.padded / place.cluster);
-    bring_near(
-        input_gates + step * kGates * step_size + of_row * kGates * hidden + gate * hidden + first_column,
-        columns * sizeof(G));
-  };
 
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer) {
@@ -266,7 +262,6 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     }
     // They come while this block waits and multiplies.
     if (valid && step + 1 < steps) fetch(at_gate + kGates * step_size);
-    if (threadIdx.x / kWarp == threads / kWarp - 1) bring_step_near(step + kNear);
     if (valid) {
       static_cast<S*>(params.output)[at] = static_cast<S>(new_h);
       if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c);
