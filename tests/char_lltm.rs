@@ -32,34 +32,53 @@ type Change<'a> = &'a dyn Fn(&mut Tensors);
 // ---- the run itself
 
 #[test]
-fn trains_both_ops_and_compares_them() {
+fn trains_all_ops_and_compares_them() {
     let place = Place::new();
-    let done = place.run(&["--steps", "120", "--lr", "0.01"]);
+    let done = place.run(&["--op", "all", "--steps", "120", "--lr", "0.01"]);
     let printed = succeeded(&done);
 
-    for expected in ["characters, vocabulary of", "SHA-256", "unigram baseline", "sample of the fused model"]
+    for expected in
+        ["characters, vocabulary of", "SHA-256", "unigram baseline", "sample of the sequence model"]
     {
         assert!(printed.contains(expected), "no {expected:?} in:\n{printed}");
     }
-    assert_eq!(cells(&printed, "seed 1, 120 steps"), ["fused", "composite"]);
+    assert_eq!(cells(&printed, "seed 1, 120 steps"), ["sequence", "fused", "composite"]);
     let held_out = numbers(&printed, "held-out loss");
     let baseline = numbers(&printed, "unigram baseline");
-    assert_eq!((held_out.len(), baseline.len()), (2, 2));
+    assert_eq!((held_out.len(), baseline.len()), (3, 3));
     assert!(held_out[0] < baseline[0] - 0.5, "held out {held_out:?}, baseline {baseline:?}");
-    assert_eq!(cells(&printed, "at least 0.5 below"), ["yes", "yes"]);
-    assert_eq!(numbers(&printed, "characters/s").len(), 2);
+    assert_eq!(cells(&printed, "at least 0.5 below"), ["yes", "yes", "yes"]);
+    assert_eq!(numbers(&printed, "characters/s").len(), 3);
+    assert_eq!(numbers(&printed, "speed, sequence / composite").len(), 1);
     assert_eq!(numbers(&printed, "speed, fused / composite").len(), 1);
     let early = numbers(&printed, "largest difference of the losses, steps 1 to 50");
     assert!(early[0] < 1e-3, "the ops differ by {early:?} in the first steps");
     assert_eq!(numbers(&printed, "largest difference of the losses, steps 1 to 120").len(), 1);
 
-    assert_eq!(place.result_names(), ["composite.safetensors", "fused.safetensors", "loss.csv", "loss.svg"]);
+    assert_eq!(
+        place.result_names(),
+        ["composite.safetensors", "fused.safetensors", "loss.csv", "loss.svg", "sequence.safetensors"]
+    );
     let svg = fs::read_to_string(place.out().join("loss.svg")).unwrap();
-    for expected in
-        ["</svg>", "fused (held out", "composite (held out", "unigram baseline", "nats per character"]
-    {
+    for expected in [
+        "</svg>",
+        "sequence (held out",
+        "fused (held out",
+        "composite (held out",
+        "unigram baseline",
+        "nats per character",
+    ] {
         assert!(svg.contains(expected), "no {expected:?} in the plot");
     }
+}
+
+#[test]
+fn the_sequence_is_trained_if_nothing_else_is_said() {
+    let place = Place::new();
+    let printed = succeeded(&place.run(&["--steps", "2"]));
+    assert_eq!(cells(&printed, "seed 1, 2 steps"), ["sequence"]);
+    assert!(!printed.contains("speed,"), "nothing to compare with:\n{printed}");
+    assert_eq!(place.result_names(), ["loss.csv", "loss.svg", "sequence.safetensors"]);
 }
 
 #[test]

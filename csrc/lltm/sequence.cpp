@@ -11,20 +11,18 @@
 #include <utility>
 
 #include "../lltm_cell/lltm_cell.h"
-#include "persistent.h"
+#include "persistent_call.h"
+#include "product.h"
 #include "tch_extension/c_abi.h"
 
 #ifdef TCH_EXTENSION_CUDA
+#include "../gemm/plan.h"
 #include "tch_extension/launch.h"
 
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_step_forward_cuda(const LltmStepForward*,
                                                                             cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_step_backward_cuda(const LltmStepBackward*,
                                                                              cudaStream_t);
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_forward_cuda(
-    const LltmPersistentForward*, cudaStream_t);
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cuda(
-    const LltmPersistentBackward*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_forward_cuda(const LltmCellFusedForward*,
                                                                                   cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_backward_cuda(
@@ -51,7 +49,7 @@ int32_t kind_of(const at::Tensor& tensor) { return static_cast<int32_t>(tensor.s
 
 // The product of each step.
 struct StepProduct {
-  explicit StepProduct(const at::Tensor& result) {
+  StepProduct(const at::Tensor& result, void* stream) : stream(stream) {
     // cuBLAS has float kernels for so few rows that take ten times as long as those of cuBLASLt, to which
     // libtorch goes for a bias that is a vector. On an H200 at B = 16, H = 128: 32 µs and 2.7 forward, 51 and
     // 5 back.
@@ -65,6 +63,8 @@ struct StepProduct {
   void into(at::Tensor& result, const at::Tensor& a, const at::Tensor& b) const {
     if (result.scalar_type() != a.scalar_type()) {
       at::mm_outf(a, b, result.scalar_type(), result);
+    } else if (by_plan(result, a, b)) {
+      return;
     } else if (no_bias.defined()) {
       at::addmm_out(result, no_bias, a, b);
     } else {
@@ -72,6 +72,35 @@ struct StepProduct {
     }
   }
 
+  // By a plan that is kept: half of what libtorch's call costs the host. False where there is none, or a
+  // switch of libtorch's that the plans do not know. cuBLASLt's kernels for double are slower than cuBLAS'.
+  bool by_plan([[maybe_unused]] at::Tensor& result, [[maybe_unused]] const at::Tensor& a,
+               [[maybe_unused]] const at::Tensor& b) const {
+#ifdef TCH_EXTENSION_CUDA
+    if (!result.is_cuda() || result.scalar_type() != at::kFloat || is_restricted) return false;
+    const auto operand = [](const at::Tensor& matrix) {
+      return gemm::Matrices{matrix.const_data_ptr(), matrix.stride(0), matrix.stride(1), 0};
+    };
+    gemm::Product product{};
+    product.batch = 1;
+    product.m = a.size(0);
+    product.n = b.size(1);
+    product.k = a.size(1);
+    product.lhs = operand(a);
+    product.rhs = operand(b);
+    product.out = result.mutable_data_ptr();
+    product.kind = kind_of(result);
+    constexpr int64_t kMost = INT32_MAX;
+    const bool fits = product.m <= kMost && product.n <= kMost && product.k > 0 && product.k <= kMost;
+    return fits && gemm::run_plan(product, result.device().index(), static_cast<cudaStream_t>(stream));
+#else
+    return false;
+#endif
+  }
+
+  void* stream;
+  // Something else than this computes with fewer units.
+  bool is_restricted = at::globalContext()._SMCarveout_EXPERIMENTAL().has_value();
   at::Tensor no_bias;
 };
 
@@ -135,7 +164,7 @@ void forward_per_step(const LltmForward& call) {
   const int64_t steps = call.output->size(0), batch = call.output->size(1), hidden = call.output->size(2);
   const at::Tensor weight = hidden_weight(*call.weight, hidden, steps).t();
   at::Tensor hidden_gates = at::empty({batch, 3 * hidden}, call.gates->options());
-  const StepProduct product(hidden_gates);
+  const StepProduct product(hidden_gates, call.stream);
   const bool casts = call.output->scalar_type() != call.h0->scalar_type();
   at::Tensor operand = casts ? at::empty_like(*call.h0) : *call.h0;
   const int64_t c_steps = call.c->size(0);
@@ -163,7 +192,7 @@ void forward_per_step(const LltmForward& call) {
 void backward_per_step(const LltmBackward& call) {
   const int64_t steps = call.c->size(0), batch = call.c->size(1), hidden = call.c->size(2);
   const at::Tensor weight = hidden_weight(*call.weight, hidden, steps);
-  const StepProduct product(*call.grad_h);
+  const StepProduct product(*call.grad_h, call.stream);
   LltmStepBackward step{};
   step.batch = batch;
   step.hidden = hidden;
@@ -308,56 +337,6 @@ void backward_packed(const LltmBackward& call) {
   tch_extension_lltm_packed_backward_cpu(&params);
 }
 
-#ifdef TCH_EXTENSION_CUDA
-void forward_persistent(const LltmForward& call) {
-  LltmPersistentForward params{};
-  params.steps = call.output->size(0);
-  params.batch = call.output->size(1);
-  params.hidden = call.output->size(2);
-  params.weight_stride = call.weight->stride(0);
-  params.c_stride = call.c->size(0) == params.steps ? params.batch * params.hidden : 0;
-  params.kind = kind_of(*call.output);
-  params.product_kind = kind_of(*call.h0);
-  params.cluster = call.column_groups;
-  params.weight = call.weight->data_ptr();
-  params.input_gates = call.gates->data_ptr();
-  params.bias = at_step(call.bias, 0);
-  params.h0 = call.h0->data_ptr();
-  params.c0 = call.c0->data_ptr();
-  params.output = call.output->data_ptr();
-  params.c = call.c->data_ptr();
-  params.activations = at_step(call.activations, 0);
-  const auto status =
-      tch_extension_lltm_persistent_forward_cuda(&params, static_cast<cudaStream_t>(call.stream));
-  check(status.kernel, status.error);
-}
-
-void backward_persistent(const LltmBackward& call) {
-  LltmPersistentBackward params{};
-  params.steps = call.c->size(0);
-  params.batch = call.c->size(1);
-  params.hidden = call.c->size(2);
-  params.weight_stride = call.weight->stride(0);
-  params.kind = kind_of(*call.c);
-  params.product_kind = kind_of(*call.weight);
-  params.cluster = call.column_groups;
-  params.needs_grad_h0 = call.needs_grad_h0;
-  params.weight = call.weight->data_ptr();
-  params.grad_output = at_step(call.grad_output, 0);
-  params.activations = call.activations->data_ptr();
-  params.c = call.c->data_ptr();
-  params.grad_h = call.grad_h->data_ptr();
-  params.grad_c = call.grad_c->data_ptr();
-  params.grad_gates = call.grad_gates->data_ptr();
-  const auto status =
-      tch_extension_lltm_persistent_backward_cuda(&params, static_cast<cudaStream_t>(call.stream));
-  check(status.kernel, status.error);
-}
-#else
-void forward_persistent(const LltmForward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
-void backward_persistent(const LltmBackward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
-#endif
-
 // The input's part of all gates. The packed path reads the bias from here, too.
 void multiply_input(const LltmForward& call) {
   const int64_t hidden = call.output->size(2), features = call.input->size(2);
@@ -365,11 +344,11 @@ void multiply_input(const LltmForward& call) {
   const at::Tensor input = call.input->view({rows, features});
   const at::Tensor weight = call.weight->narrow(1, hidden, features).t();
   at::Tensor gates = call.gates->view({rows, 3 * hidden});
-  if (call.path == kLltmPacked && call.bias != nullptr) {
-    at::addmm_out(gates, *call.bias, input, weight);
-  } else {
-    StepProduct(gates).into(gates, input, weight);
-  }
+  if (call.path != kLltmPacked) return StepProduct(gates, call.stream).into(gates, input, weight);
+  // In memory of its own, and so for both who have the old one.
+  gates = product(input, weight, call.bias).view(call.gates->sizes());
+  if (call.activations != nullptr && call.activations->is_same(*call.gates)) *call.activations = gates;
+  *call.gates = std::move(gates);
 }
 
 }  // namespace
@@ -385,7 +364,7 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
       case kLltmFused:
         return forward_fused(*call);
       case kLltmPersistent:
-        return forward_persistent(*call);
+        return lltm_persistent(*call);
       default:
         return forward_per_step(*call);
     }
@@ -399,7 +378,7 @@ TCH_EXTENSION_API Message tch_extension_lltm_backward(const LltmBackward* call) 
       case kLltmPacked:
         return backward_packed(*call);
       case kLltmPersistent:
-        return backward_persistent(*call);
+        return lltm_persistent(*call);
       case kLltmFused:
         return backward_fused(*call);
       default:

@@ -1,8 +1,9 @@
-//! Trains a character-level language model on real text through the LLTM, once with the fused operator and
-//! once with the same maths composed of tch operators, and compares the two.
+//! Trains a character-level language model on real text through the LLTM, each sequence as one operator; with
+//! `--op all` also with the fused cell step by step and with the same maths composed of tch operators, and compares.
 //!
 //! ```text
-//! cargo run --example char_lltm                        # this repository's own text, about a minute
+//! cargo run --example char_lltm                        # this repository's own text
+//! cargo run --example char_lltm -- --op all            # and the comparison
 //! cargo run --example char_lltm -- --text book.txt --op fused --steps 2000
 //! cargo run --example char_lltm -- --help
 //! ```

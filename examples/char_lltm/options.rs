@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use tch::{Cuda, Device};
 use tch_extension::{cuda, nn::LltmOp};
 
-/// Trains a character-level language model through the LLTM operator, fused and composed of tch operators,
-/// and compares the two.
+/// Trains a character-level language model through the LLTM: the whole sequence as one operator, the fused cell
+/// step by step, or the cell composed of tch operators; or all of them, and compares.
 #[derive(Debug, Parser)]
 #[command(name = "char_lltm", allow_negative_numbers = true, args_override_self = true)]
 pub struct Options {
@@ -17,8 +17,8 @@ pub struct Options {
     /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub device: String,
-    /// Which implementation to train; both: in turns, from the same initial weights
-    #[arg(long, value_enum, default_value_t = OpChoice::Both)]
+    /// Which implementation to train; several: in turns, from the same initial weights
+    #[arg(long, value_enum, default_value_t = OpChoice::Sequence)]
     pub op: OpChoice,
     /// Units of the recurrent layer
     #[arg(long, value_name = "N", default_value_t = 128)]
@@ -66,6 +66,8 @@ pub enum OpChoice {
     Composite,
     /// Fused and composite
     Both,
+    /// Sequence, fused and composite
+    All,
 }
 
 impl OpChoice {
@@ -76,6 +78,7 @@ impl OpChoice {
             OpChoice::Fused => &[Op::Fused],
             OpChoice::Composite => &[Op::Composite],
             OpChoice::Both => &[Op::Fused, Op::Composite],
+            OpChoice::All => &[Op::Sequence, Op::Fused, Op::Composite],
         }
     }
 }

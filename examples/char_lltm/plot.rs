@@ -65,10 +65,11 @@ fn draw(area: &Area, runs: &[Run], unigram: f64) -> Drawn {
         .draw()
 }
 
-/// The wide pale curve lies under the thin dark one, so that both are seen where they coincide.
+/// Wide pale curves lie under thinner dark ones, so that all are seen where they coincide.
 fn draw_run(chart: &mut Chart, run: &Run) -> Drawn {
     let style = match run.op {
-        Op::Sequence | Op::Fused => RGBColor(255, 165, 80).stroke_width(5),
+        Op::Sequence => RGBColor(170, 215, 150).stroke_width(9),
+        Op::Fused => RGBColor(255, 165, 80).stroke_width(5),
         Op::Composite => RGBColor(20, 60, 160).stroke_width(1),
     };
     let label = format!("{} (held out: {:.2})", run.op.name(), run.held_out);

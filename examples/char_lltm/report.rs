@@ -125,13 +125,13 @@ pub fn table(runs: &[Run], unigram: f64, seed: i64) -> String {
         ),
         ("characters/s".into(), column(&|run| format!("{:.0}", run.characters_per_second))),
     ];
-    if let [first, second] = runs {
-        rows.extend(comparison(first, second));
+    if let Some((last, others)) = runs.split_last() {
+        rows.extend(others.iter().flat_map(|run| comparison(run, last)));
     }
     let mut lines: Vec<String> = rows.iter().map(|(label, cells)| row(label, cells)).collect();
     if runs.len() > 1 {
         lines.push(
-            "(Both start from the same weights. They round differently, and training amplifies that.)".into(),
+            "(All start from the same weights. They round differently, and training amplifies that.)".into(),
         );
     }
     lines.join("\n")

@@ -50,6 +50,11 @@ struct Backward {
 unsafe extern "C" {
     fn tch_extension_lltm_forward(call: *const Forward) -> *mut c_char;
     fn tch_extension_lltm_backward(call: *const Backward) -> *mut c_char;
+    fn tch_extension_lltm_product(
+        lhs: *const C_tensor,
+        rhs: *const C_tensor,
+        result: *mut *mut C_tensor,
+    ) -> *mut c_char;
 }
 
 /// The kind in which products of operands of this kind are added up.
@@ -240,6 +245,17 @@ pub(crate) fn backward(plan: Plan, inputs: &BackwardInputs<'_>, needs_grad_h0: b
     match take_message(unsafe { tch_extension_lltm_backward(&call) }) {
         Some(message) => Err(Error::Torch(message)),
         None => Ok(Gradients { gates: grad_gates, h0: grad_h, c0: grad_c }),
+    }
+}
+
+/// A product over all steps, by whatever of libtorch's is fastest. Nothing is recorded.
+pub(crate) fn product(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
+    let mut result = null_mut();
+    // SAFETY: live tensors, and a place for a new one.
+    match take_message(unsafe { tch_extension_lltm_product(lhs.as_ptr(), rhs.as_ptr(), &mut result) }) {
+        Some(message) => Err(Error::Torch(message)),
+        // SAFETY: without a message there is a tensor, which is ours.
+        None => Ok(unsafe { Tensor::from_ptr(result) }),
     }
 }
 

@@ -34,11 +34,16 @@ const OP: &str = "lltm";
 /// bias must have, and of which the outputs are; c must not be of a wider one. Under autocast the products
 /// run in autocast's kind, and the outputs have it promoted with c's; a c of kind `Double` then needs a product of that kind.
 /// Of the half kinds, sums and gates are computed in `Float` and never rounded between a product and what follows; c
-/// and h are rounded at each step, on the CPU only when they are returned.
+/// and h are rounded at each step on CUDA (c not where all steps are one kernel), on the CPU only when they are returned.
 ///
-/// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic. The product with the input
-/// is made for all steps at once; a step then costs a product and one kernel. On the CPU the weights are packed once, and
-/// libtorch's threads stay together for the whole sequence.
+/// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic: the same bits each time. The
+/// product with the input is made for all steps at once; where a step is small it then costs one kernel, with its product in
+/// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Fewer than
+/// eight small steps multiply the input, too. On the CPU the weights are packed once, and libtorch's threads
+/// stay together for the whole sequence. On a GPU of compute capability 9.0 all steps are one kernel that keeps the weights
+/// on the chip, where that is faster: eight steps or more of half kinds with H up to 768, others up to 128, and
+/// so few rows that most of them run side by side. Up to three steps are a loop of [`lltm_cell`](super::lltm_cell), but for half
+/// kinds where that rounds more.
 ///
 /// There is no forget gate: c is a sum over all steps, and rounding errors add up. Over T = 1…4096, outputs and
 /// gradients are tested to be off by at most `8·√max(T, 4)·ε` of their largest value, ε being the kind's.
@@ -367,7 +372,7 @@ fn input_gradient(
         return Ok(None);
     }
     let kernels::Sizes { steps, batch, features, hidden } = sizes;
-    let gradient = grad_gates.f_mm(&weight.f_narrow(1, hidden, features)?)?;
+    let gradient = kernels::product(grad_gates, &weight.f_narrow(1, hidden, features)?)?;
     Ok(Some(gradient.f_view([steps, batch, features])?.f_to_kind(kind)?))
 }
 
@@ -389,5 +394,5 @@ fn weight_gradient(
     before.f_narrow(0, 1, steps - 1)?.f_copy_(&ctx.saved(OUTPUT)?.f_narrow(0, 0, steps - 1)?)?;
     hx.f_narrow(2, hidden, features)?.f_copy_(&ctx.saved(place::INPUT)?)?;
     let hx = hx.f_view([steps * batch, hidden + features])?;
-    Ok(Some(grad_gates.f_transpose(0, 1)?.f_mm(&hx)?.f_to_kind(kind)?))
+    Ok(Some(kernels::product(&grad_gates.f_transpose(0, 1)?, &hx)?.f_to_kind(kind)?))
 }

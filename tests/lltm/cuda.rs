@@ -29,14 +29,75 @@ fn cuda_mixed_devices_are_named() {
     }
 }
 
+/// Each path in each kind, few steps of few rows: what a sanitizer can look at in a minute. Whole vectors and not, the
+/// input at once and not, one row, and rows and columns beyond a tile of each kernel.
+#[test]
+fn cuda_every_path_in_every_kind_agrees_with_the_reference() {
+    let Some(device) = cuda_or_skip("cuda_every_path_in_every_kind_agrees_with_the_reference") else {
+        return;
+    };
+    for sizes in [[2, 5, 4, 40], [8, 3, 5, 9], [4, 1, 8, 136]] {
+        for kind in KINDS {
+            let inputs = one(sizes, kind, device).inputs;
+            let exact: Vec<Tensor> = inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
+            let results = |sequence: support::Operator<'_>, inputs: &[Tensor]| -> Vec<Tensor> {
+                let leaves = leaves(inputs);
+                let outputs = sequence(&leaves).expect("outputs");
+                let loss = (outputs[0].sum(Kind::Double) + outputs[2].sum(Kind::Double)) / sizes[0] as f64;
+                let inputs: Vec<&Tensor> = leaves.iter().collect();
+                let gradients = grad(&[&loss], &inputs, &GradOptions::default()).expect("gradients");
+                let gradients = gradients.into_vec().into_iter().flatten();
+                outputs.iter().map(Tensor::detach).chain(gradients).collect()
+            };
+            let expected = results(&reference, &exact);
+            let bound = if support::is_half(kind) { 3e-2 } else { 1e-5 };
+            for sequence in [&fused as support::Operator<'_>, &per_step, &whole] {
+                for (found, expected) in results(sequence, &inputs).iter().zip(&expected) {
+                    let scale = expected.abs().max().double_value(&[]).max(1.0);
+                    assert_close(&found.to_kind(Kind::Double), expected, bound, bound * scale);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn cuda_a_small_step_is_one_kernel_of_the_graph() {
+    let test = "cuda_a_small_step_is_one_kernel_of_the_graph";
+    let Some(device) = cuda_or_skip(test) else { return };
+    if no_caching(test) {
+        return;
+    }
+    for kind in KINDS {
+        let kernels = |steps| {
+            let inputs = leaves(&one([steps, 16, 32, 128], kind, device).inputs);
+            let expected = fused(&inputs).expect("outputs");
+            let (graph, outputs) = captured(device, || fused(&inputs));
+            graph.replay().expect("a replay");
+            for (output, expected) in outputs.iter().zip(&expected) {
+                assert!(output.equal(expected), "{kind:?}");
+            }
+            graph.kernels()
+        };
+        assert_eq!(kernels(24) - kernels(9), 24 - 9, "{kind:?}");
+    }
+}
+
+/// As under memcheck: a replay cannot write to memory that is really freed.
+fn no_caching(test: &str) -> bool {
+    let is_off = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
+    if is_off {
+        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
+    }
+    is_off
+}
+
 /// A step is its product and one kernel; everything is on the current stream, and so in the graph.
 #[test]
 fn cuda_a_step_is_the_product_and_one_kernel_of_the_graph() {
     let test = "cuda_a_step_is_the_product_and_one_kernel_of_the_graph";
     let Some(device) = cuda_or_skip(test) else { return };
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        // As under memcheck: a replay cannot write to memory that is really freed.
-        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
+    if no_caching(test) {
         return;
     }
     let (few, many) = (8, 24);
@@ -52,8 +113,8 @@ fn cuda_a_step_is_the_product_and_one_kernel_of_the_graph() {
         let (product, _) = captured(device, product);
         let nodes = |steps| {
             let inputs = leaves(&one([steps, batch, features, hidden], kind, device).inputs);
-            let expected = fused(&inputs).expect("outputs");
-            let (graph, outputs) = captured(device, || fused(&inputs));
+            let expected = per_step(&inputs).expect("outputs");
+            let (graph, outputs) = captured(device, || per_step(&inputs));
             for output in &outputs {
                 let _ = output.detach().fill_(f64::NAN);
             }

@@ -84,6 +84,15 @@ fn large(kind: Kind, device: Device) -> Vec<Sample> {
     tables.into_iter().flat_map(|samples| samples.expect("samples")).collect()
 }
 
+/// For paths, to which all layouts are one.
+fn large_of_a_path(kind: Kind, device: Device) -> Vec<Sample> {
+    // On the CPU also products over all steps that are worth oneDNN's while.
+    let sizes = [[12, 16, 32, 128], [9, 7, 5, 129], [3, 3, 8, 320], [48, 20, 60, 160]];
+    let count = if device == Device::Cpu { 4 } else { 3 };
+    let table = SampleTable::empty(DIMS, with_bias).with_sizes(&sizes[..count]);
+    table.samples(kind, device).expect("samples")
+}
+
 fn one(sizes: [i64; 4], kind: Kind, device: Device) -> Sample {
     let table = SampleTable::empty(DIMS, with_bias).with_sizes(&[sizes]);
     table.samples(kind, device).expect("a sample").remove(0)
@@ -129,5 +138,6 @@ fn suite_of(fused: support::Operator<'static>) -> Suite<'static> {
 
 /// Each path that some device takes by itself: the first of few steps is a loop of the cell.
 fn suites() -> [Suite<'static>; 3] {
-    [suite_of(&fused), suite_of(&per_step), suite_of(&whole)]
+    let of_path = |path| Suite { large: &large_of_a_path, ..suite_of(path) };
+    [suite_of(&fused), of_path(&per_step), of_path(&whole)]
 }

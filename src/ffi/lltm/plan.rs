@@ -122,11 +122,15 @@ impl Plan {
         (product, state): (Kind, Kind),
         device: usize,
     ) -> Plan {
-        /// Below, the input's product costs more than it saves.
+        /// With fewer steps or features, the input's product costs more than it saves: a step of few columns is as long as
+        /// its chain of loads.
         const ENOUGH_STEPS: i64 = 8;
+        const ENOUGH_FEATURES: i64 = 256;
+        let enough =
+            sizes.steps >= ENOUGH_STEPS && (path == Path::Fused || sizes.features >= ENOUGH_FEATURES);
         let path = if path == Path::Fused { cell::Path::Fused } else { cell::Path::Automatic };
         let device = Device::Cuda(device);
-        let input_at_once = direction == Direction::Backward || sizes.steps >= ENOUGH_STEPS;
+        let input_at_once = direction == Direction::Backward || enough;
         let features = if input_at_once { 0 } else { sizes.features };
         let step = cell::Sizes { batch: sizes.batch, features, hidden: sizes.hidden };
         let is_fused = match direction {
@@ -224,11 +228,13 @@ mod tests {
             Plan::new(path, direction, Sizes { steps, batch, features, hidden }, kinds, gpu)
         };
         let both = (Kind::BFloat16, Kind::BFloat16);
-        let (small, large) = ([16, 32, 128], [4096, 1024, 1024]);
+        let (small, large, wide) = ([16, 32, 128], [4096, 1024, 1024], [4, 512, 512]);
         let (forward, backward) = (Direction::Forward, Direction::Backward);
         let of = |steps, size| plan(Path::Automatic, forward, steps, size, both);
         assert_eq!(of(4, small), Plan::Fused { input_at_once: false });
-        assert_eq!(of(512, small), Plan::Fused { input_at_once: true });
+        assert_eq!(of(512, small), Plan::Fused { input_at_once: false });
+        assert_eq!(of(4, wide), Plan::Fused { input_at_once: false });
+        assert_eq!(of(512, wide), Plan::Fused { input_at_once: true });
         assert_eq!(of(512, large), Plan::PerStep);
         assert_eq!(plan(Path::Automatic, backward, 4, small, both), Plan::Fused { input_at_once: true });
         assert_eq!(plan(Path::Automatic, backward, 4, large, both), Plan::PerStep);
