@@ -122,6 +122,22 @@ struct Place {
   int first_column;  // of the warp
 };
 
+// Zero if it is not `valid`; then nothing is read.
+template <typename T>
+__device__ __forceinline__ void copy_async(T* to, const T* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared_address(to)), "l"(from),
+               "n"(sizeof(T)), "r"(valid ? static_cast<int>(sizeof(T)) : 0)
+               : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all but the last kPending groups of this thread are there.
+template <int kPending>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // In the precision that a half kind can show, and quickly; for float and double exactly.
 template <typename T, typename G>
 struct Activation {

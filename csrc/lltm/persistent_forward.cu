@@ -5,6 +5,9 @@
 namespace tch_extension {
 namespace {
 
+// Steps whose input gates are on their way.
+constexpr int kAhead = 4;
+
 // W_h of a warp in registers, as tensor cores take it: kTiles tiles of each gate.
 template <typename T, int kTiles>
 struct TensorCores {
@@ -38,14 +41,21 @@ struct TensorCores {
     }
   }
 
-  __device__ __forceinline__ void multiply(float (&sums)[kGates][4], const unsigned char* h, int stride,
+  // Of h in shared memory: [columns / 8, row, 8], even rows first, so that what the lanes of a warp send to a
+  // block lies side by side, and so does what they read.
+  static __host__ __device__ int h_bytes(int padded) { return kRows * padded * static_cast<int>(sizeof(T)); }
+  static __device__ int h_at(int row, int column, int) {
+    return (column / 8 * kRows + row % 2 * 4 + row / 2) * 16 + column % 8 * static_cast<int>(sizeof(T));
+  }
+
+  __device__ __forceinline__ void multiply(float (&sums)[kGates][4], const unsigned char* h,
                                            const Place& place) const {
-    const uint32_t address = shared_address(h) + place.lane % 8 * stride + place.lane / 8 * 16 +
-                             place.split * (kTiles * kTile * 2);
+    const int column = place.split * (kTiles * kTile) + place.lane / 8 * 8;
+    const uint32_t address = shared_address(h) + h_at(place.lane % 8, column, 0);
 #pragma unroll
     for (int tile = 0; tile < kTiles; tile += 2) {
       uint32_t b[4];
-      load_matrices(b, address + tile * (kTile * 2));
+      load_matrices(b, address + tile * (kTile / 8 * kRows * 16));
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) multiply_add<T>(sums[gate], weights[tile][gate], b[0], b[1]);
 #pragma unroll
@@ -104,12 +114,20 @@ struct PlainProduct {
     }
   }
 
-  __device__ __forceinline__ void multiply(T (&sums)[kGates][4], const unsigned char* h, int stride,
+  // 16 bytes more for each row, so that the same column of all rows lies in different banks.
+  static __host__ __device__ int h_bytes(int padded) {
+    return kRows * row(padded) * static_cast<int>(sizeof(T));
+  }
+  static __device__ int h_at(int of_row, int column, int padded) {
+    return (of_row * row(padded) + column) * static_cast<int>(sizeof(T));
+  }
+
+  __device__ __forceinline__ void multiply(T (&sums)[kGates][4], const unsigned char* h,
                                            const Place& place) const {
     using Vector = tch_extension::Vector<T, kLanesOf16Bytes<T>>;
     const int terms = padded / kSplits, begin = place.split * terms;
-    const T* h0 = reinterpret_cast<const T*>(h + place.lane % 4 * 2 * stride) + begin;
-    const T* h1 = reinterpret_cast<const T*>(h + (place.lane % 4 * 2 + 1) * stride) + begin;
+    const T* h0 = reinterpret_cast<const T*>(h + h_at(place.lane % 4 * 2, begin, padded));
+    const T* h1 = h0 + row(padded);
     const T* w = weights + (place.tile * kTile + place.lane / 4) * row(padded) + begin;
     auto at = [](const T* from) { return *reinterpret_cast<const Vector*>(from); };
     for (int k = 0; k < terms; k += kLanesOf16Bytes<T>) {
@@ -141,7 +159,7 @@ struct PlainProduct {
   int columns, padded;
 };
 
-// Shared memory: h before and behind a step, [2, kRows, H'] with padding; partial sums of two steps; bias;
+// Shared memory: h before and behind a step; partial sums of two steps; input gates of the next steps; bias;
 // weights.
 template <typename Product>
 struct Layout {
@@ -149,14 +167,14 @@ struct Layout {
   static constexpr int kArrivals = 16;
 
   __host__ __device__ Layout(int threads, int cluster) {
+    const int gates = kGates * threads * static_cast<int>(sizeof(G));
     padded = threads / (kWarp * kSplits) * kTile * cluster;
-    // 16 bytes more, so that the same column of all rows lies in different banks.
-    h_stride = padded * static_cast<int>(sizeof(typename Product::Element)) + 16;
-    partials = kArrivals + 2 * kRows * h_stride;
-    bias = partials + 2 * kSplits * kGates * threads * static_cast<int>(sizeof(G));
-    weights = bias + kGates * threads * static_cast<int>(sizeof(G));
+    partials = kArrivals + 2 * Product::h_bytes(padded);
+    ring = partials + 2 * kSplits * gates;
+    bias = ring + kAhead * gates;
+    weights = bias + gates;
   }
-  int padded, h_stride, partials, bias, weights;
+  int padded, partials, ring, bias, weights;
 };
 
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.
@@ -187,13 +205,19 @@ __global__ void __launch_bounds__(Product::kMostThreads)
   const uint32_t first = (first_row + row) * hidden + column;
   const uint32_t first_gate = first + 2 * (first_row + row) * hidden;
 
-  const G* input_gates = static_cast<const G*>(params.input_gates);
-  G fetched[kGates] = {};
-  auto fetch = [&](uint32_t from) {
+  // Each thread reads what it has copied itself, so that no barrier is needed.
+  G* ring = reinterpret_cast<G*>(shared + layout.ring) + threadIdx.x;
+  auto fetch = [&](int step, uint32_t from) {
+    const G* gates = static_cast<const G*>(params.input_gates);
+    const bool wanted = valid && step < steps;
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) fetched[gate] = input_gates[from + gate * hidden];
+    for (int gate = 0; gate < kGates; ++gate) {
+      copy_async(ring + (step % kAhead * kGates + gate) * threads,
+                 gates + (wanted ? from + gate * hidden : 0), wanted);
+    }
+    commit_copies();
   };
-  if (valid) fetch(first_gate);
+  for (int step = 0; step < kAhead; ++step) fetch(step, first_gate + step * kGates * step_size);
 
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer) {
@@ -203,8 +227,9 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     publish_arrivals();
   }
   for (int at = threadIdx.x; at < kRows * layout.padded; at += threads) {
-    const uint32_t from = first_row + at / layout.padded, k = at % layout.padded;
-    reinterpret_cast<T*>(h + at / layout.padded * layout.h_stride)[k] =
+    const int of_row = at / layout.padded, k = at % layout.padded;
+    const uint32_t from = first_row + of_row;
+    *reinterpret_cast<T*>(h + Product::h_at(of_row, k, layout.padded)) =
         from < batch && k < hidden ? static_cast<const T*>(params.h0)[from * hidden + k] : T(0);
   }
   G* bias = reinterpret_cast<G*>(shared + layout.bias) + threadIdx.x;
@@ -224,7 +249,8 @@ __global__ void __launch_bounds__(Product::kMostThreads)
   const int all_partials = kSplits * kGates * threads;
   G* partials = reinterpret_cast<G*>(shared + layout.partials) + place.tile * (kGates * 4 * kSplits * kWarp) +
                 place.lane;
-  const uint32_t to = shared_address(h) + row * layout.h_stride + Product::pushed(column) * sizeof(T);
+  const uint32_t h_bytes = Product::h_bytes(layout.padded);
+  const uint32_t to = shared_address(h) + Product::h_at(row, Product::pushed(column), layout.padded);
   uint32_t at = first, at_gate = first_gate;
   for (int step = 0; step < steps; ++step) {
     const int buffer = step % 2;
@@ -234,7 +260,7 @@ __global__ void __launch_bounds__(Product::kMostThreads)
       if (threadIdx.x == 0) announce(arrivals + 8 * buffer, bytes_of_h);
     }
     G sums[kGates][4] = {};
-    product.multiply(sums, h + buffer * kRows * layout.h_stride, layout.h_stride, place);
+    product.multiply(sums, h + buffer * h_bytes, place);
 
     G* written = partials + buffer * all_partials + place.split * kWarp;
     const G* read = partials + buffer * all_partials + place.split * (kSplits * kWarp);
@@ -244,8 +270,11 @@ __global__ void __launch_bounds__(Product::kMostThreads)
       for (int of = 0; of < 4; ++of) written[(gate * 4 + of) * kSplits * kWarp] = sums[gate][of];
     }
     G gates[kGates];
+    wait_for_copies<kAhead - 1>();
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) gates[gate] = fetched[gate] + bias[gate * threads];
+    for (int gate = 0; gate < kGates; ++gate) {
+      gates[gate] = ring[(step % kAhead * kGates + gate) * threads] + bias[gate * threads];
+    }
     barrier_of(1 + place.tile, kSplits * kWarp);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
@@ -257,11 +286,10 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     const G new_h = tanh(c) * o;
     if (step + 1 < steps) {
       // Rows and columns that are padding stay zeros.
-      product.push(to + (1 - buffer) * kRows * layout.h_stride, arrivals + 8 * (1 - buffer),
+      product.push(to + (1 - buffer) * h_bytes, arrivals + 8 * (1 - buffer),
                    valid ? static_cast<T>(new_h) : T(0), place);
     }
-    // They come while this block waits and multiplies.
-    if (valid && step + 1 < steps) fetch(at_gate + kGates * step_size);
+    fetch(step + kAhead, at_gate + kAhead * kGates * step_size);
     if (valid) {
       static_cast<S*>(params.output)[at] = static_cast<S>(new_h);
       if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c);
