@@ -16,7 +16,6 @@
 #include "tch_extension/c_abi.h"
 
 #ifdef TCH_EXTENSION_CUDA
-#include "../gemm/plan.h"
 #include "tch_extension/launch.h"
 
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_step_forward_cuda(const LltmStepForward*,
@@ -49,7 +48,7 @@ int32_t kind_of(const at::Tensor& tensor) { return static_cast<int32_t>(tensor.s
 
 // The product of each step.
 struct StepProduct {
-  StepProduct(const at::Tensor& result, void* stream) : stream(stream) {
+  explicit StepProduct(const at::Tensor& result) {
     // cuBLAS has float kernels for so few rows that take ten times as long as those of cuBLASLt, to which
     // libtorch goes for a bias that is a vector. On an H200 at B = 16, H = 128: 32 µs and 2.7 forward, 51 and
     // 5 back.
@@ -63,8 +62,6 @@ struct StepProduct {
   void into(at::Tensor& result, const at::Tensor& a, const at::Tensor& b) const {
     if (result.scalar_type() != a.scalar_type()) {
       at::mm_outf(a, b, result.scalar_type(), result);
-    } else if (by_plan(result, a, b)) {
-      return;
     } else if (no_bias.defined()) {
       at::addmm_out(result, no_bias, a, b);
     } else {
@@ -72,35 +69,6 @@ struct StepProduct {
     }
   }
 
-  // By a plan that is kept: half of what libtorch's call costs the host. False where there is none, or a
-  // switch of libtorch's that the plans do not know. cuBLASLt's kernels for double are slower than cuBLAS'.
-  bool by_plan([[maybe_unused]] at::Tensor& result, [[maybe_unused]] const at::Tensor& a,
-               [[maybe_unused]] const at::Tensor& b) const {
-#ifdef TCH_EXTENSION_CUDA
-    if (!result.is_cuda() || result.scalar_type() != at::kFloat || is_restricted) return false;
-    const auto operand = [](const at::Tensor& matrix) {
-      return gemm::Matrices{matrix.const_data_ptr(), matrix.stride(0), matrix.stride(1), 0};
-    };
-    gemm::Product product{};
-    product.batch = 1;
-    product.m = a.size(0);
-    product.n = b.size(1);
-    product.k = a.size(1);
-    product.lhs = operand(a);
-    product.rhs = operand(b);
-    product.out = result.mutable_data_ptr();
-    product.kind = kind_of(result);
-    constexpr int64_t kMost = INT32_MAX;
-    const bool fits = product.m <= kMost && product.n <= kMost && product.k > 0 && product.k <= kMost;
-    return fits && gemm::run_plan(product, result.device().index(), static_cast<cudaStream_t>(stream));
-#else
-    return false;
-#endif
-  }
-
-  void* stream;
-  // Something else than this computes with fewer units.
-  bool is_restricted = at::globalContext()._SMCarveout_EXPERIMENTAL().has_value();
   at::Tensor no_bias;
 };
 
@@ -164,7 +132,7 @@ void forward_per_step(const LltmForward& call) {
   const int64_t steps = call.output->size(0), batch = call.output->size(1), hidden = call.output->size(2);
   const at::Tensor weight = hidden_weight(*call.weight, hidden, steps).t();
   at::Tensor hidden_gates = at::empty({batch, 3 * hidden}, call.gates->options());
-  const StepProduct product(hidden_gates, call.stream);
+  const StepProduct product(hidden_gates);
   const bool casts = call.output->scalar_type() != call.h0->scalar_type();
   at::Tensor operand = casts ? at::empty_like(*call.h0) : *call.h0;
   const int64_t c_steps = call.c->size(0);
@@ -192,7 +160,7 @@ void forward_per_step(const LltmForward& call) {
 void backward_per_step(const LltmBackward& call) {
   const int64_t steps = call.c->size(0), batch = call.c->size(1), hidden = call.c->size(2);
   const at::Tensor weight = hidden_weight(*call.weight, hidden, steps);
-  const StepProduct product(*call.grad_h, call.stream);
+  const StepProduct product(*call.grad_h);
   LltmStepBackward step{};
   step.batch = batch;
   step.hidden = hidden;
@@ -344,7 +312,7 @@ void multiply_input(const LltmForward& call) {
   const at::Tensor input = call.input->view({rows, features});
   const at::Tensor weight = call.weight->narrow(1, hidden, features).t();
   at::Tensor gates = call.gates->view({rows, 3 * hidden});
-  if (call.path != kLltmPacked) return StepProduct(gates, call.stream).into(gates, input, weight);
+  if (call.path != kLltmPacked) return StepProduct(gates).into(gates, input, weight);
   // In memory of its own, and so for both who have the old one.
   gates = product(input, weight, call.bias).view(call.gates->sizes());
   if (call.activations != nullptr && call.activations->is_same(*call.gates)) *call.activations = gates;

@@ -38,11 +38,11 @@ const OP: &str = "lltm";
 ///
 /// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic: the same bits each time. The
 /// product with the input is made for all steps at once; where a step is small it then costs one kernel, with its product in
-/// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Fewer than
-/// eight small steps multiply the input, too. On the CPU the weights are packed once, and libtorch's threads
-/// stay together for the whole sequence. On a GPU of compute capability 9.0 all steps are one kernel that keeps the weights
-/// on the chip, where that is faster: eight steps or more of half kinds with H up to 768, others up to 128, and
-/// so few rows that most of them run side by side. Up to three steps are a loop of [`lltm_cell`](super::lltm_cell), but for half
+/// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Small steps of
+/// few features multiply the input, too. On a GPU of compute capability 9.0 all steps are one kernel that keeps the
+/// weights on the chip, where that is faster: at least eight steps, of half kinds with H up to 768, of others up to 128, and
+/// so few rows that they are done in two or three turns. On the CPU the weights are packed once, and libtorch's threads
+/// stay together for the whole sequence. One or two steps are a loop of [`lltm_cell`](super::lltm_cell), but for half
 /// kinds where that rounds more.
 ///
 /// There is no forget gate: c is a sum over all steps, and rounding errors add up. Over T = 1…4096, outputs and
@@ -50,7 +50,7 @@ const OP: &str = "lltm";
 ///
 /// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers besides inputs and outputs (of the half kinds on the
 /// CPU, as `Float`); the forward needs `3·T·B·H` more for a while if the kinds of gates and outputs differ, and the backward
-/// `3·T·B·H + T·B·(H + F)`. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
+/// `3·T·B·H + T·B·(H + F)`, on the CPU up to twice that. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
 ///
 /// Equivalent to:
 /// ```

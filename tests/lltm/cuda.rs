@@ -29,35 +29,57 @@ fn cuda_mixed_devices_are_named() {
     }
 }
 
-/// Each path in each kind, few steps of few rows: what a sanitizer can look at in a minute. Whole vectors and not, the
-/// input at once and not, one row, and rows and columns beyond a tile of each kernel.
-#[test]
-fn cuda_every_path_in_every_kind_agrees_with_the_reference() {
-    let Some(device) = cuda_or_skip("cuda_every_path_in_every_kind_agrees_with_the_reference") else {
-        return;
+/// Outputs and gradients by one path beside the exact ones; few steps of few rows, so that a sanitizer can look at them in
+/// seconds. Whole vectors and not, one row, and rows and columns beyond a tile of each kernel.
+fn assert_agrees_with_the_exact(
+    sequence: support::Operator<'_>,
+    sizes: [i64; 4],
+    kind: Kind,
+    device: Device,
+) {
+    let inputs = one(sizes, kind, device).inputs;
+    let exact: Vec<Tensor> = inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
+    let results = |sequence: support::Operator<'_>, inputs: &[Tensor]| -> Vec<Tensor> {
+        let leaves = leaves(inputs);
+        let outputs = sequence(&leaves).expect("outputs");
+        let loss = (outputs[0].sum(Kind::Double) + outputs[2].sum(Kind::Double)) / sizes[0] as f64;
+        let inputs: Vec<&Tensor> = leaves.iter().collect();
+        let gradients = grad(&[&loss], &inputs, &GradOptions::default()).expect("gradients");
+        outputs.iter().map(Tensor::detach).chain(gradients.into_vec().into_iter().flatten()).collect()
     };
-    for sizes in [[2, 5, 4, 40], [8, 3, 5, 9], [4, 1, 8, 136]] {
-        for kind in KINDS {
-            let inputs = one(sizes, kind, device).inputs;
-            let exact: Vec<Tensor> = inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
-            let results = |sequence: support::Operator<'_>, inputs: &[Tensor]| -> Vec<Tensor> {
-                let leaves = leaves(inputs);
-                let outputs = sequence(&leaves).expect("outputs");
-                let loss = (outputs[0].sum(Kind::Double) + outputs[2].sum(Kind::Double)) / sizes[0] as f64;
-                let inputs: Vec<&Tensor> = leaves.iter().collect();
-                let gradients = grad(&[&loss], &inputs, &GradOptions::default()).expect("gradients");
-                let gradients = gradients.into_vec().into_iter().flatten();
-                outputs.iter().map(Tensor::detach).chain(gradients).collect()
-            };
-            let expected = results(&reference, &exact);
-            let bound = if support::is_half(kind) { 3e-2 } else { 1e-5 };
-            for sequence in [&fused as support::Operator<'_>, &per_step, &whole] {
-                for (found, expected) in results(sequence, &inputs).iter().zip(&expected) {
-                    let scale = expected.abs().max().double_value(&[]).max(1.0);
-                    assert_close(&found.to_kind(Kind::Double), expected, bound, bound * scale);
-                }
-            }
+    let bound = if support::is_half(kind) { 3e-2 } else { 1e-5 };
+    for (found, expected) in results(sequence, &inputs).iter().zip(&results(&reference, &exact)) {
+        let scale = expected.abs().max().double_value(&[]).max(1.0);
+        assert_close(&found.to_kind(Kind::Double), expected, bound, bound * scale);
+    }
+}
+
+const FEW_STEPS: [[i64; 4]; 2] = [[2, 5, 4, 40], [4, 1, 8, 136]];
+/// The input multiplied for all steps at once, where a kernel can do without.
+const ENOUGH_STEPS: [i64; 4] = [8, 3, 5, 9];
+
+/// For initcheck, too, which does not see what cuBLAS' half products write: none whose result a kernel of ours reads.
+#[test]
+fn cuda_every_path_agrees_with_the_reference() {
+    let Some(device) = cuda_or_skip("cuda_every_path_agrees_with_the_reference") else { return };
+    for kind in KINDS {
+        for sizes in FEW_STEPS {
+            assert_agrees_with_the_exact(&fused, sizes, kind, device);
+            assert_agrees_with_the_exact(&whole, sizes, kind, device);
         }
+    }
+    for kind in [Kind::Float, Kind::Double] {
+        assert_agrees_with_the_exact(&whole, ENOUGH_STEPS, kind, device);
+        FEW_STEPS.iter().for_each(|&sizes| assert_agrees_with_the_exact(&per_step, sizes, kind, device));
+    }
+}
+
+#[test]
+fn cuda_half_kinds_by_products_agree_with_the_reference() {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_by_products_agree_with_the_reference") else { return };
+    for kind in [Kind::Half, Kind::BFloat16] {
+        assert_agrees_with_the_exact(&whole, ENOUGH_STEPS, kind, device);
+        FEW_STEPS.iter().for_each(|&sizes| assert_agrees_with_the_exact(&per_step, sizes, kind, device));
     }
 }
 
