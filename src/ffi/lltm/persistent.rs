@@ -72,8 +72,8 @@ impl Kernel {
         let of_8 = |share, step| Kernel { cluster: 8, at_a_time: share * clusters.of_8, step };
         let of_16 = |step| Kernel { cluster: 16, at_a_time: clusters.of_16, step };
         let found = match (half, hidden) {
-            (false, ..=128) => of_8(2, 50),
-            (true, ..=128) => of_8(2, 14),
+            (false, ..=128) => of_8(1, 70),
+            (true, ..=128) => of_8(2, 20),
             (true, ..=256) => of_8(1, 23),
             (true, ..=512) if groups <= clusters.of_16 => of_16(27),
             (true, ..=512) => of_8(1, 39),
@@ -116,7 +116,10 @@ mod tests {
     fn kernels_suit_the_size() {
         assert_eq!(faster(512, 16, 128, Kind::BFloat16), Some(8));
         assert_eq!(faster(512, 16, 128, Kind::Double), Some(8));
+        assert_eq!(faster(512, 120, 128, Kind::Float), Some(8));
+        assert_eq!(faster(512, 121, 128, Kind::Float), None);
         assert_eq!(faster(512, 16, 129, Kind::Float), None);
+        assert_eq!(faster(512, 1024, 128, Kind::Half), Some(8));
         assert_eq!(faster(512, 56, 512, Kind::Half), Some(16));
         assert_eq!(faster(512, 57, 512, Kind::Half), Some(8));
         assert_eq!(faster(512, 256, 512, Kind::Half), Some(8));
