@@ -4,6 +4,7 @@
 
 pub mod kinds;
 pub mod property;
+pub mod refusal;
 
 use std::collections::BTreeMap;
 use tch::{Device, Kind, Tensor};
