@@ -118,6 +118,11 @@ fn per_step(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::PerStep, x, w, b, state), arguments)
 }
 
+/// One kernel for all steps, on a GPU that can; elsewhere as users get it.
+fn persistent(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+    call(|x, w, b, state| f_lltm_by(LltmPath::Persistent, x, w, b, state), arguments)
+}
+
 /// One kernel a step on CUDA, and packed weights on the CPU, however few the steps are.
 fn whole(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::Fused, x, w, b, state), arguments)

@@ -12,6 +12,10 @@ pub(crate) struct Clusters {
 }
 
 impl Clusters {
+    pub fn are_there(self) -> bool {
+        self.of_8 > 0
+    }
+
     /// Asked once a device.
     pub fn of(device: Device) -> Result<Clusters> {
         #[cfg(tch_extension_cuda)]

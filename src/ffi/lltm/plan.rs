@@ -25,6 +25,19 @@ pub enum Path {
 }
 
 impl Path {
+    /// Whether a device has kernels for it.
+    ///
+    /// # Errors
+    /// When CUDA fails.
+    pub fn is_on(self, device: Device) -> Result<bool> {
+        Ok(match self {
+            Path::Persistent => Clusters::of(device)?.are_there(),
+            Path::Packed => device == Device::Cpu,
+            Path::Fused => device.is_cuda(),
+            Path::Automatic | Path::Cells | Path::PerStep => true,
+        })
+    }
+
     /// Whether this is a loop of the cell, of tensors of one kind: with few steps, what a sequence costs once is more than
     /// it saves. Not where the cell would round sums that a sequence does not: half kinds in more than one kernel.
     pub(crate) fn calls_the_cell(self, sizes: Sizes, kind: Kind, device: Device) -> bool {
