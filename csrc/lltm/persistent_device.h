@@ -75,13 +75,9 @@ __device__ __forceinline__ bool has_arrived(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 
-#ifndef TCH_EXTENSION_GIVE_UP
-#define TCH_EXTENSION_GIVE_UP(tries) false
-#endif
-
+// A try waits for a while by itself.
 __device__ __forceinline__ void wait_for_arrival(uint32_t barrier, uint32_t parity) {
-  for (int tries = 0; !has_arrived(barrier, parity); ++tries) {
-    if (TCH_EXTENSION_GIVE_UP(tries)) break;
+  while (!has_arrived(barrier, parity)) {
   }
 }
 
