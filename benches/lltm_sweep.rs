@@ -24,19 +24,35 @@ const MOST_STEPS_OF_A_GRAPH: i64 = 64;
 /// (T, B, H), F = H.
 type Sizes = (i64, i64, i64);
 
-fn points(device: Device) -> Vec<Sizes> {
+/// Of long sequences on a GPU, with the hidden sizes for which kernels differ.
+const LONG: [Sizes; 9] = [
+    (512, 16, 256),
+    (512, 16, 512),
+    (512, 16, 768),
+    (512, 64, 128),
+    (512, 64, 512),
+    (512, 64, 768),
+    (512, 64, 1024),
+    (512, 256, 512),
+    (512, 256, 1024),
+];
+
+fn points(device: Device) -> Vec<(&'static str, Sizes)> {
     let (steps, rows): (&[i64], &[i64]) = if device.is_cuda() {
         (&[1, 2, 4, 16, 64, 512, 4096], &[1, 4, 16, 64, 256, 1024, 4096])
     } else {
         (&[1, 4, 16, 64, 256, 1024, 4096], &[1, 4, 16, 64, 256])
     };
-    let of_steps = steps.iter().map(|&t| (t, 16, 128));
-    of_steps.chain(rows.iter().map(|&b| (32, b, 512))).collect()
+    let of_steps = steps.iter().map(|&t| ("steps", (t, 16, 128)));
+    let of_rows = rows.iter().map(|&b| ("rows", (32, b, 512)));
+    let long: &[Sizes] = if device.is_cuda() { &LONG } else { &[] };
+    of_steps.chain(of_rows).chain(long.iter().map(|&sizes| ("long", sizes))).collect()
 }
 
 /// What a kind is multiplied in.
 fn arithmetics(device: Device) -> &'static [(Kind, bool)] {
-    const ALL: [(Kind, bool); 3] = [(Kind::Float, false), (Kind::Float, true), (Kind::BFloat16, false)];
+    const ALL: [(Kind, bool); 4] =
+        [(Kind::Float, false), (Kind::Float, true), (Kind::BFloat16, false), (Kind::Half, false)];
     if device.is_cuda() { &ALL } else { &ALL[..1] }
 }
 
@@ -174,11 +190,10 @@ pub fn run(words: &[String]) -> Result<()> {
     for device in devices() {
         for &(kind, tf32) in arithmetics(device) {
             // What tf32 would change is in the sweep over rows.
-            for (index, sizes) in points(device).into_iter().filter(|size| !tf32 || size.2 > 128).enumerate()
-            {
+            let all = points(device).into_iter().filter(|(_, sizes)| !tf32 || sizes.2 > 128);
+            for (index, (sweep, sizes)) in all.enumerate() {
                 let name = if tf32 { "tf32".to_string() } else { format!("{kind:?}") };
                 let place = if device.is_cuda() { "cuda" } else { "cpu" };
-                let sweep = if sizes.2 == 128 { "steps" } else { "rows" };
                 for gradients in [false, true] {
                     let direction = if gradients { "forward+backward" } else { "forward" };
                     let title = format!("lltm {sweep} {direction} {sizes:?} {name} {place}");

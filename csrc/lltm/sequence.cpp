@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "../lltm_cell/lltm_cell.h"
+#include "persistent_call.h"
 #include "product.h"
 #include "tch_extension/c_abi.h"
 
@@ -330,6 +331,8 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
         return forward_packed(*call);
       case kLltmFused:
         return forward_fused(*call);
+      case kLltmPersistent:
+        return lltm_persistent(*call);
       default:
         return forward_per_step(*call);
     }
@@ -342,6 +345,8 @@ TCH_EXTENSION_API Message tch_extension_lltm_backward(const LltmBackward* call) 
     switch (call->path) {
       case kLltmPacked:
         return backward_packed(*call);
+      case kLltmPersistent:
+        return lltm_persistent(*call);
       case kLltmFused:
         return backward_fused(*call);
       default:

@@ -1,5 +1,6 @@
 //! `csrc/lltm/sequence.h`.
 
+mod persistent;
 mod plan;
 
 pub use plan::Path;
@@ -69,6 +70,7 @@ impl Plan {
             Plan::PerStep => [0, 1, 1],
             Plan::Packed { row_groups, column_groups } => [1, narrow(row_groups), narrow(column_groups)],
             Plan::Fused { .. } => [2, 1, 1],
+            Plan::Persistent { cluster } => [3, 1, narrow(cluster)],
         }
     }
 

@@ -34,12 +34,14 @@ const OP: &str = "lltm";
 /// bias must have, and of which the outputs are; c must not be of a wider one. Under autocast the products
 /// run in autocast's kind, and the outputs have it promoted with c's; a c of kind `Double` then needs a product of that kind.
 /// Of the half kinds, sums and gates are computed in `Float` and never rounded between a product and what follows; c
-/// and h are rounded at each step on CUDA, on the CPU only when they are returned.
+/// and h are rounded at each step on CUDA (c not where all steps are one kernel), on the CPU only when they are returned.
 ///
 /// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic: the same bits each time. The
 /// product with the input is made for all steps at once; where a step is small it then costs one kernel, with its product in
 /// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Small steps of
-/// few features multiply the input, too. On the CPU the weights are packed once, and libtorch's threads
+/// few features multiply the input, too. On a GPU of compute capability 9.0 all steps are one kernel that keeps the
+/// weights on the chip, where that is faster: at least eight steps, of half kinds with H up to 768, of others up to 128, and
+/// so few rows that they are done in two or three turns. On the CPU the weights are packed once, and libtorch's threads
 /// stay together for the whole sequence. One or two steps are a loop of [`lltm_cell`](super::lltm_cell), but for half
 /// kinds where that rounds more.
 ///
@@ -274,7 +276,7 @@ impl Lltm {
         weight: &Tensor,
         state: &Tensor,
     ) -> Result<kernels::Plan> {
-        let (kinds, chip) = ((weight.f_kind()?, state.f_kind()?), kernels::Chip::of(state.device()));
+        let (kinds, chip) = ((weight.f_kind()?, state.f_kind()?), kernels::Chip::of(state.device())?);
         Ok(kernels::Plan::new(self.path, direction, sizes, kinds, chip))
     }
 }

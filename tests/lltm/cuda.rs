@@ -70,7 +70,10 @@ fn cuda_every_path_agrees_with_the_reference() {
     }
     for kind in [Kind::Float, Kind::Double] {
         assert_agrees_with_the_exact(&whole, ENOUGH_STEPS, kind, device);
-        FEW_STEPS.iter().for_each(|&sizes| assert_agrees_with_the_exact(&per_step, sizes, kind, device));
+        for sizes in FEW_STEPS {
+            assert_agrees_with_the_exact(&per_step, sizes, kind, device);
+            assert_agrees_with_the_exact(&persistent, sizes, kind, device);
+        }
     }
 }
 
@@ -79,7 +82,10 @@ fn cuda_half_kinds_by_products_agree_with_the_reference() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_by_products_agree_with_the_reference") else { return };
     for kind in [Kind::Half, Kind::BFloat16] {
         assert_agrees_with_the_exact(&whole, ENOUGH_STEPS, kind, device);
-        FEW_STEPS.iter().for_each(|&sizes| assert_agrees_with_the_exact(&per_step, sizes, kind, device));
+        for sizes in FEW_STEPS {
+            assert_agrees_with_the_exact(&per_step, sizes, kind, device);
+            assert_agrees_with_the_exact(&persistent, sizes, kind, device);
+        }
     }
 }
 
@@ -93,15 +99,17 @@ fn cuda_a_small_step_is_one_kernel_of_the_graph() {
     for kind in KINDS {
         let kernels = |steps| {
             let inputs = leaves(&one([steps, 16, 32, 128], kind, device).inputs);
-            let expected = fused(&inputs).expect("outputs");
-            let (graph, outputs) = captured(device, || fused(&inputs));
+            let expected = whole(&inputs).expect("outputs");
+            let (graph, outputs) = captured(device, || whole(&inputs));
             graph.replay().expect("a replay");
             for (output, expected) in outputs.iter().zip(&expected) {
                 assert!(output.equal(expected), "{kind:?}");
             }
             graph.kernels()
         };
-        assert_eq!(kernels(24) - kernels(9), 24 - 9, "{kind:?}");
+        // The product with the input, of all steps at once, may be cut into more parts when it is larger.
+        let (more, once) = (kernels(24) - kernels(9), 2);
+        assert!((24 - 9..=24 - 9 + once).contains(&more), "{kind:?}: {more}");
     }
 }
 

@@ -8,6 +8,7 @@ mod gradients;
 mod kinds;
 mod layer;
 mod numerics;
+mod persistent;
 mod random;
 mod second_derivatives;
 #[path = "../support/mod.rs"]
@@ -115,6 +116,11 @@ fn fused(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 
 fn per_step(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::PerStep, x, w, b, state), arguments)
+}
+
+/// One kernel for all steps, on a GPU that can; elsewhere as users get it.
+fn persistent(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+    call(|x, w, b, state| f_lltm_by(LltmPath::Persistent, x, w, b, state), arguments)
 }
 
 /// One kernel a step on CUDA, and packed weights on the CPU, however few the steps are.

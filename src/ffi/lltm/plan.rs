@@ -1,5 +1,7 @@
 //! Which way a sequence takes.
 
+use super::persistent::{Clusters, Kernel};
+use crate::Result;
 use crate::ffi::lltm_cell_fused as cell;
 use tch::{Device, Kind};
 
@@ -18,9 +20,24 @@ pub enum Path {
     Fused,
     /// On the CPU: weights packed once, and threads that stay together for all steps.
     Packed,
+    /// On CUDA: one kernel for all steps, whose blocks keep the weights on chip.
+    Persistent,
 }
 
 impl Path {
+    /// Whether a device has kernels for it.
+    ///
+    /// # Errors
+    /// When CUDA fails.
+    pub fn is_on(self, device: Device) -> Result<bool> {
+        Ok(match self {
+            Path::Persistent => Clusters::of(device)?.are_there(),
+            Path::Packed => device == Device::Cpu,
+            Path::Fused => device.is_cuda(),
+            Path::Automatic | Path::Cells | Path::PerStep => true,
+        })
+    }
+
     /// Whether this is a loop of the cell, of tensors of one kind: with few steps, what a sequence costs once is more than
     /// it saves. Not where the cell would round sums that a sequence does not: half kinds in more than one kernel.
     pub(crate) fn calls_the_cell(self, sizes: Sizes, kind: Kind, device: Device) -> bool {
@@ -60,15 +77,15 @@ pub(crate) struct Sizes {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Chip {
     Cpu { threads: i64 },
-    Cuda { device: usize },
+    Cuda { device: usize, clusters: Clusters },
 }
 
 impl Chip {
-    pub fn of(device: Device) -> Chip {
-        match device {
-            Device::Cuda(device) => Chip::Cuda { device },
+    pub fn of(device: Device) -> Result<Chip> {
+        Ok(match device {
+            Device::Cuda(index) => Chip::Cuda { device: index, clusters: Clusters::of(device)? },
             _ => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
-        }
+        })
     }
 }
 
@@ -85,6 +102,10 @@ pub(crate) enum Plan {
         row_groups: i64,
         column_groups: i64,
     },
+    /// How many blocks share a group of rows.
+    Persistent {
+        cluster: i64,
+    },
 }
 
 impl Plan {
@@ -94,13 +115,20 @@ impl Plan {
         match (path, chip) {
             (Path::PerStep, _) => Plan::PerStep,
             (_, Chip::Cpu { threads }) => Plan::packed(sizes, kinds.1, threads),
-            (_, Chip::Cuda { device }) => Plan::on_cuda(path, direction, sizes, kinds, device),
+            (_, Chip::Cuda { device, clusters }) => Plan::persistent(path, sizes, kinds.0, clusters)
+                .unwrap_or_else(|| Plan::step_by_step(path, direction, sizes, kinds, device)),
         }
+    }
+
+    fn persistent(path: Path, sizes: Sizes, product: Kind, clusters: Clusters) -> Option<Plan> {
+        let kernel = Kernel::new(sizes, product, clusters)?;
+        let wanted = path == Path::Persistent || (path == Path::Automatic && kernel.is_faster(sizes));
+        wanted.then_some(Plan::Persistent { cluster: kernel.cluster })
     }
 
     /// One kernel a step costs the host half of what a product and a kernel do, and where the host is what all wait for,
     /// that is all that counts. Beyond the sizes at which it is so, the product is better left to libtorch.
-    fn on_cuda(
+    fn step_by_step(
         path: Path,
         direction: Direction,
         sizes: Sizes,
@@ -196,19 +224,19 @@ mod tests {
         let cpu = Chip::Cpu { threads: 4 };
         assert_eq!(plan(Path::PerStep, cpu), Plan::PerStep);
         assert_eq!(plan(Path::Packed, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
-        for path in [Path::Automatic, Path::Cells, Path::Fused] {
+        for path in [Path::Automatic, Path::Cells, Path::Fused, Path::Persistent] {
             assert_eq!(plan(path, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
         }
-        let gpu = Chip::Cuda { device: 0 };
+        let gpu = Chip::Cuda { device: 0, clusters: Clusters::default() };
         assert_eq!(plan(Path::PerStep, gpu), Plan::PerStep);
-        for path in [Path::Automatic, Path::Fused, Path::Packed] {
+        for path in [Path::Automatic, Path::Fused, Path::Packed, Path::Persistent] {
             assert_eq!(plan(path, gpu), Plan::Fused { input_at_once: false });
         }
     }
 
     #[test]
     fn on_cuda_small_steps_are_one_kernel() {
-        let gpu = Chip::Cuda { device: 0 };
+        let gpu = Chip::Cuda { device: 0, clusters: Clusters::default() };
         let plan = |path, direction, steps, [batch, features, hidden]: [i64; 3], kinds| {
             Plan::new(path, direction, Sizes { steps, batch, features, hidden }, kinds, gpu)
         };

@@ -1,0 +1,81 @@
+// From tensors to what the persistent kernels take.
+
+#include <ATen/ATen.h>
+
+#include "persistent_call.h"
+
+#ifdef TCH_EXTENSION_CUDA
+#include "persistent.h"
+#include "tch_extension/launch.h"
+
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_forward_cuda(
+    const LltmPersistentForward*, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cuda(
+    const LltmPersistentBackward*, cudaStream_t);
+#endif
+
+namespace tch_extension {
+
+#ifdef TCH_EXTENSION_CUDA
+
+namespace {
+
+int32_t kind_of(const at::Tensor& tensor) { return static_cast<int32_t>(tensor.scalar_type()); }
+
+void* address(const at::Tensor* tensor) { return tensor == nullptr ? nullptr : tensor->data_ptr(); }
+
+void check(const LaunchStatus& status) {
+  TORCH_CHECK(status.error == nullptr, "kernel ", status.kernel, ": ", status.error);
+}
+
+}  // namespace
+
+void lltm_persistent(const LltmForward& call) {
+  LltmPersistentForward params{};
+  params.steps = call.output->size(0);
+  params.batch = call.output->size(1);
+  params.hidden = call.output->size(2);
+  params.weight_stride = call.weight->stride(0);
+  params.c_stride = call.c->size(0) == params.steps ? params.batch * params.hidden : 0;
+  params.kind = kind_of(*call.output);
+  params.product_kind = kind_of(*call.h0);
+  params.cluster = call.column_groups;
+  params.weight = address(call.weight);
+  params.input_gates = address(call.gates);
+  params.bias = address(call.bias);
+  params.h0 = address(call.h0);
+  params.c0 = address(call.c0);
+  params.output = address(call.output);
+  params.c = address(call.c);
+  params.activations = address(call.activations);
+  check(tch_extension_lltm_persistent_forward_cuda(&params, static_cast<cudaStream_t>(call.stream)));
+}
+
+void lltm_persistent(const LltmBackward& call) {
+  LltmPersistentBackward params{};
+  params.steps = call.c->size(0);
+  params.batch = call.c->size(1);
+  params.hidden = call.c->size(2);
+  params.weight_stride = call.weight->stride(0);
+  params.kind = kind_of(*call.c);
+  params.product_kind = kind_of(*call.weight);
+  params.cluster = call.column_groups;
+  params.needs_grad_h0 = call.needs_grad_h0;
+  params.weight = address(call.weight);
+  params.grad_output = address(call.grad_output);
+  params.activations = address(call.activations);
+  params.c = address(call.c);
+  params.grad_h = address(call.grad_h);
+  params.grad_c = address(call.grad_c);
+  params.grad_gates = address(call.grad_gates);
+  check(tch_extension_lltm_persistent_backward_cuda(&params, static_cast<cudaStream_t>(call.stream)));
+}
+
+#else
+
+void lltm_persistent(const LltmForward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
+void lltm_persistent(const LltmBackward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
+
+#endif
+
+}  // namespace tch_extension

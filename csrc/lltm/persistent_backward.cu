@@ -1,0 +1,368 @@
+// The backward in one kernel; persistent.h says how blocks share it. A block has the gradients for the gates
+// of its own columns only: it multiplies them with W_h for all columns, and sends each block its part of that
+// block's sums.
+
+#include "persistent_launch.h"
+
+namespace tch_extension {
+namespace {
+
+// W_hᵀ of a warp, as tensor cores take it: kSums tiles of columns of h, and kTerms tiles of the block's
+// gates. In registers, but for the last kShared terms, for which there are none left: in shared memory,
+// [warp, sum, term, lane].
+template <typename T, int kSums, int kTerms, int kShared>
+struct TensorCoresBack {
+  using Element = T;
+  using Gates = float;
+  static constexpr int kTiles = kTerms / kGates;
+  static constexpr int kMostThreads = kTiles * kSplits * kWarp;
+  // Sums that are made at a time.
+  enum : int { kTilesOfSums = kSums, kAtATime = kSums < 2 ? kSums : 2 };
+
+  static int weight_bytes(int, int) {
+    return kMostThreads * kSums * kShared * static_cast<int>(sizeof(uint4));
+  }
+
+  __device__ void load(const LltmPersistentBackward& params, const Place& place, int, int, void* memory) {
+    const T* weight = static_cast<const T*>(params.weight);
+    const int hidden = static_cast<int>(params.hidden);
+    const int first = static_cast<int>(place.rank) * kTiles * kTile;
+    shared = static_cast<uint4*>(memory) + place.warp() * (kSums * kShared * kWarp) + place.lane;
+    auto at = [&](int64_t of, bool valid) { return valid ? bits_of(weight[of]) : 0u; };
+#pragma unroll
+    for (int sum = 0; sum < kSums; ++sum) {
+#pragma unroll
+      for (int term = 0; term < kTerms; ++term) {
+        uint32_t parts[4];
+#pragma unroll
+        for (int part = 0; part < 4; ++part) {
+          // A part is of two gates: of neighbouring columns.
+          const int to = (place.warp() * kSums + sum) * kTile + place.lane / 4 + part % 2 * 8;
+          const int column = first + term % kTiles * kTile + place.lane % 4 * 2 + part / 2 * 8;
+          const int64_t of =
+              (static_cast<int64_t>(term / kTiles) * hidden + column) * params.weight_stride + to;
+          parts[part] = at(of, column < hidden && to < hidden) |
+                        at(of + params.weight_stride, column + 1 < hidden && to < hidden) << 16;
+        }
+        if (term < kTerms - kShared) {
+#pragma unroll
+          for (int part = 0; part < 4; ++part) weights[sum][term][part] = parts[part];
+        } else {
+          shared[(sum * kShared + term - (kTerms - kShared)) * kWarp] =
+              make_uint4(parts[0], parts[1], parts[2], parts[3]);
+        }
+        few_at_a_time();
+      }
+    }
+  }
+
+  // Of the kAtATime sums from `first`.
+  template <int kFirst>
+  __device__ __forceinline__ void multiply(float (&sums)[kAtATime][4], const unsigned char* gates, int stride,
+                                           const Place& place) const {
+    const uint32_t address = shared_address(gates) + place.lane % 8 * stride + place.lane / 8 * 16;
+#pragma unroll
+    for (int term = 0; term < kTerms; term += 2) {
+      uint32_t b[4];
+      // Behind an odd last tile lies the row's padding, or the next row: read, but not used.
+      load_matrices(b, address + term * (kTile * 2));
+#pragma unroll
+      for (int half = 0; half < 2 && term + half < kTerms; ++half) {
+#pragma unroll
+        for (int sum = 0; sum < kAtATime; ++sum) {
+          if (term + half < kTerms - kShared) {
+            multiply_add<T>(sums[sum], weights[kFirst + sum][term + half], b[2 * half], b[2 * half + 1]);
+          } else {
+            const uint4 a = shared[((kFirst + sum) * kShared + term + half - (kTerms - kShared)) * kWarp];
+            const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
+            multiply_add<T>(sums[sum], parts, b[2 * half], b[2 * half + 1]);
+          }
+        }
+      }
+    }
+  }
+
+  uint32_t weights[kSums][kTerms - kShared][4];
+  uint4* shared;
+};
+
+// W_h of the block's gates in shared memory, [3 · columns, H'].
+template <typename T, int kSums>
+struct PlainProductBack {
+  using Element = T;
+  using Gates = T;
+  enum : int { kTilesOfSums = kSums, kAtATime = kSums };
+  static constexpr int kMostThreads = 128;
+
+  static __host__ __device__ int row(int padded) { return padded + 16 / static_cast<int>(sizeof(T)); }
+  static int weight_bytes(int columns, int padded) {
+    return kGates * columns * row(padded) * static_cast<int>(sizeof(T));
+  }
+
+  __device__ void load(const LltmPersistentBackward& params, const Place& place, int own, int all,
+                       void* memory) {
+    const int hidden = static_cast<int>(params.hidden);
+    terms = kGates * own;
+    padded = all;
+    weights = static_cast<T*>(memory);
+    const T* from = static_cast<const T*>(params.weight);
+    for (int at = threadIdx.x; at < terms * padded; at += blockDim.x) {
+      const int to = at % padded, k = at / padded, column = static_cast<int>(place.rank) * own + k % own;
+      const bool valid = to < hidden && column < hidden;
+      weights[k * row(padded) + to] =
+          valid ? from[(static_cast<int64_t>(k / own) * hidden + column) * params.weight_stride + to] : T(0);
+    }
+  }
+
+  template <int>
+  __device__ __forceinline__ void multiply(T (&sums)[kSums][4], const unsigned char* gates, int stride,
+                                           const Place& place) const {
+    using Vector = tch_extension::Vector<T, kLanesOf16Bytes<T>>;
+    const T* g0 = reinterpret_cast<const T*>(gates + place.lane % 4 * 2 * stride);
+    const T* g1 = reinterpret_cast<const T*>(gates + (place.lane % 4 * 2 + 1) * stride);
+    const T* w = weights + place.warp() * kSums * kTile + place.lane / 4;
+    for (int k = 0; k < terms; k += kLanesOf16Bytes<T>) {
+      const Vector left = *reinterpret_cast<const Vector*>(g0 + k);
+      const Vector right = *reinterpret_cast<const Vector*>(g1 + k);
+#pragma unroll
+      for (int term = 0; term < kLanesOf16Bytes<T>; ++term) {
+#pragma unroll
+        for (int sum = 0; sum < kSums; ++sum) {
+          const T* from = w + (k + term) * row(padded) + sum * kTile;
+          const T upper = from[0], lower = from[8];
+          sums[sum][0] += upper * left.lane[term];
+          sums[sum][1] += upper * right.lane[term];
+          sums[sum][2] += lower * left.lane[term];
+          sums[sum][3] += lower * right.lane[term];
+        }
+      }
+    }
+  }
+
+  T* weights;
+  int terms, padded;
+};
+
+// Shared memory: parts of sums from all blocks, for two steps; gradients for the gates of two steps, [2,
+// kRows, 3 · columns]; weights.
+template <typename Product>
+struct LayoutBack {
+  using G = typename Product::Gates;
+  static constexpr int kArrivals = 16;
+
+  __host__ __device__ LayoutBack(int threads, int cluster) {
+    columns = threads / (kWarp * kSplits) * kTile;
+    padded = columns * cluster;
+    part_bytes = columns / kTile * kWarp * 4 * static_cast<int>(sizeof(G));
+    stride = kGates * columns * static_cast<int>(sizeof(typename Product::Element)) + 16;
+    gates = kArrivals + 2 * cluster * part_bytes;
+    // 16 bytes behind the last row for what is read beside an odd tile.
+    weights = gates + 2 * kRows * stride + 16;
+  }
+  int columns, padded, part_bytes, stride, gates, weights;
+};
+
+template <typename G>
+__device__ __forceinline__ void send_four(uint32_t to, uint32_t barrier, const G (&of)[4]) {
+  if constexpr (sizeof(G) == 4) {
+    send(to, barrier,
+         make_uint4(__float_as_uint(of[0]), __float_as_uint(of[1]), __float_as_uint(of[2]),
+                    __float_as_uint(of[3])));
+  } else {
+#pragma unroll
+    for (int at = 0; at < 4; ++at) send(to + at * 8, barrier, of[at]);
+  }
+}
+
+// A step's saved values of a lane, as they are in memory.
+template <typename S>
+struct Saved {
+  S grad_output, i, o, g, c;
+};
+
+// S is the state's type. Indices are 32 bits wide, as in the forward.
+template <typename S, typename Product>
+__global__ void __launch_bounds__(Product::kMostThreads)
+    lltm_persistent_backward(const LltmPersistentBackward params) {
+#if __CUDA_ARCH__ >= 900
+  using std::tanh;
+  using T = typename Product::Element;
+  using G = typename Product::Gates;
+  extern __shared__ __align__(128) unsigned char shared[];
+  const LayoutBack<Product> layout(blockDim.x, params.cluster);
+  const Place place(params.cluster);
+  const uint32_t hidden = static_cast<uint32_t>(params.hidden);
+  const int steps = static_cast<int>(params.steps);
+  unsigned char* parts = shared + LayoutBack<Product>::kArrivals;
+  const uint32_t arrivals = shared_address(shared);
+  const uint32_t bytes_of_parts = place.cluster * layout.part_bytes;
+
+  // A lane has one column of one row, as in the forward.
+  const int row = place.lane % 4 * 2 + place.split % 2;
+  const int of_tile = place.lane / 4 + place.split / 2 * 8;
+  const int column = place.first_column + of_tile;
+  const uint32_t batch_row = blockIdx.x / params.cluster * kRows + row;
+  const uint32_t batch = static_cast<uint32_t>(params.batch);
+  const bool valid = batch_row < batch && column < hidden;
+  const uint32_t step_size = batch * hidden;
+  const uint32_t first = batch_row * hidden + column;
+  uint32_t at_gate = first + 2 * batch_row * hidden + (steps - 1) * kGates * step_size;
+  uint32_t next = first + (steps - 1) * step_size, next_gate = at_gate;
+
+  Saved<S> saved = {};
+  auto load = [&] {
+    const S* activations = static_cast<const S*>(params.activations);
+    if (params.grad_output != nullptr) saved.grad_output = static_cast<const S*>(params.grad_output)[next];
+    saved.i = activations[next_gate];
+    saved.o = activations[next_gate + hidden];
+    saved.g = activations[next_gate + 2 * hidden];
+    saved.c = static_cast<const S*>(params.c)[next];
+    next -= step_size;
+    next_gate -= kGates * step_size;
+  };
+  if (valid) load();
+
+  if (threadIdx.x == 0) {
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      init_arrival(arrivals + 8 * buffer);
+      announce(arrivals + 8 * buffer, bytes_of_parts);
+    }
+    publish_arrivals();
+  }
+  G grad_h = valid ? static_cast<const G*>(params.grad_h)[first] : G(0);
+  G grad_c = valid ? static_cast<const G*>(params.grad_c)[first] : G(0);
+  Product product;
+  product.load(params, place, layout.columns, layout.padded, shared + layout.weights);
+  __syncthreads();
+  cluster_barrier();
+
+  // Where this lane's part of a sum is among a block's; the sender turned each four, so that the same one of
+  // all lanes lies in different banks.
+  const G* own_parts = reinterpret_cast<const G*>(parts) + (place.tile * kWarp + place.lane) * 4 +
+                       (place.split + place.lane / 8) % 4;
+  auto sum_of_parts = [&](int count) {
+    const int buffer = count % 2;
+    wait_for_arrival(arrivals + 8 * buffer, count / 2 % 2);
+    // For the sum after the next: nobody sends for it before this block has sent for the next.
+    if (threadIdx.x == 0) announce(arrivals + 8 * buffer, bytes_of_parts);
+    const int step = layout.part_bytes / static_cast<int>(sizeof(G));
+    const G* from = own_parts + buffer * place.cluster * step;
+    // Clusters are of four blocks or a multiple.
+    G sum = 0;
+    for (uint32_t block = 0; block < place.cluster; block += 4, from += 4 * step) {
+      sum += (from[0] + from[step]) + (from[2 * step] + from[3 * step]);
+    }
+    return sum;
+  };
+
+  T* own_gates =
+      reinterpret_cast<T*>(shared + layout.gates + row * layout.stride) + place.tile * kTile + of_tile;
+  const int tiles = layout.columns / kTile;
+  for (int done = 0; done < steps; ++done) {
+    const G tanh_c = tanh(static_cast<G>(saved.c));
+    const G i = static_cast<G>(saved.i), o = static_cast<G>(saved.o), g = static_cast<G>(saved.g);
+    const G from_output = static_cast<G>(saved.grad_output);
+    const G of_c = o * tanh_grad(tanh_c);
+    const G of_o = tanh_c * sigmoid_grad(o);
+    const G of_i = Activation<T, G>::of_candidate(g) * sigmoid_grad(i);
+    const G of_g = i * Activation<T, G>::candidate_grad(g);
+    // The next step's: they come while this one waits and multiplies.
+    if (valid && done + 1 < steps) load();
+
+    if (done > 0) grad_h = sum_of_parts(done - 1);
+    grad_h += from_output;
+    grad_c += grad_h * of_c;
+    // Of padding all of this is zero.
+    const T grads[kGates] = {static_cast<T>(grad_c * of_i), static_cast<T>(grad_h * of_o),
+                             static_cast<T>(grad_c * of_g)};
+    const int buffer = done % 2;
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      own_gates[buffer * kRows * (layout.stride / static_cast<int>(sizeof(T))) + gate * layout.columns] =
+          grads[gate];
+    }
+    __syncthreads();
+    if (done + 1 < steps || params.needs_grad_h0) {
+      const unsigned char* gates = shared + layout.gates + buffer * kRows * layout.stride;
+      const uint32_t to = shared_address(parts) + (buffer * place.cluster + place.rank) * layout.part_bytes +
+                          place.lane * 4 * static_cast<int>(sizeof(G));
+      // The first are on their way while the others are made.
+      auto send_sums = [&](auto first) {
+        G sums[Product::kAtATime][4] = {};
+        product.template multiply<first()>(sums, gates, layout.stride, place);
+#pragma unroll
+        for (int sum = 0; sum < Product::kAtATime; ++sum) {
+          const int tile = place.warp() * Product::kTilesOfSums + first() + sum;
+          // Turned by lane / 8: of index i, the sum i - lane / 8.
+          G four[4];
+#pragma unroll
+          for (int at = 0; at < 4; ++at) four[at] = place.lane & 8 ? sums[sum][(at + 3) % 4] : sums[sum][at];
+          const G turned[4] = {place.lane & 16 ? four[2] : four[0], place.lane & 16 ? four[3] : four[1],
+                               place.lane & 16 ? four[0] : four[2], place.lane & 16 ? four[1] : four[3]};
+          send_four(in_block(to + tile % tiles * kWarp * 4 * static_cast<int>(sizeof(G)), tile / tiles),
+                    in_block(arrivals + 8 * buffer, tile / tiles), turned);
+        }
+      };
+      send_sums(std::integral_constant<int, 0>{});
+      if constexpr (Product::kAtATime < Product::kTilesOfSums) send_sums(std::integral_constant<int, 2>{});
+    }
+    if (valid) {
+      T* to = static_cast<T*>(params.grad_gates);
+      to[at_gate] = grads[0];
+      to[at_gate + hidden] = grads[1];
+      to[at_gate + 2 * hidden] = grads[2];
+      at_gate -= kGates * step_size;
+    }
+  }
+  if (params.needs_grad_h0) {
+    const G sum = sum_of_parts(steps - 1);
+    if (valid) static_cast<G*>(params.grad_h)[first] = sum;
+  }
+  if (valid) static_cast<G*>(params.grad_c)[first] = grad_c;
+#endif
+}
+
+template <typename S, typename Product>
+const char* start(const LltmPersistentBackward& params, int threads, cudaStream_t stream) {
+  const LayoutBack<Product> layout(threads, params.cluster);
+  const int bytes = layout.weights + Product::weight_bytes(layout.columns, layout.padded);
+  return start_clusters(lltm_persistent_backward<S, Product>, params, threads, bytes, stream);
+}
+
+struct Backward {
+  template <typename S, typename T>
+  const char* run() const {
+    const int padded = padded_size(params.hidden, params.cluster),
+              threads = threads_of(padded, params.cluster);
+    if constexpr (sizeof(T) > 2) {
+      return padded == 128 ? start<S, PlainProductBack<T, 2>>(params, threads, stream) : kNoKernel;
+    } else {
+      switch (padded) {
+        case 128:
+          return start<S, TensorCoresBack<T, 2, 3, 0>>(params, threads, stream);
+        case 256:
+          return start<S, TensorCoresBack<T, 2, 6, 0>>(params, threads, stream);
+        case 512:
+          return params.cluster == 8 ? start<S, TensorCoresBack<T, 2, 12, 2>>(params, threads, stream)
+                                     : start<S, TensorCoresBack<T, 4, 6, 0>>(params, threads, stream);
+        case 768:
+          return start<S, TensorCoresBack<T, 4, 9, 1>>(params, threads, stream);
+        default:
+          return kNoKernel;
+      }
+    }
+  }
+
+  const LltmPersistentBackward& params;
+  cudaStream_t stream;
+};
+
+}  // namespace
+}  // namespace tch_extension
+
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cuda(
+    const LltmPersistentBackward* params, cudaStream_t stream) {
+  using namespace tch_extension;
+  return {"lltm_persistent_backward",
+          for_kinds(params->kind, params->product_kind, Backward{*params, stream})};
+}

@@ -1,0 +1,80 @@
+// Starting a persistent kernel, and which of them is made for a size.
+#pragma once
+
+#include "persistent_device.h"
+
+namespace tch_extension {
+namespace {
+
+// H' for a hidden size and a number of blocks: what a kernel is compiled for. 0 if there is none.
+inline int padded_size(int64_t hidden, int32_t cluster) {
+  if (cluster == 8 && hidden <= 128) return 128;
+  if (cluster == 8 && hidden <= 256) return 256;
+  if ((cluster == 8 || cluster == 16) && hidden > 256 && hidden <= 512) return 512;
+  return cluster == 16 && hidden > 512 && hidden <= 768 ? 768 : 0;
+}
+
+inline int threads_of(int padded, int32_t cluster) { return padded / cluster / kTile * kSplits * kWarp; }
+
+struct ClusterLaunch {
+  ClusterLaunch(int threads, int bytes, int32_t cluster, int64_t batch, cudaStream_t stream) {
+    const int64_t groups = (batch + kRows - 1) / kRows;
+    config.gridDim = dim3(static_cast<unsigned int>(groups * cluster));
+    config.blockDim = dim3(static_cast<unsigned int>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(bytes);
+    config.stream = stream;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned int>(cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;
+  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
+
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attribute = {};
+};
+
+template <typename Kernel>
+cudaError_t allow(Kernel kernel, int bytes, int32_t cluster) {
+  const auto function = reinterpret_cast<const void*>(kernel);
+  cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  // More than 8 blocks is more than every GPU has.
+  if (error == cudaSuccess && cluster > 8) {
+    error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  return error;
+}
+
+template <typename Kernel, typename Params>
+const char* start_clusters(Kernel kernel, const Params& params, int threads, int bytes, cudaStream_t stream) {
+  cudaError_t error = allow(kernel, bytes, params.cluster);
+  if (error != cudaSuccess) return cudaGetErrorString(error);
+  const ClusterLaunch launch(threads, bytes, params.cluster, params.batch, stream);
+  error = cudaLaunchKernelEx(&launch.config, kernel, params);
+  const LaunchStatus status = launch_status("");
+  return error == cudaSuccess ? status.error : cudaGetErrorString(error);
+}
+
+// Calls body.run<S, T>() for the kinds of state and product that there are.
+template <typename Body>
+const char* for_kinds(int32_t state, int32_t product, const Body& body) {
+  const char* error = "internal error: no persistent kernel for these kinds";
+  const bool both = state == product;
+  if (!both && state != kTchExtensionFloat) return error;
+  for_kind(product, [&](auto type) {
+    using T = typename decltype(type)::type;
+    if (both) {
+      error = body.template run<T, T>();
+    } else if constexpr (sizeof(T) == 2) {
+      error = body.template run<float, T>();
+    }
+  });
+  return error;
+}
+
+constexpr const char* kNoKernel = "internal error: no persistent kernel for this plan";
+
+}  // namespace
+}  // namespace tch_extension
