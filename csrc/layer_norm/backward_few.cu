@@ -82,14 +82,21 @@ __device__ __forceinline__ void do_rows(const LayerNormBackward& params, int64_t
 
   Words x[kVectors], dy[kVectors];
   const int64_t elements = params.rows * params.columns;
-  auto load = [&](const void* array, Words(&to)[kVectors]) {
-    const T* values = static_cast<const T*>(array);
-    load_shifted<T>(values + at, values + elements, columns, group, to);
-  };
-  load(params.input, x);
-  load(params.grad_output, dy);
+  using Row = ShiftedRow<T, kVectors>;
+  const T* input = static_cast<const T*>(params.input);
+  const T* grad_output = static_cast<const T*>(params.grad_output);
+  Row x_row(input + at, input + elements, columns, group);
+  Row dy_row(grad_output + at, grad_output + elements, columns, group);
   const Parameter<T> weight(params.weight, all);
-  Words stored_weight = weight.load(int64_t{group.index(0)} * kLanes);
+  const int64_t first_column = int64_t{group.index(0)} * kLanes;
+  x_row.load_whole(group, x);
+  dy_row.load_whole(group, dy);
+  Words stored_weight = weight.load_whole(first_column);
+  x_row.load_rest(group, x);
+  dy_row.load_rest(group, dy);
+  weight.load_rest(first_column, stored_weight);
+  x_row.shift(group, x);
+  dy_row.shift(group, dy);
   const Pair<C> moments = is_row ? kept_moments<C>(params, row) : Pair<C>{C(0), C(0)};
 
   Values<T, kLanes> normal[kVectors], grad[kVectors];
@@ -148,7 +155,8 @@ bool fits(const LayerNormBackward& params) {
   return plan.threads == kMostThreads && all * kLanes <= int64_t{plan.team} * kBackwardValues<T>;
 }
 
-// Few enough for all rows to be under way at a time; more where the blocks would have to take turns on an H200.
+// Few enough for all rows to be under way at a time; more where the blocks would have to take turns on an
+// H200.
 int columns_of_block(const LayerNormBackward& params, unsigned int row_blocks) {
   constexpr int kLeast = 16, kMost = 64, kRowsOfThread = 8, kProcessors = 132;
   int columns = kLeast;

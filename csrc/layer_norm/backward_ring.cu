@@ -79,13 +79,11 @@ __host__ __device__ constexpr int vectors_of_row(int threads, int team) {
 // to be copied.
 template <typename T>
 struct Source {
-  const char* array;  // from the multiple of 16 bytes below on
-  const char* from;   // the group's first column in row 0
+  const char* from;  // the group's first column in row 0
   int64_t row_bytes;
 
   __device__ __forceinline__ Source(const void* pointer, int64_t columns, int64_t column)
-      : array(static_cast<const char*>(pointer) - bytes_behind_16(pointer)),
-        from(reinterpret_cast<const char*>(static_cast<const T*>(pointer) + column)),
+      : from(reinterpret_cast<const char*>(static_cast<const T*>(pointer) + column)),
         row_bytes(columns * static_cast<int64_t>(sizeof(T))) {}
   __device__ __forceinline__ const char* row(int64_t index) const { return from + index * row_bytes; }
   // How far behind a multiple of 16 bytes. Only the lowest bits count.
@@ -100,8 +98,11 @@ struct Source {
 template <typename T, bool kShifted, Team kTeam, bool kParameters>
 __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(LayerNormBackward params) {
   using C = Compute<T>;
-  constexpr int kLanes = kLanesOf16Bytes<T>, kBytes = 16;
-  constexpr int kVectors = kVectorsOfThread<T>;
+  // Shifted values of 4 bytes or more are read from the ring one by one: neighbours by neighbours, so that no
+  // bank is asked twice, and nothing has to be shifted.
+  constexpr bool kSingles = kShifted && sizeof(T) >= 4;
+  constexpr int kLanes = kSingles ? 1 : kLanesOf16Bytes<T>, kBytes = 16;
+  constexpr int kCopies = kVectorsOfThread<T>, kVectors = kBackwardValues<T> / kLanes;
   extern __shared__ __align__(16) unsigned char ring[];
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp * (kTeam == Team::kCluster ? kMostInCluster : 1)];
   let_the_next_kernel_start();
@@ -112,9 +113,15 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
   const int thread = thread_of_team(team);
   const Share share = share_of_block<T, kTeam>(params);
   const Group group(team, share.vectors);
-  auto index = [&](int v) { return kShifted ? group.index(v) : v * team + thread; };
-  // Whether there is such a vector of the thread's, and how many of its columns.
-  auto is_there = [&](int v) { return (!kShifted || v < group.vectors) && index(v) < share.vectors; };
+  const int first = kSingles ? group.first * kLanesOf16Bytes<T> : group.first;
+  auto index = [&](int v) { return kShifted ? first + v * group.width + group.lane : v * team + thread; };
+  // How many vectors of the row the thread has, and how many columns of one.
+  const int mine_of_row = kShifted ? group.vectors * (kVectors / kCopies) : kVectors;
+  const int step_of_thread = kShifted ? group.width : team;
+  const int left_of_row = (kSingles ? share.columns : share.vectors) - index(0);
+  const int there = (left_of_row + step_of_thread - 1) >> (__ffs(step_of_thread) - 1);
+  const int count = kShifted && mine_of_row < there ? mine_of_row : there;
+  auto is_there = [&](int v) { return v < count; };
   auto columns_there = [&](int v) { return is_there(v) ? share.columns - index(v) * kLanes : 0; };
 
   // A thread's places in the ring: for each row a vector of x for each v, then those of dy.
@@ -124,21 +131,20 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
   unsigned char* mine = ring + threadIdx.x * kBytes;
   if constexpr (kShifted) {
     const int groups_before = threadIdx.x / group.width;
-    mine = ring + (groups_before * (kVectors * group.width + 1) + group.lane) * kBytes;
+    mine = ring + (groups_before * (kCopies * group.width + 1) + group.lane) * kBytes;
   }
 
   const int64_t first_row = share.start + team_of_block(team);
   const int64_t stride = share.step * params.columns;
   const int64_t begin = first_row * params.columns + share.column + thread * kLanes;
-  int64_t row_ahead = first_row;
   const T* x_ahead = static_cast<const T*>(params.input) + begin;
   const T* grad_ahead = static_cast<const T*>(params.grad_output) + begin;
-  const int64_t group_column = share.column + group.first * kLanes;
+  // Of the row, from the group's first column on; none, and an address that is one all the same.
+  const int group_bytes = share.columns * static_cast<int>(sizeof(T)) - group.first * kBytes;
+  const int64_t group_column = group_bytes > 0 ? share.column + group.first * kLanesOf16Bytes<T> : 0;
   const Source<T> x_source(params.input, params.columns, group_column);
   const Source<T> grad_source(params.grad_output, params.columns, group_column);
-  // Of the row, from the group's first column on.
-  const int group_bytes = (share.columns - group.first * kLanes) * static_cast<int>(sizeof(T));
-  auto copy_shifted = [&](const Source<T>& source, int at) {
+  auto copy_shifted = [&](const Source<T>& source, int64_t row_ahead, int at) {
     const bool is_row = row_ahead < params.rows;
     const int64_t row = is_row ? row_ahead : 0;
     const int shift = source.shift(row);
@@ -148,22 +154,22 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
       const int offset = (v * group.width + lane) * kBytes;
       const int left = bytes - offset;
       const int there = left < 0 ? 0 : left < kBytes ? left : kBytes;
-      start_copy(mine + at + v * next_vector + (lane - group.lane) * kBytes,
-                 there > 0 ? base + offset : source.array, there);
+      start_copy(mine + at + v * next_vector + (lane - group.lane) * kBytes, there > 0 ? base + offset : base,
+                 there);
     };
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
+    for (int v = 0; v < kCopies; ++v) {
       if (v < group.vectors) copy(v, group.lane);
     }
     // The vector behind, by the last lane.
     if (group.lane == group.width - 1) copy(group.vectors - 1, group.width);
   };
-  auto copy_next_row = [&](int at) {
+  auto copy_row = [&](int64_t row_ahead, int at) {
     if constexpr (kShifted) {
       // The others have read what was there.
       __syncwarp();
-      copy_shifted(x_source, at);
-      copy_shifted(grad_source, at + next_array);
+      copy_shifted(x_source, row_ahead, at);
+      copy_shifted(grad_source, row_ahead, at + next_array);
     } else {
       const bool is_row = row_ahead < params.rows;
 #pragma unroll
@@ -178,19 +184,23 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
       x_ahead += stride;
       grad_ahead += stride;
     }
-    row_ahead += share.step;
     end_of_copies_of_a_row();
   };
   auto read = [&](int v, int at, int shift) {
-    const unsigned char* place = mine + at + v * next_vector;
-    const Words words = load_words(place);
-    return unpack<T>(kShifted ? shifted<T>(words, load_words(place + kBytes), shift) : words);
+    if constexpr (kSingles) {
+      const int place = at + shift + (v * group.width + group.lane) * static_cast<int>(sizeof(T));
+      return Values<T, 1>{{*reinterpret_cast<const T*>(mine - group.lane * kBytes + place)}};
+    } else {
+      const unsigned char* place = mine + at + v * next_vector;
+      const Words words = load_words(place);
+      return unpack<T>(kShifted ? shifted<T>(words, load_words(place + kBytes), shift) : words);
+    }
   };
   auto moments_of = [&](int64_t row) {
     return row < params.rows ? kept_moments<C>(params, row) : Pair<C>{C(0), C(0)};
   };
 
-  for (int stage = 0; stage < stages - 1; ++stage) copy_next_row(stage * next_row);
+  for (int stage = 0; stage < stages - 1; ++stage) copy_row(first_row + stage * share.step, stage * next_row);
   Pair<C> next_moments = moments_of(first_row);
   const Parameter<T> shifted_weight(params.weight, params.columns);
   Values<T, kLanes> weight[kVectors];
@@ -203,20 +213,22 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
     }
     if (is_there(v)) {
       const int64_t column = share.column + int64_t{index(v)} * kLanes;
-      weight[v] = kShifted ? shifted_weight.values(shifted_weight.load(column), C(1))
-                           : load_or<T, kLanes>(params.weight, column, C(1));
+      if constexpr (kShifted && !kSingles) {
+        weight[v] = shifted_weight.values(shifted_weight.load(column), C(1));
+      } else {
+        weight[v] = load_or<T, kLanes>(params.weight, column, C(1));
+      }
     }
   }
 
   const C inverse = C(1) / static_cast<C>(params.columns);
-  T* to = static_cast<T*>(params.grad_input) + begin;
   int at = 0;
   // All threads of a cluster's blocks make as many steps: they meet in the sums.
-  for (int64_t first = share.start, row = first_row; first < params.rows; first += share.step) {
+  for (int64_t row = first_row; row - team_of_block(team) < params.rows; row += share.step) {
     const Pair<C> moments = next_moments;
     next_moments = moments_of(row + share.step);
     // Into the place of the row before, which has been read. Earlier, right behind the reading, is no faster.
-    copy_next_row(at == 0 ? end_of_ring - next_row : at - next_row);
+    copy_row(row + (stages - 1) * share.step, at == 0 ? end_of_ring - next_row : at - next_row);
     wait_for_all_but(stages - 1);
     if constexpr (kShifted) __syncwarp();
     const int x_shift = kShifted ? x_source.shift(row) : 0,
@@ -227,7 +239,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
     Pair<C> sum = {C(0), C(0)};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (kShifted && v >= group.vectors) break;
+      if (kShifted && v >= mine_of_row) break;
       normal[v] = read(v, at, x_shift);
       grad[v] = read(v, at + next_array, grad_shift);
       // Where no columns are, x̂ must be zero, too: a huge mean would make it infinite.
@@ -236,7 +248,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
       for (int lane = 0; lane < kLanes; ++lane) {
         normal[v].lane[lane] = (normal[v].lane[lane] - moments.first) * rstd;
       }
-      if (kShifted && columns_there(v) < kLanes) {
+      if (kShifted && !kSingles && columns_there(v) < kLanes) {
 #pragma unroll
         for (int lane = 0; lane < kLanes; ++lane) {
           if (lane >= columns_there(v)) normal[v].lane[lane] = C(0);
@@ -261,29 +273,27 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
     }
     const C mean_grad = sum.first * inverse, mean_product = sum.second * inverse;
     const bool is_asked_for = params.grad_input != nullptr && row < params.rows;
-    Words gradients[kVectors];
+    [[maybe_unused]] Words gradients[kVectors];
+    T* dx = static_cast<T*>(params.grad_input) + (is_asked_for ? row * params.columns + share.column : 0);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (kShifted && v >= group.vectors) break;
+      if (kShifted && v >= mine_of_row) break;
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) {
         grad[v].lane[lane] =
             moments.second * (grad[v].lane[lane] - mean_grad - normal[v].lane[lane] * mean_product);
       }
-      if constexpr (kShifted) {
+      if constexpr (kShifted && !kSingles) {
         gradients[v] = pack<T>(grad[v]);
       } else if (is_asked_for && is_there(v)) {
-        store_values<T, kLanes>(to, v * team * kLanes, grad[v]);
+        store_values<T, kLanes>(dx, static_cast<int64_t>(index(v)) * kLanes, grad[v]);
       }
     }
-    if constexpr (kShifted) {
+    if constexpr (kShifted && !kSingles) {
       if (params.grad_input != nullptr) {
-        T* dx = static_cast<T*>(params.grad_input) + (is_asked_for ? row * params.columns + share.column : 0);
         store_shifted<T>(dx, is_asked_for ? share.columns : 0, group, gradients);
       }
     }
-    row += share.step;
-    to += stride;
   }
 
   if constexpr (kParameters) {
@@ -294,7 +304,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
     auto write = [&](auto& of_thread, void* parts) {
       if (parts == nullptr) return;
       auto place = [&](int v) { return is_there(v) ? index(v) : INT32_MAX; };
-      write_block_part<kShifted>(of_thread, static_cast<C*>(parts) + from, share.columns, team, sums, place);
+      write_block_part<kShifted && !kSingles>(of_thread, static_cast<C*>(parts) + from, share.columns, team,
+                                              sums, place);
     };
     write(weight_sums, params.weight_parts);
     write(bias_sums, params.bias_parts);
