@@ -80,6 +80,7 @@ fn a_device_that_is_not_there_is_refused() {
         refuses("Stream::with_priority", says, Stream::with_priority(device, true));
         refuses("Event::new", says, Event::new(device));
         refuses("Event::without_timing", says, Event::without_timing(device));
+        refuses("Event::external", says, Event::external(device));
         refuses("Graph::capture", says, Graph::capture(device, || -> Result<()> { panic!("was run") }));
         refuses("memory_stats", says, memory_stats(device));
         refuses("reset_peak_memory_stats", says, reset_peak_memory_stats(device));
@@ -196,6 +197,38 @@ fn cuda_events_order_work_and_time_it() {
     assert!(start.elapsed(&end).expect("elapsed").as_nanos() > 0);
     assert!(copy.equal(&product), "the copy was made before the product");
     refuses("Event::elapsed", "has no time", start.elapsed(&ready));
+}
+
+#[test]
+fn cuda_external_events_are_part_of_a_graph() {
+    let test = "cuda_external_events_are_part_of_a_graph";
+    let Some(device) = caching_or_skip(test) else { return };
+    let _serial = serially();
+    let event = || Event::external(device).expect("an event");
+    let (ready, start, end) = (event(), event(), event());
+    let (main, side) = (Stream::current(device).expect("current"), Stream::new(device).expect("a stream"));
+    let mut source = Tensor::zeros([2048, 2048], (Kind::Float, device));
+    let ones = Tensor::ones([2048, 2048], (Kind::Float, device));
+    synchronize(device).expect("synchronize");
+    let (graph, copy) = Graph::capture(device, || {
+        Stream::current(device)?.wait(&ready)?;
+        start.record()?;
+        let copy = source.copy();
+        end.record()?;
+        Ok(copy)
+    })
+    .expect("a graph");
+    for value in [2.0, 3.0] {
+        let product = (0..16).fold(&ones * value, |product, _| product.matmul(&ones) / 2048.0);
+        source.copy_(&product);
+        // Not in a capture, it is an event as any other.
+        ready.record_on(&main).expect("record_on");
+        let _guard = StreamGuard::new(&side).expect("a guard");
+        graph.replay().expect("replay");
+        assert!(start.elapsed(&end).expect("recorded by the replay").as_nanos() > 0);
+        assert!(copy.equal(&product), "the graph did not wait");
+    }
+    synchronize(device).expect("synchronize");
 }
 
 #[test]

@@ -83,7 +83,7 @@ impl StreamGuardHandle {
 pub(crate) enum EventHandle {}
 
 impl EventHandle {
-    pub(crate) fn new(op: &str, _: bool) -> Result<Self> {
+    pub(crate) fn new(op: &str, _: bool, _: bool) -> Result<Self> {
         Err(not_compiled(op))
     }
 

@@ -31,7 +31,7 @@ impl Event {
     /// # Errors
     /// When there is no such device, or this build has no CUDA.
     pub fn new(device: Device) -> Result<Event> {
-        create("Event::new", device, true)
+        create("Event::new", device, true, false)
     }
 
     /// A new event that is only waited for: cheaper than one that has a time.
@@ -49,7 +49,37 @@ impl Event {
     /// # Errors
     /// As [`Event::new`].
     pub fn without_timing(device: Device) -> Result<Event> {
-        create("Event::without_timing", device, false)
+        create("Event::without_timing", device, false, false)
+    }
+
+    /// A new event, with a time, that the capture of a graph makes part of the graph: each replay records it where
+    /// the capture recorded it, and waits for it where the capture did. Between two of them is the time of what the
+    /// graph does there, without that of its launch. Any other event, recorded in a capture, only orders the
+    /// captured streams.
+    ///
+    /// ```no_run
+    /// # use tch::{Device, Tensor};
+    /// use tch_extension::cuda::{Event, Graph};
+    ///
+    /// # let x = Tensor::ones([8], (tch::Kind::Float, Device::Cuda(0)));
+    /// let (start, end) = (Event::external(Device::Cuda(0))?, Event::external(Device::Cuda(0))?);
+    /// let (graph, y) = Graph::capture(Device::Cuda(0), || {
+    ///     start.record()?;
+    ///     let y = x.f_exp()?;
+    ///     end.record()?;
+    ///     Ok(y)
+    /// })?;
+    /// graph.replay()?;
+    /// println!("{:?}", start.elapsed(&end)?);
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// In Python: `torch.cuda.Event(enable_timing=True, external=True)`.
+    ///
+    /// # Errors
+    /// As [`Event::new`].
+    pub fn external(device: Device) -> Result<Event> {
+        create("Event::external", device, true, true)
     }
 
     /// Puts the event behind what libtorch's current stream of the device has to do so far.
@@ -128,8 +158,8 @@ impl Event {
     }
 }
 
-fn create(op: &str, device: Device, timing: bool) -> Result<Event> {
+fn create(op: &str, device: Device, timing: bool, external: bool) -> Result<Event> {
     device_index(op, device)?;
     let _guard = DeviceGuard::new(device)?;
-    ffi::EventHandle::new(op, timing).map(|handle| Event { handle, device, timing })
+    ffi::EventHandle::new(op, timing, external).map(|handle| Event { handle, device, timing })
 }

@@ -51,18 +51,23 @@ unsafe extern "C" {
 
     // The CUDA runtime that libtorch loads.
     fn cudaEventCreateWithFlags(event: *mut *mut c_void, flags: u32) -> i32;
-    fn cudaEventRecord(event: *mut c_void, stream: *mut c_void) -> i32;
+    fn cudaEventRecordWithFlags(event: *mut c_void, stream: *mut c_void, flags: u32) -> i32;
     fn cudaEventSynchronize(event: *mut c_void) -> i32;
     fn cudaEventQuery(event: *mut c_void) -> i32;
     fn cudaEventElapsedTime(milliseconds: *mut f32, start: *mut c_void, end: *mut c_void) -> i32;
     fn cudaEventDestroy(event: *mut c_void) -> i32;
     fn cudaStreamWaitEvent(stream: *mut c_void, event: *mut c_void, flags: u32) -> i32;
+    fn cudaStreamIsCapturing(stream: *mut c_void, status: *mut i32) -> i32;
     safe fn cudaGetLastError() -> i32;
     safe fn cudaGetErrorString(error: i32) -> *const c_char;
 }
 
 /// `cudaEventDisableTiming`.
 const DISABLE_TIMING: u32 = 2;
+/// `cudaEventRecordExternal` and `cudaEventWaitExternal`.
+const EXTERNAL: u32 = 1;
+/// `cudaStreamCaptureStatusNone`.
+const NOT_CAPTURING: i32 = 0;
 /// `cudaErrorNotReady`.
 const NOT_READY: i32 = 600;
 
@@ -232,7 +237,11 @@ impl Drop for StreamGuardHandle {
 
 /// A `cudaEvent_t`.
 #[derive(Debug)]
-pub(crate) struct EventHandle(*mut c_void);
+pub(crate) struct EventHandle {
+    raw: *mut c_void,
+    /// Whether a capture makes nodes of its records and waits.
+    external: bool,
+}
 
 // SAFETY: CUDA's functions on events may be called from any thread, at the same time, too.
 unsafe impl Send for EventHandle {}
@@ -241,31 +250,45 @@ unsafe impl Sync for EventHandle {}
 
 impl EventHandle {
     /// Of the current device.
-    pub(crate) fn new(op: &str, timing: bool) -> Result<Self> {
+    pub(crate) fn new(op: &str, timing: bool, external: bool) -> Result<Self> {
         let mut raw = null_mut();
         let flags = if timing { 0 } else { DISABLE_TIMING };
         // SAFETY: `raw` is written on success.
-        status(op, unsafe { cudaEventCreateWithFlags(&mut raw, flags) }).map(|()| EventHandle(raw))
+        status(op, unsafe { cudaEventCreateWithFlags(&mut raw, flags) })
+            .map(|()| EventHandle { raw, external })
     }
 
     pub(crate) fn record(&self, op: &str, stream: &StreamParts) -> Result<()> {
+        let flags = self.flags(op, stream)?;
         // SAFETY: a live event, and a stream that libtorch never destroys.
-        status(op, unsafe { cudaEventRecord(self.0, stream.raw) })
+        status(op, unsafe { cudaEventRecordWithFlags(self.raw, stream.raw, flags) })
     }
 
     pub(crate) fn block(&self, op: &str, stream: &StreamParts) -> Result<()> {
+        let flags = self.flags(op, stream)?;
         // SAFETY: a live event, and a stream that libtorch never destroys.
-        status(op, unsafe { cudaStreamWaitEvent(stream.raw, self.0, 0) })
+        status(op, unsafe { cudaStreamWaitEvent(stream.raw, self.raw, flags) })
+    }
+
+    /// CUDA refuses `EXTERNAL` outside a capture.
+    fn flags(&self, op: &str, stream: &StreamParts) -> Result<u32> {
+        if !self.external {
+            return Ok(0);
+        }
+        let mut capturing = NOT_CAPTURING;
+        // SAFETY: a stream that libtorch never destroys; `capturing` is written on success.
+        status(op, unsafe { cudaStreamIsCapturing(stream.raw, &mut capturing) })?;
+        Ok(if capturing == NOT_CAPTURING { 0 } else { EXTERNAL })
     }
 
     pub(crate) fn synchronize(&self, op: &str) -> Result<()> {
         // SAFETY: a live event.
-        status(op, unsafe { cudaEventSynchronize(self.0) })
+        status(op, unsafe { cudaEventSynchronize(self.raw) })
     }
 
     pub(crate) fn is_done(&self, op: &str) -> Result<bool> {
         // SAFETY: a live event.
-        let error = unsafe { cudaEventQuery(self.0) };
+        let error = unsafe { cudaEventQuery(self.raw) };
         if error == NOT_READY {
             // Not a failure, but CUDA would report it as one to whoever asks next.
             cudaGetLastError();
@@ -277,14 +300,15 @@ impl EventHandle {
     pub(crate) fn milliseconds_until(&self, op: &str, end: &EventHandle) -> Result<f32> {
         let mut milliseconds = 0.0;
         // SAFETY: live events; CUDA itself refuses those that were not recorded.
-        status(op, unsafe { cudaEventElapsedTime(&mut milliseconds, self.0, end.0) }).map(|()| milliseconds)
+        status(op, unsafe { cudaEventElapsedTime(&mut milliseconds, self.raw, end.raw) })
+            .map(|()| milliseconds)
     }
 }
 
 impl Drop for EventHandle {
     fn drop(&mut self) {
         // SAFETY: made by cudaEventCreateWithFlags, destroyed once. Its status is of no use here.
-        let _ = unsafe { cudaEventDestroy(self.0) };
+        let _ = unsafe { cudaEventDestroy(self.raw) };
     }
 }
 
