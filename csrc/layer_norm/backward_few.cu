@@ -82,21 +82,14 @@ __device__ __forceinline__ void do_rows(const LayerNormBackward& params, int64_t
 
   Words x[kVectors], dy[kVectors];
   const int64_t elements = params.rows * params.columns;
-  using Row = ShiftedRow<T, kVectors>;
-  const T* input = static_cast<const T*>(params.input);
-  const T* grad_output = static_cast<const T*>(params.grad_output);
-  Row x_row(input + at, input + elements, columns, group);
-  Row dy_row(grad_output + at, grad_output + elements, columns, group);
+  auto load = [&](const void* array, Words(&to)[kVectors]) {
+    const T* values = static_cast<const T*>(array);
+    load_shifted<T>(values + at, values + elements, columns, group, to);
+  };
+  load(params.input, x);
+  load(params.grad_output, dy);
   const Parameter<T> weight(params.weight, all);
-  const int64_t first_column = int64_t{group.index(0)} * kLanes;
-  x_row.load_whole(group, x);
-  dy_row.load_whole(group, dy);
-  Words stored_weight = weight.load_whole(first_column);
-  x_row.load_rest(group, x);
-  dy_row.load_rest(group, dy);
-  weight.load_rest(first_column, stored_weight);
-  x_row.shift(group, x);
-  dy_row.shift(group, dy);
+  Words stored_weight = weight.load(int64_t{group.index(0)} * kLanes);
   const Pair<C> moments = is_row ? kept_moments<C>(params, row) : Pair<C>{C(0), C(0)};
 
   Values<T, kLanes> normal[kVectors], grad[kVectors];
@@ -135,9 +128,10 @@ __device__ __forceinline__ void do_rows(const LayerNormBackward& params, int64_t
   store_shifted<T>(static_cast<T*>(params.grad_input) + at, columns, group, x);
 }
 
-// The first `row_blocks` do rows, the others columns.
-template <typename T>
-__global__ void __launch_bounds__(kMostThreads, sizeof(T) == 8 ? 1 : 2)
+// The first `row_blocks` do rows, the others columns. kBlocks: of a processor at a time; one has registers
+// for more loads under way.
+template <typename T, int kBlocks>
+__global__ void __launch_bounds__(kMostThreads, kBlocks)
     layer_norm_backward_few(LayerNormBackward params, unsigned int row_blocks, int columns_of_block) {
   if (blockIdx.x < row_blocks) return do_rows<T>(params, blockIdx.x);
   const int64_t first = static_cast<int64_t>(blockIdx.x - row_blocks) * columns_of_block;
@@ -155,10 +149,12 @@ bool fits(const LayerNormBackward& params) {
   return plan.threads == kMostThreads && all * kLanes <= int64_t{plan.team} * kBackwardValues<T>;
 }
 
-// Few enough for all rows to be under way at a time; more where the blocks would have to take turns on an
-// H200.
+// An H200's. On another GPU the same kernels are only chosen less well.
+constexpr int kProcessors = 132;
+
+// Few enough for all rows to be under way at a time; more where the blocks would have to take turns.
 int columns_of_block(const LayerNormBackward& params, unsigned int row_blocks) {
-  constexpr int kLeast = 16, kMost = 64, kRowsOfThread = 8, kProcessors = 132;
+  constexpr int kLeast = 16, kMost = 64, kRowsOfThread = 8;
   int columns = kLeast;
   while (columns < kMost && params.rows * 2 * columns <= kRowsOfThread * kMostThreads &&
          row_blocks + params.columns / columns > kProcessors) {
@@ -182,8 +178,12 @@ const char* start_layer_norm_backward_few(const LayerNormBackward& params, cudaS
     const unsigned int column_blocks =
         columns ? static_cast<unsigned int>((params.columns + of_block - 1) / of_block) : 0;
     if (row_blocks + column_blocks == 0) return;
-    layer_norm_backward_few<T>
-        <<<row_blocks + column_blocks, kMostThreads, 0, stream>>>(params, row_blocks, of_block);
+    const unsigned int blocks = row_blocks + column_blocks;
+    // Doubles are never two blocks at a time.
+    constexpr int kTwo = sizeof(T) == 8 ? 1 : 2;
+    const auto kernel =
+        blocks <= kProcessors ? layer_norm_backward_few<T, 1> : layer_norm_backward_few<T, kTwo>;
+    kernel<<<blocks, kMostThreads, 0, stream>>>(params, row_blocks, of_block);
   });
   return planned ? nullptr : "internal error: the plan does not fit the arrays";
 }

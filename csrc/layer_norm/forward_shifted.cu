@@ -42,17 +42,11 @@ __global__ void __launch_bounds__(kPartOfWarp ? 2 * kWarp : kMostThreads, sizeof
   // Kept as they are in memory, and converted again in each pass: half as many registers for the half kinds.
   Words x[kVectors];
   const T* input = static_cast<const T*>(params.input);
-  ShiftedRow<T, kVectors> stored(input + at, input + params.rows * params.columns, columns, group);
-  stored.load_whole(group, x);
+  load_shifted<T>(input + at, input + params.rows * params.columns, columns, group, x);
   // Of the first vector already: where rows are few, it is the only one, and nothing hides the wait.
   const Parameter<T> weight(params.weight, all), bias(params.bias, all);
-  const int64_t first_column = int64_t{group.index(0)} * kLanes;
-  Words stored_weight = weight.load_whole(first_column);
-  Words stored_bias = bias.load_whole(first_column);
-  stored.load_rest(group, x);
-  weight.load_rest(first_column, stored_weight);
-  bias.load_rest(first_column, stored_bias);
-  stored.shift(group, x);
+  Words stored_weight = weight.load(int64_t{group.index(0)} * kLanes);
+  Words stored_bias = bias.load(int64_t{group.index(0)} * kLanes);
   const Scales<C> scales(params.columns);
   C sum(0);
 #pragma unroll

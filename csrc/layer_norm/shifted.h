@@ -144,17 +144,12 @@ __device__ __forceinline__ Words from_lane(const Words& words, int lane, int wid
   return result;
 }
 
-// The vector at a multiple of 16 bytes, if all of it lies before `end`; else zeros.
-__device__ __forceinline__ Words load_whole(const void* from, const void* end) {
-  return static_cast<const Words*>(from) + 1 <= end ? load_words(from) : Words{};
-}
-
-// And what there is of it if not all does. Apart from load_whole because both would wait for one another: all
-// that a thread needs is asked for whole first.
+// The vector at a multiple of 16 bytes; zeros from `end` on.
 template <typename T>
-__device__ __forceinline__ void load_rest(const void* from, const void* end, Words& words) {
+__device__ __forceinline__ Words load_before(const void* from, const void* end) {
   const auto* at = static_cast<const unsigned int*>(from);
-  if (at + 4 <= end || from >= end) return;
+  if (at + 4 <= end) return load_words(from);
+  Words words = {};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (at + i + 1 <= end) {
@@ -163,60 +158,38 @@ __device__ __forceinline__ void load_rest(const void* from, const void* end, Wor
       words.word[i] = *reinterpret_cast<const unsigned short*>(at + i);
     }
   }
+  return words;
 }
 
-// The group's vectors of a row of `columns`; whatever is behind them where the row ends. Every lane of the
-// warp has to come to shift().
+// Loads the group's vectors of a row of `columns`; whatever is behind them where the row ends. Every lane of
+// the warp has to come here. `end`: of the array.
 template <typename T, int kVectors>
-struct ShiftedRow {
-  const char* base;
-  const T* end;  // of the array
-  int distance, bytes;
-  bool is_last;
-  Words behind;
-
-  __device__ __forceinline__ ShiftedRow(const T* row, const T* end, int columns, const Group& group)
-      : end(end) {
-    const T* from = row + group.first * kLanesOf16Bytes<T>;
-    distance = bytes_behind_16(from);
-    base = reinterpret_cast<const char*>(from) - distance;
-    bytes = distance + columns * static_cast<int>(sizeof(T)) - group.first * 16;
-    is_last = group.lane == group.width - 1;
-  }
-  __device__ __forceinline__ void load_whole(const Group& group, Words (&vector)[kVectors]) {
+__device__ __forceinline__ void load_shifted(const T* row, const T* end, int columns, const Group& group,
+                                             Words (&vector)[kVectors]) {
+  constexpr int kLanes = kLanesOf16Bytes<T>;
+  const T* from = row + group.first * kLanes;
+  const int shift = bytes_behind_16(from);
+  const char* base = reinterpret_cast<const char*>(from) - shift;
+  const int bytes = shift + (columns - group.first * kLanes) * static_cast<int>(sizeof(T));
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int at = (v * group.width + group.lane) * 16;
-      vector[v] = Words{};
-      if (v < group.vectors && at < bytes) vector[v] = tch_extension::load_whole(base + at, end);
-    }
-    behind = Words{};
-    const int at = group.behind() * 16;
-    if (is_last && at < bytes) behind = tch_extension::load_whole(base + at, end);
+  for (int v = 0; v < kVectors; ++v) {
+    const int at = (v * group.width + group.lane) * 16;
+    vector[v] = Words{};
+    if (v < group.vectors && at < bytes) vector[v] = load_before<T>(base + at, end);
   }
-  __device__ __forceinline__ void load_rest(const Group& group, Words (&vector)[kVectors]) {
-    // Only the array's last row has a vector that ends behind it.
-    if (reinterpret_cast<const char*>(end) >= base + ((bytes + 15) & ~15)) return;
+  const bool is_last = group.lane == group.width - 1;
+  Words behind = {};
+  if (is_last && group.behind() * 16 < bytes) behind = load_before<T>(base + group.behind() * 16, end);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int at = (v * group.width + group.lane) * 16;
-      if (v < group.vectors && at < bytes) tch_extension::load_rest<T>(base + at, end, vector[v]);
-    }
-    const int at = group.behind() * 16;
-    if (is_last && at < bytes) tch_extension::load_rest<T>(base + at, end, behind);
+  for (int v = 0; v < kVectors; ++v) {
+    if (v >= group.vectors) break;
+    // The last lane's neighbour is the first one's next vector.
+    const Words given = choose(group.lane == 0, vector[v + 1 < kVectors ? v + 1 : v], vector[v]);
+    Words next = from_lane(given, (group.lane + 1) & (group.width - 1), group.width);
+    next = choose(is_last && v == group.vectors - 1, behind, next);
+    vector[v] = shifted<T>(vector[v], next, shift);
   }
-  __device__ __forceinline__ void shift(const Group& group, Words (&vector)[kVectors]) const {
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (v >= group.vectors) break;
-      // The last lane's neighbour is the first one's next vector.
-      const Words given = choose(group.lane == 0, vector[v + 1 < kVectors ? v + 1 : v], vector[v]);
-      Words next = from_lane(given, (group.lane + 1) & (group.width - 1), group.width);
-      next = choose(is_last && v == group.vectors - 1, behind, next);
-      vector[v] = shifted<T>(vector[v], next, distance);
-    }
-  }
-};
+}
 
 // Stores what of a vector lies in [begin, end), all in bytes from `base`, a multiple of 16.
 template <typename T>
@@ -271,27 +244,14 @@ struct Parameter {
         end(array + columns),
         is_aligned(bytes_behind_16(pointer) == 0) {}
 
-  // First load_whole, then load_rest; zeros from the end on.
-  __device__ __forceinline__ Words load_whole(int64_t column) const {
-    if (array == nullptr || !is_aligned) return Words{};
-    return tch_extension::load_whole(array + column, end);
-  }
-  __device__ __forceinline__ void load_rest(int64_t column, Words& words) const {
-    if (array == nullptr || array + column >= end) return;
-    if (is_aligned) return tch_extension::load_rest<T>(array + column, end, words);
-    words = load_misaligned(column);
-  }
+  // Nothing from the end on.
   __device__ __forceinline__ Words load(int64_t column) const {
-    Words words = load_whole(column);
-    load_rest(column, words);
-    return words;
-  }
-  __device__ __forceinline__ Words load_misaligned(int64_t column) const {
-    const T* low_at = array + column - shift();
-    const T* high_at = low_at + kLanesOf16Bytes<T>;
-    Words low = tch_extension::load_whole(low_at, end), high = tch_extension::load_whole(high_at, end);
-    tch_extension::load_rest<T>(low_at, end, low);
-    tch_extension::load_rest<T>(high_at, end, high);
+    if (array == nullptr || array + column >= end) return Words{};
+    if (is_aligned) return load_before<T>(array + column, end);
+    Words low = load_before<T>(array + column - shift(), end), high = {};
+    if (array + column - shift() + kLanesOf16Bytes<T> < end) {
+      high = load_before<T>(array + column - shift() + kLanesOf16Bytes<T>, end);
+    }
     return shifted<T>(low, high, bytes_behind_16(array));
   }
   __device__ __forceinline__ int shift() const {

@@ -95,8 +95,8 @@ impl Rows {
 
     /// So few rows that the sums over them are read from x and dy again, in the same kernel that does the rows.
     fn by_columns(&self) -> bool {
-        // Measured on an H200 at 16 to 1024 rows: parts of rows that loads of 16 bytes can read as they lie cost less.
-        let few = if self.is_aligned() { 256 } else { 512 };
+        // Measured on an H200 at 16 to 1024 rows: parts of long rows that loads of 16 bytes can read cost less.
+        let few = if self.is_aligned() && self.columns > 1024 { 256 } else { 512 };
         let is_large = self.is_aligned() && self.rows.saturating_mul(self.columns) > (4 << 20) / self.size();
         self.path == Path::Automatic && self.rows <= few && !is_large && self.gpu.processors > 0
     }
@@ -200,9 +200,11 @@ impl Rows {
     /// Threads of a block that stays for many rows: as many as let a processor hold two blocks, fewer where some
     /// processors would have none.
     fn threads_that_stay(&self, team: i64) -> i64 {
-        // Of rows of 1024 floats more stay in one block: measured.
-        let is_float_1024 = self.size() == 4 && team == 2 * WARP && self.rows > 8192;
-        let mut threads = if is_float_1024 { MOST_THREADS } else { team.max(THREADS) };
+        // Where measuring said so: more of 1024 floats, and of half kinds that have to be shifted and fill their threads.
+        let is_float_1024 = self.size() == 4 && self.is_aligned() && team == 2 * WARP && self.rows > 8192;
+        let is_shifted_half =
+            self.size() == 2 && !self.is_aligned() && team >= 2 * WARP && self.loads() >= 2 * team;
+        let mut threads = if is_float_1024 || is_shifted_half { MOST_THREADS } else { team.max(THREADS) };
         let blocks = |threads: i64| (self.rows + threads / team - 1) / (threads / team);
         while threads > team.max(WARP) && 2 * blocks(threads) <= i64::from(self.gpu.processors) {
             threads /= 2;
@@ -317,7 +319,7 @@ mod tests {
             (Float, 256, 16, (4, 0, 16, 256, 1, 2)),
             (Float, 511, 16, (4, 1, 32, 256, 1, 2)),
             (Float, 512, 16, (4, 0, 32, 256, 1, 2)),
-            (Float, 513, 16, (4, 1, 64, 512, 1, 2)),
+            (Float, 513, 16, (4, 1, 64, 256, 1, 2)),
             (Float, 516, 16, (4, 0, 64, 512, 1, 2)),
             (Float, 4096, 16, (4, 0, 256, 256, 1, 2)),
             (Float, 8192, 16, (4, 0, 512, 512, 1, 2)),
@@ -328,7 +330,8 @@ mod tests {
             (Float, 65536, 16, (4, 0, 512, 512, 8, 3)),
             (Float, 65540, 16, (4, 0, 512, 512, 1, 0)),
             (Half, 1024, 16, (8, 0, 64, 256, 1, 2)),
-            (Half, 1023, 16, (8, 1, 64, 256, 1, 2)),
+            (Half, 1023, 16, (8, 1, 64, 512, 1, 2)),
+            (Half, 1025, 16, (8, 1, 128, 256, 1, 2)),
             (BFloat16, 100, 16, (8, 1, 8, 256, 1, 2)),
             (BFloat16, 8192, 16, (8, 0, 512, 512, 1, 2)),
             (BFloat16, 8192, 2, (8, 1, 512, 512, 1, 2)),
@@ -353,8 +356,9 @@ mod tests {
             let plan = Rows { path, rows, columns, kind: Kind::Float, alignment: 16, gpu: GPU }.backward();
             (plan.by_columns, plan.stages)
         };
-        assert_eq!(by_columns(Path::Automatic, 256, 1024), (1, 0));
-        assert_eq!(by_columns(Path::Automatic, 257, 1024), (0, 2));
+        assert_eq!(by_columns(Path::Automatic, 512, 1024), (1, 0));
+        assert_eq!(by_columns(Path::Automatic, 513, 1024), (0, 2));
+        assert_eq!(by_columns(Path::Automatic, 257, 4096), (0, 2));
         assert_eq!(by_columns(Path::Automatic, 512, 1025), (1, 0));
         assert_eq!(by_columns(Path::Automatic, 513, 1025), (0, 2));
         assert_eq!(by_columns(Path::Automatic, 256, 4096), (1, 0));
