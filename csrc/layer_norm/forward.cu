@@ -8,7 +8,6 @@
 namespace tch_extension {
 namespace {
 
-// `centred` is x - mean.
 // The parameters at a column; kThere: they are there for certain.
 template <typename T, int kLanes, bool kThere>
 __device__ __forceinline__ Values<T, kLanes> load_parameter(const void* pointer, int64_t at,
@@ -17,6 +16,7 @@ __device__ __forceinline__ Values<T, kLanes> load_parameter(const void* pointer,
   return load_or<T, kLanes>(pointer, at, otherwise);
 }
 
+// `centred` is x - mean.
 template <typename T, int kLanes, bool kAffine>
 __device__ __forceinline__ void write_normal(const LayerNormForward& params, int64_t row_at, int64_t column,
                                              const Values<T, kLanes>& centred,
