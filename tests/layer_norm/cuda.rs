@@ -36,7 +36,7 @@ fn cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream() 
         return;
     }
     for case in [AFFINE, PLAIN].into_iter().chain(all_paths()) {
-        for sizes in [[300, 40], [64, 1024], [3, 70_000]] {
+        for sizes in [[600, 40], [64, 1024], [3, 70_000]] {
             let inputs = case.samples(&[sizes], Kind::Float, device).remove(0).inputs;
             let leaves = leaves(&inputs);
             let vector = inputs[0].cos();
