@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <array>
 
+#include "hopper.h"
 #include "plan.h"
 #include "small.h"
 #include "tch_extension/c_abi.h"
@@ -21,7 +22,7 @@ namespace tch_extension::gemm {
 namespace {
 
 // The numbers are src/ffi/gemm.rs's.
-enum class Path : int32_t { kFastest, kPlan, kSmall };
+enum class Path : int32_t { kFastest, kPlan, kSmall, kHopper };
 
 // A tensor's sizes and strides, or those of a view of it.
 struct View {
@@ -118,8 +119,8 @@ bool fit(const View& lhs, const View& rhs, const View& bias, Product& product) {
   return product.m <= kMost && product.n <= kMost && product.k <= kMost && product.batch <= kMost;
 }
 
-bool run_small(const Product& product, c10::cuda::CUDAStream stream) {
-  const LaunchStatus status = small_product(product, stream.stream());
+// Whether it was started, which it was.
+bool started(const LaunchStatus& status) {
   TORCH_CHECK(status.error == nullptr, status.kernel, ": ", status.error);
   return true;
 }
@@ -127,13 +128,18 @@ bool run_small(const Product& product, c10::cuda::CUDAStream stream) {
 bool run(const Product& product, Path path, c10::cuda::CUDAStream stream) {
   switch (path) {
     case Path::kSmall:
-      return small_product_can(product) && run_small(product, stream);
+      return small_product_can(product) && started(small_product(product, stream.stream()));
+    case Path::kHopper:
+      return hopper_product_can(product) && started(hopper_product(product, stream.stream()));
     case Path::kPlan:
       return run_plan(product, stream.device_index(), stream.stream());
     case Path::kFastest:
       break;
   }
-  if (small_product_is_faster(product)) return run_small(product, stream);
+  if (small_product_is_faster(product)) return started(small_product(product, stream.stream()));
+  if (hopper_product_is_faster(product) && hopper_product_can(product)) {
+    return started(hopper_product(product, stream.stream()));
+  }
   // Where there is nothing behind the product, libtorch's own is as fast.
   if (product.bias.data == nullptr) return false;
   // cuBLASLt's kernels for f64 are slower than cuBLAS' own with ours behind them, but sooner started.

@@ -11,6 +11,8 @@ pub enum Path {
     Plan,
     /// The kernel for small products.
     Small,
+    /// The kernel for Hopper: a bias of full shape, in the half kinds.
+    Hopper,
     /// libtorch's product, with a kernel behind it.
     Composite,
 }
@@ -68,6 +70,7 @@ mod with_cuda {
             Path::Fastest => Some(0),
             Path::Plan => Some(1),
             Path::Small => Some(2),
+            Path::Hopper => Some(3),
             Path::Composite => None,
         }
     }

@@ -54,7 +54,7 @@ const BIAS_KINDS: [Kind; 10] = [
 /// product, and strides can be had without a copy: batches that are broadcast, transposed factors, a bias of any broadcast
 /// for small products, otherwise one that is a row or has rows of its own. It is cuBLASLt's, with bias and ReLU in its
 /// epilogue, chosen once for each shape and kept for the thread; of products so small that
-/// tensor cores do not pay, ours. Sums are rounded once, behind the ReLU, unless libtorch's switch allows parts of them in a half kind and cuBLASLt makes use of it.
+/// tensor cores do not pay, ours; ours, too, of large products in the half kinds with a bias of full shape, in code built for `9.0a`. Sums are rounded once, behind the ReLU, unless libtorch's switch allows parts of them in a half kind and cuBLASLt makes use of it.
 /// libtorch's switches hold (tf32, reduced precision, accumulation in `Half`), and so does its accuracy. On a GPU or with a cuBLASLt
 /// for which it was not measured which of its kernels keep NaN (that was on one of compute capability 9.0, with 13.1), its epilogue is not used.
 ///

@@ -5,6 +5,7 @@ mod conformance;
 mod cuda;
 mod forward;
 mod gradients;
+mod hopper;
 mod kinds;
 mod patterns;
 mod random;

@@ -1,5 +1,5 @@
-//! The ways in which a product is computed on CUDA: by a plan of cuBLASLt's, by the kernel for small products, and by
-//! libtorch with a kernel behind it.
+//! The ways in which a product is computed on CUDA: by a plan of cuBLASLt's, by the kernel for small products, by the one
+//! for Hopper (more in `hopper`), and by libtorch with a kernel behind it.
 
 use super::*;
 use patterns::noise;
@@ -8,7 +8,8 @@ use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};
 use tch_extension::ops::{ProductPath, f_matmul_add_relu_by, product_plans};
 use tch_extension::testing::{cuda_or_skip, gradcheck};
 
-const WAYS: [ProductPath; 3] = [ProductPath::Plan, ProductPath::Small, ProductPath::Composite];
+const WAYS: [ProductPath; 4] =
+    [ProductPath::Plan, ProductPath::Small, ProductPath::Hopper, ProductPath::Composite];
 
 fn by(way: ProductPath) -> impl Fn(&[Tensor]) -> Result<Vec<Tensor>> {
     move |arguments| {
@@ -17,18 +18,18 @@ fn by(way: ProductPath) -> impl Fn(&[Tensor]) -> Result<Vec<Tensor>> {
     }
 }
 
-fn one(way: ProductPath, arguments: &[Tensor]) -> Tensor {
+pub fn one(way: ProductPath, arguments: &[Tensor]) -> Tensor {
     by(way)(arguments).expect("output").remove(0)
 }
 
-fn inputs([lhs, rhs, bias]: [&[i64]; 3], kind: Kind, device: Device) -> [Tensor; 3] {
+pub fn inputs([lhs, rhs, bias]: [&[i64]; 3], kind: Kind, device: Device) -> [Tensor; 3] {
     let inner = lhs[lhs.len() - 1] as f64;
     [noise(lhs, 0) / inner.sqrt(), noise(rhs, 1), noise(bias, 2)]
         .map(|tensor| tensor.to_kind(kind).to_device(device))
 }
 
 /// How many kernels a way takes; none of them runs before it is asked for.
-fn kernels(way: ProductPath, arguments: &[Tensor], device: Device) -> usize {
+pub fn kernels(way: ProductPath, arguments: &[Tensor], device: Device) -> usize {
     let (graph, _) = Graph::capture(device, || by(way)(arguments)).expect("a graph");
     assert_eq!(graph.other_nodes(), 0);
     graph.kernels()
@@ -131,7 +132,7 @@ fn cuda_half_kinds_and_others_keep_nan() {
                         let arguments = [lhs.shallow_clone(), weight, bias.shallow_clone()];
                         let expected =
                             call(matmul_add_relu_reference, &arguments).expect("reference").isnan();
-                        for way in [ProductPath::Fastest, ProductPath::Plan] {
+                        for way in [ProductPath::Fastest, ProductPath::Plan, ProductPath::Hopper] {
                             let found = one(way, &arguments).isnan();
                             assert!(found.equal(&expected), "{:?} {kind:?} {tf32} {way:?}", (m, n, k));
                         }
@@ -296,7 +297,7 @@ fn cuda_half_kinds_and_others_read_the_bias_that_is_given() {
                 let arguments = [lhs.shallow_clone(), rhs.shallow_clone(), placed];
                 let expected = call(matmul_add_relu_reference, &arguments).expect("reference");
                 let (rtol, atol) = if support::is_half(kind) { (2e-2, 2e-2) } else { (1e-4, 1e-4) };
-                for way in [ProductPath::Plan, ProductPath::Fastest] {
+                for way in [ProductPath::Plan, ProductPath::Hopper, ProductPath::Fastest] {
                     assert_close(&one(way, &arguments), &expected, rtol, atol);
                 }
             }

@@ -1,0 +1,62 @@
+// Tensor maps: what the hardware's bulk copies have to know of a matrix in memory, or of a batch of them.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "tch_extension/kind.h"
+
+namespace tch_extension::gemm {
+
+// In elements, of a half kind.
+struct MapOf {
+  int32_t kind;
+  const void* data;
+  int64_t width;
+  int64_t height;
+  int64_t batches;
+  int64_t row;    // from one row to the next
+  int64_t batch;  // from one matrix to the next
+};
+
+using EncodeMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// The driver's, which nothing here is linked to; null if it has none.
+inline EncodeMap encode_map() {
+  static const EncodeMap found = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+    constexpr unsigned int kSince = 12000;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, kSince,
+                                                               cudaEnableDefault, &result);
+    const bool is_there = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    return is_there ? reinterpret_cast<EncodeMap>(entry) : nullptr;
+  }();
+  return found;
+}
+
+inline bool can_make_maps() { return encode_map() != nullptr; }
+
+// For boxes of so many columns, 128 bytes, and rows, swizzled in shared memory.
+inline bool make_map(CUtensorMap& map, const MapOf& of, uint32_t columns, uint32_t rows) {
+  constexpr cuuint64_t kBytes = 2;
+  // One matrix has no stride, but a valid one is asked for.
+  const int64_t batch = of.batches == 1 ? of.row : of.batch;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(of.width), static_cast<cuuint64_t>(of.height),
+                              static_cast<cuuint64_t>(of.batches)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(of.row) * kBytes,
+                                static_cast<cuuint64_t>(batch) * kBytes};
+  const cuuint32_t box[] = {columns, rows, 1};
+  const cuuint32_t steps[] = {1, 1, 1};
+  const auto type =
+      of.kind == kTchExtensionHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return encode_map()(&map, type, 3, const_cast<void*>(of.data), sizes, strides, box, steps,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+}  // namespace tch_extension::gemm

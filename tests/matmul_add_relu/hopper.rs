@@ -1,0 +1,156 @@
+//! The kernel for Hopper: tiles at the edges, everything that can be shared by a batch, and who goes elsewhere.
+
+use super::ways::{inputs, kernels, one};
+use super::*;
+use tch_extension::cuda::{Graph, Stream, StreamGuard};
+use tch_extension::ops::{ProductPath, product_plans};
+use tch_extension::testing::cuda_or_skip;
+
+const HALVES: [Kind; 2] = [Kind::Half, Kind::BFloat16];
+
+/// Whether this GPU and this build have the kernel; elsewhere the same calls go another way.
+fn has_kernel() -> bool {
+    let is_built = option_env!("TORCH_CUDA_ARCH_LIST").is_some_and(|list| list.contains("9.0a"));
+    let query = ["--query-gpu=compute_cap", "--format=csv,noheader", "--id=0"];
+    let answer = std::process::Command::new("nvidia-smi").args(query).output();
+    is_built && answer.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim() == "9.0")
+}
+
+/// In f64, rounded once.
+fn expected(arguments: &[Tensor]) -> Tensor {
+    let exact: Vec<Tensor> = arguments.iter().map(|argument| argument.to_kind(Kind::Double)).collect();
+    call(matmul_add_relu_reference, &exact).expect("reference").to_kind(arguments[0].kind())
+}
+
+/// As libtorch's linear has its weight: the elements of a column are neighbours.
+fn by_columns(tensor: &Tensor) -> Tensor {
+    tensor.transpose(-2, -1).contiguous().transpose(-2, -1)
+}
+
+fn assert_right(arguments: &[Tensor], found: &Tensor) {
+    // Sums in f32 may be rounded to the next value.
+    let rtol = if found.kind() == Kind::Half { 2e-3 } else { 1e-2 };
+    assert_close(found, &expected(arguments), rtol, 1e-3);
+}
+
+#[test]
+fn cuda_half_kinds_agree_with_the_reference_by_hopper() {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_agree_with_the_reference_by_hopper") else { return };
+    let has_kernel = has_kernel();
+    let sizes: [[&[i64]; 3]; 10] = [
+        [&[128, 64], &[64, 128], &[128, 128]],
+        [&[8, 8], &[8, 8], &[8, 8]],
+        [&[3, 200, 136], &[3, 136, 328], &[3, 200, 328]],
+        [&[1, 200, 136], &[3, 136, 328], &[3, 200, 328]],
+        [&[3, 200, 136], &[1, 136, 328], &[3, 200, 328]],
+        [&[3, 200, 136], &[3, 136, 328], &[1, 200, 328]],
+        [&[2, 2, 72, 64], &[2, 2, 64, 136], &[2, 2, 72, 136]],
+        // Much of K; more tiles than a GPU has multiprocessors, and three times as many.
+        [&[2, 9, 4096], &[2, 4096, 136], &[2, 9, 136]],
+        [&[25, 300, 72], &[25, 72, 264], &[25, 300, 264]],
+        [&[200, 130, 200], &[200, 200, 40], &[200, 130, 40]],
+    ];
+    for kind in HALVES {
+        for sizes in sizes {
+            let [lhs, rhs, bias] = inputs(sizes, kind, device);
+            for rhs in [rhs.shallow_clone(), by_columns(&rhs)] {
+                let arguments = [lhs.shallow_clone(), rhs, bias.shallow_clone()];
+                let found = one(ProductPath::Hopper, &arguments);
+                assert_right(&arguments, &found);
+                assert!(found.equal(&one(ProductPath::Hopper, &arguments)), "{sizes:?} {kind:?}");
+                if has_kernel {
+                    assert_eq!(kernels(ProductPath::Hopper, &arguments, device), 1, "{sizes:?} {kind:?}");
+                }
+            }
+        }
+        // Parts of larger matrices.
+        let [lhs, rhs, bias] = inputs([&[3, 210, 160], &[3, 150, 400], &[3, 220, 336]], kind, device);
+        let arguments = [
+            lhs.narrow(1, 3, 200).narrow(2, 8, 136),
+            rhs.narrow(1, 5, 136).narrow(2, 16, 328),
+            bias.narrow(1, 20, 200).narrow(2, 8, 328),
+        ];
+        assert_right(&arguments, &one(ProductPath::Hopper, &arguments));
+        assert!(!has_kernel || kernels(ProductPath::Hopper, &arguments, device) == 1);
+    }
+}
+
+#[test]
+fn cuda_half_kinds_keep_nan_by_hopper() {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_keep_nan_by_hopper") else { return };
+    for kind in HALVES {
+        let [lhs, rhs, bias] = inputs([&[2, 200, 136], &[2, 136, 328], &[2, 200, 328]], kind, device);
+        let set = |tensor: &Tensor, at: [i64; 3], value: f64| {
+            let _ = tensor.get(at[0]).get(at[1]).get(at[2]).fill_(value);
+        };
+        set(&lhs, [0, 5, 135], f64::NAN);
+        set(&rhs, [1, 3, 9], f64::INFINITY);
+        set(&rhs, [1, 4, 9], f64::NEG_INFINITY);
+        set(&bias, [1, 199, 327], f64::NAN);
+        set(&bias, [1, 150, 300], f64::INFINITY);
+        set(&bias, [0, 150, 200], f64::NEG_INFINITY);
+        let arguments = [lhs, rhs, bias];
+        let found = one(ProductPath::Hopper, &arguments);
+        let expected = expected(&arguments);
+        assert!(found.isnan().equal(&expected.isnan()), "{kind:?}");
+        assert!(found.isinf().equal(&expected.isinf()), "{kind:?}");
+        assert!(found.isnan().any().int64_value(&[]) == 1 && found.isinf().any().int64_value(&[]) == 1);
+    }
+}
+
+/// The fastest way is this one where it was measured to be, on whatever stream, and in a graph with other numbers.
+#[test]
+fn cuda_half_kinds_are_fastest_by_hopper() {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_are_fastest_by_hopper") else { return };
+    let asked_plans = || product_plans().hits + product_plans().misses;
+    for kind in HALVES {
+        let arguments = inputs([&[8, 1024, 512], &[8, 512, 1024], &[8, 1024, 1024]], kind, device);
+        let before = asked_plans();
+        let stream = Stream::new(device).expect("a stream");
+        stream.wait_stream(&Stream::current(device).expect("a stream")).expect("to wait");
+        let found = {
+            let _guard = StreamGuard::new(&stream).expect("a guard");
+            one(ProductPath::Fastest, &arguments)
+        };
+        Stream::current(device).expect("a stream").wait_stream(&stream).expect("to wait");
+        assert_right(&arguments, &found);
+        assert!(!has_kernel() || asked_plans() == before, "{kind:?}: by a plan");
+        let (graph, output) =
+            Graph::capture(device, || Ok(one(ProductPath::Fastest, &arguments))).expect("a graph");
+        assert_eq!((graph.kernels(), graph.other_nodes()), (1, 0));
+        let _ = arguments[2].shallow_clone().neg_();
+        graph.replay().expect("a replay");
+        assert!(!output.equal(&found));
+        assert_right(&arguments, &output);
+        // Rows that do not begin with a line of the cache are slower.
+        let arguments = inputs([&[8, 1000, 512], &[8, 512, 1000], &[8, 1000, 1000]], kind, device);
+        let before = asked_plans();
+        let _ = one(ProductPath::Fastest, &arguments);
+        assert_eq!(asked_plans(), before + 1);
+    }
+}
+
+#[test]
+fn cuda_half_kinds_and_others_go_elsewhere_than_hopper() {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_go_elsewhere_than_hopper") else { return };
+    let elsewhere = |arguments: &[Tensor], what: &str| {
+        assert_close(&one(ProductPath::Hopper, arguments), &expected(arguments), 2e-2, 2e-2);
+        assert!(kernels(ProductPath::Hopper, arguments, device) > 1, "{what}");
+    };
+    for (sizes, what) in [
+        ([&[64, 72][..], &[72, 136], &[136]], "a row"),
+        ([&[64, 72], &[72, 136], &[64, 1]], "a column"),
+        ([&[64, 72], &[72, 132], &[64, 132]], "rows of 264 bytes"),
+        ([&[64, 68], &[68, 136], &[64, 136]], "rows of 136 bytes"),
+        ([&[1, 72], &[72, 136], &[1, 136]], "one row"),
+    ] {
+        elsewhere(&inputs(sizes, Kind::Half, device), what);
+    }
+    let sizes: [&[i64]; 3] = [&[64, 72], &[72, 136], &[64, 136]];
+    elsewhere(&inputs(sizes, Kind::Float, device), "another kind");
+    let [lhs, rhs, bias] = inputs(sizes, Kind::Half, device);
+    elsewhere(&[by_columns(&lhs), rhs.shallow_clone(), bias.shallow_clone()], "lhs by columns");
+    let beside = Tensor::zeros([64 * 72 + 1], (Kind::Half, device)).narrow(0, 1, 64 * 72).view([64, 72]);
+    beside.shallow_clone().copy_(&lhs);
+    elsewhere(&[beside, rhs, bias], "an address that is no multiple of 16 bytes");
+}
