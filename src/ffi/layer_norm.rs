@@ -255,7 +255,6 @@ pub(crate) fn backward(
     let plan = Rows { path, rows, columns, kind: like.0, alignment, gpu }.backward();
     let by_columns = plan.by_columns == 1;
     let is_one_kernel = by_columns && plan.in_registers == 1;
-    let has_rows_to_do = !by_columns || is_one_kernel || !grad_input.is_null();
     let parts = plan.parts(rows, like.1, gpu, clusters_at_a_time(&plan, like.0, like.1)?);
     let scratch = |gradient: &Option<Tensor>| -> Result<Option<Tensor>> {
         gradient
@@ -288,7 +287,7 @@ pub(crate) fn backward(
     match like.1 {
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => {
-            if has_rows_to_do {
+            if !by_columns || is_one_kernel || !grad_input.is_null() {
                 // SAFETY: as in `forward`; the scratch lives until both launches are made, and libtorch's allocator
                 // gives its memory to later work on the same stream only.
                 crate::cuda::launch(device, |stream| unsafe {
