@@ -10,7 +10,7 @@ use tch_extension::cuda::{Stream, StreamGuard};
 use tch_extension::ops::f_layer_norm;
 use tch_extension::testing::devices;
 
-const ROWS: [i64; 6] = [1, 16, 256, 2048, 8192, 65536];
+const ROWS: [i64; 8] = [1, 16, 256, 512, 1024, 2048, 8192, 65536];
 const COLUMNS: [i64; 14] = [64, 100, 255, 256, 768, 1000, 1024, 1025, 4096, 4099, 8192, 16384, 32768, 65536];
 /// Of these also rows that begin behind a multiple of 16 bytes.
 const MISALIGNED: [i64; 4] = [64, 1024, 4096, 16384];

@@ -1,14 +1,12 @@
-// The backward where rows go straight to registers: arrays of halves that no loads of 4 bytes can read, GPUs
-// with little shared memory; and that of rows beyond any block's registers, which are read again for each
-// pass. What suits most is in backward_ring.cu.
+// The backward where rows go straight to registers, for GPUs with little shared memory; and that of rows
+// beyond any block's registers, which are read again for each pass. What suits most is in backward_ring.cu.
 
 #include "backward.h"
 
 namespace tch_extension {
 namespace {
 
-// kInput, kParameters: which gradients are asked for.
-template <typename T, int kLanes, bool kWithinWarp, bool kInput, bool kParameters>
+template <typename T, int kLanes, bool kWithinWarp>
 __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers(LayerNormBackward params) {
   using C = Compute<T>;
   constexpr int kVectors = kBackwardValues<T> / kLanes;
@@ -29,13 +27,11 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers
     for (int lane = 0; lane < kLanes; ++lane) weight_sums[v][lane] = bias_sums[v][lane] = C(0);
   }
   Values<T, kLanes> weight[kVectors];
-  if constexpr (kInput) {
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int index = v * team + thread;
-      if (index < vectors) {
-        weight[v] = load_or<T, kLanes>(params.weight, static_cast<int64_t>(index) * kLanes, C(1));
-      }
+  for (int v = 0; v < kVectors; ++v) {
+    const int index = v * team + thread;
+    if (index < vectors) {
+      weight[v] = load_or<T, kLanes>(params.weight, static_cast<int64_t>(index) * kLanes, C(1));
     }
   }
 
@@ -71,58 +67,44 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers
       const int index = v * team + thread;
       if (index < mine) {
         grad[v] = unpack<T, kLanes>(stored_grad[v]);
-        if (has_moments) {
-          normal[v] = unpack<T, kLanes>(stored_x[v]);
+        if (has_moments) normal[v] = unpack<T, kLanes>(stored_x[v]);
 #pragma unroll
-          for (int lane = 0; lane < kLanes; ++lane) {
-            normal[v].lane[lane] = (normal[v].lane[lane] - moments.first) * rstd;
-          }
-        }
-        if constexpr (kParameters) {
-#pragma unroll
-          for (int lane = 0; lane < kLanes; ++lane) {
-            if (has_moments) weight_sums[v][lane] += grad[v].lane[lane] * normal[v].lane[lane];
-            bias_sums[v][lane] += grad[v].lane[lane];
-          }
-        }
-        if constexpr (kInput) {
-#pragma unroll
-          for (int lane = 0; lane < kLanes; ++lane) {
-            grad[v].lane[lane] *= weight[v].lane[lane];
-            sum.first += grad[v].lane[lane];
-            sum.second += grad[v].lane[lane] * normal[v].lane[lane];
-          }
+        for (int lane = 0; lane < kLanes; ++lane) {
+          normal[v].lane[lane] = has_moments ? (normal[v].lane[lane] - moments.first) * rstd : C(0);
+          weight_sums[v][lane] += grad[v].lane[lane] * normal[v].lane[lane];
+          bias_sums[v][lane] += grad[v].lane[lane];
+          grad[v].lane[lane] *= weight[v].lane[lane];
+          sum.first += grad[v].lane[lane];
+          sum.second += grad[v].lane[lane] * normal[v].lane[lane];
         }
       }
     }
-    if constexpr (kInput) {
-      sum = team_sum<kWithinWarp>(sum, team, buffer, turn);
-      const C mean_grad = sum.first * inverse, mean_product = sum.second * inverse;
+    if (params.grad_input == nullptr) continue;
+    sum = team_sum<kWithinWarp>(sum, team, buffer, turn);
+    const C mean_grad = sum.first * inverse, mean_product = sum.second * inverse;
 #pragma unroll
-      for (int v = 0; v < kVectors; ++v) {
-        const int index = v * team + thread;
-        if (index < mine) {
+    for (int v = 0; v < kVectors; ++v) {
+      const int index = v * team + thread;
+      if (index < mine) {
 #pragma unroll
-          for (int lane = 0; lane < kLanes; ++lane) {
-            grad[v].lane[lane] =
-                rstd * (grad[v].lane[lane] - mean_grad - normal[v].lane[lane] * mean_product);
-          }
-          store_values<T, kLanes>(params.grad_input, at + static_cast<int64_t>(index) * kLanes, grad[v]);
+        for (int lane = 0; lane < kLanes; ++lane) {
+          grad[v].lane[lane] = rstd * (grad[v].lane[lane] - mean_grad - normal[v].lane[lane] * mean_product);
         }
+        store_values<T, kLanes>(params.grad_input, at + static_cast<int64_t>(index) * kLanes, grad[v]);
       }
     }
   }
 
-  if constexpr (kParameters) {
-    __shared__ __align__(16) C sums[kMostThreads * kBackwardValues<T>];
-    const int64_t from = blockIdx.x * params.columns;
-    if (params.weight_parts != nullptr) {
-      write_block_part(weight_sums, static_cast<C*>(params.weight_parts) + from, vectors, team, sums);
-    }
-    if (params.bias_parts != nullptr) {
-      write_block_part(bias_sums, static_cast<C*>(params.bias_parts) + from, vectors, team, sums);
-    }
-  }
+  __shared__ __align__(16) C sums[kMostThreads * kBackwardValues<T>];
+  const int64_t from = blockIdx.x * params.columns;
+  const int columns = static_cast<int>(params.columns);
+  auto index = [&](int v) { return v * team + thread; };
+  auto write = [&](auto& of_thread, void* parts) {
+    if (parts == nullptr) return;
+    write_block_part<false>(of_thread, static_cast<C*>(parts) + from, columns, team, sums, index);
+  };
+  write(weight_sums, params.weight_parts);
+  write(bias_sums, params.bias_parts);
 }
 
 // What one vector of a row contributes: x̂ and the gradient times the weight.
@@ -233,17 +215,13 @@ bool fits(const LayerNormBackward& params) {
          aligned<T, kLanes>(params);
 }
 
-template <typename T, int kLanes, bool kInput, bool kParameters>
+template <typename T, int kLanes>
 void start_in_registers(const LayerNormBackward& params, cudaStream_t stream) {
   // A part a block.
   const unsigned int blocks = static_cast<unsigned int>(params.parts);
-  if (params.plan.team <= kWarp) {
-    layer_norm_backward_in_registers<T, kLanes, true, kInput, kParameters>
-        <<<blocks, params.plan.threads, 0, stream>>>(params);
-  } else {
-    layer_norm_backward_in_registers<T, kLanes, false, kInput, kParameters>
-        <<<blocks, params.plan.threads, 0, stream>>>(params);
-  }
+  auto start_kernel = [&](auto* kernel) { kernel<<<blocks, params.plan.threads, 0, stream>>>(params); };
+  params.plan.team <= kWarp ? start_kernel(layer_norm_backward_in_registers<T, kLanes, true>)
+                            : start_kernel(layer_norm_backward_in_registers<T, kLanes, false>);
 }
 
 template <typename T, int kLanes>
@@ -251,9 +229,7 @@ void start(const LayerNormBackward& params, cudaStream_t stream) {
   const bool input = params.grad_input != nullptr;
   const bool parameters = params.weight_parts != nullptr || params.bias_parts != nullptr;
   if (params.plan.in_registers) {
-    if (input && parameters) return start_in_registers<T, kLanes, true, true>(params, stream);
-    if (input) return start_in_registers<T, kLanes, true, false>(params, stream);
-    if (parameters) return start_in_registers<T, kLanes, false, true>(params, stream);
+    if (input || parameters) start_in_registers<T, kLanes>(params, stream);
     return;
   }
   if (input && params.rows > 0) {
@@ -274,7 +250,6 @@ const char* start_layer_norm_backward(const LayerNormBackward& params, cudaStrea
   bool planned = false;
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    // What 4-byte loads can read is in backward_ring.cu, or read by single ones.
     auto start_if_it_fits = [&](auto lanes) {
       planned = fits<T, lanes()>(params);
       if (planned) start<T, lanes()>(params, stream);

@@ -26,22 +26,23 @@ __device__ __forceinline__ void store_sums(C* to, const C (&sums)[kLanes]) {
   }
 }
 
-// Adds the teams' sums over rows up and writes the block's part. `buffer` has room for a thread's sums of
-// each thread.
-template <typename C, int kVectors, int kLanes>
-__device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLanes], C* part, int vectors,
-                                                 int team, C* buffer) {
-  const int thread = thread_of_team(team), teams = teams_of_block(team);
-  C* to = teams == 1 ? part : buffer + team_of_block(team) * vectors * kLanes;
-  if (teams > 1) __syncthreads();
+// Adds the teams' sums over rows up and writes the block's part: `columns` of them, of which a thread has
+// kLanes from `index(v)` · kLanes on. `buffer` has room for a thread's sums of each thread. kShifted: the
+// part may begin anywhere.
+template <bool kShifted, typename C, int kVectors, int kLanes, typename Index>
+__device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLanes], C* part, int columns,
+                                                 int team, C* buffer, Index index) {
+  const int vectors = (columns + kLanes - 1) / kLanes, teams = teams_of_block(team);
+  const bool is_whole = teams == 1 && !kShifted;
+  C* to = is_whole ? part : buffer + team_of_block(team) * vectors * kLanes;
+  if (!is_whole) __syncthreads();
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const int index = v * team + thread;
-    if (index < vectors) store_sums<C, kLanes>(to + index * kLanes, sums[v]);
+    if (index(v) < vectors) store_sums<C, kLanes>(to + index(v) * kLanes, sums[v]);
   }
-  if (teams == 1) return;
+  if (is_whole) return;
   __syncthreads();
-  for (int column = threadIdx.x; column < vectors * kLanes; column += blockDim.x) {
+  for (int column = threadIdx.x; column < columns; column += blockDim.x) {
     // Eight sums, then a tree of them: the shorter the sums, the less is lost. `teams` is a power of two.
     constexpr int kSums = 8;
     C total[kSums] = {};

@@ -1,76 +1,19 @@
-// The backward for all that loads of 16 bytes can read, or of 4 (of 8, single doubles). Blocks stay for many
-// rows; each thread copies what it will need of the next rows of x and dy to places of its own in shared
-// memory (a ring of rows), so that bytes under way cost no registers and nobody waits for anybody else's
-// copies. Both sums of a row meet at one barrier. The sums for weight and bias stay in registers over all
-// rows. Blocks of a cluster share a row too long for one.
+// The backward for all rows that fit. Blocks stay for many rows; each thread copies what it will need of the
+// next rows of x and dy to places of its own in shared memory (a ring of rows), so that bytes under way cost
+// no registers and nobody waits for anybody else's copies. Both sums of a row meet at one barrier. The sums
+// for weight and bias stay in registers over all rows. Blocks of a cluster share a row too long for one.
+//
+// Rows that begin anywhere are copied from the multiple of 16 bytes below; what a thread needs then lies in
+// its own vector and the next one, which another lane of its warp copied.
 
 #include <atomic>
 #include <mutex>
 
-#include "backward.h"
+#include "ring.h"
+#include "shifted.h"
 
 namespace tch_extension {
 namespace {
-
-constexpr int kMostInCluster = 8;
-
-// Starts a copy of 4, 8 or 16 bytes; of zeros if there are none.
-template <int kBytes>
-__device__ __forceinline__ void start_copy(void* to, const void* from, bool there) {
-#if __CUDA_ARCH__ >= 800
-  const auto shared = static_cast<unsigned int>(__cvta_generic_to_shared(to));
-  const int bytes = there ? kBytes : 0;
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes)
-                 : "memory");
-  } else {
-    // Fewer bytes go by way of the L1 cache only.
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(kBytes),
-                 "r"(bytes)
-                 : "memory");
-  }
-#else
-  using Words = Vector<unsigned int, kBytes / 4>;
-  *static_cast<Words*>(to) = there ? *static_cast<const Words*>(from) : Words{};
-#endif
-}
-
-__device__ __forceinline__ void end_of_copies_of_a_row() {
-#if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Until all but the last `rows` rows are there.
-__device__ __forceinline__ void wait_for_all_but(int rows) {
-#if __CUDA_ARCH__ >= 800
-  // The number is part of the instruction.
-  if (rows >= 2) {
-    asm volatile("cp.async.wait_group 2;" ::: "memory");
-  } else if (rows == 1) {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-  } else {
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
-  }
-#endif
-}
-
-__device__ __forceinline__ void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// The same place in the shared memory of another block of the cluster.
-template <typename C>
-__device__ __forceinline__ void store_in_block(Pair<C>* place, int block, Pair<C> value) {
-#if __CUDA_ARCH__ >= 900
-  const uint64_t here = reinterpret_cast<uint64_t>(place);
-  uint64_t there;
-  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(block));
-  *reinterpret_cast<Pair<C>*>(there) = value;
-#endif
-}
 
 // team_sum over all blocks of the cluster, whose threads all come here. `buffer` is of 2 · kMostInCluster ·
 // kMostThreads / kWarp pairs.
@@ -95,36 +38,71 @@ enum class Team { kWithinWarp, kBlock, kCluster };
 
 // What a block has of the rows: where it is, and where its rows are.
 struct Share {
-  int vectors;     // of a row
-  int64_t column;  // the first
-  int64_t start;   // the first row of the block's first team
-  int64_t step;    // rows of all blocks' teams together
-  int64_t part;    // of the sums over rows
+  int vectors, columns;  // of a row; the last vector may have fewer columns
+  int64_t column;        // the first
+  int64_t start;         // the first row of the block's first team
+  int64_t step;          // rows of all blocks' teams together
+  int64_t part;          // of the sums over rows
 };
 
-template <typename T, int kLanes, Team kTeam>
+template <typename T, Team kTeam>
 __device__ __forceinline__ Share share_of_block(const LayerNormBackward& params) {
+  constexpr int kLanes = kLanesOf16Bytes<T>;
   const int cluster = kTeam == Team::kCluster ? params.plan.cluster : 1;
   const int teams = teams_of_block(params.plan.team);
-  const int64_t all = params.columns / kLanes;
+  const int64_t all = (params.columns + kLanes - 1) / kLanes;
   const int64_t each = (all + cluster - 1) / cluster;
   const int64_t first = (blockIdx.x % cluster) * each;
   const int64_t left = all - first;
   Share share;
   share.vectors = static_cast<int>(left < 0 ? 0 : left < each ? left : each);
   share.column = first * kLanes;
+  const int64_t columns_left = params.columns - share.column;
+  const int64_t most = int64_t{share.vectors} * kLanes;
+  share.columns = static_cast<int>(columns_left < most ? columns_left < 0 ? 0 : columns_left : most);
   share.part = blockIdx.x / cluster;
   share.start = share.part * teams;
   share.step = static_cast<int64_t>(gridDim.x / cluster) * teams;
   return share;
 }
 
-// kParameters: whether weight or bias want gradients.
-template <typename T, int kLanes, Team kTeam, bool kParameters>
+// Vectors of one row of x, or of dy, in the ring. A group of shifted ones has one more.
+template <typename T>
+constexpr int kVectorsOfThread = kBackwardValues<T> / kLanesOf16Bytes<T>;
+
+template <typename T, bool kShifted>
+__host__ __device__ constexpr int vectors_of_row(int threads, int team) {
+  return kVectorsOfThread<T> * threads + (kShifted ? threads / (team < kWarp ? team : kWarp) : 0);
+}
+
+// Where a thread finds one of the two arrays, x or dy: the group's bytes of its present row, or the next ones
+// to be copied.
+template <typename T>
+struct Source {
+  const char* from;  // the group's first column in row 0
+  int64_t row_bytes;
+
+  __device__ __forceinline__ Source(const void* pointer, int64_t columns, int64_t column)
+      : from(reinterpret_cast<const char*>(static_cast<const T*>(pointer) + column)),
+        row_bytes(columns * static_cast<int64_t>(sizeof(T))) {}
+  __device__ __forceinline__ const char* row(int64_t index) const { return from + index * row_bytes; }
+  // How far behind a multiple of 16 bytes. Only the lowest bits count.
+  __device__ __forceinline__ int shift(int64_t index) const {
+    const auto low = static_cast<unsigned int>(reinterpret_cast<uintptr_t>(from));
+    return static_cast<int>((low + static_cast<unsigned int>(index) * static_cast<unsigned int>(row_bytes)) &
+                            15);
+  }
+};
+
+// kParameters: whether weight or bias want gradients. kShifted: rows may begin anywhere.
+template <typename T, bool kShifted, Team kTeam, bool kParameters>
 __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(LayerNormBackward params) {
   using C = Compute<T>;
-  constexpr int kBytes = kLanes * sizeof(T);
-  constexpr int kVectors = kBackwardValues<T> / kLanes;
+  // Shifted values of 4 bytes or more are read from the ring one by one: neighbours by neighbours, so that no
+  // bank is asked twice, and nothing has to be shifted.
+  constexpr bool kSingles = kShifted && sizeof(T) >= 4;
+  constexpr int kLanes = kSingles ? 1 : kLanesOf16Bytes<T>, kBytes = 16;
+  constexpr int kCopies = kVectorsOfThread<T>, kVectors = kBackwardValues<T> / kLanes;
   extern __shared__ __align__(16) unsigned char ring[];
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp * (kTeam == Team::kCluster ? kMostInCluster : 1)];
   let_the_next_kernel_start();
@@ -133,81 +111,151 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
   int turn = 0;
   const int team = params.plan.team, stages = params.plan.stages;
   const int thread = thread_of_team(team);
-  const Share share = share_of_block<T, kLanes, kTeam>(params);
+  const Share share = share_of_block<T, kTeam>(params);
+  const Group group(team, share.vectors);
+  const int first = kSingles ? group.first * kLanesOf16Bytes<T> : group.first;
+  auto index = [&](int v) { return kShifted ? first + v * group.width + group.lane : v * team + thread; };
+  // How many vectors of the row the thread has, and how many columns of one.
+  const int mine_of_row = kShifted ? group.vectors * (kVectors / kCopies) : kVectors;
+  const int step_of_thread = kShifted ? group.width : team;
+  const int left_of_row = (kSingles ? share.columns : share.vectors) - index(0);
+  const int there = (left_of_row + step_of_thread - 1) >> (__ffs(step_of_thread) - 1);
+  const int count = kShifted && mine_of_row < there ? mine_of_row : there;
+  auto is_there = [&](int v) { return v < count; };
+  auto columns_there = [&](int v) { return is_there(v) ? share.columns - index(v) * kLanes : 0; };
+
   // A thread's places in the ring: for each row a vector of x for each v, then those of dy.
-  const int next_vector = blockDim.x * kBytes;
-  const int next_row = 2 * kVectors * next_vector, end_of_ring = stages * next_row;
+  const int next_vector = (kShifted ? group.width : blockDim.x) * kBytes;
+  const int next_array = vectors_of_row<T, kShifted>(blockDim.x, team) * kBytes;
+  const int next_row = 2 * next_array, end_of_ring = stages * next_row;
   unsigned char* mine = ring + threadIdx.x * kBytes;
+  if constexpr (kShifted) {
+    const int groups_before = threadIdx.x / group.width;
+    mine = ring + (groups_before * (kCopies * group.width + 1) + group.lane) * kBytes;
+  }
 
   const int64_t first_row = share.start + team_of_block(team);
   const int64_t stride = share.step * params.columns;
   const int64_t begin = first_row * params.columns + share.column + thread * kLanes;
-  int64_t row_ahead = first_row;
   const T* x_ahead = static_cast<const T*>(params.input) + begin;
   const T* grad_ahead = static_cast<const T*>(params.grad_output) + begin;
-  auto copy_next_row = [&](int at) {
+  // Of the row, from the group's first column on; none, and an address that is one all the same.
+  const int group_bytes = share.columns * static_cast<int>(sizeof(T)) - group.first * kBytes;
+  const int64_t group_column = group_bytes > 0 ? share.column + group.first * kLanesOf16Bytes<T> : 0;
+  const Source<T> x_source(params.input, params.columns, group_column);
+  const Source<T> grad_source(params.grad_output, params.columns, group_column);
+  auto copy_shifted = [&](const Source<T>& source, int64_t row_ahead, int at) {
     const bool is_row = row_ahead < params.rows;
+    const int64_t row = is_row ? row_ahead : 0;
+    const int shift = source.shift(row);
+    const char* base = source.row(row) - shift;
+    const int bytes = is_row ? shift + group_bytes : 0;
+    auto copy = [&](int v, int lane) {
+      const int offset = (v * group.width + lane) * kBytes;
+      const int left = bytes - offset;
+      const int there = left < 0 ? 0 : left < kBytes ? left : kBytes;
+      start_copy(mine + at + v * next_vector + (lane - group.lane) * kBytes, there > 0 ? base + offset : base,
+                 there);
+    };
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      // What is not there is zeros, and adds nothing to any sum.
-      const bool there = is_row && v * team + thread < share.vectors;
-      const int offset = v * team * kLanes;
-      start_copy<kBytes>(mine + at + v * next_vector, there ? x_ahead + offset : params.input, there);
-      start_copy<kBytes>(mine + at + (kVectors + v) * next_vector,
-                         there ? grad_ahead + offset : params.grad_output, there);
+    for (int v = 0; v < kCopies; ++v) {
+      if (v < group.vectors) copy(v, group.lane);
     }
-    row_ahead += share.step;
-    x_ahead += stride;
-    grad_ahead += stride;
+    // The vector behind, by the last lane.
+    if (group.lane == group.width - 1) copy(group.vectors - 1, group.width);
+  };
+  auto copy_row = [&](int64_t row_ahead, int at) {
+    if constexpr (kShifted) {
+      // The others have read what was there.
+      __syncwarp();
+      copy_shifted(x_source, row_ahead, at);
+      copy_shifted(grad_source, row_ahead, at + next_array);
+    } else {
+      const bool is_row = row_ahead < params.rows;
+#pragma unroll
+      for (int v = 0; v < kVectors; ++v) {
+        // What is not there is zeros, and adds nothing to any sum.
+        const bool there = is_row && is_there(v);
+        const int offset = v * team * kLanes;
+        start_copy(mine + at + v * next_vector, there ? x_ahead + offset : params.input, there ? kBytes : 0);
+        start_copy(mine + at + next_array + v * next_vector, there ? grad_ahead + offset : params.grad_output,
+                   there ? kBytes : 0);
+      }
+      x_ahead += stride;
+      grad_ahead += stride;
+    }
     end_of_copies_of_a_row();
+  };
+  auto read = [&](int v, int at, int shift) {
+    if constexpr (kSingles) {
+      const int place = at + shift + (v * group.width + group.lane) * static_cast<int>(sizeof(T));
+      return Values<T, 1>{{*reinterpret_cast<const T*>(mine - group.lane * kBytes + place)}};
+    } else {
+      const unsigned char* place = mine + at + v * next_vector;
+      const Words words = load_words(place);
+      return unpack<T>(kShifted ? shifted<T>(words, load_words(place + kBytes), shift) : words);
+    }
   };
   auto moments_of = [&](int64_t row) {
     return row < params.rows ? kept_moments<C>(params, row) : Pair<C>{C(0), C(0)};
   };
 
-  for (int stage = 0; stage < stages - 1; ++stage) copy_next_row(stage * next_row);
+  for (int stage = 0; stage < stages - 1; ++stage) copy_row(first_row + stage * share.step, stage * next_row);
   Pair<C> next_moments = moments_of(first_row);
+  const Parameter<T> shifted_weight(params.weight, params.columns);
   Values<T, kLanes> weight[kVectors];
   C weight_sums[kVectors][kLanes], bias_sums[kVectors][kLanes];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const int index = v * team + thread;
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
       weight[v].lane[lane] = weight_sums[v][lane] = bias_sums[v][lane] = C(0);
     }
-    if (index < share.vectors) {
-      weight[v] =
-          load_or<T, kLanes>(params.weight, share.column + static_cast<int64_t>(index) * kLanes, C(1));
+    if (is_there(v)) {
+      const int64_t column = share.column + int64_t{index(v)} * kLanes;
+      if constexpr (kShifted && !kSingles) {
+        weight[v] = shifted_weight.values(shifted_weight.load(column), C(1));
+      } else {
+        weight[v] = load_or<T, kLanes>(params.weight, column, C(1));
+      }
     }
   }
 
   const C inverse = C(1) / static_cast<C>(params.columns);
-  T* to = static_cast<T*>(params.grad_input) + begin;
   int at = 0;
   // All threads of a cluster's blocks make as many steps: they meet in the sums.
-  for (int64_t first = share.start, row = first_row; first < params.rows; first += share.step) {
+  for (int64_t row = first_row; row - team_of_block(team) < params.rows; row += share.step) {
     const Pair<C> moments = next_moments;
     next_moments = moments_of(row + share.step);
-    // Into the place of the row before, which this thread alone has read, and has done with.
-    copy_next_row(at == 0 ? end_of_ring - next_row : at - next_row);
+    // Into the place of the row before, which has been read. Earlier, right behind the reading, is no faster.
+    copy_row(row + (stages - 1) * share.step, at == 0 ? end_of_ring - next_row : at - next_row);
     wait_for_all_but(stages - 1);
+    if constexpr (kShifted) __syncwarp();
+    const int x_shift = kShifted ? x_source.shift(row) : 0,
+              grad_shift = kShifted ? grad_source.shift(row) : 0;
 
     // x̂, and the gradient times the weight.
     Values<T, kLanes> normal[kVectors], grad[kVectors];
     Pair<C> sum = {C(0), C(0)};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      const auto stored_x = *reinterpret_cast<const Vector<T, kLanes>*>(mine + at + v * next_vector);
-      const auto stored_grad =
-          *reinterpret_cast<const Vector<T, kLanes>*>(mine + at + (kVectors + v) * next_vector);
-      normal[v] = unpack<T, kLanes>(stored_x);
-      grad[v] = unpack<T, kLanes>(stored_grad);
+      if (kShifted && v >= mine_of_row) break;
+      normal[v] = read(v, at, x_shift);
+      grad[v] = read(v, at + next_array, grad_shift);
       // Where no columns are, x̂ must be zero, too: a huge mean would make it infinite.
-      const C rstd = v * team + thread < share.vectors ? moments.second : C(0);
+      const C rstd = is_there(v) ? moments.second : C(0);
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) {
         normal[v].lane[lane] = (normal[v].lane[lane] - moments.first) * rstd;
+      }
+      if (kShifted && !kSingles && columns_there(v) < kLanes) {
+#pragma unroll
+        for (int lane = 0; lane < kLanes; ++lane) {
+          if (lane >= columns_there(v)) normal[v].lane[lane] = C(0);
+        }
+      }
+#pragma unroll
+      for (int lane = 0; lane < kLanes; ++lane) {
         if constexpr (kParameters) {
           weight_sums[v][lane] += grad[v].lane[lane] * normal[v].lane[lane];
           bias_sums[v][lane] += grad[v].lane[lane];
@@ -225,48 +273,63 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
     }
     const C mean_grad = sum.first * inverse, mean_product = sum.second * inverse;
     const bool is_asked_for = params.grad_input != nullptr && row < params.rows;
+    [[maybe_unused]] Words gradients[kVectors];
+    T* dx = static_cast<T*>(params.grad_input) + (is_asked_for ? row * params.columns + share.column : 0);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
+      if (kShifted && v >= mine_of_row) break;
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) {
         grad[v].lane[lane] =
             moments.second * (grad[v].lane[lane] - mean_grad - normal[v].lane[lane] * mean_product);
       }
-      if (is_asked_for && v * team + thread < share.vectors) {
-        store_values<T, kLanes>(to, v * team * kLanes, grad[v]);
+      if constexpr (kShifted && !kSingles) {
+        gradients[v] = pack<T>(grad[v]);
+      } else if (is_asked_for && is_there(v)) {
+        store_values<T, kLanes>(dx, static_cast<int64_t>(index(v)) * kLanes, grad[v]);
       }
     }
-    row += share.step;
-    to += stride;
+    if constexpr (kShifted && !kSingles) {
+      if (params.grad_input != nullptr) {
+        store_shifted<T>(dx, is_asked_for ? share.columns : 0, group, gradients);
+      }
+    }
   }
 
   if constexpr (kParameters) {
     wait_for_all_but(0);
+    if constexpr (kShifted) __syncthreads();
     auto* sums = reinterpret_cast<C*>(ring);
     const int64_t from = share.part * params.columns + share.column;
-    if (params.weight_parts != nullptr) {
-      write_block_part(weight_sums, static_cast<C*>(params.weight_parts) + from, share.vectors, team, sums);
-    }
-    if (params.bias_parts != nullptr) {
-      write_block_part(bias_sums, static_cast<C*>(params.bias_parts) + from, share.vectors, team, sums);
-    }
+    auto write = [&](auto& of_thread, void* parts) {
+      if (parts == nullptr) return;
+      auto place = [&](int v) { return is_there(v) ? index(v) : INT32_MAX; };
+      write_block_part<kShifted && !kSingles>(of_thread, static_cast<C*>(parts) + from, share.columns, team,
+                                              sums, place);
+    };
+    write(weight_sums, params.weight_parts);
+    write(bias_sums, params.bias_parts);
   }
 }
 
-template <typename T, int kLanes>
+template <typename T>
 bool fits(const LayerNormBackward& params) {
+  constexpr int kLanes = kLanesOf16Bytes<T>;
   const LayerNormPlan& plan = params.plan;
-  if (params.kind != params.parameter_kind || !fits_a_block(plan) || !aligned<T, kLanes>(params))
-    return false;
+  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.lanes != kLanes) return false;
+  if (!plan.shifted && !aligned<T, kLanes>(params)) return false;
   if (plan.stages < 2 || plan.stages > 3 || plan.cluster > kMostInCluster) return false;
   if (plan.cluster > 1 && plan.team != plan.threads) return false;
-  const int64_t each = (params.columns / kLanes + plan.cluster - 1) / plan.cluster;
+  const int64_t all = (params.columns + kLanes - 1) / kLanes;
+  const int64_t each = (all + plan.cluster - 1) / plan.cluster;
   return each * kLanes <= int64_t{plan.team} * kBackwardValues<T>;
 }
 
 template <typename T>
 int bytes_of_ring(const LayerNormPlan& plan) {
-  return plan.stages * 2 * kBackwardValues<T> * static_cast<int>(sizeof(T)) * plan.threads;
+  const int vectors = plan.shifted ? vectors_of_row<T, true>(plan.threads, plan.team)
+                                   : vectors_of_row<T, false>(plan.threads, plan.team);
+  return plan.stages * 2 * 16 * vectors;
 }
 
 // More than 48 KiB of shared memory have to be asked for, once for each kernel and device.
@@ -309,9 +372,9 @@ struct Launch {
   Launch& operator=(const Launch&) = delete;
 };
 
-template <typename T, int kLanes, Team kTeam, bool kParameters>
+template <typename T, bool kShifted, Team kTeam, bool kParameters>
 void start_kernel(const LayerNormBackward& params, cudaStream_t stream) {
-  constexpr auto kKernel = layer_norm_backward_ring<T, kLanes, kTeam, kParameters>;
+  constexpr auto kKernel = layer_norm_backward_ring<T, kShifted, kTeam, kParameters>;
   const int bytes = bytes_of_ring<T>(params.plan);
   // Errors are read behind the launch.
   if (allow_shared_memory<kKernel>(bytes) != cudaSuccess) return;
@@ -319,14 +382,14 @@ void start_kernel(const LayerNormBackward& params, cudaStream_t stream) {
   cudaLaunchKernelEx(&launch.config, kKernel, params);
 }
 
-template <typename T, int kLanes, bool kParameters>
+template <typename T, bool kShifted, bool kParameters>
 void start(const LayerNormBackward& params, cudaStream_t stream) {
   if (params.plan.cluster > 1) {
-    start_kernel<T, kLanes, Team::kCluster, kParameters>(params, stream);
+    start_kernel<T, kShifted, Team::kCluster, kParameters>(params, stream);
   } else if (params.plan.team <= kWarp) {
-    start_kernel<T, kLanes, Team::kWithinWarp, kParameters>(params, stream);
+    start_kernel<T, kShifted, Team::kWithinWarp, kParameters>(params, stream);
   } else {
-    start_kernel<T, kLanes, Team::kBlock, kParameters>(params, stream);
+    start_kernel<T, kShifted, Team::kBlock, kParameters>(params, stream);
   }
 }
 
@@ -337,15 +400,12 @@ const char* start_layer_norm_backward_ring(const LayerNormBackward& params, cuda
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
     const bool parameters = params.weight_parts != nullptr || params.bias_parts != nullptr;
-    auto start_if_it_fits = [&](auto lanes) {
-      planned = fits<T, lanes()>(params);
-      if (!planned) return;
-      parameters ? start<T, lanes(), true>(params, stream) : start<T, lanes(), false>(params, stream);
-    };
-    if (params.plan.lanes == kLanesOf16Bytes<T>) {
-      start_if_it_fits(std::integral_constant<int, kLanesOf16Bytes<T>>{});
-    } else if (params.plan.lanes == kLanesOf4Bytes<T>) {
-      start_if_it_fits(std::integral_constant<int, kLanesOf4Bytes<T>>{});
+    planned = fits<T>(params);
+    if (!planned) return;
+    if (params.plan.shifted) {
+      parameters ? start<T, true, true>(params, stream) : start<T, true, false>(params, stream);
+    } else {
+      parameters ? start<T, false, true>(params, stream) : start<T, false, false>(params, stream);
     }
   });
   return planned ? nullptr : "internal error: the plan does not fit the arrays";
@@ -364,8 +424,8 @@ extern "C" int64_t tch_extension_layer_norm_clusters(const LayerNormPlan* plan, 
   int clusters = 0;
   for_kind(kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    // Any lanes: the block's memory and threads decide.
-    constexpr auto kKernel = layer_norm_backward_ring<T, kLanesOf16Bytes<T>, Team::kCluster, true>;
+    // Shifted or not: the block's memory and threads decide.
+    constexpr auto kKernel = layer_norm_backward_ring<T, false, Team::kCluster, true>;
     const int of_kind = kind, of_threads = plan->threads == kMostThreads ? 1 : 0;
     const bool can_keep = device < kDevices;
     if (can_keep) clusters = known[device][of_kind][of_threads][plan->cluster];

@@ -340,10 +340,11 @@ TCH_EXTENSION_CPU_KERNEL(tch_extension_layer_norm_finish, layer_norm_finish, Lay
 #include <cstddef>
 
 // For the test that compares these structs with their Rust mirrors.
-extern "C" const size_t tch_extension_layer_norm_layout[39] = {
+extern "C" const size_t tch_extension_layer_norm_layout[40] = {
     sizeof(LayerNormPlan),
     offsetof(LayerNormPlan, in_registers),
     offsetof(LayerNormPlan, lanes),
+    offsetof(LayerNormPlan, shifted),
     offsetof(LayerNormPlan, team),
     offsetof(LayerNormPlan, threads),
     offsetof(LayerNormPlan, cluster),

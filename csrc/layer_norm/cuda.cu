@@ -60,66 +60,11 @@ __global__ void __launch_bounds__(kWarp* kGroups) layer_norm_finish(LayerNormBac
   }
 }
 
-// The sums over few rows, straight from x and dy: 32 columns a block, 16 threads a column. It reads nothing
-// that the kernel before it writes and so runs beside it; parts would be as many bytes as what they are of.
-template <typename T, bool kWeight>
-__global__ void __launch_bounds__(kWarp* kGroups) layer_norm_columns(LayerNormBackward params) {
-  using C = Compute<T>;
-  constexpr int kRows = 8;  // that a thread has under way
-  __shared__ Pair<C> sums[kGroups][kWarp];
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kWarp; first < params.columns;
-       first += static_cast<int64_t>(gridDim.x) * kWarp) {
-    const int64_t column = first + threadIdx.x;
-    const bool is_column = column < params.columns;
-    Pair<C> sum = {C(0), C(0)};
-    for (int64_t begin = threadIdx.y; begin < params.rows; begin += kRows * kGroups) {
-      T grad[kRows], x[kRows];
-      Pair<C> moments[kRows];
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        // Behind the last row the last one again, and not counted: no load waits for a branch.
-        const int64_t asked = begin + i * kGroups;
-        const int64_t row = asked < params.rows ? asked : params.rows - 1;
-        const int64_t at = row * params.columns + (is_column ? column : first);
-        grad[i] = static_cast<const T*>(params.grad_output)[at];
-        if constexpr (kWeight) {
-          x[i] = static_cast<const T*>(params.input)[at];
-          moments[i] = kept_moments<C>(params, row);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (begin + i * kGroups >= params.rows) break;
-        const C value = static_cast<C>(grad[i]);
-        if constexpr (kWeight) {
-          sum.first += value * ((static_cast<C>(x[i]) - moments[i].first) * moments[i].second);
-        }
-        sum.second += value;
-      }
-    }
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    // The first warp ends the weight's, the second the bias'.
-    void* result = threadIdx.y == 0 ? params.grad_weight : params.grad_bias;
-    if (threadIdx.y < 2 && is_column && result != nullptr) {
-      C total[kGroups];
-#pragma unroll
-      for (int group = 0; group < kGroups; ++group) {
-        total[group] = threadIdx.y == 0 ? sums[group][threadIdx.x].first : sums[group][threadIdx.x].second;
-      }
-      static_cast<T*>(result)[column] = static_cast<T>(tree_sum(total));
-    }
-    __syncthreads();
-  }
-  wait_for_the_kernel_before();
-}
-
 LaunchStatus finish(const char* kernel, const LayerNormBackward& params, cudaStream_t stream) {
   if (params.columns == 0) return {kernel, nullptr};
   if (params.kind != params.parameter_kind) return {kernel, "internal error: mixed kinds"};
   cudaLaunchConfig_t config = {};
-  const bool by_columns = params.plan.by_columns != 0;
-  config.gridDim = dim3(at_most((params.columns + kWarp - 1) / kWarp, INT32_MAX), by_columns ? 1 : 2);
+  config.gridDim = dim3(at_most((params.columns + kWarp - 1) / kWarp, INT32_MAX), 2);
   config.blockDim = dim3(kWarp, kGroups);
   config.stream = stream;
   cudaLaunchAttribute early = {};
@@ -132,9 +77,7 @@ LaunchStatus finish(const char* kernel, const LayerNormBackward& params, cudaStr
   }
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    auto start = [&](auto* kernel) { cudaLaunchKernelEx(&config, kernel, params); };
-    if (!by_columns) return start(layer_norm_finish<T>);
-    params.grad_weight != nullptr ? start(layer_norm_columns<T, true>) : start(layer_norm_columns<T, false>);
+    cudaLaunchKernelEx(&config, layer_norm_finish<T>, params);
   });
   return launch_status(kernel);
 }
@@ -158,14 +101,20 @@ extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_backward_cuda(co
                                                                               cudaStream_t stream) {
   constexpr const char* kKernel = "layer_norm_backward";
   if (params->columns == 0) return {kKernel, nullptr};
-  const auto start = params->plan.stages > 0 ? tch_extension::start_layer_norm_backward_ring
-                                             : tch_extension::start_layer_norm_backward;
+  const LayerNormPlan& plan = params->plan;
+  const auto start = plan.by_columns && plan.in_registers ? tch_extension::start_layer_norm_backward_few
+                     : plan.stages > 0                    ? tch_extension::start_layer_norm_backward_ring
+                                                          : tch_extension::start_layer_norm_backward;
   return tch_extension::status(kKernel, start(*params, stream));
 }
 
 extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_finish_cuda(const LayerNormBackward* params,
                                                                             cudaStream_t stream) {
-  return tch_extension::finish("layer_norm_finish", *params, stream);
+  constexpr const char* kKernel = "layer_norm_finish";
+  if (params->plan.by_columns) {
+    return tch_extension::status(kKernel, tch_extension::start_layer_norm_backward_few(*params, stream));
+  }
+  return tch_extension::finish(kKernel, *params, stream);
 }
 
 // Of the current device, which `device` has to be.

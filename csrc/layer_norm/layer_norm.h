@@ -16,13 +16,15 @@
 // it.
 struct LayerNormPlan {
   int32_t in_registers;  // whether a row is read once and kept, or read again for each pass
-  int32_t lanes;         // values loaded at a time: 16 bytes, 4, or one value, as sizes and addresses allow
+  int32_t lanes;         // values loaded at a time: 16 bytes, or one value
+  int32_t shifted;       // whether rows begin anywhere, and their 16 bytes are shifted out of aligned ones
   int32_t team;     // threads of a row, or of a block's part of it: a power of two; the block, for passes
   int32_t threads;  // of a block: several teams, or one
   int32_t cluster;  // blocks that share a row; 1 but for long ones
   int32_t stages;   // rows that a team has under way to shared memory; 0 where it loads to its registers
   int32_t early_finish;  // whether the kernel that adds up the parts may be started before its turn
-  int32_t by_columns;    // whether dw and db are read from x and dy again: few rows, and no parts
+  int32_t by_columns;    // whether dw and db are read from x and dy again: few rows, and no parts. If also
+                         // in_registers, the backward's first kernel does all
 };
 
 // What plans ask of a GPU.

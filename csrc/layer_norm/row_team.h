@@ -15,6 +15,7 @@ namespace tch_extension {
 const char* start_layer_norm_forward(const LayerNormForward& params, cudaStream_t stream);
 const char* start_layer_norm_backward(const LayerNormBackward& params, cudaStream_t stream);
 const char* start_layer_norm_backward_ring(const LayerNormBackward& params, cudaStream_t stream);
+const char* start_layer_norm_backward_few(const LayerNormBackward& params, cudaStream_t stream);
 
 namespace {
 
@@ -53,10 +54,6 @@ __device__ __forceinline__ Values<T, kLanes> load_or(const void* pointer, int64_
   for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] = otherwise;
   return values;
 }
-
-// Values of 4 bytes, or one: what is loaded at a time where 16 bytes cannot be.
-template <typename T>
-constexpr int kLanesOf4Bytes = sizeof(T) < 4 ? 4 / sizeof(T) : 1;
 
 template <typename C>
 struct Pair {
@@ -107,6 +104,12 @@ __device__ __forceinline__ Pair<C> team_sum(Pair<C> sum, int team, Pair<C>* buff
 
 inline unsigned int at_most(int64_t blocks, int64_t most) {
   return static_cast<unsigned int>(blocks < most ? blocks : most);
+}
+
+// A team a row.
+inline unsigned int blocks_of_teams(int64_t rows, const LayerNormPlan& plan) {
+  const int64_t teams = plan.threads / plan.team;
+  return at_most((rows + teams - 1) / teams, INT32_MAX);
 }
 
 // Whether the kernels can do what was planned: a mistake of ours must not become an access out of bounds.

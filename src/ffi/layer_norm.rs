@@ -252,13 +252,9 @@ pub(crate) fn backward(
     let grad_input = flat("grad_input", gradients.input.as_ref(), elements, like)?;
     let alignment = alignment(&[grad_output, input, weight, grad_input]);
     let gpu = gpu(like.1)?;
-    let mut plan = Rows { path, rows, columns, kind: like.0, alignment, gpu }.backward();
+    let plan = Rows { path, rows, columns, kind: like.0, alignment, gpu }.backward();
     let by_columns = plan.by_columns == 1;
-    let has_rows_to_do = !by_columns || !grad_input.is_null();
-    if !has_rows_to_do {
-        // The kernel that ends is the only one.
-        plan.early_finish = 0;
-    }
+    let is_one_kernel = by_columns && plan.in_registers == 1;
     let parts = plan.parts(rows, like.1, gpu, clusters_at_a_time(&plan, like.0, like.1)?);
     let scratch = |gradient: &Option<Tensor>| -> Result<Option<Tensor>> {
         gradient
@@ -287,17 +283,18 @@ pub(crate) fn backward(
         bias_parts: optional_ptr("bias_parts", bias_parts.as_ref(), &[parts, columns], compute)?,
     };
     let has_sums = gradients.weight.is_some() || gradients.bias.is_some();
+    let has_to_finish = has_sums && !is_one_kernel;
     match like.1 {
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => {
-            if has_rows_to_do {
+            if !by_columns || is_one_kernel || !grad_input.is_null() {
                 // SAFETY: as in `forward`; the scratch lives until both launches are made, and libtorch's allocator
                 // gives its memory to later work on the same stream only.
                 crate::cuda::launch(device, |stream| unsafe {
                     tch_extension_layer_norm_backward_cuda(&params, stream)
                 })?;
             }
-            if !has_sums {
+            if !has_to_finish {
                 return Ok(());
             }
             // SAFETY: as above.
@@ -308,7 +305,7 @@ pub(crate) fn backward(
         Device::Cpu => {
             // SAFETY: as in `forward`.
             unsafe { tch_extension_layer_norm_backward_cpu(&params) };
-            if has_sums {
+            if has_to_finish {
                 // SAFETY: as in `forward`.
                 unsafe { tch_extension_layer_norm_finish_cpu(&params) };
             }
@@ -325,7 +322,7 @@ mod tests {
 
     unsafe extern "C" {
         /// Sizes and offsets as the C++ compiler sees them.
-        static tch_extension_layer_norm_layout: [usize; 39];
+        static tch_extension_layer_norm_layout: [usize; 40];
     }
 
     #[test]
@@ -334,6 +331,7 @@ mod tests {
             size_of::<Plan>(),
             offset_of!(Plan, in_registers),
             offset_of!(Plan, lanes),
+            offset_of!(Plan, shifted),
             offset_of!(Plan, team),
             offset_of!(Plan, threads),
             offset_of!(Plan, cluster),

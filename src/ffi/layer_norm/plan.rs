@@ -13,7 +13,7 @@ pub enum Path {
     Warp,
     /// A block, if the row fits in its registers.
     Block,
-    /// Several blocks of a cluster in the backward, if loads of at least 4 bytes can read all and the GPU has clusters.
+    /// Several blocks of a cluster in the backward, if the GPU has clusters.
     Cluster,
     /// What suits the size, but the backward's rows go straight to registers.
     Direct,
@@ -27,6 +27,7 @@ pub enum Path {
 pub(super) struct Plan {
     pub(super) in_registers: i32,
     pub(super) lanes: i32,
+    pub(super) shifted: i32,
     pub(super) team: i32,
     pub(super) threads: i32,
     pub(super) cluster: i32,
@@ -57,7 +58,7 @@ pub(super) struct Rows {
     pub(super) rows: i64,
     pub(super) columns: i64,
     pub(super) kind: Kind,
-    /// All arrays begin at multiples of so many bytes; only 16 and 4 count.
+    /// All arrays begin at multiples of so many bytes; only 16 counts.
     pub(super) alignment: i64,
     pub(super) gpu: Gpu,
 }
@@ -72,19 +73,32 @@ impl Rows {
         16 / self.size()
     }
 
-    /// Values that one load reads: of 16 bytes, else of 4, else one.
-    fn lanes(&self) -> i64 {
-        let fits = |&lanes: &i64| self.columns % lanes == 0 && self.alignment % (lanes * self.size()) == 0;
-        [self.wide(), (4 / self.size()).max(1)].into_iter().find(fits).unwrap_or(1)
+    /// Whether loads of 16 bytes can read all as it lies. Otherwise rows in registers are shifted out of such loads.
+    fn is_aligned(&self) -> bool {
+        self.columns % self.wide() == 0 && self.alignment % 16 == 0
     }
 
-    /// So few rows that the sums over them are read from x and dy again: parts would be as many bytes, and the kernel
-    /// runs beside the other.
+    /// Loads of 16 bytes for a row.
+    fn loads(&self) -> i64 {
+        (self.columns + self.wide() - 1) / self.wide()
+    }
+
+    /// Of rows in registers.
+    fn in_vectors(&self, team: i64) -> Plan {
+        Plan { shifted: i32::from(!self.is_aligned()), ..Plan::new(self.wide(), Some(team)) }
+    }
+
+    /// A row that is read again for each pass.
+    fn in_passes(&self) -> Plan {
+        Plan::new(if self.is_aligned() { self.wide() } else { 1 }, None)
+    }
+
+    /// So few rows that the sums over them are read from x and dy again, in the same kernel that does the rows.
     fn by_columns(&self) -> bool {
-        // Measured on an H200 at 16, 256 and 512 rows: parts of many short rows that wide loads can read cost less.
-        let are_parts_cheap = self.lanes() == self.wide() && self.columns < 2048;
-        let few = if are_parts_cheap { 64 } else { 256 };
-        self.path == Path::Automatic && self.rows <= few && self.gpu.processors > 0
+        // Measured on an H200 at 16 to 1024 rows: parts of long rows that loads of 16 bytes can read cost less.
+        let few = if self.is_aligned() && self.columns > 1024 { 256 } else { 512 };
+        let is_large = self.is_aligned() && self.rows.saturating_mul(self.columns) > (4 << 20) / self.size();
+        self.path == Path::Automatic && self.rows <= few && !is_large && self.gpu.processors > 0
     }
 
     /// The team for a row of so many loads, `each` a thread: as few threads as can hold it, because what a thread loads
@@ -114,13 +128,11 @@ impl Rows {
     }
 
     pub(super) fn forward(&self) -> Plan {
-        // As kBytes and kBytesOfSingles in csrc/layer_norm/forward.cu.
-        let lanes = self.lanes();
-        let is_wide = lanes == self.wide();
-        let each = if is_wide { 4 } else { (64 / self.size()).min(16) / lanes };
-        let loads = self.columns / lanes;
+        // As kBytes in csrc/layer_norm/forward.h.
+        let each = 4;
+        let loads = self.loads();
         let team = match self.team(loads, each) {
-            None if is_wide && matches!(self.path, Path::Automatic | Path::Direct | Path::Block) => {
+            None if matches!(self.path, Path::Automatic | Path::Direct | Path::Block) => {
                 // Twice as much of a row a thread, in the largest block.
                 Some(MOST_THREADS).filter(|threads| loads <= threads * 2 * each)
             }
@@ -129,69 +141,70 @@ impl Rows {
                 team.map(|team| self.widened(team, loads, all))
             }
         };
-        let plan = Plan::new(lanes, team);
+        let Some(team) = team else { return self.in_passes() };
         // Small blocks: a new one starts as soon as one row is done.
-        Plan { threads: plan.team.max(2 * WARP as i32), ..plan }
+        Plan { threads: team.max(2 * WARP) as i32, ..self.in_vectors(team) }
     }
 
     pub(super) fn backward(&self) -> Plan {
         // As kBackwardValues in csrc/layer_norm/row_team.h.
         let values = if self.kind == Kind::Double { 8 } else { 16 };
-        let lanes = self.lanes();
-        let (loads, each) = (self.columns / lanes, values / lanes);
-        let direct = self.direct(lanes, loads, each);
-        if lanes * self.size() < 4 || matches!(self.path, Path::Loop | Path::Direct) {
-            return self.with_direct_loads(direct);
-        }
-        let ring = match direct.in_registers {
-            1 => direct,
-            _ => match self.cluster(loads, each) {
+        let each = values / self.wide();
+        let early_finish = self.gpu.clusters;
+        let ring = match self.team(self.loads(), each) {
+            Some(team) if self.by_columns() => return self.few(team),
+            Some(_) if self.path == Path::Direct => return self.direct(values),
+            Some(team) => Plan { threads: self.threads_that_stay(team) as i32, ..self.in_vectors(team) },
+            None => match self.cluster(self.loads(), each) {
                 Some(plan) => plan,
-                None => return self.with_direct_loads(direct),
+                None => return self.direct(values),
             },
         };
-        // x and dy of two rows, of three where blocks wait for one another.
-        let row = 2 * (values * self.size()) as i32 * ring.threads;
+        // x and dy of two rows, of three where blocks wait for one another. Of shifted rows each warp has a vector more,
+        // or each team within one.
+        let groups = ring.threads / ring.team.min(WARP as i32) * ring.shifted;
+        let row = 2 * (16 * groups + (values * self.size()) as i32 * ring.threads);
         let most = if ring.cluster > 1 { 3 } else { 2 };
         let room = self.gpu.shared_memory - 8 * 1024;
         match (2..=most).rev().find(|stages| stages * row <= room) {
-            Some(stages) => Plan { stages, early_finish: self.gpu.clusters, ..ring },
-            None => self.with_direct_loads(direct),
+            Some(stages) => Plan { stages, early_finish, ..ring },
+            None => self.direct(values),
         }
     }
 
-    /// The backward of one block a row, or less, without a ring.
-    fn direct(&self, lanes: i64, loads: i64, each: i64) -> Plan {
-        let by_columns = i32::from(self.by_columns());
-        let early_finish = self.gpu.clusters;
-        let Some(mut team) = self.team(loads, each) else {
+    /// One kernel for all: blocks of rows and blocks of columns beside one another.
+    fn few(&self, team: i64) -> Plan {
+        let processors = i64::from(self.gpu.processors);
+        // So few rows that a block for each is no loss; otherwise one block a processor, or two where there are more
+        // columns than that.
+        let left = processors - self.columns / 16;
+        let blocks = if left > 0 { left } else { processors };
+        let most = if 8 * self.rows <= processors { i64::MAX } else { blocks * MOST_THREADS / 2 + 1 };
+        let team = self.widened(team, self.loads(), most);
+        Plan { threads: MOST_THREADS as i32, shifted: 1, by_columns: 1, ..self.in_vectors(team) }
+    }
+
+    /// The backward of one block a row, or less, without a ring: loads straight to registers are of 16 bytes or of
+    /// single values.
+    fn direct(&self, values: i64) -> Plan {
+        let passes = self.in_passes();
+        let lanes = i64::from(passes.lanes);
+        let Some(team) = self.team(self.columns / lanes, values / lanes) else {
             // A kernel of its own makes the parts, if there are any.
-            let early_finish = early_finish * by_columns;
-            return Plan { by_columns, early_finish, ..Plan::new(lanes, None) };
+            return Plan { by_columns: i32::from(self.by_columns()), ..passes };
         };
-        if self.by_columns() {
-            let processors = i64::from(self.gpu.processors);
-            // So few rows that a block for each is no loss; otherwise all of them at a time.
-            let few = 8 * self.rows <= processors;
-            team = self.widened(team, loads, if few { i64::MAX } else { processors * MOST_THREADS / 2 });
-        }
         let threads = self.threads_that_stay(team) as i32;
-        Plan { threads, by_columns, early_finish, ..Plan::new(lanes, Some(team)) }
-    }
-
-    /// Loads straight to registers are of 16 bytes or of single values.
-    fn with_direct_loads(&self, direct: Plan) -> Plan {
-        let lanes = i64::from(direct.lanes);
-        if lanes == 1 || lanes == self.wide() {
-            return direct;
-        }
-        Rows { alignment: 1, ..*self }.backward()
+        Plan { threads, early_finish: self.gpu.clusters, ..Plan::new(lanes, Some(team)) }
     }
 
     /// Threads of a block that stays for many rows: as many as let a processor hold two blocks, fewer where some
     /// processors would have none.
     fn threads_that_stay(&self, team: i64) -> i64 {
-        let mut threads = team.max(THREADS);
+        // Where measuring said so: more of 1024 floats, and of half kinds that have to be shifted and fill their threads.
+        let is_float_1024 = self.size() == 4 && self.is_aligned() && team == 2 * WARP && self.rows > 8192;
+        let is_shifted_half =
+            self.size() == 2 && !self.is_aligned() && team >= 2 * WARP && self.loads() >= 2 * team;
+        let mut threads = if is_float_1024 || is_shifted_half { MOST_THREADS } else { team.max(THREADS) };
         let blocks = |threads: i64| (self.rows + threads / team - 1) / (threads / team);
         while threads > team.max(WARP) && 2 * blocks(threads) <= i64::from(self.gpu.processors) {
             threads /= 2;
@@ -207,7 +220,7 @@ impl Rows {
         let blocks = |threads: i64| (loads + threads * each - 1) / (threads * each);
         let threads =
             [THREADS, MOST_THREADS].into_iter().find(|&threads| blocks(threads) <= MOST_IN_CLUSTER)?;
-        let plan = Plan::new(self.lanes(), Some(threads));
+        let plan = self.in_vectors(threads);
         Some(Plan { cluster: blocks(threads).max(2) as i32, ..plan })
     }
 }
@@ -219,6 +232,7 @@ impl Plan {
         Plan {
             in_registers: i32::from(team.is_some()),
             lanes: lanes as i32,
+            shifted: 0,
             team: threads,
             threads,
             cluster: 1,
@@ -280,9 +294,11 @@ mod tests {
         assert_eq!(plan(MANY, 32776, Kind::Half), None);
         assert_eq!(plan(MANY, 16384, Kind::Float), Some((512, 512)));
         assert_eq!(plan(MANY, 16388, Kind::Float), None);
-        // Singles: 16 of them a thread.
+        // Odd rows, too.
         assert_eq!(plan(MANY, 16385, Kind::Float), None);
-        assert_eq!(plan(MANY, 8191, Kind::Half), Some((512, 512)));
+        assert_eq!(plan(MANY, 16383, Kind::Float), Some((512, 512)));
+        assert_eq!(plan(MANY, 8191, Kind::Half), Some((256, 256)));
+        assert_eq!(plan(MANY, 1, Kind::Half), Some((1, 64)));
         // Few rows get more threads, but none without a load.
         assert_eq!(plan(256, 1024, Kind::BFloat16), Some((128, 128)));
         assert_eq!(plan(1024, 1024, Kind::Float), Some((128, 128)));
@@ -294,41 +310,42 @@ mod tests {
     fn backwards_suit_the_size() {
         use Kind::{BFloat16, Double, Float, Half};
         let table = [
-            // kind, columns, alignment, (lanes, team, threads, cluster, stages)
-            (Float, 0, 16, (4, 1, 256, 1, 2)),
-            (Float, 1, 16, (1, 1, 256, 1, 2)),
-            (Float, 8, 16, (4, 1, 256, 1, 2)),
-            (Float, 8, 8, (1, 1, 256, 1, 2)),
-            (Float, 36, 16, (4, 4, 256, 1, 2)),
-            (Float, 256, 16, (4, 16, 256, 1, 2)),
-            (Float, 511, 16, (1, 32, 256, 1, 2)),
-            (Float, 512, 16, (4, 32, 256, 1, 2)),
-            (Float, 513, 16, (1, 64, 256, 1, 2)),
-            (Float, 516, 16, (4, 64, 256, 1, 2)),
-            (Float, 4096, 16, (4, 256, 256, 1, 2)),
-            (Float, 8192, 16, (4, 512, 512, 1, 2)),
-            (Float, 8193, 16, (1, 256, 256, 3, 3)),
-            (Float, 8196, 16, (4, 256, 256, 3, 3)),
-            (Float, 16384, 16, (4, 256, 256, 4, 3)),
-            (Float, 32768, 16, (4, 256, 256, 8, 3)),
-            (Float, 65536, 16, (4, 512, 512, 8, 3)),
-            (Float, 65540, 16, (4, 512, 512, 1, 0)),
-            (Half, 1024, 16, (8, 64, 256, 1, 2)),
-            (Half, 1023, 16, (1, 64, 256, 1, 0)),
-            (BFloat16, 100, 16, (2, 8, 256, 1, 2)),
-            (BFloat16, 8192, 16, (8, 512, 512, 1, 2)),
-            (BFloat16, 8192, 2, (1, 512, 512, 1, 0)),
-            (BFloat16, 8192, 4, (2, 512, 512, 1, 2)),
-            (BFloat16, 8200, 16, (8, 256, 256, 3, 3)),
-            (BFloat16, 65538, 16, (1, 512, 512, 1, 0)),
-            (Double, 258, 16, (2, 64, 256, 1, 2)),
-            (Double, 4096, 16, (2, 512, 512, 1, 2)),
-            (Double, 4098, 16, (2, 256, 256, 3, 3)),
-            (Double, 4097, 16, (1, 256, 256, 3, 3)),
+            // kind, columns, alignment, (lanes, shifted, team, threads, cluster, stages)
+            (Float, 0, 16, (4, 0, 1, 256, 1, 2)),
+            (Float, 1, 16, (4, 1, 1, 256, 1, 2)),
+            (Float, 8, 16, (4, 0, 1, 256, 1, 2)),
+            (Float, 8, 8, (4, 1, 1, 256, 1, 2)),
+            (Float, 36, 16, (4, 0, 4, 256, 1, 2)),
+            (Float, 256, 16, (4, 0, 16, 256, 1, 2)),
+            (Float, 511, 16, (4, 1, 32, 256, 1, 2)),
+            (Float, 512, 16, (4, 0, 32, 256, 1, 2)),
+            (Float, 513, 16, (4, 1, 64, 256, 1, 2)),
+            (Float, 516, 16, (4, 0, 64, 512, 1, 2)),
+            (Float, 4096, 16, (4, 0, 256, 256, 1, 2)),
+            (Float, 8192, 16, (4, 0, 512, 512, 1, 2)),
+            (Float, 8193, 16, (4, 1, 256, 256, 3, 3)),
+            (Float, 8196, 16, (4, 0, 256, 256, 3, 3)),
+            (Float, 16384, 16, (4, 0, 256, 256, 4, 3)),
+            (Float, 32768, 16, (4, 0, 256, 256, 8, 3)),
+            (Float, 65536, 16, (4, 0, 512, 512, 8, 3)),
+            (Float, 65540, 16, (4, 0, 512, 512, 1, 0)),
+            (Half, 1024, 16, (8, 0, 64, 256, 1, 2)),
+            (Half, 1023, 16, (8, 1, 64, 512, 1, 2)),
+            (Half, 1025, 16, (8, 1, 128, 256, 1, 2)),
+            (BFloat16, 100, 16, (8, 1, 8, 256, 1, 2)),
+            (BFloat16, 8192, 16, (8, 0, 512, 512, 1, 2)),
+            (BFloat16, 8192, 2, (8, 1, 512, 512, 1, 2)),
+            (BFloat16, 8200, 16, (8, 0, 256, 256, 3, 3)),
+            (BFloat16, 65535, 16, (8, 1, 512, 512, 8, 3)),
+            (BFloat16, 65538, 16, (1, 0, 512, 512, 1, 0)),
+            (Double, 258, 16, (2, 0, 64, 256, 1, 2)),
+            (Double, 4096, 16, (2, 0, 512, 512, 1, 2)),
+            (Double, 4098, 16, (2, 0, 256, 256, 3, 3)),
+            (Double, 4097, 16, (2, 1, 256, 256, 3, 3)),
         ];
         for (kind, columns, alignment, expected) in table {
             let plan = rows(Path::Automatic, columns, kind, alignment).backward();
-            let found = (plan.lanes, plan.team, plan.threads, plan.cluster, plan.stages);
+            let found = (plan.lanes, plan.shifted, plan.team, plan.threads, plan.cluster, plan.stages);
             assert_eq!(found, expected, "{kind:?} {columns} aligned to {alignment}");
         }
     }
@@ -337,18 +354,21 @@ mod tests {
     fn few_rows_have_no_parts() {
         let by_columns = |path, rows, columns| {
             let plan = Rows { path, rows, columns, kind: Kind::Float, alignment: 16, gpu: GPU }.backward();
-            (plan.by_columns, plan.early_finish)
+            (plan.by_columns, plan.stages)
         };
-        assert_eq!(by_columns(Path::Automatic, 64, 1024), (1, 1));
-        assert_eq!(by_columns(Path::Automatic, 65, 1024), (0, 1));
-        assert_eq!(by_columns(Path::Automatic, 256, 1025), (1, 1));
-        assert_eq!(by_columns(Path::Automatic, 256, 4096), (1, 1));
-        assert_eq!(by_columns(Path::Automatic, 257, 4096), (0, 1));
-        assert_eq!(by_columns(Path::Block, 64, 1024), (0, 1));
+        assert_eq!(by_columns(Path::Automatic, 512, 1024), (1, 0));
+        assert_eq!(by_columns(Path::Automatic, 513, 1024), (0, 2));
+        assert_eq!(by_columns(Path::Automatic, 257, 4096), (0, 2));
+        assert_eq!(by_columns(Path::Automatic, 512, 1025), (1, 0));
+        assert_eq!(by_columns(Path::Automatic, 513, 1025), (0, 2));
+        assert_eq!(by_columns(Path::Automatic, 256, 4096), (1, 0));
+        assert_eq!(by_columns(Path::Automatic, 256, 8192), (0, 2));
+        assert_eq!(by_columns(Path::Block, 64, 1024), (0, 2));
         // Where the rows are in passes, too; not where blocks share them.
-        assert_eq!(by_columns(Path::Automatic, 3, 70_000), (1, 1));
+        assert_eq!(by_columns(Path::Automatic, 3, 70_000), (1, 0));
         assert_eq!(by_columns(Path::Automatic, 257, 70_000), (0, 0));
-        assert_eq!(by_columns(Path::Automatic, 3, 16_384), (0, 1));
+        assert_eq!(by_columns(Path::Automatic, 512, 70_001), (1, 0));
+        assert_eq!(by_columns(Path::Automatic, 3, 16_384), (0, 3));
         assert_eq!(by_columns(Path::Loop, 3, 64), (0, 0));
     }
 
@@ -389,11 +409,7 @@ mod tests {
                         let rows = Rows { path, rows, columns, kind, alignment, gpu };
                         check(&rows.forward(), &rows);
                         let plan = rows.forward();
-                        let kept = match i64::from(plan.lanes) * size {
-                            ..16 => 16.min(64 / size),
-                            _ if plan.team <= 32 => 64 / size,
-                            _ => 128 / size,
-                        };
+                        let kept = if plan.team <= 32 { 64 / size } else { 128 / size };
                         assert!(plan.in_registers == 0 || columns <= i64::from(plan.team) * kept);
 
                         let plan = rows.backward();
@@ -406,10 +422,12 @@ mod tests {
                                 || (gpu.clusters == 1 && plan.stages > 0 && plan.team == plan.threads)
                         );
                         assert!(
-                            plan.stages == 0 || (i64::from(plan.lanes) * size >= 4 && plan.in_registers == 1)
+                            plan.stages == 0
+                                || (i64::from(plan.lanes) * size == 16 && plan.in_registers == 1)
                         );
-                        let ring = i64::from(plan.stages) * 2 * values * size * i64::from(plan.threads);
-                        assert!(ring <= i64::from(gpu.shared_memory));
+                        let groups = i64::from(plan.threads / plan.team.min(32) * plan.shifted);
+                        let row = 2 * (values * size * i64::from(plan.threads) + 16 * groups);
+                        assert!(i64::from(plan.stages) * row <= i64::from(gpu.shared_memory));
                         for device in [Device::Cpu, Device::Cuda(0)] {
                             for rows in [0, 1, 1000, 1 << 40] {
                                 assert!((1..=2112).contains(&plan.parts(rows, device, gpu, 60)));
@@ -427,8 +445,9 @@ mod tests {
         assert!((1..=8).contains(&plan.cluster));
         assert!(plan.in_registers == 1 || plan.team == plan.threads);
         let lanes = i64::from(plan.lanes);
-        assert!(rows.columns % lanes == 0);
-        assert!(lanes == 1 || rows.alignment % (lanes * rows.kind.elt_size_in_bytes() as i64) == 0);
-        assert!(plan.by_columns == 0 || (rows.rows <= 256 && rows.path == Path::Automatic));
+        let size = rows.kind.elt_size_in_bytes() as i64;
+        assert!(lanes == 1 || lanes * size == 16);
+        assert!(lanes == 1 || plan.shifted == 1 || (rows.columns % lanes == 0 && rows.alignment % 16 == 0));
+        assert!(plan.by_columns == 0 || (rows.rows <= 512 && rows.path == Path::Automatic));
     }
 }

@@ -1,0 +1,191 @@
+// The backward of few rows: one kernel, some of whose blocks do rows and others columns, beside one another.
+// The sums over rows are read from x and dy again; parts would be as many bytes, and a second kernel takes
+// longer than all of this.
+
+#include "backward.h"
+#include "shifted.h"
+
+namespace tch_extension {
+namespace {
+
+// The parameters' gradients of `count` columns from `first` on; a power of two of them, and each has as many
+// threads as there are then.
+template <typename T>
+__device__ __forceinline__ void sum_columns(const LayerNormBackward& params, int64_t first, int count) {
+  using C = Compute<T>;
+  constexpr int kRows = 8;  // that a thread has under way
+  __shared__ Pair<C> sums[kMostThreads];
+  const int of_block = threadIdx.x & (count - 1), group = threadIdx.x >> (__ffs(count) - 1);
+  const int groups = kMostThreads >> (__ffs(count) - 1);
+  const int64_t column = first + of_block;
+  const bool is_column = column < params.columns;
+  Pair<C> sum = {C(0), C(0)};
+  for (int64_t begin = group; begin < params.rows; begin += kRows * groups) {
+    T grad[kRows], x[kRows];
+    Pair<C> moments[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      // Behind the last row the last one again, and not counted: no load waits for a branch.
+      const int64_t asked = begin + i * groups;
+      const int64_t row = asked < params.rows ? asked : params.rows - 1;
+      const int64_t at = row * params.columns + (is_column ? column : first);
+      grad[i] = static_cast<const T*>(params.grad_output)[at];
+      x[i] = static_cast<const T*>(params.input)[at];
+      moments[i] = kept_moments<C>(params, row);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (begin + i * groups >= params.rows) break;
+      const C value = static_cast<C>(grad[i]);
+      // Without moments, which only the weight's gradient needs: nothing.
+      sum.first += value * ((static_cast<C>(x[i]) - moments[i].first) * moments[i].second);
+      sum.second += value;
+    }
+  }
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  // The first group ends the weight's, the second the bias'.
+  void* result = group == 0 ? params.grad_weight : params.grad_bias;
+  if (group < 2 && is_column && result != nullptr) {
+    // Eight sums, then a tree of them: the shorter the sums, the less is lost.
+    constexpr int kSums = 8;
+    C total[kSums] = {};
+    for (int begin = 0; begin < groups; begin += kSums) {
+#pragma unroll
+      for (int i = 0; i < kSums; ++i) {
+        const Pair<C> of_group = sums[(begin + i) * count + of_block];
+        total[i] += group == 0 ? of_group.first : of_group.second;
+      }
+    }
+#pragma unroll
+    for (int half = kSums / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (int i = 0; i < half; ++i) total[i] += total[i + half];
+    }
+    static_cast<T*>(result)[column] = static_cast<T>(total[0]);
+  }
+}
+
+// The input's gradient, a team a row, which may begin anywhere.
+template <typename T>
+__device__ __forceinline__ void do_rows(const LayerNormBackward& params, int64_t block) {
+  using C = Compute<T>;
+  constexpr int kLanes = kLanesOf16Bytes<T>, kVectors = kBackwardValues<T> / kLanes;
+  __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
+  int turn = 0;
+  const int team = params.plan.team;
+  const int64_t row = block * teams_of_block(team) + team_of_block(team);
+  const bool is_row = row < params.rows;
+  const int all = static_cast<int>(params.columns), columns = is_row ? all : 0;
+  const int64_t at = is_row ? row * params.columns : 0;
+  const Group group(team, (all + kLanes - 1) / kLanes);
+
+  Words x[kVectors], dy[kVectors];
+  const int64_t elements = params.rows * params.columns;
+  auto load = [&](const void* array, Words(&to)[kVectors]) {
+    const T* values = static_cast<const T*>(array);
+    load_shifted<T>(values + at, values + elements, columns, group, to);
+  };
+  load(params.input, x);
+  load(params.grad_output, dy);
+  const Parameter<T> weight(params.weight, all);
+  Words stored_weight = weight.load(int64_t{group.index(0)} * kLanes);
+  const Pair<C> moments = is_row ? kept_moments<C>(params, row) : Pair<C>{C(0), C(0)};
+
+  Values<T, kLanes> normal[kVectors], grad[kVectors];
+  Pair<C> sum = {C(0), C(0)};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (v >= group.vectors) break;
+    const int count = columns - group.index(v) * kLanes;
+    if (v > 0) stored_weight = weight.load(int64_t{group.index(v)} * kLanes);
+    const auto w = weight.values(stored_weight, C(1));
+    normal[v] = unpack<T>(x[v]);
+    grad[v] = unpack<T>(dy[v]);
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      // What is behind the row's end may be anything.
+      const bool there = lane < count;
+      normal[v].lane[lane] = there ? (normal[v].lane[lane] - moments.first) * moments.second : C(0);
+      grad[v].lane[lane] = there ? grad[v].lane[lane] * w.lane[lane] : C(0);
+      sum.first += grad[v].lane[lane];
+      sum.second += grad[v].lane[lane] * normal[v].lane[lane];
+    }
+  }
+  sum = team <= kWarp ? team_sum<true>(sum, team, buffer, turn) : team_sum<false>(sum, team, buffer, turn);
+  const C inverse = C(1) / static_cast<C>(params.columns);
+  const C mean_grad = sum.first * inverse, mean_product = sum.second * inverse;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (v >= group.vectors) break;
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      grad[v].lane[lane] =
+          moments.second * (grad[v].lane[lane] - mean_grad - normal[v].lane[lane] * mean_product);
+    }
+    x[v] = pack<T>(grad[v]);
+  }
+  store_shifted<T>(static_cast<T*>(params.grad_input) + at, columns, group, x);
+}
+
+// The first `row_blocks` do rows, the others columns. kBlocks: of a processor at a time; one has registers
+// for more loads under way.
+template <typename T, int kBlocks>
+__global__ void __launch_bounds__(kMostThreads, kBlocks)
+    layer_norm_backward_few(LayerNormBackward params, unsigned int row_blocks, int columns_of_block) {
+  if (blockIdx.x < row_blocks) return do_rows<T>(params, blockIdx.x);
+  const int64_t first = static_cast<int64_t>(blockIdx.x - row_blocks) * columns_of_block;
+  sum_columns<T>(params, first, columns_of_block);
+}
+
+template <typename T>
+bool fits(const LayerNormBackward& params) {
+  const LayerNormPlan& plan = params.plan;
+  constexpr int kLanes = kLanesOf16Bytes<T>;
+  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.cluster != 1) return false;
+  if (params.columns > int64_t{INT32_MAX} * 8) return false;
+  if (!plan.in_registers || params.grad_input == nullptr) return true;
+  const int64_t all = (params.columns + kLanes - 1) / kLanes;
+  return plan.threads == kMostThreads && all * kLanes <= int64_t{plan.team} * kBackwardValues<T>;
+}
+
+// An H200's. On another GPU the same kernels are only chosen less well.
+constexpr int kProcessors = 132;
+
+// Few enough for all rows to be under way at a time; more where the blocks would have to take turns.
+int columns_of_block(const LayerNormBackward& params, unsigned int row_blocks) {
+  constexpr int kLeast = 16, kMost = 64, kRowsOfThread = 8;
+  int columns = kLeast;
+  while (columns < kMost && params.rows * 2 * columns <= kRowsOfThread * kMostThreads &&
+         row_blocks + params.columns / columns > kProcessors) {
+    columns *= 2;
+  }
+  return columns;
+}
+
+}  // namespace
+
+const char* start_layer_norm_backward_few(const LayerNormBackward& params, cudaStream_t stream) {
+  bool planned = false;
+  for_kind(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    planned = fits<T>(params);
+    if (!planned) return;
+    const bool rows = params.plan.in_registers && params.grad_input != nullptr;
+    const bool columns = params.grad_weight != nullptr || params.grad_bias != nullptr;
+    const unsigned int row_blocks = rows ? blocks_of_teams(params.rows, params.plan) : 0;
+    const int of_block = columns_of_block(params, row_blocks);
+    const unsigned int column_blocks =
+        columns ? static_cast<unsigned int>((params.columns + of_block - 1) / of_block) : 0;
+    if (row_blocks + column_blocks == 0) return;
+    const unsigned int blocks = row_blocks + column_blocks;
+    // Doubles are never two blocks at a time.
+    constexpr int kTwo = sizeof(T) == 8 ? 1 : 2;
+    const auto kernel =
+        blocks <= kProcessors ? layer_norm_backward_few<T, 1> : layer_norm_backward_few<T, kTwo>;
+    kernel<<<blocks, kMostThreads, 0, stream>>>(params, row_blocks, of_block);
+  });
+  return planned ? nullptr : "internal error: the plan does not fit the arrays";
+}
+
+}  // namespace tch_extension

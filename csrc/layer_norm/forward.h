@@ -1,0 +1,97 @@
+// What the forward's kernels share: a row's moments.
+#pragma once
+
+#include "row_team.h"
+
+namespace tch_extension {
+namespace {
+
+// So many bytes of a row a thread keeps; src/ffi/layer_norm/plan.rs has the same number. Twice as many where
+// a block could not hold the row otherwise, half as many where that is enough: fewer registers, more rows
+// under way.
+constexpr int kBytes = 64;
+
+// A power of two of at most 1 / N, so that nothing is rounded: a sum of N values times this cannot overflow
+// where no value does.
+template <typename C>
+__device__ __forceinline__ C scale_for(int64_t columns) {
+  const int exponent = columns > 1 ? 64 - __clzll(columns - 1) : 0;
+  return ldexp(C(1), -exponent);
+}
+
+// A row of equal values has exactly these for its mean, unless its sum is so long that it rounds by more than
+// this. Any other row loses nothing if its deviations are counted from its first value where that is as near.
+template <typename C>
+__device__ __forceinline__ C pivot(C mean, C first) {
+  const C distance = mean < first ? first - mean : mean - first;
+  const C size = first < C(0) ? -first : first;
+  return distance <= C(32) * std::numeric_limits<C>::epsilon() * size ? first : mean;
+}
+
+// The rounded mean (or what is as near), what is missing of it, and 1 / √(variance + eps).
+template <typename C>
+struct Moments {
+  C mean, correction, rstd;
+};
+
+// 1 / √a: the fast one has two wrong bits, which a step of Newton's method puts right.
+__device__ __forceinline__ float inverse_root(float a) {
+  const float root = rsqrtf(a);
+  const float better = fmaf(0.5f * root, fmaf(-a * root, root, 1.f), root);
+  return isfinite(better) ? better : root;
+}
+__device__ __forceinline__ double inverse_root(double a) { return 1.0 / sqrt(a); }
+
+// What all rows share: divisions take long.
+template <typename C>
+struct Scales {
+  C scale;    // of scale_for
+  C unscale;  // 1 / (N scale): makes a mean of a scaled sum
+  C inverse;  // 1 / N
+
+  __device__ __forceinline__ explicit Scales(int64_t columns) : scale(scale_for<C>(columns)) {
+    unscale = C(1) / (static_cast<C>(columns) * scale);
+    inverse = unscale * scale;
+  }
+};
+
+// From the scaled sum of x - mean, and the sum of its squares.
+template <typename C>
+__device__ __forceinline__ Moments<C> moments_from(C mean, Pair<C> sums, const Scales<C>& scales,
+                                                   double eps) {
+  const C correction = sums.first * scales.unscale;
+  const C mean_square = sums.second * scales.inverse;
+  // Where the squares are beyond the largest value, the correction's may be, too, and their difference NaN.
+  const C variance = isinf(mean_square) ? mean_square : mean_square - correction * correction;
+  // Not max, which would drop NaN.
+  const C positive = variance < C(0) ? C(0) : variance;
+  return {mean, correction, inverse_root(positive + static_cast<C>(eps))};
+}
+
+template <typename C>
+__device__ __forceinline__ void keep_moments(const LayerNormForward& params, int64_t row,
+                                             const Moments<C>& moments) {
+  if (params.mean != nullptr) static_cast<C*>(params.mean)[row] = moments.mean + moments.correction;
+  if (params.rstd != nullptr) static_cast<C*>(params.rstd)[row] = moments.rstd;
+}
+
+// The sum of the team's threads, and the first thread's `first`.
+template <bool kPartOfWarp, typename C>
+__device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, int team, Pair<C>* buffer, int& turn) {
+  if constexpr (kPartOfWarp) {
+#pragma unroll
+    for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+      if (offset < team) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    }
+    return {sum, __shfl_sync(kAllLanes, first, 0, team)};
+  } else {
+    return team_sum<false>(Pair<C>{sum, thread_of_team(team) == 0 ? first : C(0)}, team, buffer, turn);
+  }
+}
+
+}  // namespace
+
+// For rows that begin anywhere; false if they do not fit the plan.
+bool start_layer_norm_forward_shifted(const LayerNormForward& params, cudaStream_t stream);
+
+}  // namespace tch_extension

@@ -1,0 +1,127 @@
+// The forward of rows that begin anywhere: odd numbers of columns, and views of larger arrays. As in
+// forward.cu, with what shifted.h does in front and behind.
+
+#include "forward.h"
+#include "shifted.h"
+
+namespace tch_extension {
+namespace {
+
+// Calls `action` for a vector's lanes, of which `count` are there.
+template <int kLanes, typename Action>
+__device__ __forceinline__ void for_lanes(int count, Action action) {
+  if (count >= kLanes) {
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) action(lane);
+  } else {
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      if (lane < count) action(lane);
+    }
+  }
+}
+
+// A team does one row. A thread keeps kKept bytes.
+template <typename T, int kKept, bool kPartOfWarp>
+__global__ void __launch_bounds__(kPartOfWarp ? 2 * kWarp : kMostThreads, sizeof(T) == 8 || kKept > kBytes ? 1
+                                                                          : kPartOfWarp ? 12
+                                                                                        : 2)
+    layer_norm_forward_shifted(LayerNormForward params) {
+  using C = Compute<T>;
+  constexpr int kLanes = kLanesOf16Bytes<T>, kVectors = kKept / 16;
+  __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
+  int turn = 0;
+  const int team = params.plan.team;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * teams_of_block(team) + team_of_block(team);
+  const bool is_row = row < params.rows;
+  const int64_t at = is_row ? row * params.columns : 0;
+  const int all = static_cast<int>(params.columns), columns = is_row ? all : 0;
+  const Group group(team, (all + kLanes - 1) / kLanes);
+  auto count = [&](int v) { return v < group.vectors ? columns - group.index(v) * kLanes : 0; };
+
+  // Kept as they are in memory, and converted again in each pass: half as many registers for the half kinds.
+  Words x[kVectors];
+  const T* input = static_cast<const T*>(params.input);
+  load_shifted<T>(input + at, input + params.rows * params.columns, columns, group, x);
+  // Of the first vector already: where rows are few, it is the only one, and nothing hides the wait.
+  const Parameter<T> weight(params.weight, all), bias(params.bias, all);
+  Words stored_weight = weight.load(int64_t{group.index(0)} * kLanes);
+  Words stored_bias = bias.load(int64_t{group.index(0)} * kLanes);
+  const Scales<C> scales(params.columns);
+  C sum(0);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const auto values = unpack<T>(x[v]);
+    for_lanes<kLanes>(count(v), [&](int lane) { sum += values.lane[lane] * scales.scale; });
+  }
+  const C first = unpack<T>(x[0]).lane[0];
+  const Pair<C> sum_of_row = sum_and_first<kPartOfWarp>(sum, first, team, buffer, turn);
+  const C mean = pivot<C>(sum_of_row.first * scales.unscale, sum_of_row.second);
+
+  Pair<C> centred = {C(0), C(0)};
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    const auto values = unpack<T>(x[v]);
+    for_lanes<kLanes>(count(v), [&](int lane) {
+      const C difference = values.lane[lane] - mean;
+      centred.first += difference * scales.scale;
+      centred.second += difference * difference;
+    });
+  }
+  centred = team_sum<kPartOfWarp>(centred, team, buffer, turn);
+  const auto moments = moments_from<C>(mean, centred, scales, params.eps);
+
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (v >= group.vectors) break;
+    if (v > 0) {
+      const int64_t column = int64_t{group.index(v)} * kLanes;
+      stored_weight = weight.load(column);
+      stored_bias = bias.load(column);
+    }
+    const auto w = weight.values(stored_weight, C(1)), b = bias.values(stored_bias, C(0));
+    auto values = unpack<T>(x[v]);
+#pragma unroll
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const C normal = (values.lane[lane] - mean - moments.correction) * moments.rstd;
+      values.lane[lane] = normal * w.lane[lane] + b.lane[lane];
+    }
+    x[v] = pack<T>(values);
+  }
+  store_shifted<T>(static_cast<T*>(params.output) + at, columns, group, x);
+  if (thread_of_team(team) == 0 && is_row) keep_moments(params, row, moments);
+}
+
+template <typename T>
+bool start(const LayerNormForward& params, cudaStream_t stream) {
+  const LayerNormPlan& plan = params.plan;
+  constexpr int kLanes = kLanesOf16Bytes<T>;
+  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.cluster != 1) return false;
+  if (!plan.in_registers || plan.lanes != kLanes ||
+      params.rows > int64_t{INT32_MAX} * (plan.threads / plan.team))
+    return false;
+  const int64_t kept = (params.columns + kLanes - 1) / kLanes * 16;
+  if (kept > plan.team * int64_t{plan.team <= kWarp ? kBytes : 2 * kBytes}) return false;
+  if (plan.team <= kWarp && plan.threads > 2 * kWarp) return false;
+  if (params.rows == 0) return true;
+  const unsigned int blocks = blocks_of_teams(params.rows, plan);
+  auto start_kernel = [&](auto* kernel) { kernel<<<blocks, plan.threads, 0, stream>>>(params); };
+  if (kept > plan.team * int64_t{kBytes}) {
+    start_kernel(layer_norm_forward_shifted<T, 2 * kBytes, false>);
+  } else if (plan.team <= kWarp) {
+    start_kernel(layer_norm_forward_shifted<T, kBytes, true>);
+  } else {
+    start_kernel(layer_norm_forward_shifted<T, kBytes, false>);
+  }
+  return true;
+}
+
+}  // namespace
+
+bool start_layer_norm_forward_shifted(const LayerNormForward& params, cudaStream_t stream) {
+  bool planned = false;
+  for_kind(params.kind, [&](auto type) { planned = start<typename decltype(type)::type>(params, stream); });
+  return planned;
+}
+
+}  // namespace tch_extension
