@@ -289,7 +289,7 @@ __device__ __forceinline__ void compute_block(const Params& params) {
 template <typename T, bool kAcross>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     hopper_product_kernel(const __grid_constant__ Params params) {
-  if (kHasCode) compute_block<T, kAcross>(params);
+  if constexpr (kHasCode) compute_block<T, kAcross>(params);
 }
 
 using Kernel = void (*)(Params);

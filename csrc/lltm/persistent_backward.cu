@@ -61,11 +61,12 @@ struct TensorCoresBack {
   __device__ __forceinline__ void multiply(float (&sums)[kAtATime][4], const unsigned char* gates, int stride,
                                            const Place& place) const {
     const uint32_t address = shared_address(gates) + place.lane % 8 * stride + place.lane / 8 * 16;
+    // Behind an odd last tile others may write: its two matrices are loaded twice.
+    const uint32_t back = place.lane & 16 ? 32 : 0;
 #pragma unroll
     for (int term = 0; term < kTerms; term += 2) {
       uint32_t b[4];
-      // Behind an odd last tile lies the row's padding, or the next row: read, but not used.
-      load_matrices(b, address + term * (kTile * 2));
+      load_matrices(b, address + term * (kTile * 2) - (term + 1 < kTerms ? 0 : back));
 #pragma unroll
       for (int half = 0; half < 2 && term + half < kTerms; ++half) {
 #pragma unroll
@@ -269,7 +270,11 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     // The next step's: they come while this one waits and multiplies.
     if (valid && done + 1 < steps) load();
 
-    if (done > 0) grad_h = sum_of_parts(done - 1);
+    if (done > 0) {
+      // Not a number in padding, where a gate's gradient is infinite: 0 times that.
+      const G sum = sum_of_parts(done - 1);
+      grad_h = valid ? sum : G(0);
+    }
     grad_h += from_output;
     grad_c += grad_h * of_c;
     // Of padding all of this is zero.
@@ -326,7 +331,7 @@ template <typename S, typename Product>
 const char* start(const LltmPersistentBackward& params, int threads, cudaStream_t stream) {
   const LayoutBack<Product> layout(threads, params.cluster);
   const int bytes = layout.weights + Product::weight_bytes(layout.columns, layout.padded);
-  return start_clusters(lltm_persistent_backward<S, Product>, params, threads, bytes, stream);
+  return start_clusters<lltm_persistent_backward<S, Product>>(params, threads, bytes, stream);
 }
 
 struct Backward {

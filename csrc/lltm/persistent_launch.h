@@ -1,6 +1,8 @@
 // Starting a persistent kernel, and which of them is made for a size.
 #pragma once
 
+#include <atomic>
+
 #include "persistent_device.h"
 
 namespace tch_extension {
@@ -36,23 +38,41 @@ struct ClusterLaunch {
   cudaLaunchAttribute attribute = {};
 };
 
-template <typename Kernel>
-cudaError_t allow(Kernel kernel, int bytes, int32_t cluster) {
-  const auto function = reinterpret_cast<const void*>(kernel);
-  cudaError_t error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  // More than 8 blocks is more than every GPU has.
-  if (error == cudaSuccess && cluster > 8) {
+// Lets the kernel have all the shared memory that a block can, and more blocks in a cluster than every GPU
+// has. The limits belong to the kernel, not to the launch: one set for a small launch would make the large
+// one fail that another thread is about to start. Once for each kernel and device, therefore, and never less.
+template <auto kKernel>
+cudaError_t allow() {
+  constexpr int kDevices = 64;
+  static std::atomic<bool> is_allowed[kDevices];
+  int device = 0;
+  int most = 0;
+  cudaFuncAttributes code = {};
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device < kDevices && is_allowed[device].load(std::memory_order_acquire)) return cudaSuccess;
+  const auto function = reinterpret_cast<const void*>(kKernel);
+  error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, function);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 most - static_cast<int>(code.sharedSizeBytes));
+  }
+  if (error == cudaSuccess) {
     error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
+  if (error == cudaSuccess && device < kDevices) is_allowed[device].store(true, std::memory_order_release);
   return error;
 }
 
-template <typename Kernel, typename Params>
-const char* start_clusters(Kernel kernel, const Params& params, int threads, int bytes, cudaStream_t stream) {
-  cudaError_t error = allow(kernel, bytes, params.cluster);
-  if (error != cudaSuccess) return cudaGetErrorString(error);
-  const ClusterLaunch launch(threads, bytes, params.cluster, params.batch, stream);
-  error = cudaLaunchKernelEx(&launch.config, kernel, params);
+template <auto kKernel, typename Params>
+const char* start_clusters(const Params& params, int threads, int bytes, cudaStream_t stream) {
+  cudaError_t error = allow<kKernel>();
+  if (error == cudaSuccess) {
+    const ClusterLaunch launch(threads, bytes, params.cluster, params.batch, stream);
+    error = cudaLaunchKernelEx(&launch.config, kKernel, params);
+  }
+  // Also so that the next launch does not find the error of this one.
   const LaunchStatus status = launch_status("");
   return error == cudaSuccess ? status.error : cudaGetErrorString(error);
 }

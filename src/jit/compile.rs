@@ -134,6 +134,7 @@ fn options(sources: &Sources, includes: &[PathBuf], name: &str) -> Options {
         defines: ours.into_iter().chain(sources.defines.iter().cloned()).collect(),
         cxx_flags: sources.flags.clone(),
         nvcc_flags: sources.nvcc_flags.clone(),
+        for_hopper: Vec::new(),
         standard: sources.standard.clone(),
         warnings: true,
         export_symbols: true,

@@ -111,6 +111,31 @@ fn cuda_rows_may_begin_anywhere() {
     }
 }
 
+/// Each block's ring goes round: more rows than blocks take at once.
+#[test]
+fn cuda_many_rows_for_each_block() {
+    use LayerNormPath::{Automatic, Block, Warp};
+    const SIZES: [[i64; 2]; 4] = [[70_000, 3], [20_000, 41], [1500, 1023], [300, 8191]];
+    let Some(_) = cuda_or_skip("cuda_many_rows_for_each_block") else { return };
+    for path in [Automatic, Warp, Block] {
+        let case = Case { path, ..AFFINE };
+        let fused = move |arguments: &[Tensor]| case.fused(arguments);
+        let reference = move |arguments: &[Tensor]| case.reference(arguments);
+        let on_the_gpu = move |kind, device: Device| match device.is_cuda() {
+            true => case.samples(&SIZES, kind, device),
+            false => Vec::new(),
+        };
+        Suite {
+            fused: &fused,
+            reference: &reference,
+            small: &on_the_gpu,
+            large: &|_, _| Vec::new(),
+            terms: &move |sample: &Sample| sample.inputs[0].size()[0].max(columns(case, sample)),
+        }
+        .gradients_agree_with_the_reference();
+    }
+}
+
 /// The same values, as many elements behind the beginning of an array that holds NaN otherwise.
 fn among_nan(tensor: &Tensor, offset: i64) -> Tensor {
     let around =

@@ -109,6 +109,93 @@ fn cuda_more_steps_are_no_more_persistent_kernels() {
     }
 }
 
+/// What users get, where it was measured to be faster; and without a gradient for the state.
+#[test]
+fn cuda_half_kinds_take_persistent_kernels() {
+    let test = "cuda_half_kinds_take_persistent_kernels";
+    let Some(device) = device(test) else { return };
+    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
+        eprintln!("SKIPPED {test}: no caching allocator");
+        return;
+    }
+    for (sizes, kind) in [
+        ([200, 16, 32, 128], Kind::Float),
+        ([200, 16, 32, 128], Kind::Half),
+        ([200, 64, 32, 512], Kind::BFloat16),
+        ([200, 16, 32, 768], Kind::Half),
+    ] {
+        let inputs = one(sizes, kind, device).inputs;
+        let state_alone_is_given = |sequence: support::Operator<'_>| {
+            let leaves: Vec<Tensor> = inputs
+                .iter()
+                .enumerate()
+                .map(|(index, input)| input.detach().set_requires_grad(index < 3))
+                .collect();
+            let outputs = sequence(&leaves)?;
+            let wanted: Vec<&Tensor> = leaves[..3].iter().collect();
+            let sum = outputs[0].to_kind(Kind::Float).sum(Kind::Float);
+            let gradients = tch_extension::autograd::grad(&[&sum], &wanted, &Default::default())?;
+            Ok(gradients.into_vec().into_iter().flatten().collect::<Vec<Tensor>>())
+        };
+        let expected = state_alone_is_given(&persistent).expect("gradients");
+        let (graph, found) = Graph::capture(device, || state_alone_is_given(&fused)).expect("a capture");
+        graph.replay().expect("a replay");
+        assert!(graph.kernels() < 60, "{sizes:?} {kind:?}: {} kernels of 200 steps", graph.kernels());
+        for (found, expected) in found.iter().zip(&expected) {
+            assert!(found.equal(expected), "{sizes:?} {kind:?}");
+        }
+    }
+}
+
+/// An infinite gradient stays infinite where it is, and is not spread by what a size is padded with.
+#[test]
+fn cuda_half_kinds_and_others_keep_infinite_gradients_by_persistent_kernels() {
+    let test = "cuda_half_kinds_and_others_keep_infinite_gradients_by_persistent_kernels";
+    let Some(device) = device(test) else { return };
+    for kind in KINDS {
+        for hidden in [5, 100] {
+            let inputs = leaves(&one([9, 3, 4, hidden], kind, device).inputs);
+            let gradients = |sequence: support::Operator<'_>| {
+                let outputs = sequence(&inputs).expect("outputs");
+                let vector = Tensor::zeros_like(&outputs[0]);
+                let _ = vector.get(8).get(1).get(2).fill_(f64::INFINITY);
+                let options = tch_extension::autograd::GradOptions {
+                    grad_outputs: &[Some(&vector)],
+                    ..Default::default()
+                };
+                let inputs: Vec<&Tensor> = inputs.iter().collect();
+                tch_extension::autograd::grad(&[&outputs[0]], &inputs, &options)
+                    .expect("gradients")
+                    .into_vec()
+            };
+            let (found, expected) = (gradients(&persistent), gradients(&per_step));
+            for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
+                assert!(found.isfinite().equal(&expected.isfinite()), "{kind:?} {hidden}");
+                assert!(found.isnan().equal(&expected.isnan()), "{kind:?} {hidden}");
+            }
+        }
+    }
+}
+
+/// Two sizes of one kernel at once, from two threads: what one allows the kernel must not be less for the other.
+#[test]
+fn cuda_half_kinds_by_persistent_kernels_from_two_threads() {
+    let Some(device) = device("cuda_half_kinds_by_persistent_kernels_from_two_threads") else { return };
+    let threads = [16, 64].map(|batch| {
+        std::thread::spawn(move || {
+            let inputs = one([8, batch, 8, 512], Kind::Half, device).inputs;
+            let expected = persistent(&inputs).expect("outputs");
+            for _ in 0..200 {
+                let found = persistent(&inputs).expect("outputs");
+                assert!(found.iter().zip(&expected).all(|(found, expected)| found.equal(expected)));
+            }
+        })
+    });
+    for thread in threads {
+        thread.join().expect("a thread's results");
+    }
+}
+
 /// More clusters than fit at a time, from two streams at once, again and again: all of it ends, with the same bits.
 #[test]
 fn cuda_half_kinds_by_persistent_kernels_on_two_streams_finish_and_repeat() {
