@@ -39,19 +39,20 @@ impl Path {
     }
 
     /// Whether this is a loop of the cell, of tensors of one kind: with few steps, what a sequence costs once is more than
-    /// it saves. Not where the cell would round sums that a sequence does not: half kinds in more than one kernel.
+    /// it saves. Not where that would round sums that a sequence does not: in half kinds those of the weight's gradient over
+    /// steps, and those of a cell of more than one kernel.
     pub(crate) fn calls_the_cell(self, sizes: Sizes, kind: Kind, device: Device) -> bool {
-        const FEW: i64 = 2;
+        let half = matches!(kind, Kind::Half | Kind::BFloat16);
+        let few = if half { 1 } else { 2 };
         let Sizes { steps, batch, features, hidden } = sizes;
         let cell = cell::Sizes { batch, features, hidden };
         let is_exact = || {
             let path = cell::Path::Automatic;
-            matches!(kind, Kind::Float | Kind::Double)
-                || (cell.fuse_forward(path, kind, device) && cell.fuse_backward(path, kind, device))
+            !half || (cell.fuse_forward(path, kind, device) && cell.fuse_backward(path, kind, device))
         };
         match self {
             Path::Cells => steps > 0,
-            Path::Automatic => (1..=FEW).contains(&steps) && is_exact(),
+            Path::Automatic => (1..=few).contains(&steps) && is_exact(),
             _ => false,
         }
     }
@@ -271,7 +272,7 @@ mod tests {
             assert_eq!(of(Path::Automatic, small, kind, Device::Cpu), few);
         }
         for kind in [Kind::Half, Kind::BFloat16] {
-            assert_eq!(of(Path::Automatic, small, kind, gpu), few);
+            assert_eq!(of(Path::Automatic, small, kind, gpu), [false, true, false, false]);
             assert_eq!(of(Path::Automatic, large, kind, gpu), [false; 4]);
             assert_eq!(of(Path::Automatic, small, kind, Device::Cpu), [false; 4]);
         }
