@@ -21,7 +21,7 @@ impl std::error::Error for Usage {}
 const HELP: &str = "\
 cargo xtask COMMAND [ARGUMENTS]
 
-  demo [ARGUMENTS]   train and compare the character-level language model (examples/char_lltm)
+  demo [ARGUMENTS]   train the character-level language model (examples/char_lltm); --op all compares
   test [ARGUMENTS]   all tests; arguments go to `cargo test`
   bench [WORD...]    each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
                      `cargo bench --profile dev`
