@@ -236,6 +236,7 @@ __global__ void __launch_bounds__(Product::kMostThreads)
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer) announce(arrivals + 8 * buffer, bytes_of_parts);
   }
+  __syncwarp();
   cluster_barrier();
 
   // Where this lane's part of a sum is among a block's; the sender turned each four, so that the same one of

@@ -243,6 +243,7 @@ __global__ void __launch_bounds__(Product::kMostThreads)
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer) announce(arrivals + 8 * buffer, bytes_of_h);
   }
+  __syncwarp();
   cluster_barrier();
 
   // Partial sums, [2, tile, gate, sum, split, lane]: each warp writes its split of all, and reads all of its

@@ -2,6 +2,7 @@
 //! `cuda_half_kinds` where those are among the kinds: initcheck does not see what libtorch's half products write.
 
 use super::*;
+use std::io::Write;
 use tch_extension::cuda::{Graph, Stream, StreamGuard};
 use tch_extension::testing::cuda_or_skip;
 
@@ -38,7 +39,12 @@ fn device(test: &str) -> Option<Device> {
     let device = cuda_or_skip(test)?;
     let is_there = LltmPath::Persistent.is_on(device).expect("an answer");
     if !is_there {
-        eprintln!("SKIPPED {test}: no persistent kernels for this GPU");
+        assert!(
+            !support::gpu::is_hopper() || !support::gpu::is_built_for_hopper(),
+            "the kernels are not found"
+        );
+        let line = format!("SKIPPED {test}: no persistent kernels for this GPU\n");
+        let _ = std::io::stderr().write_all(line.as_bytes());
     }
     is_there.then_some(device)
 }
@@ -86,7 +92,7 @@ fn cuda_more_steps_are_no_more_persistent_kernels() {
     let test = "cuda_more_steps_are_no_more_persistent_kernels";
     let Some(device) = device(test) else { return };
     if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        eprintln!("SKIPPED {test}: no caching allocator");
+        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
         return;
     }
     for kind in KINDS {
@@ -115,7 +121,7 @@ fn cuda_half_kinds_take_persistent_kernels() {
     let test = "cuda_half_kinds_take_persistent_kernels";
     let Some(device) = device(test) else { return };
     if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        eprintln!("SKIPPED {test}: no caching allocator");
+        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
         return;
     }
     for (sizes, kind) in [

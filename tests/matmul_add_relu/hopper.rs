@@ -10,11 +10,7 @@ const HALVES: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 
 /// Whether this GPU and this build have the kernel; elsewhere the same calls go another way.
 fn has_kernel() -> bool {
-    let names = |list: &str| ["9.0", "Hopper", "native"].iter().any(|name| list.contains(name));
-    let is_built = option_env!("TORCH_CUDA_ARCH_LIST").is_none_or(names);
-    let query = ["--query-gpu=compute_cap", "--format=csv,noheader", "--id=0"];
-    let answer = std::process::Command::new("nvidia-smi").args(query).output();
-    is_built && answer.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim() == "9.0")
+    support::gpu::is_built_for_hopper() && support::gpu::is_hopper()
 }
 
 /// In f64, rounded once.
