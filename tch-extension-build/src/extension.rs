@@ -246,6 +246,13 @@ impl Extension {
         if self.sources.is_empty() {
             bail!("Extension::new({:?}) has no source; add some with source_dir or source", self.name);
         }
+        let is_no_source = |end: &&PathBuf| !self.sources.iter().any(|source| source.ends_with(end));
+        if let Some(end) = self.options.for_hopper.iter().find(is_no_source) {
+            bail!(
+                "for_hopper({:?}): no source's path ends so; name one that source_dir or source added",
+                end
+            );
+        }
         for folder in &self.folders {
             env.reads(folder);
         }

@@ -255,4 +255,6 @@ fn another_nvcc_or_arch_is_an_error() {
     assert_says(&error, &["TORCH_CUDA_ARCH_LIST: `9.0b`", "8.0, 8.6", "Hopper", "native"]);
     let error = script.refusal(&Extension::new("a").source(&source).archs("Volta"));
     assert_says(&error, &["archs: `Volta`"]);
+    let error = script.refusal(&Extension::new("a").source(&source).for_hopper("hopper/b.cu"));
+    assert_says(&error, &["for_hopper(\"hopper/b.cu\"): no source", "source_dir"]);
 }
