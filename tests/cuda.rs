@@ -229,6 +229,12 @@ fn cuda_external_events_are_part_of_a_graph() {
         assert!(copy.equal(&product), "the graph did not wait");
     }
     synchronize(device).expect("synchronize");
+    // The graph still names them.
+    drop((ready, start, end));
+    let _others: Vec<Event> = (0..8).map(|_| event()).collect();
+    graph.replay().expect("a replay without its events");
+    synchronize(device).expect("synchronize");
+    assert!(copy.equal(&source));
 }
 
 #[test]

@@ -119,7 +119,7 @@ bool fit(const View& lhs, const View& rhs, const View& bias, Product& product) {
   return product.m <= kMost && product.n <= kMost && product.k <= kMost && product.batch <= kMost;
 }
 
-// Whether it was started, which it was.
+// True, or an exception where the launch failed.
 bool started(const LaunchStatus& status) {
   TORCH_CHECK(status.error == nullptr, status.kernel, ": ", status.error);
   return true;

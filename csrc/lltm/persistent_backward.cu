@@ -56,7 +56,7 @@ struct TensorCoresBack {
     }
   }
 
-  // Of the kAtATime sums from `first`.
+  // Of the kAtATime sums from kFirst.
   template <int kFirst>
   __device__ __forceinline__ void multiply(float (&sums)[kAtATime][4], const unsigned char* gates, int stride,
                                            const Place& place) const {
@@ -157,7 +157,7 @@ struct LayoutBack {
     part_bytes = columns / kTile * kWarp * 4 * static_cast<int>(sizeof(G));
     stride = kGates * columns * static_cast<int>(sizeof(typename Product::Element)) + 16;
     gates = kArrivals + 2 * cluster * part_bytes;
-    // 16 bytes behind the last row for what is read beside an odd tile.
+    // Some room behind the last row.
     weights = gates + 2 * kRows * stride + 16;
   }
   int columns, padded, part_bytes, stride, gates, weights;

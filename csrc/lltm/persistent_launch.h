@@ -38,9 +38,10 @@ struct ClusterLaunch {
   cudaLaunchAttribute attribute = {};
 };
 
-// Lets the kernel have all the shared memory that a block can, and more blocks in a cluster than every GPU
-// has. The limits belong to the kernel, not to the launch: one set for a small launch would make the large
-// one fail that another thread is about to start. Once for each kernel and device, therefore, and never less.
+// Lets the kernel have all the shared memory that a block can, and clusters of more than the 8
+// blocks that every GPU has. The limits belong to the kernel, not to the launch: one set for a small launch
+// would make the large one fail that another thread is about to start. Once for each kernel and device,
+// therefore, and never less.
 template <auto kKernel>
 cudaError_t allow() {
   constexpr int kDevices = 64;

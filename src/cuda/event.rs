@@ -54,7 +54,7 @@ impl Event {
 
     /// A new event, with a time, that the capture of a graph makes part of the graph: each replay records it where
     /// the capture recorded it, and waits for it where the capture did. Between two of them is the time of what the
-    /// graph does there, without that of its launch. Any other event, recorded in a capture, only orders the
+    /// graph does there, without that of its launch. It may be dropped before the graph. Any other event, recorded in a capture, only orders the
     /// captured streams.
     ///
     /// ```no_run

@@ -7,6 +7,7 @@ use crate::cuda::{MemoryStats, StreamParts};
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
 use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicBool, Ordering};
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -241,6 +242,8 @@ pub(crate) struct EventHandle {
     raw: *mut c_void,
     /// Whether a capture makes nodes of its records and waits.
     external: bool,
+    /// Whether one did: a graph, which may outlive this, then names the event.
+    in_a_graph: AtomicBool,
 }
 
 // SAFETY: CUDA's functions on events may be called from any thread, at the same time, too.
@@ -254,8 +257,11 @@ impl EventHandle {
         let mut raw = null_mut();
         let flags = if timing { 0 } else { DISABLE_TIMING };
         // SAFETY: `raw` is written on success.
-        status(op, unsafe { cudaEventCreateWithFlags(&mut raw, flags) })
-            .map(|()| EventHandle { raw, external })
+        status(op, unsafe { cudaEventCreateWithFlags(&mut raw, flags) }).map(|()| EventHandle {
+            raw,
+            external,
+            in_a_graph: AtomicBool::new(false),
+        })
     }
 
     pub(crate) fn record(&self, op: &str, stream: &StreamParts) -> Result<()> {
@@ -278,7 +284,11 @@ impl EventHandle {
         let mut capturing = NOT_CAPTURING;
         // SAFETY: a stream that libtorch never destroys; `capturing` is written on success.
         status(op, unsafe { cudaStreamIsCapturing(stream.raw, &mut capturing) })?;
-        Ok(if capturing == NOT_CAPTURING { 0 } else { EXTERNAL })
+        if capturing == NOT_CAPTURING {
+            return Ok(0);
+        }
+        self.in_a_graph.store(true, Ordering::Relaxed);
+        Ok(EXTERNAL)
     }
 
     pub(crate) fn synchronize(&self, op: &str) -> Result<()> {
@@ -307,8 +317,11 @@ impl EventHandle {
 
 impl Drop for EventHandle {
     fn drop(&mut self) {
-        // SAFETY: made by cudaEventCreateWithFlags, destroyed once. Its status is of no use here.
-        let _ = unsafe { cudaEventDestroy(self.raw) };
+        // A replay would record an event that is no more. The few that are in graphs stay until the program ends.
+        if !self.in_a_graph.load(Ordering::Relaxed) {
+            // SAFETY: made by cudaEventCreateWithFlags, destroyed once. Its status is of no use here.
+            let _ = unsafe { cudaEventDestroy(self.raw) };
+        }
     }
 }
 

@@ -40,9 +40,9 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// in libtorch.) A row with an infinity or NaN is NaN throughout; where only the variance overflows, it is zeros and
 /// the bias.
 ///
-/// On CUDA the input is read and the output written once up to rows of 64 KiB (16 KiB of the half kinds and 32 of `Float`
-/// where 16-byte loads are impossible, for odd N or misaligned tensors); the backward reads input
-/// and incoming gradient once, and keeps two numbers a row beside the inputs.
+/// On CUDA the input is read and the output written once up to rows of 64 KiB, wherever they begin; the backward reads input
+/// and incoming gradient once, of few rows (512 at most) twice and of rows too long for the chip more often, and keeps two
+/// numbers a row beside the inputs.
 ///
 /// Equivalent to:
 /// ```

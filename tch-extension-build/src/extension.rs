@@ -165,7 +165,8 @@ impl Extension {
     }
 
     /// Compiles this source for what its kernels need beyond the list of architectures: wherever the list has 9.0, for
-    /// `9.0a`, too, whose instructions are Hopper's alone. `source` is the end of its path.
+    /// `9.0a`, too, whose instructions are Hopper's alone. `source` is the end of the path of a `.cu`. An [`Extension::nvcc_flag`]
+    /// that names an architecture overrules this as it does the list.
     pub fn for_hopper(mut self, source: impl Into<PathBuf>) -> Self {
         self.options.for_hopper.push(source.into());
         self
@@ -246,10 +247,11 @@ impl Extension {
         if self.sources.is_empty() {
             bail!("Extension::new({:?}) has no source; add some with source_dir or source", self.name);
         }
-        let is_no_source = |end: &&PathBuf| !self.sources.iter().any(|source| source.ends_with(end));
+        let is_no_source =
+            |end: &&PathBuf| !self.sources.iter().any(|source| is_cuda(source) && source.ends_with(end));
         if let Some(end) = self.options.for_hopper.iter().find(is_no_source) {
             bail!(
-                "for_hopper({:?}): no source's path ends so; name one that source_dir or source added",
+                "for_hopper({:?}): no CUDA source's path ends so; name one that was added, such as csrc/my_op.cu",
                 end
             );
         }

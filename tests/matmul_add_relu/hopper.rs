@@ -2,6 +2,7 @@
 
 use super::ways::{inputs, kernels, one};
 use super::*;
+use std::io::Write;
 use tch_extension::cuda::{Graph, Stream, StreamGuard};
 use tch_extension::ops::{ProductPath, product_plans};
 use tch_extension::testing::cuda_or_skip;
@@ -10,7 +11,12 @@ const HALVES: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 
 /// Whether this GPU and this build have the kernel; elsewhere the same calls go another way.
 fn has_kernel() -> bool {
-    support::gpu::is_built_for_hopper() && support::gpu::is_hopper()
+    let has = support::gpu::is_built_for_hopper() && support::gpu::is_hopper();
+    if !has {
+        let _ = std::io::stderr()
+            .write_all(b"SKIPPED: whether the kernel for Hopper is taken; it is not for this GPU\n");
+    }
+    has
 }
 
 /// In f64, rounded once.

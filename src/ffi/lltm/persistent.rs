@@ -58,7 +58,8 @@ pub(super) struct Kernel {
     pub cluster: i64,
     /// How many clusters run at a time.
     at_a_time: i64,
-    /// What a step of each costs, forward and backward, in tenths of a microsecond: at most, as measured on an H200.
+    /// What a step of each costs, forward and backward, in tenths of a microsecond: about, as measured on an H200 with few
+    /// rows. What several turns cost is extrapolated.
     step: i64,
 }
 
@@ -79,7 +80,7 @@ impl Kernel {
             (false, ..=128) => of_8(1, 70),
             (true, ..=128) => of_8(2, 20),
             (true, ..=256) => of_8(1, 23),
-            (true, ..=512) if groups <= clusters.of_16 => of_16(27),
+            (true, ..=512) if groups <= clusters.of_16 => of_16(29),
             (true, ..=512) => of_8(1, 39),
             (true, ..=768) => of_16(53),
             _ => return None,
@@ -91,8 +92,8 @@ impl Kernel {
     pub fn is_faster(&self, sizes: Sizes) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;
-        /// What a step costs the GPU on other paths at least, forward and backward, in the same tenths. The host, two or
-        /// more launches a step, costs more.
+        /// What a step costs the GPU on other paths, forward and backward, in the same tenths: about, in the half kinds. The
+        /// host, two or more launches a step, costs more.
         const OTHERS: i64 = 130;
 
         let groups = sizes.batch.saturating_add(ROWS - 1) / ROWS;

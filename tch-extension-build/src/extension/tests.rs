@@ -169,7 +169,7 @@ fn nonsense_is_refused_by_name() {
     let source = script.source("a.cpp", "");
     let error = script.refusal(&Extension::new("a").source(&source).standard("c++14"));
     assert_says(&error, &["c++14", "c++17, c++20 or c++23"]);
-    assert_says(&script.refusal(&Extension::new("a")), &["has no source", "source_dir"]);
+    assert_says(&script.refusal(&Extension::new("a")), &["has no CUDA source", "that was added"]);
     let error = script.refusal(&Extension::new("a").source(script.source("a.h", "")));
     assert_says(&error, &["a.h is a header", "include"]);
     let error = script.refusal(&Extension::new("a/b").source(&source));
