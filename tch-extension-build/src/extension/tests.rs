@@ -169,7 +169,7 @@ fn nonsense_is_refused_by_name() {
     let source = script.source("a.cpp", "");
     let error = script.refusal(&Extension::new("a").source(&source).standard("c++14"));
     assert_says(&error, &["c++14", "c++17, c++20 or c++23"]);
-    assert_says(&script.refusal(&Extension::new("a")), &["has no CUDA source", "that was added"]);
+    assert_says(&script.refusal(&Extension::new("a")), &["has no source", "source_dir"]);
     let error = script.refusal(&Extension::new("a").source(script.source("a.h", "")));
     assert_says(&error, &["a.h is a header", "include"]);
     let error = script.refusal(&Extension::new("a/b").source(&source));
@@ -256,5 +256,5 @@ fn another_nvcc_or_arch_is_an_error() {
     let error = script.refusal(&Extension::new("a").source(&source).archs("Volta"));
     assert_says(&error, &["archs: `Volta`"]);
     let error = script.refusal(&Extension::new("a").source(&source).for_hopper("hopper/b.cu"));
-    assert_says(&error, &["for_hopper(\"hopper/b.cu\"): no source", "source_dir"]);
+    assert_says(&error, &["for_hopper(\"hopper/b.cu\"): no CUDA source", "that was added"]);
 }
