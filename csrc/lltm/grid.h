@@ -2,11 +2,11 @@
 // lltm.h has the formulas.
 //
 // A group of blocks, one on a multiprocessor, holds W_h once: each block has neighbouring columns of h in all
-// three gates. It works through its part of the batch, kRows rows at a time. Blocks send one another h through
-// the L2 cache, and the result is the message: before the kernel all bits of `exchange` are set, which is a
-// value that no arithmetic gives, and whoever reads tries again until there is another. Nothing is written
-// twice, and so there are no flags, no barriers between blocks and no fences. All blocks have to run at the
-// same time, which a cooperative launch makes sure of.
+// three gates. It works through its part of the batch, kRows rows at a time. Blocks send one another h
+// through the L2 cache, and the result is the message: before the kernel all bits of `exchange` are set,
+// which is a value that no arithmetic gives, and whoever reads tries again until there is another. Nothing is
+// written twice, and so there are no flags, no barriers between blocks and no fences. All blocks have to run
+// at the same time, which a cooperative launch makes sure of.
 #pragma once
 
 #include "lltm.h"

@@ -47,7 +47,8 @@ __device__ __forceinline__ void send_message(T* to, T value) {
 template <typename T>
 __device__ __forceinline__ bool is_missing(const uint4& values) {
   if constexpr (sizeof(T) == 2) {
-    // Of a word's halves one is all ones, if adding one to each carries beyond a half that had its highest bit.
+    // Of a word's halves one is all ones, if adding one to each carries beyond a half that had its highest
+    // bit.
     constexpr uint32_t kOnes = 0x00010001, kHighest = 0x80008000;
     auto carries = [](uint32_t word) { return ~(word + kOnes) & word; };
     return ((carries(values.x) | carries(values.y) | carries(values.z) | carries(values.w)) & kHighest) != 0;
@@ -80,8 +81,8 @@ __device__ __forceinline__ uint4 operands(const uint4& values) {
   return make_uint4(to_tf32(values.x), to_tf32(values.y), to_tf32(values.z), to_tf32(values.w));
 }
 
-// sums += a b of two instructions, whose terms a lane's 16 bytes of a row of b are: the instructions' order of
-// them is another one, and so it is that of a.
+// sums += a b of two instructions, whose terms a lane's 16 bytes of a row of b are: the instructions' order
+// of them is another one, and so it is that of a.
 template <typename T>
 __device__ __forceinline__ void multiply_add_vector(float (&sums)[4], const uint32_t (&a)[2][4],
                                                     const uint4& b) {

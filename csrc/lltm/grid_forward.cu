@@ -15,8 +15,8 @@ struct GridWeights {
   __device__ void load(const LltmGridForward& params, int first_column, int first_term) {
     const T* weight = static_cast<const T*>(params.weight);
     const int hidden = static_cast<int>(params.hidden), lane = threadIdx.x % kWarp;
-    const bool vectors = reinterpret_cast<uintptr_t>(weight) % 16 == 0 &&
-                         params.weight_stride % kLanesOf16Bytes<T> == 0;
+    const bool vectors =
+        reinterpret_cast<uintptr_t>(weight) % 16 == 0 && params.weight_stride % kLanesOf16Bytes<T> == 0;
 #pragma unroll
     for (int tile = 0; tile < kGates * kTiles; ++tile) {
 #pragma unroll
@@ -50,8 +50,8 @@ struct GridWeights {
 };
 
 // Shared memory, in floats: partial sums of two turns; input gates of the next turns; bias; c of each
-// sub-batch. Of the partial sums of a warp and a gate, eight columns are 64, and one more, so that a row of all
-// columns lies in different banks.
+// sub-batch. Of the partial sums of a warp and a gate, eight columns are 64, and one more, so that a row of
+// all columns lies in different banks.
 template <int kColumns>
 struct GridLayout {
   static constexpr int kEight = 2 * kWarp + 1;
@@ -88,7 +88,8 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_forward(const LltmGridFor
   };
   // Of a step's gates, beside those of c.
   auto gate_place = [&](const Turn& turn) {
-    return place(turn) + 2 * (turn.step * step_size + static_cast<uint32_t>(first_row(turn.sub) + warp) * hidden);
+    return place(turn) +
+           2 * (turn.step * step_size + static_cast<uint32_t>(first_row(turn.sub) + warp) * hidden);
   };
 
   float* ring = grid_shared + Layout::kRing + threadIdx.x;
@@ -240,9 +241,11 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_forward(const LltmGridFor
 
 template <typename S, typename T, int kColumns, int kVectors>
 GridStatus start(const LltmGridForward& params, cudaStream_t stream) {
-  const int bytes = (GridLayout<kColumns>::kState + subs_of(params) * kBlock) * static_cast<int>(sizeof(float));
+  const int bytes =
+      (GridLayout<kColumns>::kState + subs_of(params) * kBlock) * static_cast<int>(sizeof(float));
   const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
-  return start_grid<lltm_grid_forward<S, T, kColumns, kVectors>>(params, bytes, params.exchange, size, stream);
+  return start_grid<lltm_grid_forward<S, T, kColumns, kVectors>>(params, bytes, params.exchange, size,
+                                                                 stream);
 }
 
 struct GridForward {
@@ -311,8 +314,10 @@ extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* b
   int major = 0, cooperative = 0, processors = 0, of_one = 0;
   *blocks = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&cooperative, cudaDevAttrCooperativeLaunch, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return cudaGetErrorString(error);
   // Measured nowhere else.
   if (major != 9 || cooperative == 0) return nullptr;

@@ -13,8 +13,8 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_forward_cud
     const LltmPersistentForward*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cuda(
     const LltmPersistentBackward*, cudaStream_t);
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(const LltmGridForward*, bool* fits,
-                                                                            cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(const LltmGridForward*,
+                                                                            bool* fits, cudaStream_t);
 #endif
 
 namespace tch_extension {
