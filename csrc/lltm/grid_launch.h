@@ -10,7 +10,7 @@ namespace {
 struct GridLaunch {
   GridLaunch(int64_t blocks, int bytes, cudaStream_t stream) {
     config.gridDim = dim3(static_cast<unsigned int>(blocks));
-    config.blockDim = dim3(kBlock);
+    config.blockDim = dim3(kGridThreads);
     config.dynamicSmemBytes = static_cast<size_t>(bytes);
     config.stream = stream;
     attribute.id = cudaLaunchAttributeCooperative;
