@@ -224,10 +224,7 @@ __global__ void __launch_bounds__(Product::kMostThreads)
   if (valid) load();
 
   if (threadIdx.x == 0) {
-    for (int buffer = 0; buffer < 2; ++buffer) {
-      init_arrival(arrivals + 8 * buffer);
-      announce(arrivals + 8 * buffer, bytes_of_parts);
-    }
+    for (int buffer = 0; buffer < 2; ++buffer) init_arrival(arrivals + 8 * buffer);
     publish_arrivals();
   }
   G grad_h = valid ? static_cast<const G*>(params.grad_h)[first] : G(0);
@@ -235,6 +232,11 @@ __global__ void __launch_bounds__(Product::kMostThreads)
   Product product;
   product.load(params, place, layout.columns, layout.padded, shared + layout.weights);
   __syncthreads();
+  // Behind a barrier, which racecheck asks for, and before anybody may send.
+  if (threadIdx.x == 0) {
+    for (int buffer = 0; buffer < 2; ++buffer) announce(arrivals + 8 * buffer, bytes_of_parts);
+  }
+  __syncwarp();
   cluster_barrier();
 
   // Where this lane's part of a sum is among a block's; the sender turned each four, so that the same one of
