@@ -5,85 +5,70 @@
 namespace tch_extension {
 namespace {
 
-// Steps whose input gates are on their way.
+// Turns whose input gates are on their way. A turn is a step of one group of rows.
 constexpr int kAhead = 4;
 
 // W_h of a warp in registers, as tensor cores take it: kTiles tiles of each gate.
-template <typename T, int kTiles>
+template <typename T, int kTiles, int kThreads>
 struct TensorCores {
   using Element = T;
   using Gates = float;
-  static constexpr int kMostThreads = kTiles > 8 ? 384 : 64 * kTiles;
+  enum : int { kProducts = kTiles * kTile / kDepth<T> };
+  static constexpr int kMostThreads = kThreads;
 
   static int weight_bytes(int, int) { return 0; }
 
   __device__ void load(const LltmPersistentForward& params, const Place& place, void*) {
-    const T* weight = static_cast<const T*>(params.weight);
+    using M = InMemory<T>;
+    const M* weight = static_cast<const M*>(params.weight);
     const int hidden = static_cast<int>(params.hidden);
-    auto at = [&](int gate, int column, int k) {
-      const bool valid = column < hidden && k < hidden;
-      return valid
-                 ? bits_of(weight[(static_cast<int64_t>(gate) * hidden + column) * params.weight_stride + k])
-                 : 0u;
-    };
 #pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
+    for (int product = 0; product < kProducts; ++product) {
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
           const int column = place.first_column + place.lane / 4 + part % 2 * 8;
-          const int k = (place.split * kTiles + tile) * kTile + place.lane % 4 * 2 + part / 2 * 8;
-          weights[tile][gate][part] = at(gate, column, k) | at(gate, column, k + 1) << 16;
+          const M* row = weight + (static_cast<int64_t>(gate) * hidden + column) * params.weight_stride;
+          auto at = [&](int k) { return column < hidden && k < hidden ? row[k] : M(0.0f); };
+          const int k = place.split * kTiles * kTile + term_of<T>(product, part, place.lane);
+          weights[product][gate][part] = operand<T>(at, k);
         }
       }
-      few_at_a_time();
+      if (product % (kTile / kDepth<T>) == 0) few_at_a_time();
     }
   }
 
-  // Of h in shared memory: [columns / 8, row, 8], even rows first, so that what the lanes of a warp send to a
-  // block lies side by side, and so does what they read.
-  static __host__ __device__ int h_bytes(int padded) { return kRows * padded * static_cast<int>(sizeof(T)); }
-  static __device__ int h_at(int row, int column, int) {
-    return (column / 8 * kRows + row % 2 * 4 + row / 2) * 16 + column % 8 * static_cast<int>(sizeof(T));
+  // Of h in shared memory, in tiles. Of a half kind [columns / 8, row, 8], even rows first, as ldmatrix reads
+  // them; otherwise [row, columns].
+  static __device__ int h_at(int row, int column) {
+    if constexpr (sizeof(T) == 2) {
+      return (column / 8 * kRows + row % 2 * 4 + row / 2) * 16 + column % 8 * 2;
+    } else {
+      return (column / kTile * kRows + row) * (kTile * 4) + column % kTile * 4;
+    }
   }
 
   __device__ __forceinline__ void multiply(float (&sums)[kGates][4], const unsigned char* h,
                                            const Place& place) const {
-    const int column = place.split * (kTiles * kTile) + place.lane / 8 * 8;
-    const uint32_t address = shared_address(h) + h_at(place.lane % 8, column, 0);
+    const int first = place.split * kTiles * kTile;
+    const uint32_t address =
+        shared_address(h) +
+        (sizeof(T) == 2 ? h_at(place.lane % 8, first + place.lane / 8 * 8) : h_at(place.lane / 4, first + place.lane % 4 * 4));
 #pragma unroll
-    for (int tile = 0; tile < kTiles; tile += 2) {
+    for (int product = 0; product < kProducts; product += 2) {
       uint32_t b[4];
-      load_matrices(b, address + tile * (kTile / 8 * kRows * 16));
+      load_operands<T>(b, address + product * (kRows * 32));
 #pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) multiply_add<T>(sums[gate], weights[tile][gate], b[0], b[1]);
+      for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int gate = 0; gate < kGates; ++gate)
-        multiply_add<T>(sums[gate], weights[tile + 1][gate], b[2], b[3]);
+        for (int gate = 0; gate < kGates; ++gate)
+          multiply_add<T>(sums[gate], weights[product + half][gate], b[2 * half], b[2 * half + 1]);
+      }
     }
   }
 
-  // Eight lanes have eight neighbouring columns of a row. Each gathers them all, and sends them to one block,
-  // or to two of sixteen.
-  __device__ __forceinline__ void push(uint32_t to, uint32_t barrier, T value, const Place& place) const {
-    const uint32_t mine = bits_of(value);
-    const uint32_t other = __shfl_xor_sync(~0u, mine, 4);
-    const uint32_t pair = place.lane & 4 ? other | mine << 16 : mine | other << 16;
-    const uint32_t next = __shfl_xor_sync(~0u, pair, 8);
-    const uint2 four = place.lane & 8 ? make_uint2(next, pair) : make_uint2(pair, next);
-    const uint2 rest = {__shfl_xor_sync(~0u, four.x, 16), __shfl_xor_sync(~0u, four.y, 16)};
-    const uint4 all = place.lane & 16 ? make_uint4(rest.x, rest.y, four.x, four.y)
-                                      : make_uint4(four.x, four.y, rest.x, rest.y);
-    const uint32_t block = place.lane / 4;
-    if (block < place.cluster) send(in_block(to, block), in_block(barrier, block), all);
-    if (place.cluster > 8) send(in_block(to, block + 8), in_block(barrier, block + 8), all);
-  }
-
-  // Where a lane sends what it has gathered: the first of the eight columns.
-  static __device__ int pushed(int column) { return column & ~7; }
-
-  uint32_t weights[kTiles][kGates][4];
+  uint32_t weights[kProducts][kGates][4];
 };
 
 // W_h of a block in shared memory, [3, columns, H'], and one multiplication after the other: for the kinds
@@ -114,24 +99,21 @@ struct PlainProduct {
     }
   }
 
-  // 16 bytes more for each row, so that the same column of all rows lies in different banks.
-  static __host__ __device__ int h_bytes(int padded) {
-    return kRows * row(padded) * static_cast<int>(sizeof(T));
-  }
-  static __device__ int h_at(int of_row, int column, int padded) {
-    return (of_row * row(padded) + column) * static_cast<int>(sizeof(T));
+  // In tiles, [row, columns], with vectors changed about: rows that lanes read at once lie in different banks.
+  static __device__ int h_at(int of_row, int column) {
+    const int turned = column % kTile ^ of_row / 2 * kLanesOf16Bytes<T>;
+    return ((column / kTile * kRows + of_row) * kTile + turned) * static_cast<int>(sizeof(T));
   }
 
   __device__ __forceinline__ void multiply(T (&sums)[kGates][4], const unsigned char* h,
                                            const Place& place) const {
     using Vector = tch_extension::Vector<T, kLanesOf16Bytes<T>>;
     const int terms = padded / kSplits, begin = place.split * terms;
-    const T* h0 = reinterpret_cast<const T*>(h + h_at(place.lane % 4 * 2, begin, padded));
-    const T* h1 = h0 + row(padded);
     const T* w = weights + (place.tile * kTile + place.lane / 4) * row(padded) + begin;
     auto at = [](const T* from) { return *reinterpret_cast<const Vector*>(from); };
     for (int k = 0; k < terms; k += kLanesOf16Bytes<T>) {
-      const Vector left = at(h0 + k), right = at(h1 + k);
+      const T* rows = reinterpret_cast<const T*>(h + h_at(place.lane % 4 * 2, begin + k));
+      const Vector left = at(rows), right = at(rows + kTile);
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
         const Vector upper = at(w + gate * columns * row(padded) + k);
@@ -147,87 +129,118 @@ struct PlainProduct {
     }
   }
 
-  __device__ __forceinline__ void push(uint32_t to, uint32_t barrier, T value, const Place& place) const {
-    for (uint32_t block = 0; block < place.cluster; ++block) {
-      send(in_block(to, block), in_block(barrier, block), value);
-    }
-  }
-
-  static __device__ int pushed(int column) { return column; }
-
   T* weights;
   int columns, padded;
 };
 
-// Shared memory: h before and behind a step; partial sums of two steps; input gates of the next steps; bias;
-// weights.
-template <typename Product>
+// A tile's columns of h on their way to all blocks. First they lie side by side in this block's memory: h goes
+// as fast as its lines are few.
+template <typename T>
+struct Outbox {
+  enum : int { kBytes = kRows * kTile * sizeof(T), kLanes = kBytes / 16, kAtATime = kSplits * kWarp / kLanes };
+
+  __device__ Outbox(const Place& place, uint32_t h, unsigned char* of_block)
+      : staged(of_block + place.tile * kBytes), cluster(place.cluster) {
+    const int thread = threadIdx.x % (kSplits * kWarp);
+    block = thread / kLanes;
+    offset = thread % kLanes * 16;
+    to = h + place.first_column / kTile * kBytes + offset;
+  }
+
+  __device__ __forceinline__ void send(uint32_t buffer, uint32_t barrier) const {
+    const uint4 all = *reinterpret_cast<const uint4*>(staged + offset);
+#pragma unroll
+    for (uint32_t more = 0; more < kMostBlocks; more += kAtATime) {
+      if (block + more >= cluster) break;
+      tch_extension::send(in_block(to + buffer, block + more), in_block(barrier, block + more), all);
+    }
+  }
+
+  unsigned char* staged;
+  uint32_t cluster, block, offset, to;
+};
+
+// Shared memory: of each group of rows h before and behind a step; partial sums; what is to be sent; input
+// gates of the next turns; bias; weights.
+template <typename Product, int kGroups>
 struct Layout {
   using G = typename Product::Gates;
-  static constexpr int kArrivals = 16;
+  static constexpr int kArrivals = 32;
 
   __host__ __device__ Layout(int threads, int cluster) {
     const int gates = kGates * threads * static_cast<int>(sizeof(G));
-    padded = threads / (kWarp * kSplits) * kTile * cluster;
-    partials = kArrivals + 2 * Product::h_bytes(padded);
-    ring = partials + 2 * kSplits * gates;
+    const int columns = threads / (kWarp * kSplits) * kTile;
+    const int own_bytes = kRows * columns * static_cast<int>(sizeof(typename Product::Element));
+    padded = columns * cluster;
+    h_bytes = own_bytes * cluster;
+    partials = kArrivals + kGroups * 2 * h_bytes;
+    staged = partials + kSplits * gates;
+    ring = staged + own_bytes;
     bias = ring + kAhead * gates;
     weights = bias + gates;
   }
-  int padded, partials, ring, bias, weights;
+  int padded, h_bytes, partials, staged, ring, bias, weights;
 };
 
-// S is the state's type. Indices are 32 bits wide: longer sequences take another path.
-template <typename S, typename Product>
+// S is the state's type. A cluster computes kGroups groups of kRows rows, in turn: while h of one is on its
+// way, it computes the next. Indices are 32 bits wide: longer sequences take another path.
+template <typename S, typename Product, int kGroups>
 __global__ void __launch_bounds__(Product::kMostThreads)
     lltm_persistent_forward(const LltmPersistentForward params) {
 #if __CUDA_ARCH__ >= 900
-  using std::tanh;
   using T = typename Product::Element;
+  using M = InMemory<T>;
   using G = typename Product::Gates;
   extern __shared__ __align__(128) unsigned char shared[];
   const int threads = blockDim.x;
-  const Layout<Product> layout(threads, params.cluster);
+  const Layout<Product, kGroups> layout(threads, params.cluster);
   const Place place(params.cluster);
   const uint32_t hidden = static_cast<uint32_t>(params.hidden);
   const int steps = static_cast<int>(params.steps);
-  unsigned char* h = shared + Layout<Product>::kArrivals;
+  unsigned char* h = shared + layout.kArrivals;
+  // Of each group two.
   const uint32_t arrivals = shared_address(shared);
-  const uint32_t bytes_of_h = kRows * layout.padded * sizeof(T);
 
   // Of its four sums of a gate a lane finishes one: that of the index `split`.
   const int row = place.lane % 4 * 2 + place.split % 2;
-  const int column = place.first_column + place.lane / 4 + place.split / 2 * 8;
-  const uint32_t first_row = blockIdx.x / params.cluster * kRows;
+  const int of_tile = place.lane / 4 + place.split / 2 * 8;
+  const int column = place.first_column + of_tile;
+  const uint32_t first_row = blockIdx.x / params.cluster * (kGroups * kRows);
   const uint32_t batch = static_cast<uint32_t>(params.batch);
-  const bool valid = first_row + row < batch && column < hidden;
-  const uint32_t step_size = batch * hidden;
+  const uint32_t step_size = batch * hidden, group_size = kRows * hidden;
   const uint32_t first = (first_row + row) * hidden + column;
   const uint32_t first_gate = first + 2 * (first_row + row) * hidden;
+  bool valid[kGroups];
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    valid[group] = first_row + group * kRows + row < batch && column < hidden;
+  }
 
   // Each thread reads what it has copied itself, so that no barrier is needed.
   G* ring = reinterpret_cast<G*>(shared + layout.ring) + threadIdx.x;
-  auto fetch = [&](int step, uint32_t from) {
+  auto fetch = [&](int step, int group) {
     const G* gates = static_cast<const G*>(params.input_gates);
-    const bool wanted = valid && step < steps;
+    const bool wanted = valid[group] && step < steps;
+    const uint32_t from = first_gate + kGates * (step * step_size + group * group_size);
+    const int place_in_ring = (step * kGroups + group) % kAhead * kGates;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      copy_async(ring + (step % kAhead * kGates + gate) * threads,
-                 gates + (wanted ? from + gate * hidden : 0), wanted);
+      copy_async(ring + (place_in_ring + gate) * threads, gates + (wanted ? from + gate * hidden : 0), wanted);
     }
     commit_copies();
   };
-  for (int step = 0; step < kAhead; ++step) fetch(step, first_gate + step * kGates * step_size);
+#pragma unroll
+  for (int turn = 0; turn < kAhead; ++turn) fetch(turn / kGroups, turn % kGroups);
 
   if (threadIdx.x == 0) {
-    for (int buffer = 0; buffer < 2; ++buffer) init_arrival(arrivals + 8 * buffer);
+    for (int at = 0; at < 2 * kGroups; ++at) init_arrival(arrivals + 8 * at);
     publish_arrivals();
   }
-  for (int at = threadIdx.x; at < kRows * layout.padded; at += threads) {
+  for (int at = threadIdx.x; at < kGroups * kRows * layout.padded; at += threads) {
     const int of_row = at / layout.padded, k = at % layout.padded;
     const uint32_t from = first_row + of_row;
-    *reinterpret_cast<T*>(h + Product::h_at(of_row, k, layout.padded)) =
-        from < batch && k < hidden ? static_cast<const T*>(params.h0)[from * hidden + k] : T(0);
+    *reinterpret_cast<T*>(h + of_row / kRows * (2 * layout.h_bytes) + Product::h_at(of_row % kRows, k)) =
+        from < batch && k < hidden ? T(static_cast<const M*>(params.h0)[from * hidden + k]) : T(0.0f);
   }
   G* bias = reinterpret_cast<G*>(shared + layout.bias) + threadIdx.x;
 #pragma unroll
@@ -235,85 +248,94 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     const bool has = params.bias != nullptr && column < hidden;
     bias[gate * threads] = has ? static_cast<const G*>(params.bias)[gate * hidden + column] : G(0);
   }
-  G c = valid ? static_cast<G>(static_cast<const S*>(params.c0)[first]) : G(0);
+  G c[kGroups];
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    c[group] = valid[group] ? static_cast<G>(static_cast<const S*>(params.c0)[first + group * group_size]) : G(0);
+  }
   Product product;
   product.load(params, place, shared + layout.weights);
   __syncthreads();
   // Behind a barrier, which racecheck asks for, and before anybody may send.
   if (threadIdx.x == 0) {
-    for (int buffer = 0; buffer < 2; ++buffer) announce(arrivals + 8 * buffer, bytes_of_h);
+    for (int at = 0; at < 2 * kGroups; ++at) announce(arrivals + 8 * at, layout.h_bytes);
   }
   __syncwarp();
   cluster_barrier();
 
-  // Partial sums, [2, tile, gate, sum, split, lane]: each warp writes its split of all, and reads all of its
-  // sum. Two buffers in turn, so that one barrier a step is enough.
-  const int all_partials = kSplits * kGates * threads;
+  // Partial sums, [tile, gate, sum, split, lane]: each warp writes its split of all, and reads all of its sum.
   G* partials = reinterpret_cast<G*>(shared + layout.partials) + place.tile * (kGates * 4 * kSplits * kWarp) +
                 place.lane;
-  const uint32_t h_bytes = Product::h_bytes(layout.padded);
-  const uint32_t to = shared_address(h) + Product::h_at(row, Product::pushed(column), layout.padded);
-  uint32_t at = first, at_gate = first_gate;
+  G* written = partials + place.split * kWarp;
+  const G* read = partials + place.split * (kSplits * kWarp);
+  const Outbox<T> outbox(place, shared_address(h), shared + layout.staged);
+  T* own = reinterpret_cast<T*>(outbox.staged + Product::h_at(row, of_tile));
   for (int step = 0; step < steps; ++step) {
     const int buffer = step % 2;
-    if (step > 0) {
-      wait_for_arrival(arrivals + 8 * buffer, (step - 1) / 2 % 2);
-      // For the step after the next: nobody sends for it before this block has sent for the next.
-      if (threadIdx.x == 0) announce(arrivals + 8 * buffer, bytes_of_h);
-    }
-    G sums[kGates][4] = {};
-    product.multiply(sums, h + buffer * h_bytes, place);
-
-    G* written = partials + buffer * all_partials + place.split * kWarp;
-    const G* read = partials + buffer * all_partials + place.split * (kSplits * kWarp);
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
+    for (int group = 0; group < kGroups; ++group) {
+      const uint32_t arrival = arrivals + 8 * (2 * group + buffer);
+      const int now = (2 * group + buffer) * layout.h_bytes, next = (2 * group + 1 - buffer) * layout.h_bytes;
+      if (step > 0) {
+        wait_for_arrival(arrival, (step - 1) / 2 % 2);
+        // For the step after the next: nobody sends for it before this block has sent for the next.
+        if (threadIdx.x == 0) announce(arrival, layout.h_bytes);
+      }
+      G sums[kGates][4] = {};
+      product.multiply(sums, h + now, place);
 #pragma unroll
-      for (int of = 0; of < 4; ++of) written[(gate * 4 + of) * kSplits * kWarp] = sums[gate][of];
-    }
-    G gates[kGates];
-    wait_for_copies<kAhead - 1>();
+      for (int gate = 0; gate < kGates; ++gate) {
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
-      gates[gate] = ring[(step % kAhead * kGates + gate) * threads] + bias[gate * threads];
-    }
-    barrier_of(1 + place.tile, kSplits * kWarp);
+        for (int of = 0; of < 4; ++of) written[(gate * 4 + of) * kSplits * kWarp] = sums[gate][of];
+      }
+      G gates[kGates];
+      wait_for_copies<kAhead - 1>();
+      const G* fetched = ring + (step * kGroups + group) % kAhead * kGates * threads;
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
-      const G* parts = read + gate * 4 * kSplits * kWarp;
-      gates[gate] += (parts[0] + parts[kWarp]) + (parts[2 * kWarp] + parts[3 * kWarp]);
-    }
-    const G i = Activation<T, G>::of_gate(gates[0]), o = Activation<T, G>::of_gate(gates[1]);
-    c += Activation<T, G>::of_candidate(gates[2]) * i;
-    const G new_h = tanh(c) * o;
-    if (step + 1 < steps) {
+      for (int gate = 0; gate < kGates; ++gate) gates[gate] = fetched[gate * threads] + bias[gate * threads];
+      barrier_of_tile(place);
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) {
+        const G* parts = read + gate * 4 * kSplits * kWarp;
+        gates[gate] += (parts[0] + parts[kWarp]) + (parts[2 * kWarp] + parts[3 * kWarp]);
+      }
+      const G i = Activation<T, G>::of_gate(gates[0]), o = Activation<T, G>::of_gate(gates[1]);
+      c[group] += Activation<T, G>::of_candidate(gates[2]) * i;
+      const G new_h = Activation<T, G>::of_c(c[group]) * o;
       // Rows and columns that are padding stay zeros.
-      product.push(to + (1 - buffer) * h_bytes, arrivals + 8 * (1 - buffer),
-                   valid ? static_cast<T>(new_h) : T(0), place);
-    }
-    fetch(step + kAhead, at_gate + kAhead * kGates * step_size);
-    if (valid) {
-      static_cast<S*>(params.output)[at] = static_cast<S>(new_h);
-      if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c);
-      if (params.activations != nullptr) {
-        S* activations = static_cast<S*>(params.activations);
-        activations[at_gate] = static_cast<S>(i);
-        activations[at_gate + hidden] = static_cast<S>(o);
-        activations[at_gate + 2 * hidden] = static_cast<S>(gates[2]);
+      *own = valid[group] ? static_cast<T>(new_h) : T(0.0f);
+      // With two barriers a turn, what lies behind one is read before it is written behind the other.
+      barrier_of_tile(place);
+      if (step + 1 < steps) outbox.send(next, arrivals + 8 * (2 * group + 1 - buffer));
+      fetch(step + kAhead / kGroups, group);
+      if (valid[group]) {
+        const uint32_t at = first + step * step_size + group * group_size;
+        static_cast<S*>(params.output)[at] = static_cast<S>(new_h);
+        if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c[group]);
+        if (params.activations != nullptr) {
+          S* activations =
+              static_cast<S*>(params.activations) + first_gate + kGates * (step * step_size + group * group_size);
+          activations[0] = static_cast<S>(i);
+          activations[hidden] = static_cast<S>(o);
+          activations[2 * hidden] = static_cast<S>(gates[2]);
+        }
       }
     }
-    at += step_size;
-    at_gate += kGates * step_size;
   }
-  if (valid && params.c_stride == 0) static_cast<S*>(params.c)[first] = static_cast<S>(c);
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    if (valid[group] && params.c_stride == 0) {
+      static_cast<S*>(params.c)[first + group * group_size] = static_cast<S>(c[group]);
+    }
+  }
 #endif
 }
 
-template <typename S, typename Product>
+template <typename S, typename Product, int kGroups>
 const char* start(const LltmPersistentForward& params, int threads, cudaStream_t stream) {
-  const Layout<Product> layout(threads, params.cluster);
+  const Layout<Product, kGroups> layout(threads, params.cluster);
   const int bytes = layout.weights + Product::weight_bytes(layout.padded / params.cluster, layout.padded);
-  return start_clusters<lltm_persistent_forward<S, Product>>(params, threads, bytes, stream);
+  return start_clusters<lltm_persistent_forward<S, Product, kGroups>>(params, threads, bytes, stream);
 }
 
 struct Forward {
@@ -321,22 +343,31 @@ struct Forward {
   const char* run() const {
     const int padded = padded_size(params.hidden, params.cluster),
               threads = threads_of(padded, params.cluster);
-    if constexpr (sizeof(T) > 2) {
-      return padded == 128 ? start<S, PlainProduct<T>>(params, threads, stream) : kNoKernel;
+    if constexpr (sizeof(T) > 2 && !std::is_same_v<T, Tf32>) {
+      return padded == 128 ? start<S, PlainProduct<T>, 1>(params, threads, stream) : kNoKernel;
     } else {
       switch (padded) {
         case 128:
-          return start<S, TensorCores<T, 2>>(params, threads, stream);
+          return in_groups<S, TensorCores<T, 2, 128>>(threads);
         case 256:
-          return start<S, TensorCores<T, 4>>(params, threads, stream);
+          return in_groups<S, TensorCores<T, 4, 256>>(threads);
         case 512:
-          return start<S, TensorCores<T, 8>>(params, threads, stream);
+          if (params.cluster == 16) return in_groups<S, TensorCores<T, 8, 256>>(threads);
+          if constexpr (sizeof(T) == 2) return in_groups<S, TensorCores<T, 8, 512>>(threads);
+          return kNoKernel;
         case 768:
-          return start<S, TensorCores<T, 12>>(params, threads, stream);
+          if constexpr (sizeof(T) == 2) return in_groups<S, TensorCores<T, 12, 384>>(threads);
+          return kNoKernel;
         default:
           return kNoKernel;
       }
     }
+  }
+
+  template <typename S, typename Product>
+  const char* in_groups(int threads) const {
+    return params.groups == 2 ? start<S, Product, 2>(params, threads, stream)
+                              : start<S, Product, 1>(params, threads, stream);
   }
 
   const LltmPersistentForward& params;
@@ -345,19 +376,19 @@ struct Forward {
 
 // How many clusters of `cluster` blocks, as large as they come in the half kinds, the device runs at a time.
 // None, where CUDA says so with an error, as it may of clusters of 16.
-template <int kTiles>
+template <int kTiles, int kThreads>
 int clusters_at_a_time(int32_t cluster) {
-  using Product = TensorCores<__half, kTiles>;
-  constexpr auto kKernel = lltm_persistent_forward<__half, Product>;
+  using Product = TensorCores<__half, kTiles, kThreads>;
+  constexpr auto kKernel = lltm_persistent_forward<__half, Product, 1>;
   cudaFuncAttributes code = {};
   cudaError_t error = cudaFuncGetAttributes(&code, kKernel);
   // What an older architecture's code becomes on a new GPU is empty.
   if (error == cudaSuccess && code.ptxVersion < 90) return 0;
   const int threads = threads_of(kTiles * kTile * kSplits, cluster);
-  const int bytes = Layout<Product>(threads, cluster).weights;
+  const int bytes = Layout<Product, 1>(threads, cluster).weights;
   if (error == cudaSuccess) error = allow<kKernel>();
   int clusters = 0;
-  const ClusterLaunch launch(threads, bytes, cluster, kRows, nullptr);
+  const ClusterLaunch launch(threads, bytes, cluster, 1, nullptr);
   if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config);
   if (error == cudaSuccess) return clusters;
   // Whoever looks for a failure of a launch must not find one of a question.
@@ -371,7 +402,7 @@ int clusters_at_a_time(int32_t cluster) {
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_forward_cuda(
     const LltmPersistentForward* params, cudaStream_t stream) {
   using namespace tch_extension;
-  return {"lltm_persistent_forward", for_kinds(params->kind, params->product_kind, Forward{*params, stream})};
+  return {"lltm_persistent_forward", for_kinds(*params, Forward{*params, stream})};
 }
 
 // Of the current device, which `device` has to be: how many clusters of 8 blocks, and of 16, run at a time;
@@ -383,7 +414,7 @@ extern "C" const char* tch_extension_lltm_persistent_device(int32_t device, int6
   if (error != cudaSuccess) return cudaGetErrorString(error);
   // Measured nowhere else, and others have less shared memory.
   if (major != 9) return nullptr;
-  clusters[0] = tch_extension::clusters_at_a_time<8>(8);
-  clusters[1] = tch_extension::clusters_at_a_time<12>(16);
+  clusters[0] = tch_extension::clusters_at_a_time<8, 512>(8);
+  clusters[1] = tch_extension::clusters_at_a_time<12, 384>(16);
   return nullptr;
 }
