@@ -333,6 +333,9 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
         return forward_fused(*call);
       case kLltmPersistent:
         return lltm_persistent(*call);
+      case kLltmGrid:
+        if (lltm_grid(*call)) return;
+        [[fallthrough]];
       default:
         return forward_per_step(*call);
     }

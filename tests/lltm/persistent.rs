@@ -28,16 +28,20 @@ fn samples(kind: Kind, device: Device) -> Vec<Sample> {
 }
 
 /// Outputs, and gradients from all of them.
-fn everything(sequence: support::Operator<'_>, inputs: &[Tensor]) -> Vec<Tensor> {
+pub fn everything(sequence: support::Operator<'_>, inputs: &[Tensor]) -> Vec<Tensor> {
     let outputs = sequence(inputs).expect("outputs");
     let gradients = support::gradients(sequence, &leaves(inputs), &[0, 1, 2]);
     outputs.into_iter().chain(gradients.into_iter().flatten()).collect()
 }
 
-/// The device, if it has such kernels: elsewhere another path is taken, which other tests cover.
 fn device(test: &str) -> Option<Device> {
+    device_with(LltmPath::Persistent, test)
+}
+
+/// The device, if it has such kernels: elsewhere another path is taken, which other tests cover.
+pub fn device_with(path: LltmPath, test: &str) -> Option<Device> {
     let device = cuda_or_skip(test)?;
-    let is_there = LltmPath::Persistent.is_on(device).expect("an answer");
+    let is_there = path.is_on(device).expect("an answer");
     if !is_there {
         assert!(
             !support::gpu::is_hopper() || !support::gpu::is_built_for_hopper(),
@@ -127,8 +131,7 @@ fn cuda_half_kinds_take_persistent_kernels() {
     for (sizes, kind) in [
         ([200, 16, 32, 128], Kind::Float),
         ([200, 16, 32, 128], Kind::Half),
-        ([200, 64, 32, 512], Kind::BFloat16),
-        ([200, 16, 32, 768], Kind::Half),
+        ([200, 64, 32, 256], Kind::BFloat16),
     ] {
         let inputs = one(sizes, kind, device).inputs;
         let state_alone_is_given = |sequence: support::Operator<'_>| {

@@ -49,6 +49,12 @@ unsafe extern "C" {
     fn tch_extension_lltm_persistent_device(device: i32, clusters: *mut i64) -> *const std::ffi::c_char;
 }
 
+/// As the kernels count: the values of all gates.
+pub(super) fn counts_in_32_bits(Sizes { steps, batch, hidden, .. }: Sizes) -> bool {
+    let values = [batch, hidden, 3].iter().try_fold(steps, |product, &size| product.checked_mul(size));
+    values.is_some_and(|values| i32::try_from(values).is_ok())
+}
+
 /// Rows that a cluster computes.
 const ROWS: i64 = 8;
 
@@ -66,11 +72,10 @@ pub(super) struct Kernel {
 impl Kernel {
     /// The kernel for these sizes, if there is one: the weights have to fit on chip, and the kernel counts in 32 bits.
     pub fn new(sizes: Sizes, product: Kind, clusters: Clusters) -> Option<Kernel> {
-        let Sizes { steps, batch, hidden, .. } = sizes;
-        let values = [batch, hidden, 3].iter().try_fold(steps, |product, &size| product.checked_mul(size))?;
-        if i32::try_from(values).is_err() {
+        if !counts_in_32_bits(sizes) {
             return None;
         }
+        let Sizes { batch, hidden, .. } = sizes;
         let groups = batch.saturating_add(ROWS - 1) / ROWS;
         let half = matches!(product, Kind::Half | Kind::BFloat16);
         // Of the smallest, several blocks share a multiprocessor.
