@@ -1,10 +1,10 @@
 // A sequence of LLTM steps in one kernel, whose blocks keep the recurrent weights on chip. lltm.h has the
 // formulas.
 //
-// A cluster of blocks computes one or two groups of kRows rows of the batch for all T steps and depends on no other cluster:
-// clusters run side by side or one after the other, as they fit, and nothing but the hardware schedules them.
-// A block owns neighbouring columns of h and c, in all three gates; each step it pushes its columns of h into
-// the shared memory of the others. Sizes are padded with zeros up to what the tiles need.
+// A cluster of blocks computes one or two groups of kRows rows of the batch for all T steps and depends on no
+// other cluster: clusters run side by side or one after the other, as they fit, and nothing but the hardware
+// schedules them. A block owns neighbouring columns of h and c, in all three gates; each step it pushes its
+// columns of h into the shared memory of the others. Sizes are padded with zeros up to what the tiles need.
 #pragma once
 
 #include "lltm.h"

@@ -17,9 +17,6 @@ constexpr int kGates = 3;
 // Rows of the batch that a cluster computes: as many as the product's instruction has columns.
 constexpr int kRows = 8;
 
-// Of a cluster.
-constexpr uint32_t kMostBlocks = 16;
-
 // Columns of h that a warp computes
 constexpr int kTile = 16;
 
@@ -103,21 +100,32 @@ __device__ __forceinline__ void send(uint32_t to, uint32_t barrier, double value
                : "memory");
 }
 
-// Where a warp and its lanes are. A lane has four sums of each gate: of two neighbouring rows of the batch,
-// each for two columns.
+// How a cluster shares H' columns, at compile time.
+template <int kPaddedSize, int kBlocks>
+struct Shares {
+  enum : int {
+    kPadded = kPaddedSize,
+    kCluster = kBlocks,
+    kColumns = kPadded / kCluster,
+    kTiles = kColumns / kTile,
+    kThreads = kTiles * kSplits * kWarp,
+  };
+};
+
+// Where a warp and its lanes are, in a block of so many columns. A lane has four sums of each gate: of two
+// neighbouring rows of the batch, each for two columns.
 struct Place {
-  explicit __device__ Place(int blocks) : cluster(blocks) {
+  explicit __device__ Place(int columns) {
     lane = threadIdx.x % kWarp;
     split = threadIdx.x / kWarp % kSplits;
     tile = threadIdx.x / kWarp / kSplits;
     rank = cluster_rank();
-    const int columns = blockDim.x / (kWarp * kSplits) * kTile;
     first_column = rank * columns + tile * kTile;
   }
   __device__ int warp() const { return tile * kSplits + split; }
 
   int lane, split, tile;
-  uint32_t cluster, rank;
+  uint32_t rank;
   int first_column;  // of the warp
 };
 
@@ -201,8 +209,12 @@ struct Activation<T, float> {
   }
 };
 
-// The compiler moves no load across: it would keep more addresses than there are registers.
-__device__ __forceinline__ void few_at_a_time() { asm volatile("" ::: "memory"); }
+// The compiler moves no load across, and computes what depends on `of` anew: it would keep more addresses
+// than there are registers.
+template <typename Index>
+__device__ __forceinline__ void few_at_a_time(Index& of) {
+  asm volatile("" : "+r"(of)::"memory");
+}
 
 __device__ __forceinline__ uint32_t bits_of(Tf32 value) { return __float_as_uint(value.value); }
 __device__ __forceinline__ uint32_t bits_of(__half value) { return __half_as_ushort(value); }
@@ -264,8 +276,10 @@ __device__ __forceinline__ int term_of(int product, int part, int lane) {
 // The lane's part of `a`, from at(term).
 template <typename T, typename At>
 __device__ __forceinline__ uint32_t operand(const At& at, int term) {
-  if constexpr (std::is_same_v<T, Tf32>) return bits_of(Tf32(at(term)));
-  else return bits_of(at(term)) | bits_of(at(term + 1)) << 16;
+  if constexpr (std::is_same_v<T, Tf32>)
+    return bits_of(Tf32(at(term)));
+  else
+    return bits_of(at(term)) | bits_of(at(term + 1)) << 16;
 }
 
 }  // namespace

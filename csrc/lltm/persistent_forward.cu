@@ -8,34 +8,32 @@ namespace {
 // Turns whose input gates are on their way. A turn is a step of one group of rows.
 constexpr int kAhead = 4;
 
-// W_h of a warp in registers, as tensor cores take it: kTiles tiles of each gate.
-template <typename T, int kTiles, int kThreads>
-struct TensorCores {
+// W_h of a warp in registers, as tensor cores take it: of each gate kTerms columns.
+template <typename T, int kPadded, int kCluster>
+struct TensorCores : Shares<kPadded, kCluster> {
   using Element = T;
   using Gates = float;
-  enum : int { kProducts = kTiles * kTile / kDepth<T> };
-  static constexpr int kMostThreads = kThreads;
-
-  static int weight_bytes(int, int) { return 0; }
+  enum : int { kTerms = kPadded / kSplits, kProducts = kTerms / kDepth<T>, kWeightBytes = 0 };
 
   __device__ void load(const LltmPersistentForward& params, const Place& place, void*) {
     using M = InMemory<T>;
     const M* weight = static_cast<const M*>(params.weight);
     const int hidden = static_cast<int>(params.hidden);
+    int lane = place.lane;
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
-          const int column = place.first_column + place.lane / 4 + part % 2 * 8;
+          const int column = place.first_column + lane / 4 + part % 2 * 8;
           const M* row = weight + (static_cast<int64_t>(gate) * hidden + column) * params.weight_stride;
           auto at = [&](int k) { return column < hidden && k < hidden ? row[k] : M(0.0f); };
-          const int k = place.split * kTiles * kTile + term_of<T>(product, part, place.lane);
+          const int k = place.split * kTerms + term_of<T>(product, part, lane);
           weights[product][gate][part] = operand<T>(at, k);
         }
+        few_at_a_time(lane);
       }
-      if (product % (kTile / kDepth<T>) == 0) few_at_a_time();
     }
   }
 
@@ -51,10 +49,10 @@ struct TensorCores {
 
   __device__ __forceinline__ void multiply(float (&sums)[kGates][4], const unsigned char* h,
                                            const Place& place) const {
-    const int first = place.split * kTiles * kTile;
+    const int first = place.split * kTerms;
     const uint32_t address =
-        shared_address(h) +
-        (sizeof(T) == 2 ? h_at(place.lane % 8, first + place.lane / 8 * 8) : h_at(place.lane / 4, first + place.lane % 4 * 4));
+        shared_address(h) + (sizeof(T) == 2 ? h_at(place.lane % 8, first + place.lane / 8 * 8)
+                                            : h_at(place.lane / 4, first + place.lane % 4 * 4));
 #pragma unroll
     for (int product = 0; product < kProducts; product += 2) {
       uint32_t b[4];
@@ -73,33 +71,33 @@ struct TensorCores {
 
 // W_h of a block in shared memory, [3, columns, H'], and one multiplication after the other: for the kinds
 // whose products tensor cores would round.
-template <typename T>
-struct PlainProduct {
+template <typename T, int kPadded, int kCluster>
+struct PlainProduct : Shares<kPadded, kCluster> {
   using Element = T;
   using Gates = T;
-  static constexpr int kMostThreads = 128;
-
-  static __host__ __device__ int row(int padded) { return padded + 16 / static_cast<int>(sizeof(T)); }
-  static int weight_bytes(int columns, int padded) {
-    return kGates * columns * row(padded) * static_cast<int>(sizeof(T));
-  }
+  using Shares<kPadded, kCluster>::kColumns;
+  using Shares<kPadded, kCluster>::kThreads;
+  // 16 bytes more, so that the same column of all rows lies in different banks.
+  enum : int {
+    kRow = kPadded + kLanesOf16Bytes<T>,
+    kWeightBytes = kGates * kColumns * kRow * static_cast<int>(sizeof(T)),
+  };
 
   __device__ void load(const LltmPersistentForward& params, const Place& place, void* memory) {
     const int hidden = static_cast<int>(params.hidden);
-    columns = blockDim.x / (kWarp * kSplits) * kTile;
-    padded = columns * params.cluster;
     weights = static_cast<T*>(memory);
     const T* from = static_cast<const T*>(params.weight);
-    const int first = static_cast<int>(place.rank) * columns;
-    for (int at = threadIdx.x; at < kGates * columns * padded; at += blockDim.x) {
-      const int k = at % padded, gate = at / padded / columns, column = first + at / padded % columns;
+    const int first = static_cast<int>(place.rank) * kColumns;
+    for (int at = threadIdx.x; at < kGates * kColumns * kPadded; at += kThreads) {
+      const int k = at % kPadded, gate = at / kPadded / kColumns, column = first + at / kPadded % kColumns;
       const bool valid = k < hidden && column < hidden;
-      weights[at / padded * row(padded) + k] =
+      weights[at / kPadded * kRow + k] =
           valid ? from[(static_cast<int64_t>(gate) * hidden + column) * params.weight_stride + k] : T(0);
     }
   }
 
-  // In tiles, [row, columns], with vectors changed about: rows that lanes read at once lie in different banks.
+  // In tiles, [row, columns], with vectors changed about: rows that lanes read at once lie in different
+  // banks.
   static __device__ int h_at(int of_row, int column) {
     const int turned = column % kTile ^ of_row / 2 * kLanesOf16Bytes<T>;
     return ((column / kTile * kRows + of_row) * kTile + turned) * static_cast<int>(sizeof(T));
@@ -108,16 +106,17 @@ struct PlainProduct {
   __device__ __forceinline__ void multiply(T (&sums)[kGates][4], const unsigned char* h,
                                            const Place& place) const {
     using Vector = tch_extension::Vector<T, kLanesOf16Bytes<T>>;
-    const int terms = padded / kSplits, begin = place.split * terms;
-    const T* w = weights + (place.tile * kTile + place.lane / 4) * row(padded) + begin;
+    constexpr int kTerms = kPadded / kSplits;
+    const int begin = place.split * kTerms;
+    const T* w = weights + (place.tile * kTile + place.lane / 4) * kRow + begin;
     auto at = [](const T* from) { return *reinterpret_cast<const Vector*>(from); };
-    for (int k = 0; k < terms; k += kLanesOf16Bytes<T>) {
+    for (int k = 0; k < kTerms; k += kLanesOf16Bytes<T>) {
       const T* rows = reinterpret_cast<const T*>(h + h_at(place.lane % 4 * 2, begin + k));
       const Vector left = at(rows), right = at(rows + kTile);
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
-        const Vector upper = at(w + gate * columns * row(padded) + k);
-        const Vector lower = at(w + (gate * columns + 8) * row(padded) + k);
+        const Vector upper = at(w + gate * kColumns * kRow + k);
+        const Vector lower = at(w + (gate * kColumns + 8) * kRow + k);
 #pragma unroll
         for (int term = 0; term < kLanesOf16Bytes<T>; ++term) {
           sums[gate][0] += upper.lane[term] * left.lane[term];
@@ -130,17 +129,20 @@ struct PlainProduct {
   }
 
   T* weights;
-  int columns, padded;
 };
 
-// A tile's columns of h on their way to all blocks. First they lie side by side in this block's memory: h goes
-// as fast as its lines are few.
-template <typename T>
+// A tile's columns of h on their way to all blocks. First they lie side by side in this block's memory: h
+// goes as fast as its lines are few.
+template <typename Product>
 struct Outbox {
-  enum : int { kBytes = kRows * kTile * sizeof(T), kLanes = kBytes / 16, kAtATime = kSplits * kWarp / kLanes };
+  enum : int {
+    kBytes = kRows * kTile * static_cast<int>(sizeof(typename Product::Element)),
+    kLanes = kBytes / 16,
+    kAtATime = kSplits * kWarp / kLanes,
+  };
 
   __device__ Outbox(const Place& place, uint32_t h, unsigned char* of_block)
-      : staged(of_block + place.tile * kBytes), cluster(place.cluster) {
+      : staged(of_block + place.tile * kBytes) {
     const int thread = threadIdx.x % (kSplits * kWarp);
     block = thread / kLanes;
     offset = thread % kLanes * 16;
@@ -150,54 +152,49 @@ struct Outbox {
   __device__ __forceinline__ void send(uint32_t buffer, uint32_t barrier) const {
     const uint4 all = *reinterpret_cast<const uint4*>(staged + offset);
 #pragma unroll
-    for (uint32_t more = 0; more < kMostBlocks; more += kAtATime) {
-      if (block + more >= cluster) break;
+    for (int more = 0; more < Product::kCluster; more += kAtATime) {
       tch_extension::send(in_block(to + buffer, block + more), in_block(barrier, block + more), all);
     }
   }
 
   unsigned char* staged;
-  uint32_t cluster, block, offset, to;
+  uint32_t block, offset, to;
 };
 
 // Shared memory: of each group of rows h before and behind a step; partial sums; what is to be sent; input
 // gates of the next turns; bias; weights.
 template <typename Product, int kGroups>
 struct Layout {
-  using G = typename Product::Gates;
-  static constexpr int kArrivals = 32;
-
-  __host__ __device__ Layout(int threads, int cluster) {
-    const int gates = kGates * threads * static_cast<int>(sizeof(G));
-    const int columns = threads / (kWarp * kSplits) * kTile;
-    const int own_bytes = kRows * columns * static_cast<int>(sizeof(typename Product::Element));
-    padded = columns * cluster;
-    h_bytes = own_bytes * cluster;
-    partials = kArrivals + kGroups * 2 * h_bytes;
-    staged = partials + kSplits * gates;
-    ring = staged + own_bytes;
-    bias = ring + kAhead * gates;
-    weights = bias + gates;
-  }
-  int padded, h_bytes, partials, staged, ring, bias, weights;
+  enum : int {
+    kGateBytes = kGates * Product::kThreads * static_cast<int>(sizeof(typename Product::Gates)),
+    kOwnBytes = kRows * Product::kColumns * static_cast<int>(sizeof(typename Product::Element)),
+    kHBytes = kOwnBytes * Product::kCluster,
+    kH = 32,  // behind the barriers
+    kPartials = kH + kGroups * 2 * kHBytes,
+    kStaged = kPartials + kSplits * kGateBytes,
+    kRing = kStaged + kOwnBytes,
+    kBias = kRing + kAhead * kGateBytes,
+    kWeights = kBias + kGateBytes,
+    kBytes = kWeights + Product::kWeightBytes,
+  };
 };
 
 // S is the state's type. A cluster computes kGroups groups of kRows rows, in turn: while h of one is on its
 // way, it computes the next. Indices are 32 bits wide: longer sequences take another path.
 template <typename S, typename Product, int kGroups>
-__global__ void __launch_bounds__(Product::kMostThreads)
+__global__ void __launch_bounds__(Product::kThreads)
     lltm_persistent_forward(const LltmPersistentForward params) {
 #if __CUDA_ARCH__ >= 900
   using T = typename Product::Element;
   using M = InMemory<T>;
   using G = typename Product::Gates;
   extern __shared__ __align__(128) unsigned char shared[];
-  const int threads = blockDim.x;
-  const Layout<Product, kGroups> layout(threads, params.cluster);
-  const Place place(params.cluster);
+  using L = Layout<Product, kGroups>;
+  constexpr int kThreads = Product::kThreads;
+  const Place place(Product::kColumns);
   const uint32_t hidden = static_cast<uint32_t>(params.hidden);
   const int steps = static_cast<int>(params.steps);
-  unsigned char* h = shared + layout.kArrivals;
+  unsigned char* h = shared + L::kH;
   // Of each group two.
   const uint32_t arrivals = shared_address(shared);
 
@@ -205,11 +202,11 @@ __global__ void __launch_bounds__(Product::kMostThreads)
   const int row = place.lane % 4 * 2 + place.split % 2;
   const int of_tile = place.lane / 4 + place.split / 2 * 8;
   const int column = place.first_column + of_tile;
-  const uint32_t first_row = blockIdx.x / params.cluster * (kGroups * kRows);
+  const uint32_t first_row = blockIdx.x / Product::kCluster * (kGroups * kRows);
   const uint32_t batch = static_cast<uint32_t>(params.batch);
   const uint32_t step_size = batch * hidden, group_size = kRows * hidden;
+  // This lane's place in a step of the output, and of the gates, 3 · place - 2 · column.
   const uint32_t first = (first_row + row) * hidden + column;
-  const uint32_t first_gate = first + 2 * (first_row + row) * hidden;
   bool valid[kGroups];
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
@@ -217,69 +214,78 @@ __global__ void __launch_bounds__(Product::kMostThreads)
   }
 
   // Each thread reads what it has copied itself, so that no barrier is needed.
-  G* ring = reinterpret_cast<G*>(shared + layout.ring) + threadIdx.x;
-  auto fetch = [&](int step, int group) {
+  G* ring = reinterpret_cast<G*>(shared + L::kRing) + threadIdx.x;
+  auto fetch = [&](int step, int group, uint32_t at) {
     const G* gates = static_cast<const G*>(params.input_gates);
     const bool wanted = valid[group] && step < steps;
-    const uint32_t from = first_gate + kGates * (step * step_size + group * group_size);
+    const uint32_t from = kGates * at - 2 * column;
     const int place_in_ring = (step * kGroups + group) % kAhead * kGates;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      copy_async(ring + (place_in_ring + gate) * threads, gates + (wanted ? from + gate * hidden : 0), wanted);
+      copy_async(ring + (place_in_ring + gate) * kThreads, gates + (wanted ? from + gate * hidden : 0),
+                 wanted);
     }
     commit_copies();
   };
 #pragma unroll
-  for (int turn = 0; turn < kAhead; ++turn) fetch(turn / kGroups, turn % kGroups);
+  for (int turn = 0; turn < kAhead; ++turn) {
+    const int step = turn / kGroups, group = turn % kGroups;
+    fetch(step, group, first + step * step_size + group * group_size);
+  }
 
   if (threadIdx.x == 0) {
     for (int at = 0; at < 2 * kGroups; ++at) init_arrival(arrivals + 8 * at);
     publish_arrivals();
   }
-  for (int at = threadIdx.x; at < kGroups * kRows * layout.padded; at += threads) {
-    const int of_row = at / layout.padded, k = at % layout.padded;
+  for (int at = threadIdx.x; at < kGroups * kRows * Product::kPadded; at += kThreads) {
+    const int of_row = at / Product::kPadded, k = at % Product::kPadded;
     const uint32_t from = first_row + of_row;
-    *reinterpret_cast<T*>(h + of_row / kRows * (2 * layout.h_bytes) + Product::h_at(of_row % kRows, k)) =
+    *reinterpret_cast<T*>(h + of_row / kRows * (2 * L::kHBytes) + Product::h_at(of_row % kRows, k)) =
         from < batch && k < hidden ? T(static_cast<const M*>(params.h0)[from * hidden + k]) : T(0.0f);
   }
-  G* bias = reinterpret_cast<G*>(shared + layout.bias) + threadIdx.x;
+  G* bias = reinterpret_cast<G*>(shared + L::kBias) + threadIdx.x;
 #pragma unroll
   for (int gate = 0; gate < kGates; ++gate) {
     const bool has = params.bias != nullptr && column < hidden;
-    bias[gate * threads] = has ? static_cast<const G*>(params.bias)[gate * hidden + column] : G(0);
+    bias[gate * kThreads] = has ? static_cast<const G*>(params.bias)[gate * hidden + column] : G(0);
   }
   G c[kGroups];
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
-    c[group] = valid[group] ? static_cast<G>(static_cast<const S*>(params.c0)[first + group * group_size]) : G(0);
+    c[group] =
+        valid[group] ? static_cast<G>(static_cast<const S*>(params.c0)[first + group * group_size]) : G(0);
   }
   Product product;
-  product.load(params, place, shared + layout.weights);
+  product.load(params, place, shared + L::kWeights);
   __syncthreads();
   // Behind a barrier, which racecheck asks for, and before anybody may send.
   if (threadIdx.x == 0) {
-    for (int at = 0; at < 2 * kGroups; ++at) announce(arrivals + 8 * at, layout.h_bytes);
+    for (int at = 0; at < 2 * kGroups; ++at) announce(arrivals + 8 * at, L::kHBytes);
   }
   __syncwarp();
   cluster_barrier();
 
-  // Partial sums, [tile, gate, sum, split, lane]: each warp writes its split of all, and reads all of its sum.
-  G* partials = reinterpret_cast<G*>(shared + layout.partials) + place.tile * (kGates * 4 * kSplits * kWarp) +
-                place.lane;
+  // Partial sums, [tile, gate, sum, split, lane]: each warp writes its split of all, and reads all of its
+  // sum.
+  G* partials =
+      reinterpret_cast<G*>(shared + L::kPartials) + place.tile * (kGates * 4 * kSplits * kWarp) + place.lane;
   G* written = partials + place.split * kWarp;
   const G* read = partials + place.split * (kSplits * kWarp);
-  const Outbox<T> outbox(place, shared_address(h), shared + layout.staged);
+  const Outbox<Product> outbox(place, shared_address(h), shared + L::kStaged);
   T* own = reinterpret_cast<T*>(outbox.staged + Product::h_at(row, of_tile));
-  for (int step = 0; step < steps; ++step) {
+  uint32_t at_step = first;
+  for (int step = 0; step < steps; ++step, at_step += step_size) {
     const int buffer = step % 2;
 #pragma unroll
     for (int group = 0; group < kGroups; ++group) {
+      few_at_a_time(at_step);
+      const uint32_t at = at_step + group * group_size;
       const uint32_t arrival = arrivals + 8 * (2 * group + buffer);
-      const int now = (2 * group + buffer) * layout.h_bytes, next = (2 * group + 1 - buffer) * layout.h_bytes;
+      const int now = (2 * group + buffer) * L::kHBytes, next = (2 * group + 1 - buffer) * L::kHBytes;
       if (step > 0) {
         wait_for_arrival(arrival, (step - 1) / 2 % 2);
         // For the step after the next: nobody sends for it before this block has sent for the next.
-        if (threadIdx.x == 0) announce(arrival, layout.h_bytes);
+        if (threadIdx.x == 0) announce(arrival, L::kHBytes);
       }
       G sums[kGates][4] = {};
       product.multiply(sums, h + now, place);
@@ -290,9 +296,10 @@ __global__ void __launch_bounds__(Product::kMostThreads)
       }
       G gates[kGates];
       wait_for_copies<kAhead - 1>();
-      const G* fetched = ring + (step * kGroups + group) % kAhead * kGates * threads;
+      const G* fetched = ring + (step * kGroups + group) % kAhead * kGates * kThreads;
 #pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) gates[gate] = fetched[gate * threads] + bias[gate * threads];
+      for (int gate = 0; gate < kGates; ++gate)
+        gates[gate] = fetched[gate * kThreads] + bias[gate * kThreads];
       barrier_of_tile(place);
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
@@ -307,14 +314,12 @@ __global__ void __launch_bounds__(Product::kMostThreads)
       // With two barriers a turn, what lies behind one is read before it is written behind the other.
       barrier_of_tile(place);
       if (step + 1 < steps) outbox.send(next, arrivals + 8 * (2 * group + 1 - buffer));
-      fetch(step + kAhead / kGroups, group);
+      fetch(step + kAhead / kGroups, group, at + kAhead / kGroups * step_size);
       if (valid[group]) {
-        const uint32_t at = first + step * step_size + group * group_size;
         static_cast<S*>(params.output)[at] = static_cast<S>(new_h);
         if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c[group]);
         if (params.activations != nullptr) {
-          S* activations =
-              static_cast<S*>(params.activations) + first_gate + kGates * (step * step_size + group * group_size);
+          S* activations = static_cast<S*>(params.activations) + (kGates * at - 2 * column);
           activations[0] = static_cast<S>(i);
           activations[hidden] = static_cast<S>(o);
           activations[2 * hidden] = static_cast<S>(gates[2]);
@@ -331,64 +336,58 @@ __global__ void __launch_bounds__(Product::kMostThreads)
 #endif
 }
 
-template <typename S, typename Product, int kGroups>
-const char* start(const LltmPersistentForward& params, int threads, cudaStream_t stream) {
-  const Layout<Product, kGroups> layout(threads, params.cluster);
-  const int bytes = layout.weights + Product::weight_bytes(layout.padded / params.cluster, layout.padded);
-  return start_clusters<lltm_persistent_forward<S, Product, kGroups>>(params, threads, bytes, stream);
-}
-
 struct Forward {
   template <typename S, typename T>
   const char* run() const {
-    const int padded = padded_size(params.hidden, params.cluster),
-              threads = threads_of(padded, params.cluster);
-    if constexpr (sizeof(T) > 2 && !std::is_same_v<T, Tf32>) {
-      return padded == 128 ? start<S, PlainProduct<T>, 1>(params, threads, stream) : kNoKernel;
+    const int padded = padded_size(params.hidden, params.cluster);
+    if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
+      return padded == 128 ? start<S, PlainProduct<T, 128, 8>, 1>() : kNoKernel;
     } else {
       switch (padded) {
         case 128:
-          return in_groups<S, TensorCores<T, 2, 128>>(threads);
+          return start<S, TensorCores<T, 128, 8>, 1>();
         case 256:
-          return in_groups<S, TensorCores<T, 4, 256>>(threads);
+          return start<S, TensorCores<T, 256, 8>, 1>();
         case 512:
-          if (params.cluster == 16) return in_groups<S, TensorCores<T, 8, 256>>(threads);
-          if constexpr (sizeof(T) == 2) return in_groups<S, TensorCores<T, 8, 512>>(threads);
-          return kNoKernel;
+          if constexpr (std::is_same_v<T, Tf32>) {
+            using Product = TensorCores<T, 512, 16>;
+            return params.groups == 2 ? start<S, Product, 2>() : start<S, Product, 1>();
+          } else if (params.cluster == 8) {
+            return start<S, TensorCores<T, 512, 8>, 1>();
+          } else {
+            return start<S, TensorCores<T, 512, 16>, 1>();
+          }
         case 768:
-          if constexpr (sizeof(T) == 2) return in_groups<S, TensorCores<T, 12, 384>>(threads);
-          return kNoKernel;
+          if constexpr (sizeof(T) == 2) return start<S, TensorCores<T, 768, 16>, 1>();
+          [[fallthrough]];
         default:
           return kNoKernel;
       }
     }
   }
 
-  template <typename S, typename Product>
-  const char* in_groups(int threads) const {
-    return params.groups == 2 ? start<S, Product, 2>(params, threads, stream)
-                              : start<S, Product, 1>(params, threads, stream);
+  template <typename S, typename Product, int kGroups>
+  const char* start() const {
+    return start_clusters<lltm_persistent_forward<S, Product, kGroups>, Product, kGroups>(
+        params, Layout<Product, kGroups>::kBytes, stream);
   }
 
   const LltmPersistentForward& params;
   cudaStream_t stream;
 };
 
-// How many clusters of `cluster` blocks, as large as they come in the half kinds, the device runs at a time.
+// How many clusters the device runs at a time of those that are as large as they come in the half kinds.
 // None, where CUDA says so with an error, as it may of clusters of 16.
-template <int kTiles, int kThreads>
-int clusters_at_a_time(int32_t cluster) {
-  using Product = TensorCores<__half, kTiles, kThreads>;
+template <typename Product>
+int clusters_at_a_time() {
   constexpr auto kKernel = lltm_persistent_forward<__half, Product, 1>;
   cudaFuncAttributes code = {};
   cudaError_t error = cudaFuncGetAttributes(&code, kKernel);
   // What an older architecture's code becomes on a new GPU is empty.
   if (error == cudaSuccess && code.ptxVersion < 90) return 0;
-  const int threads = threads_of(kTiles * kTile * kSplits, cluster);
-  const int bytes = Layout<Product, 1>(threads, cluster).weights;
   if (error == cudaSuccess) error = allow<kKernel>();
   int clusters = 0;
-  const ClusterLaunch launch(threads, bytes, cluster, 1, nullptr);
+  const ClusterLaunch launch(Product::kThreads, Layout<Product, 1>::kBytes, Product::kCluster, 1, nullptr);
   if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config);
   if (error == cudaSuccess) return clusters;
   // Whoever looks for a failure of a launch must not find one of a question.
@@ -402,7 +401,9 @@ int clusters_at_a_time(int32_t cluster) {
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_forward_cuda(
     const LltmPersistentForward* params, cudaStream_t stream) {
   using namespace tch_extension;
-  return {"lltm_persistent_forward", for_kinds(*params, Forward{*params, stream})};
+  const Forward body{*params, stream};
+  if (params->tf32 != 0) return {"lltm_persistent_forward", body.run<float, Tf32>()};
+  return {"lltm_persistent_forward", for_kinds(params->kind, params->product_kind, body)};
 }
 
 // Of the current device, which `device` has to be: how many clusters of 8 blocks, and of 16, run at a time;
@@ -414,7 +415,7 @@ extern "C" const char* tch_extension_lltm_persistent_device(int32_t device, int6
   if (error != cudaSuccess) return cudaGetErrorString(error);
   // Measured nowhere else, and others have less shared memory.
   if (major != 9) return nullptr;
-  clusters[0] = tch_extension::clusters_at_a_time<8, 512>(8);
-  clusters[1] = tch_extension::clusters_at_a_time<12, 384>(16);
+  clusters[0] = tch_extension::clusters_at_a_time<tch_extension::TensorCores<__half, 512, 8>>();
+  clusters[1] = tch_extension::clusters_at_a_time<tch_extension::TensorCores<__half, 768, 16>>();
   return nullptr;
 }

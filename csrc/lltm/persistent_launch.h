@@ -16,8 +16,6 @@ inline int padded_size(int64_t hidden, int32_t cluster) {
   return cluster == 16 && hidden > 512 && hidden <= 768 ? 768 : 0;
 }
 
-inline int threads_of(int padded, int32_t cluster) { return padded / cluster / kTile * kSplits * kWarp; }
-
 struct ClusterLaunch {
   ClusterLaunch(int threads, int bytes, int32_t cluster, int64_t clusters, cudaStream_t stream) {
     config.gridDim = dim3(static_cast<unsigned int>(clusters * cluster));
@@ -65,12 +63,13 @@ cudaError_t allow() {
   return error;
 }
 
-template <auto kKernel, typename Params>
-const char* start_clusters(const Params& params, int threads, int bytes, cudaStream_t stream) {
+template <auto kKernel, typename Product, int kGroups, typename Params>
+const char* start_clusters(const Params& params, int bytes, cudaStream_t stream) {
   cudaError_t error = allow<kKernel>();
   if (error == cudaSuccess) {
-    const int64_t rows = params.groups * kRows;
-    const ClusterLaunch launch(threads, bytes, params.cluster, (params.batch + rows - 1) / rows, stream);
+    constexpr int kRowsOfCluster = kGroups * kRows;
+    const int64_t clusters = (params.batch + kRowsOfCluster - 1) / kRowsOfCluster;
+    const ClusterLaunch launch(Product::kThreads, bytes, Product::kCluster, clusters, stream);
     error = cudaLaunchKernelEx(&launch.config, kKernel, params);
   }
   // Also so that the next launch does not find the error of this one.
@@ -79,12 +78,10 @@ const char* start_clusters(const Params& params, int threads, int bytes, cudaStr
 }
 
 // Calls body.run<S, T>() for the kinds of state and product that there are.
-template <typename Params, typename Body>
-const char* for_kinds(const Params& params, const Body& body) {
+template <typename Body>
+const char* for_kinds(int32_t state, int32_t product, const Body& body) {
   const char* error = "internal error: no persistent kernel for these kinds";
-  const int32_t state = params.kind, product = params.product_kind;
   const bool both = state == product;
-  if (both && state == kTchExtensionFloat && params.tf32 != 0) return body.template run<float, Tf32>();
   if (!both && state != kTchExtensionFloat) return error;
   for_kind(product, [&](auto type) {
     using T = typename decltype(type)::type;
