@@ -209,8 +209,10 @@ struct Activation<T, float> {
   }
 };
 
-// The compiler moves no load across, and computes what depends on `of` anew: it would keep more addresses
-// than there are registers.
+// The compiler moves no load across: it would keep more addresses than there are registers.
+__device__ __forceinline__ void few_at_a_time() { asm volatile("" ::: "memory"); }
+
+// And computes what depends on `of` anew.
 template <typename Index>
 __device__ __forceinline__ void few_at_a_time(Index& of) {
   asm volatile("" : "+r"(of)::"memory");
