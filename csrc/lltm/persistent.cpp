@@ -48,6 +48,8 @@ void lltm_persistent(const LltmForward& call) {
   params.kind = kind_of(*call.output);
   params.product_kind = kind_of(*call.h0);
   params.cluster = call.column_groups;
+  params.groups = call.row_groups;
+  params.tf32 = call.path == kLltmPersistentTf32;
   params.weight = address(call.weight);
   params.input_gates = address(call.gates);
   params.bias = address(call.bias);
@@ -68,6 +70,8 @@ void lltm_persistent(const LltmBackward& call) {
   params.kind = kind_of(*call.c);
   params.product_kind = kind_of(*call.weight);
   params.cluster = call.column_groups;
+  params.groups = call.row_groups;
+  params.tf32 = call.path == kLltmPersistentTf32;
   params.needs_grad_h0 = call.needs_grad_h0;
   params.weight = address(call.weight);
   params.grad_output = address(call.grad_output);

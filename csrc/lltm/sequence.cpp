@@ -332,6 +332,7 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
       case kLltmFused:
         return forward_fused(*call);
       case kLltmPersistent:
+      case kLltmPersistentTf32:
         return lltm_persistent(*call);
       case kLltmGrid:
         if (lltm_grid(*call)) return;
@@ -349,6 +350,7 @@ TCH_EXTENSION_API Message tch_extension_lltm_backward(const LltmBackward* call) 
       case kLltmPacked:
         return backward_packed(*call);
       case kLltmPersistent:
+      case kLltmPersistentTf32:
         return lltm_persistent(*call);
       case kLltmFused:
         return backward_fused(*call);

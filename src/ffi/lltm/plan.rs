@@ -120,9 +120,11 @@ pub(crate) enum Plan {
         row_groups: i64,
         column_groups: i64,
     },
-    /// How many blocks share a group of rows.
+    /// How many blocks share rows, how many groups of rows they compute in turn, and whether in tf32.
     Persistent {
         cluster: i64,
+        groups: i64,
+        tf32: bool,
     },
     /// How many columns of h a block has, and how many groups of blocks share the rows.
     Grid {
@@ -150,17 +152,20 @@ impl Plan {
         product: Kind,
         on_chip: OnChip,
     ) -> Option<Plan> {
-        let clusters = Kernel::new(sizes, product, on_chip.clusters);
+        let clusters = Kernel::new(direction, sizes, product, on_chip.tf32, on_chip.clusters);
         let grid = Share::new(sizes, product, on_chip.tf32, on_chip.grid)
             .filter(|_| direction == Direction::Forward);
-        let of_clusters = |kernel: Kernel| Plan::Persistent { cluster: kernel.cluster };
+        let of_clusters =
+            |Kernel { cluster, groups, tf32, .. }: Kernel| Plan::Persistent { cluster, groups, tf32 };
         let of_grid = |share: Share| Plan::Grid { columns: share.columns, row_groups: share.row_groups };
         match path {
             Path::Persistent => clusters.map(of_clusters).or(grid.map(of_grid)),
             Path::Grid => grid.map(of_grid),
             Path::Automatic => {
-                let grid = grid.filter(|share| share.is_faster(sizes)).map(of_grid);
-                grid.or_else(|| clusters.filter(|kernel| kernel.is_faster(sizes)).map(of_clusters))
+                let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes));
+                let grid = grid.filter(|share| share.is_faster(sizes));
+                let first = clusters.filter(|kernel| kernel.is_faster_than_a_grid(sizes));
+                first.map(of_clusters).or(grid.map(of_grid)).or(clusters.map(of_clusters))
             }
             _ => None,
         }
