@@ -3,9 +3,12 @@
 use super::Sizes;
 use super::persistent::counts_in_32_bits;
 use crate::Result;
+#[cfg(tch_extension_cuda)]
+use crate::ffi::once_a_device::{OnceADevice, constant};
 use tch::{Device, Kind};
 
 /// How many blocks a GPU runs at the same time, one on each multiprocessor; none where there is no code for it.
+#[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Grid {
     blocks: i64,
@@ -16,36 +19,26 @@ impl Grid {
         self.blocks > 0
     }
 
-    /// Asked once a device.
     pub fn of(device: Device) -> Result<Grid> {
         #[cfg(tch_extension_cuda)]
-        if let Device::Cuda(index) = device {
-            use std::sync::OnceLock;
-            static KNOWN: [OnceLock<Grid>; 64] = [const { OnceLock::new() }; 64];
-            let known = KNOWN.get(index);
-            if let Some(grid) = known.and_then(OnceLock::get) {
-                return Ok(*grid);
-            }
-            let _guard = crate::cuda::DeviceGuard::new(device)?;
-            let mut blocks = 0;
+        {
+            static KNOWN: OnceADevice<Grid> = OnceADevice::new();
             // SAFETY: the C side fills the place, and returns null or a constant text.
-            let error = unsafe { tch_extension_lltm_grid_device(index as i32, &mut blocks) };
-            if !error.is_null() {
-                // SAFETY: as above.
-                let reason = unsafe { std::ffi::CStr::from_ptr(error) }.to_string_lossy().into_owned();
-                return Err(crate::Error::Cuda { op: "lltm".to_string(), reason });
-            }
-            let grid = Grid { blocks };
-            return Ok(*known.map_or(&grid, |known| known.get_or_init(|| grid)));
+            KNOWN.of("lltm", device, |index, grid| unsafe {
+                constant(tch_extension_lltm_grid_device(index, grid))
+            })
         }
-        let _ = device;
-        Ok(Grid::default())
+        #[cfg(not(tch_extension_cuda))]
+        {
+            let _ = device;
+            Ok(Grid::default())
+        }
     }
 }
 
 #[cfg(tch_extension_cuda)]
 unsafe extern "C" {
-    fn tch_extension_lltm_grid_device(device: i32, blocks: *mut i64) -> *const std::ffi::c_char;
+    fn tch_extension_lltm_grid_device(device: i32, grid: *mut Grid) -> *const std::ffi::c_char;
 }
 
 /// Rows that a block computes at a time.

@@ -2,9 +2,12 @@
 
 use super::{Direction, Sizes};
 use crate::Result;
+#[cfg(tch_extension_cuda)]
+use crate::ffi::once_a_device::{OnceADevice, constant};
 use tch::{Device, Kind};
 
 /// How many clusters of large blocks a GPU runs at a time; zeros where it has none, or no code for them.
+#[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Clusters {
     of_8: i64,
@@ -16,37 +19,26 @@ impl Clusters {
         self.of_8 > 0
     }
 
-    /// Asked once a device.
     pub fn of(device: Device) -> Result<Clusters> {
         #[cfg(tch_extension_cuda)]
-        if let Device::Cuda(index) = device {
-            use std::sync::OnceLock;
-            static KNOWN: [OnceLock<Clusters>; 64] = [const { OnceLock::new() }; 64];
-            let known = KNOWN.get(index);
-            if let Some(clusters) = known.and_then(OnceLock::get) {
-                return Ok(*clusters);
-            }
-            let _guard = crate::cuda::DeviceGuard::new(device)?;
-            let mut counts = [0; 2];
+        {
+            static KNOWN: OnceADevice<Clusters> = OnceADevice::new();
             // SAFETY: the C side fills both places, and returns null or a constant text.
-            let error = unsafe { tch_extension_lltm_persistent_device(index as i32, counts.as_mut_ptr()) };
-            if !error.is_null() {
-                // SAFETY: as above.
-                let reason = unsafe { std::ffi::CStr::from_ptr(error) }.to_string_lossy().into_owned();
-                return Err(crate::Error::Cuda { op: "lltm".to_string(), reason });
-            }
-            let [of_8, of_16] = counts;
-            let clusters = Clusters { of_8, of_16 };
-            return Ok(*known.map_or(&clusters, |known| known.get_or_init(|| clusters)));
+            KNOWN.of("lltm", device, |index, clusters| unsafe {
+                constant(tch_extension_lltm_persistent_device(index, clusters))
+            })
         }
-        let _ = device;
-        Ok(Clusters::default())
+        #[cfg(not(tch_extension_cuda))]
+        {
+            let _ = device;
+            Ok(Clusters::default())
+        }
     }
 }
 
 #[cfg(tch_extension_cuda)]
 unsafe extern "C" {
-    fn tch_extension_lltm_persistent_device(device: i32, clusters: *mut i64) -> *const std::ffi::c_char;
+    fn tch_extension_lltm_persistent_device(device: i32, clusters: *mut Clusters) -> *const std::ffi::c_char;
 }
 
 /// As the kernels count: the values of all gates.
