@@ -38,9 +38,9 @@ constexpr int kAnyPartOfWarp = 0;
 constexpr int kAnyWarps = -1;
 constexpr int kBlocksOfCluster = -2;
 
-// What a cluster's threads keep; the fewer blocks share a row, the less they wait.
+// What a cluster's threads keep: floats need no more registers for twice as much.
 template <typename T>
-constexpr int kClusterBytes = sizeof(T) == 8 ? kBytes : 2 * kBytes;
+constexpr int kClusterBytes = sizeof(T) == 4 ? 2 * kBytes : kBytes;
 
 template <int kTeam>
 constexpr Team kTeamOf = kTeam == kBlocksOfCluster              ? Team::kCluster

@@ -157,7 +157,7 @@ impl Rows {
     /// Rows that are too long for one block's registers. As few blocks as hold one, where there are rows enough.
     fn cluster_of_forward(&self) -> Option<Plan> {
         // As kClusterBytes in csrc/layer_norm/forward.cu, and kBytes of shifted rows.
-        let each = if self.size() < 8 && self.is_aligned() { 8 } else { 4 };
+        let each = if self.size() == 4 && self.is_aligned() { 8 } else { 4 };
         let mut plan = self.cluster(&[MOST_THREADS], self.loads(), each)?;
         let processors = i64::from(self.gpu.processors);
         while self.path == Path::Automatic
@@ -404,9 +404,9 @@ mod tests {
         assert_eq!(plan(MANY, 4096, Kind::BFloat16), Some((128, 128)));
         assert_eq!(plan(MANY, 16384, Kind::Half), Some((512, 512)));
         assert_eq!(plan(MANY, 32768, Kind::Half), Some((512, 512)));
-        assert_eq!(plan(MANY, 32776, Kind::Half), Some((512, 2 * 512)));
-        assert_eq!(plan(MANY, 262_144, Kind::Half), Some((512, 8 * 512)));
-        assert_eq!(plan(MANY, 262_152, Kind::Half), None);
+        assert_eq!(plan(MANY, 32776, Kind::Half), Some((512, 3 * 512)));
+        assert_eq!(plan(MANY, 131_072, Kind::Half), Some((512, 8 * 512)));
+        assert_eq!(plan(MANY, 131_080, Kind::Half), None);
         assert_eq!(plan(MANY, 16384, Kind::Float), Some((512, 512)));
         assert_eq!(plan(MANY, 16388, Kind::Float), Some((512, 2 * 512)));
         assert_eq!(plan(MANY, 65536, Kind::Float), Some((512, 4 * 512)));
@@ -541,7 +541,7 @@ mod tests {
                         let is_wide = if plan.cluster == 1 {
                             plan.team > 32
                         } else {
-                            kind != Kind::Double && plan.shifted == 0
+                            kind == Kind::Float && plan.shifted == 0
                         };
                         let kept = if is_wide { 128 / size } else { 64 / size };
                         let threads = i64::from(plan.team) * i64::from(plan.cluster);
