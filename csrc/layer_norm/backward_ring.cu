@@ -9,37 +9,15 @@
 #include <atomic>
 #include <mutex>
 
+#include "cluster.h"
 #include "ring.h"
 #include "shifted.h"
 
 namespace tch_extension {
 namespace {
 
-// team_sum over all blocks of the cluster, whose threads all come here. `buffer` is of 2 · kMostInCluster ·
-// kMostThreads / kWarp pairs.
-template <typename C>
-__device__ __forceinline__ Pair<C> cluster_sum(Pair<C> sum, int cluster, int rank, Pair<C>* buffer,
-                                               int& turn) {
-  sum = warp_sum(sum, kWarp);
-  const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  Pair<C>* sums = buffer + turn * (kMostInCluster * kMostThreads / kWarp);
-  turn = 1 - turn;
-  if (lane < cluster) store_in_block(sums + rank * warps + warp, lane, sum);
-  cluster_barrier();
-  Pair<C> total = {C(0), C(0)};
-  for (int index = lane; index < cluster * warps; index += kWarp) {
-    total.first += sums[index].first;
-    total.second += sums[index].second;
-  }
-  return warp_sum(total, kWarp);
-}
-
-enum class Team { kWithinWarp, kBlock, kCluster };
-
-// What a block has of the rows: where it is, and where its rows are.
-struct Share {
-  int vectors, columns;  // of a row; the last vector may have fewer columns
-  int64_t column;        // the first
+// What a block has of the rows: which columns, and which rows.
+struct Share : Columns {
   int64_t start;         // the first row of the block's first team
   int64_t step;          // rows of all blocks' teams together
   int64_t part;          // of the sums over rows
@@ -50,29 +28,32 @@ __device__ __forceinline__ Share share_of_block(const LayerNormBackward& params)
   constexpr int kLanes = kLanesOf16Bytes<T>;
   const int cluster = kTeam == Team::kCluster ? params.plan.cluster : 1;
   const int teams = teams_of_block(params.plan.team);
-  const int64_t all = (params.columns + kLanes - 1) / kLanes;
-  const int64_t each = (all + cluster - 1) / cluster;
-  const int64_t first = (blockIdx.x % cluster) * each;
-  const int64_t left = all - first;
   Share share;
-  share.vectors = static_cast<int>(left < 0 ? 0 : left < each ? left : each);
-  share.column = first * kLanes;
-  const int64_t columns_left = params.columns - share.column;
-  const int64_t most = int64_t{share.vectors} * kLanes;
-  share.columns = static_cast<int>(columns_left < most ? columns_left < 0 ? 0 : columns_left : most);
+  static_cast<Columns&>(share) = columns_of_block(params.columns, kLanes, cluster);
   share.part = blockIdx.x / cluster;
   share.start = share.part * teams;
   share.step = static_cast<int64_t>(gridDim.x / cluster) * teams;
   return share;
 }
 
-// Vectors of one row of x, or of dy, in the ring. A group of shifted ones has one more.
+// A shifted row may have so many columns more than its team of warps has room for: one for each lane of its
+// last warp. 1025 columns would have twice the threads of 1024 otherwise, half of them idle.
+// src/ffi/layer_norm/plan.rs has the same number.
+constexpr int kBytesOfRest = 128;
+template <typename T>
+constexpr int kMostRest = kBytesOfRest / sizeof(T) < kWarp ? kBytesOfRest / sizeof(T) : kWarp;
+
+// Vectors of one row of x, or of dy, in the ring. A group of shifted ones has one more, and room for the rest.
 template <typename T>
 constexpr int kVectorsOfThread = kBackwardValues<T> / kLanesOf16Bytes<T>;
 
+__host__ __device__ constexpr int vectors_behind(int team) {
+  return team < kWarp ? 1 : 1 + kBytesOfRest / 16;
+}
+
 template <typename T, bool kShifted>
 __host__ __device__ constexpr int vectors_of_row(int threads, int team) {
-  return kVectorsOfThread<T> * threads + (kShifted ? threads / (team < kWarp ? team : kWarp) : 0);
+  return kVectorsOfThread<T> * threads + (kShifted ? threads / (team < kWarp ? team : kWarp) * vectors_behind(team) : 0);
 }
 
 // Where a thread finds one of the two arrays, x or dy: the group's bytes of its present row, or the next ones
@@ -104,15 +85,25 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
   constexpr int kLanes = kSingles ? 1 : kLanesOf16Bytes<T>, kBytes = 16;
   constexpr int kCopies = kVectorsOfThread<T>, kVectors = kBackwardValues<T> / kLanes;
   extern __shared__ __align__(16) unsigned char ring[];
-  __shared__ Pair<C> buffer[2 * kMostThreads / kWarp * (kTeam == Team::kCluster ? kMostInCluster : 1)];
+  __shared__ Pair<C> buffer[kPairsOfSums<kTeam>];
   let_the_next_kernel_start();
   // Nobody writes into a block that has not begun.
   if constexpr (kTeam == Team::kCluster) cluster_barrier();
   int turn = 0;
   const int team = params.plan.team, stages = params.plan.stages;
   const int thread = thread_of_team(team);
-  const Share share = share_of_block<T, kTeam>(params);
+  Share share = share_of_block<T, kTeam>(params);
+  // The rest is left out of the share from here on.
+  constexpr bool kMayHaveRest = kShifted && kTeam == Team::kBlock;
+  int rest = 0;
+  if constexpr (kMayHaveRest) {
+    rest = max(share.columns - team * kBackwardValues<T>, 0);
+    share.columns -= rest;
+    share.vectors = min(share.vectors, team * kCopies);
+  }
   const Group group(team, share.vectors);
+  const bool is_last_warp = kMayHaveRest && thread >= team - kWarp;
+  const bool has_rest = is_last_warp && group.lane < rest;
   const int first = kSingles ? group.first * kLanesOf16Bytes<T> : group.first;
   auto index = [&](int v) { return kShifted ? first + v * group.width + group.lane : v * team + thread; };
   // How many vectors of the row the thread has, and how many columns of one.
@@ -131,7 +122,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
   unsigned char* mine = ring + threadIdx.x * kBytes;
   if constexpr (kShifted) {
     const int groups_before = threadIdx.x / group.width;
-    mine = ring + (groups_before * (kCopies * group.width + 1) + group.lane) * kBytes;
+    mine = ring + (groups_before * (kCopies * group.width + vectors_behind(team)) + group.lane) * kBytes;
   }
 
   const int64_t first_row = share.start + team_of_block(team);
@@ -140,7 +131,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
   const T* x_ahead = static_cast<const T*>(params.input) + begin;
   const T* grad_ahead = static_cast<const T*>(params.grad_output) + begin;
   // Of the row, from the group's first column on; none, and an address that is one all the same.
-  const int group_bytes = share.columns * static_cast<int>(sizeof(T)) - group.first * kBytes;
+  const int group_bytes = (share.columns + rest) * static_cast<int>(sizeof(T)) - group.first * kBytes;
+  const int behind = is_last_warp ? 1 + (rest * static_cast<int>(sizeof(T)) + kBytes - 1) / kBytes : 1;
   const int64_t group_column = group_bytes > 0 ? share.column + group.first * kLanesOf16Bytes<T> : 0;
   const Source<T> x_source(params.input, params.columns, group_column);
   const Source<T> grad_source(params.grad_output, params.columns, group_column);
@@ -161,8 +153,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
     for (int v = 0; v < kCopies; ++v) {
       if (v < group.vectors) copy(v, group.lane);
     }
-    // The vector behind, by the last lane.
-    if (group.lane == group.width - 1) copy(group.vectors - 1, group.width);
+    // The vector behind, and the rest.
+    if (group.lane < behind) copy(group.vectors, group.lane);
   };
   auto copy_row = [&](int64_t row_ahead, int at) {
     if constexpr (kShifted) {
@@ -196,6 +188,10 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
       return unpack<T>(kShifted ? shifted<T>(words, load_words(place + kBytes), shift) : words);
     }
   };
+  auto read_rest = [&](int at, int shift) {
+    const int place = at + shift + group.vectors * next_vector + group.lane * static_cast<int>(sizeof(T));
+    return static_cast<C>(*reinterpret_cast<const T*>(mine - group.lane * kBytes + place));
+  };
   auto moments_of = [&](int64_t row) {
     return row < params.rows ? kept_moments<C>(params, row) : Pair<C>{C(0), C(0)};
   };
@@ -219,6 +215,11 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
         weight[v] = load_or<T, kLanes>(params.weight, column, C(1));
       }
     }
+  }
+
+  C rest_weight(1), rest_weight_sum(0), rest_bias_sum(0);
+  if (has_rest && params.weight != nullptr) {
+    rest_weight = static_cast<C>(static_cast<const T*>(params.weight)[share.columns + group.lane]);
   }
 
   const C inverse = C(1) / static_cast<C>(params.columns);
@@ -265,12 +266,18 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
         sum.second += grad[v].lane[lane] * normal[v].lane[lane];
       }
     }
-    at = at + next_row == end_of_ring ? 0 : at + next_row;
-    if constexpr (kTeam == Team::kCluster) {
-      sum = cluster_sum(sum, params.plan.cluster, blockIdx.x % params.plan.cluster, buffer, turn);
-    } else {
-      sum = team_sum < kTeam == Team::kWithinWarp > (sum, team, buffer, turn);
+    C rest_normal(0), rest_grad(0);
+    if (has_rest) {
+      rest_normal = (read_rest(at, x_shift) - moments.first) * moments.second;
+      rest_grad = read_rest(at + next_array, grad_shift);
+      rest_weight_sum += rest_grad * rest_normal;
+      rest_bias_sum += rest_grad;
+      rest_grad *= rest_weight;
+      sum.first += rest_grad;
+      sum.second += rest_grad * rest_normal;
     }
+    at = at + next_row == end_of_ring ? 0 : at + next_row;
+    sum = sum_of_team<kTeam>(sum, params.plan, team, buffer, turn);
     const C mean_grad = sum.first * inverse, mean_product = sum.second * inverse;
     const bool is_asked_for = params.grad_input != nullptr && row < params.rows;
     [[maybe_unused]] Words gradients[kVectors];
@@ -288,6 +295,10 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
       } else if (is_asked_for && is_there(v)) {
         store_values<T, kLanes>(dx, static_cast<int64_t>(index(v)) * kLanes, grad[v]);
       }
+    }
+    if (has_rest && is_asked_for) {
+      dx[share.columns + group.lane] =
+          static_cast<T>(moments.second * (rest_grad - mean_grad - rest_normal * mean_product));
     }
     if constexpr (kShifted && !kSingles) {
       if (params.grad_input != nullptr) {
@@ -309,6 +320,20 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
     };
     write(weight_sums, params.weight_parts);
     write(bias_sums, params.bias_parts);
+    auto write_rest = [&](C of_thread, void* parts) {
+      if (rest == 0 || parts == nullptr) return;
+      __syncthreads();
+      if (has_rest) sums[team_of_block(team) * kWarp + group.lane] = of_thread;
+      __syncthreads();
+      if (static_cast<int>(threadIdx.x) >= rest) return;
+      C total(0);
+      for (int index = 0; index < teams_of_block(team); ++index) total += sums[index * kWarp + threadIdx.x];
+      static_cast<C*>(parts)[from + share.columns + threadIdx.x] = total;
+    };
+    if constexpr (kMayHaveRest) {
+      write_rest(rest_weight_sum, params.weight_parts);
+      write_rest(rest_bias_sum, params.bias_parts);
+    }
   }
 }
 
@@ -322,7 +347,9 @@ bool fits(const LayerNormBackward& params) {
   if (plan.cluster > 1 && plan.team != plan.threads) return false;
   const int64_t all = (params.columns + kLanes - 1) / kLanes;
   const int64_t each = (all + plan.cluster - 1) / plan.cluster;
-  return each * kLanes <= int64_t{plan.team} * kBackwardValues<T>;
+  if (each * kLanes <= int64_t{plan.team} * kBackwardValues<T>) return true;
+  return plan.shifted && plan.team > kWarp && plan.cluster == 1 &&
+         params.columns <= int64_t{plan.team} * kBackwardValues<T> + kMostRest<T>;
 }
 
 template <typename T>
@@ -351,34 +378,13 @@ cudaError_t allow_shared_memory(int bytes) {
   return error;
 }
 
-// The launch of one kernel; `blocks` of it.
-struct Launch {
-  cudaLaunchConfig_t config = {};
-  cudaLaunchAttribute attribute = {};
-
-  Launch(const LayerNormPlan& plan, int bytes, int64_t parts, cudaStream_t stream) {
-    config.gridDim = dim3(static_cast<unsigned int>(parts * plan.cluster));
-    config.blockDim = dim3(static_cast<unsigned int>(plan.threads));
-    config.dynamicSmemBytes = static_cast<size_t>(bytes);
-    config.stream = stream;
-    if (plan.cluster == 1) return;
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = static_cast<unsigned int>(plan.cluster);
-    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.attrs = &attribute;
-    config.numAttrs = 1;
-  }
-  Launch(const Launch&) = delete;
-  Launch& operator=(const Launch&) = delete;
-};
-
 template <typename T, bool kShifted, Team kTeam, bool kParameters>
 void start_kernel(const LayerNormBackward& params, cudaStream_t stream) {
   constexpr auto kKernel = layer_norm_backward_ring<T, kShifted, kTeam, kParameters>;
   const int bytes = bytes_of_ring<T>(params.plan);
   // Errors are read behind the launch.
   if (allow_shared_memory<kKernel>(bytes) != cudaSuccess) return;
-  const Launch launch(params.plan, bytes, params.parts, stream);
+  const ClusterLaunch launch(params.plan, bytes, params.parts, stream);
   cudaLaunchKernelEx(&launch.config, kKernel, params);
 }
 
@@ -432,7 +438,7 @@ extern "C" int64_t tch_extension_layer_norm_clusters(const LayerNormPlan* plan, 
     if (clusters > 0) return;
     const int bytes = bytes_of_ring<T>(*plan);
     if (allow_shared_memory<kKernel>(bytes) != cudaSuccess) return;
-    const Launch launch(*plan, bytes, 1, nullptr);
+    const ClusterLaunch launch(*plan, bytes, 1, nullptr);
     if (cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config) != cudaSuccess) clusters = 0;
     if (can_keep) known[device][of_kind][of_threads][plan->cluster] = clusters;
   });

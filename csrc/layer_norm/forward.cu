@@ -36,9 +36,16 @@ __device__ __forceinline__ void write_normal(const LayerNormForward& params, int
 // and a bias: what does not change from launch to launch costs no instructions.
 constexpr int kAnyPartOfWarp = 0;
 constexpr int kAnyWarps = -1;
+constexpr int kBlocksOfCluster = -2;
+
+// What a cluster's threads keep: floats need no more registers for twice as much.
+template <typename T>
+constexpr int kClusterBytes = sizeof(T) == 4 ? 2 * kBytes : kBytes;
 
 template <int kTeam>
-constexpr bool kWithinWarp = kTeam >= 0 && kTeam <= kWarp;
+constexpr Team kTeamOf = kTeam == kBlocksOfCluster              ? Team::kCluster
+                         : kTeam >= 0 && kTeam <= kWarp ? Team::kWithinWarp
+                                                        : Team::kBlock;
 
 // So many threads a block has at most.
 template <int kTeam>
@@ -56,14 +63,26 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
     layer_norm_forward_in_registers(LayerNormForward params) {
   using C = Compute<T>;
   constexpr int kVectors = kKept / sizeof(T) / kLanes;
-  __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
+  constexpr Team kKind = kTeamOf<kTeam>;
+  __shared__ Pair<C> buffer[kPairsOfSums<kKind>];
+  // Nobody writes into a block that has not begun.
+  if constexpr (kKind == Team::kCluster) arrive_at_cluster_barrier();
   int turn = 0;
   const int team = kTeam > 0 ? kTeam : params.plan.team;
   const int thread = thread_of_team(team);
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * teams_of_block(team) + team_of_block(team);
-  const int64_t at = row * params.columns;
-  // A block's threads stay together, whether they have a row or not: they meet in the sums.
-  const int vectors = row < params.rows ? static_cast<int>(params.columns / kLanes) : 0;
+  int64_t row, column = 0;
+  int vectors;
+  if constexpr (kKind == Team::kCluster) {
+    const Columns mine = columns_of_block(params.columns, kLanes, params.plan.cluster);
+    row = blockIdx.x / params.plan.cluster;
+    column = mine.column;
+    vectors = mine.vectors;
+  } else {
+    row = static_cast<int64_t>(blockIdx.x) * teams_of_block(team) + team_of_block(team);
+    // A block's threads stay together, whether they have a row or not: they meet in the sums.
+    vectors = row < params.rows ? static_cast<int>(params.columns / kLanes) : 0;
+  }
+  const int64_t row_at = row * params.columns, at = row_at + column;
 
   Vector<T, kLanes> stored[kVectors];
 #pragma unroll
@@ -83,7 +102,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
       for (int lane = 0; lane < kLanes; ++lane) sum += x[v].lane[lane] * scales.scale;
     }
   }
-  const Pair<C> sum_of_row = sum_and_first<kWithinWarp<kTeam>>(sum, first, team, buffer, turn);
+  if constexpr (kKind == Team::kCluster) wait_at_cluster_barrier();
+  const Pair<C> sum_of_row = sum_and_first<kKind>(sum, first, params.plan, team, buffer, turn);
   const C mean = pivot<C>(sum_of_row.first * scales.unscale, sum_of_row.second);
 
   // x - mean takes the place of x.
@@ -100,15 +120,17 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
       }
     }
   }
-  centred = team_sum<kWithinWarp<kTeam>>(centred, team, buffer, turn);
+  centred = sum_of_team<kKind>(centred, params.plan, team, buffer, turn);
   const auto moments = moments_from<C>(mean, centred, scales, params.eps);
 
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     const int index = v * team + thread;
-    if (index < vectors) write_normal<T, kLanes, kAffine>(params, at, index * kLanes, x[v], moments);
+    if (index < vectors) {
+      write_normal<T, kLanes, kAffine>(params, row_at, column + index * kLanes, x[v], moments);
+    }
   }
-  if (thread == 0 && row < params.rows) keep_moments(params, row, moments);
+  if (thread == 0 && column == 0 && row < params.rows) keep_moments(params, row, moments);
 }
 
 // The block is the team.
@@ -177,47 +199,62 @@ bool aligned(const LayerNormForward& params) {
 template <typename T, int kLanes>
 bool fits(const LayerNormForward& params) {
   const LayerNormPlan& plan = params.plan;
-  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.cluster != 1) return false;
+  if (params.kind != params.parameter_kind || !fits_a_block(plan)) return false;
   if (!aligned<T, kLanes>(params)) return false;
+  if (plan.cluster > 1) return fits_a_cluster<T, kClusterBytes<T>>(params);
   if (!plan.in_registers) return plan.team == plan.threads;
   const int64_t kept = plan.team <= kWarp ? kBytes : 2 * kBytes;
   return params.columns * int64_t{sizeof(T)} <= plan.team * kept &&
          params.rows <= int64_t{INT32_MAX} * (plan.threads / plan.team);
 }
 
+// The kernel made for the plan's team, for a weight and a bias; null if there is none. None for doubles.
+template <typename T>
+auto kernel_of_one_team(const LayerNormForward& params) -> void (*)(LayerNormForward) {
+  constexpr int kLanes = kLanesOf16Bytes<T>;
+  const LayerNormPlan& plan = params.plan;
+  const bool is_affine = params.weight != nullptr && params.bias != nullptr;
+  if (!is_affine || plan.threads != (plan.team < 2 * kWarp ? 2 * kWarp : plan.team)) return nullptr;
+  const bool is_half = params.columns * int64_t{sizeof(T)} <= plan.team * int64_t{kBytes / 2};
+  if constexpr (sizeof(T) < sizeof(double)) {
+    switch (plan.team) {
+      case 8:
+        return layer_norm_forward_in_registers<T, kLanes, kBytes, 8>;
+      case 16:
+        return is_half ? layer_norm_forward_in_registers<T, kLanes, kBytes / 2, 16>
+                       : layer_norm_forward_in_registers<T, kLanes, kBytes, 16>;
+      case 32:
+        return layer_norm_forward_in_registers<T, kLanes, kBytes, 32>;
+      case 64:
+        return layer_norm_forward_in_registers<T, kLanes, kBytes, 64>;
+      case 128:
+        return layer_norm_forward_in_registers<T, kLanes, kBytes, 128>;
+      case 256:
+        return layer_norm_forward_in_registers<T, kLanes, kBytes, 256>;
+      case 512:
+        return layer_norm_forward_in_registers<T, kLanes, kBytes, 512>;
+    }
+  }
+  return nullptr;
+}
+
 template <typename T>
 void start_in_registers(const LayerNormForward& params, cudaStream_t stream) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   const LayerNormPlan& plan = params.plan;
+  if (plan.cluster > 1) {
+    const ClusterLaunch launch(plan, 0, params.rows, stream);
+    constexpr auto kKernel = layer_norm_forward_in_registers<T, kLanes, kClusterBytes<T>, kBlocksOfCluster>;
+    cudaLaunchKernelEx(&launch.config, kKernel, params);
+    return;
+  }
   const unsigned int blocks = blocks_of_teams(params.rows, plan);
   auto start_kernel = [&](auto* kernel) { kernel<<<blocks, plan.threads, 0, stream>>>(params); };
   const int64_t kept = params.columns * int64_t{sizeof(T)};
   if (kept > plan.team * int64_t{kBytes}) {
     return start_kernel(layer_norm_forward_in_registers<T, kLanes, 2 * kBytes, kAnyWarps>);
   }
-  const bool affine = params.weight != nullptr && params.bias != nullptr;
-  if (affine && plan.threads == (plan.team < 2 * kWarp ? 2 * kWarp : plan.team)) {
-    const bool half = kept <= plan.team * int64_t{kBytes / 2};
-    switch (plan.team) {
-      case 8:
-        return start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, 8>);
-      case 16:
-        return start_kernel(half ? layer_norm_forward_in_registers<T, kLanes, kBytes / 2, 16>
-                                 : layer_norm_forward_in_registers<T, kLanes, kBytes, 16>);
-      case 32:
-        return start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, 32>);
-      case 64:
-        return start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, 64>);
-      case 128:
-        return start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, 128>);
-      case 256:
-        return start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, 256>);
-      case 512:
-        return start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, 512>);
-      default:
-        break;
-    }
-  }
+  if (const auto kernel = kernel_of_one_team<T>(params)) return start_kernel(kernel);
   plan.team <= kWarp ? start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, kAnyPartOfWarp>)
                      : start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, kAnyWarps>);
 }

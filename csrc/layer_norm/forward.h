@@ -1,7 +1,7 @@
 // What the forward's kernels share: a row's moments.
 #pragma once
 
-#include "row_team.h"
+#include "cluster.h"
 
 namespace tch_extension {
 namespace {
@@ -75,18 +75,32 @@ __device__ __forceinline__ void keep_moments(const LayerNormForward& params, int
   if (params.rstd != nullptr) static_cast<C*>(params.rstd)[row] = moments.rstd;
 }
 
-// The sum of the team's threads, and the first thread's `first`.
-template <bool kPartOfWarp, typename C>
-__device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, int team, Pair<C>* buffer, int& turn) {
-  if constexpr (kPartOfWarp) {
+// The sum of the team's threads, and the first thread's `first`. A team that is a cluster: of all its blocks.
+template <Team kTeam, typename C>
+__device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, const LayerNormPlan& plan, int team,
+                                                 Pair<C>* buffer, int& turn) {
+  if constexpr (kTeam == Team::kWithinWarp) {
 #pragma unroll
     for (int offset = kWarp / 2; offset > 0; offset /= 2) {
       if (offset < team) sum += __shfl_xor_sync(kAllLanes, sum, offset);
     }
     return {sum, __shfl_sync(kAllLanes, first, 0, team)};
   } else {
-    return team_sum<false>(Pair<C>{sum, thread_of_team(team) == 0 ? first : C(0)}, team, buffer, turn);
+    const bool is_first = thread_of_team(team) == 0 &&
+                          (kTeam != Team::kCluster || blockIdx.x % static_cast<unsigned int>(plan.cluster) == 0);
+    return sum_of_team<kTeam>(Pair<C>{sum, is_first ? first : C(0)}, plan, team, buffer, turn);
   }
+}
+
+// Whether a cluster's blocks can keep the row, kKept bytes a thread.
+template <typename T, int kKept>
+bool fits_a_cluster(const LayerNormForward& params) {
+  const LayerNormPlan& plan = params.plan;
+  constexpr int kLanes = kLanesOf16Bytes<T>;
+  const int64_t all = (params.columns + kLanes - 1) / kLanes;
+  const int64_t each = (all + plan.cluster - 1) / plan.cluster;
+  return plan.in_registers && plan.team == plan.threads && plan.cluster <= kMostInCluster &&
+         each * 16 <= plan.team * int64_t{kKept} && params.rows <= INT32_MAX / plan.cluster;
 }
 
 }  // namespace

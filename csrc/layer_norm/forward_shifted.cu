@@ -22,21 +22,28 @@ __device__ __forceinline__ void for_lanes(int count, Action action) {
 }
 
 // A team does one row. A thread keeps kKept bytes.
-template <typename T, int kKept, bool kPartOfWarp>
-__global__ void __launch_bounds__(kPartOfWarp ? 2 * kWarp : kMostThreads, sizeof(T) == 8 || kKept > kBytes ? 1
-                                                                          : kPartOfWarp ? 12
-                                                                                        : 2)
+template <typename T, int kKept, Team kTeam>
+__global__ void __launch_bounds__(kTeam == Team::kWithinWarp ? 2 * kWarp : kMostThreads,
+                                  sizeof(T) == 8 || kKept > kBytes ? 1
+                                  : kTeam == Team::kWithinWarp     ? 12
+                                                                   : 2)
     layer_norm_forward_shifted(LayerNormForward params) {
   using C = Compute<T>;
   constexpr int kLanes = kLanesOf16Bytes<T>, kVectors = kKept / 16;
-  __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
+  __shared__ Pair<C> buffer[kPairsOfSums<kTeam>];
+  // Nobody writes into a block that has not begun.
+  if constexpr (kTeam == Team::kCluster) arrive_at_cluster_barrier();
   int turn = 0;
   const int team = params.plan.team;
-  const int64_t row = static_cast<int64_t>(blockIdx.x) * teams_of_block(team) + team_of_block(team);
+  const Columns mine =
+      columns_of_block(params.columns, kLanes, kTeam == Team::kCluster ? params.plan.cluster : 1);
+  const int64_t row = kTeam == Team::kCluster
+                          ? static_cast<int64_t>(blockIdx.x / params.plan.cluster)
+                          : static_cast<int64_t>(blockIdx.x) * teams_of_block(team) + team_of_block(team);
   const bool is_row = row < params.rows;
-  const int64_t at = is_row ? row * params.columns : 0;
-  const int all = static_cast<int>(params.columns), columns = is_row ? all : 0;
-  const Group group(team, (all + kLanes - 1) / kLanes);
+  const int64_t at = is_row ? row * params.columns + mine.column : 0;
+  const int columns = is_row ? mine.columns : 0;
+  const Group group(team, mine.vectors);
   auto count = [&](int v) { return v < group.vectors ? columns - group.index(v) * kLanes : 0; };
 
   // Kept as they are in memory, and converted again in each pass: half as many registers for the half kinds.
@@ -44,9 +51,9 @@ __global__ void __launch_bounds__(kPartOfWarp ? 2 * kWarp : kMostThreads, sizeof
   const T* input = static_cast<const T*>(params.input);
   load_shifted<T>(input + at, input + params.rows * params.columns, columns, group, x);
   // Of the first vector already: where rows are few, it is the only one, and nothing hides the wait.
-  const Parameter<T> weight(params.weight, all), bias(params.bias, all);
-  Words stored_weight = weight.load(int64_t{group.index(0)} * kLanes);
-  Words stored_bias = bias.load(int64_t{group.index(0)} * kLanes);
+  const Parameter<T> weight(params.weight, params.columns), bias(params.bias, params.columns);
+  Words stored_weight = weight.load(mine.column + int64_t{group.index(0)} * kLanes);
+  Words stored_bias = bias.load(mine.column + int64_t{group.index(0)} * kLanes);
   const Scales<C> scales(params.columns);
   C sum(0);
 #pragma unroll
@@ -55,7 +62,8 @@ __global__ void __launch_bounds__(kPartOfWarp ? 2 * kWarp : kMostThreads, sizeof
     for_lanes<kLanes>(count(v), [&](int lane) { sum += values.lane[lane] * scales.scale; });
   }
   const C first = unpack<T>(x[0]).lane[0];
-  const Pair<C> sum_of_row = sum_and_first<kPartOfWarp>(sum, first, team, buffer, turn);
+  if constexpr (kTeam == Team::kCluster) wait_at_cluster_barrier();
+  const Pair<C> sum_of_row = sum_and_first<kTeam>(sum, first, params.plan, team, buffer, turn);
   const C mean = pivot<C>(sum_of_row.first * scales.unscale, sum_of_row.second);
 
   Pair<C> centred = {C(0), C(0)};
@@ -68,14 +76,14 @@ __global__ void __launch_bounds__(kPartOfWarp ? 2 * kWarp : kMostThreads, sizeof
       centred.second += difference * difference;
     });
   }
-  centred = team_sum<kPartOfWarp>(centred, team, buffer, turn);
+  centred = sum_of_team<kTeam>(centred, params.plan, team, buffer, turn);
   const auto moments = moments_from<C>(mean, centred, scales, params.eps);
 
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (v >= group.vectors) break;
     if (v > 0) {
-      const int64_t column = int64_t{group.index(v)} * kLanes;
+      const int64_t column = mine.column + int64_t{group.index(v)} * kLanes;
       stored_weight = weight.load(column);
       stored_bias = bias.load(column);
     }
@@ -89,17 +97,24 @@ __global__ void __launch_bounds__(kPartOfWarp ? 2 * kWarp : kMostThreads, sizeof
     x[v] = pack<T>(values);
   }
   store_shifted<T>(static_cast<T*>(params.output) + at, columns, group, x);
-  if (thread_of_team(team) == 0 && is_row) keep_moments(params, row, moments);
+  if (thread_of_team(team) == 0 && mine.column == 0 && is_row) keep_moments(params, row, moments);
 }
 
 template <typename T>
 bool start(const LayerNormForward& params, cudaStream_t stream) {
   const LayerNormPlan& plan = params.plan;
   constexpr int kLanes = kLanesOf16Bytes<T>;
-  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.cluster != 1) return false;
-  if (!plan.in_registers || plan.lanes != kLanes ||
-      params.rows > int64_t{INT32_MAX} * (plan.threads / plan.team))
+  if (params.kind != params.parameter_kind || !fits_a_block(plan) || !plan.in_registers ||
+      plan.lanes != kLanes)
     return false;
+  if (plan.cluster > 1) {
+    if (!fits_a_cluster<T, kBytes>(params)) return false;
+    if (params.rows == 0) return true;
+    const ClusterLaunch launch(plan, 0, params.rows, stream);
+    cudaLaunchKernelEx(&launch.config, layer_norm_forward_shifted<T, kBytes, Team::kCluster>, params);
+    return true;
+  }
+  if (params.rows > int64_t{INT32_MAX} * (plan.threads / plan.team)) return false;
   const int64_t kept = (params.columns + kLanes - 1) / kLanes * 16;
   if (kept > plan.team * int64_t{plan.team <= kWarp ? kBytes : 2 * kBytes}) return false;
   if (plan.team <= kWarp && plan.threads > 2 * kWarp) return false;
@@ -107,11 +122,11 @@ bool start(const LayerNormForward& params, cudaStream_t stream) {
   const unsigned int blocks = blocks_of_teams(params.rows, plan);
   auto start_kernel = [&](auto* kernel) { kernel<<<blocks, plan.threads, 0, stream>>>(params); };
   if (kept > plan.team * int64_t{kBytes}) {
-    start_kernel(layer_norm_forward_shifted<T, 2 * kBytes, false>);
+    start_kernel(layer_norm_forward_shifted<T, 2 * kBytes, Team::kBlock>);
   } else if (plan.team <= kWarp) {
-    start_kernel(layer_norm_forward_shifted<T, kBytes, true>);
+    start_kernel(layer_norm_forward_shifted<T, kBytes, Team::kWithinWarp>);
   } else {
-    start_kernel(layer_norm_forward_shifted<T, kBytes, false>);
+    start_kernel(layer_norm_forward_shifted<T, kBytes, Team::kBlock>);
   }
   return true;
 }

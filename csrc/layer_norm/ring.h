@@ -1,13 +1,10 @@
-// What a ring of rows in shared memory and a cluster of blocks need: copies that nobody waits for, and stores
-// into another block.
+// What a ring of rows in shared memory needs: copies that nobody waits for.
 #pragma once
 
 #include "backward.h"
 
 namespace tch_extension {
 namespace {
-
-constexpr int kMostInCluster = 8;
 
 // Starts a copy of 16 bytes, of which only the first `bytes` are read; the others are zeros.
 __device__ __forceinline__ void start_copy(void* to, const void* from, int bytes) {
@@ -39,23 +36,6 @@ __device__ __forceinline__ void wait_for_all_but(int rows) {
   } else {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
   }
-#endif
-}
-
-__device__ __forceinline__ void cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
-
-// The same place in the shared memory of another block of the cluster.
-template <typename C>
-__device__ __forceinline__ void store_in_block(Pair<C>* place, int block, Pair<C> value) {
-#if __CUDA_ARCH__ >= 900
-  const uint64_t here = reinterpret_cast<uint64_t>(place);
-  uint64_t there;
-  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(block));
-  *reinterpret_cast<Pair<C>*>(there) = value;
 #endif
 }
 

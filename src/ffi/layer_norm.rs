@@ -244,11 +244,11 @@ pub(crate) fn backward(
     let weight = flat("weight", operands.weight, columns, parameters)?;
     let grad_input = flat("grad_input", gradients.input.as_ref(), elements, like)?;
     let alignment = alignment(&[grad_output, input, weight, grad_input]);
-    let gpu = gpu(like.1)?;
-    let plan = Rows { path, rows, columns, kind: like.0, alignment, gpu }.backward();
+    let rows_of = Rows { path, rows, columns, kind: like.0, alignment, gpu: gpu(like.1)? };
+    let plan = rows_of.backward();
     let by_columns = plan.by_columns == 1;
     let is_one_kernel = by_columns && plan.in_registers == 1;
-    let parts = plan.parts(rows, like.1, gpu, clusters_at_a_time(&plan, like.0, like.1)?);
+    let parts = rows_of.parts(&plan, like.1, clusters_at_a_time(&plan, like.0, like.1)?);
     let scratch = |gradient: &Option<Tensor>| -> Result<Option<Tensor>> {
         gradient
             .as_ref()

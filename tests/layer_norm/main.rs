@@ -103,14 +103,16 @@ impl Case {
     /// Too large for a Jacobian.
     fn large(self, kind: Kind, device: Device) -> Vec<Sample> {
         let sizes = [
-            [300, 40],  // several threads and parts on the CPU, several blocks and teams on CUDA
-            [5000, 3],  // several rows in a warp
-            [37, 256],  // the last row that a warp holds in Double, and a block with idle teams
-            [9, 1029],  // a block, without vectors
-            [6, 1032],  // a block, with
-            [3, 4098],  // beyond the registers in Double
-            [2, 8200],  // and in the others
-            [3, 70001], // beyond 64K
+            [300, 40],    // several threads and parts on the CPU, several blocks and teams on CUDA
+            [5000, 3],    // several rows in a warp
+            [37, 256],    // the last row that a warp holds in Double, and a block with idle teams
+            [9, 1029],    // a block, without vectors
+            [6, 1032],    // a block, with
+            [3, 4098],    // beyond the registers in Double
+            [2, 8200],    // and in the others
+            [3, 70001],   // beyond 64K
+            [2, 35000],   // the same with vectors: a cluster
+            [2, 140_001], // beyond a cluster
         ];
         SampleTable::empty(DIMS, |sizes| self.shapes(sizes))
             .with_sizes(&sizes)

@@ -1,0 +1,118 @@
+// Several blocks of a cluster that share a row: which columns are whose, stores into another block's memory,
+// and sums over all of them.
+#pragma once
+
+#include "row_team.h"
+
+namespace tch_extension {
+namespace {
+
+constexpr int kMostInCluster = 8;
+
+// What a block has of a row. The last vector may have fewer columns.
+struct Columns {
+  int vectors, columns;
+  int64_t column;  // the first
+};
+
+__device__ __forceinline__ Columns columns_of_block(int64_t columns, int lanes, int cluster) {
+  const int64_t all = (columns + lanes - 1) / lanes;
+  const int64_t each = (all + cluster - 1) / cluster;
+  const int64_t first = (blockIdx.x % cluster) * each;
+  const int64_t left = all - first;
+  Columns mine;
+  mine.vectors = static_cast<int>(left < 0 ? 0 : left < each ? left : each);
+  mine.column = first * lanes;
+  const int64_t columns_left = columns - mine.column;
+  const int64_t most = int64_t{mine.vectors} * lanes;
+  mine.columns = static_cast<int>(columns_left < most ? columns_left < 0 ? 0 : columns_left : most);
+  return mine;
+}
+
+__device__ __forceinline__ void arrive_at_cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_at_cluster_barrier() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void cluster_barrier() {
+  arrive_at_cluster_barrier();
+  wait_at_cluster_barrier();
+}
+
+// The same place in the shared memory of another block of the cluster.
+template <typename C>
+__device__ __forceinline__ void store_in_block(Pair<C>* place, int block, Pair<C> value) {
+#if __CUDA_ARCH__ >= 900
+  const uint64_t here = reinterpret_cast<uint64_t>(place);
+  uint64_t there;
+  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(block));
+  *reinterpret_cast<Pair<C>*>(there) = value;
+#endif
+}
+
+// team_sum over all blocks of the cluster, whose threads all come here. `buffer` is of 2 · kMostInCluster ·
+// kMostThreads / kWarp pairs.
+template <typename C>
+__device__ __forceinline__ Pair<C> cluster_sum(Pair<C> sum, int cluster, int rank, Pair<C>* buffer,
+                                               int& turn) {
+  sum = warp_sum(sum, kWarp);
+  const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  Pair<C>* sums = buffer + turn * (kMostInCluster * kMostThreads / kWarp);
+  turn = 1 - turn;
+  if (lane < cluster) store_in_block(sums + rank * warps + warp, lane, sum);
+  cluster_barrier();
+  Pair<C> total = {C(0), C(0)};
+  for (int index = lane; index < cluster * warps; index += kWarp) {
+    total.first += sums[index].first;
+    total.second += sums[index].second;
+  }
+  return warp_sum(total, kWarp);
+}
+
+enum class Team { kWithinWarp, kBlock, kCluster };
+
+// Of which a block with such a team needs an array, for the sums.
+template <Team kTeam>
+constexpr int kPairsOfSums = 2 * kMostThreads / kWarp * (kTeam == Team::kCluster ? kMostInCluster : 1);
+
+// Sums over all threads that share a row.
+template <Team kTeam, typename C>
+__device__ __forceinline__ Pair<C> sum_of_team(Pair<C> sum, const LayerNormPlan& plan, int team,
+                                               Pair<C>* buffer, int& turn) {
+  if constexpr (kTeam == Team::kCluster) {
+    return cluster_sum(sum, plan.cluster, blockIdx.x % plan.cluster, buffer, turn);
+  } else {
+    return team_sum<kTeam == Team::kWithinWarp>(sum, team, buffer, turn);
+  }
+}
+
+// The launch of a kernel of so many clusters, or blocks.
+struct ClusterLaunch {
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attribute = {};
+
+  ClusterLaunch(const LayerNormPlan& plan, int bytes, int64_t clusters, cudaStream_t stream) {
+    config.gridDim = dim3(static_cast<unsigned int>(clusters * plan.cluster));
+    config.blockDim = dim3(static_cast<unsigned int>(plan.threads));
+    config.dynamicSmemBytes = static_cast<size_t>(bytes);
+    config.stream = stream;
+    if (plan.cluster == 1) return;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned int>(plan.cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  ClusterLaunch(const ClusterLaunch&) = delete;
+  ClusterLaunch& operator=(const ClusterLaunch&) = delete;
+};
+
+}  // namespace
+}  // namespace tch_extension
