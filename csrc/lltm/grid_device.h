@@ -12,11 +12,11 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kProducers = kWarps * kWarp;
 // Threads that do the rest.
-constexpr int kFinishers = 8 * kWarp;
+constexpr int kFinishers = 4 * kWarp;
 constexpr int kGridThreads = kProducers + kFinishers;
-// Of each thread; together no more than the block starts with, 128 for each.
+// Of each thread; together no more than the block starts with, 168 for each.
 constexpr int kProducerRegisters = 232;
-constexpr int kFinisherRegisters = 24;
+constexpr int kFinisherRegisters = 40;
 
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {

@@ -69,8 +69,9 @@ struct GridLayout {
   static constexpr int kOfGate = kColumns / 8 * kEight;
   static constexpr int kOfWarp = kGates * kOfGate;
   static constexpr int kPartials = kWarps * kOfWarp;
+  static constexpr int kElements = kRows * kColumns;
   static constexpr int kRing = 2 * kPartials;
-  static constexpr int kState = kRing + kAhead * kGates * kFinishers;
+  static constexpr int kState = kRing + kAhead * kGates * kElements;
 };
 
 // What a block computes.
@@ -123,24 +124,24 @@ struct GridProducer {
   }
 
   __device__ __forceinline__ void wait(const Turn& turn, int flight) {
-    while (turn.step > 0) {
-      bool missing = false;
+    if (turn.step > 0) {
+      bool missing;
+      do {
+        missing = false;
 #pragma unroll
-      for (int vector = 0; vector < kInFlight; ++vector) {
-        if (is_missing<T>(h[vector])) {
-          missing = true;
-          h[vector] = load_vector(turn, flight * kInFlight + vector);
+        for (int vector = 0; vector < kInFlight; ++vector) {
+          if (is_missing<T>(h[vector])) {
+            missing = true;
+            h[vector] = load_vector(turn, flight * kInFlight + vector);
+          }
         }
-      }
-      if (!__any_sync(~0u, missing)) break;
+      } while (__any_sync(~0u, missing));
     }
 #pragma unroll
     for (int vector = 0; vector < kInFlight; ++vector) h[vector] = operands<T>(h[vector]);
   }
 
   __device__ __forceinline__ void run(int turns, float* partials) {
-    // With few sub-batches, what comes next is not there before this one is written.
-    const bool early = place.subs > 2;
     Turn turn = {};
     load(turn, 0);
     for (int done = 0; done < turns; ++done) {
@@ -157,12 +158,11 @@ struct GridProducer {
           multiply(sums, gate, flight);
           if (flight + 1 < kFlights) load(now, flight + 1);
         }
-        if (early && gate + kAtATime == kGates && done + 1 < turns) load(turn, 0);
         if (gate == 0 && done > 1) barrier_of(kFree + buffer, kGridThreads);
         write(written + gate * Layout::kOfGate, sums);
       }
       arrive_at(kFull + buffer, kGridThreads);
-      if (!early && done + 1 < turns) load(turn, 0);
+      if (done + 1 < turns) load(turn, 0);
     }
   }
 
@@ -199,75 +199,93 @@ struct GridProducer {
   uint4 h[kInFlight];
 };
 
-// What is behind the products: sums, gates and states. A warp finishes a row, and each lane a column; of 16
-// columns, the other lanes help with the sums.
+// What is behind the products: sums, gates and states.
 template <typename S, typename T, int kColumns>
 struct GridFinisher {
   using Layout = GridLayout<kColumns>;
-  static constexpr int kHelpers = kWarp / kColumns;
+  // Elements of a thread: rows that are kStep apart.
+  static constexpr int kEach = Layout::kElements / kFinishers;
+  static constexpr int kStep = kRows / kEach;
 
   __device__ __forceinline__ GridFinisher(const LltmGridForward& p, const GridPlace<kColumns>& at,
                                           float* shared, float (&of_bias)[kGates][kFinishers])
       : params(p), place(at) {
-    const int thread = threadIdx.x - kProducers, lane = thread % kWarp;
-    row = thread / kWarp;
-    column = place.first_column + lane % kColumns;
-    finishes = lane < kColumns && column < place.hidden;
+    const int thread = threadIdx.x - kProducers;
+    row = thread / kColumns;
+    of_block = thread % kColumns;
+    column = place.first_column + of_block;
     bias = of_bias[0] + thread;
     ring = shared + Layout::kRing + thread;
     state = shared + Layout::kState + thread;
-    read_at = lane % kColumns / 8 * Layout::kEight + row % 2 * kWarp + lane % 8 * 4 + row / 2 +
-              lane / kColumns * Layout::kOfWarp;
+    read_at = (of_block / 8) * Layout::kEight + row % 2 * kWarp + of_block % 8 * 4 + row / 2;
   }
 
-  // The row among those of all steps.
-  __device__ __forceinline__ uint32_t row_of(const Turn& turn) const {
-    return turn.step * place.batch + place.first_row(turn.sub) + row;
+  __device__ __forceinline__ bool is_valid(int sub, int of) const {
+    return column < place.hidden && place.first_row(sub) + row + of * kStep < place.batch;
   }
-  __device__ __forceinline__ bool is_valid(int sub) const {
-    return finishes && place.first_row(sub) + row < place.batch;
+  // The row among those of all steps.
+  __device__ __forceinline__ uint32_t row_of(const Turn& turn, int of) const {
+    return turn.step * place.batch + place.first_row(turn.sub) + row + of * kStep;
   }
 
   __device__ __forceinline__ void fetch(int slot, const Turn& turn, bool is_there) {
-    const bool wanted = is_there && is_valid(turn.sub);
-    const float* from = static_cast<const float*>(params.input_gates) +
-                        (wanted ? row_of(turn) * (kGates * place.hidden) + column : 0);
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
-      copy_async(ring + (slot * kGates + gate) * kFinishers, from + (wanted ? gate * place.hidden : 0),
-                 wanted);
+    for (int of = 0; of < kEach; ++of) {
+      const bool wanted = is_there && is_valid(turn.sub, of);
+      const float* from = static_cast<const float*>(params.input_gates) +
+                          (wanted ? row_of(turn, of) * (kGates * place.hidden) + column : 0);
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) {
+        copy_async(ring + ((slot * kGates + gate) * kEach + of) * kFinishers,
+                   from + (wanted ? gate * place.hidden : 0), wanted);
+      }
     }
     commit_copies();
-  }
-
-  __device__ __forceinline__ void start() {
-#pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
-      const bool has_bias = params.bias != nullptr && finishes;
-      bias[gate * kFinishers] =
-          has_bias ? static_cast<const float*>(params.bias)[gate * place.hidden + column] : 0.0f;
-    }
-    for (int sub = 0; sub < place.subs; ++sub) {
-      const S* c0 = static_cast<const S*>(params.c0) + column;
-      state[sub * kFinishers] =
-          is_valid(sub) ? static_cast<float>(c0[row_of({0, sub}) * place.hidden]) : 0.0f;
-    }
   }
 
   __device__ __forceinline__ void run(int turns, const float* partials) {
     Turn fetched = {}, turn = {};
     for (int done = 0; done < kAhead; ++done, fetched.advance(place.subs)) fetch(done, fetched, done < turns);
-    start();
+    const bool has_bias = params.bias != nullptr && column < place.hidden;
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      bias[gate * kFinishers] =
+          has_bias ? static_cast<const float*>(params.bias)[gate * place.hidden + column] : 0.0f;
+    }
+    for (int sub = 0; sub < place.subs; ++sub) {
+      for (int of = 0; of < kEach; ++of) {
+        state[(sub * kEach + of) * kFinishers] =
+            is_valid(sub, of) ? static_cast<float>(static_cast<const S*>(
+                                    params.c0)[row_of({0, sub}, of) * place.hidden + column])
+                              : 0.0f;
+      }
+    }
     for (int done = 0; done < turns; ++done) {
-      const int slot = done % kAhead, buffer = done % 2;
-      float gates[kGates];
+      float gates[kEach][kGates];
+      const int slot = done % kAhead;
       wait_for_copies<kAhead - 1>();
 #pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) {
-        gates[gate] = ring[(slot * kGates + gate) * kFinishers] + bias[gate * kFinishers];
+      for (int of = 0; of < kEach; ++of) {
+#pragma unroll
+        for (int gate = 0; gate < kGates; ++gate) {
+          gates[of][gate] =
+              ring[((slot * kGates + gate) * kEach + of) * kFinishers] + bias[gate * kFinishers];
+        }
       }
+      const int buffer = done % 2;
       barrier_of(kFull + buffer, kGridThreads);
-      add_partials(gates, partials + buffer * Layout::kPartials + read_at);
+      const float* read = partials + buffer * Layout::kPartials + read_at;
+#pragma unroll
+      for (int of = 0; of < kEach; ++of) {
+#pragma unroll
+        for (int gate = 0; gate < kGates; ++gate) {
+          auto part = [&](int warp) {
+            return read[warp * Layout::kOfWarp + gate * Layout::kOfGate + of * (kStep / 2)];
+          };
+          const float first = (part(0) + part(1)) + (part(2) + part(3));
+          gates[of][gate] += first + ((part(4) + part(5)) + (part(6) + part(7)));
+        }
+      }
       if (done + 2 < turns) arrive_at(kFree + buffer, kGridThreads);
       finish(turn, gates);
       fetch(slot, fetched, done + kAhead < turns);
@@ -276,53 +294,52 @@ struct GridFinisher {
     }
     if (params.c_stride != 0) return;
     for (int sub = 0; sub < place.subs; ++sub) {
-      S* c = static_cast<S*>(params.c) + column;
-      if (is_valid(sub)) c[row_of({0, sub}) * place.hidden] = static_cast<S>(state[sub * kFinishers]);
-    }
-  }
-
-  static __device__ __forceinline__ void add_partials(float (&gates)[kGates], const float* read) {
-#pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
-      float part[kWarps / kHelpers];
-#pragma unroll
-      for (int of = 0; of < kWarps / kHelpers; ++of) {
-        part[of] = read[of * kHelpers * Layout::kOfWarp + gate * Layout::kOfGate];
+      for (int of = 0; of < kEach; ++of) {
+        if (!is_valid(sub, of)) continue;
+        static_cast<S*>(params.c)[row_of({0, sub}, of) * place.hidden + column] =
+            static_cast<S>(state[(sub * kEach + of) * kFinishers]);
       }
-      float sum = (part[0] + part[1]) + (part[2] + part[3]);
-      if constexpr (kHelpers == 1) sum += (part[4] + part[5]) + (part[6] + part[7]);
-      if constexpr (kHelpers == 2) sum += __shfl_xor_sync(~0u, sum, kColumns);
-      gates[gate] += sum;
     }
   }
 
-  __device__ __forceinline__ void finish(const Turn& turn, const float (&gates)[kGates]) {
+  __device__ __forceinline__ void finish(const Turn& turn, const float (&gates)[kEach][kGates]) {
     using std::tanh;
-    const float i = Activation<T, float>::of_gate(gates[0]), o = Activation<T, float>::of_gate(gates[1]);
-    const float c = state[turn.sub * kFinishers] + Activation<T, float>::of_candidate(gates[2]) * i;
-    const float h = tanh(c) * o;
-    state[turn.sub * kFinishers] = c;
-    if (!is_valid(turn.sub)) return;
-    const uint32_t at_row = row_of(turn) * place.hidden, at = at_row + column;
-    send_message(static_cast<T*>(params.exchange) + at, static_cast<T>(h));
-    if constexpr (!std::is_same_v<S, T>) static_cast<S*>(params.output)[at] = static_cast<S>(h);
-    if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c);
-    if (params.activations != nullptr) {
-      S* activations = static_cast<S*>(params.activations) + at_row * kGates + column;
-      activations[0] = static_cast<S>(i);
-      activations[place.hidden] = static_cast<S>(o);
-      activations[2 * place.hidden] = static_cast<S>(gates[2]);
+    float i[kEach], o[kEach], c[kEach], h[kEach];
+#pragma unroll
+    for (int of = 0; of < kEach; ++of) {
+      i[of] = Activation<T, float>::of_gate(gates[of][0]);
+      o[of] = Activation<T, float>::of_gate(gates[of][1]);
+      c[of] = state[(turn.sub * kEach + of) * kFinishers] +
+              Activation<T, float>::of_candidate(gates[of][2]) * i[of];
+      h[of] = tanh(c[of]) * o[of];
+      const uint32_t at = row_of(turn, of) * place.hidden + column;
+      if (is_valid(turn.sub, of)) send_message(static_cast<T*>(params.exchange) + at, static_cast<T>(h[of]));
     }
-    // By then it may have left the L2 cache, and readers would wait for the memory.
-    if (threadIdx.x % kWarp == 0 && turn.step + kNear < params.steps) {
-      prefetch(static_cast<const T*>(params.exchange) + at + kNear * place.batch * place.hidden);
+#pragma unroll
+    for (int of = 0; of < kEach; ++of) {
+      state[(turn.sub * kEach + of) * kFinishers] = c[of];
+      if (!is_valid(turn.sub, of)) continue;
+      const uint32_t at = row_of(turn, of) * place.hidden + column;
+      if constexpr (!std::is_same_v<S, T>) static_cast<S*>(params.output)[at] = static_cast<S>(h[of]);
+      if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c[of]);
+      if (params.activations != nullptr) {
+        S* activations =
+            static_cast<S*>(params.activations) + row_of(turn, of) * (kGates * place.hidden) + column;
+        activations[0] = static_cast<S>(i[of]);
+        activations[place.hidden] = static_cast<S>(o[of]);
+        activations[2 * place.hidden] = static_cast<S>(gates[of][2]);
+      }
+      // By then it may have left the L2 cache, and readers would wait for the memory.
+      if (of_block == 0 && turn.step + kNear < params.steps) {
+        prefetch(static_cast<const T*>(params.exchange) + at +
+                 static_cast<uint32_t>(kNear * place.batch) * place.hidden);
+      }
     }
   }
 
   const LltmGridForward& params;
   const GridPlace<kColumns>& place;
-  int row, column, read_at;
-  bool finishes;
+  int row, of_block, column, read_at;
   float* bias;
   float* ring;
   float* state;
@@ -349,11 +366,11 @@ __global__ void __launch_bounds__(kGridThreads, 1)
 
 template <typename S, typename T, int kColumns, int kVectors>
 GridStatus start(const LltmGridForward& params, cudaStream_t stream) {
-  const int bytes =
-      (GridLayout<kColumns>::kState + subs_of(params) * kFinishers) * static_cast<int>(sizeof(float));
+  const int bytes = (GridLayout<kColumns>::kState + subs_of(params) * GridLayout<kColumns>::kElements) *
+                    static_cast<int>(sizeof(float));
   const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
-  return start_grid<lltm_grid_forward<S, T, kColumns, kVectors>>(params, bytes, params.exchange, size,
-                                                                 stream);
+  return start_grid<lltm_grid_forward<S, T, kColumns, kVectors>, kGridThreads>(params, bytes, params.exchange,
+                                                                               size, stream);
 }
 
 struct GridForward {
@@ -406,7 +423,7 @@ struct GridForward {
 }  // namespace
 }  // namespace tch_extension
 
-// `fits` is false where the GPU has no room for all blocks at once: then nothing was started.
+// `fits` is false where not all blocks can run at once: then no kernel was started.
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(const LltmGridForward* params,
                                                                             bool* fits, cudaStream_t stream) {
   using namespace tch_extension;
@@ -438,7 +455,10 @@ extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* b
   if (error == cudaSuccess) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kLargest, kGridThreads, kBytes);
   }
-  if (error == cudaSuccess && of_one > 0) *blocks = processors;
+  if (error == cudaSuccess) {
+    *blocks = of_one > 0 ? processors : 0;
+    return nullptr;
+  }
   // Whoever looks for a failure of a launch must not find one of a question.
   (void)cudaGetLastError();
   return nullptr;

@@ -96,11 +96,14 @@ pub(crate) struct OnChip {
 }
 
 impl Chip {
-    pub fn of(device: Device) -> Result<Chip> {
+    /// For products of this kind.
+    pub fn of(device: Device, product: Kind) -> Result<Chip> {
         Ok(match device {
             Device::Cuda(index) => {
                 let (clusters, grid) = (Clusters::of(device)?, Grid::of(device)?);
-                Chip::Cuda { device: index, on_chip: OnChip { clusters, grid, tf32: matmul_allow_tf32()? } }
+                // Asked where it matters: libtorch has no answer when its switches contradict one another.
+                let tf32 = product == Kind::Float && matmul_allow_tf32().unwrap_or(false);
+                Chip::Cuda { device: index, on_chip: OnChip { clusters, grid, tf32 } }
             }
             _ => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
         })
@@ -159,7 +162,7 @@ impl Plan {
             Path::Persistent => clusters.map(of_clusters).or(grid.map(of_grid)),
             Path::Grid => grid.map(of_grid),
             Path::Automatic => {
-                let grid = grid.filter(|share| share.is_faster(sizes)).map(of_grid);
+                let grid = grid.filter(|share| share.is_faster(sizes, product)).map(of_grid);
                 grid.or_else(|| clusters.filter(|kernel| kernel.is_faster(sizes)).map(of_clusters))
             }
             _ => None,
