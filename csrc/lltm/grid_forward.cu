@@ -124,16 +124,18 @@ struct GridProducer {
   }
 
   __device__ __forceinline__ void wait(const Turn& turn, int flight) {
-    while (turn.step > 0) {
-      bool missing = false;
+    if (turn.step > 0) {
+      bool missing;
+      do {
+        missing = false;
 #pragma unroll
-      for (int vector = 0; vector < kInFlight; ++vector) {
-        if (is_missing<T>(h[vector])) {
-          missing = true;
-          h[vector] = load_vector(turn, flight * kInFlight + vector);
+        for (int vector = 0; vector < kInFlight; ++vector) {
+          if (is_missing<T>(h[vector])) {
+            missing = true;
+            h[vector] = load_vector(turn, flight * kInFlight + vector);
+          }
         }
-      }
-      if (!__any_sync(~0u, missing)) break;
+      } while (__any_sync(~0u, missing));
     }
 #pragma unroll
     for (int vector = 0; vector < kInFlight; ++vector) h[vector] = operands<T>(h[vector]);
@@ -156,12 +158,11 @@ struct GridProducer {
           multiply(sums, gate, flight);
           if (flight + 1 < kFlights) load(now, flight + 1);
         }
-        // While the others finish this turn.
-        if (gate + kAtATime == kGates && done + 1 < turns) load(turn, 0);
         if (gate == 0 && done > 1) barrier_of(kFree + buffer, kGridThreads);
         write(written + gate * Layout::kOfGate, sums);
       }
       arrive_at(kFull + buffer, kGridThreads);
+      if (done + 1 < turns) load(turn, 0);
     }
   }
 
@@ -368,8 +369,8 @@ GridStatus start(const LltmGridForward& params, cudaStream_t stream) {
   const int bytes = (GridLayout<kColumns>::kState + subs_of(params) * GridLayout<kColumns>::kElements) *
                     static_cast<int>(sizeof(float));
   const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
-  return start_grid<lltm_grid_forward<S, T, kColumns, kVectors>>(params, bytes, params.exchange, size,
-                                                                 stream);
+  return start_grid<lltm_grid_forward<S, T, kColumns, kVectors>, kGridThreads>(params, bytes, params.exchange,
+                                                                               size, stream);
 }
 
 struct GridForward {
@@ -422,7 +423,7 @@ struct GridForward {
 }  // namespace
 }  // namespace tch_extension
 
-// `fits` is false where the GPU has no room for all blocks at once: then nothing was started.
+// `fits` is false where not all blocks can run at once: then no kernel was started.
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(const LltmGridForward* params,
                                                                             bool* fits, cudaStream_t stream) {
   using namespace tch_extension;
@@ -454,7 +455,10 @@ extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* b
   if (error == cudaSuccess) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kLargest, kGridThreads, kBytes);
   }
-  if (error == cudaSuccess && of_one > 0) *blocks = processors;
+  if (error == cudaSuccess) {
+    *blocks = of_one > 0 ? processors : 0;
+    return nullptr;
+  }
   // Whoever looks for a failure of a launch must not find one of a question.
   (void)cudaGetLastError();
   return nullptr;

@@ -8,9 +8,9 @@ namespace tch_extension {
 namespace {
 
 struct GridLaunch {
-  GridLaunch(int64_t blocks, int bytes, cudaStream_t stream) {
+  GridLaunch(int64_t blocks, int threads, int bytes, cudaStream_t stream) {
     config.gridDim = dim3(static_cast<unsigned int>(blocks));
-    config.blockDim = dim3(kGridThreads);
+    config.blockDim = dim3(static_cast<unsigned int>(threads));
     config.dynamicSmemBytes = static_cast<size_t>(bytes);
     config.stream = stream;
     attribute.id = cudaLaunchAttributeCooperative;
@@ -38,21 +38,21 @@ int subs_of(const Params& params) {
   return static_cast<int>((params.batch + rows - 1) / rows);
 }
 
-// What a launch found: whether its blocks can all run at the same time, which another process may keep them
-// from, and an error or null.
+// What a launch found: whether its blocks can all run at the same time, for which a limit of this process may
+// leave too few multiprocessors, and an error or null.
 struct GridStatus {
   bool fits;
   const char* error;
 };
 
 // `messages` are unsent before the kernel starts.
-template <auto kKernel, typename Params>
+template <auto kKernel, int kThreadsOfBlock, typename Params>
 GridStatus start_grid(const Params& params, int bytes, void* messages, size_t size, cudaStream_t stream) {
   constexpr int kAllBits = 0xff;
   cudaError_t error = allow<kKernel>();
   if (error == cudaSuccess) error = cudaMemsetAsync(messages, kAllBits, size, stream);
   if (error == cudaSuccess) {
-    const GridLaunch launch(blocks_of(params), bytes, stream);
+    const GridLaunch launch(blocks_of(params), kThreadsOfBlock, bytes, stream);
     error = cudaLaunchKernelEx(&launch.config, kKernel, params);
   }
   // Also so that the next launch does not find the error of this one.

@@ -276,7 +276,8 @@ impl Lltm {
         weight: &Tensor,
         state: &Tensor,
     ) -> Result<kernels::Plan> {
-        let (kinds, chip) = ((weight.f_kind()?, state.f_kind()?), kernels::Chip::of(state.device())?);
+        let kinds = (weight.f_kind()?, state.f_kind()?);
+        let chip = kernels::Chip::of(state.device(), kinds.0)?;
         Ok(kernels::Plan::new(self.path, direction, sizes, kinds, chip))
     }
 }

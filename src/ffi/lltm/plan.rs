@@ -96,11 +96,14 @@ pub(crate) struct OnChip {
 }
 
 impl Chip {
-    pub fn of(device: Device) -> Result<Chip> {
+    /// For products of this kind.
+    pub fn of(device: Device, product: Kind) -> Result<Chip> {
         Ok(match device {
             Device::Cuda(index) => {
                 let (clusters, grid) = (Clusters::of(device)?, Grid::of(device)?);
-                Chip::Cuda { device: index, on_chip: OnChip { clusters, grid, tf32: matmul_allow_tf32()? } }
+                // Asked where it matters: libtorch has no answer when its switches contradict one another.
+                let tf32 = product == Kind::Float && matmul_allow_tf32().unwrap_or(false);
+                Chip::Cuda { device: index, on_chip: OnChip { clusters, grid, tf32 } }
             }
             _ => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
         })
@@ -163,7 +166,7 @@ impl Plan {
             Path::Grid => grid.map(of_grid),
             Path::Automatic => {
                 let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes));
-                let grid = grid.filter(|share| share.is_faster(sizes));
+                let grid = grid.filter(|share| share.is_faster(sizes, product));
                 let first = clusters.filter(|kernel| kernel.is_faster_than_a_grid(sizes));
                 first.map(of_clusters).or(grid.map(of_grid)).or(clusters.map(of_clusters))
             }
