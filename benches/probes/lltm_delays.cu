@@ -138,13 +138,13 @@ struct Sequence {
       params.hidden = params.weight_stride = hidden;
       params.kind = params.product_kind = kind();
       params.cluster = cluster;
-      params.groups = groups;
       params.tf32 = tf32;
       params.weight = weight.data;
       params.c = c.data;
       params.activations = activations.data;
     };
     set(forward);
+    forward.groups = groups;
     forward.c_stride = state;
     forward.input_gates = input_gates.data;
     forward.bias = bias.data;
