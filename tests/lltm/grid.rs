@@ -102,7 +102,7 @@ fn cuda_half_kinds_of_more_steps_are_no_more_kernels_of_the_grid() {
     }
     for sequence in [grid, fused] {
         let nodes = |steps| {
-            let inputs = leaves(&one([steps, 16, 32, 768], Kind::Half, device).inputs);
+            let inputs = leaves(&one([steps, 64, 32, 768], Kind::Half, device).inputs);
             let expected = grid(&inputs).expect("outputs");
             let (graph, outputs) = Graph::capture(device, || sequence(&inputs)).expect("a capture");
             for _ in 0..3 {

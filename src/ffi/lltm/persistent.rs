@@ -124,11 +124,9 @@ impl Kernel {
         self.turns(batch).saturating_mul(self.step)
     }
 
-    /// Than a grid, which has more to send on the way back.
+    /// Than a grid: forward with few rows, and on the way back, where a grid has more to send.
     pub fn is_faster_than_a_grid(&self, direction: Direction, sizes: Sizes) -> bool {
-        /// With more, a block of a cluster multiplies for longer than messages take through the L2 cache.
-        const WIDEST: i64 = 512;
-        direction == Direction::Backward || (sizes.hidden <= WIDEST && self.turns(sizes.batch) == 1)
+        direction == Direction::Backward || self.turns(sizes.batch) == 1
     }
 
     /// Than one or two kernels for each step.
@@ -225,7 +223,7 @@ mod tests {
                 .is_some_and(|kernel| kernel.is_faster_than_a_grid(direction, sizes))
         };
         assert!(faster(Forward, 16, 512) && faster(Forward, 120, 512) && faster(Forward, 240, 256));
-        assert!(!faster(Forward, 121, 512) && !faster(Forward, 16, 768));
+        assert!(faster(Forward, 16, 768) && !faster(Forward, 64, 768) && !faster(Forward, 121, 512));
         assert!(faster(Backward, 121, 512) && faster(Backward, 64, 768));
     }
 

@@ -100,7 +100,9 @@ impl Chip {
         Ok(match device {
             Device::Cuda(index) => {
                 let (clusters, grid) = (Clusters::of(device)?, Grid::of(device)?);
-                Chip::Cuda { device: index, on_chip: OnChip { clusters, grid, tf32: matmul_allow_tf32()? } }
+                // Settings that contradict one another allow nothing.
+                let tf32 = matmul_allow_tf32().unwrap_or(false);
+                Chip::Cuda { device: index, on_chip: OnChip { clusters, grid, tf32 } }
             }
             _ => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
         })
