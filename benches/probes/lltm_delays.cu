@@ -138,19 +138,21 @@ struct Sequence {
       params.hidden = params.weight_stride = hidden;
       params.kind = params.product_kind = kind();
       params.cluster = cluster;
-      params.groups = groups;
       params.tf32 = tf32;
       params.weight = weight.data;
       params.c = c.data;
       params.activations = activations.data;
     };
     set(forward);
+    forward.groups = groups;
     forward.c_stride = state;
     forward.input_gates = input_gates.data;
     forward.bias = bias.data;
     forward.h0 = h0.data;
     forward.c0 = c0.data;
     forward.output = output.data;
+    // As a sequence of one kind has them: in the same memory.
+    if constexpr (std::is_same_v<T, G>) forward.input_gates = activations.data;
     set(backward);
     backward.needs_grad_h0 = 1;
     backward.grad_output = grad_output.data;
@@ -165,6 +167,7 @@ struct Sequence {
       check(cudaMemcpyToSymbol(tch_extension::seed, &run, sizeof run), "write");
       grad_h.take(given_h);
       grad_c.take(given_c);
+      if constexpr (std::is_same_v<T, G>) activations.take(input_gates);
       check(tch_extension_lltm_persistent_forward_cuda(&forward, nullptr));
       check(tch_extension_lltm_persistent_backward_cuda(&backward, nullptr));
       if (run == 0) {

@@ -70,7 +70,6 @@ void lltm_persistent(const LltmBackward& call) {
   params.kind = kind_of(*call.c);
   params.product_kind = kind_of(*call.weight);
   params.cluster = call.column_groups;
-  params.groups = call.row_groups;
   params.tf32 = call.path == kLltmPersistentTf32;
   params.needs_grad_h0 = call.needs_grad_h0;
   params.weight = address(call.weight);

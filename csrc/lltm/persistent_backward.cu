@@ -151,17 +151,17 @@ struct PlainProductBack : Shares<kPadded, kCluster> {
   T* weights;
 };
 
-// Shared memory: of each group of rows parts of sums from all blocks, for two steps; gradients for the gates
-// of two turns, [2, kRows, 3 · columns]; weights.
-template <typename Product, int kGroups>
+// Shared memory: parts of sums from all blocks, for two steps; gradients for the gates of two steps, [2,
+// kRows, 3 · columns]; weights.
+template <typename Product>
 struct LayoutBack {
   enum : int {
     kPartBytes = Product::kTiles * kWarp * 4 * static_cast<int>(sizeof(typename Product::Gates)),
     kPartsBytes = Product::kCluster * kPartBytes,
-    kParts = 32,  // behind the barriers
-    kGatesOfTurns = kParts + 2 * kGroups * kPartsBytes,
+    kParts = 16,  // behind the barriers
+    kGatesOfSteps = kParts + 2 * kPartsBytes,
     // Some room behind the last row.
-    kWeights = kGatesOfTurns + 2 * kRows * Product::kStride + 16,
+    kWeights = kGatesOfSteps + 2 * kRows * Product::kStride + 16,
     kBytes = kWeights + Product::kWeightBytes,
   };
 };
@@ -184,8 +184,8 @@ struct Saved {
   S grad_output, i, o, g, c;
 };
 
-// S is the state's type; kGroups as in the forward. Indices are 32 bits wide, as there.
-template <typename S, typename Product, int kGroups>
+// S is the state's type. Indices are 32 bits wide, as in the forward.
+template <typename S, typename Product>
 __global__ void __launch_bounds__(Product::kThreads)
     lltm_persistent_backward(const LltmPersistentBackward params) {
 #if __CUDA_ARCH__ >= 900
@@ -193,61 +193,48 @@ __global__ void __launch_bounds__(Product::kThreads)
   using M = InMemory<T>;
   using G = typename Product::Gates;
   extern __shared__ __align__(128) unsigned char shared[];
-  using L = LayoutBack<Product, kGroups>;
+  using L = LayoutBack<Product>;
   const Place place(Product::kColumns);
   const uint32_t hidden = static_cast<uint32_t>(params.hidden);
   const int steps = static_cast<int>(params.steps);
   unsigned char* parts = shared + L::kParts;
-  // Of each group two.
   const uint32_t arrivals = shared_address(shared);
 
-  // A lane has one column of one row of each group, as in the forward.
+  // A lane has one column of one row, as in the forward.
   const int row = place.lane % 4 * 2 + place.split % 2;
   const int of_tile = place.lane / 4 + place.split / 2 * 8;
   const int column = place.first_column + of_tile;
-  const uint32_t batch_row = blockIdx.x / Product::kCluster * (kGroups * kRows) + row;
+  const uint32_t batch_row = blockIdx.x / Product::kCluster * kRows + row;
   const uint32_t batch = static_cast<uint32_t>(params.batch);
-  const uint32_t step_size = batch * hidden, group_size = kRows * hidden;
+  const bool valid = batch_row < batch && column < hidden;
+  const uint32_t step_size = batch * hidden;
   // Its place in a step, as in the forward.
   const uint32_t first = batch_row * hidden + column;
-  bool valid[kGroups];
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    valid[group] = batch_row + group * kRows < batch && column < hidden;
-  }
 
-  Saved<S> saved[kGroups] = {};
-  auto load = [&](int group, uint32_t at) {
+  Saved<S> saved = {};
+  auto load = [&](uint32_t at) {
     const S* activations = static_cast<const S*>(params.activations) + (kGates * at - 2 * column);
-    Saved<S>& to = saved[group];
-    if (params.grad_output != nullptr) to.grad_output = static_cast<const S*>(params.grad_output)[at];
-    to.i = activations[0];
-    to.o = activations[hidden];
-    to.g = activations[2 * hidden];
-    to.c = static_cast<const S*>(params.c)[at];
+    if (params.grad_output != nullptr) saved.grad_output = static_cast<const S*>(params.grad_output)[at];
+    saved.i = activations[0];
+    saved.o = activations[hidden];
+    saved.g = activations[2 * hidden];
+    saved.c = static_cast<const S*>(params.c)[at];
   };
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    if (valid[group]) load(group, first + (steps - 1) * step_size + group * group_size);
-  }
+  uint32_t at = first + (steps - 1) * step_size;
+  if (valid) load(at);
 
   if (threadIdx.x == 0) {
-    for (int at = 0; at < 2 * kGroups; ++at) init_arrival(arrivals + 8 * at);
+    for (int buffer = 0; buffer < 2; ++buffer) init_arrival(arrivals + 8 * buffer);
     publish_arrivals();
   }
-  G grad_h[kGroups], grad_c[kGroups];
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    const uint32_t at = first + group * group_size;
-    grad_h[group] = valid[group] ? static_cast<const G*>(params.grad_h)[at] : G(0);
-    grad_c[group] = valid[group] ? static_cast<const G*>(params.grad_c)[at] : G(0);
-  }
+  G grad_h = valid ? static_cast<const G*>(params.grad_h)[first] : G(0);
+  G grad_c = valid ? static_cast<const G*>(params.grad_c)[first] : G(0);
   Product product;
   product.load(params, place, shared + L::kWeights);
   __syncthreads();
   // Behind a barrier, which racecheck asks for, and before anybody may send.
   if (threadIdx.x == 0) {
-    for (int at = 0; at < 2 * kGroups; ++at) announce(arrivals + 8 * at, L::kPartsBytes);
+    for (int buffer = 0; buffer < 2; ++buffer) announce(arrivals + 8 * buffer, L::kPartsBytes);
   }
   __syncwarp();
   cluster_barrier();
@@ -256,8 +243,8 @@ __global__ void __launch_bounds__(Product::kThreads)
   // all lanes lies in different banks.
   const G* own_parts = reinterpret_cast<const G*>(parts) + (place.tile * kWarp + place.lane) * 4 +
                        (place.split + place.lane / 8) % 4;
-  auto sum_of_parts = [&](int count, int group) {
-    const int buffer = 2 * group + count % 2;
+  auto sum_of_parts = [&](int count) {
+    const int buffer = count % 2;
     wait_for_arrival(arrivals + 8 * buffer, count / 2 % 2);
     // For the sum after the next: nobody sends for it before this block has sent for the next.
     if (threadIdx.x == 0) announce(arrivals + 8 * buffer, L::kPartsBytes);
@@ -272,85 +259,72 @@ __global__ void __launch_bounds__(Product::kThreads)
   };
 
   T* own_gates =
-      reinterpret_cast<T*>(shared + L::kGatesOfTurns + row * Product::kStride) + place.tile * kTile + of_tile;
-  uint32_t at_step = first + (steps - 1) * step_size;
-  for (int done = 0; done < steps; ++done, at_step -= step_size) {
-#pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      few_at_a_time(at_step);
-      const uint32_t at = at_step + group * group_size;
-      const Saved<S>& now = saved[group];
-      const G tanh_c = Activation<T, G>::of_c(static_cast<G>(now.c));
-      const G i = static_cast<G>(now.i), o = static_cast<G>(now.o), g = static_cast<G>(now.g);
-      const G from_output = static_cast<G>(now.grad_output);
-      const G of_c = o * tanh_grad(tanh_c);
-      const G of_o = tanh_c * sigmoid_grad(o);
-      const G of_i = Activation<T, G>::of_candidate(g) * sigmoid_grad(i);
-      const G of_g = i * Activation<T, G>::candidate_grad(g);
-      // The next step's: they come while this one waits and multiplies.
-      if (valid[group] && done + 1 < steps) load(group, at - step_size);
+      reinterpret_cast<T*>(shared + L::kGatesOfSteps + row * Product::kStride) + place.tile * kTile + of_tile;
+  for (int done = 0; done < steps; ++done, at -= step_size) {
+    few_at_a_time(at);
+    const G tanh_c = Activation<T, G>::of_c(static_cast<G>(saved.c));
+    const G i = static_cast<G>(saved.i), o = static_cast<G>(saved.o), g = static_cast<G>(saved.g);
+    const G from_output = static_cast<G>(saved.grad_output);
+    const G of_c = o * tanh_grad(tanh_c);
+    const G of_o = tanh_c * sigmoid_grad(o);
+    const G of_i = Activation<T, G>::of_candidate(g) * sigmoid_grad(i);
+    const G of_g = i * Activation<T, G>::candidate_grad(g);
+    // The next step's: they come while this one waits and multiplies.
+    if (valid && done + 1 < steps) load(at - step_size);
 
-      if (done > 0) {
-        // Not a number in padding, where a gate's gradient is infinite: 0 times that.
-        const G sum = sum_of_parts(done - 1, group);
-        grad_h[group] = valid[group] ? sum : G(0);
-      }
-      const G of_h = grad_h[group] + from_output;
-      grad_c[group] += of_h * of_c;
-      // Of padding all of this is zero.
-      const G grads[kGates] = {grad_c[group] * of_i, of_h * of_o, grad_c[group] * of_g};
-      const int buffer = (done * kGroups + group) % 2;
+    if (done > 0) {
+      // Not a number in padding, where a gate's gradient is infinite: 0 times that.
+      const G sum = sum_of_parts(done - 1);
+      grad_h = valid ? sum : G(0);
+    }
+    grad_h += from_output;
+    grad_c += grad_h * of_c;
+    // Of padding all of this is zero.
+    const G grads[kGates] = {grad_c * of_i, grad_h * of_o, grad_c * of_g};
+    const int buffer = done % 2;
 #pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) {
-        own_gates[buffer * kRows * (Product::kStride / static_cast<int>(sizeof(T))) +
-                  gate * Product::kColumns] = static_cast<T>(grads[gate]);
-      }
-      __syncthreads();
-      if (done + 1 < steps || params.needs_grad_h0) {
-        const unsigned char* gates = shared + L::kGatesOfTurns + buffer * kRows * Product::kStride;
-        const int of_step = 2 * group + done % 2;
-        const uint32_t to = shared_address(parts) +
-                            (of_step * Product::kCluster + place.rank) * L::kPartBytes +
-                            place.lane * 4 * static_cast<int>(sizeof(G));
-        // The first are on their way while the others are made.
-        auto send_sums = [&](auto first) {
-          G sums[Product::kAtATime][4] = {};
-          product.template multiply<first()>(sums, gates, place);
+    for (int gate = 0; gate < kGates; ++gate) {
+      own_gates[buffer * kRows * (Product::kStride / static_cast<int>(sizeof(T))) +
+                gate * Product::kColumns] = static_cast<T>(grads[gate]);
+    }
+    __syncthreads();
+    if (done + 1 < steps || params.needs_grad_h0) {
+      const unsigned char* gates = shared + L::kGatesOfSteps + buffer * kRows * Product::kStride;
+      const uint32_t to = shared_address(parts) + (buffer * Product::kCluster + place.rank) * L::kPartBytes +
+                          place.lane * 4 * static_cast<int>(sizeof(G));
+      // The first are on their way while the others are made.
+      auto send_sums = [&](auto first) {
+        G sums[Product::kAtATime][4] = {};
+        product.template multiply<first()>(sums, gates, place);
 #pragma unroll
-          for (int sum = 0; sum < Product::kAtATime; ++sum) {
-            const int tile = place.warp() * Product::kSums + first() + sum;
-            // Turned by lane / 8: of index i, the sum i - lane / 8.
-            G four[4];
+        for (int sum = 0; sum < Product::kAtATime; ++sum) {
+          const int tile = place.warp() * Product::kSums + first() + sum;
+          // Turned by lane / 8: of index i, the sum i - lane / 8.
+          G four[4];
 #pragma unroll
-            for (int at = 0; at < 4; ++at)
-              four[at] = place.lane & 8 ? sums[sum][(at + 3) % 4] : sums[sum][at];
-            const G turned[4] = {place.lane & 16 ? four[2] : four[0], place.lane & 16 ? four[3] : four[1],
-                                 place.lane & 16 ? four[0] : four[2], place.lane & 16 ? four[1] : four[3]};
-            send_four(in_block(to + tile % Product::kTiles * kWarp * 4 * static_cast<int>(sizeof(G)),
-                               tile / Product::kTiles),
-                      in_block(arrivals + 8 * of_step, tile / Product::kTiles), turned);
-          }
-        };
-        send_sums(std::integral_constant<int, 0>{});
-        if constexpr (Product::kAtATime < Product::kSums) send_sums(std::integral_constant<int, 2>{});
-      }
-      if (valid[group]) {
-        M* to = static_cast<M*>(params.grad_gates) + (kGates * at - 2 * column);
-        to[0] = static_cast<M>(grads[0]);
-        to[hidden] = static_cast<M>(grads[1]);
-        to[2 * hidden] = static_cast<M>(grads[2]);
-      }
+          for (int at = 0; at < 4; ++at) four[at] = place.lane & 8 ? sums[sum][(at + 3) % 4] : sums[sum][at];
+          const G turned[4] = {place.lane & 16 ? four[2] : four[0], place.lane & 16 ? four[3] : four[1],
+                               place.lane & 16 ? four[0] : four[2], place.lane & 16 ? four[1] : four[3]};
+          send_four(in_block(to + tile % Product::kTiles * kWarp * 4 * static_cast<int>(sizeof(G)),
+                             tile / Product::kTiles),
+                    in_block(arrivals + 8 * buffer, tile / Product::kTiles), turned);
+        }
+      };
+      send_sums(std::integral_constant<int, 0>{});
+      if constexpr (Product::kAtATime < Product::kSums) send_sums(std::integral_constant<int, 2>{});
+    }
+    if (valid) {
+      M* to = static_cast<M*>(params.grad_gates) + (kGates * at - 2 * column);
+      to[0] = static_cast<M>(grads[0]);
+      to[hidden] = static_cast<M>(grads[1]);
+      to[2 * hidden] = static_cast<M>(grads[2]);
     }
   }
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    const uint32_t at = first + group * group_size;
-    if (params.needs_grad_h0) {
-      const G sum = sum_of_parts(steps - 1, group);
-      if (valid[group]) static_cast<G*>(params.grad_h)[at] = sum;
-    }
-    if (valid[group]) static_cast<G*>(params.grad_c)[at] = grad_c[group];
+  if (params.needs_grad_h0) {
+    const G sum = sum_of_parts(steps - 1);
+    if (valid) static_cast<G*>(params.grad_h)[first] = sum;
   }
+  if (valid) static_cast<G*>(params.grad_c)[first] = grad_c;
 #endif
 }
 
@@ -359,35 +333,31 @@ struct Backward {
   const char* run() const {
     const int padded = padded_size(params.hidden, params.cluster);
     if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
-      return padded == 128 ? start<S, PlainProductBack<T, 128, 8>, 1>() : kNoKernel;
+      return padded == 128 ? start<S, PlainProductBack<T, 128, 8>>() : kNoKernel;
     } else {
       switch (padded) {
         case 128:
-          return start<S, TensorCoresBack<T, 128, 8>, 1>();
+          return start<S, TensorCoresBack<T, 128, 8>>();
         case 256:
-          return start<S, TensorCoresBack<T, 256, 8>, 1>();
+          return start<S, TensorCoresBack<T, 256, 8>>();
         case 512:
-          if constexpr (std::is_same_v<T, Tf32>) {
-            using Product = TensorCoresBack<T, 512, 16>;
-            return params.groups == 2 ? start<S, Product, 2>() : start<S, Product, 1>();
-          } else if (params.cluster == 8) {
-            return start<S, TensorCoresBack<T, 512, 8, 2>, 1>();
-          } else {
-            return start<S, TensorCoresBack<T, 512, 16>, 1>();
-          }
+          if (params.cluster == 16) return start<S, TensorCoresBack<T, 512, 16>>();
+          if constexpr (sizeof(T) == 2) return start<S, TensorCoresBack<T, 512, 8, 2>>();
+          return kNoKernel;
         case 768:
-          if constexpr (sizeof(T) == 2) return start<S, TensorCoresBack<T, 768, 16, 1>, 1>();
-          [[fallthrough]];
+          if constexpr (sizeof(T) == 2) return start<S, TensorCoresBack<T, 768, 16, 1>>();
+          return kNoKernel;
         default:
           return kNoKernel;
       }
     }
   }
 
-  template <typename S, typename Product, int kGroups>
+  template <typename S, typename Product>
   const char* start() const {
-    return start_clusters<lltm_persistent_backward<S, Product, kGroups>, Product, kGroups>(
-        params, LayoutBack<Product, kGroups>::kBytes, stream);
+    constexpr int kGroups = 1;
+    return start_clusters<lltm_persistent_backward<S, Product>, Product, kGroups>(
+        params, LayoutBack<Product>::kBytes, stream);
   }
 
   const LltmPersistentBackward& params;

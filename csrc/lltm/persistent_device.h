@@ -251,7 +251,8 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&
   }
 }
 
-// b of two products, for 8 rows of 64 bytes. `address` is the lane's of operand_at().
+// b of two products, for 8 rows of 64 bytes. ldmatrix takes the address of a row's 16 bytes from each lane,
+// row first; for tf32, a lane's address is that of its own 16 bytes.
 template <typename T>
 __device__ __forceinline__ void load_operands(uint32_t (&b)[4], uint32_t address) {
   if constexpr (std::is_same_v<T, Tf32>) {

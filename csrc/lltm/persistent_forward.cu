@@ -349,21 +349,30 @@ struct Forward {
         case 256:
           return start<S, TensorCores<T, 256, 8>, 1>();
         case 512:
-          if constexpr (std::is_same_v<T, Tf32>) {
-            using Product = TensorCores<T, 512, 16>;
-            return params.groups == 2 ? start<S, Product, 2>() : start<S, Product, 1>();
-          } else if (params.cluster == 8) {
-            return start<S, TensorCores<T, 512, 8>, 1>();
-          } else {
-            return start<S, TensorCores<T, 512, 16>, 1>();
-          }
+          return params.cluster == 16 ? in_16_blocks<S, T>() : in_8_blocks<S, T>();
         case 768:
           if constexpr (sizeof(T) == 2) return start<S, TensorCores<T, 768, 16>, 1>();
-          [[fallthrough]];
+          return kNoKernel;
         default:
           return kNoKernel;
       }
     }
+  }
+
+  template <typename S, typename T>
+  const char* in_16_blocks() const {
+    using Product = TensorCores<T, 512, 16>;
+    // Of half kinds, clusters of 8 are faster.
+    if constexpr (std::is_same_v<T, Tf32>) {
+      if (params.groups == 2) return start<S, Product, 2>();
+    }
+    return start<S, Product, 1>();
+  }
+
+  template <typename S, typename T>
+  const char* in_8_blocks() const {
+    if constexpr (sizeof(T) == 2) return start<S, TensorCores<T, 512, 8>, 1>();
+    return kNoKernel;
   }
 
   template <typename S, typename Product, int kGroups>

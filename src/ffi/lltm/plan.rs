@@ -167,7 +167,7 @@ impl Plan {
             Path::Automatic => {
                 let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes));
                 let grid = grid.filter(|share| share.is_faster(sizes, product));
-                let first = clusters.filter(|kernel| kernel.is_faster_than_a_grid(sizes));
+                let first = clusters.filter(|kernel| kernel.is_faster_than_a_grid(direction, sizes));
                 first.map(of_clusters).or(grid.map(of_grid)).or(clusters.map(of_clusters))
             }
             _ => None,
