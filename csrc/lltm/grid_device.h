@@ -81,18 +81,23 @@ __device__ __forceinline__ uint4 operands(const uint4& values) {
   return make_uint4(to_tf32(values.x), to_tf32(values.y), to_tf32(values.z), to_tf32(values.w));
 }
 
+template <typename T>
+__device__ __forceinline__ void multiply_add_any(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                 uint32_t b1) {
+  if constexpr (sizeof(T) == 2) {
+    multiply_add<T>(sums, a, b0, b1);
+  } else {
+    multiply_add_tf32(sums, a, b0, b1);
+  }
+}
+
 // sums += a b of two instructions, whose terms a lane's 16 bytes of a row of b are: the instructions' order
 // of them is another one, and so it is that of a.
 template <typename T>
 __device__ __forceinline__ void multiply_add_vector(float (&sums)[4], const uint32_t (&a)[2][4],
                                                     const uint4& b) {
-  if constexpr (sizeof(T) == 2) {
-    multiply_add<T>(sums, a[0], b.x, b.y);
-    multiply_add<T>(sums, a[1], b.z, b.w);
-  } else {
-    multiply_add_tf32(sums, a[0], b.x, b.y);
-    multiply_add_tf32(sums, a[1], b.z, b.w);
-  }
+  multiply_add_any<T>(sums, a[0], b.x, b.y);
+  multiply_add_any<T>(sums, a[1], b.z, b.w);
 }
 
 // Columns of a row that four lanes take with 16 bytes each.

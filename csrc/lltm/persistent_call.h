@@ -11,5 +11,6 @@ void lltm_persistent(const LltmBackward& call);
 // The same by grid.h. Returns false, and computes nothing, where the GPU has no room for all blocks at once,
 // because another process has a part of it.
 bool lltm_grid(const LltmForward& call);
+bool lltm_grid(const LltmBackward& call);
 
 }  // namespace tch_extension

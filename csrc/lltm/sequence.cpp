@@ -350,6 +350,9 @@ TCH_EXTENSION_API Message tch_extension_lltm_backward(const LltmBackward* call) 
         return backward_packed(*call);
       case kLltmPersistent:
         return lltm_persistent(*call);
+      case kLltmGrid:
+        if (lltm_grid(*call)) return;
+        return backward_per_step(*call);
       case kLltmFused:
         return backward_fused(*call);
       default:
