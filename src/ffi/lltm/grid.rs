@@ -1,6 +1,6 @@
 //! `csrc/lltm/grid.h`: how blocks that fill the GPU share a sequence.
 
-use super::Sizes;
+use super::{Direction, Sizes};
 use super::persistent::counts_in_32_bits;
 use crate::Result;
 use tch::{Device, Kind};
@@ -65,7 +65,13 @@ pub(super) struct Share {
 impl Share {
     /// For these sizes, if the weights fit into registers, and the kernel can count: `tf32` is whether products of `Float` may
     /// be made in it, which they always are here.
-    pub fn new(sizes: Sizes, product: Kind, tf32: bool, grid: Grid) -> Option<Share> {
+    pub fn new(
+        direction: Direction,
+        sizes: Sizes,
+        product: Kind,
+        tf32: bool,
+        grid: Grid,
+    ) -> Option<Share> {
         /// c of all rows of a block has to fit beside the rest.
         const MOST_TURNS: i64 = 64;
         let Sizes { batch, hidden, .. } = sizes;
@@ -78,7 +84,8 @@ impl Share {
             return None;
         }
         let tiles = batch.saturating_add(ROWS - 1) / ROWS;
-        // Half as many columns take half the time of a product and twice the blocks.
+        // Half as many columns take half the time of a product and twice the blocks. In the backward each block reads the
+        // gradients for all gates, and fewer blocks get them sooner.
         let shares = [16, 32].into_iter().filter(|columns| hidden <= widest * 16 / columns);
         let shares = shares.filter_map(|columns| {
             let most = grid.blocks / ((hidden + columns - 1) / columns);
@@ -90,7 +97,10 @@ impl Share {
             let row_groups = (tiles + turns - 1) / turns;
             (turns <= MOST_TURNS).then_some(Share { columns, row_groups, turns })
         });
-        shares.min_by_key(|share| share.turns * (share.columns + 16))
+        match direction {
+            Direction::Forward => shares.min_by_key(|share| share.turns * (share.columns + 16)),
+            Direction::Backward => shares.max_by_key(|share| share.columns),
+        }
     }
 
     /// Than clusters, and than one or two kernels for each step.
@@ -113,7 +123,7 @@ mod tests {
 
     fn share(batch: i64, hidden: i64, kind: Kind, tf32: bool, grid: Grid) -> Option<(i64, i64)> {
         let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
-        Share::new(sizes, kind, tf32, grid).map(|share| (share.columns, share.row_groups))
+        Share::new(Direction::Forward, sizes, kind, tf32, grid).map(|share| (share.columns, share.row_groups))
     }
 
     #[test]
@@ -135,10 +145,23 @@ mod tests {
     }
 
     #[test]
+    fn blocks_are_few_in_the_backward() {
+        let of = |batch, hidden| {
+            let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
+            let share = Share::new(Direction::Backward, sizes, Kind::Half, false, H200)?;
+            Some((share.columns, share.row_groups))
+        };
+        assert_eq!(of(16, 1024), Some((32, 2)));
+        assert_eq!(of(16, 512), Some((32, 2)));
+        assert_eq!(of(64, 1032), Some((16, 2)));
+    }
+
+    #[test]
     fn it_is_taken_where_it_is_faster() {
         let faster = |steps, batch, hidden| {
             let sizes = Sizes { steps, batch, features: hidden, hidden };
-            Share::new(sizes, Kind::Half, false, H200).is_some_and(|share| share.is_faster(sizes))
+            let share = Share::new(Direction::Forward, sizes, Kind::Half, false, H200);
+            share.is_some_and(|share| share.is_faster(sizes))
         };
         assert!(faster(8, 16, 264) && faster(512, 256, 1024));
         assert!(!faster(7, 16, 1024) && !faster(512, 16, 256) && !faster(512, 512, 1024));

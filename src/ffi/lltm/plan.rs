@@ -138,19 +138,20 @@ impl Plan {
         match (path, chip) {
             (Path::PerStep, _) => Plan::PerStep,
             (_, Chip::Cpu { threads }) => Plan::packed(sizes, kinds.1, threads),
-            (_, Chip::Cuda { device, on_chip }) => Plan::on_chip(path, sizes, kinds.0, on_chip)
+            (_, Chip::Cuda { device, on_chip }) => Plan::on_chip(path, direction, sizes, kinds.0, on_chip)
                 .unwrap_or_else(|| Plan::step_by_step(path, direction, sizes, kinds, device)),
         }
     }
 
     fn on_chip(
         path: Path,
+        direction: Direction,
         sizes: Sizes,
         product: Kind,
         on_chip: OnChip,
     ) -> Option<Plan> {
         let clusters = Kernel::new(sizes, product, on_chip.clusters);
-        let grid = Share::new(sizes, product, on_chip.tf32, on_chip.grid);
+        let grid = Share::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
         let of_clusters = |kernel: Kernel| Plan::Persistent { cluster: kernel.cluster };
         let of_grid = |share: Share| Plan::Grid { columns: share.columns, row_groups: share.row_groups };
         match path {
