@@ -6,6 +6,8 @@
 namespace tch_extension {
 namespace {
 
+constexpr int kBlock = kWarps * kWarp;
+
 // Steps whose messages' memory is on its way.
 constexpr int kNear = 2;
 
@@ -27,8 +29,31 @@ __device__ __forceinline__ void send_two(T* to, float first, float second) {
   }
 }
 
+// Zeros if it is not `valid`; then nothing is read.
+__device__ __forceinline__ uint4 load_message(const void* from, bool valid) {
+  uint4 words;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(words.x), "=&r"(words.y), "=&r"(words.z), "=&r"(words.w)
+      : "l"(from), "r"(static_cast<int>(valid))
+      : "memory");
+  return words;
+}
+
 __device__ __forceinline__ bool is_unsent(const uint4& words) {
   return max(max(words.x, words.y), max(words.z, words.w)) == kUnsent;
+}
+
+template <typename T>
+__device__ __forceinline__ void multiply_add_one(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                 uint32_t b1) {
+  if constexpr (sizeof(T) == 2) {
+    multiply_add<T>(sums, a, b0, b1);
+  } else {
+    multiply_add_tf32(sums, a, b0, b1);
+  }
 }
 
 // W_hᵀ of a warp, as tensor cores take it: kTiles tiles of the block's columns, and of their rows kVectors
@@ -88,11 +113,11 @@ struct GridWeightsBack {
         auto& sum = sums[(vector * 2 + half) % kChains][tile];
         const uint32_t b0 = half == 0 ? words.x : words.z, b1 = half == 0 ? words.y : words.w;
         if (fragment < kInRegisters) {
-          multiply_add_any<T>(sum, weights[fragment], b0, b1);
+          multiply_add_one<T>(sum, weights[fragment], b0, b1);
         } else {
           const uint4 a = shared[(fragment - kInRegisters) * kWarp];
           const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
-          multiply_add_any<T>(sum, parts, b0, b1);
+          multiply_add_one<T>(sum, parts, b0, b1);
         }
       }
     }
@@ -209,15 +234,13 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_backward(const LltmGridBa
     return Source{gates + (valid ? kGates * at + first_term : 0), valid ? kGates * hidden - first_term : 0};
   };
   uint4 messages[2][kChunk];
-  auto load = [&](const Source& source, int chunk, bool only_unsent) {
+  auto load = [&](const Source& source, int chunk) {
 #pragma unroll
     for (int index = 0; index < kChunk; ++index) {
       const int vector = chunk * kChunk + index;
-      uint4& message = messages[chunk % 2][index];
-      if (vector >= kVectors || (only_unsent && !is_unsent(message))) continue;
-      message = vector * Weights::kStride < source.terms
-                    ? load_message(source.from + vector * Weights::kStride)
-                    : uint4{};
+      if (vector >= kVectors) continue;
+      messages[chunk % 2][index] =
+          load_message(source.from + vector * Weights::kStride, vector * Weights::kStride < source.terms);
     }
   };
   auto is_missing = [&](int chunk) {
@@ -250,16 +273,16 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_backward(const LltmGridBa
       const bool early = subs > 1 && (now.step > 1 || now.sub > 0);
       const Source here = early ? next : source(now);
       if (!early) {
-        load(here, 0, false);
-        if constexpr (kChunks > 1) load(here, 1, false);
+        load(here, 0);
+        if constexpr (kChunks > 1) load(here, 1);
       }
       next = source(turn);
       float sums[Weights::kChains][kTiles][4] = {};
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         while (is_missing(chunk)) {
-          load(here, chunk, true);
-          if (chunk + 1 < kChunks) load(here, chunk + 1, true);
+          load(here, chunk);
+          if (chunk + 1 < kChunks) load(here, chunk + 1);
         }
 #pragma unroll
         for (int index = 0; index < kChunk; ++index) {
@@ -267,9 +290,9 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_backward(const LltmGridBa
           if (vector < kVectors) weights.multiply(sums, vector, messages[chunk % 2][index]);
         }
         if (chunk + 2 < kChunks) {
-          load(here, chunk + 2, false);
+          load(here, chunk + 2);
         } else if (subs > 1) {
-          load(next, chunk % 2, false);
+          load(next, chunk % 2);
         }
       }
 #pragma unroll
@@ -353,7 +376,7 @@ GridStatus start(const LltmGridBackward& params, cudaStream_t stream) {
   const int bytes = Layout::kState + subs_of(params) * Layout::kFinishing * static_cast<int>(sizeof(float2));
   const auto size = static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) * sizeof(T);
   return start_grid<lltm_grid_backward<S, T, kTiles, kVectors, kShared, kChunk>>(
-      params, bytes, params.grad_gates, size, stream);
+      params, kBlock, bytes, params.grad_gates, size, stream);
 }
 
 struct GridBackward {

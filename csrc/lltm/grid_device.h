@@ -10,7 +10,28 @@ namespace {
 
 // They share the terms of the block's sums.
 constexpr int kWarps = 8;
-constexpr int kBlock = kWarps * kWarp;
+constexpr int kProducers = kWarps * kWarp;
+// Threads that do the rest.
+constexpr int kFinishers = 8 * kWarp;
+constexpr int kGridThreads = kProducers + kFinishers;
+// Of each thread; together no more than the block starts with, 128 for each.
+constexpr int kProducerRegisters = 232;
+constexpr int kFinisherRegisters = 24;
+
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Of some warps of the block; those that arrive go on.
+__device__ __forceinline__ void arrive_at(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // Past the L1 cache, which nobody else's stores reach.
 __device__ __forceinline__ uint4 load_message(const void* from) {
@@ -81,23 +102,19 @@ __device__ __forceinline__ uint4 operands(const uint4& values) {
   return make_uint4(to_tf32(values.x), to_tf32(values.y), to_tf32(values.z), to_tf32(values.w));
 }
 
-template <typename T>
-__device__ __forceinline__ void multiply_add_any(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                 uint32_t b1) {
-  if constexpr (sizeof(T) == 2) {
-    multiply_add<T>(sums, a, b0, b1);
-  } else {
-    multiply_add_tf32(sums, a, b0, b1);
-  }
-}
-
 // sums += a b of two instructions, whose terms a lane's 16 bytes of a row of b are: the instructions' order
-// of them is another one, and so it is that of a.
+// of them is another one, and so it is that of a. The second may have sums of its own, so that it need not
+// wait for the first.
 template <typename T>
-__device__ __forceinline__ void multiply_add_vector(float (&sums)[4], const uint32_t (&a)[2][4],
-                                                    const uint4& b) {
-  multiply_add_any<T>(sums, a[0], b.x, b.y);
-  multiply_add_any<T>(sums, a[1], b.z, b.w);
+__device__ __forceinline__ void multiply_add_vector(float (&first)[4], float (&second)[4],
+                                                    const uint32_t (&a)[2][4], const uint4& b) {
+  if constexpr (sizeof(T) == 2) {
+    multiply_add<T>(first, a[0], b.x, b.y);
+    multiply_add<T>(second, a[1], b.z, b.w);
+  } else {
+    multiply_add_tf32(first, a[0], b.x, b.y);
+    multiply_add_tf32(second, a[1], b.z, b.w);
+  }
 }
 
 // Columns of a row that four lanes take with 16 bytes each.

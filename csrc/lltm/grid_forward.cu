@@ -9,33 +9,44 @@ namespace {
 constexpr int kAhead = 4;
 constexpr int kNear = 4;
 
+// Named barriers of the two buffers.
+enum : int { kFull = 1, kFree = 3 };
+
 // W_h of a warp in registers: kTiles tiles of each gate, and a warp's kVectors vectors of each of their rows.
 template <typename T, int kTiles, int kVectors>
 struct GridWeights {
-  __device__ void load(const LltmGridForward& params, int first_column, int first_term) {
-    const T* weight = static_cast<const T*>(params.weight);
+  __device__ __forceinline__ void load(const LltmGridForward& params, int first_column, int first_term) {
+    const bool vectors = reinterpret_cast<uintptr_t>(params.weight) % 16 == 0 &&
+                         params.weight_stride % kLanesOf16Bytes<T> == 0;
+    vectors ? load<true>(params, first_column, first_term) : load<false>(params, first_column, first_term);
+  }
+
+  // A row of W may begin anywhere.
+  template <bool kWhole>
+  static __device__ __forceinline__ uint4 load_vector(const T* from) {
+    if constexpr (kWhole) return *reinterpret_cast<const uint4*>(from);
+    uint4 vector;
+    auto* values = reinterpret_cast<T*>(&vector);
+#pragma unroll
+    for (int at = 0; at < kLanesOf16Bytes<T>; ++at) values[at] = from[at];
+    return vector;
+  }
+
+  template <bool kWhole>
+  __device__ __forceinline__ void load(const LltmGridForward& params, int first_column, int first_term) {
     const int hidden = static_cast<int>(params.hidden), lane = threadIdx.x % kWarp;
-    const bool vectors =
-        reinterpret_cast<uintptr_t>(weight) % 16 == 0 && params.weight_stride % kLanesOf16Bytes<T> == 0;
 #pragma unroll
     for (int tile = 0; tile < kGates * kTiles; ++tile) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int column = first_column + tile % kTiles * kTile + lane / 4 + half * 8;
-        const T* row = weight + static_cast<int64_t>(tile / kTiles * hidden + column) * params.weight_stride;
+        const T* row = static_cast<const T*>(params.weight) +
+                       static_cast<int64_t>(tile / kTiles * hidden + column) * params.weight_stride;
 #pragma unroll
         for (int vector = 0; vector < kVectors; ++vector) {
           const int term = first_term + vector * kSpan<T> + lane % 4 * kLanesOf16Bytes<T>;
-          uint4 of = {};
-          if (column < hidden && term < hidden) {
-            if (vectors) {
-              of = *reinterpret_cast<const uint4*>(row + term);
-            } else {
-              auto* values = reinterpret_cast<T*>(&of);
-              for (int at = 0; at < kLanesOf16Bytes<T>; ++at) values[at] = row[term + at];
-            }
-          }
-          of = operands<T>(of);
+          const bool valid = column < hidden && term < hidden;
+          const uint4 of = operands<T>(valid ? load_vector<kWhole>(row + term) : uint4{});
           parts[tile][vector][0][half] = of.x;
           parts[tile][vector][0][2 + half] = of.y;
           parts[tile][vector][1][half] = of.z;
@@ -49,9 +60,9 @@ struct GridWeights {
   uint32_t parts[kGates * kTiles][kVectors][2][4];
 };
 
-// Shared memory, in floats: partial sums of two turns; input gates of the next turns; bias; c of each
-// sub-batch. Of the partial sums of a warp and a gate, eight columns are 64, and one more, so that a row of
-// all columns lies in different banks.
+// Shared memory, in floats: partial sums of two turns; input gates of the next turns; c of each sub-batch. Of
+// the partial sums of a warp and a gate, eight columns are 64, and one more, so that a row of all columns
+// lies in different banks.
 template <int kColumns>
 struct GridLayout {
   static constexpr int kEight = 2 * kWarp + 1;
@@ -59,139 +70,218 @@ struct GridLayout {
   static constexpr int kOfWarp = kGates * kOfGate;
   static constexpr int kPartials = kWarps * kOfWarp;
   static constexpr int kRing = 2 * kPartials;
-  static constexpr int kBias = kRing + kAhead * kGates * kBlock;
-  static constexpr int kState = kBias + kGates * kBlock;
+  static constexpr int kState = kRing + kAhead * kGates * kFinishers;
 };
 
-// S is the state's type. Indices are 32 bits wide: longer sequences take another path.
-template <typename S, typename T, int kColumns, int kVectors>
-__global__ void __launch_bounds__(kBlock, 1) lltm_grid_forward(const LltmGridForward params) {
-#if __CUDA_ARCH__ >= 900
-  using std::tanh;
+// What a block computes.
+template <int kColumns>
+struct GridPlace {
+  explicit __device__ __forceinline__ GridPlace(const LltmGridForward& params)
+      : hidden(static_cast<int>(params.hidden)), batch(static_cast<int>(params.batch)) {
+    const int blocks = (hidden + kColumns - 1) / kColumns;
+    group = blockIdx.x / blocks;
+    first_column = blockIdx.x % blocks * kColumns;
+    subs = ((batch + kRows - 1) / kRows - group + params.row_groups - 1) / params.row_groups;
+    row_step = params.row_groups * kRows;
+  }
+  __device__ __forceinline__ int first_row(int sub) const { return group * kRows + sub * row_step; }
+
+  int hidden, batch, group, first_column, subs, row_step;
+};
+
+// The products of a turn, again and again.
+template <typename T, int kColumns, int kVectors>
+struct GridProducer {
   using Layout = GridLayout<kColumns>;
-  constexpr int kTiles = kColumns / kTile;
-  extern __shared__ __align__(128) float grid_shared[];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int hidden = static_cast<int>(params.hidden), batch = static_cast<int>(params.batch);
-  const int steps = static_cast<int>(params.steps);
-  const int blocks = (hidden + kColumns - 1) / kColumns;
-  const int group = blockIdx.x / blocks, first_column = blockIdx.x % blocks * kColumns;
-  const int subs = ((batch + kRows - 1) / kRows - group + params.row_groups - 1) / params.row_groups;
-  auto first_row = [&](int sub) { return (group + sub * params.row_groups) * kRows; };
-  const uint32_t step_size = static_cast<uint32_t>(batch) * hidden;
+  static constexpr int kTiles = kColumns / kTile;
+  static constexpr int kFlights = kVectors > 4 ? 2 : 1;
+  static constexpr int kInFlight = kVectors / kFlights;
+  // Of two tiles there are registers for one gate's sums at a time, and each tile has two, so that enough
+  // instructions are on their way.
+  static constexpr int kAtATime = kTiles == 1 ? kGates : 1;
+  static constexpr int kChains = kTiles;
 
-  // A warp finishes a row, and each lane a column. Of 16 columns, the other lanes help with the sums.
-  const int column = first_column + lane % kColumns;
-  const bool finishes = lane < kColumns && column < hidden;
-  auto place = [&](const Turn& turn) {
-    return turn.step * step_size + static_cast<uint32_t>(first_row(turn.sub) + warp) * hidden + column;
-  };
-  // Of a step's gates, beside those of c.
-  auto gate_place = [&](const Turn& turn) {
-    return place(turn) +
-           2 * (turn.step * step_size + static_cast<uint32_t>(first_row(turn.sub) + warp) * hidden);
-  };
+  __device__ __forceinline__ GridProducer(const LltmGridForward& p, const GridPlace<kColumns>& at)
+      : params(p), place(at), lane(threadIdx.x % kWarp), warp(threadIdx.x / kWarp) {
+    first_term = warp * kVectors * kSpan<T> + lane % 4 * kLanesOf16Bytes<T>;
+    weights.load(params, place.first_column, warp * kVectors * kSpan<T>);
+  }
 
-  float* ring = grid_shared + Layout::kRing + threadIdx.x;
-  Turn fetched = {};
-  int slot = 0;
-  auto fetch = [&] {
-    const bool wanted = finishes && fetched.step < steps && first_row(fetched.sub) + warp < batch;
-    const float* from = static_cast<const float*>(params.input_gates) + (wanted ? gate_place(fetched) : 0);
+  __device__ __forceinline__ uint4 load_vector(const Turn& turn, int vector) const {
+    const int row = place.first_row(turn.sub) + lane / 4;
+    const bool valid = row < place.batch && first_term + vector * kSpan<T> < place.hidden;
+    const T* from = static_cast<const T*>(turn.step == 0 ? params.h0 : params.exchange);
+    const uint32_t rows = (turn.step == 0 ? 0 : turn.step - 1) * place.batch + row;
+    return valid ? load_message(from + rows * place.hidden + first_term + vector * kSpan<T>) : uint4{};
+  }
+
+  __device__ __forceinline__ void load(const Turn& turn, int flight) {
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
-      copy_async(ring + (slot * kGates + gate) * kBlock, from + (wanted ? gate * hidden : 0), wanted);
+    for (int vector = 0; vector < kInFlight; ++vector) {
+      h[vector] = load_vector(turn, flight * kInFlight + vector);
     }
-    commit_copies();
-    fetched.advance(subs);
-    slot = (slot + 1) % kAhead;
-  };
-  for (int turn = 0; turn < kAhead; ++turn) fetch();
-
-  float* bias = grid_shared + Layout::kBias + threadIdx.x;
-#pragma unroll
-  for (int gate = 0; gate < kGates; ++gate) {
-    const bool has = params.bias != nullptr && finishes;
-    bias[gate * kBlock] = has ? static_cast<const float*>(params.bias)[gate * hidden + column] : 0.0f;
   }
-  float* state = grid_shared + Layout::kState + threadIdx.x;
-  for (int sub = 0; sub < subs; ++sub) {
-    const bool valid = finishes && first_row(sub) + warp < batch;
-    state[sub * kBlock] =
-        valid ? static_cast<float>(static_cast<const S*>(params.c0)[place({0, sub})]) : 0.0f;
-  }
-  // Of a row of h, what this lane multiplies.
-  const int first_term = warp * kVectors * kSpan<T> + lane % 4 * kLanesOf16Bytes<T>;
-  GridWeights<T, kTiles, kVectors> weights;
-  weights.load(params, first_column, warp * kVectors * kSpan<T>);
 
-  uint4 h[kVectors];
-  auto load_vector = [&](const Turn& turn, int vector) {
-    const int row = first_row(turn.sub) + lane / 4;
-    const T* from = turn.step == 0 ? static_cast<const T*>(params.h0)
-                                   : static_cast<const T*>(params.exchange) + (turn.step - 1) * step_size;
-    const bool valid = row < batch && first_term + vector * kSpan<T> < hidden;
-    return valid ? load_message(from + static_cast<uint32_t>(row) * hidden + first_term + vector * kSpan<T>)
-                 : uint4{};
-  };
-  auto load = [&](const Turn& turn) {
-#pragma unroll
-    for (int vector = 0; vector < kVectors; ++vector) h[vector] = load_vector(turn, vector);
-  };
-  auto wait = [&](const Turn& turn) {
-    if (turn.step == 0) return;
-    while (true) {
+  __device__ __forceinline__ void wait(const Turn& turn, int flight) {
+    while (turn.step > 0) {
       bool missing = false;
 #pragma unroll
-      for (int vector = 0; vector < kVectors; ++vector) {
+      for (int vector = 0; vector < kInFlight; ++vector) {
         if (is_missing<T>(h[vector])) {
           missing = true;
-          h[vector] = load_vector(turn, vector);
+          h[vector] = load_vector(turn, flight * kInFlight + vector);
         }
       }
       if (!__any_sync(~0u, missing)) break;
     }
-  };
+#pragma unroll
+    for (int vector = 0; vector < kInFlight; ++vector) h[vector] = operands<T>(h[vector]);
+  }
 
-  // Of the sum of a row and column, the lane that has it and its index there.
-  const int of_tile = lane % kColumns % kTile;
-  const int read_at = (lane % kColumns / kTile * 2 + of_tile / 8) * Layout::kEight + warp % 2 * kWarp +
-                      of_tile % 8 * 4 + warp / 2 + lane / kColumns * Layout::kOfWarp;
-  int buffer = 0, used = 0;
-  Turn turn = {};
-  load(turn);
-  while (turn.step < steps) {
-    wait(turn);
-    float sums[kGates * kTiles][4] = {};
+  __device__ __forceinline__ void run(int turns, float* partials) {
+    // With few sub-batches, what comes next is not there before this one is written.
+    const bool early = place.subs > 2;
+    Turn turn = {};
+    load(turn, 0);
+    for (int done = 0; done < turns; ++done) {
+      const Turn now = turn;
+      turn.advance(place.subs);
+      const int buffer = done % 2;
+      float* written = partials + buffer * Layout::kPartials + warp * Layout::kOfWarp + lane;
 #pragma unroll
-    for (int vector = 0; vector < kVectors; ++vector) {
-      const uint4 b = operands<T>(h[vector]);
+      for (int gate = 0; gate < kGates; gate += kAtATime) {
+        float sums[kChains][kAtATime * kTiles][4] = {};
 #pragma unroll
-      for (int tile = 0; tile < kGates * kTiles; ++tile) {
-        multiply_add_vector<T>(sums[tile], weights.parts[tile][vector], b);
+        for (int flight = 0; flight < kFlights; ++flight) {
+          if (gate == 0) wait(now, flight);
+          multiply(sums, gate, flight);
+          if (flight + 1 < kFlights) load(now, flight + 1);
+        }
+        if (early && gate + kAtATime == kGates && done + 1 < turns) load(turn, 0);
+        if (gate == 0 && done > 1) barrier_of(kFree + buffer, kGridThreads);
+        write(written + gate * Layout::kOfGate, sums);
+      }
+      arrive_at(kFull + buffer, kGridThreads);
+      if (!early && done + 1 < turns) load(turn, 0);
+    }
+  }
+
+  __device__ __forceinline__ void multiply(float (&sums)[kChains][kAtATime * kTiles][4], int gate,
+                                           int flight) const {
+#pragma unroll
+    for (int vector = 0; vector < kInFlight; ++vector) {
+#pragma unroll
+      for (int tile = 0; tile < kAtATime * kTiles; ++tile) {
+        multiply_add_vector<T>(sums[0][tile], sums[kChains - 1][tile],
+                               weights.parts[gate * kTiles + tile][flight * kInFlight + vector], h[vector]);
       }
     }
-    float* partials = grid_shared + buffer * Layout::kPartials;
-    float* written = partials + warp * Layout::kOfWarp + lane;
+  }
+
+  __device__ __forceinline__ void write(float* to, const float (&sums)[kChains][kAtATime * kTiles][4]) const {
 #pragma unroll
-    for (int tile = 0; tile < kGates * kTiles; ++tile) {
+    for (int tile = 0; tile < kAtATime * kTiles; ++tile) {
 #pragma unroll
       for (int of = 0; of < 4; ++of) {
-        written[tile / kTiles * Layout::kOfGate + (tile % kTiles * 2 + of / 2) * Layout::kEight +
-                of % 2 * kWarp] = sums[tile][of];
+        float sum = sums[0][tile][of];
+        if constexpr (kChains == 2) sum += sums[1][tile][of];
+        to[tile / kTiles * Layout::kOfGate + (tile % kTiles * 2 + of / 2) * Layout::kEight + of % 2 * kWarp] =
+            sum;
       }
     }
-    const Turn done = turn;
-    turn.advance(subs);
-    float gates[kGates];
-    wait_for_copies<kAhead - 1>();
+  }
+
+  const LltmGridForward& params;
+  const GridPlace<kColumns>& place;
+  const int lane, warp;
+  int first_term;
+  GridWeights<T, kTiles, kVectors> weights;
+  uint4 h[kInFlight];
+};
+
+// What is behind the products: sums, gates and states. A warp finishes a row, and each lane a column; of 16
+// columns, the other lanes help with the sums.
+template <typename S, typename T, int kColumns>
+struct GridFinisher {
+  using Layout = GridLayout<kColumns>;
+  static constexpr int kHelpers = kWarp / kColumns;
+
+  __device__ __forceinline__ GridFinisher(const LltmGridForward& p, const GridPlace<kColumns>& at,
+                                          float* shared, float (&of_bias)[kGates][kFinishers])
+      : params(p), place(at) {
+    const int thread = threadIdx.x - kProducers, lane = thread % kWarp;
+    row = thread / kWarp;
+    column = place.first_column + lane % kColumns;
+    finishes = lane < kColumns && column < place.hidden;
+    bias = of_bias[0] + thread;
+    ring = shared + Layout::kRing + thread;
+    state = shared + Layout::kState + thread;
+    read_at = lane % kColumns / 8 * Layout::kEight + row % 2 * kWarp + lane % 8 * 4 + row / 2 +
+              lane / kColumns * Layout::kOfWarp;
+  }
+
+  // The row among those of all steps.
+  __device__ __forceinline__ uint32_t row_of(const Turn& turn) const {
+    return turn.step * place.batch + place.first_row(turn.sub) + row;
+  }
+  __device__ __forceinline__ bool is_valid(int sub) const {
+    return finishes && place.first_row(sub) + row < place.batch;
+  }
+
+  __device__ __forceinline__ void fetch(int slot, const Turn& turn, bool is_there) {
+    const bool wanted = is_there && is_valid(turn.sub);
+    const float* from = static_cast<const float*>(params.input_gates) +
+                        (wanted ? row_of(turn) * (kGates * place.hidden) + column : 0);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      gates[gate] = ring[(used * kGates + gate) * kBlock] + bias[gate * kBlock];
+      copy_async(ring + (slot * kGates + gate) * kFinishers, from + (wanted ? gate * place.hidden : 0),
+                 wanted);
     }
-    __syncthreads();
-    const float* read = partials + read_at;
-    constexpr int kHelpers = kWarp / kColumns;
+    commit_copies();
+  }
+
+  __device__ __forceinline__ void start() {
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      const bool has_bias = params.bias != nullptr && finishes;
+      bias[gate * kFinishers] =
+          has_bias ? static_cast<const float*>(params.bias)[gate * place.hidden + column] : 0.0f;
+    }
+    for (int sub = 0; sub < place.subs; ++sub) {
+      const S* c0 = static_cast<const S*>(params.c0) + column;
+      state[sub * kFinishers] =
+          is_valid(sub) ? static_cast<float>(c0[row_of({0, sub}) * place.hidden]) : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void run(int turns, const float* partials) {
+    Turn fetched = {}, turn = {};
+    for (int done = 0; done < kAhead; ++done, fetched.advance(place.subs)) fetch(done, fetched, done < turns);
+    start();
+    for (int done = 0; done < turns; ++done) {
+      const int slot = done % kAhead, buffer = done % 2;
+      float gates[kGates];
+      wait_for_copies<kAhead - 1>();
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) {
+        gates[gate] = ring[(slot * kGates + gate) * kFinishers] + bias[gate * kFinishers];
+      }
+      barrier_of(kFull + buffer, kGridThreads);
+      add_partials(gates, partials + buffer * Layout::kPartials + read_at);
+      if (done + 2 < turns) arrive_at(kFree + buffer, kGridThreads);
+      finish(turn, gates);
+      fetch(slot, fetched, done + kAhead < turns);
+      fetched.advance(place.subs);
+      turn.advance(place.subs);
+    }
+    if (params.c_stride != 0) return;
+    for (int sub = 0; sub < place.subs; ++sub) {
+      S* c = static_cast<S*>(params.c) + column;
+      if (is_valid(sub)) c[row_of({0, sub}) * place.hidden] = static_cast<S>(state[sub * kFinishers]);
+    }
+  }
+
+  static __device__ __forceinline__ void add_partials(float (&gates)[kGates], const float* read) {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       float part[kWarps / kHelpers];
@@ -204,37 +294,55 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_forward(const LltmGridFor
       if constexpr (kHelpers == 2) sum += __shfl_xor_sync(~0u, sum, kColumns);
       gates[gate] += sum;
     }
-    const float i = Activation<T, float>::of_gate(gates[0]), o = Activation<T, float>::of_gate(gates[1]);
-    const float c = state[done.sub * kBlock] + Activation<T, float>::of_candidate(gates[2]) * i;
-    const float new_h = tanh(c) * o;
-    const bool valid = finishes && first_row(done.sub) + warp < batch;
-    const uint32_t at = place(done);
-    if (valid) send_message(static_cast<T*>(params.exchange) + at, static_cast<T>(new_h));
-    if (turn.step < steps) load(turn);
-    state[done.sub * kBlock] = c;
-    fetch();
-    if (valid) {
-      if constexpr (!std::is_same_v<S, T>) static_cast<S*>(params.output)[at] = static_cast<S>(new_h);
-      if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c);
-      if (params.activations != nullptr) {
-        S* activations = static_cast<S*>(params.activations) + gate_place(done);
-        activations[0] = static_cast<S>(i);
-        activations[hidden] = static_cast<S>(o);
-        activations[2 * hidden] = static_cast<S>(gates[2]);
-      }
-      // By then it may have left the L2 cache, and readers would wait for the memory.
-      if (lane == 0 && done.step + kNear < steps) {
-        prefetch(static_cast<const T*>(params.exchange) + at + kNear * step_size);
-      }
-    }
-    buffer = 1 - buffer;
-    used = (used + 1) % kAhead;
   }
-  if (params.c_stride == 0) {
-    for (int sub = 0; sub < subs; ++sub) {
-      const bool valid = finishes && first_row(sub) + warp < batch;
-      if (valid) static_cast<S*>(params.c)[place({0, sub})] = static_cast<S>(state[sub * kBlock]);
+
+  __device__ __forceinline__ void finish(const Turn& turn, const float (&gates)[kGates]) {
+    using std::tanh;
+    const float i = Activation<T, float>::of_gate(gates[0]), o = Activation<T, float>::of_gate(gates[1]);
+    const float c = state[turn.sub * kFinishers] + Activation<T, float>::of_candidate(gates[2]) * i;
+    const float h = tanh(c) * o;
+    state[turn.sub * kFinishers] = c;
+    if (!is_valid(turn.sub)) return;
+    const uint32_t at_row = row_of(turn) * place.hidden, at = at_row + column;
+    send_message(static_cast<T*>(params.exchange) + at, static_cast<T>(h));
+    if constexpr (!std::is_same_v<S, T>) static_cast<S*>(params.output)[at] = static_cast<S>(h);
+    if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c);
+    if (params.activations != nullptr) {
+      S* activations = static_cast<S*>(params.activations) + at_row * kGates + column;
+      activations[0] = static_cast<S>(i);
+      activations[place.hidden] = static_cast<S>(o);
+      activations[2 * place.hidden] = static_cast<S>(gates[2]);
     }
+    // By then it may have left the L2 cache, and readers would wait for the memory.
+    if (threadIdx.x % kWarp == 0 && turn.step + kNear < params.steps) {
+      prefetch(static_cast<const T*>(params.exchange) + at + kNear * place.batch * place.hidden);
+    }
+  }
+
+  const LltmGridForward& params;
+  const GridPlace<kColumns>& place;
+  int row, column, read_at;
+  bool finishes;
+  float* bias;
+  float* ring;
+  float* state;
+};
+
+// S is the state's type. Indices are 32 bits wide: longer sequences take another path.
+template <typename S, typename T, int kColumns, int kVectors>
+__global__ void __launch_bounds__(kGridThreads, 1)
+    lltm_grid_forward(const __grid_constant__ LltmGridForward params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(128) float grid_shared[];
+  __shared__ float bias[kGates][kFinishers];
+  const GridPlace<kColumns> place(params);
+  const int turns = static_cast<int>(params.steps) * place.subs;
+  if (threadIdx.x < kProducers) {
+    take_registers<kProducerRegisters>();
+    GridProducer<T, kColumns, kVectors>(params, place).run(turns, grid_shared);
+  } else {
+    leave_registers<kFinisherRegisters>();
+    GridFinisher<S, T, kColumns>(params, place, grid_shared, bias).run(turns, grid_shared);
   }
 #endif
 }
@@ -242,10 +350,10 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_forward(const LltmGridFor
 template <typename S, typename T, int kColumns, int kVectors>
 GridStatus start(const LltmGridForward& params, cudaStream_t stream) {
   const int bytes =
-      (GridLayout<kColumns>::kState + subs_of(params) * kBlock) * static_cast<int>(sizeof(float));
+      (GridLayout<kColumns>::kState + subs_of(params) * kFinishers) * static_cast<int>(sizeof(float));
   const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
-  return start_grid<lltm_grid_forward<S, T, kColumns, kVectors>>(params, bytes, params.exchange, size,
-                                                                 stream);
+  return start_grid<lltm_grid_forward<S, T, kColumns, kVectors>>(params, kGridThreads, bytes, params.exchange,
+                                                                 size, stream);
 }
 
 struct GridForward {
@@ -323,12 +431,12 @@ extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* b
   if (major != 9 || cooperative == 0) return nullptr;
   cudaFuncAttributes code = {};
   error = cudaFuncGetAttributes(&code, kLargest);
-  // What an older architecture's code becomes on a new GPU is empty.
-  if (error == cudaSuccess && code.ptxVersion < 90) return nullptr;
+  // What is compiled for any other architecture than Hopper's own is empty, and without its bias.
+  if (error == cudaSuccess && code.sharedSizeBytes == 0) return nullptr;
   if (error == cudaSuccess) error = allow<kLargest>();
   constexpr size_t kBytes = GridLayout<32>::kState * sizeof(float);
   if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kLargest, kBlock, kBytes);
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kLargest, kGridThreads, kBytes);
   }
   if (error == cudaSuccess && of_one > 0) *blocks = processors;
   // Whoever looks for a failure of a launch must not find one of a question.

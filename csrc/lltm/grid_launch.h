@@ -8,9 +8,9 @@ namespace tch_extension {
 namespace {
 
 struct GridLaunch {
-  GridLaunch(int64_t blocks, int bytes, cudaStream_t stream) {
+  GridLaunch(int64_t blocks, int threads, int bytes, cudaStream_t stream) {
     config.gridDim = dim3(static_cast<unsigned int>(blocks));
-    config.blockDim = dim3(kBlock);
+    config.blockDim = dim3(static_cast<unsigned int>(threads));
     config.dynamicSmemBytes = static_cast<size_t>(bytes);
     config.stream = stream;
     attribute.id = cudaLaunchAttributeCooperative;
@@ -47,12 +47,13 @@ struct GridStatus {
 
 // `messages` are unsent before the kernel starts.
 template <auto kKernel, typename Params>
-GridStatus start_grid(const Params& params, int bytes, void* messages, size_t size, cudaStream_t stream) {
+GridStatus start_grid(const Params& params, int threads, int bytes, void* messages, size_t size,
+                      cudaStream_t stream) {
   constexpr int kAllBits = 0xff;
   cudaError_t error = allow<kKernel>();
   if (error == cudaSuccess) error = cudaMemsetAsync(messages, kAllBits, size, stream);
   if (error == cudaSuccess) {
-    const GridLaunch launch(blocks_of(params), bytes, stream);
+    const GridLaunch launch(blocks_of(params), threads, bytes, stream);
     error = cudaLaunchKernelEx(&launch.config, kKernel, params);
   }
   // Also so that the next launch does not find the error of this one.

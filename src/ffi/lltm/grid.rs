@@ -104,14 +104,17 @@ impl Share {
     }
 
     /// Than clusters, and than one or two kernels for each step.
-    pub fn is_faster(&self, sizes: Sizes) -> bool {
+    pub fn is_faster(&self, direction: Direction, sizes: Sizes) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;
         /// Up to here clusters are faster.
         const NARROW: i64 = 256;
-        /// With more, a product and a kernel for each step are.
-        const TURNS: i64 = 8;
-        sizes.steps >= FEW && sizes.hidden > NARROW && self.turns <= TURNS
+        // With more, a product and a kernel for each step are.
+        let turns = match direction {
+            Direction::Forward => 8,
+            Direction::Backward => 4,
+        };
+        sizes.steps >= FEW && sizes.hidden > NARROW && self.turns <= turns
     }
 }
 
@@ -161,9 +164,15 @@ mod tests {
         let faster = |steps, batch, hidden| {
             let sizes = Sizes { steps, batch, features: hidden, hidden };
             let share = Share::new(Direction::Forward, sizes, Kind::Half, false, H200);
-            share.is_some_and(|share| share.is_faster(sizes))
+            share.is_some_and(|share| share.is_faster(Direction::Forward, sizes))
+        };
+        let faster_back = |batch, hidden| {
+            let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
+            let share = Share::new(Direction::Backward, sizes, Kind::Half, false, H200);
+            share.is_some_and(|share| share.is_faster(Direction::Backward, sizes))
         };
         assert!(faster(8, 16, 264) && faster(512, 256, 1024));
+        assert!(faster_back(16, 512) && faster_back(128, 1024) && !faster_back(256, 1024));
         assert!(!faster(7, 16, 1024) && !faster(512, 16, 256) && !faster(512, 512, 1024));
     }
 

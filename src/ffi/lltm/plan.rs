@@ -158,7 +158,7 @@ impl Plan {
             Path::Persistent => clusters.map(of_clusters).or(grid.map(of_grid)),
             Path::Grid => grid.map(of_grid),
             Path::Automatic => {
-                let grid = grid.filter(|share| share.is_faster(sizes)).map(of_grid);
+                let grid = grid.filter(|share| share.is_faster(direction, sizes)).map(of_grid);
                 grid.or_else(|| clusters.filter(|kernel| kernel.is_faster(sizes)).map(of_clusters))
             }
             _ => None,
