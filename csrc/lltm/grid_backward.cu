@@ -8,8 +8,9 @@ namespace {
 
 constexpr int kBlock = kWarps * kWarp;
 
-// Steps whose messages' memory is on its way.
+// Steps whose messages' memory is on its way, and turns of a thread whose saved values are.
 constexpr int kNear = 2;
+constexpr int kAhead = 2;
 
 // What is not sent yet: two values of a half kind are sent as one word, and those of no conversion are both
 // all ones.
@@ -27,19 +28,6 @@ __device__ __forceinline__ void send_two(T* to, float first, float second) {
     store(to, __float_as_uint(first), 0x7fffffff);
     store(to + 1, __float_as_uint(second), 0x7fffffff);
   }
-}
-
-// Zeros if it is not `valid`; then nothing is read.
-__device__ __forceinline__ uint4 load_message(const void* from, bool valid) {
-  uint4 words;
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n"
-      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-      "@p ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&r"(words.x), "=&r"(words.y), "=&r"(words.z), "=&r"(words.w)
-      : "l"(from), "r"(static_cast<int>(valid))
-      : "memory");
-  return words;
 }
 
 __device__ __forceinline__ bool is_unsent(const uint4& words) {
@@ -131,45 +119,38 @@ struct GridWeightsBack {
 
 // Shared memory: partial sums of two turns, [2, warp, tile, quad] of four; weights; gradients for c of each
 // sub-batch, of two columns a thread.
-template <typename Weights, int kTiles>
+template <typename Weights, int kTiles, int kBytesOfTwo>
 struct GridLayoutBack {
   static constexpr int kOfTile = kWarp * static_cast<int>(sizeof(float4));
   static constexpr int kOfWarp = kTiles * kOfTile;
   static constexpr int kOfTurn = kWarps * kOfWarp;
   static constexpr int kWeights = 2 * kOfTurn;
-  static constexpr int kState = kWeights + Weights::kBytes;
+  // Of a thread, kSaved times two values of each of its next turns: were they on their way to registers, its
+  // messages would wait for them.
+  static constexpr int kSaved = 5;
+  static constexpr int kRing = kWeights + Weights::kBytes;
+  static constexpr int kState = kRing + kAhead * kSaved * kBlock * kBytesOfTwo;
   // Threads that finish a sub-batch: the others begin with the next.
   static constexpr int kFinishing = 2 * kTiles * kWarp;
 };
 
-// Two values as they are in memory: what converts them waits until they are there.
+// Two values as they are in memory.
 template <typename S>
-struct Two {
-  using Bits = std::conditional_t<sizeof(S) == 2, uint32_t, uint2>;
-
-  static __device__ __forceinline__ Two at(const void* from, uint32_t index) {
-    return {*reinterpret_cast<const Bits*>(static_cast<const S*>(from) + index)};
-  }
-
-  __device__ __forceinline__ float operator[](int index) const {
-    if constexpr (std::is_same_v<S, float>) {
-      return __uint_as_float(index == 0 ? bits.x : bits.y);
-    } else {
-      const auto half = static_cast<unsigned short>(index == 0 ? bits : bits >> 16);
-      if constexpr (std::is_same_v<S, __half>)
-        return static_cast<float>(__ushort_as_half(half));
-      else
-        return static_cast<float>(__ushort_as_bfloat16(half));
-    }
-  }
-
-  Bits bits;
-};
+using BitsOfTwo = std::conditional_t<sizeof(S) == 2, uint32_t, uint2>;
 
 template <typename S>
-struct SavedOfTwo {
-  Two<S> grad_output, i, o, g, c;
-};
+__device__ __forceinline__ float2 values_of(const BitsOfTwo<S>& bits) {
+  if constexpr (std::is_same_v<S, float>) {
+    return {__uint_as_float(bits.x), __uint_as_float(bits.y)};
+  } else {
+    auto value = [](uint32_t half) {
+      const auto narrow = static_cast<unsigned short>(half);
+      if constexpr (std::is_same_v<S, __half>) return static_cast<float>(__ushort_as_half(narrow));
+      if constexpr (!std::is_same_v<S, __half>) return static_cast<float>(__ushort_as_bfloat16(narrow));
+    };
+    return {value(bits), value(bits >> 16)};
+  }
+}
 
 // S is the state's type; a lane has kChunk of its vectors on their way, and as many at hand. Indices are 32
 // bits wide: longer sequences take another path.
@@ -178,7 +159,7 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_backward(const LltmGridBa
 #if __CUDA_ARCH__ >= 900
   using std::tanh;
   using Weights = GridWeightsBack<T, kTiles, kVectors, kShared>;
-  using Layout = GridLayoutBack<Weights, kTiles>;
+  using Layout = GridLayoutBack<Weights, kTiles, sizeof(BitsOfTwo<S>)>;
   constexpr int kColumns = kTiles * kTile, kChunks = (kVectors + kChunk - 1) / kChunk;
   constexpr int kTeams = kBlock / Layout::kFinishing;
   extern __shared__ __align__(128) unsigned char grid_shared_back[];
@@ -201,22 +182,37 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_backward(const LltmGridBa
   // Of [B, H].
   auto place = [&](int sub) { return static_cast<uint32_t>(first_row(sub) + row) * hidden + column; };
 
-  SavedOfTwo<S> saved = {};
-  auto fetch = [&](int step, int sub) {
-    if (step >= steps || !is_valid(sub)) return;
-    const uint32_t at = (steps - 1 - step) * step_size + place(sub), at_gate = 3 * at - 2 * column;
-    if (params.grad_output != nullptr) saved.grad_output = Two<S>::at(params.grad_output, at);
-    saved.i = Two<S>::at(params.activations, at_gate);
-    saved.o = Two<S>::at(params.activations, at_gate + hidden);
-    saved.g = Two<S>::at(params.activations, at_gate + 2 * hidden);
-    saved.c = Two<S>::at(params.c, at);
+  using Bits = BitsOfTwo<S>;
+  Bits* ring = reinterpret_cast<Bits*>(grid_shared_back + Layout::kRing) + threadIdx.x;
+  Turn fetched = {0, team};
+  int slot = 0;
+  auto fetch = [&] {
+    const bool wanted = fetched.step < steps && is_valid(fetched.sub);
+    const uint32_t at = wanted ? (steps - 1 - fetched.step) * step_size + place(fetched.sub) : 0;
+    const uint32_t at_gate = wanted ? 3 * at - 2 * column : 0;
+    Bits* to = ring + slot * (Layout::kSaved * kBlock);
+    auto copy = [&](int index, const void* from, uint32_t at) {
+      const S* place = static_cast<const S*>(from != nullptr ? from : params.c) + at;
+      copy_async(to + index * kBlock, reinterpret_cast<const Bits*>(place), wanted && from != nullptr);
+    };
+    copy(0, params.grad_output, at);
+    copy(1, params.activations, at_gate);
+    copy(2, params.activations, at_gate + (wanted ? hidden : 0));
+    copy(3, params.activations, at_gate + (wanted ? 2 * hidden : 0));
+    copy(4, params.c, at);
+    commit_copies();
+    slot = (slot + 1) % kAhead;
+    fetched.sub += kTeams;
+    if (fetched.sub >= subs) fetched = {fetched.step + 1, team};
   };
   float2* state = reinterpret_cast<float2*>(grid_shared_back + Layout::kState) + member;
   for (int sub = team; sub < subs; sub += kTeams) {
     const float* from = static_cast<const float*>(params.grad_c) + place(sub);
     state[sub * Layout::kFinishing] = is_valid(sub) ? *reinterpret_cast<const float2*>(from) : float2{0, 0};
   }
-  if (team < subs) fetch(0, team);
+  if (team < subs) {
+    for (int turn = 0; turn < kAhead; ++turn) fetch();
+  }
   const int first_term = warp * kSpan<T> + lane % 4 * kLanesOf16Bytes<T>;
   Weights weights;
   weights.load(params, first_column, first_term, grid_shared_back + Layout::kWeights);
@@ -234,13 +230,15 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_backward(const LltmGridBa
     return Source{gates + (valid ? kGates * at + first_term : 0), valid ? kGates * hidden - first_term : 0};
   };
   uint4 messages[2][kChunk];
-  auto load = [&](const Source& source, int chunk) {
+  auto load = [&](const Source& source, int chunk, bool only_unsent) {
 #pragma unroll
     for (int index = 0; index < kChunk; ++index) {
       const int vector = chunk * kChunk + index;
-      if (vector >= kVectors) continue;
-      messages[chunk % 2][index] =
-          load_message(source.from + vector * Weights::kStride, vector * Weights::kStride < source.terms);
+      uint4& message = messages[chunk % 2][index];
+      if (vector >= kVectors || (only_unsent && !is_unsent(message))) continue;
+      message = vector * Weights::kStride < source.terms
+                    ? load_message(source.from + vector * Weights::kStride)
+                    : uint4{};
     }
   };
   auto is_missing = [&](int chunk) {
@@ -273,16 +271,16 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_backward(const LltmGridBa
       const bool early = subs > 1 && (now.step > 1 || now.sub > 0);
       const Source here = early ? next : source(now);
       if (!early) {
-        load(here, 0);
-        if constexpr (kChunks > 1) load(here, 1);
+        load(here, 0, false);
+        if constexpr (kChunks > 1) load(here, 1, false);
       }
       next = source(turn);
       float sums[Weights::kChains][kTiles][4] = {};
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; ++chunk) {
         while (is_missing(chunk)) {
-          load(here, chunk);
-          if (chunk + 1 < kChunks) load(here, chunk + 1);
+          load(here, chunk, true);
+          if (chunk + 1 < kChunks) load(here, chunk + 1, true);
         }
 #pragma unroll
         for (int index = 0; index < kChunk; ++index) {
@@ -290,9 +288,9 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_backward(const LltmGridBa
           if (vector < kVectors) weights.multiply(sums, vector, messages[chunk % 2][index]);
         }
         if (chunk + 2 < kChunks) {
-          load(here, chunk + 2);
+          load(here, chunk + 2, false);
         } else if (subs > 1) {
-          load(next, chunk % 2);
+          load(next, chunk % 2, false);
         }
       }
 #pragma unroll
@@ -330,18 +328,18 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_backward(const LltmGridBa
     }
     float2 grad_c = state[now.sub * Layout::kFinishing];
     float grads[kGates][2];
-    auto finish = [&](int at, float grad_h, float& grad_c) {
-      const float tanh_c = tanh(saved.c[at]);
-      const float i = saved.i[at], o = saved.o[at];
-      const float g = saved.g[at];
-      grad_h += saved.grad_output[at];
+    wait_for_copies<kAhead - 1>();
+    auto saved = [&](int index) { return values_of<S>(ring[(slot * Layout::kSaved + index) * kBlock]); };
+    const float2 grad_output = saved(0), i = saved(1), o = saved(2), g = saved(3), c = saved(4);
+    auto finish = [&](int at, float grad_h, float& grad_c, float i, float o, float g, float c) {
+      const float tanh_c = tanh(c);
       grad_c += grad_h * (o * tanh_grad(tanh_c));
       grads[0][at] = grad_c * (Activation<T, float>::of_candidate(g) * sigmoid_grad(i));
       grads[1][at] = grad_h * (tanh_c * sigmoid_grad(o));
       grads[2][at] = grad_c * (i * Activation<T, float>::candidate_grad(g));
     };
-    finish(0, grad_h.x, grad_c.x);
-    finish(1, grad_h.y, grad_c.y);
+    finish(0, grad_h.x + grad_output.x, grad_c.x, i.x, o.x, g.x, c.x);
+    finish(1, grad_h.y + grad_output.y, grad_c.y, i.y, o.y, g.y, c.y);
     if (valid) {
       T* to = gates + kGates * ((steps - 1 - now.step) * step_size + place(now.sub)) - 2 * column;
 #pragma unroll
@@ -357,11 +355,7 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_backward(const LltmGridBa
       }
     }
     state[now.sub * Layout::kFinishing] = grad_c;
-    if (now.sub + kTeams < subs) {
-      fetch(now.step, now.sub + kTeams);
-    } else {
-      fetch(now.step + 1, team);
-    }
+    fetch();
   }
   for (int sub = team; sub < subs; sub += kTeams) {
     float* to = static_cast<float*>(params.grad_c) + place(sub);
@@ -372,7 +366,7 @@ __global__ void __launch_bounds__(kBlock, 1) lltm_grid_backward(const LltmGridBa
 
 template <typename S, typename T, int kTiles, int kVectors, int kShared, int kChunk>
 GridStatus start(const LltmGridBackward& params, cudaStream_t stream) {
-  using Layout = GridLayoutBack<GridWeightsBack<T, kTiles, kVectors, kShared>, kTiles>;
+  using Layout = GridLayoutBack<GridWeightsBack<T, kTiles, kVectors, kShared>, kTiles, sizeof(BitsOfTwo<S>)>;
   const int bytes = Layout::kState + subs_of(params) * Layout::kFinishing * static_cast<int>(sizeof(float2));
   const auto size = static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) * sizeof(T);
   return start_grid<lltm_grid_backward<S, T, kTiles, kVectors, kShared, kChunk>>(
