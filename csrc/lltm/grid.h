@@ -31,3 +31,23 @@ struct LltmGridForward {
   void* c;                  // [T, B, H], or [B, H] with c_stride 0
   void* activations;        // [T, B, 3H], of the state's kind; null if nobody needs them; may be input_gates
 };
+
+struct LltmGridBackward {
+  int64_t steps;
+  int64_t batch;
+  int64_t hidden;
+  int64_t weight_stride;
+  int32_t kind;
+  int32_t product_kind;
+  int32_t columns;
+  int32_t row_groups;
+  int32_t needs_grad_h0;
+  int32_t reserved;
+  const void* weight;       // W_h, [3H, H], of the product's kind
+  const void* grad_output;  // [T, B, H], of the state's kind, null for zeros
+  const void* activations;  // [T, B, 3H], of the state's kind
+  const void* c;            // [T, B, H], of the state's kind; these three at multiples of two values
+  void* grad_h;             // [B, H], float: for h[T-1] beside the output's, and then for h0
+  void* grad_c;             // [B, H], float: for c[T-1], and then for c0
+  void* grad_gates;         // [T, B, 3H], of the product's kind
+};

@@ -15,6 +15,8 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cu
     const LltmPersistentBackward*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(const LltmGridForward*,
                                                                             bool* fits, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(const LltmGridBackward*,
+                                                                             bool* fits, cudaStream_t);
 #endif
 
 namespace tch_extension {
@@ -110,11 +112,37 @@ bool lltm_grid(const LltmForward& call) {
   return fits;
 }
 
+bool lltm_grid(const LltmBackward& call) {
+  const at::Tensor grad_output = call.grad_output == nullptr ? at::Tensor() : aligned(*call.grad_output);
+  const at::Tensor activations = aligned(*call.activations), c = aligned(*call.c);
+  LltmGridBackward params{};
+  params.steps = c.size(0);
+  params.batch = c.size(1);
+  params.hidden = c.size(2);
+  params.weight_stride = call.weight->stride(0);
+  params.kind = kind_of(c);
+  params.product_kind = kind_of(*call.weight);
+  params.columns = call.column_groups;
+  params.row_groups = call.row_groups;
+  params.needs_grad_h0 = call.needs_grad_h0;
+  params.weight = address(call.weight);
+  params.grad_output = grad_output.defined() ? grad_output.const_data_ptr() : nullptr;
+  params.activations = activations.const_data_ptr();
+  params.c = c.const_data_ptr();
+  params.grad_h = address(call.grad_h);
+  params.grad_c = address(call.grad_c);
+  params.grad_gates = address(call.grad_gates);
+  bool fits = false;
+  check(tch_extension_lltm_grid_backward_cuda(&params, &fits, static_cast<cudaStream_t>(call.stream)));
+  return fits;
+}
+
 #else
 
 void lltm_persistent(const LltmForward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
 void lltm_persistent(const LltmBackward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
 bool lltm_grid(const LltmForward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
+bool lltm_grid(const LltmBackward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
 
 #endif
 

@@ -352,6 +352,9 @@ TCH_EXTENSION_API Message tch_extension_lltm_backward(const LltmBackward* call) 
       case kLltmPersistent:
       case kLltmPersistentTf32:
         return lltm_persistent(*call);
+      case kLltmGrid:
+        if (lltm_grid(*call)) return;
+        return backward_per_step(*call);
       case kLltmFused:
         return backward_fused(*call);
       default:

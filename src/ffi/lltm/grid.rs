@@ -1,7 +1,7 @@
 //! `csrc/lltm/grid.h`: how blocks that fill the GPU share a sequence.
 
-use super::Sizes;
 use super::persistent::counts_in_32_bits;
+use super::{Direction, Sizes};
 use crate::Result;
 #[cfg(tch_extension_cuda)]
 use crate::ffi::once_a_device::{OnceADevice, constant};
@@ -51,16 +51,17 @@ pub(super) struct Share {
     pub columns: i64,
     /// Groups of blocks, each with some rows of the batch.
     pub row_groups: i64,
-    /// What a step of the forward costs, in hundredths of a microsecond: about, as measured on an H200 in half kinds.
+    /// What a step costs, in hundredths of a microsecond: about, as measured on an H200.
     pub cost: i64,
 }
 
 impl Share {
-    /// For these sizes, if the weights fit into registers, and the kernel can count: `tf32` is whether products of `Float` may
-    /// be made in it, which they always are here.
-    pub fn new(sizes: Sizes, product: Kind, tf32: bool, grid: Grid) -> Option<Share> {
+    /// The fastest for these sizes, if the weights fit into registers, and the kernel can count. `tf32` is whether products of
+    /// `Float` may be made in it, which they always are here.
+    pub fn new(direction: Direction, sizes: Sizes, product: Kind, tf32: bool, grid: Grid) -> Option<Share> {
         let Sizes { batch, hidden, .. } = sizes;
-        // Of a row of h for each warp, at most 8 vectors in registers beside 16 columns, or 4 beside 32.
+        // Of a row of h for each warp, at most 8 vectors in registers beside 16 columns, or 4 beside 32; of the gates' gradients
+        // three times as many.
         let terms = match product {
             Kind::Half | Kind::BFloat16 => 256,
             Kind::Float if tf32 => 128,
@@ -71,40 +72,49 @@ impl Share {
         }
         let vectors = (hidden - 1) / terms + 1;
         let tiles = (batch - 1) / ROWS + 1;
-        let of =
-            |columns| Share::of_columns(columns, vectors, tiles, grid.blocks / ((hidden - 1) / columns + 1));
-        [16, 32]
-            .into_iter()
-            .filter(|columns| vectors * columns <= 128)
-            .filter_map(of)
-            .min_by_key(|share| share.cost)
+        let of = |columns| {
+            let most = grid.blocks / ((hidden - 1) / columns + 1);
+            Share::of_columns(direction, columns, vectors, tiles, most)
+        };
+        let fits = |columns: &i64| vectors * columns <= 128;
+        [32, 16].into_iter().filter(fits).filter_map(of).min_by_key(|share| share.cost)
     }
 
     /// Each of up to `most` groups has some of the tiles of rows and works through them in turn.
-    fn of_columns(columns: i64, vectors: i64, tiles: i64, most: i64) -> Option<Share> {
-        /// c of all rows of a block has to fit beside the rest.
+    fn of_columns(direction: Direction, columns: i64, vectors: i64, tiles: i64, most: i64) -> Option<Share> {
+        /// What is kept of all rows of a block has to fit beside the rest.
         const MOST_TURNS: i64 = 64;
         if most == 0 {
             return None;
         }
-        // Two turns take no longer than one, in which everybody waits, and half the blocks.
-        let turns = ((tiles - 1) / most + 1).max(2);
-        let a_turn = if columns == 16 { 35 } else { 60 } + 16 * vectors.max(2);
+        let vectors = vectors.max(2);
+        let turns = (tiles - 1) / most + 1;
+        let (turns, a_turn) = match (direction, columns) {
+            // Two turns take no longer than one, in which everybody waits, and half the blocks.
+            (Direction::Forward, 16) => (turns.max(2), 35 + 16 * vectors),
+            (Direction::Forward, _) => (turns.max(2), 60 + 16 * vectors),
+            // Each block reads the gradients for all gates, and fewer blocks have them sooner.
+            (Direction::Backward, 16) => (turns, 200.max(45 + 26 * vectors)),
+            (Direction::Backward, _) => (turns, 85 + 33 * vectors),
+        };
         let share = Share { columns, row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn };
         (turns <= MOST_TURNS).then_some(share)
     }
 
-    /// Than one or two kernels for each step, in the forward.
-    pub fn is_faster(&self, sizes: Sizes, product: Kind) -> bool {
+    /// Than one or two kernels for each step.
+    pub fn is_faster(&self, direction: Direction, sizes: Sizes, product: Kind) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;
         /// Up to here clusters are faster.
         const NARROW: i64 = 256;
-        /// What a product and a kernel cost with the most rows at which they were measured to be slower, 256 of H = 1024.
-        const OTHERS: i64 = 1000;
-        // With tf32 nobody has measured it.
-        let half = matches!(product, Kind::Half | Kind::BFloat16);
-        half && sizes.steps >= FEW && sizes.hidden > NARROW && self.cost <= OTHERS
+        // What those cost, without the products of all steps: forward with the most rows at which they were measured to be
+        // slower, 256 of H = 1024; in tf32, of which less was measured, with a distance.
+        let others = match (product, direction) {
+            (Kind::Float, _) => 500,
+            (_, Direction::Forward) => 1000,
+            (_, Direction::Backward) => 1100,
+        };
+        sizes.steps >= FEW && sizes.hidden > NARROW && self.cost <= others
     }
 }
 
@@ -116,7 +126,7 @@ mod tests {
 
     fn share(batch: i64, hidden: i64, kind: Kind, tf32: bool, grid: Grid) -> Option<(i64, i64)> {
         let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
-        Share::new(sizes, kind, tf32, grid).map(|share| (share.columns, share.row_groups))
+        Share::new(Direction::Forward, sizes, kind, tf32, grid).map(|share| (share.columns, share.row_groups))
     }
 
     #[test]
@@ -152,15 +162,34 @@ mod tests {
     }
 
     #[test]
-    fn it_is_taken_where_it_is_faster() {
-        let faster = |steps, batch, hidden, kind| {
-            let sizes = Sizes { steps, batch, features: hidden, hidden };
-            Share::new(sizes, kind, true, H200).is_some_and(|share| share.is_faster(sizes, kind))
+    fn blocks_are_wide_in_the_backward() {
+        let of = |batch, hidden, kind| {
+            let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
+            let share = Share::new(Direction::Backward, sizes, kind, true, H200)?;
+            Some((share.columns, share.row_groups))
         };
-        assert!(faster(8, 16, 264, Kind::Half) && faster(512, 256, 1024, Kind::BFloat16));
-        assert!(!faster(7, 16, 1024, Kind::Half) && !faster(512, 16, 256, Kind::Half));
-        assert!(!faster(512, 512, 1024, Kind::Half) && !faster(512, 64, 2048, Kind::Half));
-        assert!(!faster(512, 16, 512, Kind::Float));
+        assert_eq!(of(16, 1024, Kind::Half), Some((32, 2)));
+        assert_eq!(of(16, 512, Kind::Half), Some((32, 2)));
+        assert_eq!(of(64, 1032, Kind::Half), Some((16, 2)));
+        assert_eq!(of(16, 768, Kind::Float), Some((16, 2)));
+    }
+
+    #[test]
+    fn it_is_taken_where_it_is_faster() {
+        use Direction::{Backward, Forward};
+        let faster = |direction, steps, batch, hidden, kind| {
+            let sizes = Sizes { steps, batch, features: hidden, hidden };
+            Share::new(direction, sizes, kind, true, H200)
+                .is_some_and(|share| share.is_faster(direction, sizes, kind))
+        };
+        assert!(faster(Forward, 8, 16, 264, Kind::Half) && faster(Forward, 512, 256, 1024, Kind::BFloat16));
+        assert!(!faster(Forward, 7, 16, 1024, Kind::Half) && !faster(Forward, 512, 16, 256, Kind::Half));
+        assert!(!faster(Forward, 512, 512, 1024, Kind::Half) && !faster(Forward, 512, 64, 2048, Kind::Half));
+        assert!(
+            faster(Backward, 512, 128, 1024, Kind::Half) && !faster(Backward, 512, 256, 1024, Kind::Half)
+        );
+        assert!(faster(Forward, 512, 16, 768, Kind::Float) && !faster(Forward, 512, 256, 1024, Kind::Float));
+        assert!(faster(Backward, 512, 16, 1024, Kind::Float) && !faster(Backward, 512, 64, 768, Kind::Float));
     }
 
     #[test]

@@ -112,13 +112,8 @@ impl Kernel {
     }
 
     /// Of a step of all rows.
-    fn cost(&self, batch: i64) -> i64 {
+    pub fn cost(&self, batch: i64) -> i64 {
         self.turns(batch).saturating_mul(self.step)
-    }
-
-    /// Than a grid: forward with few rows, and on the way back, where a grid has more to send.
-    pub fn is_faster_than_a_grid(&self, direction: Direction, sizes: Sizes) -> bool {
-        direction == Direction::Backward || self.turns(sizes.batch) == 1
     }
 
     /// Than one or two kernels for each step.
@@ -204,19 +199,6 @@ mod tests {
             assert!(!faster(direction, 7, 16, 128, Kind::Half));
             assert!(!faster(direction, 512, 4096, 512, Kind::Half));
         }
-    }
-
-    #[test]
-    fn forward_they_are_faster_than_a_grid_while_all_run_at_once() {
-        use Direction::{Backward, Forward};
-        let faster = |direction, batch, hidden| {
-            let sizes = sizes(512, batch, hidden);
-            Kernel::new(direction, sizes, Kind::Half, false, H200)
-                .is_some_and(|kernel| kernel.is_faster_than_a_grid(direction, sizes))
-        };
-        assert!(faster(Forward, 16, 512) && faster(Forward, 120, 512) && faster(Forward, 240, 256));
-        assert!(faster(Forward, 16, 768) && !faster(Forward, 64, 768) && !faster(Forward, 121, 512));
-        assert!(faster(Backward, 121, 512) && faster(Backward, 64, 768));
     }
 
     #[test]

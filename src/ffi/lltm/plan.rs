@@ -156,8 +156,7 @@ impl Plan {
         on_chip: OnChip,
     ) -> Option<Plan> {
         let clusters = Kernel::new(direction, sizes, product, on_chip.tf32, on_chip.clusters);
-        let grid = Share::new(sizes, product, on_chip.tf32, on_chip.grid)
-            .filter(|_| direction == Direction::Forward);
+        let grid = Share::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
         let of_clusters =
             |Kernel { cluster, groups, tf32, .. }: Kernel| Plan::Persistent { cluster, groups, tf32 };
         let of_grid = |share: Share| Plan::Grid { columns: share.columns, row_groups: share.row_groups };
@@ -166,9 +165,14 @@ impl Plan {
             Path::Grid => grid.map(of_grid),
             Path::Automatic => {
                 let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes));
-                let grid = grid.filter(|share| share.is_faster(sizes, product));
-                let first = clusters.filter(|kernel| kernel.is_faster_than_a_grid(direction, sizes));
-                first.map(of_clusters).or(grid.map(of_grid)).or(clusters.map(of_clusters))
+                let grid = grid.filter(|share| share.is_faster(direction, sizes, product));
+                match (clusters, grid) {
+                    (Some(kernel), Some(share)) if share.cost < kernel.cost(sizes.batch) => {
+                        Some(of_grid(share))
+                    }
+                    (None, Some(share)) => Some(of_grid(share)),
+                    (kernel, _) => kernel.map(of_clusters),
+                }
             }
             _ => None,
         }
