@@ -94,7 +94,7 @@ impl Share {
             (Direction::Forward, 16) => (turns.max(2), 35 + 16 * vectors),
             (Direction::Forward, _) => (turns.max(2), 60 + 16 * vectors),
             // Each block reads the gradients for all gates, and fewer blocks have them sooner.
-            (Direction::Backward, 16) => (turns, 200.max(45 + 26 * vectors)),
+            (Direction::Backward, 16) => (turns, 250.max(45 + 26 * vectors)),
             (Direction::Backward, _) => (turns, 85 + 33 * vectors),
         };
         let share = Share { columns, row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn };
