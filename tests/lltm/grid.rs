@@ -137,8 +137,8 @@ fn cuda_half_kinds_of_what_is_no_number_by_the_grid() {
             let all_bits = Tensor::full([20, hidden], -1, (Kind::Int16, device)).view_dtype(kind);
             assert!(all_bits.isnan().all().int64_value(&[]) != 0);
             // h0 of one row, the input of another at some step, and an infinite one.
-            let _ = inputs[3].get(3).copy_(&all_bits.get(0));
-            let _ = inputs[0].get(2).get(9).copy_(&all_bits.get(0).narrow(0, 0, 8));
+            inputs[3].get(3).copy_(&all_bits.get(0));
+            inputs[0].get(2).get(9).copy_(&all_bits.get(0).narrow(0, 0, 8));
             let _ = inputs[0].get(4).get(17).fill_(f64::INFINITY);
             let (found, expected) = (grid(&inputs).expect("outputs"), per_step(&inputs).expect("outputs"));
             for (found, expected) in found.iter().zip(&expected) {
@@ -159,7 +159,7 @@ fn cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_grid() {
     let expected = everything(&grid, &inputs);
     let storage = Tensor::zeros([9 * 40 + 1], (Kind::BFloat16, device));
     let moved = storage.narrow(0, 1, 9 * 40).view([9, 40]);
-    let _ = moved.shallow_clone().copy_(&inputs[3]);
+    moved.shallow_clone().copy_(&inputs[3]);
     inputs[3] = moved;
     for (found, expected) in everything(&grid, &inputs).iter().zip(&expected) {
         assert!(found.equal(expected));
