@@ -18,9 +18,9 @@ namespace {
 
 // What a block has of the rows: which columns, and which rows.
 struct Share : Columns {
-  int64_t start;         // the first row of the block's first team
-  int64_t step;          // rows of all blocks' teams together
-  int64_t part;          // of the sums over rows
+  int64_t start;  // the first row of the block's first team
+  int64_t step;   // rows of all blocks' teams together
+  int64_t part;   // of the sums over rows
 };
 
 template <typename T, Team kTeam>
@@ -43,7 +43,8 @@ constexpr int kBytesOfRest = 128;
 template <typename T>
 constexpr int kMostRest = kBytesOfRest / sizeof(T) < kWarp ? kBytesOfRest / sizeof(T) : kWarp;
 
-// Vectors of one row of x, or of dy, in the ring. A group of shifted ones has one more, and room for the rest.
+// Vectors of one row of x, or of dy, in the ring. A group of shifted ones has one more, and room for the
+// rest.
 template <typename T>
 constexpr int kVectorsOfThread = kBackwardValues<T> / kLanesOf16Bytes<T>;
 
@@ -53,7 +54,8 @@ __host__ __device__ constexpr int vectors_behind(int team) {
 
 template <typename T, bool kShifted>
 __host__ __device__ constexpr int vectors_of_row(int threads, int team) {
-  return kVectorsOfThread<T> * threads + (kShifted ? threads / (team < kWarp ? team : kWarp) * vectors_behind(team) : 0);
+  return kVectorsOfThread<T> * threads +
+         (kShifted ? threads / (team < kWarp ? team : kWarp) * vectors_behind(team) : 0);
 }
 
 // Where a thread finds one of the two arrays, x or dy: the group's bytes of its present row, or the next ones

@@ -89,7 +89,7 @@ __device__ __forceinline__ Pair<C> sum_of_team(Pair<C> sum, const LayerNormPlan&
   if constexpr (kTeam == Team::kCluster) {
     return cluster_sum(sum, plan.cluster, blockIdx.x % plan.cluster, buffer, turn);
   } else {
-    return team_sum<kTeam == Team::kWithinWarp>(sum, team, buffer, turn);
+    return team_sum < kTeam == Team::kWithinWarp > (sum, team, buffer, turn);
   }
 }
 

@@ -43,7 +43,7 @@ template <typename T>
 constexpr int kClusterBytes = sizeof(T) == 4 ? 2 * kBytes : kBytes;
 
 template <int kTeam>
-constexpr Team kTeamOf = kTeam == kBlocksOfCluster              ? Team::kCluster
+constexpr Team kTeamOf = kTeam == kBlocksOfCluster      ? Team::kCluster
                          : kTeam >= 0 && kTeam <= kWarp ? Team::kWithinWarp
                                                         : Team::kBlock;
 

@@ -86,8 +86,9 @@ __device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, const LayerNorm
     }
     return {sum, __shfl_sync(kAllLanes, first, 0, team)};
   } else {
-    const bool is_first = thread_of_team(team) == 0 &&
-                          (kTeam != Team::kCluster || blockIdx.x % static_cast<unsigned int>(plan.cluster) == 0);
+    const bool is_first =
+        thread_of_team(team) == 0 &&
+        (kTeam != Team::kCluster || blockIdx.x % static_cast<unsigned int>(plan.cluster) == 0);
     return sum_of_team<kTeam>(Pair<C>{sum, is_first ? first : C(0)}, plan, team, buffer, turn);
   }
 }
