@@ -2,6 +2,10 @@
 
 fn main() {
     let extension = tch_extension_build::Extension::new("tch_extension").source_dir("csrc");
-    extension.cuda_library("cublasLt").for_hopper("gemm/hopper.cu").build_or_exit();
+    extension
+        .cuda_library("cublasLt")
+        .for_hopper("gemm/hopper.cu")
+        .for_hopper("lltm/grid_forward.cu")
+        .build_or_exit();
     tch_extension_build::link_args();
 }

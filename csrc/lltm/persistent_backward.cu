@@ -7,74 +7,82 @@
 namespace tch_extension {
 namespace {
 
-// W_hᵀ of a warp, as tensor cores take it: kSums tiles of columns of h, and kTerms tiles of the block's
-// gates. In registers, but for the last kShared terms, for which there are none left: in shared memory,
-// [warp, sum, term, lane].
-template <typename T, int kSums, int kTerms, int kShared>
-struct TensorCoresBack {
+// W_hᵀ of a warp, as tensor cores take it: kSums tiles of columns of h, and kProducts products with the
+// block's gates. In registers, but for the last kShared products, for which there are none left: in shared
+// memory, [warp, sum, product, lane].
+template <typename T, int kPadded, int kCluster, int kShared = 0>
+struct TensorCoresBack : Shares<kPadded, kCluster> {
   using Element = T;
   using Gates = float;
-  static constexpr int kTiles = kTerms / kGates;
-  static constexpr int kMostThreads = kTiles * kSplits * kWarp;
-  // Sums that are made at a time.
-  enum : int { kTilesOfSums = kSums, kAtATime = kSums < 2 ? kSums : 2 };
+  using S = Shares<kPadded, kCluster>;
+  enum : int {
+    kSums = kPadded / kTile / (S::kTiles * kSplits),
+    kProductsOfGate = S::kColumns / kDepth<T>,
+    kProducts = kGates * kProductsOfGate,
+    // Sums that are made at a time.
+    kAtATime = 2,
+    kRowBytes = kGates * S::kColumns * static_cast<int>(sizeof(T)),
+    // From a row of gates to the next, so that what a warp loads at once lies in different banks.
+    kStride = sizeof(T) == 2 ? kRowBytes + 16 : kRowBytes + (kRowBytes + 64) % 128,
+    kWeightBytes = S::kThreads * kSums * kShared * static_cast<int>(sizeof(uint4)),
+  };
 
-  static int weight_bytes(int, int) {
-    return kMostThreads * kSums * kShared * static_cast<int>(sizeof(uint4));
-  }
-
-  __device__ void load(const LltmPersistentBackward& params, const Place& place, int, int, void* memory) {
-    const T* weight = static_cast<const T*>(params.weight);
+  __device__ void load(const LltmPersistentBackward& params, const Place& place, void* memory) {
+    using M = InMemory<T>;
+    const M* weight = static_cast<const M*>(params.weight);
     const int hidden = static_cast<int>(params.hidden);
-    const int first = static_cast<int>(place.rank) * kTiles * kTile;
+    const int first = static_cast<int>(place.rank) * S::kColumns;
+    int lane = place.lane;
     shared = static_cast<uint4*>(memory) + place.warp() * (kSums * kShared * kWarp) + place.lane;
-    auto at = [&](int64_t of, bool valid) { return valid ? bits_of(weight[of]) : 0u; };
 #pragma unroll
     for (int sum = 0; sum < kSums; ++sum) {
 #pragma unroll
-      for (int term = 0; term < kTerms; ++term) {
+      for (int product = 0; product < kProducts; ++product) {
+        const M* rows =
+            weight + static_cast<int64_t>(product / kProductsOfGate) * hidden * params.weight_stride;
         uint32_t parts[4];
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
-          // A part is of two gates: of neighbouring columns.
-          const int to = (place.warp() * kSums + sum) * kTile + place.lane / 4 + part % 2 * 8;
-          const int column = first + term % kTiles * kTile + place.lane % 4 * 2 + part / 2 * 8;
-          const int64_t of =
-              (static_cast<int64_t>(term / kTiles) * hidden + column) * params.weight_stride + to;
-          parts[part] = at(of, column < hidden && to < hidden) |
-                        at(of + params.weight_stride, column + 1 < hidden && to < hidden) << 16;
+          const int to = (place.warp() * kSums + sum) * kTile + lane / 4 + part % 2 * 8;
+          auto at = [&](int column) {
+            return column < hidden && to < hidden ? rows[column * params.weight_stride + to] : M(0.0f);
+          };
+          parts[part] = operand<T>(at, first + term_of<T>(product % kProductsOfGate, part, lane));
         }
-        if (term < kTerms - kShared) {
+        if (product < kProducts - kShared) {
 #pragma unroll
-          for (int part = 0; part < 4; ++part) weights[sum][term][part] = parts[part];
+          for (int part = 0; part < 4; ++part) weights[sum][product][part] = parts[part];
         } else {
-          shared[(sum * kShared + term - (kTerms - kShared)) * kWarp] =
+          shared[(sum * kShared + product - (kProducts - kShared)) * kWarp] =
               make_uint4(parts[0], parts[1], parts[2], parts[3]);
         }
-        few_at_a_time();
+        few_at_a_time(lane);
       }
     }
   }
 
   // Of the kAtATime sums from kFirst.
   template <int kFirst>
-  __device__ __forceinline__ void multiply(float (&sums)[kAtATime][4], const unsigned char* gates, int stride,
+  __device__ __forceinline__ void multiply(float (&sums)[kAtATime][4], const unsigned char* gates,
                                            const Place& place) const {
-    const uint32_t address = shared_address(gates) + place.lane % 8 * stride + place.lane / 8 * 16;
-    // Behind an odd last tile others may write: its two matrices are loaded twice.
+    const uint32_t address =
+        shared_address(gates) + (sizeof(T) == 2 ? place.lane % 8 * kStride + place.lane / 8 * 16
+                                                : place.lane / 4 * kStride + place.lane % 4 * 16);
+    // Behind an odd last product of a half kind others may write: its two matrices are loaded twice.
     const uint32_t back = place.lane & 16 ? 32 : 0;
 #pragma unroll
-    for (int term = 0; term < kTerms; term += 2) {
+    for (int product = 0; product < kProducts; product += 2) {
       uint32_t b[4];
-      load_matrices(b, address + term * (kTile * 2) - (term + 1 < kTerms ? 0 : back));
+      load_operands<T>(b, address + product * 32 - (product + 1 < kProducts ? 0 : back));
 #pragma unroll
-      for (int half = 0; half < 2 && term + half < kTerms; ++half) {
+      for (int half = 0; half < 2 && product + half < kProducts; ++half) {
 #pragma unroll
         for (int sum = 0; sum < kAtATime; ++sum) {
-          if (term + half < kTerms - kShared) {
-            multiply_add<T>(sums[sum], weights[kFirst + sum][term + half], b[2 * half], b[2 * half + 1]);
+          if (product + half < kProducts - kShared) {
+            multiply_add<T>(sums[sum], weights[kFirst + sum][product + half], b[2 * half], b[2 * half + 1]);
           } else {
-            const uint4 a = shared[((kFirst + sum) * kShared + term + half - (kTerms - kShared)) * kWarp];
+            const uint4 a =
+                shared[((kFirst + sum) * kShared + product + half - (kProducts - kShared)) * kWarp];
             const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
             multiply_add<T>(sums[sum], parts, b[2 * half], b[2 * half + 1]);
           }
@@ -83,53 +91,53 @@ struct TensorCoresBack {
     }
   }
 
-  uint32_t weights[kSums][kTerms - kShared][4];
+  uint32_t weights[kSums][kProducts - kShared][4];
   uint4* shared;
 };
 
 // W_h of the block's gates in shared memory, [3 · columns, H'].
-template <typename T, int kSums>
-struct PlainProductBack {
+template <typename T, int kPadded, int kCluster>
+struct PlainProductBack : Shares<kPadded, kCluster> {
   using Element = T;
   using Gates = T;
-  enum : int { kTilesOfSums = kSums, kAtATime = kSums };
-  static constexpr int kMostThreads = 128;
+  using S = Shares<kPadded, kCluster>;
+  enum : int {
+    kSums = kPadded / kTile / (S::kTiles * kSplits),
+    kAtATime = kSums,
+    kTerms = kGates * S::kColumns,
+    kRow = kPadded + kLanesOf16Bytes<T>,
+    kStride = kTerms * static_cast<int>(sizeof(T)) + 16,
+    kWeightBytes = kTerms * kRow * static_cast<int>(sizeof(T)),
+  };
 
-  static __host__ __device__ int row(int padded) { return padded + 16 / static_cast<int>(sizeof(T)); }
-  static int weight_bytes(int columns, int padded) {
-    return kGates * columns * row(padded) * static_cast<int>(sizeof(T));
-  }
-
-  __device__ void load(const LltmPersistentBackward& params, const Place& place, int own, int all,
-                       void* memory) {
+  __device__ void load(const LltmPersistentBackward& params, const Place& place, void* memory) {
     const int hidden = static_cast<int>(params.hidden);
-    terms = kGates * own;
-    padded = all;
     weights = static_cast<T*>(memory);
     const T* from = static_cast<const T*>(params.weight);
-    for (int at = threadIdx.x; at < terms * padded; at += blockDim.x) {
-      const int to = at % padded, k = at / padded, column = static_cast<int>(place.rank) * own + k % own;
+    for (int at = threadIdx.x; at < kTerms * kPadded; at += S::kThreads) {
+      const int to = at % kPadded, k = at / kPadded;
+      const int column = static_cast<int>(place.rank) * S::kColumns + k % S::kColumns;
+      const int64_t gate = k / S::kColumns;
       const bool valid = to < hidden && column < hidden;
-      weights[k * row(padded) + to] =
-          valid ? from[(static_cast<int64_t>(k / own) * hidden + column) * params.weight_stride + to] : T(0);
+      weights[k * kRow + to] = valid ? from[(gate * hidden + column) * params.weight_stride + to] : T(0);
     }
   }
 
   template <int>
-  __device__ __forceinline__ void multiply(T (&sums)[kSums][4], const unsigned char* gates, int stride,
+  __device__ __forceinline__ void multiply(T (&sums)[kSums][4], const unsigned char* gates,
                                            const Place& place) const {
     using Vector = tch_extension::Vector<T, kLanesOf16Bytes<T>>;
-    const T* g0 = reinterpret_cast<const T*>(gates + place.lane % 4 * 2 * stride);
-    const T* g1 = reinterpret_cast<const T*>(gates + (place.lane % 4 * 2 + 1) * stride);
+    const T* g0 = reinterpret_cast<const T*>(gates + place.lane % 4 * 2 * kStride);
+    const T* g1 = reinterpret_cast<const T*>(gates + (place.lane % 4 * 2 + 1) * kStride);
     const T* w = weights + place.warp() * kSums * kTile + place.lane / 4;
-    for (int k = 0; k < terms; k += kLanesOf16Bytes<T>) {
+    for (int k = 0; k < kTerms; k += kLanesOf16Bytes<T>) {
       const Vector left = *reinterpret_cast<const Vector*>(g0 + k);
       const Vector right = *reinterpret_cast<const Vector*>(g1 + k);
 #pragma unroll
       for (int term = 0; term < kLanesOf16Bytes<T>; ++term) {
 #pragma unroll
         for (int sum = 0; sum < kSums; ++sum) {
-          const T* from = w + (k + term) * row(padded) + sum * kTile;
+          const T* from = w + (k + term) * kRow + sum * kTile;
           const T upper = from[0], lower = from[8];
           sums[sum][0] += upper * left.lane[term];
           sums[sum][1] += upper * right.lane[term];
@@ -141,26 +149,21 @@ struct PlainProductBack {
   }
 
   T* weights;
-  int terms, padded;
 };
 
 // Shared memory: parts of sums from all blocks, for two steps; gradients for the gates of two steps, [2,
 // kRows, 3 · columns]; weights.
 template <typename Product>
 struct LayoutBack {
-  using G = typename Product::Gates;
-  static constexpr int kArrivals = 16;
-
-  __host__ __device__ LayoutBack(int threads, int cluster) {
-    columns = threads / (kWarp * kSplits) * kTile;
-    padded = columns * cluster;
-    part_bytes = columns / kTile * kWarp * 4 * static_cast<int>(sizeof(G));
-    stride = kGates * columns * static_cast<int>(sizeof(typename Product::Element)) + 16;
-    gates = kArrivals + 2 * cluster * part_bytes;
+  enum : int {
+    kPartBytes = Product::kTiles * kWarp * 4 * static_cast<int>(sizeof(typename Product::Gates)),
+    kPartsBytes = Product::kCluster * kPartBytes,
+    kParts = 16,  // behind the barriers
+    kGatesOfSteps = kParts + 2 * kPartsBytes,
     // Some room behind the last row.
-    weights = gates + 2 * kRows * stride + 16;
-  }
-  int columns, padded, part_bytes, stride, gates, weights;
+    kWeights = kGatesOfSteps + 2 * kRows * Product::kStride + 16,
+    kBytes = kWeights + Product::kWeightBytes,
+  };
 };
 
 template <typename G>
@@ -183,58 +186,57 @@ struct Saved {
 
 // S is the state's type. Indices are 32 bits wide, as in the forward.
 template <typename S, typename Product>
-__global__ void __launch_bounds__(Product::kMostThreads)
+__global__ void __launch_bounds__(Product::kThreads)
     lltm_persistent_backward(const LltmPersistentBackward params) {
 #if __CUDA_ARCH__ >= 900
-  using std::tanh;
   using T = typename Product::Element;
+  using M = InMemory<T>;
   using G = typename Product::Gates;
   extern __shared__ __align__(128) unsigned char shared[];
-  const LayoutBack<Product> layout(blockDim.x, params.cluster);
-  const Place place(params.cluster);
+  using L = LayoutBack<Product>;
+  const Place place(Product::kColumns);
   const uint32_t hidden = static_cast<uint32_t>(params.hidden);
   const int steps = static_cast<int>(params.steps);
-  unsigned char* parts = shared + LayoutBack<Product>::kArrivals;
+  unsigned char* parts = shared + L::kParts;
   const uint32_t arrivals = shared_address(shared);
-  const uint32_t bytes_of_parts = place.cluster * layout.part_bytes;
 
   // A lane has one column of one row, as in the forward.
   const int row = place.lane % 4 * 2 + place.split % 2;
   const int of_tile = place.lane / 4 + place.split / 2 * 8;
   const int column = place.first_column + of_tile;
-  const uint32_t batch_row = blockIdx.x / params.cluster * kRows + row;
+  const uint32_t batch_row = blockIdx.x / Product::kCluster * kRows + row;
   const uint32_t batch = static_cast<uint32_t>(params.batch);
   const bool valid = batch_row < batch && column < hidden;
   const uint32_t step_size = batch * hidden;
+  // Its place in a step, as in the forward.
   const uint32_t first = batch_row * hidden + column;
-  uint32_t at_gate = first + 2 * batch_row * hidden + (steps - 1) * kGates * step_size;
-  uint32_t next = first + (steps - 1) * step_size, next_gate = at_gate;
 
   Saved<S> saved = {};
-  auto load = [&] {
-    const S* activations = static_cast<const S*>(params.activations);
-    if (params.grad_output != nullptr) saved.grad_output = static_cast<const S*>(params.grad_output)[next];
-    saved.i = activations[next_gate];
-    saved.o = activations[next_gate + hidden];
-    saved.g = activations[next_gate + 2 * hidden];
-    saved.c = static_cast<const S*>(params.c)[next];
-    next -= step_size;
-    next_gate -= kGates * step_size;
+  auto load = [&](uint32_t at) {
+    const S* activations = static_cast<const S*>(params.activations) + (kGates * at - 2 * column);
+    if (params.grad_output != nullptr) saved.grad_output = static_cast<const S*>(params.grad_output)[at];
+    saved.i = activations[0];
+    saved.o = activations[hidden];
+    saved.g = activations[2 * hidden];
+    saved.c = static_cast<const S*>(params.c)[at];
   };
-  if (valid) load();
+  uint32_t at = first + (steps - 1) * step_size;
+  if (valid) load(at);
 
   if (threadIdx.x == 0) {
-    for (int buffer = 0; buffer < 2; ++buffer) {
-      init_arrival(arrivals + 8 * buffer);
-      announce(arrivals + 8 * buffer, bytes_of_parts);
-    }
+    for (int buffer = 0; buffer < 2; ++buffer) init_arrival(arrivals + 8 * buffer);
     publish_arrivals();
   }
   G grad_h = valid ? static_cast<const G*>(params.grad_h)[first] : G(0);
   G grad_c = valid ? static_cast<const G*>(params.grad_c)[first] : G(0);
   Product product;
-  product.load(params, place, layout.columns, layout.padded, shared + layout.weights);
+  product.load(params, place, shared + L::kWeights);
   __syncthreads();
+  // Behind a barrier, which racecheck asks for, and before anybody may send.
+  if (threadIdx.x == 0) {
+    for (int buffer = 0; buffer < 2; ++buffer) announce(arrivals + 8 * buffer, L::kPartsBytes);
+  }
+  __syncwarp();
   cluster_barrier();
 
   // Where this lane's part of a sum is among a block's; the sender turned each four, so that the same one of
@@ -245,22 +247,22 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     const int buffer = count % 2;
     wait_for_arrival(arrivals + 8 * buffer, count / 2 % 2);
     // For the sum after the next: nobody sends for it before this block has sent for the next.
-    if (threadIdx.x == 0) announce(arrivals + 8 * buffer, bytes_of_parts);
-    const int step = layout.part_bytes / static_cast<int>(sizeof(G));
-    const G* from = own_parts + buffer * place.cluster * step;
-    // Clusters are of four blocks or a multiple.
+    if (threadIdx.x == 0) announce(arrivals + 8 * buffer, L::kPartsBytes);
+    constexpr int kPart = L::kPartBytes / static_cast<int>(sizeof(G));
+    const G* from = own_parts + buffer * Product::kCluster * kPart;
     G sum = 0;
-    for (uint32_t block = 0; block < place.cluster; block += 4, from += 4 * step) {
-      sum += (from[0] + from[step]) + (from[2 * step] + from[3 * step]);
+#pragma unroll
+    for (int block = 0; block < Product::kCluster; block += 4, from += 4 * kPart) {
+      sum += (from[0] + from[kPart]) + (from[2 * kPart] + from[3 * kPart]);
     }
     return sum;
   };
 
   T* own_gates =
-      reinterpret_cast<T*>(shared + layout.gates + row * layout.stride) + place.tile * kTile + of_tile;
-  const int tiles = layout.columns / kTile;
-  for (int done = 0; done < steps; ++done) {
-    const G tanh_c = tanh(static_cast<G>(saved.c));
+      reinterpret_cast<T*>(shared + L::kGatesOfSteps + row * Product::kStride) + place.tile * kTile + of_tile;
+  for (int done = 0; done < steps; ++done, at -= step_size) {
+    few_at_a_time(at);
+    const G tanh_c = Activation<T, G>::of_c(static_cast<G>(saved.c));
     const G i = static_cast<G>(saved.i), o = static_cast<G>(saved.o), g = static_cast<G>(saved.g);
     const G from_output = static_cast<G>(saved.grad_output);
     const G of_c = o * tanh_grad(tanh_c);
@@ -268,7 +270,7 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     const G of_i = Activation<T, G>::of_candidate(g) * sigmoid_grad(i);
     const G of_g = i * Activation<T, G>::candidate_grad(g);
     // The next step's: they come while this one waits and multiplies.
-    if (valid && done + 1 < steps) load();
+    if (valid && done + 1 < steps) load(at - step_size);
 
     if (done > 0) {
       // Not a number in padding, where a gate's gradient is infinite: 0 times that.
@@ -278,45 +280,44 @@ __global__ void __launch_bounds__(Product::kMostThreads)
     grad_h += from_output;
     grad_c += grad_h * of_c;
     // Of padding all of this is zero.
-    const T grads[kGates] = {static_cast<T>(grad_c * of_i), static_cast<T>(grad_h * of_o),
-                             static_cast<T>(grad_c * of_g)};
+    const G grads[kGates] = {grad_c * of_i, grad_h * of_o, grad_c * of_g};
     const int buffer = done % 2;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      own_gates[buffer * kRows * (layout.stride / static_cast<int>(sizeof(T))) + gate * layout.columns] =
-          grads[gate];
+      own_gates[buffer * kRows * (Product::kStride / static_cast<int>(sizeof(T))) +
+                gate * Product::kColumns] = static_cast<T>(grads[gate]);
     }
     __syncthreads();
     if (done + 1 < steps || params.needs_grad_h0) {
-      const unsigned char* gates = shared + layout.gates + buffer * kRows * layout.stride;
-      const uint32_t to = shared_address(parts) + (buffer * place.cluster + place.rank) * layout.part_bytes +
+      const unsigned char* gates = shared + L::kGatesOfSteps + buffer * kRows * Product::kStride;
+      const uint32_t to = shared_address(parts) + (buffer * Product::kCluster + place.rank) * L::kPartBytes +
                           place.lane * 4 * static_cast<int>(sizeof(G));
       // The first are on their way while the others are made.
       auto send_sums = [&](auto first) {
         G sums[Product::kAtATime][4] = {};
-        product.template multiply<first()>(sums, gates, layout.stride, place);
+        product.template multiply<first()>(sums, gates, place);
 #pragma unroll
         for (int sum = 0; sum < Product::kAtATime; ++sum) {
-          const int tile = place.warp() * Product::kTilesOfSums + first() + sum;
+          const int tile = place.warp() * Product::kSums + first() + sum;
           // Turned by lane / 8: of index i, the sum i - lane / 8.
           G four[4];
 #pragma unroll
           for (int at = 0; at < 4; ++at) four[at] = place.lane & 8 ? sums[sum][(at + 3) % 4] : sums[sum][at];
           const G turned[4] = {place.lane & 16 ? four[2] : four[0], place.lane & 16 ? four[3] : four[1],
                                place.lane & 16 ? four[0] : four[2], place.lane & 16 ? four[1] : four[3]};
-          send_four(in_block(to + tile % tiles * kWarp * 4 * static_cast<int>(sizeof(G)), tile / tiles),
-                    in_block(arrivals + 8 * buffer, tile / tiles), turned);
+          send_four(in_block(to + tile % Product::kTiles * kWarp * 4 * static_cast<int>(sizeof(G)),
+                             tile / Product::kTiles),
+                    in_block(arrivals + 8 * buffer, tile / Product::kTiles), turned);
         }
       };
       send_sums(std::integral_constant<int, 0>{});
-      if constexpr (Product::kAtATime < Product::kTilesOfSums) send_sums(std::integral_constant<int, 2>{});
+      if constexpr (Product::kAtATime < Product::kSums) send_sums(std::integral_constant<int, 2>{});
     }
     if (valid) {
-      T* to = static_cast<T*>(params.grad_gates);
-      to[at_gate] = grads[0];
-      to[at_gate + hidden] = grads[1];
-      to[at_gate + 2 * hidden] = grads[2];
-      at_gate -= kGates * step_size;
+      M* to = static_cast<M*>(params.grad_gates) + (kGates * at - 2 * column);
+      to[0] = static_cast<M>(grads[0]);
+      to[hidden] = static_cast<M>(grads[1]);
+      to[2 * hidden] = static_cast<M>(grads[2]);
     }
   }
   if (params.needs_grad_h0) {
@@ -327,35 +328,36 @@ __global__ void __launch_bounds__(Product::kMostThreads)
 #endif
 }
 
-template <typename S, typename Product>
-const char* start(const LltmPersistentBackward& params, int threads, cudaStream_t stream) {
-  const LayoutBack<Product> layout(threads, params.cluster);
-  const int bytes = layout.weights + Product::weight_bytes(layout.columns, layout.padded);
-  return start_clusters<lltm_persistent_backward<S, Product>>(params, threads, bytes, stream);
-}
-
 struct Backward {
   template <typename S, typename T>
   const char* run() const {
-    const int padded = padded_size(params.hidden, params.cluster),
-              threads = threads_of(padded, params.cluster);
-    if constexpr (sizeof(T) > 2) {
-      return padded == 128 ? start<S, PlainProductBack<T, 2>>(params, threads, stream) : kNoKernel;
+    const int padded = padded_size(params.hidden, params.cluster);
+    if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
+      return padded == 128 ? start<S, PlainProductBack<T, 128, 8>>() : kNoKernel;
     } else {
       switch (padded) {
         case 128:
-          return start<S, TensorCoresBack<T, 2, 3, 0>>(params, threads, stream);
+          return start<S, TensorCoresBack<T, 128, 8>>();
         case 256:
-          return start<S, TensorCoresBack<T, 2, 6, 0>>(params, threads, stream);
+          return start<S, TensorCoresBack<T, 256, 8>>();
         case 512:
-          return params.cluster == 8 ? start<S, TensorCoresBack<T, 2, 12, 2>>(params, threads, stream)
-                                     : start<S, TensorCoresBack<T, 4, 6, 0>>(params, threads, stream);
+          if (params.cluster == 16) return start<S, TensorCoresBack<T, 512, 16>>();
+          if constexpr (sizeof(T) == 2) return start<S, TensorCoresBack<T, 512, 8, 2>>();
+          return kNoKernel;
         case 768:
-          return start<S, TensorCoresBack<T, 4, 9, 1>>(params, threads, stream);
+          if constexpr (sizeof(T) == 2) return start<S, TensorCoresBack<T, 768, 16, 1>>();
+          return kNoKernel;
         default:
           return kNoKernel;
       }
     }
+  }
+
+  template <typename S, typename Product>
+  const char* start() const {
+    constexpr int kGroups = 1;
+    return start_clusters<lltm_persistent_backward<S, Product>, Product, kGroups>(
+        params, LayoutBack<Product>::kBytes, stream);
   }
 
   const LltmPersistentBackward& params;
@@ -368,6 +370,7 @@ struct Backward {
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cuda(
     const LltmPersistentBackward* params, cudaStream_t stream) {
   using namespace tch_extension;
-  return {"lltm_persistent_backward",
-          for_kinds(params->kind, params->product_kind, Backward{*params, stream})};
+  const Backward body{*params, stream};
+  if (params->tf32 != 0) return {"lltm_persistent_backward", body.run<float, Tf32>()};
+  return {"lltm_persistent_backward", for_kinds(params->kind, params->product_kind, body)};
 }

@@ -8,4 +8,9 @@ namespace tch_extension {
 void lltm_persistent(const LltmForward& call);
 void lltm_persistent(const LltmBackward& call);
 
+// The same by grid.h. Returns false, and computes nothing, where not all blocks can run at once, because the
+// process was limited to a part of the GPU.
+bool lltm_grid(const LltmForward& call);
+bool lltm_grid(const LltmBackward& call);
+
 }  // namespace tch_extension

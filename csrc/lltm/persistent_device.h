@@ -17,7 +17,7 @@ constexpr int kGates = 3;
 // Rows of the batch that a cluster computes: as many as the product's instruction has columns.
 constexpr int kRows = 8;
 
-// Columns of h that a warp computes, and terms of its sums that an instruction adds.
+// Columns of h that a warp computes
 constexpr int kTile = 16;
 
 // Warps that share columns, each with its part of the sums; also the sums of a gate that a lane holds.
@@ -100,23 +100,53 @@ __device__ __forceinline__ void send(uint32_t to, uint32_t barrier, double value
                : "memory");
 }
 
-// Where a warp and its lanes are. A lane has four sums of each gate: of two neighbouring rows of the batch,
-// each for two columns.
+// How a cluster shares H' columns, at compile time.
+template <int kPaddedSize, int kBlocks>
+struct Shares {
+  enum : int {
+    kPadded = kPaddedSize,
+    kCluster = kBlocks,
+    kColumns = kPadded / kCluster,
+    kTiles = kColumns / kTile,
+    kThreads = kTiles * kSplits * kWarp,
+  };
+};
+
+// Where a warp and its lanes are, in a block of so many columns. A lane has four sums of each gate: of two
+// neighbouring rows of the batch, each for two columns.
 struct Place {
-  explicit __device__ Place(int blocks) : cluster(blocks) {
+  explicit __device__ Place(int columns) {
     lane = threadIdx.x % kWarp;
     split = threadIdx.x / kWarp % kSplits;
     tile = threadIdx.x / kWarp / kSplits;
     rank = cluster_rank();
-    const int columns = blockDim.x / (kWarp * kSplits) * kTile;
     first_column = rank * columns + tile * kTile;
   }
   __device__ int warp() const { return tile * kSplits + split; }
 
   int lane, split, tile;
-  uint32_t cluster, rank;
+  uint32_t rank;
   int first_column;  // of the warp
 };
+
+// A float as tensor cores take it: with ten bits behind the point, rounded to nearest.
+struct Tf32 {
+  explicit __device__ __forceinline__ Tf32(float of) {
+    uint32_t rounded;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(of));
+    value = __uint_as_float(rounded);
+  }
+  float value;
+};
+
+// As tensors have what is multiplied as T.
+template <typename T>
+using InMemory = std::conditional_t<std::is_same_v<T, Tf32>, float, T>;
+
+// Of the warps that share columns.
+__device__ __forceinline__ void barrier_of_tile(const Place& place) {
+  barrier_of(1 + place.tile, kSplits * kWarp);
+}
 
 // Zero if it is not `valid`; then nothing is read.
 template <typename T>
@@ -134,12 +164,14 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// In the precision that a half kind can show, and quickly; for float and double exactly.
+// In the precision that a half kind or tf32 can show, and quickly; for float and double exactly. T is what is
+// multiplied.
 template <typename T, typename G>
 struct Activation {
   static __device__ __forceinline__ G of_gate(G x) { return sigmoid(x); }
   static __device__ __forceinline__ G of_candidate(G x) { return elu(x); }
   static __device__ __forceinline__ G candidate_grad(G x) { return elu_grad(x); }
+  static __device__ __forceinline__ G of_c(G x) { return std::tanh(x); }
 };
 
 template <typename T>
@@ -164,19 +196,47 @@ struct Activation<T, float> {
     if constexpr (std::is_same_v<T, float>) return elu_grad(x);
     return x > 0 ? 1.0f : __expf(x);
   }
+
+  static __device__ __forceinline__ float of_c(float x) {
+    if constexpr (std::is_same_v<T, float>) return std::tanh(x);
+    // As above, and without a branch.
+    const float square = x * x;
+    float series = -17.0f / 315 * square + 2.0f / 15;
+    series = series * square - 1.0f / 3;
+    series = series * square * x + x;
+    const float other = 1.0f - __fdividef(2.0f, 1.0f + __expf(2 * x));
+    return fabsf(x) < 0.25f ? series : other;
+  }
 };
 
 // The compiler moves no load across: it would keep more addresses than there are registers.
 __device__ __forceinline__ void few_at_a_time() { asm volatile("" ::: "memory"); }
 
+// And computes what depends on `of` anew.
+template <typename Index>
+__device__ __forceinline__ void few_at_a_time(Index& of) {
+  asm volatile("" : "+r"(of)::"memory");
+}
+
+__device__ __forceinline__ uint32_t bits_of(Tf32 value) { return __float_as_uint(value.value); }
 __device__ __forceinline__ uint32_t bits_of(__half value) { return __half_as_ushort(value); }
 __device__ __forceinline__ uint32_t bits_of(__nv_bfloat16 value) { return __bfloat16_as_ushort(value); }
 
-// sums += a b, where a is 16 × 16, b 16 × 8, and each lane has its part of them.
+// Terms of a sum that one instruction adds.
+template <typename T>
+constexpr int kDepth = 32 / static_cast<int>(sizeof(T));
+
+// sums += a b, where a is 16 × kDepth, b kDepth × 8, and each lane has its part of them.
 template <typename T>
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
-  if constexpr (std::is_same_v<T, __half>) {
+  if constexpr (std::is_same_v<T, Tf32>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else if constexpr (std::is_same_v<T, __half>) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -191,11 +251,38 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&
   }
 }
 
-__device__ __forceinline__ void load_matrices(uint32_t (&b)[4], uint32_t address) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-               : "r"(address)
-               : "memory");
+// b of two products, for 8 rows of 64 bytes. ldmatrix takes the address of a row's 16 bytes from each lane,
+// row first; for tf32, a lane's address is that of its own 16 bytes.
+template <typename T>
+__device__ __forceinline__ void load_operands(uint32_t (&b)[4], uint32_t address) {
+  if constexpr (std::is_same_v<T, Tf32>) {
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                 : "r"(address)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                 : "r"(address)
+                 : "memory");
+  }
+}
+
+// Which term the lane's part of `a` is for, of those of a run of products; of a half kind, with the one
+// behind. Four neighbours of tf32, which a lane loads at once, are spread over two products.
+template <typename T>
+__device__ __forceinline__ int term_of(int product, int part, int lane) {
+  if constexpr (std::is_same_v<T, Tf32>) return product / 2 * 16 + lane % 4 * 4 + product % 2 * 2 + part / 2;
+  return product * kDepth<T> + lane % 4 * 2 + part / 2 * 8;
+}
+
+// The lane's part of `a`, from at(term).
+template <typename T, typename At>
+__device__ __forceinline__ uint32_t operand(const At& at, int term) {
+  if constexpr (std::is_same_v<T, Tf32>)
+    return bits_of(Tf32(at(term)));
+  else
+    return bits_of(at(term)) | bits_of(at(term + 1)) << 16;
 }
 
 }  // namespace

@@ -16,12 +16,9 @@ inline int padded_size(int64_t hidden, int32_t cluster) {
   return cluster == 16 && hidden > 512 && hidden <= 768 ? 768 : 0;
 }
 
-inline int threads_of(int padded, int32_t cluster) { return padded / cluster / kTile * kSplits * kWarp; }
-
 struct ClusterLaunch {
-  ClusterLaunch(int threads, int bytes, int32_t cluster, int64_t batch, cudaStream_t stream) {
-    const int64_t groups = (batch + kRows - 1) / kRows;
-    config.gridDim = dim3(static_cast<unsigned int>(groups * cluster));
+  ClusterLaunch(int threads, int bytes, int32_t cluster, int64_t clusters, cudaStream_t stream) {
+    config.gridDim = dim3(static_cast<unsigned int>(clusters * cluster));
     config.blockDim = dim3(static_cast<unsigned int>(threads));
     config.dynamicSmemBytes = static_cast<size_t>(bytes);
     config.stream = stream;
@@ -66,11 +63,13 @@ cudaError_t allow() {
   return error;
 }
 
-template <auto kKernel, typename Params>
-const char* start_clusters(const Params& params, int threads, int bytes, cudaStream_t stream) {
+template <auto kKernel, typename Product, int kGroups, typename Params>
+const char* start_clusters(const Params& params, int bytes, cudaStream_t stream) {
   cudaError_t error = allow<kKernel>();
   if (error == cudaSuccess) {
-    const ClusterLaunch launch(threads, bytes, params.cluster, params.batch, stream);
+    constexpr int kRowsOfCluster = kGroups * kRows;
+    const int64_t clusters = (params.batch + kRowsOfCluster - 1) / kRowsOfCluster;
+    const ClusterLaunch launch(Product::kThreads, bytes, Product::kCluster, clusters, stream);
     error = cudaLaunchKernelEx(&launch.config, kKernel, params);
   }
   // Also so that the next launch does not find the error of this one.

@@ -332,7 +332,11 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
       case kLltmFused:
         return forward_fused(*call);
       case kLltmPersistent:
+      case kLltmPersistentTf32:
         return lltm_persistent(*call);
+      case kLltmGrid:
+        if (lltm_grid(*call)) return;
+        [[fallthrough]];
       default:
         return forward_per_step(*call);
     }
@@ -346,7 +350,11 @@ TCH_EXTENSION_API Message tch_extension_lltm_backward(const LltmBackward* call) 
       case kLltmPacked:
         return backward_packed(*call);
       case kLltmPersistent:
+      case kLltmPersistentTf32:
         return lltm_persistent(*call);
+      case kLltmGrid:
+        if (lltm_grid(*call)) return;
+        return backward_per_step(*call);
       case kLltmFused:
         return backward_fused(*call);
       default:

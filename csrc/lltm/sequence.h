@@ -12,12 +12,16 @@ enum LltmPath : int32_t {
   kLltmPacked = 1,
   kLltmFused = 2,  // one kernel a step
   kLltmPersistent = 3,
+  kLltmGrid = 4,
+  kLltmPersistentTf32 = 5,
 };
 
 struct LltmForward {
   int32_t path;
-  int32_t row_groups;       // of the packed path
-  int32_t column_groups;    // of the packed path; of the persistent one, blocks that share rows
+  int32_t row_groups;  // of the packed path and the grid; of the persistent one, that a cluster computes in
+                       // turn
+  int32_t column_groups;    // of the packed path; of the persistent one, blocks that share rows; of the grid,
+                            // columns of a block
   int32_t input_at_once;    // whether the input is multiplied for all steps first; only the fused path can do
                             // without
   void* stream;             // libtorch's current one on CUDA

@@ -1,12 +1,12 @@
 //! `csrc/layer_norm/layer_norm.h`.
 
+#[cfg(tch_extension_cuda)]
+use super::once_a_device::{OnceADevice, constant};
 use super::{kind_code, optional_ptr};
 use crate::Result;
+#[cfg(tch_extension_cuda)]
+use std::ffi::c_char;
 use std::ffi::c_void;
-#[cfg(tch_extension_cuda)]
-use std::ffi::{CStr, c_char};
-#[cfg(tch_extension_cuda)]
-use std::sync::OnceLock;
 use tch::{Device, Kind, Tensor};
 
 mod plan;
@@ -14,28 +14,21 @@ mod plan;
 pub use plan::Path;
 use plan::{Gpu, Plan, Rows};
 
-/// What plans ask of the device; asked once. Nothing on the CPU, whose kernels look at no plan.
+/// What plans ask of the device. Nothing on the CPU, whose kernels look at no plan.
 fn gpu(device: Device) -> Result<Gpu> {
     #[cfg(tch_extension_cuda)]
-    if let Device::Cuda(index) = device {
-        static KNOWN: [OnceLock<Gpu>; 64] = [const { OnceLock::new() }; 64];
-        let known = KNOWN.get(index);
-        if let Some(gpu) = known.and_then(OnceLock::get) {
-            return Ok(*gpu);
-        }
-        let _guard = crate::cuda::DeviceGuard::new(device)?;
-        let mut gpu = Gpu::default();
+    {
+        static KNOWN: OnceADevice<Gpu> = OnceADevice::new();
         // SAFETY: the C side fills the struct, and returns null or a constant text.
-        let error = unsafe { tch_extension_layer_norm_device(index as i32, &mut gpu) };
-        if !error.is_null() {
-            // SAFETY: as above.
-            let reason = unsafe { CStr::from_ptr(error) }.to_string_lossy().into_owned();
-            return Err(crate::Error::Cuda { op: "layer_norm".to_string(), reason });
-        }
-        return Ok(*known.map_or(&gpu, |known| known.get_or_init(|| gpu)));
+        KNOWN.of("layer_norm", device, |index, gpu| unsafe {
+            constant(tch_extension_layer_norm_device(index, gpu))
+        })
     }
-    let _ = device;
-    Ok(Gpu::default())
+    #[cfg(not(tch_extension_cuda))]
+    {
+        let _ = device;
+        Ok(Gpu::default())
+    }
 }
 
 /// How many clusters of such blocks run at a time.

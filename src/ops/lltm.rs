@@ -40,8 +40,10 @@ const OP: &str = "lltm";
 /// product with the input is made for all steps at once; where a step is small it then costs one kernel, with its product in
 /// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Small steps of
 /// few features multiply the input, too. On a GPU of compute capability 9.0 all steps are one kernel that keeps the
-/// weights on the chip, where that is faster: from eight steps on; in half kinds with H up to 768 and, on an H200, 112 rows at
-/// that H, 360 at 512, 600 at 256 and 1440 at 128; in `Float` and `Double` with H up to 128 and 120 rows. On the CPU the weights are packed once, and libtorch's threads
+/// weights on the chip, where that is faster: from eight steps on; in half kinds with H up to 768 and, on an H200, 280 rows at
+/// that H, 600 at 512, 1680 at 256 and 3360 at 128; in `Float` with H up to 128 and 720 rows, in `Double` and 360. Where
+/// libtorch's switch allows tf32 in products, those kernels multiply `Float` in it, with H up to 512, and their sigmoids and
+/// tanh are accurate to about 1e-6. On the CPU the weights are packed once, and libtorch's threads
 /// stay together for the whole sequence. One or two steps are a loop of [`lltm_cell`](super::lltm_cell), but for half
 /// kinds where that rounds more.
 ///
@@ -276,7 +278,8 @@ impl Lltm {
         weight: &Tensor,
         state: &Tensor,
     ) -> Result<kernels::Plan> {
-        let (kinds, chip) = ((weight.f_kind()?, state.f_kind()?), kernels::Chip::of(state.device())?);
+        let kinds = (weight.f_kind()?, state.f_kind()?);
+        let chip = kernels::Chip::of(state.device(), kinds.0)?;
         Ok(kernels::Plan::new(self.path, direction, sizes, kinds, chip))
     }
 }

@@ -56,3 +56,26 @@ fn a_stub_for_python_s_import_compiles() {
         extension("modern").source(python_source("muladd.cpp")).flag("-O0").define("OTHER", "1").load();
     assert_says(&message(again), &["modern_v1", "tch_test_muladd"]);
 }
+
+/// libtorch has two switches for TF32: whoever sets the newer one is heard, too.
+#[test]
+fn a_precision_set_the_newer_way_is_seen() {
+    let module = extension("precision")
+        .cpp(
+            "#include <ATen/Context.h>\n\
+             extern \"C\" void allow_tf32(bool allow) {\n\
+               at::globalContext().setFloat32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL,\n\
+                   allow ? at::Float32Precision::TF32 : at::Float32Precision::NONE);\n\
+             }",
+        )
+        .flag("-O0")
+        .load()
+        .unwrap();
+    // SAFETY: the type is that of the text.
+    let allow = unsafe { module.symbol::<extern "C" fn(bool)>("allow_tf32") }.unwrap();
+    allow(true);
+    let allowed = tch_extension::cuda::matmul_allow_tf32();
+    allow(false);
+    assert!(allowed.unwrap());
+    assert!(!tch_extension::cuda::matmul_allow_tf32().unwrap());
+}

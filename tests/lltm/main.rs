@@ -5,6 +5,7 @@ mod conformance;
 mod cuda;
 mod forward;
 mod gradients;
+mod grid;
 mod kinds;
 mod layer;
 mod numerics;
@@ -121,6 +122,11 @@ fn per_step(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 /// One kernel for all steps, on a GPU that can; elsewhere as users get it.
 fn persistent(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::Persistent, x, w, b, state), arguments)
+}
+
+/// One kernel of a grid, likewise.
+fn grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+    call(|x, w, b, state| f_lltm_by(LltmPath::Grid, x, w, b, state), arguments)
 }
 
 /// One kernel a step on CUDA, and packed weights on the CPU, however few the steps are.

@@ -3,7 +3,7 @@
 
 use super::*;
 use std::io::Write;
-use tch_extension::cuda::{Graph, Stream, StreamGuard};
+use tch_extension::cuda::{Graph, Stream, StreamGuard, matmul_allow_tf32, set_matmul_allow_tf32};
 use tch_extension::testing::cuda_or_skip;
 
 /// H of each kernel's size, below it and of one column; rows of one cluster, of several, and of a part of one; steps
@@ -28,16 +28,20 @@ fn samples(kind: Kind, device: Device) -> Vec<Sample> {
 }
 
 /// Outputs, and gradients from all of them.
-fn everything(sequence: support::Operator<'_>, inputs: &[Tensor]) -> Vec<Tensor> {
+pub fn everything(sequence: support::Operator<'_>, inputs: &[Tensor]) -> Vec<Tensor> {
     let outputs = sequence(inputs).expect("outputs");
     let gradients = support::gradients(sequence, &leaves(inputs), &[0, 1, 2]);
     outputs.into_iter().chain(gradients.into_iter().flatten()).collect()
 }
 
-/// The device, if it has such kernels: elsewhere another path is taken, which other tests cover.
 fn device(test: &str) -> Option<Device> {
+    device_with(LltmPath::Persistent, test)
+}
+
+/// The device, if it has such kernels: elsewhere another path is taken, which other tests cover.
+pub fn device_with(path: LltmPath, test: &str) -> Option<Device> {
     let device = cuda_or_skip(test)?;
-    let is_there = LltmPath::Persistent.is_on(device).expect("an answer");
+    let is_there = path.is_on(device).expect("an answer");
     if !is_there {
         assert!(
             !support::gpu::is_hopper() || !support::gpu::is_built_for_hopper(),
@@ -86,6 +90,49 @@ fn cuda_half_kinds_of_the_product_alone_by_persistent_kernels() {
     }
 }
 
+/// libtorch's switch for tf32, set back in the end, however a test ends.
+struct Tf32(bool);
+
+impl Tf32 {
+    fn set(allow: bool) -> Tf32 {
+        let before = matmul_allow_tf32().expect("a switch");
+        set_matmul_allow_tf32(allow).expect("a switch");
+        Tf32(before)
+    }
+}
+
+impl Drop for Tf32 {
+    fn drop(&mut self) {
+        let _ = set_matmul_allow_tf32(self.0);
+    }
+}
+
+/// Only where that is allowed: otherwise the bits are those of each step, or the kernel's that is exact.
+#[test]
+fn cuda_float_in_tf32_by_persistent_kernels() {
+    let Some(device) = device("cuda_float_in_tf32_by_persistent_kernels") else { return };
+    for sizes in
+        [[7, 9, 5, 65], [33, 17, 8, 128], [6, 24, 4, 256], [9, 13, 6, 451], [5, 24, 16, 512], [4, 70, 3, 500]]
+    {
+        let inputs = one(sizes, Kind::Float, device).inputs;
+        let both = |allow| {
+            let _switch = Tf32::set(allow);
+            [everything(&per_step, &inputs), everything(&persistent, &inputs)]
+        };
+        let [exact, strict] = both(false);
+        let [_, found] = both(true);
+        let mut differ = false;
+        for ((found, strict), exact) in found.iter().zip(&strict).zip(&exact) {
+            let scale = exact.abs().max().double_value(&[]);
+            let (rtol, _) = tolerance(Kind::Float);
+            assert_close(strict, exact, 16.0 * rtol, 16.0 * rtol * scale);
+            assert_close(found, exact, 4e-3, 4e-3 * scale);
+            differ |= !found.equal(strict);
+        }
+        assert!(differ, "{sizes:?}: tf32 was not taken");
+    }
+}
+
 /// All steps of a direction are one kernel beside the products, and a replay of it computes.
 #[test]
 fn cuda_more_steps_are_no_more_persistent_kernels() {
@@ -127,8 +174,7 @@ fn cuda_half_kinds_take_persistent_kernels() {
     for (sizes, kind) in [
         ([200, 16, 32, 128], Kind::Float),
         ([200, 16, 32, 128], Kind::Half),
-        ([200, 64, 32, 512], Kind::BFloat16),
-        ([200, 16, 32, 768], Kind::Half),
+        ([200, 64, 32, 256], Kind::BFloat16),
     ] {
         let inputs = one(sizes, kind, device).inputs;
         let state_alone_is_given = |sequence: support::Operator<'_>| {

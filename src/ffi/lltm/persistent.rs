@@ -1,10 +1,13 @@
 //! `csrc/lltm/persistent.h`: which sequences one kernel computes from the first step to the last.
 
-use super::Sizes;
+use super::{Direction, Sizes};
 use crate::Result;
+#[cfg(tch_extension_cuda)]
+use crate::ffi::once_a_device::{OnceADevice, constant};
 use tch::{Device, Kind};
 
 /// How many clusters of large blocks a GPU runs at a time; zeros where it has none, or no code for them.
+#[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Clusters {
     of_8: i64,
@@ -16,89 +19,114 @@ impl Clusters {
         self.of_8 > 0
     }
 
-    /// Asked once a device.
     pub fn of(device: Device) -> Result<Clusters> {
         #[cfg(tch_extension_cuda)]
-        if let Device::Cuda(index) = device {
-            use std::sync::OnceLock;
-            static KNOWN: [OnceLock<Clusters>; 64] = [const { OnceLock::new() }; 64];
-            let known = KNOWN.get(index);
-            if let Some(clusters) = known.and_then(OnceLock::get) {
-                return Ok(*clusters);
-            }
-            let _guard = crate::cuda::DeviceGuard::new(device)?;
-            let mut counts = [0; 2];
+        {
+            static KNOWN: OnceADevice<Clusters> = OnceADevice::new();
             // SAFETY: the C side fills both places, and returns null or a constant text.
-            let error = unsafe { tch_extension_lltm_persistent_device(index as i32, counts.as_mut_ptr()) };
-            if !error.is_null() {
-                // SAFETY: as above.
-                let reason = unsafe { std::ffi::CStr::from_ptr(error) }.to_string_lossy().into_owned();
-                return Err(crate::Error::Cuda { op: "lltm".to_string(), reason });
-            }
-            let [of_8, of_16] = counts;
-            let clusters = Clusters { of_8, of_16 };
-            return Ok(*known.map_or(&clusters, |known| known.get_or_init(|| clusters)));
+            KNOWN.of("lltm", device, |index, clusters| unsafe {
+                constant(tch_extension_lltm_persistent_device(index, clusters))
+            })
         }
-        let _ = device;
-        Ok(Clusters::default())
+        #[cfg(not(tch_extension_cuda))]
+        {
+            let _ = device;
+            Ok(Clusters::default())
+        }
     }
 }
 
 #[cfg(tch_extension_cuda)]
 unsafe extern "C" {
-    fn tch_extension_lltm_persistent_device(device: i32, clusters: *mut i64) -> *const std::ffi::c_char;
+    fn tch_extension_lltm_persistent_device(device: i32, clusters: *mut Clusters) -> *const std::ffi::c_char;
 }
 
-/// Rows that a cluster computes.
+/// As the kernels count: the values of all gates.
+pub(super) fn counts_in_32_bits(Sizes { steps, batch, hidden, .. }: Sizes) -> bool {
+    let values = [batch, hidden, 3].iter().try_fold(steps, |product, &size| product.checked_mul(size));
+    values.is_some_and(|values| i32::try_from(values).is_ok())
+}
+
+/// Rows of a group.
 const ROWS: i64 = 8;
 
 /// A kernel, and what it takes.
+#[derive(Clone, Copy)]
 pub(super) struct Kernel {
     /// Blocks that share rows.
     pub cluster: i64,
+    /// Groups of rows that a cluster computes in turn.
+    pub groups: i64,
+    /// Whether `Float` is multiplied in tf32.
+    pub tf32: bool,
     /// How many clusters run at a time.
     at_a_time: i64,
-    /// What a step of each costs, forward and backward, in tenths of a microsecond: about, as measured on an H200 with few
-    /// rows. What several turns cost is extrapolated.
+    /// What a step of each costs, in hundredths of a microsecond, as measured on an H200.
     step: i64,
 }
 
 impl Kernel {
-    /// The kernel for these sizes, if there is one: the weights have to fit on chip, and the kernel counts in 32 bits.
-    pub fn new(sizes: Sizes, product: Kind, clusters: Clusters) -> Option<Kernel> {
-        let Sizes { steps, batch, hidden, .. } = sizes;
-        let values = [batch, hidden, 3].iter().try_fold(steps, |product, &size| product.checked_mul(size))?;
-        if i32::try_from(values).is_err() {
+    /// The fastest kernel for these sizes, if there is one: the weights have to fit on chip, and the kernel counts in 32 bits.
+    pub fn new(
+        direction: Direction,
+        sizes: Sizes,
+        product: Kind,
+        tf32: bool,
+        clusters: Clusters,
+    ) -> Option<Kernel> {
+        if !counts_in_32_bits(sizes) {
             return None;
         }
-        let groups = batch.saturating_add(ROWS - 1) / ROWS;
-        let half = matches!(product, Kind::Half | Kind::BFloat16);
-        // Of the smallest, several blocks share a multiprocessor.
-        let of_8 = |share, step| Kernel { cluster: 8, at_a_time: share * clusters.of_8, step };
-        let of_16 = |step| Kernel { cluster: 16, at_a_time: clusters.of_16, step };
-        let found = match (half, hidden) {
-            (false, ..=128) => of_8(1, 70),
-            (true, ..=128) => of_8(2, 20),
-            (true, ..=256) => of_8(1, 23),
-            (true, ..=512) if groups <= clusters.of_16 => of_16(29),
-            (true, ..=512) => of_8(1, 39),
-            (true, ..=768) => of_16(53),
-            _ => return None,
+        let tf32 = tf32 && product == Kind::Float;
+        let kernel = |cluster, groups, at_a_time, [forward, backward]: [i64; 2]| {
+            let step = if direction == Direction::Forward { forward } else { backward };
+            Kernel { cluster, groups, tf32, at_a_time, step }
         };
-        (found.at_a_time > 0).then_some(found)
+        // Of small ones, several blocks share a multiprocessor.
+        let of_8 = |groups, share, steps| kernel(8, groups, share * clusters.of_8, steps);
+        let of_16 = |groups, steps| kernel(16, groups, clusters.of_16, steps);
+        let is_half = matches!(product, Kind::Half | Kind::BFloat16);
+        let all: &[Kernel] = match sizes.hidden {
+            ..=128 if is_half => &[of_8(1, 2, [62, 60])],
+            ..=256 if is_half => &[of_8(1, 2, [120, 113])],
+            ..=512 if is_half => &[of_16(1, [119, 109]), of_8(1, 1, [163, 166])],
+            ..=768 if is_half => &[of_16(1, [180, 174])],
+            ..=128 if tf32 => &[of_8(1, 2, [61, 60])],
+            ..=256 if tf32 => &[of_8(1, 1, [107, 98])],
+            // Back, two groups in turn take longer than one after the other.
+            ..=512 if tf32 && direction == Direction::Forward => &[of_16(1, [160, 0]), of_16(2, [222, 0])],
+            ..=512 if tf32 => &[of_16(1, [0, 118])],
+            ..=128 if product == Kind::Float => &[of_8(1, 1, [134, 137])],
+            ..=128 if product == Kind::Double => &[of_8(1, 1, [234, 317])],
+            _ => &[],
+        };
+        let there = all.iter().copied().filter(|kernel| kernel.at_a_time > 0);
+        there.min_by_key(|kernel| kernel.cost(sizes.batch))
+    }
+
+    /// How many clusters there are one after the other.
+    fn turns(&self, batch: i64) -> i64 {
+        let rows = ROWS * self.groups;
+        let clusters = batch.saturating_add(rows - 1) / rows;
+        clusters.saturating_add(self.at_a_time - 1) / self.at_a_time
+    }
+
+    /// Of a step of all rows.
+    pub fn cost(&self, batch: i64) -> i64 {
+        self.turns(batch).saturating_mul(self.step)
     }
 
     /// Than one or two kernels for each step.
-    pub fn is_faster(&self, sizes: Sizes) -> bool {
+    pub fn is_faster(&self, direction: Direction, sizes: Sizes) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;
-        /// What a step costs the GPU on other paths, forward and backward, in the same tenths: about, in the half kinds. The
-        /// host, two or more launches a step, costs more.
-        const OTHERS: i64 = 130;
+        /// What a step costs on other paths at least, in the same hundredths, in two launches. With so many rows that the GPU
+        /// takes longer than the host, it takes longer in clusters, too.
+        const OTHERS: [i64; 2] = [900, 1100];
 
-        let groups = sizes.batch.saturating_add(ROWS - 1) / ROWS;
-        let turns = groups.saturating_add(self.at_a_time - 1) / self.at_a_time;
-        sizes.steps >= FEW && turns.saturating_mul(self.step) <= OTHERS
+        let [forward, backward] = OTHERS;
+        let others = if direction == Direction::Forward { forward } else { backward };
+        sizes.steps >= FEW && self.cost(sizes.batch) <= others
     }
 }
 
@@ -112,33 +140,72 @@ mod tests {
         Sizes { steps, batch, features: hidden, hidden }
     }
 
-    fn faster(steps: i64, batch: i64, hidden: i64, kind: Kind) -> Option<i64> {
-        let sizes = sizes(steps, batch, hidden);
-        Kernel::new(sizes, kind, H200).filter(|kernel| kernel.is_faster(sizes)).map(|kernel| kernel.cluster)
+    fn kernel(
+        direction: Direction,
+        sizes: Sizes,
+        kind: Kind,
+        tf32: bool,
+        clusters: Clusters,
+    ) -> Option<(i64, i64)> {
+        Kernel::new(direction, sizes, kind, tf32, clusters).map(|kernel| (kernel.cluster, kernel.groups))
     }
 
     #[test]
     fn kernels_suit_the_size() {
-        assert_eq!(faster(512, 16, 128, Kind::BFloat16), Some(8));
-        assert_eq!(faster(512, 16, 128, Kind::Double), Some(8));
-        assert_eq!(faster(512, 120, 128, Kind::Float), Some(8));
-        assert_eq!(faster(512, 121, 128, Kind::Float), None);
-        assert_eq!(faster(512, 16, 129, Kind::Float), None);
-        assert_eq!(faster(512, 1024, 128, Kind::Half), Some(8));
-        assert_eq!(faster(512, 56, 512, Kind::Half), Some(16));
-        assert_eq!(faster(512, 57, 512, Kind::Half), Some(8));
-        assert_eq!(faster(512, 256, 512, Kind::Half), Some(8));
-        assert_eq!(faster(512, 112, 768, Kind::Half), Some(16));
-        // A third turn costs more than a kernel a step.
-        assert_eq!(faster(512, 113, 768, Kind::Half), None);
-        // Too few steps to pay for the weights.
-        assert_eq!(faster(7, 16, 128, Kind::Half), None);
+        use Direction::{Backward, Forward};
+        let of =
+            |direction, batch, hidden| kernel(direction, sizes(512, batch, hidden), Kind::Half, false, H200);
+        assert_eq!(of(Forward, 16, 128), Some((8, 1)));
+        assert_eq!(of(Forward, 4096, 256), Some((8, 1)));
+        assert_eq!(of(Forward, 56, 512), Some((16, 1)));
+        assert_eq!(of(Forward, 57, 512), Some((8, 1)));
+        assert_eq!(of(Backward, 120, 512), Some((8, 1)));
+        assert_eq!(of(Forward, 57, 768), Some((16, 1)));
+        let tf32 =
+            |direction, batch, hidden| kernel(direction, sizes(512, batch, hidden), Kind::Float, true, H200);
+        assert_eq!(tf32(Forward, 16, 128), Some((8, 1)));
+        assert_eq!(tf32(Forward, 16, 512), Some((16, 1)));
+        // Two groups in turn are faster than two clusters one after the other.
+        assert_eq!(tf32(Forward, 57, 512), Some((16, 2)));
+        assert_eq!(tf32(Backward, 57, 512), Some((16, 1)));
+        assert_eq!(tf32(Forward, 16, 513), None);
+    }
+
+    #[test]
+    fn float_is_multiplied_in_tf32_where_that_is_allowed() {
+        let of = |kind, tf32| {
+            Kernel::new(Direction::Forward, sizes(512, 16, 128), kind, tf32, H200).map(|kernel| kernel.tf32)
+        };
+        assert_eq!(of(Kind::Float, true), Some(true));
+        assert_eq!(of(Kind::Float, false), Some(false));
+        assert_eq!(of(Kind::Double, true), Some(false));
+        assert_eq!(of(Kind::BFloat16, true), Some(false));
+        assert_eq!(kernel(Direction::Forward, sizes(512, 16, 129), Kind::Float, false, H200), None);
+    }
+
+    #[test]
+    fn they_are_taken_where_they_are_faster() {
+        let faster = |direction, steps, batch, hidden, kind| {
+            let sizes = sizes(steps, batch, hidden);
+            Kernel::new(direction, sizes, kind, false, H200)
+                .is_some_and(|kernel| kernel.is_faster(direction, sizes))
+        };
+        for direction in [Direction::Forward, Direction::Backward] {
+            assert!(faster(direction, 512, 16, 128, Kind::Double));
+            assert!(faster(direction, 512, 120, 128, Kind::Float));
+            assert!(faster(direction, 512, 1024, 128, Kind::Half));
+            assert!(faster(direction, 512, 112, 768, Kind::Half));
+            // Too few steps to pay for the weights.
+            assert!(!faster(direction, 7, 16, 128, Kind::Half));
+            assert!(!faster(direction, 512, 4096, 512, Kind::Half));
+        }
     }
 
     #[test]
     fn there_is_a_kernel_where_the_weights_fit() {
         let cluster = |clusters, batch, hidden| {
-            Kernel::new(sizes(512, batch, hidden), Kind::Half, clusters).map(|kernel| kernel.cluster)
+            let found = kernel(Direction::Forward, sizes(512, batch, hidden), Kind::Half, false, clusters);
+            found.map(|(cluster, _)| cluster)
         };
         assert_eq!(cluster(H200, 57, 768), Some(16));
         assert_eq!(cluster(H200, 1, 769), None);

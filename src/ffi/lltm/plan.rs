@@ -1,8 +1,10 @@
 //! Which way a sequence takes.
 
+use super::grid::{Grid, Share};
 use super::persistent::{Clusters, Kernel};
 use crate::Result;
 use crate::ffi::lltm_cell_fused as cell;
+use crate::ffi::precision::matmul_allow_tf32;
 use tch::{Device, Kind};
 
 /// A way through a sequence. For tests and benches, which force each; users get the one that suits the sizes.
@@ -20,8 +22,10 @@ pub enum Path {
     Fused,
     /// On the CPU: weights packed once, and threads that stay together for all steps.
     Packed,
-    /// On CUDA: one kernel for all steps, whose blocks keep the weights on chip.
+    /// On CUDA: one kernel for all steps, whose blocks keep the weights on chip: in clusters, or else a grid.
     Persistent,
+    /// That of a grid.
+    Grid,
 }
 
 impl Path {
@@ -32,6 +36,7 @@ impl Path {
     pub fn is_on(self, device: Device) -> Result<bool> {
         Ok(match self {
             Path::Persistent => Clusters::of(device)?.are_there(),
+            Path::Grid => Grid::of(device)?.is_there(),
             Path::Packed => device == Device::Cpu,
             Path::Fused => device.is_cuda(),
             Path::Automatic | Path::Cells | Path::PerStep => true,
@@ -78,13 +83,28 @@ pub(crate) struct Sizes {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Chip {
     Cpu { threads: i64 },
-    Cuda { device: usize, clusters: Clusters },
+    Cuda { device: usize, on_chip: OnChip },
+}
+
+/// What keeps the weights on chip.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct OnChip {
+    clusters: Clusters,
+    grid: Grid,
+    /// Whether products of `Float` may be made in it.
+    tf32: bool,
 }
 
 impl Chip {
-    pub fn of(device: Device) -> Result<Chip> {
+    /// For products of this kind.
+    pub fn of(device: Device, product: Kind) -> Result<Chip> {
         Ok(match device {
-            Device::Cuda(index) => Chip::Cuda { device: index, clusters: Clusters::of(device)? },
+            Device::Cuda(index) => {
+                let (clusters, grid) = (Clusters::of(device)?, Grid::of(device)?);
+                // Asked where it matters: libtorch has no answer when its switches contradict one another.
+                let tf32 = product == Kind::Float && matmul_allow_tf32().unwrap_or(false);
+                Chip::Cuda { device: index, on_chip: OnChip { clusters, grid, tf32 } }
+            }
             _ => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
         })
     }
@@ -103,9 +123,16 @@ pub(crate) enum Plan {
         row_groups: i64,
         column_groups: i64,
     },
-    /// How many blocks share a group of rows.
+    /// How many blocks share rows, how many groups of rows they compute in turn, and whether in tf32.
     Persistent {
         cluster: i64,
+        groups: i64,
+        tf32: bool,
+    },
+    /// How many columns of h a block has, and how many groups of blocks share the rows.
+    Grid {
+        columns: i64,
+        row_groups: i64,
     },
 }
 
@@ -116,15 +143,39 @@ impl Plan {
         match (path, chip) {
             (Path::PerStep, _) => Plan::PerStep,
             (_, Chip::Cpu { threads }) => Plan::packed(sizes, kinds.1, threads),
-            (_, Chip::Cuda { device, clusters }) => Plan::persistent(path, sizes, kinds.0, clusters)
+            (_, Chip::Cuda { device, on_chip }) => Plan::on_chip(path, direction, sizes, kinds.0, on_chip)
                 .unwrap_or_else(|| Plan::step_by_step(path, direction, sizes, kinds, device)),
         }
     }
 
-    fn persistent(path: Path, sizes: Sizes, product: Kind, clusters: Clusters) -> Option<Plan> {
-        let kernel = Kernel::new(sizes, product, clusters)?;
-        let wanted = path == Path::Persistent || (path == Path::Automatic && kernel.is_faster(sizes));
-        wanted.then_some(Plan::Persistent { cluster: kernel.cluster })
+    fn on_chip(
+        path: Path,
+        direction: Direction,
+        sizes: Sizes,
+        product: Kind,
+        on_chip: OnChip,
+    ) -> Option<Plan> {
+        let clusters = Kernel::new(direction, sizes, product, on_chip.tf32, on_chip.clusters);
+        let grid = Share::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
+        let of_clusters =
+            |Kernel { cluster, groups, tf32, .. }: Kernel| Plan::Persistent { cluster, groups, tf32 };
+        let of_grid = |share: Share| Plan::Grid { columns: share.columns, row_groups: share.row_groups };
+        match path {
+            Path::Persistent => clusters.map(of_clusters).or(grid.map(of_grid)),
+            Path::Grid => grid.map(of_grid),
+            Path::Automatic => {
+                let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes));
+                let grid = grid.filter(|share| share.is_faster(direction, sizes, product));
+                match (clusters, grid) {
+                    (Some(kernel), Some(share)) if share.cost < kernel.cost(sizes.batch) => {
+                        Some(of_grid(share))
+                    }
+                    (None, Some(share)) => Some(of_grid(share)),
+                    (kernel, _) => kernel.map(of_clusters),
+                }
+            }
+            _ => None,
+        }
     }
 
     /// One kernel a step costs the host half of what a product and a kernel do, and where the host is what all wait for,
@@ -225,19 +276,19 @@ mod tests {
         let cpu = Chip::Cpu { threads: 4 };
         assert_eq!(plan(Path::PerStep, cpu), Plan::PerStep);
         assert_eq!(plan(Path::Packed, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
-        for path in [Path::Automatic, Path::Cells, Path::Fused, Path::Persistent] {
+        for path in [Path::Automatic, Path::Cells, Path::Fused, Path::Persistent, Path::Grid] {
             assert_eq!(plan(path, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
         }
-        let gpu = Chip::Cuda { device: 0, clusters: Clusters::default() };
+        let gpu = Chip::Cuda { device: 0, on_chip: OnChip::default() };
         assert_eq!(plan(Path::PerStep, gpu), Plan::PerStep);
-        for path in [Path::Automatic, Path::Fused, Path::Packed, Path::Persistent] {
+        for path in [Path::Automatic, Path::Fused, Path::Packed, Path::Persistent, Path::Grid] {
             assert_eq!(plan(path, gpu), Plan::Fused { input_at_once: false });
         }
     }
 
     #[test]
     fn on_cuda_small_steps_are_one_kernel() {
-        let gpu = Chip::Cuda { device: 0, clusters: Clusters::default() };
+        let gpu = Chip::Cuda { device: 0, on_chip: OnChip::default() };
         let plan = |path, direction, steps, [batch, features, hidden]: [i64; 3], kinds| {
             Plan::new(path, direction, Sizes { steps, batch, features, hidden }, kinds, gpu)
         };

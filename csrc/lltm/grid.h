@@ -1,0 +1,53 @@
+// A sequence of LLTM steps in one kernel whose blocks fill the GPU: for weights that no cluster can hold.
+// lltm.h has the formulas.
+//
+// A group of blocks, one on a multiprocessor, holds W_h once: each block has neighbouring columns of h in all
+// three gates. It works through its part of the batch, kRows rows at a time. Blocks send one another h
+// through the L2 cache, and the result is the message: before the kernel all bits of `exchange` are set,
+// which is a value that no arithmetic gives, and whoever reads tries again until there is another. Nothing is
+// written twice, and so there are no flags, no barriers between blocks and no fences. All blocks have to run
+// at the same time, which a cooperative launch makes sure of.
+#pragma once
+
+#include "lltm.h"
+
+struct LltmGridForward {
+  int64_t steps;
+  int64_t batch;
+  int64_t hidden;         // a multiple of 8
+  int64_t weight_stride;  // from a row of W to the next, in elements
+  int64_t c_stride;       // from a step's c to the next: B·H, or 0 if only the last one is needed
+  int32_t kind;           // of the state
+  int32_t product_kind;
+  int32_t columns;          // of h, for each block: 16 or 32
+  int32_t row_groups;       // groups of blocks, which share the batch
+  const void* weight;       // W_h, [3H, H], of the product's kind
+  const void* input_gates;  // [T, B, 3H], of the gates' kind
+  const void* bias;         // [3H], of the gates' kind, null for zeros
+  const void* h0;           // [B, H], of the product's kind, at a multiple of 16 bytes
+  const void* c0;           // [B, H], of the state's kind
+  void* output;             // [T, B, H], of the state's kind
+  void* exchange;           // [T, B, H], of the product's kind: the output, if the kinds are one
+  void* c;                  // [T, B, H], or [B, H] with c_stride 0
+  void* activations;        // [T, B, 3H], of the state's kind; null if nobody needs them; may be input_gates
+};
+
+struct LltmGridBackward {
+  int64_t steps;
+  int64_t batch;
+  int64_t hidden;
+  int64_t weight_stride;
+  int32_t kind;
+  int32_t product_kind;
+  int32_t columns;
+  int32_t row_groups;
+  int32_t needs_grad_h0;
+  int32_t reserved;
+  const void* weight;       // W_h, [3H, H], of the product's kind
+  const void* grad_output;  // [T, B, H], of the state's kind, null for zeros
+  const void* activations;  // [T, B, 3H], of the state's kind
+  const void* c;            // [T, B, H], of the state's kind; these three at multiples of two values
+  void* grad_h;             // [B, H], float: for h[T-1] beside the output's, and then for h0
+  void* grad_c;             // [B, H], float: for c[T-1], and then for c0
+  void* grad_gates;         // [T, B, 3H], of the product's kind
+};

@@ -1,0 +1,65 @@
+// Starting a kernel of the grid.
+#pragma once
+
+#include "grid_device.h"
+#include "persistent_launch.h"
+
+namespace tch_extension {
+namespace {
+
+struct GridLaunch {
+  GridLaunch(int64_t blocks, int threads, int bytes, cudaStream_t stream) {
+    config.gridDim = dim3(static_cast<unsigned int>(blocks));
+    config.blockDim = dim3(static_cast<unsigned int>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(bytes);
+    config.stream = stream;
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  GridLaunch(const GridLaunch&) = delete;
+  GridLaunch& operator=(const GridLaunch&) = delete;
+
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attribute = {};
+};
+
+// Groups of blocks for the columns of h, times groups of rows.
+template <typename Params>
+int64_t blocks_of(const Params& params) {
+  return (params.hidden + params.columns - 1) / params.columns * params.row_groups;
+}
+
+// Sub-batches that a block works through, at most.
+template <typename Params>
+int subs_of(const Params& params) {
+  const int64_t rows = kRows * static_cast<int64_t>(params.row_groups);
+  return static_cast<int>((params.batch + rows - 1) / rows);
+}
+
+// What a launch found: whether its blocks can all run at the same time, for which a limit of this process may
+// leave too few multiprocessors, and an error or null.
+struct GridStatus {
+  bool fits;
+  const char* error;
+};
+
+// `messages` are unsent before the kernel starts.
+template <auto kKernel, int kThreadsOfBlock, typename Params>
+GridStatus start_grid(const Params& params, int bytes, void* messages, size_t size, cudaStream_t stream) {
+  constexpr int kAllBits = 0xff;
+  cudaError_t error = allow<kKernel>();
+  if (error == cudaSuccess) error = cudaMemsetAsync(messages, kAllBits, size, stream);
+  if (error == cudaSuccess) {
+    const GridLaunch launch(blocks_of(params), kThreadsOfBlock, bytes, stream);
+    error = cudaLaunchKernelEx(&launch.config, kKernel, params);
+  }
+  // Also so that the next launch does not find the error of this one.
+  const LaunchStatus status = launch_status("");
+  if (error == cudaErrorCooperativeLaunchTooLarge) return {false, nullptr};
+  return {true, error == cudaSuccess ? status.error : cudaGetErrorString(error)};
+}
+
+}  // namespace
+}  // namespace tch_extension

@@ -1,0 +1,202 @@
+//! `csrc/lltm/grid.h`: how blocks that fill the GPU share a sequence.
+
+use super::persistent::counts_in_32_bits;
+use super::{Direction, Sizes};
+use crate::Result;
+#[cfg(tch_extension_cuda)]
+use crate::ffi::once_a_device::{OnceADevice, constant};
+use tch::{Device, Kind};
+
+/// How many blocks a GPU runs at the same time, one on each multiprocessor; none where there is no code for it.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Grid {
+    blocks: i64,
+}
+
+impl Grid {
+    pub fn is_there(self) -> bool {
+        self.blocks > 0
+    }
+
+    pub fn of(device: Device) -> Result<Grid> {
+        #[cfg(tch_extension_cuda)]
+        {
+            static KNOWN: OnceADevice<Grid> = OnceADevice::new();
+            // SAFETY: the C side fills the place, and returns null or a constant text.
+            KNOWN.of("lltm", device, |index, grid| unsafe {
+                constant(tch_extension_lltm_grid_device(index, grid))
+            })
+        }
+        #[cfg(not(tch_extension_cuda))]
+        {
+            let _ = device;
+            Ok(Grid::default())
+        }
+    }
+}
+
+#[cfg(tch_extension_cuda)]
+unsafe extern "C" {
+    fn tch_extension_lltm_grid_device(device: i32, grid: *mut Grid) -> *const std::ffi::c_char;
+}
+
+/// Rows that a block computes at a time.
+const ROWS: i64 = 8;
+
+/// Who computes what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Share {
+    /// Columns of h of a block.
+    pub columns: i64,
+    /// Groups of blocks, each with some rows of the batch.
+    pub row_groups: i64,
+    /// What a step costs, in hundredths of a microsecond: about, as measured on an H200.
+    pub cost: i64,
+}
+
+impl Share {
+    /// The fastest for these sizes, if the weights fit into registers, and the kernel can count. `tf32` is whether products of
+    /// `Float` may be made in it, which they always are here.
+    pub fn new(direction: Direction, sizes: Sizes, product: Kind, tf32: bool, grid: Grid) -> Option<Share> {
+        let Sizes { batch, hidden, .. } = sizes;
+        // Of a row of h for each warp, at most 8 vectors in registers beside 16 columns, or 4 beside 32; of the gates' gradients
+        // three times as many.
+        let terms = match product {
+            Kind::Half | Kind::BFloat16 => 256,
+            Kind::Float if tf32 => 128,
+            _ => return None,
+        };
+        if batch == 0 || hidden == 0 || hidden % 8 != 0 || !counts_in_32_bits(sizes) {
+            return None;
+        }
+        let vectors = (hidden - 1) / terms + 1;
+        let tiles = (batch - 1) / ROWS + 1;
+        let of = |columns| {
+            let most = grid.blocks / ((hidden - 1) / columns + 1);
+            Share::of_columns(direction, columns, vectors, tiles, most)
+        };
+        let fits = |columns: &i64| vectors * columns <= 128;
+        [32, 16].into_iter().filter(fits).filter_map(of).min_by_key(|share| share.cost)
+    }
+
+    /// Each of up to `most` groups has some of the tiles of rows and works through them in turn.
+    fn of_columns(direction: Direction, columns: i64, vectors: i64, tiles: i64, most: i64) -> Option<Share> {
+        /// What is kept of all rows of a block has to fit beside the rest.
+        const MOST_TURNS: i64 = 64;
+        if most == 0 {
+            return None;
+        }
+        let vectors = vectors.max(2);
+        let turns = (tiles - 1) / most + 1;
+        let (turns, a_turn) = match (direction, columns) {
+            // Two turns take no longer than one, in which everybody waits, and half the blocks.
+            (Direction::Forward, 16) => (turns.max(2), 35 + 16 * vectors),
+            (Direction::Forward, _) => (turns.max(2), 60 + 16 * vectors),
+            // Each block reads the gradients for all gates, and fewer blocks have them sooner.
+            (Direction::Backward, 16) => (turns, 250.max(45 + 26 * vectors)),
+            (Direction::Backward, _) => (turns, 85 + 33 * vectors),
+        };
+        let share = Share { columns, row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn };
+        (turns <= MOST_TURNS).then_some(share)
+    }
+
+    /// Than one or two kernels for each step.
+    pub fn is_faster(&self, direction: Direction, sizes: Sizes, product: Kind) -> bool {
+        /// Fewer are over before the weights are on chip.
+        const FEW: i64 = 8;
+        /// Up to here clusters are faster.
+        const NARROW: i64 = 256;
+        // What those cost, without the products of all steps: forward with the most rows at which they were measured to be
+        // slower, 256 of H = 1024; in tf32, of which less was measured, with a distance.
+        let others = match (product, direction) {
+            (Kind::Float, _) => 500,
+            (_, Direction::Forward) => 1000,
+            (_, Direction::Backward) => 1100,
+        };
+        sizes.steps >= FEW && sizes.hidden > NARROW && self.cost <= others
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const H200: Grid = Grid { blocks: 132 };
+
+    fn share(batch: i64, hidden: i64, kind: Kind, tf32: bool, grid: Grid) -> Option<(i64, i64)> {
+        let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
+        Share::new(Direction::Forward, sizes, kind, tf32, grid).map(|share| (share.columns, share.row_groups))
+    }
+
+    #[test]
+    fn there_is_a_share_where_the_weights_fit() {
+        let of = |batch, hidden| share(batch, hidden, Kind::BFloat16, false, H200);
+        assert_eq!(of(1, 8), Some((16, 1)));
+        assert_eq!(of(64, 2048), Some((16, 1)));
+        // Rows of h that are no whole vectors; more weights than registers; too many rows; none.
+        assert_eq!(of(64, 1023), None);
+        assert_eq!(of(64, 2056), None);
+        assert_eq!(of(1 << 12, 1024), None);
+        assert_eq!(of(i64::MAX, 8), None);
+        assert_eq!(of(0, 8), None);
+        assert_eq!(of(8, 0), None);
+        // A part of a GPU, and another GPU.
+        assert_eq!(share(64, 1024, Kind::Half, false, Grid { blocks: 33 }), Some((32, 1)));
+        assert_eq!(share(64, 1024, Kind::Half, false, Grid { blocks: 31 }), None);
+        assert_eq!(share(64, 8, Kind::Half, false, Grid::default()), None);
+    }
+
+    /// What was the fastest of those measured.
+    #[test]
+    fn shares_suit_the_size() {
+        let of = |batch, hidden| share(batch, hidden, Kind::BFloat16, false, H200);
+        assert_eq!(of(16, 512), Some((16, 1)));
+        assert_eq!(of(16, 768), Some((16, 1)));
+        assert_eq!(of(16, 1024), Some((16, 1)));
+        assert_eq!(of(64, 512), Some((16, 4)));
+        assert_eq!(of(64, 768), Some((32, 4)));
+        assert_eq!(of(64, 1024), Some((32, 4)));
+        assert_eq!(of(256, 512), Some((32, 8)));
+        assert_eq!(of(256, 1024), Some((32, 4)));
+    }
+
+    #[test]
+    fn blocks_are_wide_in_the_backward() {
+        let of = |batch, hidden, kind| {
+            let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
+            let share = Share::new(Direction::Backward, sizes, kind, true, H200)?;
+            Some((share.columns, share.row_groups))
+        };
+        assert_eq!(of(16, 1024, Kind::Half), Some((32, 2)));
+        assert_eq!(of(16, 512, Kind::Half), Some((32, 2)));
+        assert_eq!(of(64, 1032, Kind::Half), Some((16, 2)));
+        assert_eq!(of(16, 768, Kind::Float), Some((16, 2)));
+    }
+
+    #[test]
+    fn it_is_taken_where_it_is_faster() {
+        use Direction::{Backward, Forward};
+        let faster = |direction, steps, batch, hidden, kind| {
+            let sizes = Sizes { steps, batch, features: hidden, hidden };
+            Share::new(direction, sizes, kind, true, H200)
+                .is_some_and(|share| share.is_faster(direction, sizes, kind))
+        };
+        assert!(faster(Forward, 8, 16, 264, Kind::Half) && faster(Forward, 512, 256, 1024, Kind::BFloat16));
+        assert!(!faster(Forward, 7, 16, 1024, Kind::Half) && !faster(Forward, 512, 16, 256, Kind::Half));
+        assert!(!faster(Forward, 512, 512, 1024, Kind::Half) && !faster(Forward, 512, 64, 2048, Kind::Half));
+        assert!(
+            faster(Backward, 512, 128, 1024, Kind::Half) && !faster(Backward, 512, 256, 1024, Kind::Half)
+        );
+        assert!(faster(Forward, 512, 16, 768, Kind::Float) && !faster(Forward, 512, 256, 1024, Kind::Float));
+        assert!(faster(Backward, 512, 16, 1024, Kind::Float) && !faster(Backward, 512, 64, 768, Kind::Float));
+    }
+
+    #[test]
+    fn float_is_for_those_who_allow_tf32() {
+        assert_eq!(share(16, 512, Kind::Float, false, H200), None);
+        assert_eq!(share(16, 512, Kind::Float, true, H200), Some((16, 1)));
+        assert_eq!(share(16, 1032, Kind::Float, true, H200), None);
+        assert_eq!(share(16, 512, Kind::Double, true, H200), None);
+    }
+}
