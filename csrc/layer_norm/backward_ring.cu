@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
   const int thread = thread_of_team(team);
   Share share = share_of_block<T, kTeam>(params);
   // The rest is left out of the share from here on.
-  constexpr bool kMayHaveRest = kShifted && kTeam == Team::kBlock;
+  constexpr bool kMayHaveRest = kTeam == Team::kBlockWithRest;
   int rest = 0;
   if constexpr (kMayHaveRest) {
     rest = max(share.columns - team * kBackwardValues<T>, 0);
@@ -397,6 +397,12 @@ void start(const LayerNormBackward& params, cudaStream_t stream) {
   } else if (params.plan.team <= kWarp) {
     start_kernel<T, kShifted, Team::kWithinWarp, kParameters>(params, stream);
   } else {
+    // A kernel of its own: it needs more registers.
+    if constexpr (kShifted) {
+      if (params.columns > int64_t{params.plan.team} * kBackwardValues<T>) {
+        return start_kernel<T, kShifted, Team::kBlockWithRest, kParameters>(params, stream);
+      }
+    }
     start_kernel<T, kShifted, Team::kBlock, kParameters>(params, stream);
   }
 }

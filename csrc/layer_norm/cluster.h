@@ -76,7 +76,7 @@ __device__ __forceinline__ Pair<C> cluster_sum(Pair<C> sum, int cluster, int ran
   return warp_sum(total, kWarp);
 }
 
-enum class Team { kWithinWarp, kBlock, kCluster };
+enum class Team { kWithinWarp, kBlock, kBlockWithRest, kCluster };
 
 // Of which a block with such a team needs an array, for the sums.
 template <Team kTeam>
