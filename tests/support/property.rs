@@ -7,7 +7,7 @@ use std::fmt::Write;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
-use tch_extension::testing::{Layout, assert_close, tolerance};
+use tch_extension::testing::{Layout, assert_as_accurate, assert_close, tolerance};
 
 /// One input.
 #[derive(Clone, Debug, PartialEq)]
@@ -75,10 +75,26 @@ impl Property<'_> {
             (Ok(_), _) if (self.excluded)(case) => Err("taken, but the docs exclude it".to_string()),
             (Ok(_), Err(error)) => Err(format!("taken, but libtorch refuses it: {error}")),
             (Ok(found), Ok(expected)) => {
-                compare("output", case, &found, &expected)?;
-                check_gradients(case, (&inputs, &found), (&others, &expected))
+                let exact = || self.exact(case, &expected, device);
+                compare("output", case, &found, &expected, &|| exact().map(|(outputs, _)| outputs))?;
+                let exact = || exact().map(|(_, gradients)| gradients);
+                check_gradients(case, (&inputs, &found), (&others, &expected), &exact)
             }
         }
+    }
+
+    /// What the reference gives in double precision for the same numbers: outputs, and gradients from the same vectors.
+    fn exact(&self, case: &Case, outputs: &[Tensor], device: Device) -> Option<(Vec<Tensor>, Vec<Tensor>)> {
+        let wide = |tensor: Tensor| {
+            let requires_grad = tensor.requires_grad();
+            tensor.detach().to_kind(Kind::Double).set_requires_grad(requires_grad)
+        };
+        let inputs: Vec<Option<Tensor>> =
+            case.tensors(device).into_iter().map(|input| input.map(wide)).collect();
+        let exact = (self.reference)(&inputs).ok()?;
+        let vectors = vectors(outputs).iter().map(|vector| vector.to_kind(Kind::Double)).collect();
+        let gradients = gradients(&inputs, &exact, vectors).ok()?;
+        Some((exact, gradients))
     }
 
     fn check_message(&self, message: &str) -> Verdict {
@@ -93,6 +109,7 @@ fn check_gradients(
     case: &Case,
     (inputs, found): (&[Option<Tensor>], &[Tensor]),
     (others, expected): (&[Option<Tensor>], &[Tensor]),
+    exact: Exact<'_>,
 ) -> Verdict {
     let requires = |outputs: &[Tensor]| outputs.iter().map(Tensor::requires_grad).collect::<Vec<_>>();
     if requires(found).contains(&true) != requires(expected).contains(&true) {
@@ -103,18 +120,26 @@ fn check_gradients(
         ));
     }
     // libtorch refuses some only in the backward: then there is nothing to compare with.
-    let Ok(expected) = gradients(others, expected) else { return Ok(()) };
-    compare("gradient", case, &gradients(inputs, found)?, &expected)
+    let Ok(expected) = gradients(others, expected, vectors(expected)) else { return Ok(()) };
+    compare("gradient", case, &gradients(inputs, found, vectors(found))?, &expected, exact)
+}
+
+/// What comes in for each output that requires grad.
+fn vectors(outputs: &[Tensor]) -> Vec<Tensor> {
+    outputs.iter().filter(|output| output.requires_grad()).map(super::incoming).collect()
 }
 
 /// Of all inputs that require grad, from all outputs that do.
-fn gradients(inputs: &[Option<Tensor>], outputs: &[Tensor]) -> std::result::Result<Vec<Tensor>, String> {
+fn gradients(
+    inputs: &[Option<Tensor>],
+    outputs: &[Tensor],
+    vectors: Vec<Tensor>,
+) -> std::result::Result<Vec<Tensor>, String> {
     let outputs: Vec<&Tensor> = outputs.iter().filter(|output| output.requires_grad()).collect();
     let inputs: Vec<&Tensor> = inputs.iter().flatten().filter(|input| input.requires_grad()).collect();
     if outputs.is_empty() || inputs.is_empty() {
         return Ok(Vec::new());
     }
-    let vectors: Vec<Tensor> = outputs.iter().map(|output| super::incoming(output)).collect();
     let vectors: Vec<Option<&Tensor>> = vectors.iter().map(Some).collect();
     let options = GradOptions { grad_outputs: &vectors, allow_unused: true, ..Default::default() };
     let found = grad(&outputs, &inputs, &options).map_err(|error| format!("the backward failed: {error}"))?;
@@ -122,7 +147,11 @@ fn gradients(inputs: &[Option<Tensor>], outputs: &[Tensor]) -> std::result::Resu
     Ok(found.into_vec().into_iter().zip(&inputs).map(zeros).collect())
 }
 
-fn compare(what: &str, case: &Case, found: &[Tensor], expected: &[Tensor]) -> Verdict {
+/// Asked for only where something differs.
+type Exact<'a> = &'a dyn Fn() -> Option<Vec<Tensor>>;
+
+/// Near what is expected; or, where several steps make much of what the reference rounds, as near as that to what is exact.
+fn compare(what: &str, case: &Case, found: &[Tensor], expected: &[Tensor], exact: Exact<'_>) -> Verdict {
     if found.len() != expected.len() {
         return Err(format!("{} {what}s, expected {}", found.len(), expected.len()));
     }
@@ -134,7 +163,15 @@ fn compare(what: &str, case: &Case, found: &[Tensor], expected: &[Tensor]) -> Ve
             .fold((0.0, 0.0), |most: (f64, f64), each| (most.0.max(each.0), most.1.max(each.1)));
         let atol = 10.0 * if rtol > 1e-4 { rtol } else { atol };
         let check = || assert_close(&found.detach(), &expected.detach(), 10.0 * rtol, atol);
-        if let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)) {
+        let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)) else { continue };
+        let is_half = matches!(found.kind(), Kind::Half | Kind::BFloat16);
+        let exact = if is_half { exact() } else { None };
+        let is_as_accurate =
+            exact.and_then(|exact| exact.get(index).map(Tensor::detach)).is_some_and(|exact| {
+                let check = || assert_as_accurate(&found.detach(), &expected.detach(), &exact);
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)).is_ok()
+            });
+        if !is_as_accurate {
             let text = panic.downcast_ref::<String>().cloned().unwrap_or_default();
             return Err(format!("{what} {index}: {text}"));
         }

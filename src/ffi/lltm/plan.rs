@@ -165,7 +165,7 @@ impl Plan {
             Path::Grid => grid.map(of_grid),
             Path::Automatic => {
                 let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes));
-                let grid = grid.filter(|share| share.is_faster(direction, sizes, product));
+                let grid = grid.filter(|share| share.is_faster(direction, sizes));
                 match (clusters, grid) {
                     (Some(kernel), Some(share)) if share.cost < kernel.cost(sizes.batch) => {
                         Some(of_grid(share))
