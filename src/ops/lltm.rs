@@ -41,8 +41,9 @@ const OP: &str = "lltm";
 /// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Small steps of
 /// few features multiply the input, too. On a GPU of compute capability 9.0 all steps are one kernel that keeps the
 /// weights on the chip, where that is faster: from eight steps on; in half kinds with H up to 768 and, on an H200, 280 rows at
-/// that H, 600 at 512, 1680 at 256 and 3360 at 128; in `Float` with H up to 128 and 720 rows, in `Double` and 360. Where
-/// libtorch's switch allows tf32 in products, those kernels multiply `Float` in it, with H up to 512, and their sigmoids and
+/// that H, 600 at 512, 1680 at 256 and 3360 at 128, and, if H is a multiple of 8, up to 1024 with 256 rows forward and 160 back, or
+/// 2048 with 48 and 32; in `Float` with H up to 128 and 720 rows, in `Double` and 360. Where libtorch's switch allows tf32 in
+/// products, those kernels multiply `Float` in it, with H up to 512, or 1024 with 96 rows forward and 64 back; up to 512 their sigmoids and
 /// tanh are accurate to about 1e-6. On the CPU the weights are packed once, and libtorch's threads
 /// stay together for the whole sequence. One or two steps are a loop of [`lltm_cell`](super::lltm_cell), but for half
 /// kinds where that rounds more.
@@ -52,7 +53,7 @@ const OP: &str = "lltm";
 ///
 /// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers besides inputs and outputs (of the half kinds on the
 /// CPU, as `Float`); the forward needs `3·T·B·H` more for a while if the kinds of gates and outputs differ, and the backward
-/// `3·T·B·H + T·B·(H + F)`, on the CPU up to twice that. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
+/// `3·T·B·H + T·B·(H + F)`, on the CPU up to twice that; under autocast the large sizes of one kernel need `T·B·H` of the product's kind more. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
 ///
 /// Equivalent to:
 /// ```
