@@ -15,6 +15,9 @@ pub(crate) struct Clusters {
 }
 
 impl Clusters {
+    #[cfg(test)]
+    pub const H200: Clusters = Clusters { of_8: 15, of_16: 7 };
+
     pub fn are_there(self) -> bool {
         self.of_8 > 0
     }
@@ -134,7 +137,7 @@ impl Kernel {
 mod tests {
     use super::*;
 
-    const H200: Clusters = Clusters { of_8: 15, of_16: 7 };
+    const H200: Clusters = Clusters::H200;
 
     fn sizes(steps: i64, batch: i64, hidden: i64) -> Sizes {
         Sizes { steps, batch, features: hidden, hidden }

@@ -286,6 +286,35 @@ mod tests {
         }
     }
 
+    /// Whatever a step was measured to cost least in, each direction by itself.
+    #[test]
+    fn on_chip_the_cheapest_is_taken() {
+        use Direction::{Backward, Forward};
+        let plan = |direction, steps, batch, hidden, kind| {
+            let on_chip = OnChip { clusters: Clusters::H200, grid: Grid::H200, tf32: kind == Kind::Float };
+            let sizes = Sizes { steps, batch, features: hidden, hidden };
+            Plan::on_chip(Path::Automatic, direction, sizes, kind, on_chip)
+        };
+        let clusters = |cluster, tf32| Some(Plan::Persistent { cluster, groups: 1, tf32 });
+        let grid = |columns, row_groups| Some(Plan::Grid { columns, row_groups });
+        let half = |direction, batch, hidden| plan(direction, 512, batch, hidden, Kind::BFloat16);
+        for direction in [Forward, Backward] {
+            assert_eq!(half(direction, 16, 128), clusters(8, false));
+            assert_eq!(half(direction, 16, 512), clusters(16, false));
+            assert_eq!(half(direction, 64, 1024), grid(32, 4));
+            assert_eq!(half(direction, 1024, 1024), None);
+            // Rows of h that are no whole vectors; too few steps.
+            assert_eq!(half(direction, 64, 1023), None);
+            assert_eq!(plan(direction, 7, 64, 1024, Kind::Half), None);
+            assert_eq!(plan(direction, 512, 16, 512, Kind::Float), clusters(16, true));
+            assert_eq!(plan(direction, 512, 64, 1024, Kind::Float), grid(16, 2));
+        }
+        assert_eq!(half(Forward, 64, 512), grid(16, 4));
+        assert_eq!(half(Backward, 64, 512), clusters(8, false));
+        assert_eq!(half(Forward, 256, 1024), grid(32, 4));
+        assert_eq!(half(Backward, 256, 1024), None);
+    }
+
     #[test]
     fn on_cuda_small_steps_are_one_kernel() {
         let gpu = Chip::Cuda { device: 0, on_chip: OnChip::default() };
