@@ -18,7 +18,7 @@ constexpr int kStages = 6;
 constexpr int kGroups = 2;  // warpgroups that multiply
 constexpr int kChunks = kTile / kBox;
 constexpr int kTileBytes = kTile * kInner * 2;  // of lhs or rhs; and of a chunk of the output
-constexpr int kBoxBytes = kBox * kInner * 2;
+[[maybe_unused]] constexpr int kBoxBytes = kBox * kInner * 2;
 constexpr int kAlignment = 1024;  // of what is swizzled
 constexpr int kSharedBytes = (2 * kStages + kGroups) * kTileBytes + kAlignment;
 constexpr int kGroupThreads = 128;
@@ -89,11 +89,11 @@ struct Stage {
 
   __device__ __forceinline__ explicit Stage(uint32_t uses)
       : index(uses % kStages), round(uses / kStages & 1) {}
-
-  __device__ __forceinline__ void next() {
-    if (++index == kStages) index = 0, round ^= 1;
-  }
 };
+
+[[maybe_unused]] __device__ __forceinline__ void advance(Stage& stage) {
+  if (++stage.index == kStages) stage.index = 0, stage.round ^= 1;
+}
 
 template <bool kAcross>
 __device__ __forceinline__ void load_factors(const Params& params, const Shared& shared) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_factors(const Params& params, const Shared&
     const Place place(params, tile);
     const int lhs_batch = place.batch * params.lhs_batch;
     const int rhs_batch = place.batch * params.rhs_batch;
-    for (int step = 0; step < params.steps; ++step, stage.next()) {
+    for (int step = 0; step < params.steps; ++step, advance(stage)) {
       barrier_wait(shared.empty + 8 * stage.index, stage.round ^ 1);
       const uint32_t full = shared.full + 8 * stage.index;
       const uint32_t lhs = shared.ring + stage.index * 2 * kTileBytes;
@@ -129,7 +129,8 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
 }
 
 // For one group's tiles: the bias comes, the output goes, and the next bias comes.
-__device__ __forceinline__ void move_chunks(const Params& params, const Shared& shared, int group) {
+[[maybe_unused]] __device__ __forceinline__ void move_chunks(const Params& params, const Shared& shared,
+                                                             int group) {
   const int step = kGroups * gridDim.x;
   int tile = blockIdx.x + group * gridDim.x;
   if (tile < params.tiles) load_bias(params, shared, tile, 0);
@@ -158,7 +159,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   const int lane = threadIdx.x % 32;
   Stage stage(first_use);
   int before = 0;
-  for (int step = 0; step < params.steps; ++step, stage.next()) {
+  for (int step = 0; step < params.steps; ++step, advance(stage)) {
     barrier_wait(shared.full + 8 * stage.index, stage.round);
     const uint32_t at = shared.ring + stage.index * 2 * kTileBytes;
     const uint64_t lhs = tile_descriptor<false>(at);
@@ -237,7 +238,7 @@ __device__ __forceinline__ void compute(const Params& params, const Shared& shar
   }
 }
 
-__device__ __forceinline__ void init(Barriers& barriers) {
+[[maybe_unused]] __device__ __forceinline__ void init(Barriers& barriers) {
   constexpr int kWarps = kGroupThreads / 32;
   for (int i = 0; i < kStages; ++i) {
     barrier_init(shared_address(&barriers.full[i]), 1);

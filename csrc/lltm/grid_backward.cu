@@ -9,7 +9,7 @@ namespace {
 constexpr int kBlock = kWarps * kWarp;
 
 // Steps whose messages' memory is on its way, and turns of a thread whose saved values are.
-constexpr int kNear = 2;
+[[maybe_unused]] constexpr int kNear = 2;  // unused where the kernel is empty
 constexpr int kAhead = 2;
 
 // What is not sent yet: two values of a half kind are sent as one word, and those of no conversion are both
@@ -30,7 +30,7 @@ __device__ __forceinline__ void send_two(T* to, float first, float second) {
   }
 }
 
-__device__ __forceinline__ bool is_unsent(const uint4& words) {
+[[maybe_unused]] __device__ __forceinline__ bool is_unsent(const uint4& words) {
   return max(max(words.x, words.y), max(words.z, words.w)) == kUnsent;
 }
 
@@ -112,7 +112,7 @@ struct GridWeightsBack {
   }
 
   // From a vector of a warp to its next: the warps take vectors in turn.
-  static constexpr int kStride = kWarps * kSpan<T>;
+  enum : int { kStride = kWarps * kSpan<T> };
   uint32_t weights[kInRegisters][4];
   uint4* shared;
 };

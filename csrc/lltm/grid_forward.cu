@@ -7,7 +7,7 @@ namespace {
 
 // Turns whose input gates are on their way, and steps whose messages' memory is.
 constexpr int kAhead = 4;
-constexpr int kNear = 4;
+[[maybe_unused]] constexpr int kNear = 4;  // unused where the kernel is empty
 
 // Named barriers of the two buffers.
 enum : int { kFull = 1, kFree = 3 };
