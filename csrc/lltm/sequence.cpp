@@ -336,7 +336,7 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
         return lltm_persistent(*call);
       case kLltmGrid:
         if (lltm_grid(*call)) return;
-        [[fallthrough]];
+        return forward_per_step(*call);
       default:
         return forward_per_step(*call);
     }

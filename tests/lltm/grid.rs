@@ -1,12 +1,10 @@
 //! One kernel for all steps whose blocks fill the GPU, forced where it can be: in half kinds, and in `Float` where tf32 is
 //! allowed; elsewhere the same calls take other paths.
 
-use super::persistent::{device_with, everything};
+use super::persistent::{Tf32, device_with, everything};
 use super::*;
 use tch_extension::amp::Autocast;
-use tch_extension::cuda::{
-    Graph, Stream, StreamGuard, matmul_allow_tf32, set_matmul_allow_tf32, synchronize,
-};
+use tch_extension::cuda::{Graph, Stream, StreamGuard, synchronize};
 
 const HALF_KINDS: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 
@@ -69,14 +67,15 @@ fn cuda_half_kinds_of_the_product_alone_by_the_grid() {
 #[test]
 fn cuda_float_in_tf32_by_the_grid() {
     let Some(device) = device("cuda_float_in_tf32_by_the_grid") else { return };
-    let _restored = Precision(matmul_allow_tf32().expect("a switch"));
     let mut differs = false;
     for sizes in LARGE.into_iter().filter(|sizes| sizes[3] <= 1024) {
         let inputs = one(sizes, Kind::Float, device).inputs;
-        set_matmul_allow_tf32(false).expect("a switch");
-        let (forced, exact) = (everything(&grid, &inputs), everything(&per_step, &inputs));
-        set_matmul_allow_tf32(true).expect("a switch");
-        let found = everything(&grid, &inputs);
+        let in_precision = |allow, sequence| {
+            let _switch = Tf32::set(allow);
+            everything(sequence, &inputs)
+        };
+        let (forced, exact) = (in_precision(false, &grid), in_precision(false, &per_step));
+        let found = in_precision(true, &grid);
         for ((found, forced), exact) in found.iter().zip(&forced).zip(&exact) {
             let scale = exact.abs().max().double_value(&[]);
             assert_close(forced, exact, 2e-5, 2e-5 * scale);
@@ -85,15 +84,6 @@ fn cuda_float_in_tf32_by_the_grid() {
         }
     }
     assert!(differs, "tf32 is never taken");
-}
-
-/// libtorch's switch as it was, also when a test fails.
-struct Precision(bool);
-
-impl Drop for Precision {
-    fn drop(&mut self) {
-        let _ = set_matmul_allow_tf32(self.0);
-    }
 }
 
 /// All steps are one kernel beside the products, and a replay of it computes: also where users ask for nothing.

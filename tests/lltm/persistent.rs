@@ -91,10 +91,10 @@ fn cuda_half_kinds_of_the_product_alone_by_persistent_kernels() {
 }
 
 /// libtorch's switch for tf32, set back in the end, however a test ends.
-struct Tf32(bool);
+pub struct Tf32(bool);
 
 impl Tf32 {
-    fn set(allow: bool) -> Tf32 {
+    pub fn set(allow: bool) -> Tf32 {
         let before = matmul_allow_tf32().expect("a switch");
         set_matmul_allow_tf32(allow).expect("a switch");
         Tf32(before)

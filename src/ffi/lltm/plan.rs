@@ -101,8 +101,7 @@ impl Chip {
         Ok(match device {
             Device::Cuda(index) => {
                 let (clusters, grid) = (Clusters::of(device)?, Grid::of(device)?);
-                // Asked where it matters: libtorch has no answer when its switches contradict one another.
-                let tf32 = product == Kind::Float && matmul_allow_tf32().unwrap_or(false);
+                let tf32 = product == Kind::Float && matmul_allow_tf32()?;
                 Chip::Cuda { device: index, on_chip: OnChip { clusters, grid, tf32 } }
             }
             _ => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
