@@ -81,4 +81,4 @@ impl Environment for BuildScript {
 }
 
 const CARGOS_OWN: &[&str] =
-    &["OUT_DIR", "NUM_JOBS", "PROFILE", "CARGO_CFG_TARGET_OS", "CARGO_CFG_TARGET_ARCH"];
+    &["OUT_DIR", "NUM_JOBS", "PROFILE", "CARGO_PKG_NAME", "CARGO_CFG_TARGET_OS", "CARGO_CFG_TARGET_ARCH"];

@@ -74,15 +74,23 @@ fn a_crate_of_cpp_is_linked_with_libtorch() {
 }
 
 #[test]
-fn for_a_linter_nothing_is_compiled() {
-    let script = Script::new("linter", true);
-    let nvcc = fake_nvcc(&script.folder.join("cuda"), "13.0");
-    let broken = script.source("a.cpp", "this is no C++\n");
-    let script = script.with("NVCC", &nvcc.display().to_string()).with("TCH_EXTENSION_NO_COMPILE", "1");
-    let extension = Extension::new("a").source(broken).archs("9.0a");
-    let (built, lines) = extension.build_in(&script).expect("no library");
-    assert!(built.cuda && lines.contains(&"rustc-cfg=tch_extension_cuda".to_string()), "{lines:?}");
-    assert!(!lines.iter().any(|line| line.contains("static=a")), "{lines:?}");
+fn builds_that_share_objects_compile_once() {
+    let mut script = Script::new("objects", false);
+    let objects = script.folder.join("objects");
+    script = script.with("TCH_EXTENSION_OBJECTS", &objects.display().to_string()).with("CARGO_PKG_NAME", "b");
+    let extension = Extension::new("a").source(script.source("a.cpp", "int a() { return 1; }\n"));
+    let mut made = Vec::new();
+    for build in ["one", "another"] {
+        let out_dir = script.folder.join(build);
+        std::fs::create_dir(&out_dir).unwrap();
+        script = script.with("OUT_DIR", &out_dir.display().to_string());
+        extension.build_in(&script).expect("a library");
+        assert!(out_dir.join("liba.a").exists());
+        let mut files = std::fs::read_dir(objects.join("b/a/cpp")).unwrap().flatten().map(|file| file.path());
+        let object = files.find(|path| path.extension().is_some_and(|ending| ending == "o"));
+        made.push(object.expect("an object").metadata().and_then(|data| data.modified()).expect("its time"));
+    }
+    assert_eq!(made[0], made[1]);
 }
 
 #[test]
