@@ -57,17 +57,15 @@ constexpr int kThreadsOfBlock = kTeam <= 0          ? kMostThreads
 template <typename T, int kLanes, int kKept, int kTeam>
 constexpr int kBlocksAtATime = sizeof(T) == 8 || kKept / sizeof(T) > 32 ? 1 : 1024 / kThreadsOfBlock<kTeam>;
 
-// A team does one row. A thread keeps kKept bytes. kFull: of each row.
+// A team does one row. A thread keeps kKept bytes. kFull: each thread of each block, which is one team then.
 template <typename T, int kLanes, int kKept, int kTeam, bool kFull = false, bool kAffine = (kTeam > 0)>
 __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLanes, kKept, kTeam>))
     layer_norm_forward_in_registers(LayerNormForward params) {
   using C = Compute<T>;
   constexpr int kVectors = kKept / sizeof(T) / kLanes;
   constexpr Team kKind = kTeamOf<kTeam>;
-  // A block is one team, of a size that is known.
-  constexpr bool kWhole = kTeam > kWarp;
-  constexpr int kWarps = kWhole ? kTeam / kWarp : 1;
-  __shared__ Pair<C> buffer[kWhole ? 1 : kPairsOfSums<kKind>];
+  constexpr int kWarps = kFull ? kTeam / kWarp : 1;
+  __shared__ Pair<C> buffer[kFull ? 1 : kPairsOfSums<kKind>];
   __shared__ __align__(16) C sums_of_warps[kWarps];
   __shared__ __align__(16) Pair<C> pairs_of_warps[kWarps];
   // Nobody writes into a block that has not begun.
@@ -89,7 +87,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
     vectors = row < params.rows ? static_cast<int>(columns / kLanes) : 0;
   }
   const int64_t row_at = row * columns, at = row_at + column;
-  auto is_there = [&](int v) { return kFull ? kWhole || row < params.rows : v * team + thread < vectors; };
+  auto is_there = [&](int v) { return kFull || v * team + thread < vectors; };
 
   Vector<T, kLanes> stored[kVectors];
 #pragma unroll
@@ -97,17 +95,17 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
     if (is_there(v)) stored[v] = load_vector<T, kLanes>(params.input, at + (v * team + thread) * kLanes);
   }
   C first(0);
-  if constexpr (kWhole) first = static_cast<C>(static_cast<const T*>(params.input)[row_at]);
+  if constexpr (kFull) first = static_cast<C>(static_cast<const T*>(params.input)[row_at]);
   const Scales<C> scales(columns);
   Values<T, kLanes> x[kVectors];
-  // Several sums: nothing waits for the one before. One where registers are short.
-  constexpr int kSums = kKept > kBytes ? 1 : kLanes < 4 ? kLanes : 4;
+  // Several sums, where there are registers for them: nothing waits for the one before.
+  constexpr int kSums = kFull ? 4 : 1;
   C sums[kSums] = {};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (is_there(v)) {
       x[v] = unpack<T, kLanes>(stored[v]);
-      if (v == 0 && !kWhole) first = x[0].lane[0];
+      if (v == 0 && !kFull) first = x[0].lane[0];
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) sums[lane % kSums] += x[v].lane[lane] * scales.scale;
     }
@@ -116,7 +114,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
 #pragma unroll
   for (const C& one : sums) sum += one;
   if constexpr (kKind == Team::kCluster) wait_at_cluster_barrier();
-  if constexpr (kWhole) {
+  if constexpr (kFull) {
     sum = block_sum<kTeam>(sum, sums_of_warps);
   } else {
     const Pair<C> sum_of_row = sum_and_first<kKind>(sum, first, params.plan, team, buffer, turn);
@@ -139,7 +137,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
       }
     }
   }
-  if constexpr (kWhole) {
+  if constexpr (kFull) {
     centred = block_sum<kTeam>(centred, pairs_of_warps);
   } else {
     centred = sum_of_team<kKind>(centred, params.plan, team, buffer, turn);
@@ -244,14 +242,12 @@ auto kernel_of_one_team(const LayerNormForward& params) -> void (*)(LayerNormFor
   if constexpr (sizeof(T) < sizeof(double)) {
     switch (plan.team) {
       case 8:
-        return is_full ? layer_norm_forward_in_registers<T, kLanes, kBytes, 8, true>
-                       : layer_norm_forward_in_registers<T, kLanes, kBytes, 8>;
+        return layer_norm_forward_in_registers<T, kLanes, kBytes, 8>;
       case 16:
         return is_half ? layer_norm_forward_in_registers<T, kLanes, kBytes / 2, 16>
                        : layer_norm_forward_in_registers<T, kLanes, kBytes, 16>;
       case 32:
-        return is_full ? layer_norm_forward_in_registers<T, kLanes, kBytes, 32, true>
-                       : layer_norm_forward_in_registers<T, kLanes, kBytes, 32>;
+        return layer_norm_forward_in_registers<T, kLanes, kBytes, 32>;
       case 64:
         return layer_norm_forward_in_registers<T, kLanes, kBytes, 64>;
       case 128:

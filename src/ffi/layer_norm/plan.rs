@@ -81,6 +81,11 @@ impl Rows {
         if self.kind == Kind::Double { 8 } else { 16 }
     }
 
+    /// Bytes of a block's shared memory for its rows.
+    fn room(&self) -> i64 {
+        i64::from(self.gpu.shared_memory) - 8 * 1024
+    }
+
     /// Whether loads of 16 bytes can read all as it lies. Otherwise rows in registers are shifted out of such loads.
     fn is_aligned(&self) -> bool {
         self.columns % self.wide() == 0 && self.alignment % 16 == 0
@@ -218,8 +223,7 @@ impl Rows {
         let behind = if i64::from(ring.team) < WARP { 16 } else { 16 + BYTES_OF_REST as i32 };
         let row = 2 * (behind * groups + (values * self.size()) as i32 * ring.threads);
         let most = if ring.cluster > 1 { 3 } else { 2 };
-        let room = self.gpu.shared_memory - 8 * 1024;
-        match (2..=most).rev().find(|stages| stages * row <= room) {
+        match (2..=most).rev().find(|&stages| i64::from(stages * row) <= self.room()) {
             Some(stages) => Plan { stages, early_finish, ..ring },
             None => self.direct(values),
         }
@@ -241,10 +245,16 @@ impl Rows {
         let lead = self.wide() - 1;
         let fits = |&team: &i64| self.columns + lead <= team * values + WARP;
         let team = [2 * WARP, 4 * WARP, 8 * WARP, 16 * WARP].into_iter().find(fits)?;
-        // Large blocks: fewer parts, and leads that come round sooner; fewer threads where processors would have none.
+        // Large blocks: fewer parts, and leads that come round sooner. Fewer threads where processors would have none, or
+        // no room for two rows.
+        let is_idle = |threads: i64| 2 * self.rows <= i64::from(self.gpu.processors) * (threads / team);
+        let has_room = |threads: i64| 2 * 2 * values * self.size() * threads <= self.room();
         let mut threads = MOST_THREADS;
-        while threads > team && 2 * self.rows <= i64::from(self.gpu.processors) * (threads / team) {
+        while threads > team && (is_idle(threads) || !has_room(threads)) {
             threads /= 2;
+        }
+        if !has_room(threads) {
+            return None;
         }
         let plan = Plan { in_place: 1, ..Plan::new(self.wide(), Some(team)) };
         Some(Plan { threads: threads as i32, ..plan })
@@ -542,6 +552,24 @@ mod tests {
             let in_place = is_odd && alignment == 16 && plan.team > 32 && plan.stages == 2;
             assert_eq!(plan.in_place == 1, in_place, "{kind:?} {columns} aligned to {alignment}");
         }
+    }
+
+    #[test]
+    fn rows_in_place_keep_their_ring_where_blocks_have_less_memory() {
+        for (columns, shared_memory, expected) in [
+            (1025, 227 << 10, (512, 2)),
+            (1025, 99 << 10, (256, 2)),
+            (1025, 64 << 10, (128, 2)),
+            (4099, 99 << 10, (256, 2)),
+        ] {
+            let gpu = Gpu { shared_memory, ..GPU };
+            let plan = Rows { gpu, ..rows(Path::Automatic, columns, Kind::Float, 16) }.backward();
+            assert_eq!((plan.threads, plan.stages, plan.in_place), (expected.0, expected.1, 1), "{columns}");
+        }
+        // No block has room for two rows of these in place.
+        let gpu = Gpu { shared_memory: 99 << 10, ..GPU };
+        let plan = Rows { gpu, ..rows(Path::Automatic, 8191, Kind::Float, 16) }.backward();
+        assert_eq!(plan.in_place, 0);
     }
 
     #[test]
