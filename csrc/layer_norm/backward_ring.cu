@@ -1,13 +1,11 @@
 // The backward for all rows that fit. Blocks stay for many rows; each thread copies what it will need of the
 // next rows of x and dy to places of its own in shared memory (a ring of rows), so that bytes under way cost
 // no registers and nobody waits for anybody else's copies. Both sums of a row meet at one barrier. The sums
-// for weight and bias stay in registers over all rows. Blocks of a cluster share a row too long for one.
+// for weight and bias stay in registers over all rows. Blocks of a cluster share a row too long for one
+// (where rows begin anywhere; others are in backward_cluster.cu).
 //
 // Rows that begin anywhere are copied from the multiple of 16 bytes below; what a thread needs then lies in
 // its own vector and the next one, which another lane of its warp copied.
-
-#include <atomic>
-#include <mutex>
 
 #include "cluster.h"
 #include "ring.h"
@@ -361,25 +359,6 @@ int bytes_of_ring(const LayerNormPlan& plan) {
   return plan.stages * 2 * 16 * vectors;
 }
 
-// More than 48 KiB of shared memory have to be asked for, once for each kernel and device.
-template <auto kKernel>
-cudaError_t allow_shared_memory(int bytes) {
-  // The limit counts the kernel's own arrays, too.
-  constexpr int kDevices = 64, kAlwaysAllowed = 40 << 10;
-  static std::mutex mutex;
-  static int allowed[kDevices];
-  if (bytes <= kAlwaysAllowed) return cudaSuccess;
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return error;
-  // One at a time: the last call counts, and one for fewer bytes would take away what another was given.
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (device < kDevices && allowed[device] >= bytes) return cudaSuccess;
-  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess && device < kDevices) allowed[device] = bytes;
-  return error;
-}
-
 template <typename T, bool kShifted, Team kTeam, bool kParameters>
 void start_kernel(const LayerNormBackward& params, cudaStream_t stream) {
   constexpr auto kKernel = layer_norm_backward_ring<T, kShifted, kTeam, kParameters>;
@@ -393,14 +372,14 @@ void start_kernel(const LayerNormBackward& params, cudaStream_t stream) {
 template <typename T, bool kShifted, bool kParameters>
 void start(const LayerNormBackward& params, cudaStream_t stream) {
   if (params.plan.cluster > 1) {
-    start_kernel<T, kShifted, Team::kCluster, kParameters>(params, stream);
+    if constexpr (kShifted) start_kernel<T, kShifted, Team::kCluster, kParameters>(params, stream);
   } else if (params.plan.team <= kWarp) {
     start_kernel<T, kShifted, Team::kWithinWarp, kParameters>(params, stream);
   } else {
-    // A kernel of its own: it needs more registers.
+    // A kernel of its own: it needs more registers. Rare: it does without one for the input's gradient alone.
     if constexpr (kShifted) {
       if (params.columns > int64_t{params.plan.team} * kBackwardValues<T>) {
-        return start_kernel<T, kShifted, Team::kBlockWithRest, kParameters>(params, stream);
+        return start_kernel<T, kShifted, Team::kBlockWithRest, true>(params, stream);
       }
     }
     start_kernel<T, kShifted, Team::kBlock, kParameters>(params, stream);
@@ -410,6 +389,9 @@ void start(const LayerNormBackward& params, cudaStream_t stream) {
 }  // namespace
 
 const char* start_layer_norm_backward_ring(const LayerNormBackward& params, cudaStream_t stream) {
+  if (params.plan.cluster > 1 && !params.plan.shifted) {
+    return start_layer_norm_backward_cluster(params, stream);
+  }
   bool planned = false;
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
@@ -426,29 +408,3 @@ const char* start_layer_norm_backward_ring(const LayerNormBackward& params, cuda
 }
 
 }  // namespace tch_extension
-
-// How many clusters of this plan the current device can run at a time; 0 if none. Asked once for each: it
-// takes longer than the launch.
-extern "C" int64_t tch_extension_layer_norm_clusters(const LayerNormPlan* plan, int32_t kind) {
-  using namespace tch_extension;
-  constexpr int kDevices = 64, kKinds = kTchExtensionBFloat16 + 1, kBlocks = 2;
-  static std::atomic<int> known[kDevices][kKinds][kBlocks][kMostInCluster + 1];
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || plan->cluster > kMostInCluster) return 0;
-  int clusters = 0;
-  for_kind(kind, [&](auto type) {
-    using T = typename decltype(type)::type;
-    // Shifted or not: the block's memory and threads decide.
-    constexpr auto kKernel = layer_norm_backward_ring<T, false, Team::kCluster, true>;
-    const int of_kind = kind, of_threads = plan->threads == kMostThreads ? 1 : 0;
-    const bool can_keep = device < kDevices;
-    if (can_keep) clusters = known[device][of_kind][of_threads][plan->cluster];
-    if (clusters > 0) return;
-    const int bytes = bytes_of_ring<T>(*plan);
-    if (allow_shared_memory<kKernel>(bytes) != cudaSuccess) return;
-    const ClusterLaunch launch(*plan, bytes, 1, nullptr);
-    if (cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config) != cudaSuccess) clusters = 0;
-    if (can_keep) known[device][of_kind][of_threads][plan->cluster] = clusters;
-  });
-  return clusters;
-}

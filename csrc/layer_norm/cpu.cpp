@@ -340,7 +340,7 @@ TCH_EXTENSION_CPU_KERNEL(tch_extension_layer_norm_finish, layer_norm_finish, Lay
 #include <cstddef>
 
 // For the test that compares these structs with their Rust mirrors.
-extern "C" const size_t tch_extension_layer_norm_layout[40] = {
+extern "C" const size_t tch_extension_layer_norm_layout[41] = {
     sizeof(LayerNormPlan),
     offsetof(LayerNormPlan, in_registers),
     offsetof(LayerNormPlan, lanes),
@@ -350,6 +350,7 @@ extern "C" const size_t tch_extension_layer_norm_layout[40] = {
     offsetof(LayerNormPlan, cluster),
     offsetof(LayerNormPlan, stages),
     offsetof(LayerNormPlan, early_finish),
+    offsetof(LayerNormPlan, in_place),
     offsetof(LayerNormPlan, by_columns),
     sizeof(LayerNormForward),
     offsetof(LayerNormForward, rows),

@@ -102,9 +102,11 @@ extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_backward_cuda(co
   constexpr const char* kKernel = "layer_norm_backward";
   if (params->columns == 0) return {kKernel, nullptr};
   const LayerNormPlan& plan = params->plan;
-  const auto start = plan.by_columns && plan.in_registers ? tch_extension::start_layer_norm_backward_few
-                     : plan.stages > 0                    ? tch_extension::start_layer_norm_backward_ring
-                                                          : tch_extension::start_layer_norm_backward;
+  const bool is_few = plan.by_columns && plan.in_registers;
+  const auto start = is_few            ? tch_extension::start_layer_norm_backward_few
+                     : plan.in_place   ? tch_extension::start_layer_norm_backward_in_place
+                     : plan.stages > 0 ? tch_extension::start_layer_norm_backward_ring
+                                       : tch_extension::start_layer_norm_backward;
   return tch_extension::status(kKernel, start(*params, stream));
 }
 

@@ -57,60 +57,77 @@ constexpr int kThreadsOfBlock = kTeam <= 0          ? kMostThreads
 template <typename T, int kLanes, int kKept, int kTeam>
 constexpr int kBlocksAtATime = sizeof(T) == 8 || kKept / sizeof(T) > 32 ? 1 : 1024 / kThreadsOfBlock<kTeam>;
 
-// A team does one row. A thread keeps kKept bytes.
-template <typename T, int kLanes, int kKept, int kTeam, bool kAffine = (kTeam > 0)>
+// A team does one row. A thread keeps kKept bytes. kFull: each thread of each block, which is one team then.
+template <typename T, int kLanes, int kKept, int kTeam, bool kFull = false, bool kAffine = (kTeam > 0)>
 __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLanes, kKept, kTeam>))
     layer_norm_forward_in_registers(LayerNormForward params) {
   using C = Compute<T>;
   constexpr int kVectors = kKept / sizeof(T) / kLanes;
   constexpr Team kKind = kTeamOf<kTeam>;
-  __shared__ Pair<C> buffer[kPairsOfSums<kKind>];
+  constexpr int kWarps = kFull ? kTeam / kWarp : 1;
+  __shared__ Pair<C> buffer[kFull ? 1 : kPairsOfSums<kKind>];
+  __shared__ __align__(16) C sums_of_warps[kWarps];
+  __shared__ __align__(16) Pair<C> pairs_of_warps[kWarps];
   // Nobody writes into a block that has not begun.
   if constexpr (kKind == Team::kCluster) arrive_at_cluster_barrier();
   int turn = 0;
   const int team = kTeam > 0 ? kTeam : params.plan.team;
   const int thread = thread_of_team(team);
+  const int64_t columns = kFull ? int64_t{kTeam} * kVectors * kLanes : params.columns;
   int64_t row, column = 0;
   int vectors;
   if constexpr (kKind == Team::kCluster) {
-    const Columns mine = columns_of_block(params.columns, kLanes, params.plan.cluster);
+    const Columns mine = columns_of_block(columns, kLanes, params.plan.cluster);
     row = blockIdx.x / params.plan.cluster;
     column = mine.column;
     vectors = mine.vectors;
   } else {
     row = static_cast<int64_t>(blockIdx.x) * teams_of_block(team) + team_of_block(team);
     // A block's threads stay together, whether they have a row or not: they meet in the sums.
-    vectors = row < params.rows ? static_cast<int>(params.columns / kLanes) : 0;
+    vectors = row < params.rows ? static_cast<int>(columns / kLanes) : 0;
   }
-  const int64_t row_at = row * params.columns, at = row_at + column;
+  const int64_t row_at = row * columns, at = row_at + column;
+  auto is_there = [&](int v) { return kFull || v * team + thread < vectors; };
 
   Vector<T, kLanes> stored[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const int index = v * team + thread;
-    if (index < vectors) stored[v] = load_vector<T, kLanes>(params.input, at + index * kLanes);
+    if (is_there(v)) stored[v] = load_vector<T, kLanes>(params.input, at + (v * team + thread) * kLanes);
   }
-  const Scales<C> scales(params.columns);
+  C first(0);
+  if constexpr (kFull) first = static_cast<C>(static_cast<const T*>(params.input)[row_at]);
+  const Scales<C> scales(columns);
   Values<T, kLanes> x[kVectors];
-  C sum(0), first(0);
+  // Several sums, where there are registers for them: nothing waits for the one before.
+  constexpr int kSums = kFull ? 4 : 1;
+  C sums[kSums] = {};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (v * team + thread < vectors) {
+    if (is_there(v)) {
       x[v] = unpack<T, kLanes>(stored[v]);
-      if (v == 0) first = x[0].lane[0];
+      if (v == 0 && !kFull) first = x[0].lane[0];
 #pragma unroll
-      for (int lane = 0; lane < kLanes; ++lane) sum += x[v].lane[lane] * scales.scale;
+      for (int lane = 0; lane < kLanes; ++lane) sums[lane % kSums] += x[v].lane[lane] * scales.scale;
     }
   }
+  C sum(0);
+#pragma unroll
+  for (const C& one : sums) sum += one;
   if constexpr (kKind == Team::kCluster) wait_at_cluster_barrier();
-  const Pair<C> sum_of_row = sum_and_first<kKind>(sum, first, params.plan, team, buffer, turn);
-  const C mean = pivot<C>(sum_of_row.first * scales.unscale, sum_of_row.second);
+  if constexpr (kFull) {
+    sum = block_sum<kTeam>(sum, sums_of_warps);
+  } else {
+    const Pair<C> sum_of_row = sum_and_first<kKind>(sum, first, params.plan, team, buffer, turn);
+    sum = sum_of_row.first;
+    first = sum_of_row.second;
+  }
+  const C mean = pivot<C>(sum * scales.unscale, first);
 
   // x - mean takes the place of x.
   Pair<C> centred = {C(0), C(0)};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (v * team + thread < vectors) {
+    if (is_there(v)) {
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) {
         const C difference = x[v].lane[lane] - mean;
@@ -120,14 +137,18 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
       }
     }
   }
-  centred = sum_of_team<kKind>(centred, params.plan, team, buffer, turn);
+  if constexpr (kFull) {
+    centred = block_sum<kTeam>(centred, pairs_of_warps);
+  } else {
+    centred = sum_of_team<kKind>(centred, params.plan, team, buffer, turn);
+  }
   const auto moments = moments_from<C>(mean, centred, scales, params.eps);
 
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    const int index = v * team + thread;
-    if (index < vectors) {
-      write_normal<T, kLanes, kAffine>(params, row_at, column + index * kLanes, x[v], moments);
+    if (is_there(v)) {
+      const int64_t at_column = column + (v * team + thread) * kLanes;
+      write_normal<T, kLanes, kAffine>(params, row_at, at_column, x[v], moments);
     }
   }
   if (thread == 0 && column == 0 && row < params.rows) keep_moments(params, row, moments);
@@ -215,7 +236,9 @@ auto kernel_of_one_team(const LayerNormForward& params) -> void (*)(LayerNormFor
   const LayerNormPlan& plan = params.plan;
   const bool is_affine = params.weight != nullptr && params.bias != nullptr;
   if (!is_affine || plan.threads != (plan.team < 2 * kWarp ? 2 * kWarp : plan.team)) return nullptr;
-  const bool is_half = params.columns * int64_t{sizeof(T)} <= plan.team * int64_t{kBytes / 2};
+  const int64_t bytes = params.columns * int64_t{sizeof(T)};
+  const bool is_half = bytes <= plan.team * int64_t{kBytes / 2};
+  const bool is_full = bytes == plan.team * int64_t{kBytes};
   if constexpr (sizeof(T) < sizeof(double)) {
     switch (plan.team) {
       case 8:
@@ -230,9 +253,11 @@ auto kernel_of_one_team(const LayerNormForward& params) -> void (*)(LayerNormFor
       case 128:
         return layer_norm_forward_in_registers<T, kLanes, kBytes, 128>;
       case 256:
-        return layer_norm_forward_in_registers<T, kLanes, kBytes, 256>;
+        return is_full ? layer_norm_forward_in_registers<T, kLanes, kBytes, 256, true>
+                       : layer_norm_forward_in_registers<T, kLanes, kBytes, 256>;
       case 512:
-        return layer_norm_forward_in_registers<T, kLanes, kBytes, 512>;
+        return is_full ? layer_norm_forward_in_registers<T, kLanes, kBytes, 512, true>
+                       : layer_norm_forward_in_registers<T, kLanes, kBytes, 512>;
     }
   }
   return nullptr;

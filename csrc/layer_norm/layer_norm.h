@@ -23,8 +23,10 @@ struct LayerNormPlan {
   int32_t cluster;  // blocks that share a row; 1 but for long ones
   int32_t stages;   // rows that a team has under way to shared memory; 0 where it loads to its registers
   int32_t early_finish;  // whether the kernel that adds up the parts may be started before its turn
-  int32_t by_columns;    // whether dw and db are read from x and dy again: few rows, and no parts. If also
-                         // in_registers, the backward's first kernel does all
+  int32_t in_place;  // whether the backward's rows of an odd length stay where 16 bytes are read at a time: a
+                     // team's rows all begin as far behind a multiple of them
+  int32_t by_columns;  // whether dw and db are read from x and dy again: few rows, and no parts. If also
+                       // in_registers, the backward's first kernel does all
 };
 
 // What plans ask of a GPU.

@@ -1,7 +1,10 @@
 // What a ring of rows in shared memory needs: copies that nobody waits for.
 #pragma once
 
+#include <mutex>
+
 #include "backward.h"
+#include "shifted.h"
 
 namespace tch_extension {
 namespace {
@@ -37,6 +40,33 @@ __device__ __forceinline__ void wait_for_all_but(int rows) {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
   }
 #endif
+}
+
+// As one access in any case: beside reads of the ring, which might be of the same memory for all that the
+// compiler knows, a plain store of 16 bytes became four.
+__device__ __forceinline__ void store_whole(void* to, const Words& words) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
+               "r"(words.word[0]), "r"(words.word[1]), "r"(words.word[2]), "r"(words.word[3])
+               : "memory");
+}
+
+// More than 48 KiB of shared memory have to be asked for, once for each kernel and device.
+template <auto kKernel>
+cudaError_t allow_shared_memory(int bytes) {
+  // The limit counts the kernel's own arrays, too.
+  constexpr int kDevices = 64, kAlwaysAllowed = 40 << 10;
+  static std::mutex mutex;
+  static int allowed[kDevices];
+  if (bytes <= kAlwaysAllowed) return cudaSuccess;
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  // One at a time: the last call counts, and one for fewer bytes would take away what another was given.
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (device < kDevices && allowed[device] >= bytes) return cudaSuccess;
+  error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess && device < kDevices) allowed[device] = bytes;
+  return error;
 }
 
 }  // namespace

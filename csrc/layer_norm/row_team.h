@@ -15,6 +15,8 @@ namespace tch_extension {
 const char* start_layer_norm_forward(const LayerNormForward& params, cudaStream_t stream);
 const char* start_layer_norm_backward(const LayerNormBackward& params, cudaStream_t stream);
 const char* start_layer_norm_backward_ring(const LayerNormBackward& params, cudaStream_t stream);
+const char* start_layer_norm_backward_in_place(const LayerNormBackward& params, cudaStream_t stream);
+const char* start_layer_norm_backward_cluster(const LayerNormBackward& params, cudaStream_t stream);
 const char* start_layer_norm_backward_few(const LayerNormBackward& params, cudaStream_t stream);
 
 namespace {

@@ -315,7 +315,7 @@ mod tests {
 
     unsafe extern "C" {
         /// Sizes and offsets as the C++ compiler sees them.
-        static tch_extension_layer_norm_layout: [usize; 40];
+        static tch_extension_layer_norm_layout: [usize; 41];
     }
 
     #[test]
@@ -330,6 +330,7 @@ mod tests {
             offset_of!(Plan, cluster),
             offset_of!(Plan, stages),
             offset_of!(Plan, early_finish),
+            offset_of!(Plan, in_place),
             offset_of!(Plan, by_columns),
             size_of::<Forward>(),
             offset_of!(Forward, rows),

@@ -33,6 +33,7 @@ pub(super) struct Plan {
     pub(super) cluster: i32,
     pub(super) stages: i32,
     pub(super) early_finish: i32,
+    pub(super) in_place: i32,
     pub(super) by_columns: i32,
 }
 
@@ -75,6 +76,16 @@ impl Rows {
         16 / self.size()
     }
 
+    /// Of a row that a thread of the backward keeps: as kBackwardValues in csrc/layer_norm/row_team.h.
+    fn values(&self) -> i64 {
+        if self.kind == Kind::Double { 8 } else { 16 }
+    }
+
+    /// Bytes of a block's shared memory for its rows.
+    fn room(&self) -> i64 {
+        i64::from(self.gpu.shared_memory) - 8 * 1024
+    }
+
     /// Whether loads of 16 bytes can read all as it lies. Otherwise rows in registers are shifted out of such loads.
     fn is_aligned(&self) -> bool {
         self.columns % self.wide() == 0 && self.alignment % 16 == 0
@@ -98,7 +109,8 @@ impl Rows {
     /// So few rows that the sums over them are read from x and dy again, in the same kernel that does the rows.
     fn by_columns(&self) -> bool {
         // Measured on an H200 at 16 to 1024 rows: parts of long rows that loads of 16 bytes can read cost less.
-        let few = if self.is_aligned() && self.columns > 1024 { 256 } else { 512 };
+        let is_long = if self.is_aligned() { self.columns > 1024 } else { self.is_long_in_place() };
+        let few = if is_long { 256 } else { 512 };
         let is_large = self.is_aligned() && self.rows.saturating_mul(self.columns) >= (4 << 20) / self.size();
         self.path == Path::Automatic && self.rows <= few && !is_large && self.gpu.processors > 0
     }
@@ -189,18 +201,18 @@ impl Rows {
     }
 
     pub(super) fn backward(&self) -> Plan {
-        // As kBackwardValues in csrc/layer_norm/row_team.h.
-        let values = if self.kind == Kind::Double { 8 } else { 16 };
+        let values = self.values();
         let each = values / self.wide();
         let early_finish = self.gpu.clusters;
-        let ring = match self.team(self.loads(), each) {
-            Some(team) if self.by_columns() => return self.few(team),
-            Some(_) if self.path == Path::Direct => return self.direct(values),
-            Some(team) => self.team_that_stays(team, values),
-            None if self.may_leave_a_rest(MOST_THREADS, values) => {
+        let ring = match (self.team(self.loads(), each), self.in_place(values)) {
+            (Some(team), _) if self.by_columns() => return self.few(team),
+            (Some(_), _) if self.path == Path::Direct => return self.direct(values),
+            (_, Some(plan)) => plan,
+            (Some(team), _) => self.team_that_stays(team, values),
+            (None, _) if self.may_leave_a_rest(MOST_THREADS, values) => {
                 Plan { threads: MOST_THREADS as i32, ..self.in_vectors(MOST_THREADS) }
             }
-            None => match self.cluster(&[THREADS, MOST_THREADS], self.loads(), each) {
+            (None, _) => match self.cluster(self.threads_of_cluster(each), self.loads(), each) {
                 Some(plan) => plan,
                 None => return self.direct(values),
             },
@@ -211,11 +223,59 @@ impl Rows {
         let behind = if i64::from(ring.team) < WARP { 16 } else { 16 + BYTES_OF_REST as i32 };
         let row = 2 * (behind * groups + (values * self.size()) as i32 * ring.threads);
         let most = if ring.cluster > 1 { 3 } else { 2 };
-        let room = self.gpu.shared_memory - 8 * 1024;
-        match (2..=most).rev().find(|stages| stages * row <= room) {
+        match (2..=most).rev().find(|&stages| i64::from(stages * row) <= self.room()) {
             Some(stages) => Plan { stages, early_finish, ..ring },
             None => self.direct(values),
         }
+    }
+
+    /// Rows of an odd length, of aligned arrays: read where they are, by teams whose rows all begin alike. What does not
+    /// fit, few columns, is left to the lanes of a team's last warp.
+    fn in_place(&self, values: i64) -> Option<Plan> {
+        let is_odd = self.columns % self.wide() != 0 && self.alignment % 16 == 0;
+        let has_warps = match self.path {
+            Path::Automatic | Path::Warp => self.columns > WARP * values,
+            Path::Block => true,
+            _ => false,
+        };
+        if !is_odd || !has_warps {
+            return None;
+        }
+        // Columns of the row before in a row's first load.
+        let lead = self.wide() - 1;
+        let fits = |&team: &i64| self.columns + lead <= team * values + WARP;
+        let team = [2 * WARP, 4 * WARP, 8 * WARP, 16 * WARP].into_iter().find(fits)?;
+        // Large blocks: fewer parts, and leads that come round sooner. Fewer threads where processors would have none, or
+        // no room for two rows.
+        let is_idle = |threads: i64| 2 * self.rows <= i64::from(self.gpu.processors) * (threads / team);
+        let has_room = |threads: i64| 2 * 2 * values * self.size() * threads <= self.room();
+        let mut threads = MOST_THREADS;
+        while threads > team && (is_idle(threads) || !has_room(threads)) {
+            threads /= 2;
+        }
+        if !has_room(threads) {
+            return None;
+        }
+        let plan = Plan { in_place: 1, ..Plan::new(self.wide(), Some(team)) };
+        Some(Plan { threads: threads as i32, ..plan })
+    }
+
+    /// Whether rows in place have fewer threads than they would need from anywhere, or are longer than 2048 columns.
+    fn is_long_in_place(&self) -> bool {
+        let values = self.values();
+        let from_anywhere = self.team(self.loads(), values / self.wide()).unwrap_or(MOST_THREADS);
+        let in_place = self.in_place(values);
+        in_place.is_some_and(|plan| self.columns > 2048 || i64::from(plan.team) < from_anywhere)
+    }
+
+    /// The sizes of a cluster's blocks that are tried.
+    fn threads_of_cluster(&self, each: i64) -> &'static [i64] {
+        // Two blocks that are full, where there are rows enough for their fewer clusters.
+        let is_full = (15 * MOST_THREADS * each / 8..=2 * MOST_THREADS * each).contains(&self.loads());
+        if self.size() == 2 && self.is_aligned() && is_full && self.rows >= 2048 {
+            return &[MOST_THREADS];
+        }
+        &[THREADS, MOST_THREADS]
     }
 
     /// Whether a team of warps, whose threads keep `values` each, has to leave only so few columns of a shifted row to
@@ -308,7 +368,13 @@ impl Rows {
             (_, 1, _) => (teams, processors * MOST_THREADS / i64::from(plan.threads)),
             _ => (16, 64),
         };
-        ((self.rows + rows_of_part - 1) / rows_of_part).clamp(1, most.max(1))
+        let parts = ((self.rows + rows_of_part - 1) / rows_of_part).clamp(1, most.max(1));
+        if plan.in_place == 0 || parts * teams >= self.rows {
+            return parts;
+        }
+        // All rows of a team have to begin alike.
+        let is_alike = |parts: &i64| parts * teams % self.wide() * self.columns % self.wide() == 0;
+        (1..=parts).rev().find(is_alike).unwrap_or(self.wide())
     }
 
     /// Whether a block a processor does the ring's rows as fast as two, and leaves half as much to add up.
@@ -361,6 +427,7 @@ impl Plan {
             cluster: 1,
             stages: 0,
             early_finish: 0,
+            in_place: 0,
             by_columns: 0,
         }
     }
@@ -443,13 +510,17 @@ mod tests {
             (Float, 256, 16, (4, 0, 16, 256, 1, 2)),
             (Float, 511, 16, (4, 1, 32, 256, 1, 2)),
             (Float, 512, 16, (4, 0, 32, 256, 1, 2)),
-            (Float, 513, 16, (4, 1, 64, 128, 1, 2)),
+            (Float, 513, 8, (4, 1, 64, 128, 1, 2)),
+            (Float, 513, 16, (4, 0, 64, 512, 1, 2)),
             (Float, 516, 16, (4, 0, 64, 512, 1, 2)),
             (Float, 4096, 16, (4, 0, 256, 256, 1, 2)),
             (Float, 8192, 16, (4, 0, 512, 512, 1, 2)),
-            (Float, 1025, 16, (4, 1, 64, 128, 1, 2)),
-            (Float, 1057, 16, (4, 1, 128, 128, 1, 2)),
-            (Float, 8193, 16, (4, 1, 512, 512, 1, 2)),
+            (Float, 1025, 8, (4, 1, 64, 128, 1, 2)),
+            (Float, 1025, 16, (4, 0, 64, 512, 1, 2)),
+            (Float, 1057, 8, (4, 1, 128, 128, 1, 2)),
+            (Float, 1057, 16, (4, 0, 128, 512, 1, 2)),
+            (Float, 8193, 8, (4, 1, 512, 512, 1, 2)),
+            (Float, 8193, 16, (4, 0, 512, 512, 1, 2)),
             (Float, 8225, 16, (4, 1, 256, 256, 3, 3)),
             (Float, 8196, 16, (4, 0, 256, 256, 3, 3)),
             (Float, 16384, 16, (4, 0, 256, 256, 4, 3)),
@@ -457,8 +528,10 @@ mod tests {
             (Float, 65536, 16, (4, 0, 512, 512, 8, 3)),
             (Float, 65540, 16, (4, 0, 512, 512, 1, 0)),
             (Half, 1024, 16, (8, 0, 64, 256, 1, 2)),
-            (Half, 1023, 16, (8, 1, 64, 512, 1, 2)),
-            (Half, 1025, 16, (8, 1, 64, 512, 1, 2)),
+            (Half, 1023, 2, (8, 1, 64, 512, 1, 2)),
+            (Half, 1023, 16, (8, 0, 64, 512, 1, 2)),
+            (Half, 1025, 2, (8, 1, 64, 512, 1, 2)),
+            (Half, 1025, 16, (8, 0, 64, 512, 1, 2)),
             (BFloat16, 100, 16, (8, 1, 8, 256, 1, 2)),
             (BFloat16, 8192, 16, (8, 0, 512, 512, 1, 2)),
             (BFloat16, 8192, 2, (8, 1, 512, 512, 1, 2)),
@@ -468,12 +541,55 @@ mod tests {
             (Double, 258, 16, (2, 0, 64, 256, 1, 2)),
             (Double, 4096, 16, (2, 0, 512, 512, 1, 2)),
             (Double, 4098, 16, (2, 0, 256, 256, 3, 3)),
-            (Double, 4097, 16, (2, 1, 512, 512, 1, 2)),
+            (Double, 4097, 8, (2, 1, 512, 512, 1, 2)),
+            (Double, 4097, 16, (2, 0, 512, 512, 1, 2)),
         ];
         for (kind, columns, alignment, expected) in table {
             let plan = rows(Path::Automatic, columns, kind, alignment).backward();
             let found = (plan.lanes, plan.shifted, plan.team, plan.threads, plan.cluster, plan.stages);
             assert_eq!(found, expected, "{kind:?} {columns} aligned to {alignment}");
+            let is_odd = columns % i64::from(plan.lanes) != 0;
+            let in_place = is_odd && alignment == 16 && plan.team > 32 && plan.stages == 2;
+            assert_eq!(plan.in_place == 1, in_place, "{kind:?} {columns} aligned to {alignment}");
+        }
+    }
+
+    #[test]
+    fn rows_in_place_keep_their_ring_where_blocks_have_less_memory() {
+        for (columns, shared_memory, expected) in [
+            (1025, 227 << 10, (512, 2)),
+            (1025, 99 << 10, (256, 2)),
+            (1025, 64 << 10, (128, 2)),
+            (4099, 99 << 10, (256, 2)),
+        ] {
+            let gpu = Gpu { shared_memory, ..GPU };
+            let plan = Rows { gpu, ..rows(Path::Automatic, columns, Kind::Float, 16) }.backward();
+            assert_eq!((plan.threads, plan.stages, plan.in_place), (expected.0, expected.1, 1), "{columns}");
+        }
+        // No block has room for two rows of these in place.
+        let gpu = Gpu { shared_memory: 99 << 10, ..GPU };
+        let plan = Rows { gpu, ..rows(Path::Automatic, 8191, Kind::Float, 16) }.backward();
+        assert_eq!(plan.in_place, 0);
+    }
+
+    #[test]
+    fn teams_in_place_have_rows_that_begin_alike() {
+        for kind in [Kind::Half, Kind::Float, Kind::Double] {
+            for columns in (257..8200).step_by(7) {
+                for count in [513, 2000, MANY] {
+                    for processors in [4, 40, 132] {
+                        let gpu = Gpu { processors, ..GPU };
+                        let of_kind = rows(Path::Automatic, columns, kind, 16);
+                        let rows = Rows { rows: count, gpu, ..of_kind };
+                        let plan = rows.backward();
+                        if plan.in_place == 1 {
+                            let teams = i64::from(plan.threads / plan.team);
+                            let step = rows.parts(&plan, Device::Cuda(0), 0) * teams;
+                            assert!(step >= count || step * columns % i64::from(plan.lanes) == 0);
+                        }
+                    }
+                }
+            }
         }
     }
 
@@ -486,8 +602,11 @@ mod tests {
         assert_eq!(by_columns(Path::Automatic, 512, 1024), (1, 0));
         assert_eq!(by_columns(Path::Automatic, 513, 1024), (0, 2));
         assert_eq!(by_columns(Path::Automatic, 257, 4096), (0, 2));
-        assert_eq!(by_columns(Path::Automatic, 512, 1025), (1, 0));
-        assert_eq!(by_columns(Path::Automatic, 513, 1025), (0, 2));
+        assert_eq!(by_columns(Path::Automatic, 256, 1025), (1, 0));
+        assert_eq!(by_columns(Path::Automatic, 257, 1025), (0, 2));
+        assert_eq!(by_columns(Path::Automatic, 512, 1501), (1, 0));
+        assert_eq!(by_columns(Path::Automatic, 513, 1501), (0, 2));
+        assert_eq!(by_columns(Path::Automatic, 257, 2501), (0, 2));
         assert_eq!(by_columns(Path::Automatic, 255, 4096), (1, 0));
         assert_eq!(by_columns(Path::Automatic, 256, 4096), (0, 2));
         assert_eq!(by_columns(Path::Automatic, 256, 8192), (0, 2));
@@ -552,7 +671,12 @@ mod tests {
                         let values = if kind == Kind::Double { 8 } else { 16 };
                         let (team, cluster) = (i64::from(plan.team), i64::from(plan.cluster));
                         let has_rest = plan.stages > 0 && plan.shifted == 1 && cluster == 1 && team > 32;
-                        let rest = if has_rest { 32.min(128 / size) } else { 0 };
+                        let lead = 16 / size - 1;
+                        let rest = match has_rest {
+                            true => 32.min(128 / size),
+                            false if plan.in_place == 1 => 32 - lead,
+                            false => 0,
+                        };
                         assert!(plan.in_registers == 0 || columns <= team * values * cluster + rest);
                         assert!(
                             plan.cluster == 1
@@ -586,7 +710,9 @@ mod tests {
         let lanes = i64::from(plan.lanes);
         let size = rows.kind.elt_size_in_bytes() as i64;
         assert!(lanes == 1 || lanes * size == 16);
-        assert!(lanes == 1 || plan.shifted == 1 || (rows.columns % lanes == 0 && rows.alignment % 16 == 0));
+        assert!(plan.in_place == 0 || (plan.shifted == 0 && rows.alignment % 16 == 0 && plan.stages > 0));
+        let is_odd = plan.shifted == 1 || plan.in_place == 1;
+        assert!(lanes == 1 || is_odd || (rows.columns % lanes == 0 && rows.alignment % 16 == 0));
         assert!(plan.by_columns == 0 || (rows.rows <= 512 && rows.path == Path::Automatic));
     }
 }
