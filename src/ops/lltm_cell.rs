@@ -5,6 +5,7 @@ use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differen
 use crate::check::Check;
 use crate::dispatch::promote;
 use crate::ffi::facts::{Facts, facts};
+use crate::ffi::gemm;
 use crate::ffi::lltm_cell as kernels;
 use crate::ffi::lltm_cell_fused as fused;
 use crate::ffi::lltm_cell_fused::{Path, Sizes};
@@ -340,14 +341,17 @@ fn by_product(operands: &fused::Operands<'_>, save_activations: bool) -> Result<
     let fused::Operands { input, weight, bias, h, c } = *operands;
     let c = plain(c)?;
     let hx = Tensor::f_cat(&[h, input], 1)?;
-    let transposed = weight.f_transpose(0, 1)?;
     let bias = bias.map(|bias| bias.f_reshape([-1])).transpose()?;
     // On CUDA our kernel adds the bias: with one, libtorch takes a product that is up to a sixth slower. Not of the half
     // kinds: there a product that is rounded first has lost what a bias of its size would leave of it.
     let is_half = matches!(hx.f_kind()?, Kind::Half | Kind::BFloat16);
     let (gates, bias) = match bias {
-        Some(bias) if is_half || c.device() == Device::Cpu => (bias.f_addmm(&hx, &transposed)?, None),
-        bias => (hx.f_mm(&transposed)?, bias),
+        Some(bias) if is_half || c.device() == Device::Cpu => {
+            let planned = gemm::linear(&hx, weight, Some(&bias), gemm::Path::Fastest)?;
+            let addmm = || bias.f_addmm(&hx, &weight.f_transpose(0, 1)?);
+            (planned.map_or_else(addmm, Ok)?, None)
+        }
+        bias => (hx.f_mm(&weight.f_transpose(0, 1)?)?, bias),
     };
     // Of mixed kinds the state's may have more digits than the product's.
     let kind = c.f_kind()?;
