@@ -446,11 +446,13 @@ fn factor_gradient(lhs: &Tensor, rhs: &Tensor, path: Option<Path>) -> Result<Ten
     }
 }
 
-/// Over what was broadcast. A whole batch's sum is that of its rows, if each matrix is one.
+/// Over what was broadcast. A whole batch's sum is that of its rows, if each matrix is one; of small ones our kernel
+/// is faster than libtorch's.
 fn summed(gradient: Tensor, size: &[i64], path: Option<Path>) -> Result<Tensor> {
+    const MOST_COLUMNS: i64 = 1 << 14;
+    let columns: i64 = size.iter().product();
     let is_whole_batch = is_one_matrix(size) && !is_one_matrix(&gradient.size()) && gradient.numel() > 0;
-    if is_whole_batch && path.is_some_and(|path| path != Path::Composite) {
-        let columns: i64 = size.iter().product();
+    if is_whole_batch && columns <= MOST_COLUMNS && path.is_some_and(|path| path != Path::Composite) {
         return column_sums(&gradient.f_reshape([-1, columns])?);
     }
     Ok(gradient.f_sum_to_size(size)?)
