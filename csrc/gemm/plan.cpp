@@ -236,13 +236,13 @@ int64_t square_tiles(const Key& key) {
 
 // The tile that was measured to be faster than the proposed one of the newest kernels for the half kinds:
 // half as large, so that one block multiplies while another stores. -1 where the proposed one is as fast: for
-// long products, and where each multiprocessor has two of the large tiles.
+// long products, and for short ones of which each multiprocessor has two of the large tiles.
 int32_t better_tile(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
   constexpr int32_t kNewest = 66;
   const bool is_newest = attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_ID) == kNewest;
   const bool is_large = tile_of(proposal) == kLargeTile;
   const int64_t tiles = square_tiles(key);
-  const bool has_two = tiles > 384 && tiles < 768;
+  const bool has_two = tiles > 384 && tiles < 640 && key.k <= 768;
   return is_newest && is_large && key.k <= 2048 && !has_two ? kSquareTile : -1;
 }
 
