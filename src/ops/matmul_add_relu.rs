@@ -67,7 +67,8 @@ const BIAS_KINDS: [Kind; 10] = [
 ///
 /// In the backward one kernel makes dz and, of
 /// a bias that is a row or of full shape, its gradient, in an
-/// order that sizes decide, and on CUDA whether dy allows 16-byte loads. NaN goes through as in libtorch's relu (not all of
+/// order that sizes decide, and on CUDA whether dy allows 16-byte loads. The products behind it are libtorch's, of small
+/// matrices on CUDA ours; a factor that a batch shares is not copied. NaN goes through as in libtorch's relu (not all of
 /// cuBLASLt's kernels let it: those are not used, and `_addmm_activation` does use them). The backward keeps y, `lhs` if `rhs` requires grad, and the other way round.
 ///
 /// Equivalent to:
