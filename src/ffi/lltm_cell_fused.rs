@@ -288,14 +288,24 @@ pub(crate) fn forward(
     save_activations: bool,
 ) -> Result<Outputs> {
     let outputs = forward_by(operands, known, sizes, save_activations, |device, params| match device {
-        // SAFETY: every array's kind, device, size and order was made sure of; what is written is new.
         Some(Device::Cpu) => {
+            // SAFETY: every array's kind, device, size and order was made sure of; what is written is new.
             unsafe { tch_extension_lltm_cell_fused_forward_cpu(params) };
             Ok(true)
         }
         device => launch_forward(device, params).map(|()| true),
     })?;
     outputs.ok_or_else(|| Error::msg("internal error: the kernel of lltm_cell was not started"))
+}
+
+/// Whether the kernel with tensor cores can read the operands as they lie: their rows are multiples of 16 bytes apart.
+pub(crate) fn allow_bulk_copies(known: &[Facts; 5], sizes: Sizes) -> bool {
+    const LANES: i64 = 8;
+    let [input, weight, _, h, c] = known;
+    let allow = |facts: &Facts| {
+        facts.row_stride().is_some_and(|stride| stride % LANES == 0) && facts.data().addr() % 16 == 0
+    };
+    (sizes.features == 0 || allow(input)) && [weight, h, c].into_iter().all(allow)
 }
 
 /// The same by the kernel with tensor cores; none where it cannot read the operands, or is not there, or, unless the path

@@ -272,6 +272,7 @@ impl LltmCell {
             return fused::forward(operands, known, sizes, save_activations);
         }
         if sizes.try_tensor_cores(path, kind, device)
+            && fused::allow_bulk_copies(known, sizes)
             && let Some(outputs) =
                 fused::forward_by_tensor_cores(path, operands, known, sizes, save_activations)?
         {

@@ -106,3 +106,26 @@ fn cuda_half_kinds_by_tensor_cores_read_parts_of_matrices() {
         assert!(!has_kernel || kernels(&parts, device) == 1, "{kind:?}");
     }
 }
+
+/// More tiles than twice a GPU's multiprocessors: both warpgroups have several each, and the ring goes on from one to the
+/// next. 320 of them nearly fill the last round, where the kernel is chosen.
+#[test]
+fn cuda_half_kinds_by_tensor_cores_have_many_tiles() {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_by_tensor_cores_have_many_tiles") else { return };
+    let has_kernel = has_kernel();
+    for kind in HALVES {
+        for sizes in [[2500, 72, 1024], [5100, 8, 512], [41000, 0, 64]] {
+            let arguments = one(sizes, kind, device).inputs;
+            let found = cell(&arguments).expect("outputs");
+            let again = by(LltmCellPath::Automatic, &arguments).expect("outputs");
+            let with_graph = cell(&leaves(&arguments)).expect("outputs");
+            let expected = by(LltmCellPath::Product, &arguments).expect("outputs");
+            let rtol = if kind == Kind::Half { 4e-3 } else { 3e-2 };
+            for (index, found) in found.iter().enumerate() {
+                assert_close(found, &expected[index], rtol, rtol);
+                assert!(found.equal(&with_graph[index].detach()), "{sizes:?} {kind:?}");
+                assert!(!has_kernel || found.equal(&again[index]), "{sizes:?} {kind:?}");
+            }
+        }
+    }
+}
