@@ -303,7 +303,7 @@ pub(crate) fn allow_bulk_copies(known: &[Facts; 5], sizes: Sizes) -> bool {
     const LANES: i64 = 8;
     let [input, weight, _, h, c] = known;
     let allow = |facts: &Facts| {
-        facts.row_stride().is_some_and(|stride| stride % LANES == 0) && facts.data().addr() % 16 == 0
+        facts.row_stride().is_some_and(|stride| stride % LANES == 0) && facts.data().addr().is_multiple_of(16)
     };
     (sizes.features == 0 || allow(input)) && [weight, h, c].into_iter().all(allow)
 }
