@@ -139,6 +139,29 @@ __device__ __forceinline__ void multiply(float (&sum)[64], uint64_t lhs, uint64_
   }
 }
 
+#define TCH_EXTENSION_MULTIPLY_192(kind)                                                                \
+  asm volatile(                                                                                         \
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %98, 0;\n"                                                  \
+      "wgmma.mma_async.sync.aligned.m64n192k16.f32." kind "." kind " {" TCH_EXTENSION_TEN()             \
+          TCH_EXTENSION_TEN(1) TCH_EXTENSION_TEN(2) TCH_EXTENSION_TEN(3) TCH_EXTENSION_TEN(4)           \
+              TCH_EXTENSION_TEN(5) TCH_EXTENSION_TEN(6) TCH_EXTENSION_TEN(7)                            \
+                  TCH_EXTENSION_TEN(8) "%90, %91, %92, %93, %94, %95}, %96, %97, add, 1, 1, 0, 0;\n}"   \
+      : TCH_EXTENSION_SUMS(0), TCH_EXTENSION_SUMS(8), TCH_EXTENSION_SUMS(16), TCH_EXTENSION_SUMS(24),   \
+        TCH_EXTENSION_SUMS(32), TCH_EXTENSION_SUMS(40), TCH_EXTENSION_SUMS(48), TCH_EXTENSION_SUMS(56), \
+        TCH_EXTENSION_SUMS(64), TCH_EXTENSION_SUMS(72), TCH_EXTENSION_SUMS(80), TCH_EXTENSION_SUMS(88)  \
+      : "l"(lhs), "l"(rhs), "r"(add))
+
+// The same for 192 columns; rhs lies along K.
+template <typename T>
+__device__ __forceinline__ void multiply(float (&sum)[96], uint64_t lhs, uint64_t rhs, int add) {
+  if constexpr (std::is_same_v<T, __half>) {
+    TCH_EXTENSION_MULTIPLY_192("f16");
+  } else {
+    TCH_EXTENSION_MULTIPLY_192("bf16");
+  }
+}
+
+#undef TCH_EXTENSION_MULTIPLY_192
 #undef TCH_EXTENSION_MULTIPLY
 #undef TCH_EXTENSION_SUMS
 #undef TCH_EXTENSION_TEN
@@ -151,6 +174,17 @@ __device__ __forceinline__ uint32_t rounded_relu(float2 pair) {
     asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(pair.y), "f"(pair.x));
   } else {
     asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(pair.y), "f"(pair.x));
+  }
+  return result;
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t rounded(float2 pair) {
+  uint32_t result;
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(pair.y), "f"(pair.x));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(pair.y), "f"(pair.x));
   }
   return result;
 }

@@ -228,13 +228,22 @@ int32_t tile_of(const cublasLtMatmulHeuristicResult_t& proposal) {
   return attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_TILE_ID);
 }
 
+// Of the output, in so many tiles.
+int64_t square_tiles(const Key& key) {
+  constexpr int64_t kSize = 128;
+  return key.batch * ((key.m + kSize - 1) / kSize) * ((key.n + kSize - 1) / kSize);
+}
+
 // The tile that was measured to be faster than the proposed one of the newest kernels for the half kinds:
-// half as large, so that one block multiplies while another stores. -1 where the proposed one is as fast.
+// half as large, so that one block multiplies while another stores. -1 where the proposed one is as fast: for
+// long products, and for short ones of which each multiprocessor has two of the large tiles.
 int32_t better_tile(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
   constexpr int32_t kNewest = 66;
   const bool is_newest = attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_ID) == kNewest;
   const bool is_large = tile_of(proposal) == kLargeTile;
-  return is_newest && is_large && key.k <= 2048 ? kSquareTile : -1;
+  const int64_t tiles = square_tiles(key);
+  const bool has_two = tiles > 384 && tiles < 640 && key.k <= 768;
+  return is_newest && is_large && key.k <= 2048 && !has_two ? kSquareTile : -1;
 }
 
 // Where it was seen what cuBLASLt's documentation does not say: which kernels keep NaN, and that rows of C
@@ -272,6 +281,30 @@ Proposal first_of(const Key& key, const Proposals& proposals) {
   return found == end ? std::nullopt : Proposal(*found);
 }
 
+// The proposed tile in the kernels of f32 that keep NaN, which cuBLASLt proposes with smaller ones: up to
+// this K the large one was measured to be faster, by 1 to 13 %.
+Proposal retiled(const Key& key, Plan& plan, const Proposals& proposals) {
+  constexpr int32_t kKeepsNan = 55;
+  constexpr int64_t kMostInner = 1024;
+  const bool is_float = key.kind == kTchExtensionFloat && key.compute == CUBLAS_COMPUTE_32F;
+  const int32_t tile = kLargeTile;
+  if (!is_float || key.k > kMostInner || tile_of(proposals.result[0]) != tile) return std::nullopt;
+  for (int i = 1; i < proposals.count; ++i) {
+    auto algorithm = proposals.result[i].algo;
+    if (attribute(algorithm, CUBLASLT_ALGO_CONFIG_ID) != kKeepsNan) continue;
+    cublasLtMatmulHeuristicResult_t result;
+    if (cublasLtMatmulAlgoConfigSetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile) ==
+            CUBLAS_STATUS_SUCCESS &&
+        cublasLtMatmulAlgoCheck(plan.handle, &plan.product, &plan.rhs, &plan.lhs, &plan.bias, &plan.out,
+                                &algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
+        result.workspaceSize <= kMostWorkspace) {
+      result.algo = algorithm;
+      return result;
+    }
+  }
+  return std::nullopt;
+}
+
 // libtorch's own choice, unless another was measured to be faster, or it loses NaN; then one like it.
 Proposal choose(const Key& key, Plan& plan) {
   const Proposals usual = propose(key, plan, at::cuda::getCUDABlasLtWorkspaceSize());
@@ -286,6 +319,7 @@ Proposal choose(const Key& key, Plan& plan) {
     const Proposal better = first_of_tile(key, usual, better_tile(key, first));
     return better ? better : first;
   }
+  if (const Proposal like = retiled(key, plan, usual)) return like;
   for (const int32_t tile : {tile_of(first), kSquareTile}) {
     if (const Proposal like = first_of_tile(key, larger, tile)) return like;
     if (const Proposal like = first_of_tile(key, usual, tile)) return like;

@@ -234,6 +234,26 @@ TCH_EXTENSION_API Message tch_extension_gemm_linear(const at::Tensor* input, con
   });
 }
 
+// lhs rhs, of matrices or batches of them. As above; no result also where libtorch's product is faster.
+TCH_EXTENSION_API Message tch_extension_gemm_product(const at::Tensor* lhs, const at::Tensor* rhs,
+                                                     int32_t path, at::Tensor** result) {
+  return guard([&] {
+    *result = nullptr;
+    if (!takes_part(*lhs, *lhs) || !has_kernels(lhs->scalar_type()) || !takes_part(*rhs, *lhs) ||
+        lhs->dim() < 2 || rhs->dim() < 2 || is_restricted()) {
+      return;
+    }
+    const View left = view(*lhs);
+    const View right = view(*rhs);
+    const bool is_asked_for = static_cast<Path>(path) == Path::kSmall;
+    Product product{};
+    if (!fit(left, right, {}, product)) return;
+    product.kind = static_cast<int32_t>(lhs->scalar_type());
+    if (!is_asked_for && !small_product_is_faster(product)) return;
+    hand_over(compute(*lhs, left, right, {}, output_size(left, right), false, Path::kSmall), result);
+  });
+}
+
 // For tests and benches: this thread's cache of plans, and libtorch's switch for products of f32 (what it
 // was).
 TCH_EXTENSION_API void tch_extension_gemm_counters(Counters* result) { *result = counters(); }

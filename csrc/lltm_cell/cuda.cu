@@ -2,10 +2,9 @@
 // reads 4 values and writes 2 (4 with activations) for each element of [B, H], the backward reads 6 and
 // writes 4. Neighbouring threads touch neighbouring addresses, 16 bytes each where sizes and addresses allow.
 
+#include "functions.h"
 #include "lltm_cell.h"
 #include "tch_extension/cuda_vector.h"
-#include "tch_extension/launch.h"
-#include "tch_extension/scalar_math.h"
 
 namespace tch_extension {
 namespace {
@@ -14,43 +13,6 @@ template <typename T, int kLanes>
 __device__ __forceinline__ Values<T, kLanes> load_or_zero(const void* pointer, int64_t at) {
   return pointer == nullptr ? Values<T, kLanes>{} : load_values<T, kLanes>(pointer, at);
 }
-
-// The functions of the cell, in the precision that values of type T are stored in. For the half kinds, which
-// keep 11 digits at most, the hardware's exponential does: its error, and that of the ways below around a
-// lost digit, stays under 2^-16. With the exact ones these kernels are bound by arithmetic, not by memory.
-template <typename T>
-struct Functions {
-  using C = Compute<T>;
-  static constexpr bool kIsHalf = sizeof(T) == 2;
-
-  static __device__ __forceinline__ C sigmoid(C x) {
-    if constexpr (kIsHalf) return __fdividef(1.0f, 1.0f + __expf(-x));
-    return tch_extension::sigmoid(x);
-  }
-
-  static __device__ __forceinline__ C elu(C x) {
-    if constexpr (kIsHalf) {
-      // Near 0, where exp(x) - 1 would lose digits, the series.
-      const C below = x > -0.03f ? x * (1.0f + x * (0.5f + x * (1.0f / 6.0f))) : __expf(x) - 1.0f;
-      return x > 0.0f ? x : below;
-    }
-    return tch_extension::elu(x);
-  }
-
-  static __device__ __forceinline__ C elu_grad(C x) {
-    if constexpr (kIsHalf) return x > 0.0f ? 1.0f : __expf(x);
-    return tch_extension::elu_grad(x);
-  }
-
-  static __device__ __forceinline__ C tanh(C x) {
-    if constexpr (kIsHalf) {
-      const C square = x * x;
-      const C near = x * (1.0f + square * (-1.0f / 3.0f + square * (2.0f / 15.0f)));
-      return square < 0.0025f ? near : 1.0f - __fdividef(2.0f, 1.0f + __expf(2.0f * x));
-    }
-    return std::tanh(x);
-  }
-};
 
 // What a thread has at a time. Of the half kinds 8 bytes: with 16, half as many threads would wait for
 // memory.

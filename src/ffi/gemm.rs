@@ -53,6 +53,12 @@ mod with_cuda {
             path: i32,
             result: *mut *mut C_tensor,
         ) -> *mut c_char;
+        fn tch_extension_gemm_product(
+            lhs: *const C_tensor,
+            rhs: *const C_tensor,
+            path: i32,
+            result: *mut *mut C_tensor,
+        ) -> *mut c_char;
         fn tch_extension_gemm_counters(result: *mut Counters);
     }
 
@@ -113,6 +119,14 @@ mod with_cuda {
             unsafe { tch_extension_gemm_linear(input.as_ptr(), weight.as_ptr(), bias, code, &mut result) };
         owned(message, result)
     }
+
+    pub(crate) fn product(lhs: &Tensor, rhs: &Tensor, path: Path) -> Result<Option<Tensor>> {
+        let Some(code) = code(path) else { return Ok(None) };
+        let mut result = null_mut();
+        // SAFETY: borrowed from live tensors, which C++ checks; `result` is written on success.
+        let message = unsafe { tch_extension_gemm_product(lhs.as_ptr(), rhs.as_ptr(), code, &mut result) };
+        owned(message, result)
+    }
 }
 
 /// The same names for a build without CUDA.
@@ -134,6 +148,10 @@ mod without_cuda {
     pub(crate) fn linear(_: &Tensor, _: &Tensor, _: Option<&Tensor>, _: Path) -> Result<Option<Tensor>> {
         Ok(None)
     }
+
+    pub(crate) fn product(_: &Tensor, _: &Tensor, _: Path) -> Result<Option<Tensor>> {
+        Ok(None)
+    }
 }
 
 #[cfg(tch_extension_cuda)]
@@ -148,6 +166,9 @@ pub(crate) use ways::matmul_add_relu;
 
 /// `input @ weightᵀ + bias`, likewise.
 pub(crate) use ways::linear;
+
+/// `lhs @ rhs` by the kernel for small products, without a graph; nothing where libtorch's is faster.
+pub(crate) use ways::product;
 
 #[doc(hidden)]
 pub use ways::counters;

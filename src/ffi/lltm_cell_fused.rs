@@ -20,6 +20,9 @@ pub enum Path {
     /// One kernel for everything. Not for empty states, and on the CPU neither for half kinds nor, in the forward, for
     /// wide weights; these as `Product`.
     Fused,
+    /// One kernel for the forward with the tensor cores of capability 9.0: half kinds, H a multiple of 64, rows of
+    /// multiples of 16 bytes. Elsewhere, and in the backward, as `Product`.
+    TensorCores,
 }
 
 /// B, F, H.
@@ -79,6 +82,22 @@ impl Sizes {
         matches!(device, Device::Cuda(_)) && self.chosen(path, most)
     }
 
+    /// Whether the forward in one kernel with tensor cores is to be tried: where its tiles of 128 rows and 64 hidden
+    /// columns may fill a GPU, which the launcher knows.
+    pub fn try_tensor_cores(&self, path: Path, kind: Kind, device: Device) -> bool {
+        const FEWEST_TILES: i64 = 96;
+        let is_possible = matches!(kind, Kind::Half | Kind::BFloat16)
+            && self.hidden % 64 == 0
+            && matches!(device, Device::Cuda(_))
+            && self.fit();
+        is_possible
+            && match path {
+                Path::Automatic => (self.batch + 127) / 128 * (self.hidden / 64) >= FEWEST_TILES,
+                Path::TensorCores => true,
+                Path::Product | Path::Fused => false,
+            }
+    }
+
     fn columns(&self) -> f64 {
         self.hidden as f64 + self.features as f64
     }
@@ -86,7 +105,7 @@ impl Sizes {
     fn chosen(&self, path: Path, most: f64) -> bool {
         let wanted = match path {
             Path::Automatic => self.products() <= most,
-            Path::Product => false,
+            Path::Product | Path::TensorCores => false,
             Path::Fused => true,
         };
         wanted && self.fit()
@@ -170,6 +189,12 @@ unsafe extern "C" {
     ) -> crate::cuda::LaunchStatus;
     fn tch_extension_lltm_cell_fused_backward_cuda(
         params: *const Backward,
+        stream: *mut c_void,
+    ) -> crate::cuda::LaunchStatus;
+    fn tch_extension_lltm_cell_hopper_forward_cuda(
+        params: *const Forward,
+        is_asked_for: bool,
+        is_started: *mut bool,
         stream: *mut c_void,
     ) -> crate::cuda::LaunchStatus;
 }
@@ -262,6 +287,49 @@ pub(crate) fn forward(
     sizes: Sizes,
     save_activations: bool,
 ) -> Result<Outputs> {
+    let outputs = forward_by(operands, known, sizes, save_activations, |device, params| match device {
+        Some(Device::Cpu) => {
+            // SAFETY: every array's kind, device, size and order was made sure of; what is written is new.
+            unsafe { tch_extension_lltm_cell_fused_forward_cpu(params) };
+            Ok(true)
+        }
+        device => launch_forward(device, params).map(|()| true),
+    })?;
+    outputs.ok_or_else(|| Error::msg("internal error: the kernel of lltm_cell was not started"))
+}
+
+/// Whether the kernel with tensor cores can read the operands as they lie: their rows are multiples of 16 bytes apart.
+pub(crate) fn allow_bulk_copies(known: &[Facts; 5], sizes: Sizes) -> bool {
+    const LANES: i64 = 8;
+    let [input, weight, _, h, c] = known;
+    let allow = |facts: &Facts| {
+        facts.row_stride().is_some_and(|stride| stride % LANES == 0) && facts.data().addr().is_multiple_of(16)
+    };
+    (sizes.features == 0 || allow(input)) && [weight, h, c].into_iter().all(allow)
+}
+
+/// The same by the kernel with tensor cores; none where it cannot read the operands, or is not there, or, unless the path
+/// asks for it, is not faster.
+pub(crate) fn forward_by_tensor_cores(
+    path: Path,
+    operands: &Operands<'_>,
+    known: &[Facts; 5],
+    sizes: Sizes,
+    save_activations: bool,
+) -> Result<Option<Outputs>> {
+    forward_by(operands, known, sizes, save_activations, |device, params| {
+        launch_tensor_cores(path, device, params)
+    })
+}
+
+/// `launch` says whether it started anything.
+fn forward_by(
+    operands: &Operands<'_>,
+    known: &[Facts; 5],
+    sizes: Sizes,
+    save_activations: bool,
+    launch: impl FnOnce(Option<Device>, &Forward) -> Result<bool>,
+) -> Result<Option<Outputs>> {
     let Operands { input, weight, bias, h, c } = *operands;
     let Sizes { batch, features, hidden } = sizes;
     let like = &known[0];
@@ -297,13 +365,11 @@ pub(crate) fn forward(
         activations: written(&activations),
         input_gates: null(),
     };
-    match like.device() {
-        // SAFETY: every array's kind, device, size and order was made sure of; what is written is new.
-        Some(Device::Cpu) => unsafe { tch_extension_lltm_cell_fused_forward_cpu(&params) },
-        device => launch_forward(device, &params)?,
+    if !launch(like.device(), &params)? {
+        return Ok(None);
     }
     let activations = activations.map(|fresh| fresh.tensor);
-    Ok(Outputs { new_h: new_h.tensor, new_c: new_c.tensor, activations })
+    Ok(Some(Outputs { new_h: new_h.tensor, new_c: new_c.tensor, activations }))
 }
 
 /// What [`backward`] reads. `None` stands for zeros in gradients; elsewhere it is allowed for what no gradient that is
@@ -414,6 +480,17 @@ fn launch_forward(device: Option<Device>, params: &Forward) -> Result<()> {
 }
 
 #[cfg(tch_extension_cuda)]
+fn launch_tensor_cores(path: Path, device: Option<Device>, params: &Forward) -> Result<bool> {
+    let is_asked_for = path == Path::TensorCores;
+    let mut is_started = false;
+    // SAFETY: as in `launch_forward`.
+    crate::cuda::launch(device.unwrap_or(Device::Cpu), |stream| unsafe {
+        tch_extension_lltm_cell_hopper_forward_cuda(params, is_asked_for, &mut is_started, stream)
+    })?;
+    Ok(is_started)
+}
+
+#[cfg(tch_extension_cuda)]
 fn launch_backward(device: Option<Device>, params: &Backward) -> Result<()> {
     // SAFETY: as in `launch_forward`, by `backward`; an array that is null is not asked for.
     crate::cuda::launch(device.unwrap_or(Device::Cpu), |stream| unsafe {
@@ -424,6 +501,11 @@ fn launch_backward(device: Option<Device>, params: &Backward) -> Result<()> {
 #[cfg(not(tch_extension_cuda))]
 fn launch_forward(device: Option<Device>, _: &Forward) -> Result<()> {
     Err(super::no_kernel("lltm_cell", device.unwrap_or(Device::Cpu)))
+}
+
+#[cfg(not(tch_extension_cuda))]
+fn launch_tensor_cores(_: Path, _: Option<Device>, _: &Forward) -> Result<bool> {
+    Ok(false)
 }
 
 #[cfg(not(tch_extension_cuda))]
@@ -454,6 +536,26 @@ mod tests {
             }
             assert_eq!(both(of(3, 0, 4), Path::Automatic, gpu), [true; 2]);
         }
+    }
+
+    #[test]
+    fn tensor_cores_are_tried_for_whole_tiles_of_half_kinds() {
+        let tried = |(batch, features, hidden), path, kind, device| {
+            Sizes { batch, features, hidden }.try_tensor_cores(path, kind, device)
+        };
+        let gpu = Device::Cuda(0);
+        for kind in [Kind::Half, Kind::BFloat16] {
+            assert!(tried((1024, 1000, 1024), Path::Automatic, kind, gpu));
+            assert!(tried((1, 0, 64), Path::TensorCores, kind, gpu));
+            assert!(!tried((1, 0, 64), Path::Automatic, kind, gpu));
+            assert!(!tried((1024, 1000, 1032), Path::TensorCores, kind, gpu));
+            assert!(!tried((0, 8, 64), Path::TensorCores, kind, gpu));
+            assert!(!tried((1024, 1000, 1024), Path::TensorCores, kind, Device::Cpu));
+            for path in [Path::Product, Path::Fused] {
+                assert!(!tried((1024, 1000, 1024), path, kind, gpu));
+            }
+        }
+        assert!(!tried((1024, 1000, 1024), Path::TensorCores, Kind::Float, gpu));
     }
 
     #[test]

@@ -5,6 +5,7 @@ use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differen
 use crate::check::Check;
 use crate::dispatch::promote;
 use crate::ffi::facts::{Facts, facts};
+use crate::ffi::gemm;
 use crate::ffi::lltm_cell as kernels;
 use crate::ffi::lltm_cell_fused as fused;
 use crate::ffi::lltm_cell_fused::{Path, Sizes};
@@ -37,8 +38,9 @@ pub(super) const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind
 ///
 /// One matrix product, done by libtorch under its precision switches, and one kernel for everything else; at small sizes,
 /// where calls and launches cost more than the arithmetic, one kernel for all of it (two for the CPU's backward), with
-/// products in the kind's full precision: on CUDA, and on the CPU for `Float` and `Double`. The backward keeps `3·B·H`
-/// numbers besides inputs and outputs.
+/// products in the kind's full precision: on CUDA, and on the CPU for `Float` and `Double`. In the half kinds, on GPUs of
+/// compute capability 9.0, the forward of large sizes is one kernel, too, if H is a multiple of 64 and rows begin at multiples
+/// of 16 bytes. The backward keeps `3·B·H` numbers besides inputs and outputs.
 ///
 /// Equivalent to:
 /// ```
@@ -256,6 +258,29 @@ enum BiasShape {
 }
 
 impl LltmCell {
+    /// `by`: the kind and device of all operands, if they have one.
+    fn outputs(
+        &self,
+        operands: &fused::Operands<'_>,
+        known: &[Facts; place::LEN],
+        by: Option<(Kind, Device)>,
+        save_activations: bool,
+    ) -> Result<fused::Outputs> {
+        let (sizes, path) = (self.sizes, self.path);
+        let Some((kind, device)) = by else { return by_product(operands, save_activations) };
+        if sizes.fuse_forward(path, kind, device) {
+            return fused::forward(operands, known, sizes, save_activations);
+        }
+        if sizes.try_tensor_cores(path, kind, device)
+            && fused::allow_bulk_copies(known, sizes)
+            && let Some(outputs) =
+                fused::forward_by_tensor_cores(path, operands, known, sizes, save_activations)?
+        {
+            return Ok(outputs);
+        }
+        by_product(operands, save_activations)
+    }
+
     fn bias_size(&self) -> Option<Vec<i64>> {
         let gates = 3 * self.sizes.hidden;
         self.bias.map(|shape| match shape {
@@ -308,11 +333,7 @@ impl Function for LltmCell {
         self.fused = by.is_some_and(|(kind, device)| self.sizes.fuse_backward(self.path, kind, device));
 
         let operands = fused::Operands { input, weight, bias, h, c };
-        let outputs = if by.is_some_and(|(kind, device)| self.sizes.fuse_forward(self.path, kind, device)) {
-            fused::forward(&operands, &known, self.sizes, saver.needs_graph())?
-        } else {
-            by_product(&operands, saver.needs_graph())?
-        };
+        let outputs = self.outputs(&operands, &known, by, saver.needs_graph())?;
         let fused::Outputs { new_h, new_c, activations } = outputs;
         for tensor in [Some(input), Some(weight), bias, Some(h), Some(c), Some(&new_c), activations.as_ref()]
         {
@@ -340,14 +361,17 @@ fn by_product(operands: &fused::Operands<'_>, save_activations: bool) -> Result<
     let fused::Operands { input, weight, bias, h, c } = *operands;
     let c = plain(c)?;
     let hx = Tensor::f_cat(&[h, input], 1)?;
-    let transposed = weight.f_transpose(0, 1)?;
     let bias = bias.map(|bias| bias.f_reshape([-1])).transpose()?;
     // On CUDA our kernel adds the bias: with one, libtorch takes a product that is up to a sixth slower. Not of the half
     // kinds: there a product that is rounded first has lost what a bias of its size would leave of it.
     let is_half = matches!(hx.f_kind()?, Kind::Half | Kind::BFloat16);
     let (gates, bias) = match bias {
-        Some(bias) if is_half || c.device() == Device::Cpu => (bias.f_addmm(&hx, &transposed)?, None),
-        bias => (hx.f_mm(&transposed)?, bias),
+        Some(bias) if is_half || c.device() == Device::Cpu => {
+            let planned = gemm::linear(&hx, weight, Some(&bias), gemm::Path::Fastest)?;
+            let addmm = || bias.f_addmm(&hx, &weight.f_transpose(0, 1)?);
+            (planned.map_or_else(addmm, Ok)?, None)
+        }
+        bias => (hx.f_mm(&weight.f_transpose(0, 1)?)?, bias),
     };
     // Of mixed kinds the state's may have more digits than the product's.
     let kind = c.f_kind()?;

@@ -4,6 +4,7 @@ use super::rows;
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
 use crate::ffi::gemm::{self, Path};
+use crate::ffi::linear::bias_grad as column_sums;
 use crate::ffi::matmul_add_relu as kernels;
 use crate::ffi::tensor::plain;
 use crate::{Result, check};
@@ -66,7 +67,8 @@ const BIAS_KINDS: [Kind; 10] = [
 ///
 /// In the backward one kernel makes dz and, of
 /// a bias that is a row or of full shape, its gradient, in an
-/// order that sizes decide, and on CUDA whether dy allows 16-byte loads. NaN goes through as in libtorch's relu (not all of
+/// order that sizes decide, and on CUDA whether dy allows 16-byte loads. The products behind it are libtorch's, of small
+/// matrices on CUDA ours; a factor that a batch shares is not copied. NaN goes through as in libtorch's relu (not all of
 /// cuBLASLt's kernels let it: those are not used, and `_addmm_activation` does use them). The backward keeps y, `lhs` if `rhs` requires grad, and the other way round.
 ///
 /// Equivalent to:
@@ -265,8 +267,8 @@ impl Function for MatmulAddRelu {
     }
 }
 
-/// Detached, because matmul goes another way for tensors that require grad, also where no graph is made, which shows
-/// in the last bits.
+/// Detached, because matmul goes another way for tensors that require grad, also where no graph is made: it shows in the
+/// last bits, and a factor that a batch shares costs two transposed copies of the batch.
 fn product(lhs: &Tensor, rhs: &Tensor, path: Path) -> Result<Tensor> {
     let own = if path != Path::Composite { kernels::small_product(lhs, rhs)? } else { None };
     if let Some(product) = own {
@@ -391,28 +393,13 @@ impl MatmulAddRelu {
         }
         let grad = grad_z.f_sum_to_size(size.as_slice())?.f_to_kind(*kind)?;
         let grad = grad.f_reshape(as_matrices(&self.lhs, &self.rhs, size).as_slice())?;
+        // With a graph, the products have to be operations that libtorch can differentiate.
+        let path = if ctx.create_graph() { None } else { Some(self.path) };
         let grad_lhs =
-            needs_lhs.then(|| lhs_gradient(&grad, &ctx.saved(place::RHS)?, &self.lhs)).transpose()?;
+            needs_lhs.then(|| lhs_gradient(&grad, &ctx.saved(place::RHS)?, &self.lhs, path)).transpose()?;
         let grad_rhs =
-            needs_rhs.then(|| self.rhs_gradient(ctx, &grad, &ctx.saved(place::LHS)?)).transpose()?;
+            needs_rhs.then(|| rhs_gradient(&grad, &ctx.saved(place::LHS)?, &self.rhs, path)).transpose()?;
         Ok((grad_lhs, grad_rhs))
-    }
-
-    /// `lhsᵀ dz`.
-    fn rhs_gradient(&self, ctx: &Context<'_>, grad: &Tensor, lhs: &Tensor) -> Result<Tensor> {
-        let size = self.rhs.as_slice();
-        let lhs = if lhs.dim() == 1 { lhs.f_unsqueeze(0)? } else { lhs.shallow_clone() };
-        let matrices = if size.len() == 1 { vec![size[0], 1] } else { size.to_vec() };
-        if is_one_matrix(&matrices) {
-            // All the rows of the batch are rows of one product.
-            let (turned, grad) = (rows(&lhs)?.f_transpose(0, 1)?, rows(grad)?);
-            // Our own makes no graph.
-            let may_be_own = !ctx.create_graph() && self.path != Path::Composite;
-            let own = if may_be_own { kernels::small_product(&turned, &grad)? } else { None };
-            return Ok(own.map_or_else(|| turned.f_mm(&grad), Ok)?.f_view(size)?);
-        }
-        let gradient = lhs.f_transpose(-2, -1)?.f_matmul(grad)?;
-        Ok(gradient.f_sum_to_size(matrices.as_slice())?.f_reshape(size)?)
     }
 }
 
@@ -429,14 +416,47 @@ fn as_matrices(lhs: &[i64], rhs: &[i64], product: &[i64]) -> Vec<i64> {
 }
 
 /// `dz rhsᵀ`, for an `lhs` of this size.
-fn lhs_gradient(grad: &Tensor, rhs: &Tensor, size: &[i64]) -> Result<Tensor> {
+fn lhs_gradient(grad: &Tensor, rhs: &Tensor, size: &[i64], path: Option<Path>) -> Result<Tensor> {
     let rhs = if rhs.dim() == 1 { rhs.f_unsqueeze(-1)? } else { rhs.shallow_clone() };
     if is_one_matrix(&rhs.size()) {
-        return Ok(rows(grad)?.f_mm(&matrix(&rhs)?.f_transpose(0, 1)?)?.f_view(size)?);
+        return Ok(factor_gradient(&rows(grad)?, &matrix(&rhs)?.f_transpose(0, 1)?, path)?.f_view(size)?);
     }
     let matrices = if size.len() == 1 { vec![1, size[0]] } else { size.to_vec() };
-    let gradient = grad.f_matmul(&rhs.f_transpose(-2, -1)?)?;
-    Ok(gradient.f_sum_to_size(matrices.as_slice())?.f_reshape(size)?)
+    let gradient = factor_gradient(grad, &rhs.f_transpose(-2, -1)?, path)?;
+    Ok(summed(gradient, &matrices, path)?.f_reshape(size)?)
+}
+
+/// `lhsᵀ dz`, for an `rhs` of this size.
+fn rhs_gradient(grad: &Tensor, lhs: &Tensor, size: &[i64], path: Option<Path>) -> Result<Tensor> {
+    let lhs = if lhs.dim() == 1 { lhs.f_unsqueeze(0)? } else { lhs.shallow_clone() };
+    let matrices = if size.len() == 1 { vec![size[0], 1] } else { size.to_vec() };
+    if is_one_matrix(&matrices) {
+        // All the rows of the batch are rows of one product.
+        return Ok(factor_gradient(&rows(&lhs)?.f_transpose(0, 1)?, &rows(grad)?, path)?.f_view(size)?);
+    }
+    let gradient = factor_gradient(&lhs.f_transpose(-2, -1)?, grad, path)?;
+    Ok(summed(gradient, &matrices, path)?.f_reshape(size)?)
+}
+
+/// The product of two matrices or batches of them; no path, if it is to have a graph.
+fn factor_gradient(lhs: &Tensor, rhs: &Tensor, path: Option<Path>) -> Result<Tensor> {
+    let Some(path) = path else { return Ok(lhs.f_matmul(rhs)?) };
+    match gemm::product(lhs, rhs, path)? {
+        Some(product) => Ok(product),
+        None => product(lhs, rhs, path),
+    }
+}
+
+/// Over what was broadcast. A whole batch's sum is that of its rows, if each matrix is one; of small ones our kernel
+/// is faster than libtorch's.
+fn summed(gradient: Tensor, size: &[i64], path: Option<Path>) -> Result<Tensor> {
+    const MOST_COLUMNS: i64 = 1 << 14;
+    let columns: i64 = size.iter().product();
+    let is_whole_batch = is_one_matrix(size) && !is_one_matrix(&gradient.size()) && gradient.numel() > 0;
+    if is_whole_batch && columns <= MOST_COLUMNS && path.is_some_and(|path| path != Path::Composite) {
+        return column_sums(&gradient.f_reshape([-1, columns])?);
+    }
+    Ok(gradient.f_sum_to_size(size)?)
 }
 
 fn is_one_matrix(size: &[i64]) -> bool {

@@ -13,6 +13,7 @@ mod random;
 mod second_derivatives;
 #[path = "../support/mod.rs"]
 mod support;
+mod tensor_cores;
 mod training;
 
 use support::{KINDS, Suite, leaves};

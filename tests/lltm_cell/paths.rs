@@ -7,7 +7,7 @@ use tch_extension::testing::cuda_or_skip;
 
 const PATHS: [LltmCellPath; 2] = [LltmCellPath::Product, LltmCellPath::Fused];
 
-fn by(path: LltmCellPath, arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+pub fn by(path: LltmCellPath, arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     let (x, w, b, h, c) = match arguments {
         [x, w, b, h, c] => (x, w, Some(b), h, c),
         [x, w, h, c] => (x, w, None, h, c),
@@ -18,7 +18,7 @@ fn by(path: LltmCellPath, arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 }
 
 /// On the CPU there is one way, which the other tests take.
-fn only_on_cuda(samples: fn(Kind, Device) -> Vec<Sample>) -> impl Fn(Kind, Device) -> Vec<Sample> {
+pub fn only_on_cuda(samples: fn(Kind, Device) -> Vec<Sample>) -> impl Fn(Kind, Device) -> Vec<Sample> {
     move |kind, device| if device.is_cuda() { samples(kind, device) } else { Vec::new() }
 }
 

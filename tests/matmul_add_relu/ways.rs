@@ -304,3 +304,30 @@ fn cuda_half_kinds_and_others_read_the_bias_that_is_given() {
         }
     }
 }
+
+/// A factor that a batch shares costs a sum more than one for each, no copies: libtorch's product makes two of the whole
+/// batch where such a factor requires grad.
+#[test]
+fn cuda_half_kinds_and_others_copy_nothing_for_a_shared_factor() {
+    let name = "cuda_half_kinds_and_others_copy_nothing_for_a_shared_factor";
+    let Some(device) = cuda_or_skip(name) else { return };
+    for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
+        for shared in [&[1, 64, 48][..], &[64, 48]] {
+            let kernels = |lhs: &[i64]| {
+                let leaves = leaves(&inputs([lhs, &[8, 48, 96], &[8, 64, 96]], kind, device));
+                let forward_and_backward = || {
+                    let output = one(ProductPath::Fastest, &leaves);
+                    let vector = output.detach();
+                    let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+                    grad(&[&output], &leaves.iter().collect::<Vec<_>>(), &options)
+                };
+                // A thread's first handle of cuBLAS' cannot be made in a capture.
+                forward_and_backward().expect("gradients");
+                let (graph, _) = Graph::capture(device, forward_and_backward).expect("a graph");
+                graph.kernels()
+            };
+            let (one_each, shared) = (kernels(&[8, 64, 48]), kernels(shared));
+            assert!(shared <= one_each + 1, "{kind:?}: {shared} kernels, {one_each} with one for each");
+        }
+    }
+}

@@ -1,0 +1,505 @@
+// A block stays on its multiprocessor and goes through tiles of 128 rows and 64 hidden columns: its tile of
+// the product has the same columns of all three gates, so that a thread has them side by side and goes on to
+// h' and c'. One thread loads tiles of [h, x], each from where it lies, and of W into a ring; two warpgroups
+// take turns in multiplying, each for a tile of its own; meanwhile the other finishes its cells. c comes
+// into, and c' leaves from, the same place in shared memory.
+#include <atomic>
+
+#include "../gemm/hopper_ptx.h"
+#include "../gemm/tensor_map.h"
+#include "functions.h"
+#include "lltm_cell.h"
+
+namespace tch_extension {
+namespace {
+
+using namespace gemm;
+
+constexpr int kGates = 3;
+constexpr int kRows = 128;
+constexpr int kColumns = 64;  // of each gate: 128 bytes
+constexpr int kInner = 64;    // of K in a stage of the ring: 128 bytes
+constexpr int kStages = 4;
+constexpr int kGroups = 2;          // warpgroups that multiply
+constexpr int kParts = kRows / 64;  // of a tile's rows that are multiplied at a time
+constexpr int kBoxBytes = 64 * 128;
+constexpr int kStageBytes = (kParts + kGates) * kBoxBytes;
+constexpr int kSlotBytes = kRows * 128;  // of an output's tile
+constexpr int kSlots = 2;                // of a group
+constexpr int kAlignment = 1024;         // of what is swizzled
+constexpr int kSharedBytes = kStages * kStageBytes + kGroups * kSlots * kSlotBytes + kAlignment;
+constexpr int kGroupThreads = 128;
+constexpr int kBlockThreads = (1 + kGroups) * kGroupThreads;
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+constexpr bool kHasCode = true;
+#else
+constexpr bool kHasCode = false;
+#endif
+
+struct Params {
+  CUtensorMap h;
+  CUtensorMap input;
+  CUtensorMap weight;
+  CUtensorMap c;
+  CUtensorMap new_h;
+  CUtensorMap new_c;
+  CUtensorMap activations;
+  const void* bias;
+  int32_t hidden;
+  int32_t tiles_m;
+  int32_t tiles;
+  int32_t steps_of_h;  // of kInner through K
+  int32_t steps;
+  int32_t save_activations;
+};
+
+// The order of the tiles: up to kBand rows of them are gone through column by column, so that tiles at work
+// at the same time share what they read.
+struct Place {
+  int row;
+  int column;
+
+  __device__ __forceinline__ Place(const Params& params, int tile) {
+    constexpr int kBand = 16;
+    const int of_band = kBand * (params.hidden / kColumns);
+    const int first = tile / of_band * kBand;
+    const int rows = min(params.tiles_m - first, kBand);
+    row = (first + tile % of_band % rows) * kRows;
+    column = tile % of_band / rows * kColumns;
+  }
+};
+
+struct Barriers {
+  uint64_t full[kStages];
+  uint64_t empty[kStages];
+  uint64_t c[kGroups];     // has come
+  uint64_t turn[kGroups];  // to multiply
+};
+
+struct Shared {
+  uint32_t ring;
+  uint32_t full;
+  uint32_t empty;
+  uint32_t slots;  // of the group, as the next two
+  uint32_t c;
+  float* bias;
+};
+
+// The next place in the ring, and how often it was come round, modulo 2.
+struct Stage {
+  int index;
+  uint32_t round;
+
+  __device__ __forceinline__ explicit Stage(uint32_t uses)
+      : index(uses % kStages), round(uses / kStages & 1) {}
+};
+
+[[maybe_unused]] __device__ __forceinline__ void advance(Stage& stage) {
+  if (++stage.index == kStages) stage.index = 0, stage.round ^= 1;
+}
+
+[[maybe_unused]] __device__ __forceinline__ void load_factors(const Params& params, const Shared& shared) {
+  Stage stage(0);
+  for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
+    const Place place(params, tile);
+    for (int step = 0; step < params.steps; ++step, advance(stage)) {
+      barrier_wait(shared.empty + 8 * stage.index, stage.round ^ 1);
+      const uint32_t full = shared.full + 8 * stage.index;
+      const uint32_t lhs = shared.ring + stage.index * kStageBytes;
+      barrier_arrive_expecting(full, kStageBytes);
+      if (step < params.steps_of_h) {
+        load_box(lhs, params.h, full, step * kInner, place.row, 0);
+      } else {
+        load_box(lhs, params.input, full, (step - params.steps_of_h) * kInner, place.row, 0);
+      }
+      for (int gate = 0; gate < kGates; ++gate) {
+        load_box(lhs + (kParts + gate) * kBoxBytes, params.weight, full, step * kInner,
+                 gate * params.hidden + place.column, 0);
+      }
+    }
+  }
+}
+
+using Sums = float[kParts][96];
+
+// All of K for one tile, whose first use of the ring is given. `turn` is the other group's, who may go on as
+// soon as all is started.
+template <typename T>
+__device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, uint32_t first_use,
+                                              uint32_t turn, Sums& sum) {
+  const bool is_elected = threadIdx.x % 32 == 0;
+  Stage stage(first_use);
+  int before = 0;
+  for (int step = 0; step < params.steps; ++step, advance(stage)) {
+    barrier_wait(shared.full + 8 * stage.index, stage.round);
+    const uint32_t at = shared.ring + stage.index * kStageBytes;
+    const uint64_t lhs = tile_descriptor<false>(at);
+    const uint64_t rhs = tile_descriptor<false>(at + kParts * kBoxBytes);
+    begin_products();
+#pragma unroll
+    for (int inner = 0; inner < kInner / 16; ++inner) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        multiply<T>(sum[part], lhs + part * (kBoxBytes >> 4) + inner * kNextInner<false>,
+                    rhs + inner * kNextInner<false>, step + inner);
+      }
+    }
+    commit_products();
+    // With the products of this stage under way, those of the last are complete.
+    wait_for_products<1>();
+    if (step > 0 && is_elected) barrier_arrive(shared.empty + 8 * before);
+    before = stage.index;
+  }
+  if (is_elected) barrier_arrive(turn);
+  wait_for_products<0>();
+  // The compiler must not look at the sums before.
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int i = 0; i < 96; ++i) asm volatile("" : "+f"(sum[part][i])::"memory");
+  }
+  if (is_elected) barrier_arrive(shared.empty + 8 * before);
+}
+
+// Of the threads of a group; 0 is __syncthreads'.
+__device__ __forceinline__ void wait_for_group(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kGroupThreads) : "memory");
+}
+
+__device__ __forceinline__ bool is_elected_of_group() { return threadIdx.x % kGroupThreads == 0; }
+
+// In f32, for the columns of a tile: the group waits before it reads.
+template <typename T>
+__device__ __forceinline__ void load_bias(const Params& params, const Shared& shared, int column) {
+  for (int i = threadIdx.x % kGroupThreads; i < kGates * kColumns; i += kGroupThreads) {
+    const int64_t at = int64_t{i / kColumns} * params.hidden + column + i % kColumns;
+    shared.bias[i] =
+        params.bias == nullptr ? 0.0f : static_cast<float>(static_cast<const T*>(params.bias)[at]);
+  }
+}
+
+// As soon as the last tile's c' has left.
+[[maybe_unused]] __device__ __forceinline__ void load_c(const Params& params, const Shared& shared,
+                                                        const Place& place) {
+  wait_for_reads_of_stores();
+  barrier_arrive_expecting(shared.c, kSlotBytes);
+  load_box(shared.slots + kSlotBytes, params.c, shared.c, place.column, place.row, 0);
+}
+
+// Where a thread's pair of neighbouring columns lies in a slot, whose rows of 128 bytes have their eighths
+// permuted by the row: as bulk copies have it, and without bank conflicts.
+struct Pair {
+  int index;  // of the first sum
+  int bytes;
+  int column;
+
+  __device__ __forceinline__ Pair(int part, int eighth, int half) {
+    const int lane = threadIdx.x % 32;
+    const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const int first = row * 128 + row % 8 * 16 + lane % 4 * 4;
+    index = eighth * 4 + half * 2;
+    bytes = (first ^ eighth * 16) + part * kBoxBytes + half * 8 * 128;
+    column = eighth * 8 + lane % 4 * 2;
+  }
+};
+
+// Calls body(sums, pair) for all that a thread has.
+template <typename Body>
+__device__ __forceinline__ void for_each_pair(Sums& sum, Body&& body) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      body(sum[part], Pair(part, i / 2, i % 2));
+      // One after the other: the sums leave no registers for more.
+      asm volatile("" ::: "memory");
+    }
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void put(uint8_t* slot, const Pair& pair, float x, float y) {
+  *reinterpret_cast<uint32_t*>(slot + pair.bytes) = rounded<T>({x, y});
+}
+
+// c and the sums become c', h' in their slots and [σ(i) | σ(o) | g] in the sums' place.
+template <typename T>
+__device__ __forceinline__ void finish_cells(uint8_t* slots, const float* bias, Sums& sum) {
+  using F = Functions<T>;
+  for_each_pair(sum, [&](float (&gates)[96], const Pair& pair) {
+    const float2 c = as_floats<T>(*reinterpret_cast<const uint32_t*>(slots + kSlotBytes + pair.bytes));
+    float new_h[2];
+    float new_c[2] = {c.x, c.y};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float& input = gates[pair.index + i];
+      float& output = gates[pair.index + 32 + i];
+      float& candidate = gates[pair.index + 64 + i];
+      input = F::sigmoid(input + bias[pair.column + i]);
+      output = F::sigmoid(output + bias[pair.column + kColumns + i]);
+      candidate += bias[pair.column + 2 * kColumns + i];
+      new_c[i] += F::elu(candidate) * input;
+      new_h[i] = F::tanh(new_c[i]) * output;
+    }
+    put<T>(slots, pair, new_h[0], new_h[1]);
+    put<T>(slots + kSlotBytes, pair, new_c[0], new_c[1]);
+  });
+}
+
+template <typename T>
+__device__ __forceinline__ void put_gate(uint8_t* slot, int gate, Sums& sum) {
+  for_each_pair(sum, [&](float (&gates)[96], const Pair& pair) {
+    put<T>(slot, pair, gates[pair.index + gate * 32], gates[pair.index + gate * 32 + 1]);
+  });
+}
+
+// What the group wrote to its slots leaves.
+template <typename Store>
+__device__ __forceinline__ void send_off(int group, Store&& store) {
+  fence_for_bulk_copies();
+  wait_for_group(group);
+  if (is_elected_of_group()) store();
+}
+
+// The slots may be written to again.
+[[maybe_unused]] __device__ __forceinline__ void wait_for_slots(int group) {
+  if (is_elected_of_group()) wait_for_reads_of_stores();
+  wait_for_group(group);
+}
+
+template <typename T>
+__device__ __forceinline__ void finish_tile(const Params& params, const Shared& shared, uint8_t* slots,
+                                            const Place& place, int group, Sums& sum) {
+  // The bias came by other threads.
+  wait_for_group(group);
+  finish_cells<T>(slots, shared.bias, sum);
+  send_off(group, [&] {
+    store_box(params.new_h, shared.slots, place.column, place.row, 0);
+    store_box(params.new_c, shared.slots + kSlotBytes, place.column, place.row, 0);
+  });
+  if (!params.save_activations) return;
+  const auto store_gate = [&](int gate, int slot) {
+    store_box(params.activations, shared.slots + slot * kSlotBytes, gate * params.hidden + place.column,
+              place.row, 0);
+  };
+  wait_for_slots(group);
+  put_gate<T>(slots, 0, sum);
+  put_gate<T>(slots + kSlotBytes, 1, sum);
+  send_off(group, [&] { store_gate(0, 0), store_gate(1, 1); });
+  wait_for_slots(group);
+  put_gate<T>(slots, 2, sum);
+  send_off(group, [&] { store_gate(2, 0); });
+}
+
+template <typename T>
+__device__ __forceinline__ void compute(const Params& params, const Shared& shared, uint8_t* slots, int group,
+                                        uint32_t turns) {
+  Sums sum;
+  uint32_t turn_parity = group == 0 ? 1 : 0;
+  uint32_t c_parity = 0;
+  uint32_t first_use = group * params.steps;
+  for (int tile = blockIdx.x + group * gridDim.x; tile < params.tiles; tile += kGroups * gridDim.x) {
+    const Place place(params, tile);
+    if (is_elected_of_group()) load_c(params, shared, place);
+    __syncwarp();
+    load_bias<T>(params, shared, place.column);
+    // Also for the ring's sake: a phase two rounds ahead looks like one that is over.
+    barrier_wait(turns + 8 * group, turn_parity);
+    turn_parity ^= 1;
+    multiply_tile<T>(params, shared, first_use, turns + 8 * (1 - group), sum);
+    first_use += kGroups * params.steps;
+    barrier_wait(shared.c, c_parity);
+    c_parity ^= 1;
+    finish_tile<T>(params, shared, slots, place, group, sum);
+  }
+  if (is_elected_of_group()) {
+    wait_for_reads_of_stores();
+    wait_for_stores();
+  }
+}
+
+[[maybe_unused]] __device__ __forceinline__ void init(Barriers& barriers) {
+  constexpr int kWarps = kGroupThreads / 32;
+  for (int i = 0; i < kStages; ++i) {
+    barrier_init(shared_address(&barriers.full[i]), 1);
+    barrier_init(shared_address(&barriers.empty[i]), kWarps);
+  }
+  for (int i = 0; i < kGroups; ++i) {
+    barrier_init(shared_address(&barriers.c[i]), 1);
+    barrier_init(shared_address(&barriers.turn[i]), kWarps);
+  }
+  fence_for_bulk_copies();
+}
+
+template <typename T>
+__device__ __forceinline__ void compute_block(const Params& params) {
+  extern __shared__ uint8_t memory[];
+  __shared__ Barriers barriers;
+  __shared__ float bias[kGroups][kGates * kColumns];
+  if (threadIdx.x == 0) init(barriers);
+  __syncthreads();
+  // The same in all lanes, for the compiler to see.
+  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const uint32_t unaligned = shared_address(memory);
+  const uint32_t ring = (unaligned + kAlignment - 1) / kAlignment * kAlignment;
+  const auto shared = [&](int group) -> Shared {
+    return {ring,
+            shared_address(barriers.full),
+            shared_address(barriers.empty),
+            ring + kStages * kStageBytes + group * kSlots * kSlotBytes,
+            shared_address(&barriers.c[group]),
+            bias[group]};
+  };
+  if (warp / 4 == 0) {
+    give_registers<40>();
+    if (threadIdx.x == 0) load_factors(params, shared(0));
+  } else {
+    take_registers<232>();
+    const int group = warp / 4 - 1;
+    const Shared mine = shared(group);
+    compute<T>(params, mine, memory + (mine.slots - unaligned), group, shared_address(barriers.turn));
+  }
+}
+
+// Empty where it is not compiled for sm_90a. Then there are no barriers in static shared memory either, by
+// which the host knows.
+template <typename T>
+__global__ void __launch_bounds__(kBlockThreads, 1)
+    lltm_cell_hopper_forward_kernel(const __grid_constant__ Params params) {
+  if constexpr (kHasCode) compute_block<T>(params);
+}
+
+using Kernel = void (*)(Params);
+
+Kernel kernel_of(int32_t kind) {
+  return kind == kTchExtensionHalf ? lltm_cell_hopper_forward_kernel<__half>
+                                   : lltm_cell_hopper_forward_kernel<__nv_bfloat16>;
+}
+
+// Multiprocessors of the current device, if it is of capability 9.0 and each kernel there is its real one; 0
+// otherwise. Asked once for each device.
+int ask_processors(int device) {
+  int major = 0;
+  int minor = 0;
+  int processors = 0;
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+      major != 9 || minor != 0 || !can_make_maps()) {
+    return 0;
+  }
+  for (const int32_t kind : {kTchExtensionHalf, kTchExtensionBFloat16}) {
+    const Kernel kernel = kernel_of(kind);
+    cudaFuncAttributes code = {};
+    if (cudaFuncGetAttributes(&code, kernel) != cudaSuccess || code.sharedSizeBytes < sizeof(Barriers) ||
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) !=
+            cudaSuccess) {
+      return 0;
+    }
+  }
+  return processors;
+}
+
+int processors() {
+  constexpr int kDevices = 64;
+  constexpr int kUnknown = 0;
+  constexpr int kNone = -1;
+  static std::atomic<int> known[kDevices];
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return 0;
+  int found = known[device].load(std::memory_order_relaxed);
+  if (found == kUnknown) {
+    found = ask_processors(device);
+    if (found == 0) {
+      // Whoever looks for a failure of a launch must not find one of a question.
+      (void)cudaGetLastError();
+      found = kNone;
+    }
+    known[device].store(found, std::memory_order_relaxed);
+  }
+  return found == kNone ? 0 : found;
+}
+
+// What bulk copies ask for: multiples of 16 bytes, and strides below 2^40 bytes.
+bool is_reachable(const void* data, int64_t stride) {
+  constexpr int64_t kLanes = 8;
+  constexpr int64_t kMost = int64_t{1} << 38;
+  return is_aligned_to_16(data) && stride % kLanes == 0 && stride < kMost;
+}
+
+bool describe(CUtensorMap& map, const LltmCellFusedForward& cell, const void* data, int64_t width,
+              int64_t height, int64_t stride, int rows) {
+  return make_map(map, {cell.kind, data, width, height, 1, stride, stride}, 64, rows);
+}
+
+bool describe(const LltmCellFusedForward& cell, Params& params) {
+  const int64_t hidden = cell.hidden;
+  const int64_t columns = hidden + cell.features;
+  // Without features or activations, a description that is not used.
+  const bool has_input = cell.features > 0;
+  const bool saves = cell.activations != nullptr;
+  return describe(params.h, cell, cell.h, hidden, cell.batch, cell.h_stride, kRows) &&
+         (!has_input ||
+          describe(params.input, cell, cell.input, cell.features, cell.batch, cell.input_stride, kRows)) &&
+         describe(params.weight, cell, cell.weight, columns, kGates * hidden, cell.weight_stride, kColumns) &&
+         describe(params.c, cell, cell.c, hidden, cell.batch, cell.c_stride, kRows) &&
+         describe(params.new_h, cell, cell.new_h, hidden, cell.batch, hidden, kRows) &&
+         describe(params.new_c, cell, cell.new_c, hidden, cell.batch, hidden, kRows) &&
+         (!saves || describe(params.activations, cell, cell.activations, kGates * hidden, cell.batch,
+                             kGates * hidden, kRows));
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+bool can(const LltmCellFusedForward& cell) {
+  const bool is_half = cell.kind == kTchExtensionHalf || cell.kind == kTchExtensionBFloat16;
+  constexpr int64_t kMost = INT32_MAX / 4;
+  // A step through K does not go from h to x; what is outside of x meets what is outside of W, zeros both.
+  return is_half && cell.hidden % kColumns == 0 && cell.hidden > 0 && cell.batch > 0 &&
+         cell.hidden <= kMost && cell.features <= kMost && cell.batch <= kMost &&
+         cell.input_gates == nullptr && is_reachable(cell.h, cell.h_stride) &&
+         (cell.features == 0 || is_reachable(cell.input, cell.input_stride)) &&
+         is_reachable(cell.weight, cell.weight_stride) && is_reachable(cell.c, cell.c_stride) &&
+         is_reachable(cell.new_h, cell.hidden) && is_reachable(cell.new_c, cell.hidden) &&
+         is_reachable(cell.activations, kGates * cell.hidden) && processors() > 0;
+}
+
+int64_t tiles(const LltmCellFusedForward& cell) {
+  return ceil_div(cell.batch, kRows) * (cell.hidden / kColumns);
+}
+
+// Where it was measured to be: with little of the last round of tiles missing.
+bool is_faster(const LltmCellFusedForward& cell) {
+  const int64_t room = ceil_div(tiles(cell), processors()) * processors();
+  return tiles(cell) * 5 >= room * 4;
+}
+
+bool start(const LltmCellFusedForward& cell, cudaStream_t stream) {
+  Params params{};
+  if (!bind_context() || !describe(cell, params)) return false;
+  params.bias = cell.bias;
+  params.hidden = static_cast<int32_t>(cell.hidden);
+  params.tiles_m = static_cast<int32_t>(ceil_div(cell.batch, kRows));
+  params.tiles = static_cast<int32_t>(tiles(cell));
+  params.steps_of_h = static_cast<int32_t>(cell.hidden / kInner);
+  params.steps = static_cast<int32_t>(params.steps_of_h + ceil_div(cell.features, kInner));
+  params.save_activations = cell.activations != nullptr;
+  const int blocks = processors() < params.tiles ? processors() : params.tiles;
+  kernel_of(cell.kind)<<<blocks, kBlockThreads, kSharedBytes, stream>>>(params);
+  return true;
+}
+
+}  // namespace
+}  // namespace tch_extension
+
+// Starts nothing where H is no whole tiles, a matrix lies where bulk copies cannot reach it, or the code for
+// the current device has no such kernel; nor, unless it is asked for, where it is slower than a product
+// between two kernels.
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_hopper_forward_cuda(
+    const LltmCellFusedForward* cell, bool is_asked_for, bool* is_started, cudaStream_t stream) {
+  using namespace tch_extension;
+  constexpr const char* kKernel = "lltm_cell_hopper_forward";
+  *is_started = can(*cell) && (is_asked_for || is_faster(*cell)) && start(*cell, stream);
+  return *is_started ? launch_status(kKernel) : LaunchStatus{kKernel, nullptr};
+}
