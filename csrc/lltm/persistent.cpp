@@ -15,6 +15,8 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cu
     const LltmPersistentBackward*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(const LltmGridForward*,
                                                                             bool* fits, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_wide_forward_cuda(const LltmGridForward*,
+                                                                                 bool* fits, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(const LltmGridBackward*,
                                                                              bool* fits, cudaStream_t);
 #endif
@@ -107,8 +109,10 @@ bool lltm_grid(const LltmForward& call) {
   params.exchange = exchange.mutable_data_ptr();
   params.c = address(call.c);
   params.activations = address(call.activations);
+  const bool is_wide = call.path == kLltmWideGrid;
+  const auto run = is_wide ? tch_extension_lltm_grid_wide_forward_cuda : tch_extension_lltm_grid_forward_cuda;
   bool fits = false;
-  check(tch_extension_lltm_grid_forward_cuda(&params, &fits, static_cast<cudaStream_t>(call.stream)));
+  check(run(&params, &fits, static_cast<cudaStream_t>(call.stream)));
   return fits;
 }
 

@@ -22,6 +22,10 @@ impl Grid {
         self.blocks > 0
     }
 
+    pub fn blocks(self) -> i64 {
+        self.blocks
+    }
+
     pub fn of(device: Device) -> Result<Grid> {
         #[cfg(tch_extension_cuda)]
         {
