@@ -20,6 +20,8 @@ __device__ uint4 late_load_message(const void* from) {
 
 #define load_message late_load_message
 #include "lltm/grid_forward.cu"
+#define load_messages late_load_message
+#include "lltm/grid_wide_forward.cu"
 // Each file has its own.
 #define kAhead kAheadBack
 #define kNear kNearBack
@@ -57,6 +59,27 @@ void expect_of_grid(int runs, int rows, int hidden, int columns, int row_groups)
                              [](const auto& params) { launch(params); });
 }
 
+// The wide forward, and the other backward behind it.
+template <typename S, typename T>
+void expect_of_wide_grid(int runs, int rows, int hidden, int row_groups) {
+  LltmGridForward forward{};
+  LltmGridBackward backward{};
+  forward.columns = backward.columns = 32;
+  forward.row_groups = row_groups;
+  backward.row_groups = 1;
+  char how[80];
+  std::snprintf(how, sizeof how, "wide, %d groups of rows", row_groups);
+  expect_the_same_bits<S, T>(rows, hidden, runs, forward, backward, how, [](const auto& params) {
+    if constexpr (std::is_same_v<decltype(params), const LltmGridForward&>) {
+      bool fits = false;
+      check(tch_extension_lltm_grid_wide_forward_cuda(&params, &fits, nullptr));
+      expect_fits(fits);
+    } else {
+      launch(params);
+    }
+  });
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -74,5 +97,10 @@ int main(int count, char** arguments) {
   expect_of_grid<float, float>(runs, 24, 512, 32, 2);
   expect_of_grid<float, float>(runs, 17, 768, 16, 1);
   expect_of_grid<float, float>(runs, 9, 1024, 16, 1);
+  expect_of_wide_grid<__nv_bfloat16, __nv_bfloat16>(runs, 70, 136, 1);
+  expect_of_wide_grid<__half, __half>(runs, 70, 512, 2);
+  expect_of_wide_grid<float, __half>(runs, 65, 768, 2);
+  expect_of_wide_grid<__nv_bfloat16, __nv_bfloat16>(runs, 130, 1000, 3);
+  expect_of_wide_grid<__half, __half>(runs, 150, 1024, 3);
   return 0;
 }

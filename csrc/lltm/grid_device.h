@@ -43,16 +43,6 @@ __device__ __forceinline__ uint4 load_message(const void* from) {
   return value;
 }
 
-// Leaves the value as it is where it is not wanted. Without a branch, and so others may follow at once.
-__device__ __forceinline__ void load_message_if(bool wanted, uint4& value, const void* from) {
-  asm volatile(
-      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
-      "@wanted ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
-      : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w)
-      : "l"(from), "r"(static_cast<int>(wanted))
-      : "memory");
-}
-
 __device__ __forceinline__ void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
 }
@@ -60,16 +50,11 @@ __device__ __forceinline__ void prefetch(const void* at) {
 // What is no message: all bits of a value are set. Conversions make another one of what is not a number, and
 // this keeps it so.
 template <typename T>
-__device__ __forceinline__ uint32_t message_of(T value) {
-  constexpr uint32_t kNone = 0xffff, kNotANumber = 0x7fff;
-  const uint32_t bits = bits_of(value);
-  return bits == kNone ? kNotANumber : bits;
-}
-
-template <typename T>
 __device__ __forceinline__ void send_message(T* to, T value) {
   if constexpr (sizeof(T) == 2) {
-    const auto sent = static_cast<uint16_t>(message_of(value));
+    constexpr uint32_t kNone = 0xffff, kNotANumber = 0x7fff;
+    const uint32_t bits = bits_of(value);
+    const auto sent = static_cast<uint16_t>(bits == kNone ? kNotANumber : bits);
     asm volatile("st.relaxed.gpu.global.b16 [%0], %1;" ::"l"(to), "h"(sent) : "memory");
   } else {
     constexpr uint32_t kNone = 0xffffffff, kNotANumber = 0x7fffffff;

@@ -17,8 +17,8 @@ constexpr int kWideThreads = 2 * kGroupThreads;
 constexpr int kGroupColumns = kWideColumns / 2;
 // Of a thread: neighbouring columns in each of two rows.
 constexpr int kOwn = 4;
-// Vectors between whose products a thread looks at what comes.
-constexpr int kAtOnce = 2;
+// Vectors that are asked for at once, while those before are multiplied.
+constexpr int kAtOnce = 4;
 // Steps for whose messages and gates there is a place in the L2 cache.
 [[maybe_unused]] constexpr int kWideNear = 4;
 
@@ -47,16 +47,31 @@ __device__ __forceinline__ void store_own(S* to, const float (&values)[kOwn]) {
   *reinterpret_cast<Vector<S, kOwn>*>(to) = own;
 }
 
-// A message, of which each value says whether it is one.
+// One message of four values, which says by its first two whether it is one: there are no two of which all
+// bits are set.
 template <typename T>
 __device__ __forceinline__ void send_own(T* to, const float (&values)[kOwn]) {
-  uint32_t words[kOwn / 2];
+  constexpr uint32_t kNone = 0xffffffff, kNotANumber = 0x7fffffff;
+  Vector<T, kOwn> own;
 #pragma unroll
-  for (int word = 0; word < kOwn / 2; ++word) {
-    const uint32_t first = message_of(static_cast<T>(values[2 * word]));
-    words[word] = first | message_of(static_cast<T>(values[2 * word + 1])) << 16;
-  }
-  asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words[0]), "r"(words[1]) : "memory");
+  for (int of = 0; of < kOwn; ++of) own.lane[of] = static_cast<T>(values[of]);
+  uint2 words = *reinterpret_cast<const uint2*>(&own);
+  if (words.x == kNone) words.x = kNotANumber;
+  asm volatile("{\n.reg .b64 both;\nmov.b64 both, {%1, %2};\nst.relaxed.gpu.global.b64 [%0], both;\n}" ::"l"(to),
+               "r"(words.x), "r"(words.y)
+               : "memory");
+}
+
+// Two such messages.
+__device__ __forceinline__ uint4 load_messages(const void* from) {
+  uint4 value;
+  asm volatile(
+      "{\n.reg .b64 first, second;\nld.relaxed.gpu.global.v2.b64 {first, second}, [%4];\n"
+      "mov.b64 {%0, %1}, first;\nmov.b64 {%2, %3}, second;\n}"
+      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+      : "l"(from)
+      : "memory");
+  return value;
 }
 
 // Which column of the block a column of the product is, for one of the groups. Each group has the columns
@@ -112,8 +127,47 @@ __device__ __forceinline__ void load_bias(const LltmGridForward& params, int fir
   shared[threadIdx.x] = is_there ? static_cast<const float*>(params.bias)[of_gate] : 0.0f;
 }
 
+// Activations of a half kind, by instructions that take what is nearly zero for zero.
+struct WideActivation {
+  static __device__ __forceinline__ float exp2_of(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+  }
+  static __device__ __forceinline__ float one_over(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+  }
+  static constexpr float kLog2OfE = 1.44269504f;
+
+  static __device__ __forceinline__ float of_gate(float x) {
+    return one_over(1.0f + exp2_of(-kLog2OfE * x));
+  }
+  static __device__ __forceinline__ float of_candidate(float x) {
+    // exp(x) - 1 loses its digits near 0, where few terms of the series are enough.
+    float series = 1.0f / 120 * x + 1.0f / 24;
+    series = series * x + 1.0f / 6;
+    series = series * x + 0.5f;
+    series = series * x * x + x;
+    const float negative = x > -0.25f ? series : exp2_of(kLog2OfE * x) - 1.0f;
+    return x > 0 ? x : negative;
+  }
+  static __device__ __forceinline__ float of_c(float x) {
+    const float square = x * x;
+    float series = -17.0f / 315 * square + 2.0f / 15;
+    series = series * square - 1.0f / 3;
+    series = series * square * x + x;
+    const float other = 1.0f - 2.0f * one_over(1.0f + exp2_of(2 * kLog2OfE * x));
+    return fabsf(x) < 0.25f ? series : other;
+  }
+};
+
+// Where there are no terms of h.
+[[maybe_unused]] __device__ uint4 wide_zeros;
+
 // Rows of the batch, all steps of them. A thread has of the product rows lane / 4 of its warp's 16, and 8 below.
-template <typename S, typename T, int kVectors>
+template <typename S, typename T, int kVectors, bool kWhole>
 struct WideForward {
   using Layout = WideLayout<kVectors>;
   static constexpr int kLanes = kLanesOf16Bytes<T>;
@@ -128,7 +182,9 @@ struct WideForward {
     of_block = kGroupColumns * group + kOwn * of_four;
     column = of_grid + of_block;
     first_term = (group * kVectors * 4 + of_four) * kLanes;
-    weights = gemm::tile_descriptor<false>(shared_address(shared) + group * (kVectors / 2 * Layout::kPart));
+    vectors = first_term < hidden ? (hidden - 1 - first_term) / kSpan<T> + 1 : 0;
+    weights = static_cast<uint32_t>(
+        gemm::tile_descriptor<false>(shared_address(shared) + group * (kVectors / 2 * Layout::kPart)));
     all_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + threadIdx.x % kGroupThreads;
     bias = reinterpret_cast<const float*>(shared + Layout::kBias) + of_block;
   }
@@ -142,9 +198,12 @@ struct WideForward {
 
   __device__ __forceinline__ void run(int first_row) {
     row = first_row + of_rows;
+    any_row = first_row;
     load_c();
+    load_gates(0);
+    find(0);
+    load(0);
     for (int step = 0; step < params.steps; ++step) {
-      load_gates(step);
       multiply(step);
       exchange();
       finish(step);
@@ -193,42 +252,59 @@ struct WideForward {
     }
   }
 
-  __device__ __forceinline__ void multiply(int step) {
-    const T* from = static_cast<const T*>(step == 0 ? params.h0 : params.exchange) +
-                    row_of(step == 0 ? 0 : step - 1, 0) * hidden + first_term;
-    uint4 h[kVectors][2];
-    auto at = [&](int vector, int half) { return from + half * 8 * hidden + vector * kSpan<T>; };
+  // Where the thread's terms of the step before are. What is computed for rows that are not there is of
+  // another row, and nobody needs it.
+  __device__ __forceinline__ void find(int step) {
 #pragma unroll
-    for (int vector = 0; vector < kVectors; ++vector) {
-      const bool is_term = first_term + vector * kSpan<T> < hidden;
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t of_step = is_row(half) ? row + 8 * half : any_row;
+      const uint32_t of_all = (step == 0 ? 0 : static_cast<uint32_t>(step - 1) * batch) + of_step;
+      from[half] = static_cast<const T*>(step == 0 ? params.h0 : params.exchange) + of_all * hidden + first_term;
+    }
+  }
+
+  __device__ __forceinline__ void load(int first) {
+#pragma unroll
+    for (int vector = first; vector < first + kAtOnce; ++vector) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        h[vector][half] = is_term && is_row(half) ? load_message(at(vector, half)) : uint4{};
+        const void* at = from[half] + vector * kSpan<T>;
+        if (!kWhole && vector >= vectors) at = &wide_zeros;
+        h[vector][half] = load_messages(at);
       }
     }
+  }
+
+  __device__ __forceinline__ bool is_missing_of(int first) const {
+    uint32_t most = 0;
+#pragma unroll
+    for (int vector = first; vector < first + kAtOnce; ++vector) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        most = max(most, max(h[vector][half].x, h[vector][half].z));
+      }
+    }
+    return most == 0xffffffff;
+  }
+
+  // Their descriptors differ in the lower halves only.
+  __device__ __forceinline__ uint64_t weights_at(uint32_t offset) const {
+    return gemm::tile_descriptor<false>(0) >> 32 << 32 | (weights + offset);
+  }
+
+  __device__ __forceinline__ void multiply(int step) {
 #pragma unroll
     for (int first = 0; first < kVectors; first += kAtOnce) {
-      bool is_missing_any = step > 0;
-      while (is_missing_any) {
-        bool again = false;
-#pragma unroll
-        for (int vector = first; vector < first + kAtOnce; ++vector) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const bool gone = is_missing<T>(h[vector][half]);
-            load_message_if(gone, h[vector][half], at(vector, half));
-            again |= gone;
-          }
-        }
-        is_missing_any = __any_sync(~0u, again);
-      }
+      while (__any_sync(~0u, step > 0 && is_missing_of(first))) load(first);
+      if (first + kAtOnce < kVectors) load(first + kAtOnce);
       gemm::begin_products();
 #pragma unroll
       for (int vector = first; vector < first + kAtOnce; ++vector) {
         const uint4 &upper = h[vector][0], &lower = h[vector][1];
-        const uint64_t rhs = weights + ((vector / 2 * Layout::kPart + vector % 2 * (Layout::kRow / 2)) >> 4);
-        gemm::multiply_add<T>(sums, {upper.x, lower.x, upper.y, lower.y}, rhs);
-        gemm::multiply_add<T>(sums, {upper.z, lower.z, upper.w, lower.w}, rhs + gemm::kNextInner<false>);
+        constexpr auto kNext = static_cast<uint32_t>(gemm::kNextInner<false>);
+        const uint32_t at = (vector / 2 * Layout::kPart + vector % 2 * (Layout::kRow / 2)) >> 4;
+        gemm::multiply_add<T>(sums, {upper.x, lower.x, upper.y, lower.y}, weights_at(at));
+        gemm::multiply_add<T>(sums, {upper.z, lower.z, upper.w, lower.w}, weights_at(at + kNext));
       }
       gemm::commit_products();
     }
@@ -275,8 +351,8 @@ struct WideForward {
   }
 
   __device__ __forceinline__ void finish(int step) {
-    using Activations = Activation<T, float>;
-    float i[2][kOwn], o[2][kOwn], g[2][kOwn], h[2][kOwn];
+    using Activations = WideActivation;
+    float i[2][kOwn], o[2][kOwn], g[2][kOwn], new_h[2][kOwn];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -285,24 +361,27 @@ struct WideForward {
         o[half][of] = Activations::of_gate(sums[own(1, half, of)] + bias[kWideColumns + of]);
         g[half][of] = sums[own(2, half, of)] + bias[2 * kWideColumns + of];
         c[half][of] += Activations::of_candidate(g[half][of]) * i[half][of];
-        h[half][of] = Activations::of_c(c[half][of]) * o[half][of];
+        new_h[half][of] = Activations::of_c(c[half][of]) * o[half][of];
       }
       if (is_own(half)) {
-        send_own(static_cast<T*>(params.exchange) + row_of(step, half) * hidden + column, h[half]);
+        send_own(static_cast<T*>(params.exchange) + row_of(step, half) * hidden + column, new_h[half]);
       }
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (is_own(half)) save(step, half, i[half], o[half], g[half], h[half]);
-    }
+    const bool is_last = step + 1 == params.steps;
+    if (!is_last) load_gates(step + 1);
+    if (!is_last) find(step + 1);
+    if (is_own(0)) save(step, 0, i[0], o[0], g[0], new_h[0]);
+    // When the others' are there, about: earlier, they would be asked for once more.
+    if (!is_last) load(0);
+    if (is_own(1)) save(step, 1, i[1], o[1], g[1], new_h[1]);
   }
 
   using Own = float[kOwn];
 
   __device__ __forceinline__ void save(int step, int half, const Own& i, const Own& o, const Own& g,
-                                       const Own& h) const {
+                                       const Own& new_h) const {
     const uint32_t at = row_of(step, half) * hidden + column;
-    if constexpr (!std::is_same_v<S, T>) store_own(static_cast<S*>(params.output) + at, h);
+    if constexpr (!std::is_same_v<S, T>) store_own(static_cast<S*>(params.output) + at, new_h);
     if (params.c_stride != 0) store_own(static_cast<S*>(params.c) + at, c[half]);
     if (params.activations != nullptr) {
       S* to = static_cast<S*>(params.activations) + row_of(step, half) * (kGates * hidden) + column;
@@ -327,8 +406,10 @@ struct WideForward {
 
   const LltmGridForward& params;
   const int hidden, batch;
-  int group, warp, of_four, of_rows, of_block, column, first_term, row;
-  uint64_t weights;
+  int group, warp, of_four, of_rows, of_block, column, first_term, vectors, row, any_row;
+  uint32_t weights;
+  const T* from[2];
+  uint4 h[kVectors][2];
   float4* all_sums;
   const float* bias;
   float sums[kGates * kSumsOfGate];
@@ -336,7 +417,7 @@ struct WideForward {
 };
 
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.
-template <typename S, typename T, int kVectors>
+template <typename S, typename T, int kVectors, bool kWhole>
 __global__ void __launch_bounds__(kWideThreads, 1)
     lltm_grid_wide_forward(const __grid_constant__ LltmGridForward params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -348,7 +429,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   load_bias(params, first_column, reinterpret_cast<float*>(wide_shared + WideLayout<kVectors>::kBias));
   gemm::fence_for_bulk_copies();
   __syncthreads();
-  WideForward<S, T, kVectors> rows(params, first_column, wide_shared);
+  WideForward<S, T, kVectors, kWhole> rows(params, first_column, wide_shared);
   rows.release_other();
   const int row_groups = gridDim.x / blocks;
   for (int first = blockIdx.x / blocks * kWideRows; first < batch; first += row_groups * kWideRows) {
@@ -358,10 +439,10 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 #endif
 }
 
-template <typename S, typename T, int kVectors>
+template <typename S, typename T, int kVectors, bool kWhole>
 GridStatus start_wide(const LltmGridForward& params, cudaStream_t stream) {
   const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
-  return start_grid<lltm_grid_wide_forward<S, T, kVectors>, kWideThreads>(
+  return start_grid<lltm_grid_wide_forward<S, T, kVectors, kWhole>, kWideThreads>(
       params, WideLayout<kVectors>::kBytes, params.exchange, size, stream);
 }
 
@@ -382,9 +463,11 @@ struct GridWideForward {
   GridStatus start_of() const {
     constexpr int kOfVector = 2 * kSpan<T>;
     if (params.columns != kWideColumns) return {true, kNoKernel};
-    if (params.hidden <= 8 * kOfVector) return start_wide<S, T, 8>(params, stream);
-    if (params.hidden <= 12 * kOfVector) return start_wide<S, T, 12>(params, stream);
-    if (params.hidden <= 16 * kOfVector) return start_wide<S, T, 16>(params, stream);
+    if (params.hidden == 8 * kOfVector) return start_wide<S, T, 8, true>(params, stream);
+    if (params.hidden == 12 * kOfVector) return start_wide<S, T, 12, true>(params, stream);
+    if (params.hidden == 16 * kOfVector) return start_wide<S, T, 16, true>(params, stream);
+    if (params.hidden < 12 * kOfVector) return start_wide<S, T, 12, false>(params, stream);
+    if (params.hidden < 16 * kOfVector) return start_wide<S, T, 16, false>(params, stream);
     return {true, kNoKernel};
   }
 

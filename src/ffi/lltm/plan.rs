@@ -327,7 +327,11 @@ mod tests {
         }
         assert_eq!(half(Forward, 64, 512), grid(16, 4));
         assert_eq!(half(Backward, 64, 512), clusters(8, false));
-        assert_eq!(half(Forward, 256, 1024), grid(32, 4));
+        let wide = |row_groups| Some(Plan::WideGrid { columns: 32, row_groups });
+        assert_eq!(half(Forward, 256, 1024), wide(4));
+        assert_eq!(half(Forward, 256, 768), wide(4));
+        assert_eq!(half(Forward, 512, 512), wide(8));
+        assert_eq!(half(Forward, 96, 1024), grid(32, 4));
         assert_eq!(half(Backward, 256, 1024), None);
     }
 

@@ -35,7 +35,72 @@ impl WideShare {
         }
         let tiles = (batch - 1) / WideShare::ROWS + 1;
         let turns = (tiles - 1) / most + 1;
+        // What there are kernels for.
+        let padded = match hidden {
+            512 => 512,
+            ..=768 => 768,
+            _ => WIDEST,
+        };
         // All steps of some rows, and then all steps of others.
-        Some(WideShare { row_groups: (tiles - 1) / turns + 1, cost: turns * (200 + hidden * 35 / 100) })
+        Some(WideShare { row_groups: (tiles - 1) / turns + 1, cost: turns * (215 + padded * 31 / 100) })
+    }
+
+    /// Than one or two kernels for each step.
+    pub fn is_faster(&self, sizes: Sizes) -> bool {
+        /// Fewer are over before the weights are on chip.
+        const FEW: i64 = 8;
+        /// Up to here clusters are faster.
+        const NARROW: i64 = 256;
+        /// All rows at once: with more, it has not been compared.
+        const MOST: i64 = 600;
+        sizes.steps >= FEW && sizes.hidden > NARROW && self.cost <= MOST
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row_groups(direction: Direction, batch: i64, hidden: i64, kind: Kind, grid: Grid) -> Option<i64> {
+        let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
+        WideShare::new(direction, sizes, kind, grid).map(|share| share.row_groups)
+    }
+
+    #[test]
+    fn groups_share_the_rows() {
+        let of = |batch, hidden| row_groups(Direction::Forward, batch, hidden, Kind::Half, Grid::H200);
+        assert_eq!(of(1, 8), Some(1));
+        assert_eq!(of(64, 1024), Some(1));
+        assert_eq!(of(65, 1024), Some(2));
+        assert_eq!(of(256, 1024), Some(4));
+        // One after the other: as many each time.
+        assert_eq!(of(320, 1024), Some(3));
+        assert_eq!(of(512, 1024), Some(4));
+        assert_eq!(of(512, 512), Some(8));
+    }
+
+    #[test]
+    fn it_is_taken_where_it_was_measured() {
+        let faster = |steps, batch, hidden| {
+            let sizes = Sizes { steps, batch, features: hidden, hidden };
+            WideShare::new(Direction::Forward, sizes, Kind::Half, Grid::H200)
+                .is_some_and(|share| share.is_faster(sizes))
+        };
+        assert!(faster(512, 256, 1024) && faster(8, 512, 512) && faster(512, 320, 768));
+        assert!(!faster(7, 256, 1024) && !faster(512, 256, 256) && !faster(512, 320, 1024));
+    }
+
+    #[test]
+    fn not_all_sizes_have_one() {
+        use Direction::{Backward, Forward};
+        let half = |direction, batch, hidden| row_groups(direction, batch, hidden, Kind::Half, Grid::H200);
+        assert_eq!(half(Backward, 256, 1024), None);
+        assert_eq!(half(Forward, 256, 1032), None);
+        assert_eq!(half(Forward, 256, 1020), None);
+        assert_eq!(half(Forward, 256, 0), None);
+        assert_eq!(half(Forward, 0, 1024), None);
+        assert_eq!(half(Forward, i64::MAX, 1024), None);
+        assert_eq!(row_groups(Forward, 256, 512, Kind::Float, Grid::H200), None);
+        assert_eq!(row_groups(Forward, 256, 512, Kind::Half, Grid::default()), None);
     }
 }
