@@ -143,8 +143,8 @@ __device__ __forceinline__ void multiply(float (&sum)[64], uint64_t lhs, uint64_
   asm volatile(                                                                                         \
       "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                                                    \
       "wgmma.mma_async.sync.aligned.m64n96k16.f32." kind "." kind " {" TCH_EXTENSION_TEN()              \
-          TCH_EXTENSION_TEN(1) TCH_EXTENSION_TEN(2) TCH_EXTENSION_TEN(3)                                \
-              "%40, %41, %42, %43, %44, %45, %46, %47}, {%48, %49, %50, %51}, %52, add, 1, 1, 0;\n}"    \
+          TCH_EXTENSION_TEN(1) TCH_EXTENSION_TEN(2) TCH_EXTENSION_TEN(                                  \
+              3) "%40, %41, %42, %43, %44, %45, %46, %47}, {%48, %49, %50, %51}, %52, add, 1, 1, 0;\n}" \
       : TCH_EXTENSION_SUMS(0), TCH_EXTENSION_SUMS(8), TCH_EXTENSION_SUMS(16), TCH_EXTENSION_SUMS(24),   \
         TCH_EXTENSION_SUMS(32), TCH_EXTENSION_SUMS(40)                                                  \
       : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "l"(rhs))

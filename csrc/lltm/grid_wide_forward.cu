@@ -57,9 +57,10 @@ __device__ __forceinline__ void send_own(T* to, const float (&values)[kOwn]) {
   for (int of = 0; of < kOwn; ++of) own.lane[of] = static_cast<T>(values[of]);
   uint2 words = *reinterpret_cast<const uint2*>(&own);
   if (words.x == kNone) words.x = kNotANumber;
-  asm volatile("{\n.reg .b64 both;\nmov.b64 both, {%1, %2};\nst.relaxed.gpu.global.b64 [%0], both;\n}" ::"l"(to),
-               "r"(words.x), "r"(words.y)
-               : "memory");
+  asm volatile(
+      "{\n.reg .b64 both;\nmov.b64 both, {%1, %2};\nst.relaxed.gpu.global.b64 [%0], both;\n}" ::"l"(to),
+      "r"(words.x), "r"(words.y)
+      : "memory");
 }
 
 // Two such messages.
@@ -141,9 +142,7 @@ struct WideActivation {
   }
   static constexpr float kLog2OfE = 1.44269504f;
 
-  static __device__ __forceinline__ float of_gate(float x) {
-    return one_over(1.0f + exp2_of(-kLog2OfE * x));
-  }
+  static __device__ __forceinline__ float of_gate(float x) { return one_over(1.0f + exp2_of(-kLog2OfE * x)); }
   static __device__ __forceinline__ float of_candidate(float x) {
     // exp(x) - 1 loses its digits near 0, where few terms of the series are enough.
     float series = 1.0f / 120 * x + 1.0f / 24;
@@ -166,7 +165,8 @@ struct WideActivation {
 // Where there are no terms of h.
 [[maybe_unused]] __device__ uint4 wide_zeros;
 
-// Rows of the batch, all steps of them. A thread has of the product rows lane / 4 of its warp's 16, and 8 below.
+// Rows of the batch, all steps of them. A thread has of the product rows lane / 4 of its warp's 16, and 8
+// below.
 template <typename S, typename T, int kVectors, bool kWhole>
 struct WideForward {
   using Layout = WideLayout<kVectors>;
@@ -259,7 +259,8 @@ struct WideForward {
     for (int half = 0; half < 2; ++half) {
       const uint32_t of_step = is_row(half) ? row + 8 * half : any_row;
       const uint32_t of_all = (step == 0 ? 0 : static_cast<uint32_t>(step - 1) * batch) + of_step;
-      from[half] = static_cast<const T*>(step == 0 ? params.h0 : params.exchange) + of_all * hidden + first_term;
+      from[half] =
+          static_cast<const T*>(step == 0 ? params.h0 : params.exchange) + of_all * hidden + first_term;
     }
   }
 
@@ -315,9 +316,7 @@ struct WideForward {
   __device__ __forceinline__ void release_other() const {
     arrive_at(kRead + (group ^ 1) * 4 + warp, 2 * kWarp);
   }
-  __device__ __forceinline__ void wait_for_place() const {
-    barrier_of(kRead + group * 4 + warp, 2 * kWarp);
-  }
+  __device__ __forceinline__ void wait_for_place() const { barrier_of(kRead + group * 4 + warp, 2 * kWarp); }
 
   // Adds the other group's terms.
   __device__ __forceinline__ void exchange() {
