@@ -43,6 +43,18 @@ __device__ __forceinline__ uint4 load_message(const void* from) {
   return value;
 }
 
+// Two messages of 8 bytes, each of which is there as a whole or not at all.
+__device__ __forceinline__ uint4 load_messages(const void* from) {
+  uint4 value;
+  asm volatile(
+      "{\n.reg .b64 first, second;\nld.relaxed.gpu.global.v2.b64 {first, second}, [%4];\n"
+      "mov.b64 {%0, %1}, first;\nmov.b64 {%2, %3}, second;\n}"
+      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+      : "l"(from)
+      : "memory");
+  return value;
+}
+
 __device__ __forceinline__ void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
 }

@@ -63,18 +63,6 @@ __device__ __forceinline__ void send_own(T* to, const float (&values)[kOwn]) {
       : "memory");
 }
 
-// Two such messages.
-__device__ __forceinline__ uint4 load_messages(const void* from) {
-  uint4 value;
-  asm volatile(
-      "{\n.reg .b64 first, second;\nld.relaxed.gpu.global.v2.b64 {first, second}, [%4];\n"
-      "mov.b64 {%0, %1}, first;\nmov.b64 {%2, %3}, second;\n}"
-      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-      : "l"(from)
-      : "memory");
-  return value;
-}
-
 // Which column of the block a column of the product is, for one of the groups. Each group has the columns
 // that it finishes in front, and a thread has neighbours of those.
 __device__ __forceinline__ int column_of(int of_product, int group) {
