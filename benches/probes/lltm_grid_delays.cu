@@ -26,6 +26,7 @@ __device__ uint4 late_load_messages(const void* from) {
 #define load_message late_load_message
 #include "lltm/grid_forward.cu"
 #define load_messages late_load_messages
+#include "lltm/grid_wide_backward.cu"
 #include "lltm/grid_wide_forward.cu"
 // Each file has its own.
 #define kAhead kAheadBack
@@ -64,24 +65,22 @@ void expect_of_grid(int runs, int rows, int hidden, int columns, int row_groups)
                              [](const auto& params) { launch(params); });
 }
 
-// The wide forward, and the other backward behind it.
 template <typename S, typename T>
 void expect_of_wide_grid(int runs, int rows, int hidden, int row_groups) {
   LltmGridForward forward{};
   LltmGridBackward backward{};
   forward.columns = backward.columns = 32;
-  forward.row_groups = row_groups;
-  backward.row_groups = 1;
+  forward.row_groups = backward.row_groups = row_groups;
   char how[80];
   std::snprintf(how, sizeof how, "wide, %d groups of rows", row_groups);
   expect_the_same_bits<S, T>(rows, hidden, runs, forward, backward, how, [](const auto& params) {
+    bool fits = false;
     if constexpr (std::is_same_v<decltype(params), const LltmGridForward&>) {
-      bool fits = false;
       check(tch_extension_lltm_grid_wide_forward_cuda(&params, &fits, nullptr));
-      expect_fits(fits);
     } else {
-      launch(params);
+      check(tch_extension_lltm_grid_wide_backward_cuda(&params, &fits, nullptr));
     }
+    expect_fits(fits);
   });
 }
 

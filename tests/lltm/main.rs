@@ -130,7 +130,7 @@ fn grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::Grid, x, w, b, state), arguments)
 }
 
-/// One kernel of a grid for many rows, on the way there.
+/// One kernel of a grid for many rows.
 fn wide_grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::WideGrid, x, w, b, state), arguments)
 }

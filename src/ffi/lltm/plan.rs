@@ -27,7 +27,7 @@ pub enum Path {
     Persistent,
     /// That of a grid.
     Grid,
-    /// That of a grid for many rows, on the way there; back, that of a grid.
+    /// That of a grid for many rows.
     WideGrid,
     /// That of a grid of more blocks than any GPU runs at once: what happens where other processes leave too few.
     CrowdedGrid,
@@ -182,7 +182,7 @@ impl Plan {
             Path::Automatic => {
                 let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes));
                 let grid = grid.filter(|share| share.is_faster(direction, sizes));
-                let wide = wide.filter(|share| share.is_faster(sizes));
+                let wide = wide.filter(|share| share.is_faster(direction, sizes));
                 let all = [
                     clusters.map(|kernel| (kernel.cost(sizes.batch), of_clusters(kernel))),
                     grid.map(|share| (share.cost, of_grid(share))),
@@ -327,12 +327,13 @@ mod tests {
         }
         assert_eq!(half(Forward, 64, 512), grid(16, 4));
         assert_eq!(half(Backward, 64, 512), clusters(8, false));
-        let wide = |row_groups| Some(Plan::WideGrid { columns: 32, row_groups });
-        assert_eq!(half(Forward, 256, 1024), wide(4));
-        assert_eq!(half(Forward, 256, 768), wide(4));
-        assert_eq!(half(Forward, 512, 512), wide(8));
-        assert_eq!(half(Forward, 96, 1024), grid(32, 4));
-        assert_eq!(half(Backward, 256, 1024), None);
+        for direction in [Forward, Backward] {
+            let wide = |row_groups| Some(Plan::WideGrid { columns: 32, row_groups });
+            assert_eq!(half(direction, 256, 1024), wide(4));
+            assert_eq!(half(direction, 256, 768), wide(4));
+            assert_eq!(half(direction, 512, 512), wide(8));
+            assert_eq!(half(direction, 96, 1024), grid(32, 4));
+        }
     }
 
     #[test]

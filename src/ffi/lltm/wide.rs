@@ -20,13 +20,13 @@ impl WideShare {
     /// That a block computes at a time.
     const ROWS: i64 = 64;
 
-    /// If the weights fit into shared memory, and the kernel can count. There is none for the way back.
+    /// If the weights fit into shared memory, and the kernel can count.
     pub fn new(direction: Direction, sizes: Sizes, product: Kind, grid: Grid) -> Option<WideShare> {
         const WIDEST: i64 = 1024;
         let Sizes { batch, hidden, .. } = sizes;
         let is_half = matches!(product, Kind::Half | Kind::BFloat16);
         let fits = (1..=WIDEST).contains(&hidden) && hidden % 8 == 0 && counts_in_32_bits(sizes);
-        if direction != Direction::Forward || !is_half || !fits || batch == 0 {
+        if !is_half || !fits || batch == 0 {
             return None;
         }
         let most = grid.blocks() / ((hidden - 1) / WideShare::COLUMNS + 1);
@@ -41,19 +41,26 @@ impl WideShare {
             ..=768 => 768,
             _ => WIDEST,
         };
+        let a_turn = match direction {
+            Direction::Forward => 215 + padded * 31 / 100,
+            Direction::Backward => 93 + padded * 90 / 100,
+        };
         // All steps of some rows, and then all steps of others.
-        Some(WideShare { row_groups: (tiles - 1) / turns + 1, cost: turns * (215 + padded * 31 / 100) })
+        Some(WideShare { row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn })
     }
 
     /// Than one or two kernels for each step.
-    pub fn is_faster(&self, sizes: Sizes) -> bool {
+    pub fn is_faster(&self, direction: Direction, sizes: Sizes) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;
         /// Up to here clusters are faster.
         const NARROW: i64 = 256;
-        /// All rows at once: with more, it has not been compared.
-        const MOST: i64 = 600;
-        sizes.steps >= FEW && sizes.hidden > NARROW && self.cost <= MOST
+        // All rows at once: with more, it has not been compared.
+        let most = match direction {
+            Direction::Forward => 600,
+            Direction::Backward => 1100,
+        };
+        sizes.steps >= FEW && sizes.hidden > NARROW && self.cost <= most
     }
 }
 
@@ -81,26 +88,26 @@ mod tests {
 
     #[test]
     fn it_is_taken_where_it_was_measured() {
-        let faster = |steps, batch, hidden| {
-            let sizes = Sizes { steps, batch, features: hidden, hidden };
-            WideShare::new(Direction::Forward, sizes, Kind::Half, Grid::H200)
-                .is_some_and(|share| share.is_faster(sizes))
-        };
-        assert!(faster(512, 256, 1024) && faster(8, 512, 512) && faster(512, 320, 768));
-        assert!(!faster(7, 256, 1024) && !faster(512, 256, 256) && !faster(512, 320, 1024));
+        for direction in [Direction::Forward, Direction::Backward] {
+            let faster = |steps, batch, hidden| {
+                let sizes = Sizes { steps, batch, features: hidden, hidden };
+                WideShare::new(direction, sizes, Kind::Half, Grid::H200)
+                    .is_some_and(|share| share.is_faster(direction, sizes))
+            };
+            assert!(faster(512, 256, 1024) && faster(8, 512, 512) && faster(512, 320, 768));
+            assert!(!faster(7, 256, 1024) && !faster(512, 256, 256) && !faster(512, 320, 1024));
+        }
     }
 
     #[test]
     fn not_all_sizes_have_one() {
-        use Direction::{Backward, Forward};
-        let half = |direction, batch, hidden| row_groups(direction, batch, hidden, Kind::Half, Grid::H200);
-        assert_eq!(half(Backward, 256, 1024), None);
-        assert_eq!(half(Forward, 256, 1032), None);
-        assert_eq!(half(Forward, 256, 1020), None);
-        assert_eq!(half(Forward, 256, 0), None);
-        assert_eq!(half(Forward, 0, 1024), None);
-        assert_eq!(half(Forward, i64::MAX, 1024), None);
-        assert_eq!(row_groups(Forward, 256, 512, Kind::Float, Grid::H200), None);
-        assert_eq!(row_groups(Forward, 256, 512, Kind::Half, Grid::default()), None);
+        let of = |batch, hidden| row_groups(Direction::Forward, batch, hidden, Kind::Half, Grid::H200);
+        assert_eq!(of(256, 1032), None);
+        assert_eq!(of(256, 1020), None);
+        assert_eq!(of(256, 0), None);
+        assert_eq!(of(0, 1024), None);
+        assert_eq!(of(i64::MAX, 1024), None);
+        assert_eq!(row_groups(Direction::Forward, 256, 512, Kind::Float, Grid::H200), None);
+        assert_eq!(row_groups(Direction::Backward, 256, 512, Kind::Half, Grid::default()), None);
     }
 }
