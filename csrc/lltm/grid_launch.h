@@ -57,7 +57,13 @@ cudaError_t ask_whether_fits(int64_t blocks, int bytes, bool* fits) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kKernel, kThreadsOfBlock,
                                                           static_cast<size_t>(bytes));
   }
-  *fits = error == cudaSuccess && blocks <= static_cast<int64_t>(of_one) * processors;
+  cudaFuncAttributes code = {};
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kKernel);
+  // What is compiled for any other architecture than Hopper's own is empty, and would leave the messages
+  // unsent.
+  constexpr int kRegistersOfNothing = 32;
+  *fits = error == cudaSuccess && code.numRegs > kRegistersOfNothing &&
+          blocks <= static_cast<int64_t>(of_one) * processors;
   return error;
 }
 

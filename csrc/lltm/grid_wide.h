@@ -176,6 +176,7 @@ struct WideTerms {
   }
 
   __device__ __forceinline__ void load(int begin) {
+    // Addresses that were kept for asking once more would be too many.
     int all = vectors;
     few_at_a_time(all);
 #pragma unroll
@@ -201,7 +202,7 @@ struct WideTerms {
     return most == 0xffffffff;
   }
 
-  // Their descriptors differ in the lower halves only.
+  // Descriptors differ in their lower halves only.
   __device__ __forceinline__ uint64_t weights_at(int offset) const {
     return gemm::tile_descriptor<false>(0) >> 32 << 32 | (weights + static_cast<uint32_t>(offset >> 4));
   }
@@ -213,6 +214,7 @@ struct WideTerms {
 #pragma unroll
     for (int begin = 0; begin < kVectors; begin += kAtOnce) {
       while (__any_sync(~0u, are_messages && is_missing_of(begin))) load(begin);
+      // There are not registers for all vectors at once; those of the products before are free by now.
       if constexpr (kVectors > 4 * kAtOnce) gemm::wait_for_products<0>();
       if (begin + kAtOnce < kVectors) load(begin + kAtOnce);
       gemm::begin_products();

@@ -41,7 +41,8 @@ __device__ __forceinline__ void load_weights(const LltmGridForward& params, int 
   }
 }
 
-__device__ __forceinline__ void load_bias(const LltmGridForward& params, int first_column, float* shared) {
+[[maybe_unused]] __device__ __forceinline__ void load_bias(const LltmGridForward& params, int first_column,
+                                                           float* shared) {
   if (threadIdx.x >= kGateColumns) return;
   const int hidden = static_cast<int>(params.hidden);
   const int column = first_column + threadIdx.x % kWideColumns;

@@ -33,14 +33,16 @@ fn cuda_half_kinds_agree_by_the_wide_grid() {
     }
 }
 
-/// It is another kernel than the other grid's, which adds up in another order.
+/// Neither the other grid's kernel nor one for each step, which add up in other orders.
 #[test]
 fn cuda_half_kinds_are_computed_by_the_wide_grid() {
     let Some(device) = device("cuda_half_kinds_are_computed_by_the_wide_grid") else { return };
     let inputs = one([8, 100, 8, 520], Kind::Half, device).inputs;
-    let (found, other) = (everything(&wide_grid, &inputs), everything(&grid, &inputs));
-    // The output, and a gradient beside which nothing else differs much.
-    assert!(!found[0].equal(&other[0]) && !found[3].equal(&other[3]));
+    let found = everything(&wide_grid, &inputs);
+    for other in [everything(&grid, &inputs), everything(&per_step, &inputs)] {
+        // The output, and the input's gradient.
+        assert!(!found[0].equal(&other[0]) && !found[3].equal(&other[3]));
+    }
 }
 
 /// Under autocast the product's kind is not the state's, and h travels beside the output.

@@ -41,10 +41,12 @@ impl WideShare {
             ..=768 => 768,
             _ => WIDEST,
         };
-        let a_turn = match direction {
+        let whole = match direction {
             Direction::Forward => 215 + padded * 31 / 100,
             Direction::Backward => 93 + padded * 90 / 100,
         };
+        // Each vector of a row has to be looked at.
+        let a_turn = if hidden == padded { whole } else { whole * 5 / 4 };
         // All steps of some rows, and then all steps of others.
         Some(WideShare { row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn })
     }
@@ -96,6 +98,7 @@ mod tests {
             };
             assert!(faster(512, 256, 1024) && faster(8, 512, 512) && faster(512, 320, 768));
             assert!(!faster(7, 256, 1024) && !faster(512, 256, 256) && !faster(512, 320, 1024));
+            assert!(!faster(512, 256, 1000));
         }
     }
 
