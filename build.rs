@@ -5,6 +5,7 @@ fn main() {
     extension
         .cuda_library("cublasLt")
         .for_hopper("gemm/hopper.cu")
+        .for_hopper("lltm/grid_backward.cu")
         .for_hopper("lltm/grid_forward.cu")
         .for_hopper("lltm/grid_wide_backward.cu")
         .for_hopper("lltm/grid_wide_forward.cu")
