@@ -47,36 +47,28 @@ __device__ __forceinline__ void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
 }
 
-// What is no message: all bits of a value are set. Conversions make another one of what is not a number, and
-// this keeps it so.
+// What is not sent yet. Two values of a half kind are sent as one word, and those of no conversion are both all
+// ones.
+constexpr uint32_t kUnsent = ~0u;
+
 template <typename T>
-__device__ __forceinline__ void send_message(T* to, T value) {
+__device__ __forceinline__ void send_two(T* to, float first, float second) {
   if constexpr (sizeof(T) == 2) {
-    constexpr uint32_t kNone = 0xffff, kNotANumber = 0x7fff;
-    const uint32_t bits = bits_of(value);
-    const auto sent = static_cast<uint16_t>(bits == kNone ? kNotANumber : bits);
-    asm volatile("st.relaxed.gpu.global.b16 [%0], %1;" ::"l"(to), "h"(sent) : "memory");
+    constexpr uint32_t kNotNumbers = 0x7fff7fff;
+    const uint32_t word = bits_of(static_cast<T>(first)) | bits_of(static_cast<T>(second)) << 16;
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word == kUnsent ? kNotNumbers : word)
+                 : "memory");
   } else {
-    constexpr uint32_t kNone = 0xffffffff, kNotANumber = 0x7fffffff;
-    const uint32_t bits = __float_as_uint(value);
-    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(bits == kNone ? kNotANumber : bits)
+    // Any other of what is not a number could be rounded up to what is.
+    constexpr uint32_t kNotANumber = 0x7fc00000;
+    auto word = [](float value) { return isnan(value) ? kNotANumber : __float_as_uint(value); };
+    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(word(first)), "r"(word(second))
                  : "memory");
   }
 }
 
-// Whether a value of these 16 bytes is still to come.
-template <typename T>
-__device__ __forceinline__ bool is_missing(const uint4& values) {
-  if constexpr (sizeof(T) == 2) {
-    // Of a word's halves one is all ones, if adding one to each carries beyond a half that had its highest
-    // bit.
-    constexpr uint32_t kOnes = 0x00010001, kHighest = 0x80008000;
-    auto carries = [](uint32_t word) { return ~(word + kOnes) & word; };
-    return ((carries(values.x) | carries(values.y) | carries(values.z) | carries(values.w)) & kHighest) != 0;
-  } else {
-    constexpr uint32_t kNone = 0xffffffff;
-    return values.x == kNone || values.y == kNone || values.z == kNone || values.w == kNone;
-  }
+[[maybe_unused]] __device__ __forceinline__ bool is_unsent(const uint4& words) {
+  return max(max(words.x, words.y), max(words.z, words.w)) == kUnsent;
 }
 
 // In tf32, of 16 × 8 and 8 × 8.
@@ -102,18 +94,13 @@ __device__ __forceinline__ uint4 operands(const uint4& values) {
   return make_uint4(to_tf32(values.x), to_tf32(values.y), to_tf32(values.z), to_tf32(values.w));
 }
 
-// sums += a b of two instructions, whose terms a lane's 16 bytes of a row of b are: the instructions' order
-// of them is another one, and so it is that of a. The second may have sums of its own, so that it need not
-// wait for the first.
 template <typename T>
-__device__ __forceinline__ void multiply_add_vector(float (&first)[4], float (&second)[4],
-                                                    const uint32_t (&a)[2][4], const uint4& b) {
+__device__ __forceinline__ void multiply_add_one(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                 uint32_t b1) {
   if constexpr (sizeof(T) == 2) {
-    multiply_add<T>(first, a[0], b.x, b.y);
-    multiply_add<T>(second, a[1], b.z, b.w);
+    multiply_add<T>(sums, a, b0, b1);
   } else {
-    multiply_add_tf32(first, a[0], b.x, b.y);
-    multiply_add_tf32(second, a[1], b.z, b.w);
+    multiply_add_tf32(sums, a, b0, b1);
   }
 }
 
@@ -131,6 +118,239 @@ struct Turn {
     }
   }
 };
+
+// What a block computes: neighbouring columns of h, and its group's rows of the batch.
+template <int kColumns>
+struct GridPlace {
+  template <typename Params>
+  explicit __device__ __forceinline__ GridPlace(const Params& params)
+      : steps(static_cast<int>(params.steps)),
+        batch(static_cast<int>(params.batch)),
+        hidden(static_cast<int>(params.hidden)),
+        row_step(params.row_groups * kRows) {
+    const int blocks = (hidden + kColumns - 1) / kColumns;
+    const int group = blockIdx.x / blocks;
+    rows_before = group * kRows;
+    first_column = blockIdx.x % blocks * kColumns;
+    subs = ((batch + kRows - 1) / kRows - group + params.row_groups - 1) / params.row_groups;
+  }
+  __device__ __forceinline__ int first_row(int sub) const { return rows_before + sub * row_step; }
+
+  int steps, batch, hidden, row_step, rows_before, first_column, subs;
+};
+
+// What a lane multiplies in a turn.
+template <typename T>
+struct Source {
+  const T* from;
+  int terms;  // from there to the row's end; none where nothing is sent
+};
+
+// The product of a block's weights with the messages of a turn, for kTiles tiles of 16 results: each warp has
+// some of the terms, kVectors times 16 bytes a lane, each for two instructions; the warps take vectors in turn.
+// Weights are in registers, but for the last kShared fragments, for which there are none left: in shared
+// memory, [warp, fragment, lane]. kRing messages of a lane are on their way or at hand, and kGroup are waited
+// for at once.
+template <typename Type, int kTileCount, int kVectorCount, int kInShared, int kInFlight, int kAtOnce>
+struct GridProduct {
+  using T = Type;
+  enum : int {
+    kTiles = kTileCount,
+    kVectors = kVectorCount,
+    kShared = kInShared,
+    kRing = kInFlight,
+    kGroup = kAtOnce,
+    kStride = kWarps * kSpan<T>,  // from a vector of a warp to its next
+    kFragments = kVectors * 2 * kTiles,
+    kInRegisters = kFragments - kShared,
+    kBytesOfWeights = kWarps * kShared * kWarp * 16,
+    // Of partial sums, [warp, tile, quad] of four.
+    kBytesOfTile = kWarp * 16,
+    kBytesOfWarp = kTiles * kBytesOfTile,
+    kBytesOfTurn = kWarps * kBytesOfWarp,
+    // Sums of a tile that are made side by side: one after the other they would wait for each instruction.
+    kChains = kTiles >= 4 ? 1 : kTiles == 1 ? 4 : 2,
+  };
+  static_assert(kVectors % kRing == 0 && kRing % kGroup == 0, "messages have their places");
+
+  explicit __device__ __forceinline__ GridProduct(unsigned char* memory) {
+    shared = reinterpret_cast<uint4*>(memory) + threadIdx.x / kWarp * (kShared * kWarp) + threadIdx.x % kWarp;
+  }
+
+  // The first term of the lane's vectors.
+  static __device__ __forceinline__ int first_term() {
+    return threadIdx.x / kWarp * kSpan<T> + threadIdx.x % 4 * kLanesOf16Bytes<T>;
+  }
+
+  // A word of a vector's first or second instruction, for a tile.
+  __device__ __forceinline__ void put_weight(int vector, int half, int tile, int part, uint32_t word) {
+    const int fragment = (vector * 2 + half) * kTiles + tile;
+    if (fragment < kInRegisters) {
+      weights[fragment][part] = word;
+    } else {
+      reinterpret_cast<uint32_t*>(shared + (fragment - kInRegisters) * kWarp)[part] = word;
+    }
+  }
+
+  __device__ __forceinline__ void load(const Source<T>& source, int vector) {
+    messages[vector % kRing] =
+        vector * kStride < source.terms ? load_message(source.from + vector * kStride) : uint4{};
+  }
+
+  // The first messages of a turn.
+  __device__ __forceinline__ void begin(const Source<T>& source) {
+#pragma unroll
+    for (int vector = 0; vector < kRing; ++vector) load(source, vector);
+  }
+
+  __device__ __forceinline__ bool is_missing(int first) const {
+    bool missing = false;
+#pragma unroll
+    for (int vector = first; vector < first + kGroup; ++vector) {
+      missing |= is_unsent(messages[vector % kRing]);
+    }
+    return __any_sync(~0u, missing);
+  }
+
+  // Until a group is there; those of this turn that are on their way behind it are asked for again with it.
+  __device__ __forceinline__ void wait(const Source<T>& source, int first) {
+    while (is_missing(first)) {
+#pragma unroll
+      for (int vector = first; vector < first + kRing && vector < kVectors; ++vector) {
+        if (is_unsent(messages[vector % kRing])) load(source, vector);
+      }
+    }
+  }
+
+  // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if `ahead`. What
+  // is no message but a plain tensor may have any bits.
+  __device__ __forceinline__ void multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
+                                           bool ahead) {
+#pragma unroll
+    for (auto& chain : sums) {
+      for (auto& tile : chain) {
+        for (float& sum : tile) sum = 0;
+      }
+    }
+#pragma unroll
+    for (int first = 0; first < kVectors; first += kGroup) {
+      if (are_messages) wait(here, first);
+#pragma unroll
+      for (int vector = first; vector < first + kGroup; ++vector) multiply_vector(vector);
+#pragma unroll
+      for (int vector = first + kRing; vector < first + kRing + kGroup; ++vector) {
+        if (vector < kVectors) {
+          load(here, vector);
+        } else if (ahead) {
+          load(next, vector - kVectors);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_vector(int vector) {
+    const uint4 words = operands<T>(messages[vector % kRing]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int fragment = (vector * 2 + half) * kTiles + tile;
+        auto& sum = sums[(vector * 2 + half) % kChains][tile];
+        const uint32_t b0 = half == 0 ? words.x : words.z, b1 = half == 0 ? words.y : words.w;
+        if (fragment < kInRegisters) {
+          multiply_add_one<T>(sum, weights[fragment], b0, b1);
+        } else {
+          const uint4 a = shared[(fragment - kInRegisters) * kWarp];
+          const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
+          multiply_add_one<T>(sum, parts, b0, b1);
+        }
+      }
+    }
+  }
+
+  // A lane's four sums of a tile are of two rows of the batch and of neighbouring columns, if a tile's rows are
+  // its even columns first.
+  __device__ __forceinline__ void write(unsigned char* partials) const {
+    const int lane = threadIdx.x % kWarp, high = lane % 4 / 2;
+    unsigned char* to = partials + threadIdx.x / kWarp * kBytesOfWarp +
+                        (high * 16 + ((lane / 4 * 2 + lane % 2) ^ (high * 4))) * 16;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      float sum[4];
+#pragma unroll
+      for (int of = 0; of < 4; ++of) {
+        sum[of] = sums[0][tile][of];
+#pragma unroll
+        for (int chain = 1; chain < kChains; ++chain) sum[of] += sums[chain][tile][of];
+      }
+      *reinterpret_cast<float4*>(to + tile * kBytesOfTile) = make_float4(sum[0], sum[2], sum[1], sum[3]);
+    }
+  }
+
+  uint32_t weights[kInRegisters][4];
+  uint4* shared;
+  uint4 messages[kRing];
+  float sums[kChains][kTiles][4];
+};
+
+// Which two columns of which row a thread of those that finish a turn has, and where their partial sums are: in
+// an order in which neither who writes nor who reads meets another lane in the same bank.
+struct Seat {
+  explicit __device__ __forceinline__ Seat(int member) {
+    const int lane = member % kWarp, upper = member / kWarp % 2, tile = member / (2 * kWarp);
+    row = upper * 4 + lane % 4;
+    column = tile * kTile + lane / 4 * 2;
+    find_at = tile * (kWarp * 16) + (upper * 16 + ((lane / 2) ^ (upper * 4))) * 16 + lane % 2 * 8;
+  }
+
+  int row, column, find_at;
+};
+
+// Their sum, of one gate or of all.
+template <typename Product>
+__device__ __forceinline__ float2 sum_of_parts(const unsigned char* at) {
+  float2 parts[kWarps];
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) {
+    parts[warp] = *reinterpret_cast<const float2*>(at + warp * Product::kBytesOfWarp);
+  }
+#pragma unroll
+  for (int apart = 1; apart < kWarps; apart *= 2) {
+#pragma unroll
+    for (int warp = 0; warp < kWarps; warp += 2 * apart) {
+      parts[warp].x += parts[warp + apart].x;
+      parts[warp].y += parts[warp + apart].y;
+    }
+  }
+  return parts[0];
+}
+
+// Two values as they are in memory.
+template <typename S>
+using BitsOfTwo = std::conditional_t<sizeof(S) == 2, uint32_t, uint2>;
+
+template <typename S>
+__device__ __forceinline__ float2 values_of(const BitsOfTwo<S>& bits) {
+  if constexpr (std::is_same_v<S, float>) {
+    return {__uint_as_float(bits.x), __uint_as_float(bits.y)};
+  } else {
+    auto value = [](uint32_t half) {
+      const auto narrow = static_cast<unsigned short>(half);
+      if constexpr (std::is_same_v<S, __half>) return static_cast<float>(__ushort_as_half(narrow));
+      if constexpr (!std::is_same_v<S, __half>) return static_cast<float>(__ushort_as_bfloat16(narrow));
+    };
+    return {value(bits), value(bits >> 16)};
+  }
+}
+
+template <typename S>
+__device__ __forceinline__ void store_two(S* to, float first, float second) {
+  if constexpr (std::is_same_v<S, float>) {
+    *reinterpret_cast<float2*>(to) = make_float2(first, second);
+  } else {
+    *reinterpret_cast<uint32_t*>(to) = bits_of(static_cast<S>(first)) | bits_of(static_cast<S>(second)) << 16;
+  }
+}
 
 }  // namespace
 }  // namespace tch_extension
