@@ -6,8 +6,6 @@
 namespace tch_extension {
 namespace {
 
-constexpr int kBlock = kWarps * kWarp;
-
 // Steps whose messages' memory is on its way, and turns of a thread whose saved values are.
 [[maybe_unused]] constexpr int kNear = 2;  // unused where the kernel is empty
 constexpr int kAhead = 2;
@@ -46,55 +44,38 @@ __device__ __forceinline__ void load_weights(Product& product, const LltmGridBac
   }
 }
 
-// Shared memory: partial sums of two turns; weights; of each thread, saved values of its next turns; gradients
-// for c of each sub-batch, of two columns a thread.
+// Shared memory behind that of the product: of each thread that finishes, saved values of its next turns, and
+// gradients for c of each of its sub-batches, of two columns. Were saved values on their way to registers,
+// messages would wait for them.
 template <typename S, typename Product>
 struct GridLayoutBack {
-  // Of the largest weights there is no place beside a second buffer.
-  static constexpr int kBuffers = Product::kShared > 40 ? 1 : 2;
-  static constexpr int kWeights = kBuffers * Product::kBytesOfTurn;
-  // Of a thread, kSaved times two values of each of its next turns: were they on their way to registers, its
-  // messages would wait for them.
+  using Teams = GridTeams<Product, Product::kTiles * kTile>;
   static constexpr int kSaved = 5;
-  static constexpr int kRing = kWeights + Product::kBytesOfWeights;
-  static constexpr int kState = kRing + kAhead * kSaved * kBlock * static_cast<int>(sizeof(BitsOfTwo<S>));
-  // Threads that finish a sub-batch: the others begin with the next.
-  static constexpr int kFinishing = 2 * Product::kTiles * kWarp;
-  static constexpr int kTeams = kBlock / kFinishing;
-  static constexpr int kBytesOfState = kFinishing * static_cast<int>(sizeof(float2));
+  static constexpr int kRing = Teams::kEnd;
+  static constexpr int kState = kRing + kAhead * kSaved * kFinishers * static_cast<int>(sizeof(BitsOfTwo<S>));
+  static int bytes(int subs) {
+    return kState + (subs + Teams::kTeams - 1) / Teams::kTeams * kFinishers * static_cast<int>(sizeof(float2));
+  }
 };
 
-// What is behind the products: teams of warps finish sub-batches in turn.
+// What is behind the products.
 template <typename S, typename Product>
-struct GridFinisherBack {
+struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
   using T = typename Product::T;
-  using Fast = std::conditional_t<std::is_same_v<T, float>, Tf32, T>;
   using Layout = GridLayoutBack<S, Product>;
-  using Place = GridPlace<Product::kTiles * kTile>;
+  using Member = GridMember<Product, Product::kTiles * kTile>;
+  using Member::at_first, Member::column, Member::index, Member::is_valid, Member::place;
   using Bits = BitsOfTwo<S>;
-  enum : int { kTeams = Layout::kTeams };
+  enum : int { kTeams = Layout::Teams::kTeams };
 
-  __device__ __forceinline__ GridFinisherBack(const LltmGridBackward& p, const Place& at, unsigned char* memory)
-      : params(p), place(at), team(threadIdx.x / Layout::kFinishing), seat(threadIdx.x % Layout::kFinishing) {
-    column = place.first_column + seat.column;
-    ring = reinterpret_cast<Bits*>(memory + Layout::kRing) + threadIdx.x;
-    state = reinterpret_cast<float2*>(memory + Layout::kState) + threadIdx.x % Layout::kFinishing;
-    for (int sub = team; sub < place.subs; sub += kTeams) {
-      const float* from = static_cast<const float*>(params.grad_c) + at_first(sub);
-      of_c(sub) = is_valid(sub) ? *reinterpret_cast<const float2*>(from) : float2{0, 0};
-    }
-    fetched = {0, team};
-    if (team >= place.subs) return;
-    for (int turn = 0; turn < kAhead; ++turn) fetch();
+  __device__ __forceinline__ GridFinisherBack(const LltmGridBackward& p,
+                                              const GridPlace<Product::kTiles * kTile>& of_block,
+                                              unsigned char* memory)
+      : Member(of_block, memory), params(p) {
+    ring = reinterpret_cast<Bits*>(memory + Layout::kRing) + index;
+    state = reinterpret_cast<float2*>(memory + Layout::kState) + index;
   }
 
-  __device__ __forceinline__ bool is_valid(int sub) const {
-    return place.first_row(sub) + seat.row < place.batch && column < place.hidden;
-  }
-  // Of [B, H].
-  __device__ __forceinline__ uint32_t at_first(int sub) const {
-    return static_cast<uint32_t>(place.first_row(sub) + seat.row) * place.hidden + column;
-  }
   // Of [T, B, H]; the last step is the first turn's.
   __device__ __forceinline__ uint32_t at_turn(const Turn& turn) const {
     return (place.steps - 1 - turn.step) * (static_cast<uint32_t>(place.batch) * place.hidden) +
@@ -102,15 +83,15 @@ struct GridFinisherBack {
   }
   // Of [T, B, 3H], from that of [T, B, H].
   __device__ __forceinline__ uint32_t at_gates(uint32_t at) const { return kGates * at - 2 * column; }
-  __device__ __forceinline__ float2& of_c(int sub) const { return state[sub * Layout::kFinishing]; }
+  __device__ __forceinline__ float2& of_c(int sub) const { return state[sub / kTeams * kFinishers]; }
 
   __device__ __forceinline__ void fetch() {
     const bool wanted = fetched.step < place.steps && is_valid(fetched.sub);
     const uint32_t at = wanted ? at_turn(fetched) : 0, of_gates = wanted ? at_gates(at) : 0;
-    Bits* to = ring + slot * (Layout::kSaved * kBlock);
-    auto copy = [&](int index, const void* from, uint32_t at) {
+    Bits* to = ring + slot * (Layout::kSaved * kFinishers);
+    auto copy = [&](int value, const void* from, uint32_t at) {
       const S* place = static_cast<const S*>(from != nullptr ? from : params.c) + at;
-      copy_async(to + index * kBlock, reinterpret_cast<const Bits*>(place), wanted && from != nullptr);
+      copy_async(to + value * kFinishers, reinterpret_cast<const Bits*>(place), wanted && from != nullptr);
     };
     copy(0, params.grad_output, at);
 #pragma unroll
@@ -120,80 +101,84 @@ struct GridFinisherBack {
     copy(4, params.c, at);
     commit_copies();
     slot = (slot + 1) % kAhead;
-    fetched.sub += kTeams;
-    if (fetched.sub >= place.subs) fetched = {fetched.step + 1, team};
+    this->advance(fetched);
   }
 
-  __device__ __forceinline__ bool has(const Turn& turn) const { return turn.sub % kTeams == team; }
-
-  __device__ __forceinline__ float2 read(const unsigned char* partials) const {
-    return sum_of_parts<Product>(partials + seat.find_at);
-  }
-
-  __device__ __forceinline__ void finish(const Turn& turn, float2 grad_h) {
-    const bool valid = is_valid(turn.sub);
-    float2* behind = reinterpret_cast<float2*>(static_cast<float*>(params.grad_h) + at_first(turn.sub));
-    if (turn.step == 0 && valid) grad_h = *behind;
-    if (turn.step < place.steps) {
-      go_back(turn, grad_h, valid);
-    } else if (valid) {
-      *behind = grad_h;
+  // Products begin with the second step, `last` of them.
+  __device__ __forceinline__ void run(int last) {
+    fetched = this->first_turn();
+    if (fetched.sub >= place.subs) return;
+    for (int turn = 0; turn < kAhead; ++turn) fetch();
+    for (int sub = this->team; sub < place.subs; sub += kTeams) {
+      const float* from = static_cast<const float*>(params.grad_c) + at_first(sub);
+      of_c(sub) = is_valid(sub) ? *reinterpret_cast<const float2*>(from) : float2{};
     }
-  }
-
-  __device__ __forceinline__ void go_back(const Turn& turn, float2 grad_h, bool valid) {
-    float2 grad_c = of_c(turn.sub);
-    float grads[kGates][2];
-    wait_for_copies<kAhead - 1>();
-    auto saved = [&](int index) { return values_of<S>(ring[(slot * Layout::kSaved + index) * kBlock]); };
-    const float2 grad_output = saved(0), i = saved(1), o = saved(2), g = saved(3), c = saved(4);
-    auto of_one = [&](int at, float grad_h, float& grad_c, float i, float o, float g, float c) {
-      const float tanh_c = Activation<Fast, float>::of_c(c);
-      grad_c += grad_h * (o * tanh_grad(tanh_c));
-      grads[0][at] = grad_c * (Activation<Fast, float>::of_candidate(g) * sigmoid_grad(i));
-      grads[1][at] = grad_h * (tanh_c * sigmoid_grad(o));
-      grads[2][at] = grad_c * (i * Activation<Fast, float>::candidate_grad(g));
-    };
-    of_one(0, grad_h.x + grad_output.x, grad_c.x, i.x, o.x, g.x, c.x);
-    of_one(1, grad_h.y + grad_output.y, grad_c.y, i.y, o.y, g.y, c.y);
-    if (valid) {
-      T* to = static_cast<T*>(params.grad_gates) + at_gates(at_turn(turn));
-#pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) {
-        send_two(to + gate * place.hidden, grads[gate][0], grads[gate][1]);
+    for (Turn turn = this->first_turn(); turn.step <= last; this->advance(turn)) {
+      const bool valid = is_valid(turn.sub);
+      float2* behind = reinterpret_cast<float2*>(static_cast<float*>(params.grad_h) + at_first(turn.sub));
+      float2 grad_h[1] = {};
+      if (turn.step > 0) {
+        this->take(grad_h, (turn.step - 1) * place.subs + turn.sub, last * place.subs);
+      } else if (valid) {
+        grad_h[0] = *behind;
       }
-      // By then it may have left the L2 cache, and readers would wait for the memory.
-      if (threadIdx.x % kWarp < 4 && turn.step + kNear < place.steps) {
-        const int64_t near = static_cast<int64_t>(kNear * kGates) * place.batch * place.hidden;
-#pragma unroll
-        for (int gate = 0; gate < kGates; ++gate) prefetch(to + gate * place.hidden - near);
+      if (turn.step < place.steps) {
+        finish(turn, grad_h[0], valid);
+        fetch();
+      } else if (valid) {
+        *behind = grad_h[0];
       }
     }
-    of_c(turn.sub) = grad_c;
-    fetch();
-  }
-
-  __device__ __forceinline__ void end() const {
-    for (int sub = team; sub < place.subs; sub += kTeams) {
+    for (int sub = this->team; sub < place.subs; sub += kTeams) {
       float* to = static_cast<float*>(params.grad_c) + at_first(sub);
       if (is_valid(sub)) *reinterpret_cast<float2*>(to) = of_c(sub);
     }
   }
 
+  __device__ __forceinline__ void finish(const Turn& turn, float2 grad_h, bool valid) {
+    float2 grad_c = of_c(turn.sub);
+    float grads[kGates][2];
+    wait_for_copies<kAhead - 1>();
+    auto saved = [&](int value) {
+      return values_of<S>(ring[(slot * Layout::kSaved + value) * kFinishers]);
+    };
+    const float2 grad_output = saved(0), i = saved(1), o = saved(2), g = saved(3), c = saved(4);
+    auto of_one = [&](int at, float grad_h, float& grad_c, float i, float o, float g, float c) {
+      const float tanh_c = GridActivation<T>::of_c(c);
+      grad_c += grad_h * (o * tanh_grad(tanh_c));
+      grads[0][at] = grad_c * (GridActivation<T>::of_candidate(g) * sigmoid_grad(i));
+      grads[1][at] = grad_h * (tanh_c * sigmoid_grad(o));
+      grads[2][at] = grad_c * (i * GridActivation<T>::candidate_grad(g));
+    };
+    of_one(0, grad_h.x + grad_output.x, grad_c.x, i.x, o.x, g.x, c.x);
+    of_one(1, grad_h.y + grad_output.y, grad_c.y, i.y, o.y, g.y, c.y);
+    of_c(turn.sub) = grad_c;
+    if (!valid) return;
+    T* to = static_cast<T*>(params.grad_gates) + at_gates(at_turn(turn));
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      send_two(to + gate * place.hidden, grads[gate][0], grads[gate][1]);
+    }
+    // By then it may have left the L2 cache, and readers would wait for the memory.
+    if (this->is_first() && turn.step + kNear < place.steps) {
+      const int64_t near = static_cast<int64_t>(kNear * kGates) * place.batch * place.hidden;
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) prefetch(to + gate * place.hidden - near);
+    }
+  }
+
   const LltmGridBackward& params;
-  const Place& place;
-  const int team;
-  const Seat seat;
-  int column, slot = 0;
   Bits* ring;
   float2* state;
   Turn fetched;
+  int slot = 0;
 };
 
 // Of the step behind, whose gates are the terms.
-template <typename Product, typename Place>
+template <typename Product, int kColumns>
 __device__ __forceinline__ Source<typename Product::T> source_of(const LltmGridBackward& params,
-                                                                 const Place& place, const Turn& turn) {
+                                                                 const GridPlace<kColumns>& place,
+                                                                 const Turn& turn) {
   const int row = place.first_row(turn.sub) + threadIdx.x % kWarp / 4, first = Product::first_term();
   const bool valid = turn.step > 0 && turn.step <= place.steps && row < place.batch;
   const uint32_t rows = (place.steps - turn.step) * place.batch + row, size = kGates * place.hidden;
@@ -201,53 +186,39 @@ __device__ __forceinline__ Source<typename Product::T> source_of(const LltmGridB
   return {gates + (valid ? rows * size + first : 0), valid ? static_cast<int>(size) - first : 0};
 }
 
+template <typename Product, int kColumns>
+__device__ __forceinline__ void produce(const LltmGridBackward& params, const GridPlace<kColumns>& place,
+                                        int turns, unsigned char* memory) {
+  Product product(memory + GridTeams<Product, kColumns>::kWeights);
+  load_weights(product, params, place.first_column);
+  auto source = [&](const Turn& turn) { return source_of<Product>(params, place, turn); };
+  multiply_turns(product, place, source, Turn{1, 0}, turns, place.subs >= kSubsAhead, memory);
+}
+
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.
 template <typename S, typename Product>
-__global__ void __launch_bounds__(kBlock, 1)
+__global__ void __launch_bounds__(kGridThreads, 1)
     lltm_grid_backward(const __grid_constant__ LltmGridBackward params) {
-#if __CUDA_ARCH__ >= 900
-  using T = typename Product::T;
-  using Layout = GridLayoutBack<S, Product>;
-  enum : int { kRead = 1 };
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) unsigned char grid_shared_back[];
   const GridPlace<Product::kTiles * kTile> place(params);
-  GridFinisherBack<S, Product> finisher(params, place, grid_shared_back);
-  Product product(grid_shared_back + Layout::kWeights);
-  load_weights(product, params, place.first_column);
-  const bool ahead = place.subs >= kSubsAhead;
   const int last = params.needs_grad_h0 ? place.steps : place.steps - 1;
-  Turn turn = {};
-  Source<T> here = {};
-  for (int done = 0; turn.step <= last; ++done) {
-    unsigned char* partials = grid_shared_back + done % Layout::kBuffers * Product::kBytesOfTurn;
-    const Turn now = turn;
-    turn.advance(place.subs);
-    const Source<T> next = source_of<Product>(params, place, turn);
-    float2 grad_h = {0, 0};
-    if (now.step > 0) {
-      product.multiply(here, next, true, ahead);
-      if (Layout::kBuffers == 1 && done > place.subs) barrier_of(kRead, 2 * kBlock);
-      product.write(partials);
-      __syncthreads();
-      if (finisher.has(now)) grad_h = finisher.read(partials);
-      if (Layout::kBuffers == 1) arrive_at(kRead, 2 * kBlock);
-    }
-    if (finisher.has(now)) finisher.finish(now, grad_h);
-    here = next;
-    if (!ahead || now.step == 0) product.begin(here);
+  if (threadIdx.x < kProducers) {
+    take_registers<kProducerRegisters>();
+    produce<Product>(params, place, last * place.subs, grid_shared_back);
+  } else {
+    leave_registers<kFinisherRegisters>();
+    GridFinisherBack<S, Product>(params, place, grid_shared_back).run(last);
   }
-  finisher.end();
 #endif
 }
 
-// In as many blocks' shared memory as there is.
 template <typename S, typename T, int kTiles, int kVectors, int kShared, int kRing, int kGroup>
 GridStatus start(const LltmGridBackward& params, cudaStream_t stream) {
   using Product = GridProduct<T, kTiles, kVectors, kShared, kRing, kGroup>;
-  using Layout = GridLayoutBack<S, Product>;
-  const int bytes = Layout::kState + subs_of(params) * Layout::kBytesOfState;
+  const int bytes = GridLayoutBack<S, Product>::bytes(subs_of(params));
   const auto size = static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) * sizeof(T);
-  return start_grid<lltm_grid_backward<S, Product>, kBlock>(params, bytes, params.grad_gates, size, stream);
+  return start_grid<lltm_grid_backward<S, Product>, kGridThreads>(params, bytes, params.grad_gates, size, stream);
 }
 
 struct GridBackward {

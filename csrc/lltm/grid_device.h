@@ -11,11 +11,11 @@ namespace {
 // They share the terms of the block's sums.
 constexpr int kWarps = 8;
 constexpr int kProducers = kWarps * kWarp;
-// Threads that do the rest.
-constexpr int kFinishers = 4 * kWarp;
+// Threads that do the rest, in teams, each for a sub-batch at a time.
+constexpr int kFinishers = 8 * kWarp;
 constexpr int kGridThreads = kProducers + kFinishers;
-// Of each thread; together no more than the block starts with, 168 for each.
-constexpr int kProducerRegisters = 232;
+// Of each thread; together no more than the block starts with, 128 for each.
+constexpr int kProducerRegisters = 216;
 constexpr int kFinisherRegisters = 40;
 
 template <int kRegisters>
@@ -51,6 +51,9 @@ __device__ __forceinline__ void prefetch(const void* at) {
 // ones.
 constexpr uint32_t kUnsent = ~0u;
 
+// A float that is none: some others could be rounded up to what is one.
+constexpr uint32_t kNotANumber = 0x7fc00000;
+
 template <typename T>
 __device__ __forceinline__ void send_two(T* to, float first, float second) {
   if constexpr (sizeof(T) == 2) {
@@ -59,8 +62,6 @@ __device__ __forceinline__ void send_two(T* to, float first, float second) {
     asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word == kUnsent ? kNotNumbers : word)
                  : "memory");
   } else {
-    // Any other of what is not a number could be rounded up to what is.
-    constexpr uint32_t kNotANumber = 0x7fc00000;
     auto word = [](float value) { return isnan(value) ? kNotANumber : __float_as_uint(value); };
     asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(word(first)), "r"(word(second))
                  : "memory");
@@ -87,11 +88,28 @@ __device__ __forceinline__ uint32_t to_tf32(uint32_t value) {
   return rounded;
 }
 
-// As the product takes them.
+// Weights as the product takes them.
 template <typename T>
 __device__ __forceinline__ uint4 operands(const uint4& values) {
   if constexpr (sizeof(T) == 2) return values;
   return make_uint4(to_tf32(values.x), to_tf32(values.y), to_tf32(values.z), to_tf32(values.w));
+}
+
+// And messages: of a float the product drops what is behind tf32's digits, so that adding half of its last one
+// rounds as to_tf32 does; but for some of those that are not numbers, which are not sent.
+template <typename T>
+__device__ __forceinline__ uint4 operands_of_message(const uint4& values) {
+  if constexpr (sizeof(T) == 2) return values;
+  constexpr uint32_t kHalf = 0x1000;
+  return make_uint4(values.x + kHalf, values.y + kHalf, values.z + kHalf, values.w + kHalf);
+}
+
+// As a message would have it.
+template <typename T>
+__device__ __forceinline__ void make_message(uint4& values) {
+  if constexpr (sizeof(T) == 2) return;
+  auto word = [](uint32_t bits) { return isnan(__uint_as_float(bits)) ? kNotANumber : bits; };
+  values = make_uint4(word(values.x), word(values.y), word(values.z), word(values.w));
 }
 
 template <typename T>
@@ -234,7 +252,12 @@ struct GridProduct {
     }
 #pragma unroll
     for (int first = 0; first < kVectors; first += kGroup) {
-      if (are_messages) wait(here, first);
+      if (are_messages) {
+        wait(here, first);
+      } else {
+#pragma unroll
+        for (int vector = first; vector < first + kGroup; ++vector) make_message<T>(messages[vector % kRing]);
+      }
 #pragma unroll
       for (int vector = first; vector < first + kGroup; ++vector) multiply_vector(vector);
 #pragma unroll
@@ -249,7 +272,7 @@ struct GridProduct {
   }
 
   __device__ __forceinline__ void multiply_vector(int vector) {
-    const uint4 words = operands<T>(messages[vector % kRing]);
+    const uint4 words = operands_of_message<T>(messages[vector % kRing]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -293,37 +316,114 @@ struct GridProduct {
   float sums[kChains][kTiles][4];
 };
 
-// Which two columns of which row a thread of those that finish a turn has, and where their partial sums are: in
-// an order in which neither who writes nor who reads meets another lane in the same bank.
-struct Seat {
-  explicit __device__ __forceinline__ Seat(int member) {
-    const int lane = member % kWarp, upper = member / kWarp % 2, tile = member / (2 * kWarp);
-    row = upper * 4 + lane % 4;
-    column = tile * kTile + lane / 4 * 2;
-    find_at = tile * (kWarp * 16) + (upper * 16 + ((lane / 2) ^ (upper * 4))) * 16 + lane % 2 * 8;
-  }
-
-  int row, column, find_at;
+// How those that multiply meet those that finish, with partial sums in two buffers.
+template <typename Product, int kColumns>
+struct GridTeams {
+  enum : int {
+    kMembers = kColumns / kTile * 2 * kWarp,  // of a team, each with two columns of a row
+    kTeams = kFinishers / kMembers,
+    kMeeting = kProducers + kMembers,
+    kWeights = 2 * Product::kBytesOfTurn,
+    kEnd = kWeights + Product::kBytesOfWeights,
+    kFull = 1,
+    kFree = kFull + 2 * kTeams,
+  };
+  // Named barriers. A team may be ahead of another by a turn.
+  static __device__ __forceinline__ int full(int buffer, int team) { return kFull + buffer * kTeams + team; }
+  static __device__ __forceinline__ int free(int buffer) { return kFree + buffer; }
 };
 
-// Their sum, of one gate or of all.
-template <typename Product>
-__device__ __forceinline__ float2 sum_of_parts(const unsigned char* at) {
-  float2 parts[kWarps];
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) {
-    parts[warp] = *reinterpret_cast<const float2*>(at + warp * Product::kBytesOfWarp);
+// The products of turns from `turn` on; what they take is of source_of(turn).
+template <typename Product, int kColumns, typename SourceOf>
+__device__ __forceinline__ void multiply_turns(Product& product, const GridPlace<kColumns>& place,
+                                               const SourceOf& source_of, Turn turn, int turns, bool ahead,
+                                               unsigned char* memory) {
+  using Teams = GridTeams<Product, kColumns>;
+  auto here = source_of(turn);
+  product.begin(here);
+  for (int done = 0; done < turns; ++done) {
+    const Turn now = turn;
+    turn.advance(place.subs);
+    const auto next = source_of(turn);
+    product.multiply(here, next, now.step > 0, ahead);
+    const int buffer = done % 2;
+    if (done > 1) barrier_of(Teams::free(buffer), Teams::kMeeting);
+    product.write(memory + buffer * Product::kBytesOfTurn);
+    arrive_at(Teams::full(buffer, now.sub % Teams::kTeams), Teams::kMeeting);
+    here = next;
+    if (!ahead) product.begin(here);
   }
-#pragma unroll
-  for (int apart = 1; apart < kWarps; apart *= 2) {
-#pragma unroll
-    for (int warp = 0; warp < kWarps; warp += 2 * apart) {
-      parts[warp].x += parts[warp + apart].x;
-      parts[warp].y += parts[warp + apart].y;
-    }
-  }
-  return parts[0];
 }
+
+// One of those that finish: which sub-batches it has, which two columns of which row, and where their partial
+// sums are, in an order in which neither who writes nor who reads meets another lane in the same bank.
+template <typename Product, int kColumns>
+struct GridMember {
+  using Teams = GridTeams<Product, kColumns>;
+
+  __device__ __forceinline__ GridMember(const GridPlace<kColumns>& of_block, const unsigned char* partials)
+      : place(of_block), index(threadIdx.x - kProducers), team(index / Teams::kMembers) {
+    const int lane = index % kWarp, upper = index / kWarp % 2, tile = index % Teams::kMembers / (2 * kWarp);
+    row = upper * 4 + lane % 4;
+    column = place.first_column + tile * kTile + lane / 4 * 2;
+    found = partials + tile * Product::kBytesOfTile + (upper * 16 + ((lane / 2) ^ (upper * 4))) * 16 +
+            lane % 2 * 8;
+  }
+
+  __device__ __forceinline__ bool is_valid(int sub) const {
+    return place.first_row(sub) + row < place.batch && column < place.hidden;
+  }
+  // Of [B, H].
+  __device__ __forceinline__ uint32_t at_first(int sub) const {
+    return static_cast<uint32_t>(place.first_row(sub) + row) * place.hidden + column;
+  }
+  // Whether its lanes are the first of a row's columns, who ask for memory.
+  __device__ __forceinline__ bool is_first() const { return index % kWarp < 4; }
+
+  __device__ __forceinline__ Turn first_turn() const { return {0, team}; }
+  __device__ __forceinline__ void advance(Turn& turn) const {
+    turn.sub += Teams::kTeams;
+    if (turn.sub >= place.subs) turn = {turn.step + 1, team};
+  }
+
+  // The sums of a turn, the done-th of `turns` that are multiplied.
+  template <int kSums>
+  __device__ __forceinline__ void take(float2 (&sums)[kSums], int done, int turns) const {
+    const int buffer = done % 2;
+    barrier_of(Teams::full(buffer, team), Teams::kMeeting);
+#pragma unroll
+    for (int sum = 0; sum < kSums; ++sum) {
+      sums[sum] = sum_of_parts(found + buffer * Product::kBytesOfTurn + sum * (Product::kBytesOfWarp / kSums));
+    }
+    if (done + 2 < turns) arrive_at(Teams::free(buffer), Teams::kMeeting);
+  }
+
+  static __device__ __forceinline__ float2 sum_of_parts(const unsigned char* at) {
+    float2 parts[kWarps];
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      parts[warp] = *reinterpret_cast<const float2*>(at + warp * Product::kBytesOfWarp);
+    }
+#pragma unroll
+    for (int apart = 1; apart < kWarps; apart *= 2) {
+#pragma unroll
+      for (int warp = 0; warp < kWarps; warp += 2 * apart) {
+        parts[warp].x += parts[warp + apart].x;
+        parts[warp].y += parts[warp + apart].y;
+      }
+    }
+    return parts[0];
+  }
+
+  const GridPlace<kColumns>& place;
+  const int index, team;
+  int row, column;
+  const unsigned char* found;
+};
+
+// The functions for float are quick: it is multiplied as tf32.
+template <typename T>
+using GridActivation = Activation<std::conditional_t<std::is_same_v<T, float>, Tf32, T>, float>;
 
 // Two values as they are in memory.
 template <typename S>

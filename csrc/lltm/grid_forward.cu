@@ -6,17 +6,14 @@ namespace tch_extension {
 namespace {
 
 // Turns whose input gates are on their way, and steps whose messages' memory is.
-constexpr int kAhead = 4;
+constexpr int kAhead = 3;
 // From as many sub-batches on, messages of the next are asked for while one is multiplied: of fewer, they are not there.
 constexpr int kSubsAhead = 3;
 [[maybe_unused]] constexpr int kNear = 4;  // unused where the kernel is empty
 
-// Named barriers of the two buffers.
-enum : int { kFull = 1, kFree = 3 };
-
 template <typename T, int kColumns, int kVectors>
 using GridProductForward =
-    GridProduct<T, kGates * kColumns / kTile, kVectors, (kVectors * kColumns == 128 ? 8 : 0), kVectors,
+    GridProduct<T, kGates * kColumns / kTile, kVectors, (kVectors * kColumns == 128 ? 12 : 0), kVectors,
                 kVectors % 2 == 0 ? 2 : 1>;
 
 // A row of W may begin anywhere.
@@ -58,99 +55,53 @@ __device__ __forceinline__ void load_weights(Product& product, const LltmGridFor
   }
 }
 
-// Shared memory: partial sums of two turns; weights; of each thread that finishes, input gates of its next turns
-// and c of each sub-batch, of two columns.
-template <typename Product>
-struct GridLayout {
-  static constexpr int kMembers = Product::kTiles / kGates * 2 * kWarp;
-  static constexpr int kOfMembers = kMembers * static_cast<int>(sizeof(float2));
-  static constexpr int kWeights = 2 * Product::kBytesOfTurn;
-  static constexpr int kRing = kWeights + Product::kBytesOfWeights;
-  static constexpr int kState = kRing + kAhead * kGates * kOfMembers;
-  // Threads that meet at a barrier.
-  static constexpr int kMeeting = kProducers + kMembers;
-};
-
-// The products of a turn, again and again.
+// Shared memory behind that of the product: of each thread that finishes, input gates of its next turns and c of
+// each of its sub-batches, of two columns.
 template <typename Product, int kColumns>
-struct GridProducer {
-  using T = typename Product::T;
-  using Layout = GridLayout<Product>;
-
-  __device__ __forceinline__ Source<T> source(const Turn& turn) const {
-    const int row = place.first_row(turn.sub) + threadIdx.x % kWarp / 4;
-    const bool valid = turn.step < place.steps && row < place.batch;
-    const T* from = static_cast<const T*>(turn.step == 0 ? params.h0 : params.exchange);
-    const uint32_t rows = (turn.step == 0 ? 0 : turn.step - 1) * place.batch + row;
-    return {from + (valid ? rows * place.hidden + Product::first_term() : 0),
-            valid ? place.hidden - Product::first_term() : 0};
-  }
-
-  __device__ __forceinline__ void run(int turns, unsigned char* memory) {
-    Product product(memory + Layout::kWeights);
-    const bool whole = reinterpret_cast<uintptr_t>(params.weight) % 16 == 0 &&
-                       params.weight_stride % kLanesOf16Bytes<T> == 0;
-    whole ? load_weights<true>(product, params, place.first_column)
-          : load_weights<false>(product, params, place.first_column);
-    const bool ahead = place.subs >= kSubsAhead;
-    Turn turn = {};
-    Source<T> here = source(turn);
-    product.begin(here);
-    for (int done = 0; done < turns; ++done) {
-      const bool are_messages = turn.step > 0;
-      turn.advance(place.subs);
-      const Source<T> next = source(turn);
-      product.multiply(here, next, are_messages, ahead);
-      const int buffer = done % 2;
-      if (done > 1) barrier_of(kFree + buffer, Layout::kMeeting);
-      product.write(memory + buffer * Product::kBytesOfTurn);
-      arrive_at(kFull + buffer, Layout::kMeeting);
-      here = next;
-      if (!ahead) product.begin(here);
-    }
-  }
-
-  const LltmGridForward& params;
-  const GridPlace<kColumns>& place;
+struct GridLayout {
+  using Teams = GridTeams<Product, kColumns>;
+  static constexpr int kOfAll = kFinishers * static_cast<int>(sizeof(float2));
+  static constexpr int kRing = Teams::kEnd;
+  static constexpr int kState = kRing + kAhead * kGates * kOfAll;
+  static int bytes(int subs) { return kState + (subs + Teams::kTeams - 1) / Teams::kTeams * kOfAll; }
 };
 
-// What is behind the products, of two columns of a row: sums, gates and states.
+// What is behind the products: gates and states.
 template <typename S, typename Product, int kColumns>
-struct GridFinisher {
+struct GridFinisher : GridMember<Product, kColumns> {
   using T = typename Product::T;
-  using Fast = std::conditional_t<std::is_same_v<T, float>, Tf32, T>;
-  using Layout = GridLayout<Product>;
-  static constexpr int kMembers = Layout::kMembers;
+  using Layout = GridLayout<Product, kColumns>;
+  using Member = GridMember<Product, kColumns>;
+  using Member::at_first, Member::column, Member::index, Member::is_valid, Member::place;
 
-  __device__ __forceinline__ GridFinisher(const LltmGridForward& p, const GridPlace<kColumns>& at,
-                                          unsigned char* shared, float2* of_bias)
-      : params(p), place(at), seat(threadIdx.x - kProducers), memory(shared), bias(of_bias + threadIdx.x - kProducers) {
-    column = place.first_column + seat.column;
-    auto mine = [&](int offset) {
-      return reinterpret_cast<float2*>(memory + offset) + (threadIdx.x - kProducers);
-    };
-    ring = mine(Layout::kRing);
-    state = mine(Layout::kState);
+  __device__ __forceinline__ GridFinisher(const LltmGridForward& p, const GridPlace<kColumns>& of_block,
+                                          unsigned char* memory, float2* of_bias)
+      : Member(of_block, memory), params(p), bias(of_bias + index) {
+    ring = reinterpret_cast<float2*>(memory + Layout::kRing) + index;
+    state = reinterpret_cast<float2*>(memory + Layout::kState) + index;
   }
 
-  __device__ __forceinline__ bool is_valid(int sub) const {
-    return column < place.hidden && place.first_row(sub) + seat.row < place.batch;
+  // Of [T, B, H].
+  __device__ __forceinline__ uint32_t at_turn(const Turn& turn) const {
+    return turn.step * (static_cast<uint32_t>(place.batch) * place.hidden) + at_first(turn.sub);
   }
-  // The row among those of all steps.
-  __device__ __forceinline__ uint32_t row_of(const Turn& turn) const {
-    return turn.step * place.batch + place.first_row(turn.sub) + seat.row;
+  // Of [T, B, 3H], from that of [T, B, H].
+  __device__ __forceinline__ uint32_t at_gates(uint32_t at) const { return kGates * at - 2 * column; }
+  __device__ __forceinline__ float2& c_of(int sub) const {
+    return state[sub / Layout::Teams::kTeams * kFinishers];
   }
 
-  __device__ __forceinline__ void fetch(int slot, const Turn& turn) {
-    const bool wanted = turn.step < place.steps && is_valid(turn.sub);
-    const float* from = static_cast<const float*>(params.input_gates) +
-                        (wanted ? row_of(turn) * (kGates * place.hidden) + column : 0);
+  __device__ __forceinline__ void fetch() {
+    const bool wanted = fetched.step < place.steps && is_valid(fetched.sub);
+    const float* from = static_cast<const float*>(params.input_gates) + (wanted ? at_gates(at_turn(fetched)) : 0);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      copy_async(ring + (slot * kGates + gate) * kMembers,
+      copy_async(ring + (slot * kGates + gate) * kFinishers,
                  reinterpret_cast<const float2*>(from + (wanted ? gate * place.hidden : 0)), wanted);
     }
     commit_copies();
+    slot = (slot + 1) % kAhead;
+    this->advance(fetched);
   }
 
   // Of c and the bias, which may begin anywhere.
@@ -159,92 +110,106 @@ struct GridFinisher {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       const float* from = static_cast<const float*>(params.bias) + gate * place.hidden + column;
-      bias[gate * kMembers] = has_bias ? make_float2(from[0], from[1]) : float2{};
+      bias[gate * kFinishers] = has_bias ? make_float2(from[0], from[1]) : float2{};
     }
-    for (int sub = 0; sub < place.subs; ++sub) {
-      const S* from = static_cast<const S*>(params.c0) + row_of({0, sub}) * place.hidden + column;
-      state[sub * kMembers] = is_valid(sub)
-                                  ? make_float2(static_cast<float>(from[0]), static_cast<float>(from[1]))
-                                  : float2{};
+    for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
+      const S* from = static_cast<const S*>(params.c0) + at_first(sub);
+      c_of(sub) = is_valid(sub) ? make_float2(static_cast<float>(from[0]), static_cast<float>(from[1]))
+                                : float2{};
     }
   }
 
   __device__ __forceinline__ void run(int turns) {
-    Turn fetched = {}, turn = {};
-    for (int done = 0; done < kAhead; ++done, fetched.advance(place.subs)) fetch(done, fetched);
+    fetched = this->first_turn();
+    if (fetched.sub >= place.subs) return;
+    for (int done = 0; done < kAhead; ++done) fetch();
     begin();
-    for (int done = 0; done < turns; ++done) {
-      float2 gates[kGates];
-      const int slot = done % kAhead, buffer = done % 2;
+    for (Turn turn = this->first_turn(); turn.step < place.steps; this->advance(turn)) {
+      float2 gates[kGates], sums[kGates];
       wait_for_copies<kAhead - 1>();
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
-        const float2 input = ring[(slot * kGates + gate) * kMembers], of_bias = bias[gate * kMembers];
+        const float2 input = ring[(slot * kGates + gate) * kFinishers], of_bias = bias[gate * kFinishers];
         gates[gate] = make_float2(input.x + of_bias.x, input.y + of_bias.y);
       }
-      barrier_of(kFull + buffer, Layout::kMeeting);
-      const unsigned char* found = memory + buffer * Product::kBytesOfTurn + seat.find_at;
+      this->take(sums, turn.step * place.subs + turn.sub, turns);
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
-        const float2 sum = sum_of_parts<Product>(found + gate * (Product::kBytesOfWarp / kGates));
-        gates[gate].x += sum.x;
-        gates[gate].y += sum.y;
+        gates[gate].x += sums[gate].x;
+        gates[gate].y += sums[gate].y;
       }
-      if (done + 2 < turns) arrive_at(kFree + buffer, Layout::kMeeting);
       finish(turn, gates);
-      fetch(slot, fetched);
-      fetched.advance(place.subs);
-      turn.advance(place.subs);
+      fetch();
     }
     if (params.c_stride != 0) return;
-    for (int sub = 0; sub < place.subs; ++sub) {
-      if (is_valid(sub)) store_c({0, sub}, state[sub * kMembers]);
+    for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
+      if (is_valid(sub)) store_two(static_cast<S*>(params.c) + at_first(sub), c_of(sub).x, c_of(sub).y);
     }
-  }
-
-  __device__ __forceinline__ void store_c(const Turn& turn, const float2& c) {
-    store_two(static_cast<S*>(params.c) + row_of(turn) * place.hidden + column, c.x, c.y);
   }
 
   __device__ __forceinline__ void finish(const Turn& turn, const float2 (&gates)[kGates]) {
     const bool valid = is_valid(turn.sub);
-    float2 i, o, h, c = state[turn.sub * kMembers];
+    const uint32_t at = at_turn(turn);
+    float2 i, o, h, c = c_of(turn.sub);
     auto step = [](float of_i, float of_o, float of_g, float& i, float& o, float& c) {
-      i = Activation<Fast, float>::of_gate(of_i);
-      o = Activation<Fast, float>::of_gate(of_o);
-      c += Activation<Fast, float>::of_candidate(of_g) * i;
-      return Activation<Fast, float>::of_c(c) * o;
+      i = GridActivation<T>::of_gate(of_i);
+      o = GridActivation<T>::of_gate(of_o);
+      c += GridActivation<T>::of_candidate(of_g) * i;
+      return GridActivation<T>::of_c(c) * o;
     };
     h.x = step(gates[0].x, gates[1].x, gates[2].x, i.x, o.x, c.x);
     h.y = step(gates[0].y, gates[1].y, gates[2].y, i.y, o.y, c.y);
-    const uint32_t at = row_of(turn) * place.hidden + column;
     if (valid) send_two(static_cast<T*>(params.exchange) + at, h.x, h.y);
-    state[turn.sub * kMembers] = c;
+    c_of(turn.sub) = c;
     if (!valid) return;
     if constexpr (!std::is_same_v<S, T>) store_two(static_cast<S*>(params.output) + at, h.x, h.y);
-    if (params.c_stride != 0) store_c(turn, c);
+    if (params.c_stride != 0) store_two(static_cast<S*>(params.c) + at, c.x, c.y);
     if (params.activations != nullptr) {
-      S* activations = static_cast<S*>(params.activations) + row_of(turn) * (kGates * place.hidden) + column;
+      S* activations = static_cast<S*>(params.activations) + at_gates(at);
       store_two(activations, i.x, i.y);
       store_two(activations + place.hidden, o.x, o.y);
       store_two(activations + 2 * place.hidden, gates[2].x, gates[2].y);
     }
     // By then it may have left the L2 cache, and readers would wait for the memory.
-    if (threadIdx.x % kWarp < 4 && turn.step + kNear < place.steps) {
+    if (this->is_first() && turn.step + kNear < place.steps) {
       prefetch(static_cast<const T*>(params.exchange) + at +
                static_cast<uint32_t>(kNear * place.batch) * place.hidden);
     }
   }
 
   const LltmGridForward& params;
-  const GridPlace<kColumns>& place;
-  const Seat seat;
-  unsigned char* memory;
   float2* bias;
-  int column;
   float2* ring;
   float2* state;
+  Turn fetched;
+  int slot = 0;
 };
+
+// Of h of the step before, or h0.
+template <typename Product, int kColumns>
+__device__ __forceinline__ Source<typename Product::T> source_of(const LltmGridForward& params,
+                                                                 const GridPlace<kColumns>& place,
+                                                                 const Turn& turn) {
+  const int row = place.first_row(turn.sub) + threadIdx.x % kWarp / 4, first = Product::first_term();
+  const bool valid = turn.step < place.steps && row < place.batch;
+  const void* from = turn.step == 0 ? params.h0 : params.exchange;
+  const uint32_t rows = (turn.step == 0 ? 0 : turn.step - 1) * place.batch + row;
+  return {static_cast<const typename Product::T*>(from) + (valid ? rows * place.hidden + first : 0),
+          valid ? place.hidden - first : 0};
+}
+
+template <typename Product, int kColumns>
+__device__ __forceinline__ void produce(const LltmGridForward& params, const GridPlace<kColumns>& place,
+                                        int turns, unsigned char* memory) {
+  constexpr int kVector = kLanesOf16Bytes<typename Product::T>;
+  Product product(memory + GridTeams<Product, kColumns>::kWeights);
+  const bool whole =
+      reinterpret_cast<uintptr_t>(params.weight) % 16 == 0 && params.weight_stride % kVector == 0;
+  whole ? load_weights<true>(product, params, place.first_column)
+        : load_weights<false>(product, params, place.first_column);
+  auto source = [&](const Turn& turn) { return source_of<Product>(params, place, turn); };
+  multiply_turns(product, place, source, Turn{}, turns, place.subs >= kSubsAhead, memory);
+}
 
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.
 template <typename S, typename Product, int kColumns>
@@ -252,17 +217,15 @@ __global__ void __launch_bounds__(kGridThreads, 1)
     lltm_grid_forward(const __grid_constant__ LltmGridForward params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) unsigned char grid_shared[];
-  __shared__ float2 bias[kGates * GridLayout<Product>::kMembers];
+  __shared__ float2 bias[kGates * kFinishers];
   const GridPlace<kColumns> place(params);
   const int turns = place.steps * place.subs;
   if (threadIdx.x < kProducers) {
     take_registers<kProducerRegisters>();
-    GridProducer<Product, kColumns>{params, place}.run(turns, grid_shared);
+    produce<Product>(params, place, turns, grid_shared);
   } else {
     leave_registers<kFinisherRegisters>();
-    if (threadIdx.x < GridLayout<Product>::kMeeting) {
-      GridFinisher<S, Product, kColumns>(params, place, grid_shared, bias).run(turns);
-    }
+    GridFinisher<S, Product, kColumns>(params, place, grid_shared, bias).run(turns);
   }
 #endif
 }
@@ -270,8 +233,7 @@ __global__ void __launch_bounds__(kGridThreads, 1)
 template <typename S, typename T, int kColumns, int kVectors>
 GridStatus start(const LltmGridForward& params, cudaStream_t stream) {
   using Product = GridProductForward<T, kColumns, kVectors>;
-  using Layout = GridLayout<Product>;
-  const int bytes = Layout::kState + subs_of(params) * Layout::kOfMembers;
+  const int bytes = GridLayout<Product, kColumns>::bytes(subs_of(params));
   const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
   return start_grid<lltm_grid_forward<S, Product, kColumns>, kGridThreads>(params, bytes, params.exchange,
                                                                            size, stream);
@@ -356,7 +318,7 @@ extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* b
   // What is compiled for any other architecture than Hopper's own is empty, and without its bias.
   if (error == cudaSuccess && code.sharedSizeBytes == 0) return nullptr;
   if (error == cudaSuccess) error = allow<kLargest>();
-  constexpr size_t kBytes = GridLayout<Product>::kState;
+  constexpr size_t kBytes = GridLayout<Product, 32>::kState;
   if (error == cudaSuccess) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kLargest, kGridThreads, kBytes);
   }
