@@ -45,11 +45,32 @@ struct GridStatus {
   const char* error;
 };
 
+// Whether all blocks can run at once. Asked before the launch, because one that fails spoils the graph that a
+// stream is captured in.
+template <auto kKernel, int kThreadsOfBlock>
+cudaError_t ask_whether_fits(int64_t blocks, int bytes, bool* fits) {
+  int device = 0, processors = 0, of_one = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kKernel, kThreadsOfBlock,
+                                                          static_cast<size_t>(bytes));
+  }
+  *fits = error == cudaSuccess && blocks <= static_cast<int64_t>(of_one) * processors;
+  return error;
+}
+
 // `messages` are unsent before the kernel starts.
 template <auto kKernel, int kThreadsOfBlock, typename Params>
 GridStatus start_grid(const Params& params, int bytes, void* messages, size_t size, cudaStream_t stream) {
   constexpr int kAllBits = 0xff;
+  bool fits = false;
   cudaError_t error = allow<kKernel>();
+  if (error == cudaSuccess) {
+    error = ask_whether_fits<kKernel, kThreadsOfBlock>(blocks_of(params), bytes, &fits);
+  }
+  if (error == cudaSuccess && !fits) return {false, nullptr};
   if (error == cudaSuccess) error = cudaMemsetAsync(messages, kAllBits, size, stream);
   if (error == cudaSuccess) {
     const GridLaunch launch(blocks_of(params), kThreadsOfBlock, bytes, stream);

@@ -273,7 +273,10 @@ impl Extension {
         let out_dir = Path::new(&out_dir);
         // Cargo's own choice, `--jobs`.
         let workers = env.var("NUM_JOBS").and_then(|count| count.parse().ok()).unwrap_or(1);
-        let objects = toolchain.compile(&self.sources, &options, out_dir, workers, env)?;
+        // Cargo runs the scripts of a workspace for a linter apart from those for a build: all would be compiled twice.
+        let sources =
+            if env.var("TCH_EXTENSION_NO_COMPILE").as_deref() == Some("1") { &[] } else { &self.sources[..] };
+        let objects = toolchain.compile(sources, &options, out_dir, workers, env)?;
 
         let mut lines = Vec::new();
         // Without CUDA, a crate of CUDA sources has nothing to archive.

@@ -54,6 +54,7 @@
 //! | `NVCC_CCBIN` | the C++ compiler that nvcc uses |
 //! | `TORCH_CUDA_ARCH_LIST` | for which GPUs, as in PyTorch: `8.0;9.0a+PTX`, `Hopper`, `native` ([`arch`]). Default: this machine's GPUs, or [`arch::DEFAULT_ARCHS`] where there is none |
 //! | `TCH_EXTENSION_CUDA` | `0` leaves CUDA out, `1` makes its absence an error |
+//! | `TCH_EXTENSION_NO_COMPILE` | `1` compiles no C++ and no CUDA: enough for `cargo clippy` in a workspace, where cargo would have all of it compiled once more; no program can be linked then |
 //!
 //! # Headers
 //! What kernels of one's own include, as `tch_extension/….h`; the comment at the top of each shows its use.

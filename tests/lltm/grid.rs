@@ -117,26 +117,108 @@ fn cuda_half_kinds_of_more_steps_are_no_more_kernels_of_the_grid() {
     }
 }
 
+/// All bits of each value are set: between blocks that means "not there yet".
+fn all_bits(size: [i64; 2], kind: Kind, device: Device) -> Tensor {
+    let integer = if kind == Kind::Float { Kind::Int } else { Kind::Int16 };
+    let values = Tensor::full(size, -1, (integer, device)).view_dtype(kind);
+    assert!(values.isnan().all().int64_value(&[]) != 0);
+    values
+}
+
+/// Of `Float` in tf32.
+fn assert_no_number_is_as_in_per_step(kind: Kind, hidden: i64, device: Device) {
+    let _switch = Tf32::set(kind == Kind::Float);
+    let inputs = one([6, 20, 8, hidden], kind, device).inputs;
+    let no_numbers = all_bits([20, hidden], kind, device);
+    // h0 of one row, c0 of another, the input of a third at some step, and an infinite one.
+    inputs[3].get(3).copy_(&no_numbers.get(0));
+    inputs[4].get(11).copy_(&no_numbers.get(0));
+    inputs[0].get(2).get(9).copy_(&no_numbers.get(0).narrow(0, 0, 8));
+    let _ = inputs[0].get(4).get(17).fill_(f64::INFINITY);
+    let everything = |sequence: support::Operator<'_>| {
+        let inputs = leaves(&inputs);
+        let outputs = sequence(&inputs).expect("outputs");
+        // Incoming gradients at some step, and for the last h and c.
+        let vectors: Vec<_> = outputs.iter().map(Tensor::ones_like).collect();
+        vectors[0].get(4).get(5).copy_(&no_numbers.get(0));
+        vectors[1].get(13).copy_(&no_numbers.get(0));
+        vectors[2].get(15).copy_(&no_numbers.get(0));
+        let (outputs, inputs): (Vec<_>, Vec<_>) = (outputs.iter().collect(), inputs.iter().collect());
+        let vectors: Vec<_> = vectors.iter().map(Some).collect();
+        let options = GradOptions { grad_outputs: &vectors, ..Default::default() };
+        let gradients = grad(&outputs, &inputs, &options).expect("gradients").into_vec();
+        let outputs = outputs.into_iter().map(Tensor::shallow_clone);
+        outputs.chain(gradients.into_iter().flatten()).collect::<Vec<_>>()
+    };
+    let (found, expected) = (everything(&grid), everything(&per_step));
+    assert_eq!(found.len(), 8);
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!(found.isnan().equal(&expected.isnan()), "{kind:?} {hidden}");
+        assert!(found.isinf().equal(&expected.isinf()), "{kind:?} {hidden}");
+    }
+    let clean = |result: &Tensor| result.narrow(-2, 0, 3).isnan().any().int64_value(&[]) == 0;
+    let (output, grad_input) = (&found[0], &found[3]);
+    assert!(clean(output) && clean(grad_input), "{kind:?} {hidden}");
+    for row in [3, 11] {
+        assert!(output.get(5).get(row).isnan().all().int64_value(&[]) == 1);
+    }
+    for row in [5, 13, 15] {
+        assert!(grad_input.get(0).get(row).isnan().all().int64_value(&[]) == 1);
+    }
+}
+
 /// Bits that mean "not there yet" between blocks are a number like any other where they come from outside.
 #[test]
-fn cuda_half_kinds_of_what_is_no_number_by_the_grid() {
-    let Some(device) = device("cuda_half_kinds_of_what_is_no_number_by_the_grid") else { return };
-    for kind in HALF_KINDS {
+fn cuda_half_kinds_and_float_of_what_is_no_number_by_the_grid() {
+    let Some(device) = device("cuda_half_kinds_and_float_of_what_is_no_number_by_the_grid") else { return };
+    for kind in [Kind::Half, Kind::BFloat16, Kind::Float] {
         for hidden in [24, 136, 1000] {
-            let inputs = one([6, 20, 8, hidden], kind, device).inputs;
-            let all_bits = Tensor::full([20, hidden], -1, (Kind::Int16, device)).view_dtype(kind);
-            assert!(all_bits.isnan().all().int64_value(&[]) != 0);
-            // h0 of one row, the input of another at some step, and an infinite one.
-            inputs[3].get(3).copy_(&all_bits.get(0));
-            inputs[0].get(2).get(9).copy_(&all_bits.get(0).narrow(0, 0, 8));
-            let _ = inputs[0].get(4).get(17).fill_(f64::INFINITY);
-            let (found, expected) = (grid(&inputs).expect("outputs"), per_step(&inputs).expect("outputs"));
-            for (found, expected) in found.iter().zip(&expected) {
-                assert!(found.isnan().equal(&expected.isnan()), "{kind:?} {hidden}");
-                assert!(found.isinf().equal(&expected.isinf()), "{kind:?} {hidden}");
+            assert_no_number_is_as_in_per_step(kind, hidden, device);
+        }
+    }
+}
+
+/// Then the last product of the way back is left out.
+#[test]
+fn cuda_half_kinds_whose_first_h_needs_no_gradient_by_the_grid() {
+    let Some(device) = device("cuda_half_kinds_whose_first_h_needs_no_gradient_by_the_grid") else { return };
+    for sizes in [[6, 20, 8, 136], [1, 9, 8, 24], [4, 70, 8, 1024]] {
+        let inputs = one(sizes, Kind::BFloat16, device).inputs;
+        let gradients = |needs_h0: bool| {
+            let mut inputs = leaves(&inputs);
+            if !needs_h0 {
+                inputs[3] = inputs[3].detach();
             }
-            let clean = found[0].narrow(1, 0, 3).isnan().any().int64_value(&[]);
-            assert!(clean == 0 && found[0].get(5).get(3).isnan().all().int64_value(&[]) == 1);
+            let outputs = grid(&inputs).expect("outputs");
+            let sum = outputs.iter().map(|output| output.sum(Kind::Float)).sum::<Tensor>();
+            sum.backward();
+            inputs.into_iter().map(|input| input.grad()).collect::<Vec<_>>()
+        };
+        let (all, others) = (gradients(true), gradients(false));
+        assert!(all[3].defined() && !others[3].defined());
+        for index in [0, 1, 2, 4] {
+            assert!(others[index].equal(&all[index]), "{index} of {sizes:?}");
+        }
+    }
+}
+
+/// Where other processes leave too few multiprocessors for all blocks at once, each step is a kernel: also when a graph
+/// is captured.
+#[test]
+fn cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step() {
+    let Some(device) = device("cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step") else { return };
+    for (kind, sizes) in [(Kind::Half, [6, 20, 8, 136]), (Kind::BFloat16, [9, 70, 8, 1024])] {
+        let inputs = one(sizes, kind, device).inputs;
+        // Sums of a grid are made in another order.
+        let expected = everything(&per_step, &inputs);
+        assert!(!everything(&grid, &inputs).iter().zip(&expected).all(|(found, of)| found.equal(of)));
+        for (found, expected) in everything(&crowded_grid, &inputs).iter().zip(&expected) {
+            assert!(found.equal(expected), "{sizes:?}");
+        }
+        let (graph, outputs) = Graph::capture(device, || crowded_grid(&inputs)).expect("a capture");
+        graph.replay().expect("a replay");
+        for (found, expected) in outputs.iter().zip(&expected) {
+            assert!(found.equal(expected), "{sizes:?}");
         }
     }
 }

@@ -129,6 +129,11 @@ fn grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::Grid, x, w, b, state), arguments)
 }
 
+/// As if it did not fit.
+fn crowded_grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+    call(|x, w, b, state| f_lltm_by(LltmPath::CrowdedGrid, x, w, b, state), arguments)
+}
+
 /// One kernel a step on CUDA, and packed weights on the CPU, however few the steps are.
 fn whole(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::Fused, x, w, b, state), arguments)

@@ -26,6 +26,8 @@ pub enum Path {
     Persistent,
     /// That of a grid.
     Grid,
+    /// That of a grid of more blocks than any GPU runs at once: what happens where other processes leave too few.
+    CrowdedGrid,
 }
 
 impl Path {
@@ -36,7 +38,7 @@ impl Path {
     pub fn is_on(self, device: Device) -> Result<bool> {
         Ok(match self {
             Path::Persistent => Clusters::of(device)?.are_there(),
-            Path::Grid => Grid::of(device)?.is_there(),
+            Path::Grid | Path::CrowdedGrid => Grid::of(device)?.is_there(),
             Path::Packed => device == Device::Cpu,
             Path::Fused => device.is_cuda(),
             Path::Automatic | Path::Cells | Path::PerStep => true,
@@ -156,12 +158,15 @@ impl Plan {
     ) -> Option<Plan> {
         let clusters = Kernel::new(direction, sizes, product, on_chip.tf32, on_chip.clusters);
         let grid = Share::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
+        /// Each is a block at least, and no GPU has so many multiprocessors.
+        const CROWD: i64 = 1024;
         let of_clusters =
             |Kernel { cluster, groups, tf32, .. }: Kernel| Plan::Persistent { cluster, groups, tf32 };
         let of_grid = |share: Share| Plan::Grid { columns: share.columns, row_groups: share.row_groups };
         match path {
             Path::Persistent => clusters.map(of_clusters).or(grid.map(of_grid)),
             Path::Grid => grid.map(of_grid),
+            Path::CrowdedGrid => grid.map(|share| of_grid(Share { row_groups: CROWD, ..share })),
             Path::Automatic => {
                 let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes));
                 let grid = grid.filter(|share| share.is_faster(direction, sizes));

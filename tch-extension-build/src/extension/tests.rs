@@ -74,6 +74,18 @@ fn a_crate_of_cpp_is_linked_with_libtorch() {
 }
 
 #[test]
+fn for_a_linter_nothing_is_compiled() {
+    let script = Script::new("linter", true);
+    let nvcc = fake_nvcc(&script.folder.join("cuda"), "13.0");
+    let broken = script.source("a.cpp", "this is no C++\n");
+    let script = script.with("NVCC", &nvcc.display().to_string()).with("TCH_EXTENSION_NO_COMPILE", "1");
+    let extension = Extension::new("a").source(broken).archs("9.0a");
+    let (built, lines) = extension.build_in(&script).expect("no library");
+    assert!(built.cuda && lines.contains(&"rustc-cfg=tch_extension_cuda".to_string()), "{lines:?}");
+    assert!(!lines.iter().any(|line| line.contains("static=a")), "{lines:?}");
+}
+
+#[test]
 fn a_source_that_is_named_twice_is_compiled_once() {
     let script = Script::new("twice", false);
     let source = script.source("csrc/a.cpp", "int a() { return 1; }\n");

@@ -1,0 +1,222 @@
+// What the probes of late warps share: delays, numbers, and comparing results bit by bit.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <type_traits>
+
+#include "lltm/grid.h"
+#include "lltm/persistent_device.h"
+
+namespace tch_extension {
+namespace {
+
+// Of the run; 0 for none.
+__device__ uint32_t seed;
+__device__ int gave_up;
+// Of the GPU's timer, in nanoseconds: whoever waits longer gives up.
+__device__ uint64_t deadline;
+
+__device__ uint64_t now() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));
+  return time;
+}
+
+__device__ bool is_too_late() {
+  if (now() < deadline) return false;
+  gave_up = 1;
+  return true;
+}
+
+__device__ uint32_t random_of(uint32_t at) {
+  at = (at ^ seed) * 0x9e3779b1u;
+  at = (at ^ at >> 15) * 0x85ebca6bu;
+  return at ^ at >> 13;
+}
+
+// One time in `often` up to 2 µs; those lanes of a warp that come together.
+__device__ void sleep_sometimes(uint32_t salt, uint32_t often) {
+  if (seed == 0) return;
+  const uint32_t warp = blockIdx.x * 32 + threadIdx.x / kWarp;
+  const auto time = static_cast<uint32_t>(clock64() >> 8);
+  const uint32_t random = random_of(random_of(warp) + salt + time);
+  if (random % often == 0) __nanosleep(random >> 8 & 2047);
+}
+
+}  // namespace
+}  // namespace tch_extension
+
+namespace {
+
+constexpr int kSteps = 24;
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  std::printf("%s: %s\n", what, cudaGetErrorString(error));
+  std::exit(1);
+}
+
+void check(const tch_extension::LaunchStatus& status) {
+  if (status.error == nullptr) return;
+  std::printf("%s: %s\n", status.kernel, status.error);
+  std::exit(1);
+}
+
+template <typename T>
+__global__ void fill(T* to, int64_t count, uint32_t salt, float scale) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at >= count) return;
+  const uint32_t random = tch_extension::random_of(static_cast<uint32_t>(at) * 31 + salt);
+  to[at] = T(((random & 0xffff) / 32768.0f - 1.0f) * scale);
+}
+
+__global__ void begin(uint32_t seed) {
+  constexpr uint64_t kLimit = 20'000'000'000;
+  tch_extension::seed = seed;
+  tch_extension::deadline = tch_extension::now() + kLimit;
+}
+
+__global__ void compare(const uint32_t* found, const uint32_t* expected, int64_t count,
+                        unsigned int* others) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (at < count && found[at] != expected[at]) atomicAdd(others, 1);
+}
+
+// Device memory with numbers in it, of a whole number of words.
+template <typename T>
+struct Array {
+  Array(int64_t values, uint32_t salt, float scale) : count((values + 3) / 4 * 4) {
+    check(cudaMalloc(&data, bytes()), "allocate");
+    fill<<<static_cast<unsigned int>((count + 255) / 256), 256>>>(data, count, salt, scale);
+  }
+  Array(const Array&) = delete;
+  Array& operator=(const Array&) = delete;
+  ~Array() { cudaFree(data); }
+  int64_t bytes() const { return count * static_cast<int64_t>(sizeof(T)); }
+  void take(const Array& other) { check(cudaMemcpy(data, other.data, bytes(), cudaMemcpyDefault), "copy"); }
+
+  int64_t count;
+  T* data;
+};
+
+template <typename T>
+void expect_equal(const Array<T>& found, const Array<T>& expected, unsigned int* others) {
+  const int64_t words = found.bytes() / 4;
+  compare<<<static_cast<unsigned int>((words + 255) / 256), 256>>>(
+      reinterpret_cast<const uint32_t*>(found.data), reinterpret_cast<const uint32_t*>(expected.data), words,
+      others);
+}
+
+template <typename T>
+constexpr int32_t kind_of() {
+  if (std::is_same_v<T, __half>) return kTchExtensionHalf;
+  if (std::is_same_v<T, __nv_bfloat16>) return kTchExtensionBFloat16;
+  return std::is_same_v<T, float> ? kTchExtensionFloat : kTchExtensionDouble;
+}
+
+template <typename T>
+constexpr const char* name_of() {
+  if (std::is_same_v<T, __half>) return "f16";
+  if (std::is_same_v<T, __nv_bfloat16>) return "bf16";
+  return std::is_same_v<T, float> ? "f32" : "f64";
+}
+
+// Where blocks leave h for one another: only a grid has such a place.
+template <typename Forward>
+void set_exchange(Forward&, void*) {}
+inline void set_exchange(LltmGridForward& forward, void* exchange) { forward.exchange = exchange; }
+
+// A state of kind S and products of kind T, forward and backward, again and again: `launch` starts either of
+// the two, which have whatever says how blocks share them.
+template <typename S, typename T, typename Forward, typename Backward, typename Launch>
+void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backward backward, const char* how,
+                          Launch launch) {
+  using G = std::conditional_t<std::is_same_v<S, double>, double, float>;
+  const int64_t state = static_cast<int64_t>(rows) * hidden, all = kSteps * state;
+  const Array<T> weight(3 * static_cast<int64_t>(hidden) * hidden, 1, 0.05f), h0(state, 2, 1.0f);
+  const Array<S> c0(state, 3, 1.0f), grad_output(all, 4, 1.0f);
+  const Array<G> input_gates(3 * all, 5, 1.5f), bias(3 * hidden, 6, 0.1f), given_h(state, 7, 1.0f),
+      given_c(state, 8, 1.0f);
+  struct Results {
+    Array<S> output, c, activations;
+    Array<T> exchange, grad_gates;
+    Array<G> grad_h, grad_c;
+    Results(int64_t state, int64_t all)
+        : output(all, 0, 0),
+          c(all, 0, 0),
+          activations(3 * all, 0, 0),
+          exchange(all, 0, 0),
+          grad_gates(3 * all, 0, 0),
+          grad_h(state, 0, 0),
+          grad_c(state, 0, 0) {}
+  } found(state, all), first(state, all);
+
+  auto set = [&](auto& params) {
+    params.steps = kSteps;
+    params.batch = rows;
+    params.hidden = params.weight_stride = hidden;
+    params.kind = kind_of<S>();
+    params.product_kind = kind_of<T>();
+    params.weight = weight.data;
+    params.c = found.c.data;
+    params.activations = found.activations.data;
+  };
+  set(forward);
+  forward.c_stride = state;
+  // As a sequence of one kind has them: in the same memory.
+  forward.input_gates = input_gates.data;
+  if constexpr (std::is_same_v<S, G>) forward.input_gates = found.activations.data;
+  forward.bias = bias.data;
+  forward.h0 = h0.data;
+  forward.c0 = c0.data;
+  forward.output = found.output.data;
+  if constexpr (std::is_same_v<S, T>) {
+    set_exchange(forward, found.output.data);
+  } else {
+    set_exchange(forward, found.exchange.data);
+  }
+  set(backward);
+  backward.needs_grad_h0 = 1;
+  backward.grad_output = grad_output.data;
+  backward.grad_h = found.grad_h.data;
+  backward.grad_c = found.grad_c.data;
+  backward.grad_gates = found.grad_gates.data;
+
+  const auto with_each = [&](auto&& of) {
+    of(found.output, first.output);
+    of(found.c, first.c);
+    of(found.activations, first.activations);
+    of(found.grad_gates, first.grad_gates);
+    of(found.grad_h, first.grad_h);
+    of(found.grad_c, first.grad_c);
+  };
+  unsigned int* others = nullptr;
+  check(cudaMalloc(&others, sizeof *others), "allocate");
+  check(cudaMemset(others, 0, sizeof *others), "clear");
+  for (int run = 0; run <= runs; ++run) {
+    begin<<<1, 1>>>(static_cast<uint32_t>(run));
+    found.grad_h.take(given_h);
+    found.grad_c.take(given_c);
+    if constexpr (std::is_same_v<S, G>) found.activations.take(input_gates);
+    launch(forward);
+    launch(backward);
+    if (run == 0) with_each([](const auto& found, auto& first) { first.take(found); });
+    with_each([&](const auto& found, const auto& first) { expect_equal(found, first, others); });
+  }
+  unsigned int count = 0;
+  int gave_up = 0;
+  check(cudaMemcpy(&count, others, sizeof count, cudaMemcpyDefault), "run");
+  check(cudaMemcpyFromSymbol(&gave_up, tch_extension::gave_up, sizeof gave_up), "read");
+  cudaFree(others);
+  std::printf("%s, products in %s, (%d, %d, %d), %s: %d runs, %u words differ%s\n", name_of<S>(),
+              name_of<T>(), kSteps, rows, hidden, how, runs, count, gave_up != 0 ? ", a wait gave up" : "");
+  std::fflush(stdout);
+  if (count != 0 || gave_up != 0) std::exit(1);
+}
+
+// How many runs of each kernel: with a sanitizer few are enough.
+inline int runs_of(int count, char** arguments) { return count > 1 ? std::atoi(arguments[1]) : 1000; }
+
+}  // namespace

@@ -1,0 +1,78 @@
+// As lltm_delays.cu, the LLTM kernels of a grid: each warp sleeps for a random time before it reads what
+// other blocks send. From the root of the repository:
+//
+//   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -I csrc
+//     -I csrc/include -o lltm_grid_delays benches/probes/lltm_grid_delays.cu && ./lltm_grid_delays
+#include "lltm/grid_launch.h"
+#include "lltm_delays.h"
+
+namespace tch_extension {
+namespace {
+
+// Zeros for what did not come in time: they are no message that is missing.
+__device__ uint4 late_load_message(const void* from) {
+  sleep_sometimes(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) >> 9), 16);
+  return is_too_late() ? uint4{} : load_message(from);
+}
+
+}  // namespace
+}  // namespace tch_extension
+
+#define load_message late_load_message
+#include "lltm/grid_forward.cu"
+// Each file has its own.
+#define kAhead kAheadBack
+#define kNear kNearBack
+#include "lltm/grid_backward.cu"
+
+namespace {
+
+void expect_fits(bool fits) {
+  if (fits) return;
+  std::printf("not all blocks run at once\n");
+  std::exit(1);
+}
+
+void launch(const LltmGridForward& forward) {
+  bool fits = false;
+  check(tch_extension_lltm_grid_forward_cuda(&forward, &fits, nullptr));
+  expect_fits(fits);
+}
+
+void launch(const LltmGridBackward& backward) {
+  bool fits = false;
+  check(tch_extension_lltm_grid_backward_cuda(&backward, &fits, nullptr));
+  expect_fits(fits);
+}
+
+template <typename S, typename T>
+void expect_of_grid(int runs, int rows, int hidden, int columns, int row_groups) {
+  LltmGridForward forward{};
+  LltmGridBackward backward{};
+  forward.columns = backward.columns = columns;
+  forward.row_groups = backward.row_groups = row_groups;
+  char how[80];
+  std::snprintf(how, sizeof how, "%d columns a block, %d groups of rows", columns, row_groups);
+  expect_the_same_bits<S, T>(rows, hidden, runs, forward, backward, how,
+                             [](const auto& params) { launch(params); });
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  const int runs = runs_of(count, arguments);
+  expect_of_grid<__nv_bfloat16, __nv_bfloat16>(runs, 17, 136, 16, 3);
+  expect_of_grid<__half, __half>(runs, 60, 512, 32, 3);
+  expect_of_grid<__nv_bfloat16, __nv_bfloat16>(runs, 20, 520, 16, 1);
+  expect_of_grid<__nv_bfloat16, __nv_bfloat16>(runs, 40, 768, 32, 5);
+  expect_of_grid<__nv_bfloat16, __nv_bfloat16>(runs, 17, 1000, 32, 1);
+  expect_of_grid<__half, __half>(runs, 16, 1024, 16, 2);
+  expect_of_grid<__nv_bfloat16, __nv_bfloat16>(runs, 9, 1288, 16, 1);
+  expect_of_grid<__half, __half>(runs, 9, 2048, 16, 1);
+  expect_of_grid<float, __nv_bfloat16>(runs, 33, 520, 32, 2);
+  expect_of_grid<float, float>(runs, 17, 256, 32, 3);
+  expect_of_grid<float, float>(runs, 24, 512, 32, 2);
+  expect_of_grid<float, float>(runs, 17, 768, 16, 1);
+  expect_of_grid<float, float>(runs, 9, 1024, 16, 1);
+  return 0;
+}
