@@ -7,11 +7,12 @@ namespace tch_extension {
 namespace {
 
 // Steps whose messages' memory is on its way, and turns of a thread whose saved values are.
-[[maybe_unused]] constexpr int kNear = 2;  // unused where the kernel is empty
-constexpr int kAhead = 2;
+[[maybe_unused]] constexpr int kNearBack = 2;  // unused where the kernel is empty
+constexpr int kAheadBack = 2;
 // From as many sub-batches on, messages of the next are asked for while one is multiplied: of fewer, they are
 // not sent before these are read.
-[[maybe_unused]] constexpr int kSubsAhead = 2;
+template <typename T>
+[[maybe_unused]] constexpr int kSubsAheadBack = sizeof(T) == 2 ? 2 : 3;
 
 // W_hᵀ.
 template <typename Product>
@@ -52,9 +53,11 @@ struct GridLayoutBack {
   using Teams = GridTeams<Product, Product::kTiles * kTile>;
   static constexpr int kSaved = 5;
   static constexpr int kRing = Teams::kEnd;
-  static constexpr int kState = kRing + kAhead * kSaved * kFinishers * static_cast<int>(sizeof(BitsOfTwo<S>));
+  static constexpr int kState =
+      kRing + kAheadBack * kSaved * kFinishers * static_cast<int>(sizeof(BitsOfTwo<S>));
   static int bytes(int subs) {
-    return kState + (subs + Teams::kTeams - 1) / Teams::kTeams * kFinishers * static_cast<int>(sizeof(float2));
+    return kState +
+           (subs + Teams::kTeams - 1) / Teams::kTeams * kFinishers * static_cast<int>(sizeof(float2));
   }
 };
 
@@ -100,7 +103,7 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     }
     copy(4, params.c, at);
     commit_copies();
-    slot = (slot + 1) % kAhead;
+    slot = (slot + 1) % kAheadBack;
     this->advance(fetched);
   }
 
@@ -108,7 +111,7 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
   __device__ __forceinline__ void run(int last) {
     fetched = this->first_turn();
     if (fetched.sub >= place.subs) return;
-    for (int turn = 0; turn < kAhead; ++turn) fetch();
+    for (int turn = 0; turn < kAheadBack; ++turn) fetch();
     for (int sub = this->team; sub < place.subs; sub += kTeams) {
       const float* from = static_cast<const float*>(params.grad_c) + at_first(sub);
       of_c(sub) = is_valid(sub) ? *reinterpret_cast<const float2*>(from) : float2{};
@@ -138,10 +141,8 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
   __device__ __forceinline__ void finish(const Turn& turn, float2 grad_h, bool valid) {
     float2 grad_c = of_c(turn.sub);
     float grads[kGates][2];
-    wait_for_copies<kAhead - 1>();
-    auto saved = [&](int value) {
-      return values_of<S>(ring[(slot * Layout::kSaved + value) * kFinishers]);
-    };
+    wait_for_copies<kAheadBack - 1>();
+    auto saved = [&](int value) { return values_of<S>(ring[(slot * Layout::kSaved + value) * kFinishers]); };
     const float2 grad_output = saved(0), i = saved(1), o = saved(2), g = saved(3), c = saved(4);
     auto of_one = [&](int at, float grad_h, float& grad_c, float i, float o, float g, float c) {
       const float tanh_c = GridActivation<T>::of_c(c);
@@ -160,8 +161,8 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
       send_two(to + gate * place.hidden, grads[gate][0], grads[gate][1]);
     }
     // By then it may have left the L2 cache, and readers would wait for the memory.
-    if (this->is_first() && turn.step + kNear < place.steps) {
-      const int64_t near = static_cast<int64_t>(kNear * kGates) * place.batch * place.hidden;
+    if (this->is_first() && turn.step + kNearBack < place.steps) {
+      const int64_t near = static_cast<int64_t>(kNearBack * kGates) * place.batch * place.hidden;
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) prefetch(to + gate * place.hidden - near);
     }
@@ -192,7 +193,8 @@ __device__ __forceinline__ void produce(const LltmGridBackward& params, const Gr
   Product product(memory + GridTeams<Product, kColumns>::kWeights);
   load_weights(product, params, place.first_column);
   auto source = [&](const Turn& turn) { return source_of<Product>(params, place, turn); };
-  multiply_turns(product, place, source, Turn{1, 0}, turns, place.subs >= kSubsAhead, memory);
+  multiply_turns(product, place, source, Turn{1, 0}, turns, place.subs >= kSubsAheadBack<typename Product::T>,
+                 memory);
 }
 
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.
@@ -213,47 +215,30 @@ __global__ void __launch_bounds__(kGridThreads, 1)
 #endif
 }
 
-template <typename S, typename T, int kTiles, int kVectors, int kShared, int kRing, int kGroup>
-GridStatus start(const LltmGridBackward& params, cudaStream_t stream) {
-  using Product = GridProduct<T, kTiles, kVectors, kShared, kRing, kGroup>;
-  const int bytes = GridLayoutBack<S, Product>::bytes(subs_of(params));
-  const auto size = static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) * sizeof(T);
-  return start_grid<lltm_grid_backward<S, Product>, kGridThreads>(params, bytes, params.grad_gates, size, stream);
-}
-
 struct GridBackward {
-  template <typename S, typename T>
-  const char* run() const {
-    if constexpr (sizeof(T) > 4) {
-      return kNoKernel;
-    } else {
-      const int64_t terms = kWarps * kSpan<T>;
-      const GridStatus status = start_of<S, T>((kGates * params.hidden + terms - 1) / terms);
-      *fits = status.fits;
-      return status.error;
-    }
+  template <typename S, typename Product>
+  static GridStatus start(const LltmGridBackward& params, cudaStream_t stream) {
+    using T = typename Product::T;
+    const auto size = static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) * sizeof(T);
+    return start_grid<lltm_grid_backward<S, Product>, kGridThreads>(
+        params, GridLayoutBack<S, Product>::bytes(subs_of(params)), params.grad_gates, size, stream);
   }
 
   // With as many vectors of a row for each lane, or more.
   template <typename S, typename T>
-  GridStatus start_of(int64_t vectors) const {
+  static GridStatus start(const LltmGridBackward& params, int64_t vectors, cudaStream_t stream) {
     if (params.columns == 32) {
-      if (vectors <= 6) return start<S, T, 2, 6, 0, 6, 3>(params, stream);
-      if (vectors <= 9) return start<S, T, 2, 9, 18, 9, 3>(params, stream);
-      if (vectors <= 12) return start<S, T, 2, 12, 20, 12, 3>(params, stream);
+      if (vectors <= 6) return start<S, GridProduct<T, 2, 6, 0, 6, 3>>(params, stream);
+      if (vectors <= 9) return start<S, GridProduct<T, 2, 9, 9, 9, 3>>(params, stream);
+      if (vectors <= 12) return start<S, GridProduct<T, 2, 12, 24, 6, 3>>(params, stream);
     } else {
-      if (vectors <= 6) return start<S, T, 1, 6, 0, 6, 3>(params, stream);
-      if (vectors <= 9) return start<S, T, 1, 9, 0, 9, 3>(params, stream);
-      if (vectors <= 12) return start<S, T, 1, 12, 0, 12, 6>(params, stream);
-      if (vectors <= 18) return start<S, T, 1, 18, 0, 9, 3>(params, stream);
-      if (vectors <= 24) return start<S, T, 1, 24, 20, 12, 3>(params, stream);
+      if (vectors <= 9) return start<S, GridProduct<T, 1, 9, 0, 9, 3>>(params, stream);
+      if (vectors <= 12) return start<S, GridProduct<T, 1, 12, 0, 12, 3>>(params, stream);
+      if (vectors <= 18) return start<S, GridProduct<T, 1, 18, 4, 9, 3>>(params, stream);
+      if (vectors <= 24) return start<S, GridProduct<T, 1, 24, 20, 12, 3>>(params, stream);
     }
     return {true, kNoKernel};
   }
-
-  const LltmGridBackward& params;
-  bool* fits;
-  cudaStream_t stream;
 };
 
 }  // namespace
@@ -264,6 +249,6 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(con
                                                                              bool* fits,
                                                                              cudaStream_t stream) {
   using namespace tch_extension;
-  return {"lltm_grid_backward",
-          for_kinds(params->kind, params->product_kind, GridBackward{*params, fits, stream})};
+  const GridCall<GridBackward, LltmGridBackward> call{*params, kGates * params->hidden, fits, stream};
+  return {"lltm_grid_backward", for_kinds(params->kind, params->product_kind, call)};
 }

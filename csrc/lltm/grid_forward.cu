@@ -7,14 +7,14 @@ namespace {
 
 // Turns whose input gates are on their way, and steps whose messages' memory is.
 constexpr int kAhead = 3;
-// From as many sub-batches on, messages of the next are asked for while one is multiplied: of fewer, they are not there.
+// From as many sub-batches on, messages of the next are asked for while one is multiplied: of fewer, they are
+// not there.
 constexpr int kSubsAhead = 3;
 [[maybe_unused]] constexpr int kNear = 4;  // unused where the kernel is empty
 
-template <typename T, int kColumns, int kVectors>
-using GridProductForward =
-    GridProduct<T, kGates * kColumns / kTile, kVectors, (kVectors * kColumns == 128 ? 12 : 0), kVectors,
-                kVectors % 2 == 0 ? 2 : 1>;
+// All of a turn's messages are asked for at once.
+template <typename T, int kColumns, int kVectors, int kShared, int kGroup>
+using GridProductForward = GridProduct<T, kGates * kColumns / kTile, kVectors, kShared, kVectors, kGroup>;
 
 // A row of W may begin anywhere.
 template <bool kWhole, typename T>
@@ -29,7 +29,8 @@ __device__ __forceinline__ uint4 load_vector(const T* from) {
 
 // W_h: of each gate a row of the tile for each of the block's columns.
 template <bool kWhole, typename Product>
-__device__ __forceinline__ void load_weights(Product& product, const LltmGridForward& params, int first_column) {
+__device__ __forceinline__ void load_weights(Product& product, const LltmGridForward& params,
+                                             int first_column) {
   using T = typename Product::T;
   constexpr int kOfGate = Product::kTiles / kGates;
   const int hidden = static_cast<int>(params.hidden), lane = threadIdx.x % kWarp;
@@ -55,8 +56,8 @@ __device__ __forceinline__ void load_weights(Product& product, const LltmGridFor
   }
 }
 
-// Shared memory behind that of the product: of each thread that finishes, input gates of its next turns and c of
-// each of its sub-batches, of two columns.
+// Shared memory behind that of the product: of each thread that finishes, input gates of its next turns and c
+// of each of its sub-batches, of two columns.
 template <typename Product, int kColumns>
 struct GridLayout {
   using Teams = GridTeams<Product, kColumns>;
@@ -93,7 +94,8 @@ struct GridFinisher : GridMember<Product, kColumns> {
 
   __device__ __forceinline__ void fetch() {
     const bool wanted = fetched.step < place.steps && is_valid(fetched.sub);
-    const float* from = static_cast<const float*>(params.input_gates) + (wanted ? at_gates(at_turn(fetched)) : 0);
+    const float* from =
+        static_cast<const float*>(params.input_gates) + (wanted ? at_gates(at_turn(fetched)) : 0);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       copy_async(ring + (slot * kGates + gate) * kFinishers,
@@ -114,8 +116,8 @@ struct GridFinisher : GridMember<Product, kColumns> {
     }
     for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
       const S* from = static_cast<const S*>(params.c0) + at_first(sub);
-      c_of(sub) = is_valid(sub) ? make_float2(static_cast<float>(from[0]), static_cast<float>(from[1]))
-                                : float2{};
+      c_of(sub) =
+          is_valid(sub) ? make_float2(static_cast<float>(from[0]), static_cast<float>(from[1])) : float2{};
     }
   }
 
@@ -230,78 +232,52 @@ __global__ void __launch_bounds__(kGridThreads, 1)
 #endif
 }
 
-template <typename S, typename T, int kColumns, int kVectors>
-GridStatus start(const LltmGridForward& params, cudaStream_t stream) {
-  using Product = GridProductForward<T, kColumns, kVectors>;
-  const int bytes = GridLayout<Product, kColumns>::bytes(subs_of(params));
-  const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
-  return start_grid<lltm_grid_forward<S, Product, kColumns>, kGridThreads>(params, bytes, params.exchange,
-                                                                           size, stream);
-}
-
 struct GridForward {
+  template <typename S, int kColumns, typename Product>
+  static GridStatus start(const LltmGridForward& params, cudaStream_t stream) {
+    using T = typename Product::T;
+    const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
+    return start_grid<lltm_grid_forward<S, Product, kColumns>, kGridThreads>(
+        params, GridLayout<Product, kColumns>::bytes(subs_of(params)), params.exchange, size, stream);
+  }
+
+  template <typename S, int kColumns, typename T, int... kSizes>
+  static GridStatus start_of(const LltmGridForward& params, cudaStream_t stream) {
+    return start<S, kColumns, GridProductForward<T, kColumns, kSizes...>>(params, stream);
+  }
+
+  // With as many vectors of a row for each lane, or more.
   template <typename S, typename T>
-  const char* run() const {
-    if constexpr (sizeof(T) > 4) {
-      return kNoKernel;
+  static GridStatus start(const LltmGridForward& params, int64_t vectors, cudaStream_t stream) {
+    if (params.columns == 32) {
+      if (vectors <= 2) return start_of<S, 32, T, 2, 0, 2>(params, stream);
+      if (vectors <= 3) return start_of<S, 32, T, 3, 0, 3>(params, stream);
+      if (vectors <= 4) return start_of<S, 32, T, 4, 12, 2>(params, stream);
     } else {
-      const int64_t terms = kWarps * kSpan<T>;
-      const GridStatus status = start_of<S, T>((params.hidden + terms - 1) / terms);
-      *fits = status.fits;
-      return status.error;
+      if (vectors <= 3) return start_of<S, 16, T, 3, 0, 3>(params, stream);
+      if (vectors <= 4) return start_of<S, 16, T, 4, 0, 2>(params, stream);
+      if (vectors <= 6) return start_of<S, 16, T, 6, 0, 6>(params, stream);
+      if (vectors <= 8) return start_of<S, 16, T, 8, 14, 4>(params, stream);
     }
+    return {true, kNoKernel};
   }
-
-  // With as many vectors of a row for each warp, or more.
-  template <typename S, typename T>
-  GridStatus start_of(int64_t vectors) const {
-    switch (params.columns * 16 + vectors) {
-      case 32 * 16 + 1:
-      case 32 * 16 + 2:
-        return start<S, T, 32, 2>(params, stream);
-      case 32 * 16 + 3:
-        return start<S, T, 32, 3>(params, stream);
-      case 32 * 16 + 4:
-        return start<S, T, 32, 4>(params, stream);
-      case 16 * 16 + 1:
-      case 16 * 16 + 2:
-        return start<S, T, 16, 2>(params, stream);
-      case 16 * 16 + 3:
-        return start<S, T, 16, 3>(params, stream);
-      case 16 * 16 + 4:
-        return start<S, T, 16, 4>(params, stream);
-      case 16 * 16 + 5:
-      case 16 * 16 + 6:
-        return start<S, T, 16, 6>(params, stream);
-      case 16 * 16 + 7:
-      case 16 * 16 + 8:
-        return start<S, T, 16, 8>(params, stream);
-      default:
-        return {true, kNoKernel};
-    }
-  }
-
-  const LltmGridForward& params;
-  bool* fits;
-  cudaStream_t stream;
 };
 
 }  // namespace
 }  // namespace tch_extension
 
-// `fits` is false where not all blocks can run at once: then no kernel was started.
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(const LltmGridForward* params,
                                                                             bool* fits, cudaStream_t stream) {
   using namespace tch_extension;
-  return {"lltm_grid_forward",
-          for_kinds(params->kind, params->product_kind, GridForward{*params, fits, stream})};
+  const GridCall<GridForward, LltmGridForward> call{*params, params->hidden, fits, stream};
+  return {"lltm_grid_forward", for_kinds(params->kind, params->product_kind, call)};
 }
 
 // Of the current device, which `device` has to be: how many blocks run at the same time; 0 where the kernels
 // cannot.
 extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* blocks) {
   using namespace tch_extension;
-  using Product = GridProductForward<__half, 32, 4>;
+  using Product = GridProductForward<__half, 32, 4, 12, 2>;
   constexpr auto kLargest = lltm_grid_forward<__half, Product, 32>;
   int major = 0, cooperative = 0, processors = 0, of_one = 0;
   *blocks = 0;
