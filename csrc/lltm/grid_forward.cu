@@ -241,9 +241,9 @@ struct GridForward {
         params, GridLayout<Product, kColumns>::bytes(subs_of(params)), params.exchange, size, stream);
   }
 
-  template <typename S, int kColumns, typename T, int... kSizes>
+  template <typename S, int kColumns, typename T, int kVectors, int kShared, int kGroup>
   static GridStatus start_of(const LltmGridForward& params, cudaStream_t stream) {
-    return start<S, kColumns, GridProductForward<T, kColumns, kSizes...>>(params, stream);
+    return start<S, kColumns, GridProductForward<T, kColumns, kVectors, kShared, kGroup>>(params, stream);
   }
 
   // With as many vectors of a row for each lane, or more.
