@@ -3,7 +3,7 @@
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -I csrc
 //     -I csrc/include -o lltm_grid_delays benches/probes/lltm_grid_delays.cu && ./lltm_grid_delays
-#include "lltm/grid_launch.h"
+#include "lltm/grid_device.h"
 #include "lltm_delays.h"
 
 namespace tch_extension {
@@ -24,14 +24,11 @@ __device__ uint4 late_load_messages(const void* from) {
 }  // namespace tch_extension
 
 #define load_message late_load_message
-#include "lltm/grid_forward.cu"
 #define load_messages late_load_messages
+#include "lltm/grid_backward.cu"
+#include "lltm/grid_forward.cu"
 #include "lltm/grid_wide_backward.cu"
 #include "lltm/grid_wide_forward.cu"
-// Each file has its own.
-#define kAhead kAheadBack
-#define kNear kNearBack
-#include "lltm/grid_backward.cu"
 
 namespace {
 
