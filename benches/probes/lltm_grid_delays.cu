@@ -3,7 +3,7 @@
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -I csrc
 //     -I csrc/include -o lltm_grid_delays benches/probes/lltm_grid_delays.cu && ./lltm_grid_delays
-#include "lltm/grid_launch.h"
+#include "lltm/grid_device.h"
 #include "lltm_delays.h"
 
 namespace tch_extension {
@@ -15,15 +15,20 @@ __device__ uint4 late_load_message(const void* from) {
   return is_too_late() ? uint4{} : load_message(from);
 }
 
+__device__ uint4 late_load_messages(const void* from) {
+  sleep_sometimes(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) >> 9), 16);
+  return is_too_late() ? uint4{} : load_messages(from);
+}
+
 }  // namespace
 }  // namespace tch_extension
 
 #define load_message late_load_message
-#include "lltm/grid_forward.cu"
-// Each file has its own.
-#define kAhead kAheadBack
-#define kNear kNearBack
+#define load_messages late_load_messages
 #include "lltm/grid_backward.cu"
+#include "lltm/grid_forward.cu"
+#include "lltm/grid_wide_backward.cu"
+#include "lltm/grid_wide_forward.cu"
 
 namespace {
 
@@ -57,6 +62,25 @@ void expect_of_grid(int runs, int rows, int hidden, int columns, int row_groups)
                              [](const auto& params) { launch(params); });
 }
 
+template <typename S, typename T>
+void expect_of_wide_grid(int runs, int rows, int hidden, int row_groups) {
+  LltmGridForward forward{};
+  LltmGridBackward backward{};
+  forward.columns = backward.columns = 32;
+  forward.row_groups = backward.row_groups = row_groups;
+  char how[80];
+  std::snprintf(how, sizeof how, "wide, %d groups of rows", row_groups);
+  expect_the_same_bits<S, T>(rows, hidden, runs, forward, backward, how, [](const auto& params) {
+    bool fits = false;
+    if constexpr (std::is_same_v<decltype(params), const LltmGridForward&>) {
+      check(tch_extension_lltm_grid_wide_forward_cuda(&params, &fits, nullptr));
+    } else {
+      check(tch_extension_lltm_grid_wide_backward_cuda(&params, &fits, nullptr));
+    }
+    expect_fits(fits);
+  });
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -74,5 +98,10 @@ int main(int count, char** arguments) {
   expect_of_grid<float, float>(runs, 24, 512, 32, 2);
   expect_of_grid<float, float>(runs, 17, 768, 16, 1);
   expect_of_grid<float, float>(runs, 9, 1024, 16, 1);
+  expect_of_wide_grid<__nv_bfloat16, __nv_bfloat16>(runs, 70, 136, 1);
+  expect_of_wide_grid<__half, __half>(runs, 70, 512, 2);
+  expect_of_wide_grid<float, __half>(runs, 65, 768, 2);
+  expect_of_wide_grid<__nv_bfloat16, __nv_bfloat16>(runs, 130, 1000, 3);
+  expect_of_wide_grid<__half, __half>(runs, 150, 1024, 3);
   return 0;
 }

@@ -162,6 +162,47 @@ __device__ __forceinline__ void multiply(float (&sum)[96], uint64_t lhs, uint64_
 }
 
 #undef TCH_EXTENSION_MULTIPLY_192
+
+#define TCH_EXTENSION_MULTIPLY_ADD(columns, kind, sums, lhs_and_rhs, ...)                              \
+  asm volatile(                                                                                        \
+      "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                                                   \
+      "wgmma.mma_async.sync.aligned.m64n" columns "k16.f32." kind "." kind " {" sums "}, " lhs_and_rhs \
+      ", add, 1, 1, 0;\n}"                                                                             \
+      : __VA_ARGS__                                                                                    \
+      : "r"(lhs[0]), "r"(lhs[1]), "r"(lhs[2]), "r"(lhs[3]), "l"(rhs))
+#define TCH_EXTENSION_MULTIPLY_ADD_32(kind)                                                  \
+  TCH_EXTENSION_MULTIPLY_ADD("32", kind, TCH_EXTENSION_TEN() "%10, %11, %12, %13, %14, %15", \
+                             "{%16, %17, %18, %19}, %20", TCH_EXTENSION_SUMS(0), TCH_EXTENSION_SUMS(8))
+#define TCH_EXTENSION_MULTIPLY_ADD_96(kind)                                                             \
+  TCH_EXTENSION_MULTIPLY_ADD("96", kind,                                                                \
+                             TCH_EXTENSION_TEN() TCH_EXTENSION_TEN(1) TCH_EXTENSION_TEN(2)              \
+                                 TCH_EXTENSION_TEN(3) "%40, %41, %42, %43, %44, %45, %46, %47",         \
+                             "{%48, %49, %50, %51}, %52", TCH_EXTENSION_SUMS(0), TCH_EXTENSION_SUMS(8), \
+                             TCH_EXTENSION_SUMS(16), TCH_EXTENSION_SUMS(24), TCH_EXTENSION_SUMS(32),    \
+                             TCH_EXTENSION_SUMS(40))
+
+// sum += lhs rhs: 64×16 by 16×32 or 16×96. A thread has, of the same rows as above, the columns 2·(lane % 4)
+// and the next of lhs, of the first row and the second, and then those 8 behind them.
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&sum)[16], const uint32_t (&lhs)[4], uint64_t rhs) {
+  if constexpr (std::is_same_v<T, __half>) {
+    TCH_EXTENSION_MULTIPLY_ADD_32("f16");
+  } else {
+    TCH_EXTENSION_MULTIPLY_ADD_32("bf16");
+  }
+}
+template <typename T>
+__device__ __forceinline__ void multiply_add(float (&sum)[48], const uint32_t (&lhs)[4], uint64_t rhs) {
+  if constexpr (std::is_same_v<T, __half>) {
+    TCH_EXTENSION_MULTIPLY_ADD_96("f16");
+  } else {
+    TCH_EXTENSION_MULTIPLY_ADD_96("bf16");
+  }
+}
+
+#undef TCH_EXTENSION_MULTIPLY_ADD_96
+#undef TCH_EXTENSION_MULTIPLY_ADD_32
+#undef TCH_EXTENSION_MULTIPLY_ADD
 #undef TCH_EXTENSION_MULTIPLY
 #undef TCH_EXTENSION_SUMS
 #undef TCH_EXTENSION_TEN

@@ -6,406 +6,239 @@
 namespace tch_extension {
 namespace {
 
-constexpr int kBlock = kWarps * kWarp;
-
 // Steps whose messages' memory is on its way, and turns of a thread whose saved values are.
-[[maybe_unused]] constexpr int kNear = 2;  // unused where the kernel is empty
-constexpr int kAhead = 2;
-
-// What is not sent yet: two values of a half kind are sent as one word, and those of no conversion are both
-// all ones.
-constexpr uint32_t kUnsent = ~0u;
-
+[[maybe_unused]] constexpr int kNearBack = 2;  // unused where the kernel is empty
+constexpr int kAheadBack = 2;
+// From as many sub-batches on, messages of the next are asked for while one is multiplied: of fewer, they are
+// not sent before these are read.
 template <typename T>
-__device__ __forceinline__ void send_two(T* to, float first, float second) {
-  auto store = [](void* to, uint32_t word, uint32_t not_a_number) {
-    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word == kUnsent ? not_a_number : word)
-                 : "memory");
+[[maybe_unused]] constexpr int kSubsAheadBack = sizeof(T) == 2 ? 2 : 3;
+
+// W_hᵀ.
+template <typename Product>
+__device__ __forceinline__ void load_weights(Product& product, const LltmGridBackward& params,
+                                             int first_column) {
+  using T = typename Product::T;
+  const T* weight = static_cast<const T*>(params.weight);
+  const int hidden = static_cast<int>(params.hidden), lane = threadIdx.x % kWarp;
+  auto word = [&](int term, int column) {
+    if (term >= kGates * hidden || column >= hidden) return 0u;
+    const T* at = weight + static_cast<int64_t>(term) * params.weight_stride + column;
+    if constexpr (sizeof(T) == 2) {
+      return bits_of(at[0]) | bits_of(at[params.weight_stride]) << 16;
+    } else {
+      return to_tf32(__float_as_uint(at[0]));
+    }
   };
-  if constexpr (sizeof(T) == 2) {
-    store(to, bits_of(static_cast<T>(first)) | bits_of(static_cast<T>(second)) << 16, 0x7fff7fff);
-  } else {
-    store(to, __float_as_uint(first), 0x7fffffff);
-    store(to + 1, __float_as_uint(second), 0x7fffffff);
-  }
-}
-
-[[maybe_unused]] __device__ __forceinline__ bool is_unsent(const uint4& words) {
-  return max(max(words.x, words.y), max(words.z, words.w)) == kUnsent;
-}
-
-template <typename T>
-__device__ __forceinline__ void multiply_add_one(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                 uint32_t b1) {
-  if constexpr (sizeof(T) == 2) {
-    multiply_add<T>(sums, a, b0, b1);
-  } else {
-    multiply_add_tf32(sums, a, b0, b1);
-  }
-}
-
-// W_hᵀ of a warp, as tensor cores take it: kTiles tiles of the block's columns, and of their rows kVectors
-// vectors a lane, each for two instructions. In registers, but for the last kShared, for which there are none
-// left: in shared memory, [warp, fragment, lane].
-template <typename T, int kTiles, int kVectors, int kShared>
-struct GridWeightsBack {
-  static constexpr int kFragments = kVectors * 2 * kTiles;
-  static constexpr int kInRegisters = kFragments - kShared;
-  static constexpr int kBytes = kWarps * kShared * kWarp * static_cast<int>(sizeof(uint4));
-  // Sums of a tile that are made side by side: one after the other they would wait for each instruction.
-  static constexpr int kChains = kTiles < 4 ? 4 / kTiles : 1;
-
-  // A tile's rows are its even columns first, so that a lane's sums are of neighbouring ones.
-  __device__ void load(const LltmGridBackward& params, int first_column, int first_term,
-                       unsigned char* memory) {
-    const T* weight = static_cast<const T*>(params.weight);
-    const int hidden = static_cast<int>(params.hidden), lane = threadIdx.x % kWarp;
-    shared = reinterpret_cast<uint4*>(memory) + threadIdx.x / kWarp * (kShared * kWarp) + lane;
-    auto word = [&](int term, int column) {
-      if (term >= kGates * hidden || column >= hidden) return 0u;
-      const T* at = weight + static_cast<int64_t>(term) * params.weight_stride + column;
-      if constexpr (sizeof(T) == 2) {
-        return bits_of(at[0]) | bits_of(at[params.weight_stride]) << 16;
-      } else {
-        return to_tf32(__float_as_uint(at[0]));
-      }
-    };
 #pragma unroll
-    for (int fragment = 0; fragment < kFragments; ++fragment) {
-      uint32_t parts[4];
+  for (int fragment = 0; fragment < Product::kFragments; ++fragment) {
+    const int tile = fragment % Product::kTiles, half = fragment / Product::kTiles % 2;
+    const int vector = fragment / Product::kTiles / 2;
 #pragma unroll
-      for (int part = 0; part < 4; ++part) {
-        const int of_vector = fragment / kTiles % 2 * 2 + part / 2;
-        const int term =
-            first_term + fragment / (2 * kTiles) * kStride + of_vector * (4 / static_cast<int>(sizeof(T)));
-        parts[part] = word(term, first_column + fragment % kTiles * kTile + lane / 4 * 2 + part % 2);
-      }
-      if (fragment < kInRegisters) {
-#pragma unroll
-        for (int part = 0; part < 4; ++part) weights[fragment][part] = parts[part];
-      } else {
-        shared[(fragment - kInRegisters) * kWarp] = make_uint4(parts[0], parts[1], parts[2], parts[3]);
-      }
-      if (fragment % 4 == 3) few_at_a_time();
+    for (int part = 0; part < 4; ++part) {
+      const int term = product.first_term() + vector * Product::kStride +
+                       (half * 2 + part / 2) * (4 / static_cast<int>(sizeof(T)));
+      const int column = first_column + tile * kTile + lane / 4 * 2 + part % 2;
+      product.put_weight(vector, half, tile, part, word(term, column));
     }
+    if (fragment % 4 == 3) few_at_a_time();
   }
+}
 
-  __device__ __forceinline__ void multiply(float (&sums)[kChains][kTiles][4], int vector,
-                                           const uint4& b) const {
-    const uint4 words = operands<T>(b);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const int fragment = (vector * 2 + half) * kTiles + tile;
-        auto& sum = sums[(vector * 2 + half) % kChains][tile];
-        const uint32_t b0 = half == 0 ? words.x : words.z, b1 = half == 0 ? words.y : words.w;
-        if (fragment < kInRegisters) {
-          multiply_add_one<T>(sum, weights[fragment], b0, b1);
-        } else {
-          const uint4 a = shared[(fragment - kInRegisters) * kWarp];
-          const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
-          multiply_add_one<T>(sum, parts, b0, b1);
-        }
-      }
-    }
-  }
-
-  // From a vector of a warp to its next: the warps take vectors in turn.
-  enum : int { kStride = kWarps * kSpan<T> };
-  uint32_t weights[kInRegisters][4];
-  uint4* shared;
-};
-
-// Shared memory: partial sums of two turns, [2, warp, tile, quad] of four; weights; gradients for c of each
-// sub-batch, of two columns a thread.
-template <typename Weights, int kTiles, int kBytesOfTwo>
+// Shared memory behind that of the product: of each thread that finishes, saved values of its next turns, and
+// gradients for c of each of its sub-batches, of two columns. Were saved values on their way to registers,
+// messages would wait for them.
+template <typename S, typename Product>
 struct GridLayoutBack {
-  static constexpr int kOfTile = kWarp * static_cast<int>(sizeof(float4));
-  static constexpr int kOfWarp = kTiles * kOfTile;
-  static constexpr int kOfTurn = kWarps * kOfWarp;
-  static constexpr int kWeights = 2 * kOfTurn;
-  // Of a thread, kSaved times two values of each of its next turns: were they on their way to registers, its
-  // messages would wait for them.
+  using Teams = GridTeams<Product, Product::kTiles * kTile>;
   static constexpr int kSaved = 5;
-  static constexpr int kRing = kWeights + Weights::kBytes;
-  static constexpr int kState = kRing + kAhead * kSaved * kBlock * kBytesOfTwo;
-  // Threads that finish a sub-batch: the others begin with the next.
-  static constexpr int kFinishing = 2 * kTiles * kWarp;
+  static constexpr int kRing = Teams::kEnd;
+  static constexpr int kState =
+      kRing + kAheadBack * kSaved * kFinishers * static_cast<int>(sizeof(BitsOfTwo<S>));
+  static int bytes(int subs) {
+    return kState +
+           (subs + Teams::kTeams - 1) / Teams::kTeams * kFinishers * static_cast<int>(sizeof(float2));
+  }
 };
 
-// Two values as they are in memory.
-template <typename S>
-using BitsOfTwo = std::conditional_t<sizeof(S) == 2, uint32_t, uint2>;
-
-template <typename S>
-__device__ __forceinline__ float2 values_of(const BitsOfTwo<S>& bits) {
-  if constexpr (std::is_same_v<S, float>) {
-    return {__uint_as_float(bits.x), __uint_as_float(bits.y)};
-  } else {
-    auto value = [](uint32_t half) {
-      const auto narrow = static_cast<unsigned short>(half);
-      if constexpr (std::is_same_v<S, __half>) return static_cast<float>(__ushort_as_half(narrow));
-      if constexpr (!std::is_same_v<S, __half>) return static_cast<float>(__ushort_as_bfloat16(narrow));
-    };
-    return {value(bits), value(bits >> 16)};
-  }
-}
-
-// S is the state's type; a lane has kChunk of its vectors on their way, and as many at hand. Indices are 32
-// bits wide: longer sequences take another path.
-template <typename S, typename T, int kTiles, int kVectors, int kShared, int kChunk>
-__global__ void __launch_bounds__(kBlock, 1) lltm_grid_backward(const LltmGridBackward params) {
-#if __CUDA_ARCH__ >= 900
-  using std::tanh;
-  using Weights = GridWeightsBack<T, kTiles, kVectors, kShared>;
-  using Layout = GridLayoutBack<Weights, kTiles, sizeof(BitsOfTwo<S>)>;
-  constexpr int kColumns = kTiles * kTile, kChunks = (kVectors + kChunk - 1) / kChunk;
-  constexpr int kTeams = kBlock / Layout::kFinishing;
-  extern __shared__ __align__(128) unsigned char grid_shared_back[];
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const int hidden = static_cast<int>(params.hidden), batch = static_cast<int>(params.batch);
-  const int steps = static_cast<int>(params.steps);
-  const int blocks = (hidden + kColumns - 1) / kColumns;
-  const int group = blockIdx.x / blocks, first_column = blockIdx.x % blocks * kColumns;
-  const int subs = ((batch + kRows - 1) / kRows - group + params.row_groups - 1) / params.row_groups;
-  auto first_row = [&](int sub) { return (group + sub * params.row_groups) * kRows; };
-  const uint32_t step_size = static_cast<uint32_t>(batch) * hidden;
-
-  // Teams of warps finish sub-batches in turn. A thread has two columns of a row.
-  const int team = threadIdx.x / Layout::kFinishing;
-  const int member = threadIdx.x % Layout::kFinishing;
-  const int upper = warp % 2;
-  const int row = upper * 4 + lane % 4;
-  const int column = first_column + member / (2 * kWarp) * kTile + lane / 4 * 2;
-  auto is_valid = [&](int sub) { return first_row(sub) + row < batch && column < hidden; };
-  // Of [B, H].
-  auto place = [&](int sub) { return static_cast<uint32_t>(first_row(sub) + row) * hidden + column; };
-
+// What is behind the products.
+template <typename S, typename Product>
+struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
+  using T = typename Product::T;
+  using Layout = GridLayoutBack<S, Product>;
+  using Member = GridMember<Product, Product::kTiles * kTile>;
+  using Member::at_first, Member::column, Member::index, Member::is_valid, Member::place;
   using Bits = BitsOfTwo<S>;
-  Bits* ring = reinterpret_cast<Bits*>(grid_shared_back + Layout::kRing) + threadIdx.x;
-  Turn fetched = {0, team};
-  int slot = 0;
-  auto fetch = [&] {
-    const bool wanted = fetched.step < steps && is_valid(fetched.sub);
-    const uint32_t at = wanted ? (steps - 1 - fetched.step) * step_size + place(fetched.sub) : 0;
-    const uint32_t at_gate = wanted ? 3 * at - 2 * column : 0;
-    Bits* to = ring + slot * (Layout::kSaved * kBlock);
-    auto copy = [&](int index, const void* from, uint32_t at) {
+  enum : int { kTeams = Layout::Teams::kTeams };
+
+  __device__ __forceinline__ GridFinisherBack(const LltmGridBackward& p,
+                                              const GridPlace<Product::kTiles * kTile>& of_block,
+                                              unsigned char* memory)
+      : Member(of_block, memory), params(p) {
+    ring = reinterpret_cast<Bits*>(memory + Layout::kRing) + index;
+    state = reinterpret_cast<float2*>(memory + Layout::kState) + index;
+  }
+
+  // Of [T, B, H]; the last step is the first turn's.
+  __device__ __forceinline__ uint32_t at_turn(const Turn& turn) const {
+    return (place.steps - 1 - turn.step) * (static_cast<uint32_t>(place.batch) * place.hidden) +
+           at_first(turn.sub);
+  }
+  // Of [T, B, 3H], from that of [T, B, H].
+  __device__ __forceinline__ uint32_t at_gates(uint32_t at) const { return kGates * at - 2 * column; }
+  __device__ __forceinline__ float2& of_c(int sub) const { return state[sub / kTeams * kFinishers]; }
+
+  __device__ __forceinline__ void fetch() {
+    const bool wanted = fetched.step < place.steps && is_valid(fetched.sub);
+    const uint32_t at = wanted ? at_turn(fetched) : 0, of_gates = wanted ? at_gates(at) : 0;
+    Bits* to = ring + slot * (Layout::kSaved * kFinishers);
+    auto copy = [&](int value, const void* from, uint32_t at) {
       const S* place = static_cast<const S*>(from != nullptr ? from : params.c) + at;
-      copy_async(to + index * kBlock, reinterpret_cast<const Bits*>(place), wanted && from != nullptr);
+      copy_async(to + value * kFinishers, reinterpret_cast<const Bits*>(place), wanted && from != nullptr);
     };
     copy(0, params.grad_output, at);
-    copy(1, params.activations, at_gate);
-    copy(2, params.activations, at_gate + (wanted ? hidden : 0));
-    copy(3, params.activations, at_gate + (wanted ? 2 * hidden : 0));
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      copy(1 + gate, params.activations, of_gates + (wanted ? gate * place.hidden : 0));
+    }
     copy(4, params.c, at);
     commit_copies();
-    slot = (slot + 1) % kAhead;
-    fetched.sub += kTeams;
-    if (fetched.sub >= subs) fetched = {fetched.step + 1, team};
-  };
-  float2* state = reinterpret_cast<float2*>(grid_shared_back + Layout::kState) + member;
-  for (int sub = team; sub < subs; sub += kTeams) {
-    const float* from = static_cast<const float*>(params.grad_c) + place(sub);
-    state[sub * Layout::kFinishing] = is_valid(sub) ? *reinterpret_cast<const float2*>(from) : float2{0, 0};
+    slot = (slot + 1) % kAheadBack;
+    this->advance(fetched);
   }
-  if (team < subs) {
-    for (int turn = 0; turn < kAhead; ++turn) fetch();
+
+  // Products begin with the second step, `last` of them.
+  __device__ __forceinline__ void run(int last) {
+    fetched = this->first_turn();
+    if (fetched.sub >= place.subs) return;
+    for (int turn = 0; turn < kAheadBack; ++turn) fetch();
+    for (int sub = this->team; sub < place.subs; sub += kTeams) {
+      const float* from = static_cast<const float*>(params.grad_c) + at_first(sub);
+      of_c(sub) = is_valid(sub) ? *reinterpret_cast<const float2*>(from) : float2{};
+    }
+    for (Turn turn = this->first_turn(); turn.step <= last; this->advance(turn)) {
+      const bool valid = is_valid(turn.sub);
+      float2* behind = reinterpret_cast<float2*>(static_cast<float*>(params.grad_h) + at_first(turn.sub));
+      float2 grad_h[1] = {};
+      if (turn.step > 0) {
+        this->take(grad_h, (turn.step - 1) * place.subs + turn.sub, last * place.subs);
+      } else if (valid) {
+        grad_h[0] = *behind;
+      }
+      if (turn.step < place.steps) {
+        finish(turn, grad_h[0], valid);
+        fetch();
+      } else if (valid) {
+        *behind = grad_h[0];
+      }
+    }
+    for (int sub = this->team; sub < place.subs; sub += kTeams) {
+      float* to = static_cast<float*>(params.grad_c) + at_first(sub);
+      if (is_valid(sub)) *reinterpret_cast<float2*>(to) = of_c(sub);
+    }
   }
-  const int first_term = warp * kSpan<T> + lane % 4 * kLanesOf16Bytes<T>;
-  Weights weights;
-  weights.load(params, first_column, first_term, grid_shared_back + Layout::kWeights);
 
-  // What this lane multiplies: of the step behind, whose gates are the terms.
-  struct Source {
-    const T* from;
-    int terms;  // from there to the row's end; none where nothing is sent
-  };
-  T* gates = static_cast<T*>(params.grad_gates);
-  auto source = [&](const Turn& turn) {
-    const int from_row = first_row(turn.sub) + lane / 4;
-    const bool valid = turn.step > 0 && turn.step <= steps && from_row < batch;
-    const uint32_t at = (steps - turn.step) * step_size + static_cast<uint32_t>(from_row) * hidden;
-    return Source{gates + (valid ? kGates * at + first_term : 0), valid ? kGates * hidden - first_term : 0};
-  };
-  uint4 messages[2][kChunk];
-  auto load = [&](const Source& source, int chunk, bool only_unsent) {
-#pragma unroll
-    for (int index = 0; index < kChunk; ++index) {
-      const int vector = chunk * kChunk + index;
-      uint4& message = messages[chunk % 2][index];
-      if (vector >= kVectors || (only_unsent && !is_unsent(message))) continue;
-      message = vector * Weights::kStride < source.terms
-                    ? load_message(source.from + vector * Weights::kStride)
-                    : uint4{};
-    }
-  };
-  auto is_missing = [&](int chunk) {
-    bool missing = false;
-#pragma unroll
-    for (int index = 0; index < kChunk; ++index) {
-      if (chunk * kChunk + index < kVectors) missing |= is_unsent(messages[chunk % 2][index]);
-    }
-    return __any_sync(~0u, missing);
-  };
-
-  // Where a lane puts its four sums of a tile, and finds two of them: in an order in which neither meets
-  // another lane in the same bank.
-  const int high = lane % 4 / 2;
-  const int put_at =
-      (high * 16 + ((lane / 4 * 2 + lane % 2) ^ (high * 4))) * static_cast<int>(sizeof(float4));
-  const int find_at = member / (2 * kWarp) * Layout::kOfTile +
-                      (upper * 16 + ((lane / 2) ^ (upper * 4))) * static_cast<int>(sizeof(float4)) +
-                      lane % 2 * static_cast<int>(sizeof(float2));
-  const int last = params.needs_grad_h0 ? steps : steps - 1;
-  Turn turn = {};
-  Source next = {};
-  int buffer = 0;
-  while (turn.step <= last) {
-    unsigned char* partials = grid_shared_back + buffer * Layout::kOfTurn;
-    const Turn now = turn;
-    turn.advance(subs);
-    if (now.step > 0) {
-      // With one sub-batch the next messages are not sent before these are read.
-      const bool early = subs > 1 && (now.step > 1 || now.sub > 0);
-      const Source here = early ? next : source(now);
-      if (!early) {
-        load(here, 0, false);
-        if constexpr (kChunks > 1) load(here, 1, false);
-      }
-      next = source(turn);
-      float sums[Weights::kChains][kTiles][4] = {};
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        while (is_missing(chunk)) {
-          load(here, chunk, true);
-          if (chunk + 1 < kChunks) load(here, chunk + 1, true);
-        }
-#pragma unroll
-        for (int index = 0; index < kChunk; ++index) {
-          const int vector = chunk * kChunk + index;
-          if (vector < kVectors) weights.multiply(sums, vector, messages[chunk % 2][index]);
-        }
-        if (chunk + 2 < kChunks) {
-          load(here, chunk + 2, false);
-        } else if (subs > 1) {
-          load(next, chunk % 2, false);
-        }
-      }
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int chain = 1; chain < Weights::kChains; ++chain) {
-#pragma unroll
-          for (int of = 0; of < 4; ++of) sums[0][tile][of] += sums[chain][tile][of];
-        }
-        const auto& sum = sums[0][tile];
-        *reinterpret_cast<float4*>(partials + warp * Layout::kOfWarp + tile * Layout::kOfTile + put_at) =
-            make_float4(sum[0], sum[2], sum[1], sum[3]);
-      }
-      buffer = 1 - buffer;
-      __syncthreads();
-    }
-    if (now.sub % kTeams != team) continue;
-
-    const bool valid = is_valid(now.sub);
-    float2 grad_h = {0, 0};
-    if (now.step > 0) {
-      const unsigned char* from = partials + find_at;
-#pragma unroll
-      for (int part = 0; part < kWarps; ++part) {
-        const float2 of = *reinterpret_cast<const float2*>(from + part * Layout::kOfWarp);
-        grad_h.x += of.x;
-        grad_h.y += of.y;
-      }
-    } else if (valid) {
-      grad_h = *reinterpret_cast<const float2*>(static_cast<const float*>(params.grad_h) + place(now.sub));
-    }
-    if (now.step == steps) {
-      if (valid) *reinterpret_cast<float2*>(static_cast<float*>(params.grad_h) + place(now.sub)) = grad_h;
-      continue;
-    }
-    float2 grad_c = state[now.sub * Layout::kFinishing];
+  __device__ __forceinline__ void finish(const Turn& turn, float2 grad_h, bool valid) {
+    float2 grad_c = of_c(turn.sub);
     float grads[kGates][2];
-    wait_for_copies<kAhead - 1>();
-    auto saved = [&](int index) { return values_of<S>(ring[(slot * Layout::kSaved + index) * kBlock]); };
+    wait_for_copies<kAheadBack - 1>();
+    auto saved = [&](int value) { return values_of<S>(ring[(slot * Layout::kSaved + value) * kFinishers]); };
     const float2 grad_output = saved(0), i = saved(1), o = saved(2), g = saved(3), c = saved(4);
-    auto finish = [&](int at, float grad_h, float& grad_c, float i, float o, float g, float c) {
-      const float tanh_c = tanh(c);
+    auto of_one = [&](int at, float grad_h, float& grad_c, float i, float o, float g, float c) {
+      const float tanh_c = GridActivation<T>::of_c(c);
       grad_c += grad_h * (o * tanh_grad(tanh_c));
-      grads[0][at] = grad_c * (Activation<T, float>::of_candidate(g) * sigmoid_grad(i));
+      grads[0][at] = grad_c * (GridActivation<T>::of_candidate(g) * sigmoid_grad(i));
       grads[1][at] = grad_h * (tanh_c * sigmoid_grad(o));
-      grads[2][at] = grad_c * (i * Activation<T, float>::candidate_grad(g));
+      grads[2][at] = grad_c * (i * GridActivation<T>::candidate_grad(g));
     };
-    finish(0, grad_h.x + grad_output.x, grad_c.x, i.x, o.x, g.x, c.x);
-    finish(1, grad_h.y + grad_output.y, grad_c.y, i.y, o.y, g.y, c.y);
-    if (valid) {
-      T* to = gates + kGates * ((steps - 1 - now.step) * step_size + place(now.sub)) - 2 * column;
+    of_one(0, grad_h.x + grad_output.x, grad_c.x, i.x, o.x, g.x, c.x);
+    of_one(1, grad_h.y + grad_output.y, grad_c.y, i.y, o.y, g.y, c.y);
+    of_c(turn.sub) = grad_c;
+    if (!valid) return;
+    T* to = static_cast<T*>(params.grad_gates) + at_gates(at_turn(turn));
 #pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) {
-        send_two(to + gate * hidden, grads[gate][0], grads[gate][1]);
-      }
-      // By then it may have left the L2 cache, and readers would wait for the memory.
-      if (lane / 4 == 0 && now.step + kNear < steps) {
-#pragma unroll
-        for (int gate = 0; gate < kGates; ++gate) {
-          prefetch(to + gate * hidden - static_cast<int64_t>(kNear * kGates) * step_size);
-        }
-      }
+    for (int gate = 0; gate < kGates; ++gate) {
+      send_two(to + gate * place.hidden, grads[gate][0], grads[gate][1]);
     }
-    state[now.sub * Layout::kFinishing] = grad_c;
-    fetch();
+    // By then it may have left the L2 cache, and readers would wait for the memory.
+    if (this->is_first() && turn.step + kNearBack < place.steps) {
+      const int64_t near = static_cast<int64_t>(kNearBack * kGates) * place.batch * place.hidden;
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) prefetch(to + gate * place.hidden - near);
+    }
   }
-  for (int sub = team; sub < subs; sub += kTeams) {
-    float* to = static_cast<float*>(params.grad_c) + place(sub);
-    if (is_valid(sub)) *reinterpret_cast<float2*>(to) = state[sub * Layout::kFinishing];
+
+  const LltmGridBackward& params;
+  Bits* ring;
+  float2* state;
+  Turn fetched;
+  int slot = 0;
+};
+
+// Of the step behind, whose gates are the terms.
+template <typename Product, int kColumns>
+__device__ __forceinline__ Source<typename Product::T> source_of(const LltmGridBackward& params,
+                                                                 const GridPlace<kColumns>& place,
+                                                                 const Turn& turn) {
+  const int row = place.first_row(turn.sub) + threadIdx.x % kWarp / 4, first = Product::first_term();
+  const bool valid = turn.step > 0 && turn.step <= place.steps && row < place.batch;
+  const uint32_t rows = (place.steps - turn.step) * place.batch + row, size = kGates * place.hidden;
+  const auto* gates = static_cast<const typename Product::T*>(params.grad_gates);
+  return {gates + (valid ? rows * size + first : 0), valid ? static_cast<int>(size) - first : 0};
+}
+
+template <typename Product, int kColumns>
+__device__ __forceinline__ void produce(const LltmGridBackward& params, const GridPlace<kColumns>& place,
+                                        int turns, unsigned char* memory) {
+  Product product(memory + GridTeams<Product, kColumns>::kWeights);
+  load_weights(product, params, place.first_column);
+  auto source = [&](const Turn& turn) { return source_of<Product>(params, place, turn); };
+  multiply_turns(product, place, source, Turn{1, 0}, turns, place.subs >= kSubsAheadBack<typename Product::T>,
+                 memory);
+}
+
+// S is the state's type. Indices are 32 bits wide: longer sequences take another path.
+template <typename S, typename Product>
+__global__ void __launch_bounds__(kGridThreads, 1)
+    lltm_grid_backward(const __grid_constant__ LltmGridBackward params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(128) unsigned char grid_shared_back[];
+  const GridPlace<Product::kTiles * kTile> place(params);
+  const int last = params.needs_grad_h0 ? place.steps : place.steps - 1;
+  if (threadIdx.x < kProducers) {
+    take_registers<kProducerRegisters>();
+    produce<Product>(params, place, last * place.subs, grid_shared_back);
+  } else {
+    leave_registers<kFinisherRegisters>();
+    GridFinisherBack<S, Product>(params, place, grid_shared_back).run(last);
   }
 #endif
 }
 
-template <typename S, typename T, int kTiles, int kVectors, int kShared, int kChunk>
-GridStatus start(const LltmGridBackward& params, cudaStream_t stream) {
-  using Layout = GridLayoutBack<GridWeightsBack<T, kTiles, kVectors, kShared>, kTiles, sizeof(BitsOfTwo<S>)>;
-  const int bytes = Layout::kState + subs_of(params) * Layout::kFinishing * static_cast<int>(sizeof(float2));
-  const auto size = static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) * sizeof(T);
-  return start_grid<lltm_grid_backward<S, T, kTiles, kVectors, kShared, kChunk>, kBlock>(
-      params, bytes, params.grad_gates, size, stream);
-}
-
 struct GridBackward {
-  template <typename S, typename T>
-  const char* run() const {
-    if constexpr (sizeof(T) > 4) {
-      return kNoKernel;
-    } else {
-      const int64_t terms = kWarps * kSpan<T>;
-      const GridStatus status = start_of<S, T>((kGates * params.hidden + terms - 1) / terms);
-      *fits = status.fits;
-      return status.error;
-    }
+  template <typename S, typename Product>
+  static GridStatus start(const LltmGridBackward& params, cudaStream_t stream) {
+    using T = typename Product::T;
+    const auto size = static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) * sizeof(T);
+    return start_grid<lltm_grid_backward<S, Product>, kGridThreads>(
+        params, GridLayoutBack<S, Product>::bytes(subs_of(params)), params.grad_gates, size, stream);
   }
 
   // With as many vectors of a row for each lane, or more.
   template <typename S, typename T>
-  GridStatus start_of(int64_t vectors) const {
+  static GridStatus start(const LltmGridBackward& params, int64_t vectors, cudaStream_t stream) {
     if (params.columns == 32) {
-      if (vectors <= 6) return start<S, T, 2, 6, 0, 3>(params, stream);
-      if (vectors <= 9) return start<S, T, 2, 9, 2, 3>(params, stream);
-      if (vectors <= 12) return start<S, T, 2, 12, 12, 3>(params, stream);
+      if (vectors <= 6) return start<S, GridProduct<T, 2, 6, 0, 6, 3>>(params, stream);
+      if (vectors <= 9) return start<S, GridProduct<T, 2, 9, 9, 9, 3>>(params, stream);
+      if (vectors <= 12) return start<S, GridProduct<T, 2, 12, 24, 6, 3>>(params, stream);
     } else {
-      if (vectors <= 6) return start<S, T, 1, 6, 0, 3>(params, stream);
-      if (vectors <= 9) return start<S, T, 1, 9, 0, 5>(params, stream);
-      if (vectors <= 12) return start<S, T, 1, 12, 0, 6>(params, stream);
-      if (vectors <= 18) return start<S, T, 1, 18, 0, 5>(params, stream);
-      if (vectors <= 24) return start<S, T, 1, 24, 12, 3>(params, stream);
+      if (vectors <= 9) return start<S, GridProduct<T, 1, 9, 0, 9, 3>>(params, stream);
+      if (vectors <= 12) return start<S, GridProduct<T, 1, 12, 0, 12, 3>>(params, stream);
+      if (vectors <= 18) return start<S, GridProduct<T, 1, 18, 4, 9, 3>>(params, stream);
+      if (vectors <= 24) return start<S, GridProduct<T, 1, 24, 20, 12, 3>>(params, stream);
     }
     return {true, kNoKernel};
   }
-
-  const LltmGridBackward& params;
-  bool* fits;
-  cudaStream_t stream;
 };
 
 }  // namespace
@@ -416,6 +249,6 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(con
                                                                              bool* fits,
                                                                              cudaStream_t stream) {
   using namespace tch_extension;
-  return {"lltm_grid_backward",
-          for_kinds(params->kind, params->product_kind, GridBackward{*params, fits, stream})};
+  const GridCall<GridBackward, LltmGridBackward> call{*params, kGates * params->hidden, fits, stream};
+  return {"lltm_grid_backward", for_kinds(params->kind, params->product_kind, call)};
 }

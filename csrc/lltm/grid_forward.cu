@@ -6,436 +6,279 @@ namespace tch_extension {
 namespace {
 
 // Turns whose input gates are on their way, and steps whose messages' memory is.
-constexpr int kAhead = 4;
+constexpr int kAhead = 3;
+// From as many sub-batches on, messages of the next are asked for while one is multiplied: of fewer, they are
+// not there.
+constexpr int kSubsAhead = 3;
 [[maybe_unused]] constexpr int kNear = 4;  // unused where the kernel is empty
 
-// Named barriers of the two buffers.
-enum : int { kFull = 1, kFree = 3 };
+// All of a turn's messages are asked for at once.
+template <typename T, int kColumns, int kVectors, int kShared, int kGroup>
+using GridProductForward = GridProduct<T, kGates * kColumns / kTile, kVectors, kShared, kVectors, kGroup>;
 
-// W_h of a warp in registers: kTiles tiles of each gate, and a warp's kVectors vectors of each of their rows.
-template <typename T, int kTiles, int kVectors>
-struct GridWeights {
-  __device__ __forceinline__ void load(const LltmGridForward& params, int first_column, int first_term) {
-    const bool vectors = reinterpret_cast<uintptr_t>(params.weight) % 16 == 0 &&
-                         params.weight_stride % kLanesOf16Bytes<T> == 0;
-    vectors ? load<true>(params, first_column, first_term) : load<false>(params, first_column, first_term);
-  }
+// A row of W may begin anywhere.
+template <bool kWhole, typename T>
+__device__ __forceinline__ uint4 load_vector(const T* from) {
+  if constexpr (kWhole) return *reinterpret_cast<const uint4*>(from);
+  uint4 vector;
+  auto* values = reinterpret_cast<T*>(&vector);
+#pragma unroll
+  for (int at = 0; at < kLanesOf16Bytes<T>; ++at) values[at] = from[at];
+  return vector;
+}
 
-  // A row of W may begin anywhere.
-  template <bool kWhole>
-  static __device__ __forceinline__ uint4 load_vector(const T* from) {
-    if constexpr (kWhole) return *reinterpret_cast<const uint4*>(from);
-    uint4 vector;
-    auto* values = reinterpret_cast<T*>(&vector);
+// W_h: of each gate a row of the tile for each of the block's columns.
+template <bool kWhole, typename Product>
+__device__ __forceinline__ void load_weights(Product& product, const LltmGridForward& params,
+                                             int first_column) {
+  using T = typename Product::T;
+  constexpr int kOfGate = Product::kTiles / kGates;
+  const int hidden = static_cast<int>(params.hidden), lane = threadIdx.x % kWarp;
 #pragma unroll
-    for (int at = 0; at < kLanesOf16Bytes<T>; ++at) values[at] = from[at];
-    return vector;
-  }
-
-  template <bool kWhole>
-  __device__ __forceinline__ void load(const LltmGridForward& params, int first_column, int first_term) {
-    const int hidden = static_cast<int>(params.hidden), lane = threadIdx.x % kWarp;
+  for (int tile = 0; tile < Product::kTiles; ++tile) {
 #pragma unroll
-    for (int tile = 0; tile < kGates * kTiles; ++tile) {
+    for (int odd = 0; odd < 2; ++odd) {
+      const int column = first_column + tile % kOfGate * kTile + lane / 4 * 2 + odd;
+      const T* row = static_cast<const T*>(params.weight) +
+                     static_cast<int64_t>(tile / kOfGate * hidden + column) * params.weight_stride;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int column = first_column + tile % kTiles * kTile + lane / 4 + half * 8;
-        const T* row = static_cast<const T*>(params.weight) +
-                       static_cast<int64_t>(tile / kTiles * hidden + column) * params.weight_stride;
-#pragma unroll
-        for (int vector = 0; vector < kVectors; ++vector) {
-          const int term = first_term + vector * kSpan<T> + lane % 4 * kLanesOf16Bytes<T>;
-          const bool valid = column < hidden && term < hidden;
-          const uint4 of = operands<T>(valid ? load_vector<kWhole>(row + term) : uint4{});
-          parts[tile][vector][0][half] = of.x;
-          parts[tile][vector][0][2 + half] = of.y;
-          parts[tile][vector][1][half] = of.z;
-          parts[tile][vector][1][2 + half] = of.w;
-        }
+      for (int vector = 0; vector < Product::kVectors; ++vector) {
+        const int term = product.first_term() + vector * Product::kStride;
+        const bool valid = column < hidden && term < hidden;
+        const uint4 of = operands<T>(valid ? load_vector<kWhole>(row + term) : uint4{});
+        product.put_weight(vector, 0, tile, odd, of.x);
+        product.put_weight(vector, 0, tile, 2 + odd, of.y);
+        product.put_weight(vector, 1, tile, odd, of.z);
+        product.put_weight(vector, 1, tile, 2 + odd, of.w);
       }
-      few_at_a_time();
     }
+    few_at_a_time();
   }
+}
 
-  uint32_t parts[kGates * kTiles][kVectors][2][4];
-};
-
-// Shared memory, in floats: partial sums of two turns; input gates of the next turns; c of each sub-batch. Of
-// the partial sums of a warp and a gate, eight columns are 64, and one more, so that a row of all columns
-// lies in different banks.
-template <int kColumns>
+// Shared memory behind that of the product: of each thread that finishes, input gates of its next turns and c
+// of each of its sub-batches, of two columns.
+template <typename Product, int kColumns>
 struct GridLayout {
-  static constexpr int kEight = 2 * kWarp + 1;
-  static constexpr int kOfGate = kColumns / 8 * kEight;
-  static constexpr int kOfWarp = kGates * kOfGate;
-  static constexpr int kPartials = kWarps * kOfWarp;
-  static constexpr int kElements = kRows * kColumns;
-  static constexpr int kRing = 2 * kPartials;
-  static constexpr int kState = kRing + kAhead * kGates * kElements;
+  using Teams = GridTeams<Product, kColumns>;
+  static constexpr int kOfAll = kFinishers * static_cast<int>(sizeof(float2));
+  static constexpr int kRing = Teams::kEnd;
+  static constexpr int kState = kRing + kAhead * kGates * kOfAll;
+  static int bytes(int subs) { return kState + (subs + Teams::kTeams - 1) / Teams::kTeams * kOfAll; }
 };
 
-// What a block computes.
-template <int kColumns>
-struct GridPlace {
-  explicit __device__ __forceinline__ GridPlace(const LltmGridForward& params)
-      : hidden(static_cast<int>(params.hidden)), batch(static_cast<int>(params.batch)) {
-    const int blocks = (hidden + kColumns - 1) / kColumns;
-    group = blockIdx.x / blocks;
-    first_column = blockIdx.x % blocks * kColumns;
-    subs = ((batch + kRows - 1) / kRows - group + params.row_groups - 1) / params.row_groups;
-    row_step = params.row_groups * kRows;
-  }
-  __device__ __forceinline__ int first_row(int sub) const { return group * kRows + sub * row_step; }
+// What is behind the products: gates and states.
+template <typename S, typename Product, int kColumns>
+struct GridFinisher : GridMember<Product, kColumns> {
+  using T = typename Product::T;
+  using Layout = GridLayout<Product, kColumns>;
+  using Member = GridMember<Product, kColumns>;
+  using Member::at_first, Member::column, Member::index, Member::is_valid, Member::place;
 
-  int hidden, batch, group, first_column, subs, row_step;
-};
-
-// The products of a turn, again and again.
-template <typename T, int kColumns, int kVectors>
-struct GridProducer {
-  using Layout = GridLayout<kColumns>;
-  static constexpr int kTiles = kColumns / kTile;
-  static constexpr int kFlights = kVectors > 4 ? 2 : 1;
-  static constexpr int kInFlight = kVectors / kFlights;
-  // Of two tiles there are registers for one gate's sums at a time, and each tile has two, so that enough
-  // instructions are on their way.
-  static constexpr int kAtATime = kTiles == 1 ? kGates : 1;
-  static constexpr int kChains = kTiles;
-
-  __device__ __forceinline__ GridProducer(const LltmGridForward& p, const GridPlace<kColumns>& at)
-      : params(p), place(at), lane(threadIdx.x % kWarp), warp(threadIdx.x / kWarp) {
-    first_term = warp * kVectors * kSpan<T> + lane % 4 * kLanesOf16Bytes<T>;
-    weights.load(params, place.first_column, warp * kVectors * kSpan<T>);
+  __device__ __forceinline__ GridFinisher(const LltmGridForward& p, const GridPlace<kColumns>& of_block,
+                                          unsigned char* memory, float2* of_bias)
+      : Member(of_block, memory), params(p), bias(of_bias + index) {
+    ring = reinterpret_cast<float2*>(memory + Layout::kRing) + index;
+    state = reinterpret_cast<float2*>(memory + Layout::kState) + index;
   }
 
-  __device__ __forceinline__ uint4 load_vector(const Turn& turn, int vector) const {
-    const int row = place.first_row(turn.sub) + lane / 4;
-    const bool valid = row < place.batch && first_term + vector * kSpan<T> < place.hidden;
-    const T* from = static_cast<const T*>(turn.step == 0 ? params.h0 : params.exchange);
-    const uint32_t rows = (turn.step == 0 ? 0 : turn.step - 1) * place.batch + row;
-    return valid ? load_message(from + rows * place.hidden + first_term + vector * kSpan<T>) : uint4{};
+  // Of [T, B, H].
+  __device__ __forceinline__ uint32_t at_turn(const Turn& turn) const {
+    return turn.step * (static_cast<uint32_t>(place.batch) * place.hidden) + at_first(turn.sub);
+  }
+  // Of [T, B, 3H], from that of [T, B, H].
+  __device__ __forceinline__ uint32_t at_gates(uint32_t at) const { return kGates * at - 2 * column; }
+  __device__ __forceinline__ float2& c_of(int sub) const {
+    return state[sub / Layout::Teams::kTeams * kFinishers];
   }
 
-  __device__ __forceinline__ void load(const Turn& turn, int flight) {
+  __device__ __forceinline__ void fetch() {
+    const bool wanted = fetched.step < place.steps && is_valid(fetched.sub);
+    const float* from =
+        static_cast<const float*>(params.input_gates) + (wanted ? at_gates(at_turn(fetched)) : 0);
 #pragma unroll
-    for (int vector = 0; vector < kInFlight; ++vector) {
-      h[vector] = load_vector(turn, flight * kInFlight + vector);
-    }
-  }
-
-  __device__ __forceinline__ void wait(const Turn& turn, int flight) {
-    if (turn.step > 0) {
-      bool missing;
-      do {
-        missing = false;
-#pragma unroll
-        for (int vector = 0; vector < kInFlight; ++vector) {
-          if (is_missing<T>(h[vector])) {
-            missing = true;
-            h[vector] = load_vector(turn, flight * kInFlight + vector);
-          }
-        }
-      } while (__any_sync(~0u, missing));
-    }
-#pragma unroll
-    for (int vector = 0; vector < kInFlight; ++vector) h[vector] = operands<T>(h[vector]);
-  }
-
-  __device__ __forceinline__ void run(int turns, float* partials) {
-    Turn turn = {};
-    load(turn, 0);
-    for (int done = 0; done < turns; ++done) {
-      const Turn now = turn;
-      turn.advance(place.subs);
-      const int buffer = done % 2;
-      float* written = partials + buffer * Layout::kPartials + warp * Layout::kOfWarp + lane;
-#pragma unroll
-      for (int gate = 0; gate < kGates; gate += kAtATime) {
-        float sums[kChains][kAtATime * kTiles][4] = {};
-#pragma unroll
-        for (int flight = 0; flight < kFlights; ++flight) {
-          if (gate == 0) wait(now, flight);
-          multiply(sums, gate, flight);
-          if (flight + 1 < kFlights) load(now, flight + 1);
-        }
-        if (gate == 0 && done > 1) barrier_of(kFree + buffer, kGridThreads);
-        write(written + gate * Layout::kOfGate, sums);
-      }
-      arrive_at(kFull + buffer, kGridThreads);
-      if (done + 1 < turns) load(turn, 0);
-    }
-  }
-
-  __device__ __forceinline__ void multiply(float (&sums)[kChains][kAtATime * kTiles][4], int gate,
-                                           int flight) const {
-#pragma unroll
-    for (int vector = 0; vector < kInFlight; ++vector) {
-#pragma unroll
-      for (int tile = 0; tile < kAtATime * kTiles; ++tile) {
-        multiply_add_vector<T>(sums[0][tile], sums[kChains - 1][tile],
-                               weights.parts[gate * kTiles + tile][flight * kInFlight + vector], h[vector]);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void write(float* to, const float (&sums)[kChains][kAtATime * kTiles][4]) const {
-#pragma unroll
-    for (int tile = 0; tile < kAtATime * kTiles; ++tile) {
-#pragma unroll
-      for (int of = 0; of < 4; ++of) {
-        float sum = sums[0][tile][of];
-        if constexpr (kChains == 2) sum += sums[1][tile][of];
-        to[tile / kTiles * Layout::kOfGate + (tile % kTiles * 2 + of / 2) * Layout::kEight + of % 2 * kWarp] =
-            sum;
-      }
-    }
-  }
-
-  const LltmGridForward& params;
-  const GridPlace<kColumns>& place;
-  const int lane, warp;
-  int first_term;
-  GridWeights<T, kTiles, kVectors> weights;
-  uint4 h[kInFlight];
-};
-
-// What is behind the products: sums, gates and states.
-template <typename S, typename T, int kColumns>
-struct GridFinisher {
-  using Layout = GridLayout<kColumns>;
-  // Elements of a thread: rows that are kStep apart.
-  static constexpr int kEach = Layout::kElements / kFinishers;
-  static constexpr int kStep = kRows / kEach;
-
-  __device__ __forceinline__ GridFinisher(const LltmGridForward& p, const GridPlace<kColumns>& at,
-                                          float* shared, float (&of_bias)[kGates][kFinishers])
-      : params(p), place(at) {
-    const int thread = threadIdx.x - kProducers;
-    row = thread / kColumns;
-    of_block = thread % kColumns;
-    column = place.first_column + of_block;
-    bias = of_bias[0] + thread;
-    ring = shared + Layout::kRing + thread;
-    state = shared + Layout::kState + thread;
-    read_at = (of_block / 8) * Layout::kEight + row % 2 * kWarp + of_block % 8 * 4 + row / 2;
-  }
-
-  __device__ __forceinline__ bool is_valid(int sub, int of) const {
-    return column < place.hidden && place.first_row(sub) + row + of * kStep < place.batch;
-  }
-  // The row among those of all steps.
-  __device__ __forceinline__ uint32_t row_of(const Turn& turn, int of) const {
-    return turn.step * place.batch + place.first_row(turn.sub) + row + of * kStep;
-  }
-
-  __device__ __forceinline__ void fetch(int slot, const Turn& turn, bool is_there) {
-#pragma unroll
-    for (int of = 0; of < kEach; ++of) {
-      const bool wanted = is_there && is_valid(turn.sub, of);
-      const float* from = static_cast<const float*>(params.input_gates) +
-                          (wanted ? row_of(turn, of) * (kGates * place.hidden) + column : 0);
-#pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) {
-        copy_async(ring + ((slot * kGates + gate) * kEach + of) * kFinishers,
-                   from + (wanted ? gate * place.hidden : 0), wanted);
-      }
+    for (int gate = 0; gate < kGates; ++gate) {
+      copy_async(ring + (slot * kGates + gate) * kFinishers,
+                 reinterpret_cast<const float2*>(from + (wanted ? gate * place.hidden : 0)), wanted);
     }
     commit_copies();
+    slot = (slot + 1) % kAhead;
+    this->advance(fetched);
   }
 
-  __device__ __forceinline__ void run(int turns, const float* partials) {
-    Turn fetched = {}, turn = {};
-    for (int done = 0; done < kAhead; ++done, fetched.advance(place.subs)) fetch(done, fetched, done < turns);
+  // Of c and the bias, which may begin anywhere.
+  __device__ __forceinline__ void begin() {
     const bool has_bias = params.bias != nullptr && column < place.hidden;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      bias[gate * kFinishers] =
-          has_bias ? static_cast<const float*>(params.bias)[gate * place.hidden + column] : 0.0f;
+      const float* from = static_cast<const float*>(params.bias) + gate * place.hidden + column;
+      bias[gate * kFinishers] = has_bias ? make_float2(from[0], from[1]) : float2{};
     }
-    for (int sub = 0; sub < place.subs; ++sub) {
-      for (int of = 0; of < kEach; ++of) {
-        state[(sub * kEach + of) * kFinishers] =
-            is_valid(sub, of) ? static_cast<float>(static_cast<const S*>(
-                                    params.c0)[row_of({0, sub}, of) * place.hidden + column])
-                              : 0.0f;
-      }
-    }
-    for (int done = 0; done < turns; ++done) {
-      float gates[kEach][kGates];
-      const int slot = done % kAhead;
-      wait_for_copies<kAhead - 1>();
-#pragma unroll
-      for (int of = 0; of < kEach; ++of) {
-#pragma unroll
-        for (int gate = 0; gate < kGates; ++gate) {
-          gates[of][gate] =
-              ring[((slot * kGates + gate) * kEach + of) * kFinishers] + bias[gate * kFinishers];
-        }
-      }
-      const int buffer = done % 2;
-      barrier_of(kFull + buffer, kGridThreads);
-      const float* read = partials + buffer * Layout::kPartials + read_at;
-#pragma unroll
-      for (int of = 0; of < kEach; ++of) {
-#pragma unroll
-        for (int gate = 0; gate < kGates; ++gate) {
-          auto part = [&](int warp) {
-            return read[warp * Layout::kOfWarp + gate * Layout::kOfGate + of * (kStep / 2)];
-          };
-          const float first = (part(0) + part(1)) + (part(2) + part(3));
-          gates[of][gate] += first + ((part(4) + part(5)) + (part(6) + part(7)));
-        }
-      }
-      if (done + 2 < turns) arrive_at(kFree + buffer, kGridThreads);
-      finish(turn, gates);
-      fetch(slot, fetched, done + kAhead < turns);
-      fetched.advance(place.subs);
-      turn.advance(place.subs);
-    }
-    if (params.c_stride != 0) return;
-    for (int sub = 0; sub < place.subs; ++sub) {
-      for (int of = 0; of < kEach; ++of) {
-        if (!is_valid(sub, of)) continue;
-        static_cast<S*>(params.c)[row_of({0, sub}, of) * place.hidden + column] =
-            static_cast<S>(state[(sub * kEach + of) * kFinishers]);
-      }
+    for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
+      const S* from = static_cast<const S*>(params.c0) + at_first(sub);
+      c_of(sub) =
+          is_valid(sub) ? make_float2(static_cast<float>(from[0]), static_cast<float>(from[1])) : float2{};
     }
   }
 
-  __device__ __forceinline__ void finish(const Turn& turn, const float (&gates)[kEach][kGates]) {
-    using std::tanh;
-    float i[kEach], o[kEach], c[kEach], h[kEach];
+  __device__ __forceinline__ void run(int turns) {
+    fetched = this->first_turn();
+    if (fetched.sub >= place.subs) return;
+    for (int done = 0; done < kAhead; ++done) fetch();
+    begin();
+    for (Turn turn = this->first_turn(); turn.step < place.steps; this->advance(turn)) {
+      float2 gates[kGates], sums[kGates];
+      wait_for_copies<kAhead - 1>();
 #pragma unroll
-    for (int of = 0; of < kEach; ++of) {
-      i[of] = Activation<T, float>::of_gate(gates[of][0]);
-      o[of] = Activation<T, float>::of_gate(gates[of][1]);
-      c[of] = state[(turn.sub * kEach + of) * kFinishers] +
-              Activation<T, float>::of_candidate(gates[of][2]) * i[of];
-      h[of] = tanh(c[of]) * o[of];
-      const uint32_t at = row_of(turn, of) * place.hidden + column;
-      if (is_valid(turn.sub, of)) send_message(static_cast<T*>(params.exchange) + at, static_cast<T>(h[of]));
+      for (int gate = 0; gate < kGates; ++gate) {
+        const float2 input = ring[(slot * kGates + gate) * kFinishers], of_bias = bias[gate * kFinishers];
+        gates[gate] = make_float2(input.x + of_bias.x, input.y + of_bias.y);
+      }
+      this->take(sums, turn.step * place.subs + turn.sub, turns);
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) {
+        gates[gate].x += sums[gate].x;
+        gates[gate].y += sums[gate].y;
+      }
+      finish(turn, gates);
+      fetch();
     }
-#pragma unroll
-    for (int of = 0; of < kEach; ++of) {
-      state[(turn.sub * kEach + of) * kFinishers] = c[of];
-      if (!is_valid(turn.sub, of)) continue;
-      const uint32_t at = row_of(turn, of) * place.hidden + column;
-      if constexpr (!std::is_same_v<S, T>) static_cast<S*>(params.output)[at] = static_cast<S>(h[of]);
-      if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c[of]);
-      if (params.activations != nullptr) {
-        S* activations =
-            static_cast<S*>(params.activations) + row_of(turn, of) * (kGates * place.hidden) + column;
-        activations[0] = static_cast<S>(i[of]);
-        activations[place.hidden] = static_cast<S>(o[of]);
-        activations[2 * place.hidden] = static_cast<S>(gates[of][2]);
-      }
-      // By then it may have left the L2 cache, and readers would wait for the memory.
-      if (of_block == 0 && turn.step + kNear < params.steps) {
-        prefetch(static_cast<const T*>(params.exchange) + at +
-                 static_cast<uint32_t>(kNear * place.batch) * place.hidden);
-      }
+    if (params.c_stride != 0) return;
+    for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
+      if (is_valid(sub)) store_two(static_cast<S*>(params.c) + at_first(sub), c_of(sub).x, c_of(sub).y);
+    }
+  }
+
+  __device__ __forceinline__ void finish(const Turn& turn, const float2 (&gates)[kGates]) {
+    const bool valid = is_valid(turn.sub);
+    const uint32_t at = at_turn(turn);
+    float2 i, o, h, c = c_of(turn.sub);
+    auto step = [](float of_i, float of_o, float of_g, float& i, float& o, float& c) {
+      i = GridActivation<T>::of_gate(of_i);
+      o = GridActivation<T>::of_gate(of_o);
+      c += GridActivation<T>::of_candidate(of_g) * i;
+      return GridActivation<T>::of_c(c) * o;
+    };
+    h.x = step(gates[0].x, gates[1].x, gates[2].x, i.x, o.x, c.x);
+    h.y = step(gates[0].y, gates[1].y, gates[2].y, i.y, o.y, c.y);
+    if (valid) send_two(static_cast<T*>(params.exchange) + at, h.x, h.y);
+    c_of(turn.sub) = c;
+    if (!valid) return;
+    if constexpr (!std::is_same_v<S, T>) store_two(static_cast<S*>(params.output) + at, h.x, h.y);
+    if (params.c_stride != 0) store_two(static_cast<S*>(params.c) + at, c.x, c.y);
+    if (params.activations != nullptr) {
+      S* activations = static_cast<S*>(params.activations) + at_gates(at);
+      store_two(activations, i.x, i.y);
+      store_two(activations + place.hidden, o.x, o.y);
+      store_two(activations + 2 * place.hidden, gates[2].x, gates[2].y);
+    }
+    // By then it may have left the L2 cache, and readers would wait for the memory.
+    if (this->is_first() && turn.step + kNear < place.steps) {
+      prefetch(static_cast<const T*>(params.exchange) + at +
+               static_cast<uint32_t>(kNear * place.batch) * place.hidden);
     }
   }
 
   const LltmGridForward& params;
-  const GridPlace<kColumns>& place;
-  int row, of_block, column, read_at;
-  float* bias;
-  float* ring;
-  float* state;
+  float2* bias;
+  float2* ring;
+  float2* state;
+  Turn fetched;
+  int slot = 0;
 };
 
+// Of h of the step before, or h0.
+template <typename Product, int kColumns>
+__device__ __forceinline__ Source<typename Product::T> source_of(const LltmGridForward& params,
+                                                                 const GridPlace<kColumns>& place,
+                                                                 const Turn& turn) {
+  const int row = place.first_row(turn.sub) + threadIdx.x % kWarp / 4, first = Product::first_term();
+  const bool valid = turn.step < place.steps && row < place.batch;
+  const void* from = turn.step == 0 ? params.h0 : params.exchange;
+  const uint32_t rows = (turn.step == 0 ? 0 : turn.step - 1) * place.batch + row;
+  return {static_cast<const typename Product::T*>(from) + (valid ? rows * place.hidden + first : 0),
+          valid ? place.hidden - first : 0};
+}
+
+template <typename Product, int kColumns>
+__device__ __forceinline__ void produce(const LltmGridForward& params, const GridPlace<kColumns>& place,
+                                        int turns, unsigned char* memory) {
+  constexpr int kVector = kLanesOf16Bytes<typename Product::T>;
+  Product product(memory + GridTeams<Product, kColumns>::kWeights);
+  const bool whole =
+      reinterpret_cast<uintptr_t>(params.weight) % 16 == 0 && params.weight_stride % kVector == 0;
+  whole ? load_weights<true>(product, params, place.first_column)
+        : load_weights<false>(product, params, place.first_column);
+  auto source = [&](const Turn& turn) { return source_of<Product>(params, place, turn); };
+  multiply_turns(product, place, source, Turn{}, turns, place.subs >= kSubsAhead, memory);
+}
+
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.
-template <typename S, typename T, int kColumns, int kVectors>
+template <typename S, typename Product, int kColumns>
 __global__ void __launch_bounds__(kGridThreads, 1)
     lltm_grid_forward(const __grid_constant__ LltmGridForward params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(128) float grid_shared[];
-  __shared__ float bias[kGates][kFinishers];
+  extern __shared__ __align__(128) unsigned char grid_shared[];
+  __shared__ float2 bias[kGates * kFinishers];
   const GridPlace<kColumns> place(params);
-  const int turns = static_cast<int>(params.steps) * place.subs;
+  const int turns = place.steps * place.subs;
   if (threadIdx.x < kProducers) {
     take_registers<kProducerRegisters>();
-    GridProducer<T, kColumns, kVectors>(params, place).run(turns, grid_shared);
+    produce<Product>(params, place, turns, grid_shared);
   } else {
     leave_registers<kFinisherRegisters>();
-    GridFinisher<S, T, kColumns>(params, place, grid_shared, bias).run(turns, grid_shared);
+    GridFinisher<S, Product, kColumns>(params, place, grid_shared, bias).run(turns);
   }
 #endif
 }
 
-template <typename S, typename T, int kColumns, int kVectors>
-GridStatus start(const LltmGridForward& params, cudaStream_t stream) {
-  const int bytes = (GridLayout<kColumns>::kState + subs_of(params) * GridLayout<kColumns>::kElements) *
-                    static_cast<int>(sizeof(float));
-  const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
-  return start_grid<lltm_grid_forward<S, T, kColumns, kVectors>, kGridThreads>(params, bytes, params.exchange,
-                                                                               size, stream);
-}
-
 struct GridForward {
+  template <typename S, int kColumns, typename Product>
+  static GridStatus start(const LltmGridForward& params, cudaStream_t stream) {
+    using T = typename Product::T;
+    const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
+    return start_grid<lltm_grid_forward<S, Product, kColumns>, kGridThreads>(
+        params, GridLayout<Product, kColumns>::bytes(subs_of(params)), params.exchange, size, stream);
+  }
+
+  template <typename S, int kColumns, typename T, int kVectors, int kShared, int kGroup>
+  static GridStatus start_of(const LltmGridForward& params, cudaStream_t stream) {
+    return start<S, kColumns, GridProductForward<T, kColumns, kVectors, kShared, kGroup>>(params, stream);
+  }
+
+  // With as many vectors of a row for each lane, or more.
   template <typename S, typename T>
-  const char* run() const {
-    if constexpr (sizeof(T) > 4) {
-      return kNoKernel;
+  static GridStatus start(const LltmGridForward& params, int64_t vectors, cudaStream_t stream) {
+    if (params.columns == 32) {
+      if (vectors <= 2) return start_of<S, 32, T, 2, 0, 2>(params, stream);
+      if (vectors <= 3) return start_of<S, 32, T, 3, 0, 3>(params, stream);
+      if (vectors <= 4) return start_of<S, 32, T, 4, 12, 2>(params, stream);
     } else {
-      const int64_t terms = kWarps * kSpan<T>;
-      const GridStatus status = start_of<S, T>((params.hidden + terms - 1) / terms);
-      *fits = status.fits;
-      return status.error;
+      if (vectors <= 3) return start_of<S, 16, T, 3, 0, 3>(params, stream);
+      if (vectors <= 4) return start_of<S, 16, T, 4, 0, 2>(params, stream);
+      if (vectors <= 6) return start_of<S, 16, T, 6, 0, 6>(params, stream);
+      if (vectors <= 8) return start_of<S, 16, T, 8, 14, 4>(params, stream);
     }
+    return {true, kNoKernel};
   }
-
-  // With as many vectors of a row for each warp, or more.
-  template <typename S, typename T>
-  GridStatus start_of(int64_t vectors) const {
-    switch (params.columns * 16 + vectors) {
-      case 32 * 16 + 1:
-      case 32 * 16 + 2:
-        return start<S, T, 32, 2>(params, stream);
-      case 32 * 16 + 3:
-        return start<S, T, 32, 3>(params, stream);
-      case 32 * 16 + 4:
-        return start<S, T, 32, 4>(params, stream);
-      case 16 * 16 + 1:
-      case 16 * 16 + 2:
-        return start<S, T, 16, 2>(params, stream);
-      case 16 * 16 + 3:
-        return start<S, T, 16, 3>(params, stream);
-      case 16 * 16 + 4:
-        return start<S, T, 16, 4>(params, stream);
-      case 16 * 16 + 5:
-      case 16 * 16 + 6:
-        return start<S, T, 16, 6>(params, stream);
-      case 16 * 16 + 7:
-      case 16 * 16 + 8:
-        return start<S, T, 16, 8>(params, stream);
-      default:
-        return {true, kNoKernel};
-    }
-  }
-
-  const LltmGridForward& params;
-  bool* fits;
-  cudaStream_t stream;
 };
 
 }  // namespace
 }  // namespace tch_extension
 
-// `fits` is false where not all blocks can run at once: then no kernel was started.
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(const LltmGridForward* params,
                                                                             bool* fits, cudaStream_t stream) {
   using namespace tch_extension;
-  return {"lltm_grid_forward",
-          for_kinds(params->kind, params->product_kind, GridForward{*params, fits, stream})};
+  const GridCall<GridForward, LltmGridForward> call{*params, params->hidden, fits, stream};
+  return {"lltm_grid_forward", for_kinds(params->kind, params->product_kind, call)};
 }
 
 // Of the current device, which `device` has to be: how many blocks run at the same time; 0 where the kernels
 // cannot.
 extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* blocks) {
   using namespace tch_extension;
-  constexpr auto kLargest = lltm_grid_forward<__half, __half, 32, 4>;
+  using Product = GridProductForward<__half, 32, 4, 12, 2>;
+  constexpr auto kLargest = lltm_grid_forward<__half, Product, 32>;
   int major = 0, cooperative = 0, processors = 0, of_one = 0;
   *blocks = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -451,7 +294,7 @@ extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* b
   // What is compiled for any other architecture than Hopper's own is empty, and without its bias.
   if (error == cudaSuccess && code.sharedSizeBytes == 0) return nullptr;
   if (error == cudaSuccess) error = allow<kLargest>();
-  constexpr size_t kBytes = GridLayout<32>::kState * sizeof(float);
+  constexpr size_t kBytes = GridLayout<Product, 32>::kState;
   if (error == cudaSuccess) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kLargest, kGridThreads, kBytes);
   }

@@ -1,7 +1,7 @@
 // Starting a kernel of the grid.
 #pragma once
 
-#include "grid_device.h"
+#include "grid_product.h"
 #include "persistent_launch.h"
 
 namespace tch_extension {
@@ -57,7 +57,13 @@ cudaError_t ask_whether_fits(int64_t blocks, int bytes, bool* fits) {
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kKernel, kThreadsOfBlock,
                                                           static_cast<size_t>(bytes));
   }
-  *fits = error == cudaSuccess && blocks <= static_cast<int64_t>(of_one) * processors;
+  cudaFuncAttributes code = {};
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kKernel);
+  // What is compiled for any other architecture than Hopper's own is empty, and would leave the messages
+  // unsent.
+  constexpr int kRegistersOfNothing = 32;
+  *fits = error == cudaSuccess && code.numRegs > kRegistersOfNothing &&
+          blocks <= static_cast<int64_t>(of_one) * processors;
   return error;
 }
 
@@ -81,6 +87,29 @@ GridStatus start_grid(const Params& params, int bytes, void* messages, size_t si
   if (error == cudaErrorCooperativeLaunchTooLarge) return {false, nullptr};
   return {true, error == cudaSuccess ? status.error : cudaGetErrorString(error)};
 }
+
+// Starts what Start has for these kinds and sums of so many terms. `fits` is false where not all blocks can
+// run at once: then no kernel was started.
+template <typename Start, typename Params>
+struct GridCall {
+  template <typename S, typename T>
+  const char* run() const {
+    if constexpr (sizeof(T) > 4) {
+      return kNoKernel;
+    } else {
+      constexpr int64_t kOfVectors = kWarps * kSpan<T>;
+      const int64_t vectors = (terms + kOfVectors - 1) / kOfVectors;
+      const GridStatus status = Start::template start<S, T>(params, vectors, stream);
+      *fits = status.fits;
+      return status.error;
+    }
+  }
+
+  const Params& params;
+  int64_t terms;
+  bool* fits;
+  cudaStream_t stream;
+};
 
 }  // namespace
 }  // namespace tch_extension

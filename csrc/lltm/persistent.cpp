@@ -15,8 +15,12 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cu
     const LltmPersistentBackward*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(const LltmGridForward*,
                                                                             bool* fits, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_wide_forward_cuda(const LltmGridForward*,
+                                                                                 bool* fits, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(const LltmGridBackward*,
                                                                              bool* fits, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_wide_backward_cuda(const LltmGridBackward*,
+                                                                                  bool* fits, cudaStream_t);
 #endif
 
 namespace tch_extension {
@@ -107,8 +111,10 @@ bool lltm_grid(const LltmForward& call) {
   params.exchange = exchange.mutable_data_ptr();
   params.c = address(call.c);
   params.activations = address(call.activations);
+  const bool is_wide = call.path == kLltmWideGrid;
+  const auto run = is_wide ? tch_extension_lltm_grid_wide_forward_cuda : tch_extension_lltm_grid_forward_cuda;
   bool fits = false;
-  check(tch_extension_lltm_grid_forward_cuda(&params, &fits, static_cast<cudaStream_t>(call.stream)));
+  check(run(&params, &fits, static_cast<cudaStream_t>(call.stream)));
   return fits;
 }
 
@@ -132,8 +138,11 @@ bool lltm_grid(const LltmBackward& call) {
   params.grad_h = address(call.grad_h);
   params.grad_c = address(call.grad_c);
   params.grad_gates = address(call.grad_gates);
+  const bool is_wide = call.path == kLltmWideGrid;
+  const auto run =
+      is_wide ? tch_extension_lltm_grid_wide_backward_cuda : tch_extension_lltm_grid_backward_cuda;
   bool fits = false;
-  check(tch_extension_lltm_grid_backward_cuda(&params, &fits, static_cast<cudaStream_t>(call.stream)));
+  check(run(&params, &fits, static_cast<cudaStream_t>(call.stream)));
   return fits;
 }
 

@@ -335,6 +335,7 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
       case kLltmPersistentTf32:
         return lltm_persistent(*call);
       case kLltmGrid:
+      case kLltmWideGrid:
         if (lltm_grid(*call)) return;
         return forward_per_step(*call);
       default:
@@ -353,6 +354,7 @@ TCH_EXTENSION_API Message tch_extension_lltm_backward(const LltmBackward* call) 
       case kLltmPersistentTf32:
         return lltm_persistent(*call);
       case kLltmGrid:
+      case kLltmWideGrid:
         if (lltm_grid(*call)) return;
         return backward_per_step(*call);
       case kLltmFused:

@@ -14,6 +14,7 @@ enum LltmPath : int32_t {
   kLltmPersistent = 3,
   kLltmGrid = 4,
   kLltmPersistentTf32 = 5,
+  kLltmWideGrid = 6,  // for many rows
 };
 
 struct LltmForward {

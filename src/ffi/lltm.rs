@@ -3,6 +3,7 @@
 mod grid;
 mod persistent;
 mod plan;
+mod wide;
 
 pub use plan::Path;
 pub(crate) use plan::{Chip, Direction, Plan, Sizes};
@@ -75,6 +76,7 @@ impl Plan {
                 [if tf32 { 5 } else { 3 }, narrow(groups), narrow(cluster)]
             }
             Plan::Grid { columns, row_groups } => [4, narrow(row_groups), narrow(columns)],
+            Plan::WideGrid { columns, row_groups } => [6, narrow(row_groups), narrow(columns)],
         }
     }
 

@@ -6,7 +6,7 @@ use super::*;
 use tch_extension::amp::Autocast;
 use tch_extension::cuda::{Graph, Stream, StreamGuard, synchronize};
 
-const HALF_KINDS: [Kind; 2] = [Kind::Half, Kind::BFloat16];
+pub const HALF_KINDS: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 
 /// One vector of columns, parts of a warp's share and of a block's; rows of one group of blocks, of several, of several
 /// turns, and of a part of one; weights whose rows begin anywhere, and not.
@@ -29,8 +29,8 @@ fn samples(kind: Kind, device: Device) -> Vec<Sample> {
 }
 
 /// Beside the path of each step, whose sums are made in another order.
-fn assert_agrees_with_per_step(inputs: &[Tensor], bound: f64) {
-    let (found, expected) = (everything(&grid, inputs), everything(&per_step, inputs));
+pub fn assert_agrees_with_per_step(sequence: support::Operator<'_>, inputs: &[Tensor], bound: f64) {
+    let (found, expected) = (everything(sequence, inputs), everything(&per_step, inputs));
     for (found, expected) in found.iter().zip(&expected) {
         assert_eq!(found.kind(), expected.kind());
         let scale = expected.abs().max().double_value(&[]);
@@ -58,7 +58,7 @@ fn cuda_half_kinds_of_the_product_alone_by_the_grid() {
         for sizes in LARGE {
             let inputs = one(sizes, Kind::Float, device).inputs;
             let _autocast = Autocast::new(device, kind).expect("autocast");
-            assert_agrees_with_per_step(&inputs, 4.0 * tolerance(kind).0);
+            assert_agrees_with_per_step(&grid, &inputs, 4.0 * tolerance(kind).0);
         }
     }
 }
@@ -126,7 +126,12 @@ fn all_bits(size: [i64; 2], kind: Kind, device: Device) -> Tensor {
 }
 
 /// Of `Float` in tf32.
-fn assert_no_number_is_as_in_per_step(kind: Kind, hidden: i64, device: Device) {
+pub fn assert_no_number_is_as_in_per_step(
+    sequence: support::Operator<'_>,
+    kind: Kind,
+    hidden: i64,
+    device: Device,
+) {
     let _switch = Tf32::set(kind == Kind::Float);
     let inputs = one([6, 20, 8, hidden], kind, device).inputs;
     let no_numbers = all_bits([20, hidden], kind, device);
@@ -150,7 +155,7 @@ fn assert_no_number_is_as_in_per_step(kind: Kind, hidden: i64, device: Device) {
         let outputs = outputs.into_iter().map(Tensor::shallow_clone);
         outputs.chain(gradients.into_iter().flatten()).collect::<Vec<_>>()
     };
-    let (found, expected) = (everything(&grid), everything(&per_step));
+    let (found, expected) = (everything(sequence), everything(&per_step));
     assert_eq!(found.len(), 8);
     for (found, expected) in found.iter().zip(&expected) {
         assert!(found.isnan().equal(&expected.isnan()), "{kind:?} {hidden}");
@@ -173,7 +178,7 @@ fn cuda_half_kinds_and_float_of_what_is_no_number_by_the_grid() {
     let Some(device) = device("cuda_half_kinds_and_float_of_what_is_no_number_by_the_grid") else { return };
     for kind in [Kind::Half, Kind::BFloat16, Kind::Float] {
         for hidden in [24, 136, 1000] {
-            assert_no_number_is_as_in_per_step(kind, hidden, device);
+            assert_no_number_is_as_in_per_step(&grid, kind, hidden, device);
         }
     }
 }

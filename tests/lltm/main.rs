@@ -16,6 +16,7 @@ mod second_derivatives;
 mod support;
 mod threads;
 mod training;
+mod wide_grid;
 
 use support::{KINDS, Suite, leaves};
 use tch::{Device, Kind, Tensor};
@@ -127,6 +128,11 @@ fn persistent(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 /// One kernel of a grid, likewise.
 fn grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::Grid, x, w, b, state), arguments)
+}
+
+/// One kernel of a grid for many rows.
+fn wide_grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+    call(|x, w, b, state| f_lltm_by(LltmPath::WideGrid, x, w, b, state), arguments)
 }
 
 /// As if it did not fit.

@@ -44,7 +44,7 @@ fn results_stay_close_over_thousands_of_steps() {
                     Kind::Half => 0.5_f64.powi(10),
                     _ => 0.5_f64.powi(7),
                 };
-                for sequence in [&fused as support::Operator<'_>, &per_step, &whole] {
+                for sequence in [&fused as support::Operator<'_>, &per_step, &whole, &grid, &wide_grid] {
                     let drift = drift(sequence, &inputs, &exact);
                     eprintln!("{device:?} {kind:?} T = {steps}: {:.2} ε", drift / epsilon);
                     assert!(

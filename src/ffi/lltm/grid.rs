@@ -22,6 +22,10 @@ impl Grid {
         self.blocks > 0
     }
 
+    pub fn blocks(self) -> i64 {
+        self.blocks
+    }
+
     pub fn of(device: Device) -> Result<Grid> {
         #[cfg(tch_extension_cuda)]
         {
@@ -92,15 +96,15 @@ impl Share {
         }
         let vectors = vectors.max(2);
         let turns = (tiles - 1) / most + 1;
-        let (turns, a_turn) = match (direction, columns) {
+        let (turns, cost) = match (direction, columns) {
             // Two turns take no longer than one, in which everybody waits, and half the blocks.
-            (Direction::Forward, 16) => (turns.max(2), 35 + 16 * vectors),
-            (Direction::Forward, _) => (turns.max(2), 60 + 16 * vectors),
-            // Each block reads the gradients for all gates, and fewer blocks have them sooner.
-            (Direction::Backward, 16) => (turns, 250.max(45 + 26 * vectors)),
-            (Direction::Backward, _) => (turns, 100 + 33 * vectors),
+            (Direction::Forward, 16) => (turns.max(2), turns.max(2) * (58 + 8 * vectors)),
+            (Direction::Forward, _) => (turns.max(2), turns.max(2) * (75 + 8 * vectors)),
+            // One turn takes longer than its part of several: it waits for messages.
+            (Direction::Backward, 16) => (turns, (200 + 25 * vectors).max(turns * (94 + 15 * vectors))),
+            (Direction::Backward, _) => (turns, (200 + 25 * vectors).max(turns * 43 * vectors)),
         };
-        let share = Share { columns, row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn };
+        let share = Share { columns, row_groups: (tiles - 1) / turns + 1, cost };
         (turns <= MOST_TURNS).then_some(share)
     }
 
@@ -113,7 +117,7 @@ impl Share {
         // What those cost, without the products of all steps: forward with the most rows at which they were measured to be
         // slower, 256 of H = 1024.
         let others = match direction {
-            Direction::Forward => 1000,
+            Direction::Forward => 950,
             Direction::Backward => 1100,
         };
         sizes.steps >= FEW && sizes.hidden > NARROW && self.cost <= others
@@ -192,7 +196,7 @@ mod tests {
         );
         assert!(faster(Forward, 512, 16, 768, Kind::Float) && !faster(Forward, 512, 256, 1024, Kind::Float));
         assert!(
-            faster(Backward, 512, 64, 1024, Kind::Float) && !faster(Backward, 512, 72, 1024, Kind::Float)
+            faster(Backward, 512, 64, 1024, Kind::Float) && !faster(Backward, 512, 88, 1024, Kind::Float)
         );
     }
 

@@ -2,6 +2,7 @@
 
 use super::grid::{Grid, Share};
 use super::persistent::{Clusters, Kernel};
+use super::wide::WideShare;
 use crate::Result;
 use crate::ffi::lltm_cell_fused as cell;
 use crate::ffi::precision::matmul_allow_tf32;
@@ -26,6 +27,8 @@ pub enum Path {
     Persistent,
     /// That of a grid.
     Grid,
+    /// That of a grid for many rows.
+    WideGrid,
     /// That of a grid of more blocks than any GPU runs at once: what happens where other processes leave too few.
     CrowdedGrid,
 }
@@ -38,7 +41,7 @@ impl Path {
     pub fn is_on(self, device: Device) -> Result<bool> {
         Ok(match self {
             Path::Persistent => Clusters::of(device)?.are_there(),
-            Path::Grid | Path::CrowdedGrid => Grid::of(device)?.is_there(),
+            Path::Grid | Path::WideGrid | Path::CrowdedGrid => Grid::of(device)?.is_there(),
             Path::Packed => device == Device::Cpu,
             Path::Fused => device.is_cuda(),
             Path::Automatic | Path::Cells | Path::PerStep => true,
@@ -135,6 +138,11 @@ pub(crate) enum Plan {
         columns: i64,
         row_groups: i64,
     },
+    /// The same, for many rows.
+    WideGrid {
+        columns: i64,
+        row_groups: i64,
+    },
 }
 
 impl Plan {
@@ -163,20 +171,24 @@ impl Plan {
         let of_clusters =
             |Kernel { cluster, groups, tf32, .. }: Kernel| Plan::Persistent { cluster, groups, tf32 };
         let of_grid = |share: Share| Plan::Grid { columns: share.columns, row_groups: share.row_groups };
+        let wide = WideShare::new(direction, sizes, product, on_chip.grid);
+        let of_wide =
+            |share: WideShare| Plan::WideGrid { columns: WideShare::COLUMNS, row_groups: share.row_groups };
         match path {
             Path::Persistent => clusters.map(of_clusters).or(grid.map(of_grid)),
             Path::Grid => grid.map(of_grid),
+            Path::WideGrid => wide.map(of_wide).or(grid.map(of_grid)),
             Path::CrowdedGrid => grid.map(|share| of_grid(Share { row_groups: CROWD, ..share })),
             Path::Automatic => {
                 let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes));
                 let grid = grid.filter(|share| share.is_faster(direction, sizes));
-                match (clusters, grid) {
-                    (Some(kernel), Some(share)) if share.cost < kernel.cost(sizes.batch) => {
-                        Some(of_grid(share))
-                    }
-                    (None, Some(share)) => Some(of_grid(share)),
-                    (kernel, _) => kernel.map(of_clusters),
-                }
+                let wide = wide.filter(|share| share.is_faster(direction, sizes));
+                let all = [
+                    clusters.map(|kernel| (kernel.cost(sizes.batch), of_clusters(kernel))),
+                    grid.map(|share| (share.cost, of_grid(share))),
+                    wide.map(|share| (share.cost, of_wide(share))),
+                ];
+                all.into_iter().flatten().min_by_key(|(cost, _)| *cost).map(|(_, plan)| plan)
             }
             _ => None,
         }
@@ -315,8 +327,13 @@ mod tests {
         }
         assert_eq!(half(Forward, 64, 512), grid(16, 4));
         assert_eq!(half(Backward, 64, 512), clusters(8, false));
-        assert_eq!(half(Forward, 256, 1024), grid(32, 4));
-        assert_eq!(half(Backward, 256, 1024), None);
+        for direction in [Forward, Backward] {
+            let wide = |row_groups| Some(Plan::WideGrid { columns: 32, row_groups });
+            assert_eq!(half(direction, 256, 1024), wide(4));
+            assert_eq!(half(direction, 256, 768), wide(4));
+            assert_eq!(half(direction, 512, 512), wide(8));
+            assert_eq!(half(direction, 96, 1024), grid(32, 4));
+        }
     }
 
     #[test]

@@ -1,0 +1,317 @@
+// How a block of the grid works: some warps multiply messages with weights that stay on chip, and others make
+// new messages of the sums.
+#pragma once
+
+#include "grid_device.h"
+
+namespace tch_extension {
+namespace {
+
+// Columns of a row that four lanes take with 16 bytes each.
+template <typename T>
+constexpr int kSpan = 4 * kLanesOf16Bytes<T>;
+
+// A step of a sub-batch: they are worked through in turn.
+struct Turn {
+  int step, sub;
+  __device__ __forceinline__ void advance(int subs) {
+    if (++sub == subs) {
+      sub = 0;
+      ++step;
+    }
+  }
+};
+
+// What a block computes: neighbouring columns of h, and its group's rows of the batch.
+template <int kColumns>
+struct GridPlace {
+  template <typename Params>
+  explicit __device__ __forceinline__ GridPlace(const Params& params)
+      : steps(static_cast<int>(params.steps)),
+        batch(static_cast<int>(params.batch)),
+        hidden(static_cast<int>(params.hidden)),
+        row_step(params.row_groups * kRows) {
+    const int blocks = (hidden + kColumns - 1) / kColumns;
+    const int group = blockIdx.x / blocks;
+    rows_before = group * kRows;
+    first_column = blockIdx.x % blocks * kColumns;
+    subs = ((batch + kRows - 1) / kRows - group + params.row_groups - 1) / params.row_groups;
+  }
+  __device__ __forceinline__ int first_row(int sub) const { return rows_before + sub * row_step; }
+
+  int steps, batch, hidden, row_step, rows_before, first_column, subs;
+};
+
+// What a lane multiplies in a turn.
+template <typename T>
+struct Source {
+  const T* from;
+  int terms;  // from there to the row's end; none where nothing is sent
+};
+
+// The product of a block's weights with the messages of a turn, for kTiles tiles of 16 results: each warp has
+// some of the terms, kVectors times 16 bytes a lane, each for two instructions; the warps take vectors in
+// turn. Weights are in registers, but for the last kShared fragments, for which there are none left: in
+// shared memory, [warp, fragment, lane]. kRing messages of a lane are on their way or at hand, and kGroup are
+// waited for at once.
+template <typename Type, int kTileCount, int kVectorCount, int kInShared, int kInFlight, int kAtOnce>
+struct GridProduct {
+  using T = Type;
+  enum : int {
+    kTiles = kTileCount,
+    kVectors = kVectorCount,
+    kShared = kInShared,
+    kRing = kInFlight,
+    kGroup = kAtOnce,
+    kStride = kWarps * kSpan<T>,  // from a vector of a warp to its next
+    kFragments = kVectors * 2 * kTiles,
+    kInRegisters = kFragments - kShared,
+    kBytesOfWeights = kWarps * kShared * kWarp * 16,
+    // Of partial sums, [warp, tile, quad] of four.
+    kBytesOfTile = kWarp * 16,
+    kBytesOfWarp = kTiles * kBytesOfTile,
+    kBytesOfTurn = kWarps * kBytesOfWarp,
+    // Sums of a tile that are made side by side: one after the other they would wait for each instruction.
+    kChains = kTiles >= 4   ? 1
+              : kTiles == 1 ? 4
+                            : 2,
+  };
+  static_assert(kVectors % kRing == 0 && kRing % kGroup == 0, "messages have their places");
+
+  explicit __device__ __forceinline__ GridProduct(unsigned char* memory) {
+    shared = reinterpret_cast<uint4*>(memory) + threadIdx.x / kWarp * (kShared * kWarp) + threadIdx.x % kWarp;
+  }
+
+  // The first term of the lane's vectors.
+  static __device__ __forceinline__ int first_term() {
+    return threadIdx.x / kWarp * kSpan<T> + threadIdx.x % 4 * kLanesOf16Bytes<T>;
+  }
+
+  // A word of a vector's first or second instruction, for a tile.
+  __device__ __forceinline__ void put_weight(int vector, int half, int tile, int part, uint32_t word) {
+    const int fragment = (vector * 2 + half) * kTiles + tile;
+    if (fragment < kInRegisters) {
+      weights[fragment][part] = word;
+    } else {
+      reinterpret_cast<uint32_t*>(shared + (fragment - kInRegisters) * kWarp)[part] = word;
+    }
+  }
+
+  __device__ __forceinline__ void load(const Source<T>& source, int vector) {
+    messages[vector % kRing] =
+        vector * kStride < source.terms ? load_message(source.from + vector * kStride) : uint4{};
+  }
+
+  // The first messages of a turn.
+  __device__ __forceinline__ void begin(const Source<T>& source) {
+#pragma unroll
+    for (int vector = 0; vector < kRing; ++vector) load(source, vector);
+  }
+
+  __device__ __forceinline__ bool is_missing(int first) const {
+    bool missing = false;
+#pragma unroll
+    for (int vector = first; vector < first + kGroup; ++vector) {
+      missing |= is_unsent(messages[vector % kRing]);
+    }
+    return __any_sync(~0u, missing);
+  }
+
+  // Until a group is there; those of this turn that are on their way behind it are asked for again with it.
+  __device__ __forceinline__ void wait(const Source<T>& source, int first) {
+    while (is_missing(first)) {
+#pragma unroll
+      for (int vector = first; vector < first + kRing && vector < kVectors; ++vector) {
+        if (is_unsent(messages[vector % kRing])) load(source, vector);
+      }
+    }
+  }
+
+  // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if `ahead`.
+  // What is no message but a plain tensor may have any bits.
+  __device__ __forceinline__ void multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
+                                           bool ahead) {
+#pragma unroll
+    for (auto& chain : sums) {
+      for (auto& tile : chain) {
+        for (float& sum : tile) sum = 0;
+      }
+    }
+#pragma unroll
+    for (int first = 0; first < kVectors; first += kGroup) {
+      if (are_messages) {
+        wait(here, first);
+      } else {
+#pragma unroll
+        for (int vector = first; vector < first + kGroup; ++vector) make_message<T>(messages[vector % kRing]);
+      }
+#pragma unroll
+      for (int vector = first; vector < first + kGroup; ++vector) multiply_vector(vector);
+#pragma unroll
+      for (int vector = first + kRing; vector < first + kRing + kGroup; ++vector) {
+        if (vector < kVectors) {
+          load(here, vector);
+        } else if (ahead) {
+          load(next, vector - kVectors);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_vector(int vector) {
+    const uint4 words = operands_of_message<T>(messages[vector % kRing]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int fragment = (vector * 2 + half) * kTiles + tile;
+        auto& sum = sums[(vector * 2 + half) % kChains][tile];
+        const uint32_t b0 = half == 0 ? words.x : words.z, b1 = half == 0 ? words.y : words.w;
+        if (fragment < kInRegisters) {
+          multiply_add_one<T>(sum, weights[fragment], b0, b1);
+        } else {
+          const uint4 a = shared[(fragment - kInRegisters) * kWarp];
+          const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
+          multiply_add_one<T>(sum, parts, b0, b1);
+        }
+      }
+    }
+  }
+
+  // A lane's four sums of a tile are of two rows of the batch and of neighbouring columns, if a tile's rows
+  // are its even columns first.
+  __device__ __forceinline__ void write(unsigned char* partials) const {
+    const int lane = threadIdx.x % kWarp, high = lane % 4 / 2;
+    unsigned char* to = partials + threadIdx.x / kWarp * kBytesOfWarp +
+                        (high * 16 + ((lane / 4 * 2 + lane % 2) ^ (high * 4))) * 16;
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      float sum[4];
+#pragma unroll
+      for (int of = 0; of < 4; ++of) {
+        sum[of] = sums[0][tile][of];
+#pragma unroll
+        for (int chain = 1; chain < kChains; ++chain) sum[of] += sums[chain][tile][of];
+      }
+      *reinterpret_cast<float4*>(to + tile * kBytesOfTile) = make_float4(sum[0], sum[2], sum[1], sum[3]);
+    }
+  }
+
+  uint32_t weights[kInRegisters][4];
+  uint4* shared;
+  uint4 messages[kRing];
+  float sums[kChains][kTiles][4];
+};
+
+// How those that multiply meet those that finish, with partial sums in two buffers.
+template <typename Product, int kColumns>
+struct GridTeams {
+  enum : int {
+    kMembers = kColumns / kTile * 2 * kWarp,  // of a team, each with two columns of a row
+    kTeams = kFinishers / kMembers,
+    kMeeting = kProducers + kMembers,
+    kWeights = 2 * Product::kBytesOfTurn,
+    kEnd = kWeights + Product::kBytesOfWeights,
+    kFull = 1,
+    kFree = kFull + 2 * kTeams,
+  };
+  // Named barriers. A team may be ahead of another by a turn.
+  static __device__ __forceinline__ int full(int buffer, int team) { return kFull + buffer * kTeams + team; }
+  static __device__ __forceinline__ int free(int buffer) { return kFree + buffer; }
+};
+
+// The products of turns from `turn` on; what they take is of source_of(turn).
+template <typename Product, int kColumns, typename SourceOf>
+__device__ __forceinline__ void multiply_turns(Product& product, const GridPlace<kColumns>& place,
+                                               const SourceOf& source_of, Turn turn, int turns, bool ahead,
+                                               unsigned char* memory) {
+  using Teams = GridTeams<Product, kColumns>;
+  auto here = source_of(turn);
+  product.begin(here);
+  for (int done = 0; done < turns; ++done) {
+    const Turn now = turn;
+    turn.advance(place.subs);
+    const auto next = source_of(turn);
+    product.multiply(here, next, now.step > 0, ahead);
+    const int buffer = done % 2;
+    if (done > 1) barrier_of(Teams::free(buffer), Teams::kMeeting);
+    product.write(memory + buffer * Product::kBytesOfTurn);
+    arrive_at(Teams::full(buffer, now.sub % Teams::kTeams), Teams::kMeeting);
+    here = next;
+    if (!ahead) product.begin(here);
+  }
+}
+
+// One of those that finish: which sub-batches it has, which two columns of which row, and where their partial
+// sums are, in an order in which neither who writes nor who reads meets another lane in the same bank.
+template <typename Product, int kColumns>
+struct GridMember {
+  using Teams = GridTeams<Product, kColumns>;
+
+  __device__ __forceinline__ GridMember(const GridPlace<kColumns>& of_block, const unsigned char* partials)
+      : place(of_block), index(threadIdx.x - kProducers), team(index / Teams::kMembers) {
+    const int lane = index % kWarp, upper = index / kWarp % 2, tile = index % Teams::kMembers / (2 * kWarp);
+    row = upper * 4 + lane % 4;
+    column = place.first_column + tile * kTile + lane / 4 * 2;
+    found = partials + tile * Product::kBytesOfTile + (upper * 16 + ((lane / 2) ^ (upper * 4))) * 16 +
+            lane % 2 * 8;
+  }
+
+  __device__ __forceinline__ bool is_valid(int sub) const {
+    return place.first_row(sub) + row < place.batch && column < place.hidden;
+  }
+  // Of [B, H].
+  __device__ __forceinline__ uint32_t at_first(int sub) const {
+    return static_cast<uint32_t>(place.first_row(sub) + row) * place.hidden + column;
+  }
+  // Whether its lanes are the first of a row's columns, who ask for memory.
+  __device__ __forceinline__ bool is_first() const { return index % kWarp < 4; }
+
+  __device__ __forceinline__ Turn first_turn() const { return {0, team}; }
+  __device__ __forceinline__ void advance(Turn& turn) const {
+    turn.sub += Teams::kTeams;
+    if (turn.sub >= place.subs) turn = {turn.step + 1, team};
+  }
+
+  // The sums of a turn, the done-th of `turns` that are multiplied.
+  template <int kSums>
+  __device__ __forceinline__ void take(float2 (&sums)[kSums], int done, int turns) const {
+    const int buffer = done % 2;
+    barrier_of(Teams::full(buffer, team), Teams::kMeeting);
+#pragma unroll
+    for (int sum = 0; sum < kSums; ++sum) {
+      sums[sum] =
+          sum_of_parts(found + buffer * Product::kBytesOfTurn + sum * (Product::kBytesOfWarp / kSums));
+    }
+    if (done + 2 < turns) arrive_at(Teams::free(buffer), Teams::kMeeting);
+  }
+
+  static __device__ __forceinline__ float2 sum_of_parts(const unsigned char* at) {
+    float2 parts[kWarps];
+#pragma unroll
+    for (int warp = 0; warp < kWarps; ++warp) {
+      parts[warp] = *reinterpret_cast<const float2*>(at + warp * Product::kBytesOfWarp);
+    }
+#pragma unroll
+    for (int apart = 1; apart < kWarps; apart *= 2) {
+#pragma unroll
+      for (int warp = 0; warp < kWarps; warp += 2 * apart) {
+        parts[warp].x += parts[warp + apart].x;
+        parts[warp].y += parts[warp + apart].y;
+      }
+    }
+    return parts[0];
+  }
+
+  const GridPlace<kColumns>& place;
+  const int index, team;
+  int row, column;
+  const unsigned char* found;
+};
+
+// The functions for float are quick: it is multiplied as tf32.
+template <typename T>
+using GridActivation = Activation<std::conditional_t<std::is_same_v<T, float>, Tf32, T>, float>;
+
+}  // namespace
+}  // namespace tch_extension

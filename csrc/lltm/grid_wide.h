@@ -1,0 +1,240 @@
+// What the kernels of a wide grid are made of; grid.h says how blocks share a sequence. A block takes
+// kWideRows rows at once, by products of warpgroups: its part of W_h lies in shared memory, and what the
+// other blocks send comes into registers.
+#pragma once
+
+#include "../gemm/hopper_ptx.h"
+#include "grid_launch.h"
+
+namespace tch_extension {
+namespace {
+
+constexpr int kWideRows = 64;
+// Of h, of a block.
+constexpr int kWideColumns = 32;
+// Two warpgroups share the terms of the block's sums, and then finish half of the columns each.
+constexpr int kGroupThreads = 4 * kWarp;
+constexpr int kWideThreads = 2 * kGroupThreads;
+constexpr int kGroupColumns = kWideColumns / 2;
+// Of a thread: neighbouring columns in each of two rows.
+constexpr int kOwn = 4;
+using Own = float[kOwn];
+// Bytes of a row of shared memory, swizzled: 64 terms.
+constexpr int kWideRow = 128;
+// Steps for whose messages and operands there is a place in the L2 cache.
+constexpr int kWideNear = 4;
+
+// Named barriers of each warp and the one of the other group that has the same rows: sums are there; the
+// first group's may be overwritten, and the second's.
+enum : int { kSent = 1, kRead = 5 };
+
+template <typename S>
+__device__ __forceinline__ void store_own(S* to, const Own& values) {
+  Vector<S, kOwn> own;
+#pragma unroll
+  for (int of = 0; of < kOwn; ++of) own.lane[of] = static_cast<S>(values[of]);
+  *reinterpret_cast<Vector<S, kOwn>*>(to) = own;
+}
+
+// One message of four values, which says by its first two whether it is one: there are no two of which all
+// bits are set.
+template <typename T>
+__device__ __forceinline__ void send_own(T* to, const Own& values) {
+  constexpr uint32_t kNone = 0xffffffff, kNotANumber = 0x7fffffff;
+  Vector<T, kOwn> own;
+#pragma unroll
+  for (int of = 0; of < kOwn; ++of) own.lane[of] = static_cast<T>(values[of]);
+  uint2 words = *reinterpret_cast<const uint2*>(&own);
+  if (words.x == kNone) words.x = kNotANumber;
+  asm volatile(
+      "{\n.reg .b64 both;\nmov.b64 both, {%1, %2};\nst.relaxed.gpu.global.b64 [%0], both;\n}" ::"l"(to),
+      "r"(words.x), "r"(words.y)
+      : "memory");
+}
+
+// Which column of the block a column of the product is, of those of a gate, for one of the groups, and the
+// other way round. Each group has the columns that it finishes in front, and a thread has neighbours of
+// those.
+__device__ __forceinline__ int column_of(int of_product, int group) {
+  const int tile = of_product / 8, of_tile = of_product % 8;
+  return kGroupColumns * (group ^ (tile / 2)) + of_tile / 2 * kOwn + tile % 2 * 2 + of_tile % 2;
+}
+__device__ __forceinline__ int product_column_of(int column, int group) {
+  const int tile = (column / kGroupColumns ^ group) * 2 + column % kOwn / 2;
+  return tile * 8 + column % kGroupColumns / kOwn * 2 + column % 2;
+}
+
+// Where a word of a lane's 16 bytes of a span is, in a row: of two products, a lane takes two terms, and two
+// that are 8 behind them.
+__device__ __forceinline__ int place_of(int row, int span, int word, int lane) {
+  return row * kWideRow + ((span % 2 * 4 + word) ^ (row % 8)) * 16 + lane * 4;
+}
+
+// A row of W may begin anywhere.
+template <typename T>
+__device__ __forceinline__ uint4 load_terms(const T* from, bool whole) {
+  if (whole) return *reinterpret_cast<const uint4*>(from);
+  uint4 terms;
+  auto* values = reinterpret_cast<T*>(&terms);
+  for (int at = 0; at < kLanesOf16Bytes<T>; ++at) values[at] = from[at];
+  return terms;
+}
+
+// Activations of a half kind, by instructions that take what is nearly zero for zero.
+struct WideActivation {
+  static __device__ __forceinline__ float exp2_of(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+  }
+  static __device__ __forceinline__ float one_over(float x) {
+    float result;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+  }
+  static constexpr float kLog2OfE = 1.44269504f;
+
+  static __device__ __forceinline__ float of_gate(float x) { return one_over(1.0f + exp2_of(-kLog2OfE * x)); }
+  static __device__ __forceinline__ float of_candidate(float x) {
+    // exp(x) - 1 loses its digits near 0, where few terms of the series are enough.
+    float series = 1.0f / 120 * x + 1.0f / 24;
+    series = series * x + 1.0f / 6;
+    series = series * x + 0.5f;
+    series = series * x * x + x;
+    const float negative = x > -0.25f ? series : exp2_of(kLog2OfE * x) - 1.0f;
+    return x > 0 ? x : negative;
+  }
+  static __device__ __forceinline__ float candidate_grad(float x) {
+    return x > 0 ? 1.0f : exp2_of(kLog2OfE * x);
+  }
+  static __device__ __forceinline__ float of_c(float x) {
+    const float square = x * x;
+    float series = -17.0f / 315 * square + 2.0f / 15;
+    series = series * square - 1.0f / 3;
+    series = series * square * x + x;
+    const float other = 1.0f - 2.0f * one_over(1.0f + exp2_of(2 * kLog2OfE * x));
+    return fabsf(x) < 0.25f ? series : other;
+  }
+};
+
+// Where there are no terms.
+__device__ uint4 wide_zeros;
+
+// What a thread has: of the product rows lane / 4 of its warp's 16, and 8 below.
+struct WidePlace {
+  __device__ __forceinline__ WidePlace(int64_t hidden_size, int64_t rows, int first_column)
+      : hidden(static_cast<int>(hidden_size)), batch(static_cast<int>(rows)) {
+    const int lane = threadIdx.x % kWarp;
+    group = threadIdx.x / kGroupThreads;
+    warp = threadIdx.x % kGroupThreads / kWarp;
+    of_four = lane % 4;
+    of_rows = warp * 16 + lane / 4;
+    of_block = kGroupColumns * group + kOwn * of_four;
+    column = first_column + of_block;
+  }
+
+  __device__ __forceinline__ void begin(int first_row) {
+    row = first_row + of_rows;
+    any_row = first_row;
+  }
+  __device__ __forceinline__ bool is_row(int half) const { return row + 8 * half < batch; }
+  __device__ __forceinline__ bool is_own(int half) const { return is_row(half) && column < hidden; }
+  // The row among those of all steps.
+  __device__ __forceinline__ uint32_t row_of(int step, int half) const {
+    return static_cast<uint32_t>(step) * batch + row + 8 * half;
+  }
+  // One to read from. What is computed for rows that are not there is of another row, and nobody needs it.
+  __device__ __forceinline__ uint32_t some_row_of(int step, int half) const {
+    return static_cast<uint32_t>(step) * batch + (is_row(half) ? row + 8 * half : any_row);
+  }
+
+  // The other group's sums may be written to again.
+  __device__ __forceinline__ void release_other() const {
+    arrive_at(kRead + (group ^ 1) * 4 + warp, 2 * kWarp);
+  }
+  __device__ __forceinline__ void wait_for_place() const { barrier_of(kRead + group * 4 + warp, 2 * kWarp); }
+  __device__ __forceinline__ void wait_for_other() const { barrier_of(kSent + warp, 2 * kWarp); }
+
+  const int hidden, batch;
+  int group, warp, of_four, of_rows, of_block, column, row, any_row;
+};
+
+// The products: a thread has kVectors vectors of 16 bytes of each of its rows, and kWhole says that all of
+// them are there. They are asked for kAtOnce at a time, while those before are multiplied.
+template <typename T, int kVectors, bool kWhole, int kColumns>
+struct WideTerms {
+  static constexpr int kAtOnce = 4;
+  static constexpr int kPart = kColumns * kWideRow;
+  static constexpr int kSpans = 2 * kVectors;
+  static constexpr int kBytes = kSpans / 2 * kPart;
+
+  __device__ __forceinline__ WideTerms(const WidePlace& place, int terms, const char* shared) {
+    first = (place.group * kVectors * 4 + place.of_four) * kLanesOf16Bytes<T>;
+    vectors = first < terms ? (terms - 1 - first) / kSpan<T> + 1 : 0;
+    weights = static_cast<uint32_t>(
+        gemm::tile_descriptor<false>(shared_address(shared) + place.group * (kBytes / 2)));
+  }
+
+  __device__ __forceinline__ void load(int begin) {
+    // Addresses that were kept for asking once more would be too many.
+    int all = vectors;
+    few_at_a_time(all);
+#pragma unroll
+    for (int vector = begin; vector < begin + kAtOnce; ++vector) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const void* at = from[half] + vector * kSpan<T>;
+        if (!kWhole && vector >= all) at = &wide_zeros;
+        messages[vector][half] = load_messages(at);
+      }
+    }
+  }
+
+  __device__ __forceinline__ bool is_missing_of(int begin) const {
+    uint32_t most = 0;
+#pragma unroll
+    for (int vector = begin; vector < begin + kAtOnce; ++vector) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        most = max(most, max(messages[vector][half].x, messages[vector][half].z));
+      }
+    }
+    return most == 0xffffffff;
+  }
+
+  // Descriptors differ in their lower halves only.
+  __device__ __forceinline__ uint64_t weights_at(int offset) const {
+    return gemm::tile_descriptor<false>(0) >> 32 << 32 | (weights + static_cast<uint32_t>(offset >> 4));
+  }
+
+  // The first are asked for. They may not be there yet, if they are `messages`.
+  template <typename Sums>
+  __device__ __forceinline__ void multiply(Sums& sums, bool are_messages) {
+    constexpr int kNext = static_cast<int>(gemm::kNextInner<false>) << 4;
+#pragma unroll
+    for (int begin = 0; begin < kVectors; begin += kAtOnce) {
+      while (__any_sync(~0u, are_messages && is_missing_of(begin))) load(begin);
+      // There are not registers for all vectors at once; those of the products before are free by now.
+      if constexpr (kVectors > 4 * kAtOnce) gemm::wait_for_products<0>();
+      if (begin + kAtOnce < kVectors) load(begin + kAtOnce);
+      gemm::begin_products();
+#pragma unroll
+      for (int vector = begin; vector < begin + kAtOnce; ++vector) {
+        const uint4 &upper = messages[vector][0], &lower = messages[vector][1];
+        const int at = vector / 2 * kPart + vector % 2 * (kWideRow / 2);
+        gemm::multiply_add<T>(sums, {upper.x, lower.x, upper.y, lower.y}, weights_at(at));
+        gemm::multiply_add<T>(sums, {upper.z, lower.z, upper.w, lower.w}, weights_at(at + kNext));
+      }
+      gemm::commit_products();
+    }
+    gemm::wait_for_products<0>();
+  }
+
+  int first, vectors;
+  uint32_t weights;
+  const T* from[2];
+  uint4 messages[kVectors][2];
+};
+
+}  // namespace
+}  // namespace tch_extension

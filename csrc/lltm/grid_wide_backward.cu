@@ -1,0 +1,264 @@
+// The backward of a wide grid.
+
+#include "grid_wide.h"
+
+namespace tch_extension {
+namespace {
+
+// Shared memory, in bytes: W_h, whose rows are the terms; sums for the other group.
+template <typename T, int kVectors, bool kWhole>
+struct WideBackwardLayout {
+  using Terms = WideTerms<T, kVectors, kWhole, kWideColumns>;
+  static constexpr int kSums = Terms::kBytes;
+  static constexpr int kBytes = kSums + kWideThreads * 2 * kOwn * static_cast<int>(sizeof(float));
+};
+
+// W_h into shared memory, two terms of eight columns at a time.
+template <typename T, typename Terms>
+__device__ __forceinline__ void load_weights(const LltmGridBackward& params, int first_column, char* shared) {
+  constexpr int kAtATime = kLanesOf16Bytes<T>, kInARow = kWideColumns / kAtATime;
+  const int hidden = static_cast<int>(params.hidden);
+  const bool whole =
+      reinterpret_cast<uintptr_t>(params.weight) % 16 == 0 && params.weight_stride % kAtATime == 0;
+  for (int at = threadIdx.x; at < Terms::kSpans * kSpan<T> / 2 * kInARow; at += kWideThreads) {
+    const int term = at / kInARow * 2, columns = at % kInARow * kAtATime;
+    const int span = term / kSpan<T>, of_span = term % kSpan<T>;
+    uint4 pair[2] = {};
+    for (int of = 0; of < 2; ++of) {
+      if (term + of >= kGates * hidden || first_column + columns >= hidden) continue;
+      const T* row = static_cast<const T*>(params.weight) + (term + of) * params.weight_stride;
+      pair[of] = load_terms(row + first_column + columns, whole);
+    }
+    const auto* first = reinterpret_cast<const uint16_t*>(&pair[0]);
+    const auto* second = reinterpret_cast<const uint16_t*>(&pair[1]);
+    for (int of = 0; of < kAtATime; ++of) {
+      const int row = product_column_of(columns + of, span / (Terms::kSpans / 2));
+      const int place = place_of(row, span, of_span % kAtATime / 2, of_span / kAtATime);
+      const uint32_t both = first[of] | static_cast<uint32_t>(second[of]) << 16;
+      *reinterpret_cast<uint32_t*>(shared + span / 2 * Terms::kPart + place) = both;
+    }
+  }
+}
+
+// Rows of the batch, all steps of them.
+template <typename S, typename T, int kVectors, bool kWhole>
+struct WideBackward : WidePlace {
+  using Layout = WideBackwardLayout<T, kVectors, kWhole>;
+  using Saved = Vector<S, kOwn>;
+
+  __device__ __forceinline__ WideBackward(const LltmGridBackward& p, int first_column, char* shared)
+      : WidePlace(p.hidden, p.batch, first_column), params(p), terms(*this, kGates * hidden, shared) {
+    all_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + threadIdx.x % kGroupThreads;
+  }
+
+  __device__ __forceinline__ void run(int first_row) {
+    begin(first_row);
+    const int last = static_cast<int>(params.steps) - 1;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      load_state(grad_c[half], params.grad_c, half);
+      load_state(grad_h[half], params.grad_h, half);
+    }
+    load_saved(last);
+    finish(last);
+    for (int step = last - 1; step >= 0; --step) {
+      add_up();
+      finish(step);
+    }
+    if (params.needs_grad_h0) add_up();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      store_state(grad_c[half], params.grad_c, half);
+      if (params.needs_grad_h0) store_state(grad_h[half], params.grad_h, half);
+    }
+  }
+
+  __device__ __forceinline__ void load_state(Own& to, const void* state, int half) const {
+    const float* from = static_cast<const float*>(state) + row_of(0, half) * hidden + column;
+    const float4 four = is_own(half) ? *reinterpret_cast<const float4*>(from) : float4{};
+    to[0] = four.x;
+    to[1] = four.y;
+    to[2] = four.z;
+    to[3] = four.w;
+  }
+  __device__ __forceinline__ void store_state(const Own& from, void* state, int half) const {
+    if (is_own(half)) store_own(static_cast<float*>(state) + row_of(0, half) * hidden + column, from);
+  }
+
+  __device__ __forceinline__ void load_saved(int step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!is_own(half)) continue;
+      const uint32_t row = row_of(step, half), at = row * hidden + column;
+      const S* activations = static_cast<const S*>(params.activations) + row * (kGates * hidden) + column;
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) {
+        gates[half][gate] = *reinterpret_cast<const Saved*>(activations + gate * hidden);
+      }
+      c[half] = *reinterpret_cast<const Saved*>(static_cast<const S*>(params.c) + at);
+      if (params.grad_output == nullptr) continue;
+      grad_output[half] = *reinterpret_cast<const Saved*>(static_cast<const S*>(params.grad_output) + at);
+    }
+  }
+
+  // The terms are the gradients for the step's gates.
+  __device__ __forceinline__ void find(int step) {
+    const T* grads = static_cast<const T*>(params.grad_gates) + terms.first;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      terms.from[half] = grads + some_row_of(step, half) * (kGates * hidden);
+    }
+  }
+
+  // Of both groups.
+  __device__ __forceinline__ void add_up() {
+    float sums[16] = {};
+    terms.multiply(sums, true);
+    auto four = [&](int of_group, int of) -> float4& {
+      return all_sums[(of_group * 2 + of) * kGroupThreads];
+    };
+    wait_for_place();
+#pragma unroll
+    for (int of = 0; of < 2; ++of) {
+      const float* from = sums + 8 + of * 4;
+      four(group, of) = make_float4(from[0], from[1], from[2], from[3]);
+    }
+    wait_for_other();
+#pragma unroll
+    for (int of = 0; of < 2; ++of) {
+      const float4 others = four(group ^ 1, of);
+      const float* own = sums + of * 4;
+      grad_h[0][2 * of] = own[0] + others.x;
+      grad_h[0][2 * of + 1] = own[1] + others.y;
+      grad_h[1][2 * of] = own[2] + others.z;
+      grad_h[1][2 * of + 1] = own[3] + others.w;
+    }
+    release_other();
+  }
+
+  __device__ __forceinline__ void finish(int step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Own grads[kGates];
+#pragma unroll
+      for (int of = 0; of < kOwn; ++of) {
+        const auto i = static_cast<float>(gates[half][0].lane[of]);
+        const auto o = static_cast<float>(gates[half][1].lane[of]);
+        const auto g = static_cast<float>(gates[half][2].lane[of]);
+        const float tanh_c = WideActivation::of_c(static_cast<float>(c[half].lane[of]));
+        float of_h = grad_h[half][of];
+        if (params.grad_output != nullptr) of_h += static_cast<float>(grad_output[half].lane[of]);
+        float& of_c = grad_c[half][of];
+        of_c += of_h * (o * tanh_grad(tanh_c));
+        grads[0][of] = of_c * (WideActivation::of_candidate(g) * sigmoid_grad(i));
+        grads[1][of] = of_h * (tanh_c * sigmoid_grad(o));
+        grads[2][of] = of_c * (i * WideActivation::candidate_grad(g));
+      }
+      if (!is_own(half)) continue;
+      T* to = static_cast<T*>(params.grad_gates) + row_of(step, half) * (kGates * hidden) + column;
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) send_own(to + gate * hidden, grads[gate]);
+    }
+    if (step > 0) load_saved(step - 1);
+    if (step >= kWideNear) prefetch_all(step - kWideNear);
+    if (step == 0 && !params.needs_grad_h0) return;
+    find(step);
+    terms.load(0);
+  }
+
+  // By then they may have left the L2 cache, or are not there yet, and readers would wait for the memory.
+  // Four lanes share what there is of a row.
+  __device__ __forceinline__ void prefetch_all(int step) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!is_own(half)) continue;
+      const uint32_t row = row_of(step, half);
+      const int first_column = column - kOwn * of_four;
+      const uint32_t at = row * hidden + first_column;
+      const uint32_t at_gate = (row * kGates + of_four) * hidden + first_column;
+      if (of_four < kGates) {
+        prefetch(static_cast<const S*>(params.activations) + at_gate);
+        prefetch(static_cast<const T*>(params.grad_gates) + at_gate);
+      } else {
+        prefetch(static_cast<const S*>(params.c) + at);
+        if (params.grad_output != nullptr) prefetch(static_cast<const S*>(params.grad_output) + at);
+      }
+    }
+  }
+
+  const LltmGridBackward& params;
+  typename Layout::Terms terms;
+  float4* all_sums;
+  Own grad_h[2], grad_c[2];
+  Saved gates[2][kGates], c[2], grad_output[2];
+};
+
+// S is the state's type. Indices are 32 bits wide: longer sequences take another path.
+template <typename S, typename T, int kVectors, bool kWhole>
+__global__ void __launch_bounds__(kWideThreads, 1)
+    lltm_grid_wide_backward(const __grid_constant__ LltmGridBackward params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char wide_shared[];
+  const int hidden = static_cast<int>(params.hidden), batch = static_cast<int>(params.batch);
+  const int blocks = (hidden + kWideColumns - 1) / kWideColumns;
+  const int first_column = blockIdx.x % blocks * kWideColumns;
+  using Layout = WideBackwardLayout<T, kVectors, kWhole>;
+  load_weights<T, typename Layout::Terms>(params, first_column, wide_shared);
+  gemm::fence_for_bulk_copies();
+  __syncthreads();
+  WideBackward<S, T, kVectors, kWhole> rows(params, first_column, wide_shared);
+  rows.release_other();
+  const int row_groups = gridDim.x / blocks;
+  for (int first = blockIdx.x / blocks * kWideRows; first < batch; first += row_groups * kWideRows) {
+    rows.run(first);
+  }
+  rows.wait_for_place();
+#endif
+}
+
+template <typename S, typename T, int kVectors, bool kWhole>
+GridStatus start_wide(const LltmGridBackward& params, cudaStream_t stream) {
+  const auto size = static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) * sizeof(T);
+  return start_grid<lltm_grid_wide_backward<S, T, kVectors, kWhole>, kWideThreads>(
+      params, WideBackwardLayout<T, kVectors, kWhole>::kBytes, params.grad_gates, size, stream);
+}
+
+struct GridWideBackward {
+  template <typename S, typename T>
+  const char* run() const {
+    if constexpr (sizeof(T) != 2) {
+      return kNoKernel;
+    } else {
+      const GridStatus status = start_of<S, T>();
+      *fits = status.fits;
+      return status.error;
+    }
+  }
+
+  // With as many vectors of a row for each warp, or more.
+  template <typename S, typename T>
+  GridStatus start_of() const {
+    if (params.columns != kWideColumns) return {true, kNoKernel};
+    if (params.hidden == 512) return start_wide<S, T, 24, true>(params, stream);
+    if (params.hidden == 768) return start_wide<S, T, 36, true>(params, stream);
+    if (params.hidden == 1024) return start_wide<S, T, 48, true>(params, stream);
+    if (params.hidden < 768) return start_wide<S, T, 36, false>(params, stream);
+    if (params.hidden < 1024) return start_wide<S, T, 48, false>(params, stream);
+    return {true, kNoKernel};
+  }
+
+  const LltmGridBackward& params;
+  bool* fits;
+  cudaStream_t stream;
+};
+
+}  // namespace
+}  // namespace tch_extension
+
+// As tch_extension_lltm_grid_forward_cuda.
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_wide_backward_cuda(
+    const LltmGridBackward* params, bool* fits, cudaStream_t stream) {
+  using namespace tch_extension;
+  return {"lltm_grid_wide_backward",
+          for_kinds(params->kind, params->product_kind, GridWideBackward{*params, fits, stream})};
+}

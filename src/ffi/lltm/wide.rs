@@ -1,0 +1,116 @@
+//! `csrc/lltm/grid.h`: a grid for many rows, whose blocks compute 64 of them at a time.
+
+use super::grid::Grid;
+use super::persistent::counts_in_32_bits;
+use super::{Direction, Sizes};
+use tch::Kind;
+
+/// Who computes what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct WideShare {
+    /// Groups of blocks, each with some rows of the batch.
+    pub row_groups: i64,
+    /// What a step costs, in hundredths of a microsecond: about, as measured on an H200.
+    pub cost: i64,
+}
+
+impl WideShare {
+    /// Of h, of a block.
+    pub const COLUMNS: i64 = 32;
+    /// That a block computes at a time.
+    const ROWS: i64 = 64;
+
+    /// If the weights fit into shared memory, and the kernel can count.
+    pub fn new(direction: Direction, sizes: Sizes, product: Kind, grid: Grid) -> Option<WideShare> {
+        const WIDEST: i64 = 1024;
+        let Sizes { batch, hidden, .. } = sizes;
+        let is_half = matches!(product, Kind::Half | Kind::BFloat16);
+        let fits = (1..=WIDEST).contains(&hidden) && hidden % 8 == 0 && counts_in_32_bits(sizes);
+        if !is_half || !fits || batch == 0 {
+            return None;
+        }
+        let most = grid.blocks() / ((hidden - 1) / WideShare::COLUMNS + 1);
+        if most == 0 {
+            return None;
+        }
+        let tiles = (batch - 1) / WideShare::ROWS + 1;
+        let turns = (tiles - 1) / most + 1;
+        // What there are kernels for.
+        let padded = match hidden {
+            512 => 512,
+            ..=768 => 768,
+            _ => WIDEST,
+        };
+        let whole = match direction {
+            Direction::Forward => 215 + padded * 31 / 100,
+            Direction::Backward => 93 + padded * 90 / 100,
+        };
+        // Each vector of a row has to be looked at.
+        let a_turn = if hidden == padded { whole } else { whole * 5 / 4 };
+        // All steps of some rows, and then all steps of others.
+        Some(WideShare { row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn })
+    }
+
+    /// Than one or two kernels for each step.
+    pub fn is_faster(&self, direction: Direction, sizes: Sizes) -> bool {
+        /// Fewer are over before the weights are on chip.
+        const FEW: i64 = 8;
+        /// Up to here clusters are faster.
+        const NARROW: i64 = 256;
+        // All rows at once: with more, it has not been compared.
+        let most = match direction {
+            Direction::Forward => 700,
+            Direction::Backward => 1100,
+        };
+        sizes.steps >= FEW && sizes.hidden > NARROW && self.cost <= most
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row_groups(direction: Direction, batch: i64, hidden: i64, kind: Kind, grid: Grid) -> Option<i64> {
+        let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
+        WideShare::new(direction, sizes, kind, grid).map(|share| share.row_groups)
+    }
+
+    #[test]
+    fn groups_share_the_rows() {
+        let of = |batch, hidden| row_groups(Direction::Forward, batch, hidden, Kind::Half, Grid::H200);
+        assert_eq!(of(1, 8), Some(1));
+        assert_eq!(of(64, 1024), Some(1));
+        assert_eq!(of(65, 1024), Some(2));
+        assert_eq!(of(256, 1024), Some(4));
+        // One after the other: as many each time.
+        assert_eq!(of(320, 1024), Some(3));
+        assert_eq!(of(512, 1024), Some(4));
+        assert_eq!(of(512, 512), Some(8));
+    }
+
+    #[test]
+    fn it_is_taken_where_it_was_measured() {
+        for direction in [Direction::Forward, Direction::Backward] {
+            let faster = |steps, batch, hidden| {
+                let sizes = Sizes { steps, batch, features: hidden, hidden };
+                WideShare::new(direction, sizes, Kind::Half, Grid::H200)
+                    .is_some_and(|share| share.is_faster(direction, sizes))
+            };
+            assert!(faster(512, 256, 1024) && faster(8, 512, 512) && faster(512, 320, 768));
+            assert!(!faster(7, 256, 1024) && !faster(512, 256, 256) && !faster(512, 320, 1024));
+            assert_eq!(faster(512, 256, 1000), direction == Direction::Forward);
+        }
+    }
+
+    #[test]
+    fn not_all_sizes_have_one() {
+        let of = |batch, hidden| row_groups(Direction::Forward, batch, hidden, Kind::Half, Grid::H200);
+        assert_eq!(of(256, 1032), None);
+        assert_eq!(of(256, 1020), None);
+        assert_eq!(of(256, 0), None);
+        assert_eq!(of(0, 1024), None);
+        assert_eq!(of(i64::MAX, 1024), None);
+        assert_eq!(row_groups(Direction::Forward, 256, 512, Kind::Float, Grid::H200), None);
+        assert_eq!(row_groups(Direction::Backward, 256, 512, Kind::Half, Grid::default()), None);
+    }
+}

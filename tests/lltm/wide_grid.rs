@@ -1,0 +1,139 @@
+//! One kernel of a grid for many rows, forced where it can be: in half kinds.
+
+use super::grid::{HALF_KINDS, assert_agrees_with_per_step, assert_no_number_is_as_in_per_step};
+use super::persistent::{device_with, everything};
+use super::*;
+use tch_extension::amp::Autocast;
+use tch_extension::cuda::{Graph, Stream, StreamGuard, synchronize};
+
+/// Each kernel's size, whole and not; parts of the rows of a block; groups of blocks, and more rows than they have.
+const SIZES: [[i64; 4]; 8] = [
+    [1, 1, 2, 8],
+    [9, 70, 5, 136],
+    [4, 130, 8, 512],
+    [3, 600, 6, 520],
+    [3, 90, 8, 768],
+    [5, 65, 3, 1000],
+    [4, 256, 8, 1024],
+    [3, 300, 5, 1024],
+];
+
+fn device(test: &str) -> Option<Device> {
+    device_with(LltmPath::WideGrid, test)
+}
+
+#[test]
+fn cuda_half_kinds_agree_by_the_wide_grid() {
+    let Some(device) = device("cuda_half_kinds_agree_by_the_wide_grid") else { return };
+    for kind in HALF_KINDS {
+        for sizes in SIZES {
+            let inputs = one(sizes, kind, device).inputs;
+            assert_agrees_with_per_step(&wide_grid, &inputs, 4.0 * tolerance(kind).0);
+        }
+    }
+}
+
+/// Neither the other grid's kernel nor one for each step, which add up in other orders.
+#[test]
+fn cuda_half_kinds_are_computed_by_the_wide_grid() {
+    let Some(device) = device("cuda_half_kinds_are_computed_by_the_wide_grid") else { return };
+    let inputs = one([8, 100, 8, 520], Kind::Half, device).inputs;
+    let found = everything(&wide_grid, &inputs);
+    for other in [everything(&grid, &inputs), everything(&per_step, &inputs)] {
+        // The output, and the input's gradient.
+        assert!(!found[0].equal(&other[0]) && !found[3].equal(&other[3]));
+    }
+}
+
+/// Under autocast the product's kind is not the state's, and h travels beside the output.
+#[test]
+fn cuda_half_kinds_of_the_product_alone_by_the_wide_grid() {
+    let Some(device) = device("cuda_half_kinds_of_the_product_alone_by_the_wide_grid") else { return };
+    for kind in HALF_KINDS {
+        for sizes in SIZES {
+            let inputs = one(sizes, Kind::Float, device).inputs;
+            let _autocast = Autocast::new(device, kind).expect("autocast");
+            assert_agrees_with_per_step(&wide_grid, &inputs, 4.0 * tolerance(kind).0);
+        }
+    }
+}
+
+/// Bits that mean "not there yet" between blocks are a number like any other where they come from outside.
+#[test]
+fn cuda_half_kinds_of_what_is_no_number_by_the_wide_grid() {
+    let Some(device) = device("cuda_half_kinds_of_what_is_no_number_by_the_wide_grid") else { return };
+    for kind in HALF_KINDS {
+        for hidden in [24, 520, 1000] {
+            assert_no_number_is_as_in_per_step(&wide_grid, kind, hidden, device);
+        }
+    }
+}
+
+/// Without gradients, which keep nothing of each step; h0 and c0 may be parts of other tensors.
+#[test]
+fn cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_wide_grid() {
+    let test = "cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_wide_grid";
+    let Some(device) = device(test) else { return };
+    for kind in HALF_KINDS {
+        let mut inputs = one([5, 70, 8, 40], kind, device).inputs;
+        let expected = everything(&wide_grid, &inputs);
+        for index in [3, 4] {
+            let storage = Tensor::zeros([70 * 40 + 1], (kind, device));
+            let moved = storage.narrow(0, 1, 70 * 40).view([70, 40]);
+            moved.shallow_clone().copy_(&inputs[index]);
+            inputs[index] = moved;
+        }
+        for (found, expected) in wide_grid(&inputs).expect("outputs").iter().zip(&expected) {
+            assert!(found.equal(expected));
+        }
+        for (found, expected) in everything(&wide_grid, &inputs).iter().zip(&expected) {
+            assert!(found.equal(expected));
+        }
+    }
+}
+
+/// A replay computes, also where users ask for nothing.
+#[test]
+fn cuda_half_kinds_of_a_replayed_graph_by_the_wide_grid() {
+    let Some(device) = device("cuda_half_kinds_of_a_replayed_graph_by_the_wide_grid") else { return };
+    let inputs = one([40, 256, 8, 1024], Kind::Half, device).inputs;
+    let expected = wide_grid(&inputs).expect("outputs");
+    for sequence in [wide_grid, fused] {
+        let (graph, outputs) = Graph::capture(device, || sequence(&inputs)).expect("a capture");
+        for _ in 0..3 {
+            for output in &outputs {
+                let _ = output.detach().fill_(f64::NAN);
+            }
+            graph.replay().expect("a replay");
+            for (output, expected) in outputs.iter().zip(&expected) {
+                assert!(output.equal(expected));
+            }
+        }
+    }
+}
+
+/// Grids that each need nearly all of the GPU, from two streams at once, again and again: all of it ends, with the same bits.
+#[test]
+fn cuda_half_kinds_by_the_wide_grid_on_two_streams_finish_and_repeat() {
+    let test = "cuda_half_kinds_by_the_wide_grid_on_two_streams_finish_and_repeat";
+    let Some(device) = device(test) else { return };
+    for sizes in [[40, 256, 8, 1024], [40, 150, 8, 768], [20, 700, 8, 512]] {
+        let inputs = one(sizes, Kind::Half, device).inputs;
+        let expected = everything(&wide_grid, &inputs);
+        synchronize(device).expect("an end");
+        let streams = [(); 2].map(|()| Stream::new(device).expect("a stream"));
+        let mut results = Vec::new();
+        for _ in 0..10 {
+            for stream in &streams {
+                let _guard = StreamGuard::new(stream).expect("a guard");
+                results.push(everything(&wide_grid, &inputs));
+            }
+        }
+        for stream in &streams {
+            stream.synchronize().expect("an end");
+        }
+        for (found, expected) in results.iter().flatten().zip(expected.iter().cycle()) {
+            assert!(found.equal(expected), "{sizes:?}");
+        }
+    }
+}
