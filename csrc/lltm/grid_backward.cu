@@ -230,12 +230,12 @@ struct GridBackward {
     if (params.columns == 32) {
       if (vectors <= 6) return start<S, GridProduct<T, 2, 6, 0, 6, 3>>(params, stream);
       if (vectors <= 9) return start<S, GridProduct<T, 2, 9, 9, 9, 3>>(params, stream);
-      if (vectors <= 12) return start<S, GridProduct<T, 2, 12, 24, 6, 3>>(params, stream);
+      if (vectors <= 12) return start<S, GridProduct<T, 2, 12, 24, 6, 6>>(params, stream);
     } else {
       if (vectors <= 9) return start<S, GridProduct<T, 1, 9, 0, 9, 3>>(params, stream);
-      if (vectors <= 12) return start<S, GridProduct<T, 1, 12, 0, 12, 3>>(params, stream);
-      if (vectors <= 18) return start<S, GridProduct<T, 1, 18, 4, 9, 3>>(params, stream);
-      if (vectors <= 24) return start<S, GridProduct<T, 1, 24, 20, 12, 3>>(params, stream);
+      if (vectors <= 12) return start<S, GridProduct<T, 1, 12, 0, 12, 6>>(params, stream);
+      if (vectors <= 18) return start<S, GridProduct<T, 1, 18, 4, 9, 9>>(params, stream);
+      if (vectors <= 24) return start<S, GridProduct<T, 1, 24, 20, 12, 6>>(params, stream);
     }
     return {true, kNoKernel};
   }

@@ -257,7 +257,7 @@ struct GridForward {
       if (vectors <= 3) return start_of<S, 16, T, 3, 0, 3>(params, stream);
       if (vectors <= 4) return start_of<S, 16, T, 4, 0, 2>(params, stream);
       if (vectors <= 6) return start_of<S, 16, T, 6, 0, 6>(params, stream);
-      if (vectors <= 8) return start_of<S, 16, T, 8, 14, 4>(params, stream);
+      if (vectors <= 8) return start_of<S, 16, T, 8, 14, 8>(params, stream);
     }
     return {true, kNoKernel};
   }
