@@ -6,7 +6,8 @@
 // through the L2 cache, and the result is the message: before the kernel all bits of `exchange` are set,
 // which is a value that no arithmetic gives, and whoever reads tries again until there is another. Nothing is
 // written twice, and so there are no flags, no barriers between blocks and no fences. All blocks have to run
-// at the same time, which a cooperative launch makes sure of.//
+// at the same time, which a cooperative launch makes sure of.
+//
 // With many rows, half kinds go through them 64 at a time (grid_wide.h): that many fill products of
 // warpgroups, and W_h lies in shared memory.
 #pragma once

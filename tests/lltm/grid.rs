@@ -1,7 +1,7 @@
 //! One kernel for all steps whose blocks fill the GPU, forced where it can be: in half kinds, and in `Float` where tf32 is
 //! allowed; elsewhere the same calls take other paths.
 
-use super::persistent::{Tf32, device_with, everything};
+use super::persistent::{Tf32, device_with, device_with_cache, everything};
 use super::*;
 use tch_extension::amp::Autocast;
 use tch_extension::cuda::{Graph, Stream, StreamGuard, synchronize};
@@ -13,9 +13,20 @@ pub const HALF_KINDS: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 const SMALL: [[i64; 4]; 6] =
     [[1, 1, 2, 8], [2, 8, 8, 24], [33, 9, 5, 136], [9, 20, 6, 264], [3, 300, 8, 72], [4, 9, 3, 520]];
 
-/// Each kernel's size.
-const LARGE: [[i64; 4]; 6] =
-    [[9, 20, 6, 520], [5, 90, 8, 776], [6, 17, 3, 1000], [4, 70, 8, 1024], [3, 9, 8, 1288], [3, 11, 8, 2048]];
+/// Each kernel's size, and each one's in tf32.
+const LARGE: [[i64; 4]; 11] = [
+    [9, 20, 6, 520],
+    [5, 90, 8, 776],
+    [6, 17, 3, 1000],
+    [4, 70, 8, 1024],
+    [3, 9, 8, 1288],
+    [3, 11, 8, 2048],
+    [3, 64, 8, 768],
+    [3, 264, 8, 512],
+    [3, 64, 8, 512],
+    [3, 264, 8, 256],
+    [3, 120, 8, 384],
+];
 
 fn device(test: &str) -> Option<Device> {
     device_with(LltmPath::Grid, test)
@@ -90,12 +101,7 @@ fn cuda_float_in_tf32_by_the_grid() {
 #[test]
 fn cuda_half_kinds_of_more_steps_are_no_more_kernels_of_the_grid() {
     let test = "cuda_half_kinds_of_more_steps_are_no_more_kernels_of_the_grid";
-    let Some(device) = device(test) else { return };
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        let line = format!("SKIPPED {test}: no caching allocator\n");
-        let _ = std::io::Write::write_all(&mut std::io::stderr(), line.as_bytes());
-        return;
-    }
+    let Some(device) = device_with_cache(LltmPath::Grid, test) else { return };
     for sequence in [grid, fused] {
         let nodes = |steps| {
             let inputs = leaves(&one([steps, 16, 32, 1024], Kind::Half, device).inputs);
@@ -211,7 +217,8 @@ fn cuda_half_kinds_whose_first_h_needs_no_gradient_by_the_grid() {
 /// is captured.
 #[test]
 fn cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step() {
-    let Some(device) = device("cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step") else { return };
+    let test = "cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step";
+    let Some(device) = device_with_cache(LltmPath::Grid, test) else { return };
     for (kind, sizes) in [(Kind::Half, [6, 20, 8, 136]), (Kind::BFloat16, [9, 70, 8, 1024])] {
         let inputs = one(sizes, kind, device).inputs;
         // Sums of a grid are made in another order.

@@ -53,6 +53,16 @@ pub fn device_with(path: LltmPath, test: &str) -> Option<Device> {
     is_there.then_some(device)
 }
 
+/// One on which graphs can be captured.
+pub fn device_with_cache(path: LltmPath, test: &str) -> Option<Device> {
+    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
+        let line = format!("SKIPPED {test}: no caching allocator\n");
+        let _ = std::io::stderr().write_all(line.as_bytes());
+        return None;
+    }
+    device_with(path, test)
+}
+
 #[test]
 fn cuda_half_kinds_and_others_agree_by_persistent_kernels() {
     let Some(device) = device("cuda_half_kinds_and_others_agree_by_persistent_kernels") else { return };

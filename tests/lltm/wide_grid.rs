@@ -1,7 +1,7 @@
 //! One kernel of a grid for many rows, forced where it can be: in half kinds.
 
 use super::grid::{HALF_KINDS, assert_agrees_with_per_step, assert_no_number_is_as_in_per_step};
-use super::persistent::{device_with, everything};
+use super::persistent::{device_with, device_with_cache, everything};
 use super::*;
 use tch_extension::amp::Autocast;
 use tch_extension::cuda::{Graph, Stream, StreamGuard, synchronize};
@@ -95,7 +95,8 @@ fn cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_wide_grid() {
 /// A replay computes, also where users ask for nothing.
 #[test]
 fn cuda_half_kinds_of_a_replayed_graph_by_the_wide_grid() {
-    let Some(device) = device("cuda_half_kinds_of_a_replayed_graph_by_the_wide_grid") else { return };
+    let test = "cuda_half_kinds_of_a_replayed_graph_by_the_wide_grid";
+    let Some(device) = device_with_cache(LltmPath::WideGrid, test) else { return };
     let inputs = one([40, 256, 8, 1024], Kind::Half, device).inputs;
     let expected = wide_grid(&inputs).expect("outputs");
     for sequence in [wide_grid, fused] {
@@ -134,6 +135,39 @@ fn cuda_half_kinds_by_the_wide_grid_on_two_streams_finish_and_repeat() {
         }
         for (found, expected) in results.iter().flatten().zip(expected.iter().cycle()) {
             assert!(found.equal(expected), "{sizes:?}");
+        }
+    }
+}
+
+/// Each way is one kernel, of this grid and of the other: also without a bias, and where nothing but the last h has a
+/// gradient and h0 needs none.
+#[test]
+fn cuda_half_kinds_go_back_in_one_kernel_by_each_grid() {
+    let test = "cuda_half_kinds_go_back_in_one_kernel_by_each_grid";
+    let Some(device) = device_with_cache(LltmPath::WideGrid, test) else { return };
+    for sizes in [[100, 70, 8, 512], [100, 30, 8, 136]] {
+        let table = SampleTable::empty(DIMS, without_bias).with_sizes(&[sizes]);
+        let inputs = table.samples(Kind::BFloat16, device).expect("samples").remove(0).inputs;
+        let mut inputs = leaves(&inputs);
+        inputs[2] = inputs[2].detach();
+        let of_last_h = |sequence: support::Operator<'_>| {
+            let outputs = sequence(&inputs)?;
+            let vector = outputs[1].ones_like();
+            let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+            let wanted = [&inputs[0], &inputs[1], &inputs[3]];
+            let found = grad(&[&outputs[1]], &wanted, &options)?.into_vec();
+            Ok::<Vec<Tensor>, tch_extension::Error>(found.into_iter().flatten().collect())
+        };
+        let expected = of_last_h(&per_step).expect("gradients");
+        for sequence in [grid, wide_grid] {
+            let (graph, found) = Graph::capture(device, || of_last_h(&sequence)).expect("a capture");
+            graph.replay().expect("a replay");
+            assert!(graph.kernels() < 60, "{sizes:?}: {} kernels of 100 steps", graph.kernels());
+            assert_eq!(found.len(), 3);
+            for (found, expected) in found.iter().zip(&expected) {
+                let scale = expected.abs().max().double_value(&[]);
+                assert_close(found, expected, 0.05, 0.05 * scale);
+            }
         }
     }
 }
