@@ -98,7 +98,8 @@ impl Share {
         let turns = (tiles - 1) / most + 1;
         let (turns, cost) = match (direction, columns) {
             // Two turns take no longer than one, in which everybody waits, and half the blocks.
-            (Direction::Forward, 16) => (turns.max(2), turns.max(2) * (58 + 8 * vectors)),
+            // Of two vectors it is the kernel of three.
+            (Direction::Forward, 16) => (turns.max(2), turns.max(2) * (58 + 8 * vectors.max(3))),
             (Direction::Forward, _) => (turns.max(2), turns.max(2) * (75 + 8 * vectors)),
             // One turn takes longer than its part of several: it waits for messages.
             (Direction::Backward, 16) => (turns, (200 + 25 * vectors).max(turns * (94 + 15 * vectors))),
