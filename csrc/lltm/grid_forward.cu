@@ -9,7 +9,7 @@ namespace {
 constexpr int kAhead = 3;
 // From as many sub-batches on, messages of the next are asked for while one is multiplied: of fewer, they are
 // not there.
-constexpr int kSubsAhead = 3;
+[[maybe_unused]] constexpr int kSubsAhead = 3;
 [[maybe_unused]] constexpr int kNear = 4;  // unused where the kernel is empty
 
 // All of a turn's messages are asked for at once.
