@@ -2,9 +2,8 @@
 // rhs into a ring; two warpgroups take turns in multiplying, each for a tile of its own; meanwhile the other
 // adds the bias to its sums. The bias comes into, and the output leaves from, the same 64 columns in shared
 // memory.
-#include <atomic>
-
 #include "hopper.h"
+#include "hopper_device.h"
 #include "hopper_ptx.h"
 #include "tensor_map.h"
 
@@ -305,49 +304,17 @@ Kernel kernel_of(const Product& product) {
   return product.kind == kTchExtensionHalf ? kernel_of<__half>(across) : kernel_of<__nv_bfloat16>(across);
 }
 
-// Multiprocessors of the current device, if it is of capability 9.0 and each kernel there is its real one; 0
-// otherwise. Asked once for each device.
-int ask_processors(int device) {
-  int major = 0;
-  int minor = 0;
-  int processors = 0;
-  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
-      major != 9 || minor != 0 || !can_make_maps()) {
-    return 0;
-  }
-  for (const bool across : {false, true}) {
-    for (const Kernel kernel : {kernel_of<__half>(across), kernel_of<__nv_bfloat16>(across)}) {
-      cudaFuncAttributes code = {};
-      if (cudaFuncGetAttributes(&code, kernel) != cudaSuccess || code.sharedSizeBytes < sizeof(Barriers) ||
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) !=
-              cudaSuccess) {
-        return 0;
-      }
-    }
-  }
-  return processors;
+template <typename T>
+const void* address_of(bool across) {
+  return reinterpret_cast<const void*>(kernel_of<T>(across));
 }
 
+// 0 where the current device does not run the kernels.
 int processors() {
-  constexpr int kDevices = 64;
-  constexpr int kUnknown = 0;
-  constexpr int kNone = -1;
-  static std::atomic<int> known[kDevices];
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return 0;
-  int found = known[device].load(std::memory_order_relaxed);
-  if (found == kUnknown) {
-    found = ask_processors(device);
-    if (found == 0) {
-      // Whoever looks for a failure of a launch must not find one of a question.
-      (void)cudaGetLastError();
-      found = kNone;
-    }
-    known[device].store(found, std::memory_order_relaxed);
-  }
-  return found == kNone ? 0 : found;
+  static HopperProcessors known;
+  return known.of_current({address_of<__half>(false), address_of<__half>(true),
+                           address_of<__nv_bfloat16>(false), address_of<__nv_bfloat16>(true)},
+                          kSharedBytes, sizeof(Barriers));
 }
 
 // What bulk copies ask for: multiples of 16 bytes, strides below 2^40 bytes, rows that do not overlap, and

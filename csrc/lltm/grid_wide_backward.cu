@@ -224,32 +224,19 @@ GridStatus start_wide(const LltmGridBackward& params, cudaStream_t stream) {
 }
 
 struct GridWideBackward {
-  template <typename S, typename T>
-  const char* run() const {
-    if constexpr (sizeof(T) != 2) {
-      return kNoKernel;
-    } else {
-      const GridStatus status = start_of<S, T>();
-      *fits = status.fits;
-      return status.error;
-    }
-  }
-
   // With as many vectors of a row for each warp, or more.
   template <typename S, typename T>
-  GridStatus start_of() const {
-    if (params.columns != kWideColumns) return {true, kNoKernel};
-    if (params.hidden == 512) return start_wide<S, T, 24, true>(params, stream);
-    if (params.hidden == 768) return start_wide<S, T, 36, true>(params, stream);
-    if (params.hidden == 1024) return start_wide<S, T, 48, true>(params, stream);
-    if (params.hidden < 768) return start_wide<S, T, 36, false>(params, stream);
-    if (params.hidden < 1024) return start_wide<S, T, 48, false>(params, stream);
+  static GridStatus start(const LltmGridBackward& params, int64_t, cudaStream_t stream) {
+    if constexpr (sizeof(T) == 2) {
+      if (params.columns != kWideColumns) return {true, kNoKernel};
+      if (params.hidden == 512) return start_wide<S, T, 24, true>(params, stream);
+      if (params.hidden == 768) return start_wide<S, T, 36, true>(params, stream);
+      if (params.hidden == 1024) return start_wide<S, T, 48, true>(params, stream);
+      if (params.hidden < 768) return start_wide<S, T, 36, false>(params, stream);
+      if (params.hidden < 1024) return start_wide<S, T, 48, false>(params, stream);
+    }
     return {true, kNoKernel};
   }
-
-  const LltmGridBackward& params;
-  bool* fits;
-  cudaStream_t stream;
 };
 
 }  // namespace
@@ -259,6 +246,6 @@ struct GridWideBackward {
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_wide_backward_cuda(
     const LltmGridBackward* params, bool* fits, cudaStream_t stream) {
   using namespace tch_extension;
-  return {"lltm_grid_wide_backward",
-          for_kinds(params->kind, params->product_kind, GridWideBackward{*params, fits, stream})};
+  const GridCall<GridWideBackward, LltmGridBackward> call{*params, params->hidden, fits, stream};
+  return {"lltm_grid_wide_backward", for_kinds(params->kind, params->product_kind, call)};
 }

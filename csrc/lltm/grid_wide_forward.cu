@@ -249,33 +249,20 @@ GridStatus start_wide(const LltmGridForward& params, cudaStream_t stream) {
 }
 
 struct GridWideForward {
-  template <typename S, typename T>
-  const char* run() const {
-    if constexpr (sizeof(T) != 2) {
-      return kNoKernel;
-    } else {
-      const GridStatus status = start_of<S, T>();
-      *fits = status.fits;
-      return status.error;
-    }
-  }
-
   // With as many vectors of a row for each warp, or more.
   template <typename S, typename T>
-  GridStatus start_of() const {
-    constexpr int kOfVector = 2 * kSpan<T>;
-    if (params.columns != kWideColumns) return {true, kNoKernel};
-    if (params.hidden == 8 * kOfVector) return start_wide<S, T, 8, true>(params, stream);
-    if (params.hidden == 12 * kOfVector) return start_wide<S, T, 12, true>(params, stream);
-    if (params.hidden == 16 * kOfVector) return start_wide<S, T, 16, true>(params, stream);
-    if (params.hidden < 12 * kOfVector) return start_wide<S, T, 12, false>(params, stream);
-    if (params.hidden < 16 * kOfVector) return start_wide<S, T, 16, false>(params, stream);
+  static GridStatus start(const LltmGridForward& params, int64_t, cudaStream_t stream) {
+    if constexpr (sizeof(T) == 2) {
+      constexpr int kOfVector = 2 * kSpan<T>;
+      if (params.columns != kWideColumns) return {true, kNoKernel};
+      if (params.hidden == 8 * kOfVector) return start_wide<S, T, 8, true>(params, stream);
+      if (params.hidden == 12 * kOfVector) return start_wide<S, T, 12, true>(params, stream);
+      if (params.hidden == 16 * kOfVector) return start_wide<S, T, 16, true>(params, stream);
+      if (params.hidden < 12 * kOfVector) return start_wide<S, T, 12, false>(params, stream);
+      if (params.hidden < 16 * kOfVector) return start_wide<S, T, 16, false>(params, stream);
+    }
     return {true, kNoKernel};
   }
-
-  const LltmGridForward& params;
-  bool* fits;
-  cudaStream_t stream;
 };
 
 }  // namespace
@@ -285,6 +272,6 @@ struct GridWideForward {
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_wide_forward_cuda(
     const LltmGridForward* params, bool* fits, cudaStream_t stream) {
   using namespace tch_extension;
-  return {"lltm_grid_wide_forward",
-          for_kinds(params->kind, params->product_kind, GridWideForward{*params, fits, stream})};
+  const GridCall<GridWideForward, LltmGridForward> call{*params, params->hidden, fits, stream};
+  return {"lltm_grid_wide_forward", for_kinds(params->kind, params->product_kind, call)};
 }

@@ -4,6 +4,7 @@
 
 #include <type_traits>
 
+#include "../lltm_cell/functions.h"
 #include "persistent.h"
 #include "tch_extension/launch.h"
 #include "tch_extension/scalar_math.h"
@@ -164,20 +165,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// What the hardware has, without the steps around it that keep the smallest numbers: those become 0.
-__device__ __forceinline__ float quick_exp(float x) {
-  constexpr float kLog2OfE = 1.44269504f;
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * kLog2OfE));
-  return result;
-}
-
-__device__ __forceinline__ float quick_inverse(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
-
 // In the precision that a half kind or tf32 can show, and quickly; for float and double exactly. T is what is
 // multiplied.
 template <typename T, typename G>
@@ -192,7 +179,7 @@ template <typename T>
 struct Activation<T, float> {
   static __device__ __forceinline__ float of_gate(float x) {
     if constexpr (std::is_same_v<T, float>) return sigmoid(x);
-    return quick_inverse(1.0f + quick_exp(-x));
+    return fast_reciprocal(1.0f + fast_exp(-x));
   }
 
   static __device__ __forceinline__ float of_candidate(float x) {
@@ -202,13 +189,13 @@ struct Activation<T, float> {
     series = series * x + 1.0f / 6;
     series = series * x + 0.5f;
     series = series * x * x + x;
-    const float negative = x > -0.25f ? series : quick_exp(x) - 1.0f;
+    const float negative = x > -0.25f ? series : fast_exp(x) - 1.0f;
     return x > 0 ? x : negative;
   }
 
   static __device__ __forceinline__ float candidate_grad(float x) {
     if constexpr (std::is_same_v<T, float>) return elu_grad(x);
-    return x > 0 ? 1.0f : quick_exp(x);
+    return x > 0 ? 1.0f : fast_exp(x);
   }
 
   static __device__ __forceinline__ float of_c(float x) {
@@ -218,7 +205,7 @@ struct Activation<T, float> {
     float series = -17.0f / 315 * square + 2.0f / 15;
     series = series * square - 1.0f / 3;
     series = series * square * x + x;
-    const float other = 1.0f - 2.0f * quick_inverse(1.0f + quick_exp(2 * x));
+    const float other = 1.0f - 2.0f * fast_reciprocal(1.0f + fast_exp(2 * x));
     return fabsf(x) < 0.25f ? series : other;
   }
 };

@@ -3,8 +3,7 @@
 // h' and c'. One thread loads tiles of [h, x], each from where it lies, and of W into a ring; two warpgroups
 // take turns in multiplying, each for a tile of its own; meanwhile the other finishes its cells. c comes
 // into, and c' leaves from, the same place in shared memory.
-#include <atomic>
-
+#include "../gemm/hopper_device.h"
 #include "../gemm/hopper_ptx.h"
 #include "../gemm/tensor_map.h"
 #include "functions.h"
@@ -377,48 +376,12 @@ Kernel kernel_of(int32_t kind) {
                                    : lltm_cell_hopper_forward_kernel<__nv_bfloat16>;
 }
 
-// Multiprocessors of the current device, if it is of capability 9.0 and each kernel there is its real one; 0
-// otherwise. Asked once for each device.
-int ask_processors(int device) {
-  int major = 0;
-  int minor = 0;
-  int processors = 0;
-  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
-      major != 9 || minor != 0 || !can_make_maps()) {
-    return 0;
-  }
-  for (const int32_t kind : {kTchExtensionHalf, kTchExtensionBFloat16}) {
-    const Kernel kernel = kernel_of(kind);
-    cudaFuncAttributes code = {};
-    if (cudaFuncGetAttributes(&code, kernel) != cudaSuccess || code.sharedSizeBytes < sizeof(Barriers) ||
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes) !=
-            cudaSuccess) {
-      return 0;
-    }
-  }
-  return processors;
-}
-
+// 0 where the current device does not run the kernels.
 int processors() {
-  constexpr int kDevices = 64;
-  constexpr int kUnknown = 0;
-  constexpr int kNone = -1;
-  static std::atomic<int> known[kDevices];
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return 0;
-  int found = known[device].load(std::memory_order_relaxed);
-  if (found == kUnknown) {
-    found = ask_processors(device);
-    if (found == 0) {
-      // Whoever looks for a failure of a launch must not find one of a question.
-      (void)cudaGetLastError();
-      found = kNone;
-    }
-    known[device].store(found, std::memory_order_relaxed);
-  }
-  return found == kNone ? 0 : found;
+  static HopperProcessors known;
+  auto address_of = [](int32_t kind) { return reinterpret_cast<const void*>(kernel_of(kind)); };
+  return known.of_current({address_of(kTchExtensionHalf), address_of(kTchExtensionBFloat16)}, kSharedBytes,
+                          sizeof(Barriers));
 }
 
 // What bulk copies ask for: multiples of 16 bytes, and strides below 2^40 bytes.

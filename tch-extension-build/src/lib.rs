@@ -54,7 +54,7 @@
 //! | `NVCC_CCBIN` | the C++ compiler that nvcc uses |
 //! | `TORCH_CUDA_ARCH_LIST` | for which GPUs, as in PyTorch: `8.0;9.0a+PTX`, `Hopper`, `native` ([`arch`]). Default: this machine's GPUs, or [`arch::DEFAULT_ARCHS`] where there is none |
 //! | `TCH_EXTENSION_CUDA` | `0` leaves CUDA out, `1` makes its absence an error |
-//! | `TCH_EXTENSION_OBJECTS` | a folder in which objects are kept, instead of one of each build's: cargo builds a crate again for clippy and for each workspace that depends on it, and with this compiles its C++ and CUDA once |
+//! | `TCH_EXTENSION_OBJECTS` | a folder in which objects are kept, by an absolute path, instead of one of each build's: cargo builds a crate again for clippy and for each workspace that depends on it, and with this compiles its C++ and CUDA once. For one build at a time |
 //!
 //! # Headers
 //! What kernels of one's own include, as `tch_extension/….h`; the comment at the top of each shows its use.
