@@ -94,7 +94,7 @@ template <typename Start, typename Params>
 struct GridCall {
   template <typename S, typename T>
   const char* run() const {
-    if constexpr (sizeof(T) > 4) {
+    if constexpr (sizeof(T) != 2) {
       return kNoKernel;
     } else {
       constexpr int64_t kOfVectors = kWarps * kSpan<T>;
