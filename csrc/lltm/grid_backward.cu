@@ -219,23 +219,23 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
       values[gate][1] = valid ? grads[gate][1] * of.y : 0;
     }
     const MessageScale scale(largest_of_row(values));
-    const ScaledLayout layout(params);
-    const int row = this->row;
-    const ScaledTarget to(layout, layout.first_pair(turn.step, place.first_row(turn.sub)), row, column);
+    const typename Product::Layout layout(params);
+    const int64_t sub_batch = layout.sub_batch(turn.step, place.first_row(turn.sub));
+    const ScaledTarget<typename Product::Layout> to(layout, sub_batch, this->row, column);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       send_two(to.of_gate(gate), values[gate][0] * scale.there, values[gate][1] * scale.there);
     }
     if (!this->is_first()) return;
-    send_scale(to.scale, scale.back);
+    send_byte(to.scale, scale.back);
     // By then it may have left the L2 cache, and readers would wait for the memory.
     if (turn.step + kNearBack < place.steps) {
-      const int64_t near = static_cast<int64_t>(kNearBack * layout.subs) * layout.pairs;
+      const int near = kNearBack * layout.subs;
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
-        prefetch(reinterpret_cast<unsigned char*>(to.of_gate(gate)) + near * kBytesOfPair);
+        prefetch(to.words + near * layout.bytes() + gate * kBytesOfVector);
       }
-      prefetch(reinterpret_cast<unsigned char*>(to.scale) + near * kBytesOfScales);
+      prefetch(to.scale + near * layout.bytes_of_scales());
     }
   }
 
@@ -251,8 +251,8 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
 template <typename Product, int kColumns>
 __device__ __forceinline__ ScaledSource scaled_source_of(const LltmGridBackward& params,
                                                          const GridPlace<kColumns>& place, const Turn& turn) {
-  const ScaledLayout layout(params);
-  return Product::source(layout, layout.first_pair(turn.step - 1, place.first_row(turn.sub)),
+  const typename Product::Layout layout(params);
+  return Product::source(layout, layout.sub_batch(turn.step - 1, place.first_row(turn.sub)),
                          turn.step <= place.steps);
 }
 
@@ -306,6 +306,8 @@ size_t bytes_of_messages(const LltmGridBackward& params) {
   if constexpr (kIsScaled<Product>) {
     const int64_t subs = (params.batch + kRows - 1) / kRows;
     const int64_t pairs = (params.hidden + 2 * kTile - 1) / (2 * kTile);
+    // The scales have as much room as floats for each of a row's.
+    constexpr int kBytesOfScales = 2 * kRows * static_cast<int>(sizeof(float));
     return static_cast<size_t>(params.steps * subs * pairs) * (kBytesOfPair + kBytesOfScales);
   } else {
     return static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) *

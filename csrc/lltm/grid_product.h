@@ -31,7 +31,7 @@ struct GridPlace {
         batch(static_cast<int>(params.batch)),
         hidden(static_cast<int>(params.hidden)),
         row_step(params.row_groups * kRows) {
-    const int blocks = (hidden + kColumns - 1) / kColumns;
+    const int blocks = gridDim.x / params.row_groups;
     const int group = blockIdx.x / blocks;
     rows_before = group * kRows;
     first_column = blockIdx.x % blocks * kColumns;
@@ -138,7 +138,8 @@ struct GridProduct {
 
   // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if `ahead`.
   // What is no message but a plain tensor may have any bits.
-  __device__ __forceinline__ void multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
+  // Whether those of `next` are on their way.
+  __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
                                            bool ahead) {
     begin_sums();
 #pragma unroll
@@ -155,6 +156,7 @@ struct GridProduct {
         }
       }
     }
+    return ahead;
   }
 
   __device__ __forceinline__ void multiply_vector(int vector) {
@@ -234,13 +236,13 @@ __device__ __forceinline__ void multiply_turns(Product& product, const GridPlace
     const Turn now = turn;
     turn.advance(place.subs);
     const auto next = source_of(turn);
-    product.multiply(here, next, now.step > 0, ahead);
+    const bool has_begun = product.multiply(here, next, now.step > 0, ahead);
     const int buffer = done % 2;
     if (done > 1) barrier_of(Teams::free(buffer), Teams::kMeeting);
     product.write(memory + buffer * Product::kBytesOfTurn);
     arrive_at(Teams::full(buffer, now.sub % Teams::kTeams), Teams::kMeeting);
     here = next;
-    if (!ahead) product.begin(here);
+    if (!has_begun) product.begin(here);
   }
 }
 
