@@ -89,6 +89,15 @@ fn cuda_half_kinds_by_products_agree_with_the_reference() {
     }
 }
 
+/// So many that h and x are not put side by side for the weight's gradient, of which h0 has a half.
+#[test]
+fn cuda_half_kinds_of_many_rows_agree_with_the_reference() {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_of_many_rows_agree_with_the_reference") else { return };
+    for kind in [Kind::Half, Kind::BFloat16] {
+        assert_agrees_with_the_exact(&fused, [2, 8192, 768, 768], kind, device);
+    }
+}
+
 #[test]
 fn cuda_a_small_step_is_one_kernel_of_the_graph() {
     let test = "cuda_a_small_step_is_one_kernel_of_the_graph";
