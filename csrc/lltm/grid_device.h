@@ -54,6 +54,16 @@ __device__ __forceinline__ uint4 load_messages(const void* from) {
   return value;
 }
 
+[[maybe_unused]] __device__ __forceinline__ uint32_t load_word(const void* from) {
+  uint32_t word;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+  return word;
+}
+
+[[maybe_unused]] __device__ __forceinline__ void store_word(void* to, uint32_t word) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
+}
+
 __device__ __forceinline__ void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
 }
