@@ -54,10 +54,13 @@ __device__ __forceinline__ uint4 load_messages(const void* from) {
   return value;
 }
 
-[[maybe_unused]] __device__ __forceinline__ uint32_t load_word(const void* from) {
-  uint32_t word;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
-  return word;
+[[maybe_unused]] __device__ __forceinline__ uint2 load_words(const void* from) {
+  uint2 words;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(words.x), "=r"(words.y)
+               : "l"(from)
+               : "memory");
+  return words;
 }
 
 [[maybe_unused]] __device__ __forceinline__ void store_word(void* to, uint32_t word) {

@@ -224,6 +224,8 @@ struct WideTerms {
 #pragma unroll
         for (int half = 0; half < 2; ++half) prepare(messages[vector][half], vector, half);
       }
+      // Neither would all descriptors at once.
+      few_at_a_time(weights);
       gemm::begin_products();
 #pragma unroll
       for (int vector = begin; vector < begin + kAtOnce; ++vector) {

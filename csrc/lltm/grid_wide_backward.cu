@@ -75,8 +75,7 @@ template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
 struct WideBackward : WidePlace {
   using Layout = WideBackwardLayout<T, kVectors, kWhole>;
   using Saved = Vector<S, kOwn>;
-  // Whose messages a thread reads of its rows. Each group of each of them has scales of its own, and of the
-  // four lanes that share a row, two read what the first group sent and two what the second did.
+  // Whose messages a warp reads. Each group of each sender has a scale of its own.
   static constexpr int kSenders = kVectors / kGates;
 
   __device__ __forceinline__ WideBackward(const LltmGridBackward& p, int first_column, char* shared)
@@ -145,75 +144,83 @@ struct WideBackward : WidePlace {
       const uint32_t from = some_row_of(step, half);
       if constexpr (kScaled) {
         terms.from[half] = sent(from) + terms.first;
-        scales_from[half] = sent_scales(from, of_four / 2) + group * kSenders;
+        scales_from[half] = sent_scale(from, group * kSenders + of_four % 2 * 2, of_four / 2);
       } else {
         terms.from[half] = static_cast<const T*>(params.grad_gates) + terms.first + from * (kGates * hidden);
       }
     }
   }
 
-  // Scaled messages of a row, and what they were divided by, of a group of each block.
+  // What is sent of a row, and what it was divided by, of a group of a block. Those of both groups of four
+  // blocks lie together.
   __device__ __forceinline__ T* sent(uint32_t of_row) const {
     return static_cast<T*>(params.exchange) + static_cast<int64_t>(of_row) * (kSentColumns * blocks);
   }
-  __device__ __forceinline__ float* sent_scales(uint32_t of_row, int of_group) const {
-    return params.exchange_scales + static_cast<int64_t>(of_row) * (2 * blocks) + of_group * blocks;
+  __device__ __forceinline__ float* sent_scale(uint32_t of_row, int block, int of_group) const {
+    const int of_fours = (blocks + 3) / 4 * 8;
+    return params.exchange_scales + static_cast<int64_t>(of_row) * of_fours + block / 4 * 8 + of_group * 4 +
+           block % 4;
   }
 
-  __device__ __forceinline__ void load_scales_of_row(int half) {
-    if constexpr (kWhole) {
+  // Two lanes of a row read what the first groups sent and two what the second ones did: each half of the
+  // scales of those.
+  __device__ __forceinline__ void load_scales() {
+    int all = blocks - group * kSenders - of_four % 2 * 2;
+    if (!kWhole) few_at_a_time(all);
 #pragma unroll
-      for (int sender = 0; sender < kSenders; sender += 4) {
-        const uint4 four = load_message(scales_from[half] + sender);
-        scales[half][sender] = four.x;
-        scales[half][sender + 1] = four.y;
-        scales[half][sender + 2] = four.z;
-        scales[half][sender + 3] = four.w;
-      }
-    } else {
-      int all = blocks - group * kSenders;
-      few_at_a_time(all);
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int sender = 0; sender < kSenders; ++sender) {
-        const void* at = scales_from[half] + sender;
-        scales[half][sender] = load_word(sender < all ? at : &wide_zeros);
+      for (int four = 0; four < kSenders / 4; ++four) {
+        const void* at = scales_from[half] + four * 8;
+        if (!kWhole && four * 4 >= all) at = &wide_zeros;
+        uint2& two = scales[half][four];
+        two = load_words(at);
+        if (!kWhole && four * 4 + 1 >= all) two.y = 0;
       }
     }
   }
-  __device__ __forceinline__ void load_scales() {
-    load_scales_of_row(0);
-    load_scales_of_row(1);
-  }
-  __device__ __forceinline__ uint32_t most_of_scales(int half) const {
-    uint32_t most = 0;
+  __device__ __forceinline__ uint32_t largest_scale(int half) const {
+    uint32_t largest = 0;
 #pragma unroll
-    for (int sender = 0; sender < kSenders; ++sender) most = max(most, scales[half][sender]);
-    return most;
+    for (const uint2& two : scales[half]) largest = max(largest, max(two.x, two.y));
+    return largest;
   }
 
-  // What messages have to be multiplied by for a row to have one scale, the largest: as two halves. It is
-  // exact but for what is smaller than the largest of a row by 2^-14 and a message's own digits, or more.
+  // What messages have to be multiplied by for a row to have one scale, the largest.
   __device__ __forceinline__ void find_factors() {
     constexpr uint32_t kOne = 0x3f800000;
-    uint32_t most[2] = {most_of_scales(0), most_of_scales(1)};
-    while (__any_sync(~0u, max(most[0], most[1]) == kUnsent)) {
+    uint32_t largest[2] = {largest_scale(0), largest_scale(1)};
+    while (__any_sync(~0u, max(largest[0], largest[1]) == kUnsent)) {
       load_scales();
-      most[0] = most_of_scales(0);
-      most[1] = most_of_scales(1);
+      largest[0] = largest_scale(0);
+      largest[1] = largest_scale(1);
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      most[half] = max(most[half], __shfl_xor_sync(~0u, most[half], 2));
-      scale_of_row[half] = __uint_as_float(most[half]);
+      uint32_t& most = largest[half];
+      most = max(most, __shfl_xor_sync(~0u, most, 1));
+      most = max(most, __shfl_xor_sync(~0u, most, 2));
+      scale_of_row[half] = __uint_as_float(most);
+      auto factor = [&](uint32_t scale) {
+        return __int_as_float(max(static_cast<int32_t>(scale + kOne - most), 0));
+      };
 #pragma unroll
-      for (int sender = 0; sender < kSenders; ++sender) {
-        const int32_t of_one = static_cast<int32_t>(scales[half][sender] + kOne - most[half]);
-        const __half2 two = __float2half2_rn(__int_as_float(max(of_one, 0)));
-        scales[half][sender] = *reinterpret_cast<const uint32_t*>(&two);
+      for (int four = 0; four < kSenders / 4; ++four) {
+        const uint2 two = scales[half][four];
+        const __half2 halves = __floats2half2_rn(factor(two.x), factor(two.y));
+        const auto own = *reinterpret_cast<const uint32_t*>(&halves);
+        factors[half][2 * four] = __shfl_sync(~0u, own, 0, 2);
+        factors[half][2 * four + 1] = __shfl_sync(~0u, own, 1, 2);
       }
     }
   }
 
+  // One of two halves, twice: when it is needed, because all of them would be too many.
+  static __device__ __forceinline__ uint32_t repeated(uint32_t two, bool is_upper) {
+    uint32_t both;
+    asm volatile("prmt.b32 %0, %1, 0, %2;" : "=r"(both) : "r"(two), "r"(is_upper ? 0x3232 : 0x1010));
+    return both;
+  }
   static __device__ __forceinline__ void multiply_halves(uint32_t& two, uint32_t by) {
     asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(two) : "r"(by));
   }
@@ -224,7 +231,8 @@ struct WideBackward : WidePlace {
     } else {
       find_factors();
       terms.multiply(sums, true, [&](uint4& words, int vector, int half) {
-        const uint32_t by = scales[half][vector / kGates];
+        const int sender = vector / kGates;
+        const uint32_t by = repeated(factors[half][sender / 2], sender % 2 != 0);
         multiply_halves(words.x, by);
         multiply_halves(words.y, by);
         multiply_halves(words.z, by);
@@ -318,7 +326,7 @@ struct WideBackward : WidePlace {
     const float inverse = __uint_as_float((2 * kBias - exponent) << 23);
     const uint32_t row = row_of(step, half);
     const int block = (column - of_block) / kWideColumns;
-    if (of_four == 0) store_word(sent_scales(row, group) + block, exponent << 23);
+    if (of_four == 0) store_word(sent_scale(row, block, group), exponent << 23);
     T* to = sent(row) + block * kSentColumns + of_block;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
@@ -351,7 +359,7 @@ struct WideBackward : WidePlace {
           prefetch(static_cast<const T*>(params.grad_gates) + at_gate);
         }
       } else {
-        if constexpr (kScaled) prefetch(sent_scales(row, group) + first_column / kWideColumns);
+        if constexpr (kScaled) prefetch(sent_scale(row, first_column / kWideColumns, group));
         prefetch(static_cast<const S*>(params.c) + at);
         if (params.grad_output != nullptr) prefetch(static_cast<const S*>(params.grad_output) + at);
       }
@@ -364,8 +372,10 @@ struct WideBackward : WidePlace {
   float4* all_sums;
   const float* weight_scales;
   const float* scales_from[2];
-  // As bits; then factors.
-  uint32_t scales[2][kSenders];
+  // As bits.
+  uint2 scales[2][kSenders / 4];
+  // Two halves each.
+  uint32_t factors[2][kSenders / 2];
   float scale_of_row[2];
   Own grad_h[2], grad_c[2];
   Saved gates[2][kGates], c[2], grad_output[2];
@@ -409,7 +419,8 @@ GridStatus start_wide(const LltmGridBackward& params, cudaStream_t stream) {
       // The scales are right behind.
       auto* messages = static_cast<char*>(params.exchange);
       const int64_t blocks = blocks_of(params) / params.row_groups;
-      const int64_t size = reinterpret_cast<char*>(params.exchange_scales + rows * 2 * blocks) - messages;
+      const int64_t size =
+          reinterpret_cast<char*>(params.exchange_scales + rows * ((blocks + 3) / 4 * 8)) - messages;
       return start_wide<S, T, kVectors, kWhole, true>(params, messages, size, stream);
     }
   }
