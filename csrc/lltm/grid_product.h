@@ -311,7 +311,7 @@ struct GridMember {
 
 // The functions for float are quick: it is multiplied as tf32.
 template <typename T>
-using GridActivation = Activation<std::conditional_t<std::is_same_v<T, float>, Tf32, T>, float>;
+using GridActivation = Activation<std::conditional_t<std::is_same_v<T, float>, ScaledHalf, T>, float>;
 
 }  // namespace
 }  // namespace tch_extension
