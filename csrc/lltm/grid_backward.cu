@@ -16,14 +16,14 @@ constexpr int kAheadBack = 2;
 
 // Whether its messages are gradients times a power of two, beside grad_gates.
 template <typename Product>
-constexpr bool kIsScaled = false;
+constexpr bool kSendsScaled = false;
 template <int... kOf>
-constexpr bool kIsScaled<GridProductScaled<kOf...>> = true;
+constexpr bool kSendsScaled<GridProductScaled<kOf...>> = true;
 
 // The first of a word's two terms: a gate and a column of h, as rows of W_h.
 template <typename Product>
 __device__ __forceinline__ int term_of(int vector, int half, int word, int hidden) {
-  if constexpr (kIsScaled<Product>) {
+  if constexpr (kSendsScaled<Product>) {
     const int column = Product::column_of(vector, half, word);
     return column < hidden ? Product::gate_of(vector) * hidden + column : kGates * hidden;
   } else {
@@ -69,7 +69,7 @@ struct GridLayoutBack {
       kRing + kAheadBack * kSaved * kFinishers * static_cast<int>(sizeof(BitsOfTwo<S>));
   static constexpr int kOfAll = kFinishers * static_cast<int>(sizeof(float2));
   // Of W_h's rows that are its columns'.
-  static constexpr int kScales = kIsScaled<Product> ? kGates * kOfAll : 0;
+  static constexpr int kScales = kSendsScaled<Product> ? kGates * kOfAll : 0;
   static int bytes(int subs) {
     return kState + kScales + (subs + Teams::kTeams - 1) / Teams::kTeams * kOfAll;
   }
@@ -127,7 +127,7 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     fetched = this->first_turn();
     if (fetched.sub >= place.subs) return;
     for (int turn = 0; turn < kAheadBack; ++turn) fetch();
-    if constexpr (kIsScaled<Product>) begin_scales();
+    if constexpr (kSendsScaled<Product>) begin_scales();
     for (int sub = this->team; sub < place.subs; sub += kTeams) {
       const float* from = static_cast<const float*>(params.grad_c) + at_first(sub);
       of_c(sub) = is_valid(sub) ? *reinterpret_cast<const float2*>(from) : float2{};
@@ -170,7 +170,7 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     of_one(0, grad_h.x + grad_output.x, grad_c.x, i.x, o.x, g.x, c.x);
     of_one(1, grad_h.y + grad_output.y, grad_c.y, i.y, o.y, g.y, c.y);
     of_c(turn.sub) = grad_c;
-    if constexpr (kIsScaled<Product>) {
+    if constexpr (kSendsScaled<Product>) {
       send_scaled(turn, grads, valid);
       if (valid) store(turn, grads);
     } else if (valid) {
@@ -273,7 +273,7 @@ __device__ __forceinline__ void produce(const LltmGridBackward& params, const Gr
   Product product(memory + GridTeams<Product, kColumns>::kWeights);
   load_weights(product, params, place.first_column);
   auto source = [&](const Turn& turn) {
-    if constexpr (kIsScaled<Product>) {
+    if constexpr (kSendsScaled<Product>) {
       return scaled_source_of<Product>(params, place, turn);
     } else {
       return source_of<Product>(params, place, turn);
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kGridThreads, 1)
 // All that is sent, which begins with the first message.
 template <typename Product>
 size_t bytes_of_messages(const LltmGridBackward& params) {
-  if constexpr (kIsScaled<Product>) {
+  if constexpr (kSendsScaled<Product>) {
     const int64_t subs = (params.batch + kRows - 1) / kRows;
     const int64_t pairs = (params.hidden + 2 * kTile - 1) / (2 * kTile);
     // The scales have as much room as floats for each of a row's.
@@ -318,7 +318,7 @@ size_t bytes_of_messages(const LltmGridBackward& params) {
 struct GridBackward {
   template <typename S, typename Product>
   static GridStatus start(const LltmGridBackward& params, cudaStream_t stream) {
-    void* messages = kIsScaled<Product> ? params.exchange : params.grad_gates;
+    void* messages = kSendsScaled<Product> ? params.exchange : params.grad_gates;
     return start_grid<lltm_grid_backward<S, Product>, kGridThreads>(
         params, GridLayoutBack<S, Product>::bytes(subs_of(params)), messages,
         bytes_of_messages<Product>(params), stream);
