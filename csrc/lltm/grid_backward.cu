@@ -11,8 +11,9 @@ namespace {
 [[maybe_unused]] constexpr int kNearBack = 2;  // unused where the kernel is empty
 constexpr int kAheadBack = 2;
 // From as many sub-batches on, messages of the next are asked for while one is multiplied: of fewer, they are
-// not sent before these are read.
-[[maybe_unused]] constexpr int kSubsAheadBack = 2;
+// not sent before these are read, which is early where all of them are on their way at once.
+template <typename Product>
+[[maybe_unused]] constexpr int kSubsAheadBack = Product::kRing < Product::kVectors ? 2 : 3;
 
 // Whether its messages are gradients times a power of two, beside grad_gates.
 template <typename Product>
@@ -279,7 +280,7 @@ __device__ __forceinline__ void produce(const LltmGridBackward& params, const Gr
       return source_of<Product>(params, place, turn);
     }
   };
-  multiply_turns(product, place, source, Turn{1, 0}, turns, place.subs >= kSubsAheadBack, memory);
+  multiply_turns(product, place, source, Turn{1, 0}, turns, place.subs >= kSubsAheadBack<Product>, memory);
 }
 
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.

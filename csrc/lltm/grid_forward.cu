@@ -120,8 +120,7 @@ struct GridFinisher : GridMember<Product, kColumns> {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       const float* from = row + gate * place.hidden + column;
-      to[gate * kFinishers] =
-          is_there ? make_float2(from[0], from[1]) : make_float2(otherwise, otherwise);
+      to[gate * kFinishers] = is_there ? make_float2(from[0], from[1]) : make_float2(otherwise, otherwise);
     }
   }
 

@@ -101,7 +101,9 @@ fn cuda_float_in_tf32_by_the_grid() {
 #[test]
 fn cuda_float_of_any_range_by_the_grid() {
     let Some(device) = device("cuda_float_of_any_range_by_the_grid") else { return };
-    for sizes in [[3, 9, 3, 8], [9, 20, 6, 520], [5, 90, 8, 776], [6, 17, 3, 1000], [4, 70, 8, 1024], [3, 11, 8, 2048]] {
+    for sizes in
+        [[3, 9, 3, 8], [9, 20, 6, 520], [5, 90, 8, 776], [6, 17, 3, 1000], [4, 70, 8, 1024], [3, 11, 8, 2048]]
+    {
         scaled::assert_numbers_of_any_range(&grid, sizes, device);
         scaled::assert_gradients_of_any_range(&grid, sizes, device);
         scaled::assert_no_number_stays_in_its_row(&grid, sizes, device);
