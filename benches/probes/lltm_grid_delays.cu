@@ -23,6 +23,11 @@ __device__ uint4 late_load_messages(const void* from) {
   return is_too_late() ? uint4{} : load_messages(from);
 }
 
+__device__ uint2 late_load_words(const void* from) {
+  sleep_sometimes(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) >> 9), 16);
+  return is_too_late() ? uint2{} : load_words(from);
+}
+
 #ifdef WITH_MBARRIERS
 constexpr int kBarriers = 16;
 // Of all that meet: a multiple of each number of threads.
@@ -116,6 +121,7 @@ __device__ void late_arrive_at(int id, int threads) {
 #define arrive_at late_arrive_at
 #define load_message late_load_message
 #define load_messages late_load_messages
+#define load_words late_load_words
 #include "lltm/grid_backward.cu"
 #include "lltm/grid_forward.cu"
 #include "lltm/grid_wide_backward.cu"
@@ -153,7 +159,7 @@ void expect_of_grid(int runs, int rows, int hidden, int columns, int row_groups)
                                         [](const auto& params) { launch(params); });
 }
 
-template <typename S, typename T>
+template <typename S, typename T, bool kIsScaled = false>
 void expect_of_wide_grid(int runs, int rows, int hidden, int row_groups) {
   LltmGridForward forward{};
   LltmGridBackward backward{};
@@ -161,7 +167,7 @@ void expect_of_wide_grid(int runs, int rows, int hidden, int row_groups) {
   forward.row_groups = backward.row_groups = row_groups;
   char how[80];
   std::snprintf(how, sizeof how, "wide, %d groups of rows", row_groups);
-  expect_the_same_bits<S, T>(rows, hidden, runs, forward, backward, how, [](const auto& params) {
+  expect_the_same_bits<S, T, kIsScaled>(rows, hidden, runs, forward, backward, how, [](const auto& params) {
     bool fits = false;
     if constexpr (std::is_same_v<decltype(params), const LltmGridForward&>) {
       check(tch_extension_lltm_grid_wide_forward_cuda(&params, &fits, nullptr));
@@ -196,5 +202,10 @@ int main(int count, char** arguments) {
   expect_of_wide_grid<float, __half>(runs, 65, 768, 2);
   expect_of_wide_grid<__nv_bfloat16, __nv_bfloat16>(runs, 130, 1000, 3);
   expect_of_wide_grid<__half, __half>(runs, 150, 1024, 3);
+  expect_of_wide_grid<float, __half, true>(runs, 70, 512, 2);
+  expect_of_wide_grid<float, __half, true>(runs, 130, 520, 3);
+  expect_of_wide_grid<float, __half, true>(runs, 65, 768, 2);
+  expect_of_wide_grid<float, __half, true>(runs, 70, 1000, 2);
+  expect_of_wide_grid<float, __half, true>(runs, 150, 1024, 3);
   return 0;
 }

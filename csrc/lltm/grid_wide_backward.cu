@@ -64,9 +64,9 @@ constexpr float kWeightScale = 1 << 14;
 
 [[maybe_unused]] __device__ __forceinline__ void load_scales(const LltmGridBackward& params, int first_column,
                                                              float* shared) {
-  const int row = threadIdx.x < kSentColumns
-                      ? row_of_term<true>(first_column * kGates + threadIdx.x, static_cast<int>(params.hidden))
-                      : -1;
+  const int row = threadIdx.x < kSentColumns ? row_of_term<true>(first_column * kGates + threadIdx.x,
+                                                                 static_cast<int>(params.hidden))
+                                             : -1;
   if (row >= 0) shared[threadIdx.x] = params.scales[row] * kWeightScale;
 }
 

@@ -14,7 +14,7 @@ fn rows_of_any_magnitude(sizes: [i64; 4], device: Device) -> Vec<Tensor> {
     // As of a gate that is nearly shut.
     let of_gates = Tensor::zeros([3, hidden], (Kind::Float, device));
     let _ = of_gates.get(1).fill_(-3.0);
-    let rows = Tensor::from(10.0).pow((exponents + of_gates.view([-1])).to_kind(Kind::Double));
+    let rows = Tensor::from(10.0).pow(&(exponents + of_gates.view([-1])).to_kind(Kind::Double));
     let weight = (&inputs[1] * rows.to_device(device).to_kind(Kind::Float).unsqueeze(1)).contiguous();
     let bias = inputs[2].copy();
     let _ = bias.narrow(0, hidden, hidden).fill_(SMALL.ln());
