@@ -57,8 +57,8 @@ impl WideShare {
         let (whole, limit) = match (direction, is_scaled) {
             (Direction::Forward, false) => (215 + padded * 31 / 100, 700),
             (Direction::Backward, false) => (93 + padded * 90 / 100, 1100),
-            (Direction::Forward, true) => (230 + padded * 35 / 100, 1900),
-            (Direction::Backward, true) => (120 + padded * 115 / 100, 3100),
+            (Direction::Forward, true) => (250 + padded * 31 / 100, 1900),
+            (Direction::Backward, true) => (15 + padded * 115 / 100, 2500),
         };
         // Each vector of a row has to be looked at.
         let a_turn = if hidden == padded { whole } else { whole * 5 / 4 };
