@@ -323,7 +323,7 @@ mod tests {
             assert_eq!(half(direction, 64, 1023), None);
             assert_eq!(plan(direction, 7, 64, 1024, Kind::Half), None);
             assert_eq!(plan(direction, 512, 16, 512, Kind::Float), clusters(16, true));
-            assert_eq!(plan(direction, 512, 64, 1024, Kind::Float), grid(16, 2));
+            assert_eq!(plan(direction, 512, 64, 1024, Kind::Float), grid(32, 4));
         }
         for direction in [Forward, Backward] {
             assert_eq!(half(direction, 64, 512), clusters(8, false));

@@ -113,6 +113,23 @@ mod tests {
     }
 
     #[test]
+    fn float_is_for_those_who_allow_tf32() {
+        let faster = |direction, batch, hidden, tf32| {
+            let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
+            WideShare::new(direction, sizes, Kind::Float, tf32, Grid::H200)
+                .map(|share| share.is_faster(sizes))
+        };
+        for direction in [Direction::Forward, Direction::Backward] {
+            for (batch, hidden) in [(256, 1024), (512, 1024), (1024, 512)] {
+                assert_eq!(faster(direction, batch, hidden, true), Some(true));
+                assert_eq!(faster(direction, batch, hidden, false), None);
+            }
+            // Three turns, with which the way back is slower than step by step.
+            assert_eq!(faster(direction, 768, 1024, true), Some(direction == Direction::Forward));
+        }
+    }
+
+    #[test]
     fn not_all_sizes_have_one() {
         let of = |batch, hidden| row_groups(Direction::Forward, batch, hidden, Kind::Half, Grid::H200);
         assert_eq!(of(256, 1032), None);
