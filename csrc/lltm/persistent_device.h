@@ -110,6 +110,8 @@ struct Shares {
     kColumns = kPadded / kCluster,
     kTiles = kColumns / kTile,
     kThreads = kTiles * kSplits * kWarp,
+    // Blocks that a multiprocessor is to have room for.
+    kAtHome = kPadded <= 256 ? 2 : 1,
   };
 };
 

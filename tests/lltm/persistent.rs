@@ -121,9 +121,16 @@ impl Drop for Tf32 {
 #[test]
 fn cuda_float_in_tf32_by_persistent_kernels() {
     let Some(device) = device("cuda_float_in_tf32_by_persistent_kernels") else { return };
-    for sizes in
-        [[7, 9, 5, 65], [33, 17, 8, 128], [6, 24, 4, 256], [9, 13, 6, 451], [5, 24, 16, 512], [4, 70, 3, 500]]
-    {
+    for sizes in [
+        [7, 9, 5, 65],
+        [33, 17, 8, 128],
+        [6, 24, 4, 256],
+        [9, 13, 6, 451],
+        [5, 24, 16, 512],
+        [4, 70, 3, 500],
+        [6, 11, 3, 700],
+        [5, 24, 16, 768],
+    ] {
         let inputs = one(sizes, Kind::Float, device).inputs;
         let both = |allow| {
             let _switch = Tf32::set(allow);
@@ -140,6 +147,103 @@ fn cuda_float_in_tf32_by_persistent_kernels() {
             differ |= !found.equal(strict);
         }
         assert!(differ, "{sizes:?}: tf32 was not taken");
+    }
+}
+
+/// H, and rows, of each kernel for tf32.
+const OF_TF32: [[i64; 2]; 6] = [[11, 100], [9, 128], [19, 200], [24, 512], [70, 500], [11, 700]];
+
+/// Gradients from all outputs, where those for row b's are times `of_rows[b]`.
+fn gradients_times(sequence: support::Operator<'_>, inputs: &[Tensor], of_rows: &Tensor) -> Vec<Tensor> {
+    let inputs = leaves(inputs);
+    let outputs = sequence(&inputs).expect("outputs");
+    let of_rows = of_rows.to_kind(outputs[0].kind()).unsqueeze(1);
+    let vectors: Vec<Tensor> = outputs.iter().map(|output| support::incoming(output) * &of_rows).collect();
+    let vectors: Vec<Option<&Tensor>> = vectors.iter().map(Some).collect();
+    let options = GradOptions { grad_outputs: &vectors, ..Default::default() };
+    let (outputs, inputs): (Vec<_>, Vec<_>) = (outputs.iter().collect(), inputs.iter().collect());
+    grad(&outputs, &inputs, &options).expect("gradients").into_vec().into_iter().flatten().collect()
+}
+
+/// Halves have few binades; what is multiplied there has powers of two of its own.
+#[test]
+fn cuda_float_of_any_size_in_tf32_by_persistent_kernels() {
+    let Some(device) = device("cuda_float_of_any_size_in_tf32_by_persistent_kernels") else { return };
+    let _switch = Tf32::set(true);
+    for [batch, hidden] in OF_TF32 {
+        let inputs = one([6, batch, 3, hidden], Kind::Float, device).inputs;
+        let range = |size: i64| Tensor::arange(size, (Kind::Float, device));
+        // W's rows, from 10⁻⁶ to 1.
+        let of_weights = Tensor::from(10.0).to_device(device).pow(&(range(3 * hidden).remainder(7) - 6.0));
+        inputs[1].shallow_clone().copy_(&(&inputs[1] * of_weights.unsqueeze(1)));
+        let wide: Vec<Tensor> = inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
+        for (found, exact) in everything(&persistent, &inputs).iter().zip(&everything(&per_step, &wide)) {
+            let scale = exact.abs().max().double_value(&[]);
+            assert_close(found, &exact.to_kind(Kind::Float), 4e-3, 4e-3 * scale);
+        }
+        // Rows' gradients, from 10⁻¹² to 10¹².
+        let of_rows = Tensor::from(10.0).to_device(device).pow(&(range(batch).remainder(5) * 6.0 - 12.0));
+        let found = gradients_times(&persistent, &inputs, &of_rows);
+        let exact = gradients_times(&per_step, &wide, &of_rows);
+        for input in [3, 4] {
+            let off = (found[input].to_kind(Kind::Double) - &exact[input]).abs().amax([1], true);
+            let relative = (off / exact[input].abs().amax([1], true)).max().double_value(&[]);
+            assert!(relative <= 4e-3, "({batch}, {hidden}), input {input}: {relative}");
+        }
+    }
+}
+
+/// A power of two comes through bit by bit.
+#[test]
+fn cuda_float_in_tf32_by_persistent_kernels_is_linear() {
+    let Some(device) = device("cuda_float_in_tf32_by_persistent_kernels_is_linear") else { return };
+    let _switch = Tf32::set(true);
+    for [batch, hidden] in OF_TF32 {
+        let inputs = one([6, batch, 3, hidden], Kind::Float, device).inputs;
+        let times = |factor: f64| {
+            gradients_times(&persistent, &inputs, &Tensor::full([batch], factor, (Kind::Float, device)))
+        };
+        let expected = times(1.0);
+        for factor in [2.0_f64.powi(-40), 2.0_f64.powi(40)] {
+            for (index, (found, expected)) in times(factor).iter().zip(&expected).enumerate() {
+                assert!(found.equal(&(expected * factor)), "({batch}, {hidden}), {factor}, input {index}");
+            }
+        }
+        // The first step's sums, of h0 times 2¹³ and W_h times 2⁻¹³.
+        let step = one([1, batch, 3, hidden], Kind::Float, device).inputs;
+        let expected = persistent(&step).expect("outputs");
+        let of_h = step[1].narrow(1, 0, hidden);
+        of_h.shallow_clone().copy_(&(&of_h * 2.0_f64.powi(-13)));
+        step[3].shallow_clone().copy_(&(&step[3] * 2.0_f64.powi(13)));
+        for (found, expected) in persistent(&step).expect("outputs").iter().zip(&expected) {
+            assert!(found.equal(expected), "({batch}, {hidden}): h0");
+        }
+    }
+}
+
+/// What is no number in one row's gradients is in no other's.
+#[test]
+fn cuda_float_in_tf32_by_persistent_kernels_keeps_rows_apart() {
+    let Some(device) = device("cuda_float_in_tf32_by_persistent_kernels_keeps_rows_apart") else { return };
+    let _switch = Tf32::set(true);
+    for [batch, hidden] in OF_TF32 {
+        let inputs = one([6, batch, 3, hidden], Kind::Float, device).inputs;
+        let of_rows = Tensor::ones([batch], (Kind::Float, device));
+        let expected = gradients_times(&persistent, &inputs, &of_rows);
+        for factor in [f64::INFINITY, f64::NAN, 1e30] {
+            let _ = of_rows.get(1).fill_(factor);
+            let found = gradients_times(&persistent, &inputs, &of_rows);
+            for input in [3, 4] {
+                let rest = |gradients: &[Tensor]| {
+                    let rows = &gradients[input];
+                    Tensor::cat(&[rows.narrow(0, 0, 1), rows.narrow(0, 2, batch - 2)], 0)
+                };
+                assert!(rest(&found).equal(&rest(&expected)), "({batch}, {hidden}), {factor}");
+                let own = found[input].get(1);
+                let is_finite = own.isfinite().all().int64_value(&[]) != 0;
+                assert_eq!(is_finite, factor.is_finite(), "({batch}, {hidden}), {factor}");
+            }
+        }
     }
 }
 
@@ -214,7 +318,8 @@ fn cuda_half_kinds_take_persistent_kernels() {
 fn cuda_half_kinds_and_others_keep_infinite_gradients_by_persistent_kernels() {
     let test = "cuda_half_kinds_and_others_keep_infinite_gradients_by_persistent_kernels";
     let Some(device) = device(test) else { return };
-    for kind in KINDS {
+    for (kind, allow) in KINDS.map(|kind| (kind, false)).into_iter().chain([(Kind::Float, true)]) {
+        let _switch = Tf32::set(allow);
         for hidden in [5, 100] {
             let inputs = leaves(&one([9, 3, 4, hidden], kind, device).inputs);
             let gradients = |sequence: support::Operator<'_>| {
