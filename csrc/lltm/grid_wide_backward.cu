@@ -1,20 +1,29 @@
 // The backward of a wide grid.
 
-#include "grid_wide.h"
+#include "grid_wide_scaled.h"
 
 namespace tch_extension {
 namespace {
 
-// Shared memory, in bytes: W_h, whose rows are the terms; sums for the other group.
+// Shared memory, in bytes: W_h, whose rows are the terms; sums for the other group; scales of the block's own
+// rows of W_h.
 template <typename T, int kVectors, bool kWhole>
 struct WideBackwardLayout {
   using Terms = WideTerms<T, kVectors, kWhole, kWideColumns>;
   static constexpr int kSums = Terms::kBytes;
-  static constexpr int kBytes = kSums + kWideThreads * 2 * kOwn * static_cast<int>(sizeof(float));
+  static constexpr int kScales = kSums + kWideThreads * 2 * kOwn * static_cast<int>(sizeof(float));
+  static constexpr int kBytes = kScales + kSentColumns * static_cast<int>(sizeof(float));
 };
 
+// The row of W_h that a term belongs to; negative if there is none.
+template <bool kScaled>
+__device__ __forceinline__ int row_of_term(int term, int hidden) {
+  if (kScaled) return WideSent::row_of_term(term, hidden);
+  return term < kGates * hidden ? term : -1;
+}
+
 // W_h into shared memory, two terms of eight columns at a time.
-template <typename T, typename Terms>
+template <typename T, typename Terms, bool kScaled>
 __device__ __forceinline__ void load_weights(const LltmGridBackward& params, int first_column, char* shared) {
   constexpr int kAtATime = kLanesOf16Bytes<T>, kInARow = kWideColumns / kAtATime;
   const int hidden = static_cast<int>(params.hidden);
@@ -25,9 +34,10 @@ __device__ __forceinline__ void load_weights(const LltmGridBackward& params, int
     const int span = term / kSpan<T>, of_span = term % kSpan<T>;
     uint4 pair[2] = {};
     for (int of = 0; of < 2; ++of) {
-      if (term + of >= kGates * hidden || first_column + columns >= hidden) continue;
-      const T* row = static_cast<const T*>(params.weight) + (term + of) * params.weight_stride;
-      pair[of] = load_terms(row + first_column + columns, whole);
+      const int row = row_of_term<kScaled>(term + of, hidden);
+      if (row < 0 || first_column + columns >= hidden) continue;
+      const T* from = static_cast<const T*>(params.weight) + row * params.weight_stride;
+      pair[of] = load_terms(from + first_column + columns, whole);
     }
     const auto* first = reinterpret_cast<const uint16_t*>(&pair[0]);
     const auto* second = reinterpret_cast<const uint16_t*>(&pair[1]);
@@ -40,15 +50,26 @@ __device__ __forceinline__ void load_weights(const LltmGridBackward& params, int
   }
 }
 
+[[maybe_unused]] __device__ __forceinline__ void load_scales(const LltmGridBackward& params, int first_column,
+                                                             float* shared) {
+  const int term = threadIdx.x, hidden = static_cast<int>(params.hidden);
+  if (term >= kSentColumns) return;
+  const int row = WideSent::row_of_term(first_column * kGates + term, hidden);
+  shared[term] = row < 0 ? 0.0f : params.scales[row] * kWeightScale;
+}
+
 // Rows of the batch, all steps of them.
-template <typename S, typename T, int kVectors, bool kWhole>
+template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
 struct WideBackward : WidePlace {
   using Layout = WideBackwardLayout<T, kVectors, kWhole>;
   using Saved = Vector<S, kOwn>;
-
   __device__ __forceinline__ WideBackward(const LltmGridBackward& p, int first_column, char* shared)
-      : WidePlace(p.hidden, p.batch, first_column), params(p), terms(*this, kGates * hidden, shared) {
+      : WidePlace(p.hidden, p.batch, first_column),
+        params(p),
+        sent(p),
+        terms(*this, kScaled ? kSentColumns * sent.blocks : kGates * hidden, shared) {
     all_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + threadIdx.x % kGroupThreads;
+    weight_scales = reinterpret_cast<const float*>(shared + Layout::kScales) + of_block;
   }
 
   __device__ __forceinline__ void run(int first_row) {
@@ -103,17 +124,35 @@ struct WideBackward : WidePlace {
 
   // The terms are the gradients for the step's gates.
   __device__ __forceinline__ void find(int step) {
-    const T* grads = static_cast<const T*>(params.grad_gates) + terms.first;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      terms.from[half] = grads + some_row_of(step, half) * (kGates * hidden);
+      const uint32_t from = some_row_of(step, half);
+      if constexpr (kScaled) {
+        terms.from[half] = sent.of_row(from) + terms.first;
+        factors.find(sent, *this, half, from);
+      } else {
+        terms.from[half] = static_cast<const T*>(params.grad_gates) + terms.first + from * (kGates * hidden);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply(float (&sums)[16]) {
+    if constexpr (!kScaled) {
+      terms.multiply(sums, true);
+    } else {
+      factors.wait();
+      terms.multiply(sums, true, [&](uint4& messages, int vector, int half) {
+        factors.multiply(messages, vector / kGates, half);
+      });
+#pragma unroll
+      for (int at = 0; at < 16; ++at) sums[at] = sums[at] / kWeightScale * factors.of_sums[at / 2 % 2];
     }
   }
 
   // Of both groups.
   __device__ __forceinline__ void add_up() {
     float sums[16] = {};
-    terms.multiply(sums, true);
+    multiply(sums);
     auto four = [&](int of_group, int of) -> float4& {
       return all_sums[(of_group * 2 + of) * kGroupThreads];
     };
@@ -154,16 +193,53 @@ struct WideBackward : WidePlace {
         grads[1][of] = of_h * (tanh_c * sigmoid_grad(o));
         grads[2][of] = of_c * (i * WideActivation::candidate_grad(g));
       }
-      if (!is_own(half)) continue;
-      T* to = static_cast<T*>(params.grad_gates) + row_of(step, half) * (kGates * hidden) + column;
+      if constexpr (kScaled) {
+        send_scaled(step, half, grads);
+      } else if (is_own(half)) {
+        T* to = static_cast<T*>(params.grad_gates) + row_of(step, half) * (kGates * hidden) + column;
 #pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) send_own(to + gate * hidden, grads[gate]);
+        for (int gate = 0; gate < kGates; ++gate) send_own(to + gate * hidden, grads[gate]);
+      }
     }
     if (step > 0) load_saved(step - 1);
     if (step >= kWideNear) prefetch_all(step - kWideNear);
     if (step == 0 && !params.needs_grad_h0) return;
     find(step);
+    if constexpr (kScaled) factors.load();
     terms.load(0);
+  }
+
+  // With the scales of their rows of W_h, and zeros where there are no columns.
+  __device__ __forceinline__ void send_scaled(int step, int half, const Own (&grads)[kGates]) const {
+    Own messages[kGates];
+    float largest = 0;
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+#pragma unroll
+      for (int of = 0; of < kOwn; ++of) {
+        float& message = messages[gate][of];
+        message = column < hidden ? grads[gate][of] * weight_scales[gate * kWideColumns + of] : 0.0f;
+        largest = fmaxf(largest, fabsf(message));
+      }
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    if (!is_row(half)) return;
+    const WideScale scale(largest);
+    const uint32_t row = row_of(step, half);
+    const int block = (column - of_block) / kWideColumns;
+    if (of_four == 0) store_word(sent.scale_of(row, block, group), scale.bits);
+    T* to = sent.of_row(row) + block * kSentColumns + of_block;
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+#pragma unroll
+      for (int of = 0; of < kOwn; ++of) messages[gate][of] *= scale.inverse;
+      send_own(to + gate * kWideColumns, messages[gate]);
+    }
+    if (column >= hidden) return;
+    S* all = static_cast<S*>(params.grad_gates) + row * (kGates * hidden) + column;
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) store_own(all + gate * hidden, grads[gate]);
   }
 
   // By then they may have left the L2 cache, or are not there yet, and readers would wait for the memory.
@@ -178,8 +254,14 @@ struct WideBackward : WidePlace {
       const uint32_t at_gate = (row * kGates + of_four) * hidden + first_column;
       if (of_four < kGates) {
         prefetch(static_cast<const S*>(params.activations) + at_gate);
-        prefetch(static_cast<const T*>(params.grad_gates) + at_gate);
+        if constexpr (kScaled) {
+          prefetch(sent.of_row(row) + first_column / kWideColumns * kSentColumns +
+                   (kGates * group + of_four) * kGroupColumns);
+        } else {
+          prefetch(static_cast<const T*>(params.grad_gates) + at_gate);
+        }
       } else {
+        if constexpr (kScaled) prefetch(sent.scale_of(row, first_column / kWideColumns, group));
         prefetch(static_cast<const S*>(params.c) + at);
         if (params.grad_output != nullptr) prefetch(static_cast<const S*>(params.grad_output) + at);
       }
@@ -187,14 +269,17 @@ struct WideBackward : WidePlace {
   }
 
   const LltmGridBackward& params;
+  const WideSent sent;
   typename Layout::Terms terms;
+  WideFactors<kVectors / kGates, kWhole> factors;
   float4* all_sums;
+  const float* weight_scales;
   Own grad_h[2], grad_c[2];
   Saved gates[2][kGates], c[2], grad_output[2];
 };
 
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.
-template <typename S, typename T, int kVectors, bool kWhole>
+template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
 __global__ void __launch_bounds__(kWideThreads, 1)
     lltm_grid_wide_backward(const __grid_constant__ LltmGridBackward params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -203,10 +288,11 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const int blocks = (hidden + kWideColumns - 1) / kWideColumns;
   const int first_column = blockIdx.x % blocks * kWideColumns;
   using Layout = WideBackwardLayout<T, kVectors, kWhole>;
-  load_weights<T, typename Layout::Terms>(params, first_column, wide_shared);
+  load_weights<T, typename Layout::Terms, kScaled>(params, first_column, wide_shared);
+  if (kScaled) load_scales(params, first_column, reinterpret_cast<float*>(wide_shared + Layout::kScales));
   gemm::fence_for_bulk_copies();
   __syncthreads();
-  WideBackward<S, T, kVectors, kWhole> rows(params, first_column, wide_shared);
+  WideBackward<S, T, kVectors, kWhole, kScaled> rows(params, first_column, wide_shared);
   rows.release_other();
   const int row_groups = gridDim.x / blocks;
   for (int first = blockIdx.x / blocks * kWideRows; first < batch; first += row_groups * kWideRows) {
@@ -216,11 +302,27 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 #endif
 }
 
+template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
+GridStatus start_wide(const LltmGridBackward& params, void* messages, int64_t size, cudaStream_t stream) {
+  return start_grid<lltm_grid_wide_backward<S, T, kVectors, kWhole, kScaled>, kWideThreads>(
+      params, WideBackwardLayout<T, kVectors, kWhole>::kBytes, messages, static_cast<size_t>(size), stream);
+}
+
 template <typename S, typename T, int kVectors, bool kWhole>
 GridStatus start_wide(const LltmGridBackward& params, cudaStream_t stream) {
-  const auto size = static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) * sizeof(T);
-  return start_grid<lltm_grid_wide_backward<S, T, kVectors, kWhole>, kWideThreads>(
-      params, WideBackwardLayout<T, kVectors, kWhole>::kBytes, params.grad_gates, size, stream);
+  const int64_t rows = params.steps * params.batch;
+  if constexpr (std::is_same_v<S, float> && std::is_same_v<T, __half>) {
+    if (params.scales != nullptr) {
+      // The scales are right behind.
+      auto* messages = static_cast<char*>(params.exchange);
+      const int64_t blocks = blocks_of(params) / params.row_groups;
+      const int64_t size =
+          reinterpret_cast<char*>(params.exchange_scales + rows * ((blocks + 3) / 4 * 8)) - messages;
+      return start_wide<S, T, kVectors, kWhole, true>(params, messages, size, stream);
+    }
+  }
+  const int64_t size = rows * kGates * params.hidden * static_cast<int64_t>(sizeof(T));
+  return start_wide<S, T, kVectors, kWhole, false>(params, params.grad_gates, size, stream);
 }
 
 struct GridWideBackward {
