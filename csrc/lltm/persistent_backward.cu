@@ -13,12 +13,12 @@ namespace {
 template <typename T, int kPadded, int kCluster, int kShared = 0>
 struct TensorCoresBack : Shares<kPadded, kCluster> {
   using Element = Operand<T>;
-  using Stored = std::conditional_t<kIsScaled<T>, float, T>;
+  using Stored = std::conditional_t<std::is_same_v<T, ScaledHalf>, float, T>;
   using Gates = float;
   using S = Shares<kPadded, kCluster>;
   static_assert(kTile == kDepth, "a product is a gate of a tile");
   enum : int {
-    kIsScaled = tch_extension::kIsScaled<T>,
+    kIsScaled = std::is_same_v<T, ScaledHalf>,
     kSums = kPadded / kTile / (S::kTiles * kSplits),
     kProducts = kGates * S::kTiles,
     // Sums that are made at a time.

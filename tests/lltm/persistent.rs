@@ -150,100 +150,27 @@ fn cuda_float_in_tf32_by_persistent_kernels() {
     }
 }
 
-/// H, and rows, of each kernel for tf32.
-const OF_TF32: [[i64; 2]; 6] = [[11, 100], [9, 128], [19, 200], [24, 512], [70, 500], [11, 700]];
+/// Of each kernel for tf32.
+const SIZES_OF_TF32: [[i64; 4]; 6] =
+    [[6, 11, 3, 100], [6, 9, 3, 128], [6, 19, 3, 200], [6, 24, 3, 512], [6, 70, 3, 500], [6, 11, 3, 700]];
 
-/// Gradients from all outputs, where those for row b's are times `of_rows[b]`.
-fn gradients_times(sequence: support::Operator<'_>, inputs: &[Tensor], of_rows: &Tensor) -> Vec<Tensor> {
-    let inputs = leaves(inputs);
-    let outputs = sequence(&inputs).expect("outputs");
-    let of_rows = of_rows.to_kind(outputs[0].kind()).unsqueeze(1);
-    let vectors: Vec<Tensor> = outputs.iter().map(|output| support::incoming(output) * &of_rows).collect();
-    let vectors: Vec<Option<&Tensor>> = vectors.iter().map(Some).collect();
-    let options = GradOptions { grad_outputs: &vectors, ..Default::default() };
-    let (outputs, inputs): (Vec<_>, Vec<_>) = (outputs.iter().collect(), inputs.iter().collect());
-    grad(&outputs, &inputs, &options).expect("gradients").into_vec().into_iter().flatten().collect()
-}
-
-/// Halves have few binades; what is multiplied there has powers of two of its own.
+/// Halves have few binades: what is multiplied there has powers of two of its own.
 #[test]
-fn cuda_float_of_any_size_in_tf32_by_persistent_kernels() {
-    let Some(device) = device("cuda_float_of_any_size_in_tf32_by_persistent_kernels") else { return };
-    let _switch = Tf32::set(true);
-    for [batch, hidden] in OF_TF32 {
-        let inputs = one([6, batch, 3, hidden], Kind::Float, device).inputs;
-        let range = |size: i64| Tensor::arange(size, (Kind::Float, device));
-        // W's rows, from 10⁻⁶ to 1.
-        let of_weights = Tensor::from(10.0).to_device(device).pow(&(range(3 * hidden).remainder(7) - 6.0));
-        inputs[1].shallow_clone().copy_(&(&inputs[1] * of_weights.unsqueeze(1)));
-        let wide: Vec<Tensor> = inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
-        for (found, exact) in everything(&persistent, &inputs).iter().zip(&everything(&per_step, &wide)) {
-            let scale = exact.abs().max().double_value(&[]);
-            assert_close(found, &exact.to_kind(Kind::Float), 4e-3, 4e-3 * scale);
-        }
-        // Rows' gradients, from 10⁻¹² to 10¹².
-        let of_rows = Tensor::from(10.0).to_device(device).pow(&(range(batch).remainder(5) * 6.0 - 12.0));
-        let found = gradients_times(&persistent, &inputs, &of_rows);
-        let exact = gradients_times(&per_step, &wide, &of_rows);
-        for input in [3, 4] {
-            let off = (found[input].to_kind(Kind::Double) - &exact[input]).abs().amax([1], true);
-            let relative = (off / exact[input].abs().amax([1], true)).max().double_value(&[]);
-            assert!(relative <= 4e-3, "({batch}, {hidden}), input {input}: {relative}");
-        }
+fn cuda_float_of_any_range_by_persistent_kernels() {
+    let Some(device) = device("cuda_float_of_any_range_by_persistent_kernels") else { return };
+    for sizes in SIZES_OF_TF32 {
+        scaled::assert_numbers_of_any_range(&persistent, sizes, device);
+        scaled::assert_gradients_of_any_range(&persistent, sizes, device);
+        scaled::assert_rows_of_any_range(&persistent, sizes, device);
     }
 }
 
-/// A power of two comes through bit by bit.
 #[test]
-fn cuda_float_in_tf32_by_persistent_kernels_is_linear() {
-    let Some(device) = device("cuda_float_in_tf32_by_persistent_kernels_is_linear") else { return };
-    let _switch = Tf32::set(true);
-    for [batch, hidden] in OF_TF32 {
-        let inputs = one([6, batch, 3, hidden], Kind::Float, device).inputs;
-        let times = |factor: f64| {
-            gradients_times(&persistent, &inputs, &Tensor::full([batch], factor, (Kind::Float, device)))
-        };
-        let expected = times(1.0);
-        for factor in [2.0_f64.powi(-40), 2.0_f64.powi(40)] {
-            for (index, (found, expected)) in times(factor).iter().zip(&expected).enumerate() {
-                assert!(found.equal(&(expected * factor)), "({batch}, {hidden}), {factor}, input {index}");
-            }
-        }
-        // The first step's sums, of h0 times 2¹³ and W_h times 2⁻¹³.
-        let step = one([1, batch, 3, hidden], Kind::Float, device).inputs;
-        let expected = persistent(&step).expect("outputs");
-        let of_h = step[1].narrow(1, 0, hidden);
-        of_h.shallow_clone().copy_(&(&of_h * 2.0_f64.powi(-13)));
-        step[3].shallow_clone().copy_(&(&step[3] * 2.0_f64.powi(13)));
-        for (found, expected) in persistent(&step).expect("outputs").iter().zip(&expected) {
-            assert!(found.equal(expected), "({batch}, {hidden}): h0");
-        }
-    }
-}
-
-/// What is no number in one row's gradients is in no other's.
-#[test]
-fn cuda_float_in_tf32_by_persistent_kernels_keeps_rows_apart() {
-    let Some(device) = device("cuda_float_in_tf32_by_persistent_kernels_keeps_rows_apart") else { return };
-    let _switch = Tf32::set(true);
-    for [batch, hidden] in OF_TF32 {
-        let inputs = one([6, batch, 3, hidden], Kind::Float, device).inputs;
-        let of_rows = Tensor::ones([batch], (Kind::Float, device));
-        let expected = gradients_times(&persistent, &inputs, &of_rows);
-        for factor in [f64::INFINITY, f64::NAN, 1e30] {
-            let _ = of_rows.get(1).fill_(factor);
-            let found = gradients_times(&persistent, &inputs, &of_rows);
-            for input in [3, 4] {
-                let rest = |gradients: &[Tensor]| {
-                    let rows = &gradients[input];
-                    Tensor::cat(&[rows.narrow(0, 0, 1), rows.narrow(0, 2, batch - 2)], 0)
-                };
-                assert!(rest(&found).equal(&rest(&expected)), "({batch}, {hidden}), {factor}");
-                let own = found[input].get(1);
-                let is_finite = own.isfinite().all().int64_value(&[]) != 0;
-                assert_eq!(is_finite, factor.is_finite(), "({batch}, {hidden}), {factor}");
-            }
-        }
+fn cuda_float_that_is_no_number_stays_in_its_row_by_persistent_kernels() {
+    let test = "cuda_float_that_is_no_number_stays_in_its_row_by_persistent_kernels";
+    let Some(device) = device(test) else { return };
+    for sizes in SIZES_OF_TF32 {
+        scaled::assert_no_number_stays_in_its_row(&persistent, sizes, device);
     }
 }
 
