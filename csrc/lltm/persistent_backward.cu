@@ -171,14 +171,18 @@ struct LayoutBack {
   };
 };
 
-// The power of two that takes a number to [2^14, 2^15), and its inverse; of an infinite one and of one near
-// zero, what is nearest to them of which both are normal.
+// The largest of a row of W_h as it is multiplied is about this. Scales are times it, so that a gradient
+// times its row's scale is as far from the smallest numbers as what becomes of it.
+constexpr float kWeightScale = 1 << 14;
+
+// The power of two that takes a number to [2^14, 2^15), and what sums are then multiplied by, without
+// kWeightScale; of an infinite one and of one near zero, what is nearest to them of which both are normal.
 struct RowScale {
   explicit __device__ __forceinline__ RowScale(uint32_t bits_of_largest) {
     constexpr uint32_t kDigits = 23, kTop = 14, kBias = 127;
-    const uint32_t exponent = max(bits_of_largest >> kDigits, kTop + 1);
+    const uint32_t exponent = max(bits_of_largest >> kDigits, 2 * kTop + 1);
     scale = __uint_as_float((2 * kBias + kTop - exponent) << kDigits);
-    inverse = __uint_as_float((exponent - kTop) << kDigits);
+    inverse = __uint_as_float((exponent - 2 * kTop) << kDigits);
   }
   float scale, inverse;
 };
@@ -275,7 +279,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   float scales[kGates];
 #pragma unroll
   for (int gate = 0; gate < kGates; ++gate) {
-    scales[gate] = Product::kIsScaled && valid ? params.scales[gate * hidden + column] : 1.0f;
+    scales[gate] = Product::kIsScaled && valid ? params.scales[gate * hidden + column] * kWeightScale : 1.0f;
   }
   Product product;
   product.load(params, place, shared + L::kWeights);

@@ -137,16 +137,18 @@ fn cuda_float_in_tf32_by_persistent_kernels() {
             [everything(&per_step, &inputs), everything(&persistent, &inputs)]
         };
         let [exact, strict] = both(false);
-        let [_, found] = both(true);
-        let mut differ = false;
+        let [in_steps, found] = both(true);
         for ((found, strict), exact) in found.iter().zip(&strict).zip(&exact) {
             let scale = exact.abs().max().double_value(&[]);
             let (rtol, _) = tolerance(Kind::Float);
             assert_close(strict, exact, 16.0 * rtol, 16.0 * rtol * scale);
             assert_close(found, exact, 4e-3, 4e-3 * scale);
-            differ |= !found.equal(strict);
         }
-        assert!(differ, "{sizes:?}: tf32 was not taken");
+        // Forward and back, by a kernel of all steps.
+        for index in [0, 3] {
+            assert!(!found[index].equal(&strict[index]), "{sizes:?}: tf32 was not taken");
+            assert!(!found[index].equal(&in_steps[index]), "{sizes:?}: the steps were taken");
+        }
     }
 }
 
