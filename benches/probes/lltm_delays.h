@@ -169,7 +169,8 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
           c(all, 0, 0),
           activations(3 * all, 0, 0),
           exchange(all, 0, 0),
-          grad_gates(3 * all, 0, 0),
+          // Of S, where products are scaled.
+          grad_gates(3 * all * static_cast<int64_t>(sizeof(S) / sizeof(T)), 0, 0),
           grad_h(state, 0, 0),
           grad_c(state, 0, 0) {}
   } found(state, all), first(state, all);

@@ -101,7 +101,6 @@ void lltm_persistent(const LltmForward& call) {
   params.kind = kind_of(*call.output);
   params.product_kind = kind_of(operands.h0);
   params.cluster = call.column_groups;
-  params.groups = call.row_groups;
   params.weight = operands.weight.const_data_ptr();
   params.scales = operands.scales();
   params.input_gates = address(call.gates);

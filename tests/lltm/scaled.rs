@@ -74,6 +74,24 @@ pub fn assert_gradients_of_any_range(sequence: support::Operator<'_>, sizes: [i6
     }
 }
 
+/// Rows of the batch have gradients of very different sizes, and each is as exact as any.
+pub fn assert_rows_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 4], device: Device) {
+    let _switch = Tf32::set(true);
+    let inputs = one(sizes, Kind::Float, device).inputs;
+    // From 1e-12 to 1e12.
+    let exponents = Tensor::arange(sizes[1], (Kind::Float, device)).remainder(5.0) * 6.0 - 12.0;
+    let of_rows = (exponents * std::f64::consts::LN_10).exp().unsqueeze(1);
+    let vectors: Vec<_> = vectors_of(sizes, device).iter().map(|vector| vector * &of_rows).collect();
+    let wide = |tensors: &[Tensor]| tensors.iter().map(|of| of.to_kind(Kind::Double)).collect::<Vec<_>>();
+    let found = gradients_from(sequence, &inputs, &vectors);
+    let expected = gradients_from(&per_step, &wide(&inputs), &wide(&vectors));
+    for index in [3, 4] {
+        let off = (found[index].to_kind(Kind::Double) - &expected[index]).abs().amax([1], false);
+        let of_row = off / expected[index].abs().amax([1], false);
+        assert!(of_row.max().double_value(&[]) <= 4e-3, "{index} of {sizes:?}: {of_row:?}");
+    }
+}
+
 /// What is no number in a row of the batch, also on the way back, changes no bit of another.
 pub fn assert_no_number_stays_in_its_row(sequence: support::Operator<'_>, sizes: [i64; 4], device: Device) {
     let _switch = Tf32::set(true);
