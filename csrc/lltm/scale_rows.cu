@@ -25,7 +25,8 @@ __device__ float largest_of(const float* row, int64_t columns) {
 // The power of two that takes it to [2^14, 2^15), as an exponent whose scale and its inverse are both normal.
 __device__ int exponent_for(float largest) {
   constexpr int kTop = 14, kMost = 126;
-  if (largest == 0) return 0;
+  // So that what is multiplied by the inverse is no larger than what other rows make of it.
+  if (largest == 0) return kMost;
   return min(max(kTop - ilogbf(largest), -kMost), kMost);
 }
 
