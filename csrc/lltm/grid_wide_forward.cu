@@ -183,7 +183,7 @@ struct WideForward : WidePlace {
   }
 
   __device__ __forceinline__ void finish(int step) {
-    using Activations = WideActivation;
+    using Activations = Activation<T, float>;
     Own i[2], o[2], g[2], new_h[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -255,21 +255,11 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     lltm_grid_wide_forward(const __grid_constant__ LltmGridForward params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char wide_shared[];
-  const int hidden = static_cast<int>(params.hidden), batch = static_cast<int>(params.batch);
-  const int blocks = (hidden + kWideColumns - 1) / kWideColumns;
-  const int first_column = blockIdx.x % blocks * kWideColumns;
   using Layout = WideForwardLayout<T, kVectors, kWhole>;
-  load_weights<T, typename Layout::Terms>(params, first_column, wide_shared);
-  load_bias_and_scales(params, first_column, reinterpret_cast<float*>(wide_shared + Layout::kBias));
-  gemm::fence_for_bulk_copies();
-  __syncthreads();
-  WideForward<S, T, kVectors, kWhole> rows(params, first_column, wide_shared);
-  rows.release_other();
-  const int row_groups = gridDim.x / blocks;
-  for (int first = blockIdx.x / blocks * kWideRows; first < batch; first += row_groups * kWideRows) {
-    rows.run(first);
-  }
-  rows.wait_for_place();
+  run_wide<WideForward<S, T, kVectors, kWhole>>(params, wide_shared, [&](int first_column) {
+    load_weights<T, typename Layout::Terms>(params, first_column, wide_shared);
+    load_bias_and_scales(params, first_column, reinterpret_cast<float*>(wide_shared + Layout::kBias));
+  });
 #endif
 }
 

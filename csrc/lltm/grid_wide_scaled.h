@@ -17,7 +17,7 @@ constexpr float kWeightScale = 1 << 14;
 // Where it is sent to.
 struct WideSent {
   explicit __device__ __forceinline__ WideSent(const LltmGridBackward& params)
-      : blocks((static_cast<int>(params.hidden) + kWideColumns - 1) / kWideColumns),
+      : blocks(wide_blocks(params.hidden)),
         messages(static_cast<__half*>(params.exchange)),
         scales(params.exchange_scales) {}
 
