@@ -1,8 +1,11 @@
 // As lltm_delays.cu, the LLTM kernels of a grid: each warp sleeps for a random time before it reads what
-// other blocks send. From the root of the repository:
+// other blocks send, and around the barriers of its block. From the root of the repository:
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -I csrc
 //     -I csrc/include -o lltm_grid_delays benches/probes/lltm_grid_delays.cu && ./lltm_grid_delays
+//
+// With -DWITH_MBARRIERS each named barrier is an mbarrier at which the same threads arrive. It is for
+// compute-sanitizer's racecheck, which takes no notice of bar.arrive (docs/performance.md).
 #include "lltm/grid_device.h"
 #include "lltm_delays.h"
 
@@ -25,9 +28,97 @@ __device__ uint2 late_load_words(const void* from) {
   return is_too_late() ? uint2{} : load_words(from);
 }
 
+#ifdef WITH_MBARRIERS
+constexpr int kBarriers = 16;
+// Of all that meet: a multiple of each number of threads.
+constexpr int kArrivals = 1920;
+
+__device__ uint32_t address_of_barrier(int id) {
+  __shared__ uint64_t barriers[kBarriers];
+  return shared_address(barriers + id);
+}
+
+// By all threads of the block, once.
+__device__ void begin_barriers() {
+  if (threadIdx.x == 0) {
+    for (int id = 0; id < kBarriers; ++id) {
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address_of_barrier(id)), "r"(kArrivals)
+                   : "memory");
+    }
+  }
+  __syncthreads();
+}
+
+__device__ uint64_t arrive(int id, int threads) {
+  if (kArrivals % threads != 0) __trap();
+  uint64_t phase;
+  asm volatile("mbarrier.arrive.shared::cta.b64 %0, [%1], %2;"
+               : "=l"(phase)
+               : "r"(address_of_barrier(id)), "r"(kArrivals / threads)
+               : "memory");
+  return phase;
+}
+
+__device__ void meet(int id, int threads) {
+  const uint64_t phase = arrive(id, threads);
+  uint32_t is_over = 0;
+  while (is_over == 0 && !is_too_late()) {
+    asm volatile(
+        "{\n.reg .pred over;\nmbarrier.try_wait.shared::cta.b64 over, [%1], %2;\nselp.u32 %0, 1, 0, over;\n}"
+        : "=r"(is_over)
+        : "r"(address_of_barrier(id)), "l"(phase)
+        : "memory");
+  }
+}
+
+template <int kRegisters>
+__device__ void begin_and_take_registers() {
+  begin_barriers();
+  take_registers<kRegisters>();
+}
+
+template <int kRegisters>
+__device__ void begin_and_leave_registers() {
+  begin_barriers();
+  leave_registers<kRegisters>();
+}
+#else
+__device__ void arrive(int id, int threads) { arrive_at(id, threads); }
+__device__ void meet(int id, int threads) { barrier_of(id, threads); }
+#endif
+
+// Those that multiply sleep in some runs, those that finish in others, and in the rest both.
+__device__ void sleep_at_barrier(int id) {
+  const bool multiplies = threadIdx.x < kProducers;
+  if (seed % 3 == (multiplies ? 1 : 2)) return;
+  sleep_sometimes(static_cast<uint32_t>(id), 8);
+  // What is behind the sleep stays there, and the warp is together again.
+  __syncwarp();
+}
+
+__device__ void late_barrier_of(int id, int threads) {
+  sleep_at_barrier(id);
+  meet(id, threads);
+  sleep_at_barrier(id + 16);
+}
+
+__device__ void late_arrive_at(int id, int threads) {
+  sleep_at_barrier(id);
+  arrive(id, threads);
+  sleep_at_barrier(id + 16);
+}
+
 }  // namespace
 }  // namespace tch_extension
 
+#ifdef WITH_MBARRIERS
+#define take_registers begin_and_take_registers
+#define leave_registers begin_and_leave_registers
+// The wide kernels have one, at their beginning.
+#define __syncthreads begin_barriers
+#endif
+#define barrier_of late_barrier_of
+#define arrive_at late_arrive_at
 #define load_message late_load_message
 #define load_messages late_load_messages
 #define load_words late_load_words
