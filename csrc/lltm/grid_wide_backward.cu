@@ -141,8 +141,8 @@ struct WideBackward : WidePlace {
       terms.multiply(sums, true);
     } else {
       factors.wait();
-      terms.multiply(sums, true, [&](uint4& messages, int vector, int half) {
-        factors.multiply(messages, vector / kGates, half);
+      terms.multiply(sums, true, [&](int first) {
+        factors.template multiply<Layout::Terms::kAtOnce>(terms.messages, first);
       });
 #pragma unroll
       for (int at = 0; at < 16; ++at) sums[at] = sums[at] / kWeightScale * factors.of_sums[at / 2 % 2];
