@@ -48,7 +48,7 @@ int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to;
 // A matrix as scale_rows.h has it.
 struct ScaledRows {
   ScaledRows() = default;
-  ScaledRows(const at::Tensor& from, int64_t stride)
+  ScaledRows(const at::Tensor& from, int64_t stride, int64_t exponent_of_zeros)
       : values(at::empty({from.size(0), stride}, from.options().dtype(at::kHalf))),
         scales(at::empty({from.size(0)}, from.options())),
         rows{from.size(0),
@@ -56,7 +56,8 @@ struct ScaledRows {
              stride,
              from.const_data_ptr<float>(),
              values.data_ptr(),
-             scales.mutable_data_ptr<float>()} {}
+             scales.mutable_data_ptr<float>(),
+             exponent_of_zeros} {}
 
   at::Tensor values, scales;
   LltmRows rows = {};
@@ -71,8 +72,8 @@ struct Operands {
     if (!are_scaled) return;
     // Rows that may be read 16 bytes at a time.
     constexpr int64_t kOf16Bytes = 8;
-    scaled_weight = ScaledRows(weight, rounded_up(hidden, kOf16Bytes));
-    if (first_h != nullptr) scaled_h0 = ScaledRows(h0, hidden);
+    scaled_weight = ScaledRows(weight, rounded_up(hidden, kOf16Bytes), kMostExponent);
+    if (first_h != nullptr) scaled_h0 = ScaledRows(h0, hidden, 0);
     const LltmScaleRows params{hidden, {scaled_weight.rows, scaled_h0.rows}};
     check(tch_extension_lltm_scale_rows_cuda(&params, static_cast<cudaStream_t>(stream)));
     weight = scaled_weight.values;

@@ -378,8 +378,10 @@ fn input_gradient(
     }
     let kernels::Sizes { steps, batch, features, hidden } = sizes;
     let mut weight = weight.f_narrow(1, hidden, features)?;
-    if is_in_tf32(grad_gates)? {
-        // In the order in which tensor cores take tf32, as in columns.h.
+    /// Fewer do not pay for the copy.
+    const MANY_ROWS: i64 = 256;
+    if is_in_tf32(grad_gates)? && steps * batch >= MANY_ROWS {
+        // In the order of columns.h.
         weight = weight.f_transpose(0, 1)?.f_contiguous()?.f_transpose(0, 1)?;
     }
     let gradient = kernels::product(grad_gates, &weight)?;
