@@ -51,8 +51,14 @@ fn assert_close_by_column(found: &Tensor, expected: &Tensor, by_row: bool) {
         1 => expected.abs().max(),
         _ => expected.abs().reshape([-1, last]).amax(0, false),
     };
-    let excess = (&found - &expected).abs() - (expected.abs() + scale) * BOUND;
-    assert!(excess.max().double_value(&[]) <= 0.0, "{:?}", expected.size());
+    let excess = (&found - &expected).abs() - (expected.abs() + &scale) * BOUND;
+    let worst = excess.max().double_value(&[]);
+    assert!(
+        worst <= 0.0,
+        "{:?}: {worst} more than allowed of {}",
+        expected.size(),
+        scale.max().double_value(&[])
+    );
 }
 
 /// That of each step, with products of libtorch in tf32, has other bits.
@@ -66,19 +72,22 @@ pub fn assert_is_not_per_step(found: &[Tensor], inputs: &[Tensor]) {
 /// Beside all of it in `Double`.
 pub fn assert_numbers_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 4], device: Device) {
     let _switch = Tf32::set(true);
+    // The last has sums of products that are next to nothing, in whichever way they are made.
     let all = [
-        rows_of_any_magnitude(sizes, device),
-        large_first_h(sizes, 1e4, device),
-        large_first_h(sizes, 1e28, device),
-        small_weights(sizes, device),
+        (rows_of_any_magnitude(sizes, device), true),
+        (large_first_h(sizes, 1e4, device), true),
+        (large_first_h(sizes, 1e28, device), true),
+        (small_weights(sizes, device), false),
     ];
-    for inputs in all {
+    for (inputs, shows_products) in all {
         let exact: Vec<_> = inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
         let found = everything(sequence, &inputs);
         for (index, expected) in everything(&per_step, &exact).iter().enumerate() {
             assert_close_by_column(&found[index], expected, index == 4);
         }
-        assert_is_not_per_step(&found, &inputs);
+        if shows_products {
+            assert_is_not_per_step(&found, &inputs);
+        }
     }
 }
 
