@@ -43,15 +43,14 @@ struct WideSent {
 
 // A power of two that takes numbers of which this is the largest to the upper end of what halves are.
 struct WideScale {
-  // Of exponents those of which the scale and its inverse are normal.
-  static constexpr uint32_t kLeast = 16, kTop = 14, kOfZeros = (kLeast - kTop) << 23;
-
   explicit __device__ __forceinline__ WideScale(float largest) {
-    constexpr uint32_t kMost = 254, kBias = 127;
+    // Of which the scale and its inverse are normal.
+    constexpr uint32_t kLeast = 16, kMost = 254, kTop = 14, kBias = 127;
     const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, kLeast), kMost) - kTop;
-    bits = exponent << 23;
+    bits = largest > 0 ? exponent << 23 : 0;
     inverse = __uint_as_float((2 * kBias - exponent) << 23);
   }
+  // Zero for zeros.
   uint32_t bits;
   float inverse;
 };
@@ -112,7 +111,7 @@ struct WideFactors {
       auto factor = [&](uint32_t scale) {
         const float whole = __int_as_float(max(static_cast<int32_t>(scale + kOne - most), 0));
         if (whole >= kLeastHalf) return whole;
-        any_in_two |= scale > WideScale::kOfZeros;
+        any_in_two |= scale != 0;
         return whole / -kSecondFactor;
       };
 #pragma unroll

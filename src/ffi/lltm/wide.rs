@@ -61,7 +61,7 @@ impl WideShare {
         let (whole, limit) = match (direction, is_scaled) {
             (Direction::Forward, false) => (215 + padded * 31 / 100, 700),
             (Direction::Backward, false) => (93 + padded * 90 / 100, 1100),
-            (Direction::Forward, true) => (250 + padded * 31 / 100, 1000 + work / 500_000),
+            (Direction::Forward, true) => (250 + padded * 31 / 100, 900 + work / 500_000),
             (Direction::Backward, true) => (15 + padded * 115 / 100, 1600 + work / 625_000),
         };
         // Each vector of a row has to be looked at.
