@@ -13,6 +13,7 @@
 #pragma once
 
 #include "lltm.h"
+#include "scale_rows.h"
 
 struct LltmGridForward {
   int64_t steps;
@@ -33,6 +34,10 @@ struct LltmGridForward {
   void* exchange;           // [T, B, H], of the product's kind: the output, if the kinds are one
   void* c;                  // [T, B, H], or [B, H] with c_stride 0
   void* activations;        // [T, B, 3H], of the state's kind; null if nobody needs them; may be input_gates
+  // Of scale_rows.h, where a state of float is multiplied in halves instead of tf32; null otherwise. Messages
+  // are h · kMessageScale then.
+  const float* scales;     // [3H], of W_h's rows
+  const float* h0_scales;  // [B], of h0's
 };
 
 struct LltmGridBackward {
@@ -52,5 +57,9 @@ struct LltmGridBackward {
   const void* c;            // [T, B, H], of the state's kind; these three at multiples of two values
   void* grad_h;             // [B, H], float: for h[T-1] beside the output's, and then for h0
   void* grad_c;             // [B, H], float: for c[T-1], and then for c0
-  void* grad_gates;         // [T, B, 3H], of the product's kind
+  void* grad_gates;         // [T, B, 3H], of the product's kind; of the state's, where there are scales
+  // As in the forward. The messages are in memory of their own then, with a scale for each row and sender.
+  const float* scales;     // [3H], of W_h's rows
+  void* exchange;          // halves, [T, B', 3H'], where B' is a multiple of 8 and H' of 32
+  float* exchange_scales;  // [T, B', H' / 16], right behind
 };

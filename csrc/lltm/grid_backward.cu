@@ -2,6 +2,7 @@
 // columns from those for all gates of the step behind, which are the messages.
 
 #include "grid_launch.h"
+#include "grid_scaled.h"
 
 namespace tch_extension {
 namespace {
@@ -11,8 +12,24 @@ namespace {
 constexpr int kAheadBack = 2;
 // From as many sub-batches on, messages of the next are asked for while one is multiplied: of fewer, they are
 // not sent before these are read.
-template <typename T>
-[[maybe_unused]] constexpr int kSubsAheadBack = sizeof(T) == 2 ? 2 : 3;
+[[maybe_unused]] constexpr int kSubsAheadBack = 2;
+
+// Whether its messages are gradients times a power of two, beside grad_gates.
+template <typename Product>
+constexpr bool kIsScaled = false;
+template <int... kOf>
+constexpr bool kIsScaled<GridProductScaled<kOf...>> = true;
+
+// The first of a word's two terms: a gate and a column of h, as rows of W_h.
+template <typename Product>
+__device__ __forceinline__ int term_of(int vector, int half, int word, int hidden) {
+  if constexpr (kIsScaled<Product>) {
+    const int column = Product::column_of(vector, half, word);
+    return column < hidden ? Product::gate_of(vector) * hidden + column : kGates * hidden;
+  } else {
+    return Product::first_term() + vector * Product::kStride + (half * 2 + word) * 2;
+  }
+}
 
 // W_hᵀ.
 template <typename Product>
@@ -24,11 +41,7 @@ __device__ __forceinline__ void load_weights(Product& product, const LltmGridBac
   auto word = [&](int term, int column) {
     if (term >= kGates * hidden || column >= hidden) return 0u;
     const T* at = weight + static_cast<int64_t>(term) * params.weight_stride + column;
-    if constexpr (sizeof(T) == 2) {
-      return bits_of(at[0]) | bits_of(at[params.weight_stride]) << 16;
-    } else {
-      return to_tf32(__float_as_uint(at[0]));
-    }
+    return bits_of(at[0]) | bits_of(at[params.weight_stride]) << 16;
   };
 #pragma unroll
   for (int fragment = 0; fragment < Product::kFragments; ++fragment) {
@@ -36,8 +49,7 @@ __device__ __forceinline__ void load_weights(Product& product, const LltmGridBac
     const int vector = fragment / Product::kTiles / 2;
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
-      const int term = product.first_term() + vector * Product::kStride +
-                       (half * 2 + part / 2) * (4 / static_cast<int>(sizeof(T)));
+      const int term = term_of<Product>(vector, half, part / 2, hidden);
       const int column = first_column + tile * kTile + lane / 4 * 2 + part % 2;
       product.put_weight(vector, half, tile, part, word(term, column));
     }
@@ -55,9 +67,11 @@ struct GridLayoutBack {
   static constexpr int kRing = Teams::kEnd;
   static constexpr int kState =
       kRing + kAheadBack * kSaved * kFinishers * static_cast<int>(sizeof(BitsOfTwo<S>));
+  static constexpr int kOfAll = kFinishers * static_cast<int>(sizeof(float2));
+  // Of W_h's rows that are its columns'.
+  static constexpr int kScales = kIsScaled<Product> ? kGates * kOfAll : 0;
   static int bytes(int subs) {
-    return kState +
-           (subs + Teams::kTeams - 1) / Teams::kTeams * kFinishers * static_cast<int>(sizeof(float2));
+    return kState + kScales + (subs + Teams::kTeams - 1) / Teams::kTeams * kOfAll;
   }
 };
 
@@ -76,7 +90,8 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
                                               unsigned char* memory)
       : Member(of_block, memory), params(p) {
     ring = reinterpret_cast<Bits*>(memory + Layout::kRing) + index;
-    state = reinterpret_cast<float2*>(memory + Layout::kState) + index;
+    scales = reinterpret_cast<float2*>(memory + Layout::kState) + index;
+    state = scales + Layout::kScales / static_cast<int>(sizeof(float2));
   }
 
   // Of [T, B, H]; the last step is the first turn's.
@@ -112,6 +127,7 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     fetched = this->first_turn();
     if (fetched.sub >= place.subs) return;
     for (int turn = 0; turn < kAheadBack; ++turn) fetch();
+    if constexpr (kIsScaled<Product>) begin_scales();
     for (int sub = this->team; sub < place.subs; sub += kTeams) {
       const float* from = static_cast<const float*>(params.grad_c) + at_first(sub);
       of_c(sub) = is_valid(sub) ? *reinterpret_cast<const float2*>(from) : float2{};
@@ -145,16 +161,24 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     auto saved = [&](int value) { return values_of<S>(ring[(slot * Layout::kSaved + value) * kFinishers]); };
     const float2 grad_output = saved(0), i = saved(1), o = saved(2), g = saved(3), c = saved(4);
     auto of_one = [&](int at, float grad_h, float& grad_c, float i, float o, float g, float c) {
-      const float tanh_c = GridActivation<T>::of_c(c);
+      const float tanh_c = Activation<T, float>::of_c(c);
       grad_c += grad_h * (o * tanh_grad(tanh_c));
-      grads[0][at] = grad_c * (GridActivation<T>::of_candidate(g) * sigmoid_grad(i));
+      grads[0][at] = grad_c * (Activation<T, float>::of_candidate(g) * sigmoid_grad(i));
       grads[1][at] = grad_h * (tanh_c * sigmoid_grad(o));
-      grads[2][at] = grad_c * (i * GridActivation<T>::candidate_grad(g));
+      grads[2][at] = grad_c * (i * Activation<T, float>::candidate_grad(g));
     };
     of_one(0, grad_h.x + grad_output.x, grad_c.x, i.x, o.x, g.x, c.x);
     of_one(1, grad_h.y + grad_output.y, grad_c.y, i.y, o.y, g.y, c.y);
     of_c(turn.sub) = grad_c;
-    if (!valid) return;
+    if constexpr (kIsScaled<Product>) {
+      send_scaled(turn, grads, valid);
+      if (valid) store(turn, grads);
+    } else if (valid) {
+      send(turn, grads);
+    }
+  }
+
+  __device__ __forceinline__ void send(const Turn& turn, const float (&grads)[kGates][2]) const {
     T* to = static_cast<T*>(params.grad_gates) + at_gates(at_turn(turn));
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
@@ -168,14 +192,70 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     }
   }
 
+  __device__ __forceinline__ void store(const Turn& turn, const float (&grads)[kGates][2]) const {
+    S* to = static_cast<S*>(params.grad_gates) + at_gates(at_turn(turn));
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      store_two(to + gate * place.hidden, grads[gate][0], grads[gate][1]);
+    }
+  }
+
+  __device__ __forceinline__ void begin_scales() {
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      const float* from = params.scales + gate * place.hidden + column;
+      scales[gate * kFinishers] = column < place.hidden ? make_float2(from[0], from[1]) : float2{};
+    }
+  }
+
+  // Also of rows and columns that there are not: zeros.
+  __device__ __forceinline__ void send_scaled(const Turn& turn, const float (&grads)[kGates][2],
+                                              bool valid) const {
+    float values[kGates][2];
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      const float2 of = scales[gate * kFinishers];
+      values[gate][0] = valid ? grads[gate][0] * of.x : 0;
+      values[gate][1] = valid ? grads[gate][1] * of.y : 0;
+    }
+    const MessageScale scale(largest_of_row(values));
+    const typename Product::Layout layout(params);
+    const int64_t sub_batch = layout.sub_batch(turn.step, place.first_row(turn.sub));
+    const ScaledTarget<typename Product::Layout> to(layout, sub_batch, this->row, column);
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      send_two(to.of_gate(gate), values[gate][0] * scale.there, values[gate][1] * scale.there);
+    }
+    if (!this->is_first()) return;
+    send_byte(to.scale, scale.back);
+    // By then it may have left the L2 cache, and readers would wait for the memory.
+    if (turn.step + kNearBack < place.steps) {
+      const int near = kNearBack * layout.subs;
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) {
+        prefetch(to.words + near * layout.bytes() + gate * kBytesOfVector);
+      }
+      prefetch(to.scale + near * layout.bytes_of_scales());
+    }
+  }
+
   const LltmGridBackward& params;
   Bits* ring;
+  float2* scales;
   float2* state;
   Turn fetched;
   int slot = 0;
 };
 
 // Of the step behind, whose gates are the terms.
+template <typename Product, int kColumns>
+__device__ __forceinline__ ScaledSource scaled_source_of(const LltmGridBackward& params,
+                                                         const GridPlace<kColumns>& place, const Turn& turn) {
+  const typename Product::Layout layout(params);
+  return Product::source(layout, layout.sub_batch(turn.step - 1, place.first_row(turn.sub)),
+                         turn.step <= place.steps);
+}
+
 template <typename Product, int kColumns>
 __device__ __forceinline__ Source<typename Product::T> source_of(const LltmGridBackward& params,
                                                                  const GridPlace<kColumns>& place,
@@ -192,9 +272,14 @@ __device__ __forceinline__ void produce(const LltmGridBackward& params, const Gr
                                         int turns, unsigned char* memory) {
   Product product(memory + GridTeams<Product, kColumns>::kWeights);
   load_weights(product, params, place.first_column);
-  auto source = [&](const Turn& turn) { return source_of<Product>(params, place, turn); };
-  multiply_turns(product, place, source, Turn{1, 0}, turns, place.subs >= kSubsAheadBack<typename Product::T>,
-                 memory);
+  auto source = [&](const Turn& turn) {
+    if constexpr (kIsScaled<Product>) {
+      return scaled_source_of<Product>(params, place, turn);
+    } else {
+      return source_of<Product>(params, place, turn);
+    }
+  };
+  multiply_turns(product, place, source, Turn{1, 0}, turns, place.subs >= kSubsAheadBack, memory);
 }
 
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.
@@ -215,27 +300,50 @@ __global__ void __launch_bounds__(kGridThreads, 1)
 #endif
 }
 
+// All that is sent, which begins with the first message.
+template <typename Product>
+size_t bytes_of_messages(const LltmGridBackward& params) {
+  if constexpr (kIsScaled<Product>) {
+    const int64_t subs = (params.batch + kRows - 1) / kRows;
+    const int64_t pairs = (params.hidden + 2 * kTile - 1) / (2 * kTile);
+    // The scales have as much room as floats for each of a row's.
+    constexpr int kBytesOfScales = 2 * kRows * static_cast<int>(sizeof(float));
+    return static_cast<size_t>(params.steps * subs * pairs) * (kBytesOfPair + kBytesOfScales);
+  } else {
+    return static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) *
+           sizeof(typename Product::T);
+  }
+}
+
 struct GridBackward {
   template <typename S, typename Product>
   static GridStatus start(const LltmGridBackward& params, cudaStream_t stream) {
-    using T = typename Product::T;
-    const auto size = static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) * sizeof(T);
+    void* messages = kIsScaled<Product> ? params.exchange : params.grad_gates;
     return start_grid<lltm_grid_backward<S, Product>, kGridThreads>(
-        params, GridLayoutBack<S, Product>::bytes(subs_of(params)), params.grad_gates, size, stream);
+        params, GridLayoutBack<S, Product>::bytes(subs_of(params)), messages,
+        bytes_of_messages<Product>(params), stream);
+  }
+
+  template <typename S, typename T, int... kOf>
+  static GridStatus start_of(const LltmGridBackward& params, cudaStream_t stream) {
+    if constexpr (std::is_same_v<S, float> && std::is_same_v<T, __half>) {
+      if (params.scales != nullptr) return start<S, GridProductScaled<kOf...>>(params, stream);
+    }
+    return start<S, GridProduct<T, kOf...>>(params, stream);
   }
 
   // With as many vectors of a row for each lane, or more.
   template <typename S, typename T>
   static GridStatus start(const LltmGridBackward& params, int64_t vectors, cudaStream_t stream) {
     if (params.columns == 32) {
-      if (vectors <= 6) return start<S, GridProduct<T, 2, 6, 0, 6, 3>>(params, stream);
-      if (vectors <= 9) return start<S, GridProduct<T, 2, 9, 9, 9, 3>>(params, stream);
-      if (vectors <= 12) return start<S, GridProduct<T, 2, 12, 24, 6, 6>>(params, stream);
+      if (vectors <= 6) return start_of<S, T, 2, 6, 0, 6, 3>(params, stream);
+      if (vectors <= 9) return start_of<S, T, 2, 9, 9, 9, 3>(params, stream);
+      if (vectors <= 12) return start_of<S, T, 2, 12, 24, 6, 6>(params, stream);
     } else {
-      if (vectors <= 9) return start<S, GridProduct<T, 1, 9, 0, 9, 3>>(params, stream);
-      if (vectors <= 12) return start<S, GridProduct<T, 1, 12, 0, 12, 6>>(params, stream);
-      if (vectors <= 18) return start<S, GridProduct<T, 1, 18, 4, 9, 9>>(params, stream);
-      if (vectors <= 24) return start<S, GridProduct<T, 1, 24, 20, 12, 6>>(params, stream);
+      if (vectors <= 9) return start_of<S, T, 1, 9, 0, 9, 3>(params, stream);
+      if (vectors <= 12) return start_of<S, T, 1, 12, 0, 12, 6>(params, stream);
+      if (vectors <= 18) return start_of<S, T, 1, 18, 4, 9, 9>(params, stream);
+      if (vectors <= 24) return start_of<S, T, 1, 24, 20, 12, 6>(params, stream);
     }
     return {true, kNoKernel};
   }

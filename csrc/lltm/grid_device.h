@@ -14,8 +14,8 @@ constexpr int kProducers = kWarps * kWarp;
 constexpr int kFinishers = 8 * kWarp;
 constexpr int kGridThreads = kProducers + kFinishers;
 // Of each thread; together no more than the block starts with, 128 for each.
-constexpr int kProducerRegisters = 216;
-constexpr int kFinisherRegisters = 40;
+constexpr int kProducerRegisters = 208;
+constexpr int kFinisherRegisters = 48;
 
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
@@ -62,75 +62,16 @@ __device__ __forceinline__ void prefetch(const void* at) {
 // all ones.
 constexpr uint32_t kUnsent = ~0u;
 
-// A float that is none: some others could be rounded up to what is one.
-constexpr uint32_t kNotANumber = 0x7fc00000;
-
 template <typename T>
 __device__ __forceinline__ void send_two(T* to, float first, float second) {
-  if constexpr (sizeof(T) == 2) {
-    constexpr uint32_t kNotNumbers = 0x7fff7fff;
-    const uint32_t word = bits_of(static_cast<T>(first)) | bits_of(static_cast<T>(second)) << 16;
-    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word == kUnsent ? kNotNumbers : word)
-                 : "memory");
-  } else {
-    auto word = [](float value) { return isnan(value) ? kNotANumber : __float_as_uint(value); };
-    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(word(first)), "r"(word(second))
-                 : "memory");
-  }
+  constexpr uint32_t kNotNumbers = 0x7fff7fff;
+  const uint32_t word = bits_of(static_cast<T>(first)) | bits_of(static_cast<T>(second)) << 16;
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word == kUnsent ? kNotNumbers : word)
+               : "memory");
 }
 
 [[maybe_unused]] __device__ __forceinline__ bool is_unsent(const uint4& words) {
   return max(max(words.x, words.y), max(words.z, words.w)) == kUnsent;
-}
-
-// In tf32, of 16 × 8 and 8 × 8.
-__device__ __forceinline__ void multiply_add_tf32(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                  uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ uint32_t to_tf32(uint32_t value) {
-  uint32_t rounded;
-  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(__uint_as_float(value)));
-  return rounded;
-}
-
-// Weights as the product takes them.
-template <typename T>
-__device__ __forceinline__ uint4 operands(const uint4& values) {
-  if constexpr (sizeof(T) == 2) return values;
-  return make_uint4(to_tf32(values.x), to_tf32(values.y), to_tf32(values.z), to_tf32(values.w));
-}
-
-// And messages: of a float the product drops what is behind tf32's digits, so that adding half of its last
-// one rounds as to_tf32 does; but for some of those that are not numbers, which are not sent.
-template <typename T>
-__device__ __forceinline__ uint4 operands_of_message(const uint4& values) {
-  if constexpr (sizeof(T) == 2) return values;
-  constexpr uint32_t kHalf = 0x1000;
-  return make_uint4(values.x + kHalf, values.y + kHalf, values.z + kHalf, values.w + kHalf);
-}
-
-// As a message would have it.
-template <typename T>
-__device__ __forceinline__ void make_message(uint4& values) {
-  if constexpr (sizeof(T) == 2) return;
-  auto word = [](uint32_t bits) { return isnan(__uint_as_float(bits)) ? kNotANumber : bits; };
-  values = make_uint4(word(values.x), word(values.y), word(values.z), word(values.w));
-}
-
-template <typename T>
-__device__ __forceinline__ void multiply_add_one(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
-                                                 uint32_t b1) {
-  if constexpr (sizeof(T) == 2) {
-    multiply_add<T>(sums, a, b0, b1);
-  } else {
-    multiply_add_tf32(sums, a, b0, b1);
-  }
 }
 
 // Two values as they are in memory.

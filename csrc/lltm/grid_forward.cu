@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_weights(Product& product, const LltmGridFor
       for (int vector = 0; vector < Product::kVectors; ++vector) {
         const int term = product.first_term() + vector * Product::kStride;
         const bool valid = column < hidden && term < hidden;
-        const uint4 of = operands<T>(valid ? load_vector<kWhole>(row + term) : uint4{});
+        const uint4 of = valid ? load_vector<kWhole>(row + term) : uint4{};
         product.put_weight(vector, 0, tile, odd, of.x);
         product.put_weight(vector, 0, tile, 2 + odd, of.y);
         product.put_weight(vector, 1, tile, odd, of.z);
@@ -67,17 +67,25 @@ struct GridLayout {
   static int bytes(int subs) { return kState + (subs + Teams::kTeams - 1) / Teams::kTeams * kOfAll; }
 };
 
+// What each thread that finishes has of its columns.
+struct OfColumns {
+  float2 bias[kGates * kFinishers];
+  float2 scales[kGates * kFinishers];
+};
+
 // What is behind the products: gates and states.
 template <typename S, typename Product, int kColumns>
 struct GridFinisher : GridMember<Product, kColumns> {
   using T = typename Product::T;
+  // Whether it may be multiplied instead of float.
+  static constexpr bool kMayScale = std::is_same_v<S, float> && std::is_same_v<T, __half>;
   using Layout = GridLayout<Product, kColumns>;
   using Member = GridMember<Product, kColumns>;
   using Member::at_first, Member::column, Member::index, Member::is_valid, Member::place;
 
   __device__ __forceinline__ GridFinisher(const LltmGridForward& p, const GridPlace<kColumns>& of_block,
-                                          unsigned char* memory, float2* of_bias)
-      : Member(of_block, memory), params(p), bias(of_bias + index) {
+                                          unsigned char* memory, OfColumns& columns)
+      : Member(of_block, memory), params(p), bias(columns.bias + index), scales(columns.scales + index) {
     ring = reinterpret_cast<float2*>(memory + Layout::kRing) + index;
     state = reinterpret_cast<float2*>(memory + Layout::kState) + index;
   }
@@ -106,14 +114,20 @@ struct GridFinisher : GridMember<Product, kColumns> {
     this->advance(fetched);
   }
 
-  // Of c and the bias, which may begin anywhere.
-  __device__ __forceinline__ void begin() {
-    const bool has_bias = params.bias != nullptr && column < place.hidden;
+  // Of a row that may begin anywhere.
+  __device__ __forceinline__ void begin_columns(float2* to, const float* row, float otherwise) {
+    const bool is_there = row != nullptr && column < place.hidden;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      const float* from = static_cast<const float*>(params.bias) + gate * place.hidden + column;
-      bias[gate * kFinishers] = has_bias ? make_float2(from[0], from[1]) : float2{};
+      const float* from = row + gate * place.hidden + column;
+      to[gate * kFinishers] =
+          is_there ? make_float2(from[0], from[1]) : make_float2(otherwise, otherwise);
     }
+  }
+
+  __device__ __forceinline__ void begin() {
+    begin_columns(bias, static_cast<const float*>(params.bias), 0);
+    if constexpr (kMayScale) begin_columns(scales, params.scales, 1);
     for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
       const S* from = static_cast<const S*>(params.c0) + at_first(sub);
       c_of(sub) =
@@ -135,6 +149,7 @@ struct GridFinisher : GridMember<Product, kColumns> {
         gates[gate] = make_float2(input.x + of_bias.x, input.y + of_bias.y);
       }
       this->take(sums, turn.step * place.subs + turn.sub, turns);
+      if constexpr (kMayScale) scale(sums, turn);
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
         gates[gate].x += sums[gate].x;
@@ -149,19 +164,39 @@ struct GridFinisher : GridMember<Product, kColumns> {
     }
   }
 
+  // Of what a message is, as a number.
+  __device__ __forceinline__ float message_scale() const {
+    return kMayScale && params.scales != nullptr ? kMessageScale : 1;
+  }
+
+  // What was multiplied as halves.
+  __device__ __forceinline__ void scale(float2 (&sums)[kGates], const Turn& turn) const {
+    float of_h = 1 / message_scale();
+    if (turn.step == 0 && params.scales != nullptr && is_valid(turn.sub)) {
+      of_h = params.h0_scales[place.first_row(turn.sub) + this->row];
+    }
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      const float2 of = scales[gate * kFinishers];
+      sums[gate].x *= of_h * of.x;
+      sums[gate].y *= of_h * of.y;
+    }
+  }
+
   __device__ __forceinline__ void finish(const Turn& turn, const float2 (&gates)[kGates]) {
     const bool valid = is_valid(turn.sub);
     const uint32_t at = at_turn(turn);
     float2 i, o, h, c = c_of(turn.sub);
     auto step = [](float of_i, float of_o, float of_g, float& i, float& o, float& c) {
-      i = GridActivation<T>::of_gate(of_i);
-      o = GridActivation<T>::of_gate(of_o);
-      c += GridActivation<T>::of_candidate(of_g) * i;
-      return GridActivation<T>::of_c(c) * o;
+      i = Activation<T, float>::of_gate(of_i);
+      o = Activation<T, float>::of_gate(of_o);
+      c += Activation<T, float>::of_candidate(of_g) * i;
+      return Activation<T, float>::of_c(c) * o;
     };
     h.x = step(gates[0].x, gates[1].x, gates[2].x, i.x, o.x, c.x);
     h.y = step(gates[0].y, gates[1].y, gates[2].y, i.y, o.y, c.y);
-    if (valid) send_two(static_cast<T*>(params.exchange) + at, h.x, h.y);
+    const float of = message_scale();
+    if (valid) send_two(static_cast<T*>(params.exchange) + at, h.x * of, h.y * of);
     c_of(turn.sub) = c;
     if (!valid) return;
     if constexpr (!std::is_same_v<S, T>) store_two(static_cast<S*>(params.output) + at, h.x, h.y);
@@ -181,6 +216,7 @@ struct GridFinisher : GridMember<Product, kColumns> {
 
   const LltmGridForward& params;
   float2* bias;
+  float2* scales;
   float2* ring;
   float2* state;
   Turn fetched;
@@ -219,7 +255,7 @@ __global__ void __launch_bounds__(kGridThreads, 1)
     lltm_grid_forward(const __grid_constant__ LltmGridForward params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) unsigned char grid_shared[];
-  __shared__ float2 bias[kGates * kFinishers];
+  __shared__ OfColumns columns;
   const GridPlace<kColumns> place(params);
   const int turns = place.steps * place.subs;
   if (threadIdx.x < kProducers) {
@@ -227,7 +263,7 @@ __global__ void __launch_bounds__(kGridThreads, 1)
     produce<Product>(params, place, turns, grid_shared);
   } else {
     leave_registers<kFinisherRegisters>();
-    GridFinisher<S, Product, kColumns>(params, place, grid_shared, bias).run(turns);
+    GridFinisher<S, Product, kColumns>(params, place, grid_shared, columns).run(turns);
   }
 #endif
 }

@@ -25,10 +25,12 @@ struct GridLaunch {
   cudaLaunchAttribute attribute = {};
 };
 
-// Groups of blocks for the columns of h, times groups of rows.
+// Groups of blocks for the columns of h, times groups of rows. Scaled messages come from pairs of tiles.
 template <typename Params>
 int64_t blocks_of(const Params& params) {
-  return (params.hidden + params.columns - 1) / params.columns * params.row_groups;
+  const int64_t at_least = params.scales == nullptr ? 1 : 2 * kTile;
+  const int64_t hidden = (params.hidden + at_least - 1) / at_least * at_least;
+  return (hidden + params.columns - 1) / params.columns * params.row_groups;
 }
 
 // Sub-batches that a block works through, at most.
@@ -94,7 +96,7 @@ template <typename Start, typename Params>
 struct GridCall {
   template <typename S, typename T>
   const char* run() const {
-    if constexpr (sizeof(T) > 4) {
+    if constexpr (sizeof(T) != 2) {
       return kNoKernel;
     } else {
       constexpr int64_t kOfVectors = kWarps * kSpan<T>;

@@ -31,7 +31,7 @@ struct GridPlace {
         batch(static_cast<int>(params.batch)),
         hidden(static_cast<int>(params.hidden)),
         row_step(params.row_groups * kRows) {
-    const int blocks = (hidden + kColumns - 1) / kColumns;
+    const int blocks = gridDim.x / params.row_groups;
     const int group = blockIdx.x / blocks;
     rows_before = group * kRows;
     first_column = blockIdx.x % blocks * kColumns;
@@ -127,24 +127,24 @@ struct GridProduct {
     }
   }
 
-  // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if `ahead`.
-  // What is no message but a plain tensor may have any bits.
-  __device__ __forceinline__ void multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
-                                           bool ahead) {
+  __device__ __forceinline__ void begin_sums() {
 #pragma unroll
     for (auto& chain : sums) {
       for (auto& tile : chain) {
         for (float& sum : tile) sum = 0;
       }
     }
+  }
+
+  // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if `ahead`.
+  // What is no message but a plain tensor may have any bits.
+  // Whether those of `next` are on their way.
+  __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
+                                           bool ahead) {
+    begin_sums();
 #pragma unroll
     for (int first = 0; first < kVectors; first += kGroup) {
-      if (are_messages) {
-        wait(here, first);
-      } else {
-#pragma unroll
-        for (int vector = first; vector < first + kGroup; ++vector) make_message<T>(messages[vector % kRing]);
-      }
+      if (are_messages) wait(here, first);
 #pragma unroll
       for (int vector = first; vector < first + kGroup; ++vector) multiply_vector(vector);
 #pragma unroll
@@ -156,25 +156,29 @@ struct GridProduct {
         }
       }
     }
+    return ahead;
   }
 
   __device__ __forceinline__ void multiply_vector(int vector) {
-    const uint4 words = operands_of_message<T>(messages[vector % kRing]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        const int fragment = (vector * 2 + half) * kTiles + tile;
-        auto& sum = sums[(vector * 2 + half) % kChains][tile];
-        const uint32_t b0 = half == 0 ? words.x : words.z, b1 = half == 0 ? words.y : words.w;
-        if (fragment < kInRegisters) {
-          multiply_add_one<T>(sum, weights[fragment], b0, b1);
-        } else {
-          const uint4 a = shared[(fragment - kInRegisters) * kWarp];
-          const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
-          multiply_add_one<T>(sum, parts, b0, b1);
-        }
+        multiply_one(sums[(vector * 2 + half) % kChains][tile], vector, half, tile);
       }
+    }
+  }
+
+  __device__ __forceinline__ void multiply_one(float (&sum)[4], int vector, int half, int tile) {
+    const uint4& words = messages[vector % kRing];
+    const int fragment = (vector * 2 + half) * kTiles + tile;
+    const uint32_t b0 = half == 0 ? words.x : words.z, b1 = half == 0 ? words.y : words.w;
+    if (fragment < kInRegisters) {
+      multiply_add<T>(sum, weights[fragment], b0, b1);
+    } else {
+      const uint4 a = shared[(fragment - kInRegisters) * kWarp];
+      const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
+      multiply_add<T>(sum, parts, b0, b1);
     }
   }
 
@@ -232,13 +236,13 @@ __device__ __forceinline__ void multiply_turns(Product& product, const GridPlace
     const Turn now = turn;
     turn.advance(place.subs);
     const auto next = source_of(turn);
-    product.multiply(here, next, now.step > 0, ahead);
+    const bool has_begun = product.multiply(here, next, now.step > 0, ahead);
     const int buffer = done % 2;
     if (done > 1) barrier_of(Teams::free(buffer), Teams::kMeeting);
     product.write(memory + buffer * Product::kBytesOfTurn);
     arrive_at(Teams::full(buffer, now.sub % Teams::kTeams), Teams::kMeeting);
     here = next;
-    if (!ahead) product.begin(here);
+    if (!has_begun) product.begin(here);
   }
 }
 
@@ -308,10 +312,6 @@ struct GridMember {
   int row, column;
   const unsigned char* found;
 };
-
-// The functions for float are quick: it is multiplied as tf32.
-template <typename T>
-using GridActivation = Activation<std::conditional_t<std::is_same_v<T, float>, Tf32, T>, float>;
 
 }  // namespace
 }  // namespace tch_extension

@@ -9,6 +9,7 @@
 #include "persistent.h"
 #include "tch_extension/launch.h"
 
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_scale_rows_cuda(const LltmScaleRows*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_forward_cuda(
     const LltmPersistentForward*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cuda(
@@ -42,24 +43,70 @@ at::Tensor aligned(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 ? tensor : tensor.clone();
 }
 
+int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
+
+// A matrix as scale_rows.h has it.
+struct ScaledRows {
+  ScaledRows() = default;
+  ScaledRows(const at::Tensor& from, int64_t stride)
+      : values(at::empty({from.size(0), stride}, from.options().dtype(at::kHalf))),
+        scales(at::empty({from.size(0)}, from.options())),
+        rows{from.size(0),
+             from.stride(0),
+             stride,
+             from.const_data_ptr<float>(),
+             values.data_ptr(),
+             scales.mutable_data_ptr<float>()} {}
+
+  at::Tensor values, scales;
+  LltmRows rows = {};
+};
+
+// What a kernel multiplies: W_h and h0. Where libtorch allows tf32, halves with scales.
+struct Operands {
+  // Without an h0, W_h only.
+  Operands(const at::Tensor& whole_weight, const at::Tensor* first_h, int64_t hidden, bool are_scaled,
+           void* stream)
+      : weight(whole_weight), h0(first_h == nullptr ? at::Tensor() : *first_h) {
+    if (!are_scaled) return;
+    // Rows that may be read 16 bytes at a time.
+    constexpr int64_t kOf16Bytes = 8;
+    scaled_weight = ScaledRows(weight, rounded_up(hidden, kOf16Bytes));
+    if (first_h != nullptr) scaled_h0 = ScaledRows(h0, hidden);
+    const LltmScaleRows params{hidden, {scaled_weight.rows, scaled_h0.rows}};
+    check(tch_extension_lltm_scale_rows_cuda(&params, static_cast<cudaStream_t>(stream)));
+    weight = scaled_weight.values;
+    h0 = scaled_h0.values;
+  }
+
+  const float* scales() const { return scaled_weight.rows.scales; }
+  const float* h0_scales() const { return scaled_h0.rows.scales; }
+
+  at::Tensor weight, h0;
+  ScaledRows scaled_weight, scaled_h0;
+};
+
 }  // namespace
 
 void lltm_persistent(const LltmForward& call) {
+  const int64_t hidden = call.output->size(2);
+  const Operands operands(*call.weight, call.h0, hidden, call.path == kLltmPersistentTf32, call.stream);
   LltmPersistentForward params{};
   params.steps = call.output->size(0);
   params.batch = call.output->size(1);
-  params.hidden = call.output->size(2);
-  params.weight_stride = call.weight->stride(0);
+  params.hidden = hidden;
+  params.weight_stride = operands.weight.stride(0);
   params.c_stride = call.c->size(0) == params.steps ? params.batch * params.hidden : 0;
   params.kind = kind_of(*call.output);
-  params.product_kind = kind_of(*call.h0);
+  params.product_kind = kind_of(operands.h0);
   params.cluster = call.column_groups;
   params.groups = call.row_groups;
-  params.tf32 = call.path == kLltmPersistentTf32;
-  params.weight = address(call.weight);
+  params.weight = operands.weight.const_data_ptr();
+  params.scales = operands.scales();
   params.input_gates = address(call.gates);
   params.bias = address(call.bias);
-  params.h0 = address(call.h0);
+  params.h0 = operands.h0.const_data_ptr();
+  params.h0_scales = operands.h0_scales();
   params.c0 = address(call.c0);
   params.output = address(call.output);
   params.c = address(call.c);
@@ -68,17 +115,19 @@ void lltm_persistent(const LltmForward& call) {
 }
 
 void lltm_persistent(const LltmBackward& call) {
+  const int64_t hidden = call.c->size(2);
+  const Operands operands(*call.weight, nullptr, hidden, call.path == kLltmPersistentTf32, call.stream);
   LltmPersistentBackward params{};
   params.steps = call.c->size(0);
   params.batch = call.c->size(1);
-  params.hidden = call.c->size(2);
-  params.weight_stride = call.weight->stride(0);
+  params.hidden = hidden;
+  params.weight_stride = operands.weight.stride(0);
   params.kind = kind_of(*call.c);
-  params.product_kind = kind_of(*call.weight);
+  params.product_kind = kind_of(operands.weight);
   params.cluster = call.column_groups;
-  params.tf32 = call.path == kLltmPersistentTf32;
   params.needs_grad_h0 = call.needs_grad_h0;
-  params.weight = address(call.weight);
+  params.weight = operands.weight.const_data_ptr();
+  params.scales = operands.scales();
   params.grad_output = address(call.grad_output);
   params.activations = address(call.activations);
   params.c = address(call.c);
@@ -88,21 +137,49 @@ void lltm_persistent(const LltmBackward& call) {
   check(tch_extension_lltm_persistent_backward_cuda(&params, static_cast<cudaStream_t>(call.stream)));
 }
 
+namespace {
+
+// Where the backward's messages are with scales; none without.
+struct ScaledMessages {
+  ScaledMessages(const LltmGridBackward& params, const at::TensorOptions& like) {
+    if (params.scales == nullptr) return;
+    constexpr int64_t kRows = 8, kColumns = 32, kOfScale = 16;
+    const int64_t columns = rounded_up(params.hidden, kColumns);
+    const int64_t rows = params.steps * rounded_up(params.batch, kRows);
+    const int64_t halves = rows * 3 * columns;
+    memory = at::empty({halves / 2 + rows * (columns / kOfScale)}, like.dtype(at::kFloat));
+    values = memory.data_ptr();
+    scales = memory.mutable_data_ptr<float>() + halves / 2;
+  }
+
+  at::Tensor memory;
+  void* values = nullptr;
+  float* scales = nullptr;
+};
+
+// They multiply no float but as tf32.
+bool are_scaled(const at::Tensor& weight) { return weight.scalar_type() == at::kFloat; }
+
+}  // namespace
+
 bool lltm_grid(const LltmForward& call) {
-  const at::Tensor h0 = aligned(*call.h0);
+  const Operands operands(*call.weight, call.h0, call.output->size(2), are_scaled(*call.weight), call.stream);
+  const at::Tensor h0 = aligned(operands.h0);
   const bool casts = h0.scalar_type() != call.output->scalar_type();
   const at::Tensor exchange = casts ? at::empty(call.output->sizes(), h0.options()) : *call.output;
   LltmGridForward params{};
   params.steps = call.output->size(0);
   params.batch = call.output->size(1);
   params.hidden = call.output->size(2);
-  params.weight_stride = call.weight->stride(0);
+  params.weight_stride = operands.weight.stride(0);
   params.c_stride = call.c->size(0) == params.steps ? params.batch * params.hidden : 0;
   params.kind = kind_of(*call.output);
   params.product_kind = kind_of(h0);
   params.columns = call.column_groups;
   params.row_groups = call.row_groups;
-  params.weight = address(call.weight);
+  params.weight = operands.weight.const_data_ptr();
+  params.scales = operands.scales();
+  params.h0_scales = operands.h0_scales();
   params.input_gates = address(call.gates);
   params.bias = address(call.bias);
   params.h0 = h0.const_data_ptr();
@@ -121,17 +198,22 @@ bool lltm_grid(const LltmForward& call) {
 bool lltm_grid(const LltmBackward& call) {
   const at::Tensor grad_output = call.grad_output == nullptr ? at::Tensor() : aligned(*call.grad_output);
   const at::Tensor activations = aligned(*call.activations), c = aligned(*call.c);
+  const Operands operands(*call.weight, nullptr, c.size(2), are_scaled(*call.weight), call.stream);
   LltmGridBackward params{};
   params.steps = c.size(0);
   params.batch = c.size(1);
   params.hidden = c.size(2);
-  params.weight_stride = call.weight->stride(0);
+  params.weight_stride = operands.weight.stride(0);
   params.kind = kind_of(c);
-  params.product_kind = kind_of(*call.weight);
+  params.product_kind = kind_of(operands.weight);
   params.columns = call.column_groups;
   params.row_groups = call.row_groups;
   params.needs_grad_h0 = call.needs_grad_h0;
-  params.weight = address(call.weight);
+  params.weight = operands.weight.const_data_ptr();
+  params.scales = operands.scales();
+  const ScaledMessages messages(params, c.options());
+  params.exchange = messages.values;
+  params.exchange_scales = messages.scales;
   params.grad_output = grad_output.defined() ? grad_output.const_data_ptr() : nullptr;
   params.activations = activations.const_data_ptr();
   params.c = c.const_data_ptr();

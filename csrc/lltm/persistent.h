@@ -9,6 +9,7 @@
 #pragma once
 
 #include "lltm.h"
+#include "scale_rows.h"
 
 struct LltmPersistentForward {
   int64_t steps;
@@ -18,10 +19,8 @@ struct LltmPersistentForward {
   int64_t c_stride;       // from a step's c to the next: B·H, or 0 if only the last one is needed
   int32_t kind;           // of the state
   int32_t product_kind;
-  int32_t cluster;  // blocks that share rows
-  int32_t groups;   // of rows, that a cluster computes in turn: 1 or 2
-  int32_t tf32;     // whether float is multiplied as tf32
-  int32_t reserved;
+  int32_t cluster;          // blocks that share rows
+  int32_t groups;           // of rows, that a cluster computes in turn: 1 or 2
   const void* weight;       // W_h, [3H, H], of the product's kind
   const void* input_gates;  // [T, B, 3H], of the gates' kind
   const void* bias;         // [3H], of the gates' kind, null for zeros
@@ -30,6 +29,10 @@ struct LltmPersistentForward {
   void* output;             // [T, B, H], of the state's kind
   void* c;                  // [T, B, H], or [B, H] with c_stride 0
   void* activations;        // [T, B, 3H], of the state's kind; null if nobody needs them; may be input_gates
+  // Of scale_rows.h, where a state of float is multiplied in halves instead of tf32; null otherwise. h is
+  // sent as h · kMessageScale then.
+  const float* scales;     // [3H], of W_h's rows
+  const float* h0_scales;  // [B], of h0's
 };
 
 struct LltmPersistentBackward {
@@ -40,14 +43,13 @@ struct LltmPersistentBackward {
   int32_t kind;
   int32_t product_kind;
   int32_t cluster;
-  int32_t tf32;
   int32_t needs_grad_h0;
-  int32_t reserved;
   const void* weight;       // W_h, [3H, H], of the product's kind
   const void* grad_output;  // [T, B, H], of the state's kind, null for zeros
   const void* activations;  // [T, B, 3H], of the state's kind
   const void* c;            // [T, B, H], of the state's kind
   void* grad_h;             // [B, H], of the gates' kind: for h[T-1] beside the output's, and then for h0
   void* grad_c;             // [B, H], of the gates' kind: for c[T-1], and then for c0
-  void* grad_gates;         // [T, B, 3H], of the product's kind
+  void* grad_gates;         // [T, B, 3H], of the product's kind; of the state's, where there are scales
+  const float* scales;      // [3H], of W_h's rows, as in the forward
 };

@@ -79,7 +79,7 @@ fn cuda_half_kinds_of_the_product_alone_by_the_grid() {
 fn cuda_float_in_tf32_by_the_grid() {
     let Some(device) = device("cuda_float_in_tf32_by_the_grid") else { return };
     let mut differs = false;
-    for sizes in LARGE.into_iter().filter(|sizes| sizes[3] <= 1024) {
+    for sizes in LARGE {
         let inputs = one(sizes, Kind::Float, device).inputs;
         let in_precision = |allow, sequence| {
             let _switch = Tf32::set(allow);
@@ -95,6 +95,17 @@ fn cuda_float_in_tf32_by_the_grid() {
         }
     }
     assert!(differs, "tf32 is never taken");
+}
+
+/// There as halves with scales. One tile without its neighbour, all pairs of tiles and a part of them, several turns.
+#[test]
+fn cuda_float_of_any_range_by_the_grid() {
+    let Some(device) = device("cuda_float_of_any_range_by_the_grid") else { return };
+    for sizes in [[3, 9, 3, 8], [9, 20, 6, 520], [5, 90, 8, 776], [6, 17, 3, 1000], [4, 70, 8, 1024], [3, 11, 8, 2048]] {
+        scaled::assert_numbers_of_any_range(&grid, sizes, device);
+        scaled::assert_gradients_of_any_range(&grid, sizes, device);
+        scaled::assert_no_number_stays_in_its_row(&grid, sizes, device);
+    }
 }
 
 /// All steps are one kernel beside the products, and a replay of it computes: also where users ask for nothing.

@@ -11,6 +11,7 @@ mod layer;
 mod numerics;
 mod persistent;
 mod random;
+mod scaled;
 mod second_derivatives;
 #[path = "../support/mod.rs"]
 mod support;
