@@ -51,7 +51,9 @@ __device__ __forceinline__ bool is_unsent_of(const uint4& words) {
 template <typename Type, int kTileCount, int kVectorCount, int kHeld, int kInFlight, int kAtOnce>
 struct GridPlainProduct {
   using T = Type;
+  using Sum = T;
   enum : int {
+    kIsPlain = true,
     kTiles = kTileCount,
     kVectors = kVectorCount,
     kRing = kInFlight,
@@ -63,9 +65,12 @@ struct GridPlainProduct {
     kShared = kFragments - kInRegisters,
     kBytesOfFragment = 2 * kWarp * 16,
     kBytesOfWeights = kWarps * kShared * kBytesOfFragment,
-    // Of partial sums, [warp, tile, quad] of four.
-    kBytesOfTile = kWarp * 4 * static_cast<int>(sizeof(T)),
-    kBytesOfWarp = kTiles * kBytesOfTile,
+    // Of partial sums, [warp, half of the rows, pair of columns, half of those] of four, and some between the
+    // halves, so that lanes meet no other in a bank.
+    kBytesOfFour = 4 * static_cast<int>(sizeof(T)),
+    kBytesOfPair = 2 * kBytesOfFour,
+    kBytesOfRows = kTiles * (kTile / 2) * kBytesOfPair + 64,
+    kBytesOfWarp = 2 * kBytesOfRows,
     kBytesOfTurn = kWarps * kBytesOfWarp,
   };
   static_assert(kVectors % kRing == 0 && kRing % kGroup == 0, "messages have their places");
@@ -77,6 +82,25 @@ struct GridPlainProduct {
   // The first term of the lane's vectors.
   static __device__ __forceinline__ int first_term() {
     return threadIdx.x / kWarp * kSpan<T> + threadIdx.x % 4 * kLanes;
+  }
+
+  // weight_of(pair, odd, term), of pairs of columns or of gates' rows.
+  template <typename WeightOf>
+  __device__ __forceinline__ void load_weights(const WeightOf& weight_of) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int pair = tile * (kTile / 2) + threadIdx.x % kWarp / 4;
+#pragma unroll
+      for (int vector = 0; vector < kVectors; ++vector) {
+#pragma unroll
+        for (int at = 0; at < kLanes; ++at) {
+          const int term = first_term() + vector * kStride + at;
+          put_weight(vector, tile, at, 0, weight_of(pair, 0, term));
+          put_weight(vector, tile, at, 1, weight_of(pair, 1, term));
+        }
+        few_at_a_time();
+      }
+    }
   }
 
   // Of a term of a vector: of a tile's even or odd column, which are rows of its upper and lower half.
@@ -123,7 +147,7 @@ struct GridPlainProduct {
 
   // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if `ahead`.
   // What is no message but a plain tensor may have any bits.
-  __device__ __forceinline__ void multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
+  __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
                                            bool ahead) {
 #pragma unroll
     for (auto& tile : sums) {
@@ -143,6 +167,7 @@ struct GridPlainProduct {
         }
       }
     }
+    return ahead;
   }
 
   __device__ __forceinline__ void multiply_vector(int vector) {
@@ -177,16 +202,19 @@ struct GridPlainProduct {
 
   // As in GridProduct.
   __device__ __forceinline__ void write(unsigned char* partials) const {
-    const int lane = threadIdx.x % kWarp, high = lane % 4 / 2;
-    unsigned char* to =
-        partials + threadIdx.x / kWarp * kBytesOfWarp +
-        (high * 16 + ((lane / 4 * 2 + lane % 2) ^ (high * 4))) * (4 * static_cast<int>(sizeof(T)));
+    const int lane = threadIdx.x % kWarp;
+    unsigned char* to = partials + threadIdx.x / kWarp * kBytesOfWarp + place_of(lane / 4, lane % 4 * 2);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const auto& sum = sums[tile];
-      *reinterpret_cast<Vector<T, 4>*>(to + tile * kBytesOfTile) = {
+      *reinterpret_cast<Vector<T, 4>*>(to + tile * (kTile / 2 * kBytesOfPair)) = {
           static_cast<T>(sum[0]), static_cast<T>(sum[2]), static_cast<T>(sum[1]), static_cast<T>(sum[3])};
     }
+  }
+
+  static __device__ __forceinline__ int place_of(int pair, int row) {
+    return row / 4 * kBytesOfRows + pair * kBytesOfPair + row / 2 % 2 * kBytesOfFour +
+           row % 2 * (kBytesOfFour / 2);
   }
 
   T weights[kInRegisters > 0 ? kInRegisters : 1][2 * kLanes];
@@ -194,25 +222,6 @@ struct GridPlainProduct {
   uint4 messages[kRing];
   double sums[kTiles][4];
 };
-
-// at(tile, column, term) of what the block multiplies.
-template <typename Product, typename At>
-__device__ __forceinline__ void load_plain_weights(Product& product, const At& at) {
-  const int column = threadIdx.x % kWarp / 4 * 2;
-#pragma unroll
-  for (int tile = 0; tile < Product::kTiles; ++tile) {
-#pragma unroll
-    for (int vector = 0; vector < Product::kVectors; ++vector) {
-#pragma unroll
-      for (int term = 0; term < Product::kLanes; ++term) {
-        const int of_row = product.first_term() + vector * Product::kStride + term;
-        product.put_weight(vector, tile, term, 0, at(tile, column, of_row));
-        product.put_weight(vector, tile, term, 1, at(tile, column + 1, of_row));
-      }
-      few_at_a_time();
-    }
-  }
-}
 
 }  // namespace
 }  // namespace tch_extension
