@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "../lltm_cell/lltm_cell.h"
+#include "columns.h"
 #include "persistent_call.h"
 #include "product.h"
 #include "tch_extension/c_abi.h"
@@ -395,4 +396,11 @@ extern "C" const size_t tch_extension_lltm_layout[28] = {
     offsetof(LltmBackward, grad_h),
     offsetof(LltmBackward, grad_c),
     offsetof(LltmBackward, grad_gates),
+};
+
+extern "C" const size_t tch_extension_lltm_columns_layout[10] = {
+    sizeof(LltmColumns),           offsetof(LltmColumns, batch),    offsetof(LltmColumns, rows),
+    offsetof(LltmColumns, hidden), offsetof(LltmColumns, features), offsetof(LltmColumns, to_stride),
+    offsetof(LltmColumns, h0),     offsetof(LltmColumns, output),   offsetof(LltmColumns, input),
+    offsetof(LltmColumns, to),
 };

@@ -1,10 +1,12 @@
 //! `csrc/lltm/sequence.h`.
 
+mod columns;
 mod grid;
 mod persistent;
 mod plan;
 mod wide;
 
+pub(crate) use columns::columns;
 pub use plan::Path;
 pub(crate) use plan::{Chip, Direction, Plan, Sizes};
 

@@ -1,6 +1,7 @@
 //! What only a GPU shows.
 
 use super::*;
+use crate::persistent::Tf32;
 use std::io::Write;
 use tch_extension::cuda::Graph;
 use tch_extension::testing::cuda_or_skip;
@@ -37,18 +38,21 @@ fn assert_agrees_with_the_exact(
     kind: Kind,
     device: Device,
 ) {
-    let inputs = one(sizes, kind, device).inputs;
+    let bound = if support::is_half(kind) { 3e-2 } else { 1e-5 };
+    assert_agrees_within(bound, sequence, &one(sizes, kind, device).inputs);
+}
+
+fn assert_agrees_within(bound: f64, sequence: support::Operator<'_>, inputs: &[Tensor]) {
     let exact: Vec<Tensor> = inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
     let results = |sequence: support::Operator<'_>, inputs: &[Tensor]| -> Vec<Tensor> {
         let leaves = leaves(inputs);
         let outputs = sequence(&leaves).expect("outputs");
-        let loss = (outputs[0].sum(Kind::Double) + outputs[2].sum(Kind::Double)) / sizes[0] as f64;
+        let loss = (outputs[0].sum(Kind::Double) + outputs[2].sum(Kind::Double)) / inputs[0].size()[0] as f64;
         let inputs: Vec<&Tensor> = leaves.iter().collect();
         let gradients = grad(&[&loss], &inputs, &GradOptions::default()).expect("gradients");
         outputs.iter().map(Tensor::detach).chain(gradients.into_vec().into_iter().flatten()).collect()
     };
-    let bound = if support::is_half(kind) { 3e-2 } else { 1e-5 };
-    for (found, expected) in results(sequence, &inputs).iter().zip(&results(&reference, &exact)) {
+    for (found, expected) in results(sequence, inputs).iter().zip(&results(&reference, &exact)) {
         let scale = expected.abs().max().double_value(&[]).max(1.0);
         assert_close(&found.to_kind(Kind::Double), expected, bound, bound * scale);
     }
@@ -86,6 +90,35 @@ fn cuda_half_kinds_by_products_agree_with_the_reference() {
             assert_agrees_with_the_exact(&per_step, sizes, kind, device);
             assert_agrees_with_the_exact(&persistent, sizes, kind, device);
         }
+    }
+}
+
+/// So many that h and x are not put side by side for the weight's gradient, of which h0 has a half.
+#[test]
+fn cuda_half_kinds_of_many_rows_agree_with_the_reference() {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_of_many_rows_agree_with_the_reference") else { return };
+    for kind in [Kind::Half, Kind::BFloat16] {
+        assert_agrees_with_the_exact(&fused, [2, 8192, 768, 768], kind, device);
+    }
+}
+
+/// Whose weight's gradient is of h and x column by column: tiles and parts of them, of each of the three sources; columns
+/// that are no multiple of 16 bytes; none of x.
+#[test]
+fn cuda_float_in_tf32_agrees_with_the_reference() {
+    let Some(device) = cuda_or_skip("cuda_float_in_tf32_agrees_with_the_reference") else { return };
+    let _switch = Tf32::set(true);
+    for sizes in
+        [[3, 5, 4, 40], [1, 3, 2, 5], [4, 33, 70, 65], [3, 7, 0, 9], [5, 64, 32, 32], [2, 130, 100, 31]]
+    {
+        let inputs = one(sizes, Kind::Float, device).inputs;
+        for sequence in [fused, per_step] {
+            assert_agrees_within(4e-3, &sequence, &inputs);
+        }
+        // A first h that lies otherwise.
+        let mut turned: Vec<Tensor> = inputs.iter().map(Tensor::shallow_clone).collect();
+        turned[3] = turned[3].transpose(0, 1).contiguous().transpose(0, 1);
+        assert_agrees_within(4e-3, &fused, &turned);
     }
 }
 
