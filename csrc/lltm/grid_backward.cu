@@ -6,20 +6,15 @@ namespace tch_extension {
 namespace {
 
 struct GridBackward {
-  template <typename S, typename Product>
-  static GridStatus start(const LltmGridBackward& params, cudaStream_t stream) {
-    void* messages = kIsScaled<Product> ? params.exchange : params.grad_gates;
-    return start_grid<lltm_grid_backward<S, Product>, kGridThreads>(
-        params, GridLayoutBack<S, Product>::bytes(subs_of(params)), messages,
-        bytes_of_messages<Product>(params), stream);
-  }
+  template <typename T>
+  static constexpr bool kHas = sizeof(T) == 2;
 
   template <typename S, typename T, int... kOf>
   static GridStatus start_of(const LltmGridBackward& params, cudaStream_t stream) {
     if constexpr (std::is_same_v<S, float> && std::is_same_v<T, __half>) {
-      if (params.scales != nullptr) return start<S, GridProductScaled<kOf...>>(params, stream);
+      if (params.scales != nullptr) return start_backward<S, GridProductScaled<kOf...>>(params, stream);
     }
-    return start<S, GridProduct<T, kOf...>>(params, stream);
+    return start_backward<S, GridProduct<T, kOf...>>(params, stream);
   }
 
   // With as many vectors of a row for each lane, or more.

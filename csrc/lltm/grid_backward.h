@@ -334,5 +334,13 @@ size_t bytes_of_messages(const LltmGridBackward& params) {
   }
 }
 
+template <typename S, typename Product>
+GridStatus start_backward(const LltmGridBackward& params, cudaStream_t stream) {
+  void* messages = kIsScaled<Product> ? params.exchange : params.grad_gates;
+  return start_grid<lltm_grid_backward<S, Product>, kGridThreads>(
+      params, GridLayoutBack<S, Product>::bytes(subs_of(params)), messages,
+      bytes_of_messages<Product>(params), stream);
+}
+
 }  // namespace
 }  // namespace tch_extension

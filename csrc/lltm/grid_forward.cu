@@ -6,17 +6,12 @@ namespace tch_extension {
 namespace {
 
 struct GridForward {
-  template <typename S, int kColumns, typename Product>
-  static GridStatus start(const LltmGridForward& params, cudaStream_t stream) {
-    using T = typename Product::T;
-    const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
-    return start_grid<lltm_grid_forward<S, Product, kColumns>, kGridThreads>(
-        params, GridLayout<Product, kColumns>::bytes(subs_of(params)), params.exchange, size, stream);
-  }
+  template <typename T>
+  static constexpr bool kHas = sizeof(T) == 2;
 
   template <typename S, int kColumns, typename T, int kVectors, int kShared, int kGroup>
   static GridStatus start_of(const LltmGridForward& params, cudaStream_t stream) {
-    return start<S, kColumns, GridProductForward<T, kColumns, kVectors, kShared, kGroup>>(params, stream);
+    return start_forward<S, kColumns, GridProductForward<T, kColumns, kVectors, kShared, kGroup>>(params, stream);
   }
 
   // With as many vectors of a row for each lane, or more.

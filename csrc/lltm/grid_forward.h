@@ -291,5 +291,13 @@ __global__ void __launch_bounds__(kGridThreads, 1)
 #endif
 }
 
+template <typename S, int kColumns, typename Product>
+GridStatus start_forward(const LltmGridForward& params, cudaStream_t stream) {
+  using T = typename Product::T;
+  const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
+  return start_grid<lltm_grid_forward<S, Product, kColumns>, kGridThreads>(
+      params, GridLayout<Product, kColumns>::bytes(subs_of(params)), params.exchange, size, stream);
+}
+
 }  // namespace
 }  // namespace tch_extension

@@ -96,7 +96,7 @@ template <typename Start, typename Params>
 struct GridCall {
   template <typename S, typename T>
   const char* run() const {
-    if constexpr (sizeof(T) != 2) {
+    if constexpr (!Start::template kHas<T>) {
       return kNoKernel;
     } else {
       constexpr int64_t kOfVectors = kWarps * kSpan<T>;

@@ -14,7 +14,8 @@ enum LltmPath : int32_t {
   kLltmPersistent = 3,
   kLltmGrid = 4,
   kLltmPersistentTf32 = 5,
-  kLltmWideGrid = 6,  // for many rows
+  kLltmWideGrid = 6,   // for many rows
+  kLltmPlainGrid = 7,  // for float and double as they are
 };
 
 struct LltmForward {
