@@ -128,9 +128,23 @@ template <typename Forward>
 void set_exchange(Forward&, void*) {}
 inline void set_exchange(LltmGridForward& forward, void* exchange) { forward.exchange = exchange; }
 
-// A state of kind S and products of kind T, forward and backward, again and again: `launch` starts either of
-// the two, which have whatever says how blocks share them.
-template <typename S, typename T, typename Forward, typename Backward, typename Launch>
+// And the gradients for gates.
+template <typename Backward>
+void set_messages(Backward&, float*, int64_t) {}
+inline void set_messages(LltmGridBackward& backward, float* messages, int64_t halves) {
+  backward.exchange = messages;
+  backward.exchange_scales = messages + halves / 2;
+}
+
+// In halves with scales, [T, B', 3H'].
+inline int64_t scaled_messages(int64_t rows, int64_t hidden) {
+  return kSteps * ((rows + 7) / 8 * 8) * ((hidden + 127) / 128 * 128) * 3;
+}
+
+// A state of kind S and products of kind T, or of halves with scales, forward and backward, again and again:
+// `launch` starts either of the two, which have whatever says how blocks share them.
+template <typename S, typename T, bool kIsScaled = false, typename Forward, typename Backward,
+          typename Launch>
 void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backward backward, const char* how,
                           Launch launch) {
   using G = std::conditional_t<std::is_same_v<S, double>, double, float>;
@@ -139,9 +153,16 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
   const Array<S> c0(state, 3, 1.0f), grad_output(all, 4, 1.0f);
   const Array<G> input_gates(3 * all, 5, 1.5f), bias(3 * hidden, 6, 0.1f), given_h(state, 7, 1.0f),
       given_c(state, 8, 1.0f);
+  // Any will do, also those that are no powers of two.
+  const Array<float> scales(3 * hidden, 9, 1.0f), h0_scales(rows, 10, 1.0f);
+  const int64_t halves = kIsScaled ? scaled_messages(rows, hidden) : 4;
+  // There are no more scales than that.
+  const Array<float> messages(halves, 0, 0);
+  using Gates = std::conditional_t<kIsScaled, S, T>;
   struct Results {
     Array<S> output, c, activations;
-    Array<T> exchange, grad_gates;
+    Array<T> exchange;
+    Array<Gates> grad_gates;
     Array<G> grad_h, grad_c;
     Results(int64_t state, int64_t all)
         : output(all, 0, 0),
@@ -162,12 +183,14 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
     params.weight = weight.data;
     params.c = found.c.data;
     params.activations = found.activations.data;
+    if (kIsScaled) params.scales = scales.data;
   };
   set(forward);
   forward.c_stride = state;
   // As a sequence of one kind has them: in the same memory.
   forward.input_gates = input_gates.data;
   if constexpr (std::is_same_v<S, G>) forward.input_gates = found.activations.data;
+  if (kIsScaled) forward.h0_scales = h0_scales.data;
   forward.bias = bias.data;
   forward.h0 = h0.data;
   forward.c0 = c0.data;
@@ -178,6 +201,7 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
     set_exchange(forward, found.exchange.data);
   }
   set(backward);
+  set_messages(backward, messages.data, halves);
   backward.needs_grad_h0 = 1;
   backward.grad_output = grad_output.data;
   backward.grad_h = found.grad_h.data;
@@ -210,8 +234,9 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
   check(cudaMemcpy(&count, others, sizeof count, cudaMemcpyDefault), "run");
   check(cudaMemcpyFromSymbol(&gave_up, tch_extension::gave_up, sizeof gave_up), "read");
   cudaFree(others);
-  std::printf("%s, products in %s, (%d, %d, %d), %s: %d runs, %u words differ%s\n", name_of<S>(),
-              name_of<T>(), kSteps, rows, hidden, how, runs, count, gave_up != 0 ? ", a wait gave up" : "");
+  std::printf("%s, products in %s%s, (%d, %d, %d), %s: %d runs, %u words differ%s\n", name_of<S>(),
+              kIsScaled ? "scaled " : "", name_of<T>(), kSteps, rows, hidden, how, runs, count,
+              gave_up != 0 ? ", a wait gave up" : "");
   std::fflush(stdout);
   if (count != 0 || gave_up != 0) std::exit(1);
 }

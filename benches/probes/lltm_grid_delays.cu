@@ -50,7 +50,7 @@ void launch(const LltmGridBackward& backward) {
   expect_fits(fits);
 }
 
-template <typename S, typename T>
+template <typename S, typename T, bool kIsScaled = false>
 void expect_of_grid(int runs, int rows, int hidden, int columns, int row_groups) {
   LltmGridForward forward{};
   LltmGridBackward backward{};
@@ -58,8 +58,8 @@ void expect_of_grid(int runs, int rows, int hidden, int columns, int row_groups)
   forward.row_groups = backward.row_groups = row_groups;
   char how[80];
   std::snprintf(how, sizeof how, "%d columns a block, %d groups of rows", columns, row_groups);
-  expect_the_same_bits<S, T>(rows, hidden, runs, forward, backward, how,
-                             [](const auto& params) { launch(params); });
+  expect_the_same_bits<S, T, kIsScaled>(rows, hidden, runs, forward, backward, how,
+                                        [](const auto& params) { launch(params); });
 }
 
 template <typename S, typename T>
@@ -94,10 +94,12 @@ int main(int count, char** arguments) {
   expect_of_grid<__nv_bfloat16, __nv_bfloat16>(runs, 9, 1288, 16, 1);
   expect_of_grid<__half, __half>(runs, 9, 2048, 16, 1);
   expect_of_grid<float, __nv_bfloat16>(runs, 33, 520, 32, 2);
-  expect_of_grid<float, float>(runs, 17, 256, 32, 3);
-  expect_of_grid<float, float>(runs, 24, 512, 32, 2);
-  expect_of_grid<float, float>(runs, 17, 768, 16, 1);
-  expect_of_grid<float, float>(runs, 9, 1024, 16, 1);
+  expect_of_grid<float, __half, true>(runs, 17, 264, 16, 3);
+  expect_of_grid<float, __half, true>(runs, 60, 512, 32, 3);
+  expect_of_grid<float, __half, true>(runs, 17, 768, 32, 1);
+  expect_of_grid<float, __half, true>(runs, 40, 1024, 32, 4);
+  expect_of_grid<float, __half, true>(runs, 9, 1288, 16, 1);
+  expect_of_grid<float, __half, true>(runs, 9, 2048, 16, 1);
   expect_of_wide_grid<__nv_bfloat16, __nv_bfloat16>(runs, 70, 136, 1);
   expect_of_wide_grid<__half, __half>(runs, 70, 512, 2);
   expect_of_wide_grid<float, __half>(runs, 65, 768, 2);

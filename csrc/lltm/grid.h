@@ -61,5 +61,5 @@ struct LltmGridBackward {
   // As in the forward. The messages are in memory of their own then, with a scale for each row and sender.
   const float* scales;     // [3H], of W_h's rows
   void* exchange;          // halves, [T, B', 3H'], where B' is a multiple of 8 and H' of 32
-  float* exchange_scales;  // [T, B', H' / 16], right behind
+  float* exchange_scales;  // right behind, [T, B', H'' / 16], where H'' is a multiple of 128
 };

@@ -12,19 +12,20 @@ namespace {
 [[maybe_unused]] constexpr int kNearBack = 2;  // unused where the kernel is empty
 constexpr int kAheadBack = 2;
 // From as many sub-batches on, messages of the next are asked for while one is multiplied: of fewer, they are
-// not sent before these are read.
-[[maybe_unused]] constexpr int kSubsAheadBack = 2;
+// not sent before these are read, which is early where all of them are on their way at once.
+template <typename Product>
+[[maybe_unused]] constexpr int kSubsAheadBack = Product::kRing < Product::kVectors ? 2 : 3;
 
 // Whether its messages are gradients times a power of two, beside grad_gates.
 template <typename Product>
-constexpr bool kIsScaled = false;
+constexpr bool kSendsScaled = false;
 template <int... kOf>
-constexpr bool kIsScaled<GridProductScaled<kOf...>> = true;
+constexpr bool kSendsScaled<GridProductScaled<kOf...>> = true;
 
 // The first of a word's two terms: a gate and a column of h, as rows of W_h.
 template <typename Product>
 __device__ __forceinline__ int term_of(int vector, int half, int word, int hidden) {
-  if constexpr (kIsScaled<Product>) {
+  if constexpr (kSendsScaled<Product>) {
     const int column = Product::column_of(vector, half, word);
     return column < hidden ? Product::gate_of(vector) * hidden + column : kGates * hidden;
   } else {
@@ -82,7 +83,7 @@ struct GridLayoutBack {
       kRing + kAheadBack * kSaved * kFinishers * static_cast<int>(sizeof(BitsOfTwo<S>));
   static constexpr int kOfAll = kFinishers * static_cast<int>(sizeof(PairOf<typename Product::Sum>));
   // Of W_h's rows that are its columns'.
-  static constexpr int kScales = kIsScaled<Product> ? kGates * kOfAll : 0;
+  static constexpr int kScales = kSendsScaled<Product> ? kGates * kOfAll : 0;
   static int bytes(int subs) {
     return kState + kScales + (subs + Teams::kTeams - 1) / Teams::kTeams * kOfAll;
   }
@@ -142,7 +143,7 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     fetched = this->first_turn();
     if (fetched.sub >= place.subs) return;
     for (int turn = 0; turn < kAheadBack; ++turn) fetch();
-    if constexpr (kIsScaled<Product>) begin_scales();
+    if constexpr (kSendsScaled<Product>) begin_scales();
     for (int sub = this->team; sub < place.subs; sub += kTeams) {
       const G* from = static_cast<const G*>(params.grad_c) + at_first(sub);
       of_c(sub) = is_valid(sub) ? *reinterpret_cast<const Pair*>(from) : Pair{};
@@ -185,7 +186,7 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     of_one(0, grad_h.x + grad_output.x, grad_c.x, i.x, o.x, g.x, c.x);
     of_one(1, grad_h.y + grad_output.y, grad_c.y, i.y, o.y, g.y, c.y);
     of_c(turn.sub) = grad_c;
-    if constexpr (kIsScaled<Product>) {
+    if constexpr (kSendsScaled<Product>) {
       send_scaled(turn, grads, valid);
       if (valid) store(turn, grads);
     } else if (valid) {
@@ -292,13 +293,13 @@ __device__ __forceinline__ void produce(const LltmGridBackward& params, const Gr
     load_weights(product, params, place.first_column);
   }
   auto source = [&](const Turn& turn) {
-    if constexpr (kIsScaled<Product>) {
+    if constexpr (kSendsScaled<Product>) {
       return scaled_source_of<Product>(params, place, turn);
     } else {
       return source_of<Product>(params, place, turn);
     }
   };
-  multiply_turns(product, place, source, Turn{1, 0}, turns, place.subs >= kSubsAheadBack, memory);
+  multiply_turns(product, place, source, Turn{1, 0}, turns, place.subs >= kSubsAheadBack<Product>, memory);
 }
 
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.
@@ -322,7 +323,7 @@ __global__ void __launch_bounds__(kGridThreads, 1)
 // All that is sent, which begins with the first message.
 template <typename Product>
 size_t bytes_of_messages(const LltmGridBackward& params) {
-  if constexpr (kIsScaled<Product>) {
+  if constexpr (kSendsScaled<Product>) {
     const int64_t subs = (params.batch + kRows - 1) / kRows;
     const int64_t pairs = (params.hidden + 2 * kTile - 1) / (2 * kTile);
     // The scales have as much room as floats for each of a row's.
@@ -336,7 +337,7 @@ size_t bytes_of_messages(const LltmGridBackward& params) {
 
 template <typename S, typename Product>
 GridStatus start_backward(const LltmGridBackward& params, cudaStream_t stream) {
-  void* messages = kIsScaled<Product> ? params.exchange : params.grad_gates;
+  void* messages = kSendsScaled<Product> ? params.exchange : params.grad_gates;
   return start_grid<lltm_grid_backward<S, Product>, kGridThreads>(
       params, GridLayoutBack<S, Product>::bytes(subs_of(params)), messages,
       bytes_of_messages<Product>(params), stream);

@@ -54,6 +54,19 @@ __device__ __forceinline__ uint4 load_messages(const void* from) {
   return value;
 }
 
+[[maybe_unused]] __device__ __forceinline__ uint2 load_words(const void* from) {
+  uint2 words;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(words.x), "=r"(words.y)
+               : "l"(from)
+               : "memory");
+  return words;
+}
+
+[[maybe_unused]] __device__ __forceinline__ void store_word(void* to, uint32_t word) {
+  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
+}
+
 __device__ __forceinline__ void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
 }

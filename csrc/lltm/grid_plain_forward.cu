@@ -23,19 +23,19 @@ struct GridPlainForward {
   static GridStatus start(const LltmGridForward& params, int64_t vectors, cudaStream_t stream) {
     switch (params.columns) {
       case 4:
-        if (vectors <= 1) return start_of<T, 4, 1, 1>(params, stream);
-        if (vectors <= 2) return start_of<T, 4, 2, 2>(params, stream);
+        if (vectors <= 4) return start_of<T, 4, 4, 4>(params, stream);
         break;
       case 8:
-        if (vectors <= 1) return start_of<T, 8, 1, 2>(params, stream);
         if (vectors <= 2) return start_of<T, 8, 2, 4>(params, stream);
         if (vectors <= 4) return start_of<T, 8, 4, 8>(params, stream);
+        if (vectors <= 6) return start_of<T, 8, 6, 12>(params, stream);
         break;
       case 16:
+        if (vectors <= 1) return start_of<T, 16, 1, 3>(params, stream);
         if (vectors <= 2) return start_of<T, 16, 2, 6>(params, stream);
         if (vectors <= 4) return start_of<T, 16, 4, 12>(params, stream);
         if (vectors <= 6) return start_of<T, 16, 6, 10>(params, stream);
-        if (vectors <= 8) return start_of<T, 16, 8, 8>(params, stream);
+        if (vectors <= 8) return start_of<T, 16, 8, 6>(params, stream);
         break;
     }
     return {true, kNoKernel};

@@ -286,7 +286,10 @@ struct GridMember {
   // Whether its lanes are the first of a row's columns, who ask for memory.
   __device__ __forceinline__ bool is_first() const { return index / 4 % kPairs == 0; }
 
-  __device__ __forceinline__ Turn first_turn() const { return {0, team}; }
+  // None for threads behind the last team.
+  __device__ __forceinline__ Turn first_turn() const {
+    return {0, team < Teams::kTeams ? team : place.subs};
+  }
   __device__ __forceinline__ void advance(Turn& turn) const {
     turn.sub += Teams::kTeams;
     if (turn.sub >= place.subs) turn = {turn.step + 1, team};

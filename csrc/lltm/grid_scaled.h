@@ -60,8 +60,7 @@ __device__ __forceinline__ bool has_unsent_byte(uint32_t word) {
 }
 
 // A warp's terms are all gates of neighbouring pairs of tiles. The sums of a tile's terms are multiplied with
-// its scales before they meet others. Messages are asked for when their scales are there, which are sent
-// behind them: who asks in vain keeps others waiting for the memory.
+// its scales before they meet others.
 template <int kTileCount, int kVectorCount, int kInShared, int kInFlight, int kAtOnce>
 struct GridProductScaled : GridProduct<__half, kTileCount, kVectorCount, kInShared, kInFlight, kAtOnce> {
   using Base = GridProduct<__half, kTileCount, kVectorCount, kInShared, kInFlight, kAtOnce>;
@@ -99,10 +98,10 @@ struct GridProductScaled : GridProduct<__half, kTileCount, kVectorCount, kInShar
 #pragma unroll
     for (int vector = 0; vector < Layout::kScaleVectors; ++vector) {
       const uint4 words = source.pairs > 0 ? load_message(source.scales + vector * 16) : uint4{};
-      next_scales[vector * 4] = words.x;
-      next_scales[vector * 4 + 1] = words.y;
-      next_scales[vector * 4 + 2] = words.z;
-      next_scales[vector * 4 + 3] = words.w;
+      scales[vector * 4] = words.x;
+      scales[vector * 4 + 1] = words.y;
+      scales[vector * 4 + 2] = words.z;
+      scales[vector * 4 + 3] = words.w;
     }
   }
 
@@ -110,20 +109,26 @@ struct GridProductScaled : GridProduct<__half, kTileCount, kVectorCount, kInShar
     bool missing = false;
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
-      missing |= pair < source.pairs && has_unsent_byte(next_scales[pair]);
+      missing |= pair < source.pairs && has_unsent_byte(scales[pair]);
     }
     return !__any_sync(~0u, missing);
   }
 
   __device__ __forceinline__ void begin(const ScaledSource& source) {
     load_scales(source);
-    while (!are_sent(source)) load_scales(source);
 #pragma unroll
     for (int vector = 0; vector < kRing; ++vector) load(source, vector);
   }
 
+  // With the first group come all scales.
+  __device__ __forceinline__ bool is_missing(const ScaledSource& source, int first) const {
+    return Base::is_missing(first) || (first == 0 && !are_sent(source));
+  }
+
+  // Until a group is there; those of this turn that are on their way behind it are asked for again with it.
   __device__ __forceinline__ void wait(const ScaledSource& source, int first) {
-    while (this->is_missing(first)) {
+    while (is_missing(source, first)) {
+      if (first == 0) load_scales(source);
 #pragma unroll
       for (int vector = first; vector < first + kRing && vector < kVectors; ++vector) {
         if (is_unsent(messages[vector % kRing])) load(source, vector);
@@ -131,23 +136,22 @@ struct GridProductScaled : GridProduct<__half, kTileCount, kVectorCount, kInShar
     }
   }
 
-  // Whether the first messages of `next` are on their way.
+  // As the other's, of messages only.
   __device__ __forceinline__ bool multiply(const ScaledSource& here, const ScaledSource& next, bool,
                                            bool ahead) {
-    uint32_t scales[kPairs];
-#pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) scales[pair] = next_scales[pair];
-    if (ahead) load_scales(next);
+    uint32_t of_pairs[kPairs];
     this->begin_sums();
 #pragma unroll
-    for (int first = 0; first < kPairs; first += kPairsOfGroup) {
-      wait(here, first * kVectorsOfPair);
+    for (int first = 0; first < kVectors; first += kGroup) {
+      wait(here, first);
+      if (first == 0) take_scales(of_pairs, here);
 #pragma unroll
-      for (int pair = first; pair < first + kPairsOfGroup; ++pair) multiply_pair(pair, scales[pair]);
-      if (first * kVectorsOfPair + kRing == kVectors) ahead = ahead && are_sent(next);
+      for (int vector = first; vector < first + kGroup; vector += kVectorsOfPair) {
+        multiply_pair(vector / kVectorsOfPair, of_pairs[vector / kVectorsOfPair]);
+      }
+      if (first + kRing == kVectors && ahead) load_scales(next);
 #pragma unroll
-      for (int vector = first * kVectorsOfPair + kRing; vector < first * kVectorsOfPair + kRing + kGroup;
-           ++vector) {
+      for (int vector = first + kRing; vector < first + kRing + kGroup; ++vector) {
         if (vector < kVectors) {
           load(here, vector);
         } else if (ahead) {
@@ -156,6 +160,13 @@ struct GridProductScaled : GridProduct<__half, kTileCount, kVectorCount, kInShar
       }
     }
     return ahead;
+  }
+
+  // None of what is not sent: it would make not-a-numbers of zeros.
+  __device__ __forceinline__ void take_scales(uint32_t (&of_pairs)[kPairs],
+                                              const ScaledSource& source) const {
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) of_pairs[pair] = pair < source.pairs ? scales[pair] : 0;
   }
 
   __device__ __forceinline__ void multiply_pair(int pair, uint32_t of_pair) {
@@ -171,7 +182,7 @@ struct GridProductScaled : GridProduct<__half, kTileCount, kVectorCount, kInShar
       }
     }
     constexpr uint32_t kExponent = 0x7f800000;
-    const float scales[2][2] = {
+    const float of_rows[2][2] = {
         {__uint_as_float(of_pair << 23 & kExponent), __uint_as_float(of_pair << 15 & kExponent)},
         {__uint_as_float(of_pair << 7 & kExponent), __uint_as_float(of_pair >> 1 & kExponent)}};
 #pragma unroll
@@ -180,12 +191,12 @@ struct GridProductScaled : GridProduct<__half, kTileCount, kVectorCount, kInShar
       for (int tile = 0; tile < kTiles; ++tile) {
         auto& sum = sums[(pair * 2 + half) % kChains][tile];
 #pragma unroll
-        for (int of = 0; of < 4; ++of) sum[of] += parts[half][tile][of] * scales[half][of % 2];
+        for (int of = 0; of < 4; ++of) sum[of] += parts[half][tile][of] * of_rows[half][of % 2];
       }
     }
   }
 
-  uint32_t next_scales[Layout::kScaleVectors * 4];
+  uint32_t scales[Layout::kScaleVectors * 4];
 };
 
 // A power of two that takes finite values up to `largest` (its bits) below 2^15, and the exponent of its

@@ -208,9 +208,10 @@ struct WideTerms {
     return gemm::tile_descriptor<false>(0) >> 32 << 32 | (weights + static_cast<uint32_t>(offset >> 4));
   }
 
-  // The first are asked for. They may not be there yet, if they are `messages`.
-  template <typename Sums>
-  __device__ __forceinline__ void multiply(Sums& sums, bool are_messages) {
+  // The first are asked for. They may not be there yet, if they are `messages`. Each vector goes through
+  // `prepare` before it is multiplied.
+  template <typename Sums, typename Prepare>
+  __device__ __forceinline__ void multiply(Sums& sums, bool are_messages, const Prepare& prepare) {
     constexpr int kNext = static_cast<int>(gemm::kNextInner<false>) << 4;
 #pragma unroll
     for (int begin = 0; begin < kVectors; begin += kAtOnce) {
@@ -218,6 +219,13 @@ struct WideTerms {
       // There are not registers for all vectors at once; those of the products before are free by now.
       if constexpr (kVectors > 4 * kAtOnce) gemm::wait_for_products<0>();
       if (begin + kAtOnce < kVectors) load(begin + kAtOnce);
+#pragma unroll
+      for (int vector = begin; vector < begin + kAtOnce; ++vector) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) prepare(messages[vector][half], vector, half);
+      }
+      // Neither would all descriptors at once.
+      few_at_a_time(weights);
       gemm::begin_products();
 #pragma unroll
       for (int vector = begin; vector < begin + kAtOnce; ++vector) {
@@ -229,6 +237,10 @@ struct WideTerms {
       gemm::commit_products();
     }
     gemm::wait_for_products<0>();
+  }
+  template <typename Sums>
+  __device__ __forceinline__ void multiply(Sums& sums, bool are_messages) {
+    multiply(sums, are_messages, [](uint4&, int, int) {});
   }
 
   int first, vectors;

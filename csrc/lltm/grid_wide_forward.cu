@@ -7,14 +7,14 @@ namespace {
 
 constexpr int kGateColumns = kGates * kWideColumns;
 
-// Shared memory, in bytes: W_h; sums for the other group; the bias.
+// Shared memory, in bytes: W_h; sums for the other group; the bias, and what sums are multiplied by.
 template <typename T, int kVectors, bool kWhole>
 struct WideForwardLayout {
   using Terms = WideTerms<T, kVectors, kWhole, kGateColumns>;
   static constexpr int kSums = Terms::kBytes;
   static constexpr int kSumsOfThread = kGates * 2 * kOwn;
   static constexpr int kBias = kSums + kWideThreads * kSumsOfThread * static_cast<int>(sizeof(float));
-  static constexpr int kBytes = kBias + kGateColumns * static_cast<int>(sizeof(float));
+  static constexpr int kBytes = kBias + 2 * kGateColumns * static_cast<int>(sizeof(float));
 };
 
 // W_h into shared memory.
@@ -41,25 +41,30 @@ __device__ __forceinline__ void load_weights(const LltmGridForward& params, int 
   }
 }
 
-[[maybe_unused]] __device__ __forceinline__ void load_bias(const LltmGridForward& params, int first_column,
-                                                           float* shared) {
+[[maybe_unused]] __device__ __forceinline__ void load_bias_and_scales(const LltmGridForward& params,
+                                                                      int first_column, float* shared) {
   if (threadIdx.x >= kGateColumns) return;
   const int hidden = static_cast<int>(params.hidden);
   const int column = first_column + threadIdx.x % kWideColumns;
   const int of_gate = threadIdx.x / kWideColumns * hidden + column;
-  const bool is_there = params.bias != nullptr && column < hidden;
-  shared[threadIdx.x] = is_there ? static_cast<const float*>(params.bias)[of_gate] : 0.0f;
+  const bool has_bias = params.bias != nullptr && column < hidden;
+  const bool has_scale = params.scales != nullptr && column < hidden;
+  shared[threadIdx.x] = has_bias ? static_cast<const float*>(params.bias)[of_gate] : 0.0f;
+  shared[kGateColumns + threadIdx.x] = has_scale ? params.scales[of_gate] / kMessageScale : 1.0f;
 }
 
 // Rows of the batch, all steps of them.
 template <typename S, typename T, int kVectors, bool kWhole>
 struct WideForward : WidePlace {
   using Layout = WideForwardLayout<T, kVectors, kWhole>;
+  // The kinds of scaled halves, and also those of a cast.
+  static constexpr bool kMayScale = std::is_same_v<S, float> && std::is_same_v<T, __half>;
 
   __device__ __forceinline__ WideForward(const LltmGridForward& p, int first_column, char* shared)
       : WidePlace(p.hidden, p.batch, first_column), params(p), terms(*this, hidden, shared) {
     all_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + threadIdx.x % kGroupThreads;
     bias = reinterpret_cast<const float*>(shared + Layout::kBias) + of_block;
+    message_scale = params.scales == nullptr ? 1.0f : kMessageScale;
   }
 
   __device__ __forceinline__ void run(int first_row) {
@@ -71,6 +76,7 @@ struct WideForward : WidePlace {
     for (int step = 0; step < params.steps; ++step) {
       terms.multiply(sums, step > 0);
       exchange();
+      if (kMayScale && step == 0 && params.scales != nullptr) scale_first_sums();
       finish(step);
     }
     if (params.c_stride != 0) return;
@@ -96,7 +102,7 @@ struct WideForward : WidePlace {
     return gate * kSumsOfGate + of / 2 * 4 + half * 2 + of % 2;
   }
 
-  // The sums begin with the input's part.
+  // The input's part, with which sums begin that have no scale.
   __device__ __forceinline__ void load_gates(int step) {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
@@ -105,16 +111,35 @@ struct WideForward : WidePlace {
         const float* from = static_cast<const float*>(params.input_gates) +
                             row_of(step, half) * (kGates * hidden) + gate * hidden + column;
         const float4 gates = is_own(half) ? *reinterpret_cast<const float4*>(from) : float4{};
-        sums[own(gate, half, 0)] = gates.x;
-        sums[own(gate, half, 1)] = gates.y;
-        sums[own(gate, half, 2)] = gates.z;
-        sums[own(gate, half, 3)] = gates.w;
+        const Own values = {gates.x, gates.y, gates.z, gates.w};
+#pragma unroll
+        for (int of = 0; of < kOwn; ++of) {
+          sums[own(gate, half, of)] = kMayScale ? 0.0f : values[of];
+          if constexpr (kMayScale) input[gate][half][of] = values[of];
+        }
       }
 #pragma unroll
       for (int of_other = kSumsOfGate / 2; of_other < kSumsOfGate; ++of_other) {
         sums[gate * kSumsOfGate + of_other] = 0.0f;
       }
     }
+  }
+
+  // Those of h0 have scales of its own.
+  __device__ __forceinline__ void scale_first_sums() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float scale = params.h0_scales[some_row_of(0, half)] * kMessageScale;
+#pragma unroll
+      for (int at = 0; at < kGates * kOwn; ++at) sums[own(at / kOwn, half, at % kOwn)] *= scale;
+    }
+  }
+
+  __device__ __forceinline__ float gate_of(int gate, int half, int of) const {
+    const int at = gate * kWideColumns + of;
+    const float sum = sums[own(gate, half, of)];
+    if constexpr (!kMayScale) return sum + bias[at];
+    return sum * bias[kGateColumns + at] + (input[gate][half][of] + bias[at]);
   }
 
   // The terms are the step before's h.
@@ -164,15 +189,13 @@ struct WideForward : WidePlace {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int of = 0; of < kOwn; ++of) {
-        i[half][of] = Activations::of_gate(sums[own(0, half, of)] + bias[of]);
-        o[half][of] = Activations::of_gate(sums[own(1, half, of)] + bias[kWideColumns + of]);
-        g[half][of] = sums[own(2, half, of)] + bias[2 * kWideColumns + of];
+        i[half][of] = Activations::of_gate(gate_of(0, half, of));
+        o[half][of] = Activations::of_gate(gate_of(1, half, of));
+        g[half][of] = gate_of(2, half, of);
         c[half][of] += Activations::of_candidate(g[half][of]) * i[half][of];
         new_h[half][of] = Activations::of_c(c[half][of]) * o[half][of];
       }
-      if (is_own(half)) {
-        send_own(static_cast<T*>(params.exchange) + row_of(step, half) * hidden + column, new_h[half]);
-      }
+      if (is_own(half)) send(step, half, new_h[half]);
     }
     const bool is_last = step + 1 == params.steps;
     if (!is_last) load_gates(step + 1);
@@ -181,6 +204,14 @@ struct WideForward : WidePlace {
     // When the others' are there, about: earlier, they would be asked for once more.
     if (!is_last) terms.load(0);
     if (is_own(1)) save(step, 1, i[1], o[1], g[1], new_h[1]);
+  }
+
+  __device__ __forceinline__ void send(int step, int half, const Own& new_h) const {
+    T* to = static_cast<T*>(params.exchange) + row_of(step, half) * hidden + column;
+    Own message;
+#pragma unroll
+    for (int of = 0; of < kOwn; ++of) message[of] = kMayScale ? new_h[of] * message_scale : new_h[of];
+    send_own(to, message);
   }
 
   __device__ __forceinline__ void save(int step, int half, const Own& i, const Own& o, const Own& g,
@@ -213,8 +244,9 @@ struct WideForward : WidePlace {
   typename Layout::Terms terms;
   float4* all_sums;
   const float* bias;
+  float message_scale;
   float sums[kGates * kSumsOfGate];
-  Own c[2];
+  Own input[kGates][2], c[2];
 };
 
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.
@@ -228,7 +260,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const int first_column = blockIdx.x % blocks * kWideColumns;
   using Layout = WideForwardLayout<T, kVectors, kWhole>;
   load_weights<T, typename Layout::Terms>(params, first_column, wide_shared);
-  load_bias(params, first_column, reinterpret_cast<float*>(wide_shared + Layout::kBias));
+  load_bias_and_scales(params, first_column, reinterpret_cast<float*>(wide_shared + Layout::kBias));
   gemm::fence_for_bulk_copies();
   __syncthreads();
   WideForward<S, T, kVectors, kWhole> rows(params, first_column, wide_shared);

@@ -147,11 +147,11 @@ namespace {
 struct ScaledMessages {
   ScaledMessages(const LltmGridBackward& params, const at::TensorOptions& like) {
     if (params.scales == nullptr) return;
-    constexpr int64_t kRows = 8, kColumns = 32, kOfScale = 16;
-    const int64_t columns = rounded_up(params.hidden, kColumns);
+    constexpr int64_t kRows = 8, kColumns = 32, kOfScale = 16, kScaleColumns = 128;
     const int64_t rows = params.steps * rounded_up(params.batch, kRows);
-    const int64_t halves = rows * 3 * columns;
-    memory = at::empty({halves / 2 + rows * (columns / kOfScale)}, like.dtype(at::kFloat));
+    const int64_t halves = rows * 3 * rounded_up(params.hidden, kColumns);
+    const int64_t of_row = rounded_up(params.hidden, kScaleColumns) / kOfScale;
+    memory = at::empty({halves / 2 + rows * of_row}, like.dtype(at::kFloat));
     values = memory.data_ptr();
     scales = memory.mutable_data_ptr<float>() + halves / 2;
   }

@@ -8,28 +8,28 @@ namespace tch_extension {
 namespace {
 
 // W_hᵀ of a warp, as tensor cores take it: kSums tiles of columns of h, and kProducts products with the
-// block's gates. In registers, but for the last kShared products, for which there are none left: in shared
-// memory, [warp, sum, product, lane].
+// block's gates, those of a tile of columns side by side. In registers, but for the last kShared products,
+// for which there are none left: in shared memory, [warp, sum, product, lane].
 template <typename T, int kPadded, int kCluster, int kShared = 0>
 struct TensorCoresBack : Shares<kPadded, kCluster> {
-  using Element = T;
+  using Element = Operand<T>;
+  using Stored = std::conditional_t<kIsScaled<T>, float, T>;
   using Gates = float;
   using S = Shares<kPadded, kCluster>;
+  static_assert(kTile == kDepth, "a product is a gate of a tile");
   enum : int {
+    kIsScaled = tch_extension::kIsScaled<T>,
     kSums = kPadded / kTile / (S::kTiles * kSplits),
-    kProductsOfGate = S::kColumns / kDepth<T>,
-    kProducts = kGates * kProductsOfGate,
+    kProducts = kGates * S::kTiles,
     // Sums that are made at a time.
     kAtATime = 2,
-    kRowBytes = kGates * S::kColumns * static_cast<int>(sizeof(T)),
     // From a row of gates to the next, so that what a warp loads at once lies in different banks.
-    kStride = sizeof(T) == 2 ? kRowBytes + 16 : kRowBytes + (kRowBytes + 64) % 128,
+    kStride = kGates * S::kColumns * static_cast<int>(sizeof(Element)) + 16,
     kWeightBytes = S::kThreads * kSums * kShared * static_cast<int>(sizeof(uint4)),
   };
 
   __device__ void load(const LltmPersistentBackward& params, const Place& place, void* memory) {
-    using M = InMemory<T>;
-    const M* weight = static_cast<const M*>(params.weight);
+    const Element* weight = static_cast<const Element*>(params.weight);
     const int hidden = static_cast<int>(params.hidden);
     const int first = static_cast<int>(place.rank) * S::kColumns;
     int lane = place.lane;
@@ -38,16 +38,16 @@ struct TensorCoresBack : Shares<kPadded, kCluster> {
     for (int sum = 0; sum < kSums; ++sum) {
 #pragma unroll
       for (int product = 0; product < kProducts; ++product) {
-        const M* rows =
-            weight + static_cast<int64_t>(product / kProductsOfGate) * hidden * params.weight_stride;
+        const int64_t gate = product % kGates;
+        const Element* rows = weight + gate * hidden * params.weight_stride;
         uint32_t parts[4];
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
           const int to = (place.warp() * kSums + sum) * kTile + lane / 4 + part % 2 * 8;
           auto at = [&](int column) {
-            return column < hidden && to < hidden ? rows[column * params.weight_stride + to] : M(0.0f);
+            return column < hidden && to < hidden ? rows[column * params.weight_stride + to] : Element(0.0f);
           };
-          parts[part] = operand<T>(at, first + term_of<T>(product % kProductsOfGate, part, lane));
+          parts[part] = operand(at, first + product / kGates * kTile + term_of(part, lane));
         }
         if (product < kProducts - kShared) {
 #pragma unroll
@@ -64,30 +64,52 @@ struct TensorCoresBack : Shares<kPadded, kCluster> {
   // Of the kAtATime sums from kFirst.
   template <int kFirst>
   __device__ __forceinline__ void multiply(float (&sums)[kAtATime][4], const unsigned char* gates,
-                                           const Place& place) const {
-    const uint32_t address =
-        shared_address(gates) + (sizeof(T) == 2 ? place.lane % 8 * kStride + place.lane / 8 * 16
-                                                : place.lane / 4 * kStride + place.lane % 4 * 16);
-    // Behind an odd last product of a half kind others may write: its two matrices are loaded twice.
+                                           const float* scales, const Place& place) const {
+    const uint32_t address = shared_address(gates) + place.lane % 8 * kStride + place.lane / 8 * 16;
+    // Behind an odd last product others may write: its two matrices are loaded twice.
     const uint32_t back = place.lane & 16 ? 32 : 0;
+    float of_tile[kAtATime][4];
 #pragma unroll
     for (int product = 0; product < kProducts; product += 2) {
       uint32_t b[4];
-      load_operands<T>(b, address + product * 32 - (product + 1 < kProducts ? 0 : back));
+      load_operands(b, address + product * 32 - (product + 1 < kProducts ? 0 : back));
 #pragma unroll
       for (int half = 0; half < 2 && product + half < kProducts; ++half) {
+        const int now = product + half;
+        if (kIsScaled && now % kGates == 0) set_zero(of_tile);
 #pragma unroll
         for (int sum = 0; sum < kAtATime; ++sum) {
-          if (product + half < kProducts - kShared) {
-            multiply_add<T>(sums[sum], weights[kFirst + sum][product + half], b[2 * half], b[2 * half + 1]);
+          float(&to)[4] = kIsScaled ? of_tile[sum] : sums[sum];
+          if (now < kProducts - kShared) {
+            multiply_add<Element>(to, weights[kFirst + sum][now], b[2 * half], b[2 * half + 1]);
           } else {
-            const uint4 a =
-                shared[((kFirst + sum) * kShared + product + half - (kProducts - kShared)) * kWarp];
+            const uint4 a = shared[((kFirst + sum) * kShared + now - (kProducts - kShared)) * kWarp];
             const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
-            multiply_add<T>(sums[sum], parts, b[2 * half], b[2 * half + 1]);
+            multiply_add<Element>(to, parts, b[2 * half], b[2 * half + 1]);
           }
         }
+        if (kIsScaled && now % kGates == kGates - 1) add_scaled(sums, of_tile, scales, now / kGates, place);
       }
+    }
+  }
+
+  static __device__ __forceinline__ void set_zero(float (&of_tile)[kAtATime][4]) {
+#pragma unroll
+    for (int sum = 0; sum < kAtATime; ++sum) {
+#pragma unroll
+      for (int of = 0; of < 4; ++of) of_tile[sum][of] = 0;
+    }
+  }
+
+  // The scales of a tile, [tile, row], are each for one of the sums' two rows.
+  static __device__ __forceinline__ void add_scaled(float (&sums)[kAtATime][4],
+                                                    const float (&of_tile)[kAtATime][4],
+                                                    const float* scales, int tile, const Place& place) {
+    const float2 of_rows = *reinterpret_cast<const float2*>(scales + tile * kRows + place.lane % 4 * 2);
+#pragma unroll
+    for (int sum = 0; sum < kAtATime; ++sum) {
+#pragma unroll
+      for (int of = 0; of < 4; ++of) sums[sum][of] += of_tile[sum][of] * (of % 2 == 0 ? of_rows.x : of_rows.y);
     }
   }
 
@@ -95,13 +117,15 @@ struct TensorCoresBack : Shares<kPadded, kCluster> {
   uint4* shared;
 };
 
-// W_h of the block's gates in shared memory, [3 · columns, H'].
+// W_h of the block's gates in shared memory, [tile, gate, column of the tile, H'].
 template <typename T, int kPadded, int kCluster>
 struct PlainProductBack : Shares<kPadded, kCluster> {
   using Element = T;
+  using Stored = T;
   using Gates = T;
   using S = Shares<kPadded, kCluster>;
   enum : int {
+    kIsScaled = false,
     kSums = kPadded / kTile / (S::kTiles * kSplits),
     kAtATime = kSums,
     kTerms = kGates * S::kColumns,
@@ -116,15 +140,15 @@ struct PlainProductBack : Shares<kPadded, kCluster> {
     const T* from = static_cast<const T*>(params.weight);
     for (int at = threadIdx.x; at < kTerms * kPadded; at += S::kThreads) {
       const int to = at % kPadded, k = at / kPadded;
-      const int column = static_cast<int>(place.rank) * S::kColumns + k % S::kColumns;
-      const int64_t gate = k / S::kColumns;
+      const int column = static_cast<int>(place.rank) * S::kColumns + k / (kGates * kTile) * kTile + k % kTile;
+      const int64_t gate = k / kTile % kGates;
       const bool valid = to < hidden && column < hidden;
       weights[k * kRow + to] = valid ? from[(gate * hidden + column) * params.weight_stride + to] : T(0);
     }
   }
 
   template <int>
-  __device__ __forceinline__ void multiply(T (&sums)[kSums][4], const unsigned char* gates,
+  __device__ __forceinline__ void multiply(T (&sums)[kSums][4], const unsigned char* gates, const float*,
                                            const Place& place) const {
     using Vector = tch_extension::Vector<T, kLanesOf16Bytes<T>>;
     const T* g0 = reinterpret_cast<const T*>(gates + place.lane % 4 * 2 * kStride);
@@ -151,20 +175,50 @@ struct PlainProductBack : Shares<kPadded, kCluster> {
   T* weights;
 };
 
-// Shared memory: parts of sums from all blocks, for two steps; gradients for the gates of two steps, [2,
-// kRows, 3 · columns]; weights.
+// Shared memory: parts of sums from all blocks, for two steps; gradients for the gates of two steps, [2, row,
+// tile, gate, column of the tile]; their scales, [2, tile, row]; weights.
 template <typename Product>
 struct LayoutBack {
   enum : int {
     kPartBytes = Product::kTiles * kWarp * 4 * static_cast<int>(sizeof(typename Product::Gates)),
     kPartsBytes = Product::kCluster * kPartBytes,
+    kGatesBytes = kRows * Product::kStride,
     kParts = 16,  // behind the barriers
     kGatesOfSteps = kParts + 2 * kPartsBytes,
-    // Some room behind the last row.
-    kWeights = kGatesOfSteps + 2 * kRows * Product::kStride + 16,
+    kScales = kGatesOfSteps + 2 * kGatesBytes,
+    kScalesOfStep = Product::kIsScaled ? kRows * Product::kTiles : 0,
+    kWeights = kScales + 2 * kScalesOfStep * static_cast<int>(sizeof(float)),
     kBytes = kWeights + Product::kWeightBytes,
   };
 };
+
+// The power of two that takes a number to [2^14, 2^15), and its inverse; of an infinite one and of one near
+// zero, what is nearest to them of which both are normal.
+struct RowScale {
+  explicit __device__ __forceinline__ RowScale(uint32_t bits_of_largest) {
+    constexpr uint32_t kDigits = 23, kTop = 14, kBias = 127;
+    const uint32_t exponent = max(bits_of_largest >> kDigits, kTop + 1);
+    scale = __uint_as_float((2 * kBias + kTop - exponent) << kDigits);
+    inverse = __uint_as_float((exponent - kTop) << kDigits);
+  }
+  float scale, inverse;
+};
+
+// Of the lane's row, of the two that the warp has: as bits, whose order is that of the numbers.
+__device__ __forceinline__ uint32_t largest_of_row(float largest, int lane) {
+  const uint32_t bits = __float_as_uint(largest);
+  const bool is_second = lane % 2 != 0;
+  const uint32_t first = __reduce_max_sync(~0u, is_second ? 0 : bits);
+  const uint32_t second = __reduce_max_sync(~0u, is_second ? bits : 0);
+  return is_second ? second : first;
+}
+
+// A lane's part of sums that tensor cores made, among those of a tile, in fours: so that the four lanes' that
+// have the same two rows, which another warp reads, lie in different banks in each line of 128 bytes.
+__device__ __forceinline__ int slot_of(int lane) {
+  const int line = lane / 8;
+  return line * 8 + (lane % 4 + line) % 4 * 2 + lane / 4 % 2;
+}
 
 template <typename G>
 __device__ __forceinline__ void send_four(uint32_t to, uint32_t barrier, const G (&of)[4]) {
@@ -190,8 +244,8 @@ __global__ void __launch_bounds__(Product::kThreads)
     lltm_persistent_backward(const LltmPersistentBackward params) {
 #if __CUDA_ARCH__ >= 900
   using T = typename Product::Element;
-  using M = InMemory<T>;
   using G = typename Product::Gates;
+  using Stored = typename Product::Stored;
   extern __shared__ __align__(128) unsigned char shared[];
   using L = LayoutBack<Product>;
   const Place place(Product::kColumns);
@@ -200,9 +254,9 @@ __global__ void __launch_bounds__(Product::kThreads)
   unsigned char* parts = shared + L::kParts;
   const uint32_t arrivals = shared_address(shared);
 
-  // A lane has one column of one row, as in the forward.
-  const int row = place.lane % 4 * 2 + place.split % 2;
-  const int of_tile = place.lane / 4 + place.split / 2 * 8;
+  // A lane has one column of one row; a warp has two rows of its tile.
+  const int row = place.split * 2 + place.lane % 2;
+  const int of_tile = place.lane / 4 + place.lane / 2 % 2 * 8;
   const int column = place.first_column + of_tile;
   const uint32_t batch_row = blockIdx.x / Product::kCluster * kRows + row;
   const uint32_t batch = static_cast<uint32_t>(params.batch);
@@ -229,6 +283,12 @@ __global__ void __launch_bounds__(Product::kThreads)
   }
   G grad_h = valid ? static_cast<const G*>(params.grad_h)[first] : G(0);
   G grad_c = valid ? static_cast<const G*>(params.grad_c)[first] : G(0);
+  // Those of W_h's rows.
+  float scales[kGates];
+#pragma unroll
+  for (int gate = 0; gate < kGates; ++gate) {
+    scales[gate] = Product::kIsScaled && valid ? params.scales[gate * hidden + column] : 1.0f;
+  }
   Product product;
   product.load(params, place, shared + L::kWeights);
   __syncthreads();
@@ -239,10 +299,9 @@ __global__ void __launch_bounds__(Product::kThreads)
   __syncwarp();
   cluster_barrier();
 
-  // Where this lane's part of a sum is among a block's; the sender turned each four, so that the same one of
-  // all lanes lies in different banks.
-  const G* own_parts = reinterpret_cast<const G*>(parts) + (place.tile * kWarp + place.lane) * 4 +
-                       (place.split + place.lane / 8) % 4;
+  // Where this lane's part of a sum is among a block's: in a four of the lane that has its rows and column.
+  const G* own_parts = reinterpret_cast<const G*>(parts) + place.tile * kWarp * 4 +
+                       slot_of(place.lane / 4 * 4 + place.split) * 4 + place.lane % 4;
   auto sum_of_parts = [&](int count) {
     const int buffer = count % 2;
     wait_for_arrival(arrivals + 8 * buffer, count / 2 % 2);
@@ -258,8 +317,9 @@ __global__ void __launch_bounds__(Product::kThreads)
     return sum;
   };
 
-  T* own_gates =
-      reinterpret_cast<T*>(shared + L::kGatesOfSteps + row * Product::kStride) + place.tile * kTile + of_tile;
+  T* own_gates = reinterpret_cast<T*>(shared + L::kGatesOfSteps + row * Product::kStride) +
+                 place.tile * (kGates * kTile) + of_tile;
+  float* scales_of_steps = reinterpret_cast<float*>(shared + L::kScales);
   for (int done = 0; done < steps; ++done, at -= step_size) {
     few_at_a_time(at);
     const G tanh_c = Activation<T, G>::of_c(static_cast<G>(saved.c));
@@ -282,42 +342,45 @@ __global__ void __launch_bounds__(Product::kThreads)
     // Of padding all of this is zero.
     const G grads[kGates] = {grad_c * of_i, grad_h * of_o, grad_c * of_g};
     const int buffer = done % 2;
+    T* to = own_gates + buffer * (L::kGatesBytes / static_cast<int>(sizeof(T)));
+    float* row_scales = scales_of_steps + buffer * L::kScalesOfStep;
+    if constexpr (Product::kIsScaled) {
+      const float scaled[kGates] = {grads[0] * scales[0], grads[1] * scales[1], grads[2] * scales[2]};
+      const float largest = fmaxf(fmaxf(fabsf(scaled[0]), fabsf(scaled[1])), fabsf(scaled[2]));
+      const RowScale of_row(largest_of_row(largest, place.lane));
+      // The first lane of each row.
+      if (place.lane < 2) row_scales[place.tile * kRows + row] = of_row.inverse;
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
-      own_gates[buffer * kRows * (Product::kStride / static_cast<int>(sizeof(T))) +
-                gate * Product::kColumns] = static_cast<T>(grads[gate]);
+      for (int gate = 0; gate < kGates; ++gate) to[gate * kTile] = __float2half_rn(scaled[gate] * of_row.scale);
+    } else {
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) to[gate * kTile] = static_cast<T>(grads[gate]);
     }
     __syncthreads();
     if (done + 1 < steps || params.needs_grad_h0) {
-      const unsigned char* gates = shared + L::kGatesOfSteps + buffer * kRows * Product::kStride;
+      const unsigned char* gates = shared + L::kGatesOfSteps + buffer * L::kGatesBytes;
       const uint32_t to = shared_address(parts) + (buffer * Product::kCluster + place.rank) * L::kPartBytes +
-                          place.lane * 4 * static_cast<int>(sizeof(G));
+                          slot_of(place.lane) * 4 * static_cast<int>(sizeof(G));
       // The first are on their way while the others are made.
       auto send_sums = [&](auto first) {
         G sums[Product::kAtATime][4] = {};
-        product.template multiply<first()>(sums, gates, place);
+        product.template multiply<first()>(sums, gates, row_scales, place);
 #pragma unroll
         for (int sum = 0; sum < Product::kAtATime; ++sum) {
           const int tile = place.warp() * Product::kSums + first() + sum;
-          // Turned by lane / 8: of index i, the sum i - lane / 8.
-          G four[4];
-#pragma unroll
-          for (int at = 0; at < 4; ++at) four[at] = place.lane & 8 ? sums[sum][(at + 3) % 4] : sums[sum][at];
-          const G turned[4] = {place.lane & 16 ? four[2] : four[0], place.lane & 16 ? four[3] : four[1],
-                               place.lane & 16 ? four[0] : four[2], place.lane & 16 ? four[1] : four[3]};
           send_four(in_block(to + tile % Product::kTiles * kWarp * 4 * static_cast<int>(sizeof(G)),
                              tile / Product::kTiles),
-                    in_block(arrivals + 8 * buffer, tile / Product::kTiles), turned);
+                    in_block(arrivals + 8 * buffer, tile / Product::kTiles), sums[sum]);
         }
       };
       send_sums(std::integral_constant<int, 0>{});
       if constexpr (Product::kAtATime < Product::kSums) send_sums(std::integral_constant<int, 2>{});
     }
     if (valid) {
-      M* to = static_cast<M*>(params.grad_gates) + (kGates * at - 2 * column);
-      to[0] = static_cast<M>(grads[0]);
-      to[hidden] = static_cast<M>(grads[1]);
-      to[2 * hidden] = static_cast<M>(grads[2]);
+      Stored* grad_gates = static_cast<Stored*>(params.grad_gates) + (kGates * at - 2 * column);
+      grad_gates[0] = static_cast<Stored>(grads[0]);
+      grad_gates[hidden] = static_cast<Stored>(grads[1]);
+      grad_gates[2 * hidden] = static_cast<Stored>(grads[2]);
     }
   }
   if (params.needs_grad_h0) {
@@ -341,12 +404,10 @@ struct Backward {
         case 256:
           return start<S, TensorCoresBack<T, 256, 8>>();
         case 512:
-          if (params.cluster == 16) return start<S, TensorCoresBack<T, 512, 16>>();
-          if constexpr (sizeof(T) == 2) return start<S, TensorCoresBack<T, 512, 8, 2>>();
-          return kNoKernel;
+          if (params.cluster == 8) return start<S, TensorCoresBack<T, 512, 8, 2>>();
+          return start<S, TensorCoresBack<T, 512, 16>>();
         case 768:
-          if constexpr (sizeof(T) == 2) return start<S, TensorCoresBack<T, 768, 16, 1>>();
-          return kNoKernel;
+          return start<S, TensorCoresBack<T, 768, 16, 1>>();
         default:
           return kNoKernel;
       }
@@ -355,8 +416,7 @@ struct Backward {
 
   template <typename S, typename Product>
   const char* start() const {
-    constexpr int kGroups = 1;
-    return start_clusters<lltm_persistent_backward<S, Product>, Product, kGroups>(
+    return start_clusters<lltm_persistent_backward<S, Product>, Product>(
         params, LayoutBack<Product>::kBytes, stream);
   }
 
@@ -371,6 +431,6 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cu
     const LltmPersistentBackward* params, cudaStream_t stream) {
   using namespace tch_extension;
   const Backward body{*params, stream};
-  if (params->tf32 != 0) return {"lltm_persistent_backward", body.run<float, Tf32>()};
+  if (params->scales != nullptr) return {"lltm_persistent_backward", body.run<float, ScaledHalf>()};
   return {"lltm_persistent_backward", for_kinds(params->kind, params->product_kind, body)};
 }

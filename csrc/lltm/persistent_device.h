@@ -130,19 +130,16 @@ struct Place {
   int first_column;  // of the warp
 };
 
-// A float as tensor cores take it: with ten bits behind the point, rounded to nearest.
-struct Tf32 {
-  explicit __device__ __forceinline__ Tf32(float of) {
-    uint32_t rounded;
-    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(of));
-    value = __uint_as_float(rounded);
-  }
-  float value;
-};
+// A float where libtorch allows tf32: multiplied as a half, which has as many digits, with a power of two for
+// its row, and so for any size. A row of weights has its own (`scales` of the parameters), h another.
+struct ScaledHalf {};
 
-// As tensors have what is multiplied as T.
 template <typename T>
-using InMemory = std::conditional_t<std::is_same_v<T, Tf32>, float, T>;
+constexpr bool kIsScaled = std::is_same_v<T, ScaledHalf>;
+
+// What is multiplied as T, in memory and by tensor cores.
+template <typename T>
+using Operand = std::conditional_t<kIsScaled<T>, __half, T>;
 
 // Of the warps that share columns.
 __device__ __forceinline__ void barrier_of_tile(const Place& place) {
@@ -219,25 +216,17 @@ __device__ __forceinline__ void few_at_a_time(Index& of) {
   asm volatile("" : "+r"(of)::"memory");
 }
 
-__device__ __forceinline__ uint32_t bits_of(Tf32 value) { return __float_as_uint(value.value); }
 __device__ __forceinline__ uint32_t bits_of(__half value) { return __half_as_ushort(value); }
 __device__ __forceinline__ uint32_t bits_of(__nv_bfloat16 value) { return __bfloat16_as_ushort(value); }
 
 // Terms of a sum that one instruction adds.
-template <typename T>
-constexpr int kDepth = 32 / static_cast<int>(sizeof(T));
+constexpr int kDepth = 16;
 
 // sums += a b, where a is 16 × kDepth, b kDepth × 8, and each lane has its part of them.
 template <typename T>
 __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&a)[4], uint32_t b0,
                                              uint32_t b1) {
-  if constexpr (std::is_same_v<T, Tf32>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else if constexpr (std::is_same_v<T, __half>) {
+  if constexpr (std::is_same_v<T, __half>) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -252,38 +241,22 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&
   }
 }
 
-// b of two products, for 8 rows of 64 bytes. ldmatrix takes the address of a row's 16 bytes from each lane,
-// row first; for tf32, a lane's address is that of its own 16 bytes.
-template <typename T>
+// b of two products, for 8 rows of 64 bytes: ldmatrix takes the address of a row's 16 bytes from each lane,
+// row first.
 __device__ __forceinline__ void load_operands(uint32_t (&b)[4], uint32_t address) {
-  if constexpr (std::is_same_v<T, Tf32>) {
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                 : "r"(address)
-                 : "memory");
-  } else {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                 : "r"(address)
-                 : "memory");
-  }
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+               : "r"(address)
+               : "memory");
 }
 
-// Which term the lane's part of `a` is for, of those of a run of products; of a half kind, with the one
-// behind. Four neighbours of tf32, which a lane loads at once, are spread over two products.
-template <typename T>
-__device__ __forceinline__ int term_of(int product, int part, int lane) {
-  if constexpr (std::is_same_v<T, Tf32>) return product / 2 * 16 + lane % 4 * 4 + product % 2 * 2 + part / 2;
-  return product * kDepth<T> + lane % 4 * 2 + part / 2 * 8;
-}
+// Which term the lane's part of `a` is for, of those of a product; with the one behind.
+__device__ __forceinline__ int term_of(int part, int lane) { return lane % 4 * 2 + part / 2 * 8; }
 
 // The lane's part of `a`, from at(term).
-template <typename T, typename At>
+template <typename At>
 __device__ __forceinline__ uint32_t operand(const At& at, int term) {
-  if constexpr (std::is_same_v<T, Tf32>)
-    return bits_of(Tf32(at(term)));
-  else
-    return bits_of(at(term)) | bits_of(at(term + 1)) << 16;
+  return bits_of(at(term)) | bits_of(at(term + 1)) << 16;
 }
 
 }  // namespace

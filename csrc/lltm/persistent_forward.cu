@@ -5,7 +5,7 @@
 namespace tch_extension {
 namespace {
 
-// Turns whose input gates are on their way. A turn is a step of one group of rows.
+// Steps whose input gates are on their way.
 constexpr int kAhead = 4;
 
 // W_h of a warp in registers, as tensor cores take it: of each gate kTerms columns.
@@ -13,11 +13,10 @@ template <typename T, int kPadded, int kCluster>
 struct TensorCores : Shares<kPadded, kCluster> {
   using Element = T;
   using Gates = float;
-  enum : int { kTerms = kPadded / kSplits, kProducts = kTerms / kDepth<T>, kWeightBytes = 0 };
+  enum : int { kTerms = kPadded / kSplits, kProducts = kTerms / kDepth, kWeightBytes = 0 };
 
   __device__ void load(const LltmPersistentForward& params, const Place& place, void*) {
-    using M = InMemory<T>;
-    const M* weight = static_cast<const M*>(params.weight);
+    const T* weight = static_cast<const T*>(params.weight);
     const int hidden = static_cast<int>(params.hidden);
     int lane = place.lane;
 #pragma unroll
@@ -27,36 +26,30 @@ struct TensorCores : Shares<kPadded, kCluster> {
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
           const int column = place.first_column + lane / 4 + part % 2 * 8;
-          const M* row = weight + (static_cast<int64_t>(gate) * hidden + column) * params.weight_stride;
-          auto at = [&](int k) { return column < hidden && k < hidden ? row[k] : M(0.0f); };
-          const int k = place.split * kTerms + term_of<T>(product, part, lane);
-          weights[product][gate][part] = operand<T>(at, k);
+          const T* row = weight + (static_cast<int64_t>(gate) * hidden + column) * params.weight_stride;
+          auto at = [&](int k) { return column < hidden && k < hidden ? row[k] : T(0.0f); };
+          const int k = place.split * kTerms + product * kDepth + term_of(part, lane);
+          weights[product][gate][part] = operand(at, k);
         }
         few_at_a_time(lane);
       }
     }
   }
 
-  // Of h in shared memory, in tiles. Of a half kind [columns / 8, row, 8], even rows first, as ldmatrix reads
-  // them; otherwise [row, columns].
+  // Of h in shared memory, in tiles, [columns / 8, row, 8], even rows first, as ldmatrix reads them.
   static __device__ int h_at(int row, int column) {
-    if constexpr (sizeof(T) == 2) {
-      return (column / 8 * kRows + row % 2 * 4 + row / 2) * 16 + column % 8 * 2;
-    } else {
-      return (column / kTile * kRows + row) * (kTile * 4) + column % kTile * 4;
-    }
+    return (column / 8 * kRows + row % 2 * 4 + row / 2) * 16 + column % 8 * 2;
   }
 
   __device__ __forceinline__ void multiply(float (&sums)[kGates][4], const unsigned char* h,
                                            const Place& place) const {
     const int first = place.split * kTerms;
     const uint32_t address =
-        shared_address(h) + (sizeof(T) == 2 ? h_at(place.lane % 8, first + place.lane / 8 * 8)
-                                            : h_at(place.lane / 4, first + place.lane % 4 * 4));
+        shared_address(h) + h_at(place.lane % 8, first + place.lane / 8 * 8);
 #pragma unroll
     for (int product = 0; product < kProducts; product += 2) {
       uint32_t b[4];
-      load_operands<T>(b, address + product * (kRows * 32));
+      load_operands(b, address + product * (kRows * 32));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -161,87 +154,77 @@ struct Outbox {
   uint32_t block, offset, to;
 };
 
-// Shared memory: of each group of rows h before and behind a step; partial sums; what is to be sent; input
-// gates of the next turns; bias; weights.
-template <typename Product, int kGroups>
+// Shared memory: h before and behind a step; partial sums; what is to be sent; input gates of the next steps;
+// bias; scales; weights.
+template <typename Product>
 struct Layout {
   enum : int {
     kGateBytes = kGates * Product::kThreads * static_cast<int>(sizeof(typename Product::Gates)),
     kOwnBytes = kRows * Product::kColumns * static_cast<int>(sizeof(typename Product::Element)),
     kHBytes = kOwnBytes * Product::kCluster,
-    kH = 32,  // behind the barriers
-    kPartials = kH + kGroups * 2 * kHBytes,
+    kH = 16,  // behind the barriers
+    kPartials = kH + 2 * kHBytes,
     kStaged = kPartials + kSplits * kGateBytes,
     kRing = kStaged + kOwnBytes,
     kBias = kRing + kAhead * kGateBytes,
-    kWeights = kBias + kGateBytes,
+    kScales = kBias + kGateBytes,
+    kWeights = kScales + kGateBytes,
     kBytes = kWeights + Product::kWeightBytes,
   };
 };
 
-// S is the state's type. A cluster computes kGroups groups of kRows rows, in turn: while h of one is on its
-// way, it computes the next. Indices are 32 bits wide: longer sequences take another path.
-template <typename S, typename Product, int kGroups>
+// S is the state's type. Indices are 32 bits wide: longer sequences take another path.
+template <typename S, typename Product>
 __global__ void __launch_bounds__(Product::kThreads)
     lltm_persistent_forward(const LltmPersistentForward params) {
 #if __CUDA_ARCH__ >= 900
   using T = typename Product::Element;
-  using M = InMemory<T>;
   using G = typename Product::Gates;
   extern __shared__ __align__(128) unsigned char shared[];
-  using L = Layout<Product, kGroups>;
+  using L = Layout<Product>;
   constexpr int kThreads = Product::kThreads;
   const Place place(Product::kColumns);
   const uint32_t hidden = static_cast<uint32_t>(params.hidden);
   const int steps = static_cast<int>(params.steps);
   unsigned char* h = shared + L::kH;
-  // Of each group two.
   const uint32_t arrivals = shared_address(shared);
 
   // Of its four sums of a gate a lane finishes one: that of the index `split`.
   const int row = place.lane % 4 * 2 + place.split % 2;
   const int of_tile = place.lane / 4 + place.split / 2 * 8;
   const int column = place.first_column + of_tile;
-  const uint32_t first_row = blockIdx.x / Product::kCluster * (kGroups * kRows);
+  const uint32_t first_row = blockIdx.x / Product::kCluster * kRows;
   const uint32_t batch = static_cast<uint32_t>(params.batch);
-  const uint32_t step_size = batch * hidden, group_size = kRows * hidden;
+  const bool valid = first_row + row < batch && column < hidden;
+  const uint32_t step_size = batch * hidden;
   // This lane's place in a step of the output, and of the gates, 3 · place - 2 · column.
   const uint32_t first = (first_row + row) * hidden + column;
-  bool valid[kGroups];
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    valid[group] = first_row + group * kRows + row < batch && column < hidden;
-  }
 
   // Each thread reads what it has copied itself, so that no barrier is needed.
   G* ring = reinterpret_cast<G*>(shared + L::kRing) + threadIdx.x;
-  auto fetch = [&](int step, int group, uint32_t at) {
+  auto fetch = [&](int step, uint32_t at) {
     const G* gates = static_cast<const G*>(params.input_gates);
-    const bool wanted = valid[group] && step < steps;
+    const bool wanted = valid && step < steps;
     const uint32_t from = kGates * at - 2 * column;
-    const int place_in_ring = (step * kGroups + group) % kAhead * kGates;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      copy_async(ring + (place_in_ring + gate) * kThreads, gates + (wanted ? from + gate * hidden : 0),
-                 wanted);
+      copy_async(ring + (step % kAhead * kGates + gate) * kThreads,
+                 gates + (wanted ? from + gate * hidden : 0), wanted);
     }
     commit_copies();
   };
 #pragma unroll
-  for (int turn = 0; turn < kAhead; ++turn) {
-    const int step = turn / kGroups, group = turn % kGroups;
-    fetch(step, group, first + step * step_size + group * group_size);
-  }
+  for (int step = 0; step < kAhead; ++step) fetch(step, first + step * step_size);
 
   if (threadIdx.x == 0) {
-    for (int at = 0; at < 2 * kGroups; ++at) init_arrival(arrivals + 8 * at);
+    for (int buffer = 0; buffer < 2; ++buffer) init_arrival(arrivals + 8 * buffer);
     publish_arrivals();
   }
-  for (int at = threadIdx.x; at < kGroups * kRows * Product::kPadded; at += kThreads) {
+  for (int at = threadIdx.x; at < kRows * Product::kPadded; at += kThreads) {
     const int of_row = at / Product::kPadded, k = at % Product::kPadded;
     const uint32_t from = first_row + of_row;
-    *reinterpret_cast<T*>(h + of_row / kRows * (2 * L::kHBytes) + Product::h_at(of_row % kRows, k)) =
-        from < batch && k < hidden ? T(static_cast<const M*>(params.h0)[from * hidden + k]) : T(0.0f);
+    *reinterpret_cast<T*>(h + Product::h_at(of_row, k)) =
+        from < batch && k < hidden ? static_cast<const T*>(params.h0)[from * hidden + k] : T(0.0f);
   }
   G* bias = reinterpret_cast<G*>(shared + L::kBias) + threadIdx.x;
 #pragma unroll
@@ -249,18 +232,24 @@ __global__ void __launch_bounds__(Product::kThreads)
     const bool has = params.bias != nullptr && column < hidden;
     bias[gate * kThreads] = has ? static_cast<const G*>(params.bias)[gate * hidden + column] : G(0);
   }
-  G c[kGroups];
+  // What a lane's sums are multiplied by: for its rows of W_h, and for a row of h.
+  constexpr bool kMayScale = std::is_same_v<S, float> && std::is_same_v<T, __half>;
+  const bool is_scaled = kMayScale && params.scales != nullptr;
+  G* scales = reinterpret_cast<G*>(shared + L::kScales) + threadIdx.x;
+  auto set_scales = [&](float of_h) {
 #pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    c[group] =
-        valid[group] ? static_cast<G>(static_cast<const S*>(params.c0)[first + group * group_size]) : G(0);
-  }
+    for (int gate = 0; gate < kGates; ++gate) {
+      scales[gate * kThreads] = is_scaled && valid ? params.scales[gate * hidden + column] * of_h : G(1);
+    }
+  };
+  if (kMayScale) set_scales(is_scaled && valid ? params.h0_scales[first_row + row] : 1.0f);
+  G c = valid ? static_cast<G>(static_cast<const S*>(params.c0)[first]) : G(0);
   Product product;
   product.load(params, place, shared + L::kWeights);
   __syncthreads();
   // Behind a barrier, which racecheck asks for, and before anybody may send.
   if (threadIdx.x == 0) {
-    for (int at = 0; at < 2 * kGroups; ++at) announce(arrivals + 8 * at, L::kHBytes);
+    for (int buffer = 0; buffer < 2; ++buffer) announce(arrivals + 8 * buffer, L::kHBytes);
   }
   __syncwarp();
   cluster_barrier();
@@ -273,66 +262,62 @@ __global__ void __launch_bounds__(Product::kThreads)
   const G* read = partials + place.split * (kSplits * kWarp);
   const Outbox<Product> outbox(place, shared_address(h), shared + L::kStaged);
   T* own = reinterpret_cast<T*>(outbox.staged + Product::h_at(row, of_tile));
-  uint32_t at_step = first;
-  for (int step = 0; step < steps; ++step, at_step += step_size) {
+  uint32_t at = first;
+  for (int step = 0; step < steps; ++step, at += step_size) {
+    few_at_a_time(at);
     const int buffer = step % 2;
+    const uint32_t arrival = arrivals + 8 * buffer;
+    if (step > 0) {
+      wait_for_arrival(arrival, (step - 1) / 2 % 2);
+      // For the step after the next: nobody sends for it before this block has sent for the next.
+      if (threadIdx.x == 0) announce(arrival, L::kHBytes);
+    }
+    G sums[kGates][4] = {};
+    product.multiply(sums, h + buffer * L::kHBytes, place);
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      few_at_a_time(at_step);
-      const uint32_t at = at_step + group * group_size;
-      const uint32_t arrival = arrivals + 8 * (2 * group + buffer);
-      const int now = (2 * group + buffer) * L::kHBytes, next = (2 * group + 1 - buffer) * L::kHBytes;
-      if (step > 0) {
-        wait_for_arrival(arrival, (step - 1) / 2 % 2);
-        // For the step after the next: nobody sends for it before this block has sent for the next.
-        if (threadIdx.x == 0) announce(arrival, L::kHBytes);
+    for (int gate = 0; gate < kGates; ++gate) {
+#pragma unroll
+      for (int of = 0; of < 4; ++of) written[(gate * 4 + of) * kSplits * kWarp] = sums[gate][of];
+    }
+    G gates[kGates];
+    wait_for_copies<kAhead - 1>();
+    const G* fetched = ring + step % kAhead * kGates * kThreads;
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate)
+      gates[gate] = fetched[gate * kThreads] + bias[gate * kThreads];
+    barrier_of_tile(place);
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      const G* parts = read + gate * 4 * kSplits * kWarp;
+      const G sum = (parts[0] + parts[kWarp]) + (parts[2 * kWarp] + parts[3 * kWarp]);
+      if constexpr (kMayScale) {
+        gates[gate] += sum * scales[gate * kThreads];
+      } else {
+        gates[gate] += sum;
       }
-      G sums[kGates][4] = {};
-      product.multiply(sums, h + now, place);
-#pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) {
-#pragma unroll
-        for (int of = 0; of < 4; ++of) written[(gate * 4 + of) * kSplits * kWarp] = sums[gate][of];
-      }
-      G gates[kGates];
-      wait_for_copies<kAhead - 1>();
-      const G* fetched = ring + (step * kGroups + group) % kAhead * kGates * kThreads;
-#pragma unroll
-      for (int gate = 0; gate < kGates; ++gate)
-        gates[gate] = fetched[gate * kThreads] + bias[gate * kThreads];
-      barrier_of_tile(place);
-#pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) {
-        const G* parts = read + gate * 4 * kSplits * kWarp;
-        gates[gate] += (parts[0] + parts[kWarp]) + (parts[2 * kWarp] + parts[3 * kWarp]);
-      }
-      const G i = Activation<T, G>::of_gate(gates[0]), o = Activation<T, G>::of_gate(gates[1]);
-      c[group] += Activation<T, G>::of_candidate(gates[2]) * i;
-      const G new_h = Activation<T, G>::of_c(c[group]) * o;
-      // Rows and columns that are padding stay zeros.
-      *own = valid[group] ? static_cast<T>(new_h) : T(0.0f);
-      // With two barriers a turn, what lies behind one is read before it is written behind the other.
-      barrier_of_tile(place);
-      if (step + 1 < steps) outbox.send(next, arrivals + 8 * (2 * group + 1 - buffer));
-      fetch(step + kAhead / kGroups, group, at + kAhead / kGroups * step_size);
-      if (valid[group]) {
-        static_cast<S*>(params.output)[at] = static_cast<S>(new_h);
-        if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c[group]);
-        if (params.activations != nullptr) {
-          S* activations = static_cast<S*>(params.activations) + (kGates * at - 2 * column);
-          activations[0] = static_cast<S>(i);
-          activations[hidden] = static_cast<S>(o);
-          activations[2 * hidden] = static_cast<S>(gates[2]);
-        }
+    }
+    const G i = Activation<T, G>::of_gate(gates[0]), o = Activation<T, G>::of_gate(gates[1]);
+    c += Activation<T, G>::of_candidate(gates[2]) * i;
+    const G new_h = Activation<T, G>::of_c(c) * o;
+    // Rows and columns that are padding stay zeros.
+    *own = valid ? static_cast<T>(is_scaled ? new_h * G(kMessageScale) : new_h) : T(0.0f);
+    // With two barriers a step, what lies behind one is read before it is written behind the other.
+    barrier_of_tile(place);
+    if (step + 1 < steps) outbox.send((1 - buffer) * L::kHBytes, arrivals + 8 * (1 - buffer));
+    fetch(step + kAhead, at + kAhead * step_size);
+    if (is_scaled && step == 0) set_scales(1 / kMessageScale);
+    if (valid) {
+      static_cast<S*>(params.output)[at] = static_cast<S>(new_h);
+      if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c);
+      if (params.activations != nullptr) {
+        S* activations = static_cast<S*>(params.activations) + (kGates * at - 2 * column);
+        activations[0] = static_cast<S>(i);
+        activations[hidden] = static_cast<S>(o);
+        activations[2 * hidden] = static_cast<S>(gates[2]);
       }
     }
   }
-#pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    if (valid[group] && params.c_stride == 0) {
-      static_cast<S*>(params.c)[first + group * group_size] = static_cast<S>(c[group]);
-    }
-  }
+  if (valid && params.c_stride == 0) static_cast<S*>(params.c)[first] = static_cast<S>(c);
 #endif
 }
 
@@ -340,45 +325,29 @@ struct Forward {
   template <typename S, typename T>
   const char* run() const {
     const int padded = padded_size(params.hidden, params.cluster);
-    if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
-      return padded == 128 ? start<S, PlainProduct<T, 128, 8>, 1>() : kNoKernel;
+    if constexpr (sizeof(T) > 2) {
+      return padded == 128 ? start<S, PlainProduct<T, 128, 8>>() : kNoKernel;
     } else {
       switch (padded) {
         case 128:
-          return start<S, TensorCores<T, 128, 8>, 1>();
+          return start<S, TensorCores<T, 128, 8>>();
         case 256:
-          return start<S, TensorCores<T, 256, 8>, 1>();
+          return start<S, TensorCores<T, 256, 8>>();
         case 512:
-          return params.cluster == 16 ? in_16_blocks<S, T>() : in_8_blocks<S, T>();
+          if (params.cluster == 8) return start<S, TensorCores<T, 512, 8>>();
+          return start<S, TensorCores<T, 512, 16>>();
         case 768:
-          if constexpr (sizeof(T) == 2) return start<S, TensorCores<T, 768, 16>, 1>();
-          return kNoKernel;
+          return start<S, TensorCores<T, 768, 16>>();
         default:
           return kNoKernel;
       }
     }
   }
 
-  template <typename S, typename T>
-  const char* in_16_blocks() const {
-    using Product = TensorCores<T, 512, 16>;
-    // Of half kinds, clusters of 8 are faster.
-    if constexpr (std::is_same_v<T, Tf32>) {
-      if (params.groups == 2) return start<S, Product, 2>();
-    }
-    return start<S, Product, 1>();
-  }
-
-  template <typename S, typename T>
-  const char* in_8_blocks() const {
-    if constexpr (sizeof(T) == 2) return start<S, TensorCores<T, 512, 8>, 1>();
-    return kNoKernel;
-  }
-
-  template <typename S, typename Product, int kGroups>
+  template <typename S, typename Product>
   const char* start() const {
-    return start_clusters<lltm_persistent_forward<S, Product, kGroups>, Product, kGroups>(
-        params, Layout<Product, kGroups>::kBytes, stream);
+    return start_clusters<lltm_persistent_forward<S, Product>, Product>(params, Layout<Product>::kBytes,
+                                                                        stream);
   }
 
   const LltmPersistentForward& params;
@@ -389,14 +358,14 @@ struct Forward {
 // None, where CUDA says so with an error, as it may of clusters of 16.
 template <typename Product>
 int clusters_at_a_time() {
-  constexpr auto kKernel = lltm_persistent_forward<__half, Product, 1>;
+  constexpr auto kKernel = lltm_persistent_forward<__half, Product>;
   cudaFuncAttributes code = {};
   cudaError_t error = cudaFuncGetAttributes(&code, kKernel);
   // What an older architecture's code becomes on a new GPU is empty.
   if (error == cudaSuccess && code.ptxVersion < 90) return 0;
   if (error == cudaSuccess) error = allow<kKernel>();
   int clusters = 0;
-  const ClusterLaunch launch(Product::kThreads, Layout<Product, 1>::kBytes, Product::kCluster, 1, nullptr);
+  const ClusterLaunch launch(Product::kThreads, Layout<Product>::kBytes, Product::kCluster, 1, nullptr);
   if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config);
   if (error == cudaSuccess) return clusters;
   // Whoever looks for a failure of a launch must not find one of a question.
@@ -411,7 +380,6 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_forward_cud
     const LltmPersistentForward* params, cudaStream_t stream) {
   using namespace tch_extension;
   const Forward body{*params, stream};
-  if (params->tf32 != 0) return {"lltm_persistent_forward", body.run<float, Tf32>()};
   return {"lltm_persistent_forward", for_kinds(params->kind, params->product_kind, body)};
 }
 

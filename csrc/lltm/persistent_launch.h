@@ -63,12 +63,11 @@ cudaError_t allow() {
   return error;
 }
 
-template <auto kKernel, typename Product, int kGroups, typename Params>
+template <auto kKernel, typename Product, typename Params>
 const char* start_clusters(const Params& params, int bytes, cudaStream_t stream) {
   cudaError_t error = allow<kKernel>();
   if (error == cudaSuccess) {
-    constexpr int kRowsOfCluster = kGroups * kRows;
-    const int64_t clusters = (params.batch + kRowsOfCluster - 1) / kRowsOfCluster;
+    const int64_t clusters = (params.batch + kRows - 1) / kRows;
     const ClusterLaunch launch(Product::kThreads, bytes, Product::kCluster, clusters, stream);
     error = cudaLaunchKernelEx(&launch.config, kKernel, params);
   }

@@ -101,7 +101,9 @@ fn cuda_float_in_tf32_by_the_grid() {
 #[test]
 fn cuda_float_of_any_range_by_the_grid() {
     let Some(device) = device("cuda_float_of_any_range_by_the_grid") else { return };
-    for sizes in [[3, 9, 3, 8], [9, 20, 6, 520], [5, 90, 8, 776], [6, 17, 3, 1000], [4, 70, 8, 1024], [3, 11, 8, 2048]] {
+    for sizes in
+        [[3, 9, 3, 8], [9, 20, 6, 520], [5, 90, 8, 776], [6, 17, 3, 1000], [4, 70, 8, 1024], [3, 11, 8, 2048]]
+    {
         scaled::assert_numbers_of_any_range(&grid, sizes, device);
         scaled::assert_gradients_of_any_range(&grid, sizes, device);
         scaled::assert_no_number_stays_in_its_row(&grid, sizes, device);
@@ -136,7 +138,11 @@ fn cuda_half_kinds_of_more_steps_are_no_more_kernels_of_the_grid() {
 
 /// All bits of each value are set: between blocks that means "not there yet".
 fn all_bits(size: [i64; 2], kind: Kind, device: Device) -> Tensor {
-    let integer = if kind == Kind::Float { Kind::Int } else { Kind::Int16 };
+    let integer = match kind {
+        Kind::Double => Kind::Int64,
+        Kind::Float => Kind::Int,
+        _ => Kind::Int16,
+    };
     let values = Tensor::full(size, -1, (integer, device)).view_dtype(kind);
     assert!(values.isnan().all().int64_value(&[]) != 0);
     values
@@ -150,6 +156,16 @@ pub fn assert_no_number_is_as_in_per_step(
     device: Device,
 ) {
     let _switch = Tf32::set(kind == Kind::Float);
+    assert_no_number_agrees(sequence, kind, hidden, device);
+}
+
+/// As libtorch's switch for tf32 is.
+pub fn assert_no_number_agrees(
+    sequence: support::Operator<'_>,
+    kind: Kind,
+    hidden: i64,
+    device: Device,
+) {
     let inputs = one([6, 20, 8, hidden], kind, device).inputs;
     let no_numbers = all_bits([20, hidden], kind, device);
     // h0 of one row, c0 of another, the input of a third at some step, and an infinite one.

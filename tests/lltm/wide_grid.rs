@@ -1,7 +1,7 @@
-//! One kernel of a grid for many rows, forced where it can be: in half kinds.
+//! One kernel of a grid for many rows, forced where it can be: in half kinds, and in `Float` where tf32 is allowed.
 
 use super::grid::{HALF_KINDS, assert_agrees_with_per_step, assert_no_number_is_as_in_per_step};
-use super::persistent::{device_with, device_with_cache, everything};
+use super::persistent::{Tf32, device_with, device_with_cache, everything};
 use super::*;
 use tch_extension::amp::Autocast;
 use tch_extension::cuda::{Graph, Stream, StreamGuard, synchronize};
@@ -58,11 +58,48 @@ fn cuda_half_kinds_of_the_product_alone_by_the_wide_grid() {
     }
 }
 
+/// Only where that is allowed: otherwise the products are exact.
+#[test]
+fn cuda_float_in_tf32_by_the_wide_grid() {
+    let Some(device) = device("cuda_float_in_tf32_by_the_wide_grid") else { return };
+    for sizes in SIZES {
+        let inputs = one(sizes, Kind::Float, device).inputs;
+        let in_precision = |allow, sequence| {
+            let _switch = Tf32::set(allow);
+            everything(sequence, &inputs)
+        };
+        let (strict, exact) = (in_precision(false, &wide_grid), in_precision(false, &per_step));
+        let (found, narrow) = (in_precision(true, &wide_grid), in_precision(true, &grid));
+        for ((found, strict), exact) in found.iter().zip(&strict).zip(&exact) {
+            let scale = exact.abs().max().double_value(&[]);
+            assert_close(strict, exact, 2e-5, 2e-5 * scale);
+            assert_close(found, exact, 4e-3, 4e-3 * scale);
+        }
+        // The output, and the input's gradient.
+        for index in [0, 3] {
+            assert!(!found[index].equal(&strict[index]), "{sizes:?}: tf32 was not taken");
+            assert!(sizes[3] < 512 || !found[index].equal(&narrow[index]), "{sizes:?}: the other grid");
+        }
+    }
+}
+
+/// Products are made of halves with scales there.
+#[test]
+fn cuda_float_of_any_range_by_the_wide_grid() {
+    let Some(device) = device("cuda_float_of_any_range_by_the_wide_grid") else { return };
+    for sizes in SIZES.into_iter().filter(|sizes| sizes[3] >= 512) {
+        scaled::assert_numbers_of_any_range(&wide_grid, sizes, device);
+        scaled::assert_gradients_of_any_range(&wide_grid, sizes, device);
+        scaled::assert_no_number_stays_in_its_row(&wide_grid, sizes, device);
+    }
+}
+
 /// Bits that mean "not there yet" between blocks are a number like any other where they come from outside.
 #[test]
-fn cuda_half_kinds_of_what_is_no_number_by_the_wide_grid() {
-    let Some(device) = device("cuda_half_kinds_of_what_is_no_number_by_the_wide_grid") else { return };
-    for kind in HALF_KINDS {
+fn cuda_half_kinds_and_float_of_what_is_no_number_by_the_wide_grid() {
+    let test = "cuda_half_kinds_and_float_of_what_is_no_number_by_the_wide_grid";
+    let Some(device) = device(test) else { return };
+    for kind in [Kind::Half, Kind::BFloat16, Kind::Float] {
         for hidden in [24, 520, 1000] {
             assert_no_number_is_as_in_per_step(&wide_grid, kind, hidden, device);
         }
@@ -94,20 +131,23 @@ fn cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_wide_grid() {
 
 /// A replay computes, also where users ask for nothing.
 #[test]
-fn cuda_half_kinds_of_a_replayed_graph_by_the_wide_grid() {
-    let test = "cuda_half_kinds_of_a_replayed_graph_by_the_wide_grid";
+fn cuda_half_kinds_and_float_of_a_replayed_graph_by_the_wide_grid() {
+    let test = "cuda_half_kinds_and_float_of_a_replayed_graph_by_the_wide_grid";
     let Some(device) = device_with_cache(LltmPath::WideGrid, test) else { return };
-    let inputs = one([40, 256, 8, 1024], Kind::Half, device).inputs;
-    let expected = wide_grid(&inputs).expect("outputs");
-    for sequence in [wide_grid, fused] {
-        let (graph, outputs) = Graph::capture(device, || sequence(&inputs)).expect("a capture");
-        for _ in 0..3 {
-            for output in &outputs {
-                let _ = output.detach().fill_(f64::NAN);
-            }
-            graph.replay().expect("a replay");
-            for (output, expected) in outputs.iter().zip(&expected) {
-                assert!(output.equal(expected));
+    let _switch = Tf32::set(true);
+    for kind in [Kind::Half, Kind::Float] {
+        let inputs = one([40, 256, 8, 1024], kind, device).inputs;
+        let expected = wide_grid(&inputs).expect("outputs");
+        for sequence in [wide_grid, fused] {
+            let (graph, outputs) = Graph::capture(device, || sequence(&inputs)).expect("a capture");
+            for _ in 0..3 {
+                for output in &outputs {
+                    let _ = output.detach().fill_(f64::NAN);
+                }
+                graph.replay().expect("a replay");
+                for (output, expected) in outputs.iter().zip(&expected) {
+                    assert!(output.equal(expected), "{kind:?}");
+                }
             }
         }
     }
@@ -115,11 +155,14 @@ fn cuda_half_kinds_of_a_replayed_graph_by_the_wide_grid() {
 
 /// Grids that each need nearly all of the GPU, from two streams at once, again and again: all of it ends, with the same bits.
 #[test]
-fn cuda_half_kinds_by_the_wide_grid_on_two_streams_finish_and_repeat() {
-    let test = "cuda_half_kinds_by_the_wide_grid_on_two_streams_finish_and_repeat";
+fn cuda_half_kinds_and_float_by_the_wide_grid_on_two_streams_finish_and_repeat() {
+    let test = "cuda_half_kinds_and_float_by_the_wide_grid_on_two_streams_finish_and_repeat";
     let Some(device) = device(test) else { return };
-    for sizes in [[40, 256, 8, 1024], [40, 150, 8, 768], [20, 700, 8, 512]] {
-        let inputs = one(sizes, Kind::Half, device).inputs;
+    let _switch = Tf32::set(true);
+    let half = [[40, 256, 8, 1024], [40, 150, 8, 768], [20, 700, 8, 512]].map(|sizes| (sizes, Kind::Half));
+    let float = [[40, 256, 8, 1024], [20, 150, 8, 520]].map(|sizes| (sizes, Kind::Float));
+    for (sizes, kind) in half.into_iter().chain(float) {
+        let inputs = one(sizes, kind, device).inputs;
         let expected = everything(&wide_grid, &inputs);
         synchronize(device).expect("an end");
         let streams = [(); 2].map(|()| Stream::new(device).expect("a stream"));

@@ -64,23 +64,25 @@ pub(super) struct Share {
 
 impl Share {
     /// The fastest for these sizes, if the weights fit into registers, and the kernel can count. `tf32` is whether products of
-    /// `Float` may be made in it, which they always are here.
+    /// `Float` may be made in it: here they are made of halves then, which are as exact.
     pub fn new(direction: Direction, sizes: Sizes, product: Kind, tf32: bool, grid: Grid) -> Option<Share> {
         let Sizes { batch, hidden, .. } = sizes;
-        // Of a row of h for each warp, at most 8 vectors in registers beside 16 columns, or 4 beside 32; of the gates' gradients
-        // three times as many.
-        let terms = match product {
-            Kind::Half | Kind::BFloat16 => 256,
-            Kind::Float if tf32 => 128,
-            _ => return None,
-        };
-        if batch == 0 || hidden == 0 || hidden % 8 != 0 || !counts_in_32_bits(sizes) {
+        /// Of a row, that one vector of each warp has.
+        const TERMS: i64 = 256;
+        /// Of float, blocks have together.
+        const IN_PAIRS: i64 = 32;
+        let is_scaled = product == Kind::Float && tf32;
+        let fits = is_scaled || matches!(product, Kind::Half | Kind::BFloat16);
+        if !fits || batch == 0 || hidden == 0 || hidden % 8 != 0 || !counts_in_32_bits(sizes) {
             return None;
         }
-        let vectors = (hidden - 1) / terms + 1;
+        // Of a row of h for each warp, at most 8 vectors in registers beside 16 columns, or 4 beside 32; of the gates' gradients
+        // three times as many.
+        let vectors = (hidden - 1) / TERMS + 1;
         let tiles = (batch - 1) / ROWS + 1;
         let of = |columns| {
-            let most = grid.blocks / ((hidden - 1) / columns + 1);
+            let together = if is_scaled { IN_PAIRS } else { columns };
+            let most = grid.blocks / (((hidden - 1) / together + 1) * (together / columns));
             Share::of_columns(direction, columns, vectors, tiles, most)
         };
         let fits = |columns: &i64| vectors * columns <= 128;
@@ -178,7 +180,10 @@ mod tests {
         assert_eq!(of(16, 1024, Kind::Half), Some((32, 2)));
         assert_eq!(of(16, 512, Kind::Half), Some((32, 2)));
         assert_eq!(of(64, 1032, Kind::Half), Some((16, 2)));
-        assert_eq!(of(16, 768, Kind::Float), Some((16, 2)));
+        assert_eq!(of(16, 768, Kind::Float), Some((32, 2)));
+        // 65 blocks would have no neighbour for the last one.
+        assert_eq!(of(64, 1032, Kind::Float), Some((16, 2)));
+        assert_eq!(of(64, 520, Kind::Half), Some((32, 4)));
     }
 
     #[test]
@@ -195,9 +200,9 @@ mod tests {
         assert!(
             faster(Backward, 512, 128, 1024, Kind::Half) && !faster(Backward, 512, 256, 1024, Kind::Half)
         );
-        assert!(faster(Forward, 512, 16, 768, Kind::Float) && !faster(Forward, 512, 256, 1024, Kind::Float));
+        assert!(faster(Forward, 512, 16, 768, Kind::Float) && faster(Forward, 512, 256, 1024, Kind::Float));
         assert!(
-            faster(Backward, 512, 64, 1024, Kind::Float) && !faster(Backward, 512, 88, 1024, Kind::Float)
+            faster(Backward, 512, 64, 1024, Kind::Float) && !faster(Backward, 512, 256, 1024, Kind::Float)
         );
     }
 
@@ -205,7 +210,7 @@ mod tests {
     fn float_is_for_those_who_allow_tf32() {
         assert_eq!(share(16, 512, Kind::Float, false, H200), None);
         assert_eq!(share(16, 512, Kind::Float, true, H200), Some((16, 1)));
-        assert_eq!(share(16, 1032, Kind::Float, true, H200), None);
+        assert_eq!(share(16, 1032, Kind::Float, true, H200), share(16, 1032, Kind::Half, true, H200));
         assert_eq!(share(16, 512, Kind::Double, true, H200), None);
     }
 }

@@ -45,10 +45,10 @@ impl PlainShare {
             let most = grid.blocks() / ((hidden - 1) / columns + 1);
             PlainShare::of_columns(direction, columns, vectors, tiles, most)
         };
-        // With few columns, there are blocks enough for few rows, and products are short.
-        let widths: &[i64] = match direction {
-            Direction::Forward if vectors <= 2 => &[16, 8, 4],
-            Direction::Forward if vectors <= 4 => &[16, 8],
+        // With few columns a block's product is short, but more blocks wait for one another.
+        let widths: &[i64] = match (direction, vectors) {
+            (Direction::Forward, 3..=4) => &[16, 8, 4],
+            (Direction::Forward, 2..=6) => &[16, 8],
             _ => &[16],
         };
         let shares = widths.iter().copied().filter_map(of);
@@ -69,28 +69,20 @@ impl PlainShare {
             return None;
         }
         let turns = (tiles - 1) / most + 1;
-        // Of one vector of 16 columns it is the kernel of two.
-        let vectors = if columns == 16 { vectors.max(2) } else { vectors };
-        // A product, which tensor cores make 16 rows of all gates at a time, and what one turn waits for messages.
-        let tiles_of_block = match direction {
-            Direction::Forward => (3 * columns - 1) / 16 + 1,
-            Direction::Backward => 3,
+        // What a turn takes that waits for all messages, and one of several.
+        let (only, each) = match (direction, columns) {
+            (Direction::Forward, 4) => (80 + 45 * vectors, 55 + 11 * vectors),
+            (Direction::Forward, 8) => (80 + 45 * vectors, 60 + 15 * vectors),
+            (Direction::Forward, _) => (80 + 40 * vectors, 70 + 22 * vectors),
+            (Direction::Backward, _) => (110 + 50 * vectors, 60 + 31 * vectors),
         };
-        let product = vectors * tiles_of_block * 9;
-        let waiting = match direction {
-            Direction::Forward => 95,
-            Direction::Backward => 130,
-        };
-        let share = PlainShare {
-            columns,
-            row_groups: (tiles - 1) / turns + 1,
-            cost: (product + waiting).max(turns * (product + 30)),
-        };
+        let cost = if turns == 1 { only } else { turns * each };
+        let share = PlainShare { columns, row_groups: (tiles - 1) / turns + 1, cost };
         (turns <= MOST_TURNS).then_some(share)
     }
 
-    /// Than one or two kernels for each step.
-    pub fn is_faster(&self, direction: Direction, sizes: Sizes) -> bool {
+    /// Than one or two kernels for each step. `Double` has not been compared.
+    pub fn is_faster(&self, direction: Direction, sizes: Sizes, product: Kind) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;
         // What those cost: launches, and products at 50 TFLOP/s.
@@ -99,6 +91,70 @@ impl PlainShare {
             Direction::Backward => 700,
         };
         let products = sizes.batch as f64 * sizes.hidden as f64 * sizes.hidden as f64 * 6.0 / 50e12 * 1e8;
-        sizes.steps >= FEW && self.cost <= launches + products as i64
+        product == Kind::Float && sizes.steps >= FEW && self.cost <= launches + products as i64
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const H200: Grid = Grid::H200;
+
+    fn sizes(batch: i64, hidden: i64) -> Sizes {
+        Sizes { steps: 512, batch, features: hidden, hidden }
+    }
+
+    fn share(direction: Direction, batch: i64, hidden: i64, kind: Kind) -> Option<(i64, i64)> {
+        let share = PlainShare::new(direction, sizes(batch, hidden), kind, false, H200);
+        share.map(|share| (share.columns, share.row_groups))
+    }
+
+    /// What was the fastest of those measured.
+    #[test]
+    fn shares_suit_the_size() {
+        use Direction::{Backward, Forward};
+        let of = |direction, batch, hidden| share(direction, batch, hidden, Kind::Float);
+        assert_eq!(of(Forward, 16, 128), Some((16, 2)));
+        assert_eq!(of(Forward, 16, 256), Some((16, 2)));
+        assert_eq!(of(Forward, 16, 512), Some((4, 1)));
+        assert_eq!(of(Forward, 16, 768), Some((8, 1)));
+        assert_eq!(of(Forward, 64, 128), Some((16, 8)));
+        assert_eq!(of(Forward, 64, 512), Some((16, 4)));
+        assert_eq!(of(Forward, 64, 1024), Some((16, 2)));
+        assert_eq!(of(Backward, 16, 512), Some((16, 2)));
+        assert_eq!(of(Backward, 64, 1024), Some((16, 2)));
+    }
+
+    #[test]
+    fn not_all_sizes_have_one() {
+        let of = |batch, hidden, kind| share(Direction::Forward, batch, hidden, kind);
+        assert!(of(1, 8, Kind::Float).is_some() && of(9, 512, Kind::Double).is_some());
+        assert_eq!(of(64, 1032, Kind::Float), None);
+        assert_eq!(of(64, 520, Kind::Double), None);
+        assert_eq!(of(64, 1020, Kind::Float), None);
+        assert_eq!(of(64, 512, Kind::Half), None);
+        assert_eq!(of(0, 8, Kind::Float), None);
+        assert_eq!(of(8, 0, Kind::Float), None);
+        assert_eq!(of(i64::MAX, 8, Kind::Float), None);
+        assert_eq!(of(1 << 16, 8, Kind::Float), None);
+        let tf32 = PlainShare::new(Direction::Forward, sizes(16, 512), Kind::Float, true, H200);
+        assert_eq!(tf32, None);
+    }
+
+    #[test]
+    fn it_is_taken_where_it_is_faster() {
+        for direction in [Direction::Forward, Direction::Backward] {
+            let faster = |steps, batch, hidden, kind| {
+                let sizes = Sizes { steps, ..sizes(batch, hidden) };
+                PlainShare::new(direction, sizes, kind, false, H200)
+                    .is_some_and(|share| share.is_faster(direction, sizes, kind))
+            };
+            for hidden in [128, 256, 512, 768, 1024] {
+                assert!(faster(8, 16, hidden, Kind::Float) && faster(512, 64, hidden, Kind::Float));
+                assert!(!faster(7, 16, hidden, Kind::Float) && !faster(512, 16, hidden, Kind::Double));
+            }
+            assert!(!faster(512, 512, 1024, Kind::Float));
+        }
     }
 }

@@ -180,7 +180,7 @@ impl Plan {
         let plain = PlainShare::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
         let of_plain =
             |share: PlainShare| Plan::PlainGrid { columns: share.columns, row_groups: share.row_groups };
-        let wide = WideShare::new(direction, sizes, product, on_chip.grid);
+        let wide = WideShare::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
         let of_wide =
             |share: WideShare| Plan::WideGrid { columns: WideShare::COLUMNS, row_groups: share.row_groups };
         match path {
@@ -193,8 +193,8 @@ impl Plan {
             Path::Automatic => {
                 let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes));
                 let grid = grid.filter(|share| share.is_faster(direction, sizes));
-                let plain = plain.filter(|share| share.is_faster(direction, sizes));
-                let wide = wide.filter(|share| share.is_faster(direction, sizes));
+                let plain = plain.filter(|share| share.is_faster(direction, sizes, product));
+                let wide = wide.filter(|share| share.is_faster(sizes));
                 let all = [
                     clusters.map(|kernel| (kernel.cost(sizes.batch), of_clusters(kernel))),
                     grid.map(|share| (share.cost, of_grid(share))),
@@ -336,7 +336,7 @@ mod tests {
             assert_eq!(half(direction, 64, 1023), None);
             assert_eq!(plan(direction, 7, 64, 1024, Kind::Half), None);
             assert_eq!(plan(direction, 512, 16, 512, Kind::Float), clusters(16, true));
-            assert_eq!(plan(direction, 512, 64, 1024, Kind::Float), grid(16, 2));
+            assert_eq!(plan(direction, 512, 64, 1024, Kind::Float), grid(32, 4));
         }
         for direction in [Forward, Backward] {
             assert_eq!(half(direction, 64, 512), clusters(8, false));

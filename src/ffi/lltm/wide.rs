@@ -12,6 +12,8 @@ pub(super) struct WideShare {
     pub row_groups: i64,
     /// What a step costs, in hundredths of a microsecond: about, as measured on an H200.
     pub cost: i64,
+    /// What it must not cost to be taken.
+    limit: i64,
 }
 
 impl WideShare {
@@ -20,13 +22,24 @@ impl WideShare {
     /// That a block computes at a time.
     const ROWS: i64 = 64;
 
-    /// If the weights fit into shared memory, and the kernel can count.
-    pub fn new(direction: Direction, sizes: Sizes, product: Kind, grid: Grid) -> Option<WideShare> {
+    /// If the weights fit into shared memory, and the kernel can count. `tf32` is whether products of `Float` may be made in
+    /// it: they are made of halves with scales.
+    pub fn new(
+        direction: Direction,
+        sizes: Sizes,
+        product: Kind,
+        tf32: bool,
+        grid: Grid,
+    ) -> Option<WideShare> {
         const WIDEST: i64 = 1024;
         let Sizes { batch, hidden, .. } = sizes;
-        let is_half = matches!(product, Kind::Half | Kind::BFloat16);
+        let is_scaled = match product {
+            Kind::Half | Kind::BFloat16 => false,
+            Kind::Float if tf32 => true,
+            _ => return None,
+        };
         let fits = (1..=WIDEST).contains(&hidden) && hidden % 8 == 0 && counts_in_32_bits(sizes);
-        if !is_half || !fits || batch == 0 {
+        if !fits || batch == 0 {
             return None;
         }
         let most = grid.blocks() / ((hidden - 1) / WideShare::COLUMNS + 1);
@@ -41,28 +54,25 @@ impl WideShare {
             ..=768 => 768,
             _ => WIDEST,
         };
-        let whole = match direction {
-            Direction::Forward => 215 + padded * 31 / 100,
-            Direction::Backward => 93 + padded * 90 / 100,
+        let (whole, limit) = match (direction, is_scaled) {
+            (Direction::Forward, false) => (215 + padded * 31 / 100, 700),
+            (Direction::Backward, false) => (93 + padded * 90 / 100, 1100),
+            (Direction::Forward, true) => (230 + padded * 35 / 100, 1900),
+            (Direction::Backward, true) => (120 + padded * 115 / 100, 3100),
         };
         // Each vector of a row has to be looked at.
         let a_turn = if hidden == padded { whole } else { whole * 5 / 4 };
         // All steps of some rows, and then all steps of others.
-        Some(WideShare { row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn })
+        Some(WideShare { row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn, limit })
     }
 
     /// Than one or two kernels for each step.
-    pub fn is_faster(&self, direction: Direction, sizes: Sizes) -> bool {
+    pub fn is_faster(&self, sizes: Sizes) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;
         /// Up to here clusters are faster.
         const NARROW: i64 = 256;
-        // All rows at once: with more, it has not been compared.
-        let most = match direction {
-            Direction::Forward => 700,
-            Direction::Backward => 1100,
-        };
-        sizes.steps >= FEW && sizes.hidden > NARROW && self.cost <= most
+        sizes.steps >= FEW && sizes.hidden > NARROW && self.cost <= self.limit
     }
 }
 
@@ -72,7 +82,7 @@ mod tests {
 
     fn row_groups(direction: Direction, batch: i64, hidden: i64, kind: Kind, grid: Grid) -> Option<i64> {
         let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
-        WideShare::new(direction, sizes, kind, grid).map(|share| share.row_groups)
+        WideShare::new(direction, sizes, kind, false, grid).map(|share| share.row_groups)
     }
 
     #[test]
@@ -93,8 +103,8 @@ mod tests {
         for direction in [Direction::Forward, Direction::Backward] {
             let faster = |steps, batch, hidden| {
                 let sizes = Sizes { steps, batch, features: hidden, hidden };
-                WideShare::new(direction, sizes, Kind::Half, Grid::H200)
-                    .is_some_and(|share| share.is_faster(direction, sizes))
+                WideShare::new(direction, sizes, Kind::Half, false, Grid::H200)
+                    .is_some_and(|share| share.is_faster(sizes))
             };
             assert!(faster(512, 256, 1024) && faster(8, 512, 512) && faster(512, 320, 768));
             assert!(!faster(7, 256, 1024) && !faster(512, 256, 256) && !faster(512, 320, 1024));
