@@ -6,9 +6,6 @@ namespace tch_extension {
 namespace {
 
 struct GridBackward {
-  template <typename T>
-  static constexpr bool kHas = sizeof(T) == 2;
-
   template <typename S, typename T, int... kOf>
   static GridStatus start_of(const LltmGridBackward& params, cudaStream_t stream) {
     if constexpr (std::is_same_v<S, float> && std::is_same_v<T, __half>) {

@@ -6,9 +6,6 @@ namespace tch_extension {
 namespace {
 
 struct GridForward {
-  template <typename T>
-  static constexpr bool kHas = sizeof(T) == 2;
-
   template <typename S, int kColumns, typename T, int kVectors, int kShared, int kGroup>
   static GridStatus start_of(const LltmGridForward& params, cudaStream_t stream) {
     return start_forward<S, kColumns, GridProductForward<T, kColumns, kVectors, kShared, kGroup>>(params, stream);

@@ -7,9 +7,6 @@ namespace tch_extension {
 namespace {
 
 struct GridPlainBackward {
-  template <typename T>
-  static constexpr bool kHas = sizeof(T) > 2;
-
   template <typename T, int kVectors, int kHeld, int kRing, int kGroup>
   static GridStatus start_of(const LltmGridBackward& params, cudaStream_t stream) {
     return start_backward<T, GridPlainProduct<T, 1, kVectors, kHeld, kRing, kGroup>>(params, stream);
@@ -34,6 +31,6 @@ struct GridPlainBackward {
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_backward_cuda(
     const LltmGridBackward* params, bool* fits, cudaStream_t stream) {
   using namespace tch_extension;
-  const GridCall<GridPlainBackward, LltmGridBackward> call{*params, kGates * params->hidden, fits, stream};
+  const GridCall<GridPlainBackward, LltmGridBackward, true> call{*params, kGates * params->hidden, fits, stream};
   return {"lltm_grid_plain_backward", for_kinds(params->kind, params->product_kind, call)};
 }

@@ -7,9 +7,6 @@ namespace tch_extension {
 namespace {
 
 struct GridPlainForward {
-  template <typename T>
-  static constexpr bool kHas = sizeof(T) > 2;
-
   template <typename T, int kColumns, int kVectors, int kHeld>
   static GridStatus start_of(const LltmGridForward& params, cudaStream_t stream) {
     constexpr int kTiles = (kGates * kColumns + kTile - 1) / kTile;
@@ -49,6 +46,6 @@ struct GridPlainForward {
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_forward_cuda(
     const LltmGridForward* params, bool* fits, cudaStream_t stream) {
   using namespace tch_extension;
-  const GridCall<GridPlainForward, LltmGridForward> call{*params, params->hidden, fits, stream};
+  const GridCall<GridPlainForward, LltmGridForward, true> call{*params, params->hidden, fits, stream};
   return {"lltm_grid_plain_forward", for_kinds(params->kind, params->product_kind, call)};
 }
