@@ -150,18 +150,18 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     }
     for (Turn turn = this->first_turn(); turn.step <= last; this->advance(turn)) {
       const bool valid = is_valid(turn.sub);
-      Pair* behind = reinterpret_cast<Pair*>(static_cast<G*>(params.grad_h) + at_first(turn.sub));
+      const Factors of = factors();
       Pair grad_h[1] = {};
       if (turn.step > 0) {
         this->take(grad_h, (turn.step - 1) * place.subs + turn.sub, last * place.subs);
       } else if (valid) {
-        grad_h[0] = *behind;
+        grad_h[0] = *behind(turn.sub);
       }
       if (turn.step < place.steps) {
-        finish(turn, grad_h[0], valid);
+        finish(turn, grad_h[0], of, valid);
         fetch();
       } else if (valid) {
-        *behind = grad_h[0];
+        *behind(turn.sub) = grad_h[0];
       }
     }
     for (int sub = this->team; sub < place.subs; sub += kTeams) {
@@ -170,22 +170,44 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     }
   }
 
-  __device__ __forceinline__ void finish(const Turn& turn, Pair grad_h, bool valid) {
-    Pair grad_c = of_c(turn.sub);
-    G grads[kGates][2];
+  __device__ __forceinline__ Pair* behind(int sub) const {
+    return reinterpret_cast<Pair*>(static_cast<G*>(params.grad_h) + at_first(sub));
+  }
+
+  // What gradients are times that for h (the output's added) and that for c.
+  struct Factors {
+    Pair grad_output, c_of_h, i_of_c, o_of_h, g_of_c;
+  };
+
+  // All that is known before the products are.
+  __device__ __forceinline__ Factors factors() const {
     wait_for_copies<kAheadBack - 1>();
     auto saved = [&](int value) { return values_of<S>(ring[(slot * Layout::kSaved + value) * kFinishers]); };
-    const Pair grad_output = saved(0), i = saved(1), o = saved(2), g = saved(3), c = saved(4);
-    auto of_one = [&](int at, G grad_h, G& grad_c, G i, G o, G g, G c) {
-      const G tanh_c = Activation<T, G>::of_c(c);
-      grad_c += grad_h * (o * tanh_grad(tanh_c));
-      grads[0][at] = grad_c * (Activation<T, G>::of_candidate(g) * sigmoid_grad(i));
-      grads[1][at] = grad_h * (tanh_c * sigmoid_grad(o));
-      grads[2][at] = grad_c * (i * Activation<T, G>::candidate_grad(g));
+    const Pair i = saved(1), o = saved(2), g = saved(3), c = saved(4);
+    Factors of;
+    of.grad_output = saved(0);
+    auto of_one = [](G i, G o, G g, G c, G& c_of_h, G& i_of_c, G& o_of_h, G& g_of_c) {
+      const float tanh_c = Activation<T, G>::of_c(c);
+      c_of_h = o * tanh_grad(tanh_c);
+      i_of_c = Activation<T, G>::of_candidate(g) * sigmoid_grad(i);
+      o_of_h = tanh_c * sigmoid_grad(o);
+      g_of_c = i * Activation<T, G>::candidate_grad(g);
     };
-    of_one(0, grad_h.x + grad_output.x, grad_c.x, i.x, o.x, g.x, c.x);
-    of_one(1, grad_h.y + grad_output.y, grad_c.y, i.y, o.y, g.y, c.y);
+    of_one(i.x, o.x, g.x, c.x, of.c_of_h.x, of.i_of_c.x, of.o_of_h.x, of.g_of_c.x);
+    of_one(i.y, o.y, g.y, c.y, of.c_of_h.y, of.i_of_c.y, of.o_of_h.y, of.g_of_c.y);
+    return of;
+  }
+
+  __device__ __forceinline__ void finish(const Turn& turn, Pair grad_h, const Factors& of, bool valid) {
+    Pair grad_c = of_c(turn.sub);
+    grad_h.x += of.grad_output.x;
+    grad_h.y += of.grad_output.y;
+    grad_c.x += grad_h.x * of.c_of_h.x;
+    grad_c.y += grad_h.y * of.c_of_h.y;
     of_c(turn.sub) = grad_c;
+    const G grads[kGates][2] = {{grad_c.x * of.i_of_c.x, grad_c.y * of.i_of_c.y},
+                                {grad_h.x * of.o_of_h.x, grad_h.y * of.o_of_h.y},
+                                {grad_c.x * of.g_of_c.x, grad_c.y * of.g_of_c.y}};
     if constexpr (kSendsScaled<Product>) {
       send_scaled(turn, grads, valid);
       if (valid) store(turn, grads);

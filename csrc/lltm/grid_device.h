@@ -94,10 +94,10 @@ __device__ __forceinline__ void send_two(T* to, G first, G second) {
                  : "memory");
     return;
   } else {
-  constexpr uint32_t kNotNumbers = 0x7fff7fff;
-  const uint32_t word = bits_of(static_cast<T>(first)) | bits_of(static_cast<T>(second)) << 16;
-  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word == kUnsent ? kNotNumbers : word)
-               : "memory");
+    constexpr uint32_t kNotNumbers = 0x7fff7fff;
+    const uint32_t word = bits_of(static_cast<T>(first)) | bits_of(static_cast<T>(second)) << 16;
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word == kUnsent ? kNotNumbers : word)
+                 : "memory");
   }
 }
 

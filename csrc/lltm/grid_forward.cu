@@ -8,7 +8,8 @@ namespace {
 struct GridForward {
   template <typename S, int kColumns, typename T, int kVectors, int kShared, int kGroup>
   static GridStatus start_of(const LltmGridForward& params, cudaStream_t stream) {
-    return start_forward<S, kColumns, GridProductForward<T, kColumns, kVectors, kShared, kGroup>>(params, stream);
+    return start_forward<S, kColumns, GridProductForward<T, kColumns, kVectors, kShared, kGroup>>(params,
+                                                                                                  stream);
   }
 
   // With as many vectors of a row for each lane, or more.

@@ -120,8 +120,7 @@ struct GridFinisher : GridMember<Product, kColumns> {
 
   __device__ __forceinline__ void fetch() {
     const bool wanted = fetched.step < place.steps && is_valid(fetched.sub);
-    const G* from =
-        static_cast<const G*>(params.input_gates) + (wanted ? at_gates(at_turn(fetched)) : 0);
+    const G* from = static_cast<const G*>(params.input_gates) + (wanted ? at_gates(at_turn(fetched)) : 0);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       copy_async(ring + (slot * kGates + gate) * kFinishers,
@@ -138,8 +137,7 @@ struct GridFinisher : GridMember<Product, kColumns> {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       const G* from = row + gate * place.hidden + column;
-      to[gate * kFinishers] =
-          is_there ? Pair{from[0], from[1]} : Pair{otherwise, otherwise};
+      to[gate * kFinishers] = is_there ? Pair{from[0], from[1]} : Pair{otherwise, otherwise};
     }
   }
 
@@ -148,8 +146,7 @@ struct GridFinisher : GridMember<Product, kColumns> {
     if constexpr (kMayScale) begin_columns(scales, params.scales, 1);
     for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
       const S* from = static_cast<const S*>(params.c0) + at_first(sub);
-      c_of(sub) =
-          is_valid(sub) ? Pair{static_cast<G>(from[0]), static_cast<G>(from[1])} : Pair{};
+      c_of(sub) = is_valid(sub) ? Pair{static_cast<G>(from[0]), static_cast<G>(from[1])} : Pair{};
     }
   }
 

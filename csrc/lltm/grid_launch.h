@@ -47,8 +47,35 @@ struct GridStatus {
   const char* error;
 };
 
+// Blocks that a multiprocessor of the device takes, with so many bytes; none of what is compiled for any
+// other architecture than Hopper's own, which is empty and would leave the messages unsent. This never
+// changes, and to ask costs a launch almost a microsecond: it is known for the bytes that were asked about
+// last.
+template <auto kKernel, int kThreadsOfBlock>
+cudaError_t ask_blocks_of_processor(int device, int bytes, int* blocks) {
+  constexpr int kRegistersOfNothing = 32;
+  constexpr int64_t kMostBlocks = 64;
+  static std::atomic<int64_t> known[kDevices];
+  const int64_t of_bytes = (int64_t{bytes} + 1) * kMostBlocks;
+  const int64_t last = device < kDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (last / kMostBlocks * kMostBlocks == of_bytes) {
+    *blocks = static_cast<int>(last % kMostBlocks);
+    return cudaSuccess;
+  }
+  cudaFuncAttributes code = {};
+  cudaError_t error = cudaFuncGetAttributes(&code, kKernel);
+  if (error == cudaSuccess) {
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(blocks, kKernel, kThreadsOfBlock,
+                                                          static_cast<size_t>(bytes));
+  }
+  if (error != cudaSuccess) return error;
+  if (code.numRegs <= kRegistersOfNothing) *blocks = 0;
+  if (device < kDevices) known[device].store(of_bytes + *blocks, std::memory_order_relaxed);
+  return cudaSuccess;
+}
+
 // Whether all blocks can run at once. Asked before the launch, because one that fails spoils the graph that a
-// stream is captured in.
+// stream is captured in, and each time for the multiprocessors, of which this process may have a part.
 template <auto kKernel, int kThreadsOfBlock>
 cudaError_t ask_whether_fits(int64_t blocks, int bytes, bool* fits) {
   int device = 0, processors = 0, of_one = 0;
@@ -56,16 +83,9 @@ cudaError_t ask_whether_fits(int64_t blocks, int bytes, bool* fits) {
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kKernel, kThreadsOfBlock,
-                                                          static_cast<size_t>(bytes));
+    error = ask_blocks_of_processor<kKernel, kThreadsOfBlock>(device, bytes, &of_one);
   }
-  cudaFuncAttributes code = {};
-  if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, kKernel);
-  // What is compiled for any other architecture than Hopper's own is empty, and would leave the messages
-  // unsent.
-  constexpr int kRegistersOfNothing = 32;
-  *fits = error == cudaSuccess && code.numRegs > kRegistersOfNothing &&
-          blocks <= static_cast<int64_t>(of_one) * processors;
+  *fits = error == cudaSuccess && blocks <= static_cast<int64_t>(of_one) * processors;
   return error;
 }
 

@@ -31,6 +31,7 @@ struct GridPlainBackward {
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_backward_cuda(
     const LltmGridBackward* params, bool* fits, cudaStream_t stream) {
   using namespace tch_extension;
-  const GridCall<GridPlainBackward, LltmGridBackward, true> call{*params, kGates * params->hidden, fits, stream};
+  const GridCall<GridPlainBackward, LltmGridBackward, true> call{*params, kGates * params->hidden, fits,
+                                                                 stream};
   return {"lltm_grid_plain_backward", for_kinds(params->kind, params->product_kind, call)};
 }

@@ -287,9 +287,7 @@ struct GridMember {
   __device__ __forceinline__ bool is_first() const { return index / 4 % kPairs == 0; }
 
   // None for threads behind the last team.
-  __device__ __forceinline__ Turn first_turn() const {
-    return {0, team < Teams::kTeams ? team : place.subs};
-  }
+  __device__ __forceinline__ Turn first_turn() const { return {0, team < Teams::kTeams ? team : place.subs}; }
   __device__ __forceinline__ void advance(Turn& turn) const {
     turn.sub += Teams::kTeams;
     if (turn.sub >= place.subs) turn = {turn.step + 1, team};
@@ -302,8 +300,8 @@ struct GridMember {
     barrier_of(Teams::full(buffer, team), Teams::kMeeting);
 #pragma unroll
     for (int sum = 0; sum < kSums; ++sum) {
-      sums[sum] = sum_of_parts(found + buffer * Product::kBytesOfTurn +
-                               sum * (kColumns / 2 * Product::kBytesOfPair));
+      sums[sum] =
+          sum_of_parts(found + buffer * Product::kBytesOfTurn + sum * (kColumns / 2 * Product::kBytesOfPair));
     }
     if (done + 2 < turns) arrive_at(Teams::free(buffer), Teams::kMeeting);
   }

@@ -21,8 +21,8 @@ constexpr int kOwn = 4;
 using Own = float[kOwn];
 // Bytes of a row of shared memory, swizzled: 64 terms.
 constexpr int kWideRow = 128;
-// Steps for whose messages and operands there is a place in the L2 cache.
-constexpr int kWideNear = 4;
+// Steps for whose messages and operands there is a place in the L2 cache, also of a state of float.
+constexpr int kWideNear = 2;
 
 // Named barriers of each warp and the one of the other group that has the same rows: sums are there; the
 // first group's may be overwritten, and the second's.

@@ -1,12 +1,9 @@
 // The backward of a wide grid.
 
-#include "grid_wide.h"
+#include "grid_wide_scaled.h"
 
 namespace tch_extension {
 namespace {
-
-// Of a row of the batch, what each block sends.
-constexpr int kSentColumns = kGates * kWideColumns;
 
 // Shared memory, in bytes: W_h, whose rows are the terms; sums for the other group; scales of the block's own
 // rows of W_h.
@@ -18,17 +15,11 @@ struct WideBackwardLayout {
   static constexpr int kBytes = kScales + kSentColumns * static_cast<int>(sizeof(float));
 };
 
-// Scaled, what a block sends of a row lies together; without, it is a part of grad_gates.
-template <bool kScaled>
-__device__ __forceinline__ int terms_of_row(int hidden) {
-  return kScaled ? (hidden + kWideColumns - 1) / kWideColumns * kSentColumns : kGates * hidden;
-}
 // The row of W_h that a term belongs to; negative if there is none.
 template <bool kScaled>
 __device__ __forceinline__ int row_of_term(int term, int hidden) {
-  if (!kScaled) return term < kGates * hidden ? term : -1;
-  const int column = term / kSentColumns * kWideColumns + term % kWideColumns;
-  return column < hidden ? term % kSentColumns / kWideColumns * hidden + column : -1;
+  if (kScaled) return WideSent::row_of_term(term, hidden);
+  return term < kGates * hidden ? term : -1;
 }
 
 // W_h into shared memory, two terms of eight columns at a time.
@@ -59,15 +50,12 @@ __device__ __forceinline__ void load_weights(const LltmGridBackward& params, int
   }
 }
 
-// Times kWeightScale, which takes what is sent near to what the sums will be.
-constexpr float kWeightScale = 1 << 14;
-
 [[maybe_unused]] __device__ __forceinline__ void load_scales(const LltmGridBackward& params, int first_column,
                                                              float* shared) {
-  const int row = threadIdx.x < kSentColumns
-                      ? row_of_term<true>(first_column * kGates + threadIdx.x, static_cast<int>(params.hidden))
-                      : -1;
-  if (row >= 0) shared[threadIdx.x] = params.scales[row] * kWeightScale;
+  const int term = threadIdx.x, hidden = static_cast<int>(params.hidden);
+  if (term >= kSentColumns) return;
+  const int row = WideSent::row_of_term(first_column * kGates + term, hidden);
+  shared[term] = row < 0 ? 0.0f : params.scales[row] * kWeightScale;
 }
 
 // Rows of the batch, all steps of them.
@@ -75,14 +63,11 @@ template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
 struct WideBackward : WidePlace {
   using Layout = WideBackwardLayout<T, kVectors, kWhole>;
   using Saved = Vector<S, kOwn>;
-  // Whose messages a warp reads. Each group of each sender has a scale of its own.
-  static constexpr int kSenders = kVectors / kGates;
-
   __device__ __forceinline__ WideBackward(const LltmGridBackward& p, int first_column, char* shared)
       : WidePlace(p.hidden, p.batch, first_column),
         params(p),
-        terms(*this, terms_of_row<kScaled>(hidden), shared),
-        blocks((hidden + kWideColumns - 1) / kWideColumns) {
+        sent(p),
+        terms(*this, kScaled ? kSentColumns * sent.blocks : kGates * hidden, shared) {
     all_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + threadIdx.x % kGroupThreads;
     weight_scales = reinterpret_cast<const float*>(shared + Layout::kScales) + of_block;
   }
@@ -143,103 +128,24 @@ struct WideBackward : WidePlace {
     for (int half = 0; half < 2; ++half) {
       const uint32_t from = some_row_of(step, half);
       if constexpr (kScaled) {
-        terms.from[half] = sent(from) + terms.first;
-        scales_from[half] = sent_scale(from, group * kSenders + of_four % 2 * 2, of_four / 2);
+        terms.from[half] = sent.of_row(from) + terms.first;
+        factors.find(sent, *this, half, from);
       } else {
         terms.from[half] = static_cast<const T*>(params.grad_gates) + terms.first + from * (kGates * hidden);
       }
     }
   }
 
-  // What is sent of a row, and what it was divided by, of a group of a block. Those of both groups of four
-  // blocks lie together.
-  __device__ __forceinline__ T* sent(uint32_t of_row) const {
-    return static_cast<T*>(params.exchange) + static_cast<int64_t>(of_row) * (kSentColumns * blocks);
-  }
-  __device__ __forceinline__ float* sent_scale(uint32_t of_row, int block, int of_group) const {
-    const int of_fours = (blocks + 3) / 4 * 8;
-    return params.exchange_scales + static_cast<int64_t>(of_row) * of_fours + block / 4 * 8 + of_group * 4 +
-           block % 4;
-  }
-
-  // Two lanes of a row read what the first groups sent and two what the second ones did: each half of the
-  // scales of those.
-  __device__ __forceinline__ void load_scales() {
-    int all = blocks - group * kSenders - of_four % 2 * 2;
-    if (!kWhole) few_at_a_time(all);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int four = 0; four < kSenders / 4; ++four) {
-        const void* at = scales_from[half] + four * 8;
-        if (!kWhole && four * 4 >= all) at = &wide_zeros;
-        uint2& two = scales[half][four];
-        two = load_words(at);
-        if (!kWhole && four * 4 + 1 >= all) two.y = 0;
-      }
-    }
-  }
-  __device__ __forceinline__ uint32_t largest_scale(int half) const {
-    uint32_t largest = 0;
-#pragma unroll
-    for (const uint2& two : scales[half]) largest = max(largest, max(two.x, two.y));
-    return largest;
-  }
-
-  // What messages have to be multiplied by for a row to have one scale, the largest.
-  __device__ __forceinline__ void find_factors() {
-    constexpr uint32_t kOne = 0x3f800000;
-    uint32_t largest[2] = {largest_scale(0), largest_scale(1)};
-    while (__any_sync(~0u, max(largest[0], largest[1]) == kUnsent)) {
-      load_scales();
-      largest[0] = largest_scale(0);
-      largest[1] = largest_scale(1);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t& most = largest[half];
-      most = max(most, __shfl_xor_sync(~0u, most, 1));
-      most = max(most, __shfl_xor_sync(~0u, most, 2));
-      scale_of_row[half] = __uint_as_float(most);
-      auto factor = [&](uint32_t scale) {
-        return __int_as_float(max(static_cast<int32_t>(scale + kOne - most), 0));
-      };
-#pragma unroll
-      for (int four = 0; four < kSenders / 4; ++four) {
-        const uint2 two = scales[half][four];
-        const __half2 halves = __floats2half2_rn(factor(two.x), factor(two.y));
-        const auto own = *reinterpret_cast<const uint32_t*>(&halves);
-        factors[half][2 * four] = __shfl_sync(~0u, own, 0, 2);
-        factors[half][2 * four + 1] = __shfl_sync(~0u, own, 1, 2);
-      }
-    }
-  }
-
-  // One of two halves, twice: when it is needed, because all of them would be too many.
-  static __device__ __forceinline__ uint32_t repeated(uint32_t two, bool is_upper) {
-    uint32_t both;
-    asm volatile("prmt.b32 %0, %1, 0, %2;" : "=r"(both) : "r"(two), "r"(is_upper ? 0x3232 : 0x1010));
-    return both;
-  }
-  static __device__ __forceinline__ void multiply_halves(uint32_t& two, uint32_t by) {
-    asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(two) : "r"(by));
-  }
-
   __device__ __forceinline__ void multiply(float (&sums)[16]) {
     if constexpr (!kScaled) {
       terms.multiply(sums, true);
     } else {
-      find_factors();
-      terms.multiply(sums, true, [&](uint4& words, int vector, int half) {
-        const int sender = vector / kGates;
-        const uint32_t by = repeated(factors[half][sender / 2], sender % 2 != 0);
-        multiply_halves(words.x, by);
-        multiply_halves(words.y, by);
-        multiply_halves(words.z, by);
-        multiply_halves(words.w, by);
+      factors.wait();
+      terms.multiply(sums, true, [&](uint4& messages, int vector, int half) {
+        factors.multiply(messages, vector / kGates, half);
       });
 #pragma unroll
-      for (int at = 0; at < 16; ++at) sums[at] = sums[at] / kWeightScale * scale_of_row[at / 2 % 2];
+      for (int at = 0; at < 16; ++at) sums[at] = sums[at] / kWeightScale * factors.of_sums[at / 2 % 2];
     }
   }
 
@@ -299,15 +205,12 @@ struct WideBackward : WidePlace {
     if (step >= kWideNear) prefetch_all(step - kWideNear);
     if (step == 0 && !params.needs_grad_h0) return;
     find(step);
-    if constexpr (kScaled) load_scales();
+    if constexpr (kScaled) factors.load();
     terms.load(0);
   }
 
-  // Times the scales of their rows of W_h, and so that the largest of the group's is near the upper end of
-  // what halves are.
+  // With the scales of their rows of W_h, and zeros where there are no columns.
   __device__ __forceinline__ void send_scaled(int step, int half, const Own (&grads)[kGates]) const {
-    // Of which the scale and its inverse are normal.
-    constexpr uint32_t kLeast = 16, kMost = 254, kTop = 14, kBias = 127;
     Own messages[kGates];
     float largest = 0;
 #pragma unroll
@@ -322,16 +225,15 @@ struct WideBackward : WidePlace {
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
     largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
     if (!is_row(half)) return;
-    const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, kLeast), kMost) - kTop;
-    const float inverse = __uint_as_float((2 * kBias - exponent) << 23);
+    const WideScale scale(largest);
     const uint32_t row = row_of(step, half);
     const int block = (column - of_block) / kWideColumns;
-    if (of_four == 0) store_word(sent_scale(row, block, group), exponent << 23);
-    T* to = sent(row) + block * kSentColumns + of_block;
+    if (of_four == 0) store_word(sent.scale_of(row, block, group), scale.bits);
+    T* to = sent.of_row(row) + block * kSentColumns + of_block;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
 #pragma unroll
-      for (int of = 0; of < kOwn; ++of) messages[gate][of] *= inverse;
+      for (int of = 0; of < kOwn; ++of) messages[gate][of] *= scale.inverse;
       send_own(to + gate * kWideColumns, messages[gate]);
     }
     if (column >= hidden) return;
@@ -353,13 +255,13 @@ struct WideBackward : WidePlace {
       if (of_four < kGates) {
         prefetch(static_cast<const S*>(params.activations) + at_gate);
         if constexpr (kScaled) {
-          prefetch(sent(row) + first_column / kWideColumns * kSentColumns +
+          prefetch(sent.of_row(row) + first_column / kWideColumns * kSentColumns +
                    (kGates * group + of_four) * kGroupColumns);
         } else {
           prefetch(static_cast<const T*>(params.grad_gates) + at_gate);
         }
       } else {
-        if constexpr (kScaled) prefetch(sent_scale(row, first_column / kWideColumns, group));
+        if constexpr (kScaled) prefetch(sent.scale_of(row, first_column / kWideColumns, group));
         prefetch(static_cast<const S*>(params.c) + at);
         if (params.grad_output != nullptr) prefetch(static_cast<const S*>(params.grad_output) + at);
       }
@@ -367,16 +269,11 @@ struct WideBackward : WidePlace {
   }
 
   const LltmGridBackward& params;
+  const WideSent sent;
   typename Layout::Terms terms;
-  const int blocks;
+  WideFactors<kVectors / kGates, kWhole> factors;
   float4* all_sums;
   const float* weight_scales;
-  const float* scales_from[2];
-  // As bits.
-  uint2 scales[2][kSenders / 4];
-  // Two halves each.
-  uint32_t factors[2][kSenders / 2];
-  float scale_of_row[2];
   Own grad_h[2], grad_c[2];
   Saved gates[2][kGates], c[2], grad_output[2];
 };

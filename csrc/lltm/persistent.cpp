@@ -185,7 +185,8 @@ RunBackward* backward_of(int32_t path) {
 }  // namespace
 
 bool lltm_grid(const LltmForward& call) {
-  const Operands operands(*call.weight, call.h0, call.output->size(2), are_scaled(call.path, *call.weight), call.stream);
+  const Operands operands(*call.weight, call.h0, call.output->size(2), are_scaled(call.path, *call.weight),
+                          call.stream);
   const at::Tensor h0 = aligned(operands.h0);
   const bool casts = h0.scalar_type() != call.output->scalar_type();
   const at::Tensor exchange = casts ? at::empty(call.output->sizes(), h0.options()) : *call.output;

@@ -162,8 +162,8 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// In the precision that a half kind or tf32 can show, and quickly; for float in its own, for double exactly. T is what is
-// multiplied.
+// In the precision that a half kind or tf32 can show, and quickly; for float in its own, for double exactly.
+// T is what is multiplied.
 template <typename T, typename G>
 struct Activation {
   static __device__ __forceinline__ G of_gate(G x) { return sigmoid(x); }

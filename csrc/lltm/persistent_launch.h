@@ -35,13 +35,15 @@ struct ClusterLaunch {
   cudaLaunchAttribute attribute = {};
 };
 
+// For which what is asked once is kept.
+constexpr int kDevices = 64;
+
 // Lets the kernel have all the shared memory that a block can, and clusters of more than the 8
 // blocks that every GPU has. The limits belong to the kernel, not to the launch: one set for a small launch
 // would make the large one fail that another thread is about to start. Once for each kernel and device,
 // therefore, and never less.
 template <auto kKernel>
 cudaError_t allow() {
-  constexpr int kDevices = 64;
   static std::atomic<bool> is_allowed[kDevices];
   int device = 0;
   int most = 0;

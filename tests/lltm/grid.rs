@@ -160,12 +160,7 @@ pub fn assert_no_number_is_as_in_per_step(
 }
 
 /// As libtorch's switch for tf32 is.
-pub fn assert_no_number_agrees(
-    sequence: support::Operator<'_>,
-    kind: Kind,
-    hidden: i64,
-    device: Device,
-) {
+pub fn assert_no_number_agrees(sequence: support::Operator<'_>, kind: Kind, hidden: i64, device: Device) {
     let inputs = one([6, 20, 8, hidden], kind, device).inputs;
     let no_numbers = all_bits([20, hidden], kind, device);
     // h0 of one row, c0 of another, the input of a third at some step, and an infinite one.

@@ -14,7 +14,7 @@ const SIZES: [[i64; 4]; 6] =
     [[1, 1, 2, 8], [2, 8, 8, 24], [33, 9, 5, 136], [9, 20, 6, 264], [3, 300, 8, 72], [4, 9, 3, 520]];
 
 /// Small enough for a Jacobian.
-const TINY: [[i64; 4]; 3] = [[1, 1, 2, 8], [4, 9, 1, 8], [3, 2, 2, 24]];
+const TINY: [[i64; 4]; 3] = [[1, 1, 2, 8], [3, 9, 1, 8], [2, 2, 1, 24]];
 
 /// Each kernel's size in `Float`; in `Double`, half of it.
 const LARGE: [[i64; 4]; 10] = [
@@ -66,10 +66,11 @@ fn cuda_float_and_double_agree_by_the_grid() {
 #[test]
 fn cuda_gradcheck_of_the_grid() {
     let Some(_) = device("cuda_gradcheck_of_the_grid") else { return };
-    let tiny = |kind, device| samples(&TINY, kind, device);
-    let suite = Suite { small: &tiny, ..suite_of(&grid) };
-    suite.gradcheck_of_every_small_sample();
-    suite.gradgradcheck_of_every_small_sample();
+    let tiny =
+        |kind, device: Device| if device.is_cuda() { samples(&TINY, kind, device) } else { Vec::new() };
+    Suite { small: &tiny, ..suite_of(&grid) }.gradcheck_of_every_small_sample();
+    let tiniest = |kind, device| tiny(kind, device).into_iter().take(2).collect();
+    Suite { small: &tiniest, ..suite_of(&grid) }.gradgradcheck_of_every_small_sample();
 }
 
 #[test]
@@ -96,9 +97,10 @@ fn cuda_float_by_the_grid_is_as_exact_as_step_by_step() {
         let exact = per_step(&exact).expect("outputs");
         let worst = |sequence: support::Operator<'_>| {
             let outputs = sequence(&inputs).expect("outputs");
-            let errors = outputs.iter().zip(&exact).map(|(found, exact)| {
-                (found.to_kind(Kind::Double) - exact).abs().max().double_value(&[])
-            });
+            let errors = outputs
+                .iter()
+                .zip(&exact)
+                .map(|(found, exact)| (found.to_kind(Kind::Double) - exact).abs().max().double_value(&[]));
             errors.fold(0.0, f64::max)
         };
         let (found, of_steps) = (worst(&grid), worst(&per_step));

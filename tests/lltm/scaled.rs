@@ -14,8 +14,8 @@ fn rows_of_any_magnitude(sizes: [i64; 4], device: Device) -> Vec<Tensor> {
     // As of a gate that is nearly shut.
     let of_gates = Tensor::zeros([3, hidden], (Kind::Float, device));
     let _ = of_gates.get(1).fill_(-3.0);
-    let rows = Tensor::from(10.0).pow((exponents + of_gates.view([-1])).to_kind(Kind::Double));
-    let weight = (&inputs[1] * rows.to_device(device).to_kind(Kind::Float).unsqueeze(1)).contiguous();
+    let rows = (exponents + of_gates.view([-1])) * std::f64::consts::LN_10;
+    let weight = &inputs[1] * rows.exp().unsqueeze(1);
     let bias = inputs[2].copy();
     let _ = bias.narrow(0, hidden, hidden).fill_(SMALL.ln());
     vec![&inputs[0] * SMALL, weight, bias, &inputs[3] * SMALL, inputs[4].copy()]

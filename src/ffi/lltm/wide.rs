@@ -57,8 +57,8 @@ impl WideShare {
         let (whole, limit) = match (direction, is_scaled) {
             (Direction::Forward, false) => (215 + padded * 31 / 100, 700),
             (Direction::Backward, false) => (93 + padded * 90 / 100, 1100),
-            (Direction::Forward, true) => (230 + padded * 35 / 100, 1900),
-            (Direction::Backward, true) => (120 + padded * 115 / 100, 3100),
+            (Direction::Forward, true) => (250 + padded * 31 / 100, 1900),
+            (Direction::Backward, true) => (15 + padded * 115 / 100, 2500),
         };
         // Each vector of a row has to be looked at.
         let a_turn = if hidden == padded { whole } else { whole * 5 / 4 };
@@ -109,6 +109,23 @@ mod tests {
             assert!(faster(512, 256, 1024) && faster(8, 512, 512) && faster(512, 320, 768));
             assert!(!faster(7, 256, 1024) && !faster(512, 256, 256) && !faster(512, 320, 1024));
             assert_eq!(faster(512, 256, 1000), direction == Direction::Forward);
+        }
+    }
+
+    #[test]
+    fn float_is_for_those_who_allow_tf32() {
+        let faster = |direction, batch, hidden, tf32| {
+            let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
+            WideShare::new(direction, sizes, Kind::Float, tf32, Grid::H200)
+                .map(|share| share.is_faster(sizes))
+        };
+        for direction in [Direction::Forward, Direction::Backward] {
+            for (batch, hidden) in [(256, 1024), (512, 1024), (1024, 512)] {
+                assert_eq!(faster(direction, batch, hidden, true), Some(true));
+                assert_eq!(faster(direction, batch, hidden, false), None);
+            }
+            // Three turns, with which the way back is slower than step by step.
+            assert_eq!(faster(direction, 768, 1024, true), Some(direction == Direction::Forward));
         }
     }
 
