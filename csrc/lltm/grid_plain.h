@@ -9,7 +9,8 @@ namespace tch_extension {
 namespace {
 
 // sums += a b, where a is 16 × 16 or 16 × 8, and b has 8 columns.
-__device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a)[8], const double (&b)[4]) {
+[[maybe_unused]] __device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a)[8],
+                                                              const double (&b)[4]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
@@ -18,7 +19,8 @@ __device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a
         "d"(b[1]), "d"(b[2]), "d"(b[3]));
 }
 
-__device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a)[4], const double (&b)[2]) {
+[[maybe_unused]] __device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a)[4],
+                                                              const double (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};"
@@ -27,13 +29,13 @@ __device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a
 }
 
 // Here and now: the compiler would keep all of a block's weights as double, for which there is no room.
-__device__ __forceinline__ double to_double(float value) {
+[[maybe_unused]] __device__ __forceinline__ double to_double(float value) {
   double wide;
   asm volatile("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(value));
   return wide;
 }
 
-__device__ __forceinline__ double to_double(double value) { return value; }
+[[maybe_unused]] __device__ __forceinline__ double to_double(double value) { return value; }
 
 // A double is a message by itself.
 template <typename T>

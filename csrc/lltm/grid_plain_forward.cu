@@ -18,6 +18,8 @@ struct GridPlainForward {
   // enough, and none waits long for a product.
   template <typename, typename T>
   static GridStatus start(const LltmGridForward& params, int64_t vectors, cudaStream_t stream) {
+    // Sums of double leave less room for weights in shared memory.
+    constexpr int kHeldOfMost = sizeof(T) == 8 ? 12 : 6;
     switch (params.columns) {
       case 4:
         if (vectors <= 4) return start_of<T, 4, 4, 4>(params, stream);
@@ -32,7 +34,7 @@ struct GridPlainForward {
         if (vectors <= 2) return start_of<T, 16, 2, 6>(params, stream);
         if (vectors <= 4) return start_of<T, 16, 4, 12>(params, stream);
         if (vectors <= 6) return start_of<T, 16, 6, 10>(params, stream);
-        if (vectors <= 8) return start_of<T, 16, 8, 6>(params, stream);
+        if (vectors <= 8) return start_of<T, 16, 8, kHeldOfMost>(params, stream);
         break;
     }
     return {true, kNoKernel};
