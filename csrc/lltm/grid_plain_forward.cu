@@ -22,11 +22,10 @@ struct GridPlainForward {
     constexpr int kHeldOfMost = sizeof(T) == 8 ? 12 : 6;
     switch (params.columns) {
       case 4:
+        if (vectors <= 2) return start_of<T, 4, 2, 2>(params, stream);
         if (vectors <= 4) return start_of<T, 4, 4, 4>(params, stream);
         break;
       case 8:
-        if (vectors <= 2) return start_of<T, 8, 2, 4>(params, stream);
-        if (vectors <= 4) return start_of<T, 8, 4, 8>(params, stream);
         if (vectors <= 6) return start_of<T, 8, 6, 12>(params, stream);
         break;
       case 16:

@@ -47,8 +47,8 @@ impl PlainShare {
         };
         // With few columns a block's product is short, but more blocks wait for one another.
         let widths: &[i64] = match (direction, vectors) {
-            (Direction::Forward, 3..=4) => &[16, 8, 4],
-            (Direction::Forward, 2..=6) => &[16, 8],
+            (Direction::Forward, 2..=4) => &[16, 4],
+            (Direction::Forward, 5..=6) => &[16, 8],
             _ => &[16],
         };
         let shares = widths.iter().copied().filter_map(of);
@@ -71,7 +71,7 @@ impl PlainShare {
         let turns = (tiles - 1) / most + 1;
         // What a turn takes that waits for all messages, and one of several.
         let (only, each) = match (direction, columns) {
-            (Direction::Forward, 4) => (80 + 45 * vectors, 55 + 11 * vectors),
+            (Direction::Forward, 4) => (80 + 68 * vectors, 28 + 18 * vectors),
             (Direction::Forward, 8) => (80 + 45 * vectors, 60 + 15 * vectors),
             (Direction::Forward, _) => (80 + 40 * vectors, 70 + 22 * vectors),
             (Direction::Backward, _) => (110 + 50 * vectors, 60 + 31 * vectors),
@@ -116,7 +116,7 @@ mod tests {
         use Direction::{Backward, Forward};
         let of = |direction, batch, hidden| share(direction, batch, hidden, Kind::Float);
         assert_eq!(of(Forward, 16, 128), Some((16, 2)));
-        assert_eq!(of(Forward, 16, 256), Some((16, 2)));
+        assert_eq!(of(Forward, 16, 256), Some((4, 1)));
         assert_eq!(of(Forward, 16, 512), Some((4, 1)));
         assert_eq!(of(Forward, 16, 768), Some((8, 1)));
         assert_eq!(of(Forward, 64, 128), Some((16, 8)));
