@@ -85,13 +85,20 @@ impl PlainShare {
     pub fn is_faster(&self, direction: Direction, sizes: Sizes, product: Kind) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;
-        // What those cost: launches, and products at 50 TFLOP/s.
+        /// What that takes.
+        const ONCE: i64 = 2000;
+        /// With more, libtorch's products are twice as fast.
+        const FEW_ROWS: i64 = 64;
+        let Sizes { steps, batch, hidden, .. } = sizes;
         let launches = match direction {
             Direction::Forward => 480,
             Direction::Backward => 700,
         };
-        let products = sizes.batch as f64 * sizes.hidden as f64 * sizes.hidden as f64 * 6.0 / 50e12 * 1e8;
-        product == Kind::Float && sizes.steps >= FEW && self.cost <= launches + products as i64
+        // Operations in a hundredth of a microsecond.
+        let speed = if batch <= FEW_ROWS { 25e4 } else { 50e4 };
+        let products = 6.0 * batch as f64 * hidden as f64 * hidden as f64 / speed;
+        let saved = launches + products as i64 - self.cost;
+        product == Kind::Float && steps >= FEW && steps.saturating_mul(saved) >= ONCE
     }
 }
 
