@@ -187,7 +187,7 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     Factors of;
     of.grad_output = saved(0);
     auto of_one = [](G i, G o, G g, G c, G& c_of_h, G& i_of_c, G& o_of_h, G& g_of_c) {
-      const float tanh_c = Activation<T, G>::of_c(c);
+      const G tanh_c = Activation<T, G>::of_c(c);
       c_of_h = o * tanh_grad(tanh_c);
       i_of_c = Activation<T, G>::of_candidate(g) * sigmoid_grad(i);
       o_of_h = tanh_c * sigmoid_grad(o);
