@@ -45,16 +45,19 @@ void launch(const LltmPersistentBackward& backward) {
   check(tch_extension_lltm_persistent_backward_cuda(&backward, nullptr));
 }
 
-template <typename T>
-void expect_of_clusters(int runs, int rows, int hidden, int cluster, int groups, bool tf32) {
+template <typename S, typename T>
+void expect_of_clusters(int runs, int rows, int hidden, int cluster, bool is_scaled = false) {
   LltmPersistentForward forward{};
   LltmPersistentBackward backward{};
   forward.cluster = backward.cluster = cluster;
-  forward.tf32 = backward.tf32 = tf32;
-  forward.groups = groups;
+  const Array<float> scales(3 * hidden, 9, 1e-3f), h0_scales(rows, 10, 1.0f);
+  if (is_scaled) {
+    forward.scales = backward.scales = scales.data;
+    forward.h0_scales = h0_scales.data;
+  }
   char how[80];
-  std::snprintf(how, sizeof how, "clusters of %d, %d groups%s", cluster, groups, tf32 ? ", tf32" : "");
-  expect_the_same_bits<T, T>(rows, hidden, runs, forward, backward, how,
+  std::snprintf(how, sizeof how, "clusters of %d%s", cluster, is_scaled ? ", scaled" : "");
+  expect_the_same_bits<S, T>(rows, hidden, runs, forward, backward, how,
                              [](const auto& params) { launch(params); });
 }
 
@@ -62,17 +65,19 @@ void expect_of_clusters(int runs, int rows, int hidden, int cluster, int groups,
 
 int main(int count, char** arguments) {
   const int runs = runs_of(count, arguments);
-  expect_of_clusters<__nv_bfloat16>(runs, 17, 128, 8, 1, false);
-  expect_of_clusters<__half>(runs, 250, 100, 8, 1, false);
-  expect_of_clusters<__nv_bfloat16>(runs, 24, 256, 8, 1, false);
-  expect_of_clusters<__nv_bfloat16>(runs, 24, 512, 16, 1, false);
-  expect_of_clusters<__nv_bfloat16>(runs, 130, 512, 8, 1, false);
-  expect_of_clusters<__nv_bfloat16>(runs, 24, 768, 16, 1, false);
-  expect_of_clusters<float>(runs, 17, 128, 8, 1, true);
-  expect_of_clusters<float>(runs, 24, 256, 8, 1, true);
-  expect_of_clusters<float>(runs, 24, 512, 16, 1, true);
-  expect_of_clusters<float>(runs, 40, 512, 16, 2, true);
-  expect_of_clusters<float>(runs, 17, 128, 8, 1, false);
-  expect_of_clusters<double>(runs, 17, 128, 8, 1, false);
+  using Bf16 = __nv_bfloat16;
+  expect_of_clusters<Bf16, Bf16>(runs, 17, 128, 8);
+  expect_of_clusters<__half, __half>(runs, 250, 100, 8);
+  expect_of_clusters<Bf16, Bf16>(runs, 24, 256, 8);
+  expect_of_clusters<Bf16, Bf16>(runs, 24, 512, 16);
+  expect_of_clusters<Bf16, Bf16>(runs, 130, 512, 8);
+  expect_of_clusters<Bf16, Bf16>(runs, 24, 768, 16);
+  expect_of_clusters<float, __half>(runs, 17, 128, 8, true);
+  expect_of_clusters<float, __half>(runs, 24, 256, 8, true);
+  expect_of_clusters<float, __half>(runs, 24, 512, 16, true);
+  expect_of_clusters<float, __half>(runs, 130, 512, 8, true);
+  expect_of_clusters<float, __half>(runs, 24, 768, 16, true);
+  expect_of_clusters<float, float>(runs, 17, 128, 8);
+  expect_of_clusters<double, double>(runs, 17, 128, 8);
   return 0;
 }

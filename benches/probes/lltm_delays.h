@@ -138,7 +138,7 @@ inline void set_messages(LltmGridBackward& backward, float* messages, int64_t ha
 
 // In halves with scales, [T, B', 3H'].
 inline int64_t scaled_messages(int64_t rows, int64_t hidden) {
-  return kSteps * ((rows + 7) / 8 * 8) * ((hidden + 127) / 128 * 128) * 3;
+  return kSteps * ((rows + 7) / 8 * 8) * ((hidden + 31) / 32 * 32) * 3;
 }
 
 // A state of kind S and products of kind T, or of halves with scales, forward and backward, again and again:
@@ -156,7 +156,7 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
   // Any will do, also those that are no powers of two.
   const Array<float> scales(3 * hidden, 9, 1.0f), h0_scales(rows, 10, 1.0f);
   const int64_t halves = kIsScaled ? scaled_messages(rows, hidden) : 4;
-  // There are no more scales than that.
+  // And as much room behind them for scales, of which there are fewer.
   const Array<float> messages(halves, 0, 0);
   using Gates = std::conditional_t<kIsScaled, S, T>;
   struct Results {
@@ -169,7 +169,8 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
           c(all, 0, 0),
           activations(3 * all, 0, 0),
           exchange(all, 0, 0),
-          grad_gates(3 * all, 0, 0),
+          // Of S, where products are scaled.
+          grad_gates(3 * all * static_cast<int64_t>(sizeof(S) / sizeof(T)), 0, 0),
           grad_h(state, 0, 0),
           grad_c(state, 0, 0) {}
   } found(state, all), first(state, all);

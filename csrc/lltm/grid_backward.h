@@ -241,8 +241,10 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
   __device__ __forceinline__ void begin_scales() {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
+      constexpr float kTop = 1 << kTopOfWeights;
       const float* from = params.scales + gate * place.hidden + column;
-      scales[gate * kFinishers] = column < place.hidden ? make_float2(from[0], from[1]) : float2{};
+      scales[gate * kFinishers] =
+          column < place.hidden ? make_float2(kTop * from[0], kTop * from[1]) : float2{};
     }
   }
 
@@ -346,11 +348,12 @@ __global__ void __launch_bounds__(kGridThreads, 1)
 template <typename Product>
 size_t bytes_of_messages(const LltmGridBackward& params) {
   if constexpr (kSendsScaled<Product>) {
-    const int64_t subs = (params.batch + kRows - 1) / kRows;
-    const int64_t pairs = (params.hidden + 2 * kTile - 1) / (2 * kTile);
-    // The scales have as much room as floats for each of a row's.
-    constexpr int kBytesOfScales = 2 * kRows * static_cast<int>(sizeof(float));
-    return static_cast<size_t>(params.steps * subs * pairs) * (kBytesOfPair + kBytesOfScales);
+    constexpr int kOfPair = 2;
+    const int64_t rows = (params.batch + kRows - 1) / kRows * kRows;
+    const int64_t pairs = (params.hidden + kOfPair * kTile - 1) / (kOfPair * kTile);
+    const float* end = params.exchange_scales + params.steps * rows * pairs * kOfPair;
+    return static_cast<size_t>(reinterpret_cast<const unsigned char*>(end) -
+                               static_cast<const unsigned char*>(params.exchange));
   } else {
     return static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) *
            sizeof(typename Product::T);

@@ -199,14 +199,18 @@ struct GridProductScaled : GridProduct<__half, kTileCount, kVectorCount, kInShar
   uint32_t scales[Layout::kScaleVectors * 4];
 };
 
+// Gradients times a row's scale of W_h are times this, too: for as much as W_h's largest, not 2^-14 of it, so
+// that small ones keep their digits.
+constexpr int kTopOfWeights = 14;
+
 // A power of two that takes finite values up to `largest` (its bits) below 2^15, and the exponent of its
-// inverse, which is neither none nor what is unsent.
+// inverse without kTopOfWeights, which is neither none nor what is unsent.
 struct MessageScale {
   explicit __device__ __forceinline__ MessageScale(uint32_t largest) {
-    constexpr uint32_t kBias = 127, kDigits = 23, kTop = 14;
-    const uint32_t exponent = max(largest >> kDigits, kTop + 1);
+    constexpr uint32_t kBias = 127, kDigits = 23, kTop = 14, kBehind = kTop + kTopOfWeights;
+    const uint32_t exponent = max(largest >> kDigits, kBehind + 1);
     there = __uint_as_float((2 * kBias + kTop - exponent) << kDigits);
-    back = exponent - kTop;
+    back = exponent - kBehind;
   }
   float there;
   uint32_t back;
@@ -236,6 +240,8 @@ struct ScaledTarget<ScaledLayout<kPairsOfWarp>> {
   unsigned char* scale;
 };
 
+// Whoever reads takes four at once, which the memory model says nothing of: on the hardware each byte is
+// there or not.
 __device__ __forceinline__ void send_byte(unsigned char* to, uint32_t byte) {
   asm volatile("st.relaxed.gpu.global.b8 [%0], %1;" ::"l"(to), "r"(byte) : "memory");
 }

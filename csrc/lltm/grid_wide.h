@@ -16,6 +16,9 @@ constexpr int kWideColumns = 32;
 constexpr int kGroupThreads = 4 * kWarp;
 constexpr int kWideThreads = 2 * kGroupThreads;
 constexpr int kGroupColumns = kWideColumns / 2;
+__device__ __forceinline__ int wide_blocks(int64_t hidden) {
+  return (static_cast<int>(hidden) + kWideColumns - 1) / kWideColumns;
+}
 // Of a thread: neighbouring columns in each of two rows.
 constexpr int kOwn = 4;
 using Own = float[kOwn];
@@ -79,44 +82,6 @@ __device__ __forceinline__ uint4 load_terms(const T* from, bool whole) {
   for (int at = 0; at < kLanesOf16Bytes<T>; ++at) values[at] = from[at];
   return terms;
 }
-
-// Activations of a half kind, by instructions that take what is nearly zero for zero: as Activation, with a
-// multiplication less.
-struct WideActivation {
-  static __device__ __forceinline__ float exp2_of(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-  }
-  static __device__ __forceinline__ float one_over(float x) {
-    float result;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-  }
-  static constexpr float kLog2OfE = 1.44269504f;
-
-  static __device__ __forceinline__ float of_gate(float x) { return one_over(1.0f + exp2_of(-kLog2OfE * x)); }
-  static __device__ __forceinline__ float of_candidate(float x) {
-    // exp(x) - 1 loses its digits near 0, where few terms of the series are enough.
-    float series = 1.0f / 120 * x + 1.0f / 24;
-    series = series * x + 1.0f / 6;
-    series = series * x + 0.5f;
-    series = series * x * x + x;
-    const float negative = x > -0.25f ? series : exp2_of(kLog2OfE * x) - 1.0f;
-    return x > 0 ? x : negative;
-  }
-  static __device__ __forceinline__ float candidate_grad(float x) {
-    return x > 0 ? 1.0f : exp2_of(kLog2OfE * x);
-  }
-  static __device__ __forceinline__ float of_c(float x) {
-    const float square = x * x;
-    float series = -17.0f / 315 * square + 2.0f / 15;
-    series = series * square - 1.0f / 3;
-    series = series * square * x + x;
-    const float other = 1.0f - 2.0f * one_over(1.0f + exp2_of(2 * kLog2OfE * x));
-    return fabsf(x) < 0.25f ? series : other;
-  }
-};
 
 // Where there are no terms.
 __device__ uint4 wide_zeros;
@@ -208,8 +173,8 @@ struct WideTerms {
     return gemm::tile_descriptor<false>(0) >> 32 << 32 | (weights + static_cast<uint32_t>(offset >> 4));
   }
 
-  // The first are asked for. They may not be there yet, if they are `messages`. Each vector goes through
-  // `prepare` before it is multiplied.
+  // The first are asked for. They may not be there yet, if they are `messages`. Before kAtOnce of them are
+  // multiplied, `prepare` gets the first one's index.
   template <typename Sums, typename Prepare>
   __device__ __forceinline__ void multiply(Sums& sums, bool are_messages, const Prepare& prepare) {
     constexpr int kNext = static_cast<int>(gemm::kNextInner<false>) << 4;
@@ -219,11 +184,7 @@ struct WideTerms {
       // There are not registers for all vectors at once; those of the products before are free by now.
       if constexpr (kVectors > 4 * kAtOnce) gemm::wait_for_products<0>();
       if (begin + kAtOnce < kVectors) load(begin + kAtOnce);
-#pragma unroll
-      for (int vector = begin; vector < begin + kAtOnce; ++vector) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) prepare(messages[vector][half], vector, half);
-      }
+      prepare(begin);
       // Neither would all descriptors at once.
       few_at_a_time(weights);
       gemm::begin_products();
@@ -240,7 +201,7 @@ struct WideTerms {
   }
   template <typename Sums>
   __device__ __forceinline__ void multiply(Sums& sums, bool are_messages) {
-    multiply(sums, are_messages, [](uint4&, int, int) {});
+    multiply(sums, are_messages, [](int) {});
   }
 
   int first, vectors;
@@ -248,6 +209,24 @@ struct WideTerms {
   const T* from[2];
   uint4 messages[kVectors][2];
 };
+
+// All that a block does. Load brings its part of W_h and what goes with it into shared memory; Rows are rows
+// of the batch.
+template <typename Rows, typename Params, typename Load>
+__device__ __forceinline__ void run_wide(const Params& params, char* shared, const Load& load) {
+  const int blocks = wide_blocks(params.hidden), batch = static_cast<int>(params.batch);
+  const int first_column = blockIdx.x % blocks * kWideColumns;
+  load(first_column);
+  gemm::fence_for_bulk_copies();
+  __syncthreads();
+  Rows rows(params, first_column, shared);
+  rows.release_other();
+  const int row_groups = gridDim.x / blocks;
+  for (int first = blockIdx.x / blocks * kWideRows; first < batch; first += row_groups * kWideRows) {
+    rows.run(first);
+  }
+  rows.wait_for_place();
+}
 
 }  // namespace
 }  // namespace tch_extension

@@ -141,8 +141,8 @@ struct WideBackward : WidePlace {
       terms.multiply(sums, true);
     } else {
       factors.wait();
-      terms.multiply(sums, true, [&](uint4& messages, int vector, int half) {
-        factors.multiply(messages, vector / kGates, half);
+      terms.multiply(sums, true, [&](int first) {
+        factors.template multiply<Layout::Terms::kAtOnce>(terms.messages, first);
       });
 #pragma unroll
       for (int at = 0; at < 16; ++at) sums[at] = sums[at] / kWeightScale * factors.of_sums[at / 2 % 2];
@@ -176,6 +176,7 @@ struct WideBackward : WidePlace {
   }
 
   __device__ __forceinline__ void finish(int step) {
+    using Activations = Activation<T, float>;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       Own grads[kGates];
@@ -184,14 +185,14 @@ struct WideBackward : WidePlace {
         const auto i = static_cast<float>(gates[half][0].lane[of]);
         const auto o = static_cast<float>(gates[half][1].lane[of]);
         const auto g = static_cast<float>(gates[half][2].lane[of]);
-        const float tanh_c = WideActivation::of_c(static_cast<float>(c[half].lane[of]));
+        const float tanh_c = Activations::of_c(static_cast<float>(c[half].lane[of]));
         float of_h = grad_h[half][of];
         if (params.grad_output != nullptr) of_h += static_cast<float>(grad_output[half].lane[of]);
         float& of_c = grad_c[half][of];
         of_c += of_h * (o * tanh_grad(tanh_c));
-        grads[0][of] = of_c * (WideActivation::of_candidate(g) * sigmoid_grad(i));
+        grads[0][of] = of_c * (Activations::of_candidate(g) * sigmoid_grad(i));
         grads[1][of] = of_h * (tanh_c * sigmoid_grad(o));
-        grads[2][of] = of_c * (i * WideActivation::candidate_grad(g));
+        grads[2][of] = of_c * (i * Activations::candidate_grad(g));
       }
       if constexpr (kScaled) {
         send_scaled(step, half, grads);
@@ -284,21 +285,11 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     lltm_grid_wide_backward(const __grid_constant__ LltmGridBackward params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char wide_shared[];
-  const int hidden = static_cast<int>(params.hidden), batch = static_cast<int>(params.batch);
-  const int blocks = (hidden + kWideColumns - 1) / kWideColumns;
-  const int first_column = blockIdx.x % blocks * kWideColumns;
   using Layout = WideBackwardLayout<T, kVectors, kWhole>;
-  load_weights<T, typename Layout::Terms, kScaled>(params, first_column, wide_shared);
-  if (kScaled) load_scales(params, first_column, reinterpret_cast<float*>(wide_shared + Layout::kScales));
-  gemm::fence_for_bulk_copies();
-  __syncthreads();
-  WideBackward<S, T, kVectors, kWhole, kScaled> rows(params, first_column, wide_shared);
-  rows.release_other();
-  const int row_groups = gridDim.x / blocks;
-  for (int first = blockIdx.x / blocks * kWideRows; first < batch; first += row_groups * kWideRows) {
-    rows.run(first);
-  }
-  rows.wait_for_place();
+  run_wide<WideBackward<S, T, kVectors, kWhole, kScaled>>(params, wide_shared, [&](int first_column) {
+    load_weights<T, typename Layout::Terms, kScaled>(params, first_column, wide_shared);
+    if (kScaled) load_scales(params, first_column, reinterpret_cast<float*>(wide_shared + Layout::kScales));
+  });
 #endif
 }
 

@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_weights(const LltmGridForward& params, int 
   const bool has_bias = params.bias != nullptr && column < hidden;
   const bool has_scale = params.scales != nullptr && column < hidden;
   shared[threadIdx.x] = has_bias ? static_cast<const float*>(params.bias)[of_gate] : 0.0f;
-  shared[kGateColumns + threadIdx.x] = has_scale ? params.scales[of_gate] / kMessageScale : 1.0f;
+  shared[kGateColumns + threadIdx.x] = has_scale ? params.scales[of_gate] : 1.0f;
 }
 
 // Rows of the batch, all steps of them.
@@ -69,6 +69,10 @@ struct WideForward : WidePlace {
 
   __device__ __forceinline__ void run(int first_row) {
     begin(first_row);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      row_scale[half] = params.scales == nullptr ? 1.0f : params.h0_scales[some_row_of(0, half)];
+    }
     load_c();
     load_gates(0);
     find(0);
@@ -76,8 +80,8 @@ struct WideForward : WidePlace {
     for (int step = 0; step < params.steps; ++step) {
       terms.multiply(sums, step > 0);
       exchange();
-      if (kMayScale && step == 0 && params.scales != nullptr) scale_first_sums();
       finish(step);
+      row_scale[0] = row_scale[1] = 1.0f / message_scale;
     }
     if (params.c_stride != 0) return;
 #pragma unroll
@@ -125,21 +129,11 @@ struct WideForward : WidePlace {
     }
   }
 
-  // Those of h0 have scales of its own.
-  __device__ __forceinline__ void scale_first_sums() {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float scale = params.h0_scales[some_row_of(0, half)] * kMessageScale;
-#pragma unroll
-      for (int at = 0; at < kGates * kOwn; ++at) sums[own(at / kOwn, half, at % kOwn)] *= scale;
-    }
-  }
-
   __device__ __forceinline__ float gate_of(int gate, int half, int of) const {
     const int at = gate * kWideColumns + of;
     const float sum = sums[own(gate, half, of)];
     if constexpr (!kMayScale) return sum + bias[at];
-    return sum * bias[kGateColumns + at] + (input[gate][half][of] + bias[at]);
+    return sum * bias[kGateColumns + at] * row_scale[half] + (input[gate][half][of] + bias[at]);
   }
 
   // The terms are the step before's h.
@@ -183,7 +177,7 @@ struct WideForward : WidePlace {
   }
 
   __device__ __forceinline__ void finish(int step) {
-    using Activations = WideActivation;
+    using Activations = Activation<T, float>;
     Own i[2], o[2], g[2], new_h[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -245,6 +239,8 @@ struct WideForward : WidePlace {
   float4* all_sums;
   const float* bias;
   float message_scale;
+  // Of the h that is multiplied.
+  float row_scale[2];
   float sums[kGates * kSumsOfGate];
   Own input[kGates][2], c[2];
 };
@@ -255,21 +251,11 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     lltm_grid_wide_forward(const __grid_constant__ LltmGridForward params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char wide_shared[];
-  const int hidden = static_cast<int>(params.hidden), batch = static_cast<int>(params.batch);
-  const int blocks = (hidden + kWideColumns - 1) / kWideColumns;
-  const int first_column = blockIdx.x % blocks * kWideColumns;
   using Layout = WideForwardLayout<T, kVectors, kWhole>;
-  load_weights<T, typename Layout::Terms>(params, first_column, wide_shared);
-  load_bias_and_scales(params, first_column, reinterpret_cast<float*>(wide_shared + Layout::kBias));
-  gemm::fence_for_bulk_copies();
-  __syncthreads();
-  WideForward<S, T, kVectors, kWhole> rows(params, first_column, wide_shared);
-  rows.release_other();
-  const int row_groups = gridDim.x / blocks;
-  for (int first = blockIdx.x / blocks * kWideRows; first < batch; first += row_groups * kWideRows) {
-    rows.run(first);
-  }
-  rows.wait_for_place();
+  run_wide<WideForward<S, T, kVectors, kWhole>>(params, wide_shared, [&](int first_column) {
+    load_weights<T, typename Layout::Terms>(params, first_column, wide_shared);
+    load_bias_and_scales(params, first_column, reinterpret_cast<float*>(wide_shared + Layout::kBias));
+  });
 #endif
 }
 

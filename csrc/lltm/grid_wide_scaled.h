@@ -17,7 +17,7 @@ constexpr float kWeightScale = 1 << 14;
 // Where it is sent to.
 struct WideSent {
   explicit __device__ __forceinline__ WideSent(const LltmGridBackward& params)
-      : blocks((static_cast<int>(params.hidden) + kWideColumns - 1) / kWideColumns),
+      : blocks(wide_blocks(params.hidden)),
         messages(static_cast<__half*>(params.exchange)),
         scales(params.exchange_scales) {}
 
@@ -43,9 +43,11 @@ struct WideSent {
 
 // A power of two that takes numbers of which this is the largest to the upper end of what halves are.
 struct WideScale {
+  // Of exponents those of which the scale and its inverse are normal.
+  static constexpr uint32_t kLeast = 16, kTop = 14, kOfZeros = (kLeast - kTop) << 23;
+
   explicit __device__ __forceinline__ WideScale(float largest) {
-    // Of which the scale and its inverse are normal.
-    constexpr uint32_t kLeast = 16, kMost = 254, kTop = 14, kBias = 127;
+    constexpr uint32_t kMost = 254, kBias = 127;
     const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, kLeast), kMost) - kTop;
     bits = exponent << 23;
     inverse = __uint_as_float((2 * kBias - exponent) << 23);
@@ -91,20 +93,27 @@ struct WideFactors {
   // The scales are asked for, and may not be there yet.
   __device__ __forceinline__ void wait() {
     constexpr uint32_t kOne = 0x3f800000;
+    // 2^-24, the least that is a half.
+    constexpr float kLeastHalf = 1.0f / (1 << 24);
     uint32_t largest[2] = {largest_of(0), largest_of(1)};
     while (__any_sync(~0u, max(largest[0], largest[1]) == kUnsent)) {
       load();
       largest[0] = largest_of(0);
       largest[1] = largest_of(1);
     }
+    bool any_in_two = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t& most = largest[half];
       most = max(most, __shfl_xor_sync(~0u, most, 1));
       most = max(most, __shfl_xor_sync(~0u, most, 2));
       of_sums[half] = __uint_as_float(most);
+      // What is no half is multiplied in two steps, and negative in each.
       auto factor = [&](uint32_t scale) {
-        return __int_as_float(max(static_cast<int32_t>(scale + kOne - most), 0));
+        const float whole = __int_as_float(max(static_cast<int32_t>(scale + kOne - most), 0));
+        if (whole >= kLeastHalf) return whole;
+        any_in_two |= scale > WideScale::kOfZeros;
+        return whole / -kSecondFactor;
       };
 #pragma unroll
       for (int four = 0; four < kSenders / 4; ++four) {
@@ -115,21 +124,44 @@ struct WideFactors {
         of_messages[half][2 * four + 1] = __shfl_sync(~0u, own, 1, 2);
       }
     }
+    are_in_two = __any_sync(~0u, any_in_two);
   }
 
-  // What is less than 2^-24 of the row's largest becomes zero.
-  __device__ __forceinline__ void multiply(uint4& messages, int sender, int half) const {
-    // One of two halves, twice: when it is needed, because all of them would be too many.
-    uint32_t factor;
-    asm volatile("prmt.b32 %0, %1, 0, %2;"
-                 : "=r"(factor)
-                 : "r"(of_messages[half][sender / 2]), "r"(sender % 2 == 0 ? 0x1010 : 0x3232));
-    auto by_factor = [&](uint32_t& two) { asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(two) : "r"(factor)); };
-    by_factor(messages.x);
-    by_factor(messages.y);
-    by_factor(messages.z);
-    by_factor(messages.w);
+  // So many vectors. What is less than 2^-39 of the row's largest becomes zero.
+  template <int kCount, typename Messages>
+  __device__ __forceinline__ void multiply(Messages& messages, int first) const {
+    with_each<kCount>(messages, first, [](uint32_t factor) { return factor; });
+    if (!are_in_two) return;
+    // -kSecondFactor, or one, twice.
+    constexpr uint32_t kSecond = 0x82008200, kOne = 0x3c003c00;
+    with_each<kCount>(messages, first,
+                      [](uint32_t factor) { return static_cast<int32_t>(factor) < 0 ? kSecond : kOne; });
   }
+
+  template <int kCount, typename Messages, typename Factor>
+  __device__ __forceinline__ void with_each(Messages& messages, int first, const Factor& factor_of) const {
+#pragma unroll
+    for (int vector = first; vector < first + kCount; ++vector) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        // One of two halves, twice: when it is needed, because all of them would be too many.
+        const int sender = vector / kGates;
+        uint32_t both;
+        asm volatile("prmt.b32 %0, %1, 0, %2;"
+                     : "=r"(both)
+                     : "r"(of_messages[half][sender / 2]), "r"(sender % 2 == 0 ? 0x1010 : 0x3232));
+        const uint32_t factor = factor_of(both);
+        auto by_factor = [&](uint32_t& two) { asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(two) : "r"(factor)); };
+        uint4& four = messages[vector][half];
+        by_factor(four.x);
+        by_factor(four.y);
+        by_factor(four.z);
+        by_factor(four.w);
+      }
+    }
+  }
+
+  static constexpr float kSecondFactor = 1.0f / (1 << 15);
 
   int all;
   const float* from[2];
@@ -137,6 +169,7 @@ struct WideFactors {
   uint2 scales[2][kSenders / 4];
   // Two halves each.
   uint32_t of_messages[2][kSenders / 2];
+  bool are_in_two;
   float of_sums[2];
 };
 

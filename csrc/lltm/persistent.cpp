@@ -52,7 +52,7 @@ int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to;
 // A matrix as scale_rows.h has it.
 struct ScaledRows {
   ScaledRows() = default;
-  ScaledRows(const at::Tensor& from, int64_t stride)
+  ScaledRows(const at::Tensor& from, int64_t stride, int64_t exponent_of_zeros)
       : values(at::empty({from.size(0), stride}, from.options().dtype(at::kHalf))),
         scales(at::empty({from.size(0)}, from.options())),
         rows{from.size(0),
@@ -60,7 +60,8 @@ struct ScaledRows {
              stride,
              from.const_data_ptr<float>(),
              values.data_ptr(),
-             scales.mutable_data_ptr<float>()} {}
+             scales.mutable_data_ptr<float>(),
+             exponent_of_zeros} {}
 
   at::Tensor values, scales;
   LltmRows rows = {};
@@ -75,8 +76,8 @@ struct Operands {
     if (!are_scaled) return;
     // Rows that may be read 16 bytes at a time.
     constexpr int64_t kOf16Bytes = 8;
-    scaled_weight = ScaledRows(weight, rounded_up(hidden, kOf16Bytes));
-    if (first_h != nullptr) scaled_h0 = ScaledRows(h0, hidden);
+    scaled_weight = ScaledRows(weight, rounded_up(hidden, kOf16Bytes), kMostExponent);
+    if (first_h != nullptr) scaled_h0 = ScaledRows(h0, hidden, 0);
     const LltmScaleRows params{hidden, {scaled_weight.rows, scaled_h0.rows}};
     check(tch_extension_lltm_scale_rows_cuda(&params, static_cast<cudaStream_t>(stream)));
     weight = scaled_weight.values;
@@ -104,7 +105,6 @@ void lltm_persistent(const LltmForward& call) {
   params.kind = kind_of(*call.output);
   params.product_kind = kind_of(operands.h0);
   params.cluster = call.column_groups;
-  params.groups = call.row_groups;
   params.weight = operands.weight.const_data_ptr();
   params.scales = operands.scales();
   params.input_gates = address(call.gates);

@@ -1,11 +1,10 @@
 // A sequence of LLTM steps in one kernel, whose blocks keep the recurrent weights on chip. lltm.h has the
 // formulas.
 //
-// A cluster of blocks computes a group of kRows rows of the batch, or two in turn, for all T steps and
-// depends on no other cluster: clusters run side by side or one after the other, as they fit, and nothing but
-// the hardware schedules them. A block owns neighbouring columns of h and c, in all three gates; each step it
-// pushes its columns of h into the shared memory of the others. Sizes are padded with zeros up to what the
-// tiles need.
+// A cluster of blocks computes kRows rows of the batch for all T steps and depends on no other cluster:
+// clusters run side by side or one after the other, as they fit, and nothing but the hardware schedules them.
+// A block owns neighbouring columns of h and c, in all three gates; each step it pushes its columns of h into
+// the shared memory of the others. Sizes are padded with zeros up to what the tiles need.
 #pragma once
 
 #include "lltm.h"
@@ -19,8 +18,8 @@ struct LltmPersistentForward {
   int64_t c_stride;       // from a step's c to the next: B·H, or 0 if only the last one is needed
   int32_t kind;           // of the state
   int32_t product_kind;
-  int32_t cluster;          // blocks that share rows
-  int32_t groups;           // of rows, that a cluster computes in turn: 1 or 2
+  int32_t cluster;  // blocks that share rows
+  int32_t reserved;
   const void* weight;       // W_h, [3H, H], of the product's kind
   const void* input_gates;  // [T, B, 3H], of the gates' kind
   const void* bias;         // [3H], of the gates' kind, null for zeros

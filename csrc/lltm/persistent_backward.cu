@@ -13,12 +13,12 @@ namespace {
 template <typename T, int kPadded, int kCluster, int kShared = 0>
 struct TensorCoresBack : Shares<kPadded, kCluster> {
   using Element = Operand<T>;
-  using Stored = std::conditional_t<kIsScaled<T>, float, T>;
+  using Stored = std::conditional_t<std::is_same_v<T, ScaledHalf>, float, T>;
   using Gates = float;
   using S = Shares<kPadded, kCluster>;
   static_assert(kTile == kDepth, "a product is a gate of a tile");
   enum : int {
-    kIsScaled = tch_extension::kIsScaled<T>,
+    kIsScaled = std::is_same_v<T, ScaledHalf>,
     kSums = kPadded / kTile / (S::kTiles * kSplits),
     kProducts = kGates * S::kTiles,
     // Sums that are made at a time.
@@ -64,11 +64,10 @@ struct TensorCoresBack : Shares<kPadded, kCluster> {
   // Of the kAtATime sums from kFirst.
   template <int kFirst>
   __device__ __forceinline__ void multiply(float (&sums)[kAtATime][4], const unsigned char* gates,
-                                           const float* scales, const Place& place) const {
+                                           const Place& place) const {
     const uint32_t address = shared_address(gates) + place.lane % 8 * kStride + place.lane / 8 * 16;
     // Behind an odd last product others may write: its two matrices are loaded twice.
     const uint32_t back = place.lane & 16 ? 32 : 0;
-    float of_tile[kAtATime][4];
 #pragma unroll
     for (int product = 0; product < kProducts; product += 2) {
       uint32_t b[4];
@@ -76,40 +75,17 @@ struct TensorCoresBack : Shares<kPadded, kCluster> {
 #pragma unroll
       for (int half = 0; half < 2 && product + half < kProducts; ++half) {
         const int now = product + half;
-        if (kIsScaled && now % kGates == 0) set_zero(of_tile);
 #pragma unroll
         for (int sum = 0; sum < kAtATime; ++sum) {
-          float(&to)[4] = kIsScaled ? of_tile[sum] : sums[sum];
           if (now < kProducts - kShared) {
-            multiply_add<Element>(to, weights[kFirst + sum][now], b[2 * half], b[2 * half + 1]);
+            multiply_add<Element>(sums[sum], weights[kFirst + sum][now], b[2 * half], b[2 * half + 1]);
           } else {
             const uint4 a = shared[((kFirst + sum) * kShared + now - (kProducts - kShared)) * kWarp];
             const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
-            multiply_add<Element>(to, parts, b[2 * half], b[2 * half + 1]);
+            multiply_add<Element>(sums[sum], parts, b[2 * half], b[2 * half + 1]);
           }
         }
-        if (kIsScaled && now % kGates == kGates - 1) add_scaled(sums, of_tile, scales, now / kGates, place);
       }
-    }
-  }
-
-  static __device__ __forceinline__ void set_zero(float (&of_tile)[kAtATime][4]) {
-#pragma unroll
-    for (int sum = 0; sum < kAtATime; ++sum) {
-#pragma unroll
-      for (int of = 0; of < 4; ++of) of_tile[sum][of] = 0;
-    }
-  }
-
-  // The scales of a tile, [tile, row], are each for one of the sums' two rows.
-  static __device__ __forceinline__ void add_scaled(float (&sums)[kAtATime][4],
-                                                    const float (&of_tile)[kAtATime][4],
-                                                    const float* scales, int tile, const Place& place) {
-    const float2 of_rows = *reinterpret_cast<const float2*>(scales + tile * kRows + place.lane % 4 * 2);
-#pragma unroll
-    for (int sum = 0; sum < kAtATime; ++sum) {
-#pragma unroll
-      for (int of = 0; of < 4; ++of) sums[sum][of] += of_tile[sum][of] * (of % 2 == 0 ? of_rows.x : of_rows.y);
     }
   }
 
@@ -140,7 +116,8 @@ struct PlainProductBack : Shares<kPadded, kCluster> {
     const T* from = static_cast<const T*>(params.weight);
     for (int at = threadIdx.x; at < kTerms * kPadded; at += S::kThreads) {
       const int to = at % kPadded, k = at / kPadded;
-      const int column = static_cast<int>(place.rank) * S::kColumns + k / (kGates * kTile) * kTile + k % kTile;
+      const int column =
+          static_cast<int>(place.rank) * S::kColumns + k / (kGates * kTile) * kTile + k % kTile;
       const int64_t gate = k / kTile % kGates;
       const bool valid = to < hidden && column < hidden;
       weights[k * kRow + to] = valid ? from[(gate * hidden + column) * params.weight_stride + to] : T(0);
@@ -148,7 +125,7 @@ struct PlainProductBack : Shares<kPadded, kCluster> {
   }
 
   template <int>
-  __device__ __forceinline__ void multiply(T (&sums)[kSums][4], const unsigned char* gates, const float*,
+  __device__ __forceinline__ void multiply(T (&sums)[kSums][4], const unsigned char* gates,
                                            const Place& place) const {
     using Vector = tch_extension::Vector<T, kLanesOf16Bytes<T>>;
     const T* g0 = reinterpret_cast<const T*>(gates + place.lane % 4 * 2 * kStride);
@@ -176,41 +153,56 @@ struct PlainProductBack : Shares<kPadded, kCluster> {
 };
 
 // Shared memory: parts of sums from all blocks, for two steps; gradients for the gates of two steps, [2, row,
-// tile, gate, column of the tile]; their scales, [2, tile, row]; weights.
+// tile, gate, column of the tile]; of scaled ones the largest of each row, [2, row, tile], and what a row's
+// sums are multiplied by, [2, row]; weights.
 template <typename Product>
 struct LayoutBack {
   enum : int {
     kPartBytes = Product::kTiles * kWarp * 4 * static_cast<int>(sizeof(typename Product::Gates)),
     kPartsBytes = Product::kCluster * kPartBytes,
     kGatesBytes = kRows * Product::kStride,
-    kParts = 16,  // behind the barriers
+    kOfRows = Product::kIsScaled ? 2 * kRows * static_cast<int>(sizeof(float)) : 0,
+    kParts = 128,  // behind the barriers; what comes from other blocks fills whole lines
     kGatesOfSteps = kParts + 2 * kPartsBytes,
-    kScales = kGatesOfSteps + 2 * kGatesBytes,
-    kScalesOfStep = Product::kIsScaled ? kRows * Product::kTiles : 0,
-    kWeights = kScales + 2 * kScalesOfStep * static_cast<int>(sizeof(float)),
+    kLargest = kGatesOfSteps + 2 * kGatesBytes,
+    kInverses = kLargest + kOfRows * Product::kTiles,
+    kWeights = kInverses + kOfRows,
     kBytes = kWeights + Product::kWeightBytes,
   };
 };
 
-// The power of two that takes a number to [2^14, 2^15), and its inverse; of an infinite one and of one near
-// zero, what is nearest to them of which both are normal.
+// The largest of a row of W_h as it is multiplied is about this. Scales are times it, so that a gradient
+// times its row's scale is as far from the smallest numbers as what becomes of it.
+constexpr float kWeightScale = 1 << 14;
+
+// The power of two that takes a number to [2^14, 2^15), and what sums are then multiplied by, without
+// kWeightScale; of an infinite one and of one near zero, what is nearest to them of which both are normal.
 struct RowScale {
   explicit __device__ __forceinline__ RowScale(uint32_t bits_of_largest) {
     constexpr uint32_t kDigits = 23, kTop = 14, kBias = 127;
-    const uint32_t exponent = max(bits_of_largest >> kDigits, kTop + 1);
+    const uint32_t exponent = max(bits_of_largest >> kDigits, 2 * kTop + 1);
     scale = __uint_as_float((2 * kBias + kTop - exponent) << kDigits);
-    inverse = __uint_as_float((exponent - kTop) << kDigits);
+    inverse = __uint_as_float((exponent - 2 * kTop) << kDigits);
   }
   float scale, inverse;
 };
 
-// Of the lane's row, of the two that the warp has: as bits, whose order is that of the numbers.
-__device__ __forceinline__ uint32_t largest_of_row(float largest, int lane) {
-  const uint32_t bits = __float_as_uint(largest);
-  const bool is_second = lane % 2 != 0;
-  const uint32_t first = __reduce_max_sync(~0u, is_second ? 0 : bits);
-  const uint32_t second = __reduce_max_sync(~0u, is_second ? bits : 0);
-  return is_second ? second : first;
+// Of all of the block's gates in the lane's row: as bits, whose order is that of the numbers. A warp has two
+// rows of its tile, and `of_tiles` is for the row's other tiles to see.
+template <int kTiles>
+__device__ __forceinline__ uint32_t largest_of_row(float of_lane, uint32_t* of_tiles, const Place& place) {
+  const uint32_t bits = __float_as_uint(of_lane);
+  const bool is_second = place.lane % 2 != 0;
+  const uint32_t of_first = __reduce_max_sync(~0u, is_second ? 0 : bits);
+  const uint32_t of_second = __reduce_max_sync(~0u, is_second ? bits : 0);
+  uint32_t largest = is_second ? of_second : of_first;
+  if constexpr (kTiles > 1) {
+    if (place.lane < 2) of_tiles[place.tile] = largest;
+    barrier_of(1 + place.split, kTiles * kWarp);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) largest = max(largest, of_tiles[tile]);
+  }
+  return largest;
 }
 
 // A lane's part of sums that tensor cores made, among those of a tile, in fours: so that the four lanes' that
@@ -240,7 +232,7 @@ struct Saved {
 
 // S is the state's type. Indices are 32 bits wide, as in the forward.
 template <typename S, typename Product>
-__global__ void __launch_bounds__(Product::kThreads)
+__global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     lltm_persistent_backward(const LltmPersistentBackward params) {
 #if __CUDA_ARCH__ >= 900
   using T = typename Product::Element;
@@ -287,7 +279,7 @@ __global__ void __launch_bounds__(Product::kThreads)
   float scales[kGates];
 #pragma unroll
   for (int gate = 0; gate < kGates; ++gate) {
-    scales[gate] = Product::kIsScaled && valid ? params.scales[gate * hidden + column] : 1.0f;
+    scales[gate] = Product::kIsScaled && valid ? params.scales[gate * hidden + column] * kWeightScale : 1.0f;
   }
   Product product;
   product.load(params, place, shared + L::kWeights);
@@ -319,7 +311,6 @@ __global__ void __launch_bounds__(Product::kThreads)
 
   T* own_gates = reinterpret_cast<T*>(shared + L::kGatesOfSteps + row * Product::kStride) +
                  place.tile * (kGates * kTile) + of_tile;
-  float* scales_of_steps = reinterpret_cast<float*>(shared + L::kScales);
   for (int done = 0; done < steps; ++done, at -= step_size) {
     few_at_a_time(at);
     const G tanh_c = Activation<T, G>::of_c(static_cast<G>(saved.c));
@@ -343,15 +334,17 @@ __global__ void __launch_bounds__(Product::kThreads)
     const G grads[kGates] = {grad_c * of_i, grad_h * of_o, grad_c * of_g};
     const int buffer = done % 2;
     T* to = own_gates + buffer * (L::kGatesBytes / static_cast<int>(sizeof(T)));
-    float* row_scales = scales_of_steps + buffer * L::kScalesOfStep;
+    float* inverses = reinterpret_cast<float*>(shared + L::kInverses) + buffer * kRows;
     if constexpr (Product::kIsScaled) {
       const float scaled[kGates] = {grads[0] * scales[0], grads[1] * scales[1], grads[2] * scales[2]};
-      const float largest = fmaxf(fmaxf(fabsf(scaled[0]), fabsf(scaled[1])), fabsf(scaled[2]));
-      const RowScale of_row(largest_of_row(largest, place.lane));
-      // The first lane of each row.
-      if (place.lane < 2) row_scales[place.tile * kRows + row] = of_row.inverse;
+      const float of_lane = fmaxf(fmaxf(fabsf(scaled[0]), fabsf(scaled[1])), fabsf(scaled[2]));
+      uint32_t* of_tiles =
+          reinterpret_cast<uint32_t*>(shared + L::kLargest) + (buffer * kRows + row) * Product::kTiles;
+      const RowScale of_row(largest_of_row<Product::kTiles>(of_lane, of_tiles, place));
+      if (place.tile == 0 && place.lane < 2) inverses[row] = of_row.inverse;
 #pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) to[gate * kTile] = __float2half_rn(scaled[gate] * of_row.scale);
+      for (int gate = 0; gate < kGates; ++gate)
+        to[gate * kTile] = static_cast<T>(scaled[gate] * of_row.scale);
     } else {
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) to[gate * kTile] = static_cast<T>(grads[gate]);
@@ -361,13 +354,20 @@ __global__ void __launch_bounds__(Product::kThreads)
       const unsigned char* gates = shared + L::kGatesOfSteps + buffer * L::kGatesBytes;
       const uint32_t to = shared_address(parts) + (buffer * Product::kCluster + place.rank) * L::kPartBytes +
                           slot_of(place.lane) * 4 * static_cast<int>(sizeof(G));
+      // Of this lane's two rows.
+      float2 to_size = {};
+      if constexpr (Product::kIsScaled) to_size = reinterpret_cast<const float2*>(inverses)[place.lane % 4];
       // The first are on their way while the others are made.
       auto send_sums = [&](auto first) {
         G sums[Product::kAtATime][4] = {};
-        product.template multiply<first()>(sums, gates, row_scales, place);
+        product.template multiply<first()>(sums, gates, place);
 #pragma unroll
         for (int sum = 0; sum < Product::kAtATime; ++sum) {
           const int tile = place.warp() * Product::kSums + first() + sum;
+          if constexpr (Product::kIsScaled) {
+#pragma unroll
+            for (int of = 0; of < 4; ++of) sums[sum][of] *= of % 2 == 0 ? to_size.x : to_size.y;
+          }
           send_four(in_block(to + tile % Product::kTiles * kWarp * 4 * static_cast<int>(sizeof(G)),
                              tile / Product::kTiles),
                     in_block(arrivals + 8 * buffer, tile / Product::kTiles), sums[sum]);
@@ -407,7 +407,7 @@ struct Backward {
           if (params.cluster == 8) return start<S, TensorCoresBack<T, 512, 8, 2>>();
           return start<S, TensorCoresBack<T, 512, 16>>();
         case 768:
-          return start<S, TensorCoresBack<T, 768, 16, 1>>();
+          return start<S, TensorCoresBack<T, 768, 16, 2>>();
         default:
           return kNoKernel;
       }
@@ -416,8 +416,8 @@ struct Backward {
 
   template <typename S, typename Product>
   const char* start() const {
-    return start_clusters<lltm_persistent_backward<S, Product>, Product>(
-        params, LayoutBack<Product>::kBytes, stream);
+    return start_clusters<lltm_persistent_backward<S, Product>, Product>(params, LayoutBack<Product>::kBytes,
+                                                                         stream);
   }
 
   const LltmPersistentBackward& params;

@@ -110,6 +110,8 @@ struct Shares {
     kColumns = kPadded / kCluster,
     kTiles = kColumns / kTile,
     kThreads = kTiles * kSplits * kWarp,
+    // Blocks that a multiprocessor is to have room for.
+    kAtHome = kPadded <= 256 ? 2 : 1,
   };
 };
 
@@ -134,12 +136,9 @@ struct Place {
 // its row, and so for any size. A row of weights has its own (`scales` of the parameters), h another.
 struct ScaledHalf {};
 
-template <typename T>
-constexpr bool kIsScaled = std::is_same_v<T, ScaledHalf>;
-
 // What is multiplied as T, in memory and by tensor cores.
 template <typename T>
-using Operand = std::conditional_t<kIsScaled<T>, __half, T>;
+using Operand = std::conditional_t<std::is_same_v<T, ScaledHalf>, __half, T>;
 
 // Of the warps that share columns.
 __device__ __forceinline__ void barrier_of_tile(const Place& place) {

@@ -44,8 +44,7 @@ struct TensorCores : Shares<kPadded, kCluster> {
   __device__ __forceinline__ void multiply(float (&sums)[kGates][4], const unsigned char* h,
                                            const Place& place) const {
     const int first = place.split * kTerms;
-    const uint32_t address =
-        shared_address(h) + h_at(place.lane % 8, first + place.lane / 8 * 8);
+    const uint32_t address = shared_address(h) + h_at(place.lane % 8, first + place.lane / 8 * 8);
 #pragma unroll
     for (int product = 0; product < kProducts; product += 2) {
       uint32_t b[4];
@@ -103,6 +102,7 @@ struct PlainProduct : Shares<kPadded, kCluster> {
     const int begin = place.split * kTerms;
     const T* w = weights + (place.tile * kTile + place.lane / 4) * kRow + begin;
     auto at = [](const T* from) { return *reinterpret_cast<const Vector*>(from); };
+#pragma unroll 4
     for (int k = 0; k < kTerms; k += kLanesOf16Bytes<T>) {
       const T* rows = reinterpret_cast<const T*>(h + h_at(place.lane % 4 * 2, begin + k));
       const Vector left = at(rows), right = at(rows + kTile);
@@ -162,7 +162,7 @@ struct Layout {
     kGateBytes = kGates * Product::kThreads * static_cast<int>(sizeof(typename Product::Gates)),
     kOwnBytes = kRows * Product::kColumns * static_cast<int>(sizeof(typename Product::Element)),
     kHBytes = kOwnBytes * Product::kCluster,
-    kH = 16,  // behind the barriers
+    kH = 128,  // behind the barriers; what comes from other blocks fills whole lines
     kPartials = kH + 2 * kHBytes,
     kStaged = kPartials + kSplits * kGateBytes,
     kRing = kStaged + kOwnBytes,
@@ -175,7 +175,7 @@ struct Layout {
 
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.
 template <typename S, typename Product>
-__global__ void __launch_bounds__(Product::kThreads)
+__global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     lltm_persistent_forward(const LltmPersistentForward params) {
 #if __CUDA_ARCH__ >= 900
   using T = typename Product::Element;
@@ -235,6 +235,7 @@ __global__ void __launch_bounds__(Product::kThreads)
   // What a lane's sums are multiplied by: for its rows of W_h, and for a row of h.
   constexpr bool kMayScale = std::is_same_v<S, float> && std::is_same_v<T, __half>;
   const bool is_scaled = kMayScale && params.scales != nullptr;
+  const G message_scale = is_scaled ? G(kMessageScale) : G(1);
   G* scales = reinterpret_cast<G*>(shared + L::kScales) + threadIdx.x;
   auto set_scales = [&](float of_h) {
 #pragma unroll
@@ -279,28 +280,25 @@ __global__ void __launch_bounds__(Product::kThreads)
 #pragma unroll
       for (int of = 0; of < 4; ++of) written[(gate * 4 + of) * kSplits * kWarp] = sums[gate][of];
     }
-    G gates[kGates];
+    G gates[kGates], scale[kGates];
     wait_for_copies<kAhead - 1>();
     const G* fetched = ring + step % kAhead * kGates * kThreads;
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate)
+    for (int gate = 0; gate < kGates; ++gate) {
       gates[gate] = fetched[gate * kThreads] + bias[gate * kThreads];
+      scale[gate] = kMayScale ? scales[gate * kThreads] : G(1);
+    }
     barrier_of_tile(place);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       const G* parts = read + gate * 4 * kSplits * kWarp;
-      const G sum = (parts[0] + parts[kWarp]) + (parts[2 * kWarp] + parts[3 * kWarp]);
-      if constexpr (kMayScale) {
-        gates[gate] += sum * scales[gate * kThreads];
-      } else {
-        gates[gate] += sum;
-      }
+      gates[gate] += ((parts[0] + parts[kWarp]) + (parts[2 * kWarp] + parts[3 * kWarp])) * scale[gate];
     }
     const G i = Activation<T, G>::of_gate(gates[0]), o = Activation<T, G>::of_gate(gates[1]);
     c += Activation<T, G>::of_candidate(gates[2]) * i;
     const G new_h = Activation<T, G>::of_c(c) * o;
     // Rows and columns that are padding stay zeros.
-    *own = valid ? static_cast<T>(is_scaled ? new_h * G(kMessageScale) : new_h) : T(0.0f);
+    *own = valid ? static_cast<T>(new_h * message_scale) : T(0.0f);
     // With two barriers a step, what lies behind one is read before it is written behind the other.
     barrier_of_tile(place);
     if (step + 1 < steps) outbox.send((1 - buffer) * L::kHBytes, arrivals + 8 * (1 - buffer));

@@ -22,11 +22,10 @@ __device__ float largest_of(const float* row, int64_t columns) {
   return largest;
 }
 
-// The power of two that takes it to [2^14, 2^15), as an exponent whose scale and its inverse are both normal.
+// The power of two that takes what is not zero to [2^14, 2^15), as an exponent.
 __device__ int exponent_for(float largest) {
-  constexpr int kTop = 14, kMost = 126;
-  if (largest == 0) return 0;
-  return min(max(kTop - ilogbf(largest), -kMost), kMost);
+  constexpr int kTop = 14;
+  return min(max(kTop - ilogbf(largest), -kMostExponent), kMostExponent);
 }
 
 // A warp for each row.
@@ -38,7 +37,8 @@ __global__ void __launch_bounds__(kThreads) lltm_scale_rows(const __grid_constan
   if (row >= matrix.rows) return;
   const float* from = matrix.from + row * matrix.stride;
   __half* to = static_cast<__half*>(matrix.to) + row * matrix.to_stride;
-  const int exponent = exponent_for(largest_of(from, params.columns));
+  const float largest = largest_of(from, params.columns);
+  const int exponent = largest == 0 ? static_cast<int>(matrix.exponent_of_zeros) : exponent_for(largest);
   const float scale = ldexpf(1.0f, exponent);
   for (int64_t at = threadIdx.x % kWarp; at < matrix.to_stride; at += kWarp) {
     to[at] = __float2half_rn(at < params.columns ? from[at] * scale : 0.0f);

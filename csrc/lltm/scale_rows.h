@@ -3,8 +3,9 @@
 //
 // A half has as many digits as tf32, 11 with the leading one, but only 30 binades. Times a power of two,
 // which changes no digit, the largest of a row is at the upper end of those: whatever is within 2^-29 of it
-// is rounded as tf32 rounds it (to nearest), and what is smaller by no more than 2^-40 of it. So nothing is
-// less exact than in tf32, with half the bytes and twice the products a clock.
+// is rounded as tf32 rounds it (to nearest), and what is smaller is off by no more than 2^-40 of it, where
+// tf32 would keep its digits. Beside the row's largest that is nothing: 2^-16 of the last digit of a float.
+// With half the bytes and twice the products a clock.
 //
 // Infinities and not-a-numbers stay what they are, and leave the scale to the other values of the row.
 #pragma once
@@ -16,6 +17,9 @@ namespace tch_extension {
 // What h is sent as is h times this: it is within (-1, 1).
 constexpr float kMessageScale = 1 << 15;
 
+// So that a scale and its inverse are both normal floats.
+constexpr int kMostExponent = 126;
+
 }  // namespace tch_extension
 
 struct LltmRows {
@@ -25,6 +29,9 @@ struct LltmRows {
   const float* from;  // [rows, columns]
   void* to;           // halves
   float* scales;      // [rows]: what a row has to be multiplied by to be what it was
+  // The exponent for a row of zeros. On the way back others are multiplied by the scale, too: there it has to
+  // be so small that what meets zeros only is never the largest.
+  int64_t exponent_of_zeros;
 };
 
 struct LltmScaleRows {

@@ -13,15 +13,14 @@ enum LltmPath : int32_t {
   kLltmFused = 2,  // one kernel a step
   kLltmPersistent = 3,
   kLltmGrid = 4,
-  kLltmPersistentTf32 = 5,
-  kLltmWideGrid = 6,   // for many rows
-  kLltmPlainGrid = 7,  // for float and double as they are
+  kLltmPersistentTf32 = 5,  // of float, in halves that are scaled
+  kLltmWideGrid = 6,        // for many rows
+  kLltmPlainGrid = 7,       // for float and double as they are
 };
 
 struct LltmForward {
   int32_t path;
-  int32_t row_groups;  // of the packed path and the grid; of the persistent one, that a cluster computes in
-                       // turn
+  int32_t row_groups;       // of the packed path and the grid
   int32_t column_groups;    // of the packed path; of the persistent one, blocks that share rows; of the grid,
                             // columns of a block
   int32_t input_at_once;    // whether the input is multiplied for all steps first; only the fused path can do

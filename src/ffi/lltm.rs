@@ -75,9 +75,7 @@ impl Plan {
             Plan::PerStep => [0, 1, 1],
             Plan::Packed { row_groups, column_groups } => [1, narrow(row_groups), narrow(column_groups)],
             Plan::Fused { .. } => [2, 1, 1],
-            Plan::Persistent { cluster, groups, tf32 } => {
-                [if tf32 { 5 } else { 3 }, narrow(groups), narrow(cluster)]
-            }
+            Plan::Persistent { cluster, tf32 } => [if tf32 { 5 } else { 3 }, 1, narrow(cluster)],
             Plan::Grid { columns, row_groups } => [4, narrow(row_groups), narrow(columns)],
             Plan::WideGrid { columns, row_groups } => [6, narrow(row_groups), narrow(columns)],
             Plan::PlainGrid { columns, row_groups } => [7, narrow(row_groups), narrow(columns)],

@@ -41,11 +41,11 @@ const OP: &str = "lltm";
 /// product with the input is made for all steps at once; where a step is small it then costs one kernel, with its product in
 /// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Small steps of
 /// few features multiply the input, too. On a GPU of compute capability 9.0 all steps are one kernel that keeps the
-/// weights on the chip, where that is faster: from eight steps on; in half kinds, on an H200, with up to 3360 rows at H = 128, 1680 at
-/// 256, 600 at 512 and 280 at 768, and, if H is a multiple of 8, 640 at 512, 336 at 768, 256 at 1024 and 40 at 2048;
+/// weights on the chip, where that is faster: from eight steps on; in half kinds, on an H200, with up to 3120 rows at H = 128, 1680 at
+/// 256, 720 at 512 and 280 at 768, and, if H is a multiple of 8, 640 at 512, 336 at 768, 256 at 1024 and 40 at 2048;
 /// in `Float` with H up to 128 and 720 rows, in `Double` and 360. Where libtorch's switch allows tf32 in
-/// products, those kernels multiply `Float` in it, with H up to 512, or 1024 with 112 rows forward and 80 back; their sigmoids and
-/// tanh are accurate to about 1e-6. On the CPU the weights are packed once, and libtorch's threads
+/// products, those kernels multiply `Float` in halves times powers of two, which is no less exact, with about as many rows at H up
+/// to 768, or 1024 with 112 rows forward and 80 back; their sigmoids and tanh are accurate to about 1e-6. On the CPU the weights are packed once, and libtorch's threads
 /// stay together for the whole sequence. One or two steps are a loop of [`lltm_cell`](super::lltm_cell), but for half
 /// kinds where that rounds more.
 ///
@@ -378,8 +378,10 @@ fn input_gradient(
     }
     let kernels::Sizes { steps, batch, features, hidden } = sizes;
     let mut weight = weight.f_narrow(1, hidden, features)?;
-    if is_in_tf32(grad_gates)? {
-        // In the order in which tensor cores take tf32, as in columns.h.
+    /// Fewer do not pay for the copy.
+    const MANY_ROWS: i64 = 256;
+    if is_in_tf32(grad_gates)? && steps * batch >= MANY_ROWS {
+        // In the order of columns.h.
         weight = weight.f_transpose(0, 1)?.f_contiguous()?.f_transpose(0, 1)?;
     }
     let gradient = kernels::product(grad_gates, &weight)?;

@@ -78,7 +78,6 @@ fn cuda_half_kinds_of_the_product_alone_by_the_grid() {
 #[test]
 fn cuda_float_in_tf32_by_the_grid() {
     let Some(device) = device("cuda_float_in_tf32_by_the_grid") else { return };
-    let mut differs = false;
     for sizes in LARGE {
         let inputs = one(sizes, Kind::Float, device).inputs;
         let in_precision = |allow, sequence| {
@@ -87,14 +86,15 @@ fn cuda_float_in_tf32_by_the_grid() {
         };
         let (forced, exact) = (in_precision(false, &grid), in_precision(false, &per_step));
         let found = in_precision(true, &grid);
+        let _switch = Tf32::set(true);
+        scaled::assert_is_not_per_step(&found, &inputs);
         for ((found, forced), exact) in found.iter().zip(&forced).zip(&exact) {
             let scale = exact.abs().max().double_value(&[]);
             assert_close(forced, exact, 2e-5, 2e-5 * scale);
             assert_close(found, exact, 4e-3, 4e-3 * scale);
-            differs |= !found.equal(forced);
         }
+        assert!(!found[0].equal(&forced[0]), "tf32 is not taken");
     }
-    assert!(differs, "tf32 is never taken");
 }
 
 /// There as halves with scales. One tile without its neighbour, all pairs of tiles and a part of them, several turns.
@@ -105,6 +105,7 @@ fn cuda_float_of_any_range_by_the_grid() {
         [[3, 9, 3, 8], [9, 20, 6, 520], [5, 90, 8, 776], [6, 17, 3, 1000], [4, 70, 8, 1024], [3, 11, 8, 2048]]
     {
         scaled::assert_numbers_of_any_range(&grid, sizes, device);
+        scaled::assert_halves_of_any_range(&grid, sizes, device);
         scaled::assert_gradients_of_any_range(&grid, sizes, device);
         scaled::assert_no_number_stays_in_its_row(&grid, sizes, device);
     }
@@ -112,12 +113,18 @@ fn cuda_float_of_any_range_by_the_grid() {
 
 /// All steps are one kernel beside the products, and a replay of it computes: also where users ask for nothing.
 #[test]
-fn cuda_half_kinds_of_more_steps_are_no_more_kernels_of_the_grid() {
-    let test = "cuda_half_kinds_of_more_steps_are_no_more_kernels_of_the_grid";
+fn cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid() {
+    let test = "cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid";
     let Some(device) = device_with_cache(LltmPath::Grid, test) else { return };
-    for sequence in [grid, fused] {
+    for (sequence, kind) in [
+        (grid as fn(&[Tensor]) -> _, Kind::Half),
+        (fused, Kind::Half),
+        (grid, Kind::Float),
+        (fused, Kind::Float),
+    ] {
+        let _switch = Tf32::set(kind == Kind::Float);
         let nodes = |steps| {
-            let inputs = leaves(&one([steps, 16, 32, 1024], Kind::Half, device).inputs);
+            let inputs = leaves(&one([steps, 16, 32, 1024], kind, device).inputs);
             let expected = grid(&inputs).expect("outputs");
             let (graph, outputs) = Graph::capture(device, || sequence(&inputs)).expect("a capture");
             for _ in 0..3 {

@@ -121,25 +121,58 @@ impl Drop for Tf32 {
 #[test]
 fn cuda_float_in_tf32_by_persistent_kernels() {
     let Some(device) = device("cuda_float_in_tf32_by_persistent_kernels") else { return };
-    for sizes in
-        [[7, 9, 5, 65], [33, 17, 8, 128], [6, 24, 4, 256], [9, 13, 6, 451], [5, 24, 16, 512], [4, 70, 3, 500]]
-    {
+    for sizes in [
+        [7, 9, 5, 65],
+        [33, 17, 8, 128],
+        [6, 24, 4, 256],
+        [9, 13, 6, 451],
+        [5, 24, 16, 512],
+        [4, 70, 3, 500],
+        [6, 11, 3, 700],
+        [5, 24, 16, 768],
+    ] {
         let inputs = one(sizes, Kind::Float, device).inputs;
         let both = |allow| {
             let _switch = Tf32::set(allow);
             [everything(&per_step, &inputs), everything(&persistent, &inputs)]
         };
         let [exact, strict] = both(false);
-        let [_, found] = both(true);
-        let mut differ = false;
+        let [in_steps, found] = both(true);
         for ((found, strict), exact) in found.iter().zip(&strict).zip(&exact) {
             let scale = exact.abs().max().double_value(&[]);
             let (rtol, _) = tolerance(Kind::Float);
             assert_close(strict, exact, 16.0 * rtol, 16.0 * rtol * scale);
             assert_close(found, exact, 4e-3, 4e-3 * scale);
-            differ |= !found.equal(strict);
         }
-        assert!(differ, "{sizes:?}: tf32 was not taken");
+        // Forward and back, by a kernel of all steps.
+        for index in [0, 3] {
+            assert!(!found[index].equal(&strict[index]), "{sizes:?}: tf32 was not taken");
+            assert!(!found[index].equal(&in_steps[index]), "{sizes:?}: the steps were taken");
+        }
+    }
+}
+
+/// Of each kernel for tf32.
+const SIZES_OF_TF32: [[i64; 4]; 6] =
+    [[6, 11, 3, 100], [6, 9, 3, 128], [6, 19, 3, 200], [6, 24, 3, 512], [6, 70, 3, 500], [6, 11, 3, 700]];
+
+/// Halves have few binades: what is multiplied there has powers of two of its own.
+#[test]
+fn cuda_float_of_any_range_by_persistent_kernels() {
+    let Some(device) = device("cuda_float_of_any_range_by_persistent_kernels") else { return };
+    for sizes in SIZES_OF_TF32 {
+        scaled::assert_numbers_of_any_range(&persistent, sizes, device);
+        scaled::assert_gradients_of_any_range(&persistent, sizes, device);
+        scaled::assert_rows_of_any_range(&persistent, sizes, device);
+    }
+}
+
+#[test]
+fn cuda_float_that_is_no_number_stays_in_its_row_by_persistent_kernels() {
+    let test = "cuda_float_that_is_no_number_stays_in_its_row_by_persistent_kernels";
+    let Some(device) = device(test) else { return };
+    for sizes in SIZES_OF_TF32 {
+        scaled::assert_no_number_stays_in_its_row(&persistent, sizes, device);
     }
 }
 
@@ -210,7 +243,8 @@ fn cuda_half_kinds_take_persistent_kernels() {
 fn cuda_half_kinds_and_others_keep_infinite_gradients_by_persistent_kernels() {
     let test = "cuda_half_kinds_and_others_keep_infinite_gradients_by_persistent_kernels";
     let Some(device) = device(test) else { return };
-    for kind in KINDS {
+    for (kind, allow) in KINDS.map(|kind| (kind, false)).into_iter().chain([(Kind::Float, true)]) {
+        let _switch = Tf32::set(allow);
         for hidden in [5, 100] {
             let inputs = leaves(&one([9, 3, 4, hidden], kind, device).inputs);
             let gradients = |sequence: support::Operator<'_>| {

@@ -22,24 +22,86 @@ fn rows_of_any_magnitude(sizes: [i64; 4], device: Device) -> Vec<Tensor> {
 }
 
 /// A first h far beyond what steps make, and weights to match.
-fn large_first_h(sizes: [i64; 4], device: Device) -> Vec<Tensor> {
-    const LARGE: f64 = 1e4;
+fn large_first_h(sizes: [i64; 4], large: f64, device: Device) -> Vec<Tensor> {
     let mut inputs = one(sizes, Kind::Float, device).inputs;
     let (weight, hidden) = (inputs[1].copy(), sizes[3]);
-    let _ = weight.narrow(1, 0, hidden).divide_scalar_(LARGE);
-    (inputs[1], inputs[3]) = (weight, &inputs[3] * LARGE);
+    let _ = weight.narrow(1, 0, hidden).divide_scalar_(large);
+    (inputs[1], inputs[3]) = (weight, &inputs[3] * large);
     inputs
+}
+
+/// Weights of h that are next to nothing, and a row of nothing among them.
+fn small_weights(sizes: [i64; 4], device: Device) -> Vec<Tensor> {
+    let mut inputs = large_first_h(sizes, 1e9, device);
+    let _ = inputs[1].get(1).fill_(0.0);
+    inputs[3] = inputs[3].ones_like();
+    inputs
+}
+
+/// By column, or by row: the largest of another says nothing of it.
+fn assert_close_by_column(found: &Tensor, expected: &Tensor, by_row: bool) {
+    const BOUND: f64 = 4e-3;
+    let columns = |of: &Tensor| {
+        let of = of.to_kind(Kind::Double);
+        if by_row { of.transpose(0, 1) } else { of }
+    };
+    let (found, expected) = (columns(found), columns(expected));
+    let last = *expected.size().last().expect("a dimension");
+    let scale = match expected.dim() {
+        1 => expected.abs().max(),
+        _ => expected.abs().reshape([-1, last]).amax(0, false),
+    };
+    let excess = (&found - &expected).abs() - (expected.abs() + scale) * BOUND;
+    assert!(excess.max().double_value(&[]) <= 0.0, "{:?}", expected.size());
+}
+
+/// That of each step, with products of libtorch in tf32, has other bits.
+pub fn assert_is_not_per_step(found: &[Tensor], inputs: &[Tensor]) {
+    let steps = everything(&per_step, inputs);
+    for index in [0, 3] {
+        assert!(!found[index].equal(&steps[index]), "{index} is that of each step");
+    }
 }
 
 /// Beside all of it in `Double`.
 pub fn assert_numbers_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 4], device: Device) {
     let _switch = Tf32::set(true);
-    for inputs in [rows_of_any_magnitude(sizes, device), large_first_h(sizes, device)] {
+    let all = [
+        rows_of_any_magnitude(sizes, device),
+        large_first_h(sizes, 1e4, device),
+        large_first_h(sizes, 1e28, device),
+        small_weights(sizes, device),
+    ];
+    for inputs in all {
         let exact: Vec<_> = inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
-        for (found, expected) in everything(sequence, &inputs).iter().zip(&everything(&per_step, &exact)) {
-            let scale = expected.abs().max().double_value(&[]);
-            assert_close(&found.to_kind(Kind::Double), expected, 4e-3, 4e-3 * scale);
+        let found = everything(sequence, &inputs);
+        for (index, expected) in everything(&per_step, &exact).iter().enumerate() {
+            assert_close_by_column(&found[index], expected, index == 4);
         }
+        assert_is_not_per_step(&found, &inputs);
+    }
+}
+
+/// Two halves of h that know nothing of one another, one with gradients of a billionth of the other's.
+pub fn assert_halves_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 4], device: Device) {
+    const SMALL: f64 = 1e-9;
+    let _switch = Tf32::set(true);
+    let [_, _, _, hidden] = sizes;
+    let half = hidden / 64 * 32;
+    let (inputs, vectors) = (one(sizes, Kind::Float, device).inputs, vectors_of(sizes, device));
+    for gate in 0..3 {
+        let rows = inputs[1].narrow(0, gate * hidden, hidden);
+        let _ = rows.narrow(0, 0, half).narrow(1, half, hidden - half).fill_(0.0);
+        let _ = rows.narrow(0, half, hidden - half).narrow(1, 0, half).fill_(0.0);
+    }
+    for vector in &vectors {
+        let _ = vector.narrow(-1, half, hidden - half).multiply_scalar_(SMALL);
+    }
+    let exact = |of: &[Tensor]| of.iter().map(|of| of.to_kind(Kind::Double)).collect::<Vec<_>>();
+    let found = gradients_from(sequence, &inputs, &vectors);
+    let expected = gradients_from(&per_step, &exact(&inputs), &exact(&vectors));
+    for (index, expected) in expected.iter().enumerate() {
+        assert_close_by_column(&found[index], expected, index == 1);
     }
 }
 
@@ -71,6 +133,24 @@ pub fn assert_gradients_of_any_range(sequence: support::Operator<'_>, sizes: [i6
         for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
             assert!(found.equal(&(expected * factor)), "{index} of {sizes:?} times {factor:e}");
         }
+    }
+}
+
+/// Rows of the batch have gradients of very different sizes, and each is as exact as any.
+pub fn assert_rows_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 4], device: Device) {
+    let _switch = Tf32::set(true);
+    let inputs = one(sizes, Kind::Float, device).inputs;
+    // From 1e-12 to 1e12.
+    let exponents = Tensor::arange(sizes[1], (Kind::Float, device)).remainder(5.0) * 6.0 - 12.0;
+    let of_rows = (exponents * std::f64::consts::LN_10).exp().unsqueeze(1);
+    let vectors: Vec<_> = vectors_of(sizes, device).iter().map(|vector| vector * &of_rows).collect();
+    let wide = |tensors: &[Tensor]| tensors.iter().map(|of| of.to_kind(Kind::Double)).collect::<Vec<_>>();
+    let found = gradients_from(sequence, &inputs, &vectors);
+    let expected = gradients_from(&per_step, &wide(&inputs), &wide(&vectors));
+    for index in [3, 4] {
+        let off = (found[index].to_kind(Kind::Double) - &expected[index]).abs().amax([1], false);
+        let of_row = off / expected[index].abs().amax([1], false);
+        assert!(of_row.max().double_value(&[]) <= 4e-3, "{index} of {sizes:?}: {of_row:?}");
     }
 }
 

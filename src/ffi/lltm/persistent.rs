@@ -50,7 +50,7 @@ pub(super) fn counts_in_32_bits(Sizes { steps, batch, hidden, .. }: Sizes) -> bo
     values.is_some_and(|values| i32::try_from(values).is_ok())
 }
 
-/// Rows of a group.
+/// Rows of a cluster.
 const ROWS: i64 = 8;
 
 /// A kernel, and what it takes.
@@ -58,9 +58,7 @@ const ROWS: i64 = 8;
 pub(super) struct Kernel {
     /// Blocks that share rows.
     pub cluster: i64,
-    /// Groups of rows that a cluster computes in turn.
-    pub groups: i64,
-    /// Whether `Float` is multiplied in tf32.
+    /// Whether `Float` is multiplied in halves that are scaled, where tf32 is allowed.
     pub tf32: bool,
     /// How many clusters run at a time.
     at_a_time: i64,
@@ -81,26 +79,25 @@ impl Kernel {
             return None;
         }
         let tf32 = tf32 && product == Kind::Float;
-        let kernel = |cluster, groups, at_a_time, [forward, backward]: [i64; 2]| {
+        let kernel = |cluster, at_a_time, [forward, backward]: [i64; 2]| {
             let step = if direction == Direction::Forward { forward } else { backward };
-            Kernel { cluster, groups, tf32, at_a_time, step }
+            Kernel { cluster, tf32, at_a_time, step }
         };
         // Of small ones, several blocks share a multiprocessor.
-        let of_8 = |groups, share, steps| kernel(8, groups, share * clusters.of_8, steps);
-        let of_16 = |groups, steps| kernel(16, groups, clusters.of_16, steps);
+        let of_8 = |share, steps| kernel(8, share * clusters.of_8, steps);
+        let of_16 = |steps| kernel(16, clusters.of_16, steps);
         let is_half = matches!(product, Kind::Half | Kind::BFloat16);
         let all: &[Kernel] = match sizes.hidden {
-            ..=128 if is_half => &[of_8(1, 2, [62, 60])],
-            ..=256 if is_half => &[of_8(1, 2, [120, 113])],
-            ..=512 if is_half => &[of_16(1, [119, 109]), of_8(1, 1, [163, 166])],
-            ..=768 if is_half => &[of_16(1, [180, 174])],
-            ..=128 if tf32 => &[of_8(1, 2, [61, 60])],
-            ..=256 if tf32 => &[of_8(1, 1, [107, 98])],
-            // Back, two groups in turn take longer than one after the other.
-            ..=512 if tf32 && direction == Direction::Forward => &[of_16(1, [160, 0]), of_16(2, [222, 0])],
-            ..=512 if tf32 => &[of_16(1, [0, 118])],
-            ..=128 if product == Kind::Float => &[of_8(1, 1, [134, 137])],
-            ..=128 if product == Kind::Double => &[of_8(1, 1, [234, 317])],
+            ..=128 if is_half => &[of_8(2, [67, 68])],
+            ..=256 if is_half => &[of_8(2, [116, 95])],
+            ..=512 if is_half => &[of_16([109, 98]), of_8(1, [150, 139])],
+            ..=768 if is_half => &[of_16([174, 160])],
+            ..=128 if tf32 => &[of_8(2, [63, 77])],
+            ..=256 if tf32 => &[of_8(2, [109, 109])],
+            ..=512 if tf32 => &[of_16([115, 107]), of_8(1, [156, 166])],
+            ..=768 if tf32 => &[of_16([175, 182])],
+            ..=128 if product == Kind::Float => &[of_8(1, [131, 139])],
+            ..=128 if product == Kind::Double => &[of_8(1, [218, 287])],
             _ => &[],
         };
         let there = all.iter().copied().filter(|kernel| kernel.at_a_time > 0);
@@ -109,8 +106,7 @@ impl Kernel {
 
     /// How many clusters there are one after the other.
     fn turns(&self, batch: i64) -> i64 {
-        let rows = ROWS * self.groups;
-        let clusters = batch.saturating_add(rows - 1) / rows;
+        let clusters = batch.saturating_add(ROWS - 1) / ROWS;
         clusters.saturating_add(self.at_a_time - 1) / self.at_a_time
     }
 
@@ -143,14 +139,8 @@ mod tests {
         Sizes { steps, batch, features: hidden, hidden }
     }
 
-    fn kernel(
-        direction: Direction,
-        sizes: Sizes,
-        kind: Kind,
-        tf32: bool,
-        clusters: Clusters,
-    ) -> Option<(i64, i64)> {
-        Kernel::new(direction, sizes, kind, tf32, clusters).map(|kernel| (kernel.cluster, kernel.groups))
+    fn kernel(direction: Direction, sizes: Sizes, kind: Kind, tf32: bool, clusters: Clusters) -> Option<i64> {
+        Kernel::new(direction, sizes, kind, tf32, clusters).map(|kernel| kernel.cluster)
     }
 
     #[test]
@@ -158,20 +148,21 @@ mod tests {
         use Direction::{Backward, Forward};
         let of =
             |direction, batch, hidden| kernel(direction, sizes(512, batch, hidden), Kind::Half, false, H200);
-        assert_eq!(of(Forward, 16, 128), Some((8, 1)));
-        assert_eq!(of(Forward, 4096, 256), Some((8, 1)));
-        assert_eq!(of(Forward, 56, 512), Some((16, 1)));
-        assert_eq!(of(Forward, 57, 512), Some((8, 1)));
-        assert_eq!(of(Backward, 120, 512), Some((8, 1)));
-        assert_eq!(of(Forward, 57, 768), Some((16, 1)));
+        assert_eq!(of(Forward, 16, 128), Some(8));
+        assert_eq!(of(Forward, 4096, 256), Some(8));
+        assert_eq!(of(Forward, 56, 512), Some(16));
+        assert_eq!(of(Forward, 57, 512), Some(8));
+        assert_eq!(of(Backward, 120, 512), Some(8));
+        assert_eq!(of(Forward, 57, 768), Some(16));
         let tf32 =
             |direction, batch, hidden| kernel(direction, sizes(512, batch, hidden), Kind::Float, true, H200);
-        assert_eq!(tf32(Forward, 16, 128), Some((8, 1)));
-        assert_eq!(tf32(Forward, 16, 512), Some((16, 1)));
-        // Two groups in turn are faster than two clusters one after the other.
-        assert_eq!(tf32(Forward, 57, 512), Some((16, 2)));
-        assert_eq!(tf32(Backward, 57, 512), Some((16, 1)));
-        assert_eq!(tf32(Forward, 16, 513), None);
+        for direction in [Forward, Backward] {
+            assert_eq!(tf32(direction, 16, 128), Some(8));
+            assert_eq!(tf32(direction, 16, 512), Some(16));
+            assert_eq!(tf32(direction, 57, 512), Some(8));
+            assert_eq!(tf32(direction, 16, 768), Some(16));
+            assert_eq!(tf32(direction, 16, 769), None);
+        }
     }
 
     #[test]
@@ -207,8 +198,7 @@ mod tests {
     #[test]
     fn there_is_a_kernel_where_the_weights_fit() {
         let cluster = |clusters, batch, hidden| {
-            let found = kernel(Direction::Forward, sizes(512, batch, hidden), Kind::Half, false, clusters);
-            found.map(|(cluster, _)| cluster)
+            kernel(Direction::Forward, sizes(512, batch, hidden), Kind::Half, false, clusters)
         };
         assert_eq!(cluster(H200, 57, 768), Some(16));
         assert_eq!(cluster(H200, 1, 769), None);

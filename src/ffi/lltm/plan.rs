@@ -128,10 +128,9 @@ pub(crate) enum Plan {
         row_groups: i64,
         column_groups: i64,
     },
-    /// How many blocks share rows, how many groups of rows they compute in turn, and whether in tf32.
+    /// How many blocks share rows, and whether `Float` is multiplied as where tf32 is allowed.
     Persistent {
         cluster: i64,
-        groups: i64,
         tf32: bool,
     },
     /// How many columns of h a block has, and how many groups of blocks share the rows.
@@ -174,8 +173,7 @@ impl Plan {
         let grid = Share::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
         /// Each is a block at least, and no GPU has so many multiprocessors.
         const CROWD: i64 = 1024;
-        let of_clusters =
-            |Kernel { cluster, groups, tf32, .. }: Kernel| Plan::Persistent { cluster, groups, tf32 };
+        let of_clusters = |Kernel { cluster, tf32, .. }: Kernel| Plan::Persistent { cluster, tf32 };
         let of_grid = |share: Share| Plan::Grid { columns: share.columns, row_groups: share.row_groups };
         let plain = PlainShare::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
         let of_plain =
@@ -324,7 +322,7 @@ mod tests {
             let sizes = Sizes { steps, batch, features: hidden, hidden };
             Plan::on_chip(Path::Automatic, direction, sizes, kind, on_chip)
         };
-        let clusters = |cluster, tf32| Some(Plan::Persistent { cluster, groups: 1, tf32 });
+        let clusters = |cluster, tf32| Some(Plan::Persistent { cluster, tf32 });
         let grid = |columns, row_groups| Some(Plan::Grid { columns, row_groups });
         let half = |direction, batch, hidden| plan(direction, 512, batch, hidden, Kind::BFloat16);
         for direction in [Forward, Backward] {

@@ -12,8 +12,10 @@ pub(super) struct WideShare {
     pub row_groups: i64,
     /// What a step costs, in hundredths of a microsecond: about, as measured on an H200.
     pub cost: i64,
-    /// What it must not cost to be taken.
+    /// What a step by itself costs, likewise.
     limit: i64,
+    /// What is to be saved by all steps.
+    once: i64,
 }
 
 impl WideShare {
@@ -54,16 +56,20 @@ impl WideShare {
             ..=768 => 768,
             _ => WIDEST,
         };
+        // With more rows of half kinds it has not been compared; of `Float`, more turns were.
+        let work = batch * hidden * hidden;
         let (whole, limit) = match (direction, is_scaled) {
             (Direction::Forward, false) => (215 + padded * 31 / 100, 700),
             (Direction::Backward, false) => (93 + padded * 90 / 100, 1100),
-            (Direction::Forward, true) => (250 + padded * 31 / 100, 1900),
-            (Direction::Backward, true) => (15 + padded * 115 / 100, 2500),
+            (Direction::Forward, true) => (250 + padded * 31 / 100, 1000 + work / 500_000),
+            (Direction::Backward, true) => (15 + padded * 115 / 100, 1600 + work / 625_000),
         };
         // Each vector of a row has to be looked at.
         let a_turn = if hidden == padded { whole } else { whole * 5 / 4 };
+        // The scales are found first.
+        let once = if is_scaled { 2000 } else { 0 };
         // All steps of some rows, and then all steps of others.
-        Some(WideShare { row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn, limit })
+        Some(WideShare { row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn, limit, once })
     }
 
     /// Than one or two kernels for each step.
@@ -72,7 +78,7 @@ impl WideShare {
         const FEW: i64 = 8;
         /// Up to here clusters are faster.
         const NARROW: i64 = 256;
-        sizes.steps >= FEW && sizes.hidden > NARROW && self.cost <= self.limit
+        sizes.steps >= FEW && sizes.hidden > NARROW && sizes.steps * (self.limit - self.cost) >= self.once
     }
 }
 
@@ -120,13 +126,18 @@ mod tests {
                 .map(|share| share.is_faster(sizes))
         };
         for direction in [Direction::Forward, Direction::Backward] {
-            for (batch, hidden) in [(256, 1024), (512, 1024), (1024, 512)] {
+            for (batch, hidden) in [(256, 1024), (512, 1024), (1024, 512), (1536, 512)] {
                 assert_eq!(faster(direction, batch, hidden, true), Some(true));
                 assert_eq!(faster(direction, batch, hidden, false), None);
             }
             // Three turns, with which the way back is slower than step by step.
-            assert_eq!(faster(direction, 768, 1024, true), Some(direction == Direction::Forward));
+            for (batch, hidden) in [(768, 1024), (1024, 768)] {
+                assert_eq!(faster(direction, batch, hidden, true), Some(direction == Direction::Forward));
+            }
+            // Where W_h is small, so are steps.
+            assert_eq!(faster(direction, 1792, 264, true), Some(false));
         }
+        assert_eq!(faster(Direction::Backward, 896, 520, true), Some(false));
     }
 
     #[test]
