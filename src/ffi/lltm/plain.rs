@@ -68,7 +68,9 @@ impl PlainShare {
         if most == 0 {
             return None;
         }
-        let turns = (tiles - 1) / most + 1;
+        // With few columns, two turns take no longer than one, in which everybody waits, and half the blocks.
+        let least = if columns < 16 { tiles.min(2) } else { 1 };
+        let turns = ((tiles - 1) / most + 1).max(least);
         // What a turn takes that waits for all messages, and one of several.
         let (only, each) = match (direction, columns) {
             (Direction::Forward, 4) => (80 + 68 * vectors, 28 + 18 * vectors),
