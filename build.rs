@@ -7,6 +7,8 @@ fn main() {
         .for_hopper("gemm/hopper.cu")
         .for_hopper("lltm/grid_backward.cu")
         .for_hopper("lltm/grid_forward.cu")
+        .for_hopper("lltm/grid_plain_backward.cu")
+        .for_hopper("lltm/grid_plain_forward.cu")
         .for_hopper("lltm/grid_wide_backward.cu")
         .for_hopper("lltm/grid_wide_forward.cu")
         .for_hopper("lltm_cell/hopper_forward.cu")

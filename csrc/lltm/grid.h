@@ -9,7 +9,8 @@
 // at the same time, which a cooperative launch makes sure of.
 //
 // With many rows, half kinds go through them 64 at a time (grid_wide.h): that many fill products of
-// warpgroups, and W_h lies in shared memory.
+// warpgroups, and W_h lies in shared memory. What may not be rounded, float and double, is multiplied as
+// double (grid_plain.h).
 #pragma once
 
 #include "lltm.h"
@@ -23,7 +24,7 @@ struct LltmGridForward {
   int64_t c_stride;       // from a step's c to the next: B·H, or 0 if only the last one is needed
   int32_t kind;           // of the state
   int32_t product_kind;
-  int32_t columns;          // of h, for each block: 16 or 32
+  int32_t columns;          // of h, for each block: 16 or 32; of float and double 4, 8 or 16
   int32_t row_groups;       // groups of blocks, which share the batch
   const void* weight;       // W_h, [3H, H], of the product's kind
   const void* input_gates;  // [T, B, 3H], of the gates' kind
@@ -55,8 +56,8 @@ struct LltmGridBackward {
   const void* grad_output;  // [T, B, H], of the state's kind, null for zeros
   const void* activations;  // [T, B, 3H], of the state's kind
   const void* c;            // [T, B, H], of the state's kind; these three at multiples of two values
-  void* grad_h;             // [B, H], float: for h[T-1] beside the output's, and then for h0
-  void* grad_c;             // [B, H], float: for c[T-1], and then for c0
+  void* grad_h;             // [B, H], of the gates' kind: for h[T-1] beside the output's, and then for h0
+  void* grad_c;             // [B, H], of the gates' kind: for c[T-1], and then for c0
   void* grad_gates;         // [T, B, 3H], of the product's kind; of the state's, where there are scales
   // As in the forward. The messages are in memory of their own then, with a scale for each row and sender.
   const float* scales;     // [3H], of W_h's rows

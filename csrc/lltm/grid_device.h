@@ -75,25 +75,50 @@ __device__ __forceinline__ void prefetch(const void* at) {
 // all ones.
 constexpr uint32_t kUnsent = ~0u;
 
-template <typename T>
-__device__ __forceinline__ void send_two(T* to, float first, float second) {
-  constexpr uint32_t kNotNumbers = 0x7fff7fff;
-  const uint32_t word = bits_of(static_cast<T>(first)) | bits_of(static_cast<T>(second)) << 16;
-  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word == kUnsent ? kNotNumbers : word)
-               : "memory");
+// A number that is none, in a kind that is sent as it is.
+constexpr uint32_t kNotANumber = 0x7fc00000;
+constexpr uint64_t kNotADouble = 0x7ff8000000000000;
+
+template <typename T, typename G>
+__device__ __forceinline__ void send_two(T* to, G first, G second) {
+  if constexpr (sizeof(T) == 8) {
+    auto word = [](double value) {
+      return isnan(value) ? kNotADouble : static_cast<uint64_t>(__double_as_longlong(value));
+    };
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(word(first)), "l"(word(second))
+                 : "memory");
+    return;
+  } else if constexpr (sizeof(T) == 4) {
+    auto word = [](float value) { return isnan(value) ? kNotANumber : __float_as_uint(value); };
+    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(word(first)), "r"(word(second))
+                 : "memory");
+    return;
+  } else {
+    constexpr uint32_t kNotNumbers = 0x7fff7fff;
+    const uint32_t word = bits_of(static_cast<T>(first)) | bits_of(static_cast<T>(second)) << 16;
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word == kUnsent ? kNotNumbers : word)
+                 : "memory");
+  }
 }
 
 [[maybe_unused]] __device__ __forceinline__ bool is_unsent(const uint4& words) {
   return max(max(words.x, words.y), max(words.z, words.w)) == kUnsent;
 }
 
+// Of the kind that sums are made in.
+template <typename G>
+using PairOf = std::conditional_t<std::is_same_v<G, double>, double2, float2>;
+
 // Two values as they are in memory.
 template <typename S>
-using BitsOfTwo = std::conditional_t<sizeof(S) == 2, uint32_t, uint2>;
+using BitsOfTwo =
+    std::conditional_t<sizeof(S) == 2, uint32_t, std::conditional_t<sizeof(S) == 4, uint2, uint4>>;
 
 template <typename S>
-__device__ __forceinline__ float2 values_of(const BitsOfTwo<S>& bits) {
-  if constexpr (std::is_same_v<S, float>) {
+__device__ __forceinline__ PairOf<S> values_of(const BitsOfTwo<S>& bits) {
+  if constexpr (std::is_same_v<S, double>) {
+    return {__hiloint2double(bits.y, bits.x), __hiloint2double(bits.w, bits.z)};
+  } else if constexpr (std::is_same_v<S, float>) {
     return {__uint_as_float(bits.x), __uint_as_float(bits.y)};
   } else {
     auto value = [](uint32_t half) {
@@ -105,10 +130,10 @@ __device__ __forceinline__ float2 values_of(const BitsOfTwo<S>& bits) {
   }
 }
 
-template <typename S>
-__device__ __forceinline__ void store_two(S* to, float first, float second) {
-  if constexpr (std::is_same_v<S, float>) {
-    *reinterpret_cast<float2*>(to) = make_float2(first, second);
+template <typename S, typename G>
+__device__ __forceinline__ void store_two(S* to, G first, G second) {
+  if constexpr (sizeof(S) > 2) {
+    *reinterpret_cast<PairOf<S>*>(to) = {first, second};
   } else {
     *reinterpret_cast<uint32_t*>(to) = bits_of(static_cast<S>(first)) | bits_of(static_cast<S>(second)) << 16;
   }

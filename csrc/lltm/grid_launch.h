@@ -112,11 +112,11 @@ GridStatus start_grid(const Params& params, int bytes, void* messages, size_t si
 
 // Starts what Start has for these kinds and sums of so many terms. `fits` is false where not all blocks can
 // run at once: then no kernel was started.
-template <typename Start, typename Params>
+template <typename Start, typename Params, bool kIsPlain = false>
 struct GridCall {
   template <typename S, typename T>
   const char* run() const {
-    if constexpr (sizeof(T) != 2) {
+    if constexpr ((sizeof(T) == 2) == kIsPlain) {
       return kNoKernel;
     } else {
       constexpr int64_t kOfVectors = kWarps * kSpan<T>;

@@ -57,7 +57,9 @@ struct Source {
 template <typename Type, int kTileCount, int kVectorCount, int kInShared, int kInFlight, int kAtOnce>
 struct GridProduct {
   using T = Type;
+  using Sum = float;
   enum : int {
+    kIsPlain = false,
     kTiles = kTileCount,
     kVectors = kVectorCount,
     kShared = kInShared,
@@ -71,6 +73,8 @@ struct GridProduct {
     kBytesOfTile = kWarp * 16,
     kBytesOfWarp = kTiles * kBytesOfTile,
     kBytesOfTurn = kWarps * kBytesOfWarp,
+    // Of two columns and half of the rows.
+    kBytesOfPair = kBytesOfTile / (kTile / 2),
     // Sums of a tile that are made side by side: one after the other they would wait for each instruction.
     kChains = kTiles >= 4   ? 1
               : kTiles == 1 ? 4
@@ -201,6 +205,12 @@ struct GridProduct {
     }
   }
 
+  // Where a warp's sums of two neighbouring columns of a row are.
+  static __device__ __forceinline__ int place_of(int pair, int row) {
+    const int high = row / 4, of_tile = pair % (kTile / 2) * 2 + row / 2 % 2;
+    return pair / (kTile / 2) * kBytesOfTile + (high * 16 + (of_tile ^ (high * 4))) * 16 + row % 2 * 8;
+  }
+
   uint32_t weights[kInRegisters][4];
   uint4* shared;
   uint4 messages[kRing];
@@ -210,9 +220,10 @@ struct GridProduct {
 // How those that multiply meet those that finish, with partial sums in two buffers.
 template <typename Product, int kColumns>
 struct GridTeams {
+  static constexpr int kMostTeams = 4;
   enum : int {
-    kMembers = kColumns / kTile * 2 * kWarp,  // of a team, each with two columns of a row
-    kTeams = kFinishers / kMembers,
+    kMembers = kColumns < 8 ? kWarp : kColumns / 2 * kRows,  // of a team, each with two columns of a row
+    kTeams = kFinishers / kMembers > kMostTeams ? kMostTeams : kFinishers / kMembers,
     kMeeting = kProducers + kMembers,
     kWeights = 2 * Product::kBytesOfTurn,
     kEnd = kWeights + Product::kBytesOfWeights,
@@ -251,27 +262,32 @@ __device__ __forceinline__ void multiply_turns(Product& product, const GridPlace
 template <typename Product, int kColumns>
 struct GridMember {
   using Teams = GridTeams<Product, kColumns>;
+  using Pair = PairOf<typename Product::Sum>;
+  // Neighbouring ones of a row; lanes behind are of other rows.
+  static constexpr int kPairs = kColumns < kTile ? kColumns / 2 : kTile / 2;
 
   __device__ __forceinline__ GridMember(const GridPlace<kColumns>& of_block, const unsigned char* partials)
       : place(of_block), index(threadIdx.x - kProducers), team(index / Teams::kMembers) {
-    const int lane = index % kWarp, upper = index / kWarp % 2, tile = index % Teams::kMembers / (2 * kWarp);
-    row = upper * 4 + lane % 4;
-    column = place.first_column + tile * kTile + lane / 4 * 2;
-    found = partials + tile * Product::kBytesOfTile + (upper * 16 + ((lane / 2) ^ (upper * 4))) * 16 +
-            lane % 2 * 8;
+    const int member = index % Teams::kMembers, upper = member / (4 * kPairs) % 2;
+    const int pair = member / (kRows * kPairs) * kPairs + member / 4 % kPairs;
+    row = upper * 4 + member % 4;
+    has_columns = 2 * pair < kColumns;
+    column = place.first_column + 2 * pair;
+    found = partials + Product::place_of(has_columns ? pair : 0, row);
   }
 
   __device__ __forceinline__ bool is_valid(int sub) const {
-    return place.first_row(sub) + row < place.batch && column < place.hidden;
+    return has_columns && place.first_row(sub) + row < place.batch && column < place.hidden;
   }
   // Of [B, H].
   __device__ __forceinline__ uint32_t at_first(int sub) const {
     return static_cast<uint32_t>(place.first_row(sub) + row) * place.hidden + column;
   }
   // Whether its lanes are the first of a row's columns, who ask for memory.
-  __device__ __forceinline__ bool is_first() const { return index % kWarp < 4; }
+  __device__ __forceinline__ bool is_first() const { return index / 4 % kPairs == 0; }
 
-  __device__ __forceinline__ Turn first_turn() const { return {0, team}; }
+  // None for threads behind the last team.
+  __device__ __forceinline__ Turn first_turn() const { return {0, team < Teams::kTeams ? team : place.subs}; }
   __device__ __forceinline__ void advance(Turn& turn) const {
     turn.sub += Teams::kTeams;
     if (turn.sub >= place.subs) turn = {turn.step + 1, team};
@@ -279,22 +295,22 @@ struct GridMember {
 
   // The sums of a turn, the done-th of `turns` that are multiplied.
   template <int kSums>
-  __device__ __forceinline__ void take(float2 (&sums)[kSums], int done, int turns) const {
+  __device__ __forceinline__ void take(Pair (&sums)[kSums], int done, int turns) const {
     const int buffer = done % 2;
     barrier_of(Teams::full(buffer, team), Teams::kMeeting);
 #pragma unroll
     for (int sum = 0; sum < kSums; ++sum) {
       sums[sum] =
-          sum_of_parts(found + buffer * Product::kBytesOfTurn + sum * (Product::kBytesOfWarp / kSums));
+          sum_of_parts(found + buffer * Product::kBytesOfTurn + sum * (kColumns / 2 * Product::kBytesOfPair));
     }
     if (done + 2 < turns) arrive_at(Teams::free(buffer), Teams::kMeeting);
   }
 
-  static __device__ __forceinline__ float2 sum_of_parts(const unsigned char* at) {
-    float2 parts[kWarps];
+  static __device__ __forceinline__ Pair sum_of_parts(const unsigned char* at) {
+    Pair parts[kWarps];
 #pragma unroll
     for (int warp = 0; warp < kWarps; ++warp) {
-      parts[warp] = *reinterpret_cast<const float2*>(at + warp * Product::kBytesOfWarp);
+      parts[warp] = *reinterpret_cast<const Pair*>(at + warp * Product::kBytesOfWarp);
     }
 #pragma unroll
     for (int apart = 1; apart < kWarps; apart *= 2) {
@@ -310,6 +326,7 @@ struct GridMember {
   const GridPlace<kColumns>& place;
   const int index, team;
   int row, column;
+  bool has_columns;
   const unsigned char* found;
 };
 

@@ -16,6 +16,10 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cu
     const LltmPersistentBackward*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(const LltmGridForward*,
                                                                             bool* fits, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_forward_cuda(const LltmGridForward*,
+                                                                                  bool* fits, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_backward_cuda(const LltmGridBackward*,
+                                                                                   bool* fits, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_wide_forward_cuda(const LltmGridForward*,
                                                                                  bool* fits, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(const LltmGridBackward*,
@@ -158,12 +162,31 @@ struct ScaledMessages {
 };
 
 // They multiply no float but as tf32.
-bool are_scaled(const at::Tensor& weight) { return weight.scalar_type() == at::kFloat; }
+bool are_scaled(int32_t path, const at::Tensor& weight) {
+  return path != kLltmPlainGrid && weight.scalar_type() == at::kFloat;
+}
+
+using RunForward = LaunchStatus(const LltmGridForward*, bool* fits, cudaStream_t);
+
+RunForward* forward_of(int32_t path) {
+  if (path == kLltmWideGrid) return tch_extension_lltm_grid_wide_forward_cuda;
+  if (path == kLltmPlainGrid) return tch_extension_lltm_grid_plain_forward_cuda;
+  return tch_extension_lltm_grid_forward_cuda;
+}
+
+using RunBackward = LaunchStatus(const LltmGridBackward*, bool* fits, cudaStream_t);
+
+RunBackward* backward_of(int32_t path) {
+  if (path == kLltmWideGrid) return tch_extension_lltm_grid_wide_backward_cuda;
+  if (path == kLltmPlainGrid) return tch_extension_lltm_grid_plain_backward_cuda;
+  return tch_extension_lltm_grid_backward_cuda;
+}
 
 }  // namespace
 
 bool lltm_grid(const LltmForward& call) {
-  const Operands operands(*call.weight, call.h0, call.output->size(2), are_scaled(*call.weight), call.stream);
+  const Operands operands(*call.weight, call.h0, call.output->size(2), are_scaled(call.path, *call.weight),
+                          call.stream);
   const at::Tensor h0 = aligned(operands.h0);
   const bool casts = h0.scalar_type() != call.output->scalar_type();
   const at::Tensor exchange = casts ? at::empty(call.output->sizes(), h0.options()) : *call.output;
@@ -188,17 +211,15 @@ bool lltm_grid(const LltmForward& call) {
   params.exchange = exchange.mutable_data_ptr();
   params.c = address(call.c);
   params.activations = address(call.activations);
-  const bool is_wide = call.path == kLltmWideGrid;
-  const auto run = is_wide ? tch_extension_lltm_grid_wide_forward_cuda : tch_extension_lltm_grid_forward_cuda;
   bool fits = false;
-  check(run(&params, &fits, static_cast<cudaStream_t>(call.stream)));
+  check(forward_of(call.path)(&params, &fits, static_cast<cudaStream_t>(call.stream)));
   return fits;
 }
 
 bool lltm_grid(const LltmBackward& call) {
   const at::Tensor grad_output = call.grad_output == nullptr ? at::Tensor() : aligned(*call.grad_output);
   const at::Tensor activations = aligned(*call.activations), c = aligned(*call.c);
-  const Operands operands(*call.weight, nullptr, c.size(2), are_scaled(*call.weight), call.stream);
+  const Operands operands(*call.weight, nullptr, c.size(2), are_scaled(call.path, *call.weight), call.stream);
   LltmGridBackward params{};
   params.steps = c.size(0);
   params.batch = c.size(1);
@@ -220,11 +241,8 @@ bool lltm_grid(const LltmBackward& call) {
   params.grad_h = address(call.grad_h);
   params.grad_c = address(call.grad_c);
   params.grad_gates = address(call.grad_gates);
-  const bool is_wide = call.path == kLltmWideGrid;
-  const auto run =
-      is_wide ? tch_extension_lltm_grid_wide_backward_cuda : tch_extension_lltm_grid_backward_cuda;
   bool fits = false;
-  check(run(&params, &fits, static_cast<cudaStream_t>(call.stream)));
+  check(backward_of(call.path)(&params, &fits, static_cast<cudaStream_t>(call.stream)));
   return fits;
 }
 

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "../lltm_cell/functions.h"
+#include "float_functions.h"
 #include "persistent.h"
 #include "tch_extension/launch.h"
 #include "tch_extension/scalar_math.h"
@@ -161,8 +161,8 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// In the precision that a half kind or tf32 can show, and quickly; for float and double exactly. T is what is
-// multiplied.
+// In the precision that a half kind or tf32 can show, and quickly; for float in its own, for double exactly.
+// T is what is multiplied.
 template <typename T, typename G>
 struct Activation {
   static __device__ __forceinline__ G of_gate(G x) { return sigmoid(x); }
@@ -174,12 +174,12 @@ struct Activation {
 template <typename T>
 struct Activation<T, float> {
   static __device__ __forceinline__ float of_gate(float x) {
-    if constexpr (std::is_same_v<T, float>) return sigmoid(x);
+    if constexpr (std::is_same_v<T, float>) return float_sigmoid(x);
     return fast_reciprocal(1.0f + fast_exp(-x));
   }
 
   static __device__ __forceinline__ float of_candidate(float x) {
-    if constexpr (std::is_same_v<T, float>) return elu(x);
+    if constexpr (std::is_same_v<T, float>) return float_elu(x);
     // exp(x) - 1 loses its digits near 0, where few terms of the series are enough.
     float series = 1.0f / 120 * x + 1.0f / 24;
     series = series * x + 1.0f / 6;
@@ -195,7 +195,7 @@ struct Activation<T, float> {
   }
 
   static __device__ __forceinline__ float of_c(float x) {
-    if constexpr (std::is_same_v<T, float>) return std::tanh(x);
+    if constexpr (std::is_same_v<T, float>) return float_tanh(x);
     // As above, and without a branch.
     const float square = x * x;
     float series = -17.0f / 315 * square + 2.0f / 15;

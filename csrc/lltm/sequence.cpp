@@ -337,6 +337,7 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
         return lltm_persistent(*call);
       case kLltmGrid:
       case kLltmWideGrid:
+      case kLltmPlainGrid:
         if (lltm_grid(*call)) return;
         return forward_per_step(*call);
       default:
@@ -356,6 +357,7 @@ TCH_EXTENSION_API Message tch_extension_lltm_backward(const LltmBackward* call) 
         return lltm_persistent(*call);
       case kLltmGrid:
       case kLltmWideGrid:
+      case kLltmPlainGrid:
         if (lltm_grid(*call)) return;
         return backward_per_step(*call);
       case kLltmFused:

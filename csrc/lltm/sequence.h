@@ -15,6 +15,7 @@ enum LltmPath : int32_t {
   kLltmGrid = 4,
   kLltmPersistentTf32 = 5,  // of float, in halves that are scaled
   kLltmWideGrid = 6,        // for many rows
+  kLltmPlainGrid = 7,       // for float and double as they are
 };
 
 struct LltmForward {

@@ -3,6 +3,7 @@
 mod columns;
 mod grid;
 mod persistent;
+mod plain;
 mod plan;
 mod wide;
 
@@ -77,6 +78,7 @@ impl Plan {
             Plan::Persistent { cluster, tf32 } => [if tf32 { 5 } else { 3 }, 1, narrow(cluster)],
             Plan::Grid { columns, row_groups } => [4, narrow(row_groups), narrow(columns)],
             Plan::WideGrid { columns, row_groups } => [6, narrow(row_groups), narrow(columns)],
+            Plan::PlainGrid { columns, row_groups } => [7, narrow(row_groups), narrow(columns)],
         }
     }
 

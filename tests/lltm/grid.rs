@@ -145,7 +145,11 @@ fn cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid() {
 
 /// All bits of each value are set: between blocks that means "not there yet".
 fn all_bits(size: [i64; 2], kind: Kind, device: Device) -> Tensor {
-    let integer = if kind == Kind::Float { Kind::Int } else { Kind::Int16 };
+    let integer = match kind {
+        Kind::Double => Kind::Int64,
+        Kind::Float => Kind::Int,
+        _ => Kind::Int16,
+    };
     let values = Tensor::full(size, -1, (integer, device)).view_dtype(kind);
     assert!(values.isnan().all().int64_value(&[]) != 0);
     values
@@ -159,6 +163,11 @@ pub fn assert_no_number_is_as_in_per_step(
     device: Device,
 ) {
     let _switch = Tf32::set(kind == Kind::Float);
+    assert_no_number_agrees(sequence, kind, hidden, device);
+}
+
+/// As libtorch's switch for tf32 is.
+pub fn assert_no_number_agrees(sequence: support::Operator<'_>, kind: Kind, hidden: i64, device: Device) {
     let inputs = one([6, 20, 8, hidden], kind, device).inputs;
     let no_numbers = all_bits([20, hidden], kind, device);
     // h0 of one row, c0 of another, the input of a third at some step, and an infinite one.

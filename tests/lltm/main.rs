@@ -10,6 +10,7 @@ mod kinds;
 mod layer;
 mod numerics;
 mod persistent;
+mod plain_grid;
 mod random;
 mod scaled;
 mod second_derivatives;

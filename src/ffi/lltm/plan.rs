@@ -2,6 +2,7 @@
 
 use super::grid::{Grid, Share};
 use super::persistent::{Clusters, Kernel};
+use super::plain::PlainShare;
 use super::wide::WideShare;
 use crate::Result;
 use crate::ffi::lltm_cell_fused as cell;
@@ -137,6 +138,11 @@ pub(crate) enum Plan {
         columns: i64,
         row_groups: i64,
     },
+    /// The same, in `Float` and `Double` as they are.
+    PlainGrid {
+        columns: i64,
+        row_groups: i64,
+    },
     /// The same, for many rows.
     WideGrid {
         columns: i64,
@@ -169,21 +175,28 @@ impl Plan {
         const CROWD: i64 = 1024;
         let of_clusters = |Kernel { cluster, tf32, .. }: Kernel| Plan::Persistent { cluster, tf32 };
         let of_grid = |share: Share| Plan::Grid { columns: share.columns, row_groups: share.row_groups };
+        let plain = PlainShare::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
+        let of_plain =
+            |share: PlainShare| Plan::PlainGrid { columns: share.columns, row_groups: share.row_groups };
         let wide = WideShare::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
         let of_wide =
             |share: WideShare| Plan::WideGrid { columns: WideShare::COLUMNS, row_groups: share.row_groups };
         match path {
-            Path::Persistent => clusters.map(of_clusters).or(grid.map(of_grid)),
-            Path::Grid => grid.map(of_grid),
+            Path::Persistent => clusters.map(of_clusters).or(grid.map(of_grid)).or(plain.map(of_plain)),
+            Path::Grid => grid.map(of_grid).or(plain.map(of_plain)),
             Path::WideGrid => wide.map(of_wide).or(grid.map(of_grid)),
-            Path::CrowdedGrid => grid.map(|share| of_grid(Share { row_groups: CROWD, ..share })),
+            Path::CrowdedGrid => grid
+                .map(|share| of_grid(Share { row_groups: CROWD, ..share }))
+                .or(plain.map(|share| of_plain(PlainShare { row_groups: CROWD, ..share }))),
             Path::Automatic => {
                 let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes));
                 let grid = grid.filter(|share| share.is_faster(direction, sizes));
+                let plain = plain.filter(|share| share.is_faster(direction, sizes, product));
                 let wide = wide.filter(|share| share.is_faster(sizes));
                 let all = [
                     clusters.map(|kernel| (kernel.cost(sizes.batch), of_clusters(kernel))),
                     grid.map(|share| (share.cost, of_grid(share))),
+                    plain.map(|share| (share.cost, of_plain(share))),
                     wide.map(|share| (share.cost, of_wide(share))),
                 ];
                 all.into_iter().flatten().min_by_key(|(cost, _)| *cost).map(|(_, plan)| plan)

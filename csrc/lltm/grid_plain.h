@@ -1,0 +1,229 @@
+// The product of a block of the grid where tensor cores for tf32 would round: those for double do not, and
+// multiply as fast as anything else multiplies float. Products of floats are exact in it, and so are their
+// sums, nearly.
+#pragma once
+
+#include "grid_product.h"
+
+namespace tch_extension {
+namespace {
+
+// sums += a b, where a is 16 × 16 or 16 × 8, and b has 8 columns.
+[[maybe_unused]] __device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a)[8],
+                                                              const double (&b)[4]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
+      : "+d"(sums[0]), "+d"(sums[1]), "+d"(sums[2]), "+d"(sums[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]),
+        "d"(b[1]), "d"(b[2]), "d"(b[3]));
+}
+
+[[maybe_unused]] __device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a)[4],
+                                                              const double (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+d"(sums[0]), "+d"(sums[1]), "+d"(sums[2]), "+d"(sums[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+}
+
+// Here and now: the compiler would keep all of a block's weights as double, for which there is no room.
+[[maybe_unused]] __device__ __forceinline__ double to_double(float value) {
+  double wide;
+  asm volatile("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(value));
+  return wide;
+}
+
+[[maybe_unused]] __device__ __forceinline__ double to_double(double value) { return value; }
+
+// A double is a message by itself.
+template <typename T>
+__device__ __forceinline__ uint4 load_messages_of(const T* from) {
+  return sizeof(T) == 4 ? load_message(from) : load_messages(from);
+}
+
+template <typename T>
+__device__ __forceinline__ bool is_unsent_of(const uint4& words) {
+  return sizeof(T) == 4 ? is_unsent(words) : max(words.y, words.w) == kUnsent;
+}
+
+// As GridProduct. Each vector of 16 bytes is for one instruction and tile; kInRegisters fragments of weights
+// are there, and the others in shared memory, [warp, fragment, half, lane] of 16 bytes.
+template <typename Type, int kTileCount, int kVectorCount, int kHeld, int kInFlight, int kAtOnce>
+struct GridPlainProduct {
+  using T = Type;
+  using Sum = T;
+  enum : int {
+    kIsPlain = true,
+    kTiles = kTileCount,
+    kVectors = kVectorCount,
+    kRing = kInFlight,
+    kGroup = kAtOnce,
+    kStride = kWarps * kSpan<T>,  // from a vector of a warp to its next
+    kLanes = kLanesOf16Bytes<T>,  // terms of a lane in an instruction
+    kFragments = kVectors * kTiles,
+    kInRegisters = kHeld,
+    kShared = kFragments - kInRegisters,
+    kBytesOfFragment = 2 * kWarp * 16,
+    kBytesOfWeights = kWarps * kShared * kBytesOfFragment,
+    // Of partial sums, [warp, half of the rows, pair of columns, half of those] of four, and some between the
+    // halves, so that lanes meet no other in a bank.
+    kBytesOfFour = 4 * static_cast<int>(sizeof(T)),
+    kBytesOfPair = 2 * kBytesOfFour,
+    kBytesOfRows = kTiles * (kTile / 2) * kBytesOfPair + 64,
+    kBytesOfWarp = 2 * kBytesOfRows,
+    kBytesOfTurn = kWarps * kBytesOfWarp,
+  };
+  static_assert(kVectors % kRing == 0 && kRing % kGroup == 0, "messages have their places");
+
+  explicit __device__ __forceinline__ GridPlainProduct(unsigned char* memory) {
+    shared = memory + threadIdx.x / kWarp * (kShared * kBytesOfFragment) + threadIdx.x % kWarp * 16;
+  }
+
+  // The first term of the lane's vectors.
+  static __device__ __forceinline__ int first_term() {
+    return threadIdx.x / kWarp * kSpan<T> + threadIdx.x % 4 * kLanes;
+  }
+
+  // weight_of(pair, odd, term), of pairs of columns or of gates' rows.
+  template <typename WeightOf>
+  __device__ __forceinline__ void load_weights(const WeightOf& weight_of) {
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int pair = tile * (kTile / 2) + threadIdx.x % kWarp / 4;
+#pragma unroll
+      for (int vector = 0; vector < kVectors; ++vector) {
+#pragma unroll
+        for (int at = 0; at < kLanes; ++at) {
+          const int term = first_term() + vector * kStride + at;
+          put_weight(vector, tile, at, 0, weight_of(pair, 0, term));
+          put_weight(vector, tile, at, 1, weight_of(pair, 1, term));
+        }
+        few_at_a_time();
+      }
+    }
+  }
+
+  // Of a term of a vector: of a tile's even or odd column, which are rows of its upper and lower half.
+  __device__ __forceinline__ void put_weight(int vector, int tile, int term, int odd, T weight) {
+    const int fragment = vector * kTiles + tile;
+    if (fragment < kInRegisters) {
+      weights[fragment][2 * term + odd] = weight;
+    } else {
+      const int of_lane = 2 * term + odd, half = of_lane / kLanes;
+      auto* to = reinterpret_cast<T*>(shared + ((fragment - kInRegisters) * 2 + half) * (kWarp * 16));
+      to[of_lane % kLanes] = weight;
+    }
+  }
+
+  __device__ __forceinline__ void load(const Source<T>& source, int vector) {
+    messages[vector % kRing] =
+        vector * kStride < source.terms ? load_messages_of<T>(source.from + vector * kStride) : uint4{};
+  }
+
+  // The first messages of a turn.
+  __device__ __forceinline__ void begin(const Source<T>& source) {
+#pragma unroll
+    for (int vector = 0; vector < kRing; ++vector) load(source, vector);
+  }
+
+  __device__ __forceinline__ bool is_missing(int first) const {
+    bool missing = false;
+#pragma unroll
+    for (int vector = first; vector < first + kGroup; ++vector) {
+      missing |= is_unsent_of<T>(messages[vector % kRing]);
+    }
+    return __any_sync(~0u, missing);
+  }
+
+  // Until a group is there; those of this turn that are on their way behind it are asked for again with it.
+  __device__ __forceinline__ void wait(const Source<T>& source, int first) {
+    while (is_missing(first)) {
+#pragma unroll
+      for (int vector = first; vector < first + kRing && vector < kVectors; ++vector) {
+        if (is_unsent_of<T>(messages[vector % kRing])) load(source, vector);
+      }
+    }
+  }
+
+  // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if `ahead`.
+  // What is no message but a plain tensor may have any bits.
+  __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
+                                           bool ahead) {
+#pragma unroll
+    for (auto& tile : sums) {
+      for (double& sum : tile) sum = 0;
+    }
+#pragma unroll
+    for (int first = 0; first < kVectors; first += kGroup) {
+      if (are_messages) wait(here, first);
+#pragma unroll
+      for (int vector = first; vector < first + kGroup; ++vector) multiply_vector(vector);
+#pragma unroll
+      for (int vector = first + kRing; vector < first + kRing + kGroup; ++vector) {
+        if (vector < kVectors) {
+          load(here, vector);
+        } else if (ahead) {
+          load(next, vector - kVectors);
+        }
+      }
+    }
+    return ahead;
+  }
+
+  __device__ __forceinline__ void multiply_vector(int vector) {
+    const uint4& words = messages[vector % kRing];
+    double b[kLanes];
+    if constexpr (kLanes == 4) {
+      b[0] = __uint_as_float(words.x), b[1] = __uint_as_float(words.y);
+      b[2] = __uint_as_float(words.z), b[3] = __uint_as_float(words.w);
+    } else {
+      b[0] = __hiloint2double(words.y, words.x), b[1] = __hiloint2double(words.w, words.z);
+    }
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const int fragment = vector * kTiles + tile;
+      double a[2 * kLanes];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        Vector<T, kLanes> held;
+        if (fragment < kInRegisters) {
+#pragma unroll
+          for (int at = 0; at < kLanes; ++at) held.lane[at] = weights[fragment][half * kLanes + at];
+        } else {
+          const int place = (fragment - kInRegisters) * 2 + half;
+          held = *reinterpret_cast<const Vector<T, kLanes>*>(shared + place * (kWarp * 16));
+        }
+#pragma unroll
+        for (int at = 0; at < kLanes; ++at) a[half * kLanes + at] = to_double(held.lane[at]);
+      }
+      tch_extension::multiply_add(sums[tile], a, b);
+    }
+  }
+
+  // As in GridProduct.
+  __device__ __forceinline__ void write(unsigned char* partials) const {
+    const int lane = threadIdx.x % kWarp;
+    unsigned char* to = partials + threadIdx.x / kWarp * kBytesOfWarp + place_of(lane / 4, lane % 4 * 2);
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const auto& sum = sums[tile];
+      *reinterpret_cast<Vector<T, 4>*>(to + tile * (kTile / 2 * kBytesOfPair)) = {
+          static_cast<T>(sum[0]), static_cast<T>(sum[2]), static_cast<T>(sum[1]), static_cast<T>(sum[3])};
+    }
+  }
+
+  static __device__ __forceinline__ int place_of(int pair, int row) {
+    return row / 4 * kBytesOfRows + pair * kBytesOfPair + row / 2 % 2 * kBytesOfFour +
+           row % 2 * (kBytesOfFour / 2);
+  }
+
+  T weights[kInRegisters > 0 ? kInRegisters : 1][2 * kLanes];
+  unsigned char* shared;
+  uint4 messages[kRing];
+  double sums[kTiles][4];
+};
+
+}  // namespace
+}  // namespace tch_extension

@@ -1,0 +1,169 @@
+//! `csrc/lltm/grid.h`: a grid that multiplies `Float` and `Double` as they are.
+
+use super::grid::Grid;
+use super::persistent::counts_in_32_bits;
+use super::{Direction, Sizes};
+use tch::Kind;
+
+/// Rows that a block computes at a time.
+const ROWS: i64 = 8;
+
+/// Who computes what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct PlainShare {
+    /// Columns of h of a block.
+    pub columns: i64,
+    /// Groups of blocks, each with some rows of the batch.
+    pub row_groups: i64,
+    /// What a step costs, in hundredths of a microsecond: about, as measured on an H200.
+    pub cost: i64,
+}
+
+impl PlainShare {
+    /// The fastest for these sizes, if the weights fit on chip, and the kernel can count.
+    pub fn new(
+        direction: Direction,
+        sizes: Sizes,
+        product: Kind,
+        tf32: bool,
+        grid: Grid,
+    ) -> Option<PlainShare> {
+        /// Vectors of a row of h for each warp, beside 16 columns.
+        const MOST: i64 = 8;
+        let Sizes { batch, hidden, .. } = sizes;
+        let terms = match product {
+            Kind::Float if !tf32 => 128,
+            Kind::Double => 64,
+            _ => return None,
+        };
+        if batch == 0 || hidden == 0 || hidden % 8 != 0 || !counts_in_32_bits(sizes) {
+            return None;
+        }
+        let vectors = (hidden - 1) / terms + 1;
+        let tiles = (batch - 1) / ROWS + 1;
+        let of = |columns| {
+            let most = grid.blocks() / ((hidden - 1) / columns + 1);
+            PlainShare::of_columns(direction, columns, vectors, tiles, most)
+        };
+        // With few columns a block's product is short, but more blocks wait for one another.
+        let widths: &[i64] = match (direction, vectors) {
+            (Direction::Forward, 2..=4) => &[16, 4],
+            (Direction::Forward, 5..=6) => &[16, 8],
+            _ => &[16],
+        };
+        let shares = widths.iter().copied().filter_map(of);
+        shares.min_by_key(|share| share.cost).filter(|_| vectors <= MOST)
+    }
+
+    /// Each of up to `most` groups has some of the tiles of rows and works through them in turn.
+    fn of_columns(
+        direction: Direction,
+        columns: i64,
+        vectors: i64,
+        tiles: i64,
+        most: i64,
+    ) -> Option<PlainShare> {
+        /// What is kept of all rows of a block has to fit beside the rest.
+        const MOST_TURNS: i64 = 32;
+        if most == 0 {
+            return None;
+        }
+        // With few columns, two turns take no longer than one, in which everybody waits, and half the blocks.
+        let least = if columns < 16 { tiles.min(2) } else { 1 };
+        let turns = ((tiles - 1) / most + 1).max(least);
+        // What a turn takes that waits for all messages, and one of several.
+        let (only, each) = match (direction, columns) {
+            (Direction::Forward, 4) => (80 + 68 * vectors, 28 + 18 * vectors),
+            (Direction::Forward, 8) => (80 + 45 * vectors, 60 + 15 * vectors),
+            (Direction::Forward, _) => (80 + 40 * vectors, 70 + 22 * vectors),
+            (Direction::Backward, _) => (110 + 50 * vectors, 60 + 31 * vectors),
+        };
+        let cost = if turns == 1 { only } else { turns * each };
+        let share = PlainShare { columns, row_groups: (tiles - 1) / turns + 1, cost };
+        (turns <= MOST_TURNS).then_some(share)
+    }
+
+    /// Than one or two kernels for each step. `Double` has not been compared.
+    pub fn is_faster(&self, direction: Direction, sizes: Sizes, product: Kind) -> bool {
+        /// Fewer are over before the weights are on chip.
+        const FEW: i64 = 8;
+        /// What that takes.
+        const ONCE: i64 = 2000;
+        /// With more, libtorch's products are twice as fast.
+        const FEW_ROWS: i64 = 64;
+        let Sizes { steps, batch, hidden, .. } = sizes;
+        let launches = match direction {
+            Direction::Forward => 480,
+            Direction::Backward => 700,
+        };
+        // Operations in a hundredth of a microsecond.
+        let speed = if batch <= FEW_ROWS { 25e4 } else { 50e4 };
+        let products = 6.0 * batch as f64 * hidden as f64 * hidden as f64 / speed;
+        let saved = launches + products as i64 - self.cost;
+        product == Kind::Float && steps >= FEW && steps.saturating_mul(saved) >= ONCE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const H200: Grid = Grid::H200;
+
+    fn sizes(batch: i64, hidden: i64) -> Sizes {
+        Sizes { steps: 512, batch, features: hidden, hidden }
+    }
+
+    fn share(direction: Direction, batch: i64, hidden: i64, kind: Kind) -> Option<(i64, i64)> {
+        let share = PlainShare::new(direction, sizes(batch, hidden), kind, false, H200);
+        share.map(|share| (share.columns, share.row_groups))
+    }
+
+    /// What was the fastest of those measured.
+    #[test]
+    fn shares_suit_the_size() {
+        use Direction::{Backward, Forward};
+        let of = |direction, batch, hidden| share(direction, batch, hidden, Kind::Float);
+        assert_eq!(of(Forward, 16, 128), Some((16, 2)));
+        assert_eq!(of(Forward, 16, 256), Some((4, 1)));
+        assert_eq!(of(Forward, 16, 512), Some((4, 1)));
+        assert_eq!(of(Forward, 16, 768), Some((8, 1)));
+        assert_eq!(of(Forward, 64, 128), Some((16, 8)));
+        assert_eq!(of(Forward, 64, 512), Some((16, 4)));
+        assert_eq!(of(Forward, 64, 1024), Some((16, 2)));
+        assert_eq!(of(Backward, 16, 512), Some((16, 2)));
+        assert_eq!(of(Backward, 64, 1024), Some((16, 2)));
+    }
+
+    #[test]
+    fn not_all_sizes_have_one() {
+        let of = |batch, hidden, kind| share(Direction::Forward, batch, hidden, kind);
+        assert!(of(1, 8, Kind::Float).is_some() && of(9, 512, Kind::Double).is_some());
+        assert_eq!(of(64, 1032, Kind::Float), None);
+        assert_eq!(of(64, 520, Kind::Double), None);
+        assert_eq!(of(64, 1020, Kind::Float), None);
+        assert_eq!(of(64, 512, Kind::Half), None);
+        assert_eq!(of(0, 8, Kind::Float), None);
+        assert_eq!(of(8, 0, Kind::Float), None);
+        assert_eq!(of(i64::MAX, 8, Kind::Float), None);
+        assert_eq!(of(1 << 16, 8, Kind::Float), None);
+        let tf32 = PlainShare::new(Direction::Forward, sizes(16, 512), Kind::Float, true, H200);
+        assert_eq!(tf32, None);
+    }
+
+    #[test]
+    fn it_is_taken_where_it_is_faster() {
+        for direction in [Direction::Forward, Direction::Backward] {
+            let faster = |steps, batch, hidden, kind| {
+                let sizes = Sizes { steps, ..sizes(batch, hidden) };
+                PlainShare::new(direction, sizes, kind, false, H200)
+                    .is_some_and(|share| share.is_faster(direction, sizes, kind))
+            };
+            for hidden in [128, 256, 512, 768, 1024] {
+                assert!(faster(8, 16, hidden, Kind::Float) && faster(512, 64, hidden, Kind::Float));
+                assert!(!faster(7, 16, hidden, Kind::Float) && !faster(512, 16, hidden, Kind::Double));
+            }
+            assert!(!faster(512, 512, 1024, Kind::Float));
+        }
+    }
+}
