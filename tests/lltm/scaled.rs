@@ -72,11 +72,11 @@ pub fn assert_is_not_per_step(found: &[Tensor], inputs: &[Tensor]) {
 /// Beside all of it in `Double`.
 pub fn assert_numbers_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 4], device: Device) {
     let _switch = Tf32::set(true);
-    // The last has sums of products that are next to nothing, in whichever way they are made.
+    // The others have sums of products that are next to nothing but in the first step, in whichever way they are made.
     let all = [
         (rows_of_any_magnitude(sizes, device), true),
-        (large_first_h(sizes, 1e4, device), true),
-        (large_first_h(sizes, 1e28, device), true),
+        (large_first_h(sizes, 1e4, device), false),
+        (large_first_h(sizes, 1e28, device), false),
         (small_weights(sizes, device), false),
     ];
     for (inputs, shows_products) in all {
@@ -86,7 +86,7 @@ pub fn assert_numbers_of_any_range(sequence: support::Operator<'_>, sizes: [i64;
             assert_close_by_column(&found[index], expected, false);
         }
         if shows_products {
-            assert_is_not_per_step(&found, &inputs);
+            assert!(!found[0].equal(&everything(&per_step, &inputs)[0]), "the output is that of each step");
         }
     }
 }
