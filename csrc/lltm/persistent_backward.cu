@@ -173,7 +173,7 @@ struct LayoutBack {
 
 // The largest of a row of W_h as it is multiplied is about this. Scales are times it, so that a gradient
 // times its row's scale is as far from the smallest numbers as what becomes of it.
-constexpr float kWeightScale = 1 << 14;
+[[maybe_unused]] constexpr float kWeightScale = 1 << 14;
 
 // The power of two that takes a number to [2^14, 2^15), and what sums are then multiplied by, without
 // kWeightScale; of an infinite one and of one near zero, what is nearest to them of which both are normal.
@@ -207,7 +207,7 @@ __device__ __forceinline__ uint32_t largest_of_row(float of_lane, uint32_t* of_t
 
 // A lane's part of sums that tensor cores made, among those of a tile, in fours: so that the four lanes' that
 // have the same two rows, which another warp reads, lie in different banks in each line of 128 bytes.
-__device__ __forceinline__ int slot_of(int lane) {
+[[maybe_unused]] __device__ __forceinline__ int slot_of(int lane) {
   const int line = lane / 8;
   return line * 8 + (lane % 4 + line) % 4 * 2 + lane / 4 % 2;
 }

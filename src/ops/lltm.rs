@@ -41,11 +41,12 @@ const OP: &str = "lltm";
 /// product with the input is made for all steps at once; where a step is small it then costs one kernel, with its product in
 /// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Small steps of
 /// few features multiply the input, too. On a GPU of compute capability 9.0 all steps are one kernel that keeps the
-/// weights on the chip, where that is faster: from eight steps on; in half kinds, on an H200, with up to 3120 rows at H = 128, 1680 at
-/// 256, 720 at 512 and 280 at 768, and, if H is a multiple of 8, 640 at 512, 336 at 768, 256 at 1024 and 40 at 2048;
-/// in `Float` with H up to 128 and 720 rows, in `Double` and 360. Where libtorch's switch allows tf32 in
-/// products, those kernels multiply `Float` in halves times powers of two, which is no less exact, with about as many rows at H up
-/// to 768, or 1024 with 112 rows forward and 80 back; their sigmoids and tanh are accurate to about 1e-6. On the CPU the weights are packed once, and libtorch's threads
+/// weights on the chip, where that is faster: from eight steps on, on an H200 in half kinds with up to 3120 rows at H = 128, 1680 at
+/// 256, 720 at 512, 336 at 768, 256 at 1024 and 40 at 2048, in `Float` with 896, 448, 256 and 80 up to H = 768 and 96 at
+/// 1024, in `Double` with 360 at 128; beyond H = 768, or in `Float` 128, only if H is a multiple of 8. Where libtorch's switch allows tf32 in
+/// products, those kernels multiply `Float` as halves that are scaled by powers of two, which have as many digits, with as many rows
+/// as the half kinds or more; what is 2^-29 of the largest weight of a row or less is then off by 2^-40 of that. Their sigmoids and tanh are accurate to about
+/// 1e-6 in tf32 and to 4 units of the last place in `Float`. On the CPU the weights are packed once, and libtorch's threads
 /// stay together for the whole sequence. One or two steps are a loop of [`lltm_cell`](super::lltm_cell), but for half
 /// kinds where that rounds more.
 ///
@@ -54,7 +55,8 @@ const OP: &str = "lltm";
 ///
 /// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers besides inputs and outputs (of the half kinds on the
 /// CPU, as `Float`); the forward needs `3·T·B·H` more for a while if the kinds of gates and outputs differ, and the backward
-/// `3·T·B·H + T·B·(H + F)`, on the CPU up to twice that; under autocast the large sizes of one kernel need `T·B·H` of the product's kind more. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
+/// `3·T·B·H + T·B·(H + F)`, on the CPU up to twice that; under autocast and in tf32 the large
+/// sizes of one kernel need `T·B·H` of the product's kind, or of halves, more, and in tf32 the backward `3·T·B·H` halves, B being at least 8 there. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
 ///
 /// Equivalent to:
 /// ```
