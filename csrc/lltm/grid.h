@@ -16,6 +16,17 @@
 #include "lltm.h"
 #include "scale_rows.h"
 
+namespace tch_extension {
+
+// What the backward's messages with scales have room for, whichever grid sends them: rows and columns in
+// whole tiles, and a float for each row and tile of 16 columns.
+constexpr int64_t kExchangeRows = 8;
+constexpr int64_t kExchangeColumns = 32;
+constexpr int64_t kColumnsOfScale = 16;
+constexpr int64_t kScaledColumns = 128;
+
+}  // namespace tch_extension
+
 struct LltmGridForward {
   int64_t steps;
   int64_t batch;
@@ -61,6 +72,6 @@ struct LltmGridBackward {
   void* grad_gates;         // [T, B, 3H], of the product's kind; of the state's, where there are scales
   // As in the forward. The messages are in memory of their own then, with a scale for each row and sender.
   const float* scales;     // [3H], of W_h's rows
-  void* exchange;          // halves, [T, B', 3H'], where B' is a multiple of 8 and H' of 32
-  float* exchange_scales;  // right behind, [T, B', H'' / 16], where H'' is a multiple of 128
+  void* exchange;          // halves, [T, B', 3H'], in multiples of kExchangeRows and kExchangeColumns
+  float* exchange_scales;  // right behind, [T, B', H'' / kColumnsOfScale], of kScaledColumns
 };

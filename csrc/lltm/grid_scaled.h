@@ -15,6 +15,8 @@ namespace {
 constexpr int kVectorsOfPair = kGates;
 constexpr int kBytesOfVector = kWarp * 16;
 constexpr int kBytesOfPair = kVectorsOfPair * kBytesOfVector;
+static_assert(kRows == kExchangeRows && 2 * kTile == kExchangeColumns,
+              "messages have the room that they need");
 
 // Where the messages of sub-batches are, if warps read so many pairs each.
 template <int kPairsOfWarp>

@@ -10,9 +10,9 @@ namespace {
 
 // Of a row of the batch, what each block sends.
 constexpr int kSentColumns = kGates * kWideColumns;
-// Times the scale of a row of W_h it is about the largest of that: gradients times that are near to what the
-// sums will be.
-constexpr float kWeightScale = 1 << 14;
+static_assert(kWideColumns == kExchangeColumns && kGroupColumns == kColumnsOfScale &&
+                  kScaledColumns == 4 * kWideColumns,
+              "messages have the room that they need");
 
 // Where it is sent to.
 struct WideSent {

@@ -147,10 +147,9 @@ namespace {
 struct ScaledMessages {
   ScaledMessages(const LltmGridBackward& params, const at::TensorOptions& like) {
     if (params.scales == nullptr) return;
-    constexpr int64_t kRows = 8, kColumns = 32, kOfScale = 16, kScaleColumns = 128;
-    const int64_t rows = params.steps * rounded_up(params.batch, kRows);
-    const int64_t halves = rows * 3 * rounded_up(params.hidden, kColumns);
-    const int64_t of_row = rounded_up(params.hidden, kScaleColumns) / kOfScale;
+    const int64_t rows = params.steps * rounded_up(params.batch, kExchangeRows);
+    const int64_t halves = rows * 3 * rounded_up(params.hidden, kExchangeColumns);
+    const int64_t of_row = rounded_up(params.hidden, kScaledColumns) / kColumnsOfScale;
     memory = at::empty({halves / 2 + rows * of_row}, like.dtype(at::kFloat));
     values = memory.data_ptr();
     scales = memory.mutable_data_ptr<float>() + halves / 2;

@@ -171,10 +171,6 @@ struct LayoutBack {
   };
 };
 
-// The largest of a row of W_h as it is multiplied is about this. Scales are times it, so that a gradient
-// times its row's scale is as far from the smallest numbers as what becomes of it.
-[[maybe_unused]] constexpr float kWeightScale = 1 << 14;
-
 // The power of two that takes a number to [2^14, 2^15), and what sums are then multiplied by, without
 // kWeightScale; of an infinite one and of one near zero, what is nearest to them of which both are normal.
 struct RowScale {

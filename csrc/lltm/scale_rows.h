@@ -17,6 +17,10 @@ namespace tch_extension {
 // What h is sent as is h times this: it is within (-1, 1).
 constexpr float kMessageScale = 1 << 15;
 
+// The largest of a row of W_h as it is multiplied is about this. On the way back scales are times it, so that
+// a gradient times its row's scale is as far from the smallest numbers as what becomes of it.
+constexpr float kWeightScale = 1 << 14;
+
 // So that a scale and its inverse are both normal floats.
 constexpr int kMostExponent = 126;
 
