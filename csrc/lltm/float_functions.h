@@ -1,6 +1,6 @@
 // The functions of the cell for float without a branch, no further from the exact value than 4 units of the
-// last place (tanh 2, elu 3); what is below the smallest normal number may be 0. CUDA's own are as exact, but
-// all lanes of a warp wait for the branches of any.
+// last place (tanh 2, elu 3); what is below the smallest normal number may be 0. CUDA's own are within 1
+// to 3.5, but all lanes of a warp wait for the branches of any.
 #pragma once
 
 #include <cmath>

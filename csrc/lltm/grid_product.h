@@ -142,7 +142,7 @@ struct GridProduct {
 
   // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if `ahead`.
   // What is no message but a plain tensor may have any bits.
-  // Whether those of `next` are on their way.
+  // Returns whether those of `next` are on their way.
   __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
                                            bool ahead) {
     begin_sums();

@@ -45,7 +45,8 @@ const OP: &str = "lltm";
 /// 256, 720 at 512, 336 at 768, 256 at 1024 and 40 at 2048, in `Float` with 896, 448, 256 and 80 up to H = 768 and 96 at
 /// 1024, in `Double` with 360 at 128; beyond H = 768, or in `Float` 128, only if H is a multiple of 8. Where libtorch's switch allows tf32 in
 /// products, those kernels multiply `Float` as halves that are scaled by powers of two, which have as many digits, with as many rows
-/// as the half kinds or more; what is 2^-29 of the largest weight of a row or less is then off by 2^-40 of that. Their sigmoids and tanh are accurate to about
+/// as the half kinds or more; what is 2^-29 of the largest weight of a row, or of the largest gradient
+/// for the gates of a row of the batch, or less is then off by 2^-40 of that. Their sigmoids and tanh are accurate to about
 /// 1e-6 in tf32 and to 4 units of the last place in `Float`. On the CPU the weights are packed once, and libtorch's threads
 /// stay together for the whole sequence. One or two steps are a loop of [`lltm_cell`](super::lltm_cell), but for half
 /// kinds where that rounds more.

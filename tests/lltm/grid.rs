@@ -1,10 +1,12 @@
 //! One kernel for all steps whose blocks fill the GPU, forced where it can be: in half kinds, and in `Float` where tf32 is
 //! allowed; elsewhere the same calls take other paths.
 
-use super::persistent::{Tf32, device_with, device_with_cache, everything};
+use super::persistent::{
+    Tf32, assert_two_streams_finish_and_repeat, device_with, device_with_cache, everything,
+};
 use super::*;
 use tch_extension::amp::Autocast;
-use tch_extension::cuda::{Graph, Stream, StreamGuard, synchronize};
+use tch_extension::cuda::Graph;
 
 pub const HALF_KINDS: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 
@@ -285,21 +287,6 @@ fn cuda_half_kinds_by_the_grid_on_two_streams_finish_and_repeat() {
     let Some(device) = device("cuda_half_kinds_by_the_grid_on_two_streams_finish_and_repeat") else { return };
     for sizes in [[40, 64, 8, 1024], [40, 16, 8, 768], [20, 300, 8, 512], [20, 30, 8, 2048]] {
         let inputs = one(sizes, Kind::Half, device).inputs;
-        let expected = everything(&grid, &inputs);
-        synchronize(device).expect("an end");
-        let streams = [(); 2].map(|()| Stream::new(device).expect("a stream"));
-        let mut results = Vec::new();
-        for _ in 0..10 {
-            for stream in &streams {
-                let _guard = StreamGuard::new(stream).expect("a guard");
-                results.push(everything(&grid, &inputs));
-            }
-        }
-        for stream in &streams {
-            stream.synchronize().expect("an end");
-        }
-        for (found, expected) in results.iter().flatten().zip(expected.iter().cycle()) {
-            assert!(found.equal(expected), "{sizes:?}");
-        }
+        assert_two_streams_finish_and_repeat(&grid, &inputs, 10, device);
     }
 }

@@ -3,7 +3,9 @@
 
 use super::*;
 use std::io::Write;
-use tch_extension::cuda::{Graph, Stream, StreamGuard, matmul_allow_tf32, set_matmul_allow_tf32};
+use tch_extension::cuda::{
+    Graph, Stream, StreamGuard, matmul_allow_tf32, set_matmul_allow_tf32, synchronize,
+};
 use tch_extension::testing::cuda_or_skip;
 
 /// H of each kernel's size, below it and of one column; rows of one cluster, of several, and of a part of one; steps
@@ -32,6 +34,31 @@ pub fn everything(sequence: support::Operator<'_>, inputs: &[Tensor]) -> Vec<Ten
     let outputs = sequence(inputs).expect("outputs");
     let gradients = support::gradients(sequence, &leaves(inputs), &[0, 1, 2]);
     outputs.into_iter().chain(gradients.into_iter().flatten()).collect()
+}
+
+/// From two streams at once, again and again: all of it ends, with the same bits.
+pub fn assert_two_streams_finish_and_repeat(
+    sequence: support::Operator<'_>,
+    inputs: &[Tensor],
+    times: usize,
+    device: Device,
+) {
+    let expected = everything(sequence, inputs);
+    synchronize(device).expect("an end");
+    let streams = [(); 2].map(|()| Stream::new(device).expect("a stream"));
+    let mut results = Vec::new();
+    for _ in 0..times {
+        for stream in &streams {
+            let _guard = StreamGuard::new(stream).expect("a guard");
+            results.push(everything(sequence, inputs));
+        }
+    }
+    for stream in &streams {
+        stream.synchronize().expect("an end");
+    }
+    for (found, expected) in results.iter().flatten().zip(expected.iter().cycle()) {
+        assert!(found.equal(expected), "{:?} {:?}", inputs[0].kind(), inputs[0].size());
+    }
 }
 
 fn device(test: &str) -> Option<Device> {
@@ -297,21 +324,6 @@ fn cuda_half_kinds_by_persistent_kernels_on_two_streams_finish_and_repeat() {
     };
     for sizes in [[40, 300, 8, 128], [20, 200, 8, 512], [20, 100, 8, 768]] {
         let inputs = one(sizes, Kind::Half, device).inputs;
-        let expected = everything(&persistent, &inputs);
-        tch::Cuda::synchronize(0);
-        let streams = [(); 2].map(|()| Stream::new(device).expect("a stream"));
-        let mut results = Vec::new();
-        for _ in 0..10 {
-            for stream in &streams {
-                let _guard = StreamGuard::new(stream).expect("a guard");
-                results.push(everything(&persistent, &inputs));
-            }
-        }
-        for stream in &streams {
-            stream.synchronize().expect("an end");
-        }
-        for (found, expected) in results.iter().flatten().zip(expected.iter().cycle()) {
-            assert!(found.equal(expected), "{sizes:?}");
-        }
+        assert_two_streams_finish_and_repeat(&persistent, &inputs, 10, device);
     }
 }

@@ -2,9 +2,9 @@
 //! the same calls take other paths.
 
 use super::grid::{assert_agrees_with_per_step, assert_no_number_agrees};
-use super::persistent::{device_with, device_with_cache, everything};
+use super::persistent::{assert_two_streams_finish_and_repeat, device_with, device_with_cache, everything};
 use super::*;
-use tch_extension::cuda::{Graph, Stream, StreamGuard, synchronize};
+use tch_extension::cuda::Graph;
 
 const PLAIN: [Kind; 2] = [Kind::Float, Kind::Double];
 
@@ -166,21 +166,6 @@ fn cuda_float_and_double_by_the_grid_on_two_streams_finish_and_repeat() {
         [(Kind::Float, [20, 64, 8, 1024]), (Kind::Float, [20, 16, 8, 512]), (Kind::Double, [20, 70, 8, 256])]
     {
         let inputs = one(sizes, kind, device).inputs;
-        let expected = everything(&grid, &inputs);
-        synchronize(device).expect("an end");
-        let streams = [(); 2].map(|()| Stream::new(device).expect("a stream"));
-        let mut results = Vec::new();
-        for _ in 0..5 {
-            for stream in &streams {
-                let _guard = StreamGuard::new(stream).expect("a guard");
-                results.push(everything(&grid, &inputs));
-            }
-        }
-        for stream in &streams {
-            stream.synchronize().expect("an end");
-        }
-        for (found, expected) in results.iter().flatten().zip(expected.iter().cycle()) {
-            assert!(found.equal(expected), "{kind:?} {sizes:?}");
-        }
+        assert_two_streams_finish_and_repeat(&grid, &inputs, 5, device);
     }
 }

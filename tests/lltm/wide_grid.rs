@@ -1,10 +1,12 @@
 //! One kernel of a grid for many rows, forced where it can be: in half kinds, and in `Float` where tf32 is allowed.
 
 use super::grid::{HALF_KINDS, assert_agrees_with_per_step, assert_no_number_is_as_in_per_step};
-use super::persistent::{Tf32, device_with, device_with_cache, everything};
+use super::persistent::{
+    Tf32, assert_two_streams_finish_and_repeat, device_with, device_with_cache, everything,
+};
 use super::*;
 use tch_extension::amp::Autocast;
-use tch_extension::cuda::{Graph, Stream, StreamGuard, synchronize};
+use tch_extension::cuda::Graph;
 
 /// Each kernel's size, whole and not; parts of the rows of a block; groups of blocks, and more rows than they have.
 const SIZES: [[i64; 4]; 8] = [
@@ -199,22 +201,7 @@ fn cuda_half_kinds_and_float_by_the_wide_grid_on_two_streams_finish_and_repeat()
     let float = [[40, 256, 8, 1024], [20, 150, 8, 520]].map(|sizes| (sizes, Kind::Float));
     for (sizes, kind) in half.into_iter().chain(float) {
         let inputs = one(sizes, kind, device).inputs;
-        let expected = everything(&wide_grid, &inputs);
-        synchronize(device).expect("an end");
-        let streams = [(); 2].map(|()| Stream::new(device).expect("a stream"));
-        let mut results = Vec::new();
-        for _ in 0..10 {
-            for stream in &streams {
-                let _guard = StreamGuard::new(stream).expect("a guard");
-                results.push(everything(&wide_grid, &inputs));
-            }
-        }
-        for stream in &streams {
-            stream.synchronize().expect("an end");
-        }
-        for (found, expected) in results.iter().flatten().zip(expected.iter().cycle()) {
-            assert!(found.equal(expected), "{sizes:?}");
-        }
+        assert_two_streams_finish_and_repeat(&wide_grid, &inputs, 10, device);
     }
 }
 

@@ -51,6 +51,11 @@ unsafe extern "C" {
 /// Rows that a block computes at a time.
 const ROWS: i64 = 8;
 
+/// Sizes that the kernels of a grid take: rows of h in whole vectors, and places that 32 bits can count.
+pub(super) fn are_for_a_grid(sizes: Sizes) -> bool {
+    sizes.batch > 0 && sizes.hidden > 0 && sizes.hidden % 8 == 0 && counts_in_32_bits(sizes)
+}
+
 /// Who computes what.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Share {
@@ -73,7 +78,7 @@ impl Share {
         const IN_PAIRS: i64 = 32;
         let is_scaled = product == Kind::Float && tf32;
         let fits = is_scaled || matches!(product, Kind::Half | Kind::BFloat16);
-        if !fits || batch == 0 || hidden == 0 || hidden % 8 != 0 || !counts_in_32_bits(sizes) {
+        if !fits || !are_for_a_grid(sizes) {
             return None;
         }
         // Of a row of h for each warp, at most 8 vectors in registers beside 16 columns, or 4 beside 32; of the gates' gradients

@@ -1,7 +1,6 @@
 //! `csrc/lltm/grid.h`: a grid that multiplies `Float` and `Double` as they are.
 
-use super::grid::Grid;
-use super::persistent::counts_in_32_bits;
+use super::grid::{Grid, are_for_a_grid};
 use super::{Direction, Sizes};
 use tch::Kind;
 
@@ -36,7 +35,7 @@ impl PlainShare {
             Kind::Double => 64,
             _ => return None,
         };
-        if batch == 0 || hidden == 0 || hidden % 8 != 0 || !counts_in_32_bits(sizes) {
+        if !are_for_a_grid(sizes) {
             return None;
         }
         let vectors = (hidden - 1) / terms + 1;

@@ -1,7 +1,6 @@
 //! `csrc/lltm/grid.h`: a grid for many rows, whose blocks compute 64 of them at a time.
 
-use super::grid::Grid;
-use super::persistent::counts_in_32_bits;
+use super::grid::{Grid, are_for_a_grid};
 use super::{Direction, Sizes};
 use tch::Kind;
 
@@ -40,8 +39,7 @@ impl WideShare {
             Kind::Float if tf32 => true,
             _ => return None,
         };
-        let fits = (1..=WIDEST).contains(&hidden) && hidden % 8 == 0 && counts_in_32_bits(sizes);
-        if !fits || batch == 0 {
+        if hidden > WIDEST || !are_for_a_grid(sizes) {
             return None;
         }
         let most = grid.blocks() / ((hidden - 1) / WideShare::COLUMNS + 1);
