@@ -124,58 +124,73 @@ __device__ void late_arrive_at(int id, int threads) {
 #define load_words late_load_words
 #include "lltm/grid_backward.cu"
 #include "lltm/grid_forward.cu"
+#include "lltm/grid_plain_backward.cu"
+#include "lltm/grid_plain_forward.cu"
 #include "lltm/grid_wide_backward.cu"
 #include "lltm/grid_wide_forward.cu"
 
 namespace {
 
-void expect_fits(bool fits) {
+template <typename Params>
+using Start = tch_extension::LaunchStatus(const Params*, bool*, cudaStream_t);
+
+template <typename Params>
+void start(Start<Params>* of, const Params& params) {
+  bool fits = false;
+  check(of(&params, &fits, nullptr));
   if (fits) return;
   std::printf("not all blocks run at once\n");
   std::exit(1);
 }
 
-void launch(const LltmGridForward& forward) {
-  bool fits = false;
-  check(tch_extension_lltm_grid_forward_cuda(&forward, &fits, nullptr));
-  expect_fits(fits);
-}
+// Who computes what: the blocks' columns of h, forward and backward, and groups of rows.
+struct Share {
+  int columns;
+  int columns_backward;
+  int row_groups;
+};
 
-void launch(const LltmGridBackward& backward) {
-  bool fits = false;
-  check(tch_extension_lltm_grid_backward_cuda(&backward, &fits, nullptr));
-  expect_fits(fits);
+template <typename S, typename T, bool kIsScaled>
+void expect_of_kernels(int runs, int rows, int hidden, Share share, const char* grid,
+                       Start<LltmGridForward>* start_forward, Start<LltmGridBackward>* start_backward) {
+  LltmGridForward forward{};
+  LltmGridBackward backward{};
+  forward.columns = share.columns;
+  backward.columns = share.columns_backward;
+  forward.row_groups = backward.row_groups = share.row_groups;
+  char how[80];
+  std::snprintf(how, sizeof how, "%s, %d columns a block, %d groups of rows", grid, share.columns,
+                share.row_groups);
+  expect_the_same_bits<S, T, kIsScaled>(rows, hidden, runs, forward, backward, how, [&](const auto& params) {
+    if constexpr (std::is_same_v<decltype(params), const LltmGridForward&>) {
+      start(start_forward, params);
+    } else {
+      start(start_backward, params);
+    }
+  });
 }
 
 template <typename S, typename T, bool kIsScaled = false>
 void expect_of_grid(int runs, int rows, int hidden, int columns, int row_groups) {
-  LltmGridForward forward{};
-  LltmGridBackward backward{};
-  forward.columns = backward.columns = columns;
-  forward.row_groups = backward.row_groups = row_groups;
-  char how[80];
-  std::snprintf(how, sizeof how, "%d columns a block, %d groups of rows", columns, row_groups);
-  expect_the_same_bits<S, T, kIsScaled>(rows, hidden, runs, forward, backward, how,
-                                        [](const auto& params) { launch(params); });
+  expect_of_kernels<S, T, kIsScaled>(runs, rows, hidden, {columns, columns, row_groups}, "grid",
+                                     tch_extension_lltm_grid_forward_cuda,
+                                     tch_extension_lltm_grid_backward_cuda);
 }
 
 template <typename S, typename T, bool kIsScaled = false>
 void expect_of_wide_grid(int runs, int rows, int hidden, int row_groups) {
-  LltmGridForward forward{};
-  LltmGridBackward backward{};
-  forward.columns = backward.columns = 32;
-  forward.row_groups = backward.row_groups = row_groups;
-  char how[80];
-  std::snprintf(how, sizeof how, "wide, %d groups of rows", row_groups);
-  expect_the_same_bits<S, T, kIsScaled>(rows, hidden, runs, forward, backward, how, [](const auto& params) {
-    bool fits = false;
-    if constexpr (std::is_same_v<decltype(params), const LltmGridForward&>) {
-      check(tch_extension_lltm_grid_wide_forward_cuda(&params, &fits, nullptr));
-    } else {
-      check(tch_extension_lltm_grid_wide_backward_cuda(&params, &fits, nullptr));
-    }
-    expect_fits(fits);
-  });
+  constexpr int kColumns = 32;
+  expect_of_kernels<S, T, kIsScaled>(runs, rows, hidden, {kColumns, kColumns, row_groups}, "wide grid",
+                                     tch_extension_lltm_grid_wide_forward_cuda,
+                                     tch_extension_lltm_grid_wide_backward_cuda);
+}
+
+template <typename T>
+void expect_of_plain_grid(int runs, int rows, int hidden, int columns, int row_groups) {
+  constexpr int kColumnsBackward = 16;
+  expect_of_kernels<T, T, false>(runs, rows, hidden, {columns, kColumnsBackward, row_groups}, "plain grid",
+                                 tch_extension_lltm_grid_plain_forward_cuda,
+                                 tch_extension_lltm_grid_plain_backward_cuda);
 }
 
 }  // namespace
@@ -207,5 +222,21 @@ int main(int count, char** arguments) {
   expect_of_wide_grid<float, __half, true>(runs, 65, 768, 2);
   expect_of_wide_grid<float, __half, true>(runs, 70, 1000, 2);
   expect_of_wide_grid<float, __half, true>(runs, 150, 1024, 3);
+  expect_of_plain_grid<float>(runs, 9, 128, 16, 2);
+  expect_of_plain_grid<float>(runs, 40, 256, 4, 1);
+  expect_of_plain_grid<float>(runs, 17, 512, 4, 1);
+  expect_of_plain_grid<float>(runs, 16, 768, 8, 1);
+  expect_of_plain_grid<float>(runs, 70, 240, 16, 3);
+  expect_of_plain_grid<float>(runs, 60, 512, 16, 4);
+  expect_of_plain_grid<float>(runs, 17, 768, 16, 2);
+  expect_of_plain_grid<float>(runs, 64, 1008, 16, 2);
+  expect_of_plain_grid<double>(runs, 17, 56, 16, 2);
+  expect_of_plain_grid<double>(runs, 20, 128, 4, 1);
+  expect_of_plain_grid<double>(runs, 33, 256, 4, 2);
+  expect_of_plain_grid<double>(runs, 16, 384, 8, 2);
+  expect_of_plain_grid<double>(runs, 70, 128, 16, 3);
+  expect_of_plain_grid<double>(runs, 24, 256, 16, 2);
+  expect_of_plain_grid<double>(runs, 17, 384, 16, 3);
+  expect_of_plain_grid<double>(runs, 40, 504, 16, 3);
   return 0;
 }

@@ -24,6 +24,7 @@ run.sh COMMAND [ARGUMENTS]
 LIBTORCH      a libtorch 2.11.0; without it, the torch of python3 (or of $PYTHON)
 OUT           where logs and results go; by default the current folder
 SANITIZE_FILTER    names of the tests to sanitize contain this; by default `cuda`
+SANITIZE_TOOLS     those to run; by default memcheck, initcheck, racecheck and synccheck
 COMPUTE_SANITIZER  the program; by default from PATH, CUDA_HOME, /usr/local/cuda or beside libtorch
 TEXT
 }
@@ -257,7 +258,7 @@ run_sanitize() {
       continue
     fi
     checked=$((checked + 1))
-    for tool in memcheck initcheck racecheck synccheck; do
+    for tool in ${SANITIZE_TOOLS:-memcheck initcheck racecheck synccheck}; do
       sanitize_clean "$tool" "$program" "$filter" || failed=$((failed + 1))
     done
   done
