@@ -12,6 +12,7 @@ namespace {
 inline int padded_size(int64_t hidden, int32_t cluster) {
   if (cluster == 8 && hidden <= 128) return 128;
   if (cluster == 8 && hidden <= 256) return 256;
+  if (cluster == 16 && hidden > 128 && hidden <= 256) return 256;
   if ((cluster == 8 || cluster == 16) && hidden > 256 && hidden <= 512) return 512;
   return cluster == 16 && hidden > 512 && hidden <= 768 ? 768 : 0;
 }
