@@ -172,6 +172,12 @@ struct Layout {
   };
 };
 
+// Of those of a lane, written by as many warps.
+template <typename G>
+__device__ __forceinline__ G sum_of_four(const G* parts) {
+  return (parts[0] + parts[kWarp]) + (parts[2 * kWarp] + parts[3 * kWarp]);
+}
+
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.
 template <typename S, typename Product>
 __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
@@ -182,9 +188,9 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   extern __shared__ __align__(128) unsigned char shared[];
   using L = Layout<Product>;
   constexpr int kThreads = Product::kThreads, kParts = Product::kParts;
+  // The first tile's barrier of the warps that finish, if these are not all.
+  constexpr int kFinishers = kParts == kSplits ? 1 : 1 + Product::kTiles;
   const Place place(Product::kColumns, kParts);
-  // Of the warps that share columns; behind those of all tiles, that of those that finish.
-  const int barrier = 1 + place.tile;
   const uint32_t hidden = static_cast<uint32_t>(params.hidden);
   const int steps = static_cast<int>(params.steps);
   unsigned char* h = shared + L::kH;
@@ -285,7 +291,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     }
     if (!finishes) {
       // It writes again when h has come, which this block, too, has made of what it has written.
-      arrive_at(barrier, kParts * kWarp);
+      arrive_at(1 + place.tile, kParts * kWarp);
       continue;
     }
     G gates[kGates], scale[kGates];
@@ -296,16 +302,12 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
       gates[gate] = fetched[gate * kThreads] + bias[gate * kThreads];
       scale[gate] = kMayScale ? scales[gate * kThreads] : G(1);
     }
-    barrier_of(barrier, kParts * kWarp);
+    barrier_of(1 + place.tile, kParts * kWarp);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       const G* parts = read + gate * 4 * kParts * kWarp;
-      G sum = 0;
-#pragma unroll
-      for (int part = 0; part < kParts; part += 4) {
-        const G* four = parts + part * kWarp;
-        sum += (four[0] + four[kWarp]) + (four[2 * kWarp] + four[3 * kWarp]);
-      }
+      G sum = sum_of_four(parts);
+      if constexpr (kParts == 8) sum += sum_of_four(parts + 4 * kWarp);
       gates[gate] += sum * scale[gate];
     }
     const G i = Activation<T, G>::of_gate(gates[0]), o = Activation<T, G>::of_gate(gates[1]);
@@ -314,7 +316,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     // Rows and columns that are padding stay zeros.
     *own = valid ? static_cast<T>(new_h * message_scale) : T(0.0f);
     // With two barriers a step, what lies behind one is read before it is written behind the other.
-    barrier_of(barrier + Product::kTiles, kSplits * kWarp);
+    barrier_of(kFinishers + place.tile, kSplits * kWarp);
     if (step + 1 < steps) outbox.send((1 - buffer) * L::kHBytes, arrivals + 8 * (1 - buffer));
     fetch(step + kAhead, at + kAhead * step_size);
     if (is_scaled && step == 0) set_scales(1 / kMessageScale);
