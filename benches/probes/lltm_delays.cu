@@ -33,13 +33,10 @@ __device__ void late_arrive_at(int id, int threads) {
   arrive_at(id, threads);
 }
 
-__device__ void late_barrier_of_tile(const Place& place) { late_barrier_of(1 + place.tile, kSplits * kWarp); }
-
 }  // namespace
 }  // namespace tch_extension
 
 #define wait_for_arrival late_wait_for_arrival
-#define barrier_of_tile late_barrier_of_tile
 #define barrier_of late_barrier_of
 #define arrive_at late_arrive_at
 #include "lltm/persistent_backward.cu"

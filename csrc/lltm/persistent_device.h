@@ -146,11 +146,6 @@ struct ScaledHalf {};
 template <typename T>
 using Operand = std::conditional_t<std::is_same_v<T, ScaledHalf>, __half, T>;
 
-// Of the warps that share columns.
-__device__ __forceinline__ void barrier_of_tile(const Place& place) {
-  barrier_of(1 + place.tile, kSplits * kWarp);
-}
-
 // Zero if it is not `valid`; then nothing is read.
 template <typename T>
 __device__ __forceinline__ void copy_async(T* to, const T* from, bool valid) {
