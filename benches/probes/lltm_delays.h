@@ -50,7 +50,8 @@ __device__ void sleep_sometimes(uint32_t salt, uint32_t often) {
 
 namespace {
 
-constexpr int kSteps = 24;
+// Of each sequence; a sanitizer that takes a minute for a kernel finds in few of them what it finds in many.
+int steps = 24;
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -73,7 +74,8 @@ __global__ void fill(T* to, int64_t count, uint32_t salt, float scale) {
 }
 
 __global__ void begin(uint32_t seed) {
-  constexpr uint64_t kLimit = 20'000'000'000;
+  // Under a sanitizer, beside other programs, a kernel takes half a minute.
+  constexpr uint64_t kLimit = 100'000'000'000;
   tch_extension::seed = seed;
   tch_extension::deadline = tch_extension::now() + kLimit;
 }
@@ -138,7 +140,7 @@ inline void set_messages(LltmGridBackward& backward, float* messages, int64_t ha
 
 // In halves with scales, [T, B', 3H'].
 inline int64_t scaled_messages(int64_t rows, int64_t hidden) {
-  return kSteps * ((rows + 7) / 8 * 8) * ((hidden + 31) / 32 * 32) * 3;
+  return steps * ((rows + 7) / 8 * 8) * ((hidden + 31) / 32 * 32) * 3;
 }
 
 // A state of kind S and products of kind T, or of halves with scales, forward and backward, again and again:
@@ -148,7 +150,7 @@ template <typename S, typename T, bool kIsScaled = false, typename Forward, type
 void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backward backward, const char* how,
                           Launch launch) {
   using G = std::conditional_t<std::is_same_v<S, double>, double, float>;
-  const int64_t state = static_cast<int64_t>(rows) * hidden, all = kSteps * state;
+  const int64_t state = static_cast<int64_t>(rows) * hidden, all = steps * state;
   const Array<T> weight(3 * static_cast<int64_t>(hidden) * hidden, 1, 0.05f), h0(state, 2, 1.0f);
   const Array<S> c0(state, 3, 1.0f), grad_output(all, 4, 1.0f);
   const Array<G> input_gates(3 * all, 5, 1.5f), bias(3 * hidden, 6, 0.1f), given_h(state, 7, 1.0f),
@@ -176,7 +178,7 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
   } found(state, all), first(state, all);
 
   auto set = [&](auto& params) {
-    params.steps = kSteps;
+    params.steps = steps;
     params.batch = rows;
     params.hidden = params.weight_stride = hidden;
     params.kind = kind_of<S>();
@@ -236,13 +238,16 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
   check(cudaMemcpyFromSymbol(&gave_up, tch_extension::gave_up, sizeof gave_up), "read");
   cudaFree(others);
   std::printf("%s, products in %s%s, (%d, %d, %d), %s: %d runs, %u words differ%s\n", name_of<S>(),
-              kIsScaled ? "scaled " : "", name_of<T>(), kSteps, rows, hidden, how, runs, count,
+              kIsScaled ? "scaled " : "", name_of<T>(), steps, rows, hidden, how, runs, count,
               gave_up != 0 ? ", a wait gave up" : "");
   std::fflush(stdout);
   if (count != 0 || gave_up != 0) std::exit(1);
 }
 
-// How many runs of each kernel: with a sanitizer few are enough.
-inline int runs_of(int count, char** arguments) { return count > 1 ? std::atoi(arguments[1]) : 1000; }
+// Arguments: how many runs of each kernel, and of how many steps.
+inline int runs_of(int count, char** arguments) {
+  if (count > 2) steps = std::atoi(arguments[2]);
+  return count > 1 ? std::atoi(arguments[1]) : 1000;
+}
 
 }  // namespace

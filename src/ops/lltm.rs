@@ -1,5 +1,7 @@
 //! Whole sequences of the LLTM cell.
 
+mod weight;
+
 use super::lltm_cell::{
     KINDS, Matched, applied, bias_gradient, check_beside, f_lltm_cell, in_matching_kinds,
     lltm_cell_reference, place,
@@ -402,63 +404,11 @@ fn weight_gradient(
         return Ok(None);
     }
     let (h0, output, input) = (ctx.saved(place::H)?, ctx.saved(OUTPUT)?, ctx.saved(place::INPUT)?);
-    let same_kind = [&h0, &output, &input].iter().all(|part| part.kind() == grad_gates.kind());
-    let gradient = match grad_gates.f_kind()? {
-        Kind::Float if same_kind && is_in_tf32(grad_gates)? => of_columns,
-        Kind::Half | Kind::BFloat16 if same_kind && is_large(grad_gates, sizes)? => of_parts,
-        _ => of_all,
-    };
-    Ok(Some(gradient(grad_gates, [&h0, &output, &input], sizes)?.f_to_kind(kind)?))
+    let operands = weight::Operands { grad_gates, h0: &h0, output: &output, input: &input, sizes };
+    Ok(Some(operands.product()?.f_to_kind(kind)?))
 }
 
 /// Whether libtorch may make its products in tf32.
 fn is_in_tf32(operand: &Tensor) -> Result<bool> {
     Ok(operand.f_kind()? == Kind::Float && operand.device().is_cuda() && matmul_allow_tf32()?)
-}
-
-/// Whether h and x of a half kind side by side are so many bytes, on CUDA, that the copy takes longer than two products more.
-/// On an H200 it costs 620 µs of 2820 at (T, B, F, H) = (512, 256, 1024, 1024).
-fn is_large(grad_gates: &Tensor, sizes: kernels::Sizes) -> Result<bool> {
-    const LARGE: i64 = 48 << 20;
-    let kernels::Sizes { steps, batch, features, hidden } = sizes;
-    if steps < 2 || features == 0 {
-        return Ok(false);
-    }
-    let size = grad_gates.f_kind()?.elt_size_in_bytes() as i64;
-    let bytes = steps.saturating_mul(batch).saturating_mul(hidden + features).saturating_mul(size);
-    Ok(grad_gates.device().is_cuda() && bytes >= LARGE)
-}
-
-/// One product, with h and x of all steps side by side.
-fn of_all(grad_gates: &Tensor, [h0, output, input]: [&Tensor; 3], sizes: kernels::Sizes) -> Result<Tensor> {
-    let kernels::Sizes { steps, batch, features, hidden } = sizes;
-    let operands = (grad_gates.f_kind()?, grad_gates.device());
-    let hx = Tensor::f_empty([steps, batch, hidden + features], operands)?;
-    let before = hx.f_narrow(2, 0, hidden)?;
-    before.f_select(0, 0)?.f_copy_(h0)?;
-    before.f_narrow(0, 1, steps - 1)?.f_copy_(&output.f_narrow(0, 0, steps - 1)?)?;
-    hx.f_narrow(2, hidden, features)?.f_copy_(input)?;
-    let hx = hx.f_view([steps * batch, hidden + features])?;
-    kernels::product(&grad_gates.f_transpose(0, 1)?, &hx)
-}
-
-/// One product, with h and x column by column.
-fn of_columns(grad_gates: &Tensor, operands: [&Tensor; 3], sizes: kernels::Sizes) -> Result<Tensor> {
-    let columns = kernels::columns(operands, sizes)?;
-    kernels::product(&grad_gates.f_transpose(0, 1)?, &columns.f_transpose(0, 1)?)
-}
-
-/// h0, h and x where they are, and sums in `Float`.
-fn of_parts(grad_gates: &Tensor, [h0, output, input]: [&Tensor; 3], sizes: kernels::Sizes) -> Result<Tensor> {
-    let kernels::Sizes { steps, batch, features, hidden } = sizes;
-    let rows = steps * batch;
-    let grads_of = |first, rows| grad_gates.f_narrow(0, first, rows)?.f_transpose(0, 1);
-    let before = output.f_reshape([rows, hidden])?.f_narrow(0, 0, rows - batch)?;
-    let of_h = grads_of(batch, rows - batch)?.f_mm_dtype(&before, Kind::Float)?.f_addmm_dtype(
-        &grads_of(0, batch)?,
-        h0,
-        Kind::Float,
-    )?;
-    let of_x = grads_of(0, rows)?.f_mm_dtype(&input.f_reshape([rows, features])?, Kind::Float)?;
-    Ok(Tensor::f_cat(&[of_h, of_x], 1)?)
 }

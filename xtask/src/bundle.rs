@@ -298,8 +298,8 @@ mod tests {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    /// A bundle whose programs only say what the script reads.
-    fn sanitize(folder: &Path, arguments: &[&str]) -> (bool, String) {
+    /// A bundle whose programs only say what the script reads; the tools report `finding`, if it is not empty.
+    fn sanitize(folder: &Path, arguments: &[&str], tools: &str, finding: &str) -> (bool, String) {
         let run = |name: &str| folder.join("tests").join(name);
         // Long enough to outlive whoever reads the first lines only.
         let many = "if [[ $1 == --list ]]; then for i in {1..20000}; do echo cuda_$i: test || exit 101; done; exit; fi";
@@ -313,7 +313,7 @@ mod tests {
         std::fs::create_dir_all(&torch).unwrap();
         std::fs::write(torch.join("libtorch.so"), "").unwrap();
         let tool = "while [[ $1 != --log-file ]]; do shift; done; log=$2; shift 2\n\
-                    { [[ $1 == */planted ]] && echo '========= at planted'; echo '========= ERROR SUMMARY: 0 errors'; } > \"$log\"\n\"$@\"";
+                    { [[ $1 == */planted ]] && echo '========= at planted'; echo \"$FINDING\"; echo '========= ERROR SUMMARY: 0 errors'; } > \"$log\"\n\"$@\"";
         script(&folder.join("sanitizer"), tool);
         let output = std::process::Command::new("bash")
             .arg(folder.join("run.sh"))
@@ -323,6 +323,8 @@ mod tests {
             .env("LIBTORCH_BYPASS_VERSION_CHECK", "1")
             .env("COMPUTE_SANITIZER", folder.join("sanitizer"))
             .env("OUT", folder.join("out"))
+            .env("SANITIZE_TOOLS", tools)
+            .env("FINDING", finding)
             .output()
             .unwrap();
         let text = [output.stdout, output.stderr].concat();
@@ -332,12 +334,30 @@ mod tests {
     #[test]
     fn the_sanitizers_see_every_program_that_is_named() {
         let folder = std::env::temp_dir().join(format!("tch-extension-bundle-{}", std::process::id()));
-        let (good, text) = sanitize(&folder, &["many"]);
+        let (good, text) = sanitize(&folder, &["many"], "", "");
         assert!(good && text.contains("memcheck   many                       1 passed"), "{text}");
-        let (good, text) = sanitize(&folder, &["many", "none"]);
+        let (good, text) = sanitize(&folder, &["many", "none"], "", "");
         assert!(!good && text.contains("no test of none has `cuda` in its name"), "{text}");
-        let (good, text) = sanitize(&folder, &[]);
+        let (good, text) = sanitize(&folder, &[], "", "");
         assert!(good && !text.contains(" none "), "{text}");
+        std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn racecheck_is_believed_where_it_knows_the_barriers() {
+        let folder = std::env::temp_dir().join(format!("tch-extension-racecheck-{}", std::process::id()));
+        let of_grid = "=========     and Read access at tch_extension::parts() in grid_product.h:313";
+        let other = "========= Error: Write access at tch_extension::sums() in cuda.cu:3";
+        for (tool, finding, is_good) in [
+            ("racecheck", of_grid, true),
+            ("racecheck", other, false),
+            ("memcheck", of_grid, false),
+            ("synccheck", "", true),
+        ] {
+            let (good, text) = sanitize(&folder, &["many"], tool, finding);
+            assert_eq!(good, is_good, "{tool}, {finding}: {text}");
+            assert!(text.contains(&format!("{tool:<10} many")), "{text}");
+        }
         std::fs::remove_dir_all(folder).unwrap();
     }
 }

@@ -182,29 +182,37 @@ find_sanitizer() {
 
 # sanitize_one TOOL PROGRAM LOG ARGUMENTS…: the tool's findings go to LOG, the program's output to LOG.out.
 sanitize_one() {
-  local tool=$1 program=$2 log=$3 caching=() padding=()
+  local tool=$1 program=$2 log=$3 settings=() padding=()
   # Gigabytes under a sanitizer take hours, and the same kernels run on less in other tests.
   local skip=(--skip more_than_two_to_the_31)
   shift 3
   # libtorch's allocator hands out pieces of large blocks, inside which an overrun is no error to the tool.
   case $tool in
-    memcheck | initcheck) caching=(PYTORCH_NO_CUDA_MEMORY_CACHING=1) ;;
+    memcheck | initcheck) settings=(PYTORCH_NO_CUDA_MEMORY_CACHING=1) ;;
   esac
   # Nor is one into whatever lies behind an allocation; with a gap there, it is.
   [[ $tool == memcheck ]] && padding=(--padding 256)
-  # initcheck does not see what cuBLAS' half products write: it reports libtorch's own relu behind one, too.
-  [[ $tool == initcheck ]] && skip+=(--skip cuda_half_kinds --skip cuda_under_autocast)
-  # racecheck takes no notice of bar.arrive, and reports the PTX manual's own example of it, too (docs/performance.md).
-  [[ $tool == racecheck ]] && skip+=(--skip grid::)
+  # initcheck does not see what cuBLAS' products in half kinds and in tf32 write: it reports libtorch's own operators behind
+  # one, too. Those in tf32 are made in plain float for it.
+  if [[ $tool == initcheck ]]; then
+    settings+=(NVIDIA_TF32_OVERRIDE=0)
+    skip+=(--skip cuda_half_kinds --skip cuda_under_autocast)
+  fi
   rm -f "$log" "$log.out"
   # Host frames are left out: every kernel of libtorch's is called by a program of ours.
-  (cd "$here/files" && exec env "${caching[@]}" TCH_EXTENSION_REQUIRE_CUDA=1 "$sanitizer" --tool "$tool" "${padding[@]}" \
+  (cd "$here/files" && exec env "${settings[@]}" TCH_EXTENSION_REQUIRE_CUDA=1 "$sanitizer" --tool "$tool" "${padding[@]}" \
     --show-backtrace device --print-limit 100000 --log-file "$log" "$program" "$@" "${skip[@]}" --test-threads=1) >"$log.out" 2>&1
 }
 
-# Counts the lines of findings that name a kernel matching the pattern.
+# racecheck takes no notice of bar.arrive, and reports the PTX manual's own example of it, too (docs/performance.md). What
+# orders the teams of lltm's grids is one; the probe of late warps proves them with barriers that the tool knows.
+unknown_to_racecheck=' in grid_[a-z_]+\.(h|cu):[0-9]+'
+
+# Counts the lines of a tool's findings that name a kernel matching the pattern.
 findings() {
-  grep -E '^=========' "$2" 2>/dev/null | grep -v 'COMPUTE-SANITIZER' | grep -cE "$1"
+  local tool=$1 pattern=$2 log=$3
+  grep -E '^=========' "$log" 2>/dev/null | grep -v 'COMPUTE-SANITIZER' |
+    if [[ $tool == racecheck ]]; then grep -vE "$unknown_to_racecheck"; else cat; fi | grep -cE "$pattern"
 }
 
 # An honest log ends with a summary; without one the tool itself failed, and found nothing for that reason.
@@ -219,7 +227,7 @@ sanitize_clean() {
   log=$out/sanitize-$tool-$name.log
   sanitize_one "$tool" "$program" "$log" "$filter"
   status=$?
-  ours=$(findings 'tch_extension' "$log")
+  ours=$(findings "$tool" 'tch_extension' "$log")
   passed=$(count passed "$log.out")
   printf '%-10s %-24s %3d passed, %d findings of ours, exit status %d; %s\n' "$tool" "$name" "$passed" "$ours" \
     "$status" "$(error_summary "$log")"
@@ -233,7 +241,7 @@ sanitize_planted() {
     return 1
   fi
   sanitize_one "$tool" "$program" "$log" --include-ignored --exact "$test"
-  ours=$(findings 'tch_extension|planted' "$log")
+  ours=$(findings "$tool" 'tch_extension|planted' "$log")
   if ((ours == 0)); then
     printf '%-10s %-24s NOT FOUND, so a clean result means nothing; %s\n' "$tool" "$test" "$(error_summary "$log")"
     return 1

@@ -1,0 +1,183 @@
+//! The gradient of the weight, a product over all steps: `Σ dG[t]ᵀ [h[t-1], x[t]]`.
+
+use super::is_in_tf32;
+use crate::Result;
+use crate::ffi::lltm as kernels;
+use tch::{Kind, Tensor};
+
+pub(super) struct Operands<'a> {
+    /// `[T·B, 3H]`
+    pub grad_gates: &'a Tensor,
+    /// `[B, H]`
+    pub h0: &'a Tensor,
+    /// h, `[T, B, H]`
+    pub output: &'a Tensor,
+    /// x, `[T, B, F]`
+    pub input: &'a Tensor,
+    pub sizes: kernels::Sizes,
+}
+
+/// Where the product finds h and x.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// Side by side, in a copy.
+    SideBySide,
+    /// The same column by column, in `Float` on CUDA (`csrc/lltm/columns.h`).
+    ByColumns,
+    /// Where they lie, in three products of a half kind on CUDA, with sums in `Float`.
+    InPlace,
+}
+
+impl Way {
+    /// The fastest for operands on CUDA that are all of one kind, in products of which libtorch may or may not use tf32; for
+    /// others there is only one.
+    fn new(kind: Option<Kind>, tf32: bool, sizes: kernels::Sizes) -> Way {
+        /// Bytes of h and x. To copy so many takes longer than two products more: on an H200 it is 620 µs of 2820 at
+        /// (T, B, F, H) = (512, 256, 1024, 1024).
+        const LARGE: i64 = 48 << 20;
+        let kernels::Sizes { steps, batch, features, hidden } = sizes;
+        match kind {
+            Some(Kind::Float) if tf32 => Way::ByColumns,
+            Some(kind @ (Kind::Half | Kind::BFloat16)) if steps > 1 && features > 0 => {
+                let size = kind.elt_size_in_bytes() as i64;
+                let rows = steps.saturating_mul(batch);
+                let bytes = rows.saturating_mul(hidden.saturating_add(features)).saturating_mul(size);
+                if bytes >= LARGE { Way::InPlace } else { Way::SideBySide }
+            }
+            _ => Way::SideBySide,
+        }
+    }
+}
+
+impl Operands<'_> {
+    /// `[3H, H + F]`, of the gates' kind or of `Float`.
+    pub fn product(&self) -> Result<Tensor> {
+        let Operands { grad_gates, h0, output, input, sizes } = *self;
+        let kind = grad_gates.f_kind()?;
+        let same =
+            grad_gates.device().is_cuda() && [h0, output, input].iter().all(|part| part.kind() == kind);
+        self.product_by(Way::new(same.then_some(kind), is_in_tf32(grad_gates)?, sizes))
+    }
+
+    fn product_by(&self, way: Way) -> Result<Tensor> {
+        match way {
+            Way::SideBySide => self.side_by_side(),
+            Way::ByColumns => self.by_columns(),
+            Way::InPlace => self.in_place(),
+        }
+    }
+
+    fn side_by_side(&self) -> Result<Tensor> {
+        let kernels::Sizes { steps, batch, features, hidden } = self.sizes;
+        let operands = (self.grad_gates.f_kind()?, self.grad_gates.device());
+        let hx = Tensor::f_empty([steps, batch, hidden + features], operands)?;
+        let before = hx.f_narrow(2, 0, hidden)?;
+        before.f_select(0, 0)?.f_copy_(self.h0)?;
+        before.f_narrow(0, 1, steps - 1)?.f_copy_(&self.output.f_narrow(0, 0, steps - 1)?)?;
+        hx.f_narrow(2, hidden, features)?.f_copy_(self.input)?;
+        let hx = hx.f_view([steps * batch, hidden + features])?;
+        kernels::product(&self.grad_gates.f_transpose(0, 1)?, &hx)
+    }
+
+    fn by_columns(&self) -> Result<Tensor> {
+        let columns = kernels::columns([self.h0, self.output, self.input], self.sizes)?;
+        kernels::product(&self.grad_gates.f_transpose(0, 1)?, &columns.f_transpose(0, 1)?)
+    }
+
+    fn in_place(&self) -> Result<Tensor> {
+        let kernels::Sizes { steps, batch, features, hidden } = self.sizes;
+        let rows = steps * batch;
+        let grads_of = |first, rows| self.grad_gates.f_narrow(0, first, rows)?.f_transpose(0, 1);
+        let before = self.output.f_reshape([rows, hidden])?.f_narrow(0, 0, rows - batch)?;
+        let of_h = grads_of(batch, rows - batch)?.f_mm_dtype(&before, Kind::Float)?.f_addmm_dtype(
+            &grads_of(0, batch)?,
+            self.h0,
+            Kind::Float,
+        )?;
+        let of_x = grads_of(0, rows)?.f_mm_dtype(&self.input.f_reshape([rows, features])?, Kind::Float)?;
+        Ok(Tensor::f_cat(&[of_h, of_x], 1)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::cuda_or_skip;
+    use tch::Device;
+
+    fn sizes([steps, batch, features, hidden]: [i64; 4]) -> kernels::Sizes {
+        kernels::Sizes { steps, batch, features, hidden }
+    }
+
+    #[test]
+    fn the_way_suits_kind_and_size() {
+        let small = sizes([512, 16, 512, 512]);
+        let large = sizes([512, 64, 512, 512]);
+        for kind in [Kind::Half, Kind::BFloat16] {
+            assert_eq!(Way::new(Some(kind), true, small), Way::SideBySide);
+            assert_eq!(Way::new(Some(kind), false, large), Way::InPlace);
+            // Neither a step before nor an input: one of the products would be empty.
+            assert_eq!(Way::new(Some(kind), false, sizes([1, 64 * 512, 512, 512])), Way::SideBySide);
+            assert_eq!(Way::new(Some(kind), false, sizes([512, 64, 0, 1024])), Way::SideBySide);
+            assert_eq!(Way::new(Some(kind), false, sizes([i64::MAX; 4])), Way::InPlace);
+        }
+        for size in [small, large] {
+            assert_eq!(Way::new(Some(Kind::Float), true, size), Way::ByColumns);
+            assert_eq!(Way::new(Some(Kind::Float), false, size), Way::SideBySide);
+            assert_eq!(Way::new(Some(Kind::Double), true, size), Way::SideBySide);
+            assert_eq!(Way::new(None, true, size), Way::SideBySide);
+        }
+    }
+
+    /// That of `Double`, which is exact beside all others: rows and columns of whole and of broken vectors, tiles and
+    /// blocks, and a view as input.
+    fn assert_exact(way: Way, kind: Kind, device: Device) {
+        for size in [[2, 1, 1, 1], [3, 5, 7, 8], [1, 70, 33, 24], [9, 64, 40, 32], [65, 3, 130, 72]] {
+            let [steps, batch, features, hidden] = size;
+            if way == Way::InPlace && steps == 1 {
+                continue;
+            }
+            let random = |sizes: &[i64]| Tensor::randn(sizes, (Kind::Float, device)).to_kind(kind);
+            let (grad_gates, h0) = (random(&[steps * batch, 3 * hidden]), random(&[batch, hidden]));
+            let output = random(&[steps, batch, hidden]);
+            let input = random(&[batch, steps, features]).transpose(0, 1);
+            let sizes = sizes(size);
+            let operands =
+                Operands { grad_gates: &grad_gates, h0: &h0, output: &output, input: &input, sizes };
+            let exact = {
+                let wide = |tensor: &Tensor| tensor.to_kind(Kind::Double);
+                let before = Tensor::cat(&[h0.unsqueeze(0), output.narrow(0, 0, steps - 1)], 0);
+                let hx = Tensor::cat(&[wide(&before), wide(&input)], 2);
+                wide(&grad_gates).transpose(0, 1).matmul(&hx.reshape([steps * batch, hidden + features]))
+            };
+            let made = operands.product_by(way).unwrap();
+            // Sums of a half kind are rounded once, at the end.
+            let epsilon = match made.kind() {
+                Kind::Float => 2e-5,
+                Kind::Half => 1e-3,
+                _ => 8e-3,
+            };
+            let error = (made.to_kind(Kind::Double) - &exact).abs().max().double_value(&[]);
+            let most = exact.abs().max().double_value(&[]);
+            assert!(error <= epsilon * most, "{way:?}, {kind:?}, {size:?}: {error} of {most}");
+        }
+    }
+
+    #[test]
+    fn side_by_side_is_exact() {
+        for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
+            assert_exact(Way::SideBySide, kind, Device::Cpu);
+        }
+    }
+
+    #[test]
+    fn cuda_each_way_is_exact() {
+        let Some(device) = cuda_or_skip("cuda_each_way_is_exact") else { return };
+        for kind in [Kind::Half, Kind::BFloat16] {
+            assert_exact(Way::SideBySide, kind, device);
+            assert_exact(Way::InPlace, kind, device);
+        }
+        assert_exact(Way::SideBySide, Kind::Float, device);
+        assert_exact(Way::ByColumns, Kind::Float, device);
+    }
+}
