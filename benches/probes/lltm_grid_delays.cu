@@ -225,7 +225,7 @@ int main(int count, char** arguments) {
   expect_of_plain_grid<float>(runs, 9, 128, 16, 2);
   expect_of_plain_grid<float>(runs, 40, 256, 4, 1);
   expect_of_plain_grid<float>(runs, 17, 512, 4, 1);
-  expect_of_plain_grid<float>(runs, 16, 768, 8, 1);
+  expect_of_plain_grid<float>(runs, 16, 768, 6, 1);
   expect_of_plain_grid<float>(runs, 70, 240, 16, 3);
   expect_of_plain_grid<float>(runs, 60, 512, 16, 4);
   expect_of_plain_grid<float>(runs, 17, 768, 16, 2);
@@ -233,7 +233,7 @@ int main(int count, char** arguments) {
   expect_of_plain_grid<double>(runs, 17, 56, 16, 2);
   expect_of_plain_grid<double>(runs, 20, 128, 4, 1);
   expect_of_plain_grid<double>(runs, 33, 256, 4, 2);
-  expect_of_plain_grid<double>(runs, 16, 384, 8, 2);
+  expect_of_plain_grid<double>(runs, 16, 376, 6, 2);
   expect_of_plain_grid<double>(runs, 70, 128, 16, 3);
   expect_of_plain_grid<double>(runs, 24, 256, 16, 2);
   expect_of_plain_grid<double>(runs, 17, 384, 16, 3);

@@ -35,7 +35,7 @@ struct LltmGridForward {
   int64_t c_stride;       // from a step's c to the next: B·H, or 0 if only the last one is needed
   int32_t kind;           // of the state
   int32_t product_kind;
-  int32_t columns;          // of h, for each block: 16 or 32; of float and double 4, 8 or 16
+  int32_t columns;          // of h, for each block: 16 or 32; of float and double 4, 6 or 16
   int32_t row_groups;       // groups of blocks, which share the batch
   const void* weight;       // W_h, [3H, H], of the product's kind
   const void* input_gates;  // [T, B, 3H], of the gates' kind

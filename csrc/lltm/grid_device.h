@@ -27,11 +27,6 @@ __device__ __forceinline__ void leave_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Of some warps of the block; those that arrive go on.
-__device__ __forceinline__ void arrive_at(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
 // Past the L1 cache, which nobody else's stores reach.
 __device__ __forceinline__ uint4 load_message(const void* from) {
   uint4 value;

@@ -8,26 +8,6 @@
 namespace tch_extension {
 namespace {
 
-// sums += a b, where a is 16 × 16 or 16 × 8, and b has 8 columns.
-[[maybe_unused]] __device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a)[8],
-                                                              const double (&b)[4]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
-      : "+d"(sums[0]), "+d"(sums[1]), "+d"(sums[2]), "+d"(sums[3])
-      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]),
-        "d"(b[1]), "d"(b[2]), "d"(b[3]));
-}
-
-[[maybe_unused]] __device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a)[4],
-                                                              const double (&b)[2]) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+d"(sums[0]), "+d"(sums[1]), "+d"(sums[2]), "+d"(sums[3])
-      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
-}
-
 // Here and now: the compiler would keep all of a block's weights as double, for which there is no room.
 [[maybe_unused]] __device__ __forceinline__ double to_double(float value) {
   double wide;
@@ -49,14 +29,16 @@ __device__ __forceinline__ bool is_unsent_of(const uint4& words) {
 }
 
 // As GridProduct. Each vector of 16 bytes is for one instruction and tile; kInRegisters fragments of weights
-// are there, and the others in shared memory, [warp, fragment, half, lane] of 16 bytes.
-template <typename Type, int kTileCount, int kVectorCount, int kHeld, int kInFlight, int kAtOnce>
+// are there, and the others in shared memory, [warp, fragment, half, lane] of 16 bytes. What is left over of
+// the pairs, if anything, is multiplied by the lanes, which have the time while they wait for tensor cores.
+template <typename Type, int kPairCount, int kVectorCount, int kHeld, int kInFlight, int kAtOnce>
 struct GridPlainProduct {
   using T = Type;
   using Sum = T;
   enum : int {
     kIsPlain = true,
-    kTiles = kTileCount,
+    kTiles = kPairCount % (kTile / 2) == 1 ? kPairCount / (kTile / 2) : (kPairCount - 1) / (kTile / 2) + 1,
+    kHasPair = kPairCount > kTiles*(kTile / 2),
     kVectors = kVectorCount,
     kRing = kInFlight,
     kGroup = kAtOnce,
@@ -71,7 +53,7 @@ struct GridPlainProduct {
     // halves, so that lanes meet no other in a bank.
     kBytesOfFour = 4 * static_cast<int>(sizeof(T)),
     kBytesOfPair = 2 * kBytesOfFour,
-    kBytesOfRows = kTiles * (kTile / 2) * kBytesOfPair + 64,
+    kBytesOfRows = (kTiles * (kTile / 2) + kHasPair) * kBytesOfPair + 64,
     kBytesOfWarp = 2 * kBytesOfRows,
     kBytesOfTurn = kWarps * kBytesOfWarp,
   };
@@ -101,6 +83,21 @@ struct GridPlainProduct {
           put_weight(vector, tile, at, 1, weight_of(pair, 1, term));
         }
         few_at_a_time();
+      }
+    }
+    if constexpr (kHasPair) load_pair(weight_of);
+  }
+
+  // Of the pair without a tile.
+  template <typename WeightOf>
+  __device__ __forceinline__ void load_pair(const WeightOf& weight_of) {
+#pragma unroll
+    for (int vector = 0; vector < kVectors; ++vector) {
+#pragma unroll
+      for (int at = 0; at < kLanes; ++at) {
+        const int term = first_term() + vector * kStride + at;
+        of_pair[vector][0].lane[at] = weight_of(kTiles * (kTile / 2), 0, term);
+        of_pair[vector][1].lane[at] = weight_of(kTiles * (kTile / 2), 1, term);
       }
     }
   }
@@ -155,6 +152,7 @@ struct GridPlainProduct {
     for (auto& tile : sums) {
       for (double& sum : tile) sum = 0;
     }
+    sums_of_pair[0] = sums_of_pair[1] = 0;
 #pragma unroll
     for (int first = 0; first < kVectors; first += kGroup) {
       if (are_messages) wait(here, first);
@@ -174,13 +172,16 @@ struct GridPlainProduct {
 
   __device__ __forceinline__ void multiply_vector(int vector) {
     const uint4& words = messages[vector % kRing];
-    double b[kLanes];
+    T h[kLanes];
     if constexpr (kLanes == 4) {
-      b[0] = __uint_as_float(words.x), b[1] = __uint_as_float(words.y);
-      b[2] = __uint_as_float(words.z), b[3] = __uint_as_float(words.w);
+      h[0] = __uint_as_float(words.x), h[1] = __uint_as_float(words.y);
+      h[2] = __uint_as_float(words.z), h[3] = __uint_as_float(words.w);
     } else {
-      b[0] = __hiloint2double(words.y, words.x), b[1] = __hiloint2double(words.w, words.z);
+      h[0] = __hiloint2double(words.y, words.x), h[1] = __hiloint2double(words.w, words.z);
     }
+    double b[kLanes];
+#pragma unroll
+    for (int at = 0; at < kLanes; ++at) b[at] = h[at];
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const int fragment = vector * kTiles + tile;
@@ -200,17 +201,37 @@ struct GridPlainProduct {
       }
       tch_extension::multiply_add(sums[tile], a, b);
     }
+    if constexpr (kHasPair) {
+#pragma unroll
+      for (int at = 0; at < kLanes; ++at) {
+        sums_of_pair[0] += of_pair[vector][0].lane[at] * h[at];
+        sums_of_pair[1] += of_pair[vector][1].lane[at] * h[at];
+      }
+    }
   }
 
   // As in GridProduct.
   __device__ __forceinline__ void write(unsigned char* partials) const {
     const int lane = threadIdx.x % kWarp;
-    unsigned char* to = partials + threadIdx.x / kWarp * kBytesOfWarp + place_of(lane / 4, lane % 4 * 2);
+    unsigned char* of_warp = partials + threadIdx.x / kWarp * kBytesOfWarp;
+    unsigned char* to = of_warp + place_of(lane / 4, lane % 4 * 2);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
       const auto& sum = sums[tile];
       *reinterpret_cast<Vector<T, 4>*>(to + tile * (kTile / 2 * kBytesOfPair)) = {
           static_cast<T>(sum[0]), static_cast<T>(sum[2]), static_cast<T>(sum[1]), static_cast<T>(sum[3])};
+    }
+    if constexpr (kHasPair) write_pair(of_warp);
+  }
+
+  // Sums of a row are those of four lanes; two of them write one each.
+  __device__ __forceinline__ void write_pair(unsigned char* of_warp) const {
+    const int lane = threadIdx.x % kWarp, odd = lane % 2;
+    T sum = odd ? sums_of_pair[1] : sums_of_pair[0];
+    sum += __shfl_xor_sync(~0u, odd ? sums_of_pair[0] : sums_of_pair[1], 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (lane % 4 < 2) {
+      reinterpret_cast<T*>(of_warp + place_of(kTiles * (kTile / 2), lane / 4))[odd] = sum;
     }
   }
 
@@ -223,6 +244,8 @@ struct GridPlainProduct {
   unsigned char* shared;
   uint4 messages[kRing];
   double sums[kTiles][4];
+  Vector<T, kLanes> of_pair[kHasPair ? kVectors : 1][2];
+  T sums_of_pair[2];
 };
 
 }  // namespace

@@ -9,7 +9,7 @@ namespace {
 struct GridPlainBackward {
   template <typename T, int kVectors, int kHeld, int kRing, int kGroup>
   static GridStatus start_of(const LltmGridBackward& params, cudaStream_t stream) {
-    return start_backward<T, GridPlainProduct<T, 1, kVectors, kHeld, kRing, kGroup>>(params, stream);
+    return start_backward<T, GridPlainProduct<T, kTile / 2, kVectors, kHeld, kRing, kGroup>>(params, stream);
   }
 
   // With as many vectors of a row for each lane, or more.

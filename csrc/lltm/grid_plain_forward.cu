@@ -9,8 +9,7 @@ namespace {
 struct GridPlainForward {
   template <typename T, int kColumns, int kVectors, int kHeld>
   static GridStatus start_of(const LltmGridForward& params, cudaStream_t stream) {
-    constexpr int kTiles = (kGates * kColumns + kTile - 1) / kTile;
-    using Product = GridPlainProduct<T, kTiles, kVectors, kHeld, kVectors, kVectors>;
+    using Product = GridPlainProduct<T, kGates * kColumns / 2, kVectors, kHeld, kVectors, kVectors>;
     return start_forward<T, kColumns, Product>(params, stream);
   }
 
@@ -25,8 +24,8 @@ struct GridPlainForward {
         if (vectors <= 2) return start_of<T, 4, 2, 2>(params, stream);
         if (vectors <= 4) return start_of<T, 4, 4, 4>(params, stream);
         break;
-      case 8:
-        if (vectors <= 6) return start_of<T, 8, 6, 12>(params, stream);
+      case 6:
+        if (vectors <= 6) return start_of<T, 6, 6, 6>(params, stream);
         break;
       case 16:
         if (vectors <= 1) return start_of<T, 16, 1, 3>(params, stream);

@@ -7,10 +7,6 @@
 namespace tch_extension {
 namespace {
 
-// Columns of a row that four lanes take with 16 bytes each.
-template <typename T>
-constexpr int kSpan = 4 * kLanesOf16Bytes<T>;
-
 // A step of a sub-batch: they are worked through in turn.
 struct Turn {
   int step, sub;

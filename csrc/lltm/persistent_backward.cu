@@ -398,7 +398,7 @@ struct Backward {
         case 128:
           return start<S, TensorCoresBack<T, 128, 8>>();
         case 256:
-          return start<S, TensorCoresBack<T, 256, 8>>();
+          return params.cluster == 8 ? start<S, TensorCoresBack<T, 256, 8>>() : kNoKernel;
         case 512:
           if (params.cluster == 8) return start<S, TensorCoresBack<T, 512, 8, 2>>();
           return start<S, TensorCoresBack<T, 512, 16>>();

@@ -50,6 +50,11 @@ __device__ __forceinline__ void barrier_of(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Who arrives goes on.
+[[maybe_unused]] __device__ __forceinline__ void arrive_at(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // A barrier that is passed when as many bytes have come as were announced.
 __device__ __forceinline__ void init_arrival(uint32_t barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
@@ -102,26 +107,27 @@ __device__ __forceinline__ void send(uint32_t to, uint32_t barrier, double value
 }
 
 // How a cluster shares H' columns, at compile time.
-template <int kPaddedSize, int kBlocks>
+template <int kPaddedSize, int kBlocks, int kWarpsOfTile = kSplits>
 struct Shares {
   enum : int {
+    kParts = kWarpsOfTile,
     kPadded = kPaddedSize,
     kCluster = kBlocks,
     kColumns = kPadded / kCluster,
     kTiles = kColumns / kTile,
-    kThreads = kTiles * kSplits * kWarp,
+    kThreads = kTiles * kParts * kWarp,
     // Blocks that a multiprocessor is to have room for.
-    kAtHome = kPadded <= 256 ? 2 : 1,
+    kAtHome = kPadded <= 256 && kParts == kSplits ? 2 : 1,
   };
 };
 
 // Where a warp and its lanes are, in a block of so many columns. A lane has four sums of each gate: of two
 // neighbouring rows of the batch, each for two columns.
 struct Place {
-  explicit __device__ Place(int columns) {
+  explicit __device__ Place(int columns, int parts = kSplits) {
     lane = threadIdx.x % kWarp;
-    split = threadIdx.x / kWarp % kSplits;
-    tile = threadIdx.x / kWarp / kSplits;
+    split = threadIdx.x / kWarp % parts;
+    tile = threadIdx.x / kWarp / parts;
     rank = cluster_rank();
     first_column = rank * columns + tile * kTile;
   }
@@ -139,11 +145,6 @@ struct ScaledHalf {};
 // What is multiplied as T, in memory and by tensor cores.
 template <typename T>
 using Operand = std::conditional_t<std::is_same_v<T, ScaledHalf>, __half, T>;
-
-// Of the warps that share columns.
-__device__ __forceinline__ void barrier_of_tile(const Place& place) {
-  barrier_of(1 + place.tile, kSplits * kWarp);
-}
 
 // Zero if it is not `valid`; then nothing is read.
 template <typename T>
@@ -218,6 +219,10 @@ __device__ __forceinline__ void few_at_a_time(Index& of) {
 __device__ __forceinline__ uint32_t bits_of(__half value) { return __half_as_ushort(value); }
 __device__ __forceinline__ uint32_t bits_of(__nv_bfloat16 value) { return __bfloat16_as_ushort(value); }
 
+// Columns of a row that four lanes take with 16 bytes each.
+template <typename T>
+constexpr int kSpan = 4 * kLanesOf16Bytes<T>;
+
 // Terms of a sum that one instruction adds.
 constexpr int kDepth = 16;
 
@@ -238,6 +243,26 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+}
+
+// sums += a b, where a is 16 × 16 or 16 × 8, and b has 8 columns.
+[[maybe_unused]] __device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a)[8],
+                                                              const double (&b)[4]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
+      "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
+      : "+d"(sums[0]), "+d"(sums[1]), "+d"(sums[2]), "+d"(sums[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]),
+        "d"(b[1]), "d"(b[2]), "d"(b[3]));
+}
+
+[[maybe_unused]] __device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a)[4],
+                                                              const double (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+d"(sums[0]), "+d"(sums[1]), "+d"(sums[2]), "+d"(sums[3])
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
 }
 
 // b of two products, for 8 rows of 64 bytes: ldmatrix takes the address of a row's 16 bytes from each lane,

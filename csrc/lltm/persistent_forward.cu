@@ -13,9 +13,9 @@ template <typename T, int kPadded, int kCluster>
 struct TensorCores : Shares<kPadded, kCluster> {
   using Element = T;
   using Gates = float;
-  enum : int { kTerms = kPadded / kSplits, kProducts = kTerms / kDepth, kWeightBytes = 0 };
+  enum : int { kTerms = kPadded / kSplits, kProducts = kTerms / kDepth };
 
-  __device__ void load(const LltmPersistentForward& params, const Place& place, void*) {
+  __device__ void load(const LltmPersistentForward& params, const Place& place) {
     const T* weight = static_cast<const T*>(params.weight);
     const int hidden = static_cast<int>(params.hidden);
     int lane = place.lane;
@@ -61,67 +61,67 @@ struct TensorCores : Shares<kPadded, kCluster> {
   uint32_t weights[kProducts][kGates][4];
 };
 
-// W_h of a block in shared memory, [3, columns, H'], and one multiplication after the other: for the kinds
-// whose products tensor cores would round.
-template <typename T, int kPadded, int kCluster>
-struct PlainProduct : Shares<kPadded, kCluster> {
+// The same where those would round: the tensor cores for double do not, and multiply as fast as anything else
+// multiplies float. kParts warps share a tile's terms.
+template <typename T, int kPadded, int kCluster, int kParts>
+struct PlainProduct : Shares<kPadded, kCluster, kParts> {
   using Element = T;
   using Gates = T;
-  using Shares<kPadded, kCluster>::kColumns;
-  using Shares<kPadded, kCluster>::kThreads;
-  // 16 bytes more, so that the same column of all rows lies in different banks.
   enum : int {
-    kRow = kPadded + kLanesOf16Bytes<T>,
-    kWeightBytes = kGates * kColumns * kRow * static_cast<int>(sizeof(T)),
+    kLanes = kLanesOf16Bytes<T>,  // terms of a lane in an instruction
+    kTerms = kPadded / kParts,
+    kProducts = kTerms / kSpan<T>,
   };
 
-  __device__ void load(const LltmPersistentForward& params, const Place& place, void* memory) {
+  __device__ void load(const LltmPersistentForward& params, const Place& place) {
+    const T* weight = static_cast<const T*>(params.weight);
     const int hidden = static_cast<int>(params.hidden);
-    weights = static_cast<T*>(memory);
-    const T* from = static_cast<const T*>(params.weight);
-    const int first = static_cast<int>(place.rank) * kColumns;
-    for (int at = threadIdx.x; at < kGates * kColumns * kPadded; at += kThreads) {
-      const int k = at % kPadded, gate = at / kPadded / kColumns, column = first + at / kPadded % kColumns;
-      const bool valid = k < hidden && column < hidden;
-      weights[at / kPadded * kRow + k] =
-          valid ? from[(static_cast<int64_t>(gate) * hidden + column) * params.weight_stride + k] : T(0);
-    }
-  }
-
-  // In tiles, [row, columns], with vectors changed about: rows that lanes read at once lie in different
-  // banks.
-  static __device__ int h_at(int of_row, int column) {
-    const int turned = column % kTile ^ of_row / 2 * kLanesOf16Bytes<T>;
-    return ((column / kTile * kRows + of_row) * kTile + turned) * static_cast<int>(sizeof(T));
-  }
-
-  __device__ __forceinline__ void multiply(T (&sums)[kGates][4], const unsigned char* h,
-                                           const Place& place) const {
-    using Vector = tch_extension::Vector<T, kLanesOf16Bytes<T>>;
-    constexpr int kTerms = kPadded / kSplits;
-    const int begin = place.split * kTerms;
-    const T* w = weights + (place.tile * kTile + place.lane / 4) * kRow + begin;
-    auto at = [](const T* from) { return *reinterpret_cast<const Vector*>(from); };
-#pragma unroll 4
-    for (int k = 0; k < kTerms; k += kLanesOf16Bytes<T>) {
-      const T* rows = reinterpret_cast<const T*>(h + h_at(place.lane % 4 * 2, begin + k));
-      const Vector left = at(rows), right = at(rows + kTile);
+    int lane = place.lane;
+#pragma unroll
+    for (int product = 0; product < kProducts; ++product) {
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
-        const Vector upper = at(w + gate * kColumns * kRow + k);
-        const Vector lower = at(w + (gate * kColumns + 8) * kRow + k);
 #pragma unroll
-        for (int term = 0; term < kLanesOf16Bytes<T>; ++term) {
-          sums[gate][0] += upper.lane[term] * left.lane[term];
-          sums[gate][1] += upper.lane[term] * right.lane[term];
-          sums[gate][2] += lower.lane[term] * left.lane[term];
-          sums[gate][3] += lower.lane[term] * right.lane[term];
+        for (int of = 0; of < 2 * kLanes; ++of) {
+          const int column = place.first_column + lane / 4 + of % 2 * 8;
+          const int k = place.split * kTerms + product * kSpan<T> + lane % 4 * kLanes + of / 2;
+          const int64_t row = static_cast<int64_t>(gate) * hidden + column;
+          const bool valid = column < hidden && k < hidden;
+          weights[product][gate][of] = valid ? weight[row * params.weight_stride + k] : T(0);
         }
+        few_at_a_time(lane);
       }
     }
   }
 
-  T* weights;
+  // Of h in shared memory, in tiles, [columns / kSpan, row, kSpan].
+  static __device__ int h_at(int row, int column) {
+    constexpr int kOfRow = kSpan<T>;
+    return ((column / kOfRow * kRows + row) * kOfRow + column % kOfRow) * static_cast<int>(sizeof(T));
+  }
+
+  __device__ __forceinline__ void multiply(T (&sums)[kGates][4], const unsigned char* h,
+                                           const Place& place) const {
+    const unsigned char* from = h + h_at(place.lane / 4, place.split * kTerms + place.lane % 4 * kLanes);
+    double exact[kGates][4] = {};
+#pragma unroll
+    for (int product = 0; product < kProducts; ++product) {
+      using Operands = Vector<T, kLanes>;
+      const auto of_row = *reinterpret_cast<const Operands*>(from + product * (kRows * 4 * 16));
+      double b[kLanes];
+#pragma unroll
+      for (int at = 0; at < kLanes; ++at) b[at] = of_row.lane[at];
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) multiply_add(exact[gate], weights[product][gate], b);
+    }
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+#pragma unroll
+      for (int of = 0; of < 4; ++of) sums[gate][of] = static_cast<T>(exact[gate][of]);
+    }
+  }
+
+  double weights[kProducts][kGates][2 * kLanes];
 };
 
 // A tile's columns of h on their way to all blocks. First they lie side by side in this block's memory: h
@@ -155,7 +155,7 @@ struct Outbox {
 };
 
 // Shared memory: h before and behind a step; partial sums; what is to be sent; input gates of the next steps;
-// bias; scales; weights.
+// bias; scales.
 template <typename Product>
 struct Layout {
   enum : int {
@@ -168,10 +168,15 @@ struct Layout {
     kRing = kStaged + kOwnBytes,
     kBias = kRing + kAhead * kGateBytes,
     kScales = kBias + kGateBytes,
-    kWeights = kScales + kGateBytes,
-    kBytes = kWeights + Product::kWeightBytes,
+    kBytes = kScales + kGateBytes,
   };
 };
+
+// Of those of a lane, written by as many warps.
+template <typename G>
+__device__ __forceinline__ G sum_of_four(const G* parts) {
+  return (parts[0] + parts[kWarp]) + (parts[2 * kWarp] + parts[3 * kWarp]);
+}
 
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.
 template <typename S, typename Product>
@@ -182,8 +187,10 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   using G = typename Product::Gates;
   extern __shared__ __align__(128) unsigned char shared[];
   using L = Layout<Product>;
-  constexpr int kThreads = Product::kThreads;
-  const Place place(Product::kColumns);
+  constexpr int kThreads = Product::kThreads, kParts = Product::kParts;
+  // The first tile's barrier of the warps that finish, if these are not all.
+  constexpr int kFinishers = kParts == kSplits ? 1 : 1 + Product::kTiles;
+  const Place place(Product::kColumns, kParts);
   const uint32_t hidden = static_cast<uint32_t>(params.hidden);
   const int steps = static_cast<int>(params.steps);
   unsigned char* h = shared + L::kH;
@@ -195,7 +202,9 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   const int column = place.first_column + of_tile;
   const uint32_t first_row = blockIdx.x / Product::kCluster * kRows;
   const uint32_t batch = static_cast<uint32_t>(params.batch);
-  const bool valid = first_row + row < batch && column < hidden;
+  // If there are more warps, the others only multiply.
+  const bool finishes = kParts == kSplits || place.split < kSplits;
+  const bool valid = finishes && first_row + row < batch && column < hidden;
   const uint32_t step_size = batch * hidden;
   // This lane's place in a step of the output, and of the gates, 3 · place - 2 · column.
   const uint32_t first = (first_row + row) * hidden + column;
@@ -246,7 +255,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   if (kMayScale) set_scales(is_scaled && valid ? params.h0_scales[first_row + row] : 1.0f);
   G c = valid ? static_cast<G>(static_cast<const S*>(params.c0)[first]) : G(0);
   Product product;
-  product.load(params, place, shared + L::kWeights);
+  product.load(params, place);
   __syncthreads();
   // Behind a barrier, which racecheck asks for, and before anybody may send.
   if (threadIdx.x == 0) {
@@ -258,9 +267,9 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   // Partial sums, [tile, gate, sum, split, lane]: each warp writes its split of all, and reads all of its
   // sum.
   G* partials =
-      reinterpret_cast<G*>(shared + L::kPartials) + place.tile * (kGates * 4 * kSplits * kWarp) + place.lane;
+      reinterpret_cast<G*>(shared + L::kPartials) + place.tile * (kGates * 4 * kParts * kWarp) + place.lane;
   G* written = partials + place.split * kWarp;
-  const G* read = partials + place.split * (kSplits * kWarp);
+  const G* read = partials + place.split * (kParts * kWarp);
   const Outbox<Product> outbox(place, shared_address(h), shared + L::kStaged);
   T* own = reinterpret_cast<T*>(outbox.staged + Product::h_at(row, of_tile));
   uint32_t at = first;
@@ -278,7 +287,12 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
 #pragma unroll
-      for (int of = 0; of < 4; ++of) written[(gate * 4 + of) * kSplits * kWarp] = sums[gate][of];
+      for (int of = 0; of < 4; ++of) written[(gate * 4 + of) * kParts * kWarp] = sums[gate][of];
+    }
+    if (!finishes) {
+      // It writes again when h has come, which this block, too, has made of what it has written.
+      arrive_at(1 + place.tile, kParts * kWarp);
+      continue;
     }
     G gates[kGates], scale[kGates];
     wait_for_copies<kAhead - 1>();
@@ -288,11 +302,13 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
       gates[gate] = fetched[gate * kThreads] + bias[gate * kThreads];
       scale[gate] = kMayScale ? scales[gate * kThreads] : G(1);
     }
-    barrier_of_tile(place);
+    barrier_of(1 + place.tile, kParts * kWarp);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      const G* parts = read + gate * 4 * kSplits * kWarp;
-      gates[gate] += ((parts[0] + parts[kWarp]) + (parts[2 * kWarp] + parts[3 * kWarp])) * scale[gate];
+      const G* parts = read + gate * 4 * kParts * kWarp;
+      G sum = sum_of_four(parts);
+      if constexpr (kParts == 8) sum += sum_of_four(parts + 4 * kWarp);
+      gates[gate] += sum * scale[gate];
     }
     const G i = Activation<T, G>::of_gate(gates[0]), o = Activation<T, G>::of_gate(gates[1]);
     c += Activation<T, G>::of_candidate(gates[2]) * i;
@@ -300,7 +316,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     // Rows and columns that are padding stay zeros.
     *own = valid ? static_cast<T>(new_h * message_scale) : T(0.0f);
     // With two barriers a step, what lies behind one is read before it is written behind the other.
-    barrier_of_tile(place);
+    barrier_of(kFinishers + place.tile, kSplits * kWarp);
     if (step + 1 < steps) outbox.send((1 - buffer) * L::kHBytes, arrivals + 8 * (1 - buffer));
     fetch(step + kAhead, at + kAhead * step_size);
     if (is_scaled && step == 0) set_scales(1 / kMessageScale);
@@ -324,13 +340,14 @@ struct Forward {
   const char* run() const {
     const int padded = padded_size(params.hidden, params.cluster);
     if constexpr (sizeof(T) > 2) {
-      return padded == 128 ? start<S, PlainProduct<T, 128, 8>>() : kNoKernel;
+      if (padded == 128 && params.cluster == 8) return start<S, PlainProduct<T, 128, 8, 4>>();
+      return params.cluster == 16 && padded == 256 ? start<S, PlainProduct<T, 256, 16, 8>>() : kNoKernel;
     } else {
       switch (padded) {
         case 128:
           return start<S, TensorCores<T, 128, 8>>();
         case 256:
-          return start<S, TensorCores<T, 256, 8>>();
+          return params.cluster == 8 ? start<S, TensorCores<T, 256, 8>>() : kNoKernel;
         case 512:
           if (params.cluster == 8) return start<S, TensorCores<T, 512, 8>>();
           return start<S, TensorCores<T, 512, 16>>();

@@ -10,10 +10,11 @@ namespace {
 
 // H' for a hidden size and a number of blocks: what a kernel is compiled for. 0 if there is none.
 inline int padded_size(int64_t hidden, int32_t cluster) {
-  if (cluster == 8 && hidden <= 128) return 128;
-  if (cluster == 8 && hidden <= 256) return 256;
-  if ((cluster == 8 || cluster == 16) && hidden > 256 && hidden <= 512) return 512;
-  return cluster == 16 && hidden > 512 && hidden <= 768 ? 768 : 0;
+  if (cluster != 8 && cluster != 16) return 0;
+  if (hidden <= 128) return cluster == 8 ? 128 : 0;
+  if (hidden <= 256) return 256;
+  if (hidden <= 512) return 512;
+  return cluster == 16 && hidden <= 768 ? 768 : 0;
 }
 
 struct ClusterLaunch {

@@ -241,7 +241,12 @@ fn cuda_half_kinds_take_persistent_kernels() {
         let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
         return;
     }
-    for (sizes, kind) in [([200, 16, 32, 128], Kind::Half), ([200, 64, 32, 256], Kind::BFloat16)] {
+    for (sizes, kind) in [
+        ([200, 16, 32, 128], Kind::Half),
+        ([200, 64, 32, 256], Kind::BFloat16),
+        ([200, 16, 32, 128], Kind::Float),
+        ([200, 16, 32, 256], Kind::Float),
+    ] {
         let inputs = one(sizes, kind, device).inputs;
         let state_alone_is_given = |sequence: support::Operator<'_>| {
             let leaves: Vec<Tensor> = inputs

@@ -87,6 +87,9 @@ impl Kernel {
         let of_8 = |share, steps| kernel(8, share * clusters.of_8, steps);
         let of_16 = |steps| kernel(16, clusters.of_16, steps);
         let is_half = matches!(product, Kind::Half | Kind::BFloat16);
+        // On the way back, weights of those kinds fill the shared memory.
+        let is_forward = direction == Direction::Forward;
+        let plain_of_8 = |steps| of_8(if is_forward { 2 } else { 1 }, steps);
         let all: &[Kernel] = match sizes.hidden {
             ..=128 if is_half => &[of_8(2, [67, 68])],
             ..=256 if is_half => &[of_8(2, [116, 95])],
@@ -96,8 +99,10 @@ impl Kernel {
             ..=256 if tf32 => &[of_8(2, [109, 109])],
             ..=512 if tf32 => &[of_16([115, 107]), of_8(1, [156, 166])],
             ..=768 if tf32 => &[of_16([175, 182])],
-            ..=128 if product == Kind::Float => &[of_8(1, [131, 139])],
-            ..=128 if product == Kind::Double => &[of_8(1, [218, 287])],
+            ..=128 if product == Kind::Float => &[plain_of_8([91, 139])],
+            ..=128 if product == Kind::Double => &[plain_of_8([175, 287])],
+            ..=256 if product == Kind::Float && is_forward => &[of_16([112; 2])],
+            ..=256 if product == Kind::Double && is_forward => &[of_16([181; 2])],
             _ => &[],
         };
         let there = all.iter().copied().filter(|kernel| kernel.at_a_time > 0);
@@ -174,7 +179,19 @@ mod tests {
         assert_eq!(of(Kind::Float, false), Some(false));
         assert_eq!(of(Kind::Double, true), Some(false));
         assert_eq!(of(Kind::BFloat16, true), Some(false));
-        assert_eq!(kernel(Direction::Forward, sizes(512, 16, 129), Kind::Float, false, H200), None);
+    }
+
+    #[test]
+    fn what_may_not_be_rounded_has_larger_kernels_forward() {
+        for kind in [Kind::Float, Kind::Double] {
+            let of = |direction, hidden| kernel(direction, sizes(512, 16, hidden), kind, false, H200);
+            assert_eq!(of(Direction::Forward, 128), Some(8));
+            assert_eq!(of(Direction::Backward, 128), Some(8));
+            assert_eq!(of(Direction::Forward, 129), Some(16));
+            assert_eq!(of(Direction::Forward, 256), Some(16));
+            assert_eq!(of(Direction::Backward, 129), None);
+            assert_eq!(of(Direction::Forward, 257), None);
+        }
     }
 
     #[test]

@@ -47,7 +47,7 @@ impl PlainShare {
         // With few columns a block's product is short, but more blocks wait for one another.
         let widths: &[i64] = match (direction, vectors) {
             (Direction::Forward, 2..=4) => &[16, 4],
-            (Direction::Forward, 5..=6) => &[16, 8],
+            (Direction::Forward, 5..=6) => &[16, 6],
             _ => &[16],
         };
         let shares = widths.iter().copied().filter_map(of);
@@ -73,7 +73,7 @@ impl PlainShare {
         // What a turn takes that waits for all messages, and one of several.
         let (only, each) = match (direction, columns) {
             (Direction::Forward, 4) => (80 + 68 * vectors, 28 + 18 * vectors),
-            (Direction::Forward, 8) => (80 + 45 * vectors, 60 + 15 * vectors),
+            (Direction::Forward, 6) => (80 + 48 * vectors, 42 + 15 * vectors),
             (Direction::Forward, _) => (80 + 40 * vectors, 70 + 22 * vectors),
             (Direction::Backward, _) => (110 + 50 * vectors, 60 + 31 * vectors),
         };
@@ -126,7 +126,10 @@ mod tests {
         assert_eq!(of(Forward, 16, 128), Some((16, 2)));
         assert_eq!(of(Forward, 16, 256), Some((4, 1)));
         assert_eq!(of(Forward, 16, 512), Some((4, 1)));
-        assert_eq!(of(Forward, 16, 768), Some((8, 1)));
+        assert_eq!(of(Forward, 16, 768), Some((6, 1)));
+        assert_eq!(of(Forward, 24, 768), Some((6, 1)));
+        assert_eq!(of(Forward, 8, 768), Some((16, 1)));
+        assert_eq!(of(Forward, 32, 768), Some((16, 2)));
         assert_eq!(of(Forward, 64, 128), Some((16, 8)));
         assert_eq!(of(Forward, 64, 512), Some((16, 4)));
         assert_eq!(of(Forward, 64, 1024), Some((16, 2)));

@@ -323,6 +323,17 @@ mod tests {
             Plan::on_chip(Path::Automatic, direction, sizes, kind, on_chip)
         };
         let clusters = |cluster, tf32| Some(Plan::Persistent { cluster, tf32 });
+        let strict = |direction, batch, hidden| {
+            let on_chip = OnChip { clusters: Clusters::H200, grid: Grid::H200, tf32: false };
+            let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
+            Plan::on_chip(Path::Automatic, direction, sizes, Kind::Float, on_chip)
+        };
+        let plain = |columns, row_groups| Some(Plan::PlainGrid { columns, row_groups });
+        assert_eq!(strict(Forward, 16, 128), clusters(8, false));
+        assert_eq!(strict(Forward, 16, 256), clusters(16, false));
+        assert_eq!(strict(Forward, 64, 256), plain(16, 8));
+        assert_eq!(strict(Forward, 16, 768), plain(6, 1));
+        assert_eq!(strict(Backward, 16, 256), plain(16, 2));
         let grid = |columns, row_groups| Some(Plan::Grid { columns, row_groups });
         let half = |direction, batch, hidden| plan(direction, 512, batch, hidden, Kind::BFloat16);
         for direction in [Forward, Backward] {
