@@ -48,7 +48,8 @@ struct GridStatus {
 };
 
 // Blocks that a multiprocessor of the device takes, with so many bytes; none of what is compiled for any
-// other architecture than Hopper's own, which is empty and would leave the messages unsent. This never
+// other architecture than Hopper's own, which is empty and would leave the messages unsent. The runtime does
+// not say which code it would take, but an empty kernel has next to no registers. This never
 // changes, and to ask costs a launch almost a microsecond: it is known for the bytes that were asked about
 // last.
 template <auto kKernel, int kThreadsOfBlock>

@@ -39,8 +39,8 @@ __device__ __forceinline__ void store_own(S* to, const Own& values) {
   *reinterpret_cast<Vector<S, kOwn>*>(to) = own;
 }
 
-// One message of four values, which says by its first two whether it is one: there are no two of which all
-// bits are set.
+// One message of four values, which says by its first two whether it is one: two of which all bits are set
+// are sent as another not-a-number.
 template <typename T>
 __device__ __forceinline__ void send_own(T* to, const Own& values) {
   constexpr uint32_t kNone = 0xffffffff, kNotANumber = 0x7fffffff;

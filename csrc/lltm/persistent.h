@@ -3,8 +3,10 @@
 //
 // A cluster of blocks computes kRows rows of the batch for all T steps and depends on no other cluster:
 // clusters run side by side or one after the other, as they fit, and nothing but the hardware schedules them.
-// A block owns neighbouring columns of h and c, in all three gates; each step it pushes its columns of h into
-// the shared memory of the others. Sizes are padded with zeros up to what the tiles need.
+// A block owns neighbouring columns of h and c, in all three gates; each step of the forward it pushes its
+// columns of h into the shared memory of the others. In the backward it has the gradients for its gates, and
+// so a part of the sums of all columns of dh: it pushes to each block that block's columns. Sizes are padded
+// with zeros up to what the tiles need.
 #pragma once
 
 #include "lltm.h"
