@@ -129,7 +129,9 @@ impl Runner {
             Who::Fused => f_lltm(x, weight, bias, (h, c))?.0,
             Who::Lstm => {
                 let state = [h, c].map(|state| state.unsqueeze(0));
-                x.f_lstm(&state, parameters, true, 1, 0.0, true, false, false)?.0
+                // Otherwise cuDNN keeps what a backward needs.
+                let train = x.requires_grad();
+                x.f_lstm(&state, parameters, true, 1, 0.0, train, false, false)?.0
             }
         })
     }

@@ -13,7 +13,7 @@ pub fn matmul_allow_tf32() -> Result<bool> {
 }
 
 /// Sets [`matmul_allow_tf32`]. It holds for the process, from the next product on; libtorch begins with `false`. Our own
-/// operators' products obey it, too, or are more exact.
+/// operators obey it, too; [`lltm`](crate::ops::lltm) says how it multiplies then.
 ///
 /// ```
 /// use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};

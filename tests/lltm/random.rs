@@ -17,15 +17,31 @@ fn property(path: LltmPath) -> Property<'static> {
         LltmPath::PerStep => &|inputs| run(LltmPath::PerStep, inputs),
         _ => &|inputs| run(LltmPath::Automatic, inputs),
     };
-    Property {
-        name: "lltm",
-        fused: by,
-        reference: &|inputs| {
-            let (x, w, b, state) = take(inputs);
-            lltm_reference(x, w, b, state).map(|(output, (h, c))| vec![output, h, c])
-        },
-        excluded: &|case| !is_documented(case),
-    }
+    Property { name: "lltm", fused: by, reference: &by_reference, excluded: &|case| !is_documented(case) }
+}
+
+/// With weights that do not make much of any rounding over many steps.
+fn property_of_many_steps(path: LltmPath) -> Property<'static> {
+    let by: support::property::Call<'static> = match path {
+        LltmPath::Persistent => &|inputs| run(LltmPath::Persistent, &with_small_weights(inputs)),
+        LltmPath::Grid => &|inputs| run(LltmPath::Grid, &with_small_weights(inputs)),
+        _ => &|inputs| run(LltmPath::Automatic, &with_small_weights(inputs)),
+    };
+    Property { fused: by, reference: &|inputs| by_reference(&with_small_weights(inputs)), ..property(path) }
+}
+
+fn by_reference(inputs: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
+    let (x, w, b, state) = take(inputs);
+    lltm_reference(x, w, b, state).map(|(output, (h, c))| vec![output, h, c])
+}
+
+fn with_small_weights(inputs: &[Option<Tensor>]) -> Vec<Option<Tensor>> {
+    // Exact in every kind.
+    const SMALL: f64 = 1.0 / 16.0;
+    let mut inputs: Vec<_> = inputs.iter().map(|input| input.as_ref().map(Tensor::shallow_clone)).collect();
+    inputs[1] =
+        inputs[1].take().map(|weight| if KINDS.contains(&weight.kind()) { weight * SMALL } else { weight });
+    inputs
 }
 
 fn run(path: LltmPath, inputs: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
@@ -57,6 +73,36 @@ fn cases() -> impl Strategy<Value = Case> {
             vec![Some(vec![t, b, f]), Some(vec![3 * h, h + f]), bias, Some(vec![b, h]), Some(vec![b, h])];
         style.case(sizes)
     })
+}
+
+/// Steps enough for all of them in one kernel, and hidden sizes that those have: of any kind in clusters, multiples of 8 in a
+/// grid.
+fn cases_of_many_steps() -> impl Strategy<Value = Case> {
+    (8..12i64, 1..20i64, size(), 1..37i64, 0..2usize, style(5)).prop_map(|(t, b, f, h, eighths, style)| {
+        let h = if eighths == 1 { h * 8 } else { h };
+        let sizes = vec![
+            Some(vec![t, b, f]),
+            Some(vec![3 * h, h + f]),
+            Some(vec![3 * h]),
+            Some(vec![b, h]),
+            Some(vec![b, h]),
+        ];
+        style.case(sizes)
+    })
+}
+
+#[test]
+fn random_cases_of_many_steps() {
+    for device in devices() {
+        let paths: &[LltmPath] = match device.is_cuda() {
+            true => &[LltmPath::Automatic, LltmPath::Persistent, LltmPath::Grid],
+            false => &[LltmPath::Automatic],
+        };
+        let count = if device.is_cuda() { 300 } else { 80 };
+        for &path in paths {
+            property_of_many_steps(path).holds_for(cases_of_many_steps(), count, device);
+        }
+    }
 }
 
 #[test]

@@ -357,6 +357,7 @@ mod tests {
             let (good, text) = sanitize(&folder, &["many"], tool, finding);
             assert_eq!(good, is_good, "{tool}, {finding}: {text}");
             assert!(text.contains(&format!("{tool:<10} many")), "{text}");
+            assert_eq!(text.contains("1 in lltm's grids left out"), tool == "racecheck" && is_good, "{text}");
         }
         std::fs::remove_dir_all(folder).unwrap();
     }

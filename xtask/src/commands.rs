@@ -22,7 +22,7 @@ const HELP: &str = "\
 cargo xtask COMMAND [ARGUMENTS]
 
   demo [ARGUMENTS]   train the character-level language model (examples/char_lltm); --op all compares
-  test [ARGUMENTS]   all tests; arguments go to `cargo test`
+  test [ARGUMENTS]   the workspace's tests, one at a time where there is a GPU; arguments go to `cargo test`
   bench [WORD...]    each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
                      `cargo bench --profile dev`
   plot FILE...       bench.json, and the rivals.json beside it, as pictures in docs/plots

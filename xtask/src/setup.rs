@@ -41,7 +41,8 @@ pub fn run(repo: &Repo) -> Result<Ready> {
     let libtorch = Libtorch::locate(rule, &real_env, repo)?;
     libtorch.check_version(&real_env)?;
     let search = Search::run(&libtorch, &real_env, repo);
-    let changes = changes(repo, &compiler, &search);
+    let mut changes = changes(repo, &compiler, &search);
+    changes.extend(one_test_at_a_time(real_env(TEST_THREADS).is_some(), has_gpu()));
     let cuda = search.decide(std::env::var("TCH_EXTENSION_CUDA").ok().as_deref())?;
     if let Cuda::Off(reason) = &cuda {
         say(format_args!("note: CUDA kernels are left out: {reason}"));
@@ -94,6 +95,18 @@ fn parse_glibc(text: &str) -> Option<(u32, u32)> {
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
+/// libtest's.
+const TEST_THREADS: &str = "RUST_TEST_THREADS";
+
+fn has_gpu() -> bool {
+    programs::stdout("nvidia-smi", &["-L"]).is_some_and(|list| list.starts_with("GPU"))
+}
+
+/// Tests on a GPU share it, and some turn libtorch's switches, which hold for the process.
+fn one_test_at_a_time(is_chosen: bool, has_gpu: bool) -> Option<(String, Option<OsString>)> {
+    (has_gpu && !is_chosen).then(|| (TEST_THREADS.to_string(), Some("1".into())))
+}
+
 fn changes(repo: &Repo, compiler: &Compiler, search: &Search) -> Changes {
     let mut changes = Changes::new();
     // Values that cargo took from `.cargo/config.toml` are removed, for cargo to set again: so they are spelt as
@@ -116,6 +129,14 @@ fn changes(repo: &Repo, compiler: &Compiler, search: &Search) -> Changes {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tests_take_turns_on_a_gpu() {
+        let one = Some((TEST_THREADS.to_string(), Some("1".into())));
+        assert_eq!(one_test_at_a_time(false, true), one);
+        assert_eq!(one_test_at_a_time(true, true), None);
+        assert_eq!(one_test_at_a_time(false, false), None);
+    }
 
     #[test]
     fn reads_the_c_librarys_version() {
