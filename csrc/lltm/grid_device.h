@@ -100,6 +100,17 @@ __device__ __forceinline__ void send_two(T* to, G first, G second) {
   return max(max(words.x, words.y), max(words.z, words.w)) == kUnsent;
 }
 
+// A double is a message by itself.
+template <typename T>
+__device__ __forceinline__ uint4 load_message_of(const T* from) {
+  return sizeof(T) == 8 ? load_messages(from) : load_message(from);
+}
+
+template <typename T>
+__device__ __forceinline__ bool is_unsent_of(const uint4& words) {
+  return sizeof(T) == 8 ? max(words.y, words.w) == kUnsent : is_unsent(words);
+}
+
 // Of the kind that sums are made in.
 template <typename G>
 using PairOf = std::conditional_t<std::is_same_v<G, double>, double2, float2>;

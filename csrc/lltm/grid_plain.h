@@ -17,32 +17,19 @@ namespace {
 
 [[maybe_unused]] __device__ __forceinline__ double to_double(double value) { return value; }
 
-// A double is a message by itself.
-template <typename T>
-__device__ __forceinline__ uint4 load_messages_of(const T* from) {
-  return sizeof(T) == 4 ? load_message(from) : load_messages(from);
-}
-
-template <typename T>
-__device__ __forceinline__ bool is_unsent_of(const uint4& words) {
-  return sizeof(T) == 4 ? is_unsent(words) : max(words.y, words.w) == kUnsent;
-}
-
 // As GridProduct. Each vector of 16 bytes is for one instruction and tile; kInRegisters fragments of weights
 // are there, and the others in shared memory, [warp, fragment, half, lane] of 16 bytes. What is left over of
 // the pairs, if anything, is multiplied by the lanes, which have the time while they wait for tensor cores.
 template <typename Type, int kPairCount, int kVectorCount, int kHeld, int kInFlight, int kAtOnce>
-struct GridPlainProduct {
+struct GridPlainProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
   using T = Type;
   using Sum = T;
+  using Messages = GridMessages<Type, kVectorCount, kInFlight, kAtOnce>;
+  using Messages::first_term, Messages::kRing, Messages::kStride, Messages::kVectors, Messages::messages;
   enum : int {
     kIsPlain = true,
     kTiles = kPairCount % (kTile / 2) == 1 ? kPairCount / (kTile / 2) : (kPairCount - 1) / (kTile / 2) + 1,
     kHasPair = kPairCount > kTiles*(kTile / 2),
-    kVectors = kVectorCount,
-    kRing = kInFlight,
-    kGroup = kAtOnce,
-    kStride = kWarps * kSpan<T>,  // from a vector of a warp to its next
     kLanes = kLanesOf16Bytes<T>,  // terms of a lane in an instruction
     kFragments = kVectors * kTiles,
     kInRegisters = kHeld,
@@ -57,15 +44,9 @@ struct GridPlainProduct {
     kBytesOfWarp = 2 * kBytesOfRows,
     kBytesOfTurn = kWarps * kBytesOfWarp,
   };
-  static_assert(kVectors % kRing == 0 && kRing % kGroup == 0, "messages have their places");
 
   explicit __device__ __forceinline__ GridPlainProduct(unsigned char* memory) {
     shared = memory + threadIdx.x / kWarp * (kShared * kBytesOfFragment) + threadIdx.x % kWarp * 16;
-  }
-
-  // The first term of the lane's vectors.
-  static __device__ __forceinline__ int first_term() {
-    return threadIdx.x / kWarp * kSpan<T> + threadIdx.x % 4 * kLanes;
   }
 
   // weight_of(pair, odd, term), of pairs of columns or of gates' rows.
@@ -114,38 +95,7 @@ struct GridPlainProduct {
     }
   }
 
-  __device__ __forceinline__ void load(const Source<T>& source, int vector) {
-    messages[vector % kRing] =
-        vector * kStride < source.terms ? load_messages_of<T>(source.from + vector * kStride) : uint4{};
-  }
-
-  // The first messages of a turn.
-  __device__ __forceinline__ void begin(const Source<T>& source) {
-#pragma unroll
-    for (int vector = 0; vector < kRing; ++vector) load(source, vector);
-  }
-
-  __device__ __forceinline__ bool is_missing(int first) const {
-    bool missing = false;
-#pragma unroll
-    for (int vector = first; vector < first + kGroup; ++vector) {
-      missing |= is_unsent_of<T>(messages[vector % kRing]);
-    }
-    return __any_sync(~0u, missing);
-  }
-
-  // Until a group is there; those of this turn that are on their way behind it are asked for again with it.
-  __device__ __forceinline__ void wait(const Source<T>& source, int first) {
-    while (is_missing(first)) {
-#pragma unroll
-      for (int vector = first; vector < first + kRing && vector < kVectors; ++vector) {
-        if (is_unsent_of<T>(messages[vector % kRing])) load(source, vector);
-      }
-    }
-  }
-
-  // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if `ahead`.
-  // What is no message but a plain tensor may have any bits.
+  // As GridMessages::multiply_each.
   __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
                                            bool ahead) {
 #pragma unroll
@@ -153,21 +103,8 @@ struct GridPlainProduct {
       for (double& sum : tile) sum = 0;
     }
     sums_of_pair[0] = sums_of_pair[1] = 0;
-#pragma unroll
-    for (int first = 0; first < kVectors; first += kGroup) {
-      if (are_messages) wait(here, first);
-#pragma unroll
-      for (int vector = first; vector < first + kGroup; ++vector) multiply_vector(vector);
-#pragma unroll
-      for (int vector = first + kRing; vector < first + kRing + kGroup; ++vector) {
-        if (vector < kVectors) {
-          load(here, vector);
-        } else if (ahead) {
-          load(next, vector - kVectors);
-        }
-      }
-    }
-    return ahead;
+    return Messages::multiply_each(here, next, are_messages, ahead,
+                                   [&](int vector) { multiply_vector(vector); });
   }
 
   __device__ __forceinline__ void multiply_vector(int vector) {
@@ -242,7 +179,6 @@ struct GridPlainProduct {
 
   T weights[kInRegisters > 0 ? kInRegisters : 1][2 * kLanes];
   unsigned char* shared;
-  uint4 messages[kRing];
   double sums[kTiles][4];
   Vector<T, kLanes> of_pair[kHasPair ? kVectors : 1][2];
   T sums_of_pair[2];

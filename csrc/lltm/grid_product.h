@@ -45,23 +45,94 @@ struct Source {
   int terms;  // from there to the row's end; none where nothing is sent
 };
 
-// The product of a block's weights with the messages of a turn, for kTiles tiles of 16 results: each warp has
-// some of the terms, kVectors times 16 bytes a lane, each for two instructions; the warps take vectors in
-// turn. Weights are in registers, but for the last kShared fragments, for which there are none left: in
-// shared memory, [warp, fragment, lane]. kRing messages of a lane are on their way or at hand, and kGroup are
-// waited for at once.
-template <typename Type, int kTileCount, int kVectorCount, int kInShared, int kInFlight, int kAtOnce>
-struct GridProduct {
+// A lane's messages: of a turn kVectors of 16 bytes, of which kRing are on their way or at hand, and kGroup
+// are waited for at once.
+template <typename Type, int kVectorCount, int kInFlight, int kAtOnce>
+struct GridMessages {
   using T = Type;
-  using Sum = float;
   enum : int {
-    kIsPlain = false,
-    kTiles = kTileCount,
     kVectors = kVectorCount,
-    kShared = kInShared,
     kRing = kInFlight,
     kGroup = kAtOnce,
     kStride = kWarps * kSpan<T>,  // from a vector of a warp to its next
+  };
+  static_assert(kVectors % kRing == 0 && kRing % kGroup == 0, "messages have their places");
+
+  // The first term of the lane's vectors.
+  static __device__ __forceinline__ int first_term() {
+    return threadIdx.x / kWarp * kSpan<T> + threadIdx.x % 4 * kLanesOf16Bytes<T>;
+  }
+
+  __device__ __forceinline__ void load(const Source<T>& source, int vector) {
+    messages[vector % kRing] =
+        vector * kStride < source.terms ? load_message_of<T>(source.from + vector * kStride) : uint4{};
+  }
+
+  // The first messages of a turn.
+  __device__ __forceinline__ void begin(const Source<T>& source) {
+#pragma unroll
+    for (int vector = 0; vector < kRing; ++vector) load(source, vector);
+  }
+
+  __device__ __forceinline__ bool is_missing(int first) const {
+    bool missing = false;
+#pragma unroll
+    for (int vector = first; vector < first + kGroup; ++vector) {
+      missing |= is_unsent_of<T>(messages[vector % kRing]);
+    }
+    return __any_sync(~0u, missing);
+  }
+
+  // Until a group is there; those of this turn that are on their way behind it are asked for again with it.
+  __device__ __forceinline__ void wait(const Source<T>& source, int first) {
+    while (is_missing(first)) {
+#pragma unroll
+      for (int vector = first; vector < first + kRing && vector < kVectors; ++vector) {
+        if (is_unsent_of<T>(messages[vector % kRing])) load(source, vector);
+      }
+    }
+  }
+
+  // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if `ahead`.
+  // What is no message but a plain tensor may have any bits. Returns whether those of `next` are on their
+  // way.
+  template <typename Multiply>
+  __device__ __forceinline__ bool multiply_each(const Source<T>& here, const Source<T>& next,
+                                                bool are_messages, bool ahead, const Multiply& multiply) {
+#pragma unroll
+    for (int first = 0; first < kVectors; first += kGroup) {
+      if (are_messages) wait(here, first);
+#pragma unroll
+      for (int vector = first; vector < first + kGroup; ++vector) multiply(vector);
+#pragma unroll
+      for (int vector = first + kRing; vector < first + kRing + kGroup; ++vector) {
+        if (vector < kVectors) {
+          load(here, vector);
+        } else if (ahead) {
+          load(next, vector - kVectors);
+        }
+      }
+    }
+    return ahead;
+  }
+
+  uint4 messages[kRing];
+};
+
+// The product of a block's weights with the messages of a turn, for kTiles tiles of 16 results: each warp has
+// some of the terms, kVectors times 16 bytes a lane, each for two instructions; the warps take vectors in
+// turn. Weights are in registers, but for the last kShared fragments, for which there are none left: in
+// shared memory, [warp, fragment, lane].
+template <typename Type, int kTileCount, int kVectorCount, int kInShared, int kInFlight, int kAtOnce>
+struct GridProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
+  using T = Type;
+  using Sum = float;
+  using Messages = GridMessages<Type, kVectorCount, kInFlight, kAtOnce>;
+  using Messages::kRing, Messages::kVectors, Messages::messages;
+  enum : int {
+    kIsPlain = false,
+    kTiles = kTileCount,
+    kShared = kInShared,
     kFragments = kVectors * 2 * kTiles,
     kInRegisters = kFragments - kShared,
     kBytesOfWeights = kWarps * kShared * kWarp * 16,
@@ -76,15 +147,9 @@ struct GridProduct {
               : kTiles == 1 ? 4
                             : 2,
   };
-  static_assert(kVectors % kRing == 0 && kRing % kGroup == 0, "messages have their places");
 
   explicit __device__ __forceinline__ GridProduct(unsigned char* memory) {
     shared = reinterpret_cast<uint4*>(memory) + threadIdx.x / kWarp * (kShared * kWarp) + threadIdx.x % kWarp;
-  }
-
-  // The first term of the lane's vectors.
-  static __device__ __forceinline__ int first_term() {
-    return threadIdx.x / kWarp * kSpan<T> + threadIdx.x % 4 * kLanesOf16Bytes<T>;
   }
 
   // A word of a vector's first or second instruction, for a tile.
@@ -97,36 +162,6 @@ struct GridProduct {
     }
   }
 
-  __device__ __forceinline__ void load(const Source<T>& source, int vector) {
-    messages[vector % kRing] =
-        vector * kStride < source.terms ? load_message(source.from + vector * kStride) : uint4{};
-  }
-
-  // The first messages of a turn.
-  __device__ __forceinline__ void begin(const Source<T>& source) {
-#pragma unroll
-    for (int vector = 0; vector < kRing; ++vector) load(source, vector);
-  }
-
-  __device__ __forceinline__ bool is_missing(int first) const {
-    bool missing = false;
-#pragma unroll
-    for (int vector = first; vector < first + kGroup; ++vector) {
-      missing |= is_unsent(messages[vector % kRing]);
-    }
-    return __any_sync(~0u, missing);
-  }
-
-  // Until a group is there; those of this turn that are on their way behind it are asked for again with it.
-  __device__ __forceinline__ void wait(const Source<T>& source, int first) {
-    while (is_missing(first)) {
-#pragma unroll
-      for (int vector = first; vector < first + kRing && vector < kVectors; ++vector) {
-        if (is_unsent(messages[vector % kRing])) load(source, vector);
-      }
-    }
-  }
-
   __device__ __forceinline__ void begin_sums() {
 #pragma unroll
     for (auto& chain : sums) {
@@ -136,27 +171,12 @@ struct GridProduct {
     }
   }
 
-  // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if `ahead`.
-  // What is no message but a plain tensor may have any bits.
-  // Returns whether those of `next` are on their way.
+  // As GridMessages::multiply_each.
   __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
                                            bool ahead) {
     begin_sums();
-#pragma unroll
-    for (int first = 0; first < kVectors; first += kGroup) {
-      if (are_messages) wait(here, first);
-#pragma unroll
-      for (int vector = first; vector < first + kGroup; ++vector) multiply_vector(vector);
-#pragma unroll
-      for (int vector = first + kRing; vector < first + kRing + kGroup; ++vector) {
-        if (vector < kVectors) {
-          load(here, vector);
-        } else if (ahead) {
-          load(next, vector - kVectors);
-        }
-      }
-    }
-    return ahead;
+    return Messages::multiply_each(here, next, are_messages, ahead,
+                                   [&](int vector) { multiply_vector(vector); });
   }
 
   __device__ __forceinline__ void multiply_vector(int vector) {
@@ -209,7 +229,6 @@ struct GridProduct {
 
   uint32_t weights[kInRegisters][4];
   uint4* shared;
-  uint4 messages[kRing];
   float sums[kChains][kTiles][4];
 };
 
