@@ -34,32 +34,46 @@ const OP: &str = "lltm";
 /// second derivatives with respect to each tensor, from each output.
 ///
 /// Kinds are those that a loop of the cell takes for any number of steps: x and h are promoted to one kind, which weight and
-/// bias must have, and of which the outputs are; c must not be of a wider one. Under autocast the products
+/// bias must have, and of which the outputs are; c has it, too, or a narrower one. Under autocast the products
 /// run in autocast's kind, and the outputs have it promoted with c's; a c of kind `Double` then needs a product of that kind.
-/// Of the half kinds, sums and gates are computed in `Float` and never rounded between a product and what follows; c
-/// and h are rounded at each step on CUDA (c not where all steps are one kernel), on the CPU only when they are returned.
+/// Of the half kinds, sums and gates are computed in `Float` and in the forward never rounded between a product and what
+/// follows; the gradients for the gates are rounded to the kind of the products behind them. c and h are rounded at each
+/// step on CUDA (c not where all steps are one kernel), on the CPU only when they are returned.
 ///
 /// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic: the same bits each time. The
 /// product with the input is made for all steps at once; where a step is small it then costs one kernel, with its product in
-/// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Small steps of
-/// few features multiply the input, too. On a GPU of compute capability 9.0 all steps are one kernel that keeps the
-/// weights on the chip, where that is faster: from eight steps on, on an H200 in half kinds with up to 3120 rows at H = 128, 1680 at
-/// 256, 720 at 512, 336 at 768, 256 at 1024 and 40 at 2048, in `Float` with 896, 448, 256 and 80 up to H = 768 and 96 at
-/// 1024, in `Double` with 360 at 128; beyond H = 768, or in `Float` 128, only if H is a multiple of 8. Where libtorch's switch allows tf32 in
-/// products, those kernels multiply `Float` as halves that are scaled by powers of two, which have as many digits, with as many rows
-/// as the half kinds or more; what is 2^-29 of the largest weight of a row, or of the largest gradient
-/// for the gates of a row of the batch, or less is then off by 2^-40 of that. Their sigmoids and tanh are accurate to about
-/// 1e-6 in tf32 and to 4 units of the last place in `Float`. On the CPU the weights are packed once, and libtorch's threads
-/// stay together for the whole sequence. One or two steps are a loop of [`lltm_cell`](super::lltm_cell), but for half
-/// kinds where that rounds more.
+/// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Where steps
+/// are small and F < 256, the kernel of each step multiplies the input, too.
+///
+/// On a GPU of compute capability 9.0 all steps are one kernel that keeps the weights on the chip, where that was measured to
+/// be faster: from eight steps on, and for 512 steps on an H200 up to about these rows, in both directions. With few
+/// steps there are fewer, in tf32 as many as in the half kinds or more, and the kernels count up to 3·T·B·H = 2^31.
+///
+/// | H | 128 | 256 | 512 | 768 | 1024 | 2048 |
+/// |---|---|---|---|---|---|---|
+/// | half kinds | 3120 | 1680 | 720 | 336 | 256 | 40 |
+/// | `Float` | LIMITS |
+/// | `Double` | 360 | | | | | |
+///
+/// Beyond H = 768, in `Float` 256 (128 on the way back), H has to be a multiple of 8.
+///
+/// Where libtorch's switch allows tf32 in products, those kernels multiply `Float` as halves that are scaled by powers of two:
+/// of 11 binary digits, as tf32's numbers, but of less range. A row of W, of h before the first step, and of the gradients for
+/// the gates has a scale of its own; for the h of the steps it is fixed, because |h| < 1. What is less than
+/// 2^-28 of the largest of its row, or an h of less than 2^-29, is off by up to 2^-39 of that largest, or by 2^-40, where tf32 would keep
+/// 11 digits. The sigmoids and tanh of those kernels are accurate to about 1e-6 in tf32 and to 4 units of the last place in `Float`.
+///
+/// On the CPU the weights are packed once, and libtorch's threads stay together for the whole sequence. One or two
+/// steps are a loop of [`lltm_cell`](super::lltm_cell), but for half kinds where that rounds more.
 ///
 /// There is no forget gate: c is a sum over all steps, and rounding errors add up. Over T = 1…4096, outputs and
-/// gradients are tested to be off by at most `8·√max(T, 4)·ε` of their largest value, ε being the kind's.
+/// gradients of a small size are tested to be off by at most `8·√max(T, 4)·ε` of their largest value, ε being the kind's.
 ///
 /// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers besides inputs and outputs (of the half kinds on the
 /// CPU, as `Float`); the forward needs `3·T·B·H` more for a while if the kinds of gates and outputs differ, and the backward
-/// `3·T·B·H + T·B·(H + F)`, on the CPU up to twice that; under autocast and in tf32 the large
-/// sizes of one kernel need `T·B·H` of the product's kind, or of halves, more, and in tf32 the backward `3·T·B·H` halves, B being at least 8 there. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
+/// `3·T·B·H + T·B·(H + F)`, on the CPU up to twice that. Where the weights are too many for a cluster of blocks and a grid of
+/// them computes all steps, autocast and tf32 need `T·B·H` halves more, and in tf32 the backward `3·T·B·H` halves and a
+/// twentieth of that for scales, B being rounded up to a multiple of 8 there and H to one of 32. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
 ///
 /// Equivalent to:
 /// ```
