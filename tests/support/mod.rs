@@ -2,6 +2,7 @@
 //! for a table of samples.
 #![allow(dead_code)]
 
+mod backtrace;
 pub mod gpu;
 pub mod kinds;
 pub mod property;

@@ -5,6 +5,7 @@ use crate::report::{say, trouble};
 use crate::setup::{self, Changes};
 use crate::{cargo, misuse, outside, weak_symbols, wheels};
 use anyhow::{Context, Result, bail};
+use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
@@ -104,19 +105,31 @@ impl Ci {
         cargo::run(&mut self.cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
     }
 
+    /// What the tests run. The library alone would have other features of its dependencies, and be built twice.
+    fn build(&self) -> Result<Vec<Value>> {
+        cargo::messages(&mut self.cargo(&["test", "--workspace", "--no-run"]))
+    }
+
     fn weak_symbols(&self) -> Result<()> {
-        cargo::run(&mut self.cargo(&["build", "--package", "tch-extension", "--lib"]))?;
+        self.build()?;
         say(weak_symbols::check(&objects(&self.repo).join("tch-extension/tch_extension"))?);
         Ok(())
     }
 
     fn misuse(&self) -> Result<()> {
-        let messages = cargo::messages(&mut self.cargo(&["build", "--package", "tch-extension", "--lib"]))?;
-        misuse::check(&self.repo, &messages)
+        misuse::check(&self.repo, &self.build()?)
+    }
+
+    /// The tests, whose threads wait asleep: libtest has as many as there are cores, and each of them has as many of
+    /// libtorch's, which would spin while others work.
+    fn test(&self, args: &[&str]) -> Command {
+        let mut command = self.cargo(&["test"]);
+        command.args(args).env("OMP_WAIT_POLICY", "passive");
+        command
     }
 
     fn tests(&self) -> Result<()> {
-        let mut command = self.cargo(&["test", "--workspace"]);
+        let mut command = self.test(&["--workspace"]);
         if self.has_vision {
             // Here it is no reason to skip a test that it cannot be loaded.
             command.env("TCH_EXTENSION_REQUIRE_TORCHVISION", "1");
@@ -133,7 +146,7 @@ impl Ci {
         }
         for capability in ["default", "avx2"] {
             say(format_args!("-- ATEN_CPU_CAPABILITY={capability}: {}", tests.join(", ")));
-            let mut command = self.cargo(&["test"]);
+            let mut command = self.test(&[]);
             command.args(tests.iter().flat_map(|test| ["--test", test]));
             // Second derivatives have no unit of their own.
             command.args(["--", "--skip", "second_derivatives"]);

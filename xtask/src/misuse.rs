@@ -36,12 +36,14 @@ pub fn check(repo: &Repo, messages: &[Value]) -> Result<()> {
 }
 
 fn library(messages: &[Value]) -> Option<PathBuf> {
-    let artifact = messages.iter().find(|message| {
+    let artifacts = messages.iter().filter(|message| {
         message["reason"] == "compiler-artifact"
             && message["target"]["name"] == "tch_extension"
             && message["target"]["kind"][0] == "lib"
-    })?;
-    let files = artifact["filenames"].as_array()?.iter().filter_map(Value::as_str);
+    });
+    // One of them is the program of its unit tests.
+    let files = artifacts.filter_map(|artifact| artifact["filenames"].as_array());
+    let files = files.flatten().filter_map(Value::as_str);
     files.map(PathBuf::from).find(|file| file.extension().is_some_and(|ending| ending == "rlib"))
 }
 
