@@ -19,26 +19,19 @@ __device__ void late_wait_for_arrival(uint32_t barrier, uint32_t parity) {
   }
 }
 
-__device__ void late_barrier_of(int id, int threads) {
+__device__ void late_barrier_of_tile(const Place& place, int parts) {
   sleep_sometimes(1, 4);
   __syncwarp();
-  barrier_of(id, threads);
+  barrier_of_tile(place, parts);
   sleep_sometimes(2, 4);
   __syncwarp();
-}
-
-__device__ void late_arrive_at(int id, int threads) {
-  sleep_sometimes(3, 4);
-  __syncwarp();
-  arrive_at(id, threads);
 }
 
 }  // namespace
 }  // namespace tch_extension
 
 #define wait_for_arrival late_wait_for_arrival
-#define barrier_of late_barrier_of
-#define arrive_at late_arrive_at
+#define barrier_of_tile late_barrier_of_tile
 #include "lltm/persistent_backward.cu"
 #include "lltm/persistent_forward.cu"
 

@@ -226,6 +226,8 @@ int main(int count, char** arguments) {
   expect_of_plain_grid<float>(runs, 40, 256, 4, 1);
   expect_of_plain_grid<float>(runs, 17, 512, 4, 1);
   expect_of_plain_grid<float>(runs, 16, 768, 6, 1);
+  expect_of_plain_grid<float>(runs, 24, 768, 6, 1);
+  expect_of_plain_grid<float>(runs, 13, 656, 6, 1);
   expect_of_plain_grid<float>(runs, 70, 240, 16, 3);
   expect_of_plain_grid<float>(runs, 60, 512, 16, 4);
   expect_of_plain_grid<float>(runs, 17, 768, 16, 2);

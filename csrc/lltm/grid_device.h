@@ -27,6 +27,11 @@ __device__ __forceinline__ void leave_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// Of some warps of the block; those that arrive go on.
+__device__ __forceinline__ void arrive_at(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Past the L1 cache, which nobody else's stores reach.
 __device__ __forceinline__ uint4 load_message(const void* from) {
   uint4 value;
@@ -98,17 +103,6 @@ __device__ __forceinline__ void send_two(T* to, G first, G second) {
 
 [[maybe_unused]] __device__ __forceinline__ bool is_unsent(const uint4& words) {
   return max(max(words.x, words.y), max(words.z, words.w)) == kUnsent;
-}
-
-// A double is a message by itself.
-template <typename T>
-__device__ __forceinline__ uint4 load_message_of(const T* from) {
-  return sizeof(T) == 8 ? load_messages(from) : load_message(from);
-}
-
-template <typename T>
-__device__ __forceinline__ bool is_unsent_of(const uint4& words) {
-  return sizeof(T) == 8 ? max(words.y, words.w) == kUnsent : is_unsent(words);
 }
 
 // Of the kind that sums are made in.

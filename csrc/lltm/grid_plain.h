@@ -1,6 +1,6 @@
 // The product of a block of the grid where tensor cores for tf32 would round: those for double do not, and
 // multiply as fast as anything else multiplies float. Products of floats are exact in it, and so are their
-// sums, nearly.
+// sums, nearly; those of a pair without a tile are made in float.
 #pragma once
 
 #include "grid_product.h"

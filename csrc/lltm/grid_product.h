@@ -45,6 +45,17 @@ struct Source {
   int terms;  // from there to the row's end; none where nothing is sent
 };
 
+// A double is a message by itself.
+template <typename T>
+__device__ __forceinline__ uint4 load_message_of(const T* from) {
+  return sizeof(T) == 8 ? load_messages(from) : load_message(from);
+}
+
+template <typename T>
+__device__ __forceinline__ bool is_unsent_of(const uint4& words) {
+  return sizeof(T) == 8 ? max(words.y, words.w) == kUnsent : is_unsent(words);
+}
+
 // A lane's messages: of a turn kVectors of 16 bytes, of which kRing are on their way or at hand, and kGroup
 // are waited for at once.
 template <typename Type, int kVectorCount, int kInFlight, int kAtOnce>
@@ -299,7 +310,11 @@ struct GridMember {
     return static_cast<uint32_t>(place.first_row(sub) + row) * place.hidden + column;
   }
   // Whether its lanes are the first of a row's columns, who ask for memory.
-  __device__ __forceinline__ bool is_first() const { return index / 4 % kPairs == 0; }
+  __device__ __forceinline__ bool is_first() const {
+    // With 3 pairs, teams are no multiple of them.
+    const int member = kPairs == 3 ? index % Teams::kMembers : index;
+    return member / 4 % kPairs == 0;
+  }
 
   // None for threads behind the last team.
   __device__ __forceinline__ Turn first_turn() const { return {0, team < Teams::kTeams ? team : place.subs}; }

@@ -21,7 +21,8 @@ constexpr int kRows = 8;
 // Columns of h that a warp computes
 constexpr int kTile = 16;
 
-// Warps that share columns, each with its part of the sums; also the sums of a gate that a lane holds.
+// Sums of a gate that a lane holds, and warps that finish a tile's columns, each of them one of these sums.
+// They share the terms; in some kernels as many others do so, too.
 constexpr int kSplits = 4;
 
 __device__ __forceinline__ uint32_t shared_address(const void* at) {
@@ -48,11 +49,6 @@ __device__ __forceinline__ void cluster_barrier() {
 // Of some warps of the block.
 __device__ __forceinline__ void barrier_of(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// Who arrives goes on.
-[[maybe_unused]] __device__ __forceinline__ void arrive_at(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // A barrier that is passed when as many bytes have come as were announced.
@@ -119,6 +115,7 @@ struct Shares {
     // Blocks that a multiprocessor is to have room for.
     kAtHome = kPadded <= 256 && kParts == kSplits ? 2 : 1,
   };
+  static_assert(kParts == kSplits || kParts == 2 * kSplits, "sums of partial ones are made for these");
 };
 
 // Where a warp and its lanes are, in a block of so many columns. A lane has four sums of each gate: of two
@@ -145,6 +142,11 @@ struct ScaledHalf {};
 // What is multiplied as T, in memory and by tensor cores.
 template <typename T>
 using Operand = std::conditional_t<std::is_same_v<T, ScaledHalf>, __half, T>;
+
+// Of the warps that share columns.
+__device__ __forceinline__ void barrier_of_tile(const Place& place, int parts) {
+  barrier_of(1 + place.tile, parts * kWarp);
+}
 
 // Zero if it is not `valid`; then nothing is read.
 template <typename T>

@@ -72,6 +72,7 @@ struct PlainProduct : Shares<kPadded, kCluster, kParts> {
     kTerms = kPadded / kParts,
     kProducts = kTerms / kSpan<T>,
   };
+  static_assert(kTerms % kSpan<T> == 0, "a warp's terms are whole products");
 
   __device__ void load(const LltmPersistentForward& params, const Place& place) {
     const T* weight = static_cast<const T*>(params.weight);
@@ -154,8 +155,8 @@ struct Outbox {
   uint32_t block, offset, to;
 };
 
-// Shared memory: h before and behind a step; partial sums; what is to be sent; input gates of the next steps;
-// bias; scales.
+// Shared memory: h before and behind a step; each thread's partial sums; what is to be sent; input gates of
+// the next steps; bias; scales.
 template <typename Product>
 struct Layout {
   enum : int {
@@ -188,8 +189,6 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   extern __shared__ __align__(128) unsigned char shared[];
   using L = Layout<Product>;
   constexpr int kThreads = Product::kThreads, kParts = Product::kParts;
-  // The first tile's barrier of the warps that finish, if these are not all.
-  constexpr int kFinishers = kParts == kSplits ? 1 : 1 + Product::kTiles;
   const Place place(Product::kColumns, kParts);
   const uint32_t hidden = static_cast<uint32_t>(params.hidden);
   const int steps = static_cast<int>(params.steps);
@@ -264,8 +263,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   __syncwarp();
   cluster_barrier();
 
-  // Partial sums, [tile, gate, sum, split, lane]: each warp writes its split of all, and reads all of its
-  // sum.
+  // Partial sums, [tile, gate, sum, split, lane]: each warp writes its split of all, and if it finishes reads
+  // all of its sum.
   G* partials =
       reinterpret_cast<G*>(shared + L::kPartials) + place.tile * (kGates * 4 * kParts * kWarp) + place.lane;
   G* written = partials + place.split * kWarp;
@@ -290,8 +289,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
       for (int of = 0; of < 4; ++of) written[(gate * 4 + of) * kParts * kWarp] = sums[gate][of];
     }
     if (!finishes) {
-      // It writes again when h has come, which this block, too, has made of what it has written.
-      arrive_at(1 + place.tile, kParts * kWarp);
+      barrier_of_tile(place, kParts);
+      barrier_of_tile(place, kParts);
       continue;
     }
     G gates[kGates], scale[kGates];
@@ -302,12 +301,12 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
       gates[gate] = fetched[gate * kThreads] + bias[gate * kThreads];
       scale[gate] = kMayScale ? scales[gate * kThreads] : G(1);
     }
-    barrier_of(1 + place.tile, kParts * kWarp);
+    barrier_of_tile(place, kParts);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       const G* parts = read + gate * 4 * kParts * kWarp;
       G sum = sum_of_four(parts);
-      if constexpr (kParts == 8) sum += sum_of_four(parts + 4 * kWarp);
+      if constexpr (kParts > kSplits) sum += sum_of_four(parts + 4 * kWarp);
       gates[gate] += sum * scale[gate];
     }
     const G i = Activation<T, G>::of_gate(gates[0]), o = Activation<T, G>::of_gate(gates[1]);
@@ -316,7 +315,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     // Rows and columns that are padding stay zeros.
     *own = valid ? static_cast<T>(new_h * message_scale) : T(0.0f);
     // With two barriers a step, what lies behind one is read before it is written behind the other.
-    barrier_of(kFinishers + place.tile, kSplits * kWarp);
+    barrier_of_tile(place, kParts);
     if (step + 1 < steps) outbox.send((1 - buffer) * L::kHBytes, arrivals + 8 * (1 - buffer));
     fetch(step + kAhead, at + kAhead * step_size);
     if (is_scaled && step == 0) set_scales(1 / kMessageScale);

@@ -241,31 +241,73 @@ fn cuda_half_kinds_take_persistent_kernels() {
         let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
         return;
     }
-    for (sizes, kind) in [
-        ([200, 16, 32, 128], Kind::Half),
-        ([200, 64, 32, 256], Kind::BFloat16),
-        ([200, 16, 32, 128], Kind::Float),
-        ([200, 16, 32, 256], Kind::Float),
-    ] {
-        let inputs = one(sizes, kind, device).inputs;
-        let state_alone_is_given = |sequence: support::Operator<'_>| {
-            let leaves: Vec<Tensor> = inputs
-                .iter()
-                .enumerate()
-                .map(|(index, input)| input.detach().set_requires_grad(index < 3))
-                .collect();
-            let outputs = sequence(&leaves)?;
-            let wanted: Vec<&Tensor> = leaves[..3].iter().collect();
-            let sum = outputs[0].to_kind(Kind::Float).sum(Kind::Float);
-            let gradients = tch_extension::autograd::grad(&[&sum], &wanted, &Default::default())?;
-            Ok(gradients.into_vec().into_iter().flatten().collect::<Vec<Tensor>>())
-        };
-        let expected = state_alone_is_given(&persistent).expect("gradients");
-        let (graph, found) = Graph::capture(device, || state_alone_is_given(&fused)).expect("a capture");
-        graph.replay().expect("a replay");
-        assert!(graph.kernels() < 60, "{sizes:?} {kind:?}: {} kernels of 200 steps", graph.kernels());
-        for (found, expected) in found.iter().zip(&expected) {
-            assert!(found.equal(expected), "{sizes:?} {kind:?}");
+    for (sizes, kind) in [([200, 16, 32, 128], Kind::Half), ([200, 64, 32, 256], Kind::BFloat16)] {
+        assert_are_taken(sizes, kind, device);
+    }
+}
+
+#[test]
+fn cuda_float_takes_persistent_kernels() {
+    let test = "cuda_float_takes_persistent_kernels";
+    let Some(device) = device_with_cache(LltmPath::Persistent, test) else { return };
+    for sizes in [[200, 16, 32, 128], [200, 16, 32, 256]] {
+        assert_are_taken(sizes, Kind::Float, device);
+    }
+}
+
+fn assert_are_taken(sizes: [i64; 4], kind: Kind, device: Device) {
+    let inputs = one(sizes, kind, device).inputs;
+    let state_alone_is_given = |sequence: support::Operator<'_>| {
+        let leaves: Vec<Tensor> = inputs
+            .iter()
+            .enumerate()
+            .map(|(index, input)| input.detach().set_requires_grad(index < 3))
+            .collect();
+        let outputs = sequence(&leaves)?;
+        let wanted: Vec<&Tensor> = leaves[..3].iter().collect();
+        let sum = outputs[0].to_kind(Kind::Float).sum(Kind::Float);
+        let gradients = tch_extension::autograd::grad(&[&sum], &wanted, &Default::default())?;
+        Ok(gradients.into_vec().into_iter().flatten().collect::<Vec<Tensor>>())
+    };
+    let expected = state_alone_is_given(&persistent).expect("gradients");
+    let (graph, found) = Graph::capture(device, || state_alone_is_given(&fused)).expect("a capture");
+    graph.replay().expect("a replay");
+    assert!(graph.kernels() < 60, "{sizes:?} {kind:?}: {} kernels of 200 steps", graph.kernels());
+    for (found, expected) in found.iter().zip(&expected) {
+        assert!(found.equal(expected), "{sizes:?} {kind:?}");
+    }
+}
+
+/// Sums are made in double: no less exact than those of each step.
+#[test]
+fn cuda_float_by_persistent_kernels_is_as_exact_as_step_by_step() {
+    let test = "cuda_float_by_persistent_kernels_is_as_exact_as_step_by_step";
+    let Some(device) = device(test) else { return };
+    for sizes in [[12, 16, 8, 128], [12, 16, 8, 256]] {
+        plain_grid::assert_as_exact_as_step_by_step(&persistent, sizes, device);
+    }
+}
+
+#[test]
+fn cuda_float_and_double_of_what_is_no_number_by_persistent_kernels() {
+    let test = "cuda_float_and_double_of_what_is_no_number_by_persistent_kernels";
+    let Some(device) = device(test) else { return };
+    for kind in [Kind::Float, Kind::Double] {
+        for hidden in [100, 200] {
+            grid::assert_no_number_agrees(&persistent, kind, hidden, device);
+        }
+    }
+}
+
+/// As those of the half kinds below.
+#[test]
+fn cuda_float_and_double_by_persistent_kernels_on_two_streams_finish_and_repeat() {
+    let test = "cuda_float_and_double_by_persistent_kernels_on_two_streams_finish_and_repeat";
+    let Some(device) = device(test) else { return };
+    for kind in [Kind::Float, Kind::Double] {
+        for sizes in [[20, 300, 8, 128], [20, 100, 8, 256]] {
+            let inputs = one(sizes, kind, device).inputs;
+            assert_two_streams_finish_and_repeat(&persistent, &inputs, 5, device);
         }
     }
 }
@@ -277,7 +319,7 @@ fn cuda_half_kinds_and_others_keep_infinite_gradients_by_persistent_kernels() {
     let Some(device) = device(test) else { return };
     for (kind, allow) in KINDS.map(|kind| (kind, false)).into_iter().chain([(Kind::Float, true)]) {
         let _switch = Tf32::set(allow);
-        for hidden in [5, 100] {
+        for hidden in [5, 100, 200] {
             let inputs = leaves(&one([9, 3, 4, hidden], kind, device).inputs);
             let gradients = |sequence: support::Operator<'_>| {
                 let outputs = sequence(&inputs).expect("outputs");

@@ -1,5 +1,6 @@
 //! `csrc/lltm/persistent.h`: which sequences one kernel computes from the first step to the last.
 
+use super::plain::cost_step_by_step;
 use super::{Direction, Sizes};
 use crate::Result;
 #[cfg(tch_extension_cuda)]
@@ -87,7 +88,7 @@ impl Kernel {
         let of_8 = |share, steps| kernel(8, share * clusters.of_8, steps);
         let of_16 = |steps| kernel(16, clusters.of_16, steps);
         let is_half = matches!(product, Kind::Half | Kind::BFloat16);
-        // On the way back, weights of those kinds fill the shared memory.
+        // Two blocks a multiprocessor have not been measured on the way back of those kinds.
         let is_forward = direction == Direction::Forward;
         let plain_of_8 = |steps| of_8(if is_forward { 2 } else { 1 }, steps);
         let all: &[Kernel] = match sizes.hidden {
@@ -121,7 +122,7 @@ impl Kernel {
     }
 
     /// Than one or two kernels for each step.
-    pub fn is_faster(&self, direction: Direction, sizes: Sizes) -> bool {
+    pub fn is_faster(&self, direction: Direction, sizes: Sizes, product: Kind) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;
         /// What a step costs on other paths at least, in the same hundredths, in two launches. With so many rows that the GPU
@@ -129,7 +130,12 @@ impl Kernel {
         const OTHERS: [i64; 2] = [900, 1100];
 
         let [forward, backward] = OTHERS;
-        let others = if direction == Direction::Forward { forward } else { backward };
+        let is_plain = product == Kind::Double || product == Kind::Float && !self.tf32;
+        let others = match direction {
+            _ if is_plain => cost_step_by_step(direction, sizes),
+            Direction::Forward => forward,
+            Direction::Backward => backward,
+        };
         sizes.steps >= FEW && self.cost(sizes.batch) <= others
     }
 }
@@ -199,7 +205,7 @@ mod tests {
         let faster = |direction, steps, batch, hidden, kind| {
             let sizes = sizes(steps, batch, hidden);
             Kernel::new(direction, sizes, kind, false, H200)
-                .is_some_and(|kernel| kernel.is_faster(direction, sizes))
+                .is_some_and(|kernel| kernel.is_faster(direction, sizes, kind))
         };
         for direction in [Direction::Forward, Direction::Backward] {
             assert!(faster(direction, 512, 16, 128, Kind::Double));
@@ -209,6 +215,8 @@ mod tests {
             // Too few steps to pay for the weights.
             assert!(!faster(direction, 7, 16, 128, Kind::Half));
             assert!(!faster(direction, 512, 4096, 512, Kind::Half));
+            // What takes turns, where a step by itself takes less.
+            assert!(!faster(direction, 512, 2000, 5, Kind::Float));
         }
     }
 

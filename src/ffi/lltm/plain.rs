@@ -88,19 +88,24 @@ impl PlainShare {
         const FEW: i64 = 8;
         /// What that takes.
         const ONCE: i64 = 2000;
-        /// With more, libtorch's products are twice as fast.
-        const FEW_ROWS: i64 = 64;
-        let Sizes { steps, batch, hidden, .. } = sizes;
-        let launches = match direction {
-            Direction::Forward => 480,
-            Direction::Backward => 700,
-        };
-        // Operations in a hundredth of a microsecond.
-        let speed = if batch <= FEW_ROWS { 25e4 } else { 50e4 };
-        let products = 6.0 * batch as f64 * hidden as f64 * hidden as f64 / speed;
-        let saved = launches + products as i64 - self.cost;
-        product == Kind::Float && steps >= FEW && steps.saturating_mul(saved) >= ONCE
+        let saved = cost_step_by_step(direction, sizes) - self.cost;
+        product == Kind::Float && sizes.steps >= FEW && sizes.steps.saturating_mul(saved) >= ONCE
     }
+}
+
+/// What a step of these kinds costs by a kernel or two of its own, in hundredths of a microsecond.
+pub(super) fn cost_step_by_step(direction: Direction, sizes: Sizes) -> i64 {
+    /// With more, libtorch's products are twice as fast.
+    const FEW_ROWS: i64 = 64;
+    let Sizes { batch, hidden, .. } = sizes;
+    let launches = match direction {
+        Direction::Forward => 480,
+        Direction::Backward => 700,
+    };
+    // Operations in a hundredth of a microsecond.
+    let speed = if batch <= FEW_ROWS { 25e4 } else { 50e4 };
+    let products = 6.0 * batch as f64 * hidden as f64 * hidden as f64 / speed;
+    launches + products as i64
 }
 
 #[cfg(test)]

@@ -189,7 +189,7 @@ impl Plan {
                 .map(|share| of_grid(Share { row_groups: CROWD, ..share }))
                 .or(plain.map(|share| of_plain(PlainShare { row_groups: CROWD, ..share }))),
             Path::Automatic => {
-                let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes));
+                let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes, product));
                 let grid = grid.filter(|share| share.is_faster(direction, sizes));
                 let plain = plain.filter(|share| share.is_faster(direction, sizes, product));
                 let wide = wide.filter(|share| share.is_faster(sizes));
