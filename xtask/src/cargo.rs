@@ -1,6 +1,7 @@
 //! Starting cargo in the root of the repository.
 
 use crate::repo::Repo;
+use crate::report::say;
 use crate::setup::Changes;
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
@@ -41,6 +42,32 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
+/// Runs commands at the same time and demands success of all; each one's output appears whole, below its title.
+pub fn run_together<const N: usize>(commands: [(String, Command); N]) -> Result<()> {
+    let outputs = std::thread::scope(|scope| {
+        let running = commands.map(|(title, mut command)| {
+            scope.spawn(move || {
+                let output = command.output().context("cannot run cargo; is it in PATH?")?;
+                anyhow::Ok((title, describe(&command), output))
+            })
+        });
+        running.map(|thread| thread.join().expect("nothing in it panics"))
+    });
+    let mut failed = Vec::new();
+    for output in outputs {
+        let (title, command, output) = output?;
+        let text = [&output.stderr[..], &output.stdout].map(String::from_utf8_lossy).concat();
+        say(format_args!("-- {title}\n{}", text.trim_end()));
+        if !output.status.success() {
+            failed.push(format!("`{command}` with {title} failed ({})", output.status));
+        }
+    }
+    if !failed.is_empty() {
+        bail!(failed.join("; "));
+    }
+    Ok(())
+}
+
 /// Runs a cargo build with its messages as JSON on stdout; diagnostics still reach the terminal.
 pub fn messages(command: &mut Command) -> Result<Vec<Value>> {
     command.arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
@@ -60,4 +87,36 @@ fn parse(text: &str) -> Vec<Value> {
 fn describe(command: &Command) -> String {
     let args: Vec<_> = command.get_args().map(|arg| arg.to_string_lossy()).collect();
     format!("cargo {}", args.join(" "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shell(title: &str, script: &str) -> (String, Command) {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        (title.to_string(), command)
+    }
+
+    #[test]
+    fn one_of_several_that_fails_is_named() {
+        run_together([shell("a", "echo fine"), shell("b", "true")]).unwrap();
+        let error = run_together([shell("a", "exit 3"), shell("b", "true")]).unwrap_err().to_string();
+        assert!(error.contains("with a failed") && !error.contains("with b"), "{error}");
+    }
+
+    #[test]
+    fn they_run_at_the_same_time() {
+        let folder = std::env::temp_dir().join(format!("xtask-together-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        // Each waits for the other.
+        let meets = |own: &str, other: &str| {
+            let wait = "for i in $(seq 500); do [ -e $1 ] && exit; sleep 0.02; done; exit 1";
+            let (own, other) = (folder.join(own), folder.join(other));
+            shell("", &format!("set -- '{}'; touch '{}'; {wait}", other.display(), own.display()))
+        };
+        run_together([meets("a", "b"), meets("b", "a")]).unwrap();
+        std::fs::remove_dir_all(folder).unwrap();
+    }
 }

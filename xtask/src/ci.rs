@@ -144,15 +144,19 @@ impl Ci {
         if tests.is_empty() {
             bail!("no operator in src/ops has its test in tests, so nothing was checked");
         }
-        for capability in ["default", "avx2"] {
-            say(format_args!("-- ATEN_CPU_CAPABILITY={capability}: {}", tests.join(", ")));
+        say(format_args!("-- {}", tests.join(", ")));
+        let command = |capability: &str| {
             let mut command = self.test(&[]);
             command.args(tests.iter().flat_map(|test| ["--test", test]));
             // Second derivatives have no unit of their own.
             command.args(["--", "--skip", "second_derivatives"]);
-            cargo::run(command.env("ATEN_CPU_CAPABILITY", capability))?;
-        }
-        Ok(())
+            command.env("ATEN_CPU_CAPABILITY", capability);
+            command
+        };
+        // Side by side: a program's longest test leaves the other cores idle at its end.
+        cargo::run_together(
+            ["default", "avx2"].map(|name| (format!("ATEN_CPU_CAPABILITY={name}"), command(name))),
+        )
     }
 
     /// As its user would: built and tested by itself, and its program run.
