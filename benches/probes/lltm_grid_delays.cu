@@ -31,7 +31,7 @@ __device__ uint2 late_load_words(const void* from) {
 #ifdef WITH_MBARRIERS
 constexpr int kBarriers = 16;
 // Of all that meet: a multiple of each number of threads.
-constexpr int kArrivals = 1920;
+constexpr int kArrivals = 5760;
 
 __device__ uint32_t address_of_barrier(int id) {
   __shared__ uint64_t barriers[kBarriers];

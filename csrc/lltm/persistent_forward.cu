@@ -288,34 +288,36 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
 #pragma unroll
       for (int of = 0; of < 4; ++of) written[(gate * 4 + of) * kParts * kWarp] = sums[gate][of];
     }
-    if (!finishes) {
-      barrier_of_tile(place, kParts);
-      barrier_of_tile(place, kParts);
-      continue;
-    }
-    G gates[kGates], scale[kGates];
-    wait_for_copies<kAhead - 1>();
-    const G* fetched = ring + step % kAhead * kGates * kThreads;
+    G gates[kGates], scale[kGates], i, o, new_h;
+    if (finishes) {
+      wait_for_copies<kAhead - 1>();
+      const G* fetched = ring + step % kAhead * kGates * kThreads;
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
-      gates[gate] = fetched[gate * kThreads] + bias[gate * kThreads];
-      scale[gate] = kMayScale ? scales[gate * kThreads] : G(1);
+      for (int gate = 0; gate < kGates; ++gate) {
+        gates[gate] = fetched[gate * kThreads] + bias[gate * kThreads];
+        scale[gate] = kMayScale ? scales[gate * kThreads] : G(1);
+      }
     }
+    // The same two for all warps, as synccheck asks where they are the whole block.
     barrier_of_tile(place, kParts);
+    if (finishes) {
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
-      const G* parts = read + gate * 4 * kParts * kWarp;
-      G sum = sum_of_four(parts);
-      if constexpr (kParts > kSplits) sum += sum_of_four(parts + 4 * kWarp);
-      gates[gate] += sum * scale[gate];
+      for (int gate = 0; gate < kGates; ++gate) {
+        const G* parts = read + gate * 4 * kParts * kWarp;
+        G sum = sum_of_four(parts);
+        if constexpr (kParts > kSplits) sum += sum_of_four(parts + 4 * kWarp);
+        gates[gate] += sum * scale[gate];
+      }
+      i = Activation<T, G>::of_gate(gates[0]);
+      o = Activation<T, G>::of_gate(gates[1]);
+      c += Activation<T, G>::of_candidate(gates[2]) * i;
+      new_h = Activation<T, G>::of_c(c) * o;
+      // Rows and columns that are padding stay zeros.
+      *own = valid ? static_cast<T>(new_h * message_scale) : T(0.0f);
     }
-    const G i = Activation<T, G>::of_gate(gates[0]), o = Activation<T, G>::of_gate(gates[1]);
-    c += Activation<T, G>::of_candidate(gates[2]) * i;
-    const G new_h = Activation<T, G>::of_c(c) * o;
-    // Rows and columns that are padding stay zeros.
-    *own = valid ? static_cast<T>(new_h * message_scale) : T(0.0f);
     // With two barriers a step, what lies behind one is read before it is written behind the other.
     barrier_of_tile(place, kParts);
+    if (!finishes) continue;
     if (step + 1 < steps) outbox.send((1 - buffer) * L::kHBytes, arrivals + 8 * (1 - buffer));
     fetch(step + kAhead, at + kAhead * step_size);
     if (is_scaled && step == 0) set_scales(1 / kMessageScale);
