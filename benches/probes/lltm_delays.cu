@@ -5,7 +5,10 @@
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -I csrc
 //     -I csrc/include -o lltm_delays benches/probes/lltm_delays.cu && ./lltm_delays
 //
-// Every wait gives up after a while, so that a mistake ends instead of hanging.
+// Every wait gives up after a while, so that a mistake ends instead of hanging. compute-sanitizer's racecheck
+// takes a minute for a size; a size by itself, with few steps:
+//
+//   compute-sanitizer --tool racecheck ./lltm_delays 1 4 "f32, products in f32, (4, 60, 256)"
 #include "lltm_delays.h"
 
 namespace tch_extension {

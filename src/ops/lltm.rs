@@ -52,10 +52,11 @@ const OP: &str = "lltm";
 /// | H | 128 | 256 | 512 | 768 | 1024 | 2048 |
 /// |---|---|---|---|---|---|---|
 /// | half kinds | 3120 | 1680 | 720 | 336 | 256 | 40 |
-/// | `Float` | LIMITS |
-/// | `Double` | 360 | | | | | |
+/// | `Float` | 1280 | 384 | 192 | 64 | 64 | |
+/// | `Double` | 240 | | | | | |
 ///
-/// Beyond H = 768, in `Float` 256 (128 on the way back), H has to be a multiple of 8.
+/// Beyond H = 768, in `Float` 256 (128 on the way back), H has to be a multiple of 8. The forward of `Double` goes up to 720
+/// rows, and to 168 at H = 256.
 ///
 /// Where libtorch's switch allows tf32 in products, those kernels multiply `Float` as halves that are scaled by powers of two:
 /// of 11 binary digits, as tf32's numbers, but of less range. A row of W, of h before the first step, and of the gradients for
