@@ -40,8 +40,8 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// in libtorch.) A row with an infinity or NaN is NaN throughout; where only the variance overflows, it is zeros and
 /// the bias.
 ///
-/// On CUDA the input is read and the output written once up to rows of 64 KiB, wherever they begin; the backward reads input
-/// and incoming gradient once, of few rows (512 at most) twice and of rows too long for the chip more often, and keeps two
+/// On CUDA the input is read and the output written once up to rows of 64 KiB, wherever they begin, and on compute capability
+/// 9.0 up to 256 KiB (aligned rows of `Float` 512); the backward reads input and incoming gradient once, of few rows (512 at most) twice and of rows too long for the chip more often, and keeps two
 /// numbers a row beside the inputs.
 ///
 /// Equivalent to:
