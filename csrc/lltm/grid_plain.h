@@ -1,6 +1,7 @@
 // The product of a block of the grid where tensor cores for tf32 would round: those for double do not, and
-// multiply as fast as anything else multiplies float. Products of floats are exact in it, and so are their
-// sums, nearly; those of a pair without a tile are made in float.
+// multiply as fast as anything else multiplies float. A product of two floats is exact in it; each warp's
+// part of a sum is made in it and rounded to T, in which the parts are added. The sums of a pair without a
+// tile are made in T alone.
 #pragma once
 
 #include "grid_product.h"
