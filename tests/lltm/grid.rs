@@ -2,7 +2,8 @@
 //! allowed; elsewhere the same calls take other paths.
 
 use super::persistent::{
-    Tf32, assert_two_streams_finish_and_repeat, device_with, device_with_cache, everything,
+    Tf32, assert_more_steps_are_no_more_kernels, assert_two_streams_finish_and_repeat, device_with,
+    device_with_cache, everything,
 };
 use super::*;
 use tch_extension::amp::Autocast;
@@ -118,30 +119,11 @@ fn cuda_float_of_any_range_by_the_grid() {
 fn cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid() {
     let test = "cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid";
     let Some(device) = device_with_cache(LltmPath::Grid, test) else { return };
-    for (sequence, kind) in [
-        (grid as fn(&[Tensor]) -> _, Kind::Half),
-        (fused, Kind::Half),
-        (grid, Kind::Float),
-        (fused, Kind::Float),
-    ] {
+    for kind in [Kind::Half, Kind::Float] {
         let _switch = Tf32::set(kind == Kind::Float);
-        let nodes = |steps| {
-            let inputs = leaves(&one([steps, 16, 32, 1024], kind, device).inputs);
-            let expected = grid(&inputs).expect("outputs");
-            let (graph, outputs) = Graph::capture(device, || sequence(&inputs)).expect("a capture");
-            for _ in 0..3 {
-                for output in &outputs {
-                    let _ = output.detach().fill_(f64::NAN);
-                }
-                graph.replay().expect("a replay");
-                for (output, expected) in outputs.iter().zip(&expected) {
-                    assert!(output.equal(expected));
-                }
-            }
-            graph.kernels()
-        };
-        let (few, many) = (nodes(10), nodes(200));
-        assert!(many <= few + 2, "{few} kernels of 10 steps, {many} of 200");
+        for sequence in [grid as fn(&[Tensor]) -> _, fused] {
+            assert_more_steps_are_no_more_kernels(&sequence, &grid, [16, 32, 1024], kind, device);
+        }
     }
 }
 

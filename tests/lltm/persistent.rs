@@ -80,6 +80,40 @@ pub fn device_with(path: LltmPath, test: &str) -> Option<Device> {
     is_there.then_some(device)
 }
 
+/// A call that is captured computes the same each time that it is replayed; how many kernels it has.
+pub fn assert_replays(sequence: support::Operator<'_>, inputs: &[Tensor], expected: &[Tensor]) -> usize {
+    let device = inputs[0].device();
+    let (graph, outputs) = Graph::capture(device, || sequence(inputs)).expect("a capture");
+    for _ in 0..3 {
+        for output in &outputs {
+            let _ = output.detach().fill_(f64::NAN);
+        }
+        graph.replay().expect("a replay");
+        assert_eq!(outputs.len(), expected.len());
+        for (output, expected) in outputs.iter().zip(expected) {
+            assert!(output.equal(expected), "{:?} {:?}", output.kind(), output.size());
+        }
+    }
+    graph.kernels()
+}
+
+/// All steps of a sequence of (B, F, H) are one kernel beside the products, and a replay of it computes what `forced` does.
+pub fn assert_more_steps_are_no_more_kernels(
+    sequence: support::Operator<'_>,
+    forced: support::Operator<'_>,
+    [batch, features, hidden]: [i64; 3],
+    kind: Kind,
+    device: Device,
+) {
+    let kernels = |steps| {
+        let inputs = leaves(&one([steps, batch, features, hidden], kind, device).inputs);
+        assert_replays(sequence, &inputs, &forced(&inputs).expect("outputs"))
+    };
+    // The product with the input, of all steps at once, may be cut into more parts when it is larger.
+    let (few, many) = (kernels(10), kernels(200));
+    assert!(many <= few + 2, "{kind:?}: {few} kernels of 10 steps, {many} of 200");
+}
+
 /// One on which graphs can be captured.
 pub fn device_with_cache(path: LltmPath, test: &str) -> Option<Device> {
     if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
@@ -207,28 +241,9 @@ fn cuda_float_that_is_no_number_stays_in_its_row_by_persistent_kernels() {
 #[test]
 fn cuda_more_steps_are_no_more_persistent_kernels() {
     let test = "cuda_more_steps_are_no_more_persistent_kernels";
-    let Some(device) = device(test) else { return };
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
-        return;
-    }
+    let Some(device) = device_with_cache(LltmPath::Persistent, test) else { return };
     for kind in KINDS {
-        let nodes = |steps| {
-            let inputs = leaves(&one([steps, 16, 32, 128], kind, device).inputs);
-            let expected = persistent(&inputs).expect("outputs");
-            let (graph, outputs) = Graph::capture(device, || persistent(&inputs)).expect("a capture");
-            for output in &outputs {
-                let _ = output.detach().fill_(f64::NAN);
-            }
-            graph.replay().expect("a replay");
-            for (output, expected) in outputs.iter().zip(&expected) {
-                assert!(output.equal(expected), "{kind:?}");
-            }
-            graph.kernels()
-        };
-        // The product with the input, of all steps at once, may be cut into more parts when it is larger.
-        let (few, many) = (nodes(10), nodes(200));
-        assert!(many <= few + 2, "{kind:?}: {few} kernels of 10 steps, {many} of 200");
+        assert_more_steps_are_no_more_kernels(&persistent, &persistent, [16, 32, 128], kind, device);
     }
 }
 
@@ -236,11 +251,7 @@ fn cuda_more_steps_are_no_more_persistent_kernels() {
 #[test]
 fn cuda_half_kinds_take_persistent_kernels() {
     let test = "cuda_half_kinds_take_persistent_kernels";
-    let Some(device) = device(test) else { return };
-    if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
-        return;
-    }
+    let Some(device) = device_with_cache(LltmPath::Persistent, test) else { return };
     for (sizes, kind) in [([200, 16, 32, 128], Kind::Half), ([200, 64, 32, 256], Kind::BFloat16)] {
         assert_are_taken(sizes, kind, device);
     }

@@ -2,9 +2,11 @@
 //! the same calls take other paths.
 
 use super::grid::{assert_agrees_with_per_step, assert_no_number_agrees};
-use super::persistent::{assert_two_streams_finish_and_repeat, device_with, device_with_cache, everything};
+use super::persistent::{
+    assert_more_steps_are_no_more_kernels, assert_two_streams_finish_and_repeat, device_with,
+    device_with_cache, everything,
+};
 use super::*;
-use tch_extension::cuda::Graph;
 
 const PLAIN: [Kind; 2] = [Kind::Float, Kind::Double];
 
@@ -131,22 +133,8 @@ fn cuda_float_and_double_of_what_is_no_number_by_the_grid() {
 fn cuda_float_of_more_steps_is_no_more_kernels_of_the_grid() {
     let test = "cuda_float_of_more_steps_is_no_more_kernels_of_the_grid";
     let Some(device) = device_with_cache(LltmPath::Grid, test) else { return };
-    for sequence in [grid, fused] {
-        let nodes = |steps| {
-            let inputs = leaves(&one([steps, 16, 32, 512], Kind::Float, device).inputs);
-            let expected = grid(&inputs).expect("outputs");
-            let (graph, outputs) = Graph::capture(device, || sequence(&inputs)).expect("a capture");
-            for output in &outputs {
-                let _ = output.detach().fill_(f64::NAN);
-            }
-            graph.replay().expect("a replay");
-            for (output, expected) in outputs.iter().zip(&expected) {
-                assert!(output.equal(expected));
-            }
-            graph.kernels()
-        };
-        let (few, many) = (nodes(10), nodes(200));
-        assert!(many <= few + 2, "{few} kernels of 10 steps, {many} of 200");
+    for sequence in [grid as fn(&[Tensor]) -> _, fused] {
+        assert_more_steps_are_no_more_kernels(&sequence, &grid, [16, 32, 512], Kind::Float, device);
     }
 }
 

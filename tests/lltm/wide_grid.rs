@@ -2,7 +2,7 @@
 
 use super::grid::{HALF_KINDS, assert_agrees_with_per_step, assert_no_number_is_as_in_per_step};
 use super::persistent::{
-    Tf32, assert_two_streams_finish_and_repeat, device_with, device_with_cache, everything,
+    Tf32, assert_replays, assert_two_streams_finish_and_repeat, device_with, device_with_cache, everything,
 };
 use super::*;
 use tch_extension::amp::Autocast;
@@ -176,17 +176,8 @@ fn cuda_half_kinds_and_float_of_a_replayed_graph_by_the_wide_grid() {
     for kind in [Kind::Half, Kind::Float] {
         let inputs = one([40, 256, 8, 1024], kind, device).inputs;
         let expected = wide_grid(&inputs).expect("outputs");
-        for sequence in [wide_grid, fused] {
-            let (graph, outputs) = Graph::capture(device, || sequence(&inputs)).expect("a capture");
-            for _ in 0..3 {
-                for output in &outputs {
-                    let _ = output.detach().fill_(f64::NAN);
-                }
-                graph.replay().expect("a replay");
-                for (output, expected) in outputs.iter().zip(&expected) {
-                    assert!(output.equal(expected), "{kind:?}");
-                }
-            }
+        for sequence in [wide_grid as fn(&[Tensor]) -> _, fused] {
+            assert_replays(&sequence, &inputs, &expected);
         }
     }
 }

@@ -55,6 +55,7 @@ pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
     if std::env::var_os(ARCHS.0).is_none() {
         ready.changes.push((ARCHS.0.to_string(), Some(ARCHS.1.into())));
     }
+    ready.changes.extend(setup::one_test_at_a_time());
     ready.changes.push((OBJECTS.to_string(), Some(objects(&repo).into())));
     wheels::TOOLS.ensure(&repo)?;
     let has_vision = setup::vision(&repo, &ready)?;

@@ -81,7 +81,8 @@ fn plots(args: &[String]) -> Result<ExitCode> {
 
 fn test(args: &[String]) -> Result<ExitCode> {
     let repo = Repo::find()?;
-    let ready = setup::run(&repo)?;
+    let mut ready = setup::run(&repo)?;
+    ready.changes.extend(setup::one_test_at_a_time());
     setup::vision(&repo, &ready)?;
     let mut command = cargo::command(&repo, &ready.changes, &["test", "--workspace"]);
     command.args(args);

@@ -41,8 +41,7 @@ pub fn run(repo: &Repo) -> Result<Ready> {
     let libtorch = Libtorch::locate(rule, &real_env, repo)?;
     libtorch.check_version(&real_env)?;
     let search = Search::run(&libtorch, &real_env, repo);
-    let mut changes = changes(repo, &compiler, &search);
-    changes.extend(one_test_at_a_time(real_env(TEST_THREADS).is_some(), has_gpu()));
+    let changes = changes(repo, &compiler, &search);
     let cuda = search.decide(std::env::var("TCH_EXTENSION_CUDA").ok().as_deref())?;
     if let Cuda::Off(reason) = &cuda {
         say(format_args!("note: CUDA kernels are left out: {reason}"));
@@ -102,9 +101,16 @@ fn has_gpu() -> bool {
     programs::stdout("nvidia-smi", &["-L"]).is_some_and(|list| list.starts_with("GPU"))
 }
 
-/// Tests on a GPU share it, and some turn libtorch's switches, which hold for the process.
-fn one_test_at_a_time(is_chosen: bool, has_gpu: bool) -> Option<(String, Option<OsString>)> {
-    (has_gpu && !is_chosen).then(|| (TEST_THREADS.to_string(), Some("1".into())))
+/// For programs of tests: on a GPU they share it, and some turn libtorch's switches, which hold for the process.
+pub fn one_test_at_a_time() -> Changes {
+    threads_of_tests(real_env(TEST_THREADS).is_some(), has_gpu)
+}
+
+fn threads_of_tests(are_chosen: bool, has_gpu: impl FnOnce() -> bool) -> Changes {
+    if are_chosen || !has_gpu() {
+        return Changes::new();
+    }
+    vec![(TEST_THREADS.to_string(), Some("1".into()))]
 }
 
 fn changes(repo: &Repo, compiler: &Compiler, search: &Search) -> Changes {
@@ -132,10 +138,10 @@ mod tests {
 
     #[test]
     fn tests_take_turns_on_a_gpu() {
-        let one = Some((TEST_THREADS.to_string(), Some("1".into())));
-        assert_eq!(one_test_at_a_time(false, true), one);
-        assert_eq!(one_test_at_a_time(true, true), None);
-        assert_eq!(one_test_at_a_time(false, false), None);
+        let one = vec![(TEST_THREADS.to_string(), Some("1".into()))];
+        assert_eq!(threads_of_tests(false, || true), one);
+        assert_eq!(threads_of_tests(true, || true), []);
+        assert_eq!(threads_of_tests(false, || false), []);
     }
 
     #[test]

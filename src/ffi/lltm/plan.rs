@@ -417,4 +417,38 @@ mod tests {
             }
         }
     }
+
+    /// The table in the docs of `ops::lltm`.
+    #[test]
+    fn the_rows_that_the_docs_name_are_one_kernel_in_both_directions() {
+        let is_on_chip = |kind, tf32, batch, hidden| {
+            let on_chip = OnChip { clusters: Clusters::H200, grid: Grid::H200, tf32 };
+            let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
+            [Direction::Forward, Direction::Backward]
+                .iter()
+                .all(|&direction| Plan::on_chip(Path::Automatic, direction, sizes, kind, on_chip).is_some())
+        };
+        let holds = |kind, tf32, rows: &[(i64, i64)]| {
+            for &(hidden, most) in rows {
+                for batch in 1..=most {
+                    assert!(is_on_chip(kind, tf32, batch, hidden), "{kind:?}, H = {hidden}, B = {batch}");
+                }
+            }
+        };
+        let half = [(128, 3120), (256, 1680), (512, 720), (768, 336), (1024, 256), (2048, 40)];
+        let float = [(128, 1280), (256, 384), (512, 192), (768, 64), (1024, 64)];
+        holds(Kind::Half, false, &half);
+        holds(Kind::BFloat16, false, &half);
+        holds(Kind::Float, true, &half);
+        holds(Kind::Float, false, &float);
+        holds(Kind::Double, false, &[(128, 240)]);
+        // And no further, but for rows that fill the turns of a grid.
+        for (hidden, most) in half {
+            assert!(!is_on_chip(Kind::Half, false, most + 1, hidden), "H = {hidden}");
+        }
+        for (hidden, most) in float {
+            assert!(!is_on_chip(Kind::Float, false, most + 1, hidden), "H = {hidden}");
+        }
+        assert!(!is_on_chip(Kind::Double, false, 241, 128));
+    }
 }
