@@ -5,10 +5,12 @@
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -I csrc
 //     -I csrc/include -o lltm_delays benches/probes/lltm_delays.cu && ./lltm_delays
 //
-// Every wait gives up after a while, so that a mistake ends instead of hanging. compute-sanitizer's racecheck
-// takes a minute for a size; a size by itself, with few steps:
+// Every wait gives up after 100 seconds, so that a mistake ends instead of hanging: with "a wait gave up" or,
+// where a block sends to one that has, with "unspecified launch failure". compute-sanitizer's racecheck takes
+// a minute for a size, and several where programs share the GPU; a size by itself, of few steps, whose waits
+// give up after 600 seconds:
 //
-//   compute-sanitizer --tool racecheck ./lltm_delays 1 4 "f32, products in f32, (4, 60, 256)"
+//   compute-sanitizer --tool racecheck ./lltm_delays 1 4 "f32, products in f32, (4, 60, 256)" 600
 #include "lltm_delays.h"
 
 namespace tch_extension {

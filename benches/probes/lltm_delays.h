@@ -55,6 +55,8 @@ namespace {
 int steps = 24;
 // Sizes whose line begins with this run.
 const char* only = "";
+// Under racecheck, beside other programs, a kernel takes minutes.
+uint64_t seconds_to_give_up = 100;
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -76,11 +78,9 @@ __global__ void fill(T* to, int64_t count, uint32_t salt, float scale) {
   to[at] = T(((random & 0xffff) / 32768.0f - 1.0f) * scale);
 }
 
-__global__ void begin(uint32_t seed) {
-  // Under a sanitizer, beside other programs, a kernel takes half a minute.
-  constexpr uint64_t kLimit = 100'000'000'000;
+__global__ void begin(uint32_t seed, uint64_t seconds) {
   tch_extension::seed = seed;
-  tch_extension::deadline = tch_extension::now() + kLimit;
+  tch_extension::deadline = tch_extension::now() + seconds * 1'000'000'000;
 }
 
 __global__ void compare(const uint32_t* found, const uint32_t* expected, int64_t count,
@@ -230,7 +230,7 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
   check(cudaMalloc(&others, sizeof *others), "allocate");
   check(cudaMemset(others, 0, sizeof *others), "clear");
   for (int run = 0; run <= runs; ++run) {
-    begin<<<1, 1>>>(static_cast<uint32_t>(run));
+    begin<<<1, 1>>>(static_cast<uint32_t>(run), seconds_to_give_up);
     found.grad_h.take(given_h);
     found.grad_c.take(given_c);
     if constexpr (std::is_same_v<S, G>) found.activations.take(input_gates);
@@ -249,10 +249,12 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
   if (count != 0 || gave_up != 0) std::exit(1);
 }
 
-// Arguments: how many runs of each kernel, of how many steps, and how a size's line begins.
+// Arguments: how many runs of each kernel, of how many steps, how a size's line begins, and after how many
+// seconds a wait gives up.
 inline int runs_of(int count, char** arguments) {
   if (count > 2) steps = std::atoi(arguments[2]);
   if (count > 3) only = arguments[3];
+  if (count > 4) seconds_to_give_up = std::strtoull(arguments[4], nullptr, 10);
   return count > 1 ? std::atoi(arguments[1]) : 1000;
 }
 
