@@ -27,6 +27,8 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_forward_cud
                                                                                   cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_backward_cuda(
     const LltmCellFusedBackward*, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_hopper_forward_cuda(
+    const LltmCellFusedForward*, bool is_asked_for, bool* is_started, cudaStream_t);
 #endif
 
 extern "C" void tch_extension_lltm_step_forward_cpu(const LltmStepForward*) noexcept;
@@ -105,7 +107,18 @@ void launch(const LltmCellFusedBackward& step, void* stream) {
   const auto status = tch_extension_lltm_cell_fused_backward_cuda(&step, static_cast<cudaStream_t>(stream));
   check(status.kernel, status.error);
 }
+
+// False, and nothing is started, where the GPU or the tensors' addresses do not allow it.
+bool launch_tensor_cores(const LltmCellFusedForward& step, void* stream) {
+  bool is_started = false;
+  const auto status = tch_extension_lltm_cell_hopper_forward_cuda(&step, true, &is_started,
+                                                                  static_cast<cudaStream_t>(stream));
+  check(status.kernel, status.error);
+  return is_started;
+}
 #else
+bool launch_tensor_cores(const LltmCellFusedForward&, void*) { return false; }
+
 template <typename Step>
 void launch(const Step&, void*) {
   TORCH_CHECK(false, "this build has no CUDA kernels");
@@ -186,13 +199,12 @@ bool allows_vectors(const at::Tensor& tensor, int64_t columns, int64_t stride) {
          reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
-// The cell's own kernel for each step. Without the input's product at once it makes that, too.
-void forward_fused(const LltmForward& call) {
-  const int64_t steps = call.output->size(0), hidden = call.output->size(2);
-  const bool at_once = call.input_at_once;
+// What kernels of the cell are told of every step. Without the input's product at once they make that, too.
+LltmCellFusedForward cell_of(const LltmForward& call) {
+  const int64_t hidden = call.output->size(2);
   LltmCellFusedForward step{};
   step.batch = call.output->size(1);
-  step.features = at_once ? 0 : call.input->size(2);
+  step.features = call.input_at_once ? 0 : call.input->size(2);
   step.hidden = hidden;
   step.kind = kind_of(*call.output);
   step.vectors = allows_vectors(*call.weight, hidden, call.weight->stride(0)) &&
@@ -205,17 +217,32 @@ void forward_fused(const LltmForward& call) {
   step.h = call.h0->const_data_ptr();
   step.h_stride = step.c_stride = hidden;
   step.c = call.c0->const_data_ptr();
-  const int64_t c_steps = call.c->size(0);
+  return step;
+}
+
+// Up to the first step for which launch(step) is false; then it is false, too.
+template <typename Launch>
+bool for_each_cell(const LltmForward& call, Launch&& launch) {
+  const int64_t steps = call.output->size(0), c_steps = call.c->size(0);
+  LltmCellFusedForward step = cell_of(call);
   for (int64_t t = 0; t < steps; ++t) {
     step.input = at_step(call.input, t);
-    step.input_gates = at_step(at_once ? call.gates : nullptr, t);
+    step.input_gates = at_step(call.input_at_once ? call.gates : nullptr, t);
     step.new_h = at_step(call.output, t);
     step.new_c = at_step(call.c, c_steps == 1 ? 0 : t);
     step.activations = at_step(call.activations, t);
-    launch(step, call.stream);
+    if (!launch(step)) return false;
     step.h = step.new_h;
     step.c = step.new_c;
   }
+  return true;
+}
+
+void forward_fused(const LltmForward& call) {
+  for_each_cell(call, [&](const LltmCellFusedForward& step) {
+    launch(step, call.stream);
+    return true;
+  });
 }
 
 // Of each step the gradients for its gates, and with them those that the step before is given.
@@ -320,6 +347,24 @@ void multiply_input(const LltmForward& call) {
   *call.gates = std::move(gates);
 }
 
+// Whether the first step's kernel was started; the others begin where it does, whole vectors further on.
+bool forward_by_tensor_cores(const LltmForward& call) {
+  return for_each_cell(
+      call, [&](const LltmCellFusedForward& step) { return launch_tensor_cores(step, call.stream); });
+}
+
+// What is left to a call that came without memory for gates.
+void forward_with_own_gates(LltmForward call) {
+  const auto kind = call.output->options().dtype(at::kFloat);
+  at::Tensor gates = at::empty({call.output->size(0), call.output->size(1), 3 * call.output->size(2)}, kind);
+  at::Tensor bias;
+  if (call.bias != nullptr) bias = call.bias->to(at::kFloat);
+  call.gates = &gates;
+  call.bias = call.bias == nullptr ? nullptr : &bias;
+  multiply_input(call);
+  forward_per_step(call);
+}
+
 }  // namespace
 
 // Neither is called for a sequence without steps, rows or columns.
@@ -340,6 +385,9 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
       case kLltmPlainGrid:
         if (lltm_grid(*call)) return;
         return forward_per_step(*call);
+      case kLltmTensorCores:
+        if (forward_by_tensor_cores(*call)) return;
+        return forward_with_own_gates(*call);
       default:
         return forward_per_step(*call);
     }

@@ -16,6 +16,7 @@ enum LltmPath : int32_t {
   kLltmPersistentTf32 = 5,  // of float, in halves that are scaled
   kLltmWideGrid = 6,        // for many rows
   kLltmPlainGrid = 7,       // for float and double as they are
+  kLltmTensorCores = 8,     // one kernel a step, of the cell, forward
 };
 
 struct LltmForward {
@@ -24,7 +25,7 @@ struct LltmForward {
   int32_t column_groups;    // of the packed path; of the persistent one, blocks that share rows; of the grid,
                             // columns of a block
   int32_t input_at_once;    // whether the input is multiplied for all steps first; only the fused path can do
-                            // without
+                            // without, and that of tensor cores does
   void* stream;             // libtorch's current one on CUDA
   const at::Tensor* input;  // [T, B, F], of the product's kind
   const at::Tensor* weight;  // [3H, H + F], of the product's kind

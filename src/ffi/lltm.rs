@@ -5,6 +5,7 @@ mod grid;
 mod persistent;
 mod plain;
 mod plan;
+mod tensor_cores;
 mod wide;
 
 pub(crate) use columns::columns;
@@ -79,17 +80,18 @@ impl Plan {
             Plan::Grid { columns, row_groups } => [4, narrow(row_groups), narrow(columns)],
             Plan::WideGrid { columns, row_groups } => [6, narrow(row_groups), narrow(columns)],
             Plan::PlainGrid { columns, row_groups } => [7, narrow(row_groups), narrow(columns)],
+            Plan::TensorCores => [8, 1, 1],
         }
     }
 
     /// Whether the input is multiplied for all steps first.
     fn input_at_once(self) -> bool {
-        !matches!(self, Plan::Fused { input_at_once: false })
+        !matches!(self, Plan::Fused { input_at_once: false } | Plan::TensorCores)
     }
 
     /// In which kind the bias is added.
     fn bias_kind(self, product: Kind) -> Kind {
-        if matches!(self, Plan::Fused { .. }) { product } else { gates_kind(product) }
+        if matches!(self, Plan::Fused { .. } | Plan::TensorCores) { product } else { gates_kind(product) }
     }
 }
 

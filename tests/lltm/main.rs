@@ -16,6 +16,7 @@ mod scaled;
 mod second_derivatives;
 #[path = "../support/mod.rs"]
 mod support;
+mod tensor_cores;
 mod threads;
 mod training;
 mod wide_grid;
@@ -140,6 +141,11 @@ fn wide_grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 /// As if it did not fit.
 fn crowded_grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::CrowdedGrid, x, w, b, state), arguments)
+}
+
+/// The cell's kernel with tensor cores for each step of the forward.
+fn tensor_cores(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+    call(|x, w, b, state| f_lltm_by(LltmPath::TensorCores, x, w, b, state), arguments)
 }
 
 /// One kernel a step on CUDA, and packed weights on the CPU, however few the steps are.

@@ -92,7 +92,7 @@ impl Kernel {
         let is_forward = direction == Direction::Forward;
         let plain_of_8 = |steps| of_8(if is_forward { 2 } else { 1 }, steps);
         let all: &[Kernel] = match sizes.hidden {
-            ..=128 if is_half => &[of_8(2, [67, 68])],
+            ..=128 if is_half => &[of_8(2, [55, 68])],
             ..=256 if is_half => &[of_8(2, [116, 95])],
             ..=512 if is_half => &[of_16([109, 98]), of_8(1, [150, 139])],
             ..=768 if is_half => &[of_16([174, 160])],

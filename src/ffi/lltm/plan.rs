@@ -3,6 +3,7 @@
 use super::grid::{Grid, Share};
 use super::persistent::{Clusters, Kernel};
 use super::plain::PlainShare;
+use super::tensor_cores::Tiles;
 use super::wide::WideShare;
 use crate::Result;
 use crate::ffi::lltm_cell_fused as cell;
@@ -22,6 +23,8 @@ pub enum Path {
     PerStep,
     /// On CUDA: one kernel for each step.
     Fused,
+    /// That of the cell with tensor cores, forward.
+    TensorCores,
     /// On the CPU: weights packed once, and threads that stay together for all steps.
     Packed,
     /// On CUDA: one kernel for all steps, whose blocks keep the weights on chip: in clusters, or else a grid.
@@ -42,7 +45,9 @@ impl Path {
     pub fn is_on(self, device: Device) -> Result<bool> {
         Ok(match self {
             Path::Persistent => Clusters::of(device)?.are_there(),
-            Path::Grid | Path::WideGrid | Path::CrowdedGrid => Grid::of(device)?.is_there(),
+            Path::Grid | Path::WideGrid | Path::CrowdedGrid | Path::TensorCores => {
+                Grid::of(device)?.is_there()
+            }
             Path::Packed => device == Device::Cpu,
             Path::Fused => device.is_cuda(),
             Path::Automatic | Path::Cells | Path::PerStep => true,
@@ -123,6 +128,8 @@ pub(crate) enum Plan {
     Fused {
         input_at_once: bool,
     },
+    /// The cell's kernel with tensor cores, which multiplies the input, too.
+    TensorCores,
     /// How many groups of threads share the rows of the batch, and how many threads of each group the columns.
     Packed {
         row_groups: i64,
@@ -157,16 +164,18 @@ impl Plan {
         match (path, chip) {
             (Path::PerStep, _) => Plan::PerStep,
             (_, Chip::Cpu { threads }) => Plan::packed(sizes, kinds.1, threads),
-            (_, Chip::Cuda { device, on_chip }) => Plan::on_chip(path, direction, sizes, kinds.0, on_chip)
+            (_, Chip::Cuda { device, on_chip }) => Plan::on_hopper(path, direction, sizes, kinds, on_chip)
                 .unwrap_or_else(|| Plan::step_by_step(path, direction, sizes, kinds, device)),
         }
     }
 
-    fn on_chip(
+    /// By kernels for compute capability 9.0: of those that suit the sizes, the one whose step costs least beside the input's
+    /// product.
+    fn on_hopper(
         path: Path,
         direction: Direction,
         sizes: Sizes,
-        product: Kind,
+        (product, state): (Kind, Kind),
         on_chip: OnChip,
     ) -> Option<Plan> {
         let clusters = Kernel::new(direction, sizes, product, on_chip.tf32, on_chip.clusters);
@@ -181,7 +190,11 @@ impl Plan {
         let wide = WideShare::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
         let of_wide =
             |share: WideShare| Plan::WideGrid { columns: WideShare::COLUMNS, row_groups: share.row_groups };
+        // Under autocast there are two kinds.
+        let is_for_tiles = direction == Direction::Forward && product == state;
+        let tiles = is_for_tiles.then(|| Tiles::new(sizes, product, on_chip.grid)).flatten();
         match path {
+            Path::TensorCores => tiles.map(|_| Plan::TensorCores),
             Path::Persistent => clusters.map(of_clusters).or(grid.map(of_grid)).or(plain.map(of_plain)),
             Path::Grid => grid.map(of_grid).or(plain.map(of_plain)),
             Path::WideGrid => wide.map(of_wide).or(grid.map(of_grid)),
@@ -193,11 +206,13 @@ impl Plan {
                 let grid = grid.filter(|share| share.is_faster(direction, sizes));
                 let plain = plain.filter(|share| share.is_faster(direction, sizes, product));
                 let wide = wide.filter(|share| share.is_faster(sizes));
+                let tiles = tiles.filter(Tiles::are_faster);
                 let all = [
                     clusters.map(|kernel| (kernel.cost(sizes.batch), of_clusters(kernel))),
                     grid.map(|share| (share.cost, of_grid(share))),
                     plain.map(|share| (share.cost, of_plain(share))),
                     wide.map(|share| (share.cost, of_wide(share))),
+                    tiles.map(|tiles| (tiles.cost_beside_input(), Plan::TensorCores)),
                 ];
                 all.into_iter().flatten().min_by_key(|(cost, _)| *cost).map(|(_, plan)| plan)
             }
@@ -320,13 +335,13 @@ mod tests {
         let plan = |direction, steps, batch, hidden, kind| {
             let on_chip = OnChip { clusters: Clusters::H200, grid: Grid::H200, tf32: kind == Kind::Float };
             let sizes = Sizes { steps, batch, features: hidden, hidden };
-            Plan::on_chip(Path::Automatic, direction, sizes, kind, on_chip)
+            Plan::on_hopper(Path::Automatic, direction, sizes, (kind, kind), on_chip)
         };
         let clusters = |cluster, tf32| Some(Plan::Persistent { cluster, tf32 });
         let strict = |direction, batch, hidden| {
             let on_chip = OnChip { clusters: Clusters::H200, grid: Grid::H200, tf32: false };
             let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
-            Plan::on_chip(Path::Automatic, direction, sizes, Kind::Float, on_chip)
+            Plan::on_hopper(Path::Automatic, direction, sizes, (Kind::Float, Kind::Float), on_chip)
         };
         let plain = |columns, row_groups| Some(Plan::PlainGrid { columns, row_groups });
         assert_eq!(strict(Forward, 16, 128), clusters(8, false));
@@ -340,13 +355,20 @@ mod tests {
             assert_eq!(half(direction, 16, 128), clusters(8, false));
             assert_eq!(half(direction, 16, 512), clusters(16, false));
             assert_eq!(half(direction, 64, 1024), grid(32, 4));
-            assert_eq!(half(direction, 1024, 1024), None);
             // Rows of h that are no whole vectors; too few steps.
             assert_eq!(half(direction, 64, 1023), None);
             assert_eq!(plan(direction, 7, 64, 1024, Kind::Half), None);
             assert_eq!(plan(direction, 512, 16, 512, Kind::Float), clusters(16, true));
             assert_eq!(plan(direction, 512, 64, 1024, Kind::Float), grid(32, 4));
         }
+        // Many rows; of few steps, too.
+        assert_eq!(half(Backward, 1024, 1024), None);
+        for steps in [1, 512] {
+            assert_eq!(plan(Forward, steps, 1024, 1024, Kind::Half), Some(Plan::TensorCores));
+        }
+        assert_eq!(half(Forward, 3120, 128), clusters(8, false));
+        assert_eq!(half(Forward, 4096, 128), Some(Plan::TensorCores));
+        assert_eq!(plan(Forward, 512, 4096, 512, Kind::Float), None);
         for direction in [Forward, Backward] {
             assert_eq!(half(direction, 64, 512), clusters(8, false));
             let wide = |row_groups| Some(Plan::WideGrid { columns: 32, row_groups });
@@ -426,7 +448,8 @@ mod tests {
             let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
             [Direction::Forward, Direction::Backward]
                 .iter()
-                .all(|&direction| Plan::on_chip(Path::Automatic, direction, sizes, kind, on_chip).is_some())
+                .map(|&direction| Plan::on_hopper(Path::Automatic, direction, sizes, (kind, kind), on_chip))
+                .all(|plan| plan.is_some_and(|plan| plan != Plan::TensorCores))
         };
         let holds = |kind, tf32, rows: &[(i64, i64)]| {
             for &(hidden, most) in rows {
