@@ -108,16 +108,17 @@ void launch(const LltmCellFusedBackward& step, void* stream) {
   check(status.kernel, status.error);
 }
 
-// False, and nothing is started, where the GPU or the tensors' addresses do not allow it.
-bool launch_tensor_cores(const LltmCellFusedForward& step, void* stream) {
+void launch_tensor_cores(const LltmCellFusedForward& step, void* stream) {
   bool is_started = false;
   const auto status = tch_extension_lltm_cell_hopper_forward_cuda(&step, true, &is_started,
                                                                   static_cast<cudaStream_t>(stream));
   check(status.kernel, status.error);
-  return is_started;
+  TORCH_CHECK(is_started, "internal error: ", status.kernel, " cannot compute this step");
 }
 #else
-bool launch_tensor_cores(const LltmCellFusedForward&, void*) { return false; }
+void launch_tensor_cores(const LltmCellFusedForward&, void*) {
+  TORCH_CHECK(false, "this build has no CUDA kernels");
+}
 
 template <typename Step>
 void launch(const Step&, void*) {
@@ -220,9 +221,8 @@ LltmCellFusedForward cell_of(const LltmForward& call) {
   return step;
 }
 
-// Up to the first step for which launch(step) is false; then it is false, too.
 template <typename Launch>
-bool for_each_cell(const LltmForward& call, Launch&& launch) {
+void for_each_cell(const LltmForward& call, Launch&& launch) {
   const int64_t steps = call.output->size(0), c_steps = call.c->size(0);
   LltmCellFusedForward step = cell_of(call);
   for (int64_t t = 0; t < steps; ++t) {
@@ -231,18 +231,29 @@ bool for_each_cell(const LltmForward& call, Launch&& launch) {
     step.new_h = at_step(call.output, t);
     step.new_c = at_step(call.c, c_steps == 1 ? 0 : t);
     step.activations = at_step(call.activations, t);
-    if (!launch(step)) return false;
+    launch(step);
     step.h = step.new_h;
     step.c = step.new_c;
   }
-  return true;
 }
 
 void forward_fused(const LltmForward& call) {
-  for_each_cell(call, [&](const LltmCellFusedForward& step) {
-    launch(step, call.stream);
-    return true;
-  });
+  for_each_cell(call, [&](const LltmCellFusedForward& step) { launch(step, call.stream); });
+}
+
+// The tensor, or a copy of one that begins where bulk copies cannot.
+at::Tensor reachable(const at::Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 ? tensor : tensor.clone();
+}
+
+void forward_by_tensor_cores(LltmForward call) {
+  const at::Tensor input = reachable(*call.input), weight = reachable(*call.weight);
+  const at::Tensor h0 = reachable(*call.h0), c0 = reachable(*call.c0);
+  call.input = &input;
+  call.weight = &weight;
+  call.h0 = &h0;
+  call.c0 = &c0;
+  for_each_cell(call, [&](const LltmCellFusedForward& step) { launch_tensor_cores(step, call.stream); });
 }
 
 // Of each step the gradients for its gates, and with them those that the step before is given.
@@ -347,24 +358,6 @@ void multiply_input(const LltmForward& call) {
   *call.gates = std::move(gates);
 }
 
-// Whether the first step's kernel was started; the others begin where it does, whole vectors further on.
-bool forward_by_tensor_cores(const LltmForward& call) {
-  return for_each_cell(
-      call, [&](const LltmCellFusedForward& step) { return launch_tensor_cores(step, call.stream); });
-}
-
-// What is left to a call that came without memory for gates.
-void forward_with_own_gates(LltmForward call) {
-  const auto kind = call.output->options().dtype(at::kFloat);
-  at::Tensor gates = at::empty({call.output->size(0), call.output->size(1), 3 * call.output->size(2)}, kind);
-  at::Tensor bias;
-  if (call.bias != nullptr) bias = call.bias->to(at::kFloat);
-  call.gates = &gates;
-  call.bias = call.bias == nullptr ? nullptr : &bias;
-  multiply_input(call);
-  forward_per_step(call);
-}
-
 }  // namespace
 
 // Neither is called for a sequence without steps, rows or columns.
@@ -386,8 +379,7 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
         if (lltm_grid(*call)) return;
         return forward_per_step(*call);
       case kLltmTensorCores:
-        if (forward_by_tensor_cores(*call)) return;
-        return forward_with_own_gates(*call);
+        return forward_by_tensor_cores(*call);
       default:
         return forward_per_step(*call);
     }

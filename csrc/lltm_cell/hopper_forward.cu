@@ -466,3 +466,6 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_hopper_forward_cu
   *is_started = can(*cell) && (is_asked_for || is_faster(*cell)) && start(*cell, stream);
   return *is_started ? launch_status(kKernel) : LaunchStatus{kKernel, nullptr};
 }
+
+// Multiprocessors of the current device, if it has the kernel; 0 otherwise.
+extern "C" int32_t tch_extension_lltm_cell_hopper_processors() { return tch_extension::processors(); }

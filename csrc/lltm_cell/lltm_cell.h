@@ -57,7 +57,7 @@ struct LltmCellFusedForward {
   const void* c;  // [B, H]
   int64_t c_stride;
   void* new_h;        // [B, H]
-  void* new_c;        // [B, H]
+  void* new_c;        // [B, H]; may be c, for a sequence that keeps the last one
   void* activations;  // [B, 3H]: [σ(i) | σ(o) | g], null when nobody needs them
   // Only on CUDA, for a sequence: [B, 3H], added to the gates, in the type that sums are made in; null for
   // zeros. May be `activations`.

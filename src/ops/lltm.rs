@@ -41,24 +41,26 @@ const OP: &str = "lltm";
 /// step on CUDA (c not where all steps are one kernel), on the CPU only when they are returned.
 ///
 /// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic: the same bits each time. The
-/// product with the input is mostly made for all steps at once; where a step is small it then costs one kernel, with its product in
+/// product with the input is made for all steps at once; where a step is small it then costs one kernel, with its product in
 /// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Where steps
-/// are small and F < 256, the kernel of each step multiplies the input, too. So does, on a GPU of compute capability 9.0, the
-/// kernel that takes the forward's steps with many rows: in half kinds, H a multiple of 64 and F of 8, from about 1500 rows at
-/// H = 256, 1000 at 512, 640 at 1024 and 400 at 2048.
+/// are small and F < 256, the kernel of each step multiplies the input, too.
 ///
 /// On a GPU of compute capability 9.0 all steps are one kernel that keeps the weights on the chip, where that was measured to
-/// be faster: from eight steps on, and for 512 steps on an H200 up to about these rows, in both directions. With few
-/// steps there are fewer, in tf32 as many as in the half kinds or more, and the kernels count up to 3·T·B·H = 2^31.
+/// be faster: from eight steps on, and for 512 steps on an H200 and F = H up to about these rows, in both directions. With few
+/// steps there are fewer, in tf32 about as many as in the half kinds or more, and the kernels count up to 3·T·B·H = 2^31.
 ///
 /// | H | 128 | 256 | 512 | 768 | 1024 | 2048 |
 /// |---|---|---|---|---|---|---|
-/// | half kinds | 3120 | 1680 | 720 | 336 | 256 | 40 |
+/// | half kinds | 3600 | 1752 | 720 | 336 | 256 | 40 |
 /// | `Float` | 1280 | 384 | 192 | 64 | 64 | |
 /// | `Double` | 240 | | | | | |
 ///
 /// Beyond H = 768, in `Float` 256 (128 on the way back), H has to be a multiple of 8. The forward of `Double` goes up to 720
 /// rows, and to 168 at H = 256.
+///
+/// With more rows of one half kind, the forward of each step there is the cell's kernel with tensor cores, which multiplies the
+/// input, too: H a multiple of 64, F of 8, and on an H200 with F = H from about 900
+/// rows at H = 512, 700 at 768, 600 at 1024 and 300 at 2048, but for numbers of rows that fill a last round of tiles by little.
 ///
 /// Where libtorch's switch allows tf32 in products, those kernels multiply `Float` as halves that are scaled by powers of two:
 /// of 11 binary digits, as tf32's numbers, but of less range. A row of W, of h before the first step, and of the gradients for

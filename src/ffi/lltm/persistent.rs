@@ -92,11 +92,11 @@ impl Kernel {
         let is_forward = direction == Direction::Forward;
         let plain_of_8 = |steps| of_8(if is_forward { 2 } else { 1 }, steps);
         let all: &[Kernel] = match sizes.hidden {
-            ..=128 if is_half => &[of_8(2, [55, 68])],
-            ..=256 if is_half => &[of_8(2, [116, 95])],
+            ..=128 if is_half => &[of_8(2, [48, 68])],
+            ..=256 if is_half => &[of_8(2, [112, 95])],
             ..=512 if is_half => &[of_16([109, 98]), of_8(1, [150, 139])],
             ..=768 if is_half => &[of_16([174, 160])],
-            ..=128 if tf32 => &[of_8(2, [63, 77])],
+            ..=128 if tf32 => &[of_8(2, [50, 77])],
             ..=256 if tf32 => &[of_8(2, [109, 109])],
             ..=512 if tf32 => &[of_16([115, 107]), of_8(1, [156, 166])],
             ..=768 if tf32 => &[of_16([175, 182])],

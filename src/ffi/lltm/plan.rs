@@ -3,7 +3,7 @@
 use super::grid::{Grid, Share};
 use super::persistent::{Clusters, Kernel};
 use super::plain::PlainShare;
-use super::tensor_cores::Tiles;
+use super::tensor_cores::{TensorCores, Tiles};
 use super::wide::WideShare;
 use crate::Result;
 use crate::ffi::lltm_cell_fused as cell;
@@ -94,16 +94,24 @@ pub(crate) struct Sizes {
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Chip {
     Cpu { threads: i64 },
-    Cuda { device: usize, on_chip: OnChip },
+    Cuda { device: usize, hopper: Hopper },
 }
 
-/// What keeps the weights on chip.
+/// What computes with the instructions of capability 9.0.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct OnChip {
+pub(crate) struct Hopper {
     clusters: Clusters,
     grid: Grid,
+    tensor_cores: TensorCores,
     /// Whether products of `Float` may be made in it.
     tf32: bool,
+}
+
+impl Hopper {
+    #[cfg(test)]
+    fn h200(tf32: bool) -> Hopper {
+        Hopper { clusters: Clusters::H200, grid: Grid::H200, tensor_cores: TensorCores::H200, tf32 }
+    }
 }
 
 impl Chip {
@@ -112,8 +120,9 @@ impl Chip {
         Ok(match device {
             Device::Cuda(index) => {
                 let (clusters, grid) = (Clusters::of(device)?, Grid::of(device)?);
+                let tensor_cores = TensorCores::of(device)?;
                 let tf32 = product == Kind::Float && matmul_allow_tf32()?;
-                Chip::Cuda { device: index, on_chip: OnChip { clusters, grid, tf32 } }
+                Chip::Cuda { device: index, hopper: Hopper { clusters, grid, tensor_cores, tf32 } }
             }
             _ => Chip::Cpu { threads: i64::from(tch::get_num_threads()) },
         })
@@ -164,7 +173,7 @@ impl Plan {
         match (path, chip) {
             (Path::PerStep, _) => Plan::PerStep,
             (_, Chip::Cpu { threads }) => Plan::packed(sizes, kinds.1, threads),
-            (_, Chip::Cuda { device, on_chip }) => Plan::on_hopper(path, direction, sizes, kinds, on_chip)
+            (_, Chip::Cuda { device, hopper }) => Plan::on_hopper(path, direction, sizes, kinds, hopper)
                 .unwrap_or_else(|| Plan::step_by_step(path, direction, sizes, kinds, device)),
         }
     }
@@ -176,23 +185,23 @@ impl Plan {
         direction: Direction,
         sizes: Sizes,
         (product, state): (Kind, Kind),
-        on_chip: OnChip,
+        hopper: Hopper,
     ) -> Option<Plan> {
-        let clusters = Kernel::new(direction, sizes, product, on_chip.tf32, on_chip.clusters);
-        let grid = Share::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
+        let clusters = Kernel::new(direction, sizes, product, hopper.tf32, hopper.clusters);
+        let grid = Share::new(direction, sizes, product, hopper.tf32, hopper.grid);
         /// Each is a block at least, and no GPU has so many multiprocessors.
         const CROWD: i64 = 1024;
         let of_clusters = |Kernel { cluster, tf32, .. }: Kernel| Plan::Persistent { cluster, tf32 };
         let of_grid = |share: Share| Plan::Grid { columns: share.columns, row_groups: share.row_groups };
-        let plain = PlainShare::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
+        let plain = PlainShare::new(direction, sizes, product, hopper.tf32, hopper.grid);
         let of_plain =
             |share: PlainShare| Plan::PlainGrid { columns: share.columns, row_groups: share.row_groups };
-        let wide = WideShare::new(direction, sizes, product, on_chip.tf32, on_chip.grid);
+        let wide = WideShare::new(direction, sizes, product, hopper.tf32, hopper.grid);
         let of_wide =
             |share: WideShare| Plan::WideGrid { columns: WideShare::COLUMNS, row_groups: share.row_groups };
         // Under autocast there are two kinds.
         let is_for_tiles = direction == Direction::Forward && product == state;
-        let tiles = is_for_tiles.then(|| Tiles::new(sizes, product, on_chip.grid)).flatten();
+        let tiles = is_for_tiles.then(|| Tiles::new(sizes, product, hopper.tensor_cores)).flatten();
         match path {
             Path::TensorCores => tiles.map(|_| Plan::TensorCores),
             Path::Persistent => clusters.map(of_clusters).or(grid.map(of_grid)).or(plain.map(of_plain)),
@@ -321,7 +330,7 @@ mod tests {
         for path in [Path::Automatic, Path::Cells, Path::Fused, Path::Persistent, Path::Grid] {
             assert_eq!(plan(path, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
         }
-        let gpu = Chip::Cuda { device: 0, on_chip: OnChip::default() };
+        let gpu = Chip::Cuda { device: 0, hopper: Hopper::default() };
         assert_eq!(plan(Path::PerStep, gpu), Plan::PerStep);
         for path in [Path::Automatic, Path::Fused, Path::Packed, Path::Persistent, Path::Grid] {
             assert_eq!(plan(path, gpu), Plan::Fused { input_at_once: false });
@@ -330,18 +339,18 @@ mod tests {
 
     /// Whatever a step was measured to cost least in, each direction by itself.
     #[test]
-    fn on_chip_the_cheapest_is_taken() {
+    fn on_hopper_the_cheapest_is_taken() {
         use Direction::{Backward, Forward};
         let plan = |direction, steps, batch, hidden, kind| {
-            let on_chip = OnChip { clusters: Clusters::H200, grid: Grid::H200, tf32: kind == Kind::Float };
+            let hopper = Hopper::h200(kind == Kind::Float);
             let sizes = Sizes { steps, batch, features: hidden, hidden };
-            Plan::on_hopper(Path::Automatic, direction, sizes, (kind, kind), on_chip)
+            Plan::on_hopper(Path::Automatic, direction, sizes, (kind, kind), hopper)
         };
         let clusters = |cluster, tf32| Some(Plan::Persistent { cluster, tf32 });
         let strict = |direction, batch, hidden| {
-            let on_chip = OnChip { clusters: Clusters::H200, grid: Grid::H200, tf32: false };
+            let hopper = Hopper::h200(false);
             let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
-            Plan::on_hopper(Path::Automatic, direction, sizes, (Kind::Float, Kind::Float), on_chip)
+            Plan::on_hopper(Path::Automatic, direction, sizes, (Kind::Float, Kind::Float), hopper)
         };
         let plain = |columns, row_groups| Some(Plan::PlainGrid { columns, row_groups });
         assert_eq!(strict(Forward, 16, 128), clusters(8, false));
@@ -366,8 +375,21 @@ mod tests {
         for steps in [1, 512] {
             assert_eq!(plan(Forward, steps, 1024, 1024, Kind::Half), Some(Plan::TensorCores));
         }
-        assert_eq!(half(Forward, 3120, 128), clusters(8, false));
-        assert_eq!(half(Forward, 4096, 128), Some(Plan::TensorCores));
+        // Measured on an H200 with as many features as columns, and with 8.
+        let of = |batch, features, hidden| {
+            let sizes = Sizes { steps: 64, batch, features, hidden };
+            let both = (Kind::BFloat16, Kind::BFloat16);
+            Plan::on_hopper(Path::Automatic, Forward, sizes, both, Hopper::h200(false))
+        };
+        for (batch, features, hidden) in [(3840, 16, 16), (3600, 64, 64), (3600, 128, 128), (3360, 8, 128)] {
+            assert_eq!(of(batch, features, hidden), clusters(8, false), "{batch} {features} {hidden}");
+        }
+        for (batch, features, hidden) in [(1680, 256, 256), (1680, 8, 256)] {
+            assert_eq!(of(batch, features, hidden), clusters(8, false), "{batch} {features} {hidden}");
+        }
+        for (batch, features, hidden) in [(4096, 64, 64), (4096, 128, 128), (4096, 8, 128), (1920, 8, 256)] {
+            assert_eq!(of(batch, features, hidden), Some(Plan::TensorCores), "{batch} {features} {hidden}");
+        }
         assert_eq!(plan(Forward, 512, 4096, 512, Kind::Float), None);
         for direction in [Forward, Backward] {
             assert_eq!(half(direction, 64, 512), clusters(8, false));
@@ -379,9 +401,24 @@ mod tests {
         }
     }
 
+    /// Under autocast the kinds are two, and only the forward has such a kernel.
+    #[test]
+    fn tensor_cores_compute_one_kind_forward() {
+        let sizes = Sizes { steps: 32, batch: 4096, features: 512, hidden: 512 };
+        let plan =
+            |path, direction, kinds| Plan::on_hopper(path, direction, sizes, kinds, Hopper::h200(true));
+        let both = (Kind::Half, Kind::Half);
+        for path in [Path::TensorCores, Path::Automatic] {
+            assert_eq!(plan(path, Direction::Forward, both), Some(Plan::TensorCores));
+            assert_eq!(plan(path, Direction::Forward, (Kind::Half, Kind::Float)), None);
+            assert_eq!(plan(path, Direction::Forward, (Kind::Float, Kind::Float)), None);
+            assert_eq!(plan(path, Direction::Backward, both), None);
+        }
+    }
+
     #[test]
     fn on_cuda_small_steps_are_one_kernel() {
-        let gpu = Chip::Cuda { device: 0, on_chip: OnChip::default() };
+        let gpu = Chip::Cuda { device: 0, hopper: Hopper::default() };
         let plan = |path, direction, steps, [batch, features, hidden]: [i64; 3], kinds| {
             Plan::new(path, direction, Sizes { steps, batch, features, hidden }, kinds, gpu)
         };
@@ -443,35 +480,36 @@ mod tests {
     /// The table in the docs of `ops::lltm`.
     #[test]
     fn the_rows_that_the_docs_name_are_one_kernel_in_both_directions() {
-        let is_on_chip = |kind, tf32, batch, hidden| {
-            let on_chip = OnChip { clusters: Clusters::H200, grid: Grid::H200, tf32 };
+        let is_one_kernel = |kind, tf32, batch, hidden| {
+            let hopper = Hopper::h200(tf32);
             let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
             [Direction::Forward, Direction::Backward]
                 .iter()
-                .map(|&direction| Plan::on_hopper(Path::Automatic, direction, sizes, (kind, kind), on_chip))
+                .map(|&direction| Plan::on_hopper(Path::Automatic, direction, sizes, (kind, kind), hopper))
                 .all(|plan| plan.is_some_and(|plan| plan != Plan::TensorCores))
         };
         let holds = |kind, tf32, rows: &[(i64, i64)]| {
             for &(hidden, most) in rows {
                 for batch in 1..=most {
-                    assert!(is_on_chip(kind, tf32, batch, hidden), "{kind:?}, H = {hidden}, B = {batch}");
+                    assert!(is_one_kernel(kind, tf32, batch, hidden), "{kind:?}, H = {hidden}, B = {batch}");
                 }
             }
         };
-        let half = [(128, 3120), (256, 1680), (512, 720), (768, 336), (1024, 256), (2048, 40)];
+        let half = [(128, 3600), (256, 1752), (512, 720), (768, 336), (1024, 256), (2048, 40)];
         let float = [(128, 1280), (256, 384), (512, 192), (768, 64), (1024, 64)];
         holds(Kind::Half, false, &half);
         holds(Kind::BFloat16, false, &half);
-        holds(Kind::Float, true, &half);
+        holds(Kind::Float, true, &[(128, 3360)]);
+        holds(Kind::Float, true, &half[1..]);
         holds(Kind::Float, false, &float);
         holds(Kind::Double, false, &[(128, 240)]);
         // And no further, but for rows that fill the turns of a grid.
         for (hidden, most) in half {
-            assert!(!is_on_chip(Kind::Half, false, most + 1, hidden), "H = {hidden}");
+            assert!(!is_one_kernel(Kind::Half, false, most + 1, hidden), "H = {hidden}");
         }
         for (hidden, most) in float {
-            assert!(!is_on_chip(Kind::Float, false, most + 1, hidden), "H = {hidden}");
+            assert!(!is_one_kernel(Kind::Float, false, most + 1, hidden), "H = {hidden}");
         }
-        assert!(!is_on_chip(Kind::Double, false, 241, 128));
+        assert!(!is_one_kernel(Kind::Double, false, 241, 128));
     }
 }

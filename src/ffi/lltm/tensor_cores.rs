@@ -2,9 +2,48 @@
 //! products would write gates in f32 that another kernel then reads.
 
 use super::Sizes;
-use super::grid::Grid;
+use crate::Result;
 use crate::ffi::lltm_cell_fused as cell;
+#[cfg(tch_extension_cuda)]
+use crate::ffi::once_a_device::OnceADevice;
 use tch::{Device, Kind};
+
+/// The multiprocessors of a GPU that has the kernel; none elsewhere.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct TensorCores {
+    processors: i64,
+}
+
+impl TensorCores {
+    #[cfg(test)]
+    pub const H200: TensorCores = TensorCores { processors: 132 };
+
+    pub fn are_there(self) -> bool {
+        self.processors > 0
+    }
+
+    pub fn of(device: Device) -> Result<TensorCores> {
+        #[cfg(tch_extension_cuda)]
+        {
+            static KNOWN: OnceADevice<TensorCores> = OnceADevice::new();
+            KNOWN.of("lltm", device, |_, found| {
+                // SAFETY: it asks the device that is current.
+                found.processors = i64::from(unsafe { tch_extension_lltm_cell_hopper_processors() });
+                None
+            })
+        }
+        #[cfg(not(tch_extension_cuda))]
+        {
+            let _ = device;
+            Ok(TensorCores::default())
+        }
+    }
+}
+
+#[cfg(tch_extension_cuda)]
+unsafe extern "C" {
+    fn tch_extension_lltm_cell_hopper_processors() -> i32;
+}
 
 /// Tiles of a step, 128 rows and 64 hidden columns each, which the multiprocessors go through in rounds.
 #[derive(Clone, Copy, Debug)]
@@ -20,19 +59,19 @@ impl Tiles {
     const COLUMNS: i64 = 64;
 
     /// None where the kernel cannot compute a step.
-    pub fn new(sizes: Sizes, product: Kind, grid: Grid) -> Option<Tiles> {
+    pub fn new(sizes: Sizes, product: Kind, on: TensorCores) -> Option<Tiles> {
         /// Of a half kind in 16 bytes: rows of x and of W have to be whole ones.
         const LANES: i64 = 8;
         let Sizes { batch, features, hidden, .. } = sizes;
         let step = cell::Sizes { batch, features, hidden };
         let device = Device::Cuda(0);
-        let can = grid.is_there()
+        let can = on.are_there()
             && features % LANES == 0
             && step.try_tensor_cores(cell::Path::TensorCores, product, device);
         let tiles = || Tiles {
             sizes,
             tiles: (((batch - 1) / Tiles::ROWS + 1) * (hidden / Tiles::COLUMNS)) as f64,
-            processors: grid.blocks() as f64,
+            processors: on.processors as f64,
             is_one_small_kernel: step.fuse_forward(cell::Path::Automatic, product, device),
         };
         can.then(tiles)
@@ -43,14 +82,17 @@ impl Tiles {
         (self.sizes.hidden + self.sizes.features) as f64
     }
 
+    /// Of h, for what so many multiprocessors as an H200 has.
     fn cells(&self) -> f64 {
-        self.sizes.batch as f64 * self.sizes.hidden as f64
+        const PROCESSORS: f64 = 132.0;
+        self.sizes.batch as f64 * self.sizes.hidden as f64 * PROCESSORS / self.processors
     }
 
     /// Of a step, in hundredths of a microsecond, as all costs here: about, as measured on an H200.
     fn cost(&self) -> f64 {
         let rounds = self.tiles / self.processors;
-        660.0 + self.columns() * 0.72 * rounds.ceil() + (100.0 + 0.07 * self.columns()) * rounds
+        let products = self.columns() * (0.66 + 0.85 * (rounds.ceil() - 1.0));
+        700.0 + products + (100.0 + 0.07 * self.columns()) * rounds
     }
 
     /// The input's part of a step, where it is multiplied for all steps at once.
@@ -60,7 +102,7 @@ impl Tiles {
 
     /// With a product of libtorch's for all steps, and one and a kernel for each.
     fn cost_by_products(&self) -> f64 {
-        530.0 + self.cells() * (self.columns() * 9.2e-7 + 9.7e-4)
+        570.0 + self.cells() * (self.columns() * 9.2e-7 + 9.7e-4)
     }
 
     /// Than other ways to compute one step after the other.
@@ -80,7 +122,7 @@ mod tests {
 
     fn of(batch: i64, features: i64, hidden: i64) -> Option<Tiles> {
         let sizes = Sizes { steps: 32, batch, features, hidden };
-        Tiles::new(sizes, Kind::BFloat16, Grid::H200)
+        Tiles::new(sizes, Kind::BFloat16, TensorCores::H200)
     }
 
     #[test]
@@ -88,11 +130,11 @@ mod tests {
         assert!(of(1, 8, 64).is_some() && of(1, 0, 64).is_some());
         assert!(of(4096, 12, 64).is_none() && of(4096, 8, 72).is_none());
         let sizes = Sizes { steps: 32, batch: 4096, features: 512, hidden: 512 };
-        assert!(Tiles::new(sizes, Kind::Float, Grid::H200).is_none());
-        assert!(Tiles::new(sizes, Kind::Half, Grid::default()).is_none());
+        assert!(Tiles::new(sizes, Kind::Float, TensorCores::H200).is_none());
+        assert!(Tiles::new(sizes, Kind::Half, TensorCores::default()).is_none());
     }
 
-    /// Each of these was measured on an H200 in both ways, in the text of docs/performance.md.
+    /// Each of these was measured on an H200 in both ways; most are in docs/performance.md.
     #[test]
     fn the_faster_way_is_taken() {
         let are_faster = |batch, hidden| of(batch, hidden, hidden).is_some_and(|tiles| tiles.are_faster());
