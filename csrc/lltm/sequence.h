@@ -29,13 +29,13 @@ struct LltmForward {
   void* stream;             // libtorch's current one on CUDA
   const at::Tensor* input;  // [T, B, F], of the product's kind
   const at::Tensor* weight;  // [3H, H + F], of the product's kind
-  const at::Tensor* bias;    // [3H], of the gates' kind, of the product's for kernels of the cell; may be null
-  const at::Tensor* h0;      // [B, H], of the product's kind
-  const at::Tensor* c0;      // [B, H], of the state's kind
-  at::Tensor* gates;         // [T, B, 3H], of the gates' kind: scratch; null if not input_at_once
-  at::Tensor* output;        // [T, B, H], of the state's kind
-  at::Tensor* c;             // the same, or [1, B, H] for the last only
-  at::Tensor* activations;   // [T, B, 3H], of the state's kind; may be `gates`; null if nobody needs them
+  const at::Tensor* bias;   // [3H], of the gates' kind, of the product's for kernels of the cell; may be null
+  const at::Tensor* h0;     // [B, H], of the product's kind
+  const at::Tensor* c0;     // [B, H], of the state's kind
+  at::Tensor* gates;        // [T, B, 3H], of the gates' kind: scratch; null if not input_at_once
+  at::Tensor* output;       // [T, B, H], of the state's kind
+  at::Tensor* c;            // the same, or [1, B, H] for the last only
+  at::Tensor* activations;  // [T, B, 3H], of the state's kind; may be `gates`; null if nobody needs them
 };
 
 struct LltmBackward {
