@@ -59,10 +59,10 @@ const OP: &str = "lltm";
 /// rows, and to 168 at H = 256.
 ///
 /// With more rows of one half kind, the forward of each step there is the cell's kernel with tensor cores, which multiplies the
-/// input, too: H a multiple of 64, F of 8, and on an H200 with F = H from about 900
-/// rows at H = 512, 700 at 768, 600 at 1024 and 300 at 2048, but for numbers of rows that fill a last round of tiles by little.
+/// input, too: H a multiple of 64, F of 8, and on an H200 with F = H from about 900 rows at H = 512, 700 at 768, 600 at 1024 and
+/// 300 at 2048, but for numbers of rows that fill a last round of tiles by little.
 ///
-/// Where libtorch's switch allows tf32 in products, those kernels multiply `Float` as halves that are scaled by powers of two:
+/// Where libtorch's switch allows tf32 in products, the kernels of all steps multiply `Float` as halves that are scaled by powers of two:
 /// of 11 binary digits, as tf32's numbers, but of less range. A row of W, of h before the first step, and of the gradients for
 /// the gates has a scale of its own; for the h of the steps it is fixed, because |h| < 1. What is less than
 /// 2^-28 of the largest of its row, or an h of less than 2^-29, is off by up to 2^-39 of that largest, or by 2^-40, where tf32 would keep

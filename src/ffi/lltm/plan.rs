@@ -45,9 +45,8 @@ impl Path {
     pub fn is_on(self, device: Device) -> Result<bool> {
         Ok(match self {
             Path::Persistent => Clusters::of(device)?.are_there(),
-            Path::Grid | Path::WideGrid | Path::CrowdedGrid | Path::TensorCores => {
-                Grid::of(device)?.is_there()
-            }
+            Path::Grid | Path::WideGrid | Path::CrowdedGrid => Grid::of(device)?.is_there(),
+            Path::TensorCores => TensorCores::of(device)?.are_there(),
             Path::Packed => device == Device::Cpu,
             Path::Fused => device.is_cuda(),
             Path::Automatic | Path::Cells | Path::PerStep => true,

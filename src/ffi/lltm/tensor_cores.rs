@@ -64,6 +64,7 @@ impl Tiles {
         const LANES: i64 = 8;
         let Sizes { batch, features, hidden, .. } = sizes;
         let step = cell::Sizes { batch, features, hidden };
+        // Which one makes no difference to what is asked of it here.
         let device = Device::Cuda(0);
         let can = on.are_there()
             && features % LANES == 0
