@@ -1,5 +1,6 @@
 //! `cargo xtask bench lltm sweep [WORD…]`: sequences over numbers of steps and rows, against loops of the composite and of
-//! the cell, and against libtorch's LSTM, which has a fourth gate: its time at the same size, not at the same arithmetic.
+//! the cell, and against libtorch's LSTM, which has a fourth gate: its time at the same size, not at the same arithmetic. And
+//! many rows in each way that a GPU has for them.
 
 use crate::clock::{OnTheGpu, in_a_row, median};
 use crate::lltm::loop_of_cells;
@@ -7,7 +8,7 @@ use std::io::Write;
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::{Stream, StreamGuard, matmul_allow_tf32, set_matmul_allow_tf32};
-use tch_extension::ops::{f_lltm, lltm_reference};
+use tch_extension::ops::{LltmPath, f_lltm_by, lltm_reference};
 use tch_extension::testing::devices;
 use tch_extension::{Error, Result};
 
@@ -37,6 +38,19 @@ const LONG: [Sizes; 9] = [
     (512, 256, 1024),
 ];
 
+/// H, and rows with which one way or another is faster.
+const WAYS: [(i64, &[i64]); 9] = [
+    (64, &[2048, 3120, 4096, 16384]),
+    (128, &[1024, 2048, 2560, 3600, 4096]),
+    (256, &[1200, 1680, 1920, 4096, 12288]),
+    (512, &[512, 768, 1024, 2048, 4096, 8192]),
+    (768, &[640, 768, 2048, 4096]),
+    (1024, &[512, 640, 1024, 2048, 4096]),
+    (1536, &[256, 512, 704, 1024, 2048]),
+    (2048, &[256, 384, 512, 2048]),
+    (4096, &[128, 256, 1024]),
+];
+
 fn points(device: Device) -> Vec<(&'static str, Sizes)> {
     let (steps, rows): (&[i64], &[i64]) = if device.is_cuda() {
         (&[1, 2, 4, 16, 64, 512, 4096], &[1, 4, 16, 64, 256, 1024, 4096])
@@ -46,7 +60,9 @@ fn points(device: Device) -> Vec<(&'static str, Sizes)> {
     let of_steps = steps.iter().map(|&t| ("steps", (t, 16, 128)));
     let of_rows = rows.iter().map(|&b| ("rows", (32, b, 512)));
     let long: &[Sizes] = if device.is_cuda() { &LONG } else { &[] };
-    of_steps.chain(of_rows).chain(long.iter().map(|&sizes| ("long", sizes))).collect()
+    let ways: &[(i64, &[i64])] = if device.is_cuda() { &WAYS } else { &[] };
+    let of_ways = ways.iter().flat_map(|&(h, rows)| rows.iter().map(move |&b| (OF_WAYS, (16, b, h))));
+    of_steps.chain(of_rows).chain(long.iter().map(|&sizes| ("long", sizes))).chain(of_ways).collect()
 }
 
 /// What a kind is multiplied in.
@@ -61,12 +77,20 @@ enum Who {
     Composite,
     Cells,
     Lstm,
-    Fused,
+    Ours(LltmPath),
 }
 
-impl Who {
-    const ALL: [(Who, &'static str); 4] =
-        [(Who::Composite, "composite"), (Who::Cells, "cell"), (Who::Lstm, "LSTM"), (Who::Fused, "fused")];
+/// The sweep in which each way is forced.
+const OF_WAYS: &str = "ways";
+
+/// Who is measured in a sweep.
+fn providers(sweep: &str) -> [(Who, &'static str); 4] {
+    let ours = (Who::Ours(LltmPath::Automatic), "fused");
+    if sweep == OF_WAYS {
+        let ways = [LltmPath::PerStep, LltmPath::TensorCores, LltmPath::Persistent].map(Who::Ours);
+        return [(ways[0], "products"), (ways[1], "tensor cores"), (ways[2], "one kernel"), ours];
+    }
+    [(Who::Composite, "composite"), (Who::Cells, "cell"), (Who::Lstm, "LSTM"), ours]
 }
 
 /// One provider with its tensors.
@@ -126,7 +150,7 @@ impl Runner {
         Ok(match self.who {
             Who::Composite => lltm_reference(x, weight, bias, (h, c))?.0,
             Who::Cells => loop_of_cells(x, weight, bias, (h, c))?.0,
-            Who::Fused => f_lltm(x, weight, bias, (h, c))?.0,
+            Who::Ours(path) => f_lltm_by(path, x, weight, bias, (h, c))?.0,
             Who::Lstm => {
                 let state = [h, c].map(|state| state.unsqueeze(0));
                 // Otherwise cuDNN keeps what a backward needs.
@@ -203,7 +227,7 @@ pub fn run(words: &[String]) -> Result<()> {
                     let title = format!("lltm {sweep} {direction} {sizes:?} {name} {place}");
                     if words.iter().all(|word| title.contains(word.as_str())) {
                         tch::manual_seed(index as i64);
-                        line(&title, sizes, kind, tf32, gradients, device)?;
+                        line(&title, sweep, sizes, (kind, tf32), gradients, device)?;
                     }
                 }
             }
@@ -212,10 +236,17 @@ pub fn run(words: &[String]) -> Result<()> {
     Ok(())
 }
 
-fn line(title: &str, sizes: Sizes, kind: Kind, tf32: bool, gradients: bool, device: Device) -> Result<()> {
+fn line(
+    title: &str,
+    sweep: &str,
+    sizes: Sizes,
+    (kind, tf32): (Kind, bool),
+    gradients: bool,
+    device: Device,
+) -> Result<()> {
     let steps = sizes.0;
     let mut line = format!("{title:<56}");
-    for (who, name) in Who::ALL {
+    for (who, name) in providers(sweep) {
         let runner = Runner::new(who, sizes, kind, device)?.with_gradients(gradients);
         let costs = in_precision(tf32, device, || runner.measure(device, steps))?;
         line += &format!("  {name} {:>8.2}", costs.wall / steps as f64);

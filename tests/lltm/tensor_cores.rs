@@ -7,6 +7,7 @@ use super::persistent::{
 };
 use super::*;
 use tch_extension::amp::Autocast;
+use tch_extension::testing::Layout;
 
 /// One row, and a part of a tile's; no features, fewer than a turn of the kernel takes, as many and more.
 const SIZES: [[i64; 4]; 6] = [
@@ -102,11 +103,7 @@ fn cuda_half_kinds_that_begin_anywhere_by_tensor_cores() {
         assert!(!expected[0].equal(&per_step(&aligned).expect("outputs")[0]));
         for moved in 0..aligned.len() {
             let mut inputs: Vec<_> = aligned.iter().map(Tensor::shallow_clone).collect();
-            let size = inputs[moved].size();
-            let count: i64 = size.iter().product();
-            let place = Tensor::zeros([count + 1], (kind, device)).narrow(0, 1, count).view(&size[..]);
-            place.shallow_clone().copy_(&inputs[moved]);
-            inputs[moved] = place;
+            inputs[moved] = Layout::Offset.of(&inputs[moved]).expect("a tensor");
             let outputs = tensor_cores(&leaves(&inputs)).expect("outputs");
             let found = everything(&tensor_cores, &inputs);
             // With a graph, and without, where nothing is kept of each step.

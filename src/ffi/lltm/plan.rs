@@ -380,14 +380,21 @@ mod tests {
             let both = (Kind::BFloat16, Kind::BFloat16);
             Plan::on_hopper(Path::Automatic, Forward, sizes, both, Hopper::h200(false))
         };
-        for (batch, features, hidden) in [(3840, 16, 16), (3600, 64, 64), (3600, 128, 128), (3360, 8, 128)] {
-            assert_eq!(of(batch, features, hidden), clusters(8, false), "{batch} {features} {hidden}");
-        }
-        for (batch, features, hidden) in [(1680, 256, 256), (1680, 8, 256)] {
-            assert_eq!(of(batch, features, hidden), clusters(8, false), "{batch} {features} {hidden}");
-        }
-        for (batch, features, hidden) in [(4096, 64, 64), (4096, 128, 128), (4096, 8, 128), (1920, 8, 256)] {
-            assert_eq!(of(batch, features, hidden), Some(Plan::TensorCores), "{batch} {features} {hidden}");
+        let by_clusters = [
+            (3840, 16, 16),
+            (3600, 64, 64),
+            (3600, 128, 128),
+            (3360, 8, 128),
+            (1680, 256, 256),
+            (1680, 8, 256),
+        ];
+        let by_tensor_cores =
+            [(4096, 64, 64), (4096, 128, 128), (4096, 8, 128), (1920, 256, 256), (1920, 8, 256)];
+        let measured = [(&by_clusters[..], clusters(8, false)), (&by_tensor_cores, Some(Plan::TensorCores))];
+        for (sizes, expected) in measured {
+            for &(batch, features, hidden) in sizes {
+                assert_eq!(of(batch, features, hidden), expected, "{batch} {features} {hidden}");
+            }
         }
         assert_eq!(plan(Forward, 512, 4096, 512, Kind::Float), None);
         for direction in [Forward, Backward] {
