@@ -29,6 +29,17 @@ struct FunctionVTable {
   void (*drop)(void* state);
 };
 
+// How a saved tensor is packed and unpacked by Rust closures. No entry unwinds.
+struct SavedHooksVTable {
+  // A new state for one saved tensor, from the hooks that are in force; dropped by `drop`.
+  void* (*start)(const void* hooks);
+  // 0: success; otherwise `results` has the error. The tensor is borrowed.
+  int (*pack)(void* state, const at::Tensor* tensor, BackwardResults* results);
+  // 0: success, and the tensor is in `results` at place 0; otherwise the error is.
+  int (*unpack)(const void* state, BackwardResults* results);
+  void (*drop)(void* state);
+};
+
 struct ApplyParams {
   const char* name;  // of the operator, UTF-8, not terminated, of static lifetime
   size_t name_len;
@@ -42,6 +53,11 @@ struct ApplyParams {
   size_t dirty_len;
   const size_t* non_differentiable;  // [non_differentiable_len], indices of outputs
   size_t non_differentiable_len;
+  const char* trace;  // where the forward was called, in anomaly mode; otherwise null
+  size_t trace_len;
+  const void* saved_hooks;  // for `saved_hooks_vtable->start`; null when none are in force
+  const SavedHooksVTable* saved_hooks_vtable;
+  bool needs_graph;        // as tch_extension_begin_forward decided it
   bool materialize_grads;  // an absent incoming gradient becomes zeros
   bool double_backward;    // the backward is itself made of differentiable operations
 };

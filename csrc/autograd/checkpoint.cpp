@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bridge.h"
+#include "node.h"
 
 namespace tch_extension {
 namespace {
@@ -121,7 +122,7 @@ TCH_EXTENSION_API Message tch_extension_reaches_other_leaf(at::Tensor* const* ou
                                                            bool* found) {
   return guard([&] {
     using torch::autograd::impl::gradient_edge;
-    std::vector<std::shared_ptr<torch::autograd::Node>> held;  // a leaf's node lives no longer than its users
+    std::vector<NodePtr<torch::autograd::Node>> held;  // a leaf's node lives no longer than its users
     std::unordered_set<torch::autograd::Node*> seen;
     for (size_t i = 0; i < inputs_len; ++i) {
       if (inputs[i] == nullptr || !inputs[i]->defined() || !inputs[i]->requires_grad()) continue;

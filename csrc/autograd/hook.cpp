@@ -1,4 +1,4 @@
-// Tensor.register_hook, with hooks written in Rust.
+// Tensor.register_hook and Tensor.register_post_accumulate_grad_hook, with hooks written in Rust.
 //
 // at::Tensor::register_hook is not used: its list is neither locked nor does it ever shrink.
 
@@ -45,6 +45,15 @@ class HookList {
     hooks_.erase(found);
   }
 
+  // Calls `run` with each. A hook may remove another, which then does not run, or register one, which runs
+  // next time.
+  template <typename Run>
+  void for_each(Run&& run) const {
+    const uint64_t last = this->last();
+    for (auto hook = after(0); hook && hook->id <= last; hook = after(hook->id)) run(*hook);
+  }
+
+ private:
   uint64_t last() const {
     std::lock_guard<std::mutex> lock(mutex_);
     return last_;
@@ -57,7 +66,6 @@ class HookList {
     return found == hooks_.end() ? std::nullopt : std::optional<RegisteredHook>(*found);
   }
 
- private:
   mutable std::mutex mutex_;
   std::vector<RegisteredHook> hooks_;  // by id
   uint64_t last_ = 0;
@@ -75,11 +83,9 @@ class Hooks final : public FunctionPreHook {
  public:
   variable_list operator()(const variable_list& grads) override {
     variable_list results(grads);
-    // A hook may remove another, which then does not run, or register one, which runs next time.
-    const uint64_t last = list_->last();
-    for (auto hook = list_->after(0); hook && hook->id <= last; hook = list_->after(hook->id)) {
-      if (hook->place < results.size() && results[hook->place].defined()) run(*hook, results[hook->place]);
-    }
+    list_->for_each([&](const RegisteredHook& hook) {
+      if (hook.place < results.size() && results[hook.place].defined()) run(hook, results[hook.place]);
+    });
     return results;
   }
 
@@ -87,7 +93,7 @@ class Hooks final : public FunctionPreHook {
 
  private:
   static void run(const RegisteredHook& hook, at::Tensor& grad) {
-    BackwardResults results{variable_list(1), {}};
+    BackwardResults results{variable_list(1), {}, {}};
     at::Tensor* pointer = std::make_unique<at::Tensor>(grad).release();  // Rust's from here on
     if (hook.state->backward(nullptr, &pointer, 1, results) != 0) {
       throw std::runtime_error("register_hook: " + results.error);
@@ -105,6 +111,31 @@ class Hooks final : public FunctionPreHook {
   std::shared_ptr<HookList> list_ = std::make_shared<HookList>();
 };
 
+// What libtorch calls when the `grad` of a leaf is complete. It has one place for that.
+class PostAccumulateHooks final : public torch::autograd::PostAccumulateGradHook {
+ public:
+  void operator()(const torch::autograd::Variable& leaf) override {
+    list_->for_each([&](const RegisteredHook& hook) {
+      BackwardResults results{{}, {}, {}};
+      at::Tensor* pointer = std::make_unique<at::Tensor>(leaf).release();  // Rust's from here on
+      if (hook.state->backward(nullptr, &pointer, 1, results) != 0) {
+        throw std::runtime_error("register_post_accumulate_grad_hook: " + results.error);
+      }
+    });
+  }
+
+  const std::shared_ptr<HookList>& list() const { return list_; }
+
+ private:
+  std::shared_ptr<HookList> list_ = std::make_shared<HookList>();
+};
+
+// libtorch's own places have no lock. This one at least keeps two registrations apart.
+std::mutex& registration() {
+  static std::mutex mutex;
+  return mutex;
+}
+
 std::shared_ptr<HookList> list_in(std::vector<std::unique_ptr<FunctionPreHook>>& hooks) {
   for (const auto& hook : hooks) {
     if (auto* ours = dynamic_cast<Hooks*>(hook.get())) return ours->list();
@@ -116,12 +147,23 @@ std::shared_ptr<HookList> list_in(std::vector<std::unique_ptr<FunctionPreHook>>&
 }
 
 std::shared_ptr<HookList> list_of(const at::Tensor& tensor) {
-  // libtorch's own lists have no lock. This one at least keeps two registrations apart.
-  static std::mutex mutex;
-  std::lock_guard<std::mutex> lock(mutex);
+  std::lock_guard<std::mutex> lock(registration());
   const auto& node = tensor.grad_fn();
   // Where they stay with this version of the tensor: a later change in place makes a new node.
   return list_in(node ? node->tensor_pre_hooks() : torch::autograd::impl::hooks(tensor));
+}
+
+std::shared_ptr<HookList> post_accumulate_list_of(const at::Tensor& leaf) {
+  using torch::autograd::impl::post_acc_grad_hooks;
+  std::lock_guard<std::mutex> lock(registration());
+  auto& place = post_acc_grad_hooks(leaf);
+  if (auto* ours = dynamic_cast<PostAccumulateHooks*>(place.get())) return ours->list();
+  if (place != nullptr)
+    throw std::runtime_error("somebody else's hook is there already, and there is room for one");
+  auto added = std::make_unique<PostAccumulateHooks>();
+  auto list = added->list();
+  torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::move(added));
+  return list;
 }
 
 }  // namespace
@@ -145,6 +187,22 @@ TCH_EXTENSION_API Message tch_extension_register_hook(const at::Tensor* tensor, 
     auto list = list_of(*tensor);
     made->list = list;
     made->id = list->add(tensor->output_nr(), std::move(shared));
+    *handle = made.release();
+  });
+}
+
+// Takes `state` in any case. `tensor` is a leaf that requires grad.
+TCH_EXTENSION_API Message tch_extension_register_post_accumulate_grad_hook(const at::Tensor* tensor,
+                                                                           void* state,
+                                                                           const FunctionVTable* vtable,
+                                                                           HookHandle** handle) {
+  State owned(state, vtable);
+  return guard([&] {
+    auto made = std::make_unique<HookHandle>();
+    auto shared = std::make_shared<State>(std::move(owned));
+    auto list = post_accumulate_list_of(*tensor);
+    made->list = list;
+    made->id = list->add(/*place=*/0, std::move(shared));
     *handle = made.release();
   });
 }

@@ -5,6 +5,7 @@
 
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "bridge.h"
 
@@ -13,6 +14,7 @@ namespace tch_extension {
 struct BackwardResults {
   torch::autograd::variable_list gradients;  // one for each place, undefined where there is none
   std::string error;
+  std::vector<size_t> constants;  // places whose gradient does not depend on the incoming ones
 };
 
 // Dropped exactly once.
@@ -23,8 +25,11 @@ class State {
   State& operator=(const State&) = delete;
   State(State&& other) noexcept : data_(std::exchange(other.data_, nullptr)), vtable_(other.vtable_) {}
   State& operator=(State&&) = delete;
-  ~State() {
-    if (data_ != nullptr) vtable_->drop(data_);
+  ~State() { reset(); }
+
+  // Drops it now.
+  void reset() {
+    if (void* data = std::exchange(data_, nullptr)) vtable_->drop(data);
   }
 
   int backward(const FunctionNode* node, at::Tensor* const* grads, size_t len,

@@ -39,6 +39,22 @@ void check_dirty_views(const ApplyParams& params, const Present& present) {
   }
 }
 
+// libtorch finds both of the first only when the data have changed.
+void check_in_place(const at::Tensor& tensor, const at::Tensor& first) {
+  if (tensor.requires_grad() && tensor.is_leaf()) {
+    throw std::runtime_error(
+        "a leaf that requires grad cannot be changed in place; change a copy, such as x.copy()");
+  }
+  if (!tensor.is_view()) return;
+  const at::TensorBase& base = tensor._base();
+  if (base.requires_grad() && base.is_leaf()) {
+    throw std::runtime_error("a view of a leaf that requires grad cannot be changed in place; change a copy");
+  }
+  if (!first.is_same(tensor)) {
+    throw std::runtime_error("a view that is changed in place has to be the first input");
+  }
+}
+
 bool all_are_new(const ApplyParams& params, const Present& present) {
   if (params.dirty_len + params.non_differentiable_len > 0) return false;
   for (const at::Tensor* input : present) {
@@ -57,7 +73,7 @@ bool all_are_new(const ApplyParams& params, const Present& present) {
   return true;
 }
 
-variable_list hang_on(const ApplyParams& params, const std::shared_ptr<Node>& node) {
+variable_list hang_on(const ApplyParams& params, const NodePtr<Node>& node) {
   variable_list outputs(params.outputs_len);
   for (size_t i = 0; i < params.outputs_len; ++i) {
     outputs[i] = *params.outputs[i];
@@ -67,8 +83,7 @@ variable_list hang_on(const ApplyParams& params, const std::shared_ptr<Node>& no
 }
 
 // The only call of an interface that libtorch changes between releases.
-variable_list wrap_outputs(const ApplyParams& params, const Present& present,
-                           const std::shared_ptr<Node>& node) {
+variable_list wrap_outputs(const ApplyParams& params, const Present& present, const NodePtr<Node>& node) {
   std::vector<std::optional<at::Tensor>> raw(params.outputs_len);
   for (size_t i = 0; i < params.outputs_len; ++i) {
     if (is_present(params.outputs[i])) raw[i] = *params.outputs[i];

@@ -1,7 +1,8 @@
 //! `torch.utils.checkpoint`.
 
+use super::apply::{apply, requires_grad};
 use super::double_backward::{differentiate_reference, pull_back};
-use super::function::{Context, Function, Saver, apply, requires_grad};
+use super::function::{Context, Function, Saver};
 use super::pointers::borrowed_pointers;
 use super::tensors::{Inputs, Tensors};
 use crate::ffi::autograd as ffi;

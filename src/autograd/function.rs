@@ -1,14 +1,10 @@
 //! `torch.autograd.Function` for Rust.
 
-use super::pointers::Pointers;
+use super::apply::owned;
 use super::tensors::{Inputs, Tensors};
-use crate::error::panic_text;
 use crate::ffi::autograd as ffi;
 use crate::ffi::take_message;
 use crate::{Error, Result};
-use std::any::Any;
-use std::ffi::{c_int, c_void};
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -65,6 +61,10 @@ pub trait Function: Send + Sync + Sized + 'static {
     /// and outputs. If so, it runs with grad mode on when a graph of the gradients is asked for
     /// (`create_graph`). If not, a second derivative through this operator is an error, never a wrong
     /// number.
+    ///
+    /// A gradient that comes out without a graph although the incoming ones have one is refused, too: most likely
+    /// the graph was lost. Where it honestly does not depend on them (a gradient is linear in the incoming ones, so then
+    /// it is zero, as that of `floor`), return `None` for it, or call [`Context::mark_constant`].
     const DOUBLE_BACKWARD: bool = false;
 
     /// Computes the outputs, with grad mode off.
@@ -85,7 +85,7 @@ pub trait Function: Send + Sync + Sized + 'static {
 }
 
 /// A tensor that is kept for the backward.
-enum Saved {
+pub(super) enum Saved {
     Absent,
     /// It is borrowed until after the node has its own handle.
     Input(usize),
@@ -94,16 +94,35 @@ enum Saved {
 
 /// What a forward tells the graph.
 pub struct Saver<'a> {
-    inputs: &'a [Option<&'a Tensor>],
-    pointers: &'a [*const C_tensor],
-    needs_graph: bool,
-    saved: Vec<Saved>,
-    dirty: Vec<usize>,
-    non_differentiable: Vec<usize>,
-    materialize_grads: bool,
+    name: &'static str,
+    pub(super) inputs: &'a [Option<&'a Tensor>],
+    pub(super) pointers: &'a [*const C_tensor],
+    pub(super) needs_graph: bool,
+    pub(super) saved: Vec<Saved>,
+    pub(super) dirty: Vec<usize>,
+    pub(super) non_differentiable: Vec<usize>,
+    pub(super) materialize_grads: bool,
 }
 
-impl Saver<'_> {
+impl<'a> Saver<'a> {
+    pub(super) fn new(
+        name: &'static str,
+        inputs: &'a [Option<&'a Tensor>],
+        pointers: &'a [*const C_tensor],
+        needs_graph: bool,
+    ) -> Self {
+        Saver {
+            name,
+            inputs,
+            pointers,
+            needs_graph,
+            saved: Vec::new(),
+            dirty: Vec::new(),
+            non_differentiable: Vec::new(),
+            materialize_grads: true,
+        }
+    }
+
     /// Keeps a tensor for the backward, under the next slot number: 0, 1, ….
     ///
     /// Inputs and outputs keep their place in the graph. Anything else is an intermediate: plain data, which
@@ -141,8 +160,57 @@ impl Saver<'_> {
         self.needs_graph && self.inputs.get(index).copied().flatten().is_some_and(Tensor::requires_grad)
     }
 
-    /// Declares that the forward changed input `index` in place; it must be among the outputs. A view that is
-    /// changed in place has to be the first input present: libtorch's graph knows no other way.
+    /// Input `index`, to be changed in place and returned as an output: a handle to the same memory, already
+    /// [marked dirty](Saver::mark_dirty).
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::{Result, autograd::*};
+    ///
+    /// struct Double;
+    ///
+    /// impl Function for Double {
+    ///     const NAME: &'static str = "double_";
+    ///     fn forward(&mut self, saver: &mut Saver<'_>, _inputs: Inputs<'_>) -> Result<Tensors> {
+    ///         let mut x = saver.in_place(0)?;
+    ///         let _ = x.g_mul_scalar_(2.0);
+    ///         Ok(x.into())
+    ///     }
+    ///     fn backward(&self, _ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+    ///         Ok((grads.get(0)? * 2.0).into())
+    ///     }
+    /// }
+    ///
+    /// let leaf = Tensor::from_slice(&[3.0]).set_requires_grad(true);
+    /// let x = &leaf * 1.0;
+    /// apply(Double, &[Some(&x)])?;
+    /// assert_eq!(x, Tensor::from_slice(&[6.0]));
+    /// x.sum(Kind::Double).backward();
+    /// assert_eq!(leaf.grad(), Tensor::from_slice(&[2.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Where there will be a backward: for a leaf that requires grad or a view of one, and for a view that is not the
+    /// first input present, which libtorch's graph cannot express. Nothing has been changed then.
+    pub fn in_place(&mut self, index: usize) -> Result<Tensor> {
+        let input = Inputs::new(self.inputs).get(index)?;
+        if self.needs_graph {
+            // SAFETY: each is null or borrowed from a live tensor, and `index` is one of a tensor.
+            let message = unsafe {
+                ffi::tch_extension_check_in_place(self.pointers.as_ptr(), self.pointers.len(), index)
+            };
+            if let Some(message) = take_message(message) {
+                return Err(Error::Autograd(format!("{}: in_place({index}): {message}", self.name)));
+            }
+        }
+        self.mark_dirty(index);
+        Ok(input.shallow_clone())
+    }
+
+    /// Declares that the forward changed input `index` in place; it must be among the outputs. Where there will be a
+    /// backward, a view that is changed in place has to be the first input present: libtorch's graph knows no other
+    /// way. [`Saver::in_place`] checks that before anything is changed.
     pub fn mark_dirty(&mut self, index: usize) {
         self.dirty.push(index);
     }
@@ -161,10 +229,21 @@ impl Saver<'_> {
 /// What a backward can ask the graph.
 pub struct Context<'a> {
     node: &'a ffi::FunctionNode,
+    results: *mut ffi::BackwardResults,
     inputs_len: usize,
 }
 
-impl Context<'_> {
+impl<'a> Context<'a> {
+    /// # Safety
+    /// `results` must live as long as the context, and nobody else may use it meanwhile.
+    pub(super) unsafe fn new(
+        node: &'a ffi::FunctionNode,
+        results: *mut ffi::BackwardResults,
+        inputs_len: usize,
+    ) -> Self {
+        Context { node, results, inputs_len }
+    }
+
     /// The saved tensor of this slot.
     ///
     /// # Errors
@@ -197,6 +276,14 @@ impl Context<'_> {
         unsafe { ffi::tch_extension_needs_input_grad(self.node, index) }
     }
 
+    /// Declares that the gradient of input `index` does not depend on the incoming gradients, so that it may come
+    /// without a graph from a backward that is differentiable otherwise ([`Function::DOUBLE_BACKWARD`]). A
+    /// gradient is linear in the incoming ones: such a one is zero, as that of `floor`.
+    pub fn mark_constant(&self, index: usize) {
+        // SAFETY: the results live while the backward runs, and only this thread touches them.
+        unsafe { ffi::tch_extension_mark_constant(self.results, index) };
+    }
+
     /// How many inputs the forward had, absent ones included.
     pub fn inputs_len(&self) -> usize {
         self.inputs_len
@@ -207,237 +294,4 @@ impl Context<'_> {
     pub fn create_graph(&self) -> bool {
         ffi::tch_extension_grad_mode()
     }
-}
-
-/// Runs an operator and, if grad mode is on and an input requires grad, makes it part of the graph.
-/// A missing input is `None`.
-///
-/// # Errors
-/// The forward's own, or a misuse of [`Saver`].
-pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors> {
-    let pointers = Pointers::new(inputs.iter().copied());
-    let forward = ForwardGuard::new(pointers.as_slice());
-    let needs_graph = forward.0.needs_graph;
-    let mut saver = Saver {
-        inputs,
-        pointers: pointers.as_slice(),
-        needs_graph,
-        saved: Vec::new(),
-        dirty: Vec::new(),
-        non_differentiable: Vec::new(),
-        materialize_grads: true,
-    };
-    let outputs = function.forward(&mut saver, Inputs::new(inputs))?;
-    drop(forward);
-    check_indices::<F>("mark_dirty", "inputs", &saver.dirty, inputs.len())?;
-    check_indices::<F>("mark_non_differentiable", "outputs", &saver.non_differentiable, outputs.len())?;
-    if !needs_graph && saver.dirty.is_empty() {
-        return Ok(outputs.without_undefined());
-    }
-    attach(function, &outputs, &saver)
-}
-
-pub(super) fn requires_grad(tensor: &Tensor) -> bool {
-    // SAFETY: borrowed from a live tensor.
-    unsafe { ffi::tch_extension_requires_grad(tensor.as_ptr()) }
-}
-
-/// Grad mode off until dropped. tch's own guard does the same at ten times the cost: it looks for an error after
-/// each call.
-struct ForwardGuard(ffi::ForwardMode);
-
-impl ForwardGuard {
-    fn new(inputs: &[*const C_tensor]) -> Self {
-        // SAFETY: each is null or borrowed from a live tensor.
-        ForwardGuard(unsafe { ffi::tch_extension_begin_forward(inputs.as_ptr(), inputs.len()) })
-    }
-}
-
-impl Drop for ForwardGuard {
-    // Also when a forward panics.
-    fn drop(&mut self) {
-        if self.0.grad_mode_before {
-            ffi::tch_extension_set_grad_mode(true);
-        }
-    }
-}
-
-/// Hands a forward that has run over to libtorch's graph.
-fn attach<F: Function>(function: F, outputs: &Tensors, saver: &Saver<'_>) -> Result<Tensors> {
-    let inputs = saver.inputs;
-    let output_pointers = Pointers::new(outputs.iter().map(Option::as_ref));
-    let saved_pointers = Pointers::new(saver.saved.iter().map(|saved| match saved {
-        Saved::Absent => None,
-        Saved::Input(index) => inputs[*index],
-        Saved::Other(tensor) => Some(tensor),
-    }));
-    let (input_pointers, output_pointers, saved_pointers) =
-        (saver.pointers, output_pointers.as_slice(), saved_pointers.as_slice());
-    let params = ffi::ApplyParams {
-        name: F::NAME.as_ptr().cast(),
-        name_len: F::NAME.len(),
-        inputs: input_pointers.as_ptr(),
-        inputs_len: input_pointers.len(),
-        outputs: output_pointers.as_ptr(),
-        outputs_len: output_pointers.len(),
-        saved: saved_pointers.as_ptr(),
-        saved_len: saved_pointers.len(),
-        dirty: saver.dirty.as_ptr(),
-        dirty_len: saver.dirty.len(),
-        non_differentiable: saver.non_differentiable.as_ptr(),
-        non_differentiable_len: saver.non_differentiable.len(),
-        materialize_grads: saver.materialize_grads,
-        double_backward: F::DOUBLE_BACKWARD,
-    };
-    let state = Box::into_raw(Box::new(State { function, inputs_len: inputs.len() }));
-    let mut wrapped = vec![std::ptr::null_mut(); output_pointers.len()];
-    // SAFETY: every pointer in `params` is valid for its length during the call; the indices were checked;
-    // `state` is what VTable::<F> expects, and C++ takes it in any case; `wrapped` has a place for each output.
-    let message =
-        unsafe { ffi::tch_extension_apply(&params, state.cast(), VTable::<F>::VALUE, wrapped.as_mut_ptr()) };
-    if let Some(message) = take_message(message) {
-        return Err(Error::Autograd(format!("{}: {message}", F::NAME)));
-    }
-    // SAFETY: on success each entry is null or a handle for us to own.
-    Ok(wrapped.into_iter().map(|tensor| unsafe { owned(tensor) }).collect::<Vec<_>>().into())
-}
-
-fn check_indices<F: Function>(call: &str, of: &str, indices: &[usize], len: usize) -> Result<()> {
-    match indices.iter().find(|&&index| index >= len) {
-        Some(index) => {
-            Err(Error::Autograd(format!("{}: {call}({index}), but there are {len} {of}", F::NAME)))
-        }
-        None => Ok(()),
-    }
-}
-
-/// What lives in the graph node.
-struct State<F> {
-    function: F,
-    inputs_len: usize,
-}
-
-/// The two entries through which C++ reaches an `F`.
-struct VTable<F>(std::marker::PhantomData<F>);
-
-impl<F: Function> VTable<F> {
-    // A reference to a constant: C++ keeps it for as long as the node lives.
-    const VALUE: &'static ffi::FunctionVTable =
-        &ffi::FunctionVTable { backward: backward::<F>, drop: drop_state::<F> };
-}
-
-/// # Safety
-/// `state` must come from `attach::<F>`, `node` and `results` from the call's own C++ frame, and `grads` must
-/// hold `grads_len` pointers, each null or to a live tensor.
-unsafe extern "C" fn backward<F: Function>(
-    state: *const c_void,
-    node: *const ffi::FunctionNode,
-    grads: *const *mut C_tensor,
-    grads_len: usize,
-    results: *mut ffi::BackwardResults,
-) -> c_int {
-    let run = || -> Result<()> {
-        // SAFETY: as the caller promises; `F: Sync` makes a shared reference fine on any thread.
-        let (state, node) = unsafe { (&*state.cast::<State<F>>(), &*node) };
-        let pointers = match grads_len {
-            // `from_raw_parts` takes no null, which an empty C++ vector may give.
-            0 => &[],
-            // SAFETY: as the caller promises.
-            _ => unsafe { std::slice::from_raw_parts(grads, grads_len) },
-        };
-        // SAFETY: null or a handle that became ours with the call.
-        let ours = |&grad: &*mut C_tensor| unsafe { owned(grad) };
-        let grads: Tensors = match pointers {
-            [single] => ours(single).into(),
-            several => several.iter().map(ours).collect::<Vec<_>>().into(),
-        };
-        let ctx = Context { node, inputs_len: state.inputs_len };
-        let gradients = state.function.backward(&ctx, &grads)?;
-        check_count(&gradients, state.inputs_len)?;
-        gradients.for_each(|index, gradient| {
-            // SAFETY: `results` is the caller's.
-            unsafe { give_gradient(results, index, gradient) }
-        });
-        Ok(())
-    };
-    // SAFETY: as the caller promises.
-    unsafe { contained("backward", results, run) }
-}
-
-/// Runs what the engine called. An error or a panic goes into `results`, and 1 is returned.
-///
-/// # Safety
-/// `results` must come from the C++ frame that called.
-pub(super) unsafe fn contained(
-    what: &str,
-    results: *mut ffi::BackwardResults,
-    run: impl FnOnce() -> Result<()>,
-) -> c_int {
-    // Unwinding through C++ would abort the process. The text comes from inside, too: an error's `Display` and
-    // a panic's payload are the user's code.
-    let outcome = catch_unwind(AssertUnwindSafe(|| match catch_unwind(AssertUnwindSafe(run)) {
-        Ok(Ok(())) => None,
-        Ok(Err(error)) => Some(error.to_string()),
-        Err(panic) => {
-            let text = format!("{what} panicked: {}", panic_text(panic.as_ref()));
-            discard(panic);
-            Some(text)
-        }
-    }));
-    let error = match outcome {
-        Ok(None) => return 0,
-        Ok(Some(error)) => error,
-        Err(panic) => {
-            discard(panic);
-            format!("{what} failed, and so did the text of its error")
-        }
-    };
-    // SAFETY: `results` is the caller's; the text is copied.
-    unsafe { ffi::tch_extension_set_backward_error(results, error.as_ptr().cast(), error.len()) };
-    1
-}
-
-/// Drops a panic's payload, whose own `Drop` may panic, too.
-pub(super) fn discard(payload: Box<dyn Any + Send>) {
-    if let Err(again) = catch_unwind(AssertUnwindSafe(move || drop(payload))) {
-        std::mem::forget(again);
-    }
-}
-
-/// Too many is fine as long as the rest is absent, as in PyTorch.
-fn check_count(gradients: &Tensors, inputs_len: usize) -> Result<()> {
-    let surplus = gradients.iter().skip(inputs_len).any(Option::is_some);
-    if gradients.len() < inputs_len || surplus {
-        return Err(Error::Autograd(format!(
-            "backward returned {} gradients for {inputs_len} inputs; return one for each, absent where there is none",
-            gradients.len()
-        )));
-    }
-    Ok(())
-}
-
-/// # Safety
-/// `state` must come from `attach::<F>` and not be used again.
-unsafe extern "C" fn drop_state<F: Function>(state: *mut c_void) {
-    // SAFETY: as the caller promises.
-    let state = unsafe { Box::from_raw(state.cast::<State<F>>()) };
-    // A panic in a user's Drop has nowhere to go; the graph is coming down around it.
-    if let Err(panic) = catch_unwind(AssertUnwindSafe(move || drop(state))) {
-        discard(panic);
-    }
-}
-
-/// # Safety
-/// `tensor` must be null or a handle that nobody else owns.
-pub(super) unsafe fn owned(tensor: *mut C_tensor) -> Option<Tensor> {
-    // SAFETY: as the caller promises.
-    (!tensor.is_null()).then(|| unsafe { Tensor::from_ptr(tensor) })
-}
-
-/// # Safety
-/// `results` must come from the C++ frame that called.
-pub(super) unsafe fn give_gradient(results: *mut ffi::BackwardResults, index: usize, gradient: Tensor) {
-    let mut gradient = std::mem::ManuallyDrop::new(gradient);
-    // SAFETY: as the caller promises; the handle becomes C++'s.
-    unsafe { ffi::tch_extension_give_gradient(results, index, gradient.as_mut_ptr()) };
 }

@@ -1,6 +1,6 @@
-//! `torch.autograd.grad`.
+//! `torch.autograd.grad` and `backward`; what a tensor tells of its graph.
 
-use super::function::owned;
+use super::apply::owned;
 use super::pointers::borrowed_pointers;
 use crate::ffi::autograd as ffi;
 use crate::ffi::take_message;
@@ -39,15 +39,7 @@ pub struct GradOptions<'a> {
 /// # Errors
 /// libtorch's own (no graph, wrong shapes, an unused input), and whatever fails in a backward on the way.
 pub fn grad(outputs: &[&Tensor], inputs: &[&Tensor], options: &GradOptions<'_>) -> Result<super::Tensors> {
-    if !options.grad_outputs.is_empty() && options.grad_outputs.len() != outputs.len() {
-        return Err(Error::argument(
-            "grad",
-            "grad_outputs",
-            format!("{} entries, one for each output", outputs.len()),
-            options.grad_outputs.len().to_string(),
-            "write None where there is none",
-        ));
-    }
+    check_grad_outputs("grad", outputs, options.grad_outputs)?;
     let output_pointers = borrowed_pointers(outputs.iter().map(|&tensor| Some(tensor)));
     let input_pointers = borrowed_pointers(inputs.iter().map(|&tensor| Some(tensor)));
     let grad_pointers = borrowed_pointers(options.grad_outputs.iter().copied());
@@ -72,4 +64,95 @@ pub fn grad(outputs: &[&Tensor], inputs: &[&Tensor], options: &GradOptions<'_>) 
     }
     // SAFETY: on success each entry is null or a handle for us to own.
     Ok(results.into_iter().map(|tensor| unsafe { owned(tensor) }).collect::<Vec<_>>().into())
+}
+
+/// What [`backward`] can be told; the default is what `torch.autograd.backward` does by default.
+#[derive(Clone, Copy, Default)]
+pub struct BackwardOptions<'a> {
+    /// As [`GradOptions::grad_outputs`].
+    pub grad_outputs: &'a [Option<&'a Tensor>],
+    /// Keep the graph for another backward. By default, as `create_graph`.
+    pub retain_graph: Option<bool>,
+    /// Make the gradients part of a graph, so that they can be differentiated again. A `grad` that is part of a graph
+    /// holds it: take it away, or make it zero, when it is no longer wanted.
+    pub create_graph: bool,
+    /// Add to the `grad` of these only. Empty: of all leaves that `outputs` depend on.
+    pub inputs: &'a [&'a Tensor],
+}
+
+/// Adds the gradients of `outputs` to the `grad` of the leaves they depend on: `Tensor::backward` with a `Result` and
+/// Python's options.
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_extension::autograd::{BackwardOptions, backward};
+///
+/// let x = Tensor::from_slice(&[1.0, 2.0]).set_requires_grad(true);
+/// let w = Tensor::from_slice(&[3.0, 4.0]).set_requires_grad(true);
+/// let y = &x * &w;
+/// let v = Tensor::from_slice(&[1.0, 10.0]);
+/// backward(&[&y], &BackwardOptions { grad_outputs: &[Some(&v)], inputs: &[&w], ..Default::default() })?;
+/// assert_eq!(w.grad(), Tensor::from_slice(&[1.0, 20.0]));
+/// assert!(!x.grad().defined());
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+///
+/// # Errors
+/// libtorch's own (no graph, wrong shapes, an output of several elements without a vector), and whatever fails in a
+/// backward on the way.
+pub fn backward(outputs: &[&Tensor], options: &BackwardOptions<'_>) -> Result<()> {
+    check_grad_outputs("backward", outputs, options.grad_outputs)?;
+    let output_pointers = borrowed_pointers(outputs.iter().map(|&tensor| Some(tensor)));
+    let grad_pointers = borrowed_pointers(options.grad_outputs.iter().copied());
+    let input_pointers = borrowed_pointers(options.inputs.iter().map(|&tensor| Some(tensor)));
+    // SAFETY: every pointer is null or borrowed from a live tensor, and valid for its length during the call.
+    let message = unsafe {
+        ffi::tch_extension_backward(
+            output_pointers.as_ptr(),
+            output_pointers.len(),
+            grad_pointers.as_ptr(),
+            grad_pointers.len(),
+            input_pointers.as_ptr(),
+            input_pointers.len(),
+            options.retain_graph.map_or(-1, i32::from),
+            options.create_graph,
+        )
+    };
+    take_message(message).map_or(Ok(()), |message| Err(Error::Autograd(message)))
+}
+
+fn check_grad_outputs(name: &str, outputs: &[&Tensor], grad_outputs: &[Option<&Tensor>]) -> Result<()> {
+    if grad_outputs.is_empty() || grad_outputs.len() == outputs.len() {
+        return Ok(());
+    }
+    Err(Error::argument(
+        name,
+        "grad_outputs",
+        format!("{} entries, one for each output", outputs.len()),
+        grad_outputs.len().to_string(),
+        "write None where there is none",
+    ))
+}
+
+/// Makes a backward fill in the `grad` of a tensor that is no leaf: `Tensor.retain_grad`. Does nothing for a leaf.
+///
+/// # Errors
+/// When the tensor is undefined or does not require grad.
+pub fn retain_grad(tensor: &Tensor) -> Result<()> {
+    // SAFETY: borrowed from a live tensor.
+    let message = unsafe { ffi::tch_extension_retain_grad(tensor.as_ptr()) };
+    take_message(message).map_or(Ok(()), |message| Err(Error::Autograd(format!("retain_grad: {message}"))))
+}
+
+/// The name of the node that made the tensor, such as `MulBackward0`, or an operator's name with `Backward` behind it; `None`
+/// for a leaf. Python's `Tensor.grad_fn.name()`.
+pub fn grad_fn(tensor: &Tensor) -> Option<String> {
+    if !tensor.defined() {
+        return None;
+    }
+    let mut name = std::ptr::null_mut();
+    // SAFETY: borrowed from a live tensor; the name becomes ours.
+    let failed = take_message(unsafe { ffi::tch_extension_grad_fn(tensor.as_ptr(), &mut name) });
+    let name = take_message(name);
+    if failed.is_some() { None } else { name }
 }

@@ -44,6 +44,18 @@ pub(crate) struct FunctionVTable {
 }
 
 #[repr(C)]
+pub(crate) struct SavedHooksVTable {
+    pub start: unsafe extern "C" fn(hooks: *const c_void) -> *mut c_void,
+    pub pack: unsafe extern "C" fn(
+        state: *mut c_void,
+        tensor: *const C_tensor,
+        results: *mut BackwardResults,
+    ) -> c_int,
+    pub unpack: unsafe extern "C" fn(state: *const c_void, results: *mut BackwardResults) -> c_int,
+    pub drop: unsafe extern "C" fn(state: *mut c_void),
+}
+
+#[repr(C)]
 pub(crate) struct ApplyParams {
     pub name: *const c_char,
     pub name_len: usize,
@@ -57,21 +69,59 @@ pub(crate) struct ApplyParams {
     pub dirty_len: usize,
     pub non_differentiable: *const usize,
     pub non_differentiable_len: usize,
+    pub trace: *const c_char,
+    pub trace_len: usize,
+    pub saved_hooks: *const c_void,
+    pub saved_hooks_vtable: *const SavedHooksVTable,
+    pub needs_graph: bool,
     pub materialize_grads: bool,
     pub double_backward: bool,
+}
+
+/// What a profiler keeps of a forward that runs.
+#[repr(C)]
+pub(crate) struct Record {
+    _opaque: [u8; 0],
+    _thread: PhantomData<*mut u8>,
 }
 
 /// How a forward begins.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct ForwardMode {
+    pub record: *mut Record,
     pub grad_mode_before: bool,
     pub needs_graph: bool,
+    pub anomaly_mode: bool,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct AnomalySetting {
+    pub enabled: bool,
+    pub check_nan: bool,
 }
 
 unsafe extern "C" {
-    pub(crate) fn tch_extension_begin_forward(inputs: *const *const C_tensor, len: usize) -> ForwardMode;
+    pub(crate) fn tch_extension_begin_forward(
+        name: *const c_char,
+        name_len: usize,
+        inputs: *const *const C_tensor,
+        len: usize,
+    ) -> ForwardMode;
+    pub(crate) fn tch_extension_check_in_place(
+        inputs: *const *const C_tensor,
+        len: usize,
+        index: usize,
+    ) -> *mut c_char;
     pub(crate) fn tch_extension_defined(tensor: *const C_tensor) -> bool;
+    pub(crate) fn tch_extension_end_forward(mode: ForwardMode);
+    pub(crate) fn tch_extension_are_constants(
+        inputs: *const *const C_tensor,
+        inputs_len: usize,
+        outputs: *const *const C_tensor,
+        outputs_len: usize,
+    ) -> bool;
     pub(crate) fn tch_extension_requires_grad(tensor: *const C_tensor) -> bool;
     pub(crate) fn tch_extension_apply(
         params: *const ApplyParams,
@@ -90,6 +140,7 @@ unsafe extern "C" {
         input: usize,
         grad: *mut C_tensor,
     );
+    pub(crate) fn tch_extension_mark_constant(results: *mut BackwardResults, input: usize);
     pub(crate) fn tch_extension_set_backward_error(
         results: *mut BackwardResults,
         text: *const c_char,
@@ -106,6 +157,25 @@ unsafe extern "C" {
         create_graph: bool,
         allow_unused: bool,
         results: *mut *mut C_tensor,
+    ) -> *mut c_char;
+    pub(crate) fn tch_extension_backward(
+        outputs: *const *const C_tensor,
+        outputs_len: usize,
+        grad_outputs: *const *const C_tensor,
+        grad_outputs_len: usize,
+        inputs: *const *const C_tensor,
+        inputs_len: usize,
+        retain_graph: c_int,
+        create_graph: bool,
+    ) -> *mut c_char;
+    pub(crate) fn tch_extension_retain_grad(tensor: *const C_tensor) -> *mut c_char;
+    pub(crate) fn tch_extension_grad_fn(tensor: *const C_tensor, name: *mut *mut c_char) -> *mut c_char;
+    pub(crate) safe fn tch_extension_set_anomaly_mode(setting: AnomalySetting) -> AnomalySetting;
+    pub(crate) fn tch_extension_register_post_accumulate_grad_hook(
+        tensor: *const C_tensor,
+        state: *mut c_void,
+        vtable: *const FunctionVTable,
+        handle: *mut *mut HookHandle,
     ) -> *mut c_char;
     pub(crate) fn tch_extension_register_hook(
         tensor: *const C_tensor,

@@ -22,3 +22,11 @@ pub use samples::{Layout, Sample, SampleTable, Shape};
 pub fn cpp_identity(x: &tch::Tensor) -> crate::Result<tch::Tensor> {
     crate::ffi::testing::cpp_identity(x)
 }
+
+/// Runs `body`, and says what a profiler sees of this thread meanwhile: names and sequence numbers.
+#[doc(hidden)]
+pub fn recorded<T>(body: impl FnOnce() -> T) -> (T, Vec<(String, i64)>) {
+    let recording = crate::ffi::testing::Recording::new().expect("libtorch takes an observer");
+    let result = body();
+    (result, recording.end())
+}

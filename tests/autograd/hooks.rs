@@ -26,12 +26,13 @@ fn a_hook_on_an_intermediate_changes_what_flows_on() {
     let x = leaf(&[3.0]);
     let (middle, seen) = (square(&x), Arc::new(Mutex::new(Vec::new())));
     let log = Arc::clone(&seen);
-    let _ = register_hook(&middle, move |grad| {
+    register_hook(&middle, move |grad| {
         log.lock().expect("unpoisoned").extend(values(grad));
         Ok(None)
     })
-    .expect("not a leaf");
-    let _ = register_hook(&middle, scale(10.0)).expect("the second, dropped at once, stays");
+    .expect("not a leaf")
+    .forget();
+    register_hook(&middle, scale(10.0)).expect("the second").forget();
     let y = (&middle * 7.0).sum(Kind::Double);
     let found = grad(&[&y], &[&x], &keep()).and_then(Tensors::single).expect("gradient");
     assert_eq!(values(&found), [420.0]);
@@ -62,7 +63,7 @@ fn a_hook_sees_the_gradient_of_its_own_output_only() {
     };
     let x = leaf(&[1.0]);
     let [a, b] = apply(pair(), &[Some(&x)]).and_then(Tensors::exactly).expect("apply");
-    let _ = register_hook(&b, scale(100.0)).expect("hook");
+    register_hook(&b, scale(100.0)).expect("hook").forget();
     assert_eq!(values(&gradient_of(&(&a + &b), &x).expect("gradient")), [502.0]);
     assert_eq!(values(&gradient_of(&a, &x).expect("gradient")), [2.0], "no gradient, no call");
 }
@@ -71,7 +72,7 @@ fn a_hook_sees_the_gradient_of_its_own_output_only() {
 fn hooks_are_part_of_a_graph_of_the_gradients() {
     let _alone = alone();
     let x = leaf(&[3.0]);
-    let _ = register_hook(&x, |grad| Ok(Some(grad * grad))).expect("hook");
+    register_hook(&x, |grad| Ok(Some(grad * grad))).expect("hook").forget();
     let y = run(Square::<true>, &x).sum(Kind::Double);
     let first = grad(&[&y], &[&x], &create()).and_then(Tensors::single).expect("first");
     assert_eq!(values(&first), [36.0]);
@@ -161,7 +162,9 @@ fn a_hook_is_dropped_once_with_its_removal_or_its_tensor() {
 
         let hook = hold(&tensor);
         drop(hold(&tensor));
-        assert_eq!(dropped(), 0, "dropping the handle changes nothing");
+        assert_eq!(dropped(), 1, "dropping the handle removes the hook");
+        hold(&tensor).forget();
+        assert_eq!(dropped(), 0, "a forgotten one stays");
         drop(tensor);
         assert_eq!((dropped(), live_nodes()), (2, before), "the handle keeps nothing alive");
         hook.remove();
@@ -179,10 +182,11 @@ fn a_hook_may_remove_and_register_hooks() {
         // Itself, the next one, and a new one.
         inner.lock().expect("unpoisoned").drain(..).for_each(|hook| hook.remove());
         let counter = Arc::clone(&counter);
-        let _ = register_hook(&again.lock().expect("unpoisoned"), move |_| {
+        register_hook(&again.lock().expect("unpoisoned"), move |_| {
             counter.fetch_add(1, Ordering::SeqCst);
             Ok(None)
-        })?;
+        })?
+        .forget();
         Ok(None)
     })
     .expect("first");
@@ -200,7 +204,7 @@ fn what_a_hook_drops_may_remove_and_register_hooks() {
     impl Drop for Last {
         fn drop(&mut self) {
             self.1.remove();
-            let _ = register_hook(&self.0.lock().expect("unpoisoned"), scale(100.0));
+            register_hook(&self.0.lock().expect("unpoisoned"), scale(100.0)).expect("a third").forget();
         }
     }
     let _alone = alone();
@@ -248,7 +252,7 @@ fn hooks_are_removed_while_other_threads_run_them() {
 fn hooks_come_and_go_while_another_thread_runs_them() {
     let _alone = alone();
     let (x, done) = (leaf(&[3.0]), AtomicBool::new(false));
-    let _ = register_hook(&x, scale(10.0)).expect("the list, before it is run");
+    register_hook(&x, scale(10.0)).expect("the list, before it is run").forget();
     std::thread::scope(|scope| {
         let handle = x.shallow_clone();
         scope.spawn(|| {
@@ -270,9 +274,9 @@ fn a_hook_stays_with_the_value_it_was_registered_on() {
     let _alone = alone();
     let x = leaf(&[3.0]);
     let mut middle = &x * 1.0;
-    let _ = register_hook(&middle, scale(10.0)).expect("before the change");
+    register_hook(&middle, scale(10.0)).expect("before the change").forget();
     let _ = middle.f_mul_scalar_(2.0).expect("in place");
-    let _ = register_hook(&middle, |grad| Ok(Some(grad + 1.0))).expect("after the change");
+    register_hook(&middle, |grad| Ok(Some(grad + 1.0))).expect("after the change").forget();
     // (1 + 1)·2·10
     assert_eq!(values(&gradient_of(&middle, &x).expect("gradient")), [40.0]);
 }
@@ -283,9 +287,9 @@ fn a_hook_on_a_view_of_what_is_changed_stays_with_the_value_before() {
     let x = leaf(&[3.0, 5.0]);
     let mut base = &x * 1.0;
     let part = base.narrow(0, 1, 1);
-    let _ = register_hook(&part, scale(10.0)).expect("before the change");
+    register_hook(&part, scale(10.0)).expect("before the change").forget();
     let _ = base.f_mul_scalar_(2.0).expect("in place, through the base");
-    let _ = register_hook(&part, |grad| Ok(Some(grad + 1.0))).expect("after the change");
+    register_hook(&part, |grad| Ok(Some(grad + 1.0))).expect("after the change").forget();
     // (1 + 1)·2: what the hook before the change is on leads nowhere any more.
     assert_eq!(values(&gradient_of(&part, &x).expect("gradient")), [0.0, 4.0]);
 }
@@ -301,7 +305,7 @@ fn cuda_a_hook_on_the_engines_own_thread() {
     let gradient = gradient_of(&square(&x), &x).expect("gradient").to_device(Device::Cpu);
     assert_eq!(values(&gradient), [60.0]);
     hook.remove();
-    let _ = register_hook(&x, |grad| Ok(Some(grad.to_device(Device::Cpu)))).expect("hook");
+    register_hook(&x, |grad| Ok(Some(grad.to_device(Device::Cpu)))).expect("hook").forget();
     let error = gradient_of(&square(&x), &x).expect_err("another device").to_string();
     assert!(error.contains("register_hook") && error.contains("cpu") && error.contains("cuda"), "{error}");
 }

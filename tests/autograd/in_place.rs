@@ -93,6 +93,106 @@ fn a_view_changed_in_place_and_saved_makes_no_cycle() {
     assert_eq!(values(&gradient_of(&base, &x).expect("gradient")), [1.0, 1.0_f64.exp(), 1.0]);
 }
 
+/// Saves what shares memory with the input that it changes: its base, or another view of that.
+fn exp_in_place_and_save(other: &Tensor) -> impl Function + use<> {
+    let other = Mutex::new(other.shallow_clone());
+    op(
+        move |saver, inputs| {
+            let mut v = inputs.get(0)?.shallow_clone();
+            let _ = v.f_exp_()?;
+            saver.mark_dirty(0);
+            saver.save(&std::mem::take(&mut *other.lock().expect("unpoisoned")));
+            Ok(v.into())
+        },
+        |ctx, grads| Ok((grads.get(0)? * ctx.saved(0)?.narrow(0, 0, 1)).into()),
+    )
+}
+
+#[test]
+fn what_shares_memory_with_a_changed_view_makes_no_cycle_when_saved() {
+    let _alone = alone();
+    let before = live_nodes();
+    let x = leaf(&[0.0, 1.0, 2.0]);
+    let others: [fn(&Tensor) -> Tensor; 2] = [Tensor::shallow_clone, |base| base.narrow(0, 0, 2)];
+    for other in others {
+        let base = &x * 1.0;
+        drop(run(exp_in_place_and_save(&other(&base)), &base.narrow(0, 0, 1)));
+        drop(base);
+        assert_eq!(live_nodes(), before);
+
+        let base = &x * 1.0;
+        let y = run(exp_in_place_and_save(&other(&base)), &base.narrow(0, 0, 1));
+        assert_eq!(values(&gradient_of(&base, &x).expect("gradient")), [1.0, 1.0, 1.0]);
+        drop((y, base));
+        assert_eq!(live_nodes(), before);
+
+        // It is still checked for later changes.
+        let mut base = &x * 1.0;
+        run(exp_in_place_and_save(&other(&base)), &base.narrow(0, 0, 1));
+        let _ = base.f_mul_(&Tensor::from(2.0)).expect("in place");
+        let error = gradient_of(&base, &x).expect_err("changed since").to_string();
+        assert!(error.contains("modified by an inplace operation"), "{error}");
+    }
+}
+
+#[test]
+fn a_view_of_a_changed_input_makes_no_cycle_when_saved() {
+    let _alone = alone();
+    let before = live_nodes();
+    let x = leaf(&[0.0, 1.0]);
+    let changed = &x * 1.0;
+    drop(run(exp_in_place_and_save(&changed.narrow(0, 0, 2)), &changed));
+    drop(changed);
+    assert_eq!(live_nodes(), before);
+}
+
+/// Input 0, doubled in place without the dance of clone, mark and return.
+fn double_by_saver() -> impl Function {
+    op(
+        |saver, _| {
+            let mut x = saver.in_place(0)?;
+            let _ = x.g_mul_scalar_(2.0);
+            Ok(x.into())
+        },
+        |_, grads| Ok((grads.get(0)? * 2.0).into()),
+    )
+}
+
+#[test]
+fn in_place_refuses_before_anything_is_changed() {
+    let _alone = alone();
+    let x = leaf(&[1.0, 4.0]);
+    let middle = &x * 3.0;
+    let y = run(double_by_saver(), &middle);
+    assert_eq!(values(&middle), [6.0, 24.0]);
+    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [6.0, 6.0]);
+
+    let error = apply(double_by_saver(), &[Some(&x)]).expect_err("a leaf").to_string();
+    assert!(error.contains("op: in_place(0): a leaf"), "{error}");
+    let error = apply(double_by_saver(), &[Some(&x.narrow(0, 0, 1))]).expect_err("its view").to_string();
+    assert!(error.contains("a view of a leaf"), "{error}");
+    assert_eq!(values(&x), [1.0, 4.0], "nothing was changed");
+
+    let second = op(
+        |saver, _| {
+            let mut x = saver.in_place(1)?;
+            let _ = x.g_mul_scalar_(2.0);
+            Ok(x.into())
+        },
+        |_, _| unreachable!("refused"),
+    );
+    let base = &x * 1.0;
+    let error = apply(second, &[Some(&x), Some(&base.narrow(0, 0, 1))]).expect_err("not first").to_string();
+    assert!(error.contains("in_place(1)") && error.contains("first input"), "{error}");
+    assert_eq!(values(&base), [1.0, 4.0], "nothing was changed");
+
+    let error = apply(double_by_saver(), &[None]).expect_err("absent").to_string();
+    assert!(error.contains("input 0"), "{error}");
+    // Without a graph, a leaf may be changed.
+    tch::no_grad(|| run(double_by_saver(), &x));
+    assert_eq!(values(&x), [2.0, 8.0]);
+}
+
 /// x becomes 2x by a write that libtorch's version counter does not see, as a kernel's is.
 fn double_unseen() -> impl Function {
     op(

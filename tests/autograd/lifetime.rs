@@ -87,6 +87,29 @@ fn a_long_chain_does_not_overflow_the_stack() {
 }
 
 #[test]
+fn a_long_chain_through_saved_tensors_only_does_not_overflow_the_stack() {
+    let _alone = alone();
+    let before = live_nodes();
+    let x = leaf(&[1.0]);
+    let mut last = run(counted(&Arc::default(), |_| {}), &x);
+    for _ in 0..200_000 {
+        // Neither an input nor an output: no edge of the graph leads to where it came from.
+        let held = Mutex::new(last);
+        let link = op(
+            move |saver, inputs| {
+                let held = std::mem::take(&mut *held.lock().expect("unpoisoned"));
+                saver.save(&held);
+                Ok(inputs.get(0)?.copy().into())
+            },
+            |_, grads| Ok(grads.get(0)?.copy().into()),
+        );
+        last = run(link, &x);
+    }
+    drop(last);
+    assert_eq!(live_nodes(), before);
+}
+
+#[test]
 fn a_long_chain_of_refusals_does_not_overflow_the_stack() {
     let _alone = alone();
     let before = live_nodes();

@@ -7,8 +7,11 @@ use tch_extension::autograd::*;
 use tch_extension::cuda::{memory_stats, reset_peak_memory_stats};
 use tch_extension::{Error, Result};
 
+mod anomaly;
 mod arguments;
+mod backward;
 mod checkpoint;
+mod constants;
 mod derivatives;
 mod engine;
 mod failures;
@@ -16,6 +19,9 @@ mod hooks;
 mod in_place;
 mod lifetime;
 mod outputs;
+mod post_accumulate;
+mod profiler;
+mod saved_hooks;
 mod saving;
 mod second_derivatives;
 

@@ -331,3 +331,42 @@ fn an_intermediate_with_a_graph_from_elsewhere_is_refused_in_a_second_derivative
     let error = grad(&[&y], &[&x], &create()).expect_err("refused").to_string();
     assert!(error.contains("by_hidden") && error.contains("neither an input nor an output"), "{error}");
 }
+
+/// floor(x) + c·x, whose gradient is c times the incoming one, or zeros where c is 0.
+struct Floor {
+    declare: bool,
+    absent: bool,
+}
+
+impl Function for Floor {
+    const NAME: &'static str = "floor";
+    const DOUBLE_BACKWARD: bool = true;
+    fn forward(&mut self, _: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        Ok(inputs.get(0)?.floor().into())
+    }
+    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        if self.declare {
+            ctx.mark_constant(0);
+        }
+        Ok((!self.absent).then(|| grads.get(0).map(Tensor::zeros_like)).transpose()?.into())
+    }
+}
+
+#[test]
+fn a_gradient_that_is_honestly_constant_can_be_declared() {
+    let _alone = alone();
+    // f(x) = floor(x²)·x² has the second derivative 2·floor(x²).
+    let second = |floor: Floor| -> Result<Tensor> {
+        let x = leaf(&[1.5]);
+        let squared = run(Square::<true>, &x);
+        let y = (run(floor, &squared) * &squared).sum(Kind::Double);
+        let first = grad(&[&y], &[&x], &create())?.single()?;
+        assert_eq!(values(&first), [6.0]);
+        gradient_of(&first, &x)
+    };
+    for floor in [Floor { declare: true, absent: false }, Floor { declare: false, absent: true }] {
+        assert_eq!(values(&second(floor).expect("declared")), [4.0]);
+    }
+    let error = second(Floor { declare: false, absent: false }).expect_err("suspicious").to_string();
+    assert!(error.contains("return None") && error.contains("mark_constant"), "{error}");
+}

@@ -1,0 +1,116 @@
+// libtorch's engine as Rust calls it: grad, backward, anomaly mode, and what a tensor tells of its graph.
+
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "bridge.h"
+#include "lists.h"
+
+namespace tch_extension {
+namespace {
+
+// Keeps warnings instead of printing them.
+class Kept final : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { warnings_.push_back(warning); }
+  const std::vector<c10::Warning>& warnings() const { return warnings_; }
+
+ private:
+  std::vector<c10::Warning> warnings_;
+};
+
+// Runs a backward. In anomaly mode libtorch warns which forward made the node that failed; here that becomes
+// part of the error. Other threads of the engine hand their warnings to the one that called.
+template <typename Body>
+void with_traces(Body&& body) {
+  if (!torch::autograd::AnomalyMode::is_enabled()) return body();
+  Kept kept;
+  std::optional<std::string> error;
+  {
+    c10::WarningUtils::WarningHandlerGuard guard(&kept);
+    try {
+      body();
+    } catch (const c10::Error& caught) {
+      error = caught.what_without_backtrace();
+    } catch (const std::exception& caught) {
+      error = caught.what();
+    }
+  }
+  if (!error) {
+    for (const auto& warning : kept.warnings()) c10::warn(warning);
+    return;
+  }
+  for (const auto& warning : kept.warnings()) *error += "\n" + warning.msg();
+  throw std::runtime_error(*error);
+}
+
+std::optional<bool> optional_bool(int value) {
+  return value < 0 ? std::nullopt : std::optional<bool>(value != 0);
+}
+
+}  // namespace
+}  // namespace tch_extension
+
+using namespace tch_extension;
+
+// torch.autograd.grad. `grad_outputs`: [outputs_len], or grad_outputs_len 0 for ones (scalars only).
+// `retain_graph`: -1 for the value of create_graph. `results`: [inputs_len], null where unused.
+TCH_EXTENSION_API Message tch_extension_grad(at::Tensor* const* outputs, size_t outputs_len,
+                                             at::Tensor* const* inputs, size_t inputs_len,
+                                             at::Tensor* const* grad_outputs, size_t grad_outputs_len,
+                                             int retain_graph, bool create_graph, bool allow_unused,
+                                             at::Tensor** results) {
+  return guard([&] {
+    with_traces([&] {
+      release_to(results, torch::autograd::grad(tensors(outputs, outputs_len), tensors(inputs, inputs_len),
+                                                tensors(grad_outputs, grad_outputs_len),
+                                                optional_bool(retain_graph), create_graph, allow_unused));
+    });
+  });
+}
+
+// torch.autograd.backward: adds to the `grad` of `inputs`, or of all leaves where inputs_len is 0.
+TCH_EXTENSION_API Message tch_extension_backward(at::Tensor* const* outputs, size_t outputs_len,
+                                                 at::Tensor* const* grad_outputs, size_t grad_outputs_len,
+                                                 at::Tensor* const* inputs, size_t inputs_len,
+                                                 int retain_graph, bool create_graph) {
+  return guard([&] {
+    with_traces([&] {
+      torch::autograd::backward(tensors(outputs, outputs_len), tensors(grad_outputs, grad_outputs_len),
+                                optional_bool(retain_graph), create_graph, tensors(inputs, inputs_len));
+    });
+  });
+}
+
+// Tensor.retain_grad.
+TCH_EXTENSION_API Message tch_extension_retain_grad(const at::Tensor* tensor) {
+  return guard([&] { tensor->retain_grad(); });
+}
+
+// The name of the node that made the tensor, null for a leaf. The caller frees it as it does a message.
+TCH_EXTENSION_API Message tch_extension_grad_fn(const at::Tensor* tensor, char** name) {
+  return guard([&] {
+    const auto& node = tensor->grad_fn();
+    *name = node ? strdup(node->name().c_str()) : nullptr;
+  });
+}
+
+struct AnomalySetting {
+  bool enabled;
+  bool check_nan;
+};
+
+// Process-wide. Returns the setting before.
+TCH_EXTENSION_API AnomalySetting tch_extension_set_anomaly_mode(AnomalySetting setting) {
+  using torch::autograd::AnomalyMode;
+  const AnomalySetting before{AnomalyMode::is_enabled(), AnomalyMode::should_check_nan()};
+  AnomalyMode::set_enabled(setting.enabled, setting.check_nan);
+  return before;
+}

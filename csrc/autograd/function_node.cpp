@@ -1,0 +1,217 @@
+#include "function_node.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+namespace tch_extension {
+
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::variable_list;
+
+namespace {
+
+std::atomic<int64_t> live_nodes{0};
+
+// What libtorch warns when a backward fails in anomaly mode: where the forward was called, as Rust saw it.
+class ForwardTrace final : public torch::autograd::AnomalyMetadata {
+ public:
+  explicit ForwardTrace(std::string text) : text_(std::move(text)) {}
+  void print_stack(const std::string& node) override {
+    TORCH_WARN("Error detected in ", node, ". The forward that made it was called here:\n", text_);
+  }
+
+ private:
+  std::string text_;
+};
+
+}  // namespace
+
+int64_t FunctionNode::live() { return live_nodes.load(std::memory_order_relaxed); }
+
+FunctionNode::FunctionNode(State state, const ApplyParams& params)
+    : state_(std::move(state)),
+      name_(params.name, params.name_len),
+      materialize_grads_(params.materialize_grads),
+      double_backward_(params.double_backward) {
+  live_nodes.fetch_add(1, std::memory_order_relaxed);
+  if (params.trace != nullptr) {
+    anomaly_metadata_ = std::make_unique<ForwardTrace>(std::string(params.trace, params.trace_len));
+  }
+}
+
+FunctionNode::~FunctionNode() {
+  free_own();
+  live_nodes.fetch_sub(1, std::memory_order_relaxed);
+}
+
+void FunctionNode::free_own() noexcept {
+  release_variables();
+  state_.reset();
+}
+
+void FunctionNode::set_inputs(const ApplyParams& params, const Present& present) {
+  size_t next = 0;
+  edge_of_input_.reserve(params.inputs_len);
+  for (size_t i = 0; i < params.inputs_len; ++i) {
+    edge_of_input_.push_back(is_present(params.inputs[i]) ? next++ : kNoEdge);
+  }
+  edge_list edges;
+  edges.reserve(present.size());
+  for (const at::Tensor* input : present) edges.push_back(torch::autograd::impl::gradient_edge(*input));
+  set_next_edges(std::move(edges));
+}
+
+void FunctionNode::set_outputs(const variable_list& outputs) {
+  output_info_.reserve(outputs.size());
+  for (const auto& output : outputs) {
+    if (output.defined()) {
+      output_info_.emplace_back(output);
+    } else {
+      output_info_.emplace_back();
+    }
+  }
+}
+
+at::Tensor FunctionNode::unpack(size_t slot) const {
+  // The engine may run or release this node from another thread.
+  std::lock_guard<std::mutex> lock(const_cast<FunctionNode*>(this)->mutex_);
+  if (freed_) throw std::runtime_error(torch::autograd::ERR_BACKWARD_TWICE);
+  if (slot >= saved_.size()) {
+    throw std::runtime_error("saved tensor " + std::to_string(slot) +
+                             " was asked for, but the forward saved " + std::to_string(saved_.size()));
+  }
+  check_history(saved_[slot], slot);
+  return saved_[slot].variable.unpack(const_cast<FunctionNode*>(this)->getptr());
+}
+
+void FunctionNode::release_variables() {
+  std::vector<Saved> released;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    freed_ = freed_ || !saved_.empty();
+    released.swap(saved_);
+  }
+  // Outside the lock: a tensor's deleter may take other locks.
+  free_saved(std::move(released));
+}
+
+variable_list FunctionNode::materialize(variable_list&& grads) const {
+  if (!materialize_grads_) return std::move(grads);
+  if (output_info_.empty()) {
+    for (size_t i = 0; i < grads.size() && i < num_inputs(); ++i) {
+      if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();
+    }
+    return std::move(grads);
+  }
+  at::OptionalDeviceGuard device_guard;
+  for (size_t i = 0; i < grads.size() && i < output_info_.size(); ++i) {
+    if (!grads[i].defined()) grads[i] = output_info_[i].zeros(device_guard);
+  }
+  return std::move(grads);
+}
+
+// With a backward that calls itself differentiable, a gradient without a graph is suspicious where the
+// incoming gradients have one: it depends on them, unless it is zero, and a second derivative would silently
+// be missing.
+void FunctionNode::refuse_where_not_differentiable(const variable_list& grads, BackwardResults& results) {
+  variable_list& gradients = results.gradients;
+  if (!double_backward_) {
+    refuse_second_derivative(grads, gradients,
+                             "its backward is not differentiable; set Function::DOUBLE_BACKWARD if "
+                             "it is made of differentiable operations");
+    return;
+  }
+  const bool has_graph = std::any_of(grads.begin(), grads.end(),
+                                     [](const auto& grad) { return grad.defined() && grad.requires_grad(); });
+  if (!has_graph) return;
+  auto is_constant = [&](size_t place) {
+    const auto& places = results.constants;
+    return std::find(places.begin(), places.end(), place) != places.end();
+  };
+  variable_list suspects(gradients.size());
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (gradients[i].defined() && !gradients[i].requires_grad() && !is_constant(i))
+      suspects[i] = gradients[i];
+  }
+  refuse_second_derivative(
+      grads, suspects,
+      "Function::DOUBLE_BACKWARD is set, but its backward built no graph; where a gradient does "
+      "not depend on the incoming ones (the zeros of floor, say), return None for it or declare "
+      "it by Context::mark_constant");
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (suspects[i].defined()) gradients[i] = suspects[i];
+  }
+}
+
+// Makes a derivative of these gradients an error. PyTorch's once_differentiable hangs its error on tensors of
+// its own, so a second derivative that reaches the inputs some other way silently lacks a term. Here the
+// error stands on every way on: to this node's inputs and to whatever made the incoming gradients.
+void FunctionNode::refuse_second_derivative(const variable_list& grads, variable_list& results,
+                                            const char* why) {
+  edge_list edges;
+  for (const Edge& edge : next_edges()) {
+    if (edge.is_valid()) edges.push_back(edge);
+  }
+  for (const auto& grad : grads) {
+    if (grad.defined() && grad.requires_grad()) edges.push_back(torch::autograd::impl::gradient_edge(grad));
+  }
+  auto error = make_node<torch::autograd::Error>(
+      std::string(name_) + ": the second derivative is not defined: " + why, std::move(edges));
+  for (auto& result : results) {
+    if (!result.defined()) continue;
+    // Without whatever graph it has, such as that of an incoming gradient passed through.
+    result = result.detach();
+    torch::autograd::set_history(result, error);
+  }
+}
+
+variable_list FunctionNode::by_edge(variable_list&& gradients) const {
+  // Without absent inputs, edges are inputs.
+  if (gradients.size() == num_outputs()) return std::move(gradients);
+  variable_list edges(num_outputs());
+  for (size_t i = 0; i < gradients.size(); ++i) {
+    if (edge_of_input_[i] != kNoEdge) {
+      edges[edge_of_input_[i]] = std::move(gradients[i]);
+    } else if (gradients[i].defined()) {
+      throw std::runtime_error(std::string(name_) + ": backward returned a gradient for input " +
+                               std::to_string(i) + ", which was absent; return none there");
+    }
+  }
+  return edges;
+}
+
+variable_list FunctionNode::apply(variable_list&& grads) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (freed_) throw std::runtime_error(torch::autograd::ERR_BACKWARD_TWICE);
+  }
+  // Not under the lock: a backward may run another backward that comes through this very node.
+  grads = materialize(std::move(grads));
+  const bool create_graph = at::GradMode::is_enabled();
+  BackwardResults results{variable_list(edge_of_input_.size()), {}, {}};
+  c10::SmallVector<std::unique_ptr<at::Tensor>, 4> handles;
+  for (auto& grad : grads) {
+    handles.push_back(grad.defined() ? std::make_unique<at::Tensor>(grad) : nullptr);
+  }
+  c10::SmallVector<at::Tensor*, 4> pointers;
+  for (auto& handle : handles) pointers.push_back(handle.release());
+  int status = 0;
+  {
+    at::AutoGradMode mode(create_graph && double_backward_);
+    status = state_.backward(this, pointers.data(), pointers.size(), results);
+  }
+  if (status != 0) throw std::runtime_error(std::string(name_) + ": " + results.error);
+  if (create_graph) refuse_where_not_differentiable(grads, results);
+  return by_edge(std::move(results.gradients));
+}
+
+}  // namespace tch_extension

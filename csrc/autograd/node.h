@@ -1,0 +1,57 @@
+// The one place where libtorch's versions differ for this library: who owns graph nodes, and how they are
+// freed.
+//
+// Up to 2.11 a node is held by shared_ptr, and a deleter of libtorch's takes a long graph apart in a loop.
+// From 2.13 on it is held by intrusive_ptr, and the node's own destructor does that.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/headeronly/version.h>
+
+#include <memory>
+#include <utility>
+
+namespace tch_extension {
+
+#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 13)
+
+template <typename T>
+using NodePtr = c10::intrusive_ptr<T>;
+
+template <typename T, typename... Args>
+NodePtr<T> make_node(Args&&... args) {
+  return c10::make_intrusive<T>(std::forward<Args>(args)...);
+}
+
+// A node with something of its own to free.
+class OwnNode : public torch::autograd::Node {
+ public:
+  // Runs when the last owner goes while somebody still holds a weak pointer: the destructor then comes later.
+  void release_resources() final {
+    Node::release_resources();
+    free_own();
+  }
+
+ protected:
+  // Frees what the node itself holds; does nothing the second time.
+  virtual void free_own() noexcept = 0;
+};
+
+#else
+
+template <typename T>
+using NodePtr = std::shared_ptr<T>;
+
+template <typename T, typename... Args>
+NodePtr<T> make_node(Args&&... args) {
+  return NodePtr<T>(new T(std::forward<Args>(args)...), torch::autograd::deleteNode);
+}
+
+class OwnNode : public torch::autograd::Node {
+ protected:
+  virtual void free_own() noexcept = 0;
+};
+
+#endif
+
+}  // namespace tch_extension

@@ -1,0 +1,154 @@
+#include "saved.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/saved_variable_hooks.h>
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "state.h"
+
+namespace tch_extension {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+namespace {
+
+// Packs one saved tensor by a pair of Rust closures.
+class RustSavedHooks final : public torch::autograd::SavedVariableHooks {
+ public:
+  RustSavedHooks(void* state, const SavedHooksVTable* vtable) : state_(state), vtable_(vtable) {}
+  RustSavedHooks(const RustSavedHooks&) = delete;
+  RustSavedHooks& operator=(const RustSavedHooks&) = delete;
+  ~RustSavedHooks() override { vtable_->drop(state_); }
+
+  void call_pack_hook(const at::Tensor& tensor) override {
+    BackwardResults results{variable_list(1), {}, {}};
+    if (vtable_->pack(state_, &tensor, &results) != 0) throw std::runtime_error(results.error);
+  }
+
+  at::Tensor call_unpack_hook() override {
+    BackwardResults results{variable_list(1), {}, {}};
+    if (vtable_->unpack(state_, &results) != 0) throw std::runtime_error(results.error);
+    return std::move(results.gradients[0]);
+  }
+
+ private:
+  void* state_;
+  const SavedHooksVTable* vtable_;
+};
+
+const at::TensorBase& root(const at::TensorBase& tensor) {
+  return tensor.is_view() ? tensor._base() : tensor;
+}
+
+// Sorts the tensors of one call.
+class Sorter {
+ public:
+  Sorter(const ApplyParams& params, const Present& present, const variable_list& outputs)
+      : present_(present), outputs_(outputs) {
+    for (size_t i = 0; i < params.dirty_len; ++i) {
+      const at::Tensor* tensor = params.inputs[params.dirty[i]];
+      if (is_present(tensor)) dirty_.push_back(tensor);
+    }
+  }
+
+  bool is_dirty(const at::Tensor& tensor) const {
+    return std::any_of(dirty_.begin(), dirty_.end(),
+                       [&](const auto* dirty) { return dirty->is_same(tensor); });
+  }
+
+  // Its base, or another view of that: since the change its history leads to the node.
+  bool is_alias_of_dirty(const at::Tensor& tensor) const {
+    return !is_dirty(tensor) && std::any_of(dirty_.begin(), dirty_.end(), [&](const auto* dirty) {
+      return root(*dirty).is_same(root(tensor));
+    });
+  }
+
+  bool is_input_or_output(const at::Tensor& tensor) const {
+    auto is_same = [&](const at::Tensor& other) { return other.is_same(tensor); };
+    return std::any_of(present_.begin(), present_.end(),
+                       [&](const auto* input) { return is_same(*input); }) ||
+           std::any_of(outputs_.begin(), outputs_.end(), is_same);
+  }
+
+ private:
+  const Present& present_;
+  const variable_list& outputs_;
+  c10::SmallVector<const at::Tensor*, 2> dirty_;
+};
+
+Saved save_one(const at::Tensor& tensor, const Sorter& sorter, const torch::autograd::Node* node) {
+  // With its history the node would own itself, and never be freed. Its data still share the version counter.
+  if (sorter.is_alias_of_dirty(tensor))
+    return {SavedVariable(tensor.tensor_data(), false), History::kChanged};
+  // An output that holds this node as its grad_fn, saved whole, would make a cycle, too.
+  // The grad_fn of a view that was changed in place leads here in two steps; libtorch has a flag for that.
+  const bool is_dirty_view = sorter.is_dirty(tensor) && tensor.is_view() && tensor.requires_grad();
+  const bool is_output = is_dirty_view || tensor.grad_fn().get() == node;
+  return {SavedVariable(tensor, is_output, is_dirty_view),
+          sorter.is_input_or_output(tensor) ? History::kKept : History::kIntermediate};
+}
+
+}  // namespace
+
+std::vector<Saved> save(const ApplyParams& params, const Present& present, const variable_list& outputs,
+                        const torch::autograd::Node* node) {
+  const Sorter sorter(params, present, outputs);
+  std::vector<Saved> saved;
+  saved.reserve(params.saved_len);
+  for (size_t i = 0; i < params.saved_len; ++i) {
+    if (!is_present(params.saved[i])) {
+      saved.push_back({SavedVariable(), History::kKept});
+      continue;
+    }
+    saved.push_back(save_one(*params.saved[i], sorter, node));
+    if (params.saved_hooks != nullptr) {
+      const auto* vtable = params.saved_hooks_vtable;
+      saved.back().variable.register_hooks(
+          std::make_unique<RustSavedHooks>(vtable->start(params.saved_hooks), vtable));
+    }
+  }
+  return saved;
+}
+
+void check_history(const Saved& saved, size_t slot) {
+  if (saved.history == History::kKept || !at::GradMode::is_enabled()) return;
+  const std::string text = "saved tensor " + std::to_string(slot);
+  if (saved.history == History::kIntermediate) {
+    throw std::runtime_error(
+        text +
+        " is neither an input nor an output, so a derivative through it would be silently wrong; "
+        "compute it again from the inputs when Context::create_graph() is true");
+  }
+  throw std::runtime_error(text +
+                           " shares memory with an input that the forward changed in place, so it has no "
+                           "history of its own for a second "
+                           "derivative; save a copy, or the changed input itself");
+}
+
+void free_saved(std::vector<Saved>&& saved) noexcept {
+  using List = std::vector<Saved>;
+  // Of the outermost call in this thread, while it runs. A plain pointer, so that it works during a thread's
+  // end, too.
+  thread_local std::vector<List>* waiting = nullptr;
+  if (saved.empty()) return;
+  if (waiting != nullptr) {
+    waiting->push_back(std::move(saved));
+    return;
+  }
+  std::vector<List> lists;
+  lists.push_back(std::move(saved));
+  waiting = &lists;
+  while (!lists.empty()) {
+    const List next = std::move(lists.back());
+    lists.pop_back();
+  }
+  waiting = nullptr;
+}
+
+}  // namespace tch_extension

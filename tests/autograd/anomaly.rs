@@ -1,0 +1,53 @@
+//! Anomaly mode: which forward made the node that failed.
+
+use super::*;
+
+fn failing() -> impl Function {
+    op(|_, inputs| Ok(inputs.get(0)?.copy().into()), |_, _| Err(Error::msg("out of luck")))
+}
+
+/// A frame to look for in the trace.
+#[inline(never)]
+fn the_forward_in_question(x: &Tensor) -> Tensor {
+    std::hint::black_box(run(failing(), std::hint::black_box(x)))
+}
+
+#[test]
+fn an_error_names_the_forward() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let guard = detect_anomaly(true);
+    let y = the_forward_in_question(&x);
+    let error = backward(&[&y], &Default::default()).expect_err("it fails").to_string();
+    assert!(error.starts_with("op: out of luck"), "{error}");
+    assert!(error.contains("Error detected in opBackward"), "{error}");
+    assert!(error.contains("the_forward_in_question"), "{error}");
+    let error = gradient_of(&the_forward_in_question(&x), &x).expect_err("it fails").to_string();
+    assert!(error.contains("the_forward_in_question"), "through grad(), too: {error}");
+    drop(guard);
+    let error = gradient_of(&the_forward_in_question(&x), &x).expect_err("it fails").to_string();
+    assert_eq!(error, "op: out of luck", "without the mode");
+}
+
+#[test]
+fn nan_is_an_error_if_wanted() {
+    let _alone = alone();
+    let nan =
+        || op(|_, inputs| Ok(inputs.get(0)?.copy().into()), |_, grads| Ok((grads.get(0)? * f64::NAN).into()));
+    let x = leaf(&[3.0]);
+    for (check_nan, fails) in [(true, true), (false, false)] {
+        let _guard = detect_anomaly(check_nan);
+        let outcome = gradient_of(&run(nan(), &x), &x);
+        assert_eq!(outcome.is_err(), fails);
+        if let Err(error) = outcome {
+            let error = error.to_string();
+            assert!(error.contains("opBackward") && error.contains("nan values"), "{error}");
+            assert!(error.contains("nan_is_an_error_if_wanted"), "the trace: {error}");
+        }
+    }
+    // libtorch's own nodes report what libtorch knows.
+    let _guard = detect_anomaly(true);
+    let y = x.log() * 0.0 / 0.0;
+    let error = gradient_of(&y, &x).expect_err("NaN").to_string();
+    assert!(error.contains("nan values") && error.contains("Error detected in MulBackward1"), "{error}");
+}

@@ -1,0 +1,158 @@
+//! What `apply` gives back where no graph is wanted, and what it leaves behind: as PyTorch does.
+
+use super::*;
+use tch::no_grad;
+
+/// f(x) = x, whose backward must never be bypassed: it multiplies by 10.
+fn identity() -> impl Function {
+    op(|_, inputs| Ok(inputs.get(0)?.shallow_clone().into()), |_, grads| Ok((grads.get(0)? * 10.0).into()))
+}
+
+/// 2x, computed with grad mode on.
+fn double_with_a_graph() -> impl Function {
+    op(
+        |_, inputs| Ok(tch::with_grad(|| inputs.get(0).map(|x| x * 2.0))?.into()),
+        |_, grads| Ok((grads.get(0)? * 10.0).into()),
+    )
+}
+
+#[test]
+fn an_input_that_is_returned_without_grad_mode_is_a_constant() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let m = &x * 3.0;
+    let y = no_grad(|| run(identity(), &m));
+    assert!(!y.requires_grad());
+    let loss = (&y * &m).sum(Kind::Double);
+    // d/dx (9 · 3x), not (3x)²
+    assert_eq!(values(&gradient_of(&loss, &x).expect("gradient")), [27.0]);
+    let y = no_grad(|| run(identity(), &x));
+    assert!(!y.requires_grad() && x.requires_grad(), "a leaf, too, which stays one");
+}
+
+#[test]
+fn a_graph_built_inside_a_forward_stays_there() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    assert!(!no_grad(|| run(double_with_a_graph(), &x)).requires_grad(), "without grad mode");
+    let y = run(double_with_a_graph(), &x);
+    assert_eq!(grad_fn(&y).as_deref(), Some("opBackward"));
+    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [10.0], "by the operator's own backward");
+
+    // A graph that leads elsewhere, from an operator whose inputs are constants.
+    let held = Mutex::new(x.shallow_clone());
+    let of_another = op(
+        move |_, inputs| {
+            let x = held.lock().expect("unpoisoned");
+            Ok(tch::with_grad(|| inputs.get(0).map(|constant| constant * &*x))?.into())
+        },
+        |_, _| unreachable!("there is no graph"),
+    );
+    assert!(!run(of_another, &Tensor::from_slice(&[2.0])).requires_grad());
+}
+
+#[test]
+fn a_constant_that_is_returned_is_an_alias_and_not_the_input() {
+    let _alone = alone();
+    let constant = Tensor::from_slice(&[3.0]);
+    let y = run(identity(), &constant).set_requires_grad(true);
+    assert!(y.requires_grad() && !constant.requires_grad());
+    assert_eq!(y.data_ptr(), constant.data_ptr(), "no copy");
+}
+
+/// w·v, written into v: input 1.
+fn multiply_into_the_second() -> impl Function {
+    op(
+        |saver, inputs| {
+            saver.mark_dirty(1);
+            let mut v = inputs.get(1)?.shallow_clone();
+            let _ = v.f_mul_(inputs.get(0)?)?;
+            Ok(v.into())
+        },
+        |_, _| unreachable!("there is no graph"),
+    )
+}
+
+#[test]
+fn without_a_graph_any_view_may_be_changed_in_place() {
+    let _alone = alone();
+    let (w, base) = (Tensor::from_slice(&[10.0]), Tensor::from_slice(&[1.0, 2.0]));
+    apply(multiply_into_the_second(), &[Some(&w), Some(&base.narrow(0, 1, 1))]).expect("constants");
+    assert_eq!(values(&base), [1.0, 20.0]);
+    let w = leaf(&[10.0]);
+    no_grad(|| apply(multiply_into_the_second(), &[Some(&w), Some(&base.narrow(0, 0, 1))])).expect("no_grad");
+    assert_eq!(values(&base), [10.0, 20.0]);
+}
+
+#[test]
+fn a_forward_cannot_leave_grad_mode_changed() {
+    let _alone = alone();
+    // A panic inside of tch's `with_grad`, caught: tch does not set the mode back.
+    let careless = || {
+        op(
+            |_, inputs| {
+                let hook = std::panic::take_hook();
+                std::panic::set_hook(Box::new(|_| {}));
+                let caught = std::panic::catch_unwind(|| tch::with_grad(|| panic!("inside")));
+                std::panic::set_hook(hook);
+                assert!(caught.is_err());
+                Ok((inputs.get(0)? * 2.0).into())
+            },
+            |_, grads| Ok((grads.get(0)? * 2.0).into()),
+        )
+    };
+    let x = leaf(&[3.0]);
+    let after = no_grad(|| {
+        run(careless(), &x);
+        (&x * 1.0).requires_grad()
+    });
+    assert!(!after, "grad mode is off again, as the caller had it");
+    assert!(run(careless(), &x).requires_grad(), "and on, as this caller had it");
+}
+
+/// x², of an input whose `requires_grad` the forward changes.
+fn square_and_set_requires_grad(to: bool) -> impl Function {
+    op(
+        move |saver, inputs| {
+            let x = inputs.get(0)?;
+            saver.save(x);
+            let _ = x.shallow_clone().f_set_requires_grad(to)?;
+            Ok((x * x).into())
+        },
+        |ctx, grads| Ok((grads.get(0)? * ctx.saved(0)? * 2.0).into()),
+    )
+}
+
+/// 2x in place, of an input that the forward makes require grad.
+fn double_in_place_and_require_grad() -> impl Function {
+    op(
+        |saver, inputs| {
+            saver.save(inputs.get(1)?);
+            saver.mark_dirty(0);
+            let mut x = inputs.get(0)?.shallow_clone();
+            let _ = x.g_mul_scalar_(2.0);
+            let _ = inputs.get(1)?.shallow_clone().f_set_requires_grad(true)?;
+            Ok(x.into())
+        },
+        |ctx, grads| Ok([Some(grads.get(0)? * ctx.saved(0)?), None].into()),
+    )
+}
+
+#[test]
+fn whether_a_graph_is_needed_is_decided_before_the_forward() {
+    let _alone = alone();
+    let x = Tensor::from_slice(&[3.0]);
+    assert!(!run(square_and_set_requires_grad(true), &x).requires_grad() && x.requires_grad());
+    // There is a graph, whatever became of the leaf: a hook on the output still runs.
+    let x = leaf(&[3.0]);
+    let y = run(square_and_set_requires_grad(false), &x);
+    assert!(y.requires_grad() && !x.requires_grad());
+    let z = y * leaf(&[1.0]);
+    assert!(z.f_backward().is_ok());
+
+    let before = live_nodes();
+    let (x, w) = (Tensor::from_slice(&[3.0]), Tensor::from_slice(&[5.0]));
+    let y = apply(double_in_place_and_require_grad(), &[Some(&x), Some(&w)]).and_then(Tensors::single);
+    assert!(!y.expect("one output").requires_grad(), "there was no graph when it began");
+    assert_eq!(live_nodes(), before);
+}

@@ -1,0 +1,20 @@
+//! Operators under a profiler: forward and backward have their names, and belong together.
+
+use super::*;
+use tch_extension::testing::recorded;
+
+#[test]
+fn forward_and_backward_are_recorded_by_name() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let (y, events) = recorded(|| square(&x));
+    let find = |events: &[(String, i64)], name: &str| events.iter().find(|event| event.0 == name).cloned();
+    let forward = find(&events, "square").expect("the forward");
+    let (_, events) = recorded(|| gradient_of(&y, &x).expect("gradient"));
+    let backward = find(&events, "squareBackward").expect("the backward");
+    assert_eq!(forward.1, backward.1, "the sequence number links the two");
+    let (_, events) = recorded(|| tch::no_grad(|| square(&x)));
+    assert!(find(&events, "square").is_some(), "without a graph, too");
+    let (_, events) = recorded(|| apply(counted(&Arc::default(), |saver| saver.mark_dirty(7)), &[Some(&x)]));
+    assert!(find(&events, "op").is_some(), "and when it fails");
+}

@@ -1,0 +1,109 @@
+//! `saved_tensors_hooks` and `save_on_cpu`.
+
+use super::*;
+
+#[test]
+fn saved_tensors_are_packed_and_unpacked() {
+    let _alone = alone();
+    let (before, packs, unpacks) =
+        (live_nodes(), Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let x = leaf(&[3.0]);
+    let y = {
+        let (packs, unpacks) = (Arc::clone(&packs), Arc::clone(&unpacks));
+        let _hooks = saved_tensors_hooks(
+            move |tensor| {
+                packs.fetch_add(1, Ordering::SeqCst);
+                Ok(values(tensor))
+            },
+            move |packed: &Vec<f64>| {
+                unpacks.fetch_add(1, Ordering::SeqCst);
+                Ok(Tensor::from_slice(packed))
+            },
+        );
+        // An input and an output.
+        exp(&square(&x))
+    };
+    let counts = || (packs.load(Ordering::SeqCst), unpacks.load(Ordering::SeqCst));
+    assert_eq!(counts(), (2, 0));
+    let _ = square(&x);
+    assert_eq!(counts(), (2, 0), "the guard is gone");
+    for times in [1, 2] {
+        let found = grad(&[&y], &[&x], &keep()).and_then(Tensors::single).expect("gradient");
+        assert!((values(&found)[0] - 6.0 * 9.0_f64.exp()).abs() < 1e-6);
+        assert_eq!(counts(), (2, 2 * times));
+    }
+    drop(y);
+    assert_eq!((live_nodes(), Arc::strong_count(&packs)), (before, 1), "the closures went with the graph");
+}
+
+#[test]
+fn second_derivatives_pass_through_what_was_packed() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let hooks = saved_tensors_hooks(|tensor| Ok(tensor.copy()), |packed: &Tensor| Ok(packed.shallow_clone()));
+    let y = run(Square::<true>, &run(Square::<true>, &x)).sum(Kind::Double);
+    let first = grad(&[&y], &[&x], &create()).and_then(Tensors::single).expect("first");
+    assert_eq!(values(&first), [108.0]);
+    assert_eq!(values(&gradient_of(&first, &x).expect("second")), [108.0]);
+    drop(hooks);
+}
+
+#[test]
+fn the_youngest_hooks_count() {
+    let _alone = alone();
+    let scaled = |factor: f64| {
+        saved_tensors_hooks(move |tensor| Ok(tensor * factor), |packed: &Tensor| Ok(packed.shallow_clone()))
+    };
+    let x = leaf(&[3.0]);
+    let gradient = || values(&gradient_of(&square(&x), &x).expect("gradient"))[0];
+    let _outer = scaled(10.0);
+    {
+        let _inner = scaled(100.0);
+        assert_eq!(gradient(), 600.0);
+    }
+    assert_eq!(gradient(), 60.0);
+    let elsewhere = x.shallow_clone();
+    let other =
+        std::thread::spawn(move || values(&gradient_of(&square(&elsewhere), &elsewhere).expect("gradient")));
+    assert_eq!(other.join().expect("the thread"), [6.0], "of this thread only");
+}
+
+#[test]
+fn hooks_that_fail_are_errors() {
+    let _alone = alone();
+    let before = live_nodes();
+    let x = leaf(&[3.0]);
+    {
+        let _hooks = saved_tensors_hooks(|_| Err::<(), _>(Error::msg("no room")), |()| Ok(Tensor::new()));
+        let error = apply(Square::<false>, &[Some(&x)]).expect_err("pack fails").to_string();
+        assert!(error.contains("square: no room"), "{error}");
+    }
+    {
+        let _hooks = saved_tensors_hooks(|_| -> Result<()> { panic!("boom") }, |()| Ok(Tensor::new()));
+        let error = apply(Square::<false>, &[Some(&x)]).expect_err("pack panics").to_string();
+        assert!(error.contains("the pack hook of a saved tensor panicked: boom"), "{error}");
+    }
+    let y = {
+        let _hooks = saved_tensors_hooks(|_| Ok(()), |()| Err(Error::msg("lost it")));
+        square(&x)
+    };
+    let error = gradient_of(&y, &x).expect_err("unpack fails").to_string();
+    assert!(error.contains("lost it"), "{error}");
+    drop(y);
+    assert_eq!(live_nodes(), before);
+}
+
+#[test]
+fn saved_on_the_cpu() {
+    let _alone = alone();
+    for device in tch_extension::testing::devices() {
+        for pin_memory in [false, true] {
+            let x = Tensor::from_slice(&[3.0]).to_device(device).set_requires_grad(true);
+            let guard = save_on_cpu(pin_memory);
+            let y = exp(&square(&x));
+            drop(guard);
+            let found = gradient_of(&y, &x).expect("gradient").to_device(Device::Cpu);
+            assert!((values(&found)[0] - 6.0 * 9.0_f64.exp()).abs() < 1e-6);
+        }
+    }
+}
