@@ -93,5 +93,5 @@ pub use extension::{Built, Extension, link_args};
 #[path = "../tests/support/mod.rs"]
 mod support;
 
-/// The libtorch that this version of the crate is written for.
-pub const LIBTORCH_VERSION: &str = "2.11.0";
+/// The libtorch versions that this crate is written for, and the tch (and torch-sys) that each belongs to.
+pub const LIBTORCH_VERSIONS: [(&str, &str); 2] = [("2.11.0", "0.24"), ("2.13.0", "0.26")];

@@ -1,6 +1,6 @@
 //! An installed libtorch: its headers, its libraries and the CUDA runtime beside it.
 
-use crate::LIBTORCH_VERSION;
+use crate::LIBTORCH_VERSIONS;
 use crate::environment::Environment;
 use crate::probe;
 use anyhow::{Context, Result, bail};
@@ -104,10 +104,12 @@ fn check_version(include: &Path, env: &dyn Environment) -> Result<()> {
     }
     let version = probe::libtorch_version(include)
         .with_context(|| format!("no libtorch headers in {}; is LIBTORCH right?", include.display()))?;
-    if version != LIBTORCH_VERSION {
+    if LIBTORCH_VERSIONS.iter().all(|(known, _)| version != *known) {
+        let known =
+            LIBTORCH_VERSIONS.map(|(libtorch, tch)| format!("{libtorch} (with tch {tch})")).join(" or ");
         bail!(
-            "libtorch {version} in {}, but this version of tch-extension needs {LIBTORCH_VERSION}; set LIBTORCH to a \
-             libtorch {LIBTORCH_VERSION}, or LIBTORCH_BYPASS_VERSION_CHECK=1 to try anyway",
+            "libtorch {version} in {}, but this version of tch-extension needs {known}; set LIBTORCH to one of them, or \
+             LIBTORCH_BYPASS_VERSION_CHECK=1 to try anyway",
             include.display()
         );
     }

@@ -1,14 +1,14 @@
 //! The table of commands.
 
 use crate::repo::Repo;
-use crate::{bundle, cargo, ci, doctor, plot, report, setup};
+use crate::{bundle, cargo, ci, doctor, plot, report, setup, versions};
 use anyhow::Result;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
 /// A command line that means nothing.
 #[derive(Debug)]
-pub struct Usage(String);
+pub struct Usage(pub String);
 
 impl std::fmt::Display for Usage {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -22,7 +22,9 @@ const HELP: &str = "\
 cargo xtask COMMAND [ARGUMENTS]
 
   demo [ARGUMENTS]   train the character-level language model (examples/char_lltm); --op all compares
-  test [ARGUMENTS]   the workspace's tests, one at a time where there is a GPU; arguments go to `cargo test`
+  test [--tch 0.26] [ARGUMENTS]
+                     the workspace's tests, one at a time where there is a GPU; arguments go to `cargo test`.
+                     With --tch 0.26 beside that tch and libtorch 2.13, which it installs beside the others
   bench [WORD...]    each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
                      `cargo bench --profile dev`
   plot FILE...       bench.json, and the rivals.json beside it, as pictures in docs/plots
@@ -42,7 +44,11 @@ CUDA kernels are compiled when libtorch has CUDA and there is an nvcc; TCH_EXTEN
 pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
     match name {
         Some("demo") => start(&["run", "--example", "char_lltm", "--"], own_args(args)),
-        Some("test") => test(args),
+        Some("test") => match args {
+            [flag, version, args @ ..] if flag == "--tch" => versions::test(&Repo::find()?, version, args),
+            [flag] if flag == "--tch" => Err(Usage(format!("--tch wants {}", versions::KNOWN)).into()),
+            args => test(args),
+        },
         Some("bench") => {
             start(&["bench", "--profile", "dev", "--bench", "ops", "--", "table"], own_args(args))
         }
@@ -138,7 +144,12 @@ mod tests {
 
     #[test]
     fn what_means_nothing_is_a_usage_error() {
-        for (name, args) in [("tset", &[][..]), ("doctor", &["x"][..]), ("bundle", &["--nobench"][..])] {
+        for (name, args) in [
+            ("tset", &[][..]),
+            ("doctor", &["x"][..]),
+            ("bundle", &["--nobench"][..]),
+            ("test", &["--tch"][..]),
+        ] {
             let error = run(Some(name), &strings(args)).err().unwrap();
             assert!(error.is::<Usage>(), "{error}");
             assert!(error.to_string().contains("cargo xtask help"), "{error}");

@@ -28,6 +28,7 @@ mod programs;
 mod repo;
 mod report;
 mod setup;
+mod versions;
 mod weak_symbols;
 mod wheels;
 

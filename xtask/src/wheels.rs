@@ -47,6 +47,26 @@ pub const LIBTORCH: Set = Set {
     needs_gib: 10.0,
 };
 
+/// The same for tch 0.26, beside it.
+pub const LIBTORCH_2_13: Set = Set {
+    name: "libtorch 2.13 and nvcc",
+    pins: "xtask/libtorch-2.13.txt",
+    folder: "site-2.13",
+    links: &[("libtorch-2.13", "site-2.13/torch"), ("cuda-2.13", "site-2.13/nvidia/cu13")],
+    key_files: &[
+        "libtorch-2.13/lib/libtorch.so",
+        "libtorch-2.13/lib/libtorch_cpu.so",
+        "libtorch-2.13/lib/libtorch_cuda.so",
+        "libtorch-2.13/include/torch/csrc/api/include/torch/all.h",
+        "cuda-2.13/bin/nvcc",
+        "cuda-2.13/nvvm/bin/cicc",
+        "cuda-2.13/include/cuda_runtime.h",
+        "cuda-2.13/lib/libcudart.so.13",
+    ],
+    size: "about 2.6 GB to download, 4.1 GB on disk",
+    needs_gib: 10.0,
+};
+
 /// What `ci` needs beyond cargo.
 pub const TOOLS: Set = Set {
     name: "clang-format",

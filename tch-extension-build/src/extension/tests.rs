@@ -236,7 +236,7 @@ fn another_libtorch_or_abi_is_an_error() {
     );
     assert_says(
         &script.refusal(&extension),
-        &["libtorch 1.2.3", "needs 2.11.0", "LIBTORCH_BYPASS_VERSION_CHECK"],
+        &["libtorch 1.2.3", "needs 2.11.0 (with tch 0.24) or 2.13.0", "LIBTORCH_BYPASS_VERSION_CHECK"],
     );
 }
 

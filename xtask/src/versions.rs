@@ -1,0 +1,113 @@
+//! The repository beside another tch than the one in Cargo.lock.
+//!
+//! A program has one tch (torch-sys has a `links` key), and a lock file one version of it. So the other version gets a
+//! workspace of its own in `target`: links to everything here, its own Cargo.lock, its own `.venv/libtorch`.
+
+use crate::commands::Usage;
+use crate::repo::Repo;
+use crate::setup;
+use crate::{cargo, wheels};
+use anyhow::{Context, Result};
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::process::ExitCode;
+
+/// What `--tch` takes.
+pub const KNOWN: &str = "0.26; the tch of Cargo.lock needs no option";
+
+/// The version of tch that there is beside Cargo.lock's.
+const OTHER: &str = "0.26.0";
+
+/// What stays out of the other workspace: it has its own, or none.
+const NOT_LINKED: [&str; 7] = [".git", ".venv", "target", "dist", "dist.tmp", "runs", "Cargo.lock"];
+
+/// Runs `cargo test` beside another tch.
+pub fn test(repo: &Repo, version: &str, args: &[String]) -> Result<ExitCode> {
+    if version != "0.26" && version != OTHER {
+        return Err(Usage(format!("--tch takes {KNOWN}, and got `{version}`")).into());
+    }
+    setup::check_platform()?;
+    setup::check_glibc()?;
+    wheels::LIBTORCH_2_13.ensure(repo)?;
+    let root = repo.root.join("target/tch-0.26");
+    lay_out(repo, &root)?;
+    let other = Repo { root };
+    // Those that `.cargo/config.toml` sets here; there it sets them again, to what is there.
+    let mut changes: setup::Changes =
+        ["LIBTORCH", "CUDA_HOME"].map(|variable| (variable.to_string(), None)).into();
+    changes.extend(setup::one_test_at_a_time());
+    lock(repo, &other, &changes)?;
+    let has_packages = args.iter().any(|arg| arg == "-p" || arg.starts_with("--package"));
+    let all = ["test", "--workspace"];
+    let mut command = cargo::command(&other, &changes, if has_packages { &all[..1] } else { &all });
+    command.args(args);
+    Err(cargo::become_command(command))
+}
+
+/// Links, made anew each time: files come and go.
+fn lay_out(repo: &Repo, root: &Path) -> Result<()> {
+    let venv = root.join(".venv");
+    std::fs::create_dir_all(&venv).with_context(|| format!("cannot make {}", venv.display()))?;
+    for entry in std::fs::read_dir(&repo.root)?.flatten() {
+        let name = entry.file_name();
+        if NOT_LINKED.iter().all(|other| name != *other) {
+            link(&entry.path(), &root.join(name))?;
+        }
+    }
+    link(&repo.venv().join("site-2.13/torch"), &venv.join("libtorch"))?;
+    link(&repo.venv().join("site-2.13/nvidia/cu13"), &venv.join("cuda"))
+}
+
+fn link(target: &Path, place: &Path) -> Result<()> {
+    if std::fs::read_link(place).is_ok_and(|found| found == target) {
+        return Ok(());
+    }
+    let _ = std::fs::remove_file(place);
+    symlink(target, place).with_context(|| format!("cannot make the link {}", place.display()))
+}
+
+/// Cargo.lock as here, but for tch and torch-sys; made again when the one here has changed.
+fn lock(repo: &Repo, other: &Repo, changes: &setup::Changes) -> Result<()> {
+    let here = std::fs::read_to_string(repo.root.join("Cargo.lock")).context("cannot read Cargo.lock")?;
+    let (place, made_of) = (other.root.join("Cargo.lock"), other.root.join("Cargo.lock.made-of"));
+    if place.exists() && std::fs::read_to_string(&made_of).is_ok_and(|text| text == here) {
+        return Ok(());
+    }
+    let _ = std::fs::remove_file(&made_of);
+    std::fs::write(&place, &here).with_context(|| format!("cannot write {}", place.display()))?;
+    let update = ["update", "tch", "torch-sys", "--precise", OTHER];
+    cargo::run(&mut cargo::command(other, changes, &update))?;
+    std::fs::write(&made_of, &here).with_context(|| format!("cannot write {}", made_of.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pins_are_those_of_the_libtorch_that_tch_wants() {
+        assert!(include_str!("../libtorch-2.13.txt").contains("\ntorch==2.13.0\n"));
+    }
+
+    #[test]
+    fn another_workspace_has_links_to_all_but_what_is_its_own() {
+        let root = std::env::temp_dir().join(format!("xtask-versions-{}", std::process::id()));
+        let repo = Repo { root: root.join("repo") };
+        std::fs::create_dir_all(repo.root.join("src")).unwrap();
+        std::fs::create_dir_all(repo.root.join("target")).unwrap();
+        std::fs::write(repo.root.join("Cargo.lock"), "").unwrap();
+        let other = repo.root.join("target/tch-0.26");
+        for _ in 0..2 {
+            lay_out(&repo, &other).unwrap();
+        }
+        assert_eq!(std::fs::read_link(other.join("src")).unwrap(), repo.root.join("src"));
+        assert!(!other.join("target").exists() && !other.join("Cargo.lock").exists());
+        std::fs::remove_dir_all(root).unwrap();
+    }
+
+    #[test]
+    fn an_unknown_version_is_a_usage_error() {
+        let error = test(&Repo { root: "/repo".into() }, "0.25", &[]).err().unwrap();
+        assert!(error.is::<Usage>() && error.to_string().contains("0.25"), "{error}");
+    }
+}
