@@ -85,6 +85,17 @@ second_results(const Tensor& x) {
   return {Scalar(1.5), {1, 2, 3}, {0.5, 1.5}, x.device(), x.scalar_type(), std::nullopt};
 }
 
+std::tuple<Tensor, int64_t, Tensor, double, Tensor, bool, string> seven_results(const Tensor& x) {
+  return {x, 2, x.mul(3), 0.25, x.mul(5), true, "seven"};
+}
+
+// Any number of tensors, as no C++ function returns them.
+void boxed_multiples(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const Tensor x = torch::jit::pop(*stack).toTensor();
+  const auto count = static_cast<int64_t>(op.schema().returns().size());
+  for (int64_t i = 1; i <= count; ++i) stack->emplace_back(x.mul(i));
+}
+
 c10::List<optional<Tensor>> some_tensors(const Tensor& x) {
   c10::List<optional<Tensor>> result;
   result.push_back(x);
@@ -155,6 +166,17 @@ TORCH_LIBRARY(tch_test, m) {
   m.def("defaults(int i=3, float f=0.25, str t='text', int[2] ints=[4, 5], *, bool b=True) -> str", defaults);
   m.def("first_results(Tensor x) -> (Tensor, Tensor[], int, float, bool, str)", first_results);
   m.def("second_results(Tensor x) -> (Scalar, int[], float[], Device, ScalarType, int?)", second_results);
+  m.def("seven_results(Tensor x) -> (Tensor, int, Tensor, float, Tensor, bool, str)", seven_results);
+  const auto multiples = [] { return torch::CppFunction::makeFromBoxedFunction<&boxed_multiples>(); };
+  m.def("two_multiples(Tensor x) -> (Tensor, Tensor)", multiples());
+  m.def(
+      "twelve_multiples(Tensor x) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, Tensor, Tensor)",
+      multiples());
+  m.def(
+      "thirteen_multiples(Tensor x) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, Tensor, Tensor, Tensor)",
+      multiples());
   m.def("some_tensors(Tensor x) -> Tensor?[]", some_tensors);
   m.def("nothing(Tensor x) -> ()", nothing);
   m.def("takes_a_dict(Dict(str, int) d) -> ()", torch::CppFunction::makeFromBoxedFunction<&boxed_nothing>());
