@@ -33,7 +33,8 @@ impl CallContext<'_> {
             return Err(Error::Autograd(format!("it has no argument `{name}`")));
         };
         let kind = &schema.arguments[index].kind;
-        let Some(value) = self.node.arguments.as_ref().map(|all| all.get(index)).transpose()?.flatten() else {
+        let Some(value) = self.node.arguments.as_ref().map(|all| all.get(index)).transpose()?.flatten()
+        else {
             return Err(Error::Autograd(format!(
                 "its argument `{name}` is of type {kind}, and a backward gets no such argument by name; the tensors \
                  of a call are saved"

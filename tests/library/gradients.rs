@@ -118,7 +118,17 @@ fn arguments_of_every_type_reach_the_backward() {
         Ok(grads.get(0)?.shallow_clone().into())
     });
     let x = leaf(&[1.0]);
-    let all = args![&x, 2, 0.25, shift = 0.75, pair = [5, 6], mode = "down", flag = false, maybe = 1.5, dtype = Kind::Float];
+    let all = args![
+        &x,
+        2,
+        0.25,
+        shift = 0.75,
+        pair = [5, 6],
+        mode = "down",
+        flag = false,
+        maybe = 1.5,
+        dtype = Kind::Float
+    ];
     for args in [all, args![&x, 1]] {
         op.call::<Tensor>(args).unwrap().sum(Kind::Double).backward();
     }
@@ -128,10 +138,23 @@ fn arguments_of_every_type_reach_the_backward() {
 #[test]
 fn wrong_questions_for_arguments_are_errors() {
     for (op, expected) in [
-        (operator("power").with_backward(|ctx, _| ctx.argument::<i64>("scale").map(|_| ().into())), "its argument `scale` is Float(0.5), and i64 was asked for"),
-        (operator("power").with_backward(|ctx, _| ctx.argument::<i64>("m").map(|_| ().into())), "it has no argument `m`"),
-        (operator("power").with_backward(|ctx, _| ctx.argument::<Tensor>("x").map(|_| ().into())), "its argument `x` is of type Tensor, and a backward gets no such argument by name; the tensors of a call are saved"),
-        (operator("power").with_backward(|ctx, _| ctx.argument::<Option<Tensor>>("other").map(|_| ().into())), "its argument `other` is of type Tensor?"),
+        (
+            operator("power").with_backward(|ctx, _| ctx.argument::<i64>("scale").map(|_| ().into())),
+            "its argument `scale` is Float(0.5), and i64 was asked for",
+        ),
+        (
+            operator("power").with_backward(|ctx, _| ctx.argument::<i64>("m").map(|_| ().into())),
+            "it has no argument `m`",
+        ),
+        (
+            operator("power").with_backward(|ctx, _| ctx.argument::<Tensor>("x").map(|_| ().into())),
+            "its argument `x` is of type Tensor, and a backward gets no such argument by name; the tensors of a call are saved",
+        ),
+        (
+            operator("power")
+                .with_backward(|ctx, _| ctx.argument::<Option<Tensor>>("other").map(|_| ().into())),
+            "its argument `other` is of type Tensor?",
+        ),
     ] {
         let y: Tensor = op.call(args![&leaf(&[1.0]), 2]).unwrap();
         let text = y.sum(Kind::Double).f_backward().expect_err("an error").to_string();
