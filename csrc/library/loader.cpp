@@ -9,12 +9,14 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+#include <cxxabi.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
+#include <torch/version.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -27,6 +29,7 @@
 #include <string>
 #include <system_error>
 
+#include "registrations.h"
 #include "tch_extension/c_abi.h"
 
 namespace tch_extension {
@@ -38,7 +41,7 @@ std::mutex& dispatcher_table() {
 
 namespace {
 
-void open_library(const char* path, bool global) {
+void* open_library(const char* path, bool global) {
   // All symbols now, so that a missing one is an error here and not an abort in the first call. Local,
   // because two libraries may well define different functions of one name.
   void* library = dlopen(path, RTLD_NOW | (global ? RTLD_GLOBAL : RTLD_LOCAL));
@@ -50,6 +53,7 @@ void open_library(const char* path, bool global) {
   void* ask = dlsym(library, "tch_extension_load_error");
   const char* error = ask == nullptr ? nullptr : reinterpret_cast<const char* (*)()>(ask)();
   if (error != nullptr) throw std::runtime_error(error);
+  return library;
 }
 
 class File {
@@ -87,7 +91,7 @@ constexpr char kMark = '\0';
 }
 
 // The child. Never returns; all it says goes to `out`.
-[[noreturn]] void rehearse_in_child(int out, const char* const* paths, size_t len) {
+[[noreturn]] void rehearse_in_child(int out, const char* const* paths, size_t len, bool global) {
   // It must not outlive a parent that is killed while it hangs.
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   const rlimit no_core{0, 0};
@@ -103,7 +107,7 @@ constexpr char kMark = '\0';
     // The pool's other threads are not in the child, and a parallel loop of an initialiser's would wait for
     // them.
     at::set_num_threads(1);
-    for (size_t i = 0; i < len; ++i) open_library(paths[i], i + 1 < len);
+    for (size_t i = 0; i < len; ++i) open_library(paths[i], global || i + 1 < len);
   }));
 }
 
@@ -153,7 +157,7 @@ pid_t fork_between_lookups() {
   return fork();
 }
 
-void rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
+void rehearse(const char* const* paths, size_t len, bool global, int64_t limit_ms) {
   int ends[2];
   // Closed in what other threads start meanwhile: their programs would hold it open.
   if (pipe2(ends, O_CLOEXEC) != 0)
@@ -161,7 +165,7 @@ void rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
   File in(ends[0]), out(ends[1]);
   const pid_t child = fork_between_lookups();
   if (child < 0) throw std::system_error(errno, std::generic_category(), "it cannot be rehearsed: fork");
-  if (child == 0) rehearse_in_child(out.get(), paths, len);
+  if (child == 0) rehearse_in_child(out.get(), paths, len, global);
   out.close();
   std::string text;
   const bool in_time = read_all(in.get(), std::chrono::milliseconds(limit_ms), text);
@@ -182,14 +186,31 @@ void rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
 
 using namespace tch_extension;
 
-// Loads the libraries in a child process, the last one as tch_extension_open_library(…, false) does, those
+// Loads the libraries in a child process, the last one as tch_extension_open_library(…, global) does, those
 // before it as with true.
-TCH_EXTENSION_API Message tch_extension_rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
-  return guard([&] { rehearse(paths, len, limit_ms); });
+TCH_EXTENSION_API Message tch_extension_rehearse(const char* const* paths, size_t len, bool global,
+                                                 int64_t limit_ms) {
+  return guard([&] { rehearse(paths, len, global, limit_ms); });
 }
 
-TCH_EXTENSION_API Message tch_extension_open_library(const char* path, bool global) {
-  return guard([&] { open_library(path, global); });
+// `operators`: the names of those that it registered, one a line. Freed as a message is.
+TCH_EXTENSION_API Message tch_extension_open_library(const char* path, bool global, char** operators) {
+  return guard([&] {
+    void* const library = [&] {
+      const NotedRegistrations noted;
+      return open_library(path, global);
+    }();
+    *operators = strdup(registered_by(library).c_str());
+  });
+}
+
+// Whether a library that is loaded, or one that it needs, defines the symbol.
+TCH_EXTENSION_API bool tch_extension_defines(const char* path, const char* symbol) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
+  if (library == nullptr) return false;
+  const bool defines = dlsym(library, symbol) != nullptr;
+  dlclose(library);
+  return defines;
 }
 
 // A file of the libtorch that this process runs with, or an empty text. Freed as a message is.
@@ -198,4 +219,13 @@ TCH_EXTENSION_API char* tch_extension_libtorch_file() {
   const auto address = reinterpret_cast<void*>(static_cast<bool (*)()>(&at::GradMode::is_enabled));
   if (dladdr(address, &info) == 0 || info.dli_fname == nullptr) return strdup("");
   return strdup(info.dli_fname);
+}
+
+TCH_EXTENSION_API char* tch_extension_libtorch_version() { return strdup(TORCH_VERSION); }
+
+// A symbol as its source has it, freed as a message is. One that is not C++'s stays as it is.
+TCH_EXTENSION_API char* tch_extension_demangled(const char* symbol) {
+  int status = 0;
+  char* name = abi::__cxa_demangle(symbol, nullptr, nullptr, &status);
+  return name == nullptr ? strdup(symbol) : name;
 }

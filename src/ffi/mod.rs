@@ -14,12 +14,14 @@ pub(crate) mod linear;
 pub(crate) mod lltm;
 pub(crate) mod lltm_cell;
 pub(crate) mod lltm_cell_fused;
+pub(crate) mod loader;
 pub(crate) mod matmul_add_relu;
 #[cfg(tch_extension_cuda)]
 mod once_a_device;
 pub(crate) mod precision;
 pub(crate) mod tensor;
 pub(crate) mod testing;
+mod value;
 
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};

@@ -26,19 +26,25 @@
 //! A call runs with the grad mode and autocast settings of its thread. An operator without a gradient is recognised: see
 //! [`Operator::call`].
 
+mod kernels;
 mod load;
+mod mismatch;
+mod near;
 mod operator;
 mod output;
+mod package;
 mod requirements;
 mod schema;
 mod value;
+mod with_backward;
 
 pub use crate::args;
 pub use crate::ffi::library::{Layout, MemoryFormat, Output};
-pub use load::Library;
-pub use operator::{Operator, WithBackward};
+pub use load::{Library, LoadOptions};
+pub use operator::Operator;
 pub use output::{FromOutput, FromOutputs, Outputs};
 pub use value::{Args, NONE, Value};
+pub use with_backward::{CallContext, WithBackward};
 
 use crate::Result;
 

@@ -11,10 +11,33 @@ pub trait FromOutput: Sized {
     /// # Errors
     /// When it is something else.
     fn from_output(output: Output) -> Result<Self, Output>;
+
+    /// All results of a call as one value: there has to be one. A list takes any number.
+    ///
+    /// # Errors
+    /// What they should have been, when they are something else.
+    fn from_results(outputs: Vec<Output>) -> Result<Self, String> {
+        check_count(&outputs, 1)?;
+        one(outputs.into_iter().next(), 0)
+    }
 }
 
-/// What [`Operator::call`](super::Operator::call) can return: `()`, whatever is [`FromOutput`], or a tuple of up to six
-/// such, for an operator with so many results. [`Outputs`] takes any results.
+/// What [`Operator::call`](super::Operator::call) can return:
+/// - `()`, for an operator without a result;
+/// - whatever is [`FromOutput`], for one with a single result;
+/// - a tuple of up to twelve such, for one with so many results;
+/// - a vector, for any number of results of one type, `Vec<Tensor>`, say; a single result that is a list gives its items;
+/// - [`Outputs`], for any results.
+///
+/// ```
+/// use tch::Tensor;
+/// use tch_extension::{args, library::Operator};
+///
+/// let topk = Operator::find("aten::topk")?;
+/// let results: Vec<Tensor> = topk.call(args![&Tensor::from_slice(&[1, 7, 5]), 2])?;
+/// assert_eq!(results, [Tensor::from_slice(&[7, 5]), Tensor::from_slice(&[1_i64, 2])]);
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
 pub trait FromOutputs: Sized {
     /// The results, or what they should have been.
     ///
@@ -90,6 +113,13 @@ impl<T: FromOutput> FromOutput for Vec<T> {
             other => Err(other),
         }
     }
+
+    fn from_results(mut outputs: Vec<Output>) -> Result<Self, String> {
+        if matches!(outputs[..], [Output::List(_)]) {
+            return one(outputs.pop(), 0);
+        }
+        outputs.into_iter().enumerate().map(|(index, output)| one(Some(output), index)).collect()
+    }
 }
 
 /// One value of several.
@@ -108,8 +138,7 @@ fn check_count(outputs: &[Output], wanted: usize) -> Result<(), String> {
 
 impl<T: FromOutput> FromOutputs for T {
     fn from_outputs(outputs: Vec<Output>) -> Result<Self, String> {
-        check_count(&outputs, 1)?;
-        one(outputs.into_iter().next(), 0)
+        T::from_results(outputs)
     }
 }
 
@@ -137,3 +166,9 @@ from_outputs_tuple!(3: A 0, B 1, C 2);
 from_outputs_tuple!(4: A 0, B 1, C 2, D 3);
 from_outputs_tuple!(5: A 0, B 1, C 2, D 3, E 4);
 from_outputs_tuple!(6: A 0, B 1, C 2, D 3, E 4, F 5);
+from_outputs_tuple!(7: A 0, B 1, C 2, D 3, E 4, F 5, G 6);
+from_outputs_tuple!(8: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7);
+from_outputs_tuple!(9: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8);
+from_outputs_tuple!(10: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9);
+from_outputs_tuple!(11: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9, K 10);
+from_outputs_tuple!(12: A 0, B 1, C 2, D 3, E 4, F 5, G 6, H 7, I 8, J 9, K 10, L 11);

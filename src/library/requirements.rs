@@ -1,6 +1,6 @@
 //! What a library needs that the loader does not find by itself: parts of libtorch, and Python's.
 
-use crate::ffi::library::libtorch_file;
+use crate::ffi::loader::libtorch_file;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -24,6 +24,12 @@ pub(super) fn find(complaint: &str) -> Result<Option<PathBuf>, String> {
     let candidates = [missing, "libtorch_cuda.so"].map(|name| folder.join(name));
     let is_cudas = missing.starts_with("libcu") || missing.starts_with("libnv");
     Ok(candidates.into_iter().take(if is_cudas { 2 } else { 1 }).find(|path| path.exists()))
+}
+
+/// The symbol that the loader complains of, if it does of one.
+pub(super) fn undefined_symbol(complaint: &str) -> Option<&str> {
+    let (_, rest) = complaint.split_once("undefined symbol: ")?;
+    rest.split([',', ' ', ')']).next()
 }
 
 fn libpython(complaint: &str) -> Result<PathBuf, String> {

@@ -3,13 +3,18 @@
 use compiled::operator;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
-use tch_extension::library::{Layout, Library, MemoryFormat, Operator, Output, Outputs, operators};
+use tch_extension::library::{
+    Args, Layout, Library, LoadOptions, MemoryFormat, Operator, Output, Outputs, operators,
+};
 use tch_extension::{Result, args};
 
 mod arguments;
 mod compiled;
 mod gradients;
 mod loading;
+mod messages;
+mod mismatched;
+mod registrations;
 mod results;
 mod speed;
 mod threads;

@@ -85,6 +85,17 @@ second_results(const Tensor& x) {
   return {Scalar(1.5), {1, 2, 3}, {0.5, 1.5}, x.device(), x.scalar_type(), std::nullopt};
 }
 
+std::tuple<Tensor, int64_t, Tensor, double, Tensor, bool, string> seven_results(const Tensor& x) {
+  return {x, 2, x.mul(3), 0.25, x.mul(5), true, "seven"};
+}
+
+// Any number of tensors, as no C++ function returns them.
+void boxed_multiples(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const Tensor x = torch::jit::pop(*stack).toTensor();
+  const auto count = static_cast<int64_t>(op.schema().returns().size());
+  for (int64_t i = 1; i <= count; ++i) stack->emplace_back(x.mul(i));
+}
+
 c10::List<optional<Tensor>> some_tensors(const Tensor& x) {
   c10::List<optional<Tensor>> result;
   result.push_back(x);
@@ -109,6 +120,11 @@ Tensor& scale_(Tensor& x, double by) {
   return x;
 }
 void scale_out(const Tensor& x, double by, Tensor& out) { scale(x, by, out); }
+
+Tensor power(const Tensor& x, int64_t n, double scale, const Scalar& shift, at::IntArrayRef, c10::string_view,
+             bool, optional<double>, const optional<Tensor>&, optional<at::ScalarType>) {
+  return x.detach().pow(n).mul(scale).add(shift);
+}
 
 Tensor cube(const Tensor& x) { return x.mul(x).mul(x); }
 Tensor doubled(const Tensor& x) { return x.mul(2); }
@@ -135,6 +151,20 @@ double time_of_same(const Tensor& x, int64_t calls) {
   return time.count() / static_cast<double>(calls);
 }
 
+Tensor calls_cuda_only(const Tensor& x) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tch_test::cuda_only", "");
+  return op.typed<Tensor(const Tensor&)>().call(x);
+}
+
+Tensor first(at::TensorList many) { return many[0].clone(); }
+
+// Registers an operator while the program runs, as another thread may well do while a library is loaded.
+void register_operator(c10::string_view name) {
+  auto* library =
+      new torch::Library(torch::Library::FRAGMENT, "tch_meanwhile", std::nullopt, __FILE__, __LINE__);
+  library->def((string(name) + "(int x) -> int").c_str());
+}
+
 void boxed_nothing(const c10::OperatorHandle&, torch::jit::Stack* stack) { stack->clear(); }
 
 }  // namespace
@@ -155,6 +185,19 @@ TORCH_LIBRARY(tch_test, m) {
   m.def("defaults(int i=3, float f=0.25, str t='text', int[2] ints=[4, 5], *, bool b=True) -> str", defaults);
   m.def("first_results(Tensor x) -> (Tensor, Tensor[], int, float, bool, str)", first_results);
   m.def("second_results(Tensor x) -> (Scalar, int[], float[], Device, ScalarType, int?)", second_results);
+  m.def("seven_results(Tensor x) -> (Tensor, int, Tensor, float, Tensor, bool, str)", seven_results);
+  const auto multiples = [] { return torch::CppFunction::makeFromBoxedFunction<&boxed_multiples>(); };
+  m.def("two_multiples(Tensor x) -> (Tensor, Tensor)", multiples());
+  m.def(
+      "twelve_multiples(Tensor x) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, "
+      "Tensor, Tensor, Tensor)",
+      multiples());
+  m.def(
+      "thirteen_multiples(Tensor x) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, "
+      "Tensor, Tensor, Tensor, Tensor)",
+      multiples());
   m.def("some_tensors(Tensor x) -> Tensor?[]", some_tensors);
   m.def("nothing(Tensor x) -> ()", nothing);
   m.def("takes_a_dict(Dict(str, int) d) -> ()", torch::CppFunction::makeFromBoxedFunction<&boxed_nothing>());
@@ -163,6 +206,11 @@ TORCH_LIBRARY(tch_test, m) {
   m.def("thrice.only(int x) -> int", [](int64_t x) { return 3 * x; });
   m.def("fail(int how) -> ()", fail);
   m.def("scaled(Tensor x, float by) -> Tensor");
+  m.def(
+      "power(Tensor x, int n, float scale=0.5, *, Scalar shift=1, int[2] pair=3, str mode='up', bool "
+      "flag=True, "
+      "float? maybe=None, Tensor? other=None, ScalarType? dtype=None) -> Tensor",
+      power);
   m.def("scale_(Tensor(a!) x, float by) -> Tensor(a!)");
   m.def("scale_out(Tensor x, float by, *, Tensor(a!) out) -> ()");
   m.def("cube(Tensor x) -> Tensor", cube);
@@ -177,6 +225,12 @@ TORCH_LIBRARY(tch_test, m) {
   m.def("no_text() -> str", []() { return string("a\xff"); });
   m.def("time_of_same(Tensor x, int calls) -> float", time_of_same);
   m.def("cuda_only(Tensor x) -> Tensor");
+  m.def("cuda_and_xla_only(Tensor x) -> Tensor");
+  m.def("without_kernels(Tensor x) -> Tensor");
+  m.def("calls_cuda_only(Tensor x) -> Tensor", calls_cuda_only);
+  m.def("first(Tensor[] many) -> Tensor");
+  m.def("first_without_kernels(Tensor[] many) -> Tensor");
+  m.def("register_operator(str name) -> ()", register_operator);
 }
 
 TORCH_LIBRARY_IMPL(tch_test, CPU, m) {
@@ -184,8 +238,16 @@ TORCH_LIBRARY_IMPL(tch_test, CPU, m) {
   m.impl("scale_", scale_);
   m.impl("scale_out", scale_out);
   m.impl("doubled", doubled);
+  m.impl("first", first);
 }
 
 TORCH_LIBRARY_IMPL(tch_test, Autograd, m) { m.impl("doubled", doubled); }
 
-TORCH_LIBRARY_IMPL(tch_test, CUDA, m) { m.impl("cuda_only", cloned); }
+TORCH_LIBRARY_IMPL(tch_test, CUDA, m) {
+  m.impl("cuda_only", cloned);
+  m.impl("cuda_and_xla_only", cloned);
+}
+
+TORCH_LIBRARY_IMPL(tch_test, XLA, m) { m.impl("cuda_and_xla_only", cloned); }
+
+TORCH_LIBRARY_IMPL(tch_test, Meta, m) { m.impl("cuda_only", cloned); }

@@ -19,6 +19,51 @@ fn every_type_comes_back() {
 }
 
 #[test]
+fn more_than_six_results_come_back_as_a_tuple() {
+    let x = doubles(&[1.0, 2.0]);
+    type Seven = (Tensor, i64, Tensor, f64, Tensor, bool, String);
+    let (one, int, three, float, five, bool, text): Seven =
+        operator("seven_results").call(args![&x]).unwrap();
+    assert_eq!((one, three, five), (&x * 1, &x * 3, &x * 5));
+    assert_eq!((int, float, bool, text.as_str()), (2, 0.25, true, "seven"));
+    type T = Tensor;
+    type Twelve = (T, T, T, T, T, T, T, T, T, T, T, T);
+    let twelve: Twelve = operator("twelve_multiples").call(args![&x]).unwrap();
+    assert_eq!((twelve.0, twelve.6, twelve.11), (&x * 1, &x * 7, &x * 12));
+}
+
+#[test]
+fn a_vector_takes_any_number_of_results() {
+    let x = doubles(&[1.0, 2.0]);
+    for (name, count) in
+        [("same", 1), ("two_multiples", 2), ("twelve_multiples", 12), ("thirteen_multiples", 13)]
+    {
+        let results: Vec<Tensor> = operator(name).call(args![&x]).unwrap();
+        let expected: Vec<Tensor> = (1..=count).map(|factor| &x * factor).collect();
+        assert_eq!(results, expected, "{name}");
+    }
+    assert!(operator("nothing").call::<Vec<Tensor>>(args![&x]).unwrap().is_empty());
+    // A single list gives its own items, none of them included.
+    let list: Vec<Option<Tensor>> = operator("some_tensors").call(args![&x]).unwrap();
+    assert_eq!(list, [Some(x.shallow_clone()), None]);
+    // With a backward of one's own, too.
+    let op = operator("thirteen_multiples").with_backward(|_, grads| {
+        let terms = grads.iter().flatten().zip(1..).map(|(grad, factor)| grad * factor);
+        Ok(terms.reduce(|sum, term| sum + term).into())
+    });
+    let x = leaf(&[1.0, 2.0]);
+    let results: Vec<Tensor> = op.call(args![&x]).unwrap();
+    Tensor::stack(&results, 0).sum(Kind::Double).backward();
+    assert_eq!(x.grad(), doubles(&[91.0, 91.0]));
+    // Whichever is none names its place.
+    let text = message(operator("seven_results").call::<Vec<Tensor>>(args![&x]));
+    assert!(
+        text.contains("result 1 is Int(2), and tch::") && text.contains("Tensor was asked for"),
+        "{text}"
+    );
+}
+
+#[test]
 fn results_of_another_type_are_an_error() {
     let x = doubles(&[1.0]);
     for (text, expected) in [
