@@ -26,6 +26,12 @@ class Kept final : public c10::WarningHandler {
   std::vector<c10::Warning> warnings_;
 };
 
+// As libtorch begins what it says of a node that failed, and of the nodes whose backward made that.
+bool is_trace(const std::string& text) {
+  return text.find("Error detected in ") == 0 ||
+         text.find("Previous calculation was induced by") != std::string::npos;
+}
+
 // Runs a backward. In anomaly mode libtorch warns which forward made the node that failed; here that becomes
 // part of the error. Other threads of the engine hand their warnings to the one that called.
 template <typename Body>
@@ -47,7 +53,13 @@ void with_traces(Body&& body) {
     for (const auto& warning : kept.warnings()) c10::warn(warning);
     return;
   }
-  for (const auto& warning : kept.warnings()) *error += "\n" + warning.msg();
+  for (const auto& warning : kept.warnings()) {
+    if (is_trace(warning.msg())) {
+      *error += "\n" + warning.msg();
+    } else {
+      c10::warn(warning);
+    }
+  }
   throw std::runtime_error(*error);
 }
 

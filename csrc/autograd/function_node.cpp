@@ -9,6 +9,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <typeinfo>
 #include <utility>
 
 namespace tch_extension {
@@ -25,12 +26,23 @@ std::atomic<int64_t> live_nodes{0};
 class ForwardTrace final : public torch::autograd::AnomalyMetadata {
  public:
   explicit ForwardTrace(std::string text) : text_(std::move(text)) {}
+
   void print_stack(const std::string& node) override {
     TORCH_WARN("Error detected in ", node, ". The forward that made it was called here:\n", text_);
+    if (parent_ == nullptr) return;
+    TORCH_WARN("Error detected in ", node, ", which was made by the backward of ", parent_->name(), ":");
+    parent_->metadata()->print_stack(parent_->name());
+  }
+
+  // The node in whose backward this one was made, if it was.
+  void assign_parent(const NodePtr<torch::autograd::Node>& parent) override {
+    parent_ = parent;
+    AnomalyMetadata::assign_parent(parent);  // for a chain that libtorch prints
   }
 
  private:
   std::string text_;
+  NodePtr<torch::autograd::Node> parent_;
 };
 
 }  // namespace
@@ -43,9 +55,12 @@ FunctionNode::FunctionNode(State state, const ApplyParams& params)
       materialize_grads_(params.materialize_grads),
       double_backward_(params.double_backward) {
   live_nodes.fetch_add(1, std::memory_order_relaxed);
-  if (params.trace != nullptr) {
-    anomaly_metadata_ = std::make_unique<ForwardTrace>(std::string(params.trace, params.trace_len));
-  }
+  if (params.trace == nullptr || anomaly_metadata_ == nullptr) return;
+  // Where Python is in the process, the metadata are Python's, and it takes them for its own.
+  const auto& metadata = *anomaly_metadata_;
+  if (typeid(metadata) != typeid(torch::autograd::AnomalyMetadata)) return;
+  anomaly_metadata_ = std::make_unique<ForwardTrace>(std::string(params.trace, params.trace_len));
+  assign_parent();
 }
 
 FunctionNode::~FunctionNode() {
@@ -82,22 +97,28 @@ void FunctionNode::set_outputs(const variable_list& outputs) {
 }
 
 at::Tensor FunctionNode::unpack(size_t slot) const {
-  // The engine may run or release this node from another thread.
-  std::lock_guard<std::mutex> lock(const_cast<FunctionNode*>(this)->mutex_);
-  if (freed_) throw std::runtime_error(torch::autograd::ERR_BACKWARD_TWICE);
-  if (slot >= saved_.size()) {
-    throw std::runtime_error("saved tensor " + std::to_string(slot) +
-                             " was asked for, but the forward saved " + std::to_string(saved_.size()));
+  SavedList saved;
+  {
+    // The engine may run or release this node from another thread. An unpack hook runs below, without the
+    // lock.
+    std::lock_guard<std::mutex> lock(const_cast<FunctionNode*>(this)->mutex_);
+    if (freed_) throw std::runtime_error(torch::autograd::ERR_BACKWARD_TWICE);
+    saved = saved_;
   }
-  check_history(saved_[slot], slot);
-  return saved_[slot].variable.unpack(const_cast<FunctionNode*>(this)->getptr());
+  const size_t len = saved == nullptr ? 0 : saved->size();
+  if (slot >= len) {
+    throw std::runtime_error("saved tensor " + std::to_string(slot) +
+                             " was asked for, but the forward saved " + std::to_string(len));
+  }
+  check_history((*saved)[slot], slot);
+  return (*saved)[slot].variable.unpack(const_cast<FunctionNode*>(this)->getptr());
 }
 
 void FunctionNode::release_variables() {
-  std::vector<Saved> released;
+  SavedList released;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    freed_ = freed_ || !saved_.empty();
+    freed_ = freed_ || saved_ != nullptr;
     released.swap(saved_);
   }
   // Outside the lock: a tensor's deleter may take other locks.
@@ -133,9 +154,11 @@ void FunctionNode::refuse_where_not_differentiable(const variable_list& grads, B
   const bool has_graph = std::any_of(grads.begin(), grads.end(),
                                      [](const auto& grad) { return grad.defined() && grad.requires_grad(); });
   if (!has_graph) return;
+  // A gradient is linear in the incoming ones: one that does not depend on them is zero.
   auto is_constant = [&](size_t place) {
     const auto& places = results.constants;
-    return std::find(places.begin(), places.end(), place) != places.end();
+    return std::find(places.begin(), places.end(), place) != places.end() &&
+           gradients[place].count_nonzero().item<int64_t>() == 0;
   };
   variable_list suspects(gradients.size());
   for (size_t i = 0; i < gradients.size(); ++i) {
@@ -144,9 +167,9 @@ void FunctionNode::refuse_where_not_differentiable(const variable_list& grads, B
   }
   refuse_second_derivative(
       grads, suspects,
-      "Function::DOUBLE_BACKWARD is set, but its backward built no graph; where a gradient does "
-      "not depend on the incoming ones (the zeros of floor, say), return None for it or declare "
-      "it by Context::mark_constant");
+      "Function::DOUBLE_BACKWARD is set, but its backward built no graph; a gradient that does "
+      "not depend on the incoming ones is zero, as that of floor: declare such zeros by "
+      "Context::mark_constant, or return None");
   for (size_t i = 0; i < gradients.size(); ++i) {
     if (suspects[i].defined()) gradients[i] = suspects[i];
   }

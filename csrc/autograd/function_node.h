@@ -7,6 +7,7 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -32,7 +33,9 @@ class FunctionNode final : public OwnNode {
   void set_inputs(const ApplyParams& params, const Present& present);
   // What zeros are made of, where the node's own metadata do not say it.
   void set_outputs(const torch::autograd::variable_list& outputs);
-  void set_saved(std::vector<Saved> saved) { saved_ = std::move(saved); }
+  void set_saved(std::vector<Saved> saved) {
+    if (!saved.empty()) saved_ = std::make_shared<const std::vector<Saved>>(std::move(saved));
+  }
 
   at::Tensor unpack(size_t slot) const;
   bool needs_input_grad(size_t input) const {
@@ -61,7 +64,7 @@ class FunctionNode final : public OwnNode {
   bool double_backward_;
   c10::SmallVector<size_t, 8> edge_of_input_;
   std::vector<torch::autograd::VariableInfo> output_info_;  // empty where every output is like its metadata
-  std::vector<Saved> saved_;                                // guarded by mutex_
+  SavedList saved_;                                         // guarded by mutex_; null where nothing is saved
   bool freed_ = false;                                      // guarded by mutex_
 };
 

@@ -49,6 +49,7 @@ NodePtr<T> make_node(Args&&... args) {
 
 class OwnNode : public torch::autograd::Node {
  protected:
+  // Called by the node's own destructor only: here that comes with the last owner.
   virtual void free_own() noexcept = 0;
 };
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -29,17 +30,36 @@ class RustSavedHooks final : public torch::autograd::SavedVariableHooks {
   void call_pack_hook(const at::Tensor& tensor) override {
     BackwardResults results{variable_list(1), {}, {}};
     if (vtable_->pack(state_, &tensor, &results) != 0) throw std::runtime_error(results.error);
+    sizes_ = tensor.sizes().vec();
+    kind_ = tensor.scalar_type();
+    device_ = tensor.device();
   }
 
   at::Tensor call_unpack_hook() override {
     BackwardResults results{variable_list(1), {}, {}};
     if (vtable_->unpack(state_, &results) != 0) throw std::runtime_error(results.error);
-    return std::move(results.gradients[0]);
+    at::Tensor& tensor = results.gradients[0];
+    if (!tensor.defined() || tensor.sizes() != sizes_ || tensor.scalar_type() != kind_ ||
+        tensor.device() != device_) {
+      std::ostringstream text;
+      text << "the unpack hook of a saved tensor returned ";
+      if (tensor.defined()) {
+        text << tensor.scalar_type() << tensor.sizes() << " on " << tensor.device();
+      } else {
+        text << "an undefined tensor";
+      }
+      text << " in the place of " << kind_ << at::IntArrayRef(sizes_) << " on " << device_;
+      throw std::runtime_error(text.str());
+    }
+    return std::move(tensor);
   }
 
  private:
   void* state_;
   const SavedHooksVTable* vtable_;
+  std::vector<int64_t> sizes_;
+  at::ScalarType kind_ = at::kFloat;
+  at::Device device_ = at::kCPU;
 };
 
 const at::TensorBase& root(const at::TensorBase& tensor) {
@@ -49,8 +69,9 @@ const at::TensorBase& root(const at::TensorBase& tensor) {
 // Sorts the tensors of one call.
 class Sorter {
  public:
-  Sorter(const ApplyParams& params, const Present& present, const variable_list& outputs)
-      : present_(present), outputs_(outputs) {
+  Sorter(const ApplyParams& params, const Present& present, const variable_list& outputs,
+         const torch::autograd::Node* node)
+      : params_(params), present_(present), outputs_(outputs), node_(node) {
     for (size_t i = 0; i < params.dirty_len; ++i) {
       const at::Tensor* tensor = params.inputs[params.dirty[i]];
       if (is_present(tensor)) dirty_.push_back(tensor);
@@ -62,34 +83,54 @@ class Sorter {
                        [&](const auto* dirty) { return dirty->is_same(tensor); });
   }
 
-  // Its base, or another view of that: since the change its history leads to the node.
-  bool is_alias_of_dirty(const at::Tensor& tensor) const {
-    return !is_dirty(tensor) && std::any_of(dirty_.begin(), dirty_.end(), [&](const auto* dirty) {
-      return root(*dirty).is_same(root(tensor));
-    });
+  // A view of an output; or, of an input that was changed, the base or another view of that.
+  bool is_alias(const at::Tensor& tensor) const {
+    const at::TensorBase& base = root(tensor);
+    return std::any_of(dirty_.begin(), dirty_.end(),
+                       [&](const auto* dirty) { return root(*dirty).is_same(base); }) ||
+           std::any_of(outputs_.begin(), outputs_.end(), [&](const auto& output) {
+             return output.defined() && base.is_same(output) && output.grad_fn().get() == node_;
+           });
+  }
+
+  bool is_input(const at::Tensor& tensor) const {
+    return std::any_of(present_.begin(), present_.end(),
+                       [&](const auto* input) { return input->is_same(tensor); });
   }
 
   bool is_input_or_output(const at::Tensor& tensor) const {
-    auto is_same = [&](const at::Tensor& other) { return other.is_same(tensor); };
-    return std::any_of(present_.begin(), present_.end(),
-                       [&](const auto* input) { return is_same(*input); }) ||
-           std::any_of(outputs_.begin(), outputs_.end(), is_same);
+    return is_input(tensor) || std::any_of(outputs_.begin(), outputs_.end(),
+                                           [&](const auto& output) { return output.is_same(tensor); });
+  }
+
+  // An output that brought a graph along was replaced; then the one that is returned is meant.
+  const at::Tensor& as_returned(const at::Tensor& tensor) const {
+    if (is_input(tensor)) return tensor;
+    for (size_t i = 0; i < params_.outputs_len; ++i) {
+      if (is_present(params_.outputs[i]) && params_.outputs[i]->is_same(tensor)) return outputs_[i];
+    }
+    return tensor;
   }
 
  private:
+  const ApplyParams& params_;
   const Present& present_;
   const variable_list& outputs_;
+  const torch::autograd::Node* node_;
   c10::SmallVector<const at::Tensor*, 2> dirty_;
 };
 
-Saved save_one(const at::Tensor& tensor, const Sorter& sorter, const torch::autograd::Node* node) {
-  // With its history the node would own itself, and never be freed. Its data still share the version counter.
-  if (sorter.is_alias_of_dirty(tensor))
-    return {SavedVariable(tensor.tensor_data(), false), History::kChanged};
-  // An output that holds this node as its grad_fn, saved whole, would make a cycle, too.
-  // The grad_fn of a view that was changed in place leads here in two steps; libtorch has a flag for that.
+Saved save_one(const at::Tensor& given, const Sorter& sorter, const torch::autograd::Node* node) {
+  const at::Tensor& tensor = sorter.as_returned(given);
+  // An output that holds this node as its grad_fn, saved whole, would make a cycle: the node would own
+  // itself. The grad_fn of a view that was changed in place leads here in two steps; libtorch has a flag for
+  // that.
   const bool is_dirty_view = sorter.is_dirty(tensor) && tensor.is_view() && tensor.requires_grad();
   const bool is_output = is_dirty_view || tensor.grad_fn().get() == node;
+  // So would what shares memory with one. Its data alone have the same version counter.
+  if (!is_output && !sorter.is_dirty(tensor) && sorter.is_alias(tensor)) {
+    return {SavedVariable(tensor.tensor_data(), false), History::kAlias};
+  }
   return {SavedVariable(tensor, is_output, is_dirty_view),
           sorter.is_input_or_output(tensor) ? History::kKept : History::kIntermediate};
 }
@@ -98,7 +139,7 @@ Saved save_one(const at::Tensor& tensor, const Sorter& sorter, const torch::auto
 
 std::vector<Saved> save(const ApplyParams& params, const Present& present, const variable_list& outputs,
                         const torch::autograd::Node* node) {
-  const Sorter sorter(params, present, outputs);
+  const Sorter sorter(params, present, outputs, node);
   std::vector<Saved> saved;
   saved.reserve(params.saved_len);
   for (size_t i = 0; i < params.saved_len; ++i) {
@@ -126,26 +167,25 @@ void check_history(const Saved& saved, size_t slot) {
         "compute it again from the inputs when Context::create_graph() is true");
   }
   throw std::runtime_error(text +
-                           " shares memory with an input that the forward changed in place, so it has no "
-                           "history of its own for a second "
-                           "derivative; save a copy, or the changed input itself");
+                           " shares memory with an output or with an input that was changed in place, so it "
+                           "has no history of its own for a "
+                           "second derivative; save that tensor itself, or a copy");
 }
 
-void free_saved(std::vector<Saved>&& saved) noexcept {
-  using List = std::vector<Saved>;
+void free_saved(SavedList saved) noexcept {
   // Of the outermost call in this thread, while it runs. A plain pointer, so that it works during a thread's
   // end, too.
-  thread_local std::vector<List>* waiting = nullptr;
-  if (saved.empty()) return;
+  thread_local std::vector<SavedList>* waiting = nullptr;
+  if (saved == nullptr) return;
   if (waiting != nullptr) {
     waiting->push_back(std::move(saved));
     return;
   }
-  std::vector<List> lists;
+  std::vector<SavedList> lists;
   lists.push_back(std::move(saved));
   waiting = &lists;
   while (!lists.empty()) {
-    const List next = std::move(lists.back());
+    const SavedList next = std::move(lists.back());
     lists.pop_back();
   }
   waiting = nullptr;

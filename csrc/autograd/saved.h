@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 #include "wrap.h"
@@ -15,8 +16,9 @@ enum class History {
   kKept,
   // It is neither an input nor an output: its graph, if it had one, is not part of the node's.
   kIntermediate,
-  // It shares memory with an input that the forward changed in place, so its history leads to this very node.
-  kChanged,
+  // It shares memory with an output, or an input changed in place, so that its history leads to this very
+  // node.
+  kAlias,
 };
 
 struct Saved {
@@ -31,8 +33,11 @@ std::vector<Saved> save(const ApplyParams& params, const Present& present,
 // Throws where reading this slot with grad mode on would make a second derivative silently wrong.
 void check_history(const Saved& saved, size_t slot);
 
-// Frees saved tensors. Each may be the last owner of a graph whose nodes hold saved tensors again; a chain of
-// them is freed in a loop, because recursion would overflow the stack.
-void free_saved(std::vector<Saved>&& saved) noexcept;
+// Shared by the node and by whoever unpacks at the moment.
+using SavedList = std::shared_ptr<const std::vector<Saved>>;
+
+// Lets go of saved tensors. Each may be the last owner of a graph whose nodes hold saved tensors again; a
+// chain of them is freed in a loop, because recursion would overflow the stack.
+void free_saved(SavedList saved) noexcept;
 
 }  // namespace tch_extension

@@ -1,5 +1,7 @@
 #include "wrap.h"
 
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -26,6 +28,18 @@ std::unordered_set<at::TensorImpl*> chosen(at::Tensor* const* tensors, const siz
   return set;
 }
 
+// Whether the forward returned a graph of its own: built with grad mode switched on, or that of a tensor from
+// elsewhere. libtorch would cut the very tensor off its graph, or hang the node on it, for everybody who
+// holds it; and it leaves a view as it is, where the graph should have stayed inside. A view below a node
+// stays one, so that it cannot be changed in place behind the node's back.
+bool brings_a_graph(const at::Tensor& output, const Present& present,
+                    const std::unordered_set<at::TensorImpl*>& dirty, bool is_constant) {
+  if (!output.requires_grad() || dirty.count(output.unsafeGetTensorImpl()) > 0) return false;
+  if (is_constant) return true;
+  auto is_same = [&](const at::Tensor* input) { return input->is_same(output); };
+  return !output.is_view() && std::none_of(present.begin(), present.end(), is_same);
+}
+
 }  // namespace
 
 // libtorch attributes a change of a view to the first input, whichever it was.
@@ -39,18 +53,13 @@ void check_dirty_views(const ApplyParams& params, const Present& present) {
   }
 }
 
-// libtorch finds both of the first only when the data have changed.
 void check_in_place(const at::Tensor& tensor, const at::Tensor& first) {
-  if (tensor.requires_grad() && tensor.is_leaf()) {
-    throw std::runtime_error(
-        "a leaf that requires grad cannot be changed in place; change a copy, such as x.copy()");
+  {
+    // libtorch asks this of its own operations, with grad mode on; of ours only when the data have changed.
+    const at::AutoGradMode on(true);
+    torch::autograd::check_inplace(tensor, /*requires_grad=*/true);
   }
-  if (!tensor.is_view()) return;
-  const at::TensorBase& base = tensor._base();
-  if (base.requires_grad() && base.is_leaf()) {
-    throw std::runtime_error("a view of a leaf that requires grad cannot be changed in place; change a copy");
-  }
-  if (!first.is_same(tensor)) {
+  if (tensor.is_view() && !first.is_same(tensor)) {
     throw std::runtime_error("a view that is changed in place has to be the first input");
   }
 }
@@ -84,13 +93,15 @@ variable_list hang_on(const ApplyParams& params, const NodePtr<Node>& node) {
 
 // The only call of an interface that libtorch changes between releases.
 variable_list wrap_outputs(const ApplyParams& params, const Present& present, const NodePtr<Node>& node) {
+  auto dirty = chosen(params.inputs, params.dirty, params.dirty_len);
   std::vector<std::optional<at::Tensor>> raw(params.outputs_len);
   for (size_t i = 0; i < params.outputs_len; ++i) {
-    if (is_present(params.outputs[i])) raw[i] = *params.outputs[i];
+    if (!is_present(params.outputs[i])) continue;
+    const at::Tensor& output = *params.outputs[i];
+    raw[i] = brings_a_graph(output, present, dirty, /*is_constant=*/!node) ? output.detach() : output;
   }
   variable_list inputs;
   for (const at::Tensor* input : present) inputs.push_back(*input);
-  auto dirty = chosen(params.inputs, params.dirty, params.dirty_len);
   for (auto* tensor : dirty) tensor->bump_version();
   auto no_jvp = [](const variable_list&, const variable_list&) -> variable_list {
     throw std::runtime_error("forward-mode derivatives are not defined for operators written in Rust");

@@ -18,9 +18,9 @@ use torch_sys::C_tensor;
 /// Runs an operator and, if grad mode is on and an input requires grad, makes it part of the graph.
 /// A missing input is `None`.
 ///
-/// Outputs are what PyTorch's would be: without a graph they are constants, also where the forward returned an input
-/// or switched grad mode on for itself; an input that is returned comes back as an alias, unless it was changed in
-/// place. Grad mode is afterwards what it was before.
+/// Without a graph the outputs are constants, also where the forward returned an input or switched grad mode on for itself.
+/// An input that is returned comes back as an alias, unless it was changed in place. Grad mode is afterwards what it was
+/// before.
 ///
 /// # Errors
 /// The forward's own, or a misuse of [`Saver`].

@@ -64,7 +64,7 @@ pub trait Function: Send + Sync + Sized + 'static {
     ///
     /// A gradient that comes out without a graph although the incoming ones have one is refused, too: most likely
     /// the graph was lost. Where it honestly does not depend on them (a gradient is linear in the incoming ones, so then
-    /// it is zero, as that of `floor`), return `None` for it, or call [`Context::mark_constant`].
+    /// it is zero, as that of `floor`), call [`Context::mark_constant`] or return `None` for it.
     const DOUBLE_BACKWARD: bool = false;
 
     /// Computes the outputs, with grad mode off.
@@ -191,8 +191,9 @@ impl<'a> Saver<'a> {
     /// ```
     ///
     /// # Errors
-    /// Where there will be a backward: for a leaf that requires grad or a view of one, and for a view that is not the
-    /// first input present, which libtorch's graph cannot express. Nothing has been changed then.
+    /// Where there will be a backward: for a leaf that requires grad or a view of one, for a view that libtorch lets
+    /// nobody change in place (one of several made by `chunk` or `unbind`, say), and for a view that is not the first input
+    /// present. Nothing has been changed then. (A view has to be the only output, too; that is seen only afterwards.)
     pub fn in_place(&mut self, index: usize) -> Result<Tensor> {
         let input = Inputs::new(self.inputs).get(index)?;
         if self.needs_graph {
@@ -278,7 +279,8 @@ impl<'a> Context<'a> {
 
     /// Declares that the gradient of input `index` does not depend on the incoming gradients, so that it may come
     /// without a graph from a backward that is differentiable otherwise ([`Function::DOUBLE_BACKWARD`]). A
-    /// gradient is linear in the incoming ones: such a one is zero, as that of `floor`.
+    /// gradient is linear in the incoming ones: such a one is zero, as that of `floor`. That is checked where a graph is asked
+    /// for, on CUDA by waiting for it.
     pub fn mark_constant(&self, index: usize) {
         // SAFETY: the results live while the backward runs, and only this thread touches them.
         unsafe { ffi::tch_extension_mark_constant(self.results, index) };

@@ -76,8 +76,8 @@ pub struct BackwardOptions<'a> {
     /// Make the gradients part of a graph, so that they can be differentiated again. A `grad` that is part of a graph
     /// holds it: take it away, or make it zero, when it is no longer wanted.
     pub create_graph: bool,
-    /// Add to the `grad` of these only. Empty: of all leaves that `outputs` depend on.
-    pub inputs: &'a [&'a Tensor],
+    /// Add to the `grad` of these only. `None`: of all leaves that `outputs` depend on.
+    pub inputs: Option<&'a [&'a Tensor]>,
 }
 
 /// Adds the gradients of `outputs` to the `grad` of the leaves they depend on: `Tensor::backward` with a `Result` and
@@ -91,7 +91,7 @@ pub struct BackwardOptions<'a> {
 /// let w = Tensor::from_slice(&[3.0, 4.0]).set_requires_grad(true);
 /// let y = &x * &w;
 /// let v = Tensor::from_slice(&[1.0, 10.0]);
-/// backward(&[&y], &BackwardOptions { grad_outputs: &[Some(&v)], inputs: &[&w], ..Default::default() })?;
+/// backward(&[&y], &BackwardOptions { grad_outputs: &[Some(&v)], inputs: Some(&[&w]), ..Default::default() })?;
 /// assert_eq!(w.grad(), Tensor::from_slice(&[1.0, 20.0]));
 /// assert!(!x.grad().defined());
 /// # Ok::<(), tch_extension::Error>(())
@@ -104,7 +104,17 @@ pub fn backward(outputs: &[&Tensor], options: &BackwardOptions<'_>) -> Result<()
     check_grad_outputs("backward", outputs, options.grad_outputs)?;
     let output_pointers = borrowed_pointers(outputs.iter().map(|&tensor| Some(tensor)));
     let grad_pointers = borrowed_pointers(options.grad_outputs.iter().copied());
-    let input_pointers = borrowed_pointers(options.inputs.iter().map(|&tensor| Some(tensor)));
+    if options.inputs.is_some_and(<[_]>::is_empty) {
+        return Err(Error::argument(
+            "backward",
+            "inputs",
+            "at least one tensor",
+            "none",
+            "leave it out for all leaves",
+        ));
+    }
+    let inputs = options.inputs.unwrap_or_default();
+    let input_pointers = borrowed_pointers(inputs.iter().map(|&tensor| Some(tensor)));
     // SAFETY: every pointer is null or borrowed from a live tensor, and valid for its length during the call.
     let message = unsafe {
         ffi::tch_extension_backward(
@@ -146,13 +156,17 @@ pub fn retain_grad(tensor: &Tensor) -> Result<()> {
 
 /// The name of the node that made the tensor, such as `MulBackward0`, or an operator's name with `Backward` behind it; `None`
 /// for a leaf. Python's `Tensor.grad_fn.name()`.
-pub fn grad_fn(tensor: &Tensor) -> Option<String> {
+///
+/// # Errors
+/// For a view that was made without grad mode and whose base was changed in place since: libtorch knows no node for it.
+pub fn grad_fn(tensor: &Tensor) -> Result<Option<String>> {
     if !tensor.defined() {
-        return None;
+        return Ok(None);
     }
     let mut name = std::ptr::null_mut();
     // SAFETY: borrowed from a live tensor; the name becomes ours.
-    let failed = take_message(unsafe { ffi::tch_extension_grad_fn(tensor.as_ptr(), &mut name) });
-    let name = take_message(name);
-    if failed.is_some() { None } else { name }
+    match take_message(unsafe { ffi::tch_extension_grad_fn(tensor.as_ptr(), &mut name) }) {
+        Some(message) => Err(Error::Autograd(format!("grad_fn: {message}"))),
+        None => Ok(take_message(name)),
+    }
 }

@@ -11,7 +11,7 @@ use tch::Tensor;
 use torch_sys::C_tensor;
 
 /// A hook that [`register_hook`] or [`register_post_accumulate_grad_hook`] registered. Dropping it removes the hook, so
-/// that `let _ = register_hook(…)` registers nothing for good; [`Hook::forget`] keeps the hook for as long as the tensor or its
+/// that `let _ = register_hook(…)` removes it at once; [`Hook::forget`] keeps the hook for as long as the tensor or its
 /// graph lives. (In Python it is the other way round: a handle that is dropped leaves its hook.) It keeps neither the
 /// tensor nor its graph alive, and may outlive both.
 #[must_use = "dropping this removes the hook; `.forget()` keeps it"]
@@ -61,7 +61,7 @@ impl Drop for Hook {
 /// through it. Further ones and removals may come at any time, from a hook, too.
 ///
 /// A hook must not change the gradient in place: others may hold it. One that holds a tensor whose graph leads to
-/// it, its own tensor say, makes a cycle, and neither is freed before the [`Hook`] is dropped.
+/// it, its own tensor say, makes a cycle, and neither is freed before the [`Hook`] is dropped (never, if it was forgotten).
 ///
 /// An error, a panic or a gradient of another shape, kind, device or layout becomes an error of whoever called
 /// backward.
@@ -102,7 +102,9 @@ where
 /// before the next one comes.
 ///
 /// Hooks run in the order of their registration, in the thread that runs the backward. [`grad()`](super::grad()) adds to
-/// no `grad` and calls none. An error or a panic becomes an error of whoever called backward.
+/// no `grad` and calls none. An error or a panic becomes an error of whoever called backward. As in PyTorch, the
+/// first hook of a leaf has to be registered while no other thread runs a backward into it. A hook that holds its own leaf
+/// keeps it alive until the [`Hook`] is dropped; if that was forgotten, for ever. The closure is given the leaf.
 ///
 /// ```
 /// use tch::{Kind, Tensor, no_grad};

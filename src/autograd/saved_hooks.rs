@@ -9,12 +9,14 @@ use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, ThreadId};
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
 /// Hooks that are in force in this thread until this guard is dropped. Guards nest: the youngest counts.
 #[must_use = "the hooks are in force until the guard is dropped; `let _ =` drops it at once"]
 pub struct SavedTensorsHooks {
+    id: u64,
     // Bound to its thread.
     _thread: PhantomData<*mut u8>,
 }
@@ -24,9 +26,10 @@ pub struct SavedTensorsHooks {
 /// `torch.autograd.graph.saved_tensors_hooks` is in Python.
 ///
 /// `pack` runs in [`apply`](super::apply()) with grad mode off and must not change the tensor; `unpack` may run in any
-/// thread, once for each backward, and has to return the same shape, kind and values (on any device that the backward can
-/// use). A tensor that is packed is no longer checked for changes in place since. An error or panic in `pack` is an error of
-/// `apply`, one in `unpack` an error of whoever called backward.
+/// thread, each time that a backward asks, and has to return a tensor of the same shape, kind and device. A tensor that is
+/// packed is no longer checked for changes in place since: `pack` has to copy what may change. An error or panic in `pack` is
+/// an error of `apply`, one in `unpack`, or another shape, an error of whoever called backward. `unpack` cannot unpack, by a
+/// backward of its own, the very tensor that it makes: that is an error, too.
 ///
 /// Only tensors that a [`Function`](super::Function) saves are packed. libtorch's own nodes ask a Python interpreter for
 /// their hooks, and there is none here.
@@ -61,19 +64,27 @@ where
     Unpack: Fn(&Packed) -> Result<Tensor> + Send + Sync + 'static,
 {
     let hooks = Hooks { pack, unpack, _packed: PhantomData::<fn() -> Packed> };
-    STACK.with_borrow_mut(|stack| stack.push(Arc::new(hooks)));
-    SavedTensorsHooks { _thread: PhantomData }
+    let id = STACK.with_borrow_mut(|stack| {
+        let id = stack.last().map_or(0, |(last, _)| last + 1);
+        stack.push((id, Arc::new(hooks)));
+        id
+    });
+    SavedTensorsHooks { id, _thread: PhantomData }
 }
 
 /// Keeps saved tensors in the CPU's memory until the backward, in page-locked memory if `pin_memory` says so: what
 /// `torch.autograd.graph.save_on_cpu` is in Python. For the tensors of [`saved_tensors_hooks`].
 pub fn save_on_cpu(pin_memory: bool) -> SavedTensorsHooks {
     let pack = move |tensor: &Tensor| {
-        let device = tensor.device();
-        let mut copy = tensor.f_to_device(Device::Cpu)?;
-        if pin_memory && device.is_cuda() {
-            copy = copy.f_pin_memory(device)?;
-        }
+        let (device, kind) = (tensor.device(), tensor.f_kind()?);
+        let copy = if pin_memory && device.is_cuda() {
+            let mut pinned = Tensor::f_empty(tensor.size(), (kind, Device::Cpu))?.f_pin_memory(device)?;
+            pinned.f_copy_(tensor)?;
+            pinned
+        } else {
+            // A copy on the CPU, too: what hooks packed is not checked for changes in place.
+            tensor.f_to_device_(Device::Cpu, kind, /* non_blocking */ false, /* copy */ true)?
+        };
         Ok((device, copy))
     };
     let unpack = move |(device, copy): &(Device, Tensor)| {
@@ -85,19 +96,25 @@ pub fn save_on_cpu(pin_memory: bool) -> SavedTensorsHooks {
 
 impl Drop for SavedTensorsHooks {
     fn drop(&mut self) {
-        let dropped = STACK.try_with(|stack| stack.try_borrow_mut().ok().and_then(|mut stack| stack.pop()));
+        // Its own, in whatever order guards are dropped.
+        let dropped = STACK.try_with(|stack| {
+            let mut stack = stack.try_borrow_mut().ok()?;
+            let place = stack.iter().position(|(id, _)| *id == self.id)?;
+            Some(stack.remove(place))
+        });
         // Outside the borrow: a closure's `Drop` is the user's code.
         drop(dropped);
     }
 }
 
 thread_local! {
-    static STACK: RefCell<Vec<Arc<dyn Pair>>> = const { RefCell::new(Vec::new()) };
+    /// Under ascending numbers.
+    static STACK: RefCell<Vec<(u64, Arc<dyn Pair>)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Those in force now, if any.
 pub(super) fn in_force() -> Option<Arc<dyn Pair>> {
-    STACK.with_borrow(|stack| stack.last().cloned())
+    STACK.with_borrow(|stack| stack.last().map(|(_, hooks)| Arc::clone(hooks)))
 }
 
 /// What `VTABLE.start` takes; valid as long as the hooks are.
@@ -139,6 +156,24 @@ struct State {
     hooks: Arc<dyn Pair>,
     /// Behind a lock, because a tensor is not `Sync` and backwards may run side by side.
     packed: Mutex<Option<Box<dyn Any + Send>>>,
+    /// Who holds the lock to unpack.
+    unpacks: Mutex<Option<ThreadId>>,
+}
+
+/// Says who unpacks, until dropped.
+struct Unpacking<'a>(&'a Mutex<Option<ThreadId>>);
+
+impl<'a> Unpacking<'a> {
+    fn begin(owner: &'a Mutex<Option<ThreadId>>) -> Self {
+        *owner.lock().unwrap_or_else(PoisonError::into_inner) = Some(thread::current().id());
+        Unpacking(owner)
+    }
+}
+
+impl Drop for Unpacking<'_> {
+    fn drop(&mut self) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
 }
 
 pub(super) const VTABLE: &ffi::SavedHooksVTable =
@@ -149,7 +184,12 @@ pub(super) const VTABLE: &ffi::SavedHooksVTable =
 unsafe extern "C" fn start(hooks: *const c_void) -> *mut c_void {
     // SAFETY: as the caller promises.
     let hooks = unsafe { &*hooks.cast::<Arc<dyn Pair>>() };
-    Box::into_raw(Box::new(State { hooks: Arc::clone(hooks), packed: Mutex::new(None) })).cast()
+    Box::into_raw(Box::new(State {
+        hooks: Arc::clone(hooks),
+        packed: Mutex::new(None),
+        unpacks: Mutex::new(None),
+    }))
+    .cast()
 }
 
 /// # Safety
@@ -178,7 +218,14 @@ unsafe extern "C" fn unpack(state: *const c_void, results: *mut ffi::BackwardRes
     let run = || -> Result<()> {
         // SAFETY: as the caller promises.
         let state = unsafe { &*state.cast::<State>() };
+        let owner = *state.unpacks.lock().unwrap_or_else(PoisonError::into_inner);
+        if owner == Some(thread::current().id()) {
+            return Err(Error::msg(
+                "the unpack hook of a saved tensor asked for the very tensor that it makes",
+            ));
+        }
         let packed = state.packed.lock().unwrap_or_else(PoisonError::into_inner);
+        let _unpacking = Unpacking::begin(&state.unpacks);
         let packed = packed.as_deref().ok_or_else(|| Error::msg("internal error: nothing was packed"))?;
         let tensor = state.hooks.unpack(packed)?;
         // SAFETY: `results` is the caller's.

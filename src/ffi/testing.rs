@@ -15,7 +15,7 @@ unsafe extern "C" {
         handle: u64,
         context: *mut c_void,
         take: unsafe extern "C" fn(*mut c_void, *const c_char, usize, i64),
-    );
+    ) -> i64;
     fn tch_extension_cpp_identity(x: *const C_tensor, result: *mut *mut C_tensor) -> *mut c_char;
 }
 
@@ -54,6 +54,51 @@ impl Drop for Canaries {
     fn drop(&mut self) {
         tch_extension_canary_end();
     }
+}
+
+/// What a profiler sees of this thread while it lives.
+pub(crate) struct Recording {
+    handle: u64,
+    /// The watch is the thread's.
+    _not_send: PhantomData<*mut ()>,
+}
+
+impl Recording {
+    /// Begins; one at a time in a thread.
+    pub(crate) fn new() -> Result<Self> {
+        let mut handle = 0;
+        // SAFETY: `handle` is written on success.
+        let message = take_message(unsafe { tch_extension_record_begin(&mut handle) });
+        message.map_or(Ok(Recording { handle, _not_send: PhantomData }), |message| Err(Error::Torch(message)))
+    }
+
+    /// Names and sequence numbers, in order; and how many have not ended.
+    pub(crate) fn end(self) -> (Vec<(String, i64)>, i64) {
+        let mut events = Vec::new();
+        let context = std::ptr::from_mut(&mut events).cast();
+        // SAFETY: `take_event` is called during the call only, with `events` as its context.
+        let open = unsafe { tch_extension_record_end(self.handle, context, take_event) };
+        std::mem::forget(self);
+        (events, open)
+    }
+}
+
+impl Drop for Recording {
+    fn drop(&mut self) {
+        unsafe extern "C" fn ignore(_: *mut c_void, _: *const c_char, _: usize, _: i64) {}
+        // SAFETY: `ignore` takes anything.
+        unsafe { tch_extension_record_end(self.handle, std::ptr::null_mut(), ignore) };
+    }
+}
+
+/// # Safety
+/// `context` must be the list of [`Recording::end`], and `name` hold `len` bytes.
+unsafe extern "C" fn take_event(context: *mut c_void, name: *const c_char, len: usize, sequence_nr: i64) {
+    // SAFETY: as the caller promises.
+    let (events, name) = unsafe {
+        (&mut *context.cast::<Vec<(String, i64)>>(), std::slice::from_raw_parts(name.cast::<u8>(), len))
+    };
+    events.push((String::from_utf8_lossy(name).into_owned(), sequence_nr));
 }
 
 #[cfg(test)]
@@ -98,49 +143,4 @@ mod tests {
         assert_eq!(Canaries::new().unwrap().end(), 0, "a new one knows nothing of the last");
         assert!(bytes().resize_([1 << 20]).size() == [1 << 20]);
     }
-}
-
-/// What a profiler sees of this thread while it lives.
-pub(crate) struct Recording {
-    handle: u64,
-    /// The watch is the thread's.
-    _not_send: PhantomData<*mut ()>,
-}
-
-impl Recording {
-    /// Begins; one at a time in a thread.
-    pub(crate) fn new() -> Result<Self> {
-        let mut handle = 0;
-        // SAFETY: `handle` is written on success.
-        let message = take_message(unsafe { tch_extension_record_begin(&mut handle) });
-        message.map_or(Ok(Recording { handle, _not_send: PhantomData }), |message| Err(Error::Torch(message)))
-    }
-
-    /// Names and sequence numbers, in order.
-    pub(crate) fn end(self) -> Vec<(String, i64)> {
-        let mut events = Vec::new();
-        let context = std::ptr::from_mut(&mut events).cast();
-        // SAFETY: `take_event` is called during the call only, with `events` as its context.
-        unsafe { tch_extension_record_end(self.handle, context, take_event) };
-        std::mem::forget(self);
-        events
-    }
-}
-
-impl Drop for Recording {
-    fn drop(&mut self) {
-        unsafe extern "C" fn ignore(_: *mut c_void, _: *const c_char, _: usize, _: i64) {}
-        // SAFETY: `ignore` takes anything.
-        unsafe { tch_extension_record_end(self.handle, std::ptr::null_mut(), ignore) };
-    }
-}
-
-/// # Safety
-/// `context` must be the list of [`Recording::end`], and `name` hold `len` bytes.
-unsafe extern "C" fn take_event(context: *mut c_void, name: *const c_char, len: usize, sequence_nr: i64) {
-    // SAFETY: as the caller promises.
-    let (events, name) = unsafe {
-        (&mut *context.cast::<Vec<(String, i64)>>(), std::slice::from_raw_parts(name.cast::<u8>(), len))
-    };
-    events.push((String::from_utf8_lossy(name).into_owned(), sequence_nr));
 }

@@ -28,5 +28,7 @@ pub fn cpp_identity(x: &tch::Tensor) -> crate::Result<tch::Tensor> {
 pub fn recorded<T>(body: impl FnOnce() -> T) -> (T, Vec<(String, i64)>) {
     let recording = crate::ffi::testing::Recording::new().expect("libtorch takes an observer");
     let result = body();
-    (result, recording.end())
+    let (events, open) = recording.end();
+    assert_eq!(open, 0, "every record ends");
+    (result, events)
 }

@@ -29,6 +29,34 @@ fn an_error_names_the_forward() {
     assert_eq!(error, "op: out of luck", "without the mode");
 }
 
+/// 1·x, whose backward applies an operator that fails in turn when it is differentiated.
+struct Outer;
+
+impl Function for Outer {
+    const NAME: &'static str = "outer";
+    const DOUBLE_BACKWARD: bool = true;
+    fn forward(&mut self, _: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+        Ok(inputs.get(0)?.copy().into())
+    }
+    fn backward(&self, _: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+        Ok(run(failing(), grads.get(0)?).into())
+    }
+}
+
+#[test]
+fn a_node_made_in_a_backward_names_that_backwards_forward() {
+    let _alone = alone();
+    let _guard = detect_anomaly(true);
+    let x = leaf(&[3.0]);
+    let y = run(Outer, &x);
+    let first = grad(&[&(&y * &y)], &[&x], &create()).and_then(Tensors::single).expect("first");
+    let error = gradient_of(&first, &x).expect_err("the inner one fails").to_string();
+    assert!(
+        error.contains("Error detected in opBackward, which was made by the backward of outerBackward"),
+        "{error}"
+    );
+}
+
 #[test]
 fn nan_is_an_error_if_wanted() {
     let _alone = alone();

@@ -128,7 +128,7 @@ fn what_shares_memory_with_a_changed_view_makes_no_cycle_when_saved() {
 
         // It is still checked for later changes.
         let mut base = &x * 1.0;
-        run(exp_in_place_and_save(&other(&base)), &base.narrow(0, 0, 1));
+        let _ = run(exp_in_place_and_save(&other(&base)), &base.narrow(0, 0, 1));
         let _ = base.f_mul_(&Tensor::from(2.0)).expect("in place");
         let error = gradient_of(&base, &x).expect_err("changed since").to_string();
         assert!(error.contains("modified by an inplace operation"), "{error}");
@@ -186,10 +186,16 @@ fn in_place_refuses_before_anything_is_changed() {
     assert!(error.contains("in_place(1)") && error.contains("first input"), "{error}");
     assert_eq!(values(&base), [1.0, 4.0], "nothing was changed");
 
+    let base = &x * 1.0;
+    let one_of_several = base.chunk(2, 0).remove(0);
+    let error = apply(double_by_saver(), &[Some(&one_of_several)]).expect_err("of chunk").to_string();
+    assert!(error.contains("in_place(0)") && error.contains("multiple views"), "{error}");
+    assert_eq!(values(&base), [1.0, 4.0], "nothing was changed");
+
     let error = apply(double_by_saver(), &[None]).expect_err("absent").to_string();
     assert!(error.contains("input 0"), "{error}");
     // Without a graph, a leaf may be changed.
-    tch::no_grad(|| run(double_by_saver(), &x));
+    let _ = tch::no_grad(|| run(double_by_saver(), &x));
     assert_eq!(values(&x), [2.0, 8.0]);
 }
 

@@ -15,6 +15,12 @@ fn forward_and_backward_are_recorded_by_name() {
     assert_eq!(forward.1, backward.1, "the sequence number links the two");
     let (_, events) = recorded(|| tch::no_grad(|| square(&x)));
     assert!(find(&events, "square").is_some(), "without a graph, too");
-    let (_, events) = recorded(|| apply(counted(&Arc::default(), |saver| saver.mark_dirty(7)), &[Some(&x)]));
-    assert!(find(&events, "op").is_some(), "and when it fails");
+    // `recorded` demands that each record ends, however the forward does.
+    let fails = || op(|_, _| Err(Error::msg("out of luck")), |_, _| unreachable!("it failed"));
+    let (outcome, events) = recorded(|| apply(fails(), &[Some(&x)]));
+    assert!(outcome.is_err() && find(&events, "op").is_some());
+    let panics = || op(|_, _| panic!("boom"), |_, _| unreachable!("it panicked"));
+    let caught = || std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| apply(panics(), &[Some(&x)])));
+    let (outcome, events) = recorded(caught);
+    assert!(outcome.is_err() && find(&events, "op").is_some());
 }

@@ -94,6 +94,80 @@ fn hooks_that_fail_are_errors() {
 }
 
 #[test]
+fn guards_may_be_dropped_in_any_order() {
+    let _alone = alone();
+    let scaled = |factor: f64| {
+        saved_tensors_hooks(move |tensor| Ok(tensor * factor), |packed: &Tensor| Ok(packed.shallow_clone()))
+    };
+    let x = leaf(&[3.0]);
+    let gradient = || values(&gradient_of(&square(&x), &x).expect("gradient"))[0];
+    let (outer, inner) = (scaled(10.0), scaled(100.0));
+    drop(outer);
+    assert_eq!(gradient(), 600.0);
+    let youngest = scaled(1000.0);
+    drop(inner);
+    assert_eq!(gradient(), 6000.0);
+    drop(youngest);
+    assert_eq!(gradient(), 6.0);
+}
+
+#[test]
+fn what_unpack_returns_is_checked() {
+    let _alone = alone();
+    let x = leaf(&[3.0, 4.0]);
+    for (name, wrong) in [
+        ("Double[1] on cpu in the place of Double[2]", Tensor::from_slice(&[3.0])),
+        ("Float[2]", Tensor::from_slice(&[3.0f32, 4.0])),
+        ("an undefined tensor", Tensor::new()),
+    ] {
+        let wrong = Mutex::new(wrong);
+        let hooks =
+            saved_tensors_hooks(|_| Ok(()), move |()| Ok(wrong.lock().expect("unpoisoned").shallow_clone()));
+        let y = square(&x);
+        drop(hooks);
+        let error = gradient_of(&y, &x).expect_err(name).to_string();
+        assert!(error.contains(name), "{error}");
+    }
+}
+
+#[test]
+fn an_unpack_hook_that_needs_its_own_tensor_is_an_error() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let of_itself: Arc<Mutex<Option<(Tensor, Tensor)>>> = Arc::default();
+    let inside = Arc::clone(&of_itself);
+    let hooks = saved_tensors_hooks(
+        |tensor| Ok(tensor.copy()),
+        move |packed: &Tensor| {
+            let pair = inside.lock().expect("unpoisoned").take();
+            if let Some((y, x)) = pair {
+                grad(&[&y], &[&x], &keep())?;
+            }
+            Ok(packed.shallow_clone())
+        },
+    );
+    let y = square(&x).sum(Kind::Double);
+    drop(hooks);
+    *of_itself.lock().expect("unpoisoned") = Some((y.shallow_clone(), x.shallow_clone()));
+    let error = grad(&[&y], &[&x], &keep()).expect_err("it asks for itself").to_string();
+    assert!(error.contains("the very tensor that it makes"), "{error}");
+    assert_eq!(values(&gradient_of(&y, &x).expect("the second time it does not")), [6.0]);
+}
+
+#[test]
+fn what_is_saved_on_the_cpu_is_a_copy() {
+    let _alone = alone();
+    let x = leaf(&[3.0]);
+    let mut middle = &x * 1.0;
+    let y = {
+        let _guard = save_on_cpu(false);
+        square(&middle)
+    };
+    let _ = middle.f_mul_(&Tensor::from(100.0)).expect("in place");
+    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [6.0], "of the value that was saved");
+}
+
+#[test]
 fn saved_on_the_cpu() {
     let _alone = alone();
     for device in tch_extension::testing::devices() {

@@ -253,3 +253,26 @@ fn an_intermediate_may_be_saved_with_its_own_graph() {
     drop(y);
     assert_eq!(live_nodes(), before);
 }
+
+#[test]
+fn a_view_of_an_output_makes_no_cycle_when_saved() {
+    let _alone = alone();
+    let before = live_nodes();
+    let x = leaf(&[0.5, 1.0]);
+    let first_squared = || {
+        op(
+            |saver, inputs| {
+                let y = inputs.get(0)?.exp();
+                saver.save(&y.narrow(0, 0, 1));
+                Ok(y.into())
+            },
+            |ctx, grads| Ok((grads.get(0)? * ctx.saved(0)?).into()),
+        )
+    };
+    let y = run(first_squared(), &x);
+    let found = values(&gradient_of(&y, &x).expect("gradient"));
+    assert!(found.iter().all(|value| (value - 0.5_f64.exp()).abs() < 1e-12), "{found:?}");
+    drop(run(first_squared(), &x));
+    drop(y);
+    assert_eq!(live_nodes(), before);
+}

@@ -332,7 +332,7 @@ fn an_intermediate_with_a_graph_from_elsewhere_is_refused_in_a_second_derivative
     assert!(error.contains("by_hidden") && error.contains("neither an input nor an output"), "{error}");
 }
 
-/// floor(x) + c·x, whose gradient is c times the incoming one, or zeros where c is 0.
+/// floor, whose gradient is zero, however it says so.
 struct Floor {
     declare: bool,
     absent: bool,
@@ -367,6 +367,22 @@ fn a_gradient_that_is_honestly_constant_can_be_declared() {
     for floor in [Floor { declare: true, absent: false }, Floor { declare: false, absent: true }] {
         assert_eq!(values(&second(floor).expect("declared")), [4.0]);
     }
+    struct Lost;
+    impl Function for Lost {
+        const NAME: &'static str = "lost";
+        const DOUBLE_BACKWARD: bool = true;
+        fn forward(&mut self, _: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+            Ok((inputs.get(0)? * 2.0).into())
+        }
+        fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+            ctx.mark_constant(0);
+            Ok((grads.get(0)?.detach() * 2.0).into())
+        }
+    }
+    let x = leaf(&[1.5]);
+    let y = run(Lost, &run(Square::<true>, &x));
+    let first = grad(&[&(&y * &y)], &[&x], &create()).and_then(Tensors::single).expect("first");
+    assert!(gradient_of(&first, &x).is_err(), "a gradient that is not zero is not constant");
     let error = second(Floor { declare: false, absent: false }).expect_err("suspicious").to_string();
     assert!(error.contains("return None") && error.contains("mark_constant"), "{error}");
 }

@@ -32,22 +32,27 @@ pub fn test(repo: &Repo, version: &str, args: &[String]) -> Result<ExitCode> {
     let root = repo.root.join("target/tch-0.26");
     lay_out(repo, &root)?;
     let other = Repo { root };
-    // Those that `.cargo/config.toml` sets here; there it sets them again, to what is there.
+    // What names a libtorch here; there `.cargo/config.toml` names the other one.
     let mut changes: setup::Changes =
-        ["LIBTORCH", "CUDA_HOME"].map(|variable| (variable.to_string(), None)).into();
+        ["LIBTORCH", "CUDA_HOME", "LIBTORCH_USE_PYTORCH"].map(|variable| (variable.to_string(), None)).into();
     changes.extend(setup::one_test_at_a_time());
     lock(repo, &other, &changes)?;
-    let has_packages = args.iter().any(|arg| arg == "-p" || arg.starts_with("--package"));
+    let has_packages = args.iter().any(|arg| arg.starts_with("-p") || arg.starts_with("--package"));
     let all = ["test", "--workspace"];
     let mut command = cargo::command(&other, &changes, if has_packages { &all[..1] } else { &all });
     command.args(args);
     Err(cargo::become_command(command))
 }
 
-/// Links, made anew each time: files come and go.
+/// Links to what there is now; those to what is gone are removed.
 fn lay_out(repo: &Repo, root: &Path) -> Result<()> {
     let venv = root.join(".venv");
     std::fs::create_dir_all(&venv).with_context(|| format!("cannot make {}", venv.display()))?;
+    for entry in std::fs::read_dir(root)?.flatten() {
+        if entry.path().is_symlink() && !entry.path().exists() {
+            let _ = std::fs::remove_file(entry.path());
+        }
+    }
     for entry in std::fs::read_dir(&repo.root)?.flatten() {
         let name = entry.file_name();
         if NOT_LINKED.iter().all(|other| name != *other) {
@@ -86,7 +91,10 @@ mod tests {
 
     #[test]
     fn the_pins_are_those_of_the_libtorch_that_tch_wants() {
-        assert!(include_str!("../libtorch-2.13.txt").contains("\ntorch==2.13.0\n"));
+        let known = include_str!("../../tch-extension-build/src/lib.rs");
+        let pin = include_str!("../libtorch-2.13.txt").lines().find_map(|line| line.strip_prefix("torch=="));
+        let pair = format!("(\"{}\", \"{}\")", pin.unwrap(), OTHER.strip_suffix(".0").unwrap());
+        assert!(known.contains(&pair), "{pair}");
     }
 
     #[test]
@@ -102,6 +110,9 @@ mod tests {
         }
         assert_eq!(std::fs::read_link(other.join("src")).unwrap(), repo.root.join("src"));
         assert!(!other.join("target").exists() && !other.join("Cargo.lock").exists());
+        std::fs::remove_dir(repo.root.join("src")).unwrap();
+        lay_out(&repo, &other).unwrap();
+        assert!(!other.join("src").is_symlink(), "what is gone here is gone there");
         std::fs::remove_dir_all(root).unwrap();
     }
 

@@ -1,7 +1,7 @@
 //! Folders that look like a libtorch, for tests that need no real one.
 #![allow(dead_code)]
 
-use super::LIBTORCH_VERSION;
+use super::LIBTORCH_VERSIONS;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -23,7 +23,7 @@ pub fn write(path: &Path, text: &str) -> PathBuf {
 
 /// A libtorch with a version and with libraries that hold nothing; the folder of its libraries.
 pub fn fake_libtorch(root: &Path, cuda: bool) -> PathBuf {
-    let parts: Vec<_> = LIBTORCH_VERSION.split('.').collect();
+    let parts: Vec<_> = LIBTORCH_VERSIONS[0].0.split('.').collect();
     let version: String = ["MAJOR", "MINOR", "PATCH"]
         .iter()
         .zip(parts)
