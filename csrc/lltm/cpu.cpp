@@ -258,11 +258,13 @@ struct Backward {
 template <typename Work>
 void run(const Work& work, const LltmMember& member, int64_t first, int64_t by, int64_t steps) {
   const LltmTeam& team = member.team;
-  const auto pack = [&](int64_t place) {
+  // Once each in the code, whole: where they are called from several places, the compiler would take them
+  // apart.
+  const auto pack = [&](int64_t place) __attribute__((noinline)) {
     const LltmShare own(work.panels, place, member.places());
     for (int64_t index = own.begin; index < own.end; ++index) work.pack(index);
   };
-  const auto step = [&](int64_t place, int64_t t) {
+  const auto step = [&](int64_t place, int64_t t) __attribute__((noinline)) {
     work.step(first + t * by, {work.params.batch, place / team.column_groups, team.row_groups},
               {work.panels, place % team.column_groups, team.column_groups});
   };

@@ -55,6 +55,12 @@ class LltmCounter {
     return false;
   }
 
+  // Asleep, if it takes longer than so many clocks.
+  void wait_until(int64_t goal, uint64_t clocks) const {
+    if (!reaches(goal, clocks)) sleep_until(goal);
+  }
+
+ private:
   void sleep_until(int64_t goal) const {
     __atomic_fetch_add(sleepers_, 1, __ATOMIC_SEQ_CST);
     for (int64_t now; (now = __atomic_load_n(count_, __ATOMIC_SEQ_CST)) < goal;) {
@@ -64,13 +70,23 @@ class LltmCounter {
     __atomic_fetch_sub(sleepers_, 1, __ATOMIC_SEQ_CST);
   }
 
- private:
   void futex(int operation, int value) const {
     syscall(SYS_futex, reinterpret_cast<int*>(count_), operation, value, nullptr, nullptr, 0);
   }
 
   int64_t* count_;
   int64_t* sleepers_;
+};
+
+// How long a thread waits awake: as long as its own work took, so that a wait in vain at most doubles the
+// time; at least some 20 µs, because to sleep and be woken costs as much.
+class LltmPatience {
+ public:
+  uint64_t clocks() const { return std::max<uint64_t>(kLeast, __builtin_ia32_rdtsc() - begun_); }
+
+ private:
+  static constexpr uint64_t kLeast = 1 << 16;
+  uint64_t begun_ = __builtin_ia32_rdtsc();
 };
 
 // A thread's part of the team: [begin, end) of its row_groups · column_groups places: one place, or more
@@ -93,8 +109,9 @@ struct LltmMember {
       pack(place);
       packed().increment();
     };
+    const LltmPatience patience;
     for_each_place(pack_once);
-    if (!packed().reaches(places(), kPatience)) packed().sleep_until(places());
+    packed().wait_until(places(), patience.clocks());
     for (int64_t place = begin; place < end;) {
       const int64_t row = place / team.column_groups;
       const int64_t next = std::min(end, (row + 1) * team.column_groups);
@@ -109,9 +126,6 @@ struct LltmMember {
   }
 
  private:
-  // In clocks, some 20 µs: the others then are probably not running. To sleep and be woken costs as much.
-  static constexpr uint64_t kPatience = 1 << 16;
-
   LltmCounter packed() const { return LltmCounter(team.counters); }
   LltmCounter done(int64_t row) const { return LltmCounter(team.counters + 8 * (1 + row)); }
   LltmCounter turns(int64_t place) const {
@@ -158,13 +172,12 @@ struct LltmMember {
         return begun;
       };
       const int64_t goal = (1 + t) * team.column_groups;
-      const uint64_t start = __builtin_ia32_rdtsc();
+      const LltmPatience patience;
       work(first, last);
-      // As long as its own work took: a wait in vain then at most doubles the time.
-      const uint64_t patience = std::max<uint64_t>(kPatience, __builtin_ia32_rdtsc() - start);
-      const bool is_done = done(row).reaches(goal, is_alone ? 0 : patience);
+      const uint64_t clocks = patience.clocks();
+      const bool is_done = done(row).reaches(goal, is_alone ? 0 : clocks);
       is_alone = !is_done && work(of_row, of_row + team.column_groups) > 0;
-      if (!done(row).reaches(goal, patience)) done(row).sleep_until(goal);
+      if (!is_done) done(row).wait_until(goal, clocks);
     }
   }
 };
