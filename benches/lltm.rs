@@ -8,6 +8,9 @@ use tch_extension::ops::{f_lltm, f_lltm_cell, lltm_reference};
 /// (T, B, H), F = H. Few steps on CUDA, because a loop of the composite takes 0.2 ms for each of them; more are in the sweep.
 const ON_CUDA: [(i64, i64, i64); 2] = [(64, 16, 128), (64, 64, 512)];
 const ON_CPU: [(i64, i64, i64); 1] = [(128, 16, 128)];
+/// As in sampling: beside the cell, whose kernels it is made of.
+const ONE_STEP: [(i64, i64, i64); 5] =
+    [(1, 1, 1024), (1, 16, 128), (1, 64, 512), (1, 64, 1024), (1, 256, 1024)];
 
 type Sequence =
     fn(&Tensor, &Tensor, Option<&Tensor>, (&Tensor, &Tensor)) -> Result<(Tensor, (Tensor, Tensor))>;
@@ -25,6 +28,16 @@ pub fn loop_of_cells(
         steps.push(h.shallow_clone());
     }
     Ok((Tensor::f_stack(&steps, 0)?, (h, c)))
+}
+
+/// One step without a sequence around it.
+fn cell() -> Provider {
+    Provider::new("lltm_cell", |inputs| {
+        let step = inputs[0].f_select(0, 0)?;
+        let (h, c) = f_lltm_cell(&step, &inputs[1], Some(&inputs[2]), (&inputs[3], &inputs[4]))?;
+        // A backward goes through three outputs.
+        Ok(vec![h.f_unsqueeze(0)?, h, c])
+    })
 }
 
 fn provider(name: &'static str, sequence: Sequence) -> Provider {
@@ -58,13 +71,17 @@ pub fn cases(device: Device) -> Vec<Case> {
             ],
             providers: vec![
                 provider("composite", lltm_reference),
-                provider("cell", loop_of_cells),
+                if t == 1 { cell() } else { provider("cell", loop_of_cells) },
                 provider("fused", f_lltm),
             ],
         }
     };
-    let (kinds, sizes): (&[Kind], &[_]) =
-        if device.is_cuda() { (&[Kind::Float, Kind::BFloat16], &ON_CUDA) } else { (&[Kind::Float], &ON_CPU) };
-    let all = kinds.iter().flat_map(|&kind| sizes.iter().map(move |&size| (kind, size)));
+    let (kinds, sizes, one_step): (&[Kind], &[_], &[_]) = if device.is_cuda() {
+        (&[Kind::Float, Kind::BFloat16], &ON_CUDA, &ONE_STEP)
+    } else {
+        (&[Kind::Float], &ON_CPU, &ONE_STEP[1..2])
+    };
+    let sizes = || sizes.iter().chain(one_step);
+    let all = kinds.iter().flat_map(|&kind| sizes().map(move |&size| (kind, size)));
     all.map(|(kind, size)| case(kind, size)).collect()
 }

@@ -254,22 +254,21 @@ struct Backward {
   }
 };
 
-// What each member does: its share of the packing, then of each step from `first` in the direction of `by`.
+// What a thread of the team does: packing, and then each step from `first` in the direction of `by`.
 template <typename Work>
 void run(const Work& work, const LltmMember& member, int64_t first, int64_t by, int64_t steps) {
   const LltmTeam& team = member.team;
-  for (int64_t place = member.begin; place < member.end; ++place) {
+  // Once each in the code, whole: where they are called from several places, the compiler would take them
+  // apart.
+  const auto pack = [&](int64_t place) __attribute__((noinline)) {
     const LltmShare own(work.panels, place, member.places());
     for (int64_t index = own.begin; index < own.end; ++index) work.pack(index);
-  }
-  member.wait_for_all();
-  for (int64_t done = 0; done < steps; ++done) {
-    for (int64_t place = member.begin; place < member.end; ++place) {
-      work.step(first + done * by, {work.params.batch, place / team.column_groups, team.row_groups},
-                {work.panels, place % team.column_groups, team.column_groups});
-    }
-    member.wait_for_rows(done + 1);
-  }
+  };
+  const auto step = [&](int64_t place, int64_t t) __attribute__((noinline)) {
+    work.step(first + t * by, {work.params.batch, place / team.column_groups, team.row_groups},
+              {work.panels, place % team.column_groups, team.column_groups});
+  };
+  member.run(steps, pack, step);
 }
 
 }  // namespace

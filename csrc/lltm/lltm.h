@@ -43,12 +43,12 @@ struct LltmStepBackward {
   void* grad_gates;         // [B, 3H], of the product's kind
 };
 
-// How the CPU's threads share a sequence: each has a group of rows and a group of columns. Those of the same
-// rows wait for one another after each step.
+// How the CPU's threads share a sequence: each has a place, a group of rows and a group of columns. Those of
+// the same rows wait for one another after each step.
 struct LltmTeam {
   int64_t row_groups;
   int64_t column_groups;
-  int64_t* arrived;  // [1 + row_groups, 8] zeros: how many have come to a barrier; a cache line each
+  int64_t* counters;  // [1 + row_groups + places, 8] zeros: of team.h; a cache line each
 };
 
 // All steps on the CPU, for double and float.

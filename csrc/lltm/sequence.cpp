@@ -286,7 +286,7 @@ void backward_fused(const LltmBackward& call) {
 // What a team needs, beside its sizes.
 struct TeamMemory {
   at::Tensor packed;
-  at::Tensor arrived;
+  at::Tensor counters;
   LltmTeam team;
 };
 
@@ -295,8 +295,9 @@ TeamMemory team_memory(const at::Tensor& like, int64_t hidden, int32_t row_group
   const int64_t columns = (hidden + kWidestPanel - 1) / kWidestPanel * kWidestPanel;
   TeamMemory memory;
   memory.packed = at::empty({3 * hidden, columns}, like.options());
-  memory.arrived = at::zeros({1 + row_groups, 8}, like.options().dtype(at::kLong));
-  memory.team = {row_groups, column_groups, memory.arrived.mutable_data_ptr<int64_t>()};
+  const int64_t counters = 1 + row_groups + int64_t{row_groups} * column_groups;
+  memory.counters = at::zeros({counters, 8}, like.options().dtype(at::kLong));
+  memory.team = {row_groups, column_groups, memory.counters.mutable_data_ptr<int64_t>()};
   return memory;
 }
 

@@ -53,6 +53,7 @@ void forward(const LltmCellForward& params, int64_t begin, int64_t end) {
                                         load(static_cast<const T*>(params.c) + at, count));
     store(step.new_c, static_cast<T*>(params.new_c) + at, count);
     store(step.new_h, static_cast<T*>(params.new_h) + at, count);
+    if (params.output != nullptr) store(step.new_h, static_cast<T*>(params.output) + at, count);
     if (params.save_activations) {
       store(step.i, gate, count);
       store(step.o, gate + hidden, count);
@@ -99,7 +100,7 @@ TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_backward, lltm_cell_backward, L
 #include <cstddef>
 
 // For the test that compares these structs with their Rust mirrors.
-extern "C" const size_t tch_extension_lltm_cell_layout[20] = {
+extern "C" const size_t tch_extension_lltm_cell_layout[21] = {
     sizeof(LltmCellForward),
     offsetof(LltmCellForward, batch),
     offsetof(LltmCellForward, hidden),
@@ -109,6 +110,7 @@ extern "C" const size_t tch_extension_lltm_cell_layout[20] = {
     offsetof(LltmCellForward, c),
     offsetof(LltmCellForward, new_h),
     offsetof(LltmCellForward, new_c),
+    offsetof(LltmCellForward, output),
     sizeof(LltmCellBackward),
     offsetof(LltmCellBackward, batch),
     offsetof(LltmCellBackward, hidden),

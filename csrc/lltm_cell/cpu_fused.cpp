@@ -125,6 +125,7 @@ void forward_rows(const LltmCellFusedForward& params, int64_t begin, int64_t end
           const T* c = static_cast<const T*>(params.c) + (first_row + row) * params.c_stride + first + column;
           const LltmCellStep<T> step(gate(0), gate(1), g, load(c, count));
           store(step.new_h, static_cast<T*>(params.new_h) + at, count);
+          if (params.output != nullptr) store(step.new_h, static_cast<T*>(params.output) + at, count);
           store(step.new_c, static_cast<T*>(params.new_c) + at, count);
           if (params.activations != nullptr) {
             T* activations =

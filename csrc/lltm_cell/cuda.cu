@@ -58,6 +58,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     store_values<T>(params.new_c, at, c);
     store_values<T>(params.new_h, at, h);
+    if (params.output != nullptr) store_values<T>(params.output, at, h);
     if (params.save_activations) {
       store_values<T>(params.gates, at_gate, i);
       store_values<T>(params.gates, at_gate + hidden, o);
@@ -110,7 +111,8 @@ struct Forward {
 bool allows_vectors(const Forward& forward, int lanes) {
   const LltmCellForward& params = forward.params;
   return is_aligned_to_16(forward.bias) && params.hidden % lanes == 0 && is_aligned_to_16(params.gates) &&
-         is_aligned_to_16(params.c) && is_aligned_to_16(params.new_h) && is_aligned_to_16(params.new_c);
+         is_aligned_to_16(params.c) && is_aligned_to_16(params.new_h) && is_aligned_to_16(params.new_c) &&
+         is_aligned_to_16(params.output);
 }
 
 bool allows_vectors(const LltmCellBackward& params, int lanes) {

@@ -138,7 +138,9 @@ __global__ void __launch_bounds__(kWarp* Tile::kWarps) lltm_cell_fused_forward(L
   c += elu(g) * i;
   const int64_t at = row * hidden + column;
   static_cast<T*>(params.new_c)[at] = static_cast<T>(c);
-  static_cast<T*>(params.new_h)[at] = static_cast<T>(tanh(c) * o);
+  const T h = static_cast<T>(tanh(c) * o);
+  static_cast<T*>(params.new_h)[at] = h;
+  if (params.output != nullptr) static_cast<T*>(params.output)[at] = h;
   if (params.activations == nullptr) return;
   T* const activations = static_cast<T*>(params.activations) + row * 3 * hidden + column;
   activations[0] = static_cast<T>(i);
@@ -194,7 +196,7 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_forward_cud
 
 // For the test that compares these structs with their Rust mirrors.
 #define AT(member) offsetof(LltmCellFusedForward, member)
-extern "C" const size_t tch_extension_lltm_cell_fused_forward_layout[19] = {
+extern "C" const size_t tch_extension_lltm_cell_fused_forward_layout[20] = {
     sizeof(LltmCellFusedForward),
     AT(batch),
     AT(features),
@@ -214,5 +216,6 @@ extern "C" const size_t tch_extension_lltm_cell_fused_forward_layout[19] = {
     AT(new_c),
     AT(activations),
     AT(input_gates),
+    AT(output),
 };
 #undef AT

@@ -44,6 +44,7 @@ struct Params {
   CUtensorMap new_h;
   CUtensorMap new_c;
   CUtensorMap activations;
+  CUtensorMap output;
   const void* bias;
   int32_t hidden;
   int32_t tiles_m;
@@ -51,6 +52,7 @@ struct Params {
   int32_t steps_of_h;  // of kInner through K
   int32_t steps;
   int32_t save_activations;
+  int32_t has_output;
 };
 
 // The order of the tiles: up to kBand rows of them are gone through column by column, so that tiles at work
@@ -276,6 +278,7 @@ __device__ __forceinline__ void finish_tile(const Params& params, const Shared& 
   send_off(group, [&] {
     store_box(params.new_h, shared.slots, place.column, place.row, 0);
     store_box(params.new_c, shared.slots + kSlotBytes, place.column, place.row, 0);
+    if (params.has_output) store_box(params.output, shared.slots, place.column, place.row, 0);
   });
   if (!params.save_activations) return;
   const auto store_gate = [&](int gate, int slot) {
@@ -399,7 +402,7 @@ bool describe(CUtensorMap& map, const LltmCellFusedForward& cell, const void* da
 bool describe(const LltmCellFusedForward& cell, Params& params) {
   const int64_t hidden = cell.hidden;
   const int64_t columns = hidden + cell.features;
-  // Without features or activations, a description that is not used.
+  // Without features, activations or output, a description that is not used.
   const bool has_input = cell.features > 0;
   const bool saves = cell.activations != nullptr;
   return describe(params.h, cell, cell.h, hidden, cell.batch, cell.h_stride, kRows) &&
@@ -409,6 +412,8 @@ bool describe(const LltmCellFusedForward& cell, Params& params) {
          describe(params.c, cell, cell.c, hidden, cell.batch, cell.c_stride, kRows) &&
          describe(params.new_h, cell, cell.new_h, hidden, cell.batch, hidden, kRows) &&
          describe(params.new_c, cell, cell.new_c, hidden, cell.batch, hidden, kRows) &&
+         (cell.output == nullptr ||
+          describe(params.output, cell, cell.output, hidden, cell.batch, hidden, kRows)) &&
          (!saves || describe(params.activations, cell, cell.activations, kGates * hidden, cell.batch,
                              kGates * hidden, kRows));
 }
@@ -425,7 +430,8 @@ bool can(const LltmCellFusedForward& cell) {
          (cell.features == 0 || is_reachable(cell.input, cell.input_stride)) &&
          is_reachable(cell.weight, cell.weight_stride) && is_reachable(cell.c, cell.c_stride) &&
          is_reachable(cell.new_h, cell.hidden) && is_reachable(cell.new_c, cell.hidden) &&
-         is_reachable(cell.activations, kGates * cell.hidden) && processors() > 0;
+         is_reachable(cell.output, cell.hidden) && is_reachable(cell.activations, kGates * cell.hidden) &&
+         processors() > 0;
 }
 
 int64_t tiles(const LltmCellFusedForward& cell) {
@@ -448,6 +454,7 @@ bool start(const LltmCellFusedForward& cell, cudaStream_t stream) {
   params.steps_of_h = static_cast<int32_t>(cell.hidden / kInner);
   params.steps = static_cast<int32_t>(params.steps_of_h + ceil_div(cell.features, kInner));
   params.save_activations = cell.activations != nullptr;
+  params.has_output = cell.output != nullptr;
   const int blocks = processors() < params.tiles ? processors() : params.tiles;
   kernel_of(cell.kind)<<<blocks, kBlockThreads, kSharedBytes, stream>>>(params);
   return true;

@@ -19,6 +19,7 @@ struct LltmCellForward {
   const void* c;             // [B, H]
   void* new_h;               // [B, H]
   void* new_c;               // [B, H]
+  void* output;              // [B, H], new_h again: of a sequence of one step; null when nobody needs it
 };
 
 struct LltmCellBackward {
@@ -62,6 +63,7 @@ struct LltmCellFusedForward {
   // Only on CUDA, for a sequence: [B, 3H], added to the gates, in the type that sums are made in; null for
   // zeros. May be `activations`.
   const void* input_gates;
+  void* output;  // [B, H], new_h again: of a sequence of one step; null when nobody needs it
 };
 
 // Its backward, also one kernel.

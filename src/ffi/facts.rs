@@ -71,6 +71,13 @@ impl Facts {
         requires_grad: false,
     };
 
+    /// The facts of the only step of a sequence, `[1, rows, columns]`; of all else, as they are.
+    pub fn of_one_step(self) -> Facts {
+        let Some([1, rows, columns]) = self.sizes() else { return self };
+        let strides = [self.strides[1], self.strides[2], 0, 0];
+        Facts { sizes: [rows, columns, 0, 0], strides, dim: 2, ..self }
+    }
+
     /// The first element's address; null when there are no elements.
     pub fn data(&self) -> *const c_void {
         self.data
@@ -229,6 +236,11 @@ mod tests {
         assert_eq!((part.sizes(), part.row_stride(), part.is_plain_matrix()), (Some([4, 3]), Some(6), false));
         assert_eq!((row.sizes(), row.kind_code(), row.requires_grad), (Some([3]), 5, true));
         assert!(row.is_row() && row.sizes::<2>().is_none() && !row.is_like(&whole) && part.is_like(&whole));
+        let step = facts([Some(&base.narrow(1, 2, 3).unsqueeze(0))]).unwrap()[0].of_one_step();
+        assert_eq!((step.sizes(), step.row_stride(), step.data()), (Some([4, 3]), Some(6), part.data()));
+        assert_eq!(whole.of_one_step().sizes(), Some([4, 6]));
+        let steps = facts([Some(&base.view([2, 2, 6]))]).unwrap()[0].of_one_step();
+        assert_eq!((steps.sizes(), steps.sizes::<2>()), (Some([2, 2, 6]), None));
         for extraordinary in [none, sparse] {
             assert_eq!((extraordinary.kind(), extraordinary.device()), (None, None));
             assert!(!extraordinary.is_like(&extraordinary) && !extraordinary.is_row());

@@ -15,6 +15,7 @@ struct Forward {
     c: *const c_void,
     new_h: *mut c_void,
     new_c: *mut c_void,
+    output: *mut c_void,
 }
 
 #[repr(C)]
@@ -47,14 +48,23 @@ unsafe extern "C" {
     ) -> crate::cuda::LaunchStatus;
 }
 
-/// Computes `new_h` and `new_c` ([B, H]) from `gates` ([B, 3H]), to which `bias` ([3H]; only on CUDA) is added first, and
+/// What [`forward`] writes.
+pub(crate) struct Written<'a> {
+    /// `[B, H]`.
+    pub new_h: &'a mut Tensor,
+    /// `[B, H]`.
+    pub new_c: &'a mut Tensor,
+    /// `[1, B, H]`: `new_h` again, of a sequence of one step.
+    pub output: Option<&'a mut Tensor>,
+}
+
+/// Computes `new_h` and `new_c` from `gates` ([B, 3H]), to which `bias` ([3H]; only on CUDA) is added first, and
 /// `c` ([B, H]). With `save_activations`, `gates` becomes what [`backward`] reads.
 pub(crate) fn forward(
     gates: &mut Tensor,
     bias: Option<&Tensor>,
     c: &Tensor,
-    new_h: &mut Tensor,
-    new_c: &mut Tensor,
+    written: Written<'_>,
     save_activations: bool,
 ) -> Result<()> {
     let (batch, hidden) = c.size2()?;
@@ -66,8 +76,9 @@ pub(crate) fn forward(
         save_activations: i32::from(save_activations),
         gates: checked("gates", gates, &[batch, 3 * hidden], like)?,
         c: checked("c", c, &[batch, hidden], like)?,
-        new_h: checked("new_h", new_h, &[batch, hidden], like)?,
-        new_c: checked("new_c", new_c, &[batch, hidden], like)?,
+        new_h: checked("new_h", written.new_h, &[batch, hidden], like)?,
+        new_c: checked("new_c", written.new_c, &[batch, hidden], like)?,
+        output: optional_ptr("output", written.output.as_deref(), &[1, batch, hidden], like)?,
     };
     let bias = optional_ptr("bias", bias, &[3 * hidden], like)?;
     match like.1 {
@@ -139,7 +150,7 @@ mod tests {
 
     unsafe extern "C" {
         /// Sizes and offsets as the C++ compiler sees them.
-        static tch_extension_lltm_cell_layout: [usize; 20];
+        static tch_extension_lltm_cell_layout: [usize; 21];
     }
 
     /// For initcheck, which does not see what libtorch's half products write: here the gates are no product.
@@ -156,7 +167,8 @@ mod tests {
                     };
                     let (mut gates, c) = (ramp(3 * hidden), ramp(hidden));
                     let (mut new_h, mut new_c) = (c.empty_like(), c.empty_like());
-                    forward(&mut gates, None, &c, &mut new_h, &mut new_c, true).expect("forward");
+                    let written = Written { new_h: &mut new_h, new_c: &mut new_c, output: None };
+                    forward(&mut gates, None, &c, written, true).expect("forward");
                     let inputs = BackwardInputs {
                         grad_new_h: Some(&c),
                         grad_new_c: None,
@@ -187,6 +199,7 @@ mod tests {
             offset_of!(Forward, c),
             offset_of!(Forward, new_h),
             offset_of!(Forward, new_c),
+            offset_of!(Forward, output),
             size_of::<Backward>(),
             offset_of!(Backward, batch),
             offset_of!(Backward, hidden),

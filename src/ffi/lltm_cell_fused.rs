@@ -147,6 +147,7 @@ struct Forward {
     new_c: *mut c_void,
     activations: *mut c_void,
     input_gates: *const c_void,
+    output: *mut c_void,
 }
 
 #[repr(C)]
@@ -202,6 +203,7 @@ unsafe extern "C" {
 /// The cell's tensors.
 #[derive(Clone, Copy)]
 pub(crate) struct Operands<'a> {
+    /// `[B, F]`, or `[1, B, F]` for a sequence of one step.
     pub input: &'a Tensor,
     pub weight: &'a Tensor,
     pub bias: Option<&'a Tensor>,
@@ -209,11 +211,22 @@ pub(crate) struct Operands<'a> {
     pub c: &'a Tensor,
 }
 
-/// h', c', and what the backward reads.
+/// What is asked for beside h' and c'.
+#[derive(Clone, Copy)]
+pub(crate) struct Beside {
+    /// What the backward reads.
+    pub activations: bool,
+    /// h' again, as the output of a sequence of one step.
+    pub output: bool,
+}
+
+/// h', c', and what was asked for beside them.
 pub(crate) struct Outputs {
     pub new_h: Tensor,
     pub new_c: Tensor,
     pub activations: Option<Tensor>,
+    /// `[1, B, H]`.
+    pub output: Option<Tensor>,
 }
 
 /// A tensor and its facts, or a copy's where a kernel could not read it as it lies.
@@ -228,7 +241,7 @@ impl Readable {
             return Ok(Readable { _copy: None, facts: known });
         }
         let copy = plain(tensor)?;
-        let [facts] = facts([Some(&copy)])?;
+        let facts = facts([Some(&copy)])?[0].of_one_step();
         if !is_readable(&facts) {
             return Err(Error::msg(format!("internal error: lltm_cell cannot read {tensor:?}")));
         }
@@ -279,15 +292,15 @@ fn allow_vectors(matrices: [&Readable; 3], columns: [i64; 2], kind: Kind) -> boo
         && matrices.iter().all(|matrix| is_whole(matrix.stride()) && matrix.data().addr() % 16 == 0)
 }
 
-/// The cell, of tensors of one kind on one device. With `save_activations`, also what [`backward`] reads.
-/// `known` are the operands' facts, in their order.
+/// The cell, of tensors of one kind on one device. `known` are the operands' facts, in their order, the input's those of
+/// the step.
 pub(crate) fn forward(
     operands: &Operands<'_>,
     known: &[Facts; 5],
     sizes: Sizes,
-    save_activations: bool,
+    beside: Beside,
 ) -> Result<Outputs> {
-    let outputs = forward_by(operands, known, sizes, save_activations, |device, params| match device {
+    let outputs = forward_by(operands, known, sizes, beside, |device, params| match device {
         Some(Device::Cpu) => {
             // SAFETY: every array's kind, device, size and order was made sure of; what is written is new.
             unsafe { tch_extension_lltm_cell_fused_forward_cpu(params) };
@@ -315,11 +328,9 @@ pub(crate) fn forward_by_tensor_cores(
     operands: &Operands<'_>,
     known: &[Facts; 5],
     sizes: Sizes,
-    save_activations: bool,
+    beside: Beside,
 ) -> Result<Option<Outputs>> {
-    forward_by(operands, known, sizes, save_activations, |device, params| {
-        launch_tensor_cores(path, device, params)
-    })
+    forward_by(operands, known, sizes, beside, |device, params| launch_tensor_cores(path, device, params))
 }
 
 /// `launch` says whether it started anything.
@@ -327,7 +338,7 @@ fn forward_by(
     operands: &Operands<'_>,
     known: &[Facts; 5],
     sizes: Sizes,
-    save_activations: bool,
+    beside: Beside,
     launch: impl FnOnce(Option<Device>, &Forward) -> Result<bool>,
 ) -> Result<Option<Outputs>> {
     let Operands { input, weight, bias, h, c } = *operands;
@@ -340,9 +351,11 @@ fn forward_by(
     let bias = bias.map(|bias| Readable::row(bias, known[2], like, 3 * hidden)).transpose()?;
     let h = Readable::matrix(h, known[3], like, state)?;
     let c = Readable::matrix(c, known[4], like, state)?;
-    let activations = [batch, 3 * hidden];
-    let outputs = empty([Some(&state), Some(&state), save_activations.then_some(&activations)], like)?;
-    let [Some(new_h), Some(new_c), activations] = outputs else {
+    let (activations, output) = ([batch, 3 * hidden], [1, batch, hidden]);
+    let activations = beside.activations.then_some(&activations[..]);
+    let output = beside.output.then_some(&output[..]);
+    let outputs = empty([Some(&state), Some(&state), activations, output], like)?;
+    let [Some(new_h), Some(new_c), activations, output] = outputs else {
         return Err(Error::msg("internal error: no tensor was made"));
     };
     let params = Forward {
@@ -364,12 +377,13 @@ fn forward_by(
         new_c: new_c.data,
         activations: written(&activations),
         input_gates: null(),
+        output: written(&output),
     };
     if !launch(like.device(), &params)? {
         return Ok(None);
     }
-    let activations = activations.map(|fresh| fresh.tensor);
-    Ok(Some(Outputs { new_h: new_h.tensor, new_c: new_c.tensor, activations }))
+    let [activations, output] = [activations, output].map(|fresh| fresh.map(|fresh| fresh.tensor));
+    Ok(Some(Outputs { new_h: new_h.tensor, new_c: new_c.tensor, activations, output }))
 }
 
 /// What [`backward`] reads. `None` stands for zeros in gradients; elsewhere it is allowed for what no gradient that is
@@ -384,10 +398,10 @@ pub(crate) struct BackwardInputs<'a> {
     pub weight: Option<&'a Tensor>,
 }
 
-/// Which gradients are asked for: the bias' with its shape.
+/// Which gradients are asked for: the input's and the bias' with their shapes.
 #[derive(Clone, Copy)]
 pub(crate) struct Asked<'a> {
-    pub input: bool,
+    pub input: Option<&'a [i64]>,
     pub weight: bool,
     pub bias: Option<&'a [i64]>,
     pub h: bool,
@@ -403,6 +417,7 @@ pub(crate) fn backward(
     let Sizes { batch, features, hidden } = sizes;
     let BackwardInputs { grad_new_h, grad_new_c, activations, new_c, input, h, weight } = *inputs;
     let known = facts([Some(new_c), Some(activations), grad_new_h, grad_new_c, input, h, weight])?;
+    let known = known.map(Facts::of_one_step);
     let like = &known[0];
     let (state, features_size) = ([batch, hidden], [batch, features]);
     let weight_size = [3 * hidden, hidden + features];
@@ -417,15 +432,17 @@ pub(crate) fn backward(
     let (grad_new_h, grad_new_c) = (gradient(grad_new_h, 2)?, gradient(grad_new_c, 3)?);
     let (input, h) = (optional(input, 4, features_size)?, optional(h, 5, state)?);
     let weight = optional(weight, 6, weight_size)?;
-    let is_missing = ((asked.input || asked.h) && weight.is_none())
+    let is_not = |size: Option<&[i64]>, numel| size.is_some_and(|size| size.iter().product::<i64>() != numel);
+    let is_missing = ((asked.input.is_some() || asked.h) && weight.is_none())
         || (asked.weight && (input.is_none() || h.is_none()))
-        || asked.bias.is_some_and(|size| size.iter().product::<i64>() != 3 * hidden);
+        || is_not(asked.input, batch * features)
+        || is_not(asked.bias, 3 * hidden);
     if is_missing {
         return Err(Error::msg("internal error: lltm_cell's backward lacks what a gradient needs"));
     }
     let results = empty(
         [
-            asked.input.then_some(&features_size[..]),
+            asked.input,
             asked.weight.then_some(&weight_size),
             asked.bias,
             asked.h.then_some(&state),
@@ -586,14 +603,14 @@ mod tests {
 
         unsafe extern "C" {
             /// Sizes and offsets as the C++ compiler sees them.
-            static tch_extension_lltm_cell_fused_forward_layout: [usize; 19];
+            static tch_extension_lltm_cell_fused_forward_layout: [usize; 20];
             static tch_extension_lltm_cell_fused_backward_layout: [usize; 23];
         }
         macro_rules! layout {
             ($type:ty: $($field:ident),+) => { [size_of::<$type>(), $(offset_of!($type, $field)),+] };
         }
         let forward = layout!(Forward: batch, features, hidden, kind, vectors, input, input_stride, weight,
-            weight_stride, bias, h, h_stride, c, c_stride, new_h, new_c, activations, input_gates);
+            weight_stride, bias, h, h_stride, c, c_stride, new_h, new_c, activations, input_gates, output);
         let backward = layout!(Backward: batch, features, hidden, kind, wide, grad_new_h, grad_new_c,
             activations, new_c, input, input_stride, h, h_stride, weight, weight_stride, grad_input, grad_weight,
             grad_bias, grad_h, grad_c, grad_behind, grad_gates);

@@ -1,17 +1,19 @@
 //! Whole sequences of the LLTM cell.
 
+mod one_step;
 mod weight;
 
 use super::lltm_cell::{
     KINDS, Matched, applied, bias_gradient, check_beside, f_lltm_cell, in_matching_kinds,
     lltm_cell_reference, place,
 };
-use crate::autograd::{Context, Function, Inputs, Saver, Tensors, differentiate_reference};
+use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::cuda::matmul_allow_tf32;
 use crate::ffi::lltm as kernels;
 use crate::ffi::lltm::{Direction, Path};
 use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};
+use one_step::OneStep;
 use tch::{Device, Kind, Tensor};
 
 const OP: &str = "lltm";
@@ -37,7 +39,7 @@ const OP: &str = "lltm";
 /// bias must have, and of which the outputs are; c has it, too, or a narrower one. Under autocast the products
 /// run in autocast's kind, and the outputs have it promoted with c's; a c of kind `Double` then needs a product of that kind.
 /// Of the half kinds, sums and gates are computed in `Float` and in the forward never rounded between a product and what
-/// follows; the gradients for the gates are rounded to the kind of the products behind them. c and h are rounded at each
+/// follows (but for one step on CUDA, where that is two kernels of [`lltm_cell`](super::lltm_cell)); the gradients for the gates are rounded to the kind of the products behind them. c and h are rounded at each
 /// step on CUDA (c not where all steps are one kernel), on the CPU only when they are returned.
 ///
 /// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic: the same bits each time. The
@@ -68,8 +70,10 @@ const OP: &str = "lltm";
 /// 2^-28 of the largest of its row, or an h of less than 2^-29, is off by up to 2^-39 of that largest, or by 2^-40, where tf32 would keep
 /// 11 digits. The sigmoids and tanh of those kernels are accurate to about 1e-6 in tf32 and to 4 units of the last place in `Float`.
 ///
-/// On the CPU the weights are packed once, and libtorch's threads stay together for the whole sequence. One or two
-/// steps are a loop of [`lltm_cell`](super::lltm_cell), but for half kinds where that rounds more.
+/// On the CPU the weights are packed once, and libtorch's threads stay together for the whole sequence.
+///
+/// One step, as in sampling, is computed by the kernels of [`lltm_cell`](super::lltm_cell), but for half kinds and mixed ones on
+/// the CPU; two steps, but for half kinds, are a loop of it.
 ///
 /// There is no forget gate: c is a sum over all steps, and rounding errors add up. Over T = 1…4096, outputs and
 /// gradients of a small size are tested to be off by at most `8·√max(T, 4)·ε` of their largest value, ε being the kind's.
@@ -137,17 +141,27 @@ pub fn f_lltm_by(
 ) -> Result<(Tensor, (Tensor, Tensor))> {
     let (h, c) = state;
     let arguments = [Some(input), Some(weight), bias, Some(h), Some(c)];
+    if let Some(step) = OneStep::of_ordinary(path, &arguments)? {
+        return in_order(apply(step, &arguments)?);
+    }
     let input = check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(3, "[T, B, F]")?;
     let (steps, batch, features) = input.tensor().size3()?;
     check_beside(OP, &input, (batch, features), weight, bias, state)?;
     let matched = in_matching_kinds(OP, &arguments)?;
     matched.as_ref().map(|matched| check_state(c, matched)).transpose()?;
-    let sizes = kernels::Sizes { steps, batch, features, hidden: h.size2()?.1 };
-    let kind = input.tensor().f_kind()?;
-    if matched.is_none() && path.calls_the_cell(sizes, kind, input.tensor().device()) {
+    let (kind, device) = (input.tensor().f_kind()?, input.tensor().device());
+    let kinds = matched.as_ref().map_or((kind, kind), |matched| (matched.product, matched.state));
+    if path.is_one_step_of_the_cell(steps, kinds, device) {
+        return in_order(applied(OneStep::new(), &arguments, matched)?);
+    }
+    if matched.is_none() && path.calls_the_cell(steps, kind) {
         return step_by_step(f_lltm_cell, input.tensor(), weight, bias, state);
     }
-    let outputs = applied(Lltm { path, ..Lltm::default() }, &arguments, matched)?;
+    in_order(applied(Lltm { path, ..Lltm::default() }, &arguments, matched)?)
+}
+
+/// As users have them.
+fn in_order(outputs: Tensors) -> Result<(Tensor, (Tensor, Tensor))> {
     let [output, last_h, last_c] = outputs.exactly()?;
     Ok((output, (last_h, last_c)))
 }

@@ -8,7 +8,7 @@ use crate::ffi::facts::{Facts, facts};
 use crate::ffi::gemm;
 use crate::ffi::lltm_cell as kernels;
 use crate::ffi::lltm_cell_fused as fused;
-use crate::ffi::lltm_cell_fused::{Path, Sizes};
+use crate::ffi::lltm_cell_fused::{Beside, Path, Sizes};
 use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};
 use tch::{Device, Kind, Tensor};
@@ -110,7 +110,7 @@ pub fn f_lltm_cell_by(
 
 /// Whether all that would be checked otherwise is so, and nothing has to be cast: the common case, known without
 /// a question to each tensor.
-fn is_ordinary(facts: &[Facts; place::LEN], has_bias: bool) -> bool {
+pub(super) fn is_ordinary(facts: &[Facts; place::LEN], has_bias: bool) -> bool {
     let [input, weight, bias, h, c] = facts;
     let (Some(device), Some(_)) = (input.device(), input.kind()) else { return false };
     let (Some([batch, features]), Some([_, hidden])) = (input.sizes(), h.sizes()) else { return false };
@@ -237,8 +237,10 @@ pub(super) fn applied<F: Function>(
 }
 
 #[derive(Default)]
-struct LltmCell {
+pub(super) struct LltmCell {
     path: Path,
+    /// Whether it is a sequence of one step, `[1, B, F]`, whose output, `[1, B, H]`, is asked for, too.
+    is_sequence: bool,
     /// Of the arguments, if they were asked already: only the forward needs them.
     known: Option<[Facts; place::LEN]>,
     sizes: Sizes,
@@ -258,27 +260,86 @@ enum BiasShape {
 }
 
 impl LltmCell {
+    /// Of a sequence of one step. `known` are the arguments' facts, the input's those of the step, if they were asked already.
+    pub fn of_one_step(known: Option<[Facts; place::LEN]>) -> Self {
+        LltmCell { is_sequence: true, known, ..LltmCell::default() }
+    }
+
+    /// The outputs, with everything saved that the backward reads.
+    pub fn compute(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<fused::Outputs> {
+        let (input, weight, bias) =
+            (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
+        let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
+
+        let known = match self.known.take() {
+            Some(known) => known,
+            None => facts([Some(input), Some(weight), bias, Some(h), Some(c)])?.map(Facts::of_one_step),
+        };
+        let (Some([batch, features]), Some([_, hidden])) =
+            (known[place::INPUT].sizes(), known[place::H].sizes())
+        else {
+            return Err(Error::msg("internal error: the arguments of lltm_cell were not checked"));
+        };
+        self.sizes = Sizes { batch, features, hidden };
+        self.bias = bias.map(|_| match known[place::BIAS].sizes::<1>() {
+            Some(_) => BiasShape::Flat,
+            None => BiasShape::Row,
+        });
+        self.product = known[place::WEIGHT].kind();
+        let kind = self.product.filter(|_| known[place::C].is_like(&known[place::WEIGHT]));
+        let by = kind.zip(known[place::INPUT].device());
+        self.fused = by.is_some_and(|(kind, device)| self.sizes.fuse_backward(self.path, kind, device));
+
+        let operands = fused::Operands { input, weight, bias, h, c };
+        let beside = Beside { activations: saver.needs_graph(), output: self.is_sequence };
+        let outputs = self.outputs(&operands, &known, by, beside)?;
+        let all = [Some(input), Some(weight), bias, Some(h), Some(c)];
+        for tensor in all.into_iter().chain([Some(&outputs.new_c), outputs.activations.as_ref()]) {
+            saver.save_optional(tensor);
+        }
+        // A state that leads nowhere costs no zeros.
+        saver.set_materialize_grads(false);
+        Ok(outputs)
+    }
+
+    /// The first derivatives, from the gradients for h' and c'.
+    pub fn gradients(
+        &self,
+        ctx: &Context<'_>,
+        grad_new_h: Option<&Tensor>,
+        grad_new_c: Option<&Tensor>,
+    ) -> Result<Tensors> {
+        match self.fused {
+            true => first_derivative_fused(ctx, grad_new_h, grad_new_c, self),
+            false => first_derivative(ctx, grad_new_h, grad_new_c, self),
+        }
+    }
+
     /// `by`: the kind and device of all operands, if they have one.
     fn outputs(
         &self,
         operands: &fused::Operands<'_>,
         known: &[Facts; place::LEN],
         by: Option<(Kind, Device)>,
-        save_activations: bool,
+        beside: Beside,
     ) -> Result<fused::Outputs> {
         let (sizes, path) = (self.sizes, self.path);
-        let Some((kind, device)) = by else { return by_product(operands, save_activations) };
+        let Some((kind, device)) = by else { return by_product(operands, beside) };
         if sizes.fuse_forward(path, kind, device) {
-            return fused::forward(operands, known, sizes, save_activations);
+            return fused::forward(operands, known, sizes, beside);
         }
         if sizes.try_tensor_cores(path, kind, device)
             && fused::allow_bulk_copies(known, sizes)
-            && let Some(outputs) =
-                fused::forward_by_tensor_cores(path, operands, known, sizes, save_activations)?
+            && let Some(outputs) = fused::forward_by_tensor_cores(path, operands, known, sizes, beside)?
         {
             return Ok(outputs);
         }
-        by_product(operands, save_activations)
+        by_product(operands, beside)
+    }
+
+    fn input_size(&self) -> Vec<i64> {
+        let Sizes { batch, features, .. } = self.sizes;
+        if self.is_sequence { vec![1, batch, features] } else { vec![batch, features] }
     }
 
     fn bias_size(&self) -> Option<Vec<i64>> {
@@ -309,38 +370,7 @@ impl Function for LltmCell {
     const DOUBLE_BACKWARD: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let (input, weight, bias) =
-            (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
-        let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
-
-        let known = match self.known.take() {
-            Some(known) => known,
-            None => facts([Some(input), Some(weight), bias, Some(h), Some(c)])?,
-        };
-        let (Some([batch, features]), Some([_, hidden])) =
-            (known[place::INPUT].sizes(), known[place::H].sizes())
-        else {
-            return Err(Error::msg("internal error: the arguments of lltm_cell were not checked"));
-        };
-        self.sizes = Sizes { batch, features, hidden };
-        self.bias = bias.map(|_| match known[place::BIAS].sizes::<1>() {
-            Some(_) => BiasShape::Flat,
-            None => BiasShape::Row,
-        });
-        self.product = known[place::WEIGHT].kind();
-        let kind = self.product.filter(|_| known[place::C].is_like(&known[place::WEIGHT]));
-        let by = kind.zip(known[place::INPUT].device());
-        self.fused = by.is_some_and(|(kind, device)| self.sizes.fuse_backward(self.path, kind, device));
-
-        let operands = fused::Operands { input, weight, bias, h, c };
-        let outputs = self.outputs(&operands, &known, by, saver.needs_graph())?;
-        let fused::Outputs { new_h, new_c, activations } = outputs;
-        for tensor in [Some(input), Some(weight), bias, Some(h), Some(c), Some(&new_c), activations.as_ref()]
-        {
-            saver.save_optional(tensor);
-        }
-        // A state that leads nowhere costs no zeros.
-        saver.set_materialize_grads(false);
+        let fused::Outputs { new_h, new_c, .. } = self.compute(saver, inputs)?;
         Ok([new_h, new_c].into())
     }
 
@@ -349,18 +379,20 @@ impl Function for LltmCell {
             let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, reference);
         }
-        match self.fused {
-            true => first_derivative_fused(ctx, grads, self),
-            false => first_derivative(ctx, grads, self),
-        }
+        self.gradients(ctx, grads.optional(0), grads.optional(1))
     }
 }
 
+/// `[B, F]` of `[1, B, F]`, a sequence of one step; all else as it is.
+pub(super) fn of_one_step(tensor: &Tensor) -> Result<Tensor> {
+    Ok(if tensor.dim() == 3 { tensor.f_select(0, 0)? } else { tensor.shallow_clone() })
+}
+
 /// libtorch's product, and one kernel for the rest.
-fn by_product(operands: &fused::Operands<'_>, save_activations: bool) -> Result<fused::Outputs> {
+fn by_product(operands: &fused::Operands<'_>, beside: Beside) -> Result<fused::Outputs> {
     let fused::Operands { input, weight, bias, h, c } = *operands;
     let c = plain(c)?;
-    let hx = Tensor::f_cat(&[h, input], 1)?;
+    let hx = Tensor::f_cat(&[h, &of_one_step(input)?], 1)?;
     let bias = bias.map(|bias| bias.f_reshape([-1])).transpose()?;
     // On CUDA our kernel adds the bias: with one, libtorch takes a product that is up to a sixth slower. Not of the half
     // kinds: there a product that is rounded first has lost what a bias of its size would leave of it.
@@ -378,8 +410,12 @@ fn by_product(operands: &fused::Operands<'_>, save_activations: bool) -> Result<
     let mut gates = plain(&gates.f_to_kind(kind)?)?;
     let bias = bias.map(|bias| plain(&bias.f_to_kind(kind)?)).transpose()?;
     let (mut new_h, mut new_c) = (Tensor::f_empty_like(&c)?, Tensor::f_empty_like(&c)?);
-    kernels::forward(&mut gates, bias.as_ref(), &c, &mut new_h, &mut new_c, save_activations)?;
-    Ok(fused::Outputs { new_h, new_c, activations: Some(gates) })
+    let (batch, hidden) = c.size2()?;
+    let output = || Tensor::f_empty([1, batch, hidden], (kind, c.device()));
+    let mut output = beside.output.then(output).transpose()?;
+    let written = kernels::Written { new_h: &mut new_h, new_c: &mut new_c, output: output.as_mut() };
+    kernels::forward(&mut gates, bias.as_ref(), &c, written, beside.activations)?;
+    Ok(fused::Outputs { new_h, new_c, activations: Some(gates), output })
 }
 
 fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
@@ -395,9 +431,14 @@ fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
     Ok([new_h, new_c].into())
 }
 
-fn first_derivative(ctx: &Context<'_>, grads: &Tensors, state: &LltmCell) -> Result<Tensors> {
-    let values = |grad: Option<&Tensor>| grad.map(plain).transpose();
-    let (grad_new_h, grad_new_c) = (values(grads.optional(0))?, values(grads.optional(1))?);
+fn first_derivative(
+    ctx: &Context<'_>,
+    grad_new_h: Option<&Tensor>,
+    grad_new_c: Option<&Tensor>,
+    state: &LltmCell,
+) -> Result<Tensors> {
+    let values = |grad: Option<&Tensor>| grad.map(|grad| plain(&of_one_step(grad)?)).transpose();
+    let (grad_new_h, grad_new_c) = (values(grad_new_h)?, values(grad_new_c)?);
     let (activations, new_c) = (ctx.saved(ACTIVATIONS)?, ctx.saved(NEW_C)?);
     let mut grad_gates = Tensor::f_empty_like(&activations)?;
     let mut grad_c = if ctx.needs_input_grad(place::C) { Some(Tensor::f_empty_like(&new_c)?) } else { None };
@@ -411,13 +452,19 @@ fn first_derivative(ctx: &Context<'_>, grads: &Tensors, state: &LltmCell) -> Res
 
     let grad_gates = grad_gates.f_to_kind(state.product.unwrap_or(new_c.f_kind()?))?;
     let (grad_h, grad_input) = input_gradients(ctx, &grad_gates)?;
+    let grad_input = grad_input.map(|grad| grad.f_reshape(state.input_size())).transpose()?;
     let grad_weight = weight_gradient(ctx, &grad_gates)?;
     let grad_bias = bias_gradient(ctx, &grad_gates, state.bias_size().as_deref())?;
     Ok([grad_input, grad_weight, grad_bias, grad_h, grad_c].into())
 }
 
 /// All gradients in one kernel.
-fn first_derivative_fused(ctx: &Context<'_>, grads: &Tensors, state: &LltmCell) -> Result<Tensors> {
+fn first_derivative_fused(
+    ctx: &Context<'_>,
+    grad_new_h: Option<&Tensor>,
+    grad_new_c: Option<&Tensor>,
+    state: &LltmCell,
+) -> Result<Tensors> {
     let asked = [place::INPUT, place::WEIGHT, place::BIAS, place::H, place::C]
         .map(|place| ctx.needs_input_grad(place));
     let [for_input, for_weight, for_bias, for_h, for_c] = asked;
@@ -427,17 +474,18 @@ fn first_derivative_fused(ctx: &Context<'_>, grads: &Tensors, state: &LltmCell) 
     let (input, h) = (saved(for_weight, place::INPUT)?, saved(for_weight, place::H)?);
     let (activations, new_c) = (ctx.saved(ACTIVATIONS)?, ctx.saved(NEW_C)?);
     let inputs = fused::BackwardInputs {
-        grad_new_h: grads.optional(0),
-        grad_new_c: grads.optional(1),
+        grad_new_h,
+        grad_new_c,
         activations: &activations,
         new_c: &new_c,
         input: input.as_ref(),
         h: h.as_ref(),
         weight: weight.as_ref(),
     };
+    let input = for_input.then(|| state.input_size());
     let bias = state.bias_size().filter(|_| for_bias);
-    let asked =
-        fused::Asked { input: for_input, weight: for_weight, bias: bias.as_deref(), h: for_h, c: for_c };
+    let (input, bias) = (input.as_deref(), bias.as_deref());
+    let asked = fused::Asked { input, weight: for_weight, bias, h: for_h, c: for_c };
     Ok(fused::backward(&inputs, state.sizes, asked)?.into())
 }
 
@@ -465,7 +513,7 @@ fn weight_gradient(ctx: &Context<'_>, grad_gates: &Tensor) -> Result<Option<Tens
     if !ctx.needs_input_grad(place::WEIGHT) {
         return Ok(None);
     }
-    let hx = Tensor::f_cat(&[ctx.saved(place::H)?, ctx.saved(place::INPUT)?], 1)?;
+    let hx = Tensor::f_cat(&[ctx.saved(place::H)?, of_one_step(&ctx.saved(place::INPUT)?)?], 1)?;
     Ok(Some(grad_gates.f_transpose(0, 1)?.f_mm(&hx)?))
 }
 

@@ -151,7 +151,7 @@ fn cuda_a_small_step_is_one_kernel_of_the_graph() {
 }
 
 /// As under memcheck: a replay cannot write to memory that is really freed.
-fn no_caching(test: &str) -> bool {
+pub fn no_caching(test: &str) -> bool {
     let is_off = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
     if is_off {
         let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
@@ -208,7 +208,7 @@ fn cuda_a_step_is_the_product_and_one_kernel_of_the_graph() {
     }
 }
 
-fn captured(device: Device, work: impl Fn() -> Result<Vec<Tensor>>) -> (Graph, Vec<Tensor>) {
+pub fn captured(device: Device, work: impl Fn() -> Result<Vec<Tensor>>) -> (Graph, Vec<Tensor>) {
     // cuBLAS then has chosen its kernels.
     for _ in 0..3 {
         work().expect("to warm up");

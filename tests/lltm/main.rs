@@ -9,6 +9,7 @@ mod grid;
 mod kinds;
 mod layer;
 mod numerics;
+mod one_step;
 mod persistent;
 mod plain_grid;
 mod random;

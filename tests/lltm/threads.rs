@@ -63,3 +63,53 @@ fn bytes(tensor: &Tensor) -> Vec<u8> {
     tensor.contiguous().copy_data_u8(&mut bytes, tensor.numel());
     bytes
 }
+
+unsafe extern "C" {
+    fn sched_getcpu() -> i32;
+    fn sched_setaffinity(thread: i32, size: usize, processors: *const u64) -> i32;
+}
+
+/// Keeps this thread, and those that it starts from now on, on the processor on which it runs.
+fn stay_on_one_processor() {
+    // SAFETY: it takes nothing.
+    let here = unsafe { sched_getcpu() };
+    let here = usize::try_from(here).expect("a processor");
+    let mut processors = [0_u64; 16];
+    processors[here / 64] = 1 << (here % 64);
+    // SAFETY: a set of as many bytes as stated; thread 0 is this one.
+    let failed = unsafe { sched_setaffinity(0, size_of_val(&processors), processors.as_ptr()) };
+    assert_eq!(failed, 0, "{}", std::io::Error::last_os_error());
+}
+
+/// Where two threads and a busy one have a single processor, one of the two never runs while the other does. Whoever waits
+/// for it at each step, but keeps the processor or leaves it to the busy one, waits for a turn of the scheduler each time.
+#[test]
+fn a_thread_that_does_not_run_is_not_waited_for_at_each_step() {
+    const STEPS: i64 = 2000;
+    let within = || {
+        stay_on_one_processor();
+        // Two threads share the columns.
+        let inputs = one([STEPS, 4, 8, 256], Kind::Float, Device::Cpu).inputs;
+        let stop = std::sync::atomic::AtomicBool::new(false);
+        let is_over = || stop.load(std::sync::atomic::Ordering::Relaxed);
+        std::thread::scope(|scope| {
+            scope.spawn(|| while !is_over() {});
+            let seconds = [1, 2].map(|threads| {
+                tch::set_num_threads(threads);
+                let run = || {
+                    let begun = std::time::Instant::now();
+                    fused(&inputs).expect("outputs");
+                    begun.elapsed().as_secs_f64()
+                };
+                run();
+                (0..3).map(|_| run()).fold(f64::INFINITY, f64::min)
+            });
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            seconds
+        })
+    };
+    // Of its own, because what is set there is set for the rest of a thread's life.
+    let [alone, together] = std::thread::scope(|scope| scope.spawn(within).join().expect("no panic"));
+    eprintln!("{STEPS} steps: {alone:.3} s with one thread, {together:.3} s with two");
+    assert!(together < 6.0 * alone, "{together} s with two threads, {alone} s with one");
+}

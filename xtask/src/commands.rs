@@ -1,6 +1,7 @@
 //! The table of commands.
 
 use crate::repo::Repo;
+use crate::setup::Changes;
 use crate::{bundle, cargo, ci, doctor, plot, report, setup, versions};
 use anyhow::Result;
 use std::path::PathBuf;
@@ -43,14 +44,15 @@ CUDA kernels are compiled when libtorch has CUDA and there is an nvcc; TCH_EXTEN
 /// Runs one command. Set-up comes first where it is needed.
 pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
     match name {
-        Some("demo") => start(&["run", "--example", "char_lltm", "--"], own_args(args)),
+        Some("demo") => demo(own_args(args)),
         Some("test") => match args {
             [flag, version, args @ ..] if flag == "--tch" => versions::test(&Repo::find()?, version, args),
             [flag] if flag == "--tch" => Err(Usage(format!("--tch wants {}", versions::KNOWN)).into()),
             args => test(args),
         },
         Some("bench") => {
-            start(&["bench", "--profile", "dev", "--bench", "ops", "--", "table"], own_args(args))
+            let bench = ["bench", "--profile", "dev", "--bench", "ops", "--", "table"];
+            start(&bench, own_args(args), Changes::new())
         }
         Some("plot") => plots(args),
         Some("ci") => ci::run(Repo::find()?, args),
@@ -65,10 +67,15 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
     }
 }
 
+fn demo(args: &[String]) -> Result<ExitCode> {
+    start(&["run", "--example", "char_lltm", "--"], args, setup::short_waits())
+}
+
 /// Sets up and becomes cargo.
-fn start(cargo_args: &[&str], args: &[String]) -> Result<ExitCode> {
+fn start(cargo_args: &[&str], args: &[String], changes: Changes) -> Result<ExitCode> {
     let repo = Repo::find()?;
-    let ready = setup::run(&repo)?;
+    let mut ready = setup::run(&repo)?;
+    ready.changes.extend(changes);
     let mut command: Command = cargo::command(&repo, &ready.changes, cargo_args);
     command.args(args);
     Err(cargo::become_command(command))

@@ -106,6 +106,18 @@ pub fn one_test_at_a_time() -> Changes {
     threads_of_tests(real_env(TEST_THREADS).is_some(), has_gpu)
 }
 
+/// For the demo: how often OpenMP's threads look for work before they sleep, about a millisecond. On a machine that has
+/// nothing else to do that is as fast as libgomp's own number, with which they keep a processor for up to 15 ms from
+/// programs that need it, and from one another (docs/performance.md, "Beside busy programs").
+pub fn short_waits() -> Changes {
+    let are_chosen = ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"].iter().any(|name| real_env(name).is_some());
+    waits(are_chosen)
+}
+
+fn waits(are_chosen: bool) -> Changes {
+    if are_chosen { Changes::new() } else { vec![("GOMP_SPINCOUNT".to_string(), Some("20000".into()))] }
+}
+
 fn threads_of_tests(are_chosen: bool, has_gpu: impl FnOnce() -> bool) -> Changes {
     if are_chosen || !has_gpu() {
         return Changes::new();
@@ -142,6 +154,12 @@ mod tests {
         assert_eq!(threads_of_tests(false, || true), one);
         assert_eq!(threads_of_tests(true, || true), []);
         assert_eq!(threads_of_tests(false, || false), []);
+    }
+
+    #[test]
+    fn the_demo_waits_as_its_user_chose() {
+        assert_eq!(waits(true), []);
+        assert_eq!(waits(false), vec![("GOMP_SPINCOUNT".to_string(), Some("20000".into()))]);
     }
 
     #[test]

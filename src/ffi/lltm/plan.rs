@@ -53,24 +53,32 @@ impl Path {
         })
     }
 
+    /// Whether this is one step that the cell's kernels compute, of these kinds of products and state: nothing is cheaper.
+    /// On the CPU not where a sequence is computed in a wider kind than the cell.
+    pub(crate) fn is_one_step_of_the_cell(
+        self,
+        steps: i64,
+        (product, state): (Kind, Kind),
+        device: Device,
+    ) -> bool {
+        let is_as_wide = product == state && !is_half(product);
+        self == Path::Automatic && steps == 1 && (device.is_cuda() || is_as_wide)
+    }
+
     /// Whether this is a loop of the cell, of tensors of one kind: with few steps, what a sequence costs once is more than
     /// it saves. Not where that would round sums that a sequence does not: in half kinds those of the weight's gradient over
-    /// steps, and those of a cell of more than one kernel.
-    pub(crate) fn calls_the_cell(self, sizes: Sizes, kind: Kind, device: Device) -> bool {
-        let half = matches!(kind, Kind::Half | Kind::BFloat16);
-        let few = if half { 1 } else { 2 };
-        let Sizes { steps, batch, features, hidden } = sizes;
-        let cell = cell::Sizes { batch, features, hidden };
-        let is_exact = || {
-            let path = cell::Path::Automatic;
-            !half || (cell.fuse_forward(path, kind, device) && cell.fuse_backward(path, kind, device))
-        };
+    /// steps.
+    pub(crate) fn calls_the_cell(self, steps: i64, kind: Kind) -> bool {
         match self {
             Path::Cells => steps > 0,
-            Path::Automatic => (1..=few).contains(&steps) && is_exact(),
+            Path::Automatic => (1..=2).contains(&steps) && !is_half(kind),
             _ => false,
         }
     }
+}
+
+fn is_half(kind: Kind) -> bool {
+    matches!(kind, Kind::Half | Kind::BFloat16)
 }
 
 /// Which way through it.
@@ -447,24 +455,28 @@ mod tests {
 
     #[test]
     fn few_steps_are_the_cell_s() {
-        let gpu = Device::Cuda(0);
-        let of = |path: Path, [batch, features, hidden]: [i64; 3], kind, device| {
-            [0, 1, 2, 3]
-                .map(|steps| path.calls_the_cell(Sizes { steps, batch, features, hidden }, kind, device))
-        };
-        let (small, large) = ([16, 32, 128], [4096, 1024, 1024]);
-        let few = [false, true, true, false];
+        let steps = [0, 1, 2, 3];
+        let loops = |path: Path, kind| steps.map(|steps| path.calls_the_cell(steps, kind));
         for kind in [Kind::Float, Kind::Double] {
-            assert_eq!(of(Path::Automatic, large, kind, gpu), few);
-            assert_eq!(of(Path::Automatic, small, kind, Device::Cpu), few);
+            assert_eq!(loops(Path::Automatic, kind), [false, true, true, false]);
         }
         for kind in [Kind::Half, Kind::BFloat16] {
-            assert_eq!(of(Path::Automatic, small, kind, gpu), [false, true, false, false]);
-            assert_eq!(of(Path::Automatic, large, kind, gpu), [false; 4]);
-            assert_eq!(of(Path::Automatic, small, kind, Device::Cpu), [false; 4]);
+            assert_eq!(loops(Path::Automatic, kind), [false; 4]);
         }
-        assert_eq!(of(Path::Cells, large, Kind::Half, gpu), [false, true, true, true]);
-        assert_eq!(of(Path::PerStep, small, Kind::Float, gpu), [false; 4]);
+        assert_eq!(loops(Path::Cells, Kind::Half), [false, true, true, true]);
+        assert_eq!(loops(Path::PerStep, Kind::Float), [false; 4]);
+
+        let is_one =
+            |path: Path, kinds, device| steps.map(|steps| path.is_one_step_of_the_cell(steps, kinds, device));
+        let (yes, no, gpu) = ([false, true, false, false], [false; 4], Device::Cuda(0));
+        for kind in [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16] {
+            assert_eq!(is_one(Path::Automatic, (kind, kind), gpu), yes);
+            assert_eq!(is_one(Path::Automatic, (kind, Kind::Double), gpu), yes);
+            let expected = if is_half(kind) { no } else { yes };
+            assert_eq!(is_one(Path::Automatic, (kind, kind), Device::Cpu), expected);
+            assert_eq!(is_one(Path::PerStep, (kind, kind), gpu), no);
+        }
+        assert_eq!(is_one(Path::Automatic, (Kind::Float, Kind::Double), Device::Cpu), no);
     }
 
     /// What the kernels take for granted.
