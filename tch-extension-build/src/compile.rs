@@ -2,7 +2,7 @@
 
 use crate::arch::flags_of;
 use crate::environment::Environment;
-use crate::toolchain::{Cuda, Options, Toolchain};
+use crate::toolchain::{Cuda, Options, Toolchain, text_of};
 use anyhow::{Context, Result, bail};
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -85,6 +85,9 @@ impl Unit<'_> {
             let for_hopper = options.for_hopper.iter().any(|end| self.source.ends_with(end));
             arguments.extend(flags_of(&cuda.archs, for_hopper));
         }
+        if text_of(self.source).is_ok_and(|text| is_written_for_torch(&text)) {
+            arguments.extend(WITHOUT_HALF_OPERATORS.map(|name| format!("-D{name}")));
+        }
         self.add_common(&mut arguments);
         if let Some(host) = env.var("NVCC_CCBIN") {
             arguments.push(format!("-ccbin={host}"));
@@ -132,6 +135,22 @@ impl Unit<'_> {
         let object = Object { path, source: self.source.to_path_buf() };
         Ok(Job { program, arguments, built_for: self.toolchain.identity(), object })
     }
+}
+
+/// What `torch.utils.cpp_extension` defines for every CUDA source: CUDA's operators of the half kinds would make those
+/// of `at::Half` ambiguous.
+const WITHOUT_HALF_OPERATORS: [&str; 4] = [
+    "__CUDA_NO_HALF_OPERATORS__",
+    "__CUDA_NO_HALF_CONVERSIONS__",
+    "__CUDA_NO_BFLOAT16_CONVERSIONS__",
+    "__CUDA_NO_HALF2_OPERATORS__",
+];
+
+/// Whether a CUDA source takes the kinds of libtorch's headers. Kernels on `tch_extension/launch.h` compute in CUDA's own.
+fn is_written_for_torch(text: &str) -> bool {
+    let includes =
+        |folder: &str| text.contains(&format!("<{folder}/")) || text.contains(&format!("\"{folder}/"));
+    ["torch", "ATen", "THC"].iter().any(|folder| includes(folder)) && !includes("tch_extension")
 }
 
 /// As system headers: their warnings are not ours.
@@ -370,6 +389,16 @@ mod tests {
         let object = Object { path, source: "/x y/a.cpp".into() };
         assert_eq!(object.dependencies(), ["/x y/a.cpp", "/x#y/b.h", "/x$y/c.h"].map(PathBuf::from));
         std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn sources_of_torch_s_kinds_are_told_from_others() {
+        for text in ["#include <torch/extension.h>", "#include \"ATen/ATen.h\"", "#include <THC/THC.h>"] {
+            assert!(is_written_for_torch(text), "{text}");
+            let mixed = format!("{text}\n#include <tch_extension/launch.h>\n");
+            assert!(!is_written_for_torch(&mixed), "{mixed}");
+        }
+        assert!(!is_written_for_torch("#include <cuda_fp16.h>\n// torch/extension.h"));
     }
 
     #[test]
