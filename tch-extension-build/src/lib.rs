@@ -83,6 +83,7 @@ mod compile;
 mod cxx;
 pub mod environment;
 mod extension;
+mod isolate;
 mod libtorch;
 pub mod probe;
 pub mod toolchain;
