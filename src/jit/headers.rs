@@ -43,6 +43,7 @@ headers! {
     "python/pybind11/pybind11.h",
     "python/pybind11/pytypes.h",
     "python/pybind11/stl.h",
+    "python/torch/all.h",
     "python/torch/csrc/utils/pybind.h",
     "python/torch/extension.h",
     "python/torch/python.h",

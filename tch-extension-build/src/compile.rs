@@ -2,6 +2,7 @@
 
 use crate::arch::flags_of;
 use crate::environment::Environment;
+use crate::fewer;
 use crate::toolchain::{Cuda, Options, Toolchain, text_of};
 use anyhow::{Context, Result, bail};
 use std::hash::{Hash, Hasher};
@@ -34,6 +35,8 @@ pub struct Job {
     arguments: Vec<String>,
     /// Which compilers and libtorch: [`Toolchain::identity`].
     built_for: String,
+    /// What the first attempt is told beyond that: it is no part of what is up to date.
+    first: Option<String>,
     pub object: Object,
 }
 
@@ -133,7 +136,9 @@ impl Unit<'_> {
         arguments.extend(["-c".to_string(), self.source.display().to_string(), "-o".to_string()]);
         arguments.push(path.display().to_string());
         let object = Object { path, source: self.source.to_path_buf() };
-        Ok(Job { program, arguments, built_for: self.toolchain.identity(), object })
+        let first = if self.options.fewer_headers { fewer::macro_for(&text_of(self.source)?) } else { None };
+        let built_for = self.toolchain.identity();
+        Ok(Job { program, arguments, built_for, first: first.map(|name| format!("-D{name}")), object })
     }
 }
 
@@ -258,10 +263,14 @@ impl Job {
         // A build that is killed leaves no stamp, and compiles again.
         let _ = std::fs::remove_file(&stamp);
         let started = SystemTime::now();
-        let mut command = Command::new(&self.program);
-        command.args(&self.arguments);
-        let output =
-            run_compiler(&mut command, &format!("{} does not compile", self.object.source.display()), env)?;
+        let failed = format!("{} does not compile", self.object.source.display());
+        let run = |first: &[String]| {
+            run_compiler(Command::new(&self.program).args(first).args(&self.arguments), &failed, env)
+        };
+        let output = match self.first.as_ref().map(|first| run(std::slice::from_ref(first))) {
+            Some(Ok(output)) => output,
+            Some(Err(_)) | None => run(&[])?,
+        };
         for line in String::from_utf8_lossy(&output.stderr).lines().filter(|line| line.contains("warning")) {
             env.warns(line);
         }
@@ -310,6 +319,7 @@ mod tests {
             program: "sh".into(),
             arguments: vec!["-c".into(), script],
             built_for: "1".into(),
+            first: None,
             object: Object { path: object, source },
         }
     }

@@ -83,6 +83,7 @@ mod compile;
 mod cxx;
 pub mod environment;
 mod extension;
+mod fewer;
 mod isolate;
 mod libtorch;
 pub mod probe;

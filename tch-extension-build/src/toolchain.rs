@@ -102,6 +102,9 @@ pub struct Options {
     /// Whether others can see functions and classes that do not say so: what a shared library needs. A static one
     /// better keeps to itself.
     pub export_symbols: bool,
+    /// Whether sources are compiled without the larger part of `torch/extension.h` first, and with it if they do not
+    /// compile: a third of the time for most. It needs the public headers of tch-extension among the `includes`.
+    pub fewer_headers: bool,
 }
 
 impl Default for Options {
@@ -115,6 +118,7 @@ impl Default for Options {
             standard: "c++17".to_string(),
             warnings: true,
             export_symbols: false,
+            fewer_headers: false,
         }
     }
 }
