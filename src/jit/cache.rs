@@ -25,6 +25,10 @@ pub(super) fn root(chosen: Option<&Path>) -> Result<PathBuf> {
         .or_else(|| Some(variable("HOME")?.join(".cache/tch_extension")))
         .ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no HOME"))?;
     let folder = std::path::absolute(folder)?;
+    if folder.to_str().is_none() {
+        // Compilers write lists of files as text.
+        return Err(Error::new(ErrorKind::InvalidInput, format!("the cache {folder:?} is not UTF-8")));
+    }
     create(&folder)?;
     Ok(folder)
 }

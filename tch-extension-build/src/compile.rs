@@ -235,8 +235,8 @@ impl Object {
     /// The source and the headers it includes, without libtorch's and the system's, from the compiler's own list (in
     /// make's syntax).
     pub fn dependencies(&self) -> Vec<PathBuf> {
-        let Ok(text) = std::fs::read_to_string(self.path.with_extension("d")) else { return Vec::new() };
-        prerequisites(&text)
+        let Ok(rule) = std::fs::read(self.path.with_extension("d")) else { return Vec::new() };
+        prerequisites(&String::from_utf8_lossy(&rule))
     }
 }
 
@@ -253,6 +253,13 @@ impl Job {
             self.compile(env)?;
         }
         for path in self.object.dependencies() {
+            // Read with a sign in place of what is no text.
+            if path.to_string_lossy().contains(char::REPLACEMENT_CHARACTER) && !path.exists() {
+                bail!(
+                    "the header {} is not UTF-8; rename it, or include a link to it that is",
+                    path.display()
+                );
+            }
             env.reads(&path);
         }
         Ok(())

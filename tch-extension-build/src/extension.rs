@@ -2,6 +2,7 @@
 
 use crate::environment::{BuildScript, Environment, Process};
 use crate::isolate;
+use crate::paths;
 use crate::toolchain::{CudaMode, Libtorch, Object, Options, Toolchain, is_cuda, text_of};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
@@ -220,7 +221,7 @@ impl Extension {
     /// Compiles, archives and tells cargo what to link. On docs.rs, and with a feature `doc-only`, it does nothing.
     ///
     /// # Errors
-    /// One message with the way out: for a source that is missing or does not compile, an unknown architecture,
+    /// One message with the way out: for a source that is missing, has a path that is not UTF-8 or does not compile, an unknown architecture,
     /// a libtorch or a compiler that is missing or does not fit.
     pub fn build(&self) -> Result<Built> {
         println!("cargo::rustc-check-cfg=cfg(tch_extension_cuda)");
@@ -270,6 +271,7 @@ impl Extension {
             );
         }
         for folder in &self.folders {
+            paths::check("the source folder", folder)?;
             env.reads(folder);
         }
         let libtorch = find_libtorch(env)?;

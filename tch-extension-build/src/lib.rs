@@ -86,6 +86,7 @@ mod extension;
 mod fewer;
 mod isolate;
 mod libtorch;
+mod paths;
 pub mod probe;
 pub mod toolchain;
 

@@ -3,6 +3,8 @@
 use super::*;
 use crate::support::{fake_libtorch, fake_nvcc, scratch, write};
 use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 
 /// A build script of a folder with a libtorch of its own.
 struct Script {
@@ -240,6 +242,21 @@ fn a_mistyped_path_is_an_error_that_lists_what_is_there() {
     assert_says(&error, &["include: there is no folder no/include"]);
     let error = script.refusal(&Extension::new("x").cuda_sources([&source]));
     assert_says(&error, &["my_op.cpp does not end in .cu"]);
+}
+
+#[test]
+fn paths_that_are_no_text_are_refused_by_name() {
+    let script = Script::new("odd", false);
+    let odd = script.folder.join(OsStr::from_bytes(b"odd\xff"));
+    let source = write(&odd.join("a.cpp"), "int a() { return 1; }\n");
+    let plain = script.source("a.cpp", "int a() { return 1; }\n");
+    for (extension, what) in [
+        (Extension::new("a").source(source), "the source"),
+        (Extension::new("a").source_dir(&odd), "the source folder"),
+        (Extension::new("a").source(&plain).include(&odd), "the include folder"),
+    ] {
+        assert_says(&script.refusal(&extension), &[what, "odd\\xFF", "not UTF-8", "rename"]);
+    }
 }
 
 #[test]
