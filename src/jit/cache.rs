@@ -25,6 +25,10 @@ pub(super) fn root(chosen: Option<&Path>) -> Result<PathBuf> {
         .or_else(|| Some(variable("HOME")?.join(".cache/tch_extension")))
         .ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no HOME"))?;
     let folder = std::path::absolute(folder)?;
+    if folder.to_str().is_none() {
+        // Compilers write lists of files as text.
+        return Err(Error::new(ErrorKind::InvalidInput, format!("the cache {folder:?} is not UTF-8")));
+    }
     create(&folder)?;
     Ok(folder)
 }
@@ -88,7 +92,7 @@ impl Entry {
 
     /// The library, after `build` if there is none that is up to date. It gets the entry's folder, for sources, and a
     /// fresh one for objects.
-    pub fn library(&self, build: impl FnOnce(&Path, &Path) -> crate::Result<Built>) -> crate::Result<Locked> {
+    pub fn library(&self, build: impl Fn(&Path, &Path) -> crate::Result<Built>) -> crate::Result<Locked> {
         let io = |error: Error| self.error(&error);
         let lock = self.lock().map_err(io)?;
         check_owner(&self.folder, self.folder.parent().unwrap_or(&self.folder)).map_err(io)?;
@@ -103,11 +107,7 @@ impl Entry {
             return Ok(Locked { library, _lock: lock });
         }
         self.clean();
-        let scratch = unique(&self.folder, SCRATCH);
-        create(&scratch).map_err(io)?;
-        let result = self.build(&scratch, build);
-        let _ = std::fs::remove_dir_all(&scratch);
-        Ok(Locked { library: result?, _lock: lock })
+        Ok(Locked { library: self.build(build)?, _lock: lock })
     }
 
     /// The library if it is up to date, without waiting for anybody.
@@ -151,22 +151,28 @@ impl Entry {
         }
     }
 
-    fn build(
-        &self,
-        scratch: &Path,
-        build: impl FnOnce(&Path, &Path) -> crate::Result<Built>,
-    ) -> crate::Result<PathBuf> {
-        let started = SystemTime::now();
-        let built = build(&self.folder, scratch)?;
-        self.publish(&built, started).map_err(|error| self.error(&error))
+    /// Builds, and builds again where a file was changed meanwhile, of which nobody knows what was compiled: the second
+    /// time its contents are known before. That decides, as times may move without them (a hard link made elsewhere).
+    fn build(&self, build: impl Fn(&Path, &Path) -> crate::Result<Built>) -> crate::Result<PathBuf> {
+        let mut before = Known::default();
+        loop {
+            let scratch = Scratch::new(&self.folder).map_err(|error| self.error(&error))?;
+            let started = SystemTime::now();
+            let built = build(&self.folder, &scratch.0)?;
+            let (compiled, is_all) = compiled(&built.files, &before, started);
+            if is_all || !before.is_empty() {
+                return self.publish(&built, &compiled, started).map_err(|error| self.error(&error));
+            }
+            before = built.files.into_iter().map(|path| (path.clone(), contents(&path))).collect();
+        }
     }
 
-    fn publish(&self, built: &Built, started: SystemTime) -> Result<PathBuf> {
+    fn publish(&self, built: &Built, compiled: &Known, started: SystemTime) -> Result<PathBuf> {
         // A new name each time: the loader takes a path it knows for the file it knows.
         let library = unique(&self.folder, "lib").with_extension("so");
         std::fs::rename(&built.library, &library)?;
         let name = library.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let manifest = Manifest::new(name, self.request.clone(), built, started);
+        let manifest = Manifest::new(name, self.request.clone(), built, compiled);
         let partial = unique(&self.folder, "manifest-part");
         std::fs::write(&partial, manifest.text())?;
         std::fs::rename(&partial, self.folder.join(MANIFEST))?;
@@ -211,6 +217,38 @@ fn contents(path: &Path) -> Option<String> {
     Some(format!("{} {:016x}", bytes.len(), hasher.finish()))
 }
 
+/// Files and their contents; none of one that is not there, or may have been compiled in another state.
+type Known = BTreeMap<PathBuf, Option<String>>;
+
+/// What a build that started then has read, as far as that can be known, and whether it is all of it.
+fn compiled(files: &[PathBuf], before: &Known, started: SystemTime) -> (Known, bool) {
+    let state = |path: &PathBuf| {
+        let now = contents(path);
+        let is_known = !is_changed_since(path, started) || before.get(path) == Some(&now);
+        now.filter(|_| is_known)
+    };
+    let compiled: Known = files.iter().map(|path| (path.clone(), state(path))).collect();
+    let is_all = compiled.values().all(Option::is_some);
+    (compiled, is_all)
+}
+
+/// A folder of one build, removed after it.
+struct Scratch(PathBuf);
+
+impl Scratch {
+    fn new(folder: &Path) -> Result<Self> {
+        let scratch = unique(folder, SCRATCH);
+        create(&scratch)?;
+        Ok(Scratch(scratch))
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
 /// Whether a file was changed since. By the time that nobody can set: a modification time may lie in the future.
 fn is_changed_since(path: &Path, start: SystemTime) -> bool {
     let since = start.duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -248,12 +286,10 @@ struct Manifest {
 }
 
 impl Manifest {
-    fn new(library: String, request: String, built: &Built, started: SystemTime) -> Self {
+    fn new(library: String, request: String, built: &Built, compiled: &Known) -> Self {
         let mut facts = Vec::new();
-        for path in &built.files {
-            // Of one that changed meanwhile nobody knows which state was compiled.
-            let state = if is_changed_since(path, started) { None } else { contents(path) };
-            facts.push(["file".into(), path.display().to_string(), state.unwrap_or_default()]);
+        for (path, state) in compiled {
+            facts.push(["file".into(), path.display().to_string(), state.clone().unwrap_or_default()]);
         }
         for program in &built.programs {
             facts.push(["program".into(), program.clone(), identity(program).unwrap_or_default()]);
@@ -293,6 +329,7 @@ impl Manifest {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::Cell;
 
     #[test]
     fn a_lock_whose_folder_was_deleted_is_taken_anew() {
@@ -304,28 +341,70 @@ mod tests {
         assert!(entry.lock().unwrap().try_lock().is_err(), "the next one waits");
     }
 
-    #[test]
-    fn a_header_saved_during_the_build_is_compiled_again() {
-        let root = tempfile::tempdir().unwrap();
-        let entry = Entry::new(root.path(), "saved", String::new());
-        let header = root.path().join("a.h");
-        std::fs::write(&header, "1").unwrap();
-        let build = |saves: bool| {
-            let built = entry.library(|_, scratch| {
+    /// Builds of a header that `meanwhile` is done to while a compiler runs.
+    struct Disturbed {
+        root: tempfile::TempDir,
+        entry: Entry,
+        builds: Cell<usize>,
+    }
+
+    impl Disturbed {
+        fn new() -> Self {
+            let root = tempfile::tempdir().unwrap();
+            std::fs::write(root.path().join("a.h"), "0").unwrap();
+            let entry = Entry::new(root.path(), "disturbed", String::new());
+            Disturbed { root, entry, builds: Cell::new(0) }
+        }
+
+        /// How many builds a load takes, and what the library of the last one was built of.
+        fn load(&self, meanwhile: impl Fn(&Path, usize)) -> (usize, String) {
+            self.builds.set(0);
+            let header = self.root.path().join("a.h");
+            let library = self.entry.library(|_, scratch| {
+                self.builds.set(self.builds.get() + 1);
                 // File systems count time in steps.
                 std::thread::sleep(std::time::Duration::from_millis(20));
-                if saves {
-                    std::fs::write(&header, "2").unwrap();
-                }
                 let library = scratch.join("library");
-                std::fs::write(&library, "").unwrap();
+                std::fs::copy(&header, &library).unwrap();
+                meanwhile(&header, self.builds.get());
                 let (programs, variables) = (Vec::new(), BTreeMap::new());
                 Ok(Built { library, files: vec![header.clone()], programs, variables })
             });
-            drop(built.unwrap());
-            entry.current().is_some()
+            let text = std::fs::read_to_string(library.unwrap().library).unwrap();
+            (self.builds.get(), text)
+        }
+    }
+
+    #[test]
+    fn a_header_saved_during_the_build_is_compiled_again() {
+        let scene = Disturbed::new();
+        let saved_once = |header: &Path, build: usize| {
+            if build == 1 {
+                std::fs::write(header, "1").unwrap();
+            }
         };
-        assert!(!build(true), "nobody knows which text was compiled");
-        assert!(build(false));
+        assert_eq!(scene.load(saved_once), (2, "1".to_string()));
+        assert_eq!(scene.load(|_, _| unreachable!("it is up to date")), (0, "1".to_string()));
+    }
+
+    #[test]
+    fn a_header_that_is_saved_all_the_time_is_never_up_to_date() {
+        let scene = Disturbed::new();
+        let saved = |header: &Path, build: usize| std::fs::write(header, build.to_string()).unwrap();
+        assert_eq!(scene.load(saved).0, 2, "there is an end to it");
+        assert!(scene.entry.current().is_none(), "nobody knows which text was compiled");
+        assert_eq!(scene.load(|_, _| ()), (1, "2".to_string()));
+        assert!(scene.entry.current().is_some());
+    }
+
+    /// Its time of change moves, and nothing else.
+    #[test]
+    fn a_header_that_is_linked_elsewhere_during_each_build_is_the_same() {
+        let scene = Disturbed::new();
+        let linked = |header: &Path, build: usize| {
+            std::fs::hard_link(header, header.with_extension(build.to_string())).unwrap();
+        };
+        assert_eq!(scene.load(linked), (2, "0".to_string()));
+        assert_eq!(scene.load(|_, _| unreachable!("it is up to date")), (0, "0".to_string()));
     }
 }

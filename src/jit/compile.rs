@@ -82,8 +82,8 @@ fn run(
 ) -> std::result::Result<Built, String> {
     let files = sources.write(folder).map_err(words)?;
     let toolchain = find(&files, sources.archs.as_deref(), facts, watcher)?;
-    let options = options(sources, includes, name);
     let workers = std::thread::available_parallelism().map_or(1, usize::from);
+    let options = options(sources, includes, name, workers);
     let objects = toolchain.compile(&files, &options, scratch, workers, watcher).map_err(words)?;
     let library = scratch.join("library.so");
     toolchain.link_shared(&objects, &sources.link_flags, &library, watcher).map_err(words)?;
@@ -120,7 +120,7 @@ fn find(
         .map_err(words)
 }
 
-fn options(sources: &Sources, includes: &[PathBuf], name: &str) -> Options {
+fn options(sources: &Sources, includes: &[PathBuf], name: &str, workers: usize) -> Options {
     let ours = [
         ("TORCH_EXTENSION_NAME", Some(name.to_string())),
         // torch.utils.cpp_extension says so, too.
@@ -133,10 +133,19 @@ fn options(sources: &Sources, includes: &[PathBuf], name: &str) -> Options {
         includes: includes.iter().chain(&sources.includes).cloned().collect(),
         defines: ours.into_iter().chain(sources.defines.iter().cloned()).collect(),
         cxx_flags: sources.flags.clone(),
-        nvcc_flags: sources.nvcc_flags.clone(),
+        nvcc_flags: nvcc_flags(&sources.nvcc_flags, workers),
         for_hopper: Vec::new(),
         standard: sources.standard.clone(),
         warnings: true,
         export_symbols: true,
+        fewer_headers: true,
     }
+}
+
+/// nvcc compiles for several architectures at a time, if nobody says otherwise.
+fn nvcc_flags(flags: &[String], workers: usize) -> Vec<String> {
+    let is_said =
+        flags.iter().any(|flag| flag == "-t" || flag.starts_with("-t=") || flag.starts_with("--threads"));
+    let ours = (!is_said).then(|| format!("--threads={workers}"));
+    ours.into_iter().chain(flags.iter().cloned()).collect()
 }

@@ -123,7 +123,7 @@ impl Extension {
     /// Compiles, unless the cache has the library, and loads it. The same sources twice are one module.
     ///
     /// # Errors
-    /// A name that is no identifier, no sources, a cache that cannot be written, no compiler, a compiler's or the
+    /// A name that is no identifier, no sources, a path that is not UTF-8, a cache that cannot be written, no compiler, a compiler's or the
     /// linker's error in its own words, a library that does not load.
     pub fn load(&self) -> Result<Module> {
         self.check()?;

@@ -1,5 +1,7 @@
 //! What a build depends on, as far as it can be known without running anything.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 /// Variables that steer compilers; more are found when a build asks for them.
@@ -75,11 +77,12 @@ impl Facts {
 
 /// The folder of the `libtorch_cpu.so` that this process has mapped: a second libtorch would be a second world.
 fn loaded_libtorch() -> Option<PathBuf> {
-    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
-    maps.lines().find_map(|line| {
+    // Of other libraries and files, whose paths need be no text, too.
+    let maps = std::fs::read("/proc/self/maps").ok()?;
+    maps.split(|byte| *byte == b'\n').find_map(|line| {
         // Five fields and the path, which may contain spaces.
-        let path = &line[line.find('/')?..];
-        let path = Path::new(path);
+        let path = &line[line.iter().position(|byte| *byte == b'/')?..];
+        let path = Path::new(OsStr::from_bytes(path));
         (path.file_name()? == "libtorch_cpu.so").then(|| path.parent().map(Path::to_path_buf))?
     })
 }

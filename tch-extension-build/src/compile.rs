@@ -2,7 +2,8 @@
 
 use crate::arch::flags_of;
 use crate::environment::Environment;
-use crate::toolchain::{Cuda, Options, Toolchain};
+use crate::fewer;
+use crate::toolchain::{Cuda, Options, Toolchain, text_of};
 use anyhow::{Context, Result, bail};
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
@@ -34,6 +35,8 @@ pub struct Job {
     arguments: Vec<String>,
     /// Which compilers and libtorch: [`Toolchain::identity`].
     built_for: String,
+    /// What the first attempt is told beyond that: it is no part of what is up to date.
+    first: Option<String>,
     pub object: Object,
 }
 
@@ -85,6 +88,9 @@ impl Unit<'_> {
             let for_hopper = options.for_hopper.iter().any(|end| self.source.ends_with(end));
             arguments.extend(flags_of(&cuda.archs, for_hopper));
         }
+        if text_of(self.source).is_ok_and(|text| is_written_for_torch(&text)) {
+            arguments.extend(WITHOUT_HALF_OPERATORS.map(|name| format!("-D{name}")));
+        }
         self.add_common(&mut arguments);
         if let Some(host) = env.var("NVCC_CCBIN") {
             arguments.push(format!("-ccbin={host}"));
@@ -130,8 +136,26 @@ impl Unit<'_> {
         arguments.extend(["-c".to_string(), self.source.display().to_string(), "-o".to_string()]);
         arguments.push(path.display().to_string());
         let object = Object { path, source: self.source.to_path_buf() };
-        Ok(Job { program, arguments, built_for: self.toolchain.identity(), object })
+        let first = if self.options.fewer_headers { fewer::macro_for(&text_of(self.source)?) } else { None };
+        let built_for = self.toolchain.identity();
+        Ok(Job { program, arguments, built_for, first: first.map(|name| format!("-D{name}")), object })
     }
+}
+
+/// What `torch.utils.cpp_extension` defines for every CUDA source: CUDA's operators of the half kinds would make those
+/// of `at::Half` ambiguous.
+const WITHOUT_HALF_OPERATORS: [&str; 4] = [
+    "__CUDA_NO_HALF_OPERATORS__",
+    "__CUDA_NO_HALF_CONVERSIONS__",
+    "__CUDA_NO_BFLOAT16_CONVERSIONS__",
+    "__CUDA_NO_HALF2_OPERATORS__",
+];
+
+/// Whether a CUDA source takes the kinds of libtorch's headers. Kernels on `tch_extension/launch.h` compute in CUDA's own.
+fn is_written_for_torch(text: &str) -> bool {
+    let includes =
+        |folder: &str| text.contains(&format!("<{folder}/")) || text.contains(&format!("\"{folder}/"));
+    ["torch", "ATen", "THC"].iter().any(|folder| includes(folder)) && !includes("tch_extension")
 }
 
 /// As system headers: their warnings are not ours.
@@ -211,8 +235,8 @@ impl Object {
     /// The source and the headers it includes, without libtorch's and the system's, from the compiler's own list (in
     /// make's syntax).
     pub fn dependencies(&self) -> Vec<PathBuf> {
-        let Ok(text) = std::fs::read_to_string(self.path.with_extension("d")) else { return Vec::new() };
-        prerequisites(&text)
+        let Ok(rule) = std::fs::read(self.path.with_extension("d")) else { return Vec::new() };
+        prerequisites(&String::from_utf8_lossy(&rule))
     }
 }
 
@@ -229,6 +253,13 @@ impl Job {
             self.compile(env)?;
         }
         for path in self.object.dependencies() {
+            // Read with a sign in place of what is no text.
+            if path.to_string_lossy().contains(char::REPLACEMENT_CHARACTER) && !path.exists() {
+                bail!(
+                    "the header {} is not UTF-8; rename it, or include a link to it that is",
+                    path.display()
+                );
+            }
             env.reads(&path);
         }
         Ok(())
@@ -239,10 +270,14 @@ impl Job {
         // A build that is killed leaves no stamp, and compiles again.
         let _ = std::fs::remove_file(&stamp);
         let started = SystemTime::now();
-        let mut command = Command::new(&self.program);
-        command.args(&self.arguments);
-        let output =
-            run_compiler(&mut command, &format!("{} does not compile", self.object.source.display()), env)?;
+        let failed = format!("{} does not compile", self.object.source.display());
+        let run = |first: &[String]| {
+            run_compiler(Command::new(&self.program).args(first).args(&self.arguments), &failed, env)
+        };
+        let output = match self.first.as_ref().map(|first| run(std::slice::from_ref(first))) {
+            Some(Ok(output)) => output,
+            Some(Err(_)) | None => run(&[])?,
+        };
         for line in String::from_utf8_lossy(&output.stderr).lines().filter(|line| line.contains("warning")) {
             env.warns(line);
         }
@@ -291,6 +326,7 @@ mod tests {
             program: "sh".into(),
             arguments: vec!["-c".into(), script],
             built_for: "1".into(),
+            first: None,
             object: Object { path: object, source },
         }
     }
@@ -370,6 +406,16 @@ mod tests {
         let object = Object { path, source: "/x y/a.cpp".into() };
         assert_eq!(object.dependencies(), ["/x y/a.cpp", "/x#y/b.h", "/x$y/c.h"].map(PathBuf::from));
         std::fs::remove_dir_all(folder).unwrap();
+    }
+
+    #[test]
+    fn sources_of_torch_s_kinds_are_told_from_others() {
+        for text in ["#include <torch/extension.h>", "#include \"ATen/ATen.h\"", "#include <THC/THC.h>"] {
+            assert!(is_written_for_torch(text), "{text}");
+            let mixed = format!("{text}\n#include <tch_extension/launch.h>\n");
+            assert!(!is_written_for_torch(&mixed), "{mixed}");
+        }
+        assert!(!is_written_for_torch("#include <cuda_fp16.h>\n// torch/extension.h"));
     }
 
     #[test]

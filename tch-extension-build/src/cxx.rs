@@ -59,6 +59,13 @@ impl Cxx {
         if self.is_clang { &[] } else { &["-fopenmp"] }
     }
 
+    /// The program of this name that it uses itself, such as `ld`; the name alone where it knows of none.
+    pub fn program(&self, name: &str) -> PathBuf {
+        let output = Command::new(&self.path).arg(format!("-print-prog-name={name}")).output();
+        let text = output.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_string());
+        text.ok().filter(|text| !text.is_empty()).unwrap_or_else(|| name.to_string()).into()
+    }
+
     /// The compiler with its flags.
     pub fn command(&self) -> Command {
         let mut command = Command::new(&self.program);

@@ -1,7 +1,9 @@
 //! The build script's side: what cargo says goes in, what cargo has to know comes out.
 
 use crate::environment::{BuildScript, Environment, Process};
-use crate::toolchain::{CudaMode, Libtorch, Options, Toolchain, is_cuda, text_of};
+use crate::isolate;
+use crate::paths;
+use crate::toolchain::{CudaMode, Libtorch, Object, Options, Toolchain, is_cuda, text_of};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -32,6 +34,7 @@ pub struct Extension {
     options: Options,
     archs: Option<String>,
     whole_archive: Option<bool>,
+    isolated: Option<bool>,
     /// The first thing that was asked for and is not there.
     mistake: Option<String>,
 }
@@ -57,6 +60,7 @@ impl Extension {
             options: Options::default(),
             archs: None,
             whole_archive: None,
+            isolated: None,
             mistake,
         }
     }
@@ -191,6 +195,17 @@ impl Extension {
         self
     }
 
+    /// Whether names are the extension's own, as if it were a shared library: functions, classes, kernels and variables
+    /// that another extension has, too, are then different ones. By default decided by the sources: those that are a
+    /// module for Python (`PYBIND11_MODULE`, `PyInit_…`), as all of them are called `_C` and were never meant for one program.
+    ///
+    /// Rust and other libraries still see functions and constants that are `extern "C"`, and whatever has
+    /// `__attribute__((visibility("default")))`.
+    pub fn isolated(mut self, isolated: bool) -> Self {
+        self.isolated = Some(isolated);
+        self
+    }
+
     /// Whether the compilers' warnings are asked for (`-Wall -Wextra`) and shown; on by default.
     pub fn warnings(mut self, warnings: bool) -> Self {
         self.options.warnings = warnings;
@@ -206,7 +221,7 @@ impl Extension {
     /// Compiles, archives and tells cargo what to link. On docs.rs, and with a feature `doc-only`, it does nothing.
     ///
     /// # Errors
-    /// One message with the way out: for a source that is missing or does not compile, an unknown architecture,
+    /// One message with the way out: for a source that is missing, has a path that is not UTF-8 or does not compile, an unknown architecture,
     /// a libtorch or a compiler that is missing or does not fit.
     pub fn build(&self) -> Result<Built> {
         println!("cargo::rustc-check-cfg=cfg(tch_extension_cuda)");
@@ -256,6 +271,7 @@ impl Extension {
             );
         }
         for folder in &self.folders {
+            paths::check("the source folder", folder)?;
             env.reads(folder);
         }
         let libtorch = find_libtorch(env)?;
@@ -287,7 +303,11 @@ impl Extension {
             let mut archive = cc::Build::new();
             archive.cpp(true).opt_level(3).target(&target).host(&host).out_dir(out_dir);
             archive.cargo_metadata(false).cargo_warnings(false);
-            archive.objects(objects.iter().map(|object| &object.path));
+            if self.is_isolated(&objects)? {
+                archive.object(isolate::isolate(&objects, &self.name, out_dir, &toolchain.cxx, env)?);
+            } else {
+                archive.objects(objects.iter().map(|object| &object.path));
+            }
             archive.try_compile(&self.name).with_context(|| format!("cannot archive lib{}.a", self.name))?;
             lines.push(format!("rustc-link-search=native={}", out_dir.display()));
             let whole = if self.is_whole()? { ":+whole-archive" } else { "" };
@@ -316,12 +336,24 @@ impl Extension {
     }
 
     fn is_whole(&self) -> Result<bool> {
-        if let Some(whole) = self.whole_archive {
-            return Ok(whole);
+        self.whole_archive.map_or_else(|| self.mention(&["TORCH_LIBRARY", "PYBIND11_MODULE"]), Ok)
+    }
+
+    fn is_isolated(&self, objects: &[Object]) -> Result<bool> {
+        match self.isolated {
+            Some(isolated) => Ok(isolated),
+            None if self.mention(&["PYBIND11_MODULE", "PyInit_", "PyMODINIT_FUNC"])? => {
+                isolate::is_module(objects)
+            }
+            None => Ok(false),
         }
+    }
+
+    /// Whether one of the sources has one of these words.
+    fn mention(&self, words: &[&str]) -> Result<bool> {
         for source in &self.sources {
             let text = text_of(source)?;
-            if ["TORCH_LIBRARY", "PYBIND11_MODULE"].iter().any(|registers| text.contains(registers)) {
+            if words.iter().any(|word| text.contains(word)) {
                 return Ok(true);
             }
         }

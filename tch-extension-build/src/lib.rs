@@ -83,7 +83,10 @@ mod compile;
 mod cxx;
 pub mod environment;
 mod extension;
+mod fewer;
+mod isolate;
 mod libtorch;
+mod paths;
 pub mod probe;
 pub mod toolchain;
 

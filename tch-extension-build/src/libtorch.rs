@@ -2,7 +2,7 @@
 
 use crate::LIBTORCH_VERSIONS;
 use crate::environment::Environment;
-use crate::probe;
+use crate::{paths, probe};
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 
@@ -21,6 +21,7 @@ impl Libtorch {
     /// The one whose libraries are in `lib`, with its headers beside it or in `LIBTORCH_INCLUDE`.
     pub fn at(lib: impl Into<PathBuf>, env: &dyn Environment) -> Result<Self> {
         let lib = lib.into();
+        paths::check("libtorch's folder", &lib)?;
         let include = match env.var("LIBTORCH_INCLUDE") {
             Some(root) => Path::new(&root).join("include"),
             None => lib.parent().unwrap_or(&lib).join("include"),

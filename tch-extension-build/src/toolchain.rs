@@ -32,6 +32,7 @@ use crate::compile::{self, Job, Unit};
 pub use crate::cxx::Cxx;
 use crate::environment::Environment;
 pub use crate::libtorch::Libtorch;
+use crate::paths;
 use crate::probe::{self, Nvcc};
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeSet;
@@ -50,6 +51,10 @@ const ISAS: &[(&str, &str)] = &[
         "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -Wno-uninitialized -Wno-maybe-uninitialized",
     ),
 ];
+
+/// Variables that name programs and folders.
+const VARIABLES: &[&str] =
+    &["CXX", "CXXFLAGS", "NVCC", "NVCC_CCBIN", "CUDA_HOME", "CUDA_PATH", "LIBTORCH_INCLUDE", "OUT_DIR"];
 
 /// Whether to compile CUDA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,6 +107,9 @@ pub struct Options {
     /// Whether others can see functions and classes that do not say so: what a shared library needs. A static one
     /// better keeps to itself.
     pub export_symbols: bool,
+    /// Whether sources are compiled without the larger part of `torch/extension.h` first, and with it if they do not
+    /// compile: a third of the time for most. It needs the public headers of tch-extension among the `includes`.
+    pub fewer_headers: bool,
 }
 
 impl Default for Options {
@@ -115,6 +123,7 @@ impl Default for Options {
             standard: "c++17".to_string(),
             warnings: true,
             export_symbols: false,
+            fewer_headers: false,
         }
     }
 }
@@ -127,6 +136,7 @@ impl Toolchain {
         archs: Option<&str>,
         env: &dyn Environment,
     ) -> Result<Self> {
+        paths::check_variables(VARIABLES)?;
         let cuda = match choose_nvcc(&libtorch, mode, env)? {
             Some(nvcc) => {
                 let archs = choose_archs(archs, &nvcc, env)?;
@@ -166,6 +176,11 @@ impl Toolchain {
         env: &dyn Environment,
     ) -> Result<Vec<Object>> {
         self.check_abi(options)?;
+        let paths = sources.iter().map(|path| ("the source", path));
+        for (what, path) in paths.chain(options.includes.iter().map(|path| ("the include folder", path))) {
+            paths::check(what, path)?;
+        }
+        paths::check("the folder of objects", folder)?;
         let mut jobs = Vec::new();
         let mut seen = BTreeSet::new();
         for source in sources {
@@ -238,6 +253,7 @@ impl Toolchain {
         library: &Path,
         env: &dyn Environment,
     ) -> Result<()> {
+        paths::check("the library", library)?;
         static COUNT: AtomicU32 = AtomicU32::new(0);
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let partial = library.with_extension(format!("part{}-{count}", std::process::id()));

@@ -111,3 +111,27 @@ fn the_identity_names_compilers_and_libtorch() {
     }
     std::fs::remove_dir_all(folder).unwrap();
 }
+
+#[test]
+fn a_source_is_compiled_with_all_headers_only_if_it_needs_them() {
+    let folder = scratch("fewer");
+    let toolchain = toolchain(&folder);
+    let header =
+        "#pragma once\n#ifndef TCH_EXTENSION_FEWER_HEADERS\nstruct Rare {};\n#endif\nstruct Usual {};\n";
+    write(&folder.join("headers/torch/extension.h"), header);
+    let options =
+        Options { includes: vec![folder.join("headers")], fewer_headers: true, ..Options::default() };
+    let commands = |name: &str, text: &str| {
+        let source =
+            write(&folder.join(name).join("a.cpp"), &format!("#include <torch/extension.h>\n{text}\n"));
+        let recorder = Recorder::default();
+        compile(&toolchain, &source, &options, &recorder);
+        compile(&toolchain, &source, &options, &recorder);
+        let commands = recorder.commands.into_inner().unwrap();
+        commands.iter().map(|command| command.contains("TCH_EXTENSION_FEWER_HEADERS")).collect::<Vec<_>>()
+    };
+    assert_eq!(commands("usual", "Usual usual;"), [true], "once, and up to date the second time");
+    assert_eq!(commands("rare", "Rare rare;"), [true, false]);
+    assert_eq!(commands("named", "namespace nn { struct A {}; }\nnn::A a;"), [false]);
+    std::fs::remove_dir_all(folder).unwrap();
+}

@@ -68,6 +68,24 @@ fn cuda_jit_lltm() {
 }
 
 #[test]
+fn cuda_jit_older_source() {
+    let name = "cuda_jit_older_source";
+    if !cuda::is_compiled() {
+        assert!(cuda_or_skip(name).is_none());
+        return;
+    }
+    let module = extension("clip_cuda")
+        .sources(["clip.cpp", "clip_kernel.cu"].map(python_source))
+        .define("WITH_CUDA", None)
+        .flag("-O0")
+        .load()
+        .unwrap();
+    python_sources::check_clip(&module, Device::Cpu, &[Kind::Float]);
+    let Some(device) = cuda_or_skip(name) else { return };
+    python_sources::check_clip(&module, device, &[Kind::Double, Kind::Float, Kind::Half]);
+}
+
+#[test]
 fn cuda_jit_says_what_nvcc_says() {
     let name = "cuda_jit_says_what_nvcc_says";
     if !cuda::is_compiled() {

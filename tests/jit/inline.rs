@@ -33,6 +33,51 @@ fn functions_become_operators() {
     assert_eq!(module.operators(), ["two_functions::cube", "two_functions::length"]);
 }
 
+#[test]
+fn the_readme_s_example() {
+    let shift = extension("shift")
+        .cpp("torch::Tensor up(torch::Tensor x, double by) { return x + by; }")
+        .functions(["up"])
+        .load()
+        .unwrap();
+    let y: Tensor = shift.operator("up").unwrap().call(args![&Tensor::from_slice(&[1.0, 2.0]), 0.5]).unwrap();
+    assert_eq!(y, Tensor::from_slice(&[1.5, 2.5]));
+}
+
+/// Sources are compiled without the larger part of `torch/extension.h` first. What they need of it is there all the
+/// same: here by a name in a header.
+#[test]
+fn all_of_libtorch_s_frontend_is_there() {
+    let folder = scratch();
+    let header = "#include <torch/extension.h>\nusing namespace torch;\n\
+                  inline Tensor layer(const Tensor& x) { return nn::functional::relu(x); }\n";
+    std::fs::write(folder.path().join("layer.h"), header).unwrap();
+    let module = extension("frontend")
+        .include(folder.path())
+        .cpp("#include \"layer.h\"\ntorch::Tensor apply_layer(torch::Tensor x) { return layer(x); }")
+        .cpp(
+            "torch::Tensor detached(torch::Tensor x) { torch::NoGradGuard guard; return x * 2; }\n\
+             struct Twice : torch::autograd::Function<Twice> {\n\
+               static torch::Tensor forward(torch::autograd::AutogradContext*, torch::Tensor x) { return x * 2; }\n\
+               static torch::autograd::variable_list backward(\n\
+                   torch::autograd::AutogradContext*, torch::autograd::variable_list grads) {\n\
+                 return {grads[0] * 2};\n\
+               }\n\
+             };\n\
+             torch::Tensor twice(torch::Tensor x) { return Twice::apply(x); }",
+        )
+        .functions(["apply_layer", "detached", "twice"])
+        .flag("-O0")
+        .load()
+        .unwrap();
+    let call = |name: &str, x: &Tensor| module.operator(name).unwrap().call::<Tensor>(args![x]).unwrap();
+    let x = Tensor::from_slice(&[-1.0, 2.0]).set_requires_grad(true);
+    assert_eq!(call("apply_layer", &x), x.relu());
+    assert!(!call("detached", &x.detach()).requires_grad());
+    call("twice", &x).sum(Kind::Double).backward();
+    assert_eq!(x.grad(), Tensor::from_slice(&[2.0, 2.0]));
+}
+
 fn jit_of_two_functions() -> Module {
     extension("two_functions")
         .cpp("torch::Tensor cube(torch::Tensor x) { return x * x * x; }")

@@ -1,6 +1,8 @@
 //! What cannot be compiled or loaded.
 
 use super::*;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 
 #[test]
 fn the_compiler_s_own_words() {
@@ -44,6 +46,32 @@ fn a_cache_that_cannot_be_written() {
     // Below a file, where not even root can write.
     let text = message(Extension::new("nowhere").cpp(ANSWER).cache(file.join("cache")).load());
     assert_says(&text, &["nowhere", "file/cache", "TCH_EXTENSION_CACHE"]);
+}
+
+/// Compilers and cargo write lists of files as text.
+#[test]
+fn paths_that_are_no_text_are_refused_by_name() {
+    let folder = scratch();
+    let odd = folder.path().join(OsStr::from_bytes(b"odd\xff"));
+    std::fs::create_dir(&odd).unwrap();
+    let source = odd.join("answer.cpp");
+    std::fs::write(&source, ANSWER).unwrap();
+    let says = |extension: Extension, parts: &[&str]| {
+        let text = message(extension.load());
+        assert_says(&text, &["odd: ", "odd\\xFF", "not UTF-8"]);
+        assert_says(&text, parts);
+    };
+    says(extension("odd").source(&source), &["the source", "odd\\xFF/answer.cpp", "rename"]);
+    says(extension("odd").cpp(ANSWER).include(&odd), &["the include folder", "rename"]);
+    says(Extension::new("odd").cpp(ANSWER).cache(&odd), &["the cache", "set TCH_EXTENSION_CACHE"]);
+    // A header is known only when it was read.
+    let header = folder.path().join(OsStr::from_bytes(b"header\xff.h"));
+    std::fs::write(&header, "").unwrap();
+    let includes = folder.path().join("includes.cpp");
+    let text = [b"#include \"header\xff.h\"\n", ANSWER.as_bytes()].concat();
+    std::fs::write(&includes, text).unwrap();
+    let text = message(extension("odd").source(&includes).load());
+    assert_says(&text, &["odd: ", "header\u{fffd}.h", "not UTF-8", "rename"]);
 }
 
 #[test]

@@ -99,6 +99,30 @@ fn layer_norm() {
     assert_says(&refused, &["layer_norm_cpp::forward", "input must be contiguous"]);
 }
 
+/// As the tutorials of 2019 to 2021 wrote them: dispatch on `x.type()`, `AT_CHECK`.
+#[test]
+fn an_older_source() {
+    let module = extension("clip_cpp").source(python_source("clip.cpp")).flag("-O0").load().unwrap();
+    check_clip(&module, Device::Cpu, &[Kind::Double, Kind::Float]);
+    let x = Tensor::ones([2, 3], (Kind::Half, Device::Cpu));
+    assert_says(&message(clip(&module, &x)), &["\"clip_cpu\" not implemented for 'Half'"]);
+    assert_says(&message(clip(&module, &x.transpose(0, 1))), &["x must be contiguous"]);
+    let bytes: i64 = module.operator("element_size").unwrap().call(args![&x]).unwrap();
+    assert_eq!(bytes, 2);
+}
+
+fn clip(module: &Module, x: &Tensor) -> Result<Tensor> {
+    module.operator("clip")?.call(args![x, 0.5])
+}
+
+/// Which kinds its dispatch knows.
+pub fn check_clip(module: &Module, device: Device, kinds: &[Kind]) {
+    for &kind in kinds {
+        let x = Tensor::from_slice(&[-2.0, 0.25, 3.0]).to_kind(kind).to_device(device);
+        assert_eq!(clip(module, &x).unwrap(), x.clamp_max(0.5), "{kind:?}");
+    }
+}
+
 /// `{h', c', ...}` of the LLTM cell in plain tensor operations.
 pub fn lltm_reference(inputs: &[Tensor]) -> [Tensor; 2] {
     let [input, weights, bias, h, c] = inputs else { panic!("five inputs") };

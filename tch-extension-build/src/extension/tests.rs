@@ -3,6 +3,8 @@
 use super::*;
 use crate::support::{fake_libtorch, fake_nvcc, scratch, write};
 use std::collections::HashMap;
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt;
 
 /// A build script of a folder with a libtorch of its own.
 struct Script {
@@ -113,6 +115,65 @@ fn sources_that_register_themselves_are_linked_whole() {
     assert!(!lines(Extension::new("a").whole_archive(false)).contains(&whole));
 }
 
+/// What two extensions for Python may have in common, and `value` and `layout`, which are for Rust.
+fn of_common_names(n: usize) -> String {
+    format!(
+        "#include <stdexcept>\n\
+         extern \"C\" void* PyInit__C() {{ return nullptr; }}\n\
+         int total = {n};\n\
+         extern \"C\" const int layout_{n}[1] = {{{n}}};\n\
+         int helper() {{ return {n}; }}\n\
+         inline int inlined() {{ static int count = 0; return count += {n}; }}\n\
+         template <typename T> T templated(T x) {{ return x * {n}; }}\n\
+         struct Thing {{ virtual ~Thing() {{}} virtual int value() {{ return {n}; }} }};\n\
+         struct Failure : std::runtime_error {{ using std::runtime_error::runtime_error; }};\n\
+         int catches() {{ try {{ throw Failure(\"\"); }} catch (const Failure&) {{ return {n}; }} }}\n\
+         extern \"C\" int value_{n}() {{\n\
+           Thing* thing = new Thing;\n\
+           int sum = total + helper() + inlined() + templated(1) + thing->value() + catches();\n\
+           delete thing;\n\
+           return sum;\n\
+         }}\n"
+    )
+}
+
+#[test]
+fn extensions_with_the_same_names_call_their_own() {
+    let script = Script::new("same_names", false);
+    let mut program = std::process::Command::new("g++");
+    let main = "extern \"C\" { int value_1(); int value_2(); extern const int layout_1[1], layout_2[1]; }\n\
+                int main() {\n\
+                  const bool read = layout_1[0] == 1 && layout_2[0] == 2;\n\
+                  return value_1() == 6 && value_2() == 12 && value_1() == 7 && read ? 0 : 1;\n\
+                }\n";
+    program.arg(script.source("main.cpp", main));
+    for n in [1, 2] {
+        let source = script.source(&format!("{n}/a.cpp"), &of_common_names(n));
+        // Another unit of the same extension shares its functions and variables.
+        let more = script.source(&format!("{n}/b.cpp"), "int helper();\nint again() { return helper(); }\n");
+        let extension = Extension::new(&format!("python_{n}")).source(source).source(more);
+        extension.build_in(&script).expect("a library");
+        program.arg(script.folder.join(format!("out/libpython_{n}.a")));
+    }
+    let output = program.arg("-o").arg(script.folder.join("main")).output().expect("g++");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let status = std::process::Command::new(script.folder.join("main")).status().expect("the program");
+    assert!(status.success(), "each calls its own");
+}
+
+#[test]
+fn who_only_speaks_of_a_module_is_none() {
+    let script = Script::new("speaks", false);
+    let speaks = "// As a PYBIND11_MODULE has it, or PyInit_x.\nint used() { return 1; }\n";
+    let uses = "int used();\nint main() { return used() - 1; }\n";
+    let (source, main) = (script.source("a.cpp", speaks), script.source("main.cpp", uses));
+    Extension::new("speaks").source(source).build_in(&script).expect("a library");
+    let archive = script.folder.join("out/libspeaks.a");
+    let program = script.folder.join("main");
+    let links = std::process::Command::new("g++").arg(main).arg(archive).arg("-o").arg(program).status();
+    assert!(links.expect("g++").success());
+}
+
 #[test]
 fn sources_written_for_python_find_their_headers_and_name() {
     let script = Script::new("python", false);
@@ -181,6 +242,21 @@ fn a_mistyped_path_is_an_error_that_lists_what_is_there() {
     assert_says(&error, &["include: there is no folder no/include"]);
     let error = script.refusal(&Extension::new("x").cuda_sources([&source]));
     assert_says(&error, &["my_op.cpp does not end in .cu"]);
+}
+
+#[test]
+fn paths_that_are_no_text_are_refused_by_name() {
+    let script = Script::new("odd", false);
+    let odd = script.folder.join(OsStr::from_bytes(b"odd\xff"));
+    let source = write(&odd.join("a.cpp"), "int a() { return 1; }\n");
+    let plain = script.source("a.cpp", "int a() { return 1; }\n");
+    for (extension, what) in [
+        (Extension::new("a").source(source), "the source"),
+        (Extension::new("a").source_dir(&odd), "the source folder"),
+        (Extension::new("a").source(&plain).include(&odd), "the include folder"),
+    ] {
+        assert_says(&script.refusal(&extension), &[what, "odd\\xFF", "not UTF-8", "rename"]);
+    }
 }
 
 #[test]

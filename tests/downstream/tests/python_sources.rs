@@ -50,3 +50,29 @@ fn cuda_lltm() {
     assert_close(&all[0], &(cell.tanh() * gates[1].sigmoid()), 1e-9, 1e-11);
     assert_close(&all[1], &cell, 1e-9, 1e-11);
 }
+
+/// `PyInit__C`, functions, inline functions, templates, classes, variables and kernels of one name in two extensions.
+#[test]
+fn extensions_with_the_same_names_call_their_own() {
+    for (name, factor) in [("double", 2), ("triple", 3)] {
+        let find = |operator: &str| Operator::find(&format!("tch_test_{name}::{operator}")).unwrap();
+        let scale = |x: &Tensor| find("scale").call::<Tensor>(args![x]);
+        let x = Tensor::from_slice(&[1.0, -2.0]);
+        assert_eq!(scale(&x).unwrap(), &x * factor);
+        let refused = scale(&x.slice(0, 0, 0, 1)).expect_err("refused").to_string();
+        assert!(refused.contains(&format!("refused by {name}")), "{refused}");
+        assert_eq!(find("count").call::<i64>(args![]).unwrap(), 202, "two calls, by either count");
+    }
+}
+
+#[cfg(tch_extension_cuda)]
+#[test]
+fn cuda_extensions_with_the_same_names_launch_their_own_kernels() {
+    let name = "cuda_extensions_with_the_same_names_launch_their_own_kernels";
+    let Some(device) = tch_extension::testing::cuda_or_skip(name) else { return };
+    let x = Tensor::from_slice(&[1.0, -2.0]).to_device(device);
+    for (name, factor) in [("double", 2), ("triple", 3)] {
+        let scale = Operator::find(&format!("tch_test_{name}::scale")).unwrap();
+        assert_eq!(scale.call::<Tensor>(args![&x]).unwrap(), &x * factor);
+    }
+}

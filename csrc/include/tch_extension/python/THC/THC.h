@@ -1,0 +1,13 @@
+// Stands for a header that libtorch had until 1.10, with what extensions use of it.
+#pragma once
+
+#include <ATen/ceil_div.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/Exceptions.h>
+
+#define THCudaCheck(call) C10_CUDA_CHECK(call)
+
+template <typename T>
+T THCCeilDiv(T a, T b) {
+  return at::ceil_div(a, b);
+}

@@ -1,0 +1,23 @@
+// Stands before libtorch's header of this name, which brings all of its C++ frontend. Modules, optimizers,
+// data loaders and serialization are two thirds of a compiler's work, and few extensions name them: `jit`
+// compiles without first.
+#pragma once
+
+#ifdef TCH_EXTENSION_FEWER_HEADERS
+#include <torch/cuda.h>
+#include <torch/enum.h>
+#include <torch/fft.h>
+#include <torch/mps.h>
+#include <torch/nested.h>
+#include <torch/sparse.h>
+#include <torch/special.h>
+#include <torch/types.h>
+#include <torch/version.h>
+#include <torch/xpu.h>
+#if TCH_EXTENSION_FEWER_HEADERS > 1
+#include <torch/autograd.h>
+#include <torch/utils.h>
+#endif
+#else
+#include_next <torch/all.h>
+#endif
