@@ -151,7 +151,7 @@ impl Function for Linear {
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         let grad = rows(grads.get(0)?)?;
         let grad_input = self.input_gradient(ctx, &grad)?;
-        let grad_weight = weight_gradient(ctx, &grad)?;
+        let grad_weight = self.weight_gradient(ctx, &grad)?;
         let grad_bias = bias_gradient(ctx, &grad)?;
         Ok([grad_input, grad_weight, grad_bias].into())
     }
@@ -176,18 +176,27 @@ impl Linear {
         if !ctx.needs_input_grad(place::INPUT) {
             return Ok(None);
         }
-        let product = grad.f_mm(&ctx.saved(place::WEIGHT)?)?;
+        let product = self.factor_gradient(ctx, grad, &ctx.saved(place::WEIGHT)?)?;
         Ok(Some(product.f_view(self.input_size.as_slice())?))
     }
-}
 
-/// `dyᵀ x`.
-fn weight_gradient(ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
-    if !ctx.needs_input_grad(place::WEIGHT) {
-        return Ok(None);
+    /// `dyᵀ x`.
+    fn weight_gradient(&self, ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
+        if !ctx.needs_input_grad(place::WEIGHT) {
+            return Ok(None);
+        }
+        let input = rows(&ctx.saved(place::INPUT)?)?;
+        Ok(Some(self.factor_gradient(ctx, &grad.f_transpose(0, 1)?, &input)?))
     }
-    let input = rows(&ctx.saved(place::INPUT)?)?;
-    Ok(Some(grad.f_transpose(0, 1)?.f_mm(&input)?))
+
+    /// With a graph, a product has to be an operation that libtorch can differentiate.
+    fn factor_gradient(&self, ctx: &Context<'_>, lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
+        let own = if ctx.create_graph() { None } else { gemm::product(lhs, rhs, self.path)? };
+        match own {
+            Some(product) => Ok(product),
+            None => Ok(lhs.f_mm(rhs)?),
+        }
+    }
 }
 
 /// `Σ dy` over the rows.
