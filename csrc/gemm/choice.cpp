@@ -38,8 +38,9 @@ Proposals propose(const Key& key, Descriptors& descriptors, uint64_t workspace) 
   }
   Proposals proposals;
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-      descriptors.handle, &descriptors.product, &descriptors.rhs, &descriptors.lhs, &descriptors.bias, &descriptors.out, &preference,
-      static_cast<int>(proposals.result.size()), proposals.result.data(), &proposals.count);
+      descriptors.handle, &descriptors.product, &descriptors.rhs, &descriptors.lhs, &descriptors.bias,
+      &descriptors.out, &preference, static_cast<int>(proposals.result.size()), proposals.result.data(),
+      &proposals.count);
   if (status != CUBLAS_STATUS_SUCCESS) proposals.count = 0;
   return proposals;
 }
@@ -140,8 +141,9 @@ Proposal retiled(const Key& key, Descriptors& descriptors, const Proposals& prop
     cublasLtMatmulHeuristicResult_t result;
     if (cublasLtMatmulAlgoConfigSetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile) ==
             CUBLAS_STATUS_SUCCESS &&
-        cublasLtMatmulAlgoCheck(descriptors.handle, &descriptors.product, &descriptors.rhs, &descriptors.lhs, &descriptors.bias, &descriptors.out,
-                                &algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
+        cublasLtMatmulAlgoCheck(descriptors.handle, &descriptors.product, &descriptors.rhs, &descriptors.lhs,
+                                &descriptors.bias, &descriptors.out, &algorithm,
+                                &result) == CUBLAS_STATUS_SUCCESS &&
         result.workspaceSize <= kMostWorkspace) {
       result.algo = algorithm;
       return result;
@@ -162,26 +164,30 @@ int32_t parts_of(const cublasLtMatmulHeuristicResult_t& proposal) {
   return std::max(attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM), 1);
 }
 
-// Where blocks take turns in adding to one place, or K is cut into parts of next to nothing: up to ten times as long
-// as others take.
+// Where blocks take turns in adding to one place, or K is cut into parts of next to nothing: up to ten times
+// as long as others take.
 bool is_cut_badly(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
-  constexpr int64_t kLeastPart = 16;
+  const int64_t least_part = key.kind == kTchExtensionFloat ? 8 : 16;
+  constexpr double kMuch = 7e8;  // with so much to multiply, turns do not count
   const int32_t parts = parts_of(proposal);
-  return attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) == CUBLASLT_REDUCTION_SCHEME_INPLACE ||
-         (parts > 1 && key.k / parts < kLeastPart);
+  const bool takes_turns =
+      attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) == CUBLASLT_REDUCTION_SCHEME_INPLACE;
+  return (takes_turns && work_of(key) < kMuch) || (parts > 1 && key.k / parts < least_part);
 }
 
-// Families that keep NaN where the first proposal does not, but take up to three times as long, beside which a pass
-// behind a fast product is cheap: those for any alignment, those without tensor cores, large tiles on narrow products.
+// Families that keep NaN where the first proposal does not, but take up to three times as long, beside which
+// a pass behind a fast product is cheap: those for any alignment, those without tensor cores, large tiles on
+// narrow products.
 bool is_slower_than_a_pass(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
-  constexpr double kMuch = 5e8;
-  constexpr double kMuchWithoutTensorCores = 1.5e8;
-  constexpr int64_t kNarrow = 48;
+  constexpr int64_t kLong = 128;
+  constexpr int64_t kLongWithoutTensorCores = 256;
   const int32_t family = attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_ID);
   if (is_one_of(family, {16, 42})) return true;
-  if (family == 43) return std::min(key.m, key.n) < kNarrow || key.k < kNarrow;
-  if (family == 55 && is_tf32(key)) return work_of(key) > kMuchWithoutTensorCores;
-  return is_one_of(family, {11, 56, 63}) && work_of(key) > kMuch;
+  if (is_one_of(family, {11, 56, 63})) return key.k >= kLong;
+  if (family == 55) return is_tf32(key) && key.k >= kLongWithoutTensorCores;
+  if (family != 43) return false;
+  const int64_t narrow = std::min(key.m, key.n);
+  return narrow < 48 || key.k < 48 || (key.batch > 1 && narrow <= 64);
 }
 
 // The first that passes, and its place; -1 where none does.
@@ -193,13 +199,24 @@ int first_place(const Proposals& proposals, Test&& test) {
   return -1;
 }
 
-// Whether cutting K into parts, which needs more workspace than libtorch grants, is worth it: where few tiles leave
-// some of the GPU idle, and the parts are long enough.
+// Whether cutting K into parts, which needs more workspace than libtorch grants, is worth it: where few tiles
+// leave most of the GPU idle, and the parts are long enough. Families 13 and 14 read a matrix once for a row
+// or a column, and gain nothing.
 bool is_worth_cutting(const Key& key, const cublasLtMatmulHeuristicResult_t& without,
                       const cublasLtMatmulHeuristicResult_t& with) {
-  constexpr float kIdle = 0.75f;
-  const int64_t least = is_tf32(key) ? 512 : 256;
-  return key.k >= least && parts_of(with) >= 3 && (without.wavesCount < kIdle || parts_of(without) > 1);
+  constexpr float kIdle = 0.45f;
+  if (is_one_of(attribute(without.algo, CUBLASLT_ALGO_CONFIG_ID), {13, 14})) return false;
+  if (without.wavesCount >= kIdle && parts_of(without) == 1) return false;
+  const int32_t parts = parts_of(with);
+  if (key.kind == kTchExtensionFloat && !is_tf32(key)) {
+    // Family 11 is made for narrow products, which 20 cuts too little.
+    const int32_t cut_family = attribute(with.algo, CUBLASLT_ALGO_CONFIG_ID);
+    if (attribute(without.algo, CUBLASLT_ALGO_CONFIG_ID) == 11 && key.k < 1024) return false;
+    if (cut_family == 20 && parts < 16 && std::min(key.m, key.n) <= 16) return false;
+  }
+  if (is_tf32(key)) return (key.k >= 1024 && parts >= 5) || (key.k >= 512 && parts >= 10);
+  if (key.kind == kTchExtensionFloat) return (key.k >= 512 && parts >= 3) || (key.k >= 256 && parts >= 5);
+  return key.k >= 256 && parts >= 3;
 }
 
 // libtorch's own choice, unless another was measured to be faster.
@@ -211,13 +228,16 @@ Proposal first_of(const Key& key, const Proposals& usual, const Proposals& large
   const int of_larger = first_place(larger, is_good);
   if (place < 0) return of_larger < 0 ? std::nullopt : Proposal(larger.result[of_larger]);
   const auto& first = usual.result[place];
-  if (of_larger == 0 && is_worth_cutting(key, first, larger.result[0])) return larger.result[0];
+  if (of_larger >= 0 && is_worth_cutting(key, first, larger.result[of_larger]))
+    return larger.result[of_larger];
   const Proposal better = first_of_tile(key, usual, better_tile(key, first));
   return better ? better : first;
 }
 
-// Where the first loses NaN: one that keeps it and is not much slower, by rank.
-Proposal like_the_first(const Key& key, Descriptors& descriptors, const Proposals& usual, const Proposals& larger) {
+// Where the first loses NaN: one that keeps it and is not much slower, by rank; not one that leaves K whole
+// where the first does well to cut it.
+Proposal like_the_first(const Key& key, Descriptors& descriptors, const Proposals& usual,
+                        const Proposals& larger) {
   if (usual.count > 0) {
     if (const Proposal like = retiled(key, descriptors, usual)) return like;
   }
@@ -225,8 +245,11 @@ Proposal like_the_first(const Key& key, Descriptors& descriptors, const Proposal
     for (const Proposals* proposals : {&larger, &usual}) {
       if (i >= proposals->count) continue;
       const auto& proposal = proposals->result[i];
-      const bool is_good = is_allowed(key, proposal) && !is_cut_badly(key, proposal);
-      if (is_good && !is_slower_than_a_pass(key, proposal)) return proposal;
+      if (!is_allowed(key, proposal) || is_cut_badly(key, proposal)) continue;
+      const bool is_whole = parts_of(proposal) == 1 && larger.count > 0 &&
+                            !is_cut_badly(key, larger.result[0]) &&
+                            is_worth_cutting(key, proposal, larger.result[0]);
+      if (!is_whole && !is_slower_than_a_pass(key, proposal)) return proposal;
     }
   }
   return std::nullopt;
@@ -249,7 +272,8 @@ std::optional<Choice> choose(const Key& key, const void* bias, Descriptors& desc
   const bool is_known = !needs_what_was_seen(key) || was_seen(key);
   if (is_known) {
     describe(key, bias, descriptors);
-    if (const Proposal found = fitting(key, descriptors)) return Choice{found->algo, found->workspaceSize, false};
+    if (const Proposal found = fitting(key, descriptors))
+      return Choice{found->algo, found->workspaceSize, false};
   }
   if (!key.relu) return std::nullopt;
   Key without = key;

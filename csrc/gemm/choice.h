@@ -1,4 +1,5 @@
-// Which of cuBLASLt's kernels computes a product: rules that were fitted to random sizes (docs/performance.md).
+// Which of cuBLASLt's kernels computes a product: rules that were fitted to random sizes
+// (docs/performance.md).
 #pragma once
 
 #include <optional>

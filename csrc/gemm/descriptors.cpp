@@ -70,8 +70,8 @@ void check(cublasStatus_t status) {
 }
 
 void describe(const Key& key, const void* bias, Descriptors& descriptors) {
-  check(
-      cublasLtMatmulDescInit(&descriptors.product, static_cast<cublasComputeType_t>(key.compute), scale_type(key)));
+  check(cublasLtMatmulDescInit(&descriptors.product, static_cast<cublasComputeType_t>(key.compute),
+                               scale_type(key)));
   const auto operation = [](const Operand& operand) {
     return operand.transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
   };
@@ -80,7 +80,8 @@ void describe(const Key& key, const void* bias, Descriptors& descriptors) {
   set(descriptors.product, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue(key));
   if (key.bias_as == Bias::kRow) {
     set(descriptors.product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
-    if (key.batch > 1) set(descriptors.product, CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, key.bias.batch_stride);
+    if (key.batch > 1)
+      set(descriptors.product, CUBLASLT_MATMUL_DESC_BIAS_BATCH_STRIDE, key.bias.batch_stride);
   }
   const Operand out{key.n, key.m * key.n, 0, 0};
   descriptors.lhs = layout(key, key.m, key.k, key.lhs);

@@ -10,8 +10,8 @@ __device__ __forceinline__ T rectified(T value) {
   return static_cast<Compute<T>>(value) < 0 ? T(0) : value;
 }
 
-// 16 bytes of a padded line. Single values are read, of which the L1 cache has all but the first: shifting whole vectors was
-// slower.
+// 16 bytes of a padded line. Single values are read, of which the L1 cache has all but the first: shifting
+// whole vectors was slower.
 template <typename T, typename Index>
 __device__ __forceinline__ void pad(const Lines& lines, int64_t at) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(kThreads) pad_factors_kernel(Padding padding, 
 
 // kLanes neighbours of the output, which may come from two rows or more.
 template <typename T, typename Index, bool kPadded>
-__device__ __forceinline__ Vector<T, kLanesOf16Bytes<T>> gather(const Finish& finish, int64_t at, int64_t all) {
+__device__ __forceinline__ Vector<T, kLanesOf16Bytes<T>> gather(const Finish& finish, int64_t at,
+                                                                int64_t all) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   const T* from = static_cast<const T*>(finish.from);
   Vector<T, kLanes> vector;
@@ -83,7 +84,8 @@ __global__ void __launch_bounds__(kThreads) finish_product_kernel(Finish finish,
   // Where the output itself begins anywhere, it is written value by value.
   const bool is_even = reinterpret_cast<uintptr_t>(out) % sizeof(Vector<T, kLanes>) == 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * kLanes;
-  for (int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kLanes; at < all; at += step) {
+  for (int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kLanes; at < all;
+       at += step) {
     auto vector = gather<T, Index, kPadded>(finish, at, all);
     if (finish.relu) {
 #pragma unroll

@@ -58,13 +58,15 @@ Sizes padded_sizes(const Product& product) {
   const bool lhs_by_columns = product.k > 1 && product.lhs.column != 1;
   const bool rhs_by_columns = product.n > 1 && product.rhs.column != 1;
   const bool is_k_outer = lhs_by_columns && !rhs_by_columns;
-  return {lhs_by_columns ? padded(product.m) : product.m, padded(product.n), is_k_outer ? product.k : padded(product.k)};
+  return {lhs_by_columns ? padded(product.m) : product.m, padded(product.n),
+          is_k_outer ? product.k : padded(product.k)};
 }
 
 // Whether cuBLASLt can read it as it is.
 bool is_even(const Factor& factor, int64_t size) {
-  return reinterpret_cast<uintptr_t>(factor.matrices.data) % kBytes == 0 && factor.padded_lines == factor.lines &&
-         factor.padded_length == factor.length && (factor.lines == 1 || factor.line * size % kBytes == 0) &&
+  return reinterpret_cast<uintptr_t>(factor.matrices.data) % kBytes == 0 &&
+         factor.padded_lines == factor.lines && factor.padded_length == factor.length &&
+         (factor.lines == 1 || factor.line * size % kBytes == 0) &&
          factor.matrices.batch * size % kBytes == 0;
 }
 
@@ -92,12 +94,13 @@ std::optional<Padded> padded_of(const Product& product) {
   const auto rhs = factor_of(product.rhs, product.k, product.n, sizes.k, sizes.n);
   if (!lhs || !rhs) return std::nullopt;
   Padded padded{sizes, *lhs, *rhs, std::nullopt, !is_even(*lhs, size), !is_even(*rhs, size), false};
-  padded.copies_out = sizes.m != product.m || sizes.n != product.n ||
-                      reinterpret_cast<uintptr_t>(product.out) % kBytes != 0;
+  padded.copies_out =
+      sizes.m != product.m || sizes.n != product.n || reinterpret_cast<uintptr_t>(product.out) % kBytes != 0;
   if (product.bias.data == nullptr) return padded;
   const bool is_row = product.m == 1 || product.bias.row == 0;
   if (product.n > 1 && product.bias.column != 1) return std::nullopt;
-  const Factor bias{product.bias, false, product.bias.row, is_row ? 1 : product.m, product.n, is_row ? 1 : sizes.m, sizes.n};
+  const Factor bias{product.bias,         false,  product.bias.row, is_row ? 1 : product.m, product.n,
+                    is_row ? 1 : sizes.m, sizes.n};
   if (!is_even(bias, size)) padded.bias = bias;
   return padded;
 }
@@ -128,8 +131,9 @@ void started(const LaunchStatus& status) {
 }
 
 Lines lines_of(const Factor& factor, const Product& product, void* to) {
-  return {factor.matrices.data, to,           factor.line,         factor.matrices.batch, matrices_of(factor, product),
-          factor.lines,         factor.length, factor.padded_lines, factor.padded_length};
+  return {factor.matrices.data,         to,           factor.line,   factor.matrices.batch,
+          matrices_of(factor, product), factor.lines, factor.length, factor.padded_lines,
+          factor.padded_length};
 }
 
 // The copy, in place of what was copied.
@@ -150,9 +154,10 @@ bool padded_product_can(const Product& product) {
 }
 
 bool padded_product_is_faster(const Product& product, bool is_tf32) {
-  constexpr int64_t kNarrowest = 16;
   const bool is_half = product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
-  if ((!is_half && !is_tf32) || std::min(product.m, product.n) < kNarrowest) return false;
+  // A narrow product reads its large factor once, a copy twice more.
+  const int64_t narrowest = is_half ? 64 : 128;
+  if ((!is_half && !is_tf32) || std::min(product.m, product.n) < narrowest) return false;
   // Below this, in operations a microsecond, no copy pays, whatever its size.
   const double rate = is_tf32 ? 60e6 : 40e6;
   const double work = 2.0 * static_cast<double>(product.batch) * static_cast<double>(product.m) *
@@ -205,8 +210,8 @@ bool padded_product(const Product& product, int32_t device, cudaStream_t stream)
   }
   if (!run_plan(inner, device, stream)) return false;
   if (!copies_out) return true;
-  started(finish_product({inner.out, product.out, product.batch, product.m, product.n, sizes.m, sizes.n, product.kind,
-                          product.relu},
+  started(finish_product({inner.out, product.out, product.batch, product.m, product.n, sizes.m, sizes.n,
+                          product.kind, product.relu},
                          stream));
   return true;
 }

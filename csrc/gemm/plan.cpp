@@ -96,10 +96,10 @@ bool start(const Key& key, const Product& product, cudaStream_t stream) {
   at::DataPtr workspace;
   const size_t bytes = plan.choice.workspace;
   if (bytes > 0) workspace = c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
-  const cublasStatus_t status =
-      cublasLtMatmul(described.handle, &described.product, factor(key, true), product.rhs.data, &described.rhs,
-                     product.lhs.data, &described.lhs, factor(key, full), full ? product.bias.data : product.out,
-                     &described.bias, product.out, &described.out, &plan.choice.algorithm, workspace.get(), bytes, stream);
+  const cublasStatus_t status = cublasLtMatmul(
+      described.handle, &described.product, factor(key, true), product.rhs.data, &described.rhs,
+      product.lhs.data, &described.lhs, factor(key, full), full ? product.bias.data : product.out,
+      &described.bias, product.out, &described.out, &plan.choice.algorithm, workspace.get(), bytes, stream);
   // What the heuristic promises and the call then refuses: not asked again. Anything else is an error of
   // CUDA's.
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE ||

@@ -6,6 +6,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/SmallVector.h>
@@ -148,14 +149,27 @@ bool run_with_a_pass(Product product, c10::cuda::CUDAStream stream) {
   const auto& [batch, m, n, k, lhs, rhs, bias, out, kind, relu] = product;
   const Finish finish{out, out, batch, m, n, m, n, kind, relu};
   product.relu = 0;
-  return run_plan(product, stream.device_index(), stream.stream()) && started(finish_product(finish, stream.stream()));
+  return run_plan(product, stream.device_index(), stream.stream()) &&
+         started(finish_product(finish, stream.stream()));
 }
 
-// By a kernel of ours alone, or one around a plan, where that was measured to be faster than libtorch's product.
+// By a kernel of ours alone, or one around a plan, where that was measured to be faster than libtorch's
+// product.
 bool run_own(const Product& product, c10::cuda::CUDAStream stream) {
   if (small_product_is_faster(product)) return started(small_product(product, stream.stream()));
   if (skinny_product_is_faster(product)) return started(skinny_product(product, stream.stream()));
   return padded_product_is_faster(product, is_tf32(product)) && run_padded(product, stream);
+}
+
+// A bias of full shape whose rows do not begin at multiples of 16 bytes: tensor cores have slow kernels only
+// that read it along with the product, and libtorch's product with a kernel of ours behind it is never slower
+// than the composite.
+bool has_uneven_bias(const Product& product) {
+  const int64_t bytes =
+      product.n * static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(product.kind)));
+  const bool has_tensor_cores =
+      product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16 || is_tf32(product);
+  return has_tensor_cores && product.m > 1 && product.bias.row != 0 && bytes % 16 != 0;
 }
 
 bool run_fastest(const Product& product, c10::cuda::CUDAStream stream) {
@@ -163,6 +177,7 @@ bool run_fastest(const Product& product, c10::cuda::CUDAStream stream) {
   if (hopper_product_is_faster(product) && run_hopper(product, stream.stream())) return true;
   // Where there is nothing behind the product, libtorch's own is as fast.
   if (product.bias.data == nullptr) return false;
+  if (has_uneven_bias(product)) return false;
   // cuBLASLt's kernels for f64 are slower than cuBLAS' own with ours behind them, but sooner started.
   constexpr int64_t kMost = 1 << 24;
   const bool is_double = product.kind == kTchExtensionDouble;

@@ -1,8 +1,11 @@
-// The operand with the many rows (the long one) is read once. Where its K is contiguous, a warp or a block computes a
-// row's sums; where the rows are, a block computes some rows' side by side, and up to 8 blocks of a cluster share K.
-#include "skinny.h"
-
+// The operand with the many rows (the long one) is read once. Where its K is contiguous, a warp or a block
+// computes a row's sums; where the rows are, a block computes some rows' side by side, and up to 8 blocks of
+// a cluster share K.
 #include <cooperative_groups.h>
+
+#include <atomic>
+
+#include "skinny.h"
 
 namespace tch_extension::gemm {
 namespace {
@@ -43,8 +46,8 @@ __device__ __forceinline__ void finish(const Skinny& skinny, int64_t row, int s,
   out[row * skinny.out.row + s * skinny.out.inner] = static_cast<T>(sum);
 }
 
-// kRows rows of a team whose K is contiguous: kLanes neighbours a thread where both factors are aligned to that; otherwise
-// one, so that neighbouring threads read neighbours of either, wherever a row begins.
+// kRows rows of a team whose K is contiguous: kLanes neighbours a thread where both factors are aligned to
+// that; otherwise one, so that neighbouring threads read neighbours of either, wherever a row begins.
 template <typename T, int kShorts, int kLanes, int kRows>
 struct RowSums {
   using C = Compute<T>;
@@ -52,8 +55,8 @@ struct RowSums {
   C sum[kRows][kShorts] = {};
 
   template <int kAhead>
-  __device__ __forceinline__ void add_some(const Skinny& skinny, const T* const (&rows)[kRows], const T* few, int first,
-                                           int step) {
+  __device__ __forceinline__ void add_some(const Skinny& skinny, const T* const (&rows)[kRows], const T* few,
+                                           int first, int step) {
     const int inner = static_cast<int>(skinny.inner);
     Vector<T, kLanes> left[kAhead][kRows];
     Vector<T, kLanes> right[kAhead][kShorts];
@@ -161,8 +164,8 @@ __global__ void __launch_bounds__(kMostTeam) skinny_row_kernel(Skinny skinny) {
 constexpr int kColumnThreads = 512;
 
 template <typename T, int kShorts, int kLanes, int kAhead>
-__device__ __forceinline__ void add_columns(const Skinny& skinny, const T* many, const T* few, int first, int step,
-                                            Compute<T> (&sum)[kShorts][kLanes]) {
+__device__ __forceinline__ void add_columns(const Skinny& skinny, const T* many, const T* few, int first,
+                                            int step, Compute<T> (&sum)[kShorts][kLanes]) {
   using C = Compute<T>;
   const int inner = static_cast<int>(skinny.inner);
   Vector<T, kLanes> left[kAhead];
@@ -171,7 +174,8 @@ __device__ __forceinline__ void add_columns(const Skinny& skinny, const T* many,
   for (int i = 0; i < kAhead; ++i) {
     const int k = first + i * step;
     const bool exists = k < inner;
-    left[i] = exists ? *reinterpret_cast<const Vector<T, kLanes>*>(many + k * skinny.many.inner) : Vector<T, kLanes>{};
+    left[i] = exists ? *reinterpret_cast<const Vector<T, kLanes>*>(many + k * skinny.many.inner)
+                     : Vector<T, kLanes>{};
 #pragma unroll
     for (int s = 0; s < kShorts; ++s) {
       const int at = s < skinny.shorts ? s : 0;
@@ -190,8 +194,8 @@ __device__ __forceinline__ void add_columns(const Skinny& skinny, const T* many,
   }
 }
 
-// Rows that are neighbours in memory: a block has kAcross · kLanes of them, and cuts K between its threads and those of
-// the other blocks of its cluster.
+// Rows that are neighbours in memory: a block has kAcross · kLanes of them, and cuts K between its threads
+// and those of the other blocks of its cluster.
 template <typename T, int kShorts, int kLanes, int kAcross>
 __global__ void __launch_bounds__(kColumnThreads) skinny_columns_kernel(Skinny skinny) {
   namespace cg = cooperative_groups;
@@ -207,14 +211,16 @@ __global__ void __launch_bounds__(kColumnThreads) skinny_columns_kernel(Skinny s
   const int step = gridDim.y * down;
   constexpr int kAhead = kLanes == 1 ? 8 : kShorts <= 2 ? 4 : 2;
   int k = blockIdx.y * down + threadIdx.x / kAcross;
-  for (; k < inner; k += kAhead * step) add_columns<T, kShorts, kLanes, kAhead>(skinny, many, few, k, step, sum);
+  for (; k < inner; k += kAhead * step)
+    add_columns<T, kShorts, kLanes, kAhead>(skinny, many, few, k, step, sum);
   // Within a warp, then within the block, then within the cluster: an order that sizes decide.
 #pragma unroll
   for (int s = 0; s < kShorts; ++s) {
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
 #pragma unroll
-      for (int step = 16; step >= kAcross; step /= 2) sum[s][lane] += __shfl_xor_sync(~0u, sum[s][lane], step);
+      for (int step = 16; step >= kAcross; step /= 2)
+        sum[s][lane] += __shfl_xor_sync(~0u, sum[s][lane], step);
     }
   }
   const int warps = blockDim.x / 32;
@@ -224,7 +230,8 @@ __global__ void __launch_bounds__(kColumnThreads) skinny_columns_kernel(Skinny s
 #pragma unroll
     for (int s = 0; s < kShorts; ++s) {
 #pragma unroll
-      for (int lane = 0; lane < kLanes; ++lane) parts[threadIdx.x / 32][s][across * kLanes + lane] = sum[s][lane];
+      for (int lane = 0; lane < kLanes; ++lane)
+        parts[threadIdx.x / 32][s][across * kLanes + lane] = sum[s][lane];
     }
   }
   __syncthreads();
@@ -298,21 +305,24 @@ int64_t over(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
 template <typename T, int kShorts, int kLanes>
 void start_rows_by(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
-  constexpr int64_t kFew = 2048;
-  constexpr int64_t kFewest = 264;
-  constexpr int64_t kMany = 16384;
+  constexpr int64_t kFewThreads = 132 * 512;  // leave multiprocessors idle
+  constexpr int64_t kManyRows = 132 * 32;
+  constexpr int64_t kSteps = 8;
   const int64_t rows = skinny.rows * batch;
   const auto in_batch = static_cast<unsigned int>(batch);
-  // A block for each, until warps alone keep the memory busy.
-  const int64_t longest = rows <= kFew ? 64 : rows <= kMany ? 1024 : 8192;
-  if (skinny.inner > longest * kLanes) {
-    const bool wide = rows <= kFewest && skinny.inner > 2 * kThreads * kLanes;
-    const dim3 blocks(static_cast<unsigned int>(skinny.rows), 1, in_batch);
-    skinny_row_kernel<T, kShorts, kLanes><<<blocks, wide ? kMostTeam : kThreads, 0, stream>>>(skinny);
-  } else {
+  if (rows >= kManyRows && skinny.inner < 1024 * kLanes) {
     const dim3 blocks(static_cast<unsigned int>(over(skinny.rows, kThreads / 32 * kRowsOfWarp)), 1, in_batch);
     skinny_rows_kernel<T, kShorts, kLanes><<<blocks, kThreads, 0, stream>>>(skinny);
+    return;
   }
+  // Up to kSteps of K for each thread, fewer where that makes too few threads.
+  int threads = 32;
+  while (threads < kMostTeam && (threads * 2 * kSteps * kLanes <= skinny.inner ||
+                                 (rows * threads < kFewThreads && threads * 2 * kLanes <= skinny.inner))) {
+    threads *= 2;
+  }
+  const dim3 blocks(static_cast<unsigned int>(skinny.rows), 1, in_batch);
+  skinny_row_kernel<T, kShorts, kLanes><<<blocks, threads, 0, stream>>>(skinny);
 }
 
 template <typename T, int kShorts>
@@ -326,19 +336,37 @@ void start_rows(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
   }
 }
 
+// Whether the code that the current device runs knows clusters: it may have been compiled for an older one.
+bool has_clusters() {
+  constexpr int kMostDevices = 64;
+  static std::atomic<int8_t> known[kMostDevices];
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;
+  if (known[device] == 0) {
+    int major = 0;
+    cudaFuncAttributes code{};
+    const bool has =
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+        cudaFuncGetAttributes(&code, skinny_columns_kernel<float, 1, 1, 32>) == cudaSuccess && major >= 9 &&
+        code.ptxVersion >= 90;
+    known[device] = has ? 1 : -1;
+  }
+  return known[device] == 1;
+}
+
 template <typename T, int kShorts, int kLanes>
 void start_columns_by(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
   constexpr int kAcross = kLanes > 1 ? 4 : 32;
   const int64_t tiles = over(skinny.rows, kAcross * kLanes);
-  // Each thread has about kSteps of K to go through: first a block has more threads, then the cluster more blocks, as long as
-  // there are multiprocessors for them.
+  // Each thread has about kSteps of K to go through: first a block has more threads, then the cluster more
+  // blocks, as long as there are multiprocessors for them.
   constexpr int64_t kSteps = 8;
   constexpr int64_t kProcessors = 132;
   int threads = 64;
   while (threads < kColumnThreads && threads / kAcross * kSteps < skinny.inner) threads *= 2;
   unsigned int shares = 1;
   while (shares < 8 && tiles * batch * shares * threads < kProcessors * kColumnThreads * 2 &&
-         threads / kAcross * kSteps * shares < skinny.inner) {
+         threads / kAcross * kSteps * shares < skinny.inner && has_clusters()) {
     shares *= 2;
   }
   cudaLaunchAttribute cluster;
@@ -365,7 +393,8 @@ void start_columns(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
 
 template <typename T, int kShorts>
 void start(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
-  is_by_rows(skinny) ? start_rows<T, kShorts>(skinny, batch, stream) : start_columns<T, kShorts>(skinny, batch, stream);
+  is_by_rows(skinny) ? start_rows<T, kShorts>(skinny, batch, stream)
+                     : start_columns<T, kShorts>(skinny, batch, stream);
 }
 
 }  // namespace
@@ -383,12 +412,23 @@ bool skinny_product_is_faster(const Product& product) {
   if (narrow > kMostShort || product.k < 32 || !skinny_product_can(product)) return false;
   const Skinny skinny = skinny_of(product);
   const bool is_half = product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
-  // cuBLAS has good kernels for one row of a matrix whose columns are not contiguous.
-  if (!is_by_rows(skinny)) return narrow == 2 && product.k >= 64 && (product.bias.data != nullptr || !is_half);
-  // And tensor cores, where the half kinds are aligned.
-  constexpr int64_t kLanes = 8;
-  const bool is_even = product.k % kLanes == 0 && skinny.many.row % kLanes == 0 && is_aligned_to_16(skinny.many.data);
-  return narrow <= 2 || !is_half || (!is_even && product.bias.data != nullptr);
+  const bool has_plan = product.bias.data != nullptr;
+  // cuBLAS has good kernels for one row of a matrix whose columns are not contiguous; in the half kinds,
+  // single values of such are too short to be read fast.
+  if (!is_by_rows(skinny)) {
+    constexpr int64_t kMany = 4096;
+    constexpr int64_t kLongest = 8192;
+    if (narrow == 1 || product.k < 64 || product.k > kLongest) return false;
+    if (is_half) return narrow == 2 && has_plan && is_even<__half>(skinny.many, skinny.many.inner);
+    return narrow == 2 || (has_plan && skinny.rows * product.batch <= kMany);
+  }
+  if (!is_half) return true;
+  // And tensor cores for the half kinds; single values of those are too short to be read fast, if there are
+  // many.
+  constexpr int64_t kMuch = 1 << 22;
+  const bool is_whole =
+      product.k % kLanesOf16Bytes<__half> == 0 && is_even<__half>(skinny.many, skinny.many.row);
+  return narrow <= 2 && (is_whole || skinny.rows * product.batch <= kMuch / product.k);
 }
 
 LaunchStatus skinny_product(const Product& product, cudaStream_t stream) {
