@@ -30,7 +30,7 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 ///
 /// The products are libtorch's, under its precision switches, and so is their accuracy. On CUDA the forward with a bias is
 /// one call of cuBLASLt in `Float`, `Half` and `BFloat16`, as in libtorch itself, but chosen once for each shape and kept for the thread; or a kernel of ours, for
-/// small products. The bias' gradient is a kernel of our own: sums of `Half` and
+/// small products and for few rows or columns; or one of padded copies, where rows do not begin at multiples of 16 bytes. The backward's products go by the last three, too, where those are faster. The bias' gradient is a kernel of our own: sums of `Half` and
 /// `BFloat16` are made in `Float` and rounded once, in an order that sizes decide, and on CUDA whether dy allows 16-byte loads. A gradient dy with gaps between its rows is
 /// read without a copy. The backward keeps the input if the weight requires grad, and the weight if the input does.
 ///
