@@ -58,31 +58,34 @@ fn points(device: Device) -> Vec<Point> {
 }
 
 pub fn cases(device: Device) -> Vec<Case> {
-    let case = |Point { size: (m, n), kind, affine }: Point| {
-        let parameters = [(vec![n], 1.0), (vec![n], 1.0)];
-        let mut providers = vec![
-            provider("composite", layer_norm_reference),
-            provider("libtorch", libtorch),
-            provider("fused", f_layer_norm),
-        ];
-        if !device.is_cuda() {
-            // libtorch's own is the rival here, and the composite many times slower than both.
-            providers.remove(0);
-        }
-        Case {
-            operator: "layer_norm",
-            point: format!("{:?}{}", (m, n), if affine { "" } else { " not affine" }),
-            kind,
-            device,
-            tf32: false,
-            inputs: [(vec![m, n], 1.0)]
-                .into_iter()
-                .chain(parameters.into_iter().filter(|_| affine))
-                .collect(),
-            // x and y; x, dy and dx.
-            work: [2, 3].map(|arrays| Work::new(kind, arrays * m * n, 0)),
-            providers,
-        }
-    };
-    points(device).into_iter().map(case).collect()
+    points(device).into_iter().map(|point| case(point, device)).collect()
+}
+
+/// At random sizes.
+pub fn drawn(size: (i64, i64), kind: Kind, device: Device) -> Case {
+    case(Point { size, kind, affine: true }, device)
+}
+
+fn case(Point { size: (m, n), kind, affine }: Point, device: Device) -> Case {
+    let parameters = [(vec![n], 1.0), (vec![n], 1.0)];
+    let mut providers = vec![
+        provider("composite", layer_norm_reference),
+        provider("libtorch", libtorch),
+        provider("fused", f_layer_norm),
+    ];
+    if !device.is_cuda() {
+        // libtorch's own is the rival here, and the composite many times slower than both.
+        providers.remove(0);
+    }
+    Case {
+        operator: "layer_norm",
+        point: format!("{:?}{}", (m, n), if affine { "" } else { " not affine" }),
+        kind,
+        device,
+        tf32: false,
+        inputs: [(vec![m, n], 1.0)].into_iter().chain(parameters.into_iter().filter(|_| affine)).collect(),
+        // x and y; x, dy and dx.
+        work: [2, 3].map(|arrays| Work::new(kind, arrays * m * n, 0)),
+        providers,
+    }
 }

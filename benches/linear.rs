@@ -1,6 +1,7 @@
 //! The linear layer: fused against libtorch's own, and against the composite of product and sum.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::Product;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_linear, linear_reference};
@@ -39,6 +40,17 @@ fn case((m, k, n): (i64, i64, i64), kind: Kind, device: Device) -> Case {
             provider("fused", f_linear),
         ],
     }
+}
+
+/// At random sizes: any leading dimensions.
+pub fn drawn(product: Product, kind: Kind, device: Device) -> Case {
+    let Product { batch, m, k, n, .. } = product;
+    let mut case = case((batch * m, k, n), kind, device);
+    if batch > 1 {
+        case.point = format!("{:?}", (batch, m, k, n));
+        case.inputs[0].0 = vec![batch, m, k];
+    }
+    case
 }
 
 pub fn cases(device: Device) -> Vec<Case> {

@@ -72,6 +72,11 @@ fn case(device: Device, (b, f, h): (i64, i64, i64), kind: Kind) -> Case {
     }
 }
 
+/// At random sizes.
+pub fn drawn(size: (i64, i64, i64), kind: Kind, device: Device) -> Case {
+    case(device, size, kind)
+}
+
 pub fn cases(device: Device) -> Vec<Case> {
     let mut cases: Vec<Case> = SIZES.into_iter().map(|size| case(device, size, Kind::Float)).collect();
     if device.is_cuda() {

@@ -1,12 +1,14 @@
 //! `cargo xtask bench [WORD…]`: each operator against what a user would call instead, as a table and as JSON;
 //! with words, the cases that have all of them in their titles. `cargo xtask bench sweep`: layer_norm over a grid of
-//! sizes; `cargo xtask bench lltm sweep`: sequences over numbers of steps and rows.
+//! sizes; `cargo xtask bench lltm sweep`: sequences over numbers of steps and rows; `cargo xtask bench OPERATOR random SEED
+//! [WORD…]`: `matmul_add_relu`, `linear`, `layer_norm` or `lltm_cell` at sizes drawn at random.
 //!
 //! `cargo bench --profile dev` has criterion's statistics, one provider after the other, and those of the bridge and the dispatcher.
 
 mod autograd;
 mod clock;
 mod common;
+mod draw;
 mod floor;
 mod layer_norm;
 mod layer_norm_sweep;
@@ -17,6 +19,7 @@ mod lltm_cell;
 mod lltm_sweep;
 mod machine;
 mod matmul_add_relu;
+mod random;
 mod table;
 
 use common::Case;
@@ -41,6 +44,9 @@ fn main() {
         }
         [first, second, third, words @ ..] if first == "table" && second == "lltm" && third == "sweep" => {
             lltm_sweep::run(words).expect("a device that can be measured");
+        }
+        [first, operator, random, seed, words @ ..] if first == "table" && random == "random" => {
+            random::run(operator, seed, words).expect("a GPU that can be measured");
         }
         [first, words @ ..] if first == "table" => table(words),
         _ => criterion_statistics(),

@@ -2,6 +2,7 @@
 //! it has one: forward, of matrices and a row.
 
 use crate::common::{Case, Provider, Work};
+use crate::draw::Product;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_matmul_add_relu, matmul_add_relu_reference};
@@ -108,6 +109,16 @@ fn case((lhs, rhs, bias): (&[i64], &[i64], &[i64]), kind: Kind, device: Device) 
         inputs: vec![(lhs.to_vec(), 1.0), (rhs.to_vec(), scale), (bias.to_vec(), 1.0)],
         work: work(kind, lhs, rhs, bias),
         providers,
+    }
+}
+
+/// At random sizes.
+pub fn drawn(product: Product, kind: Kind, device: Device) -> Case {
+    let Product { batch, m, k, n, has_full_bias } = product;
+    match (batch, has_full_bias) {
+        (1, _) => case((&[m, k], &[k, n], &[n]), kind, device),
+        (_, true) => case((&[batch, m, k], &[batch, k, n], &[batch, m, n]), kind, device),
+        (_, false) => case((&[batch, m, k], &[batch, k, n], &[n]), kind, device),
     }
 }
 

@@ -56,7 +56,7 @@ pub fn run(tables: &[fn(Device) -> Vec<Case>], words: &[String]) -> std::io::Res
             }
         }
     }
-    let path = output_file();
+    let path = output_folder().join("bench.json");
     let mut file = std::fs::File::create(&path)?;
     writeln!(file, "{{{},\n\"rows\": [\n{}\n]}}", machine.json(), records.join(",\n"))?;
     println!("written to {}", path.display());
@@ -64,9 +64,8 @@ pub fn run(tables: &[fn(Device) -> Vec<Case>], words: &[String]) -> std::io::Res
 }
 
 /// In `$OUT` (the bundle's), else in the current folder's target.
-fn output_file() -> PathBuf {
-    let folder = std::env::var_os("OUT").map_or_else(|| PathBuf::from("target"), PathBuf::from);
-    folder.join("bench.json")
+pub fn output_folder() -> PathBuf {
+    std::env::var_os("OUT").map_or_else(|| PathBuf::from("target"), PathBuf::from)
 }
 
 fn measure(case: &Case, direction: Direction) -> Vec<Costs> {
@@ -104,12 +103,12 @@ fn measure(case: &Case, direction: Direction) -> Vec<Costs> {
 }
 
 /// A provider's call as a graph, with the tensors that it reads.
-struct Captured<'a> {
-    graph: OnTheGpu,
+pub struct Captured<'a> {
+    pub graph: OnTheGpu,
     _tensors: Runner<'a>,
 }
 
-fn capture<'a>(case: &Case, runner: &Runner<'a>, direction: Direction) -> Option<Captured<'a>> {
+pub fn capture<'a>(case: &Case, runner: &Runner<'a>, direction: Direction) -> Option<Captured<'a>> {
     if !case.device.is_cuda() {
         return None;
     }

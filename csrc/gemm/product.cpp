@@ -6,6 +6,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <c10/util/SmallVector.h>
@@ -14,7 +15,10 @@
 #include <array>
 
 #include "hopper.h"
+#include "padded.h"
+#include "padded_product.h"
 #include "plan.h"
+#include "skinny.h"
 #include "small.h"
 #include "tch_extension/c_abi.h"
 
@@ -22,7 +26,7 @@ namespace tch_extension::gemm {
 namespace {
 
 // The numbers are src/ffi/gemm.rs's.
-enum class Path : int32_t { kFastest, kPlan, kSmall, kHopper };
+enum class Path : int32_t { kFastest, kPlan, kSmall, kHopper, kSkinny, kPadded, kPass };
 
 // A tensor's sizes and strides, or those of a view of it.
 struct View {
@@ -130,6 +134,57 @@ bool run_hopper(const Product& product, cudaStream_t stream) {
   return hopper_product_can(product) && hopper_product(product, stream, status) && started(status);
 }
 
+bool is_tf32(const Product& product) {
+  return product.kind == kTchExtensionFloat &&
+         at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+             at::Float32Precision::TF32;
+}
+
+bool run_padded(const Product& product, c10::cuda::CUDAStream stream) {
+  return padded_product_can(product) && padded_product(product, stream.device_index(), stream.stream());
+}
+
+// The product and the bias by a plan, the ReLU behind it.
+bool run_with_a_pass(Product product, c10::cuda::CUDAStream stream) {
+  const auto& [batch, m, n, k, lhs, rhs, bias, out, kind, relu] = product;
+  const Finish finish{out, out, batch, m, n, m, n, kind, relu};
+  product.relu = 0;
+  return run_plan(product, stream.device_index(), stream.stream()) &&
+         started(finish_product(finish, stream.stream()));
+}
+
+// By a kernel of ours alone, or one around a plan, where that was measured to be faster than libtorch's
+// product.
+bool run_own(const Product& product, c10::cuda::CUDAStream stream) {
+  if (small_product_is_faster(product)) return started(small_product(product, stream.stream()));
+  if (skinny_product_is_faster(product)) return started(skinny_product(product, stream.stream()));
+  return padded_product_is_faster(product, is_tf32(product)) && run_padded(product, stream);
+}
+
+// A bias of full shape whose rows do not begin at multiples of 16 bytes: tensor cores have slow kernels only
+// that read it along with the product, and libtorch's product with a kernel of ours behind it is never slower
+// than the composite.
+bool has_uneven_bias(const Product& product) {
+  const int64_t bytes =
+      product.n * static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(product.kind)));
+  const bool has_tensor_cores =
+      product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16 || is_tf32(product);
+  return has_tensor_cores && product.m > 1 && product.bias.row != 0 && bytes % 16 != 0;
+}
+
+bool run_fastest(const Product& product, c10::cuda::CUDAStream stream) {
+  if (run_own(product, stream)) return true;
+  if (hopper_product_is_faster(product) && run_hopper(product, stream.stream())) return true;
+  // Where there is nothing behind the product, libtorch's own is as fast.
+  if (product.bias.data == nullptr) return false;
+  if (has_uneven_bias(product)) return false;
+  // cuBLASLt's kernels for f64 are slower than cuBLAS' own with ours behind them, but sooner started.
+  constexpr int64_t kMost = 1 << 24;
+  const bool is_double = product.kind == kTchExtensionDouble;
+  if (is_double && product.batch * product.m * product.n > kMost / product.k) return false;
+  return run_plan(product, stream.device_index(), stream.stream());
+}
+
 bool run(const Product& product, Path path, c10::cuda::CUDAStream stream) {
   switch (path) {
     case Path::kSmall:
@@ -138,18 +193,16 @@ bool run(const Product& product, Path path, c10::cuda::CUDAStream stream) {
       return run_hopper(product, stream.stream());
     case Path::kPlan:
       return run_plan(product, stream.device_index(), stream.stream());
+    case Path::kSkinny:
+      return skinny_product_can(product) && started(skinny_product(product, stream.stream()));
+    case Path::kPadded:
+      return run_padded(product, stream);
+    case Path::kPass:
+      return run_with_a_pass(product, stream);
     case Path::kFastest:
       break;
   }
-  if (small_product_is_faster(product)) return started(small_product(product, stream.stream()));
-  if (hopper_product_is_faster(product) && run_hopper(product, stream.stream())) return true;
-  // Where there is nothing behind the product, libtorch's own is as fast.
-  if (product.bias.data == nullptr) return false;
-  // cuBLASLt's kernels for f64 are slower than cuBLAS' own with ours behind them, but sooner started.
-  constexpr int64_t kMost = 1 << 24;
-  const bool is_double = product.kind == kTchExtensionDouble;
-  if (is_double && product.batch * product.m * product.n > kMost / product.k) return false;
-  return run_plan(product, stream.device_index(), stream.stream());
+  return run_fastest(product, stream);
 }
 
 // The sizes to which the leading dimensions broadcast, and M and N.
@@ -245,12 +298,10 @@ TCH_EXTENSION_API Message tch_extension_gemm_product(const at::Tensor* lhs, cons
     }
     const View left = view(*lhs);
     const View right = view(*rhs);
-    const bool is_asked_for = static_cast<Path>(path) == Path::kSmall;
-    Product product{};
-    if (!fit(left, right, {}, product)) return;
-    product.kind = static_cast<int32_t>(lhs->scalar_type());
-    if (!is_asked_for && !small_product_is_faster(product)) return;
-    hand_over(compute(*lhs, left, right, {}, output_size(left, right), false, Path::kSmall), result);
+    const auto way = static_cast<Path>(path);
+    // Without a bias, libtorch's is a plan like ours.
+    if (way == Path::kPlan || way == Path::kHopper || way == Path::kPass) return;
+    hand_over(compute(*lhs, left, right, {}, output_size(left, right), false, way), result);
   });
 }
 

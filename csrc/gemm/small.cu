@@ -104,9 +104,12 @@ bool small_product_is_faster(const Product& product) {
   const bool is_half = product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
   // Tensor cores are used for the half kinds as soon as there is something to do for them.
   if (is_half) return product.k <= 32 && blocks <= 256;
-  if (product.k <= 32) return blocks <= 512;
-  if (product.k <= 64) return blocks <= 144;
-  return product.k <= 128 && blocks <= 32;
+  if (product.k <= 32) return blocks <= 384;
+  // cuBLASLt has kernels for narrow products, its plain product has not.
+  const bool has_plan = product.bias.data != nullptr;
+  const auto is_wide = [&](int64_t size) { return product.m > size && product.n > size; };
+  if (product.k <= 64) return blocks <= 144 && is_wide(has_plan ? 8 : 2);
+  return product.k <= 128 && blocks <= 32 && is_wide(has_plan ? 16 : 2);
 }
 
 LaunchStatus small_product(const Product& product, cudaStream_t stream) {

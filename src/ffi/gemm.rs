@@ -13,6 +13,12 @@ pub enum Path {
     Small,
     /// The kernel for Hopper: a bias of full shape, in the half kinds.
     Hopper,
+    /// Sums of products, for up to 4 columns or rows.
+    Skinny,
+    /// One call of cuBLASLt, of factors copied to rows that begin at multiples of 16 bytes.
+    Padded,
+    /// One call of cuBLASLt, with a kernel for the ReLU behind it.
+    Pass,
     /// libtorch's product, with a kernel behind it.
     Composite,
 }
@@ -77,6 +83,9 @@ mod with_cuda {
             Path::Plan => Some(1),
             Path::Small => Some(2),
             Path::Hopper => Some(3),
+            Path::Skinny => Some(4),
+            Path::Padded => Some(5),
+            Path::Pass => Some(6),
             Path::Composite => None,
         }
     }
@@ -167,7 +176,7 @@ pub(crate) use ways::matmul_add_relu;
 /// `input @ weightᵀ + bias`, likewise.
 pub(crate) use ways::linear;
 
-/// `lhs @ rhs` by the kernel for small products, without a graph; nothing where libtorch's is faster.
+/// `lhs @ rhs` by a kernel of ours, without a graph; nothing where libtorch's is faster.
 pub(crate) use ways::product;
 
 #[doc(hidden)]

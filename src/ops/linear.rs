@@ -30,7 +30,7 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 ///
 /// The products are libtorch's, under its precision switches, and so is their accuracy. On CUDA the forward with a bias is
 /// one call of cuBLASLt in `Float`, `Half` and `BFloat16`, as in libtorch itself, but chosen once for each shape and kept for the thread; or a kernel of ours, for
-/// small products. The bias' gradient is a kernel of our own: sums of `Half` and
+/// small products and for few rows or columns; or one of padded copies, where rows do not begin at multiples of 16 bytes. The backward's products go by the last three, too, where those are faster. The bias' gradient is a kernel of our own: sums of `Half` and
 /// `BFloat16` are made in `Float` and rounded once, in an order that sizes decide, and on CUDA whether dy allows 16-byte loads. A gradient dy with gaps between its rows is
 /// read without a copy. The backward keeps the input if the weight requires grad, and the weight if the input does.
 ///
@@ -151,7 +151,7 @@ impl Function for Linear {
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         let grad = rows(grads.get(0)?)?;
         let grad_input = self.input_gradient(ctx, &grad)?;
-        let grad_weight = weight_gradient(ctx, &grad)?;
+        let grad_weight = self.weight_gradient(ctx, &grad)?;
         let grad_bias = bias_gradient(ctx, &grad)?;
         Ok([grad_input, grad_weight, grad_bias].into())
     }
@@ -176,18 +176,27 @@ impl Linear {
         if !ctx.needs_input_grad(place::INPUT) {
             return Ok(None);
         }
-        let product = grad.f_mm(&ctx.saved(place::WEIGHT)?)?;
+        let product = self.factor_gradient(ctx, grad, &ctx.saved(place::WEIGHT)?)?;
         Ok(Some(product.f_view(self.input_size.as_slice())?))
     }
-}
 
-/// `dyᵀ x`.
-fn weight_gradient(ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
-    if !ctx.needs_input_grad(place::WEIGHT) {
-        return Ok(None);
+    /// `dyᵀ x`.
+    fn weight_gradient(&self, ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
+        if !ctx.needs_input_grad(place::WEIGHT) {
+            return Ok(None);
+        }
+        let input = rows(&ctx.saved(place::INPUT)?)?;
+        Ok(Some(self.factor_gradient(ctx, &grad.f_transpose(0, 1)?, &input)?))
     }
-    let input = rows(&ctx.saved(place::INPUT)?)?;
-    Ok(Some(grad.f_transpose(0, 1)?.f_mm(&input)?))
+
+    /// With a graph, a product has to be an operation that libtorch can differentiate.
+    fn factor_gradient(&self, ctx: &Context<'_>, lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
+        let own = if ctx.create_graph() { None } else { gemm::product(lhs, rhs, self.path)? };
+        match own {
+            Some(product) => Ok(product),
+            None => Ok(lhs.f_mm(rhs)?),
+        }
+    }
 }
 
 /// `Σ dy` over the rows.

@@ -51,14 +51,15 @@ const BIAS_KINDS: [Kind; 10] = [
 /// with dimensions outweighs one without. Under autocast `lhs` and `rhs` are cast to its kind first, and the bias is not, as libtorch does
 /// with the two operations.
 ///
-/// On CUDA all of it is one kernel where all three have one kind (`Float`, `Half`, `BFloat16`), the bias does not enlarge the
+/// On CUDA all of it is one kernel or few where all three have one kind (`Float`, `Half`, `BFloat16`), the bias does not enlarge the
 /// product, and strides can be had without a copy: batches that are broadcast, transposed factors, a bias of any broadcast
-/// for small products, otherwise one that is a row or has rows of its own. It is cuBLASLt's, with bias and ReLU in its
+/// for small and narrow products, otherwise one that is a row or has rows of its own. It is cuBLASLt's, with bias and ReLU in its
 /// epilogue, chosen once for each shape and kept for the thread; of products so small that
-/// tensor cores do not pay, ours; ours, too, of large products in the half kinds with a bias of full shape on GPUs of compute capability 9.0.
+/// tensor cores do not pay, or of few rows or columns, ours; ours, too, of large products in the half kinds with a bias of full shape on GPUs of compute capability 9.0.
+/// Where rows do not begin at multiples of 16 bytes, large products in the half kinds and in tf32 are made of padded copies, in memory of libtorch's allocator.
 /// Sums are rounded once, behind the ReLU, unless libtorch's switch allows parts of them in a half kind and cuBLASLt makes use of it.
-/// libtorch's switches hold (tf32, reduced precision, accumulation in `Half`), and so does its accuracy. On a GPU or with a cuBLASLt
-/// for which it was not measured which of its kernels keep NaN (that was on one of compute capability 9.0, with 13.1), its epilogue is not used.
+/// libtorch's switches hold (tf32, reduced precision, accumulation in `Half`), and so does its accuracy. The ReLU is a pass behind the product where
+/// cuBLASLt's kernels that keep NaN are slow, or where it was not measured which keep it (it was for compute capability 9.0, with cuBLASLt 13.1).
 ///
 /// Everywhere else the product is libtorch's (of small matrices of `Float` or `Double` on the CPU, ours), and what is behind it is one kernel, computed in `Float` for the half
 /// kinds and rounded once, so that with one kind for all three, none requiring grad, it gives the composite's very
@@ -67,8 +68,8 @@ const BIAS_KINDS: [Kind; 10] = [
 ///
 /// In the backward one kernel makes dz and, of
 /// a bias that is a row or of full shape, its gradient, in an
-/// order that sizes decide, and on CUDA whether dy allows 16-byte loads. The products behind it are libtorch's, of small
-/// matrices on CUDA ours; a factor that a batch shares is not copied. NaN goes through as in libtorch's relu (not all of
+/// order that sizes decide, and on CUDA whether dy allows 16-byte loads. The products behind it are libtorch's, of small, narrow and
+/// uneven matrices on CUDA ours; a factor that a batch shares is not copied. NaN goes through as in libtorch's relu (not all of
 /// cuBLASLt's kernels let it: those are not used, and `_addmm_activation` does use them). The backward keeps y, `lhs` if `rhs` requires grad, and the other way round.
 ///
 /// Equivalent to:

@@ -10,6 +10,7 @@ mod kinds;
 mod patterns;
 mod random;
 mod second_derivatives;
+mod sizes;
 #[path = "../support/mod.rs"]
 mod support;
 mod training;

@@ -1,5 +1,5 @@
 //! The ways in which a product is computed on CUDA: by a plan of cuBLASLt's, by the kernel for small products, by the one
-//! for Hopper (more in `hopper`), and by libtorch with a kernel behind it.
+//! for Hopper (more in `hopper`), by those for any size (more in `sizes`), and by libtorch with a kernel behind it.
 
 use super::*;
 use patterns::noise;
@@ -8,8 +8,15 @@ use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};
 use tch_extension::ops::{ProductPath, f_matmul_add_relu_by, product_plans};
 use tch_extension::testing::{cuda_or_skip, gradcheck};
 
-const WAYS: [ProductPath; 4] =
-    [ProductPath::Plan, ProductPath::Small, ProductPath::Hopper, ProductPath::Composite];
+const WAYS: [ProductPath; 7] = [
+    ProductPath::Plan,
+    ProductPath::Small,
+    ProductPath::Hopper,
+    ProductPath::Skinny,
+    ProductPath::Padded,
+    ProductPath::Pass,
+    ProductPath::Composite,
+];
 
 fn by(way: ProductPath) -> impl Fn(&[Tensor]) -> Result<Vec<Tensor>> {
     move |arguments| {
@@ -110,6 +117,9 @@ fn cuda_half_kinds_and_others_keep_nan() {
         (4096, 1024, 64),
         (1, 1024, 1024),
         (7, 1000, 512),
+        (333, 257, 101),
+        (2, 75, 1023),
+        (513, 3, 129),
     ];
     for tf32 in [false, true] {
         let before = matmul_allow_tf32().expect("a switch");
@@ -132,7 +142,7 @@ fn cuda_half_kinds_and_others_keep_nan() {
                         let arguments = [lhs.shallow_clone(), weight, bias.shallow_clone()];
                         let expected =
                             call(matmul_add_relu_reference, &arguments).expect("reference").isnan();
-                        for way in [ProductPath::Fastest, ProductPath::Plan, ProductPath::Hopper] {
+                        for way in [ProductPath::Fastest].into_iter().chain(WAYS) {
                             let found = one(way, &arguments).isnan();
                             assert!(found.equal(&expected), "{:?} {kind:?} {tf32} {way:?}", (m, n, k));
                         }
@@ -221,7 +231,12 @@ fn cuda_a_plan_is_made_while_a_graph_is_captured() {
 #[test]
 fn cuda_gradients_are_the_same_by_each_way() {
     let Some(device) = cuda_or_skip("cuda_gradients_are_the_same_by_each_way") else { return };
-    for sizes in [[&[64, 96][..], &[96, 80], &[80]], [&[3, 64, 96], &[96, 80], &[3, 64, 80]]] {
+    for sizes in [
+        [&[64, 96][..], &[96, 80], &[80]],
+        [&[3, 64, 96], &[96, 80], &[3, 64, 80]],
+        [&[65, 97], &[97, 83], &[83]],
+        [&[3, 21, 35], &[3, 35, 2], &[2]],
+    ] {
         let leaves = leaves(&inputs(sizes, Kind::Double, device));
         let gradients = |way: ProductPath| {
             let output = one(way, &leaves);
@@ -231,7 +246,7 @@ fn cuda_gradients_are_the_same_by_each_way() {
             grad(&[&output], &inputs, &options).expect("gradients").into_vec()
         };
         let expected = gradients(ProductPath::Composite);
-        for way in [ProductPath::Plan, ProductPath::Small, ProductPath::Fastest] {
+        for way in [ProductPath::Fastest].into_iter().chain(WAYS) {
             for (found, expected) in gradients(way).iter().zip(&expected) {
                 let [Some(found), Some(expected)] = [found, expected] else {
                     panic!("a gradient is missing")

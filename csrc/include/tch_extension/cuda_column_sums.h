@@ -56,22 +56,21 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(TchExtensionColum
   Values<T, kLanes> sum[kUnroll] = {};
   if (column < sums.columns) {
     int64_t row = from + threadIdx.y;
-    for (; row + (kUnroll - 1) * step < to; row += kUnroll * step) {
+    for (; row < to; row += kUnroll * step) {
       decltype(loader.template fetch<T, kLanes>(row, column)) fetched[kUnroll];
-#pragma unroll
-      for (int i = 0; i < kUnroll; ++i) fetched[i] = loader.template fetch<T, kLanes>(row + i * step, column);
+      // What is beyond the end is left out here, not in a loop of its own, whose loads would wait for one
+      // another.
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
+        if (row + i * step < to) fetched[i] = loader.template fetch<T, kLanes>(row + i * step, column);
+      }
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        if (row + i * step >= to) break;
         const auto values = loader.template values<T, kLanes>(fetched[i], row + i * step, column);
 #pragma unroll
         for (int lane = 0; lane < kLanes; ++lane) sum[i].lane[lane] += values.lane[lane];
       }
-    }
-    for (; row < to; row += step) {
-      const auto fetched = loader.template fetch<T, kLanes>(row, column);
-      const auto values = loader.template values<T, kLanes>(fetched, row, column);
-#pragma unroll
-      for (int lane = 0; lane < kLanes; ++lane) sum[0].lane[lane] += values.lane[lane];
     }
   }
   // As a tree.

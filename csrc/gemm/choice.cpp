@@ -1,0 +1,288 @@
+#ifdef TCH_EXTENSION_CUDA
+
+#include "choice.h"
+
+#include <ATen/cuda/CUDAContextLight.h>
+
+#include <algorithm>
+#include <array>
+#include <initializer_list>
+#include <utility>
+
+#include "tch_extension/kind.h"
+
+namespace tch_extension::gemm {
+namespace {
+
+template <typename T>
+void set(cublasLtMatmulPreferenceOpaque_t& preference, cublasLtMatmulPreferenceAttributes_t attribute,
+         const T& value) {
+  check(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof value));
+}
+
+// What cuBLASLt proposes, best first, for so much workspace.
+struct Proposals {
+  std::array<cublasLtMatmulHeuristicResult_t, 8> result;
+  int count = 0;
+};
+
+Proposals propose(const Key& key, Descriptors& descriptors, uint64_t workspace) {
+  cublasLtMatmulPreferenceOpaque_t preference;
+  check(cublasLtMatmulPreferenceInit(&preference));
+  set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace);
+  set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(key.reductions));
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(key.rhs.alignment));
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.lhs.alignment));
+  if (key.bias_as == Bias::kFull) {
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.bias.alignment));
+  }
+  Proposals proposals;
+  const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+      descriptors.handle, &descriptors.product, &descriptors.rhs, &descriptors.lhs, &descriptors.bias,
+      &descriptors.out, &preference, static_cast<int>(proposals.result.size()), proposals.result.data(),
+      &proposals.count);
+  if (status != CUBLAS_STATUS_SUCCESS) proposals.count = 0;
+  return proposals;
+}
+
+// -1 where an algorithm has none.
+int32_t attribute(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t which) {
+  int32_t value = -1;
+  size_t written = 0;
+  const cublasStatus_t status =
+      cublasLtMatmulAlgoConfigGetAttribute(&algorithm, which, &value, sizeof value, &written);
+  return status == CUBLAS_STATUS_SUCCESS ? value : -1;
+}
+
+bool is_one_of(int32_t value, std::initializer_list<int32_t> values) {
+  return std::find(values.begin(), values.end(), value) != values.end();
+}
+
+// Families of kernels whose ReLU is a maximum, of NaN and 0 therefore 0; where a kernel of its own adds up
+// the parts of K, the ReLU is in that one, and NaN stays.
+bool loses_nan(int32_t family, int32_t reduction) {
+  const bool reduced_behind = reduction == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE ||
+                              reduction == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
+  return is_one_of(family, {20, 21, 23, 24}) && !reduced_behind;
+}
+
+// Seen to keep NaN in each kind, where that was measured. Others may, too, but relu(NaN) = NaN is promised.
+bool keeps_nan(const cublasLtMatmulAlgo_t& algorithm) {
+  const int32_t family = attribute(algorithm, CUBLASLT_ALGO_CONFIG_ID);
+  const bool is_seen = is_one_of(family, {10, 11, 13, 14, 16, 20, 21, 22, 23, 24, 42, 43, 55, 56, 63, 66});
+  return is_seen && !loses_nan(family, attribute(algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME));
+}
+
+constexpr int32_t kLargeTile = CUBLASLT_MATMUL_TILE_256x128;
+constexpr int32_t kSquareTile = CUBLASLT_MATMUL_TILE_128x128;
+constexpr uint64_t kMostWorkspace = 32 << 20;  // what libtorch keeps for cuBLAS on an H200
+
+int32_t tile_of(const cublasLtMatmulHeuristicResult_t& proposal) {
+  return attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_TILE_ID);
+}
+
+// Of the output.
+int64_t square_tiles(const Key& key) {
+  constexpr int64_t kSize = 128;
+  return key.batch * ((key.m + kSize - 1) / kSize) * ((key.n + kSize - 1) / kSize);
+}
+
+// The tile that was measured to be faster than the proposed one of the newest kernels for the half kinds:
+// half as large, so that one block multiplies while another stores. -1 where the proposed one is as fast: for
+// long products, and for short ones of which each multiprocessor has two of the large tiles.
+int32_t better_tile(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
+  constexpr int32_t kNewest = 66;
+  const bool is_newest = attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_ID) == kNewest;
+  const bool is_large = tile_of(proposal) == kLargeTile;
+  const int64_t tiles = square_tiles(key);
+  const bool has_two = tiles > 384 && tiles < 640 && key.k <= 768;
+  return is_newest && is_large && key.k <= 2048 && !has_two ? kSquareTile : -1;
+}
+
+// Where it was seen what cuBLASLt's documentation does not say: which kernels keep NaN, and that rows of C
+// may all lie in the same place. The same family has other kernels on another architecture, and for sums in
+// Half.
+bool was_seen(const Key& key) {
+  constexpr size_t kSeenVersion = 130100;
+  static const bool is_seen_version = cublasLtGetVersion() == kSeenVersion;
+  const auto* device = at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(key.device));
+  return is_seen_version && device->major == 9 && device->minor == 0 && key.compute != CUBLAS_COMPUTE_16F;
+}
+
+bool needs_what_was_seen(const Key& key) {
+  return key.relu || (key.bias_as == Bias::kFull && key.bias.leading < key.n);
+}
+
+bool is_allowed(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
+  return !key.relu || keeps_nan(proposal.algo);
+}
+
+using Proposal = std::optional<cublasLtMatmulHeuristicResult_t>;
+
+Proposal first_of_tile(const Key& key, const Proposals& proposals, int32_t tile) {
+  for (int i = 0; i < proposals.count; ++i) {
+    const auto& proposal = proposals.result[i];
+    if (tile_of(proposal) == tile && is_allowed(key, proposal)) return proposal;
+  }
+  return std::nullopt;
+}
+
+// The proposed tile in the kernels of f32 that keep NaN, which cuBLASLt proposes with smaller ones: up to
+// this K the large one was measured to be faster, by 1 to 13 %.
+Proposal retiled(const Key& key, Descriptors& descriptors, const Proposals& proposals) {
+  constexpr int32_t kKeepsNan = 55;
+  constexpr int64_t kMostInner = 1024;
+  const bool is_float = key.kind == kTchExtensionFloat && key.compute == CUBLAS_COMPUTE_32F;
+  const int32_t tile = kLargeTile;
+  if (!is_float || key.k > kMostInner || tile_of(proposals.result[0]) != tile) return std::nullopt;
+  for (int i = 1; i < proposals.count; ++i) {
+    auto algorithm = proposals.result[i].algo;
+    if (attribute(algorithm, CUBLASLT_ALGO_CONFIG_ID) != kKeepsNan) continue;
+    cublasLtMatmulHeuristicResult_t result;
+    if (cublasLtMatmulAlgoConfigSetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile) ==
+            CUBLAS_STATUS_SUCCESS &&
+        cublasLtMatmulAlgoCheck(descriptors.handle, &descriptors.product, &descriptors.rhs, &descriptors.lhs,
+                                &descriptors.bias, &descriptors.out, &algorithm,
+                                &result) == CUBLAS_STATUS_SUCCESS &&
+        result.workspaceSize <= kMostWorkspace) {
+      result.algo = algorithm;
+      return result;
+    }
+  }
+  return std::nullopt;
+}
+
+bool is_tf32(const Key& key) { return key.compute == CUBLAS_COMPUTE_32F_FAST_TF32; }
+
+// Multiplications and additions.
+double work_of(const Key& key) {
+  return 2.0 * static_cast<double>(key.batch) * static_cast<double>(key.m) * static_cast<double>(key.n) *
+         static_cast<double>(key.k);
+}
+
+int32_t parts_of(const cublasLtMatmulHeuristicResult_t& proposal) {
+  return std::max(attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM), 1);
+}
+
+// Where blocks take turns in adding to one place, or K is cut into parts of next to nothing: up to ten times
+// as long as others take.
+bool is_cut_badly(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
+  const int64_t least_part = key.kind == kTchExtensionFloat ? 8 : 16;
+  constexpr double kMuch = 7e8;  // with so much to multiply, turns do not count
+  const int32_t parts = parts_of(proposal);
+  const bool takes_turns =
+      attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) == CUBLASLT_REDUCTION_SCHEME_INPLACE;
+  return (takes_turns && work_of(key) < kMuch) || (parts > 1 && key.k / parts < least_part);
+}
+
+// Families that keep NaN where the first proposal does not, but take up to three times as long, beside which
+// a pass behind a fast product is cheap: those for any alignment, those without tensor cores, large tiles on
+// narrow products.
+bool is_slower_than_a_pass(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
+  constexpr int64_t kLong = 128;
+  constexpr int64_t kLongWithoutTensorCores = 256;
+  const int32_t family = attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_ID);
+  if (is_one_of(family, {16, 42})) return true;
+  if (is_one_of(family, {11, 56, 63})) return key.k >= kLong;
+  if (family == 55) return is_tf32(key) && key.k >= kLongWithoutTensorCores;
+  if (family != 43) return false;
+  const int64_t narrow = std::min(key.m, key.n);
+  return narrow < 48 || key.k < 48 || (key.batch > 1 && narrow <= 64);
+}
+
+// The first that passes, and its place; -1 where none does.
+template <typename Test>
+int first_place(const Proposals& proposals, Test&& test) {
+  for (int i = 0; i < proposals.count; ++i) {
+    if (test(proposals.result[i])) return i;
+  }
+  return -1;
+}
+
+// Whether cutting K into parts, which needs more workspace than libtorch grants, is worth it: where few tiles
+// leave most of the GPU idle, and the parts are long enough. Families 13 and 14 read a matrix once for a row
+// or a column, and gain nothing.
+bool is_worth_cutting(const Key& key, const cublasLtMatmulHeuristicResult_t& without,
+                      const cublasLtMatmulHeuristicResult_t& with) {
+  constexpr float kIdle = 0.45f;
+  if (is_one_of(attribute(without.algo, CUBLASLT_ALGO_CONFIG_ID), {13, 14})) return false;
+  if (without.wavesCount >= kIdle && parts_of(without) == 1) return false;
+  const int32_t parts = parts_of(with);
+  if (key.kind == kTchExtensionFloat && !is_tf32(key)) {
+    // Family 11 is made for narrow products, which 20 cuts too little.
+    const int32_t cut_family = attribute(with.algo, CUBLASLT_ALGO_CONFIG_ID);
+    if (attribute(without.algo, CUBLASLT_ALGO_CONFIG_ID) == 11 && key.k < 1024) return false;
+    if (cut_family == 20 && parts < 16 && std::min(key.m, key.n) <= 16) return false;
+  }
+  if (is_tf32(key)) return (key.k >= 1024 && parts >= 5) || (key.k >= 512 && parts >= 10);
+  if (key.kind == kTchExtensionFloat) return (key.k >= 512 && parts >= 3) || (key.k >= 256 && parts >= 5);
+  return key.k >= 256 && parts >= 3;
+}
+
+// libtorch's own choice, unless another was measured to be faster.
+Proposal first_of(const Key& key, const Proposals& usual, const Proposals& larger) {
+  const auto is_good = [&](const auto& proposal) {
+    return is_allowed(key, proposal) && !is_cut_badly(key, proposal);
+  };
+  const int place = first_place(usual, is_good);
+  const int of_larger = first_place(larger, is_good);
+  if (place < 0) return of_larger < 0 ? std::nullopt : Proposal(larger.result[of_larger]);
+  const auto& first = usual.result[place];
+  if (of_larger >= 0 && is_worth_cutting(key, first, larger.result[of_larger]))
+    return larger.result[of_larger];
+  const Proposal better = first_of_tile(key, usual, better_tile(key, first));
+  return better ? better : first;
+}
+
+// Where the first loses NaN: one that keeps it and is not much slower, by rank; not one that leaves K whole
+// where the first does well to cut it.
+Proposal like_the_first(const Key& key, Descriptors& descriptors, const Proposals& usual,
+                        const Proposals& larger) {
+  if (usual.count > 0) {
+    if (const Proposal like = retiled(key, descriptors, usual)) return like;
+  }
+  for (int i = 0; i < std::max(usual.count, larger.count); ++i) {
+    for (const Proposals* proposals : {&larger, &usual}) {
+      if (i >= proposals->count) continue;
+      const auto& proposal = proposals->result[i];
+      if (!is_allowed(key, proposal) || is_cut_badly(key, proposal)) continue;
+      const bool is_whole = parts_of(proposal) == 1 && larger.count > 0 &&
+                            !is_cut_badly(key, larger.result[0]) &&
+                            is_worth_cutting(key, proposal, larger.result[0]);
+      if (!is_whole && !is_slower_than_a_pass(key, proposal)) return proposal;
+    }
+  }
+  return std::nullopt;
+}
+
+Proposal fitting(const Key& key, Descriptors& descriptors) {
+  const Proposals usual = propose(key, descriptors, at::cuda::getCUDABlasLtWorkspaceSize());
+  const Proposals larger = propose(key, descriptors, kMostWorkspace);
+  const bool loses = usual.count > 0 && !is_allowed(key, usual.result[0]);
+  if (loses) return like_the_first(key, descriptors, usual, larger);
+  if (const Proposal found = first_of(key, usual, larger)) return found;
+  const auto is_any = [&](const auto& proposal) { return is_allowed(key, proposal); };
+  const int place = first_place(usual, is_any);
+  return place < 0 ? std::nullopt : Proposal(usual.result[place]);
+}
+
+}  // namespace
+
+std::optional<Choice> choose(const Key& key, const void* bias, Descriptors& descriptors) {
+  const bool is_known = !needs_what_was_seen(key) || was_seen(key);
+  if (is_known) {
+    describe(key, bias, descriptors);
+    if (const Proposal found = fitting(key, descriptors))
+      return Choice{found->algo, found->workspaceSize, false};
+  }
+  if (!key.relu) return std::nullopt;
+  Key without = key;
+  without.relu = 0;
+  auto choice = choose(without, bias, descriptors);
+  if (choice) choice->relu_behind = true;
+  return choice;
+}
+
+}  // namespace tch_extension::gemm
+
+#endif  // TCH_EXTENSION_CUDA

@@ -1,0 +1,221 @@
+#ifdef TCH_EXTENSION_CUDA
+
+#include "padded_product.h"
+
+#include <c10/core/Allocator.h>
+#include <c10/core/ScalarType.h>
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "padded.h"
+#include "plan.h"
+#include "tch_extension/kind.h"
+
+namespace tch_extension::gemm {
+namespace {
+
+constexpr int64_t kBytes = 16;
+
+int64_t element_size(const Product& product) {
+  return static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(product.kind)));
+}
+
+// Lines of neighbours: the rows of a matrix, or its columns.
+struct Factor {
+  Matrices matrices;
+  bool by_columns;
+  int64_t line;
+  int64_t lines;
+  int64_t length;
+  int64_t padded_lines;
+  int64_t padded_length;
+};
+
+std::optional<Factor> factor_of(const Matrices& matrices, int64_t rows, int64_t columns, int64_t padded_rows,
+                                int64_t padded_columns) {
+  if (columns == 1 || matrices.column == 1) {
+    return Factor{matrices, false, matrices.row, rows, columns, padded_rows, padded_columns};
+  }
+  if (rows == 1 || matrices.row == 1) {
+    return Factor{matrices, true, matrices.column, columns, rows, padded_columns, padded_rows};
+  }
+  return std::nullopt;
+}
+
+// What is padded of a product: K, if it is contiguous in a factor; M and N, if they are, or in the output.
+struct Sizes {
+  int64_t m;
+  int64_t n;
+  int64_t k;
+};
+
+Sizes padded_sizes(const Product& product) {
+  const int64_t lanes = kBytes / element_size(product);
+  const auto padded = [&](int64_t size) { return (size + lanes - 1) / lanes * lanes; };
+  const bool lhs_by_columns = product.k > 1 && product.lhs.column != 1;
+  const bool rhs_by_columns = product.n > 1 && product.rhs.column != 1;
+  const bool is_k_outer = lhs_by_columns && !rhs_by_columns;
+  return {lhs_by_columns ? padded(product.m) : product.m, padded(product.n),
+          is_k_outer ? product.k : padded(product.k)};
+}
+
+// Whether cuBLASLt can read it as it is.
+bool is_even(const Factor& factor, int64_t size) {
+  return reinterpret_cast<uintptr_t>(factor.matrices.data) % kBytes == 0 &&
+         factor.padded_lines == factor.lines && factor.padded_length == factor.length &&
+         (factor.lines == 1 || factor.line * size % kBytes == 0) &&
+         factor.matrices.batch * size % kBytes == 0;
+}
+
+// A product with everything that has to be copied.
+struct Padded {
+  Sizes sizes;
+  Factor lhs;
+  Factor rhs;
+  std::optional<Factor> bias;  // to be copied
+  bool copies_lhs;
+  bool copies_rhs;
+  bool copies_out;
+
+  int64_t launches() const { return (copies_lhs || copies_rhs || bias) + copies_out; }
+};
+
+int64_t matrices_of(const Factor& factor, const Product& product) {
+  return factor.matrices.batch == 0 ? 1 : product.batch;
+}
+
+std::optional<Padded> padded_of(const Product& product) {
+  const int64_t size = element_size(product);
+  const Sizes sizes = padded_sizes(product);
+  const auto lhs = factor_of(product.lhs, product.m, product.k, sizes.m, sizes.k);
+  const auto rhs = factor_of(product.rhs, product.k, product.n, sizes.k, sizes.n);
+  if (!lhs || !rhs) return std::nullopt;
+  Padded padded{sizes, *lhs, *rhs, std::nullopt, !is_even(*lhs, size), !is_even(*rhs, size), false};
+  padded.copies_out =
+      sizes.m != product.m || sizes.n != product.n || reinterpret_cast<uintptr_t>(product.out) % kBytes != 0;
+  if (product.bias.data == nullptr) return padded;
+  const bool is_row = product.m == 1 || product.bias.row == 0;
+  if (product.n > 1 && product.bias.column != 1) return std::nullopt;
+  const Factor bias{product.bias,         false,  product.bias.row, is_row ? 1 : product.m, product.n,
+                    is_row ? 1 : sizes.m, sizes.n};
+  if (!is_even(bias, size)) padded.bias = bias;
+  return padded;
+}
+
+int64_t elements_of(const Factor& factor, const Product& product) {
+  return matrices_of(factor, product) * factor.padded_lines * factor.padded_length;
+}
+
+// Pieces of one allocation, each at a multiple of what cuBLASLt asks for at most.
+class Scratch {
+ public:
+  int64_t add(int64_t bytes) {
+    constexpr int64_t kAlignment = 256;
+    const int64_t at = bytes_;
+    bytes_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return at;
+  }
+  void allocate() { memory_ = c10::cuda::CUDACachingAllocator::get()->allocate(static_cast<size_t>(bytes_)); }
+  void* at(int64_t offset) const { return static_cast<char*>(memory_.get()) + offset; }
+
+ private:
+  int64_t bytes_ = 0;
+  at::DataPtr memory_;
+};
+
+void started(const LaunchStatus& status) {
+  TORCH_CHECK(status.error == nullptr, status.kernel, ": ", status.error);
+}
+
+Lines lines_of(const Factor& factor, const Product& product, void* to) {
+  return {factor.matrices.data,         to,           factor.line,   factor.matrices.batch,
+          matrices_of(factor, product), factor.lines, factor.length, factor.padded_lines,
+          factor.padded_length};
+}
+
+// The copy, in place of what was copied.
+Matrices copied(const Factor& factor, const void* data) {
+  const int64_t batch = factor.matrices.batch == 0 ? 0 : factor.padded_lines * factor.padded_length;
+  if (factor.by_columns) return {data, 1, factor.padded_length, batch};
+  return {data, factor.padded_lines == 1 ? 0 : factor.padded_length, 1, batch};
+}
+
+}  // namespace
+
+bool padded_product_can(const Product& product) {
+  constexpr int64_t kMostBlocks = 65535;  // along the grid's second dimension
+  constexpr int64_t kMost = INT32_MAX - 16;
+  if (product.batch > kMostBlocks || std::max({product.m, product.n, product.k}) > kMost) return false;
+  const auto padded = padded_of(product);
+  return padded && padded->launches() > 0;
+}
+
+bool padded_product_is_faster(const Product& product, bool is_tf32) {
+  const bool is_half = product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
+  // A narrow product reads its large factor once, a copy twice more.
+  const int64_t narrowest = is_half ? 64 : 128;
+  if ((!is_half && !is_tf32) || std::min(product.m, product.n) < narrowest) return false;
+  // Below this, in operations a microsecond, no copy pays, whatever its size.
+  const double rate = is_tf32 ? 60e6 : 40e6;
+  const double work = 2.0 * static_cast<double>(product.batch) * static_cast<double>(product.m) *
+                      static_cast<double>(product.n) * static_cast<double>(product.k);
+  constexpr double kLaunch = 1.5;
+  if (work < rate * kLaunch) return false;
+  const auto padded = padded_of(product);
+  if (!padded || padded->launches() == 0) return false;
+  // Each copy is a read and a write.
+  int64_t copies = 0;
+  if (padded->copies_lhs) copies += elements_of(padded->lhs, product);
+  if (padded->copies_rhs) copies += elements_of(padded->rhs, product);
+  if (padded->copies_out) copies += product.batch * padded->sizes.m * padded->sizes.n;
+  constexpr double kBandwidth = 3e6;  // bytes a microsecond
+  const double bytes = 2.0 * static_cast<double>(copies * element_size(product));
+  const double cost = bytes / kBandwidth + kLaunch * static_cast<double>(padded->launches());
+  // Without a bias it is cuBLAS' own product that has to be beaten, which has more kernels to choose from.
+  return work / rate > cost * (product.bias.data == nullptr ? 1.6 : 1.0);
+}
+
+bool padded_product(const Product& product, int32_t device, cudaStream_t stream) {
+  const auto padded = padded_of(product);
+  if (!padded) return false;
+  const auto& [sizes, lhs, rhs, bias, copies_lhs, copies_rhs, copies_out] = *padded;
+  const int64_t size = element_size(product);
+  Scratch scratch;
+  const int64_t lhs_at = scratch.add(copies_lhs ? elements_of(lhs, product) * size : 0);
+  const int64_t rhs_at = scratch.add(copies_rhs ? elements_of(rhs, product) * size : 0);
+  const int64_t bias_at = scratch.add(bias ? elements_of(*bias, product) * size : 0);
+  const int64_t out_at = scratch.add(copies_out ? product.batch * sizes.m * sizes.n * size : 0);
+  scratch.allocate();
+  Product inner = product;
+  inner.m = sizes.m;
+  inner.n = sizes.n;
+  inner.k = sizes.k;
+  Padding padding{};
+  padding.kind = product.kind;
+  const auto copy = [&](int place, const Factor& factor, int64_t at) {
+    padding.factor[place] = lines_of(factor, product, scratch.at(at));
+    return copied(factor, scratch.at(at));
+  };
+  if (copies_lhs) inner.lhs = copy(0, lhs, lhs_at);
+  if (copies_rhs) inner.rhs = copy(1, rhs, rhs_at);
+  if (bias) inner.bias = copy(2, *bias, bias_at);
+  if (copies_lhs || copies_rhs || bias) started(pad_factors(padding, stream));
+  if (copies_out) {
+    // The pass that brings it together has the ReLU for nothing.
+    inner.out = scratch.at(out_at);
+    inner.relu = 0;
+  }
+  if (!run_plan(inner, device, stream)) return false;
+  if (!copies_out) return true;
+  started(finish_product({inner.out, product.out, product.batch, product.m, product.n, sizes.m, sizes.n,
+                          product.kind, product.relu},
+                         stream));
+  return true;
+}
+
+}  // namespace tch_extension::gemm
+
+#endif  // TCH_EXTENSION_CUDA
