@@ -182,6 +182,16 @@ void run(const Operator& op, const Value* values, size_t len, bool checks_autogr
   }
 }
 
+// kDefault for what Rust has no type for: only a default of the schema's can be such a value.
+Value read_if_possible(const IValue& value, const c10::Type& type,
+                       std::forward_list<std::vector<Value>>& lists) {
+  try {
+    return from_ivalue(value, type, lists);
+  } catch (const std::runtime_error&) {
+    return Value{};
+  }
+}
+
 std::string full_name(const c10::OperatorName& name) {
   return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
 }
@@ -289,6 +299,27 @@ TCH_EXTENSION_API Message tch_extension_call(const Operator* op, const Value* va
       results->values.push_back(from_ivalue(results->stack[i], *type, results->lists));
     }
     *result = results.release();
+  });
+}
+
+// Keeps the arguments of a call for its backward, as the operator got them: with defaults, and of the schema's
+// types. In the places of tensors, and of what cannot be read in Rust, is kDefault. They are the caller's to
+// free, as results.
+TCH_EXTENSION_API Message tch_extension_keep_arguments(const Operator* op, const Value* values, size_t len,
+                                                       Results** result) {
+  return guard([&] {
+    auto kept = std::make_unique<Results>();
+    CallError error{0, -1};
+    const auto& schema = op->handle.schema();
+    kept->stack = arguments(schema, values, len, error);
+    for (size_t i = 0; i < len; ++i) {
+      const auto& type = schema.arguments()[i].real_type();
+      // A graph that held tensors here would be one more that keeps them alive, and not see them change.
+      const bool holds_tensors = has_tensor(*type);
+      if (holds_tensors) kept->stack[i] = IValue();
+      kept->values.push_back(holds_tensors ? Value{} : read_if_possible(kept->stack[i], *type, kept->lists));
+    }
+    *result = kept.release();
   });
 }
 

@@ -2,10 +2,9 @@
 
 use super::take_message;
 use crate::{Error, Result};
-use std::ffi::{CStr, CString, c_char, c_void};
+use std::ffi::{CString, c_char, c_void};
 use std::marker::PhantomData;
 use std::ptr::NonNull;
-use std::time::Duration;
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
@@ -85,12 +84,15 @@ unsafe extern "C" {
         result: *mut *mut CResults,
         error: *mut CallError,
     ) -> *mut c_char;
+    fn tch_extension_keep_arguments(
+        op: *const COperator,
+        values: *const RawValue,
+        len: usize,
+        result: *mut *mut CResults,
+    ) -> *mut c_char;
     fn tch_extension_results(results: *const CResults, len: *mut usize) -> *const RawValue;
     fn tch_extension_free_results(results: *mut CResults);
     fn tch_extension_is_same_tensor(one: *const C_tensor, other: *const C_tensor) -> bool;
-    fn tch_extension_rehearse(paths: *const *const c_char, len: usize, limit_ms: i64) -> *mut c_char;
-    fn tch_extension_open_library(path: *const c_char, global: bool) -> *mut c_char;
-    safe fn tch_extension_libtorch_file() -> *mut c_char;
     #[cfg(test)]
     safe fn tch_extension_value_layout() -> *const usize;
 }
@@ -365,13 +367,18 @@ unsafe fn slice<'a, T>(data: *const c_void, len: usize) -> &'a [T] {
 struct Results(NonNull<CResults>);
 
 impl Results {
-    fn read(&self) -> Result<Vec<Output>> {
+    fn values(&self) -> &[RawValue] {
         let mut len = 0;
-        // SAFETY: the results are alive, and so is what their values point to.
+        // SAFETY: the results are alive, and their values live as long.
         unsafe {
             let values = tch_extension_results(self.0.as_ptr(), &mut len);
-            slice::<RawValue>(values.cast(), len).iter().map(|value| read(value)).collect()
+            slice(values.cast(), len)
         }
+    }
+
+    fn read(&self) -> Result<Vec<Output>> {
+        // SAFETY: what the values point to lives as long as the results.
+        self.values().iter().map(|value| unsafe { read(value) }).collect()
     }
 }
 
@@ -379,6 +386,23 @@ impl Drop for Results {
     fn drop(&mut self) {
         // SAFETY: C++ made them for us, and nothing uses them afterwards.
         unsafe { tch_extension_free_results(self.0.as_ptr()) }
+    }
+}
+
+/// The arguments of a call that are no tensors, for its backward.
+pub(crate) struct Arguments(Results);
+
+// SAFETY: numbers, texts and lists of them, which nobody changes once they are made; any thread may free them.
+unsafe impl Send for Arguments {}
+// SAFETY: as above.
+unsafe impl Sync for Arguments {}
+
+impl Arguments {
+    /// The argument in this place of the schema; `None` for a tensor, or what cannot be read in Rust.
+    pub fn get(&self, index: usize) -> Result<Option<Output>> {
+        let kept = self.0.values().get(index).filter(|value| value.tag != Tag::Default);
+        // SAFETY: what the value points to lives as long as the results.
+        kept.map(|value| unsafe { read(value) }).transpose()
     }
 }
 
@@ -471,6 +495,19 @@ impl Operator {
         let results = NonNull::new(results).map(Results);
         results.map_or(Ok(Vec::new()), |results| results.read().map_err(CallFailure::Output))
     }
+
+    /// Keeps what a backward can ask of the values of a call that has run.
+    pub fn keep_arguments(&self, values: &[Value<'_>]) -> Result<Arguments> {
+        let mut kept = std::ptr::null_mut();
+        // SAFETY: as in `call`.
+        let message = unsafe {
+            tch_extension_keep_arguments(self.0.as_ptr(), values.as_ptr().cast(), values.len(), &mut kept)
+        };
+        match (take_message(message), NonNull::new(kept)) {
+            (None, Some(kept)) => Ok(Arguments(Results(kept))),
+            (message, _) => Err(Error::Torch(message.unwrap_or_default())),
+        }
+    }
 }
 
 impl Drop for Operator {
@@ -501,31 +538,6 @@ pub(crate) fn is_same(one: &Tensor, other: &Tensor) -> bool {
     unsafe { tch_extension_is_same_tensor(one.as_ptr(), other.as_ptr()) }
 }
 
-/// What [`rehearse`] says of initialisers that do not end.
-pub(crate) const TOO_LONG: &str = "its initialisers did not end in time";
-
-/// Loads these libraries in a child process, the last one as the one that is wanted.
-pub(crate) fn rehearse(paths: &[CString], limit: Duration) -> std::result::Result<(), String> {
-    let pointers: Vec<*const c_char> = paths.iter().map(|path| path.as_ptr()).collect();
-    let limit = i64::try_from(limit.as_millis()).unwrap_or(i64::MAX);
-    // SAFETY: terminated texts that live during the call. What initialisers do is for whoever names the library to
-    // answer for; here they do it in another process.
-    let message = unsafe { tch_extension_rehearse(pointers.as_ptr(), pointers.len(), limit) };
-    take_message(message).map_or(Ok(()), Err)
-}
-
-/// Loads a library into this process, for ever; `global`: for other libraries to find its symbols.
-pub(crate) fn open_library(path: &CStr, global: bool) -> std::result::Result<(), String> {
-    // SAFETY: a terminated text. What the library's initialisers do is for whoever names it to answer for.
-    let message = unsafe { tch_extension_open_library(path.as_ptr(), global) };
-    take_message(message).map_or(Ok(()), Err)
-}
-
-/// A file of the libtorch that this process runs with.
-pub(crate) fn libtorch_file() -> String {
-    take_message(tch_extension_libtorch_file()).unwrap_or_default()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -538,21 +550,6 @@ mod tests {
         let ours = [size_of::<RawValue>(), offset_of!(RawValue, payload), offset_of!(RawValue, len)];
         assert_eq!(theirs, ours);
         assert_eq!(size_of::<Value<'_>>(), size_of::<RawValue>());
-    }
-
-    #[test]
-    fn a_rehearsal_that_hangs_is_ended() {
-        let folder = tempfile::tempdir().unwrap();
-        let (source, library) = (folder.path().join("hangs.cpp"), folder.path().join("hangs.so"));
-        std::fs::write(&source, "#include <unistd.h>\nstruct A { A() { for (;;) pause(); } } a;").unwrap();
-        let compiler = std::env::var_os("CXX").unwrap_or_else(|| "g++".into());
-        let mut command = std::process::Command::new(compiler);
-        assert!(
-            command.args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status().unwrap().success()
-        );
-        let path = CString::new(library.to_str().unwrap()).unwrap();
-        let outcome = rehearse(&[path], Duration::from_millis(500));
-        assert_eq!(outcome, Err(TOO_LONG.to_string()));
     }
 
     #[test]

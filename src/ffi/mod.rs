@@ -14,6 +14,7 @@ pub(crate) mod linear;
 pub(crate) mod lltm;
 pub(crate) mod lltm_cell;
 pub(crate) mod lltm_cell_fused;
+pub(crate) mod loader;
 pub(crate) mod matmul_add_relu;
 #[cfg(tch_extension_cuda)]
 mod once_a_device;

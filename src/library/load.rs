@@ -2,7 +2,7 @@
 
 use super::requirements;
 use crate::Error;
-use crate::ffi::library as ffi;
+use crate::ffi::loader as ffi;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::CString;
 use std::fs::File;

@@ -32,13 +32,15 @@ mod output;
 mod requirements;
 mod schema;
 mod value;
+mod with_backward;
 
 pub use crate::args;
 pub use crate::ffi::library::{Layout, MemoryFormat, Output};
 pub use load::Library;
-pub use operator::{Operator, WithBackward};
+pub use operator::Operator;
 pub use output::{FromOutput, FromOutputs, Outputs};
 pub use value::{Args, NONE, Value};
+pub use with_backward::{CallContext, WithBackward};
 
 use crate::Result;
 

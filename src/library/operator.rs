@@ -1,25 +1,24 @@
 //! A registered operator.
 
 use super::schema::Schema;
-use super::{Args, FromOutputs, Output};
-use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
-use crate::ffi::autograd::tch_extension_grad_mode;
+use super::{Args, CallContext, FromOutputs, Output, WithBackward};
+use crate::autograd::Tensors;
 use crate::ffi::library::{self as ffi, CallFailure, Grad};
 use crate::{Error, Result};
-use std::sync::{Arc, Mutex};
-use tch::{Device, Tensor};
+use std::sync::Arc;
+use tch::Device;
 
 /// An operator that is registered with libtorch's dispatcher, found once and called often. Cheap to clone, and fine to
 /// call from any thread.
 #[derive(Clone)]
 pub struct Operator {
-    inner: Arc<Inner>,
+    pub(super) inner: Arc<Inner>,
     grad: Grad,
 }
 
-struct Inner {
-    handle: ffi::Operator,
-    schema: Schema,
+pub(super) struct Inner {
+    pub handle: ffi::Operator,
+    pub schema: Schema,
 }
 
 impl Operator {
@@ -113,7 +112,8 @@ impl Operator {
     ///
     /// `backward` is [`Function::backward`](crate::autograd::Function::backward). The inputs are all tensors among the
     /// arguments, in the schema's order, those in lists one by one; absent ones are left out. Saved are, from slot 0
-    /// on, these inputs and then all tensors among the results. A second derivative is an error.
+    /// on, these inputs and then all tensors among the results. Arguments that are no tensors have their names:
+    /// [`CallContext::argument`]. A second derivative is an error.
     ///
     /// An argument that the operator writes into must be among its results, and is saved as it is afterwards.
     ///
@@ -132,14 +132,36 @@ impl Operator {
     /// assert_eq!(x.grad(), Tensor::from_slice(&[1.0, 1.0]));
     /// # Ok::<(), tch_extension::Error>(())
     /// ```
+    ///
+    /// A backward that needs two of the call's arguments, an int and a float:
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor};
+    /// use tch_extension::library::Operator;
+    /// use tch_extension::{args, testing};
+    ///
+    /// // index_add(Tensor self, int dim, Tensor index, Tensor source, *, Scalar alpha=1) -> Tensor
+    /// let index_add = Operator::find("aten::index_add")?.with_backward(|ctx, grads| {
+    ///     let (dim, alpha): (i64, f64) = (ctx.argument("dim")?, ctx.argument("alpha")?);
+    ///     let (grad, index) = (grads.get(0)?, ctx.saved(1)?);
+    ///     Ok([Some(grad.shallow_clone()), None, Some(grad.f_index_select(dim, &index)? * alpha)].into())
+    /// });
+    /// let leaf = |rows| Tensor::randn([rows, 2], (Kind::Double, Device::Cpu)).set_requires_grad(true);
+    /// let (x, source, index) = (leaf(3), leaf(2), Tensor::from_slice(&[2_i64, 0]));
+    /// let call = |inputs: &[Tensor]| {
+    ///     index_add.call::<Tensor>(args![&inputs[0], 0, &index, &inputs[1], alpha = 0.5])
+    /// };
+    /// testing::gradcheck(call, &[&x, &source], &Default::default())?;
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     pub fn with_backward<F>(&self, backward: F) -> WithBackward
     where
-        F: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
+        F: Fn(&CallContext<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static,
     {
-        WithBackward { operator: self.no_grad(), backward: Arc::new(backward) }
+        WithBackward::new(self.no_grad(), Arc::new(backward))
     }
 
-    fn run(&self, values: &[ffi::Value<'_>], grad: Grad) -> Result<Vec<Output>> {
+    pub(super) fn run(&self, values: &[ffi::Value<'_>], grad: Grad) -> Result<Vec<Output>> {
         let schema = &self.inner.schema;
         self.inner.handle.call(values, grad).map_err(|failure| match failure {
             CallFailure::Argument(index, got) => match schema.arguments.get(index) {
@@ -191,109 +213,5 @@ fn shortened(message: &str) -> String {
     match backends {
         Some((backends, _)) => format!("{first} There are kernels for {backends}"),
         None => message.to_string(),
-    }
-}
-
-type Backward = dyn Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync;
-
-/// An operator with a backward that its user wrote: [`Operator::with_backward`].
-#[derive(Clone)]
-pub struct WithBackward {
-    operator: Operator,
-    backward: Arc<Backward>,
-}
-
-impl WithBackward {
-    /// [`Operator::call`], in the graph.
-    ///
-    /// # Errors
-    /// As [`Operator::call`]. Also when the operator writes into an argument that it does not return, or into a leaf.
-    pub fn call<T: FromOutputs>(&self, args: Args<'_>) -> Result<T> {
-        let schema = &self.operator.inner.schema;
-        let values = schema.arrange(args)?;
-        let (mut inputs, mut written) = (Vec::new(), Vec::new());
-        for (value, argument) in values.iter().zip(&schema.arguments) {
-            let first = inputs.len();
-            value.tensors(&mut inputs);
-            written.extend((first..inputs.len()).filter(|_| argument.is_written));
-        }
-        self.check_leaves(&inputs, &written)?;
-        let mut outputs = self.operator.run(&values, Grad::Off)?;
-        let mut results = Vec::new();
-        outputs
-            .iter_mut()
-            .for_each(|output| tensors_of(output, &mut |tensor| results.push(tensor.shallow_clone())));
-        let returned = |index: &usize| results.iter().any(|result| ffi::is_same(result, &inputs[*index]));
-        if !written.iter().all(returned) {
-            return Err(schema.error(
-                "it writes into an argument that it does not return, of which with_backward can make no part of a graph",
-            ));
-        }
-        let given: Vec<Option<&Tensor>> = inputs.iter().map(Some).collect();
-        let node = Node {
-            name: schema.name.clone(),
-            results: Mutex::new(results),
-            written,
-            backward: Arc::clone(&self.backward),
-        };
-        let mut in_graph = apply(node, &given)?.into_vec().into_iter();
-        for output in &mut outputs {
-            tensors_of(output, &mut |tensor| {
-                if let Some(wrapped) = in_graph.next().flatten() {
-                    *tensor = wrapped;
-                }
-            });
-        }
-        T::from_outputs(outputs).map_err(|message| schema.error(message))
-    }
-
-    /// libtorch refuses that, too, but only when the values are gone.
-    fn check_leaves(&self, inputs: &[Tensor], written: &[usize]) -> Result<()> {
-        let is_leaf = |&&index: &&usize| inputs[index].requires_grad() && inputs[index].is_leaf();
-        if !tch_extension_grad_mode() || !written.iter().any(|index| is_leaf(&index)) {
-            return Ok(());
-        }
-        Err(self.operator.inner.schema.error("a leaf Variable that requires grad cannot be written into"))
-    }
-}
-
-impl std::fmt::Debug for WithBackward {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.operator.fmt(f)
-    }
-}
-
-/// Visits the tensors of an output in order.
-fn tensors_of(output: &mut Output, visit: &mut dyn FnMut(&mut Tensor)) {
-    match output {
-        Output::Tensor(tensor) => visit(tensor),
-        Output::List(items) => items.iter_mut().for_each(|item| tensors_of(item, visit)),
-        _ => {}
-    }
-}
-
-/// A call that has run, on its way into the graph.
-struct Node {
-    name: String,
-    /// Taken by the forward.
-    results: Mutex<Vec<Tensor>>,
-    written: Vec<usize>,
-    backward: Arc<Backward>,
-}
-
-impl Function for Node {
-    const NAME: &'static str = "library_operator";
-
-    fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let results = self.results.get_mut().unwrap_or_else(|poisoned| poisoned.into_inner());
-        let results = std::mem::take(results);
-        inputs.iter().for_each(|&input| saver.save_optional(input));
-        results.iter().for_each(|result| saver.save(result));
-        self.written.iter().for_each(|&index| saver.mark_dirty(index));
-        Ok(results.into())
-    }
-
-    fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        (self.backward)(ctx, grads).map_err(|error| Error::Autograd(format!("{}: {error}", self.name)))
     }
 }

@@ -1,6 +1,6 @@
 //! What a library needs that the loader does not find by itself: parts of libtorch, and Python's.
 
-use crate::ffi::library::libtorch_file;
+use crate::ffi::loader::libtorch_file;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 

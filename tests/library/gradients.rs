@@ -75,6 +75,106 @@ fn a_backward_of_ones_own_passes_gradcheck() {
 }
 
 #[test]
+fn a_backward_of_ones_own_gets_the_arguments_of_the_call() {
+    let op = operator("power").with_backward(|ctx, grads| {
+        let (n, scale): (i64, f64) = (ctx.argument("n")?, ctx.argument("scale")?);
+        Ok((grads.get(0)? * ctx.saved(0)?.pow_tensor_scalar(n - 1) * (n as f64 * scale)).into())
+    });
+    let x = leaf(&[1.0, 2.0, -0.5]);
+    // By place, by name, by default; an int for a float.
+    let calls: [fn(&Tensor) -> Args<'_>; 3] =
+        [|x| args![x, 3, 2.5], |x| args![x, 2, scale = 2], |x| args![x, n = 4]];
+    for args in calls {
+        gradcheck(|inputs| op.call::<Tensor>(args(&inputs[0])), &[&x], &Default::default()).unwrap();
+    }
+    // Each of several calls has its own.
+    let (first, second): (Tensor, Tensor) =
+        (op.call(args![&x, 2, 1.0]).unwrap(), op.call(args![&x, 1, 10.0]).unwrap());
+    (first.sum(Kind::Double) + second.sum(Kind::Double)).backward();
+    assert_eq!(x.grad(), doubles(&[12.0, 14.0, 9.0]));
+}
+
+#[test]
+fn arguments_of_every_type_reach_the_backward() {
+    let op = operator("power").with_backward(|ctx, grads| {
+        let given = ctx.argument::<i64>("n")? == 2;
+        let expected = match given {
+            true => (0.25, 0.75, vec![5, 6], "down", false, Some(1.5), Some(Kind::Float)),
+            false => (0.5, 1.0, vec![3, 3], "up", true, None, None),
+        };
+        let mode: String = ctx.argument("mode")?;
+        let found = (
+            ctx.argument::<f64>("scale")?,
+            ctx.argument::<f64>("shift")?,
+            ctx.argument::<Vec<i64>>("pair")?,
+            mode.as_str(),
+            ctx.argument::<bool>("flag")?,
+            ctx.argument::<Option<f64>>("maybe")?,
+            ctx.argument::<Option<Kind>>("dtype")?,
+        );
+        assert_eq!(found, expected);
+        // A scalar is what was given.
+        assert_eq!(ctx.argument::<i64>("shift").is_ok(), !given);
+        Ok(grads.get(0)?.shallow_clone().into())
+    });
+    let x = leaf(&[1.0]);
+    let all = args![
+        &x,
+        2,
+        0.25,
+        shift = 0.75,
+        pair = [5, 6],
+        mode = "down",
+        flag = false,
+        maybe = 1.5,
+        dtype = Kind::Float
+    ];
+    for args in [all, args![&x, 1]] {
+        op.call::<Tensor>(args).unwrap().sum(Kind::Double).backward();
+    }
+    assert_eq!(x.grad(), doubles(&[2.0]));
+}
+
+#[test]
+fn wrong_questions_for_arguments_are_errors() {
+    for (op, expected) in [
+        (
+            operator("power").with_backward(|ctx, _| ctx.argument::<i64>("scale").map(|_| ().into())),
+            "its argument `scale` is Float(0.5), and i64 was asked for",
+        ),
+        (
+            operator("power").with_backward(|ctx, _| ctx.argument::<i64>("m").map(|_| ().into())),
+            "it has no argument `m`",
+        ),
+        (
+            operator("power").with_backward(|ctx, _| ctx.argument::<Tensor>("x").map(|_| ().into())),
+            "its argument `x` is of type Tensor, and a backward gets no such argument by name; the tensors of a call are saved",
+        ),
+        (
+            operator("power")
+                .with_backward(|ctx, _| ctx.argument::<Option<Tensor>>("other").map(|_| ().into())),
+            "its argument `other` is of type Tensor?",
+        ),
+    ] {
+        let y: Tensor = op.call(args![&leaf(&[1.0]), 2]).unwrap();
+        let text = y.sum(Kind::Double).f_backward().expect_err("an error").to_string();
+        assert!(text.contains("tch_test::power: ") && text.contains(expected), "{text}");
+    }
+}
+
+/// A function that asks the graph only is written for any backward.
+#[test]
+fn a_backward_may_be_a_function_of_the_graphs_context() {
+    fn quotient(ctx: &tch_extension::autograd::Context<'_>, grad: &Tensor) -> Result<Tensor> {
+        Ok(grad * ctx.saved(1)? / ctx.saved(0)?)
+    }
+    let op = scaled().with_backward(|ctx, grads| Ok(quotient(ctx, grads.get(0)?)?.into()));
+    let x = leaf(&[1.0, 2.0]);
+    op.call::<Tensor>(args![&x, 3.0]).unwrap().sum(Kind::Double).backward();
+    assert_eq!(x.grad(), doubles(&[3.0, 3.0]));
+}
+
+#[test]
 fn a_second_derivative_is_an_error() {
     let x = leaf(&[2.0]);
     let y: Tensor = with_backward().call(args![&x, 3.0]).unwrap();

@@ -3,7 +3,7 @@
 use compiled::operator;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
-use tch_extension::library::{Layout, Library, MemoryFormat, Operator, Output, Outputs, operators};
+use tch_extension::library::{Args, Layout, Library, MemoryFormat, Operator, Output, Outputs, operators};
 use tch_extension::{Result, args};
 
 mod arguments;

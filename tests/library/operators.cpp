@@ -121,6 +121,11 @@ Tensor& scale_(Tensor& x, double by) {
 }
 void scale_out(const Tensor& x, double by, Tensor& out) { scale(x, by, out); }
 
+Tensor power(const Tensor& x, int64_t n, double scale, const Scalar& shift, at::IntArrayRef, c10::string_view,
+             bool, optional<double>, const optional<Tensor>&, optional<at::ScalarType>) {
+  return x.detach().pow(n).mul(scale).add(shift);
+}
+
 Tensor cube(const Tensor& x) { return x.mul(x).mul(x); }
 Tensor doubled(const Tensor& x) { return x.mul(2); }
 Tensor cloned(const Tensor& x) { return x.clone(); }
@@ -185,6 +190,10 @@ TORCH_LIBRARY(tch_test, m) {
   m.def("thrice.only(int x) -> int", [](int64_t x) { return 3 * x; });
   m.def("fail(int how) -> ()", fail);
   m.def("scaled(Tensor x, float by) -> Tensor");
+  m.def(
+      "power(Tensor x, int n, float scale=0.5, *, Scalar shift=1, int[2] pair=3, str mode='up', bool flag=True, "
+      "float? maybe=None, Tensor? other=None, ScalarType? dtype=None) -> Tensor",
+      power);
   m.def("scale_(Tensor(a!) x, float by) -> Tensor(a!)");
   m.def("scale_out(Tensor x, float by, *, Tensor(a!) out) -> ()");
   m.def("cube(Tensor x) -> Tensor", cube);

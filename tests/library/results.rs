@@ -22,7 +22,8 @@ fn every_type_comes_back() {
 fn more_than_six_results_come_back_as_a_tuple() {
     let x = doubles(&[1.0, 2.0]);
     type Seven = (Tensor, i64, Tensor, f64, Tensor, bool, String);
-    let (one, int, three, float, five, bool, text): Seven = operator("seven_results").call(args![&x]).unwrap();
+    let (one, int, three, float, five, bool, text): Seven =
+        operator("seven_results").call(args![&x]).unwrap();
     assert_eq!((one, three, five), (&x * 1, &x * 3, &x * 5));
     assert_eq!((int, float, bool, text.as_str()), (2, 0.25, true, "seven"));
     type T = Tensor;
@@ -34,7 +35,9 @@ fn more_than_six_results_come_back_as_a_tuple() {
 #[test]
 fn a_vector_takes_any_number_of_results() {
     let x = doubles(&[1.0, 2.0]);
-    for (name, count) in [("same", 1), ("two_multiples", 2), ("twelve_multiples", 12), ("thirteen_multiples", 13)] {
+    for (name, count) in
+        [("same", 1), ("two_multiples", 2), ("twelve_multiples", 12), ("thirteen_multiples", 13)]
+    {
         let results: Vec<Tensor> = operator(name).call(args![&x]).unwrap();
         let expected: Vec<Tensor> = (1..=count).map(|factor| &x * factor).collect();
         assert_eq!(results, expected, "{name}");
@@ -54,7 +57,10 @@ fn a_vector_takes_any_number_of_results() {
     assert_eq!(x.grad(), doubles(&[91.0, 91.0]));
     // Whichever is none names its place.
     let text = message(operator("seven_results").call::<Vec<Tensor>>(args![&x]));
-    assert!(text.contains("result 1 is Int(2), and tch::") && text.contains("Tensor was asked for"), "{text}");
+    assert!(
+        text.contains("result 1 is Int(2), and tch::") && text.contains("Tensor was asked for"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -3,8 +3,8 @@
 
 use std::sync::LazyLock;
 use tch::Tensor;
-use tch_extension::autograd::{Context, Tensors};
-use tch_extension::library::{Operator, WithBackward};
+use tch_extension::autograd::Tensors;
+use tch_extension::library::{CallContext, Operator, WithBackward};
 use tch_extension::{Result, args};
 
 fn find(name: &str) -> Operator {
@@ -20,7 +20,7 @@ pub fn muladd(a: &Tensor, b: &Tensor, c: f64) -> Result<Tensor> {
     MULADD.call(args![a, b, c])
 }
 
-fn product_backward(ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+fn product_backward(ctx: &CallContext<'_>, grads: &Tensors) -> Result<Tensors> {
     let (a, b) = (ctx.saved(0)?, ctx.saved(1)?);
     let grad = grads.get(0)?;
     let times = |factor: &Tensor| MUL.call::<Tensor>(args![grad, factor]);

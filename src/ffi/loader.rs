@@ -1,0 +1,56 @@
+//! `csrc/library/loader.cpp`.
+
+use super::take_message;
+use std::ffi::{CStr, CString, c_char};
+use std::time::Duration;
+
+unsafe extern "C" {
+    fn tch_extension_rehearse(paths: *const *const c_char, len: usize, limit_ms: i64) -> *mut c_char;
+    fn tch_extension_open_library(path: *const c_char, global: bool) -> *mut c_char;
+    safe fn tch_extension_libtorch_file() -> *mut c_char;
+}
+
+/// What [`rehearse`] says of initialisers that do not end.
+pub(crate) const TOO_LONG: &str = "its initialisers did not end in time";
+
+/// Loads these libraries in a child process, the last one as the one that is wanted.
+pub(crate) fn rehearse(paths: &[CString], limit: Duration) -> std::result::Result<(), String> {
+    let pointers: Vec<*const c_char> = paths.iter().map(|path| path.as_ptr()).collect();
+    let limit = i64::try_from(limit.as_millis()).unwrap_or(i64::MAX);
+    // SAFETY: terminated texts that live during the call. What initialisers do is for whoever names the library to
+    // answer for; here they do it in another process.
+    let message = unsafe { tch_extension_rehearse(pointers.as_ptr(), pointers.len(), limit) };
+    take_message(message).map_or(Ok(()), Err)
+}
+
+/// Loads a library into this process, for ever; `global`: for other libraries to find its symbols.
+pub(crate) fn open_library(path: &CStr, global: bool) -> std::result::Result<(), String> {
+    // SAFETY: a terminated text. What the library's initialisers do is for whoever names it to answer for.
+    let message = unsafe { tch_extension_open_library(path.as_ptr(), global) };
+    take_message(message).map_or(Ok(()), Err)
+}
+
+/// A file of the libtorch that this process runs with.
+pub(crate) fn libtorch_file() -> String {
+    take_message(tch_extension_libtorch_file()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rehearsal_that_hangs_is_ended() {
+        let folder = tempfile::tempdir().unwrap();
+        let (source, library) = (folder.path().join("hangs.cpp"), folder.path().join("hangs.so"));
+        std::fs::write(&source, "#include <unistd.h>\nstruct A { A() { for (;;) pause(); } } a;").unwrap();
+        let compiler = std::env::var_os("CXX").unwrap_or_else(|| "g++".into());
+        let mut command = std::process::Command::new(compiler);
+        assert!(
+            command.args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status().unwrap().success()
+        );
+        let path = CString::new(library.to_str().unwrap()).unwrap();
+        let outcome = rehearse(&[path], Duration::from_millis(500));
+        assert_eq!(outcome, Err(TOO_LONG.to_string()));
+    }
+}
