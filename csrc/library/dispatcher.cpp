@@ -192,10 +192,6 @@ Value read_if_possible(const IValue& value, const c10::Type& type,
   }
 }
 
-std::string full_name(const c10::OperatorName& name) {
-  return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
-}
-
 std::string schema_text(const c10::FunctionSchema& schema) {
   std::ostringstream text;
   text << schema;
@@ -215,7 +211,24 @@ std::string arguments_text(const c10::FunctionSchema& schema) {
   return text.str();
 }
 
+// The backends that have a kernel of the operator's own, one a line.
+std::string backends_text(const c10::OperatorHandle& op) {
+  std::string text;
+  const auto last = static_cast<uint16_t>(DispatchKey::EndOfRuntimeBackendKeys);
+  for (uint16_t number = 1; number <= last; ++number) {
+    const auto key = static_cast<DispatchKey>(number);
+    if (c10::isBackendDispatchKey(key) && op.hasKernelForDispatchKey(key))
+      text += std::string(c10::toString(key)) + '\n';
+  }
+  return text;
+}
+
 }  // namespace
+
+std::string full_name(const c10::OperatorName& name) {
+  return name.overload_name.empty() ? name.name : name.name + "." + name.overload_name;
+}
+
 }  // namespace tch_extension
 
 using namespace tch_extension;
@@ -251,6 +264,11 @@ TCH_EXTENSION_API Message tch_extension_operator_schema(const Operator* op, char
 
 TCH_EXTENSION_API Message tch_extension_operator_arguments(const Operator* op, char** text) {
   return guard([&] { *text = strdup(arguments_text(op->handle.schema()).c_str()); });
+}
+
+// The backends that have a kernel for it, one a line.
+TCH_EXTENSION_API Message tch_extension_operator_backends(const Operator* op, char** text) {
+  return guard([&] { *text = strdup(backends_text(op->handle).c_str()); });
 }
 
 // The names of all operators that have a schema, one a line.

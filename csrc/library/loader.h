@@ -1,12 +1,18 @@
 // What the loader and the dispatcher's bridge share.
 #pragma once
 
+#include <ATen/core/operator_name.h>
+
 #include <mutex>
+#include <string>
 
 namespace tch_extension {
 
 // Held shared while this crate reads the dispatcher's table of operators, and alone while the process is
 // forked.
 std::mutex& dispatcher_table();
+
+// `ns::name`, or `ns::name.overload`.
+std::string full_name(const c10::OperatorName& name);
 
 }  // namespace tch_extension

@@ -69,6 +69,7 @@ unsafe extern "C" {
     fn tch_extension_free_operator(op: *mut COperator);
     fn tch_extension_operator_schema(op: *const COperator, text: *mut *mut c_char) -> *mut c_char;
     fn tch_extension_operator_arguments(op: *const COperator, text: *mut *mut c_char) -> *mut c_char;
+    fn tch_extension_operator_backends(op: *const COperator, text: *mut *mut c_char) -> *mut c_char;
     fn tch_extension_operator_names(names: *mut *mut c_char) -> *mut c_char;
     fn tch_extension_operator_autograd(
         op: *const COperator,
@@ -458,6 +459,12 @@ impl Operator {
     pub fn arguments(&self) -> Result<String> {
         // SAFETY: the handle is alive.
         text(|text| unsafe { tch_extension_operator_arguments(self.0.as_ptr(), text) })
+    }
+
+    /// The backends that have a kernel of its own, as the dispatcher names them, one a line.
+    pub fn backends(&self) -> Result<String> {
+        // SAFETY: the handle is alive.
+        text(|text| unsafe { tch_extension_operator_backends(self.0.as_ptr(), text) })
     }
 
     pub fn has_autograd(&self, device: Device) -> Result<bool> {

@@ -26,7 +26,9 @@
 //! A call runs with the grad mode and autocast settings of its thread. An operator without a gradient is recognised: see
 //! [`Operator::call`].
 
+mod kernels;
 mod load;
+mod near;
 mod operator;
 mod output;
 mod requirements;

@@ -1,5 +1,7 @@
 //! A registered operator.
 
+use super::kernels::missing;
+use super::near::did_you_mean;
 use super::schema::Schema;
 use super::{Args, CallContext, FromOutputs, Output, WithBackward};
 use crate::autograd::Tensors;
@@ -26,7 +28,8 @@ impl Operator {
     /// the one that has no overload's name, or else the only one.
     ///
     /// # Errors
-    /// When there is none, or one of several overloads has to be chosen; the message lists them.
+    /// When there is none (the message names those that are spelled alike), or one of several overloads has to be chosen
+    /// (the message lists them).
     pub fn find(name: &str) -> Result<Operator> {
         let (base, overload) = split(name);
         if let Some(handle) = ffi::Operator::find(base, overload)? {
@@ -36,9 +39,12 @@ impl Operator {
         let overloads: Vec<&str> =
             all.iter().map(String::as_str).filter(|found| split(found).0 == base).collect();
         match overloads[..] {
-            [] => Err(Error::msg(format!(
-                "there is no operator {name}: load the library that registers it, or look for it in library::operators"
-            ))),
+            [] => {
+                let hint = did_you_mean(name, &all).unwrap_or_else(|| {
+                    "load the library that registers it, or look for it in library::operators".to_string()
+                });
+                Err(Error::msg(format!("there is no operator {name}; {hint}")))
+            }
             [only] if overload.is_empty() => Operator::find(only),
             _ => Err(Error::msg(format!("there is no operator {name}, but {}", overloads.join(", ")))),
         }
@@ -173,7 +179,9 @@ impl Operator {
             CallFailure::LostGraph => schema.error(format_args!(
                 "an input requires grad, but the operator's results are no part of the graph; {WAYS_OUT}"
             )),
-            CallFailure::Operator(message) => schema.error(shortened(&message)),
+            CallFailure::Operator(message) => {
+                schema.error(missing(&message, &schema.name).unwrap_or(message))
+            }
             CallFailure::Output(error) => schema.error(error),
         })
     }
@@ -194,24 +202,10 @@ impl std::fmt::Debug for Operator {
 }
 
 /// Name and overload of `ns::name.overload`.
-fn split(name: &str) -> (&str, &str) {
+pub(super) fn split(name: &str) -> (&str, &str) {
     let start = name.find("::").map_or(0, |place| place + 2);
     match name[start..].split_once('.') {
         Some((base, overload)) => (&name[..start + base.len()], overload),
         None => (name, ""),
-    }
-}
-
-/// The dispatcher lists every registration of every backend when it finds no kernel; which backends there are will do.
-fn shortened(message: &str) -> String {
-    let message = message.trim_end();
-    let Some((first, rest)) = message.split_once(" This could be because") else {
-        return message.to_string();
-    };
-    let backends =
-        rest.split_once("only available for these backends: [").and_then(|(_, rest)| rest.split_once(']'));
-    match backends {
-        Some((backends, _)) => format!("{first} There are kernels for {backends}"),
-        None => message.to_string(),
     }
 }

@@ -182,15 +182,3 @@ fn what_an_operator_throws_is_an_error() {
         assert_eq!(message(op.call::<()>(args![how])), expected);
     }
 }
-
-#[test]
-fn a_kernel_for_another_device_is_an_error() {
-    let text = message(operator("cuda_only").call::<Tensor>(args![&doubles(&[1.0])]));
-    assert!(
-        text.starts_with(
-            "tch_test::cuda_only: Could not run 'tch_test::cuda_only' with arguments from the 'CPU'"
-        ),
-        "{text}"
-    );
-    assert!(text.contains("There are kernels for CUDA") && text.lines().count() == 1, "{text}");
-}

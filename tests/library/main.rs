@@ -10,6 +10,7 @@ mod arguments;
 mod compiled;
 mod gradients;
 mod loading;
+mod messages;
 mod results;
 mod speed;
 mod threads;

@@ -151,6 +151,19 @@ double time_of_same(const Tensor& x, int64_t calls) {
   return time.count() / static_cast<double>(calls);
 }
 
+Tensor calls_cuda_only(const Tensor& x) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tch_test::cuda_only", "");
+  return op.typed<Tensor(const Tensor&)>().call(x);
+}
+
+Tensor first(at::TensorList many) { return many[0].clone(); }
+
+// Registers an operator while the program runs, as another thread may well do while a library is loaded.
+void register_operator(c10::string_view name) {
+  auto* library = new torch::Library(torch::Library::FRAGMENT, "tch_meanwhile", std::nullopt, __FILE__, __LINE__);
+  library->def((string(name) + "(int x) -> int").c_str());
+}
+
 void boxed_nothing(const c10::OperatorHandle&, torch::jit::Stack* stack) { stack->clear(); }
 
 }  // namespace
@@ -208,6 +221,12 @@ TORCH_LIBRARY(tch_test, m) {
   m.def("no_text() -> str", []() { return string("a\xff"); });
   m.def("time_of_same(Tensor x, int calls) -> float", time_of_same);
   m.def("cuda_only(Tensor x) -> Tensor");
+  m.def("cuda_and_xla_only(Tensor x) -> Tensor");
+  m.def("without_kernels(Tensor x) -> Tensor");
+  m.def("calls_cuda_only(Tensor x) -> Tensor", calls_cuda_only);
+  m.def("first(Tensor[] many) -> Tensor");
+  m.def("first_without_kernels(Tensor[] many) -> Tensor");
+  m.def("register_operator(str name) -> ()", register_operator);
 }
 
 TORCH_LIBRARY_IMPL(tch_test, CPU, m) {
@@ -215,8 +234,16 @@ TORCH_LIBRARY_IMPL(tch_test, CPU, m) {
   m.impl("scale_", scale_);
   m.impl("scale_out", scale_out);
   m.impl("doubled", doubled);
+  m.impl("first", first);
 }
 
 TORCH_LIBRARY_IMPL(tch_test, Autograd, m) { m.impl("doubled", doubled); }
 
-TORCH_LIBRARY_IMPL(tch_test, CUDA, m) { m.impl("cuda_only", cloned); }
+TORCH_LIBRARY_IMPL(tch_test, CUDA, m) {
+  m.impl("cuda_only", cloned);
+  m.impl("cuda_and_xla_only", cloned);
+}
+
+TORCH_LIBRARY_IMPL(tch_test, XLA, m) { m.impl("cuda_and_xla_only", cloned); }
+
+TORCH_LIBRARY_IMPL(tch_test, Meta, m) { m.impl("cuda_only", cloned); }
