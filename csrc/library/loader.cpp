@@ -9,12 +9,14 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+#include <cxxabi.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
+#include <torch/version.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -27,6 +29,7 @@
 #include <string>
 #include <system_error>
 
+#include "registrations.h"
 #include "tch_extension/c_abi.h"
 
 namespace tch_extension {
@@ -38,7 +41,7 @@ std::mutex& dispatcher_table() {
 
 namespace {
 
-void open_library(const char* path, bool global) {
+void* open_library(const char* path, bool global) {
   // All symbols now, so that a missing one is an error here and not an abort in the first call. Local,
   // because two libraries may well define different functions of one name.
   void* library = dlopen(path, RTLD_NOW | (global ? RTLD_GLOBAL : RTLD_LOCAL));
@@ -50,6 +53,7 @@ void open_library(const char* path, bool global) {
   void* ask = dlsym(library, "tch_extension_load_error");
   const char* error = ask == nullptr ? nullptr : reinterpret_cast<const char* (*)()>(ask)();
   if (error != nullptr) throw std::runtime_error(error);
+  return library;
 }
 
 class File {
@@ -188,8 +192,15 @@ TCH_EXTENSION_API Message tch_extension_rehearse(const char* const* paths, size_
   return guard([&] { rehearse(paths, len, limit_ms); });
 }
 
-TCH_EXTENSION_API Message tch_extension_open_library(const char* path, bool global) {
-  return guard([&] { open_library(path, global); });
+// `operators`: the names of those that it registered, one a line. Freed as a message is.
+TCH_EXTENSION_API Message tch_extension_open_library(const char* path, bool global, char** operators) {
+  return guard([&] {
+    void* const library = [&] {
+      const NotedRegistrations noted;
+      return open_library(path, global);
+    }();
+    *operators = strdup(registered_by(library).c_str());
+  });
 }
 
 // A file of the libtorch that this process runs with, or an empty text. Freed as a message is.
@@ -198,4 +209,13 @@ TCH_EXTENSION_API char* tch_extension_libtorch_file() {
   const auto address = reinterpret_cast<void*>(static_cast<bool (*)()>(&at::GradMode::is_enabled));
   if (dladdr(address, &info) == 0 || info.dli_fname == nullptr) return strdup("");
   return strdup(info.dli_fname);
+}
+
+TCH_EXTENSION_API char* tch_extension_libtorch_version() { return strdup(TORCH_VERSION); }
+
+// A symbol as its source has it, freed as a message is. One that is not C++'s stays as it is.
+TCH_EXTENSION_API char* tch_extension_demangled(const char* symbol) {
+  int status = 0;
+  char* name = abi::__cxa_demangle(symbol, nullptr, nullptr, &status);
+  return name == nullptr ? strdup(symbol) : name;
 }

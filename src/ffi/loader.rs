@@ -6,8 +6,14 @@ use std::time::Duration;
 
 unsafe extern "C" {
     fn tch_extension_rehearse(paths: *const *const c_char, len: usize, limit_ms: i64) -> *mut c_char;
-    fn tch_extension_open_library(path: *const c_char, global: bool) -> *mut c_char;
+    fn tch_extension_open_library(
+        path: *const c_char,
+        global: bool,
+        operators: *mut *mut c_char,
+    ) -> *mut c_char;
     safe fn tch_extension_libtorch_file() -> *mut c_char;
+    safe fn tch_extension_libtorch_version() -> *mut c_char;
+    fn tch_extension_demangled(symbol: *const c_char) -> *mut c_char;
 }
 
 /// What [`rehearse`] says of initialisers that do not end.
@@ -23,16 +29,34 @@ pub(crate) fn rehearse(paths: &[CString], limit: Duration) -> std::result::Resul
     take_message(message).map_or(Ok(()), Err)
 }
 
-/// Loads a library into this process, for ever; `global`: for other libraries to find its symbols.
-pub(crate) fn open_library(path: &CStr, global: bool) -> std::result::Result<(), String> {
-    // SAFETY: a terminated text. What the library's initialisers do is for whoever names it to answer for.
-    let message = unsafe { tch_extension_open_library(path.as_ptr(), global) };
-    take_message(message).map_or(Ok(()), Err)
+/// Loads a library into this process, for ever; `global`: for other libraries to find its symbols. The names of the
+/// operators that it registered, one a line.
+pub(crate) fn open_library(path: &CStr, global: bool) -> std::result::Result<String, String> {
+    let mut operators = std::ptr::null_mut();
+    // SAFETY: a terminated text. What the library's initialisers do is for whoever names it to answer for. The names
+    // become ours.
+    let message = unsafe { tch_extension_open_library(path.as_ptr(), global, &mut operators) };
+    match take_message(message) {
+        Some(message) => Err(message),
+        None => Ok(take_message(operators).unwrap_or_default()),
+    }
 }
 
 /// A file of the libtorch that this process runs with.
 pub(crate) fn libtorch_file() -> String {
     take_message(tch_extension_libtorch_file()).unwrap_or_default()
+}
+
+/// The version of the libtorch that this process runs with: `2.11.0`.
+pub(crate) fn libtorch_version() -> String {
+    take_message(tch_extension_libtorch_version()).unwrap_or_default()
+}
+
+/// A symbol as its source has it; one that is not C++'s stays as it is.
+pub(crate) fn demangled(symbol: &str) -> String {
+    let Ok(terminated) = CString::new(symbol) else { return symbol.to_string() };
+    // SAFETY: a terminated text that lives during the call.
+    take_message(unsafe { tch_extension_demangled(terminated.as_ptr()) }).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
 //! Libraries of operators.
 
-use super::requirements;
+use super::{mismatch, requirements};
 use crate::Error;
 use crate::ffi::loader as ffi;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::ffi::CString;
 use std::fs::File;
 use std::os::unix::ffi::OsStrExt;
@@ -73,8 +73,10 @@ impl Library {
         &self.0.path
     }
 
-    /// The names of the operators that loading it registered, in order, for
-    /// [`Operator::find`](super::Operator::find). Kernels that it registered for operators of others are not in it.
+    /// The names of the operators that it registered, in order, for [`Operator::find`](super::Operator::find): those of
+    /// its own initialisers. Not in it are operators of libraries that it needs (loading one of those lists them),
+    /// operators that other threads registered meanwhile, and kernels for operators of others. Of a library that
+    /// something else had loaded before, nothing is known.
     pub fn operators(&self) -> &[String] {
         &self.0.operators
     }
@@ -102,7 +104,7 @@ enum Rehearsal {
     None,
 }
 
-/// All libraries that were loaded here. Locked while one is loaded: operators that appear meanwhile are its own.
+/// All libraries that were loaded here. Locked while one is loaded, so that none is loaded twice.
 static REGISTRY: Mutex<BTreeMap<Id, Library>> = Mutex::new(BTreeMap::new());
 
 fn load(path: &Path, rehearsal: Rehearsal) -> Result<Library, String> {
@@ -127,10 +129,8 @@ fn load(path: &Path, rehearsal: Rehearsal) -> Result<Library, String> {
     if registry.values().any(|library| library.0.path == path) {
         return Err(format!("another file of this name is loaded; {NEW_NAME}"));
     }
-    let before = operators()?;
     // By the name that was given: `$ORIGIN` in it is the folder of the link, if it is one.
-    open(&named, rehearsal)?;
-    let operators = operators()?.difference(&before).cloned().collect();
+    let operators = open(&named, rehearsal)?;
     let library = Library(Arc::new(Loaded { path, operators, state, _file: file }));
     registry.insert(id, library.clone());
     Ok(library)
@@ -138,24 +138,19 @@ fn load(path: &Path, rehearsal: Rehearsal) -> Result<Library, String> {
 
 const NEW_NAME: &str = "libraries never unload, so give a new one a new name";
 
-fn operators() -> Result<BTreeSet<String>, String> {
-    let names = super::all_operators().map_err(|error| error.to_string())?;
-    Ok(names.into_iter().collect())
-}
-
 /// Tries until nothing is missing that could be found.
-fn open(path: &Path, rehearsal: Rehearsal) -> Result<(), String> {
+fn open(path: &Path, rehearsal: Rehearsal) -> Result<Vec<String>, String> {
     let mut paths = vec![c_path(path)?];
-    let attempt = match rehearsal {
-        Rehearsal::InAChild => rehearse,
-        Rehearsal::None => open_all,
+    let attempt = |paths: &[CString]| match rehearsal {
+        Rehearsal::InAChild => rehearse(paths),
+        Rehearsal::None => open_all(paths).map(drop),
     };
     while let Err(reason) = attempt(&paths) {
         let found = requirements::find(&reason)?.map(|found| c_path(&found)).transpose()?;
         match found {
             // What was missed last is needed by those before.
             Some(found) if !paths.contains(&found) => paths.insert(0, found),
-            _ => return Err(reason),
+            _ => return Err(mismatch::explain(path, &reason).unwrap_or(reason)),
         }
     }
     open_all(&paths)
@@ -172,10 +167,16 @@ fn rehearse(paths: &[CString]) -> Result<(), String> {
     outcome
 }
 
-/// The last one is the one that is wanted; the others are for it to find its symbols in.
-fn open_all(paths: &[CString]) -> Result<(), String> {
+/// The last one is the one that is wanted, and whose operators are returned; the others are for it to find its symbols in.
+fn open_all(paths: &[CString]) -> Result<Vec<String>, String> {
     let last = paths.len().saturating_sub(1);
-    paths.iter().enumerate().try_for_each(|(index, path)| ffi::open_library(path, index < last))
+    let mut names = String::new();
+    for (index, path) in paths.iter().enumerate() {
+        names = ffi::open_library(path, index < last)?;
+    }
+    let mut operators: Vec<String> = names.lines().map(String::from).collect();
+    operators.sort_unstable();
+    Ok(operators)
 }
 
 fn c_path(path: &Path) -> Result<CString, String> {

@@ -28,9 +28,11 @@
 
 mod kernels;
 mod load;
+mod mismatch;
 mod near;
 mod operator;
 mod output;
+mod package;
 mod requirements;
 mod schema;
 mod value;

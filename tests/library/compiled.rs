@@ -10,11 +10,11 @@ pub fn folder() -> &'static Path {
     FOLDER.get_or_init(|| tempfile::tempdir().expect("a temporary folder")).path()
 }
 
-fn sources() -> PathBuf {
+pub fn source(file: &str) -> PathBuf {
     // Set by cargo, and by the bundle's script where there is no cargo.
     let root = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
-    root.join("tests/library")
+    root.join("tests/library").join(file)
 }
 
 /// The folder of the libtorch that this process has loaded.
@@ -27,14 +27,20 @@ fn libtorch() -> PathBuf {
 
 /// Compiles a file to a shared library of the name in [`folder`].
 pub fn compile(source: &Path, name: &str) -> PathBuf {
+    compile_with(&[source], &["-shared"], name)
+}
+
+/// Compiles or links files, whichever the flags say.
+pub fn compile_with(sources: &[&Path], flags: &[&str], name: &str) -> PathBuf {
     let (include, target) = (libtorch().join("include"), folder().join(name));
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "g++".into());
     let output = Command::new(compiler)
-        .args(["-std=c++17", "-O2", "-shared", "-fPIC", "-w", "-isystem"])
+        .args(["-std=c++17", "-O2", "-fPIC", "-w", "-isystem"])
         .arg(&include)
         .arg("-isystem")
         .arg(include.join("torch/csrc/api/include"))
-        .arg(source)
+        .args(sources)
+        .args(flags)
         .arg("-o")
         .arg(&target)
         .output()
@@ -45,13 +51,13 @@ pub fn compile(source: &Path, name: &str) -> PathBuf {
 
 /// Compiles a text.
 pub fn compile_text(text: &str, name: &str) -> PathBuf {
-    let source = folder().join(format!("{name}.cpp"));
-    std::fs::write(&source, text).expect("a source file");
-    compile(&source, name)
+    let file = folder().join(format!("{name}.cpp"));
+    std::fs::write(&file, text).expect("a source file");
+    compile(&file, name)
 }
 
 pub fn compile_file(file: &str, name: &str) -> PathBuf {
-    compile(&sources().join(file), name)
+    compile(&source(file), name)
 }
 
 /// The library of operators.cpp, loaded.

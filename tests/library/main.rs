@@ -11,6 +11,8 @@ mod compiled;
 mod gradients;
 mod loading;
 mod messages;
+mod mismatched;
+mod registrations;
 mod results;
 mod speed;
 mod threads;

@@ -1,0 +1,108 @@
+// Which library registered which operators.
+//
+// What appears in the dispatcher's table while a library is loaded may be another's: other threads register
+// theirs, and libraries that the new one needs are loaded with it. So a listener notes what the thread that
+// loads registers, and finds out from the stack whose initialiser is running. It looks at nothing when no
+// library is being loaded by its thread: it is called with the dispatcher's lock held, and to ask the loader
+// for a library's name then takes the loader's, which a thread that loads holds while it waits for the first.
+
+#include "registrations.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <dlfcn.h>
+#include <link.h>
+#include <unwind.h>
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "loader.h"
+
+namespace tch_extension {
+namespace {
+
+// Where a loaded file begins in memory. It stays there, because what registered operators is never unloaded.
+using File = const void*;
+
+thread_local std::vector<Registration>* noted = nullptr;
+
+File file_of(const void* address) {
+  Dl_info info{};
+  return dladdr(address, &info) == 0 ? nullptr : info.dli_fbase;
+}
+
+struct Walk {
+  File loader, last, found;
+};
+
+_Unwind_Reason_Code look_at_frame(_Unwind_Context* frame, void* data) {
+  auto& walk = *static_cast<Walk*>(data);
+  // The address after a call may be one past the end of what called.
+  const File file = file_of(reinterpret_cast<const void*>(_Unwind_GetIP(frame) - 1));
+  if (file == walk.loader) {
+    walk.found = walk.last;
+    return _URC_END_OF_STACK;
+  }
+  walk.last = file;
+  return _URC_NO_REASON;
+}
+
+// The library whose initialiser is running: the loader called it. Null where the stack does not say.
+File initialising_file() {
+  Walk walk{reinterpret_cast<File>(_r_debug.r_ldbase), nullptr, nullptr};
+  _Unwind_Backtrace(look_at_frame, &walk);
+  return walk.found;
+}
+
+class Listener : public c10::OpRegistrationListener {
+ public:
+  void onOperatorRegistered(const c10::OperatorHandle& op) override {
+    if (noted != nullptr) noted->push_back({initialising_file(), full_name(op.operator_name())});
+  }
+  void onOperatorDeregistered(const c10::OperatorHandle&) override {}
+};
+
+void listen() {
+  // For ever: the handle would end it.
+  static const auto* const handle = new c10::RegistrationHandleRAII(
+      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
+  static_cast<void>(handle);
+}
+
+struct Registrations {
+  std::mutex mutex;
+  std::map<File, std::vector<std::string>> of_files;
+};
+
+Registrations& registrations() {
+  static auto* const all = new Registrations;
+  return *all;
+}
+
+}  // namespace
+
+NotedRegistrations::NotedRegistrations() {
+  listen();
+  outer_ = std::exchange(noted, &noted_);
+}
+
+NotedRegistrations::~NotedRegistrations() {
+  noted = outer_;
+  auto& all = registrations();
+  const std::lock_guard lock(all.mutex);
+  for (auto& registration : noted_) all.of_files[registration.file].push_back(std::move(registration.name));
+}
+
+std::string registered_by(void* library) {
+  const link_map* map = nullptr;
+  if (dlinfo(library, RTLD_DI_LINKMAP, &map) != 0 || map == nullptr) return {};
+  auto& all = registrations();
+  const std::lock_guard lock(all.mutex);
+  std::string text;
+  for (const auto& name : all.of_files[file_of(map->l_ld)]) text += name + '\n';
+  return text;
+}
+
+}  // namespace tch_extension

@@ -1,0 +1,134 @@
+//! Libraries that do not load because they were built for another libtorch, or another CUDA.
+
+use super::package;
+use crate::ffi::loader as ffi;
+use std::path::Path;
+
+/// What the loader's complaint means; `None` when it says nothing of another libtorch or CUDA.
+pub(super) fn explain(library: &Path, complaint: &str) -> Option<String> {
+    let reason = match complaint.split_once(": cannot open shared object file") {
+        Some((missing, _)) => another_cuda(missing, own_cuda().as_deref())?,
+        None => another_libtorch(complaint)?,
+    };
+    let asks = package::of(library).and_then(|package| {
+        let torch = package.torch?;
+        Some(format!("; its package {} {} asks for {torch}", package.name, package.version))
+    });
+    Some(format!("{reason}{} (the loader said: {complaint})", asks.unwrap_or_default()))
+}
+
+/// Libraries whose version is CUDA's own; that of libcufft or libcudnn is not.
+const OF_CUDA: [&str; 6] =
+    ["libcudart.so.", "libcublas.so.", "libcublasLt.so.", "libcupti.so.", "libnvrtc.so.", "libnvJitLink.so."];
+
+/// `missing`: a file; `own`: the CUDA of this process, if any.
+fn another_cuda(missing: &str, own: Option<&str>) -> Option<String> {
+    if own.is_none() && ["libc10_cuda.so", "libtorch_cuda.so"].contains(&missing) {
+        return Some("it was built for a libtorch with CUDA, and this one is without".to_string());
+    }
+    let version = OF_CUDA.iter().find_map(|name| missing.strip_prefix(name))?;
+    let major = version.split('.').next()?;
+    match own {
+        Some(own) if own == major => None,
+        Some(own) => Some(format!(
+            "it was built for CUDA {major}, and this libtorch is for CUDA {own}: take its build for CUDA {own}"
+        )),
+        None => Some(format!(
+            "it was built for CUDA {major}, and this libtorch is without CUDA: take its build for the CPU"
+        )),
+    }
+}
+
+/// The major version of the CUDA that this process runs with.
+fn own_cuda() -> Option<String> {
+    let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
+    let (_, version) = maps.lines().find_map(|line| line.split_once("/libcudart.so."))?;
+    version.split('.').next().map(String::from)
+}
+
+fn another_libtorch(complaint: &str) -> Option<String> {
+    let (_, rest) = complaint.split_once("undefined symbol: ")?;
+    let symbol = rest.split([',', ' ', ')']).next()?;
+    let name = ffi::demangled(symbol);
+    if !is_libtorchs(symbol, &name) {
+        return None;
+    }
+    let version = ffi::libtorch_version();
+    if has_old_string(&name) {
+        return Some(format!(
+            "it was built with the old C++ ABI (_GLIBCXX_USE_CXX11_ABI=0), as PyTorch's wheels before 2.7 were, and \
+             this libtorch, {version}, with the new one: take its build for {version}"
+        ));
+    }
+    Some(format!(
+        "it was built for another libtorch than this one, {version}, which lacks {}: take its build for {version}, or \
+         compile it again",
+        shortened(&name)
+    ))
+}
+
+/// Whether libtorch has symbols of such a name. Those of libtorch_python are another library's.
+fn is_libtorchs(symbol: &str, name: &str) -> bool {
+    let is_c = ["aoti_torch_", "torch_"].iter().any(|prefix| symbol.starts_with(prefix));
+    let is_pythons = ["THP", "Py", "pybind11"].iter().any(|word| name.contains(word));
+    let begins = |place: usize| {
+        !name[..place].ends_with(|before: char| before.is_alphanumeric() || before == '_' || before == ':')
+    };
+    let namespaces = ["c10::", "at::", "torch::", "caffe2::"];
+    let is_cpp =
+        namespaces.iter().any(|namespace| name.match_indices(namespace).any(|(place, _)| begins(place)));
+    is_c || (is_cpp && !is_pythons)
+}
+
+/// `std::string` as it was before C++11; today's is in a namespace of its own.
+fn has_old_string(name: &str) -> bool {
+    ["std::string", "std::basic_string<char"].iter().any(|old| name.contains(old))
+}
+
+/// Names of templates have no end.
+fn shortened(name: &str) -> String {
+    const LONGEST: usize = 120;
+    match name.char_indices().nth(LONGEST) {
+        Some((end, _)) => format!("{}…", &name[..end]),
+        None => name.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cuda_is_told_from_no_cuda() {
+        let text = another_cuda("libcudart.so.12", None).unwrap();
+        assert_eq!(
+            text,
+            "it was built for CUDA 12, and this libtorch is without CUDA: take its build for the CPU"
+        );
+        assert!(another_cuda("libc10_cuda.so", None).unwrap().contains("a libtorch with CUDA"));
+        assert_eq!(another_cuda("libc10_cuda.so", Some("13")), None);
+        assert_eq!(another_cuda("libcublas.so.13", Some("13")), None);
+        assert_eq!(another_cuda("libcufft.so.11", Some("13")), None);
+    }
+
+    #[test]
+    fn namespaces_are_whole_words() {
+        for (name, is) in [
+            ("at::Tensor::size(long) const", true),
+            ("vtable for torch::autograd::Node", true),
+            ("void f(c10::Device)", true),
+            ("std::vector<at::Tensor>::reserve(unsigned long)", true),
+            ("repeat::now()", false),
+            ("mine::at::now()", false),
+            ("THPVariable_Wrap(at::TensorBase const&)", false),
+        ] {
+            assert_eq!(is_libtorchs("_Z", name), is, "{name}");
+        }
+    }
+
+    #[test]
+    fn names_of_templates_are_cut() {
+        let text = shortened(&"é".repeat(200));
+        assert_eq!(text.chars().count(), 121);
+    }
+}
