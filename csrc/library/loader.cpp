@@ -91,7 +91,7 @@ constexpr char kMark = '\0';
 }
 
 // The child. Never returns; all it says goes to `out`.
-[[noreturn]] void rehearse_in_child(int out, const char* const* paths, size_t len) {
+[[noreturn]] void rehearse_in_child(int out, const char* const* paths, size_t len, bool global) {
   // It must not outlive a parent that is killed while it hangs.
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   const rlimit no_core{0, 0};
@@ -107,7 +107,7 @@ constexpr char kMark = '\0';
     // The pool's other threads are not in the child, and a parallel loop of an initialiser's would wait for
     // them.
     at::set_num_threads(1);
-    for (size_t i = 0; i < len; ++i) open_library(paths[i], i + 1 < len);
+    for (size_t i = 0; i < len; ++i) open_library(paths[i], global || i + 1 < len);
   }));
 }
 
@@ -157,7 +157,7 @@ pid_t fork_between_lookups() {
   return fork();
 }
 
-void rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
+void rehearse(const char* const* paths, size_t len, bool global, int64_t limit_ms) {
   int ends[2];
   // Closed in what other threads start meanwhile: their programs would hold it open.
   if (pipe2(ends, O_CLOEXEC) != 0)
@@ -165,7 +165,7 @@ void rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
   File in(ends[0]), out(ends[1]);
   const pid_t child = fork_between_lookups();
   if (child < 0) throw std::system_error(errno, std::generic_category(), "it cannot be rehearsed: fork");
-  if (child == 0) rehearse_in_child(out.get(), paths, len);
+  if (child == 0) rehearse_in_child(out.get(), paths, len, global);
   out.close();
   std::string text;
   const bool in_time = read_all(in.get(), std::chrono::milliseconds(limit_ms), text);
@@ -186,10 +186,11 @@ void rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
 
 using namespace tch_extension;
 
-// Loads the libraries in a child process, the last one as tch_extension_open_library(…, false) does, those
+// Loads the libraries in a child process, the last one as tch_extension_open_library(…, global) does, those
 // before it as with true.
-TCH_EXTENSION_API Message tch_extension_rehearse(const char* const* paths, size_t len, int64_t limit_ms) {
-  return guard([&] { rehearse(paths, len, limit_ms); });
+TCH_EXTENSION_API Message tch_extension_rehearse(const char* const* paths, size_t len, bool global,
+                                                 int64_t limit_ms) {
+  return guard([&] { rehearse(paths, len, global, limit_ms); });
 }
 
 // `operators`: the names of those that it registered, one a line. Freed as a message is.
@@ -201,6 +202,15 @@ TCH_EXTENSION_API Message tch_extension_open_library(const char* path, bool glob
     }();
     *operators = strdup(registered_by(library).c_str());
   });
+}
+
+// Whether a library that is loaded, or one that it needs, defines the symbol.
+TCH_EXTENSION_API bool tch_extension_defines(const char* path, const char* symbol) {
+  void* library = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
+  if (library == nullptr) return false;
+  const bool defines = dlsym(library, symbol) != nullptr;
+  dlclose(library);
+  return defines;
 }
 
 // A file of the libtorch that this process runs with, or an empty text. Freed as a message is.

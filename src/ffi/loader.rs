@@ -5,7 +5,13 @@ use std::ffi::{CStr, CString, c_char};
 use std::time::Duration;
 
 unsafe extern "C" {
-    fn tch_extension_rehearse(paths: *const *const c_char, len: usize, limit_ms: i64) -> *mut c_char;
+    fn tch_extension_rehearse(
+        paths: *const *const c_char,
+        len: usize,
+        global: bool,
+        limit_ms: i64,
+    ) -> *mut c_char;
+    fn tch_extension_defines(path: *const c_char, symbol: *const c_char) -> bool;
     fn tch_extension_open_library(
         path: *const c_char,
         global: bool,
@@ -19,13 +25,14 @@ unsafe extern "C" {
 /// What [`rehearse`] says of initialisers that do not end.
 pub(crate) const TOO_LONG: &str = "its initialisers did not end in time";
 
-/// Loads these libraries in a child process, the last one as the one that is wanted.
-pub(crate) fn rehearse(paths: &[CString], limit: Duration) -> std::result::Result<(), String> {
+/// Loads these libraries in a child process, the last one as [`open_library`] would with this `global`, those before it
+/// for it to find their symbols.
+pub(crate) fn rehearse(paths: &[CString], global: bool, limit: Duration) -> std::result::Result<(), String> {
     let pointers: Vec<*const c_char> = paths.iter().map(|path| path.as_ptr()).collect();
     let limit = i64::try_from(limit.as_millis()).unwrap_or(i64::MAX);
     // SAFETY: terminated texts that live during the call. What initialisers do is for whoever names the library to
     // answer for; here they do it in another process.
-    let message = unsafe { tch_extension_rehearse(pointers.as_ptr(), pointers.len(), limit) };
+    let message = unsafe { tch_extension_rehearse(pointers.as_ptr(), pointers.len(), global, limit) };
     take_message(message).map_or(Ok(()), Err)
 }
 
@@ -40,6 +47,13 @@ pub(crate) fn open_library(path: &CStr, global: bool) -> std::result::Result<Str
         Some(message) => Err(message),
         None => Ok(take_message(operators).unwrap_or_default()),
     }
+}
+
+/// Whether this library, which is loaded, or one that it needs defines the symbol.
+pub(crate) fn defines(path: &CStr, symbol: &str) -> bool {
+    let Ok(symbol) = CString::new(symbol) else { return false };
+    // SAFETY: terminated texts that live during the call.
+    unsafe { tch_extension_defines(path.as_ptr(), symbol.as_ptr()) }
 }
 
 /// A file of the libtorch that this process runs with.
@@ -74,7 +88,7 @@ mod tests {
             command.args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status().unwrap().success()
         );
         let path = CString::new(library.to_str().unwrap()).unwrap();
-        let outcome = rehearse(&[path], Duration::from_millis(500));
+        let outcome = rehearse(&[path], false, Duration::from_millis(500));
         assert_eq!(outcome, Err(TOO_LONG.to_string()));
     }
 }

@@ -25,6 +25,23 @@ struct Loaded {
     _file: File,
 }
 
+/// How [`Library::load_with`] loads.
+#[derive(Clone, Copy, Debug)]
+pub struct LoadOptions {
+    /// Libraries that are loaded afterwards find this one's symbols (`RTLD_GLOBAL`), as one needs that calls functions of
+    /// another without naming it. Off by default, because two libraries may well define different functions of one
+    /// name: those of a global one take the place of theirs. A library that is loaded already becomes global.
+    pub global: bool,
+    /// Load it in a child process first; see [`Library::load`]. On by default.
+    pub rehearsal: bool,
+}
+
+impl Default for LoadOptions {
+    fn default() -> Self {
+        LoadOptions { global: false, rehearsal: true }
+    }
+}
+
 /// To see that a file has changed.
 #[derive(PartialEq)]
 struct State {
@@ -56,7 +73,24 @@ impl Library {
     /// A file that is missing, no library, changed since it was loaded, or lacks a library or symbol that it needs;
     /// a registration that libtorch refuses.
     pub fn load(path: impl AsRef<Path>) -> crate::Result<Library> {
-        load(path.as_ref(), Rehearsal::InAChild).map_err(|reason| cannot_load(path.as_ref(), &reason))
+        Library::load_with(path, LoadOptions::default())
+    }
+
+    /// [`Library::load`] in another way.
+    ///
+    /// ```no_run
+    /// use tch_extension::library::{Library, LoadOptions};
+    ///
+    /// // The second calls functions of the first, and does not name it as a library that it needs.
+    /// Library::load_with("libfirst.so", LoadOptions { global: true, ..Default::default() })?;
+    /// Library::load("libsecond.so")?;
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Library::load`].
+    pub fn load_with(path: impl AsRef<Path>, options: LoadOptions) -> crate::Result<Library> {
+        load(path.as_ref(), options).map_err(|reason| cannot_load(path.as_ref(), &reason))
     }
 
     /// [`Library::load`] for a process that must not fork, or a library whose initialisers must run only once. One that
@@ -65,7 +99,7 @@ impl Library {
     /// # Errors
     /// As [`Library::load`], but for what libtorch refuses.
     pub fn load_without_rehearsal(path: impl AsRef<Path>) -> crate::Result<Library> {
-        load(path.as_ref(), Rehearsal::None).map_err(|reason| cannot_load(path.as_ref(), &reason))
+        Library::load_with(path, LoadOptions { rehearsal: false, ..Default::default() })
     }
 
     /// The file, as an absolute path without links.
@@ -98,16 +132,10 @@ fn cannot_load(path: &Path, reason: &str) -> Error {
     Error::msg(text.replace('\n', " "))
 }
 
-#[derive(Clone, Copy, PartialEq)]
-enum Rehearsal {
-    InAChild,
-    None,
-}
-
 /// All libraries that were loaded here. Locked while one is loaded, so that none is loaded twice.
 static REGISTRY: Mutex<BTreeMap<Id, Library>> = Mutex::new(BTreeMap::new());
 
-fn load(path: &Path, rehearsal: Rehearsal) -> Result<Library, String> {
+fn load(path: &Path, options: LoadOptions) -> Result<Library, String> {
     let words = |error: std::io::Error| error.to_string();
     let named = std::path::absolute(path).map_err(words)?;
     let path = path.canonicalize().map_err(words)?;
@@ -120,17 +148,20 @@ fn load(path: &Path, rehearsal: Rehearsal) -> Result<Library, String> {
     let state = State { len: metadata.len(), modified: (metadata.mtime(), metadata.mtime_nsec()) };
     let mut registry = REGISTRY.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     if let Some(library) = registry.get(&id) {
-        return match library.0.state == state {
-            true => Ok(library.clone()),
-            false => Err(format!("it has changed since it was loaded; {NEW_NAME}")),
-        };
+        if library.0.state != state {
+            return Err(format!("it has changed since it was loaded; {NEW_NAME}"));
+        }
+        if options.global {
+            ffi::open_library(&c_path(&named)?, true)?;
+        }
+        return Ok(library.clone());
     }
     // The loader goes by names, and would hand out the old one.
     if registry.values().any(|library| library.0.path == path) {
         return Err(format!("another file of this name is loaded; {NEW_NAME}"));
     }
     // By the name that was given: `$ORIGIN` in it is the folder of the link, if it is one.
-    let operators = open(&named, rehearsal)?;
+    let operators = open(&named, options).map_err(|reason| explained(&named, reason, &registry))?;
     let library = Library(Arc::new(Loaded { path, operators, state, _file: file }));
     registry.insert(id, library.clone());
     Ok(library)
@@ -138,28 +169,53 @@ fn load(path: &Path, rehearsal: Rehearsal) -> Result<Library, String> {
 
 const NEW_NAME: &str = "libraries never unload, so give a new one a new name";
 
-/// Tries until nothing is missing that could be found.
-fn open(path: &Path, rehearsal: Rehearsal) -> Result<Vec<String>, String> {
+/// The loader's complaint with what it means, if that can be told.
+fn explained(path: &Path, complaint: String, loaded: &BTreeMap<Id, Library>) -> String {
+    let symbol = requirements::undefined_symbol(&complaint);
+    let defines = |library: &&Library| {
+        let path = c_path(&library.0.path);
+        symbol.zip(path.ok()).is_some_and(|(symbol, path)| ffi::defines(&path, symbol))
+    };
+    if let (Some(symbol), Some(library)) = (symbol, loaded.values().find(defines)) {
+        return format!(
+            "it needs {} of {}, which is loaded for itself alone: load that one {GLOBAL} first (the loader said: {complaint})",
+            ffi::demangled(symbol),
+            library.0.path.display(),
+        );
+    }
+    match mismatch::explain(path, &complaint) {
+        Some(explained) => explained,
+        None if symbol.is_some() => {
+            format!("{complaint}; a library that defines it has to be loaded before, {GLOBAL}")
+        }
+        None => complaint,
+    }
+}
+
+const GLOBAL: &str = "with LoadOptions { global: true, .. }";
+
+/// Tries until nothing is missing that could be found. Returns the operators that the library registered.
+fn open(path: &Path, options: LoadOptions) -> Result<Vec<String>, String> {
     let mut paths = vec![c_path(path)?];
-    let attempt = |paths: &[CString]| match rehearsal {
-        Rehearsal::InAChild => rehearse(paths),
-        Rehearsal::None => open_all(paths).map(drop),
+    let attempt = |paths: &[CString]| match options.rehearsal {
+        true => rehearse(paths, options.global),
+        false => open_all(paths, options.global).map(drop),
     };
     while let Err(reason) = attempt(&paths) {
         let found = requirements::find(&reason)?.map(|found| c_path(&found)).transpose()?;
         match found {
             // What was missed last is needed by those before.
             Some(found) if !paths.contains(&found) => paths.insert(0, found),
-            _ => return Err(mismatch::explain(path, &reason).unwrap_or(reason)),
+            _ => return Err(reason),
         }
     }
-    open_all(&paths)
+    open_all(&paths, options.global)
 }
 
-fn rehearse(paths: &[CString]) -> Result<(), String> {
+fn rehearse(paths: &[CString], global: bool) -> Result<(), String> {
     let mut outcome = Ok(());
     for limit in REHEARSAL_LIMITS {
-        outcome = ffi::rehearse(paths, limit);
+        outcome = ffi::rehearse(paths, global, limit);
         if outcome.as_ref().err().is_none_or(|reason| reason != ffi::TOO_LONG) {
             break;
         }
@@ -167,12 +223,13 @@ fn rehearse(paths: &[CString]) -> Result<(), String> {
     outcome
 }
 
-/// The last one is the one that is wanted, and whose operators are returned; the others are for it to find its symbols in.
-fn open_all(paths: &[CString]) -> Result<Vec<String>, String> {
+/// The last one is the one that is wanted, and whose operators are returned; the others are for it to find its symbols
+/// in.
+fn open_all(paths: &[CString], global: bool) -> Result<Vec<String>, String> {
     let last = paths.len().saturating_sub(1);
     let mut names = String::new();
     for (index, path) in paths.iter().enumerate() {
-        names = ffi::open_library(path, index < last)?;
+        names = ffi::open_library(path, global || index < last)?;
     }
     let mut operators: Vec<String> = names.lines().map(String::from).collect();
     operators.sort_unstable();

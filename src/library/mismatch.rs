@@ -1,6 +1,7 @@
 //! Libraries that do not load because they were built for another libtorch, or another CUDA.
 
 use super::package;
+use super::requirements::undefined_symbol;
 use crate::ffi::loader as ffi;
 use std::path::Path;
 
@@ -47,8 +48,7 @@ fn own_cuda() -> Option<String> {
 }
 
 fn another_libtorch(complaint: &str) -> Option<String> {
-    let (_, rest) = complaint.split_once("undefined symbol: ")?;
-    let symbol = rest.split([',', ' ', ')']).next()?;
+    let symbol = undefined_symbol(complaint)?;
     let name = ffi::demangled(symbol);
     if !is_libtorchs(symbol, &name) {
         return None;

@@ -40,7 +40,7 @@ mod with_backward;
 
 pub use crate::args;
 pub use crate::ffi::library::{Layout, MemoryFormat, Output};
-pub use load::Library;
+pub use load::{Library, LoadOptions};
 pub use operator::Operator;
 pub use output::{FromOutput, FromOutputs, Outputs};
 pub use value::{Args, NONE, Value};

@@ -26,6 +26,12 @@ pub(super) fn find(complaint: &str) -> Result<Option<PathBuf>, String> {
     Ok(candidates.into_iter().take(if is_cudas { 2 } else { 1 }).find(|path| path.exists()))
 }
 
+/// The symbol that the loader complains of, if it does of one.
+pub(super) fn undefined_symbol(complaint: &str) -> Option<&str> {
+    let (_, rest) = complaint.split_once("undefined symbol: ")?;
+    rest.split([',', ' ', ')']).next()
+}
+
 fn libpython(complaint: &str) -> Result<PathBuf, String> {
     if let Some(path) = std::env::var_os(LIBPYTHON).map(PathBuf::from) {
         return match path.exists() {

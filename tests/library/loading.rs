@@ -125,6 +125,42 @@ fn a_missing_library_that_it_needs_is_named() {
     refused(&target, "libneeded.so: cannot open shared object file");
 }
 
+/// As parts of one package that do not name each other as libraries that they need.
+#[test]
+fn a_library_that_leans_on_anothers_symbols() {
+    let defines = compile_text("int leant_on() { return 7; }", "leant_on.so");
+    let leans = "int leant_on(); extern \"C\" const int value_of_leans = leant_on();";
+    let leans = compile_text(leans, "leans.so");
+    // Nobody has it, and then one that keeps it to itself.
+    refused(
+        &leans,
+        "undefined symbol: _Z8leant_onv; a library that defines it has to be loaded before, with LoadOptions",
+    );
+    let first = Library::load(&defines).unwrap();
+    let place = first.path().display().to_string();
+    let way_out =
+        "which is loaded for itself alone: load that one with LoadOptions { global: true, .. } first";
+    refused(&leans, &format!("it needs leant_on() of {place}, {way_out}"));
+    // The same library, for everybody.
+    let global = LoadOptions { global: true, ..Default::default() };
+    assert!(Library::load_with(&defines, global).unwrap().is_same(&first));
+    Library::load(&leans).unwrap();
+}
+
+#[test]
+fn a_library_may_be_global_from_the_start() {
+    for (rehearsal, name) in [(true, "rehearsed"), (false, "unrehearsed")] {
+        let defines = format!("int global_{name}() {{ return 7; }}");
+        let defines = compile_text(&defines, &format!("global_{name}.so"));
+        Library::load_with(defines, LoadOptions { global: true, rehearsal }).unwrap();
+        let leans = format!("int global_{name}(); int x = global_{name}();");
+        Library::load(compile_text(&leans, &format!("leans_{name}.so"))).unwrap();
+    }
+    // One that is loaded as ever keeps its symbols to itself.
+    Library::load(compile_text("int kept() { return 7; }", "kept.so")).unwrap();
+    refused(&compile_text("int kept(); int x = kept();", "leans_on_kept.so"), "it needs kept() of ");
+}
+
 /// This test again, in a process of its own that ignores SIGCHLD, so that the kernel reaps its children unasked.
 fn alone(test: &str, library: &Path) -> std::process::Command {
     let mut command = std::process::Command::new("sh");

@@ -3,7 +3,9 @@
 use compiled::operator;
 use std::path::{Path, PathBuf};
 use tch::{Device, Kind, Tensor};
-use tch_extension::library::{Args, Layout, Library, MemoryFormat, Operator, Output, Outputs, operators};
+use tch_extension::library::{
+    Args, Layout, Library, LoadOptions, MemoryFormat, Operator, Output, Outputs, operators,
+};
 use tch_extension::{Result, args};
 
 mod arguments;

@@ -48,7 +48,10 @@ fn a_kernel_that_nobody_chooses_is_told_by_device() {
         "tch_test::first: it got no tensor to tell whose kernel to run; there are kernels for CPU; the";
     assert!(text.starts_with(expected), "{text}");
     let text = message(operator("first_without_kernels").call::<Tensor>(args![none]));
-    assert!(text.contains(": it has no kernel for any device; load the library that has them; the"), "{text}");
+    assert!(
+        text.contains(": it has no kernel for any device; load the library that has them; the"),
+        "{text}"
+    );
 }
 
 #[test]
