@@ -21,6 +21,7 @@ mod once_a_device;
 pub(crate) mod precision;
 pub(crate) mod tensor;
 pub(crate) mod testing;
+mod value;
 
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
