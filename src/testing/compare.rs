@@ -79,10 +79,47 @@ pub(super) fn element_index(mut position: usize, size: &[i64]) -> Vec<usize> {
     index
 }
 
+/// Whether the elements have a real and an imaginary part.
+pub(super) fn is_complex(kind: Kind) -> bool {
+    matches!(kind, Kind::ComplexHalf | Kind::ComplexFloat | Kind::ComplexDouble)
+}
+
+/// How many real numbers an element of this kind is.
+pub(super) fn parts(kind: Kind) -> usize {
+    if is_complex(kind) { 2 } else { 1 }
+}
+
+/// [`values`], where a complex element is two numbers: its real part and its imaginary part.
+pub(super) fn components(tensor: &Tensor) -> Result<Vec<f64>> {
+    if !is_complex(tensor.f_kind()?) {
+        return values(tensor);
+    }
+    // A pending conjugation has no real view.
+    values(&plain(&tensor.f_detach()?)?.f_view_as_real()?)
+}
+
+/// The other way: a tensor of these [`components`], in the shape, of the kind and on the device of another.
+pub(super) fn from_components(components: &[f64], like: &Tensor) -> Result<Tensor> {
+    let kind = like.f_kind()?;
+    let flat = Tensor::f_from_slice(components)?;
+    let flat = if is_complex(kind) { flat.f_reshape([-1, 2])?.f_view_as_complex()? } else { flat };
+    Ok(flat.f_to_kind(kind)?.f_to_device(like.device())?.f_reshape(like.size())?)
+}
+
+/// Where component number `position` is: `[1, 3]`, or `[1, 3], imaginary part`.
+pub(super) fn place(position: usize, size: &[i64], kind: Kind) -> String {
+    let element = element_index(position / parts(kind), size);
+    match (is_complex(kind), position % 2) {
+        (false, _) => format!("{element:?}"),
+        (true, 0) => format!("{element:?}, real part"),
+        (true, _) => format!("{element:?}, imaginary part"),
+    }
+}
+
 /// The elements, row by row, whatever the layout and the device.
 pub(super) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     let kind = tensor.f_kind()?;
-    if matches!(kind, Kind::ComplexHalf | Kind::ComplexFloat | Kind::ComplexDouble) {
+    if is_complex(kind) {
         return Err(Error::msg(format!("complex numbers ({kind:?}) are not supported; use view_as_real")));
     }
     // tch copies memory as it lies: a pending negation would be lost, and zeros without memory a null pointer.
@@ -135,5 +172,21 @@ mod tests {
     fn indices_are_counted_row_by_row() {
         assert_eq!(element_index(7, &[2, 4]), [1, 3]);
         assert_eq!(element_index(0, &[]), [0_usize; 0]);
+        assert_eq!(place(7, &[2, 4], Kind::Double), "[1, 3]");
+        assert_eq!(place(7, &[2, 2], Kind::ComplexDouble), "[1, 1], imaginary part");
+        assert_eq!(place(0, &[], Kind::ComplexDouble), "[], real part");
+    }
+
+    #[test]
+    fn components_are_pairs_of_complex_kinds() {
+        let complex = Tensor::from_slice(&[1.0, 2.0, 3.0, -4.0]).reshape([2, 2]).view_as_complex();
+        assert_eq!(components(&complex).unwrap(), [1.0, 2.0, 3.0, -4.0]);
+        assert_eq!(components(&complex.conj()).unwrap(), [1.0, -2.0, 3.0, 4.0]);
+        let again = from_components(&[1.0, 2.0, 3.0, -4.0], &complex).unwrap();
+        assert_eq!((again.kind(), again.size()), (Kind::ComplexDouble, vec![2]));
+        assert_eq!(components(&again).unwrap(), components(&complex).unwrap());
+        let real = from_components(&[1.0, 2.0], &Tensor::zeros([1, 2], (Kind::Float, Device::Cpu))).unwrap();
+        assert_eq!((real.kind(), real.size()), (Kind::Float, vec![1, 2]));
+        assert_eq!(components(&complex.narrow(0, 0, 0)).unwrap(), [0.0; 0]);
     }
 }

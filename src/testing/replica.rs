@@ -1,6 +1,6 @@
 //! Private copies of tensors, to change at will.
 
-use super::compare::values;
+use super::compare::{components, is_complex, parts};
 use crate::Result;
 use tch::{Kind, Tensor};
 
@@ -48,15 +48,21 @@ impl Replica {
     }
 
     pub fn elements(&self) -> Result<Elements> {
-        Ok(Elements {
-            storage: self.storage.shallow_clone(),
-            positions: positions(&self.tensor.size(), &self.tensor.stride(), self.offset),
-            values: values(&self.tensor)?,
-        })
+        let kind = self.tensor.f_kind()?;
+        let storage = match is_complex(kind) {
+            true => self.storage.f_view_as_real()?.f_reshape([-1])?,
+            false => self.storage.shallow_clone(),
+        };
+        let parts = parts(kind) as i64;
+        let positions = positions(&self.tensor.size(), &self.tensor.stride(), self.offset);
+        let positions =
+            positions.iter().flat_map(|position| (0..parts).map(move |part| position * parts + part));
+        Ok(Elements { storage, positions: positions.collect(), values: components(&self.tensor)? })
     }
 }
 
-/// The elements of a [`Replica`], row by row, to be changed one at a time behind autograd's back.
+/// The elements of a [`Replica`], row by row, to be changed one at a time behind autograd's back. A complex one counts as
+/// two, its real part and its imaginary part.
 pub(super) struct Elements {
     storage: Tensor,
     positions: Vec<i64>,
@@ -201,6 +207,22 @@ mod tests {
         assert_eq!(original.double_value(&[1, 1]), 9.0);
         elements.restore(5).unwrap();
         assert_eq!(replica.tensor, original);
+    }
+
+    #[test]
+    fn elements_of_complex_tensors_are_their_parts() {
+        let complex = matrix().reshape([4, 3, 2]).view_as_complex().transpose(0, 1).narrow(0, 1, 2);
+        let replica = Replica::of(&complex).unwrap();
+        assert_eq!((replica.tensor.stride(), replica.tensor.kind()), (complex.stride(), Kind::ComplexDouble));
+        let elements = replica.elements().unwrap();
+        assert_eq!((elements.len(), elements.value(0), elements.value(3)), (16, 2.0, 9.0));
+        elements.set(3, -1.0).unwrap();
+        assert_eq!(components(&replica.tensor).unwrap()[..4], [2.0, 3.0, 8.0, -1.0]);
+        elements.restore(3).unwrap();
+        assert_eq!(components(&replica.tensor).unwrap(), components(&complex).unwrap());
+        // Those of a conjugate are conjugate, though the memory is not.
+        let conjugate = Replica::of(&complex.conj()).unwrap();
+        assert_eq!(conjugate.elements().unwrap().value(3), -9.0);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! `testing::gradcheck` accepts right gradients and names the place of wrong ones; so do its companions.
 
 mod close;
+mod complex;
 mod devices;
 mod fast;
 mod refused;
@@ -34,7 +35,7 @@ fn check_with<O: Into<Tensors>>(
     options: &GradcheckOptions,
 ) -> Result<()> {
     let state = |tensor: &&Tensor| {
-        let flat = tensor.detach().to_device(Device::Cpu).contiguous().reshape([-1]);
+        let flat = tensor.detach().to_device(Device::Cpu).resolve_conj().contiguous().reshape([-1]);
         let bits = Vec::<u8>::try_from(flat.view_dtype(Kind::Uint8)).unwrap();
         let layout = (tensor.data_ptr(), tensor.size(), tensor.stride());
         let has_grad = tensor.is_leaf() && tensor.grad().defined();

@@ -2,7 +2,7 @@
 
 use super::jacobian::Jacobian;
 use super::{Gradcheck, failed};
-use crate::testing::compare::{Bound, element_index, mismatch, values};
+use crate::testing::compare::{Bound, components, from_components, mismatch, parts, place};
 use crate::{Error, Result};
 use tch::Tensor;
 
@@ -17,8 +17,8 @@ impl Gradcheck<'_> {
         jacobians: &[Vec<Jacobian>],
     ) -> Result<()> {
         let outputs = self.differentiable_outputs(differentiable)?;
-        let weights: Vec<Vec<f64>> = outputs.iter().enumerate().map(weights).collect();
-        let vectors = outputs.iter().zip(&weights).map(|(output, weights)| shaped(weights, output));
+        let weights = outputs.iter().enumerate().map(weights).collect::<Result<Vec<_>>>()?;
+        let vectors = outputs.iter().zip(&weights).map(|(output, weights)| from_components(weights, output));
         let vectors = vectors.collect::<Result<Vec<_>>>()?;
         let vectors: Vec<Option<&Tensor>> = vectors.iter().map(Some).collect();
         let gradients = self
@@ -29,7 +29,7 @@ impl Gradcheck<'_> {
             for (jacobians, weights) in jacobians.iter().zip(&weights) {
                 jacobians[index].add_rows(weights, &mut expected);
             }
-            let found = gradient.as_ref().map_or_else(|| Ok(vec![0.0; expected.len()]), values)?;
+            let found = gradient.as_ref().map_or_else(|| Ok(vec![0.0; expected.len()]), components)?;
             self.agree_on_combination(self.variables[index].input, &found, &expected)?;
         }
         Ok(())
@@ -41,19 +41,15 @@ impl Gradcheck<'_> {
         let Some(mismatch) = mismatch(found, expected, bound) else { return Ok(()) };
         Err(Error::msg(format!(
             "gradcheck: input {input}: incoming gradients of several sizes and signs, for all outputs at once, give \
-             {:?} at element {:?}, but {:?} by the Jacobian; backward has to be linear in the incoming gradients",
+             {:?} at element {}, but {:?} by the Jacobian; backward has to be linear in the incoming gradients",
             found[mismatch.worst],
-            element_index(mismatch.worst, &self.inputs[input].size()),
+            place(mismatch.worst, &self.inputs[input].size(), self.inputs[input].f_kind()?),
             expected[mismatch.worst],
         )))
     }
 }
 
-fn weights((place, output): (usize, &Tensor)) -> Vec<f64> {
-    (0..output.numel()).map(|element| WEIGHTS[(place + element) % WEIGHTS.len()]).collect()
-}
-
-fn shaped(weights: &[f64], like: &Tensor) -> Result<Tensor> {
-    let flat = Tensor::f_from_slice(weights)?.f_to_kind(like.f_kind()?)?.f_to_device(like.device())?;
-    Ok(flat.f_reshape(like.size())?)
+fn weights((place, output): (usize, &Tensor)) -> Result<Vec<f64>> {
+    let count = output.numel() * parts(output.f_kind()?);
+    Ok((0..count).map(|component| WEIGHTS[(place + component) % WEIGHTS.len()]).collect())
 }

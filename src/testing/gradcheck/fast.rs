@@ -1,7 +1,7 @@
 //! The fast mode: one number of each Jacobian.
 
 use super::{Gradcheck, failed};
-use crate::testing::compare::{Bound, values};
+use crate::testing::compare::{Bound, components, from_components, values};
 use crate::testing::samples::noise;
 use crate::{Error, Result};
 use tch::Tensor;
@@ -21,7 +21,7 @@ impl Gradcheck<'_> {
         let outputs = self.call()?;
         for (position, &index) in differentiable.iter().enumerate() {
             let output = outputs.get(index)?;
-            let v = unit_vector(output.numel(), 100 + index)?;
+            let v = unit_vector(self.components_of_output(index), 100 + index)?;
             let analytical = [self.products(output, index, &v)?, self.products(output, index, &v)?];
             for (place, u) in directions.iter().enumerate() {
                 let runs = [0, 1].map(|run| dot(&analytical[run][place], u));
@@ -53,13 +53,12 @@ impl Gradcheck<'_> {
 
     /// `vᵀ J` for each variable.
     fn products(&self, output: &Tensor, index: usize, v: &[f64]) -> Result<Vec<Vec<f64>>> {
-        let v = Tensor::f_from_slice(v)?.f_to_kind(output.f_kind()?)?.f_to_device(output.device())?;
-        let v = v.f_reshape(output.size())?;
+        let v = from_components(v, output)?;
         let gradients = self
             .gradients(&[output], &[Some(&v)])
             .map_err(|error| failed(&format!("for output {index}"), &error))?;
         let of = |(gradient, len): (&Option<Tensor>, usize)| {
-            gradient.as_ref().map_or_else(|| Ok(vec![0.0; len]), values)
+            gradient.as_ref().map_or_else(|| Ok(vec![0.0; len]), components)
         };
         let lens = self.variables.iter().map(|variable| variable.elements.len());
         gradients.iter().zip(lens).map(of).collect()
@@ -72,7 +71,7 @@ impl Gradcheck<'_> {
             let moved = u.iter().enumerate().map(|(index, u)| elements.value(index) + step * u);
             elements.set_all(&moved.collect::<Vec<_>>())?;
             let found = self.call()?;
-            outputs.iter().map(|&index| values(found.get(index)?)).collect()
+            outputs.iter().map(|&index| components(found.get(index)?)).collect()
         };
         let eps = self.options.eps;
         let (low, high) = (at(-eps)?, at(eps)?);

@@ -1,9 +1,11 @@
 //! Jacobians, and what to say about wrong ones.
 
-use crate::testing::compare::{Bound, Mismatch, count_of, element_index, mismatch};
+use crate::testing::compare::{Bound, Mismatch, count_of, mismatch, place};
 use std::fmt;
+use tch::Kind;
 
-/// The derivatives of each element of an output (a row) by each element of an input (a column).
+/// The derivatives of each component of an output (a row) by each component of an input (a column): an element, or the
+/// real or the imaginary part of a complex one.
 pub(super) struct Jacobian {
     columns: usize,
     /// Row by row.
@@ -15,12 +17,12 @@ impl Jacobian {
         Jacobian { columns, values: vec![0.0; rows * columns] }
     }
 
-    /// The derivatives of output element `row`. The engine has checked that a gradient has its input's shape.
+    /// The derivatives of output component `row`. The engine has seen to it that a gradient has its input's shape and kind.
     pub fn set_row(&mut self, row: usize, gradient: &[f64]) {
         self.values[row * self.columns..][..self.columns].copy_from_slice(gradient);
     }
 
-    /// The derivatives by input element `column`.
+    /// The derivatives by input component `column`.
     pub fn set_column(&mut self, column: usize, derivatives: impl Iterator<Item = f64>) {
         for (row, derivative) in derivatives.enumerate() {
             self.values[row * self.columns + column] = derivative;
@@ -52,10 +54,10 @@ impl fmt::Display for Jacobian {
 
 /// Two Jacobians of one output by one input that should agree, and do not.
 pub(super) struct Disagreement<'a> {
-    /// Its number and shape.
-    pub output: (usize, &'a [i64]),
-    /// Its number and shape.
-    pub input: (usize, &'a [i64]),
+    /// Its number, shape and kind.
+    pub output: (usize, &'a [i64], Kind),
+    /// Its number, shape and kind.
+    pub input: (usize, &'a [i64], Kind),
     /// The begin of the sentence that names the place.
     pub problem: &'a str,
     pub sides: Sides<'a>,
@@ -72,14 +74,14 @@ const MAX_SHOWN: usize = 64;
 impl fmt::Display for Disagreement<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [(left, left_jacobian), (right, right_jacobian)] = self.sides;
-        let ((output, output_size), (input, input_size)) = (self.output, self.input);
+        let ((output, output_size, output_kind), (input, input_size, input_kind)) = (self.output, self.input);
         let (worst, columns, total) =
             (self.mismatch.worst, left_jacobian.columns, left_jacobian.values.len());
         let (row, column) = (worst / columns, worst % columns);
         let (row_element, column_element) =
-            (element_index(row, output_size), element_index(column, input_size));
+            (place(row, output_size, output_kind), place(column, input_size, input_kind));
         write!(f, "gradcheck: output {output}, input {input}: {} at row {row} ", self.problem)?;
-        write!(f, "(output element {row_element:?}), column {column} (input element {column_element:?}): ")?;
+        write!(f, "(output element {row_element}), column {column} (input element {column_element}): ")?;
         let (left_value, right_value) = (left_jacobian.values[worst], right_jacobian.values[worst]);
         write!(f, "{left} {left_value:?}, {right} {right_value:?}; ")?;
         let Bound { rtol, atol, .. } = self.bound;

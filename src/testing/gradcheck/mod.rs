@@ -8,7 +8,7 @@ mod vanishing;
 
 pub use gradgradcheck::{GradgradcheckOptions, gradgradcheck};
 
-use super::compare::{Bound, values};
+use super::compare::{Bound, components, from_components, is_complex, parts};
 use super::replica::{Elements, Replica};
 use crate::autograd::{GradOptions, Tensors, grad};
 use crate::check::Check;
@@ -71,10 +71,15 @@ impl Default for GradcheckOptions {
 /// kernel takes the path that it would take for the originals, which are never touched. Even if two of
 /// `inputs` share memory, their copies do not.
 ///
-/// Derivatives are taken with respect to the inputs that require grad. These must be of kind `Double`, because
-/// differences of `Float` values say nothing at a step of 1e-6; the others may be of any kind. Outputs that do
-/// not require grad are passed over, unless none does: then no output may depend on an input. Inputs and outputs
-/// may be empty, of any number of dimensions, and on any device.
+/// Derivatives are taken with respect to the inputs that require grad. These must be of kind `Double` or
+/// `ComplexDouble`, because differences of `Float` values say nothing at a step of 1e-6; the others may be of any kind.
+/// Outputs that do not require grad are passed over, unless none does: then no output may depend on an input. Inputs and
+/// outputs may be empty, of any number of dimensions, and on any device.
+///
+/// A complex element counts as two real ones. As in PyTorch, the gradient of a real number `s` by `z = x + iy` is
+/// `∂s/∂x + i ∂s/∂y`, the conjugate of what a holomorphic function's derivative would suggest: the backward of `z·z` is
+/// `grad * (z * 2).conj()`. The real and the imaginary part of an output are checked each for itself: incoming gradients
+/// of 1 and of `i`.
 ///
 /// It costs two forwards for each input element and two backwards for each output element. In fast mode, 1 and 2
 /// are for one sum of the entries, and 5 is left out.
@@ -96,7 +101,7 @@ impl Default for GradcheckOptions {
 /// # Errors
 /// When a check fails: the first line says where, with analytical and numerical value and how many entries
 /// are wrong; small Jacobians follow. When an input cannot be checked, because it requires grad and is not of
-/// kind `Double`, or its elements overlap in memory; or when none requires grad. And whatever `function` or
+/// kind `Double` or `ComplexDouble`, or its elements overlap in memory; or when none requires grad. And whatever `function` or
 /// its backward reports.
 pub fn gradcheck<F, O>(function: F, inputs: &[&Tensor], options: &GradcheckOptions) -> Result<()>
 where
@@ -131,8 +136,9 @@ struct Output {
 }
 
 impl Output {
-    fn numel(&self) -> usize {
-        self.size.iter().product::<i64>().unsigned_abs() as usize
+    /// How many real numbers it is.
+    fn components(&self) -> usize {
+        self.size.iter().product::<i64>().unsigned_abs() as usize * parts(self.kind)
     }
 }
 
@@ -231,7 +237,7 @@ impl<'a> Gradcheck<'a> {
         let elements = &variable.elements;
         let mut jacobians: Vec<Jacobian> = outputs
             .iter()
-            .map(|&index| Jacobian::zeros(self.numel_of_output(index), elements.len()))
+            .map(|&index| Jacobian::zeros(self.components_of_output(index), elements.len()))
             .collect();
         for column in 0..elements.len() {
             let value = elements.value(column);
@@ -256,13 +262,13 @@ impl<'a> Gradcheck<'a> {
     ) -> Result<Vec<Vec<f64>>> {
         elements.set(element, value)?;
         let found = self.call()?;
-        outputs.iter().map(|&index| values(found.get(index)?)).collect()
+        outputs.iter().map(|&index| components(found.get(index)?)).collect()
     }
 
     /// For each variable, the Jacobian of output `index` as backward computes it, twice.
     fn analytical(&self, outputs: &Tensors, index: usize) -> Result<Vec<[Jacobian; 2]>> {
         let output = outputs.get(index)?;
-        let rows = self.numel_of_output(index);
+        let rows = self.components_of_output(index);
         let zeros = |variable: &Variable| Jacobian::zeros(rows, variable.elements.len());
         let mut jacobians: Vec<[Jacobian; 2]> =
             self.variables.iter().map(|variable| [zeros(variable), zeros(variable)]).collect();
@@ -276,7 +282,7 @@ impl<'a> Gradcheck<'a> {
                 for (jacobians, gradient) in jacobians.iter_mut().zip(gradients.iter()) {
                     // An absent gradient means zero, which is there already.
                     if let Some(gradient) = gradient {
-                        jacobians[run].set_row(row, &values(gradient)?);
+                        jacobians[run].set_row(row, &components(gradient)?);
                     }
                 }
             }
@@ -330,7 +336,7 @@ impl<'a> Gradcheck<'a> {
         let present = self.outputs_where(|_| true);
         for (index, variable) in self.variables.iter().enumerate() {
             for (&output, numerical) in present.iter().zip(self.numerical(variable, &present)?) {
-                let zeros = Jacobian::zeros(self.numel_of_output(output), variable.elements.len());
+                let zeros = Jacobian::zeros(self.components_of_output(output), variable.elements.len());
                 let sides = [("analytical", &zeros), ("numerical", &numerical)];
                 self.agree(output, index, problem, sides, exact)?;
             }
@@ -349,8 +355,10 @@ impl<'a> Gradcheck<'a> {
         let Some(mismatch) = sides[0].1.mismatch(sides[1].1, bound) else { return Ok(()) };
         let input = self.variables[variable].input;
         let disagreement = Disagreement {
-            output: (output, self.outputs[output].as_ref().map_or(&[], |output| &output.size)),
-            input: (input, &self.inputs[input].size()),
+            output: self.outputs[output]
+                .as_ref()
+                .map_or((output, &[], Kind::Double), |found| (output, &found.size, found.kind)),
+            input: (input, &self.inputs[input].size(), self.inputs[input].f_kind()?),
             problem,
             sides,
             mismatch,
@@ -359,19 +367,23 @@ impl<'a> Gradcheck<'a> {
         Err(Error::msg(disagreement.to_string().trim_end()))
     }
 
-    fn numel_of_output(&self, index: usize) -> usize {
-        self.outputs[index].as_ref().map_or(0, Output::numel)
+    fn components_of_output(&self, index: usize) -> usize {
+        self.outputs[index].as_ref().map_or(0, Output::components)
     }
 }
 
 fn check_kind(name: &str, input: &Tensor) -> Result<()> {
     Check::new(OP, name, input).defined()?;
     let kind = input.f_kind()?;
-    if kind == Kind::Double || !input.requires_grad() {
+    if [Kind::Double, Kind::ComplexDouble].contains(&kind) || !input.requires_grad() {
         return Ok(());
     }
-    let hint = "smaller kinds are too coarse for numerical derivatives: cast it with to_kind(Kind::Double)";
-    Err(Error::argument(OP, name, "kind Double, as it requires grad", format!("{kind:?}"), hint))
+    let wide = if is_complex(kind) { Kind::ComplexDouble } else { Kind::Double };
+    let expected = format!("kind {wide:?}, as it requires grad");
+    let hint = format!(
+        "smaller kinds are too coarse for numerical derivatives: cast it with to_kind(Kind::{wide:?})"
+    );
+    Err(Error::argument(OP, name, expected, format!("{kind:?}"), hint))
 }
 
 fn check_overlap(name: &str, input: &Tensor, elements: &Elements) -> Result<()> {
@@ -406,9 +418,10 @@ fn failed(when: &str, error: &Error) -> Error {
     Error::msg(format!("gradcheck: backward failed {when}: {error}"))
 }
 
-/// Zeros but for a one at element `position`, in the shape of `tensor`.
+/// Zeros but for a one at component `position`, in the shape of `tensor`: of a complex output the gradient of the real
+/// part of an element, or `i`, that of its imaginary part.
 fn unit_vector(tensor: &Tensor, position: usize) -> Result<Tensor> {
-    let flat = Tensor::f_zeros([tensor.numel() as i64], (tensor.f_kind()?, tensor.device()))?;
-    let _ = flat.f_narrow(0, position as i64, 1)?.f_fill_(1.0)?;
-    Ok(flat.f_reshape(tensor.size())?)
+    let mut unit = vec![0.0; tensor.numel() * parts(tensor.f_kind()?)];
+    unit[position] = 1.0;
+    from_components(&unit, tensor)
 }

@@ -2,7 +2,7 @@
 
 use super::{Gradcheck, Variable, failed};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
-use crate::testing::compare::{Bound, element_index, mismatch, values};
+use crate::testing::compare::{Bound, components, mismatch, place};
 use crate::{Error, Result};
 use tch::Tensor;
 
@@ -37,15 +37,15 @@ impl Gradcheck<'_> {
     }
 
     fn check_zero(&self, variable: &Variable, gradient: &Tensor, reason: &str) -> Result<()> {
-        let found = values(gradient)?;
+        let found = components(gradient)?;
         // Not `!= 0`, so that NaN is found, too.
-        let Some(place) = found.iter().position(|&value| !(value == 0.0)) else { return Ok(()) };
+        let Some(wrong) = found.iter().position(|&value| !(value == 0.0)) else { return Ok(()) };
         Err(Error::msg(format!(
-            "gradcheck: input {}: the gradient is {:?} at element {:?}, although {reason}; backward has to \
+            "gradcheck: input {}: the gradient is {:?} at element {}, although {reason}; backward has to \
              multiply by the incoming gradient",
             variable.input,
-            found[place],
-            element_index(place, &gradient.size()),
+            found[wrong],
+            place(wrong, &gradient.size(), gradient.f_kind()?),
         )))
     }
 
@@ -101,16 +101,17 @@ impl Gradcheck<'_> {
         wanted: Option<&Tensor>,
     ) -> Result<()> {
         let values =
-            |gradient: Option<&Tensor>| gradient.map_or(Ok(vec![0.0; variable.elements.len()]), values);
+            |gradient: Option<&Tensor>| gradient.map_or(Ok(vec![0.0; variable.elements.len()]), components);
         let (found, wanted) = (values(found)?, values(wanted)?);
         let bound = Bound { rtol: self.options.rtol, atol: self.options.atol, equal_nan: true };
         let Some(mismatch) = mismatch(&found, &wanted, bound) else { return Ok(()) };
+        let input = &self.inputs[variable.input];
         Err(Error::msg(format!(
             "gradcheck: input {}: when the incoming gradient of output {undefined} is undefined, the gradient \
-             is {:?} at element {:?}, but {:?} when it is zero (those of the other outputs are one)",
+             is {:?} at element {}, but {:?} when it is zero (those of the other outputs are one)",
             variable.input,
             found[mismatch.worst],
-            element_index(mismatch.worst, &self.inputs[variable.input].size()),
+            place(mismatch.worst, &input.size(), input.f_kind()?),
             wanted[mismatch.worst],
         )))
     }
