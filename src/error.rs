@@ -151,4 +151,20 @@ mod tests {
         assert!(text.contains("shape '[2, 2]' is invalid"), "{text}");
         assert!(!text.contains("frame #") && !text.contains('\n'), "{text}");
     }
+
+    /// docs/autograd.md says so: whoever finds this failing can take it out there.
+    #[test]
+    fn fallible_functions_of_tch_that_take_a_number_panic() {
+        type Call = fn(&mut tch::Tensor) -> std::result::Result<tch::Tensor, TchError>;
+        // None of them may write into a leaf.
+        let mut leaf = tch::Tensor::from_slice(&[1.0]).set_requires_grad(true);
+        let calls: [Call; 3] = [|x| x.f_add_scalar_(1.0), |x| x.f_mul_scalar_(2.0), |x| x.f_fill_(3.0)];
+        for call in calls {
+            let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| call(&mut leaf).is_err()));
+            let payload = outcome.expect_err("a panic");
+            assert!(panic_text(&*payload).contains("a leaf Variable that requires grad"));
+        }
+        let error = leaf.f_add_(&tch::Tensor::from(1.0)).map_err(Error::from).unwrap_err();
+        assert!(error.to_string().contains("a leaf Variable that requires grad"), "{error}");
+    }
 }
