@@ -320,9 +320,9 @@ TCH_EXTENSION_API Message tch_extension_call(const Operator* op, const Value* va
   });
 }
 
-// Keeps the arguments of a call for its backward, as the operator got them: with defaults, and of the schema's
-// types. In the places of tensors, and of what cannot be read in Rust, is kDefault. They are the caller's to
-// free, as results.
+// Keeps the arguments of a call for its backward, as the operator got them: with defaults, and of the
+// schema's types. In the places of tensors, and of what cannot be read in Rust, is kDefault. They are the
+// caller's to free, as results.
 TCH_EXTENSION_API Message tch_extension_keep_arguments(const Operator* op, const Value* values, size_t len,
                                                        Results** result) {
   return guard([&] {

@@ -160,7 +160,8 @@ Tensor first(at::TensorList many) { return many[0].clone(); }
 
 // Registers an operator while the program runs, as another thread may well do while a library is loaded.
 void register_operator(c10::string_view name) {
-  auto* library = new torch::Library(torch::Library::FRAGMENT, "tch_meanwhile", std::nullopt, __FILE__, __LINE__);
+  auto* library =
+      new torch::Library(torch::Library::FRAGMENT, "tch_meanwhile", std::nullopt, __FILE__, __LINE__);
   library->def((string(name) + "(int x) -> int").c_str());
 }
 
@@ -188,11 +189,13 @@ TORCH_LIBRARY(tch_test, m) {
   const auto multiples = [] { return torch::CppFunction::makeFromBoxedFunction<&boxed_multiples>(); };
   m.def("two_multiples(Tensor x) -> (Tensor, Tensor)", multiples());
   m.def(
-      "twelve_multiples(Tensor x) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "twelve_multiples(Tensor x) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, "
       "Tensor, Tensor, Tensor)",
       multiples());
   m.def(
-      "thirteen_multiples(Tensor x) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "thirteen_multiples(Tensor x) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, "
       "Tensor, Tensor, Tensor, Tensor)",
       multiples());
   m.def("some_tensors(Tensor x) -> Tensor?[]", some_tensors);
@@ -204,7 +207,8 @@ TORCH_LIBRARY(tch_test, m) {
   m.def("fail(int how) -> ()", fail);
   m.def("scaled(Tensor x, float by) -> Tensor");
   m.def(
-      "power(Tensor x, int n, float scale=0.5, *, Scalar shift=1, int[2] pair=3, str mode='up', bool flag=True, "
+      "power(Tensor x, int n, float scale=0.5, *, Scalar shift=1, int[2] pair=3, str mode='up', bool "
+      "flag=True, "
       "float? maybe=None, Tensor? other=None, ScalarType? dtype=None) -> Tensor",
       power);
   m.def("scale_(Tensor(a!) x, float by) -> Tensor(a!)");

@@ -6,7 +6,8 @@
 extern "C" __attribute__((visibility("hidden"))) const char* name_of_library();
 
 static const auto* const registered = [] {
-  auto* library = new torch::Library(torch::Library::DEF, name_of_library(), std::nullopt, __FILE__, __LINE__);
+  auto* library =
+      new torch::Library(torch::Library::DEF, name_of_library(), std::nullopt, __FILE__, __LINE__);
   library->def("f(int x) -> int", [](int64_t x) { return x; });
   return library;
 }();
