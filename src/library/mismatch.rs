@@ -1,6 +1,6 @@
 //! Libraries that do not load because they were built for another libtorch, or another CUDA.
 
-use super::package;
+use super::package::{self, Package};
 use super::requirements::undefined_symbol;
 use crate::ffi::loader as ffi;
 use std::path::Path;
@@ -11,11 +11,23 @@ pub(super) fn explain(library: &Path, complaint: &str) -> Option<String> {
         Some((missing, _)) => another_cuda(missing, own_cuda().as_deref())?,
         None => another_libtorch(complaint)?,
     };
-    let asks = package::of(library).and_then(|package| {
-        let torch = package.torch?;
-        Some(format!("; its package {} {} asks for {torch}", package.name, package.version))
-    });
-    Some(format!("{reason}{} (the loader said: {complaint})", asks.unwrap_or_default()))
+    let package = package::of(library);
+    let whole = package.and_then(|package| of_package(&package, &ffi::libtorch_version())).unwrap_or(reason);
+    Some(format!("{whole} (the loader said: {complaint})"))
+}
+
+/// That the file's package is for one libtorch, and not for this one.
+fn of_package(package: &Package, own: &str) -> Option<String> {
+    let Package { name, version, torch } = package;
+    let pinned = torch.as_deref()?.strip_prefix("torch==")?;
+    // `2.9.1+cu128` is one build of 2.9.1.
+    let is_own = pinned.split('+').next() == own.split('+').next();
+    (!is_own).then(|| {
+        format!(
+            "it was built for libtorch {pinned}, for which its package {name} {version} asks, and this one is {own}: \
+             take the {name} for {own}"
+        )
+    })
 }
 
 /// Libraries whose version is CUDA's own; that of libcufft or libcudnn is not.
@@ -109,6 +121,20 @@ mod tests {
         assert_eq!(another_cuda("libc10_cuda.so", Some("13")), None);
         assert_eq!(another_cuda("libcublas.so.13", Some("13")), None);
         assert_eq!(another_cuda("libcufft.so.11", Some("13")), None);
+    }
+
+    #[test]
+    fn a_package_is_for_one_libtorch_or_for_any() {
+        let said = |torch: Option<&str>| {
+            let package = Package { name: "v".into(), version: "1.0".into(), torch: torch.map(String::from) };
+            of_package(&package, "2.11.0")
+        };
+        let expected =
+            "it was built for libtorch 2.9.1+cu128, for which its package v 1.0 asks, and this one is 2.11.0";
+        assert!(said(Some("torch==2.9.1+cu128")).unwrap().starts_with(expected));
+        for torch in [Some("torch==2.11.0"), Some("torch==2.11.0+cu130"), Some("torch>=2.0"), None] {
+            assert_eq!(said(torch), None, "{torch:?}");
+        }
     }
 
     #[test]
