@@ -196,10 +196,9 @@ TCH_EXTENSION_API Message tch_extension_rehearse(const char* const* paths, size_
 // `operators`: the names of those that it registered, one a line. Freed as a message is.
 TCH_EXTENSION_API Message tch_extension_open_library(const char* path, bool global, char** operators) {
   return guard([&] {
-    void* const library = [&] {
-      const NotedRegistrations noted;
-      return open_library(path, global);
-    }();
+    NotedRegistrations noted;
+    void* const library = open_library(path, global);
+    noted.keep(library);
     *operators = strdup(registered_by(library).c_str());
   });
 }

@@ -33,6 +33,11 @@ File file_of(const void* address) {
   return dladdr(address, &info) == 0 ? nullptr : info.dli_fbase;
 }
 
+File file_of_library(void* library) {
+  const link_map* map = nullptr;
+  return dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 && map != nullptr ? file_of(map->l_ld) : nullptr;
+}
+
 struct Walk {
   File loader, last, found;
 };
@@ -88,20 +93,21 @@ NotedRegistrations::NotedRegistrations() {
   outer_ = std::exchange(noted, &noted_);
 }
 
-NotedRegistrations::~NotedRegistrations() {
-  noted = outer_;
+NotedRegistrations::~NotedRegistrations() { noted = outer_; }
+
+void NotedRegistrations::keep(void* opened) {
   auto& all = registrations();
   const std::lock_guard lock(all.mutex);
-  for (auto& registration : noted_) all.of_files[registration.file].push_back(std::move(registration.name));
+  for (auto& [file, name] : noted_)
+    all.of_files[file == nullptr ? file_of_library(opened) : file].push_back(std::move(name));
+  noted_.clear();
 }
 
 std::string registered_by(void* library) {
-  const link_map* map = nullptr;
-  if (dlinfo(library, RTLD_DI_LINKMAP, &map) != 0 || map == nullptr) return {};
   auto& all = registrations();
   const std::lock_guard lock(all.mutex);
   std::string text;
-  for (const auto& name : all.of_files[file_of(map->l_ld)]) text += name + '\n';
+  for (const auto& name : all.of_files[file_of_library(library)]) text += name + '\n';
   return text;
 }
 

@@ -20,12 +20,15 @@ class NotedRegistrations {
   NotedRegistrations& operator=(const NotedRegistrations&) = delete;
   ~NotedRegistrations();
 
+  // Keeps what was noted, for ever. What nothing says whose it is counts for `opened`, which dlopen returned.
+  void keep(void* opened);
+
  private:
   std::vector<Registration> noted_;
   std::vector<Registration>* outer_;
 };
 
-// The names of the operators that were noted for a library, one a line. `library` is what dlopen returned.
+// The names of the operators that were kept for a library, one a line. `library` is what dlopen returned.
 std::string registered_by(void* library);
 
 }  // namespace tch_extension
