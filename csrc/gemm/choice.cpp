@@ -200,23 +200,28 @@ int first_place(const Proposals& proposals, Test&& test) {
 }
 
 // Whether cutting K into parts, which needs more workspace than libtorch grants, is worth it: where few tiles
-// leave most of the GPU idle, and the parts are long enough. Families 13 and 14 read a matrix once for a row
+// leave much of the GPU idle, and the parts are long enough. Families 13 and 14 read a matrix once for a row
 // or a column, and gain nothing.
 bool is_worth_cutting(const Key& key, const cublasLtMatmulHeuristicResult_t& without,
                       const cublasLtMatmulHeuristicResult_t& with) {
-  constexpr float kIdle = 0.45f;
-  if (is_one_of(attribute(without.algo, CUBLASLT_ALGO_CONFIG_ID), {13, 14})) return false;
-  if (without.wavesCount >= kIdle && parts_of(without) == 1) return false;
+  const int32_t family = attribute(without.algo, CUBLASLT_ALGO_CONFIG_ID);
+  const bool is_float = key.kind == kTchExtensionFloat;
+  const bool is_whole = parts_of(without) == 1;
+  if (is_one_of(family, {13, 14})) return false;
+  const float idle = is_float && !is_tf32(key) ? 0.65f : 0.45f;
+  if (is_whole && without.wavesCount >= idle) return false;
   const int32_t parts = parts_of(with);
-  if (key.kind == kTchExtensionFloat && !is_tf32(key)) {
-    // Family 11 is made for narrow products, which 20 cuts too little.
-    const int32_t cut_family = attribute(with.algo, CUBLASLT_ALGO_CONFIG_ID);
-    if (attribute(without.algo, CUBLASLT_ALGO_CONFIG_ID) == 11 && key.k < 1024) return false;
-    if (cut_family == 20 && parts < 16 && std::min(key.m, key.n) <= 16) return false;
-  }
   if (is_tf32(key)) return (key.k >= 1024 && parts >= 5) || (key.k >= 512 && parts >= 10);
-  if (key.kind == kTchExtensionFloat) return (key.k >= 512 && parts >= 3) || (key.k >= 256 && parts >= 5);
-  return key.k >= 256 && parts >= 3;
+  if (is_float) {
+    // Family 11 is made for narrow products, which 20 cuts too little.
+    if (family == 11 && key.k < 1024) return false;
+    const bool is_narrow = std::min(key.m, key.n) <= 16;
+    if (is_narrow && parts < 16 && attribute(with.algo, CUBLASLT_ALGO_CONFIG_ID) == 20) return false;
+    return (key.k >= 400 && parts >= 2) || (key.k >= 256 && parts >= 5);
+  }
+  // A few tiles that go through all of K take so long that whatever else is proposed is better.
+  const bool is_lonely = is_whole && family != 11 && without.wavesCount < 0.05f;
+  return key.k >= 256 && (parts >= 3 || is_lonely);
 }
 
 // libtorch's own choice, unless another was measured to be faster.
