@@ -5,6 +5,7 @@ use crate::clock::{OnTheGpu, median};
 use crate::common::{Case, Direction, Runner};
 use crate::{draw, layer_norm, linear, lltm_cell, machine, matmul_add_relu, table};
 use std::io::Write;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use tch::{Device, Kind, Tensor};
 
 /// Shapes of each kind.
@@ -107,7 +108,14 @@ pub fn run(operator: &str, seed: &str, words: &[String]) -> std::io::Result<()> 
         for direction in [Direction::Forward, Direction::Backward] {
             let title = case.title(direction);
             if words.iter().all(|word| title.contains(word.as_str())) && case.has(direction) {
-                found.extend(case.in_its_precision(|| compare(case, direction)));
+                let measure = || case.in_its_precision(|| compare(case, direction));
+                match catch_unwind(AssertUnwindSafe(measure)) {
+                    Ok(comparisons) => found.extend(comparisons),
+                    Err(panic) => {
+                        println!("FAILED: {title}");
+                        resume_unwind(panic);
+                    }
+                }
             }
         }
     }

@@ -11,7 +11,7 @@ use crate::{Error, Result};
 use std::any::Any;
 use std::backtrace::Backtrace;
 use std::ffi::{c_int, c_void};
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -24,6 +24,7 @@ use torch_sys::C_tensor;
 ///
 /// # Errors
 /// The forward's own, or a misuse of [`Saver`].
+#[track_caller]
 pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors> {
     let operator = Operator { name: F::NAME, double_backward: F::DOUBLE_BACKWARD };
     operator.run(inputs, |saver, inputs| {
@@ -58,6 +59,7 @@ pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result
 ///
 /// # Errors
 /// As [`apply`].
+#[track_caller]
 pub fn apply_with<Forward, Back>(
     name: &'static str,
     inputs: &[Option<&Tensor>],
@@ -103,6 +105,7 @@ struct Operator {
 }
 
 impl Operator {
+    #[track_caller]
     fn run<B: Backward>(
         &self,
         inputs: &[Option<&Tensor>],
@@ -121,7 +124,8 @@ impl Operator {
         if !mode.needs_graph && saver.dirty.is_empty() && are_constants(saver.pointers, output_pointers) {
             return Ok(outputs);
         }
-        let trace = (mode.needs_graph && mode.anomaly_mode).then(|| Backtrace::force_capture().to_string());
+        let trace = (mode.needs_graph && mode.anomaly_mode)
+            .then(|| format!("{}\n{}", Location::caller(), Backtrace::force_capture()));
         self.attach(backward, output_pointers, &saver, trace.as_deref())
     }
 

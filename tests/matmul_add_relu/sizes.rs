@@ -28,6 +28,11 @@ fn assert_right(way: ProductPath, arguments: &[Tensor; 3], what: &str) {
     assert!(one(way, arguments).equal(&one(way, arguments)), "{what} {kind:?} {way:?}: not the same bits");
 }
 
+/// Without libtorch's cache, as under memcheck, an allocation ends a capture.
+fn can_capture() -> bool {
+    std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_none()
+}
+
 /// The same values in other places: as they are, transposed, with gaps between rows, and from any address.
 fn placements(tensor: &Tensor) -> [Tensor; 4] {
     let mut size = tensor.size();
@@ -77,7 +82,7 @@ fn cuda_half_kinds_and_others_skinny_products_are_right() {
     for size in sizes {
         is_right_in_all_places(ProductPath::Skinny, size, device);
         let arguments = inputs(size, Kind::Half, device);
-        assert_eq!(kernels(ProductPath::Skinny, &arguments, device), 1, "{size:?}");
+        assert!(!can_capture() || kernels(ProductPath::Skinny, &arguments, device) == 1, "{size:?}");
     }
 }
 
@@ -102,7 +107,10 @@ fn cuda_half_kinds_and_others_padded_products_are_right() {
     for kind in [Kind::Half, Kind::BFloat16] {
         let arguments = inputs([&[65, 33], &[33, 131], &[131]], kind, device);
         // A copy, the product, and one that brings it together.
-        assert!(kernels(ProductPath::Padded, &arguments, device) >= 3);
+        assert!(!can_capture() || kernels(ProductPath::Padded, &arguments, device) >= 3);
+    }
+    if !can_capture() {
+        return;
     }
     // Nothing to pad: the composite.
     let arguments = inputs([&[64, 64], &[64, 48], &[48]], Kind::Half, device);
@@ -123,7 +131,7 @@ fn cuda_half_kinds_and_others_a_relu_behind_the_product_is_right() {
         is_right_in_all_places(ProductPath::Pass, size, device);
     }
     let arguments = inputs([&[256, 64], &[64, 512], &[512]], Kind::Half, device);
-    assert_eq!(kernels(ProductPath::Pass, &arguments, device), 2);
+    assert!(!can_capture() || kernels(ProductPath::Pass, &arguments, device) == 2);
 }
 
 /// By whichever way is chosen, also with tf32: sizes of each group that was found slow.
