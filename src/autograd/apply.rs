@@ -124,8 +124,9 @@ impl Operator {
         if !mode.needs_graph && saver.dirty.is_empty() && are_constants(saver.pointers, output_pointers) {
             return Ok(outputs);
         }
+        let place = Location::caller();
         let trace = (mode.needs_graph && mode.anomaly_mode)
-            .then(|| format!("{}\n{}", Location::caller(), Backtrace::force_capture()));
+            .then(|| format!("{place}\n{}", Backtrace::force_capture()));
         self.attach(backward, output_pointers, &saver, trace.as_deref())
     }
 
