@@ -265,7 +265,7 @@ run_sanitize() {
     [[ ${program##*/} != planted ]] || continue
     if ! has_tests "$program" "$filter"; then
       # Whoever names a program wants it checked.
-      (($# == 0)) || fail "no test of ${program##*/} has `$filter` in its name"
+      (($# == 0)) || fail "no test of ${program##*/} has \`$filter\` in its name"
       continue
     fi
     checked=$((checked + 1))
@@ -273,7 +273,7 @@ run_sanitize() {
       sanitize_clean "$tool" "$program" "$filter" || failed=$((failed + 1))
     done
   done
-  ((checked > 0)) || fail "no test's name contains `$filter`, so nothing was checked"
+  ((checked > 0)) || fail "no test's name contains \`$filter\`, so nothing was checked"
   sanitize_planted memcheck planted_overrun || failed=$((failed + 1))
   sanitize_planted racecheck planted_race || failed=$((failed + 1))
   if ((failed > 0)); then
