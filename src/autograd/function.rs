@@ -70,7 +70,7 @@ pub trait Function: Send + Sync + Sized + 'static {
     /// Computes the outputs, with grad mode off.
     ///
     /// # Errors
-    /// Reach the caller of [`apply`] as they are.
+    /// Reach the caller of [`apply`](super::apply()) as they are.
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors>;
 
     /// Computes a gradient for each input from one for each output. Entries for inputs that need none
