@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "../libtorch_versions.h"
 #include "bridge.h"
-#include "node.h"
 
 namespace tch_extension {
 namespace {

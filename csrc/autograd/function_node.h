@@ -12,7 +12,7 @@
 #include <string_view>
 #include <vector>
 
-#include "node.h"
+#include "../libtorch_versions.h"
 #include "saved.h"
 #include "state.h"
 #include "wrap.h"

@@ -4,8 +4,8 @@
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/function.h>
 
+#include "../libtorch_versions.h"
 #include "bridge.h"
-#include "node.h"
 
 namespace tch_extension {
 

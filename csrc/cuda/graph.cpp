@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "../libtorch_versions.h"
 #include "tch_extension/c_abi.h"
 
 namespace tch_extension {
@@ -95,7 +96,7 @@ class Graph final : public at::cuda::CUDAGraph {
     }
     // CUDA keeps the error for whoever asks next.
     (void)cudaGetLastError();
-    for (auto& [generator, increment] : captured_generator_states_) generator->capturing_ = false;
+    for (auto& [generator, increment] : captured_generator_states_) end_failed_capture(*generator);
     if (capture_dev_ == UNDEFINED_DEVICE) return;
     // A pool is given back only where it was surely taken: it may be another graph's.
     namespace device_memory = c10::cuda::CUDACachingAllocator;

@@ -1,8 +1,11 @@
-// The one place where libtorch's versions differ for this library: who owns graph nodes, and how they are
-// freed.
+// The one place where libtorch's versions differ for this library.
 //
-// Up to 2.11 a node is held by shared_ptr, and a deleter of libtorch's takes a long graph apart in a loop.
-// From 2.13 on it is held by intrusive_ptr, and the node's own destructor does that.
+// Who owns graph nodes, and how they are freed: up to 2.11 a node is held by shared_ptr, and a deleter of
+// libtorch's takes a long graph apart in a loop. From 2.13 on it is held by intrusive_ptr, and the node's own
+// destructor does that.
+//
+// What a generator of random numbers knows of a capture: up to 2.11 whether there is one, from 2.13 on a
+// state for each, which a graph takes with it when it is destroyed.
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
@@ -37,6 +40,10 @@ class OwnNode : public torch::autograd::Node {
   virtual void free_own() noexcept = 0;
 };
 
+// A template, so that sources without CUDA need no header of its.
+template <typename GeneratorState>
+void end_failed_capture(GeneratorState&) {}
+
 #else
 
 template <typename T>
@@ -52,6 +59,12 @@ class OwnNode : public torch::autograd::Node {
   // Called by the node's own destructor only: here that comes with the last owner.
   virtual void free_own() noexcept = 0;
 };
+
+// Otherwise it would refuse to draw outside of a capture.
+template <typename GeneratorState>
+void end_failed_capture(GeneratorState& generator) {
+  generator.capturing_ = false;
+}
 
 #endif
 
