@@ -32,9 +32,12 @@ pub fn test(repo: &Repo, version: &str, args: &[String]) -> Result<ExitCode> {
     let root = repo.root.join("target/tch-0.26");
     lay_out(repo, &root)?;
     let other = Repo { root };
-    // What names a libtorch here; there `.cargo/config.toml` names the other one.
+    // What names a libtorch here; there `.cargo/config.toml` names the other one. And objects that were compiled against
+    // the one here would be compiled again each time.
     let mut changes: setup::Changes =
-        ["LIBTORCH", "CUDA_HOME", "LIBTORCH_USE_PYTORCH"].map(|variable| (variable.to_string(), None)).into();
+        ["LIBTORCH", "CUDA_HOME", "LIBTORCH_USE_PYTORCH", "TCH_EXTENSION_OBJECTS"]
+            .map(|variable| (variable.to_string(), None))
+            .into();
     changes.extend(setup::one_test_at_a_time());
     lock(repo, &other, &changes)?;
     let has_packages = args.iter().any(|arg| arg.starts_with("-p") || arg.starts_with("--package"));
