@@ -4,6 +4,7 @@
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
+#include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 
 #include <algorithm>
@@ -26,13 +27,29 @@ TCH_EXTENSION_API bool tch_extension_requires_grad(const at::Tensor* tensor) {
 TCH_EXTENSION_API bool tch_extension_defined(const at::Tensor* tensor) { return tensor->defined(); }
 
 struct ForwardMode {
-  at::RecordFunction* record;  // null when nobody profiles
+  at::RecordFunction* record;    // null when nobody profiles
+  c10::AutogradState* autograd;  // this thread's
   bool grad_mode_before;
   bool needs_graph;
   bool anomaly_mode;
 };
 
 namespace {
+
+// Plain loops: std::any_of is unrolled for long lists, which costs more than these few tensors.
+bool any_requires_grad(at::Tensor* const* tensors, size_t len) {
+  for (size_t i = 0; i < len; ++i) {
+    if (is_present(tensors[i]) && tensors[i]->requires_grad()) return true;
+  }
+  return false;
+}
+
+bool is_among(const at::Tensor& tensor, at::Tensor* const* tensors, size_t len) {
+  for (size_t i = 0; i < len; ++i) {
+    if (tensors[i] != nullptr && tensors[i]->is_same(tensor)) return true;
+  }
+  return false;
+}
 
 // For torch's profiler and NVTX. A backward gets its own by the engine, under the node's name and sequence
 // number.
@@ -62,17 +79,17 @@ at::RecordFunction* start_record(at::StepCallbacks&& callbacks, std::string_view
 // decided here, once, whatever the forward does to its inputs.
 TCH_EXTENSION_API ForwardMode tch_extension_begin_forward(const char* name, size_t name_len,
                                                           at::Tensor* const* inputs, size_t len) {
-  const bool before = at::GradMode::is_enabled();
-  if (before) at::GradMode::set_enabled(false);
-  const bool needs_graph = before && std::any_of(inputs, inputs + len, [](const at::Tensor* input) {
-                             return is_present(input) && input->requires_grad();
-                           });
+  // Looked up once: each call of at::GradMode would do it again.
+  auto& autograd = c10::AutogradState::get_tls_state();
+  const bool before = autograd.get_grad_mode();
+  autograd.set_grad_mode(false);
+  const bool needs_graph = before && any_requires_grad(inputs, len);
   at::RecordFunction* record = nullptr;
   auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   if (C10_UNLIKELY(callbacks.has_value())) {
     record = start_record(std::move(*callbacks), {name, name_len}, inputs, len, needs_graph);
   }
-  return {record, before, needs_graph, torch::autograd::AnomalyMode::is_enabled()};
+  return {record, &autograd, before, needs_graph, torch::autograd::AnomalyMode::is_enabled()};
 }
 
 // Before input `index` is changed in place: an error where the graph could not take it.
@@ -86,9 +103,9 @@ TCH_EXTENSION_API Message tch_extension_check_in_place(at::Tensor* const* inputs
 }
 
 // As it was before, whatever the forward left behind.
-TCH_EXTENSION_API void tch_extension_end_forward(ForwardMode mode) {
-  at::GradMode::set_enabled(mode.grad_mode_before);
-  delete mode.record;
+TCH_EXTENSION_API void tch_extension_end_forward(const ForwardMode* mode) {
+  mode->autograd->set_grad_mode(mode->grad_mode_before);
+  delete mode->record;
 }
 
 TCH_EXTENSION_API bool tch_extension_grad_mode() { return at::GradMode::is_enabled(); }
@@ -104,12 +121,12 @@ TCH_EXTENSION_API bool tch_extension_set_grad_mode(bool enabled) {
 // brings a graph of its own, and none is undefined.
 TCH_EXTENSION_API bool tch_extension_are_constants(at::Tensor* const* inputs, size_t inputs_len,
                                                    at::Tensor* const* outputs, size_t outputs_len) {
-  return std::all_of(outputs, outputs + outputs_len, [&](const at::Tensor* output) {
-    if (output == nullptr) return true;
-    return output->defined() && !output->requires_grad() &&
-           std::none_of(inputs, inputs + inputs_len,
-                        [&](const at::Tensor* input) { return input != nullptr && input->is_same(*output); });
-  });
+  for (size_t i = 0; i < outputs_len; ++i) {
+    const at::Tensor* output = outputs[i];
+    if (output == nullptr) continue;
+    if (!output->defined() || output->requires_grad() || is_among(*output, inputs, inputs_len)) return false;
+  }
+  return true;
 }
 
 // Attaches a node to the outputs of a forward that has run. Takes `state` in any case. `wrapped`:

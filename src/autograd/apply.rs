@@ -105,6 +105,7 @@ struct Operator {
 }
 
 impl Operator {
+    // Compiled in the crate of the operator: the small functions that it calls are `#[inline]`, so that they are here, too.
     #[track_caller]
     fn run<B: Backward>(
         &self,
@@ -181,13 +182,17 @@ impl Operator {
         Ok(wrapped.into_iter().map(|tensor| unsafe { owned(tensor) }).collect::<Vec<_>>().into())
     }
 
+    #[inline]
     fn check_indices(&self, call: &str, of: &str, indices: &[usize], len: usize) -> Result<()> {
         match indices.iter().find(|&&index| index >= len) {
-            Some(index) => {
-                Err(Error::Autograd(format!("{}: {call}({index}), but there are {len} {of}", self.name)))
-            }
+            Some(&index) => Err(self.no_such_index(call, index, of, len)),
             None => Ok(()),
         }
+    }
+
+    #[cold]
+    fn no_such_index(&self, call: &str, index: usize, of: &str, len: usize) -> Error {
+        Error::Autograd(format!("{}: {call}({index}), but there are {len} {of}", self.name))
     }
 }
 
@@ -197,6 +202,7 @@ pub(super) fn requires_grad(tensor: &Tensor) -> bool {
 }
 
 /// Whether outputs of a forward that needs no graph can be handed over as they are.
+#[inline]
 fn are_constants(inputs: &[*const C_tensor], outputs: &[*const C_tensor]) -> bool {
     // SAFETY: each is null or borrowed from a live tensor.
     unsafe {
@@ -209,6 +215,7 @@ fn are_constants(inputs: &[*const C_tensor], outputs: &[*const C_tensor]) -> boo
 struct ForwardGuard(ffi::ForwardMode);
 
 impl ForwardGuard {
+    #[inline]
     fn new(name: &'static str, inputs: &[*const C_tensor]) -> Self {
         // SAFETY: the name is static; each input is null or borrowed from a live tensor.
         ForwardGuard(unsafe {
@@ -219,9 +226,10 @@ impl ForwardGuard {
 
 impl Drop for ForwardGuard {
     // Also when a forward panics.
+    #[inline]
     fn drop(&mut self) {
         // SAFETY: from `begin_forward`, and ended once.
-        unsafe { ffi::tch_extension_end_forward(self.0) };
+        unsafe { ffi::tch_extension_end_forward(&self.0) };
     }
 }
 

@@ -105,6 +105,7 @@ pub struct Saver<'a> {
 }
 
 impl<'a> Saver<'a> {
+    #[inline]
     pub(super) fn new(
         name: &'static str,
         inputs: &'a [Option<&'a Tensor>],

@@ -23,6 +23,7 @@ impl Pointers {
         Pointers { few, many: Vec::new(), len }
     }
 
+    #[inline]
     pub fn as_slice(&self) -> &[*const C_tensor] {
         if self.len > Self::FEW { &self.many } else { &self.few[..self.len] }
     }

@@ -11,6 +11,7 @@ pub struct Inputs<'a>(&'a [Option<&'a Tensor>]);
 
 impl<'a> Inputs<'a> {
     /// A view of these inputs.
+    #[inline]
     pub fn new(inputs: &'a [Option<&'a Tensor>]) -> Self {
         Inputs(inputs)
     }
@@ -19,11 +20,13 @@ impl<'a> Inputs<'a> {
     ///
     /// # Errors
     /// When it is absent, or there are fewer inputs.
+    #[inline]
     pub fn get(&self, index: usize) -> Result<&'a Tensor> {
         self.optional(index).ok_or_else(|| absent("input", index, self.0.len()))
     }
 
     /// Input `index`, if it is present.
+    #[inline]
     pub fn optional(&self, index: usize) -> Option<&'a Tensor> {
         self.0.get(index).copied().flatten()
     }
@@ -31,6 +34,7 @@ impl<'a> Inputs<'a> {
 
 impl<'a> Deref for Inputs<'a> {
     type Target = [Option<&'a Tensor>];
+    #[inline]
     fn deref(&self) -> &Self::Target {
         self.0
     }
@@ -56,6 +60,7 @@ impl Default for List {
 }
 
 impl List {
+    #[inline]
     fn as_slice(&self) -> &[Option<Tensor>] {
         match self {
             List::One(one) => one,
@@ -89,6 +94,7 @@ impl Tensors {
     ///
     /// # Errors
     /// When there is another number of tensors, or it is absent.
+    #[inline]
     pub fn single(self) -> Result<Tensor> {
         match self.0 {
             List::One([Some(tensor)]) => Ok(tensor),
@@ -155,6 +161,7 @@ fn absent(what: &str, index: usize, len: usize) -> Error {
 
 impl Deref for Tensors {
     type Target = [Option<Tensor>];
+    #[inline]
     fn deref(&self) -> &Self::Target {
         self.0.as_slice()
     }
@@ -167,12 +174,14 @@ impl From<()> for Tensors {
 }
 
 impl From<Tensor> for Tensors {
+    #[inline]
     fn from(tensor: Tensor) -> Self {
         Some(tensor).into()
     }
 }
 
 impl From<Option<Tensor>> for Tensors {
+    #[inline]
     fn from(tensor: Option<Tensor>) -> Self {
         Tensors(List::One([tensor]))
     }

@@ -85,11 +85,19 @@ pub(crate) struct Record {
     _thread: PhantomData<*mut u8>,
 }
 
+/// The thread's grad mode and its like.
+#[repr(C)]
+pub(crate) struct AutogradState {
+    _opaque: [u8; 0],
+    _thread: PhantomData<*mut u8>,
+}
+
 /// How a forward begins.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct ForwardMode {
     pub record: *mut Record,
+    pub autograd: *mut AutogradState,
     pub grad_mode_before: bool,
     pub needs_graph: bool,
     pub anomaly_mode: bool,
@@ -115,7 +123,7 @@ unsafe extern "C" {
         index: usize,
     ) -> *mut c_char;
     pub(crate) fn tch_extension_defined(tensor: *const C_tensor) -> bool;
-    pub(crate) fn tch_extension_end_forward(mode: ForwardMode);
+    pub(crate) fn tch_extension_end_forward(mode: *const ForwardMode);
     pub(crate) fn tch_extension_are_constants(
         inputs: *const *const C_tensor,
         inputs_len: usize,
