@@ -504,6 +504,61 @@ fn cuda_memory_statistics_go_up_and_down() {
     assert!(stats().reserved <= after.reserved - bytes as u64, "{after:?} {:?}", stats());
 }
 
+/// While something is captured, libtorch cannot give back what it keeps: that must not be all of the GPU.
+#[test]
+fn cuda_a_capture_begins_with_an_empty_cache() {
+    let Some(device) = caching_or_skip("cuda_a_capture_begins_with_an_empty_cache") else { return };
+    let _serial = serially();
+    let bytes: i64 = 1 << 30;
+    let reserved = || memory_stats(device).expect("statistics").reserved;
+    drop(Tensor::zeros([bytes / 4], (Kind::Float, device)));
+    let before = reserved();
+    let x = Tensor::ones([16], (Kind::Float, device));
+    let (_graph, during) = Graph::capture(device, || {
+        let _ = x.f_exp()?;
+        Ok(reserved())
+    })
+    .expect("a graph");
+    assert!(during <= before - bytes as u64, "{during} of {before} bytes");
+}
+
+/// A graph's memory is free again when it and what came out of it are dropped, also that of a warm-up on the stream.
+#[test]
+fn cuda_a_dropped_graph_gives_its_memory_back() {
+    let Some(device) = caching_or_skip("cuda_a_dropped_graph_gives_its_memory_back") else { return };
+    let _serial = serially();
+    let x = Tensor::ones([64 << 20], (Kind::Float, device));
+    let stats = || {
+        synchronize(device).expect("synchronize");
+        empty_cache().expect("empty_cache");
+        memory_stats(device).expect("statistics")
+    };
+    let stream = Stream::new(device).expect("a stream");
+    let captured = |x: &Tensor| {
+        let guard = StreamGuard::new(&stream).expect("a guard");
+        drop(x.f_add_scalar(1.0).expect("a warm-up"));
+        drop(guard);
+        let (graph, y) = Graph::capture_on(&stream, || Ok(x.f_add_scalar(1.0)?.f_exp()?)).expect("a graph");
+        graph.replay().expect("a replay");
+        drop(y);
+        drop(graph);
+    };
+    let before = stats();
+    captured(&x);
+    let after = stats();
+    assert_eq!((after.allocated, after.reserved), (before.allocated, before.reserved));
+    // With a workspace of cuBLAS', which belongs to the stream.
+    let square = x.view([8192, 8192]);
+    let _ = square.matmul(&square);
+    let before = stats();
+    for _ in 0..3 {
+        let (graph, y) = Graph::capture(device, || Ok(square.f_matmul(&square)?)).expect("a graph");
+        drop((graph, y));
+    }
+    let after = stats();
+    assert_eq!((after.allocated, after.reserved), (before.allocated, before.reserved));
+}
+
 /// Kernels and allocations belong on the device of the tensors, whichever is current.
 #[test]
 fn cuda_an_operator_on_the_second_gpu_stays_there() {

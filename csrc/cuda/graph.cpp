@@ -145,8 +145,11 @@ TCH_EXTENSION_API Message tch_extension_cuda_graph_begin(Graph* sharing, Graph**
     at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
     std::lock_guard<std::mutex> lock(bookkeeping());
     const auto pool = sharing != nullptr ? sharing->pool() : at::cuda::graph_pool_handle();
-    // Memory that other streams are still using is then free, and need not be allocated anew.
+    // What is cached cannot be given back while something is captured, whose memory is a pool of its own:
+    // without this, a capture ends for want of memory that nobody uses. Python's torch.cuda.graph does the
+    // same.
     c10::cuda::device_synchronize();
+    c10::cuda::CUDACachingAllocator::emptyCache();
     auto graph = std::make_unique<Graph>();
     graph->begin(pool);
     *result = graph.release();
