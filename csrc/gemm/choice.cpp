@@ -209,7 +209,9 @@ bool is_worth_cutting(const Key& key, const cublasLtMatmulHeuristicResult_t& wit
   const bool is_whole = parts_of(without) == 1;
   if (is_one_of(family, {13, 14})) return false;
   const float idle = is_float && !is_tf32(key) ? 0.65f : 0.45f;
-  if (is_whole && without.wavesCount >= idle) return false;
+  // A second wave of family 11, whose blocks go through all of K, takes as long as the first.
+  const bool is_twice_as_long = is_float && !is_tf32(key) && family == 11 && without.wavesCount > 1;
+  if (is_whole && without.wavesCount >= idle && !is_twice_as_long) return false;
   const int32_t parts = parts_of(with);
   if (is_tf32(key)) return (key.k >= 1024 && parts >= 5) || (key.k >= 512 && parts >= 10);
   if (is_float) {
@@ -230,7 +232,15 @@ Proposal first_of(const Key& key, const Proposals& usual, const Proposals& large
     return is_allowed(key, proposal) && !is_cut_badly(key, proposal);
   };
   const int place = first_place(usual, is_good);
-  const int of_larger = first_place(larger, is_good);
+  // In f32 what is proposed first may be whole, too, and another cut well.
+  const bool is_float = key.kind == kTchExtensionFloat && !is_tf32(key);
+  const bool wants_cut = is_float && place >= 0 &&
+                         attribute(usual.result[place].algo, CUBLASLT_ALGO_CONFIG_ID) != 11 &&
+                         parts_of(usual.result[place]) == 1;
+  int of_larger =
+      wants_cut ? first_place(larger, [&](const auto& each) { return is_good(each) && parts_of(each) > 1; })
+                : -1;
+  if (of_larger < 0) of_larger = first_place(larger, is_good);
   if (place < 0) return of_larger < 0 ? std::nullopt : Proposal(larger.result[of_larger]);
   const auto& first = usual.result[place];
   if (of_larger >= 0 && is_worth_cutting(key, first, larger.result[of_larger]))

@@ -158,24 +158,35 @@ bool padded_product_is_faster(const Product& product, bool is_tf32) {
   // A narrow product reads its large factor once, a copy twice more.
   const int64_t narrowest = is_half ? 64 : 128;
   if ((!is_half && !is_tf32) || std::min(product.m, product.n) < narrowest) return false;
-  // Below this, in operations a microsecond, no copy pays, whatever its size.
-  const double rate = is_tf32 ? 60e6 : 40e6;
-  const double work = 2.0 * static_cast<double>(product.batch) * static_cast<double>(product.m) *
-                      static_cast<double>(product.n) * static_cast<double>(product.k);
-  constexpr double kLaunch = 1.5;
-  if (work < rate * kLaunch) return false;
   const auto padded = padded_of(product);
   if (!padded || padded->launches() == 0) return false;
+  // Microseconds by what was measured: bytes a microsecond, operations a microsecond padded, as it lies by
+  // cuBLAS' own product, and with a bias by cuBLASLt's, which has fewer kernels to choose from; a pass for
+  // the bias behind cuBLAS' is the other way.
+  constexpr double kBandwidth = 2.4e6;
+  constexpr double kLaunch = 1.5;
+  const double padded_rate = is_tf32 ? 200e6 : 400e6;
+  const double plain_rate = is_tf32 ? 60e6 : 75e6;
+  const double bias_rate = is_tf32 ? 60e6 : 40e6;
+  const double work = 2.0 * static_cast<double>(product.batch) * static_cast<double>(product.m) *
+                      static_cast<double>(product.n) * static_cast<double>(product.k);
+  const int64_t lhs = elements_of(padded->lhs, product);
+  const int64_t rhs = elements_of(padded->rhs, product);
+  const int64_t out = product.batch * padded->sizes.m * padded->sizes.n;
+  const auto micros = [&](int64_t elements) {
+    return static_cast<double>(elements * element_size(product)) / kBandwidth;
+  };
   // Each copy is a read and a write.
-  int64_t copies = 0;
-  if (padded->copies_lhs) copies += elements_of(padded->lhs, product);
-  if (padded->copies_rhs) copies += elements_of(padded->rhs, product);
-  if (padded->copies_out) copies += product.batch * padded->sizes.m * padded->sizes.n;
-  constexpr double kBandwidth = 3e6;  // bytes a microsecond
-  const double bytes = 2.0 * static_cast<double>(copies * element_size(product));
-  const double cost = bytes / kBandwidth + kLaunch * static_cast<double>(padded->launches());
-  // Without a bias it is cuBLAS' own product that has to be beaten, which has more kernels to choose from.
-  return work / rate > cost * (product.bias.data == nullptr ? 1.6 : 1.0);
+  const auto pass = [&](int64_t elements, int64_t launches) {
+    return micros(2 * elements) + kLaunch * static_cast<double>(launches);
+  };
+  const double plain = work / plain_rate;
+  const double as_it_lies =
+      product.bias.data == nullptr ? plain : std::min(work / bias_rate, plain + pass(out, 1));
+  const int64_t copied =
+      (padded->copies_lhs ? lhs : 0) + (padded->copies_rhs ? rhs : 0) + (padded->copies_out ? out : 0);
+  return as_it_lies >
+         std::max(work / padded_rate, micros(lhs + rhs + out)) + pass(copied, padded->launches());
 }
 
 bool padded_product(const Product& product, int32_t device, cudaStream_t stream) {

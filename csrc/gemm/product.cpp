@@ -172,21 +172,12 @@ bool has_uneven_bias(const Product& product) {
   return has_tensor_cores && product.m > 1 && product.bias.row != 0 && bytes % 16 != 0;
 }
 
-// A bias of full shape beside next to nothing to multiply: memory bounds it, and a kernel behind libtorch's
-// product moves as much. A precaution, too: in one sweep in Half, calls in a row of [22, 3264, 8] @ [22, 8,
-// 3328] with such a bias, by a plan or by libtorch, ended in a launch failure of the GPU that has not been
-// traced yet.
-bool is_all_bias(const Product& product) {
-  constexpr int64_t kLeastInner = 16;
-  return product.m > 1 && product.bias.row != 0 && product.k < kLeastInner;
-}
-
 bool run_fastest(const Product& product, c10::cuda::CUDAStream stream) {
   if (run_own(product, stream)) return true;
   if (hopper_product_is_faster(product) && run_hopper(product, stream.stream())) return true;
   // Where there is nothing behind the product, libtorch's own is as fast.
   if (product.bias.data == nullptr) return false;
-  if (has_uneven_bias(product) || is_all_bias(product)) return false;
+  if (has_uneven_bias(product)) return false;
   // cuBLASLt's kernels for f64 are slower than cuBLAS' own with ours behind them, but sooner started.
   constexpr int64_t kMost = 1 << 24;
   const bool is_double = product.kind == kTchExtensionDouble;

@@ -12,6 +12,9 @@ namespace {
 
 constexpr int kMostShort = 4;
 
+// How the short factor is read: single values; as many at a time as of the long one; so, too, from a copy.
+enum class Few : int32_t { kSingle, kWhole, kCopied };
+
 // out[r, s] = Σ_k long[r, k] short[s, k] + bias[r, s]: the product, or its transpose.
 struct Skinny {
   struct Factor {
@@ -28,6 +31,7 @@ struct Skinny {
   int64_t inner;
   int32_t shorts;
   int32_t relu;
+  Few few_is;
 };
 
 template <typename T>
@@ -36,27 +40,65 @@ __device__ __forceinline__ const T* of_batch(const Skinny::Factor& factor) {
 }
 
 template <typename T>
-__device__ __forceinline__ void finish(const Skinny& skinny, int64_t row, int s, Compute<T> sum) {
-  using C = Compute<T>;
+__device__ __forceinline__ Compute<T> bias_of(const Skinny& skinny, int64_t row, int s) {
   const auto& [data, bias_row, bias_short, bias_batch] = skinny.bias;
-  if (data != nullptr) sum += static_cast<C>(of_batch<T>(skinny.bias)[row * bias_row + s * bias_short]);
+  if (data == nullptr) return 0;
+  return static_cast<Compute<T>>(of_batch<T>(skinny.bias)[row * bias_row + s * bias_short]);
+}
+
+template <typename T>
+__device__ __forceinline__ void finish(const Skinny& skinny, int64_t row, int s, Compute<T> sum) {
   // Not max: NaN stays.
   if (skinny.relu && sum < 0) sum = 0;
   T* out = const_cast<T*>(of_batch<T>(skinny.out));
   out[row * skinny.out.row + s * skinny.out.inner] = static_cast<T>(sum);
 }
 
-// kRows rows of a team whose K is contiguous: kLanes neighbours a thread where both factors are aligned to
-// that; otherwise one, so that neighbouring threads read neighbours of either, wherever a row begins.
+// The sum over a warp of values[lane % kValues]. Neighbours halve what they have and swap the halves, so that
+// each lane adds up some of the values only.
+template <int kValues, int kStep = 1, typename C>
+__device__ __forceinline__ C warp_sums(const C (&values)[kValues]) {
+  if constexpr (kValues > 1) {
+    const bool is_odd = threadIdx.x & kStep;
+    C half[kValues / 2];
+#pragma unroll
+    for (int i = 0; i < kValues / 2; ++i) {
+      const C even = values[2 * i];
+      const C odd = values[2 * i + 1];
+      half[i] = (is_odd ? odd : even) + __shfl_xor_sync(~0u, is_odd ? even : odd, kStep);
+    }
+    return warp_sums<kValues / 2, 2 * kStep>(half);
+  } else {
+    C sum = values[0];
+#pragma unroll
+    for (int step = kStep; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    return sum;
+  }
+}
+
+// kRows rows whose K is contiguous, of a team of threads: kLanes neighbours a thread where all rows are
+// aligned to that, otherwise one. Values of the short factor are read once for all of the rows.
 template <typename T, int kShorts, int kLanes, int kRows>
 struct RowSums {
   using C = Compute<T>;
 
-  C sum[kRows][kShorts] = {};
+  C sum[kRows * kShorts] = {};
 
-  template <int kAhead>
+  template <bool kIsWhole>
+  static __device__ __forceinline__ Vector<T, kLanes> load_few(const Skinny& skinny, const T* few, int k) {
+    if constexpr (kIsWhole) {
+      return *reinterpret_cast<const Vector<T, kLanes>*>(few + k);
+    } else {
+      Vector<T, kLanes> values;
+#pragma unroll
+      for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] = few[(k + lane) * skinny.few.inner];
+      return values;
+    }
+  }
+
+  template <int kAhead, bool kIsWhole>
   __device__ __forceinline__ void add_some(const Skinny& skinny, const T* const (&rows)[kRows], const T* few,
-                                           int first, int step) {
+                                           int64_t row_of_few, int first, int step) {
     const int inner = static_cast<int>(skinny.inner);
     Vector<T, kLanes> left[kAhead][kRows];
     Vector<T, kLanes> right[kAhead][kShorts];
@@ -76,9 +118,7 @@ struct RowSums {
 #pragma unroll
       for (int s = 0; s < kShorts; ++s) {
         const int at = s < skinny.shorts ? s : 0;
-        // With lanes, K of both is contiguous.
-        const T* from = few + at * skinny.few.row + (kLanes > 1 ? k : k * skinny.few.inner);
-        right[i][s] = *reinterpret_cast<const Vector<T, kLanes>*>(from);
+        right[i][s] = load_few<kIsWhole>(skinny, few + at * row_of_few, k);
       }
     }
 #pragma unroll
@@ -89,79 +129,100 @@ struct RowSums {
         for (int r = 0; r < kRows; ++r) {
 #pragma unroll
           for (int lane = 0; lane < kLanes; ++lane) {
-            sum[r][s] += static_cast<C>(left[i][r].lane[lane]) * static_cast<C>(right[i][s].lane[lane]);
+            sum[r * kShorts + s] +=
+                static_cast<C>(left[i][r].lane[lane]) * static_cast<C>(right[i][s].lane[lane]);
           }
         }
       }
     }
   }
 
-  __device__ __forceinline__ void add(const Skinny& skinny, int64_t first_row, int member, int team) {
-    const T* few = of_batch<T>(skinny.few);
+  template <bool kIsWhole>
+  __device__ __forceinline__ void add_all(const Skinny& skinny, const T* const (&rows)[kRows], const T* few,
+                                          int64_t row_of_few, int member, int team) {
+    // So many loads of each row are under way before the first is used.
+    constexpr int kLoads = kLanes == 1 ? 8 : kLanes * sizeof(T) < 16 || kShorts <= 2 ? 4 : 1;
+    constexpr int kAhead = kLoads > kRows ? kLoads / kRows : 1;
+    const int inner = static_cast<int>(skinny.inner);
+    const int step = team * kLanes;
+    for (int k = member * kLanes; k < inner; k += kAhead * step)
+      add_some<kAhead, kIsWhole>(skinny, rows, few, row_of_few, k, step);
+  }
+
+  // `copy`: of the short factor, where there is one.
+  __device__ __forceinline__ void add(const Skinny& skinny, const T* copy, int64_t first_row, int member,
+                                      int team) {
     const T* rows[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       const int64_t row = first_row + r < skinny.rows ? first_row + r : skinny.rows - 1;
       rows[r] = of_batch<T>(skinny.many) + row * skinny.many.row;
     }
-    const int inner = static_cast<int>(skinny.inner);
-    // So many loads of each row are under way before the first is used.
-    constexpr int kAhead = kLanes == 1 ? 8 / kRows : kShorts <= 2 && kRows == 1 ? 4 : 1;
-    const int step = team * kLanes;
-    int k = member * kLanes;
-    for (; k < inner; k += kAhead * step) add_some<kAhead>(skinny, rows, few, k, step);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-#pragma unroll
-      for (int s = 0; s < kShorts; ++s) {
-#pragma unroll
-        for (int step = 16; step > 0; step /= 2) sum[r][s] += __shfl_xor_sync(~0u, sum[r][s], step);
+    const T* few = of_batch<T>(skinny.few);
+    if constexpr (kLanes > 1) {
+      const bool is_copied = skinny.few_is == Few::kCopied;
+      if (skinny.few_is != Few::kSingle) {
+        const int64_t row_of_few = is_copied ? skinny.inner : skinny.few.row;
+        return add_all<true>(skinny, rows, is_copied ? copy : few, row_of_few, member, team);
       }
     }
+    add_all<false>(skinny, rows, few, skinny.few.row, member, team);
   }
 };
 
-constexpr int kRowsOfWarp = 4;
-
-// Each warp computes some rows.
-template <typename T, int kShorts, int kLanes>
-__global__ void __launch_bounds__(kThreads) skinny_rows_kernel(Skinny skinny) {
-  const int lane = threadIdx.x % 32;
-  const int64_t warp = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32;
-  RowSums<T, kShorts, kLanes, kRowsOfWarp> sums;
-  sums.add(skinny, warp * kRowsOfWarp, lane, 32);
-#pragma unroll
-  for (int r = 0; r < kRowsOfWarp; ++r) {
-    const int64_t row = warp * kRowsOfWarp + r;
-#pragma unroll
-    for (int s = 0; s < kShorts; ++s) {
-      if (lane == s && s < skinny.shorts && row < skinny.rows) finish<T>(skinny, row, s, sums.sum[r][s]);
-    }
-  }
-}
-
-constexpr int kMostTeam = 1024;
-
-// Each block computes a row.
-template <typename T, int kShorts, int kLanes>
-__global__ void __launch_bounds__(kMostTeam) skinny_row_kernel(Skinny skinny) {
-  using C = Compute<T>;
-  __shared__ C parts[kMostTeam / 32][kShorts];
-  const int member = threadIdx.x;
-  RowSums<T, kShorts, kLanes, 1> sums;
-  sums.add(skinny, blockIdx.x, member, blockDim.x);
-  if (member % 32 == 0) {
-#pragma unroll
-    for (int s = 0; s < kShorts; ++s) parts[member / 32][s] = sums.sum[0][s];
+// K of the short factor contiguous, for all of a block.
+template <typename T>
+__device__ __forceinline__ const T* copy_few(const Skinny& skinny) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  T* copy = reinterpret_cast<T*>(memory);
+  const T* few = of_batch<T>(skinny.few);
+  const int inner = static_cast<int>(skinny.inner);
+  const int threads = blockDim.x * blockDim.y;
+  for (int k = threadIdx.y * blockDim.x + threadIdx.x; k < inner; k += threads) {
+    for (int s = 0; s < skinny.shorts; ++s)
+      copy[s * inner + k] = few[s * skinny.few.row + k * skinny.few.inner];
   }
   __syncthreads();
-  if (member >= skinny.shorts) return;
-  C total = 0;
-  for (int part = 0; part < blockDim.x / 32; ++part) total += parts[part][member];
-  finish<T>(skinny, blockIdx.x, member, total);
+  return copy;
+}
+
+constexpr int kMostTeam = 512;
+constexpr int kManyRows = 4;
+
+// Each team, blockDim.x threads, computes kRows rows.
+template <typename T, int kShorts, int kLanes, int kRows>
+__global__ void __launch_bounds__(kMostTeam) skinny_rows_kernel(Skinny skinny) {
+  using C = Compute<T>;
+  constexpr int kValues = kRows * kShorts;
+  __shared__ C parts[kMostTeam / 32][kValues];
+  const int member = threadIdx.x;
+  const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y) * kRows;
+  const int64_t row = first + member / kShorts;
+  const int s = member % kShorts;
+  const bool finishes = member < kValues && s < skinny.shorts && row < skinny.rows;
+  // Asked for first, needed last.
+  const C bias = finishes ? bias_of<T>(skinny, row, s) : C(0);
+  RowSums<T, kShorts, kLanes, kRows> sums;
+  sums.add(skinny, skinny.few_is == Few::kCopied ? copy_few<T>(skinny) : nullptr, first, member, blockDim.x);
+  C total = warp_sums(sums.sum);
+  const int warps = blockDim.x / 32;
+  if (warps > 1) {
+    const int first_warp = threadIdx.y * warps;
+    if (member % 32 < kValues) parts[first_warp + member / 32][member % 32] = total;
+    __syncthreads();
+    if (member < kValues) {
+      total = 0;
+      for (int warp = 0; warp < warps; ++warp) total += parts[first_warp + warp][member];
+    }
+  }
+  if (finishes) finish<T>(skinny, row, s, total + bias);
 }
 
 constexpr int kColumnThreads = 512;
+
+// Loads under way of a thread before the first is used.
+template <int kLanes>
+constexpr int kColumnsAhead = kLanes == 1 ? 8 : 4;
 
 template <typename T, int kShorts, int kLanes, int kAhead>
 __device__ __forceinline__ void add_columns(const Skinny& skinny, const T* many, const T* few, int first,
@@ -209,7 +270,7 @@ __global__ void __launch_bounds__(kColumnThreads) skinny_columns_kernel(Skinny s
   C sum[kShorts][kLanes] = {};
   const int down = blockDim.x / kAcross;
   const int step = gridDim.y * down;
-  constexpr int kAhead = kLanes == 1 ? 8 : kShorts <= 2 ? 4 : 2;
+  constexpr int kAhead = kColumnsAhead<kLanes>;
   int k = blockIdx.y * down + threadIdx.x / kAcross;
   for (; k < inner; k += kAhead * step)
     add_columns<T, kShorts, kLanes, kAhead>(skinny, many, few, k, step, sum);
@@ -257,7 +318,8 @@ __global__ void __launch_bounds__(kColumnThreads) skinny_columns_kernel(Skinny s
         total += *cg::this_cluster().map_shared_rank(&block[s][value % kTile], rank);
       }
 #endif
-      if (s < skinny.shorts && row < skinny.rows) finish<T>(skinny, row, s, total);
+      if (s < skinny.shorts && row < skinny.rows)
+        finish<T>(skinny, row, s, total + bias_of<T>(skinny, row, s));
     }
   }
 #if __CUDA_ARCH__ >= 900
@@ -274,7 +336,10 @@ Skinny skinny_of(const Product& product) {
   skinny.relu = relu;
   const Skinny::Factor left{lhs.data, lhs.row, lhs.column, lhs.batch};
   const Skinny::Factor right{rhs.data, rhs.column, rhs.row, rhs.batch};
-  if (n <= m) {
+  // Where both are short, the one whose K is contiguous is the long one.
+  const bool is_either = m <= kMostShort && n <= kMostShort && k > 1;
+  const bool is_lhs_long = is_either && (lhs.column == 1) != (rhs.row == 1) ? lhs.column == 1 : n <= m;
+  if (is_lhs_long) {
     skinny.many = left;
     skinny.few = right;
     skinny.bias = {bias.data, bias.row, bias.column, bias.batch};
@@ -296,44 +361,70 @@ bool is_by_rows(const Skinny& skinny) { return skinny.inner == 1 || skinny.many.
 bool is_by_columns(const Skinny& skinny) { return skinny.rows == 1 || skinny.many.row == 1; }
 
 template <typename T>
-bool is_even(const Skinny::Factor& factor, int64_t stride) {
-  constexpr int kLanes = kLanesOf16Bytes<T>;
-  return is_aligned_to_16(factor.data) && stride % kLanes == 0 && factor.batch % kLanes == 0;
+bool is_even(const Skinny::Factor& factor, int64_t stride, int lanes = kLanesOf16Bytes<T>) {
+  return reinterpret_cast<uintptr_t>(factor.data) % (lanes * sizeof(T)) == 0 && stride % lanes == 0 &&
+         factor.batch % lanes == 0;
+}
+
+// Rows whose K can be read so many at a time.
+template <typename T>
+bool is_whole(const Skinny& skinny, int lanes) {
+  return skinny.inner % lanes == 0 && is_even<T>(skinny.many, skinny.many.row, lanes);
+}
+
+template <typename T>
+Few few_of(const Skinny& skinny, int lanes) {
+  constexpr int64_t kMostCopied = 40 << 10;  // bytes, of the 48 KiB that a block has without asking for more
+  if (skinny.few.inner == 1 && is_even<T>(skinny.few, skinny.few.row, lanes)) return Few::kWhole;
+  return skinny.shorts * skinny.inner * static_cast<int64_t>(sizeof(T)) <= kMostCopied ? Few::kCopied
+                                                                                       : Few::kSingle;
 }
 
 int64_t over(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
+constexpr int64_t kSteps = 8;  // of K for a thread, or a few more
+
+template <typename T, int kShorts, int kLanes, int kRows>
+void start_teams(const Skinny& skinny, int64_t batch, int team, cudaStream_t stream) {
+  const int teams = team < kThreads ? kThreads / team : 1;
+  const dim3 blocks(static_cast<unsigned int>(over(skinny.rows, teams * kRows)), 1,
+                    static_cast<unsigned int>(batch));
+  const size_t copied = skinny.few_is == Few::kCopied ? skinny.shorts * skinny.inner * sizeof(T) : 0;
+  skinny_rows_kernel<T, kShorts, kLanes, kRows><<<blocks, dim3(team, teams), copied, stream>>>(skinny);
+}
+
+// Some rows a team read the short factor less often, where there are threads enough all the same; then a team
+// is a warp, or more of them where those are too few. Otherwise a team has a row, and so many threads that
+// each has up to kSteps of K, fewer where that makes too few threads.
 template <typename T, int kShorts, int kLanes>
-void start_rows_by(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
+void start_rows_by(Skinny skinny, int64_t batch, cudaStream_t stream) {
   constexpr int64_t kFewThreads = 132 * 512;  // leave multiprocessors idle
-  constexpr int64_t kManyRows = 132 * 32;
-  constexpr int64_t kSteps = 8;
+  constexpr int64_t kManyTeams = 132 * 4;
+  if (kLanes > 1) skinny.few_is = few_of<T>(skinny, kLanes);
   const int64_t rows = skinny.rows * batch;
-  const auto in_batch = static_cast<unsigned int>(batch);
-  if (rows >= kManyRows && skinny.inner < 1024 * kLanes) {
-    const dim3 blocks(static_cast<unsigned int>(over(skinny.rows, kThreads / 32 * kRowsOfWarp)), 1, in_batch);
-    skinny_rows_kernel<T, kShorts, kLanes><<<blocks, kThreads, 0, stream>>>(skinny);
-    return;
+  const int64_t teams = rows / kManyRows;
+  int team = 32;
+  const auto is_long = [&] { return team < kMostTeam && team * 2 * kSteps * kLanes <= skinny.inner; };
+  if (teams >= kManyTeams || teams * skinny.inner >= kFewThreads * kSteps * kLanes) {
+    while (is_long() && teams * team < 2 * kFewThreads) team *= 2;
+    return start_teams<T, kShorts, kLanes, kManyRows>(skinny, batch, team, stream);
   }
-  // Up to kSteps of K for each thread, fewer where that makes too few threads.
-  int threads = 32;
-  while (threads < kMostTeam && (threads * 2 * kSteps * kLanes <= skinny.inner ||
-                                 (rows * threads < kFewThreads && threads * 2 * kLanes <= skinny.inner))) {
-    threads *= 2;
-  }
-  const dim3 blocks(static_cast<unsigned int>(skinny.rows), 1, in_batch);
-  skinny_row_kernel<T, kShorts, kLanes><<<blocks, threads, 0, stream>>>(skinny);
+  const auto is_idle = [&] {
+    return team < kMostTeam && rows * team < kFewThreads && team * 2 * kLanes <= skinny.inner;
+  };
+  while (is_long() || is_idle()) team *= 2;
+  start_teams<T, kShorts, kLanes, 1>(skinny, batch, team, stream);
 }
 
 template <typename T, int kShorts>
 void start_rows(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
-  const bool is_whole = skinny.few.inner == 1 && skinny.inner % kLanes == 0;
-  if (is_whole && is_even<T>(skinny.many, skinny.many.row) && is_even<T>(skinny.few, skinny.few.row)) {
-    start_rows_by<T, kShorts, kLanes>(skinny, batch, stream);
-  } else {
-    start_rows_by<T, kShorts, 1>(skinny, batch, stream);
+  // f64 computes for as long as it reads.
+  if constexpr (kLanes > 2) {
+    if (is_whole<T>(skinny, kLanes)) return start_rows_by<T, kShorts, kLanes>(skinny, batch, stream);
+    if (is_whole<T>(skinny, 2)) return start_rows_by<T, kShorts, 2>(skinny, batch, stream);
   }
+  start_rows_by<T, kShorts, 1>(skinny, batch, stream);
 }
 
 // Whether the code that the current device runs knows clusters: it may have been compiled for an older one.
@@ -358,12 +449,11 @@ template <typename T, int kShorts, int kLanes>
 void start_columns_by(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
   constexpr int kAcross = kLanes > 1 ? 4 : 32;
   const int64_t tiles = over(skinny.rows, kAcross * kLanes);
-  // Each thread has about kSteps of K to go through: first a block has more threads, then the cluster more
-  // blocks, as long as there are multiprocessors for them.
-  constexpr int64_t kSteps = 8;
+  // A thread has as much of K as it loads at a time, if a block has the threads for that; then the cluster
+  // has more blocks, as long as there are multiprocessors for them, until a thread has about kSteps.
   constexpr int64_t kProcessors = 132;
   int threads = 64;
-  while (threads < kColumnThreads && threads / kAcross * kSteps < skinny.inner) threads *= 2;
+  while (threads < kColumnThreads && threads / kAcross * kColumnsAhead<kLanes> < skinny.inner) threads *= 2;
   unsigned int shares = 1;
   while (shares < 8 && tiles * batch * shares * threads < kProcessors * kColumnThreads * 2 &&
          threads / kAcross * kSteps * shares < skinny.inner && has_clusters()) {
@@ -397,6 +487,32 @@ void start(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
                      : start_columns<T, kShorts>(skinny, batch, stream);
 }
 
+bool is_half(const Product& product) {
+  return product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
+}
+
+// Tensor cores are faster in the half kinds, but where there are next to no rows for them or their kernels
+// are the slow ones for any alignment. cuBLAS' plain product has good kernels for a row times a matrix.
+bool is_columns_faster(const Product& product, const Skinny& skinny) {
+  constexpr int64_t kLongest = 8192;
+  const bool has_bias = product.bias.data != nullptr;
+  const int64_t narrow = skinny.shorts;
+  const int64_t rows = skinny.rows * product.batch;
+  if (product.k < 64 || product.k > kLongest) return false;
+  const bool is_whole = is_half(product)
+                            ? is_even<__half>(skinny.many, skinny.many.inner) && skinny.rows % 8 == 0
+                            : is_even<float>(skinny.many, skinny.many.inner) && skinny.rows % 4 == 0;
+  if (is_half(product)) {
+    if (is_whole) return has_bias && narrow <= 2 && skinny.rows <= 64 && product.k >= 2048;
+    return has_bias && narrow >= 2 && skinny.rows <= 32 && product.k >= 512;
+  }
+  if (narrow == 1) {
+    return product.kind == kTchExtensionFloat && has_bias && is_whole && rows <= 2048 && product.k >= 256;
+  }
+  if (narrow == 2) return true;
+  return has_bias && rows <= 4096 && (is_whole || skinny.rows <= 64 || product.k >= 512);
+}
+
 }  // namespace
 
 bool skinny_product_can(const Product& product) {
@@ -411,24 +527,11 @@ bool skinny_product_is_faster(const Product& product) {
   const int64_t narrow = product.m < product.n ? product.m : product.n;
   if (narrow > kMostShort || product.k < 32 || !skinny_product_can(product)) return false;
   const Skinny skinny = skinny_of(product);
-  const bool is_half = product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
-  const bool has_plan = product.bias.data != nullptr;
-  // cuBLAS has good kernels for one row of a matrix whose columns are not contiguous; in the half kinds,
-  // single values of such are too short to be read fast.
-  if (!is_by_rows(skinny)) {
-    constexpr int64_t kMany = 4096;
-    constexpr int64_t kLongest = 8192;
-    if (narrow == 1 || product.k < 64 || product.k > kLongest) return false;
-    if (is_half) return narrow == 2 && has_plan && is_even<__half>(skinny.many, skinny.many.inner);
-    return narrow == 2 || (has_plan && skinny.rows * product.batch <= kMany);
-  }
-  if (!is_half) return true;
-  // And tensor cores for the half kinds; single values of those are too short to be read fast, if there are
-  // many.
+  if (!is_by_rows(skinny)) return is_columns_faster(product, skinny);
+  if (!is_half(product)) return true;
+  // Single values of the half kinds are too short to be read fast, if there are many.
   constexpr int64_t kMuch = 1 << 22;
-  const bool is_whole =
-      product.k % kLanesOf16Bytes<__half> == 0 && is_even<__half>(skinny.many, skinny.many.row);
-  return narrow <= 2 && (is_whole || skinny.rows * product.batch <= kMuch / product.k);
+  return is_whole<__half>(skinny, 2) || skinny.rows * product.batch <= kMuch / product.k;
 }
 
 LaunchStatus skinny_product(const Product& product, cudaStream_t stream) {
