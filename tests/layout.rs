@@ -17,7 +17,9 @@ fn names(folder: &str) -> Vec<String> {
 
 #[test]
 fn every_operator_has_all_its_twins() {
-    let from_csrc = names("csrc").into_iter().filter(|name| !SHARED.contains(&name.as_str()));
+    let is_operator =
+        |name: &String| !SHARED.contains(&name.as_str()) && root().join("csrc").join(name).is_dir();
+    let from_csrc = names("csrc").into_iter().filter(is_operator);
     let from_ops =
         names("src/ops").into_iter().filter_map(|name| Some(name.strip_suffix(".rs")?.to_string()));
     let mut operators: Vec<String> = from_csrc.chain(from_ops.filter(|name| name != "mod")).collect();

@@ -232,15 +232,7 @@ Proposal first_of(const Key& key, const Proposals& usual, const Proposals& large
     return is_allowed(key, proposal) && !is_cut_badly(key, proposal);
   };
   const int place = first_place(usual, is_good);
-  // In f32 what is proposed first may be whole, too, and another cut well.
-  const bool is_float = key.kind == kTchExtensionFloat && !is_tf32(key);
-  const bool wants_cut = is_float && place >= 0 &&
-                         attribute(usual.result[place].algo, CUBLASLT_ALGO_CONFIG_ID) != 11 &&
-                         parts_of(usual.result[place]) == 1;
-  int of_larger =
-      wants_cut ? first_place(larger, [&](const auto& each) { return is_good(each) && parts_of(each) > 1; })
-                : -1;
-  if (of_larger < 0) of_larger = first_place(larger, is_good);
+  const int of_larger = first_place(larger, is_good);
   if (place < 0) return of_larger < 0 ? std::nullopt : Proposal(larger.result[of_larger]);
   const auto& first = usual.result[place];
   if (of_larger >= 0 && is_worth_cutting(key, first, larger.result[of_larger]))
