@@ -519,7 +519,9 @@ fn cuda_a_capture_begins_with_an_empty_cache() {
         Ok(reserved())
     })
     .expect("a graph");
-    assert!(during <= before - bytes as u64, "{during} of {before} bytes");
+    // The graph's own pool and the input begin with a segment each.
+    let segments = 32 << 20;
+    assert!(during + bytes as u64 <= before + segments, "{during} of {before} bytes");
 }
 
 /// A graph's memory is free again when it and what came out of it are dropped, also that of a warm-up on the stream.

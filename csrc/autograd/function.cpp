@@ -36,7 +36,7 @@ struct ForwardMode {
 
 namespace {
 
-// Plain loops: std::any_of is unrolled for long lists, which costs more than these few tensors.
+// Plain loops: std::any_of is unrolled for long lists, which costs more than it saves for so few.
 bool any_requires_grad(at::Tensor* const* tensors, size_t len) {
   for (size_t i = 0; i < len; ++i) {
     if (is_present(tensors[i]) && tensors[i]->requires_grad()) return true;

@@ -210,7 +210,8 @@ bool is_worth_cutting(const Key& key, const cublasLtMatmulHeuristicResult_t& wit
   if (is_one_of(family, {13, 14})) return false;
   const float idle = is_float && !is_tf32(key) ? 0.65f : 0.45f;
   // A second wave of family 11, whose blocks go through all of K, takes as long as the first.
-  const bool is_twice_as_long = is_float && !is_tf32(key) && family == 11 && without.wavesCount > 1;
+  const bool is_twice_as_long =
+      is_float && !is_tf32(key) && family == 11 && without.wavesCount > 1 && without.wavesCount <= 2;
   if (is_whole && without.wavesCount >= idle && !is_twice_as_long) return false;
   const int32_t parts = parts_of(with);
   if (is_tf32(key)) return (key.k >= 1024 && parts >= 5) || (key.k >= 512 && parts >= 10);

@@ -160,13 +160,14 @@ bool padded_product_is_faster(const Product& product, bool is_tf32) {
   if ((!is_half && !is_tf32) || std::min(product.m, product.n) < narrowest) return false;
   const auto padded = padded_of(product);
   if (!padded || padded->launches() == 0) return false;
-  // Microseconds by what was measured: bytes a microsecond, operations a microsecond padded, as it lies by
-  // cuBLAS' own product, and with a bias by cuBLASLt's, which has fewer kernels to choose from; a pass for
-  // the bias behind cuBLAS' is the other way.
+  // As measured, in bytes and in operations a microsecond.
   constexpr double kBandwidth = 2.4e6;
   constexpr double kLaunch = 1.5;
+  // Padded, by cuBLASLt.
   const double padded_rate = is_tf32 ? 200e6 : 400e6;
+  // As it lies, by cuBLAS: what is behind the product is a pass of its own.
   const double plain_rate = is_tf32 ? 60e6 : 75e6;
+  // As it lies, with the bias, by cuBLASLt, which has fewer kernels for such rows.
   const double bias_rate = is_tf32 ? 60e6 : 40e6;
   const double work = 2.0 * static_cast<double>(product.batch) * static_cast<double>(product.m) *
                       static_cast<double>(product.n) * static_cast<double>(product.k);
@@ -183,8 +184,9 @@ bool padded_product_is_faster(const Product& product, bool is_tf32) {
   const double plain = work / plain_rate;
   const double as_it_lies =
       product.bias.data == nullptr ? plain : std::min(work / bias_rate, plain + pass(out, 1));
-  const int64_t copied =
-      (padded->copies_lhs ? lhs : 0) + (padded->copies_rhs ? rhs : 0) + (padded->copies_out ? out : 0);
+  const int64_t copied = (padded->copies_lhs ? lhs : 0) + (padded->copies_rhs ? rhs : 0) +
+                         (padded->bias ? elements_of(*padded->bias, product) : 0) +
+                         (padded->copies_out ? out : 0);
   return as_it_lies >
          std::max(work / padded_rate, micros(lhs + rhs + out)) + pass(copied, padded->launches());
 }

@@ -1,6 +1,6 @@
-// The operand with the many rows (the long one) is read once. Where its K is contiguous, a warp or a block
-// computes a row's sums; where the rows are, a block computes some rows' side by side, and up to 8 blocks of
-// a cluster share K.
+// One factor has few rows or columns, the other, the long one, has many and is read once. Where its K is
+// contiguous, a team of threads computes the sums of some rows or of one; where its rows are neighbours, a
+// block computes some of them side by side, and up to 8 blocks of a cluster share K.
 #include <cooperative_groups.h>
 
 #include <atomic>
@@ -12,10 +12,10 @@ namespace {
 
 constexpr int kMostShort = 4;
 
-// How the short factor is read: single values; as many at a time as of the long one; so, too, from a copy.
+// How the short factor is read: single values; as many at a time as of the long one; the same from a copy.
 enum class Few : int32_t { kSingle, kWhole, kCopied };
 
-// out[r, s] = Σ_k long[r, k] short[s, k] + bias[r, s]: the product, or its transpose.
+// out[r, s] = Σ_k many[r, k] few[s, k] + bias[r, s]: the product, or its transpose.
 struct Skinny {
   struct Factor {
     const void* data;
@@ -140,7 +140,8 @@ struct RowSums {
   template <bool kIsWhole>
   __device__ __forceinline__ void add_all(const Skinny& skinny, const T* const (&rows)[kRows], const T* few,
                                           int64_t row_of_few, int member, int team) {
-    // So many loads of each row are under way before the first is used.
+    // Vectors of a thread's rows that are asked for before the first is used; fewer where they are wide and
+    // many, which takes registers that other warps need.
     constexpr int kLoads = kLanes == 1 ? 8 : kLanes * sizeof(T) < 16 || kShorts <= 2 ? 4 : 1;
     constexpr int kAhead = kLoads > kRows ? kLoads / kRows : 1;
     const int inner = static_cast<int>(skinny.inner);
@@ -336,8 +337,9 @@ Skinny skinny_of(const Product& product) {
   skinny.relu = relu;
   const Skinny::Factor left{lhs.data, lhs.row, lhs.column, lhs.batch};
   const Skinny::Factor right{rhs.data, rhs.column, rhs.row, rhs.batch};
-  // Where both are short, the one whose K is contiguous is the long one.
-  const bool is_either = m <= kMostShort && n <= kMostShort && k > 1;
+  // Where both are short, the one whose K is contiguous is the long one, unless K is too long for one block.
+  constexpr int64_t kMostInner = 4096;
+  const bool is_either = m <= kMostShort && n <= kMostShort && k > 1 && k <= kMostInner;
   const bool is_lhs_long = is_either && (lhs.column == 1) != (rhs.row == 1) ? lhs.column == 1 : n <= m;
   if (is_lhs_long) {
     skinny.many = left;
@@ -382,30 +384,33 @@ Few few_of(const Skinny& skinny, int lanes) {
 
 int64_t over(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
-constexpr int64_t kSteps = 8;  // of K for a thread, or a few more
+// Vectors of K for a thread; it has fewer than twice as many, except in the largest team.
+constexpr int64_t kSteps = 8;
 
 template <typename T, int kShorts, int kLanes, int kRows>
 void start_teams(const Skinny& skinny, int64_t batch, int team, cudaStream_t stream) {
-  const int teams = team < kThreads ? kThreads / team : 1;
+  int teams = team < kThreads ? kThreads / team : 1;
+  while (teams > 1 && teams / 2 * kRows >= skinny.rows) teams /= 2;
   const dim3 blocks(static_cast<unsigned int>(over(skinny.rows, teams * kRows)), 1,
                     static_cast<unsigned int>(batch));
   const size_t copied = skinny.few_is == Few::kCopied ? skinny.shorts * skinny.inner * sizeof(T) : 0;
   skinny_rows_kernel<T, kShorts, kLanes, kRows><<<blocks, dim3(team, teams), copied, stream>>>(skinny);
 }
 
-// Some rows a team read the short factor less often, where there are threads enough all the same; then a team
-// is a warp, or more of them where those are too few. Otherwise a team has a row, and so many threads that
-// each has up to kSteps of K, fewer where that makes too few threads.
+// With four rows a team, the short factor is read once for four rows. That is done where the rows alone give
+// threads enough; a team is then a warp, or more of them where those would be too few. Otherwise a team has
+// one row and, for each thread, kSteps vectors of K, or fewer where that makes too few threads.
 template <typename T, int kShorts, int kLanes>
 void start_rows_by(Skinny skinny, int64_t batch, cudaStream_t stream) {
   constexpr int64_t kFewThreads = 132 * 512;  // leave multiprocessors idle
   constexpr int64_t kManyTeams = 132 * 4;
   if (kLanes > 1) skinny.few_is = few_of<T>(skinny, kLanes);
   const int64_t rows = skinny.rows * batch;
-  const int64_t teams = rows / kManyRows;
+  const int64_t teams = over(skinny.rows, kManyRows) * batch;
   int team = 32;
   const auto is_long = [&] { return team < kMostTeam && team * 2 * kSteps * kLanes <= skinny.inner; };
-  if (teams >= kManyTeams || teams * skinny.inner >= kFewThreads * kSteps * kLanes) {
+  const bool are_many = teams >= kManyTeams || teams * skinny.inner >= kFewThreads * kSteps * kLanes;
+  if (skinny.rows >= kManyRows && are_many) {
     while (is_long() && teams * team < 2 * kFewThreads) team *= 2;
     return start_teams<T, kShorts, kLanes, kManyRows>(skinny, batch, team, stream);
   }
@@ -416,13 +421,20 @@ void start_rows_by(Skinny skinny, int64_t batch, cudaStream_t stream) {
   start_teams<T, kShorts, kLanes, 1>(skinny, batch, team, stream);
 }
 
+// So many values of a row at a time: neighbouring threads that read single values of the short factor, each
+// as many as it has of a row, would read them from the same banks.
+template <typename T>
+bool is_read_by(const Skinny& skinny, int lanes) {
+  return is_whole<T>(skinny, lanes) && few_of<T>(skinny, lanes) != Few::kSingle;
+}
+
 template <typename T, int kShorts>
 void start_rows(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   // f64 computes for as long as it reads.
   if constexpr (kLanes > 2) {
-    if (is_whole<T>(skinny, kLanes)) return start_rows_by<T, kShorts, kLanes>(skinny, batch, stream);
-    if (is_whole<T>(skinny, 2)) return start_rows_by<T, kShorts, 2>(skinny, batch, stream);
+    if (is_read_by<T>(skinny, kLanes)) return start_rows_by<T, kShorts, kLanes>(skinny, batch, stream);
+    if (is_read_by<T>(skinny, 2)) return start_rows_by<T, kShorts, 2>(skinny, batch, stream);
   }
   start_rows_by<T, kShorts, 1>(skinny, batch, stream);
 }
@@ -499,9 +511,13 @@ bool is_columns_faster(const Product& product, const Skinny& skinny) {
   const int64_t narrow = skinny.shorts;
   const int64_t rows = skinny.rows * product.batch;
   if (product.k < 64 || product.k > kLongest) return false;
-  const bool is_whole = is_half(product)
-                            ? is_even<__half>(skinny.many, skinny.many.inner) && skinny.rows % 8 == 0
-                            : is_even<float>(skinny.many, skinny.many.inner) && skinny.rows % 4 == 0;
+  const auto is_whole_of = [&](auto type) {
+    using T = decltype(type);
+    return is_even<T>(skinny.many, skinny.many.inner) && skinny.rows % kLanesOf16Bytes<T> == 0;
+  };
+  const bool is_whole = is_half(product)                      ? is_whole_of(__half{})
+                        : product.kind == kTchExtensionDouble ? is_whole_of(double{})
+                                                              : is_whole_of(float{});
   if (is_half(product)) {
     if (is_whole) return has_bias && narrow <= 2 && skinny.rows <= 64 && product.k >= 2048;
     return has_bias && narrow >= 2 && skinny.rows <= 32 && product.k >= 512;
@@ -528,10 +544,10 @@ bool skinny_product_is_faster(const Product& product) {
   if (narrow > kMostShort || product.k < 32 || !skinny_product_can(product)) return false;
   const Skinny skinny = skinny_of(product);
   if (!is_by_rows(skinny)) return is_columns_faster(product, skinny);
-  if (!is_half(product)) return true;
-  // Single values of the half kinds are too short to be read fast, if there are many.
-  constexpr int64_t kMuch = 1 << 22;
-  return is_whole<__half>(skinny, 2) || skinny.rows * product.batch <= kMuch / product.k;
+  // A few rows of a very long K: it would have to be cut between blocks, as cuBLAS does.
+  constexpr int64_t kFewRows = 132;
+  constexpr int64_t kLongest = 8192;
+  return skinny.rows * product.batch >= kFewRows || product.k <= kLongest;
 }
 
 LaunchStatus skinny_product(const Product& product, cudaStream_t stream) {

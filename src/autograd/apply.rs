@@ -105,7 +105,7 @@ struct Operator {
 }
 
 impl Operator {
-    // Compiled in the crate of the operator: the small functions that it calls are `#[inline]`, so that they are here, too.
+    // Compiled in the crate of the operator; the small functions that it calls are `#[inline]`, to be inlined there, too.
     #[track_caller]
     fn run<B: Backward>(
         &self,

@@ -12,8 +12,8 @@ use tch::Device;
 /// What must hold:
 /// - **Warm up first**: run the closure's work a few times before, best on a side stream, so that libraries are
 ///   loaded and have chosen their kernels.
-/// - **Memory that libtorch only keeps** is given back to CUDA before a capture, as Python's `torch.cuda.graph` does: what
-///   comes next allocates anew, so capture before a loop, not in it.
+/// - **Memory that libtorch only keeps** is given back to CUDA before a capture, on all devices, as Python's
+///   `torch.cuda.graph` does: what comes next allocates anew, so capture before a loop, not in it.
 /// - **No waiting for the GPU** in the closure: no reading of values on the CPU, no `synchronize`, no shape that
 ///   depends on values. It makes the capture fail, as an `Err`. Nor may any other thread synchronise the whole
 ///   device, empty libtorch's cache, replay a graph or draw CUDA random numbers meanwhile; allocating is fine.

@@ -65,7 +65,7 @@ fn is_right_in_all_places(way: ProductPath, sizes: [&[i64]; 3], device: Device) 
 #[test]
 fn cuda_half_kinds_and_others_skinny_products_are_right() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_skinny_products_are_right") else { return };
-    let sizes: [[&[i64]; 3]; 12] = [
+    let sizes: [[&[i64]; 3]; 16] = [
         [&[1, 1], &[1, 1], &[1]],
         [&[5, 40], &[40, 1], &[1]],
         [&[6, 3973], &[3973, 1], &[1]],
@@ -78,6 +78,10 @@ fn cuda_half_kinds_and_others_skinny_products_are_right() {
         [&[3, 2, 130], &[3, 130, 65], &[65]],
         [&[1, 2, 130], &[3, 130, 64], &[3, 2, 64]],
         [&[7, 33, 264], &[7, 264, 1], &[7, 1, 1]],
+        [&[2115, 2056], &[2056, 4], &[4]],
+        [&[2, 1101, 4104], &[2, 4104, 3], &[2, 1, 3]],
+        [&[1, 3019], &[3019, 2], &[2]],
+        [&[600, 1, 96], &[600, 96, 1], &[1]],
     ];
     for size in sizes {
         is_right_in_all_places(ProductPath::Skinny, size, device);

@@ -32,8 +32,8 @@ pub fn test(repo: &Repo, version: &str, args: &[String]) -> Result<ExitCode> {
     let root = repo.root.join("target/tch-0.26");
     lay_out(repo, &root)?;
     let other = Repo { root };
-    // What names a libtorch here; there `.cargo/config.toml` names the other one. And objects that were compiled against
-    // the one here would be compiled again each time.
+    // What names a libtorch here; there `.cargo/config.toml` names the other one. A folder of objects is for one libtorch
+    // at a time: builds that take turns in it compile everything again, and two at once mix what they made.
     let mut changes: setup::Changes =
         ["LIBTORCH", "CUDA_HOME", "LIBTORCH_USE_PYTORCH", "TCH_EXTENSION_OBJECTS"]
             .map(|variable| (variable.to_string(), None))
