@@ -1,58 +1,10 @@
 // One factor has few rows or columns, the other, the long one, has many and is read once. Where its K is
-// contiguous, a team of threads computes the sums of some rows or of one; where its rows are neighbours, a
-// block computes some of them side by side, and up to 8 blocks of a cluster share K.
-#include <cooperative_groups.h>
-
-#include <atomic>
-
+// contiguous, a team of threads computes the sums of some rows or of one; otherwise skinny_columns.cu.
 #include "skinny.h"
+#include "skinny_operands.h"
 
 namespace tch_extension::gemm {
 namespace {
-
-constexpr int kMostShort = 4;
-
-// How the short factor is read: single values; as many at a time as of the long one; the same from a copy.
-enum class Few : int32_t { kSingle, kWhole, kCopied };
-
-// out[r, s] = Σ_k many[r, k] few[s, k] + bias[r, s]: the product, or its transpose.
-struct Skinny {
-  struct Factor {
-    const void* data;
-    int64_t row;
-    int64_t inner;
-    int64_t batch;
-  };
-  Factor many;
-  Factor few;
-  Factor bias;
-  Factor out;
-  int64_t rows;
-  int64_t inner;
-  int32_t shorts;
-  int32_t relu;
-  Few few_is;
-};
-
-template <typename T>
-__device__ __forceinline__ const T* of_batch(const Skinny::Factor& factor) {
-  return static_cast<const T*>(factor.data) + blockIdx.z * factor.batch;
-}
-
-template <typename T>
-__device__ __forceinline__ Compute<T> bias_of(const Skinny& skinny, int64_t row, int s) {
-  const auto& [data, bias_row, bias_short, bias_batch] = skinny.bias;
-  if (data == nullptr) return 0;
-  return static_cast<Compute<T>>(of_batch<T>(skinny.bias)[row * bias_row + s * bias_short]);
-}
-
-template <typename T>
-__device__ __forceinline__ void finish(const Skinny& skinny, int64_t row, int s, Compute<T> sum) {
-  // Not max: NaN stays.
-  if (skinny.relu && sum < 0) sum = 0;
-  T* out = const_cast<T*>(of_batch<T>(skinny.out));
-  out[row * skinny.out.row + s * skinny.out.inner] = static_cast<T>(sum);
-}
 
 // The sum over a warp of values[lane % kValues]. Neighbours halve what they have and swap the halves, so that
 // each lane adds up some of the values only.
@@ -219,116 +171,6 @@ __global__ void __launch_bounds__(kMostTeam) skinny_rows_kernel(Skinny skinny) {
   if (finishes) finish<T>(skinny, row, s, total + bias);
 }
 
-constexpr int kColumnThreads = 512;
-
-// Loads under way of a thread before the first is used.
-template <int kLanes>
-constexpr int kColumnsAhead = kLanes == 1 ? 8 : 4;
-
-template <typename T, int kShorts, int kLanes, int kAhead>
-__device__ __forceinline__ void add_columns(const Skinny& skinny, const T* many, const T* few, int first,
-                                            int step, Compute<T> (&sum)[kShorts][kLanes]) {
-  using C = Compute<T>;
-  const int inner = static_cast<int>(skinny.inner);
-  Vector<T, kLanes> left[kAhead];
-  T right[kAhead][kShorts];
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-    const int k = first + i * step;
-    const bool exists = k < inner;
-    left[i] = exists ? *reinterpret_cast<const Vector<T, kLanes>*>(many + k * skinny.many.inner)
-                     : Vector<T, kLanes>{};
-#pragma unroll
-    for (int s = 0; s < kShorts; ++s) {
-      const int at = s < skinny.shorts ? s : 0;
-      right[i][s] = exists ? few[at * skinny.few.row + k * skinny.few.inner] : T(0);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kAhead; ++i) {
-#pragma unroll
-    for (int s = 0; s < kShorts; ++s) {
-#pragma unroll
-      for (int lane = 0; lane < kLanes; ++lane) {
-        sum[s][lane] += static_cast<C>(left[i].lane[lane]) * static_cast<C>(right[i][s]);
-      }
-    }
-  }
-}
-
-// Rows that are neighbours in memory: a block has kAcross · kLanes of them, and cuts K between its threads
-// and those of the other blocks of its cluster.
-template <typename T, int kShorts, int kLanes, int kAcross>
-__global__ void __launch_bounds__(kColumnThreads) skinny_columns_kernel(Skinny skinny) {
-  namespace cg = cooperative_groups;
-  using C = Compute<T>;
-  constexpr int kTile = kAcross * kLanes;
-  const int across = threadIdx.x % kAcross;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kTile + across * kLanes;
-  const T* few = of_batch<T>(skinny.few);
-  const T* many = of_batch<T>(skinny.many) + (first < skinny.rows ? first : 0);
-  const int inner = static_cast<int>(skinny.inner);
-  C sum[kShorts][kLanes] = {};
-  const int down = blockDim.x / kAcross;
-  const int step = gridDim.y * down;
-  constexpr int kAhead = kColumnsAhead<kLanes>;
-  int k = blockIdx.y * down + threadIdx.x / kAcross;
-  for (; k < inner; k += kAhead * step)
-    add_columns<T, kShorts, kLanes, kAhead>(skinny, many, few, k, step, sum);
-  // Within a warp, then within the block, then within the cluster: an order that sizes decide.
-#pragma unroll
-  for (int s = 0; s < kShorts; ++s) {
-#pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) {
-#pragma unroll
-      for (int step = 16; step >= kAcross; step /= 2)
-        sum[s][lane] += __shfl_xor_sync(~0u, sum[s][lane], step);
-    }
-  }
-  const int warps = blockDim.x / 32;
-  __shared__ C parts[kColumnThreads / 32][kShorts][kTile];
-  __shared__ C block[kShorts][kTile];
-  if (threadIdx.x % 32 < kAcross) {
-#pragma unroll
-    for (int s = 0; s < kShorts; ++s) {
-#pragma unroll
-      for (int lane = 0; lane < kLanes; ++lane)
-        parts[threadIdx.x / 32][s][across * kLanes + lane] = sum[s][lane];
-    }
-  }
-  __syncthreads();
-  constexpr int kValues = kShorts * kTile;
-  for (int value = threadIdx.x; value < kValues; value += blockDim.x) {
-    C total = 0;
-    for (int warp = 0; warp < warps; ++warp) total += parts[warp][value / kTile][value % kTile];
-    block[value / kTile][value % kTile] = total;
-  }
-#if __CUDA_ARCH__ >= 900
-  const bool shares = gridDim.y > 1;
-  if (shares) cg::this_cluster().sync();
-#else
-  __syncthreads();
-#endif
-  if (blockIdx.y == 0) {
-    for (int value = threadIdx.x; value < kValues; value += blockDim.x) {
-      const int s = value / kTile;
-      const int64_t row = static_cast<int64_t>(blockIdx.x) * kTile + value % kTile;
-      C total = block[s][value % kTile];
-#if __CUDA_ARCH__ >= 900
-      for (unsigned int rank = 1; rank < gridDim.y; ++rank) {
-        total += *cg::this_cluster().map_shared_rank(&block[s][value % kTile], rank);
-      }
-#endif
-      if (s < skinny.shorts && row < skinny.rows)
-        finish<T>(skinny, row, s, total + bias_of<T>(skinny, row, s));
-    }
-  }
-#if __CUDA_ARCH__ >= 900
-  // Nobody leaves while its sums are being read.
-  if (shares) cg::this_cluster().sync();
-#endif
-}
-
 // Of the orientation that has the few columns as `few`.
 Skinny skinny_of(const Product& product) {
   const auto& [batch, m, n, k, lhs, rhs, bias, out, kind, relu] = product;
@@ -362,12 +204,6 @@ Skinny skinny_of(const Product& product) {
 bool is_by_rows(const Skinny& skinny) { return skinny.inner == 1 || skinny.many.inner == 1; }
 bool is_by_columns(const Skinny& skinny) { return skinny.rows == 1 || skinny.many.row == 1; }
 
-template <typename T>
-bool is_even(const Skinny::Factor& factor, int64_t stride, int lanes = kLanesOf16Bytes<T>) {
-  return reinterpret_cast<uintptr_t>(factor.data) % (lanes * sizeof(T)) == 0 && stride % lanes == 0 &&
-         factor.batch % lanes == 0;
-}
-
 // Rows whose K can be read so many at a time.
 template <typename T>
 bool is_whole(const Skinny& skinny, int lanes) {
@@ -381,11 +217,6 @@ Few few_of(const Skinny& skinny, int lanes) {
   return skinny.shorts * skinny.inner * static_cast<int64_t>(sizeof(T)) <= kMostCopied ? Few::kCopied
                                                                                        : Few::kSingle;
 }
-
-int64_t over(int64_t size, int64_t part) { return (size + part - 1) / part; }
-
-// Vectors of K for a thread; it has fewer than twice as many, except in the largest team.
-constexpr int64_t kSteps = 8;
 
 template <typename T, int kShorts, int kLanes, int kRows>
 void start_teams(const Skinny& skinny, int64_t batch, int team, cudaStream_t stream) {
@@ -437,66 +268,6 @@ void start_rows(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
     if (is_read_by<T>(skinny, 2)) return start_rows_by<T, kShorts, 2>(skinny, batch, stream);
   }
   start_rows_by<T, kShorts, 1>(skinny, batch, stream);
-}
-
-// Whether the code that the current device runs knows clusters: it may have been compiled for an older one.
-bool has_clusters() {
-  constexpr int kMostDevices = 64;
-  static std::atomic<int8_t> known[kMostDevices];
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device >= kMostDevices) return false;
-  if (known[device] == 0) {
-    int major = 0;
-    cudaFuncAttributes code{};
-    const bool has =
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-        cudaFuncGetAttributes(&code, skinny_columns_kernel<float, 1, 1, 32>) == cudaSuccess && major >= 9 &&
-        code.ptxVersion >= 90;
-    known[device] = has ? 1 : -1;
-  }
-  return known[device] == 1;
-}
-
-template <typename T, int kShorts, int kLanes>
-void start_columns_by(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
-  constexpr int kAcross = kLanes > 1 ? 4 : 32;
-  const int64_t tiles = over(skinny.rows, kAcross * kLanes);
-  // A thread has as much of K as it loads at a time, if a block has the threads for that; then the cluster
-  // has more blocks, as long as there are multiprocessors for them, until a thread has about kSteps.
-  constexpr int64_t kProcessors = 132;
-  int threads = 64;
-  while (threads < kColumnThreads && threads / kAcross * kColumnsAhead<kLanes> < skinny.inner) threads *= 2;
-  unsigned int shares = 1;
-  while (shares < 8 && tiles * batch * shares * threads < kProcessors * kColumnThreads * 2 &&
-         threads / kAcross * kSteps * shares < skinny.inner && has_clusters()) {
-    shares *= 2;
-  }
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {1, shares, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned int>(tiles), shares, static_cast<unsigned int>(batch));
-  config.blockDim = dim3(static_cast<unsigned int>(threads));
-  config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = shares > 1 ? 1 : 0;
-  cudaLaunchKernelEx(&config, skinny_columns_kernel<T, kShorts, kLanes, kAcross>, skinny);
-}
-
-template <typename T, int kShorts>
-void start_columns(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
-  constexpr int kLanes = kLanesOf16Bytes<T>;
-  if (is_even<T>(skinny.many, skinny.many.inner) && skinny.rows % kLanes == 0) {
-    start_columns_by<T, kShorts, kLanes>(skinny, batch, stream);
-  } else {
-    start_columns_by<T, kShorts, 1>(skinny, batch, stream);
-  }
-}
-
-template <typename T, int kShorts>
-void start(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
-  is_by_rows(skinny) ? start_rows<T, kShorts>(skinny, batch, stream)
-                     : start_columns<T, kShorts>(skinny, batch, stream);
 }
 
 bool is_half(const Product& product) {
@@ -552,15 +323,19 @@ bool skinny_product_is_faster(const Product& product) {
 
 LaunchStatus skinny_product(const Product& product, cudaStream_t stream) {
   const Skinny skinny = skinny_of(product);
+  if (!is_by_rows(skinny)) {
+    start_skinny_columns(skinny, product.kind, product.batch, stream);
+    return launch_status("skinny_product");
+  }
   for_kind(product.kind, [&](auto type) {
     using T = typename decltype(type)::type;
     switch (skinny.shorts) {
       case 1:
-        return start<T, 1>(skinny, product.batch, stream);
+        return start_rows<T, 1>(skinny, product.batch, stream);
       case 2:
-        return start<T, 2>(skinny, product.batch, stream);
+        return start_rows<T, 2>(skinny, product.batch, stream);
       default:
-        return start<T, 4>(skinny, product.batch, stream);
+        return start_rows<T, 4>(skinny, product.batch, stream);
     }
   });
   return launch_status("skinny_product");

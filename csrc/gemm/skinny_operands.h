@@ -1,0 +1,67 @@
+// What the kernels for narrow products share: the operands as the long factor's rows see them.
+#pragma once
+
+#include "product.h"
+#include "tch_extension/launch.h"
+
+namespace tch_extension::gemm {
+
+constexpr int kMostShort = 4;
+
+// How the short factor is read: single values; as many at a time as of the long one; the same from a copy.
+enum class Few : int32_t { kSingle, kWhole, kCopied };
+
+// out[r, s] = Σ_k many[r, k] few[s, k] + bias[r, s]: the product, or its transpose.
+struct Skinny {
+  struct Factor {
+    const void* data;
+    int64_t row;
+    int64_t inner;
+    int64_t batch;
+  };
+  Factor many;
+  Factor few;
+  Factor bias;
+  Factor out;
+  int64_t rows;
+  int64_t inner;
+  int32_t shorts;
+  int32_t relu;
+  Few few_is;
+};
+
+template <typename T>
+__device__ __forceinline__ const T* of_batch(const Skinny::Factor& factor) {
+  return static_cast<const T*>(factor.data) + blockIdx.z * factor.batch;
+}
+
+template <typename T>
+__device__ __forceinline__ Compute<T> bias_of(const Skinny& skinny, int64_t row, int s) {
+  const auto& [data, bias_row, bias_short, bias_batch] = skinny.bias;
+  if (data == nullptr) return 0;
+  return static_cast<Compute<T>>(of_batch<T>(skinny.bias)[row * bias_row + s * bias_short]);
+}
+
+template <typename T>
+__device__ __forceinline__ void finish(const Skinny& skinny, int64_t row, int s, Compute<T> sum) {
+  // Not max: NaN stays.
+  if (skinny.relu && sum < 0) sum = 0;
+  T* out = const_cast<T*>(of_batch<T>(skinny.out));
+  out[row * skinny.out.row + s * skinny.out.inner] = static_cast<T>(sum);
+}
+
+template <typename T>
+bool is_even(const Skinny::Factor& factor, int64_t stride, int lanes = kLanesOf16Bytes<T>) {
+  return reinterpret_cast<uintptr_t>(factor.data) % (lanes * sizeof(T)) == 0 && stride % lanes == 0 &&
+         factor.batch % lanes == 0;
+}
+
+inline int64_t over(int64_t size, int64_t part) { return (size + part - 1) / part; }
+
+// Vectors of K for a thread; it has fewer than twice as many, except in the largest team.
+constexpr int64_t kSteps = 8;
+
+// Where the long factor's rows are neighbours in memory.
+void start_skinny_columns(const Skinny& skinny, int32_t kind, int64_t batch, cudaStream_t stream);
+
+}  // namespace tch_extension::gemm
