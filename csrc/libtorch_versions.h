@@ -4,8 +4,8 @@
 // libtorch's takes a long graph apart in a loop. From 2.13 on it is held by intrusive_ptr, and the node's own
 // destructor does that.
 //
-// What a generator of random numbers knows of a capture: up to 2.11 whether there is one, from 2.13 on a
-// state for each, which a graph takes with it when it is destroyed.
+// What a generator of random numbers keeps of a graph's capture: up to 2.11 a flag, which stays set when the
+// capture fails. From 2.13 on a state for each capture, which the graph's destructor removes.
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
@@ -40,7 +40,8 @@ class OwnNode : public torch::autograd::Node {
   virtual void free_own() noexcept = 0;
 };
 
-// A template, so that sources without CUDA need no header of its.
+// A template, because sources without CUDA include this file, too. The graph's destructor does what is
+// needed.
 template <typename GeneratorState>
 void end_failed_capture(GeneratorState&) {}
 
@@ -60,7 +61,7 @@ class OwnNode : public torch::autograd::Node {
   virtual void free_own() noexcept = 0;
 };
 
-// Otherwise it would refuse to draw outside of a capture.
+// With the flag set, the generator would refuse to draw random numbers outside of a capture.
 template <typename GeneratorState>
 void end_failed_capture(GeneratorState& generator) {
   generator.capturing_ = false;

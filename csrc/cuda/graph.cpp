@@ -145,9 +145,9 @@ TCH_EXTENSION_API Message tch_extension_cuda_graph_begin(Graph* sharing, Graph**
     at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
     std::lock_guard<std::mutex> lock(bookkeeping());
     const auto pool = sharing != nullptr ? sharing->pool() : at::cuda::graph_pool_handle();
-    // libtorch cannot give back the memory that it keeps while something is captured, and a capture does not
-    // use it, but a pool of its own: it could fail for want of memory that nobody uses. What other streams
-    // are still using is free once the device is idle. Python's torch.cuda.graph does both.
+    // During a capture libtorch cannot free its cached blocks, and the capture allocates from a pool of its
+    // own: without this it can run out of memory while the cache holds plenty. The device has to be idle, so
+    // that blocks that other streams used are free. Python's torch.cuda.graph does both, too.
     c10::cuda::device_synchronize();
     c10::cuda::CUDACachingAllocator::emptyCache();
     auto graph = std::make_unique<Graph>();

@@ -165,9 +165,9 @@ bool padded_product_is_faster(const Product& product, bool is_tf32) {
   constexpr double kLaunch = 1.5;
   // Padded, by cuBLASLt.
   const double padded_rate = is_tf32 ? 200e6 : 400e6;
-  // As it lies, by cuBLAS: what is behind the product is a pass of its own.
+  // Unpadded, by cuBLAS: bias and ReLU are a kernel of their own.
   const double plain_rate = is_tf32 ? 60e6 : 75e6;
-  // As it lies, with the bias, by cuBLASLt, which has fewer kernels for such rows.
+  // Unpadded, by cuBLASLt with the bias fused, which has fewer kernels for such rows.
   const double bias_rate = is_tf32 ? 60e6 : 40e6;
   const double work = 2.0 * static_cast<double>(product.batch) * static_cast<double>(product.m) *
                       static_cast<double>(product.n) * static_cast<double>(product.k);
@@ -182,13 +182,12 @@ bool padded_product_is_faster(const Product& product, bool is_tf32) {
     return micros(2 * elements) + kLaunch * static_cast<double>(launches);
   };
   const double plain = work / plain_rate;
-  const double as_it_lies =
+  const double unpadded =
       product.bias.data == nullptr ? plain : std::min(work / bias_rate, plain + pass(out, 1));
   const int64_t copied = (padded->copies_lhs ? lhs : 0) + (padded->copies_rhs ? rhs : 0) +
                          (padded->bias ? elements_of(*padded->bias, product) : 0) +
                          (padded->copies_out ? out : 0);
-  return as_it_lies >
-         std::max(work / padded_rate, micros(lhs + rhs + out)) + pass(copied, padded->launches());
+  return unpadded > std::max(work / padded_rate, micros(lhs + rhs + out)) + pass(copied, padded->launches());
 }
 
 bool padded_product(const Product& product, int32_t device, cudaStream_t stream) {

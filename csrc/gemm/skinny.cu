@@ -6,8 +6,9 @@
 namespace tch_extension::gemm {
 namespace {
 
-// The sum over a warp of values[lane % kValues]. Neighbours halve what they have and swap the halves, so that
-// each lane adds up some of the values only.
+// The sum over a warp of values[lane % kValues]. At each step a lane keeps half of its values, gives the
+// other half to its partner and adds what it gets: 16 values take 16 shuffles, where a sum of each would
+// take 80.
 template <int kValues, int kStep = 1, typename C>
 __device__ __forceinline__ C warp_sums(const C (&values)[kValues]) {
   if constexpr (kValues > 1) {
@@ -123,7 +124,7 @@ struct RowSums {
   }
 };
 
-// K of the short factor contiguous, for all of a block.
+// Copies the short factor to shared memory with K contiguous, so that it can be loaded in vectors.
 template <typename T>
 __device__ __forceinline__ const T* copy_few(const Skinny& skinny) {
   extern __shared__ __align__(16) unsigned char memory[];
@@ -204,7 +205,7 @@ Skinny skinny_of(const Product& product) {
 bool is_by_rows(const Skinny& skinny) { return skinny.inner == 1 || skinny.many.inner == 1; }
 bool is_by_columns(const Skinny& skinny) { return skinny.rows == 1 || skinny.many.row == 1; }
 
-// Rows whose K can be read so many at a time.
+// Whether every row of the long factor can be loaded in vectors of so many values.
 template <typename T>
 bool is_whole(const Skinny& skinny, int lanes) {
   return skinny.inner % lanes == 0 && is_even<T>(skinny.many, skinny.many.row, lanes);
@@ -252,8 +253,8 @@ void start_rows_by(Skinny skinny, int64_t batch, cudaStream_t stream) {
   start_teams<T, kShorts, kLanes, 1>(skinny, batch, team, stream);
 }
 
-// So many values of a row at a time: neighbouring threads that read single values of the short factor, each
-// as many as it has of a row, would read them from the same banks.
+// Whether vectors of so many values pay: not where the short factor has to be loaded in single values, whose
+// addresses would be that many values apart within a warp.
 template <typename T>
 bool is_read_by(const Skinny& skinny, int lanes) {
   return is_whole<T>(skinny, lanes) && few_of<T>(skinny, lanes) != Few::kSingle;
