@@ -127,14 +127,20 @@ Proposal first_of_tile(const Key& key, const Proposals& proposals, int32_t tile)
   return std::nullopt;
 }
 
+int32_t parts_of(const cublasLtMatmulHeuristicResult_t& proposal) {
+  return std::max(attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM), 1);
+}
+
 // The proposed tile in the kernels of f32 that keep NaN, which cuBLASLt proposes with smaller ones: up to
-// this K the large one was measured to be faster, by 1 to 13 %.
+// this K the large one was measured to be faster, by 1 to 13 %. Not where the proposal cuts K, because its
+// tiles are few: with K whole they would leave most of the GPU idle.
 Proposal retiled(const Key& key, Descriptors& descriptors, const Proposals& proposals) {
   constexpr int32_t kKeepsNan = 55;
   constexpr int64_t kMostInner = 1024;
   const bool is_float = key.kind == kTchExtensionFloat && key.compute == CUBLAS_COMPUTE_32F;
   const int32_t tile = kLargeTile;
-  if (!is_float || key.k > kMostInner || tile_of(proposals.result[0]) != tile) return std::nullopt;
+  const auto& first = proposals.result[0];
+  if (!is_float || key.k > kMostInner || tile_of(first) != tile || parts_of(first) > 1) return std::nullopt;
   for (int i = 1; i < proposals.count; ++i) {
     auto algorithm = proposals.result[i].algo;
     if (attribute(algorithm, CUBLASLT_ALGO_CONFIG_ID) != kKeepsNan) continue;
@@ -158,10 +164,6 @@ bool is_tf32(const Key& key) { return key.compute == CUBLAS_COMPUTE_32F_FAST_TF3
 double work_of(const Key& key) {
   return 2.0 * static_cast<double>(key.batch) * static_cast<double>(key.m) * static_cast<double>(key.n) *
          static_cast<double>(key.k);
-}
-
-int32_t parts_of(const cublasLtMatmulHeuristicResult_t& proposal) {
-  return std::max(attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM), 1);
 }
 
 // Where blocks take turns in adding to one place, or K is cut into parts of next to nothing: up to ten times
@@ -214,6 +216,7 @@ bool is_worth_cutting(const Key& key, const cublasLtMatmulHeuristicResult_t& wit
       is_float && !is_tf32(key) && family == 11 && without.wavesCount > 1 && without.wavesCount <= 2;
   if (is_whole && without.wavesCount >= idle && !is_twice_as_long) return false;
   const int32_t parts = parts_of(with);
+  if (parts <= parts_of(without)) return false;
   if (is_tf32(key)) return (key.k >= 1024 && parts >= 5) || (key.k >= 512 && parts >= 10);
   if (is_float) {
     // Family 11 is made for narrow products, which 20 cuts too little.
