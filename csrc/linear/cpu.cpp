@@ -41,13 +41,14 @@ TCH_EXTENSION_CPU_KERNEL(tch_extension_linear_bias_grad_finish, linear_bias_grad
 #include <cstddef>
 
 // For the test that compares these structs with their Rust mirrors.
-extern "C" const size_t tch_extension_linear_layout[12] = {
+extern "C" const size_t tch_extension_linear_layout[13] = {
     sizeof(TchExtensionColumnSums),
     offsetof(TchExtensionColumnSums, rows),
     offsetof(TchExtensionColumnSums, columns),
     offsetof(TchExtensionColumnSums, slabs),
     offsetof(TchExtensionColumnSums, partial),
     offsetof(TchExtensionColumnSums, sums),
+    offsetof(TchExtensionColumnSums, fold),
     sizeof(LinearBiasGrad),
     offsetof(LinearBiasGrad, sums),
     offsetof(LinearBiasGrad, row_stride),

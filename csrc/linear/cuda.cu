@@ -6,15 +6,20 @@
 namespace tch_extension {
 namespace {
 
+// kFolded: the last row may be short.
+template <bool kFolded>
 struct Rows {
   static constexpr int kUnroll = 4;
 
   const void* grad;
   int64_t row_stride;
+  int64_t elements;
 
   template <typename T, int kLanes>
   __device__ __forceinline__ Vector<T, kLanes> fetch(int64_t row, int64_t column) const {
-    return load_vector<T, kLanes>(grad, row * row_stride + column);
+    const int64_t at = row * row_stride + column;
+    if (kFolded && at + kLanes > elements) return load_part<T, kLanes>(grad, at, elements - at);
+    return load_vector<T, kLanes>(grad, at);
   }
 
   template <typename T, int kLanes>
@@ -31,7 +36,13 @@ bool allows_vectors(const LinearBiasGrad& params, int lanes) {
 template <typename T>
 void start(const LinearBiasGrad& params, cudaStream_t stream) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
-  const Rows rows{params.grad, params.row_stride};
+  const TchExtensionColumnSums& sums = params.sums;
+  const int64_t elements = sums.rows * sums.columns;
+  if (is_folded(sums)) {
+    start_column_sums<T, kLanes>(sums, Rows<true>{params.grad, sums.fold * sums.columns, elements}, stream);
+    return finish_column_sums<T>(sums, stream);
+  }
+  const Rows<false> rows{params.grad, params.row_stride, elements};
   allows_vectors(params, kLanes) ? start_column_sums<T, kLanes>(params.sums, rows, stream)
                                  : start_column_sums<T, 1>(params.sums, rows, stream);
   if (params.sums.slabs > 1) finish_column_sums<T>(params.sums, stream);

@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kThreads) matmul_add_relu_forward_kernel(Matmu
   }
 }
 
-// Masks the gradient, keeps the result and hands it on to be summed.
+// Masks the gradient, keeps the result and hands it on to be summed. kFolded: the last row may be short.
+template <bool kFolded>
 struct Masked {
   // Two arrays are read: more would take registers from other threads.
   static constexpr int kUnroll = 2;
@@ -57,6 +58,7 @@ struct Masked {
   const void* out;
   void* grad_product;
   int64_t columns;
+  int64_t elements;
 
   template <typename T, int kLanes>
   struct Pair {
@@ -67,6 +69,9 @@ struct Masked {
   template <typename T, int kLanes>
   __device__ __forceinline__ Pair<T, kLanes> fetch(int64_t row, int64_t column) const {
     const int64_t at = row * columns + column;
+    if (kFolded && at + kLanes > elements) {
+      return {load_part<T, kLanes>(grad, at, elements - at), load_part<T, kLanes>(out, at, elements - at)};
+    }
     return {load_vector<T, kLanes>(grad, at), load_vector<T, kLanes>(out, at)};
   }
 
@@ -81,13 +86,21 @@ struct Masked {
       if (values.lane[lane] <= 0) masked.lane[lane] = T(0);
     }
     const int64_t at = row * columns + column;
-    *reinterpret_cast<Vector<T, kLanes>*>(static_cast<T*>(grad_product) + at) = masked;
+    T* const to = static_cast<T*>(grad_product) + at;
+    if (kFolded && at + kLanes > elements) {
+#pragma unroll
+      for (int lane = 0; lane < kLanes; ++lane) {
+        if (at + lane < elements) to[lane] = masked.lane[lane];
+      }
+    } else {
+      *reinterpret_cast<Vector<T, kLanes>*>(to) = masked;
+    }
     return values_of(masked);
   }
 };
 
 template <typename T, int kLanes>
-__global__ void __launch_bounds__(kThreads) mask_kernel(Masked masked, int64_t vectors) {
+__global__ void __launch_bounds__(kThreads) mask_kernel(Masked<false> masked, int64_t vectors) {
   for (int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; index < vectors;
        index += static_cast<int64_t>(gridDim.x) * kThreads) {
     masked.values<T, kLanes>(masked.fetch<T, kLanes>(0, index * kLanes), 0, index * kLanes);
@@ -137,7 +150,13 @@ void start(const MatmulAddReluForward& params, cudaStream_t stream) {
 
 template <typename T, int kLanes>
 void start(const MatmulAddReluBackward& params, cudaStream_t stream) {
-  const Masked masked{params.grad, params.out, params.grad_product, params.sums.columns};
+  const TchExtensionColumnSums& sums = params.sums;
+  if (is_folded(sums)) {
+    const Masked<true> masked{params.grad, params.out, params.grad_product, sums.fold * sums.columns,
+                              elements(params)};
+    return start_column_sums<T, kLanesOf16Bytes<T>>(sums, masked, stream);
+  }
+  const Masked<false> masked{params.grad, params.out, params.grad_product, sums.columns, elements(params)};
   if (params.sums.sums != nullptr) return start_column_sums<T, kLanes>(params.sums, masked, stream);
   const int64_t vectors = elements(params) / kLanes;
   mask_kernel<T, kLanes><<<blocks_for(vectors), kThreads, 0, stream>>>(masked, vectors);
@@ -148,7 +167,8 @@ void finish(const MatmulAddReluForward&, cudaStream_t) {}
 
 template <typename T>
 void finish(const MatmulAddReluBackward& params, cudaStream_t stream) {
-  if (params.sums.sums != nullptr && params.sums.slabs > 1) finish_column_sums<T>(params.sums, stream);
+  if (params.sums.sums != nullptr && (params.sums.slabs > 1 || is_folded(params.sums)))
+    finish_column_sums<T>(params.sums, stream);
 }
 
 bool is_empty(const MatmulAddReluForward& params) { return elements(params) == 0; }

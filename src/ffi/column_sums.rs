@@ -13,31 +13,40 @@ pub(super) struct ColumnSums {
     pub slabs: i64,
     pub partial: *mut c_void,
     pub sums: *mut c_void,
+    pub fold: i64,
+}
+
+/// Whether all begin at multiples of 16 bytes.
+pub(super) fn is_aligned(pointers: &[*mut c_void]) -> bool {
+    pointers.iter().all(|pointer| pointer.addr() % 16 == 0)
 }
 
 impl ColumnSums {
-    /// For the columns of a `[rows, columns]`, into `sums` (`[columns]`). The second is the memory that the struct
-    /// points to, to be kept until the kernels are started.
+    /// For the columns of a `[rows, columns]`, into `sums` (`[columns]`). `may_fold`: the matrix is contiguous and
+    /// begins at a multiple of 16 bytes. The second is the memory that the struct points to, to be kept until the
+    /// kernels are started.
     pub(super) fn new(
         (rows, columns): (i64, i64),
+        may_fold: bool,
         sums: &mut Tensor,
         like: (Kind, Device),
     ) -> Result<(Self, Option<Tensor>)> {
-        let slabs = match like.1 {
-            Device::Cuda(_) => slabs_on_cuda(rows, columns, like.0),
-            _ => slabs_on_cpu(rows),
+        let (slabs, fold) = match like.1 {
+            Device::Cuda(_) => cuts_on_cuda(rows, columns, like.0, may_fold),
+            _ => (slabs_on_cpu(rows), 1),
         };
         let kind = if like.0 == Kind::Double { Kind::Double } else { Kind::Float };
-        let memory = if slabs > 1 { Some(Tensor::f_empty([slabs, columns], (kind, like.1))?) } else { None };
-        let partial = super::optional_ptr("partial", memory.as_ref(), &[slabs, columns], (kind, like.1))?;
+        let size = [slabs * fold, columns];
+        let memory = if size[0] > 1 { Some(Tensor::f_empty(size, (kind, like.1))?) } else { None };
+        let partial = super::optional_ptr("partial", memory.as_ref(), &size, (kind, like.1))?;
         let sums = checked("sums", sums, &[columns], like)?;
-        Ok((ColumnSums { rows, columns, slabs, partial, sums }, memory))
+        Ok((ColumnSums { rows, columns, slabs, partial, sums, fold }, memory))
     }
 
     /// None are wanted: for kernels that can do without.
     pub(super) fn none((rows, columns): (i64, i64)) -> Self {
         let null = std::ptr::null_mut();
-        ColumnSums { rows, columns, slabs: 1, partial: null, sums: null }
+        ColumnSums { rows, columns, slabs: 1, partial: null, sums: null, fold: 1 }
     }
 }
 
@@ -47,21 +56,44 @@ fn slabs_on_cpu(rows: i64) -> i64 {
     rows.div_euclid(ROWS) + i64::from(rows.rem_euclid(ROWS) > 0) + i64::from(rows == 0)
 }
 
-/// As many blocks as fill a large GPU, but at least four rows for each thread; one, when few would be left, to save
-/// the second kernel.
+/// Values of 16 bytes.
+fn lanes(kind: Kind) -> i64 {
+    16 / kind.elt_size_in_bytes() as i64
+}
+
+/// Slabs, and rows that are read as one.
+fn cuts_on_cuda(rows: i64, columns: i64, kind: Kind, may_fold: bool) -> (i64, i64) {
+    /// Folded rows need a second kernel, which reading fewer bytes value by value does not take longer than.
+    const FEWEST_BYTES: i64 = 4 << 20;
+    let slabs = slabs_on_cuda(rows, columns, kind);
+    let is_odd = columns % lanes(kind) != 0;
+    let bytes = rows.saturating_mul(columns).saturating_mul(kind.elt_size_in_bytes() as i64);
+    if !may_fold || !is_odd || bytes < FEWEST_BYTES {
+        return (slabs, 1);
+    }
+    // A power of two, as the number of lanes is.
+    let fold = lanes(kind) >> columns.trailing_zeros();
+    let most = BLOCKS / fold;
+    let slabs = most_slabs_on_cuda(rows / fold, columns.saturating_mul(fold), kind);
+    (slabs.clamp(1, most), fold)
+}
+
+const BLOCKS: i64 = 1024;
+
+/// One, when few would be left, to save the second kernel.
 fn slabs_on_cuda(rows: i64, columns: i64, kind: Kind) -> i64 {
-    const BLOCKS: i64 = 1024;
+    let slabs = most_slabs_on_cuda(rows, columns, kind);
+    if slabs < 4 { 1 } else { slabs }
+}
+
+/// As many blocks as fill a large GPU, but at least four rows for each thread.
+fn most_slabs_on_cuda(rows: i64, columns: i64, kind: Kind) -> i64 {
     const THREADS: i64 = 256;
-    let lanes = match kind {
-        Kind::Double => 2,
-        Kind::Float => 4,
-        _ => 8,
-    };
+    let lanes = lanes(kind);
     let vectors = if columns % lanes == 0 { columns / lanes } else { columns };
     let side_by_side = (0..=4).map(|power| 1 << power).find(|&x| x >= vectors).unwrap_or(16);
     let tiles = (vectors / side_by_side).max(1);
-    let slabs = (BLOCKS / tiles).min(rows / (4 * (THREADS / side_by_side)));
-    if slabs < 4 { 1 } else { slabs }
+    (BLOCKS / tiles).min(rows / (4 * (THREADS / side_by_side)))
 }
 
 #[cfg(test)]
@@ -80,6 +112,28 @@ mod tests {
                 for kind in [Kind::Double, Kind::Float, Kind::BFloat16] {
                     let slabs = slabs_on_cuda(rows, columns, kind);
                     assert!((1..=1024).contains(&slabs) && (slabs == 1 || slabs < rows));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn long_matrices_of_odd_rows_are_folded() {
+        let cuts = |rows, columns, kind| cuts_on_cuda(rows, columns, kind, true);
+        assert_eq!(cuts(87_804, 2671, Kind::Half), (6, 8));
+        assert_eq!(cuts(87_804, 2671, Kind::Float), (6, 4));
+        assert_eq!(cuts(87_804, 2671, Kind::Double), (6, 2));
+        assert_eq!(cuts(3071, 7142, Kind::BFloat16), (4, 4));
+        // Whole vectors, few bytes, what cannot be read so.
+        assert_eq!(cuts(87_804, 2672, Kind::Half).1, 1);
+        assert_eq!(cuts(700, 2671, Kind::Half), (slabs_on_cuda(700, 2671, Kind::Half), 1));
+        assert_eq!(cuts_on_cuda(87_804, 2671, Kind::Half, false).1, 1);
+        for columns in [1, 2, 3, 5, 12, 31, 1001, 1_000_003, (1 << 40) + 1] {
+            for rows in [1, 7, 100, 70_003, 1 << 22] {
+                for kind in [Kind::Double, Kind::Float, Kind::Half] {
+                    let (slabs, fold) = cuts(rows, columns, kind);
+                    assert!(slabs >= 1 && slabs * fold <= BLOCKS);
+                    assert!(fold == 1 || (columns.saturating_mul(fold)) % lanes(kind) == 0);
                 }
             }
         }

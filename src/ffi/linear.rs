@@ -1,6 +1,6 @@
 //! `csrc/linear/linear.h`.
 
-use super::column_sums::ColumnSums;
+use super::column_sums::{ColumnSums, is_aligned};
 use super::tensor::{is_in_memory, plain};
 use crate::{Error, Result};
 use std::ffi::c_void;
@@ -31,7 +31,9 @@ pub(crate) fn bias_grad(grad: &Tensor) -> Result<Tensor> {
     let size = grad.size2()?;
     let like = (grad.f_kind()?, grad.device());
     let mut grad_bias = Tensor::f_empty([size.1], like)?;
-    let (sums, _partial) = ColumnSums::new(size, &mut grad_bias, like)?;
+    let is_contiguous = grad.stride()[0] == size.1;
+    let may_fold = is_contiguous && is_aligned(&[grad.data_ptr()]);
+    let (sums, _partial) = ColumnSums::new(size, may_fold, &mut grad_bias, like)?;
     let params = BiasGrad {
         sums,
         row_stride: grad.stride()[0],
@@ -79,7 +81,7 @@ mod tests {
 
     unsafe extern "C" {
         /// Sizes and offsets as the C++ compiler sees them.
-        static tch_extension_linear_layout: [usize; 12];
+        static tch_extension_linear_layout: [usize; 13];
     }
 
     #[test]
@@ -91,6 +93,7 @@ mod tests {
             offset_of!(ColumnSums, slabs),
             offset_of!(ColumnSums, partial),
             offset_of!(ColumnSums, sums),
+            offset_of!(ColumnSums, fold),
             size_of::<BiasGrad>(),
             offset_of!(BiasGrad, sums),
             offset_of!(BiasGrad, row_stride),

@@ -1,6 +1,6 @@
 //! `csrc/matmul_add_relu/matmul_add_relu.h`.
 
-use super::column_sums::ColumnSums;
+use super::column_sums::{ColumnSums, is_aligned};
 use super::tensor::{is_in_memory, plain};
 use super::{checked, optional_ptr, take_message};
 use crate::{Error, Result};
@@ -173,7 +173,10 @@ pub(crate) fn backward(
         return Err(Error::msg(format!("internal error: there are no {columns} columns in {size:?}")));
     }
     let (sums, _partial) = match column_sums {
-        Some(sums) => ColumnSums::new((rows, columns), sums, like)?,
+        Some(sums) => {
+            let all = [inputs.grad, inputs.out, grad_product].map(Tensor::data_ptr);
+            ColumnSums::new((rows, columns), is_aligned(&all), sums, like)?
+        }
         None => (ColumnSums::none((rows, columns)), None),
     };
     let params = Backward {

@@ -22,6 +22,40 @@ fn cuda_agrees_with_the_cpu() {
     suite().cuda_agrees_with_the_cpu("cuda_agrees_with_the_cpu");
 }
 
+/// Rows of an odd length that are read several at a time, with and without rows left over; and such as begin
+/// anywhere, or have gaps between them, and so are read value by value.
+#[test]
+fn cuda_half_kinds_and_others_sum_long_matrices_of_odd_rows() {
+    let test = "cuda_half_kinds_and_others_sum_long_matrices_of_odd_rows";
+    let Some(device) = cuda_or_skip(test) else { return };
+    for (rows, columns) in
+        [(70_003, 31), (4099, 513), (2_100_005, 1), (1031, 2670), (9, 250_001), (8192, 127)]
+    {
+        for kind in [Kind::Half, Kind::BFloat16, Kind::Float, Kind::Double] {
+            // Small whole numbers: every sum is exact in f32, and in a half kind up to 256.
+            let values =
+                Tensor::arange(rows * columns + 1, (Kind::Int64, device)).f_remainder(7).expect("numbers");
+            let values = (values - 3).to_kind(kind);
+            let whole = values.narrow(0, 0, rows * columns).view([rows, columns]);
+            let elsewhere = values.narrow(0, 1, rows * columns).view([rows, columns]);
+            let with_gaps = whole.narrow(1, 0, (columns - 1).max(1));
+            for (what, vector) in [("aligned", &whole), ("elsewhere", &elsewhere), ("with gaps", &with_gaps)]
+            {
+                let (m, n) = vector.size2().expect("a matrix");
+                let x = Tensor::zeros([m, 1], (kind, device));
+                let w = Tensor::zeros([n, 1], (kind, device));
+                let bias = Tensor::zeros([n], (kind, device)).set_requires_grad(true);
+                let y = f_linear(&x, &w, Some(&bias)).expect("output");
+                let options = GradOptions { grad_outputs: &[Some(vector)], ..Default::default() };
+                let gradient = grad(&[&y], &[&bias], &options).expect("gradient").single().expect("one");
+                let exact =
+                    vector.to_kind(Kind::Double).sum_dim_intlist([0_i64].as_slice(), false, Kind::Double);
+                assert!(gradient.equal(&exact.to_kind(kind)), "{rows} {columns} {kind:?} {what}");
+            }
+        }
+    }
+}
+
 /// Offsets beyond 32 bits: the last rows count, and only in their own columns.
 #[test]
 fn cuda_more_than_two_to_the_31_elements() {

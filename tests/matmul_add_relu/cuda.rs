@@ -22,6 +22,41 @@ fn cuda_agrees_with_the_cpu() {
     suite().cuda_agrees_with_the_cpu("cuda_agrees_with_the_cpu");
 }
 
+/// Rows of an odd length that are read several at a time, with and without rows left over.
+#[test]
+fn cuda_half_kinds_and_others_mask_and_sum_long_matrices_of_odd_rows() {
+    let test = "cuda_half_kinds_and_others_mask_and_sum_long_matrices_of_odd_rows";
+    let Some(device) = cuda_or_skip(test) else { return };
+    for (rows, columns) in
+        [(70_003, 31), (4099, 513), (2_100_005, 1), (1031, 2670), (9, 250_001), (8192, 127)]
+    {
+        for kind in [Kind::Half, Kind::BFloat16, Kind::Float, Kind::Double] {
+            // Small whole numbers: every sum is exact in f32.
+            let numbers = |range: i64, least: i64, len: i64| {
+                let numbers = Tensor::arange(len, (Kind::Int64, device)).f_remainder(range).expect("numbers");
+                (numbers + least).to_kind(kind)
+            };
+            let lhs = numbers(3, -1, rows).view([rows, 1]).set_requires_grad(true);
+            let rhs = numbers(5, 1, columns).view([1, columns]);
+            let bias = numbers(4, -1, columns).set_requires_grad(true);
+            let vector = numbers(7, -3, rows * columns).view([rows, columns]);
+            let y = f_matmul_add_relu(&lhs, &rhs, &bias).expect("output");
+            let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+            let gradients = grad(&[&y], &[&lhs, &bias], &options).expect("gradients").into_vec();
+            let masked = vector.to_kind(Kind::Double) * y.detach().gt(0.0).to_kind(Kind::Double);
+            let exact = masked.sum_dim_intlist([0_i64].as_slice(), false, Kind::Double).to_kind(kind);
+            let found = gradients[1].as_ref().expect("the bias' gradient");
+            assert!(found.equal(&exact), "db, {rows} {columns} {kind:?}");
+            // Shows every element of the masked gradient.
+            let exact = masked.matmul(&rhs.to_kind(Kind::Double).transpose(0, 1));
+            let found = gradients[0].as_ref().expect("the factor's gradient").to_kind(Kind::Double);
+            let largest = exact.abs().max().double_value(&[]);
+            let (rtol, atol) = tch_extension::testing::tolerance(kind);
+            tch_extension::testing::assert_close(&found, &exact, 4.0 * rtol, atol + rtol * largest);
+        }
+    }
+}
+
 /// Offsets beyond 32 bits: the last elements count, and only in their own places.
 #[test]
 fn cuda_more_than_two_to_the_31_elements() {

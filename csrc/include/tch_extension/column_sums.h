@@ -4,6 +4,10 @@
 // The rows are cut into slabs, whose sums go to `partial` and are summed by a second kernel; a single slab's
 // are the result. Sizes alone decide where the cuts are, so that the same inputs give the same bits.
 //
+// Rows whose length is no multiple of 16 bytes cannot be read 16 bytes at a time, because most of them begin
+// at another address. F of them can be read as one row that is F times as long, if the matrix is contiguous:
+// all of those begin at multiples of 16 bytes. Each column then has F sums, which the second kernel adds up.
+//
 // Needs: nothing.
 #pragma once
 
@@ -13,6 +17,7 @@ struct TchExtensionColumnSums {
   int64_t rows;     // M
   int64_t columns;  // N
   int64_t slabs;    // S, at least 1 and at most 65535 on CUDA
-  void* partial;    // [S, N] of the compute kind (float for the half kinds); null when S is 1
+  void* partial;    // [S·F, N] of the compute kind (float for the half kinds); null when that is one row
   void* sums;       // [N]
+  int64_t fold;     // F: so many rows are read as one long row on CUDA; 0 and 1 mean that none are
 };

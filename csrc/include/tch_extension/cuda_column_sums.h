@@ -9,7 +9,10 @@
 // load does not overtake a store.
 //
 //   start_column_sums<T, kLanes>(sums, loader, stream);
-//   finish_column_sums<T>(sums, stream);  // when there are several slabs
+//   finish_column_sums<T>(sums, stream);  // when there are several slabs, or rows are folded
+//
+// Where rows are folded (column_sums.h), the loader's rows and columns are those of folded(sums), and its
+// last row may be short: it has to give zeros for what is beyond rows · columns.
 //
 // A block sums a slab of rows and a tile of columns: its threads stand x side by side and y above one
 // another, and the y sums of a column are added up as a tree. No atomics: the order is always the same.
@@ -87,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(TchExtensionColum
   if (threadIdx.y != 0 || column >= sums.columns) return;
 #pragma unroll
   for (int lane = 0; lane < kLanes; ++lane) {
-    if (gridDim.y == 1) {
+    if (sums.partial == nullptr) {
       static_cast<Out*>(sums.sums)[column + lane] = static_cast<Out>(sum[0].lane[lane]);
     } else {
       static_cast<Compute<T>*>(sums.partial)[blockIdx.y * sums.columns + column + lane] = sum[0].lane[lane];
@@ -105,10 +108,23 @@ inline void start_column_sums_in(const TchExtensionColumnSums& sums, unsigned in
   column_sums_kernel<T, Out, kLanes><<<blocks, dim3(x, kThreads / x), 0, stream>>>(sums, loader);
 }
 
-// kLanes must divide the number of columns, of which there is at least one.
+inline bool is_folded(const TchExtensionColumnSums& sums) { return sums.fold > 1; }
+
+// What a loader of folded rows reads. The partial sums, [S, F·N], are those of S·F rows.
+inline TchExtensionColumnSums folded(const TchExtensionColumnSums& sums) {
+  TchExtensionColumnSums longer = sums;
+  longer.rows = (sums.rows + sums.fold - 1) / sums.fold;
+  longer.columns = sums.columns * sums.fold;
+  longer.fold = 1;
+  return longer;
+}
+
+// kLanes must divide the number of columns, of which there is at least one; of folded(sums), where rows are
+// folded.
 template <typename T, int kLanes, typename Loader>
 inline void start_column_sums(const TchExtensionColumnSums& sums, const Loader& loader, cudaStream_t stream) {
-  start_column_sums_in<T, T, kLanes>(sums, static_cast<unsigned int>(sums.slabs), loader, stream);
+  const auto slabs = static_cast<unsigned int>(sums.slabs);
+  start_column_sums_in<T, T, kLanes>(is_folded(sums) ? folded(sums) : sums, slabs, loader, stream);
 }
 
 struct PartialSums {
@@ -132,7 +148,8 @@ struct PartialSums {
 template <typename T>
 inline void finish_column_sums(const TchExtensionColumnSums& sums, cudaStream_t stream) {
   TchExtensionColumnSums last = sums;
-  last.rows = sums.slabs;
+  last.rows = is_folded(sums) ? sums.slabs * sums.fold : sums.slabs;
+  last.partial = nullptr;
   start_column_sums_in<Compute<T>, T, 1>(last, 1, PartialSums{sums.partial, sums.columns}, stream);
 }
 

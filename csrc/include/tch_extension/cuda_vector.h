@@ -38,6 +38,18 @@ __device__ __forceinline__ Values<T, kLanes> values_of(const Vector<T, kLanes>& 
   return values;
 }
 
+// The first `count` values of a vector, which may be none, one by one; zeros behind them. Any address will
+// do.
+template <typename T, int kLanes>
+__device__ __forceinline__ Vector<T, kLanes> load_part(const void* pointer, int64_t at, int64_t count) {
+  Vector<T, kLanes> vector;
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) {
+    vector.lane[lane] = lane < count ? static_cast<const T*>(pointer)[at + lane] : T(0);
+  }
+  return vector;
+}
+
 template <typename T, int kLanes>
 __device__ __forceinline__ Values<T, kLanes> load_values(const void* pointer, int64_t at) {
   return values_of(load_vector<T, kLanes>(pointer, at));
