@@ -1,6 +1,6 @@
-// Bound by memory: the forward reads the product and writes the output, the backward reads the output and its
-// gradient and writes the product's, 16 bytes a thread where sizes, strides and addresses allow. The bias is
-// read by strides and mostly found in a cache.
+// Bound by memory: the forward reads the product and writes the output, the backward reads the
+// output and its gradient and writes the product's, 16 bytes a thread where sizes, strides and
+// addresses allow. The bias is read by strides and mostly found in a cache.
 
 #include "matmul_add_relu.h"
 #include "tch_extension/cuda_column_sums.h"
@@ -8,18 +8,22 @@
 namespace tch_extension {
 namespace {
 
-// Neighbours along the innermost dimension, which is contiguous or broadcast whenever there are several.
+// Neighbours along the innermost dimension, which is contiguous or broadcast whenever there are
+// several.
 template <typename T, int kLanes>
-__device__ __forceinline__ Values<T, kLanes> load_strided(const void* pointer, int64_t at, int64_t stride) {
+__device__ __forceinline__ Values<T, kLanes> load_strided(const void* pointer, int64_t at,
+                                                          int64_t stride) {
   if constexpr (kLanes > 1) {
     if (stride == 0) return repeat_value<T, kLanes>(pointer, at);
   }
   return load_values<T, kLanes>(pointer, at);
 }
 
-// Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the arithmetic.
+// Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the
+// arithmetic.
 template <typename T, int kLanes, typename Index>
-__global__ void __launch_bounds__(kThreads) matmul_add_relu_forward_kernel(MatmulAddReluForward params) {
+__global__ void __launch_bounds__(kThreads)
+    matmul_add_relu_forward_kernel(MatmulAddReluForward params) {
   const Index vectors_per_row = static_cast<Index>(params.size[0] / kLanes);
   Index vectors = vectors_per_row;
   for (int dim = 1; dim < params.dims; ++dim) vectors *= static_cast<Index>(params.size[dim]);
@@ -100,7 +104,9 @@ int64_t elements(const MatmulAddReluForward& params) {
   return elements;
 }
 
-int64_t elements(const MatmulAddReluBackward& params) { return params.sums.rows * params.sums.columns; }
+int64_t elements(const MatmulAddReluBackward& params) {
+  return params.sums.rows * params.sums.columns;
+}
 
 // Whether whole vectors of an operand can be read, or single values that all lanes share.
 bool allows_vectors(const void* pointer, const int64_t* stride, int dims, int lanes) {
@@ -148,7 +154,8 @@ void finish(const MatmulAddReluForward&, cudaStream_t) {}
 
 template <typename T>
 void finish(const MatmulAddReluBackward& params, cudaStream_t stream) {
-  if (params.sums.sums != nullptr && params.sums.slabs > 1) finish_column_sums<T>(params.sums, stream);
+  if (params.sums.sums != nullptr && params.sums.slabs > 1)
+    finish_column_sums<T>(params.sums, stream);
 }
 
 bool is_empty(const MatmulAddReluForward& params) { return elements(params) == 0; }

@@ -1,4 +1,5 @@
-//! `csrc/include/tch_extension/column_sums.h`: sums of the columns of a matrix, as a part of some kernels.
+//! `csrc/include/tch_extension/column_sums.h`: sums of the columns of a matrix, as a part of some
+//! kernels.
 
 use super::checked;
 use crate::Result;
@@ -16,8 +17,8 @@ pub(super) struct ColumnSums {
 }
 
 impl ColumnSums {
-    /// For the columns of a `[rows, columns]`, into `sums` (`[columns]`). The second is the memory that the struct
-    /// points to, to be kept until the kernels are started.
+    /// For the columns of a `[rows, columns]`, into `sums` (`[columns]`). The second is the memory
+    /// that the struct points to, to be kept until the kernels are started.
     pub(super) fn new(
         (rows, columns): (i64, i64),
         sums: &mut Tensor,
@@ -28,8 +29,10 @@ impl ColumnSums {
             _ => slabs_on_cpu(rows),
         };
         let kind = if like.0 == Kind::Double { Kind::Double } else { Kind::Float };
-        let memory = if slabs > 1 { Some(Tensor::f_empty([slabs, columns], (kind, like.1))?) } else { None };
-        let partial = super::optional_ptr("partial", memory.as_ref(), &[slabs, columns], (kind, like.1))?;
+        let memory =
+            if slabs > 1 { Some(Tensor::f_empty([slabs, columns], (kind, like.1))?) } else { None };
+        let partial =
+            super::optional_ptr("partial", memory.as_ref(), &[slabs, columns], (kind, like.1))?;
         let sums = checked("sums", sums, &[columns], like)?;
         Ok((ColumnSums { rows, columns, slabs, partial, sums }, memory))
     }
@@ -47,8 +50,8 @@ fn slabs_on_cpu(rows: i64) -> i64 {
     rows.div_euclid(ROWS) + i64::from(rows.rem_euclid(ROWS) > 0) + i64::from(rows == 0)
 }
 
-/// As many blocks as fill a large GPU, but at least four rows for each thread; one, when few would be left, to save
-/// the second kernel.
+/// As many blocks as fill a large GPU, but at least four rows for each thread; one, when few would
+/// be left, to save the second kernel.
 fn slabs_on_cuda(rows: i64, columns: i64, kind: Kind) -> i64 {
     const BLOCKS: i64 = 1024;
     const THREADS: i64 = 256;

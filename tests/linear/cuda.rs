@@ -11,7 +11,9 @@ fn cuda_mixed_devices_are_named() {
         arguments[index + 1] = arguments[index + 1].to_device(Device::Cpu);
         let error = fused(&arguments).expect_err("mixed devices").to_string();
         assert!(
-            error.starts_with(&format!("linear: {name}: expected device Cuda(0), as input, got Cpu")),
+            error.starts_with(&format!(
+                "linear: {name}: expected device Cuda(0), as input, got Cpu"
+            )),
             "{error}"
         );
     }

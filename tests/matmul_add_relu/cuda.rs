@@ -11,7 +11,9 @@ fn cuda_mixed_devices_are_named() {
         arguments[index + 1] = arguments[index + 1].to_device(Device::Cpu);
         let error = fused(&arguments).expect_err("mixed devices").to_string();
         assert!(
-            error.starts_with(&format!("matmul_add_relu: {name}: expected device Cuda(0), as lhs, got Cpu")),
+            error.starts_with(&format!(
+                "matmul_add_relu: {name}: expected device Cuda(0), as lhs, got Cpu"
+            )),
             "{error}"
         );
     }
@@ -39,7 +41,8 @@ fn cuda_more_than_two_to_the_31_elements() {
         assert_eq!(output.get(rows - 1).get(columns - 1).double_value(&[]), 1.0);
         let vector = Tensor::full([rows, columns], 5.0, options);
         let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
-        let gradient = grad(&[&output], &[&bias], &options).expect("gradient").single().expect("one");
+        let gradient =
+            grad(&[&output], &[&bias], &options).expect("gradient").single().expect("one");
         assert!(gradient.equal(&Tensor::full([columns], 5.0, (Kind::Half, device))));
     }
 }
