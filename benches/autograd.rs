@@ -5,7 +5,9 @@ use criterion::{Criterion, criterion_group};
 use std::hint::black_box;
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
-use tch_extension::autograd::{Context, Function, GradOptions, Inputs, Saver, Tensors, apply, grad};
+use tch_extension::autograd::{
+    Context, Function, GradOptions, Inputs, Saver, Tensors, apply, grad,
+};
 use tch_extension::testing::cpp_identity;
 
 struct Identity;
@@ -40,7 +42,11 @@ impl Function for Empty {
 }
 
 /// `length` operators in a row.
-fn chain(name: &'static str, length: usize, link: impl Fn(&Tensor) -> Result<Tensor> + 'static) -> Provider {
+fn chain(
+    name: &'static str,
+    length: usize,
+    link: impl Fn(&Tensor) -> Result<Tensor> + 'static,
+) -> Provider {
     let call = move |inputs: &[Tensor]| {
         let mut value = link(&inputs[0])?;
         for _ in 1..length {
@@ -51,8 +57,9 @@ fn chain(name: &'static str, length: usize, link: impl Fn(&Tensor) -> Result<Ten
     Provider::new(name, call)
 }
 
-/// The bridge against the same operator in C++, and against libtorch's own cheapest differentiable operation. Without a
-/// graph, `detach` is what the forward itself does: the rest is what `apply` adds.
+/// The bridge against the same operator in C++, and against libtorch's own cheapest differentiable
+/// operation. Without a graph, `detach` is what the forward itself does: the rest is what `apply`
+/// adds.
 pub fn cases(device: Device) -> Vec<Case> {
     let case = |point: String, inputs: Vec<(Vec<i64>, f64)>, providers| Case {
         operator: "autograd",
@@ -88,18 +95,26 @@ fn bridge(criterion: &mut Criterion) {
     let constant = Tensor::from_slice(&[1.0]);
     let leaf = Tensor::from_slice(&[1.0]).set_requires_grad(true);
     // The difference of these two is what `apply` adds where no graph is needed.
-    group.bench_function("the forward alone", |bencher| bencher.iter(|| black_box(&constant).detach()));
-    group.bench_function("apply without a graph", |bencher| bencher.iter(|| identity(black_box(&constant))));
-    group.bench_function("apply with a graph", |bencher| bencher.iter(|| identity(black_box(&leaf))));
+    group.bench_function("the forward alone", |bencher| {
+        bencher.iter(|| black_box(&constant).detach())
+    });
+    group.bench_function("apply without a graph", |bencher| {
+        bencher.iter(|| identity(black_box(&constant)))
+    });
+    group.bench_function("apply with a graph", |bencher| {
+        bencher.iter(|| identity(black_box(&leaf)))
+    });
     group.bench_function("apply and backward", |bencher| {
         bencher.iter(|| {
-            grad(&[&identity(black_box(&leaf))], &[&leaf], &GradOptions::default()).expect("gradient")
+            grad(&[&identity(black_box(&leaf))], &[&leaf], &GradOptions::default())
+                .expect("gradient")
         });
     });
     // libtorch's own cheapest differentiable operation, for comparison.
     group.bench_function("view_as and backward", |bencher| {
         bencher.iter(|| {
-            grad(&[&black_box(&leaf).view_as(&leaf)], &[&leaf], &GradOptions::default()).expect("gradient")
+            grad(&[&black_box(&leaf).view_as(&leaf)], &[&leaf], &GradOptions::default())
+                .expect("gradient")
         });
     });
     group.finish();

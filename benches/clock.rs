@@ -10,7 +10,8 @@ fn round(device: Device) -> Duration {
     Duration::from_millis(if device == Device::Cpu { 60 } else { 20 })
 }
 
-/// Below this much data, a call finds it in the L2 cache, where the call before left it; above, it does not.
+/// Below this much data, a call finds it in the L2 cache, where the call before left it; above, it
+/// does not.
 pub const SMALL: usize = 32 << 20;
 /// More than any L2 cache holds.
 const FLUSH: i64 = 256 << 20;
@@ -18,11 +19,13 @@ const FLUSH: i64 = 256 << 20;
 const CALLS_IN_A_GRAPH: usize = 20;
 /// Calls beyond so many microseconds, of many kernels, are alone in their graph.
 const LONG: f64 = 500.0;
-/// Calls of which the host's time is taken: not so many that the queue of launches fills up and the host waits.
+/// Calls of which the host's time is taken: not so many that the queue of launches fills up and the
+/// host waits.
 const CALLS_OF_THE_HOST: u32 = 20;
 
-/// Times `iterations` calls in a row: on the CPU by the clock, on a GPU by CUDA events around all of them. Where
-/// the host is slower than the device, as with small sizes, that is the host's pace: what a training loop sees.
+/// Times `iterations` calls in a row: on the CPU by the clock, on a GPU by CUDA events around all
+/// of them. Where the host is slower than the device, as with small sizes, that is the host's pace:
+/// what a training loop sees.
 pub fn in_a_row(device: Device, iterations: u64, mut call: impl FnMut()) -> Duration {
     if device == Device::Cpu {
         let start = Instant::now();
@@ -35,7 +38,8 @@ pub fn in_a_row(device: Device, iterations: u64, mut call: impl FnMut()) -> Dura
 }
 
 fn between_events(device: Device, body: impl FnOnce()) -> Duration {
-    let (start, end) = (Event::new(device).expect("an event"), Event::new(device).expect("an event"));
+    let (start, end) =
+        (Event::new(device).expect("an event"), Event::new(device).expect("an event"));
     start.record().expect("a recorded event");
     body();
     end.record().expect("a recorded event");
@@ -64,7 +68,8 @@ pub fn host(device: Device, call: &mut impl FnMut()) -> f64 {
     micros(elapsed) / f64::from(CALLS_OF_THE_HOST)
 }
 
-/// A call as a CUDA graph: nothing of the host's is in its time, nor the graph's launch, which is not the operator's.
+/// A call as a CUDA graph: nothing of the host's is in its time, nor the graph's launch, which is
+/// not the operator's.
 pub struct OnTheGpu {
     graph: Graph,
     start: Event,
@@ -74,8 +79,8 @@ pub struct OnTheGpu {
 }
 
 impl OnTheGpu {
-    /// `bytes` is the size of what the call reads and writes. Small: many calls in a row, with the data in the L2
-    /// cache; otherwise one call, after the cache was flushed.
+    /// `bytes` is the size of what the call reads and writes. Small: many calls in a row, with the
+    /// data in the L2 cache; otherwise one call, after the cache was flushed.
     ///
     /// # Errors
     /// What cannot be captured on this stream.

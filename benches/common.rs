@@ -20,7 +20,10 @@ pub struct Provider {
 }
 
 impl Provider {
-    pub fn new(name: &'static str, call: impl Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'static) -> Self {
+    pub fn new(
+        name: &'static str,
+        call: impl Fn(&[Tensor]) -> Result<Vec<Tensor>> + 'static,
+    ) -> Self {
         Provider { name, call: Box::new(call), has_backward: true }
     }
 
@@ -58,7 +61,8 @@ pub struct Work {
 }
 
 impl Work {
-    /// Of `elements` of this kind that are read or written, and of products with so many operations.
+    /// Of `elements` of this kind that are read or written, and of products with so many
+    /// operations.
     pub fn new(kind: Kind, elements: i64, operations: i64) -> Self {
         Work { bytes: elements as usize * kind.elt_size_in_bytes(), operations: operations as u64 }
     }
@@ -109,8 +113,8 @@ impl Runner<'_> {
         self.provider.name
     }
 
-    /// The same tensors as leaves of which no graph knows yet, for the current stream: a backward, and the gradient of
-    /// a leaf, belong to the stream on which the forward ran.
+    /// The same tensors as leaves of which no graph knows yet, for the current stream: a backward,
+    /// and the gradient of a leaf, belong to the stream on which the forward ran.
     pub fn on_this_stream(&self, direction: Direction) -> Self {
         let leaf = |input: &Tensor| input.detach().set_requires_grad(input.requires_grad());
         let mut runner = Runner {
@@ -131,16 +135,22 @@ impl Runner<'_> {
         self.inputs.iter().chain(&self.outputs).map(size).sum()
     }
 
-    /// How far the outputs are apart, if that is much in numbers around 1; by that, single small outputs are compared, too.
+    /// How far the outputs are apart, if that is much in numbers around 1; by that, single small
+    /// outputs are compared, too.
     pub fn is_far_from(&self, other: &Self) -> Option<f64> {
         const ALLOWED: f64 = 5e-2;
-        let norm = |tensor: &Tensor| tensor.norm_scalaropt_dtype(2.0, Kind::Float).double_value(&[]);
+        let norm =
+            |tensor: &Tensor| tensor.norm_scalaropt_dtype(2.0, Kind::Float).double_value(&[]);
         let apart = |(ours, theirs): (&Tensor, &Tensor)| {
             let scale = norm(theirs).max((theirs.numel() as f64).sqrt());
             norm(&(ours - theirs)) / scale
         };
         // What is no number is not close, either.
-        self.outputs.iter().zip(&other.outputs).map(apart).find(|apart| apart.is_nan() || *apart > ALLOWED)
+        self.outputs
+            .iter()
+            .zip(&other.outputs)
+            .map(apart)
+            .find(|apart| apart.is_nan() || *apart > ALLOWED)
     }
 
     /// The first output, if the last input is no number anywhere.
@@ -157,11 +167,19 @@ impl Runner<'_> {
 
     fn backward(&self, outputs: &[Tensor], retain_graph: bool) -> Vec<Tensor> {
         let vectors: Vec<Option<&Tensor>> = self.vectors.iter().map(Some).collect();
-        let options =
-            GradOptions { grad_outputs: &vectors, retain_graph: Some(retain_graph), ..Default::default() };
+        let options = GradOptions {
+            grad_outputs: &vectors,
+            retain_graph: Some(retain_graph),
+            ..Default::default()
+        };
         let outputs: Vec<&Tensor> = outputs.iter().collect();
         let inputs: Vec<&Tensor> = self.inputs.iter().collect();
-        grad(&outputs, &inputs, &options).expect("gradients").into_vec().into_iter().flatten().collect()
+        grad(&outputs, &inputs, &options)
+            .expect("gradients")
+            .into_vec()
+            .into_iter()
+            .flatten()
+            .collect()
     }
 
     pub fn run(&self, direction: Direction) {
@@ -188,8 +206,11 @@ impl Case {
             tch::manual_seed(0);
             let normal = |size: &[i64]| Tensor::randn(size, (self.kind, self.device));
             let input = |(size, scale): &(Vec<i64>, f64)| normal(size) * *scale;
-            let inputs =
-                self.inputs.iter().map(|each| input(each).set_requires_grad(differentiable)).collect();
+            let inputs = self
+                .inputs
+                .iter()
+                .map(|each| input(each).set_requires_grad(differentiable))
+                .collect();
             let mut runner = Runner { provider, inputs, vectors: Vec::new(), outputs: Vec::new() };
             runner.outputs = runner.forward();
             runner.vectors = runner.outputs.iter().map(|output| normal(&output.size())).collect();
@@ -201,14 +222,16 @@ impl Case {
 
     /// Whether anything of ours goes in this direction.
     pub fn has(&self, direction: Direction) -> bool {
-        direction == Direction::Forward || self.providers.last().is_some_and(|ours| ours.has_backward)
+        direction == Direction::Forward
+            || self.providers.last().is_some_and(|ours| ours.has_backward)
     }
 
     /// A bench of something else than the same result would say nothing.
     fn check_that_they_agree(&self, runners: &[Runner<'_>], differentiable: bool) {
         let results = |runner: &Runner<'_>| {
             let outputs = runner.outputs.iter().map(Tensor::detach);
-            let gradients = if differentiable { runner.backward(&runner.outputs, true) } else { Vec::new() };
+            let gradients =
+                if differentiable { runner.backward(&runner.outputs, true) } else { Vec::new() };
             outputs.chain(gradients).collect::<Vec<_>>()
         };
         let allowed = if self.kind == Kind::Float && !self.tf32 { 1e-4 } else { 5e-2 };
@@ -218,7 +241,12 @@ impl Case {
             for (ours, theirs) in expected.iter().zip(&results(rival)) {
                 let apart = distance(ours, theirs);
                 // What is no number is not close, either.
-                assert!(apart <= allowed, "{}: {} is {apart:.2e} from ours", self.point, rival.name());
+                assert!(
+                    apart <= allowed,
+                    "{}: {} is {apart:.2e} from ours",
+                    self.point,
+                    rival.name()
+                );
             }
         }
     }
@@ -266,8 +294,8 @@ impl Case {
     }
 }
 
-/// The norm of the difference, in proportion: single elements may differ by all they are, where rounding decides on which
-/// side of ReLU's corner they lie.
+/// The norm of the difference, in proportion: single elements may differ by all they are, where
+/// rounding decides on which side of ReLU's corner they lie.
 fn distance(ours: &Tensor, theirs: &Tensor) -> f64 {
     let norm = |tensor: &Tensor| tensor.to_kind(Kind::Double).norm().double_value(&[]);
     let apart = norm(&(ours.to_kind(Kind::Double) - theirs.to_kind(Kind::Double)));
@@ -289,11 +317,14 @@ pub fn groups(criterion: &mut Criterion, cases: impl Fn(Device) -> Vec<Case>) {
                 case.in_its_precision(|| {
                     for runner in case.runners(direction) {
                         let id = format!("{} {}", case.point, case.arithmetic());
-                        group.bench_function(BenchmarkId::new(runner.provider.name, id), |bencher| {
-                            bencher.iter_custom(|iterations| {
-                                clock::in_a_row(device, iterations, || runner.run(direction))
-                            });
-                        });
+                        group.bench_function(
+                            BenchmarkId::new(runner.provider.name, id),
+                            |bencher| {
+                                bencher.iter_custom(|iterations| {
+                                    clock::in_a_row(device, iterations, || runner.run(direction))
+                                });
+                            },
+                        );
                     }
                 });
             }

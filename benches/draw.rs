@@ -49,8 +49,8 @@ pub struct Product {
     pub has_full_bias: bool,
 }
 
-/// M, K and N up to 8192, half of them in batches of up to 32, a fifth of those with a bias of full shape; not more work than
-/// a batch of 2³⁸ multiplications.
+/// M, K and N up to 8192, half of them in batches of up to 32, a fifth of those with a bias of full
+/// shape; not more work than a batch of 2³⁸ multiplications.
 pub fn products(seed: u64, count: usize) -> Vec<Product> {
     const MOST: i64 = 1 << 38;
     let mut draw = Draw::new(seed);

@@ -1,5 +1,6 @@
-//! The least time that a GPU needs for an operator's work: what a copy of as many bytes takes, or a product of as many
-//! operations at the rate of a large one, whichever is more. Both are measured in the same run.
+//! The least time that a GPU needs for an operator's work: what a copy of as many bytes takes, or a
+//! product of as many operations at the rate of a large one, whichever is more. Both are measured
+//! in the same run.
 
 use crate::clock::{OnTheGpu, median};
 use crate::common::{Case, Direction};
@@ -74,7 +75,8 @@ fn copy(device: Device, bytes: usize) -> Option<f64> {
     time(device, bytes, &mut || to.copy_(&from))
 }
 
-/// The rate of a product that fills the chip, of values as they are in use: of zeros it would be higher.
+/// The rate of a product that fills the chip, of values as they are in use: of zeros it would be
+/// higher.
 fn large_product(device: Device, kind: Kind) -> Option<f64> {
     let size = if kind.elt_size_in_bytes() < 4 { 8192 } else { 4096 };
     let factor = || Tensor::randn([size, size], (kind, device));

@@ -1,4 +1,5 @@
-//! Layer normalisation: fused against the composite of tch operations and against libtorch's own operator.
+//! Layer normalisation: fused against the composite of tch operations and against libtorch's own
+//! operator.
 
 use crate::common::{Case, Provider, Work};
 use tch::{Device, Kind, Tensor};
@@ -7,7 +8,8 @@ use tch_extension::ops::{f_layer_norm, layer_norm_reference};
 
 /// (M, N): in the caches, and on CUDA as much as libtorch, Liger and Quack are measured with.
 const SMALL: [(i64, i64); 2] = [(256, 1024), (8192, 1024)];
-const LARGE: [(i64, i64); 5] = [(65536, 256), (32768, 1024), (16384, 4096), (8192, 8192), (4096, 16384)];
+const LARGE: [(i64, i64); 5] =
+    [(65536, 256), (32768, 1024), (16384, 4096), (8192, 8192), (4096, 16384)];
 
 const EPS: f64 = 1e-5;
 
@@ -39,18 +41,23 @@ struct Point {
 }
 
 /// In the caches: short rows and long ones, few and many, no whole vectors.
-const ON_CPU: [(i64, i64); 6] = [(1, 1024), (64, 4096), (256, 1024), (8192, 64), (1000, 777), (2048, 1024)];
+const ON_CPU: [(i64, i64); 6] =
+    [(1, 1024), (64, 4096), (256, 1024), (8192, 64), (1000, 777), (2048, 1024)];
 
 fn points(device: Device) -> Vec<Point> {
     let affine = |size, kind| Point { size, kind, affine: true };
     if device.is_cuda() {
         let sizes = || SMALL.iter().chain(&LARGE).copied();
         let kinds = [Kind::Float, Kind::BFloat16];
-        return kinds.iter().flat_map(|&kind| sizes().map(move |size| affine(size, kind))).collect();
+        return kinds
+            .iter()
+            .flat_map(|&kind| sizes().map(move |size| affine(size, kind)))
+            .collect();
     }
     let of = |size: (i64, i64)| {
         let plain = Point { size, kind: Kind::Float, affine: false };
-        // libtorch adds up the parameters' gradients in bf16: with so many rows they are too far off to compare.
+        // libtorch adds up the parameters' gradients in bf16: with so many rows they are too far
+        // off to compare.
         let half = (size.0 < 4096).then(|| affine(size, Kind::BFloat16));
         [affine(size, Kind::Float), plain].into_iter().chain(half)
     };
@@ -83,7 +90,10 @@ fn case(Point { size: (m, n), kind, affine }: Point, device: Device) -> Case {
         kind,
         device,
         tf32: false,
-        inputs: [(vec![m, n], 1.0)].into_iter().chain(parameters.into_iter().filter(|_| affine)).collect(),
+        inputs: [(vec![m, n], 1.0)]
+            .into_iter()
+            .chain(parameters.into_iter().filter(|_| affine))
+            .collect(),
         // x and y; x, dy and dx.
         work: [2, 3].map(|arrays| Work::new(kind, arrays * m * n, 0)),
         providers,

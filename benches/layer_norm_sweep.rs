@@ -1,5 +1,5 @@
-//! `cargo xtask bench sweep [WORD…]`: layer_norm against libtorch's own over a grid of sizes, odd and misaligned rows
-//! included: the GPU's time of each direction, and the worst ratios.
+//! `cargo xtask bench sweep [WORD…]`: layer_norm against libtorch's own over a grid of sizes, odd
+//! and misaligned rows included: the GPU's time of each direction, and the worst ratios.
 
 use crate::clock::{OnTheGpu, median};
 use std::io::Write;
@@ -11,7 +11,8 @@ use tch_extension::ops::f_layer_norm;
 use tch_extension::testing::devices;
 
 const ROWS: [i64; 8] = [1, 16, 256, 512, 1024, 2048, 8192, 65536];
-const COLUMNS: [i64; 14] = [64, 100, 255, 256, 768, 1000, 1024, 1025, 4096, 4099, 8192, 16384, 32768, 65536];
+const COLUMNS: [i64; 14] =
+    [64, 100, 255, 256, 768, 1000, 1024, 1025, 4096, 4099, 8192, 16384, 32768, 65536];
 /// Of these also rows that begin behind a multiple of 16 bytes.
 const MISALIGNED: [i64; 4] = [64, 1024, 4096, 16384];
 const MOST_ELEMENTS: i64 = 1 << 27;
@@ -72,7 +73,8 @@ impl Point {
         let stream = Stream::new(device)?;
         stream.wait_stream(&Stream::current(device)?)?;
         let _guard = StreamGuard::new(&stream)?;
-        let parameter = || Tensor::randn([self.columns], (self.kind, device)).set_requires_grad(true);
+        let parameter =
+            || Tensor::randn([self.columns], (self.kind, device)).set_requires_grad(true);
         let (x, w, b) = (self.matrix(device).set_requires_grad(true), parameter(), parameter());
         let vector = self.matrix(device);
         let (plain_x, plain_w, plain_b) = (x.detach(), w.detach(), b.detach());
@@ -85,8 +87,11 @@ impl Point {
         let graph = OnTheGpu::capture(&stream, 2 * size, &mut || {
             drop(forward(&plain_x, &plain_w, &plain_b).expect("an output"));
         })?;
-        let options =
-            GradOptions { grad_outputs: &[Some(&vector)], retain_graph: Some(true), ..Default::default() };
+        let options = GradOptions {
+            grad_outputs: &[Some(&vector)],
+            retain_graph: Some(true),
+            ..Default::default()
+        };
         let backward = OnTheGpu::capture(&stream, 3 * size, &mut || {
             drop(grad(&[&y], &[&x, &w, &b], &options).expect("gradients"));
         })?;
@@ -98,7 +103,8 @@ impl Point {
 
     /// libtorch's and our microseconds, of the forward and of the backward.
     fn measure(&self, device: Device) -> Result<[[f64; 2]; 2]> {
-        let mut captured = [self.capture(Who::Libtorch, device)?, self.capture(Who::Fused, device)?];
+        let mut captured =
+            [self.capture(Who::Libtorch, device)?, self.capture(Who::Fused, device)?];
         let mut times: [[Vec<f64>; 2]; 2] = Default::default();
         for _ in 0..ROUNDS {
             for (who, captured) in captured.iter_mut().enumerate() {
@@ -135,14 +141,19 @@ pub fn run(words: &[String]) -> Result<()> {
                 let [libtorch, fused] = times[direction];
                 let mark = if is_slower(times[direction]) { " SLOWER" } else { "" };
                 slower += usize::from(!mark.is_empty());
-                line += &format!("  {name} {libtorch:>8.2} → {fused:>8.2} {:>5.2}×{mark}", libtorch / fused);
+                line += &format!(
+                    "  {name} {libtorch:>8.2} → {fused:>8.2} {:>5.2}×{mark}",
+                    libtorch / fused
+                );
                 let ratio = fused / libtorch;
                 if ratio > worst[direction].0 {
                     worst[direction] = (ratio, title.clone());
                 }
             }
             println!("{line}");
-            std::io::stdout().flush().map_err(|error| tch_extension::Error::msg(error.to_string()))?;
+            std::io::stdout()
+                .flush()
+                .map_err(|error| tch_extension::Error::msg(error.to_string()))?;
         }
         for ((ratio, title), name) in worst.iter().zip(["forward", "backward"]) {
             println!("worst {name}: {ratio:.2} of libtorch's time, {title}");

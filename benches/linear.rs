@@ -7,7 +7,8 @@ use tch_extension::Result;
 use tch_extension::ops::{f_linear, linear_reference};
 
 /// (M, K, N).
-const SIZES: [(i64, i64, i64); 4] = [(16, 32, 128), (512, 256, 512), (1024, 1024, 1024), (4096, 64, 1024)];
+const SIZES: [(i64, i64, i64); 4] =
+    [(16, 32, 128), (512, 256, 512), (1024, 1024, 1024), (4096, 64, 1024)];
 
 type Linear = fn(&Tensor, &Tensor, Option<&Tensor>) -> Result<Tensor>;
 
@@ -33,7 +34,8 @@ fn case((m, k, n): (i64, i64, i64), kind: Kind, device: Device) -> Case {
         tf32: false,
         inputs: vec![(vec![m, k], 1.0), (vec![n, k], 1.0 / (k as f64).sqrt()), (vec![n], 1.0)],
         // x, W and y; the same again with their gradients, but for y.
-        work: [1, 2].map(|times| Work::new(kind, times * (m * k + k * n) + m * n, times * 2 * m * k * n)),
+        work: [1, 2]
+            .map(|times| Work::new(kind, times * (m * k + k * n) + m * n, times * 2 * m * k * n)),
         providers: vec![
             provider("composite", composite),
             provider("libtorch", linear_reference),
@@ -54,7 +56,8 @@ pub fn drawn(product: Product, kind: Kind, device: Device) -> Case {
 }
 
 pub fn cases(device: Device) -> Vec<Case> {
-    let mut cases: Vec<Case> = SIZES.into_iter().map(|size| case(size, Kind::Float, device)).collect();
+    let mut cases: Vec<Case> =
+        SIZES.into_iter().map(|size| case(size, Kind::Float, device)).collect();
     if device.is_cuda() {
         cases.extend(HALF_SIZES.into_iter().map(|size| case(size, Kind::BFloat16, device)));
     }

@@ -5,7 +5,8 @@ use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_lltm, f_lltm_cell, lltm_reference};
 
-/// (T, B, H), F = H. Few steps on CUDA, because a loop of the composite takes 0.2 ms for each of them; more are in the sweep.
+/// (T, B, H), F = H. Few steps on CUDA, because a loop of the composite takes 0.2 ms for each of
+/// them; more are in the sweep.
 const ON_CUDA: [(i64, i64, i64); 2] = [(64, 16, 128), (64, 64, 512)];
 const ON_CPU: [(i64, i64, i64); 1] = [(128, 16, 128)];
 /// As in sampling: beside the cell, whose kernels it is made of.
@@ -42,7 +43,8 @@ fn cell() -> Provider {
 
 fn provider(name: &'static str, sequence: Sequence) -> Provider {
     Provider::new(name, move |inputs| {
-        let (output, (h, c)) = sequence(&inputs[0], &inputs[1], Some(&inputs[2]), (&inputs[3], &inputs[4]))?;
+        let (output, (h, c)) =
+            sequence(&inputs[0], &inputs[1], Some(&inputs[2]), (&inputs[3], &inputs[4]))?;
         Ok(vec![output, h, c])
     })
 }
@@ -64,7 +66,8 @@ pub fn cases(device: Device) -> Vec<Case> {
                 (state.clone(), 1.0),
                 (state, 1.0),
             ],
-            // x, W and h of all steps; x, W and h with their gradients, three gates and c of all steps.
+            // x, W and h of all steps; x, W and h with their gradients, three gates and c of all
+            // steps.
             work: [
                 Work::new(kind, 2 * t * b * h + 6 * h * h, 2 * t * b * 3 * h * 2 * h),
                 Work::new(kind, 8 * t * b * h + 12 * h * h, 4 * t * b * 3 * h * 2 * h),

@@ -41,8 +41,9 @@ fn addition() -> Provider {
 fn with_a_graph() -> Provider {
     let leaves = OnceCell::new();
     let call = move |inputs: &[Tensor]| {
-        let leaves: &Vec<Tensor> = leaves
-            .get_or_init(|| inputs.iter().map(|input| input.detach().set_requires_grad(true)).collect());
+        let leaves: &Vec<Tensor> = leaves.get_or_init(|| {
+            inputs.iter().map(|input| input.detach().set_requires_grad(true)).collect()
+        });
         run(f_lltm_cell, leaves)
     };
     Provider::new("with graph", call).without_backward()
@@ -63,7 +64,8 @@ fn case(device: Device, (b, f, h): (i64, i64, i64), kind: Kind) -> Case {
             (vec![b, h], 1.0),
             (vec![b, h], 1.0),
         ],
-        // x, W, h, c, h' and c'; x, W and h with their gradients, three gates, c', and the gradients of the state.
+        // x, W, h, c, h' and c'; x, W and h with their gradients, three gates, c', and the
+        // gradients of the state.
         work: [
             Work::new(kind, b * f + weight + 4 * state, 2 * b * weight),
             Work::new(kind, 2 * (b * f + weight) + 9 * state, 4 * b * weight),
@@ -78,7 +80,8 @@ pub fn drawn(size: (i64, i64, i64), kind: Kind, device: Device) -> Case {
 }
 
 pub fn cases(device: Device) -> Vec<Case> {
-    let mut cases: Vec<Case> = SIZES.into_iter().map(|size| case(device, size, Kind::Float)).collect();
+    let mut cases: Vec<Case> =
+        SIZES.into_iter().map(|size| case(device, size, Kind::Float)).collect();
     if device.is_cuda() {
         cases[0].providers.splice(0..0, [addition(), with_a_graph()]);
         for (kind, tf32) in [(Kind::Float, false), (Kind::Float, true), (Kind::BFloat16, false)] {

@@ -1,6 +1,6 @@
-//! `cargo xtask bench lltm sweep [WORD…]`: sequences over numbers of steps and rows, against loops of the composite and of
-//! the cell, and against libtorch's LSTM, which has a fourth gate: its time at the same size, not at the same arithmetic. And
-//! many rows in each way that a GPU has for them.
+//! `cargo xtask bench lltm sweep [WORD…]`: sequences over numbers of steps and rows, against loops
+//! of the composite and of the cell, and against libtorch's LSTM, which has a fourth gate: its time
+//! at the same size, not at the same arithmetic. And many rows in each way that a GPU has for them.
 
 use crate::clock::{OnTheGpu, in_a_row, median};
 use crate::lltm::loop_of_cells;
@@ -61,8 +61,13 @@ fn points(device: Device) -> Vec<(&'static str, Sizes)> {
     let of_rows = rows.iter().map(|&b| ("rows", (32, b, 512)));
     let long: &[Sizes] = if device.is_cuda() { &LONG } else { &[] };
     let ways: &[(i64, &[i64])] = if device.is_cuda() { &WAYS } else { &[] };
-    let of_ways = ways.iter().flat_map(|&(h, rows)| rows.iter().map(move |&b| (OF_WAYS, (16, b, h))));
-    of_steps.chain(of_rows).chain(long.iter().map(|&sizes| ("long", sizes))).chain(of_ways).collect()
+    let of_ways =
+        ways.iter().flat_map(|&(h, rows)| rows.iter().map(move |&b| (OF_WAYS, (16, b, h))));
+    of_steps
+        .chain(of_rows)
+        .chain(long.iter().map(|&sizes| ("long", sizes)))
+        .chain(of_ways)
+        .collect()
 }
 
 /// What a kind is multiplied in.
@@ -113,7 +118,12 @@ impl Runner {
         let parameters = match who {
             Who::Lstm => {
                 let weights = || normal(&[4 * hidden, hidden], scale);
-                vec![weights(), weights(), normal(&[4 * hidden], scale), normal(&[4 * hidden], scale)]
+                vec![
+                    weights(),
+                    weights(),
+                    normal(&[4 * hidden], scale),
+                    normal(&[4 * hidden], scale),
+                ]
             }
             _ => vec![normal(&[3 * hidden, 2 * hidden], scale), normal(&[3 * hidden], scale)],
         };
@@ -138,7 +148,8 @@ impl Runner {
     }
 
     fn with_gradients(&self, wanted: bool) -> Self {
-        let inputs = self.inputs.iter().map(|input| input.detach().set_requires_grad(wanted)).collect();
+        let inputs =
+            self.inputs.iter().map(|input| input.detach().set_requires_grad(wanted)).collect();
         Runner { who: self.who, inputs, vector: self.vector.shallow_clone() }
     }
 
@@ -174,13 +185,15 @@ impl Runner {
     fn measure(&self, device: Device, steps: i64) -> Result<Costs> {
         let mut failed = None;
         let mut call = || failed = self.run().err().or(failed.take());
-        let mut time = |calls: u64| in_a_row(device, calls, &mut call).as_secs_f64() * 1e6 / calls as f64;
+        let mut time =
+            |calls: u64| in_a_row(device, calls, &mut call).as_secs_f64() * 1e6 / calls as f64;
         if steps < FEW_STEPS {
             time(3);
         }
         let one = time(1);
         let calls = ((ROUND / one) as u64).max(1);
-        let wall = if one > SLOW { one } else { median((0..ROUNDS).map(|_| time(calls)).collect()) };
+        let wall =
+            if one > SLOW { one } else { median((0..ROUNDS).map(|_| time(calls)).collect()) };
         failed.map_or(Ok(()), Err)?;
         let graph = device.is_cuda() && steps <= MOST_STEPS_OF_A_GRAPH;
         Ok(Costs { wall, gpu: if graph { self.on_the_gpu(device)? } else { None } })
@@ -193,7 +206,8 @@ impl Runner {
         let _guard = StreamGuard::new(&stream)?;
         let own = self.with_gradients(self.inputs[0].requires_grad());
         own.run()?;
-        let size = own.inputs.iter().map(|input| input.numel() * input.kind().elt_size_in_bytes()).sum();
+        let size =
+            own.inputs.iter().map(|input| input.numel() * input.kind().elt_size_in_bytes()).sum();
         let captured = OnTheGpu::capture(&stream, size, &mut || drop(own.run()));
         Ok(captured.ok().map(|mut graph| (graph.time(), graph.kernels())))
     }

@@ -35,8 +35,9 @@ impl fmt::Display for Machine {
 impl Machine {
     /// The members of a JSON object.
     pub fn json(&self) -> String {
-        let member =
-            |(name, value): &(&str, String)| format!("\"{name}\": \"{}\"", value.replace(['"', '\\'], ""));
+        let member = |(name, value): &(&str, String)| {
+            format!("\"{name}\": \"{}\"", value.replace(['"', '\\'], ""))
+        };
         self.fields.iter().map(member).collect::<Vec<_>>().join(", ")
     }
 }
@@ -53,8 +54,8 @@ fn date() -> String {
     format!("{year}-{month:02}-{day:02}")
 }
 
-/// The date so many days after 1970-01-01, in the Gregorian calendar. Years begin in March, so that the leap day is
-/// their last.
+/// The date so many days after 1970-01-01, in the Gregorian calendar. Years begin in March, so that
+/// the leap day is their last.
 fn civil(days: i64) -> (i64, i64, i64) {
     let days = days + 719_468;
     let (era, day) = (days.div_euclid(146_097), days.rem_euclid(146_097));
@@ -83,11 +84,18 @@ fn driver() -> String {
 fn cpu() -> String {
     let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     let line = info.lines().find(|line| line.starts_with("model name"));
-    line.and_then(|line| line.split_once(": ")).map_or("unknown".to_string(), |(_, name)| name.to_string())
+    line.and_then(|line| line.split_once(": "))
+        .map_or("unknown".to_string(), |(_, name)| name.to_string())
 }
 
 fn first_line(program: &str, arguments: &[&str]) -> String {
-    let output = Command::new(program).args(arguments).output().ok().filter(|output| output.status.success());
-    let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+    let output = Command::new(program)
+        .args(arguments)
+        .output()
+        .ok()
+        .filter(|output| output.status.success());
+    let text = output
+        .map(|output| String::from_utf8_lossy(&output.stdout).into_owned())
+        .unwrap_or_default();
     text.lines().next().unwrap_or("none").trim().to_string()
 }

@@ -1,9 +1,11 @@
-//! `cargo xtask bench [WORD…]`: each operator against what a user would call instead, as a table and as JSON;
-//! with words, the cases that have all of them in their titles. `cargo xtask bench sweep`: layer_norm over a grid of
-//! sizes; `cargo xtask bench lltm sweep`: sequences over numbers of steps and rows; `cargo xtask bench OPERATOR random SEED
-//! [WORD…]`: `matmul_add_relu`, `linear`, `layer_norm` or `lltm_cell` at sizes drawn at random.
+//! `cargo xtask bench [WORD…]`: each operator against what a user would call instead, as a table
+//! and as JSON; with words, the cases that have all of them in their titles. `cargo xtask bench
+//! sweep`: layer_norm over a grid of sizes; `cargo xtask bench lltm sweep`: sequences over numbers
+//! of steps and rows; `cargo xtask bench OPERATOR random SEED [WORD…]`: `matmul_add_relu`,
+//! `linear`, `layer_norm` or `lltm_cell` at sizes drawn at random.
 //!
-//! `cargo bench --profile dev` has criterion's statistics, one provider after the other, and those of the bridge and the dispatcher.
+//! `cargo bench --profile dev` has criterion's statistics, one provider after the other, and those
+//! of the bridge and the dispatcher.
 
 mod autograd;
 mod clock;
@@ -36,13 +38,17 @@ const OPERATORS: [fn(Device) -> Vec<Case>; 6] = [
 ];
 
 fn main() {
-    // Cargo adds `--bench`. Whatever does not begin with `table` is for criterion, which reads the command line itself.
-    let arguments: Vec<String> = std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
+    // Cargo adds `--bench`. Whatever does not begin with `table` is for criterion, which reads the
+    // command line itself.
+    let arguments: Vec<String> =
+        std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
     match &arguments[..] {
         [first, second, words @ ..] if first == "table" && second == "sweep" => {
             layer_norm_sweep::run(words).expect("a GPU that can be measured");
         }
-        [first, second, third, words @ ..] if first == "table" && second == "lltm" && third == "sweep" => {
+        [first, second, third, words @ ..]
+            if first == "table" && second == "lltm" && third == "sweep" =>
+        {
             lltm_sweep::run(words).expect("a device that can be measured");
         }
         [first, operator, random, seed, words @ ..] if first == "table" && random == "random" => {

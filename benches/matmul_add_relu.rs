@@ -1,5 +1,5 @@
-//! `relu(lhs @ rhs + bias)`: fused against the composite of three operations, and against libtorch's fused one where
-//! it has one: forward, of matrices and a row.
+//! `relu(lhs @ rhs + bias)`: fused against the composite of three operations, and against
+//! libtorch's fused one where it has one: forward, of matrices and a row.
 
 use crate::common::{Case, Provider, Work};
 use crate::draw::Product;
@@ -72,7 +72,8 @@ const TRAINING: [Size; 2] =
 type Operator = fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
 
 fn libtorch(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    // torch-sys 0.24 hands `use_gelu` on as the factor of the bias: true is 1, and the activation stays ReLU.
+    // torch-sys 0.24 hands `use_gelu` on as the factor of the bias: true is 1, and the activation
+    // stays ReLU.
     Ok(bias.f_internal_addmm_activation(lhs, rhs, true)?)
 }
 
@@ -80,7 +81,8 @@ fn provider(name: &'static str, operator: Operator) -> Provider {
     Provider::new(name, move |inputs| Ok(vec![operator(&inputs[0], &inputs[1], &inputs[2])?]))
 }
 
-/// The inputs and y are read or written; in the backward the factors with their gradients, y and dY.
+/// The inputs and y are read or written; in the backward the factors with their gradients, y and
+/// dY.
 fn work(kind: Kind, lhs: &[i64], rhs: &[i64], bias: &[i64]) -> [Work; 2] {
     let elements = |size: &[i64]| size.iter().product::<i64>();
     let matrices = |size: &[i64]| elements(&size[..size.len() - 2]);
@@ -136,12 +138,14 @@ fn matrices(kind: Kind, tf32: bool, device: Device) -> impl Iterator<Item = Case
 }
 
 pub fn cases(device: Device) -> Vec<Case> {
-    let mut cases: Vec<Case> = SIZES.into_iter().map(|size| case(size, Kind::Float, device)).collect();
+    let mut cases: Vec<Case> =
+        SIZES.into_iter().map(|size| case(size, Kind::Float, device)).collect();
     if !device.is_cuda() {
         cases.extend(ON_CPU.into_iter().map(|size| case(size, Kind::Float, device)));
         return cases;
     }
-    cases.extend(BATCHES.into_iter().chain(TRAINING).map(|size| case(size, Kind::BFloat16, device)));
+    cases
+        .extend(BATCHES.into_iter().chain(TRAINING).map(|size| case(size, Kind::BFloat16, device)));
     for (kind, tf32) in
         [(Kind::Float, false), (Kind::Float, true), (Kind::Half, false), (Kind::BFloat16, false)]
     {

@@ -1,5 +1,6 @@
-//! `bench OPERATOR random SEED [WORD…]`: sizes drawn at random, in each kind, on the GPU alone: how often the fused operator is
-//! slower than a rival, and where it is worst. Words filter by title: `forward`, `Half`, `tf32`.
+//! `bench OPERATOR random SEED [WORD…]`: sizes drawn at random, in each kind, on the GPU alone: how
+//! often the fused operator is slower than a rival, and where it is worst. Words filter by title:
+//! `forward`, `Half`, `tf32`.
 
 use crate::clock::{OnTheGpu, median};
 use crate::common::{Case, Direction, Runner};
@@ -65,8 +66,8 @@ impl Comparison {
         self.theirs / self.ours
     }
 
-    /// Slower than three launches of libtorch's by more than 3 % and 0.3 µs, or below 0.93 of its fused operator by more than
-    /// half a microsecond.
+    /// Slower than three launches of libtorch's by more than 3 % and 0.3 µs, or below 0.93 of its
+    /// fused operator by more than half a microsecond.
     fn is_a_miss(&self) -> bool {
         match self.rival {
             "composite" => self.ours > 1.03 * self.theirs + 0.3,
@@ -93,7 +94,8 @@ impl Comparison {
 /// When there is no GPU or no such drawing, or the file beside the figures cannot be written.
 pub fn run(operator: &str, seed: &str, words: &[String]) -> std::io::Result<()> {
     let device = Device::Cuda(0);
-    let seed = seed.parse().map_err(|_| std::io::Error::other(format!("the seed {seed} is no number")))?;
+    let seed =
+        seed.parse().map_err(|_| std::io::Error::other(format!("the seed {seed} is no number")))?;
     if !device.is_cuda() || !tch::Cuda::is_available() {
         return Err(std::io::Error::other("random sizes are measured on a GPU, and there is none"));
     }
@@ -185,7 +187,9 @@ fn summary(found: &[Comparison]) {
         }
     }
     groups.sort_by_key(|group| (group.0, group.1.name()));
-    println!("\nrival: cases, geometric mean of its time over ours, worst, slower beyond what is allowed");
+    println!(
+        "\nrival: cases, geometric mean of its time over ours, worst, slower beyond what is allowed"
+    );
     for (rival, direction, arithmetic) in groups {
         let of = |nan: bool| -> Vec<&Comparison> {
             let is_of = |each: &&Comparison| {

@@ -1,5 +1,6 @@
-//! The figures that claims are made from: all providers of a case in turn, so that a change of the machine's pace meets
-//! all of them, and the medians over all rounds. As text while it runs, and as JSON for plots and later.
+//! The figures that claims are made from: all providers of a case in turn, so that a change of the
+//! machine's pace meets all of them, and the medians over all rounds. As text while it runs, and as
+//! JSON for plots and later.
 
 use crate::clock::{self, OnTheGpu, median};
 use crate::common::{Case, Direction, Runner};
@@ -48,10 +49,13 @@ pub fn run(tables: &[fn(Device) -> Vec<Case>], words: &[String]) -> std::io::Res
                 let title = case.title(direction);
                 let wanted = words.iter().all(|word| title.contains(word.as_str()));
                 if wanted && case.has(direction) {
-                    let (costs, floor) =
-                        case.in_its_precision(|| (measure(&case, direction), floors.of(&case, direction)));
+                    let (costs, floor) = case.in_its_precision(|| {
+                        (measure(&case, direction), floors.of(&case, direction))
+                    });
                     print(&title, &costs, floor.as_ref());
-                    records.extend(costs.iter().map(|costs| record(&case, direction, costs, floor.as_ref())));
+                    records.extend(
+                        costs.iter().map(|costs| record(&case, direction, costs, floor.as_ref())),
+                    );
                 }
             }
         }
@@ -134,11 +138,17 @@ fn print(title: &str, costs: &[Costs], floor: Option<&Floor>) {
     println!("\n{title}");
     for each in costs {
         let ratio = |theirs: f64, ours: f64| format!("{:>5.2}×", theirs / ours);
-        let mut line =
-            format!("  {:<10} wall {:>9.2} {}", each.provider, each.wall, ratio(each.wall, ours.wall));
+        let mut line = format!(
+            "  {:<10} wall {:>9.2} {}",
+            each.provider,
+            each.wall,
+            ratio(each.wall, ours.wall)
+        );
         if let (Some(gpu), Some(our_gpu)) = (&each.gpu, &ours.gpu) {
             line += &format!("   host {:>8.2} {}", gpu.host, ratio(gpu.host, our_gpu.host));
-            if let (Some(alone), Some(ours), Some(kernels)) = (gpu.alone, our_gpu.alone, gpu.kernels) {
+            if let (Some(alone), Some(ours), Some(kernels)) =
+                (gpu.alone, our_gpu.alone, gpu.kernels)
+            {
                 line += &format!("   gpu {alone:>8.2} {} in {kernels} kernels", ratio(alone, ours));
             }
         }
@@ -153,7 +163,8 @@ fn print(title: &str, costs: &[Costs], floor: Option<&Floor>) {
 
 fn record(case: &Case, direction: Direction, costs: &Costs, floor: Option<&Floor>) -> String {
     let work = case.work(direction);
-    let number = |value: Option<f64>| value.map_or("null".to_string(), |value| format!("{value:.3}"));
+    let number =
+        |value: Option<f64>| value.map_or("null".to_string(), |value| format!("{value:.3}"));
     format!(
         "{{\"operator\": \"{}\", \"direction\": \"{}\", \"point\": \"{}\", \"kind\": \"{}\", \"device\": \"{}\", \
          \"provider\": \"{}\", \"wall_us\": {:.3}, \"host_us\": {}, \"gpu_us\": {}, \"kernels\": {}, \"bytes\": {}, \"operations\": {}, \"floor_us\": {}}}",
@@ -166,7 +177,11 @@ fn record(case: &Case, direction: Direction, costs: &Costs, floor: Option<&Floor
         costs.wall,
         number(costs.gpu.as_ref().map(|gpu| gpu.host)),
         number(costs.gpu.as_ref().and_then(|gpu| gpu.alone)),
-        costs.gpu.as_ref().and_then(|gpu| gpu.kernels).map_or("null".to_string(), |count| count.to_string()),
+        costs
+            .gpu
+            .as_ref()
+            .and_then(|gpu| gpu.kernels)
+            .map_or("null".to_string(), |count| count.to_string()),
         work.bytes,
         work.operations,
         number(floor.map(|floor| floor.micros)),

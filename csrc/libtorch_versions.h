@@ -1,11 +1,12 @@
 // The one place where libtorch's versions differ for this library.
 //
-// Who owns graph nodes, and how they are freed: up to 2.11 a node is held by shared_ptr, and a deleter of
-// libtorch's takes a long graph apart in a loop. From 2.13 on it is held by intrusive_ptr, and the node's own
-// destructor does that.
+// Who owns graph nodes, and how they are freed: up to 2.11 a node is held by shared_ptr, and a
+// deleter of libtorch's takes a long graph apart in a loop. From 2.13 on it is held by
+// intrusive_ptr, and the node's own destructor does that.
 //
-// What a generator of random numbers keeps of a graph's capture: up to 2.11 a flag, which stays set when the
-// capture fails. From 2.13 on a state for each capture, which the graph's destructor removes.
+// What a generator of random numbers keeps of a graph's capture: up to 2.11 a flag, which stays set
+// when the capture fails. From 2.13 on a state for each capture, which the graph's destructor
+// removes.
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
@@ -29,7 +30,8 @@ NodePtr<T> make_node(Args&&... args) {
 // A node with something of its own to free.
 class OwnNode : public torch::autograd::Node {
  public:
-  // Runs when the last owner goes while somebody still holds a weak pointer: the destructor then comes later.
+  // Runs when the last owner goes while somebody still holds a weak pointer: the destructor then
+  // comes later.
   void release_resources() final {
     Node::release_resources();
     free_own();
@@ -40,8 +42,8 @@ class OwnNode : public torch::autograd::Node {
   virtual void free_own() noexcept = 0;
 };
 
-// A template, because sources without CUDA include this file, too. The graph's destructor does what is
-// needed.
+// A template, because sources without CUDA include this file, too. The graph's destructor does what
+// is needed.
 template <typename GeneratorState>
 void end_failed_capture(GeneratorState&) {}
 

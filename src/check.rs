@@ -1,5 +1,5 @@
-//! Checks of an operator's arguments, with messages that name the operator, the argument, what was expected,
-//! what came, and the way out.
+//! Checks of an operator's arguments, with messages that name the operator, the argument, what was
+//! expected, what came, and the way out.
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor};
@@ -22,7 +22,8 @@
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-/// Begins the checks of one argument: `check!("op", variable)`, or `check!("op", "name", expression)`.
+/// Begins the checks of one argument: `check!("op", variable)`, or `check!("op", "name",
+/// expression)`.
 ///
 /// The variable's name is the argument's name in messages. See [`mod@crate::check`].
 #[macro_export]
@@ -49,8 +50,8 @@ impl<'a> Check<'a> {
         Check { op, argument, tensor }
     }
 
-    /// A tensor at all, and an ordinary one: dense, on a device with memory. Comes first; on an undefined
-    /// tensor the other checks would have nothing to look at.
+    /// A tensor at all, and an ordinary one: dense, on a device with memory. Comes first; on an
+    /// undefined tensor the other checks would have nothing to look at.
     ///
     /// # Errors
     /// On an undefined, sparse or otherwise special tensor.
@@ -59,7 +60,11 @@ impl<'a> Check<'a> {
             return Err(self.undefined());
         }
         if !crate::ffi::tensor::is_strided(self.tensor) {
-            return Err(self.refuse("a dense tensor", "another layout", "convert it with to_dense"));
+            return Err(self.refuse(
+                "a dense tensor",
+                "another layout",
+                "convert it with to_dense",
+            ));
         }
         Ok(self)
     }
@@ -74,7 +79,10 @@ impl<'a> Check<'a> {
             return Ok(self);
         }
         let names: Vec<_> = kinds.iter().map(|kind| format!("{kind:?}")).collect();
-        let hint = format!("cast it with to_kind(Kind::{})", names.first().map_or("Float", String::as_str));
+        let hint = format!(
+            "cast it with to_kind(Kind::{})",
+            names.first().map_or("Float", String::as_str)
+        );
         Err(self.refuse(format!("kind {}", names.join(" or ")), format!("{kind:?}"), hint))
     }
 
@@ -145,7 +153,11 @@ impl<'a> Check<'a> {
             return Ok(self);
         }
         let plural = if dim == 1 { "dimension" } else { "dimensions" };
-        Err(self.refuse(format!("{dim} {plural} {names}"), format!("shape {:?}", self.tensor.size()), ""))
+        Err(self.refuse(
+            format!("{dim} {plural} {names}"),
+            format!("shape {:?}", self.tensor.size()),
+            "",
+        ))
     }
 
     /// This shape; `names` says what its sizes are, such as `[B, H]`.
@@ -156,7 +168,11 @@ impl<'a> Check<'a> {
         if self.tensor.size() == shape {
             return Ok(self);
         }
-        Err(self.refuse(format!("shape {names} = {shape:?}"), format!("{:?}", self.tensor.size()), ""))
+        Err(self.refuse(
+            format!("shape {names} = {shape:?}"),
+            format!("{:?}", self.tensor.size()),
+            "",
+        ))
     }
 
     /// The tensor under examination.
@@ -169,12 +185,17 @@ impl<'a> Check<'a> {
         if !self.tensor.defined() {
             return Err(self.undefined());
         }
-        // tch panics on kinds it does not know, such as those of quantised tensors of newer libtorchs.
+        // tch panics on kinds it does not know, such as those of quantised tensors of newer
+        // libtorchs.
         self.tensor.f_kind().map_err(|error| self.refuse("a known kind", error.to_string(), ""))
     }
 
     fn undefined(&self) -> Error {
-        self.refuse("a tensor", "an undefined one", "was Tensor::new() passed, or a missing gradient?")
+        self.refuse(
+            "a tensor",
+            "an undefined one",
+            "was Tensor::new() passed, or a missing gradient?",
+        )
     }
 
     /// An error about this argument.

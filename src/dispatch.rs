@@ -1,12 +1,14 @@
-//! From a tensor's kind, known when the program runs, to a Rust type, known when it is compiled; and back.
+//! From a tensor's kind, known when the program runs, to a Rust type, known when it is compiled;
+//! and back.
 
 use tch::Kind;
 use tch::kind::Element;
 
 /// The kind of tensors whose elements are `T`: what [`Element::KIND`] is meant to be.
 ///
-/// tch 0.24 says `Half` of the half crate's `bf16`, too, and nothing but the name tells it from `f16`. As both are
-/// two bytes of plain numbers, a wrong guess could only give a wrong number, never harm memory.
+/// tch 0.24 says `Half` of the half crate's `bf16`, too, and nothing but the name tells it from
+/// `f16`. As both are two bytes of plain numbers, a wrong guess could only give a wrong number,
+/// never harm memory.
 ///
 /// ```
 /// use tch::Kind;
@@ -73,9 +75,14 @@ mod tests {
     #[test]
     fn the_half_kinds_are_two() {
         assert_eq!((kind_of::<half::f16>(), kind_of::<half::bf16>()), (Kind::Half, Kind::BFloat16));
-        let name = |kind| dispatch!("op", kind, [half::f16, half::bf16, f32], |T| std::any::type_name::<T>());
+        let name = |kind| {
+            dispatch!("op", kind, [half::f16, half::bf16, f32], |T| std::any::type_name::<T>())
+        };
         assert!(name(Kind::BFloat16).unwrap().ends_with("bf16"));
-        assert!(name(Kind::Half).unwrap().ends_with("f16") && !name(Kind::Half).unwrap().ends_with("bf16"));
+        assert!(
+            name(Kind::Half).unwrap().ends_with("f16")
+                && !name(Kind::Half).unwrap().ends_with("bf16")
+        );
         let error = name(Kind::Double).unwrap_err().to_string();
         assert!(error.contains("expected Half or BFloat16 or Float, got Double"), "{error}");
     }

@@ -5,8 +5,8 @@ use tch::TchError;
 /// What every fallible function of this crate returns.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why an operator refused or failed. Each message is one line (a failed gradcheck's goes on with its numbers):
-/// the operator, the argument, what was expected, what came, and the way out.
+/// Why an operator refused or failed. Each message is one line (a failed gradcheck's goes on with
+/// its numbers): the operator, the argument, what was expected, what came, and the way out.
 ///
 /// `Debug` prints the same text, so that `unwrap` shows it as it is meant to be read.
 #[derive(thiserror::Error)]
@@ -53,7 +53,8 @@ pub enum Error {
         reason: String,
     },
 
-    /// Sources could not be compiled or loaded while the program runs. The compiler's message goes on for lines.
+    /// Sources could not be compiled or loaded while the program runs. The compiler's message goes
+    /// on for lines.
     #[error("jit: {name}: {message}")]
     Jit {
         /// The extension.
@@ -113,7 +114,9 @@ fn way_out(hint: &str) -> String {
 
 fn without_backtrace(text: &str) -> String {
     text.lines()
-        .take_while(|line| !line.starts_with("Exception raised from") && !line.starts_with("frame #"))
+        .take_while(|line| {
+            !line.starts_with("Exception raised from") && !line.starts_with("frame #")
+        })
         .collect::<Vec<_>>()
         .join("\n")
         .trim_end()
@@ -135,7 +138,8 @@ mod tests {
 
     #[test]
     fn one_line_with_the_way_out() {
-        let error = Error::argument("linear", "weight", "kind Float", "kind Int", "cast it with to_kind");
+        let error =
+            Error::argument("linear", "weight", "kind Float", "kind Int", "cast it with to_kind");
         assert_eq!(
             error.to_string(),
             "linear: weight: expected kind Float, got kind Int; cast it with to_kind"
@@ -146,7 +150,8 @@ mod tests {
 
     #[test]
     fn libtorch_errors_lose_their_backtrace() {
-        let error = tch::Tensor::from_slice(&[1.0]).f_reshape([2, 2]).map_err(Error::from).unwrap_err();
+        let error =
+            tch::Tensor::from_slice(&[1.0]).f_reshape([2, 2]).map_err(Error::from).unwrap_err();
         let text = error.to_string();
         assert!(text.contains("shape '[2, 2]' is invalid"), "{text}");
         assert!(!text.contains("frame #") && !text.contains('\n'), "{text}");
@@ -158,9 +163,11 @@ mod tests {
         type Call = fn(&mut tch::Tensor) -> std::result::Result<tch::Tensor, TchError>;
         // None of them may write into a leaf.
         let mut leaf = tch::Tensor::from_slice(&[1.0]).set_requires_grad(true);
-        let calls: [Call; 3] = [|x| x.f_add_scalar_(1.0), |x| x.f_mul_scalar_(2.0), |x| x.f_fill_(3.0)];
+        let calls: [Call; 3] =
+            [|x| x.f_add_scalar_(1.0), |x| x.f_mul_scalar_(2.0), |x| x.f_fill_(3.0)];
         for call in calls {
-            let outcome = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| call(&mut leaf).is_err()));
+            let outcome =
+                std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| call(&mut leaf).is_err()));
             let payload = outcome.expect_err("a panic");
             assert!(panic_text(&*payload).contains("a leaf Variable that requires grad"));
         }

@@ -1,7 +1,8 @@
 //! Tensors as plain structs of pointer, sizes and strides, for kernels of your own in C++ and CUDA.
 //!
-//! [`Strided`] and [`StridedMut`] are laid out as the structs of these names in `tch_extension/accessor.h`. They
-//! belong into the parameter struct of an `extern "C"` function, which gets its accessors from them:
+//! [`Strided`] and [`StridedMut`] are laid out as the structs of these names in
+//! `tch_extension/accessor.h`. They belong into the parameter struct of an `extern "C"` function,
+//! which gets its accessors from them:
 //!
 //! ```no_run
 //! use tch_extension::strided::{Strided, StridedMut};
@@ -30,9 +31,10 @@
 //! # fn main() {}
 //! ```
 //!
-//! They hold an address and keep nothing alive but the borrow: use them for the one call, and let no other handle of
-//! the tensor give up its memory meanwhile (`resize_`, `set_data`). The address is of the tensor's device: a kernel
-//! for another one must not touch it, which [`check!`](crate::check!) and a `match` on the device see to.
+//! They hold an address and keep nothing alive but the borrow: use them for the one call, and let
+//! no other handle of the tensor give up its memory meanwhile (`resize_`, `set_data`). The address
+//! is of the tensor's device: a kernel for another one must not touch it, which
+//! [`check!`](crate::check!) and a `match` on the device see to.
 
 use crate::check::Check;
 use crate::ffi::autograd::tch_extension_grad_mode;
@@ -79,8 +81,9 @@ impl<'a, const N: usize> Strided<'a, N> {
     /// ```
     ///
     /// # Errors
-    /// On an undefined or sparse tensor, another number of dimensions, a kind that is neither a number nor bool, and on
-    /// values that are not in memory as they are (a pending negation or conjugation, zeros without memory).
+    /// On an undefined or sparse tensor, another number of dimensions, a kind that is neither a
+    /// number nor bool, and on values that are not in memory as they are (a pending negation or
+    /// conjugation, zeros without memory).
     pub fn new(tensor: &'a Tensor) -> Result<Self> {
         let (sizes, strides, kind) = parts("Strided::new", tensor)?;
         Ok(Strided { data: tensor.data_ptr(), sizes, strides, kind, tensor: PhantomData })
@@ -101,8 +104,8 @@ impl<'a, const N: usize> StridedMut<'a, N> {
     /// Of a tensor on any device. For autograd this is the moment at which it changes.
     ///
     /// # Errors
-    /// As [`Strided::new`]; and when elements overlap in memory (an expanded tensor), and when the tensor requires grad
-    /// while grad mode is on.
+    /// As [`Strided::new`]; and when elements overlap in memory (an expanded tensor), and when the
+    /// tensor requires grad while grad mode is on.
     pub fn new(tensor: &'a mut Tensor) -> Result<Self> {
         const OP: &str = "StridedMut::new";
         let (sizes, strides, kind) = parts(OP, tensor)?;
@@ -114,7 +117,11 @@ impl<'a, const N: usize> StridedMut<'a, N> {
         }
         if overlaps(&sizes, &strides) {
             let got = format!("strides {strides:?} for shape {sizes:?}");
-            return Err(check.refuse("elements that do not overlap in memory", got, "call contiguous()"));
+            return Err(check.refuse(
+                "elements that do not overlap in memory",
+                got,
+                "call contiguous()",
+            ));
         }
         bump_version(tensor)?;
         Ok(StridedMut { data: tensor.data_ptr(), sizes, strides, kind, tensor: PhantomData })
@@ -131,9 +138,9 @@ impl<'a, const N: usize> StridedMut<'a, N> {
     }
 }
 
-/// The tensor itself if its values lie in memory row by row, otherwise a copy of which that is true: for a kernel that
-/// knows no strides. More than [`Tensor::contiguous`], which keeps a pending negation or conjugation, and zeros that have
-/// no memory.
+/// The tensor itself if its values lie in memory row by row, otherwise a copy of which that is
+/// true: for a kernel that knows no strides. More than [`Tensor::contiguous`], which keeps a
+/// pending negation or conjugation, and zeros that have no memory.
 ///
 /// ```
 /// use tch_extension::strided::contiguous;
@@ -158,14 +165,20 @@ fn parts<const N: usize>(op: &str, tensor: &Tensor) -> Result<Parts<N>> {
     let check = Check::new(op, "tensor", tensor).defined()?.dim(N, &format!("[{names}]"))?;
     let kind = tensor.f_kind()?;
     let Some(kind) = kind_number(kind) else {
-        return Err(check.refuse("a kind of numbers or bool", format!("{kind:?}"), "cast with to_kind"));
+        return Err(check.refuse(
+            "a kind of numbers or bool",
+            format!("{kind:?}"),
+            "cast with to_kind",
+        ));
     };
     if !is_in_memory(tensor) {
         let hint = "make it so with strided::contiguous";
         return Err(check.refuse("a dense tensor with its values in memory", "another", hint));
     }
     let array = |numbers: Vec<i64>| {
-        numbers.try_into().map_err(|_| Error::msg("internal error: the tensor's dimensions changed"))
+        numbers
+            .try_into()
+            .map_err(|_| Error::msg("internal error: the tensor's dimensions changed"))
     };
     Ok((array(tensor.size())?, array(tensor.stride())?, kind))
 }

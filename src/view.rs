@@ -1,6 +1,7 @@
 //! Safe typed views of CPU tensors, for kernels in plain Rust.
 //!
-//! [`view()`] reads a tensor's elements and [`view_mut`] writes them, where they are and whatever the strides:
+//! [`view()`] reads a tensor's elements and [`view_mut`] writes them, where they are and whatever
+//! the strides:
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor};
@@ -53,18 +54,19 @@
 //! ```
 //!
 //! # Aliasing
-//! A tch tensor is a handle, and other handles of the same memory may be written through while a view lives; Rust's
-//! borrows cannot see it. So:
-//! * A view copies values in and out. It never gives a reference or a slice of the memory away, and a change through
-//!   another handle is simply seen by the next read. This is why there is no indexing with `[]`.
-//! * A view keeps the memory that it was made of, even if the tensor's other handles give it up (`resize_`,
-//!   `set_data`); then it is the last to see it. A lazy clone that is made while a [`ViewMut`] lives sees what is
-//!   written afterwards, too.
-//! * While a [`ViewMut`] lives, no other view of bytes between its first and its last can be made, in any thread:
-//!   that is an error. Disjoint parts of one tensor can be written side by side.
-//! * Views stay in their thread. Another thread with a handle of its own can still write with tch while this one
-//!   reads: that is a data race, as it is between any two of tch's own functions, and it is up to you that it does not
-//!   happen.
+//! A tch tensor is a handle, and other handles of the same memory may be written through while a
+//! view lives; Rust's borrows cannot see it. So:
+//! * A view copies values in and out. It never gives a reference or a slice of the memory away, and
+//!   a change through another handle is simply seen by the next read. This is why there is no
+//!   indexing with `[]`.
+//! * A view keeps the memory that it was made of, even if the tensor's other handles give it up
+//!   (`resize_`, `set_data`); then it is the last to see it. A lazy clone that is made while a
+//!   [`ViewMut`] lives sees what is written afterwards, too.
+//! * While a [`ViewMut`] lives, no other view of bytes between its first and its last can be made,
+//!   in any thread: that is an error. Disjoint parts of one tensor can be written side by side.
+//! * Views stay in their thread. Another thread with a handle of its own can still write with tch
+//!   while this one reads: that is a data race, as it is between any two of tch's own functions,
+//!   and it is up to you that it does not happen.
 //!
 //! ```compile_fail,E0277
 //! use tch_extension::{tch::Tensor, view::view};
@@ -76,11 +78,12 @@
 //!
 //! # Autograd
 //! What is computed from a view is plain data, outside the graph; give it a backward with
-//! [`Function`](crate::autograd::Function), whose forward runs with grad mode off. A tensor that requires grad
-//! can be written only while grad mode is off, as its graph would not know of the change. A [`ViewMut`] counts
-//! as an in-place operation when it is made and again when it is dropped: if a tensor that was saved for a backward
-//! is changed through it, that backward is an error. It is one only after the drop if the tensor was saved while the
-//! [`ViewMut`] lived: drop it before the backward.
+//! [`Function`](crate::autograd::Function), whose forward runs with grad mode off. A tensor that
+//! requires grad can be written only while grad mode is off, as its graph would not know of the
+//! change. A [`ViewMut`] counts as an in-place operation when it is made and again when it is
+//! dropped: if a tensor that was saved for a backward is changed through it, that backward is an
+//! error. It is one only after the drop if the tensor was saved while the [`ViewMut`] lived: drop
+//! it before the backward.
 
 use crate::check::Check;
 use crate::ffi::autograd::tch_extension_grad_mode;
@@ -94,8 +97,8 @@ use tch::kind::Element;
 
 const ARGUMENT: &str = "tensor";
 
-/// Looks at the elements of a dense CPU tensor of `T`'s kind and `N` dimensions. `T` may be any of tch's element
-/// types: `f32`, `f64`, the half crate's `f16` and `bf16`, integers, `bool`.
+/// Looks at the elements of a dense CPU tensor of `T`'s kind and `N` dimensions. `T` may be any of
+/// tch's element types: `f32`, `f64`, the half crate's `f16` and `bf16`, integers, `bool`.
 ///
 /// ```
 /// use tch_extension::{tch::Tensor, view::view};
@@ -119,9 +122,9 @@ const ARGUMENT: &str = "tensor";
 /// ```
 ///
 /// # Errors
-/// On an undefined or sparse tensor, another kind, number of dimensions or device; on values that are not in memory as
-/// they are (a pending negation or conjugation, zeros without memory, a lazy clone); while a [`ViewMut`] of the
-/// same memory lives.
+/// On an undefined or sparse tensor, another kind, number of dimensions or device; on values that
+/// are not in memory as they are (a pending negation or conjugation, zeros without memory, a lazy
+/// clone); while a [`ViewMut`] of the same memory lives.
 pub fn view<T: Element + Copy, const N: usize>(tensor: &Tensor) -> Result<View<'_, T, N>> {
     let inner = pinned("view", tensor, false)?;
     Ok(View { inner, tensor: PhantomData })
@@ -152,23 +155,31 @@ pub fn view<T: Element + Copy, const N: usize>(tensor: &Tensor) -> Result<View<'
 /// ```
 ///
 /// # Errors
-/// As [`view()`]; and while any view of the same memory lives, when elements overlap in memory (an expanded tensor),
-/// and when the tensor requires grad while grad mode is on.
-pub fn view_mut<T: Element + Copy, const N: usize>(tensor: &mut Tensor) -> Result<ViewMut<'_, T, N>> {
+/// As [`view()`]; and while any view of the same memory lives, when elements overlap in memory (an
+/// expanded tensor), and when the tensor requires grad while grad mode is on.
+pub fn view_mut<T: Element + Copy, const N: usize>(
+    tensor: &mut Tensor,
+) -> Result<ViewMut<'_, T, N>> {
     const OP: &str = "view_mut";
     let check = Check::new(OP, ARGUMENT, tensor).defined()?;
     if tensor.requires_grad() && tch_extension_grad_mode() {
-        let hint = "its graph would not know of the change: write under no_grad, or to a detached copy";
+        let hint =
+            "its graph would not know of the change: write under no_grad, or to a detached copy";
         return Err(check.refuse(
             "a tensor without gradient, or grad mode off",
             "one that requires grad",
             hint,
         ));
     }
-    // Asked of the tensor and not of the view, so that nothing was announced to autograd when it is refused.
+    // Asked of the tensor and not of the view, so that nothing was announced to autograd when it is
+    // refused.
     if overlaps(&tensor.size(), &tensor.stride()) {
         let got = format!("strides {:?} for shape {:?}", tensor.stride(), tensor.size());
-        return Err(check.refuse("elements that do not overlap in memory", got, "call contiguous()"));
+        return Err(check.refuse(
+            "elements that do not overlap in memory",
+            got,
+            "call contiguous()",
+        ));
     }
     let inner = pinned(OP, tensor, true)?;
     Ok(ViewMut { view: View { inner, tensor: PhantomData } })
@@ -181,26 +192,34 @@ fn pinned<T: Element + Copy, const N: usize>(
 ) -> Result<Strided<T, N>> {
     let kind = kind_of::<T>();
     let names = std::array::from_fn::<_, N, _>(|dim| format!("d{dim}")).join(", ");
-    let check =
-        Check::new(op, ARGUMENT, tensor).defined()?.kind_in(&[kind])?.dim(N, &format!("[{names}]"))?;
+    let check = Check::new(op, ARGUMENT, tensor)
+        .defined()?
+        .kind_in(&[kind])?
+        .dim(N, &format!("[{names}]"))?;
     Strided::new(tensor, kind, writer)?.map_err(|refusal| refused(check, refusal))
 }
 
 fn refused(check: Check<'_>, refusal: Refusal) -> Error {
     let (expected, got, hint) = match refusal {
-        Refusal::Device => ("a CPU tensor", "one on another device", "move it with to_device(Device::Cpu)"),
+        Refusal::Device => {
+            ("a CPU tensor", "one on another device", "move it with to_device(Device::Cpu)")
+        }
         Refusal::LazyValues => (
             "values as they are in memory",
             "a pending negation or conjugation",
             "call resolve_neg() or resolve_conj()",
         ),
-        Refusal::NoMemory => ("a tensor with memory", "zeros without", "make them with Tensor::zeros"),
+        Refusal::NoMemory => {
+            ("a tensor with memory", "zeros without", "make them with Tensor::zeros")
+        }
         Refusal::LazyClone => {
             ("a tensor with memory of its own", "a lazy clone or its original", "call copy()")
         }
-        Refusal::ViewedForWriting => {
-            ("memory that nobody else writes to", "some with a live ViewMut", "drop the ViewMut first")
-        }
+        Refusal::ViewedForWriting => (
+            "memory that nobody else writes to",
+            "some with a live ViewMut",
+            "drop the ViewMut first",
+        ),
         Refusal::Viewed => {
             ("memory that nobody else looks at", "some with a live View", "drop the View first")
         }
@@ -236,7 +255,10 @@ fn collides(dims: &[(i64, i64)]) -> bool {
         return true;
     }
     let mut offsets = dims.iter().fold(vec![0], |offsets, &(stride, size)| {
-        offsets.iter().flat_map(|&start| (0..size).map(move |index| start + index * stride)).collect()
+        offsets
+            .iter()
+            .flat_map(|&start| (0..size).map(move |index| start + index * stride))
+            .collect()
     });
     offsets.sort_unstable();
     offsets.windows(2).any(|pair| pair[0] == pair[1])
@@ -254,7 +276,8 @@ impl<T: Element + Copy, const N: usize> View<'_, T, N> {
         self.inner.shape()
     }
 
-    /// How far apart in memory neighbours are along each dimension, in elements. Zero where they are the same.
+    /// How far apart in memory neighbours are along each dimension, in elements. Zero where they
+    /// are the same.
     pub fn strides(&self) -> [isize; N] {
         self.inner.strides()
     }
@@ -420,7 +443,10 @@ impl<const N: usize> ExactSizeIterator for Indices<N> {}
 impl<T: Element + Copy + fmt::Debug, const N: usize> fmt::Debug for View<'_, T, N> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (shape, strides) = (self.shape(), self.strides());
-        f.debug_struct("View").field("shape", &shape).field("strides", &strides).finish_non_exhaustive()
+        f.debug_struct("View")
+            .field("shape", &shape)
+            .field("strides", &strides)
+            .finish_non_exhaustive()
     }
 }
 
@@ -442,7 +468,11 @@ mod tests {
     #[test]
     fn overlap_is_exact() {
         assert!(!overlaps(&[2, 3], &[3, 1]) && !overlaps(&[3, 2], &[1, 3]) && !overlaps(&[], &[]));
-        assert!(!overlaps(&[2, 0], &[0, 0]) && !overlaps(&[1, 6], &[0, 1]) && !overlaps(&[3, 2], &[2, 3]));
+        assert!(
+            !overlaps(&[2, 0], &[0, 0])
+                && !overlaps(&[1, 6], &[0, 1])
+                && !overlaps(&[3, 2], &[2, 3])
+        );
         assert!(overlaps(&[2], &[0]) && overlaps(&[3, 3], &[1, 1]) && overlaps(&[4, 2], &[2, 6]));
     }
 }

@@ -57,7 +57,13 @@ fn trains_all_ops_and_compares_them() {
 
     assert_eq!(
         place.result_names(),
-        ["composite.safetensors", "fused.safetensors", "loss.csv", "loss.svg", "sequence.safetensors"]
+        [
+            "composite.safetensors",
+            "fused.safetensors",
+            "loss.csv",
+            "loss.svg",
+            "sequence.safetensors"
+        ]
     );
     let svg = fs::read_to_string(place.out().join("loss.svg")).unwrap();
     for expected in [
@@ -249,7 +255,10 @@ fn a_kill_at_any_time_leaves_whole_files() {
 fn divergence_stops_the_run_and_keeps_the_last_good_weights() {
     let place = Place::trained();
     let diverging = ["--op", "fused", "--steps", "50", "--lr", "1e30"];
-    place.refuses(&diverging, &["fused run diverged", "lower --lr (now 1e30)", "no weights were written"]);
+    place.refuses(
+        &diverging,
+        &["fused run diverged", "lower --lr (now 1e30)", "no weights were written"],
+    );
 }
 
 // ---- bad input: one line that names it and the way out, exit code 1, nothing overwritten
@@ -265,7 +274,10 @@ fn refuses_unusable_texts() {
         (place.write("empty.txt", ""), &["empty.txt is empty", "longer"]),
         (place.write("one.txt", "x"), &["'x' only", "several characters"]),
         (place.write("same.txt", "x".repeat(5000)), &["'x' only", "several characters"]),
-        (place.write("short.txt", "ab".repeat(30)), &["too short", "60 characters", "need 72", "--batch 4"]),
+        (
+            place.write("short.txt", "ab".repeat(30)),
+            &["too short", "60 characters", "need 72", "--batch 4"],
+        ),
         (place.write("latin1.txt", latin1), &["not UTF-8", &position, "iconv"]),
     ];
     for (file, expected) in cases {
@@ -342,7 +354,10 @@ fn refuses_senseless_sizes() {
 fn refuses_sizes_that_do_not_fit() {
     let place = Place::trained();
     place.refuses(&["--hidden", "1000000000"], &["--hidden 1000000000", "out of range"]);
-    place.refuses(&["--batch", "1000000", "--seq-len", "1000000"], &["too short", "--batch 1000000"]);
+    place.refuses(
+        &["--batch", "1000000", "--seq-len", "1000000"],
+        &["too short", "--batch 1000000"],
+    );
     // 3 · 65536 · 65600 weights, a dozen times over: 577 GiB. A machine may have more.
     if available_gib() < 570 {
         place.refuses(&["--hidden", "65536"], &["MiB of memory", "lower --hidden"]);
@@ -386,9 +401,13 @@ fn refuses_weights_of_another_model() {
 
     let more = place.write("more.txt", format!("{}é", sample_text()));
     let fewer = place.write("fewer.txt", sample_text().replace('z', "y"));
-    for (file, expected) in [(more, "'é' is in the text only"), (fewer, "'z' is in the file only")] {
+    for (file, expected) in [(more, "'é' is in the text only"), (fewer, "'z' is in the file only")]
+    {
         let arguments = [resume, ["--text", str(&file)]].concat();
-        place.refuses(&arguments, &["cannot resume from", "vocabulary", expected, "leave out --resume"]);
+        place.refuses(
+            &arguments,
+            &["cannot resume from", "vocabulary", expected, "leave out --resume"],
+        );
     }
 }
 
@@ -398,14 +417,23 @@ fn refuses_weights_that_do_not_hold_the_model() {
     let cases: [(Change, &[&str]); 7] = [
         (&|all| drop(all.remove("output.bias")), &["no tensor \"output.bias\""]),
         (&|all| drop(all.remove("vocabulary")), &["no tensor \"vocabulary\""]),
-        (&|all| drop(all.insert("second".into(), Tensor::from(1.0))), &["tensor \"second\"", "lacks"]),
+        (
+            &|all| drop(all.insert("second".into(), Tensor::from(1.0))),
+            &["tensor \"second\"", "lacks"],
+        ),
         (
             &|all| replace(all, "lltm.weights", |old| old.narrow(1, 1, 4).contiguous()),
             &["[48, 4]", "[48, 80]"],
         ),
-        (&|all| replace(all, "output.weight", |old| old.to_kind(Kind::Double)), &["Double", "Float"]),
+        (
+            &|all| replace(all, "output.weight", |old| old.to_kind(Kind::Double)),
+            &["Double", "Float"],
+        ),
         (&|all| replace(all, "output.bias", |old| old * f64::NAN), &["output.bias", "NaN"]),
-        (&|all| replace(all, "vocabulary", |old| old.to_kind(Kind::Float)), &["no list of code points"]),
+        (
+            &|all| replace(all, "vocabulary", |old| old.to_kind(Kind::Float)),
+            &["no list of code points"],
+        ),
     ];
     for (change, expected) in cases {
         let mut tensors = place.tensors("fused");
@@ -422,13 +450,15 @@ fn refuses_files_that_are_no_weights() {
     let place = Place::trained();
     let whole = fs::read(place.weights("fused")).unwrap();
     let (longer, prose) = ([&whole[..], b"x"].concat(), sample_text());
-    let cases: [&[u8]; 5] = [&whole[..whole.len() - 1], &whole[..100], b"", prose.as_bytes(), &longer];
+    let cases: [&[u8]; 5] =
+        [&whole[..whole.len() - 1], &whole[..100], b"", prose.as_bytes(), &longer];
     for content in cases {
         let file = place.write("broken", content);
         let expected = ["broken is not a whole safetensors file", "written by this example"];
         place.refuses(&["--resume", str(&file)], &expected);
     }
-    place.refuses(&["--resume", str(&place.path("absent"))], &["absent does not exist", "--resume"]);
+    place
+        .refuses(&["--resume", str(&place.path("absent"))], &["absent does not exist", "--resume"]);
     place.refuses(&["--resume", str(&place.out())], &["out is not a file", ".safetensors"]);
 }
 
@@ -494,7 +524,8 @@ impl Place {
         self.command(arguments).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap()
     }
 
-    /// Runs with bad input: one line that says all of `expected`, exit code 1, and the results as before.
+    /// Runs with bad input: one line that says all of `expected`, exit code 1, and the results as
+    /// before.
     #[track_caller]
     fn refuses(&self, arguments: &[&str], expected: &[&str]) {
         let before = self.results();
@@ -505,7 +536,9 @@ impl Place {
     /// Every file of the output folder, hidden ones included, with its content.
     fn results(&self) -> BTreeMap<String, Vec<u8>> {
         let entries = fs::read_dir(self.out()).unwrap().map(|entry| entry.unwrap());
-        entries.map(|e| (e.file_name().into_string().unwrap(), fs::read(e.path()).unwrap())).collect()
+        entries
+            .map(|e| (e.file_name().into_string().unwrap(), fs::read(e.path()).unwrap()))
+            .collect()
     }
 
     fn result_names(&self) -> Vec<String> {
@@ -530,11 +563,16 @@ fn example() -> PathBuf {
     }
     let test = std::env::current_exe().unwrap();
     let program = test.parent().and_then(Path::parent).unwrap().join("examples/char_lltm");
-    // `cargo test` builds examples, `cargo test --test char_lltm` does not: it would test an older program.
+    // `cargo test` builds examples, `cargo test --test char_lltm` does not: it would test an older
+    // program.
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/char_lltm");
     let newest = fs::read_dir(sources).unwrap().map(|entry| modified(&entry.unwrap().path())).max();
     let fresh = program.exists() && Some(modified(&program)) >= newest;
-    assert!(fresh, "{} is absent or outdated: run `cargo build --example char_lltm`", program.display());
+    assert!(
+        fresh,
+        "{} is absent or outdated: run `cargo build --example char_lltm`",
+        program.display()
+    );
     program
 }
 
@@ -542,7 +580,8 @@ fn modified(path: &Path) -> SystemTime {
     path.metadata().and_then(|metadata| metadata.modified()).unwrap()
 }
 
-/// Repetitive, so that a tiny model learns it in a second; every letter, so that characters can be missed.
+/// Repetitive, so that a tiny model learns it in a second; every letter, so that characters can be
+/// missed.
 fn sample_text() -> String {
     "the quick brown fox jumps over the lazy dog\n".repeat(80)
 }
@@ -567,7 +606,10 @@ fn assert_message(done: &Output, expected: &[&str]) {
     let message = text(&done.stderr);
     assert_eq!(done.status.code(), Some(1), "{message}");
     let errors: Vec<&str> = message.lines().filter(|line| !line.starts_with("step ")).collect();
-    assert!(errors.len() == 1 && errors[0].starts_with("error: "), "not one line of error:\n{message}");
+    assert!(
+        errors.len() == 1 && errors[0].starts_with("error: "),
+        "not one line of error:\n{message}"
+    );
     for part in expected {
         assert!(message.contains(part), "no {part:?} in {message}");
     }
@@ -576,7 +618,9 @@ fn assert_message(done: &Output, expected: &[&str]) {
 /// The cells of the table's row with this label.
 #[track_caller]
 fn cells<'a>(printed: &'a str, label: &str) -> Vec<&'a str> {
-    let row = printed.lines().find_map(|line| line.strip_prefix(label).filter(|rest| rest.starts_with("  ")));
+    let row = printed
+        .lines()
+        .find_map(|line| line.strip_prefix(label).filter(|rest| rest.starts_with("  ")));
     row.unwrap_or_else(|| panic!("no row {label:?} in:\n{printed}")).split_whitespace().collect()
 }
 

@@ -1,4 +1,5 @@
-//! `tch_extension::cuda`: what it refuses without a GPU, and streams, events, graphs and memory with one.
+//! `tch_extension::cuda`: what it refuses without a GPU, and streams, events, graphs and memory
+//! with one.
 
 use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -6,14 +7,15 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::{
-    DeviceGuard, Event, Graph, Stream, StreamGuard, device_count, empty_cache, is_compiled, memory_stats,
-    record_stream, reset_peak_memory_stats, synchronize,
+    DeviceGuard, Event, Graph, Stream, StreamGuard, device_count, empty_cache, is_compiled,
+    memory_stats, record_stream, reset_peak_memory_stats, synchronize,
 };
 use tch_extension::ops::f_lltm_cell;
 use tch_extension::testing::{assert_close, cuda_or_skip};
 use tch_extension::{Error, Result};
 
-/// Captures, waits for a whole device and counts of memory do not go together with other threads' work.
+/// Captures, waits for a whole device and counts of memory do not go together with other threads'
+/// work.
 fn serially() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)
@@ -81,7 +83,11 @@ fn a_device_that_is_not_there_is_refused() {
         refuses("Event::new", says, Event::new(device));
         refuses("Event::without_timing", says, Event::without_timing(device));
         refuses("Event::external", says, Event::external(device));
-        refuses("Graph::capture", says, Graph::capture(device, || -> Result<()> { panic!("was run") }));
+        refuses(
+            "Graph::capture",
+            says,
+            Graph::capture(device, || -> Result<()> { panic!("was run") }),
+        );
         refuses("memory_stats", says, memory_stats(device));
         refuses("reset_peak_memory_stats", says, reset_peak_memory_stats(device));
         refuses("synchronize", says, synchronize(device));
@@ -114,12 +120,17 @@ fn cuda_streams_differ() {
     let _serial = serially();
     let default = Stream::default_of(device).expect("the default stream");
     assert_eq!(Stream::current(device).expect("the current stream"), default);
-    let (first, second) = (Stream::new(device).expect("a stream"), Stream::new(device).expect("a stream"));
+    let (first, second) =
+        (Stream::new(device).expect("a stream"), Stream::new(device).expect("a stream"));
     let urgent = Stream::with_priority(device, true).expect("a stream");
     let streams = [default, first, second, urgent];
     for (index, stream) in streams.iter().enumerate() {
         assert_eq!(stream.device(), device);
-        assert!(streams[..index].iter().all(|other| other != stream && other.as_ptr() != stream.as_ptr()));
+        assert!(
+            streams[..index]
+                .iter()
+                .all(|other| other != stream && other.as_ptr() != stream.as_ptr())
+        );
         stream.synchronize().expect("synchronize");
         assert!(stream.is_idle().expect("is_idle"));
     }
@@ -131,12 +142,14 @@ fn cuda_stream_guards_nest_and_restore() {
     let _serial = serially();
     let current = || Stream::current(device).expect("the current stream");
     let before = current();
-    let (outer, inner) = (Stream::new(device).expect("a stream"), Stream::new(device).expect("a stream"));
+    let (outer, inner) =
+        (Stream::new(device).expect("a stream"), Stream::new(device).expect("a stream"));
     let outer_guard = StreamGuard::new(&outer).expect("a guard");
     assert_eq!(current(), outer);
     let inner_guard = StreamGuard::new(&inner).expect("a guard");
     assert_eq!(current(), inner);
-    let elsewhere = std::thread::spawn(move || Stream::current(device).expect("the current stream"));
+    let elsewhere =
+        std::thread::spawn(move || Stream::current(device).expect("the current stream"));
     assert_eq!(elsewhere.join().expect("a thread"), before, "another thread keeps its stream");
     drop(inner_guard);
     assert_eq!(current(), outer);
@@ -153,16 +166,20 @@ fn cuda_stream_guards_nest_and_restore() {
 
 #[test]
 fn cuda_an_operator_works_on_the_stream_of_the_guard() {
-    let Some(device) = cuda_or_skip("cuda_an_operator_works_on_the_stream_of_the_guard") else { return };
+    let Some(device) = cuda_or_skip("cuda_an_operator_works_on_the_stream_of_the_guard") else {
+        return;
+    };
     let _serial = serially();
     let inputs = arguments(device, 3);
     let expected = cell(&inputs).expect("outputs");
-    let (main, side) = (Stream::current(device).expect("current"), Stream::new(device).expect("a stream"));
+    let (main, side) =
+        (Stream::current(device).expect("current"), Stream::new(device).expect("a stream"));
     for _ in 0..10 {
         side.wait_stream(&main).expect("wait");
         let outputs = {
             let _guard = StreamGuard::new(&side).expect("a guard");
-            // Keeps the side stream busy: without the wait below the outputs would be read too early.
+            // Keeps the side stream busy: without the wait below the outputs would be read too
+            // early.
             let busy = Tensor::ones([2048, 2048], (Kind::Float, device));
             let _ = (0..8).fold(busy.shallow_clone(), |product, _| product.matmul(&busy) / 2048.0);
             cell(&inputs).expect("outputs")
@@ -179,7 +196,8 @@ fn cuda_events_order_work_and_time_it() {
     let event = || Event::new(device).expect("an event");
     let (start, end) = (event(), event());
     assert!(start.is_done().expect("never recorded"), "nothing to wait for");
-    let (main, side) = (Stream::current(device).expect("current"), Stream::new(device).expect("a stream"));
+    let (main, side) =
+        (Stream::current(device).expect("current"), Stream::new(device).expect("a stream"));
     let ready = Event::without_timing(device).expect("an event");
     let ones = Tensor::ones([2048, 2048], (Kind::Float, device));
     start.record().expect("record");
@@ -206,7 +224,8 @@ fn cuda_external_events_are_part_of_a_graph() {
     let _serial = serially();
     let event = || Event::external(device).expect("an event");
     let (ready, start, end) = (event(), event(), event());
-    let (main, side) = (Stream::current(device).expect("current"), Stream::new(device).expect("a stream"));
+    let (main, side) =
+        (Stream::current(device).expect("current"), Stream::new(device).expect("a stream"));
     let mut source = Tensor::zeros([2048, 2048], (Kind::Float, device));
     let ones = Tensor::ones([2048, 2048], (Kind::Float, device));
     synchronize(device).expect("synchronize");
@@ -243,7 +262,8 @@ fn cuda_memory_in_use_on_another_stream_is_not_given_away() {
     let Some(device) = caching_or_skip(test) else { return };
     let _serial = serially();
     let size = [2048, 2048];
-    let (main, side) = (Stream::current(device).expect("current"), Stream::new(device).expect("a stream"));
+    let (main, side) =
+        (Stream::current(device).expect("current"), Stream::new(device).expect("a stream"));
     let busy = Tensor::ones(size, (Kind::Float, device));
     let tensor = Tensor::full(size, 3.0, (Kind::Float, device));
     side.wait_stream(&main).expect("wait");
@@ -306,8 +326,11 @@ fn cuda_a_backward_is_captured_alone_on_the_stream_of_its_forward() {
     let outputs = cell(&values).expect("outputs");
     let vector = Tensor::ones_like(&outputs[0]);
     let backward = || {
-        let options =
-            GradOptions { grad_outputs: &[Some(&vector)], retain_graph: Some(true), ..Default::default() };
+        let options = GradOptions {
+            grad_outputs: &[Some(&vector)],
+            retain_graph: Some(true),
+            ..Default::default()
+        };
         grad(&[&outputs[0]], &inputs, &options)
     };
     backward().expect("warm-up");
@@ -318,11 +341,17 @@ fn cuda_a_backward_is_captured_alone_on_the_stream_of_its_forward() {
     let _ = vector.shallow_clone().g_mul_scalar_(3.0);
     graph.replay().expect("replay");
     for (found, expected) in found.into_vec().iter().zip(&expected.into_vec()) {
-        assert_close(found.as_ref().expect("one"), &(expected.as_ref().expect("one") * 3.0), 1e-5, 1e-5);
+        assert_close(
+            found.as_ref().expect("one"),
+            &(expected.as_ref().expect("one") * 3.0),
+            1e-5,
+            1e-5,
+        );
     }
     let (forward, _) = Graph::capture(device, || cell(&values)).expect("a graph");
     let (both, _) = Graph::capture(device, || {
-        let leaves: Vec<Tensor> = values.iter().map(|value| value.detach().set_requires_grad(true)).collect();
+        let leaves: Vec<Tensor> =
+            values.iter().map(|value| value.detach().set_requires_grad(true)).collect();
         let outputs = cell(&leaves)?;
         let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
         grad(&[&outputs[0]], &leaves.iter().collect::<Vec<_>>(), &options)
@@ -429,15 +458,18 @@ fn cuda_two_graphs_share_a_pool() {
     let mut inputs = arguments(device, 3);
     cell(&inputs).expect("warm-up");
     let (first, states) = Graph::capture(device, || cell(&inputs)).expect("a graph");
-    let next = [&inputs[0], &inputs[1], &inputs[2], &states[0], &states[1]].map(Tensor::shallow_clone);
+    let next =
+        [&inputs[0], &inputs[1], &inputs[2], &states[0], &states[1]].map(Tensor::shallow_clone);
     let (second, outputs) = Graph::capture_in_pool_of(&first, || cell(&next)).expect("a graph");
     assert_eq!(second.device(), device);
     inputs[0].copy_(&arguments(device, 4)[0]);
     first.replay().expect("replay");
     second.replay().expect("replay");
     let expected = cell(&inputs).expect("outputs");
-    let expected =
-        cell(&[&inputs[0], &inputs[1], &inputs[2], &expected[0], &expected[1]].map(Tensor::shallow_clone));
+    let expected = cell(
+        &[&inputs[0], &inputs[1], &inputs[2], &expected[0], &expected[1]]
+            .map(Tensor::shallow_clone),
+    );
     for (output, expected) in outputs.iter().zip(&expected.expect("outputs")) {
         assert_close(output, expected, 1e-5, 1e-5);
     }
@@ -468,13 +500,18 @@ fn cuda_another_thread_may_allocate_during_a_capture() {
         };
         let bytes = std::thread::spawn(allocate).join().expect("a thread")?;
         assert_eq!(bytes, 640 << 20);
-        cell(&[&inputs[0], &inputs[1], &inputs[2], &outputs[0], &outputs[1]].map(Tensor::shallow_clone))
+        cell(
+            &[&inputs[0], &inputs[1], &inputs[2], &outputs[0], &outputs[1]]
+                .map(Tensor::shallow_clone),
+        )
     })
     .expect("a graph");
     graph.replay().expect("replay");
     let expected = cell(&inputs).expect("outputs");
-    let expected =
-        cell(&[&inputs[0], &inputs[1], &inputs[2], &expected[0], &expected[1]].map(Tensor::shallow_clone));
+    let expected = cell(
+        &[&inputs[0], &inputs[1], &inputs[2], &expected[0], &expected[1]]
+            .map(Tensor::shallow_clone),
+    );
     for (output, expected) in outputs.iter().zip(&expected.expect("outputs")) {
         assert_close(output, expected, 1e-5, 1e-5);
     }
@@ -496,7 +533,10 @@ fn cuda_memory_statistics_go_up_and_down() {
     drop(tensor);
     let after = stats();
     assert_eq!(after.allocated, before.allocated);
-    assert!(after.peak_allocated >= during.allocated && after.peak_reserved >= during.reserved, "{after:?}");
+    assert!(
+        after.peak_allocated >= during.allocated && after.peak_reserved >= during.reserved,
+        "{after:?}"
+    );
     reset_peak_memory_stats(device).expect("reset");
     assert!(stats().peak_allocated < during.allocated);
     synchronize(device).expect("synchronize");
@@ -504,7 +544,8 @@ fn cuda_memory_statistics_go_up_and_down() {
     assert!(stats().reserved <= after.reserved - bytes as u64, "{after:?} {:?}", stats());
 }
 
-/// While something is captured, libtorch cannot give back what it keeps: that must not be all of the GPU.
+/// While something is captured, libtorch cannot give back what it keeps: that must not be all of
+/// the GPU.
 #[test]
 fn cuda_a_capture_begins_with_an_empty_cache() {
     let Some(device) = caching_or_skip("cuda_a_capture_begins_with_an_empty_cache") else { return };
@@ -524,10 +565,13 @@ fn cuda_a_capture_begins_with_an_empty_cache() {
     assert!(during + bytes as u64 <= before + segments, "{during} of {before} bytes");
 }
 
-/// A graph's memory is free again when it and what came out of it are dropped, also that of a warm-up on the stream.
+/// A graph's memory is free again when it and what came out of it are dropped, also that of a
+/// warm-up on the stream.
 #[test]
 fn cuda_a_dropped_graph_gives_its_memory_back() {
-    let Some(device) = caching_or_skip("cuda_a_dropped_graph_gives_its_memory_back") else { return };
+    let Some(device) = caching_or_skip("cuda_a_dropped_graph_gives_its_memory_back") else {
+        return;
+    };
     let _serial = serially();
     let x = Tensor::ones([64 << 20], (Kind::Float, device));
     let stats = || {
@@ -540,7 +584,8 @@ fn cuda_a_dropped_graph_gives_its_memory_back() {
         let guard = StreamGuard::new(&stream).expect("a guard");
         drop(x.f_add_scalar(1.0).expect("a warm-up"));
         drop(guard);
-        let (graph, y) = Graph::capture_on(&stream, || Ok(x.f_add_scalar(1.0)?.f_exp()?)).expect("a graph");
+        let (graph, y) =
+            Graph::capture_on(&stream, || Ok(x.f_add_scalar(1.0)?.f_exp()?)).expect("a graph");
         graph.replay().expect("a replay");
         drop(y);
         drop(graph);

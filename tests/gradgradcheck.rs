@@ -10,7 +10,10 @@ fn variable(size: &[i64]) -> Tensor {
     Tensor::randn(size, (Kind::Double, Device::Cpu)).set_requires_grad(true)
 }
 
-fn check<O: Into<Tensors>>(function: impl Fn(&[Tensor]) -> Result<O>, inputs: &[&Tensor]) -> Result<()> {
+fn check<O: Into<Tensors>>(
+    function: impl Fn(&[Tensor]) -> Result<O>,
+    inputs: &[&Tensor],
+) -> Result<()> {
     gradgradcheck(function, inputs, &GradgradcheckOptions::default())
 }
 
@@ -58,11 +61,15 @@ fn weighted<const DOUBLE: bool>(
 #[test]
 fn right_second_derivatives_pass() -> Result<()> {
     check(weighted::<true>(right), &[&variable(&[3]), &variable(&[3])])?;
-    let several = |inputs: &[Tensor]| Ok([inputs[0].matmul(&inputs[1]), inputs[0].sin().sum(Kind::Double)]);
+    let several =
+        |inputs: &[Tensor]| Ok([inputs[0].matmul(&inputs[1]), inputs[0].sin().sum(Kind::Double)]);
     check(several, &[&variable(&[3, 2]), &variable(&[2, 1])])?;
     // Beside outputs and inputs that have no derivative.
     let fixed = Tensor::randn([3], (Kind::Float, Device::Cpu));
-    check(|inputs| Ok([inputs[0].sign().detach(), &inputs[1] * &inputs[1]]), &[&fixed, &variable(&[3])])
+    check(
+        |inputs| Ok([inputs[0].sign().detach(), &inputs[1] * &inputs[1]]),
+        &[&fixed, &variable(&[3])],
+    )
 }
 
 #[test]
@@ -73,8 +80,12 @@ fn a_backward_that_cuts_the_graph_is_found_by_nothing_else() -> Result<()> {
     let one = Tensor::from_slice(&[1.0]);
     let options = GradgradcheckOptions { grad_outputs: &[&one], ..Default::default() };
     let result = gradgradcheck(weighted::<true>(cut), &[&x, &y.set_requires_grad(true)], &options);
-    let parts =
-        ["gradgradcheck (", "inputs from 2 on", "output 0, input 0", "analytical 0.0, numerical 10.0"];
+    let parts = [
+        "gradgradcheck (",
+        "inputs from 2 on",
+        "output 0, input 0",
+        "analytical 0.0, numerical 10.0",
+    ];
     assert_refused(result, &parts);
     Ok(())
 }
@@ -101,7 +112,10 @@ fn given_gradients_are_taken_as_they_are() {
     };
     check(&[&variable(&[2])]).unwrap();
     check(&[&variable(&[2]).detach()]).unwrap();
-    assert_refused(check(&[&x, &x]), &["gradgradcheck: grad_outputs: expected 1, one for each", "got 2"]);
+    assert_refused(
+        check(&[&x, &x]),
+        &["gradgradcheck: grad_outputs: expected 1, one for each", "got 2"],
+    );
     assert_refused(check(&[&wrong]), &["[3]"]);
 }
 
@@ -132,14 +146,17 @@ fn what_cannot_be_checked_is_refused() {
         &["gradgradcheck: inputs[0]: expected kind Double"],
     );
     assert!(matches!(error, Error::Argument { .. }));
-    let text = check(|_| Err::<Tensor, _>(Error::msg("out of order")), &[&x]).unwrap_err().to_string();
+    let text =
+        check(|_| Err::<Tensor, _>(Error::msg("out of order")), &[&x]).unwrap_err().to_string();
     assert_eq!(text, "out of order");
 }
 
 #[test]
 fn lltm_cell_passes() -> Result<()> {
     let cell = |inputs: &[Tensor]| {
-        let [input, weight, bias, h, c] = inputs else { unreachable!("as many as are passed below") };
+        let [input, weight, bias, h, c] = inputs else {
+            unreachable!("as many as are passed below")
+        };
         let (h, c) = f_lltm_cell(input, weight, Some(bias), (h, c))?;
         Ok([h, c])
     };

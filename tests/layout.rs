@@ -3,16 +3,21 @@
 use std::path::PathBuf;
 
 /// Folders of csrc that hold no operator.
-const SHARED: [&str; 8] = ["include", "amp", "autograd", "library", "cuda", "gemm", "tensor", "testing"];
+const SHARED: [&str; 8] =
+    ["include", "amp", "autograd", "library", "cuda", "gemm", "tensor", "testing"];
 
 fn root() -> PathBuf {
     // Set by cargo, and by the bundle's script where there is no cargo.
-    std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
+    std::env::var_os("CARGO_MANIFEST_DIR")
+        .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
 }
 
 fn names(folder: &str) -> Vec<String> {
-    let entries = std::fs::read_dir(root().join(folder)).unwrap_or_else(|error| panic!("{folder}: {error}"));
-    entries.map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned()).collect()
+    let entries =
+        std::fs::read_dir(root().join(folder)).unwrap_or_else(|error| panic!("{folder}: {error}"));
+    entries
+        .map(|entry| entry.expect("an entry").file_name().to_string_lossy().into_owned())
+        .collect()
 }
 
 #[test]
@@ -22,7 +27,8 @@ fn every_operator_has_all_its_twins() {
     let from_csrc = names("csrc").into_iter().filter(is_operator);
     let from_ops =
         names("src/ops").into_iter().filter_map(|name| Some(name.strip_suffix(".rs")?.to_string()));
-    let mut operators: Vec<String> = from_csrc.chain(from_ops.filter(|name| name != "mod")).collect();
+    let mut operators: Vec<String> =
+        from_csrc.chain(from_ops.filter(|name| name != "mod")).collect();
     operators.sort();
     operators.dedup();
     assert!(!operators.is_empty());
@@ -61,7 +67,10 @@ fn unsafe_stays_where_it_belongs() {
                 line.split(|c: char| !c.is_alphanumeric() && c != '_').any(|word| word == "unsafe")
             });
             seen += usize::from(has_unsafe);
-            assert!(!has_unsafe || allowed.iter().any(|place| path.starts_with(place)), "unsafe in {path}");
+            assert!(
+                !has_unsafe || allowed.iter().any(|place| path.starts_with(place)),
+                "unsafe in {path}"
+            );
         }
     }
     assert!(seen > 0, "the search finds nothing at all");

@@ -102,7 +102,11 @@ fn detached_states_carry_values_and_no_graph() {
         let (_vs, layer) = layer(device, Kind::Float, LltmOp::Fused);
         let state = layer.step(&Tensor::randn([2, 5], (Kind::Float, device)), &layer.zero_state(2));
         let detached = state.detach();
-        assert!(state.h().requires_grad() && !detached.h().requires_grad() && !detached.c().requires_grad());
+        assert!(
+            state.h().requires_grad()
+                && !detached.h().requires_grad()
+                && !detached.c().requires_grad()
+        );
         assert_close(&detached.h(), &state.h().detach(), 0.0, 0.0);
         assert_close(&detached.c(), &state.c().detach(), 0.0, 0.0);
     }
@@ -124,32 +128,45 @@ fn weights_travel_through_safetensors() {
 fn bad_input_is_an_error_or_a_panic_that_names_it() {
     let (_vs, layer) = layer(tch::Device::Cpu, Kind::Float, LltmOp::Fused);
     let zeros = |size: &[i64]| Tensor::zeros(size, (Kind::Float, tch::Device::Cpu));
-    let error = layer.f_step(&zeros(&[2, 4]), &layer.zero_state(2)).expect_err("4 features").to_string();
-    assert!(error.contains("weight: expected shape [3H, H + F] = [24, 12], got [24, 13]"), "{error}");
-    let error = layer.f_seq_init(&zeros(&[2, 4]), &layer.zero_state(2)).expect_err("no time").to_string();
+    let error =
+        layer.f_step(&zeros(&[2, 4]), &layer.zero_state(2)).expect_err("4 features").to_string();
+    assert!(
+        error.contains("weight: expected shape [3H, H + F] = [24, 12], got [24, 13]"),
+        "{error}"
+    );
+    let error =
+        layer.f_seq_init(&zeros(&[2, 4]), &layer.zero_state(2)).expect_err("no time").to_string();
     assert!(error.contains("nn::Lltm: input: expected 3 dimensions [B, T, F]"), "{error}");
-    let error = layer.f_step(&zeros(&[3, 5]), &layer.zero_state(2)).expect_err("another batch").to_string();
+    let error =
+        layer.f_step(&zeros(&[3, 5]), &layer.zero_state(2)).expect_err("another batch").to_string();
     assert!(error.contains("lltm_cell: h: expected shape [B, H] = [3, 8], got [2, 8]"), "{error}");
     for steps in [0, 2] {
         let (input, other) = (zeros(&[2, steps, 5]), zeros(&[2, steps, 4]));
-        let error = layer.f_seq_init(&other, &layer.zero_state(2)).expect_err("4 features").to_string();
-        assert!(error.contains(&format!("input: expected shape [B, T, F] = [2, {steps}, 5]")), "{error}");
+        let error =
+            layer.f_seq_init(&other, &layer.zero_state(2)).expect_err("4 features").to_string();
+        assert!(
+            error.contains(&format!("input: expected shape [B, T, F] = [2, {steps}, 5]")),
+            "{error}"
+        );
         let state = LltmState((zeros(&[2, 8]), Tensor::new()));
         let error = layer.f_seq_init(&input, &state).expect_err("no c").to_string();
         assert!(error.contains("nn::Lltm: c: expected a tensor"), "{error}");
         let integers = input.to_kind(Kind::Int64);
-        let error = layer.f_seq_init(&integers, &layer.zero_state(2)).expect_err("integers").to_string();
+        let error =
+            layer.f_seq_init(&integers, &layer.zero_state(2)).expect_err("integers").to_string();
         assert!(error.contains("input: expected kind Float, as weights, got Int64"), "{error}");
     }
     let vs = VarStore::new(tch::Device::Cpu);
     let make = || lltm(vs.root(), -1, 8, LltmConfig::default());
-    let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(make)).expect_err("no such size");
+    let panic =
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(make)).expect_err("no such size");
     let text = panic.downcast::<String>().expect("a text");
     assert!(text.contains("in_dim: expected at least 0, got -1"), "{text}");
     for hidden in [0, -3] {
         let vs = VarStore::new(tch::Device::Cpu);
         let make = || lltm(vs.root(), 5, hidden, LltmConfig::default());
-        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(make)).expect_err("no such size");
+        let panic =
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(make)).expect_err("no such size");
         let text = panic.downcast::<String>().expect("a text");
         assert!(text.contains("hidden_dim: expected at least 1"), "{text}");
     }
@@ -169,6 +186,10 @@ fn the_configuration_chooses_the_cell() {
 #[test]
 fn an_undefined_sequence_is_named() {
     let (_vs, layer) = layer(tch::Device::Cpu, Kind::Float, LltmOp::Fused);
-    let error = layer.f_seq_init(&Tensor::new(), &layer.zero_state(2)).expect_err("undefined").to_string();
-    assert!(error.starts_with("nn::Lltm: input: expected a tensor, got an undefined one"), "{error}");
+    let error =
+        layer.f_seq_init(&Tensor::new(), &layer.zero_state(2)).expect_err("undefined").to_string();
+    assert!(
+        error.starts_with("nn::Lltm: input: expected a tensor, got an undefined one"),
+        "{error}"
+    );
 }

@@ -1,5 +1,5 @@
-//! `Strided` and `StridedMut`: what they refuse, and what autograd learns of them. What kernels see through them is
-//! tests/downstream/tests/headers.rs.
+//! `Strided` and `StridedMut`: what they refuse, and what autograd learns of them. What kernels see
+//! through them is tests/downstream/tests/headers.rs.
 
 use std::mem::size_of;
 use tch::{Device, Kind, Tensor};
@@ -33,7 +33,10 @@ fn what_a_kernel_cannot_read_is_refused() {
     assert_refused(Strided::<1>::new(&matrix()), &["Strided::new", "[d0]", "[4, 6]"]);
     assert_refused(Strided::<1>::new(&Tensor::new()), &["Strided::new", "an undefined one"]);
     assert_refused(Strided::<2>::new(&matrix().to_sparse(None, None::<i64>, None)), &["dense"]);
-    assert_refused(Strided::<2>::new(&matrix().internal_neg_view()), &["in memory", "strided::contiguous"]);
+    assert_refused(
+        Strided::<2>::new(&matrix().internal_neg_view()),
+        &["in memory", "strided::contiguous"],
+    );
     assert_refused(
         Strided::<1>::new(&Tensor::internal_efficientzerotensor([3], (Kind::Float, Device::Cpu))),
         &["memory"],

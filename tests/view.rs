@@ -1,4 +1,5 @@
-//! `view` and `view_mut`: what they show, what they refuse, and that no order of events makes them dangle.
+//! `view` and `view_mut`: what they show, what they refuse, and that no order of events makes them
+//! dangle.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use tch::kind::Element;
@@ -149,7 +150,10 @@ fn any_byte_but_zero_is_true() {
 #[test]
 fn misfits_are_refused_by_name() {
     let mut x = matrix();
-    assert_refused(view::<f64, 2>(&x), &["view: tensor: expected kind Double, got Float", "to_kind"]);
+    assert_refused(
+        view::<f64, 2>(&x),
+        &["view: tensor: expected kind Double, got Float", "to_kind"],
+    );
     assert_refused(
         view::<f32, 3>(&x),
         &["view: tensor: expected 3 dimensions [d0, d1, d2], got shape [4, 6]"],
@@ -159,16 +163,28 @@ fn misfits_are_refused_by_name() {
         view::<f32, 2>(&Tensor::new()),
         &["view: tensor: expected a tensor, got an undefined one"],
     );
-    assert_refused(view_mut::<f32, 2>(&mut Tensor::new()), &["view_mut: tensor: expected a tensor"]);
-    assert_refused(view::<f32, 2>(&x.to_sparse(None, None::<&[i64]>, None)), &["expected a dense tensor"]);
-    assert_refused(view::<f32, 2>(&x.internal_neg_view()), &["a pending negation", "resolve_neg()"]);
+    assert_refused(
+        view_mut::<f32, 2>(&mut Tensor::new()),
+        &["view_mut: tensor: expected a tensor"],
+    );
+    assert_refused(
+        view::<f32, 2>(&x.to_sparse(None, None::<&[i64]>, None)),
+        &["expected a dense tensor"],
+    );
+    assert_refused(
+        view::<f32, 2>(&x.internal_neg_view()),
+        &["a pending negation", "resolve_neg()"],
+    );
     let zeros = Tensor::internal_efficientzerotensor([2, 2], (Kind::Float, Device::Cpu));
     assert_refused(view::<f32, 2>(&zeros), &["expected a tensor with memory", "Tensor::zeros"]);
     let clone = x.internal_lazy_clone();
     assert_refused(view::<f32, 2>(&clone), &["a lazy clone", "copy()"]);
     assert_refused(view::<f32, 2>(&x), &["a lazy clone or its original"]);
     if let Some(device) = tch_extension::testing::cuda_or_skip("misfits_are_refused_by_name") {
-        assert_refused(view::<f32, 2>(&matrix().to_device(device)), &["expected a CPU tensor", "to_device"]);
+        assert_refused(
+            view::<f32, 2>(&matrix().to_device(device)),
+            &["expected a CPU tensor", "to_device"],
+        );
     }
 }
 
@@ -178,9 +194,13 @@ fn overlapping_elements_are_not_written() {
         [matrix().narrow(0, 0, 1).expand([4, 6], false), matrix().as_strided([3, 3], [1, 1], 0)];
     // More elements than their list would fit in memory.
     let dense = Tensor::zeros([1 << 21], (Kind::Float, Device::Cpu));
-    let overlapping = overlapping.into_iter().chain([dense.as_strided([1 << 20, 1 << 20], [1, 1], 0)]);
+    let overlapping =
+        overlapping.into_iter().chain([dense.as_strided([1 << 20, 1 << 20], [1, 1], 0)]);
     for mut tensor in overlapping {
-        assert_refused(view_mut::<f32, 2>(&mut tensor), &["do not overlap in memory", "contiguous()"]);
+        assert_refused(
+            view_mut::<f32, 2>(&mut tensor),
+            &["do not overlap in memory", "contiguous()"],
+        );
     }
     view_mut::<f32, 2>(&mut matrix().as_strided([3, 2], [2, 3], 0)).unwrap();
 }
@@ -215,7 +235,9 @@ fn a_writer_is_alone() {
     );
     assert_refused(view_mut::<f32, 2>(&mut other), &["view_mut: tensor", "live ViewMut"]);
     let elsewhere = third.shallow_clone();
-    std::thread::spawn(move || assert_refused(view::<f32, 2>(&elsewhere), &["live ViewMut"])).join().unwrap();
+    std::thread::spawn(move || assert_refused(view::<f32, 2>(&elsewhere), &["live ViewMut"]))
+        .join()
+        .unwrap();
     drop(writer);
     let readers = [view::<f32, 2>(&x).unwrap(), view::<f32, 2>(&third).unwrap()];
     let version = other.internal_version();
@@ -263,7 +285,8 @@ fn a_row_outlives_its_iterator() {
 #[test]
 fn memory_that_was_given_up_stays_with_its_view() {
     const LEN: i64 = 1 << 20;
-    // Large, so that the allocator would return the memory to the system, and a read would be a fault.
+    // Large, so that the allocator would return the memory to the system, and a read would be a
+    // fault.
     let mut x = Tensor::ones([LEN], (Kind::Float, Device::Cpu));
     let (mut other, fresh) = (x.shallow_clone(), Tensor::zeros([2], (Kind::Float, Device::Cpu)));
     let view = view::<f32, 1>(&x).unwrap();
@@ -305,7 +328,9 @@ fn memory_is_freed_in_the_end() {
     const LEN: i64 = 1 << 22;
     type Use = fn(&Tensor);
     let uses: [(&str, Use); 3] = [
-        ("viewed twice at once", |x| drop((view::<f32, 1>(x).unwrap(), view::<f32, 1>(x).unwrap()))),
+        ("viewed twice at once", |x| {
+            drop((view::<f32, 1>(x).unwrap(), view::<f32, 1>(x).unwrap()))
+        }),
         ("given up while viewed", |x| {
             let view = view::<f32, 1>(x).unwrap();
             let _ = x.shallow_clone().resize_([LEN + 1]);
@@ -355,7 +380,8 @@ fn memory_that_moves_to_a_lazy_clone_stays_with_its_view() {
 fn memory_of_others_is_viewed_too() {
     let values = [1_f32, 2.0, 3.0];
     // SAFETY: the array outlives the tensor.
-    let tensor = unsafe { Tensor::from_blob(values.as_ptr().cast(), &[3], &[1], Kind::Float, Device::Cpu) };
+    let tensor =
+        unsafe { Tensor::from_blob(values.as_ptr().cast(), &[3], &[1], Kind::Float, Device::Cpu) };
     assert_eq!(view::<f32, 1>(&tensor).unwrap().to_vec(), values);
     assert_eq!(view::<f32, 1>(&tensor.slice(0, 0, 3, 2)).unwrap().to_vec(), [1.0, 3.0]);
 }
@@ -456,7 +482,10 @@ fn what_requires_grad_is_written_without_grad_mode_only() {
     let mut leaf = Tensor::from_slice(&[3.0]).set_requires_grad(true);
     let mut inner = &leaf * 2.0;
     for tensor in [&mut leaf, &mut inner] {
-        assert_refused(view_mut::<f64, 1>(tensor), &["view_mut: tensor", "requires grad", "no_grad"]);
+        assert_refused(
+            view_mut::<f64, 1>(tensor),
+            &["view_mut: tensor", "requires grad", "no_grad"],
+        );
         tch::no_grad(|| view_mut::<f64, 1>(tensor).unwrap().set([0], 1.0));
     }
     assert_eq!(view::<f64, 1>(&leaf).unwrap().at([0]), 1.0);

@@ -1,14 +1,14 @@
-// Whether the LLTM kernels of clusters compute the same bits whoever comes late: each warp sleeps for a
-// random time before its waits, 1000 runs of each kernel, or as many as the argument says. From the root of
-// the repository:
+// Whether the LLTM kernels of clusters compute the same bits whoever comes late: each warp sleeps
+// for a random time before its waits, 1000 runs of each kernel, or as many as the argument says.
+// From the root of the repository:
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -I csrc
 //     -I csrc/include -o lltm_delays benches/probes/lltm_delays.cu && ./lltm_delays
 //
-// Every wait gives up after 100 seconds, so that a mistake ends instead of hanging: with "a wait gave up" or,
-// where a block sends to one that has, with "unspecified launch failure". compute-sanitizer's racecheck takes
-// a minute for a size, and several where programs share the GPU; a size by itself, of few steps, whose waits
-// give up after 600 seconds:
+// Every wait gives up after 100 seconds, so that a mistake ends instead of hanging: with "a wait
+// gave up" or, where a block sends to one that has, with "unspecified launch failure".
+// compute-sanitizer's racecheck takes a minute for a size, and several where programs share the
+// GPU; a size by itself, of few steps, whose waits give up after 600 seconds:
 //
 //   compute-sanitizer --tool racecheck ./lltm_delays 1 4 "f32, products in f32, (4, 60, 256)" 600
 #include "lltm_delays.h"

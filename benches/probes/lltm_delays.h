@@ -51,7 +51,8 @@ __device__ void sleep_sometimes(uint32_t salt, uint32_t often) {
 
 namespace {
 
-// Of each sequence; a sanitizer that takes a minute for a kernel finds in few of them what it finds in many.
+// Of each sequence; a sanitizer that takes a minute for a kernel finds in few of them what it finds
+// in many.
 int steps = 24;
 // Sizes whose line begins with this run.
 const char* only = "";
@@ -100,7 +101,9 @@ struct Array {
   Array& operator=(const Array&) = delete;
   ~Array() { cudaFree(data); }
   int64_t bytes() const { return count * static_cast<int64_t>(sizeof(T)); }
-  void take(const Array& other) { check(cudaMemcpy(data, other.data, bytes(), cudaMemcpyDefault), "copy"); }
+  void take(const Array& other) {
+    check(cudaMemcpy(data, other.data, bytes(), cudaMemcpyDefault), "copy");
+  }
 
   int64_t count;
   T* data;
@@ -110,8 +113,8 @@ template <typename T>
 void expect_equal(const Array<T>& found, const Array<T>& expected, unsigned int* others) {
   const int64_t words = found.bytes() / 4;
   compare<<<static_cast<unsigned int>((words + 255) / 256), 256>>>(
-      reinterpret_cast<const uint32_t*>(found.data), reinterpret_cast<const uint32_t*>(expected.data), words,
-      others);
+      reinterpret_cast<const uint32_t*>(found.data),
+      reinterpret_cast<const uint32_t*>(expected.data), words, others);
 }
 
 template <typename T>
@@ -146,12 +149,12 @@ inline int64_t scaled_messages(int64_t rows, int64_t hidden) {
   return steps * ((rows + 7) / 8 * 8) * ((hidden + 31) / 32 * 32) * 3;
 }
 
-// A state of kind S and products of kind T, or of halves with scales, forward and backward, again and again:
-// `launch` starts either of the two, which have whatever says how blocks share them.
+// A state of kind S and products of kind T, or of halves with scales, forward and backward, again
+// and again: `launch` starts either of the two, which have whatever says how blocks share them.
 template <typename S, typename T, bool kIsScaled = false, typename Forward, typename Backward,
           typename Launch>
-void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backward backward, const char* how,
-                          Launch launch) {
+void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backward backward,
+                          const char* how, Launch launch) {
   char line[160];
   std::snprintf(line, sizeof line, "%s, products in %s%s, (%d, %d, %d), %s", name_of<S>(),
                 kIsScaled ? "scaled " : "", name_of<T>(), steps, rows, hidden, how);
@@ -244,13 +247,14 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
   check(cudaMemcpy(&count, others, sizeof count, cudaMemcpyDefault), "run");
   check(cudaMemcpyFromSymbol(&gave_up, tch_extension::gave_up, sizeof gave_up), "read");
   cudaFree(others);
-  std::printf("%s: %d runs, %u words differ%s\n", line, runs, count, gave_up != 0 ? ", a wait gave up" : "");
+  std::printf("%s: %d runs, %u words differ%s\n", line, runs, count,
+              gave_up != 0 ? ", a wait gave up" : "");
   std::fflush(stdout);
   if (count != 0 || gave_up != 0) std::exit(1);
 }
 
-// Arguments: how many runs of each kernel, of how many steps, how a size's line begins, and after how many
-// seconds a wait gives up.
+// Arguments: how many runs of each kernel, of how many steps, how a size's line begins, and after
+// how many seconds a wait gives up.
 inline int runs_of(int count, char** arguments) {
   if (count > 2) steps = std::atoi(arguments[2]);
   if (count > 3) only = arguments[3];

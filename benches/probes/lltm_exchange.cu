@@ -1,5 +1,6 @@
-// What the exchange of h costs, step after step, among the blocks that share a recurrent weight matrix: the
-// figures that decide the layout of a persistent LLTM kernel. Kept in docs/performance.md.
+// What the exchange of h costs, step after step, among the blocks that share a recurrent weight
+// matrix: the figures that decide the layout of a persistent LLTM kernel. Kept in
+// docs/performance.md.
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 -o lltm_exchange lltm_exchange.cu &&
 //   ./lltm_exchange
@@ -49,7 +50,8 @@ enum class Flags { kCounter, kOneEach };
 
 // A group of `size` blocks: each writes `words` 16-byte words and reads those of all.
 template <Flags kFlags>
-__global__ void __launch_bounds__(256) through_l2(uint32_t* flags, uint4* data, int size, int words) {
+__global__ void __launch_bounds__(256)
+    through_l2(uint32_t* flags, uint4* data, int size, int words) {
   const int group = blockIdx.x / size, rank = blockIdx.x % size;
   uint32_t* mine = flags + group * 32 * 128;
   uint4* exchanged = data + static_cast<int64_t>(group) * 2 * size * words;
@@ -97,7 +99,8 @@ __device__ __forceinline__ uint32_t at_peer(uint32_t address, uint32_t rank) {
 }
 
 __device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
 }
 
 __device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
@@ -118,8 +121,8 @@ __device__ __forceinline__ void wait_for(uint32_t barrier, uint32_t parity) {
 
 enum class Push { kStoreAsync, kBulk, kStoreAndBarrier, kStoreAndArrive };
 
-// Each block pushes `words` 16-byte words to all blocks of its cluster, itself included, and then waits for
-// theirs.
+// Each block pushes `words` 16-byte words to all blocks of its cluster, itself included, and then
+// waits for theirs.
 template <Push kPush>
 __global__ void __launch_bounds__(512) inside_cluster(int size, int words) {
   extern __shared__ __align__(128) uint4 shared[];
@@ -133,7 +136,8 @@ __global__ void __launch_bounds__(512) inside_cluster(int size, int words) {
   if (threadIdx.x == 0) {
     const int arrivals = counts_bytes ? 1 : size;
     for (auto& barrier : barriers) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(arrivals));
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
+                   "r"(arrivals));
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -144,7 +148,8 @@ __global__ void __launch_bounds__(512) inside_cluster(int size, int words) {
     uint4* to = shared + (step % 2) * size * words;
     const uint32_t barrier = shared_address(&barriers[step % 2]);
     if (counts_bytes && threadIdx.x == 0) {
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                   "r"(bytes)
                    : "memory");
     }
     if (kPush == Push::kBulk) {
@@ -154,9 +159,10 @@ __global__ void __launch_bounds__(512) inside_cluster(int size, int words) {
       __syncthreads();
       if (static_cast<int>(threadIdx.x) < size) {
         asm volatile(
-            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-                "r"(at_peer(shared_address(to + rank * words), threadIdx.x)),
-            "r"(shared_address(staged[step % 2])), "r"(words * 16), "r"(at_peer(barrier, threadIdx.x))
+            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], "
+            "%2, [%3];" ::"r"(at_peer(shared_address(to + rank * words), threadIdx.x)),
+            "r"(shared_address(staged[step % 2])), "r"(words * 16),
+            "r"(at_peer(barrier, threadIdx.x))
             : "memory");
       }
     } else {
@@ -165,8 +171,8 @@ __global__ void __launch_bounds__(512) inside_cluster(int size, int words) {
         const uint32_t address = at_peer(shared_address(to + rank * words + at % words), peer);
         if (kPush == Push::kStoreAsync) {
           asm volatile(
-              "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::
-                  "r"(address),
+              "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, "
+              "%4}, [%5];" ::"r"(address),
               "r"(sum), "r"(step), "r"(rank), "r"(at), "r"(at_peer(barrier, peer))
               : "memory");
         } else {
@@ -200,8 +206,8 @@ __global__ void __launch_bounds__(512) inside_cluster(int size, int words) {
 // ---- The product
 // -------------------------------------------------------------------------------------------
 
-// Each warp multiplies kTiles weight tiles, resident in its registers, with kColumns · 8 rows of the batch
-// from shared memory, again and again. kRows tiles share what is read of the batch.
+// Each warp multiplies kTiles weight tiles, resident in its registers, with kColumns · 8 rows of
+// the batch from shared memory, again and again. kRows tiles share what is read of the batch.
 template <int kTiles, int kRows, int kColumns>
 __global__ void __launch_bounds__(512) product(float* out, long long* cycles, int repeats) {
   extern __shared__ __align__(128) uint4 shared[];
@@ -234,11 +240,13 @@ __global__ void __launch_bounds__(512) product(float* out, long long* cycles, in
             float (&sum)[4] = sums[row][column];
             const uint32_t (&a)[4] = weights[(k + half) * kRows + row];
             asm volatile(
-                "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+                "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, "
+                "%6, %7}, "
                 "{%8, "
                 "%9}, {%0, %1, %2, %3};"
                 : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[2 * half]), "r"(b[2 * half + 1]));
+                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[2 * half]),
+                  "r"(b[2 * half + 1]));
           }
         }
       }
@@ -288,17 +296,17 @@ void measure_l2(const char* name, uint32_t* flags, uint4* data, int groups, int 
   void* arguments[] = {&flags, &data, &size, &words};
   const float us = microseconds([&] {
     cudaMemsetAsync(flags, 0, 1 << 20);
-    check(cudaLaunchCooperativeKernel(reinterpret_cast<void*>(through_l2<kFlags>), dim3(groups * size),
-                                      dim3(256), arguments, 0, nullptr),
+    check(cudaLaunchCooperativeKernel(reinterpret_cast<void*>(through_l2<kFlags>),
+                                      dim3(groups * size), dim3(256), arguments, 0, nullptr),
           "launch");
   });
-  std::printf("l2 %-8s groups %2d of %3d, %5d B each: %.3f us a step\n", name, groups, size, words * 16,
-              us / kSteps);
+  std::printf("l2 %-8s groups %2d of %3d, %5d B each: %.3f us a step\n", name, groups, size,
+              words * 16, us / kSteps);
   look_whether_one_gave_up();
 }
 
-cudaLaunchConfig_t cluster_config(cudaLaunchAttribute* attribute, int clusters, int size, int threads,
-                                  int bytes) {
+cudaLaunchConfig_t cluster_config(cudaLaunchAttribute* attribute, int clusters, int size,
+                                  int threads, int bytes) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(clusters * size);
   config.blockDim = dim3(threads);
@@ -316,14 +324,16 @@ void measure_cluster(const char* name, int clusters, int size, int words) {
   const int bytes = 2 * size * words * 16;
   cudaLaunchAttribute attribute;
   const auto config = cluster_config(&attribute, clusters, size, 512, bytes);
-  check(cudaFuncSetAttribute(inside_cluster<kPush>, cudaFuncAttributeMaxDynamicSharedMemorySize, 200 << 10),
+  check(cudaFuncSetAttribute(inside_cluster<kPush>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             200 << 10),
         "set");
-  check(cudaFuncSetAttribute(inside_cluster<kPush>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+  check(cudaFuncSetAttribute(inside_cluster<kPush>, cudaFuncAttributeNonPortableClusterSizeAllowed,
+                             1),
         "set");
-  const float us =
-      microseconds([&] { check(cudaLaunchKernelEx(&config, inside_cluster<kPush>, size, words), "launch"); });
-  std::printf("cluster %-16s %2d of %2d, %5d B each: %.3f us a step\n", name, clusters, size, words * 16,
-              us / kSteps);
+  const float us = microseconds(
+      [&] { check(cudaLaunchKernelEx(&config, inside_cluster<kPush>, size, words), "launch"); });
+  std::printf("cluster %-16s %2d of %2d, %5d B each: %.3f us a step\n", name, clusters, size,
+              words * 16, us / kSteps);
   look_whether_one_gave_up();
 }
 
@@ -340,7 +350,8 @@ void measure_product(int warps) {
   }
   const double each = static_cast<double>(*cycles) / kRepeats;
   std::printf(
-      "mma %2d warps, %2d tiles each, %d rows share, n = %2d: %6.0f cycles a pass, %.2f an mma and quarter\n",
+      "mma %2d warps, %2d tiles each, %d rows share, n = %2d: %6.0f cycles a pass, %.2f an mma and "
+      "quarter\n",
       warps, kTiles, kRows, 8 * kColumns, each, each / (warps * kTiles * kColumns / 4.0));
   cudaFree(out);
   cudaFree(cycles);
@@ -354,13 +365,15 @@ int main() {
       for (const int bytes : {100 << 10, 200 << 10, 227 << 10}) {
         cudaLaunchAttribute attribute;
         const auto config = cluster_config(&attribute, 1, size, threads, bytes - 8448);
-        cudaFuncSetAttribute(inside_cluster<Push::kBulk>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             bytes - 8448);
-        cudaFuncSetAttribute(inside_cluster<Push::kBulk>, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        cudaFuncSetAttribute(inside_cluster<Push::kBulk>,
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, bytes - 8448);
+        cudaFuncSetAttribute(inside_cluster<Push::kBulk>,
+                             cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
         int clusters = -1;
-        const auto error = cudaOccupancyMaxActiveClusters(&clusters, inside_cluster<Push::kBulk>, &config);
-        std::printf("occupancy: %3d clusters of %2d, %d threads, %d KB (%s)\n", clusters, size, threads,
-                    bytes >> 10, cudaGetErrorString(error));
+        const auto error =
+            cudaOccupancyMaxActiveClusters(&clusters, inside_cluster<Push::kBulk>, &config);
+        std::printf("occupancy: %3d clusters of %2d, %d threads, %d KB (%s)\n", clusters, size,
+                    threads, bytes >> 10, cudaGetErrorString(error));
       }
     }
   }
@@ -374,7 +387,8 @@ int main() {
       measure_l2<Flags::kOneEach>("one each", flags, data, 1, size, words);
     }
   }
-  for (const int words : {0, 64, 128}) measure_l2<Flags::kOneEach>("one each", flags, data, 4, 32, words);
+  for (const int words : {0, 64, 128})
+    measure_l2<Flags::kOneEach>("one each", flags, data, 4, 32, words);
   measure_l2<Flags::kCounter>("counter", flags, data, 4, 32, 64);
   for (const int size : {2, 4, 8, 16}) {
     const int clusters = size == 16 ? 4 : 8;

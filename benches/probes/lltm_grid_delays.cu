@@ -1,11 +1,11 @@
-// As lltm_delays.cu, the LLTM kernels of a grid: each warp sleeps for a random time before it reads what
-// other blocks send, and around the barriers of its block. From the root of the repository:
+// As lltm_delays.cu, the LLTM kernels of a grid: each warp sleeps for a random time before it reads
+// what other blocks send, and around the barriers of its block. From the root of the repository:
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -I csrc
 //     -I csrc/include -o lltm_grid_delays benches/probes/lltm_grid_delays.cu && ./lltm_grid_delays
 //
-// With -DWITH_MBARRIERS each named barrier is an mbarrier at which the same threads arrive. It is for
-// compute-sanitizer's racecheck, which takes no notice of bar.arrive (docs/performance.md).
+// With -DWITH_MBARRIERS each named barrier is an mbarrier at which the same threads arrive. It is
+// for compute-sanitizer's racecheck, which takes no notice of bar.arrive (docs/performance.md).
 #include "lltm/grid_device.h"
 #include "lltm_delays.h"
 
@@ -42,7 +42,8 @@ __device__ uint32_t address_of_barrier(int id) {
 __device__ void begin_barriers() {
   if (threadIdx.x == 0) {
     for (int id = 0; id < kBarriers; ++id) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address_of_barrier(id)), "r"(kArrivals)
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address_of_barrier(id)),
+                   "r"(kArrivals)
                    : "memory");
     }
   }
@@ -64,7 +65,8 @@ __device__ void meet(int id, int threads) {
   uint32_t is_over = 0;
   while (is_over == 0 && !is_too_late()) {
     asm volatile(
-        "{\n.reg .pred over;\nmbarrier.try_wait.shared::cta.b64 over, [%1], %2;\nselp.u32 %0, 1, 0, over;\n}"
+        "{\n.reg .pred over;\nmbarrier.try_wait.shared::cta.b64 over, [%1], %2;\nselp.u32 %0, 1, "
+        "0, over;\n}"
         : "=r"(is_over)
         : "r"(address_of_barrier(id)), "l"(phase)
         : "memory");
@@ -152,7 +154,8 @@ struct Share {
 
 template <typename S, typename T, bool kIsScaled>
 void expect_of_kernels(int runs, int rows, int hidden, Share share, const char* grid,
-                       Start<LltmGridForward>* start_forward, Start<LltmGridBackward>* start_backward) {
+                       Start<LltmGridForward>* start_forward,
+                       Start<LltmGridBackward>* start_backward) {
   LltmGridForward forward{};
   LltmGridBackward backward{};
   forward.columns = share.columns;
@@ -161,13 +164,14 @@ void expect_of_kernels(int runs, int rows, int hidden, Share share, const char* 
   char how[80];
   std::snprintf(how, sizeof how, "%s, %d columns a block, %d groups of rows", grid, share.columns,
                 share.row_groups);
-  expect_the_same_bits<S, T, kIsScaled>(rows, hidden, runs, forward, backward, how, [&](const auto& params) {
-    if constexpr (std::is_same_v<decltype(params), const LltmGridForward&>) {
-      start(start_forward, params);
-    } else {
-      start(start_backward, params);
-    }
-  });
+  expect_the_same_bits<S, T, kIsScaled>(
+      rows, hidden, runs, forward, backward, how, [&](const auto& params) {
+        if constexpr (std::is_same_v<decltype(params), const LltmGridForward&>) {
+          start(start_forward, params);
+        } else {
+          start(start_backward, params);
+        }
+      });
 }
 
 template <typename S, typename T, bool kIsScaled = false>
@@ -180,16 +184,16 @@ void expect_of_grid(int runs, int rows, int hidden, int columns, int row_groups)
 template <typename S, typename T, bool kIsScaled = false>
 void expect_of_wide_grid(int runs, int rows, int hidden, int row_groups) {
   constexpr int kColumns = 32;
-  expect_of_kernels<S, T, kIsScaled>(runs, rows, hidden, {kColumns, kColumns, row_groups}, "wide grid",
-                                     tch_extension_lltm_grid_wide_forward_cuda,
+  expect_of_kernels<S, T, kIsScaled>(runs, rows, hidden, {kColumns, kColumns, row_groups},
+                                     "wide grid", tch_extension_lltm_grid_wide_forward_cuda,
                                      tch_extension_lltm_grid_wide_backward_cuda);
 }
 
 template <typename T>
 void expect_of_plain_grid(int runs, int rows, int hidden, int columns, int row_groups) {
   constexpr int kColumnsBackward = 16;
-  expect_of_kernels<T, T, false>(runs, rows, hidden, {columns, kColumnsBackward, row_groups}, "plain grid",
-                                 tch_extension_lltm_grid_plain_forward_cuda,
+  expect_of_kernels<T, T, false>(runs, rows, hidden, {columns, kColumnsBackward, row_groups},
+                                 "plain grid", tch_extension_lltm_grid_plain_forward_cuda,
                                  tch_extension_lltm_grid_plain_backward_cuda);
 }
 

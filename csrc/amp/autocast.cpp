@@ -1,4 +1,5 @@
-// libtorch's autocast: settings of a thread, one for each type of device, and a cache of weights for all.
+// libtorch's autocast: settings of a thread, one for each type of device, and a cache of weights
+// for all.
 
 #include <ATen/autocast_mode.h>
 
@@ -34,7 +35,9 @@ TCH_EXTENSION_API Message tch_extension_autocast_set(bool cuda, const AutocastSe
   });
 }
 
-TCH_EXTENSION_API bool tch_extension_autocast_cache() { return at::autocast::is_autocast_cache_enabled(); }
+TCH_EXTENSION_API bool tch_extension_autocast_cache() {
+  return at::autocast::is_autocast_cache_enabled();
+}
 
 TCH_EXTENSION_API void tch_extension_autocast_enter() { at::autocast::increment_nesting(); }
 
@@ -45,9 +48,10 @@ TCH_EXTENSION_API Message tch_extension_autocast_leave() {
   });
 }
 
-// The tensor in another kind, if autocast would cast it. Of a leaf that requires grad, the cast is kept.
-TCH_EXTENSION_API Message tch_extension_cached_cast(const at::Tensor* tensor, int32_t kind, bool cuda,
-                                                    at::Tensor** result) {
+// The tensor in another kind, if autocast would cast it. Of a leaf that requires grad, the cast is
+// kept.
+TCH_EXTENSION_API Message tch_extension_cached_cast(const at::Tensor* tensor, int32_t kind,
+                                                    bool cuda, at::Tensor** result) {
   return guard([&] {
     at::Tensor cast =
         at::autocast::cached_cast(static_cast<at::ScalarType>(kind), *tensor, device_type(cuda));

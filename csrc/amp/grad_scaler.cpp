@@ -1,4 +1,5 @@
-// What GradScaler needs beside tch: libtorch's check of many gradients in one go, and which tensor is which.
+// What GradScaler needs beside tch: libtorch's check of many gradients in one go, and which tensor
+// is which.
 
 #include <ATen/ATen.h>
 
@@ -8,10 +9,11 @@
 
 using namespace tch_extension;
 
-// Multiplies the gradients, all of one device and kind, by `inverse_scale`, and adds to `found_inf` if one
-// was not finite. Both are scalars of kind Float on that device.
+// Multiplies the gradients, all of one device and kind, by `inverse_scale`, and adds to `found_inf`
+// if one was not finite. Both are scalars of kind Float on that device.
 TCH_EXTENSION_API Message tch_extension_amp_unscale(at::Tensor* const* gradients, size_t len,
-                                                    at::Tensor* found_inf, const at::Tensor* inverse_scale) {
+                                                    at::Tensor* found_inf,
+                                                    const at::Tensor* inverse_scale) {
   return guard([&] {
     std::vector<at::Tensor> list;
     list.reserve(len);

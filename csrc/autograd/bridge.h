@@ -1,7 +1,8 @@
-// What crosses between Rust's autograd::Function and libtorch's engine. src/ffi/autograd.rs mirrors it.
+// What crosses between Rust's autograd::Function and libtorch's engine. src/ffi/autograd.rs mirrors
+// it.
 //
-// `at::Tensor*` is what torch-sys calls C_tensor*. A null pointer, like an undefined tensor, stands for an
-// absent tensor.
+// `at::Tensor*` is what torch-sys calls C_tensor*. A null pointer, like an undefined tensor, stands
+// for an absent tensor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,13 +19,13 @@ class FunctionNode;
 // Collects the gradients that a Rust backward returns.
 struct BackwardResults;
 
-// How the engine calls into Rust, for an operator or for a hook (then `node` is null, and the one gradient
-// and the one result are the tensor's). Neither entry unwinds.
+// How the engine calls into Rust, for an operator or for a hook (then `node` is null, and the one
+// gradient and the one result are the tensor's). Neither entry unwinds.
 struct FunctionVTable {
-  // 0: success. Otherwise it has called tch_extension_set_backward_error. The handles in `grads` become
-  // Rust's in any case; entries may be null.
-  int (*backward)(const void* state, const FunctionNode* node, at::Tensor* const* grads, size_t grads_len,
-                  BackwardResults* results);
+  // 0: success. Otherwise it has called tch_extension_set_backward_error. The handles in `grads`
+  // become Rust's in any case; entries may be null.
+  int (*backward)(const void* state, const FunctionNode* node, at::Tensor* const* grads,
+                  size_t grads_len, BackwardResults* results);
   // Called once for each state, from whichever thread lets go of the graph last.
   void (*drop)(void* state);
 };
@@ -45,7 +46,8 @@ struct ApplyParams {
   size_t name_len;
   at::Tensor* const* inputs;  // [inputs_len], entries may be null
   size_t inputs_len;
-  at::Tensor* const* outputs;  // [outputs_len], as the forward made them with grad mode off; may be null
+  at::Tensor* const*
+      outputs;  // [outputs_len], as the forward made them with grad mode off; may be null
   size_t outputs_len;
   at::Tensor* const* saved;  // [saved_len], entries may be null
   size_t saved_len;

@@ -43,8 +43,8 @@ struct Surroundings {
 
   Surroundings() {
     for (auto device : {at::kCPU, at::kCUDA}) {
-      autocast.push_back(
-          {device, at::autocast::is_autocast_enabled(device), at::autocast::get_autocast_dtype(device)});
+      autocast.push_back({device, at::autocast::is_autocast_enabled(device),
+                          at::autocast::get_autocast_dtype(device)});
     }
   }
 
@@ -73,7 +73,8 @@ TCH_EXTENSION_API Message tch_extension_surroundings(at::Tensor* const* tensors,
     for (size_t i = 0; i < len; ++i) {
       if (tensors[i] == nullptr || !tensors[i]->defined() || !tensors[i]->is_cuda()) continue;
       const at::Device device = tensors[i]->device();
-      if (std::find(devices.begin(), devices.end(), device) == devices.end()) devices.push_back(device);
+      if (std::find(devices.begin(), devices.end(), device) == devices.end())
+        devices.push_back(device);
     }
     for (auto device : devices) {
       made->random.push_back(random_of(at::globalContext().defaultGenerator(device)));
@@ -82,12 +83,13 @@ TCH_EXTENSION_API Message tch_extension_surroundings(at::Tensor* const* tensors,
   });
 }
 
-// Changes to `surroundings`; `before`: what there was, of the same devices. On failure nothing has changed
-// for good.
+// Changes to `surroundings`; `before`: what there was, of the same devices. On failure nothing has
+// changed for good.
 TCH_EXTENSION_API Message tch_extension_enter(Surroundings* surroundings, Surroundings** before) {
   return guard([&] {
     auto made = std::make_unique<Surroundings>();
-    for (const auto& random : surroundings->random) made->random.push_back(random_of(random.generator));
+    for (const auto& random : surroundings->random)
+      made->random.push_back(random_of(random.generator));
     try {
       surroundings->enter();
     } catch (...) {
@@ -102,7 +104,9 @@ TCH_EXTENSION_API Message tch_extension_restore(Surroundings* surroundings) {
   return guard([&] { surroundings->enter(); });
 }
 
-TCH_EXTENSION_API void tch_extension_free_surroundings(Surroundings* surroundings) { delete surroundings; }
+TCH_EXTENSION_API void tch_extension_free_surroundings(Surroundings* surroundings) {
+  delete surroundings;
+}
 
 // Returns the setting before.
 TCH_EXTENSION_API bool tch_extension_set_autocast_cache(bool enabled) {
@@ -117,12 +121,14 @@ TCH_EXTENSION_API int64_t tch_extension_version(const at::Tensor* tensor) {
 }
 
 // Whether `outputs` depend on a leaf otherwise than through `inputs`.
-TCH_EXTENSION_API Message tch_extension_reaches_other_leaf(at::Tensor* const* outputs, size_t outputs_len,
-                                                           at::Tensor* const* inputs, size_t inputs_len,
-                                                           bool* found) {
+TCH_EXTENSION_API Message tch_extension_reaches_other_leaf(at::Tensor* const* outputs,
+                                                           size_t outputs_len,
+                                                           at::Tensor* const* inputs,
+                                                           size_t inputs_len, bool* found) {
   return guard([&] {
     using torch::autograd::impl::gradient_edge;
-    std::vector<NodePtr<torch::autograd::Node>> held;  // a leaf's node lives no longer than its users
+    std::vector<NodePtr<torch::autograd::Node>>
+        held;  // a leaf's node lives no longer than its users
     std::unordered_set<torch::autograd::Node*> seen;
     for (size_t i = 0; i < inputs_len; ++i) {
       if (inputs[i] == nullptr || !inputs[i]->defined() || !inputs[i]->requires_grad()) continue;

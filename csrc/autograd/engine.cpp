@@ -1,4 +1,5 @@
-// libtorch's engine as Rust calls it: grad, backward, anomaly mode, and what a tensor tells of its graph.
+// libtorch's engine as Rust calls it: grad, backward, anomaly mode, and what a tensor tells of its
+// graph.
 
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -32,8 +33,9 @@ bool is_trace(const std::string& text) {
          text.find("Previous calculation was induced by") != std::string::npos;
 }
 
-// Runs a backward. In anomaly mode libtorch warns which forward made the node that failed; here that becomes
-// part of the error. Other threads of the engine hand their warnings to the one that called.
+// Runs a backward. In anomaly mode libtorch warns which forward made the node that failed; here
+// that becomes part of the error. Other threads of the engine hand their warnings to the one that
+// called.
 template <typename Body>
 void with_traces(Body&& body) {
   if (!torch::autograd::AnomalyMode::is_enabled()) return body();
@@ -72,31 +74,36 @@ std::optional<bool> optional_bool(int value) {
 
 using namespace tch_extension;
 
-// torch.autograd.grad. `grad_outputs`: [outputs_len], or grad_outputs_len 0 for ones (scalars only).
-// `retain_graph`: -1 for the value of create_graph. `results`: [inputs_len], null where unused.
+// torch.autograd.grad. `grad_outputs`: [outputs_len], or grad_outputs_len 0 for ones (scalars
+// only). `retain_graph`: -1 for the value of create_graph. `results`: [inputs_len], null where
+// unused.
 TCH_EXTENSION_API Message tch_extension_grad(at::Tensor* const* outputs, size_t outputs_len,
                                              at::Tensor* const* inputs, size_t inputs_len,
-                                             at::Tensor* const* grad_outputs, size_t grad_outputs_len,
-                                             int retain_graph, bool create_graph, bool allow_unused,
+                                             at::Tensor* const* grad_outputs,
+                                             size_t grad_outputs_len, int retain_graph,
+                                             bool create_graph, bool allow_unused,
                                              at::Tensor** results) {
   return guard([&] {
     with_traces([&] {
-      release_to(results, torch::autograd::grad(tensors(outputs, outputs_len), tensors(inputs, inputs_len),
-                                                tensors(grad_outputs, grad_outputs_len),
-                                                optional_bool(retain_graph), create_graph, allow_unused));
+      release_to(results,
+                 torch::autograd::grad(tensors(outputs, outputs_len), tensors(inputs, inputs_len),
+                                       tensors(grad_outputs, grad_outputs_len),
+                                       optional_bool(retain_graph), create_graph, allow_unused));
     });
   });
 }
 
 // torch.autograd.backward: adds to the `grad` of `inputs`, or of all leaves where inputs_len is 0.
 TCH_EXTENSION_API Message tch_extension_backward(at::Tensor* const* outputs, size_t outputs_len,
-                                                 at::Tensor* const* grad_outputs, size_t grad_outputs_len,
-                                                 at::Tensor* const* inputs, size_t inputs_len,
-                                                 int retain_graph, bool create_graph) {
+                                                 at::Tensor* const* grad_outputs,
+                                                 size_t grad_outputs_len, at::Tensor* const* inputs,
+                                                 size_t inputs_len, int retain_graph,
+                                                 bool create_graph) {
   return guard([&] {
     with_traces([&] {
-      torch::autograd::backward(tensors(outputs, outputs_len), tensors(grad_outputs, grad_outputs_len),
-                                optional_bool(retain_graph), create_graph, tensors(inputs, inputs_len));
+      torch::autograd::backward(
+          tensors(outputs, outputs_len), tensors(grad_outputs, grad_outputs_len),
+          optional_bool(retain_graph), create_graph, tensors(inputs, inputs_len));
     });
   });
 }
@@ -106,7 +113,8 @@ TCH_EXTENSION_API Message tch_extension_retain_grad(const at::Tensor* tensor) {
   return guard([&] { tensor->retain_grad(); });
 }
 
-// The name of the node that made the tensor, null for a leaf. The caller frees it as it does a message.
+// The name of the node that made the tensor, null for a leaf. The caller frees it as it does a
+// message.
 TCH_EXTENSION_API Message tch_extension_grad_fn(const at::Tensor* tensor, char** name) {
   return guard([&] {
     const auto& node = tensor->grad_fn();

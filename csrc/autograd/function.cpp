@@ -1,5 +1,5 @@
-// autograd::Function as Rust calls it: a forward begins and ends, a node is attached to what it returned, and
-// a backward asks that node.
+// autograd::Function as Rust calls it: a forward begins and ends, a node is attached to what it
+// returned, and a backward asks that node.
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
@@ -51,19 +51,22 @@ bool is_among(const at::Tensor& tensor, at::Tensor* const* tensors, size_t len) 
   return false;
 }
 
-// For torch's profiler and NVTX. A backward gets its own by the engine, under the node's name and sequence
-// number.
+// For torch's profiler and NVTX. A backward gets its own by the engine, under the node's name and
+// sequence number.
 at::RecordFunction* start_record(at::StepCallbacks&& callbacks, std::string_view name,
                                  at::Tensor* const* inputs, size_t len, bool needs_graph) noexcept {
   try {
     auto record = std::make_unique<at::RecordFunction>(std::move(callbacks));
-    // The number that the node will have, by which a profiler finds the backward that belongs to this
-    // forward.
-    const int64_t sequence_nr = needs_graph ? static_cast<int64_t>(at::sequence_number::peek()) : -1;
+    // The number that the node will have, by which a profiler finds the backward that belongs to
+    // this forward.
+    const int64_t sequence_nr =
+        needs_graph ? static_cast<int64_t>(at::sequence_number::peek()) : -1;
     if (record->needsInputs()) {
       std::vector<c10::IValue> values;
-      for (size_t i = 0; i < len; ++i) values.emplace_back(is_present(inputs[i]) ? *inputs[i] : at::Tensor());
-      record->before(name, c10::ArrayRef<const c10::IValue>(values.data(), values.size()), sequence_nr);
+      for (size_t i = 0; i < len; ++i)
+        values.emplace_back(is_present(inputs[i]) ? *inputs[i] : at::Tensor());
+      record->before(name, c10::ArrayRef<const c10::IValue>(values.data(), values.size()),
+                     sequence_nr);
     } else {
       record->before(name, sequence_nr);
     }
@@ -75,8 +78,8 @@ at::RecordFunction* start_record(at::StepCallbacks&& callbacks, std::string_view
 
 }  // namespace
 
-// Grad mode goes off for a forward. It needs a graph if the mode was on and an input requires grad: that is
-// decided here, once, whatever the forward does to its inputs.
+// Grad mode goes off for a forward. It needs a graph if the mode was on and an input requires grad:
+// that is decided here, once, whatever the forward does to its inputs.
 TCH_EXTENSION_API ForwardMode tch_extension_begin_forward(const char* name, size_t name_len,
                                                           at::Tensor* const* inputs, size_t len) {
   // Looked up once: each call of at::GradMode would do it again.
@@ -93,11 +96,12 @@ TCH_EXTENSION_API ForwardMode tch_extension_begin_forward(const char* name, size
 }
 
 // Before input `index` is changed in place: an error where the graph could not take it.
-TCH_EXTENSION_API Message tch_extension_check_in_place(at::Tensor* const* inputs, size_t len, size_t index) {
+TCH_EXTENSION_API Message tch_extension_check_in_place(at::Tensor* const* inputs, size_t len,
+                                                       size_t index) {
   return guard([&] {
     if (!is_present(inputs[index])) return;
-    const auto* first =
-        std::find_if(inputs, inputs + len, [](const at::Tensor* input) { return is_present(input); });
+    const auto* first = std::find_if(inputs, inputs + len,
+                                     [](const at::Tensor* input) { return is_present(input); });
     check_in_place(*inputs[index], **first);
   });
 }
@@ -117,14 +121,15 @@ TCH_EXTENSION_API bool tch_extension_set_grad_mode(bool enabled) {
   return before;
 }
 
-// Whether the outputs of a forward without a graph can be handed over as they are: none is an input, none
-// brings a graph of its own, and none is undefined.
+// Whether the outputs of a forward without a graph can be handed over as they are: none is an
+// input, none brings a graph of its own, and none is undefined.
 TCH_EXTENSION_API bool tch_extension_are_constants(at::Tensor* const* inputs, size_t inputs_len,
                                                    at::Tensor* const* outputs, size_t outputs_len) {
   for (size_t i = 0; i < outputs_len; ++i) {
     const at::Tensor* output = outputs[i];
     if (output == nullptr) continue;
-    if (!output->defined() || output->requires_grad() || is_among(*output, inputs, inputs_len)) return false;
+    if (!output->defined() || output->requires_grad() || is_among(*output, inputs, inputs_len))
+      return false;
   }
   return true;
 }
@@ -156,7 +161,8 @@ TCH_EXTENSION_API Message tch_extension_apply(const ApplyParams* params, void* s
 }
 
 // A saved tensor, checked to be as it was when it was saved; null when it was absent.
-TCH_EXTENSION_API Message tch_extension_saved(const FunctionNode* node, size_t slot, at::Tensor** tensor) {
+TCH_EXTENSION_API Message tch_extension_saved(const FunctionNode* node, size_t slot,
+                                              at::Tensor** tensor) {
   return guard([&] {
     at::Tensor saved = node->unpack(slot);
     *tensor = saved.defined() ? std::make_unique<at::Tensor>(std::move(saved)).release() : nullptr;
@@ -168,7 +174,8 @@ TCH_EXTENSION_API bool tch_extension_needs_input_grad(const FunctionNode* node, 
 }
 
 // Takes the handle.
-TCH_EXTENSION_API void tch_extension_give_gradient(BackwardResults* results, size_t input, at::Tensor* grad) {
+TCH_EXTENSION_API void tch_extension_give_gradient(BackwardResults* results, size_t input,
+                                                   at::Tensor* grad) {
   const std::unique_ptr<at::Tensor> owned(grad);
   if (input < results->gradients.size()) results->gradients[input] = std::move(*owned);
 }

@@ -22,7 +22,8 @@ namespace {
 
 std::atomic<int64_t> live_nodes{0};
 
-// What libtorch warns when a backward fails in anomaly mode: where the forward was called, as Rust saw it.
+// What libtorch warns when a backward fails in anomaly mode: where the forward was called, as Rust
+// saw it.
 class ForwardTrace final : public torch::autograd::AnomalyMetadata {
  public:
   explicit ForwardTrace(std::string text) : text_(std::move(text)) {}
@@ -30,7 +31,8 @@ class ForwardTrace final : public torch::autograd::AnomalyMetadata {
   void print_stack(const std::string& node) override {
     TORCH_WARN("Error detected in ", node, ". The forward that made it was called here:\n", text_);
     if (parent_ == nullptr) return;
-    TORCH_WARN("Error detected in ", node, ", which was made by the backward of ", parent_->name(), ":");
+    TORCH_WARN("Error detected in ", node, ", which was made by the backward of ", parent_->name(),
+               ":");
     parent_->metadata()->print_stack(parent_->name());
   }
 
@@ -81,7 +83,8 @@ void FunctionNode::set_inputs(const ApplyParams& params, const Present& present)
   }
   edge_list edges;
   edges.reserve(present.size());
-  for (const at::Tensor* input : present) edges.push_back(torch::autograd::impl::gradient_edge(*input));
+  for (const at::Tensor* input : present)
+    edges.push_back(torch::autograd::impl::gradient_edge(*input));
   set_next_edges(std::move(edges));
 }
 
@@ -99,8 +102,8 @@ void FunctionNode::set_outputs(const variable_list& outputs) {
 at::Tensor FunctionNode::unpack(size_t slot) const {
   SavedList saved;
   {
-    // The engine may run or release this node from another thread. An unpack hook runs below, without the
-    // lock.
+    // The engine may run or release this node from another thread. An unpack hook runs below,
+    // without the lock.
     std::lock_guard<std::mutex> lock(const_cast<FunctionNode*>(this)->mutex_);
     if (freed_) throw std::runtime_error(torch::autograd::ERR_BACKWARD_TWICE);
     saved = saved_;
@@ -140,10 +143,11 @@ variable_list FunctionNode::materialize(variable_list&& grads) const {
   return std::move(grads);
 }
 
-// With a backward that calls itself differentiable, a gradient without a graph is suspicious where the
-// incoming gradients have one: it depends on them, unless it is zero, and a second derivative would silently
-// be missing.
-void FunctionNode::refuse_where_not_differentiable(const variable_list& grads, BackwardResults& results) {
+// With a backward that calls itself differentiable, a gradient without a graph is suspicious where
+// the incoming gradients have one: it depends on them, unless it is zero, and a second derivative
+// would silently be missing.
+void FunctionNode::refuse_where_not_differentiable(const variable_list& grads,
+                                                   BackwardResults& results) {
   variable_list& gradients = results.gradients;
   if (!double_backward_) {
     refuse_second_derivative(grads, gradients,
@@ -151,8 +155,9 @@ void FunctionNode::refuse_where_not_differentiable(const variable_list& grads, B
                              "it is made of differentiable operations");
     return;
   }
-  const bool has_graph = std::any_of(grads.begin(), grads.end(),
-                                     [](const auto& grad) { return grad.defined() && grad.requires_grad(); });
+  const bool has_graph = std::any_of(grads.begin(), grads.end(), [](const auto& grad) {
+    return grad.defined() && grad.requires_grad();
+  });
   if (!has_graph) return;
   // A gradient is linear in the incoming ones: one that does not depend on them is zero.
   auto is_constant = [&](size_t place) {
@@ -175,9 +180,10 @@ void FunctionNode::refuse_where_not_differentiable(const variable_list& grads, B
   }
 }
 
-// Makes a derivative of these gradients an error. PyTorch's once_differentiable hangs its error on tensors of
-// its own, so a second derivative that reaches the inputs some other way silently lacks a term. Here the
-// error stands on every way on: to this node's inputs and to whatever made the incoming gradients.
+// Makes a derivative of these gradients an error. PyTorch's once_differentiable hangs its error on
+// tensors of its own, so a second derivative that reaches the inputs some other way silently lacks
+// a term. Here the error stands on every way on: to this node's inputs and to whatever made the
+// incoming gradients.
 void FunctionNode::refuse_second_derivative(const variable_list& grads, variable_list& results,
                                             const char* why) {
   edge_list edges;
@@ -185,7 +191,8 @@ void FunctionNode::refuse_second_derivative(const variable_list& grads, variable
     if (edge.is_valid()) edges.push_back(edge);
   }
   for (const auto& grad : grads) {
-    if (grad.defined() && grad.requires_grad()) edges.push_back(torch::autograd::impl::gradient_edge(grad));
+    if (grad.defined() && grad.requires_grad())
+      edges.push_back(torch::autograd::impl::gradient_edge(grad));
   }
   auto error = make_node<torch::autograd::Error>(
       std::string(name_) + ": the second derivative is not defined: " + why, std::move(edges));

@@ -1,7 +1,7 @@
 // A graph node whose backward is a Rust function.
 //
-// torch::autograd::Function<T> is not used: it cannot take absent tensors, gives every operator the same
-// name and would hide the Rust state in an IValue.
+// torch::autograd::Function<T> is not used: it cannot take absent tensors, gives every operator the
+// same name and would hide the Rust state in an IValue.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -53,7 +53,8 @@ class FunctionNode final : public OwnNode {
   static constexpr size_t kNoEdge = SIZE_MAX;
 
   torch::autograd::variable_list materialize(torch::autograd::variable_list&& grads) const;
-  void refuse_where_not_differentiable(const torch::autograd::variable_list& grads, BackwardResults& results);
+  void refuse_where_not_differentiable(const torch::autograd::variable_list& grads,
+                                       BackwardResults& results);
   void refuse_second_derivative(const torch::autograd::variable_list& grads,
                                 torch::autograd::variable_list& results, const char* why);
   torch::autograd::variable_list by_edge(torch::autograd::variable_list&& gradients) const;
@@ -63,9 +64,10 @@ class FunctionNode final : public OwnNode {
   bool materialize_grads_;
   bool double_backward_;
   c10::SmallVector<size_t, 8> edge_of_input_;
-  std::vector<torch::autograd::VariableInfo> output_info_;  // empty where every output is like its metadata
-  SavedList saved_;                                         // guarded by mutex_; null where nothing is saved
-  bool freed_ = false;                                      // guarded by mutex_
+  std::vector<torch::autograd::VariableInfo>
+      output_info_;     // empty where every output is like its metadata
+  SavedList saved_;     // guarded by mutex_; null where nothing is saved
+  bool freed_ = false;  // guarded by mutex_
 };
 
 }  // namespace tch_extension

@@ -27,7 +27,8 @@ struct RegisteredHook {
   std::shared_ptr<State> state;
 };
 
-// The hooks of a leaf, or of all outputs of a node. Changed and read from any thread, also while they run.
+// The hooks of a leaf, or of all outputs of a node. Changed and read from any thread, also while
+// they run.
 class HookList {
  public:
   uint64_t add(size_t place, std::shared_ptr<State> state) {
@@ -39,14 +40,15 @@ class HookList {
   void remove(uint64_t id) {
     std::shared_ptr<State> removed;  // dropped outside the lock: that runs the user's code
     std::lock_guard<std::mutex> lock(mutex_);
-    auto found = std::find_if(hooks_.begin(), hooks_.end(), [&](const auto& hook) { return hook.id == id; });
+    auto found =
+        std::find_if(hooks_.begin(), hooks_.end(), [&](const auto& hook) { return hook.id == id; });
     if (found == hooks_.end()) return;
     removed = std::move(found->state);
     hooks_.erase(found);
   }
 
-  // Calls `run` with each. A hook may remove another, which then does not run, or register one, which runs
-  // next time.
+  // Calls `run` with each. A hook may remove another, which then does not run, or register one,
+  // which runs next time.
   template <typename Run>
   void for_each(Run&& run) const {
     const uint64_t last = this->last();
@@ -62,7 +64,8 @@ class HookList {
   // The first one registered after `id`.
   std::optional<RegisteredHook> after(uint64_t id) const {
     std::lock_guard<std::mutex> lock(mutex_);
-    auto found = std::find_if(hooks_.begin(), hooks_.end(), [&](const auto& hook) { return hook.id > id; });
+    auto found =
+        std::find_if(hooks_.begin(), hooks_.end(), [&](const auto& hook) { return hook.id > id; });
     return found == hooks_.end() ? std::nullopt : std::optional<RegisteredHook>(*found);
   }
 
@@ -84,7 +87,8 @@ class Hooks final : public FunctionPreHook {
   variable_list operator()(const variable_list& grads) override {
     variable_list results(grads);
     list_->for_each([&](const RegisteredHook& hook) {
-      if (hook.place < results.size() && results[hook.place].defined()) run(hook, results[hook.place]);
+      if (hook.place < results.size() && results[hook.place].defined())
+        run(hook, results[hook.place]);
     });
     return results;
   }
@@ -102,8 +106,8 @@ class Hooks final : public FunctionPreHook {
     if (!replaced.defined()) return;
     if (replaced.sizes() != grad.sizes() || replaced.scalar_type() != grad.scalar_type() ||
         replaced.device() != grad.device() || replaced.layout() != grad.layout()) {
-      throw std::runtime_error("register_hook: the hook returned a gradient of " + describe(replaced) +
-                               " in the place of one of " + describe(grad));
+      throw std::runtime_error("register_hook: the hook returned a gradient of " +
+                               describe(replaced) + " in the place of one of " + describe(grad));
     }
     grad = std::move(replaced);
   }
@@ -179,7 +183,8 @@ using namespace tch_extension;
 
 // Takes `state` in any case. `tensor` is defined and requires grad.
 TCH_EXTENSION_API Message tch_extension_register_hook(const at::Tensor* tensor, void* state,
-                                                      const FunctionVTable* vtable, HookHandle** handle) {
+                                                      const FunctionVTable* vtable,
+                                                      HookHandle** handle) {
   State owned(state, vtable);  // first: whatever is thrown below, the state is dropped
   return guard([&] {
     auto made = std::make_unique<HookHandle>();
@@ -192,10 +197,8 @@ TCH_EXTENSION_API Message tch_extension_register_hook(const at::Tensor* tensor, 
 }
 
 // Takes `state` in any case. `tensor` is a leaf that requires grad.
-TCH_EXTENSION_API Message tch_extension_register_post_accumulate_grad_hook(const at::Tensor* tensor,
-                                                                           void* state,
-                                                                           const FunctionVTable* vtable,
-                                                                           HookHandle** handle) {
+TCH_EXTENSION_API Message tch_extension_register_post_accumulate_grad_hook(
+    const at::Tensor* tensor, void* state, const FunctionVTable* vtable, HookHandle** handle) {
   State owned(state, vtable);
   return guard([&] {
     auto made = std::make_unique<HookHandle>();

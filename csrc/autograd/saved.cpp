@@ -99,8 +99,9 @@ class Sorter {
   }
 
   bool is_input_or_output(const at::Tensor& tensor) const {
-    return is_input(tensor) || std::any_of(outputs_.begin(), outputs_.end(),
-                                           [&](const auto& output) { return output.is_same(tensor); });
+    return is_input(tensor) ||
+           std::any_of(outputs_.begin(), outputs_.end(),
+                       [&](const auto& output) { return output.is_same(tensor); });
   }
 
   // An output that brought a graph along was replaced; then the one that is returned is meant.
@@ -122,9 +123,9 @@ class Sorter {
 
 Saved save_one(const at::Tensor& given, const Sorter& sorter, const torch::autograd::Node* node) {
   const at::Tensor& tensor = sorter.as_returned(given);
-  // An output that holds this node as its grad_fn, saved whole, would make a cycle: the node would own
-  // itself. The grad_fn of a view that was changed in place leads here in two steps; libtorch has a flag for
-  // that.
+  // An output that holds this node as its grad_fn, saved whole, would make a cycle: the node would
+  // own itself. The grad_fn of a view that was changed in place leads here in two steps; libtorch
+  // has a flag for that.
   const bool is_dirty_view = sorter.is_dirty(tensor) && tensor.is_view() && tensor.requires_grad();
   const bool is_output = is_dirty_view || tensor.grad_fn().get() == node;
   // So would what shares memory with one. Its data alone have the same version counter.
@@ -137,8 +138,8 @@ Saved save_one(const at::Tensor& given, const Sorter& sorter, const torch::autog
 
 }  // namespace
 
-std::vector<Saved> save(const ApplyParams& params, const Present& present, const variable_list& outputs,
-                        const torch::autograd::Node* node) {
+std::vector<Saved> save(const ApplyParams& params, const Present& present,
+                        const variable_list& outputs, const torch::autograd::Node* node) {
   const Sorter sorter(params, present, outputs, node);
   std::vector<Saved> saved;
   saved.reserve(params.saved_len);
@@ -166,15 +167,16 @@ void check_history(const Saved& saved, size_t slot) {
         " is neither an input nor an output, so a derivative through it would be silently wrong; "
         "compute it again from the inputs when Context::create_graph() is true");
   }
-  throw std::runtime_error(text +
-                           " shares memory with an output or with an input that was changed in place, so it "
-                           "has no history of its own for a "
-                           "second derivative; save that tensor itself, or a copy");
+  throw std::runtime_error(
+      text +
+      " shares memory with an output or with an input that was changed in place, so it "
+      "has no history of its own for a "
+      "second derivative; save that tensor itself, or a copy");
 }
 
 void free_saved(SavedList saved) noexcept {
-  // Of the outermost call in this thread, while it runs. A plain pointer, so that it works during a thread's
-  // end, too.
+  // Of the outermost call in this thread, while it runs. A plain pointer, so that it works during a
+  // thread's end, too.
   thread_local std::vector<SavedList>* waiting = nullptr;
   if (saved == nullptr) return;
   if (waiting != nullptr) {

@@ -23,7 +23,8 @@ class State {
   State(void* data, const FunctionVTable* vtable) : data_(data), vtable_(vtable) {}
   State(const State&) = delete;
   State& operator=(const State&) = delete;
-  State(State&& other) noexcept : data_(std::exchange(other.data_, nullptr)), vtable_(other.vtable_) {}
+  State(State&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), vtable_(other.vtable_) {}
   State& operator=(State&&) = delete;
   ~State() { reset(); }
 

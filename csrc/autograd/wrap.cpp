@@ -20,7 +20,8 @@ using torch::autograd::variable_list;
 
 namespace {
 
-std::unordered_set<at::TensorImpl*> chosen(at::Tensor* const* tensors, const size_t* indices, size_t len) {
+std::unordered_set<at::TensorImpl*> chosen(at::Tensor* const* tensors, const size_t* indices,
+                                           size_t len) {
   std::unordered_set<at::TensorImpl*> set;
   for (size_t i = 0; i < len; ++i) {
     if (is_present(tensors[indices[i]])) set.insert(tensors[indices[i]]->unsafeGetTensorImpl());
@@ -28,10 +29,11 @@ std::unordered_set<at::TensorImpl*> chosen(at::Tensor* const* tensors, const siz
   return set;
 }
 
-// Whether the forward returned a graph of its own: built with grad mode switched on, or that of a tensor from
-// elsewhere. libtorch would cut the very tensor off its graph, or hang the node on it, for everybody who
-// holds it; and it leaves a view as it is, where the graph should have stayed inside. A view below a node
-// stays one, so that it cannot be changed in place behind the node's back.
+// Whether the forward returned a graph of its own: built with grad mode switched on, or that of a
+// tensor from elsewhere. libtorch would cut the very tensor off its graph, or hang the node on it,
+// for everybody who holds it; and it leaves a view as it is, where the graph should have stayed
+// inside. A view below a node stays one, so that it cannot be changed in place behind the node's
+// back.
 bool brings_a_graph(const at::Tensor& output, const Present& present,
                     const std::unordered_set<at::TensorImpl*>& dirty, bool is_constant) {
   if (!output.requires_grad() || dirty.count(output.unsafeGetTensorImpl()) > 0) return false;
@@ -55,7 +57,8 @@ void check_dirty_views(const ApplyParams& params, const Present& present) {
 
 void check_in_place(const at::Tensor& tensor, const at::Tensor& first) {
   {
-    // libtorch asks this of its own operations, with grad mode on; of ours only when the data have changed.
+    // libtorch asks this of its own operations, with grad mode on; of ours only when the data have
+    // changed.
     const at::AutoGradMode on(true);
     torch::autograd::check_inplace(tensor, /*requires_grad=*/true);
   }
@@ -86,30 +89,34 @@ variable_list hang_on(const ApplyParams& params, const NodePtr<Node>& node) {
   variable_list outputs(params.outputs_len);
   for (size_t i = 0; i < params.outputs_len; ++i) {
     outputs[i] = *params.outputs[i];
-    torch::autograd::impl::set_gradient_edge(outputs[i], {node, node->add_input_metadata(outputs[i])});
+    torch::autograd::impl::set_gradient_edge(outputs[i],
+                                             {node, node->add_input_metadata(outputs[i])});
   }
   return outputs;
 }
 
 // The only call of an interface that libtorch changes between releases.
-variable_list wrap_outputs(const ApplyParams& params, const Present& present, const NodePtr<Node>& node) {
+variable_list wrap_outputs(const ApplyParams& params, const Present& present,
+                           const NodePtr<Node>& node) {
   auto dirty = chosen(params.inputs, params.dirty, params.dirty_len);
   std::vector<std::optional<at::Tensor>> raw(params.outputs_len);
   for (size_t i = 0; i < params.outputs_len; ++i) {
     if (!is_present(params.outputs[i])) continue;
     const at::Tensor& output = *params.outputs[i];
-    raw[i] = brings_a_graph(output, present, dirty, /*is_constant=*/!node) ? output.detach() : output;
+    raw[i] =
+        brings_a_graph(output, present, dirty, /*is_constant=*/!node) ? output.detach() : output;
   }
   variable_list inputs;
   for (const at::Tensor* input : present) inputs.push_back(*input);
   for (auto* tensor : dirty) tensor->bump_version();
   auto no_jvp = [](const variable_list&, const variable_list&) -> variable_list {
-    throw std::runtime_error("forward-mode derivatives are not defined for operators written in Rust");
+    throw std::runtime_error(
+        "forward-mode derivatives are not defined for operators written in Rust");
   };
   auto view_as_self = [](const at::Tensor& tensor) { return tensor.view_as(tensor); };
   auto wrapped = torch::autograd::_wrap_outputs(
-      inputs, chosen(params.outputs, params.non_differentiable, params.non_differentiable_len), dirty, raw,
-      node, no_jvp, /*to_save_if_setup_context=*/{}, view_as_self, /*pure_view=*/false);
+      inputs, chosen(params.outputs, params.non_differentiable, params.non_differentiable_len),
+      dirty, raw, node, no_jvp, /*to_save_if_setup_context=*/{}, view_as_self, /*pure_view=*/false);
   variable_list outputs(wrapped.size());
   for (size_t i = 0; i < wrapped.size(); ++i) {
     if (wrapped[i].has_value()) outputs[i] = *std::move(wrapped[i]);

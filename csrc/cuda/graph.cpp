@@ -40,8 +40,8 @@ void forget_workspaces(at::cuda::WorkspaceMapWithMutex& workspaces, cudaStream_t
   }
 }
 
-// libtorch keeps one workspace for cuBLAS per stream. A stream of the pool comes round again: later work on
-// it would share the captured one with replays on other streams.
+// libtorch keeps one workspace for cuBLAS per stream. A stream of the pool comes round again: later
+// work on it would share the captured one with replays on other streams.
 void forget_workspaces(cudaStream_t stream) {
   forget_workspaces(at::cuda::cublas_handle_stream_to_workspace(), stream);
   forget_workspaces(at::cuda::cublaslt_handle_stream_to_workspace(), stream);
@@ -83,8 +83,9 @@ class Graph final : public at::cuda::CUDAGraph {
     }
   }
 
-  // After a capture that did not come to its end. libtorch's own class would leave the stream capturing, the
-  // allocator asking a destroyed object whether a stream is captured, and the generator refusing to draw.
+  // After a capture that did not come to its end. libtorch's own class would leave the stream
+  // capturing, the allocator asking a destroyed object whether a stream is captured, and the
+  // generator refusing to draw.
   void abandon() noexcept {
     if (capture_ended_) return;  // then reset() gives everything back
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
@@ -130,7 +131,8 @@ using namespace tch_extension;
 
 namespace {
 
-// All graphs of a device share the state of its random numbers. libtorch relies on Python's lock for it.
+// All graphs of a device share the state of its random numbers. libtorch relies on Python's lock
+// for it.
 std::mutex& bookkeeping() {
   static auto* mutex = new std::mutex;
   return *mutex;
@@ -138,16 +140,17 @@ std::mutex& bookkeeping() {
 
 }  // namespace
 
-// Begins to capture the current stream of the current device. `sharing`: a captured graph whose memory pool
-// is to be used, or null. The result is given back with ..._end and ..._delete.
+// Begins to capture the current stream of the current device. `sharing`: a captured graph whose
+// memory pool is to be used, or null. The result is given back with ..._end and ..._delete.
 TCH_EXTENSION_API Message tch_extension_cuda_graph_begin(Graph* sharing, Graph** result) {
   return guard([&] {
     at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
     std::lock_guard<std::mutex> lock(bookkeeping());
     const auto pool = sharing != nullptr ? sharing->pool() : at::cuda::graph_pool_handle();
-    // During a capture libtorch cannot free its cached blocks, and the capture allocates from a pool of its
-    // own: without this it can run out of memory while the cache holds plenty. The device has to be idle, so
-    // that blocks that other streams used are free. Python's torch.cuda.graph does both, too.
+    // During a capture libtorch cannot free its cached blocks, and the capture allocates from a
+    // pool of its own: without this it can run out of memory while the cache holds plenty. The
+    // device has to be idle, so that blocks that other streams used are free. Python's
+    // torch.cuda.graph does both, too.
     c10::cuda::device_synchronize();
     c10::cuda::CUDACachingAllocator::emptyCache();
     auto graph = std::make_unique<Graph>();
@@ -158,8 +161,9 @@ TCH_EXTENSION_API Message tch_extension_cuda_graph_begin(Graph* sharing, Graph**
 
 // Whether the current stream of the current device is being captured, by whomever.
 TCH_EXTENSION_API Message tch_extension_cuda_is_capturing(bool* result) {
-  return guard(
-      [&] { *result = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None; });
+  return guard([&] {
+    *result = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  });
 }
 
 // In the thread and under the stream of ..._begin. After a failure the graph can only be deleted.
@@ -171,7 +175,8 @@ TCH_EXTENSION_API Message tch_extension_cuda_graph_end(Graph* graph) {
 }
 
 // Of a graph whose capture ended.
-TCH_EXTENSION_API void tch_extension_cuda_graph_count(const Graph* graph, size_t* kernels, size_t* others) {
+TCH_EXTENSION_API void tch_extension_cuda_graph_count(const Graph* graph, size_t* kernels,
+                                                      size_t* others) {
   *kernels = graph->kernels;
   *others = graph->others;
 }

@@ -7,10 +7,11 @@
 using namespace tch_extension;
 
 TCH_EXTENSION_API Message tch_extension_matmul_allow_tf32(bool* result) {
-  // What products ask. `allowTF32CuBLAS` throws once the newer of libtorch's two switches has been set.
+  // What products ask. `allowTF32CuBLAS` throws once the newer of libtorch's two switches has been
+  // set.
   return guard([&] {
-    *result = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-              at::Float32Precision::TF32;
+    *result = at::globalContext().float32Precision(
+                  at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;
   });
 }
 

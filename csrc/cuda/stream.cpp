@@ -11,8 +11,8 @@
 using namespace tch_extension;
 using c10::cuda::CUDAStream;
 
-// `raw` alone would not do: libtorch's allocator would take the stream for one from outside, and keep other
-// memory for it than for the same stream of the pool.
+// `raw` alone would not do: libtorch's allocator would take the stream for one from outside, and
+// keep other memory for it than for the same stream of the pool.
 struct StreamParts {
   void* raw;   // the cudaStream_t
   int64_t id;  // libtorch's own name for it
@@ -22,7 +22,8 @@ struct StreamParts {
 namespace {
 
 CUDAStream unpack(const StreamParts& parts) {
-  return CUDAStream::unpack3(parts.id, static_cast<c10::DeviceIndex>(parts.device), c10::DeviceType::CUDA);
+  return CUDAStream::unpack3(parts.id, static_cast<c10::DeviceIndex>(parts.device),
+                             c10::DeviceType::CUDA);
 }
 
 StreamParts pack(const CUDAStream& stream) {
@@ -39,8 +40,8 @@ struct LaunchPlace {
   bool exists;
 };
 
-// Makes `device` current, if there is one, until tch_extension_cuda_leave, and says on which stream libtorch
-// works there: what a guard and a stream do in one call, without an allocation.
+// Makes `device` current, if there is one, until tch_extension_cuda_leave, and says on which stream
+// libtorch works there: what a guard and a stream do in one call, without an allocation.
 TCH_EXTENSION_API Message tch_extension_cuda_enter(int32_t device, LaunchPlace* place) {
   return guard([&] {
     place->exists = device >= 0 && device < c10::cuda::device_count();
@@ -52,23 +53,27 @@ TCH_EXTENSION_API Message tch_extension_cuda_enter(int32_t device, LaunchPlace* 
 }
 
 TCH_EXTENSION_API Message tch_extension_cuda_leave(int32_t device_before) {
-  return guard([&] { c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(device_before)); });
+  return guard(
+      [&] { c10::cuda::MaybeExchangeDevice(static_cast<c10::DeviceIndex>(device_before)); });
 }
 
 TCH_EXTENSION_API Message tch_extension_cuda_stream_current(int32_t device, StreamParts* result) {
-  return guard(
-      [&] { *result = pack(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device))); });
+  return guard([&] {
+    *result = pack(c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)));
+  });
 }
 
 TCH_EXTENSION_API Message tch_extension_cuda_stream_default(int32_t device, StreamParts* result) {
-  return guard(
-      [&] { *result = pack(c10::cuda::getDefaultCUDAStream(static_cast<c10::DeviceIndex>(device))); });
+  return guard([&] {
+    *result = pack(c10::cuda::getDefaultCUDAStream(static_cast<c10::DeviceIndex>(device)));
+  });
 }
 
 TCH_EXTENSION_API Message tch_extension_cuda_stream_from_pool(int32_t device, bool high_priority,
                                                               StreamParts* result) {
   return guard([&] {
-    *result = pack(c10::cuda::getStreamFromPool(high_priority, static_cast<c10::DeviceIndex>(device)));
+    *result =
+        pack(c10::cuda::getStreamFromPool(high_priority, static_cast<c10::DeviceIndex>(device)));
   });
 }
 
@@ -86,7 +91,8 @@ TCH_EXTENSION_API Message tch_extension_cuda_stream_guard_new(const StreamParts*
   return guard([&] { *result = new c10::cuda::CUDAStreamGuard(unpack(*stream)); });
 }
 
-TCH_EXTENSION_API Message tch_extension_cuda_stream_guard_delete(c10::cuda::CUDAStreamGuard* stream_guard) {
+TCH_EXTENSION_API Message
+tch_extension_cuda_stream_guard_delete(c10::cuda::CUDAStreamGuard* stream_guard) {
   return guard([&] { delete stream_guard; });
 }
 

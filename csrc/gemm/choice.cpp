@@ -15,8 +15,8 @@ namespace tch_extension::gemm {
 namespace {
 
 template <typename T>
-void set(cublasLtMatmulPreferenceOpaque_t& preference, cublasLtMatmulPreferenceAttributes_t attribute,
-         const T& value) {
+void set(cublasLtMatmulPreferenceOpaque_t& preference,
+         cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
   check(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof value));
 }
 
@@ -30,23 +30,28 @@ Proposals propose(const Key& key, Descriptors& descriptors, uint64_t workspace) 
   cublasLtMatmulPreferenceOpaque_t preference;
   check(cublasLtMatmulPreferenceInit(&preference));
   set(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace);
-  set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(key.reductions));
-  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(key.rhs.alignment));
-  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(key.lhs.alignment));
+  set(preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+      static_cast<uint32_t>(key.reductions));
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES,
+      static_cast<uint32_t>(key.rhs.alignment));
+  set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+      static_cast<uint32_t>(key.lhs.alignment));
   if (key.bias_as == Bias::kFull) {
-    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, static_cast<uint32_t>(key.bias.alignment));
+    set(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES,
+        static_cast<uint32_t>(key.bias.alignment));
   }
   Proposals proposals;
   const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
-      descriptors.handle, &descriptors.product, &descriptors.rhs, &descriptors.lhs, &descriptors.bias,
-      &descriptors.out, &preference, static_cast<int>(proposals.result.size()), proposals.result.data(),
-      &proposals.count);
+      descriptors.handle, &descriptors.product, &descriptors.rhs, &descriptors.lhs,
+      &descriptors.bias, &descriptors.out, &preference, static_cast<int>(proposals.result.size()),
+      proposals.result.data(), &proposals.count);
   if (status != CUBLAS_STATUS_SUCCESS) proposals.count = 0;
   return proposals;
 }
 
 // -1 where an algorithm has none.
-int32_t attribute(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t which) {
+int32_t attribute(const cublasLtMatmulAlgo_t& algorithm,
+                  cublasLtMatmulAlgoConfigAttributes_t which) {
   int32_t value = -1;
   size_t written = 0;
   const cublasStatus_t status =
@@ -58,18 +63,20 @@ bool is_one_of(int32_t value, std::initializer_list<int32_t> values) {
   return std::find(values.begin(), values.end(), value) != values.end();
 }
 
-// Families of kernels whose ReLU is a maximum, of NaN and 0 therefore 0; where a kernel of its own adds up
-// the parts of K, the ReLU is in that one, and NaN stays.
+// Families of kernels whose ReLU is a maximum, of NaN and 0 therefore 0; where a kernel of its own
+// adds up the parts of K, the ReLU is in that one, and NaN stays.
 bool loses_nan(int32_t family, int32_t reduction) {
   const bool reduced_behind = reduction == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE ||
                               reduction == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
   return is_one_of(family, {20, 21, 23, 24}) && !reduced_behind;
 }
 
-// Seen to keep NaN in each kind, where that was measured. Others may, too, but relu(NaN) = NaN is promised.
+// Seen to keep NaN in each kind, where that was measured. Others may, too, but relu(NaN) = NaN is
+// promised.
 bool keeps_nan(const cublasLtMatmulAlgo_t& algorithm) {
   const int32_t family = attribute(algorithm, CUBLASLT_ALGO_CONFIG_ID);
-  const bool is_seen = is_one_of(family, {10, 11, 13, 14, 16, 20, 21, 22, 23, 24, 42, 43, 55, 56, 63, 66});
+  const bool is_seen =
+      is_one_of(family, {10, 11, 13, 14, 16, 20, 21, 22, 23, 24, 42, 43, 55, 56, 63, 66});
   return is_seen && !loses_nan(family, attribute(algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME));
 }
 
@@ -87,9 +94,10 @@ int64_t square_tiles(const Key& key) {
   return key.batch * ((key.m + kSize - 1) / kSize) * ((key.n + kSize - 1) / kSize);
 }
 
-// The tile that was measured to be faster than the proposed one of the newest kernels for the half kinds:
-// half as large, so that one block multiplies while another stores. -1 where the proposed one is as fast: for
-// long products, and for short ones of which each multiprocessor has two of the large tiles.
+// The tile that was measured to be faster than the proposed one of the newest kernels for the half
+// kinds: half as large, so that one block multiplies while another stores. -1 where the proposed
+// one is as fast: for long products, and for short ones of which each multiprocessor has two of the
+// large tiles.
 int32_t better_tile(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
   constexpr int32_t kNewest = 66;
   const bool is_newest = attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_ID) == kNewest;
@@ -99,14 +107,15 @@ int32_t better_tile(const Key& key, const cublasLtMatmulHeuristicResult_t& propo
   return is_newest && is_large && key.k <= 2048 && !has_two ? kSquareTile : -1;
 }
 
-// Where it was seen what cuBLASLt's documentation does not say: which kernels keep NaN, and that rows of C
-// may all lie in the same place. The same family has other kernels on another architecture, and for sums in
-// Half.
+// Where it was seen what cuBLASLt's documentation does not say: which kernels keep NaN, and that
+// rows of C may all lie in the same place. The same family has other kernels on another
+// architecture, and for sums in Half.
 bool was_seen(const Key& key) {
   constexpr size_t kSeenVersion = 130100;
   static const bool is_seen_version = cublasLtGetVersion() == kSeenVersion;
   const auto* device = at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(key.device));
-  return is_seen_version && device->major == 9 && device->minor == 0 && key.compute != CUBLAS_COMPUTE_16F;
+  return is_seen_version && device->major == 9 && device->minor == 0 &&
+         key.compute != CUBLAS_COMPUTE_16F;
 }
 
 bool needs_what_was_seen(const Key& key) {
@@ -131,24 +140,25 @@ int32_t parts_of(const cublasLtMatmulHeuristicResult_t& proposal) {
   return std::max(attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM), 1);
 }
 
-// The proposed tile in the kernels of f32 that keep NaN, which cuBLASLt proposes with smaller ones: up to
-// this K the large one was measured to be faster, by 1 to 13 %. Not where the proposal cuts K, because its
-// tiles are few: with K whole they would leave most of the GPU idle.
+// The proposed tile in the kernels of f32 that keep NaN, which cuBLASLt proposes with smaller ones:
+// up to this K the large one was measured to be faster, by 1 to 13 %. Not where the proposal cuts
+// K, because its tiles are few: with K whole they would leave most of the GPU idle.
 Proposal retiled(const Key& key, Descriptors& descriptors, const Proposals& proposals) {
   constexpr int32_t kKeepsNan = 55;
   constexpr int64_t kMostInner = 1024;
   const bool is_float = key.kind == kTchExtensionFloat && key.compute == CUBLAS_COMPUTE_32F;
   const int32_t tile = kLargeTile;
   const auto& first = proposals.result[0];
-  if (!is_float || key.k > kMostInner || tile_of(first) != tile || parts_of(first) > 1) return std::nullopt;
+  if (!is_float || key.k > kMostInner || tile_of(first) != tile || parts_of(first) > 1)
+    return std::nullopt;
   for (int i = 1; i < proposals.count; ++i) {
     auto algorithm = proposals.result[i].algo;
     if (attribute(algorithm, CUBLASLT_ALGO_CONFIG_ID) != kKeepsNan) continue;
     cublasLtMatmulHeuristicResult_t result;
-    if (cublasLtMatmulAlgoConfigSetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile) ==
-            CUBLAS_STATUS_SUCCESS &&
-        cublasLtMatmulAlgoCheck(descriptors.handle, &descriptors.product, &descriptors.rhs, &descriptors.lhs,
-                                &descriptors.bias, &descriptors.out, &algorithm,
+    if (cublasLtMatmulAlgoConfigSetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile,
+                                             sizeof tile) == CUBLAS_STATUS_SUCCESS &&
+        cublasLtMatmulAlgoCheck(descriptors.handle, &descriptors.product, &descriptors.rhs,
+                                &descriptors.lhs, &descriptors.bias, &descriptors.out, &algorithm,
                                 &result) == CUBLAS_STATUS_SUCCESS &&
         result.workspaceSize <= kMostWorkspace) {
       result.algo = algorithm;
@@ -162,24 +172,24 @@ bool is_tf32(const Key& key) { return key.compute == CUBLAS_COMPUTE_32F_FAST_TF3
 
 // Multiplications and additions.
 double work_of(const Key& key) {
-  return 2.0 * static_cast<double>(key.batch) * static_cast<double>(key.m) * static_cast<double>(key.n) *
-         static_cast<double>(key.k);
+  return 2.0 * static_cast<double>(key.batch) * static_cast<double>(key.m) *
+         static_cast<double>(key.n) * static_cast<double>(key.k);
 }
 
-// Where blocks take turns in adding to one place, or K is cut into parts of next to nothing: up to ten times
-// as long as others take.
+// Where blocks take turns in adding to one place, or K is cut into parts of next to nothing: up to
+// ten times as long as others take.
 bool is_cut_badly(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
   const int64_t least_part = key.kind == kTchExtensionFloat ? 8 : 16;
   constexpr double kMuch = 7e8;  // with so much to multiply, turns do not count
   const int32_t parts = parts_of(proposal);
-  const bool takes_turns =
-      attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) == CUBLASLT_REDUCTION_SCHEME_INPLACE;
+  const bool takes_turns = attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) ==
+                           CUBLASLT_REDUCTION_SCHEME_INPLACE;
   return (takes_turns && work_of(key) < kMuch) || (parts > 1 && key.k / parts < least_part);
 }
 
-// Families that keep NaN where the first proposal does not, but take up to three times as long, beside which
-// a pass behind a fast product is cheap: those for any alignment, those without tensor cores, large tiles on
-// narrow products.
+// Families that keep NaN where the first proposal does not, but take up to three times as long,
+// beside which a pass behind a fast product is cheap: those for any alignment, those without tensor
+// cores, large tiles on narrow products.
 bool is_slower_than_a_pass(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
   constexpr int64_t kLong = 128;
   constexpr int64_t kLongWithoutTensorCores = 256;
@@ -201,9 +211,9 @@ int first_place(const Proposals& proposals, Test&& test) {
   return -1;
 }
 
-// Whether cutting K into parts, which needs more workspace than libtorch grants, is worth it: where few tiles
-// leave much of the GPU idle, and the parts are long enough. Families 13 and 14 read a matrix once for a row
-// or a column, and gain nothing.
+// Whether cutting K into parts, which needs more workspace than libtorch grants, is worth it: where
+// few tiles leave much of the GPU idle, and the parts are long enough. Families 13 and 14 read a
+// matrix once for a row or a column, and gain nothing.
 bool is_worth_cutting(const Key& key, const cublasLtMatmulHeuristicResult_t& without,
                       const cublasLtMatmulHeuristicResult_t& with) {
   const int32_t family = attribute(without.algo, CUBLASLT_ALGO_CONFIG_ID);
@@ -212,8 +222,8 @@ bool is_worth_cutting(const Key& key, const cublasLtMatmulHeuristicResult_t& wit
   if (is_one_of(family, {13, 14})) return false;
   const float idle = is_float && !is_tf32(key) ? 0.65f : 0.45f;
   // A second wave of family 11, whose blocks go through all of K, takes as long as the first.
-  const bool is_twice_as_long =
-      is_float && !is_tf32(key) && family == 11 && without.wavesCount > 1 && without.wavesCount <= 2;
+  const bool is_twice_as_long = is_float && !is_tf32(key) && family == 11 &&
+                                without.wavesCount > 1 && without.wavesCount <= 2;
   if (is_whole && without.wavesCount >= idle && !is_twice_as_long) return false;
   const int32_t parts = parts_of(with);
   if (parts <= parts_of(without)) return false;
@@ -222,7 +232,8 @@ bool is_worth_cutting(const Key& key, const cublasLtMatmulHeuristicResult_t& wit
     // Family 11 is made for narrow products, which 20 cuts too little.
     if (family == 11 && key.k < 1024) return false;
     const bool is_narrow = std::min(key.m, key.n) <= 16;
-    if (is_narrow && parts < 16 && attribute(with.algo, CUBLASLT_ALGO_CONFIG_ID) == 20) return false;
+    if (is_narrow && parts < 16 && attribute(with.algo, CUBLASLT_ALGO_CONFIG_ID) == 20)
+      return false;
     return (key.k >= 400 && parts >= 2) || (key.k >= 256 && parts >= 5);
   }
   // A few tiles that go through all of K take so long that whatever else is proposed is better.
@@ -245,8 +256,8 @@ Proposal first_of(const Key& key, const Proposals& usual, const Proposals& large
   return better ? better : first;
 }
 
-// Where the first loses NaN: one that keeps it and is not much slower, by rank; not one that leaves K whole
-// where the first does well to cut it.
+// Where the first loses NaN: one that keeps it and is not much slower, by rank; not one that leaves
+// K whole where the first does well to cut it.
 Proposal like_the_first(const Key& key, Descriptors& descriptors, const Proposals& usual,
                         const Proposals& larger) {
   if (usual.count > 0) {

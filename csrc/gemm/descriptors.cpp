@@ -37,28 +37,31 @@ cudaDataType_t scale_type(const Key& key) {
 }
 
 cublasLtEpilogue_t epilogue(const Key& key) {
-  if (key.bias_as == Bias::kRow) return key.relu ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_BIAS;
+  if (key.bias_as == Bias::kRow)
+    return key.relu ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_BIAS;
   return key.relu ? CUBLASLT_EPILOGUE_RELU : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
 template <typename T>
-void set(cublasLtMatmulDescOpaque_t& product, cublasLtMatmulDescAttributes_t attribute, const T& value) {
+void set(cublasLtMatmulDescOpaque_t& product, cublasLtMatmulDescAttributes_t attribute,
+         const T& value) {
   check(cublasLtMatmulDescSetAttribute(&product, attribute, &value, sizeof value));
 }
 
-// A matrix of so many rows and columns as it lies in memory, columns first: its transpose, unless it is
-// transposed.
-cublasLtMatrixLayoutOpaque_t layout(const Key& key, int64_t rows, int64_t columns, const Operand& operand) {
+// A matrix of so many rows and columns as it lies in memory, columns first: its transpose, unless
+// it is transposed.
+cublasLtMatrixLayoutOpaque_t layout(const Key& key, int64_t rows, int64_t columns,
+                                    const Operand& operand) {
   if (operand.transposed) std::swap(rows, columns);
   cublasLtMatrixLayoutOpaque_t layout;
   check(cublasLtMatrixLayoutInit(&layout, data_type(key.kind), columns, rows, operand.leading));
   if (key.batch > 1) {
     const auto batch = static_cast<int32_t>(key.batch);
     const int64_t stride = operand.batch_stride;
-    check(
-        cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof batch));
-    check(cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &stride,
-                                           sizeof stride));
+    check(cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch,
+                                           sizeof batch));
+    check(cublasLtMatrixLayoutSetAttribute(&layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                                           &stride, sizeof stride));
   }
   return layout;
 }

@@ -1,7 +1,7 @@
-// A block stays on its multiprocessor and goes through tiles of the output. One thread loads tiles of lhs and
-// rhs into a ring; two warpgroups take turns in multiplying, each for a tile of its own; meanwhile the other
-// adds the bias to its sums. The bias comes into, and the output leaves from, the same 64 columns in shared
-// memory.
+// A block stays on its multiprocessor and goes through tiles of the output. One thread loads tiles
+// of lhs and rhs into a ring; two warpgroups take turns in multiplying, each for a tile of its own;
+// meanwhile the other adds the bias to its sums. The bias comes into, and the output leaves from,
+// the same 64 columns in shared memory.
 #include "hopper.h"
 #include "hopper_device.h"
 #include "hopper_ptx.h"
@@ -44,8 +44,8 @@ struct Params {
   int32_t bias_batch;
 };
 
-// The order of the tiles: up to kBand rows of them are gone through column by column, so that tiles at work
-// at the same time share what they read.
+// The order of the tiles: up to kBand rows of them are gone through column by column, so that tiles
+// at work at the same time share what they read.
 struct Place {
   int row;
   int column;
@@ -111,7 +111,8 @@ __device__ __forceinline__ void load_factors(const Params& params, const Shared&
       load_box(lhs, params.lhs, full, inner, place.row, lhs_batch);
       if constexpr (kAcross) {
         for (int part = 0; part < kTile / kBox; ++part) {
-          load_box(rhs + part * kBoxBytes, params.rhs, full, place.column + part * kBox, inner, rhs_batch);
+          load_box(rhs + part * kBoxBytes, params.rhs, full, place.column + part * kBox, inner,
+                   rhs_batch);
         }
       } else {
         load_box(rhs, params.rhs, full, inner, place.column, rhs_batch);
@@ -120,7 +121,8 @@ __device__ __forceinline__ void load_factors(const Params& params, const Shared&
   }
 }
 
-__device__ __forceinline__ void load_bias(const Params& params, const Shared& shared, int tile, int chunk) {
+__device__ __forceinline__ void load_bias(const Params& params, const Shared& shared, int tile,
+                                          int chunk) {
   const Place place(params, tile);
   barrier_arrive_expecting(shared.bias, kTileBytes);
   load_box(shared.chunk, params.bias, shared.bias, place.column + chunk * kBox, place.row,
@@ -128,8 +130,8 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
 }
 
 // For one group's tiles: the bias comes, the output goes, and the next bias comes.
-[[maybe_unused]] __device__ __forceinline__ void move_chunks(const Params& params, const Shared& shared,
-                                                             int group) {
+[[maybe_unused]] __device__ __forceinline__ void move_chunks(const Params& params,
+                                                             const Shared& shared, int group) {
   const int step = kGroups * gridDim.x;
   int tile = blockIdx.x + group * gridDim.x;
   if (tile < params.tiles) load_bias(params, shared, tile, 0);
@@ -150,11 +152,12 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
 
 constexpr int kParts = kTile / 64;  // of a group's rows that are multiplied at a time
 
-// All of K for one tile, whose first use of the ring is given. `turn` is the other group's, who may go on as
-// soon as all is started.
+// All of K for one tile, whose first use of the ring is given. `turn` is the other group's, who may
+// go on as soon as all is started.
 template <typename T, bool kAcross>
-__device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, uint32_t first_use,
-                                              uint32_t turn, float (&sum)[kParts][64]) {
+__device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared,
+                                              uint32_t first_use, uint32_t turn,
+                                              float (&sum)[kParts][64]) {
   const int lane = threadIdx.x % 32;
   Stage stage(first_use);
   int before = 0;
@@ -189,10 +192,11 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   if (lane == 0) barrier_arrive(shared.empty + 8 * before);
 }
 
-// relu(sum + bias) in place of the bias. Rows of 128 bytes whose eighths are permuted by the row: as bulk
-// copies have it, and without bank conflicts.
+// relu(sum + bias) in place of the bias. Rows of 128 bytes whose eighths are permuted by the row:
+// as bulk copies have it, and without bank conflicts.
 template <typename T>
-__device__ __forceinline__ void add_bias(uint8_t* chunk, int first, const float (&sum)[kParts][64]) {
+__device__ __forceinline__ void add_bias(uint8_t* chunk, int first,
+                                         const float (&sum)[kParts][64]) {
   const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   const int column = threadIdx.x % 4 * 4;
   const auto at = [&](int part, int half, int eighth) {
@@ -201,7 +205,8 @@ __device__ __forceinline__ void add_bias(uint8_t* chunk, int first, const float 
   };
   uint32_t bias[kParts][2][8];
 #pragma unroll
-  for (int i = 0; i < kParts * 16; ++i) bias[i / 16][i / 8 % 2][i % 8] = *at(i / 16, i / 8 % 2, i % 8);
+  for (int i = 0; i < kParts * 16; ++i)
+    bias[i / 16][i / 8 % 2][i % 8] = *at(i / 16, i / 8 % 2, i % 8);
 #pragma unroll
   for (int i = 0; i < kParts * 16; ++i) {
     const int part = i / 16;
@@ -214,13 +219,14 @@ __device__ __forceinline__ void add_bias(uint8_t* chunk, int first, const float 
 }
 
 template <typename T, bool kAcross>
-__device__ __forceinline__ void compute(const Params& params, const Shared& shared, uint8_t* chunk, int group,
-                                        uint32_t turns) {
+__device__ __forceinline__ void compute(const Params& params, const Shared& shared, uint8_t* chunk,
+                                        int group, uint32_t turns) {
   float sum[kParts][64];
   uint32_t turn_parity = group == 0 ? 1 : 0;
   uint32_t bias_parity = 0;
   uint32_t first_use = group * params.steps;
-  for (int tile = blockIdx.x + group * gridDim.x; tile < params.tiles; tile += kGroups * gridDim.x) {
+  for (int tile = blockIdx.x + group * gridDim.x; tile < params.tiles;
+       tile += kGroups * gridDim.x) {
     // Also for the ring's sake: a phase two rounds ahead looks like one that is over.
     barrier_wait(turns + 8 * group, turn_parity);
     turn_parity ^= 1;
@@ -284,8 +290,8 @@ __device__ __forceinline__ void compute_block(const Params& params) {
   }
 }
 
-// Empty where it is not compiled for sm_90a. Then there are no barriers in static shared memory either, by
-// which the host knows.
+// Empty where it is not compiled for sm_90a. Then there are no barriers in static shared memory
+// either, by which the host knows.
 template <typename T, bool kAcross>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     hopper_product_kernel(const __grid_constant__ Params params) {
@@ -301,7 +307,8 @@ Kernel kernel_of(bool across) {
 
 Kernel kernel_of(const Product& product) {
   const bool across = product.rhs.column == 1;
-  return product.kind == kTchExtensionHalf ? kernel_of<__half>(across) : kernel_of<__nv_bfloat16>(across);
+  return product.kind == kTchExtensionHalf ? kernel_of<__half>(across)
+                                           : kernel_of<__nv_bfloat16>(across);
 }
 
 template <typename T>
@@ -317,37 +324,42 @@ int processors() {
                           kSharedBytes, sizeof(Barriers));
 }
 
-// What bulk copies ask for: multiples of 16 bytes, strides below 2^40 bytes, rows that do not overlap, and
-// matrices some rows apart. All of a batch may be the same.
+// What bulk copies ask for: multiples of 16 bytes, strides below 2^40 bytes, rows that do not
+// overlap, and matrices some rows apart. All of a batch may be the same.
 bool is_reachable(const void* data, int64_t width, int64_t neighbour, int64_t row, int64_t batch) {
   constexpr int64_t kLanes = 8;
   constexpr int64_t kMost = int64_t{1} << 38;
-  return is_aligned_to_16(data) && neighbour == 1 && row >= width && row % kLanes == 0 && row < kMost &&
-         batch % row == 0 && batch < kMost;
+  return is_aligned_to_16(data) && neighbour == 1 && row >= width && row % kLanes == 0 &&
+         row < kMost && batch % row == 0 && batch < kMost;
 }
 
 int64_t tiles_of(int64_t size) { return (size + kTile - 1) / kTile; }
 
-int64_t tiles_of(const Product& product) { return product.batch * tiles_of(product.m) * tiles_of(product.n); }
+int64_t tiles_of(const Product& product) {
+  return product.batch * tiles_of(product.m) * tiles_of(product.n);
+}
 
 bool is_half(const Product& product) {
   return product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
 }
 
-bool is_matrix(const Matrices& bias) { return bias.data != nullptr && bias.row != 0 && bias.column != 0; }
+bool is_matrix(const Matrices& bias) {
+  return bias.data != nullptr && bias.row != 0 && bias.column != 0;
+}
 
 bool fits(const Product& product) {
   constexpr int64_t kMost = INT32_MAX / 2;
   constexpr int64_t kMostBatch = 65535;
-  if (product.m > kMost || product.n > kMost || product.k > kMost || product.batch > kMostBatch) return false;
+  if (product.m > kMost || product.n > kMost || product.k > kMost || product.batch > kMostBatch)
+    return false;
   // The ring's uses are counted in 32 bits.
   return tiles_of(product.m) * tiles_of(product.n) <= kMost / product.batch &&
          tiles_of(product) <= kMost / (product.k / kInner + 1);
 }
 
 // Of one operand, or of the output; the box is of 128 bytes by so many rows.
-bool describe(CUtensorMap& map, const Product& product, const void* data, int64_t width, int64_t height,
-              int64_t row, int64_t batch, int rows) {
+bool describe(CUtensorMap& map, const Product& product, const void* data, int64_t width,
+              int64_t height, int64_t row, int64_t batch, int rows) {
   const int64_t batches = batch == 0 ? 1 : product.batch;
   return make_map(map, {product.kind, data, width, height, batches, row, batch}, kBox, rows);
 }
@@ -371,12 +383,13 @@ bool hopper_product_can(const Product& product) {
          is_reachable(lhs.data, k, lhs.column, lhs.row, lhs.batch) &&
          (across ? is_reachable(rhs.data, n, 1, rhs.row, rhs.batch)
                  : is_reachable(rhs.data, k, rhs.row, rhs.column, rhs.batch)) &&
-         is_reachable(bias.data, n, bias.column, bias.row, bias.batch) && is_reachable(out, n, 1, n, m * n) &&
-         processors() > 0;
+         is_reachable(bias.data, n, bias.column, bias.row, bias.batch) &&
+         is_reachable(out, n, 1, n, m * n) && processors() > 0;
 }
 
 bool hopper_product_is_faster(const Product& product) {
-  if (!is_half(product) || !is_matrix(product.bias) || product.k < 512 || product.k > 2048) return false;
+  if (!is_half(product) || !is_matrix(product.bias) || product.k < 512 || product.k > 2048)
+    return false;
   // 1000 by 1000 took a quarter longer than by a plan: rows that begin within a line of the cache.
   const int64_t rhs_row = product.rhs.column == 1 ? product.rhs.row : product.rhs.column;
   constexpr int64_t kLine = 64;

@@ -1,5 +1,5 @@
-// relu(lhs rhs + bias) with a bias of full shape in the half kinds, for GPUs of capability 9.0: the bias of a
-// tile is read while another is multiplied, which cuBLASLt's kernels do not do.
+// relu(lhs rhs + bias) with a bias of full shape in the half kinds, for GPUs of capability 9.0: the
+// bias of a tile is read while another is multiplied, which cuBLASLt's kernels do not do.
 #pragma once
 
 #include "product.h"
@@ -7,8 +7,8 @@
 
 namespace tch_extension::gemm {
 
-// Whether this is such a product, its matrices lie where bulk copies can reach them, and the code for the
-// current device has the kernel.
+// Whether this is such a product, its matrices lie where bulk copies can reach them, and the code
+// for the current device has the kernel.
 bool hopper_product_can(const Product& product);
 
 // Where it was measured to be. To be asked first: it looks at sizes only.

@@ -11,10 +11,11 @@ namespace tch_extension::gemm {
 // Of some kernels that are launched alike, what is known of each device.
 class HopperProcessors {
  public:
-  // Multiprocessors of the current device, if it is of capability 9.0 and each kernel there is its real one;
-  // 0 otherwise. What is compiled for any other architecture is empty, and without its static memory. Asked
-  // once for each device.
-  int of_current(std::initializer_list<const void*> kernels, int dynamic_bytes, size_t static_bytes) {
+  // Multiprocessors of the current device, if it is of capability 9.0 and each kernel there is its
+  // real one; 0 otherwise. What is compiled for any other architecture is empty, and without its
+  // static memory. Asked once for each device.
+  int of_current(std::initializer_list<const void*> kernels, int dynamic_bytes,
+                 size_t static_bytes) {
     int device = 0;
     if (cudaGetDevice(&device) != cudaSuccess || device >= kDevices) return 0;
     int found = known[device].load(std::memory_order_relaxed);
@@ -38,15 +39,17 @@ class HopperProcessors {
     int processors = 0;
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
         cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess ||
-        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) !=
+            cudaSuccess ||
         major != 9 || minor != 0 || !can_make_maps()) {
       return 0;
     }
     for (const void* kernel : kernels) {
       cudaFuncAttributes code = {};
-      if (cudaFuncGetAttributes(&code, kernel) != cudaSuccess || code.sharedSizeBytes < static_bytes ||
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, dynamic_bytes) !=
-              cudaSuccess) {
+      if (cudaFuncGetAttributes(&code, kernel) != cudaSuccess ||
+          code.sharedSizeBytes < static_bytes ||
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               dynamic_bytes) != cudaSuccess) {
         return 0;
       }
     }

@@ -18,8 +18,8 @@ int32_t alignment_of(const void* pointer) {
   return static_cast<int32_t>(address & ~(address - 1));
 }
 
-// The way a matrix lies in memory, if cuBLASLt knows it; dimensions of one element have whatever stride
-// suits.
+// The way a matrix lies in memory, if cuBLASLt knows it; dimensions of one element have whatever
+// stride suits.
 std::optional<Operand> as_operand(const Matrices& matrices, int64_t rows, int64_t columns) {
   Operand operand{0, matrices.batch, 0, alignment_of(matrices.data)};
   if ((columns == 1 || matrices.column == 1) && (rows == 1 || matrices.row >= columns)) {
@@ -34,8 +34,9 @@ std::optional<Operand> as_operand(const Matrices& matrices, int64_t rows, int64_
   return std::nullopt;
 }
 
-// A bias for each column goes into the epilogue, if it lies at multiples of 16 bytes (elsewhere that was seen
-// to fail); otherwise it is a matrix whose rows all lie in the same place. One for each row is neither.
+// A bias for each column goes into the epilogue, if it lies at multiples of 16 bytes (elsewhere
+// that was seen to fail); otherwise it is a matrix whose rows all lie in the same place. One for
+// each row is neither.
 bool place_bias(const Product& product, Key& key) {
   const Matrices& bias = product.bias;
   if (bias.data == nullptr) return true;
@@ -43,8 +44,10 @@ bool place_bias(const Product& product, Key& key) {
   if (product.n > 1 && bias.column != 1) return false;
   if (!is_row && bias.row < product.n) return false;
   const int64_t bytes =
-      bias.batch * static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(product.kind)));
-  key.bias_as = is_row && alignment_of(bias.data) >= 16 && bytes % 16 == 0 ? Bias::kRow : Bias::kFull;
+      bias.batch *
+      static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(product.kind)));
+  key.bias_as =
+      is_row && alignment_of(bias.data) >= 16 && bytes % 16 == 0 ? Bias::kRow : Bias::kFull;
   // A single row is as long as it is.
   const int64_t one_place = product.m == 1 ? product.n : 0;
   key.bias = {is_row ? one_place : bias.row, bias.batch, 0, alignment_of(bias.data)};

@@ -10,8 +10,8 @@ __device__ __forceinline__ T rectified(T value) {
   return static_cast<Compute<T>>(value) < 0 ? T(0) : value;
 }
 
-// 16 bytes of a padded line. Single values are read, of which the L1 cache has all but the first: shifting
-// whole vectors was slower.
+// 16 bytes of a padded line. Single values are read, of which the L1 cache has all but the first:
+// shifting whole vectors was slower.
 template <typename T, typename Index>
 __device__ __forceinline__ void pad(const Lines& lines, int64_t at) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
@@ -22,10 +22,12 @@ __device__ __forceinline__ void pad(const Lines& lines, int64_t at) {
   const int64_t matrix = lines.matrices == 1 ? 0 : static_cast<int64_t>(line / padded_lines);
   const int64_t of_matrix = static_cast<int64_t>(line) - matrix * lines.padded_lines;
   const int64_t length = of_matrix < lines.lines ? lines.length : 0;
-  const T* from = static_cast<const T*>(lines.from) + matrix * lines.batch + of_matrix * lines.line + first;
+  const T* from =
+      static_cast<const T*>(lines.from) + matrix * lines.batch + of_matrix * lines.line + first;
   Vector<T, kLanes> vector;
 #pragma unroll
-  for (int lane = 0; lane < kLanes; ++lane) vector.lane[lane] = first + lane < length ? from[lane] : T(0);
+  for (int lane = 0; lane < kLanes; ++lane)
+    vector.lane[lane] = first + lane < length ? from[lane] : T(0);
   *reinterpret_cast<Vector<T, kLanes>*>(static_cast<T*>(lines.to) + at * kLanes) = vector;
 }
 
@@ -56,7 +58,8 @@ __device__ __forceinline__ Vector<T, kLanesOf16Bytes<T>> gather(const Finish& fi
   Vector<T, kLanes> vector;
   if constexpr (kPadded) {
     Index row = static_cast<Index>(at) / static_cast<Index>(finish.columns);
-    int64_t column = static_cast<int64_t>(static_cast<Index>(at) % static_cast<Index>(finish.columns));
+    int64_t column =
+        static_cast<int64_t>(static_cast<Index>(at) % static_cast<Index>(finish.columns));
     const Index rows = static_cast<Index>(finish.rows);
     const int64_t unused = finish.padded_rows - finish.rows;  // of each matrix
     const auto begin = [&] {
@@ -72,7 +75,8 @@ __device__ __forceinline__ Vector<T, kLanesOf16Bytes<T>> gather(const Finish& fi
   } else {
     if (at + kLanes <= all) return *reinterpret_cast<const Vector<T, kLanes>*>(from + at);
 #pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) vector.lane[lane] = at + lane < all ? from[at + lane] : T(0);
+    for (int lane = 0; lane < kLanes; ++lane)
+      vector.lane[lane] = at + lane < all ? from[at + lane] : T(0);
   }
   return vector;
 }
@@ -139,7 +143,8 @@ LaunchStatus pad_factors(const Padding& padding, cudaStream_t stream) {
 }
 
 LaunchStatus finish_product(const Finish& finish, cudaStream_t stream) {
-  const bool is_padded = finish.padded_columns != finish.columns || finish.padded_rows != finish.rows;
+  const bool is_padded =
+      finish.padded_columns != finish.columns || finish.padded_rows != finish.rows;
   for_kind(finish.kind, [&](auto type) {
     using T = typename decltype(type)::type;
     // What lies anywhere is read value by value, too.

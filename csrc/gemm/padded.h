@@ -1,5 +1,5 @@
-// What surrounds a product whose rows do not begin at multiples of 16 bytes: what it reads is copied to rows
-// that do, and what comes out is brought together again.
+// What surrounds a product whose rows do not begin at multiples of 16 bytes: what it reads is
+// copied to rows that do, and what comes out is brought together again.
 #pragma once
 
 #include "product.h"
@@ -7,8 +7,8 @@
 
 namespace tch_extension::gemm {
 
-// Lines of neighbours, in a batch of matrices, and where they go: behind one another, longer and more of
-// them, with zeros where there was nothing.
+// Lines of neighbours, in a batch of matrices, and where they go: behind one another, longer and
+// more of them, with zeros where there was nothing.
 struct Lines {
   const void* from;
   void* to;
@@ -30,8 +30,8 @@ struct Padding {
 
 LaunchStatus pad_factors(const Padding& padding, cudaStream_t stream);
 
-// From matrices of padded rows to `out`, which is contiguous, and may be where they are if nothing is padded.
-// NaN stays.
+// From matrices of padded rows to `out`, which is contiguous, and may be where they are if nothing
+// is padded. NaN stays.
 struct Finish {
   const void* from;
   void* out;

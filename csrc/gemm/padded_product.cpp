@@ -34,8 +34,8 @@ struct Factor {
   int64_t padded_length;
 };
 
-std::optional<Factor> factor_of(const Matrices& matrices, int64_t rows, int64_t columns, int64_t padded_rows,
-                                int64_t padded_columns) {
+std::optional<Factor> factor_of(const Matrices& matrices, int64_t rows, int64_t columns,
+                                int64_t padded_rows, int64_t padded_columns) {
   if (columns == 1 || matrices.column == 1) {
     return Factor{matrices, false, matrices.row, rows, columns, padded_rows, padded_columns};
   }
@@ -45,7 +45,8 @@ std::optional<Factor> factor_of(const Matrices& matrices, int64_t rows, int64_t 
   return std::nullopt;
 }
 
-// What is padded of a product: K, if it is contiguous in a factor; M and N, if they are, or in the output.
+// What is padded of a product: K, if it is contiguous in a factor; M and N, if they are, or in the
+// output.
 struct Sizes {
   int64_t m;
   int64_t n;
@@ -94,13 +95,14 @@ std::optional<Padded> padded_of(const Product& product) {
   const auto rhs = factor_of(product.rhs, product.k, product.n, sizes.k, sizes.n);
   if (!lhs || !rhs) return std::nullopt;
   Padded padded{sizes, *lhs, *rhs, std::nullopt, !is_even(*lhs, size), !is_even(*rhs, size), false};
-  padded.copies_out =
-      sizes.m != product.m || sizes.n != product.n || reinterpret_cast<uintptr_t>(product.out) % kBytes != 0;
+  padded.copies_out = sizes.m != product.m || sizes.n != product.n ||
+                      reinterpret_cast<uintptr_t>(product.out) % kBytes != 0;
   if (product.bias.data == nullptr) return padded;
   const bool is_row = product.m == 1 || product.bias.row == 0;
   if (product.n > 1 && product.bias.column != 1) return std::nullopt;
-  const Factor bias{product.bias,         false,  product.bias.row, is_row ? 1 : product.m, product.n,
-                    is_row ? 1 : sizes.m, sizes.n};
+  const Factor bias{
+      product.bias,         false,  product.bias.row, is_row ? 1 : product.m, product.n,
+      is_row ? 1 : sizes.m, sizes.n};
   if (!is_even(bias, size)) padded.bias = bias;
   return padded;
 }
@@ -118,7 +120,9 @@ class Scratch {
     bytes_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
     return at;
   }
-  void allocate() { memory_ = c10::cuda::CUDACachingAllocator::get()->allocate(static_cast<size_t>(bytes_)); }
+  void allocate() {
+    memory_ = c10::cuda::CUDACachingAllocator::get()->allocate(static_cast<size_t>(bytes_));
+  }
   void* at(int64_t offset) const { return static_cast<char*>(memory_.get()) + offset; }
 
  private:
@@ -148,7 +152,8 @@ Matrices copied(const Factor& factor, const void* data) {
 bool padded_product_can(const Product& product) {
   constexpr int64_t kMostBlocks = 65535;  // along the grid's second dimension
   constexpr int64_t kMost = INT32_MAX - 16;
-  if (product.batch > kMostBlocks || std::max({product.m, product.n, product.k}) > kMost) return false;
+  if (product.batch > kMostBlocks || std::max({product.m, product.n, product.k}) > kMost)
+    return false;
   const auto padded = padded_of(product);
   return padded && padded->launches() > 0;
 }
@@ -187,7 +192,8 @@ bool padded_product_is_faster(const Product& product, bool is_tf32) {
   const int64_t copied = (padded->copies_lhs ? lhs : 0) + (padded->copies_rhs ? rhs : 0) +
                          (padded->bias ? elements_of(*padded->bias, product) : 0) +
                          (padded->copies_out ? out : 0);
-  return unpadded > std::max(work / padded_rate, micros(lhs + rhs + out)) + pass(copied, padded->launches());
+  return unpadded >
+         std::max(work / padded_rate, micros(lhs + rhs + out)) + pass(copied, padded->launches());
 }
 
 bool padded_product(const Product& product, int32_t device, cudaStream_t stream) {
@@ -222,8 +228,8 @@ bool padded_product(const Product& product, int32_t device, cudaStream_t stream)
   }
   if (!run_plan(inner, device, stream)) return false;
   if (!copies_out) return true;
-  started(finish_product({inner.out, product.out, product.batch, product.m, product.n, sizes.m, sizes.n,
-                          product.kind, product.relu},
+  started(finish_product({inner.out, product.out, product.batch, product.m, product.n, sizes.m,
+                          sizes.n, product.kind, product.relu},
                          stream));
   return true;
 }

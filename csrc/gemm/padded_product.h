@@ -1,5 +1,6 @@
-// Products whose rows do not begin at multiples of 16 bytes, for which tensor cores have slow kernels only:
-// with padded copies of the factors, a plan for those, and a pass that brings the output together.
+// Products whose rows do not begin at multiples of 16 bytes, for which tensor cores have slow
+// kernels only: with padded copies of the factors, a plan for those, and a pass that brings the
+// output together.
 #pragma once
 
 #include <cuda_runtime_api.h>

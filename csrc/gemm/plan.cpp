@@ -30,7 +30,8 @@ struct Hash {
     static_assert(sizeof words == sizeof key);
     std::memcpy(words, &key, sizeof key);
     uint64_t hash = 0;
-    for (const uint64_t word : words) hash = (hash ^ word) * 0x9e3779b97f4a7c15u, hash ^= hash >> 32;
+    for (const uint64_t word : words)
+      hash = (hash ^ word) * 0x9e3779b97f4a7c15u, hash ^= hash >> 32;
     return hash;
   }
 };
@@ -54,9 +55,9 @@ Cache& cache() {
   return cache;
 }
 
-// Looks at sizes and strides only: nothing is started, waited for or allocated on the device, so that it may
-// happen while a graph is captured. But for a thread's first handle: libtorch cannot make that in a capture,
-// for its own products neither.
+// Looks at sizes and strides only: nothing is started, waited for or allocated on the device, so
+// that it may happen while a graph is captured. But for a thread's first handle: libtorch cannot
+// make that in a capture, for its own products neither.
 Plan make_plan(const Key& key, const void* bias) {
   Plan plan{};
   plan.described.handle = at::cuda::getCurrentCUDABlasLtHandle();
@@ -96,12 +97,13 @@ bool start(const Key& key, const Product& product, cudaStream_t stream) {
   at::DataPtr workspace;
   const size_t bytes = plan.choice.workspace;
   if (bytes > 0) workspace = c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
-  const cublasStatus_t status = cublasLtMatmul(
-      described.handle, &described.product, factor(key, true), product.rhs.data, &described.rhs,
-      product.lhs.data, &described.lhs, factor(key, full), full ? product.bias.data : product.out,
-      &described.bias, product.out, &described.out, &plan.choice.algorithm, workspace.get(), bytes, stream);
-  // What the heuristic promises and the call then refuses: not asked again. Anything else is an error of
-  // CUDA's.
+  const cublasStatus_t status =
+      cublasLtMatmul(described.handle, &described.product, factor(key, true), product.rhs.data,
+                     &described.rhs, product.lhs.data, &described.lhs, factor(key, full),
+                     full ? product.bias.data : product.out, &described.bias, product.out,
+                     &described.out, &plan.choice.algorithm, workspace.get(), bytes, stream);
+  // What the heuristic promises and the call then refuses: not asked again. Anything else is an
+  // error of CUDA's.
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE ||
       status == CUBLAS_STATUS_ARCH_MISMATCH) {
     plan.usable = false;

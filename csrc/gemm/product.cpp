@@ -37,21 +37,24 @@ struct View {
   int64_t dim() const { return static_cast<int64_t>(sizes.size()); }
 };
 
-View view(const at::Tensor& tensor) { return {tensor.const_data_ptr(), tensor.sizes(), tensor.strides()}; }
+View view(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr(), tensor.sizes(), tensor.strides()};
+}
 
 // Whether the values lie in memory as they are, on this device and of this kind, and there are any.
 bool takes_part(const at::Tensor& tensor, const at::Tensor& lhs) {
-  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.has_storage() &&
-         tensor.is_cuda() && tensor.device() == lhs.device() && tensor.scalar_type() == lhs.scalar_type() &&
-         !tensor.is_neg() && !tensor.is_conj() && !tensor._is_zerotensor() && tensor.numel() > 0;
+  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_nested() &&
+         tensor.has_storage() && tensor.is_cuda() && tensor.device() == lhs.device() &&
+         tensor.scalar_type() == lhs.scalar_type() && !tensor.is_neg() && !tensor.is_conj() &&
+         !tensor._is_zerotensor() && tensor.numel() > 0;
 }
 
 bool has_kernels(at::ScalarType kind) {
   return kind == at::kFloat || kind == at::kHalf || kind == at::kBFloat16 || kind == at::kDouble;
 }
 
-// The size and stride of a dimension counted from the last; 1 and 0 where there is none, or nothing to move
-// along.
+// The size and stride of a dimension counted from the last; 1 and 0 where there is none, or nothing
+// to move along.
 struct Dim {
   int64_t size;
   int64_t stride;
@@ -63,7 +66,8 @@ Dim dim_at(const View& view, int64_t from_last) {
   return {view.sizes[at], view.strides[at]};
 }
 
-// Makes one dimension of all those before the last two, if the three operands go on alike through them.
+// Makes one dimension of all those before the last two, if the three operands go on alike through
+// them.
 bool merge_batch(const View& lhs, const View& rhs, const View& bias, Product& product) {
   const int64_t dims = std::max(lhs.dim(), rhs.dim());
   product.batch = 1;
@@ -74,7 +78,8 @@ bool merge_batch(const View& lhs, const View& rhs, const View& bias, Product& pr
       if (operand.size != 1 && operand.size != size) return false;
     }
     if (size == 1) continue;
-    const std::array<int64_t*, 3> strides{&product.lhs.batch, &product.rhs.batch, &product.bias.batch};
+    const std::array<int64_t*, 3> strides{&product.lhs.batch, &product.rhs.batch,
+                                          &product.bias.batch};
     for (size_t i = 0; i < operands.size(); ++i) {
       if (product.batch == 1) {
         *strides[i] = operands[i].stride;
@@ -141,7 +146,8 @@ bool is_tf32(const Product& product) {
 }
 
 bool run_padded(const Product& product, c10::cuda::CUDAStream stream) {
-  return padded_product_can(product) && padded_product(product, stream.device_index(), stream.stream());
+  return padded_product_can(product) &&
+         padded_product(product, stream.device_index(), stream.stream());
 }
 
 // The product and the bias by a plan, the ReLU behind it.
@@ -153,22 +159,22 @@ bool run_with_a_pass(Product product, c10::cuda::CUDAStream stream) {
          started(finish_product(finish, stream.stream()));
 }
 
-// By a kernel of ours alone, or one around a plan, where that was measured to be faster than libtorch's
-// product.
+// By a kernel of ours alone, or one around a plan, where that was measured to be faster than
+// libtorch's product.
 bool run_own(const Product& product, c10::cuda::CUDAStream stream) {
   if (small_product_is_faster(product)) return started(small_product(product, stream.stream()));
   if (skinny_product_is_faster(product)) return started(skinny_product(product, stream.stream()));
   return padded_product_is_faster(product, is_tf32(product)) && run_padded(product, stream);
 }
 
-// A bias of full shape whose rows do not begin at multiples of 16 bytes: tensor cores have slow kernels only
-// that read it along with the product, and libtorch's product with a kernel of ours behind it is never slower
-// than the composite.
+// A bias of full shape whose rows do not begin at multiples of 16 bytes: tensor cores have slow
+// kernels only that read it along with the product, and libtorch's product with a kernel of ours
+// behind it is never slower than the composite.
 bool has_uneven_bias(const Product& product) {
   const int64_t bytes =
       product.n * static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(product.kind)));
-  const bool has_tensor_cores =
-      product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16 || is_tf32(product);
+  const bool has_tensor_cores = product.kind == kTchExtensionHalf ||
+                                product.kind == kTchExtensionBFloat16 || is_tf32(product);
   return has_tensor_cores && product.m > 1 && product.bias.row != 0 && bytes % 16 != 0;
 }
 
@@ -178,7 +184,8 @@ bool run_fastest(const Product& product, c10::cuda::CUDAStream stream) {
   // Where there is nothing behind the product, libtorch's own is as fast.
   if (product.bias.data == nullptr) return false;
   if (has_uneven_bias(product)) return false;
-  // cuBLASLt's kernels for f64 are slower than cuBLAS' own with ours behind them, but sooner started.
+  // cuBLASLt's kernels for f64 are slower than cuBLAS' own with ours behind them, but sooner
+  // started.
   constexpr int64_t kMost = 1 << 24;
   const bool is_double = product.kind == kTchExtensionDouble;
   if (is_double && product.batch * product.m * product.n > kMost / product.k) return false;
@@ -227,7 +234,8 @@ at::Tensor compute(const at::Tensor& like, const View& lhs, const View& rhs, con
   // Not through the dispatcher, whose share would be a tenth of the call.
   at::Tensor out(at::detail::empty_cuda(size, like.scalar_type(), like.device(), std::nullopt));
   product.out = out.mutable_data_ptr();
-  return run(product, path, c10::cuda::getCurrentCUDAStream(like.device().index())) ? out : at::Tensor();
+  return run(product, path, c10::cuda::getCurrentCUDAStream(like.device().index())) ? out
+                                                                                    : at::Tensor();
 }
 
 // Something else than this computes with fewer units, and is obeyed by falling back.
@@ -243,9 +251,10 @@ void hand_over(at::Tensor&& out, at::Tensor** result) {
 using namespace tch_extension;
 using namespace tch_extension::gemm;
 
-// relu(lhs rhs + bias). No result and no message, if it has to be computed in another way: for instance
-// because the arguments are wrong, which is for others to say.
-TCH_EXTENSION_API Message tch_extension_gemm_matmul_add_relu(const at::Tensor* lhs, const at::Tensor* rhs,
+// relu(lhs rhs + bias). No result and no message, if it has to be computed in another way: for
+// instance because the arguments are wrong, which is for others to say.
+TCH_EXTENSION_API Message tch_extension_gemm_matmul_add_relu(const at::Tensor* lhs,
+                                                             const at::Tensor* rhs,
                                                              const at::Tensor* bias, int32_t path,
                                                              at::Tensor** result) {
   return guard([&] {
@@ -262,14 +271,15 @@ TCH_EXTENSION_API Message tch_extension_gemm_matmul_add_relu(const at::Tensor* l
 }
 
 // input weightᵀ + bias, of the input's leading dimensions; the bias may be missing. As above.
-TCH_EXTENSION_API Message tch_extension_gemm_linear(const at::Tensor* input, const at::Tensor* weight,
+TCH_EXTENSION_API Message tch_extension_gemm_linear(const at::Tensor* input,
+                                                    const at::Tensor* weight,
                                                     const at::Tensor* bias, int32_t path,
                                                     at::Tensor** result) {
   return guard([&] {
     *result = nullptr;
-    if (!takes_part(*input, *input) || !has_kernels(input->scalar_type()) || !takes_part(*weight, *input) ||
-        (bias != nullptr && !takes_part(*bias, *input)) || input->dim() < 1 || weight->dim() != 2 ||
-        is_restricted()) {
+    if (!takes_part(*input, *input) || !has_kernels(input->scalar_type()) ||
+        !takes_part(*weight, *input) || (bias != nullptr && !takes_part(*bias, *input)) ||
+        input->dim() < 1 || weight->dim() != 2 || is_restricted()) {
       return;
     }
     if (bias != nullptr && (bias->dim() != 1 || bias->size(0) != weight->size(0))) return;
@@ -287,7 +297,8 @@ TCH_EXTENSION_API Message tch_extension_gemm_linear(const at::Tensor* input, con
   });
 }
 
-// lhs rhs, of matrices or batches of them. As above; no result also where libtorch's product is faster.
+// lhs rhs, of matrices or batches of them. As above; no result also where libtorch's product is
+// faster.
 TCH_EXTENSION_API Message tch_extension_gemm_product(const at::Tensor* lhs, const at::Tensor* rhs,
                                                      int32_t path, at::Tensor** result) {
   return guard([&] {
@@ -305,8 +316,8 @@ TCH_EXTENSION_API Message tch_extension_gemm_product(const at::Tensor* lhs, cons
   });
 }
 
-// For tests and benches: this thread's cache of plans, and libtorch's switch for products of f32 (what it
-// was).
+// For tests and benches: this thread's cache of plans, and libtorch's switch for products of f32
+// (what it was).
 TCH_EXTENSION_API void tch_extension_gemm_counters(Counters* result) { *result = counters(); }
 
 #endif  // TCH_EXTENSION_CUDA

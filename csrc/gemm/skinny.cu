@@ -1,14 +1,15 @@
-// One factor has few rows or columns, the other, the long one, has many and is read once. Where its K is
-// contiguous, a team of threads computes the sums of some rows or of one; otherwise skinny_columns.cu.
+// One factor has few rows or columns, the other, the long one, has many and is read once. Where its
+// K is contiguous, a team of threads computes the sums of some rows or of one; otherwise
+// skinny_columns.cu.
 #include "skinny.h"
 #include "skinny_operands.h"
 
 namespace tch_extension::gemm {
 namespace {
 
-// The sum over a warp of values[lane % kValues]. At each step a lane keeps half of its values, gives the
-// other half to its partner and adds what it gets: 16 values take 16 shuffles, where a sum of each would
-// take 80.
+// The sum over a warp of values[lane % kValues]. At each step a lane keeps half of its values,
+// gives the other half to its partner and adds what it gets: 16 values take 16 shuffles, where a
+// sum of each would take 80.
 template <int kValues, int kStep = 1, typename C>
 __device__ __forceinline__ C warp_sums(const C (&values)[kValues]) {
   if constexpr (kValues > 1) {
@@ -29,8 +30,8 @@ __device__ __forceinline__ C warp_sums(const C (&values)[kValues]) {
   }
 }
 
-// kRows rows whose K is contiguous, of a team of threads: kLanes neighbours a thread where all rows are
-// aligned to that, otherwise one. Values of the short factor are read once for all of the rows.
+// kRows rows whose K is contiguous, of a team of threads: kLanes neighbours a thread where all rows
+// are aligned to that, otherwise one. Values of the short factor are read once for all of the rows.
 template <typename T, int kShorts, int kLanes, int kRows>
 struct RowSums {
   using C = Compute<T>;
@@ -38,20 +39,22 @@ struct RowSums {
   C sum[kRows * kShorts] = {};
 
   template <bool kIsWhole>
-  static __device__ __forceinline__ Vector<T, kLanes> load_few(const Skinny& skinny, const T* few, int k) {
+  static __device__ __forceinline__ Vector<T, kLanes> load_few(const Skinny& skinny, const T* few,
+                                                               int k) {
     if constexpr (kIsWhole) {
       return *reinterpret_cast<const Vector<T, kLanes>*>(few + k);
     } else {
       Vector<T, kLanes> values;
 #pragma unroll
-      for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] = few[(k + lane) * skinny.few.inner];
+      for (int lane = 0; lane < kLanes; ++lane)
+        values.lane[lane] = few[(k + lane) * skinny.few.inner];
       return values;
     }
   }
 
   template <int kAhead, bool kIsWhole>
-  __device__ __forceinline__ void add_some(const Skinny& skinny, const T* const (&rows)[kRows], const T* few,
-                                           int64_t row_of_few, int first, int step) {
+  __device__ __forceinline__ void add_some(const Skinny& skinny, const T* const (&rows)[kRows],
+                                           const T* few, int64_t row_of_few, int first, int step) {
     const int inner = static_cast<int>(skinny.inner);
     Vector<T, kLanes> left[kAhead][kRows];
     Vector<T, kLanes> right[kAhead][kShorts];
@@ -67,7 +70,8 @@ struct RowSums {
         continue;
       }
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) left[i][r] = *reinterpret_cast<const Vector<T, kLanes>*>(rows[r] + k);
+      for (int r = 0; r < kRows; ++r)
+        left[i][r] = *reinterpret_cast<const Vector<T, kLanes>*>(rows[r] + k);
 #pragma unroll
       for (int s = 0; s < kShorts; ++s) {
         const int at = s < skinny.shorts ? s : 0;
@@ -91,10 +95,10 @@ struct RowSums {
   }
 
   template <bool kIsWhole>
-  __device__ __forceinline__ void add_all(const Skinny& skinny, const T* const (&rows)[kRows], const T* few,
-                                          int64_t row_of_few, int member, int team) {
-    // Vectors of a thread's rows that are asked for before the first is used; fewer where they are wide and
-    // many, which takes registers that other warps need.
+  __device__ __forceinline__ void add_all(const Skinny& skinny, const T* const (&rows)[kRows],
+                                          const T* few, int64_t row_of_few, int member, int team) {
+    // Vectors of a thread's rows that are asked for before the first is used; fewer where they are
+    // wide and many, which takes registers that other warps need.
     constexpr int kLoads = kLanes == 1 ? 8 : kLanes * sizeof(T) < 16 || kShorts <= 2 ? 4 : 1;
     constexpr int kAhead = kLoads > kRows ? kLoads / kRows : 1;
     const int inner = static_cast<int>(skinny.inner);
@@ -104,8 +108,8 @@ struct RowSums {
   }
 
   // `copy`: of the short factor, where there is one.
-  __device__ __forceinline__ void add(const Skinny& skinny, const T* copy, int64_t first_row, int member,
-                                      int team) {
+  __device__ __forceinline__ void add(const Skinny& skinny, const T* copy, int64_t first_row,
+                                      int member, int team) {
     const T* rows[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
@@ -157,7 +161,8 @@ __global__ void __launch_bounds__(kMostTeam) skinny_rows_kernel(Skinny skinny) {
   // Asked for first, needed last.
   const C bias = finishes ? bias_of<T>(skinny, row, s) : C(0);
   RowSums<T, kShorts, kLanes, kRows> sums;
-  sums.add(skinny, skinny.few_is == Few::kCopied ? copy_few<T>(skinny) : nullptr, first, member, blockDim.x);
+  sums.add(skinny, skinny.few_is == Few::kCopied ? copy_few<T>(skinny) : nullptr, first, member,
+           blockDim.x);
   C total = warp_sums(sums.sum);
   const int warps = blockDim.x / 32;
   if (warps > 1) {
@@ -180,10 +185,12 @@ Skinny skinny_of(const Product& product) {
   skinny.relu = relu;
   const Skinny::Factor left{lhs.data, lhs.row, lhs.column, lhs.batch};
   const Skinny::Factor right{rhs.data, rhs.column, rhs.row, rhs.batch};
-  // Where both are short, the one whose K is contiguous is the long one, unless K is too long for one block.
+  // Where both are short, the one whose K is contiguous is the long one, unless K is too long for
+  // one block.
   constexpr int64_t kMostInner = 4096;
   const bool is_either = m <= kMostShort && n <= kMostShort && k > 1 && k <= kMostInner;
-  const bool is_lhs_long = is_either && (lhs.column == 1) != (rhs.row == 1) ? lhs.column == 1 : n <= m;
+  const bool is_lhs_long =
+      is_either && (lhs.column == 1) != (rhs.row == 1) ? lhs.column == 1 : n <= m;
   if (is_lhs_long) {
     skinny.many = left;
     skinny.few = right;
@@ -213,10 +220,12 @@ bool is_whole(const Skinny& skinny, int lanes) {
 
 template <typename T>
 Few few_of(const Skinny& skinny, int lanes) {
-  constexpr int64_t kMostCopied = 40 << 10;  // bytes, of the 48 KiB that a block has without asking for more
+  constexpr int64_t kMostCopied =
+      40 << 10;  // bytes, of the 48 KiB that a block has without asking for more
   if (skinny.few.inner == 1 && is_even<T>(skinny.few, skinny.few.row, lanes)) return Few::kWhole;
-  return skinny.shorts * skinny.inner * static_cast<int64_t>(sizeof(T)) <= kMostCopied ? Few::kCopied
-                                                                                       : Few::kSingle;
+  return skinny.shorts * skinny.inner * static_cast<int64_t>(sizeof(T)) <= kMostCopied
+             ? Few::kCopied
+             : Few::kSingle;
 }
 
 template <typename T, int kShorts, int kLanes, int kRows>
@@ -225,13 +234,16 @@ void start_teams(const Skinny& skinny, int64_t batch, int team, cudaStream_t str
   while (teams > 1 && teams / 2 * kRows >= skinny.rows) teams /= 2;
   const dim3 blocks(static_cast<unsigned int>(over(skinny.rows, teams * kRows)), 1,
                     static_cast<unsigned int>(batch));
-  const size_t copied = skinny.few_is == Few::kCopied ? skinny.shorts * skinny.inner * sizeof(T) : 0;
-  skinny_rows_kernel<T, kShorts, kLanes, kRows><<<blocks, dim3(team, teams), copied, stream>>>(skinny);
+  const size_t copied =
+      skinny.few_is == Few::kCopied ? skinny.shorts * skinny.inner * sizeof(T) : 0;
+  skinny_rows_kernel<T, kShorts, kLanes, kRows>
+      <<<blocks, dim3(team, teams), copied, stream>>>(skinny);
 }
 
-// With four rows a team, the short factor is read once for four rows. That is done where the rows alone give
-// threads enough; a team is then a warp, or more of them where those would be too few. Otherwise a team has
-// one row and, for each thread, kSteps vectors of K, or fewer where that makes too few threads.
+// With four rows a team, the short factor is read once for four rows. That is done where the rows
+// alone give threads enough; a team is then a warp, or more of them where those would be too few.
+// Otherwise a team has one row and, for each thread, kSteps vectors of K, or fewer where that makes
+// too few threads.
 template <typename T, int kShorts, int kLanes>
 void start_rows_by(Skinny skinny, int64_t batch, cudaStream_t stream) {
   constexpr int64_t kFewThreads = 132 * 512;  // leave multiprocessors idle
@@ -240,8 +252,11 @@ void start_rows_by(Skinny skinny, int64_t batch, cudaStream_t stream) {
   const int64_t rows = skinny.rows * batch;
   const int64_t teams = over(skinny.rows, kManyRows) * batch;
   int team = 32;
-  const auto is_long = [&] { return team < kMostTeam && team * 2 * kSteps * kLanes <= skinny.inner; };
-  const bool are_many = teams >= kManyTeams || teams * skinny.inner >= kFewThreads * kSteps * kLanes;
+  const auto is_long = [&] {
+    return team < kMostTeam && team * 2 * kSteps * kLanes <= skinny.inner;
+  };
+  const bool are_many =
+      teams >= kManyTeams || teams * skinny.inner >= kFewThreads * kSteps * kLanes;
   if (skinny.rows >= kManyRows && are_many) {
     while (is_long() && teams * team < 2 * kFewThreads) team *= 2;
     return start_teams<T, kShorts, kLanes, kManyRows>(skinny, batch, team, stream);
@@ -253,8 +268,8 @@ void start_rows_by(Skinny skinny, int64_t batch, cudaStream_t stream) {
   start_teams<T, kShorts, kLanes, 1>(skinny, batch, team, stream);
 }
 
-// Whether vectors of so many values pay: not where the short factor has to be loaded in single values, whose
-// addresses would be that many values apart within a warp.
+// Whether vectors of so many values pay: not where the short factor has to be loaded in single
+// values, whose addresses would be that many values apart within a warp.
 template <typename T>
 bool is_read_by(const Skinny& skinny, int lanes) {
   return is_whole<T>(skinny, lanes) && few_of<T>(skinny, lanes) != Few::kSingle;
@@ -265,7 +280,8 @@ void start_rows(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   // f64 computes for as long as it reads.
   if constexpr (kLanes > 2) {
-    if (is_read_by<T>(skinny, kLanes)) return start_rows_by<T, kShorts, kLanes>(skinny, batch, stream);
+    if (is_read_by<T>(skinny, kLanes))
+      return start_rows_by<T, kShorts, kLanes>(skinny, batch, stream);
     if (is_read_by<T>(skinny, 2)) return start_rows_by<T, kShorts, 2>(skinny, batch, stream);
   }
   start_rows_by<T, kShorts, 1>(skinny, batch, stream);
@@ -275,8 +291,9 @@ bool is_half(const Product& product) {
   return product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
 }
 
-// Tensor cores are faster in the half kinds, but where there are next to no rows for them or their kernels
-// are the slow ones for any alignment. cuBLAS' plain product has good kernels for a row times a matrix.
+// Tensor cores are faster in the half kinds, but where there are next to no rows for them or their
+// kernels are the slow ones for any alignment. cuBLAS' plain product has good kernels for a row
+// times a matrix.
 bool is_columns_faster(const Product& product, const Skinny& skinny) {
   constexpr int64_t kLongest = 8192;
   const bool has_bias = product.bias.data != nullptr;
@@ -295,7 +312,8 @@ bool is_columns_faster(const Product& product, const Skinny& skinny) {
     return has_bias && narrow >= 2 && skinny.rows <= 32 && product.k >= 512;
   }
   if (narrow == 1) {
-    return product.kind == kTchExtensionFloat && has_bias && is_whole && rows <= 2048 && product.k >= 256;
+    return product.kind == kTchExtensionFloat && has_bias && is_whole && rows <= 2048 &&
+           product.k >= 256;
   }
   if (narrow == 2) return true;
   return has_bias && rows <= 4096 && (is_whole || skinny.rows <= 64 || product.k >= 512);
@@ -308,7 +326,8 @@ bool skinny_product_can(const Product& product) {
   constexpr int64_t kMost = INT32_MAX - 65536;  // a step more must not leave 32 bits
   if (product.m > kMostShort && product.n > kMostShort) return false;
   const Skinny skinny = skinny_of(product);
-  return (is_by_rows(skinny) || is_by_columns(skinny)) && product.batch <= kMostBlocks && product.k <= kMost;
+  return (is_by_rows(skinny) || is_by_columns(skinny)) && product.batch <= kMostBlocks &&
+         product.k <= kMost;
 }
 
 bool skinny_product_is_faster(const Product& product) {

@@ -1,5 +1,5 @@
-// Products with up to 4 columns or up to 4 rows: sums of products along K, bound by memory, which tiles for
-// tensor cores would mostly compute for nothing. Any row pitch and any address.
+// Products with up to 4 columns or up to 4 rows: sums of products along K, bound by memory, which
+// tiles for tensor cores would mostly compute for nothing. Any row pitch and any address.
 #pragma once
 
 #include "product.h"

@@ -1,5 +1,5 @@
-// Narrow products whose long factor has rows that are neighbours in memory: a block computes some of them
-// side by side, and up to 8 blocks of a cluster share K.
+// Narrow products whose long factor has rows that are neighbours in memory: a block computes some
+// of them side by side, and up to 8 blocks of a cluster share K.
 #include <cooperative_groups.h>
 
 #include <atomic>
@@ -16,8 +16,9 @@ template <int kLanes>
 constexpr int kColumnsAhead = kLanes == 1 ? 8 : 4;
 
 template <typename T, int kShorts, int kLanes, int kAhead>
-__device__ __forceinline__ void add_columns(const Skinny& skinny, const T* many, const T* few, int first,
-                                            int step, Compute<T> (&sum)[kShorts][kLanes]) {
+__device__ __forceinline__ void add_columns(const Skinny& skinny, const T* many, const T* few,
+                                            int first, int step,
+                                            Compute<T> (&sum)[kShorts][kLanes]) {
   using C = Compute<T>;
   const int inner = static_cast<int>(skinny.inner);
   Vector<T, kLanes> left[kAhead];
@@ -46,8 +47,8 @@ __device__ __forceinline__ void add_columns(const Skinny& skinny, const T* many,
   }
 }
 
-// Rows that are neighbours in memory: a block has kAcross · kLanes of them, and cuts K between its threads
-// and those of the other blocks of its cluster.
+// Rows that are neighbours in memory: a block has kAcross · kLanes of them, and cuts K between its
+// threads and those of the other blocks of its cluster.
 template <typename T, int kShorts, int kLanes, int kAcross>
 __global__ void __launch_bounds__(kColumnThreads) skinny_columns_kernel(Skinny skinny) {
   namespace cg = cooperative_groups;
@@ -119,7 +120,8 @@ __global__ void __launch_bounds__(kColumnThreads) skinny_columns_kernel(Skinny s
 #endif
 }
 
-// Whether the code that the current device runs knows clusters: it may have been compiled for an older one.
+// Whether the code that the current device runs knows clusters: it may have been compiled for an
+// older one.
 bool has_clusters() {
   constexpr int kMostDevices = 64;
   static std::atomic<int8_t> known[kMostDevices];
@@ -130,8 +132,8 @@ bool has_clusters() {
     cudaFuncAttributes code{};
     const bool has =
         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-        cudaFuncGetAttributes(&code, skinny_columns_kernel<float, 1, 1, 32>) == cudaSuccess && major >= 9 &&
-        code.ptxVersion >= 90;
+        cudaFuncGetAttributes(&code, skinny_columns_kernel<float, 1, 1, 32>) == cudaSuccess &&
+        major >= 9 && code.ptxVersion >= 90;
     known[device] = has ? 1 : -1;
   }
   return known[device] == 1;
@@ -141,11 +143,13 @@ template <typename T, int kShorts, int kLanes>
 void start_columns_by(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
   constexpr int kAcross = kLanes > 1 ? 4 : 32;
   const int64_t tiles = over(skinny.rows, kAcross * kLanes);
-  // A thread has as much of K as it loads at a time, if a block has the threads for that; then the cluster
-  // has more blocks, as long as there are multiprocessors for them, until a thread has about kSteps.
+  // A thread has as much of K as it loads at a time, if a block has the threads for that; then the
+  // cluster has more blocks, as long as there are multiprocessors for them, until a thread has
+  // about kSteps.
   constexpr int64_t kProcessors = 132;
   int threads = 64;
-  while (threads < kColumnThreads && threads / kAcross * kColumnsAhead<kLanes> < skinny.inner) threads *= 2;
+  while (threads < kColumnThreads && threads / kAcross * kColumnsAhead<kLanes> < skinny.inner)
+    threads *= 2;
   unsigned int shares = 1;
   while (shares < 8 && tiles * batch * shares * threads < kProcessors * kColumnThreads * 2 &&
          threads / kAcross * kSteps * shares < skinny.inner && has_clusters()) {

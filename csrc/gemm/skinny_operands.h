@@ -8,7 +8,8 @@ namespace tch_extension::gemm {
 
 constexpr int kMostShort = 4;
 
-// How the short factor is read: single values; as many at a time as of the long one; the same from a copy.
+// How the short factor is read: single values; as many at a time as of the long one; the same from
+// a copy.
 enum class Few : int32_t { kSingle, kWhole, kCopied };
 
 // out[r, s] = Σ_k many[r, k] few[s, k] + bias[r, s]: the product, or its transpose.
@@ -52,8 +53,8 @@ __device__ __forceinline__ void finish(const Skinny& skinny, int64_t row, int s,
 
 template <typename T>
 bool is_even(const Skinny::Factor& factor, int64_t stride, int lanes = kLanesOf16Bytes<T>) {
-  return reinterpret_cast<uintptr_t>(factor.data) % (lanes * sizeof(T)) == 0 && stride % lanes == 0 &&
-         factor.batch % lanes == 0;
+  return reinterpret_cast<uintptr_t>(factor.data) % (lanes * sizeof(T)) == 0 &&
+         stride % lanes == 0 && factor.batch % lanes == 0;
 }
 
 inline int64_t over(int64_t size, int64_t part) { return (size + part - 1) / part; }

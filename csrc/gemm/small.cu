@@ -3,8 +3,8 @@
 namespace tch_extension::gemm {
 namespace {
 
-// Of the output, that a block computes, one element a thread; and how much of K is in shared memory at a
-// time.
+// Of the output, that a block computes, one element a thread; and how much of K is in shared memory
+// at a time.
 constexpr int kTile = 16;
 constexpr int kInner = 32;
 static_assert(kTile * kTile == kThreads);
@@ -47,8 +47,9 @@ __global__ void __launch_bounds__(kThreads) small_product_kernel(Product product
   const int my_column = thread % kTile;
   const bool inside = first_row + my_row < m && first_column + my_column < n;
   // Asked for first, needed last.
-  const C bias =
-      inside && product.bias.data != nullptr ? added.at(first_row + my_row, first_column + my_column) : C(0);
+  const C bias = inside && product.bias.data != nullptr
+                     ? added.at(first_row + my_row, first_column + my_column)
+                     : C(0);
   // Neighbouring threads read neighbouring addresses, whichever dimension is contiguous.
   const bool left_by_columns = left.column != 1;
   const bool right_by_columns = right.column != 1;
@@ -75,7 +76,8 @@ __global__ void __launch_bounds__(kThreads) small_product_kernel(Product product
     for (int inner = 0; inner < kInner; inner += kLanes) {
       const auto row = *reinterpret_cast<const Vector<C, kLanes>*>(&lhs[my_row][inner]);
 #pragma unroll
-      for (int lane = 0; lane < kLanes; ++lane) sum += row.lane[lane] * rhs[inner + lane][my_column];
+      for (int lane = 0; lane < kLanes; ++lane)
+        sum += row.lane[lane] * rhs[inner + lane][my_column];
     }
     if (from + kInner < k) __syncthreads();
   }
@@ -113,7 +115,8 @@ bool small_product_is_faster(const Product& product) {
 }
 
 LaunchStatus small_product(const Product& product, cudaStream_t stream) {
-  const dim3 blocks(static_cast<unsigned int>(tiles(product.n)), static_cast<unsigned int>(tiles(product.m)),
+  const dim3 blocks(static_cast<unsigned int>(tiles(product.n)),
+                    static_cast<unsigned int>(tiles(product.m)),
                     static_cast<unsigned int>(product.batch));
   for_kind(product.kind, [&](auto type) {
     small_product_kernel<typename decltype(type)::type><<<blocks, kThreads, 0, stream>>>(product);

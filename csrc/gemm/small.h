@@ -1,5 +1,5 @@
-// Products so small that one block for each 16×16 of the output, without tensor cores, is done before
-// cuBLASLt's kernels have filled their pipelines. Any strides.
+// Products so small that one block for each 16×16 of the output, without tensor cores, is done
+// before cuBLASLt's kernels have filled their pipelines. Any strides.
 #pragma once
 
 #include "product.h"

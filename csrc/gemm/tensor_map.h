@@ -1,4 +1,5 @@
-// Tensor maps: what the hardware's bulk copies have to know of a matrix in memory, or of a batch of them.
+// Tensor maps: what the hardware's bulk copies have to know of a matrix in memory, or of a batch of
+// them.
 #pragma once
 
 #include <cuda.h>
@@ -21,9 +22,10 @@ struct MapOf {
   int64_t batch;  // from one matrix to the next
 };
 
-using EncodeMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
-                               const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
-                               CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using EncodeMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*,
+                               const cuuint64_t*, const cuuint64_t*, const cuuint32_t*,
+                               const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                               CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 // The driver's, which nothing here is linked to; null if it has none.
 inline EncodeMap encode_map() {
@@ -31,8 +33,8 @@ inline EncodeMap encode_map() {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
     constexpr unsigned int kSince = 12000;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, kSince,
-                                                               cudaEnableDefault, &result);
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
+                                                               kSince, cudaEnableDefault, &result);
     const bool is_there = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
     return is_there ? reinterpret_cast<EncodeMap>(entry) : nullptr;
   }();
@@ -41,8 +43,8 @@ inline EncodeMap encode_map() {
 
 inline bool can_make_maps() { return encode_map() != nullptr; }
 
-// Makes the current device's context this thread's, as the first call of the runtime that needs one would:
-// the driver's functions do not, and a thread may come here first.
+// Makes the current device's context this thread's, as the first call of the runtime that needs one
+// would: the driver's functions do not, and a thread may come here first.
 inline bool bind_context() {
   thread_local int bound = -1;
   int device = 0;
@@ -67,11 +69,12 @@ inline bool make_map(CUtensorMap& map, const MapOf& of, uint32_t columns, uint32
                                 static_cast<cuuint64_t>(batch) * kBytes};
   const cuuint32_t box[] = {columns, rows, 1};
   const cuuint32_t steps[] = {1, 1, 1};
-  const auto type =
-      of.kind == kTchExtensionHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto type = of.kind == kTchExtensionHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   return encode_map()(&map, type, 3, const_cast<void*>(of.data), sizes, strides, box, steps,
                       CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace tch_extension::gemm

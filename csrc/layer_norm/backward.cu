@@ -1,5 +1,6 @@
-// The backward where rows go straight to registers, for GPUs with little shared memory; and that of rows
-// beyond any block's registers, which are read again for each pass. What suits most is in backward_ring.cu.
+// The backward where rows go straight to registers, for GPUs with little shared memory; and that of
+// rows beyond any block's registers, which are read again for each pass. What suits most is in
+// backward_ring.cu.
 
 #include "backward.h"
 
@@ -7,7 +8,8 @@ namespace tch_extension {
 namespace {
 
 template <typename T, int kLanes, bool kWithinWarp>
-__global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers(LayerNormBackward params) {
+__global__ void __launch_bounds__(kMostThreads)
+    layer_norm_backward_in_registers(LayerNormBackward params) {
   using C = Compute<T>;
   constexpr int kVectors = kBackwardValues<T> / kLanes;
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
@@ -45,13 +47,14 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers
     const C rstd = moments.second;
 
     // x̂ takes the place of x, and the gradient times the weight that of the gradient.
-    // All loads first, and nothing that waits for one of them in between: what is under way decides the
-    // speed.
+    // All loads first, and nothing that waits for one of them in between: what is under way decides
+    // the speed.
     Vector<T, kLanes> stored_grad[kVectors], stored_x[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int index = v * team + thread;
-      if (index < mine) stored_grad[v] = load_vector<T, kLanes>(params.grad_output, at + index * kLanes);
+      if (index < mine)
+        stored_grad[v] = load_vector<T, kLanes>(params.grad_output, at + index * kLanes);
     }
     if (has_moments) {
 #pragma unroll
@@ -88,9 +91,11 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_registers
       if (index < mine) {
 #pragma unroll
         for (int lane = 0; lane < kLanes; ++lane) {
-          grad[v].lane[lane] = rstd * (grad[v].lane[lane] - mean_grad - normal[v].lane[lane] * mean_product);
+          grad[v].lane[lane] =
+              rstd * (grad[v].lane[lane] - mean_grad - normal[v].lane[lane] * mean_product);
         }
-        store_values<T, kLanes>(params.grad_input, at + static_cast<int64_t>(index) * kLanes, grad[v]);
+        store_values<T, kLanes>(params.grad_input, at + static_cast<int64_t>(index) * kLanes,
+                                grad[v]);
       }
     }
   }
@@ -130,7 +135,8 @@ __device__ __forceinline__ Terms<T, kLanes> load_terms(const LayerNormBackward& 
 
 // The input's gradient for long rows. The block is the team.
 template <typename T, int kLanes>
-__global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_passes(LayerNormBackward params) {
+__global__ void __launch_bounds__(kMostThreads)
+    layer_norm_backward_in_passes(LayerNormBackward params) {
   using C = Compute<T>;
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
   let_the_next_kernel_start();
@@ -163,8 +169,8 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_backward_in_passes(La
       auto terms = load_terms<T, kLanes>(params, at, index * kLanes, moments);
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) {
-        terms.grad.lane[lane] =
-            moments.second * (terms.grad.lane[lane] - mean_grad - terms.normal.lane[lane] * mean_product);
+        terms.grad.lane[lane] = moments.second * (terms.grad.lane[lane] - mean_grad -
+                                                  terms.normal.lane[lane] * mean_product);
       }
       store_values<T, kLanes>(params.grad_input, at + index * kLanes, terms.grad);
     }
@@ -200,8 +206,10 @@ __global__ void __launch_bounds__(kThreads) layer_norm_parts(LayerNormBackward p
     const int64_t to = blockIdx.y * params.columns + column;
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
-      if (params.weight_parts != nullptr) static_cast<C*>(params.weight_parts)[to + lane] = weight_sums[lane];
-      if (params.bias_parts != nullptr) static_cast<C*>(params.bias_parts)[to + lane] = bias_sums[lane];
+      if (params.weight_parts != nullptr)
+        static_cast<C*>(params.weight_parts)[to + lane] = weight_sums[lane];
+      if (params.bias_parts != nullptr)
+        static_cast<C*>(params.bias_parts)[to + lane] = bias_sums[lane];
     }
   }
 }
@@ -219,7 +227,9 @@ template <typename T, int kLanes>
 void start_in_registers(const LayerNormBackward& params, cudaStream_t stream) {
   // A part a block.
   const unsigned int blocks = static_cast<unsigned int>(params.parts);
-  auto start_kernel = [&](auto* kernel) { kernel<<<blocks, params.plan.threads, 0, stream>>>(params); };
+  auto start_kernel = [&](auto* kernel) {
+    kernel<<<blocks, params.plan.threads, 0, stream>>>(params);
+  };
   params.plan.team <= kWarp ? start_kernel(layer_norm_backward_in_registers<T, kLanes, true>)
                             : start_kernel(layer_norm_backward_in_registers<T, kLanes, false>);
 }

@@ -13,7 +13,8 @@ __device__ __forceinline__ Pair<C> kept_moments(const LayerNormBackward& params,
   return {static_cast<const C*>(params.mean)[row], static_cast<const C*>(params.rstd)[row]};
 }
 
-// As many at a time as 16 bytes hold: single values would each be a write of their own to the L2 cache.
+// As many at a time as 16 bytes hold: single values would each be a write of their own to the L2
+// cache.
 template <typename C, int kLanes>
 __device__ __forceinline__ void store_sums(C* to, const C (&sums)[kLanes]) {
   constexpr int kTogether = kLanes < kLanesOf16Bytes<C> ? kLanes : kLanesOf16Bytes<C>;
@@ -26,12 +27,12 @@ __device__ __forceinline__ void store_sums(C* to, const C (&sums)[kLanes]) {
   }
 }
 
-// Adds the teams' sums over rows up and writes the block's part: `columns` of them, of which a thread has
-// kLanes from `index(v)` · kLanes on. `buffer` has room for a thread's sums of each thread. kShifted: the
-// part may begin anywhere.
+// Adds the teams' sums over rows up and writes the block's part: `columns` of them, of which a
+// thread has kLanes from `index(v)` · kLanes on. `buffer` has room for a thread's sums of each
+// thread. kShifted: the part may begin anywhere.
 template <bool kShifted, typename C, int kVectors, int kLanes, typename Index>
-__device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLanes], C* part, int columns,
-                                                 int team, C* buffer, Index index) {
+__device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLanes], C* part,
+                                                 int columns, int team, C* buffer, Index index) {
   const int vectors = (columns + kLanes - 1) / kLanes, teams = teams_of_block(team);
   const bool is_whole = teams == 1 && !kShifted;
   C* to = is_whole ? part : buffer + team_of_block(team) * vectors * kLanes;
@@ -43,7 +44,8 @@ __device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLane
   if (is_whole) return;
   __syncthreads();
   for (int column = threadIdx.x; column < columns; column += blockDim.x) {
-    // Eight sums, then a tree of them: the shorter the sums, the less is lost. `teams` is a power of two.
+    // Eight sums, then a tree of them: the shorter the sums, the less is lost. `teams` is a power
+    // of two.
     constexpr int kSums = 8;
     C total[kSums] = {};
     for (int first = 0; first < teams; first += kSums) {

@@ -1,6 +1,7 @@
-// The backward of rows too long for one block, which begin at multiples of 16 bytes: blocks of a cluster
-// share a row. A ring of rows as in backward_ring.cu, but nobody waits at once for the other blocks' sums: a
-// row's gradient is done when the next row has been added up, from the ring again.
+// The backward of rows too long for one block, which begin at multiples of 16 bytes: blocks of a
+// cluster share a row. A ring of rows as in backward_ring.cu, but nobody waits at once for the
+// other blocks' sums: a row's gradient is done when the next row has been added up, from the ring
+// again.
 
 #include <atomic>
 
@@ -15,7 +16,8 @@ constexpr int kVectorsOfThread = kBackwardValues<T> / kLanesOf16Bytes<T>;
 
 // kParameters: whether weight or bias want gradients.
 template <typename T, bool kParameters>
-__global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_cluster(LayerNormBackward params) {
+__global__ void __launch_bounds__(kMostThreads, 1)
+    layer_norm_backward_cluster(LayerNormBackward params) {
   using C = Compute<T>;
   constexpr int kLanes = kLanesOf16Bytes<T>, kBytes = 16, kVectors = kVectorsOfThread<T>;
   extern __shared__ __align__(16) unsigned char ring[];
@@ -45,8 +47,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_cluster(L
       const bool there = is_row && is_there(v);
       const int offset = v * team * kLanes, bytes = there ? kBytes : 0;
       start_copy(mine + at + v * next_vector, there ? x_ahead + offset : params.input, bytes);
-      start_copy(mine + at + next_array + v * next_vector, there ? grad_ahead + offset : params.grad_output,
-                 bytes);
+      start_copy(mine + at + next_array + v * next_vector,
+                 there ? grad_ahead + offset : params.grad_output, bytes);
     }
     x_ahead += stride;
     grad_ahead += stride;
@@ -57,7 +59,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_cluster(L
     return row < params.rows ? kept_moments<C>(params, row) : Pair<C>{C(0), C(0)};
   };
 
-  for (int stage = 0; stage < stages - 1; ++stage) copy_row(first_row + stage * step, stage * next_row);
+  for (int stage = 0; stage < stages - 1; ++stage)
+    copy_row(first_row + stage * step, stage * next_row);
   Values<T, kLanes> weight[kVectors];
   C weight_sums[kVectors][kLanes], bias_sums[kVectors][kLanes];
 #pragma unroll
@@ -67,7 +70,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_cluster(L
       weight[v].lane[lane] = weight_sums[v][lane] = bias_sums[v][lane] = C(0);
     }
     if (is_there(v)) {
-      weight[v] = load_or<T, kLanes>(params.weight, share.column + int64_t{index(v)} * kLanes, C(1));
+      weight[v] =
+          load_or<T, kLanes>(params.weight, share.column + int64_t{index(v)} * kLanes, C(1));
     }
   }
 
@@ -157,7 +161,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_cluster(L
     auto write = [&](auto& of_thread, void* parts) {
       if (parts == nullptr) return;
       auto place = [&](int v) { return is_there(v) ? index(v) : INT32_MAX; };
-      write_block_part<false>(of_thread, static_cast<C*>(parts) + from, share.columns, team, sums, place);
+      write_block_part<false>(of_thread, static_cast<C*>(parts) + from, share.columns, team, sums,
+                              place);
     };
     write(weight_sums, params.weight_parts);
     write(bias_sums, params.bias_parts);
@@ -175,7 +180,8 @@ bool fits(const LayerNormBackward& params) {
   const LayerNormPlan& plan = params.plan;
   if (params.kind != params.parameter_kind || !fits_a_block(plan) || !aligned<T, kLanes>(params))
     return false;
-  if (plan.stages < 2 || plan.stages > 3 || plan.cluster > kMostInCluster || plan.team != plan.threads) {
+  if (plan.stages < 2 || plan.stages > 3 || plan.cluster > kMostInCluster ||
+      plan.team != plan.threads) {
     return false;
   }
   const int64_t each = (params.columns / kLanes + plan.cluster - 1) / plan.cluster;
@@ -194,7 +200,8 @@ void start(const LayerNormBackward& params, cudaStream_t stream) {
 
 }  // namespace
 
-const char* start_layer_norm_backward_cluster(const LayerNormBackward& params, cudaStream_t stream) {
+const char* start_layer_norm_backward_cluster(const LayerNormBackward& params,
+                                              cudaStream_t stream) {
   bool planned = false;
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
@@ -207,8 +214,8 @@ const char* start_layer_norm_backward_cluster(const LayerNormBackward& params, c
 
 }  // namespace tch_extension
 
-// How many clusters of this plan the current device can run at a time; 0 if none. Asked once for each: it
-// takes longer than the launch.
+// How many clusters of this plan the current device can run at a time; 0 if none. Asked once for
+// each: it takes longer than the launch.
 extern "C" int64_t tch_extension_layer_norm_clusters(const LayerNormPlan* plan, int32_t kind) {
   using namespace tch_extension;
   constexpr int kDevices = 64, kKinds = kTchExtensionBFloat16 + 1, kBlocks = 2;
@@ -227,7 +234,8 @@ extern "C" int64_t tch_extension_layer_norm_clusters(const LayerNormPlan* plan, 
     const int bytes = bytes_of_ring<T>(*plan);
     if (allow_shared_memory<kKernel>(bytes) != cudaSuccess) return;
     const ClusterLaunch launch(*plan, bytes, 1, nullptr);
-    if (cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config) != cudaSuccess) clusters = 0;
+    if (cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config) != cudaSuccess)
+      clusters = 0;
     if (can_keep) known[device][of_kind][of_threads][plan->cluster] = clusters;
   });
   return clusters;

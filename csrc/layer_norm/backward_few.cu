@@ -1,6 +1,6 @@
-// The backward of few rows: one kernel, some of whose blocks do rows and others columns, beside one another.
-// The sums over rows are read from x and dy again; parts would be as many bytes, and a second kernel takes
-// longer than all of this.
+// The backward of few rows: one kernel, some of whose blocks do rows and others columns, beside one
+// another. The sums over rows are read from x and dy again; parts would be as many bytes, and a
+// second kernel takes longer than all of this.
 
 #include "backward.h"
 #include "shifted.h"
@@ -8,10 +8,11 @@
 namespace tch_extension {
 namespace {
 
-// The parameters' gradients of `count` columns from `first` on; a power of two of them, and each has as many
-// threads as there are then.
+// The parameters' gradients of `count` columns from `first` on; a power of two of them, and each
+// has as many threads as there are then.
 template <typename T>
-__device__ __forceinline__ void sum_columns(const LayerNormBackward& params, int64_t first, int count) {
+__device__ __forceinline__ void sum_columns(const LayerNormBackward& params, int64_t first,
+                                            int count) {
   using C = Compute<T>;
   constexpr int kRows = 8;  // that a thread has under way
   __shared__ Pair<C> sums[kMostThreads];
@@ -112,7 +113,8 @@ __device__ __forceinline__ void do_rows(const LayerNormBackward& params, int64_t
       sum.second += grad[v].lane[lane] * normal[v].lane[lane];
     }
   }
-  sum = team <= kWarp ? team_sum<true>(sum, team, buffer, turn) : team_sum<false>(sum, team, buffer, turn);
+  sum = team <= kWarp ? team_sum<true>(sum, team, buffer, turn)
+                      : team_sum<false>(sum, team, buffer, turn);
   const C inverse = C(1) / static_cast<C>(params.columns);
   const C mean_grad = sum.first * inverse, mean_product = sum.second * inverse;
 #pragma unroll
@@ -128,11 +130,12 @@ __device__ __forceinline__ void do_rows(const LayerNormBackward& params, int64_t
   store_shifted<T>(static_cast<T*>(params.grad_input) + at, columns, group, x);
 }
 
-// The first `row_blocks` do rows, the others columns. kBlocks: of a processor at a time; one has registers
-// for more loads under way.
+// The first `row_blocks` do rows, the others columns. kBlocks: of a processor at a time; one has
+// registers for more loads under way.
 template <typename T, int kBlocks>
 __global__ void __launch_bounds__(kMostThreads, kBlocks)
-    layer_norm_backward_few(LayerNormBackward params, unsigned int row_blocks, int columns_of_block) {
+    layer_norm_backward_few(LayerNormBackward params, unsigned int row_blocks,
+                            int columns_of_block) {
   if (blockIdx.x < row_blocks) return do_rows<T>(params, blockIdx.x);
   const int64_t first = static_cast<int64_t>(blockIdx.x - row_blocks) * columns_of_block;
   sum_columns<T>(params, first, columns_of_block);
@@ -142,7 +145,8 @@ template <typename T>
 bool fits(const LayerNormBackward& params) {
   const LayerNormPlan& plan = params.plan;
   constexpr int kLanes = kLanesOf16Bytes<T>;
-  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.cluster != 1) return false;
+  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.cluster != 1)
+    return false;
   if (params.columns > int64_t{INT32_MAX} * 8) return false;
   if (!plan.in_registers || params.grad_input == nullptr) return true;
   const int64_t all = (params.columns + kLanes - 1) / kLanes;
@@ -152,7 +156,8 @@ bool fits(const LayerNormBackward& params) {
 // An H200's. On another GPU the same kernels are only chosen less well.
 constexpr int kProcessors = 132;
 
-// Few enough for all rows to be under way at a time; more where the blocks would have to take turns.
+// Few enough for all rows to be under way at a time; more where the blocks would have to take
+// turns.
 int columns_of_block(const LayerNormBackward& params, unsigned int row_blocks) {
   constexpr int kLeast = 16, kMost = 64, kRowsOfThread = 8;
   int columns = kLeast;

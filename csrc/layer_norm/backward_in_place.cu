@@ -1,15 +1,16 @@
-// The backward of rows of an odd length, in arrays that begin at multiples of 16 bytes. Every few rows begin
-// as far behind such a multiple (the lead): a team has only such rows, so that a thread's 16 bytes are the
-// same columns in each of them, and nothing has to be shifted. A ring of rows as in backward_ring.cu.
+// The backward of rows of an odd length, in arrays that begin at multiples of 16 bytes. Every few
+// rows begin as far behind such a multiple (the lead): a team has only such rows, so that a
+// thread's 16 bytes are the same columns in each of them, and nothing has to be shifted. A ring of
+// rows as in backward_ring.cu.
 
 #include "ring.h"
 
 namespace tch_extension {
 namespace {
 
-// A row may have so many columns more than its team has room for: one for each lane of its last warp. 1025
-// columns would have twice the threads of 1024 otherwise, half of them idle. src/ffi/layer_norm/plan.rs has
-// the same number.
+// A row may have so many columns more than its team has room for: one for each lane of its last
+// warp. 1025 columns would have twice the threads of 1024 otherwise, half of them idle.
+// src/ffi/layer_norm/plan.rs has the same number.
 constexpr int kMostRest = kWarp;
 
 template <typename T>
@@ -44,10 +45,11 @@ struct Place {
   }
 };
 
-// The parameters' parts. The buffer's teams have `step` sums each, of which the first `lead` are none.
+// The parameters' parts. The buffer's teams have `step` sums each, of which the first `lead` are
+// none.
 template <typename T, typename C>
-__device__ __forceinline__ void add_teams_up(const C* buffer, int step, int64_t first_row, int columns,
-                                             int teams, C* part) {
+__device__ __forceinline__ void add_teams_up(const C* buffer, int step, int64_t first_row,
+                                             int columns, int teams, C* part) {
   for (int column = threadIdx.x; column < columns; column += blockDim.x) {
     C total(0);
 #pragma unroll 4
@@ -59,7 +61,8 @@ __device__ __forceinline__ void add_teams_up(const C* buffer, int step, int64_t 
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_in_place(LayerNormBackward params) {
+__global__ void __launch_bounds__(kMostThreads, 1)
+    layer_norm_backward_in_place(LayerNormBackward params) {
   using C = Compute<T>;
   constexpr int kLanes = kLanesOf16Bytes<T>, kBytes = 16, kVectors = kVectorsOfThread<T>;
   extern __shared__ __align__(16) unsigned char ring[];
@@ -116,7 +119,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_in_place(
     return ahead;
   };
 
-  for (int stage = 0; stage < stages - 1; ++stage) copy_row(first_row + stage * step, stage * next_row);
+  for (int stage = 0; stage < stages - 1; ++stage)
+    copy_row(first_row + stage * step, stage * next_row);
   Ahead next = load_ahead(first_row);
   const T* weights = static_cast<const T*>(params.weight);
   Values<T, kLanes> weight[kVectors];
@@ -170,7 +174,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_in_place(
         sum.second += grad[v].lane[lane] * normal[v].lane[lane];
       }
     }
-    const C rest_normal = has_rest ? (static_cast<C>(now.x) - moments.first) * moments.second : C(0);
+    const C rest_normal =
+        has_rest ? (static_cast<C>(now.x) - moments.first) * moments.second : C(0);
     C rest_grad = static_cast<C>(now.dy);
     rest_weight_sum += rest_grad * rest_normal;
     rest_bias_sum += rest_grad;
@@ -212,7 +217,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_in_place(
     __syncthreads();
     C* to = sums + team_of_block(team) * sums_of_team;
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) store_sums<C, kLanes>(to + (v * team + thread) * kLanes, of_thread[v]);
+    for (int v = 0; v < kVectors; ++v)
+      store_sums<C, kLanes>(to + (v * team + thread) * kLanes, of_thread[v]);
     if (lane_of_rest >= 0) to[team * kBackwardValues<T> + lane_of_rest] = of_rest;
     __syncthreads();
     C* part = static_cast<C*>(parts) + blockIdx.x * params.columns;
@@ -231,7 +237,8 @@ template <typename T>
 bool fits(const LayerNormBackward& params) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   const LayerNormPlan& plan = params.plan;
-  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.team < 2 * kWarp) return false;
+  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.team < 2 * kWarp)
+    return false;
   if (plan.stages < 2 || plan.stages > 3 || plan.cluster != 1) return false;
   if (!is_aligned<T, kLanes>(params.input) || !is_aligned<T, kLanes>(params.grad_output) ||
       !is_aligned<T, kLanes>(params.grad_input)) {
@@ -254,7 +261,8 @@ void start(const LayerNormBackward& params, cudaStream_t stream) {
 
 }  // namespace
 
-const char* start_layer_norm_backward_in_place(const LayerNormBackward& params, cudaStream_t stream) {
+const char* start_layer_norm_backward_in_place(const LayerNormBackward& params,
+                                               cudaStream_t stream) {
   bool planned = false;
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;

@@ -1,11 +1,12 @@
-// The backward for all rows that fit. Blocks stay for many rows; each thread copies what it will need of the
-// next rows of x and dy to places of its own in shared memory (a ring of rows), so that bytes under way cost
-// no registers and nobody waits for anybody else's copies. Both sums of a row meet at one barrier. The sums
-// for weight and bias stay in registers over all rows. Blocks of a cluster share a row too long for one
-// (where rows begin anywhere; others are in backward_cluster.cu).
+// The backward for all rows that fit. Blocks stay for many rows; each thread copies what it will
+// need of the next rows of x and dy to places of its own in shared memory (a ring of rows), so that
+// bytes under way cost no registers and nobody waits for anybody else's copies. Both sums of a row
+// meet at one barrier. The sums for weight and bias stay in registers over all rows. Blocks of a
+// cluster share a row too long for one (where rows begin anywhere; others are in
+// backward_cluster.cu).
 //
-// Rows that begin anywhere are copied from the multiple of 16 bytes below; what a thread needs then lies in
-// its own vector and the next one, which another lane of its warp copied.
+// Rows that begin anywhere are copied from the multiple of 16 bytes below; what a thread needs then
+// lies in its own vector and the next one, which another lane of its warp copied.
 
 #include "cluster.h"
 #include "ring.h"
@@ -34,15 +35,15 @@ __device__ __forceinline__ Share share_of_block(const LayerNormBackward& params)
   return share;
 }
 
-// A shifted row may have so many columns more than its team of warps has room for: one for each lane of its
-// last warp. 1025 columns would have twice the threads of 1024 otherwise, half of them idle.
-// src/ffi/layer_norm/plan.rs has the same number.
+// A shifted row may have so many columns more than its team of warps has room for: one for each
+// lane of its last warp. 1025 columns would have twice the threads of 1024 otherwise, half of them
+// idle. src/ffi/layer_norm/plan.rs has the same number.
 constexpr int kBytesOfRest = 128;
 template <typename T>
 constexpr int kMostRest = kBytesOfRest / sizeof(T) < kWarp ? kBytesOfRest / sizeof(T) : kWarp;
 
-// Vectors of one row of x, or of dy, in the ring. A group of shifted ones has one more, and room for the
-// rest.
+// Vectors of one row of x, or of dy, in the ring. A group of shifted ones has one more, and room
+// for the rest.
 template <typename T>
 constexpr int kVectorsOfThread = kBackwardValues<T> / kLanesOf16Bytes<T>;
 
@@ -56,8 +57,8 @@ __host__ __device__ constexpr int vectors_of_row(int threads, int team) {
          (kShifted ? threads / (team < kWarp ? team : kWarp) * vectors_behind(team) : 0);
 }
 
-// Where a thread finds one of the two arrays, x or dy: the group's bytes of its present row, or the next ones
-// to be copied.
+// Where a thread finds one of the two arrays, x or dy: the group's bytes of its present row, or the
+// next ones to be copied.
 template <typename T>
 struct Source {
   const char* from;  // the group's first column in row 0
@@ -66,21 +67,24 @@ struct Source {
   __device__ __forceinline__ Source(const void* pointer, int64_t columns, int64_t column)
       : from(reinterpret_cast<const char*>(static_cast<const T*>(pointer) + column)),
         row_bytes(columns * static_cast<int64_t>(sizeof(T))) {}
-  __device__ __forceinline__ const char* row(int64_t index) const { return from + index * row_bytes; }
+  __device__ __forceinline__ const char* row(int64_t index) const {
+    return from + index * row_bytes;
+  }
   // How far behind a multiple of 16 bytes. Only the lowest bits count.
   __device__ __forceinline__ int shift(int64_t index) const {
     const auto low = static_cast<unsigned int>(reinterpret_cast<uintptr_t>(from));
-    return static_cast<int>((low + static_cast<unsigned int>(index) * static_cast<unsigned int>(row_bytes)) &
-                            15);
+    return static_cast<int>(
+        (low + static_cast<unsigned int>(index) * static_cast<unsigned int>(row_bytes)) & 15);
   }
 };
 
 // kParameters: whether weight or bias want gradients. kShifted: rows may begin anywhere.
 template <typename T, bool kShifted, Team kTeam, bool kParameters>
-__global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(LayerNormBackward params) {
+__global__ void __launch_bounds__(kMostThreads, 1)
+    layer_norm_backward_ring(LayerNormBackward params) {
   using C = Compute<T>;
-  // Shifted values of 4 bytes or more are read from the ring one by one: neighbours by neighbours, so that no
-  // bank is asked twice, and nothing has to be shifted.
+  // Shifted values of 4 bytes or more are read from the ring one by one: neighbours by neighbours,
+  // so that no bank is asked twice, and nothing has to be shifted.
   constexpr bool kSingles = kShifted && sizeof(T) >= 4;
   constexpr int kLanes = kSingles ? 1 : kLanesOf16Bytes<T>, kBytes = 16;
   constexpr int kCopies = kVectorsOfThread<T>, kVectors = kBackwardValues<T> / kLanes;
@@ -105,7 +109,9 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
   const bool is_last_warp = kMayHaveRest && thread >= team - kWarp;
   const bool has_rest = is_last_warp && group.lane < rest;
   const int first = kSingles ? group.first * kLanesOf16Bytes<T> : group.first;
-  auto index = [&](int v) { return kShifted ? first + v * group.width + group.lane : v * team + thread; };
+  auto index = [&](int v) {
+    return kShifted ? first + v * group.width + group.lane : v * team + thread;
+  };
   // How many vectors of the row the thread has, and how many columns of one.
   const int mine_of_row = kShifted ? group.vectors * (kVectors / kCopies) : kVectors;
   const int step_of_thread = kShifted ? group.width : team;
@@ -122,7 +128,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
   unsigned char* mine = ring + threadIdx.x * kBytes;
   if constexpr (kShifted) {
     const int groups_before = threadIdx.x / group.width;
-    mine = ring + (groups_before * (kCopies * group.width + vectors_behind(team)) + group.lane) * kBytes;
+    mine = ring +
+           (groups_before * (kCopies * group.width + vectors_behind(team)) + group.lane) * kBytes;
   }
 
   const int64_t first_row = share.start + team_of_block(team);
@@ -131,9 +138,12 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
   const T* x_ahead = static_cast<const T*>(params.input) + begin;
   const T* grad_ahead = static_cast<const T*>(params.grad_output) + begin;
   // Of the row, from the group's first column on; none, and an address that is one all the same.
-  const int group_bytes = (share.columns + rest) * static_cast<int>(sizeof(T)) - group.first * kBytes;
-  const int behind = is_last_warp ? 1 + (rest * static_cast<int>(sizeof(T)) + kBytes - 1) / kBytes : 1;
-  const int64_t group_column = group_bytes > 0 ? share.column + group.first * kLanesOf16Bytes<T> : 0;
+  const int group_bytes =
+      (share.columns + rest) * static_cast<int>(sizeof(T)) - group.first * kBytes;
+  const int behind =
+      is_last_warp ? 1 + (rest * static_cast<int>(sizeof(T)) + kBytes - 1) / kBytes : 1;
+  const int64_t group_column =
+      group_bytes > 0 ? share.column + group.first * kLanesOf16Bytes<T> : 0;
   const Source<T> x_source(params.input, params.columns, group_column);
   const Source<T> grad_source(params.grad_output, params.columns, group_column);
   auto copy_shifted = [&](const Source<T>& source, int64_t row_ahead, int at) {
@@ -146,8 +156,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
       const int offset = (v * group.width + lane) * kBytes;
       const int left = bytes - offset;
       const int there = left < 0 ? 0 : left < kBytes ? left : kBytes;
-      start_copy(mine + at + v * next_vector + (lane - group.lane) * kBytes, there > 0 ? base + offset : base,
-                 there);
+      start_copy(mine + at + v * next_vector + (lane - group.lane) * kBytes,
+                 there > 0 ? base + offset : base, there);
     };
 #pragma unroll
     for (int v = 0; v < kCopies; ++v) {
@@ -169,9 +179,10 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
         // What is not there is zeros, and adds nothing to any sum.
         const bool there = is_row && is_there(v);
         const int offset = v * team * kLanes;
-        start_copy(mine + at + v * next_vector, there ? x_ahead + offset : params.input, there ? kBytes : 0);
-        start_copy(mine + at + next_array + v * next_vector, there ? grad_ahead + offset : params.grad_output,
+        start_copy(mine + at + v * next_vector, there ? x_ahead + offset : params.input,
                    there ? kBytes : 0);
+        start_copy(mine + at + next_array + v * next_vector,
+                   there ? grad_ahead + offset : params.grad_output, there ? kBytes : 0);
       }
       x_ahead += stride;
       grad_ahead += stride;
@@ -189,14 +200,16 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
     }
   };
   auto read_rest = [&](int at, int shift) {
-    const int place = at + shift + group.vectors * next_vector + group.lane * static_cast<int>(sizeof(T));
+    const int place =
+        at + shift + group.vectors * next_vector + group.lane * static_cast<int>(sizeof(T));
     return static_cast<C>(*reinterpret_cast<const T*>(mine - group.lane * kBytes + place));
   };
   auto moments_of = [&](int64_t row) {
     return row < params.rows ? kept_moments<C>(params, row) : Pair<C>{C(0), C(0)};
   };
 
-  for (int stage = 0; stage < stages - 1; ++stage) copy_row(first_row + stage * share.step, stage * next_row);
+  for (int stage = 0; stage < stages - 1; ++stage)
+    copy_row(first_row + stage * share.step, stage * next_row);
   Pair<C> next_moments = moments_of(first_row);
   const Parameter<T> shifted_weight(params.weight, params.columns);
   Values<T, kLanes> weight[kVectors];
@@ -228,7 +241,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
   for (int64_t row = first_row; row - team_of_block(team) < params.rows; row += share.step) {
     const Pair<C> moments = next_moments;
     next_moments = moments_of(row + share.step);
-    // Into the place of the row before, which has been read. Earlier, right behind the reading, is no faster.
+    // Into the place of the row before, which has been read. Earlier, right behind the reading, is
+    // no faster.
     copy_row(row + (stages - 1) * share.step, at == 0 ? end_of_ring - next_row : at - next_row);
     wait_for_all_but(stages - 1);
     if constexpr (kShifted) __syncwarp();
@@ -281,7 +295,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
     const C mean_grad = sum.first * inverse, mean_product = sum.second * inverse;
     const bool is_asked_for = params.grad_input != nullptr && row < params.rows;
     [[maybe_unused]] Words gradients[kVectors];
-    T* dx = static_cast<T*>(params.grad_input) + (is_asked_for ? row * params.columns + share.column : 0);
+    T* dx = static_cast<T*>(params.grad_input) +
+            (is_asked_for ? row * params.columns + share.column : 0);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       if (kShifted && v >= mine_of_row) break;
@@ -315,8 +330,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
     auto write = [&](auto& of_thread, void* parts) {
       if (parts == nullptr) return;
       auto place = [&](int v) { return is_there(v) ? index(v) : INT32_MAX; };
-      write_block_part<kShifted && !kSingles>(of_thread, static_cast<C*>(parts) + from, share.columns, team,
-                                              sums, place);
+      write_block_part<kShifted && !kSingles>(of_thread, static_cast<C*>(parts) + from,
+                                              share.columns, team, sums, place);
     };
     write(weight_sums, params.weight_parts);
     write(bias_sums, params.bias_parts);
@@ -327,7 +342,8 @@ __global__ void __launch_bounds__(kMostThreads, 1) layer_norm_backward_ring(Laye
       __syncthreads();
       if (static_cast<int>(threadIdx.x) >= rest) return;
       C total(0);
-      for (int index = 0; index < teams_of_block(team); ++index) total += sums[index * kWarp + threadIdx.x];
+      for (int index = 0; index < teams_of_block(team); ++index)
+        total += sums[index * kWarp + threadIdx.x];
       static_cast<C*>(parts)[from + share.columns + threadIdx.x] = total;
     };
     if constexpr (kMayHaveRest) {
@@ -341,7 +357,8 @@ template <typename T>
 bool fits(const LayerNormBackward& params) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   const LayerNormPlan& plan = params.plan;
-  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.lanes != kLanes) return false;
+  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.lanes != kLanes)
+    return false;
   if (!plan.shifted && !aligned<T, kLanes>(params)) return false;
   if (plan.stages < 2 || plan.stages > 3 || plan.cluster > kMostInCluster) return false;
   if (plan.cluster > 1 && plan.team != plan.threads) return false;
@@ -376,7 +393,8 @@ void start(const LayerNormBackward& params, cudaStream_t stream) {
   } else if (params.plan.team <= kWarp) {
     start_kernel<T, kShifted, Team::kWithinWarp, kParameters>(params, stream);
   } else {
-    // A kernel of its own: it needs more registers. Rare: it does without one for the input's gradient alone.
+    // A kernel of its own: it needs more registers. Rare: it does without one for the input's
+    // gradient alone.
     if constexpr (kShifted) {
       if (params.columns > int64_t{params.plan.team} * kBackwardValues<T>) {
         return start_kernel<T, kShifted, Team::kBlockWithRest, true>(params, stream);

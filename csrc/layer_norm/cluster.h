@@ -1,5 +1,5 @@
-// Several blocks of a cluster that share a row: which columns are whose, stores into another block's memory,
-// and sums over all of them.
+// Several blocks of a cluster that share a row: which columns are whose, stores into another
+// block's memory, and sums over all of them.
 #pragma once
 
 #include "row_team.h"
@@ -57,8 +57,8 @@ __device__ __forceinline__ void store_in_block(Pair<C>* place, int block, Pair<C
 #endif
 }
 
-// team_sum over all blocks of the cluster, whose threads all come here. `buffer` is of 2 · kMostInCluster ·
-// kMostThreads / kWarp pairs.
+// team_sum over all blocks of the cluster, whose threads all come here. `buffer` is of 2 ·
+// kMostInCluster · kMostThreads / kWarp pairs.
 template <typename C>
 __device__ __forceinline__ Pair<C> cluster_sum(Pair<C> sum, int cluster, int rank, Pair<C>* buffer,
                                                int& turn) {
@@ -80,7 +80,8 @@ enum class Team { kWithinWarp, kBlock, kBlockWithRest, kCluster };
 
 // Of which a block with such a team needs an array, for the sums.
 template <Team kTeam>
-constexpr int kPairsOfSums = 2 * kMostThreads / kWarp * (kTeam == Team::kCluster ? kMostInCluster : 1);
+constexpr int kPairsOfSums =
+    2 * kMostThreads / kWarp * (kTeam == Team::kCluster ? kMostInCluster : 1);
 
 // Sums over all threads that share a row.
 template <Team kTeam, typename C>

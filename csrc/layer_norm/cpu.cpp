@@ -22,11 +22,15 @@ int64_t rows_per_part(const LayerNormBackward& params) {
 }
 
 // Without columns there may be any number of rows, with nothing in them.
-int64_t forward_items(const LayerNormForward& params) { return params.columns == 0 ? 0 : params.rows; }
+int64_t forward_items(const LayerNormForward& params) {
+  return params.columns == 0 ? 0 : params.rows;
+}
 
 int64_t forward_grain(const LayerNormForward& params) { return grain_of(params.columns); }
 
-int64_t backward_items(const LayerNormBackward& params) { return params.columns == 0 ? 0 : params.parts; }
+int64_t backward_items(const LayerNormBackward& params) {
+  return params.columns == 0 ? 0 : params.parts;
+}
 
 int64_t backward_grain(const LayerNormBackward& params) {
   return grain_of(rows_per_part(params) * params.columns);
@@ -35,7 +39,9 @@ int64_t backward_grain(const LayerNormBackward& params) {
 // Columns that one item of the finishing kernel sums up.
 constexpr int64_t kColumns = 256;
 
-int64_t finish_items(const LayerNormBackward& params) { return (params.columns + kColumns - 1) / kColumns; }
+int64_t finish_items(const LayerNormBackward& params) {
+  return (params.columns + kColumns - 1) / kColumns;
+}
 
 int64_t finish_grain(const LayerNormBackward& params) { return grain_of(params.parts * kColumns); }
 
@@ -53,9 +59,9 @@ void for_kinds(const Params& params, Body body) {
 template <typename C>
 using Whole = std::integral_constant<int64_t, Vec<C>::size()>;
 
-// Sums over a row. term(column, count, sums) adds one vector's values to each of the sums. In blocks, because
-// a long sum of small terms loses them one by one; and several vectors side by side, because each addition
-// waits for the one before.
+// Sums over a row. term(column, count, sums) adds one vector's values to each of the sums. In
+// blocks, because a long sum of small terms loses them one by one; and several vectors side by
+// side, because each addition waits for the one before.
 template <typename C, int kSums, typename Term>
 inline TCH_EXTENSION_INLINE void row_sums(int64_t columns, C (&sums)[kSums], Term term) {
   using V = Vec<C>;
@@ -116,16 +122,18 @@ struct Moments {
   C rstd;
 };
 
-// A row of equal values has exactly these for its mean, unless its sum is so long that it rounds by more than
-// this. Any other row loses nothing if its deviations are counted from its first value where that is as near.
+// A row of equal values has exactly these for its mean, unless its sum is so long that it rounds by
+// more than this. Any other row loses nothing if its deviations are counted from its first value
+// where that is as near.
 template <typename C>
 C pivot(C mean, C first) {
-  const bool is_near = std::abs(mean - first) <= C(32) * std::numeric_limits<C>::epsilon() * std::abs(first);
+  const bool is_near =
+      std::abs(mean - first) <= C(32) * std::numeric_limits<C>::epsilon() * std::abs(first);
   return is_near ? first : mean;
 }
 
-// Two passes. The second one also finds by how much the rounded mean is off, which decides where the mean is
-// large and the variance small.
+// Two passes. The second one also finds by how much the rounded mean is off, which decides where
+// the mean is large and the variance small.
 template <typename T, typename C = Compute<T>>
 Moments<C> moments(const T* x, int64_t columns, double eps) {
   using V = Vec<C>;
@@ -149,7 +157,8 @@ Moments<C> moments(const T* x, int64_t columns, double eps) {
   });
   const C correction = second[0] / scaled_columns;
   const C mean_square = second[1] / C(columns);
-  // Where the squares are beyond the largest value, the correction's may be, too, and their difference NaN.
+  // Where the squares are beyond the largest value, the correction's may be, too, and their
+  // difference NaN.
   const C variance = std::isinf(mean_square) ? mean_square : mean_square - correction * correction;
   // Not std::max, which would drop NaN.
   return {mean, correction, C(1) / std::sqrt((variance < C(0) ? C(0) : variance) + C(eps))};
@@ -157,7 +166,8 @@ Moments<C> moments(const T* x, int64_t columns, double eps) {
 
 template <typename W>
 Vec<Compute<W>> load_or(const void* pointer, int64_t at, int64_t count, Compute<W> otherwise) {
-  return pointer == nullptr ? Vec<Compute<W>>(otherwise) : load(static_cast<const W*>(pointer) + at, count);
+  return pointer == nullptr ? Vec<Compute<W>>(otherwise)
+                            : load(static_cast<const W*>(pointer) + at, count);
 }
 
 template <typename T, typename W, bool kAffine>
@@ -223,11 +233,11 @@ inline void add(const Vec<C>& values, C* to, Count count) {
   store(load(to, count) + values, to, count);
 }
 
-// One row's derivative, and what it adds to the sums over rows. Which of these are asked for is known to the
-// compiler; it is the common case that all are, or only the row's.
+// One row's derivative, and what it adds to the sums over rows. Which of these are asked for is
+// known to the compiler; it is the common case that all are, or only the row's.
 template <bool kInput, bool kParameters, typename T, typename W, typename C>
-inline TCH_EXTENSION_INLINE void backward_row(const Row<T, W>& row, int64_t columns, C inverse, T* grad_input,
-                                              C* weight_sums, C* bias_sums) {
+inline TCH_EXTENSION_INLINE void backward_row(const Row<T, W>& row, int64_t columns, C inverse,
+                                              T* grad_input, C* weight_sums, C* bias_sums) {
   using V = Vec<C>;
   C sums[2];
   row_sums(columns, sums, [&](int64_t column, auto count, V* sums) TCH_EXTENSION_INLINE {
@@ -272,8 +282,9 @@ void backward(const LayerNormBackward& params, int64_t begin, int64_t end) {
     const int64_t last = std::min(params.rows, (part + 1) * rows_of_part);
     for (int64_t index = part * rows_of_part; index < last; ++index) {
       const Row<T, W> row(params, index);
-      T* grad_input =
-          params.grad_input == nullptr ? nullptr : static_cast<T*>(params.grad_input) + index * columns;
+      T* grad_input = params.grad_input == nullptr
+                          ? nullptr
+                          : static_cast<T*>(params.grad_input) + index * columns;
       if (grad_input == nullptr) {
         backward_row<false, true>(row, columns, inverse, grad_input, weight_sums, bias_sums);
       } else if (weight_sums == nullptr && bias_sums == nullptr) {
@@ -286,8 +297,8 @@ void backward(const LayerNormBackward& params, int64_t begin, int64_t end) {
 }
 
 template <typename W, typename C>
-void sum_parts(const void* parts, void* result, int64_t count_of_parts, int64_t columns, int64_t first,
-               int64_t last) {
+void sum_parts(const void* parts, void* result, int64_t count_of_parts, int64_t columns,
+               int64_t first, int64_t last) {
   if (result == nullptr) return;
   for (int64_t column = first; column < last; column += Vec<C>::size()) {
     const int64_t count = std::min<int64_t>(Vec<C>::size(), last - column);
@@ -321,7 +332,8 @@ static void layer_norm_finish(const LayerNormBackward& params, int64_t begin, in
   for_kinds(params, [&](auto type, auto parameter) {
     using C = Compute<typename decltype(type)::type>;
     using W = typename decltype(parameter)::type;
-    sum_parts<W, C>(params.weight_parts, params.grad_weight, params.parts, params.columns, first, last);
+    sum_parts<W, C>(params.weight_parts, params.grad_weight, params.parts, params.columns, first,
+                    last);
     sum_parts<W, C>(params.bias_parts, params.grad_bias, params.parts, params.columns, first, last);
   });
 }
@@ -333,8 +345,8 @@ TCH_EXTENSION_CPU_KERNEL(tch_extension_layer_norm_forward, layer_norm_forward, L
                          forward_items, forward_grain)
 TCH_EXTENSION_CPU_KERNEL(tch_extension_layer_norm_backward, layer_norm_backward, LayerNormBackward,
                          backward_items, backward_grain)
-TCH_EXTENSION_CPU_KERNEL(tch_extension_layer_norm_finish, layer_norm_finish, LayerNormBackward, finish_items,
-                         finish_grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_layer_norm_finish, layer_norm_finish, LayerNormBackward,
+                         finish_items, finish_grain)
 
 #if defined(CPU_CAPABILITY_DEFAULT)
 #include <cstddef>

@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kGroups = 16;
 
-// Started while the kernel before may still run: all of that must be there first. Every thread waits, also
-// those without work, so that no kernel ends before the one that it was started behind.
+// Started while the kernel before may still run: all of that must be there first. Every thread
+// waits, also those without work, so that no kernel ends before the one that it was started behind.
 __device__ __forceinline__ void wait_for_the_kernel_before() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -28,7 +28,8 @@ __device__ __forceinline__ C tree_sum(C (&total)[kGroups]) {
   return total[0];
 }
 
-// Adds up the parts: 32 columns a block, 16 threads a column. blockIdx.y is 0 for the weight, 1 for the bias.
+// Adds up the parts: 32 columns a block, 16 threads a column. blockIdx.y is 0 for the weight, 1 for
+// the bias.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kGroups) layer_norm_finish(LayerNormBackward params) {
   using C = Compute<T>;
@@ -90,15 +91,15 @@ LaunchStatus status(const char* kernel, const char* mistake) {
 }  // namespace
 }  // namespace tch_extension
 
-extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_forward_cuda(const LayerNormForward* params,
-                                                                             cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_forward_cuda(
+    const LayerNormForward* params, cudaStream_t stream) {
   constexpr const char* kKernel = "layer_norm_forward";
   if (params->columns == 0) return {kKernel, nullptr};
   return tch_extension::status(kKernel, tch_extension::start_layer_norm_forward(*params, stream));
 }
 
-extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_backward_cuda(const LayerNormBackward* params,
-                                                                              cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_backward_cuda(
+    const LayerNormBackward* params, cudaStream_t stream) {
   constexpr const char* kKernel = "layer_norm_backward";
   if (params->columns == 0) return {kKernel, nullptr};
   const LayerNormPlan& plan = params->plan;
@@ -110,11 +111,12 @@ extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_backward_cuda(co
   return tch_extension::status(kKernel, start(*params, stream));
 }
 
-extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_finish_cuda(const LayerNormBackward* params,
-                                                                            cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_finish_cuda(
+    const LayerNormBackward* params, cudaStream_t stream) {
   constexpr const char* kKernel = "layer_norm_finish";
   if (params->plan.by_columns) {
-    return tch_extension::status(kKernel, tch_extension::start_layer_norm_backward_few(*params, stream));
+    return tch_extension::status(kKernel,
+                                 tch_extension::start_layer_norm_backward_few(*params, stream));
   }
   return tch_extension::finish(kKernel, *params, stream);
 }
@@ -122,9 +124,11 @@ extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_finish_cuda(cons
 // Of the current device, which `device` has to be.
 extern "C" const char* tch_extension_layer_norm_device(int32_t device, LayerNormDevice* result) {
   int major = 0;
-  cudaError_t error = cudaDeviceGetAttribute(&result->processors, cudaDevAttrMultiProcessorCount, device);
+  cudaError_t error =
+      cudaDeviceGetAttribute(&result->processors, cudaDevAttrMultiProcessorCount, device);
   if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&result->shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    error = cudaDeviceGetAttribute(&result->shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin,
+                                   device);
   }
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);

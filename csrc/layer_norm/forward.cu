@@ -1,7 +1,7 @@
-// The forward. A team keeps its row in registers, so that memory is read once: 2·M·N values move, and the
-// parameters. What is under way at a time decides the speed, and so do registers: 64 bytes a thread, and as
-// many small blocks as fit. Rows beyond what a block's registers hold are read again for each pass, mostly
-// from the L2 cache.
+// The forward. A team keeps its row in registers, so that memory is read once: 2·M·N values move,
+// and the parameters. What is under way at a time decides the speed, and so do registers: 64 bytes
+// a thread, and as many small blocks as fit. Rows beyond what a block's registers hold are read
+// again for each pass, mostly from the L2 cache.
 
 #include "forward.h"
 
@@ -18,8 +18,8 @@ __device__ __forceinline__ Values<T, kLanes> load_parameter(const void* pointer,
 
 // `centred` is x - mean.
 template <typename T, int kLanes, bool kAffine>
-__device__ __forceinline__ void write_normal(const LayerNormForward& params, int64_t row_at, int64_t column,
-                                             const Values<T, kLanes>& centred,
+__device__ __forceinline__ void write_normal(const LayerNormForward& params, int64_t row_at,
+                                             int64_t column, const Values<T, kLanes>& centred,
                                              const Moments<Compute<T>>& moments) {
   const auto weight = load_parameter<T, kLanes, kAffine>(params.weight, column, Compute<T>(1));
   const auto bias = load_parameter<T, kLanes, kAffine>(params.bias, column, Compute<T>(0));
@@ -32,8 +32,8 @@ __device__ __forceinline__ void write_normal(const LayerNormForward& params, int
   store_values<T, kLanes>(params.output, row_at + column, y);
 }
 
-// Kernels for any team of a part of a warp, or of warps; others are for one size of team, and for a weight
-// and a bias: what does not change from launch to launch costs no instructions.
+// Kernels for any team of a part of a warp, or of warps; others are for one size of team, and for a
+// weight and a bias: what does not change from launch to launch costs no instructions.
 constexpr int kAnyPartOfWarp = 0;
 constexpr int kAnyWarps = -1;
 constexpr int kBlocksOfCluster = -2;
@@ -55,10 +55,13 @@ constexpr int kThreadsOfBlock = kTeam <= 0          ? kMostThreads
 
 // As many blocks at a time as leave 64 registers a thread, where those are enough.
 template <typename T, int kLanes, int kKept, int kTeam>
-constexpr int kBlocksAtATime = sizeof(T) == 8 || kKept / sizeof(T) > 32 ? 1 : 1024 / kThreadsOfBlock<kTeam>;
+constexpr int kBlocksAtATime =
+    sizeof(T) == 8 || kKept / sizeof(T) > 32 ? 1 : 1024 / kThreadsOfBlock<kTeam>;
 
-// A team does one row. A thread keeps kKept bytes. kFull: each thread of each block, which is one team then.
-template <typename T, int kLanes, int kKept, int kTeam, bool kFull = false, bool kAffine = (kTeam > 0)>
+// A team does one row. A thread keeps kKept bytes. kFull: each thread of each block, which is one
+// team then.
+template <typename T, int kLanes, int kKept, int kTeam, bool kFull = false,
+          bool kAffine = (kTeam > 0)>
 __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLanes, kKept, kTeam>))
     layer_norm_forward_in_registers(LayerNormForward params) {
   using C = Compute<T>;
@@ -92,7 +95,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
   Vector<T, kLanes> stored[kVectors];
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (is_there(v)) stored[v] = load_vector<T, kLanes>(params.input, at + (v * team + thread) * kLanes);
+    if (is_there(v))
+      stored[v] = load_vector<T, kLanes>(params.input, at + (v * team + thread) * kLanes);
   }
   C first(0);
   if constexpr (kFull) first = static_cast<C>(static_cast<const T*>(params.input)[row_at]);
@@ -107,7 +111,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
       x[v] = unpack<T, kLanes>(stored[v]);
       if (v == 0 && !kFull) first = x[0].lane[0];
 #pragma unroll
-      for (int lane = 0; lane < kLanes; ++lane) sums[lane % kSums] += x[v].lane[lane] * scales.scale;
+      for (int lane = 0; lane < kLanes; ++lane)
+        sums[lane % kSums] += x[v].lane[lane] * scales.scale;
     }
   }
   C sum(0);
@@ -156,7 +161,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
 
 // The block is the team.
 template <typename T, int kLanes>
-__global__ void __launch_bounds__(kMostThreads) layer_norm_forward_in_passes(LayerNormForward params) {
+__global__ void __launch_bounds__(kMostThreads)
+    layer_norm_forward_in_passes(LayerNormForward params) {
   using C = Compute<T>;
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
   int turn = 0;
@@ -177,8 +183,8 @@ __global__ void __launch_bounds__(kMostThreads) layer_norm_forward_in_passes(Lay
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) sum.first += sums[lane];
     const C sum_of_row = team_sum<false>(sum, team, buffer, turn).first;
-    const C mean =
-        pivot<C>(sum_of_row * scales.unscale, static_cast<C>(static_cast<const T*>(params.input)[at]));
+    const C mean = pivot<C>(sum_of_row * scales.unscale,
+                            static_cast<C>(static_cast<const T*>(params.input)[at]));
 
     Pair<C> by_lane[kLanes] = {};
     for (int64_t index = threadIdx.x; index < vectors; index += team) {
@@ -229,7 +235,8 @@ bool fits(const LayerNormForward& params) {
          params.rows <= int64_t{INT32_MAX} * (plan.threads / plan.team);
 }
 
-// The kernel made for the plan's team, for a weight and a bias; null if there is none. None for doubles.
+// The kernel made for the plan's team, for a weight and a bias; null if there is none. None for
+// doubles.
 template <typename T>
 auto kernel_of_one_team(const LayerNormForward& params) -> void (*)(LayerNormForward) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
@@ -269,7 +276,8 @@ void start_in_registers(const LayerNormForward& params, cudaStream_t stream) {
   const LayerNormPlan& plan = params.plan;
   if (plan.cluster > 1) {
     const ClusterLaunch launch(plan, 0, params.rows, stream);
-    constexpr auto kKernel = layer_norm_forward_in_registers<T, kLanes, kClusterBytes<T>, kBlocksOfCluster>;
+    constexpr auto kKernel =
+        layer_norm_forward_in_registers<T, kLanes, kClusterBytes<T>, kBlocksOfCluster>;
     cudaLaunchKernelEx(&launch.config, kKernel, params);
     return;
   }
@@ -280,8 +288,9 @@ void start_in_registers(const LayerNormForward& params, cudaStream_t stream) {
     return start_kernel(layer_norm_forward_in_registers<T, kLanes, 2 * kBytes, kAnyWarps>);
   }
   if (const auto kernel = kernel_of_one_team<T>(params)) return start_kernel(kernel);
-  plan.team <= kWarp ? start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, kAnyPartOfWarp>)
-                     : start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, kAnyWarps>);
+  plan.team <= kWarp
+      ? start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, kAnyPartOfWarp>)
+      : start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, kAnyWarps>);
 }
 
 template <typename T, int kLanes>
@@ -307,9 +316,10 @@ const char* start_layer_norm_forward(const LayerNormForward& params, cudaStream_
   } else {
     for_kind(params.kind, [&](auto type) {
       using T = typename decltype(type)::type;
-      planned = params.plan.lanes == kLanesOf16Bytes<T> ? start<T, kLanesOf16Bytes<T>>(params, stream)
-                : params.plan.lanes == 1                ? start<T, 1>(params, stream)
-                                                        : false;
+      planned = params.plan.lanes == kLanesOf16Bytes<T>
+                    ? start<T, kLanesOf16Bytes<T>>(params, stream)
+                : params.plan.lanes == 1 ? start<T, 1>(params, stream)
+                                         : false;
     });
   }
   return planned ? nullptr : "internal error: the plan does not fit the arrays";

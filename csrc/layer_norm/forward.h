@@ -6,21 +6,22 @@
 namespace tch_extension {
 namespace {
 
-// So many bytes of a row a thread keeps; src/ffi/layer_norm/plan.rs has the same number. Twice as many where
-// a block could not hold the row otherwise, half as many where that is enough: fewer registers, more rows
-// under way.
+// So many bytes of a row a thread keeps; src/ffi/layer_norm/plan.rs has the same number. Twice as
+// many where a block could not hold the row otherwise, half as many where that is enough: fewer
+// registers, more rows under way.
 constexpr int kBytes = 64;
 
-// A power of two of at most 1 / N, so that nothing is rounded: a sum of N values times this cannot overflow
-// where no value does.
+// A power of two of at most 1 / N, so that nothing is rounded: a sum of N values times this cannot
+// overflow where no value does.
 template <typename C>
 __device__ __forceinline__ C scale_for(int64_t columns) {
   const int exponent = columns > 1 ? 64 - __clzll(columns - 1) : 0;
   return ldexp(C(1), -exponent);
 }
 
-// A row of equal values has exactly these for its mean, unless its sum is so long that it rounds by more than
-// this. Any other row loses nothing if its deviations are counted from its first value where that is as near.
+// A row of equal values has exactly these for its mean, unless its sum is so long that it rounds by
+// more than this. Any other row loses nothing if its deviations are counted from its first value
+// where that is as near.
 template <typename C>
 __device__ __forceinline__ C pivot(C mean, C first) {
   const C distance = mean < first ? first - mean : mean - first;
@@ -61,7 +62,8 @@ __device__ __forceinline__ Moments<C> moments_from(C mean, Pair<C> sums, const S
                                                    double eps) {
   const C correction = sums.first * scales.unscale;
   const C mean_square = sums.second * scales.inverse;
-  // Where the squares are beyond the largest value, the correction's may be, too, and their difference NaN.
+  // Where the squares are beyond the largest value, the correction's may be, too, and their
+  // difference NaN.
   const C variance = isinf(mean_square) ? mean_square : mean_square - correction * correction;
   // Not max, which would drop NaN.
   const C positive = variance < C(0) ? C(0) : variance;
@@ -75,10 +77,11 @@ __device__ __forceinline__ void keep_moments(const LayerNormForward& params, int
   if (params.rstd != nullptr) static_cast<C*>(params.rstd)[row] = moments.rstd;
 }
 
-// The sum of the team's threads, and the first thread's `first`. A team that is a cluster: of all its blocks.
+// The sum of the team's threads, and the first thread's `first`. A team that is a cluster: of all
+// its blocks.
 template <Team kTeam, typename C>
-__device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, const LayerNormPlan& plan, int team,
-                                                 Pair<C>* buffer, int& turn) {
+__device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, const LayerNormPlan& plan,
+                                                 int team, Pair<C>* buffer, int& turn) {
   if constexpr (kTeam == Team::kWithinWarp) {
 #pragma unroll
     for (int offset = kWarp / 2; offset > 0; offset /= 2) {
@@ -93,12 +96,13 @@ __device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, const LayerNorm
   }
 }
 
-// As team_sum, where the block is one team of a size that is known: all that the warps left behind is read at
-// once. `sums` is nobody else's.
+// As team_sum, where the block is one team of a size that is known: all that the warps left behind
+// is read at once. `sums` is nobody else's.
 template <int kTeam, typename C>
 __device__ __forceinline__ C block_sum(C sum, C (&sums)[kTeam / kWarp]) {
 #pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+  for (int offset = kWarp / 2; offset > 0; offset /= 2)
+    sum += __shfl_xor_sync(kAllLanes, sum, offset);
   if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = sum;
   __syncthreads();
   C total(0);
@@ -115,7 +119,8 @@ __device__ __forceinline__ Pair<C> block_sum(Pair<C> sum, Pair<C> (&sums)[kTeam 
   C mine = is_second ? sum.second : sum.first;
   mine += __shfl_xor_sync(kAllLanes, is_second ? sum.first : sum.second, kHalf);
 #pragma unroll
-  for (int offset = kHalf / 2; offset > 0; offset /= 2) mine += __shfl_xor_sync(kAllLanes, mine, offset);
+  for (int offset = kHalf / 2; offset > 0; offset /= 2)
+    mine += __shfl_xor_sync(kAllLanes, mine, offset);
   Pair<C>& of_warp = sums[threadIdx.x / kWarp];
   if (threadIdx.x % kHalf == 0) (is_second ? of_warp.second : of_warp.first) = mine;
   __syncthreads();

@@ -1,5 +1,5 @@
-// The forward of rows that begin anywhere: odd numbers of columns, and views of larger arrays. As in
-// forward.cu, with what shifted.h does in front and behind.
+// The forward of rows that begin anywhere: odd numbers of columns, and views of larger arrays. As
+// in forward.cu, with what shifted.h does in front and behind.
 
 #include "forward.h"
 #include "shifted.h"
@@ -37,20 +37,23 @@ __global__ void __launch_bounds__(kTeam == Team::kWithinWarp ? 2 * kWarp : kMost
   const int team = params.plan.team;
   const Columns mine =
       columns_of_block(params.columns, kLanes, kTeam == Team::kCluster ? params.plan.cluster : 1);
-  const int64_t row = kTeam == Team::kCluster
-                          ? static_cast<int64_t>(blockIdx.x / params.plan.cluster)
-                          : static_cast<int64_t>(blockIdx.x) * teams_of_block(team) + team_of_block(team);
+  const int64_t row =
+      kTeam == Team::kCluster
+          ? static_cast<int64_t>(blockIdx.x / params.plan.cluster)
+          : static_cast<int64_t>(blockIdx.x) * teams_of_block(team) + team_of_block(team);
   const bool is_row = row < params.rows;
   const int64_t at = is_row ? row * params.columns + mine.column : 0;
   const int columns = is_row ? mine.columns : 0;
   const Group group(team, mine.vectors);
   auto count = [&](int v) { return v < group.vectors ? columns - group.index(v) * kLanes : 0; };
 
-  // Kept as they are in memory, and converted again in each pass: half as many registers for the half kinds.
+  // Kept as they are in memory, and converted again in each pass: half as many registers for the
+  // half kinds.
   Words x[kVectors];
   const T* input = static_cast<const T*>(params.input);
   load_shifted<T>(input + at, input + params.rows * params.columns, columns, group, x);
-  // Of the first vector already: where rows are few, it is the only one, and nothing hides the wait.
+  // Of the first vector already: where rows are few, it is the only one, and nothing hides the
+  // wait.
   const Parameter<T> weight(params.weight, params.columns), bias(params.bias, params.columns);
   Words stored_weight = weight.load(mine.column + int64_t{group.index(0)} * kLanes);
   Words stored_bias = bias.load(mine.column + int64_t{group.index(0)} * kLanes);
@@ -111,7 +114,8 @@ bool start(const LayerNormForward& params, cudaStream_t stream) {
     if (!fits_a_cluster<T, kBytes>(params)) return false;
     if (params.rows == 0) return true;
     const ClusterLaunch launch(plan, 0, params.rows, stream);
-    cudaLaunchKernelEx(&launch.config, layer_norm_forward_shifted<T, kBytes, Team::kCluster>, params);
+    cudaLaunchKernelEx(&launch.config, layer_norm_forward_shifted<T, kBytes, Team::kCluster>,
+                       params);
     return true;
   }
   if (params.rows > int64_t{INT32_MAX} * (plan.threads / plan.team)) return false;
@@ -135,7 +139,8 @@ bool start(const LayerNormForward& params, cudaStream_t stream) {
 
 bool start_layer_norm_forward_shifted(const LayerNormForward& params, cudaStream_t stream) {
   bool planned = false;
-  for_kind(params.kind, [&](auto type) { planned = start<typename decltype(type)::type>(params, stream); });
+  for_kind(params.kind,
+           [&](auto type) { planned = start<typename decltype(type)::type>(params, stream); });
   return planned;
 }
 

@@ -17,7 +17,8 @@ __device__ __forceinline__ void start_copy(void* to, const void* from, int bytes
                : "memory");
 #else
   for (int i = 0; i < 8; ++i) {
-    static_cast<unsigned short*>(to)[i] = 2 * i < bytes ? static_cast<const unsigned short*>(from)[i] : 0;
+    static_cast<unsigned short*>(to)[i] =
+        2 * i < bytes ? static_cast<const unsigned short*>(from)[i] : 0;
   }
 #endif
 }
@@ -42,8 +43,8 @@ __device__ __forceinline__ void wait_for_all_but(int rows) {
 #endif
 }
 
-// As one access in any case: beside reads of the ring, which might be of the same memory for all that the
-// compiler knows, a plain store of 16 bytes became four.
+// As one access in any case: beside reads of the ring, which might be of the same memory for all
+// that the compiler knows, a plain store of 16 bytes became four.
 __device__ __forceinline__ void store_whole(void* to, const Words& words) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(to)),
                "r"(words.word[0]), "r"(words.word[1]), "r"(words.word[2]), "r"(words.word[3])
@@ -61,7 +62,8 @@ cudaError_t allow_shared_memory(int bytes) {
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  // One at a time: the last call counts, and one for fewer bytes would take away what another was given.
+  // One at a time: the last call counts, and one for fewer bytes would take away what another was
+  // given.
   const std::lock_guard<std::mutex> lock(mutex);
   if (device < kDevices && allowed[device] >= bytes) return cudaSuccess;
   error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -1,5 +1,5 @@
-// What the CUDA kernels of both directions share: how a team of threads does a row. A team is a part of a
-// warp, or several warps; a block is one team or several.
+// What the CUDA kernels of both directions share: how a team of threads does a row. A team is a
+// part of a warp, or several warps; a block is one team or several.
 #pragma once
 
 #include <limits>
@@ -15,7 +15,8 @@ namespace tch_extension {
 const char* start_layer_norm_forward(const LayerNormForward& params, cudaStream_t stream);
 const char* start_layer_norm_backward(const LayerNormBackward& params, cudaStream_t stream);
 const char* start_layer_norm_backward_ring(const LayerNormBackward& params, cudaStream_t stream);
-const char* start_layer_norm_backward_in_place(const LayerNormBackward& params, cudaStream_t stream);
+const char* start_layer_norm_backward_in_place(const LayerNormBackward& params,
+                                               cudaStream_t stream);
 const char* start_layer_norm_backward_cluster(const LayerNormBackward& params, cudaStream_t stream);
 const char* start_layer_norm_backward_few(const LayerNormBackward& params, cudaStream_t stream);
 
@@ -25,9 +26,9 @@ constexpr int kWarp = 32;
 constexpr int kMostThreads = 512;
 constexpr unsigned int kAllLanes = 0xffffffffu;
 
-// How many of a row's values a thread of the backward keeps, so that four arrays of them, of the compute
-// kind, fit in the 128 registers of a thread in the largest block; src/ffi/layer_norm/plan.rs has the same
-// numbers.
+// How many of a row's values a thread of the backward keeps, so that four arrays of them, of the
+// compute kind, fit in the 128 registers of a thread in the largest block;
+// src/ffi/layer_norm/plan.rs has the same numbers.
 template <typename T>
 constexpr int kBackwardValues = 64 / sizeof(Compute<T>);
 
@@ -49,7 +50,8 @@ __device__ __forceinline__ Values<T, kLanes> unpack(const Vector<T, kLanes>& sto
 }
 
 template <typename T, int kLanes>
-__device__ __forceinline__ Values<T, kLanes> load_or(const void* pointer, int64_t at, Compute<T> otherwise) {
+__device__ __forceinline__ Values<T, kLanes> load_or(const void* pointer, int64_t at,
+                                                     Compute<T> otherwise) {
   if (pointer != nullptr) return unpack<T, kLanes>(load_vector<T, kLanes>(pointer, at));
   Values<T, kLanes> values;
 #pragma unroll
@@ -80,9 +82,9 @@ __device__ __forceinline__ Pair<C> warp_sum(Pair<C> sum, int lanes) {
   return sum;
 }
 
-// Sums over the team's threads, the same bits in each. `buffer` has room for two sets of sums, which take
-// turns: a thread that writes one has passed the barrier behind the other, and so has everyone who read it.
-// Every thread of the block has to come here.
+// Sums over the team's threads, the same bits in each. `buffer` has room for two sets of sums,
+// which take turns: a thread that writes one has passed the barrier behind the other, and so has
+// everyone who read it. Every thread of the block has to come here.
 template <bool kWithinWarp, typename C>
 __device__ __forceinline__ Pair<C> team_sum(Pair<C> sum, int team, Pair<C>* buffer, int& turn) {
   sum = warp_sum(sum, kWithinWarp ? team : kWarp);
@@ -114,12 +116,14 @@ inline unsigned int blocks_of_teams(int64_t rows, const LayerNormPlan& plan) {
   return at_most((rows + teams - 1) / teams, INT32_MAX);
 }
 
-// Whether the kernels can do what was planned: a mistake of ours must not become an access out of bounds.
+// Whether the kernels can do what was planned: a mistake of ours must not become an access out of
+// bounds.
 inline bool is_power_of_two(int32_t value) { return value > 0 && (value & (value - 1)) == 0; }
 
 inline bool fits_a_block(const LayerNormPlan& plan) {
-  return is_power_of_two(plan.team) && is_power_of_two(plan.threads) && plan.threads <= kMostThreads &&
-         plan.threads >= kWarp && plan.team <= plan.threads && plan.cluster >= 1;
+  return is_power_of_two(plan.team) && is_power_of_two(plan.threads) &&
+         plan.threads <= kMostThreads && plan.threads >= kWarp && plan.team <= plan.threads &&
+         plan.cluster >= 1;
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
-// Rows that begin anywhere, in accesses of 16 bytes: odd numbers of columns, and views of larger arrays.
-// Memory is read and written in vectors at multiples of 16 bytes; a thread keeps columns that are the same in
-// every row, so that it has to shift what it read, out of two neighbouring vectors, by as many bytes as the
-// row begins behind a multiple.
+// Rows that begin anywhere, in accesses of 16 bytes: odd numbers of columns, and views of larger
+// arrays. Memory is read and written in vectors at multiples of 16 bytes; a thread keeps columns
+// that are the same in every row, so that it has to shift what it read, out of two neighbouring
+// vectors, by as many bytes as the row begins behind a multiple.
 #pragma once
 
 #include "row_team.h"
@@ -25,12 +25,14 @@ __device__ __forceinline__ void store_words(void* to, const Words& words) {
 
 // The bits of a T.
 template <typename T>
-using Bits = std::conditional_t<sizeof(T) == 2, unsigned short,
-                                std::conditional_t<sizeof(T) == 4, unsigned int, unsigned long long>>;
+using Bits =
+    std::conditional_t<sizeof(T) == 2, unsigned short,
+                       std::conditional_t<sizeof(T) == 4, unsigned int, unsigned long long>>;
 
 template <typename T>
 __device__ __forceinline__ Bits<T> bits_of_lane(const Words& words, int lane) {
-  if constexpr (sizeof(T) == 2) return static_cast<unsigned short>(words.word[lane / 2] >> (16 * (lane % 2)));
+  if constexpr (sizeof(T) == 2)
+    return static_cast<unsigned short>(words.word[lane / 2] >> (16 * (lane % 2)));
   if constexpr (sizeof(T) == 4) return words.word[lane];
   if constexpr (sizeof(T) == 8) {
     return words.word[2 * lane] | static_cast<unsigned long long>(words.word[2 * lane + 1]) << 32;
@@ -66,11 +68,12 @@ __device__ __forceinline__ Words pack(const Values<T, kLanesOf16Bytes<T>>& value
   for (int i = 0; i < 4; ++i) {
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
       const auto two = __floats2bfloat162_rn(values.lane[2 * i], values.lane[2 * i + 1]);
-      words.word[i] = __bfloat16_as_ushort(two.x) | static_cast<unsigned int>(__bfloat16_as_ushort(two.y))
-                                                        << 16;
+      words.word[i] = __bfloat16_as_ushort(two.x) |
+                      static_cast<unsigned int>(__bfloat16_as_ushort(two.y)) << 16;
     } else if constexpr (std::is_same_v<T, __half>) {
       const auto two = __floats2half2_rn(values.lane[2 * i], values.lane[2 * i + 1]);
-      words.word[i] = __half_as_ushort(two.x) | static_cast<unsigned int>(__half_as_ushort(two.y)) << 16;
+      words.word[i] = __half_as_ushort(two.x) | static_cast<unsigned int>(__half_as_ushort(two.y))
+                                                    << 16;
     } else if constexpr (std::is_same_v<T, float>) {
       words.word[i] = __float_as_uint(values.lane[i]);
     } else {
@@ -81,8 +84,8 @@ __device__ __forceinline__ Words pack(const Values<T, kLanesOf16Bytes<T>>& value
   return words;
 }
 
-// A team's lanes within one warp. They have `vectors` · width neighbouring vectors of the row, each every
-// width-th: so only one vector more has to be read than they have.
+// A team's lanes within one warp. They have `vectors` · width neighbouring vectors of the row, each
+// every width-th: so only one vector more has to be read than they have.
 struct Group {
   int width, lane;
   int vectors;  // of each lane
@@ -94,8 +97,8 @@ struct Group {
     width = team < kWarp ? team : kWarp;
     lane = thread & (width - 1);
     const int whole = loads >> (__ffs(team) - 1), rest = loads & (team - 1);
-    // A rest that one warp can do is left to the last one, so that the others need not wait for it, nor have
-    // less to do than they could: 4099 columns are a warp's work more than 4096.
+    // A rest that one warp can do is left to the last one, so that the others need not wait for it,
+    // nor have less to do than they could: 4099 columns are a warp's work more than 4096.
     const bool is_small = whole > 0 && rest <= width;
     first = (thread - lane) * (is_small ? whole : whole + 1);
     vectors = is_small && (rest == 0 || thread - lane + width < team) ? whole : whole + 1;
@@ -124,7 +127,8 @@ __device__ __forceinline__ Words shifted(const Words& low, const Words& high, in
   Words result;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    result.word[i] = sizeof(T) == 2 ? __funnelshift_r(words[i], words[i + 1], (shift & 2) * 8) : words[i];
+    result.word[i] =
+        sizeof(T) == 2 ? __funnelshift_r(words[i], words[i + 1], (shift & 2) * 8) : words[i];
   }
   return result;
 }
@@ -161,11 +165,11 @@ __device__ __forceinline__ Words load_before(const void* from, const void* end) 
   return words;
 }
 
-// Loads the group's vectors of a row of `columns`; whatever is behind them where the row ends. Every lane of
-// the warp has to come here. `end`: of the array.
+// Loads the group's vectors of a row of `columns`; whatever is behind them where the row ends.
+// Every lane of the warp has to come here. `end`: of the array.
 template <typename T, int kVectors>
-__device__ __forceinline__ void load_shifted(const T* row, const T* end, int columns, const Group& group,
-                                             Words (&vector)[kVectors]) {
+__device__ __forceinline__ void load_shifted(const T* row, const T* end, int columns,
+                                             const Group& group, Words (&vector)[kVectors]) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   const T* from = row + group.first * kLanes;
   const int shift = bytes_behind_16(from);
@@ -179,7 +183,8 @@ __device__ __forceinline__ void load_shifted(const T* row, const T* end, int col
   }
   const bool is_last = group.lane == group.width - 1;
   Words behind = {};
-  if (is_last && group.behind() * 16 < bytes) behind = load_before<T>(base + group.behind() * 16, end);
+  if (is_last && group.behind() * 16 < bytes)
+    behind = load_before<T>(base + group.behind() * 16, end);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (v >= group.vectors) break;
@@ -193,7 +198,8 @@ __device__ __forceinline__ void load_shifted(const T* row, const T* end, int col
 
 // Stores what of a vector lies in [begin, end), all in bytes from `base`, a multiple of 16.
 template <typename T>
-__device__ __forceinline__ void store_within(char* base, int at, int begin, int end, const Words& words) {
+__device__ __forceinline__ void store_within(char* base, int at, int begin, int end,
+                                             const Words& words) {
   if (at >= begin && at + 16 <= end) return store_words(base + at, words);
 #pragma unroll
   for (int lane = 0; lane < kLanesOf16Bytes<T>; ++lane) {
@@ -204,8 +210,8 @@ __device__ __forceinline__ void store_within(char* base, int at, int begin, int 
   }
 }
 
-// Stores the group's vectors of a row of `columns`; of none: nothing. Every lane of the warp has to come
-// here.
+// Stores the group's vectors of a row of `columns`; of none: nothing. Every lane of the warp has to
+// come here.
 template <typename T, int kVectors>
 __device__ __forceinline__ void store_shifted(T* row, int columns, const Group& group,
                                               const Words (&vector)[kVectors]) {

@@ -31,8 +31,8 @@ struct Operator {
 
 // What is wrong with a call, for Rust to put into words.
 struct CallError {
-  int32_t
-      kind;  // 0: the operator's own; 1: an argument; 2: no backward; 3: no backward, found out afterwards
+  int32_t kind;  // 0: the operator's own; 1: an argument; 2: no backward; 3: no backward, found out
+                 // afterwards
   int32_t argument;
 };
 
@@ -41,7 +41,8 @@ namespace {
 bool has_tensor(const c10::Type& type) {
   if (type.kind() == c10::TypeKind::TensorType) return true;
   const auto parts = type.containedTypes();
-  return std::any_of(parts.begin(), parts.end(), [](const auto& part) { return has_tensor(*part); });
+  return std::any_of(parts.begin(), parts.end(),
+                     [](const auto& part) { return has_tensor(*part); });
 }
 
 // Calls `visit` with every tensor in the value.
@@ -54,8 +55,8 @@ void for_each_tensor(const IValue& value, const Visit& visit) {
   }
 }
 
-// How a call on inputs of this backend reaches a gradient: as the dispatcher fills its table for autograd
-// keys.
+// How a call on inputs of this backend reaches a gradient: as the dispatcher fills its table for
+// autograd keys.
 enum class Autograd { kNone, kKernel, kComposite };
 
 Autograd autograd_of(const c10::OperatorHandle& op, DispatchKey key) {
@@ -65,9 +66,11 @@ Autograd autograd_of(const c10::OperatorHandle& op, DispatchKey key) {
     return op.isKernelFallthroughKernel(which) ? Autograd::kNone : Autograd::kKernel;
   };
   if (has(key)) return kind(key);
-  const bool has_backend_kernel = op.hasKernelForAnyDispatchKey(c10::getBackendKeySetFromAutograd(key)) ||
-                                  has(DispatchKey::CompositeExplicitAutograd);
-  if (!has_backend_kernel && has(DispatchKey::CompositeImplicitAutograd)) return Autograd::kComposite;
+  const bool has_backend_kernel =
+      op.hasKernelForAnyDispatchKey(c10::getBackendKeySetFromAutograd(key)) ||
+      has(DispatchKey::CompositeExplicitAutograd);
+  if (!has_backend_kernel && has(DispatchKey::CompositeImplicitAutograd))
+    return Autograd::kComposite;
   return has(DispatchKey::Autograd) ? kind(DispatchKey::Autograd) : Autograd::kNone;
 }
 
@@ -76,14 +79,15 @@ Autograd autograd_of(const c10::OperatorHandle& op, const at::Tensor& tensor) {
   return keys.empty() ? Autograd::kNone : autograd_of(op, keys.highestPriorityTypeId());
 }
 
-// Bumps the versions of what the operator says it writes into, where it did not do so itself: a kernel that
-// writes through a pointer does not, and then saved tensors would change unnoticed.
+// Bumps the versions of what the operator says it writes into, where it did not do so itself: a
+// kernel that writes through a pointer does not, and then saved tensors would change unnoticed.
 class WrittenTensors {
  public:
   WrittenTensors(const Operator& op, const std::vector<IValue>& stack) {
     for (size_t place : op.written) {
       for_each_tensor(stack[place], [&](const at::Tensor& tensor) {
-        if (!tensor.is_inference()) tensors_.push_back({tensor, tensor._version(), tensor.grad_fn().get()});
+        if (!tensor.is_inference())
+          tensors_.push_back({tensor, tensor._version(), tensor.grad_fn().get()});
       });
     }
   }
@@ -91,7 +95,8 @@ class WrittenTensors {
   WrittenTensors& operator=(const WrittenTensors&) = delete;
   ~WrittenTensors() {
     for (const auto& written : tensors_) {
-      if (written.tensor._version() == written.version) written.tensor.unsafeGetTensorImpl()->bump_version();
+      if (written.tensor._version() == written.version)
+        written.tensor.unsafeGetTensorImpl()->bump_version();
     }
   }
 
@@ -111,8 +116,8 @@ bool is_differentiable_kind(const at::Tensor& tensor) {
   return at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type());
 }
 
-// Whether a composite operator lost the graph: it made or changed floating tensors, and none is part of one.
-// What was `given` and comes back as it is says nothing.
+// Whether a composite operator lost the graph: it made or changed floating tensors, and none is
+// part of one. What was `given` and comes back as it is says nothing.
 bool lost_the_graph(const std::vector<IValue>& results, const std::vector<at::Tensor>& given,
                     const WrittenTensors& written) {
   bool any = false, in_graph = false;
@@ -135,7 +140,8 @@ bool lost_the_graph(const std::vector<IValue>& results, const std::vector<at::Te
 std::vector<IValue> arguments(const c10::FunctionSchema& schema, const Value* values, size_t len,
                               CallError& error) {
   const auto& declared = schema.arguments();
-  if (len != declared.size()) throw std::runtime_error("internal error: not a value for each argument");
+  if (len != declared.size())
+    throw std::runtime_error("internal error: not a value for each argument");
   std::vector<IValue> stack;
   stack.reserve(std::max(declared.size(), schema.returns().size()));
   for (size_t i = 0; i < declared.size(); ++i) {
@@ -145,21 +151,23 @@ std::vector<IValue> arguments(const c10::FunctionSchema& schema, const Value* va
       continue;
     }
     error = {1, static_cast<int32_t>(i)};
-    stack.push_back(to_ivalue(values[i], argument.type(), argument.real_type(), argument.N().value_or(0)));
+    stack.push_back(
+        to_ivalue(values[i], argument.type(), argument.real_type(), argument.N().value_or(0)));
   }
   error = {0, -1};
   return stack;
 }
 
-void run(const Operator& op, const Value* values, size_t len, bool checks_autograd, Results& results,
-         CallError& error) {
+void run(const Operator& op, const Value* values, size_t len, bool checks_autograd,
+         Results& results, CallError& error) {
   auto& stack = results.stack;
   stack = arguments(op.handle.schema(), values, len, error);
   auto autograd = Autograd::kKernel;
   if (checks_autograd && at::GradMode::is_enabled()) {
     for (const IValue& value : stack) {
       for_each_tensor(value, [&](const at::Tensor& tensor) {
-        if (autograd != Autograd::kNone && tensor.requires_grad()) autograd = autograd_of(op.handle, tensor);
+        if (autograd != Autograd::kNone && tensor.requires_grad())
+          autograd = autograd_of(op.handle, tensor);
       });
     }
   }
@@ -198,8 +206,8 @@ std::string schema_text(const c10::FunctionSchema& schema) {
   return text.str();
 }
 
-// One line for each argument: `name TAB type TAB flags`, flags among `d` (has a default), `k` (by name only),
-// `w` (is written into).
+// One line for each argument: `name TAB type TAB flags`, flags among `d` (has a default), `k` (by
+// name only), `w` (is written into).
 std::string arguments_text(const c10::FunctionSchema& schema) {
   std::ostringstream text;
   for (const auto& argument : schema.arguments()) {
@@ -297,10 +305,11 @@ TCH_EXTENSION_API Message tch_extension_operator_autograd(const Operator* op, in
   });
 }
 
-// Calls the operator with a value for each of its arguments. On success the results are the caller's to free.
+// Calls the operator with a value for each of its arguments. On success the results are the
+// caller's to free.
 TCH_EXTENSION_API Message tch_extension_call(const Operator* op, const Value* values, size_t len,
-                                             bool without_grad, bool checks_autograd, Results** result,
-                                             CallError* error) {
+                                             bool without_grad, bool checks_autograd,
+                                             Results** result, CallError* error) {
   *error = {0, -1};
   return guard([&] {
     auto results = std::make_unique<Results>();
@@ -313,18 +322,19 @@ TCH_EXTENSION_API Message tch_extension_call(const Operator* op, const Value* va
     const auto& returns = op->handle.schema().returns();
     results->values.reserve(results->stack.size());
     for (size_t i = 0; i < results->stack.size(); ++i) {
-      const auto type = i < returns.size() ? returns[i].real_type() : c10::TypePtr(c10::AnyType::get());
+      const auto type =
+          i < returns.size() ? returns[i].real_type() : c10::TypePtr(c10::AnyType::get());
       results->values.push_back(from_ivalue(results->stack[i], *type, results->lists));
     }
     *result = results.release();
   });
 }
 
-// Keeps the arguments of a call for its backward, as the operator got them: with defaults, and of the
-// schema's types. In the places of tensors, and of what cannot be read in Rust, is kDefault. They are the
-// caller's to free, as results.
-TCH_EXTENSION_API Message tch_extension_keep_arguments(const Operator* op, const Value* values, size_t len,
-                                                       Results** result) {
+// Keeps the arguments of a call for its backward, as the operator got them: with defaults, and of
+// the schema's types. In the places of tensors, and of what cannot be read in Rust, is kDefault.
+// They are the caller's to free, as results.
+TCH_EXTENSION_API Message tch_extension_keep_arguments(const Operator* op, const Value* values,
+                                                       size_t len, Results** result) {
   return guard([&] {
     auto kept = std::make_unique<Results>();
     CallError error{0, -1};
@@ -332,10 +342,12 @@ TCH_EXTENSION_API Message tch_extension_keep_arguments(const Operator* op, const
     kept->stack = arguments(schema, values, len, error);
     for (size_t i = 0; i < len; ++i) {
       const auto& type = schema.arguments()[i].real_type();
-      // A graph that held tensors here would be one more that keeps them alive, and not see them change.
+      // A graph that held tensors here would be one more that keeps them alive, and not see them
+      // change.
       const bool holds_tensors = has_tensor(*type);
       if (holds_tensors) kept->stack[i] = IValue();
-      kept->values.push_back(holds_tensors ? Value{} : read_if_possible(kept->stack[i], *type, kept->lists));
+      kept->values.push_back(holds_tensors ? Value{}
+                                           : read_if_possible(kept->stack[i], *type, kept->lists));
     }
     *result = kept.release();
   });
@@ -349,7 +361,8 @@ TCH_EXTENSION_API const Value* tch_extension_results(const Results* results, siz
 
 TCH_EXTENSION_API void tch_extension_free_results(Results* results) { delete results; }
 
-TCH_EXTENSION_API bool tch_extension_is_same_tensor(const at::Tensor* one, const at::Tensor* other) {
+TCH_EXTENSION_API bool tch_extension_is_same_tensor(const at::Tensor* one,
+                                                    const at::Tensor* other) {
   return one->is_same(*other);
 }
 

@@ -1,9 +1,9 @@
 // Loads libraries that register operators, after a rehearsal in a child process.
 //
-// A registration that the dispatcher refuses (a namespace or an operator that is taken) throws in a static
-// initialiser, inside dlopen: at best the process aborts, at worst the exception passes through the loader,
-// which keeps its lock for ever. No symbol tells beforehand what a library registers. So a child, which has
-// the same operators registered, loads it first.
+// A registration that the dispatcher refuses (a namespace or an operator that is taken) throws in a
+// static initialiser, inside dlopen: at best the process aborts, at worst the exception passes
+// through the loader, which keeps its lock for ever. No symbol tells beforehand what a library
+// registers. So a child, which has the same operators registered, loads it first.
 
 #include "loader.h"
 
@@ -42,14 +42,15 @@ std::mutex& dispatcher_table() {
 namespace {
 
 void* open_library(const char* path, bool global) {
-  // All symbols now, so that a missing one is an error here and not an abort in the first call. Local,
-  // because two libraries may well define different functions of one name.
+  // All symbols now, so that a missing one is an error here and not an abort in the first call.
+  // Local, because two libraries may well define different functions of one name.
   void* library = dlopen(path, RTLD_NOW | (global ? RTLD_GLOBAL : RTLD_LOCAL));
   if (library == nullptr) {
     const char* error = dlerror();
     throw std::runtime_error(error == nullptr ? "dlopen failed without a reason" : error);
   }
-  // A PYBIND11_MODULE (tch_extension/pybind/module.h) keeps to itself what went wrong, until it is asked.
+  // A PYBIND11_MODULE (tch_extension/pybind/module.h) keeps to itself what went wrong, until it is
+  // asked.
   void* ask = dlsym(library, "tch_extension_load_error");
   const char* error = ask == nullptr ? nullptr : reinterpret_cast<const char* (*)()>(ask)();
   if (error != nullptr) throw std::runtime_error(error);
@@ -73,8 +74,8 @@ class File {
 };
 
 // Where the child says how it went: an empty message, or why it failed, between two marks, because
-// initialisers may print, too. A child that says nothing has failed: an initialiser may well end it with
-// status 0.
+// initialisers may print, too. A child that says nothing has failed: an initialiser may well end it
+// with status 0.
 int words = -1;
 constexpr char kMark = '\0';
 
@@ -104,8 +105,8 @@ constexpr char kMark = '\0';
   dup2(out, STDOUT_FILENO);
   dup2(out, STDERR_FILENO);
   end_child(guard([&] {
-    // The pool's other threads are not in the child, and a parallel loop of an initialiser's would wait for
-    // them.
+    // The pool's other threads are not in the child, and a parallel loop of an initialiser's would
+    // wait for them.
     at::set_num_threads(1);
     for (size_t i = 0; i < len; ++i) open_library(paths[i], global || i + 1 < len);
   }));
@@ -118,14 +119,15 @@ size_t find_message(const std::string& text) {
   return mark == std::string::npos ? mark : mark + 1;
 }
 
-// Reads until the child's message, or until nobody can write any more; a process that an initialiser started
-// may be able to for ever. False when neither came in time.
+// Reads until the child's message, or until nobody can write any more; a process that an
+// initialiser started may be able to for ever. False when neither came in time.
 bool read_all(int in, std::chrono::milliseconds limit, std::string& text) {
   constexpr size_t kKept = 1 << 20;
   const auto end = std::chrono::steady_clock::now() + limit;
   while (find_message(text) == std::string::npos) {
-    const auto left =
-        std::chrono::duration_cast<std::chrono::milliseconds>(end - std::chrono::steady_clock::now()).count();
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(
+                          end - std::chrono::steady_clock::now())
+                          .count();
     pollfd ready{in, POLLIN, 0};
     const int count = left <= 0 ? 0 : poll(&ready, 1, static_cast<int>(left));
     if (count < 0 && errno == EINTR) continue;
@@ -150,8 +152,8 @@ int wait_for(pid_t child) {
   return status;
 }
 
-// A reader of the dispatcher's table that the child has no thread of would keep every registration waiting
-// there.
+// A reader of the dispatcher's table that the child has no thread of would keep every registration
+// waiting there.
 pid_t fork_between_lookups() {
   const std::lock_guard nobody_reads(dispatcher_table());
   return fork();
@@ -164,7 +166,8 @@ void rehearse(const char* const* paths, size_t len, bool global, int64_t limit_m
     throw std::system_error(errno, std::generic_category(), "it cannot be rehearsed: pipe");
   File in(ends[0]), out(ends[1]);
   const pid_t child = fork_between_lookups();
-  if (child < 0) throw std::system_error(errno, std::generic_category(), "it cannot be rehearsed: fork");
+  if (child < 0)
+    throw std::system_error(errno, std::generic_category(), "it cannot be rehearsed: fork");
   if (child == 0) rehearse_in_child(out.get(), paths, len, global);
   out.close();
   std::string text;
@@ -186,15 +189,16 @@ void rehearse(const char* const* paths, size_t len, bool global, int64_t limit_m
 
 using namespace tch_extension;
 
-// Loads the libraries in a child process, the last one as tch_extension_open_library(…, global) does, those
-// before it as with true.
+// Loads the libraries in a child process, the last one as tch_extension_open_library(…, global)
+// does, those before it as with true.
 TCH_EXTENSION_API Message tch_extension_rehearse(const char* const* paths, size_t len, bool global,
                                                  int64_t limit_ms) {
   return guard([&] { rehearse(paths, len, global, limit_ms); });
 }
 
 // `operators`: the names of those that it registered, one a line. Freed as a message is.
-TCH_EXTENSION_API Message tch_extension_open_library(const char* path, bool global, char** operators) {
+TCH_EXTENSION_API Message tch_extension_open_library(const char* path, bool global,
+                                                     char** operators) {
   return guard([&] {
     NotedRegistrations noted;
     void* const library = open_library(path, global);

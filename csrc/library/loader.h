@@ -8,8 +8,8 @@
 
 namespace tch_extension {
 
-// Held shared while this crate reads the dispatcher's table of operators, and alone while the process is
-// forked.
+// Held shared while this crate reads the dispatcher's table of operators, and alone while the
+// process is forked.
 std::mutex& dispatcher_table();
 
 // `ns::name`, or `ns::name.overload`.

@@ -1,10 +1,11 @@
 // Which library registered which operators.
 //
-// What appears in the dispatcher's table while a library is loaded may be another's: other threads register
-// theirs, and libraries that the new one needs are loaded with it. So a listener notes what the thread that
-// loads registers, and finds out from the stack whose initialiser is running. It looks at nothing when no
-// library is being loaded by its thread: it is called with the dispatcher's lock held, and to ask the loader
-// for a library's name then takes the loader's, which a thread that loads holds while it waits for the first.
+// What appears in the dispatcher's table while a library is loaded may be another's: other threads
+// register theirs, and libraries that the new one needs are loaded with it. So a listener notes
+// what the thread that loads registers, and finds out from the stack whose initialiser is running.
+// It looks at nothing when no library is being loaded by its thread: it is called with the
+// dispatcher's lock held, and to ask the loader for a library's name then takes the loader's, which
+// a thread that loads holds while it waits for the first.
 
 #include "registrations.h"
 
@@ -23,7 +24,8 @@
 namespace tch_extension {
 namespace {
 
-// Where a loaded file begins in memory. It stays there, because what registered operators is never unloaded.
+// Where a loaded file begins in memory. It stays there, because what registered operators is never
+// unloaded.
 using File = const void*;
 
 thread_local std::vector<Registration>* noted = nullptr;
@@ -35,7 +37,8 @@ File file_of(const void* address) {
 
 File file_of_library(void* library) {
   const link_map* map = nullptr;
-  return dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 && map != nullptr ? file_of(map->l_ld) : nullptr;
+  return dlinfo(library, RTLD_DI_LINKMAP, &map) == 0 && map != nullptr ? file_of(map->l_ld)
+                                                                       : nullptr;
 }
 
 struct Walk {
@@ -54,7 +57,8 @@ _Unwind_Reason_Code look_at_frame(_Unwind_Context* frame, void* data) {
   return _URC_NO_REASON;
 }
 
-// The library whose initialiser is running: the loader called it. Null where the stack does not say.
+// The library whose initialiser is running: the loader called it. Null where the stack does not
+// say.
 File initialising_file() {
   Walk walk{reinterpret_cast<File>(_r_debug.r_ldbase), nullptr, nullptr};
   _Unwind_Backtrace(look_at_frame, &walk);

@@ -12,7 +12,8 @@ struct Registration {
   std::string name;
 };
 
-// While it lives, the operators that this thread registers are noted, with the library that each one is of.
+// While it lives, the operators that this thread registers are noted, with the library that each
+// one is of.
 class NotedRegistrations {
  public:
   NotedRegistrations();
@@ -20,7 +21,8 @@ class NotedRegistrations {
   NotedRegistrations& operator=(const NotedRegistrations&) = delete;
   ~NotedRegistrations();
 
-  // Keeps what was noted, for ever. What nothing says whose it is counts for `opened`, which dlopen returned.
+  // Keeps what was noted, for ever. What nothing says whose it is counts for `opened`, which dlopen
+  // returned.
   void keep(void* opened);
 
  private:
@@ -28,7 +30,8 @@ class NotedRegistrations {
   std::vector<Registration>* outer_;
 };
 
-// The names of the operators that were kept for a library, one a line. `library` is what dlopen returned.
+// The names of the operators that were kept for a library, one a line. `library` is what dlopen
+// returned.
 std::string registered_by(void* library);
 
 }  // namespace tch_extension

@@ -185,7 +185,8 @@ IValue to_ivalue(const Value& value, const TypePtr& type, const TypePtr& real, i
   }
 }
 
-Value from_ivalue(const IValue& ivalue, const c10::Type& real, std::forward_list<std::vector<Value>>& lists) {
+Value from_ivalue(const IValue& ivalue, const c10::Type& real,
+                  std::forward_list<std::vector<Value>>& lists) {
   Value value{};
   if (ivalue.isNone()) {
     value.tag = Tag::kNone;
@@ -219,7 +220,8 @@ Value from_ivalue(const IValue& ivalue, const c10::Type& real, std::forward_list
   } else if (ivalue.isList() && real.kind() == TypeKind::ListType) {
     const auto& element_type = *real.castRaw<c10::ListType>()->getElementType();
     std::vector<Value> items;
-    for (const IValue& item : ivalue.toListRef()) items.push_back(from_ivalue(item, element_type, lists));
+    for (const IValue& item : ivalue.toListRef())
+      items.push_back(from_ivalue(item, element_type, lists));
     value.tag = Tag::kList;
     value.len = items.size();
     lists.push_front(std::move(items));

@@ -46,8 +46,9 @@ struct WrongValue : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The value as an argument of this type. `type` is what the dispatcher's kernels see, where a kind is an int;
-// `real` is what the schema says. `broadcast`: the length that a list has if a single number is given, or 0.
+// The value as an argument of this type. `type` is what the dispatcher's kernels see, where a kind
+// is an int; `real` is what the schema says. `broadcast`: the length that a list has if a single
+// number is given, or 0.
 c10::IValue to_ivalue(const Value& value, const c10::TypePtr& type, const c10::TypePtr& real,
                       int32_t broadcast);
 

@@ -26,16 +26,18 @@ static void linear_bias_grad(const LinearBiasGrad& params, int64_t begin, int64_
 }
 
 static void linear_bias_grad_finish(const LinearBiasGrad& params, int64_t begin, int64_t end) {
-  for_kind(params.kind,
-           [&](auto type) { finish_column_sums<typename decltype(type)::type>(params.sums, begin, end); });
+  for_kind(params.kind, [&](auto type) {
+    finish_column_sums<typename decltype(type)::type>(params.sums, begin, end);
+  });
 }
 
 }  // namespace CPU_CAPABILITY
 }  // namespace tch_extension
 
-TCH_EXTENSION_CPU_KERNEL(tch_extension_linear_bias_grad, linear_bias_grad, LinearBiasGrad, items, grain)
-TCH_EXTENSION_CPU_KERNEL(tch_extension_linear_bias_grad_finish, linear_bias_grad_finish, LinearBiasGrad,
-                         finish_items, finish_grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_linear_bias_grad, linear_bias_grad, LinearBiasGrad, items,
+                         grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_linear_bias_grad_finish, linear_bias_grad_finish,
+                         LinearBiasGrad, finish_items, finish_grain)
 
 #if defined(CPU_CAPABILITY_DEFAULT)
 #include <cstddef>

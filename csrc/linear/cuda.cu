@@ -1,4 +1,5 @@
-// Bound by memory: every element of dY is read once, 16 bytes a thread where sizes and addresses allow.
+// Bound by memory: every element of dY is read once, 16 bytes a thread where sizes and addresses
+// allow.
 
 #include "linear.h"
 #include "tch_extension/cuda_column_sums.h"
@@ -30,7 +31,8 @@ struct Rows {
 };
 
 bool allows_vectors(const LinearBiasGrad& params, int lanes) {
-  return params.sums.columns % lanes == 0 && params.row_stride % lanes == 0 && is_aligned_to_16(params.grad);
+  return params.sums.columns % lanes == 0 && params.row_stride % lanes == 0 &&
+         is_aligned_to_16(params.grad);
 }
 
 template <typename T>
@@ -57,7 +59,7 @@ LaunchStatus launch(const char* kernel, const LinearBiasGrad& params, cudaStream
 }  // namespace
 }  // namespace tch_extension
 
-extern "C" tch_extension::LaunchStatus tch_extension_linear_bias_grad_cuda(const LinearBiasGrad* params,
-                                                                           cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_linear_bias_grad_cuda(
+    const LinearBiasGrad* params, cudaStream_t stream) {
   return tch_extension::launch("linear_bias_grad", *params, stream);
 }

@@ -1,4 +1,5 @@
-// One step's vectors of the CPU, from memory to memory, for both of its paths. The formulas are the cell's.
+// One step's vectors of the CPU, from memory to memory, for both of its paths. The formulas are the
+// cell's.
 #pragma once
 
 #include "../lltm_cell/cpu_pointwise.h"
@@ -48,10 +49,10 @@ struct LltmGradPlace {
 // From the gradient for h.
 template <typename T>
 inline void lltm_backward(const Vec<T>& grad_h, const LltmGradPlace<T>& place) {
-  const LltmCellGradient<T> grad(load(place.activations, place.count),
-                                 load(place.activations + place.hidden, place.count),
-                                 load(place.activations + 2 * place.hidden, place.count),
-                                 load(place.new_c, place.count), grad_h, load(place.grad_c, place.count));
+  const LltmCellGradient<T> grad(
+      load(place.activations, place.count), load(place.activations + place.hidden, place.count),
+      load(place.activations + 2 * place.hidden, place.count), load(place.new_c, place.count),
+      grad_h, load(place.grad_c, place.count));
   store(grad.i, place.grad_gates, place.count);
   store(grad.o, place.grad_gates + place.hidden, place.count);
   store(grad.g, place.grad_gates + 2 * place.hidden, place.count);

@@ -17,18 +17,21 @@ __device__ __forceinline__ float value_of(const LltmColumns& params, int64_t row
   return params.output[(row - params.batch) * params.hidden + column];
 }
 
-// A tile for each block, through shared memory: lanes read neighbours of a row and write neighbours of a
-// column.
-__global__ void __launch_bounds__(kThreads) lltm_columns(const __grid_constant__ LltmColumns params) {
+// A tile for each block, through shared memory: lanes read neighbours of a row and write neighbours
+// of a column.
+__global__ void __launch_bounds__(kThreads)
+    lltm_columns(const __grid_constant__ LltmColumns params) {
   __shared__ float tile[kTileRows][kTileColumns + 1];
   const int64_t columns = params.hidden + params.features;
   const int64_t tiles = (columns + kTileColumns - 1) / kTileColumns;
-  const int64_t first_row = blockIdx.x / tiles * kTileRows, first_column = blockIdx.x % tiles * kTileColumns;
+  const int64_t first_row = blockIdx.x / tiles * kTileRows,
+                first_column = blockIdx.x % tiles * kTileColumns;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int of_tile = warp; of_tile < kTileRows; of_tile += kWarps) {
     const int64_t row = first_row + of_tile, column = first_column + lane;
-    tile[of_tile][lane] = row < params.rows && column < columns ? value_of(params, row, column) : 0.0f;
+    tile[of_tile][lane] =
+        row < params.rows && column < columns ? value_of(params, row, column) : 0.0f;
   }
   __syncthreads();
 #pragma unroll
@@ -50,7 +53,8 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_columns_cuda(const Llt
   using namespace tch_extension;
   const int64_t tiles = (params->hidden + params->features + kTileColumns - 1) / kTileColumns;
   const int64_t blocks = (params->to_stride + kTileRows - 1) / kTileRows * tiles;
-  if (blocks > INT32_MAX) return {"lltm_columns", "internal error: more tiles than a grid has blocks"};
+  if (blocks > INT32_MAX)
+    return {"lltm_columns", "internal error: more tiles than a grid has blocks"};
   if (blocks > 0) lltm_columns<<<static_cast<unsigned int>(blocks), kThreads, 0, stream>>>(*params);
   return launch_status("lltm_columns");
 }

@@ -1,6 +1,6 @@
-// What all steps multiply, column by column: [h[t-1] | x[t]]ᵀ, so that a product over steps and rows finds
-// the terms of a sum side by side. `wgmma` takes tf32 from shared memory in no other order, and for rows
-// cuBLAS has kernels that take 1.4 to 1.9 times as long.
+// What all steps multiply, column by column: [h[t-1] | x[t]]ᵀ, so that a product over steps and
+// rows finds the terms of a sum side by side. `wgmma` takes tf32 from shared memory in no other
+// order, and for rows cuBLAS has kernels that take 1.4 to 1.9 times as long.
 #pragma once
 
 #include <cstdint>

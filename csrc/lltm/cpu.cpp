@@ -54,9 +54,10 @@ void step_backward(const LltmStepBackward& params, int64_t row, int64_t column, 
   const int64_t at_gates = row * 3 * hidden + column;
   const Vec<T> grad_h =
       load_or_zero<T>(params.grad_output, at, count) + load_or_zero<T>(params.grad_h, at, count);
-  lltm_backward<T>(grad_h, {static_cast<const T*>(params.activations) + at_gates,
-                            static_cast<const T*>(params.new_c) + at, static_cast<T*>(params.grad_c) + at,
-                            static_cast<T*>(params.grad_gates) + at_gates, hidden, count});
+  lltm_backward<T>(grad_h,
+                   {static_cast<const T*>(params.activations) + at_gates,
+                    static_cast<const T*>(params.new_c) + at, static_cast<T*>(params.grad_c) + at,
+                    static_cast<T*>(params.grad_gates) + at_gates, hidden, count});
 }
 
 template <typename T, typename Params, typename Body>
@@ -68,8 +69,8 @@ void for_each_vector(const Params& params, int64_t begin, int64_t end, Body body
   }
 }
 
-// All steps. A panel is so many columns of h as some vectors hold; the weights that lead to them lie
-// together, in the order in which the product reads them, with zeros behind the last column.
+// All steps. A panel is so many columns of h as some vectors hold; the weights that lead to them
+// lie together, in the order in which the product reads them, with zeros behind the last column.
 
 template <typename Params>
 int64_t places(const Params& params) {
@@ -102,11 +103,13 @@ void for_each_block(int64_t begin, int64_t end, Body body) {
   if constexpr (kCount > 1) for_each_block<kCount / 2>(begin, end, body);
 }
 
-// sums[row] = values[row] · panel, where the panel has kVectors vectors for each of the row's values. Each
-// sum is added up in the same order whatever the block is: who computes a row does not show in its bits.
+// sums[row] = values[row] · panel, where the panel has kVectors vectors for each of the row's
+// values. Each sum is added up in the same order whatever the block is: who computes a row does not
+// show in its bits.
 template <typename T, int kCount, int kVectors>
 inline __attribute__((always_inline)) void multiply(const T* values, int64_t stride, int64_t depth,
-                                                    const T* panel, Vec<T> (&result)[kCount][kVectors]) {
+                                                    const T* panel,
+                                                    Vec<T> (&result)[kCount][kVectors]) {
   Vec<T> sums[kCount][kVectors];
 #pragma GCC unroll 8
   for (int row = 0; row < kCount; ++row) {
@@ -121,7 +124,8 @@ inline __attribute__((always_inline)) void multiply(const T* values, int64_t str
     for (int row = 0; row < kCount; ++row) {
       const Vec<T> value(values[row * stride + k]);
 #pragma GCC unroll 8
-      for (int v = 0; v < kVectors; ++v) sums[row][v] = at::vec::fmadd(value, weights[v], sums[row][v]);
+      for (int v = 0; v < kVectors; ++v)
+        sums[row][v] = at::vec::fmadd(value, weights[v], sums[row][v]);
     }
   }
 #pragma GCC unroll 8
@@ -143,7 +147,9 @@ struct Forward {
   const int64_t lanes = Vec<T>::size();
   const int64_t panels = panels_of<1, T>(hidden);
 
-  T* panel(int64_t index) const { return static_cast<T*>(params.packed) + index * hidden * kGates * lanes; }
+  T* panel(int64_t index) const {
+    return static_cast<T*>(params.packed) + index * hidden * kGates * lanes;
+  }
 
   void pack(int64_t index) const {
     const T* weight = static_cast<const T*>(params.weight);
@@ -186,11 +192,12 @@ struct Forward {
     const T* gates = static_cast<const T*>(params.input_gates) + at_gates;
     T* c = static_cast<T*>(params.c) + at;
     T* activations = static_cast<T*>(params.activations);
-    lltm_forward<T>({load(gates, count) + sums[0], load(gates + hidden, count) + sums[1],
-                     load(gates + 2 * hidden, count) + sums[2]},
-                    {t == 0 ? static_cast<const T*>(params.c0) + at : c + (t - 1) * params.c_stride,
-                     static_cast<T*>(params.output) + t * params.batch * hidden + at, c + t * params.c_stride,
-                     activations == nullptr ? nullptr : activations + at_gates, hidden, count});
+    lltm_forward<T>(
+        {load(gates, count) + sums[0], load(gates + hidden, count) + sums[1],
+         load(gates + 2 * hidden, count) + sums[2]},
+        {t == 0 ? static_cast<const T*>(params.c0) + at : c + (t - 1) * params.c_stride,
+         static_cast<T*>(params.output) + t * params.batch * hidden + at, c + t * params.c_stride,
+         activations == nullptr ? nullptr : activations + at_gates, hidden, count});
   }
 };
 
@@ -223,8 +230,8 @@ struct Backward {
         constexpr int kCount = decltype(block)::count;
         Vec<T> sums[kCount][kGradVectors];
         if (t + 1 < params.steps) {
-          const T* behind =
-              static_cast<const T*>(params.grad_gates) + ((t + 1) * params.batch + row) * 3 * hidden;
+          const T* behind = static_cast<const T*>(params.grad_gates) +
+                            ((t + 1) * params.batch + row) * 3 * hidden;
           multiply<T, kCount, kGradVectors>(behind, 3 * hidden, 3 * hidden, panel(index), sums);
         }
         for (int each = 0; each < kCount; ++each) finish(t, row + each, index, sums[each]);
@@ -248,18 +255,20 @@ struct Backward {
       const int64_t gates = (t * params.batch + row) * 3 * hidden + column;
       lltm_backward<T>(
           load_or_zero<T>(params.grad_output, state, count) + from_behind,
-          {static_cast<const T*>(params.activations) + gates, static_cast<const T*>(params.c) + state,
-           static_cast<T*>(params.grad_c) + at, static_cast<T*>(params.grad_gates) + gates, hidden, count});
+          {static_cast<const T*>(params.activations) + gates,
+           static_cast<const T*>(params.c) + state, static_cast<T*>(params.grad_c) + at,
+           static_cast<T*>(params.grad_gates) + gates, hidden, count});
     }
   }
 };
 
-// What a thread of the team does: packing, and then each step from `first` in the direction of `by`.
+// What a thread of the team does: packing, and then each step from `first` in the direction of
+// `by`.
 template <typename Work>
 void run(const Work& work, const LltmMember& member, int64_t first, int64_t by, int64_t steps) {
   const LltmTeam& team = member.team;
-  // Once each in the code, whole: where they are called from several places, the compiler would take them
-  // apart.
+  // Once each in the code, whole: where they are called from several places, the compiler would
+  // take them apart.
   const auto pack = [&](int64_t place) __attribute__((noinline)) {
     const LltmShare own(work.panels, place, member.places());
     for (int64_t index = own.begin; index < own.end; ++index) work.pack(index);
@@ -289,15 +298,16 @@ static void lltm_step_backward(const LltmStepBackward& params, int64_t begin, in
 
 static void lltm_packed_forward(const LltmPackedForward& params, int64_t begin, int64_t end) {
   for_kind_of_sums(params.kind, [&](auto type) {
-    run(Forward<typename decltype(type)::type>{params}, {params.team, begin, end}, 0, 1, params.steps);
+    run(Forward<typename decltype(type)::type>{params}, {params.team, begin, end}, 0, 1,
+        params.steps);
   });
 }
 
 static void lltm_packed_backward(const LltmPackedBackward& params, int64_t begin, int64_t end) {
   const int64_t steps = params.steps + (params.needs_grad_h0 ? 1 : 0);
   for_kind_of_sums(params.kind, [&](auto type) {
-    run(Backward<typename decltype(type)::type>{params}, {params.team, begin, end}, params.steps - 1, -1,
-        steps);
+    run(Backward<typename decltype(type)::type>{params}, {params.team, begin, end},
+        params.steps - 1, -1, steps);
   });
 }
 
@@ -306,9 +316,9 @@ static void lltm_packed_backward(const LltmPackedBackward& params, int64_t begin
 
 TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_step_forward, lltm_step_forward, LltmStepForward, rows,
                          rows_of_a_thread)
-TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_step_backward, lltm_step_backward, LltmStepBackward, rows,
-                         rows_of_a_thread)
-TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_packed_forward, lltm_packed_forward, LltmPackedForward, places,
-                         one)
-TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_packed_backward, lltm_packed_backward, LltmPackedBackward, places,
-                         one)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_step_backward, lltm_step_backward, LltmStepBackward,
+                         rows, rows_of_a_thread)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_packed_forward, lltm_packed_forward, LltmPackedForward,
+                         places, one)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_packed_backward, lltm_packed_backward,
+                         LltmPackedBackward, places, one)

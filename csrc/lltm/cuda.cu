@@ -1,5 +1,6 @@
-// One step behind its product, or before it on the way back. Each thread computes kLanes neighbouring columns
-// of one row. A step's arrays fit the L2 cache, and what a small one costs is the launch.
+// One step behind its product, or before it on the way back. Each thread computes kLanes
+// neighbouring columns of one row. A step's arrays fit the L2 cache, and what a small one costs is
+// the launch.
 
 #include "lltm.h"
 #include "tch_extension/cuda_vector.h"
@@ -17,8 +18,8 @@ struct Kinds {
   using Gates = Compute<P>;
 };
 
-// Calls body(Kinds<S, P>{}) for the pairs that there are: one kind for both, or, as autocast has it, float
-// behind products of a half kind.
+// Calls body(Kinds<S, P>{}) for the pairs that there are: one kind for both, or, as autocast has
+// it, float behind products of a half kind.
 template <typename Body>
 void for_kinds(int32_t state, int32_t product, Body body) {
   if (state == product) {
@@ -40,16 +41,19 @@ __device__ __forceinline__ Values<T, kLanes> load_or_zero(const void* pointer, i
 
 // A gate before its activation.
 template <typename G, int kLanes>
-__device__ __forceinline__ Values<G, kLanes> gate(const LltmStepForward& params, int64_t at, int64_t column) {
+__device__ __forceinline__ Values<G, kLanes> gate(const LltmStepForward& params, int64_t at,
+                                                  int64_t column) {
   auto sum = load_values<G, kLanes>(params.input_gates, at);
   const auto from_hidden = load_values<G, kLanes>(params.hidden_gates, at);
   const auto bias = load_or_zero<G, kLanes>(params.bias, column);
 #pragma unroll
-  for (int lane = 0; lane < kLanes; ++lane) sum.lane[lane] += from_hidden.lane[lane] + bias.lane[lane];
+  for (int lane = 0; lane < kLanes; ++lane)
+    sum.lane[lane] += from_hidden.lane[lane] + bias.lane[lane];
   return sum;
 }
 
-// Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the arithmetic.
+// Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the
+// arithmetic.
 template <typename K, int kLanes, typename Index>
 __global__ void __launch_bounds__(kThreads) lltm_step_forward_kernel(LltmStepForward params) {
   using std::tanh;
@@ -128,14 +132,15 @@ __global__ void __launch_bounds__(kThreads) lltm_step_backward_kernel(LltmStepBa
   }
 }
 
-// Whether all addresses and rows are whole vectors of 16 bytes of the gates' type: the other types are no
-// wider.
+// Whether all addresses and rows are whole vectors of 16 bytes of the gates' type: the other types
+// are no wider.
 template <int kLanes>
 bool allows_vectors(const LltmStepForward& params) {
   return params.hidden % kLanes == 0 && is_aligned_to_16(params.input_gates) &&
          is_aligned_to_16(params.hidden_gates) && is_aligned_to_16(params.bias) &&
-         is_aligned_to_16(params.c) && is_aligned_to_16(params.new_h) && is_aligned_to_16(params.new_c) &&
-         is_aligned_to_16(params.operand) && is_aligned_to_16(params.activations);
+         is_aligned_to_16(params.c) && is_aligned_to_16(params.new_h) &&
+         is_aligned_to_16(params.new_c) && is_aligned_to_16(params.operand) &&
+         is_aligned_to_16(params.activations);
 }
 
 template <int kLanes>
@@ -184,12 +189,12 @@ LaunchStatus launch(const char* kernel, const Params& params, cudaStream_t strea
 }  // namespace
 }  // namespace tch_extension
 
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_step_forward_cuda(const LltmStepForward* params,
-                                                                            cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_step_forward_cuda(
+    const LltmStepForward* params, cudaStream_t stream) {
   return tch_extension::launch("lltm_step_forward", *params, stream);
 }
 
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_step_backward_cuda(const LltmStepBackward* params,
-                                                                             cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_step_backward_cuda(
+    const LltmStepBackward* params, cudaStream_t stream) {
   return tch_extension::launch("lltm_step_backward", *params, stream);
 }

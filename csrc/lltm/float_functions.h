@@ -1,6 +1,6 @@
-// The functions of the cell for float without a branch, no further from the exact value than 4 units of the
-// last place (tanh 2, elu 3); what is below the smallest normal number may be 0. CUDA's own are within 1
-// to 3.5, but all lanes of a warp wait for the branches of any.
+// The functions of the cell for float without a branch, no further from the exact value than 4
+// units of the last place (tanh 2, elu 3); what is below the smallest normal number may be 0.
+// CUDA's own are within 1 to 3.5, but all lanes of a warp wait for the branches of any.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,9 @@
 
 namespace tch_extension {
 
-__device__ __forceinline__ float float_sigmoid(float x) { return fast_reciprocal(1.0f + std::exp(-x)); }
+__device__ __forceinline__ float float_sigmoid(float x) {
+  return fast_reciprocal(1.0f + std::exp(-x));
+}
 
 __device__ __forceinline__ float float_elu(float x) {
   // Near 0, where exp(x) - 1 loses digits, what is nearest among polynomials of this degree.

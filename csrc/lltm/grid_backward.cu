@@ -9,7 +9,8 @@ struct GridBackward {
   template <typename S, typename T, int... kOf>
   static GridStatus start_of(const LltmGridBackward& params, cudaStream_t stream) {
     if constexpr (std::is_same_v<S, float> && std::is_same_v<T, __half>) {
-      if (params.scales != nullptr) return start_backward<S, GridProductScaled<kOf...>>(params, stream);
+      if (params.scales != nullptr)
+        return start_backward<S, GridProductScaled<kOf...>>(params, stream);
     }
     return start_backward<S, GridProduct<T, kOf...>>(params, stream);
   }
@@ -35,10 +36,10 @@ struct GridBackward {
 }  // namespace tch_extension
 
 // `fits` as in the forward.
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(const LltmGridBackward* params,
-                                                                             bool* fits,
-                                                                             cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(
+    const LltmGridBackward* params, bool* fits, cudaStream_t stream) {
   using namespace tch_extension;
-  const GridCall<GridBackward, LltmGridBackward> call{*params, kGates * params->hidden, fits, stream};
+  const GridCall<GridBackward, LltmGridBackward> call{*params, kGates * params->hidden, fits,
+                                                      stream};
   return {"lltm_grid_backward", for_kinds(params->kind, params->product_kind, call)};
 }

@@ -1,5 +1,5 @@
-// The backward of the grid; grid.h says how blocks share it. A block makes the gradients for h of its own
-// columns from those for all gates of the step behind, which are the messages.
+// The backward of the grid; grid.h says how blocks share it. A block makes the gradients for h of
+// its own columns from those for all gates of the step behind, which are the messages.
 #pragma once
 
 #include "grid_launch.h"
@@ -11,8 +11,9 @@ namespace {
 // Steps whose messages' memory is on its way, and turns of a thread whose saved values are.
 [[maybe_unused]] constexpr int kNearBack = 2;  // unused where the kernel is empty
 constexpr int kAheadBack = 2;
-// From as many sub-batches on, messages of the next are asked for while one is multiplied: of fewer, they are
-// not sent before these are read, which is early where all of them are on their way at once.
+// From as many sub-batches on, messages of the next are asked for while one is multiplied: of
+// fewer, they are not sent before these are read, which is early where all of them are on their way
+// at once.
 template <typename Product>
 [[maybe_unused]] constexpr int kSubsAheadBack = Product::kRing < Product::kVectors ? 2 : 3;
 
@@ -71,9 +72,9 @@ __device__ __forceinline__ void load_plain_weights(Product& product, const LltmG
   });
 }
 
-// Shared memory behind that of the product: of each thread that finishes, saved values of its next turns, and
-// gradients for c of each of its sub-batches, of two columns. Were saved values on their way to registers,
-// messages would wait for them.
+// Shared memory behind that of the product: of each thread that finishes, saved values of its next
+// turns, and gradients for c of each of its sub-batches, of two columns. Were saved values on their
+// way to registers, messages would wait for them.
 template <typename S, typename Product>
 struct GridLayoutBack {
   using Teams = GridTeams<Product, Product::kTiles * kTile>;
@@ -81,7 +82,8 @@ struct GridLayoutBack {
   static constexpr int kRing = Teams::kEnd;
   static constexpr int kState =
       kRing + kAheadBack * kSaved * kFinishers * static_cast<int>(sizeof(BitsOfTwo<S>));
-  static constexpr int kOfAll = kFinishers * static_cast<int>(sizeof(PairOf<typename Product::Sum>));
+  static constexpr int kOfAll =
+      kFinishers * static_cast<int>(sizeof(PairOf<typename Product::Sum>));
   // Of W_h's rows that are its columns'.
   static constexpr int kScales = kSendsScaled<Product> ? kGates * kOfAll : 0;
   static int bytes(int subs) {
@@ -116,7 +118,9 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
            at_first(turn.sub);
   }
   // Of [T, B, 3H], from that of [T, B, H].
-  __device__ __forceinline__ uint32_t at_gates(uint32_t at) const { return kGates * at - 2 * column; }
+  __device__ __forceinline__ uint32_t at_gates(uint32_t at) const {
+    return kGates * at - 2 * column;
+  }
   __device__ __forceinline__ Pair& of_c(int sub) const { return state[sub / kTeams * kFinishers]; }
 
   __device__ __forceinline__ void fetch() {
@@ -125,7 +129,8 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     Bits* to = ring + slot * (Layout::kSaved * kFinishers);
     auto copy = [&](int value, const void* from, uint32_t at) {
       const S* place = static_cast<const S*>(from != nullptr ? from : params.c) + at;
-      copy_async(to + value * kFinishers, reinterpret_cast<const Bits*>(place), wanted && from != nullptr);
+      copy_async(to + value * kFinishers, reinterpret_cast<const Bits*>(place),
+                 wanted && from != nullptr);
     };
     copy(0, params.grad_output, at);
 #pragma unroll
@@ -182,7 +187,9 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
   // All that is known before the products are.
   __device__ __forceinline__ Factors factors() const {
     wait_for_copies<kAheadBack - 1>();
-    auto saved = [&](int value) { return values_of<S>(ring[(slot * Layout::kSaved + value) * kFinishers]); };
+    auto saved = [&](int value) {
+      return values_of<S>(ring[(slot * Layout::kSaved + value) * kFinishers]);
+    };
     const Pair i = saved(1), o = saved(2), g = saved(3), c = saved(4);
     Factors of;
     of.grad_output = saved(0);
@@ -198,7 +205,8 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     return of;
   }
 
-  __device__ __forceinline__ void finish(const Turn& turn, Pair grad_h, const Factors& of, bool valid) {
+  __device__ __forceinline__ void finish(const Turn& turn, Pair grad_h, const Factors& of,
+                                         bool valid) {
     Pair grad_c = of_c(turn.sub);
     grad_h.x += of.grad_output.x;
     grad_h.y += of.grad_output.y;
@@ -290,7 +298,8 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
 // Of the step behind, whose gates are the terms.
 template <typename Product, int kColumns>
 __device__ __forceinline__ ScaledSource scaled_source_of(const LltmGridBackward& params,
-                                                         const GridPlace<kColumns>& place, const Turn& turn) {
+                                                         const GridPlace<kColumns>& place,
+                                                         const Turn& turn) {
   const typename Product::Layout layout(params);
   return Product::source(layout, layout.sub_batch(turn.step - 1, place.first_row(turn.sub)),
                          turn.step <= place.steps);
@@ -300,7 +309,8 @@ template <typename Product, int kColumns>
 __device__ __forceinline__ Source<typename Product::T> source_of(const LltmGridBackward& params,
                                                                  const GridPlace<kColumns>& place,
                                                                  const Turn& turn) {
-  const int row = place.first_row(turn.sub) + threadIdx.x % kWarp / 4, first = Product::first_term();
+  const int row = place.first_row(turn.sub) + threadIdx.x % kWarp / 4,
+            first = Product::first_term();
   const bool valid = turn.step > 0 && turn.step <= place.steps && row < place.batch;
   const uint32_t rows = (place.steps - turn.step) * place.batch + row, size = kGates * place.hidden;
   const auto* gates = static_cast<const typename Product::T*>(params.grad_gates);
@@ -308,8 +318,9 @@ __device__ __forceinline__ Source<typename Product::T> source_of(const LltmGridB
 }
 
 template <typename Product, int kColumns>
-__device__ __forceinline__ void produce(const LltmGridBackward& params, const GridPlace<kColumns>& place,
-                                        int turns, unsigned char* memory) {
+__device__ __forceinline__ void produce(const LltmGridBackward& params,
+                                        const GridPlace<kColumns>& place, int turns,
+                                        unsigned char* memory) {
   Product product(memory + GridTeams<Product, kColumns>::kWeights);
   if constexpr (Product::kIsPlain) {
     load_plain_weights(product, params, place.first_column);
@@ -323,7 +334,8 @@ __device__ __forceinline__ void produce(const LltmGridBackward& params, const Gr
       return source_of<Product>(params, place, turn);
     }
   };
-  multiply_turns(product, place, source, Turn{1, 0}, turns, place.subs >= kSubsAheadBack<Product>, memory);
+  multiply_turns(product, place, source, Turn{1, 0}, turns, place.subs >= kSubsAheadBack<Product>,
+                 memory);
 }
 
 // S is the state's type. Indices are 32 bits wide: longer sequences take another path.

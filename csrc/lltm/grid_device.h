@@ -71,8 +71,8 @@ __device__ __forceinline__ void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
 }
 
-// What is not sent yet. Two values of a half kind are sent as one word, and those of no conversion are both
-// all ones.
+// What is not sent yet. Two values of a half kind are sent as one word, and those of no conversion
+// are both all ones.
 constexpr uint32_t kUnsent = ~0u;
 
 // A number that is none, in a kind that is sent as it is.
@@ -85,18 +85,21 @@ __device__ __forceinline__ void send_two(T* to, G first, G second) {
     auto word = [](double value) {
       return isnan(value) ? kNotADouble : static_cast<uint64_t>(__double_as_longlong(value));
     };
-    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(word(first)), "l"(word(second))
+    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(word(first)),
+                 "l"(word(second))
                  : "memory");
     return;
   } else if constexpr (sizeof(T) == 4) {
     auto word = [](float value) { return isnan(value) ? kNotANumber : __float_as_uint(value); };
-    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(word(first)), "r"(word(second))
+    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(word(first)),
+                 "r"(word(second))
                  : "memory");
     return;
   } else {
     constexpr uint32_t kNotNumbers = 0x7fff7fff;
     const uint32_t word = bits_of(static_cast<T>(first)) | bits_of(static_cast<T>(second)) << 16;
-    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word == kUnsent ? kNotNumbers : word)
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to),
+                 "r"(word == kUnsent ? kNotNumbers : word)
                  : "memory");
   }
 }
@@ -124,7 +127,8 @@ __device__ __forceinline__ PairOf<S> values_of(const BitsOfTwo<S>& bits) {
     auto value = [](uint32_t half) {
       const auto narrow = static_cast<unsigned short>(half);
       if constexpr (std::is_same_v<S, __half>) return static_cast<float>(__ushort_as_half(narrow));
-      if constexpr (!std::is_same_v<S, __half>) return static_cast<float>(__ushort_as_bfloat16(narrow));
+      if constexpr (!std::is_same_v<S, __half>)
+        return static_cast<float>(__ushort_as_bfloat16(narrow));
     };
     return {value(bits), value(bits >> 16)};
   }
@@ -135,7 +139,8 @@ __device__ __forceinline__ void store_two(S* to, G first, G second) {
   if constexpr (sizeof(S) > 2) {
     *reinterpret_cast<PairOf<S>*>(to) = {first, second};
   } else {
-    *reinterpret_cast<uint32_t*>(to) = bits_of(static_cast<S>(first)) | bits_of(static_cast<S>(second)) << 16;
+    *reinterpret_cast<uint32_t*>(to) =
+        bits_of(static_cast<S>(first)) | bits_of(static_cast<S>(second)) << 16;
   }
 }
 

@@ -8,8 +8,8 @@ namespace {
 struct GridForward {
   template <typename S, int kColumns, typename T, int kVectors, int kShared, int kGroup>
   static GridStatus start_of(const LltmGridForward& params, cudaStream_t stream) {
-    return start_forward<S, kColumns, GridProductForward<T, kColumns, kVectors, kShared, kGroup>>(params,
-                                                                                                  stream);
+    return start_forward<S, kColumns, GridProductForward<T, kColumns, kVectors, kShared, kGroup>>(
+        params, stream);
   }
 
   // With as many vectors of a row for each lane, or more.
@@ -32,15 +32,15 @@ struct GridForward {
 }  // namespace
 }  // namespace tch_extension
 
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(const LltmGridForward* params,
-                                                                            bool* fits, cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(
+    const LltmGridForward* params, bool* fits, cudaStream_t stream) {
   using namespace tch_extension;
   const GridCall<GridForward, LltmGridForward> call{*params, params->hidden, fits, stream};
   return {"lltm_grid_forward", for_kinds(params->kind, params->product_kind, call)};
 }
 
-// Of the current device, which `device` has to be: how many blocks run at the same time; 0 where the kernels
-// cannot.
+// Of the current device, which `device` has to be: how many blocks run at the same time; 0 where
+// the kernels cannot.
 extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* blocks) {
   using namespace tch_extension;
   using Product = GridProductForward<__half, 32, 4, 12, 2>;

@@ -8,14 +8,15 @@ namespace {
 
 // Turns whose input gates are on their way, and steps whose messages' memory is.
 constexpr int kAhead = 3;
-// From as many sub-batches on, messages of the next are asked for while one is multiplied: of fewer, they are
-// not there.
+// From as many sub-batches on, messages of the next are asked for while one is multiplied: of
+// fewer, they are not there.
 [[maybe_unused]] constexpr int kSubsAhead = 3;
 [[maybe_unused]] constexpr int kNear = 4;  // unused where the kernel is empty
 
 // All of a turn's messages are asked for at once.
 template <typename T, int kColumns, int kVectors, int kShared, int kGroup>
-using GridProductForward = GridProduct<T, kGates * kColumns / kTile, kVectors, kShared, kVectors, kGroup>;
+using GridProductForward =
+    GridProduct<T, kGates * kColumns / kTile, kVectors, kShared, kVectors, kGroup>;
 
 // A row of W may begin anywhere.
 template <bool kWhole, typename T>
@@ -71,15 +72,18 @@ __device__ __forceinline__ void load_plain_weights(Product& product, const LltmG
   });
 }
 
-// Shared memory behind that of the product: of each thread that finishes, input gates of its next turns and c
-// of each of its sub-batches, of two columns.
+// Shared memory behind that of the product: of each thread that finishes, input gates of its next
+// turns and c of each of its sub-batches, of two columns.
 template <typename Product, int kColumns>
 struct GridLayout {
   using Teams = GridTeams<Product, kColumns>;
-  static constexpr int kOfAll = kFinishers * static_cast<int>(sizeof(PairOf<typename Product::Sum>));
+  static constexpr int kOfAll =
+      kFinishers * static_cast<int>(sizeof(PairOf<typename Product::Sum>));
   static constexpr int kRing = Teams::kEnd;
   static constexpr int kState = kRing + kAhead * kGates * kOfAll;
-  static int bytes(int subs) { return kState + (subs + Teams::kTeams - 1) / Teams::kTeams * kOfAll; }
+  static int bytes(int subs) {
+    return kState + (subs + Teams::kTeams - 1) / Teams::kTeams * kOfAll;
+  }
 };
 
 // What each thread that finishes has of its columns.
@@ -101,9 +105,14 @@ struct GridFinisher : GridMember<Product, kColumns> {
   using Member = GridMember<Product, kColumns>;
   using Member::at_first, Member::column, Member::index, Member::is_valid, Member::place;
 
-  __device__ __forceinline__ GridFinisher(const LltmGridForward& p, const GridPlace<kColumns>& of_block,
-                                          unsigned char* memory, OfColumns<Pair, kMayScale>& columns)
-      : Member(of_block, memory), params(p), bias(columns.bias + index), scales(columns.scales + index) {
+  __device__ __forceinline__ GridFinisher(const LltmGridForward& p,
+                                          const GridPlace<kColumns>& of_block,
+                                          unsigned char* memory,
+                                          OfColumns<Pair, kMayScale>& columns)
+      : Member(of_block, memory),
+        params(p),
+        bias(columns.bias + index),
+        scales(columns.scales + index) {
     ring = reinterpret_cast<Pair*>(memory + Layout::kRing) + index;
     state = reinterpret_cast<Pair*>(memory + Layout::kState) + index;
   }
@@ -113,14 +122,17 @@ struct GridFinisher : GridMember<Product, kColumns> {
     return turn.step * (static_cast<uint32_t>(place.batch) * place.hidden) + at_first(turn.sub);
   }
   // Of [T, B, 3H], from that of [T, B, H].
-  __device__ __forceinline__ uint32_t at_gates(uint32_t at) const { return kGates * at - 2 * column; }
+  __device__ __forceinline__ uint32_t at_gates(uint32_t at) const {
+    return kGates * at - 2 * column;
+  }
   __device__ __forceinline__ Pair& c_of(int sub) const {
     return state[sub / Layout::Teams::kTeams * kFinishers];
   }
 
   __device__ __forceinline__ void fetch() {
     const bool wanted = fetched.step < place.steps && is_valid(fetched.sub);
-    const G* from = static_cast<const G*>(params.input_gates) + (wanted ? at_gates(at_turn(fetched)) : 0);
+    const G* from =
+        static_cast<const G*>(params.input_gates) + (wanted ? at_gates(at_turn(fetched)) : 0);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       copy_async(ring + (slot * kGates + gate) * kFinishers,
@@ -160,7 +172,8 @@ struct GridFinisher : GridMember<Product, kColumns> {
       wait_for_copies<kAhead - 1>();
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
-        const Pair input = ring[(slot * kGates + gate) * kFinishers], of_bias = bias[gate * kFinishers];
+        const Pair input = ring[(slot * kGates + gate) * kFinishers],
+                   of_bias = bias[gate * kFinishers];
         gates[gate] = {input.x + of_bias.x, input.y + of_bias.y};
       }
       this->take(sums, turn.step * place.subs + turn.sub, turns);
@@ -175,7 +188,8 @@ struct GridFinisher : GridMember<Product, kColumns> {
     }
     if (params.c_stride != 0) return;
     for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
-      if (is_valid(sub)) store_two(static_cast<S*>(params.c) + at_first(sub), c_of(sub).x, c_of(sub).y);
+      if (is_valid(sub))
+        store_two(static_cast<S*>(params.c) + at_first(sub), c_of(sub).x, c_of(sub).y);
     }
   }
 
@@ -243,7 +257,8 @@ template <typename Product, int kColumns>
 __device__ __forceinline__ Source<typename Product::T> source_of(const LltmGridForward& params,
                                                                  const GridPlace<kColumns>& place,
                                                                  const Turn& turn) {
-  const int row = place.first_row(turn.sub) + threadIdx.x % kWarp / 4, first = Product::first_term();
+  const int row = place.first_row(turn.sub) + threadIdx.x % kWarp / 4,
+            first = Product::first_term();
   const bool valid = turn.step < place.steps && row < place.batch;
   const void* from = turn.step == 0 ? params.h0 : params.exchange;
   const uint32_t rows = (turn.step == 0 ? 0 : turn.step - 1) * place.batch + row;
@@ -252,8 +267,9 @@ __device__ __forceinline__ Source<typename Product::T> source_of(const LltmGridF
 }
 
 template <typename Product, int kColumns>
-__device__ __forceinline__ void produce(const LltmGridForward& params, const GridPlace<kColumns>& place,
-                                        int turns, unsigned char* memory) {
+__device__ __forceinline__ void produce(const LltmGridForward& params,
+                                        const GridPlace<kColumns>& place, int turns,
+                                        unsigned char* memory) {
   constexpr int kVector = kLanesOf16Bytes<typename Product::T>;
   Product product(memory + GridTeams<Product, kColumns>::kWeights);
   if constexpr (Product::kIsPlain) {

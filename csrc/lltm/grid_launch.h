@@ -25,7 +25,8 @@ struct GridLaunch {
   cudaLaunchAttribute attribute = {};
 };
 
-// Groups of blocks for the columns of h, times groups of rows. Scaled messages come from pairs of tiles.
+// Groups of blocks for the columns of h, times groups of rows. Scaled messages come from pairs of
+// tiles.
 template <typename Params>
 int64_t blocks_of(const Params& params) {
   const int64_t at_least = params.scales == nullptr ? 1 : 2 * kTile;
@@ -40,18 +41,18 @@ int subs_of(const Params& params) {
   return static_cast<int>((params.batch + rows - 1) / rows);
 }
 
-// What a launch found: whether its blocks can all run at the same time, for which a limit of this process may
-// leave too few multiprocessors, and an error or null.
+// What a launch found: whether its blocks can all run at the same time, for which a limit of this
+// process may leave too few multiprocessors, and an error or null.
 struct GridStatus {
   bool fits;
   const char* error;
 };
 
-// Blocks that a multiprocessor of the device takes, with so many bytes; none of what is compiled for any
-// other architecture than Hopper's own, which is empty and would leave the messages unsent. The runtime does
-// not say which code it would take, but an empty kernel has next to no registers. This never
-// changes, and to ask costs a launch almost a microsecond: it is known for the bytes that were asked about
-// last.
+// Blocks that a multiprocessor of the device takes, with so many bytes; none of what is compiled
+// for any other architecture than Hopper's own, which is empty and would leave the messages unsent.
+// The runtime does not say which code it would take, but an empty kernel has next to no registers.
+// This never changes, and to ask costs a launch almost a microsecond: it is known for the bytes
+// that were asked about last.
 template <auto kKernel, int kThreadsOfBlock>
 cudaError_t ask_blocks_of_processor(int device, int bytes, int* blocks) {
   constexpr int kRegistersOfNothing = 32;
@@ -75,8 +76,9 @@ cudaError_t ask_blocks_of_processor(int device, int bytes, int* blocks) {
   return cudaSuccess;
 }
 
-// Whether all blocks can run at once. Asked before the launch, because one that fails spoils the graph that a
-// stream is captured in, and each time for the multiprocessors, of which this process may have a part.
+// Whether all blocks can run at once. Asked before the launch, because one that fails spoils the
+// graph that a stream is captured in, and each time for the multiprocessors, of which this process
+// may have a part.
 template <auto kKernel, int kThreadsOfBlock>
 cudaError_t ask_whether_fits(int64_t blocks, int bytes, bool* fits) {
   int device = 0, processors = 0, of_one = 0;
@@ -92,7 +94,8 @@ cudaError_t ask_whether_fits(int64_t blocks, int bytes, bool* fits) {
 
 // `messages` are unsent before the kernel starts.
 template <auto kKernel, int kThreadsOfBlock, typename Params>
-GridStatus start_grid(const Params& params, int bytes, void* messages, size_t size, cudaStream_t stream) {
+GridStatus start_grid(const Params& params, int bytes, void* messages, size_t size,
+                      cudaStream_t stream) {
   constexpr int kAllBits = 0xff;
   bool fits = false;
   cudaError_t error = allow<kKernel>();
@@ -111,8 +114,8 @@ GridStatus start_grid(const Params& params, int bytes, void* messages, size_t si
   return {true, error == cudaSuccess ? status.error : cudaGetErrorString(error)};
 }
 
-// Starts what Start has for these kinds and sums of so many terms. `fits` is false where not all blocks can
-// run at once: then no kernel was started.
+// Starts what Start has for these kinds and sums of so many terms. `fits` is false where not all
+// blocks can run at once: then no kernel was started.
 template <typename Start, typename Params, bool kIsPlain = false>
 struct GridCall {
   template <typename S, typename T>

@@ -1,7 +1,7 @@
-// The product of a block of the grid where tensor cores for tf32 would round: those for double do not, and
-// multiply as fast as anything else multiplies float. A product of two floats is exact in it; each warp's
-// part of a sum is made in it and rounded to T, in which the parts are added. The sums of a pair without a
-// tile are made in T alone.
+// The product of a block of the grid where tensor cores for tf32 would round: those for double do
+// not, and multiply as fast as anything else multiplies float. A product of two floats is exact in
+// it; each warp's part of a sum is made in it and rounded to T, in which the parts are added. The
+// sums of a pair without a tile are made in T alone.
 #pragma once
 
 #include "grid_product.h"
@@ -9,7 +9,8 @@
 namespace tch_extension {
 namespace {
 
-// Here and now: the compiler would keep all of a block's weights as double, for which there is no room.
+// Here and now: the compiler would keep all of a block's weights as double, for which there is no
+// room.
 [[maybe_unused]] __device__ __forceinline__ double to_double(float value) {
   double wide;
   asm volatile("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(value));
@@ -18,18 +19,21 @@ namespace {
 
 [[maybe_unused]] __device__ __forceinline__ double to_double(double value) { return value; }
 
-// As GridProduct. Each vector of 16 bytes is for one instruction and tile; kInRegisters fragments of weights
-// are there, and the others in shared memory, [warp, fragment, half, lane] of 16 bytes. What is left over of
-// the pairs, if anything, is multiplied by the lanes, which have the time while they wait for tensor cores.
+// As GridProduct. Each vector of 16 bytes is for one instruction and tile; kInRegisters fragments
+// of weights are there, and the others in shared memory, [warp, fragment, half, lane] of 16 bytes.
+// What is left over of the pairs, if anything, is multiplied by the lanes, which have the time
+// while they wait for tensor cores.
 template <typename Type, int kPairCount, int kVectorCount, int kHeld, int kInFlight, int kAtOnce>
 struct GridPlainProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
   using T = Type;
   using Sum = T;
   using Messages = GridMessages<Type, kVectorCount, kInFlight, kAtOnce>;
-  using Messages::first_term, Messages::kRing, Messages::kStride, Messages::kVectors, Messages::messages;
+  using Messages::first_term, Messages::kRing, Messages::kStride, Messages::kVectors,
+      Messages::messages;
   enum : int {
     kIsPlain = true,
-    kTiles = kPairCount % (kTile / 2) == 1 ? kPairCount / (kTile / 2) : (kPairCount - 1) / (kTile / 2) + 1,
+    kTiles = kPairCount % (kTile / 2) == 1 ? kPairCount / (kTile / 2)
+                                           : (kPairCount - 1) / (kTile / 2) + 1,
     kHasPair = kPairCount > kTiles*(kTile / 2),
     kLanes = kLanesOf16Bytes<T>,  // terms of a lane in an instruction
     kFragments = kVectors * kTiles,
@@ -37,8 +41,8 @@ struct GridPlainProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
     kShared = kFragments - kInRegisters,
     kBytesOfFragment = 2 * kWarp * 16,
     kBytesOfWeights = kWarps * kShared * kBytesOfFragment,
-    // Of partial sums, [warp, half of the rows, pair of columns, half of those] of four, and some between the
-    // halves, so that lanes meet no other in a bank.
+    // Of partial sums, [warp, half of the rows, pair of columns, half of those] of four, and some
+    // between the halves, so that lanes meet no other in a bank.
     kBytesOfFour = 4 * static_cast<int>(sizeof(T)),
     kBytesOfPair = 2 * kBytesOfFour,
     kBytesOfRows = (kTiles * (kTile / 2) + kHasPair) * kBytesOfPair + 64,
@@ -84,21 +88,23 @@ struct GridPlainProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
     }
   }
 
-  // Of a term of a vector: of a tile's even or odd column, which are rows of its upper and lower half.
+  // Of a term of a vector: of a tile's even or odd column, which are rows of its upper and lower
+  // half.
   __device__ __forceinline__ void put_weight(int vector, int tile, int term, int odd, T weight) {
     const int fragment = vector * kTiles + tile;
     if (fragment < kInRegisters) {
       weights[fragment][2 * term + odd] = weight;
     } else {
       const int of_lane = 2 * term + odd, half = of_lane / kLanes;
-      auto* to = reinterpret_cast<T*>(shared + ((fragment - kInRegisters) * 2 + half) * (kWarp * 16));
+      auto* to =
+          reinterpret_cast<T*>(shared + ((fragment - kInRegisters) * 2 + half) * (kWarp * 16));
       to[of_lane % kLanes] = weight;
     }
   }
 
   // As GridMessages::multiply_each.
-  __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
-                                           bool ahead) {
+  __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next,
+                                           bool are_messages, bool ahead) {
 #pragma unroll
     for (auto& tile : sums) {
       for (double& sum : tile) sum = 0;
@@ -157,7 +163,8 @@ struct GridPlainProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
     for (int tile = 0; tile < kTiles; ++tile) {
       const auto& sum = sums[tile];
       *reinterpret_cast<Vector<T, 4>*>(to + tile * (kTile / 2 * kBytesOfPair)) = {
-          static_cast<T>(sum[0]), static_cast<T>(sum[2]), static_cast<T>(sum[1]), static_cast<T>(sum[3])};
+          static_cast<T>(sum[0]), static_cast<T>(sum[2]), static_cast<T>(sum[1]),
+          static_cast<T>(sum[3])};
     }
     if constexpr (kHasPair) write_pair(of_warp);
   }

@@ -9,7 +9,8 @@ namespace {
 struct GridPlainBackward {
   template <typename T, int kVectors, int kHeld, int kRing, int kGroup>
   static GridStatus start_of(const LltmGridBackward& params, cudaStream_t stream) {
-    return start_backward<T, GridPlainProduct<T, kTile / 2, kVectors, kHeld, kRing, kGroup>>(params, stream);
+    return start_backward<T, GridPlainProduct<T, kTile / 2, kVectors, kHeld, kRing, kGroup>>(
+        params, stream);
   }
 
   // With as many vectors of a row for each lane, or more.
@@ -31,7 +32,7 @@ struct GridPlainBackward {
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_backward_cuda(
     const LltmGridBackward* params, bool* fits, cudaStream_t stream) {
   using namespace tch_extension;
-  const GridCall<GridPlainBackward, LltmGridBackward, true> call{*params, kGates * params->hidden, fits,
-                                                                 stream};
+  const GridCall<GridPlainBackward, LltmGridBackward, true> call{*params, kGates * params->hidden,
+                                                                 fits, stream};
   return {"lltm_grid_plain_backward", for_kinds(params->kind, params->product_kind, call)};
 }

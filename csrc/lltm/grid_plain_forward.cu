@@ -13,8 +13,8 @@ struct GridPlainForward {
     return start_forward<T, kColumns, Product>(params, stream);
   }
 
-  // With as many vectors of a row for each lane, or more. Few columns are for few rows: then there are blocks
-  // enough, and none waits long for a product.
+  // With as many vectors of a row for each lane, or more. Few columns are for few rows: then there
+  // are blocks enough, and none waits long for a product.
   template <typename, typename T>
   static GridStatus start(const LltmGridForward& params, int64_t vectors, cudaStream_t stream) {
     // Sums of double leave less room for weights in shared memory.
@@ -46,6 +46,7 @@ struct GridPlainForward {
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_forward_cuda(
     const LltmGridForward* params, bool* fits, cudaStream_t stream) {
   using namespace tch_extension;
-  const GridCall<GridPlainForward, LltmGridForward, true> call{*params, params->hidden, fits, stream};
+  const GridCall<GridPlainForward, LltmGridForward, true> call{*params, params->hidden, fits,
+                                                               stream};
   return {"lltm_grid_plain_forward", for_kinds(params->kind, params->product_kind, call)};
 }

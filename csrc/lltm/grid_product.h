@@ -1,5 +1,5 @@
-// How a block of the grid works: some warps multiply messages with weights that stay on chip, and others make
-// new messages of the sums.
+// How a block of the grid works: some warps multiply messages with weights that stay on chip, and
+// others make new messages of the sums.
 #pragma once
 
 #include "grid_device.h"
@@ -56,8 +56,8 @@ __device__ __forceinline__ bool is_unsent_of(const uint4& words) {
   return sizeof(T) == 8 ? max(words.y, words.w) == kUnsent : is_unsent(words);
 }
 
-// A lane's messages: of a turn kVectors of 16 bytes, of which kRing are on their way or at hand, and kGroup
-// are waited for at once.
+// A lane's messages: of a turn kVectors of 16 bytes, of which kRing are on their way or at hand,
+// and kGroup are waited for at once.
 template <typename Type, int kVectorCount, int kInFlight, int kAtOnce>
 struct GridMessages {
   using T = Type;
@@ -75,8 +75,9 @@ struct GridMessages {
   }
 
   __device__ __forceinline__ void load(const Source<T>& source, int vector) {
-    messages[vector % kRing] =
-        vector * kStride < source.terms ? load_message_of<T>(source.from + vector * kStride) : uint4{};
+    messages[vector % kRing] = vector * kStride < source.terms
+                                   ? load_message_of<T>(source.from + vector * kStride)
+                                   : uint4{};
   }
 
   // The first messages of a turn.
@@ -94,7 +95,8 @@ struct GridMessages {
     return __any_sync(~0u, missing);
   }
 
-  // Until a group is there; those of this turn that are on their way behind it are asked for again with it.
+  // Until a group is there; those of this turn that are on their way behind it are asked for again
+  // with it.
   __device__ __forceinline__ void wait(const Source<T>& source, int first) {
     while (is_missing(first)) {
 #pragma unroll
@@ -104,12 +106,13 @@ struct GridMessages {
     }
   }
 
-  // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if `ahead`.
-  // What is no message but a plain tensor may have any bits. Returns whether those of `next` are on their
-  // way.
+  // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if
+  // `ahead`. What is no message but a plain tensor may have any bits. Returns whether those of
+  // `next` are on their way.
   template <typename Multiply>
   __device__ __forceinline__ bool multiply_each(const Source<T>& here, const Source<T>& next,
-                                                bool are_messages, bool ahead, const Multiply& multiply) {
+                                                bool are_messages, bool ahead,
+                                                const Multiply& multiply) {
 #pragma unroll
     for (int first = 0; first < kVectors; first += kGroup) {
       if (are_messages) wait(here, first);
@@ -130,11 +133,12 @@ struct GridMessages {
   uint4 messages[kRing];
 };
 
-// The product of a block's weights with the messages of a turn, for kTiles tiles of 16 results: each warp has
-// some of the terms, kVectors times 16 bytes a lane, each for two instructions; the warps take vectors in
-// turn. Weights are in registers, but for the last kShared fragments, for which there are none left: in
-// shared memory, [warp, fragment, lane].
-template <typename Type, int kTileCount, int kVectorCount, int kInShared, int kInFlight, int kAtOnce>
+// The product of a block's weights with the messages of a turn, for kTiles tiles of 16 results:
+// each warp has some of the terms, kVectors times 16 bytes a lane, each for two instructions; the
+// warps take vectors in turn. Weights are in registers, but for the last kShared fragments, for
+// which there are none left: in shared memory, [warp, fragment, lane].
+template <typename Type, int kTileCount, int kVectorCount, int kInShared, int kInFlight,
+          int kAtOnce>
 struct GridProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
   using T = Type;
   using Sum = float;
@@ -153,18 +157,21 @@ struct GridProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
     kBytesOfTurn = kWarps * kBytesOfWarp,
     // Of two columns and half of the rows.
     kBytesOfPair = kBytesOfTile / (kTile / 2),
-    // Sums of a tile that are made side by side: one after the other they would wait for each instruction.
+    // Sums of a tile that are made side by side: one after the other they would wait for each
+    // instruction.
     kChains = kTiles >= 4   ? 1
               : kTiles == 1 ? 4
                             : 2,
   };
 
   explicit __device__ __forceinline__ GridProduct(unsigned char* memory) {
-    shared = reinterpret_cast<uint4*>(memory) + threadIdx.x / kWarp * (kShared * kWarp) + threadIdx.x % kWarp;
+    shared = reinterpret_cast<uint4*>(memory) + threadIdx.x / kWarp * (kShared * kWarp) +
+             threadIdx.x % kWarp;
   }
 
   // A word of a vector's first or second instruction, for a tile.
-  __device__ __forceinline__ void put_weight(int vector, int half, int tile, int part, uint32_t word) {
+  __device__ __forceinline__ void put_weight(int vector, int half, int tile, int part,
+                                             uint32_t word) {
     const int fragment = (vector * 2 + half) * kTiles + tile;
     if (fragment < kInRegisters) {
       weights[fragment][part] = word;
@@ -183,8 +190,8 @@ struct GridProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
   }
 
   // As GridMessages::multiply_each.
-  __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next, bool are_messages,
-                                           bool ahead) {
+  __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next,
+                                           bool are_messages, bool ahead) {
     begin_sums();
     return Messages::multiply_each(here, next, are_messages, ahead,
                                    [&](int vector) { multiply_vector(vector); });
@@ -213,8 +220,8 @@ struct GridProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
     }
   }
 
-  // A lane's four sums of a tile are of two rows of the batch and of neighbouring columns, if a tile's rows
-  // are its even columns first.
+  // A lane's four sums of a tile are of two rows of the batch and of neighbouring columns, if a
+  // tile's rows are its even columns first.
   __device__ __forceinline__ void write(unsigned char* partials) const {
     const int lane = threadIdx.x % kWarp, high = lane % 4 / 2;
     unsigned char* to = partials + threadIdx.x / kWarp * kBytesOfWarp +
@@ -228,14 +235,16 @@ struct GridProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
 #pragma unroll
         for (int chain = 1; chain < kChains; ++chain) sum[of] += sums[chain][tile][of];
       }
-      *reinterpret_cast<float4*>(to + tile * kBytesOfTile) = make_float4(sum[0], sum[2], sum[1], sum[3]);
+      *reinterpret_cast<float4*>(to + tile * kBytesOfTile) =
+          make_float4(sum[0], sum[2], sum[1], sum[3]);
     }
   }
 
   // Where a warp's sums of two neighbouring columns of a row are.
   static __device__ __forceinline__ int place_of(int pair, int row) {
     const int high = row / 4, of_tile = pair % (kTile / 2) * 2 + row / 2 % 2;
-    return pair / (kTile / 2) * kBytesOfTile + (high * 16 + (of_tile ^ (high * 4))) * 16 + row % 2 * 8;
+    return pair / (kTile / 2) * kBytesOfTile + (high * 16 + (of_tile ^ (high * 4))) * 16 +
+           row % 2 * 8;
   }
 
   uint32_t weights[kInRegisters][4];
@@ -248,7 +257,8 @@ template <typename Product, int kColumns>
 struct GridTeams {
   static constexpr int kMostTeams = 4;
   enum : int {
-    kMembers = kColumns < 8 ? kWarp : kColumns / 2 * kRows,  // of a team, each with two columns of a row
+    kMembers =
+        kColumns < 8 ? kWarp : kColumns / 2 * kRows,  // of a team, each with two columns of a row
     kTeams = kFinishers / kMembers > kMostTeams ? kMostTeams : kFinishers / kMembers,
     kMeeting = kProducers + kMembers,
     kWeights = 2 * Product::kBytesOfTurn,
@@ -257,15 +267,17 @@ struct GridTeams {
     kFree = kFull + 2 * kTeams,
   };
   // Named barriers. A team may be ahead of another by a turn.
-  static __device__ __forceinline__ int full(int buffer, int team) { return kFull + buffer * kTeams + team; }
+  static __device__ __forceinline__ int full(int buffer, int team) {
+    return kFull + buffer * kTeams + team;
+  }
   static __device__ __forceinline__ int free(int buffer) { return kFree + buffer; }
 };
 
 // The products of turns from `turn` on; what they take is of source_of(turn).
 template <typename Product, int kColumns, typename SourceOf>
 __device__ __forceinline__ void multiply_turns(Product& product, const GridPlace<kColumns>& place,
-                                               const SourceOf& source_of, Turn turn, int turns, bool ahead,
-                                               unsigned char* memory) {
+                                               const SourceOf& source_of, Turn turn, int turns,
+                                               bool ahead, unsigned char* memory) {
   using Teams = GridTeams<Product, kColumns>;
   auto here = source_of(turn);
   product.begin(here);
@@ -283,8 +295,9 @@ __device__ __forceinline__ void multiply_turns(Product& product, const GridPlace
   }
 }
 
-// One of those that finish: which sub-batches it has, which two columns of which row, and where their partial
-// sums are, in an order in which neither who writes nor who reads meets another lane in the same bank.
+// One of those that finish: which sub-batches it has, which two columns of which row, and where
+// their partial sums are, in an order in which neither who writes nor who reads meets another lane
+// in the same bank.
 template <typename Product, int kColumns>
 struct GridMember {
   using Teams = GridTeams<Product, kColumns>;
@@ -292,7 +305,8 @@ struct GridMember {
   // Neighbouring ones of a row; lanes behind are of other rows.
   static constexpr int kPairs = kColumns < kTile ? kColumns / 2 : kTile / 2;
 
-  __device__ __forceinline__ GridMember(const GridPlace<kColumns>& of_block, const unsigned char* partials)
+  __device__ __forceinline__ GridMember(const GridPlace<kColumns>& of_block,
+                                        const unsigned char* partials)
       : place(of_block), index(threadIdx.x - kProducers), team(index / Teams::kMembers) {
     const int member = index % Teams::kMembers, upper = member / (4 * kPairs) % 2;
     const int pair = member / (kRows * kPairs) * kPairs + member / 4 % kPairs;
@@ -317,7 +331,9 @@ struct GridMember {
   }
 
   // None for threads behind the last team.
-  __device__ __forceinline__ Turn first_turn() const { return {0, team < Teams::kTeams ? team : place.subs}; }
+  __device__ __forceinline__ Turn first_turn() const {
+    return {0, team < Teams::kTeams ? team : place.subs};
+  }
   __device__ __forceinline__ void advance(Turn& turn) const {
     turn.sub += Teams::kTeams;
     if (turn.sub >= place.subs) turn = {turn.step + 1, team};
@@ -330,8 +346,8 @@ struct GridMember {
     barrier_of(Teams::full(buffer, team), Teams::kMeeting);
 #pragma unroll
     for (int sum = 0; sum < kSums; ++sum) {
-      sums[sum] =
-          sum_of_parts(found + buffer * Product::kBytesOfTurn + sum * (kColumns / 2 * Product::kBytesOfPair));
+      sums[sum] = sum_of_parts(found + buffer * Product::kBytesOfTurn +
+                               sum * (kColumns / 2 * Product::kBytesOfPair));
     }
     if (done + 2 < turns) arrive_at(Teams::free(buffer), Teams::kMeeting);
   }

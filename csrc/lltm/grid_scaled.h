@@ -1,10 +1,12 @@
-// How the backward of the grid multiplies halves where libtorch allows tf32 (scale_rows.h): the gradients for
-// all gates have any range, and so each row of a tile's goes with a power of two of its own.
+// How the backward of the grid multiplies halves where libtorch allows tf32 (scale_rows.h): the
+// gradients for all gates have any range, and so each row of a tile's goes with a power of two of
+// its own.
 //
-// The messages of a step's kRows rows, in an order in which a warp reads what lies side by side: for each
-// pair of neighbouring tiles three vectors, of a gate each, [row, lane of four, tile, four columns]. Beside
-// them the scales, for each warp that reads, [lane of four, pair, tile, row of two], a byte each: that of a
-// float's exponent. All of it is sent, also for rows and columns that there are not.
+// The messages of a step's kRows rows, in an order in which a warp reads what lies side by side:
+// for each pair of neighbouring tiles three vectors, of a gate each, [row, lane of four, tile, four
+// columns]. Beside them the scales, for each warp that reads, [lane of four, pair, tile, row of
+// two], a byte each: that of a float's exponent. All of it is sent, also for rows and columns that
+// there are not.
 #pragma once
 
 #include "grid_product.h"
@@ -61,12 +63,14 @@ __device__ __forceinline__ bool has_unsent_byte(uint32_t word) {
   return ((~word - 0x01010101) & word & 0x80808080) != 0;
 }
 
-// A warp's terms are all gates of neighbouring pairs of tiles. The sums of a tile's terms are multiplied with
-// its scales before they meet others.
+// A warp's terms are all gates of neighbouring pairs of tiles. The sums of a tile's terms are
+// multiplied with its scales before they meet others.
 template <int kTileCount, int kVectorCount, int kInShared, int kInFlight, int kAtOnce>
-struct GridProductScaled : GridProduct<__half, kTileCount, kVectorCount, kInShared, kInFlight, kAtOnce> {
+struct GridProductScaled
+    : GridProduct<__half, kTileCount, kVectorCount, kInShared, kInFlight, kAtOnce> {
   using Base = GridProduct<__half, kTileCount, kVectorCount, kInShared, kInFlight, kAtOnce>;
-  using Base::kChains, Base::kGroup, Base::kRing, Base::kTiles, Base::kVectors, Base::messages, Base::sums;
+  using Base::kChains, Base::kGroup, Base::kRing, Base::kTiles, Base::kVectors, Base::messages,
+      Base::sums;
   static constexpr int kPairs = kVectors / kVectorsOfPair, kPairsOfGroup = kGroup / kVectorsOfPair;
   static_assert(kGroup % kVectorsOfPair == 0, "pairs are waited for as a whole");
   using Layout = ScaledLayout<kPairs>;
@@ -127,7 +131,8 @@ struct GridProductScaled : GridProduct<__half, kTileCount, kVectorCount, kInShar
     return Base::is_missing(first) || (first == 0 && !are_sent(source));
   }
 
-  // Until a group is there; those of this turn that are on their way behind it are asked for again with it.
+  // Until a group is there; those of this turn that are on their way behind it are asked for again
+  // with it.
   __device__ __forceinline__ void wait(const ScaledSource& source, int first) {
     while (is_missing(source, first)) {
       if (first == 0) load_scales(source);
@@ -168,7 +173,8 @@ struct GridProductScaled : GridProduct<__half, kTileCount, kVectorCount, kInShar
   __device__ __forceinline__ void take_scales(uint32_t (&of_pairs)[kPairs],
                                               const ScaledSource& source) const {
 #pragma unroll
-    for (int pair = 0; pair < kPairs; ++pair) of_pairs[pair] = pair < source.pairs ? scales[pair] : 0;
+    for (int pair = 0; pair < kPairs; ++pair)
+      of_pairs[pair] = pair < source.pairs ? scales[pair] : 0;
   }
 
   __device__ __forceinline__ void multiply_pair(int pair, uint32_t of_pair) {
@@ -201,12 +207,12 @@ struct GridProductScaled : GridProduct<__half, kTileCount, kVectorCount, kInShar
   uint32_t scales[Layout::kScaleVectors * 4];
 };
 
-// Gradients times a row's scale of W_h are times this, too: for as much as W_h's largest, not 2^-14 of it, so
-// that small ones keep their digits.
+// Gradients times a row's scale of W_h are times this, too: for as much as W_h's largest, not 2^-14
+// of it, so that small ones keep their digits.
 constexpr int kTopOfWeights = 14;
 
-// A power of two that takes finite values up to `largest` (its bits) below 2^15, and the exponent of its
-// inverse without kTopOfWeights, which is neither none nor what is unsent.
+// A power of two that takes finite values up to `largest` (its bits) below 2^15, and the exponent
+// of its inverse without kTopOfWeights, which is neither none nor what is unsent.
 struct MessageScale {
   explicit __device__ __forceinline__ MessageScale(uint32_t largest) {
     constexpr uint32_t kBias = 127, kDigits = 23, kTop = 14, kBehind = kTop + kTopOfWeights;
@@ -225,11 +231,14 @@ template <int kPairsOfWarp>
 struct ScaledTarget<ScaledLayout<kPairsOfWarp>> {
   using Layout = ScaledLayout<kPairsOfWarp>;
 
-  __device__ __forceinline__ ScaledTarget(const Layout& layout, int64_t sub_batch, int row, int column) {
+  __device__ __forceinline__ ScaledTarget(const Layout& layout, int64_t sub_batch, int row,
+                                          int column) {
     const int pair = column / (2 * kTile), half = column / kTile % 2;
-    const int of_word = pair * kBytesOfPair + row * 64 + column % kTile / 4 * 16 + half * 8 + column % 4 * 2;
-    const int of_scale = pair / kPairsOfWarp * Layout::kBytesOfWarp + row / 2 * Layout::kBytesOfLane +
-                         pair % kPairsOfWarp * 4 + half * 2 + row % 2;
+    const int of_word =
+        pair * kBytesOfPair + row * 64 + column % kTile / 4 * 16 + half * 8 + column % 4 * 2;
+    const int of_scale = pair / kPairsOfWarp * Layout::kBytesOfWarp +
+                         row / 2 * Layout::kBytesOfLane + pair % kPairsOfWarp * 4 + half * 2 +
+                         row % 2;
     words = layout.messages + sub_batch * layout.bytes() + of_word;
     scale = layout.scales + sub_batch * layout.bytes_of_scales() + of_scale;
   }
@@ -242,8 +251,8 @@ struct ScaledTarget<ScaledLayout<kPairsOfWarp>> {
   unsigned char* scale;
 };
 
-// Whoever reads takes four at once, which the memory model says nothing of: on the hardware each byte is
-// there or not.
+// Whoever reads takes four at once, which the memory model says nothing of: on the hardware each
+// byte is there or not.
 __device__ __forceinline__ void send_byte(unsigned char* to, uint32_t byte) {
   asm volatile("st.relaxed.gpu.global.b8 [%0], %1;" ::"l"(to), "r"(byte) : "memory");
 }

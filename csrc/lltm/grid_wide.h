@@ -1,6 +1,6 @@
-// What the kernels of a wide grid are made of; grid.h says how blocks share a sequence. A block takes
-// kWideRows rows at once, by products of warpgroups: its part of W_h lies in shared memory, and what the
-// other blocks send comes into registers.
+// What the kernels of a wide grid are made of; grid.h says how blocks share a sequence. A block
+// takes kWideRows rows at once, by products of warpgroups: its part of W_h lies in shared memory,
+// and what the other blocks send comes into registers.
 #pragma once
 
 #include "../gemm/hopper_ptx.h"
@@ -27,8 +27,8 @@ constexpr int kWideRow = 128;
 // Steps for whose messages and operands there is a place in the L2 cache, also of a state of float.
 constexpr int kWideNear = 2;
 
-// Named barriers of each warp and the one of the other group that has the same rows: sums are there; the
-// first group's may be overwritten, and the second's.
+// Named barriers of each warp and the one of the other group that has the same rows: sums are
+// there; the first group's may be overwritten, and the second's.
 enum : int { kSent = 1, kRead = 5 };
 
 template <typename S>
@@ -39,8 +39,8 @@ __device__ __forceinline__ void store_own(S* to, const Own& values) {
   *reinterpret_cast<Vector<S, kOwn>*>(to) = own;
 }
 
-// One message of four values, which says by its first two whether it is one: two of which all bits are set
-// are sent as another not-a-number.
+// One message of four values, which says by its first two whether it is one: two of which all bits
+// are set are sent as another not-a-number.
 template <typename T>
 __device__ __forceinline__ void send_own(T* to, const Own& values) {
   constexpr uint32_t kNone = 0xffffffff, kNotANumber = 0x7fffffff;
@@ -50,14 +50,15 @@ __device__ __forceinline__ void send_own(T* to, const Own& values) {
   uint2 words = *reinterpret_cast<const uint2*>(&own);
   if (words.x == kNone) words.x = kNotANumber;
   asm volatile(
-      "{\n.reg .b64 both;\nmov.b64 both, {%1, %2};\nst.relaxed.gpu.global.b64 [%0], both;\n}" ::"l"(to),
+      "{\n.reg .b64 both;\nmov.b64 both, {%1, %2};\nst.relaxed.gpu.global.b64 [%0], both;\n}" ::"l"(
+          to),
       "r"(words.x), "r"(words.y)
       : "memory");
 }
 
-// Which column of the block a column of the product is, of those of a gate, for one of the groups, and the
-// other way round. Each group has the columns that it finishes in front, and a thread has neighbours of
-// those.
+// Which column of the block a column of the product is, of those of a gate, for one of the groups,
+// and the other way round. Each group has the columns that it finishes in front, and a thread has
+// neighbours of those.
 __device__ __forceinline__ int column_of(int of_product, int group) {
   const int tile = of_product / 8, of_tile = of_product % 8;
   return kGroupColumns * (group ^ (tile / 2)) + of_tile / 2 * kOwn + tile % 2 * 2 + of_tile % 2;
@@ -67,8 +68,8 @@ __device__ __forceinline__ int product_column_of(int column, int group) {
   return tile * 8 + column % kGroupColumns / kOwn * 2 + column % 2;
 }
 
-// Where a word of a lane's 16 bytes of a span is, in a row: of two products, a lane takes two terms, and two
-// that are 8 behind them.
+// Where a word of a lane's 16 bytes of a span is, in a row: of two products, a lane takes two
+// terms, and two that are 8 behind them.
 __device__ __forceinline__ int place_of(int row, int span, int word, int lane) {
   return row * kWideRow + ((span % 2 * 4 + word) ^ (row % 8)) * 16 + lane * 4;
 }
@@ -109,7 +110,8 @@ struct WidePlace {
   __device__ __forceinline__ uint32_t row_of(int step, int half) const {
     return static_cast<uint32_t>(step) * batch + row + 8 * half;
   }
-  // One to read from. What is computed for rows that are not there is of another row, and nobody needs it.
+  // One to read from. What is computed for rows that are not there is of another row, and nobody
+  // needs it.
   __device__ __forceinline__ uint32_t some_row_of(int step, int half) const {
     return static_cast<uint32_t>(step) * batch + (is_row(half) ? row + 8 * half : any_row);
   }
@@ -118,15 +120,17 @@ struct WidePlace {
   __device__ __forceinline__ void release_other() const {
     arrive_at(kRead + (group ^ 1) * 4 + warp, 2 * kWarp);
   }
-  __device__ __forceinline__ void wait_for_place() const { barrier_of(kRead + group * 4 + warp, 2 * kWarp); }
+  __device__ __forceinline__ void wait_for_place() const {
+    barrier_of(kRead + group * 4 + warp, 2 * kWarp);
+  }
   __device__ __forceinline__ void wait_for_other() const { barrier_of(kSent + warp, 2 * kWarp); }
 
   const int hidden, batch;
   int group, warp, of_four, of_rows, of_block, column, row, any_row;
 };
 
-// The products: a thread has kVectors vectors of 16 bytes of each of its rows, and kWhole says that all of
-// them are there. They are asked for kAtOnce at a time, while those before are multiplied.
+// The products: a thread has kVectors vectors of 16 bytes of each of its rows, and kWhole says that
+// all of them are there. They are asked for kAtOnce at a time, while those before are multiplied.
 template <typename T, int kVectors, bool kWhole, int kColumns>
 struct WideTerms {
   static constexpr int kAtOnce = 4;
@@ -170,18 +174,20 @@ struct WideTerms {
 
   // Descriptors differ in their lower halves only.
   __device__ __forceinline__ uint64_t weights_at(int offset) const {
-    return gemm::tile_descriptor<false>(0) >> 32 << 32 | (weights + static_cast<uint32_t>(offset >> 4));
+    return gemm::tile_descriptor<false>(0) >> 32 << 32 |
+           (weights + static_cast<uint32_t>(offset >> 4));
   }
 
-  // The first are asked for. They may not be there yet, if they are `messages`. Before kAtOnce of them are
-  // multiplied, `prepare` gets the first one's index.
+  // The first are asked for. They may not be there yet, if they are `messages`. Before kAtOnce of
+  // them are multiplied, `prepare` gets the first one's index.
   template <typename Sums, typename Prepare>
   __device__ __forceinline__ void multiply(Sums& sums, bool are_messages, const Prepare& prepare) {
     constexpr int kNext = static_cast<int>(gemm::kNextInner<false>) << 4;
 #pragma unroll
     for (int begin = 0; begin < kVectors; begin += kAtOnce) {
       while (__any_sync(~0u, are_messages && is_missing_of(begin))) load(begin);
-      // There are not registers for all vectors at once; those of the products before are free by now.
+      // There are not registers for all vectors at once; those of the products before are free by
+      // now.
       if constexpr (kVectors > 4 * kAtOnce) gemm::wait_for_products<0>();
       if (begin + kAtOnce < kVectors) load(begin + kAtOnce);
       prepare(begin);
@@ -210,8 +216,8 @@ struct WideTerms {
   uint4 messages[kVectors][2];
 };
 
-// All that a block does. Load brings its part of W_h and what goes with it into shared memory; Rows are rows
-// of the batch.
+// All that a block does. Load brings its part of W_h and what goes with it into shared memory; Rows
+// are rows of the batch.
 template <typename Rows, typename Params, typename Load>
 __device__ __forceinline__ void run_wide(const Params& params, char* shared, const Load& load) {
   const int blocks = wide_blocks(params.hidden), batch = static_cast<int>(params.batch);
@@ -222,7 +228,8 @@ __device__ __forceinline__ void run_wide(const Params& params, char* shared, con
   Rows rows(params, first_column, shared);
   rows.release_other();
   const int row_groups = gridDim.x / blocks;
-  for (int first = blockIdx.x / blocks * kWideRows; first < batch; first += row_groups * kWideRows) {
+  for (int first = blockIdx.x / blocks * kWideRows; first < batch;
+       first += row_groups * kWideRows) {
     rows.run(first);
   }
   rows.wait_for_place();

@@ -5,8 +5,8 @@
 namespace tch_extension {
 namespace {
 
-// Shared memory, in bytes: W_h, whose rows are the terms; sums for the other group; scales of the block's own
-// rows of W_h.
+// Shared memory, in bytes: W_h, whose rows are the terms; sums for the other group; scales of the
+// block's own rows of W_h.
 template <typename T, int kVectors, bool kWhole>
 struct WideBackwardLayout {
   using Terms = WideTerms<T, kVectors, kWhole, kWideColumns>;
@@ -24,7 +24,8 @@ __device__ __forceinline__ int row_of_term(int term, int hidden) {
 
 // W_h into shared memory, two terms of eight columns at a time.
 template <typename T, typename Terms, bool kScaled>
-__device__ __forceinline__ void load_weights(const LltmGridBackward& params, int first_column, char* shared) {
+__device__ __forceinline__ void load_weights(const LltmGridBackward& params, int first_column,
+                                             char* shared) {
   constexpr int kAtATime = kLanesOf16Bytes<T>, kInARow = kWideColumns / kAtATime;
   const int hidden = static_cast<int>(params.hidden);
   const bool whole =
@@ -50,8 +51,8 @@ __device__ __forceinline__ void load_weights(const LltmGridBackward& params, int
   }
 }
 
-[[maybe_unused]] __device__ __forceinline__ void load_scales(const LltmGridBackward& params, int first_column,
-                                                             float* shared) {
+[[maybe_unused]] __device__ __forceinline__ void load_scales(const LltmGridBackward& params,
+                                                             int first_column, float* shared) {
   const int term = threadIdx.x, hidden = static_cast<int>(params.hidden);
   if (term >= kSentColumns) return;
   const int row = WideSent::row_of_term(first_column * kGates + term, hidden);
@@ -103,7 +104,8 @@ struct WideBackward : WidePlace {
     to[3] = four.w;
   }
   __device__ __forceinline__ void store_state(const Own& from, void* state, int half) const {
-    if (is_own(half)) store_own(static_cast<float*>(state) + row_of(0, half) * hidden + column, from);
+    if (is_own(half))
+      store_own(static_cast<float*>(state) + row_of(0, half) * hidden + column, from);
   }
 
   __device__ __forceinline__ void load_saved(int step) {
@@ -111,14 +113,16 @@ struct WideBackward : WidePlace {
     for (int half = 0; half < 2; ++half) {
       if (!is_own(half)) continue;
       const uint32_t row = row_of(step, half), at = row * hidden + column;
-      const S* activations = static_cast<const S*>(params.activations) + row * (kGates * hidden) + column;
+      const S* activations =
+          static_cast<const S*>(params.activations) + row * (kGates * hidden) + column;
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
         gates[half][gate] = *reinterpret_cast<const Saved*>(activations + gate * hidden);
       }
       c[half] = *reinterpret_cast<const Saved*>(static_cast<const S*>(params.c) + at);
       if (params.grad_output == nullptr) continue;
-      grad_output[half] = *reinterpret_cast<const Saved*>(static_cast<const S*>(params.grad_output) + at);
+      grad_output[half] =
+          *reinterpret_cast<const Saved*>(static_cast<const S*>(params.grad_output) + at);
     }
   }
 
@@ -131,7 +135,8 @@ struct WideBackward : WidePlace {
         terms.from[half] = sent.of_row(from) + terms.first;
         factors.find(sent, *this, half, from);
       } else {
-        terms.from[half] = static_cast<const T*>(params.grad_gates) + terms.first + from * (kGates * hidden);
+        terms.from[half] =
+            static_cast<const T*>(params.grad_gates) + terms.first + from * (kGates * hidden);
       }
     }
   }
@@ -145,7 +150,8 @@ struct WideBackward : WidePlace {
         factors.template multiply<Layout::Terms::kAtOnce>(terms.messages, first);
       });
 #pragma unroll
-      for (int at = 0; at < 16; ++at) sums[at] = sums[at] / kWeightScale * factors.of_sums[at / 2 % 2];
+      for (int at = 0; at < 16; ++at)
+        sums[at] = sums[at] / kWeightScale * factors.of_sums[at / 2 % 2];
     }
   }
 
@@ -197,7 +203,8 @@ struct WideBackward : WidePlace {
       if constexpr (kScaled) {
         send_scaled(step, half, grads);
       } else if (is_own(half)) {
-        T* to = static_cast<T*>(params.grad_gates) + row_of(step, half) * (kGates * hidden) + column;
+        T* to =
+            static_cast<T*>(params.grad_gates) + row_of(step, half) * (kGates * hidden) + column;
 #pragma unroll
         for (int gate = 0; gate < kGates; ++gate) send_own(to + gate * hidden, grads[gate]);
       }
@@ -211,7 +218,8 @@ struct WideBackward : WidePlace {
   }
 
   // With the scales of their rows of W_h, and zeros where there are no columns.
-  __device__ __forceinline__ void send_scaled(int step, int half, const Own (&grads)[kGates]) const {
+  __device__ __forceinline__ void send_scaled(int step, int half,
+                                              const Own (&grads)[kGates]) const {
     Own messages[kGates];
     float largest = 0;
 #pragma unroll
@@ -219,7 +227,8 @@ struct WideBackward : WidePlace {
 #pragma unroll
       for (int of = 0; of < kOwn; ++of) {
         float& message = messages[gate][of];
-        message = column < hidden ? grads[gate][of] * weight_scales[gate * kWideColumns + of] : 0.0f;
+        message =
+            column < hidden ? grads[gate][of] * weight_scales[gate * kWideColumns + of] : 0.0f;
         largest = fmaxf(largest, fabsf(message));
       }
     }
@@ -243,8 +252,8 @@ struct WideBackward : WidePlace {
     for (int gate = 0; gate < kGates; ++gate) store_own(all + gate * hidden, grads[gate]);
   }
 
-  // By then they may have left the L2 cache, or are not there yet, and readers would wait for the memory.
-  // Four lanes share what there is of a row.
+  // By then they may have left the L2 cache, or are not there yet, and readers would wait for the
+  // memory. Four lanes share what there is of a row.
   __device__ __forceinline__ void prefetch_all(int step) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -286,17 +295,22 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char wide_shared[];
   using Layout = WideBackwardLayout<T, kVectors, kWhole>;
-  run_wide<WideBackward<S, T, kVectors, kWhole, kScaled>>(params, wide_shared, [&](int first_column) {
-    load_weights<T, typename Layout::Terms, kScaled>(params, first_column, wide_shared);
-    if (kScaled) load_scales(params, first_column, reinterpret_cast<float*>(wide_shared + Layout::kScales));
-  });
+  run_wide<WideBackward<S, T, kVectors, kWhole, kScaled>>(
+      params, wide_shared, [&](int first_column) {
+        load_weights<T, typename Layout::Terms, kScaled>(params, first_column, wide_shared);
+        if (kScaled)
+          load_scales(params, first_column,
+                      reinterpret_cast<float*>(wide_shared + Layout::kScales));
+      });
 #endif
 }
 
 template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
-GridStatus start_wide(const LltmGridBackward& params, void* messages, int64_t size, cudaStream_t stream) {
+GridStatus start_wide(const LltmGridBackward& params, void* messages, int64_t size,
+                      cudaStream_t stream) {
   return start_grid<lltm_grid_wide_backward<S, T, kVectors, kWhole, kScaled>, kWideThreads>(
-      params, WideBackwardLayout<T, kVectors, kWhole>::kBytes, messages, static_cast<size_t>(size), stream);
+      params, WideBackwardLayout<T, kVectors, kWhole>::kBytes, messages, static_cast<size_t>(size),
+      stream);
 }
 
 template <typename S, typename T, int kVectors, bool kWhole>
@@ -308,7 +322,8 @@ GridStatus start_wide(const LltmGridBackward& params, cudaStream_t stream) {
       auto* messages = static_cast<char*>(params.exchange);
       const int64_t blocks = blocks_of(params) / params.row_groups;
       const int64_t size =
-          reinterpret_cast<char*>(params.exchange_scales + rows * ((blocks + 3) / 4 * 8)) - messages;
+          reinterpret_cast<char*>(params.exchange_scales + rows * ((blocks + 3) / 4 * 8)) -
+          messages;
       return start_wide<S, T, kVectors, kWhole, true>(params, messages, size, stream);
     }
   }

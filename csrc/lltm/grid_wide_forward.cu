@@ -7,23 +7,26 @@ namespace {
 
 constexpr int kGateColumns = kGates * kWideColumns;
 
-// Shared memory, in bytes: W_h; sums for the other group; the bias, and what sums are multiplied by.
+// Shared memory, in bytes: W_h; sums for the other group; the bias, and what sums are multiplied
+// by.
 template <typename T, int kVectors, bool kWhole>
 struct WideForwardLayout {
   using Terms = WideTerms<T, kVectors, kWhole, kGateColumns>;
   static constexpr int kSums = Terms::kBytes;
   static constexpr int kSumsOfThread = kGates * 2 * kOwn;
-  static constexpr int kBias = kSums + kWideThreads * kSumsOfThread * static_cast<int>(sizeof(float));
+  static constexpr int kBias =
+      kSums + kWideThreads * kSumsOfThread * static_cast<int>(sizeof(float));
   static constexpr int kBytes = kBias + 2 * kGateColumns * static_cast<int>(sizeof(float));
 };
 
 // W_h into shared memory.
 template <typename T, typename Terms>
-__device__ __forceinline__ void load_weights(const LltmGridForward& params, int first_column, char* shared) {
+__device__ __forceinline__ void load_weights(const LltmGridForward& params, int first_column,
+                                             char* shared) {
   constexpr int kOfRow = Terms::kSpans * 4;
   const int hidden = static_cast<int>(params.hidden);
-  const bool whole =
-      reinterpret_cast<uintptr_t>(params.weight) % 16 == 0 && params.weight_stride % kLanesOf16Bytes<T> == 0;
+  const bool whole = reinterpret_cast<uintptr_t>(params.weight) % 16 == 0 &&
+                     params.weight_stride % kLanesOf16Bytes<T> == 0;
   for (int at = threadIdx.x; at < kGateColumns * kOfRow; at += kWideThreads) {
     const int row = at / kOfRow, vector = at % kOfRow, span = vector / 4;
     const int column = first_column + column_of(row % kWideColumns, span / (Terms::kSpans / 2));
@@ -31,7 +34,8 @@ __device__ __forceinline__ void load_weights(const LltmGridForward& params, int 
     uint4 terms = {};
     if (column < hidden && term < hidden) {
       const int64_t of_gate = row / kWideColumns * hidden + column;
-      terms = load_terms(static_cast<const T*>(params.weight) + of_gate * params.weight_stride + term, whole);
+      terms = load_terms(
+          static_cast<const T*>(params.weight) + of_gate * params.weight_stride + term, whole);
     }
     char* to = shared + span / 2 * Terms::kPart;
     *reinterpret_cast<uint32_t*>(to + place_of(row, span, 0, vector % 4)) = terms.x;
@@ -42,7 +46,8 @@ __device__ __forceinline__ void load_weights(const LltmGridForward& params, int 
 }
 
 [[maybe_unused]] __device__ __forceinline__ void load_bias_and_scales(const LltmGridForward& params,
-                                                                      int first_column, float* shared) {
+                                                                      int first_column,
+                                                                      float* shared) {
   if (threadIdx.x >= kGateColumns) return;
   const int hidden = static_cast<int>(params.hidden);
   const int column = first_column + threadIdx.x % kWideColumns;
@@ -86,7 +91,8 @@ struct WideForward : WidePlace {
     if (params.c_stride != 0) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (is_own(half)) store_own(static_cast<S*>(params.c) + row_of(0, half) * hidden + column, c[half]);
+      if (is_own(half))
+        store_own(static_cast<S*>(params.c) + row_of(0, half) * hidden + column, c[half]);
     }
   }
 
@@ -204,7 +210,8 @@ struct WideForward : WidePlace {
     T* to = static_cast<T*>(params.exchange) + row_of(step, half) * hidden + column;
     Own message;
 #pragma unroll
-    for (int of = 0; of < kOwn; ++of) message[of] = kMayScale ? new_h[of] * message_scale : new_h[of];
+    for (int of = 0; of < kOwn; ++of)
+      message[of] = kMayScale ? new_h[of] * message_scale : new_h[of];
     send_own(to, message);
   }
 
@@ -219,8 +226,8 @@ struct WideForward : WidePlace {
       store_own(to + hidden, o);
       store_own(to + 2 * hidden, g);
     }
-    // By then it may have left the L2 cache, and readers would wait for the memory. Four lanes share what
-    // there is of a row.
+    // By then it may have left the L2 cache, and readers would wait for the memory. Four lanes
+    // share what there is of a row.
     if (step + kWideNear >= params.steps) return;
     const uint32_t ahead = row_of(step + kWideNear, half);
     const int first_column = column - kOwn * of_four;
@@ -254,7 +261,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   using Layout = WideForwardLayout<T, kVectors, kWhole>;
   run_wide<WideForward<S, T, kVectors, kWhole>>(params, wide_shared, [&](int first_column) {
     load_weights<T, typename Layout::Terms>(params, first_column, wide_shared);
-    load_bias_and_scales(params, first_column, reinterpret_cast<float*>(wide_shared + Layout::kBias));
+    load_bias_and_scales(params, first_column,
+                         reinterpret_cast<float*>(wide_shared + Layout::kBias));
   });
 #endif
 }

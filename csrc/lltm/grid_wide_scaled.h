@@ -1,6 +1,7 @@
-// How the backward of a wide grid multiplies halves where libtorch allows tf32 (scale_rows.h). The gradients
-// for the gates have any range, and so what each group of a block sends of a row is divided by a power of two
-// of its own. Who multiplies brings a row's messages to one scale first, the largest of them.
+// How the backward of a wide grid multiplies halves where libtorch allows tf32 (scale_rows.h). The
+// gradients for the gates have any range, and so what each group of a block sends of a row is
+// divided by a power of two of its own. Who multiplies brings a row's messages to one scale first,
+// the largest of them.
 #pragma once
 
 #include "grid_wide.h"
@@ -41,7 +42,8 @@ struct WideSent {
   float* const scales;
 };
 
-// A power of two that takes numbers of which this is the largest to the upper end of what halves are.
+// A power of two that takes numbers of which this is the largest to the upper end of what halves
+// are.
 struct WideScale {
   explicit __device__ __forceinline__ WideScale(float largest) {
     // Of which the scale and its inverse are normal.
@@ -58,9 +60,10 @@ struct WideScale {
 // What a thread multiplies the messages of its two rows by, of so many blocks.
 template <int kSenders, bool kWhole>
 struct WideFactors {
-  // Of four lanes that share a row, two read what the first groups sent and two what the second ones did, and
-  // each of the two asks for half of their scales.
-  __device__ __forceinline__ void find(const WideSent& sent, const WidePlace& place, int half, uint32_t row) {
+  // Of four lanes that share a row, two read what the first groups sent and two what the second
+  // ones did, and each of the two asks for half of their scales.
+  __device__ __forceinline__ void find(const WideSent& sent, const WidePlace& place, int half,
+                                       uint32_t row) {
     const int first = place.group * kSenders + place.of_four % 2 * 2;
     all = sent.blocks - first;
     from[half] = sent.scale_of(row, first, place.of_four / 2);
@@ -133,12 +136,14 @@ struct WideFactors {
     if (!are_in_two) return;
     // -kSecondFactor, or one, twice.
     constexpr uint32_t kSecond = 0x82008200, kOne = 0x3c003c00;
-    with_each<kCount>(messages, first,
-                      [](uint32_t factor) { return static_cast<int32_t>(factor) < 0 ? kSecond : kOne; });
+    with_each<kCount>(messages, first, [](uint32_t factor) {
+      return static_cast<int32_t>(factor) < 0 ? kSecond : kOne;
+    });
   }
 
   template <int kCount, typename Messages, typename Factor>
-  __device__ __forceinline__ void with_each(Messages& messages, int first, const Factor& factor_of) const {
+  __device__ __forceinline__ void with_each(Messages& messages, int first,
+                                            const Factor& factor_of) const {
 #pragma unroll
     for (int vector = first; vector < first + kCount; ++vector) {
 #pragma unroll
@@ -150,7 +155,9 @@ struct WideFactors {
                      : "=r"(both)
                      : "r"(of_messages[half][sender / 2]), "r"(sender % 2 == 0 ? 0x1010 : 0x3232));
         const uint32_t factor = factor_of(both);
-        auto by_factor = [&](uint32_t& two) { asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(two) : "r"(factor)); };
+        auto by_factor = [&](uint32_t& two) {
+          asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(two) : "r"(factor));
+        };
         uint4& four = messages[vector][half];
         by_factor(four.x);
         by_factor(four.y);

@@ -1,12 +1,14 @@
-// A sequence of LLTM steps; csrc/lltm_cell has the formula of one. The product with the input is made for all
-// steps at once before; here is what each step waits for: the product with the step before's h, and the rest.
+// A sequence of LLTM steps; csrc/lltm_cell has the formula of one. The product with the input is
+// made for all steps at once before; here is what each step waits for: the product with the step
+// before's h, and the rest.
 //
 //   [i | o | g] = input_gates[t] + h[t-1] W_hᵀ + b        before their activations
 //   c[t] = c[t-1] + elu(g) σ(i)        h[t] = tanh(c[t]) σ(o)
 //
-// T steps, batch B, hidden size H. All arrays are row-major and contiguous where nothing else is said. Three
-// kinds: the product's, of its operands; the state's, of what is kept and returned; and the gates', in which
-// sums are made: double if the product's is, otherwise float. On the CPU all three are one.
+// T steps, batch B, hidden size H. All arrays are row-major and contiguous where nothing else is
+// said. Three kinds: the product's, of its operands; the state's, of what is kept and returned; and
+// the gates', in which sums are made: double if the product's is, otherwise float. On the CPU all
+// three are one.
 //
 // sequence.h has what Rust hands over.
 #pragma once
@@ -26,7 +28,7 @@ struct LltmStepForward {
   void* new_h;               // [B, H]
   void* new_c;               // [B, H]; may be c
   void* operand;             // [B, H], new_h in the product's kind; null if that is the state's
-  void* activations;         // [B, 3H]: [σ(i) | σ(o) | g], null if nobody needs them; may be input_gates
+  void* activations;  // [B, 3H]: [σ(i) | σ(o) | g], null if nobody needs them; may be input_gates
 };
 
 // One step back, before its product.
@@ -43,8 +45,8 @@ struct LltmStepBackward {
   void* grad_gates;         // [B, 3H], of the product's kind
 };
 
-// How the CPU's threads share a sequence: each has a place, a group of rows and a group of columns. Those of
-// the same rows wait for one another after each step.
+// How the CPU's threads share a sequence: each has a place, a group of rows and a group of columns.
+// Those of the same rows wait for one another after each step.
 struct LltmTeam {
   int64_t row_groups;
   int64_t column_groups;

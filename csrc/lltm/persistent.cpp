@@ -9,23 +9,25 @@
 #include "persistent.h"
 #include "tch_extension/launch.h"
 
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_scale_rows_cuda(const LltmScaleRows*, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_scale_rows_cuda(const LltmScaleRows*,
+                                                                          cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_forward_cuda(
     const LltmPersistentForward*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cuda(
     const LltmPersistentBackward*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(const LltmGridForward*,
-                                                                            bool* fits, cudaStream_t);
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_forward_cuda(const LltmGridForward*,
-                                                                                  bool* fits, cudaStream_t);
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_backward_cuda(const LltmGridBackward*,
-                                                                                   bool* fits, cudaStream_t);
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_wide_forward_cuda(const LltmGridForward*,
-                                                                                 bool* fits, cudaStream_t);
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(const LltmGridBackward*,
-                                                                             bool* fits, cudaStream_t);
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_wide_backward_cuda(const LltmGridBackward*,
-                                                                                  bool* fits, cudaStream_t);
+                                                                            bool* fits,
+                                                                            cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_forward_cuda(
+    const LltmGridForward*, bool* fits, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_plain_backward_cuda(
+    const LltmGridBackward*, bool* fits, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_wide_forward_cuda(
+    const LltmGridForward*, bool* fits, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(
+    const LltmGridBackward*, bool* fits, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_wide_backward_cuda(
+    const LltmGridBackward*, bool* fits, cudaStream_t);
 #endif
 
 namespace tch_extension {
@@ -70,8 +72,8 @@ struct ScaledRows {
 // What a kernel multiplies: W_h and h0. Where libtorch allows tf32, halves with scales.
 struct Operands {
   // Without an h0, W_h only.
-  Operands(const at::Tensor& whole_weight, const at::Tensor* first_h, int64_t hidden, bool are_scaled,
-           void* stream)
+  Operands(const at::Tensor& whole_weight, const at::Tensor* first_h, int64_t hidden,
+           bool are_scaled, void* stream)
       : weight(whole_weight), h0(first_h == nullptr ? at::Tensor() : *first_h) {
     if (!are_scaled) return;
     // Rows that may be read 16 bytes at a time.
@@ -95,7 +97,8 @@ struct Operands {
 
 void lltm_persistent(const LltmForward& call) {
   const int64_t hidden = call.output->size(2);
-  const Operands operands(*call.weight, call.h0, hidden, call.path == kLltmPersistentTf32, call.stream);
+  const Operands operands(*call.weight, call.h0, hidden, call.path == kLltmPersistentTf32,
+                          call.stream);
   LltmPersistentForward params{};
   params.steps = call.output->size(0);
   params.batch = call.output->size(1);
@@ -115,12 +118,14 @@ void lltm_persistent(const LltmForward& call) {
   params.output = address(call.output);
   params.c = address(call.c);
   params.activations = address(call.activations);
-  check(tch_extension_lltm_persistent_forward_cuda(&params, static_cast<cudaStream_t>(call.stream)));
+  check(
+      tch_extension_lltm_persistent_forward_cuda(&params, static_cast<cudaStream_t>(call.stream)));
 }
 
 void lltm_persistent(const LltmBackward& call) {
   const int64_t hidden = call.c->size(2);
-  const Operands operands(*call.weight, nullptr, hidden, call.path == kLltmPersistentTf32, call.stream);
+  const Operands operands(*call.weight, nullptr, hidden, call.path == kLltmPersistentTf32,
+                          call.stream);
   LltmPersistentBackward params{};
   params.steps = call.c->size(0);
   params.batch = call.c->size(1);
@@ -138,7 +143,8 @@ void lltm_persistent(const LltmBackward& call) {
   params.grad_h = address(call.grad_h);
   params.grad_c = address(call.grad_c);
   params.grad_gates = address(call.grad_gates);
-  check(tch_extension_lltm_persistent_backward_cuda(&params, static_cast<cudaStream_t>(call.stream)));
+  check(
+      tch_extension_lltm_persistent_backward_cuda(&params, static_cast<cudaStream_t>(call.stream)));
 }
 
 namespace {
@@ -184,8 +190,8 @@ RunBackward* backward_of(int32_t path) {
 }  // namespace
 
 bool lltm_grid(const LltmForward& call) {
-  const Operands operands(*call.weight, call.h0, call.output->size(2), are_scaled(call.path, *call.weight),
-                          call.stream);
+  const Operands operands(*call.weight, call.h0, call.output->size(2),
+                          are_scaled(call.path, *call.weight), call.stream);
   const at::Tensor h0 = aligned(operands.h0);
   const bool casts = h0.scalar_type() != call.output->scalar_type();
   const at::Tensor exchange = casts ? at::empty(call.output->sizes(), h0.options()) : *call.output;
@@ -216,9 +222,11 @@ bool lltm_grid(const LltmForward& call) {
 }
 
 bool lltm_grid(const LltmBackward& call) {
-  const at::Tensor grad_output = call.grad_output == nullptr ? at::Tensor() : aligned(*call.grad_output);
+  const at::Tensor grad_output =
+      call.grad_output == nullptr ? at::Tensor() : aligned(*call.grad_output);
   const at::Tensor activations = aligned(*call.activations), c = aligned(*call.c);
-  const Operands operands(*call.weight, nullptr, c.size(2), are_scaled(call.path, *call.weight), call.stream);
+  const Operands operands(*call.weight, nullptr, c.size(2), are_scaled(call.path, *call.weight),
+                          call.stream);
   LltmGridBackward params{};
   params.steps = c.size(0);
   params.batch = c.size(1);

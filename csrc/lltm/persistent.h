@@ -1,12 +1,12 @@
-// A sequence of LLTM steps in one kernel, whose blocks keep the recurrent weights on chip. lltm.h has the
-// formulas.
+// A sequence of LLTM steps in one kernel, whose blocks keep the recurrent weights on chip. lltm.h
+// has the formulas.
 //
-// A cluster of blocks computes kRows rows of the batch for all T steps and depends on no other cluster:
-// clusters run side by side or one after the other, as they fit, and nothing but the hardware schedules them.
-// A block owns neighbouring columns of h and c, in all three gates; each step of the forward it pushes its
-// columns of h into the shared memory of the others. In the backward it has the gradients for its gates, and
-// so a part of the sums of all columns of dh: it pushes to each block that block's columns. Sizes are padded
-// with zeros up to what the tiles need.
+// A cluster of blocks computes kRows rows of the batch for all T steps and depends on no other
+// cluster: clusters run side by side or one after the other, as they fit, and nothing but the
+// hardware schedules them. A block owns neighbouring columns of h and c, in all three gates; each
+// step of the forward it pushes its columns of h into the shared memory of the others. In the
+// backward it has the gradients for its gates, and so a part of the sums of all columns of dh: it
+// pushes to each block that block's columns. Sizes are padded with zeros up to what the tiles need.
 #pragma once
 
 #include "lltm.h"
@@ -29,9 +29,10 @@ struct LltmPersistentForward {
   const void* c0;           // [B, H], of the state's kind
   void* output;             // [T, B, H], of the state's kind
   void* c;                  // [T, B, H], or [B, H] with c_stride 0
-  void* activations;        // [T, B, 3H], of the state's kind; null if nobody needs them; may be input_gates
-  // Of scale_rows.h, where a state of float is multiplied in halves instead of tf32; null otherwise. h is
-  // sent as h · kMessageScale then.
+  void* activations;        // [T, B, 3H], of the state's kind; null if nobody needs them; may be
+                            // input_gates
+  // Of scale_rows.h, where a state of float is multiplied in halves instead of tf32; null
+  // otherwise. h is sent as h · kMessageScale then.
   const float* scales;     // [3H], of W_h's rows
   const float* h0_scales;  // [B], of h0's
 };
@@ -49,8 +50,8 @@ struct LltmPersistentBackward {
   const void* grad_output;  // [T, B, H], of the state's kind, null for zeros
   const void* activations;  // [T, B, 3H], of the state's kind
   const void* c;            // [T, B, H], of the state's kind
-  void* grad_h;             // [B, H], of the gates' kind: for h[T-1] beside the output's, and then for h0
-  void* grad_c;             // [B, H], of the gates' kind: for c[T-1], and then for c0
-  void* grad_gates;         // [T, B, 3H], of the product's kind; of the state's, where there are scales
-  const float* scales;      // [3H], of W_h's rows, as in the forward
+  void* grad_h;      // [B, H], of the gates' kind: for h[T-1] beside the output's, and then for h0
+  void* grad_c;      // [B, H], of the gates' kind: for c[T-1], and then for c0
+  void* grad_gates;  // [T, B, 3H], of the product's kind; of the state's, where there are scales
+  const float* scales;  // [3H], of W_h's rows, as in the forward
 };

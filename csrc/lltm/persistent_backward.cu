@@ -1,15 +1,15 @@
-// The backward in one kernel; persistent.h says how blocks share it. A block has the gradients for the gates
-// of its own columns only: it multiplies them with W_h for all columns, and sends each block its part of that
-// block's sums.
+// The backward in one kernel; persistent.h says how blocks share it. A block has the gradients for
+// the gates of its own columns only: it multiplies them with W_h for all columns, and sends each
+// block its part of that block's sums.
 
 #include "persistent_launch.h"
 
 namespace tch_extension {
 namespace {
 
-// W_hᵀ of a warp, as tensor cores take it: kSums tiles of columns of h, and kProducts products with the
-// block's gates, those of a tile of columns side by side. In registers, but for the last kShared products,
-// for which there are none left: in shared memory, [warp, sum, product, lane].
+// W_hᵀ of a warp, as tensor cores take it: kSums tiles of columns of h, and kProducts products with
+// the block's gates, those of a tile of columns side by side. In registers, but for the last
+// kShared products, for which there are none left: in shared memory, [warp, sum, product, lane].
 template <typename T, int kPadded, int kCluster, int kShared = 0>
 struct TensorCoresBack : Shares<kPadded, kCluster> {
   using Element = Operand<T>;
@@ -45,7 +45,8 @@ struct TensorCoresBack : Shares<kPadded, kCluster> {
         for (int part = 0; part < 4; ++part) {
           const int to = (place.warp() * kSums + sum) * kTile + lane / 4 + part % 2 * 8;
           auto at = [&](int column) {
-            return column < hidden && to < hidden ? rows[column * params.weight_stride + to] : Element(0.0f);
+            return column < hidden && to < hidden ? rows[column * params.weight_stride + to]
+                                                  : Element(0.0f);
           };
           parts[part] = operand(at, first + product / kGates * kTile + term_of(part, lane));
         }
@@ -78,9 +79,11 @@ struct TensorCoresBack : Shares<kPadded, kCluster> {
 #pragma unroll
         for (int sum = 0; sum < kAtATime; ++sum) {
           if (now < kProducts - kShared) {
-            multiply_add<Element>(sums[sum], weights[kFirst + sum][now], b[2 * half], b[2 * half + 1]);
+            multiply_add<Element>(sums[sum], weights[kFirst + sum][now], b[2 * half],
+                                  b[2 * half + 1]);
           } else {
-            const uint4 a = shared[((kFirst + sum) * kShared + now - (kProducts - kShared)) * kWarp];
+            const uint4 a =
+                shared[((kFirst + sum) * kShared + now - (kProducts - kShared)) * kWarp];
             const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
             multiply_add<Element>(sums[sum], parts, b[2 * half], b[2 * half + 1]);
           }
@@ -120,7 +123,8 @@ struct PlainProductBack : Shares<kPadded, kCluster> {
           static_cast<int>(place.rank) * S::kColumns + k / (kGates * kTile) * kTile + k % kTile;
       const int64_t gate = k / kTile % kGates;
       const bool valid = to < hidden && column < hidden;
-      weights[k * kRow + to] = valid ? from[(gate * hidden + column) * params.weight_stride + to] : T(0);
+      weights[k * kRow + to] =
+          valid ? from[(gate * hidden + column) * params.weight_stride + to] : T(0);
     }
   }
 
@@ -152,9 +156,9 @@ struct PlainProductBack : Shares<kPadded, kCluster> {
   T* weights;
 };
 
-// Shared memory: parts of sums from all blocks, for two steps; gradients for the gates of two steps, [2, row,
-// tile, gate, column of the tile]; of scaled ones the largest of each row, [2, row, tile], and what a row's
-// sums are multiplied by, [2, row]; weights.
+// Shared memory: parts of sums from all blocks, for two steps; gradients for the gates of two
+// steps, [2, row, tile, gate, column of the tile]; of scaled ones the largest of each row, [2, row,
+// tile], and what a row's sums are multiplied by, [2, row]; weights.
 template <typename Product>
 struct LayoutBack {
   enum : int {
@@ -171,8 +175,9 @@ struct LayoutBack {
   };
 };
 
-// The power of two that takes a number to [2^14, 2^15), and what sums are then multiplied by, without
-// kWeightScale; of an infinite one and of one near zero, what is nearest to them of which both are normal.
+// The power of two that takes a number to [2^14, 2^15), and what sums are then multiplied by,
+// without kWeightScale; of an infinite one and of one near zero, what is nearest to them of which
+// both are normal.
 struct RowScale {
   explicit __device__ __forceinline__ RowScale(uint32_t bits_of_largest) {
     constexpr uint32_t kDigits = 23, kTop = 14, kBias = 127;
@@ -183,10 +188,11 @@ struct RowScale {
   float scale, inverse;
 };
 
-// Of all of the block's gates in the lane's row: as bits, whose order is that of the numbers. A warp has two
-// rows of its tile, and `of_tiles` is for the row's other tiles to see.
+// Of all of the block's gates in the lane's row: as bits, whose order is that of the numbers. A
+// warp has two rows of its tile, and `of_tiles` is for the row's other tiles to see.
 template <int kTiles>
-__device__ __forceinline__ uint32_t largest_of_row(float of_lane, uint32_t* of_tiles, const Place& place) {
+__device__ __forceinline__ uint32_t largest_of_row(float of_lane, uint32_t* of_tiles,
+                                                   const Place& place) {
   const uint32_t bits = __float_as_uint(of_lane);
   const bool is_second = place.lane % 2 != 0;
   const uint32_t of_first = __reduce_max_sync(~0u, is_second ? 0 : bits);
@@ -201,8 +207,9 @@ __device__ __forceinline__ uint32_t largest_of_row(float of_lane, uint32_t* of_t
   return largest;
 }
 
-// A lane's part of sums that tensor cores made, among those of a tile, in fours: so that the four lanes' that
-// have the same two rows, which another warp reads, lie in different banks in each line of 128 bytes.
+// A lane's part of sums that tensor cores made, among those of a tile, in fours: so that the four
+// lanes' that have the same two rows, which another warp reads, lie in different banks in each line
+// of 128 bytes.
 [[maybe_unused]] __device__ __forceinline__ int slot_of(int lane) {
   const int line = lane / 8;
   return line * 8 + (lane % 4 + line) % 4 * 2 + lane / 4 % 2;
@@ -256,7 +263,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   Saved<S> saved = {};
   auto load = [&](uint32_t at) {
     const S* activations = static_cast<const S*>(params.activations) + (kGates * at - 2 * column);
-    if (params.grad_output != nullptr) saved.grad_output = static_cast<const S*>(params.grad_output)[at];
+    if (params.grad_output != nullptr)
+      saved.grad_output = static_cast<const S*>(params.grad_output)[at];
     saved.i = activations[0];
     saved.o = activations[hidden];
     saved.g = activations[2 * hidden];
@@ -275,7 +283,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   float scales[kGates];
 #pragma unroll
   for (int gate = 0; gate < kGates; ++gate) {
-    scales[gate] = Product::kIsScaled && valid ? params.scales[gate * hidden + column] * kWeightScale : 1.0f;
+    scales[gate] =
+        Product::kIsScaled && valid ? params.scales[gate * hidden + column] * kWeightScale : 1.0f;
   }
   Product product;
   product.load(params, place, shared + L::kWeights);
@@ -287,7 +296,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   __syncwarp();
   cluster_barrier();
 
-  // Where this lane's part of a sum is among a block's: in a four of the lane that has its rows and column.
+  // Where this lane's part of a sum is among a block's: in a four of the lane that has its rows and
+  // column.
   const G* own_parts = reinterpret_cast<const G*>(parts) + place.tile * kWarp * 4 +
                        slot_of(place.lane / 4 * 4 + place.split) * 4 + place.lane % 4;
   auto sum_of_parts = [&](int count) {
@@ -332,10 +342,11 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     T* to = own_gates + buffer * (L::kGatesBytes / static_cast<int>(sizeof(T)));
     float* inverses = reinterpret_cast<float*>(shared + L::kInverses) + buffer * kRows;
     if constexpr (Product::kIsScaled) {
-      const float scaled[kGates] = {grads[0] * scales[0], grads[1] * scales[1], grads[2] * scales[2]};
+      const float scaled[kGates] = {grads[0] * scales[0], grads[1] * scales[1],
+                                    grads[2] * scales[2]};
       const float of_lane = fmaxf(fmaxf(fabsf(scaled[0]), fabsf(scaled[1])), fabsf(scaled[2]));
-      uint32_t* of_tiles =
-          reinterpret_cast<uint32_t*>(shared + L::kLargest) + (buffer * kRows + row) * Product::kTiles;
+      uint32_t* of_tiles = reinterpret_cast<uint32_t*>(shared + L::kLargest) +
+                           (buffer * kRows + row) * Product::kTiles;
       const RowScale of_row(largest_of_row<Product::kTiles>(of_lane, of_tiles, place));
       if (place.tile == 0 && place.lane < 2) inverses[row] = of_row.inverse;
 #pragma unroll
@@ -348,11 +359,13 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     __syncthreads();
     if (done + 1 < steps || params.needs_grad_h0) {
       const unsigned char* gates = shared + L::kGatesOfSteps + buffer * L::kGatesBytes;
-      const uint32_t to = shared_address(parts) + (buffer * Product::kCluster + place.rank) * L::kPartBytes +
+      const uint32_t to = shared_address(parts) +
+                          (buffer * Product::kCluster + place.rank) * L::kPartBytes +
                           slot_of(place.lane) * 4 * static_cast<int>(sizeof(G));
       // Of this lane's two rows.
       float2 to_size = {};
-      if constexpr (Product::kIsScaled) to_size = reinterpret_cast<const float2*>(inverses)[place.lane % 4];
+      if constexpr (Product::kIsScaled)
+        to_size = reinterpret_cast<const float2*>(inverses)[place.lane % 4];
       // The first are on their way while the others are made.
       auto send_sums = [&](auto first) {
         G sums[Product::kAtATime][4] = {};
@@ -412,8 +425,8 @@ struct Backward {
 
   template <typename S, typename Product>
   const char* start() const {
-    return start_clusters<lltm_persistent_backward<S, Product>, Product>(params, LayoutBack<Product>::kBytes,
-                                                                         stream);
+    return start_clusters<lltm_persistent_backward<S, Product>, Product>(
+        params, LayoutBack<Product>::kBytes, stream);
   }
 
   const LltmPersistentBackward& params;

@@ -1,5 +1,5 @@
-// What the persistent kernels are made of: waiting for bytes from other blocks of a cluster, sending them,
-// and tiles of weights that stay on chip. For code made for sm_90 and newer only.
+// What the persistent kernels are made of: waiting for bytes from other blocks of a cluster,
+// sending them, and tiles of weights that stay on chip. For code made for sm_90 and newer only.
 #pragma once
 
 #include <type_traits>
@@ -21,8 +21,8 @@ constexpr int kRows = 8;
 // Columns of h that a warp computes
 constexpr int kTile = 16;
 
-// Sums of a gate that a lane holds, and warps that finish a tile's columns, each of them one of these sums.
-// They share the terms; in some kernels as many others do so, too.
+// Sums of a gate that a lane holds, and warps that finish a tile's columns, each of them one of
+// these sums. They share the terms; in some kernels as many others do so, too.
 constexpr int kSplits = 4;
 
 __device__ __forceinline__ uint32_t shared_address(const void* at) {
@@ -43,7 +43,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 }
 
 __device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
 }
 
 // Of some warps of the block.
@@ -85,21 +86,24 @@ __device__ __forceinline__ void wait_for_arrival(uint32_t barrier, uint32_t pari
 
 __device__ __forceinline__ void send(uint32_t to, uint32_t barrier, uint4 value) {
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to),
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(to),
       "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier)
       : "memory");
 }
 
 __device__ __forceinline__ void send(uint32_t to, uint32_t barrier, float value) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
-               "r"(__float_as_uint(value)), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+      "r"(__float_as_uint(value)), "r"(barrier)
+      : "memory");
 }
 
 __device__ __forceinline__ void send(uint32_t to, uint32_t barrier, double value) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
-               "l"(__double_as_longlong(value)), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b64 [%0], %1, [%2];" ::"r"(to),
+      "l"(__double_as_longlong(value)), "r"(barrier)
+      : "memory");
 }
 
 // How a cluster shares H' columns, at compile time.
@@ -115,11 +119,12 @@ struct Shares {
     // Blocks that a multiprocessor is to have room for.
     kAtHome = kPadded <= 256 && kParts == kSplits ? 2 : 1,
   };
-  static_assert(kParts == kSplits || kParts == 2 * kSplits, "sums of partial ones are made for these");
+  static_assert(kParts == kSplits || kParts == 2 * kSplits,
+                "sums of partial ones are made for these");
 };
 
-// Where a warp and its lanes are, in a block of so many columns. A lane has four sums of each gate: of two
-// neighbouring rows of the batch, each for two columns.
+// Where a warp and its lanes are, in a block of so many columns. A lane has four sums of each gate:
+// of two neighbouring rows of the batch, each for two columns.
 struct Place {
   explicit __device__ Place(int columns, int parts = kSplits) {
     lane = threadIdx.x % kWarp;
@@ -135,8 +140,9 @@ struct Place {
   int first_column;  // of the warp
 };
 
-// A float where libtorch allows tf32: multiplied as a half, which has as many digits, with a power of two for
-// its row, and so for any size. A row of weights has its own (`scales` of the parameters), h another.
+// A float where libtorch allows tf32: multiplied as a half, which has as many digits, with a power
+// of two for its row, and so for any size. A row of weights has its own (`scales` of the
+// parameters), h another.
 struct ScaledHalf {};
 
 // What is multiplied as T, in memory and by tensor cores.
@@ -156,7 +162,9 @@ __device__ __forceinline__ void copy_async(T* to, const T* from, bool valid) {
                : "memory");
 }
 
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 // Until all but the last kPending groups of this thread are there.
 template <int kPending>
@@ -164,8 +172,8 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// In the precision that a half kind or tf32 can show, and quickly; for float in its own, for double exactly.
-// T is what is multiplied.
+// In the precision that a half kind or tf32 can show, and quickly; for float in its own, for double
+// exactly. T is what is multiplied.
 template <typename T, typename G>
 struct Activation {
   static __device__ __forceinline__ G of_gate(G x) { return sigmoid(x); }
@@ -219,7 +227,9 @@ __device__ __forceinline__ void few_at_a_time(Index& of) {
 }
 
 __device__ __forceinline__ uint32_t bits_of(__half value) { return __half_as_ushort(value); }
-__device__ __forceinline__ uint32_t bits_of(__nv_bfloat16 value) { return __bfloat16_as_ushort(value); }
+__device__ __forceinline__ uint32_t bits_of(__nv_bfloat16 value) {
+  return __bfloat16_as_ushort(value);
+}
 
 // Columns of a row that four lanes take with 16 bytes each.
 template <typename T>
@@ -234,13 +244,15 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&
                                              uint32_t b1) {
   if constexpr (std::is_same_v<T, __half>) {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   } else {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -248,27 +260,30 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const uint32_t (&
 }
 
 // sums += a b, where a is 16 × 16 or 16 × 8, and b has 8 columns.
-[[maybe_unused]] __device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a)[8],
+[[maybe_unused]] __device__ __forceinline__ void multiply_add(double (&sums)[4],
+                                                              const double (&a)[8],
                                                               const double (&b)[4]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
       "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
       : "+d"(sums[0]), "+d"(sums[1]), "+d"(sums[2]), "+d"(sums[3])
-      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]), "d"(b[0]),
-        "d"(b[1]), "d"(b[2]), "d"(b[3]));
+      : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]), "d"(a[7]),
+        "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
 }
 
-[[maybe_unused]] __device__ __forceinline__ void multiply_add(double (&sums)[4], const double (&a)[4],
+[[maybe_unused]] __device__ __forceinline__ void multiply_add(double (&sums)[4],
+                                                              const double (&a)[4],
                                                               const double (&b)[2]) {
   asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, "
+      "%9}, "
       "{%0, %1, %2, %3};"
       : "+d"(sums[0]), "+d"(sums[1]), "+d"(sums[2]), "+d"(sums[3])
       : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
 }
 
-// b of two products, for 8 rows of 64 bytes: ldmatrix takes the address of a row's 16 bytes from each lane,
-// row first.
+// b of two products, for 8 rows of 64 bytes: ldmatrix takes the address of a row's 16 bytes from
+// each lane, row first.
 __device__ __forceinline__ void load_operands(uint32_t (&b)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])

@@ -26,7 +26,8 @@ struct TensorCores : Shares<kPadded, kCluster> {
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
           const int column = place.first_column + lane / 4 + part % 2 * 8;
-          const T* row = weight + (static_cast<int64_t>(gate) * hidden + column) * params.weight_stride;
+          const T* row =
+              weight + (static_cast<int64_t>(gate) * hidden + column) * params.weight_stride;
           auto at = [&](int k) { return column < hidden && k < hidden ? row[k] : T(0.0f); };
           const int k = place.split * kTerms + product * kDepth + term_of(part, lane);
           weights[product][gate][part] = operand(at, k);
@@ -36,7 +37,8 @@ struct TensorCores : Shares<kPadded, kCluster> {
     }
   }
 
-  // Of h in shared memory, in tiles, [columns / 8, row, 8], even rows first, as ldmatrix reads them.
+  // Of h in shared memory, in tiles, [columns / 8, row, 8], even rows first, as ldmatrix reads
+  // them.
   static __device__ int h_at(int row, int column) {
     return (column / 8 * kRows + row % 2 * 4 + row / 2) * 16 + column % 8 * 2;
   }
@@ -61,8 +63,8 @@ struct TensorCores : Shares<kPadded, kCluster> {
   uint32_t weights[kProducts][kGates][4];
 };
 
-// The same where those would round: the tensor cores for double do not, and multiply as fast as anything else
-// multiplies float. kParts warps share a tile's terms.
+// The same where those would round: the tensor cores for double do not, and multiply as fast as
+// anything else multiplies float. kParts warps share a tile's terms.
 template <typename T, int kPadded, int kCluster, int kParts>
 struct PlainProduct : Shares<kPadded, kCluster, kParts> {
   using Element = T;
@@ -98,12 +100,14 @@ struct PlainProduct : Shares<kPadded, kCluster, kParts> {
   // Of h in shared memory, in tiles, [columns / kSpan, row, kSpan].
   static __device__ int h_at(int row, int column) {
     constexpr int kOfRow = kSpan<T>;
-    return ((column / kOfRow * kRows + row) * kOfRow + column % kOfRow) * static_cast<int>(sizeof(T));
+    return ((column / kOfRow * kRows + row) * kOfRow + column % kOfRow) *
+           static_cast<int>(sizeof(T));
   }
 
   __device__ __forceinline__ void multiply(T (&sums)[kGates][4], const unsigned char* h,
                                            const Place& place) const {
-    const unsigned char* from = h + h_at(place.lane / 4, place.split * kTerms + place.lane % 4 * kLanes);
+    const unsigned char* from =
+        h + h_at(place.lane / 4, place.split * kTerms + place.lane % 4 * kLanes);
     double exact[kGates][4] = {};
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
@@ -113,7 +117,8 @@ struct PlainProduct : Shares<kPadded, kCluster, kParts> {
 #pragma unroll
       for (int at = 0; at < kLanes; ++at) b[at] = of_row.lane[at];
 #pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) multiply_add(exact[gate], weights[product][gate], b);
+      for (int gate = 0; gate < kGates; ++gate)
+        multiply_add(exact[gate], weights[product][gate], b);
     }
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
@@ -125,8 +130,8 @@ struct PlainProduct : Shares<kPadded, kCluster, kParts> {
   double weights[kProducts][kGates][2 * kLanes];
 };
 
-// A tile's columns of h on their way to all blocks. First they lie side by side in this block's memory: h
-// goes as fast as its lines are few.
+// A tile's columns of h on their way to all blocks. First they lie side by side in this block's
+// memory: h goes as fast as its lines are few.
 template <typename Product>
 struct Outbox {
   enum : int {
@@ -147,7 +152,8 @@ struct Outbox {
     const uint4 all = *reinterpret_cast<const uint4*>(staged + offset);
 #pragma unroll
     for (int more = 0; more < Product::kCluster; more += kAtATime) {
-      tch_extension::send(in_block(to + buffer, block + more), in_block(barrier, block + more), all);
+      tch_extension::send(in_block(to + buffer, block + more), in_block(barrier, block + more),
+                          all);
     }
   }
 
@@ -155,8 +161,8 @@ struct Outbox {
   uint32_t block, offset, to;
 };
 
-// Shared memory: h before and behind a step; each thread's partial sums; what is to be sent; input gates of
-// the next steps; bias; scales.
+// Shared memory: h before and behind a step; each thread's partial sums; what is to be sent; input
+// gates of the next steps; bias; scales.
 template <typename Product>
 struct Layout {
   enum : int {
@@ -248,7 +254,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   auto set_scales = [&](float of_h) {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      scales[gate * kThreads] = is_scaled && valid ? params.scales[gate * hidden + column] * of_h : G(1);
+      scales[gate * kThreads] =
+          is_scaled && valid ? params.scales[gate * hidden + column] * of_h : G(1);
     }
   };
   if (kMayScale) set_scales(is_scaled && valid ? params.h0_scales[first_row + row] : 1.0f);
@@ -263,10 +270,10 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   __syncwarp();
   cluster_barrier();
 
-  // Partial sums, [tile, gate, sum, split, lane]: each warp writes its split of all, and if it finishes reads
-  // all of its sum.
-  G* partials =
-      reinterpret_cast<G*>(shared + L::kPartials) + place.tile * (kGates * 4 * kParts * kWarp) + place.lane;
+  // Partial sums, [tile, gate, sum, split, lane]: each warp writes its split of all, and if it
+  // finishes reads all of its sum.
+  G* partials = reinterpret_cast<G*>(shared + L::kPartials) +
+                place.tile * (kGates * 4 * kParts * kWarp) + place.lane;
   G* written = partials + place.split * kWarp;
   const G* read = partials + place.split * (kParts * kWarp);
   const Outbox<Product> outbox(place, shared_address(h), shared + L::kStaged);
@@ -342,7 +349,8 @@ struct Forward {
     const int padded = padded_size(params.hidden, params.cluster);
     if constexpr (sizeof(T) > 2) {
       if (padded == 128 && params.cluster == 8) return start<S, PlainProduct<T, 128, 8, 4>>();
-      return params.cluster == 16 && padded == 256 ? start<S, PlainProduct<T, 256, 16, 8>>() : kNoKernel;
+      return params.cluster == 16 && padded == 256 ? start<S, PlainProduct<T, 256, 16, 8>>()
+                                                   : kNoKernel;
     } else {
       switch (padded) {
         case 128:
@@ -362,16 +370,16 @@ struct Forward {
 
   template <typename S, typename Product>
   const char* start() const {
-    return start_clusters<lltm_persistent_forward<S, Product>, Product>(params, Layout<Product>::kBytes,
-                                                                        stream);
+    return start_clusters<lltm_persistent_forward<S, Product>, Product>(
+        params, Layout<Product>::kBytes, stream);
   }
 
   const LltmPersistentForward& params;
   cudaStream_t stream;
 };
 
-// How many clusters the device runs at a time of those that are as large as they come in the half kinds.
-// None, where CUDA says so with an error, as it may of clusters of 16.
+// How many clusters the device runs at a time of those that are as large as they come in the half
+// kinds. None, where CUDA says so with an error, as it may of clusters of 16.
 template <typename Product>
 int clusters_at_a_time() {
   constexpr auto kKernel = lltm_persistent_forward<__half, Product>;
@@ -381,8 +389,10 @@ int clusters_at_a_time() {
   if (error == cudaSuccess && code.ptxVersion < 90) return 0;
   if (error == cudaSuccess) error = allow<kKernel>();
   int clusters = 0;
-  const ClusterLaunch launch(Product::kThreads, Layout<Product>::kBytes, Product::kCluster, 1, nullptr);
-  if (error == cudaSuccess) error = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config);
+  const ClusterLaunch launch(Product::kThreads, Layout<Product>::kBytes, Product::kCluster, 1,
+                             nullptr);
+  if (error == cudaSuccess)
+    error = cudaOccupancyMaxActiveClusters(&clusters, kKernel, &launch.config);
   if (error == cudaSuccess) return clusters;
   // Whoever looks for a failure of a launch must not find one of a question.
   (void)cudaGetLastError();
@@ -399,12 +409,13 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_persistent_forward_cud
   return {"lltm_persistent_forward", for_kinds(params->kind, params->product_kind, body)};
 }
 
-// Of the current device, which `device` has to be: how many clusters of 8 blocks, and of 16, run at a time;
-// zeros where the kernels cannot.
+// Of the current device, which `device` has to be: how many clusters of 8 blocks, and of 16, run at
+// a time; zeros where the kernels cannot.
 extern "C" const char* tch_extension_lltm_persistent_device(int32_t device, int64_t* clusters) {
   int major = 0;
   clusters[0] = clusters[1] = 0;
-  const cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  const cudaError_t error =
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return cudaGetErrorString(error);
   // Measured nowhere else, and others have less shared memory.
   if (major != 9) return nullptr;

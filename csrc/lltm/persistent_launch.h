@@ -40,9 +40,9 @@ struct ClusterLaunch {
 constexpr int kDevices = 64;
 
 // Lets the kernel have all the shared memory that a block can, and clusters of more than the 8
-// blocks that every GPU has. The limits belong to the kernel, not to the launch: one set for a small launch
-// would make the large one fail that another thread is about to start. Once for each kernel and device,
-// therefore, and never less.
+// blocks that every GPU has. The limits belong to the kernel, not to the launch: one set for a
+// small launch would make the large one fail that another thread is about to start. Once for each
+// kernel and device, therefore, and never less.
 template <auto kKernel>
 cudaError_t allow() {
   static std::atomic<bool> is_allowed[kDevices];
@@ -62,7 +62,8 @@ cudaError_t allow() {
   if (error == cudaSuccess) {
     error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   }
-  if (error == cudaSuccess && device < kDevices) is_allowed[device].store(true, std::memory_order_release);
+  if (error == cudaSuccess && device < kDevices)
+    is_allowed[device].store(true, std::memory_order_release);
   return error;
 }
 

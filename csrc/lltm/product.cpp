@@ -41,8 +41,8 @@ bool is_intel() {
 
 bool is_for_onednn(const at::Tensor& lhs, const at::Tensor& rhs) {
   const double products = static_cast<double>(lhs.size(0)) * lhs.size(1) * rhs.size(1);
-  return lhs.is_cpu() && lhs.scalar_type() == at::kFloat && products >= kWorthOneDnn && !is_intel() &&
-         at::globalContext().userEnabledMkldnn() && onednn_linear().has_value();
+  return lhs.is_cpu() && lhs.scalar_type() == at::kFloat && products >= kWorthOneDnn &&
+         !is_intel() && at::globalContext().userEnabledMkldnn() && onednn_linear().has_value();
 }
 
 }  // namespace

@@ -29,7 +29,8 @@ __device__ int exponent_for(float largest) {
 }
 
 // A warp for each row.
-__global__ void __launch_bounds__(kThreads) lltm_scale_rows(const __grid_constant__ LltmScaleRows params) {
+__global__ void __launch_bounds__(kThreads)
+    lltm_scale_rows(const __grid_constant__ LltmScaleRows params) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kRowsOfBlock + threadIdx.x / kWarp;
   const bool is_second = index >= params.matrices[0].rows;
   const LltmRows& matrix = params.matrices[is_second];
@@ -38,7 +39,8 @@ __global__ void __launch_bounds__(kThreads) lltm_scale_rows(const __grid_constan
   const float* from = matrix.from + row * matrix.stride;
   __half* to = static_cast<__half*>(matrix.to) + row * matrix.to_stride;
   const float largest = largest_of(from, params.columns);
-  const int exponent = largest == 0 ? static_cast<int>(matrix.exponent_of_zeros) : exponent_for(largest);
+  const int exponent =
+      largest == 0 ? static_cast<int>(matrix.exponent_of_zeros) : exponent_for(largest);
   const float scale = ldexpf(1.0f, exponent);
   for (int64_t at = threadIdx.x % kWarp; at < matrix.to_stride; at += kWarp) {
     to[at] = __float2half_rn(at < params.columns ? from[at] * scale : 0.0f);
@@ -49,11 +51,11 @@ __global__ void __launch_bounds__(kThreads) lltm_scale_rows(const __grid_constan
 }  // namespace
 }  // namespace tch_extension
 
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_scale_rows_cuda(const LltmScaleRows* params,
-                                                                          cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_scale_rows_cuda(
+    const LltmScaleRows* params, cudaStream_t stream) {
   using namespace tch_extension;
   const int64_t rows = params->matrices[0].rows + params->matrices[1].rows;
-  lltm_scale_rows<<<static_cast<unsigned int>((rows + kRowsOfBlock - 1) / kRowsOfBlock), kThreads, 0,
-                    stream>>>(*params);
+  lltm_scale_rows<<<static_cast<unsigned int>((rows + kRowsOfBlock - 1) / kRowsOfBlock), kThreads,
+                    0, stream>>>(*params);
   return launch_status("lltm_scale_rows");
 }

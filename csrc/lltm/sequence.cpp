@@ -1,5 +1,5 @@
-// Whole sequences: libtorch's products, and for each step a kernel of ours. One call for all steps, so that a
-// step costs the host no more than two launches.
+// Whole sequences: libtorch's products, and for each step a kernel of ours. One call for all steps,
+// so that a step costs the host no more than two launches.
 
 #include "sequence.h"
 
@@ -21,10 +21,10 @@
 
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_step_forward_cuda(const LltmStepForward*,
                                                                             cudaStream_t);
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_step_backward_cuda(const LltmStepBackward*,
-                                                                             cudaStream_t);
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_forward_cuda(const LltmCellFusedForward*,
-                                                                                  cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_step_backward_cuda(
+    const LltmStepBackward*, cudaStream_t);
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_forward_cuda(
+    const LltmCellFusedForward*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_backward_cuda(
     const LltmCellFusedBackward*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_hopper_forward_cuda(
@@ -40,8 +40,8 @@ using namespace tch_extension;
 
 namespace {
 
-// Nothing in here is recorded or cast, and so libtorch need not look whether it should be: that is a third of
-// what a small product costs the host.
+// Nothing in here is recorded or cast, and so libtorch need not look whether it should be: that is
+// a third of what a small product costs the host.
 struct PlainDispatch {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
@@ -52,9 +52,9 @@ int32_t kind_of(const at::Tensor& tensor) { return static_cast<int32_t>(tensor.s
 // The product of each step.
 struct StepProduct {
   explicit StepProduct(const at::Tensor& result) {
-    // cuBLAS has float kernels for so few rows that take ten times as long as those of cuBLASLt, to which
-    // libtorch goes for a bias that is a vector. On an H200 at B = 16, H = 128: 32 µs and 2.7 forward, 51 and
-    // 5 back.
+    // cuBLAS has float kernels for so few rows that take ten times as long as those of cuBLASLt, to
+    // which libtorch goes for a bias that is a vector. On an H200 at B = 16, H = 128: 32 µs and 2.7
+    // forward, 51 and 5 back.
     constexpr int64_t kFewRows = 32;
     if (result.is_cuda() && result.scalar_type() == at::kFloat && result.size(0) <= kFewRows) {
       no_bias = at::zeros({result.size(1)}, result.options());
@@ -75,7 +75,8 @@ struct StepProduct {
   at::Tensor no_bias;
 };
 
-// W_h, [3H, H]. Packed where enough products use it to pay for the copy: rows of W may begin anywhere.
+// W_h, [3H, H]. Packed where enough products use it to pay for the copy: rows of W may begin
+// anywhere.
 at::Tensor hidden_weight(const at::Tensor& weight, int64_t hidden, int64_t steps) {
   constexpr int64_t kEnough = 4;
   const at::Tensor part = weight.narrow(1, 0, hidden);
@@ -89,7 +90,8 @@ at::Tensor hidden_weight(const at::Tensor& weight, int64_t hidden, int64_t steps
 void launch(const LltmStepForward& step, [[maybe_unused]] void* stream, bool cuda) {
 #ifdef TCH_EXTENSION_CUDA
   if (cuda) {
-    const auto status = tch_extension_lltm_step_forward_cuda(&step, static_cast<cudaStream_t>(stream));
+    const auto status =
+        tch_extension_lltm_step_forward_cuda(&step, static_cast<cudaStream_t>(stream));
     return check(status.kernel, status.error);
   }
 #endif
@@ -99,19 +101,21 @@ void launch(const LltmStepForward& step, [[maybe_unused]] void* stream, bool cud
 
 #ifdef TCH_EXTENSION_CUDA
 void launch(const LltmCellFusedForward& step, void* stream) {
-  const auto status = tch_extension_lltm_cell_fused_forward_cuda(&step, static_cast<cudaStream_t>(stream));
+  const auto status =
+      tch_extension_lltm_cell_fused_forward_cuda(&step, static_cast<cudaStream_t>(stream));
   check(status.kernel, status.error);
 }
 
 void launch(const LltmCellFusedBackward& step, void* stream) {
-  const auto status = tch_extension_lltm_cell_fused_backward_cuda(&step, static_cast<cudaStream_t>(stream));
+  const auto status =
+      tch_extension_lltm_cell_fused_backward_cuda(&step, static_cast<cudaStream_t>(stream));
   check(status.kernel, status.error);
 }
 
 void launch_tensor_cores(const LltmCellFusedForward& step, void* stream) {
   bool is_started = false;
-  const auto status = tch_extension_lltm_cell_hopper_forward_cuda(&step, true, &is_started,
-                                                                  static_cast<cudaStream_t>(stream));
+  const auto status = tch_extension_lltm_cell_hopper_forward_cuda(
+      &step, true, &is_started, static_cast<cudaStream_t>(stream));
   check(status.kernel, status.error);
   TORCH_CHECK(is_started, "internal error: ", status.kernel, " cannot compute this step");
 }
@@ -129,7 +133,8 @@ void launch(const Step&, void*) {
 void launch(const LltmStepBackward& step, [[maybe_unused]] void* stream, bool cuda) {
 #ifdef TCH_EXTENSION_CUDA
   if (cuda) {
-    const auto status = tch_extension_lltm_step_backward_cuda(&step, static_cast<cudaStream_t>(stream));
+    const auto status =
+        tch_extension_lltm_step_backward_cuda(&step, static_cast<cudaStream_t>(stream));
     return check(status.kernel, status.error);
   }
 #endif
@@ -144,7 +149,8 @@ void* at_step(const at::Tensor* tensor, int64_t t) {
 }
 
 void forward_per_step(const LltmForward& call) {
-  const int64_t steps = call.output->size(0), batch = call.output->size(1), hidden = call.output->size(2);
+  const int64_t steps = call.output->size(0), batch = call.output->size(1),
+                hidden = call.output->size(2);
   const at::Tensor weight = hidden_weight(*call.weight, hidden, steps).t();
   at::Tensor hidden_gates = at::empty({batch, 3 * hidden}, call.gates->options());
   const StepProduct product(hidden_gates);
@@ -189,7 +195,8 @@ void backward_per_step(const LltmBackward& call) {
     step.new_c = at_step(call.c, t);
     step.grad_gates = at_step(call.grad_gates, t);
     launch(step, call.stream, call.c->is_cuda());
-    if (t > 0 || call.needs_grad_h0) product.into(*call.grad_h, call.grad_gates->select(0, t), weight);
+    if (t > 0 || call.needs_grad_h0)
+      product.into(*call.grad_h, call.grad_gates->select(0, t), weight);
   }
 }
 
@@ -200,7 +207,8 @@ bool allows_vectors(const at::Tensor& tensor, int64_t columns, int64_t stride) {
          reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
-// What kernels of the cell are told of every step. Without the input's product at once they make that, too.
+// What kernels of the cell are told of every step. Without the input's product at once they make
+// that, too.
 LltmCellFusedForward cell_of(const LltmForward& call) {
   const int64_t hidden = call.output->size(2);
   LltmCellFusedForward step{};
@@ -209,7 +217,8 @@ LltmCellFusedForward cell_of(const LltmForward& call) {
   step.hidden = hidden;
   step.kind = kind_of(*call.output);
   step.vectors = allows_vectors(*call.weight, hidden, call.weight->stride(0)) &&
-                 allows_vectors(*call.h0, hidden, hidden) && allows_vectors(*call.output, hidden, hidden) &&
+                 allows_vectors(*call.h0, hidden, hidden) &&
+                 allows_vectors(*call.output, hidden, hidden) &&
                  allows_vectors(*call.input, step.features, step.features);
   step.input_stride = step.features;
   step.weight = call.weight->const_data_ptr();
@@ -253,7 +262,8 @@ void forward_by_tensor_cores(LltmForward call) {
   call.weight = &weight;
   call.h0 = &h0;
   call.c0 = &c0;
-  for_each_cell(call, [&](const LltmCellFusedForward& step) { launch_tensor_cores(step, call.stream); });
+  for_each_cell(call,
+                [&](const LltmCellFusedForward& step) { launch_tensor_cores(step, call.stream); });
 }
 
 // Of each step the gradients for its gates, and with them those that the step before is given.
@@ -290,7 +300,8 @@ struct TeamMemory {
   LltmTeam team;
 };
 
-TeamMemory team_memory(const at::Tensor& like, int64_t hidden, int32_t row_groups, int32_t column_groups) {
+TeamMemory team_memory(const at::Tensor& like, int64_t hidden, int32_t row_groups,
+                       int32_t column_groups) {
   constexpr int64_t kWidestPanel = 32;
   const int64_t columns = (hidden + kWidestPanel - 1) / kWidestPanel * kWidestPanel;
   TeamMemory memory;
@@ -302,7 +313,8 @@ TeamMemory team_memory(const at::Tensor& like, int64_t hidden, int32_t row_group
 }
 
 void forward_packed(const LltmForward& call) {
-  const int64_t steps = call.output->size(0), batch = call.output->size(1), hidden = call.output->size(2);
+  const int64_t steps = call.output->size(0), batch = call.output->size(1),
+                hidden = call.output->size(2);
   const TeamMemory memory = team_memory(*call.weight, hidden, call.row_groups, call.column_groups);
   LltmPackedForward params{};
   params.steps = steps;
@@ -355,7 +367,8 @@ void multiply_input(const LltmForward& call) {
   if (call.path != kLltmPacked) return StepProduct(gates).into(gates, input, weight);
   // In memory of its own, and so for both who have the old one.
   gates = product(input, weight, call.bias).view(call.gates->sizes());
-  if (call.activations != nullptr && call.activations->is_same(*call.gates)) *call.activations = gates;
+  if (call.activations != nullptr && call.activations->is_same(*call.gates))
+    *call.activations = gates;
   *call.gates = std::move(gates);
 }
 
@@ -442,8 +455,14 @@ extern "C" const size_t tch_extension_lltm_layout[28] = {
 };
 
 extern "C" const size_t tch_extension_lltm_columns_layout[10] = {
-    sizeof(LltmColumns),           offsetof(LltmColumns, batch),    offsetof(LltmColumns, rows),
-    offsetof(LltmColumns, hidden), offsetof(LltmColumns, features), offsetof(LltmColumns, to_stride),
-    offsetof(LltmColumns, h0),     offsetof(LltmColumns, output),   offsetof(LltmColumns, input),
+    sizeof(LltmColumns),
+    offsetof(LltmColumns, batch),
+    offsetof(LltmColumns, rows),
+    offsetof(LltmColumns, hidden),
+    offsetof(LltmColumns, features),
+    offsetof(LltmColumns, to_stride),
+    offsetof(LltmColumns, h0),
+    offsetof(LltmColumns, output),
+    offsetof(LltmColumns, input),
     offsetof(LltmColumns, to),
 };

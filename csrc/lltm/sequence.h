@@ -1,6 +1,6 @@
-// Whole sequences, as Rust hands them over: the tensors, and which way to take. src/ffi/lltm.rs mirrors these
-// structs, and a test compares sizes and offsets. Tensors are contiguous and of the shapes and kinds of
-// lltm.h.
+// Whole sequences, as Rust hands them over: the tensors, and which way to take. src/ffi/lltm.rs
+// mirrors these structs, and a test compares sizes and offsets. Tensors are contiguous and of the
+// shapes and kinds of lltm.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,21 +21,23 @@ enum LltmPath : int32_t {
 
 struct LltmForward {
   int32_t path;
-  int32_t row_groups;       // of the packed path and the grid
-  int32_t column_groups;    // of the packed path; of the persistent one, blocks that share rows; of the grid,
-                            // columns of a block
-  int32_t input_at_once;    // whether the input is multiplied for all steps first; only the fused path can do
-                            // without, and that of tensor cores does
-  void* stream;             // libtorch's current one on CUDA
-  const at::Tensor* input;  // [T, B, F], of the product's kind
+  int32_t row_groups;     // of the packed path and the grid
+  int32_t column_groups;  // of the packed path; of the persistent one, blocks that share rows; of
+                          // the grid, columns of a block
+  int32_t input_at_once;  // whether the input is multiplied for all steps first; only the fused
+                          // path can do without, and that of tensor cores does
+  void* stream;              // libtorch's current one on CUDA
+  const at::Tensor* input;   // [T, B, F], of the product's kind
   const at::Tensor* weight;  // [3H, H + F], of the product's kind
-  const at::Tensor* bias;   // [3H], of the gates' kind, of the product's for kernels of the cell; may be null
-  const at::Tensor* h0;     // [B, H], of the product's kind
-  const at::Tensor* c0;     // [B, H], of the state's kind
-  at::Tensor* gates;        // [T, B, 3H], of the gates' kind: scratch; null if not input_at_once
-  at::Tensor* output;       // [T, B, H], of the state's kind
-  at::Tensor* c;            // the same, or [1, B, H] for the last only
-  at::Tensor* activations;  // [T, B, 3H], of the state's kind; may be `gates`; null if nobody needs them
+  const at::Tensor*
+      bias;  // [3H], of the gates' kind, of the product's for kernels of the cell; may be null
+  const at::Tensor* h0;  // [B, H], of the product's kind
+  const at::Tensor* c0;  // [B, H], of the state's kind
+  at::Tensor* gates;     // [T, B, 3H], of the gates' kind: scratch; null if not input_at_once
+  at::Tensor* output;    // [T, B, H], of the state's kind
+  at::Tensor* c;         // the same, or [1, B, H] for the last only
+  at::Tensor*
+      activations;  // [T, B, 3H], of the state's kind; may be `gates`; null if nobody needs them
 };
 
 struct LltmBackward {

@@ -1,6 +1,7 @@
-// Threads of one parallel region that work through a sequence together. Waking threads for each step would
-// cost more than a small step; here they wait for one another, for a while in a loop. On a busy machine some
-// of them do not run for milliseconds: the others do what these have not begun, and sleep while they wait.
+// Threads of one parallel region that work through a sequence together. Waking threads for each
+// step would cost more than a small step; here they wait for one another, for a while in a loop. On
+// a busy machine some of them do not run for milliseconds: the others do what these have not begun,
+// and sleep while they wait.
 #pragma once
 
 #include <linux/futex.h>
@@ -24,7 +25,8 @@ struct LltmShare {
   int64_t end;
 };
 
-// A number that only grows, for which threads wait. It has a cache line of its own; zeros are its beginning.
+// A number that only grows, for which threads wait. It has a cache line of its own; zeros are its
+// beginning.
 class LltmCounter {
  public:
   explicit LltmCounter(int64_t* line) : count_(line), sleepers_(line + 1) {}
@@ -33,12 +35,12 @@ class LltmCounter {
 
   // One more, if it is `count`.
   bool increment_from(int64_t count) const {
-    return load() == count &&
-           __atomic_compare_exchange_n(count_, &count, count + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
+    return load() == count && __atomic_compare_exchange_n(count_, &count, count + 1, false,
+                                                          __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
   }
 
-  // One more, and whoever sleeps looks at it again. That somebody is about to is seen here, or the new number
-  // is seen there.
+  // One more, and whoever sleeps looks at it again. That somebody is about to is seen here, or the
+  // new number is seen there.
   void increment() const {
     __atomic_fetch_add(count_, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(sleepers_, __ATOMIC_SEQ_CST) != 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
@@ -78,8 +80,8 @@ class LltmCounter {
   int64_t* sleepers_;
 };
 
-// How long a thread waits awake: as long as its own work took, so that a wait in vain at most doubles the
-// time; at least some 20 µs, because to sleep and be woken costs as much.
+// How long a thread waits awake: as long as its own work took, so that a wait in vain at most
+// doubles the time; at least some 20 µs, because to sleep and be woken costs as much.
 class LltmPatience {
  public:
   uint64_t clocks() const { return std::max<uint64_t>(kLeast, __builtin_ia32_rdtsc() - begun_); }
@@ -89,10 +91,10 @@ class LltmPatience {
   uint64_t begun_ = __builtin_ia32_rdtsc();
 };
 
-// A thread's part of the team: [begin, end) of its row_groups · column_groups places: one place, or more
-// where OpenMP gives fewer threads than asked for. What a place does in a turn is begun by one thread, its
-// own or another one, and is the same whoever does it. Turn 0 is to pack, turn 1 + t the step t; where each
-// row has one place, turn 1 is all steps.
+// A thread's part of the team: [begin, end) of its row_groups · column_groups places: one place, or
+// more where OpenMP gives fewer threads than asked for. What a place does in a turn is begun by one
+// thread, its own or another one, and is the same whoever does it. Turn 0 is to pack, turn 1 + t
+// the step t; where each row has one place, turn 1 is all steps.
 struct LltmMember {
   const LltmTeam& team;
   int64_t begin;
@@ -100,8 +102,8 @@ struct LltmMember {
 
   int64_t places() const { return team.row_groups * team.column_groups; }
 
-  // Calls pack(place) for all places, and then step(place, 0) to step(place, steps - 1), each after those of
-  // the same rows of the step before.
+  // Calls pack(place) for all places, and then step(place, 0) to step(place, steps - 1), each after
+  // those of the same rows of the step before.
   template <typename Pack, typename Step>
   void run(int64_t steps, const Pack& pack, const Step& step) const {
     const auto pack_once = [&](int64_t place) {

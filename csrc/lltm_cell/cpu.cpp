@@ -69,8 +69,9 @@ void backward(const LltmCellBackward& params, int64_t begin, int64_t end) {
     const int64_t at_gate = row * 3 * hidden + column;
     const T* activation = static_cast<const T*>(params.activations) + at_gate;
     const LltmCellGradient<Compute<T>> grad(
-        load(activation, count), load(activation + hidden, count), load(activation + 2 * hidden, count),
-        load(static_cast<const T*>(params.new_c) + at, count), load_or_zero<T>(params.grad_new_h, at, count),
+        load(activation, count), load(activation + hidden, count),
+        load(activation + 2 * hidden, count), load(static_cast<const T*>(params.new_c) + at, count),
+        load_or_zero<T>(params.grad_new_h, at, count),
         load_or_zero<T>(params.grad_new_c, at, count));
     T* grad_gate = static_cast<T*>(params.grad_gates) + at_gate;
     store(grad.i, grad_gate, count);
@@ -83,18 +84,22 @@ void backward(const LltmCellBackward& params, int64_t begin, int64_t end) {
 }  // namespace
 
 static void lltm_cell_forward(const LltmCellForward& params, int64_t begin, int64_t end) {
-  for_kind(params.kind, [&](auto type) { forward<typename decltype(type)::type>(params, begin, end); });
+  for_kind(params.kind,
+           [&](auto type) { forward<typename decltype(type)::type>(params, begin, end); });
 }
 
 static void lltm_cell_backward(const LltmCellBackward& params, int64_t begin, int64_t end) {
-  for_kind(params.kind, [&](auto type) { backward<typename decltype(type)::type>(params, begin, end); });
+  for_kind(params.kind,
+           [&](auto type) { backward<typename decltype(type)::type>(params, begin, end); });
 }
 
 }  // namespace CPU_CAPABILITY
 }  // namespace tch_extension
 
-TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_forward, lltm_cell_forward, LltmCellForward, items, grain)
-TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_backward, lltm_cell_backward, LltmCellBackward, items, grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_forward, lltm_cell_forward, LltmCellForward, items,
+                         grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_backward, lltm_cell_backward, LltmCellBackward,
+                         items, grain)
 
 #if defined(CPU_CAPABILITY_DEFAULT)
 #include <cstddef>

@@ -15,8 +15,8 @@ inline namespace CPU_CAPABILITY {
 
 namespace {
 
-// An item is so many of the hidden columns, with all three gates; the same for every instruction set, and
-// whole vectors.
+// An item is so many of the hidden columns, with all three gates; the same for every instruction
+// set, and whole vectors.
 constexpr int64_t kBlock = 16;
 
 int64_t blocks(int64_t hidden) { return (hidden + kBlock - 1) / kBlock; }
@@ -50,8 +50,8 @@ int64_t inputs_grain(const LltmCellCpuBackward& params) {
   return grain_of(params.batch * 3 * kBlock * params.hidden);
 }
 
-// The sides of the forward's product are exchanged: hidden columns are rows, of which each gives single
-// values, so that the weight need not be transposed; the batch makes the vectors.
+// The sides of the forward's product are exchanged: hidden columns are rows, of which each gives
+// single values, so that the weight need not be transposed; the batch makes the vectors.
 template <typename T, int kVectors>
 struct ForwardTile {
   static constexpr int64_t kSize = Vec<T>::size();
@@ -71,10 +71,10 @@ struct ForwardTile {
   void multiply(const LltmCellFusedForward& params, int64_t first_column, int64_t count) {
     const int64_t inner = params.hidden + params.features;
     for (int64_t gate = 0; gate < 3; ++gate) {
-      const T* weight =
-          static_cast<const T*>(params.weight) + (gate * params.hidden + first_column) * params.weight_stride;
-      small_product<T>({weight, params.weight_stride, 1}, {columns, kRows}, count, inner, kRows, product,
-                       kRows);
+      const T* weight = static_cast<const T*>(params.weight) +
+                        (gate * params.hidden + first_column) * params.weight_stride;
+      small_product<T>({weight, params.weight_stride, 1}, {columns, kRows}, count, inner, kRows,
+                       product, kRows);
       for (int64_t row = 0; row < kRows; row += kSize) {
         for (int64_t column = 0; column < count; column += kSize) {
           transpose_block(product + column * kRows + row, kRows, count - column, kSize,
@@ -90,8 +90,8 @@ struct ForwardTile {
       for (int64_t column = 0; column < count; column += kSize) {
         const int64_t left = std::min(kSize, count - column);
         T block[kSize * kSize];
-        transpose_block(from.data + (first_row + row) * from.inner + column, from.inner, rows - row, left,
-                        block, kSize);
+        transpose_block(from.data + (first_row + row) * from.inner + column, from.inner, rows - row,
+                        left, block, kSize);
         for (int64_t line = 0; line < left; ++line) {
           Vec<T>::loadu(block + line * kSize).store(to + (column + line) * kRows + row);
         }
@@ -122,14 +122,16 @@ void forward_rows(const LltmCellFusedForward& params, int64_t begin, int64_t end
                    load_or_zero<T>(params.bias, index * hidden + first + column, count);
           };
           const Vec<T> g = gate(2);
-          const T* c = static_cast<const T*>(params.c) + (first_row + row) * params.c_stride + first + column;
+          const T* c = static_cast<const T*>(params.c) + (first_row + row) * params.c_stride +
+                       first + column;
           const LltmCellStep<T> step(gate(0), gate(1), g, load(c, count));
           store(step.new_h, static_cast<T*>(params.new_h) + at, count);
-          if (params.output != nullptr) store(step.new_h, static_cast<T*>(params.output) + at, count);
+          if (params.output != nullptr)
+            store(step.new_h, static_cast<T*>(params.output) + at, count);
           store(step.new_c, static_cast<T*>(params.new_c) + at, count);
           if (params.activations != nullptr) {
-            T* activations =
-                static_cast<T*>(params.activations) + (first_row + row) * 3 * hidden + first + column;
+            T* activations = static_cast<T*>(params.activations) + (first_row + row) * 3 * hidden +
+                             first + column;
             store(step.i, activations, count);
             store(step.o, activations + hidden, count);
             store(g, activations + 2 * hidden, count);
@@ -159,9 +161,10 @@ void gradients_of_gates(const LltmCellCpuBackward& params, int64_t first, int64_
       const auto activation = [&](int64_t index) {
         return load(static_cast<const T*>(params.activations) + at_gate + index * hidden, count);
       };
-      const LltmCellGradient<T> grad(
-          activation(0), activation(1), activation(2), load(static_cast<const T*>(params.new_c) + at, count),
-          load_or_zero<T>(params.grad_new_h, at, count), load_or_zero<T>(params.grad_new_c, at, count));
+      const LltmCellGradient<T> grad(activation(0), activation(1), activation(2),
+                                     load(static_cast<const T*>(params.new_c) + at, count),
+                                     load_or_zero<T>(params.grad_new_h, at, count),
+                                     load_or_zero<T>(params.grad_new_c, at, count));
       T* to = static_cast<T*>(params.grad_gates) + at_gate;
       store(grad.i, to, count);
       store(grad.o, to + hidden, count);
@@ -177,10 +180,10 @@ void gradient_of_weight(const LltmCellCpuBackward& params, int64_t first, int64_
   const int64_t hidden = params.hidden, features = params.features, width = hidden + features;
   const Scattered<T> grad{static_cast<const T*>(params.grad_gates) + first, 1, 3 * hidden};
   T* to = static_cast<T*>(params.grad_weight) + first * width;
-  small_product<T>(grad, {static_cast<const T*>(params.h), params.h_stride}, columns, params.batch, hidden,
-                   to, width);
-  small_product<T>(grad, {static_cast<const T*>(params.input), params.input_stride}, columns, params.batch,
-                   features, to + hidden, width);
+  small_product<T>(grad, {static_cast<const T*>(params.h), params.h_stride}, columns, params.batch,
+                   hidden, to, width);
+  small_product<T>(grad, {static_cast<const T*>(params.input), params.input_stride}, columns,
+                   params.batch, features, to + hidden, width);
 }
 
 template <typename T>
@@ -189,7 +192,8 @@ void gradient_of_bias(const LltmCellCpuBackward& params, int64_t first, int64_t 
     const int64_t count = std::min(kVecSize<T>, first + columns - column);
     Vec<T> sum(T(0));
     for (int64_t row = 0; row < params.batch; ++row) {
-      sum = sum + load(static_cast<const T*>(params.grad_gates) + row * 3 * params.hidden + column, count);
+      sum = sum + load(static_cast<const T*>(params.grad_gates) + row * 3 * params.hidden + column,
+                       count);
     }
     store(sum, static_cast<T*>(params.grad_bias) + column, count);
   }
@@ -197,7 +201,8 @@ void gradient_of_bias(const LltmCellCpuBackward& params, int64_t first, int64_t 
 
 template <typename T>
 void backward_gates(const LltmCellCpuBackward& params, int64_t begin, int64_t end) {
-  for (int64_t first = begin * kBlock; first < std::min(params.hidden, end * kBlock); first += kBlock) {
+  for (int64_t first = begin * kBlock; first < std::min(params.hidden, end * kBlock);
+       first += kBlock) {
     const int64_t columns = std::min(kBlock, params.hidden - first);
     gradients_of_gates<T>(params, first, columns);
     for (int64_t gate = 0; gate < 3; ++gate) {
@@ -208,17 +213,17 @@ void backward_gates(const LltmCellCpuBackward& params, int64_t begin, int64_t en
   }
 }
 
-// dG W, of which some columns are asked for: [begin, end) out of the blocks of a matrix whose columns begin
-// at `offset` in W.
+// dG W, of which some columns are asked for: [begin, end) out of the blocks of a matrix whose
+// columns begin at `offset` in W.
 template <typename T>
 void gradient_of_input(const LltmCellCpuBackward& params, int64_t offset, void* to, int64_t width,
                        int64_t begin, int64_t end) {
   const int64_t gates = 3 * params.hidden, first = begin * kBlock;
   if (to == nullptr || begin >= end) return;
   const T* weight = static_cast<const T*>(params.weight) + offset + first;
-  small_product<T>({static_cast<const T*>(params.grad_gates), gates, 1}, {weight, params.weight_stride},
-                   params.batch, gates, std::min(width, end * kBlock) - first, static_cast<T*>(to) + first,
-                   width);
+  small_product<T>({static_cast<const T*>(params.grad_gates), gates, 1},
+                   {weight, params.weight_stride}, params.batch, gates,
+                   std::min(width, end * kBlock) - first, static_cast<T*>(to) + first, width);
 }
 
 template <typename T>
@@ -238,29 +243,33 @@ void for_wide_kind(int32_t kind, Body body) {
 
 }  // namespace
 
-static void lltm_cell_fused_forward(const LltmCellFusedForward& params, int64_t begin, int64_t end) {
-  for_wide_kind(params.kind, [&](auto type) { forward<typename decltype(type)::type>(params, begin, end); });
+static void lltm_cell_fused_forward(const LltmCellFusedForward& params, int64_t begin,
+                                    int64_t end) {
+  for_wide_kind(params.kind,
+                [&](auto type) { forward<typename decltype(type)::type>(params, begin, end); });
 }
 
 static void lltm_cell_fused_gates(const LltmCellCpuBackward& params, int64_t begin, int64_t end) {
-  for_wide_kind(params.kind,
-                [&](auto type) { backward_gates<typename decltype(type)::type>(params, begin, end); });
+  for_wide_kind(params.kind, [&](auto type) {
+    backward_gates<typename decltype(type)::type>(params, begin, end);
+  });
 }
 
 static void lltm_cell_fused_inputs(const LltmCellCpuBackward& params, int64_t begin, int64_t end) {
-  for_wide_kind(params.kind,
-                [&](auto type) { backward_inputs<typename decltype(type)::type>(params, begin, end); });
+  for_wide_kind(params.kind, [&](auto type) {
+    backward_inputs<typename decltype(type)::type>(params, begin, end);
+  });
 }
 
 }  // namespace CPU_CAPABILITY
 }  // namespace tch_extension
 
-TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_fused_forward, lltm_cell_fused_forward, LltmCellFusedForward,
-                         forward_items, forward_grain)
-TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_fused_gates, lltm_cell_fused_gates, LltmCellCpuBackward,
-                         gates_items, gates_grain)
-TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_fused_inputs, lltm_cell_fused_inputs, LltmCellCpuBackward,
-                         inputs_items, inputs_grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_fused_forward, lltm_cell_fused_forward,
+                         LltmCellFusedForward, forward_items, forward_grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_fused_gates, lltm_cell_fused_gates,
+                         LltmCellCpuBackward, gates_items, gates_grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_fused_inputs, lltm_cell_fused_inputs,
+                         LltmCellCpuBackward, inputs_items, inputs_grain)
 
 #if defined(CPU_CAPABILITY_DEFAULT)
 // grad_gates: [B, 3H], scratch.

@@ -11,16 +11,17 @@ inline Vec<C> sigmoid(const Vec<C>& x) {
   return Vec<C>(C(1)) / (Vec<C>(C(1)) + x.neg().exp());
 }
 
-// exp(x) - 1 for x <= 0, given exp(x). In Float libtorch's expm1 costs as much as four exponentials; this is
-// off by two units in the last place at most. Close to 0, where the difference has no digits left, Taylor's
-// series.
+// exp(x) - 1 for x <= 0, given exp(x). In Float libtorch's expm1 costs as much as four
+// exponentials; this is off by two units in the last place at most. Close to 0, where the
+// difference has no digits left, Taylor's series.
 template <typename C>
 inline Vec<C> expm1_of_negative(const Vec<C>& x, const Vec<C>& exp) {
   if constexpr (std::is_same_v<C, float>) {
     using at::vec::fmadd;
     using V = Vec<float>;
     V series(1.0f / 40320);
-    for (const float factor : {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 1.0f / 2}) {
+    for (const float factor :
+         {1.0f / 5040, 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 1.0f / 2}) {
       series = fmadd(series, x, V(factor));
     }
     return V::blendv(exp - V(1.0f), fmadd(series * x, x, x), x > V(-0.5f));

@@ -1,6 +1,7 @@
-// Each thread computes kLanes neighbouring columns of one row. The kernels are bound by memory: the forward
-// reads 4 values and writes 2 (4 with activations) for each element of [B, H], the backward reads 6 and
-// writes 4. Neighbouring threads touch neighbouring addresses, 16 bytes each where sizes and addresses allow.
+// Each thread computes kLanes neighbouring columns of one row. The kernels are bound by memory: the
+// forward reads 4 values and writes 2 (4 with activations) for each element of [B, H], the backward
+// reads 6 and writes 4. Neighbouring threads touch neighbouring addresses, 16 bytes each where
+// sizes and addresses allow.
 
 #include "functions.h"
 #include "lltm_cell.h"
@@ -14,8 +15,8 @@ __device__ __forceinline__ Values<T, kLanes> load_or_zero(const void* pointer, i
   return pointer == nullptr ? Values<T, kLanes>{} : load_values<T, kLanes>(pointer, at);
 }
 
-// What a thread has at a time. Of the half kinds 8 bytes: with 16, half as many threads would wait for
-// memory.
+// What a thread has at a time. Of the half kinds 8 bytes: with 16, half as many threads would wait
+// for memory.
 template <typename T>
 constexpr int kLanesOfThread = sizeof(T) == 2 ? 4 : kLanesOf16Bytes<T>;
 
@@ -25,7 +26,8 @@ __device__ __forceinline__ void add(Values<T, kLanes>& sum, const Values<T, kLan
   for (int lane = 0; lane < kLanes; ++lane) sum.lane[lane] += term.lane[lane];
 }
 
-// Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the arithmetic.
+// Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the
+// arithmetic.
 template <typename T, int kLanes, typename Index>
 __global__ void __launch_bounds__(kThreads)
     lltm_cell_forward_kernel(LltmCellForward params, const void* bias) {
@@ -110,8 +112,9 @@ struct Forward {
 
 bool allows_vectors(const Forward& forward, int lanes) {
   const LltmCellForward& params = forward.params;
-  return is_aligned_to_16(forward.bias) && params.hidden % lanes == 0 && is_aligned_to_16(params.gates) &&
-         is_aligned_to_16(params.c) && is_aligned_to_16(params.new_h) && is_aligned_to_16(params.new_c) &&
+  return is_aligned_to_16(forward.bias) && params.hidden % lanes == 0 &&
+         is_aligned_to_16(params.gates) && is_aligned_to_16(params.c) &&
+         is_aligned_to_16(params.new_h) && is_aligned_to_16(params.new_c) &&
          is_aligned_to_16(params.output);
 }
 
@@ -126,7 +129,8 @@ bool allows_vectors(const LltmCellBackward& params, int lanes) {
 template <typename T, int kLanes, typename Index>
 void start(const Forward& forward, cudaStream_t stream) {
   const unsigned int blocks = blocks_for(forward.params.batch * forward.params.hidden / kLanes);
-  lltm_cell_forward_kernel<T, kLanes, Index><<<blocks, kThreads, 0, stream>>>(forward.params, forward.bias);
+  lltm_cell_forward_kernel<T, kLanes, Index>
+      <<<blocks, kThreads, 0, stream>>>(forward.params, forward.bias);
 }
 
 template <typename T, int kLanes, typename Index>
@@ -150,10 +154,12 @@ void start_with_lanes(const Params& params, const Sizes& sizes, cudaStream_t str
 }
 
 template <typename Params, typename Sizes>
-LaunchStatus launch(const char* kernel, const Params& params, const Sizes& sizes, cudaStream_t stream) {
+LaunchStatus launch(const char* kernel, const Params& params, const Sizes& sizes,
+                    cudaStream_t stream) {
   if (sizes.batch == 0 || sizes.hidden == 0) return {kernel, nullptr};
-  for_kind(sizes.kind,
-           [&](auto type) { start_with_lanes<typename decltype(type)::type>(params, sizes, stream); });
+  for_kind(sizes.kind, [&](auto type) {
+    start_with_lanes<typename decltype(type)::type>(params, sizes, stream);
+  });
   return launch_status(kernel);
 }
 
@@ -161,14 +167,13 @@ LaunchStatus launch(const char* kernel, const Params& params, const Sizes& sizes
 }  // namespace tch_extension
 
 // `bias`: [3H], added to the gates first; null for zeros, as on the CPU, where the product has it.
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_forward_cuda(const LltmCellForward* params,
-                                                                            const void* bias,
-                                                                            cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_forward_cuda(
+    const LltmCellForward* params, const void* bias, cudaStream_t stream) {
   const tch_extension::Forward forward{*params, bias};
   return tch_extension::launch("lltm_cell_forward", forward, *params, stream);
 }
 
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_backward_cuda(const LltmCellBackward* params,
-                                                                             cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_backward_cuda(
+    const LltmCellBackward* params, cudaStream_t stream) {
   return tch_extension::launch("lltm_cell_backward", *params, *params, stream);
 }

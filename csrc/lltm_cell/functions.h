@@ -6,8 +6,8 @@
 
 namespace tch_extension {
 
-// The hardware's instructions as they are: what CUDA C++ has for them takes care of denormal numbers, too,
-// with four times as many.
+// The hardware's instructions as they are: what CUDA C++ has for them takes care of denormal
+// numbers, too, with four times as many.
 __device__ __forceinline__ float fast_exp(float x) {
   constexpr float kLog2OfE = 1.4426950408889634f;
   float result;
@@ -21,9 +21,10 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
   return result;
 }
 
-// The functions of the cell, in the precision that values of type T are stored in. For the half kinds, which
-// keep 11 digits at most, the hardware's exponential does: its error, and that of the ways below around a
-// lost digit, stays under 2^-16. With the exact ones these kernels are bound by arithmetic, not by memory.
+// The functions of the cell, in the precision that values of type T are stored in. For the half
+// kinds, which keep 11 digits at most, the hardware's exponential does: its error, and that of the
+// ways below around a lost digit, stays under 2^-16. With the exact ones these kernels are bound by
+// arithmetic, not by memory.
 template <typename T>
 struct Functions {
   using C = Compute<T>;

@@ -1,5 +1,6 @@
-// The backward in one kernel. Some blocks compute tiles of dG W, the others tiles of dGᵀ [h, x]. Each
-// computes what it needs of dG by itself: that is cheaper than to wait for a kernel that would write it.
+// The backward in one kernel. Some blocks compute tiles of dG W, the others tiles of dGᵀ [h, x].
+// Each computes what it needs of dG by itself: that is cheaper than to wait for a kernel that would
+// write it.
 
 #include <cstddef>
 
@@ -27,28 +28,34 @@ __device__ __forceinline__ Compute<T> value_or_zero(const void* pointer, int64_t
   return pointer == nullptr ? C(0) : static_cast<C>(static_cast<const T*>(pointer)[at]);
 }
 
-// dG of one element, from what the forward saved. G is the type of the gradients that steps hand on.
+// dG of one element, from what the forward saved. G is the type of the gradients that steps hand
+// on.
 template <typename T, typename G>
-__device__ __forceinline__ GateGradients<Compute<T>> gate_gradients(const LltmCellFusedBackward& params,
-                                                                    int64_t row, int64_t column) {
+__device__ __forceinline__ GateGradients<Compute<T>> gate_gradients(
+    const LltmCellFusedBackward& params, int64_t row, int64_t column) {
   using C = Compute<T>;
   using std::tanh;
   const int64_t at = row * params.hidden + column;
-  const T* const activations = static_cast<const T*>(params.activations) + row * 3 * params.hidden + column;
+  const T* const activations =
+      static_cast<const T*>(params.activations) + row * 3 * params.hidden + column;
   const C i = static_cast<C>(activations[0]), o = static_cast<C>(activations[params.hidden]),
           g = static_cast<C>(activations[2 * params.hidden]);
-  const C grad_h = value_or_zero<T>(params.grad_new_h, at) + value_or_zero<G>(params.grad_behind, at);
+  const C grad_h =
+      value_or_zero<T>(params.grad_new_h, at) + value_or_zero<G>(params.grad_behind, at);
   const C tanh_c = tanh(static_cast<C>(static_cast<const T*>(params.new_c)[at]));
   const C grad_c = value_or_zero<G>(params.grad_new_c, at) + grad_h * o * tanh_grad(tanh_c);
-  return {{grad_c * elu(g) * sigmoid_grad(i), grad_h * tanh_c * sigmoid_grad(o), grad_c * i * elu_grad(g)},
+  return {{grad_c * elu(g) * sigmoid_grad(i), grad_h * tanh_c * sigmoid_grad(o),
+           grad_c * i * elu_grad(g)},
           grad_c};
 }
 
-// Rows of a tile of dG W; it has 32 columns. Hidden columns are taken in pieces; a warp has its part of each.
+// Rows of a tile of dG W; it has 32 columns. Hidden columns are taken in pieces; a warp has its
+// part of each.
 constexpr int kInputRows = 4;
 constexpr int kPiece = 128;
 constexpr int kPieceOfWarp = kPiece / kBackwardWarps;
-// Hidden columns of a tile of dGᵀ [h, x]; it has 32 columns for each warp. Rows are taken in pieces.
+// Hidden columns of a tile of dGᵀ [h, x]; it has 32 columns for each warp. Rows are taken in
+// pieces.
 constexpr int kWeightColumns = 4;
 constexpr int kWeightRows = 3 * kWeightColumns;
 constexpr int kRowsOfPiece = kBackwardThreads / kWeightColumns;
@@ -77,18 +84,21 @@ __host__ __device__ int64_t input_tiles(const LltmCellFusedBackward& params) {
 
 // Tiles of dGᵀ [h, x] along K. Without the weight's gradient one is left for the bias' and c's.
 __host__ __device__ int64_t weight_tiles_along_k(const LltmCellFusedBackward& params) {
-  if (params.grad_weight != nullptr) return ceil_div(params.hidden + params.features, kBackwardThreads);
+  if (params.grad_weight != nullptr)
+    return ceil_div(params.hidden + params.features, kBackwardThreads);
   const bool others = params.grad_c != nullptr && params.grad_gates == nullptr;
   return params.grad_bias != nullptr || others ? 1 : 0;
 }
 
 // For a sequence: what the product for the weight reads, and the step before.
 template <typename T, typename G>
-__device__ __forceinline__ void write_gates(const LltmCellFusedBackward& params, int64_t row, int64_t column,
+__device__ __forceinline__ void write_gates(const LltmCellFusedBackward& params, int64_t row,
+                                            int64_t column,
                                             const GateGradients<Compute<T>>& gradients) {
   T* const to = static_cast<T*>(params.grad_gates) + row * 3 * params.hidden + column;
 #pragma unroll
-  for (int gate = 0; gate < 3; ++gate) to[gate * params.hidden] = static_cast<T>(gradients.gate[gate]);
+  for (int gate = 0; gate < 3; ++gate)
+    to[gate * params.hidden] = static_cast<T>(gradients.gate[gate]);
   if (params.grad_c != nullptr) {
     static_cast<G*>(params.grad_c)[row * params.hidden + column] = static_cast<G>(gradients.c);
   }
@@ -156,7 +166,8 @@ __device__ void input_tile(const LltmCellFusedBackward& params, int64_t tile,
   if (column < hidden) {
     static_cast<G*>(params.grad_h)[row * hidden + column] = static_cast<G>(total);
   } else {
-    static_cast<T*>(params.grad_input)[row * params.features + column - hidden] = static_cast<T>(total);
+    static_cast<T*>(params.grad_input)[row * params.features + column - hidden] =
+        static_cast<T>(total);
   }
 }
 
@@ -171,21 +182,23 @@ __device__ void weight_tile(const LltmCellFusedBackward& params, int64_t tile,
   const int64_t k = tile % tiles * kBackwardThreads + threadIdx.x;
   const bool has_column = params.grad_weight != nullptr && k < depth;
   const bool of_h = k < hidden;
-  const T* const from =
-      of_h ? static_cast<const T*>(params.h) + k : static_cast<const T*>(params.input) + (k - hidden);
+  const T* const from = of_h ? static_cast<const T*>(params.h) + k
+                             : static_cast<const T*>(params.input) + (k - hidden);
   const int64_t stride = of_h ? params.h_stride : params.input_stride;
 
   C sum[kWeightRows] = {};
   C bias = 0;
   for (int64_t piece = 0; piece < params.batch; piece += kRowsOfPiece) {
-    const int rows = static_cast<int>(min(static_cast<int64_t>(kRowsOfPiece), params.batch - piece));
+    const int rows =
+        static_cast<int>(min(static_cast<int64_t>(kRowsOfPiece), params.batch - piece));
     const int r = threadIdx.x / kWeightColumns, j = threadIdx.x % kWeightColumns;
     if (r < rows) {
       GateGradients<C> gradients = {};
       if (first + j < hidden) {
         gradients = gate_gradients<T, G>(params, piece + r, first + j);
         if (leads && params.grad_c != nullptr) {
-          static_cast<G*>(params.grad_c)[(piece + r) * hidden + first + j] = static_cast<G>(gradients.c);
+          static_cast<G*>(params.grad_c)[(piece + r) * hidden + first + j] =
+              static_cast<G>(gradients.c);
         }
       }
 #pragma unroll
@@ -217,12 +230,14 @@ __device__ void weight_tile(const LltmCellFusedBackward& params, int64_t tile,
   }
   const int64_t column = first + threadIdx.x % kWeightColumns;
   if (leads && threadIdx.x < kWeightRows && column < hidden && params.grad_bias != nullptr) {
-    static_cast<T*>(params.grad_bias)[threadIdx.x / kWeightColumns * hidden + column] = static_cast<T>(bias);
+    static_cast<T*>(params.grad_bias)[threadIdx.x / kWeightColumns * hidden + column] =
+        static_cast<T>(bias);
   }
 }
 
 template <typename T, typename G>
-__global__ void __launch_bounds__(kBackwardThreads) lltm_cell_fused_backward(LltmCellFusedBackward params) {
+__global__ void __launch_bounds__(kBackwardThreads)
+    lltm_cell_fused_backward(LltmCellFusedBackward params) {
   __shared__ BackwardShared<Compute<T>> shared;
   const int64_t inputs = input_tiles(params);
   if (blockIdx.x < inputs) {
@@ -238,8 +253,8 @@ __global__ void __launch_bounds__(kBackwardThreads) lltm_cell_fused_backward(Llt
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_backward_cuda(
     const LltmCellFusedBackward* params, cudaStream_t stream) {
   using namespace tch_extension;
-  const int64_t blocks =
-      input_tiles(*params) + weight_tiles_along_k(*params) * ceil_div(params->hidden, kWeightColumns);
+  const int64_t blocks = input_tiles(*params) +
+                         weight_tiles_along_k(*params) * ceil_div(params->hidden, kWeightColumns);
   if (blocks == 0) return {"lltm_cell_fused_backward", nullptr};
   for_kind(params->kind, [&](auto type) {
     using T = typename decltype(type)::type;

@@ -1,6 +1,7 @@
-// The forward in one kernel. A warp computes the three gates of a tile of rows and hidden columns, its lanes
-// along K = H + F, so that rows of [h, x] and of W are read as they lie. The lanes' sums are then added up in
-// such a way that the three gates of one element end in one lane, which does the rest of the cell.
+// The forward in one kernel. A warp computes the three gates of a tile of rows and hidden columns,
+// its lanes along K = H + F, so that rows of [h, x] and of W are read as they lie. The lanes' sums
+// are then added up in such a way that the three gates of one element end in one lane, which does
+// the rest of the cell.
 
 #include <cstddef>
 
@@ -20,8 +21,9 @@ struct Tile {
   static constexpr int kElements = kRows * kColumns;  // a power of two, at most 32
 };
 
-// Adds up the lanes' sums. Afterwards lane l has those of element l / (32 / kElements): with each step half
-// of the elements go to the lanes whose bit is set, so that 32 sums cost 31 exchanges and not 160.
+// Adds up the lanes' sums. Afterwards lane l has those of element l / (32 / kElements): with each
+// step half of the elements go to the lanes whose bit is set, so that 32 sums cost 31 exchanges and
+// not 160.
 template <int kElements, int kOffset, typename C>
 __device__ __forceinline__ void add_up_lanes(C (*sum)[3], int lane) {
   if constexpr (kOffset > 0) {
@@ -41,7 +43,8 @@ __device__ __forceinline__ void add_up_lanes(C (*sum)[3], int lane) {
 }
 
 template <typename T, int kLanes, typename Tile>
-__global__ void __launch_bounds__(kWarp* Tile::kWarps) lltm_cell_fused_forward(LltmCellFusedForward params) {
+__global__ void __launch_bounds__(kWarp* Tile::kWarps)
+    lltm_cell_fused_forward(LltmCellFusedForward params) {
   using C = Compute<T>;
   using std::tanh;
   constexpr int kRows = Tile::kRows, kColumns = Tile::kColumns, kUnroll = Tile::kUnroll;
@@ -103,13 +106,14 @@ __global__ void __launch_bounds__(kWarp* Tile::kWarps) lltm_cell_fused_forward(L
       if (k >= depth) continue;
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        left[u][r] =
-            k < hidden ? load_vector<T, kLanes>(from_h[r], k) : load_vector<T, kLanes>(from_x[r], k - hidden);
+        left[u][r] = k < hidden ? load_vector<T, kLanes>(from_h[r], k)
+                                : load_vector<T, kLanes>(from_x[r], k - hidden);
       }
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
-        for (int gate = 0; gate < 3; ++gate) right[u][j][gate] = load_vector<T, kLanes>(from_w[j][gate], k);
+        for (int gate = 0; gate < 3; ++gate)
+          right[u][j][gate] = load_vector<T, kLanes>(from_w[j][gate], k);
       }
     }
 #pragma unroll
@@ -125,7 +129,8 @@ __global__ void __launch_bounds__(kWarp* Tile::kWarps) lltm_cell_fused_forward(L
 #pragma unroll
           for (int r = 0; r < kRows; ++r) {
 #pragma unroll
-            for (int l = 0; l < kLanes; ++l) sum[r * kColumns + j][gate] += x[r].lane[l] * w.lane[l];
+            for (int l = 0; l < kLanes; ++l)
+              sum[r * kColumns + j][gate] += x[r].lane[l] * w.lane[l];
           }
         }
       }
@@ -134,7 +139,8 @@ __global__ void __launch_bounds__(kWarp* Tile::kWarps) lltm_cell_fused_forward(L
   add_up_lanes<Tile::kElements, kWarp / 2>(sum, lane);
   if (!exists || lane % kLanesOfElement != 0) return;
 
-  const C i = sigmoid(sum[0][0] + bias[0]), o = sigmoid(sum[0][1] + bias[1]), g = sum[0][2] + bias[2];
+  const C i = sigmoid(sum[0][0] + bias[0]), o = sigmoid(sum[0][1] + bias[1]),
+          g = sum[0][2] + bias[2];
   c += elu(g) * i;
   const int64_t at = row * hidden + column;
   static_cast<T*>(params.new_c)[at] = static_cast<T>(c);
@@ -150,7 +156,8 @@ __global__ void __launch_bounds__(kWarp* Tile::kWarps) lltm_cell_fused_forward(L
 
 template <typename Tile>
 int64_t blocks_of(const LltmCellFusedForward& params) {
-  return ceil_div(params.hidden, Tile::kColumns) * ceil_div(params.batch, Tile::kRows * Tile::kWarps);
+  return ceil_div(params.hidden, Tile::kColumns) *
+         ceil_div(params.batch, Tile::kRows * Tile::kWarps);
 }
 
 template <typename T, int kLanes, typename Tile>
@@ -159,9 +166,10 @@ void start(const LltmCellFusedForward& params, cudaStream_t stream) {
   lltm_cell_fused_forward<T, kLanes, Tile><<<blocks, kWarp * Tile::kWarps, 0, stream>>>(params);
 }
 
-// A small tile with much of K under way at once where its blocks all run at the same time, and latency is
-// what counts; beyond, a larger one that reads less for each product. On an H200, three blocks of the small
-// one fit a multiprocessor, of which there are 132. Sums are in the same order in both.
+// A small tile with much of K under way at once where its blocks all run at the same time, and
+// latency is what counts; beyond, a larger one that reads less for each product. On an H200, three
+// blocks of the small one fit a multiprocessor, of which there are 132. Sums are in the same order
+// in both.
 using SmallTile = Tile<4, 2, 4, 2>;
 using LargeTile = Tile<4, 4, 4, 1>;
 constexpr int64_t kBlocksAtOnce = 3 * 132;

@@ -1,8 +1,8 @@
-// A block stays on its multiprocessor and goes through tiles of 128 rows and 64 hidden columns: its tile of
-// the product has the same columns of all three gates, so that a thread has them side by side and goes on to
-// h' and c'. One thread loads tiles of [h, x], each from where it lies, and of W into a ring; two warpgroups
-// take turns in multiplying, each for a tile of its own; meanwhile the other finishes its cells. c comes
-// into, and c' leaves from, the same place in shared memory.
+// A block stays on its multiprocessor and goes through tiles of 128 rows and 64 hidden columns: its
+// tile of the product has the same columns of all three gates, so that a thread has them side by
+// side and goes on to h' and c'. One thread loads tiles of [h, x], each from where it lies, and of
+// W into a ring; two warpgroups take turns in multiplying, each for a tile of its own; meanwhile
+// the other finishes its cells. c comes into, and c' leaves from, the same place in shared memory.
 #include "../gemm/hopper_device.h"
 #include "../gemm/hopper_ptx.h"
 #include "../gemm/tensor_map.h"
@@ -55,8 +55,8 @@ struct Params {
   int32_t has_output;
 };
 
-// The order of the tiles: up to kBand rows of them are gone through column by column, so that tiles at work
-// at the same time share what they read.
+// The order of the tiles: up to kBand rows of them are gone through column by column, so that tiles
+// at work at the same time share what they read.
 struct Place {
   int row;
   int column;
@@ -100,7 +100,8 @@ struct Stage {
   if (++stage.index == kStages) stage.index = 0, stage.round ^= 1;
 }
 
-[[maybe_unused]] __device__ __forceinline__ void load_factors(const Params& params, const Shared& shared) {
+[[maybe_unused]] __device__ __forceinline__ void load_factors(const Params& params,
+                                                              const Shared& shared) {
   Stage stage(0);
   for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
     const Place place(params, tile);
@@ -124,11 +125,11 @@ struct Stage {
 
 using Sums = float[kParts][96];
 
-// All of K for one tile, whose first use of the ring is given. `turn` is the other group's, who may go on as
-// soon as all is started.
+// All of K for one tile, whose first use of the ring is given. `turn` is the other group's, who may
+// go on as soon as all is started.
 template <typename T>
-__device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared, uint32_t first_use,
-                                              uint32_t turn, Sums& sum) {
+__device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared,
+                                              uint32_t first_use, uint32_t turn, Sums& sum) {
   const bool is_elected = threadIdx.x % 32 == 0;
   Stage stage(first_use);
   int before = 0;
@@ -188,8 +189,8 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
   load_box(shared.slots + kSlotBytes, params.c, shared.c, place.column, place.row, 0);
 }
 
-// Where a thread's pair of neighbouring columns lies in a slot, whose rows of 128 bytes have their eighths
-// permuted by the row: as bulk copies have it, and without bank conflicts.
+// Where a thread's pair of neighbouring columns lies in a slot, whose rows of 128 bytes have their
+// eighths permuted by the row: as bulk copies have it, and without bank conflicts.
 struct Pair {
   int index;  // of the first sum
   int bytes;
@@ -229,7 +230,8 @@ template <typename T>
 __device__ __forceinline__ void finish_cells(uint8_t* slots, const float* bias, Sums& sum) {
   using F = Functions<T>;
   for_each_pair(sum, [&](float (&gates)[96], const Pair& pair) {
-    const float2 c = as_floats<T>(*reinterpret_cast<const uint32_t*>(slots + kSlotBytes + pair.bytes));
+    const float2 c =
+        as_floats<T>(*reinterpret_cast<const uint32_t*>(slots + kSlotBytes + pair.bytes));
     float new_h[2];
     float new_c[2] = {c.x, c.y};
 #pragma unroll
@@ -270,8 +272,9 @@ __device__ __forceinline__ void send_off(int group, Store&& store) {
 }
 
 template <typename T>
-__device__ __forceinline__ void finish_tile(const Params& params, const Shared& shared, uint8_t* slots,
-                                            const Place& place, int group, Sums& sum) {
+__device__ __forceinline__ void finish_tile(const Params& params, const Shared& shared,
+                                            uint8_t* slots, const Place& place, int group,
+                                            Sums& sum) {
   // The bias came by other threads.
   wait_for_group(group);
   finish_cells<T>(slots, shared.bias, sum);
@@ -282,8 +285,8 @@ __device__ __forceinline__ void finish_tile(const Params& params, const Shared& 
   });
   if (!params.save_activations) return;
   const auto store_gate = [&](int gate, int slot) {
-    store_box(params.activations, shared.slots + slot * kSlotBytes, gate * params.hidden + place.column,
-              place.row, 0);
+    store_box(params.activations, shared.slots + slot * kSlotBytes,
+              gate * params.hidden + place.column, place.row, 0);
   };
   wait_for_slots(group);
   put_gate<T>(slots, 0, sum);
@@ -295,13 +298,14 @@ __device__ __forceinline__ void finish_tile(const Params& params, const Shared& 
 }
 
 template <typename T>
-__device__ __forceinline__ void compute(const Params& params, const Shared& shared, uint8_t* slots, int group,
-                                        uint32_t turns) {
+__device__ __forceinline__ void compute(const Params& params, const Shared& shared, uint8_t* slots,
+                                        int group, uint32_t turns) {
   Sums sum;
   uint32_t turn_parity = group == 0 ? 1 : 0;
   uint32_t c_parity = 0;
   uint32_t first_use = group * params.steps;
-  for (int tile = blockIdx.x + group * gridDim.x; tile < params.tiles; tile += kGroups * gridDim.x) {
+  for (int tile = blockIdx.x + group * gridDim.x; tile < params.tiles;
+       tile += kGroups * gridDim.x) {
     const Place place(params, tile);
     if (is_elected_of_group()) load_c(params, shared, place);
     __syncwarp();
@@ -360,12 +364,13 @@ __device__ __forceinline__ void compute_block(const Params& params) {
     take_registers<232>();
     const int group = warp / 4 - 1;
     const Shared mine = shared(group);
-    compute<T>(params, mine, memory + (mine.slots - unaligned), group, shared_address(barriers.turn));
+    compute<T>(params, mine, memory + (mine.slots - unaligned), group,
+               shared_address(barriers.turn));
   }
 }
 
-// Empty where it is not compiled for sm_90a. Then there are no barriers in static shared memory either, by
-// which the host knows.
+// Empty where it is not compiled for sm_90a. Then there are no barriers in static shared memory
+// either, by which the host knows.
 template <typename T>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     lltm_cell_hopper_forward_kernel(const __grid_constant__ Params params) {
@@ -383,8 +388,8 @@ Kernel kernel_of(int32_t kind) {
 int processors() {
   static HopperProcessors known;
   auto address_of = [](int32_t kind) { return reinterpret_cast<const void*>(kernel_of(kind)); };
-  return known.of_current({address_of(kTchExtensionHalf), address_of(kTchExtensionBFloat16)}, kSharedBytes,
-                          sizeof(Barriers));
+  return known.of_current({address_of(kTchExtensionHalf), address_of(kTchExtensionBFloat16)},
+                          kSharedBytes, sizeof(Barriers));
 }
 
 // What bulk copies ask for: multiples of 16 bytes, and strides below 2^40 bytes.
@@ -406,16 +411,17 @@ bool describe(const LltmCellFusedForward& cell, Params& params) {
   const bool has_input = cell.features > 0;
   const bool saves = cell.activations != nullptr;
   return describe(params.h, cell, cell.h, hidden, cell.batch, cell.h_stride, kRows) &&
-         (!has_input ||
-          describe(params.input, cell, cell.input, cell.features, cell.batch, cell.input_stride, kRows)) &&
-         describe(params.weight, cell, cell.weight, columns, kGates * hidden, cell.weight_stride, kColumns) &&
+         (!has_input || describe(params.input, cell, cell.input, cell.features, cell.batch,
+                                 cell.input_stride, kRows)) &&
+         describe(params.weight, cell, cell.weight, columns, kGates * hidden, cell.weight_stride,
+                  kColumns) &&
          describe(params.c, cell, cell.c, hidden, cell.batch, cell.c_stride, kRows) &&
          describe(params.new_h, cell, cell.new_h, hidden, cell.batch, hidden, kRows) &&
          describe(params.new_c, cell, cell.new_c, hidden, cell.batch, hidden, kRows) &&
          (cell.output == nullptr ||
           describe(params.output, cell, cell.output, hidden, cell.batch, hidden, kRows)) &&
-         (!saves || describe(params.activations, cell, cell.activations, kGates * hidden, cell.batch,
-                             kGates * hidden, kRows));
+         (!saves || describe(params.activations, cell, cell.activations, kGates * hidden,
+                             cell.batch, kGates * hidden, kRows));
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -423,15 +429,16 @@ int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 bool can(const LltmCellFusedForward& cell) {
   const bool is_half = cell.kind == kTchExtensionHalf || cell.kind == kTchExtensionBFloat16;
   constexpr int64_t kMost = INT32_MAX / 4;
-  // A step through K does not go from h to x; what is outside of x meets what is outside of W, zeros both.
+  // A step through K does not go from h to x; what is outside of x meets what is outside of W,
+  // zeros both.
   return is_half && cell.hidden % kColumns == 0 && cell.hidden > 0 && cell.batch > 0 &&
          cell.hidden <= kMost && cell.features <= kMost && cell.batch <= kMost &&
          cell.input_gates == nullptr && is_reachable(cell.h, cell.h_stride) &&
          (cell.features == 0 || is_reachable(cell.input, cell.input_stride)) &&
          is_reachable(cell.weight, cell.weight_stride) && is_reachable(cell.c, cell.c_stride) &&
          is_reachable(cell.new_h, cell.hidden) && is_reachable(cell.new_c, cell.hidden) &&
-         is_reachable(cell.output, cell.hidden) && is_reachable(cell.activations, kGates * cell.hidden) &&
-         processors() > 0;
+         is_reachable(cell.output, cell.hidden) &&
+         is_reachable(cell.activations, kGates * cell.hidden) && processors() > 0;
 }
 
 int64_t tiles(const LltmCellFusedForward& cell) {
@@ -463,9 +470,9 @@ bool start(const LltmCellFusedForward& cell, cudaStream_t stream) {
 }  // namespace
 }  // namespace tch_extension
 
-// Starts nothing where H is no whole tiles, a matrix lies where bulk copies cannot reach it, or the code for
-// the current device has no such kernel; nor, unless it is asked for, where it is slower than a product
-// between two kernels.
+// Starts nothing where H is no whole tiles, a matrix lies where bulk copies cannot reach it, or the
+// code for the current device has no such kernel; nor, unless it is asked for, where it is slower
+// than a product between two kernels.
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_hopper_forward_cuda(
     const LltmCellFusedForward* cell, bool is_asked_for, bool* is_started, cudaStream_t stream) {
   using namespace tch_extension;
@@ -475,4 +482,6 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_hopper_forward_cu
 }
 
 // Multiprocessors of the current device, if it has the kernel; 0 otherwise.
-extern "C" int32_t tch_extension_lltm_cell_hopper_processors() { return tch_extension::processors(); }
+extern "C" int32_t tch_extension_lltm_cell_hopper_processors() {
+  return tch_extension::processors();
+}

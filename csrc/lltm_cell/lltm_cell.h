@@ -1,11 +1,11 @@
-// The pointwise part of the LLTM cell; the products around it are libtorch's. src/ffi/lltm_cell.rs mirrors
-// these structs, and a test compares sizes and offsets.
+// The pointwise part of the LLTM cell; the products around it are libtorch's. src/ffi/lltm_cell.rs
+// mirrors these structs, and a test compares sizes and offsets.
 //
 //   [i | o | g] = gates           before their activations
 //   c' = c + elu(g) σ(i)          h' = tanh(c') σ(o)
 //
-// All arrays are row-major and contiguous; B is the batch, H the hidden size. No two may overlap. The half
-// kinds are computed in float and rounded when stored.
+// All arrays are row-major and contiguous; B is the batch, H the hidden size. No two may overlap.
+// The half kinds are computed in float and rounded when stored.
 #pragma once
 
 #include "tch_extension/kind.h"
@@ -19,7 +19,7 @@ struct LltmCellForward {
   const void* c;             // [B, H]
   void* new_h;               // [B, H]
   void* new_c;               // [B, H]
-  void* output;              // [B, H], new_h again: of a sequence of one step; null when nobody needs it
+  void* output;  // [B, H], new_h again: of a sequence of one step; null when nobody needs it
 };
 
 struct LltmCellBackward {
@@ -35,19 +35,19 @@ struct LltmCellBackward {
   void* grad_c;             // [B, H], null when nobody needs it
 };
 
-// The whole cell in one kernel, for sizes at which launches cost more than arithmetic: fused_forward.cu,
-// fused_backward.cu and cpu_fused.cpp.
+// The whole cell in one kernel, for sizes at which launches cost more than arithmetic:
+// fused_forward.cu, fused_backward.cu and cpu_fused.cpp.
 //
 //   [i | o | g] = [h, x] Wᵀ + b
 //
-// All arrays have one kind. Rows of what is read lie `…_stride` elements apart, the elements of a row side by
-// side; what is written is contiguous. F is the number of features, K = H + F.
+// All arrays have one kind. Rows of what is read lie `…_stride` elements apart, the elements of a
+// row side by side; what is written is contiguous. F is the number of features, K = H + F.
 struct LltmCellFusedForward {
   int64_t batch;     // B, at least 1
   int64_t features;  // F, may be 0
   int64_t hidden;    // H, at least 1
   int32_t kind;
-  int32_t vectors;    // whether 16 bytes are loaded at a time: sizes, strides and addresses allow it
+  int32_t vectors;  // whether 16 bytes are loaded at a time: sizes, strides and addresses allow it
   const void* input;  // [B, F]
   int64_t input_stride;
   const void* weight;  // [3H, K], the columns for h and x
@@ -60,8 +60,8 @@ struct LltmCellFusedForward {
   void* new_h;        // [B, H]
   void* new_c;        // [B, H]; may be c, for a sequence that keeps the last one
   void* activations;  // [B, 3H]: [σ(i) | σ(o) | g], null when nobody needs them
-  // Only on CUDA, for a sequence: [B, 3H], added to the gates, in the type that sums are made in; null for
-  // zeros. May be `activations`.
+  // Only on CUDA, for a sequence: [B, 3H], added to the gates, in the type that sums are made in;
+  // null for zeros. May be `activations`.
   const void* input_gates;
   void* output;  // [B, H], new_h again: of a sequence of one step; null when nobody needs it
 };
@@ -72,7 +72,8 @@ struct LltmCellFusedBackward {
   int64_t features;
   int64_t hidden;
   int32_t kind;
-  int32_t wide;  // whether grad_new_c, grad_behind, grad_h and grad_c are of the type that sums are made in
+  int32_t wide;  // whether grad_new_c, grad_behind, grad_h and grad_c are of the type that sums are
+                 // made in
   const void* grad_new_h;   // [B, H], null for zeros
   const void* grad_new_c;   // [B, H], null for zeros
   const void* activations;  // [B, 3H]

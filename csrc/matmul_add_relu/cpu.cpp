@@ -38,9 +38,13 @@ int64_t grain(const MatmulAddReluBackward& params) {
   return params.sums.sums == nullptr ? kElements / kColumns : column_sums_grain(params.sums);
 }
 
-int64_t finish_items(const MatmulAddReluBackward& params) { return finish_column_sums_items(params.sums); }
+int64_t finish_items(const MatmulAddReluBackward& params) {
+  return finish_column_sums_items(params.sums);
+}
 
-int64_t finish_grain(const MatmulAddReluBackward& params) { return finish_column_sums_grain(params.sums); }
+int64_t finish_grain(const MatmulAddReluBackward& params) {
+  return finish_column_sums_grain(params.sums);
+}
 
 // Where a row begins.
 struct Row {
@@ -120,28 +124,35 @@ void backward(const MatmulAddReluBackward& params, int64_t begin, int64_t end) {
 
 }  // namespace
 
-static void matmul_add_relu_forward(const MatmulAddReluForward& params, int64_t begin, int64_t end) {
-  for_kind(params.kind, [&](auto type) { forward<typename decltype(type)::type>(params, begin, end); });
-}
-
-static void matmul_add_relu_backward(const MatmulAddReluBackward& params, int64_t begin, int64_t end) {
-  for_kind(params.kind, [&](auto type) { backward<typename decltype(type)::type>(params, begin, end); });
-}
-
-static void matmul_add_relu_backward_finish(const MatmulAddReluBackward& params, int64_t begin, int64_t end) {
+static void matmul_add_relu_forward(const MatmulAddReluForward& params, int64_t begin,
+                                    int64_t end) {
   for_kind(params.kind,
-           [&](auto type) { finish_column_sums<typename decltype(type)::type>(params.sums, begin, end); });
+           [&](auto type) { forward<typename decltype(type)::type>(params, begin, end); });
+}
+
+static void matmul_add_relu_backward(const MatmulAddReluBackward& params, int64_t begin,
+                                     int64_t end) {
+  for_kind(params.kind,
+           [&](auto type) { backward<typename decltype(type)::type>(params, begin, end); });
+}
+
+static void matmul_add_relu_backward_finish(const MatmulAddReluBackward& params, int64_t begin,
+                                            int64_t end) {
+  for_kind(params.kind, [&](auto type) {
+    finish_column_sums<typename decltype(type)::type>(params.sums, begin, end);
+  });
 }
 
 }  // namespace CPU_CAPABILITY
 }  // namespace tch_extension
 
-TCH_EXTENSION_CPU_KERNEL(tch_extension_matmul_add_relu_forward, matmul_add_relu_forward, MatmulAddReluForward,
-                         items, grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_matmul_add_relu_forward, matmul_add_relu_forward,
+                         MatmulAddReluForward, items, grain)
 TCH_EXTENSION_CPU_KERNEL(tch_extension_matmul_add_relu_backward, matmul_add_relu_backward,
                          MatmulAddReluBackward, items, grain)
-TCH_EXTENSION_CPU_KERNEL(tch_extension_matmul_add_relu_backward_finish, matmul_add_relu_backward_finish,
-                         MatmulAddReluBackward, finish_items, finish_grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_matmul_add_relu_backward_finish,
+                         matmul_add_relu_backward_finish, MatmulAddReluBackward, finish_items,
+                         finish_grain)
 
 #if defined(CPU_CAPABILITY_DEFAULT)
 #include <cstddef>

@@ -6,7 +6,8 @@
 #include "tch_extension/c_abi.h"
 #endif
 
-// out = lhs rhs, of matrices. src/ffi/matmul_add_relu.rs asks for it where it is faster than libtorch's.
+// out = lhs rhs, of matrices. src/ffi/matmul_add_relu.rs asks for it where it is faster than
+// libtorch's.
 struct SmallProduct {
   int64_t rows;
   int64_t inner;
@@ -24,8 +25,8 @@ inline namespace CPU_CAPABILITY {
 
 namespace {
 
-// An item: as many columns as make whole vectors and leave what is read of rhs in the first cache, for as
-// many rows as keep it there long enough. The same for every instruction set.
+// An item: as many columns as make whole vectors and leave what is read of rhs in the first cache,
+// for as many rows as keep it there long enough. The same for every instruction set.
 constexpr int64_t kRowsOfItem = 32;
 constexpr int64_t kColumnsOfItem = 32;
 
@@ -46,13 +47,15 @@ template <typename T>
 void multiply(const SmallProduct& product, int64_t begin, int64_t end) {
   const int64_t row_pieces = pieces(product.rows, kRowsOfItem);
   for (int64_t item = begin; item < end; ++item) {
-    const int64_t row = item % row_pieces * kRowsOfItem, column = item / row_pieces * kColumnsOfItem;
-    small_product<T>(
-        {static_cast<const T*>(product.lhs) + row * product.lhs_row, product.lhs_row, product.lhs_inner},
-        {static_cast<const T*>(product.rhs) + column, product.rhs_inner},
-        std::min(kRowsOfItem, product.rows - row), product.inner,
-        std::min(kColumnsOfItem, product.columns - column),
-        static_cast<T*>(product.out) + row * product.columns + column, product.columns);
+    const int64_t row = item % row_pieces * kRowsOfItem,
+                  column = item / row_pieces * kColumnsOfItem;
+    small_product<T>({static_cast<const T*>(product.lhs) + row * product.lhs_row, product.lhs_row,
+                      product.lhs_inner},
+                     {static_cast<const T*>(product.rhs) + column, product.rhs_inner},
+                     std::min(kRowsOfItem, product.rows - row), product.inner,
+                     std::min(kColumnsOfItem, product.columns - column),
+                     static_cast<T*>(product.out) + row * product.columns + column,
+                     product.columns);
   }
 }
 
@@ -66,31 +69,34 @@ static void small_matrix_product(const SmallProduct& product, int64_t begin, int
 }  // namespace CPU_CAPABILITY
 }  // namespace tch_extension
 
-TCH_EXTENSION_CPU_KERNEL(tch_extension_small_matrix_product, small_matrix_product, SmallProduct, items, grain)
+TCH_EXTENSION_CPU_KERNEL(tch_extension_small_matrix_product, small_matrix_product, SmallProduct,
+                         items, grain)
 
 #if defined(CPU_CAPABILITY_DEFAULT)
 namespace {
 
 bool is_in_memory(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided && !tensor.is_nested() &&
-         !tensor.is_neg() && !tensor.is_conj() && !tensor._is_zerotensor() && tensor.dim() == 2 &&
-         tensor.numel() > 0;
+  return tensor.defined() && tensor.is_cpu() && tensor.layout() == at::kStrided &&
+         !tensor.is_nested() && !tensor.is_neg() && !tensor.is_conj() && !tensor._is_zerotensor() &&
+         tensor.dim() == 2 && tensor.numel() > 0;
 }
 
-// Up to so many multiplications, each value of lhs used for a vector at least; and an inner dimension that
-// leaves a piece of rhs in the cache.
+// Up to so many multiplications, each value of lhs used for a vector at least; and an inner
+// dimension that leaves a piece of rhs in the cache.
 constexpr int64_t kMostMultiplications = 80'000'000, kLeastColumns = 16;
 
-// MKL, whose products libtorch's are, has its fastest kernels for Intel's CPUs only: there our own is faster
-// where calling MKL is most of the time.
+// MKL, whose products libtorch's are, has its fastest kernels for Intel's CPUs only: there our own
+// is faster where calling MKL is most of the time.
 int64_t most_inner() { return __builtin_cpu_is("intel") ? 32 : 1024; }
 
 bool suits(const at::Tensor& lhs, const at::Tensor& rhs) {
-  if (!is_in_memory(lhs) || !is_in_memory(rhs) || lhs.scalar_type() != rhs.scalar_type()) return false;
+  if (!is_in_memory(lhs) || !is_in_memory(rhs) || lhs.scalar_type() != rhs.scalar_type())
+    return false;
   if (lhs.scalar_type() != at::kFloat && lhs.scalar_type() != at::kDouble) return false;
   const int64_t rows = lhs.size(0), inner = lhs.size(1), columns = rhs.size(1);
-  return rhs.size(0) == inner && rhs.stride(1) == 1 && inner <= most_inner() && columns >= kLeastColumns &&
-         columns <= kMostMultiplications && rows <= kMostMultiplications / columns / inner;
+  return rhs.size(0) == inner && rhs.stride(1) == 1 && inner <= most_inner() &&
+         columns >= kLeastColumns && columns <= kMostMultiplications &&
+         rows <= kMostMultiplications / columns / inner;
 }
 
 }  // namespace

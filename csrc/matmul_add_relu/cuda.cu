@@ -1,6 +1,6 @@
-// Bound by memory: the forward reads the product and writes the output, the backward reads the output and its
-// gradient and writes the product's, 16 bytes a thread where sizes, strides and addresses allow. The bias is
-// read by strides and mostly found in a cache.
+// Bound by memory: the forward reads the product and writes the output, the backward reads the
+// output and its gradient and writes the product's, 16 bytes a thread where sizes, strides and
+// addresses allow. The bias is read by strides and mostly found in a cache.
 
 #include "matmul_add_relu.h"
 #include "tch_extension/cuda_column_sums.h"
@@ -8,18 +8,22 @@
 namespace tch_extension {
 namespace {
 
-// Neighbours along the innermost dimension, which is contiguous or broadcast whenever there are several.
+// Neighbours along the innermost dimension, which is contiguous or broadcast whenever there are
+// several.
 template <typename T, int kLanes>
-__device__ __forceinline__ Values<T, kLanes> load_strided(const void* pointer, int64_t at, int64_t stride) {
+__device__ __forceinline__ Values<T, kLanes> load_strided(const void* pointer, int64_t at,
+                                                          int64_t stride) {
   if constexpr (kLanes > 1) {
     if (stride == 0) return repeat_value<T, kLanes>(pointer, at);
   }
   return load_values<T, kLanes>(pointer, at);
 }
 
-// Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the arithmetic.
+// Index is 32 bits wide where the sizes allow it, because a 64-bit division costs more than the
+// arithmetic.
 template <typename T, int kLanes, typename Index>
-__global__ void __launch_bounds__(kThreads) matmul_add_relu_forward_kernel(MatmulAddReluForward params) {
+__global__ void __launch_bounds__(kThreads)
+    matmul_add_relu_forward_kernel(MatmulAddReluForward params) {
   const Index vectors_per_row = static_cast<Index>(params.size[0] / kLanes);
   Index vectors = vectors_per_row;
   for (int dim = 1; dim < params.dims; ++dim) vectors *= static_cast<Index>(params.size[dim]);
@@ -48,7 +52,8 @@ __global__ void __launch_bounds__(kThreads) matmul_add_relu_forward_kernel(Matmu
   }
 }
 
-// Masks the gradient, keeps the result and hands it on to be summed. kFolded: the last row may be short.
+// Masks the gradient, keeps the result and hands it on to be summed. kFolded: the last row may be
+// short.
 template <bool kFolded>
 struct Masked {
   // Two arrays are read: more would take registers from other threads.
@@ -70,7 +75,8 @@ struct Masked {
   __device__ __forceinline__ Pair<T, kLanes> fetch(int64_t row, int64_t column) const {
     const int64_t at = row * columns + column;
     if (kFolded && at + kLanes > elements) {
-      return {load_part<T, kLanes>(grad, at, elements - at), load_part<T, kLanes>(out, at, elements - at)};
+      return {load_part<T, kLanes>(grad, at, elements - at),
+              load_part<T, kLanes>(out, at, elements - at)};
     }
     return {load_vector<T, kLanes>(grad, at), load_vector<T, kLanes>(out, at)};
   }
@@ -113,7 +119,9 @@ int64_t elements(const MatmulAddReluForward& params) {
   return elements;
 }
 
-int64_t elements(const MatmulAddReluBackward& params) { return params.sums.rows * params.sums.columns; }
+int64_t elements(const MatmulAddReluBackward& params) {
+  return params.sums.rows * params.sums.columns;
+}
 
 // Whether whole vectors of an operand can be read, or single values that all lanes share.
 bool allows_vectors(const void* pointer, const int64_t* stride, int dims, int lanes) {
@@ -152,11 +160,12 @@ template <typename T, int kLanes>
 void start(const MatmulAddReluBackward& params, cudaStream_t stream) {
   const TchExtensionColumnSums& sums = params.sums;
   if (is_folded(sums)) {
-    const Masked<true> masked{params.grad, params.out, params.grad_product, sums.fold * sums.columns,
-                              elements(params)};
+    const Masked<true> masked{params.grad, params.out, params.grad_product,
+                              sums.fold * sums.columns, elements(params)};
     return start_column_sums<T, kLanesOf16Bytes<T>>(sums, masked, stream);
   }
-  const Masked<false> masked{params.grad, params.out, params.grad_product, sums.columns, elements(params)};
+  const Masked<false> masked{params.grad, params.out, params.grad_product, sums.columns,
+                             elements(params)};
   if (params.sums.sums != nullptr) return start_column_sums<T, kLanes>(params.sums, masked, stream);
   const int64_t vectors = elements(params) / kLanes;
   mask_kernel<T, kLanes><<<blocks_for(vectors), kThreads, 0, stream>>>(masked, vectors);

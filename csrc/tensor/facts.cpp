@@ -1,5 +1,5 @@
-// What an operator's checks and launches ask of its tensors, and its outputs: one call for all of them. Asked
-// one by one, such questions cost more host time than a small kernel's launch.
+// What an operator's checks and launches ask of its tensors, and its outputs: one call for all of
+// them. Asked one by one, such questions cost more host time than a small kernel's launch.
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -20,7 +20,7 @@ constexpr int kMostDims = 4;
 
 // src/ffi/facts.rs mirrors these, and a test compares sizes and offsets.
 struct TensorFacts {
-  const void* data;            // the first element's address; null when there are none, or not in memory
+  const void* data;  // the first element's address; null when there are none, or not in memory
   int64_t sizes[kMostDims];    // of the first dimensions
   int64_t strides[kMostDims];  // in elements
   int32_t dim;                 // -1: no tensor, or no ordinary one
@@ -42,8 +42,8 @@ constexpr int32_t kCpu = -1, kOtherDevice = -2;
 TensorFacts facts_of(const at::Tensor* tensor) {
   TensorFacts facts{};
   facts.dim = -1;
-  if (tensor == nullptr || !tensor->defined() || tensor->layout() != at::kStrided || tensor->is_nested() ||
-      !tensor->has_storage()) {
+  if (tensor == nullptr || !tensor->defined() || tensor->layout() != at::kStrided ||
+      tensor->is_nested() || !tensor->has_storage()) {
     return facts;
   }
   facts.dim = static_cast<int32_t>(tensor->dim());
@@ -67,8 +67,8 @@ at::Tensor empty(const TensorSize& size, at::ScalarType kind, int32_t device) {
   const at::IntArrayRef sizes(size.sizes, size.dim);
   if (device == kCpu) return at::detail::empty_cpu(sizes, kind);
 #ifdef TCH_EXTENSION_CUDA
-  return at::detail::empty_cuda(sizes, kind, at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)),
-                                std::nullopt);
+  return at::detail::empty_cuda(
+      sizes, kind, at::Device(at::kCUDA, static_cast<c10::DeviceIndex>(device)), std::nullopt);
 #else
   TORCH_CHECK(false, "this build has no CUDA");
 #endif
@@ -84,8 +84,9 @@ TCH_EXTENSION_API Message tch_extension_facts(const at::Tensor* const* tensors, 
   });
 }
 
-// New tensors of one kind and device, row-major, whose values are not yet written, and their addresses.
-// `tensors`: [len], owned by the caller on success, null where none was asked for; untouched on failure.
+// New tensors of one kind and device, row-major, whose values are not yet written, and their
+// addresses. `tensors`: [len], owned by the caller on success, null where none was asked for;
+// untouched on failure.
 TCH_EXTENSION_API Message tch_extension_empty(const TensorSize* sizes, size_t len, int32_t kind,
                                               int32_t device, at::Tensor** tensors, void** data) {
   return guard([&] {
@@ -93,7 +94,8 @@ TCH_EXTENSION_API Message tch_extension_empty(const TensorSize* sizes, size_t le
     made.resize(len);
     for (size_t i = 0; i < len; ++i) {
       if (sizes[i].dim < 0) continue;
-      made[i] = std::make_unique<at::Tensor>(empty(sizes[i], static_cast<at::ScalarType>(kind), device));
+      made[i] =
+          std::make_unique<at::Tensor>(empty(sizes[i], static_cast<at::ScalarType>(kind), device));
       data[i] = made[i]->mutable_data_ptr();
     }
     for (size_t i = 0; i < len; ++i) tensors[i] = made[i].release();

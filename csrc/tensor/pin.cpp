@@ -1,4 +1,5 @@
-// Memory that safe Rust looks at: it stays allocated while somebody looks, whatever happens to its tensors.
+// Memory that safe Rust looks at: it stays allocated while somebody looks, whatever happens to its
+// tensors.
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/COW.h>
@@ -21,7 +22,8 @@ namespace {
 struct Pin {
   at::Tensor tensor;
   bool writer = false;
-  // The context of the memory's DataPtr, or its storage if nobody frees that memory. Null: not registered.
+  // The context of the memory's DataPtr, or its storage if nobody frees that memory. Null: not
+  // registered.
   void* key = nullptr;
   const char* begin = nullptr;
   const char* end = nullptr;
@@ -48,8 +50,8 @@ Registry& registry() {
   return *registry;
 }
 
-// In the place of the deleter of memory that is looked at. It never runs under the lock, because only
-// libtorch calls it, and nothing of libtorch's is freed under the lock.
+// In the place of the deleter of memory that is looked at. It never runs under the lock, because
+// only libtorch calls it, and nothing of libtorch's is freed under the lock.
 void free_unless_viewed(void* context) {
   c10::DeleterFnPtr deleter = nullptr;
   {
@@ -85,7 +87,8 @@ Refusal refusal(const at::Tensor& tensor) {
   return kNone;
 }
 
-// The bytes that the elements lie in, which must be within the storage. Only for tensors with elements.
+// The bytes that the elements lie in, which must be within the storage. Only for tensors with
+// elements.
 void find_span(Pin& pin) {
   int64_t last = pin.tensor.storage_offset();
   for (int64_t dim = 0; dim < pin.tensor.dim(); ++dim) {
@@ -112,7 +115,8 @@ Refusal conflict(const Entry& entry, const Pin& pin) {
 Refusal enter(Pin& pin) {
   const c10::Storage& storage = pin.tensor.storage();
   c10::DataPtr& data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-  // From here on, because an exchange of deleters, by another thread, takes the context away for a moment.
+  // From here on, because an exchange of deleters, by another thread, takes the context away for a
+  // moment.
   std::lock_guard<std::mutex> lock(registry().mutex);
   // Its memory belongs to several storages, each of which may be the one to free it.
   if (c10::impl::cow::is_cow_data_ptr(data)) return kLazyClone;
@@ -145,8 +149,8 @@ void leave(const Pin& pin) {
     std::swap(storage, entry.storage);
     c10::DataPtr& data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
     if (entry.orphaned) deleter = entry.deleter;
-    const bool restored =
-        data.get_context() == pin.key && data.compare_exchange_deleter(&free_unless_viewed, entry.deleter);
+    const bool restored = data.get_context() == pin.key &&
+                          data.compare_exchange_deleter(&free_unless_viewed, entry.deleter);
     // Otherwise the memory moved to a lazy clone, and freeing it still needs the entry.
     if (entry.orphaned || restored || entry.deleter == nullptr) registry().entries.erase(found);
   }
@@ -167,8 +171,8 @@ void announce(const Pin& pin) {
 
 }  // namespace
 
-// Keeps a tensor's memory for a view of `dim` dimensions, as many as the tensor has, and says where its
-// elements are. A refusal that is not zero leaves `pin` alone.
+// Keeps a tensor's memory for a view of `dim` dimensions, as many as the tensor has, and says where
+// its elements are. A refusal that is not zero leaves `pin` alone.
 TCH_EXTENSION_API Message tch_extension_pin(const at::Tensor* tensor, bool writer, int64_t* sizes,
                                             int64_t* strides, size_t dim, void** data, Pin** pin,
                                             int* refused) {
@@ -192,7 +196,8 @@ TCH_EXTENSION_API Message tch_extension_pin(const at::Tensor* tensor, bool write
   });
 }
 
-// Ends a view. What was saved for a backward while it lived has changed, too: the version goes up once more.
+// Ends a view. What was saved for a backward while it lived has changed, too: the version goes up
+// once more.
 TCH_EXTENSION_API void tch_extension_unpin(Pin* pin) {
   std::unique_ptr<Pin> owned(pin);
   if (owned->key == nullptr) return;

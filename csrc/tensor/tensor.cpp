@@ -6,12 +6,13 @@
 
 using namespace tch_extension;
 
-// Whether the values lie in memory as they are, in whatever order. libtorch also has tensors whose values are
-// those in memory negated or conjugated, and tensors of zeros without memory; `is_contiguous` says yes to all
-// of them. Tensors that only stand for others, as vmap's do, throw when they are asked for memory.
+// Whether the values lie in memory as they are, in whatever order. libtorch also has tensors whose
+// values are those in memory negated or conjugated, and tensors of zeros without memory;
+// `is_contiguous` says yes to all of them. Tensors that only stand for others, as vmap's do, throw
+// when they are asked for memory.
 TCH_EXTENSION_API bool tch_extension_is_in_memory(const at::Tensor* tensor) {
-  return tensor->defined() && tensor->layout() == at::kStrided && !tensor->is_neg() && !tensor->is_conj() &&
-         !tensor->_is_zerotensor() && tensor->has_storage() &&
+  return tensor->defined() && tensor->layout() == at::kStrided && !tensor->is_neg() &&
+         !tensor->is_conj() && !tensor->_is_zerotensor() && tensor->has_storage() &&
          (tensor->numel() == 0 || tensor->data_ptr() != nullptr);
 }
 
@@ -29,7 +30,8 @@ TCH_EXTENSION_API Message tch_extension_plain(const at::Tensor* tensor, at::Tens
   });
 }
 
-// Dense: not one of the sparse, blocked or nested layouts, nor one that only stands for another tensor.
+// Dense: not one of the sparse, blocked or nested layouts, nor one that only stands for another
+// tensor.
 TCH_EXTENSION_API bool tch_extension_is_strided(const at::Tensor* tensor) {
   return tensor->defined() && tensor->layout() == at::kStrided && !tensor->is_nested() &&
          tensor->has_storage();

@@ -1,4 +1,5 @@
-// Memory with canaries around it, for a thread that asks: who writes beyond what was allocated, kills them.
+// Memory with canaries around it, for a thread that asks: who writes beyond what was allocated,
+// kills them.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -32,7 +33,8 @@ struct Block {
   bool intact() const {
     auto alive = [](unsigned char byte) { return byte == kCanary; };
     const unsigned char* behind = begin() + kMargin + len;
-    return std::all_of(begin(), begin() + kMargin, alive) && std::all_of(behind, behind + kMargin, alive);
+    return std::all_of(begin(), begin() + kMargin, alive) &&
+           std::all_of(behind, behind + kMargin, alive);
   }
 };
 
@@ -51,8 +53,8 @@ void release(void* context) {
   if (!block->intact()) ++block->watch->broken;
 }
 
-// In the place of libtorch's own allocator, to which it leaves everything but what a watching thread asks
-// for.
+// In the place of libtorch's own allocator, to which it leaves everything but what a watching
+// thread asks for.
 class CanaryAllocator final : public c10::Allocator {
  public:
   explicit CanaryAllocator(c10::Allocator* next) : next_(next) {}
@@ -71,7 +73,9 @@ class CanaryAllocator final : public c10::Allocator {
 
   c10::DeleterFnPtr raw_deleter() const override { return next_->raw_deleter(); }
 
-  void copy_data(void* to, const void* from, size_t len) const override { default_copy_data(to, from, len); }
+  void copy_data(void* to, const void* from, size_t len) const override {
+    default_copy_data(to, from, len);
+  }
 
  private:
   c10::Allocator* next_;
@@ -101,7 +105,7 @@ TCH_EXTENSION_API size_t tch_extension_canary_end() {
   const std::shared_ptr<Watch> watch = std::exchange(watch_of_this_thread, nullptr);
   if (watch == nullptr) return 0;
   std::lock_guard<std::mutex> lock(watch->mutex);
-  const auto dead =
-      std::count_if(watch->living.begin(), watch->living.end(), [](auto* block) { return !block->intact(); });
+  const auto dead = std::count_if(watch->living.begin(), watch->living.end(),
+                                  [](auto* block) { return !block->intact(); });
   return watch->broken + static_cast<size_t>(dead);
 }

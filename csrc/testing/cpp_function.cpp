@@ -1,5 +1,5 @@
-// The operator that does nothing as C++ writes it, with torch::autograd::Function: what our bridge is
-// measured against.
+// The operator that does nothing as C++ writes it, with torch::autograd::Function: what our bridge
+// is measured against.
 
 #include <torch/csrc/autograd/custom_function.h>
 

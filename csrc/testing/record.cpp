@@ -43,7 +43,8 @@ TCH_EXTENSION_API Message tch_extension_record_begin(uint64_t* handle) {
 
 // Calls `take` with each event; nothing in it may unwind. Returns how many have not ended.
 TCH_EXTENSION_API int64_t tch_extension_record_end(uint64_t handle, void* context,
-                                                   void (*take)(void*, const char*, size_t, int64_t)) {
+                                                   void (*take)(void*, const char*, size_t,
+                                                                int64_t)) {
   at::removeCallback(handle);
   for (const auto& [name, sequence_nr] : std::exchange(events, {})) {
     take(context, name.data(), name.size(), sequence_nr);

@@ -7,10 +7,12 @@ use std::collections::HashMap;
 use std::path::Path;
 use tch::{Device, Kind, TchError, Tensor};
 
-/// The vocabulary's code points, `[V]` Int64: the rows of embedding and output mean nothing without them.
+/// The vocabulary's code points, `[V]` Int64: the rows of embedding and output mean nothing without
+/// them.
 const VOCABULARY: &str = "vocabulary";
 
-/// Writes the model's weights to `path`, replacing what is there only by a whole file of finite numbers.
+/// Writes the model's weights to `path`, replacing what is there only by a whole file of finite
+/// numbers.
 pub fn save(model: &CharModel, vocabulary: &[char], path: &Path) -> Result<()> {
     let mut tensors = Vec::new();
     for (name, tensor) in model.variables.variables() {
@@ -29,8 +31,8 @@ pub fn save(model: &CharModel, vocabulary: &[char], path: &Path) -> Result<()> {
 pub struct Checkpoint(HashMap<String, Tensor>);
 
 impl Checkpoint {
-    /// Reads `path`; an error that names what differs unless it holds a model of this vocabulary and hidden
-    /// size.
+    /// Reads `path`; an error that names what differs unless it holds a model of this vocabulary
+    /// and hidden size.
     pub fn load(path: &Path, vocabulary: &[char], hidden: i64) -> Result<Checkpoint> {
         let checkpoint = Checkpoint(read(path)?.into_iter().collect());
         checkpoint
@@ -39,7 +41,8 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Vocabulary and hidden size come first: where they differ, every shape does, and only they say why.
+    /// Vocabulary and hidden size come first: where they differ, every shape does, and only they
+    /// say why.
     fn check(&self, vocabulary: &[char], hidden: i64) -> Result<()> {
         self.check_vocabulary(vocabulary)?;
         self.check_hidden(hidden)?;
@@ -47,9 +50,12 @@ impl Checkpoint {
         for (name, shape) in &expected {
             self.check_tensor(name, shape)?;
         }
-        let known = |name: &str| name == VOCABULARY || expected.iter().any(|(other, _)| *other == name);
+        let known =
+            |name: &str| name == VOCABULARY || expected.iter().any(|(other, _)| *other == name);
         if let Some(name) = self.0.keys().find(|name| !known(name)) {
-            bail!("it has a tensor {name:?} that this model lacks: give a file written by this example");
+            bail!(
+                "it has a tensor {name:?} that this model lacks: give a file written by this example"
+            );
         }
         Ok(())
     }
@@ -74,7 +80,10 @@ impl Checkpoint {
 
     fn check_hidden(&self, expected: i64) -> Result<()> {
         let found = self.tensor("lltm.bias")?.numel() as i64 / 3;
-        ensure!(found == expected, "its hidden size is {found}, not {expected}: give --hidden {found}");
+        ensure!(
+            found == expected,
+            "its hidden size is {found}, not {expected}: give --hidden {found}"
+        );
         Ok(())
     }
 
@@ -90,9 +99,9 @@ impl Checkpoint {
     }
 
     fn tensor(&self, name: &str) -> Result<&Tensor> {
-        self.0
-            .get(name)
-            .with_context(|| format!("it has no tensor {name:?}: give a file written by this example"))
+        self.0.get(name).with_context(|| {
+            format!("it has no tensor {name:?}: give a file written by this example")
+        })
     }
 
     /// Overwrites the model's weights.
@@ -108,7 +117,10 @@ impl Checkpoint {
 fn read(path: &Path) -> Result<Vec<(String, Tensor)>> {
     let name = path.display();
     ensure!(path.exists(), "the resume file {name} does not exist: check --resume");
-    ensure!(path.is_file(), "the resume file {name} is not a file: give a .safetensors file to --resume");
+    ensure!(
+        path.is_file(),
+        "the resume file {name} is not a file: give a .safetensors file to --resume"
+    );
     Tensor::read_safetensors(path).map_err(|error| match error {
         TchError::SafeTensorError { err, .. } => anyhow::anyhow!(
             "the resume file {name} is not a whole safetensors file ({err}): give one written by this example"
@@ -119,7 +131,8 @@ fn read(path: &Path) -> Result<Vec<(String, Tensor)>> {
 
 fn first_difference(found: &[i64], expected: &[char]) -> String {
     let known = code_points(expected);
-    let character = |point: i64| u32::try_from(point).ok().and_then(char::from_u32).unwrap_or('\u{fffd}');
+    let character =
+        |point: i64| u32::try_from(point).ok().and_then(char::from_u32).unwrap_or('\u{fffd}');
     if let Some(c) = expected.iter().find(|c| !found.contains(&i64::from(u32::from(**c)))) {
         return format!(" ({c:?} is in the text only)");
     }

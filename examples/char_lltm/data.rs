@@ -11,8 +11,8 @@ use tch::{Device, Tensor};
 /// Above this the text, as tensors of 64-bit indices, would take gigabytes.
 const LARGEST_TEXT: u64 = 256 << 20;
 
-/// What the default text is made of: a folder of the repository, the endings taken from it, and whether its
-/// subfolders count.
+/// What the default text is made of: a folder of the repository, the endings taken from it, and
+/// whether its subfolders count.
 const REPOSITORY_TEXT: &[(&str, &[&str], bool)] = &[
     ("", &["README.md", "CHANGELOG.md"], false),
     ("docs", &[".md"], true),
@@ -40,7 +40,9 @@ pub fn load(path: Option<&Path>) -> Result<Text> {
 
 /// cargo sets the variable for what it runs; a bundle sets it to where it carries the sources.
 fn repository() -> PathBuf {
-    std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into()).into()
+    std::env::var_os("CARGO_MANIFEST_DIR")
+        .unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into())
+        .into()
 }
 
 fn load_repository(root: &Path) -> Result<Text> {
@@ -53,14 +55,18 @@ fn load_repository(root: &Path) -> Result<Text> {
         "no sources of this repository in {}: give a text with --text",
         root.display()
     );
-    // The order in which a file system lists its files is its own affair; the text must not depend on it.
+    // The order in which a file system lists its files is its own affair; the text must not depend
+    // on it.
     files.sort();
     let contents = files.iter().map(|file| read_utf8(file)).collect::<Result<Vec<_>>>()?;
-    Ok(Text { source: format!("this repository ({} files)", files.len()), content: contents.concat() })
+    Ok(Text {
+        source: format!("this repository ({} files)", files.len()),
+        content: contents.concat(),
+    })
 }
 
-/// Adds the regular files under `folder` whose names end in one of `endings`. Build output and hidden
-/// folders are passed over: with them the text would differ from one build to the next.
+/// Adds the regular files under `folder` whose names end in one of `endings`. Build output and
+/// hidden folders are passed over: with them the text would differ from one build to the next.
 fn collect(folder: &Path, endings: &[&str], deep: bool, files: &mut Vec<PathBuf>) -> Result<()> {
     if !folder.is_dir() {
         return Ok(());
@@ -83,7 +89,8 @@ fn collect(folder: &Path, endings: &[&str], deep: bool, files: &mut Vec<PathBuf>
 fn read_utf8(path: &Path) -> Result<String> {
     let name = path.display();
     ensure!(!path.is_dir(), "the text {name} is a folder: give a text file");
-    let cannot = || format!("cannot read the text {name} (give an existing, readable file with --text)");
+    let cannot =
+        || format!("cannot read the text {name} (give an existing, readable file with --text)");
     let mut bytes = Vec::new();
     let file = File::open(path).with_context(cannot)?;
     file.take(LARGEST_TEXT + 1).read_to_end(&mut bytes).with_context(cannot)?;
@@ -100,8 +107,8 @@ fn read_utf8(path: &Path) -> Result<String> {
     })
 }
 
-/// Consecutive text cut into rows that are read side by side: row r goes on where it left off from one chunk
-/// to the next, so the recurrent state can be carried over.
+/// Consecutive text cut into rows that are read side by side: row r goes on where it left off from
+/// one chunk to the next, so the recurrent state can be carried over.
 pub struct Streams {
     inputs: Tensor,  // [rows, length], Int64
     targets: Tensor, // [rows, length], Int64: the character after each input
@@ -144,7 +151,8 @@ impl Corpus {
     /// Holds out the last tenth of the text.
     pub fn new(text: &Text, batch: i64, seq_len: i64, device: Device) -> Result<Corpus> {
         ensure!(!text.content.is_empty(), "the text {} is empty: give a longer one", text.source);
-        let vocabulary: Vec<char> = text.content.chars().collect::<BTreeSet<_>>().into_iter().collect();
+        let vocabulary: Vec<char> =
+            text.content.chars().collect::<BTreeSet<_>>().into_iter().collect();
         ensure!(
             vocabulary.len() > 1,
             "the text {} consists of {:?} only, so there is nothing to predict: give a text of several characters",
@@ -153,9 +161,13 @@ impl Corpus {
         );
         let indices = index(&text.content, &vocabulary);
         let (train, held_out) = split(&indices, batch * seq_len + 1).with_context(|| {
-            format!("the text {} is too short for --batch {batch} and --seq-len {seq_len}", text.source)
+            format!(
+                "the text {} is too short for --batch {batch} and --seq-len {seq_len}",
+                text.source
+            )
         })?;
-        // The held-out rows need not be as many as the batch: a short text has too few characters for that.
+        // The held-out rows need not be as many as the batch: a short text has too few characters
+        // for that.
         let rows = batch.min(held_out.len() as i64 - 1);
         let train_streams = Streams::new(train, batch, device);
         let held_out_streams = Streams::new(held_out, rows, device);
@@ -187,7 +199,8 @@ fn index(text: &str, vocabulary: &[char]) -> Vec<i64> {
     text.chars().filter_map(|c| places.get(&c).copied()).collect()
 }
 
-/// The training part and the held-out tenth; the first must have `needed` characters, the second two.
+/// The training part and the held-out tenth; the first must have `needed` characters, the second
+/// two.
 fn split(indices: &[i64], needed: i64) -> Result<(&[i64], &[i64])> {
     let held_out = (indices.len() / 10).max(2);
     let train = indices.len().saturating_sub(held_out);
@@ -200,8 +213,8 @@ fn split(indices: &[i64], needed: i64) -> Result<(&[i64], &[i64])> {
     Ok(indices.split_at(train))
 }
 
-/// Cross-entropy of `targets` under the frequencies of `train`, each count one higher so that a character
-/// that training never saw costs something finite.
+/// Cross-entropy of `targets` under the frequencies of `train`, each count one higher so that a
+/// character that training never saw costs something finite.
 fn unigram_loss(train: &[i64], targets: &[i64], vocabulary: usize) -> f64 {
     let mut counts = vec![1.0; vocabulary];
     for &i in train {

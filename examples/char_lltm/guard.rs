@@ -6,8 +6,9 @@ use std::sync::Mutex;
 
 static LAST_PANIC: Mutex<Option<String>> = Mutex::new(None);
 
-/// Runs `body` and turns a panic into an error. tch's layers and optimisers have no fallible calls: out of
-/// memory on a GPU, for one, reaches us only as a panic, and its user is owed a message, not a backtrace.
+/// Runs `body` and turns a panic into an error. tch's layers and optimisers have no fallible calls:
+/// out of memory on a GPU, for one, reaches us only as a panic, and its user is owed a message, not
+/// a backtrace.
 pub fn without_panics(body: impl FnOnce() -> Result<()>) -> Result<()> {
     set_hook(Box::new(remember));
     // Nothing that the panic may have left half-changed is looked at again: the program ends.

@@ -1,5 +1,6 @@
-//! Trains a character-level language model on real text through the LLTM, each sequence as one operator; with
-//! `--op all` also with the fused cell step by step and with the same maths composed of tch operators, and compares.
+//! Trains a character-level language model on real text through the LLTM, each sequence as one
+//! operator; with `--op all` also with the fused cell step by step and with the same maths composed
+//! of tch operators, and compares.
 //!
 //! ```text
 //! cargo run --example char_lltm                        # this repository's own text
@@ -60,17 +61,24 @@ fn run(options: &Options) -> Result<()> {
     train::train(&mut learners, options, &corpus.train, |learner| {
         checkpoint::save(&learner.model, &corpus.vocabulary, &output.weights(learner.op))
     })?;
-    let runs =
-        learners.iter().map(|learner| Run::of(learner, options, &corpus)).collect::<Result<Vec<_>>>()?;
+    let runs = learners
+        .iter()
+        .map(|learner| Run::of(learner, options, &corpus))
+        .collect::<Result<Vec<_>>>()?;
     output.write_curves(&runs, corpus.unigram)?;
     if let Some(learner) = learners.first() {
         print_sample(learner.op, &learner.model, options, &corpus)?;
     }
     report::say(&report::table(&runs, corpus.unigram, options.seed))?;
-    report::say(&format!("written to {}: {}", output.folder().display(), output.file_names().join(", ")))
+    report::say(&format!(
+        "written to {}: {}",
+        output.folder().display(),
+        output.file_names().join(", ")
+    ))
 }
 
-/// One learner for each operator, all from the initial weights that the seed (or the resume file) gives.
+/// One learner for each operator, all from the initial weights that the seed (or the resume file)
+/// gives.
 fn new_learners(
     options: &Options,
     corpus: &Corpus,
@@ -94,6 +102,7 @@ fn print_sample(op: Op, model: &CharModel, options: &Options, corpus: &Corpus) -
     }
     tch::manual_seed(options.seed);
     let text = model.sample(&corpus.vocabulary, options.sample, options.temperature)?;
-    let heading = format!("sample of the {} model at temperature {}", op.name(), options.temperature);
+    let heading =
+        format!("sample of the {} model at temperature {}", op.name(), options.temperature);
     report::say(&format!("\n--- {heading} ---\n{text}\n--- end of the sample ---\n"))
 }

@@ -5,7 +5,9 @@ use anyhow::{Result, ensure};
 use std::fs;
 use tch::nn::{self, Module, RNN};
 use tch::{Device, Kind, Tensor};
-use tch_extension::nn::{Lltm, LltmConfig, LltmLayer, LltmLayerConfig, LltmState, lltm, lltm_layer};
+use tch_extension::nn::{
+    Lltm, LltmConfig, LltmLayer, LltmLayerConfig, LltmState, lltm, lltm_layer,
+};
 
 /// Features of a character's embedding.
 const EMBEDDING: i64 = 64;
@@ -25,16 +27,20 @@ pub struct CharModel {
 }
 
 impl CharModel {
-    /// The seed alone decides the initial weights: they are drawn in the same order for either operator.
+    /// The seed alone decides the initial weights: they are drawn in the same order for either
+    /// operator.
     pub fn new(device: Device, vocabulary: i64, hidden: i64, op: Op, seed: i64) -> CharModel {
         tch::manual_seed(seed);
         let variables = nn::VarStore::new(device);
         let root = variables.root();
-        let embedding = nn::embedding(&root / "embedding", vocabulary, EMBEDDING, Default::default());
+        let embedding =
+            nn::embedding(&root / "embedding", vocabulary, EMBEDDING, Default::default());
         let path = &root / "lltm";
         let recurrent = match op.of_steps() {
             Some(op) => Recurrent::Steps(lltm(path, EMBEDDING, hidden, LltmConfig { op })),
-            None => Recurrent::Sequence(lltm_layer(path, EMBEDDING, hidden, LltmLayerConfig::default())),
+            None => {
+                Recurrent::Sequence(lltm_layer(path, EMBEDDING, hidden, LltmLayerConfig::default()))
+            }
         };
         let output = nn::linear(&root / "output", hidden, vocabulary, Default::default());
         CharModel { variables, embedding, recurrent, output }
@@ -74,8 +80,8 @@ impl CharModel {
     }
 }
 
-/// Draws an index from `logits[vocabulary]`. The largest is subtracted first, so that no temperature
-/// overflows.
+/// Draws an index from `logits[vocabulary]`. The largest is subtracted first, so that no
+/// temperature overflows.
 fn draw(logits: &Tensor, temperature: f64) -> Result<i64> {
     let logits = logits.to_kind(Kind::Double);
     let scaled = (&logits - logits.max()) / temperature;
@@ -98,9 +104,9 @@ pub fn shapes(vocabulary: i64, hidden: i64) -> [(&'static str, Vec<i64>); 5] {
     ]
 }
 
-/// Refuses sizes that cannot fit in the main memory. Linux hands out memory it does not have and later kills
-/// whoever touches it, so waiting for an allocation to fail would end without a message. (A GPU's allocator
-/// does fail, with one.)
+/// Refuses sizes that cannot fit in the main memory. Linux hands out memory it does not have and
+/// later kills whoever touches it, so waiting for an allocation to fail would end without a
+/// message. (A GPU's allocator does fail, with one.)
 pub fn check_memory(options: &Options, vocabulary: i64, device: Device) -> Result<()> {
     let needed = needed_bytes(options, vocabulary);
     let available = if device == Device::Cpu { available_bytes() } else { None };
@@ -115,9 +121,9 @@ pub fn check_memory(options: &Options, vocabulary: i64, device: Device) -> Resul
     Ok(())
 }
 
-/// An estimate, in f32. Each learner keeps weights, gradients and Adam's two moments; a step, of one learner
-/// at a time, makes about as much again while it works on them, and keeps some values of each character for its
-/// backward.
+/// An estimate, in f32. Each learner keeps weights, gradients and Adam's two moments; a step, of
+/// one learner at a time, makes about as much again while it works on them, and keeps some values
+/// of each character for its backward.
 fn needed_bytes(options: &Options, vocabulary: i64) -> u64 {
     let sizes = shapes(vocabulary, options.hidden).map(|(_, shape)| shape.iter().product::<i64>());
     let parameters: i64 = sizes.iter().sum();

@@ -6,8 +6,9 @@ use std::path::PathBuf;
 use tch::{Cuda, Device};
 use tch_extension::{cuda, nn::LltmOp};
 
-/// Trains a character-level language model through the LLTM: the whole sequence as one operator, the fused cell
-/// step by step, or the cell composed of tch operators; or all of them, and compares.
+/// Trains a character-level language model through the LLTM: the whole sequence as one operator,
+/// the fused cell step by step, or the cell composed of tch operators; or all of them, and
+/// compares.
 #[derive(Debug, Parser)]
 #[command(name = "char_lltm", allow_negative_numbers = true, args_override_self = true)]
 pub struct Options {
@@ -41,7 +42,8 @@ pub struct Options {
     /// Folder for the weights, the loss curves and their plot
     #[arg(long, value_name = "FOLDER", default_value = "runs/char_lltm")]
     pub out: PathBuf,
-    /// Start from these weights, written by an earlier run on the same text (the optimiser starts afresh)
+    /// Start from these weights, written by an earlier run on the same text (the optimiser starts
+    /// afresh)
     #[arg(long, value_name = "FILE")]
     pub resume: Option<PathBuf>,
     /// Write the weights after every N steps, besides at the end
@@ -111,8 +113,8 @@ impl Op {
 }
 
 impl Options {
-    /// The ranges keep every product of sizes far from overflow; whether it all fits in memory is checked
-    /// once the text is known.
+    /// The ranges keep every product of sizes far from overflow; whether it all fits in memory is
+    /// checked once the text is known.
     pub fn check(&self) -> Result<()> {
         in_range("--hidden", self.hidden, 1, 65_536)?;
         in_range("--seq-len", self.seq_len, 1, 1_000_000)?;
@@ -135,7 +137,9 @@ impl Options {
             "cuda" => self.cuda(0),
             _ => match name.strip_prefix("cuda:").map(str::parse) {
                 Some(Ok(index)) => self.cuda(index),
-                _ => bail!("--device {name:?} is unknown: give auto, cpu, cuda or cuda:N, such as cuda:0"),
+                _ => bail!(
+                    "--device {name:?} is unknown: give auto, cpu, cuda or cuda:N, such as cuda:0"
+                ),
             },
         }
     }
@@ -178,7 +182,10 @@ impl Options {
 }
 
 fn in_range(option: &str, value: i64, low: i64, high: i64) -> Result<()> {
-    ensure!((low..=high).contains(&value), "{option} {value} is out of range: give {low} to {high}");
+    ensure!(
+        (low..=high).contains(&value),
+        "{option} {value} is out of range: give {low} to {high}"
+    );
     Ok(())
 }
 

@@ -20,18 +20,26 @@ pub struct OutputFolder {
 }
 
 impl OutputFolder {
-    /// Creates the folder and makes sure that every file of the run can be written, before minutes are spent
-    /// on training.
+    /// Creates the folder and makes sure that every file of the run can be written, before minutes
+    /// are spent on training.
     pub fn prepare(folder: &Path, ops: &[Op]) -> Result<OutputFolder> {
         let name = folder.display();
-        ensure!(!folder.exists() || folder.is_dir(), "--out {name} is not a folder: give another one");
-        let cannot = || format!("cannot write to --out {name} (give a folder that you may write to)");
+        ensure!(
+            !folder.exists() || folder.is_dir(),
+            "--out {name} is not a folder: give another one"
+        );
+        let cannot =
+            || format!("cannot write to --out {name} (give a folder that you may write to)");
         fs::create_dir_all(folder).with_context(cannot)?;
         let mut names: Vec<String> = ops.iter().map(|op| weights_name(*op)).collect();
         names.extend([CURVES.to_string(), PLOT.to_string()]);
         for file in names.iter().map(|name| folder.join(name)) {
             let replaceable = !file.exists() || file.is_file();
-            ensure!(replaceable, "{} is in the way: move it, or give another --out", file.display());
+            ensure!(
+                replaceable,
+                "{} is in the way: move it, or give another --out",
+                file.display()
+            );
         }
         remove_partials(folder, &names).with_context(cannot)?;
         temporary(folder, "probe").with_context(cannot)?;
@@ -63,8 +71,9 @@ fn weights_name(op: Op) -> String {
     format!("{}.safetensors", op.name())
 }
 
-/// Puts a file in place in one go: `write` fills a temporary file beside it, which replaces the target only
-/// once it is whole and on the disk. Whatever happens before, the target stays as it was.
+/// Puts a file in place in one go: `write` fills a temporary file beside it, which replaces the
+/// target only once it is whole and on the disk. Whatever happens before, the target stays as it
+/// was.
 pub fn write_whole(target: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let cannot = || format!("cannot write {} (is the disk full?)", target.display());
     let folder = target.parent().unwrap_or(Path::new("."));

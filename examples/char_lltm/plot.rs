@@ -76,7 +76,12 @@ fn draw_run(chart: &mut Chart, run: &Run) -> Drawn {
     draw_line(chart, thinned(&run.losses), style, label)
 }
 
-fn draw_line(chart: &mut Chart, points: Vec<(f64, f64)>, style: ShapeStyle, label: String) -> Drawn {
+fn draw_line(
+    chart: &mut Chart,
+    points: Vec<(f64, f64)>,
+    style: ShapeStyle,
+    label: String,
+) -> Drawn {
     let series = chart.draw_series(LineSeries::new(points, style))?;
     series.label(label).legend(move |(x, y)| PathElement::new([(x, y), (x + 20, y)], style));
     Ok(())

@@ -10,7 +10,8 @@ use std::time::Instant;
 
 /// How far below the unigram baseline a model must end to have learnt more than letter frequencies.
 const CLEARLY_BELOW: f64 = 0.5;
-/// The curves' difference over these first steps is rounding alone; later it grows as training amplifies it.
+/// The curves' difference over these first steps is rounding alone; later it grows as training
+/// amplifies it.
 const FIRST_STEPS: usize = 50;
 /// Lines of progress where there is no terminal to redraw a bar on.
 const PLAIN_LINES: i64 = 10;
@@ -97,12 +98,15 @@ impl Drop for Progress {
 
 fn bar(steps: i64) -> ProgressBar {
     let style = ProgressStyle::with_template("{wide_bar} {pos}/{len}: {msg}, {eta} left");
-    ProgressBar::new(steps as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+    ProgressBar::new(steps as u64)
+        .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
 /// Loss and speed of each learner, short enough for one line of a terminal.
 fn standing(learners: &[Learner]) -> String {
-    let each = |value: &dyn Fn(&Learner) -> String| learners.iter().map(value).collect::<Vec<_>>().join("/");
+    let each = |value: &dyn Fn(&Learner) -> String| {
+        learners.iter().map(value).collect::<Vec<_>>().join("/")
+    };
     let names = each(&|learner| learner.op.name().to_string());
     let losses = each(&|learner| format!("{:.3}", learner.losses.last().unwrap_or(&f64::NAN)));
     let speeds = each(&|learner| format!("{:.0}", learner.speed_now()));
@@ -139,8 +143,10 @@ pub fn table(runs: &[Run], unigram: f64, seed: i64) -> String {
 
 fn comparison(first: &Run, second: &Run) -> Vec<(String, Vec<String>)> {
     let ratio = first.characters_per_second / second.characters_per_second;
-    let mut rows =
-        vec![(format!("speed, {} / {}", first.op.name(), second.op.name()), vec![format!("{ratio:.2}")])];
+    let mut rows = vec![(
+        format!("speed, {} / {}", first.op.name(), second.op.name()),
+        vec![format!("{ratio:.2}")],
+    )];
     let all = first.losses.len();
     let early = all.min(FIRST_STEPS);
     for steps in if early < all { vec![early, all] } else { vec![all] } {

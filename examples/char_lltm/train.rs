@@ -13,12 +13,13 @@ use tch_extension::nn::LltmState;
 /// Gradients longer than this, over all weights together, are scaled down to it.
 const LARGEST_GRADIENT: f64 = 1.0;
 
-/// How long a turn takes, about: short enough for a lively progress bar, long enough for the device not to
-/// idle between turns.
+/// How long a turn takes, about: short enough for a lively progress bar, long enough for the device
+/// not to idle between turns.
 const TURN: Duration = Duration::from_millis(200);
 
-/// Trains all learners, in turns of a few steps: what else the machine is doing then slows down each of them
-/// alike, and their speeds can be compared. `save` is called every `--save-every` steps and at the end.
+/// Trains all learners, in turns of a few steps: what else the machine is doing then slows down
+/// each of them alike, and their speeds can be compared. `save` is called every `--save-every`
+/// steps and at the end.
 pub fn train(
     learners: &mut [Learner],
     options: &Options,
@@ -86,12 +87,13 @@ impl Learner {
         speeds.get(speeds.len() / 2).copied().unwrap_or(f64::NAN)
     }
 
-    /// `count` steps after the first `done`. The losses are fetched at the end only: on a GPU, asking for
-    /// each would stop the queue at every step.
+    /// `count` steps after the first `done`. The losses are fetched at the end only: on a GPU,
+    /// asking for each would stop the queue at every step.
     fn turn(&mut self, options: &Options, streams: &Streams, done: i64, count: i64) -> Result<()> {
         let begun = Instant::now();
         let steps = done + 1..=done + count;
-        let losses = steps.map(|step| self.step(options, streams, step)).collect::<Result<Vec<_>>>()?;
+        let losses =
+            steps.map(|step| self.step(options, streams, step)).collect::<Result<Vec<_>>>()?;
         let losses: Vec<f64> = Tensor::f_stack(&losses, 0)?.to_kind(Kind::Double).try_into()?;
         let characters = count * options.batch * options.seq_len;
         self.speeds.push(characters as f64 / begun.elapsed().as_secs_f64());
@@ -161,7 +163,13 @@ fn clip_gradients(variables: &nn::VarStore) {
 fn cross_entropy(logits: &Tensor, targets: &Tensor, reduction: Reduction) -> Result<Tensor> {
     let vocabulary = logits.size()[2];
     let logits = logits.f_reshape([-1, vocabulary])?;
-    Ok(logits.f_cross_entropy_loss(&targets.f_reshape([-1])?, None::<Tensor>, reduction, -100, 0.0)?)
+    Ok(logits.f_cross_entropy_loss(
+        &targets.f_reshape([-1])?,
+        None::<Tensor>,
+        reduction,
+        -100,
+        0.0,
+    )?)
 }
 
 /// Mean loss over the held-out text, each row read from its beginning to its end.
@@ -174,7 +182,8 @@ pub fn held_out_loss(model: &CharModel, corpus: &Corpus, seq_len: i64) -> Result
         let (inputs, targets) = streams.chunk(column, seq_len.min(streams.length() - column));
         let (logits, next) = model.forward(&inputs, &state)?;
         state = next;
-        nats += cross_entropy(&logits.to_kind(Kind::Double), &targets, Reduction::Sum)?.double_value(&[]);
+        nats += cross_entropy(&logits.to_kind(Kind::Double), &targets, Reduction::Sum)?
+            .double_value(&[]);
     }
     Ok(nats / (streams.rows() * streams.length()) as f64)
 }

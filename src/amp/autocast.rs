@@ -1,25 +1,29 @@
 //! `torch.autocast`.
 
-use crate::ffi::amp::{AutocastSetting, autocast_cache, enter_autocast, leave_autocast, set_autocast_cache};
+use crate::ffi::amp::{
+    AutocastSetting, autocast_cache, enter_autocast, leave_autocast, set_autocast_cache,
+};
 use crate::{Error, Result};
 use std::cell::RefCell;
 use std::marker::PhantomData;
 use tch::{Device, Kind};
 
-/// Autocast in this thread until dropped, then as before; when a panic unwinds, too. In Python it is
-/// `with torch.autocast(…)`.
+/// Autocast in this thread until dropped, then as before; when a panic unwinds, too. In Python it
+/// is `with torch.autocast(…)`.
 ///
-/// It holds for all devices of the given one's type. Regions nest to any depth, also those of different
-/// devices. What autocast casts for an operation is libtorch's list for the type of device. The weights that it
-/// cast are kept, so that a weight used twice is cast once, until the thread's outermost region ends: a weight
-/// that is changed inside a region may go on with its old values there. As in torch, they are kept for the
-/// process, not the thread: where regions of two threads overlap, a thread may find what the other cast before
-/// the weight was changed, and the end of either's outermost region lets go of all.
+/// It holds for all devices of the given one's type. Regions nest to any depth, also those of
+/// different devices. What autocast casts for an operation is libtorch's list for the type of
+/// device. The weights that it cast are kept, so that a weight used twice is cast once, until the
+/// thread's outermost region ends: a weight that is changed inside a region may go on with its old
+/// values there. As in torch, they are kept for the process, not the thread: where regions of two
+/// threads overlap, a thread may find what the other cast before the weight was changed, and the
+/// end of either's outermost region lets go of all.
 ///
-/// The backward belongs outside of the region: it runs each operation in the kind of its forward by itself.
+/// The backward belongs outside of the region: it runs each operation in the kind of its forward by
+/// itself.
 ///
-/// Guards are best dropped in the reverse order of their making. In any other order the youngest guard still
-/// alive decides, and when the last is dropped all is as it was before the first.
+/// Guards are best dropped in the reverse order of their making. In any other order the youngest
+/// guard still alive decides, and when the last is dropped all is as it was before the first.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -46,8 +50,8 @@ pub struct Autocast {
 }
 
 impl Autocast {
-    /// Switches autocast on for `device`'s type, in kind `Half` or `BFloat16`. Whether cast weights are kept
-    /// stays as it is.
+    /// Switches autocast on for `device`'s type, in kind `Half` or `BFloat16`. Whether cast weights
+    /// are kept stays as it is.
     ///
     /// # Errors
     /// On another kind; when `device` is neither the CPU nor a CUDA device that is there.
@@ -55,8 +59,8 @@ impl Autocast {
         enabled("Autocast::new", device, kind, None)
     }
 
-    /// [`Autocast::new`], and cast weights are kept from now on or not (`cache_enabled` in Python). Without
-    /// keeping, a weight that is changed inside the region takes effect at once.
+    /// [`Autocast::new`], and cast weights are kept from now on or not (`cache_enabled` in Python).
+    /// Without keeping, a weight that is changed inside the region takes effect at once.
     ///
     /// ```
     /// # use tch::{Device, Kind};
@@ -71,8 +75,8 @@ impl Autocast {
         enabled("Autocast::with_cache", device, kind, Some(cache))
     }
 
-    /// Switches autocast off for `device`'s type, such as for a part of a region that needs precision. What
-    /// comes into it in a half kind is best cast with `to_kind(Kind::Float)`.
+    /// Switches autocast off for `device`'s type, such as for a part of a region that needs
+    /// precision. What comes into it in a half kind is best cast with `to_kind(Kind::Float)`.
     ///
     /// # Errors
     /// When `device` is neither the CPU nor a CUDA device that is there.
@@ -81,7 +85,8 @@ impl Autocast {
         enter(cuda, AutocastSetting::get(cuda)?.off(), None)
     }
 
-    /// The kind to which autocast casts on `device` at the moment, in this thread; `None` when it is off.
+    /// The kind to which autocast casts on `device` at the moment, in this thread; `None` when it
+    /// is off.
     ///
     /// ```
     /// # use tch::{Device, Kind};
@@ -146,9 +151,11 @@ fn enter(cuda: bool, setting: AutocastSetting, cache: Option<bool>) -> Result<Au
 impl Drop for Autocast {
     fn drop(&mut self) {
         // Of a thread that is about to end nothing is left to restore.
-        let Ok(Some(end)) = GUARDS.try_with(|guards| end(&mut guards.borrow_mut(), self.id)) else { return };
-        // The list is not borrowed any more: with the cast weights goes whatever hangs on their graph. libtorch
-        // cannot fail here: it takes what it gave.
+        let Ok(Some(end)) = GUARDS.try_with(|guards| end(&mut guards.borrow_mut(), self.id)) else {
+            return;
+        };
+        // The list is not borrowed any more: with the cast weights goes whatever hangs on their
+        // graph. libtorch cannot fail here: it takes what it gave.
         let _ = leave_autocast();
         if let Some((cuda, setting)) = end.setting {
             let _ = setting.set(cuda);
@@ -165,7 +172,8 @@ struct End {
     cache: Option<bool>,
 }
 
-/// Takes a guard off the list. What it found is the next younger one's to put back, if there is one.
+/// Takes a guard off the list. What it found is the next younger one's to put back, if there is
+/// one.
 fn end(guards: &mut Vec<Before>, id: u64) -> Option<End> {
     let index = guards.iter().position(|guard| guard.id == id)?;
     let found = guards.remove(index);
@@ -187,7 +195,13 @@ fn is_cuda(op: &str, device: Device) -> Result<bool> {
         Device::Cpu => return Ok(false),
         Device::Cuda(index) => index,
         other => {
-            return Err(Error::argument(op, "device", "the CPU or a CUDA device", format!("{other:?}"), ""));
+            return Err(Error::argument(
+                op,
+                "device",
+                "the CPU or a CUDA device",
+                format!("{other:?}"),
+                "",
+            ));
         }
     };
     let count = usize::try_from(tch::Cuda::device_count()).unwrap_or(0);
@@ -195,7 +209,9 @@ fn is_cuda(op: &str, device: Device) -> Result<bool> {
         return Ok(true);
     }
     let reason = match count {
-        0 => "libtorch has no CUDA here, or sees no GPU; use Device::cuda_if_available()".to_string(),
+        0 => {
+            "libtorch has no CUDA here, or sees no GPU; use Device::cuda_if_available()".to_string()
+        }
         _ => format!("there is no CUDA device {index}; libtorch sees {count}"),
     };
     Err(Error::Cuda { op: op.to_string(), reason })
@@ -222,7 +238,8 @@ mod tests {
         ];
         let ended = end(&mut guards, 0).unwrap();
         assert!(ended.setting.is_none() && ended.cache.is_none());
-        let left: Vec<_> = guards.iter().map(|guard| (guard.id, guard.setting.kind(), guard.cache)).collect();
+        let left: Vec<_> =
+            guards.iter().map(|guard| (guard.id, guard.setting.kind(), guard.cache)).collect();
         assert_eq!(left, [(1, Some(Kind::BFloat16), true), (2, Some(Kind::Half), false)]);
         // No younger one of its device, but one that has the cache.
         let ended = end(&mut guards, 1).unwrap();

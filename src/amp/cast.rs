@@ -14,12 +14,12 @@ pub enum CastPolicy {
     Float,
 }
 
-/// An operator's inputs as autocast has them; `None` when it is off, and there is nothing to do. What
-/// `torch.amp.custom_fwd` does in Python, but chosen by the device of the first input, and with differentiable casts:
-/// call it before [`apply`](crate::autograd::apply), not in the forward.
+/// An operator's inputs as autocast has them; `None` when it is off, and there is nothing to do.
+/// What `torch.amp.custom_fwd` does in Python, but chosen by the device of the first input, and
+/// with differentiable casts: call it before [`apply`](crate::autograd::apply), not in the forward.
 ///
-/// As in libtorch's own operators, inputs of floating kinds other than `Double` on that device are cast; and the casts
-/// of leaves that require grad are kept for the region.
+/// As in libtorch's own operators, inputs of floating kinds other than `Double` on that device are
+/// cast; and the casts of leaves that require grad are kept for the region.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -45,7 +45,8 @@ pub fn autocast_inputs(
     policy: CastPolicy,
     inputs: &[Option<&Tensor>],
 ) -> Result<Option<Vec<Option<Tensor>>>> {
-    let Some(device) = inputs.iter().flatten().find(|input| input.defined()).map(|input| input.device())
+    let Some(device) =
+        inputs.iter().flatten().find(|input| input.defined()).map(|input| input.device())
     else {
         return Ok(None);
     };
@@ -77,12 +78,16 @@ mod tests {
         let _autocast = Autocast::new(Device::Cpu, Kind::BFloat16).unwrap();
         let (half, float, double, int) =
             (Some(Kind::BFloat16), Some(Kind::Float), Some(Kind::Double), Some(Kind::Int64));
-        assert_eq!(found(CastPolicy::LowerPrecision), Some(vec![half, double, half, half, int, None]));
+        assert_eq!(
+            found(CastPolicy::LowerPrecision),
+            Some(vec![half, double, half, half, int, None])
+        );
         assert_eq!(found(CastPolicy::Float), Some(vec![float, double, float, float, int, None]));
         assert!(autocast_inputs(CastPolicy::Float, &[None, None]).unwrap().is_none());
         let weight = cpu(Kind::Float).set_requires_grad(true);
         let once = |weight: &Tensor| {
-            let cast = autocast_inputs(CastPolicy::LowerPrecision, &[Some(weight)]).unwrap().unwrap();
+            let cast =
+                autocast_inputs(CastPolicy::LowerPrecision, &[Some(weight)]).unwrap().unwrap();
             cast.into_iter().flatten().next().unwrap()
         };
         assert_eq!(once(&weight).data_ptr(), once(&weight).data_ptr(), "kept");

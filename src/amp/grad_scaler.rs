@@ -7,8 +7,8 @@ use tch::{Device, Kind, Tensor};
 
 /// What [`GradScaler`] needs of an optimizer. tch's have it; implement it for one of your own.
 ///
-/// A scaler knows an optimizer by its parameters: between two updates, two optimizers with a parameter in
-/// common are one to it, whose gradients it unscales once.
+/// A scaler knows an optimizer by its parameters: between two updates, two optimizers with a
+/// parameter in common are one to it, whose gradients it unscales once.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -100,7 +100,8 @@ impl Default for GradScalerOptions {
     }
 }
 
-/// What to save of a [`GradScaler`] beside weights and optimizers: torch's `state_dict`, field by field.
+/// What to save of a [`GradScaler`] beside weights and optimizers: torch's `state_dict`, field by
+/// field.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradScalerState {
     /// The scale.
@@ -115,20 +116,22 @@ pub struct GradScalerState {
     pub growth_tracker: i64,
 }
 
-/// Scales losses, so that gradients of kind `Half` do not vanish, and skips the steps for which the scale was
-/// too large. What `torch.amp.GradScaler` is in Python, with the same steps and the same numbers.
+/// Scales losses, so that gradients of kind `Half` do not vanish, and skips the steps for which the
+/// scale was too large. What `torch.amp.GradScaler` is in Python, with the same steps and the same
+/// numbers.
 ///
-/// In each iteration: [`scale`](Self::scale) the loss, run its backward, [`step`](Self::step) each optimizer,
-/// [`update`](Self::update) once. Gradients that are to be looked at or clipped need [`unscale`](Self::unscale)
-/// before the step. An infinite or NaN gradient makes `step` skip its optimizer and `update` lower the scale;
-/// after `growth_interval` updates without one the scale grows.
+/// In each iteration: [`scale`](Self::scale) the loss, run its backward, [`step`](Self::step) each
+/// optimizer, [`update`](Self::update) once. Gradients that are to be looked at or clipped need
+/// [`unscale`](Self::unscale) before the step. An infinite or NaN gradient makes `step` skip its
+/// optimizer and `update` lower the scale; after `growth_interval` updates without one the scale
+/// grows.
 ///
-/// The weights, and so the gradients, are of kind `Float` or `Double`, on the CPU also `BFloat16`, on
-/// several devices, too; those of one optimizer may be on different ones. Absent gradients are passed over. Of
-/// sparse gradients (COO) the values are looked at. Only `step`, [`scale_factor`](Self::scale_factor),
-/// [`growth_tracker`](Self::growth_tracker) and [`state`](Self::state) wait for the GPU; the others, too, when
-/// they have to bring a number from a GPU to the CPU, because the first tensor that was scaled is not where the
-/// gradients are.
+/// The weights, and so the gradients, are of kind `Float` or `Double`, on the CPU also `BFloat16`,
+/// on several devices, too; those of one optimizer may be on different ones. Absent gradients are
+/// passed over. Of sparse gradients (COO) the values are looked at. Only `step`,
+/// [`scale_factor`](Self::scale_factor), [`growth_tracker`](Self::growth_tracker) and
+/// [`state`](Self::state) wait for the GPU; the others, too, when they have to bring a number from
+/// a GPU to the CPU, because the first tensor that was scaled is not where the gradients are.
 ///
 /// ```
 /// use tch::nn::{self, OptimizerConfig};
@@ -153,9 +156,9 @@ pub struct GradScalerState {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// Where it differs from torch's: what torch would do wrong without a word is an error, such as a parameter
-/// that gained its gradient and its optimizer after `unscale`; `step` says whether it stepped; numbers that
-/// make no sense are refused.
+/// Where it differs from torch's: what torch would do wrong without a word is an error, such as a
+/// parameter that gained its gradient and its optimizer after `unscale`; `step` says whether it
+/// stepped; numbers that make no sense are refused.
 #[derive(Debug)]
 pub struct GradScaler {
     enabled: bool,
@@ -213,8 +216,8 @@ impl GradScaler {
         self.enabled
     }
 
-    /// The loss times the scale, to call `backward` on: any shape, any floating kind, CPU or CUDA. The same
-    /// kind comes back, so a loss of kind `Half` easily becomes infinite.
+    /// The loss times the scale, to call `backward` on: any shape, any floating kind, CPU or CUDA.
+    /// The same kind comes back, so a loss of kind `Half` easily becomes infinite.
     ///
     /// # Errors
     /// On an undefined or sparse tensor, and libtorch's.
@@ -246,9 +249,10 @@ impl GradScaler {
         losses.iter().map(|loss| self.scale(loss)).collect()
     }
 
-    /// Divides the gradients of the optimizer's parameters by the scale, in place, and notes whether one was
-    /// not finite. For what has to see the gradients themselves, such as clipping; otherwise
-    /// [`step`](Self::step) does it. Once for each optimizer and update, when all its gradients are complete.
+    /// Divides the gradients of the optimizer's parameters by the scale, in place, and notes
+    /// whether one was not finite. For what has to see the gradients themselves, such as clipping;
+    /// otherwise [`step`](Self::step) does it. Once for each optimizer and update, when all its
+    /// gradients are complete.
     ///
     /// ```
     /// # use tch::{Kind, nn::{OptimizerConfig, Sgd, VarStore}};
@@ -267,9 +271,10 @@ impl GradScaler {
     /// ```
     ///
     /// # Errors
-    /// Before anything was scaled; after `unscale` or `step` of this optimizer since the last update; on a
-    /// gradient of kind `Half` (its weights should be `Float`; under autocast they are cast as needed), of
-    /// another unsuitable kind, or sparse in another layout than COO; libtorch's.
+    /// Before anything was scaled; after `unscale` or `step` of this optimizer since the last
+    /// update; on a gradient of kind `Half` (its weights should be `Float`; under autocast they are
+    /// cast as needed), of another unsuitable kind, or sparse in another layout than COO;
+    /// libtorch's.
     pub fn unscale(&mut self, optimizer: &impl Optimizer) -> Result<()> {
         if !self.enabled {
             return Ok(());
@@ -284,9 +289,9 @@ impl GradScaler {
         self.unscale_parameters(op, parameters).map(|_| ())
     }
 
-    /// Steps the optimizer, unless one of its gradients was not finite, and says whether it did. Unscales the
-    /// gradients first, if [`unscale`](Self::unscale) did not. Once for each optimizer and update. Waits for
-    /// the GPU, to know.
+    /// Steps the optimizer, unless one of its gradients was not finite, and says whether it did.
+    /// Unscales the gradients first, if [`unscale`](Self::unscale) did not. Once for each optimizer
+    /// and update. Waits for the GPU, to know.
     ///
     /// # Errors
     /// As [`unscale`](Self::unscale); when no parameter has a gradient; the optimizer's own.
@@ -305,7 +310,13 @@ impl GradScaler {
         let unscaled = &mut self.optimizers[index];
         if unscaled.found_inf.is_empty() {
             let hint = "did the backward of the scaled loss run, and reach them?";
-            return Err(Error::argument(op, "optimizer", "a parameter with a gradient", "none", hint));
+            return Err(Error::argument(
+                op,
+                "optimizer",
+                "a parameter with a gradient",
+                "none",
+                hint,
+            ));
         }
         let mut finite = true;
         for found_inf in &unscaled.found_inf {
@@ -318,8 +329,9 @@ impl GradScaler {
         Ok(finite)
     }
 
-    /// Ends an iteration: lowers the scale if a gradient of any optimizer was not finite, raises it if that was
-    /// the last of `growth_interval` updates in a row without one. Does not wait for the GPU.
+    /// Ends an iteration: lowers the scale if a gradient of any optimizer was not finite, raises it
+    /// if that was the last of `growth_interval` updates in a row without one. Does not wait for
+    /// the GPU.
     ///
     /// # Errors
     /// Before anything was scaled; when no gradient was unscaled since the last update.
@@ -352,7 +364,8 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Ends an iteration with a scale of one's own. The count of updates towards the next growth goes on.
+    /// Ends an iteration with a scale of one's own. The count of updates towards the next growth
+    /// goes on.
     ///
     /// # Errors
     /// When the scale is not positive and finite as `f32`; before anything was scaled.
@@ -379,7 +392,8 @@ impl GradScaler {
         }
     }
 
-    /// How many updates there were since the scale last changed; 0 if it is not enabled. Waits for the GPU.
+    /// How many updates there were since the scale last changed; 0 if it is not enabled. Waits for
+    /// the GPU.
     ///
     /// # Errors
     /// CUDA's.
@@ -449,15 +463,15 @@ impl GradScaler {
     /// Where an optimizer with these parameters is among those that were unscaled.
     fn find(&self, op: &str, parameters: &[Tensor]) -> Result<Option<usize>> {
         let identities: Vec<usize> = parameters.iter().map(ffi::identity).collect();
-        let known = |unscaled: &Unscaled| identities.iter().any(|id| unscaled.identities.contains(id));
+        let known =
+            |unscaled: &Unscaled| identities.iter().any(|id| unscaled.identities.contains(id));
         let Some(index) = self.optimizers.iter().position(known) else { return Ok(None) };
         let unscaled = &self.optimizers[index].identities;
         for (place, (parameter, id)) in parameters.iter().zip(&identities).enumerate() {
             if !unscaled.contains(id) && parameter.f_grad()?.defined() {
                 let expected = "the parameters of which the gradients were unscaled";
                 let got = format!("parameter {place}, whose gradient was not, beside some of them");
-                let hint =
-                    "give an optimizer all its parameters before unscale, and each to one optimizer only";
+                let hint = "give an optimizer all its parameters before unscale, and each to one optimizer only";
                 return Err(Error::argument(op, "optimizer", expected, got, hint));
             }
         }
@@ -538,7 +552,9 @@ fn values_of(op: &str, place: usize, gradient: Tensor) -> Result<Tensor> {
     let checked = check!(op, &name, gradient).defined()?;
     // What libtorch has kernels for.
     let (kinds, expected) = match gradient.device() {
-        Device::Cpu => (&[Kind::Float, Kind::Double, Kind::BFloat16][..], "kind Float, Double or BFloat16"),
+        Device::Cpu => {
+            (&[Kind::Float, Kind::Double, Kind::BFloat16][..], "kind Float, Double or BFloat16")
+        }
         _ => (&[Kind::Float, Kind::Double][..], "kind Float or Double"),
     };
     let kind = gradient.f_kind()?;
@@ -572,7 +588,12 @@ fn check_factors(op: &str, state: &GradScalerState) -> Result<()> {
     }
     // libtorch counts in 32 bits.
     if !(1..=i64::from(i32::MAX)).contains(&state.growth_interval) {
-        return Err(out_of_range(op, "growth_interval", "1 or more, in 32 bits", state.growth_interval));
+        return Err(out_of_range(
+            op,
+            "growth_interval",
+            "1 or more, in 32 bits",
+            state.growth_interval,
+        ));
     }
     Ok(())
 }

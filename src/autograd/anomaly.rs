@@ -8,14 +8,16 @@ pub struct DetectAnomaly {
     before: ffi::AnomalySetting,
 }
 
-/// Switches anomaly mode on until the guard is dropped: each node remembers where its forward was called, and a backward that
-/// fails says so; with `check_nan`, a backward that gives NaN fails. What `torch.autograd.detect_anomaly` is in Python.
+/// Switches anomaly mode on until the guard is dropped: each node remembers where its forward was
+/// called, and a backward that fails says so; with `check_nan`, a backward that gives NaN fails.
+/// What `torch.autograd.detect_anomaly` is in Python.
 ///
-/// The error of [`backward`](super::backward()), [`grad()`](super::grad()) or a failing operator carries the place: for operators
-/// of this crate as a Rust backtrace (build with line tables, as cargo's `dev` profile does), for libtorch's own as it
-/// reports it. tch's own `Tensor::backward` prints it to stderr. The mode holds for the whole process and makes every
-/// forward slow: it is for finding a mistake. Guards that several threads hold at once have to be dropped in the reverse
-/// order.
+/// The error of [`backward`](super::backward()), [`grad()`](super::grad()) or a failing operator
+/// carries the place: for operators of this crate as a Rust backtrace (build with line tables, as
+/// cargo's `dev` profile does), for libtorch's own as it reports it. tch's own `Tensor::backward`
+/// prints it to stderr. The mode holds for the whole process and makes every forward slow: it is
+/// for finding a mistake. Guards that several threads hold at once have to be dropped in the
+/// reverse order.
 ///
 /// ```
 /// use tch::{Kind, Tensor};

@@ -18,9 +18,9 @@ use torch_sys::C_tensor;
 /// Runs an operator and, if grad mode is on and an input requires grad, makes it part of the graph.
 /// A missing input is `None`.
 ///
-/// Without a graph the outputs are constants, also where the forward returned an input or switched grad mode on for itself.
-/// An input that is returned comes back as an alias, unless it was changed in place. Grad mode is afterwards what it was
-/// before.
+/// Without a graph the outputs are constants, also where the forward returned an input or switched
+/// grad mode on for itself. An input that is returned comes back as an alias, unless it was changed
+/// in place. Grad mode is afterwards what it was before.
 ///
 /// # Errors
 /// The forward's own, or a misuse of [`Saver`].
@@ -33,8 +33,8 @@ pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result
     })
 }
 
-/// [`apply`] for an operator of a few lines: two closures in place of a [`Function`]. The backward is not
-/// differentiable itself; a second derivative through it is an error.
+/// [`apply`] for an operator of a few lines: two closures in place of a [`Function`]. The backward
+/// is not differentiable itself; a second derivative through it is an error.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -105,7 +105,8 @@ struct Operator {
 }
 
 impl Operator {
-    // Compiled in the crate of the operator; the small functions that it calls are `#[inline]`, to be inlined there, too.
+    // Compiled in the crate of the operator; the small functions that it calls are `#[inline]`, to
+    // be inlined there, too.
     #[track_caller]
     fn run<B: Backward>(
         &self,
@@ -119,10 +120,18 @@ impl Operator {
         let (outputs, backward) = forward(&mut saver, Inputs::new(inputs))?;
         drop(guard);
         self.check_indices("mark_dirty", "inputs", &saver.dirty, inputs.len())?;
-        self.check_indices("mark_non_differentiable", "outputs", &saver.non_differentiable, outputs.len())?;
+        self.check_indices(
+            "mark_non_differentiable",
+            "outputs",
+            &saver.non_differentiable,
+            outputs.len(),
+        )?;
         let output_pointers = Pointers::new(outputs.iter().map(Option::as_ref));
         let output_pointers = output_pointers.as_slice();
-        if !mode.needs_graph && saver.dirty.is_empty() && are_constants(saver.pointers, output_pointers) {
+        if !mode.needs_graph
+            && saver.dirty.is_empty()
+            && are_constants(saver.pointers, output_pointers)
+        {
             return Ok(outputs);
         }
         let place = Location::caller();
@@ -170,10 +179,16 @@ impl Operator {
         };
         let state = Box::into_raw(Box::new(State { backward, inputs_len: inputs.len() }));
         let mut wrapped = vec![std::ptr::null_mut(); outputs.len()];
-        // SAFETY: every pointer in `params` is valid for its length during the call; the indices were checked;
-        // `state` is what VTable::<B> expects, and C++ takes it in any case; `wrapped` has a place for each output.
+        // SAFETY: every pointer in `params` is valid for its length during the call; the indices
+        // were checked; `state` is what VTable::<B> expects, and C++ takes it in any case;
+        // `wrapped` has a place for each output.
         let message = unsafe {
-            ffi::tch_extension_apply(&params, state.cast(), VTable::<B>::VALUE, wrapped.as_mut_ptr())
+            ffi::tch_extension_apply(
+                &params,
+                state.cast(),
+                VTable::<B>::VALUE,
+                wrapped.as_mut_ptr(),
+            )
         };
         if let Some(message) = take_message(message) {
             return Err(Error::Autograd(format!("{}: {message}", self.name)));
@@ -206,12 +221,17 @@ pub(super) fn requires_grad(tensor: &Tensor) -> bool {
 fn are_constants(inputs: &[*const C_tensor], outputs: &[*const C_tensor]) -> bool {
     // SAFETY: each is null or borrowed from a live tensor.
     unsafe {
-        ffi::tch_extension_are_constants(inputs.as_ptr(), inputs.len(), outputs.as_ptr(), outputs.len())
+        ffi::tch_extension_are_constants(
+            inputs.as_ptr(),
+            inputs.len(),
+            outputs.as_ptr(),
+            outputs.len(),
+        )
     }
 }
 
-/// Grad mode off until dropped. tch's own guard does the same at ten times the cost: it looks for an error after
-/// each call.
+/// Grad mode off until dropped. tch's own guard does the same at ten times the cost: it looks for
+/// an error after each call.
 struct ForwardGuard(ffi::ForwardMode);
 
 impl ForwardGuard {
@@ -219,7 +239,12 @@ impl ForwardGuard {
     fn new(name: &'static str, inputs: &[*const C_tensor]) -> Self {
         // SAFETY: the name is static; each input is null or borrowed from a live tensor.
         ForwardGuard(unsafe {
-            ffi::tch_extension_begin_forward(name.as_ptr().cast(), name.len(), inputs.as_ptr(), inputs.len())
+            ffi::tch_extension_begin_forward(
+                name.as_ptr().cast(),
+                name.len(),
+                inputs.as_ptr(),
+                inputs.len(),
+            )
         })
     }
 }
@@ -249,8 +274,8 @@ impl<B: Backward> VTable<B> {
 }
 
 /// # Safety
-/// `state` must come from `attach::<B>`, `node` and `results` from the call's own C++ frame, and `grads` must
-/// hold `grads_len` pointers, each null or to a live tensor.
+/// `state` must come from `attach::<B>`, `node` and `results` from the call's own C++ frame, and
+/// `grads` must hold `grads_len` pointers, each null or to a live tensor.
 unsafe extern "C" fn backward<B: Backward>(
     state: *const c_void,
     node: *const ffi::FunctionNode,
@@ -296,8 +321,8 @@ pub(super) unsafe fn contained(
     results: *mut ffi::BackwardResults,
     run: impl FnOnce() -> Result<()>,
 ) -> c_int {
-    // Unwinding through C++ would abort the process. The text comes from inside, too: an error's `Display` and
-    // a panic's payload are the user's code.
+    // Unwinding through C++ would abort the process. The text comes from inside, too: an error's
+    // `Display` and a panic's payload are the user's code.
     let outcome = catch_unwind(AssertUnwindSafe(|| match catch_unwind(AssertUnwindSafe(run)) {
         Ok(Ok(())) => None,
         Ok(Err(error)) => Some(error.to_string()),
@@ -359,7 +384,11 @@ pub(super) unsafe fn owned(tensor: *mut C_tensor) -> Option<Tensor> {
 
 /// # Safety
 /// `results` must come from the C++ frame that called.
-pub(super) unsafe fn give_gradient(results: *mut ffi::BackwardResults, index: usize, gradient: Tensor) {
+pub(super) unsafe fn give_gradient(
+    results: *mut ffi::BackwardResults,
+    index: usize,
+    gradient: Tensor,
+) {
     let mut gradient = std::mem::ManuallyDrop::new(gradient);
     // SAFETY: as the caller promises; the handle becomes C++'s.
     unsafe { ffi::tch_extension_give_gradient(results, index, gradient.as_mut_ptr()) };

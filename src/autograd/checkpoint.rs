@@ -12,19 +12,20 @@ use std::ptr::NonNull;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
-/// Runs `function` without keeping its intermediates, and runs it again when the backward needs them: memory
-/// for time, what `torch.utils.checkpoint` is in Python.
+/// Runs `function` without keeping its intermediates, and runs it again when the backward needs
+/// them: memory for time, what `torch.utils.checkpoint` is in Python.
 ///
-/// Kept are the inputs and the outputs. The second run finds the random state of the first, on the CPU and on
-/// the CUDA devices of the inputs, so that dropout drops the same; and its autocast settings. Afterwards the random
-/// state is what it was before the second run. As in PyTorch, that state is the process's: another thread that draws
-/// random numbers meanwhile, or runs such a backward, may see some twice and makes this one draw others. Second
-/// derivatives (`create_graph`) are right.
+/// Kept are the inputs and the outputs. The second run finds the random state of the first, on the
+/// CPU and on the CUDA devices of the inputs, so that dropout drops the same; and its autocast
+/// settings. Afterwards the random state is what it was before the second run. As in PyTorch, that
+/// state is the process's: another thread that draws random numbers meanwhile, or runs such a
+/// backward, may see some twice and makes this one draw others. Second derivatives (`create_graph`)
+/// are right.
 ///
-/// Every tensor that requires grad has to be an input, weights included: a closure cannot capture a bare
-/// `Tensor` (it is not `Sync`), and one that it reaches in another way, such as through a `Mutex`, is an error
-/// in the backward, not a missing gradient. The function has to give the same outputs for the same inputs, must not
-/// change its inputs in place, and is dropped with the graph.
+/// Every tensor that requires grad has to be an input, weights included: a closure cannot capture a
+/// bare `Tensor` (it is not `Sync`), and one that it reaches in another way, such as through a
+/// `Mutex`, is an error in the backward, not a missing gradient. The function has to give the same
+/// outputs for the same inputs, must not change its inputs in place, and is dropped with the graph.
 ///
 /// With grad mode off, or when no input requires grad, this just calls `function`.
 ///
@@ -53,14 +54,19 @@ pub fn checkpoint<F>(function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors>
 where
     F: Fn(&[Option<Tensor>]) -> Result<Tensors> + Send + Sync + 'static,
 {
-    if !ffi::tch_extension_grad_mode() || !inputs.iter().flatten().any(|tensor| requires_grad(tensor)) {
+    if !ffi::tch_extension_grad_mode()
+        || !inputs.iter().flatten().any(|tensor| requires_grad(tensor))
+    {
         return Ok(function(&owned_inputs(inputs))?.without_undefined());
     }
     apply(Checkpoint { function, surroundings: None, outputs_len: 0 }, inputs)
 }
 
 fn owned_inputs(inputs: &[Option<&Tensor>]) -> Vec<Option<Tensor>> {
-    inputs.iter().map(|input| input.filter(|tensor| tensor.defined()).map(Tensor::shallow_clone)).collect()
+    inputs
+        .iter()
+        .map(|input| input.filter(|tensor| tensor.defined()).map(Tensor::shallow_clone))
+        .collect()
 }
 
 struct Checkpoint<F> {
@@ -84,11 +90,14 @@ where
             saver.save_optional(input.as_ref());
         }
         self.surroundings = Some(Surroundings::of(&inputs)?);
-        let versions = || inputs.iter().map(|input| input.as_ref().map(version)).collect::<Vec<_>>();
+        let versions =
+            || inputs.iter().map(|input| input.as_ref().map(version)).collect::<Vec<_>>();
         let before = versions();
         let _uncached = Uncached::new();
         let outputs = (self.function)(&inputs)?;
-        if let Some(index) = before.iter().zip(versions()).position(|(before, after)| *before != after) {
+        if let Some(index) =
+            before.iter().zip(versions()).position(|(before, after)| *before != after)
+        {
             return Err(Error::Autograd(format!(
                 "checkpoint: the function changed input {index} in place, so it could not run again; let it \
                  change a copy"
@@ -99,13 +108,16 @@ where
     }
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let inputs =
-            (0..ctx.inputs_len()).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
+        let inputs = (0..ctx.inputs_len())
+            .map(|slot| ctx.saved_optional(slot))
+            .collect::<Result<Vec<_>>>()?;
         if ctx.create_graph() {
             return differentiate_reference(ctx, &inputs, grads, |inputs| self.again(inputs));
         }
         let copies = inputs.iter().enumerate().map(|(index, input)| match input {
-            Some(input) => Ok(Some(input.f_detach()?.f_set_requires_grad(ctx.needs_input_grad(index))?)),
+            Some(input) => {
+                Ok(Some(input.f_detach()?.f_set_requires_grad(ctx.needs_input_grad(index))?))
+            }
             None => Ok(None),
         });
         let copies = copies.collect::<Result<Vec<_>>>()?;
@@ -154,7 +166,8 @@ fn version(tensor: &Tensor) -> i64 {
 fn reaches_other_leaf(outputs: &[Option<Tensor>], inputs: &[Option<Tensor>]) -> Result<bool> {
     let (outputs, inputs) = (pointers(outputs), pointers(inputs));
     let mut found = false;
-    // SAFETY: every pointer is null or borrowed from a live tensor, and valid for its length during the call.
+    // SAFETY: every pointer is null or borrowed from a live tensor, and valid for its length during
+    // the call.
     let message = unsafe {
         ffi::tch_extension_reaches_other_leaf(
             outputs.as_ptr(),
@@ -202,7 +215,9 @@ impl Surroundings {
         if let Some(message) = take_message(message) {
             return Err(Error::Autograd(message));
         }
-        NonNull::new(made).map(Surroundings).ok_or_else(|| Error::msg("internal error: no random state"))
+        NonNull::new(made)
+            .map(Surroundings)
+            .ok_or_else(|| Error::msg("internal error: no random state"))
     }
 }
 
@@ -226,9 +241,9 @@ impl Drop for Entered {
     }
 }
 
-/// No autocast cache until dropped: the second run's copies of the inputs would never leave it. In the first run it
-/// depends on libtorch whether a weight that is cast with grad mode off keeps its graph for whoever uses it next;
-/// 2.11's does.
+/// No autocast cache until dropped: the second run's copies of the inputs would never leave it. In
+/// the first run it depends on libtorch whether a weight that is cast with grad mode off keeps its
+/// graph for whoever uses it next; 2.11's does.
 struct Uncached(bool);
 
 impl Uncached {

@@ -5,15 +5,15 @@ use super::{Context, Tensors};
 use crate::{Error, Result};
 use tch::Tensor;
 
-/// The gradients of an operator, computed by differentiating `reference`, the same maths in differentiable
-/// operations. For a backward that finds [`Context::create_graph`] true: what it returns can be
-/// differentiated again, exactly.
+/// The gradients of an operator, computed by differentiating `reference`, the same maths in
+/// differentiable operations. For a backward that finds [`Context::create_graph`] true: what it
+/// returns can be differentiated again, exactly.
 ///
 /// `inputs` are the forward's inputs as saved, in order; `grads` what the backward was given.
 ///
 /// # Errors
-/// What `reference` reports, or libtorch; without a graph to build; when inputs or outputs are not as many as the
-/// operator has.
+/// What `reference` reports, or libtorch; without a graph to build; when inputs or outputs are not
+/// as many as the operator has.
 pub fn differentiate_reference(
     ctx: &Context<'_>,
     inputs: &[Option<Tensor>],
@@ -28,9 +28,9 @@ pub fn differentiate_reference(
         ));
     }
     check_len("inputs", inputs.len(), ctx.inputs_len())?;
-    // Fresh aliases: where one input depends on another (x and x·x, the states of a recurrent loop), a
-    // derivative with respect to the inputs themselves would be the total one. Detached copies would cut
-    // the graph that the second derivative needs.
+    // Fresh aliases: where one input depends on another (x and x·x, the states of a recurrent
+    // loop), a derivative with respect to the inputs themselves would be the total one. Detached
+    // copies would cut the graph that the second derivative needs.
     let aliases = inputs
         .iter()
         .map(|input| input.as_ref().map(|tensor| tensor.f_view_as(tensor)).transpose())
@@ -39,7 +39,8 @@ pub fn differentiate_reference(
     pull_back(ctx, &aliases, &outputs, grads, true)
 }
 
-/// The gradients, with respect to those of `inputs` that need one, of `outputs` that were computed from them.
+/// The gradients, with respect to those of `inputs` that need one, of `outputs` that were computed
+/// from them.
 pub(super) fn pull_back(
     ctx: &Context<'_>,
     inputs: &[Option<Tensor>],
@@ -63,14 +64,19 @@ pub(super) fn pull_back(
             vectors.push(Some(vector));
         }
     }
-    let needed: Vec<usize> = (0..inputs.len()).filter(|&index| ctx.needs_input_grad(index)).collect();
+    let needed: Vec<usize> =
+        (0..inputs.len()).filter(|&index| ctx.needs_input_grad(index)).collect();
     let wanted: Vec<&Tensor> = needed.iter().filter_map(|&index| inputs[index].as_ref()).collect();
     let mut gradients: Vec<Option<Tensor>> = inputs.iter().map(|_| None).collect();
     if of.is_empty() || wanted.is_empty() {
         return Ok(gradients.into());
     }
-    let options =
-        GradOptions { grad_outputs: &vectors, create_graph, allow_unused: true, ..Default::default() };
+    let options = GradOptions {
+        grad_outputs: &vectors,
+        create_graph,
+        allow_unused: true,
+        ..Default::default()
+    };
     let found = grad(&of, &wanted, &options)?;
     for (index, gradient) in needed.into_iter().zip(found.into_vec()) {
         gradients[index] = gradient;

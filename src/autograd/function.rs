@@ -10,11 +10,12 @@ use torch_sys::C_tensor;
 
 /// An operator with a backward of its own: what `torch.autograd.Function` is in Python.
 ///
-/// The value itself is the operator's state: sizes, numbers, whatever is no tensor. `forward` may fill it
-/// in; then it moves into the graph, where `backward` reads it, perhaps more than once and from another
-/// thread. Tensors belong into [`Saver::save`], which lets the engine free them, checks that nobody changed
-/// them and makes no cycles. A bare tensor in the state does not compile, because a `Tensor` is not `Sync`. (One
-/// in a `Mutex` would; an input or output in there makes a cycle, and the graph is never freed.)
+/// The value itself is the operator's state: sizes, numbers, whatever is no tensor. `forward` may
+/// fill it in; then it moves into the graph, where `backward` reads it, perhaps more than once and
+/// from another thread. Tensors belong into [`Saver::save`], which lets the engine free them,
+/// checks that nobody changed them and makes no cycles. A bare tensor in the state does not
+/// compile, because a `Tensor` is not `Sync`. (One in a `Mutex` would; an input or output in there
+/// makes a cycle, and the graph is never freed.)
 ///
 /// ```compile_fail
 /// struct Hidden { input: tch::Tensor }
@@ -57,14 +58,15 @@ pub trait Function: Send + Sync + Sized + 'static {
     /// The operator's name, in error messages and in the graph (`NAMEBackward`).
     const NAME: &'static str;
 
-    /// Whether `backward` is itself made of differentiable operations on its gradients and on saved inputs
-    /// and outputs. If so, it runs with grad mode on when a graph of the gradients is asked for
-    /// (`create_graph`). If not, a second derivative through this operator is an error, never a wrong
-    /// number.
+    /// Whether `backward` is itself made of differentiable operations on its gradients and on saved
+    /// inputs and outputs. If so, it runs with grad mode on when a graph of the gradients is asked
+    /// for (`create_graph`). If not, a second derivative through this operator is an error, never a
+    /// wrong number.
     ///
-    /// A gradient that comes out without a graph although the incoming ones have one is refused, too: most likely
-    /// the graph was lost. Where it honestly does not depend on them (a gradient is linear in the incoming ones, so then
-    /// it is zero, as that of `floor`), call [`Context::mark_constant`] or return `None` for it.
+    /// A gradient that comes out without a graph although the incoming ones have one is refused,
+    /// too: most likely the graph was lost. Where it honestly does not depend on them (a gradient
+    /// is linear in the incoming ones, so then it is zero, as that of `floor`), call
+    /// [`Context::mark_constant`] or return `None` for it.
     const DOUBLE_BACKWARD: bool = false;
 
     /// Computes the outputs, with grad mode off.
@@ -73,11 +75,11 @@ pub trait Function: Send + Sync + Sized + 'static {
     /// Reach the caller of [`apply`](super::apply()) as they are.
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors>;
 
-    /// Computes a gradient for each input from one for each output. Entries for inputs that need none
-    /// ([`Context::needs_input_grad`]) may be absent.
+    /// Computes a gradient for each input from one for each output. Entries for inputs that need
+    /// none ([`Context::needs_input_grad`]) may be absent.
     ///
-    /// An error, a panic or a gradient of the wrong shape becomes an error of whoever called backward,
-    /// naming this operator.
+    /// An error, a panic or a gradient of the wrong shape becomes an error of whoever called
+    /// backward, naming this operator.
     ///
     /// # Errors
     /// Whatever goes wrong.
@@ -126,8 +128,9 @@ impl<'a> Saver<'a> {
 
     /// Keeps a tensor for the backward, under the next slot number: 0, 1, ….
     ///
-    /// Inputs and outputs keep their place in the graph. Anything else is an intermediate: plain data, which
-    /// a backward that runs with grad mode on may not read (see [`Context::create_graph`]).
+    /// Inputs and outputs keep their place in the graph. Anything else is an intermediate: plain
+    /// data, which a backward that runs with grad mode on may not read (see
+    /// [`Context::create_graph`]).
     pub fn save(&mut self, tensor: &Tensor) {
         self.save_optional(Some(tensor));
     }
@@ -142,7 +145,8 @@ impl<'a> Saver<'a> {
             // Inputs, outputs and an intermediate: mostly the only allocation.
             self.saved.reserve(self.inputs.len() + 3);
         }
-        let input_of = |tensor: &Tensor| self.pointers.iter().position(|&input| input == tensor.as_ptr());
+        let input_of =
+            |tensor: &Tensor| self.pointers.iter().position(|&input| input == tensor.as_ptr());
         self.saved.push(match tensor {
             None => Saved::Absent,
             Some(tensor) => {
@@ -158,11 +162,12 @@ impl<'a> Saver<'a> {
 
     /// Whether input `index` requires grad, and there will be a backward.
     pub fn needs_input_grad(&self, index: usize) -> bool {
-        self.needs_graph && self.inputs.get(index).copied().flatten().is_some_and(Tensor::requires_grad)
+        self.needs_graph
+            && self.inputs.get(index).copied().flatten().is_some_and(Tensor::requires_grad)
     }
 
-    /// Input `index`, to be changed in place and returned as an output: a handle to the same memory, already
-    /// [marked dirty](Saver::mark_dirty).
+    /// Input `index`, to be changed in place and returned as an output: a handle to the same
+    /// memory, already [marked dirty](Saver::mark_dirty).
     ///
     /// ```
     /// use tch::{Kind, Tensor};
@@ -192,27 +197,36 @@ impl<'a> Saver<'a> {
     /// ```
     ///
     /// # Errors
-    /// Where there will be a backward: for a leaf that requires grad or a view of one, for a view that libtorch lets
-    /// nobody change in place (one of several made by `chunk` or `unbind`, say), and for a view that is not the first input
-    /// present. Nothing has been changed then. (A view has to be the only output, too; that is seen only afterwards.)
+    /// Where there will be a backward: for a leaf that requires grad or a view of one, for a view
+    /// that libtorch lets nobody change in place (one of several made by `chunk` or `unbind`, say),
+    /// and for a view that is not the first input present. Nothing has been changed then. (A view
+    /// has to be the only output, too; that is seen only afterwards.)
     pub fn in_place(&mut self, index: usize) -> Result<Tensor> {
         let input = Inputs::new(self.inputs).get(index)?;
         if self.needs_graph {
             // SAFETY: each is null or borrowed from a live tensor, and `index` is one of a tensor.
             let message = unsafe {
-                ffi::tch_extension_check_in_place(self.pointers.as_ptr(), self.pointers.len(), index)
+                ffi::tch_extension_check_in_place(
+                    self.pointers.as_ptr(),
+                    self.pointers.len(),
+                    index,
+                )
             };
             if let Some(message) = take_message(message) {
-                return Err(Error::Autograd(format!("{}: in_place({index}): {message}", self.name)));
+                return Err(Error::Autograd(format!(
+                    "{}: in_place({index}): {message}",
+                    self.name
+                )));
             }
         }
         self.mark_dirty(index);
         Ok(input.shallow_clone())
     }
 
-    /// Declares that the forward changed input `index` in place; it must be among the outputs. Where there will be a
-    /// backward, a view that is changed in place has to be the first input present: libtorch's graph knows no other
-    /// way. [`Saver::in_place`] checks that before anything is changed.
+    /// Declares that the forward changed input `index` in place; it must be among the outputs.
+    /// Where there will be a backward, a view that is changed in place has to be the first input
+    /// present: libtorch's graph knows no other way. [`Saver::in_place`] checks that before
+    /// anything is changed.
     pub fn mark_dirty(&mut self, index: usize) {
         self.dirty.push(index);
     }
@@ -222,7 +236,8 @@ impl<'a> Saver<'a> {
         self.non_differentiable.push(index);
     }
 
-    /// Whether the backward gets zeros (the default) or nothing for an output that no gradient reached.
+    /// Whether the backward gets zeros (the default) or nothing for an output that no gradient
+    /// reached.
     pub fn set_materialize_grads(&mut self, materialize: bool) {
         self.materialize_grads = materialize;
     }
@@ -249,11 +264,12 @@ impl<'a> Context<'a> {
     /// The saved tensor of this slot.
     ///
     /// # Errors
-    /// When it was absent, when it was changed in place since, when the graph was freed by an earlier
-    /// backward, or when an intermediate is read with grad mode on.
+    /// When it was absent, when it was changed in place since, when the graph was freed by an
+    /// earlier backward, or when an intermediate is read with grad mode on.
     pub fn saved(&self, slot: usize) -> Result<Tensor> {
-        self.saved_optional(slot)?
-            .ok_or_else(|| Error::Autograd(format!("saved tensor {slot} was absent in the forward")))
+        self.saved_optional(slot)?.ok_or_else(|| {
+            Error::Autograd(format!("saved tensor {slot} was absent in the forward"))
+        })
     }
 
     /// [`Context::saved`] for a slot that may have been absent.
@@ -271,17 +287,18 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Whether this backward has to compute the gradient of input `index`: it requires grad, and the caller
-    /// of backward did not leave it out.
+    /// Whether this backward has to compute the gradient of input `index`: it requires grad, and
+    /// the caller of backward did not leave it out.
     pub fn needs_input_grad(&self, index: usize) -> bool {
         // SAFETY: the node is alive while its backward runs.
         unsafe { ffi::tch_extension_needs_input_grad(self.node, index) }
     }
 
-    /// Declares that the gradient of input `index` does not depend on the incoming gradients, so that it may come
-    /// without a graph from a backward that is differentiable otherwise ([`Function::DOUBLE_BACKWARD`]). A
-    /// gradient is linear in the incoming ones: such a one is zero, as that of `floor`. That is checked where a graph is asked
-    /// for, on CUDA by waiting for it.
+    /// Declares that the gradient of input `index` does not depend on the incoming gradients, so
+    /// that it may come without a graph from a backward that is differentiable otherwise
+    /// ([`Function::DOUBLE_BACKWARD`]). A gradient is linear in the incoming ones: such a one is
+    /// zero, as that of `floor`. That is checked where a graph is asked for, on CUDA by waiting for
+    /// it.
     pub fn mark_constant(&self, index: usize) {
         // SAFETY: the results live while the backward runs, and only this thread touches them.
         unsafe { ffi::tch_extension_mark_constant(self.results, index) };
@@ -292,8 +309,9 @@ impl<'a> Context<'a> {
         self.inputs_len
     }
 
-    /// Whether the caller wants to differentiate these gradients again (`create_graph`) and this operator
-    /// allows it ([`Function::DOUBLE_BACKWARD`]): what is computed now becomes part of the graph.
+    /// Whether the caller wants to differentiate these gradients again (`create_graph`) and this
+    /// operator allows it ([`Function::DOUBLE_BACKWARD`]): what is computed now becomes part of the
+    /// graph.
     pub fn create_graph(&self) -> bool {
         ffi::tch_extension_grad_mode()
     }

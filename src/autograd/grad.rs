@@ -10,8 +10,8 @@ use tch::Tensor;
 /// What [`grad`] can be told; the default is what `torch.autograd.grad` does by default.
 #[derive(Clone, Copy, Default)]
 pub struct GradOptions<'a> {
-    /// The vector of the vector-Jacobian product, one entry for each output. Empty, or an absent entry, means
-    /// one; that is possible for outputs of a single element only.
+    /// The vector of the vector-Jacobian product, one entry for each output. Empty, or an absent
+    /// entry, means one; that is possible for outputs of a single element only.
     pub grad_outputs: &'a [Option<&'a Tensor>],
     /// Keep the graph for another backward. By default, as `create_graph`.
     pub retain_graph: Option<bool>,
@@ -37,14 +37,20 @@ pub struct GradOptions<'a> {
 /// ```
 ///
 /// # Errors
-/// libtorch's own (no graph, wrong shapes, an unused input), and whatever fails in a backward on the way.
-pub fn grad(outputs: &[&Tensor], inputs: &[&Tensor], options: &GradOptions<'_>) -> Result<super::Tensors> {
+/// libtorch's own (no graph, wrong shapes, an unused input), and whatever fails in a backward on
+/// the way.
+pub fn grad(
+    outputs: &[&Tensor],
+    inputs: &[&Tensor],
+    options: &GradOptions<'_>,
+) -> Result<super::Tensors> {
     check_grad_outputs("grad", outputs, options.grad_outputs)?;
     let output_pointers = borrowed_pointers(outputs.iter().map(|&tensor| Some(tensor)));
     let input_pointers = borrowed_pointers(inputs.iter().map(|&tensor| Some(tensor)));
     let grad_pointers = borrowed_pointers(options.grad_outputs.iter().copied());
     let mut results = vec![std::ptr::null_mut(); inputs.len()];
-    // SAFETY: every pointer is null or borrowed from a live tensor, and valid for its length during the call.
+    // SAFETY: every pointer is null or borrowed from a live tensor, and valid for its length during
+    // the call.
     let message = unsafe {
         ffi::tch_extension_grad(
             output_pointers.as_ptr(),
@@ -73,15 +79,15 @@ pub struct BackwardOptions<'a> {
     pub grad_outputs: &'a [Option<&'a Tensor>],
     /// Keep the graph for another backward. By default, as `create_graph`.
     pub retain_graph: Option<bool>,
-    /// Make the gradients part of a graph, so that they can be differentiated again. A `grad` that is part of a graph
-    /// holds it: take it away, or make it zero, when it is no longer wanted.
+    /// Make the gradients part of a graph, so that they can be differentiated again. A `grad` that
+    /// is part of a graph holds it: take it away, or make it zero, when it is no longer wanted.
     pub create_graph: bool,
     /// Add to the `grad` of these only. `None`: of all leaves that `outputs` depend on.
     pub inputs: Option<&'a [&'a Tensor]>,
 }
 
-/// Adds the gradients of `outputs` to the `grad` of the leaves they depend on: `Tensor::backward` with a `Result` and
-/// Python's options.
+/// Adds the gradients of `outputs` to the `grad` of the leaves they depend on: `Tensor::backward`
+/// with a `Result` and Python's options.
 ///
 /// ```
 /// use tch::Tensor;
@@ -98,8 +104,8 @@ pub struct BackwardOptions<'a> {
 /// ```
 ///
 /// # Errors
-/// libtorch's own (no graph, wrong shapes, an output of several elements without a vector), and whatever fails in a
-/// backward on the way.
+/// libtorch's own (no graph, wrong shapes, an output of several elements without a vector), and
+/// whatever fails in a backward on the way.
 pub fn backward(outputs: &[&Tensor], options: &BackwardOptions<'_>) -> Result<()> {
     check_grad_outputs("backward", outputs, options.grad_outputs)?;
     let output_pointers = borrowed_pointers(outputs.iter().map(|&tensor| Some(tensor)));
@@ -115,7 +121,8 @@ pub fn backward(outputs: &[&Tensor], options: &BackwardOptions<'_>) -> Result<()
     }
     let inputs = options.inputs.unwrap_or_default();
     let input_pointers = borrowed_pointers(inputs.iter().map(|&tensor| Some(tensor)));
-    // SAFETY: every pointer is null or borrowed from a live tensor, and valid for its length during the call.
+    // SAFETY: every pointer is null or borrowed from a live tensor, and valid for its length during
+    // the call.
     let message = unsafe {
         ffi::tch_extension_backward(
             output_pointers.as_ptr(),
@@ -131,7 +138,11 @@ pub fn backward(outputs: &[&Tensor], options: &BackwardOptions<'_>) -> Result<()
     take_message(message).map_or(Ok(()), |message| Err(Error::Autograd(message)))
 }
 
-fn check_grad_outputs(name: &str, outputs: &[&Tensor], grad_outputs: &[Option<&Tensor>]) -> Result<()> {
+fn check_grad_outputs(
+    name: &str,
+    outputs: &[&Tensor],
+    grad_outputs: &[Option<&Tensor>],
+) -> Result<()> {
     if grad_outputs.is_empty() || grad_outputs.len() == outputs.len() {
         return Ok(());
     }
@@ -144,21 +155,24 @@ fn check_grad_outputs(name: &str, outputs: &[&Tensor], grad_outputs: &[Option<&T
     ))
 }
 
-/// Makes a backward fill in the `grad` of a tensor that is no leaf: `Tensor.retain_grad`. Does nothing for a leaf.
+/// Makes a backward fill in the `grad` of a tensor that is no leaf: `Tensor.retain_grad`. Does
+/// nothing for a leaf.
 ///
 /// # Errors
 /// When the tensor is undefined or does not require grad.
 pub fn retain_grad(tensor: &Tensor) -> Result<()> {
     // SAFETY: borrowed from a live tensor.
     let message = unsafe { ffi::tch_extension_retain_grad(tensor.as_ptr()) };
-    take_message(message).map_or(Ok(()), |message| Err(Error::Autograd(format!("retain_grad: {message}"))))
+    take_message(message)
+        .map_or(Ok(()), |message| Err(Error::Autograd(format!("retain_grad: {message}"))))
 }
 
-/// The name of the node that made the tensor, such as `MulBackward0`, or an operator's name with `Backward` behind it; `None`
-/// for a leaf. Python's `Tensor.grad_fn.name()`.
+/// The name of the node that made the tensor, such as `MulBackward0`, or an operator's name with
+/// `Backward` behind it; `None` for a leaf. Python's `Tensor.grad_fn.name()`.
 ///
 /// # Errors
-/// For a view that was made without grad mode and whose base was changed in place since: libtorch knows no node for it.
+/// For a view that was made without grad mode and whose base was changed in place since: libtorch
+/// knows no node for it.
 pub fn grad_fn(tensor: &Tensor) -> Result<Option<String>> {
     if !tensor.defined() {
         return Ok(None);

@@ -10,10 +10,11 @@ use std::ptr::NonNull;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
-/// A hook that [`register_hook`] or [`register_post_accumulate_grad_hook`] registered. Dropping it removes the hook, so
-/// that `let _ = register_hook(…)` removes it at once; [`Hook::forget`] keeps the hook for as long as the tensor or its
-/// graph lives. (In Python it is the other way round: a handle that is dropped leaves its hook.) It keeps neither the
-/// tensor nor its graph alive, and may outlive both.
+/// A hook that [`register_hook`] or [`register_post_accumulate_grad_hook`] registered. Dropping it
+/// removes the hook, so that `let _ = register_hook(…)` removes it at once; [`Hook::forget`] keeps
+/// the hook for as long as the tensor or its graph lives. (In Python it is the other way round: a
+/// handle that is dropped leaves its hook.) It keeps neither the tensor nor its graph alive, and
+/// may outlive both.
 #[must_use = "dropping this removes the hook; `.forget()` keeps it"]
 pub struct Hook(NonNull<ffi::HookHandle>);
 
@@ -23,8 +24,8 @@ unsafe impl Send for Hook {}
 unsafe impl Sync for Hook {}
 
 impl Hook {
-    /// Removes the hook and drops its closure; if the closure runs at the moment, elsewhere or because this is
-    /// called from it, then as soon as it returns. Does nothing the second time.
+    /// Removes the hook and drops its closure; if the closure runs at the moment, elsewhere or
+    /// because this is called from it, then as soon as it returns. Does nothing the second time.
     pub fn remove(&self) {
         // SAFETY: ours until dropped.
         let message = unsafe { ffi::tch_extension_remove_hook(self.0.as_ptr()) };
@@ -48,23 +49,25 @@ impl Drop for Hook {
     }
 }
 
-/// Calls `hook` with the gradient of `tensor` whenever a backward computes it: what `Tensor.register_hook` is in
-/// Python. `Some` takes the gradient's place, for the `grad` of a leaf and for whatever the tensor was made
-/// of; `None` leaves it as it is.
+/// Calls `hook` with the gradient of `tensor` whenever a backward computes it: what
+/// `Tensor.register_hook` is in Python. `Some` takes the gradient's place, for the `grad` of a leaf
+/// and for whatever the tensor was made of; `None` leaves it as it is.
 ///
-/// Hooks run in the order of their registration, each with what the one before made of the gradient, in the
-/// thread that runs the backward, and with grad mode on where a graph of the gradients is asked for. A hook does
-/// not run when no gradient comes. It belongs to the tensor as it is now: after a change in place it sees the
-/// gradient of the value before. [`grad()`](super::grad()) gives an intermediate's gradient after its hooks,
-/// unless something behind it is asked for, too: the engine takes it before them then. As in PyTorch, the
-/// first hook of a leaf, or of what one operator returned, has to be registered while no other thread runs a backward
-/// through it. Further ones and removals may come at any time, from a hook, too.
+/// Hooks run in the order of their registration, each with what the one before made of the
+/// gradient, in the thread that runs the backward, and with grad mode on where a graph of the
+/// gradients is asked for. A hook does not run when no gradient comes. It belongs to the tensor as
+/// it is now: after a change in place it sees the gradient of the value before.
+/// [`grad()`](super::grad()) gives an intermediate's gradient after its hooks, unless something
+/// behind it is asked for, too: the engine takes it before them then. As in PyTorch, the first hook
+/// of a leaf, or of what one operator returned, has to be registered while no other thread runs a
+/// backward through it. Further ones and removals may come at any time, from a hook, too.
 ///
-/// A hook must not change the gradient in place: others may hold it. One that holds a tensor whose graph leads to
-/// it, its own tensor say, makes a cycle, and neither is freed before the [`Hook`] is dropped (never, if it was forgotten).
+/// A hook must not change the gradient in place: others may hold it. One that holds a tensor whose
+/// graph leads to it, its own tensor say, makes a cycle, and neither is freed before the [`Hook`]
+/// is dropped (never, if it was forgotten).
 ///
-/// An error, a panic or a gradient of another shape, kind, device or layout becomes an error of whoever called
-/// backward.
+/// An error, a panic or a gradient of another shape, kind, device or layout becomes an error of
+/// whoever called backward.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -89,22 +92,28 @@ where
     check_requires_grad("register_hook", tensor)?;
     let state = Box::into_raw(Box::new(hook));
     let mut handle = std::ptr::null_mut();
-    // SAFETY: the tensor is borrowed, defined and requires grad; `state` is what VTable::<F> expects, and C++
-    // takes it in any case.
+    // SAFETY: the tensor is borrowed, defined and requires grad; `state` is what VTable::<F>
+    // expects, and C++ takes it in any case.
     let message = unsafe {
-        ffi::tch_extension_register_hook(tensor.as_ptr(), state.cast(), VTable::<F>::VALUE, &mut handle)
+        ffi::tch_extension_register_hook(
+            tensor.as_ptr(),
+            state.cast(),
+            VTable::<F>::VALUE,
+            &mut handle,
+        )
     };
     registered("register_hook", message, handle)
 }
 
 /// Calls `hook` with the leaf `tensor` whenever a backward has added to its `grad`: what
-/// `Tensor.register_post_accumulate_grad_hook` is in Python. An optimizer step can be done there, and the gradient freed,
-/// before the next one comes.
+/// `Tensor.register_post_accumulate_grad_hook` is in Python. An optimizer step can be done there,
+/// and the gradient freed, before the next one comes.
 ///
-/// Hooks run in the order of their registration, in the thread that runs the backward. [`grad()`](super::grad()) adds to
-/// no `grad` and calls none. An error or a panic becomes an error of whoever called backward. As in PyTorch, the
-/// first hook of a leaf has to be registered while no other thread runs a backward into it. A hook that holds its own leaf
-/// keeps it alive until the [`Hook`] is dropped; if that was forgotten, for ever. The closure is given the leaf.
+/// Hooks run in the order of their registration, in the thread that runs the backward.
+/// [`grad()`](super::grad()) adds to no `grad` and calls none. An error or a panic becomes an error
+/// of whoever called backward. As in PyTorch, the first hook of a leaf has to be registered while
+/// no other thread runs a backward into it. A hook that holds its own leaf keeps it alive until the
+/// [`Hook`] is dropped; if that was forgotten, for ever. The closure is given the leaf.
 ///
 /// ```
 /// use tch::{Kind, Tensor, no_grad};
@@ -148,8 +157,8 @@ where
     F: Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
 {
     let mut handle = std::ptr::null_mut();
-    // SAFETY: the tensor is a borrowed leaf that requires grad; `state` is what VTable::<F> expects, and C++ takes
-    // it in any case.
+    // SAFETY: the tensor is a borrowed leaf that requires grad; `state` is what VTable::<F>
+    // expects, and C++ takes it in any case.
     let message = unsafe {
         ffi::tch_extension_register_post_accumulate_grad_hook(
             tensor.as_ptr(),
@@ -179,7 +188,9 @@ fn registered(name: &str, message: *mut c_char, handle: *mut ffi::HookHandle) ->
     if let Some(message) = take_message(message) {
         return Err(Error::Autograd(format!("{name}: {message}")));
     }
-    NonNull::new(handle).map(Hook).ok_or_else(|| Error::msg(format!("internal error: {name} made no handle")))
+    NonNull::new(handle)
+        .map(Hook)
+        .ok_or_else(|| Error::msg(format!("internal error: {name} made no handle")))
 }
 
 /// The two entries through which C++ reaches an `F`.
@@ -195,8 +206,8 @@ where
 }
 
 /// # Safety
-/// `state` must be a boxed `F` of a registration, `results` from the call's own C++ frame, and `grads` must point
-/// to one handle, which becomes ours.
+/// `state` must be a boxed `F` of a registration, `results` from the call's own C++ frame, and
+/// `grads` must point to one handle, which becomes ours.
 unsafe extern "C" fn call<F>(
     state: *const c_void,
     _node: *const ffi::FunctionNode,
@@ -210,7 +221,8 @@ where
     let run = || -> Result<()> {
         // SAFETY: as the caller promises; `F: Sync` makes a shared reference fine on any thread.
         let (hook, grad) = unsafe { (&*state.cast::<F>(), owned(*grads)) };
-        let grad = grad.ok_or_else(|| Error::msg("internal error: a hook was called without a gradient"))?;
+        let grad =
+            grad.ok_or_else(|| Error::msg("internal error: a hook was called without a gradient"))?;
         if let Some(replaced) = hook(&grad)? {
             if !replaced.defined() {
                 return Err(Error::msg(

@@ -1,8 +1,9 @@
 //! Operators with a backward of their own, written in Rust, in libtorch's own graph.
 //!
-//! [`Function`] is `torch.autograd.Function`, [`apply()`] its `apply`, [`grad()`] is `torch.autograd.grad`, [`backward`]
-//! `torch.autograd.backward`, [`register_hook`] `Tensor.register_hook`, [`checkpoint()`] `torch.utils.checkpoint`,
-//! [`detect_anomaly`] and [`saved_tensors_hooks`] are what Python calls so.
+//! [`Function`] is `torch.autograd.Function`, [`apply()`] its `apply`, [`grad()`] is
+//! `torch.autograd.grad`, [`backward`] `torch.autograd.backward`, [`register_hook`]
+//! `Tensor.register_hook`, [`checkpoint()`] `torch.utils.checkpoint`, [`detect_anomaly`] and
+//! [`saved_tensors_hooks`] are what Python calls so.
 
 mod anomaly;
 mod apply;
@@ -25,7 +26,8 @@ pub use hook::{Hook, register_hook, register_post_accumulate_grad_hook};
 pub use saved_hooks::{SavedTensorsHooks, save_on_cpu, saved_tensors_hooks};
 pub use tensors::{Inputs, Tensors};
 
-/// How many nodes made by [`apply`] exist at the moment, in all threads: for tests that look for leaks.
+/// How many nodes made by [`apply`] exist at the moment, in all threads: for tests that look for
+/// leaks.
 pub fn live_nodes() -> i64 {
     crate::ffi::autograd::tch_extension_live_nodes()
 }

@@ -3,7 +3,8 @@
 use tch::Tensor;
 use torch_sys::C_tensor;
 
-/// Handles that are borrowed for a call of C++; null where there is none. Few of them need no allocation.
+/// Handles that are borrowed for a call of C++; null where there is none. Few of them need no
+/// allocation.
 pub(super) struct Pointers {
     few: [*const C_tensor; Pointers::FEW],
     many: Vec<*const C_tensor>,

@@ -13,7 +13,8 @@ use std::thread::{self, ThreadId};
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
-/// Hooks that are in force in this thread until this guard is dropped. Guards nest: the youngest counts.
+/// Hooks that are in force in this thread until this guard is dropped. Guards nest: the youngest
+/// counts.
 #[must_use = "the hooks are in force until the guard is dropped; `let _ =` drops it at once"]
 pub struct SavedTensorsHooks {
     id: u64,
@@ -21,18 +22,19 @@ pub struct SavedTensorsHooks {
     _thread: PhantomData<*mut u8>,
 }
 
-/// Calls `pack` with every tensor that an operator of this crate saves while the guard lives, in this thread, and keeps
-/// what it returns in the tensor's place; `unpack` makes the tensor again when a backward asks for it. What
-/// `torch.autograd.graph.saved_tensors_hooks` is in Python.
+/// Calls `pack` with every tensor that an operator of this crate saves while the guard lives, in
+/// this thread, and keeps what it returns in the tensor's place; `unpack` makes the tensor again
+/// when a backward asks for it. What `torch.autograd.graph.saved_tensors_hooks` is in Python.
 ///
-/// `pack` runs in [`apply`](super::apply()) with grad mode off and must not change the tensor; `unpack` may run in any
-/// thread, each time that a backward asks, and has to return a tensor of the same shape, kind and device. A tensor that is
-/// packed is no longer checked for changes in place since: `pack` has to copy what may change. An error or panic in `pack` is
-/// an error of `apply`, one in `unpack`, or another shape, an error of whoever called backward. `unpack` cannot unpack, by a
-/// backward of its own, the very tensor that it makes: that is an error, too.
+/// `pack` runs in [`apply`](super::apply()) with grad mode off and must not change the tensor;
+/// `unpack` may run in any thread, each time that a backward asks, and has to return a tensor of
+/// the same shape, kind and device. A tensor that is packed is no longer checked for changes in
+/// place since: `pack` has to copy what may change. An error or panic in `pack` is an error of
+/// `apply`, one in `unpack`, or another shape, an error of whoever called backward. `unpack` cannot
+/// unpack, by a backward of its own, the very tensor that it makes: that is an error, too.
 ///
-/// Only tensors that a [`Function`](super::Function) saves are packed. libtorch's own nodes ask a Python interpreter for
-/// their hooks, and there is none here.
+/// Only tensors that a [`Function`](super::Function) saves are packed. libtorch's own nodes ask a
+/// Python interpreter for their hooks, and there is none here.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -72,24 +74,33 @@ where
     SavedTensorsHooks { id, _thread: PhantomData }
 }
 
-/// Keeps saved tensors in the CPU's memory until the backward, in page-locked memory if `pin_memory` says so: what
-/// `torch.autograd.graph.save_on_cpu` is in Python. For the tensors of [`saved_tensors_hooks`].
+/// Keeps saved tensors in the CPU's memory until the backward, in page-locked memory if
+/// `pin_memory` says so: what `torch.autograd.graph.save_on_cpu` is in Python. For the tensors of
+/// [`saved_tensors_hooks`].
 pub fn save_on_cpu(pin_memory: bool) -> SavedTensorsHooks {
     let pack = move |tensor: &Tensor| {
         let (device, kind) = (tensor.device(), tensor.f_kind()?);
         let copy = if pin_memory && device.is_cuda() {
-            let mut pinned = Tensor::f_empty(tensor.size(), (kind, Device::Cpu))?.f_pin_memory(device)?;
+            let mut pinned =
+                Tensor::f_empty(tensor.size(), (kind, Device::Cpu))?.f_pin_memory(device)?;
             pinned.f_copy_(tensor)?;
             pinned
         } else {
             // A copy on the CPU, too: what hooks packed is not checked for changes in place.
-            tensor.f_to_device_(Device::Cpu, kind, /* non_blocking */ false, /* copy */ true)?
+            tensor.f_to_device_(
+                Device::Cpu,
+                kind,
+                /* non_blocking */ false,
+                /* copy */ true,
+            )?
         };
         Ok((device, copy))
     };
     let unpack = move |(device, copy): &(Device, Tensor)| {
         let kind = copy.f_kind()?;
-        Ok(copy.f_to_device_(*device, kind, /* non_blocking */ pin_memory, /* copy */ false)?)
+        Ok(copy.f_to_device_(
+            *device, kind, /* non_blocking */ pin_memory, /* copy */ false,
+        )?)
     };
     saved_tensors_hooks(pack, unpack)
 }
@@ -145,8 +156,9 @@ where
     }
 
     fn unpack(&self, packed: &(dyn Any + Send)) -> Result<Tensor> {
-        let packed =
-            packed.downcast_ref().ok_or_else(|| Error::msg("internal error: packed by other hooks"))?;
+        let packed = packed
+            .downcast_ref()
+            .ok_or_else(|| Error::msg("internal error: packed by other hooks"))?;
         (self.unpack)(packed)
     }
 }
@@ -226,7 +238,8 @@ unsafe extern "C" fn unpack(state: *const c_void, results: *mut ffi::BackwardRes
         }
         let packed = state.packed.lock().unwrap_or_else(PoisonError::into_inner);
         let _unpacking = Unpacking::begin(&state.unpacks);
-        let packed = packed.as_deref().ok_or_else(|| Error::msg("internal error: nothing was packed"))?;
+        let packed =
+            packed.as_deref().ok_or_else(|| Error::msg("internal error: nothing was packed"))?;
         let tensor = state.hooks.unpack(packed)?;
         // SAFETY: `results` is the caller's.
         unsafe { give_gradient(results, 0, tensor) };

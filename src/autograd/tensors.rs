@@ -40,7 +40,8 @@ impl<'a> Deref for Inputs<'a> {
     }
 }
 
-/// Owned tensors, some of which may be absent: the outputs of a forward, incoming and outgoing gradients.
+/// Owned tensors, some of which may be absent: the outputs of a forward, incoming and outgoing
+/// gradients.
 ///
 /// Made with `into()` from a tensor, an option, an array, or a vector of either.
 #[derive(Debug, Default)]
@@ -109,7 +110,9 @@ impl Tensors {
     pub fn exactly<const N: usize>(self) -> Result<[Tensor; N]> {
         let (len, present) = (self.len(), self.iter().flatten().count());
         match <[Option<Tensor>; N]>::try_from(self.into_vec()) {
-            Ok(tensors) if present == N => Ok(tensors.map(|tensor| tensor.expect("all are present"))),
+            Ok(tensors) if present == N => {
+                Ok(tensors.map(|tensor| tensor.expect("all are present")))
+            }
             _ => Err(Error::Autograd(format!(
                 "expected {N} tensors, got {len}, of which {present} are present"
             ))),
@@ -155,7 +158,8 @@ fn is_defined(tensor: &Tensor) -> bool {
 }
 
 fn absent(what: &str, index: usize, len: usize) -> Error {
-    let reason = if index < len { "it is absent".to_string() } else { format!("there are only {len}") };
+    let reason =
+        if index < len { "it is absent".to_string() } else { format!("there are only {len}") };
     Error::Autograd(format!("{what} {index} was asked for, but {reason}"))
 }
 

@@ -1,4 +1,5 @@
-//! What `ffi::cuda` has, for a build without CUDA: every function refuses, and the handles cannot exist.
+//! What `ffi::cuda` has, for a build without CUDA: every function refuses, and the handles cannot
+//! exist.
 
 use super::{MemoryStats, StreamParts, not_compiled};
 use crate::Result;

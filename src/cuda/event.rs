@@ -52,10 +52,11 @@ impl Event {
         create("Event::without_timing", device, false, false)
     }
 
-    /// A new event, with a time, that the capture of a graph makes part of the graph: each replay records it where
-    /// the capture recorded it, and waits for it where the capture did. Between two of them is the time of what the
-    /// graph does there, without that of its launch. It may be dropped before the graph. Any other event, recorded in a capture, only orders the
-    /// captured streams.
+    /// A new event, with a time, that the capture of a graph makes part of the graph: each replay
+    /// records it where the capture recorded it, and waits for it where the capture did. Between
+    /// two of them is the time of what the graph does there, without that of its launch. It may be
+    /// dropped before the graph. Any other event, recorded in a capture, only orders the captured
+    /// streams.
     ///
     /// ```no_run
     /// # use tch::{Device, Tensor};
@@ -107,16 +108,19 @@ impl Event {
     pub fn record_on(&self, stream: &Stream) -> Result<()> {
         let op = "Event::record_on";
         if stream.device() != self.device {
-            let reason =
-                format!("expected a stream of {:?}, as the event, got {:?}", self.device, stream.device());
+            let reason = format!(
+                "expected a stream of {:?}, as the event, got {:?}",
+                self.device,
+                stream.device()
+            );
             return Err(refused(op, reason));
         }
         let _guard = DeviceGuard::new(self.device)?;
         self.handle.record(op, stream.parts())
     }
 
-    /// Waits, on the CPU, until the work before the event is done. An event that was never recorded is not waited
-    /// for.
+    /// Waits, on the CPU, until the work before the event is done. An event that was never recorded
+    /// is not waited for.
     ///
     /// # Errors
     /// CUDA's; a kernel that failed shows here.
@@ -149,7 +153,10 @@ impl Event {
     pub fn elapsed(&self, end: &Event) -> Result<Duration> {
         let op = "Event::elapsed";
         if !(self.timing && end.timing) {
-            return Err(refused(op, "an event made by Event::without_timing has no time; use Event::new"));
+            return Err(refused(
+                op,
+                "an event made by Event::without_timing has no time; use Event::new",
+            ));
         }
         let _guard = DeviceGuard::new(self.device)?;
         end.handle.synchronize(op)?;

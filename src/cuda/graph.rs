@@ -6,26 +6,29 @@ use std::cell::Cell;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tch::Device;
 
-/// Work on the GPU that was captured once and is launched again as a whole: libtorch's `CUDAGraph`, for steps
-/// whose many small kernels take longer to launch than to run.
+/// Work on the GPU that was captured once and is launched again as a whole: libtorch's `CUDAGraph`,
+/// for steps whose many small kernels take longer to launch than to run.
 ///
 /// What must hold:
-/// - **Warm up first**: run the closure's work a few times before, best on a side stream, so that libraries are
-///   loaded and have chosen their kernels.
-/// - **Memory that libtorch only keeps** is given back to CUDA before a capture, on all devices, as Python's
-///   `torch.cuda.graph` does: what comes next allocates anew, so capture before a loop, not in it.
-/// - **No waiting for the GPU** in the closure: no reading of values on the CPU, no `synchronize`, no shape that
-///   depends on values. It makes the capture fail, as an `Err`. Nor may any other thread synchronise the whole
-///   device, empty libtorch's cache, replay a graph or draw CUDA random numbers meanwhile; allocating is fine.
-/// - **The same memory**: a replay reads the tensors that the closure read, where they were. Keep them alive as
-///   long as the graph, and change their values in place (`copy_`).
-/// - **The results belong to the graph**: the memory of tensors made in the closure is in a pool of the graph's,
-///   and each replay overwrites it. Before the first replay they hold nothing of use. Copy what is to stay.
+/// - **Warm up first**: run the closure's work a few times before, best on a side stream, so that
+///   libraries are loaded and have chosen their kernels.
+/// - **Memory that libtorch only keeps** is given back to CUDA before a capture, on all devices, as
+///   Python's `torch.cuda.graph` does: what comes next allocates anew, so capture before a loop,
+///   not in it.
+/// - **No waiting for the GPU** in the closure: no reading of values on the CPU, no `synchronize`,
+///   no shape that depends on values. It makes the capture fail, as an `Err`. Nor may any other
+///   thread synchronise the whole device, empty libtorch's cache, replay a graph or draw CUDA
+///   random numbers meanwhile; allocating is fine.
+/// - **The same memory**: a replay reads the tensors that the closure read, where they were. Keep
+///   them alive as long as the graph, and change their values in place (`copy_`).
+/// - **The results belong to the graph**: the memory of tensors made in the closure is in a pool of
+///   the graph's, and each replay overwrites it. Before the first replay they hold nothing of use.
+///   Copy what is to stay.
 /// - The CPU's part of the closure, such as counters and prints, happens in the capture only.
 ///
-/// Random numbers differ from replay to replay, as they would without a graph. All graphs of a device share their
-/// place in the sequence, on the GPU, too: replay those that draw on one stream, or one after the other is done, and
-/// let the work be done before the last of them is dropped.
+/// Random numbers differ from replay to replay, as they would without a graph. All graphs of a
+/// device share their place in the sequence, on the GPU, too: replay those that draw on one stream,
+/// or one after the other is done, and let the work be done before the last of them is dropped.
 ///
 /// ```no_run
 /// # use tch::{Device, Kind, Tensor};
@@ -45,24 +48,27 @@ pub struct Graph {
     device: Device,
 }
 
-// SAFETY: libtorch's graph is bound to no thread once it is captured; it may be replayed and deleted by any, one
-// at a time (it is not Sync).
+// SAFETY: libtorch's graph is bound to no thread once it is captured; it may be replayed and
+// deleted by any, one at a time (it is not Sync).
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Captures the work that `body` gives to `device`, on a stream of its own, without doing it, and hands back
-    /// what `body` returned. In thread-local mode: other threads may go on allocating. One capture at a time in a
-    /// process; a second waits for the first, so `body` must not wait for a thread that captures.
+    /// Captures the work that `body` gives to `device`, on a stream of its own, without doing it,
+    /// and hands back what `body` returned. In thread-local mode: other threads may go on
+    /// allocating. One capture at a time in a process; a second waits for the first, so `body` must
+    /// not wait for a thread that captures.
     ///
     /// # Errors
-    /// That of `body`; when its work cannot be captured, or when called by a `body`; when `device` is no CUDA device
-    /// that is there, or this build has no CUDA. After an error or a panic of `body` nothing is left of the capture.
+    /// That of `body`; when its work cannot be captured, or when called by a `body`; when `device`
+    /// is no CUDA device that is there, or this build has no CUDA. After an error or a panic of
+    /// `body` nothing is left of the capture.
     pub fn capture<T>(device: Device, body: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
         capture("Graph::capture", Place::OwnStream(device), None, body)
     }
 
-    /// [`Graph::capture`] on a stream of the caller's, which may have done work before. A backward runs on the streams
-    /// of its forward: one is captured alone where its forward ran on the stream that is being captured.
+    /// [`Graph::capture`] on a stream of the caller's, which may have done work before. A backward
+    /// runs on the streams of its forward: one is captured alone where its forward ran on the
+    /// stream that is being captured.
     ///
     /// ```no_run
     /// # use tch::{Device, Kind, Tensor};
@@ -83,14 +89,16 @@ impl Graph {
     /// ```
     ///
     /// # Errors
-    /// As [`Graph::capture`]; when `stream` is CUDA's default stream, which cannot be captured, or is being captured.
+    /// As [`Graph::capture`]; when `stream` is CUDA's default stream, which cannot be captured, or
+    /// is being captured.
     pub fn capture_on<T>(stream: &Stream, body: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
         capture("Graph::capture_on", Place::Stream(stream), None, body)
     }
 
-    /// [`Graph::capture`] on the device of `other`, in the same pool of memory: what `other` needs between its
-    /// kernels only, this one uses, too. Replay them one at a time, in the order in which they were captured; and
-    /// results of `other` that were dropped before this capture are no longer there.
+    /// [`Graph::capture`] on the device of `other`, in the same pool of memory: what `other` needs
+    /// between its kernels only, this one uses, too. Replay them one at a time, in the order in
+    /// which they were captured; and results of `other` that were dropped before this capture are
+    /// no longer there.
     ///
     /// ```no_run
     /// # use tch::{Device, Kind, Tensor};
@@ -107,12 +115,15 @@ impl Graph {
     ///
     /// # Errors
     /// As [`Graph::capture`].
-    pub fn capture_in_pool_of<T>(other: &Graph, body: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
+    pub fn capture_in_pool_of<T>(
+        other: &Graph,
+        body: impl FnOnce() -> Result<T>,
+    ) -> Result<(Graph, T)> {
         capture("Graph::capture_in_pool_of", Place::OwnStream(other.device), Some(other), body)
     }
 
-    /// Does the captured work again, on the current stream of the graph's device, with what its inputs now hold.
-    /// Does not wait for it.
+    /// Does the captured work again, on the current stream of the graph's device, with what its
+    /// inputs now hold. Does not wait for it.
     ///
     /// ```no_run
     /// # use tch::{Device, Kind, Tensor};
@@ -178,7 +189,9 @@ impl Place<'_> {
             Place::Stream(stream) => **stream,
         };
         match stream.as_ptr().is_null() {
-            true => Err(refused(op, "CUDA's default stream cannot be captured; use one of Stream::new")),
+            true => {
+                Err(refused(op, "CUDA's default stream cannot be captured; use one of Stream::new"))
+            }
             false => Ok(stream),
         }
     }
@@ -195,7 +208,8 @@ fn capture<T>(
     let _turn = Turn::take(op)?;
     refuse_if_capturing(op, device)?;
     let stream = place.stream(op)?;
-    // Dropped in reverse: a capture that `body` left by an error or a panic is given up under its own stream.
+    // Dropped in reverse: a capture that `body` left by an error or a panic is given up under its
+    // own stream.
     let _guard = StreamGuard::new(&stream)?;
     refuse_if_capturing(op, device)?;
     let mut handle = ffi::GraphHandle::begin(op, sharing.map(|graph| &graph.handle))?;
@@ -225,7 +239,10 @@ thread_local! {
 impl Turn {
     fn take(op: &str) -> Result<Turn> {
         if CAPTURING.get() {
-            return Err(refused(op, "this thread is capturing already; a capture cannot hold another"));
+            return Err(refused(
+                op,
+                "this thread is capturing already; a capture cannot hold another",
+            ));
         }
         // A closure that panicked left nothing behind.
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);

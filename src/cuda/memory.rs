@@ -4,14 +4,16 @@ use super::{device_index, ffi};
 use crate::Result;
 use tch::Device;
 
-/// What libtorch's allocator holds of a device's memory. All zero under `PYTORCH_NO_CUDA_MEMORY_CACHING`.
+/// What libtorch's allocator holds of a device's memory. All zero under
+/// `PYTORCH_NO_CUDA_MEMORY_CACHING`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryStats {
     /// Bytes of tensors.
     pub allocated: u64,
-    /// The most there was of [`MemoryStats::allocated`], since the start or [`reset_peak_memory_stats`].
+    /// The most there was of [`MemoryStats::allocated`], since the start or
+    /// [`reset_peak_memory_stats`].
     pub peak_allocated: u64,
     /// Bytes taken from CUDA: those of tensors, and those kept for later ones.
     pub reserved: u64,
@@ -58,7 +60,8 @@ pub fn reset_peak_memory_stats(device: Device) -> Result<()> {
     ffi::reset_peak_memory_stats(op, device_index(op, device)?)
 }
 
-/// Gives memory that libtorch keeps and no tensor uses back to CUDA, on every device. Not during a capture.
+/// Gives memory that libtorch keeps and no tensor uses back to CUDA, on every device. Not during a
+/// capture.
 ///
 /// ```no_run
 /// tch_extension::cuda::empty_cache()?;

@@ -1,4 +1,5 @@
-//! CUDA's streams and devices, as libtorch sees them; events, graphs, memory; launches; the precision of products.
+//! CUDA's streams and devices, as libtorch sees them; events, graphs, memory; launches; the
+//! precision of products.
 
 #[cfg(not(tch_extension_cuda))]
 mod absent;
@@ -46,13 +47,15 @@ pub fn device_count() -> usize {
 /// ```
 ///
 /// # Errors
-/// When `device` is no CUDA device that is there, or this build has no CUDA; CUDA's: a kernel that failed shows here.
+/// When `device` is no CUDA device that is there, or this build has no CUDA; CUDA's: a kernel that
+/// failed shows here.
 pub fn synchronize(device: Device) -> Result<()> {
     let op = "synchronize";
     ffi::synchronize(op, device_index(op, device)?)
 }
 
-/// Makes a CUDA device the current one until dropped, then the former one again. On the CPU it does nothing.
+/// Makes a CUDA device the current one until dropped, then the former one again. On the CPU it does
+/// nothing.
 #[derive(Debug)]
 #[must_use = "the device is switched back when the guard is dropped"]
 pub struct DeviceGuard {
@@ -77,13 +80,17 @@ impl DeviceGuard {
     }
 }
 
-/// The index of a CUDA device that is there. Checked here, because libtorch's C shim would only print.
+/// The index of a CUDA device that is there. Checked here, because libtorch's C shim would only
+/// print.
 fn device_index(op: &str, device: Device) -> Result<i32> {
     let reason = match device {
         _ if !is_compiled() => return Err(not_compiled(op)),
         Device::Cuda(index) => match i32::try_from(index) {
             Ok(index) if i64::from(index) < tch::Cuda::device_count() => return Ok(index),
-            _ => format!("there is no CUDA device {index}; libtorch sees {}", tch::Cuda::device_count()),
+            _ => format!(
+                "there is no CUDA device {index}; libtorch sees {}",
+                tch::Cuda::device_count()
+            ),
         },
         other => format!("expected a CUDA device, got {other:?}"),
     };
@@ -137,6 +144,8 @@ pub fn launch(device: Device, launcher: impl FnOnce(*mut c_void) -> LaunchStatus
     match ffi::LaunchPlace::enter(op, index)? {
         Some(place) => launcher(place.stream()).into_result(),
         // It has the words for what is wrong. Nothing was launched, so this is never a success.
-        None => Err(device_index(op, device).err().unwrap_or_else(|| refused(op, "no such CUDA device"))),
+        None => Err(device_index(op, device)
+            .err()
+            .unwrap_or_else(|| refused(op, "no such CUDA device"))),
     }
 }

@@ -27,7 +27,8 @@ impl StreamParts {
     }
 }
 
-/// A stream of a CUDA device, by libtorch's own name for it: its allocator and its guards know it again.
+/// A stream of a CUDA device, by libtorch's own name for it: its allocator and its guards know it
+/// again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stream {
     parts: StreamParts,
@@ -35,8 +36,8 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// The stream on which libtorch works at the moment, in this thread, on `device`. Kernels of one's own
-    /// belong on it.
+    /// The stream on which libtorch works at the moment, in this thread, on `device`. Kernels of
+    /// one's own belong on it.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -69,8 +70,8 @@ impl Stream {
         ffi::default_stream(op, device_index(op, device)?).map(|parts| Stream { parts, device })
     }
 
-    /// A stream beside the default one. libtorch has 32 of them for a device and hands them out in turn: after as
-    /// many calls the first comes again.
+    /// A stream beside the default one. libtorch has 32 of them for a device and hands them out in
+    /// turn: after as many calls the first comes again.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -144,8 +145,8 @@ impl Stream {
         ffi::stream_is_idle("Stream::is_idle", &self.parts)
     }
 
-    /// Has work given to this stream from now on wait, on the GPU, for an event; of another device, too. An event
-    /// that was never recorded is not waited for.
+    /// Has work given to this stream from now on wait, on the GPU, for an event; of another device,
+    /// too. An event that was never recorded is not waited for.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -164,7 +165,8 @@ impl Stream {
         event.handle.block("Stream::wait", &self.parts)
     }
 
-    /// Has work given to this stream from now on wait, on the GPU, for all that `other` has to do so far.
+    /// Has work given to this stream from now on wait, on the GPU, for all that `other` has to do
+    /// so far.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -192,8 +194,8 @@ fn from_pool(op: &str, device: Device, high: bool) -> Result<Stream> {
     ffi::pool_stream(op, device_index(op, device)?, high).map(|parts| Stream { parts, device })
 }
 
-/// Makes a stream and its device current in this thread until dropped, then the former stream and device again;
-/// when a panic unwinds, too. Guards nest; drop the inner one first.
+/// Makes a stream and its device current in this thread until dropped, then the former stream and
+/// device again; when a panic unwinds, too. Guards nest; drop the inner one first.
 ///
 /// ```no_run
 /// # use tch::{Device, Kind, Tensor};
@@ -223,9 +225,9 @@ impl StreamGuard {
     }
 }
 
-/// Tells libtorch's allocator that work on `stream` uses the tensor: when the tensor is dropped, its memory is not
-/// used for another one before that work is done. Needed where a tensor made on one stream is read on another and
-/// dropped without the first waiting for the second.
+/// Tells libtorch's allocator that work on `stream` uses the tensor: when the tensor is dropped,
+/// its memory is not used for another one before that work is done. Needed where a tensor made on
+/// one stream is read on another and dropped without the first waiting for the second.
 ///
 /// ```no_run
 /// # use tch::{Device, Kind, Tensor};
@@ -247,7 +249,8 @@ impl StreamGuard {
 pub fn record_stream(tensor: &Tensor, stream: &Stream) -> Result<()> {
     let op = "record_stream";
     if !tensor.defined() || tensor.device() != stream.device {
-        let got = if tensor.defined() { format!("{:?}", tensor.device()) } else { "none".to_string() };
+        let got =
+            if tensor.defined() { format!("{:?}", tensor.device()) } else { "none".to_string() };
         return Err(refused(
             op,
             format!("expected a tensor on {:?}, as the stream, got {got}", stream.device),

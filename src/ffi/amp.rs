@@ -70,7 +70,10 @@ impl AutocastSetting {
 
     /// The kind, when it is on.
     pub(crate) fn kind(&self) -> Option<Kind> {
-        AUTOCAST_KINDS.into_iter().find(|known| self.enabled && known.1 == self.kind).map(|known| known.0)
+        AUTOCAST_KINDS
+            .into_iter()
+            .find(|known| self.enabled && known.1 == self.kind)
+            .map(|known| known.0)
     }
 }
 
@@ -93,19 +96,26 @@ pub(crate) fn leave_autocast() -> Result<()> {
     check(tch_extension_autocast_leave())
 }
 
-/// The tensor in this kind, if autocast would cast it on this device: floating, not `Double`, and there.
+/// The tensor in this kind, if autocast would cast it on this device: floating, not `Double`, and
+/// there.
 pub(crate) fn cached_cast(tensor: &Tensor, kind: Kind, device: Device) -> Result<Tensor> {
     let mut result = std::ptr::null_mut();
     let cuda = device != Device::Cpu;
     // SAFETY: borrowed from a live, defined tensor; `result` is written on success.
-    check(unsafe { tch_extension_cached_cast(tensor.as_ptr(), super::kind_code(kind)?, cuda, &mut result) })?;
+    check(unsafe {
+        tch_extension_cached_cast(tensor.as_ptr(), super::kind_code(kind)?, cuda, &mut result)
+    })?;
     // SAFETY: a handle for us to own.
     Ok(unsafe { Tensor::from_ptr(result) })
 }
 
-/// Multiplies gradients, all of one device and kind, by `inverse_scale`, and adds to `found_inf` if one was not
-/// finite. Both are scalars of kind Float on that device. Does not wait for the device.
-pub(crate) fn unscale(gradients: &[Tensor], found_inf: &mut Tensor, inverse_scale: &Tensor) -> Result<()> {
+/// Multiplies gradients, all of one device and kind, by `inverse_scale`, and adds to `found_inf` if
+/// one was not finite. Both are scalars of kind Float on that device. Does not wait for the device.
+pub(crate) fn unscale(
+    gradients: &[Tensor],
+    found_inf: &mut Tensor,
+    inverse_scale: &Tensor,
+) -> Result<()> {
     let pointers: Vec<_> = gradients.iter().map(Tensor::as_ptr).collect();
     // SAFETY: borrowed from live tensors; libtorch itself checks kinds, devices and sizes.
     check(unsafe {

@@ -4,8 +4,8 @@ use std::ffi::{c_char, c_int, c_void};
 use std::marker::PhantomData;
 use torch_sys::C_tensor;
 
-/// A `FunctionNode` while its backward runs. Neither `Send` nor `Sync`: what it answers depends on the engine's
-/// state in this thread.
+/// A `FunctionNode` while its backward runs. Neither `Send` nor `Sync`: what it answers depends on
+/// the engine's state in this thread.
 #[repr(C)]
 pub(crate) struct FunctionNode {
     _opaque: [u8; 0],
@@ -177,7 +177,10 @@ unsafe extern "C" {
         create_graph: bool,
     ) -> *mut c_char;
     pub(crate) fn tch_extension_retain_grad(tensor: *const C_tensor) -> *mut c_char;
-    pub(crate) fn tch_extension_grad_fn(tensor: *const C_tensor, name: *mut *mut c_char) -> *mut c_char;
+    pub(crate) fn tch_extension_grad_fn(
+        tensor: *const C_tensor,
+        name: *mut *mut c_char,
+    ) -> *mut c_char;
     pub(crate) safe fn tch_extension_set_anomaly_mode(setting: AnomalySetting) -> AnomalySetting;
     pub(crate) fn tch_extension_register_post_accumulate_grad_hook(
         tensor: *const C_tensor,

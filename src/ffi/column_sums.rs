@@ -1,4 +1,5 @@
-//! `csrc/include/tch_extension/column_sums.h`: sums of the columns of a matrix, as a part of some kernels.
+//! `csrc/include/tch_extension/column_sums.h`: sums of the columns of a matrix, as a part of some
+//! kernels.
 
 use super::checked;
 use crate::Result;
@@ -22,9 +23,9 @@ pub(super) fn is_aligned(pointers: &[*mut c_void]) -> bool {
 }
 
 impl ColumnSums {
-    /// For the columns of a `[rows, columns]`, into `sums` (`[columns]`). `may_fold`: the matrix is contiguous and
-    /// begins at a multiple of 16 bytes. The second is the memory that the struct points to, to be kept until the
-    /// kernels are started.
+    /// For the columns of a `[rows, columns]`, into `sums` (`[columns]`). `may_fold`: the matrix is
+    /// contiguous and begins at a multiple of 16 bytes. The second is the memory that the struct
+    /// points to, to be kept until the kernels are started.
     pub(super) fn new(
         (rows, columns): (i64, i64),
         may_fold: bool,
@@ -63,7 +64,8 @@ fn lanes(kind: Kind) -> i64 {
 
 /// Slabs, and rows that are read as one.
 fn cuts_on_cuda(rows: i64, columns: i64, kind: Kind, may_fold: bool) -> (i64, i64) {
-    /// Folded rows need a second kernel, which reading fewer bytes value by value does not take longer than.
+    /// Folded rows need a second kernel, which reading fewer bytes value by value does not take
+    /// longer than.
     const FEWEST_BYTES: i64 = 4 << 20;
     let slabs = slabs_on_cuda(rows, columns, kind);
     let is_odd = columns % lanes(kind) != 0;

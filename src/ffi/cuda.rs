@@ -28,13 +28,19 @@ unsafe extern "C" {
         result: *mut StreamParts,
     ) -> *mut c_char;
     fn tch_extension_cuda_stream_synchronize(stream: *const StreamParts) -> *mut c_char;
-    fn tch_extension_cuda_stream_is_idle(stream: *const StreamParts, idle: *mut bool) -> *mut c_char;
+    fn tch_extension_cuda_stream_is_idle(
+        stream: *const StreamParts,
+        idle: *mut bool,
+    ) -> *mut c_char;
     fn tch_extension_cuda_stream_guard_new(
         stream: *const StreamParts,
         result: *mut *mut c_void,
     ) -> *mut c_char;
     fn tch_extension_cuda_stream_guard_delete(guard: *mut c_void) -> *mut c_char;
-    fn tch_extension_cuda_record_stream(tensor: *const C_tensor, stream: *const StreamParts) -> *mut c_char;
+    fn tch_extension_cuda_record_stream(
+        tensor: *const C_tensor,
+        stream: *const StreamParts,
+    ) -> *mut c_char;
     safe fn tch_extension_cuda_synchronize(device: i32) -> *mut c_char;
 
     // csrc/cuda/memory.cpp
@@ -43,10 +49,17 @@ unsafe extern "C" {
     safe fn tch_extension_cuda_empty_cache() -> *mut c_char;
 
     // csrc/cuda/graph.cpp
-    fn tch_extension_cuda_graph_begin(sharing: *const c_void, result: *mut *mut c_void) -> *mut c_char;
+    fn tch_extension_cuda_graph_begin(
+        sharing: *const c_void,
+        result: *mut *mut c_void,
+    ) -> *mut c_char;
     fn tch_extension_cuda_is_capturing(result: *mut bool) -> *mut c_char;
     fn tch_extension_cuda_graph_end(graph: *mut c_void) -> *mut c_char;
-    fn tch_extension_cuda_graph_count(graph: *const c_void, kernels: *mut usize, others: *mut usize);
+    fn tch_extension_cuda_graph_count(
+        graph: *const c_void,
+        kernels: *mut usize,
+        others: *mut usize,
+    );
     fn tch_extension_cuda_graph_replay(graph: *mut c_void) -> *mut c_char;
     fn tch_extension_cuda_graph_delete(graph: *mut c_void) -> *mut c_char;
 
@@ -72,8 +85,9 @@ const NOT_CAPTURING: i32 = 0;
 /// `cudaErrorNotReady`.
 const NOT_READY: i32 = 600;
 
-/// A live reference into libtorch_cuda.so. Linkers drop a library that nothing refers to, and a program whose
-/// own code names no CUDA function would find itself without a GPU: tch's oldest complaint.
+/// A live reference into libtorch_cuda.so. Linkers drop a library that nothing refers to, and a
+/// program whose own code names no CUDA function would find itself without a GPU: tch's oldest
+/// complaint.
 #[used]
 static KEEP_LIBTORCH_CUDA: unsafe extern "C" fn(i32, *mut *mut c_void) -> i32 =
     aoti_torch_get_current_cuda_stream;
@@ -230,8 +244,8 @@ impl StreamGuardHandle {
 
 impl Drop for StreamGuardHandle {
     fn drop(&mut self) {
-        // SAFETY: made by tch_extension_cuda_stream_guard_new, in this thread, deleted once. A message is of no
-        // use here, but has to be freed.
+        // SAFETY: made by tch_extension_cuda_stream_guard_new, in this thread, deleted once. A
+        // message is of no use here, but has to be freed.
         drop(take_message(unsafe { tch_extension_cuda_stream_guard_delete(self.0) }));
     }
 }
@@ -317,9 +331,11 @@ impl EventHandle {
 
 impl Drop for EventHandle {
     fn drop(&mut self) {
-        // A replay would record an event that is no more. The few that are in graphs stay until the program ends.
+        // A replay would record an event that is no more. The few that are in graphs stay until the
+        // program ends.
         if !self.in_a_graph.load(Ordering::Relaxed) {
-            // SAFETY: made by cudaEventCreateWithFlags, destroyed once. Its status is of no use here.
+            // SAFETY: made by cudaEventCreateWithFlags, destroyed once. Its status is of no use
+            // here.
             let _ = unsafe { cudaEventDestroy(self.raw) };
         }
     }
@@ -334,8 +350,10 @@ impl GraphHandle {
     pub(crate) fn begin(op: &str, sharing: Option<&GraphHandle>) -> Result<Self> {
         let sharing = sharing.map_or(null(), |graph| graph.0.cast_const());
         let mut raw = null_mut();
-        // SAFETY: null or a live graph, of which only the pool's name is read; `raw` is written on success.
-        check(op, unsafe { tch_extension_cuda_graph_begin(sharing, &mut raw) }).map(|()| GraphHandle(raw))
+        // SAFETY: null or a live graph, of which only the pool's name is read; `raw` is written on
+        // success.
+        check(op, unsafe { tch_extension_cuda_graph_begin(sharing, &mut raw) })
+            .map(|()| GraphHandle(raw))
     }
 
     /// Ends the capture: once, in the thread and under the stream of [`GraphHandle::begin`].
@@ -360,8 +378,8 @@ impl GraphHandle {
 
 impl Drop for GraphHandle {
     fn drop(&mut self) {
-        // SAFETY: made by tch_extension_cuda_graph_begin, deleted once. A message is of no use here, but has to
-        // be freed.
+        // SAFETY: made by tch_extension_cuda_graph_begin, deleted once. A message is of no use
+        // here, but has to be freed.
         drop(take_message(unsafe { tch_extension_cuda_graph_delete(self.0) }));
     }
 }

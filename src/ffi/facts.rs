@@ -1,5 +1,6 @@
-//! `csrc/tensor/facts.cpp`: what checks and launches ask of an operator's tensors, and its outputs, in one call for
-//! all of them. Each of tch's own questions is a call, a look for an error, and often an allocation.
+//! `csrc/tensor/facts.cpp`: what checks and launches ask of an operator's tensors, and its outputs,
+//! in one call for all of them. Each of tch's own questions is a call, a look for an error, and
+//! often an allocation.
 
 use super::take_message;
 use crate::{Error, Result};
@@ -10,7 +11,8 @@ use torch_sys::C_tensor;
 
 const MOST_DIMS: usize = 4;
 
-/// What there is to know about one tensor. The address is good for as long as the tensor is borrowed.
+/// What there is to know about one tensor. The address is good for as long as the tensor is
+/// borrowed.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Facts {
@@ -37,7 +39,11 @@ unsafe impl Send for Facts {}
 unsafe impl Sync for Facts {}
 
 unsafe extern "C" {
-    fn tch_extension_facts(tensors: *const *const C_tensor, len: usize, facts: *mut Facts) -> *mut c_char;
+    fn tch_extension_facts(
+        tensors: *const *const C_tensor,
+        len: usize,
+        facts: *mut Facts,
+    ) -> *mut c_char;
     fn tch_extension_empty(
         sizes: *const Size,
         len: usize,
@@ -48,7 +54,8 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// Of each tensor; of an absent or an extraordinary one (undefined, sparse, nested) only that it is none.
+/// Of each tensor; of an absent or an extraordinary one (undefined, sparse, nested) only that it is
+/// none.
 pub(crate) fn facts<const N: usize>(tensors: [Option<&Tensor>; N]) -> Result<[Facts; N]> {
     let pointers = tensors.map(|tensor| tensor.map_or(null(), Tensor::as_ptr));
     let mut facts = [Facts::NONE; N];
@@ -105,7 +112,9 @@ impl Facts {
         match self.device {
             _ if self.dim < 0 => None,
             CPU => Some(Device::Cpu),
-            index => usize::try_from(index).ok().filter(|_| crate::cuda::is_compiled()).map(Device::Cuda),
+            index => {
+                usize::try_from(index).ok().filter(|_| crate::cuda::is_compiled()).map(Device::Cuda)
+            }
         }
     }
 
@@ -120,7 +129,8 @@ impl Facts {
         usize::try_from(self.dim).is_ok_and(|dim| dim == N).then_some(sizes)
     }
 
-    /// How many elements lie between the rows of a matrix whose rows a kernel may read element by element.
+    /// How many elements lie between the rows of a matrix whose rows a kernel may read element by
+    /// element.
     pub fn row_stride(&self) -> Option<i64> {
         let [_, columns] = self.sizes()?;
         (self.is_in_memory && (columns <= 1 || self.strides[1] == 1)).then_some(self.strides[0])
@@ -150,13 +160,19 @@ pub(crate) struct Fresh {
     pub data: *mut c_void,
 }
 
-/// New tensors of these sizes and of `like`'s kind and device, contiguous: for kernels that write every element.
-pub(crate) fn empty<const N: usize>(sizes: [Option<&[i64]>; N], like: &Facts) -> Result<[Option<Fresh>; N]> {
+/// New tensors of these sizes and of `like`'s kind and device, contiguous: for kernels that write
+/// every element.
+pub(crate) fn empty<const N: usize>(
+    sizes: [Option<&[i64]>; N],
+    like: &Facts,
+) -> Result<[Option<Fresh>; N]> {
     let mut asked = [Size { sizes: [0; MOST_DIMS], dim: -1 }; N];
     for (asked, sizes) in asked.iter_mut().zip(sizes) {
         let Some(sizes) = sizes else { continue };
         let places = asked.sizes.get_mut(..sizes.len());
-        places.ok_or_else(|| Error::msg("internal error: too many dimensions"))?.copy_from_slice(sizes);
+        places
+            .ok_or_else(|| Error::msg("internal error: too many dimensions"))?
+            .copy_from_slice(sizes);
         asked.dim = sizes.len() as i32;
     }
     let (mut tensors, mut data) = ([null_mut(); N], [null_mut(); N]);
@@ -233,11 +249,22 @@ mod tests {
         assert_eq!((whole.sizes(), whole.row_stride()), (Some([4, 6]), Some(6)));
         assert!(whole.is_plain_matrix() && !whole.requires_grad && !whole.is_row());
         assert_eq!((turned.sizes(), turned.row_stride()), (Some([6, 4]), None));
-        assert_eq!((part.sizes(), part.row_stride(), part.is_plain_matrix()), (Some([4, 3]), Some(6), false));
+        assert_eq!(
+            (part.sizes(), part.row_stride(), part.is_plain_matrix()),
+            (Some([4, 3]), Some(6), false)
+        );
         assert_eq!((row.sizes(), row.kind_code(), row.requires_grad), (Some([3]), 5, true));
-        assert!(row.is_row() && row.sizes::<2>().is_none() && !row.is_like(&whole) && part.is_like(&whole));
+        assert!(
+            row.is_row()
+                && row.sizes::<2>().is_none()
+                && !row.is_like(&whole)
+                && part.is_like(&whole)
+        );
         let step = facts([Some(&base.narrow(1, 2, 3).unsqueeze(0))]).unwrap()[0].of_one_step();
-        assert_eq!((step.sizes(), step.row_stride(), step.data()), (Some([4, 3]), Some(6), part.data()));
+        assert_eq!(
+            (step.sizes(), step.row_stride(), step.data()),
+            (Some([4, 3]), Some(6), part.data())
+        );
         assert_eq!(whole.of_one_step().sizes(), Some([4, 6]));
         let steps = facts([Some(&base.view([2, 2, 6]))]).unwrap()[0].of_one_step();
         assert_eq!((steps.sizes(), steps.sizes::<2>()), (Some([2, 2, 6]), None));
@@ -253,11 +280,15 @@ mod tests {
         for device in crate::testing::devices() {
             let like = Tensor::zeros([1], (Kind::BFloat16, device));
             let [like] = facts([Some(&like)]).unwrap();
-            let [first, none, last] = empty([Some(&[2, 3]), None, Some(&[1, 0, 7])], &like).unwrap();
+            let [first, none, last] =
+                empty([Some(&[2, 3]), None, Some(&[1, 0, 7])], &like).unwrap();
             let first = first.unwrap();
             assert_eq!(first.data, first.tensor.data_ptr());
             let (first, last) = (first.tensor, last.unwrap().tensor);
-            assert_eq!((first.size(), first.kind(), first.device()), (vec![2, 3], Kind::BFloat16, device));
+            assert_eq!(
+                (first.size(), first.kind(), first.device()),
+                (vec![2, 3], Kind::BFloat16, device)
+            );
             assert!(first.is_contiguous() && none.is_none() && last.size() == [1, 0, 7]);
             assert!(empty([Some(&[1, -1])], &like).is_err());
         }

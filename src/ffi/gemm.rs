@@ -109,7 +109,13 @@ mod with_cuda {
         let mut result = null_mut();
         // SAFETY: borrowed from live tensors, which C++ checks; `result` is written on success.
         let message = unsafe {
-            tch_extension_gemm_matmul_add_relu(lhs.as_ptr(), rhs.as_ptr(), bias.as_ptr(), code, &mut result)
+            tch_extension_gemm_matmul_add_relu(
+                lhs.as_ptr(),
+                rhs.as_ptr(),
+                bias.as_ptr(),
+                code,
+                &mut result,
+            )
         };
         owned(message, result)
     }
@@ -123,9 +129,11 @@ mod with_cuda {
         let Some(code) = code(path) else { return Ok(None) };
         let bias = bias.map_or(null(), Tensor::as_ptr);
         let mut result = null_mut();
-        // SAFETY: borrowed from live tensors, which C++ checks; a missing bias is null; `result` is written on success.
-        let message =
-            unsafe { tch_extension_gemm_linear(input.as_ptr(), weight.as_ptr(), bias, code, &mut result) };
+        // SAFETY: borrowed from live tensors, which C++ checks; a missing bias is null; `result` is
+        // written on success.
+        let message = unsafe {
+            tch_extension_gemm_linear(input.as_ptr(), weight.as_ptr(), bias, code, &mut result)
+        };
         owned(message, result)
     }
 
@@ -133,7 +141,8 @@ mod with_cuda {
         let Some(code) = code(path) else { return Ok(None) };
         let mut result = null_mut();
         // SAFETY: borrowed from live tensors, which C++ checks; `result` is written on success.
-        let message = unsafe { tch_extension_gemm_product(lhs.as_ptr(), rhs.as_ptr(), code, &mut result) };
+        let message =
+            unsafe { tch_extension_gemm_product(lhs.as_ptr(), rhs.as_ptr(), code, &mut result) };
         owned(message, result)
     }
 }
@@ -150,11 +159,21 @@ mod without_cuda {
         Counters::default()
     }
 
-    pub(crate) fn matmul_add_relu(_: &Tensor, _: &Tensor, _: &Tensor, _: Path) -> Result<Option<Tensor>> {
+    pub(crate) fn matmul_add_relu(
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        _: Path,
+    ) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
-    pub(crate) fn linear(_: &Tensor, _: &Tensor, _: Option<&Tensor>, _: Path) -> Result<Option<Tensor>> {
+    pub(crate) fn linear(
+        _: &Tensor,
+        _: &Tensor,
+        _: Option<&Tensor>,
+        _: Path,
+    ) -> Result<Option<Tensor>> {
         Ok(None)
     }
 
@@ -168,9 +187,9 @@ use with_cuda as ways;
 #[cfg(not(tch_extension_cuda))]
 use without_cuda as ways;
 
-/// `relu(lhs @ rhs + bias)`; nothing where this way is not open: for other tensors than those of one kind on one
-/// CUDA device, for a bias that enlarges the product, for layouts that would have to be copied, for arguments that
-/// do not fit together.
+/// `relu(lhs @ rhs + bias)`; nothing where this way is not open: for other tensors than those of
+/// one kind on one CUDA device, for a bias that enlarges the product, for layouts that would have
+/// to be copied, for arguments that do not fit together.
 pub(crate) use ways::matmul_add_relu;
 
 /// `input @ weightᵀ + bias`, likewise.

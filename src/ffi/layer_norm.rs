@@ -150,7 +150,12 @@ impl Moments {
 }
 
 /// [`optional_ptr`] for an array of which only the number of elements counts.
-fn flat(name: &str, tensor: Option<&Tensor>, numel: i64, like: (Kind, Device)) -> Result<*mut c_void> {
+fn flat(
+    name: &str,
+    tensor: Option<&Tensor>,
+    numel: i64,
+    like: (Kind, Device),
+) -> Result<*mut c_void> {
     let size = tensor.map(Tensor::size).unwrap_or_default();
     let found = size.iter().try_fold(1_i64, |product, &size| product.checked_mul(size));
     let shape = if found == Some(numel) { size } else { vec![numel] };
@@ -197,8 +202,8 @@ pub(crate) fn forward(
         rstd: optional_ptr("rstd", rstd, &[rows], compute)?,
     };
     match like.1 {
-        // SAFETY: the arrays were just checked to be contiguous, of these sizes and kinds; those that are written
-        // are exclusively borrowed, so they are none of the others.
+        // SAFETY: the arrays were just checked to be contiguous, of these sizes and kinds; those
+        // that are written are exclusively borrowed, so they are none of the others.
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
             tch_extension_layer_norm_forward_cuda(&params, stream)
@@ -272,7 +277,12 @@ pub(crate) fn backward(
         grad_input,
         grad_weight: flat("grad_weight", gradients.weight.as_ref(), columns, parameters)?,
         grad_bias: flat("grad_bias", gradients.bias.as_ref(), columns, parameters)?,
-        weight_parts: optional_ptr("weight_parts", weight_parts.as_ref(), &[parts, columns], compute)?,
+        weight_parts: optional_ptr(
+            "weight_parts",
+            weight_parts.as_ref(),
+            &[parts, columns],
+            compute,
+        )?,
         bias_parts: optional_ptr("bias_parts", bias_parts.as_ref(), &[parts, columns], compute)?,
     };
     let has_sums = gradients.weight.is_some() || gradients.bias.is_some();
@@ -281,8 +291,8 @@ pub(crate) fn backward(
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => {
             if !by_columns || is_one_kernel || !grad_input.is_null() {
-                // SAFETY: as in `forward`; the scratch lives until both launches are made, and libtorch's allocator
-                // gives its memory to later work on the same stream only.
+                // SAFETY: as in `forward`; the scratch lives until both launches are made, and
+                // libtorch's allocator gives its memory to later work on the same stream only.
                 crate::cuda::launch(device, |stream| unsafe {
                     tch_extension_layer_norm_backward_cuda(&params, stream)
                 })?;

@@ -36,8 +36,12 @@ unsafe extern "C" {
     ) -> *mut c_char;
     fn tch_extension_free_operator(op: *mut COperator);
     fn tch_extension_operator_schema(op: *const COperator, text: *mut *mut c_char) -> *mut c_char;
-    fn tch_extension_operator_arguments(op: *const COperator, text: *mut *mut c_char) -> *mut c_char;
-    fn tch_extension_operator_backends(op: *const COperator, text: *mut *mut c_char) -> *mut c_char;
+    fn tch_extension_operator_arguments(
+        op: *const COperator,
+        text: *mut *mut c_char,
+    ) -> *mut c_char;
+    fn tch_extension_operator_backends(op: *const COperator, text: *mut *mut c_char)
+    -> *mut c_char;
     fn tch_extension_operator_names(names: *mut *mut c_char) -> *mut c_char;
     fn tch_extension_operator_autograd(
         op: *const COperator,
@@ -93,13 +97,15 @@ impl Drop for Results {
 /// The arguments of a call that are no tensors, for its backward.
 pub(crate) struct Arguments(Results);
 
-// SAFETY: numbers, texts and lists of them, which nobody changes once they are made; any thread may free them.
+// SAFETY: numbers, texts and lists of them, which nobody changes once they are made; any thread may
+// free them.
 unsafe impl Send for Arguments {}
 // SAFETY: as above.
 unsafe impl Sync for Arguments {}
 
 impl Arguments {
-    /// The argument in this place of the schema; `None` for a tensor, or what cannot be read in Rust.
+    /// The argument in this place of the schema; `None` for a tensor, or what cannot be read in
+    /// Rust.
     pub fn get(&self, index: usize) -> Result<Option<Output>> {
         let kept = self.0.values().get(index).filter(|value| value.tag != Tag::Default);
         // SAFETY: what the value points to lives as long as the results.
@@ -140,10 +146,13 @@ unsafe impl Sync for Operator {}
 
 impl Operator {
     pub fn find(name: &str, overload: &str) -> Result<Option<Self>> {
-        let (Ok(name), Ok(overload)) = (CString::new(name), CString::new(overload)) else { return Ok(None) };
+        let (Ok(name), Ok(overload)) = (CString::new(name), CString::new(overload)) else {
+            return Ok(None);
+        };
         let mut result = std::ptr::null_mut();
         // SAFETY: both texts are terminated and live during the call; the handle becomes ours.
-        let message = unsafe { tch_extension_find_operator(name.as_ptr(), overload.as_ptr(), &mut result) };
+        let message =
+            unsafe { tch_extension_find_operator(name.as_ptr(), overload.as_ptr(), &mut result) };
         match take_message(message) {
             Some(message) => Err(Error::Torch(message)),
             None => Ok(NonNull::new(result).map(Operator)),
@@ -171,15 +180,20 @@ impl Operator {
         let mut result = 0;
         let (kind, _) = device_code(device);
         // SAFETY: the handle is alive.
-        let message = unsafe { tch_extension_operator_autograd(self.0.as_ptr(), kind as i32, &mut result) };
+        let message =
+            unsafe { tch_extension_operator_autograd(self.0.as_ptr(), kind as i32, &mut result) };
         take_message(message).map_or(Ok(result != 0), |message| Err(Error::Torch(message)))
     }
 
     /// Calls it, with a value for each of its arguments.
-    pub fn call(&self, values: &[Value<'_>], grad: Grad) -> std::result::Result<Vec<Output>, CallFailure> {
+    pub fn call(
+        &self,
+        values: &[Value<'_>],
+        grad: Grad,
+    ) -> std::result::Result<Vec<Output>, CallFailure> {
         let (mut results, mut error) = (std::ptr::null_mut(), CallError::default());
-        // SAFETY: the handle is alive; `Value` is a `RawValue`, and what they borrow lives during the call; C++
-        // reads one for each argument; the results become ours.
+        // SAFETY: the handle is alive; `Value` is a `RawValue`, and what they borrow lives during
+        // the call; C++ reads one for each argument; the results become ours.
         let message = unsafe {
             tch_extension_call(
                 self.0.as_ptr(),
@@ -193,7 +207,10 @@ impl Operator {
         };
         if let Some(message) = take_message(message) {
             return Err(match error.kind {
-                1 => CallFailure::Argument(usize::try_from(error.argument).unwrap_or_default(), message),
+                1 => CallFailure::Argument(
+                    usize::try_from(error.argument).unwrap_or_default(),
+                    message,
+                ),
                 2 => CallFailure::NoBackward,
                 3 => CallFailure::LostGraph,
                 _ => CallFailure::Operator(message),
@@ -208,7 +225,12 @@ impl Operator {
         let mut kept = std::ptr::null_mut();
         // SAFETY: as in `call`.
         let message = unsafe {
-            tch_extension_keep_arguments(self.0.as_ptr(), values.as_ptr().cast(), values.len(), &mut kept)
+            tch_extension_keep_arguments(
+                self.0.as_ptr(),
+                values.as_ptr().cast(),
+                values.len(),
+                &mut kept,
+            )
         };
         match (take_message(message), NonNull::new(kept)) {
             (None, Some(kept)) => Ok(Arguments(Results(kept))),

@@ -42,9 +42,9 @@ pub(crate) fn bias_grad(grad: &Tensor) -> Result<Tensor> {
         grad: grad.data_ptr(),
     };
     match like.1 {
-        // SAFETY: `rows` has seen to it that the elements of each row are neighbours in memory, and libtorch that
-        // rows so far apart are its own; `ColumnSums` has checked what is written, which is new and so apart from
-        // what is read, and freed in the order of the stream.
+        // SAFETY: `rows` has seen to it that the elements of each row are neighbours in memory, and
+        // libtorch that rows so far apart are its own; `ColumnSums` has checked what is written,
+        // which is new and so apart from what is read, and freed in the order of the stream.
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
             tch_extension_linear_bias_grad_cuda(&params, stream)
@@ -65,7 +65,9 @@ pub(crate) fn bias_grad(grad: &Tensor) -> Result<Tensor> {
 /// The matrix itself if the elements of each row are neighbours in memory, otherwise a copy.
 fn rows(matrix: &Tensor) -> Result<Tensor> {
     let (&[_, columns], &[_, column_stride]) = (&matrix.size()[..], &matrix.stride()[..]) else {
-        return Err(Error::msg(format!("internal error: linear's gradient should be a matrix: {matrix:?}")));
+        return Err(Error::msg(format!(
+            "internal error: linear's gradient should be a matrix: {matrix:?}"
+        )));
     };
     if (column_stride == 1 || columns <= 1) && is_in_memory(matrix) {
         return Ok(matrix.shallow_clone());

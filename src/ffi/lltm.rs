@@ -74,7 +74,9 @@ impl Plan {
         let narrow = |groups: i64| i32::try_from(groups).unwrap_or(1);
         match self {
             Plan::PerStep => [0, 1, 1],
-            Plan::Packed { row_groups, column_groups } => [1, narrow(row_groups), narrow(column_groups)],
+            Plan::Packed { row_groups, column_groups } => {
+                [1, narrow(row_groups), narrow(column_groups)]
+            }
             Plan::Fused { .. } => [2, 1, 1],
             Plan::Persistent { cluster, tf32 } => [if tf32 { 5 } else { 3 }, 1, narrow(cluster)],
             Plan::Grid { columns, row_groups } => [4, narrow(row_groups), narrow(columns)],
@@ -91,7 +93,11 @@ impl Plan {
 
     /// In which kind the bias is added.
     fn bias_kind(self, product: Kind) -> Kind {
-        if matches!(self, Plan::Fused { .. } | Plan::TensorCores) { product } else { gates_kind(product) }
+        if matches!(self, Plan::Fused { .. } | Plan::TensorCores) {
+            product
+        } else {
+            gates_kind(product)
+        }
     }
 }
 
@@ -139,16 +145,18 @@ pub(crate) struct Outputs {
     pub activations: Option<Tensor>,
 }
 
-/// All steps. There has to be at least one, with a row and a column. Memory: the gates, which become the activations
-/// where the kinds are one; output, c.
+/// All steps. There has to be at least one, with a row and a column. Memory: the gates, which
+/// become the activations where the kinds are one; output, c.
 pub(crate) fn forward(plan: Plan, operands: &Operands<'_>, keep: bool) -> Result<Outputs> {
     let Sizes { steps, batch, features, hidden } = operands.sizes()?;
     let device = operands.input.device();
     let (product, state) = (operands.h0.f_kind()?, operands.c0.f_kind()?);
     let sums = gates_kind(product);
     let bias_kind = plan.bias_kind(product);
-    let bias =
-        operands.bias.map(|bias| bias.f_reshape([-1])?.f_to_kind(bias_kind)?.f_contiguous()).transpose()?;
+    let bias = operands
+        .bias
+        .map(|bias| bias.f_reshape([-1])?.f_to_kind(bias_kind)?.f_contiguous())
+        .transpose()?;
     checked("input", operands.input, &[steps, batch, features], (product, device))?;
     checked("weight", operands.weight, &[3 * hidden, hidden + features], (product, device))?;
     optional_ptr("bias", bias.as_ref(), &[3 * hidden], (bias_kind, device))?;
@@ -156,7 +164,8 @@ pub(crate) fn forward(plan: Plan, operands: &Operands<'_>, keep: bool) -> Result
     checked("c0", operands.c0, &[batch, hidden], (state, device))?;
 
     let empty = |size: [i64; 3], kind| Tensor::f_empty(size, (kind, device));
-    let mut gates = plan.input_at_once().then(|| empty([steps, batch, 3 * hidden], sums)).transpose()?;
+    let mut gates =
+        plan.input_at_once().then(|| empty([steps, batch, 3 * hidden], sums)).transpose()?;
     let mut output = empty([steps, batch, hidden], state)?;
     let mut c = empty([if keep { steps } else { 1 }, batch, hidden], state)?;
     let mut activations = match &gates {
@@ -183,7 +192,8 @@ pub(crate) fn forward(plan: Plan, operands: &Operands<'_>, keep: bool) -> Result
         c: c.as_mut_ptr(),
         activations: activations.as_mut().map_or(null_mut(), Tensor::as_mut_ptr),
     };
-    // SAFETY: live tensors, checked or made just now to be as `sequence.h` states; those that are written are ours.
+    // SAFETY: live tensors, checked or made just now to be as `sequence.h` states; those that are
+    // written are ours.
     match take_message(unsafe { tch_extension_lltm_forward(&call) }) {
         Some(message) => Err(Error::Torch(message)),
         None => Ok(Outputs { output, c, activations }),
@@ -212,7 +222,11 @@ pub(crate) struct Gradients {
 }
 
 /// All steps in reverse, for the same sizes as [`forward`].
-pub(crate) fn backward(plan: Plan, inputs: &BackwardInputs<'_>, needs_grad_h0: bool) -> Result<Gradients> {
+pub(crate) fn backward(
+    plan: Plan,
+    inputs: &BackwardInputs<'_>,
+    needs_grad_h0: bool,
+) -> Result<Gradients> {
     let (steps, batch, hidden) = inputs.c.size3()?;
     let device = inputs.c.device();
     let (product, state) = (inputs.weight.f_kind()?, inputs.c.f_kind()?);
@@ -262,7 +276,9 @@ pub(crate) fn backward(plan: Plan, inputs: &BackwardInputs<'_>, needs_grad_h0: b
 pub(crate) fn product(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
     let mut result = null_mut();
     // SAFETY: live tensors, and a place for a new one.
-    match take_message(unsafe { tch_extension_lltm_product(lhs.as_ptr(), rhs.as_ptr(), &mut result) }) {
+    match take_message(unsafe {
+        tch_extension_lltm_product(lhs.as_ptr(), rhs.as_ptr(), &mut result)
+    }) {
         Some(message) => Err(Error::Torch(message)),
         // SAFETY: without a message there is a tensor, which is ours.
         None => Ok(unsafe { Tensor::from_ptr(result) }),

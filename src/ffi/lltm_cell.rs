@@ -58,8 +58,8 @@ pub(crate) struct Written<'a> {
     pub output: Option<&'a mut Tensor>,
 }
 
-/// Computes `new_h` and `new_c` from `gates` ([B, 3H]), to which `bias` ([3H]; only on CUDA) is added first, and
-/// `c` ([B, H]). With `save_activations`, `gates` becomes what [`backward`] reads.
+/// Computes `new_h` and `new_c` from `gates` ([B, 3H]), to which `bias` ([3H]; only on CUDA) is
+/// added first, and `c` ([B, H]). With `save_activations`, `gates` becomes what [`backward`] reads.
 pub(crate) fn forward(
     gates: &mut Tensor,
     bias: Option<&Tensor>,
@@ -82,8 +82,8 @@ pub(crate) fn forward(
     };
     let bias = optional_ptr("bias", bias, &[3 * hidden], like)?;
     match like.1 {
-        // SAFETY: the arrays were just checked to be contiguous, of these sizes and of this kind; those that are
-        // written are exclusively borrowed, so they are none of the others.
+        // SAFETY: the arrays were just checked to be contiguous, of these sizes and of this kind;
+        // those that are written are exclusively borrowed, so they are none of the others.
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
             tch_extension_lltm_cell_forward_cuda(&params, bias, stream)
@@ -153,16 +153,21 @@ mod tests {
         static tch_extension_lltm_cell_layout: [usize; 21];
     }
 
-    /// For initcheck, which does not see what libtorch's half products write: here the gates are no product.
+    /// For initcheck, which does not see what libtorch's half products write: here the gates are no
+    /// product.
     #[test]
     fn cuda_kernels_read_what_was_written() {
-        let Some(device) = crate::testing::cuda_or_skip("cuda_kernels_read_what_was_written") else { return };
+        let Some(device) = crate::testing::cuda_or_skip("cuda_kernels_read_what_was_written")
+        else {
+            return;
+        };
         for kind in [Kind::Half, Kind::BFloat16, Kind::Float, Kind::Double] {
             // Whole vectors and not, one block and several.
             for (batch, hidden) in [(3, 5), (16, 128), (300, 40)] {
                 let on = |device| {
                     let ramp = |columns: i64| {
-                        let flat = Tensor::arange(batch * columns, (Kind::Double, Device::Cpu)).sin();
+                        let flat =
+                            Tensor::arange(batch * columns, (Kind::Double, Device::Cpu)).sin();
                         flat.view([batch, columns]).to_kind(kind).to_device(device)
                     };
                     let (mut gates, c) = (ramp(3 * hidden), ramp(hidden));
@@ -177,7 +182,8 @@ mod tests {
                     };
                     let (mut grad_gates, mut grad_c) = (gates.empty_like(), c.empty_like());
                     backward(&inputs, &mut grad_gates, Some(&mut grad_c)).expect("backward");
-                    [new_h, new_c, gates, grad_gates, grad_c].map(|tensor| tensor.to_device(Device::Cpu))
+                    [new_h, new_c, gates, grad_gates, grad_c]
+                        .map(|tensor| tensor.to_device(Device::Cpu))
                 };
                 let (rtol, atol) = crate::testing::tolerance(kind);
                 for (gpu, cpu) in on(device).iter().zip(&on(Device::Cpu)) {

@@ -1,5 +1,5 @@
-//! `csrc/lltm_cell/fused_forward.cu`, `fused_backward.cu` and `cpu_fused.cpp`: the whole cell in one kernel, and when to
-//! take it.
+//! `csrc/lltm_cell/fused_forward.cu`, `fused_backward.cu` and `cpu_fused.cpp`: the whole cell in
+//! one kernel, and when to take it.
 
 use super::facts::{Facts, Fresh, empty, facts};
 use super::precision::matmul_allow_tf32;
@@ -17,11 +17,11 @@ pub enum Path {
     Automatic,
     /// libtorch's product and a kernel for the rest.
     Product,
-    /// One kernel for everything. Not for empty states, and on the CPU neither for half kinds nor, in the forward, for
-    /// wide weights; these as `Product`.
+    /// One kernel for everything. Not for empty states, and on the CPU neither for half kinds nor,
+    /// in the forward, for wide weights; these as `Product`.
     Fused,
-    /// One kernel for the forward with the tensor cores of capability 9.0: half kinds, H a multiple of 64, rows of
-    /// multiples of 16 bytes. Elsewhere, and in the backward, as `Product`.
+    /// One kernel for the forward with the tensor cores of capability 9.0: half kinds, H a multiple
+    /// of 64, rows of multiples of 16 bytes. Elsewhere, and in the backward, as `Product`.
     TensorCores,
 }
 
@@ -43,20 +43,28 @@ impl Sizes {
     fn fit(&self) -> bool {
         let most = f64::from(1 << 30);
         let columns = (self.hidden as f64) + (self.features as f64);
-        self.batch > 0 && self.hidden > 0 && self.batch as f64 * columns < most && columns * columns < most
+        self.batch > 0
+            && self.hidden > 0
+            && self.batch as f64 * columns < most
+            && columns * columns < most
     }
 
-    /// Whether the forward in one kernel is faster than libtorch's product between two others. Measured on an H200 and
-    /// on CPUs: docs/performance.md.
+    /// Whether the forward in one kernel is faster than libtorch's product between two others.
+    /// Measured on an H200 and on CPUs: docs/performance.md.
     pub fn fuse_forward(&self, path: Path, kind: Kind, device: Device) -> bool {
         const BESIDE_TENSOR_CORES: f64 = 28e6;
         if device == Device::Cpu {
             // The batch makes the vectors.
             let most = if self.batch < cpu::LEAST_ROWS { 0.0 } else { cpu::MOST_PRODUCTS };
-            return cpu::exists(kind) && self.columns() <= cpu::MOST_COLUMNS && self.chosen(path, most);
+            return cpu::exists(kind)
+                && self.columns() <= cpu::MOST_COLUMNS
+                && self.chosen(path, most);
         }
         let most = match kind {
-            Kind::Float if self.products() > BESIDE_TENSOR_CORES && matmul_allow_tf32().unwrap_or(false) => {
+            Kind::Float
+                if self.products() > BESIDE_TENSOR_CORES
+                    && matmul_allow_tf32().unwrap_or(false) =>
+            {
                 BESIDE_TENSOR_CORES
             }
             // Long products of many rows are what libtorch is best at.
@@ -82,8 +90,8 @@ impl Sizes {
         matches!(device, Device::Cuda(_)) && self.chosen(path, most)
     }
 
-    /// Whether the forward in one kernel with tensor cores is to be tried: where its tiles of 128 rows and 64 hidden
-    /// columns may fill a GPU, which the launcher knows.
+    /// Whether the forward in one kernel with tensor cores is to be tried: where its tiles of 128
+    /// rows and 64 hidden columns may fill a GPU, which the launcher knows.
     pub fn try_tensor_cores(&self, path: Path, kind: Kind, device: Device) -> bool {
         const FEWEST_TILES: i64 = 96;
         let is_possible = matches!(kind, Kind::Half | Kind::BFloat16)
@@ -292,8 +300,8 @@ fn allow_vectors(matrices: [&Readable; 3], columns: [i64; 2], kind: Kind) -> boo
         && matrices.iter().all(|matrix| is_whole(matrix.stride()) && matrix.data().addr() % 16 == 0)
 }
 
-/// The cell, of tensors of one kind on one device. `known` are the operands' facts, in their order, the input's those of
-/// the step.
+/// The cell, of tensors of one kind on one device. `known` are the operands' facts, in their order,
+/// the input's those of the step.
 pub(crate) fn forward(
     operands: &Operands<'_>,
     known: &[Facts; 5],
@@ -302,7 +310,8 @@ pub(crate) fn forward(
 ) -> Result<Outputs> {
     let outputs = forward_by(operands, known, sizes, beside, |device, params| match device {
         Some(Device::Cpu) => {
-            // SAFETY: every array's kind, device, size and order was made sure of; what is written is new.
+            // SAFETY: every array's kind, device, size and order was made sure of; what is written
+            // is new.
             unsafe { tch_extension_lltm_cell_fused_forward_cpu(params) };
             Ok(true)
         }
@@ -311,18 +320,20 @@ pub(crate) fn forward(
     outputs.ok_or_else(|| Error::msg("internal error: the kernel of lltm_cell was not started"))
 }
 
-/// Whether the kernel with tensor cores can read the operands as they lie: their rows are multiples of 16 bytes apart.
+/// Whether the kernel with tensor cores can read the operands as they lie: their rows are multiples
+/// of 16 bytes apart.
 pub(crate) fn allow_bulk_copies(known: &[Facts; 5], sizes: Sizes) -> bool {
     const LANES: i64 = 8;
     let [input, weight, _, h, c] = known;
     let allow = |facts: &Facts| {
-        facts.row_stride().is_some_and(|stride| stride % LANES == 0) && facts.data().addr().is_multiple_of(16)
+        facts.row_stride().is_some_and(|stride| stride % LANES == 0)
+            && facts.data().addr().is_multiple_of(16)
     };
     (sizes.features == 0 || allow(input)) && [weight, h, c].into_iter().all(allow)
 }
 
-/// The same by the kernel with tensor cores; none where it cannot read the operands, or is not there, or, unless the path
-/// asks for it, is not faster.
+/// The same by the kernel with tensor cores; none where it cannot read the operands, or is not
+/// there, or, unless the path asks for it, is not faster.
 pub(crate) fn forward_by_tensor_cores(
     path: Path,
     operands: &Operands<'_>,
@@ -330,7 +341,9 @@ pub(crate) fn forward_by_tensor_cores(
     sizes: Sizes,
     beside: Beside,
 ) -> Result<Option<Outputs>> {
-    forward_by(operands, known, sizes, beside, |device, params| launch_tensor_cores(path, device, params))
+    forward_by(operands, known, sizes, beside, |device, params| {
+        launch_tensor_cores(path, device, params)
+    })
 }
 
 /// `launch` says whether it started anything.
@@ -386,8 +399,9 @@ fn forward_by(
     Ok(Some(Outputs { new_h: new_h.tensor, new_c: new_c.tensor, activations, output }))
 }
 
-/// What [`backward`] reads. `None` stands for zeros in gradients; elsewhere it is allowed for what no gradient that is
-/// asked for needs: the weight for input's and h's, input and h for the weight's.
+/// What [`backward`] reads. `None` stands for zeros in gradients; elsewhere it is allowed for what
+/// no gradient that is asked for needs: the weight for input's and h's, input and h for the
+/// weight's.
 pub(crate) struct BackwardInputs<'a> {
     pub grad_new_h: Option<&'a Tensor>,
     pub grad_new_c: Option<&'a Tensor>,
@@ -432,7 +446,9 @@ pub(crate) fn backward(
     let (grad_new_h, grad_new_c) = (gradient(grad_new_h, 2)?, gradient(grad_new_c, 3)?);
     let (input, h) = (optional(input, 4, features_size)?, optional(h, 5, state)?);
     let weight = optional(weight, 6, weight_size)?;
-    let is_not = |size: Option<&[i64]>, numel| size.is_some_and(|size| size.iter().product::<i64>() != numel);
+    let is_not = |size: Option<&[i64]>, numel| {
+        size.is_some_and(|size| size.iter().product::<i64>() != numel)
+    };
     let is_missing = ((asked.input.is_some() || asked.h) && weight.is_none())
         || (asked.weight && (input.is_none() || h.is_none()))
         || is_not(asked.input, batch * features)
@@ -489,8 +505,9 @@ pub(crate) fn backward(
 
 #[cfg(tch_extension_cuda)]
 fn launch_forward(device: Option<Device>, params: &Forward) -> Result<()> {
-    // SAFETY: `forward` made sure of every array's kind, device, size and order; what is written is new. The kernel runs
-    // behind all that its stream was given, and libtorch's allocator reuses memory in that order.
+    // SAFETY: `forward` made sure of every array's kind, device, size and order; what is written is
+    // new. The kernel runs behind all that its stream was given, and libtorch's allocator reuses
+    // memory in that order.
     crate::cuda::launch(device.unwrap_or(Device::Cpu), |stream| unsafe {
         tch_extension_lltm_cell_fused_forward_cuda(params, stream)
     })

@@ -25,23 +25,28 @@ unsafe extern "C" {
 /// What [`rehearse`] says of initialisers that do not end.
 pub(crate) const TOO_LONG: &str = "its initialisers did not end in time";
 
-/// Loads these libraries in a child process, the last one as [`open_library`] would with this `global`, those before it
-/// for it to find their symbols.
-pub(crate) fn rehearse(paths: &[CString], global: bool, limit: Duration) -> std::result::Result<(), String> {
+/// Loads these libraries in a child process, the last one as [`open_library`] would with this
+/// `global`, those before it for it to find their symbols.
+pub(crate) fn rehearse(
+    paths: &[CString],
+    global: bool,
+    limit: Duration,
+) -> std::result::Result<(), String> {
     let pointers: Vec<*const c_char> = paths.iter().map(|path| path.as_ptr()).collect();
     let limit = i64::try_from(limit.as_millis()).unwrap_or(i64::MAX);
-    // SAFETY: terminated texts that live during the call. What initialisers do is for whoever names the library to
-    // answer for; here they do it in another process.
-    let message = unsafe { tch_extension_rehearse(pointers.as_ptr(), pointers.len(), global, limit) };
+    // SAFETY: terminated texts that live during the call. What initialisers do is for whoever names
+    // the library to answer for; here they do it in another process.
+    let message =
+        unsafe { tch_extension_rehearse(pointers.as_ptr(), pointers.len(), global, limit) };
     take_message(message).map_or(Ok(()), Err)
 }
 
-/// Loads a library into this process, for ever; `global`: for other libraries to find its symbols. The names of the
-/// operators that it registered, one a line.
+/// Loads a library into this process, for ever; `global`: for other libraries to find its symbols.
+/// The names of the operators that it registered, one a line.
 pub(crate) fn open_library(path: &CStr, global: bool) -> std::result::Result<String, String> {
     let mut operators = std::ptr::null_mut();
-    // SAFETY: a terminated text. What the library's initialisers do is for whoever names it to answer for. The names
-    // become ours.
+    // SAFETY: a terminated text. What the library's initialisers do is for whoever names it to
+    // answer for. The names become ours.
     let message = unsafe { tch_extension_open_library(path.as_ptr(), global, &mut operators) };
     match take_message(message) {
         Some(message) => Err(message),
@@ -81,11 +86,17 @@ mod tests {
     fn a_rehearsal_that_hangs_is_ended() {
         let folder = tempfile::tempdir().unwrap();
         let (source, library) = (folder.path().join("hangs.cpp"), folder.path().join("hangs.so"));
-        std::fs::write(&source, "#include <unistd.h>\nstruct A { A() { for (;;) pause(); } } a;").unwrap();
+        std::fs::write(&source, "#include <unistd.h>\nstruct A { A() { for (;;) pause(); } } a;")
+            .unwrap();
         let compiler = std::env::var_os("CXX").unwrap_or_else(|| "g++".into());
         let mut command = std::process::Command::new(compiler);
         assert!(
-            command.args(["-shared", "-fPIC", "-o"]).args([&library, &source]).status().unwrap().success()
+            command
+                .args(["-shared", "-fPIC", "-o"])
+                .args([&library, &source])
+                .status()
+                .unwrap()
+                .success()
         );
         let path = CString::new(library.to_str().unwrap()).unwrap();
         let outcome = rehearse(&[path], false, Duration::from_millis(500));

@@ -54,19 +54,22 @@ unsafe extern "C" {
     ) -> crate::cuda::LaunchStatus;
 }
 
-/// The product of two matrices on the CPU, without a graph, where our own is faster than libtorch's: elsewhere none.
+/// The product of two matrices on the CPU, without a graph, where our own is faster than
+/// libtorch's: elsewhere none.
 pub(crate) fn small_product(lhs: &Tensor, rhs: &Tensor) -> Result<Option<Tensor>> {
     let mut result = std::ptr::null_mut();
     // SAFETY: borrowed from live tensors; on success the handle, if any, becomes ours.
-    match take_message(unsafe { tch_extension_small_product(lhs.as_ptr(), rhs.as_ptr(), &mut result) }) {
+    match take_message(unsafe {
+        tch_extension_small_product(lhs.as_ptr(), rhs.as_ptr(), &mut result)
+    }) {
         Some(message) => Err(Error::Torch(message)),
         // SAFETY: a handle that C++ allocated for us.
         None => Ok((!result.is_null()).then(|| unsafe { Tensor::from_ptr(result) })),
     }
 }
 
-/// `relu(product + bias)` into `out`, a contiguous tensor of the shape that both broadcast to. Without a product, it
-/// is what `out` holds. All of one kind, on one device.
+/// `relu(product + bias)` into `out`, a contiguous tensor of the shape that both broadcast to.
+/// Without a product, it is what `out` holds. All of one kind, on one device.
 pub(crate) fn forward(product: Option<&Tensor>, bias: &Tensor, out: &mut Tensor) -> Result<()> {
     let size = out.size();
     let like = (out.f_kind()?, out.device());
@@ -93,9 +96,10 @@ pub(crate) fn forward(product: Option<&Tensor>, bias: &Tensor, out: &mut Tensor)
         out: target,
     };
     match like.1 {
-        // SAFETY: both operands were just expanded to the size of `out`, so that their strides lead to elements of
-        // theirs only, and are of this kind; `out` was checked to be contiguous and is exclusively borrowed, so it is
-        // neither of the others, but for a product that has its very strides.
+        // SAFETY: both operands were just expanded to the size of `out`, so that their strides lead
+        // to elements of theirs only, and are of this kind; `out` was checked to be contiguous and
+        // is exclusively borrowed, so it is neither of the others, but for a product that has its
+        // very strides.
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
             tch_extension_matmul_add_relu_forward_cuda(&params, stream)
@@ -112,7 +116,9 @@ pub(crate) fn forward(product: Option<&Tensor>, bias: &Tensor, out: &mut Tensor)
 /// Of this size by strides, and readable by them.
 fn operand(name: &str, tensor: &Tensor, size: &[i64], like: (Kind, Device)) -> Result<Tensor> {
     if (tensor.f_kind()?, tensor.device()) != like {
-        return Err(Error::msg(format!("internal error: {name} should be of {like:?}, but is {tensor:?}")));
+        return Err(Error::msg(format!(
+            "internal error: {name} should be of {like:?}, but is {tensor:?}"
+        )));
     }
     let tensor = if is_in_memory(tensor) { tensor.shallow_clone() } else { plain(tensor)? };
     if tensor.size() == size {
@@ -128,14 +134,15 @@ struct Merged {
     dims: i32,
 }
 
-/// Makes one dimension of neighbours along which both operands go on as within the inner one. `None` if too many
-/// are left.
+/// Makes one dimension of neighbours along which both operands go on as within the inner one.
+/// `None` if too many are left.
 fn merge(size: &[i64], strides: &[Vec<i64>; 2]) -> Option<Merged> {
     let mut merged = Merged { size: [1; DIMS], strides: [[0; DIMS]; 2], dims: 0 };
     for dim in (0..size.len()).rev().filter(|&dim| size[dim] != 1) {
         if let Some(inner) = (merged.dims as usize).checked_sub(1) {
-            let goes_on =
-                |operand: usize| strides[operand][dim] == merged.strides[operand][inner] * merged.size[inner];
+            let goes_on = |operand: usize| {
+                strides[operand][dim] == merged.strides[operand][inner] * merged.size[inner]
+            };
             if goes_on(0) && goes_on(1) {
                 merged.size[inner] *= size[dim];
                 continue;
@@ -158,7 +165,8 @@ pub(crate) struct BackwardInputs<'a> {
     pub out: &'a Tensor,
 }
 
-/// Computes `grad_product`, and where asked for, of a matrix of rows as long as `column_sums`, their sums.
+/// Computes `grad_product`, and where asked for, of a matrix of rows as long as `column_sums`,
+/// their sums.
 pub(crate) fn backward(
     inputs: &BackwardInputs<'_>,
     grad_product: &mut Tensor,
@@ -170,7 +178,9 @@ pub(crate) fn backward(
     let columns = column_sums.as_ref().map_or(elements, |sums| sums.numel() as i64);
     let rows = elements.checked_div(columns).unwrap_or(0);
     if rows * columns != elements {
-        return Err(Error::msg(format!("internal error: there are no {columns} columns in {size:?}")));
+        return Err(Error::msg(format!(
+            "internal error: there are no {columns} columns in {size:?}"
+        )));
     }
     let (sums, _partial) = match column_sums {
         Some(sums) => {
@@ -188,8 +198,8 @@ pub(crate) fn backward(
         grad_product: checked("grad_product", grad_product, &size, like)?,
     };
     match like.1 {
-        // SAFETY: the arrays were just checked to be contiguous, of these sizes and of this kind; those that are
-        // written are exclusively borrowed, so they are none of the others.
+        // SAFETY: the arrays were just checked to be contiguous, of these sizes and of this kind;
+        // those that are written are exclusively borrowed, so they are none of the others.
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
             tch_extension_matmul_add_relu_backward_cuda(&params, stream)
@@ -218,7 +228,8 @@ mod tests {
             values.view(size).to_kind(kind)
         };
         for kind in [Kind::Float, Kind::Double] {
-            // Parts of tiles and whole ones; more than one of each; any strides on the left, gaps on the right.
+            // Parts of tiles and whole ones; more than one of each; any strides on the left, gaps
+            // on the right.
             for [m, k, n] in [[1, 1, 16], [5, 3, 17], [33, 32, 70], [64, 30, 32], [16, 1024, 31]] {
                 let (lhs, rhs) = (ramp([m, k], kind), ramp([k, n], kind));
                 let turned = ramp([k, m], kind).transpose(0, 1);
@@ -229,16 +240,24 @@ mod tests {
                     assert!(product.is_some() || k > 32);
                     let Some(product) = product else { continue };
                     let bound = if kind == Kind::Double { 1e-12 } else { 1e-5 };
-                    crate::testing::assert_close(&product, &lhs.matmul(rhs), bound, bound * k as f64);
+                    crate::testing::assert_close(
+                        &product,
+                        &lhs.matmul(rhs),
+                        bound,
+                        bound * k as f64,
+                    );
                 }
             }
-            let none = |lhs: &Tensor, rhs: &Tensor| small_product(lhs, rhs).expect("no error").is_none();
+            let none =
+                |lhs: &Tensor, rhs: &Tensor| small_product(lhs, rhs).expect("no error").is_none();
             let (lhs, rhs) = (ramp([20, 20], kind), ramp([20, 20], kind));
             assert!(!none(&lhs, &rhs));
             assert!(none(&lhs, &rhs.transpose(0, 1)) && none(&lhs, &rhs.narrow(1, 0, 15)));
             assert!(none(&lhs.unsqueeze(0), &rhs) && none(&lhs, &rhs.narrow(0, 0, 0)));
             assert!(none(&lhs.to_kind(Kind::Half), &rhs.to_kind(Kind::Half)));
-            assert!(none(&lhs, &rhs.to_kind(Kind::BFloat16)) && none(&lhs, &rhs.internal_neg_view()));
+            assert!(
+                none(&lhs, &rhs.to_kind(Kind::BFloat16)) && none(&lhs, &rhs.internal_neg_view())
+            );
             assert!(none(&ramp([20, 1025], kind), &ramp([1025, 20], kind)));
             assert!(none(&ramp([50_000, 50], kind), &ramp([50, 50], kind)));
         }

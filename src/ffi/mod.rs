@@ -1,5 +1,5 @@
-//! The only `extern "C"` blocks, one file for each part of `csrc`, each behind safe functions that check what
-//! the C side takes for granted.
+//! The only `extern "C"` blocks, one file for each part of `csrc`, each behind safe functions that
+//! check what the C side takes for granted.
 
 pub(crate) mod amp;
 pub(crate) mod autograd;
@@ -39,9 +39,14 @@ pub(crate) fn take_message(message: *mut c_char) -> Option<String> {
     Some(text)
 }
 
-/// The address of a contiguous tensor of this shape, kind and device. Anything else is a mistake of this
-/// crate's own, but one that must not become a wild pointer.
-fn checked(name: &str, tensor: &Tensor, shape: &[i64], like: (Kind, Device)) -> Result<*mut c_void> {
+/// The address of a contiguous tensor of this shape, kind and device. Anything else is a mistake of
+/// this crate's own, but one that must not become a wild pointer.
+fn checked(
+    name: &str,
+    tensor: &Tensor,
+    shape: &[i64],
+    like: (Kind, Device),
+) -> Result<*mut c_void> {
     let fits = tensor.size() == shape
         && tensor.f_kind().is_ok_and(|kind| kind == like.0)
         && tensor.device() == like.1

@@ -14,8 +14,8 @@ impl<T: Copy + Default> OnceADevice<T> {
         Self([const { OnceLock::new() }; 64])
     }
 
-    /// The answer of a GPU, which is current while it is asked by its number; the default of any other device. `ask` fills
-    /// it in, or says what went wrong.
+    /// The answer of a GPU, which is current while it is asked by its number; the default of any
+    /// other device. `ask` fills it in, or says what went wrong.
     pub fn of(
         &self,
         op: &str,

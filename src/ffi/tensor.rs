@@ -54,8 +54,8 @@ pub(crate) fn is_strided(tensor: &Tensor) -> bool {
     unsafe { tch_extension_is_strided(tensor.as_ptr()) }
 }
 
-/// The tensor itself if a kernel may read its memory row by row, otherwise a copy of which that is true. More
-/// than `contiguous`: that keeps a pending negation, and zeros that have no memory.
+/// The tensor itself if a kernel may read its memory row by row, otherwise a copy of which that is
+/// true. More than `contiguous`: that keeps a pending negation, and zeros that have no memory.
 pub(crate) fn plain(tensor: &Tensor) -> Result<Tensor> {
     let mut result = std::ptr::null_mut();
     // SAFETY: borrowed from a live tensor; on success the handle becomes ours.
@@ -105,8 +105,9 @@ impl Drop for Pin {
     }
 }
 
-/// The elements of a tensor on the CPU. Values are copied in and out, and no reference to one exists at any time:
-/// other handles of the memory may be written through while this lives. Neither `Send` nor `Sync`.
+/// The elements of a tensor on the CPU. Values are copied in and out, and no reference to one
+/// exists at any time: other handles of the memory may be written through while this lives. Neither
+/// `Send` nor `Sync`.
 pub(crate) struct Strided<T, const N: usize> {
     /// Where element `[0; N]` is. Whatever index is below `shape` leads to memory that `pin` keeps.
     data: *mut T,
@@ -116,15 +117,25 @@ pub(crate) struct Strided<T, const N: usize> {
 }
 
 impl<T: Element + Copy, const N: usize> Strided<T, N> {
-    /// Pins the memory of a tensor of `N` dimensions and kind `kind`, which has to be what lies in memory for a `T`.
-    pub fn new(tensor: &Tensor, kind: Kind, writer: bool) -> Result<std::result::Result<Self, Refusal>> {
-        if tensor.f_kind()? != kind || kind.elt_size_in_bytes() != size_of::<T>() || tensor.dim() != N {
-            return Err(Error::msg(format!("internal error: a view of {kind:?} [{N}] made of {tensor:?}")));
+    /// Pins the memory of a tensor of `N` dimensions and kind `kind`, which has to be what lies in
+    /// memory for a `T`.
+    pub fn new(
+        tensor: &Tensor,
+        kind: Kind,
+        writer: bool,
+    ) -> Result<std::result::Result<Self, Refusal>> {
+        if tensor.f_kind()? != kind
+            || kind.elt_size_in_bytes() != size_of::<T>()
+            || tensor.dim() != N
+        {
+            return Err(Error::msg(format!(
+                "internal error: a view of {kind:?} [{N}] made of {tensor:?}"
+            )));
         }
         let (mut sizes, mut strides) = ([0; N], [0; N]);
         let (mut data, mut pin, mut code) = (std::ptr::null_mut(), std::ptr::null_mut(), 0);
-        // SAFETY: borrowed from a live tensor; `N` numbers fit in each array, and C++ compares `N` with the
-        // tensor's own; on success without refusal the pin becomes ours.
+        // SAFETY: borrowed from a live tensor; `N` numbers fit in each array, and C++ compares `N`
+        // with the tensor's own; on success without refusal the pin becomes ours.
         let message = unsafe {
             tch_extension_pin(
                 tensor.as_ptr(),
@@ -170,12 +181,13 @@ impl<T: Element + Copy, const N: usize> Strided<T, N> {
 
     pub fn read(&self, index: [usize; N]) -> Option<T> {
         let offset = self.offset(index)?;
-        // SAFETY: within the memory that the pin keeps, of `T`'s size, and `load` asks for no alignment.
+        // SAFETY: within the memory that the pin keeps, of `T`'s size, and `load` asks for no
+        // alignment.
         Some(unsafe { load(self.data.wrapping_offset(offset)) })
     }
 
-    /// Whether there is such an element. Through a view that was not made for writing it would be a change that
-    /// autograd cannot see.
+    /// Whether there is such an element. Through a view that was not made for writing it would be a
+    /// change that autograd cannot see.
     pub fn write(&mut self, index: [usize; N], value: T) -> bool {
         let Some(offset) = self.offset(index) else { return false };
         // SAFETY: within the memory that the pin keeps, and of `T`'s size.
@@ -198,13 +210,15 @@ impl<T: Element + Copy, const N: usize> Strided<T, N> {
     /// The elements, if they are contiguous.
     pub fn copy_out(&self) -> Option<Vec<T>> {
         let len: usize = self.shape.iter().product();
-        // A bool is not just any byte. Without elements, sizes may be beyond what can be multiplied.
+        // A bool is not just any byte. Without elements, sizes may be beyond what can be
+        // multiplied.
         if len == 0 || T::KIND == Kind::Bool || !self.is_contiguous() {
             return None;
         }
         let mut values = Vec::<T>::with_capacity(len);
-        // SAFETY: `len` elements from `data` on are in memory that the pin keeps, and there is room for them in new
-        // memory; bytes ask for no alignment. Any bits are a `T`, since it is an Element and not bool.
+        // SAFETY: `len` elements from `data` on are in memory that the pin keeps, and there is room
+        // for them in new memory; bytes ask for no alignment. Any bits are a `T`, since it is an
+        // Element and not bool.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 self.data.cast::<u8>(),
@@ -241,10 +255,14 @@ unsafe fn load<T: Element + Copy>(address: *const T) -> T {
         return unsafe { transmute_copy(&byte) };
     }
     let mut value = MaybeUninit::<T>::uninit();
-    // SAFETY: as many bytes as the caller promises, into as many of our own; any of them are a `T`, since it is an
-    // Element and not bool.
+    // SAFETY: as many bytes as the caller promises, into as many of our own; any of them are a `T`,
+    // since it is an Element and not bool.
     unsafe {
-        std::ptr::copy_nonoverlapping(address.cast::<u8>(), value.as_mut_ptr().cast(), size_of::<T>());
+        std::ptr::copy_nonoverlapping(
+            address.cast::<u8>(),
+            value.as_mut_ptr().cast(),
+            size_of::<T>(),
+        );
         value.assume_init()
     }
 }
@@ -269,11 +287,13 @@ mod tests {
         assert_eq!(tch_extension_pinned(), 0);
         drop(Strided::<f32, 1>::new(&other, Kind::Float, true).unwrap().ok().unwrap());
         assert_eq!(tch_extension_pinned(), 0);
-        // Of memory that libtorch does not free, and of memory that moves to another storage meanwhile.
+        // Of memory that libtorch does not free, and of memory that moves to another storage
+        // meanwhile.
         let values = [1_f32; 6];
         // SAFETY: the array outlives the tensor.
-        let foreign =
-            unsafe { Tensor::from_blob(values.as_ptr().cast(), &[2, 3], &[3, 1], Kind::Float, Device::Cpu) };
+        let foreign = unsafe {
+            Tensor::from_blob(values.as_ptr().cast(), &[2, 3], &[3, 1], Kind::Float, Device::Cpu)
+        };
         drop(Strided::<f32, 2>::new(&foreign, Kind::Float, false).unwrap().ok().unwrap());
         assert_eq!(tch_extension_pinned(), 0);
         let moving = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));

@@ -40,7 +40,8 @@ impl Canaries {
     /// Begins; one at a time in a thread.
     pub(crate) fn new() -> Result<Self> {
         let message = take_message(tch_extension_canary_begin());
-        message.map_or(Ok(Canaries { _not_send: PhantomData }), |message| Err(Error::Torch(message)))
+        message
+            .map_or(Ok(Canaries { _not_send: PhantomData }), |message| Err(Error::Torch(message)))
     }
 
     /// How many allocations had something written beside them.
@@ -69,7 +70,9 @@ impl Recording {
         let mut handle = 0;
         // SAFETY: `handle` is written on success.
         let message = take_message(unsafe { tch_extension_record_begin(&mut handle) });
-        message.map_or(Ok(Recording { handle, _not_send: PhantomData }), |message| Err(Error::Torch(message)))
+        message.map_or(Ok(Recording { handle, _not_send: PhantomData }), |message| {
+            Err(Error::Torch(message))
+        })
     }
 
     /// Names and sequence numbers, in order; and how many have not ended.
@@ -93,10 +96,18 @@ impl Drop for Recording {
 
 /// # Safety
 /// `context` must be the list of [`Recording::end`], and `name` hold `len` bytes.
-unsafe extern "C" fn take_event(context: *mut c_void, name: *const c_char, len: usize, sequence_nr: i64) {
+unsafe extern "C" fn take_event(
+    context: *mut c_void,
+    name: *const c_char,
+    len: usize,
+    sequence_nr: i64,
+) {
     // SAFETY: as the caller promises.
     let (events, name) = unsafe {
-        (&mut *context.cast::<Vec<(String, i64)>>(), std::slice::from_raw_parts(name.cast::<u8>(), len))
+        (
+            &mut *context.cast::<Vec<(String, i64)>>(),
+            std::slice::from_raw_parts(name.cast::<u8>(), len),
+        )
     };
     events.push((String::from_utf8_lossy(name).into_owned(), sequence_nr));
 }

@@ -121,7 +121,9 @@ fn device_of((kind, index): (usize, i64)) -> Result<Device> {
         1 => Ok(Device::Cuda(usize::try_from(index).unwrap_or_default())),
         10 => Ok(Device::Vulkan),
         13 => Ok(Device::Mps),
-        other => Err(Error::msg(format!("it returned a device that tch has not: libtorch's number {other}"))),
+        other => Err(Error::msg(format!(
+            "it returned a device that tch has not: libtorch's number {other}"
+        ))),
     }
 }
 
@@ -205,15 +207,16 @@ impl<'a> Value<'a> {
         if self.raw.tag != Tag::List {
             return &[];
         }
-        // SAFETY: `list` made the tag from a boxed slice of this length, which lives as long as `self`.
+        // SAFETY: `list` made the tag from a boxed slice of this length, which lives as long as
+        // `self`.
         unsafe { std::slice::from_raw_parts(self.raw.payload.data.cast(), self.raw.len) }
     }
 
     /// New handles of the tensors in it, in order.
     pub fn tensors(&self, into: &mut Vec<Tensor>) {
         if self.raw.tag == Tag::Tensor {
-            // SAFETY: the tag says which member was written; borrowed from a tensor that lives for `'a`, of which a
-            // new handle is made.
+            // SAFETY: the tag says which member was written; borrowed from a tensor that lives for
+            // `'a`, of which a new handle is made.
             into.push(unsafe { Tensor::clone_from_ptr(self.raw.payload.data.cast_mut().cast()) });
         }
         self.items().iter().for_each(|item| item.tensors(into));
@@ -223,7 +226,8 @@ impl<'a> Value<'a> {
 impl Drop for Value<'_> {
     fn drop(&mut self) {
         if self.raw.tag == Tag::List {
-            // SAFETY: `list` made it from a boxed slice of this length, and nothing uses it afterwards.
+            // SAFETY: `list` made it from a boxed slice of this length, and nothing uses it
+            // afterwards.
             drop(unsafe {
                 Box::from_raw(std::ptr::slice_from_raw_parts_mut(
                     self.raw.payload.data.cast_mut().cast::<Value<'_>>(),
@@ -256,8 +260,9 @@ pub enum Output {
 /// # Safety
 /// The value must come from `from_ivalue` in C++, and what it is borrowed from must live.
 pub(super) unsafe fn read(value: &RawValue) -> Result<Output> {
-    let unknown =
-        |what: &str, code: i64| Error::msg(format!("it returned {what} number {code}, which tch has not"));
+    let unknown = |what: &str, code: i64| {
+        Error::msg(format!("it returned {what} number {code}, which tch has not"))
+    };
     // SAFETY: the tag says which member was written; pointers are valid as the caller promises.
     unsafe {
         let (payload, len) = (value.payload, value.len);
@@ -269,8 +274,9 @@ pub(super) unsafe fn read(value: &RawValue) -> Result<Output> {
             Tag::Bool => Output::Bool(payload.integer != 0),
             Tag::String => {
                 let text = std::str::from_utf8(slice::<u8>(payload.data, len));
-                let text =
-                    text.map_err(|error| Error::msg(format!("it returned a str that is no text: {error}")));
+                let text = text.map_err(|error| {
+                    Error::msg(format!("it returned a str that is no text: {error}"))
+                });
                 Output::String(text?.to_string())
             }
             Tag::Device => Output::Device(device_of((len, payload.integer))?),
@@ -279,12 +285,17 @@ pub(super) unsafe fn read(value: &RawValue) -> Result<Output> {
                 Output::Kind(known.ok_or_else(|| unknown("the kind", payload.integer))?.0)
             }
             Tag::Layout => {
-                let known = usize::try_from(payload.integer).ok().and_then(|index| LAYOUTS.get(index));
+                let known =
+                    usize::try_from(payload.integer).ok().and_then(|index| LAYOUTS.get(index));
                 Output::Layout(*known.ok_or_else(|| unknown("the layout", payload.integer))?)
             }
             Tag::MemoryFormat => {
-                let known = usize::try_from(payload.integer).ok().and_then(|index| MEMORY_FORMATS.get(index));
-                Output::MemoryFormat(*known.ok_or_else(|| unknown("the memory format", payload.integer))?)
+                let known = usize::try_from(payload.integer)
+                    .ok()
+                    .and_then(|index| MEMORY_FORMATS.get(index));
+                Output::MemoryFormat(
+                    *known.ok_or_else(|| unknown("the memory format", payload.integer))?,
+                )
             }
             Tag::List => {
                 let items = slice::<RawValue>(payload.data, len);
@@ -319,7 +330,8 @@ mod tests {
     fn both_sides_agree_on_the_layout_of_a_value() {
         // SAFETY: C++'s array of three.
         let theirs = unsafe { std::slice::from_raw_parts(tch_extension_value_layout(), 3) };
-        let ours = [size_of::<RawValue>(), offset_of!(RawValue, payload), offset_of!(RawValue, len)];
+        let ours =
+            [size_of::<RawValue>(), offset_of!(RawValue, payload), offset_of!(RawValue, len)];
         assert_eq!(theirs, ours);
         assert_eq!(size_of::<Value<'_>>(), size_of::<RawValue>());
     }

@@ -1,9 +1,10 @@
 //! The cache: one folder for each request, with the library that answers it.
 //!
-//! An entry holds `lock`, `manifest`, the library, inline sources, and a `log` with one line a build. Who loads from it
-//! holds the lock shared, who builds in it alone. The lock is the kernel's: it ends with the process that holds it,
-//! however that ends. A builder works in a folder of its own, which the next one removes if it was killed; it
-//! writes the manifest last, by renaming.
+//! An entry holds `lock`, `manifest`, the library, inline sources, and a `log` with one line a
+//! build. Who loads from it holds the lock shared, who builds in it alone. The lock is the
+//! kernel's: it ends with the process that holds it, however that ends. A builder works in a folder
+//! of its own, which the next one removes if it was killed; it writes the manifest last, by
+//! renaming.
 
 use super::Facts;
 use std::collections::BTreeMap;
@@ -15,31 +16,42 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The folder of all entries, created if need be; for the user's eyes only, as it holds what programs will run.
+/// The folder of all entries, created if need be; for the user's eyes only, as it holds what
+/// programs will run.
 pub(super) fn root(chosen: Option<&Path>) -> Result<PathBuf> {
-    let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let variable =
+        |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let folder = chosen
         .map(Path::to_path_buf)
         .or_else(|| variable("TCH_EXTENSION_CACHE"))
-        .or_else(|| Some(variable("XDG_CACHE_HOME").filter(|home| home.is_absolute())?.join("tch_extension")))
+        .or_else(|| {
+            Some(
+                variable("XDG_CACHE_HOME").filter(|home| home.is_absolute())?.join("tch_extension"),
+            )
+        })
         .or_else(|| Some(variable("HOME")?.join(".cache/tch_extension")))
         .ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no HOME"))?;
     let folder = std::path::absolute(folder)?;
     if folder.to_str().is_none() {
         // Compilers write lists of files as text.
-        return Err(Error::new(ErrorKind::InvalidInput, format!("the cache {folder:?} is not UTF-8")));
+        return Err(Error::new(
+            ErrorKind::InvalidInput,
+            format!("the cache {folder:?} is not UTF-8"),
+        ));
     }
     create(&folder)?;
     Ok(folder)
 }
 
 pub(super) fn create(folder: &Path) -> Result<()> {
-    let named =
-        |error: Error| Error::new(error.kind(), format!("cannot create {}: {error}", folder.display()));
+    let named = |error: Error| {
+        Error::new(error.kind(), format!("cannot create {}: {error}", folder.display()))
+    };
     DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(named)
 }
 
-/// Refuses what somebody else may have put below `root`, such as in `/tmp`: it would run in this process.
+/// Refuses what somebody else may have put below `root`, such as in `/tmp`: it would run in this
+/// process.
 pub(super) fn check_owner(folder: &Path, root: &Path) -> Result<()> {
     let metadata = folder.symlink_metadata()?;
     let trusted = [Path::new("/proc/self").metadata()?.uid(), 0, root.metadata()?.uid()];
@@ -90,9 +102,12 @@ impl Entry {
         Entry { folder: root.join(format!("{name}-{:016x}", hasher.finish())), request }
     }
 
-    /// The library, after `build` if there is none that is up to date. It gets the entry's folder, for sources, and a
-    /// fresh one for objects.
-    pub fn library(&self, build: impl Fn(&Path, &Path) -> crate::Result<Built>) -> crate::Result<Locked> {
+    /// The library, after `build` if there is none that is up to date. It gets the entry's folder,
+    /// for sources, and a fresh one for objects.
+    pub fn library(
+        &self,
+        build: impl Fn(&Path, &Path) -> crate::Result<Built>,
+    ) -> crate::Result<Locked> {
         let io = |error: Error| self.error(&error);
         let lock = self.lock().map_err(io)?;
         check_owner(&self.folder, self.folder.parent().unwrap_or(&self.folder)).map_err(io)?;
@@ -118,8 +133,8 @@ impl Entry {
             .filter(|library| library.is_file())
     }
 
-    /// Whoever makes room may have deleted the folder since the lock was opened: then it is nobody else's any more,
-    /// and the next one's is another.
+    /// Whoever makes room may have deleted the folder since the lock was opened: then it is nobody
+    /// else's any more, and the next one's is another.
     fn lock_alone(&self, mut lock: File) -> Result<File> {
         loop {
             lock.lock()?;
@@ -138,8 +153,15 @@ impl Entry {
 
     fn lock(&self) -> Result<File> {
         let path = self.lock_path();
-        let open =
-            || OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(&path);
+        let open = || {
+            OpenOptions::new()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .mode(0o600)
+                .open(&path)
+        };
         match open() {
             Err(error) if error.kind() == ErrorKind::NotFound => {
                 create(&self.folder)?;
@@ -151,9 +173,13 @@ impl Entry {
         }
     }
 
-    /// Builds, and builds again where a file was changed meanwhile, of which nobody knows what was compiled: the second
-    /// time its contents are known before. That decides, as times may move without them (a hard link made elsewhere).
-    fn build(&self, build: impl Fn(&Path, &Path) -> crate::Result<Built>) -> crate::Result<PathBuf> {
+    /// Builds, and builds again where a file was changed meanwhile, of which nobody knows what was
+    /// compiled: the second time its contents are known before. That decides, as times may move
+    /// without them (a hard link made elsewhere).
+    fn build(
+        &self,
+        build: impl Fn(&Path, &Path) -> crate::Result<Built>,
+    ) -> crate::Result<PathBuf> {
         let mut before = Known::default();
         loop {
             let scratch = Scratch::new(&self.folder).map_err(|error| self.error(&error))?;
@@ -161,7 +187,9 @@ impl Entry {
             let built = build(&self.folder, &scratch.0)?;
             let (compiled, is_all) = compiled(&built.files, &before, started);
             if is_all || !before.is_empty() {
-                return self.publish(&built, &compiled, started).map_err(|error| self.error(&error));
+                return self
+                    .publish(&built, &compiled, started)
+                    .map_err(|error| self.error(&error));
             }
             before = built.files.into_iter().map(|path| (path.clone(), contents(&path))).collect();
         }
@@ -178,11 +206,14 @@ impl Entry {
         std::fs::rename(&partial, self.folder.join(MANIFEST))?;
         let seconds = started.elapsed().unwrap_or_default().as_secs_f64();
         let mut log = OpenOptions::new().append(true).create(true).open(self.folder.join("log"))?;
-        log.write_all(format!("process {} built it in {seconds:.1} s\n", std::process::id()).as_bytes())?;
+        log.write_all(
+            format!("process {} built it in {seconds:.1} s\n", std::process::id()).as_bytes(),
+        )?;
         Ok(library)
     }
 
-    /// Removes what killed builders and former builds left. Nobody loads or builds: the lock is ours alone.
+    /// Removes what killed builders and former builds left. Nobody loads or builds: the lock is
+    /// ours alone.
     fn clean(&self) {
         let _ = std::fs::remove_file(self.folder.join(MANIFEST));
         for entry in std::fs::read_dir(&self.folder).into_iter().flatten().flatten() {
@@ -208,8 +239,9 @@ impl Entry {
 const MANIFEST: &str = "manifest";
 const SCRATCH: &str = "build";
 
-/// A source's or header's contents: their time may be any. Archives, images of containers and fresh clones set it back
-/// or round it, so that changed files look the same and the same files look changed.
+/// A source's or header's contents: their time may be any. Archives, images of containers and fresh
+/// clones set it back or round it, so that changed files look the same and the same files look
+/// changed.
 fn contents(path: &Path) -> Option<String> {
     let bytes = std::fs::read(path).ok()?;
     let mut hasher = std::hash::DefaultHasher::new();
@@ -217,10 +249,12 @@ fn contents(path: &Path) -> Option<String> {
     Some(format!("{} {:016x}", bytes.len(), hasher.finish()))
 }
 
-/// Files and their contents; none of one that is not there, or may have been compiled in another state.
+/// Files and their contents; none of one that is not there, or may have been compiled in another
+/// state.
 type Known = BTreeMap<PathBuf, Option<String>>;
 
-/// What a build that started then has read, as far as that can be known, and whether it is all of it.
+/// What a build that started then has read, as far as that can be known, and whether it is all of
+/// it.
 fn compiled(files: &[PathBuf], before: &Known, started: SystemTime) -> (Known, bool) {
     let state = |path: &PathBuf| {
         let now = contents(path);
@@ -249,7 +283,8 @@ impl Drop for Scratch {
     }
 }
 
-/// Whether a file was changed since. By the time that nobody can set: a modification time may lie in the future.
+/// Whether a file was changed since. By the time that nobody can set: a modification time may lie
+/// in the future.
 fn is_changed_since(path: &Path, start: SystemTime) -> bool {
     let since = start.duration_since(UNIX_EPOCH).unwrap_or_default();
     let start = (since.as_secs() as i64, i64::from(since.subsec_nanos()));
@@ -277,7 +312,8 @@ fn identity(program: &str) -> Option<String> {
     Some(format!("{} {}", path.display(), stamp(&path)?))
 }
 
-/// On what a library was built. As text, its fields are ended by zero bytes, which no path and no variable has.
+/// On what a library was built. As text, its fields are ended by zero bytes, which no path and no
+/// variable has.
 struct Manifest {
     library: String,
     request: String,
@@ -289,7 +325,11 @@ impl Manifest {
     fn new(library: String, request: String, built: &Built, compiled: &Known) -> Self {
         let mut facts = Vec::new();
         for (path, state) in compiled {
-            facts.push(["file".into(), path.display().to_string(), state.clone().unwrap_or_default()]);
+            facts.push([
+                "file".into(),
+                path.display().to_string(),
+                state.clone().unwrap_or_default(),
+            ]);
         }
         for program in &built.programs {
             facts.push(["program".into(), program.clone(), identity(program).unwrap_or_default()]);
@@ -390,7 +430,8 @@ mod tests {
     #[test]
     fn a_header_that_is_saved_all_the_time_is_never_up_to_date() {
         let scene = Disturbed::new();
-        let saved = |header: &Path, build: usize| std::fs::write(header, build.to_string()).unwrap();
+        let saved =
+            |header: &Path, build: usize| std::fs::write(header, build.to_string()).unwrap();
         assert_eq!(scene.load(saved).0, 2, "there is an end to it");
         assert!(scene.entry.current().is_none(), "nobody knows which text was compiled");
         assert_eq!(scene.load(|_, _| ()), (1, "2".to_string()));

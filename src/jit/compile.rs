@@ -23,7 +23,8 @@ impl Environment for Watcher {
         let value = Facts::variable(name);
         // Of PATH it matters only what is found in it, which is recorded by itself.
         if name != "PATH" {
-            let mut variables = self.variables.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+            let mut variables =
+                self.variables.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
             variables.insert(name.to_string(), value.clone());
         }
         let found = || self.include_root.as_ref().filter(|_| name == "LIBTORCH_INCLUDE");
@@ -42,7 +43,8 @@ impl Environment for Watcher {
 impl Watcher {
     fn say(&self, line: &str) {
         if self.verbose {
-            // One write, so that lines of several compilers do not mix; a closed stderr is no reason to fail.
+            // One write, so that lines of several compilers do not mix; a closed stderr is no
+            // reason to fail.
             let _ = std::io::stderr().write_all(format!("jit: {line}\n").as_bytes());
         }
     }
@@ -53,7 +55,8 @@ fn words(error: impl std::fmt::Display) -> String {
     format!("{error:#}")
 }
 
-/// Compiles and links in `scratch`. Inline sources are written to `folder`, where they stay for debuggers.
+/// Compiles and links in `scratch`. Inline sources are written to `folder`, where they stay for
+/// debuggers.
 pub(super) fn build(
     sources: &Sources,
     facts: &Facts,
@@ -62,8 +65,11 @@ pub(super) fn build(
     folder: &Path,
     scratch: &Path,
 ) -> Result<Built> {
-    let watcher =
-        Watcher { verbose: sources.verbose, include_root: facts.include_root(), variables: Mutex::default() };
+    let watcher = Watcher {
+        verbose: sources.verbose,
+        include_root: facts.include_root(),
+        variables: Mutex::default(),
+    };
     let started = Instant::now();
     let built = run(sources, facts, includes, name, folder, scratch, &watcher)
         .map_err(|error| Error::Jit { name: name.to_string(), message: error })?;
@@ -88,7 +94,8 @@ fn run(
     let library = scratch.join("library.so");
     toolchain.link_shared(&objects, &sources.link_flags, &library, watcher).map_err(words)?;
 
-    let mut inputs: Vec<PathBuf> = objects.iter().flat_map(|object| object.dependencies()).collect();
+    let mut inputs: Vec<PathBuf> =
+        objects.iter().flat_map(|object| object.dependencies()).collect();
     inputs.sort();
     inputs.dedup();
     // Inline sources were written by this build, and are part of the request.
@@ -144,8 +151,9 @@ fn options(sources: &Sources, includes: &[PathBuf], name: &str, workers: usize) 
 
 /// nvcc compiles for several architectures at a time, if nobody says otherwise.
 fn nvcc_flags(flags: &[String], workers: usize) -> Vec<String> {
-    let is_said =
-        flags.iter().any(|flag| flag == "-t" || flag.starts_with("-t=") || flag.starts_with("--threads"));
+    let is_said = flags
+        .iter()
+        .any(|flag| flag == "-t" || flag.starts_with("-t=") || flag.starts_with("--threads"));
     let ours = (!is_said).then(|| format!("--threads={workers}"));
     ours.into_iter().chain(flags.iter().cloned()).collect()
 }

@@ -28,7 +28,8 @@ pub struct Extension {
 }
 
 impl Extension {
-    /// An extension without sources. The name is a C++ identifier: `TORCH_EXTENSION_NAME` in the sources.
+    /// An extension without sources. The name is a C++ identifier: `TORCH_EXTENSION_NAME` in the
+    /// sources.
     pub fn new(name: impl Into<String>) -> Self {
         Extension { name: name.into(), sources: Sources::default(), cache: None }
     }
@@ -51,22 +52,23 @@ impl Extension {
         self
     }
 
-    /// Adds CUDA source text. All such texts are one unit, in the order they come. nvcc takes its time with libtorch's
-    /// headers: leave them to the C++ text where you can.
+    /// Adds CUDA source text. All such texts are one unit, in the order they come. nvcc takes its
+    /// time with libtorch's headers: leave them to the C++ text where you can.
     pub fn cuda(mut self, text: impl Into<String>) -> Self {
         self.sources.cuda.push(text.into());
         self
     }
 
-    /// Makes operators of functions that the C++ text defines (or declares, if they are in the CUDA text):
-    /// `#include <torch/extension.h>` comes before the text then, and a `PYBIND11_MODULE` with them after it.
+    /// Makes operators of functions that the C++ text defines (or declares, if they are in the CUDA
+    /// text): `#include <torch/extension.h>` comes before the text then, and a `PYBIND11_MODULE`
+    /// with them after it.
     pub fn functions(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.sources.functions.extend(names.into_iter().map(Into::into));
         self
     }
 
-    /// Adds a folder in which `#include` looks, before libtorch's own. One that holds headers of Python or pybind11 does
-    /// no harm.
+    /// Adds a folder in which `#include` looks, before libtorch's own. One that holds headers of
+    /// Python or pybind11 does no harm.
     pub fn include(mut self, folder: impl Into<PathBuf>) -> Self {
         self.sources.includes.push(folder.into());
         self
@@ -120,11 +122,13 @@ impl Extension {
         self
     }
 
-    /// Compiles, unless the cache has the library, and loads it. The same sources twice are one module.
+    /// Compiles, unless the cache has the library, and loads it. The same sources twice are one
+    /// module.
     ///
     /// # Errors
-    /// A name that is no identifier, no sources, a path that is not UTF-8, a cache that cannot be written, no compiler, a compiler's or the
-    /// linker's error in its own words, a library that does not load.
+    /// A name that is no identifier, no sources, a path that is not UTF-8, a cache that cannot be
+    /// written, no compiler, a compiler's or the linker's error in its own words, a library that
+    /// does not load.
     pub fn load(&self) -> Result<Module> {
         self.check()?;
         let io = |error| self.io_error(error);

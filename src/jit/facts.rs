@@ -64,7 +64,8 @@ impl Facts {
         text
     }
 
-    /// Where libtorch's headers are, if not beside its libraries: what `LIBTORCH_INCLUDE` should say.
+    /// Where libtorch's headers are, if not beside its libraries: what `LIBTORCH_INCLUDE` should
+    /// say.
     pub fn include_root(&self) -> Option<PathBuf> {
         let has_headers = |root: &Path| root.join("include/torch/headeronly/version.h").is_file();
         let beside = self.libtorch.parent()?;
@@ -75,7 +76,8 @@ impl Facts {
     }
 }
 
-/// The folder of the `libtorch_cpu.so` that this process has mapped: a second libtorch would be a second world.
+/// The folder of the `libtorch_cpu.so` that this process has mapped: a second libtorch would be a
+/// second world.
 fn loaded_libtorch() -> Option<PathBuf> {
     // Of other libraries and files, whose paths need be no text, too.
     let maps = std::fs::read("/proc/self/maps").ok()?;

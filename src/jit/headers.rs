@@ -1,4 +1,5 @@
-//! Our public headers, carried in the program: where it runs there may be no copy of this crate's sources.
+//! Our public headers, carried in the program: where it runs there may be no copy of this crate's
+//! sources.
 
 use super::cache;
 use std::hash::{Hash, Hasher};

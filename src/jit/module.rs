@@ -20,8 +20,10 @@ struct Loaded {
 
 impl Module {
     pub(super) fn open(name: String, path: &Path) -> Result<Self> {
-        let failed =
-            |error: &dyn std::fmt::Display| Error::Jit { name: name.clone(), message: error.to_string() };
+        let failed = |error: &dyn std::fmt::Display| Error::Jit {
+            name: name.clone(),
+            message: error.to_string(),
+        };
         let library = Library::load(path).map_err(|error| failed(&error))?;
         // SAFETY: it is loaded, and its initialisers have run.
         let symbols = unsafe { libloading::Library::new(path) }.map_err(|error| failed(&error))?;
@@ -40,7 +42,8 @@ impl Module {
 
     /// A function or variable that the library exports: in C++, one that is `extern "C"`.
     ///
-    /// `T` is the type of a function, `extern "C" fn(f64) -> f64`, or of a pointer to a variable, `*const i32`.
+    /// `T` is the type of a function, `extern "C" fn(f64) -> f64`, or of a pointer to a variable,
+    /// `*const i32`.
     ///
     /// # Safety
     /// The symbol must be of that type.
@@ -54,20 +57,23 @@ impl Module {
         }
         // SAFETY: the caller knows the type.
         let symbol = unsafe { self.0.symbols.get::<T>(name) };
-        let symbol = symbol.map_err(|error| self.error(format!("there is no symbol {name:?}: {error}")))?;
+        let symbol =
+            symbol.map_err(|error| self.error(format!("there is no symbol {name:?}: {error}")))?;
         Ok(Symbol { value: *symbol, _library: PhantomData })
     }
 
-    /// One of the operators that the library registered, by its name without the namespace: `forward`, or with an
-    /// overload `forward.overload2`.
+    /// One of the operators that the library registered, by its name without the namespace:
+    /// `forward`, or with an overload `forward.overload2`.
     ///
-    /// A `PYBIND11_MODULE` defines those of [`Module::name`], one for each `m.def`; where one name is defined twice, the
-    /// second is its `overload2`, and so on. For `TORCH_LIBRARY(other, m)`, give the whole name: `other::forward`.
+    /// A `PYBIND11_MODULE` defines those of [`Module::name`], one for each `m.def`; where one name
+    /// is defined twice, the second is its `overload2`, and so on. For `TORCH_LIBRARY(other, m)`,
+    /// give the whole name: `other::forward`.
     ///
     /// # Errors
     /// When the library has registered no such operator; the message lists those it has.
     pub fn operator(&self, name: &str) -> Result<Operator> {
-        let full = if name.contains("::") { name.to_string() } else { format!("{}::{name}", self.0.name) };
+        let full =
+            if name.contains("::") { name.to_string() } else { format!("{}::{name}", self.0.name) };
         let has = |known: &String| *known == full || known.split('.').next() == Some(&full);
         if !self.operators().iter().any(has) {
             let all = self.operators().join(", ");

@@ -92,7 +92,8 @@ impl Sources {
     }
 }
 
-/// One unit of all texts. A byte order mark, which editors put before a file, is an error anywhere else.
+/// One unit of all texts. A byte order mark, which editors put before a file, is an error anywhere
+/// else.
 fn joined(texts: &[String]) -> String {
     let texts: Vec<_> = texts.iter().map(|text| text.trim_start_matches('\u{feff}')).collect();
     texts.join("\n")

@@ -1,11 +1,11 @@
-//! What to say when the dispatcher finds no kernel. Its own message lists every registration of every backend, and some
-//! twenty fallbacks that are kernels of nobody's.
+//! What to say when the dispatcher finds no kernel. Its own message lists every registration of
+//! every backend, and some twenty fallbacks that are kernels of nobody's.
 
 use super::operator::split;
 use crate::ffi::library as ffi;
 
-/// The dispatcher's complaint that there is no kernel, in a line; `None` for any other message. `caller` is the
-/// operator that was called: what lacks the kernel may be one that it calls.
+/// The dispatcher's complaint that there is no kernel, in a line; `None` for any other message.
+/// `caller` is the operator that was called: what lacks the kernel may be one that it calls.
 pub(super) fn missing(message: &str, caller: &str) -> Option<String> {
     let (name, problem) = could_not_run(message).or_else(|| no_tensors(message))?;
     let calls = if name == caller { "it".to_string() } else { format!("it calls {name}, which") };
@@ -13,13 +13,17 @@ pub(super) fn missing(message: &str, caller: &str) -> Option<String> {
     let none = "load the library that has them";
     Some(match (problem, backends.is_empty()) {
         (Problem::NoKernel(backend), false) => {
-            format!("{calls} has no kernel for {backend}, only for {backends}; give it tensors on {backends}")
+            format!(
+                "{calls} has no kernel for {backend}, only for {backends}; give it tensors on {backends}"
+            )
         }
         (Problem::NoKernel(backend), true) => {
             format!("{calls} has no kernel for {backend}, nor for any other device; {none}")
         }
         (Problem::NoTensors, false) => {
-            format!("{calls} got no tensor to tell whose kernel to run; there are kernels for {backends}")
+            format!(
+                "{calls} got no tensor to tell whose kernel to run; there are kernels for {backends}"
+            )
         }
         (Problem::NoTensors, true) => format!("{calls} has no kernel for any device; {none}"),
     })

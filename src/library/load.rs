@@ -12,15 +12,16 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A shared library that registered operators. Cheap to clone; it stays loaded until the process ends, also when no
-/// handle is left, because libtorch's dispatcher keeps what it registered.
+/// A shared library that registered operators. Cheap to clone; it stays loaded until the process
+/// ends, also when no handle is left, because libtorch's dispatcher keeps what it registered.
 #[derive(Clone)]
 pub struct Library(Arc<Loaded>);
 
 struct Loaded {
     path: PathBuf,
     operators: Vec<String>,
-    /// What the file was like, and the file itself: as long as it is open, no other file gets its number.
+    /// What the file was like, and the file itself: as long as it is open, no other file gets its
+    /// number.
     state: State,
     _file: File,
 }
@@ -28,9 +29,10 @@ struct Loaded {
 /// How [`Library::load_with`] loads.
 #[derive(Clone, Copy, Debug)]
 pub struct LoadOptions {
-    /// Libraries that are loaded afterwards find this one's symbols (`RTLD_GLOBAL`), as one needs that calls functions of
-    /// another without naming it. Off by default, because two libraries may well define different functions of one
-    /// name: those of a global one take the place of theirs. A library that is loaded already becomes global.
+    /// Libraries that are loaded afterwards find this one's symbols (`RTLD_GLOBAL`), as one needs
+    /// that calls functions of another without naming it. Off by default, because two libraries may
+    /// well define different functions of one name: those of a global one take the place of theirs.
+    /// A library that is loaded already becomes global.
     pub global: bool,
     /// Load it in a child process first; see [`Library::load`]. On by default.
     pub rehearsal: bool,
@@ -52,26 +54,28 @@ struct State {
 /// Device and number of a file.
 type Id = (u64, u64);
 
-/// Initialisers that take longer than the last are taken to hang. The first tries are short, because a child may hang
-/// for another reason: a lock that a thread of the parent's held when the child was made. The next is made without it.
+/// Initialisers that take longer than the last are taken to hang. The first tries are short,
+/// because a child may hang for another reason: a lock that a thread of the parent's held when the
+/// child was made. The next is made without it.
 const REHEARSAL_LIMITS: [Duration; 3] =
     [Duration::from_secs(2), Duration::from_secs(5), Duration::from_secs(30)];
 
 impl Library {
     /// Loads a library, or returns the handle if this very file is loaded already.
     ///
-    /// A library whose registration libtorch refuses (a namespace that another `TORCH_LIBRARY` has taken, an operator
-    /// that exists) would abort the process. So it is first loaded in a forked child process, and what fails there is
-    /// an error here, with nothing loaded. Its initialisers therefore run twice, in two processes, and in the child they
-    /// have one thread and no GPU.
+    /// A library whose registration libtorch refuses (a namespace that another `TORCH_LIBRARY` has
+    /// taken, an operator that exists) would abort the process. So it is first loaded in a forked
+    /// child process, and what fails there is an error here, with nothing loaded. Its initialisers
+    /// therefore run twice, in two processes, and in the child they have one thread and no GPU.
     ///
-    /// A library that was built for Python (one that links `libtorch_python`) needs a `libpython` of the version that
-    /// libtorch was built for; no interpreter is started in this process. It is looked for in `TCH_EXTENSION_LIBPYTHON`, then where
-    /// `python3` says, then in the usual folders.
+    /// A library that was built for Python (one that links `libtorch_python`) needs a `libpython`
+    /// of the version that libtorch was built for; no interpreter is started in this process. It is
+    /// looked for in `TCH_EXTENSION_LIBPYTHON`, then where `python3` says, then in the usual
+    /// folders.
     ///
     /// # Errors
-    /// A file that is missing, no library, changed since it was loaded, or lacks a library or symbol that it needs;
-    /// a registration that libtorch refuses.
+    /// A file that is missing, no library, changed since it was loaded, or lacks a library or
+    /// symbol that it needs; a registration that libtorch refuses.
     pub fn load(path: impl AsRef<Path>) -> crate::Result<Library> {
         Library::load_with(path, LoadOptions::default())
     }
@@ -93,8 +97,8 @@ impl Library {
         load(path.as_ref(), options).map_err(|reason| cannot_load(path.as_ref(), &reason))
     }
 
-    /// [`Library::load`] for a process that must not fork, or a library whose initialisers must run only once. One that
-    /// libtorch refuses aborts the process.
+    /// [`Library::load`] for a process that must not fork, or a library whose initialisers must run
+    /// only once. One that libtorch refuses aborts the process.
     ///
     /// # Errors
     /// As [`Library::load`], but for what libtorch refuses.
@@ -107,9 +111,10 @@ impl Library {
         &self.0.path
     }
 
-    /// The names of the operators that it registered, in order, for [`Operator::find`](super::Operator::find): those of
-    /// its own initialisers. Not in it are operators of libraries that it needs (loading one of those lists them),
-    /// operators that other threads registered meanwhile, and kernels for operators of others. Of a library that
+    /// The names of the operators that it registered, in order, for
+    /// [`Operator::find`](super::Operator::find): those of its own initialisers. Not in it are
+    /// operators of libraries that it needs (loading one of those lists them), operators that other
+    /// threads registered meanwhile, and kernels for operators of others. Of a library that
     /// something else had loaded before, nothing is known.
     pub fn operators(&self) -> &[String] {
         &self.0.operators
@@ -123,7 +128,10 @@ impl Library {
 
 impl std::fmt::Debug for Library {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Library").field("path", &self.0.path).field("operators", &self.0.operators).finish()
+        f.debug_struct("Library")
+            .field("path", &self.0.path)
+            .field("operators", &self.0.operators)
+            .finish()
     }
 }
 
@@ -194,7 +202,8 @@ fn explained(path: &Path, complaint: String, loaded: &BTreeMap<Id, Library>) -> 
 
 const GLOBAL: &str = "with LoadOptions { global: true, .. }";
 
-/// Tries until nothing is missing that could be found. Returns the operators that the library registered.
+/// Tries until nothing is missing that could be found. Returns the operators that the library
+/// registered.
 fn open(path: &Path, options: LoadOptions) -> Result<Vec<String>, String> {
     let mut paths = vec![c_path(path)?];
     let attempt = |paths: &[CString]| match options.rehearsal {
@@ -223,8 +232,8 @@ fn rehearse(paths: &[CString], global: bool) -> Result<(), String> {
     outcome
 }
 
-/// The last one is the one that is wanted, and whose operators are returned; the others are for it to find its symbols
-/// in.
+/// The last one is the one that is wanted, and whose operators are returned; the others are for it
+/// to find its symbols in.
 fn open_all(paths: &[CString], global: bool) -> Result<Vec<String>, String> {
     let last = paths.len().saturating_sub(1);
     let mut names = String::new();
@@ -237,5 +246,6 @@ fn open_all(paths: &[CString], global: bool) -> Result<Vec<String>, String> {
 }
 
 fn c_path(path: &Path) -> Result<CString, String> {
-    CString::new(path.as_os_str().as_bytes()).map_err(|_| "its path contains a zero byte".to_string())
+    CString::new(path.as_os_str().as_bytes())
+        .map_err(|_| "its path contains a zero byte".to_string())
 }

@@ -12,7 +12,9 @@ pub(super) fn explain(library: &Path, complaint: &str) -> Option<String> {
         None => another_libtorch(complaint)?,
     };
     let package = package::of(library);
-    let whole = package.and_then(|package| of_package(&package, &ffi::libtorch_version())).unwrap_or(reason);
+    let whole = package
+        .and_then(|package| of_package(&package, &ffi::libtorch_version()))
+        .unwrap_or(reason);
     Some(format!("{whole} (the loader said: {complaint})"))
 }
 
@@ -31,8 +33,14 @@ fn of_package(package: &Package, own: &str) -> Option<String> {
 }
 
 /// Libraries whose version is CUDA's own; that of libcufft or libcudnn is not.
-const OF_CUDA: [&str; 6] =
-    ["libcudart.so.", "libcublas.so.", "libcublasLt.so.", "libcupti.so.", "libnvrtc.so.", "libnvJitLink.so."];
+const OF_CUDA: [&str; 6] = [
+    "libcudart.so.",
+    "libcublas.so.",
+    "libcublasLt.so.",
+    "libcupti.so.",
+    "libnvrtc.so.",
+    "libnvJitLink.so.",
+];
 
 /// `missing`: a file; `own`: the CUDA of this process, if any.
 fn another_cuda(missing: &str, own: Option<&str>) -> Option<String> {
@@ -84,11 +92,13 @@ fn is_libtorchs(symbol: &str, name: &str) -> bool {
     let is_c = ["aoti_torch_", "torch_"].iter().any(|prefix| symbol.starts_with(prefix));
     let is_pythons = ["THP", "Py", "pybind11"].iter().any(|word| name.contains(word));
     let begins = |place: usize| {
-        !name[..place].ends_with(|before: char| before.is_alphanumeric() || before == '_' || before == ':')
+        !name[..place]
+            .ends_with(|before: char| before.is_alphanumeric() || before == '_' || before == ':')
     };
     let namespaces = ["c10::", "at::", "torch::", "caffe2::"];
-    let is_cpp =
-        namespaces.iter().any(|namespace| name.match_indices(namespace).any(|(place, _)| begins(place)));
+    let is_cpp = namespaces
+        .iter()
+        .any(|namespace| name.match_indices(namespace).any(|(place, _)| begins(place)));
     is_c || (is_cpp && !is_pythons)
 }
 
@@ -126,13 +136,14 @@ mod tests {
     #[test]
     fn a_package_is_for_one_libtorch_or_for_any() {
         let said = |torch: Option<&str>| {
-            let package = Package { name: "v".into(), version: "1.0".into(), torch: torch.map(String::from) };
+            let package =
+                Package { name: "v".into(), version: "1.0".into(), torch: torch.map(String::from) };
             of_package(&package, "2.11.0")
         };
-        let expected =
-            "it was built for libtorch 2.9.1+cu128, for which its package v 1.0 asks, and this one is 2.11.0";
+        let expected = "it was built for libtorch 2.9.1+cu128, for which its package v 1.0 asks, and this one is 2.11.0";
         assert!(said(Some("torch==2.9.1+cu128")).unwrap().starts_with(expected));
-        for torch in [Some("torch==2.11.0"), Some("torch==2.11.0+cu130"), Some("torch>=2.0"), None] {
+        for torch in [Some("torch==2.11.0"), Some("torch==2.11.0+cu130"), Some("torch>=2.0"), None]
+        {
             assert_eq!(said(torch), None, "{torch:?}");
         }
     }

@@ -1,8 +1,9 @@
-//! Any operator that is registered with libtorch's dispatcher, called from Rust: what `torch.ops` and
-//! `torch.ops.load_library` are in Python.
+//! Any operator that is registered with libtorch's dispatcher, called from Rust: what `torch.ops`
+//! and `torch.ops.load_library` are in Python.
 //!
-//! [`Library::load`] loads a shared library that registers operators (`TORCH_LIBRARY`), whoever wrote it;
-//! [`Operator::find`] finds one of them, or one of libtorch's own that tch lacks or binds wrongly:
+//! [`Library::load`] loads a shared library that registers operators (`TORCH_LIBRARY`), whoever
+//! wrote it; [`Operator::find`] finds one of them, or one of libtorch's own that tch lacks or binds
+//! wrongly:
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor};
@@ -23,8 +24,8 @@
 //! # Ok::<(), tch_extension::Error>(())
 //! ```
 //!
-//! A call runs with the grad mode and autocast settings of its thread. An operator without a gradient is recognised: see
-//! [`Operator::call`].
+//! A call runs with the grad mode and autocast settings of its thread. An operator without a
+//! gradient is recognised: see [`Operator::call`].
 
 mod kernels;
 mod load;
@@ -48,8 +49,8 @@ pub use with_backward::{CallContext, WithBackward};
 
 use crate::Result;
 
-/// The names of all operators in a namespace (`aten`, say), with their overloads, in order: what [`Operator::find`]
-/// takes.
+/// The names of all operators in a namespace (`aten`, say), with their overloads, in order: what
+/// [`Operator::find`] takes.
 ///
 /// ```
 /// let names = tch_extension::library::operators("aten")?;

@@ -2,7 +2,8 @@
 
 use super::operator::split;
 
-/// `did you mean torchvision::nms?`, of up to three operators that are as near as any; `None` when none is near.
+/// `did you mean torchvision::nms?`, of up to three operators that are as near as any; `None` when
+/// none is near.
 pub(super) fn did_you_mean(wanted: &str, names: &[String]) -> Option<String> {
     let near = near(wanted, names);
     (!near.is_empty()).then(|| format!("did you mean {}?", near.join(" or ")))
@@ -19,12 +20,20 @@ fn near<'a>(wanted: &str, names: &'a [String]) -> Vec<&'a str> {
     let mut ranked: Vec<_> = bases.iter().filter_map(rank).collect();
     ranked.sort_unstable();
     let best = ranked.first().map(|(rank, _)| *rank);
-    ranked.iter().take_while(|(rank, _)| Some(*rank) == best).take(MOST).map(|(_, base)| *base).collect()
+    ranked
+        .iter()
+        .take_while(|(rank, _)| Some(*rank) == best)
+        .take(MOST)
+        .map(|(_, base)| *base)
+        .collect()
 }
 
-/// How far a name is from the one that was wanted, if it is near. The same name in another namespace is nearest.
+/// How far a name is from the one that was wanted, if it is near. The same name in another
+/// namespace is nearest.
 fn rank(wanted: &str, name: &str) -> Option<(bool, usize)> {
-    let own = |text: &str| text.split_once("::").map_or_else(|| text.to_string(), |(_, own)| own.to_string());
+    let own = |text: &str| {
+        text.split_once("::").map_or_else(|| text.to_string(), |(_, own)| own.to_string())
+    };
     let (wanted, name) = (wanted.to_lowercase(), name.to_lowercase());
     let differs = own(&wanted) != own(&name);
     // A third of the letters may be wrong, and two that changed places count as one.
@@ -41,8 +50,13 @@ mod tests {
     use super::*;
 
     fn said(wanted: &str) -> Option<String> {
-        let names =
-            ["aten::add.Scalar", "aten::add.Tensor", "aten::adds", "quantized::add", "torchvision::nms"];
+        let names = [
+            "aten::add.Scalar",
+            "aten::add.Tensor",
+            "aten::adds",
+            "quantized::add",
+            "torchvision::nms",
+        ];
         did_you_mean(wanted, &names.map(String::from))
     }
 

@@ -10,8 +10,8 @@ use crate::{Error, Result};
 use std::sync::Arc;
 use tch::Device;
 
-/// An operator that is registered with libtorch's dispatcher, found once and called often. Cheap to clone, and fine to
-/// call from any thread.
+/// An operator that is registered with libtorch's dispatcher, found once and called often. Cheap to
+/// clone, and fine to call from any thread.
 #[derive(Clone)]
 pub struct Operator {
     pub(super) inner: Arc<Inner>,
@@ -24,12 +24,12 @@ pub(super) struct Inner {
 }
 
 impl Operator {
-    /// The operator of this name, as libtorch writes it: `aten::add.Tensor`, `torchvision::nms`. Without an overload,
-    /// the one that has no overload's name, or else the only one.
+    /// The operator of this name, as libtorch writes it: `aten::add.Tensor`, `torchvision::nms`.
+    /// Without an overload, the one that has no overload's name, or else the only one.
     ///
     /// # Errors
-    /// When there is none (the message names those that are spelled alike), or one of several overloads has to be chosen
-    /// (the message lists them).
+    /// When there is none (the message names those that are spelled alike), or one of several
+    /// overloads has to be chosen (the message lists them).
     pub fn find(name: &str) -> Result<Operator> {
         let (base, overload) = split(name);
         if let Some(handle) = ffi::Operator::find(base, overload)? {
@@ -41,12 +41,16 @@ impl Operator {
         match overloads[..] {
             [] => {
                 let hint = did_you_mean(name, &all).unwrap_or_else(|| {
-                    "load the library that registers it, or look for it in library::operators".to_string()
+                    "load the library that registers it, or look for it in library::operators"
+                        .to_string()
                 });
                 Err(Error::msg(format!("there is no operator {name}; {hint}")))
             }
             [only] if overload.is_empty() => Operator::find(only),
-            _ => Err(Error::msg(format!("there is no operator {name}, but {}", overloads.join(", ")))),
+            _ => Err(Error::msg(format!(
+                "there is no operator {name}, but {}",
+                overloads.join(", ")
+            ))),
         }
     }
 
@@ -65,8 +69,9 @@ impl Operator {
         &self.inner.schema.text
     }
 
-    /// Whether a call on tensors of this device is differentiable: the operator has an autograd kernel, or is made of
-    /// operators that have (then it may still do something that has no gradient).
+    /// Whether a call on tensors of this device is differentiable: the operator has an autograd
+    /// kernel, or is made of operators that have (then it may still do something that has no
+    /// gradient).
     ///
     /// # Errors
     /// When libtorch reports one.
@@ -74,9 +79,9 @@ impl Operator {
         self.inner.handle.has_autograd(device)
     }
 
-    /// Calls the operator. The type of the result says what is expected to come back: a `Tensor`, a tuple,
-    /// `Vec<Tensor>`, a number, … ([`FromOutputs`]). An argument that is written into is returned as the same
-    /// tensor, if at all, and its version is counted up.
+    /// Calls the operator. The type of the result says what is expected to come back: a `Tensor`, a
+    /// tuple, `Vec<Tensor>`, a number, … ([`FromOutputs`]). An argument that is written into is
+    /// returned as the same tensor, if at all, and its version is counted up.
     ///
     /// ```
     /// use tch::Tensor;
@@ -89,26 +94,29 @@ impl Operator {
     /// ```
     ///
     /// # Gradients
-    /// libtorch warns when an operator without an autograd kernel gets an input that requires grad, and lets a
-    /// backward go wrong. Here the call is an error, before anything has run, unless grad mode is off or you say what
-    /// you want: [`no_grad`](Operator::no_grad) or [`with_backward`](Operator::with_backward).
+    /// libtorch warns when an operator without an autograd kernel gets an input that requires grad,
+    /// and lets a backward go wrong. Here the call is an error, before anything has run, unless
+    /// grad mode is off or you say what you want: [`no_grad`](Operator::no_grad) or
+    /// [`with_backward`](Operator::with_backward).
     ///
-    /// An operator that is made of others (`CompositeImplicitAutograd`, as every function without a dispatch key is,
-    /// and every `m.def` of a Python extension) may launch a kernel that the graph knows nothing of. That shows only
-    /// afterwards: an input required grad, and none of the floating tensors it returned or declared to write does. Then,
-    /// too, the call is an error and the results are dropped; what was written stays written. Undeclared
-    /// writes into arguments cannot be seen. Operators of `aten` are taken to be right.
+    /// An operator that is made of others (`CompositeImplicitAutograd`, as every function without a
+    /// dispatch key is, and every `m.def` of a Python extension) may launch a kernel that the graph
+    /// knows nothing of. That shows only afterwards: an input required grad, and none of the
+    /// floating tensors it returned or declared to write does. Then, too, the call is an error and
+    /// the results are dropped; what was written stays written. Undeclared writes into arguments
+    /// cannot be seen. Operators of `aten` are taken to be right.
     ///
     /// # Errors
-    /// Wrong arguments, what the operator throws, results of another type. The message shows the schema.
+    /// Wrong arguments, what the operator throws, results of another type. The message shows the
+    /// schema.
     pub fn call<T: FromOutputs>(&self, args: Args<'_>) -> Result<T> {
         let values = self.inner.schema.arrange(args)?;
         let outputs = self.run(&values, self.grad)?;
         T::from_outputs(outputs).map_err(|message| self.inner.schema.error(message))
     }
 
-    /// The same operator, called with grad mode off: whatever its inputs, what it computes is a constant. A result that
-    /// *is* an argument, or a view of one, stays in the graph as it was.
+    /// The same operator, called with grad mode off: whatever its inputs, what it computes is a
+    /// constant. A result that *is* an argument, or a view of one, stays in the graph as it was.
     #[must_use]
     pub fn no_grad(&self) -> Operator {
         Operator { inner: Arc::clone(&self.inner), grad: Grad::Off }
@@ -116,12 +124,14 @@ impl Operator {
 
     /// The same operator with a backward of yours, which takes the place of any that it has.
     ///
-    /// `backward` is [`Function::backward`](crate::autograd::Function::backward). The inputs are all tensors among the
-    /// arguments, in the schema's order, those in lists one by one; absent ones are left out. Saved are, from slot 0
-    /// on, these inputs and then all tensors among the results. Arguments that are no tensors have their names:
-    /// [`CallContext::argument`]. A second derivative is an error.
+    /// `backward` is [`Function::backward`](crate::autograd::Function::backward). The inputs are
+    /// all tensors among the arguments, in the schema's order, those in lists one by one; absent
+    /// ones are left out. Saved are, from slot 0 on, these inputs and then all tensors among the
+    /// results. Arguments that are no tensors have their names: [`CallContext::argument`]. A second
+    /// derivative is an error.
     ///
-    /// An argument that the operator writes into must be among its results, and is saved as it is afterwards.
+    /// An argument that the operator writes into must be among its results, and is saved as it is
+    /// afterwards.
     ///
     /// ```
     /// use tch::{Kind, Tensor};
@@ -187,7 +197,8 @@ impl Operator {
     }
 }
 
-const WAYS_OUT: &str = "choose .no_grad() for constants, or .with_backward(f) for a gradient of your own";
+const WAYS_OUT: &str =
+    "choose .no_grad() for constants, or .with_backward(f) for a gradient of your own";
 
 impl std::fmt::Display for Operator {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

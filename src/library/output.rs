@@ -26,7 +26,8 @@ pub trait FromOutput: Sized {
 /// - `()`, for an operator without a result;
 /// - whatever is [`FromOutput`], for one with a single result;
 /// - a tuple of up to twelve such, for one with so many results;
-/// - a vector, for any number of results of one type, `Vec<Tensor>`, say; a single result that is a list gives its items;
+/// - a vector, for any number of results of one type, `Vec<Tensor>`, say; a single result that is a
+///   list gives its items;
 /// - [`Outputs`], for any results.
 ///
 /// ```
@@ -125,8 +126,9 @@ impl<T: FromOutput> FromOutput for Vec<T> {
 /// One value of several.
 fn one<T: FromOutput>(output: Option<Output>, index: usize) -> Result<T, String> {
     let output = output.ok_or_else(|| format!("there is no result {index}"))?;
-    T::from_output(output)
-        .map_err(|output| format!("result {index} is {output:?}, and {} was asked for", type_name::<T>()))
+    T::from_output(output).map_err(|output| {
+        format!("result {index} is {output:?}, and {} was asked for", type_name::<T>())
+    })
 }
 
 fn check_count(outputs: &[Output], wanted: usize) -> Result<(), String> {

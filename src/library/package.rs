@@ -30,9 +30,13 @@ fn lists(info: &Path, own: &str) -> bool {
 fn read(info: PathBuf) -> Option<Package> {
     let text = std::fs::read_to_string(info.join("METADATA")).ok()?;
     // Behind an empty line is the description.
-    let fields = || text.lines().take_while(|line| !line.is_empty()).filter_map(|line| line.split_once(": "));
-    let field = |name: &str| fields().find(|(found, _)| *found == name).map(|(_, value)| value.to_string());
-    let torch = fields().filter(|(name, _)| *name == "Requires-Dist").find_map(|(_, value)| torch(value));
+    let fields = || {
+        text.lines().take_while(|line| !line.is_empty()).filter_map(|line| line.split_once(": "))
+    };
+    let field =
+        |name: &str| fields().find(|(found, _)| *found == name).map(|(_, value)| value.to_string());
+    let torch =
+        fields().filter(|(name, _)| *name == "Requires-Dist").find_map(|(_, value)| torch(value));
     Some(Package { name: field("Name")?, version: field("Version")?, torch })
 }
 

@@ -8,8 +8,9 @@ const LIBPYTHON: &str = "TCH_EXTENSION_LIBPYTHON";
 
 /// The library to load first, going by the loader's complaint; `None` when nothing would help.
 pub(super) fn find(complaint: &str) -> Result<Option<PathBuf>, String> {
-    let needs_python =
-        ["undefined symbol: Py", "undefined symbol: _Py"].iter().any(|text| complaint.contains(text));
+    let needs_python = ["undefined symbol: Py", "undefined symbol: _Py"]
+        .iter()
+        .any(|text| complaint.contains(text));
     if needs_python {
         return libpython(complaint).map(Some);
     }
@@ -19,7 +20,9 @@ pub(super) fn find(complaint: &str) -> Result<Option<PathBuf>, String> {
     if missing.starts_with("libpython") {
         return libpython(complaint).map(Some);
     }
-    let Some(folder) = Path::new(&libtorch_file()).parent().map(Path::to_path_buf) else { return Ok(None) };
+    let Some(folder) = Path::new(&libtorch_file()).parent().map(Path::to_path_buf) else {
+        return Ok(None);
+    };
     // CUDA's own lie in other folders, which libtorch's part for CUDA knows.
     let candidates = [missing, "libtorch_cuda.so"].map(|name| folder.join(name));
     let is_cudas = missing.starts_with("libcu") || missing.starts_with("libnv");
@@ -36,7 +39,9 @@ fn libpython(complaint: &str) -> Result<PathBuf, String> {
     if let Some(path) = std::env::var_os(LIBPYTHON).map(PathBuf::from) {
         return match path.exists() {
             true => Ok(path),
-            false => Err(format!("it needs Python, and {LIBPYTHON}={} does not exist", path.display())),
+            false => {
+                Err(format!("it needs Python, and {LIBPYTHON}={} does not exist", path.display()))
+            }
         };
     }
     let version = python_version();
@@ -49,7 +54,8 @@ fn libpython(complaint: &str) -> Result<PathBuf, String> {
     })
 }
 
-/// The Python that libtorch was built for, such as `3.11`; a libtorch from a wheel says so in a file's name.
+/// The Python that libtorch was built for, such as `3.11`; a libtorch from a wheel says so in a
+/// file's name.
 fn python_version() -> Option<String> {
     let file = libtorch_file();
     let folder = Path::new(&file).parent()?.parent()?;
@@ -68,11 +74,17 @@ fn search(version: Option<&str>) -> Option<PathBuf> {
     let said = programs.filter_map(|program| ask(program, version)).find(|path| path.exists());
     said.or_else(|| {
         let version = version?;
-        let folders =
-            ["/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib", "/usr/local/lib64"];
+        let folders = [
+            "/usr/lib/x86_64-linux-gnu",
+            "/usr/lib64",
+            "/usr/lib",
+            "/usr/local/lib",
+            "/usr/local/lib64",
+        ];
         let names = [format!("libpython{version}.so.1.0"), format!("libpython{version}.so")];
-        let all =
-            folders.iter().flat_map(|folder| names.iter().map(move |name| Path::new(folder).join(name)));
+        let all = folders
+            .iter()
+            .flat_map(|folder| names.iter().map(move |name| Path::new(folder).join(name)));
         all.into_iter().find(|path| path.exists())
     })
 }

@@ -40,7 +40,8 @@ impl Schema {
         values.extend(args.positional.into_iter().map(|value| Some(value.0)));
         values.resize_with(self.arguments.len(), || None);
         for (name, value) in args.named {
-            let Some(index) = self.arguments.iter().position(|argument| argument.name == name) else {
+            let Some(index) = self.arguments.iter().position(|argument| argument.name == name)
+            else {
                 return Err(self.error(format!("it has no argument `{name}`")));
             };
             if values[index].replace(value.0).is_some() {

@@ -6,14 +6,16 @@ use tch::{Device, Kind, Tensor};
 
 /// An argument of an operator: a tensor, a number, a list of either, ….
 ///
-/// Made with `into()`, and so by [`args!`](crate::args), from `&Tensor`, `Option<&Tensor>`, `i64`, `i32`,
-/// `f64`, `f32`, `bool`, `&str`, `&String`, [`Device`], [`Kind`], [`Layout`], [`MemoryFormat`]; from slices, arrays and
-/// vectors of such; and from an `Option` of any of them, where `None` is Python's.
+/// Made with `into()`, and so by [`args!`](crate::args), from `&Tensor`, `Option<&Tensor>`, `i64`,
+/// `i32`, `f64`, `f32`, `bool`, `&str`, `&String`, [`Device`], [`Kind`], [`Layout`],
+/// [`MemoryFormat`]; from slices, arrays and vectors of such; and from an `Option` of any of them,
+/// where `None` is Python's.
 ///
-/// Which of them an argument takes, its schema says: `Tensor`, `Tensor?` (may be `None`), `Tensor[]`, `Tensor?[]`,
-/// `int` and `SymInt`, `float` (an int will do), `Scalar` (any number), `bool`, `str`, `Device`, `ScalarType` (a
-/// `Kind`), `Layout`, `MemoryFormat`. `int[2]` also takes one int, for both. A `Generator?` can only be `None`.
-/// Values of other types cannot be made in Rust.
+/// Which of them an argument takes, its schema says: `Tensor`, `Tensor?` (may be `None`),
+/// `Tensor[]`, `Tensor?[]`, `int` and `SymInt`, `float` (an int will do), `Scalar` (any number),
+/// `bool`, `str`, `Device`, `ScalarType` (a `Kind`), `Layout`, `MemoryFormat`. `int[2]` also takes
+/// one int, for both. A `Generator?` can only be `None`. Values of other types cannot be made in
+/// Rust.
 pub struct Value<'a>(pub(super) ffi::Value<'a>);
 
 /// Python's `None`, where no type says what there is none of: `args![&x, NONE]`.
@@ -136,7 +138,8 @@ impl<'a> Args<'a> {
     }
 }
 
-/// The arguments of a call: `args![&x, 2, alpha = 0.5]`. Those that are left out have their schema's defaults.
+/// The arguments of a call: `args![&x, 2, alpha = 0.5]`. Those that are left out have their
+/// schema's defaults.
 ///
 /// ```
 /// use tch::Tensor;

@@ -11,18 +11,18 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 use tch::Tensor;
 
-/// What the backward of [`Operator::with_backward`](super::Operator::with_backward) can ask: what every
-/// [`Context`] knows, and the call's arguments that are no tensors.
+/// What the backward of [`Operator::with_backward`](super::Operator::with_backward) can ask: what
+/// every [`Context`] knows, and the call's arguments that are no tensors.
 pub struct CallContext<'a> {
     context: &'a Context<'a>,
     node: &'a Node,
 }
 
 impl CallContext<'_> {
-    /// An argument of the call by the name that it has in the schema, of any type that a result can have: `i64`, `f64`,
-    /// `bool`, `String`, `Vec<i64>`, `Option<f64>`, `Kind`, …. It is what the operator got: one that was left out is the
-    /// schema's default, an int that was given for a `float` is a float, and a `Scalar` is either. Tensors are saved
-    /// instead: [`Context::saved`].
+    /// An argument of the call by the name that it has in the schema, of any type that a result can
+    /// have: `i64`, `f64`, `bool`, `String`, `Vec<i64>`, `Option<f64>`, `Kind`, …. It is what the
+    /// operator got: one that was left out is the schema's default, an int that was given for a
+    /// `float` is a float, and a `Scalar` is either. Tensors are saved instead: [`Context::saved`].
     ///
     /// # Errors
     /// When there is no such argument, or it is of another type.
@@ -33,7 +33,8 @@ impl CallContext<'_> {
             return Err(Error::Autograd(format!("it has no argument `{name}`")));
         };
         let kind = &schema.arguments[index].kind;
-        let Some(value) = self.node.arguments.as_ref().map(|all| all.get(index)).transpose()?.flatten()
+        let Some(value) =
+            self.node.arguments.as_ref().map(|all| all.get(index)).transpose()?.flatten()
         else {
             return Err(Error::Autograd(format!(
                 "its argument `{name}` is of type {kind}, and a backward gets no such argument by name; the tensors \
@@ -41,12 +42,16 @@ impl CallContext<'_> {
             )));
         };
         let converted = T::from_output(value).or_else(|value| match value {
-            Output::Int(int) if kind.starts_with("Scalar") => T::from_output(Output::Float(int as f64)),
+            Output::Int(int) if kind.starts_with("Scalar") => {
+                T::from_output(Output::Float(int as f64))
+            }
             other => Err(other),
         });
         converted.map_err(|value| {
             let wanted = type_name::<T>();
-            Error::Autograd(format!("its argument `{name}` is {value:?}, and {wanted} was asked for"))
+            Error::Autograd(format!(
+                "its argument `{name}` is {value:?}, and {wanted} was asked for"
+            ))
         })
     }
 }
@@ -77,7 +82,8 @@ impl WithBackward {
     /// [`Operator::call`], in the graph.
     ///
     /// # Errors
-    /// As [`Operator::call`]. Also when the operator writes into an argument that it does not return, or into a leaf.
+    /// As [`Operator::call`]. Also when the operator writes into an argument that it does not
+    /// return, or into a leaf.
     pub fn call<T: FromOutputs>(&self, args: Args<'_>) -> Result<T> {
         let schema = &self.operator.inner.schema;
         let values = schema.arrange(args)?;
@@ -90,10 +96,11 @@ impl WithBackward {
         self.check_leaves(&inputs, &written)?;
         let mut outputs = self.operator.run(&values, Grad::Off)?;
         let mut results = Vec::new();
-        outputs
-            .iter_mut()
-            .for_each(|output| tensors_of(output, &mut |tensor| results.push(tensor.shallow_clone())));
-        let returned = |index: &usize| results.iter().any(|result| ffi::is_same(result, &inputs[*index]));
+        outputs.iter_mut().for_each(|output| {
+            tensors_of(output, &mut |tensor| results.push(tensor.shallow_clone()))
+        });
+        let returned =
+            |index: &usize| results.iter().any(|result| ffi::is_same(result, &inputs[*index]));
         if !written.iter().all(returned) {
             return Err(schema.error(
                 "it writes into an argument that it does not return, of which with_backward can make no part of a graph",
@@ -128,7 +135,11 @@ impl WithBackward {
         if !tch_extension_grad_mode() || !written.iter().any(|index| is_leaf(&index)) {
             return Ok(());
         }
-        Err(self.operator.inner.schema.error("a leaf Variable that requires grad cannot be written into"))
+        Err(self
+            .operator
+            .inner
+            .schema
+            .error("a leaf Variable that requires grad cannot be written into"))
     }
 }
 

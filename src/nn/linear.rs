@@ -14,8 +14,8 @@ pub struct Linear {
     pub bs: Option<Tensor>,
 }
 
-/// A new layer: [`tch::nn::linear`] in all but its operator. Configuration, names of the parameters (`weight` and
-/// `bias`) and first values are tch's, so weights of either load into the other.
+/// A new layer: [`tch::nn::linear`] in all but its operator. Configuration, names of the parameters
+/// (`weight` and `bias`) and first values are tch's, so weights of either load into the other.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn::{Module, VarStore}};
@@ -26,7 +26,12 @@ pub struct Linear {
 /// let output = layer.forward(&Tensor::randn([2, 7, 5], (Kind::Float, Device::Cpu)));
 /// assert_eq!(output.size(), [2, 7, 8]);
 /// ```
-pub fn linear<'a, T: Borrow<Path<'a>>>(vs: T, in_dim: i64, out_dim: i64, config: LinearConfig) -> Linear {
+pub fn linear<'a, T: Borrow<Path<'a>>>(
+    vs: T,
+    in_dim: i64,
+    out_dim: i64,
+    config: LinearConfig,
+) -> Linear {
     let vs = vs.borrow();
     let bias_init = || {
         let bound = 1.0 / (in_dim as f64).sqrt();

@@ -57,8 +57,8 @@ pub struct Lltm {
     config: LltmConfig,
 }
 
-/// A new layer, with its parameters in `vs` under PyTorch's tutorial's names `weights` and `bias`, drawn
-/// uniformly from ±1/√H.
+/// A new layer, with its parameters in `vs` under PyTorch's tutorial's names `weights` and `bias`,
+/// drawn uniformly from ±1/√H.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn::{RNN, VarStore}};
@@ -74,7 +74,12 @@ pub struct Lltm {
 ///
 /// # Panics
 /// On a negative input size or a hidden size below 1.
-pub fn lltm<'a, T: Borrow<Path<'a>>>(vs: T, in_dim: i64, hidden_dim: i64, config: LltmConfig) -> Lltm {
+pub fn lltm<'a, T: Borrow<Path<'a>>>(
+    vs: T,
+    in_dim: i64,
+    hidden_dim: i64,
+    config: LltmConfig,
+) -> Lltm {
     assert!(hidden_dim >= 1, "nn::lltm: hidden_dim: expected at least 1, got {hidden_dim}");
     assert!(in_dim >= 0, "nn::lltm: in_dim: expected at least 0, got {in_dim}");
     let vs = vs.borrow();
@@ -111,7 +116,11 @@ impl Lltm {
     ///
     /// # Errors
     /// As [`Lltm::f_step`]; and when the input is no `[B, T, F]`.
-    pub fn f_seq_init(&self, input: &Tensor, state: &LltmState) -> crate::Result<(Tensor, LltmState)> {
+    pub fn f_seq_init(
+        &self,
+        input: &Tensor,
+        state: &LltmState,
+    ) -> crate::Result<(Tensor, LltmState)> {
         let batch = self.check_sequence(input, state)?;
         let mut state = LltmState((state.h(), state.c()));
         let mut outputs = Vec::new();

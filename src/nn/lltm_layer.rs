@@ -29,7 +29,8 @@ impl Default for LltmLayerConfig {
     }
 }
 
-/// Layers of LLTMs, each computed by [`lltm`](crate::ops::lltm) for all steps at once. Made by [`lltm_layer`].
+/// Layers of LLTMs, each computed by [`lltm`](crate::ops::lltm) for all steps at once. Made by
+/// [`lltm_layer`].
 #[derive(Debug)]
 pub struct LltmLayer {
     /// Of each layer `[3H, H + F]`, F the features that it is given: the input's, or H.
@@ -40,8 +41,9 @@ pub struct LltmLayer {
     config: LltmLayerConfig,
 }
 
-/// New layers, with parameters in `vs`, drawn uniformly from ±1/√H. The first layer's are called `weights` and
-/// `bias`, as those of [`lltm`](super::lltm()), whose files it loads; the next ones' `weights_l1`, `bias_l1`, and so on.
+/// New layers, with parameters in `vs`, drawn uniformly from ±1/√H. The first layer's are called
+/// `weights` and `bias`, as those of [`lltm`](super::lltm()), whose files it loads; the next ones'
+/// `weights_l1`, `bias_l1`, and so on.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn::{RNN, VarStore}};
@@ -57,7 +59,8 @@ pub struct LltmLayer {
 /// ```
 ///
 /// # Panics
-/// On a negative input size, a hidden size or number of layers below 1, and a dropout that is no probability.
+/// On a negative input size, a hidden size or number of layers below 1, and a dropout that is no
+/// probability.
 pub fn lltm_layer<'a, T: Borrow<Path<'a>>>(
     vs: T,
     in_dim: i64,
@@ -75,7 +78,8 @@ pub fn lltm_layer<'a, T: Borrow<Path<'a>>>(
     let parameters = |layer: i64| {
         let (suffix, features) =
             if layer == 0 { (String::new(), in_dim) } else { (format!("_l{layer}"), hidden_dim) };
-        let weights = vs.var(&format!("weights{suffix}"), &[3 * hidden_dim, hidden_dim + features], init);
+        let weights =
+            vs.var(&format!("weights{suffix}"), &[3 * hidden_dim, hidden_dim + features], init);
         (weights, vs.var(&format!("bias{suffix}"), &[3 * hidden_dim], init))
     };
     let (weights, biases) = (0..num_layers).map(parameters).unzip();
@@ -103,8 +107,8 @@ impl LltmLayer {
         self.f_seq_init(&input.f_unsqueeze(time)?, state).map(|(_, state)| state)
     }
 
-    /// [`RNN::seq_init`], with an error instead of a panic: the last layer's output of all steps, and the state of each
-    /// layer behind the last step, each `[num_layers, B, H]`.
+    /// [`RNN::seq_init`], with an error instead of a panic: the last layer's output of all steps,
+    /// and the state of each layer behind the last step, each `[num_layers, B, H]`.
     ///
     /// # Errors
     /// When input or state do not fit these layers; see [`f_lltm`].
@@ -159,7 +163,8 @@ impl RNN for LltmLayer {
     type State = LltmState;
 
     fn zero_state(&self, batch_dim: i64) -> LltmState {
-        let zeros = || Tensor::zeros([self.config.num_layers, batch_dim, self.hidden_dim], self.options());
+        let zeros =
+            || Tensor::zeros([self.config.num_layers, batch_dim, self.hidden_dim], self.options());
         LltmState((zeros(), zeros()))
     }
 

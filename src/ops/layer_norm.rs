@@ -12,37 +12,42 @@ use tch::{Device, Kind, Tensor};
 const OP: &str = "layer_norm";
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
-/// Normalises over the trailing dimensions `normalized_shape`, then scales and shifts each of their elements.
+/// Normalises over the trailing dimensions `normalized_shape`, then scales and shifts each of their
+/// elements.
 ///
 /// ```text
 /// mean = Σ x / N      var = Σ (x - mean)² / N
 /// y = (x - mean) / √(var + eps) · w + b
 /// ```
 ///
-/// * `input`: x, `[*, normalized_shape]`, of kind `Float`, `Double`, `Half` or `BFloat16`, on the CPU or CUDA
+/// * `input`: x, `[*, normalized_shape]`, of kind `Float`, `Double`, `Half` or `BFloat16`, on the
+///   CPU or CUDA
 /// * `normalized_shape`: the trailing sizes of `input`, one or several, with N elements
 /// * `weight`: w, `[normalized_shape]`; `None` for ones
 /// * `bias`: b, `[normalized_shape]`; `None` for zeros
 /// * `eps`: added to the variance
 ///
-/// Returns y, of `input`'s shape and kind, contiguous. Weight and bias are of the input's kind; on the CPU they may
-/// both be `Float` beside a half kind, as in libtorch. Any strides, any sizes, also empty ones: without columns
-/// there is nothing to compute, and without rows the gradients of weight and bias are zeros (libtorch on CUDA then takes any kinds; this does not). Of the half kinds,
-/// everything is computed in `Float` and rounded once. Under autocast on CUDA all that is not `Double` is cast to
-/// `Float`, as in libtorch; autocast on the CPU changes nothing. Has first and second derivatives with respect to
-/// each tensor. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic;
-/// the order of sums depends on sizes, and on CUDA also on whether all tensors allow 16-byte loads.
+/// Returns y, of `input`'s shape and kind, contiguous. Weight and bias are of the input's kind; on
+/// the CPU they may both be `Float` beside a half kind, as in libtorch. Any strides, any sizes,
+/// also empty ones: without columns there is nothing to compute, and without rows the gradients of
+/// weight and bias are zeros (libtorch on CUDA then takes any kinds; this does not). Of the half
+/// kinds, everything is computed in `Float` and rounded once. Under autocast on CUDA all that is
+/// not `Double` is cast to `Float`, as in libtorch; autocast on the CPU changes nothing. Has first
+/// and second derivatives with respect to each tensor. On CUDA it works on libtorch's current
+/// stream and never waits for the GPU. Deterministic; the order of sums depends on sizes, and on
+/// CUDA also on whether all tensors allow 16-byte loads.
 ///
-/// The variance comes from a second pass over the centred row, and what the rounding of the mean took from it is
-/// put back. The bounds, which tests hold it to: an output or gradient of `Float`, `Half` or `BFloat16` is no further
-/// from the exact one than that of libtorch's own operator, but for two roundings; an output of `Float` is within
-/// 2·10⁻⁶ of it, relative to the largest, even at a mean of 10⁵ deviations. (A gradient has the mean rounded once, as
-/// in libtorch.) A row with an infinity or NaN is NaN throughout; where only the variance overflows, it is zeros and
-/// the bias.
+/// The variance comes from a second pass over the centred row, and what the rounding of the mean
+/// took from it is put back. The bounds, which tests hold it to: an output or gradient of `Float`,
+/// `Half` or `BFloat16` is no further from the exact one than that of libtorch's own operator, but
+/// for two roundings; an output of `Float` is within 2·10⁻⁶ of it, relative to the largest, even at
+/// a mean of 10⁵ deviations. (A gradient has the mean rounded once, as in libtorch.) A row with an
+/// infinity or NaN is NaN throughout; where only the variance overflows, it is zeros and the bias.
 ///
-/// On CUDA the input is read and the output written once up to rows of 64 KiB, wherever they begin, and on compute capability
-/// 9.0 up to 256 KiB (aligned rows of `Float` 512); the backward reads input and incoming gradient once, of few rows (512 at most) twice and of rows too long for the chip more often, and keeps two
-/// numbers a row beside the inputs.
+/// On CUDA the input is read and the output written once up to rows of 64 KiB, wherever they begin,
+/// and on compute capability 9.0 up to 256 KiB (aligned rows of `Float` 512); the backward reads
+/// input and incoming gradient once, of few rows (512 at most) twice and of rows too long for the
+/// chip more often, and keeps two numbers a row beside the inputs.
 ///
 /// Equivalent to:
 /// ```
@@ -75,7 +80,8 @@ pub fn layer_norm(
 /// [`layer_norm`], with an error instead of a panic.
 ///
 /// # Errors
-/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or CUDA fails.
+/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or
+/// CUDA fails.
 pub fn f_layer_norm(
     input: &Tensor,
     normalized_shape: &[i64],
@@ -172,7 +178,8 @@ fn check_arguments(
     if let Some(bias) = bias {
         check_parameter(&check!(OP, bias), input, normalized_shape, parameter_kind)?;
     }
-    let product = |sizes: &[i64]| sizes.iter().try_fold(1_i64, |product, &size| product.checked_mul(size));
+    let product =
+        |sizes: &[i64]| sizes.iter().try_fold(1_i64, |product, &size| product.checked_mul(size));
     match (product(leading), product(normalized_shape)) {
         (Some(rows), Some(columns)) => Ok(Shape { rows, columns, path: Path::Automatic }),
         _ => Err(input_check.refuse("sizes whose products fit 64 bits", format!("{size:?}"), "")),
@@ -198,17 +205,26 @@ fn check_parameter(
     let found = parameter.kind_in(&KINDS)?.tensor().f_kind()?;
     if !parameter_kinds(kind, device).contains(&found) {
         let hint = format!("cast it with to_kind(Kind::{kind:?})");
-        return Err(parameter.refuse(format!("kind {kind:?}, as input"), format!("{found:?}"), hint));
+        return Err(parameter.refuse(
+            format!("kind {kind:?}, as input"),
+            format!("{found:?}"),
+            hint,
+        ));
     }
     if let Some(other) = parameter_kind.filter(|&other| other != found) {
         let hint = format!("cast it with to_kind(Kind::{other:?})");
-        return Err(parameter.refuse(format!("kind {other:?}, as weight"), format!("{found:?}"), hint));
+        return Err(parameter.refuse(
+            format!("kind {other:?}, as weight"),
+            format!("{found:?}"),
+            hint,
+        ));
     }
     parameter.shape("[normalized_shape]", normalized_shape).map(|_| ())
 }
 
-/// The table of mixed kinds: of what kinds weight and bias may be (both of the same one) beside an input. The
-/// result's kind is always the input's. What libtorch's own operator accepts; a test compares.
+/// The table of mixed kinds: of what kinds weight and bias may be (both of the same one) beside an
+/// input. The result's kind is always the input's. What libtorch's own operator accepts; a test
+/// compares.
 fn parameter_kinds(input: Kind, device: Device) -> &'static [Kind] {
     match (input, device) {
         (Kind::Half, Device::Cpu) => &[Kind::Half, Kind::Float],
@@ -224,8 +240,8 @@ struct LayerNorm {
     shape: Shape,
     normalized_shape: Vec<i64>,
     eps: f64,
-    /// Here, so that the first derivative need not look at the bias itself: nobody is refused for having changed
-    /// it.
+    /// Here, so that the first derivative need not look at the bias itself: nobody is refused for
+    /// having changed it.
     bias_kind: Option<Kind>,
 }
 
@@ -252,7 +268,8 @@ impl Function for LayerNorm {
         let values = plain(input)?;
         let parameters = [weight.map(plain).transpose()?, bias.map(plain).transpose()?];
         let mut output = Tensor::f_empty_like(&values)?;
-        let needs_moments = saver.needs_input_grad(place::INPUT) || saver.needs_input_grad(place::WEIGHT);
+        let needs_moments =
+            saver.needs_input_grad(place::INPUT) || saver.needs_input_grad(place::WEIGHT);
         let mut moments = if needs_moments {
             Some(Moments::empty(self.shape.rows, values.f_kind()?, values.device())?)
         } else {
@@ -271,7 +288,8 @@ impl Function for LayerNorm {
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         if ctx.create_graph() {
-            let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
+            let inputs =
+                (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, |inputs| self.reference(inputs));
         }
         self.first_derivative(ctx, &plain(grads.get(0)?)?)
@@ -303,7 +321,11 @@ impl LayerNorm {
         let mut gradients = Gradients {
             input: needs_input.then(|| input.f_empty_like()).transpose()?,
             weight: weight_kind.filter(|_| needs_weight).map(parameter).transpose()?,
-            bias: self.bias_kind.filter(|_| ctx.needs_input_grad(place::BIAS)).map(parameter).transpose()?,
+            bias: self
+                .bias_kind
+                .filter(|_| ctx.needs_input_grad(place::BIAS))
+                .map(parameter)
+                .transpose()?,
         };
         let operands = Operands { input: &input, weight: weight.as_ref(), bias: None };
         kernels::backward(self.shape, &operands, grad_output, moments.as_ref(), &mut gradients)?;

@@ -23,16 +23,22 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// * `weight`: W, `[out, in]`
 /// * `bias`: b, `[out]`; `None` for zeros
 ///
-/// Returns y, `[..., out]`. All of kind `Float`, `Double`, `Half` or `BFloat16`, the same for all (as libtorch's linear
-/// has it for matrices), on one CPU or CUDA device; any strides, any sizes, also empty ones. Under autocast all three
-/// are cast to its kind first, as libtorch's linear does. Has first and second derivatives with respect to each tensor, and computes
-/// only those asked for. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic as far as libtorch's products are.
+/// Returns y, `[..., out]`. All of kind `Float`, `Double`, `Half` or `BFloat16`, the same for all
+/// (as libtorch's linear has it for matrices), on one CPU or CUDA device; any strides, any sizes,
+/// also empty ones. Under autocast all three are cast to its kind first, as libtorch's linear does.
+/// Has first and second derivatives with respect to each tensor, and computes only those asked for.
+/// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic as far
+/// as libtorch's products are.
 ///
-/// The products are libtorch's, under its precision switches, and so is their accuracy. On CUDA the forward with a bias is
-/// one call of cuBLASLt in `Float`, `Half` and `BFloat16`, as in libtorch itself, but chosen once for each shape and kept for the thread; or a kernel of ours, for
-/// small products and for few rows or columns; or one of padded copies, where rows do not begin at multiples of 16 bytes. The backward's products go by the last three, too, where those are faster. The bias' gradient is a kernel of our own: sums of `Half` and
-/// `BFloat16` are made in `Float` and rounded once, in an order that sizes decide, and on CUDA whether dy allows 16-byte loads. A gradient dy with gaps between its rows is
-/// read without a copy. The backward keeps the input if the weight requires grad, and the weight if the input does.
+/// The products are libtorch's, under its precision switches, and so is their accuracy. On CUDA the
+/// forward with a bias is one call of cuBLASLt in `Float`, `Half` and `BFloat16`, as in libtorch
+/// itself, but chosen once for each shape and kept for the thread; or a kernel of ours, for small
+/// products and for few rows or columns; or one of padded copies, where rows do not begin at
+/// multiples of 16 bytes. The backward's products go by the last three, too, where those are
+/// faster. The bias' gradient is a kernel of our own: sums of `Half` and `BFloat16` are made in
+/// `Float` and rounded once, in an order that sizes decide, and on CUDA whether dy allows 16-byte
+/// loads. A gradient dy with gaps between its rows is read without a copy. The backward keeps the
+/// input if the weight requires grad, and the weight if the input does.
 ///
 /// Equivalent to:
 /// ```
@@ -57,14 +63,20 @@ pub fn linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor 
 /// [`linear`], with an error instead of a panic.
 ///
 /// # Errors
-/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or CUDA fails.
+/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or
+/// CUDA fails.
 pub fn f_linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     f_linear_by(Path::Fastest, input, weight, bias)
 }
 
 /// [`f_linear`] by one way or another where it is open, otherwise by libtorch's.
 #[doc(hidden)]
-pub fn f_linear_by(path: Path, input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+pub fn f_linear_by(
+    path: Path,
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+) -> Result<Tensor> {
     check!(OP, input).defined()?;
     check!(OP, weight).defined()?;
     bias.map(|bias| check!(OP, bias).defined()).transpose()?;
@@ -101,7 +113,11 @@ fn check_arguments(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
         return Err(input.refuse("shape [..., in]", "a single number, []", "view it as [1]"));
     };
     if count_rows(&size).is_none() {
-        return Err(input.refuse("leading sizes whose product fits 64 bits", format!("{size:?}"), ""));
+        return Err(input.refuse(
+            "leading sizes whose product fits 64 bits",
+            format!("{size:?}"),
+            "",
+        ));
     }
     check!(OP, weight).dim(2, "[out, in]")?;
     let out = weight.size2()?.0;
@@ -133,7 +149,8 @@ impl Function for Linear {
             (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
         let output = match gemm::linear(input, weight, bias, self.path)? {
             Some(output) => output,
-            // What is wrong with the arguments is said here: the other ways are open to good ones only.
+            // What is wrong with the arguments is said here: the other ways are open to good ones
+            // only.
             None => {
                 check_arguments(input, weight, bias)?;
                 product(input, weight, bias)?
@@ -157,8 +174,8 @@ impl Function for Linear {
     }
 }
 
-/// By rows, because of other inputs than matrices libtorch adds the bias inside the product or after it, with one
-/// rounding more, depending on their strides.
+/// By rows, because of other inputs than matrices libtorch adds the bias inside the product or
+/// after it, with one rounding more, depending on their strides.
 fn product(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     if input.dim() == 2 {
         return Ok(input.f_linear(weight, bias)?);
@@ -204,7 +221,8 @@ fn bias_gradient(ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
     if !ctx.needs_input_grad(place::BIAS) {
         return Ok(None);
     }
-    // With a graph, this has to be an operation that libtorch can differentiate, as the products are.
+    // With a graph, this has to be an operation that libtorch can differentiate, as the products
+    // are.
     if ctx.create_graph() {
         return Ok(Some(grad.f_sum_dim_intlist([0_i64].as_slice(), false, grad.f_kind()?)?));
     }

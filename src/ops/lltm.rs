@@ -27,29 +27,36 @@ const OP: &str = "lltm";
 /// ```
 ///
 /// * `input`: x, `[T, B, F]`
-/// * `weight`: W, `[3H, H + F]`, the rows for i, o and g, the columns for h and x: those of [`lltm_cell`](super::lltm_cell)
+/// * `weight`: W, `[3H, H + F]`, the rows for i, o and g, the columns for h and x: those of
+///   [`lltm_cell`](super::lltm_cell)
 /// * `bias`: b, `[3H]` or, as PyTorch's extension-cpp has it, `[1, 3H]`; `None` for zeros
 /// * `state`: (h, c) before the first step, each `[B, H]`
 ///
-/// Returns (h of all steps `[T, B, H]`, (h, c) behind the last, each `[B, H]`). Of kind `Float`, `Double`, `Half` or
-/// `BFloat16`, on one CPU or CUDA device; any strides, any sizes, also empty ones and no steps at all. Has first and
-/// second derivatives with respect to each tensor, from each output.
+/// Returns (h of all steps `[T, B, H]`, (h, c) behind the last, each `[B, H]`). Of kind `Float`,
+/// `Double`, `Half` or `BFloat16`, on one CPU or CUDA device; any strides, any sizes, also empty
+/// ones and no steps at all. Has first and second derivatives with respect to each tensor, from
+/// each output.
 ///
-/// Kinds are those that a loop of the cell takes for any number of steps: x and h are promoted to one kind, which weight and
-/// bias must have, and of which the outputs are; c has it, too, or a narrower one. Under autocast the products
-/// run in autocast's kind, and the outputs have it promoted with c's; a c of kind `Double` then needs a product of that kind.
-/// Of the half kinds, sums and gates are computed in `Float` and in the forward never rounded between a product and what
-/// follows (but for one step on CUDA, where that is two kernels of [`lltm_cell`](super::lltm_cell)); the gradients for the gates are rounded to the kind of the products behind them. c and h are rounded at each
-/// step on CUDA (c not where all steps are one kernel), on the CPU only when they are returned.
+/// Kinds are those that a loop of the cell takes for any number of steps: x and h are promoted to
+/// one kind, which weight and bias must have, and of which the outputs are; c has it, too, or a
+/// narrower one. Under autocast the products run in autocast's kind, and the outputs have it
+/// promoted with c's; a c of kind `Double` then needs a product of that kind. Of the half kinds,
+/// sums and gates are computed in `Float` and in the forward never rounded between a product and
+/// what follows (but for one step on CUDA, where that is two kernels of
+/// [`lltm_cell`](super::lltm_cell)); the gradients for the gates are rounded to the kind of the
+/// products behind them. c and h are rounded at each step on CUDA (c not where all steps are one
+/// kernel), on the CPU only when they are returned.
 ///
-/// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic: the same bits each time. The
-/// product with the input is made for all steps at once; where a step is small it then costs one kernel, with its product in
-/// the kind's full precision, elsewhere a product of libtorch's, under its precision switches, and one kernel. Where steps
-/// are small and F < 256, the kernel of each step multiplies the input, too.
+/// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic: the
+/// same bits each time. The product with the input is made for all steps at once; where a step is
+/// small it then costs one kernel, with its product in the kind's full precision, elsewhere a
+/// product of libtorch's, under its precision switches, and one kernel. Where steps are small and F
+/// < 256, the kernel of each step multiplies the input, too.
 ///
-/// On a GPU of compute capability 9.0 all steps are one kernel that keeps the weights on the chip, where that was measured to
-/// be faster: from eight steps on, and for 512 steps on an H200 and F = H up to about these rows, in both directions. With few
-/// steps there are fewer, in tf32 about as many as in the half kinds or more, and the kernels count up to 3·T·B·H = 2^31.
+/// On a GPU of compute capability 9.0 all steps are one kernel that keeps the weights on the chip,
+/// where that was measured to be faster: from eight steps on, and for 512 steps on an H200 and F =
+/// H up to about these rows, in both directions. With few steps there are fewer, in tf32 about as
+/// many as in the half kinds or more, and the kernels count up to 3·T·B·H = 2^31.
 ///
 /// | H | 128 | 256 | 512 | 768 | 1024 | 2048 |
 /// |---|---|---|---|---|---|---|
@@ -57,32 +64,39 @@ const OP: &str = "lltm";
 /// | `Float` | 1280 | 384 | 192 | 64 | 64 | |
 /// | `Double` | 240 | | | | | |
 ///
-/// Beyond H = 768, in `Float` 256 (128 on the way back), H has to be a multiple of 8. The forward of `Double` goes up to 720
-/// rows, and to 168 at H = 256.
+/// Beyond H = 768, in `Float` 256 (128 on the way back), H has to be a multiple of 8. The forward
+/// of `Double` goes up to 720 rows, and to 168 at H = 256.
 ///
-/// With more rows of one half kind, the forward of each step there is the cell's kernel with tensor cores, which multiplies the
-/// input, too: H a multiple of 64, F of 8, and on an H200 with F = H from about 900 rows at H = 512, 700 at 768, 600 at 1024 and
-/// 300 at 2048, but for numbers of rows that fill a last round of tiles by little.
+/// With more rows of one half kind, the forward of each step there is the cell's kernel with tensor
+/// cores, which multiplies the input, too: H a multiple of 64, F of 8, and on an H200 with F = H
+/// from about 900 rows at H = 512, 700 at 768, 600 at 1024 and 300 at 2048, but for numbers of rows
+/// that fill a last round of tiles by little.
 ///
-/// Where libtorch's switch allows tf32 in products, the kernels of all steps multiply `Float` as halves that are scaled by powers of two:
-/// of 11 binary digits, as tf32's numbers, but of less range. A row of W, of h before the first step, and of the gradients for
-/// the gates has a scale of its own; for the h of the steps it is fixed, because |h| < 1. What is less than
-/// 2^-28 of the largest of its row, or an h of less than 2^-29, is off by up to 2^-39 of that largest, or by 2^-40, where tf32 would keep
-/// 11 digits. The sigmoids and tanh of those kernels are accurate to about 1e-6 in tf32 and to 4 units of the last place in `Float`.
+/// Where libtorch's switch allows tf32 in products, the kernels of all steps multiply `Float` as
+/// halves that are scaled by powers of two: of 11 binary digits, as tf32's numbers, but of less
+/// range. A row of W, of h before the first step, and of the gradients for the gates has a scale of
+/// its own; for the h of the steps it is fixed, because |h| < 1. What is less than 2^-28 of the
+/// largest of its row, or an h of less than 2^-29, is off by up to 2^-39 of that largest, or by
+/// 2^-40, where tf32 would keep 11 digits. The sigmoids and tanh of those kernels are accurate to
+/// about 1e-6 in tf32 and to 4 units of the last place in `Float`.
 ///
-/// On the CPU the weights are packed once, and libtorch's threads stay together for the whole sequence.
+/// On the CPU the weights are packed once, and libtorch's threads stay together for the whole
+/// sequence.
 ///
-/// One step, as in sampling, is computed by the kernels of [`lltm_cell`](super::lltm_cell), but for half kinds and mixed ones on
-/// the CPU; two steps, but for half kinds, are a loop of it.
+/// One step, as in sampling, is computed by the kernels of [`lltm_cell`](super::lltm_cell), but for
+/// half kinds and mixed ones on the CPU; two steps, but for half kinds, are a loop of it.
 ///
-/// There is no forget gate: c is a sum over all steps, and rounding errors add up. Over T = 1…4096, outputs and
-/// gradients of a small size are tested to be off by at most `8·√max(T, 4)·ε` of their largest value, ε being the kind's.
+/// There is no forget gate: c is a sum over all steps, and rounding errors add up. Over T = 1…4096,
+/// outputs and gradients of a small size are tested to be off by at most `8·√max(T, 4)·ε` of their
+/// largest value, ε being the kind's.
 ///
-/// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers besides inputs and outputs (of the half kinds on the
-/// CPU, as `Float`); the forward needs `3·T·B·H` more for a while if the kinds of gates and outputs differ, and the backward
-/// `3·T·B·H + T·B·(H + F)`, on the CPU up to twice that. Where the weights are too many for a cluster of blocks and a grid of
-/// them computes all steps, autocast and tf32 need `T·B·H` halves more, and in tf32 the backward `3·T·B·H` halves and a
-/// twentieth of that for scales, B being rounded up to a multiple of 8 there and H to one of 32. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
+/// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers besides inputs and outputs
+/// (of the half kinds on the CPU, as `Float`); the forward needs `3·T·B·H` more for a while if the
+/// kinds of gates and outputs differ, and the backward `3·T·B·H + T·B·(H + F)`, on the CPU up to
+/// twice that. Where the weights are too many for a cluster of blocks and a grid of them computes
+/// all steps, autocast and tf32 need `T·B·H` halves more, and in tf32 the backward `3·T·B·H` halves
+/// and a twentieth of that for scales, B being rounded up to a multiple of 8 there and H to one of
+/// 32. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
 ///
 /// Equivalent to:
 /// ```
@@ -120,7 +134,8 @@ pub fn lltm(
 /// [`lltm`], with an error instead of a panic.
 ///
 /// # Errors
-/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or CUDA fails.
+/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or
+/// CUDA fails.
 pub fn f_lltm(
     input: &Tensor,
     weight: &Tensor,
@@ -144,7 +159,8 @@ pub fn f_lltm_by(
     if let Some(step) = OneStep::of_ordinary(path, &arguments)? {
         return in_order(apply(step, &arguments)?);
     }
-    let input = check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(3, "[T, B, F]")?;
+    let input =
+        check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(3, "[T, B, F]")?;
     let (steps, batch, features) = input.tensor().size3()?;
     check_beside(OP, &input, (batch, features), weight, bias, state)?;
     let matched = in_matching_kinds(OP, &arguments)?;
@@ -166,7 +182,8 @@ fn in_order(outputs: Tensors) -> Result<(Tensor, (Tensor, Tensor))> {
     Ok((output, (last_h, last_c)))
 }
 
-/// [`lltm`] in plain tch operations, a loop of [`lltm_cell_reference`](super::lltm_cell_reference), without checks of its own.
+/// [`lltm`] in plain tch operations, a loop of [`lltm_cell_reference`](super::lltm_cell_reference),
+/// without checks of its own.
 ///
 /// # Errors
 /// libtorch's.
@@ -177,7 +194,8 @@ pub fn lltm_reference(
     state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
     if input.size3()?.0 == 0 {
-        // `stack` takes no empty list. A step that is thrown away has the kinds, and what it would refuse.
+        // `stack` takes no empty list. A step that is thrown away has the kinds, and what it would
+        // refuse.
         let (h, c) = state;
         let step = input.f_sum_dim_intlist([0_i64].as_slice(), false, input.f_kind()?)?;
         let (new_h, new_c) = lltm_cell_reference(&step, weight, bias, state)?;
@@ -206,8 +224,8 @@ fn step_by_step(
     Ok((Tensor::f_stack(&steps, 0)?, (h, c)))
 }
 
-/// The first step's h has the state's kind, and goes into the second's product, for which autocast casts it again, if it
-/// is no `Double`.
+/// The first step's h has the state's kind, and goes into the second's product, for which autocast
+/// casts it again, if it is no `Double`.
 fn check_state(c: &Tensor, matched: &Matched) -> Result<()> {
     let Matched { product, state, autocast, .. } = *matched;
     if state == product || (autocast && state != Kind::Double) {
@@ -220,19 +238,21 @@ fn check_state(c: &Tensor, matched: &Matched) -> Result<()> {
 #[derive(Default)]
 struct Lltm {
     path: Path,
-    /// Here, so that the first derivative need not look at the bias itself: nobody is refused for having changed what
-    /// it does not need.
+    /// Here, so that the first derivative need not look at the bias itself: nobody is refused for
+    /// having changed what it does not need.
     bias_shape: Option<Vec<i64>>,
     /// The kind of the products' operands.
     product: Option<Kind>,
 }
 
-/// Saved behind the inputs: h and c of all steps, and σ(i), σ(o), g. Absent if there is nothing to compute.
+/// Saved behind the inputs: h and c of all steps, and σ(i), σ(o), g. Absent if there is nothing to
+/// compute.
 const OUTPUT: usize = place::LEN;
 const NEW_C: usize = place::LEN + 1;
 const ACTIVATIONS: usize = place::LEN + 2;
 
-/// In which kind kernels compute what tensors of this kind give: on the CPU there are none for the half kinds.
+/// In which kind kernels compute what tensors of this kind give: on the CPU there are none for the
+/// half kinds.
 fn worked_in(kind: Kind, device: Device) -> Kind {
     match (device, kind) {
         (Device::Cpu, Kind::Half | Kind::BFloat16) => Kind::Float,
@@ -257,13 +277,18 @@ impl Function for Lltm {
         let state = c.f_kind()?;
         let all = [Some(input), Some(weight), bias, Some(h), Some(c)];
 
-        let made =
-            if input.size()[0] == 0 || h.numel() == 0 { None } else { Some(self.all_steps(&all, saver)?) };
+        let made = if input.size()[0] == 0 || h.numel() == 0 {
+            None
+        } else {
+            Some(self.all_steps(&all, saver)?)
+        };
         let (output, last_h, last_c) = match &made {
             // In no steps nothing changes; in no columns there is nothing.
             None => {
-                let output =
-                    Tensor::f_zeros([input.size()[0], h.size()[0], h.size()[1]], (state, c.device()))?;
+                let output = Tensor::f_zeros(
+                    [input.size()[0], h.size()[0], h.size()[1]],
+                    (state, c.device()),
+                )?;
                 (output, copied(h, state)?, copied(c, state)?)
             }
             Some(made) => {
@@ -277,7 +302,8 @@ impl Function for Lltm {
             }
         };
         all.iter().for_each(|tensor| saver.save_optional(*tensor));
-        let kept = made.as_ref().and_then(|made| Some((&output, &made.c, made.activations.as_ref()?)));
+        let kept =
+            made.as_ref().and_then(|made| Some((&output, &made.c, made.activations.as_ref()?)));
         saver.save_optional(kept.map(|kept| kept.0));
         saver.save_optional(kept.map(|kept| kept.1));
         saver.save_optional(kept.map(|kept| kept.2));
@@ -288,7 +314,8 @@ impl Function for Lltm {
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         if ctx.create_graph() {
-            let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
+            let inputs =
+                (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, reference);
         }
         first_derivative(ctx, grads, self)
@@ -400,7 +427,10 @@ fn derivative_of_nothing(ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> 
         (place::H, Some(1)),
         (place::C, Some(2)),
     ];
-    all.into_iter().map(|(place, from)| gradient(place, from)).collect::<Result<Vec<_>>>().map(Into::into)
+    all.into_iter()
+        .map(|(place, from)| gradient(place, from))
+        .collect::<Result<Vec<_>>>()
+        .map(Into::into)
 }
 
 /// `dG W_x`, of all steps at once.

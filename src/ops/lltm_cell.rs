@@ -1,4 +1,5 @@
-//! The LLTM cell, of PyTorch's extension tutorial: an LSTM without forget gate, with ELU for its candidate.
+//! The LLTM cell, of PyTorch's extension tutorial: an LSTM without forget gate, with ELU for its
+//! candidate.
 
 use crate::amp::{Autocast, CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
@@ -29,17 +30,21 @@ pub(super) const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind
 /// * `bias`: b, `[3H]` or, as PyTorch's extension-cpp has it, `[1, 3H]`; `None` for zeros
 /// * `state`: (h, c), each `[B, H]`
 ///
-/// Returns (h', c'), each `[B, H]`. Of kind `Float`, `Double`, `Half` or `BFloat16`, on one CPU or CUDA device; any
-/// strides, any sizes, also empty ones. Of the half kinds, everything behind the product is computed in `Float`
-/// and rounded once. Has first and second derivatives with respect to each tensor.
+/// Returns (h', c'), each `[B, H]`. Of kind `Float`, `Double`, `Half` or `BFloat16`, on one CPU or
+/// CUDA device; any strides, any sizes, also empty ones. Of the half kinds, everything behind the
+/// product is computed in `Float` and rounded once. Has first and second derivatives with respect
+/// to each tensor.
 ///
-/// Mixed kinds are taken where the composite below takes them: h and x are promoted to one kind, which weight and bias
-/// must have; the outputs have that kind promoted with c's. Under autocast the product runs in autocast's kind. On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic.
+/// Mixed kinds are taken where the composite below takes them: h and x are promoted to one kind,
+/// which weight and bias must have; the outputs have that kind promoted with c's. Under autocast
+/// the product runs in autocast's kind. On CUDA it works on libtorch's current stream and never
+/// waits for the GPU. Deterministic.
 ///
-/// One matrix product, done by libtorch under its precision switches, and one kernel for everything else; at small sizes,
-/// where calls and launches cost more than the arithmetic, one kernel for all of it (two for the CPU's backward), with
-/// products in the kind's full precision: on CUDA, and on the CPU for `Float` and `Double`. In the half kinds, on GPUs of
-/// compute capability 9.0, the forward of large sizes is one kernel, too, if H is a multiple of 64 and rows begin at multiples
+/// One matrix product, done by libtorch under its precision switches, and one kernel for everything
+/// else; at small sizes, where calls and launches cost more than the arithmetic, one kernel for all
+/// of it (two for the CPU's backward), with products in the kind's full precision: on CUDA, and on
+/// the CPU for `Float` and `Double`. In the half kinds, on GPUs of compute capability 9.0, the
+/// forward of large sizes is one kernel, too, if H is a multiple of 64 and rows begin at multiples
 /// of 16 bytes. The backward keeps `3·B·H` numbers besides inputs and outputs.
 ///
 /// Equivalent to:
@@ -73,7 +78,8 @@ pub fn lltm_cell(
 /// [`lltm_cell`], with an error instead of a panic.
 ///
 /// # Errors
-/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or CUDA fails.
+/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or
+/// CUDA fails.
 pub fn f_lltm_cell(
     input: &Tensor,
     weight: &Tensor,
@@ -99,7 +105,8 @@ pub fn f_lltm_cell_by(
         apply(LltmCell { path, known: Some(known), ..LltmCell::default() }, &arguments)?
     } else {
         // It has the words for what is wrong, if anything is: mixed kinds, for example, are not.
-        let input = check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[B, F]")?;
+        let input =
+            check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[B, F]")?;
         check_beside(OP, &input, input.tensor().size2()?, weight, bias, state)?;
         let matched = in_matching_kinds(OP, &arguments)?;
         applied(LltmCell { path, ..LltmCell::default() }, &arguments, matched)?
@@ -108,17 +115,20 @@ pub fn f_lltm_cell_by(
     Ok((new_h, new_c))
 }
 
-/// Whether all that would be checked otherwise is so, and nothing has to be cast: the common case, known without
-/// a question to each tensor.
+/// Whether all that would be checked otherwise is so, and nothing has to be cast: the common case,
+/// known without a question to each tensor.
 pub(super) fn is_ordinary(facts: &[Facts; place::LEN], has_bias: bool) -> bool {
     let [input, weight, bias, h, c] = facts;
     let (Some(device), Some(_)) = (input.device(), input.kind()) else { return false };
-    let (Some([batch, features]), Some([_, hidden])) = (input.sizes(), h.sizes()) else { return false };
+    let (Some([batch, features]), Some([_, hidden])) = (input.sizes(), h.sizes()) else {
+        return false;
+    };
     let (Some(gates), Some(columns)) = (hidden.checked_mul(3), hidden.checked_add(features)) else {
         return false;
     };
-    let is_bias =
-        || bias.is_like(input) && (bias.sizes() == Some([gates]) || bias.sizes() == Some([1, gates]));
+    let is_bias = || {
+        bias.is_like(input) && (bias.sizes() == Some([gates]) || bias.sizes() == Some([1, gates]))
+    };
     [weight, h, c].iter().all(|tensor| tensor.is_like(input))
         && [h, c].iter().all(|state| state.sizes() == Some([batch, hidden]))
         && weight.sizes() == Some([gates, columns])
@@ -147,8 +157,8 @@ pub fn lltm_cell_reference(
     Ok((new_h, new_c))
 }
 
-/// What comes beside x, whose last two sizes are `[B, F]` and which is checked: of this operator and of
-/// [`lltm`](super::lltm).
+/// What comes beside x, whose last two sizes are `[B, F]` and which is checked: of this operator
+/// and of [`lltm`](super::lltm).
 pub(super) fn check_beside(
     op: &str,
     input: &Check<'_>,
@@ -170,8 +180,9 @@ pub(super) fn check_beside(
     check!(op, h).shape("[B, H]", &[batch, hidden])?;
     check!(op, c).shape("[B, H]", &[batch, hidden])?;
     let sizes = hidden.checked_mul(3).zip(hidden.checked_add(features));
-    let (gates, columns) = sizes
-        .ok_or_else(|| check!(op, h).refuse("sizes whose sums fit 64 bits", format!("H = {hidden}"), ""))?;
+    let (gates, columns) = sizes.ok_or_else(|| {
+        check!(op, h).refuse("sizes whose sums fit 64 bits", format!("H = {hidden}"), "")
+    })?;
     check!(op, weight).shape("[3H, H + F]", &[gates, columns])?;
     if let Some(bias) = bias
         && bias.size() != [1, gates]
@@ -217,7 +228,8 @@ pub(super) fn in_matching_kinds(
         }
     }
     for place in [place::INPUT, place::H] {
-        tensors[place] = tensors[place].as_ref().map(|operand| operand.f_to_kind(product)).transpose()?;
+        tensors[place] =
+            tensors[place].as_ref().map(|operand| operand.f_to_kind(product)).transpose()?;
     }
     let state = promote(product, c.kind());
     tensors.push(Some(c.f_to_kind(state)?));
@@ -232,20 +244,23 @@ pub(super) fn applied<F: Function>(
 ) -> Result<Tensors> {
     match matched {
         None => apply(function, arguments),
-        Some(matched) => apply(function, &matched.tensors.iter().map(Option::as_ref).collect::<Vec<_>>()),
+        Some(matched) => {
+            apply(function, &matched.tensors.iter().map(Option::as_ref).collect::<Vec<_>>())
+        }
     }
 }
 
 #[derive(Default)]
 pub(super) struct LltmCell {
     path: Path,
-    /// Whether it is a sequence of one step, `[1, B, F]`, whose output, `[1, B, H]`, is asked for, too.
+    /// Whether it is a sequence of one step, `[1, B, F]`, whose output, `[1, B, H]`, is asked for,
+    /// too.
     is_sequence: bool,
     /// Of the arguments, if they were asked already: only the forward needs them.
     known: Option<[Facts; place::LEN]>,
     sizes: Sizes,
-    /// Here, so that the first derivative need not look at bias and weight themselves: nobody is refused for having
-    /// changed what it does not need.
+    /// Here, so that the first derivative need not look at bias and weight themselves: nobody is
+    /// refused for having changed what it does not need.
     bias: Option<BiasShape>,
     /// The kind of the product and its operands.
     product: Option<Kind>,
@@ -260,7 +275,8 @@ enum BiasShape {
 }
 
 impl LltmCell {
-    /// Of a sequence of one step. `known` are the arguments' facts, the input's those of the step, if they were asked already.
+    /// Of a sequence of one step. `known` are the arguments' facts, the input's those of the step,
+    /// if they were asked already.
     pub fn of_one_step(known: Option<[Facts; place::LEN]>) -> Self {
         LltmCell { is_sequence: true, known, ..LltmCell::default() }
     }
@@ -273,7 +289,9 @@ impl LltmCell {
 
         let known = match self.known.take() {
             Some(known) => known,
-            None => facts([Some(input), Some(weight), bias, Some(h), Some(c)])?.map(Facts::of_one_step),
+            None => {
+                facts([Some(input), Some(weight), bias, Some(h), Some(c)])?.map(Facts::of_one_step)
+            }
         };
         let (Some([batch, features]), Some([_, hidden])) =
             (known[place::INPUT].sizes(), known[place::H].sizes())
@@ -288,7 +306,8 @@ impl LltmCell {
         self.product = known[place::WEIGHT].kind();
         let kind = self.product.filter(|_| known[place::C].is_like(&known[place::WEIGHT]));
         let by = kind.zip(known[place::INPUT].device());
-        self.fused = by.is_some_and(|(kind, device)| self.sizes.fuse_backward(self.path, kind, device));
+        self.fused =
+            by.is_some_and(|(kind, device)| self.sizes.fuse_backward(self.path, kind, device));
 
         let operands = fused::Operands { input, weight, bias, h, c };
         let beside = Beside { activations: saver.needs_graph(), output: self.is_sequence };
@@ -330,7 +349,8 @@ impl LltmCell {
         }
         if sizes.try_tensor_cores(path, kind, device)
             && fused::allow_bulk_copies(known, sizes)
-            && let Some(outputs) = fused::forward_by_tensor_cores(path, operands, known, sizes, beside)?
+            && let Some(outputs) =
+                fused::forward_by_tensor_cores(path, operands, known, sizes, beside)?
         {
             return Ok(outputs);
         }
@@ -351,7 +371,8 @@ impl LltmCell {
     }
 }
 
-/// The inputs' places, which are also the first slots of what is saved; of [`lltm`](super::lltm), too.
+/// The inputs' places, which are also the first slots of what is saved; of [`lltm`](super::lltm),
+/// too.
 pub(super) mod place {
     pub const INPUT: usize = 0;
     pub const WEIGHT: usize = 1;
@@ -376,7 +397,8 @@ impl Function for LltmCell {
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         if ctx.create_graph() {
-            let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
+            let inputs =
+                (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, reference);
         }
         self.gradients(ctx, grads.optional(0), grads.optional(1))
@@ -394,8 +416,9 @@ fn by_product(operands: &fused::Operands<'_>, beside: Beside) -> Result<fused::O
     let c = plain(c)?;
     let hx = Tensor::f_cat(&[h, &of_one_step(input)?], 1)?;
     let bias = bias.map(|bias| bias.f_reshape([-1])).transpose()?;
-    // On CUDA our kernel adds the bias: with one, libtorch takes a product that is up to a sixth slower. Not of the half
-    // kinds: there a product that is rounded first has lost what a bias of its size would leave of it.
+    // On CUDA our kernel adds the bias: with one, libtorch takes a product that is up to a sixth
+    // slower. Not of the half kinds: there a product that is rounded first has lost what a bias of
+    // its size would leave of it.
     let is_half = matches!(hx.f_kind()?, Kind::Half | Kind::BFloat16);
     let (gates, bias) = match bias {
         Some(bias) if is_half || c.device() == Device::Cpu => {
@@ -413,7 +436,8 @@ fn by_product(operands: &fused::Operands<'_>, beside: Beside) -> Result<fused::O
     let (batch, hidden) = c.size2()?;
     let output = || Tensor::f_empty([1, batch, hidden], (kind, c.device()));
     let mut output = beside.output.then(output).transpose()?;
-    let written = kernels::Written { new_h: &mut new_h, new_c: &mut new_c, output: output.as_mut() };
+    let written =
+        kernels::Written { new_h: &mut new_h, new_c: &mut new_c, output: output.as_mut() };
     kernels::forward(&mut gates, bias.as_ref(), &c, written, beside.activations)?;
     Ok(fused::Outputs { new_h, new_c, activations: Some(gates), output })
 }
@@ -441,7 +465,8 @@ fn first_derivative(
     let (grad_new_h, grad_new_c) = (values(grad_new_h)?, values(grad_new_c)?);
     let (activations, new_c) = (ctx.saved(ACTIVATIONS)?, ctx.saved(NEW_C)?);
     let mut grad_gates = Tensor::f_empty_like(&activations)?;
-    let mut grad_c = if ctx.needs_input_grad(place::C) { Some(Tensor::f_empty_like(&new_c)?) } else { None };
+    let mut grad_c =
+        if ctx.needs_input_grad(place::C) { Some(Tensor::f_empty_like(&new_c)?) } else { None };
     let inputs = kernels::BackwardInputs {
         grad_new_h: grad_new_h.as_ref(),
         grad_new_c: grad_new_c.as_ref(),
@@ -490,8 +515,12 @@ fn first_derivative_fused(
 }
 
 /// Of h and x: `dG W`, of which only the columns that are asked for are computed.
-fn input_gradients(ctx: &Context<'_>, grad_gates: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
-    let (needs_h, needs_input) = (ctx.needs_input_grad(place::H), ctx.needs_input_grad(place::INPUT));
+fn input_gradients(
+    ctx: &Context<'_>,
+    grad_gates: &Tensor,
+) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    let (needs_h, needs_input) =
+        (ctx.needs_input_grad(place::H), ctx.needs_input_grad(place::INPUT));
     if !needs_h && !needs_input {
         return Ok((None, None));
     }
@@ -502,7 +531,8 @@ fn input_gradients(ctx: &Context<'_>, grad_gates: &Tensor) -> Result<(Option<Ten
         let grad = grad_gates.f_mm(&weight)?;
         return Ok((Some(grad.f_narrow(1, 0, hidden)?), Some(grad.f_narrow(1, hidden, features)?)));
     }
-    let product = |start, len| -> Result<Tensor> { Ok(grad_gates.f_mm(&weight.f_narrow(1, start, len)?)?) };
+    let product =
+        |start, len| -> Result<Tensor> { Ok(grad_gates.f_mm(&weight.f_narrow(1, start, len)?)?) };
     let grad_h = needs_h.then(|| product(0, hidden)).transpose()?;
     let grad_input = needs_input.then(|| product(hidden, features)).transpose()?;
     Ok((grad_h, grad_input))

@@ -39,38 +39,46 @@ const BIAS_KINDS: [Kind; 10] = [
 /// * `rhs`: `[..., K, N]`, or `[K]`
 /// * `bias`: any shape that broadcasts with the product's, also one with more or larger dimensions
 ///
-/// Returns y, of the shape to which the product and the bias broadcast; the product's own is
-/// that of `matmul`: leading dimensions broadcast, and those that a vector lacks are left out. All on one CPU or CUDA device, also a bias of
-/// one number, which libtorch would fetch from the CPU; any strides, any sizes, also empty ones. Has first and second derivatives with respect to each tensor, and computes only those asked for. On
-/// CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic as far as libtorch's
-/// products are.
+/// Returns y, of the shape to which the product and the bias broadcast; the product's own is that
+/// of `matmul`: leading dimensions broadcast, and those that a vector lacks are left out. All on
+/// one CPU or CUDA device, also a bias of one number, which libtorch would fetch from the CPU; any
+/// strides, any sizes, also empty ones. Has first and second derivatives with respect to each
+/// tensor, and computes only those asked for. On CUDA it works on libtorch's current stream and
+/// never waits for the GPU. Deterministic as far as libtorch's products are.
 ///
-/// `lhs` and `rhs` are of kind `Float`, `Double`, `Half` or `BFloat16`, the same for both (`matmul` on the CPU also takes
-/// whole numbers, which have no gradients: refused here). The bias may be of another of these kinds, or of whole numbers; the result's kind is that of
-/// libtorch's `lhs.matmul(rhs) + bias`: if they differ, the wider one, `Float` for `Half` with `BFloat16`, and one
-/// with dimensions outweighs one without. Under autocast `lhs` and `rhs` are cast to its kind first, and the bias is not, as libtorch does
-/// with the two operations.
+/// `lhs` and `rhs` are of kind `Float`, `Double`, `Half` or `BFloat16`, the same for both (`matmul`
+/// on the CPU also takes whole numbers, which have no gradients: refused here). The bias may be of
+/// another of these kinds, or of whole numbers; the result's kind is that of libtorch's
+/// `lhs.matmul(rhs) + bias`: if they differ, the wider one, `Float` for `Half` with `BFloat16`, and
+/// one with dimensions outweighs one without. Under autocast `lhs` and `rhs` are cast to its kind
+/// first, and the bias is not, as libtorch does with the two operations.
 ///
-/// On CUDA all of it is one kernel or few where all three have one kind (`Float`, `Half`, `BFloat16`), the bias does not enlarge the
-/// product, and strides can be had without a copy: batches that are broadcast, transposed factors, a bias of any broadcast
-/// for small and narrow products, otherwise one that is a row or has rows of its own. It is cuBLASLt's, with bias and ReLU in its
-/// epilogue, chosen once for each shape and kept for the thread; of products so small that
-/// tensor cores do not pay, or of few rows or columns, ours; ours, too, of large products in the half kinds with a bias of full shape on GPUs of compute capability 9.0.
-/// Where rows do not begin at multiples of 16 bytes, large products in the half kinds and in tf32 are made of padded copies, in memory of libtorch's allocator.
-/// Sums are rounded once, behind the ReLU, unless libtorch's switch allows parts of them in a half kind and cuBLASLt makes use of it.
-/// libtorch's switches hold (tf32, reduced precision, accumulation in `Half`), and so does its accuracy. The ReLU is a pass behind the product where
-/// cuBLASLt's kernels that keep NaN are slow, or where it was not measured which keep it (it was for compute capability 9.0, with cuBLASLt 13.1).
+/// On CUDA all of it is one kernel or few where all three have one kind (`Float`, `Half`,
+/// `BFloat16`), the bias does not enlarge the product, and strides can be had without a copy:
+/// batches that are broadcast, transposed factors, a bias of any broadcast for small and narrow
+/// products, otherwise one that is a row or has rows of its own. It is cuBLASLt's, with bias and
+/// ReLU in its epilogue, chosen once for each shape and kept for the thread; of products so small
+/// that tensor cores do not pay, or of few rows or columns, ours; ours, too, of large products in
+/// the half kinds with a bias of full shape on GPUs of compute capability 9.0. Where rows do not
+/// begin at multiples of 16 bytes, large products in the half kinds and in tf32 are made of padded
+/// copies, in memory of libtorch's allocator. Sums are rounded once, behind the ReLU, unless
+/// libtorch's switch allows parts of them in a half kind and cuBLASLt makes use of it. libtorch's
+/// switches hold (tf32, reduced precision, accumulation in `Half`), and so does its accuracy. The
+/// ReLU is a pass behind the product where cuBLASLt's kernels that keep NaN are slow, or where it
+/// was not measured which keep it (it was for compute capability 9.0, with cuBLASLt 13.1).
 ///
-/// Everywhere else the product is libtorch's (of small matrices of `Float` or `Double` on the CPU, ours), and what is behind it is one kernel, computed in `Float` for the half
-/// kinds and rounded once, so that with one kind for all three, none requiring grad, it gives the composite's very
-/// values. It works in place and reads the bias by strides, without a copy. Whether or not gradients are wanted, the bits are
-/// the same (libtorch's own product may differ).
+/// Everywhere else the product is libtorch's (of small matrices of `Float` or `Double` on the CPU,
+/// ours), and what is behind it is one kernel, computed in `Float` for the half kinds and rounded
+/// once, so that with one kind for all three, none requiring grad, it gives the composite's very
+/// values. It works in place and reads the bias by strides, without a copy. Whether or not
+/// gradients are wanted, the bits are the same (libtorch's own product may differ).
 ///
-/// In the backward one kernel makes dz and, of
-/// a bias that is a row or of full shape, its gradient, in an
-/// order that sizes decide, and on CUDA whether dy allows 16-byte loads. The products behind it are libtorch's, of small, narrow and
-/// uneven matrices on CUDA ours; a factor that a batch shares is not copied. NaN goes through as in libtorch's relu (not all of
-/// cuBLASLt's kernels let it: those are not used, and `_addmm_activation` does use them). The backward keeps y, `lhs` if `rhs` requires grad, and the other way round.
+/// In the backward one kernel makes dz and, of a bias that is a row or of full shape, its gradient,
+/// in an order that sizes decide, and on CUDA whether dy allows 16-byte loads. The products behind
+/// it are libtorch's, of small, narrow and uneven matrices on CUDA ours; a factor that a batch
+/// shares is not copied. NaN goes through as in libtorch's relu (not all of cuBLASLt's kernels let
+/// it: those are not used, and `_addmm_activation` does use them). The backward keeps y, `lhs` if
+/// `rhs` requires grad, and the other way round.
 ///
 /// Equivalent to:
 /// ```
@@ -85,8 +93,8 @@ const BIAS_KINDS: [Kind; 10] = [
 /// assert!(fused.allclose(&composite, 1e-12, 1e-12, false));
 /// ```
 ///
-/// Source: <https://burn.dev/books/burn/advanced/backend-extension/custom-cubecl-kernel.html>, there without
-/// broadcasting.
+/// Source: <https://burn.dev/books/burn/advanced/backend-extension/custom-cubecl-kernel.html>,
+/// there without broadcasting.
 ///
 /// # Panics
 /// Where [`f_matmul_add_relu`] returns an error.
@@ -97,14 +105,20 @@ pub fn matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Tensor {
 /// [`matmul_add_relu`], with an error instead of a panic.
 ///
 /// # Errors
-/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or CUDA fails.
+/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or
+/// CUDA fails.
 pub fn f_matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
     f_matmul_add_relu_by(Path::Fastest, lhs, rhs, bias)
 }
 
 /// [`f_matmul_add_relu`] by one way or another where it is open, otherwise by the composite's.
 #[doc(hidden)]
-pub fn f_matmul_add_relu_by(path: Path, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
+pub fn f_matmul_add_relu_by(
+    path: Path,
+    lhs: &Tensor,
+    rhs: &Tensor,
+    bias: &Tensor,
+) -> Result<Tensor> {
     check!(OP, lhs).defined()?;
     check!(OP, rhs).defined()?;
     check!(OP, bias).defined()?;
@@ -137,7 +151,11 @@ fn check_arguments(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<()> {
     let (lhs_size, rhs_size) = (lhs.tensor().size(), rhs.tensor().size());
     for (argument, size) in [(lhs, &lhs_size), (rhs, &rhs_size)] {
         if size.is_empty() {
-            return Err(argument.refuse("at least 1 dimension", "a single number, []", "multiply by it"));
+            return Err(argument.refuse(
+                "at least 1 dimension",
+                "a single number, []",
+                "multiply by it",
+            ));
         }
     }
     let inner = lhs_size[lhs_size.len() - 1];
@@ -188,7 +206,9 @@ fn product_size(lhs: &[i64], rhs: &[i64]) -> Option<Vec<i64>> {
 /// The size to which two broadcast, if they do.
 fn broadcast(a: &[i64], b: &[i64]) -> Option<Vec<i64>> {
     let dims = a.len().max(b.len());
-    let of = |size: &[i64], dim: usize| (dim + size.len()).checked_sub(dims).map_or(1, |place| size[place]);
+    let of = |size: &[i64], dim: usize| {
+        (dim + size.len()).checked_sub(dims).map_or(1, |place| size[place])
+    };
     (0..dims)
         .map(|dim| match (of(a, dim), of(b, dim)) {
             (a, b) if a == b || b == 1 => Some(a),
@@ -198,8 +218,9 @@ fn broadcast(a: &[i64], b: &[i64]) -> Option<Vec<i64>> {
         .collect()
 }
 
-/// Of libtorch's `product + bias`, where the product is of one of [`KINDS`] and the bias of [`BIAS_KINDS`]: a
-/// tensor without dimensions counts only if the other has none either, or is of whole numbers.
+/// Of libtorch's `product + bias`, where the product is of one of [`KINDS`] and the bias of
+/// [`BIAS_KINDS`]: a tensor without dimensions counts only if the other has none either, or is of
+/// whole numbers.
 fn result_kind(product: (Kind, bool), bias: (Kind, bool)) -> Kind {
     let ((product, product_has_dims), (bias, bias_has_dims)) = (product, bias);
     if product == bias || !KINDS.contains(&bias) || (product_has_dims && !bias_has_dims) {
@@ -214,8 +235,8 @@ fn result_kind(product: (Kind, bool), bias: (Kind, bool)) -> Kind {
 #[derive(Default)]
 struct MatmulAddRelu {
     path: Path,
-    /// Here, so that the backward need not look at the tensors themselves: nobody is refused for having changed
-    /// them.
+    /// Here, so that the backward need not look at the tensors themselves: nobody is refused for
+    /// having changed them.
     lhs: Vec<i64>,
     rhs: Vec<i64>,
     product: Option<(Vec<i64>, Kind)>,
@@ -237,7 +258,8 @@ impl Function for MatmulAddRelu {
     const DOUBLE_BACKWARD: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let (lhs, rhs, bias) = (inputs.get(place::LHS)?, inputs.get(place::RHS)?, inputs.get(place::BIAS)?);
+        let (lhs, rhs, bias) =
+            (inputs.get(place::LHS)?, inputs.get(place::RHS)?, inputs.get(place::BIAS)?);
         let out = match gemm::matmul_add_relu(lhs, rhs, bias, self.path)? {
             Some(out) => {
                 if saver.needs_graph() {
@@ -268,8 +290,9 @@ impl Function for MatmulAddRelu {
     }
 }
 
-/// Detached, because matmul goes another way for tensors that require grad, also where no graph is made: it shows in the
-/// last bits, and a factor that a batch shares costs two transposed copies of the batch.
+/// Detached, because matmul goes another way for tensors that require grad, also where no graph is
+/// made: it shows in the last bits, and a factor that a batch shares costs two transposed copies of
+/// the batch.
 fn product(lhs: &Tensor, rhs: &Tensor, path: Path) -> Result<Tensor> {
     let own = if path != Path::Composite { kernels::small_product(lhs, rhs)? } else { None };
     if let Some(product) = own {
@@ -301,14 +324,19 @@ fn add_relu(product: Tensor, bias: &Tensor) -> Result<Tensor> {
 }
 
 /// `dz`, and `dz` summed to the bias' size if that is asked for.
-fn mask(ctx: &Context<'_>, grad: &Tensor, bias: &(Vec<i64>, Kind)) -> Result<(Tensor, Option<Tensor>)> {
+fn mask(
+    ctx: &Context<'_>,
+    grad: &Tensor,
+    bias: &(Vec<i64>, Kind),
+) -> Result<(Tensor, Option<Tensor>)> {
     let (size, kind) = bias;
     // y is only compared: as a part of the graph it would lead nowhere.
     let out = ctx.saved(OUT)?.f_detach()?;
     let needs_bias = ctx.needs_input_grad(place::BIAS);
     let place = Bias::new(size, &out.size());
     let (grad_z, sums) = if ctx.create_graph() {
-        // With a graph, this has to be an operation that libtorch can differentiate, as the products are.
+        // With a graph, this has to be an operation that libtorch can differentiate, as the
+        // products are.
         (out.f_threshold_backward(grad, 0.0)?, None)
     } else {
         masked_by_kernel(grad, &out, place.columns().filter(|_| needs_bias))?
@@ -325,7 +353,11 @@ fn mask(ctx: &Context<'_>, grad: &Tensor, bias: &(Vec<i64>, Kind)) -> Result<(Te
 }
 
 /// `dz`, and the sums of its columns if their number is given.
-fn masked_by_kernel(grad: &Tensor, out: &Tensor, columns: Option<i64>) -> Result<(Tensor, Option<Tensor>)> {
+fn masked_by_kernel(
+    grad: &Tensor,
+    out: &Tensor,
+    columns: Option<i64>,
+) -> Result<(Tensor, Option<Tensor>)> {
     let grad = plain(grad)?;
     let options = (out.f_kind()?, out.device());
     let mut grad_z = Tensor::f_empty_like(out)?;
@@ -372,8 +404,8 @@ impl Bias {
 }
 
 impl MatmulAddRelu {
-    /// libtorch's product, and one kernel for the rest. What is wrong with the arguments is said here: the other ways
-    /// are open to good ones only.
+    /// libtorch's product, and one kernel for the rest. What is wrong with the arguments is said
+    /// here: the other ways are open to good ones only.
     fn composite(&mut self, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
         check_arguments(lhs, rhs, bias)?;
         let product = product(lhs, rhs, self.path)?;
@@ -388,7 +420,8 @@ impl MatmulAddRelu {
         grad_z: &Tensor,
         (size, kind): &(Vec<i64>, Kind),
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (needs_lhs, needs_rhs) = (ctx.needs_input_grad(place::LHS), ctx.needs_input_grad(place::RHS));
+        let (needs_lhs, needs_rhs) =
+            (ctx.needs_input_grad(place::LHS), ctx.needs_input_grad(place::RHS));
         if !needs_lhs && !needs_rhs {
             return Ok((None, None));
         }
@@ -396,10 +429,12 @@ impl MatmulAddRelu {
         let grad = grad.f_reshape(as_matrices(&self.lhs, &self.rhs, size).as_slice())?;
         // With a graph, the products have to be operations that libtorch can differentiate.
         let path = if ctx.create_graph() { None } else { Some(self.path) };
-        let grad_lhs =
-            needs_lhs.then(|| lhs_gradient(&grad, &ctx.saved(place::RHS)?, &self.lhs, path)).transpose()?;
-        let grad_rhs =
-            needs_rhs.then(|| rhs_gradient(&grad, &ctx.saved(place::LHS)?, &self.rhs, path)).transpose()?;
+        let grad_lhs = needs_lhs
+            .then(|| lhs_gradient(&grad, &ctx.saved(place::RHS)?, &self.lhs, path))
+            .transpose()?;
+        let grad_rhs = needs_rhs
+            .then(|| rhs_gradient(&grad, &ctx.saved(place::LHS)?, &self.rhs, path))
+            .transpose()?;
         Ok((grad_lhs, grad_rhs))
     }
 }
@@ -420,7 +455,9 @@ fn as_matrices(lhs: &[i64], rhs: &[i64], product: &[i64]) -> Vec<i64> {
 fn lhs_gradient(grad: &Tensor, rhs: &Tensor, size: &[i64], path: Option<Path>) -> Result<Tensor> {
     let rhs = if rhs.dim() == 1 { rhs.f_unsqueeze(-1)? } else { rhs.shallow_clone() };
     if is_one_matrix(&rhs.size()) {
-        return Ok(factor_gradient(&rows(grad)?, &matrix(&rhs)?.f_transpose(0, 1)?, path)?.f_view(size)?);
+        return Ok(
+            factor_gradient(&rows(grad)?, &matrix(&rhs)?.f_transpose(0, 1)?, path)?.f_view(size)?
+        );
     }
     let matrices = if size.len() == 1 { vec![1, size[0]] } else { size.to_vec() };
     let gradient = factor_gradient(grad, &rhs.f_transpose(-2, -1)?, path)?;
@@ -433,7 +470,9 @@ fn rhs_gradient(grad: &Tensor, lhs: &Tensor, size: &[i64], path: Option<Path>) -
     let matrices = if size.len() == 1 { vec![size[0], 1] } else { size.to_vec() };
     if is_one_matrix(&matrices) {
         // All the rows of the batch are rows of one product.
-        return Ok(factor_gradient(&rows(&lhs)?.f_transpose(0, 1)?, &rows(grad)?, path)?.f_view(size)?);
+        return Ok(
+            factor_gradient(&rows(&lhs)?.f_transpose(0, 1)?, &rows(grad)?, path)?.f_view(size)?
+        );
     }
     let gradient = factor_gradient(&lhs.f_transpose(-2, -1)?, grad, path)?;
     Ok(summed(gradient, &matrices, path)?.f_reshape(size)?)
@@ -448,13 +487,15 @@ fn factor_gradient(lhs: &Tensor, rhs: &Tensor, path: Option<Path>) -> Result<Ten
     }
 }
 
-/// Over what was broadcast. A whole batch's sum is that of its rows, if each matrix is one; of small ones our kernel
-/// is faster than libtorch's.
+/// Over what was broadcast. A whole batch's sum is that of its rows, if each matrix is one; of
+/// small ones our kernel is faster than libtorch's.
 fn summed(gradient: Tensor, size: &[i64], path: Option<Path>) -> Result<Tensor> {
     const MOST_COLUMNS: i64 = 1 << 14;
     let columns: i64 = size.iter().product();
-    let is_whole_batch = is_one_matrix(size) && !is_one_matrix(&gradient.size()) && gradient.numel() > 0;
-    if is_whole_batch && columns <= MOST_COLUMNS && path.is_some_and(|path| path != Path::Composite) {
+    let is_whole_batch =
+        is_one_matrix(size) && !is_one_matrix(&gradient.size()) && gradient.numel() > 0;
+    if is_whole_batch && columns <= MOST_COLUMNS && path.is_some_and(|path| path != Path::Composite)
+    {
         return column_sums(&gradient.f_reshape([-1, columns])?);
     }
     Ok(gradient.f_sum_to_size(size)?)

@@ -1,7 +1,8 @@
 //! Fused operators with hand-written kernels, forward and backward, for CPU and CUDA.
 //!
-//! Each comes three times: `op(…)` panics on bad arguments, as tch's functions do; `f_op(…)` returns a
-//! [`Result`](crate::Result); `op_reference(…)` is the same maths in plain tch operations.
+//! Each comes three times: `op(…)` panics on bad arguments, as tch's functions do; `f_op(…)`
+//! returns a [`Result`](crate::Result); `op_reference(…)` is the same maths in plain tch
+//! operations.
 
 mod layer_norm;
 mod linear;
@@ -42,7 +43,8 @@ fn unwrap<T>(result: crate::Result<T>) -> T {
 fn rows(tensor: &tch::Tensor) -> crate::Result<tch::Tensor> {
     let size = tensor.size();
     let columns = size.last().copied().unwrap_or(1);
-    let rows = count_rows(&size).ok_or_else(|| crate::Error::msg(format!("{size:?} has too many rows")))?;
+    let rows = count_rows(&size)
+        .ok_or_else(|| crate::Error::msg(format!("{size:?} has too many rows")))?;
     Ok(tensor.f_reshape([rows, columns])?)
 }
 

@@ -4,8 +4,8 @@ use super::compare::{Bound, count_of, element_index, mismatch, values};
 use crate::{Error, Result};
 use tch::{Kind, Tensor};
 
-/// The relative and the absolute tolerance, `(rtol, atol)`, that rounding of this kind deserves: those of
-/// `torch.testing.assert_close`.
+/// The relative and the absolute tolerance, `(rtol, atol)`, that rounding of this kind deserves:
+/// those of `torch.testing.assert_close`.
 ///
 /// | kind | rtol | atol |
 /// |---|---|---|
@@ -24,7 +24,8 @@ pub fn tolerance(kind: Kind) -> (f64, f64) {
     }
 }
 
-/// Asserts that two tensors have the same shape and kind, and that `|actual - expected| <= atol + rtol
+/// Asserts that two tensors have the same shape and kind, and that `|actual - expected| <= atol +
+/// rtol
 /// |expected|` for each element. NaN is close to NaN only, infinity to the same infinity only. Strides and
 /// devices may differ. Elements are compared as `f64`.
 ///
@@ -38,8 +39,8 @@ pub fn tolerance(kind: Kind) -> (f64, f64) {
 /// ```
 ///
 /// # Panics
-/// When they are not close, with the worst element's index, both values and what was allowed. Also on
-/// undefined and on complex tensors.
+/// When they are not close, with the worst element's index, both values and what was allowed. Also
+/// on undefined and on complex tensors.
 #[track_caller]
 pub fn assert_close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) {
     if let Err(error) = close(actual, expected, rtol, atol) {
@@ -54,8 +55,9 @@ pub(super) fn close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) ->
             return Err(Error::msg(format!("{name} is an undefined tensor")));
         }
     }
-    let description =
-        |tensor: &Tensor| -> Result<String> { Ok(format!("{:?} {:?}", tensor.f_kind()?, tensor.size())) };
+    let description = |tensor: &Tensor| -> Result<String> {
+        Ok(format!("{:?} {:?}", tensor.f_kind()?, tensor.size()))
+    };
     let (found, wanted) = (description(actual)?, description(expected)?);
     if found != wanted {
         return Err(Error::msg(format!("actual is {found}, expected is {wanted}")));
@@ -75,13 +77,14 @@ pub(super) fn close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) ->
     )))
 }
 
-/// Asserts that `actual` is as close to `exact` as `rival` is, libtorch's way to the same result: neither its
-/// largest nor its root mean square error exceeds the rival's by more than two roundings to its kind, of the
-/// largest and of the root mean square value. (Two, because in small tensors luck has a part in either error.) For
-/// kinds whose [`tolerance`] a chain of correctly rounded operations does not keep.
+/// Asserts that `actual` is as close to `exact` as `rival` is, libtorch's way to the same result:
+/// neither its largest nor its root mean square error exceeds the rival's by more than two
+/// roundings to its kind, of the largest and of the root mean square value. (Two, because in small
+/// tensors luck has a part in either error.) For kinds whose [`tolerance`] a chain of correctly
+/// rounded operations does not keep.
 ///
-/// `actual` and `rival` are of the same kind and shape; `exact` is of kind `Double`, computed from the same
-/// inputs. No value may be infinite or NaN.
+/// `actual` and `rival` are of the same kind and shape; `exact` is of kind `Double`, computed from
+/// the same inputs. No value may be infinite or NaN.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -93,7 +96,8 @@ pub(super) fn close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) ->
 /// ```
 ///
 /// # Panics
-/// When it is not, with both errors. Also on other kinds and shapes than stated, and on values that are not finite.
+/// When it is not, with both errors. Also on other kinds and shapes than stated, and on values that
+/// are not finite.
 #[track_caller]
 pub fn assert_as_accurate(actual: &Tensor, rival: &Tensor, exact: &Tensor) {
     if let Err(error) = as_accurate(actual, rival, exact) {
@@ -113,7 +117,10 @@ fn as_accurate(actual: &Tensor, rival: &Tensor, exact: &Tensor) -> Result<()> {
     for (tensor, name, expected) in [(rival, "rival", kind), (exact, "exact", Kind::Double)] {
         if (tensor.f_kind()?, tensor.size()) != (expected, actual.size()) {
             let found = (tensor.f_kind()?, tensor.size());
-            return Err(Error::msg(format!("{name} is {found:?}, expected {:?}", (expected, actual.size()))));
+            return Err(Error::msg(format!(
+                "{name} is {found:?}, expected {:?}",
+                (expected, actual.size())
+            )));
         }
     }
     let exact = values(exact)?;
@@ -208,8 +215,13 @@ mod tests {
         let exact = Tensor::from_slice(&[1.0, f64::NAN]);
         let some = half(&[1.0, 2.0]);
         assert!(as_accurate(&some, &some, &exact).is_err());
-        assert!(as_accurate(&half(&[1.0, f64::NAN]), &some, &Tensor::from_slice(&[1.0, 2.0])).is_err());
-        assert!(as_accurate(&some, &half(&[1.0, f64::INFINITY]), &Tensor::from_slice(&[1.0, 2.0])).is_err());
+        assert!(
+            as_accurate(&half(&[1.0, f64::NAN]), &some, &Tensor::from_slice(&[1.0, 2.0])).is_err()
+        );
+        assert!(
+            as_accurate(&some, &half(&[1.0, f64::INFINITY]), &Tensor::from_slice(&[1.0, 2.0]))
+                .is_err()
+        );
         assert!(as_accurate(&some, &some, &some).is_err());
         assert!(as_accurate(&some, &half(&[1.0]), &Tensor::from_slice(&[1.0, 2.0])).is_err());
         assert!(as_accurate(&half(&[]), &half(&[]), &Tensor::from_slice::<f64>(&[])).is_ok());

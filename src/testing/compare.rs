@@ -20,7 +20,8 @@ impl Bound {
 
     pub fn holds(&self, actual: f64, expected: f64) -> bool {
         let difference = (actual - expected).abs();
-        // Infinity is within any relative distance of itself, so it has to be asked for finite differences.
+        // Infinity is within any relative distance of itself, so it has to be asked for finite
+        // differences.
         actual == expected
             || (difference.is_finite() && difference <= self.allowed(expected))
             || (self.equal_nan && actual.is_nan() && expected.is_nan())
@@ -98,7 +99,8 @@ pub(super) fn components(tensor: &Tensor) -> Result<Vec<f64>> {
     values(&plain(&tensor.f_detach()?)?.f_view_as_real()?)
 }
 
-/// The other way: a tensor of these [`components`], in the shape, of the kind and on the device of another.
+/// The other way: a tensor of these [`components`], in the shape, of the kind and on the device of
+/// another.
 pub(super) fn from_components(components: &[f64], like: &Tensor) -> Result<Tensor> {
     let kind = like.f_kind()?;
     let flat = Tensor::f_from_slice(components)?;
@@ -120,9 +122,12 @@ pub(super) fn place(position: usize, size: &[i64], kind: Kind) -> String {
 pub(super) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     let kind = tensor.f_kind()?;
     if is_complex(kind) {
-        return Err(Error::msg(format!("complex numbers ({kind:?}) are not supported; use view_as_real")));
+        return Err(Error::msg(format!(
+            "complex numbers ({kind:?}) are not supported; use view_as_real"
+        )));
     }
-    // tch copies memory as it lies: a pending negation would be lost, and zeros without memory a null pointer.
+    // tch copies memory as it lies: a pending negation would be lost, and zeros without memory a
+    // null pointer.
     let flat = plain(&tensor.f_detach()?)?.f_to_device(Device::Cpu)?.f_reshape([-1])?;
     Ok(Vec::<f64>::try_from(&flat)?)
 }
@@ -185,7 +190,8 @@ mod tests {
         let again = from_components(&[1.0, 2.0, 3.0, -4.0], &complex).unwrap();
         assert_eq!((again.kind(), again.size()), (Kind::ComplexDouble, vec![2]));
         assert_eq!(components(&again).unwrap(), components(&complex).unwrap());
-        let real = from_components(&[1.0, 2.0], &Tensor::zeros([1, 2], (Kind::Float, Device::Cpu))).unwrap();
+        let real = from_components(&[1.0, 2.0], &Tensor::zeros([1, 2], (Kind::Float, Device::Cpu)))
+            .unwrap();
         assert_eq!((real.kind(), real.size()), (Kind::Float, vec![1, 2]));
         assert_eq!(components(&complex.narrow(0, 0, 0)).unwrap(), [0.0; 0]);
     }

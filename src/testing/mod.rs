@@ -1,5 +1,6 @@
-//! Tools to prove an operator: [`gradcheck`](gradcheck()) for its gradients, [`gradgradcheck`] for theirs,
-//! [`assert_close`] and [`tolerance`] for its values, [`devices`] and [`cuda_or_skip`] for where to run.
+//! Tools to prove an operator: [`gradcheck`](gradcheck()) for its gradients, [`gradgradcheck`] for
+//! theirs, [`assert_close`] and [`tolerance`] for its values, [`devices`] and [`cuda_or_skip`] for
+//! where to run.
 //!
 //! They are what this crate's own operators are tested with, and meant for yours.
 
@@ -17,7 +18,8 @@ pub use devices::{cuda_or_skip, devices};
 pub use gradcheck::{GradcheckOptions, GradgradcheckOptions, gradcheck, gradgradcheck};
 pub use samples::{Layout, Sample, SampleTable, Shape};
 
-/// An operator that does nothing, written with C++'s `torch::autograd::Function`: a rival for benches.
+/// An operator that does nothing, written with C++'s `torch::autograd::Function`: a rival for
+/// benches.
 #[doc(hidden)]
 pub fn cpp_identity(x: &tch::Tensor) -> crate::Result<tch::Tensor> {
     crate::ffi::testing::cpp_identity(x)

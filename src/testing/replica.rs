@@ -4,8 +4,8 @@ use super::compare::{components, is_complex, parts};
 use crate::Result;
 use tch::{Kind, Tensor};
 
-/// A copy of a tensor that a kernel cannot tell from the original: same sizes, strides and storage offset, so
-/// also the same alignment, and a leaf that requires grad if the original does.
+/// A copy of a tensor that a kernel cannot tell from the original: same sizes, strides and storage
+/// offset, so also the same alignment, and a leaf that requires grad if the original does.
 pub(super) struct Replica {
     pub tensor: Tensor,
     /// The memory of `tensor` from its storage's begin, as one dimension.
@@ -18,8 +18,8 @@ impl Replica {
         Self::with_margin(original, 0)
     }
 
-    /// With as many elements on either side that are no part of it, see [`no_value`]. A multiple of 64 leaves the
-    /// alignment as it is.
+    /// With as many elements on either side that are no part of it, see [`no_value`]. A multiple of
+    /// 64 leaves the alignment as it is.
     pub fn with_margin(original: &Tensor, margin: i64) -> Result<Replica> {
         let data = original.f_detach()?;
         let (size, stride, offset) = (data.size(), data.stride(), storage_offset(&data)?);
@@ -55,14 +55,15 @@ impl Replica {
         };
         let parts = parts(kind) as i64;
         let positions = positions(&self.tensor.size(), &self.tensor.stride(), self.offset);
-        let positions =
-            positions.iter().flat_map(|position| (0..parts).map(move |part| position * parts + part));
+        let positions = positions
+            .iter()
+            .flat_map(|position| (0..parts).map(move |part| position * parts + part));
         Ok(Elements { storage, positions: positions.collect(), values: components(&self.tensor)? })
     }
 }
 
-/// The elements of a [`Replica`], row by row, to be changed one at a time behind autograd's back. A complex one counts as
-/// two, its real part and its imaginary part.
+/// The elements of a [`Replica`], row by row, to be changed one at a time behind autograd's back. A
+/// complex one counts as two, its real part and its imaginary part.
 pub(super) struct Elements {
     storage: Tensor,
     positions: Vec<i64>,
@@ -89,7 +90,8 @@ impl Elements {
 
     pub fn set_all(&self, values: &[f64]) -> Result<()> {
         let device = self.storage.device();
-        let values = Tensor::f_from_slice(values)?.f_to_kind(self.storage.f_kind()?)?.f_to_device(device)?;
+        let values =
+            Tensor::f_from_slice(values)?.f_to_kind(self.storage.f_kind()?)?.f_to_device(device)?;
         let positions = Tensor::f_from_slice(&self.positions)?.f_to_device(device)?;
         let _ = self.storage.shallow_clone().f_index_copy_(0, &positions, &values)?;
         Ok(())
@@ -189,9 +191,11 @@ mod tests {
         assert_eq!(memory.isnan().sum(Kind::Int64).int64_value(&[]), 128);
         assert_eq!(memory.narrow(0, 64, 24), matrix().reshape([24]));
         assert!(
-            Replica::with_margin(&matrix().narrow(0, 4, 0), 64).unwrap().memory().unwrap().numel() >= 128
+            Replica::with_margin(&matrix().narrow(0, 4, 0), 64).unwrap().memory().unwrap().numel()
+                >= 128
         );
-        let integers = Replica::with_margin(&matrix().to_kind(Kind::Int64), 1).unwrap().memory().unwrap();
+        let integers =
+            Replica::with_margin(&matrix().to_kind(Kind::Int64), 1).unwrap().memory().unwrap();
         assert_eq!(integers.int64_value(&[25]), i64::MAX);
     }
 
@@ -213,7 +217,10 @@ mod tests {
     fn elements_of_complex_tensors_are_their_parts() {
         let complex = matrix().reshape([4, 3, 2]).view_as_complex().transpose(0, 1).narrow(0, 1, 2);
         let replica = Replica::of(&complex).unwrap();
-        assert_eq!((replica.tensor.stride(), replica.tensor.kind()), (complex.stride(), Kind::ComplexDouble));
+        assert_eq!(
+            (replica.tensor.stride(), replica.tensor.kind()),
+            (complex.stride(), Kind::ComplexDouble)
+        );
         let elements = replica.elements().unwrap();
         assert_eq!((elements.len(), elements.value(0), elements.value(3)), (16, 2.0, 9.0));
         elements.set(3, -1.0).unwrap();

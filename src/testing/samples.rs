@@ -24,9 +24,10 @@ impl Layout {
     pub const ALL: [Layout; 5] =
         [Layout::Contiguous, Layout::Transposed, Layout::Strided, Layout::Offset, Layout::Expanded];
 
-    /// A tensor of this layout with the values, kind and device of `values`; except that [`Layout::Expanded`] has
-    /// those of its first part everywhere. Memory around and between the elements holds NaN, or the kind's
-    /// largest value, so that a kernel which reads there betrays itself.
+    /// A tensor of this layout with the values, kind and device of `values`; except that
+    /// [`Layout::Expanded`] has those of its first part everywhere. Memory around and between the
+    /// elements holds NaN, or the kind's largest value, so that a kernel which reads there betrays
+    /// itself.
     ///
     /// ```
     /// use tch::{Device, Kind, Tensor};
@@ -56,7 +57,8 @@ impl Layout {
             Layout::Strided => {
                 let mut wide = size.clone();
                 wide[last] = 2 * size[last] + 1;
-                let gaps = no_value(&wide, &values)?.f_slice(last as i64, 1, 2 * size[last] + 1, 2)?;
+                let gaps =
+                    no_value(&wide, &values)?.f_slice(last as i64, 1, 2 * size[last] + 1, 2)?;
                 filled(gaps, &values)
             }
             Layout::Offset => offset(&values),
@@ -95,7 +97,8 @@ impl Shape {
         Shape { size: size.into(), scale: 1.0 }
     }
 
-    /// Values between `-scale` and `scale`; for a weight, so that sums do not grow with their length.
+    /// Values between `-scale` and `scale`; for a weight, so that sums do not grow with their
+    /// length.
     pub fn scale(self, scale: f64) -> Self {
         Shape { scale, ..self }
     }
@@ -111,16 +114,20 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// The same values and layouts as leaves that require grad, for [`gradcheck`](super::gradcheck()) and
-    /// [`conformance`](super::conformance()). An expanded input becomes a contiguous one: gradcheck moves one
-    /// element at a time, so no two may share memory.
+    /// The same values and layouts as leaves that require grad, for
+    /// [`gradcheck`](super::gradcheck()) and [`conformance`](super::conformance()). An expanded
+    /// input becomes a contiguous one: gradcheck moves one element at a time, so no two may share
+    /// memory.
     ///
     /// # Errors
     /// libtorch's.
     pub fn leaves(&self) -> Result<Vec<Tensor>> {
         let leaf = |input: &Tensor| {
-            let expanded =
-                input.size().iter().zip(input.stride()).any(|(&size, stride)| size > 1 && stride == 0);
+            let expanded = input
+                .size()
+                .iter()
+                .zip(input.stride())
+                .any(|(&size, stride)| size > 1 && stride == 0);
             let input = if expanded { contiguous(input)? } else { input.f_detach()? };
             Ok(input.f_set_requires_grad(true)?)
         };
@@ -128,14 +135,15 @@ impl Sample {
     }
 }
 
-/// A table of inputs made from the names of an operator's dimensions and the shapes of its inputs: every size that
-/// kernels like to get wrong, and every layout.
+/// A table of inputs made from the names of an operator's dimensions and the shapes of its inputs:
+/// every size that kernels like to get wrong, and every layout.
 ///
-/// [`SampleTable::new`] has, for each dimension in turn, sizes around those of vectors, one, and zero, while the
-/// others are small and differ from one another; then each [`Layout`] for all inputs at once, and for each input
-/// alone. Small enough for the whole Jacobian of a gradcheck. The values are always the same, whatever the kind and
-/// device, and none is drawn from libtorch's random state. Integer kinds have them without their fractions, so give
-/// such an input a scale; `Bool` says which are positive.
+/// [`SampleTable::new`] has, for each dimension in turn, sizes around those of vectors, one, and
+/// zero, while the others are small and differ from one another; then each [`Layout`] for all
+/// inputs at once, and for each input alone. Small enough for the whole Jacobian of a gradcheck.
+/// The values are always the same, whatever the kind and device, and none is drawn from libtorch's
+/// random state. Integer kinds have them without their fractions, so give such an input a scale;
+/// `Bool` says which are positive.
 ///
 /// ```
 /// use tch::{Device, Kind};
@@ -173,8 +181,8 @@ impl<const N: usize, F> SampleTable<N, F>
 where
     F: Fn([i64; N]) -> Vec<Shape>,
 {
-    /// The table of an operator whose dimensions have these names, and whose inputs have the shapes that `shapes`
-    /// gives for their sizes.
+    /// The table of an operator whose dimensions have these names, and whose inputs have the shapes
+    /// that `shapes` gives for their sizes.
     pub fn new(dims: [&'static str; N], shapes: F) -> Self {
         let moderate: [i64; N] = std::array::from_fn(|dim| MODERATE[dim % MODERATE.len()]);
         let mut table = SampleTable { dims, shapes, rows: Vec::new() };
@@ -208,7 +216,8 @@ where
         for layout in Layout::ALL.into_iter().filter(|&layout| layout != Layout::Contiguous) {
             self.rows.push((sizes, Arrangement::All(layout)));
             if inputs > 1 {
-                self.rows.extend((0..inputs).map(|input| (sizes, Arrangement::Only(input, layout))));
+                self.rows
+                    .extend((0..inputs).map(|input| (sizes, Arrangement::Only(input, layout))));
             }
         }
         self
@@ -242,20 +251,23 @@ where
                 Arrangement::Only(..) => Layout::Contiguous,
             };
             let values = noise(&shape.size, index)?.f_mul_scalar(shape.scale)?;
-            let values = if kind == Kind::Bool { values.f_gt(0.0)? } else { values.f_to_kind(kind)? };
+            let values =
+                if kind == Kind::Bool { values.f_gt(0.0)? } else { values.f_to_kind(kind)? };
             layout.of(&values.f_to_device(device)?)
         });
         Ok(Sample { name, inputs: inputs.collect::<Result<_>>()? })
     }
 }
 
-/// Numbers between -1 and 1 that look random and are always the same, of kind `Double`, on the CPU. Another `seed`
-/// gives others.
+/// Numbers between -1 and 1 that look random and are always the same, of kind `Double`, on the CPU.
+/// Another `seed` gives others.
 pub(super) fn noise(size: &[i64], seed: usize) -> Result<Tensor> {
     // SplitMix64: any bit of the state changes every bit of the number.
     let len = size.iter().product::<i64>();
     let number = |index: i64| {
-        let state = (index as u64 + 1).wrapping_add((seed as u64) << 32).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let state = (index as u64 + 1)
+            .wrapping_add((seed as u64) << 32)
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15);
         let mixed = (state ^ (state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         ((mixed ^ (mixed >> 31)) >> 11) as f64 / (1u64 << 52) as f64 - 1.0
@@ -331,8 +343,9 @@ mod tests {
 
     #[test]
     fn a_table_has_every_size_and_layout() {
-        let table =
-            SampleTable::new(["B", "F"], |[b, f]| vec![Shape::new([b, f]).scale(0.5), Shape::new([f])]);
+        let table = SampleTable::new(["B", "F"], |[b, f]| {
+            vec![Shape::new([b, f]).scale(0.5), Shape::new([f])]
+        });
         let samples = table.samples(Kind::Half, Device::Cpu).unwrap();
         // The moderate one, two dimensions, and four layouts three times at two sizes.
         assert_eq!(samples.len(), 1 + 2 * RAGGED.len() + 2 * 4 * 3);
@@ -352,7 +365,10 @@ mod tests {
         let bools = table.samples(Kind::Bool, Device::Cpu).unwrap();
         assert!(bools.iter().all(|sample| sample.inputs[0].kind() == Kind::Bool));
         let bools = &bools[0].inputs[0];
-        assert!(bools.any().int64_value(&[]) == 1 && bools.all().int64_value(&[]) == 0, "both values");
+        assert!(
+            bools.any().int64_value(&[]) == 1 && bools.all().int64_value(&[]) == 0,
+            "both values"
+        );
         let other = table.samples(Kind::Double, Device::Cpu).unwrap();
         assert_eq!(other[0].inputs[1].to_kind(Kind::Half), samples[0].inputs[1]);
     }

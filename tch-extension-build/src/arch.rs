@@ -2,14 +2,16 @@
 
 use anyhow::{Context, Result, bail};
 
-/// What is built when no list is given and no GPU is visible: one binary for each of the generations that
-/// CUDA 13 supports and data centres run, and PTX that newer GPUs compile when the program starts.
+/// What is built when no list is given and no GPU is visible: one binary for each of the
+/// generations that CUDA 13 supports and data centres run, and PTX that newer GPUs compile when the
+/// program starts.
 pub const DEFAULT_ARCHS: &str = "7.5;8.0;9.0+PTX";
 
 /// What nvcc 13.0 compiles for, as major · 10 + minor.
 pub const CUDA_13_0: &[u32] = &[75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121];
 
-/// PyTorch's names for groups of architectures (`torch/utils/cpp_extension.py`). CUDA 13 has given up the first ones.
+/// PyTorch's names for groups of architectures (`torch/utils/cpp_extension.py`). CUDA 13 has given
+/// up the first ones.
 const NAMES: &[(&str, &str)] = &[
     ("Kepler", "3.5+PTX"),
     ("Kepler+Tesla", "3.7"),
@@ -72,7 +74,8 @@ impl Choice<'_> {
     /// Reads the list; `native` asks `visible_gpus` (compute capabilities such as `9.0`).
     pub fn parse(&self, visible_gpus: &dyn Fn() -> Vec<String>) -> Result<Vec<Arch>> {
         let mut archs: Vec<Arch> = Vec::new();
-        for item in self.list.split([';', ' ', ',']).map(str::trim).filter(|item| !item.is_empty()) {
+        for item in self.list.split([';', ' ', ',']).map(str::trim).filter(|item| !item.is_empty())
+        {
             for arch in self.parse_item(item, visible_gpus)? {
                 match archs.iter_mut().find(|known| known.number == arch.number) {
                     Some(known) => known.ptx |= arch.ptx,
@@ -99,7 +102,8 @@ impl Choice<'_> {
             Some(name) => (name, true),
             None => (item, false),
         };
-        let members = NAMES.iter().find(|(known, _)| *known == name).map_or(name, |(_, members)| *members);
+        let members =
+            NAMES.iter().find(|(known, _)| *known == name).map_or(name, |(_, members)| *members);
         let mut archs = Vec::new();
         for member in members.split(';') {
             let (number, member_ptx) = match member.strip_suffix("+PTX") {
@@ -132,13 +136,20 @@ impl Choice<'_> {
     }
 
     fn refusal(&self, item: &str) -> String {
-        format!("{}: `{item}` is no architecture that this nvcc compiles for; {}", self.from, self.way_out())
+        format!(
+            "{}: `{item}` is no architecture that this nvcc compiles for; {}",
+            self.from,
+            self.way_out()
+        )
     }
 
     /// Everything that is allowed.
     fn way_out(&self) -> String {
-        let numbers: Vec<_> =
-            self.supported.iter().map(|number| format!("{}.{}", number / 10, number % 10)).collect();
+        let numbers: Vec<_> = self
+            .supported
+            .iter()
+            .map(|number| format!("{}.{}", number / 10, number % 10))
+            .collect();
         let names: Vec<_> = NAMES
             .iter()
             .filter(|(_, members)| {
@@ -156,12 +167,15 @@ impl Choice<'_> {
     }
 }
 
-/// Those of the machine's GPUs, the newest with PTX; a GPU newer than nvcc gets the newest that nvcc knows.
+/// Those of the machine's GPUs, the newest with PTX; a GPU newer than nvcc gets the newest that
+/// nvcc knows.
 fn of_gpus(visible_gpus: &dyn Fn() -> Vec<String>, supported: &[u32]) -> Option<Vec<Arch>> {
     let newest = supported.iter().max()?;
     let number = |gpu: String| -> Option<u32> {
         let (major, minor) = gpu.split_once('.')?;
-        Some((major.parse::<u32>().ok()?.checked_mul(10)? + minor.parse::<u32>().ok()?).min(*newest))
+        Some(
+            (major.parse::<u32>().ok()?.checked_mul(10)? + minor.parse::<u32>().ok()?).min(*newest),
+        )
     };
     let mut numbers: Vec<_> = visible_gpus().into_iter().filter_map(number).collect();
     numbers.sort_unstable();
@@ -184,8 +198,12 @@ pub fn visible_gpus() -> Vec<String> {
     String::from_utf8_lossy(&output.stdout).lines().map(|line| line.trim().to_string()).collect()
 }
 
-/// The architectures to build where nobody names any: those of this machine's GPUs, else [`DEFAULT_ARCHS`].
-pub fn default_archs(supported: &[u32], visible_gpus: &dyn Fn() -> Vec<String>) -> Result<Vec<Arch>> {
+/// The architectures to build where nobody names any: those of this machine's GPUs, else
+/// [`DEFAULT_ARCHS`].
+pub fn default_archs(
+    supported: &[u32],
+    visible_gpus: &dyn Fn() -> Vec<String>,
+) -> Result<Vec<Arch>> {
     if let Some(archs) = of_gpus(visible_gpus, supported) {
         return Ok(archs);
     }
@@ -194,8 +212,10 @@ pub fn default_archs(supported: &[u32], visible_gpus: &dyn Fn() -> Vec<String>) 
 
 /// Reads what `nvcc --list-gpu-arch` prints.
 pub fn parse_supported(text: &str) -> Vec<u32> {
-    let mut numbers: Vec<_> =
-        text.lines().filter_map(|line| line.trim().strip_prefix("compute_")?.parse().ok()).collect();
+    let mut numbers: Vec<_> = text
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("compute_")?.parse().ok())
+        .collect();
     // nvcc's own order is by family.
     numbers.sort_unstable();
     numbers
@@ -272,7 +292,9 @@ mod tests {
             "All",
         ] {
             let error = format!("{:#}", parse(list, &[]).expect_err(list));
-            for part in ["TORCH_CUDA_ARCH_LIST", "7.5, 8.0", "12.1", "+PTX", "native", "Turing, Ampere"] {
+            for part in
+                ["TORCH_CUDA_ARCH_LIST", "7.5, 8.0", "12.1", "+PTX", "native", "Turing, Ampere"]
+            {
                 assert!(error.contains(part), "{list}: {part} is not in {error}");
             }
             assert!(!error.contains("Kepler"), "not with CUDA 13: {error}");
@@ -296,7 +318,11 @@ mod tests {
     fn native_is_what_the_machine_has() {
         let native = |gpus: &[&str]| parse("native", gpus).expect("GPUs");
         assert_eq!(native(&["9.0", "8.0", "9.0"]), parse("8.0;9.0+PTX", &[]).expect("a list"));
-        assert_eq!(native(&["13.7"]), parse("12.1+PTX", &[]).expect("a list"), "a GPU newer than nvcc");
+        assert_eq!(
+            native(&["13.7"]),
+            parse("12.1+PTX", &[]).expect("a list"),
+            "a GPU newer than nvcc"
+        );
     }
 
     #[test]
@@ -305,7 +331,10 @@ mod tests {
         let archs = default_archs(CUDA_13_0, &two_gpus).expect("two GPUs");
         assert_eq!(archs.iter().flat_map(Arch::flags).collect::<Vec<_>>(), flags("8.0;9.0+PTX"));
         let none = default_archs(CUDA_13_0, &Vec::new).expect("the default list");
-        assert!(none.last().is_some_and(|arch| arch.ptx), "the default must reach GPUs that come later");
+        assert!(
+            none.last().is_some_and(|arch| arch.ptx),
+            "the default must reach GPUs that come later"
+        );
     }
 
     #[test]

@@ -47,12 +47,14 @@ impl Unit<'_> {
         let command = self.toolchain.cxx.command();
         let mut arguments: Vec<String> =
             command.get_args().map(|argument| argument.to_string_lossy().into_owned()).collect();
-        arguments
-            .extend(["-O3", "-fPIC"].iter().chain(self.toolchain.cxx.openmp()).map(|flag| flag.to_string()));
+        arguments.extend(
+            ["-O3", "-fPIC"].iter().chain(self.toolchain.cxx.openmp()).map(|flag| flag.to_string()),
+        );
         let warnings: &[&str] = if options.warnings { &["-Wall", "-Wextra"] } else { &["-w"] };
         arguments.extend(warnings.iter().map(|flag| flag.to_string()));
         if !options.export_symbols {
-            arguments.extend(["-fvisibility=hidden", "-fvisibility-inlines-hidden"].map(String::from));
+            arguments
+                .extend(["-fvisibility=hidden", "-fvisibility-inlines-hidden"].map(String::from));
         }
         if let Some((isa, flags)) = isa {
             arguments.push(format!("-DCPU_CAPABILITY={isa}"));
@@ -67,8 +69,8 @@ impl Unit<'_> {
         self.job(command.get_program().into(), arguments)
     }
 
-    /// With nvcc. Each source alone: two in one call would turn on relocatable device code, which stops
-    /// inlining between files.
+    /// With nvcc. Each source alone: two in one call would turn on relocatable device code, which
+    /// stops inlining between files.
     pub fn with_nvcc(&self, cuda: &Cuda, env: &dyn Environment) -> Result<Job> {
         let options = self.options;
         // Compressed, a seventh of the size: every program that links the kernels carries them.
@@ -76,7 +78,8 @@ impl Unit<'_> {
             ["-O3", "-lineinfo", "--compress-mode=size", "--expt-relaxed-constexpr", "-Xcompiler"]
                 .map(String::from)
                 .to_vec();
-        arguments.push(if options.warnings { "-fPIC,-Wall,-Wextra" } else { "-fPIC,-w" }.to_string());
+        arguments
+            .push(if options.warnings { "-fPIC,-Wall,-Wextra" } else { "-fPIC,-w" }.to_string());
         if !options.warnings {
             arguments.push("-w".to_string());
         }
@@ -84,7 +87,8 @@ impl Unit<'_> {
             arguments.extend(["-Xcompiler", "-fvisibility=hidden"].map(String::from));
         }
         // As PyTorch has it: whoever names an architecture among the flags names them all.
-        if !options.nvcc_flags.iter().any(|flag| flag.contains("arch") || flag.contains("-gencode")) {
+        if !options.nvcc_flags.iter().any(|flag| flag.contains("arch") || flag.contains("-gencode"))
+        {
             let for_hopper = options.for_hopper.iter().any(|end| self.source.ends_with(end));
             arguments.extend(flags_of(&cuda.archs, for_hopper));
         }
@@ -97,7 +101,8 @@ impl Unit<'_> {
         } else if env.var("CXX").is_some() {
             arguments.push(format!("-ccbin={}", self.toolchain.cxx.path.display()));
         }
-        // nvcc reads these itself; here they become part of the command, which decides what is up to date.
+        // nvcc reads these itself; here they become part of the command, which decides what is up
+        // to date.
         let read_by_nvcc = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"].map(|name| env.var(name));
         arguments.extend(options.nvcc_flags.iter().cloned());
         let mut job = self.job(cuda.nvcc.path.clone(), arguments)?;
@@ -111,8 +116,8 @@ impl Unit<'_> {
         let libtorch = &self.toolchain.libtorch;
         arguments.push(format!("-std={}", options.standard));
         arguments.push(format!("-D_GLIBCXX_USE_CXX11_ABI={}", libtorch.cxx11_abi));
-        // As libtorch's own: its inline functions have assertions without, and a program's copies take the place of
-        // those in libtorch.
+        // As libtorch's own: its inline functions have assertions without, and a program's copies
+        // take the place of those in libtorch.
         arguments.push("-DNDEBUG".to_string());
         if self.toolchain.cuda.is_some() {
             arguments.push("-DTCH_EXTENSION_CUDA=1".to_string());
@@ -136,14 +141,24 @@ impl Unit<'_> {
         arguments.extend(["-c".to_string(), self.source.display().to_string(), "-o".to_string()]);
         arguments.push(path.display().to_string());
         let object = Object { path, source: self.source.to_path_buf() };
-        let first = if self.options.fewer_headers { fewer::macro_for(&text_of(self.source)?) } else { None };
+        let first = if self.options.fewer_headers {
+            fewer::macro_for(&text_of(self.source)?)
+        } else {
+            None
+        };
         let built_for = self.toolchain.identity();
-        Ok(Job { program, arguments, built_for, first: first.map(|name| format!("-D{name}")), object })
+        Ok(Job {
+            program,
+            arguments,
+            built_for,
+            first: first.map(|name| format!("-D{name}")),
+            object,
+        })
     }
 }
 
-/// What `torch.utils.cpp_extension` defines for every CUDA source: CUDA's operators of the half kinds would make those
-/// of `at::Half` ambiguous.
+/// What `torch.utils.cpp_extension` defines for every CUDA source: CUDA's operators of the half
+/// kinds would make those of `at::Half` ambiguous.
 const WITHOUT_HALF_OPERATORS: [&str; 4] = [
     "__CUDA_NO_HALF_OPERATORS__",
     "__CUDA_NO_HALF_CONVERSIONS__",
@@ -151,10 +166,12 @@ const WITHOUT_HALF_OPERATORS: [&str; 4] = [
     "__CUDA_NO_HALF2_OPERATORS__",
 ];
 
-/// Whether a CUDA source takes the kinds of libtorch's headers. Kernels on `tch_extension/launch.h` compute in CUDA's own.
+/// Whether a CUDA source takes the kinds of libtorch's headers. Kernels on `tch_extension/launch.h`
+/// compute in CUDA's own.
 fn is_written_for_torch(text: &str) -> bool {
-    let includes =
-        |folder: &str| text.contains(&format!("<{folder}/")) || text.contains(&format!("\"{folder}/"));
+    let includes = |folder: &str| {
+        text.contains(&format!("<{folder}/")) || text.contains(&format!("\"{folder}/"))
+    };
     ["torch", "ATen", "THC"].iter().any(|folder| includes(folder)) && !includes("tch_extension")
 }
 
@@ -163,7 +180,8 @@ fn add_system_include(arguments: &mut Vec<String>, folder: &Path) {
     arguments.extend(["-isystem".to_string(), folder.display().to_string()]);
 }
 
-/// An archive keeps names only, and every operator has a `cpu.cpp`: the folders go into the name, as a hash.
+/// An archive keeps names only, and every operator has a `cpu.cpp`: the folders go into the name,
+/// as a hash.
 fn object_name(source: &Path) -> String {
     let mut hasher = std::hash::DefaultHasher::new();
     source.hash(&mut hasher);
@@ -180,7 +198,10 @@ pub fn run(jobs: &[Job], workers: usize, env: &dyn Environment) -> Result<()> {
             scope.spawn(|| {
                 while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
                     if let Err(error) = job.run(env) {
-                        failure.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).get_or_insert(error);
+                        failure
+                            .lock()
+                            .unwrap_or_else(|poisoned| poisoned.into_inner())
+                            .get_or_insert(error);
                         next.store(jobs.len(), Ordering::Relaxed);
                     }
                 }
@@ -206,15 +227,16 @@ pub fn run_compiler(command: &mut Command, failed: &str, env: &dyn Environment) 
     Ok(output)
 }
 
-/// The most lines of a compiler's message that are shown. A template of libtorch's that does not fit has hundreds
-/// to say; what is wrong comes first.
+/// The most lines of a compiler's message that are shown. A template of libtorch's that does not
+/// fit has hundreds to say; what is wrong comes first.
 const MOST_LINES: usize = 60;
 
 /// The message, cut, and with a way out where it names none.
 fn readable(text: &str) -> String {
     let mut lines: Vec<_> = text.lines().collect();
     if lines.len() > MOST_LINES {
-        // Warnings must not crowd out that for which it failed. The line before says in which function.
+        // Warnings must not crowd out that for which it failed. The line before says in which
+        // function.
         let says = |line: &&str| line.contains("error:") || line.contains("undefined reference");
         let first = lines.iter().position(says).unwrap_or(0);
         lines.drain(..first.saturating_sub(1));
@@ -226,14 +248,15 @@ fn readable(text: &str) -> String {
     if text.contains("unsupported GNU version") || text.contains("unsupported clang version") {
         message += "\nnvcc's host compiler is too new for it: set NVCC_CCBIN to an older one, such as g++-12";
     } else if text.contains("Python.h: No such file") {
-        message += "\nlibtorch is used without Python here: include <torch/torch.h> or <ATen/ATen.h>";
+        message +=
+            "\nlibtorch is used without Python here: include <torch/torch.h> or <ATen/ATen.h>";
     }
     message
 }
 
 impl Object {
-    /// The source and the headers it includes, without libtorch's and the system's, from the compiler's own list (in
-    /// make's syntax).
+    /// The source and the headers it includes, without libtorch's and the system's, from the
+    /// compiler's own list (in make's syntax).
     pub fn dependencies(&self) -> Vec<PathBuf> {
         let Ok(rule) = std::fs::read(self.path.with_extension("d")) else { return Vec::new() };
         prerequisites(&String::from_utf8_lossy(&rule))
@@ -243,7 +266,8 @@ impl Object {
 /// What a rule in make's syntax depends on.
 fn prerequisites(rule: &str) -> Vec<PathBuf> {
     let Some((_, list)) = rule.split_once(": ") else { return Vec::new() };
-    let list = list.replace("\\\n", " ").replace("\\ ", "\0").replace("\\#", "#").replace("$$", "$");
+    let list =
+        list.replace("\\\n", " ").replace("\\ ", "\0").replace("\\#", "#").replace("$$", "$");
     list.split_whitespace().map(|path| PathBuf::from(path.replace('\0', " "))).collect()
 }
 
@@ -272,16 +296,23 @@ impl Job {
         let started = SystemTime::now();
         let failed = format!("{} does not compile", self.object.source.display());
         let run = |first: &[String]| {
-            run_compiler(Command::new(&self.program).args(first).args(&self.arguments), &failed, env)
+            run_compiler(
+                Command::new(&self.program).args(first).args(&self.arguments),
+                &failed,
+                env,
+            )
         };
         let output = match self.first.as_ref().map(|first| run(std::slice::from_ref(first))) {
             Some(Ok(output)) => output,
             Some(Err(_)) | None => run(&[])?,
         };
-        for line in String::from_utf8_lossy(&output.stderr).lines().filter(|line| line.contains("warning")) {
+        for line in
+            String::from_utf8_lossy(&output.stderr).lines().filter(|line| line.contains("warning"))
+        {
             env.warns(line);
         }
-        // The stamp bears the time of the start: a file that was saved while the compiler ran is newer.
+        // The stamp bears the time of the start: a file that was saved while the compiler ran is
+        // newer.
         std::fs::write(&stamp, self.command())
             .and_then(|()| std::fs::File::options().write(true).open(&stamp)?.set_modified(started))
             .with_context(|| format!("cannot write {}", stamp.display()))
@@ -289,8 +320,10 @@ impl Job {
 
     /// The same command made the object, and no file it read is newer.
     fn is_up_to_date(&self) -> bool {
-        let modified = |path: &Path| -> Option<SystemTime> { path.metadata().ok()?.modified().ok() };
-        let Some(made) = modified(&self.command_file()).filter(|_| self.object.path.exists()) else {
+        let modified =
+            |path: &Path| -> Option<SystemTime> { path.metadata().ok()?.modified().ok() };
+        let Some(made) = modified(&self.command_file()).filter(|_| self.object.path.exists())
+        else {
             return false;
         };
         let dependencies = self.object.dependencies();
@@ -332,7 +365,8 @@ mod tests {
     }
 
     fn scratch(name: &str) -> PathBuf {
-        let folder = std::env::temp_dir().join(format!("tch-extension-build-{name}-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("tch-extension-build-{name}-{}", std::process::id()));
         let _ = std::fs::remove_dir_all(&folder);
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::write(folder.join("a.cpp"), "").unwrap();
@@ -362,14 +396,20 @@ mod tests {
     #[test]
     fn names_are_read_as_make_writes_them() {
         let rule = "/o/a\\ b.o: \\\n csrc/a\\ b.cpp csrc/we\\#ird.h \\\n csrc/$$x.h\n";
-        assert_eq!(prerequisites(rule), ["csrc/a b.cpp", "csrc/we#ird.h", "csrc/$x.h"].map(PathBuf::from));
+        assert_eq!(
+            prerequisites(rule),
+            ["csrc/a b.cpp", "csrc/we#ird.h", "csrc/$x.h"].map(PathBuf::from)
+        );
         assert!(prerequisites("").is_empty());
     }
 
     #[test]
     fn a_source_saved_while_the_compiler_runs_is_compiled_again() {
         let folder = scratch("saved");
-        let job = job(&folder, &format!("sleep 0.05; echo changed > '{}'", folder.join("a.cpp").display()));
+        let job = job(
+            &folder,
+            &format!("sleep 0.05; echo changed > '{}'", folder.join("a.cpp").display()),
+        );
         job.compile(&Process).unwrap();
         assert!(!job.is_up_to_date());
         std::fs::remove_dir_all(folder).unwrap();
@@ -388,12 +428,15 @@ mod tests {
     fn a_long_message_is_cut_and_a_known_one_explained() {
         let long = readable(&"error\n".repeat(1000));
         assert!(long.lines().count() < 100 && long.contains("and 940 more lines"), "{long}");
-        let crowded =
-            format!("{}a.cpp: In function 'f':\na.cpp:9:9: error: no\n", "warning: unused\n".repeat(1000));
+        let crowded = format!(
+            "{}a.cpp: In function 'f':\na.cpp:9:9: error: no\n",
+            "warning: unused\n".repeat(1000)
+        );
         let crowded = readable(&crowded);
         assert!(crowded.starts_with("a.cpp: In function 'f':\na.cpp:9:9: error: no"), "{crowded}");
-        let too_new =
-            readable("#error -- unsupported GNU version! gcc versions later than 15 are not supported!");
+        let too_new = readable(
+            "#error -- unsupported GNU version! gcc versions later than 15 are not supported!",
+        );
         assert!(too_new.contains("set NVCC_CCBIN"), "{too_new}");
         assert_eq!(readable("a.cpp:1:2: error: no"), "a.cpp:1:2: error: no");
     }
@@ -402,15 +445,21 @@ mod tests {
     fn dependencies_have_the_names_that_the_files_have() {
         let folder = scratch("escaped");
         let path = folder.join("a.o");
-        std::fs::write(path.with_extension("d"), "a.o: /x\\ y/a.cpp \\\n /x\\#y/b.h /x$$y/c.h\n").unwrap();
+        std::fs::write(path.with_extension("d"), "a.o: /x\\ y/a.cpp \\\n /x\\#y/b.h /x$$y/c.h\n")
+            .unwrap();
         let object = Object { path, source: "/x y/a.cpp".into() };
-        assert_eq!(object.dependencies(), ["/x y/a.cpp", "/x#y/b.h", "/x$y/c.h"].map(PathBuf::from));
+        assert_eq!(
+            object.dependencies(),
+            ["/x y/a.cpp", "/x#y/b.h", "/x$y/c.h"].map(PathBuf::from)
+        );
         std::fs::remove_dir_all(folder).unwrap();
     }
 
     #[test]
     fn sources_of_torch_s_kinds_are_told_from_others() {
-        for text in ["#include <torch/extension.h>", "#include \"ATen/ATen.h\"", "#include <THC/THC.h>"] {
+        for text in
+            ["#include <torch/extension.h>", "#include \"ATen/ATen.h\"", "#include <THC/THC.h>"]
+        {
             assert!(is_written_for_torch(text), "{text}");
             let mixed = format!("{text}\n#include <tch_extension/launch.h>\n");
             assert!(!is_written_for_torch(&mixed), "{mixed}");
@@ -420,8 +469,8 @@ mod tests {
 
     #[test]
     fn objects_of_different_sources_have_different_names() {
-        let names =
-            ["csrc/a/b_c.cpp", "csrc/a_b/c.cpp", "csrc/a/c.cpp"].map(|path| object_name(Path::new(path)));
+        let names = ["csrc/a/b_c.cpp", "csrc/a_b/c.cpp", "csrc/a/c.cpp"]
+            .map(|path| object_name(Path::new(path)));
         assert!(names[0] != names[1] && names[1] != names[2] && names[0] != names[2], "{names:?}");
     }
 }

@@ -25,17 +25,18 @@ pub struct Cxx {
 }
 
 impl Cxx {
-    /// What cc makes of `CXX` (a wrapper and flags included) and `CXXFLAGS`, in cargo's spellings, too. A compiler
-    /// whose objects do not go with libtorch's, built with this `_GLIBCXX_USE_CXX11_ABI`, is an error.
+    /// What cc makes of `CXX` (a wrapper and flags included) and `CXXFLAGS`, in cargo's spellings,
+    /// too. A compiler whose objects do not go with libtorch's, built with this
+    /// `_GLIBCXX_USE_CXX11_ABI`, is an error.
     pub fn find(cxx11_abi: &str, env: &dyn Environment) -> Result<Self> {
         let (target, host) = env.triples();
         for variable in variables(&target) {
             env.var(&variable);
         }
         let mut build = cc::Build::new();
-        // No `warnings(false)`: that is `-w`, which silences every other flag. Optimised, without cargo's profile: at
-        // -O0 an AVX-512 unit exports inline functions full of AVX-512 code, which the linker may then use everywhere.
-        // Our own flags follow, and win.
+        // No `warnings(false)`: that is `-w`, which silences every other flag. Optimised, without
+        // cargo's profile: at -O0 an AVX-512 unit exports inline functions full of AVX-512 code,
+        // which the linker may then use everywhere. Our own flags follow, and win.
         build.cpp(true).opt_level(3).debug(false).target(&target).host(&host);
         // Outside a build script, nobody reads cc's lines for cargo.
         build.cargo_metadata(false).cargo_warnings(false);
@@ -59,7 +60,8 @@ impl Cxx {
         if self.is_clang { &[] } else { &["-fopenmp"] }
     }
 
-    /// The program of this name that it uses itself, such as `ld`; the name alone where it knows of none.
+    /// The program of this name that it uses itself, such as `ld`; the name alone where it knows of
+    /// none.
     pub fn program(&self, name: &str) -> PathBuf {
         let output = Command::new(&self.path).arg(format!("-print-prog-name={name}")).output();
         let text = output.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_string());
@@ -123,8 +125,10 @@ fn parse_macros(text: &str) -> HashMap<String, String> {
 /// The version, and whether it is clang.
 fn check(path: &Path, macros: &HashMap<String, String>, cxx11_abi: &str) -> Result<(String, bool)> {
     let name = path.display();
-    let number = |key: &str| macros.get(key).and_then(|value| value.parse::<u32>().ok()).unwrap_or(0);
-    let version = macros.get("__VERSION__").map_or("", String::as_str).trim_matches('"').to_string();
+    let number =
+        |key: &str| macros.get(key).and_then(|value| value.parse::<u32>().ok()).unwrap_or(0);
+    let version =
+        macros.get("__VERSION__").map_or("", String::as_str).trim_matches('"').to_string();
     if macros.contains_key("_LIBCPP_VERSION") {
         bail!(
             "{name} uses libc++, but libtorch is built on libstdc++; drop -stdlib=libc++ from CXX and CXXFLAGS"
@@ -156,7 +160,8 @@ mod tests {
 
     #[test]
     fn a_compiler_that_does_not_go_with_libtorch_is_refused() {
-        let gxx = "#define __GNUC__ 12\n#define __VERSION__ \"12.2.0\"\n#define _GLIBCXX_USE_CXX11_ABI ";
+        let gxx =
+            "#define __GNUC__ 12\n#define __VERSION__ \"12.2.0\"\n#define _GLIBCXX_USE_CXX11_ABI ";
         assert_eq!(checked(&format!("{gxx}1\n")), Ok(("12.2.0".to_string(), false)));
         let clang = "#define __GNUC__ 4\n#define __clang__ 1\n#define __VERSION__ \"Clang 19\"\n";
         assert_eq!(checked(clang), Ok(("Clang 19".to_string(), true)));

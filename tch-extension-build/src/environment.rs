@@ -1,11 +1,12 @@
-//! What the compilers' rules need to know of the program they run in, and tell it: a build script or any other.
+//! What the compilers' rules need to know of the program they run in, and tell it: a build script
+//! or any other.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Mutex;
 
-/// Where variables come from and reports go. Nothing else in the shared parts reads a variable of cargo's or
-/// prints a line for it.
+/// Where variables come from and reports go. Nothing else in the shared parts reads a variable of
+/// cargo's or prints a line for it.
 pub trait Environment: Sync {
     /// A variable's value; an empty one is none. A build script is run again when it changes.
     fn var(&self, name: &str) -> Option<String> {
@@ -35,9 +36,9 @@ pub struct Process;
 
 impl Environment for Process {}
 
-/// A build script: reports become lines on its standard output, where cargo reads them. They are kept until
-/// [`BuildScript::print`], because cargo shows them before the message of a script that failed, which runs again
-/// anyhow.
+/// A build script: reports become lines on its standard output, where cargo reads them. They are
+/// kept until [`BuildScript::print`], because cargo shows them before the message of a script that
+/// failed, which runs again anyhow.
 #[derive(Default)]
 pub struct BuildScript {
     lines: Mutex<BTreeSet<String>>,
@@ -50,7 +51,9 @@ impl BuildScript {
 
     /// Prints what was kept, each line once.
     pub fn print(&self) {
-        let lines = std::mem::take(&mut *self.lines.lock().unwrap_or_else(|poisoned| poisoned.into_inner()));
+        let lines = std::mem::take(
+            &mut *self.lines.lock().unwrap_or_else(|poisoned| poisoned.into_inner()),
+        );
         for line in lines {
             println!("{line}");
         }
@@ -80,5 +83,11 @@ impl Environment for BuildScript {
     }
 }
 
-const CARGOS_OWN: &[&str] =
-    &["OUT_DIR", "NUM_JOBS", "PROFILE", "CARGO_PKG_NAME", "CARGO_CFG_TARGET_OS", "CARGO_CFG_TARGET_ARCH"];
+const CARGOS_OWN: &[&str] = &[
+    "OUT_DIR",
+    "NUM_JOBS",
+    "PROFILE",
+    "CARGO_PKG_NAME",
+    "CARGO_CFG_TARGET_OS",
+    "CARGO_CFG_TARGET_ARCH",
+];

@@ -9,8 +9,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// One static library of C++ and CUDA sources, linked into the crate whose build script makes it. Paths are
-/// relative to the package's folder.
+/// One static library of C++ and CUDA sources, linked into the crate whose build script makes it.
+/// Paths are relative to the package's folder.
 ///
 /// ```no_run
 /// tch_extension_build::Extension::new("my_ops")
@@ -65,14 +65,17 @@ impl Extension {
         }
     }
 
-    /// Adds one source. `*.cu` is compiled by nvcc, and left out where there is no CUDA. A C++ source with a
-    /// `TCH_EXTENSION_CPU_KERNEL` (see `tch_extension/cpu.h`) is compiled once for each CPU instruction set, with
-    /// `CPU_CAPABILITY` defined as in PyTorch; any other once.
+    /// Adds one source. `*.cu` is compiled by nvcc, and left out where there is no CUDA. A C++
+    /// source with a `TCH_EXTENSION_CPU_KERNEL` (see `tch_extension/cpu.h`) is compiled once for
+    /// each CPU instruction set, with `CPU_CAPABILITY` defined as in PyTorch; any other once.
     pub fn source(mut self, path: impl Into<PathBuf>) -> Self {
         let path = path.into();
         if !path.is_file() {
             self.mistake(|| missing_source(&path));
-        } else if path.extension().is_some_and(|ending| HEADERS.iter().any(|header| ending == *header)) {
+        } else if path
+            .extension()
+            .is_some_and(|ending| HEADERS.iter().any(|header| ending == *header))
+        {
             // g++ would make a precompiled header of it, and call that an object.
             self.mistake(|| {
                 format!(
@@ -101,8 +104,8 @@ impl Extension {
         self
     }
 
-    /// Adds every `.cpp` and `.cu` below a folder, and its `include` folder to the search path. A folder without any
-    /// is an error of [`Extension::build`].
+    /// Adds every `.cpp` and `.cu` below a folder, and its `include` folder to the search path. A
+    /// folder without any is an error of [`Extension::build`].
     pub fn source_dir(mut self, folder: impl AsRef<Path>) -> Self {
         let folder = folder.as_ref();
         let before = self.sources.len();
@@ -127,16 +130,19 @@ impl Extension {
         let folder = folder.into();
         if !folder.is_dir() {
             self.mistake(|| {
-                format!("include: there is no folder {} (relative to the package's)", folder.display())
+                format!(
+                    "include: there is no folder {} (relative to the package's)",
+                    folder.display()
+                )
             });
         }
         self.includes.push(folder);
         self
     }
 
-    /// Links a library of the CUDA toolkit where CUDA is compiled in: `.cuda_library("cublasLt")`. The one that libtorch
-    /// itself loads, if its major version is CUDA's own (`cublas`, `cublasLt` and `nvrtc`, but not `curand`); the
-    /// runtime is always linked.
+    /// Links a library of the CUDA toolkit where CUDA is compiled in: `.cuda_library("cublasLt")`.
+    /// The one that libtorch itself loads, if its major version is CUDA's own (`cublas`, `cublasLt`
+    /// and `nvrtc`, but not `curand`); the runtime is always linked.
     pub fn cuda_library(mut self, name: &str) -> Self {
         self.cuda_libraries.push(name.to_string());
         self
@@ -148,29 +154,31 @@ impl Extension {
         self
     }
 
-    /// Adds a flag for the C++ compiler, after all others. `NDEBUG` is defined, as in libtorch itself; `-UNDEBUG` brings
-    /// `assert` back, and the assertions in libtorch's headers.
+    /// Adds a flag for the C++ compiler, after all others. `NDEBUG` is defined, as in libtorch
+    /// itself; `-UNDEBUG` brings `assert` back, and the assertions in libtorch's headers.
     pub fn flag(mut self, flag: &str) -> Self {
         self.options.cxx_flags.push(flag.to_string());
         self
     }
 
-    /// Adds a flag for nvcc, after all others. One that names an architecture (`-gencode=…`) replaces the list.
+    /// Adds a flag for nvcc, after all others. One that names an architecture (`-gencode=…`)
+    /// replaces the list.
     pub fn nvcc_flag(mut self, flag: &str) -> Self {
         self.options.nvcc_flags.push(flag.to_string());
         self
     }
 
-    /// Compiles CUDA for these architectures, whatever `TORCH_CUDA_ARCH_LIST` says: for kernels that need one. The
-    /// grammar is that variable's ([`crate::arch`]).
+    /// Compiles CUDA for these architectures, whatever `TORCH_CUDA_ARCH_LIST` says: for kernels
+    /// that need one. The grammar is that variable's ([`crate::arch`]).
     pub fn archs(mut self, list: &str) -> Self {
         self.archs = Some(list.to_string());
         self
     }
 
-    /// Compiles this source for what its kernels need beyond the list of architectures: wherever the list has 9.0, for
-    /// `9.0a`, too, whose instructions are Hopper's alone. `source` is the end of the path of a `.cu`. An [`Extension::nvcc_flag`]
-    /// that names an architecture overrules this as it does the list.
+    /// Compiles this source for what its kernels need beyond the list of architectures: wherever
+    /// the list has 9.0, for `9.0a`, too, whose instructions are Hopper's alone. `source` is the
+    /// end of the path of a `.cu`. An [`Extension::nvcc_flag`] that names an architecture overrules
+    /// this as it does the list.
     pub fn for_hopper(mut self, source: impl Into<PathBuf>) -> Self {
         self.options.for_hopper.push(source.into());
         self
@@ -187,20 +195,22 @@ impl Extension {
         self
     }
 
-    /// Whether every object reaches the final program, or (`false`) only those that something refers to, which nobody
-    /// does to an operator that registers itself. By default decided by the sources: they need it when
-    /// one of them has a `TORCH_LIBRARY` (or `TORCH_LIBRARY_IMPL`, `TORCH_LIBRARY_FRAGMENT`) or a `PYBIND11_MODULE`.
+    /// Whether every object reaches the final program, or (`false`) only those that something
+    /// refers to, which nobody does to an operator that registers itself. By default decided by the
+    /// sources: they need it when one of them has a `TORCH_LIBRARY` (or `TORCH_LIBRARY_IMPL`,
+    /// `TORCH_LIBRARY_FRAGMENT`) or a `PYBIND11_MODULE`.
     pub fn whole_archive(mut self, whole: bool) -> Self {
         self.whole_archive = Some(whole);
         self
     }
 
-    /// Whether names are the extension's own, as if it were a shared library: functions, classes, kernels and variables
-    /// that another extension has, too, are then different ones. By default decided by the sources: those that are a
-    /// module for Python (`PYBIND11_MODULE`, `PyInit_…`), as all of them are called `_C` and were never meant for one program.
+    /// Whether names are the extension's own, as if it were a shared library: functions, classes,
+    /// kernels and variables that another extension has, too, are then different ones. By default
+    /// decided by the sources: those that are a module for Python (`PYBIND11_MODULE`, `PyInit_…`),
+    /// as all of them are called `_C` and were never meant for one program.
     ///
-    /// Rust and other libraries still see functions and constants that are `extern "C"`, and whatever has
-    /// `__attribute__((visibility("default")))`.
+    /// Rust and other libraries still see functions and constants that are `extern "C"`, and
+    /// whatever has `__attribute__((visibility("default")))`.
     pub fn isolated(mut self, isolated: bool) -> Self {
         self.isolated = Some(isolated);
         self
@@ -218,11 +228,13 @@ impl Extension {
         }
     }
 
-    /// Compiles, archives and tells cargo what to link. On docs.rs, and with a feature `doc-only`, it does nothing.
+    /// Compiles, archives and tells cargo what to link. On docs.rs, and with a feature `doc-only`,
+    /// it does nothing.
     ///
     /// # Errors
-    /// One message with the way out: for a source that is missing, has a path that is not UTF-8 or does not compile, an unknown architecture,
-    /// a libtorch or a compiler that is missing or does not fit.
+    /// One message with the way out: for a source that is missing, has a path that is not UTF-8 or
+    /// does not compile, an unknown architecture, a libtorch or a compiler that is missing or does
+    /// not fit.
     pub fn build(&self) -> Result<Built> {
         println!("cargo::rustc-check-cfg=cfg(tch_extension_cuda)");
         if is_doc_build() {
@@ -231,12 +243,15 @@ impl Extension {
         let script = BuildScript::default();
         let (built, lines) = self.build_in(&script)?;
         script.print();
-        // rustc takes a library with modifiers once. Where several extensions of a crate need it, the first line and
-        // that of tch-extension, which the linker reads after them all, are enough.
+        // rustc takes a library with modifiers once. Where several extensions of a crate need it,
+        // the first line and that of tch-extension, which the linker reads after them all, are
+        // enough.
         static ONCE: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
         let mut once = ONCE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         for line in lines {
-            if line.starts_with("rustc-link-lib=static") && !once.insert(format!("lib{}.a", self.name)) {
+            if line.starts_with("rustc-link-lib=static")
+                && !once.insert(format!("lib{}.a", self.name))
+            {
                 bail!(
                     "two extensions of this build script are called {:?}; the second takes the first's place",
                     self.name
@@ -260,10 +275,14 @@ impl Extension {
             bail!("{mistake}");
         }
         if self.sources.is_empty() {
-            bail!("Extension::new({:?}) has no source; add some with source_dir or source", self.name);
+            bail!(
+                "Extension::new({:?}) has no source; add some with source_dir or source",
+                self.name
+            );
         }
-        let is_no_source =
-            |end: &&PathBuf| !self.sources.iter().any(|source| is_cuda(source) && source.ends_with(end));
+        let is_no_source = |end: &&PathBuf| {
+            !self.sources.iter().any(|source| is_cuda(source) && source.ends_with(end))
+        };
         if let Some(end) = self.options.for_hopper.iter().find(is_no_source) {
             bail!(
                 "for_hopper({:?}): no CUDA source's path ends so; name one that was added, such as csrc/my_op.cu",
@@ -304,11 +323,19 @@ impl Extension {
             archive.cpp(true).opt_level(3).target(&target).host(&host).out_dir(out_dir);
             archive.cargo_metadata(false).cargo_warnings(false);
             if self.is_isolated(&objects)? {
-                archive.object(isolate::isolate(&objects, &self.name, out_dir, &toolchain.cxx, env)?);
+                archive.object(isolate::isolate(
+                    &objects,
+                    &self.name,
+                    out_dir,
+                    &toolchain.cxx,
+                    env,
+                )?);
             } else {
                 archive.objects(objects.iter().map(|object| &object.path));
             }
-            archive.try_compile(&self.name).with_context(|| format!("cannot archive lib{}.a", self.name))?;
+            archive
+                .try_compile(&self.name)
+                .with_context(|| format!("cannot archive lib{}.a", self.name))?;
             lines.push(format!("rustc-link-search=native={}", out_dir.display()));
             let whole = if self.is_whole()? { ":+whole-archive" } else { "" };
             lines.push(format!("rustc-link-lib=static{whole}={}", self.name));
@@ -323,10 +350,11 @@ impl Extension {
         let Some(public) = env.var("DEP_TCH_EXTENSION_INCLUDE").map(PathBuf::from) else {
             return Options { includes: self.includes.clone(), ..self.options.clone() };
         };
-        // What stands for Python's headers has to come before any that are Python's; the crate's own folders come
-        // before the public headers of tch-extension.
+        // What stands for Python's headers has to come before any that are Python's; the crate's
+        // own folders come before the public headers of tch-extension.
         let python = public.join("tch_extension/python");
-        let includes = std::iter::once(python).chain(self.includes.iter().cloned()).chain([public]).collect();
+        let includes =
+            std::iter::once(python).chain(self.includes.iter().cloned()).chain([public]).collect();
         let mut options = Options { includes, ..self.options.clone() };
         let name = "TORCH_EXTENSION_NAME";
         if options.defines.iter().all(|(defined, _)| defined != name) {
@@ -371,7 +399,9 @@ impl Extension {
             lines.push(format!("metadata=include={}", include.display()));
         }
         if cuda {
-            for library in std::iter::once("cudart").chain(self.cuda_libraries.iter().map(String::as_str)) {
+            for library in
+                std::iter::once("cudart").chain(self.cuda_libraries.iter().map(String::as_str))
+            {
                 let library = libtorch.cuda_library(library)?;
                 let folder = library.parent().unwrap_or(&libtorch.lib);
                 let name = library.file_name().unwrap_or_default().to_string_lossy();
@@ -386,8 +416,9 @@ impl Extension {
     }
 }
 
-/// Lets this package's programs, tests, benches and examples find libtorch without `LD_LIBRARY_PATH`.
-/// Cargo does not pass such flags on, so each package that makes a final program calls this once.
+/// Lets this package's programs, tests, benches and examples find libtorch without
+/// `LD_LIBRARY_PATH`. Cargo does not pass such flags on, so each package that makes a final program
+/// calls this once.
 pub fn link_args() {
     if is_doc_build() {
         return;
@@ -408,8 +439,8 @@ fn exit(error: &anyhow::Error) -> ! {
     std::process::exit(1)
 }
 
-/// The one that torch-sys links: its folder reaches direct dependents of torch-sys, and through us those
-/// of tch-extension.
+/// The one that torch-sys links: its folder reaches direct dependents of torch-sys, and through us
+/// those of tch-extension.
 fn find_libtorch(env: &dyn Environment) -> Result<Libtorch> {
     if env.var("CARGO_CFG_TARGET_OS").as_deref() != Some("linux")
         || env.var("CARGO_CFG_TARGET_ARCH").as_deref() != Some("x86_64")
@@ -433,7 +464,8 @@ fn collect_sources(folder: &Path, sources: &mut Vec<PathBuf>) {
     for path in entries.flatten().map(|entry| entry.path()) {
         if path.is_dir() {
             collect_sources(&path, sources);
-        } else if path.extension().is_some_and(|extension| extension == "cpp" || extension == "cu") {
+        } else if path.extension().is_some_and(|extension| extension == "cpp" || extension == "cu")
+        {
             sources.push(path);
         }
     }

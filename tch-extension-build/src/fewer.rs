@@ -1,7 +1,8 @@
 //! Fewer of libtorch's headers, where a source asks for all.
 //!
-//! `torch/extension.h` brings the whole C++ frontend, and compiling that takes longer than all the rest. Our header of this
-//! name leaves most of it out on request. Whether a source needs the rest is known when it does not compile without.
+//! `torch/extension.h` brings the whole C++ frontend, and compiling that takes longer than all the
+//! rest. Our header of this name leaves most of it out on request. Whether a source needs the rest
+//! is known when it does not compile without.
 
 /// The macro that asks for it; `None` if this source names what would be left out.
 pub fn macro_for(text: &str) -> Option<String> {
@@ -27,8 +28,15 @@ const LEFT_OUT: &[&str] = &[
 ];
 
 /// Words of torch/autograd.h and torch/utils.h, which are a fifth of the work that is left.
-const OF_AUTOGRAD: &[&str] =
-    &["autograd", "NoGrad", "AutoGradMode", "InferenceMode", "manual_seed", "num_threads", "record"];
+const OF_AUTOGRAD: &[&str] = &[
+    "autograd",
+    "NoGrad",
+    "AutoGradMode",
+    "InferenceMode",
+    "manual_seed",
+    "num_threads",
+    "record",
+];
 
 #[cfg(test)]
 mod tests {

@@ -1,8 +1,9 @@
 //! Names that an extension keeps to itself.
 //!
-//! Each extension for Python is a shared library there, and its names are its own: all define `PyInit__C`, and many
-//! a `forward_kernel`. In one program they would be defined twice, or, inline, the first would quietly serve both. So
-//! its objects become one, in which they find each other, and what nobody else asks for becomes local.
+//! Each extension for Python is a shared library there, and its names are its own: all define
+//! `PyInit__C`, and many a `forward_kernel`. In one program they would be defined twice, or,
+//! inline, the first would quietly serve both. So its objects become one, in which they find each
+//! other, and what nobody else asks for becomes local.
 
 use crate::compile::{Object, run_compiler};
 use crate::cxx::Cxx;
@@ -23,8 +24,9 @@ pub fn isolate(
     cxx: &Cxx,
     env: &dyn Environment,
 ) -> Result<PathBuf> {
-    let failed =
-        format!("the names of {name} cannot be made its own (`isolated(false)` leaves them as they are)");
+    let failed = format!(
+        "the names of {name} cannot be made its own (`isolated(false)` leaves them as they are)"
+    );
     let linked = folder.join(format!("{name}-linked.o"));
     let mut linker = Command::new(cxx.program("ld"));
     // Without groups: a linker keeps one of several groups of a name, even if that name is local.
@@ -34,7 +36,8 @@ pub fn isolate(
 
     let names = Names::of(&linked).with_context(|| failed.clone())?;
     let isolated = folder.join(format!("{name}.o"));
-    // objcopy makes no unique symbol local. As a weak one, it is still one for all where it stays global.
+    // objcopy makes no unique symbol local. As a weak one, it is still one for all where it stays
+    // global.
     edit(&linked, &linked, "--weaken-symbols", &names.unique, cxx, &failed, env)?;
     edit(&linked, &isolated, "--localize-symbols", &names.own, cxx, &failed, env)?;
     let _ = std::fs::remove_file(linked);
@@ -89,8 +92,8 @@ fn elf(bytes: &[u8]) -> Result<ElfFile64<'_>> {
 struct Names {
     /// Those that no other object needs.
     own: Vec<String>,
-    /// g++'s kind for variables of inline functions: one in a process, whichever libraries have it. Two objects that
-    /// define one do not link, unless in groups.
+    /// g++'s kind for variables of inline functions: one in a process, whichever libraries have it.
+    /// Two objects that define one do not link, unless in groups.
     unique: Vec<String>,
 }
 
@@ -110,7 +113,8 @@ impl Names {
                 names.unique.push(name.to_string());
             }
             let is_hidden = st_other & 0x3 != STV_DEFAULT;
-            let is_variable = || [STT_OBJECT, STT_TLS].contains(&kind) && is_written(&file, &symbol);
+            let is_variable =
+                || [STT_OBJECT, STT_TLS].contains(&kind) && is_written(&file, &symbol);
             if is_own(name, is_hidden, is_variable) {
                 names.own.push(name.to_string());
             }
@@ -129,9 +133,10 @@ fn is_written<'data>(file: &ElfFile64<'data>, symbol: &impl object::ObjectSymbol
     })
 }
 
-/// Sources are compiled with hidden visibility: what is not hidden says that it is for others, or is the standard
-/// library's or libtorch's, of which there is one. Without C++'s mangling, functions are what Rust calls, and constants
-/// what it reads; but a variable is any that is global in C++.
+/// Sources are compiled with hidden visibility: what is not hidden says that it is for others, or
+/// is the standard library's or libtorch's, of which there is one. Without C++'s mangling,
+/// functions are what Rust calls, and constants what it reads; but a variable is any that is global
+/// in C++.
 fn is_own(name: &str, is_hidden: bool, is_variable: impl Fn() -> bool) -> bool {
     name.starts_with(INIT) || (is_hidden && (name.starts_with("_Z") || is_variable()))
 }

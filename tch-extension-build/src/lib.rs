@@ -1,5 +1,5 @@
-//! Compiles C++ and CUDA against libtorch from a build script: for Rust what `torch.utils.cpp_extension` is for
-//! Python.
+//! Compiles C++ and CUDA against libtorch from a build script: for Rust what
+//! `torch.utils.cpp_extension` is for Python.
 //!
 //! # Set-up
 //! A C++17 compiler (g++ 9 or newer), and libtorch and nvcc in one place, from PyPI:
@@ -9,9 +9,9 @@
 //! export LIBTORCH=~/libtorch-2.11/torch
 //! ```
 //!
-//! Nothing else: the nvcc beside libtorch is found. A CUDA toolkit of your own serves as well (`CUDA_HOME`), if its
-//! major version is libtorch's, and so does a Python environment that has torch (`LIBTORCH_USE_PYTORCH=1`). Without
-//! any nvcc, everything but `.cu` is compiled.
+//! Nothing else: the nvcc beside libtorch is found. A CUDA toolkit of your own serves as well
+//! (`CUDA_HOME`), if its major version is libtorch's, and so does a Python environment that has
+//! torch (`LIBTORCH_USE_PYTORCH=1`). Without any nvcc, everything but `.cu` is compiled.
 //!
 //! # A crate with kernels
 //! ```toml
@@ -29,14 +29,14 @@
 //! tch_extension_build::link_args();
 //! ```
 //!
-//! [`Extension`] takes sources, include folders, macros, flags for each compiler, libraries of the CUDA toolkit,
-//! architectures and the C++ standard.
-//! Several compilers run at a time, and only for what changed, headers included. Its library reaches the final program
-//! through any number of crates, and whole if it registers operators with `TORCH_LIBRARY`. [`link_args`] is for each
+//! [`Extension`] takes sources, include folders, macros, flags for each compiler, libraries of the
+//! CUDA toolkit, architectures and the C++ standard. Several compilers run at a time, and only for
+//! what changed, headers included. Its library reaches the final program through any number of
+//! crates, and whole if it registers operators with `TORCH_LIBRARY`. [`link_args`] is for each
 //! package that makes a program or has tests: without it they need `LD_LIBRARY_PATH`.
 //!
-//! Where CUDA is compiled in, the cfg `tch_extension_cuda` is set for the crate and the macro `TCH_EXTENSION_CUDA` for
-//! its C++:
+//! Where CUDA is compiled in, the cfg `tch_extension_cuda` is set for the crate and the macro
+//! `TCH_EXTENSION_CUDA` for its C++:
 //!
 //! ```
 //! #[cfg(tch_extension_cuda)]
@@ -57,7 +57,8 @@
 //! | `TCH_EXTENSION_OBJECTS` | a folder in which objects are kept, by an absolute path, instead of one of each build's: cargo builds a crate again for clippy and for each workspace that depends on it, and with this compiles its C++ and CUDA once. For one build at a time |
 //!
 //! # Headers
-//! What kernels of one's own include, as `tch_extension/….h`; the comment at the top of each shows its use.
+//! What kernels of one's own include, as `tch_extension/….h`; the comment at the top of each shows
+//! its use.
 //!
 //! | | gives | needs |
 //! |---|---|---|
@@ -76,7 +77,8 @@
 //! Kernels of CUDA need no torch header; without, nvcc is done in seconds.
 //!
 //! # At run time
-//! [`toolchain`] is the same for programs that compile while they run; `tch_extension::jit` is built on it.
+//! [`toolchain`] is the same for programs that compile while they run; `tch_extension::jit` is
+//! built on it.
 
 pub mod arch;
 mod compile;
@@ -96,5 +98,6 @@ pub use extension::{Built, Extension, link_args};
 #[path = "../tests/support/mod.rs"]
 mod support;
 
-/// The libtorch versions that this crate is written for, and the tch (and torch-sys) that each belongs to.
+/// The libtorch versions that this crate is written for, and the tch (and torch-sys) that each
+/// belongs to.
 pub const LIBTORCH_VERSIONS: [(&str, &str); 2] = [("2.11.0", "0.24"), ("2.13.0", "0.26")];

@@ -43,7 +43,8 @@ impl Libtorch {
         format!("libtorch {} in {}", version.unwrap_or_default(), place.display())
     }
 
-    /// The very CUDA runtime that libtorch loads; a second copy would have its own idea of the current device.
+    /// The very CUDA runtime that libtorch loads; a second copy would have its own idea of the
+    /// current device.
     pub fn cuda_runtime(&self) -> Result<PathBuf> {
         self.cuda_library("cudart")
     }
@@ -53,8 +54,11 @@ impl Libtorch {
         let major = probe::libtorch_cuda_major(&self.lib).context("this libtorch has no CUDA")?;
         let (prefix, suffix) = (format!("lib{name}"), format!(".so.{major}"));
         let site = self.lib.join("../../nvidia");
-        let wheels =
-            std::fs::read_dir(site).into_iter().flatten().flatten().map(|entry| entry.path().join("lib"));
+        let wheels = std::fs::read_dir(site)
+            .into_iter()
+            .flatten()
+            .flatten()
+            .map(|entry| entry.path().join("lib"));
         let mut folders = vec![self.lib.clone()];
         folders.extend(wheels);
         folders.extend(["/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu"].map(PathBuf::from));
@@ -64,11 +68,15 @@ impl Libtorch {
             .map(|entry| entry.path())
             .find(|path| {
                 let name = path.file_name().unwrap_or_default().to_string_lossy();
-                // libtorch's own archives have a checksum between the two; `cublas` is not `cublasLt`.
-                let between = name.strip_prefix(&prefix).and_then(|name| name.strip_suffix(&suffix));
+                // libtorch's own archives have a checksum between the two; `cublas` is not
+                // `cublasLt`.
+                let between =
+                    name.strip_prefix(&prefix).and_then(|name| name.strip_suffix(&suffix));
                 between.is_some_and(|between| between.is_empty() || between.starts_with('-'))
             })
-            .with_context(|| format!("libtorch wants {prefix}{suffix}, which is not in {}", list(&folders)))
+            .with_context(|| {
+                format!("libtorch wants {prefix}{suffix}, which is not in {}", list(&folders))
+            })
     }
 }
 
@@ -76,7 +84,8 @@ fn list(folders: &[PathBuf]) -> String {
     folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(", ")
 }
 
-/// torch-sys' variable, and what the library itself says: the names of functions that take a `std::string` differ.
+/// torch-sys' variable, and what the library itself says: the names of functions that take a
+/// `std::string` differ.
 fn cxx11_abi(lib: &Path, env: &dyn Environment) -> Result<String> {
     let bytes = std::fs::read(lib.join("libc10.so")).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes);
@@ -103,11 +112,13 @@ fn check_version(include: &Path, env: &dyn Environment) -> Result<()> {
     if env.var("LIBTORCH_BYPASS_VERSION_CHECK").is_some() {
         return Ok(());
     }
-    let version = probe::libtorch_version(include)
-        .with_context(|| format!("no libtorch headers in {}; is LIBTORCH right?", include.display()))?;
+    let version = probe::libtorch_version(include).with_context(|| {
+        format!("no libtorch headers in {}; is LIBTORCH right?", include.display())
+    })?;
     if LIBTORCH_VERSIONS.iter().all(|(known, _)| version != *known) {
-        let known =
-            LIBTORCH_VERSIONS.map(|(libtorch, tch)| format!("{libtorch} (with tch {tch})")).join(" or ");
+        let known = LIBTORCH_VERSIONS
+            .map(|(libtorch, tch)| format!("{libtorch} (with tch {tch})"))
+            .join(" or ");
         bail!(
             "libtorch {version} in {}, but this version of tch-extension needs {known}; set LIBTORCH to one of them, or \
              LIBTORCH_BYPASS_VERSION_CHECK=1 to try anyway",

@@ -3,8 +3,8 @@
 use anyhow::{Result, bail};
 use std::path::Path;
 
-/// Refuses a path that is not UTF-8: the lines that cargo reads and compilers' lists of files are text, so that what is
-/// made of it would never be up to date, or always.
+/// Refuses a path that is not UTF-8: the lines that cargo reads and compilers' lists of files are
+/// text, so that what is made of it would never be up to date, or always.
 pub fn check(what: &str, path: &Path) -> Result<()> {
     if path.to_str().is_none() {
         bail!("{what} {path:?} is not UTF-8; rename it, or name a link to it that is");

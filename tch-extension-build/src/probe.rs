@@ -20,21 +20,24 @@ impl std::fmt::Display for CudaVersion {
 
 /// The version of the libtorch whose headers are in `include`, such as `2.11.0`.
 pub fn libtorch_version(include: &Path) -> Option<String> {
-    ["torch/headeronly/version.h", "torch/csrc/api/include/torch/version.h"].iter().find_map(|header| {
-        let text = std::fs::read_to_string(include.join(header)).ok()?;
-        let part = |name: &str| {
-            let line =
-                text.lines().find_map(|line| line.strip_prefix(&format!("#define TORCH_VERSION_{name} ")))?;
-            line.trim().parse::<u32>().ok()
-        };
-        Some(format!("{}.{}.{}", part("MAJOR")?, part("MINOR")?, part("PATCH")?))
-    })
+    ["torch/headeronly/version.h", "torch/csrc/api/include/torch/version.h"].iter().find_map(
+        |header| {
+            let text = std::fs::read_to_string(include.join(header)).ok()?;
+            let part = |name: &str| {
+                let line = text.lines().find_map(|line| {
+                    line.strip_prefix(&format!("#define TORCH_VERSION_{name} "))
+                })?;
+                line.trim().parse::<u32>().ok()
+            };
+            Some(format!("{}.{}.{}", part("MAJOR")?, part("MINOR")?, part("PATCH")?))
+        },
+    )
 }
 
 /// The CUDA major version that the libtorch in `lib` was built for; `None` for a CPU build.
 ///
-/// Read from the name of the CUDA runtime that `libc10_cuda.so` (a small file) asks for, because wheels
-/// and archives of libtorch write their versions in different places.
+/// Read from the name of the CUDA runtime that `libc10_cuda.so` (a small file) asks for, because
+/// wheels and archives of libtorch write their versions in different places.
 pub fn libtorch_cuda_major(lib: &Path) -> Option<u32> {
     if !lib.join("libtorch_cuda.so").exists() {
         return None;
@@ -61,13 +64,17 @@ pub struct Nvcc {
 impl Nvcc {
     /// The toolkit's folder, which holds `include` and `lib` or `lib64`.
     pub fn home(&self) -> PathBuf {
-        // Not canonicalised: a link such as `.venv/cuda` is a better name to show and to put in an rpath.
+        // Not canonicalised: a link such as `.venv/cuda` is a better name to show and to put in an
+        // rpath.
         self.path.parent().and_then(Path::parent).map(Path::to_path_buf).unwrap_or_default()
     }
 }
 
 /// Where [`find_nvcc`] looks, in order: what a user names comes first, what merely lies about last.
-pub fn nvcc_candidates(libtorch_lib: &Path, env: &dyn Fn(&str) -> Option<String>) -> Vec<(String, PathBuf)> {
+pub fn nvcc_candidates(
+    libtorch_lib: &Path,
+    env: &dyn Fn(&str) -> Option<String>,
+) -> Vec<(String, PathBuf)> {
     let mut candidates = Vec::new();
     if let Some(nvcc) = env("NVCC") {
         candidates.push(("NVCC".to_string(), PathBuf::from(nvcc)));
@@ -80,7 +87,8 @@ pub fn nvcc_candidates(libtorch_lib: &Path, env: &dyn Fn(&str) -> Option<String>
     // A wheel's libtorch lies at <site>/torch/lib, an nvcc from wheels at <site>/nvidia/cu13/bin.
     let site = libtorch_lib.canonicalize().unwrap_or_default().join("../../nvidia");
     if let Ok(folders) = std::fs::read_dir(site) {
-        let mut folders: Vec<_> = folders.flatten().map(|entry| entry.path().join("bin/nvcc")).collect();
+        let mut folders: Vec<_> =
+            folders.flatten().map(|entry| entry.path().join("bin/nvcc")).collect();
         folders.sort();
         candidates.extend(folders.into_iter().map(|nvcc| ("beside libtorch".to_string(), nvcc)));
     }
@@ -91,8 +99,8 @@ pub fn nvcc_candidates(libtorch_lib: &Path, env: &dyn Fn(&str) -> Option<String>
     candidates
 }
 
-/// The first nvcc that exists and answers `--version`. A variable that points nowhere is passed over:
-/// it must not hide a toolkit that is there.
+/// The first nvcc that exists and answers `--version`. A variable that points nowhere is passed
+/// over: it must not hide a toolkit that is there.
 pub fn find_nvcc(libtorch_lib: &Path, env: &dyn Fn(&str) -> Option<String>) -> Option<Nvcc> {
     nvcc_candidates(libtorch_lib, env).into_iter().find_map(|(source, path)| {
         if !path.is_file() {
@@ -122,8 +130,7 @@ mod tests {
 
     #[test]
     fn reads_the_release_line() {
-        let text =
-            "Cuda compilation tools, release 13.0, V13.0.88\nBuild cuda_13.0.r13.0/compiler.36424714_0";
+        let text = "Cuda compilation tools, release 13.0, V13.0.88\nBuild cuda_13.0.r13.0/compiler.36424714_0";
         assert_eq!(parse_nvcc_version(text), Some(CudaVersion { major: 13, minor: 0 }));
         assert_eq!(parse_nvcc_version("no compiler here"), None);
     }
@@ -136,8 +143,10 @@ mod tests {
             "PATH" => Some("/c:/d".to_string()),
             _ => None,
         };
-        let paths: Vec<_> =
-            nvcc_candidates(Path::new("/nowhere/lib"), &env).into_iter().map(|(_, path)| path).collect();
+        let paths: Vec<_> = nvcc_candidates(Path::new("/nowhere/lib"), &env)
+            .into_iter()
+            .map(|(_, path)| path)
+            .collect();
         let expected = ["/a/nvcc", "/b/bin/nvcc", "/c/nvcc", "/d/nvcc", "/usr/local/cuda/bin/nvcc"];
         assert_eq!(paths, expected.map(PathBuf::from));
     }

@@ -1,11 +1,13 @@
-//! The compilers and how they are called: one set of rules for build scripts and for programs that compile
-//! while they run (`tch_extension::jit`).
+//! The compilers and how they are called: one set of rules for build scripts and for programs that
+//! compile while they run (`tch_extension::jit`).
 //!
-//! 1. [`Libtorch::at`] takes the folder of libtorch's libraries: a program passes that of the one it has loaded.
-//! 2. [`Toolchain::find`] finds the C++ compiler (`CXX`, `CXXFLAGS`, as the cc crate reads them) and, if asked,
-//!    nvcc and the architectures. [`Toolchain::identity`] says in one text which ones they are, for keys of caches.
-//! 3. [`Toolchain::compile`] makes an object of each source, several at a time and only of those that changed;
-//!    [`Object::dependencies`] lists the files that went into one.
+//! 1. [`Libtorch::at`] takes the folder of libtorch's libraries: a program passes that of the one
+//!    it has loaded.
+//! 2. [`Toolchain::find`] finds the C++ compiler (`CXX`, `CXXFLAGS`, as the cc crate reads them)
+//!    and, if asked, nvcc and the architectures. [`Toolchain::identity`] says in one text which
+//!    ones they are, for keys of caches.
+//! 3. [`Toolchain::compile`] makes an object of each source, several at a time and only of those
+//!    that changed; [`Object::dependencies`] lists the files that went into one.
 //! 4. [`Toolchain::link_shared`] makes a library of the objects, which appears whole or not at all.
 //!
 //! No function here takes a lock: two processes must not use one folder at a time.
@@ -40,8 +42,8 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// CPU instruction sets that a source with a `TCH_EXTENSION_CPU_KERNEL` is compiled for, with PyTorch's names
-/// and flags. The program picks one when it runs, as libtorch does.
+/// CPU instruction sets that a source with a `TCH_EXTENSION_CPU_KERNEL` is compiled for, with
+/// PyTorch's names and flags. The program picks one when it runs, as libtorch does.
 const ISAS: &[(&str, &str)] = &[
     ("DEFAULT", ""),
     ("AVX2", "-mavx2 -mfma -mf16c"),
@@ -53,8 +55,16 @@ const ISAS: &[(&str, &str)] = &[
 ];
 
 /// Variables that name programs and folders.
-const VARIABLES: &[&str] =
-    &["CXX", "CXXFLAGS", "NVCC", "NVCC_CCBIN", "CUDA_HOME", "CUDA_PATH", "LIBTORCH_INCLUDE", "OUT_DIR"];
+const VARIABLES: &[&str] = &[
+    "CXX",
+    "CXXFLAGS",
+    "NVCC",
+    "NVCC_CCBIN",
+    "CUDA_HOME",
+    "CUDA_PATH",
+    "LIBTORCH_INCLUDE",
+    "OUT_DIR",
+];
 
 /// Whether to compile CUDA.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,11 +114,12 @@ pub struct Options {
     pub standard: String,
     /// Whether the compilers warn (`-Wall -Wextra`) or keep quiet.
     pub warnings: bool,
-    /// Whether others can see functions and classes that do not say so: what a shared library needs. A static one
-    /// better keeps to itself.
+    /// Whether others can see functions and classes that do not say so: what a shared library
+    /// needs. A static one better keeps to itself.
     pub export_symbols: bool,
-    /// Whether sources are compiled without the larger part of `torch/extension.h` first, and with it if they do not
-    /// compile: a third of the time for most. It needs the public headers of tch-extension among the `includes`.
+    /// Whether sources are compiled without the larger part of `torch/extension.h` first, and with
+    /// it if they do not compile: a third of the time for most. It needs the public headers of
+    /// tch-extension among the `includes`.
     pub fewer_headers: bool,
 }
 
@@ -129,7 +140,8 @@ impl Default for Options {
 }
 
 impl Toolchain {
-    /// Finds the compilers. `archs` is a list in the grammar of `TORCH_CUDA_ARCH_LIST` and overrules that variable.
+    /// Finds the compilers. `archs` is a list in the grammar of `TORCH_CUDA_ARCH_LIST` and
+    /// overrules that variable.
     pub fn find(
         libtorch: Libtorch,
         mode: CudaMode,
@@ -151,9 +163,9 @@ impl Toolchain {
         Ok(Toolchain { libtorch, cxx, cuda })
     }
 
-    /// Everything outside the sources, their headers and the [`Options`] on which an object depends: compilers
-    /// with their versions and flags, architectures, libtorch's version and place. libtorch's headers are thousands,
-    /// and are no [`Object::dependencies`].
+    /// Everything outside the sources, their headers and the [`Options`] on which an object
+    /// depends: compilers with their versions and flags, architectures, libtorch's version and
+    /// place. libtorch's headers are thousands, and are no [`Object::dependencies`].
     pub fn identity(&self) -> String {
         let mut text = format!("{}\n{}\n", self.libtorch.identity(), self.cxx.identity());
         if let Some(Cuda { nvcc, archs }) = &self.cuda {
@@ -165,8 +177,9 @@ impl Toolchain {
         text
     }
 
-    /// An object of each source in `folder`, one for a source that is named twice; `.cu` is left out where there is no CUDA. At most `workers` compilers
-    /// run at a time. The first failure is the error, with the compiler's message.
+    /// An object of each source in `folder`, one for a source that is named twice; `.cu` is left
+    /// out where there is no CUDA. At most `workers` compilers run at a time. The first failure is
+    /// the error, with the compiler's message.
     pub fn compile(
         &self,
         sources: &[PathBuf],
@@ -177,7 +190,9 @@ impl Toolchain {
     ) -> Result<Vec<Object>> {
         self.check_abi(options)?;
         let paths = sources.iter().map(|path| ("the source", path));
-        for (what, path) in paths.chain(options.includes.iter().map(|path| ("the include folder", path))) {
+        for (what, path) in
+            paths.chain(options.includes.iter().map(|path| ("the include folder", path)))
+        {
             paths::check(what, path)?;
         }
         paths::check("the folder of objects", folder)?;
@@ -196,7 +211,8 @@ impl Toolchain {
     /// For who has CUDA sources: that they are left out, and how to change that.
     pub(crate) fn warn_of_missing_nvcc(&self, env: &dyn Environment) {
         let left_out = env.var("TCH_EXTENSION_CUDA").as_deref() == Some("0");
-        let Some(major) = probe::libtorch_cuda_major(&self.libtorch.lib).filter(|_| !left_out) else {
+        let Some(major) = probe::libtorch_cuda_major(&self.libtorch.lib).filter(|_| !left_out)
+        else {
             return;
         };
         env.warns(&format!(
@@ -209,12 +225,18 @@ impl Toolchain {
         let abi = &self.libtorch.cxx11_abi;
         let name = "_GLIBCXX_USE_CXX11_ABI";
         let mut flags = options.cxx_flags.iter().chain(&options.nvcc_flags).cloned().chain(
-            options.defines.iter().map(|(name, value)| format!("{name}={}", value.as_deref().unwrap_or("1"))),
+            options
+                .defines
+                .iter()
+                .map(|(name, value)| format!("{name}={}", value.as_deref().unwrap_or("1"))),
         );
-        let wrong = flags.find(|flag| flag.contains(name) && !flag.ends_with(&format!("{name}={abi}")));
+        let wrong =
+            flags.find(|flag| flag.contains(name) && !flag.ends_with(&format!("{name}={abi}")));
         match wrong {
             Some(flag) => {
-                bail!("the flag {flag} does not go with libtorch, which was built with {name}={abi}; drop it")
+                bail!(
+                    "the flag {flag} does not go with libtorch, which was built with {name}={abi}; drop it"
+                )
             }
             None => Ok(()),
         }
@@ -228,7 +250,8 @@ impl Toolchain {
         env: &dyn Environment,
         jobs: &mut Vec<Job>,
     ) -> Result<()> {
-        let unit = |part: &str| Unit { toolchain: self, source, options, folder: folder.join(part) };
+        let unit =
+            |part: &str| Unit { toolchain: self, source, options, folder: folder.join(part) };
         if is_cuda(source) {
             if let Some(cuda) = &self.cuda {
                 jobs.push(unit("cuda").with_nvcc(cuda, env)?);
@@ -244,8 +267,9 @@ impl Toolchain {
         Ok(())
     }
 
-    /// A shared library of the objects, `flags` and libtorch. It is linked beside `library` and moved there. libtorch
-    /// and the CUDA runtime are found by rpath; a program that has them loaded keeps its own.
+    /// A shared library of the objects, `flags` and libtorch. It is linked beside `library` and
+    /// moved there. libtorch and the CUDA runtime are found by rpath; a program that has them
+    /// loaded keeps its own.
     pub fn link_shared(
         &self,
         objects: &[Object],
@@ -258,7 +282,8 @@ impl Toolchain {
         let count = COUNT.fetch_add(1, Ordering::Relaxed);
         let partial = library.with_extension(format!("part{}-{count}", std::process::id()));
         let result = self.link(objects, flags, &partial, env).and_then(|()| {
-            std::fs::rename(&partial, library).with_context(|| format!("cannot write {}", library.display()))
+            std::fs::rename(&partial, library)
+                .with_context(|| format!("cannot write {}", library.display()))
         });
         if result.is_err() {
             let _ = std::fs::remove_file(&partial);
@@ -266,7 +291,13 @@ impl Toolchain {
         result
     }
 
-    fn link(&self, objects: &[Object], flags: &[String], output: &Path, env: &dyn Environment) -> Result<()> {
+    fn link(
+        &self,
+        objects: &[Object],
+        flags: &[String],
+        output: &Path,
+        env: &dyn Environment,
+    ) -> Result<()> {
         let mut command = self.cxx.command();
         command.args(["-shared", "-fPIC"]).args(self.cxx.openmp()).arg("-o").arg(output);
         command.args(objects.iter().map(|object| &object.path));
@@ -279,10 +310,12 @@ impl Toolchain {
             command.args(["-lc10_cuda", "-ltorch_cuda"]);
             link_folder(&mut command, runtime.parent().unwrap_or(&self.libtorch.lib));
             // By its full name: wheels hold `libcudart.so.13` and no `libcudart.so`.
-            command.arg(format!("-l:{}", runtime.file_name().unwrap_or_default().to_string_lossy()));
+            command
+                .arg(format!("-l:{}", runtime.file_name().unwrap_or_default().to_string_lossy()));
         }
         let name = output.with_extension("so");
-        compile::run_compiler(&mut command, &format!("{} does not link", name.display()), env).map(|_| ())
+        compile::run_compiler(&mut command, &format!("{} does not link", name.display()), env)
+            .map(|_| ())
     }
 }
 
@@ -296,7 +329,8 @@ pub fn is_cuda(source: &Path) -> bool {
 }
 
 pub(crate) fn text_of(source: &Path) -> Result<String> {
-    let bytes = std::fs::read(source).with_context(|| format!("cannot read {}", source.display()))?;
+    let bytes =
+        std::fs::read(source).with_context(|| format!("cannot read {}", source.display()))?;
     Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
@@ -314,7 +348,8 @@ fn choose_archs(archs: Option<&str>, nvcc: &Nvcc, env: &dyn Environment) -> Resu
 /// What this nvcc compiles for.
 fn supported_archs(nvcc: &Nvcc) -> Vec<u32> {
     let output = Command::new(&nvcc.path).arg("--list-gpu-arch").output();
-    let listed = output.map(|output| arch::parse_supported(&String::from_utf8_lossy(&output.stdout)));
+    let listed =
+        output.map(|output| arch::parse_supported(&String::from_utf8_lossy(&output.stdout)));
     listed.ok().filter(|listed| !listed.is_empty()).unwrap_or_else(|| arch::CUDA_13_0.to_vec())
 }
 
@@ -329,11 +364,15 @@ fn choose_nvcc(libtorch: &Libtorch, mode: CudaMode, env: &dyn Environment) -> Re
         (None, _) => None,
         (Some("1"), _) => Some("TCH_EXTENSION_CUDA=1"),
         (Some("0"), CudaMode::Required) => {
-            bail!("there is CUDA to compile, but TCH_EXTENSION_CUDA=0 says to leave it out; unset it")
+            bail!(
+                "there is CUDA to compile, but TCH_EXTENSION_CUDA=0 says to leave it out; unset it"
+            )
         }
         (Some("0"), _) => return Ok(None),
         (Some(other), _) => {
-            bail!("TCH_EXTENSION_CUDA={other}: write 1 (CUDA must be there), 0 (leave it out) or unset it")
+            bail!(
+                "TCH_EXTENSION_CUDA={other}: write 1 (CUDA must be there), 0 (leave it out) or unset it"
+            )
         }
     };
     let Some(major) = probe::libtorch_cuda_major(&libtorch.lib) else {

@@ -5,8 +5,8 @@ use std::process::Command;
 use tch_extension_build::environment::Process;
 use tch_extension_build::probe;
 
-/// Headers and what they say they need. The folders beside them stand for Python's headers, and are nobody's to include
-/// by their own names.
+/// Headers and what they say they need. The folders beside them stand for Python's headers, and are
+/// nobody's to include by their own names.
 fn headers() -> Vec<(PathBuf, String)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../csrc/include/tch_extension");
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
@@ -17,13 +17,15 @@ fn headers() -> Vec<(PathBuf, String)> {
         .map(|path| {
             let text = std::fs::read_to_string(&path).unwrap();
             let needs = text.lines().find_map(|line| line.strip_prefix("// Needs: "));
-            let needs = needs.unwrap_or_else(|| panic!("{} does not say what it needs", path.display()));
+            let needs =
+                needs.unwrap_or_else(|| panic!("{} does not say what it needs", path.display()));
             (path.clone(), needs.to_string())
         })
         .collect()
 }
 
-/// The files that a header brings in, itself included; the compiler's message if it does not compile alone.
+/// The files that a header brings in, itself included; the compiler's message if it does not
+/// compile alone.
 fn included(compiler: &Path, header: &Path, flags: &[String]) -> Result<String, String> {
     let folder = std::env::temp_dir().join(format!("tch-extension-header-{}", std::process::id()));
     std::fs::create_dir_all(&folder).unwrap();
@@ -74,8 +76,10 @@ fn each_compiles_alone_and_without_torch_if_it_says_so() {
                 eprintln!("skipped: {} needs a LIBTORCH", header.display());
                 continue;
             };
-            let mut flags =
-                vec!["-DCPU_CAPABILITY=DEFAULT".to_string(), "-DCPU_CAPABILITY_DEFAULT".to_string()];
+            let mut flags = vec![
+                "-DCPU_CAPABILITY=DEFAULT".to_string(),
+                "-DCPU_CAPABILITY_DEFAULT".to_string(),
+            ];
             for folder in ["include", "include/torch/csrc/api/include"] {
                 flags.extend(["-isystem".to_string(), libtorch.join(folder).display().to_string()]);
             }
@@ -88,7 +92,8 @@ fn each_compiles_alone_and_without_torch_if_it_says_so() {
 #[test]
 fn kernels_headers_compile_with_nvcc_and_without_torch() {
     let var = |name: &str| tch_extension_build::environment::Environment::var(&Process, name);
-    let lib = var("LIBTORCH").map_or_else(PathBuf::new, |libtorch| Path::new(&libtorch).join("lib"));
+    let lib =
+        var("LIBTORCH").map_or_else(PathBuf::new, |libtorch| Path::new(&libtorch).join("lib"));
     let Some(nvcc) = probe::find_nvcc(&lib, &var) else {
         eprintln!("skipped: there is no nvcc");
         return;
@@ -101,7 +106,8 @@ fn kernels_headers_compile_with_nvcc_and_without_torch() {
     }
 }
 
-/// The linker keeps one copy of each weak function. One out of a unit for AVX-512 ends the program on an older processor.
+/// The linker keeps one copy of each weak function. One out of a unit for AVX-512 ends the program
+/// on an older processor.
 #[test]
 fn a_unit_for_an_instruction_set_lends_no_function_of_theirs() {
     let folder = std::env::temp_dir().join(format!("tch-extension-unit-{}", std::process::id()));
@@ -120,7 +126,9 @@ fn a_unit_for_an_instruction_set_lends_no_function_of_theirs() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../csrc/include");
     for macros in ["-DTCH_EXTENSION_DEBUG", "-UTCH_EXTENSION_DEBUG"] {
         let mut compiler = Command::new("g++");
-        compiler.args(["-std=c++17", "-O1", "-mavx512f", "-DCPU_CAPABILITY=AVX512", macros, "-I"]).arg(&root);
+        compiler
+            .args(["-std=c++17", "-O1", "-mavx512f", "-DCPU_CAPABILITY=AVX512", macros, "-I"])
+            .arg(&root);
         assert!(compiler.arg("-c").arg(&source).arg("-o").arg(&object).status().unwrap().success());
         let listing = Command::new("nm").arg("-C").arg(&object).output().unwrap();
         let listing = String::from_utf8_lossy(&listing.stdout).into_owned();

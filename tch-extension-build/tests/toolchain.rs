@@ -1,4 +1,5 @@
-//! The compilers at run time: without a variable of cargo's, and with everything said to the caller.
+//! The compilers at run time: without a variable of cargo's, and with everything said to the
+//! caller.
 
 mod support;
 
@@ -37,7 +38,12 @@ fn toolchain(folder: &Path) -> Toolchain {
     Toolchain::find(libtorch, CudaMode::Off, None, &Process).unwrap()
 }
 
-fn compile(toolchain: &Toolchain, source: &Path, options: &Options, recorder: &Recorder) -> Vec<Object> {
+fn compile(
+    toolchain: &Toolchain,
+    source: &Path,
+    options: &Options,
+    recorder: &Recorder,
+) -> Vec<Object> {
     let folder = source.parent().unwrap().join("objects");
     toolchain.compile(&[source.to_path_buf()], options, &folder, 2, recorder).unwrap()
 }
@@ -77,12 +83,21 @@ fn sources_become_a_library_that_shows_its_functions() {
 fn a_library_that_does_not_link_is_not_there() {
     let folder = scratch("missing");
     let toolchain = toolchain(&folder);
-    let source =
-        write(&folder.join("a.cpp"), "namespace there { int no(); }\nint f() { return there::no(); }\n");
+    let source = write(
+        &folder.join("a.cpp"),
+        "namespace there { int no(); }\nint f() { return there::no(); }\n",
+    );
     let objects = compile(&toolchain, &source, &Options::default(), &Recorder::default());
-    let error = toolchain.link_shared(&objects, &[], &folder.join("a.so"), &Process).unwrap_err().to_string();
+    let error = toolchain
+        .link_shared(&objects, &[], &folder.join("a.so"), &Process)
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("there::no()"), "{error}");
-    let left = std::fs::read_dir(&folder).unwrap().flatten().filter(|entry| entry.path().is_file()).count();
+    let left = std::fs::read_dir(&folder)
+        .unwrap()
+        .flatten()
+        .filter(|entry| entry.path().is_file())
+        .count();
     assert_eq!(left, 1, "only the source");
     std::fs::remove_dir_all(folder).unwrap();
 }
@@ -116,19 +131,26 @@ fn the_identity_names_compilers_and_libtorch() {
 fn a_source_is_compiled_with_all_headers_only_if_it_needs_them() {
     let folder = scratch("fewer");
     let toolchain = toolchain(&folder);
-    let header =
-        "#pragma once\n#ifndef TCH_EXTENSION_FEWER_HEADERS\nstruct Rare {};\n#endif\nstruct Usual {};\n";
+    let header = "#pragma once\n#ifndef TCH_EXTENSION_FEWER_HEADERS\nstruct Rare {};\n#endif\nstruct Usual {};\n";
     write(&folder.join("headers/torch/extension.h"), header);
-    let options =
-        Options { includes: vec![folder.join("headers")], fewer_headers: true, ..Options::default() };
+    let options = Options {
+        includes: vec![folder.join("headers")],
+        fewer_headers: true,
+        ..Options::default()
+    };
     let commands = |name: &str, text: &str| {
-        let source =
-            write(&folder.join(name).join("a.cpp"), &format!("#include <torch/extension.h>\n{text}\n"));
+        let source = write(
+            &folder.join(name).join("a.cpp"),
+            &format!("#include <torch/extension.h>\n{text}\n"),
+        );
         let recorder = Recorder::default();
         compile(&toolchain, &source, &options, &recorder);
         compile(&toolchain, &source, &options, &recorder);
         let commands = recorder.commands.into_inner().unwrap();
-        commands.iter().map(|command| command.contains("TCH_EXTENSION_FEWER_HEADERS")).collect::<Vec<_>>()
+        commands
+            .iter()
+            .map(|command| command.contains("TCH_EXTENSION_FEWER_HEADERS"))
+            .collect::<Vec<_>>()
     };
     assert_eq!(commands("usual", "Usual usual;"), [true], "once, and up to date the second time");
     assert_eq!(commands("rare", "Rare rare;"), [true, false]);

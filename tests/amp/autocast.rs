@@ -36,7 +36,8 @@ fn products_run_in_the_half_kind_inside_the_region_only() {
 #[test]
 fn cuda_products_run_in_the_half_kind_inside_the_region_only() {
     let _alone = alone();
-    let Some(device) = cuda_or_skip("cuda_products_run_in_the_half_kind_inside_the_region_only") else {
+    let Some(device) = cuda_or_skip("cuda_products_run_in_the_half_kind_inside_the_region_only")
+    else {
         return;
     };
     products_run_in_the_half_kind_inside_only(device);
@@ -96,7 +97,10 @@ fn a_panic_ends_the_region() {
     };
     assert!(catch_unwind(AssertUnwindSafe(panicking)).is_err());
     assert_eq!(product_kind(CPU), Kind::Float);
-    assert!(keeps_a_cast_weight(|| Autocast::new(CPU, Kind::BFloat16), CPU), "the cache, too, is as before");
+    assert!(
+        keeps_a_cast_weight(|| Autocast::new(CPU, Kind::BFloat16), CPU),
+        "the cache, too, is as before"
+    );
 }
 
 #[test]
@@ -113,7 +117,11 @@ fn out_of_order_the_youngest_guard_alive_decides() {
     drop(second);
     assert_eq!(product_kind(CPU), Kind::BFloat16, "the fourth");
     drop(fourth);
-    assert_eq!((product_kind(CPU), Autocast::kind(CPU)), (Kind::Float, None), "as before the first");
+    assert_eq!(
+        (product_kind(CPU), Autocast::kind(CPU)),
+        (Kind::Float, None),
+        "as before the first"
+    );
 
     let bf16 = || Autocast::new(CPU, Kind::BFloat16);
     assert!(keeps_a_cast_weight(bf16, CPU));
@@ -138,7 +146,8 @@ fn other_threads_have_their_own() {
     assert_eq!(product_kind(CPU), Kind::BFloat16);
 }
 
-/// What a region's product makes of a weight that was doubled in it: true if it goes on with the old values.
+/// What a region's product makes of a weight that was doubled in it: true if it goes on with the
+/// old values.
 fn keeps_a_cast_weight(enter: impl Fn() -> Result<Autocast>, device: Device) -> bool {
     let (x, w) = (random(&[3, 4], device), weight(&[4, 2], device));
     let _autocast = enter().expect("autocast");
@@ -198,7 +207,10 @@ fn what_libtorch_would_take_for_something_else_is_an_error() {
         "Autocast::new: kind: expected Half or BFloat16, got Float; Autocast::disabled switches it off"
     );
     let text = error(Autocast::with_cache(CPU, Kind::Double, true));
-    assert!(text.starts_with("Autocast::with_cache: kind: expected Half or BFloat16, got Double"), "{text}");
+    assert!(
+        text.starts_with("Autocast::with_cache: kind: expected Half or BFloat16, got Double"),
+        "{text}"
+    );
     assert_eq!(
         error(Autocast::new(Device::Mps, Kind::Half)),
         "Autocast::new: device: expected the CPU or a CUDA device, got Mps"

@@ -67,7 +67,8 @@ fn no_weight_stays_cast_without_its_graph(device: Device, kind: Kind) {
     }
 }
 
-/// The second run works on copies of the inputs. Cast and kept, they would stay for as long as no region ends.
+/// The second run works on copies of the inputs. Cast and kept, they would stay for as long as no
+/// region ends.
 fn no_copy_stays(device: Device, kind: Kind) {
     let (x, w) = (weight(&[3, 4], device), weight(&[4, 2], device));
     let copy = Arc::new(());

@@ -30,7 +30,10 @@ struct Own {
 
 impl Own {
     fn of(parameters: &[&Tensor]) -> Own {
-        Own { parameters: parameters.iter().map(|tensor| tensor.shallow_clone()).collect(), steps: 0 }
+        Own {
+            parameters: parameters.iter().map(|tensor| tensor.shallow_clone()).collect(),
+            steps: 0,
+        }
     }
 }
 
@@ -64,11 +67,17 @@ fn scaling_keeps_kind_shape_and_graph() {
         let scaled = scaler.scale_all(&[&x, &y]).expect("scaled");
         assert_eq!(scaled.iter().map(values).collect::<Vec<_>>(), [vec![8.0], vec![4.0, 24.0]]);
         assert_eq!(scaled[1].device(), CPU);
-        assert!(text(scaler.scale(&Tensor::new())).starts_with("GradScaler::scale: loss: expected a tensor"));
+        assert!(
+            text(scaler.scale(&Tensor::new()))
+                .starts_with("GradScaler::scale: loss: expected a tensor")
+        );
     }
-    let mut off =
-        GradScaler::new(GradScalerOptions { enabled: false, init_scale: -1.0, ..Default::default() })
-            .expect("whatever the numbers");
+    let mut off = GradScaler::new(GradScalerOptions {
+        enabled: false,
+        init_scale: -1.0,
+        ..Default::default()
+    })
+    .expect("whatever the numbers");
     assert_eq!(values(&off.scale(&leaf(&[1.5], Kind::Float, CPU)).expect("as it is")), [1.5]);
     assert_eq!(
         (off.is_enabled(), off.state().expect("none"), off.scale_factor().expect("1")),
@@ -85,7 +94,8 @@ fn each_kind_of_gradient_is_unscaled_but_half_is_refused() {
             Device::Cpu => (Kind::BFloat16, "kind Float, Double or BFloat16, got Half"),
             _ => (Kind::Double, "kind Float or Double, got Half"),
         };
-        let leaves = [Kind::Float, Kind::Double, third].map(|kind| leaf(&[1.0, -2.0], kind, device));
+        let leaves =
+            [Kind::Float, Kind::Double, third].map(|kind| leaf(&[1.0, -2.0], kind, device));
         let without = leaf(&[1.0], Kind::Half, device);
         let backward = |scaler: &mut GradScaler, leaves: &[&Tensor]| {
             for leaf in leaves {
@@ -115,10 +125,16 @@ fn each_kind_of_gradient_is_unscaled_but_half_is_refused() {
         if device != Device::Cpu {
             let bfloat = leaf(&[1.0], Kind::BFloat16, device);
             backward(&mut scaler, &[a, &bfloat]);
-            assert!(text(scaler.unscale(&Own::of(&[a, &bfloat]))).contains("got BFloat16, which cannot"));
+            assert!(
+                text(scaler.unscale(&Own::of(&[a, &bfloat])))
+                    .contains("got BFloat16, which cannot")
+            );
         }
         assert_eq!(values(&a.grad()), [6.0, 6.0], "nothing has changed");
-        assert!(text(scaler.step(&mut Own::of(&[&without]))).starts_with("GradScaler::step: the gradient"));
+        assert!(
+            text(scaler.step(&mut Own::of(&[&without])))
+                .starts_with("GradScaler::step: the gradient")
+        );
         assert!(text(scaler.update()).contains("no gradient was unscaled"));
         scaler.unscale(&Own::of(&[a])).expect("unscaled");
 
@@ -132,13 +148,16 @@ fn each_kind_of_gradient_is_unscaled_but_half_is_refused() {
 fn of_sparse_gradients_the_values_are_unscaled() {
     let _alone = alone();
     for device in devices() {
-        let table =
-            leaf(&[1.0, 2.0, 3.0, 4.0], Kind::Float, device).view([4, 1]).detach().set_requires_grad(true);
+        let table = leaf(&[1.0, 2.0, 3.0, 4.0], Kind::Float, device)
+            .view([4, 1])
+            .detach()
+            .set_requires_grad(true);
         let rows = Tensor::from_slice(&[2_i64, 0, 2]).to_device(device);
         let mut scaler = scaler(8.0);
         for (factor, stepped) in [(1.0, true), (f64::NAN, false)] {
             table.shallow_clone().zero_grad();
-            let loss = (Tensor::embedding(&table, &rows, -1, false, true) * factor).sum(Kind::Float);
+            let loss =
+                (Tensor::embedding(&table, &rows, -1, false, true) * factor).sum(Kind::Float);
             scaler.scale(&loss).expect("scaled").backward();
             assert!(table.grad().is_sparse());
             assert_eq!(scaler.step(&mut Own::of(&[&table])).expect("a step"), stepped);
@@ -171,7 +190,10 @@ fn calls_out_of_turn_say_what_is_wrong() {
         ("update", text(scaler.update())),
         ("update_to", text(scaler.update_to(2.0))),
     ] {
-        assert!(error.starts_with(&format!("GradScaler::{call}: nothing was scaled yet")), "{error}");
+        assert!(
+            error.starts_with(&format!("GradScaler::{call}: nothing was scaled yet")),
+            "{error}"
+        );
     }
 
     let (_vs, optimizer) = pair(&mut scaler);
@@ -194,7 +216,9 @@ fn calls_out_of_turn_say_what_is_wrong() {
     moved.zero_grad();
     let error = text(scaler.step(&mut *moved));
     assert!(
-        error.starts_with("GradScaler::step: optimizer: expected a parameter with a gradient, got none"),
+        error.starts_with(
+            "GradScaler::step: optimizer: expected a parameter with a gradient, got none"
+        ),
         "{error}"
     );
 }
@@ -251,10 +275,22 @@ fn numbers_that_make_no_sense_are_refused() {
     let good = GradScalerOptions::default();
     let nan = f64::NAN;
     let refused = [
-        (GradScalerOptions { init_scale: 0.0, ..good }, "init_scale: expected a positive f32, got 0.0"),
-        (GradScalerOptions { init_scale: 1e39, ..good }, "init_scale: expected a positive f32, got 1e39"),
-        (GradScalerOptions { growth_factor: 1.0, ..good }, "growth_factor: expected more than 1, got 1.0"),
-        (GradScalerOptions { growth_factor: nan, ..good }, "growth_factor: expected more than 1, got NaN"),
+        (
+            GradScalerOptions { init_scale: 0.0, ..good },
+            "init_scale: expected a positive f32, got 0.0",
+        ),
+        (
+            GradScalerOptions { init_scale: 1e39, ..good },
+            "init_scale: expected a positive f32, got 1e39",
+        ),
+        (
+            GradScalerOptions { growth_factor: 1.0, ..good },
+            "growth_factor: expected more than 1, got 1.0",
+        ),
+        (
+            GradScalerOptions { growth_factor: nan, ..good },
+            "growth_factor: expected more than 1, got NaN",
+        ),
         (
             GradScalerOptions { backoff_factor: 1.0, ..good },
             "backoff_factor: expected between 0 and 1, got 1.0",
@@ -295,12 +331,15 @@ fn numbers_that_make_no_sense_are_refused() {
         text(scaler.update_to(f64::INFINITY))
             .starts_with("GradScaler::update_to: scale: expected a positive f32")
     );
-    scaler.load_state(&GradScalerState { scale: 0.0, ..state }).expect("so far down a scale may come");
+    scaler
+        .load_state(&GradScalerState { scale: 0.0, ..state })
+        .expect("so far down a scale may come");
 }
 
 #[test]
 fn the_defaults_are_torchs() {
-    let state = GradScaler::new(Default::default()).and_then(|scaler| scaler.state()).expect("a state");
+    let state =
+        GradScaler::new(Default::default()).and_then(|scaler| scaler.state()).expect("a state");
     let expected = GradScalerState {
         scale: 65536.0,
         growth_factor: 2.0,
@@ -325,8 +364,11 @@ fn cuda_parameters_on_several_devices() {
     for first in [CPU, device] {
         let mut scaler = scaler(8.0);
         let _ = scaler.scale(&Tensor::zeros([], (Kind::Float, first))).expect("scaled");
-        for (slope, scale) in [([1.0, 2.0], 8.0), ([f64::INFINITY, 1.0], 4.0), ([1.0, f64::NAN], 2.0)] {
-            let leaves = [leaf(&[1.0; 1000], Kind::Float, CPU), leaf(&[1.0; 1000], Kind::Float, device)];
+        for (slope, scale) in
+            [([1.0, 2.0], 8.0), ([f64::INFINITY, 1.0], 4.0), ([1.0, f64::NAN], 2.0)]
+        {
+            let leaves =
+                [leaf(&[1.0; 1000], Kind::Float, CPU), leaf(&[1.0; 1000], Kind::Float, device)];
             for (leaf, slope) in leaves.iter().zip(slope) {
                 let loss = (leaf * slope).sum(Kind::Float);
                 scaler.scale(&loss).expect("scaled").backward();

@@ -12,8 +12,8 @@ mod grad_scaler;
 mod trace;
 mod training;
 
-/// Threads have one autocast cache in common, and whoever leaves a region clears it for all. Nor do captures go
-/// together with other threads' work on the GPU.
+/// Threads have one autocast cache in common, and whoever leaves a region clears it for all. Nor do
+/// captures go together with other threads' work on the GPU.
 fn alone() -> MutexGuard<'static, ()> {
     static SERIAL: Mutex<()> = Mutex::new(());
     SERIAL.lock().unwrap_or_else(|poisoned| poisoned.into_inner())

@@ -32,7 +32,8 @@ impl Trained {
         self.optimizer.zero_grad();
         let slopes = slopes.iter().map(|slope| slope.parse::<f64>().ok());
         let terms = self.weights.iter().zip(slopes);
-        let terms: Vec<_> = terms.filter_map(|(w, slope)| Some((w * slope?).sum(Kind::Float))).collect();
+        let terms: Vec<_> =
+            terms.filter_map(|(w, slope)| Some((w * slope?).sum(Kind::Float))).collect();
         if !terms.is_empty() {
             scaler.scale(&terms.into_iter().sum())?.backward();
         }
@@ -110,7 +111,8 @@ fn each_step_is_that_of_torchs_own() {
         let result = replay.run(command);
         let at = format!("line {}, {command}: {result:?}", line + 1);
         assert_eq!(result.is_ok(), outcome == "ok", "{at}");
-        let expected: Vec<Option<f32>> = expected.split(' ').map(|number| number.parse().ok()).collect();
+        let expected: Vec<Option<f32>> =
+            expected.split(' ').map(|number| number.parse().ok()).collect();
         for (place, (found, expected)) in replay.numbers().iter().zip(&expected).enumerate() {
             let same = is_same(*found, *expected);
             assert!(same, "{at}: number {place} is {found:?}, torch's {expected:?}");
@@ -131,9 +133,11 @@ fn the_trace_is_what_torch_does() {
     if !script.exists() {
         return skipped("no script here");
     }
-    let python = |arguments: &[&std::ffi::OsStr]| Command::new("python3").args(arguments).output().ok();
+    let python =
+        |arguments: &[&std::ffi::OsStr]| Command::new("python3").args(arguments).output().ok();
     let version = "import torch; print(torch.__version__)";
-    let version = python(&["-c".as_ref(), version.as_ref()]).map(|output| output.stdout).unwrap_or_default();
+    let version =
+        python(&["-c".as_ref(), version.as_ref()]).map(|output| output.stdout).unwrap_or_default();
     if !version.starts_with(b"2.11.0") {
         return skipped("no python3 with torch 2.11.0");
     }
@@ -146,6 +150,9 @@ fn the_trace_is_what_torch_does() {
             a == b || a.parse::<f32>().is_ok() && is_same(a.parse().ok(), b.parse().ok())
         };
         let words = fresh.split(' ').count() == kept.split(' ').count();
-        assert!(words && fresh.split(' ').zip(kept.split(' ')).all(same), "{fresh}\ninstead of\n{kept}");
+        assert!(
+            words && fresh.split(' ').zip(kept.split(' ')).all(same),
+            "{fresh}\ninstead of\n{kept}"
+        );
     }
 }

@@ -51,7 +51,8 @@ fn train(device: Device, kind: Kind, init_scale: Option<f64>) -> Outcome {
 
 fn learns(device: Device) {
     // A scale of a power of two commutes with all roundings in this range.
-    let (scaled, plain) = (train(device, Kind::BFloat16, Some(1024.0)), train(device, Kind::BFloat16, None));
+    let (scaled, plain) =
+        (train(device, Kind::BFloat16, Some(1024.0)), train(device, Kind::BFloat16, None));
     assert!(scaled.last < 0.1 * scaled.first, "{} {}", scaled.first, scaled.last);
     assert_eq!(scaled.skipped, 0);
     for (scaled, plain) in scaled.weights.iter().zip(&plain.weights) {

@@ -12,7 +12,8 @@ fn the_forward_in_question(x: &Tensor) -> Tensor {
     std::hint::black_box(run(failing(), std::hint::black_box(x)))
 }
 
-/// Whether the backtrace names this function; one of a program without symbols, as in a bundle, names none.
+/// Whether the backtrace names this function; one of a program without symbols, as in a bundle,
+/// names none.
 fn has_frame(error: &str, function: &str) -> bool {
     error.contains(function) || error.contains("<unknown>")
 }
@@ -26,7 +27,10 @@ fn an_error_names_the_forward() {
     let error = backward(&[&y], &Default::default()).expect_err("it fails").to_string();
     assert!(error.starts_with("op: out of luck"), "{error}");
     assert!(error.contains("Error detected in opBackward"), "{error}");
-    assert!(error.contains("called here:\ntests/autograd/main.rs:"), "where `run` calls apply: {error}");
+    assert!(
+        error.contains("called here:\ntests/autograd/main.rs:"),
+        "where `run` calls apply: {error}"
+    );
     assert!(has_frame(&error, "the_forward_in_question"), "{error}");
     let error = gradient_of(&the_forward_in_question(&x), &x).expect_err("it fails").to_string();
     assert!(has_frame(&error, "the_forward_in_question"), "through grad(), too: {error}");
@@ -58,7 +62,9 @@ fn a_node_made_in_a_backward_names_that_backwards_forward() {
     let first = grad(&[&(&y * &y)], &[&x], &create()).and_then(Tensors::single).expect("first");
     let error = gradient_of(&first, &x).expect_err("the inner one fails").to_string();
     assert!(
-        error.contains("Error detected in opBackward, which was made by the backward of outerBackward"),
+        error.contains(
+            "Error detected in opBackward, which was made by the backward of outerBackward"
+        ),
         "{error}"
     );
 }
@@ -66,8 +72,12 @@ fn a_node_made_in_a_backward_names_that_backwards_forward() {
 #[test]
 fn nan_is_an_error_if_wanted() {
     let _alone = alone();
-    let nan =
-        || op(|_, inputs| Ok(inputs.get(0)?.copy().into()), |_, grads| Ok((grads.get(0)? * f64::NAN).into()));
+    let nan = || {
+        op(
+            |_, inputs| Ok(inputs.get(0)?.copy().into()),
+            |_, grads| Ok((grads.get(0)? * f64::NAN).into()),
+        )
+    };
     let x = leaf(&[3.0]);
     for (check_nan, fails) in [(true, true), (false, false)] {
         let _guard = detect_anomaly(check_nan);
@@ -83,5 +93,8 @@ fn nan_is_an_error_if_wanted() {
     let _guard = detect_anomaly(true);
     let y = x.log() * 0.0 / 0.0;
     let error = gradient_of(&y, &x).expect_err("NaN").to_string();
-    assert!(error.contains("nan values") && error.contains("Error detected in MulBackward1"), "{error}");
+    assert!(
+        error.contains("nan values") && error.contains("Error detected in MulBackward1"),
+        "{error}"
+    );
 }

@@ -13,7 +13,9 @@ fn absent_inputs_and_outputs() {
         },
         |ctx, grads| {
             assert_eq!(ctx.inputs_len(), 3);
-            assert!(!ctx.needs_input_grad(0) && ctx.needs_input_grad(1) && !ctx.needs_input_grad(2));
+            assert!(
+                !ctx.needs_input_grad(0) && ctx.needs_input_grad(1) && !ctx.needs_input_grad(2)
+            );
             assert!(grads.optional(0).is_none() && grads.optional(2).is_none());
             Ok([None, Some(grads.get(1)? * 3.0), None].into())
         },
@@ -21,7 +23,10 @@ fn absent_inputs_and_outputs() {
     let x = leaf(&[2.0]);
     let outputs = apply(function, &[None, Some(&x), None]).expect("apply");
     assert!(outputs.optional(0).is_none() && outputs.optional(2).is_none());
-    assert_eq!(values(&gradient_of(outputs.get(1).expect("present"), &x).expect("gradient")), [3.0]);
+    assert_eq!(
+        values(&gradient_of(outputs.get(1).expect("present"), &x).expect("gradient")),
+        [3.0]
+    );
 }
 
 #[test]
@@ -35,7 +40,8 @@ fn an_undefined_tensor_counts_as_absent() {
             Ok([None, Some(grads.get(0)? * 3.0)].into())
         },
     );
-    let y = apply(function, &[Some(&undefined), Some(&x)]).and_then(Tensors::single).expect("apply");
+    let y =
+        apply(function, &[Some(&undefined), Some(&x)]).and_then(Tensors::single).expect("apply");
     assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [3.0]);
 }
 
@@ -66,7 +72,9 @@ fn needs_input_grad_follows_requires_grad_and_the_callers_choice() {
                 Ok((a * b).into())
             },
             move |ctx, grads| {
-                seen.lock().expect("unpoisoned").push([0, 1].map(|index| ctx.needs_input_grad(index)));
+                seen.lock()
+                    .expect("unpoisoned")
+                    .push([0, 1].map(|index| ctx.needs_input_grad(index)));
                 let of = |index: usize, other| -> Result<Option<Tensor>> {
                     let needed = ctx.needs_input_grad(index);
                     needed.then(|| Ok(grads.get(0)? * ctx.saved(other)?)).transpose()
@@ -131,7 +139,8 @@ fn the_forward_runs_without_grad_mode_and_leaves_it_as_it_was() {
     assert!((&x * 2.0).requires_grad(), "also after an error");
 
     let panicking = op(|_, _| panic!("boom"), |_, _| unreachable!("it never ran"));
-    let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| apply(panicking, &[Some(&x)])));
+    let caught =
+        std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| apply(panicking, &[Some(&x)])));
     assert!(caught.is_err());
     assert!((&x * 2.0).requires_grad(), "also after a panic");
 }
@@ -150,8 +159,10 @@ fn misuse_is_the_same_error_with_and_without_a_graph() {
         let error = apply(function, &[Some(&x)]).expect_err("there is no output 9").to_string();
         assert!(error.contains("mark_non_differentiable(9)"), "{error}");
 
-        let function =
-            op(|_, _| Ok([Some(Tensor::new()), None].into()), |_, _| unreachable!("nothing depends on x"));
+        let function = op(
+            |_, _| Ok([Some(Tensor::new()), None].into()),
+            |_, _| unreachable!("nothing depends on x"),
+        );
         let outputs = apply(function, &[Some(&x)]).expect("apply");
         assert!(
             outputs.optional(0).is_none() && outputs.optional(1).is_none(),
@@ -175,7 +186,8 @@ fn non_differentiable_outputs() {
         },
     );
     let x = leaf(&[1.0, 4.0]);
-    let [y, constant, index] = apply(function, &[Some(&x)]).and_then(Tensors::exactly).expect("apply");
+    let [y, constant, index] =
+        apply(function, &[Some(&x)]).and_then(Tensors::exactly).expect("apply");
     assert!(y.requires_grad() && !constant.requires_grad() && !index.requires_grad());
     assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [2.0, 2.0]);
 }
@@ -232,16 +244,25 @@ fn a_saver_knows_what_will_be_needed() {
     let function = op(
         |saver, inputs| {
             assert!(saver.needs_graph());
-            assert_eq!([0, 1, 2, 9].map(|index| saver.needs_input_grad(index)), [true, false, false, false]);
+            assert_eq!(
+                [0, 1, 2, 9].map(|index| saver.needs_input_grad(index)),
+                [true, false, false, false]
+            );
             Ok((inputs.get(0)? * inputs.get(1)?).into())
         },
         |ctx, grads| {
-            assert!(!ctx.needs_input_grad(1) && !ctx.needs_input_grad(3) && !ctx.needs_input_grad(1 << 40));
+            assert!(
+                !ctx.needs_input_grad(1)
+                    && !ctx.needs_input_grad(3)
+                    && !ctx.needs_input_grad(1 << 40)
+            );
             Ok([Some(grads.get(0)? * 5.0), None, None].into())
         },
     );
     let (x, constant) = (leaf(&[2.0]), Tensor::from_slice(&[5.0]));
-    let y = apply(function, &[Some(&x), Some(&constant), None]).and_then(Tensors::single).expect("apply");
+    let y = apply(function, &[Some(&x), Some(&constant), None])
+        .and_then(Tensors::single)
+        .expect("apply");
     assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [5.0]);
 }
 
@@ -278,7 +299,10 @@ fn marks_are_checked_and_may_hit_what_is_absent() {
         |_, grads| Ok([None, Some(grads.get(1)? * 2.0)].into()),
     );
     let outputs = apply(function, &[None, Some(&x)]).expect("apply");
-    assert_eq!(values(&gradient_of(outputs.get(1).expect("present"), &x).expect("gradient")), [2.0]);
+    assert_eq!(
+        values(&gradient_of(outputs.get(1).expect("present"), &x).expect("gradient")),
+        [2.0]
+    );
 }
 
 /// Few of them go without an allocation, more do not fit there.
@@ -301,7 +325,10 @@ fn more_inputs_outputs_and_saved_tensors_than_usual() {
             let gradients = (0..LEN).map(|index| {
                 let Some(grad) = grads.optional(index) else { return Ok(None) };
                 // The square of the output's, so that each has to be the right one.
-                assert_eq!(values(&(ctx.saved(index)? * index as f64)), values(&ctx.saved(LEN + index)?));
+                assert_eq!(
+                    values(&(ctx.saved(index)? * index as f64)),
+                    values(&ctx.saved(LEN + index)?)
+                );
                 Ok(Some(grad * index as f64))
             });
             Ok(gradients.collect::<Result<Vec<_>>>()?.into())

@@ -9,7 +9,8 @@ fn backward_adds_to_the_leaves() {
     let v = Tensor::from_slice(&[1.0, 10.0]);
     for times in [1.0, 2.0] {
         let y = square(&x) * &w;
-        backward(&[&y], &BackwardOptions { grad_outputs: &[Some(&v)], ..Default::default() }).expect("runs");
+        backward(&[&y], &BackwardOptions { grad_outputs: &[Some(&v)], ..Default::default() })
+            .expect("runs");
         assert_eq!(values(&x.grad()), [6.0 * times, 160.0 * times]);
         assert_eq!(values(&w.grad()), [times, 40.0 * times]);
     }
@@ -20,7 +21,8 @@ fn backward_of_several_outputs_into_chosen_inputs() {
     let _alone = alone();
     let (x, w) = (leaf(&[3.0]), leaf(&[5.0]));
     let (a, b) = ((&x * &w).sum(Kind::Double), square(&x).sum(Kind::Double));
-    let options = BackwardOptions { inputs: Some(&[&x]), retain_graph: Some(true), ..Default::default() };
+    let options =
+        BackwardOptions { inputs: Some(&[&x]), retain_graph: Some(true), ..Default::default() };
     backward(&[&a, &b], &options).expect("runs");
     assert_eq!(values(&x.grad()), [11.0]);
     assert!(!w.grad().defined());
@@ -46,7 +48,8 @@ fn a_grad_made_with_create_graph_can_be_differentiated() {
 fn backward_reports_misuse() {
     let _alone = alone();
     let x = leaf(&[1.0, 2.0]);
-    let error = backward(&[&square(&x)], &Default::default()).expect_err("two elements").to_string();
+    let error =
+        backward(&[&square(&x)], &Default::default()).expect_err("two elements").to_string();
     assert!(error.contains("scalar"), "{error}");
     let vectors = [None, None];
     let options = BackwardOptions { grad_outputs: &vectors, ..Default::default() };

@@ -12,7 +12,9 @@ fn block(inputs: &[Option<Tensor>]) -> Result<Tensors> {
 }
 
 fn plain(x: &Tensor, w: &Tensor) -> Tensor {
-    block(&[Some(x.shallow_clone()), Some(w.shallow_clone())]).and_then(Tensors::single).expect("block")
+    block(&[Some(x.shallow_clone()), Some(w.shallow_clone())])
+        .and_then(Tensors::single)
+        .expect("block")
 }
 
 fn checkpointed(x: &Tensor, w: &Tensor) -> Tensor {
@@ -35,7 +37,9 @@ fn gradients_and_their_gradients_are_those_of_the_function() {
         let graph = grad(&[&y], &[&x, &w], &create()).expect("first, with a graph");
         let sum = graph.iter().flatten().map(|g| (g * g).sum(Kind::Double)).sum::<Tensor>();
         let second = grad(&[&sum], &[&x, &w], &GradOptions::default()).expect("second");
-        [first, graph, second].map(|list| list.iter().flatten().flat_map(values).collect::<Vec<_>>()).concat()
+        [first, graph, second]
+            .map(|list| list.iter().flatten().flat_map(values).collect::<Vec<_>>())
+            .concat()
     };
     for (expected, found) in derivatives(plain).into_iter().zip(derivatives(checkpointed)) {
         assert!((expected - found).abs() <= 1e-12 * (1.0 + expected.abs()), "{expected} {found}");
@@ -62,7 +66,10 @@ fn nothing_is_kept_but_the_inputs() {
             most.fetch_max(usize::try_from(live_nodes()).expect("positive"), Ordering::SeqCst);
             Ok(outputs)
         };
-        y = checkpoint(counted, &[Some(&y), Some(&w)]).and_then(Tensors::single).expect("checkpoint") * 0.1;
+        y = checkpoint(counted, &[Some(&y), Some(&w)])
+            .and_then(Tensors::single)
+            .expect("checkpoint")
+            * 0.1;
     }
     let baseline = usize::try_from(before).expect("positive");
     assert_eq!(live_nodes(), before + 10, "one node each");
@@ -84,8 +91,9 @@ fn the_second_run_draws_the_same_random_numbers() {
         let y = checkpoint(dropout, &[Some(&x)]).and_then(Tensors::single).expect("checkpoint");
         let _between = Tensor::rand([7], (Kind::Double, Device::Cpu));
         tch::manual_seed(11);
-        let found =
-            grad(&[&y.sum(Kind::Double)], &[&x], &options).and_then(Tensors::single).expect("gradient");
+        let found = grad(&[&y.sum(Kind::Double)], &[&x], &options)
+            .and_then(Tensors::single)
+            .expect("gradient");
         assert_eq!(values(&found), values(&y), "kept where it was kept");
         let next = Tensor::rand([3], (Kind::Double, Device::Cpu));
         tch::manual_seed(11);
@@ -97,7 +105,8 @@ fn the_second_run_draws_the_same_random_numbers() {
 fn the_second_run_has_the_autocast_of_the_first() {
     /// Returns the setting before. tch's own `autocast` does nothing without a GPU.
     fn set_autocast(enabled: bool) -> bool {
-        // SAFETY: a setting of this thread. C++ returns a bool, of which only the lowest bits are there.
+        // SAFETY: a setting of this thread. C++ returns a bool, of which only the lowest bits are
+        // there.
         unsafe { torch_sys::at_autocast_set_enabled(i32::from(enabled)) & 1 == 1 }
     }
     let _alone = alone();
@@ -146,8 +155,10 @@ fn only_what_is_asked_for_is_computed() {
 
     // What leads to an output that is not asked for does not run backwards.
     let two = |inputs: &[Option<Tensor>]| {
-        let broken =
-            op(|_, inputs| Ok((inputs.get(0)? * 2.0).into()), |_, _| Err(Error::msg("not asked for")));
+        let broken = op(
+            |_, inputs| Ok((inputs.get(0)? * 2.0).into()),
+            |_, _| Err(Error::msg("not asked for")),
+        );
         let aside = apply(broken, &[inputs[0].as_ref()])?.single()?;
         Ok([at(inputs, 0) * 3.0, aside].into())
     };
@@ -178,8 +189,9 @@ fn without_a_graph_it_is_a_plain_call() {
     assert!(undefined[0].is_none());
     // A weight from elsewhere keeps its gradient, where no input has one.
     let weight = Mutex::new(x.shallow_clone());
-    let function =
-        move |inputs: &[Option<Tensor>]| Ok((at(inputs, 0) * &*weight.lock().expect("unpoisoned")).into());
+    let function = move |inputs: &[Option<Tensor>]| {
+        Ok((at(inputs, 0) * &*weight.lock().expect("unpoisoned")).into())
+    };
     let constant = Tensor::from_slice(&[5.0]);
     let y = checkpoint(function, &[Some(&constant)]).and_then(Tensors::single).expect("checkpoint");
     assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [5.0]);
@@ -197,11 +209,15 @@ fn what_would_be_silently_wrong_is_an_error() {
                 let product = at(inputs, 0) * &*captured.lock().expect("unpoisoned");
                 Ok([at(inputs, 0) * 1.0, product].into())
             };
-            let outputs =
-                checkpoint(function, &[Some(&x)]).and_then(Tensors::exactly::<2>).expect("checkpoint");
+            let outputs = checkpoint(function, &[Some(&x)])
+                .and_then(Tensors::exactly::<2>)
+                .expect("checkpoint");
             for y in &outputs {
                 let error = grad(&[y], &[&x], &options).expect_err("a hidden weight").to_string();
-                assert!(error.contains("checkpoint: ") && error.contains("none of its inputs"), "{error}");
+                assert!(
+                    error.contains("checkpoint: ") && error.contains("none of its inputs"),
+                    "{error}"
+                );
             }
         }
     }
@@ -231,7 +247,10 @@ fn what_would_be_silently_wrong_is_an_error() {
     let y = checkpoint(vanishing, &[Some(&x)]).and_then(Tensors::single).expect("checkpoint");
     let error = gradient_of(&y, &x).expect_err("no output").to_string();
     drop(y);
-    assert!(error.contains("output 0 has a gradient, but this time there is no such output"), "{error}");
+    assert!(
+        error.contains("output 0 has a gradient, but this time there is no such output"),
+        "{error}"
+    );
 
     let middle = &x * 1.0;
     let y = checkpointed(&middle, &x);
@@ -246,7 +265,8 @@ fn what_would_be_silently_wrong_is_an_error() {
 fn failures_of_either_run_reach_the_caller_and_change_nothing() {
     let _alone = alone();
     let x = leaf(&[2.0]);
-    let error = checkpoint(|_| Err(Error::msg("no")), &[Some(&x)]).expect_err("the first").to_string();
+    let error =
+        checkpoint(|_| Err(Error::msg("no")), &[Some(&x)]).expect_err("the first").to_string();
     assert_eq!(error, "no");
     for panics in [false, true] {
         let first = AtomicBool::new(true);
@@ -258,13 +278,18 @@ fn failures_of_either_run_reach_the_caller_and_change_nothing() {
                 (false, true) => panic!("not again"),
             }
         };
-        let y = checkpoint(second_fails, &[Some(&x)]).and_then(Tensors::single).expect("checkpoint");
+        let y =
+            checkpoint(second_fails, &[Some(&x)]).and_then(Tensors::single).expect("checkpoint");
         tch::manual_seed(11);
         let error = gradient_of(&y, &x).expect_err("the second").to_string();
         assert!(error.contains("checkpoint: ") && error.contains("not again"), "{error}");
         let next = Tensor::rand([3], (Kind::Double, Device::Cpu));
         tch::manual_seed(11);
-        assert_eq!(next, Tensor::rand([3], (Kind::Double, Device::Cpu)), "the random state is back");
+        assert_eq!(
+            next,
+            Tensor::rand([3], (Kind::Double, Device::Cpu)),
+            "the random state is back"
+        );
         assert!((&x * 1.0).requires_grad(), "and so is grad mode");
     }
 }
@@ -277,12 +302,13 @@ fn checkpoints_nest_and_return_inputs() {
         let [x, w] = [at(inputs, 0), at(inputs, 1)];
         Ok([checkpointed(&checkpointed(x, w), w), x.shallow_clone()].into())
     };
-    let [y, same] =
-        checkpoint(outer, &[Some(&x), Some(&w)]).and_then(Tensors::exactly::<2>).expect("checkpoint");
+    let [y, same] = checkpoint(outer, &[Some(&x), Some(&w)])
+        .and_then(Tensors::exactly::<2>)
+        .expect("checkpoint");
     let sum = |y: Tensor, x: &Tensor| (y * x).sum(Kind::Double);
     let found = grad(&[&sum(y, &same)], &[&x, &w], &GradOptions::default()).expect("gradients");
-    let expected =
-        grad(&[&sum(plain(&plain(&x, &w), &w), &x)], &[&x, &w], &GradOptions::default()).expect("gradients");
+    let expected = grad(&[&sum(plain(&plain(&x, &w), &w), &x)], &[&x, &w], &GradOptions::default())
+        .expect("gradients");
     for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
         assert!((found - expected).abs().double_value(&[0]) < 1e-12);
     }

@@ -5,7 +5,10 @@ use tch::no_grad;
 
 /// f(x) = x, whose backward must never be bypassed: it multiplies by 10.
 fn identity() -> impl Function {
-    op(|_, inputs| Ok(inputs.get(0)?.shallow_clone().into()), |_, grads| Ok((grads.get(0)? * 10.0).into()))
+    op(
+        |_, inputs| Ok(inputs.get(0)?.shallow_clone().into()),
+        |_, grads| Ok((grads.get(0)? * 10.0).into()),
+    )
 }
 
 /// 2x, computed with grad mode on.
@@ -37,17 +40,24 @@ fn a_graph_built_inside_a_forward_stays_there() {
     assert!(!no_grad(|| run(double_with_a_graph(), &x)).requires_grad(), "without grad mode");
     let y = run(double_with_a_graph(), &x);
     assert_eq!(grad_fn(&y).expect("a node").as_deref(), Some("opBackward"));
-    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [10.0], "by the operator's own backward");
+    assert_eq!(
+        values(&gradient_of(&y, &x).expect("gradient")),
+        [10.0],
+        "by the operator's own backward"
+    );
 
     let view = || {
         op(
-            |_, inputs| Ok(tch::with_grad(|| inputs.get(0).map(|x| (x * 2.0).narrow(0, 0, 1)))?.into()),
+            |_, inputs| {
+                Ok(tch::with_grad(|| inputs.get(0).map(|x| (x * 2.0).narrow(0, 0, 1)))?.into())
+            },
             |_, grads| Ok((grads.get(0)? * 10.0).into()),
         )
     };
     assert!(!no_grad(|| run(view(), &x)).requires_grad(), "a view of it, too");
-    let of_input =
-        || op(|_, inputs| Ok(inputs.get(0)?.narrow(0, 0, 1).into()), |_, _| unreachable!("no graph"));
+    let of_input = || {
+        op(|_, inputs| Ok(inputs.get(0)?.narrow(0, 0, 1).into()), |_, _| unreachable!("no graph"))
+    };
     assert!(!no_grad(|| run(of_input(), &x)).requires_grad(), "and a view of the input");
 
     // A graph that leads elsewhere, from an operator whose inputs are constants.
@@ -79,7 +89,10 @@ fn a_tensor_from_elsewhere_that_is_returned_stays_what_it_is() {
         )
     };
     for tensor in [&w, &product] {
-        assert!(!run(returning(tensor), &Tensor::from_slice(&[1.0])).requires_grad(), "from constants");
+        assert!(
+            !run(returning(tensor), &Tensor::from_slice(&[1.0])).requires_grad(),
+            "from constants"
+        );
         assert!(!no_grad(|| run(returning(tensor), &x)).requires_grad(), "without grad mode");
         let y = run(returning(tensor), &x);
         assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), values(tensor), "with a graph");
@@ -118,7 +131,8 @@ fn without_a_graph_any_view_may_be_changed_in_place() {
     apply(multiply_into_the_second(), &[Some(&w), Some(&base.narrow(0, 1, 1))]).expect("constants");
     assert_eq!(values(&base), [1.0, 20.0]);
     let w = leaf(&[10.0]);
-    no_grad(|| apply(multiply_into_the_second(), &[Some(&w), Some(&base.narrow(0, 0, 1))])).expect("no_grad");
+    no_grad(|| apply(multiply_into_the_second(), &[Some(&w), Some(&base.narrow(0, 0, 1))]))
+        .expect("no_grad");
     assert_eq!(values(&base), [10.0, 20.0]);
 }
 
@@ -188,7 +202,8 @@ fn whether_a_graph_is_needed_is_decided_before_the_forward() {
 
     let before = live_nodes();
     let (x, w) = (Tensor::from_slice(&[3.0]), Tensor::from_slice(&[5.0]));
-    let y = apply(double_in_place_and_require_grad(), &[Some(&x), Some(&w)]).and_then(Tensors::single);
+    let y =
+        apply(double_in_place_and_require_grad(), &[Some(&x), Some(&w)]).and_then(Tensors::single);
     assert!(!y.expect("one output").requires_grad(), "there was no graph when it began");
     assert_eq!(live_nodes(), before);
 }

@@ -28,11 +28,12 @@ fn grad_takes_vectors_and_says_what_is_unused() {
 
     let error = grad(&[&y], &[&x, &unused], &options).expect_err("unused input").to_string();
     assert!(error.contains("appears to not have been used"), "{error}");
-    let found =
-        grad(&[&y], &[&x, &unused], &GradOptions { allow_unused: true, ..options }).expect("gradients");
+    let found = grad(&[&y], &[&x, &unused], &GradOptions { allow_unused: true, ..options })
+        .expect("gradients");
     assert!(found.optional(0).is_some() && found.optional(1).is_none());
 
-    let error = grad(&[&y, &y], &[&x], &options).expect_err("one vector for two outputs").to_string();
+    let error =
+        grad(&[&y, &y], &[&x], &options).expect_err("one vector for two outputs").to_string();
     assert!(error.contains("grad_outputs") && error.contains("2 entries"), "{error}");
     let error = grad(&[&y], &[&x], &keep()).expect_err("no vector for two elements").to_string();
     assert!(error.contains("scalar outputs"), "{error}");
@@ -61,7 +62,11 @@ fn libtorchs_errors_come_without_its_backtrace() {
 #[test]
 fn lists_say_what_is_missing() {
     let list = || Tensors::from([None, Some(Tensor::from_slice(&[1.0]))]);
-    assert!(list().optional(0).is_none() && list().optional(1).is_some() && list().optional(9).is_none());
+    assert!(
+        list().optional(0).is_none()
+            && list().optional(1).is_some()
+            && list().optional(9).is_none()
+    );
     for (result, expected) in [
         (list().get(0).map(|_| ()), "tensor 0 was asked for, but it is absent"),
         (list().get(9).map(|_| ()), "tensor 9 was asked for, but there are only 2"),

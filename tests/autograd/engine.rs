@@ -63,7 +63,8 @@ fn several_threads_through_one_graph() {
             let (x, y) = (x.shallow_clone(), y.shallow_clone());
             scope.spawn(move || {
                 for _ in 0..200 {
-                    let gradient = grad(&[&y], &[&x], &keep()).and_then(Tensors::single).expect("gradient");
+                    let gradient =
+                        grad(&[&y], &[&x], &keep()).and_then(Tensors::single).expect("gradient");
                     assert!((gradient.double_value(&[0]) - expected).abs() < 1e-9);
                 }
             });
@@ -74,7 +75,9 @@ fn several_threads_through_one_graph() {
 #[test]
 fn cuda_the_engines_own_thread_calls_back() {
     let _alone = alone();
-    let Some(device) = tch_extension::testing::cuda_or_skip("cuda_the_engines_own_thread_calls_back") else {
+    let Some(device) =
+        tch_extension::testing::cuda_or_skip("cuda_the_engines_own_thread_calls_back")
+    else {
         return;
     };
     let caller = std::thread::current().id();
@@ -96,7 +99,8 @@ fn cuda_the_engines_own_thread_calls_back() {
     assert_eq!(values(&gradient), [6.0]);
     assert!(elsewhere.load(Ordering::SeqCst), "CUDA nodes run on a thread of the engine");
 
-    let failing = op(|_, inputs| Ok((inputs.get(0)? * 1.0).into()), |_, _| panic!("on the device thread"));
+    let failing =
+        op(|_, inputs| Ok((inputs.get(0)? * 1.0).into()), |_, _| panic!("on the device thread"));
     let y = run(failing, &x).sum(Kind::Double);
     let error = y.f_backward().expect_err("a panic on the engine's thread").to_string();
     assert!(error.contains("on the device thread"), "{error}");
@@ -170,7 +174,8 @@ fn what_leads_to_no_input_asked_for_does_not_run() {
     );
     let (x, elsewhere) = (leaf(&[1.0]), leaf(&[1.0]));
     let y = run(function, &(&x + 1.0));
-    let options = GradOptions { allow_unused: true, retain_graph: Some(true), ..Default::default() };
+    let options =
+        GradOptions { allow_unused: true, retain_graph: Some(true), ..Default::default() };
     let gradient = grad(&[&y], &[&elsewhere], &options).expect("nothing to do");
     assert!(gradient.optional(0).is_none());
     assert_eq!(runs.load(Ordering::SeqCst), 0);
@@ -183,7 +188,11 @@ fn an_absent_gradient_leaves_no_grad_behind() {
     let _alone = alone();
     let nothing = || op(|_, inputs| Ok((inputs.get(0)? * 2.0).into()), |_, _| Ok(None.into()));
     let x = leaf(&[1.0]);
-    for y in [run(nothing(), &x), run(nothing(), &x.square()), run(nothing(), &x).sum(Kind::Double) * 3.0] {
+    for y in [
+        run(nothing(), &x),
+        run(nothing(), &x.square()),
+        run(nothing(), &x).sum(Kind::Double) * 3.0,
+    ] {
         y.backward();
         assert!(!x.grad().defined());
     }

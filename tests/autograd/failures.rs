@@ -9,14 +9,22 @@ fn failures_in_backward_reach_the_caller() {
     type Backward = fn(&Context<'_>, &Tensors) -> Result<Tensors>;
     let cases: [(&str, Backward, &[&str]); 9] = [
         ("error", |_, _| Err(Error::msg("out of luck")), &["op: out of luck"]),
-        ("panic", |ctx, _| panic!("boom {}", ctx.inputs_len() + 6), &["op: ", "panicked", "boom 7"]),
+        (
+            "panic",
+            |ctx, _| panic!("boom {}", ctx.inputs_len() + 6),
+            &["op: ", "panicked", "boom 7"],
+        ),
         ("panic with a literal", |_, _| panic!("bang"), &["op: ", "panicked", "bang"]),
         (
             "tch panic",
             |_, grads| Ok(grads.get(0)?.matmul(&Tensor::from_slice(&[1.0, 2.0])).into()),
             &["op: ", "panicked"],
         ),
-        ("tch error", |_, grads| Ok(grads.get(0)?.f_reshape([5, 5])?.into()), &["op: ", "shape '[5, 5]'"]),
+        (
+            "tch error",
+            |_, grads| Ok(grads.get(0)?.f_reshape([5, 5])?.into()),
+            &["op: ", "shape '[5, 5]'"],
+        ),
         (
             "wrong shape",
             |_, _| Ok(Tensor::from_slice(&[1.0, 2.0]).into()),
@@ -33,8 +41,11 @@ fn failures_in_backward_reach_the_caller() {
     let before = live_nodes();
     for (name, backward, expected) in cases {
         let x = leaf(&[1.0, 2.0, 3.0]);
-        let build = || run(op(|_, inputs| Ok((inputs.get(0)? * 1.0).into()), backward), &x).sum(Kind::Double);
-        let through_grad = grad(&[&build()], &[&x], &GradOptions::default()).expect_err(name).to_string();
+        let build = || {
+            run(op(|_, inputs| Ok((inputs.get(0)? * 1.0).into()), backward), &x).sum(Kind::Double)
+        };
+        let through_grad =
+            grad(&[&build()], &[&x], &GradOptions::default()).expect_err(name).to_string();
         let through_backward = build().f_backward().expect_err(name).to_string();
         for text in expected {
             assert!(through_grad.contains(text), "{name}: {through_grad}");

@@ -15,7 +15,11 @@ fn a_hook_replaces_the_gradient_of_a_leaf_wherever_it_goes() {
         square(&x).sum(Kind::Double).backward();
         assert_eq!(values(&x.grad()), [expected], "accumulated after the hook");
     }
-    assert_eq!(values(&gradient_of(&square(&x), &x).expect("gradient")), [60.0], "through grad(), too");
+    assert_eq!(
+        values(&gradient_of(&square(&x), &x).expect("gradient")),
+        [60.0],
+        "through grad(), too"
+    );
     hook.remove();
     assert_eq!(values(&gradient_of(&square(&x), &x).expect("gradient")), [6.0]);
 }
@@ -51,7 +55,8 @@ fn a_hook_sees_the_gradient_of_its_own_output_only() {
                 Ok([inputs.get(0)? * 2.0, inputs.get(0)? * 5.0].into())
             },
             |_, grads| {
-                let of = |index, factor: f64| grads.optional(index).map(|grad: &Tensor| grad * factor);
+                let of =
+                    |index, factor: f64| grads.optional(index).map(|grad: &Tensor| grad * factor);
                 let (a, b) = (of(0, 2.0), of(1, 5.0));
                 Ok(match (a, b) {
                     (Some(a), Some(b)) => Some(a + b),
@@ -92,7 +97,11 @@ fn a_hook_that_fails_is_an_error_of_backwards_caller() {
             |_| Ok(Some(Tensor::from_slice(&[1.0, 2.0]))),
             &["register_hook", "Double[2]", "Double[3]"],
         ),
-        ("kind", |grad| Ok(Some(grad.to_kind(Kind::Float))), &["register_hook", "Float[3]", "Double[3]"]),
+        (
+            "kind",
+            |grad| Ok(Some(grad.to_kind(Kind::Float))),
+            &["register_hook", "Float[3]", "Double[3]"],
+        ),
         (
             "layout",
             |grad| Ok(Some(grad.to_sparse(None, None::<&[i64]>, None))),
@@ -177,7 +186,8 @@ fn a_hook_may_remove_and_register_hooks() {
     let _alone = alone();
     let (x, runs) = (leaf(&[3.0]), Arc::new(AtomicUsize::new(0)));
     let slot: Arc<Mutex<Vec<Hook>>> = Arc::default();
-    let (inner, again, counter) = (Arc::clone(&slot), Mutex::new(x.shallow_clone()), Arc::clone(&runs));
+    let (inner, again, counter) =
+        (Arc::clone(&slot), Mutex::new(x.shallow_clone()), Arc::clone(&runs));
     let first = register_hook(&x, move |_| {
         // Itself, the next one, and a new one.
         inner.lock().expect("unpoisoned").drain(..).for_each(|hook| hook.remove());
@@ -192,7 +202,11 @@ fn a_hook_may_remove_and_register_hooks() {
     .expect("first");
     let second = register_hook(&x, scale(10.0)).expect("second");
     slot.lock().expect("unpoisoned").extend([first, second]);
-    assert_eq!(values(&gradient_of(&square(&x), &x).expect("gradient")), [6.0], "the second was removed");
+    assert_eq!(
+        values(&gradient_of(&square(&x), &x).expect("gradient")),
+        [6.0],
+        "the second was removed"
+    );
     assert_eq!(runs.load(Ordering::SeqCst), 0, "a new one runs from the next time on");
     let _ = gradient_of(&square(&x), &x).expect("gradient");
     assert_eq!(runs.load(Ordering::SeqCst), 1);
@@ -204,7 +218,9 @@ fn what_a_hook_drops_may_remove_and_register_hooks() {
     impl Drop for Last {
         fn drop(&mut self) {
             self.1.remove();
-            register_hook(&self.0.lock().expect("unpoisoned"), scale(100.0)).expect("a third").forget();
+            register_hook(&self.0.lock().expect("unpoisoned"), scale(100.0))
+                .expect("a third")
+                .forget();
         }
     }
     let _alone = alone();
@@ -297,7 +313,9 @@ fn a_hook_on_a_view_of_what_is_changed_stays_with_the_value_before() {
 #[test]
 fn cuda_a_hook_on_the_engines_own_thread() {
     let _alone = alone();
-    let Some(device) = tch_extension::testing::cuda_or_skip("cuda_a_hook_on_the_engines_own_thread") else {
+    let Some(device) =
+        tch_extension::testing::cuda_or_skip("cuda_a_hook_on_the_engines_own_thread")
+    else {
         return;
     };
     let x = Tensor::from_slice(&[3.0]).to_device(device).set_requires_grad(true);
@@ -307,5 +325,8 @@ fn cuda_a_hook_on_the_engines_own_thread() {
     hook.remove();
     register_hook(&x, |grad| Ok(Some(grad.to_device(Device::Cpu)))).expect("hook").forget();
     let error = gradient_of(&square(&x), &x).expect_err("another device").to_string();
-    assert!(error.contains("register_hook") && error.contains("cpu") && error.contains("cuda"), "{error}");
+    assert!(
+        error.contains("register_hook") && error.contains("cpu") && error.contains("cuda"),
+        "{error}"
+    );
 }

@@ -55,14 +55,16 @@ fn a_view_changed_in_place_has_to_be_the_first_input() {
     let base = &x * 1.0;
     let view = base.narrow(0, 1, 2);
     apply(multiply_into(0), &[Some(&view), Some(&w)]).expect("the view first");
-    let found = grad(&[&base.sum(Kind::Double)], &[&x, &w], &GradOptions::default()).expect("gradients");
+    let found =
+        grad(&[&base.sum(Kind::Double)], &[&x, &w], &GradOptions::default()).expect("gradients");
     assert_eq!(values(found.get(0).expect("x")), [1.0, 10.0, 20.0, 1.0]);
     assert_eq!(values(found.get(1).expect("w")), [2.0, 3.0]);
 
     // Otherwise libtorch would put the gradient in the wrong place, silently.
     let base = &x * 1.0;
     let view = base.narrow(0, 1, 2);
-    let error = apply(multiply_into(1), &[Some(&w), Some(&view)]).expect_err("the view second").to_string();
+    let error =
+        apply(multiply_into(1), &[Some(&w), Some(&view)]).expect_err("the view second").to_string();
     assert!(error.contains("mark_dirty(1)") && error.contains("first input"), "{error}");
 }
 
@@ -169,7 +171,8 @@ fn in_place_refuses_before_anything_is_changed() {
 
     let error = apply(double_by_saver(), &[Some(&x)]).expect_err("a leaf").to_string();
     assert!(error.contains("op: in_place(0): a leaf"), "{error}");
-    let error = apply(double_by_saver(), &[Some(&x.narrow(0, 0, 1))]).expect_err("its view").to_string();
+    let error =
+        apply(double_by_saver(), &[Some(&x.narrow(0, 0, 1))]).expect_err("its view").to_string();
     assert!(error.contains("a view of a leaf"), "{error}");
     assert_eq!(values(&x), [1.0, 4.0], "nothing was changed");
 
@@ -182,13 +185,15 @@ fn in_place_refuses_before_anything_is_changed() {
         |_, _| unreachable!("refused"),
     );
     let base = &x * 1.0;
-    let error = apply(second, &[Some(&x), Some(&base.narrow(0, 0, 1))]).expect_err("not first").to_string();
+    let error =
+        apply(second, &[Some(&x), Some(&base.narrow(0, 0, 1))]).expect_err("not first").to_string();
     assert!(error.contains("in_place(1)") && error.contains("first input"), "{error}");
     assert_eq!(values(&base), [1.0, 4.0], "nothing was changed");
 
     let base = &x * 1.0;
     let one_of_several = base.chunk(2, 0).remove(0);
-    let error = apply(double_by_saver(), &[Some(&one_of_several)]).expect_err("of chunk").to_string();
+    let error =
+        apply(double_by_saver(), &[Some(&one_of_several)]).expect_err("of chunk").to_string();
     assert!(error.contains("in_place(0)") && error.contains("multiple views"), "{error}");
     assert_eq!(values(&base), [1.0, 4.0], "nothing was changed");
 

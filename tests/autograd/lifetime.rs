@@ -74,7 +74,10 @@ fn a_long_chain_does_not_overflow_the_stack() {
         let mut y = x.shallow_clone();
         for _ in 0..300_000 {
             y = run(
-                op(|_, inputs| Ok(inputs.get(0)?.copy().into()), |_, grads| Ok(grads.get(0)?.copy().into())),
+                op(
+                    |_, inputs| Ok(inputs.get(0)?.copy().into()),
+                    |_, grads| Ok(grads.get(0)?.copy().into()),
+                ),
                 &y,
             );
         }
@@ -117,7 +120,10 @@ fn a_long_chain_of_refusals_does_not_overflow_the_stack() {
     let mut y = x.shallow_clone();
     for _ in 0..200_000 {
         y = run(
-            op(|_, inputs| Ok(inputs.get(0)?.copy().into()), |_, grads| Ok(grads.get(0)?.copy().into())),
+            op(
+                |_, inputs| Ok(inputs.get(0)?.copy().into()),
+                |_, grads| Ok(grads.get(0)?.copy().into()),
+            ),
             &y,
         );
     }
@@ -130,7 +136,8 @@ fn a_long_chain_of_refusals_does_not_overflow_the_stack() {
 /// Bytes of one link's tensor in the chains below.
 const LINK: u64 = 8 << 20;
 
-/// exp of exp of …, each keeping its output; `seen` gets the bytes that are allocated when a backward runs.
+/// exp of exp of …, each keeping its output; `seen` gets the bytes that are allocated when a
+/// backward runs.
 fn long_exp(x: &Tensor, links: usize, seen: &Arc<Mutex<Vec<u64>>>) -> Tensor {
     let device = x.device();
     (0..links).fold(x.shallow_clone(), |x, _| {
@@ -171,14 +178,18 @@ fn cuda_saved_tensors_are_freed_as_the_backward_goes() {
     let after = memory_stats(device).expect("statistics");
 
     // Beside what was there: at most the incoming gradient and two products of one link.
-    assert!(after.peak_allocated <= before + 3 * LINK, "{} of {before} bytes", after.peak_allocated);
+    assert!(
+        after.peak_allocated <= before + 3 * LINK,
+        "{} of {before} bytes",
+        after.peak_allocated
+    );
     // With each link, one tensor less; `y` itself is ours.
     for (link, &bytes) in seen.lock().expect("a list").iter().enumerate() {
         let freed = (link as u64).saturating_sub(1) * LINK;
         assert!(bytes + freed <= before + 3 * LINK, "link {link}: {bytes} of {before} bytes");
     }
-    // What remained were x, y, the vector and the gradient. On a busy machine libtorch's thread may still be dropping its last
-    // link.
+    // What remained were x, y, the vector and the gradient. On a busy machine libtorch's thread may
+    // still be dropping its last link.
     drop((y, vector, gradient));
     let rest = || memory_stats(device).expect("statistics").allocated;
     let is_freed = || rest() + (links as u64 + 1) * LINK <= before;
@@ -214,6 +225,7 @@ fn cuda_a_checkpoint_keeps_inputs_and_outputs_only() {
     let vector = Tensor::ones_like(&y);
     let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
     let gradient = grad(&[&y], &[&x], &options).and_then(Tensors::single).expect("a gradient");
-    let expected = grad(&[&whole(&x)], &[&x], &options).and_then(Tensors::single).expect("a gradient");
+    let expected =
+        grad(&[&whole(&x)], &[&x], &options).and_then(Tensors::single).expect("a gradient");
     assert!(gradient.equal(&expected));
 }

@@ -30,8 +30,8 @@ mod second_derivatives;
 fn alone() -> MutexGuard<'static, ()> {
     static SERIAL: Mutex<()> = Mutex::new(());
     let lock = SERIAL.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    // A backward that failed leaves tasks in a queue of its thread's, which libtorch frees when the thread ends: that is
-    // after the test before gave up the lock.
+    // A backward that failed leaves tasks in a queue of its thread's, which libtorch frees when the
+    // thread ends: that is after the test before gave up the lock.
     let deadline = Instant::now() + Duration::from_secs(10);
     while live_nodes() > 0 {
         assert!(Instant::now() < deadline, "the test before left {} nodes", live_nodes());

@@ -60,8 +60,11 @@ fn an_input_returned_beside_what_has_no_derivative() {
         |ctx, grads| Ok((grads.get(1)? * ctx.saved(0)?).into()),
     );
     let x = leaf(&[1.0, 4.0]);
-    let [constant, same, index] = apply(function, &[Some(&x)]).and_then(Tensors::exactly).expect("apply");
-    assert!(x.is_leaf() && same.requires_grad() && !constant.requires_grad() && !index.requires_grad());
+    let [constant, same, index] =
+        apply(function, &[Some(&x)]).and_then(Tensors::exactly).expect("apply");
+    assert!(
+        x.is_leaf() && same.requires_grad() && !constant.requires_grad() && !index.requires_grad()
+    );
     assert_eq!(values(&gradient_of(&same, &x).expect("gradient")), [1.0, 4.0]);
     drop(same);
     assert_eq!(live_nodes(), before);
@@ -101,7 +104,8 @@ fn no_outputs_no_defined_outputs_and_no_inputs_leave_no_graph() {
     let x = leaf(&[1.0]);
     for inputs in [vec![Some(&x)], vec![], vec![None, None]] {
         assert_eq!(apply(returning(|| ().into()), &inputs).expect("no outputs").len(), 0);
-        let outputs = apply(returning(|| [None, Some(Tensor::new())].into()), &inputs).expect("undefined");
+        let outputs =
+            apply(returning(|| [None, Some(Tensor::new())].into()), &inputs).expect("undefined");
         assert!(outputs.len() == 2 && outputs.iter().all(Option::is_none));
         assert_eq!(drops.swap(0, Ordering::SeqCst), 2);
         assert_eq!(live_nodes(), before);
@@ -163,8 +167,9 @@ fn an_output_that_is_a_view_cannot_be_changed_in_place() {
             |_, grads| Ok([Some(grads.get(0)? * 3.0), None].into()),
         );
         let (x, constant) = (leaf(&[1.0, 2.0]), Tensor::from_slice(&[3.0, 4.0]));
-        let mut y =
-            apply(function, &[Some(&x), Some(&constant)]).and_then(Tensors::single).expect("one output");
+        let mut y = apply(function, &[Some(&x), Some(&constant)])
+            .and_then(Tensors::single)
+            .expect("one output");
         let error = y.f_mul_(&Tensor::from(2.0)).expect_err("a view").to_string();
         assert!(error.contains("created inside a custom Function"), "{error}");
         assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [3.0, 3.0]);

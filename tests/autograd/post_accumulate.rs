@@ -56,7 +56,8 @@ fn a_hook_that_fails_is_an_error_of_backwards_caller_and_goes_with_its_tensor() 
     })
     .expect("a leaf")
     .forget();
-    let error = backward(&[&square(&x)], &Default::default()).expect_err("the hook fails").to_string();
+    let error =
+        backward(&[&square(&x)], &Default::default()).expect_err("the hook fails").to_string();
     assert!(error.contains("register_post_accumulate_grad_hook: out of luck"), "{error}");
     drop(x);
     assert_eq!(drops.load(Ordering::SeqCst), 1);
@@ -71,8 +72,10 @@ fn only_a_leaf_that_requires_grad_takes_one() {
         (Tensor::from_slice(&[1.0]), "one that does not"),
         (Tensor::new(), "an undefined one"),
     ] {
-        let error =
-            register_post_accumulate_grad_hook(&tensor, |_| Ok(())).err().expect(expected).to_string();
+        let error = register_post_accumulate_grad_hook(&tensor, |_| Ok(()))
+            .err()
+            .expect(expected)
+            .to_string();
         assert!(error.contains(expected), "{error}");
     }
 }

@@ -8,7 +8,8 @@ fn forward_and_backward_are_recorded_by_name() {
     let _alone = alone();
     let x = leaf(&[3.0]);
     let (y, events) = recorded(|| square(&x));
-    let find = |events: &[(String, i64)], name: &str| events.iter().find(|event| event.0 == name).cloned();
+    let find =
+        |events: &[(String, i64)], name: &str| events.iter().find(|event| event.0 == name).cloned();
     let forward = find(&events, "square").expect("the forward");
     let (_, events) = recorded(|| gradient_of(&y, &x).expect("gradient"));
     let backward = find(&events, "squareBackward").expect("the backward");
@@ -20,7 +21,8 @@ fn forward_and_backward_are_recorded_by_name() {
     let (outcome, events) = recorded(|| apply(fails(), &[Some(&x)]));
     assert!(outcome.is_err() && find(&events, "op").is_some());
     let panics = || op(|_, _| panic!("boom"), |_, _| unreachable!("it panicked"));
-    let caught = || std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| apply(panics(), &[Some(&x)])));
+    let caught =
+        || std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| apply(panics(), &[Some(&x)])));
     let (outcome, events) = recorded(caught);
     assert!(outcome.is_err() && find(&events, "op").is_some());
 }

@@ -33,14 +33,21 @@ fn saved_tensors_are_packed_and_unpacked() {
         assert_eq!(counts(), (2, 2 * times));
     }
     drop(y);
-    assert_eq!((live_nodes(), Arc::strong_count(&packs)), (before, 1), "the closures went with the graph");
+    assert_eq!(
+        (live_nodes(), Arc::strong_count(&packs)),
+        (before, 1),
+        "the closures went with the graph"
+    );
 }
 
 #[test]
 fn second_derivatives_pass_through_what_was_packed() {
     let _alone = alone();
     let x = leaf(&[3.0]);
-    let hooks = saved_tensors_hooks(|tensor| Ok(tensor.copy()), |packed: &Tensor| Ok(packed.shallow_clone()));
+    let hooks = saved_tensors_hooks(
+        |tensor| Ok(tensor.copy()),
+        |packed: &Tensor| Ok(packed.shallow_clone()),
+    );
     let y = run(Square::<true>, &run(Square::<true>, &x)).sum(Kind::Double);
     let first = grad(&[&y], &[&x], &create()).and_then(Tensors::single).expect("first");
     assert_eq!(values(&first), [108.0]);
@@ -52,7 +59,10 @@ fn second_derivatives_pass_through_what_was_packed() {
 fn the_youngest_hooks_count() {
     let _alone = alone();
     let scaled = |factor: f64| {
-        saved_tensors_hooks(move |tensor| Ok(tensor * factor), |packed: &Tensor| Ok(packed.shallow_clone()))
+        saved_tensors_hooks(
+            move |tensor| Ok(tensor * factor),
+            |packed: &Tensor| Ok(packed.shallow_clone()),
+        )
     };
     let x = leaf(&[3.0]);
     let gradient = || values(&gradient_of(&square(&x), &x).expect("gradient"))[0];
@@ -63,8 +73,9 @@ fn the_youngest_hooks_count() {
     }
     assert_eq!(gradient(), 60.0);
     let elsewhere = x.shallow_clone();
-    let other =
-        std::thread::spawn(move || values(&gradient_of(&square(&elsewhere), &elsewhere).expect("gradient")));
+    let other = std::thread::spawn(move || {
+        values(&gradient_of(&square(&elsewhere), &elsewhere).expect("gradient"))
+    });
     assert_eq!(other.join().expect("the thread"), [6.0], "of this thread only");
 }
 
@@ -74,12 +85,14 @@ fn hooks_that_fail_are_errors() {
     let before = live_nodes();
     let x = leaf(&[3.0]);
     {
-        let _hooks = saved_tensors_hooks(|_| Err::<(), _>(Error::msg("no room")), |()| Ok(Tensor::new()));
+        let _hooks =
+            saved_tensors_hooks(|_| Err::<(), _>(Error::msg("no room")), |()| Ok(Tensor::new()));
         let error = apply(Square::<false>, &[Some(&x)]).expect_err("pack fails").to_string();
         assert!(error.contains("square: no room"), "{error}");
     }
     {
-        let _hooks = saved_tensors_hooks(|_| -> Result<()> { panic!("boom") }, |()| Ok(Tensor::new()));
+        let _hooks =
+            saved_tensors_hooks(|_| -> Result<()> { panic!("boom") }, |()| Ok(Tensor::new()));
         let error = apply(Square::<false>, &[Some(&x)]).expect_err("pack panics").to_string();
         assert!(error.contains("the pack hook of a saved tensor panicked: boom"), "{error}");
     }
@@ -97,7 +110,10 @@ fn hooks_that_fail_are_errors() {
 fn guards_may_be_dropped_in_any_order() {
     let _alone = alone();
     let scaled = |factor: f64| {
-        saved_tensors_hooks(move |tensor| Ok(tensor * factor), |packed: &Tensor| Ok(packed.shallow_clone()))
+        saved_tensors_hooks(
+            move |tensor| Ok(tensor * factor),
+            |packed: &Tensor| Ok(packed.shallow_clone()),
+        )
     };
     let x = leaf(&[3.0]);
     let gradient = || values(&gradient_of(&square(&x), &x).expect("gradient"))[0];
@@ -121,8 +137,10 @@ fn what_unpack_returns_is_checked() {
         ("an undefined tensor", Tensor::new()),
     ] {
         let wrong = Mutex::new(wrong);
-        let hooks =
-            saved_tensors_hooks(|_| Ok(()), move |()| Ok(wrong.lock().expect("unpoisoned").shallow_clone()));
+        let hooks = saved_tensors_hooks(
+            |_| Ok(()),
+            move |()| Ok(wrong.lock().expect("unpoisoned").shallow_clone()),
+        );
         let y = square(&x);
         drop(hooks);
         let error = gradient_of(&y, &x).expect_err(name).to_string();
@@ -164,7 +182,11 @@ fn what_is_saved_on_the_cpu_is_a_copy() {
         square(&middle)
     };
     let _ = middle.f_mul_(&Tensor::from(100.0)).expect("in place");
-    assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [6.0], "of the value that was saved");
+    assert_eq!(
+        values(&gradient_of(&y, &x).expect("gradient")),
+        [6.0],
+        "of the value that was saved"
+    );
 }
 
 #[test]

@@ -10,7 +10,10 @@ fn a_saved_input_changed_in_place_is_an_error() {
     let y = square(&middle);
     let _ = tch::no_grad(|| middle.shallow_clone().fill_(7.0));
     let error = gradient_of(&y, &x).expect_err("the input was changed").to_string();
-    assert!(error.contains("square") && error.contains("modified by an inplace operation"), "{error}");
+    assert!(
+        error.contains("square") && error.contains("modified by an inplace operation"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -101,8 +104,10 @@ fn a_freed_graph_does_not_run_its_backward() {
 fn a_graph_that_saved_nothing_can_be_used_again() {
     let _alone = alone();
     let x = leaf(&[3.0]);
-    let function =
-        op(|_, inputs| Ok((inputs.get(0)? * 2.0).into()), |_, grads| Ok((grads.get(0)? * 2.0).into()));
+    let function = op(
+        |_, inputs| Ok((inputs.get(0)? * 2.0).into()),
+        |_, grads| Ok((grads.get(0)? * 2.0).into()),
+    );
     let y = run(function, &x);
     for _ in 0..2 {
         assert_eq!(values(&gradient_of(&y, &x).expect("nothing was freed")), [2.0]);
@@ -158,13 +163,15 @@ fn one_thread_may_free_what_another_reads() {
         let x = leaf(&[3.0]);
         let y = run(function, &x).sum(Kind::Double);
         let (other_x, other_y) = (x.shallow_clone(), y.shallow_clone());
-        let reader =
-            std::thread::spawn(move || grad(&[&other_y], &[&other_x], &GradOptions::default()).map(drop));
+        let reader = std::thread::spawn(move || {
+            grad(&[&other_y], &[&other_x], &GradOptions::default()).map(drop)
+        });
         while !reading.load(Ordering::SeqCst) {
             std::hint::spin_loop();
         }
         grad(&[&y], &[&x], &GradOptions::default()).expect("the one that frees");
-        let error = reader.join().expect("no panic").expect_err("it reads until it cannot").to_string();
+        let error =
+            reader.join().expect("no panic").expect_err("it reads until it cannot").to_string();
         assert!(error.contains("backward through the graph a second time"), "{error}");
     }
 }
@@ -227,7 +234,8 @@ fn saved_tensors_are_freed_as_the_backward_goes() {
 fn an_intermediate_may_be_saved_with_its_own_graph() {
     let _alone = alone();
     let before = live_nodes();
-    // The forward differentiates later: it saves a graph of its own, and the backward runs through it.
+    // The forward differentiates later: it saves a graph of its own, and the backward runs through
+    // it.
     let function = op(
         |saver, inputs| {
             let (x, y) = tch::with_grad(|| {

@@ -16,7 +16,8 @@ fn a_differentiable_backward_has_right_second_derivatives() {
     let x = leaf(&[0.5]);
     let mut derivative = exp(&x);
     for _ in 0..3 {
-        derivative = grad(&[&derivative], &[&x], &create()).and_then(Tensors::single).expect("derivative");
+        derivative =
+            grad(&[&derivative], &[&x], &create()).and_then(Tensors::single).expect("derivative");
         assert!((derivative.double_value(&[0]) - 0.5_f64.exp()).abs() < 1e-12);
     }
 }
@@ -25,7 +26,8 @@ fn a_differentiable_backward_has_right_second_derivatives() {
 fn a_refused_second_derivative_is_an_error_on_every_path() {
     let _alone = alone();
     let before = live_nodes();
-    // In PyTorch the first two give silently wrong numbers: the loss reaches x beside the operator, too.
+    // In PyTorch the first two give silently wrong numbers: the loss reaches x beside the operator,
+    // too.
     type Loss = fn(&Tensor) -> Tensor;
     let losses: [(&str, Loss); 4] = [
         ("f(x) x", |x| square(x) * x),
@@ -45,11 +47,15 @@ fn a_refused_second_derivative_is_an_error_on_every_path() {
     // Also when a gradient passes through unchanged, with whatever graph it brought along.
     let x = leaf(&[3.0]);
     let y = run(
-        op(|_, inputs| Ok(inputs.get(0)?.copy().into()), |_, grads| Ok(grads.get(0)?.shallow_clone().into())),
+        op(
+            |_, inputs| Ok(inputs.get(0)?.copy().into()),
+            |_, grads| Ok(grads.get(0)?.shallow_clone().into()),
+        ),
         &x,
     );
-    let first =
-        grad(&[&(&y * &y).sum(Kind::Double)], &[&x], &create()).and_then(Tensors::single).expect("first");
+    let first = grad(&[&(&y * &y).sum(Kind::Double)], &[&x], &create())
+        .and_then(Tensors::single)
+        .expect("first");
     assert_eq!(values(&first), [6.0]);
     assert!(gradient_of(&first, &x).is_err());
 }
@@ -110,9 +116,11 @@ fn differentiating_a_reference_gives_partial_not_total_derivatives() {
     let product = |x: &Tensor, y: &Tensor| {
         apply(Product, &[Some(x), Some(y)]).and_then(Tensors::single).expect("product")
     };
-    // 2·x·x² = 2x³: 6x², 12x, 12. One input depends on the other, and then they are the same tensor.
+    // 2·x·x² = 2x³: 6x², 12x, 12. One input depends on the other, and then they are the same
+    // tensor.
     let x = leaf(&[3.0]);
-    for y in [product(&x, &(&x * &x)), product(&(&x * &x), &x), product(&product(&x, &x), &x) / 2.0] {
+    for y in [product(&x, &(&x * &x)), product(&(&x * &x), &x), product(&product(&x, &x), &x) / 2.0]
+    {
         let first = grad(&[&y], &[&x], &create()).and_then(Tensors::single).expect("first");
         assert_eq!(values(&first), [54.0]);
         let second = grad(&[&first], &[&x], &create()).and_then(Tensors::single).expect("second");
@@ -124,7 +132,9 @@ fn differentiating_a_reference_gives_partial_not_total_derivatives() {
 /// x³ whose backward claims to be differentiable, and is what `backward` makes of it.
 struct Claimed<B>(B);
 
-impl<B: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static> Function for Claimed<B> {
+impl<B: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static> Function
+    for Claimed<B>
+{
     const NAME: &'static str = "claimed";
     const DOUBLE_BACKWARD: bool = true;
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
@@ -151,7 +161,8 @@ fn a_backward_that_only_claims_to_be_differentiable_is_found_out() {
     assert_eq!(values(&first), [108.0]);
     let error = gradient_of(&first, &x).expect_err("no graph").to_string();
     assert!(
-        error.contains("claimed: the second derivative is not defined") && error.contains("no graph"),
+        error.contains("claimed: the second derivative is not defined")
+            && error.contains("no graph"),
         "{error}"
     );
 }
@@ -167,7 +178,8 @@ fn differentiating_a_reference_without_need_or_with_another_number_of_outputs_is
     let always = move |ctx: &Context<'_>, grads: &Tensors| {
         differentiate_reference(ctx, &[ctx.saved_optional(0)?], grads, cube)
     };
-    let error = gradient_of(&run(Claimed(always), &x), &x).expect_err("no graph to build").to_string();
+    let error =
+        gradient_of(&run(Claimed(always), &x), &x).expect_err("no graph to build").to_string();
     assert!(error.contains("claimed: differentiate_reference needs a graph"), "{error}");
 
     let none = |ctx: &Context<'_>, grads: &Tensors| {
@@ -214,7 +226,8 @@ fn a_refused_second_derivative_covers_the_incoming_gradient() {
     let first = grad(&[&square(&x)], &[&x], &options).and_then(Tensors::single).expect("first");
     // v is no input of the operator, but its derivative is one of the backward, too.
     let options = GradOptions { allow_unused: true, ..Default::default() };
-    let error = grad(&[&first.sum(Kind::Double)], &[&v], &options).expect_err("refused").to_string();
+    let error =
+        grad(&[&first.sum(Kind::Double)], &[&v], &options).expect_err("refused").to_string();
     assert!(error.contains("square: the second derivative is not defined"), "{error}");
 }
 
@@ -283,7 +296,8 @@ fn differentiating_a_reference_of_which_only_a_part_is_needed() {
     let _alone = alone();
     let options = GradOptions { allow_unused: true, ..create() };
     let pair = |x: &Tensor, y: &Tensor| -> [Tensor; 2] {
-        let outputs = apply(Pair, &[Some(x), Some(y)]).and_then(Tensors::exactly::<2>).expect("apply");
+        let outputs =
+            apply(Pair, &[Some(x), Some(y)]).and_then(Tensors::exactly::<2>).expect("apply");
         outputs.map(|output| output.sum(Kind::Double))
     };
     let (x, y, constant) = (leaf(&[3.0]), leaf(&[5.0]), Tensor::from_slice(&[5.0]));
@@ -329,7 +343,10 @@ fn an_intermediate_with_a_graph_from_elsewhere_is_refused_in_a_second_derivative
     assert!(values(&first) == [10.0] && !first.requires_grad());
     // It would reach s, which the first derivative did not.
     let error = grad(&[&y], &[&x], &create()).expect_err("refused").to_string();
-    assert!(error.contains("by_hidden") && error.contains("neither an input nor an output"), "{error}");
+    assert!(
+        error.contains("by_hidden") && error.contains("neither an input nor an output"),
+        "{error}"
+    );
 }
 
 /// floor, whose gradient is zero, however it says so.
@@ -383,6 +400,7 @@ fn a_gradient_that_is_honestly_constant_can_be_declared() {
     let y = run(Lost, &run(Square::<true>, &x));
     let first = grad(&[&(&y * &y)], &[&x], &create()).and_then(Tensors::single).expect("first");
     assert!(gradient_of(&first, &x).is_err(), "a gradient that is not zero is not constant");
-    let error = second(Floor { declare: false, absent: false }).expect_err("suspicious").to_string();
+    let error =
+        second(Floor { declare: false, absent: false }).expect_err("suspicious").to_string();
     assert!(error.contains("return None") && error.contains("mark_constant"), "{error}");
 }

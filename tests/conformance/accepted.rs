@@ -61,18 +61,24 @@ fn inputs_of_any_kind_and_size() {
         let options = (Kind::Float, device);
         let table = Tensor::randn([5, 3], options).set_requires_grad(true);
         let index = Tensor::from_slice(&[4_i64, 0, 4, 2]).to_device(device);
-        conformance(|inputs| Ok(inputs[0].index_select(0, &inputs[1])), &[&table, &index], &defaults())
-            .expect("an integer input");
+        conformance(
+            |inputs| Ok(inputs[0].index_select(0, &inputs[1])),
+            &[&table, &index],
+            &defaults(),
+        )
+        .expect("an integer input");
         for kind in [Kind::Half, Kind::BFloat16, Kind::Float] {
             let x = Tensor::randn([3, 8], (kind, device)).set_requires_grad(true);
-            conformance(|inputs| Ok(inputs[0].relu() * 2.0), &[&x], &defaults()).expect("a smaller kind");
+            conformance(|inputs| Ok(inputs[0].relu() * 2.0), &[&x], &defaults())
+                .expect("a smaller kind");
         }
         for size in [&[0, 3][..], &[], &[1], &[2, 3, 4]] {
             let x = Tensor::randn(size, options).set_requires_grad(true);
             conformance(|inputs| Ok(inputs[0].sigmoid()), &[&x], &defaults()).expect("any size");
         }
         let rows = leaf(&[1, 6], device).detach().expand([4, 6], false).set_requires_grad(true);
-        conformance(|inputs| Ok(inputs[0].exp()), &[&rows], &defaults()).expect("elements in one place");
+        conformance(|inputs| Ok(inputs[0].exp()), &[&rows], &defaults())
+            .expect("elements in one place");
         let seven: Vec<Tensor> = (0..7).map(|_| leaf(&[2], device)).collect();
         let sum = |inputs: &[Tensor]| Ok(inputs.iter().map(Tensor::exp).sum::<Tensor>());
         conformance(sum, &seven.iter().collect::<Vec<_>>(), &defaults()).expect("more than six");
@@ -97,26 +103,32 @@ fn the_caller_s_tensors_are_not_touched() {
 #[test]
 fn errors_of_the_operator_itself() {
     let x = leaf(&[4, 6], Device::Cpu);
-    let error = conformance(|inputs| Ok(inputs[0].f_view([5, 5])?), &[&x], &defaults()).expect_err("a shape");
+    let error = conformance(|inputs| Ok(inputs[0].f_view([5, 5])?), &[&x], &defaults())
+        .expect_err("a shape");
     assert!(error.to_string().contains("shape '[5, 5]' is invalid"), "{error}");
-    let error =
-        conformance(|inputs| Ok(&inputs[0] + 1), &[&Tensor::new()], &defaults()).expect_err("undefined");
+    let error = conformance(|inputs| Ok(&inputs[0] + 1), &[&Tensor::new()], &defaults())
+        .expect_err("undefined");
     assert!(error.to_string().starts_with("conformance: inputs[0]: expected a tensor"), "{error}");
 }
 
 #[test]
 fn a_panic_is_an_error() {
     let x = leaf(&[4, 6], Device::Cpu);
-    let error = conformance(|inputs| Ok(inputs[0].view([5, 5])), &[&x], &defaults()).expect_err("a shape");
+    let error =
+        conformance(|inputs| Ok(inputs[0].view([5, 5])), &[&x], &defaults()).expect_err("a shape");
     let error = error.to_string();
-    assert!(error.contains("it panicked") && error.contains("shape '[5, 5]' is invalid"), "{error}");
+    assert!(
+        error.contains("it panicked") && error.contains("shape '[5, 5]' is invalid"),
+        "{error}"
+    );
     assert_eq!(error.lines().count(), 1, "{error}");
 }
 
 #[test]
 fn zeros_without_memory_share_none() {
     let zeros = |inputs: &[Tensor]| {
-        let zeros = || Tensor::internal_efficientzerotensor([4, 6], (Kind::Double, inputs[0].device()));
+        let zeros =
+            || Tensor::internal_efficientzerotensor([4, 6], (Kind::Double, inputs[0].device()));
         Ok([&inputs[0] * &inputs[1], zeros(), zeros()])
     };
     let (names, report) = broken(zeros, Device::Cpu, &defaults());
@@ -147,7 +159,8 @@ fn whatever_the_caller_has_switched_on_or_off() {
         assert!(names.is_empty(), "{report}");
     };
     tch::no_grad(check);
-    let leaf = |size: &[i64]| Tensor::randn(size, (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let leaf =
+        |size: &[i64]| Tensor::randn(size, (Kind::Float, Device::Cpu)).set_requires_grad(true);
     let (x, w) = (leaf(&[4, 6]), leaf(&[6, 3]));
     let _autocast = Autocast::new(Device::Cpu, Kind::BFloat16).expect("autocast");
     let options = ConformanceOptions { tolerance: Some((0.05, 0.05)), ..defaults() };
@@ -161,7 +174,8 @@ fn not_every_value_is_an_input_of_every_operator() {
         + Tensor::eye(4, (Kind::Double, Device::Cpu)))
     .set_requires_grad(true);
     // Of equal rows there is no inverse.
-    conformance(|inputs| Ok(Tensor::linalg_inv(&inputs[0])), &[&square], &defaults()).expect("an inverse");
+    conformance(|inputs| Ok(Tensor::linalg_inv(&inputs[0])), &[&square], &defaults())
+        .expect("an inverse");
     let positive = leaf(&[4, 6], Device::Cpu).detach().abs().f_add_scalar(0.1).expect("positive");
     let log = |inputs: &[Tensor]| {
         let lowest = inputs[0].detach().min().double_value(&[]);
@@ -188,5 +202,9 @@ fn inputs_of_different_layouts() {
         let alike = x.is_contiguous() == w.is_contiguous();
         Ok(x * w * if alike { 1.0 } else { 2.0 })
     };
-    assert_breaks(product(alike, gradient), &["layouts"], "with input 0 Transposed, output 0: element");
+    assert_breaks(
+        product(alike, gradient),
+        &["layouts"],
+        "with input 0 Transposed, output 0: element",
+    );
 }

@@ -9,7 +9,11 @@ fn a_write_to_an_input() {
         let _ = x.detach().f_copy_(&x.detach());
         Ok(x * w)
     };
-    assert_breaks(product(negate, gradient), &["inputs unchanged"], "input 0 as [4, 6] with strides");
+    assert_breaks(
+        product(negate, gradient),
+        &["inputs unchanged"],
+        "input 0 as [4, 6] with strides",
+    );
     let zero_grad = |_: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| {
         let results = [grad * w, grad * x];
         let _ = grad.detach().f_zero_()?;
@@ -32,7 +36,8 @@ fn a_write_beside_an_input() {
     for device in devices() {
         let x = leaf(&[4, 6], device);
         // Only copies with their margins have so much memory.
-        let error = conformance(product(beside, gradient), &[&x, &x], &defaults()).expect_err("a write");
+        let error =
+            conformance(product(beside, gradient), &[&x, &x], &defaults()).expect_err("a write");
         assert!(error.to_string().contains("or to memory around it"), "{error}");
     }
 }
@@ -53,7 +58,10 @@ fn outputs_that_share_memory() {
     let (names, report) = broken(|inputs| Ok(inputs[0].transpose(0, 1)), Device::Cpu, &declared);
     assert!(names.is_empty(), "{report}");
     let other = ConformanceOptions { aliases: &[(0, 1), (1, 0)], ..defaults() };
-    assert_eq!(broken(|inputs| Ok(inputs[0].transpose(0, 1)), Device::Cpu, &other).0, ["no aliasing"]);
+    assert_eq!(
+        broken(|inputs| Ok(inputs[0].transpose(0, 1)), Device::Cpu, &other).0,
+        ["no aliasing"]
+    );
 }
 
 #[test]
@@ -72,7 +80,11 @@ fn other_bits_each_time() {
         let drift = 1.0 + 1e-13 * f64::from(BACKWARDS.fetch_add(1, Ordering::Relaxed) % 7);
         Ok([grad * w, grad * x * drift].into())
     };
-    assert_breaks(product(value, drifting), &["determinism"], "the gradient of input 1 has other bits");
+    assert_breaks(
+        product(value, drifting),
+        &["determinism"],
+        "the gradient of input 1 has other bits",
+    );
 }
 
 #[test]
@@ -94,7 +106,11 @@ fn other_numbers_without_a_graph() {
 #[test]
 fn strides_ignored() {
     let forward = |x: &Tensor, w: &Tensor| Ok(taken_for_contiguous(x) * w);
-    assert_breaks(product(forward, gradient), &["layouts"], "with inputs Transposed, output 0: element");
+    assert_breaks(
+        product(forward, gradient),
+        &["layouts"],
+        "with inputs Transposed, output 0: element",
+    );
     let backward = |_: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| {
         Ok([grad * w, grad * taken_for_contiguous(x)].into())
     };
@@ -107,7 +123,11 @@ fn an_alignment_taken_for_granted() {
         let misaligned = !(x.data_ptr() as usize).is_multiple_of(16);
         Ok(if misaligned { x * w + 1.0 } else { x * w })
     };
-    assert_breaks(product(forward, gradient), &["layouts"], "with inputs Strided, output 0: element");
+    assert_breaks(
+        product(forward, gradient),
+        &["layouts"],
+        "with inputs Strided, output 0: element",
+    );
 }
 
 #[test]
@@ -120,7 +140,11 @@ fn a_write_without_a_graph() {
         }
         Ok(output)
     };
-    assert_breaks(careless, &["inputs unchanged"], "the forward with grad mode off wrote to input 0");
+    assert_breaks(
+        careless,
+        &["inputs unchanged"],
+        "the forward with grad mode off wrote to input 0",
+    );
 }
 
 #[test]
@@ -148,7 +172,10 @@ fn aliasing_only_with_a_graph() {
     let view = |inputs: &[Tensor]| {
         let product = &inputs[0] * &inputs[1];
         let graph = product.requires_grad();
-        Ok([if graph { inputs[0].transpose(0, 1) } else { inputs[0].transpose(0, 1).copy() }, product])
+        Ok([
+            if graph { inputs[0].transpose(0, 1) } else { inputs[0].transpose(0, 1).copy() },
+            product,
+        ])
     };
     assert_breaks(view, &["no aliasing"], "output 0 shares memory with input 0");
 }
@@ -166,7 +193,8 @@ fn what_depends_on_who_requires_grad() {
         move |inputs: &[Tensor]| {
             let output = &inputs[0] * &inputs[1];
             let graph = output.requires_grad();
-            let more = if graph { vec![Some(output.detach().copy())] } else { absent(output.copy()) };
+            let more =
+                if graph { vec![Some(output.detach().copy())] } else { absent(output.copy()) };
             Ok(std::iter::once(Some(output)).chain(more).collect::<Vec<_>>())
         }
     };
@@ -190,7 +218,10 @@ fn what_depends_on_who_requires_grad() {
         Ok(inputs.iter().map(Tensor::exp).sum::<Tensor>() * if count == 6 { 2.0 } else { 1.0 })
     };
     let error = conformance(six, &seven.iter().collect::<Vec<_>>(), &defaults()).expect_err("six");
-    assert!(error.to_string().contains("with gradients for inputs [1, 2, 3, 4, 5, 6] only"), "{error}");
+    assert!(
+        error.to_string().contains("with gradients for inputs [1, 2, 3, 4, 5, 6] only"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -205,8 +236,9 @@ fn a_write_beside_an_output_or_a_gradient() {
     let (names, report) = broken(product(forward, gradient), Device::Cpu, &defaults());
     assert_eq!(names, ["memory"], "{report}");
     assert!(report.contains("the forward without a graph wrote beside memory"), "{report}");
-    let backward =
-        |_: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| Ok([beyond(grad * w), grad * x].into());
+    let backward = |_: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| {
+        Ok([beyond(grad * w), grad * x].into())
+    };
     let (names, report) = broken(product(value, backward), Device::Cpu, &defaults());
     assert_eq!(names, ["memory"], "{report}");
     assert!(report.contains("forward and backward wrote beside memory"), "{report}");

@@ -20,7 +20,8 @@ fn a_gradient_that_depends_on_who_asks() {
 #[test]
 fn strides_of_incoming_gradients_ignored() {
     let careless = |_: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| {
-        let grad = if grad.requires_grad() { grad.shallow_clone() } else { taken_for_contiguous(grad) };
+        let grad =
+            if grad.requires_grad() { grad.shallow_clone() } else { taken_for_contiguous(grad) };
         Ok([&grad * w, &grad * x].into())
     };
     for device in devices() {
@@ -84,11 +85,15 @@ impl Function for Careless {
         if !ctx.create_graph() {
             return Ok([vector * &saved[1], vector * &saved[0]].into());
         }
-        let inputs =
-            if self.detached { saved.map(|tensor| tensor.detach().set_requires_grad(true)) } else { saved };
+        let inputs = if self.detached {
+            saved.map(|tensor| tensor.detach().set_requires_grad(true))
+        } else {
+            saved
+        };
         let output = &inputs[0] * &inputs[1];
         let vectors = [Some(vector)];
-        let options = GradOptions { grad_outputs: &vectors, create_graph: true, ..Default::default() };
+        let options =
+            GradOptions { grad_outputs: &vectors, create_graph: true, ..Default::default() };
         grad(&[&output], &[&inputs[0], &inputs[1]], &options)
     }
 }
@@ -127,7 +132,8 @@ fn careless_second_derivatives() {
 #[test]
 fn careless_second_derivatives_where_no_step_feeds_the_next() {
     let careless = |inputs: &[Tensor]| {
-        let output = apply(Careless { detached: false }, &[Some(&inputs[0]), Some(&inputs[1])])?.single()?;
+        let output =
+            apply(Careless { detached: false }, &[Some(&inputs[0]), Some(&inputs[1])])?.single()?;
         Ok(output.sum_dim_intlist([1_i64].as_slice(), false, Kind::Double))
     };
     assert_breaks(careless, &["create_graph"], "with create_graph: element");
@@ -147,7 +153,10 @@ fn one_buffer_for_all_gradients() {
     };
     let (names, report) = broken(product(value, reusing), Device::Cpu, &defaults());
     assert!(names.contains(&"no aliasing".to_string()), "{report}");
-    assert!(report.contains("the gradient of input 0 shares memory with that of another call"), "{report}");
+    assert!(
+        report.contains("the gradient of input 0 shares memory with that of another call"),
+        "{report}"
+    );
 }
 
 #[test]

@@ -37,7 +37,8 @@ impl Function for Scale {
 
 #[test]
 fn changes_in_place_have_to_be_declared() {
-    let scale = |inputs: &[Tensor]| apply(Scale { tell: true }, &[Some(&inputs[0]), Some(&inputs[1])]);
+    let scale =
+        |inputs: &[Tensor]| apply(Scale { tell: true }, &[Some(&inputs[0]), Some(&inputs[1])]);
     let declared = ConformanceOptions { changed_inputs: &[0], ..defaults() };
     let beyond = ConformanceOptions { changed_inputs: &[0, 2], ..defaults() };
     for device in devices() {
@@ -53,9 +54,11 @@ fn changes_in_place_have_to_be_declared() {
         assert!(error.contains("inputs unchanged: the forward wrote to input 0"), "{error}");
         assert!(error.contains("no aliasing: output 0 shares memory with input 0"), "{error}");
     }
-    let silent = |inputs: &[Tensor]| apply(Scale { tell: false }, &[Some(&inputs[0]), Some(&inputs[1])]);
+    let silent =
+        |inputs: &[Tensor]| apply(Scale { tell: false }, &[Some(&inputs[0]), Some(&inputs[1])]);
     let (x, w) = (leaf(&[4, 6], Device::Cpu).detach(), leaf(&[4, 6], Device::Cpu));
-    let error = conformance(silent, &[&x, &w], &declared).expect_err("libtorch is not told").to_string();
+    let error =
+        conformance(silent, &[&x, &w], &declared).expect_err("libtorch is not told").to_string();
     assert!(error.contains("its version was not: is mark_dirty missing?"), "{error}");
 }
 
@@ -78,10 +81,14 @@ fn scale_of_a_buffer(beside: bool) -> impl Fn(&[Tensor]) -> Result<Tensors> + Sy
 fn changes_in_place_of_what_is_differentiated() {
     let declared = ConformanceOptions { changed_inputs: &[0], ..defaults() };
     let (x, w) = (leaf(&[4, 6], Device::Cpu), leaf(&[4, 6], Device::Cpu));
-    let check =
-        |beside| conformance(scale_of_a_buffer(beside), &[&x, &w], &declared).expect_err("wrong").to_string();
+    let check = |beside| {
+        conformance(scale_of_a_buffer(beside), &[&x, &w], &declared).expect_err("wrong").to_string()
+    };
     let report = check(true);
-    assert!(report.contains("inputs unchanged: the forward with grad mode off wrote to input 0"), "{report}");
+    assert!(
+        report.contains("inputs unchanged: the forward with grad mode off wrote to input 0"),
+        "{report}"
+    );
     let report = check(false);
     assert!(report.contains("layouts: with inputs Transposed, output 0"), "{report}");
 }

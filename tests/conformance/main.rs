@@ -1,4 +1,5 @@
-//! `testing::conformance` accepts operators that keep to the rules, and names the rule that another breaks.
+//! `testing::conformance` accepts operators that keep to the rules, and names the rule that another
+//! breaks.
 
 mod accepted;
 mod forward;
@@ -13,7 +14,8 @@ use std::thread::ThreadId;
 use tch::{Device, Kind, Tensor};
 use tch_extension::amp::Autocast;
 use tch_extension::autograd::{
-    Context, Function, GradOptions, Inputs, Saver, Tensors, apply, checkpoint, differentiate_reference, grad,
+    Context, Function, GradOptions, Inputs, Saver, Tensors, apply, checkpoint,
+    differentiate_reference, grad,
 };
 use tch_extension::cuda::{Stream, StreamGuard};
 use tch_extension::testing::{ConformanceOptions, conformance, cuda_or_skip, devices};
@@ -59,8 +61,8 @@ fn assert_breaks<O: Into<Tensors>>(
     }
 }
 
-/// x·w with a part that can be exchanged for a wrong one: what is computed with the inputs, and from input, other
-/// input and incoming gradient the gradient.
+/// x·w with a part that can be exchanged for a wrong one: what is computed with the inputs, and
+/// from input, other input and incoming gradient the gradient.
 struct Product<F, B> {
     forward: F,
     backward: B,

@@ -33,7 +33,8 @@ fn autocast_left_on() {
 fn what_only_one_thread_has() {
     static FIRST: OnceLock<ThreadId> = OnceLock::new();
     let homesick = |inputs: &[Tensor]| {
-        let home = std::thread::current().id() == *FIRST.get_or_init(|| std::thread::current().id());
+        let home =
+            std::thread::current().id() == *FIRST.get_or_init(|| std::thread::current().id());
         Ok(&inputs[0] * &inputs[1] * if home { 1.0 } else { 0.5 })
     };
     assert_breaks(homesick, &["threads"], "in a new thread, output 0: element");
@@ -54,7 +55,8 @@ fn cuda_work_on_another_stream() {
         Ok(&inputs[0] * &inputs[1])
     };
     // A capture does not see it, either.
-    let (names, report) = broken(elsewhere, device, &ConformanceOptions { cuda_graph: false, ..defaults() });
+    let (names, report) =
+        broken(elsewhere, device, &ConformanceOptions { cuda_graph: false, ..defaults() });
     assert_eq!(names, ["stream"], "{report}");
     let backward = |_: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| {
         let _guard = StreamGuard::new(&Stream::default_of(x.device())?)?;
@@ -89,7 +91,11 @@ fn cuda_what_cannot_be_captured() {
     let (names, report) = broken(waiting, device, &defaults());
     assert_eq!(names, ["CUDA graph"], "{report}");
     assert!(report.contains("it cannot be captured"), "{report}");
-    assert!(broken(waiting, device, &ConformanceOptions { cuda_graph: false, ..defaults() }).0.is_empty());
+    assert!(
+        broken(waiting, device, &ConformanceOptions { cuda_graph: false, ..defaults() })
+            .0
+            .is_empty()
+    );
     // What the CPU read at the capture is no longer so at the replay.
     static CALLS: AtomicU32 = AtomicU32::new(0);
     let counting = |inputs: &[Tensor]| {

@@ -1,7 +1,8 @@
 //! What the build script of every crate with kernels looks like.
 
 fn main() {
-    let built = tch_extension_build::Extension::new("downstream").source_dir("csrc").build_or_exit();
+    let built =
+        tch_extension_build::Extension::new("downstream").source_dir("csrc").build_or_exit();
     // Written for Python, and unchanged: each module's functions become operators.
     let python = |name: &str| tch_extension_build::Extension::new(name);
     python("linear_cpp").source("../python_sources/linear.cpp").build_or_exit();

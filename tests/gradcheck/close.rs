@@ -32,8 +32,12 @@ fn assert_close_accepts_what_is_close() {
 
 #[test]
 fn assert_close_names_the_worst_element() {
-    let text = difference(&[1.0, 2.0, 3.5, 4.0, 9.0, 6.0], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 0.1, 0.05);
-    assert_says(&text, &["element [1, 1]: actual 9.0, expected 5.0", "differ by 4.0, allowed is 0.55"]);
+    let text =
+        difference(&[1.0, 2.0, 3.5, 4.0, 9.0, 6.0], &[1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 0.1, 0.05);
+    assert_says(
+        &text,
+        &["element [1, 1]: actual 9.0, expected 5.0", "differ by 4.0, allowed is 0.55"],
+    );
     assert_says(&text, &["2 of 6 elements are not close"]);
 }
 
@@ -72,7 +76,10 @@ fn assert_close_refuses_other_shapes_and_kinds() {
     assert_eq!(text, "assert_close: actual is Double [2, 3], expected is Double [3]");
     let text = compare(Tensor::zeros([3], (Kind::Float, Device::Cpu)), Tensor::zeros([3], options));
     assert_eq!(text, "assert_close: actual is Float [3], expected is Double [3]");
-    assert_eq!(compare(Tensor::new(), Tensor::from(1.0)), "assert_close: actual is an undefined tensor");
+    assert_eq!(
+        compare(Tensor::new(), Tensor::from(1.0)),
+        "assert_close: actual is an undefined tensor"
+    );
     let complex = Tensor::zeros([1], (Kind::ComplexFloat, Device::Cpu));
     assert_says(&compare(complex.shallow_clone(), complex), &["complex numbers", "view_as_real"]);
 }

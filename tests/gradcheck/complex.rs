@@ -1,4 +1,5 @@
-//! Complex inputs and outputs, with PyTorch's gradient: that of a real number `s` by `z = x + iy` is `∂s/∂x + i ∂s/∂y`.
+//! Complex inputs and outputs, with PyTorch's gradient: that of a real number `s` by `z = x + iy`
+//! is `∂s/∂x + i ∂s/∂y`.
 
 use super::*;
 use tch_extension::testing::{GradgradcheckOptions, gradgradcheck};
@@ -38,7 +39,9 @@ fn right_complex_functions_pass() -> Result<()> {
 }
 
 /// z·z with the backward given.
-fn complex_square(backward: fn(&Tensor, &Tensor) -> Tensor) -> impl Fn(&[Tensor]) -> Result<Tensors> {
+fn complex_square(
+    backward: fn(&Tensor, &Tensor) -> Tensor,
+) -> impl Fn(&[Tensor]) -> Result<Tensors> {
     square(backward)
 }
 
@@ -76,7 +79,10 @@ fn a_missing_conjugate_of_the_incoming_gradient_is_found() {
     let z = of(&[1.0, 2.0]);
     check(|inputs| apply(Norm(true), &[Some(&inputs[0])]), &[&z]).unwrap();
     let text = refusal(check(|inputs| apply(Norm(false), &[Some(&inputs[0])]), &[&z]));
-    assert_says(&text, &["row 0 (output element [0]), column 1 (input element [0], imaginary part)"]);
+    assert_says(
+        &text,
+        &["row 0 (output element [0]), column 1 (input element [0], imaginary part)"],
+    );
     assert_says(&text, &["analytical -4.0, numerical 4.0", "1 of 2 entries is wrong"]);
 }
 
@@ -103,7 +109,10 @@ fn a_real_to_complex_backward_of_ones_own_passes_or_is_found() {
     let x = Tensor::from_slice(&[0.5, -1.0]).set_requires_grad(true);
     check(|inputs| apply(Curve(1.0), &[Some(&inputs[0])]), &[&x]).unwrap();
     let text = refusal(check(|inputs| apply(Curve(-1.0), &[Some(&inputs[0])]), &[&x]));
-    assert_says(&text, &["row 1 (output element [0], imaginary part), column 0 (input element [0])"]);
+    assert_says(
+        &text,
+        &["row 1 (output element [0], imaginary part), column 0 (input element [0])"],
+    );
     assert_says(&text, &["2 of 8 entries are wrong"]);
     // A complex gradient of a real input is libtorch's to refuse.
     let wrong = square(|x, grad| Tensor::complex(&(grad * x * 2.0), grad));
@@ -124,15 +133,21 @@ fn complex_gradients_from_nowhere_are_found() {
         &["the gradient is 1.0 at element [0], imaginary part, although every incoming gradient"],
     );
     // Right for one and for i, but not linear.
-    let bent = square(|z, grad| Tensor::complex(&grad.real().abs(), &grad.imag().abs()) * (z * 2.0).conj());
+    let bent = square(|z, grad| {
+        Tensor::complex(&grad.real().abs(), &grad.imag().abs()) * (z * 2.0).conj()
+    });
     assert_says(&refusal(check(bent, &[&z])), &["backward has to be linear"]);
 }
 
 #[test]
 fn complex_inputs_of_any_layout_pass() -> Result<()> {
     let base = complex(&[4, 6]).detach();
-    for view in [base.transpose(0, 1), base.slice(1, 1, 6, 2).transpose(0, 1), base.select(1, 3), base.conj()]
-    {
+    for view in [
+        base.transpose(0, 1),
+        base.slice(1, 1, 6, 2).transpose(0, 1),
+        base.select(1, 3),
+        base.conj(),
+    ] {
         let view = view.narrow(0, 1, 2).detach().set_requires_grad(true);
         check(square(|z, grad| grad * (z * 2.0).conj()), &[&view])?;
     }
@@ -144,7 +159,10 @@ fn complex_inputs_of_any_layout_pass() -> Result<()> {
 fn smaller_complex_kinds_are_refused() {
     let z = Tensor::randn([1], (Kind::ComplexFloat, Device::Cpu)).set_requires_grad(true);
     let text = refusal(check(|inputs| Ok(inputs[0].exp()), &[&z]));
-    assert_says(&text, &["expected kind ComplexDouble", "got ComplexFloat", "to_kind(Kind::ComplexDouble)"]);
+    assert_says(
+        &text,
+        &["expected kind ComplexDouble", "got ComplexFloat", "to_kind(Kind::ComplexDouble)"],
+    );
 }
 
 #[test]
@@ -166,7 +184,12 @@ fn fast_mode_tells_a_conjugate_too() {
 fn second_derivatives_of_complex_functions() {
     let z = complex(&[2]);
     let options = GradgradcheckOptions::default();
-    gradgradcheck(|inputs| Ok(&inputs[0] * &inputs[0].conj() * &inputs[0]), &[&z], &options).unwrap();
-    gradgradcheck(|inputs| Ok(Tensor::complex(&inputs[0].sin(), &inputs[0])), &[&variable(&[2])], &options)
+    gradgradcheck(|inputs| Ok(&inputs[0] * &inputs[0].conj() * &inputs[0]), &[&z], &options)
         .unwrap();
+    gradgradcheck(
+        |inputs| Ok(Tensor::complex(&inputs[0].sin(), &inputs[0])),
+        &[&variable(&[2])],
+        &options,
+    )
+    .unwrap();
 }

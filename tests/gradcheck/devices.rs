@@ -7,7 +7,8 @@ fn on_every_device() {
     for device in devices() {
         let on_device = |size: &[i64]| random(size).to_device(device).set_requires_grad(true);
         check(square(|x, grad| grad * x * 2.0), &[&on_device(&[7])]).unwrap();
-        let view = random(&[5, 6]).to_device(device).slice(1, 1, 6, 2).detach().set_requires_grad(true);
+        let view =
+            random(&[5, 6]).to_device(device).slice(1, 1, 6, 2).detach().set_requires_grad(true);
         check(|inputs| Ok(inputs[0].matmul(&inputs[1])), &[&view, &on_device(&[3, 2])]).unwrap();
         let text = refusal(check(square(|x, grad| grad * x * 3.0), &[&on_device(&[7])]));
         assert_says(&text, &["the gradient is wrong", "7 of 49 entries are wrong"]);

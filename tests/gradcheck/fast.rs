@@ -13,7 +13,8 @@ fn fast_mode_accepts_right_gradients_of_any_layout() {
     let strided = random(&[8, 31]).slice(1, 1, 31, 3).transpose(0, 1).set_requires_grad(true);
     let two = |inputs: &[Tensor]| Ok([inputs[0].sin(), inputs[0].sum(Kind::Double) * &inputs[0]]);
     check_with(two, &[&strided], &fast()).expect("two outputs");
-    check_with(|inputs| Ok(inputs[0].exp()), &[&variable(&[0, 3])], &fast()).expect("nothing at all");
+    check_with(|inputs| Ok(inputs[0].exp()), &[&variable(&[0, 3])], &fast())
+        .expect("nothing at all");
     // Only one input has a derivative.
     check_with(|inputs| Ok(&inputs[0] * inputs[1].detach()), &[&x, &variable(&[50, 40])], &fast())
         .expect_err("the second has none, but the output depends on it");
@@ -38,8 +39,9 @@ fn fast_mode_names_output_and_input_of_a_wrong_gradient() {
 #[test]
 fn fast_mode_runs_the_backward_twice() {
     let calls = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
-    let drifting =
-        square(move |x, grad| grad * x * (2.0 + 1e-9 * calls.fetch_add(1, Ordering::SeqCst) as f64));
+    let drifting = square(move |x, grad| {
+        grad * x * (2.0 + 1e-9 * calls.fetch_add(1, Ordering::SeqCst) as f64)
+    });
     let x = variable(&[5]);
     assert_says(&refusal(check_with(&drifting, &[&x], &fast())), &["not deterministic"]);
     let tolerant = GradcheckOptions { nondet_tol: 1e-6, ..fast() };

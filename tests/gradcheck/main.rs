@@ -1,4 +1,5 @@
-//! `testing::gradcheck` accepts right gradients and names the place of wrong ones; so do its companions.
+//! `testing::gradcheck` accepts right gradients and names the place of wrong ones; so do its
+//! companions.
 
 mod close;
 mod complex;
@@ -11,8 +12,12 @@ mod wrong;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use tch::{Device, Kind, Tensor};
-use tch_extension::autograd::{Context, Function, GradOptions, Inputs, Saver, Tensors, apply, grad};
-use tch_extension::testing::{GradcheckOptions, assert_close, cuda_or_skip, devices, gradcheck, tolerance};
+use tch_extension::autograd::{
+    Context, Function, GradOptions, Inputs, Saver, Tensors, apply, grad,
+};
+use tch_extension::testing::{
+    GradcheckOptions, assert_close, cuda_or_skip, devices, gradcheck, tolerance,
+};
 use tch_extension::{Error, Result};
 
 fn random(size: &[i64]) -> Tensor {
@@ -23,9 +28,12 @@ fn variable(size: &[i64]) -> Tensor {
     random(size).set_requires_grad(true)
 }
 
-/// Runs gradcheck, and whatever it says, the caller's tensors must be as they were, bit by bit, and never
-/// written to in between either, as libtorch's version counter tells.
-fn check<O: Into<Tensors>>(function: impl Fn(&[Tensor]) -> Result<O>, inputs: &[&Tensor]) -> Result<()> {
+/// Runs gradcheck, and whatever it says, the caller's tensors must be as they were, bit by bit, and
+/// never written to in between either, as libtorch's version counter tells.
+fn check<O: Into<Tensors>>(
+    function: impl Fn(&[Tensor]) -> Result<O>,
+    inputs: &[&Tensor],
+) -> Result<()> {
     check_with(function, inputs, &GradcheckOptions::default())
 }
 
@@ -87,12 +95,16 @@ fn square(
     }
 }
 
-/// (x², x³), with any backward: a function of x and the incoming gradients, which are not materialised.
+/// (x², x³), with any backward: a function of x and the incoming gradients, which are not
+/// materialised.
 struct Powers<B>(B);
 
 impl<B> Function for Powers<B>
 where
-    B: Fn(&Tensor, Option<&Tensor>, Option<&Tensor>) -> Result<Option<Tensor>> + Send + Sync + 'static,
+    B: Fn(&Tensor, Option<&Tensor>, Option<&Tensor>) -> Result<Option<Tensor>>
+        + Send
+        + Sync
+        + 'static,
 {
     const NAME: &'static str = "powers";
 
@@ -110,12 +122,20 @@ where
 
 fn powers<B>(backward: B) -> impl Fn(&[Tensor]) -> Result<Tensors>
 where
-    B: Fn(&Tensor, Option<&Tensor>, Option<&Tensor>) -> Result<Option<Tensor>> + Copy + Send + Sync + 'static,
+    B: Fn(&Tensor, Option<&Tensor>, Option<&Tensor>) -> Result<Option<Tensor>>
+        + Copy
+        + Send
+        + Sync
+        + 'static,
 {
     move |inputs| apply(Powers(backward), &[Some(&inputs[0])])
 }
 
-fn right_powers(x: &Tensor, square: Option<&Tensor>, cube: Option<&Tensor>) -> Result<Option<Tensor>> {
+fn right_powers(
+    x: &Tensor,
+    square: Option<&Tensor>,
+    cube: Option<&Tensor>,
+) -> Result<Option<Tensor>> {
     let square = square.map(|grad| grad * x * 2.0);
     let cube = cube.map(|grad| grad * x * x * 3.0);
     Ok(match (square, cube) {

@@ -6,7 +6,10 @@ use super::*;
 fn float_inputs_are_refused() {
     let x = Tensor::from_slice(&[1_f32]).set_requires_grad(true);
     let text = refusal(check(|inputs| Ok(inputs[0].exp()), &[&variable(&[1]), &x]));
-    assert_says(&text, &["gradcheck: inputs[1]: expected kind Double", "got Float", "to_kind(Kind::Double)"]);
+    assert_says(
+        &text,
+        &["gradcheck: inputs[1]: expected kind Double", "got Float", "to_kind(Kind::Double)"],
+    );
 }
 
 #[test]
@@ -23,13 +26,17 @@ fn overlapping_inputs_are_refused() {
     let overlapping = random(&[4]).as_strided([3, 2], [1, 1], 0).set_requires_grad(true);
     for input in [expanded, overlapping] {
         let text = refusal(check(|inputs| Ok(inputs[0].exp()), &[&input]));
-        assert_says(&text, &["gradcheck: inputs[0]: expected elements that do not overlap", "contiguous()"]);
+        assert_says(
+            &text,
+            &["gradcheck: inputs[0]: expected elements that do not overlap", "contiguous()"],
+        );
     }
 }
 
 #[test]
 fn undefined_inputs_and_functions_without_output_are_refused() {
-    let result = gradcheck(|inputs| Ok(inputs[0].exp()), &[&Tensor::new()], &GradcheckOptions::default());
+    let result =
+        gradcheck(|inputs| Ok(inputs[0].exp()), &[&Tensor::new()], &GradcheckOptions::default());
     assert_says(&refusal(result), &["gradcheck: inputs[0]: expected a tensor"]);
     assert_says(
         &refusal(check(|_| Ok(()), &[&variable(&[1])])),

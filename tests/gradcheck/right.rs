@@ -14,14 +14,18 @@ fn right_functions_pass() -> Result<()> {
 fn several_outputs_pass() -> Result<()> {
     check(powers(right_powers), &[&variable(&[4])])?;
     // Outputs of different shapes, one of which depends on one input only.
-    let function = |inputs: &[Tensor]| Ok([inputs[0].matmul(&inputs[1]), inputs[0].sin().sum(Kind::Double)]);
+    let function =
+        |inputs: &[Tensor]| Ok([inputs[0].matmul(&inputs[1]), inputs[0].sin().sum(Kind::Double)]);
     check(function, &[&variable(&[3, 2]), &variable(&[2, 1])])
 }
 
 #[test]
 fn an_output_may_be_an_input_a_view_of_one_or_absent() -> Result<()> {
     check(|inputs| Ok(inputs[0].shallow_clone()), &[&variable(&[3])])?;
-    check(|inputs| Ok([inputs[0].transpose(0, 1), inputs[0].narrow(0, 0, 1)]), &[&variable(&[2, 3])])?;
+    check(
+        |inputs| Ok([inputs[0].transpose(0, 1), inputs[0].narrow(0, 0, 1)]),
+        &[&variable(&[2, 3])],
+    )?;
     check(|inputs| Ok(vec![None, Some(inputs[0].exp())]), &[&variable(&[3])])?;
     check(|inputs| Ok(vec![Some(Tensor::new()), Some(inputs[0].exp())]), &[&variable(&[3])])
 }
@@ -114,20 +118,27 @@ fn an_absent_gradient_is_zero() -> Result<()> {
             Ok([Some(grads.get(0)? * 2.0), None].into())
         }
     }
-    check(|inputs| apply(First, &[Some(&inputs[0]), Some(&inputs[1])]), &[&variable(&[3]), &variable(&[2])])
+    check(
+        |inputs| apply(First, &[Some(&inputs[0]), Some(&inputs[1])]),
+        &[&variable(&[3]), &variable(&[2])],
+    )
 }
 
 #[test]
 fn outputs_without_a_derivative_are_passed_over() -> Result<()> {
-    let function = |inputs: &[Tensor]| Ok([inputs[0].argmax(0, false), inputs[0].exp(), inputs[0].detach()]);
+    let function =
+        |inputs: &[Tensor]| Ok([inputs[0].argmax(0, false), inputs[0].exp(), inputs[0].detach()]);
     check(function, &[&variable(&[4])])
 }
 
 #[test]
 fn a_second_derivative_passes() -> Result<()> {
     let first = |inputs: &[Tensor]| {
-        let options =
-            GradOptions { grad_outputs: &[Some(&inputs[1])], create_graph: true, ..Default::default() };
+        let options = GradOptions {
+            grad_outputs: &[Some(&inputs[1])],
+            create_graph: true,
+            ..Default::default()
+        };
         grad(&[&(&inputs[0] * inputs[0].sin())], &[&inputs[0]], &options)
     };
     check(first, &[&variable(&[3]), &variable(&[3])])

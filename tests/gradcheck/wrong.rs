@@ -9,7 +9,10 @@ fn a_wrong_factor_is_found() {
     let whole = result.as_ref().unwrap_err().to_string();
     let text = refusal(result);
     // The largest is the worst.
-    assert_says(&text, &["output 0, input 0", "row 2 (output element [2])", "column 2 (input element [2])"]);
+    assert_says(
+        &text,
+        &["output 0, input 0", "row 2 (output element [2])", "column 2 (input element [2])"],
+    );
     assert_says(&text, &["analytical -12.0, numerical -7.99", "3 of 9 entries are wrong"]);
     // The Jacobians follow.
     assert_says(
@@ -32,7 +35,10 @@ fn a_wrong_last_element_of_a_ragged_size_is_found() {
         let last = n - 1;
         let (row, column) =
             (format!("row {last} (output element [{last}])"), format!("column {last} (input"));
-        assert_says(&text, &[&row, &column, "analytical 0.0", &format!("1 of {} entries is wrong", n * n)]);
+        assert_says(
+            &text,
+            &[&row, &column, "analytical 0.0", &format!("1 of {} entries is wrong", n * n)],
+        );
     }
 }
 
@@ -49,7 +55,10 @@ fn a_transposed_gradient_is_found() {
 fn a_gradient_that_ignores_the_incoming_one_is_found() {
     let x = Tensor::from_slice(&[1.0, 2.0]).set_requires_grad(true);
     let text = refusal(check(square(|x, _| x * 2.0), &[&x]));
-    assert_says(&text, &["row 0", "column 1", "analytical 4.0, numerical 0.0", "2 of 4 entries are wrong"]);
+    assert_says(
+        &text,
+        &["row 0", "column 1", "analytical 4.0, numerical 0.0", "2 of 4 entries are wrong"],
+    );
 }
 
 #[test]
@@ -58,12 +67,21 @@ fn a_scalar_function_that_ignores_the_incoming_gradient_is_found() {
     let ignoring = square(|x, _| x * 2.0);
     let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
     let text = refusal(check(&ignoring, &[&x]));
-    assert_says(&text, &["input 0: the gradient is 6.0 at element [0]", "every incoming gradient is zero"]);
+    assert_says(
+        &text,
+        &["input 0: the gradient is 6.0 at element [0]", "every incoming gradient is zero"],
+    );
 
-    let unchecked =
-        GradcheckOptions { check_zero_grad: false, check_undefined_grad: false, ..Default::default() };
+    let unchecked = GradcheckOptions {
+        check_zero_grad: false,
+        check_undefined_grad: false,
+        ..Default::default()
+    };
     let text = refusal(check_with(&ignoring, &[&x], &unchecked));
-    assert_says(&text, &["input 0", "give 6.0 at element [0], but -12.0 by the Jacobian", "linear"]);
+    assert_says(
+        &text,
+        &["input 0", "give 6.0 at element [0], but -12.0 by the Jacobian", "linear"],
+    );
 }
 
 #[test]
@@ -88,31 +106,50 @@ fn a_backward_that_drops_terms_with_several_gradients_is_found() {
     });
     let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
     // -2 of 6 and 0.5 of 27
-    assert_says(&refusal(check(wrong, &[&x])), &["give -12.0 at element [0], but 1.5 by the Jacobian"]);
+    assert_says(
+        &refusal(check(wrong, &[&x])),
+        &["give -12.0 at element [0], but 1.5 by the Jacobian"],
+    );
 
     let silent = powers(move |x, square, cube| match (square, cube) {
         (Some(square), Some(cube)) if !is_zero(square) && !is_zero(cube) => Ok(None),
         _ => right_powers(x, square, cube),
     });
-    assert_says(&refusal(check(silent, &[&x])), &["give 0.0 at element [0], but 1.5 by the Jacobian"]);
+    assert_says(
+        &refusal(check(silent, &[&x])),
+        &["give 0.0 at element [0], but 1.5 by the Jacobian"],
+    );
 }
 
 #[test]
 fn a_gradient_from_nowhere_is_found() {
     // Right for every row of the Jacobian.
     let backward =
-        square(|x, grad| if grad.any().double_value(&[]) == 0.0 { x.ones_like() } else { grad * x * 2.0 });
+        square(
+            |x, grad| {
+                if grad.any().double_value(&[]) == 0.0 { x.ones_like() } else { grad * x * 2.0 }
+            },
+        );
     let text = refusal(check(backward, &[&variable(&[2, 2])]));
-    assert_says(&text, &["the gradient is 1.0 at element [0, 0]", "every incoming gradient is zero"]);
+    assert_says(
+        &text,
+        &["the gradient is 1.0 at element [0, 0]", "every incoming gradient is zero"],
+    );
 }
 
 #[test]
 fn nan_is_wrong_everywhere() {
     let nan = square(|x, grad| grad * x * f64::NAN);
-    assert_says(&refusal(check(nan, &[&variable(&[2])])), &["analytical NaN", "4 of 4 entries are wrong"]);
+    assert_says(
+        &refusal(check(nan, &[&variable(&[2])])),
+        &["analytical NaN", "4 of 4 entries are wrong"],
+    );
     // Also where the numerical derivative is no number either.
     let x = Tensor::from_slice(&[-1.0]).set_requires_grad(true);
-    assert_says(&refusal(check(|inputs| Ok(inputs[0].sqrt()), &[&x])), &["analytical NaN, numerical NaN"]);
+    assert_says(
+        &refusal(check(|inputs| Ok(inputs[0].sqrt()), &[&x])),
+        &["analytical NaN, numerical NaN"],
+    );
 }
 
 #[test]
@@ -127,7 +164,10 @@ fn a_backward_that_alternates_is_found() -> Result<()> {
     };
     let x = Tensor::from_slice(&[3.0, 1.0]).set_requires_grad(true);
     let text = refusal(check(function, &[&x]));
-    assert_says(&text, &["not deterministic", "row 0", "column 0", "first 6.0, second 6.000000006"]);
+    assert_says(
+        &text,
+        &["not deterministic", "row 0", "column 0", "first 6.0, second 6.000000006"],
+    );
 
     let tolerant = GradcheckOptions { nondet_tol: 1e-6, ..Default::default() };
     check_with(function, &[&x], &tolerant)
@@ -148,7 +188,10 @@ fn a_backward_that_needs_every_gradient_is_found() {
         (None, None) => Err(Error::msg("no gradient at all")),
     });
     let text = refusal(check(needy, &[&variable(&[2])]));
-    assert_says(&text, &["backward failed", "every output is undefined", "powers: no gradient at all"]);
+    assert_says(
+        &text,
+        &["backward failed", "every output is undefined", "powers: no gradient at all"],
+    );
 }
 
 #[test]
@@ -158,7 +201,10 @@ fn a_gradient_in_spite_of_undefined_ones_is_found() {
         _ => right_powers(x, square, cube),
     });
     let text = refusal(check(inventive, &[&variable(&[2])]));
-    assert_says(&text, &["the gradient is 1.0 at element [0]", "every incoming gradient is undefined"]);
+    assert_says(
+        &text,
+        &["the gradient is 1.0 at element [0]", "every incoming gradient is undefined"],
+    );
 }
 
 #[test]
@@ -172,7 +218,8 @@ fn a_backward_that_fails_without_the_first_gradient_is_found() {
     assert_says(&text, &["backward failed for row 0 of output 1", "powers: the first is missing"]);
 }
 
-/// (x, 2x, 3x), with any backward: a function of the incoming gradients, which are not materialised.
+/// (x, 2x, 3x), with any backward: a function of the incoming gradients, which are not
+/// materialised.
 struct Multiples(fn([Option<&Tensor>; 3]) -> Result<Option<Tensor>>);
 
 impl Function for Multiples {
@@ -190,8 +237,10 @@ impl Function for Multiples {
 }
 
 fn right_multiples(grads: [Option<&Tensor>; 3]) -> Result<Option<Tensor>> {
-    let terms =
-        grads.into_iter().zip([1.0, 2.0, 3.0]).filter_map(|(grad, factor)| grad.map(|grad| grad * factor));
+    let terms = grads
+        .into_iter()
+        .zip([1.0, 2.0, 3.0])
+        .filter_map(|(grad, factor)| grad.map(|grad| grad * factor));
     Ok(terms.reduce(|sum, term| sum + term))
 }
 
@@ -206,7 +255,10 @@ fn a_backward_that_fails_without_one_of_three_gradients_is_found() {
         apply(needy, &[Some(&inputs[0])])
     };
     let text = refusal(check(wrong, &[&variable(&[2])]));
-    assert_says(&text, &["backward failed", "of output 1 is undefined", "multiples: the second is missing"]);
+    assert_says(
+        &text,
+        &["backward failed", "of output 1 is undefined", "multiples: the second is missing"],
+    );
 }
 
 #[test]
@@ -219,7 +271,10 @@ fn a_backward_that_drops_terms_without_one_of_three_gradients_is_found() {
         apply(forgetful, &[Some(&inputs[0])])
     };
     let text = refusal(check(wrong, &[&variable(&[2])]));
-    assert_says(&text, &["gradient of output 2 is undefined", "1.0 at element [0], but 3.0 when it is zero"]);
+    assert_says(
+        &text,
+        &["gradient of output 2 is undefined", "1.0 at element [0], but 3.0 when it is zero"],
+    );
 
     let right = |inputs: &[Tensor]| apply(Multiples(right_multiples), &[Some(&inputs[0])]);
     check(right, &[&variable(&[2])]).unwrap();
@@ -227,7 +282,8 @@ fn a_backward_that_drops_terms_without_one_of_three_gradients_is_found() {
 
 #[test]
 fn a_dropped_term_of_the_second_output_is_found() {
-    let forgetful = powers(|x, square, cube| right_powers(x, square, cube.map(Tensor::zeros_like).as_ref()));
+    let forgetful =
+        powers(|x, square, cube| right_powers(x, square, cube.map(Tensor::zeros_like).as_ref()));
     let x = Tensor::from_slice(&[1.0, 2.0]).set_requires_grad(true);
     let text = refusal(check(forgetful, &[&x]));
     assert_says(
@@ -267,9 +323,16 @@ fn a_wrong_gradient_of_a_view_is_found_at_its_own_index() {
         let _ = gradient.get(2).get(1).zero_();
         gradient
     });
-    let x = (random(&[4, 6]).abs() + 0.5).slice(1, 1, 6, 2).transpose(0, 1).detach().set_requires_grad(true);
+    let x = (random(&[4, 6]).abs() + 0.5)
+        .slice(1, 1, 6, 2)
+        .transpose(0, 1)
+        .detach()
+        .set_requires_grad(true);
     let text = refusal(check(wrong, &[&x]));
-    assert_says(&text, &["row 9 (output element [2, 1])", "column 9 (input element [2, 1])", "1 of 144"]);
+    assert_says(
+        &text,
+        &["row 9 (output element [2, 1])", "column 9 (input element [2, 1])", "1 of 144"],
+    );
 }
 
 #[test]

@@ -25,8 +25,9 @@ fn a_changed_header_is_seen() {
     let folder = scratch();
     let include = folder.path().join("include");
     std::fs::create_dir(&include).unwrap();
-    let header =
-        |value: i32| std::fs::write(include.join("value.h"), format!("#define VALUE {value}\n")).unwrap();
+    let header = |value: i32| {
+        std::fs::write(include.join("value.h"), format!("#define VALUE {value}\n")).unwrap()
+    };
     let cache = folder.path().join("cache");
     let load = || {
         let text = "#include \"value.h\"\nextern \"C\" int value() { return VALUE; }";
@@ -72,8 +73,11 @@ fn changed_sources_get_a_new_name() {
 #[test]
 fn flags_and_macros_count() {
     let folder = scratch();
-    let base =
-        || Extension::new("flags").cpp("extern \"C\" int value() { return VALUE; }").cache(folder.path());
+    let base = || {
+        Extension::new("flags")
+            .cpp("extern \"C\" int value() { return VALUE; }")
+            .cache(folder.path())
+    };
     let one = base().define("VALUE", "1").load().unwrap();
     let two = base().flag("-DVALUE=2").load().unwrap();
     assert_eq!((number(&one, "value").unwrap(), number(&two, "value").unwrap()), (1, 2));
@@ -116,7 +120,8 @@ fn contents_count_and_times_do_not() {
     let sources = folder.path().join("a #$ b");
     std::fs::create_dir(&sources).unwrap();
     let source = sources.join("timed.cpp");
-    std::fs::write(&source, "#include \"timed.h\"\nextern \"C\" int value() { return VALUE; }").unwrap();
+    std::fs::write(&source, "#include \"timed.h\"\nextern \"C\" int value() { return VALUE; }")
+        .unwrap();
     let header = |value: i32, seconds: u64| {
         let path = sources.join("timed.h");
         std::fs::write(&path, format!("#define VALUE {value}\n")).unwrap();
@@ -144,13 +149,18 @@ fn a_folder_that_others_may_write_is_not_trusted() {
     let load = || Extension::new("distrust").cpp("not C++").cache(folder.path()).load();
     assert_says(&message(load()), &["does not compile"]);
     for prefix in ["distrust-", "include-"] {
-        let mut entries = std::fs::read_dir(folder.path()).unwrap().flatten().map(|entry| entry.path());
+        let mut entries =
+            std::fs::read_dir(folder.path()).unwrap().flatten().map(|entry| entry.path());
         let name = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().starts_with(prefix);
         let path = entries.find(name).unwrap();
-        let mode =
-            |mode: u32| std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
+        let mode = |mode: u32| {
+            std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap()
+        };
         mode(0o777);
-        assert_says(&message(load()), &["distrust", prefix, "others may write", "TCH_EXTENSION_CACHE"]);
+        assert_says(
+            &message(load()),
+            &["distrust", prefix, "others may write", "TCH_EXTENSION_CACHE"],
+        );
         mode(0o700);
     }
     assert_says(&message(load()), &["does not compile"]);

@@ -5,8 +5,9 @@ use tch_extension::library::{Args, FromOutputs};
 
 fn module() -> &'static Module {
     static MODULE: OnceLock<Result<Module>> = OnceLock::new();
-    let module = MODULE
-        .get_or_init(|| extension("conversions").source(python_source("conversions.cpp")).flag("-O0").load());
+    let module = MODULE.get_or_init(|| {
+        extension("conversions").source(python_source("conversions.cpp")).flag("-O0").load()
+    });
     module.as_ref().expect("a module")
 }
 
@@ -33,7 +34,12 @@ fn numbers() {
             let text = message(call::<i64>(name, args![value]));
             assert_says(
                 &text,
-                &[&format!("conversions::{name}"), "arg0", "expected an integer", &value.to_string()],
+                &[
+                    &format!("conversions::{name}"),
+                    "arg0",
+                    "expected an integer",
+                    &value.to_string(),
+                ],
             );
         }
     }
@@ -89,7 +95,10 @@ fn what_may_be_absent() {
     assert_eq!(call::<Tensor>("or_zeros", args![&ones()]).unwrap(), ones());
     assert_eq!(call::<i64>("or_seven", args![None::<i64>]).unwrap(), 7);
     assert_eq!(call::<i64>("or_seven", args![3_i64]).unwrap(), 3);
-    assert_eq!(call::<Tensor>("sum_dims", args![&ones(), None::<i64>]).unwrap(), Tensor::from(4.0_f32));
+    assert_eq!(
+        call::<Tensor>("sum_dims", args![&ones(), None::<i64>]).unwrap(),
+        Tensor::from(4.0_f32)
+    );
     assert_eq!(call::<Tensor>("sum_dims", args![&ones(), [0_i64]]).unwrap().size(), [2]);
     assert_says(&message(call::<Tensor>("scale", args![None::<&Tensor>])), &["conversions::scale"]);
 }
@@ -116,7 +125,10 @@ fn in_place() {
 #[test]
 fn overloads_are_numbered() {
     assert_eq!(call::<String>("describe", args![&ones()]).unwrap(), "one tensor");
-    assert_eq!(call::<String>("describe.overload2", args![&ones(), &ones()]).unwrap(), "two tensors");
+    assert_eq!(
+        call::<String>("describe.overload2", args![&ones(), &ones()]).unwrap(),
+        "two tensors"
+    );
 }
 
 #[test]
@@ -163,7 +175,8 @@ fn guards_run_around_the_call() {
     let leaf = ones().set_requires_grad(true);
     assert!(call::<Tensor>("scale", args![&leaf]).unwrap().requires_grad());
     // Whether a function that returns constants is refused is library's business.
-    let constant = module().operator("no_grad").unwrap().no_grad().call::<Tensor>(args![&leaf]).unwrap();
+    let constant =
+        module().operator("no_grad").unwrap().no_grad().call::<Tensor>(args![&leaf]).unwrap();
     assert!(!constant.requires_grad());
 }
 

@@ -92,7 +92,8 @@ fn cuda_jit_says_what_nvcc_says() {
         assert!(cuda_or_skip(name).is_none());
         return;
     }
-    let text =
-        message(extension("cuda_broken").cuda("__global__ void kernel() { undeclared_thing(); }").load());
+    let text = message(
+        extension("cuda_broken").cuda("__global__ void kernel() { undeclared_thing(); }").load(),
+    );
     assert_says(&text, &["jit: cuda_broken: ", "main.cu does not compile", "undeclared_thing"]);
 }

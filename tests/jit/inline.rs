@@ -40,12 +40,13 @@ fn the_readme_s_example() {
         .functions(["up"])
         .load()
         .unwrap();
-    let y: Tensor = shift.operator("up").unwrap().call(args![&Tensor::from_slice(&[1.0, 2.0]), 0.5]).unwrap();
+    let y: Tensor =
+        shift.operator("up").unwrap().call(args![&Tensor::from_slice(&[1.0, 2.0]), 0.5]).unwrap();
     assert_eq!(y, Tensor::from_slice(&[1.5, 2.5]));
 }
 
-/// Sources are compiled without the larger part of `torch/extension.h` first. What they need of it is there all the
-/// same: here by a name in a header.
+/// Sources are compiled without the larger part of `torch/extension.h` first. What they need of it
+/// is there all the same: here by a name in a header.
 #[test]
 fn all_of_libtorch_s_frontend_is_there() {
     let folder = scratch();
@@ -70,7 +71,8 @@ fn all_of_libtorch_s_frontend_is_there() {
         .flag("-O0")
         .load()
         .unwrap();
-    let call = |name: &str, x: &Tensor| module.operator(name).unwrap().call::<Tensor>(args![x]).unwrap();
+    let call =
+        |name: &str, x: &Tensor| module.operator(name).unwrap().call::<Tensor>(args![x]).unwrap();
     let x = Tensor::from_slice(&[-1.0, 2.0]).set_requires_grad(true);
     assert_eq!(call("apply_layer", &x), x.relu());
     assert!(!call("detached", &x.detach()).requires_grad());
@@ -91,14 +93,19 @@ fn jit_of_two_functions() -> Module {
 /// The newer style: operators by TORCH_LIBRARY, and a module that Python could import.
 #[test]
 fn a_stub_for_python_s_import_compiles() {
-    let module = extension("modern").source(python_source("muladd.cpp")).flag("-O0").load().unwrap();
+    let module =
+        extension("modern").source(python_source("muladd.cpp")).flag("-O0").load().unwrap();
     let (a, b) = (Tensor::from_slice(&[1.0_f32, 2.0]), Tensor::from_slice(&[3.0_f32, 4.0]));
-    let y: Tensor = module.operator("tch_test_muladd::muladd").unwrap().call(args![&a, &b, 1.0]).unwrap();
+    let y: Tensor =
+        module.operator("tch_test_muladd::muladd").unwrap().call(args![&a, &b, 1.0]).unwrap();
     assert_eq!(y, Tensor::from_slice(&[4.0_f32, 9.0]));
 
     // Its namespace is not the extension's name, and cannot be taken twice.
-    let again =
-        extension("modern").source(python_source("muladd.cpp")).flag("-O0").define("OTHER", "1").load();
+    let again = extension("modern")
+        .source(python_source("muladd.cpp"))
+        .flag("-O0")
+        .define("OTHER", "1")
+        .load();
     assert_says(&message(again), &["modern_v1", "tch_test_muladd"]);
 }
 

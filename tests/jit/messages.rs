@@ -9,9 +9,13 @@ fn the_compiler_s_own_words() {
     let folder = scratch();
     let source = folder.path().join("broken.cpp");
     std::fs::write(&source, "extern \"C\" int answer() { return undeclared_thing; }").unwrap();
-    let load = || Extension::new("broken").source(&source).cache(folder.path().join("cache")).load();
+    let load =
+        || Extension::new("broken").source(&source).cache(folder.path().join("cache")).load();
     let text = message(load());
-    assert!(text.starts_with(&format!("jit: broken: {} does not compile", source.display())), "{text}");
+    assert!(
+        text.starts_with(&format!("jit: broken: {} does not compile", source.display())),
+        "{text}"
+    );
     assert_says(&text, &["undeclared_thing", "not declared", "broken.cpp:1:"]);
 
     // Nothing is left that would stop the next one.
@@ -21,8 +25,9 @@ fn the_compiler_s_own_words() {
 
 #[test]
 fn a_symbol_that_is_nowhere() {
-    let text =
-        message(extension("missing").cpp("int gone(); extern \"C\" int answer() { return gone(); }").load());
+    let text = message(
+        extension("missing").cpp("int gone(); extern \"C\" int answer() { return gone(); }").load(),
+    );
     assert_says(&text, &["jit: missing: ", "does not link", "gone()"]);
 }
 
@@ -78,16 +83,20 @@ fn paths_that_are_no_text_are_refused_by_name() {
 fn a_module_that_cannot_be_registered_is_an_error_and_not_an_abort() {
     let folder = scratch();
     let module = |body: &str| {
-        let text =
-            format!("#include <pybind11/pybind11.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{ {body} }}");
+        let text = format!(
+            "#include <pybind11/pybind11.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {{ {body} }}"
+        );
         Extension::new("unregistered").cpp(text).flag("-O0").cache(folder.path()).load()
     };
-    let text = message(module("m.def(\"fine\", [] { return 1; }); m.def(\"not-a-name\", [] { return 2; });"));
+    let text = message(module(
+        "m.def(\"fine\", [] { return 1; }); m.def(\"not-a-name\", [] { return 2; });",
+    ));
     assert_says(&text, &["unregistered", "`not-a-name` cannot be an operator's name"]);
     // Loaded here and not only in a rehearsal, it is all or nothing, too.
     let files = std::fs::read_dir(folder.path()).unwrap().flatten();
     let files = files.filter_map(|entry| std::fs::read_dir(entry.path()).ok()).flatten().flatten();
-    let library = files.map(|file| file.path()).find(|path| path.extension().is_some_and(|end| end == "so"));
+    let library =
+        files.map(|file| file.path()).find(|path| path.extension().is_some_and(|end| end == "so"));
     let text = message(tch_extension::library::Library::load_without_rehearsal(library.unwrap()));
     assert_says(&text, &["`not-a-name` cannot be an operator's name"]);
     assert!(tch_extension::library::operators("unregistered").unwrap().is_empty());

@@ -19,7 +19,8 @@ fn is_child() -> bool {
     true
 }
 
-/// A folder with a cache and a compiler that notes each of its runs, and waits while there is a file `slow`.
+/// A folder with a cache and a compiler that notes each of its runs, and waits while there is a
+/// file `slow`.
 struct Scene(tempfile::TempDir);
 
 impl Scene {
@@ -101,7 +102,8 @@ fn a_later_process_runs_no_compiler() {
     assert!(runs > 0, "the compiler of the test was used");
     let timed = || {
         let text = load();
-        let milliseconds = text.split("loaded in ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
+        let milliseconds =
+            text.split("loaded in ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
         milliseconds.parse::<u64>().unwrap()
     };
     // The fastest of some, as the machine may be busy.
@@ -143,7 +145,10 @@ fn a_builder_that_is_killed_is_recovered_from() {
     builder.wait().unwrap();
     let killed = Instant::now();
     finish(waiting);
-    assert!(killed.elapsed() < Duration::from_secs(30), "the compiler that the killed one left still sleeps");
+    assert!(
+        killed.elapsed() < Duration::from_secs(30),
+        "the compiler that the killed one left still sleeps"
+    );
     assert_eq!(builds(&scene.cache()), 1);
     let entries = std::fs::read_dir(scene.cache()).unwrap().flatten();
     let left: Vec<_> = entries

@@ -14,13 +14,16 @@ fn leaf(size: &[i64]) -> Tensor {
 }
 
 fn tensors(module: &Module, operator: &str, arguments: &[&Tensor]) -> Result<Vec<Tensor>> {
-    let values = arguments.iter().fold(tch_extension::library::Args::new(), |args, tensor| args.arg(*tensor));
+    let values = arguments
+        .iter()
+        .fold(tch_extension::library::Args::new(), |args, tensor| args.arg(*tensor));
     module.operator(operator)?.call(values)
 }
 
 #[test]
 fn linear() {
-    let module = extension("linear_cpp").source(python_source("linear.cpp")).flag("-O0").load().unwrap();
+    let module =
+        extension("linear_cpp").source(python_source("linear.cpp")).flag("-O0").load().unwrap();
     let (input, weight, bias) = (leaf(&[4, 3]), leaf(&[2, 3]), leaf(&[2]));
     let forward = module.operator("forward").unwrap();
     assert_eq!(
@@ -40,8 +43,12 @@ fn linear() {
     let grad = Tensor::randn([4, 2], DOUBLE);
     let own = tensors(&module, "backward", &[&grad, &input.detach(), &weight.detach()]).unwrap();
     let output: Tensor = forward.call(args![&input, &weight, &bias]).unwrap();
-    let expected =
-        Tensor::run_backward(&[(output * &grad).sum(Kind::Double)], &[&input, &weight, &bias], false, false);
+    let expected = Tensor::run_backward(
+        &[(output * &grad).sum(Kind::Double)],
+        &[&input, &weight, &bias],
+        false,
+        false,
+    );
     for (own, expected) in own.iter().zip(&expected) {
         assert_equal(own, expected);
     }
@@ -52,14 +59,18 @@ fn linear() {
 
 #[test]
 fn layer_norm() {
-    let module =
-        extension("layer_norm_cpp").source(python_source("layer_norm.cpp")).flag("-O0").load().unwrap();
+    let module = extension("layer_norm_cpp")
+        .source(python_source("layer_norm.cpp"))
+        .flag("-O0")
+        .load()
+        .unwrap();
     let forward = module.operator("forward").unwrap();
     assert_says(forward.schema(), &["float eps=1.0000000000000001e-05)"]);
     let (input, weight, bias) = (leaf(&[5, 7]), leaf(&[7]), leaf(&[7]));
     type Three = (Tensor, Tensor, Tensor);
     let detached = [&input, &weight, &bias].map(Tensor::detach);
-    let (output, mean, rstd): Three = forward.call(args![&detached[0], &detached[1], &detached[2]]).unwrap();
+    let (output, mean, rstd): Three =
+        forward.call(args![&detached[0], &detached[1], &detached[2]]).unwrap();
     let expected = input.layer_norm([7], Some(&weight), Some(&bias), 1e-5, false);
     assert_equal(&output, &expected.detach());
 
@@ -76,7 +87,8 @@ fn layer_norm() {
         assert_equal(own, expected);
     }
 
-    // Its loop is no ATen operator. With the backward that comes along, it is differentiable all the same.
+    // Its loop is no ATen operator. With the backward that comes along, it is differentiable all
+    // the same.
     let paired = {
         let backward = backward.clone();
         forward.with_backward(move |ctx, grads| {
@@ -94,15 +106,19 @@ fn layer_norm() {
     )
     .unwrap();
 
-    let refused =
-        message(forward.call::<Three>(args![&detached[0].transpose(0, 1), &detached[1], &detached[2]]));
+    let refused = message(forward.call::<Three>(args![
+        &detached[0].transpose(0, 1),
+        &detached[1],
+        &detached[2]
+    ]));
     assert_says(&refused, &["layer_norm_cpp::forward", "input must be contiguous"]);
 }
 
 /// As the tutorials of 2019 to 2021 wrote them: dispatch on `x.type()`, `AT_CHECK`.
 #[test]
 fn an_older_source() {
-    let module = extension("clip_cpp").source(python_source("clip.cpp")).flag("-O0").load().unwrap();
+    let module =
+        extension("clip_cpp").source(python_source("clip.cpp")).flag("-O0").load().unwrap();
     check_clip(&module, Device::Cpu, &[Kind::Double, Kind::Float]);
     let x = Tensor::ones([2, 3], (Kind::Half, Device::Cpu));
     assert_says(&message(clip(&module, &x)), &["\"clip_cpu\" not implemented for 'Half'"]);
@@ -148,15 +164,16 @@ pub fn check_lltm(module: &Module, device: Device) {
         assert_equal(own, &expected.detach());
     }
 
-    let grads =
-        [Tensor::randn([3, 5], DOUBLE), Tensor::randn([3, 5], DOUBLE)].map(|grad| grad.to_device(device));
+    let grads = [Tensor::randn([3, 5], DOUBLE), Tensor::randn([3, 5], DOUBLE)]
+        .map(|grad| grad.to_device(device));
     let arguments: Vec<&Tensor> = grads.iter().chain(&all[1..]).chain([&detached[1]]).collect();
     let own = tensors(module, "backward", &arguments).unwrap();
     let [h, c] = &reference;
     let loss = (h * &grads[0] + c * &grads[1]).sum(Kind::Double);
     // In the order in which the extension returns them.
     let [input, weights, bias, old_h, old_cell] = &inputs;
-    let expected = Tensor::run_backward(&[loss], &[old_h, input, weights, bias, old_cell], false, false);
+    let expected =
+        Tensor::run_backward(&[loss], &[old_h, input, weights, bias, old_cell], false, false);
     assert_eq!(own.len(), expected.len());
     for (own, expected) in own.iter().zip(&expected) {
         assert_equal(own, expected);
@@ -165,7 +182,8 @@ pub fn check_lltm(module: &Module, device: Device) {
 
 #[test]
 fn lltm() {
-    let module = extension("lltm_cpp").source(python_source("lltm.cpp")).flag("-O0").load().unwrap();
+    let module =
+        extension("lltm_cpp").source(python_source("lltm.cpp")).flag("-O0").load().unwrap();
     check_lltm(&module, Device::Cpu);
     let inputs = lltm_inputs(Device::Cpu);
     gradcheck(

@@ -13,7 +13,11 @@ fn bad_arguments_are_named() {
         (0, float(&[4]), &["[*, 3, 4]", "[4]"]),
         (0, float(&[]), &["[*, 3, 4]", "[]"]),
         (0, float(&[2, 4, 3]), &["[*, 3, 4]", "[2, 4, 3]"]),
-        (0, cpu(&[2, 3, 4], Kind::Int64), &["kind Float or Double or Half or BFloat16", "Int64", "to_kind"]),
+        (
+            0,
+            cpu(&[2, 3, 4], Kind::Int64),
+            &["kind Float or Double or Half or BFloat16", "Int64", "to_kind"],
+        ),
         (0, cpu(&[2, 3, 4], Kind::ComplexFloat), &["kind Float", "ComplexFloat"]),
         (0, Tensor::new(), &["a tensor", "undefined"]),
         (0, float(&[2, 3, 4]).to_sparse_sparse_dim(2), &["dense", "to_dense"]),
@@ -21,7 +25,11 @@ fn bad_arguments_are_named() {
         (1, float(&[4]), &["[normalized_shape] = [3, 4]", "[4]"]),
         (1, float(&[12]), &["[normalized_shape] = [3, 4]", "[12]"]),
         (1, float(&[1, 3, 4]), &["[normalized_shape] = [3, 4]", "[1, 3, 4]"]),
-        (1, cpu(&[3, 4], Kind::Double), &["kind Float, as input", "Double", "to_kind(Kind::Float)"]),
+        (
+            1,
+            cpu(&[3, 4], Kind::Double),
+            &["kind Float, as input", "Double", "to_kind(Kind::Float)"],
+        ),
         (1, cpu(&[3, 4], Kind::Half), &["kind Float, as input", "Half"]),
         (1, cpu(&[3, 4], Kind::Bool), &["kind Float or", "Bool"]),
         (1, Tensor::new(), &["a tensor", "undefined"]),
@@ -35,12 +43,14 @@ fn bad_arguments_are_named() {
         let mut arguments = [float(&[2, 3, 4]), float(&[3, 4]), float(&[3, 4])];
         arguments[index] = bad;
         let [x, w, b] = &arguments;
-        let error = f_layer_norm(x, &[3, 4], Some(w), Some(b), EPS).expect_err("bad argument").to_string();
+        let error =
+            f_layer_norm(x, &[3, 4], Some(w), Some(b), EPS).expect_err("bad argument").to_string();
         assert!(error.starts_with(&format!("layer_norm: {}: expected ", names[index])), "{error}");
         assert!(expected.iter().all(|text| error.contains(text)), "{error}: {expected:?}");
         assert!(!error.contains('\n'), "one line: {error}");
         let panic = std::panic::catch_unwind(|| layer_norm(x, &[3, 4], Some(w), Some(b), EPS));
-        let panic = *panic.expect_err("the form without f_ panics").downcast::<String>().expect("a text");
+        let panic =
+            *panic.expect_err("the form without f_ panics").downcast::<String>().expect("a text");
         assert_eq!(panic, error);
     }
 }
@@ -65,7 +75,8 @@ fn bad_shapes_and_mixtures_are_named() {
     assert!(refused(&x, &[-1], None, None).contains("[*, -1]"));
     assert!(refused(&x, &[2, 3, 4], None, None).contains("[*, 2, 3, 4]"));
     // On the CPU a half input takes Float parameters, but not one of each kind.
-    let (half, float_w, half_b) = (x.to_kind(Kind::Half), float(&[4]), float(&[4]).to_kind(Kind::Half));
+    let (half, float_w, half_b) =
+        (x.to_kind(Kind::Half), float(&[4]), float(&[4]).to_kind(Kind::Half));
     assert!(
         refused(&half, &[4], Some(&float_w), Some(&half_b))
             .contains("bias: expected kind Float, as weight, got Half")

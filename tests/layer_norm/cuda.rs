@@ -24,15 +24,16 @@ fn cuda_mixed_devices_are_named() {
     }
 }
 
-/// Kernels on another stream than the current one would not be in the graph, and a replay would leave the outputs as
-/// they were.
+/// Kernels on another stream than the current one would not be in the graph, and a replay would
+/// leave the outputs as they were.
 #[test]
 fn cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream() {
     let test = "cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream";
     let Some(device) = cuda_or_skip(test) else { return };
     if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
         // As under memcheck: a replay cannot write to memory that is really freed.
-        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
+        let _ = std::io::stderr()
+            .write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
         return;
     }
     for case in [AFFINE, PLAIN].into_iter().chain(all_paths()) {
@@ -41,9 +42,11 @@ fn cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream() 
             let leaves = leaves(&inputs);
             let vector = inputs[0].cos();
             check_kernels(device, 1, &format!("{case:?} {sizes:?}"), || case.fused(&inputs));
-            check_kernels(device, 1, &format!("{case:?} {sizes:?} with a graph"), || case.fused(&leaves));
-            // The sums for weight and bias are a kernel to finish, and where rows are read again one more. Few rows
-            // that registers hold are one kernel in all.
+            check_kernels(device, 1, &format!("{case:?} {sizes:?} with a graph"), || {
+                case.fused(&leaves)
+            });
+            // The sums for weight and bias are a kernel to finish, and where rows are read again
+            // one more. Few rows that registers hold are one kernel in all.
             let automatic = case.path == LayerNormPath::Automatic;
             let is_long = sizes[1] > 65536 || case.path == LayerNormPath::Loop;
             let is_one = automatic && sizes == [64, 1024];
@@ -51,17 +54,28 @@ fn cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream() 
                 true if !is_one => 1 + usize::from(is_long && !automatic),
                 _ => 0,
             };
-            check_kernels(device, 2 + sums, &format!("{case:?} {sizes:?}, both directions"), || {
-                let output = case.fused(&leaves)?.remove(0);
-                let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
-                let gradients = grad(&[&output], &leaves.iter().collect::<Vec<_>>(), &options)?;
-                Ok(gradients.into_vec().into_iter().flatten().collect())
-            });
+            check_kernels(
+                device,
+                2 + sums,
+                &format!("{case:?} {sizes:?}, both directions"),
+                || {
+                    let output = case.fused(&leaves)?.remove(0);
+                    let options =
+                        GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+                    let gradients = grad(&[&output], &leaves.iter().collect::<Vec<_>>(), &options)?;
+                    Ok(gradients.into_vec().into_iter().flatten().collect())
+                },
+            );
         }
     }
 }
 
-fn check_kernels(device: Device, kernels: usize, context: &str, work: impl Fn() -> Result<Vec<Tensor>>) {
+fn check_kernels(
+    device: Device,
+    kernels: usize,
+    context: &str,
+    work: impl Fn() -> Result<Vec<Tensor>>,
+) {
     let expected = work().expect("outputs");
     let (graph, outputs) = Graph::capture(device, work).expect("a capture");
     assert_eq!((graph.kernels(), graph.other_nodes()), (kernels, 0), "{context}");
@@ -74,17 +88,26 @@ fn check_kernels(device: Device, kernels: usize, context: &str, work: impl Fn() 
     }
 }
 
-/// Rows that begin at no multiple of 16 bytes, each at another distance from one, are read in whole vectors that hold
-/// other values, too: NaN here. Where the arrays lie must not change a bit, but for gradients of long rows in arrays that
-/// all begin at such multiples, which have a way of their own.
+/// Rows that begin at no multiple of 16 bytes, each at another distance from one, are read in whole
+/// vectors that hold other values, too: NaN here. Where the arrays lie must not change a bit, but
+/// for gradients of long rows in arrays that all begin at such multiples, which have a way of their
+/// own.
 #[test]
 fn cuda_rows_may_begin_anywhere() {
     use LayerNormPath::{Automatic, Block, Cluster, Direct, Warp};
     let Some(device) = cuda_or_skip("cuda_rows_may_begin_anywhere") else { return };
     for kind in KINDS {
-        for sizes in
-            [[5, 1], [6, 3], [40, 17], [37, 255], [300, 41], [9, 1029], [3, 4097], [5, 8223], [3, 9001]]
-        {
+        for sizes in [
+            [5, 1],
+            [6, 3],
+            [40, 17],
+            [37, 255],
+            [300, 41],
+            [9, 1029],
+            [3, 4097],
+            [5, 8223],
+            [3, 9001],
+        ] {
             let sample = AFFINE.samples(&[sizes], kind, device).remove(0);
             let vector = support::incoming(&sample.inputs[0]);
             for path in [Automatic, Warp, Block, Cluster, Direct] {
@@ -93,11 +116,16 @@ fn cuda_rows_may_begin_anywhere() {
                         among_nan(&sample.inputs[index], offsets[index]).set_requires_grad(true)
                     };
                     let (x, w, b) = (leaf(0), leaf(1), leaf(2));
-                    let y = f_layer_norm_by(path, &x, &w.size(), Some(&w), Some(&b), EPS).expect("output");
+                    let y = f_layer_norm_by(path, &x, &w.size(), Some(&w), Some(&b), EPS)
+                        .expect("output");
                     let vector = among_nan(&vector, offsets[2]);
-                    let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
-                    let gradients = grad(&[&y], &[&x, &w, &b], &options).expect("gradients").into_vec();
-                    std::iter::once(y.detach()).chain(gradients.into_iter().flatten()).collect::<Vec<_>>()
+                    let options =
+                        GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+                    let gradients =
+                        grad(&[&y], &[&x, &w, &b], &options).expect("gradients").into_vec();
+                    std::iter::once(y.detach())
+                        .chain(gradients.into_iter().flatten())
+                        .collect::<Vec<_>>()
                 };
                 let (aligned, shifted) = (run([0, 0, 0]), run([1, 3, 6]));
                 // Where teams of several warps are wanted: for rows too long for one, or by name.
@@ -108,7 +136,10 @@ fn cuda_rows_may_begin_anywhere() {
                 };
                 for (aligned, shifted) in aligned.iter().zip(&shifted) {
                     assert_as_close(shifted, aligned, kind);
-                    assert!(may_be_in_place || shifted.equal(aligned), "{path:?} {sizes:?} {kind:?}");
+                    assert!(
+                        may_be_in_place || shifted.equal(aligned),
+                        "{path:?} {sizes:?} {kind:?}"
+                    );
                 }
                 for offset in 1..=8 {
                     let offsets = [offset, (offset + 2) % 5, (offset + 5) % 7];
@@ -116,11 +147,17 @@ fn cuda_rows_may_begin_anywhere() {
                     let is_aligned = offsets.iter().all(|offset| offset * size % 16 == 0);
                     let expected = if is_aligned { &aligned } else { &shifted };
                     let found = run(offsets);
-                    assert!(found[0].equal(&aligned[0]), "y, {path:?} {sizes:?} {kind:?} at {offset}");
+                    assert!(
+                        found[0].equal(&aligned[0]),
+                        "y, {path:?} {sizes:?} {kind:?} at {offset}"
+                    );
                     for (name, (found, expected)) in
                         ["y", "dx", "dw", "db"].iter().zip(found.iter().zip(expected))
                     {
-                        assert!(found.equal(expected), "{name}, {path:?} {sizes:?} {kind:?} at {offset}");
+                        assert!(
+                            found.equal(expected),
+                            "{name}, {path:?} {sizes:?} {kind:?} at {offset}"
+                        );
                     }
                 }
             }
@@ -179,8 +216,11 @@ fn cuda_many_rows_for_each_block() {
 
 /// The same values, as many elements behind the beginning of an array that holds NaN otherwise.
 fn among_nan(tensor: &Tensor, offset: i64) -> Tensor {
-    let around =
-        Tensor::full([tensor.numel() as i64 + offset + 16], f64::NAN, (tensor.kind(), tensor.device()));
+    let around = Tensor::full(
+        [tensor.numel() as i64 + offset + 16],
+        f64::NAN,
+        (tensor.kind(), tensor.device()),
+    );
     let mut inside = around.narrow(0, offset, tensor.numel() as i64).view(&tensor.size()[..]);
     inside.copy_(&tensor.detach());
     inside
@@ -193,7 +233,8 @@ fn cuda_more_than_two_to_the_31_elements() {
     let Some(device) = cuda_or_skip(test) else { return };
     const COLUMNS: i64 = 1024;
     const ROWS: i64 = (1 << 31) / COLUMNS + 8;
-    // Input, output, incoming gradient and gradient, and room for what libtorch makes of them: 4 GiB each.
+    // Input, output, incoming gradient and gradient, and room for what libtorch makes of them: 4
+    // GiB each.
     let needed = 6 * ROWS * COLUMNS * 2;
     if !has_room(device, needed) {
         let line = format!("SKIPPED {test}: no {} GiB of free memory on the GPU\n", needed >> 30);
@@ -214,7 +255,8 @@ fn cuda_more_than_two_to_the_31_elements() {
             (y.detach(), gradient)
         };
         let vector = support::incoming(pattern);
-        // As many threads a row as where there are many rows; few would get more, and other last bits.
+        // As many threads a row as where there are many rows; few would get more, and other last
+        // bits.
         let (expected, expected_gradient) = run(LayerNormPath::Warp, pattern, &vector);
 
         let large_vector = Tensor::empty([ROWS, COLUMNS], (kind, device));
@@ -222,7 +264,10 @@ fn cuda_more_than_two_to_the_31_elements() {
         let (y, gradient) = run(LayerNormPath::Automatic, &x, &large_vector);
         for (name, large, small) in [("y", y, expected), ("dx", gradient, expected_gradient)] {
             for first in [0, ROWS - 16, ROWS - 8] {
-                assert!(large.narrow(0, first, 8).equal(&small), "{name} from row {first}, {kind:?}");
+                assert!(
+                    large.narrow(0, first, 8).equal(&small),
+                    "{name} from row {first}, {kind:?}"
+                );
             }
         }
     }

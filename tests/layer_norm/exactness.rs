@@ -31,14 +31,18 @@ fn a_large_mean_and_a_small_variance() {
     for case in std::iter::once(AFFINE).chain(all_paths()) {
         for device in devices() {
             for columns in [3, 100, 1000, 4097, 20_000] {
-                for (mean, deviation) in [(100.0, 1.0), (1e4, 1.0), (-1e4, 0.1), (1e5, 1.0), (1.0, 1e-3)] {
+                for (mean, deviation) in
+                    [(100.0, 1.0), (1e4, 1.0), (-1e4, 0.1), (1e5, 1.0), (1.0, 1e-3)]
+                {
                     let inputs = around(mean, deviation, [4, columns], Kind::Float, device);
-                    let (exact, found) = (exact(case, &inputs), results(case, Case::fused, &inputs));
+                    let (exact, found) =
+                        (exact(case, &inputs), results(case, Case::fused, &inputs));
                     let error = |found: &Tensor, exact: &Tensor| {
                         let difference = (found.to_kind(Kind::Double) - exact).abs().max();
                         difference.double_value(&[]) / exact.abs().max().double_value(&[])
                     };
-                    let context = format!("{mean} ± {deviation}, {columns} columns, {case:?} {device:?}");
+                    let context =
+                        format!("{mean} ± {deviation}, {columns} columns, {case:?} {device:?}");
                     let off = error(&found[0], &exact[0]);
                     assert!(off <= 2e-6, "{context}: {off:e}");
                     // The backward has the mean rounded to Float.
@@ -51,7 +55,8 @@ fn a_large_mean_and_a_small_variance() {
     }
 }
 
-/// No further from the exact results than libtorch's own operator, but for rounding: the bound that the docs state.
+/// No further from the exact results than libtorch's own operator, but for rounding: the bound that
+/// the docs state.
 #[test]
 fn no_less_exact_than_libtorch() {
     for case in CASES.into_iter().chain(all_paths()).filter(|case| case.dims == 1) {
@@ -104,16 +109,20 @@ fn values_near_the_kinds_largest() {
     for case in std::iter::once(PLAIN).chain(all_paths().filter(|case| !case.bias)) {
         for device in devices() {
             for columns in [2, 8, 100, 1001, 9000] {
-                let signs = Tensor::arange(columns, (Kind::Double, device)).remainder(2.0) * 2.0 - 1.0;
+                let signs =
+                    Tensor::arange(columns, (Kind::Double, device)).remainder(2.0) * 2.0 - 1.0;
                 for kind in [Kind::Half, Kind::Float, Kind::BFloat16] {
                     // In the others a sum of squares must not overflow: it does in libtorch, too.
                     let largest = if kind == Kind::Half { 65504.0 } else { 1e17 };
-                    for row in [&signs * largest, signs.abs() * largest - (&signs + 1.0) * (largest / 1000.0)]
-                    {
+                    for row in [
+                        &signs * largest,
+                        signs.abs() * largest - (&signs + 1.0) * (largest / 1000.0),
+                    ] {
                         let inputs = [row.view([1, columns]).to_kind(kind)];
                         let output = case.fused(&inputs).expect("output").remove(0);
                         let exact = exact(case, &inputs);
-                        let (rtol, atol) = if kind == Kind::Float { (2e-6, 2e-6) } else { (1e-2, 1e-2) };
+                        let (rtol, atol) =
+                            if kind == Kind::Float { (2e-6, 2e-6) } else { (1e-2, 1e-2) };
                         assert_close(&output, &exact[0].to_kind(kind), rtol, atol);
                     }
                 }
@@ -121,15 +130,20 @@ fn values_near_the_kinds_largest() {
                 // Of the second row the mean is rounded, by more than what has a square.
                 let waves = Tensor::arange(columns, (Kind::Double, device)).sin();
                 for row in [(&signs + 2.0) * 1e38, (waves + 2.0) * 1e38] {
-                    let output = case.fused(&[row.view([1, columns]).to_kind(Kind::Float)]).expect("output");
-                    assert!(output[0].equal(&output[0].zeros_like()), "{columns} {case:?} {device:?}");
+                    let output =
+                        case.fused(&[row.view([1, columns]).to_kind(Kind::Float)]).expect("output");
+                    assert!(
+                        output[0].equal(&output[0].zeros_like()),
+                        "{columns} {case:?} {device:?}"
+                    );
                 }
             }
         }
     }
 }
 
-/// A row with an infinity or a NaN is NaN throughout, in the output and the input's gradient; and no other row is.
+/// A row with an infinity or a NaN is NaN throughout, in the output and the input's gradient; and
+/// no other row is.
 #[test]
 fn infinity_and_nan_as_in_libtorch() {
     for case in std::iter::once(AFFINE).chain(all_paths()) {
@@ -179,17 +193,22 @@ fn lazily_negated_tensors_and_zeros_without_memory() {
             let arguments = around(0.5, 1.0, [3, 10], kind, device);
             let zeros = |size: &[i64]| Tensor::internal_efficientzerotensor(size, (kind, device));
             for index in 0..arguments.len() {
-                for lazy in [arguments[index].internal_neg_view(), zeros(&arguments[index].size())] {
-                    let mut inputs: Vec<Tensor> = arguments.iter().map(Tensor::shallow_clone).collect();
+                for lazy in [arguments[index].internal_neg_view(), zeros(&arguments[index].size())]
+                {
+                    let mut inputs: Vec<Tensor> =
+                        arguments.iter().map(Tensor::shallow_clone).collect();
                     inputs[index] = lazy;
                     let (ours, theirs) = (AFFINE.fused(&inputs), AFFINE.reference(&inputs));
                     assert_close(&ours.expect("ours")[0], &theirs.expect("theirs")[0], 1e-5, 1e-5);
                 }
             }
             let leaves = leaves(&arguments);
-            for vector in [Tensor::ones([3, 10], (kind, device)).internal_neg_view(), zeros(&[3, 10])] {
+            for vector in
+                [Tensor::ones([3, 10], (kind, device)).internal_neg_view(), zeros(&[3, 10])]
+            {
                 let of = |output: Tensor| {
-                    let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+                    let options =
+                        GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
                     let inputs: Vec<&Tensor> = leaves.iter().collect();
                     grad(&[&output], &inputs, &options).expect("gradients").into_vec()
                 };
@@ -203,8 +222,8 @@ fn lazily_negated_tensors_and_zeros_without_memory() {
     }
 }
 
-/// A finite row has finite gradients, and those of a constant one lose nothing: there is no x̂, so that the mean's
-/// share is all that goes.
+/// A finite row has finite gradients, and those of a constant one lose nothing: there is no x̂, so
+/// that the mean's share is all that goes.
 #[test]
 fn gradients_of_huge_constant_rows() {
     for case in std::iter::once(AFFINE).chain(all_paths()) {

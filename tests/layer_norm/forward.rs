@@ -11,7 +11,8 @@ fn forward_agrees_with_the_reference() {
 
 #[test]
 fn the_formula_by_hand() {
-    // The reference could be wrong in the same way as the kernel; these numbers are from the formula.
+    // The reference could be wrong in the same way as the kernel; these numbers are from the
+    // formula.
     let (w, b) = ([0.5, -1.0, 2.0, 3.0], [0.1, 0.2, -0.3, 0.4]);
     for device in devices() {
         for row in [[1.0, 2.0, 4.0, -3.0], [0.25, 0.25, 0.5, 0.75]] {
@@ -22,7 +23,8 @@ fn the_formula_by_hand() {
             for op in [f_layer_norm, layer_norm_reference] {
                 let y = op(&tensor(&row), &[4], Some(&w), Some(&b), 0.125).expect("output");
                 for (index, x) in row.iter().enumerate() {
-                    let expected = (x - mean) / (variance + 0.125).sqrt() * w.double_value(&[index as i64])
+                    let expected = (x - mean) / (variance + 0.125).sqrt()
+                        * w.double_value(&[index as i64])
                         + b.double_value(&[index as i64]);
                     let found = y.double_value(&[index as i64]);
                     assert!((found - expected).abs() < 1e-14, "{found} {expected} on {device:?}");
@@ -67,15 +69,18 @@ fn without_rows_or_columns_as_libtorch_has_it() {
             let leaves = [leaf(size), leaf(normalized_shape), leaf(normalized_shape)];
             let [x, w, b] = &leaves;
             let ours = f_layer_norm(x, normalized_shape, Some(w), Some(b), EPS).expect("fused");
-            let theirs =
-                x.f_layer_norm(normalized_shape, Some(w), Some(b), EPS, false).expect("libtorch's own");
+            let theirs = x
+                .f_layer_norm(normalized_shape, Some(w), Some(b), EPS, false)
+                .expect("libtorch's own");
             assert_close(&ours.detach(), &theirs.detach(), 1e-12, 1e-12);
             let gradients = |output: &Tensor| {
                 let inputs: Vec<&Tensor> = leaves.iter().collect();
-                grad(&[&output.sum(Kind::Double)], &inputs, &GradOptions::default()).expect("gradients")
+                grad(&[&output.sum(Kind::Double)], &inputs, &GradOptions::default())
+                    .expect("gradients")
             };
             for (ours, theirs) in gradients(&ours).iter().zip(gradients(&theirs).iter()) {
-                let (ours, theirs) = (ours.as_ref().expect("ours"), theirs.as_ref().expect("theirs"));
+                let (ours, theirs) =
+                    (ours.as_ref().expect("ours"), theirs.as_ref().expect("theirs"));
                 assert_close(ours, theirs, 1e-12, 1e-12);
             }
         }
@@ -96,7 +101,8 @@ fn any_number_of_rows_without_columns() {
 fn more_threads_give_the_same_bits() {
     let sample = AFFINE.samples(&[[1000, 40]], Kind::Float, Device::Cpu).remove(0);
     let run = || {
-        let gradients = support::gradients(&|inputs| AFFINE.fused(inputs), &leaves(&sample.inputs), &[0]);
+        let gradients =
+            support::gradients(&|inputs| AFFINE.fused(inputs), &leaves(&sample.inputs), &[0]);
         let output = AFFINE.fused(&sample.inputs).expect("output");
         output.into_iter().chain(gradients.into_iter().flatten()).collect::<Vec<_>>()
     };

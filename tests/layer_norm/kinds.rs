@@ -33,7 +33,8 @@ fn like_libtorch(device: Device, kind: Kind, case: Case, inputs: &[Tensor]) -> b
     let (Ok(ours), Ok(theirs)) = (ours, theirs) else { return false };
     assert_eq!(ours[0].kind(), theirs[0].kind(), "{context}");
     assert!(Autocast::kind(device).is_some() || ours[0].kind() == kind, "{context}");
-    let exact: Vec<Tensor> = inputs.iter().map(|input| input.detach().to_kind(Kind::Double)).collect();
+    let exact: Vec<Tensor> =
+        inputs.iter().map(|input| input.detach().to_kind(Kind::Double)).collect();
     let exact = case.reference(&exact).expect("exact");
     assert_as_accurate(&ours[0].detach(), &theirs[0].detach(), &exact[0]);
 
@@ -53,7 +54,8 @@ fn like_libtorch(device: Device, kind: Kind, case: Case, inputs: &[Tensor]) -> b
 fn kinds_are_taken_and_refused_as_by_libtorch() {
     let mut taken = [0, 0];
     for_each_mixture(|device, kind, case, inputs| {
-        taken[usize::from(device.is_cuda())] += usize::from(like_libtorch(device, kind, case, inputs));
+        taken[usize::from(device.is_cuda())] +=
+            usize::from(like_libtorch(device, kind, case, inputs));
     });
     // Each kind with all presences; on the CPU also Float beside the half kinds.
     assert_eq!(taken[0], 4 * 4 + 2 * 3);
@@ -90,9 +92,11 @@ fn float_parameters_beside_half_inputs_have_float_gradients() {
                 .into_vec()
         };
         let mixed = run(&sample.inputs);
-        let exact: Vec<Tensor> = sample.inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
+        let exact: Vec<Tensor> =
+            sample.inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
         for (mixed, exact) in mixed.iter().zip(&run(&exact)).skip(1) {
-            let (mixed, exact) = (mixed.as_ref().expect("present"), exact.as_ref().expect("present"));
+            let (mixed, exact) =
+                (mixed.as_ref().expect("present"), exact.as_ref().expect("present"));
             assert_eq!(mixed.kind(), Kind::Float);
             assert_close(mixed, &exact.to_kind(Kind::Float), 1e-5, 1e-4);
         }

@@ -20,7 +20,8 @@ fn parameters_have_the_usual_names_and_values() {
         let other = tch::nn::layer_norm(theirs.root() / "norm", vec![2, 3], Default::default());
         let x = Tensor::randn([4, 2, 3], options);
         assert_close(&layer.forward(&x).detach(), &other.forward(&x).detach(), 1e-5, 1e-5);
-        let mut names = [vs.variables(), theirs.variables()].map(|all| all.into_keys().collect::<Vec<_>>());
+        let mut names =
+            [vs.variables(), theirs.variables()].map(|all| all.into_keys().collect::<Vec<_>>());
         names.iter_mut().for_each(|names| names.sort());
         assert_eq!(names[0], names[1]);
     }
@@ -59,14 +60,16 @@ fn bad_input_is_an_error_or_a_panic_that_names_it() {
     for shape in [&[][..], &[3, -1]] {
         let vs = VarStore::new(Device::Cpu);
         let make = || layer_norm(vs.root(), shape, LayerNormConfig::default());
-        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(make)).expect_err("no such shape");
+        let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(make))
+            .expect_err("no such shape");
         let text = panic.downcast::<String>().expect("a text");
         assert!(text.contains("normalized_shape: expected one size or more"), "{text}");
     }
     // Only the fused layer checks its arguments itself; the plain one leaves that to libtorch.
     let vs = VarStore::new(Device::Cpu);
     let config = LayerNormConfig { op: LayerNormOp::Composite, ..Default::default() };
-    let error = layer_norm(vs.root(), &[4], config).f_forward(&x).expect_err("3 features").to_string();
+    let error =
+        layer_norm(vs.root(), &[4], config).f_forward(&x).expect_err("3 features").to_string();
     assert!(!error.starts_with("layer_norm: "), "{error}");
 }
 
@@ -84,7 +87,8 @@ fn curve(op: LayerNormOp, kind: Kind, device: Device, steps: usize) -> Vec<f64> 
     let (x, target) = (x.to_device(device), target.to_device(device));
     vs.set_kind(kind);
     vs.set_device(device);
-    let mut optimizer = Sgd { momentum: 0.9, ..Default::default() }.build(&vs, 0.05).expect("an optimizer");
+    let mut optimizer =
+        Sgd { momentum: 0.9, ..Default::default() }.build(&vs, 0.05).expect("an optimizer");
     let step = |_| {
         let hidden = norm.forward(&first.forward(&x)).tanh();
         let loss = (second.forward(&hidden) - &target).square().mean(kind);
@@ -98,11 +102,19 @@ fn curve(op: LayerNormOp, kind: Kind, device: Device, steps: usize) -> Vec<f64> 
 fn fused_and_composite_train_alike() {
     for device in devices() {
         for (kind, steps, allowed) in [(Kind::Double, 200, 1e-9), (Kind::Float, 50, 1e-3)] {
-            let [fused, composite] =
-                [LayerNormOp::Fused, LayerNormOp::Composite].map(|op| curve(op, kind, device, steps));
-            assert!(fused[steps - 1] < 0.9 * fused[0], "it learns: {} to {}", fused[0], fused[steps - 1]);
+            let [fused, composite] = [LayerNormOp::Fused, LayerNormOp::Composite]
+                .map(|op| curve(op, kind, device, steps));
+            assert!(
+                fused[steps - 1] < 0.9 * fused[0],
+                "it learns: {} to {}",
+                fused[0],
+                fused[steps - 1]
+            );
             for (step, (fused, composite)) in fused.iter().zip(&composite).enumerate() {
-                assert!((fused - composite).abs() < allowed, "{kind:?} {step}: {fused} and {composite}");
+                assert!(
+                    (fused - composite).abs() < allowed,
+                    "{kind:?} {step}: {fused} and {composite}"
+                );
             }
         }
     }

@@ -1,4 +1,5 @@
-//! `ops::layer_norm` against its reference, against libtorch's own, against finite differences, and against bad input.
+//! `ops::layer_norm` against its reference, against libtorch's own, against finite differences, and
+//! against bad input.
 
 mod arguments;
 mod conformance;
@@ -18,7 +19,9 @@ use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::ops::{LayerNormPath, f_layer_norm, f_layer_norm_by, layer_norm_reference};
-use tch_extension::testing::{Sample, SampleTable, Shape, assert_as_accurate, assert_close, devices};
+use tch_extension::testing::{
+    Sample, SampleTable, Shape, assert_as_accurate, assert_close, devices,
+};
 
 const EPS: f64 = 1e-5;
 

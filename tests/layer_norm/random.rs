@@ -21,7 +21,8 @@ fn property(device: Device) -> Property<'static> {
             let (x, w, b, shape) = take(inputs);
             f_layer_norm(x, &shape, w, b, EPS).map(|y| vec![y])
         },
-        // libtorch's own says what is to be refused; it sums the half kinds' gradients too roughly to compare with.
+        // libtorch's own says what is to be refused; it sums the half kinds' gradients too roughly
+        // to compare with.
         reference: &|inputs| {
             let (x, w, b, shape) = take(inputs);
             let kind = x.f_layer_norm(shape.as_slice(), w, b, EPS, false)?.kind();
@@ -43,11 +44,13 @@ fn nothing_of_other_kinds(Case(arguments): &Case) -> bool {
 fn cases() -> impl Strategy<Value = Case> {
     let lead = proptest::collection::vec(size(), 0..3);
     let normal = proptest::collection::vec(size(), 1..3);
-    (lead, normal, any::<bool>(), any::<bool>(), style(4)).prop_map(|(mut x, normal, w, b, style)| {
-        x.extend(&normal);
-        let part = |present: bool| present.then(|| normal.clone());
-        style.case(vec![Some(x), part(w), part(b), Some(normal.clone())])
-    })
+    (lead, normal, any::<bool>(), any::<bool>(), style(4)).prop_map(
+        |(mut x, normal, w, b, style)| {
+            x.extend(&normal);
+            let part = |present: bool| present.then(|| normal.clone());
+            style.case(vec![Some(x), part(w), part(b), Some(normal.clone())])
+        },
+    )
 }
 
 #[test]

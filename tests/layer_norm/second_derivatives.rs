@@ -12,13 +12,15 @@ fn gradgradcheck_of_every_small_sample() {
 
 type Op = fn(&Tensor, &[i64], Option<&Tensor>, Option<&Tensor>, f64) -> Result<Tensor>;
 
-/// Three steps that share their weight, the last fed with what depends on the first: total derivatives with
-/// respect to the inputs would differ from the partial ones here, and gradgradcheck on leaves would not notice.
+/// Three steps that share their weight, the last fed with what depends on the first: total
+/// derivatives with respect to the inputs would differ from the partial ones here, and
+/// gradgradcheck on leaves would not notice.
 fn three_steps(op: Op, leaves: &[Tensor]) -> Tensor {
     let [x, w, b] = leaves else { unreachable!("with weight and bias") };
     let mut state = x.shallow_clone();
     for step in 0..3 {
-        let input = if step == 2 { x * state.sum(Kind::Double) + state.sin() } else { state.sin() + x };
+        let input =
+            if step == 2 { x * state.sum(Kind::Double) + state.sin() } else { state.sin() + x };
         state = op(&input, &[4], Some(w), Some(b), EPS).expect("step");
     }
     (state.square() + state.sin()).sum(Kind::Double)
@@ -35,7 +37,8 @@ fn dependent_inputs(op: Op, leaves: &[Tensor]) -> Tensor {
 #[test]
 fn second_derivatives_in_chains_and_with_dependent_inputs() {
     type Program = fn(Op, &[Tensor]) -> Tensor;
-    let programs: [(&str, Program); 2] = [("three steps", three_steps), ("w = Σ x²", dependent_inputs)];
+    let programs: [(&str, Program); 2] =
+        [("three steps", three_steps), ("w = Σ x²", dependent_inputs)];
     for device in devices() {
         for (name, program) in programs {
             let sample = AFFINE.samples(&[[3, 4]], Kind::Double, device).remove(0);

@@ -17,8 +17,9 @@ fn tensors_lists_of_them_and_none() {
     let text: String = op.call(args![&x, NONE, empty, [&y, &y]]).unwrap();
     assert_eq!(text, "T3 None [] [T10 T10 ]");
     // A temporary lives as long as the call.
-    let text: String =
-        op.call(args![&(&x + 1.0), Some(&y), &[x.shallow_clone(), y.shallow_clone()], [no_tensor]]).unwrap();
+    let text: String = op
+        .call(args![&(&x + 1.0), Some(&y), &[x.shallow_clone(), y.shallow_clone()], [no_tensor]])
+        .unwrap();
     assert_eq!(text, "T5 T10 [T3 T10 ] [None ]");
 }
 
@@ -26,13 +27,35 @@ fn tensors_lists_of_them_and_none() {
 fn numbers_and_lists_of_them() {
     let op = operator("numbers");
     let text: String = op
-        .call(args![-1, 2_i64, 0.5, true, 1.5, &[1, 2], vec![3_i64, 4], 7, [0.5, 1.5], [true, false]])
+        .call(args![
+            -1,
+            2_i64,
+            0.5,
+            true,
+            1.5,
+            &[1, 2],
+            vec![3_i64, 4],
+            7,
+            [0.5, 1.5],
+            [true, false]
+        ])
         .unwrap();
     assert_eq!(text, "-1 2 0.5 1 1.5 [1 2 ] [3 4 ] [7 7 ] [0.5 1.5 ] [1 0 ]");
     // A float may be given as an int, a Scalar as any number, int[2] as a list, lists by reference.
     let (ints, floats) = (vec![8_i64, 9], [0.25]);
     let text: String = op
-        .call(args![i64::MAX, i64::MIN, 3, false, 4, &ints, &ints[1..], &ints, &floats, [false, true]])
+        .call(args![
+            i64::MAX,
+            i64::MIN,
+            3,
+            false,
+            4,
+            &ints,
+            &ints[1..],
+            &ints,
+            &floats,
+            [false, true]
+        ])
         .unwrap();
     assert_eq!(text, format!("{} {} 3 0 4 [8 9 ] [9 ] [8 9 ] [0.25 ] [0 1 ]", i64::MAX, i64::MIN));
     let nothing: [i64; 0] = [];
@@ -57,7 +80,14 @@ fn texts_devices_kinds_layouts_and_formats() {
     assert_eq!(text, "text [a bc ] cuda:1 BFloat16 SparseCsr ChannelsLast");
     let (word, no_words): (String, Vec<&str>) = ("ü\0-".to_string(), vec![]);
     let text: String = op
-        .call(args![&word, no_words, Device::Cpu, Kind::Int, Layout::Strided, MemoryFormat::Preserve])
+        .call(args![
+            &word,
+            no_words,
+            Device::Cpu,
+            Kind::Int,
+            Layout::Strided,
+            MemoryFormat::Preserve
+        ])
         .unwrap();
     assert_eq!(text, "ü\0- [] cpu Int Strided Preserve");
 }
@@ -67,7 +97,8 @@ fn options_given_and_not() {
     let op = operator("options");
     let text: String = op.call(args![]).unwrap();
     assert_eq!(text, "None None None None None None None None None");
-    let text: String = op.call(args![1, [2, 3], 0.5, "t", 4, Device::Cpu, Kind::Half, false, NONE]).unwrap();
+    let text: String =
+        op.call(args![1, [2, 3], 0.5, "t", 4, Device::Cpu, Kind::Half, false, NONE]).unwrap();
     assert_eq!(text, "1 [2 3 ] 0.5 t 4 cpu Half 0 None");
     let text: String = op.call(args![NONE, b = Some(true), f = Some(2.5), k = NONE]).unwrap();
     assert_eq!(text, "None None 2.5 None None None None 1 None");
@@ -165,7 +196,9 @@ fn calls_that_fit_no_schema() {
     assert!(text.contains("d: expected Device, got a Device of too high an index"), "{text}");
     let text = message(operator("takes_a_dict").call::<()>(args![1]));
     assert!(
-        text.contains("d: expected Dict(str, int), got the int 1, but values of this type cannot be made"),
+        text.contains(
+            "d: expected Dict(str, int), got the int 1, but values of this type cannot be made"
+        ),
         "{text}"
     );
 }
@@ -177,7 +210,10 @@ fn what_an_operator_throws_is_an_error() {
         (0, "tch_test::fail: how must not be 0; the schema is tch_test::fail(int how) -> ()"),
         (1, "tch_test::fail: a runtime error; the schema is tch_test::fail(int how) -> ()"),
         (3, "tch_test::fail: on two lines; the schema is tch_test::fail(int how) -> ()"),
-        (2, "tch_test::fail: a C++ exception of unknown type; the schema is tch_test::fail(int how) -> ()"),
+        (
+            2,
+            "tch_test::fail: a C++ exception of unknown type; the schema is tch_test::fail(int how) -> ()",
+        ),
     ] {
         assert_eq!(message(op.call::<()>(args![how])), expected);
     }

@@ -64,7 +64,8 @@ pub fn compile_file(file: &str, name: &str) -> PathBuf {
 pub fn library() -> &'static Library {
     static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
     // A failure is kept, too: compiling it for every test again takes minutes.
-    let library = LIBRARY.get_or_init(|| Library::load(compile_file("operators.cpp", "operators.so")));
+    let library =
+        LIBRARY.get_or_init(|| Library::load(compile_file("operators.cpp", "operators.so")));
     library.as_ref().expect("a library")
 }
 

@@ -15,9 +15,14 @@ fn operators_without_a_gradient_are_recognised() {
     assert!(!has("scaled") && !has("scale_") && !has("cuda_only"));
     for name in ["aten::mul.Tensor", "aten::linear", "aten::_foreach_norm.Scalar"] {
         let op = Operator::find(name).unwrap();
-        assert!(op.has_autograd(Device::Cpu).unwrap() && op.has_autograd(Device::Cuda(0)).unwrap(), "{name}");
+        assert!(
+            op.has_autograd(Device::Cpu).unwrap() && op.has_autograd(Device::Cuda(0)).unwrap(),
+            "{name}"
+        );
     }
-    assert!(!Operator::find("mkldnn::_linear_pointwise").unwrap().has_autograd(Device::Cpu).unwrap());
+    assert!(
+        !Operator::find("mkldnn::_linear_pointwise").unwrap().has_autograd(Device::Cpu).unwrap()
+    );
 }
 
 #[test]
@@ -29,17 +34,23 @@ fn without_a_gradient_a_call_is_refused_before_it_runs() {
         "{text}"
     );
     assert!(
-        text.contains(".no_grad()") && text.contains(".with_backward(f)") && text.contains("the schema is"),
+        text.contains(".no_grad()")
+            && text.contains(".with_backward(f)")
+            && text.contains("the schema is"),
         "{text}"
     );
     // In place: nothing was written.
     let y = &x * 1.0;
     message(operator("scale_").call::<Tensor>(args![&y, 3.0]));
     assert_eq!(y.detach(), doubles(&[1.0, 2.0]));
-    let text = message(operator("scale_out").call::<()>(args![&x, 3.0, out = &doubles(&[0.0, 0.0])]));
+    let text =
+        message(operator("scale_out").call::<()>(args![&x, 3.0, out = &doubles(&[0.0, 0.0])]));
     assert!(text.contains("no autograd kernel"), "{text}");
     // In a list, too.
-    assert!(operator("tensors").call::<String>(args![&x, &x, [&x], [&x]]).is_ok(), "no tensor comes back");
+    assert!(
+        operator("tensors").call::<String>(args![&x, &x, [&x], [&x]]).is_ok(),
+        "no tensor comes back"
+    );
 }
 
 #[test]
@@ -67,7 +78,8 @@ fn with_backward() -> tch_extension::library::WithBackward {
 #[test]
 fn a_backward_of_ones_own_passes_gradcheck() {
     let (op, x) = (with_backward(), leaf(&[1.0, 2.0, -0.5]));
-    gradcheck(|inputs| op.call::<Tensor>(args![&inputs[0], 3.0]), &[&x], &Default::default()).unwrap();
+    gradcheck(|inputs| op.call::<Tensor>(args![&inputs[0], 3.0]), &[&x], &Default::default())
+        .unwrap();
     // One that is wrong does not.
     let wrong = scaled().with_backward(|_, grads| Ok((grads.get(0)? * 2.0).into()));
     let check = |inputs: &[Tensor]| wrong.call::<Tensor>(args![&inputs[0], 3.0]);
@@ -85,7 +97,8 @@ fn a_backward_of_ones_own_gets_the_arguments_of_the_call() {
     let calls: [fn(&Tensor) -> Args<'_>; 3] =
         [|x| args![x, 3, 2.5], |x| args![x, 2, scale = 2], |x| args![x, n = 4]];
     for args in calls {
-        gradcheck(|inputs| op.call::<Tensor>(args(&inputs[0])), &[&x], &Default::default()).unwrap();
+        gradcheck(|inputs| op.call::<Tensor>(args(&inputs[0])), &[&x], &Default::default())
+            .unwrap();
     }
     // Each of several calls has its own.
     let (first, second): (Tensor, Tensor) =
@@ -139,7 +152,8 @@ fn arguments_of_every_type_reach_the_backward() {
 fn wrong_questions_for_arguments_are_errors() {
     for (op, expected) in [
         (
-            operator("power").with_backward(|ctx, _| ctx.argument::<i64>("scale").map(|_| ().into())),
+            operator("power")
+                .with_backward(|ctx, _| ctx.argument::<i64>("scale").map(|_| ().into())),
             "its argument `scale` is Float(0.5), and i64 was asked for",
         ),
         (
@@ -147,7 +161,8 @@ fn wrong_questions_for_arguments_are_errors() {
             "it has no argument `m`",
         ),
         (
-            operator("power").with_backward(|ctx, _| ctx.argument::<Tensor>("x").map(|_| ().into())),
+            operator("power")
+                .with_backward(|ctx, _| ctx.argument::<Tensor>("x").map(|_| ().into())),
             "its argument `x` is of type Tensor, and a backward gets no such argument by name; the tensors of a call are saved",
         ),
         (
@@ -248,20 +263,22 @@ fn a_composite_that_lost_the_graph_is_found_out() {
     // In place: the tensor requires grad all along, but the graph knows nothing of the change.
     let y = &x * 1.0;
     message(operator("raw_scale_").call::<Tensor>(args![&y, 3.0]));
-    let y: Tensor = operator("composite_scale_").call(args![&(&x * 1.0), &doubles(&[3.0, 4.0])]).unwrap();
+    let y: Tensor =
+        operator("composite_scale_").call(args![&(&x * 1.0), &doubles(&[3.0, 4.0])]).unwrap();
     assert!(y.requires_grad());
     // A constant becomes part of the graph.
     let constant = doubles(&[1.0, 1.0]);
     let _ = operator("composite_scale_").call::<Tensor>(args![&constant, &x]).unwrap();
     assert!(constant.requires_grad());
-    let text = message(operator("composite_scale_").call::<Tensor>(args![&x, &doubles(&[3.0, 4.0])]));
+    let text =
+        message(operator("composite_scale_").call::<Tensor>(args![&x, &doubles(&[3.0, 4.0])]));
     assert!(text.contains("a leaf Variable that requires grad"), "{text}");
 }
 
 #[test]
 fn nothing_of_a_call_stays_behind() {
-    // Other tests of this program make nodes, too: so this one has a process of its own in mind, and only looks whether
-    // a thousand calls leave a thousand.
+    // Other tests of this program make nodes, too: so this one has a process of its own in mind,
+    // and only looks whether a thousand calls leave a thousand.
     let (op, before) = (with_backward(), live_nodes());
     for _ in 0..1000 {
         let x = leaf(&[1.0]);
@@ -303,13 +320,15 @@ fn neither_arguments_nor_results_leak() {
 }
 
 fn first_of(op: &Operator, x: &Tensor) -> Tensor {
-    let (first, _, _, _, _, _): (Tensor, Vec<Tensor>, i64, f64, bool, String) = op.call(args![x]).unwrap();
+    let (first, _, _, _, _, _): (Tensor, Vec<Tensor>, i64, f64, bool, String) =
+        op.call(args![x]).unwrap();
     first
 }
 
 #[test]
 fn cuda_kernels_are_found_by_the_device() {
-    let Some(device) = tch_extension::testing::cuda_or_skip("cuda_kernels_are_found_by_the_device") else {
+    let Some(device) = tch_extension::testing::cuda_or_skip("cuda_kernels_are_found_by_the_device")
+    else {
         return;
     };
     let (op, x) = (operator("cuda_only"), leaf(&[1.0, 2.0]).to_device(device));

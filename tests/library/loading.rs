@@ -50,7 +50,9 @@ fn a_taken_namespace_is_refused_before_loading() {
     assert!(strip.success());
     refused(&stripped, expected);
     // Other threads can still load: nothing holds the loader's lock.
-    let other = std::thread::spawn(|| Library::load(compile_text("int nothing() { return 1; }", "after.so")));
+    let other = std::thread::spawn(|| {
+        Library::load(compile_text("int nothing() { return 1; }", "after.so"))
+    });
     assert!(other.join().unwrap().unwrap().operators().is_empty());
 }
 
@@ -67,8 +69,11 @@ fn what_is_no_library_is_refused() {
     refused(Path::new("a\0b"), "NUL byte");
     refused(Path::new("two\nlines.so"), "No such file or directory");
     let text = folder().join("text.so");
-    std::fs::write(&text, "this is a text, and a rather long one, for a header of a file to fit into it")
-        .unwrap();
+    std::fs::write(
+        &text,
+        "this is a text, and a rather long one, for a header of a file to fit into it",
+    )
+    .unwrap();
     refused(&text, "invalid ELF header");
     refused(
         &compile_text("void missing(); void f() { missing(); }", "missing.so"),
@@ -89,8 +94,11 @@ fn initialisers_that_end_the_process_are_refused() {
 fn a_file_that_changed_is_refused() {
     let path = compile_text("int version() { return 1; }", "changing.so");
     Library::load(&path).unwrap();
-    std::io::Write::write_all(&mut std::fs::File::options().append(true).open(&path).unwrap(), b"more")
-        .unwrap();
+    std::io::Write::write_all(
+        &mut std::fs::File::options().append(true).open(&path).unwrap(),
+        b"more",
+    )
+    .unwrap();
     refused(&path, "it has changed since it was loaded; libraries never unload");
     std::fs::remove_file(&path).unwrap();
     compile_text("int version() { return 2; }", "changing.so");
@@ -112,14 +120,15 @@ fn a_missing_library_that_it_needs_is_named() {
     let target = folder().join("needs.so");
     let source = folder().join("needs.cpp");
     std::fs::write(&source, "int needed(); int f() { return needed(); }").unwrap();
-    let output = std::process::Command::new(std::env::var_os("CXX").unwrap_or_else(|| "g++".into()))
-        .args(["-shared", "-fPIC"])
-        .args([&source, &needed])
-        .arg("-Wl,-soname,needs.so,-rpath,/nonexistent")
-        .arg("-o")
-        .arg(&target)
-        .output()
-        .expect("a C++ compiler");
+    let output =
+        std::process::Command::new(std::env::var_os("CXX").unwrap_or_else(|| "g++".into()))
+            .args(["-shared", "-fPIC"])
+            .args([&source, &needed])
+            .arg("-Wl,-soname,needs.so,-rpath,/nonexistent")
+            .arg("-o")
+            .arg(&target)
+            .output()
+            .expect("a C++ compiler");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     std::fs::remove_file(&needed).unwrap();
     refused(&target, "libneeded.so: cannot open shared object file");
@@ -138,8 +147,7 @@ fn a_library_that_leans_on_anothers_symbols() {
     );
     let first = Library::load(&defines).unwrap();
     let place = first.path().display().to_string();
-    let way_out =
-        "which is loaded for itself alone: load that one with LoadOptions { global: true, .. } first";
+    let way_out = "which is loaded for itself alone: load that one with LoadOptions { global: true, .. } first";
     refused(&leans, &format!("it needs leant_on() of {place}, {way_out}"));
     // The same library, for everybody.
     let global = LoadOptions { global: true, ..Default::default() };
@@ -158,14 +166,21 @@ fn a_library_may_be_global_from_the_start() {
     }
     // One that is loaded as ever keeps its symbols to itself.
     Library::load(compile_text("int kept() { return 7; }", "kept.so")).unwrap();
-    refused(&compile_text("int kept(); int x = kept();", "leans_on_kept.so"), "it needs kept() of ");
+    refused(
+        &compile_text("int kept(); int x = kept();", "leans_on_kept.so"),
+        "it needs kept() of ",
+    );
 }
 
-/// This test again, in a process of its own that ignores SIGCHLD, so that the kernel reaps its children unasked.
+/// This test again, in a process of its own that ignores SIGCHLD, so that the kernel reaps its
+/// children unasked.
 fn alone(test: &str, library: &Path) -> std::process::Command {
     let mut command = std::process::Command::new("sh");
     command.args(["-c", "trap '' CHLD; exec \"$0\" --exact \"$1\" --nocapture"]);
-    command.arg(std::env::current_exe().unwrap()).arg(format!("loading::{test}")).env(ALONE, library);
+    command
+        .arg(std::env::current_exe().unwrap())
+        .arg(format!("loading::{test}"))
+        .env(ALONE, library);
     command
 }
 
@@ -211,13 +226,17 @@ fn a_trial_runs_no_exit_handlers_of_the_process() {
     );
     Library::load(compile_text(&registers, "registers.so")).unwrap();
     let exits = "#include <cstdlib>\nstruct A { A() { exit(3); } } a;";
-    refused(&compile_text(exits, "exits_3.so"), "its initialisers ended the process that tried them");
+    refused(
+        &compile_text(exits, "exits_3.so"),
+        "its initialisers ended the process that tried them",
+    );
     assert!(!file.exists());
 }
 
 #[test]
 fn a_trial_does_not_wait_for_processes_that_initialisers_start() {
-    let starts = "#include <unistd.h>\nstruct A { A() { if (fork() == 0) { sleep(60); _exit(0); } } } a;";
+    let starts =
+        "#include <unistd.h>\nstruct A { A() { if (fork() == 0) { sleep(60); _exit(0); } } } a;";
     let path = compile_text(starts, "starts.so");
     let start = std::time::Instant::now();
     Library::load(path).unwrap();
@@ -256,7 +275,8 @@ fn a_trial_ends_with_the_process_that_made_it() {
 #[test]
 fn initialisers_may_compute_in_parallel() {
     let Some(path) = std::env::var_os(ALONE) else {
-        let computes = "#include <ATen/ops/ones.h>\nstatic at::Tensor x = at::ones({1000, 1000}).exp();";
+        let computes =
+            "#include <ATen/ops/ones.h>\nstatic at::Tensor x = at::ones({1000, 1000}).exp();";
         let path = compile_text(computes, "computes.so");
         return passes_alone("initialisers_may_compute_in_parallel", &path);
     };
@@ -268,7 +288,8 @@ fn initialisers_may_compute_in_parallel() {
     assert!(tch::get_num_threads() > 1 || std::thread::available_parallelism().unwrap().get() == 1);
 }
 
-/// A thread that looks up an operator when the child is made would keep the child's registrations waiting.
+/// A thread that looks up an operator when the child is made would keep the child's registrations
+/// waiting.
 #[test]
 fn libraries_load_while_other_threads_find_operators() {
     // Eight bytes, which a compiler keeps together.
@@ -312,7 +333,8 @@ fn libraries_load_while_other_threads_find_operators() {
     assert!(slowest.as_secs_f64() < 1.9, "{slowest:?}");
 }
 
-/// As package managers lay out their trees: each file a link into a store, what it needs beside the link.
+/// As package managers lay out their trees: each file a link into a store, what it needs beside the
+/// link.
 #[test]
 fn what_a_library_needs_is_looked_for_beside_the_link() {
     let (store, tree) = (folder().join("store"), folder().join("tree"));
@@ -321,14 +343,15 @@ fn what_a_library_needs_is_looked_for_beside_the_link() {
     let needed = compile_text("int beside() { return 1; }", "libbeside.so");
     let (source, target) = (folder().join("links.cpp"), folder().join("links.so"));
     std::fs::write(&source, "int beside(); int f() { return beside(); }").unwrap();
-    let status = std::process::Command::new(std::env::var_os("CXX").unwrap_or_else(|| "g++".into()))
-        .args(["-shared", "-fPIC", "-Wl,-rpath,$ORIGIN", "-L"])
-        .arg(folder())
-        .arg(&source)
-        .args(["-l:libbeside.so", "-o"])
-        .arg(&target)
-        .status()
-        .expect("a C++ compiler");
+    let status =
+        std::process::Command::new(std::env::var_os("CXX").unwrap_or_else(|| "g++".into()))
+            .args(["-shared", "-fPIC", "-Wl,-rpath,$ORIGIN", "-L"])
+            .arg(folder())
+            .arg(&source)
+            .args(["-l:libbeside.so", "-o"])
+            .arg(&target)
+            .status()
+            .expect("a C++ compiler");
     assert!(status.success());
     for (number, file) in [needed, target].iter().enumerate() {
         let stored = store.join(number.to_string());
@@ -339,17 +362,20 @@ fn what_a_library_needs_is_looked_for_beside_the_link() {
     assert!(library.is_same(&Library::load(store.join("1")).unwrap()));
 }
 
-/// With a Python's library where there is one; otherwise the message says how to name one. The parent below runs it
-/// with a wrong name.
+/// With a Python's library where there is one; otherwise the message says how to name one. The
+/// parent below runs it with a wrong name.
 #[test]
 fn a_library_that_needs_python() {
-    let source = "extern \"C\" int PyInstanceMethod_Type; int* f() { return &PyInstanceMethod_Type; }";
+    let source =
+        "extern \"C\" int PyInstanceMethod_Type; int* f() { return &PyInstanceMethod_Type; }";
     let loaded = Library::load(compile_text(source, "python.so"));
     match std::env::var("TCH_EXTENSION_LIBPYTHON") {
         Ok(wrong) if !Path::new(&wrong).exists() => {
             let text = message(loaded);
             assert!(
-                text.contains("it needs Python, and TCH_EXTENSION_LIBPYTHON=/nonexistent/libpython.so"),
+                text.contains(
+                    "it needs Python, and TCH_EXTENSION_LIBPYTHON=/nonexistent/libpython.so"
+                ),
                 "{text}"
             );
         }

@@ -8,7 +8,8 @@ fn a_missing_kernel_is_told_by_device() {
     let said = |name: &str| message(operator(name).call::<Tensor>(args![&x]));
     let schema = "; the schema is tch_test::";
     for (name, expected) in [
-        // Neither the dispatcher's own fallbacks nor kernels for shapes only are kernels for a device.
+        // Neither the dispatcher's own fallbacks nor kernels for shapes only are kernels for a
+        // device.
         ("cuda_only", "it has no kernel for CPU, only for CUDA; give it tensors on CUDA"),
         (
             "cuda_and_xla_only",
@@ -24,7 +25,10 @@ fn a_missing_kernel_is_told_by_device() {
         ),
     ] {
         let text = said(name);
-        assert!(text.starts_with(&format!("tch_test::{name}: {expected}{schema}{name}(")), "{text}");
+        assert!(
+            text.starts_with(&format!("tch_test::{name}: {expected}{schema}{name}(")),
+            "{text}"
+        );
         assert_eq!(text.lines().count(), 1, "{text}");
     }
 }
@@ -32,7 +36,9 @@ fn a_missing_kernel_is_told_by_device() {
 #[test]
 fn a_missing_kernel_of_libtorchs_own_is_told_by_device_too() {
     let sparse = doubles(&[1.0, 0.0]).to_sparse(None, None::<&[i64]>, None);
-    let text = message(Operator::find("aten::cumsum").unwrap().no_grad().call::<Tensor>(args![&sparse, 0]));
+    let text = message(
+        Operator::find("aten::cumsum").unwrap().no_grad().call::<Tensor>(args![&sparse, 0]),
+    );
     assert!(
         text.contains("aten::cumsum: it") && text.contains(" no kernel for SparseCPU, only for "),
         "{text}"
@@ -44,8 +50,7 @@ fn a_missing_kernel_of_libtorchs_own_is_told_by_device_too() {
 fn a_kernel_that_nobody_chooses_is_told_by_device() {
     let none: [&Tensor; 0] = [];
     let text = message(operator("first").call::<Tensor>(args![none]));
-    let expected =
-        "tch_test::first: it got no tensor to tell whose kernel to run; there are kernels for CPU; the";
+    let expected = "tch_test::first: it got no tensor to tell whose kernel to run; there are kernels for CPU; the";
     assert!(text.starts_with(expected), "{text}");
     let text = message(operator("first_without_kernels").call::<Tensor>(args![none]));
     assert!(

@@ -13,8 +13,11 @@ fn needing(missing: &str, text: &str, name: &str) -> PathBuf {
     let empty = folder().join("empty.cpp");
     std::fs::write(&empty, "").unwrap();
     let needed = compile_with(&[&empty], &["-shared", &soname], &format!("stub_{name}/{missing}"));
-    let library =
-        compile_with(&[&source], &["-shared", "-Wl,--no-as-needed", needed.to_str().unwrap()], name);
+    let library = compile_with(
+        &[&source],
+        &["-shared", "-Wl,--no-as-needed", needed.to_str().unwrap()],
+        name,
+    );
     std::fs::remove_file(needed).unwrap();
     library
 }
@@ -58,7 +61,13 @@ fn a_library_of_another_cuda_says_so() {
 fn a_library_that_lacks_symbols_of_libtorch_says_so() {
     let gone = "namespace c10 { void gone_since(int); } void f() { c10::gone_since(1); }";
     let text = refused(&compile_text(gone, "gone.so"));
-    says(&text, &["it was built for another libtorch than this one, 2.", "which lacks c10::gone_since(int)"]);
+    says(
+        &text,
+        &[
+            "it was built for another libtorch than this one, 2.",
+            "which lacks c10::gone_since(int)",
+        ],
+    );
     says(&text, &["undefined symbol: _ZN3c1010gone_sinceEi"]);
     let shim = "extern \"C\" void aoti_torch_from_the_future(); void f() { aoti_torch_from_the_future(); }";
     says(
@@ -66,15 +75,17 @@ fn a_library_that_lacks_symbols_of_libtorch_says_so() {
         &["another libtorch", "which lacks aoti_torch_from_the_future"],
     );
     // Symbols of others say nothing of libtorch.
-    let text = refused(&compile_text("namespace other { void f(); } void g() { other::f(); }", "other.so"));
+    let text = refused(&compile_text(
+        "namespace other { void f(); } void g() { other::f(); }",
+        "other.so",
+    ));
     assert!(!text.contains("another libtorch"), "{text}");
 }
 
 #[test]
 fn a_library_of_the_old_abi_says_so() {
     let source = folder().join("old_abi.cpp");
-    let text =
-        "#include <string>\nnamespace c10 { void show(const std::string&); } void f() { c10::show(\"x\"); }";
+    let text = "#include <string>\nnamespace c10 { void show(const std::string&); } void f() { c10::show(\"x\"); }";
     std::fs::write(&source, text).unwrap();
     let path = compile_with(&[&source], &["-shared", "-D_GLIBCXX_USE_CXX11_ABI=0"], "old_abi.so");
     says(&refused(&path), &["built with the old C++ ABI (_GLIBCXX_USE_CXX11_ABI=0)", "before 2.7"]);
@@ -89,19 +100,22 @@ fn a_package_says_which_libtorch_it_is_for() {
     }
     let write = |name: &str, text: &str| std::fs::write(site.join(name), text).unwrap();
     write("other-1.0.dist-info/RECORD", "other/_C.so,sha256=abc,1\n");
-    write("other-1.0.dist-info/METADATA", "Name: other\nVersion: 1.0\nRequires-Dist: torch (==1.13.0)\n");
+    write(
+        "other-1.0.dist-info/METADATA",
+        "Name: other\nVersion: 1.0\nRequires-Dist: torch (==1.13.0)\n",
+    );
     write("vision-0.24.1.dist-info/RECORD", "vision/__init__.py,,\nvision/_C.so,sha256=abc,1\n");
     write(
         "vision-0.24.1.dist-info/METADATA",
         "Metadata-Version: 2.1\nName: vision\nVersion: 0.24.1\nRequires-Dist: numpy\nRequires-Dist: torch==2.9.1\n\n\
          Requires-Dist: torch==0.1\n",
     );
-    let gone = compile_text("namespace at { void gone(); } void f() { at::gone(); }", "packaged.so");
+    let gone =
+        compile_text("namespace at { void gone(); } void f() { at::gone(); }", "packaged.so");
     let packaged = site.join("vision/_C.so");
     std::fs::rename(gone, &packaged).unwrap();
     let text = refused(&packaged);
-    let expected =
-        "it was built for libtorch 2.9.1, for which its package vision 0.24.1 asks, and this one is 2.";
+    let expected = "it was built for libtorch 2.9.1, for which its package vision 0.24.1 asks, and this one is 2.";
     says(&text, &[expected, "take the vision for 2.", "undefined symbol: _ZN2at4goneEv"]);
     assert!(!text.contains("1.13"), "{text}");
 }

@@ -51,15 +51,15 @@ string tensors(const Tensor& x, const optional<Tensor>& y, at::TensorList many,
   return result + "]";
 }
 
-string numbers(int64_t i, const c10::SymInt& s, double f, bool b, const Scalar& n, at::IntArrayRef is,
-               c10::SymIntArrayRef ss, at::IntArrayRef pair, at::ArrayRef<double> fs,
-               std::array<bool, 2> bs) {
-  return text(i) + " " + text(s) + " " + text(f) + " " + text(b) + " " + text(n) + " " + list(is) + " " +
-         list(ss) + " " + list(pair) + " " + list(fs) + " " + list(bs);
+string numbers(int64_t i, const c10::SymInt& s, double f, bool b, const Scalar& n,
+               at::IntArrayRef is, c10::SymIntArrayRef ss, at::IntArrayRef pair,
+               at::ArrayRef<double> fs, std::array<bool, 2> bs) {
+  return text(i) + " " + text(s) + " " + text(f) + " " + text(b) + " " + text(n) + " " + list(is) +
+         " " + list(ss) + " " + list(pair) + " " + list(fs) + " " + list(bs);
 }
 
-string others(c10::string_view t, c10::List<string> ts, at::Device d, at::ScalarType k, at::Layout l,
-              at::MemoryFormat m) {
+string others(c10::string_view t, c10::List<string> ts, at::Device d, at::ScalarType k,
+              at::Layout l, at::MemoryFormat m) {
   string result = string(t) + " [";
   for (size_t i = 0; i < ts.size(); ++i) result += string(ts.get(i)) + " ";
   return result + "] " + text(d) + " " + text(k) + " " + text(l) + " " + text(m);
@@ -68,19 +68,22 @@ string others(c10::string_view t, c10::List<string> ts, at::Device d, at::Scalar
 string options(optional<int64_t> i, at::OptionalIntArrayRef is, optional<double> f,
                optional<c10::string_view> t, optional<Scalar> n, optional<at::Device> d,
                optional<at::ScalarType> k, optional<bool> b, optional<at::Generator> g) {
-  return text(i) + " " + (is ? list(*is) : "None") + " " + text(f) + " " + (t ? string(*t) : "None") + " " +
-         text(n) + " " + text(d) + " " + text(k) + " " + text(b) + " " + (g ? "G" : "None");
+  return text(i) + " " + (is ? list(*is) : "None") + " " + text(f) + " " +
+         (t ? string(*t) : "None") + " " + text(n) + " " + text(d) + " " + text(k) + " " + text(b) +
+         " " + (g ? "G" : "None");
 }
 
 string defaults(int64_t i, double f, c10::string_view t, at::IntArrayRef is, bool b) {
   return text(i) + " " + text(f) + " " + string(t) + " " + list(is) + " " + text(b);
 }
 
-std::tuple<Tensor, std::vector<Tensor>, int64_t, double, bool, string> first_results(const Tensor& x) {
+std::tuple<Tensor, std::vector<Tensor>, int64_t, double, bool, string> first_results(
+    const Tensor& x) {
   return {x.mul(2), {x, x.mul(3)}, 7, 0.5, true, "words"};
 }
 
-std::tuple<Scalar, std::vector<int64_t>, std::vector<double>, at::Device, at::ScalarType, optional<int64_t>>
+std::tuple<Scalar, std::vector<int64_t>, std::vector<double>, at::Device, at::ScalarType,
+           optional<int64_t>>
 second_results(const Tensor& x) {
   return {Scalar(1.5), {1, 2, 3}, {0.5, 1.5}, x.device(), x.scalar_type(), std::nullopt};
 }
@@ -107,7 +110,8 @@ void nothing(const Tensor&) {}
 
 // Kernels that write through pointers, of which neither the graph nor a version counter knows.
 void scale(const Tensor& x, double by, const Tensor& out) {
-  TORCH_CHECK(x.is_contiguous() && x.scalar_type() == at::kDouble, "scale: x must be contiguous doubles");
+  TORCH_CHECK(x.is_contiguous() && x.scalar_type() == at::kDouble,
+              "scale: x must be contiguous doubles");
   for (int64_t i = 0; i < x.numel(); ++i) out.data_ptr<double>()[i] = by * x.data_ptr<double>()[i];
 }
 Tensor scaled(const Tensor& x, double by) {
@@ -121,8 +125,9 @@ Tensor& scale_(Tensor& x, double by) {
 }
 void scale_out(const Tensor& x, double by, Tensor& out) { scale(x, by, out); }
 
-Tensor power(const Tensor& x, int64_t n, double scale, const Scalar& shift, at::IntArrayRef, c10::string_view,
-             bool, optional<double>, const optional<Tensor>&, optional<at::ScalarType>) {
+Tensor power(const Tensor& x, int64_t n, double scale, const Scalar& shift, at::IntArrayRef,
+             c10::string_view, bool, optional<double>, const optional<Tensor>&,
+             optional<at::ScalarType>) {
   return x.detach().pow(n).mul(scale).add(shift);
 }
 
@@ -158,10 +163,11 @@ Tensor calls_cuda_only(const Tensor& x) {
 
 Tensor first(at::TensorList many) { return many[0].clone(); }
 
-// Registers an operator while the program runs, as another thread may well do while a library is loaded.
+// Registers an operator while the program runs, as another thread may well do while a library is
+// loaded.
 void register_operator(c10::string_view name) {
-  auto* library =
-      new torch::Library(torch::Library::FRAGMENT, "tch_meanwhile", std::nullopt, __FILE__, __LINE__);
+  auto* library = new torch::Library(torch::Library::FRAGMENT, "tch_meanwhile", std::nullopt,
+                                     __FILE__, __LINE__);
   library->def((string(name) + "(int x) -> int").c_str());
 }
 
@@ -172,42 +178,53 @@ void boxed_nothing(const c10::OperatorHandle&, torch::jit::Stack* stack) { stack
 TORCH_LIBRARY(tch_test, m) {
   m.def("tensors(Tensor x, Tensor? y, Tensor[] many, Tensor?[] some) -> str", tensors);
   m.def(
-      "numbers(int i, SymInt s, float f, bool b, Scalar n, int[] ints, SymInt[] syms, int[2] pair, float[] "
+      "numbers(int i, SymInt s, float f, bool b, Scalar n, int[] ints, SymInt[] syms, int[2] pair, "
+      "float[] "
       "fs, "
       "bool[2] bs)"
       " -> str",
       numbers);
   m.def("others(str t, str[] ts, Device d, ScalarType k, Layout l, MemoryFormat m) -> str", others);
   m.def(
-      "options(int? i=None, int[]? ints=None, float? f=None, str? t=None, Scalar? n=None, Device? d=None, "
+      "options(int? i=None, int[]? ints=None, float? f=None, str? t=None, Scalar? n=None, Device? "
+      "d=None, "
       "ScalarType? k=None, bool? b=None, Generator? g=None) -> str",
       options);
-  m.def("defaults(int i=3, float f=0.25, str t='text', int[2] ints=[4, 5], *, bool b=True) -> str", defaults);
+  m.def("defaults(int i=3, float f=0.25, str t='text', int[2] ints=[4, 5], *, bool b=True) -> str",
+        defaults);
   m.def("first_results(Tensor x) -> (Tensor, Tensor[], int, float, bool, str)", first_results);
-  m.def("second_results(Tensor x) -> (Scalar, int[], float[], Device, ScalarType, int?)", second_results);
-  m.def("seven_results(Tensor x) -> (Tensor, int, Tensor, float, Tensor, bool, str)", seven_results);
-  const auto multiples = [] { return torch::CppFunction::makeFromBoxedFunction<&boxed_multiples>(); };
+  m.def("second_results(Tensor x) -> (Scalar, int[], float[], Device, ScalarType, int?)",
+        second_results);
+  m.def("seven_results(Tensor x) -> (Tensor, int, Tensor, float, Tensor, bool, str)",
+        seven_results);
+  const auto multiples = [] {
+    return torch::CppFunction::makeFromBoxedFunction<&boxed_multiples>();
+  };
   m.def("two_multiples(Tensor x) -> (Tensor, Tensor)", multiples());
   m.def(
-      "twelve_multiples(Tensor x) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "twelve_multiples(Tensor x) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, "
       "Tensor, "
       "Tensor, Tensor, Tensor)",
       multiples());
   m.def(
-      "thirteen_multiples(Tensor x) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "thirteen_multiples(Tensor x) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+      "Tensor, "
       "Tensor, "
       "Tensor, Tensor, Tensor, Tensor)",
       multiples());
   m.def("some_tensors(Tensor x) -> Tensor?[]", some_tensors);
   m.def("nothing(Tensor x) -> ()", nothing);
-  m.def("takes_a_dict(Dict(str, int) d) -> ()", torch::CppFunction::makeFromBoxedFunction<&boxed_nothing>());
+  m.def("takes_a_dict(Dict(str, int) d) -> ()",
+        torch::CppFunction::makeFromBoxedFunction<&boxed_nothing>());
   m.def("twice.int(int x) -> int", [](int64_t x) { return 2 * x; });
   m.def("twice.float(float x) -> float", [](double x) { return 2 * x; });
   m.def("thrice.only(int x) -> int", [](int64_t x) { return 3 * x; });
   m.def("fail(int how) -> ()", fail);
   m.def("scaled(Tensor x, float by) -> Tensor");
   m.def(
-      "power(Tensor x, int n, float scale=0.5, *, Scalar shift=1, int[2] pair=3, str mode='up', bool "
+      "power(Tensor x, int n, float scale=0.5, *, Scalar shift=1, int[2] pair=3, str mode='up', "
+      "bool "
       "flag=True, "
       "float? maybe=None, Tensor? other=None, ScalarType? dtype=None) -> Tensor",
       power);

@@ -22,7 +22,11 @@ fn linked(namespace: &str, before: &str, flags: &[&str], registers: &Path) -> Pa
     );
     let named = folder().join(format!("{namespace}.cpp"));
     std::fs::write(&named, text).expect("a source file");
-    compile_with(&[&named, registers], &[&["-shared"], flags].concat(), &format!("lib{namespace}.so"))
+    compile_with(
+        &[&named, registers],
+        &[&["-shared"], flags].concat(),
+        &format!("lib{namespace}.so"),
+    )
 }
 
 #[test]

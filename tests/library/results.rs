@@ -6,7 +6,8 @@ use super::*;
 fn every_type_comes_back() {
     let x = doubles(&[1.0, 2.0]);
     type First = (Tensor, Vec<Tensor>, i64, f64, bool, String);
-    let (double, list, int, float, bool, text): First = operator("first_results").call(args![&x]).unwrap();
+    let (double, list, int, float, bool, text): First =
+        operator("first_results").call(args![&x]).unwrap();
     assert_eq!(double, doubles(&[2.0, 4.0]));
     assert_eq!(list, [doubles(&[1.0, 2.0]), doubles(&[3.0, 6.0])]);
     assert_eq!((int, float, bool, text.as_str()), (7, 0.5, true, "words"));
@@ -67,12 +68,18 @@ fn a_vector_takes_any_number_of_results() {
 fn results_of_another_type_are_an_error() {
     let x = doubles(&[1.0]);
     for (text, expected) in [
-        (message(operator("nothing").call::<Tensor>(args![&x])), "it has 0 results, and 1 were asked for"),
+        (
+            message(operator("nothing").call::<Tensor>(args![&x])),
+            "it has 0 results, and 1 were asked for",
+        ),
         (
             message(operator("first_results").call::<Tensor>(args![&x])),
             "it has 6 results, and 1 were asked for",
         ),
-        (message(operator("thrice").call::<f64>(args![1])), "result 0 is Int(3), and f64 was asked for"),
+        (
+            message(operator("thrice").call::<f64>(args![1])),
+            "result 0 is Int(3), and f64 was asked for",
+        ),
         (message(operator("some_tensors").call::<Vec<Tensor>>(args![&x])), "result 0 is None"),
     ] {
         assert!(text.contains(expected) && text.contains("the schema is tch_test::"), "{text}");
@@ -102,7 +109,9 @@ fn what_is_written_is_the_same_tensor_with_a_new_version() {
     let product = &weight * &x;
     let _ = operator("scale_").call::<Tensor>(args![&x, 3.0]).unwrap();
     let backward = product.sum(Kind::Double).f_backward();
-    assert!(backward.expect_err("an error").to_string().contains("modified by an inplace operation"));
+    assert!(
+        backward.expect_err("an error").to_string().contains("modified by an inplace operation")
+    );
 }
 
 #[test]
@@ -113,7 +122,10 @@ fn operators_are_found_by_name_and_overload() {
     assert_eq!((only.name(), only.call::<i64>(args![2]).unwrap()), ("tch_test::thrice.only", 6));
     assert_eq!(only.schema(), "tch_test::thrice.only(int x) -> int");
     let text = message(Operator::find("tch_test::twice"));
-    assert_eq!(text, "there is no operator tch_test::twice, but tch_test::twice.float, tch_test::twice.int");
+    assert_eq!(
+        text,
+        "there is no operator tch_test::twice, but tch_test::twice.float, tch_test::twice.int"
+    );
     for name in ["tch_test::missing", "tch_test", "", "::", "a\0b", "tch_test::thrice.other"] {
         let text = message(Operator::find(name));
         assert!(text.starts_with("there is no operator "), "{text}");
@@ -129,15 +141,20 @@ fn operators_are_found_by_name_and_overload() {
 #[test]
 fn operators_of_libtorch_that_tch_lacks() {
     let x = Tensor::rand([3, 4], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-    let (w, b) =
-        (Tensor::rand([5, 4], (Kind::Float, Device::Cpu)), Tensor::rand([5], (Kind::Float, Device::Cpu)));
+    let (w, b) = (
+        Tensor::rand([5, 4], (Kind::Float, Device::Cpu)),
+        Tensor::rand([5], (Kind::Float, Device::Cpu)),
+    );
     let scalars: Vec<f64> = vec![];
     let pointwise = Operator::find("mkldnn::_linear_pointwise").unwrap();
     let none: Option<&str> = None;
     let y: Tensor = pointwise.no_grad().call(args![&x, &w, &b, "relu", &scalars, none]).unwrap();
     assert!(y.allclose(&x.linear(&w, Some(&b)).relu(), 1e-5, 1e-6, false) && !y.requires_grad());
     // tch's binding hands over `use_gelu` in the place of beta.
-    assert_eq!(b.internal_addmm_activation(&x, &w.transpose(0, 1), false), x.mm(&w.transpose(0, 1)).relu());
+    assert_eq!(
+        b.internal_addmm_activation(&x, &w.transpose(0, 1), false),
+        x.mm(&w.transpose(0, 1)).relu()
+    );
     let op = Operator::find("aten::_addmm_activation").unwrap();
     let y: Tensor = op.call(args![&b, &x, &w.transpose(0, 1)]).unwrap();
     assert!(y.allclose(&x.linear(&w, Some(&b)).relu(), 1e-5, 1e-6, false) && y.requires_grad());

@@ -24,11 +24,15 @@ fn grad_mode_and_autocast_are_the_threads_own() {
     let x = leaf(&[1.0]);
     let guard = tch::no_grad_guard();
     assert!(operator("scaled").call::<Tensor>(args![&x, 2.0]).is_ok());
-    let other = std::thread::spawn(|| operator("scaled").call::<Tensor>(args![&leaf(&[1.0]), 2.0]).is_err());
+    let other = std::thread::spawn(|| {
+        operator("scaled").call::<Tensor>(args![&leaf(&[1.0]), 2.0]).is_err()
+    });
     assert!(other.join().unwrap(), "grad mode is on in a new thread");
     drop(guard);
-    let (a, b) =
-        (Tensor::ones([2, 2], (Kind::Float, Device::Cpu)), Tensor::ones([2, 2], (Kind::Float, Device::Cpu)));
+    let (a, b) = (
+        Tensor::ones([2, 2], (Kind::Float, Device::Cpu)),
+        Tensor::ones([2, 2], (Kind::Float, Device::Cpu)),
+    );
     let _autocast = tch_extension::amp::Autocast::new(Device::Cpu, Kind::BFloat16).unwrap();
     let product: Tensor = Operator::find("aten::mm").unwrap().call(args![&a, &b]).unwrap();
     assert_eq!(product.kind(), Kind::BFloat16);

@@ -14,8 +14,8 @@ fn file() -> PathBuf {
     std::env::var_os("TCH_EXTENSION_TORCHVISION").map_or(installed, PathBuf::from)
 }
 
-/// Loads it. `None`, after a line on standard error, where it or Python's library is missing, unless
-/// `TCH_EXTENSION_REQUIRE_TORCHVISION=1` says that it must not be.
+/// Loads it. `None`, after a line on standard error, where it or Python's library is missing,
+/// unless `TCH_EXTENSION_REQUIRE_TORCHVISION=1` says that it must not be.
 fn loaded(test: &str) -> Option<&'static Library> {
     static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
     let reason = match LIBRARY.get_or_init(|| Library::load(file())) {
@@ -25,7 +25,8 @@ fn loaded(test: &str) -> Option<&'static Library> {
     // Python's library, or libtorch's for CUDA.
     let lacks = ["TCH_EXTENSION_LIBPYTHON", "cannot open shared object file"];
     let is_missing = !file().exists() || lacks.iter().any(|what| reason.contains(what));
-    let required = std::env::var_os("TCH_EXTENSION_REQUIRE_TORCHVISION").is_some_and(|value| value == "1");
+    let required =
+        std::env::var_os("TCH_EXTENSION_REQUIRE_TORCHVISION").is_some_and(|value| value == "1");
     assert!(is_missing && !required, "{reason}");
     // One write, past the harness, which throws away what a test that passes prints.
     let line = format!(
@@ -58,9 +59,13 @@ fn torchvision_lists_its_operators() {
 
 /// Boxes whose overlaps are 1/2 (0 and 3), 81/119 (0 and 1), 36/114 (1 and 3).
 fn suppresses(device: Device) {
-    let boxes =
-        [[0.0, 0.0, 10.0, 10.0], [1.0, 1.0, 11.0, 11.0], [20.0, 20.0, 30.0, 30.0], [0.0, 0.0, 10.0, 5.0]]
-            .concat();
+    let boxes = [
+        [0.0, 0.0, 10.0, 10.0],
+        [1.0, 1.0, 11.0, 11.0],
+        [20.0, 20.0, 30.0, 30.0],
+        [0.0, 0.0, 10.0, 5.0],
+    ]
+    .concat();
     let (boxes, scores) = (on(&boxes, &[4, 4], device), on(&[0.9, 0.8, 0.7, 0.95], &[4], device));
     let nms = vision("nms");
     for (threshold, expected) in
@@ -96,13 +101,19 @@ fn weights(start: f64, end: f64, bins: usize, samples: usize, size: usize) -> Te
 }
 
 /// Bilinear samples, averaged in bins: a product from the left and one from the right.
-fn roi_align_reference(image: &Tensor, boxes: &[[f64; 5]], bins: (usize, usize), samples: usize) -> Tensor {
+fn roi_align_reference(
+    image: &Tensor,
+    boxes: &[[f64; 5]],
+    bins: (usize, usize),
+    samples: usize,
+) -> Tensor {
     let size = image.size();
     let results: Vec<Tensor> = boxes
         .iter()
         .map(|&[index, x1, y1, x2, y2]| {
             let rows = weights(y1, y2, bins.0, samples, size[2] as usize).to_device(image.device());
-            let columns = weights(x1, x2, bins.1, samples, size[3] as usize).to_device(image.device());
+            let columns =
+                weights(x1, x2, bins.1, samples, size[3] as usize).to_device(image.device());
             rows.matmul(&image.get(index as i64)).matmul(&columns.transpose(0, 1))
         })
         .collect();
@@ -142,7 +153,8 @@ fn deforms(device: Device) {
     assert_close(&ours, &reference, 1e-11, 1e-11);
     let gradients = |output: &Tensor| {
         let output = output.square().sum(Kind::Double);
-        let gradients = grad(&[&output], &[&input, &weight, &bias], &GradOptions::default()).unwrap();
+        let gradients =
+            grad(&[&output], &[&input, &weight, &bias], &GradOptions::default()).unwrap();
         gradients.exactly::<3>().unwrap()
     };
     for (ours, reference) in gradients(&ours).iter().zip(&gradients(&reference)) {
@@ -168,7 +180,8 @@ fn torchvision_passes_gradcheck() {
     let image = Tensor::rand([1, 1, 4, 5], (Kind::Double, Device::Cpu)).set_requires_grad(true);
     let boxes = on(&[0.0, 0.3, 0.2, 4.1, 3.3], &[1, 5], Device::Cpu);
     let align = vision("roi_align");
-    let function = |inputs: &[Tensor]| align.call::<Tensor>(args![&inputs[0], &boxes, 1.0, 2, 2, 2, true]);
+    let function =
+        |inputs: &[Tensor]| align.call::<Tensor>(args![&inputs[0], &boxes, 1.0, 2, 2, 2, true]);
     gradcheck(function, &[&image], &Default::default()).unwrap();
 }
 

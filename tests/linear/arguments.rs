@@ -11,14 +11,26 @@ fn bad_arguments_are_named() {
     let names = ["input", "weight", "bias"];
     let cases: Vec<(usize, Tensor, &[&str])> = vec![
         (0, float(&[]), &["shape [..., in]", "view it as [1]"]),
-        (0, cpu(&[2, 4], Kind::Int64), &["kind Float or Double or Half or BFloat16", "Int64", "to_kind"]),
+        (
+            0,
+            cpu(&[2, 4], Kind::Int64),
+            &["kind Float or Double or Half or BFloat16", "Int64", "to_kind"],
+        ),
         (0, cpu(&[2, 4], Kind::Bool), &["kind Float", "Bool"]),
-        (0, cpu(&[2, 4], Kind::ComplexFloat), &["kind Float or Double or Half or BFloat16", "ComplexFloat"]),
+        (
+            0,
+            cpu(&[2, 4], Kind::ComplexFloat),
+            &["kind Float or Double or Half or BFloat16", "ComplexFloat"],
+        ),
         (0, Tensor::new(), &["a tensor", "undefined"]),
         (0, float(&[2, 4]).to_sparse_sparse_dim(2), &["dense", "to_dense"]),
         (0, float(&[2, 4]).to_mkldnn(), &["dense", "to_dense"]),
         // libtorch refuses it, too.
-        (0, float(&[1 << 32, 1 << 31, 0]), &["leading sizes whose product fits 64 bits", "[4294967296, "]),
+        (
+            0,
+            float(&[1 << 32, 1 << 31, 0]),
+            &["leading sizes whose product fits 64 bits", "[4294967296, "],
+        ),
         (1, float(&[3, 5]), &["[out, in] = [3, 4]", "[3, 5]"]),
         (1, float(&[4, 3]), &["[out, in] = [4, 4]", "[4, 3]"]),
         (1, float(&[4]), &["2 dimensions [out, in]", "[4]"]),
@@ -43,7 +55,8 @@ fn bad_arguments_are_named() {
             let [x, w, b] = &arguments;
             linear(x, w, Some(b))
         });
-        let panic = *panic.expect_err("the form without f_ panics").downcast::<String>().expect("a text");
+        let panic =
+            *panic.expect_err("the form without f_ panics").downcast::<String>().expect("a text");
         assert_eq!(panic, error);
     }
     fused(&good()).expect("good arguments");
@@ -63,7 +76,10 @@ fn what_has_no_memory_is_named() {
                 let mut arguments = [float(&[2, 4]), float(&[3, 4]), float(&[3])];
                 arguments[index] = odd(&arguments[index]);
                 let error = fused(&arguments).expect_err(name).to_string();
-                assert!(error.starts_with(&format!("linear: {name}: expected ")), "{device:?}: {error}");
+                assert!(
+                    error.starts_with(&format!("linear: {name}: expected ")),
+                    "{device:?}: {error}"
+                );
             }
         }
     }

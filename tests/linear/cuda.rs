@@ -11,7 +11,9 @@ fn cuda_mixed_devices_are_named() {
         arguments[index + 1] = arguments[index + 1].to_device(Device::Cpu);
         let error = fused(&arguments).expect_err("mixed devices").to_string();
         assert!(
-            error.starts_with(&format!("linear: {name}: expected device Cuda(0), as input, got Cpu")),
+            error.starts_with(&format!(
+                "linear: {name}: expected device Cuda(0), as input, got Cpu"
+            )),
             "{error}"
         );
     }
@@ -33,13 +35,15 @@ fn cuda_half_kinds_and_others_sum_long_matrices_of_odd_rows() {
     {
         for kind in [Kind::Half, Kind::BFloat16, Kind::Float, Kind::Double] {
             // Small whole numbers: every sum is exact in f32, and in a half kind up to 256.
-            let values =
-                Tensor::arange(rows * columns + 1, (Kind::Int64, device)).f_remainder(7).expect("numbers");
+            let values = Tensor::arange(rows * columns + 1, (Kind::Int64, device))
+                .f_remainder(7)
+                .expect("numbers");
             let values = (values - 3).to_kind(kind);
             let whole = values.narrow(0, 0, rows * columns).view([rows, columns]);
             let elsewhere = values.narrow(0, 1, rows * columns).view([rows, columns]);
             let with_gaps = whole.narrow(1, 0, (columns - 1).max(1));
-            for (what, vector) in [("aligned", &whole), ("elsewhere", &elsewhere), ("with gaps", &with_gaps)]
+            for (what, vector) in
+                [("aligned", &whole), ("elsewhere", &elsewhere), ("with gaps", &with_gaps)]
             {
                 let (m, n) = vector.size2().expect("a matrix");
                 let x = Tensor::zeros([m, 1], (kind, device));
@@ -47,9 +51,13 @@ fn cuda_half_kinds_and_others_sum_long_matrices_of_odd_rows() {
                 let bias = Tensor::zeros([n], (kind, device)).set_requires_grad(true);
                 let y = f_linear(&x, &w, Some(&bias)).expect("output");
                 let options = GradOptions { grad_outputs: &[Some(vector)], ..Default::default() };
-                let gradient = grad(&[&y], &[&bias], &options).expect("gradient").single().expect("one");
-                let exact =
-                    vector.to_kind(Kind::Double).sum_dim_intlist([0_i64].as_slice(), false, Kind::Double);
+                let gradient =
+                    grad(&[&y], &[&bias], &options).expect("gradient").single().expect("one");
+                let exact = vector.to_kind(Kind::Double).sum_dim_intlist(
+                    [0_i64].as_slice(),
+                    false,
+                    Kind::Double,
+                );
                 assert!(gradient.equal(&exact.to_kind(kind)), "{rows} {columns} {kind:?} {what}");
             }
         }

@@ -10,8 +10,10 @@ fn forward_agrees_with_the_reference() {
 #[test]
 fn the_formula_by_hand() {
     for device in devices() {
-        let tensor = |values: &[f64], size: &[i64]| Tensor::from_slice(values).view(size).to_device(device);
-        let (x, w) = (tensor(&[1.0, 2.0, 3.0], &[3]), tensor(&[0.5, -1.0, 2.0, 4.0, 0.25, -3.0], &[2, 3]));
+        let tensor =
+            |values: &[f64], size: &[i64]| Tensor::from_slice(values).view(size).to_device(device);
+        let (x, w) =
+            (tensor(&[1.0, 2.0, 3.0], &[3]), tensor(&[0.5, -1.0, 2.0, 4.0, 0.25, -3.0], &[2, 3]));
         let bias = tensor(&[10.0, 20.0], &[2]);
         for linear in [f_linear, linear_reference] as [Linear; 2] {
             let expected = tensor(&[4.5, -4.5], &[2]);

@@ -42,17 +42,25 @@ fn bias_gradient(linear: Linear, sizes: [i64; 3], vector: &Tensor) -> Tensor {
 
 #[test]
 fn every_row_and_column_counts_once() {
-    // Whole numbers, of which every kind here has exact sums; the row and the column of an error can be told.
+    // Whole numbers, of which every kind here has exact sums; the row and the column of an error
+    // can be told.
     for device in devices() {
         for kind in [Kind::Double, Kind::Float] {
             for rows in [0, 1, 2, 31, 32, 33, 255, 256, 1024, 1025, 2049] {
                 for columns in [1, 2, 3, 4, 8, 15, 31, 63, 64, 65, 127, 129, 130] {
-                    let numbers = Tensor::arange(rows * columns, (Kind::Int64, device)).remainder(11) + 1;
+                    let numbers =
+                        Tensor::arange(rows * columns, (Kind::Int64, device)).remainder(11) + 1;
                     let vector = numbers.view([rows, columns]).to_kind(kind);
                     let found = bias_gradient(f_linear, [rows, 1, columns], &vector);
-                    let expected =
-                        numbers.view([rows, columns]).sum_dim_intlist([0_i64].as_slice(), false, Kind::Int64);
-                    assert!(found.equal(&expected.to_kind(kind)), "{rows} × {columns} {kind:?} {device:?}");
+                    let expected = numbers.view([rows, columns]).sum_dim_intlist(
+                        [0_i64].as_slice(),
+                        false,
+                        Kind::Int64,
+                    );
+                    assert!(
+                        found.equal(&expected.to_kind(kind)),
+                        "{rows} × {columns} {kind:?} {device:?}"
+                    );
                 }
             }
         }
@@ -82,7 +90,10 @@ fn gradients_in_every_layout() {
                     bias_gradient(linear_reference, [70, 3, 34], vector),
                 );
                 let bound = if kind == Kind::Double { 1e-13 } else { 1e-5 };
-                assert!(found.allclose(&expected, bound, bound, false), "layout {index} {kind:?} {device:?}");
+                assert!(
+                    found.allclose(&expected, bound, bound, false),
+                    "layout {index} {kind:?} {device:?}"
+                );
             }
         }
     }
@@ -93,11 +104,17 @@ fn long_sums_are_as_accurate_as_libtorchs() {
     for device in devices() {
         for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
             for sizes in [[20_000, 1, 70], [100_000, 1, 3]] {
-                let numbers = Tensor::arange(sizes[0] * sizes[2], (Kind::Double, device)).sin() + 0.1;
+                let numbers =
+                    Tensor::arange(sizes[0] * sizes[2], (Kind::Double, device)).sin() + 0.1;
                 let vector = numbers.view([sizes[0], sizes[2]]).to_kind(kind) * 0.1;
-                let exact = vector.to_kind(Kind::Double).sum_dim_intlist([0_i64].as_slice(), false, None);
+                let exact =
+                    vector.to_kind(Kind::Double).sum_dim_intlist([0_i64].as_slice(), false, None);
                 let found = bias_gradient(f_linear, sizes, &vector);
-                assert_as_accurate(&found, &bias_gradient(linear_reference, sizes, &vector), &exact);
+                assert_as_accurate(
+                    &found,
+                    &bias_gradient(linear_reference, sizes, &vector),
+                    &exact,
+                );
             }
         }
     }
@@ -143,7 +160,8 @@ fn only_what_a_gradient_needs_is_kept() {
             for linear in [f_linear, linear_reference] as [Linear; 2] {
                 let output = call(linear, &inputs).expect("output").remove(0);
                 tch::no_grad(|| drop(inputs[changed].shallow_clone().fill_(2.0)));
-                let found = grad(&[&output.sum(Kind::Double)], &[&inputs[needs]], &GradOptions::default());
+                let found =
+                    grad(&[&output.sum(Kind::Double)], &[&inputs[needs]], &GradOptions::default());
                 assert_eq!(found.is_err(), refused, "gradient of {needs}, changed {changed}");
             }
         }

@@ -4,15 +4,21 @@ use super::*;
 use tch_extension::amp::Autocast;
 
 /// (input, weight, bias) in all kinds; the result's kind, `None` for a refusal.
-fn for_each_combination(device: Device, mut test: impl FnMut([Kind; 3], Option<Kind>, Option<Kind>)) {
+fn for_each_combination(
+    device: Device,
+    mut test: impl FnMut([Kind; 3], Option<Kind>, Option<Kind>),
+) {
     let kinds = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16, Kind::Int64];
     let sizes: [&[i64]; 3] = [&[2, 3], &[4, 3], &[4]];
     for input in kinds {
         for weight in kinds {
             for bias in kinds {
                 let of = [input, weight, bias];
-                let arguments: Vec<Tensor> =
-                    of.iter().zip(sizes).map(|(&kind, size)| Tensor::ones(size, (kind, device))).collect();
+                let arguments: Vec<Tensor> = of
+                    .iter()
+                    .zip(sizes)
+                    .map(|(&kind, size)| Tensor::ones(size, (kind, device)))
+                    .collect();
                 let kind = |linear| call(linear, &arguments).ok().map(|outputs| outputs[0].kind());
                 test(of, kind(f_linear), kind(linear_reference));
             }

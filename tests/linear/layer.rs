@@ -72,7 +72,8 @@ fn curve(device: Device, kind: Kind, steps: usize, fused: bool) -> Vec<f64> {
     tch::manual_seed(4);
     let input = Tensor::randn([4, 10, 5], (kind, device));
     let target = Tensor::randn([4, 10, 3], (kind, device));
-    let mut optimizer = Sgd { momentum: 0.9, ..Default::default() }.build(&vs, 0.1).expect("an optimizer");
+    let mut optimizer =
+        Sgd { momentum: 0.9, ..Default::default() }.build(&vs, 0.1).expect("an optimizer");
     let step = |_| {
         let loss = (second(&first(&input).tanh()) - &target).square().mean(kind);
         optimizer.backward_step(&loss);
@@ -85,8 +86,14 @@ fn curve(device: Device, kind: Kind, steps: usize, fused: bool) -> Vec<f64> {
 fn fused_and_composite_train_alike() {
     for device in devices() {
         for (kind, steps, bound) in [(Kind::Double, 200, 1e-9), (Kind::Float, 50, 1e-3)] {
-            let (fused, composite) = (curve(device, kind, steps, true), curve(device, kind, steps, false));
-            assert!(fused[steps - 1] < 0.9 * fused[0], "it learns: {} to {}", fused[0], fused[steps - 1]);
+            let (fused, composite) =
+                (curve(device, kind, steps, true), curve(device, kind, steps, false));
+            assert!(
+                fused[steps - 1] < 0.9 * fused[0],
+                "it learns: {} to {}",
+                fused[0],
+                fused[steps - 1]
+            );
             for (step, (fused, composite)) in fused.iter().zip(&composite).enumerate() {
                 assert!((fused - composite).abs() < bound, "step {step}: {fused} and {composite}");
             }

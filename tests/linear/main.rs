@@ -1,4 +1,5 @@
-//! `ops::linear` and `nn::Linear` against libtorch's own, against finite differences, and against bad input.
+//! `ops::linear` and `nn::Linear` against libtorch's own, against finite differences, and against
+//! bad input.
 
 mod arguments;
 mod conformance;
@@ -33,7 +34,10 @@ fn without_bias(sizes: [i64; 3]) -> Vec<Shape> {
 }
 
 /// The input has other leading dimensions than M alone.
-fn with_input(leading: &[i64], with: impl Fn([i64; 3]) -> Vec<Shape>) -> impl Fn([i64; 3]) -> Vec<Shape> {
+fn with_input(
+    leading: &[i64],
+    with: impl Fn([i64; 3]) -> Vec<Shape>,
+) -> impl Fn([i64; 3]) -> Vec<Shape> {
     move |sizes| {
         let mut shapes = with(sizes);
         let mut input = leading.to_vec();
@@ -58,7 +62,8 @@ fn small(kind: Kind, device: Device) -> Vec<Sample> {
             .with_sizes(&[[0, 4, 5], [0, 0, 3], [0, 3, 0]])
             .with_layouts([0, 3, 8]);
         samples.extend(table.samples(kind, device).expect("samples"));
-        let table = SampleTable::empty(DIMS, with_input(leading, without_bias)).with_sizes(&[[0, 4, 5]]);
+        let table =
+            SampleTable::empty(DIMS, with_input(leading, without_bias)).with_sizes(&[[0, 4, 5]]);
         samples.extend(table.samples(kind, device).expect("samples"));
     }
     samples

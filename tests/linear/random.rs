@@ -25,7 +25,8 @@ fn property() -> Property<'static> {
     }
 }
 
-/// What the docs say that it takes: a matrix for a weight, one number an output for a bias, one floating kind.
+/// What the docs say that it takes: a matrix for a weight, one number an output for a bias, one
+/// floating kind.
 fn is_documented(Case(arguments): &Case) -> bool {
     let [Some(x), Some(w), b] = &arguments[..] else { return false };
     let one_kind = arguments.iter().flatten().all(|argument| argument.kind == x.kind);
@@ -36,10 +37,12 @@ fn is_documented(Case(arguments): &Case) -> bool {
 
 fn cases() -> impl Strategy<Value = Case> {
     let lead = proptest::collection::vec(size(), 0..4);
-    (lead, size(), size(), any::<bool>(), style(3)).prop_map(|(mut x, features, out, bias, style)| {
-        x.push(features);
-        style.case(vec![Some(x), Some(vec![out, features]), bias.then(|| vec![out])])
-    })
+    (lead, size(), size(), any::<bool>(), style(3)).prop_map(
+        |(mut x, features, out, bias, style)| {
+            x.push(features);
+            style.case(vec![Some(x), Some(vec![out, features]), bias.then(|| vec![out])])
+        },
+    )
 }
 
 #[test]

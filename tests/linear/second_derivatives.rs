@@ -7,8 +7,9 @@ fn gradgradcheck_of_every_small_sample() {
     suite().gradgradcheck_of_every_small_sample();
 }
 
-/// Steps that share their weight, the last fed with what depends on the first; and a weight that depends on the
-/// input. Total derivatives with respect to the inputs would differ from the partial ones here.
+/// Steps that share their weight, the last fed with what depends on the first; and a weight that
+/// depends on the input. Total derivatives with respect to the inputs would differ from the partial
+/// ones here.
 fn program(linear: Linear, leaves: &[Tensor]) -> Tensor {
     let [x, w, b] = leaves else { unreachable!("with bias") };
     let mut state = x.shallow_clone();
@@ -27,7 +28,8 @@ fn second_derivatives_in_chains_and_with_dependent_inputs() {
         let [found, expected] = [f_linear, linear_reference].map(|linear: Linear| {
             let leaves = leaves(&sample.inputs);
             let inputs: Vec<&Tensor> = leaves.iter().collect();
-            let plain = grad(&[&program(linear, &leaves)], &inputs, &GradOptions::default()).expect("plain");
+            let plain = grad(&[&program(linear, &leaves)], &inputs, &GradOptions::default())
+                .expect("plain");
             let options = GradOptions { create_graph: true, ..Default::default() };
             let first = grad(&[&program(linear, &leaves)], &inputs, &options).expect("first");
             let norm = first.iter().flatten().map(|gradient| gradient.square().sum(Kind::Double));

@@ -1,13 +1,18 @@
-//! The ways in which a product is computed on CUDA: by a plan of cuBLASLt's, by the kernels for small and for narrow
-//! products, with padded copies, and by libtorch.
+//! The ways in which a product is computed on CUDA: by a plan of cuBLASLt's, by the kernels for
+//! small and for narrow products, with padded copies, and by libtorch.
 
 use super::*;
 use tch_extension::cuda::Graph;
 use tch_extension::ops::{ProductPath, f_linear_by, product_plans};
 use tch_extension::testing::{cuda_or_skip, gradcheck};
 
-const WAYS: [ProductPath; 5] =
-    [ProductPath::Plan, ProductPath::Small, ProductPath::Skinny, ProductPath::Padded, ProductPath::Composite];
+const WAYS: [ProductPath; 5] = [
+    ProductPath::Plan,
+    ProductPath::Small,
+    ProductPath::Skinny,
+    ProductPath::Padded,
+    ProductPath::Composite,
+];
 
 fn by(way: ProductPath) -> impl Fn(&[Tensor]) -> Result<Vec<Tensor>> {
     move |arguments| {
@@ -59,7 +64,8 @@ fn cuda_one_kernel_with_a_plan_that_is_kept() {
     let before = product_plans();
     for _ in 0..2 {
         let (graph, output) =
-            Graph::capture(device, || f_linear_by(ProductPath::Plan, &x, &w, Some(&b))).expect("a graph");
+            Graph::capture(device, || f_linear_by(ProductPath::Plan, &x, &w, Some(&b)))
+                .expect("a graph");
         assert_eq!((graph.kernels(), graph.other_nodes()), (1, 0));
         graph.replay().expect("a replay");
         assert!(output.equal(&Tensor::full([3, 64, 512], -127.5, options)));
@@ -71,33 +77,48 @@ fn cuda_one_kernel_with_a_plan_that_is_kept() {
 /// Forward and backward, whose products have other layouts: both are as right as libtorch's.
 #[test]
 fn cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose") else {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose")
+    else {
         return;
     };
-    for (m, k, n) in
-        [(1, 431, 93), (6, 973, 1), (2, 77, 130), (65, 33, 131), (1001, 419, 233), (64, 53, 48), (8, 104, 48)]
-    {
+    for (m, k, n) in [
+        (1, 431, 93),
+        (6, 973, 1),
+        (2, 77, 130),
+        (65, 33, 131),
+        (1001, 419, 233),
+        (64, 53, 48),
+        (8, 104, 48),
+    ] {
         for kind in KINDS {
-            let normal = |size: &[i64], scale: f64| Tensor::randn(size, (Kind::Float, device)) * scale;
+            let normal =
+                |size: &[i64], scale: f64| Tensor::randn(size, (Kind::Float, device)) * scale;
             let inner = 1.0 / (k as f64).sqrt();
-            let values =
-                [normal(&[m, k], 1.0), normal(&[n, k], inner), normal(&[n], 1.0), normal(&[m, n], 1.0)]
-                    .map(|tensor| tensor.to_kind(kind));
+            let values = [
+                normal(&[m, k], 1.0),
+                normal(&[n, k], inner),
+                normal(&[n], 1.0),
+                normal(&[m, n], 1.0),
+            ]
+            .map(|tensor| tensor.to_kind(kind));
             let all = |way: ProductPath, kind: Kind| {
-                let leaves =
-                    values.each_ref().map(|tensor| tensor.to_kind(kind).detach().set_requires_grad(true));
+                let leaves = values
+                    .each_ref()
+                    .map(|tensor| tensor.to_kind(kind).detach().set_requires_grad(true));
                 let [x, w, b, vector] = &leaves;
                 let output = f_linear_by(way, x, w, Some(b)).expect("output");
                 let vector = vector.detach();
                 let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
-                let gradients = grad(&[&output], &[x, w, b], &options).expect("gradients").into_vec();
+                let gradients =
+                    grad(&[&output], &[x, w, b], &options).expect("gradients").into_vec();
                 let mut all = vec![output.detach()];
                 all.extend(gradients.into_iter().flatten());
                 all.into_iter().map(|tensor| tensor.to_kind(Kind::Double)).collect::<Vec<_>>()
             };
             let exact = all(ProductPath::Composite, Kind::Double);
             let apart = |way: ProductPath| -> Vec<f64> {
-                let of = |(found, exact): (&Tensor, &Tensor)| (found - exact).norm().double_value(&[]);
+                let of =
+                    |(found, exact): (&Tensor, &Tensor)| (found - exact).norm().double_value(&[]);
                 all(way, kind).iter().zip(&exact).map(of).collect()
             };
             let theirs = apart(ProductPath::Composite);
@@ -105,7 +126,11 @@ fn cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose() {
                 for ((ours, theirs), exact) in apart(way).into_iter().zip(&theirs).zip(&exact) {
                     let rounding = if kind == Kind::Double { 1e-14 } else { 1e-6 };
                     let allowed = 1.3 * theirs + rounding * exact.norm().double_value(&[]);
-                    assert!(ours <= allowed, "{:?} {kind:?} {way:?}: {ours} > {allowed}", (m, k, n));
+                    assert!(
+                        ours <= allowed,
+                        "{:?} {kind:?} {way:?}: {ours} > {allowed}",
+                        (m, k, n)
+                    );
                 }
             }
         }

@@ -12,7 +12,11 @@ fn bad_arguments_are_named() {
     let cases: Vec<(usize, Tensor, &[&str])> = vec![
         (0, float(&[2, 4]), &["3 dimensions [T, B, F]", "[2, 4]"]),
         (0, float(&[]), &["3 dimensions"]),
-        (0, cpu(&[6, 2, 4], Kind::Int64), &["kind Float or Double or Half or BFloat16", "Int64", "to_kind"]),
+        (
+            0,
+            cpu(&[6, 2, 4], Kind::Int64),
+            &["kind Float or Double or Half or BFloat16", "Int64", "to_kind"],
+        ),
         (0, cpu(&[6, 2, 4], Kind::Bool), &["kind Float", "Bool"]),
         (0, cpu(&[6, 2, 4], Kind::ComplexFloat), &["kind Float or Double", "ComplexFloat"]),
         (0, Tensor::new(), &["a tensor", "undefined"]),

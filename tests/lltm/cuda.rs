@@ -30,8 +30,9 @@ fn cuda_mixed_devices_are_named() {
     }
 }
 
-/// Outputs and gradients by one path beside the exact ones; few steps of few rows, so that a sanitizer can look at them in
-/// seconds. Whole vectors and not, one row, and rows and columns beyond a tile of each kernel.
+/// Outputs and gradients by one path beside the exact ones; few steps of few rows, so that a
+/// sanitizer can look at them in seconds. Whole vectors and not, one row, and rows and columns
+/// beyond a tile of each kernel.
 fn assert_agrees_with_the_exact(
     sequence: support::Operator<'_>,
     sizes: [i64; 4],
@@ -47,10 +48,15 @@ fn assert_agrees_within(bound: f64, sequence: support::Operator<'_>, inputs: &[T
     let results = |sequence: support::Operator<'_>, inputs: &[Tensor]| -> Vec<Tensor> {
         let leaves = leaves(inputs);
         let outputs = sequence(&leaves).expect("outputs");
-        let loss = (outputs[0].sum(Kind::Double) + outputs[2].sum(Kind::Double)) / inputs[0].size()[0] as f64;
+        let loss = (outputs[0].sum(Kind::Double) + outputs[2].sum(Kind::Double))
+            / inputs[0].size()[0] as f64;
         let inputs: Vec<&Tensor> = leaves.iter().collect();
         let gradients = grad(&[&loss], &inputs, &GradOptions::default()).expect("gradients");
-        outputs.iter().map(Tensor::detach).chain(gradients.into_vec().into_iter().flatten()).collect()
+        outputs
+            .iter()
+            .map(Tensor::detach)
+            .chain(gradients.into_vec().into_iter().flatten())
+            .collect()
     };
     for (found, expected) in results(sequence, inputs).iter().zip(&results(&reference, &exact)) {
         assert_eq!(found.size(), expected.size());
@@ -66,7 +72,8 @@ const FEW_STEPS: [[i64; 4]; 2] = [[2, 5, 4, 40], [4, 1, 8, 136]];
 /// The input multiplied for all steps at once, where a kernel can do without.
 const ENOUGH_STEPS: [i64; 4] = [8, 3, 5, 9];
 
-/// For initcheck, too, which does not see what cuBLAS' half products write: none whose result a kernel of ours reads.
+/// For initcheck, too, which does not see what cuBLAS' half products write: none whose result a
+/// kernel of ours reads.
 #[test]
 fn cuda_every_path_agrees_with_the_reference() {
     let Some(device) = cuda_or_skip("cuda_every_path_agrees_with_the_reference") else { return };
@@ -87,7 +94,9 @@ fn cuda_every_path_agrees_with_the_reference() {
 
 #[test]
 fn cuda_half_kinds_by_products_agree_with_the_reference() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_by_products_agree_with_the_reference") else { return };
+    let Some(device) = cuda_or_skip("cuda_half_kinds_by_products_agree_with_the_reference") else {
+        return;
+    };
     for kind in [Kind::Half, Kind::BFloat16] {
         assert_agrees_with_the_exact(&whole, ENOUGH_STEPS, kind, device);
         for sizes in FEW_STEPS {
@@ -100,21 +109,28 @@ fn cuda_half_kinds_by_products_agree_with_the_reference() {
 /// So many that h and x are not put side by side for the weight's gradient, of which h0 has a half.
 #[test]
 fn cuda_half_kinds_of_many_rows_agree_with_the_reference() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_of_many_rows_agree_with_the_reference") else { return };
+    let Some(device) = cuda_or_skip("cuda_half_kinds_of_many_rows_agree_with_the_reference") else {
+        return;
+    };
     for kind in [Kind::Half, Kind::BFloat16] {
         assert_agrees_with_the_exact(&fused, [2, 8192, 768, 768], kind, device);
     }
 }
 
-/// Whose weight's gradient is of h and x column by column: tiles and parts of them, of each of the three sources; columns
-/// that are no multiple of 16 bytes; none of x.
+/// Whose weight's gradient is of h and x column by column: tiles and parts of them, of each of the
+/// three sources; columns that are no multiple of 16 bytes; none of x.
 #[test]
 fn cuda_float_in_tf32_agrees_with_the_reference() {
     let Some(device) = cuda_or_skip("cuda_float_in_tf32_agrees_with_the_reference") else { return };
     let _switch = Tf32::set(true);
-    for sizes in
-        [[3, 5, 4, 40], [1, 3, 2, 5], [4, 33, 70, 65], [3, 7, 0, 9], [5, 64, 32, 32], [2, 130, 100, 31]]
-    {
+    for sizes in [
+        [3, 5, 4, 40],
+        [1, 3, 2, 5],
+        [4, 33, 70, 65],
+        [3, 7, 0, 9],
+        [5, 64, 32, 32],
+        [2, 130, 100, 31],
+    ] {
         let inputs = one(sizes, Kind::Float, device).inputs;
         for sequence in [fused, per_step] {
             assert_agrees_within(4e-3, &sequence, &inputs);
@@ -144,7 +160,8 @@ fn cuda_a_small_step_is_one_kernel_of_the_graph() {
             }
             graph.kernels()
         };
-        // The product with the input, of all steps at once, may be cut into more parts when it is larger.
+        // The product with the input, of all steps at once, may be cut into more parts when it is
+        // larger.
         let (more, once) = (kernels(24) - kernels(9), 2);
         assert!((24 - 9..=24 - 9 + once).contains(&more), "{kind:?}: {more}");
     }
@@ -154,7 +171,8 @@ fn cuda_a_small_step_is_one_kernel_of_the_graph() {
 pub fn no_caching(test: &str) -> bool {
     let is_off = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
     if is_off {
-        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
+        let _ = std::io::stderr()
+            .write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
     }
     is_off
 }
@@ -171,12 +189,18 @@ fn cuda_a_step_is_the_product_and_one_kernel_of_the_graph() {
     for (kind, [batch, features, hidden]) in
         [(Kind::Float, [16, 32, 128]), (Kind::BFloat16, [64, 128, 512]), (Kind::Float, [3, 4, 5])]
     {
-        let [h, w] = [[batch, hidden], [3 * hidden, hidden]].map(|size| Tensor::ones(size, (kind, device)));
+        let [h, w] =
+            [[batch, hidden], [3 * hidden, hidden]].map(|size| Tensor::ones(size, (kind, device)));
         let w = w.transpose(0, 1);
         let sums = if support::is_half(kind) { Kind::Float } else { kind };
         let no_bias = Tensor::zeros([3 * hidden], (kind, device));
-        let product =
-            || Ok(if kind == sums { vec![no_bias.f_addmm(&h, &w)?] } else { vec![h.f_mm_dtype(&w, sums)?] });
+        let product = || {
+            Ok(if kind == sums {
+                vec![no_bias.f_addmm(&h, &w)?]
+            } else {
+                vec![h.f_mm_dtype(&w, sums)?]
+            })
+        };
         let (product, _) = captured(device, product);
         let nodes = |steps| {
             let inputs = leaves(&one([steps, batch, features, hidden], kind, device).inputs);
@@ -193,7 +217,8 @@ fn cuda_a_step_is_the_product_and_one_kernel_of_the_graph() {
         };
         let ((kernels, others), (more_kernels, more_others)) = (nodes(few), nodes(many));
         let steps = (many - few) as usize;
-        // The product with the input, of all steps at once, may be cut into more parts when it is larger.
+        // The product with the input, of all steps at once, may be cut into more parts when it is
+        // larger.
         let once = 2;
         assert!(
             more_kernels - kernels <= steps * (product.kernels() + 1) + once,

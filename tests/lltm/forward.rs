@@ -9,24 +9,32 @@ fn forward_agrees_with_the_reference() {
 
 #[test]
 fn the_formula_by_hand() {
-    // The reference could be wrong in the same way as the kernels; these numbers are from the formula.
+    // The reference could be wrong in the same way as the kernels; these numbers are from the
+    // formula.
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     let elu = |x: f64| if x > 0.0 { x } else { x.exp_m1() };
     for device in devices() {
-        let tensor = |values: &[f64], size: &[i64]| Tensor::from_slice(values).view(size).to_device(device);
+        let tensor =
+            |values: &[f64], size: &[i64]| Tensor::from_slice(values).view(size).to_device(device);
         // Columns: h, x. Rows: i, o, g.
         let weight = tensor(&[0.1, 0.2, 0.3, -0.4, 0.5, 0.6], &[3, 2]);
         let bias = tensor(&[0.7, -0.8, -0.9], &[3]);
         let inputs = [2.0, -2.0, 0.5];
         let (mut h, mut c) = (3.0_f64, 0.25_f64);
         let steps = inputs.map(|x| {
-            let (i, o, g) = (0.1 * h + 0.2 * x + 0.7, 0.3 * h - 0.4 * x - 0.8, 0.5 * h + 0.6 * x - 0.9);
+            let (i, o, g) =
+                (0.1 * h + 0.2 * x + 0.7, 0.3 * h - 0.4 * x - 0.8, 0.5 * h + 0.6 * x - 0.9);
             c += elu(g) * sigmoid(i);
             h = c.tanh() * sigmoid(o);
             h
         });
-        let arguments =
-            [tensor(&inputs, &[3, 1, 1]), weight, bias, tensor(&[3.0], &[1, 1]), tensor(&[0.25], &[1, 1])];
+        let arguments = [
+            tensor(&inputs, &[3, 1, 1]),
+            weight,
+            bias,
+            tensor(&[3.0], &[1, 1]),
+            tensor(&[0.25], &[1, 1]),
+        ];
         for sequence in [fused, per_step, whole, reference] {
             let outputs = sequence(&arguments).expect("outputs");
             for (step, expected) in steps.iter().enumerate() {
@@ -60,13 +68,26 @@ fn outputs_are_memory_of_their_own() {
 fn extreme_values_stay_as_exact_as_the_reference() {
     for device in devices() {
         for kind in [Kind::Float, Kind::Double] {
-            let gates =
-                [-1e4, -100.0, -20.0, -1e-3, 0.0, 1e-30, 1e-3, 20.0, 100.0, 1e4, f64::INFINITY, f64::NAN];
+            let gates = [
+                -1e4,
+                -100.0,
+                -20.0,
+                -1e-3,
+                0.0,
+                1e-30,
+                1e-3,
+                20.0,
+                100.0,
+                1e4,
+                f64::INFINITY,
+                f64::NAN,
+            ];
             let hidden = gates.len() as i64;
             let gates = Tensor::from_slice(&gates).repeat([3]).to_kind(kind).to_device(device);
             let options = (kind, device);
             let weight = Tensor::zeros([3 * hidden, hidden + 1], options);
-            let (x, state) = (Tensor::zeros([1, 1, 1], options), Tensor::ones([1, hidden], options));
+            let (x, state) =
+                (Tensor::zeros([1, 1, 1], options), Tensor::ones([1, hidden], options));
             let run = |sequence: support::Operator<'_>| {
                 let bias = gates.detach().set_requires_grad(true);
                 let arguments = [&x, &weight, &bias, &state, &state].map(Tensor::shallow_clone);
@@ -95,7 +116,9 @@ fn lazily_negated_tensors_and_zeros_without_memory() {
             let place = index / 2;
             lazy[place] = match index % 2 {
                 0 => lazy[place].internal_neg_view(),
-                _ => Tensor::internal_efficientzerotensor(lazy[place].size(), (Kind::Double, device)),
+                _ => {
+                    Tensor::internal_efficientzerotensor(lazy[place].size(), (Kind::Double, device))
+                }
             };
             let plain: Vec<Tensor> = lazy.iter().map(|tensor| tensor * 1.0).collect();
             for (fused, expected) in

@@ -25,7 +25,8 @@ fn an_optimiser_may_change_the_bias_before_the_backward() {
         let leaves = leaves(&table.samples(Kind::Double, device).expect("samples")[0].inputs);
         let outputs = call(f_lltm, &leaves).expect("outputs");
         let _ = tch::no_grad(|| leaves[2].shallow_clone().fill_(5.0));
-        let gradient = grad(&[&outputs[0].sum(Kind::Double)], &[&leaves[2]], &GradOptions::default());
+        let gradient =
+            grad(&[&outputs[0].sum(Kind::Double)], &[&leaves[2]], &GradOptions::default());
         assert_eq!(
             gradient.expect("not refused, as the composite does not").get(0).expect("one").size(),
             [1, 12]
@@ -40,7 +41,9 @@ fn an_output_that_was_changed_is_an_error_and_no_wrong_gradient() {
         let outputs = whole(&leaves).expect("outputs");
         let loss = outputs[1].sum(Kind::Double);
         let _ = tch::no_grad(|| outputs[0].shallow_clone().fill_(5.0));
-        let error = grad(&[&loss], &[&leaves[1]], &GradOptions::default()).expect_err("changed").to_string();
+        let error = grad(&[&loss], &[&leaves[1]], &GradOptions::default())
+            .expect_err("changed")
+            .to_string();
         assert!(error.contains("in-place") || error.contains("inplace"), "{error}");
     }
 }
@@ -53,17 +56,22 @@ fn every_choice_of_gradients() {
         let all = support::gradients(&fused, &leaves(&sample.inputs), &[0, 1, 2]);
         for choice in 1..32_usize {
             let inputs: Vec<Tensor> = (0..5)
-                .map(|index| sample.inputs[index].detach().set_requires_grad(choice >> index & 1 == 1))
+                .map(|index| {
+                    sample.inputs[index].detach().set_requires_grad(choice >> index & 1 == 1)
+                })
                 .collect();
             let outputs = fused(&inputs).expect("outputs");
             let vectors: Vec<Tensor> = outputs.iter().map(support::incoming).collect();
             let vectors: Vec<Option<&Tensor>> = vectors.iter().map(Some).collect();
-            let wanted: Vec<&Tensor> = inputs.iter().filter(|input| input.requires_grad()).collect();
+            let wanted: Vec<&Tensor> =
+                inputs.iter().filter(|input| input.requires_grad()).collect();
             let options = GradOptions { grad_outputs: &vectors, ..Default::default() };
-            let found = grad(&outputs.iter().collect::<Vec<_>>(), &wanted, &options).expect("gradients");
+            let found =
+                grad(&outputs.iter().collect::<Vec<_>>(), &wanted, &options).expect("gradients");
             let expected = (0..5).filter(|index| choice >> index & 1 == 1).map(|index| &all[index]);
             for (found, expected) in found.into_vec().iter().zip(expected) {
-                let (found, expected) = (found.as_ref().expect("one"), expected.as_ref().expect("one"));
+                let (found, expected) =
+                    (found.as_ref().expect("one"), expected.as_ref().expect("one"));
                 assert!(found.equal(expected), "{choice:05b} on {device:?}");
             }
         }

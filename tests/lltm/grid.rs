@@ -1,5 +1,5 @@
-//! One kernel for all steps whose blocks fill the GPU, forced where it can be: in half kinds, and in `Float` where tf32 is
-//! allowed; elsewhere the same calls take other paths.
+//! One kernel for all steps whose blocks fill the GPU, forced where it can be: in half kinds, and
+//! in `Float` where tf32 is allowed; elsewhere the same calls take other paths.
 
 use super::persistent::{
     Tf32, assert_more_steps_are_no_more_kernels, assert_two_streams_finish_and_repeat, device_with,
@@ -12,10 +12,16 @@ use tch_extension::testing::Layout;
 
 pub const HALF_KINDS: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 
-/// One vector of columns, parts of a warp's share and of a block's; rows of one group of blocks, of several, of several
-/// turns, and of a part of one; weights whose rows begin anywhere, and not.
-const SMALL: [[i64; 4]; 6] =
-    [[1, 1, 2, 8], [2, 8, 8, 24], [33, 9, 5, 136], [9, 20, 6, 264], [3, 300, 8, 72], [4, 9, 3, 520]];
+/// One vector of columns, parts of a warp's share and of a block's; rows of one group of blocks, of
+/// several, of several turns, and of a part of one; weights whose rows begin anywhere, and not.
+const SMALL: [[i64; 4]; 6] = [
+    [1, 1, 2, 8],
+    [2, 8, 8, 24],
+    [33, 9, 5, 136],
+    [9, 20, 6, 264],
+    [3, 300, 8, 72],
+    [4, 9, 3, 520],
+];
 
 /// Each kernel's size, and each one's in tf32.
 const LARGE: [[i64; 4]; 11] = [
@@ -58,7 +64,8 @@ fn cuda_half_kinds_agree_by_the_grid() {
     let Some(device) = device("cuda_half_kinds_agree_by_the_grid") else { return };
     assert!(device.is_cuda());
     let none = |_, _| Vec::new();
-    let half = |kind, device| if support::is_half(kind) { samples(kind, device) } else { Vec::new() };
+    let half =
+        |kind, device| if support::is_half(kind) { samples(kind, device) } else { Vec::new() };
     let suite = Suite { fused: &grid, small: &half, large: &none, ..suite_of(&fused) };
     suite.forward_agrees_with_the_reference();
     suite.gradients_agree_with_the_reference();
@@ -101,13 +108,19 @@ fn cuda_float_in_tf32_by_the_grid() {
     }
 }
 
-/// There as halves with scales. One tile without its neighbour, all pairs of tiles and a part of them, several turns.
+/// There as halves with scales. One tile without its neighbour, all pairs of tiles and a part of
+/// them, several turns.
 #[test]
 fn cuda_float_of_any_range_by_the_grid() {
     let Some(device) = device("cuda_float_of_any_range_by_the_grid") else { return };
-    for sizes in
-        [[3, 9, 3, 8], [9, 20, 6, 520], [5, 90, 8, 776], [6, 17, 3, 1000], [4, 70, 8, 1024], [3, 11, 8, 2048]]
-    {
+    for sizes in [
+        [3, 9, 3, 8],
+        [9, 20, 6, 520],
+        [5, 90, 8, 776],
+        [6, 17, 3, 1000],
+        [4, 70, 8, 1024],
+        [3, 11, 8, 2048],
+    ] {
         scaled::assert_numbers_of_any_range(&grid, sizes, device);
         scaled::assert_halves_of_any_range(&grid, sizes, device);
         scaled::assert_gradients_of_any_range(&grid, sizes, device);
@@ -115,7 +128,8 @@ fn cuda_float_of_any_range_by_the_grid() {
     }
 }
 
-/// All steps are one kernel beside the products, and a replay of it computes: also where users ask for nothing.
+/// All steps are one kernel beside the products, and a replay of it computes: also where users ask
+/// for nothing.
 #[test]
 fn cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid() {
     let test = "cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid";
@@ -152,7 +166,12 @@ pub fn assert_no_number_is_as_in_per_step(
 }
 
 /// As libtorch's switch for tf32 is.
-pub fn assert_no_number_agrees(sequence: support::Operator<'_>, kind: Kind, hidden: i64, device: Device) {
+pub fn assert_no_number_agrees(
+    sequence: support::Operator<'_>,
+    kind: Kind,
+    hidden: i64,
+    device: Device,
+) {
     let inputs = one([6, 20, 8, hidden], kind, device).inputs;
     let no_numbers = all_bits([20, hidden], kind, device);
     // h0 of one row, c0 of another, the input of a third at some step, and an infinite one.
@@ -168,7 +187,8 @@ pub fn assert_no_number_agrees(sequence: support::Operator<'_>, kind: Kind, hidd
         vectors[0].get(4).get(5).copy_(&no_numbers.get(0));
         vectors[1].get(13).copy_(&no_numbers.get(0));
         vectors[2].get(15).copy_(&no_numbers.get(0));
-        let (outputs, inputs): (Vec<_>, Vec<_>) = (outputs.iter().collect(), inputs.iter().collect());
+        let (outputs, inputs): (Vec<_>, Vec<_>) =
+            (outputs.iter().collect(), inputs.iter().collect());
         let vectors: Vec<_> = vectors.iter().map(Some).collect();
         let options = GradOptions { grad_outputs: &vectors, ..Default::default() };
         let gradients = grad(&outputs, &inputs, &options).expect("gradients").into_vec();
@@ -192,10 +212,13 @@ pub fn assert_no_number_agrees(sequence: support::Operator<'_>, kind: Kind, hidd
     }
 }
 
-/// Bits that mean "not there yet" between blocks are a number like any other where they come from outside.
+/// Bits that mean "not there yet" between blocks are a number like any other where they come from
+/// outside.
 #[test]
 fn cuda_half_kinds_and_float_of_what_is_no_number_by_the_grid() {
-    let Some(device) = device("cuda_half_kinds_and_float_of_what_is_no_number_by_the_grid") else { return };
+    let Some(device) = device("cuda_half_kinds_and_float_of_what_is_no_number_by_the_grid") else {
+        return;
+    };
     for kind in [Kind::Half, Kind::BFloat16, Kind::Float] {
         for hidden in [24, 136, 1000] {
             assert_no_number_is_as_in_per_step(&grid, kind, hidden, device);
@@ -206,7 +229,9 @@ fn cuda_half_kinds_and_float_of_what_is_no_number_by_the_grid() {
 /// Then the last product of the way back is left out.
 #[test]
 fn cuda_half_kinds_whose_first_h_needs_no_gradient_by_the_grid() {
-    let Some(device) = device("cuda_half_kinds_whose_first_h_needs_no_gradient_by_the_grid") else { return };
+    let Some(device) = device("cuda_half_kinds_whose_first_h_needs_no_gradient_by_the_grid") else {
+        return;
+    };
     for sizes in [[6, 20, 8, 136], [1, 9, 8, 24], [4, 70, 8, 1024]] {
         let inputs = one(sizes, Kind::BFloat16, device).inputs;
         let gradients = |needs_h0: bool| {
@@ -227,8 +252,8 @@ fn cuda_half_kinds_whose_first_h_needs_no_gradient_by_the_grid() {
     }
 }
 
-/// Where other processes leave too few multiprocessors for all blocks at once, each step is a kernel: also when a graph
-/// is captured.
+/// Where other processes leave too few multiprocessors for all blocks at once, each step is a
+/// kernel: also when a graph is captured.
 #[test]
 fn cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step() {
     let test = "cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step";
@@ -237,7 +262,9 @@ fn cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step() {
         let inputs = one(sizes, kind, device).inputs;
         // Sums of a grid are made in another order.
         let expected = everything(&per_step, &inputs);
-        assert!(!everything(&grid, &inputs).iter().zip(&expected).all(|(found, of)| found.equal(of)));
+        assert!(
+            !everything(&grid, &inputs).iter().zip(&expected).all(|(found, of)| found.equal(of))
+        );
         for (found, expected) in everything(&crowded_grid, &inputs).iter().zip(&expected) {
             assert!(found.equal(expected), "{sizes:?}");
         }
@@ -252,7 +279,9 @@ fn cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step() {
 /// h0 may be a part of another tensor.
 #[test]
 fn cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_grid() {
-    let Some(device) = device("cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_grid") else { return };
+    let Some(device) = device("cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_grid") else {
+        return;
+    };
     let mut inputs = one([5, 9, 8, 40], Kind::BFloat16, device).inputs;
     let expected = everything(&grid, &inputs);
     inputs[3] = Layout::Offset.of(&inputs[3]).expect("a tensor");
@@ -261,10 +290,14 @@ fn cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_grid() {
     }
 }
 
-/// Grids that each need nearly all of the GPU, from two streams at once, again and again: all of it ends, with the same bits.
+/// Grids that each need nearly all of the GPU, from two streams at once, again and again: all of it
+/// ends, with the same bits.
 #[test]
 fn cuda_half_kinds_by_the_grid_on_two_streams_finish_and_repeat() {
-    let Some(device) = device("cuda_half_kinds_by_the_grid_on_two_streams_finish_and_repeat") else { return };
+    let Some(device) = device("cuda_half_kinds_by_the_grid_on_two_streams_finish_and_repeat")
+    else {
+        return;
+    };
     for sizes in [[40, 64, 8, 1024], [40, 16, 8, 768], [20, 300, 8, 512], [20, 30, 8, 2048]] {
         let inputs = one(sizes, Kind::Half, device).inputs;
         assert_two_streams_finish_and_repeat(&grid, &inputs, 10, device);

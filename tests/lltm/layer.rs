@@ -57,7 +57,8 @@ fn layers_lie_on_one_another_whichever_dimension_is_first() {
     for device in devices() {
         let config = LltmLayerConfig { num_layers: 3, ..Default::default() };
         let (_vs, layers_of) = layers(device, config);
-        let (_others, time_first) = layers(device, LltmLayerConfig { batch_first: false, ..config });
+        let (_others, time_first) =
+            layers(device, LltmLayerConfig { batch_first: false, ..config });
         let input = random(&[2, 6, 5], device);
         let start = LltmState((random(&[3, 2, 8], device), random(&[3, 2, 8], device)));
         let (output, last) = layers_of.seq_init(&input, &start);
@@ -67,7 +68,8 @@ fn layers_lie_on_one_another_whichever_dimension_is_first() {
             let index = layer as usize;
             let state = (&start.h().get(layer), &start.c().get(layer));
             let (weight, bias) = (&layers_of.weights[index], &layers_of.biases[index]);
-            let (expected, (h, c)) = lltm_reference(&values, weight, Some(bias), state).expect("reference");
+            let (expected, (h, c)) =
+                lltm_reference(&values, weight, Some(bias), state).expect("reference");
             assert_close(&last.h().get(layer), &h, 1e-12, 1e-12);
             assert_close(&last.c().get(layer), &c, 1e-12, 1e-12);
             values = expected;
@@ -112,13 +114,18 @@ fn dropout_is_between_layers_and_only_while_training() {
 
 #[test]
 fn what_does_not_fit_is_named() {
-    let (_vs, layers) = layers(Device::Cpu, LltmLayerConfig { num_layers: 2, ..Default::default() });
+    let (_vs, layers) =
+        layers(Device::Cpu, LltmLayerConfig { num_layers: 2, ..Default::default() });
     let zeros = |size: &[i64]| Tensor::zeros(size, (Kind::Double, Device::Cpu));
     let state = |size: &[i64]| LltmState((zeros(size), zeros(size)));
     let good = [2, 3, 8];
     for (input, state, expected) in [
         (zeros(&[3, 5]), state(&good), "nn::LltmLayer: input: expected 3 dimensions [B, T, F]"),
-        (zeros(&[3, 4, 6]), state(&good), "nn::LltmLayer: input: expected shape [B, T, F] = [3, 4, 5]"),
+        (
+            zeros(&[3, 4, 6]),
+            state(&good),
+            "nn::LltmLayer: input: expected shape [B, T, F] = [3, 4, 5]",
+        ),
         (
             zeros(&[3, 4, 5]),
             state(&[1, 3, 8]),
@@ -140,8 +147,9 @@ fn what_does_not_fit_is_named() {
         (8, LltmLayerConfig { num_layers: 0, ..Default::default() }),
         (8, LltmLayerConfig { dropout: 1.5, ..Default::default() }),
     ] {
-        let made =
-            std::panic::catch_unwind(|| lltm_layer(VarStore::new(Device::Cpu).root(), 5, hidden, config));
+        let made = std::panic::catch_unwind(|| {
+            lltm_layer(VarStore::new(Device::Cpu).root(), 5, hidden, config)
+        });
         assert!(made.is_err(), "{config:?}");
     }
 }

@@ -1,4 +1,5 @@
-//! `ops::lltm` against its reference, against finite differences, and against bad input, on each of its paths.
+//! `ops::lltm` against its reference, against finite differences, and against bad input, on each of
+//! its paths.
 
 mod arguments;
 mod conformance;
@@ -56,13 +57,21 @@ fn weight_scale(features: i64, hidden: i64) -> f64 {
     (1.0 / (features + hidden).max(3) as f64).sqrt()
 }
 
-/// Small enough for a whole Jacobian. No steps, rows, features or columns; one of each; blocks of rows with each
-/// rest; whole vectors and panels, and not.
+/// Small enough for a whole Jacobian. No steps, rows, features or columns; one of each; blocks of
+/// rows with each rest; whole vectors and panels, and not.
 fn small(kind: Kind, device: Device) -> Vec<Sample> {
     type Shapes = fn([i64; 4]) -> Vec<Shape>;
-    let table = |shapes: Shapes, sizes: &[[i64; 4]]| SampleTable::empty(DIMS, shapes).with_sizes(sizes);
-    let with =
-        [[3, 2, 3, 4], [1, 1, 1, 1], [0, 2, 3, 4], [2, 0, 3, 4], [2, 2, 0, 3], [2, 2, 3, 0], [5, 1, 1, 2]];
+    let table =
+        |shapes: Shapes, sizes: &[[i64; 4]]| SampleTable::empty(DIMS, shapes).with_sizes(sizes);
+    let with = [
+        [3, 2, 3, 4],
+        [1, 1, 1, 1],
+        [0, 2, 3, 4],
+        [2, 0, 3, 4],
+        [2, 2, 0, 3],
+        [2, 2, 3, 0],
+        [5, 1, 1, 2],
+    ];
     let tables = [
         table(with_bias, &with).with_layouts([2, 3, 2, 5]).samples(kind, device),
         table(without_bias, &[[2, 3, 2, 8], [1, 2, 1, 17]]).samples(kind, device),

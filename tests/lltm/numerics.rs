@@ -2,7 +2,8 @@
 
 use super::*;
 
-/// The largest difference from the exact outputs and gradients, each divided by the largest exact value.
+/// The largest difference from the exact outputs and gradients, each divided by the largest exact
+/// value.
 fn drift(sequence: support::Operator<'_>, inputs: &[Tensor], exact: &[Tensor]) -> f64 {
     let found = everything(sequence, inputs);
     let of = |(found, exact): (&Tensor, &Tensor)| {
@@ -20,23 +21,26 @@ fn everything(sequence: support::Operator<'_>, inputs: &[Tensor]) -> Vec<Tensor>
         outputs.iter().map(|output| support::incoming(output) / output.size()[0] as f64).collect();
     let vectors: Vec<Option<&Tensor>> = vectors.iter().map(Some).collect();
     let options = GradOptions { grad_outputs: &vectors, ..Default::default() };
-    let gradients = grad(&outputs.iter().collect::<Vec<_>>(), &leaves.iter().collect::<Vec<_>>(), &options);
+    let gradients =
+        grad(&outputs.iter().collect::<Vec<_>>(), &leaves.iter().collect::<Vec<_>>(), &options);
     let gradients = gradients.expect("gradients").into_vec().into_iter().flatten();
     outputs.iter().map(Tensor::detach).chain(gradients).collect()
 }
 
-/// An LLTM has no forget gate: c is a sum over all steps, and so are the gradients that reach far back. Errors grow
-/// with the steps, at most as √T roundings do by our bound.
+/// An LLTM has no forget gate: c is a sum over all steps, and so are the gradients that reach far
+/// back. Errors grow with the steps, at most as √T roundings do by our bound.
 #[test]
 fn results_stay_close_over_thousands_of_steps() {
     for device in devices() {
         for steps in [1, 4, 16, 64, 256, 1024, 4096] {
             let exact = one([steps, 3, 4, 24], Kind::Double, device).inputs;
-            let rounded = |kind: Kind| exact.iter().map(|input| input.to_kind(kind)).collect::<Vec<_>>();
+            let rounded =
+                |kind: Kind| exact.iter().map(|input| input.to_kind(kind)).collect::<Vec<_>>();
             let rooted = (steps as f64).sqrt();
             for kind in [Kind::Double, Kind::Float, Kind::Half, Kind::BFloat16] {
                 let inputs = rounded(kind);
-                let wide: Vec<Tensor> = inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
+                let wide: Vec<Tensor> =
+                    inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
                 let exact = everything(&reference, &wide);
                 let epsilon = match kind {
                     Kind::Double => f64::EPSILON,
@@ -44,7 +48,9 @@ fn results_stay_close_over_thousands_of_steps() {
                     Kind::Half => 0.5_f64.powi(10),
                     _ => 0.5_f64.powi(7),
                 };
-                for sequence in [&fused as support::Operator<'_>, &per_step, &whole, &grid, &wide_grid] {
+                for sequence in
+                    [&fused as support::Operator<'_>, &per_step, &whole, &grid, &wide_grid]
+                {
                     let drift = drift(sequence, &inputs, &exact);
                     eprintln!("{device:?} {kind:?} T = {steps}: {:.2} ε", drift / epsilon);
                     assert!(
@@ -61,7 +67,8 @@ fn results_stay_close_over_thousands_of_steps() {
 /// What is kept between forward and backward is linear in T.
 #[test]
 fn cuda_memory_is_linear_in_the_steps() {
-    let Some(device) = tch_extension::testing::cuda_or_skip("cuda_memory_is_linear_in_the_steps") else {
+    let Some(device) = tch_extension::testing::cuda_or_skip("cuda_memory_is_linear_in_the_steps")
+    else {
         return;
     };
     if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
@@ -72,7 +79,8 @@ fn cuda_memory_is_linear_in_the_steps() {
     let (batch, features, hidden) = (16, 32, 64);
     let kept = |steps: i64| {
         let leaves = leaves(&one([steps, batch, features, hidden], Kind::Float, device).inputs);
-        let allocated = || tch_extension::cuda::memory_stats(device).expect("statistics").allocated as i64;
+        let allocated =
+            || tch_extension::cuda::memory_stats(device).expect("statistics").allocated as i64;
         let before = allocated();
         let outputs = fused(&leaves).expect("outputs");
         let kept = allocated() - before;

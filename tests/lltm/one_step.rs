@@ -7,7 +7,8 @@ use tch_extension::cuda::Graph;
 use tch_extension::ops::f_lltm_cell;
 use tch_extension::testing::cuda_or_skip;
 
-/// A cell in one kernel, and, on the CPU, by a product; rows that are no whole vectors; no rows, features or columns.
+/// A cell in one kernel, and, on the CPU, by a product; rows that are no whole vectors; no rows,
+/// features or columns.
 const SIZES: [[i64; 4]; 7] = [
     [1, 16, 32, 128],
     [1, 1, 40, 56],
@@ -43,8 +44,10 @@ fn one_step_agrees_with_the_reference() {
 
 #[test]
 fn one_step_keeps_to_the_rules() {
-    // The last with a state of the features' size, so that calls are chained through the input, too.
-    let table = SampleTable::empty(DIMS, with_bias).with_sizes(&[[1, 2, 4, 5], [1, 0, 4, 5], [1, 3, 5, 5]]);
+    // The last with a state of the features' size, so that calls are chained through the input,
+    // too.
+    let table =
+        SampleTable::empty(DIMS, with_bias).with_sizes(&[[1, 2, 4, 5], [1, 0, 4, 5], [1, 3, 5, 5]]);
     suite_of(&fused).conformance_of(|kind, device| table.samples(kind, device).expect("samples"));
 }
 
@@ -67,15 +70,23 @@ fn one_step_takes_the_kinds_of_several() {
         assert_eq!(agree(&KINDS, false), 7 * 4 + 7 * 3 + 2);
         for kind in [Kind::BFloat16, Kind::Half] {
             let _autocast = Autocast::new(device, kind).expect("autocast");
-            assert_eq!(agree(&[Kind::Float, Kind::Double, kind], true), 2 * 16 + 3 * 5, "{device:?}");
+            assert_eq!(
+                agree(&[Kind::Float, Kind::Double, kind], true),
+                2 * 16 + 3 * 5,
+                "{device:?}"
+            );
         }
     }
 }
 
 /// The cell itself, of the same tensors; what it returns for h is the output, too.
 fn cell(inputs: &[Tensor]) -> Result<Vec<Tensor>> {
-    let (h, c) =
-        f_lltm_cell(&inputs[0].f_select(0, 0)?, &inputs[1], Some(&inputs[2]), (&inputs[3], &inputs[4]))?;
+    let (h, c) = f_lltm_cell(
+        &inputs[0].f_select(0, 0)?,
+        &inputs[1],
+        Some(&inputs[2]),
+        (&inputs[3], &inputs[4]),
+    )?;
     Ok(vec![h.f_unsqueeze(0)?, h, c])
 }
 
@@ -98,7 +109,10 @@ fn one_step_has_the_bits_of_the_cell() {
                 let (found, expected) = (everything(&fused, &inputs), everything(&cell, &inputs));
                 assert_eq!(found.len(), expected.len());
                 for (index, (found, expected)) in found.iter().zip(&expected).enumerate() {
-                    assert!(found.equal(expected), "{index} of {sizes:?} in {kind:?} on {device:?}");
+                    assert!(
+                        found.equal(expected),
+                        "{index} of {sizes:?} in {kind:?} on {device:?}"
+                    );
                 }
             }
         }

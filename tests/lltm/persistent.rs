@@ -1,5 +1,6 @@
-//! One kernel for all steps, forced where it can be: what other tests do on the paths that users get. Names begin with
-//! `cuda_half_kinds` where those are among the kinds: initcheck does not see what libtorch's half products write.
+//! One kernel for all steps, forced where it can be: what other tests do on the paths that users
+//! get. Names begin with `cuda_half_kinds` where those are among the kinds: initcheck does not see
+//! what libtorch's half products write.
 
 use super::*;
 use std::io::Write;
@@ -8,8 +9,8 @@ use tch_extension::cuda::{
 };
 use tch_extension::testing::cuda_or_skip;
 
-/// H of each kernel's size, below it and of one column; rows of one cluster, of several, and of a part of one; steps
-/// enough that both buffers are used again.
+/// H of each kernel's size, below it and of one column; rows of one cluster, of several, and of a
+/// part of one; steps enough that both buffers are used again.
 const SIZES: [[i64; 4]; 9] = [
     [1, 1, 2, 1],
     [2, 8, 3, 128],
@@ -80,8 +81,13 @@ pub fn device_with(path: LltmPath, test: &str) -> Option<Device> {
     is_there.then_some(device)
 }
 
-/// A call that is captured computes the same each time that it is replayed; how many kernels it has.
-pub fn assert_replays(sequence: support::Operator<'_>, inputs: &[Tensor], expected: &[Tensor]) -> usize {
+/// A call that is captured computes the same each time that it is replayed; how many kernels it
+/// has.
+pub fn assert_replays(
+    sequence: support::Operator<'_>,
+    inputs: &[Tensor],
+    expected: &[Tensor],
+) -> usize {
     let device = inputs[0].device();
     let (graph, outputs) = Graph::capture(device, || sequence(inputs)).expect("a capture");
     for _ in 0..3 {
@@ -97,7 +103,8 @@ pub fn assert_replays(sequence: support::Operator<'_>, inputs: &[Tensor], expect
     graph.kernels()
 }
 
-/// All steps of a sequence of (B, F, H) are one kernel beside the products, and a replay of it computes what `forced` does.
+/// All steps of a sequence of (B, F, H) are one kernel beside the products, and a replay of it
+/// computes what `forced` does.
 pub fn assert_more_steps_are_no_more_kernels(
     sequence: support::Operator<'_>,
     forced: support::Operator<'_>,
@@ -109,7 +116,8 @@ pub fn assert_more_steps_are_no_more_kernels(
         let inputs = leaves(&one([steps, batch, features, hidden], kind, device).inputs);
         assert_replays(sequence, &inputs, &forced(&inputs).expect("outputs"))
     };
-    // The product with the input, of all steps at once, may be cut into more parts when it is larger.
+    // The product with the input, of all steps at once, may be cut into more parts when it is
+    // larger.
     let (few, many) = (kernels(10), kernels(200));
     assert!(many <= few + 2, "{kind:?}: {few} kernels of 10 steps, {many} of 200");
 }
@@ -126,8 +134,15 @@ pub fn device_with_cache(path: LltmPath, test: &str) -> Option<Device> {
 
 #[test]
 fn cuda_half_kinds_and_others_agree_by_persistent_kernels() {
-    let Some(device) = device("cuda_half_kinds_and_others_agree_by_persistent_kernels") else { return };
-    let suite = Suite { fused: &persistent, small: &samples, large: &|_, _| Vec::new(), ..suite_of(&fused) };
+    let Some(device) = device("cuda_half_kinds_and_others_agree_by_persistent_kernels") else {
+        return;
+    };
+    let suite = Suite {
+        fused: &persistent,
+        small: &samples,
+        large: &|_, _| Vec::new(),
+        ..suite_of(&fused)
+    };
     assert!(device.is_cuda());
     suite.forward_agrees_with_the_reference();
     suite.gradients_agree_with_the_reference();
@@ -144,7 +159,9 @@ fn cuda_gradcheck_of_the_persistent_kernels() {
 #[test]
 fn cuda_half_kinds_of_the_product_alone_by_persistent_kernels() {
     use tch_extension::amp::Autocast;
-    let Some(device) = device("cuda_half_kinds_of_the_product_alone_by_persistent_kernels") else { return };
+    let Some(device) = device("cuda_half_kinds_of_the_product_alone_by_persistent_kernels") else {
+        return;
+    };
     for kind in [Kind::Half, Kind::BFloat16] {
         for sizes in SIZES {
             let inputs = one(sizes, Kind::Float, device).inputs;
@@ -178,7 +195,8 @@ impl Drop for Tf32 {
     }
 }
 
-/// Only where that is allowed: otherwise the bits are those of each step, or the kernel's that is exact.
+/// Only where that is allowed: otherwise the bits are those of each step, or the kernel's that is
+/// exact.
 #[test]
 fn cuda_float_in_tf32_by_persistent_kernels() {
     let Some(device) = device("cuda_float_in_tf32_by_persistent_kernels") else { return };
@@ -214,8 +232,14 @@ fn cuda_float_in_tf32_by_persistent_kernels() {
 }
 
 /// Of each kernel for tf32.
-const SIZES_OF_TF32: [[i64; 4]; 6] =
-    [[6, 11, 3, 100], [6, 9, 3, 128], [6, 19, 3, 200], [6, 24, 3, 512], [6, 70, 3, 500], [6, 11, 3, 700]];
+const SIZES_OF_TF32: [[i64; 4]; 6] = [
+    [6, 11, 3, 100],
+    [6, 9, 3, 128],
+    [6, 19, 3, 200],
+    [6, 24, 3, 512],
+    [6, 70, 3, 500],
+    [6, 11, 3, 700],
+];
 
 /// Halves have few binades: what is multiplied there has powers of two of its own.
 #[test]
@@ -243,7 +267,13 @@ fn cuda_more_steps_are_no_more_persistent_kernels() {
     let test = "cuda_more_steps_are_no_more_persistent_kernels";
     let Some(device) = device_with_cache(LltmPath::Persistent, test) else { return };
     for kind in KINDS {
-        assert_more_steps_are_no_more_kernels(&persistent, &persistent, [16, 32, 128], kind, device);
+        assert_more_steps_are_no_more_kernels(
+            &persistent,
+            &persistent,
+            [16, 32, 128],
+            kind,
+            device,
+        );
     }
 }
 
@@ -281,7 +311,8 @@ fn assert_are_taken(sizes: [i64; 4], kind: Kind, device: Device) {
         Ok(gradients.into_vec().into_iter().flatten().collect::<Vec<Tensor>>())
     };
     let expected = state_alone_is_given(&persistent).expect("gradients");
-    let (graph, found) = Graph::capture(device, || state_alone_is_given(&fused)).expect("a capture");
+    let (graph, found) =
+        Graph::capture(device, || state_alone_is_given(&fused)).expect("a capture");
     graph.replay().expect("a replay");
     assert!(graph.kernels() < 60, "{sizes:?} {kind:?}: {} kernels of 200 steps", graph.kernels());
     for (found, expected) in found.iter().zip(&expected) {
@@ -323,7 +354,8 @@ fn cuda_float_and_double_by_persistent_kernels_on_two_streams_finish_and_repeat(
     }
 }
 
-/// An infinite gradient stays infinite where it is, and is not spread by what a size is padded with.
+/// An infinite gradient stays infinite where it is, and is not spread by what a size is padded
+/// with.
 #[test]
 fn cuda_half_kinds_and_others_keep_infinite_gradients_by_persistent_kernels() {
     let test = "cuda_half_kinds_and_others_keep_infinite_gradients_by_persistent_kernels";
@@ -354,10 +386,13 @@ fn cuda_half_kinds_and_others_keep_infinite_gradients_by_persistent_kernels() {
     }
 }
 
-/// Two sizes of one kernel at once, from two threads: what one allows the kernel must not be less for the other.
+/// Two sizes of one kernel at once, from two threads: what one allows the kernel must not be less
+/// for the other.
 #[test]
 fn cuda_half_kinds_by_persistent_kernels_from_two_threads() {
-    let Some(device) = device("cuda_half_kinds_by_persistent_kernels_from_two_threads") else { return };
+    let Some(device) = device("cuda_half_kinds_by_persistent_kernels_from_two_threads") else {
+        return;
+    };
     let threads = [16, 64].map(|batch| {
         std::thread::spawn(move || {
             let inputs = one([8, batch, 8, 512], Kind::Half, device).inputs;
@@ -373,10 +408,12 @@ fn cuda_half_kinds_by_persistent_kernels_from_two_threads() {
     }
 }
 
-/// More clusters than fit at a time, from two streams at once, again and again: all of it ends, with the same bits.
+/// More clusters than fit at a time, from two streams at once, again and again: all of it ends,
+/// with the same bits.
 #[test]
 fn cuda_half_kinds_by_persistent_kernels_on_two_streams_finish_and_repeat() {
-    let Some(device) = device("cuda_half_kinds_by_persistent_kernels_on_two_streams_finish_and_repeat")
+    let Some(device) =
+        device("cuda_half_kinds_by_persistent_kernels_on_two_streams_finish_and_repeat")
     else {
         return;
     };

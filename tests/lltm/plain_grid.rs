@@ -1,5 +1,5 @@
-//! One kernel for all steps whose blocks fill the GPU, in `Float` and `Double` as they are, forced where it can be; elsewhere
-//! the same calls take other paths.
+//! One kernel for all steps whose blocks fill the GPU, in `Float` and `Double` as they are, forced
+//! where it can be; elsewhere the same calls take other paths.
 
 use super::grid::{assert_agrees_with_per_step, assert_no_number_agrees};
 use super::persistent::{
@@ -10,10 +10,16 @@ use super::*;
 
 const PLAIN: [Kind; 2] = [Kind::Float, Kind::Double];
 
-/// Parts of a warp's share and of a block's; rows of one group of blocks, of several, of several turns, and of a part of
-/// one; weights whose rows begin anywhere, and not.
-const SIZES: [[i64; 4]; 6] =
-    [[1, 1, 2, 8], [2, 8, 8, 24], [33, 9, 5, 136], [9, 20, 6, 264], [3, 300, 8, 72], [4, 9, 3, 520]];
+/// Parts of a warp's share and of a block's; rows of one group of blocks, of several, of several
+/// turns, and of a part of one; weights whose rows begin anywhere, and not.
+const SIZES: [[i64; 4]; 6] = [
+    [1, 1, 2, 8],
+    [2, 8, 8, 24],
+    [33, 9, 5, 136],
+    [9, 20, 6, 264],
+    [3, 300, 8, 72],
+    [4, 9, 3, 520],
+];
 
 /// Small enough for a Jacobian.
 const TINY: [[i64; 4]; 3] = [[1, 1, 2, 8], [3, 9, 1, 8], [2, 2, 1, 24]];
@@ -61,7 +67,8 @@ fn large(kind: Kind, device: Device) -> Vec<Vec<Tensor>> {
 fn cuda_float_and_double_agree_by_the_grid() {
     let Some(device) = device("cuda_float_and_double_agree_by_the_grid") else { return };
     assert!(device.is_cuda());
-    let suite = Suite { fused: &grid, small: &plain, large: &|_, _| Vec::new(), ..suite_of(&fused) };
+    let suite =
+        Suite { fused: &grid, small: &plain, large: &|_, _| Vec::new(), ..suite_of(&fused) };
     suite.forward_agrees_with_the_reference();
     suite.gradients_agree_with_the_reference();
     suite.with_and_without_a_graph_the_bits_are_the_same();
@@ -70,8 +77,9 @@ fn cuda_float_and_double_agree_by_the_grid() {
 #[test]
 fn cuda_gradcheck_of_the_grid() {
     let Some(_) = device("cuda_gradcheck_of_the_grid") else { return };
-    let tiny =
-        |kind, device: Device| if device.is_cuda() { samples(&TINY, kind, device) } else { Vec::new() };
+    let tiny = |kind, device: Device| {
+        if device.is_cuda() { samples(&TINY, kind, device) } else { Vec::new() }
+    };
     Suite { small: &tiny, ..suite_of(&grid) }.gradcheck_of_every_small_sample();
     let tiniest = |kind, device| tiny(kind, device).into_iter().take(2).collect();
     Suite { small: &tiniest, ..suite_of(&grid) }.gradgradcheck_of_every_small_sample();
@@ -100,26 +108,32 @@ fn cuda_float_by_the_grid_is_as_exact_as_step_by_step() {
     }
 }
 
-pub fn assert_as_exact_as_step_by_step(sequence: support::Operator<'_>, sizes: [i64; 4], device: Device) {
+pub fn assert_as_exact_as_step_by_step(
+    sequence: support::Operator<'_>,
+    sizes: [i64; 4],
+    device: Device,
+) {
     let inputs = one(sizes, Kind::Float, device).inputs;
     let exact: Vec<_> = inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
     let exact = per_step(&exact).expect("outputs");
     let worst = |sequence: support::Operator<'_>| {
         let outputs = sequence(&inputs).expect("outputs");
-        let errors = outputs
-            .iter()
-            .zip(&exact)
-            .map(|(found, exact)| (found.to_kind(Kind::Double) - exact).abs().max().double_value(&[]));
+        let errors = outputs.iter().zip(&exact).map(|(found, exact)| {
+            (found.to_kind(Kind::Double) - exact).abs().max().double_value(&[])
+        });
         errors.fold(0.0, f64::max)
     };
     let (found, of_steps) = (worst(sequence), worst(&per_step));
     assert!(found <= 1.5 * of_steps, "{sizes:?}: {found:e}, and {of_steps:e} step by step");
 }
 
-/// Bits that mean "not there yet" between blocks are a number like any other where they come from outside.
+/// Bits that mean "not there yet" between blocks are a number like any other where they come from
+/// outside.
 #[test]
 fn cuda_float_and_double_of_what_is_no_number_by_the_grid() {
-    let Some(device) = device("cuda_float_and_double_of_what_is_no_number_by_the_grid") else { return };
+    let Some(device) = device("cuda_float_and_double_of_what_is_no_number_by_the_grid") else {
+        return;
+    };
     for kind in PLAIN {
         let of_six_columns = if kind == Kind::Float { 728 } else { 328 };
         for hidden in [24, 136, 504, of_six_columns] {
@@ -128,7 +142,8 @@ fn cuda_float_and_double_of_what_is_no_number_by_the_grid() {
     }
 }
 
-/// All steps are one kernel beside the products, and a replay of it computes: also where users ask for nothing.
+/// All steps are one kernel beside the products, and a replay of it computes: also where users ask
+/// for nothing.
 #[test]
 fn cuda_float_of_more_steps_is_no_more_kernels_of_the_grid() {
     let test = "cuda_float_of_more_steps_is_no_more_kernels_of_the_grid";
@@ -138,7 +153,8 @@ fn cuda_float_of_more_steps_is_no_more_kernels_of_the_grid() {
     }
 }
 
-/// Where other processes leave too few multiprocessors for all blocks at once, each step is a kernel.
+/// Where other processes leave too few multiprocessors for all blocks at once, each step is a
+/// kernel.
 #[test]
 fn cuda_float_and_double_where_a_grid_does_not_fit_go_step_by_step() {
     let test = "cuda_float_and_double_where_a_grid_does_not_fit_go_step_by_step";
@@ -152,14 +168,17 @@ fn cuda_float_and_double_where_a_grid_does_not_fit_go_step_by_step() {
     }
 }
 
-/// Grids that each need nearly all of the GPU, from two streams at once: all of it ends, with the same bits.
+/// Grids that each need nearly all of the GPU, from two streams at once: all of it ends, with the
+/// same bits.
 #[test]
 fn cuda_float_and_double_by_the_grid_on_two_streams_finish_and_repeat() {
     let test = "cuda_float_and_double_by_the_grid_on_two_streams_finish_and_repeat";
     let Some(device) = device(test) else { return };
-    for (kind, sizes) in
-        [(Kind::Float, [20, 64, 8, 1024]), (Kind::Float, [20, 16, 8, 512]), (Kind::Double, [20, 70, 8, 256])]
-    {
+    for (kind, sizes) in [
+        (Kind::Float, [20, 64, 8, 1024]),
+        (Kind::Float, [20, 16, 8, 512]),
+        (Kind::Double, [20, 70, 8, 256]),
+    ] {
         let inputs = one(sizes, kind, device).inputs;
         assert_two_streams_finish_and_repeat(&grid, &inputs, 5, device);
     }

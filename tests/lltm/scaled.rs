@@ -1,11 +1,11 @@
-//! Where libtorch allows tf32, the kernels that keep the weights on chip multiply halves with scales
-//! (`csrc/lltm/scale_rows.h`): numbers of any range, and no less exact than in tf32.
+//! Where libtorch allows tf32, the kernels that keep the weights on chip multiply halves with
+//! scales (`csrc/lltm/scale_rows.h`): numbers of any range, and no less exact than in tf32.
 
 use super::persistent::{Tf32, everything};
 use super::*;
 
-/// Each row of W times a power of ten of its own, from 1e-6 to 1e4, and inputs that are small enough for sums of either sign:
-/// h stays small, because its gate is nearly shut.
+/// Each row of W times a power of ten of its own, from 1e-6 to 1e4, and inputs that are small
+/// enough for sums of either sign: h stays small, because its gate is nearly shut.
 fn rows_of_any_magnitude(sizes: [i64; 4], device: Device) -> Vec<Tensor> {
     const SMALL: f64 = 1e-4;
     let inputs = one(sizes, Kind::Float, device).inputs;
@@ -70,9 +70,14 @@ pub fn assert_is_not_per_step(found: &[Tensor], inputs: &[Tensor]) {
 }
 
 /// Beside all of it in `Double`.
-pub fn assert_numbers_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 4], device: Device) {
+pub fn assert_numbers_of_any_range(
+    sequence: support::Operator<'_>,
+    sizes: [i64; 4],
+    device: Device,
+) {
     let _switch = Tf32::set(true);
-    // The others have sums of products that are next to nothing but in the first step, in whichever way they are made.
+    // The others have sums of products that are next to nothing but in the first step, in whichever
+    // way they are made.
     let all = [
         (rows_of_any_magnitude(sizes, device), true),
         (large_first_h(sizes, 1e4, device), false),
@@ -86,13 +91,21 @@ pub fn assert_numbers_of_any_range(sequence: support::Operator<'_>, sizes: [i64;
             assert_close_by_column(&found[index], expected, false);
         }
         if shows_products {
-            assert!(!found[0].equal(&everything(&per_step, &inputs)[0]), "the output is that of each step");
+            assert!(
+                !found[0].equal(&everything(&per_step, &inputs)[0]),
+                "the output is that of each step"
+            );
         }
     }
 }
 
-/// Two halves of h that know nothing of one another, one with gradients of a billionth of the other's.
-pub fn assert_halves_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 4], device: Device) {
+/// Two halves of h that know nothing of one another, one with gradients of a billionth of the
+/// other's.
+pub fn assert_halves_of_any_range(
+    sequence: support::Operator<'_>,
+    sizes: [i64; 4],
+    device: Device,
+) {
     const SMALL: f64 = 1e-9;
     let _switch = Tf32::set(true);
     let [_, _, _, hidden] = sizes;
@@ -115,7 +128,11 @@ pub fn assert_halves_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 
 }
 
 /// From gradients for all outputs.
-fn gradients_from(sequence: support::Operator<'_>, inputs: &[Tensor], vectors: &[Tensor]) -> Vec<Tensor> {
+fn gradients_from(
+    sequence: support::Operator<'_>,
+    inputs: &[Tensor],
+    vectors: &[Tensor],
+) -> Vec<Tensor> {
     let inputs = leaves(inputs);
     let outputs = sequence(&inputs).expect("outputs");
     let (outputs, inputs): (Vec<_>, Vec<_>) = (outputs.iter().collect(), inputs.iter().collect());
@@ -132,7 +149,11 @@ fn vectors_of(sizes: [i64; 4], device: Device) -> Vec<Tensor> {
 }
 
 /// Gradients are what they are, times a power of two.
-pub fn assert_gradients_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 4], device: Device) {
+pub fn assert_gradients_of_any_range(
+    sequence: support::Operator<'_>,
+    sizes: [i64; 4],
+    device: Device,
+) {
     let _switch = Tf32::set(true);
     let (inputs, vectors) = (one(sizes, Kind::Float, device).inputs, vectors_of(sizes, device));
     let expected = gradients_from(sequence, &inputs, &vectors);
@@ -152,8 +173,10 @@ pub fn assert_rows_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 4]
     // From 1e-12 to 1e12.
     let exponents = Tensor::arange(sizes[1], (Kind::Float, device)).remainder(5.0) * 6.0 - 12.0;
     let of_rows = (exponents * std::f64::consts::LN_10).exp().unsqueeze(1);
-    let vectors: Vec<_> = vectors_of(sizes, device).iter().map(|vector| vector * &of_rows).collect();
-    let wide = |tensors: &[Tensor]| tensors.iter().map(|of| of.to_kind(Kind::Double)).collect::<Vec<_>>();
+    let vectors: Vec<_> =
+        vectors_of(sizes, device).iter().map(|vector| vector * &of_rows).collect();
+    let wide =
+        |tensors: &[Tensor]| tensors.iter().map(|of| of.to_kind(Kind::Double)).collect::<Vec<_>>();
     let found = gradients_from(sequence, &inputs, &vectors);
     let expected = gradients_from(&per_step, &wide(&inputs), &wide(&vectors));
     for index in [3, 4] {
@@ -164,7 +187,11 @@ pub fn assert_rows_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 4]
 }
 
 /// What is no number in a row of the batch, also on the way back, changes no bit of another.
-pub fn assert_no_number_stays_in_its_row(sequence: support::Operator<'_>, sizes: [i64; 4], device: Device) {
+pub fn assert_no_number_stays_in_its_row(
+    sequence: support::Operator<'_>,
+    sizes: [i64; 4],
+    device: Device,
+) {
     let _switch = Tf32::set(true);
     let (inputs, vectors) = (one(sizes, Kind::Float, device).inputs, vectors_of(sizes, device));
     let expected = gradients_from(sequence, &inputs, &vectors);

@@ -8,8 +8,9 @@ fn gradgradcheck_of_every_small_sample() {
     suite_of(&fused).gradgradcheck_of_every_small_sample();
 }
 
-/// Three calls that share their weight, the last fed with what depends on the first: total derivatives with
-/// respect to the inputs would differ from the partial ones here, and gradgradcheck on leaves would not notice.
+/// Three calls that share their weight, the last fed with what depends on the first: total
+/// derivatives with respect to the inputs would differ from the partial ones here, and
+/// gradgradcheck on leaves would not notice.
 fn three_calls(sequence: Sequence, leaves: &[Tensor]) -> Tensor {
     let [x, w, b, h, c] = leaves else { unreachable!("with bias") };
     let (mut h, mut c) = (h.shallow_clone(), c.shallow_clone());
@@ -33,7 +34,8 @@ fn dependent_inputs(sequence: Sequence, leaves: &[Tensor]) -> Tensor {
 #[test]
 fn second_derivatives_in_chains_and_with_dependent_inputs() {
     type Program = fn(Sequence, &[Tensor]) -> Tensor;
-    let programs: [(&str, Program); 2] = [("three calls", three_calls), ("c = h·h", dependent_inputs)];
+    let programs: [(&str, Program); 2] =
+        [("three calls", three_calls), ("c = h·h", dependent_inputs)];
     for device in devices() {
         for (name, program) in programs {
             let sample = one([3, 2, 4, 5], Kind::Double, device);

@@ -1,15 +1,17 @@
-//! The cell's kernel with tensor cores for each step of the forward, forced where it can be; elsewhere the same calls are a
-//! product and a kernel for each step.
+//! The cell's kernel with tensor cores for each step of the forward, forced where it can be;
+//! elsewhere the same calls are a product and a kernel for each step.
 
 use super::grid::{HALF_KINDS, assert_agrees_with_per_step, assert_no_number_is_as_in_per_step};
 use super::persistent::{
-    assert_replays, assert_two_streams_finish_and_repeat, device_with, device_with_cache, everything,
+    assert_replays, assert_two_streams_finish_and_repeat, device_with, device_with_cache,
+    everything,
 };
 use super::*;
 use tch_extension::amp::Autocast;
 use tch_extension::testing::Layout;
 
-/// One row, and a part of a tile's; no features, fewer than a turn of the kernel takes, as many and more.
+/// One row, and a part of a tile's; no features, fewer than a turn of the kernel takes, as many and
+/// more.
 const SIZES: [[i64; 4]; 6] = [
     [1, 1, 8, 64],
     [9, 130, 72, 128],
@@ -47,7 +49,8 @@ fn cuda_half_kinds_agree_by_tensor_cores() {
     suite.with_and_without_a_graph_the_bits_are_the_same();
 }
 
-/// A step is one kernel, and a replay of it computes: also where users ask for nothing, once the rows fill the GPU.
+/// A step is one kernel, and a replay of it computes: also where users ask for nothing, once the
+/// rows fill the GPU.
 #[test]
 fn cuda_half_kinds_of_a_step_are_one_kernel_by_tensor_cores() {
     let test = "cuda_half_kinds_of_a_step_are_one_kernel_by_tensor_cores";
@@ -66,14 +69,16 @@ fn cuda_half_kinds_of_a_step_are_one_kernel_by_tensor_cores() {
     }
 }
 
-/// What the kernel cannot compute: rows that are no multiples of 16 bytes, columns that are no whole tiles, `Float`, and a
-/// state of another kind than the products. Large enough that a step is no kernel of another path.
+/// What the kernel cannot compute: rows that are no multiples of 16 bytes, columns that are no
+/// whole tiles, `Float`, and a state of another kind than the products. Large enough that a step is
+/// no kernel of another path.
 #[test]
 fn cuda_half_kinds_and_float_without_a_kernel_go_step_by_step() {
     let test = "cuda_half_kinds_and_float_without_a_kernel_go_step_by_step";
     let Some(device) = device(test) else { return };
     let assert_is_per_step = |inputs: &[Tensor]| {
-        let (found, expected) = (tensor_cores(inputs).expect("outputs"), per_step(inputs).expect("outputs"));
+        let (found, expected) =
+            (tensor_cores(inputs).expect("outputs"), per_step(inputs).expect("outputs"));
         for (found, expected) in found.iter().zip(&expected) {
             assert!(found.equal(expected), "{:?} {:?}", inputs[0].kind(), inputs[0].size());
         }
@@ -91,10 +96,13 @@ fn cuda_half_kinds_and_float_without_a_kernel_go_step_by_step() {
     assert_is_per_step(&inputs);
 }
 
-/// Bulk copies begin at multiples of 16 bytes: what lies elsewhere is copied, and gives the same bits.
+/// Bulk copies begin at multiples of 16 bytes: what lies elsewhere is copied, and gives the same
+/// bits.
 #[test]
 fn cuda_half_kinds_that_begin_anywhere_by_tensor_cores() {
-    let Some(device) = device("cuda_half_kinds_that_begin_anywhere_by_tensor_cores") else { return };
+    let Some(device) = device("cuda_half_kinds_that_begin_anywhere_by_tensor_cores") else {
+        return;
+    };
     let kind = Kind::Half;
     for shapes in [with_bias, without_bias] {
         let table = SampleTable::empty(DIMS, shapes).with_sizes(&[[5, 70, 8, 64]]);
@@ -107,12 +115,15 @@ fn cuda_half_kinds_that_begin_anywhere_by_tensor_cores() {
             let outputs = tensor_cores(&leaves(&inputs)).expect("outputs");
             let found = everything(&tensor_cores, &inputs);
             // With a graph, and without, where nothing is kept of each step.
-            for (found, expected) in outputs.iter().chain(&found[..3]).zip(expected[..3].iter().cycle()) {
+            for (found, expected) in
+                outputs.iter().chain(&found[..3]).zip(expected[..3].iter().cycle())
+            {
                 assert!(found.equal(expected), "argument {moved}");
             }
             // Gradients are by other kernels, which may add up in another order.
             for (found, expected) in found.iter().zip(&expected) {
-                let (bound, scale) = (4.0 * tolerance(kind).0, expected.abs().max().double_value(&[]));
+                let (bound, scale) =
+                    (4.0 * tolerance(kind).0, expected.abs().max().double_value(&[]));
                 assert_close(found, expected, bound, bound * scale);
             }
         }
@@ -138,7 +149,9 @@ fn cuda_half_kinds_of_many_rows_by_tensor_cores() {
 
 #[test]
 fn cuda_half_kinds_of_what_is_no_number_by_tensor_cores() {
-    let Some(device) = device("cuda_half_kinds_of_what_is_no_number_by_tensor_cores") else { return };
+    let Some(device) = device("cuda_half_kinds_of_what_is_no_number_by_tensor_cores") else {
+        return;
+    };
     for kind in HALF_KINDS {
         for hidden in [64, 192] {
             assert_no_number_is_as_in_per_step(&tensor_cores, kind, hidden, device);

@@ -8,8 +8,8 @@ fn results(sample: &Sample) -> Vec<Tensor> {
     outputs.into_iter().chain(gradients.into_iter().flatten()).collect()
 }
 
-/// Also more threads than the machine has processors, which have to let one another run; and the same again, because
-/// a barrier that lets somebody through too early does so now and then.
+/// Also more threads than the machine has processors, which have to let one another run; and the
+/// same again, because a barrier that lets somebody through too early does so now and then.
 #[test]
 fn any_number_of_threads_computes_the_same_in_time() {
     let before = tch::get_num_threads();
@@ -22,10 +22,13 @@ fn any_number_of_threads_computes_the_same_in_time() {
             for threads in [2, 3, 4, 7, 16] {
                 tch::set_num_threads(threads);
                 for repetition in 0..5 {
-                    for (index, (found, expected)) in results(&sample).iter().zip(&alone).enumerate() {
+                    for (index, (found, expected)) in
+                        results(&sample).iter().zip(&alone).enumerate()
+                    {
                         let what = format!("{index} of {sizes:?}, {threads} threads, {repetition}");
                         match index {
-                            // Made in our kernels from end to end, but for the product with the input.
+                            // Made in our kernels from end to end, but for the product with the
+                            // input.
                             0..3 => assert_close(found, expected, 1e-4, 1e-5),
                             _ => assert_close(found, expected, 1e-3, 1e-3),
                         }
@@ -45,7 +48,8 @@ fn sequences_in_several_threads_at_once() {
     let expected: Vec<Vec<u8>> = results(&sample).iter().map(bytes).collect();
     std::thread::scope(|scope| {
         for _ in 0..4 {
-            let (inputs, expected) = (sample.inputs.iter().map(Tensor::copy).collect::<Vec<_>>(), &expected);
+            let (inputs, expected) =
+                (sample.inputs.iter().map(Tensor::copy).collect::<Vec<_>>(), &expected);
             scope.spawn(move || {
                 for _ in 0..5 {
                     let outputs = fused(&inputs).expect("outputs");
@@ -81,8 +85,9 @@ fn stay_on_one_processor() {
     assert_eq!(failed, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// Where two threads and a busy one have a single processor, one of the two never runs while the other does. Whoever waits
-/// for it at each step, but keeps the processor or leaves it to the busy one, waits for a turn of the scheduler each time.
+/// Where two threads and a busy one have a single processor, one of the two never runs while the
+/// other does. Whoever waits for it at each step, but keeps the processor or leaves it to the busy
+/// one, waits for a turn of the scheduler each time.
 #[test]
 fn a_thread_that_does_not_run_is_not_waited_for_at_each_step() {
     const STEPS: i64 = 2000;
@@ -109,7 +114,8 @@ fn a_thread_that_does_not_run_is_not_waited_for_at_each_step() {
         })
     };
     // Of its own, because what is set there is set for the rest of a thread's life.
-    let [alone, together] = std::thread::scope(|scope| scope.spawn(within).join().expect("no panic"));
+    let [alone, together] =
+        std::thread::scope(|scope| scope.spawn(within).join().expect("no panic"));
     eprintln!("{STEPS} steps: {alone:.3} s with one thread, {together:.3} s with two");
     assert!(together < 6.0 * alone, "{together} s with two threads, {alone} s with one");
 }

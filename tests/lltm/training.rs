@@ -13,12 +13,18 @@ fn losses(operator: support::Operator<'_>, kind: Kind, device: Device, steps: us
     for _ in 0..steps {
         let state = [&zeros, &zeros].map(Tensor::shallow_clone);
         let [h, c] = state;
-        let arguments =
-            [inputs[0].shallow_clone(), parameters[0].shallow_clone(), parameters[1].shallow_clone(), h, c];
+        let arguments = [
+            inputs[0].shallow_clone(),
+            parameters[0].shallow_clone(),
+            parameters[1].shallow_clone(),
+            h,
+            c,
+        ];
         let output = operator(&arguments).expect("outputs").remove(0);
-        let loss = (output.sum_dim_intlist([2].as_slice(), false, kind) - &target).square().mean(kind);
-        let gradients =
-            grad(&[&loss], &[&parameters[0], &parameters[1]], &GradOptions::default()).expect("gradients");
+        let loss =
+            (output.sum_dim_intlist([2].as_slice(), false, kind) - &target).square().mean(kind);
+        let gradients = grad(&[&loss], &[&parameters[0], &parameters[1]], &GradOptions::default())
+            .expect("gradients");
         no_grad(|| {
             for (parameter, gradient) in parameters.iter().zip(gradients.iter().flatten()) {
                 let mut parameter = parameter.shallow_clone();
@@ -44,7 +50,12 @@ fn training_takes_the_reference_s_course() {
                         "{kind:?} on {device:?}, step {step}: {with} {without}"
                     );
                 }
-                assert!(with[steps - 1] < 0.8 * with[0], "it learns: {} to {}", with[0], with[steps - 1]);
+                assert!(
+                    with[steps - 1] < 0.8 * with[0],
+                    "it learns: {} to {}",
+                    with[0],
+                    with[steps - 1]
+                );
             }
         }
     }

@@ -1,15 +1,18 @@
-//! One kernel of a grid for many rows, forced where it can be: in half kinds, and in `Float` where tf32 is allowed.
+//! One kernel of a grid for many rows, forced where it can be: in half kinds, and in `Float` where
+//! tf32 is allowed.
 
 use super::grid::{HALF_KINDS, assert_agrees_with_per_step, assert_no_number_is_as_in_per_step};
 use super::persistent::{
-    Tf32, assert_replays, assert_two_streams_finish_and_repeat, device_with, device_with_cache, everything,
+    Tf32, assert_replays, assert_two_streams_finish_and_repeat, device_with, device_with_cache,
+    everything,
 };
 use super::*;
 use tch_extension::amp::Autocast;
 use tch_extension::cuda::Graph;
 use tch_extension::testing::Layout;
 
-/// Each kernel's size, whole and not; parts of the rows of a block; groups of blocks, and more rows than they have.
+/// Each kernel's size, whole and not; parts of the rows of a block; groups of blocks, and more rows
+/// than they have.
 const SIZES: [[i64; 4]; 8] = [
     [1, 1, 2, 8],
     [9, 70, 5, 136],
@@ -51,7 +54,9 @@ fn cuda_half_kinds_are_computed_by_the_wide_grid() {
 /// Under autocast the product's kind is not the state's, and h travels beside the output.
 #[test]
 fn cuda_half_kinds_of_the_product_alone_by_the_wide_grid() {
-    let Some(device) = device("cuda_half_kinds_of_the_product_alone_by_the_wide_grid") else { return };
+    let Some(device) = device("cuda_half_kinds_of_the_product_alone_by_the_wide_grid") else {
+        return;
+    };
     for kind in HALF_KINDS {
         for sizes in SIZES {
             let inputs = one(sizes, Kind::Float, device).inputs;
@@ -72,7 +77,8 @@ fn cuda_float_in_tf32_by_the_wide_grid() {
             everything(sequence, &inputs)
         };
         let (strict, exact) = (in_precision(false, &wide_grid), in_precision(false, &per_step));
-        let others = [&grid as support::Operator<'_>, &per_step].map(|other| in_precision(true, other));
+        let others =
+            [&grid as support::Operator<'_>, &per_step].map(|other| in_precision(true, other));
         let found = in_precision(true, &wide_grid);
         for ((found, strict), exact) in found.iter().zip(&strict).zip(&exact) {
             let scale = exact.abs().max().double_value(&[]);
@@ -100,7 +106,8 @@ fn cuda_float_of_any_range_by_the_wide_grid() {
     }
 }
 
-/// Two sequences side by side, of which one has far smaller gradients: neither is rounded to the other's digits.
+/// Two sequences side by side, of which one has far smaller gradients: neither is rounded to the
+/// other's digits.
 #[test]
 fn cuda_float_of_small_gradients_beside_large_ones_by_the_wide_grid() {
     let test = "cuda_float_of_small_gradients_beside_large_ones_by_the_wide_grid";
@@ -124,7 +131,8 @@ fn cuda_float_of_small_gradients_beside_large_ones_by_the_wide_grid() {
             let found = grad(&[&output], &[&inputs[3]], &options).expect("gradients").into_vec();
             found.into_iter().flatten().next().expect("h0's").to_kind(Kind::Double)
         };
-        let (found, exact) = (of_first_h(&wide_grid, Kind::Float), of_first_h(&per_step, Kind::Double));
+        let (found, exact) =
+            (of_first_h(&wide_grid, Kind::Float), of_first_h(&per_step, Kind::Double));
         for (from, count) in [(0, first), (first, hidden - first)] {
             let (found, exact) = (found.narrow(1, from, count), exact.narrow(1, from, count));
             let scale = exact.abs().max().double_value(&[]);
@@ -133,7 +141,8 @@ fn cuda_float_of_small_gradients_beside_large_ones_by_the_wide_grid() {
     }
 }
 
-/// Bits that mean "not there yet" between blocks are a number like any other where they come from outside.
+/// Bits that mean "not there yet" between blocks are a number like any other where they come from
+/// outside.
 #[test]
 fn cuda_half_kinds_and_float_of_what_is_no_number_by_the_wide_grid() {
     let test = "cuda_half_kinds_and_float_of_what_is_no_number_by_the_wide_grid";
@@ -180,13 +189,15 @@ fn cuda_half_kinds_and_float_of_a_replayed_graph_by_the_wide_grid() {
     }
 }
 
-/// Grids that each need nearly all of the GPU, from two streams at once, again and again: all of it ends, with the same bits.
+/// Grids that each need nearly all of the GPU, from two streams at once, again and again: all of it
+/// ends, with the same bits.
 #[test]
 fn cuda_half_kinds_and_float_by_the_wide_grid_on_two_streams_finish_and_repeat() {
     let test = "cuda_half_kinds_and_float_by_the_wide_grid_on_two_streams_finish_and_repeat";
     let Some(device) = device(test) else { return };
     let _switch = Tf32::set(true);
-    let half = [[40, 256, 8, 1024], [40, 150, 8, 768], [20, 700, 8, 512]].map(|sizes| (sizes, Kind::Half));
+    let half =
+        [[40, 256, 8, 1024], [40, 150, 8, 768], [20, 700, 8, 512]].map(|sizes| (sizes, Kind::Half));
     let float = [[40, 256, 8, 1024], [20, 150, 8, 520]].map(|sizes| (sizes, Kind::Float));
     for (sizes, kind) in half.into_iter().chain(float) {
         let inputs = one(sizes, kind, device).inputs;
@@ -194,8 +205,8 @@ fn cuda_half_kinds_and_float_by_the_wide_grid_on_two_streams_finish_and_repeat()
     }
 }
 
-/// Each way is one kernel, of this grid and of the other: also without a bias, and where nothing but the last h has a
-/// gradient and h0 needs none.
+/// Each way is one kernel, of this grid and of the other: also without a bias, and where nothing
+/// but the last h has a gradient and h0 needs none.
 #[test]
 fn cuda_half_kinds_go_back_in_one_kernel_by_each_grid() {
     let test = "cuda_half_kinds_go_back_in_one_kernel_by_each_grid";
@@ -215,7 +226,8 @@ fn cuda_half_kinds_go_back_in_one_kernel_by_each_grid() {
         };
         let expected = of_last_h(&per_step).expect("gradients");
         for sequence in [grid, wide_grid] {
-            let (graph, found) = Graph::capture(device, || of_last_h(&sequence)).expect("a capture");
+            let (graph, found) =
+                Graph::capture(device, || of_last_h(&sequence)).expect("a capture");
             graph.replay().expect("a replay");
             assert!(graph.kernels() < 60, "{sizes:?}: {} kernels of 100 steps", graph.kernels());
             assert_eq!(found.len(), 3);

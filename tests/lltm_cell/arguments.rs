@@ -12,9 +12,17 @@ fn bad_arguments_are_named() {
     let cases: Vec<(usize, Tensor, &[&str])> = vec![
         (0, float(&[2, 4, 1]), &["2 dimensions [B, F]", "[2, 4, 1]"]),
         (0, float(&[]), &["2 dimensions"]),
-        (0, cpu(&[2, 4], Kind::Int64), &["kind Float or Double or Half or BFloat16", "Int64", "to_kind"]),
+        (
+            0,
+            cpu(&[2, 4], Kind::Int64),
+            &["kind Float or Double or Half or BFloat16", "Int64", "to_kind"],
+        ),
         (0, cpu(&[2, 4], Kind::Bool), &["kind Float", "Bool"]),
-        (0, cpu(&[2, 4], Kind::ComplexFloat), &["kind Float or Double or Half or BFloat16", "ComplexFloat"]),
+        (
+            0,
+            cpu(&[2, 4], Kind::ComplexFloat),
+            &["kind Float or Double or Half or BFloat16", "ComplexFloat"],
+        ),
         (0, Tensor::new(), &["a tensor", "undefined"]),
         (0, float(&[2, 4]).to_sparse_sparse_dim(2), &["dense", "to_dense"]),
         (0, float(&[2, 4]).to_mkldnn(), &["dense", "to_dense"]),

@@ -19,8 +19,8 @@ fn only_on_cpu(samples: fn(Kind, Device) -> Vec<Sample>) -> impl Fn(Kind, Device
 
 /// Tiles of each kind, and parts of them, in every instruction set.
 fn ragged(kind: Kind, device: Device) -> Vec<Sample> {
-    // One vector of rows, two, a third; whole blocks of hidden columns and parts; no features; the widest weight there
-    // is, and one that is too wide.
+    // One vector of rows, two, a third; whole blocks of hidden columns and parts; no features; the
+    // widest weight there is, and one that is too wide.
     let sizes = [[8, 16, 32], [17, 9, 35], [70, 5, 16], [2, 0, 31], [33, 24, 1000], [4, 25, 1000]];
     let tables = [
         SampleTable::empty(DIMS, with_row).with_sizes(&sizes).samples(kind, device),
@@ -83,7 +83,8 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
     }
 }
 
-/// Sleef's functions are replaced by formulas of our own: these are right over the whole range, and at its ends.
+/// Sleef's functions are replaced by formulas of our own: these are right over the whole range, and
+/// at its ends.
 #[test]
 fn the_activations_are_as_precise_as_libtorchs() {
     let magnitudes = Tensor::logspace(-30, 2, 4001, 10.0, (Kind::Double, Device::Cpu));
@@ -101,16 +102,26 @@ fn the_activations_are_as_precise_as_libtorchs() {
     let none = Tensor::zeros([n, 0], (Kind::Float, Device::Cpu));
     let closed = bias_of(&Tensor::from(0.0_f32));
     for path in [LltmCellPath::Product, LltmCellPath::Fused] {
-        let (new_h, new_c) =
-            f_lltm_cell_by(path, &none, &weight, Some(&closed), (&zeros(1), &values.reshape([n, 1])))
-                .expect("a step");
+        let (new_h, new_c) = f_lltm_cell_by(
+            path,
+            &none,
+            &weight,
+            Some(&closed),
+            (&zeros(1), &values.reshape([n, 1])),
+        )
+        .expect("a step");
         assert!(new_c.reshape([-1]).allclose(&values, 0.0, 0.0, true));
         precise(&new_h.reshape([-1]), &values.to_kind(Kind::Double).tanh());
         // g is x itself: one feature of weight 1.
         let one = Tensor::from_slice(&[0.0_f32, 0.0, 0.0, 0.0, 0.0, 1.0]).reshape([3, 2]);
-        let (_, new_c) =
-            f_lltm_cell_by(path, &values.reshape([n, 1]), &one, Some(&closed), (&zeros(1), &zeros(1)))
-                .expect("a step");
+        let (_, new_c) = f_lltm_cell_by(
+            path,
+            &values.reshape([n, 1]),
+            &one,
+            Some(&closed),
+            (&zeros(1), &zeros(1)),
+        )
+        .expect("a step");
         // A sum of products with 0 and infinity, or NaN, is NaN.
         let finite = values.isfinite();
         let elu = values.to_kind(Kind::Double).elu();

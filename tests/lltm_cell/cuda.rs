@@ -17,12 +17,13 @@ fn cuda_under_autocast_only_the_product_loses_precision() {
         assert!(!half.equal(exact), "the product ran in half precision");
         assert_close(half, exact, 10.0 * rtol, 1e3 * atol);
     }
-    let gradients = tch::autocast(true, || support::gradients(&fused, &leaves(&sample.inputs), &[0, 1]));
+    let gradients =
+        tch::autocast(true, || support::gradients(&fused, &leaves(&sample.inputs), &[0, 1]));
     assert!(gradients.iter().flatten().all(|gradient| gradient.kind() == Kind::Float));
 }
 
-/// Kernels on another stream than the current one, such as the default stream, would not be in the graph, and a
-/// replay would leave the outputs as they were.
+/// Kernels on another stream than the current one, such as the default stream, would not be in the
+/// graph, and a replay would leave the outputs as they were.
 #[test]
 fn cuda_the_work_is_one_kernel_or_the_product_and_two_on_the_current_stream() {
     let test = "cuda_the_work_is_one_kernel_or_the_product_and_two_on_the_current_stream";
@@ -30,9 +31,12 @@ fn cuda_the_work_is_one_kernel_or_the_product_and_two_on_the_current_stream() {
     if has_no_caching_allocator(test) {
         return;
     }
-    for (size, is_small) in
-        [([16, 32, 128], true), ([64, 256, 512], true), ([3, 4, 5], true), ([1024, 256, 512], false)]
-    {
+    for (size, is_small) in [
+        ([16, 32, 128], true),
+        ([64, 256, 512], true),
+        ([3, 4, 5], true),
+        ([1024, 256, 512], false),
+    ] {
         let sample = one(size, Kind::Float, device);
         let [x, w, _, h, _] = &sample.inputs[..] else { unreachable!("with bias") };
         let hx = Tensor::cat(&[h, x], 1);
@@ -43,7 +47,10 @@ fn cuda_the_work_is_one_kernel_or_the_product_and_two_on_the_current_stream() {
             let expected = call(f_lltm_cell, inputs).expect("outputs");
             let (graph, outputs) = captured(device, || call(f_lltm_cell, inputs));
             let found = (graph.kernels(), graph.other_nodes());
-            assert!(found.0 <= most.0 && found.1 <= most.1, "{size:?} {name}: {found:?}, at most {most:?}");
+            assert!(
+                found.0 <= most.0 && found.1 <= most.1,
+                "{size:?} {name}: {found:?}, at most {most:?}"
+            );
             for output in &outputs {
                 let _ = output.detach().fill_(f64::NAN);
             }
@@ -64,28 +71,38 @@ fn cuda_a_small_backward_is_one_kernel() {
     }
     let sample = one([16, 32, 128], Kind::Float, device);
     let expected = support::gradients(&fused, &leaves(&sample.inputs), &[0, 1]);
-    // A leaf's gradient belongs to the stream on which its first graph was made: here the capture's.
+    // A leaf's gradient belongs to the stream on which its first graph was made: here the
+    // capture's.
     let inputs = leaves(&sample.inputs);
     let vectors = [3, 4].map(|place| support::incoming(&sample.inputs[place]).contiguous());
     let (graph, gradients) = Graph::capture(device, || {
         let outputs = call(f_lltm_cell, &inputs)?;
-        let options =
-            GradOptions { grad_outputs: &[Some(&vectors[0]), Some(&vectors[1])], ..Default::default() };
+        let options = GradOptions {
+            grad_outputs: &[Some(&vectors[0]), Some(&vectors[1])],
+            ..Default::default()
+        };
         grad(&[&outputs[0], &outputs[1]], &inputs.iter().collect::<Vec<_>>(), &options)
     })
     .expect("a capture");
     assert_eq!((graph.kernels(), graph.other_nodes()), (2, 0), "forward and backward");
     graph.replay().expect("a replay");
     for (found, expected) in gradients.iter().zip(&expected) {
-        assert_close(found.as_ref().expect("present"), expected.as_ref().expect("present"), 1e-5, 1e-5);
+        assert_close(
+            found.as_ref().expect("present"),
+            expected.as_ref().expect("present"),
+            1e-5,
+            1e-5,
+        );
     }
 }
 
-/// As under memcheck: a replay cannot write to memory that is really freed, and nobody counts what is allocated.
+/// As under memcheck: a replay cannot write to memory that is really freed, and nobody counts what
+/// is allocated.
 pub fn has_no_caching_allocator(test: &str) -> bool {
     let has_none = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
     if has_none {
-        let _ = std::io::stderr().write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
+        let _ = std::io::stderr()
+            .write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
     }
     has_none
 }
@@ -107,7 +124,9 @@ fn cuda_mixed_devices_are_named() {
         arguments[index + 1] = arguments[index + 1].to_device(Device::Cpu);
         let error = call(f_lltm_cell, &arguments).expect_err("mixed devices").to_string();
         assert!(
-            error.starts_with(&format!("lltm_cell: {name}: expected device Cuda(0), as input, got Cpu")),
+            error.starts_with(&format!(
+                "lltm_cell: {name}: expected device Cuda(0), as input, got Cpu"
+            )),
             "{error}"
         );
     }
@@ -130,11 +149,14 @@ fn cuda_more_than_two_to_the_31_elements() {
     let (features, hidden, rows) = (8, 2048, 8);
     let batch = (1 << 31) / (3 * hidden) + rows;
     let options = (Kind::BFloat16, device);
-    let row = |columns: i64| Tensor::arange(columns, (Kind::Float, device)).sin().to_kind(Kind::BFloat16);
+    let row =
+        |columns: i64| Tensor::arange(columns, (Kind::Float, device)).sin().to_kind(Kind::BFloat16);
     let matrix = |columns: i64| -> Result<Tensor> {
         let matrix = Tensor::f_zeros([batch, columns], options)?;
         // Only the last rows are anything.
-        let scale = Tensor::arange(rows, (Kind::Float, device)).to_kind(Kind::BFloat16).view([rows, 1]) * 0.1;
+        let scale =
+            Tensor::arange(rows, (Kind::Float, device)).to_kind(Kind::BFloat16).view([rows, 1])
+                * 0.1;
         matrix.narrow(0, batch - rows, rows).f_copy_(&(row(columns) * scale))?;
         Ok(matrix)
     };
@@ -156,13 +178,16 @@ fn cuda_more_than_two_to_the_31_elements() {
     let (whole, [x, h, c]) = match whole() {
         Ok(whole) => whole,
         Err(error) if error.to_string().contains("out of memory") => {
-            let _ = std::io::stderr().write_all(format!("SKIPPED {test}: not enough memory\n").as_bytes());
+            let _ = std::io::stderr()
+                .write_all(format!("SKIPPED {test}: not enough memory\n").as_bytes());
             return;
         }
         Err(error) => panic!("{error}"),
     };
     let last = |tensor: &Tensor| tensor.narrow(0, batch - rows, rows);
-    for (whole, alone) in whole.iter().zip(&run(&last(&x), &last(&h), &last(&c)).expect("the last rows")) {
+    for (whole, alone) in
+        whole.iter().zip(&run(&last(&x), &last(&h), &last(&c)).expect("the last rows"))
+    {
         assert!(alone.abs().max().double_value(&[]) > 0.01);
         assert_close(&last(whole).to_kind(Kind::Float), &alone.to_kind(Kind::Float), 2e-2, 1e-2);
         assert_eq!(whole.get(5).abs().max().double_value(&[]), 0.0, "a row of zeros");

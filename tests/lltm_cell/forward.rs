@@ -25,11 +25,13 @@ fn the_last_element_counts() {
 
 #[test]
 fn the_formula_by_hand() {
-    // The reference could be wrong in the same way as the kernel; these numbers are from the formula.
+    // The reference could be wrong in the same way as the kernel; these numbers are from the
+    // formula.
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     let elu = |x: f64| if x > 0.0 { x } else { x.exp_m1() };
     for device in devices() {
-        let tensor = |values: &[f64], size: &[i64]| Tensor::from_slice(values).view(size).to_device(device);
+        let tensor =
+            |values: &[f64], size: &[i64]| Tensor::from_slice(values).view(size).to_device(device);
         // Columns: h, x. Rows: i, o, g.
         let weight = tensor(&[0.1, 0.2, 0.3, -0.4, 0.5, 0.6], &[3, 2]);
         let bias = tensor(&[0.7, -0.8, -0.9], &[3]);
@@ -50,8 +52,8 @@ fn the_formula_by_hand() {
 
 #[test]
 fn small_values_keep_their_digits() {
-    // With c = 0 nothing large hides a lost digit: expm1, not exp - 1; sigmoid(x), not 1 - sigmoid(-x); the
-    // derivative of elu from exp(g), not from elu(g) + 1.
+    // With c = 0 nothing large hides a lost digit: expm1, not exp - 1; sigmoid(x), not 1 -
+    // sigmoid(-x); the derivative of elu from exp(g), not from elu(g) + 1.
     for device in devices() {
         // The half kinds' own rounding of these is as large as what is looked for.
         for kind in [Kind::Float, Kind::Double] {
@@ -65,11 +67,12 @@ fn small_values_keep_their_digits() {
                 let bias = Tensor::from_slice(&rows.concat()).to_kind(kind).to_device(device);
                 let bias = bias.set_requires_grad(true);
                 let weight = Tensor::zeros([3 * hidden, hidden + 1], options);
-                let (x, state) = (Tensor::zeros([1, 1], options), Tensor::zeros([1, hidden], options));
+                let (x, state) =
+                    (Tensor::zeros([1, 1], options), Tensor::zeros([1, hidden], options));
                 let run = |cell: Cell| {
                     let (h, c) = cell(&x, &weight, Some(&bias), (&state, &state)).expect("cell");
-                    let gradient =
-                        grad(&[&(&h + &c).sum(kind)], &[&bias], &GradOptions::default()).expect("gradient");
+                    let gradient = grad(&[&(&h + &c).sum(kind)], &[&bias], &GradOptions::default())
+                        .expect("gradient");
                     [h, c, gradient.single().expect("one")]
                 };
                 let rtol = if kind == Kind::Double { 1e-13 } else { 2e-6 };
@@ -85,18 +88,31 @@ fn small_values_keep_their_digits() {
 fn extreme_values_stay_as_exact_as_the_reference() {
     for device in devices() {
         for kind in KINDS {
-            let gates =
-                [-1e4, -100.0, -20.0, -1e-3, 0.0, 1e-30, 1e-3, 20.0, 100.0, 1e4, f64::INFINITY, f64::NAN];
+            let gates = [
+                -1e4,
+                -100.0,
+                -20.0,
+                -1e-3,
+                0.0,
+                1e-30,
+                1e-3,
+                20.0,
+                100.0,
+                1e4,
+                f64::INFINITY,
+                f64::NAN,
+            ];
             let hidden = gates.len() as i64;
             let gates = Tensor::from_slice(&gates).repeat([3]).to_kind(kind).to_device(device);
             let run = |cell: Cell, within: Kind| {
                 let options = (within, device);
                 let bias = gates.to_kind(within).set_requires_grad(true);
                 let weight = Tensor::zeros([3 * hidden, hidden + 1], options);
-                let (x, state) = (Tensor::zeros([1, 1], options), Tensor::ones([1, hidden], options));
+                let (x, state) =
+                    (Tensor::zeros([1, 1], options), Tensor::ones([1, hidden], options));
                 let (h, c) = cell(&x, &weight, Some(&bias), (&state, &state)).expect("cell");
-                let gradient =
-                    grad(&[&(&h + &c).sum(within)], &[&bias], &GradOptions::default()).expect("gradient");
+                let gradient = grad(&[&(&h + &c).sum(within)], &[&bias], &GradOptions::default())
+                    .expect("gradient");
                 [h, c, gradient.single().expect("one")].map(|tensor| tensor.detach().to_kind(kind))
             };
             // The half kinds are computed in Float and rounded once.
@@ -133,17 +149,26 @@ fn lazily_negated_tensors_and_zeros_without_memory() {
             let mut lazy = arguments.iter().map(Tensor::shallow_clone).collect::<Vec<_>>();
             lazy[4] = zeros.shallow_clone();
             let fused = call(f_lltm_cell, &lazy).expect("fused");
-            assert_close(&fused[1], &call(lltm_cell_reference, &lazy).expect("reference")[1], rtol, atol);
+            assert_close(
+                &fused[1],
+                &call(lltm_cell_reference, &lazy).expect("reference")[1],
+                rtol,
+                atol,
+            );
 
             let leaves: Vec<Tensor> =
                 arguments.iter().map(|tensor| tensor.detach().set_requires_grad(true)).collect();
             for vector in [Tensor::ones([2, 4], (kind, device)).internal_neg_view(), zeros] {
                 let of = |cell| {
                     let outputs = call(cell, &leaves).expect("outputs");
-                    let options =
-                        GradOptions { grad_outputs: &[Some(&vector), Some(&vector)], ..Default::default() };
+                    let options = GradOptions {
+                        grad_outputs: &[Some(&vector), Some(&vector)],
+                        ..Default::default()
+                    };
                     let inputs: Vec<&Tensor> = leaves.iter().collect();
-                    grad(&[&outputs[0], &outputs[1]], &inputs, &options).expect("gradients").into_vec()
+                    grad(&[&outputs[0], &outputs[1]], &inputs, &options)
+                        .expect("gradients")
+                        .into_vec()
                 };
                 for (fused, expected) in of(f_lltm_cell).iter().zip(&of(lltm_cell_reference)) {
                     let (fused, expected) =

@@ -24,7 +24,8 @@ fn an_optimiser_may_change_the_bias_before_the_backward() {
         let leaves = leaves(&table.samples(Kind::Double, device).expect("samples")[0].inputs);
         let outputs = call(f_lltm_cell, &leaves).expect("outputs");
         let _ = tch::no_grad(|| leaves[2].shallow_clone().fill_(5.0));
-        let gradient = grad(&[&outputs[0].sum(Kind::Double)], &[&leaves[2]], &GradOptions::default());
+        let gradient =
+            grad(&[&outputs[0].sum(Kind::Double)], &[&leaves[2]], &GradOptions::default());
         assert_eq!(
             gradient.expect("not refused, as the composite does not").get(0).expect("one").size(),
             [1, 12]

@@ -29,8 +29,8 @@ fn under_autocast_kinds_are_the_composite_s() {
     }
 }
 
-/// The sum of product and bias is rounded once: a product that is rounded before has lost what a bias of about the same
-/// size leaves of it.
+/// The sum of product and bias is rounded once: a product that is rounded before has lost what a
+/// bias of about the same size leaves of it.
 #[test]
 fn a_bias_that_cancels_the_product_leaves_what_the_composite_s_leaves() {
     const LARGE: f64 = 2048.0;

@@ -54,8 +54,12 @@ fn weight_scale(features: i64, hidden: i64) -> f64 {
 fn small(kind: Kind, device: Device) -> Vec<Sample> {
     let tables = [
         SampleTable::new(DIMS, with_bias).samples(kind, device),
-        SampleTable::empty(DIMS, without_bias).with_sizes(&[[3, 4, 5], [2, 3, 8]]).samples(kind, device),
-        SampleTable::empty(DIMS, with_row).with_sizes(&[[1, 1, 1], [2, 3, 6]]).samples(kind, device),
+        SampleTable::empty(DIMS, without_bias)
+            .with_sizes(&[[3, 4, 5], [2, 3, 8]])
+            .samples(kind, device),
+        SampleTable::empty(DIMS, with_row)
+            .with_sizes(&[[1, 1, 1], [2, 3, 6]])
+            .samples(kind, device),
     ];
     tables.into_iter().flat_map(|samples| samples.expect("samples")).collect()
 }

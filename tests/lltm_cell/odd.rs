@@ -1,4 +1,5 @@
-//! Tensors that are not what they seem. Facts and checks look at each once; what they miss, a kernel would read as it lies.
+//! Tensors that are not what they seem. Facts and checks look at each once; what they miss, a
+//! kernel would read as it lies.
 
 use super::*;
 
@@ -7,8 +8,12 @@ type Odd = (&'static str, fn(&Tensor) -> std::result::Result<Tensor, tch::TchErr
 /// Made of an ordinary tensor, with its shape. Kernels have to find the values.
 const READABLE: [Odd; 9] = [
     ("negated", |x| x.f_neg()?.f_internal_neg_view()),
-    ("the imaginary part of a conjugate", |x| Tensor::f_complex(x, &x.f_neg()?)?.f_conj()?.f_imag()),
-    ("zeros without memory", |x| Tensor::f_internal_efficientzerotensor(x.size(), (x.kind(), x.device()))),
+    ("the imaginary part of a conjugate", |x| {
+        Tensor::f_complex(x, &x.f_neg()?)?.f_conj()?.f_imag()
+    }),
+    ("zeros without memory", |x| {
+        Tensor::f_internal_efficientzerotensor(x.size(), (x.kind(), x.device()))
+    }),
     ("a lazy clone", |x| x.f_internal_lazy_clone()),
     ("turned", |x| x.f_transpose(0, -1)?.f_contiguous()?.f_transpose(0, -1)),
     ("every other", |x| Tensor::f_stack(&[x, x], -1)?.f_select(-1, 1)),
@@ -47,7 +52,8 @@ fn what_lies_oddly_in_memory_is_read_right() {
             for odd in READABLE {
                 for place in 0..sample.inputs.len() {
                     let leaves = leaves(&sample.inputs);
-                    let context = format!("{} for argument {place} of {size:?} on {device:?}", odd.0);
+                    let context =
+                        format!("{} for argument {place} of {size:?} on {device:?}", odd.0);
                     let [found, expected] = [f_lltm_cell as Cell, lltm_cell_reference]
                         .map(|cell| results(cell, &leaves, place, odd).expect(&context));
                     for (found, expected) in found.iter().zip(&expected) {
@@ -55,7 +61,10 @@ fn what_lies_oddly_in_memory_is_read_right() {
                             assert_eq!(found.is_some(), expected.is_some(), "{context}");
                             continue;
                         };
-                        assert!(found.allclose(expected, 1e-4, 1e-4, false), "{context}: {found} {expected}");
+                        assert!(
+                            found.allclose(expected, 1e-4, 1e-4, false),
+                            "{context}: {found} {expected}"
+                        );
                     }
                 }
             }
@@ -71,13 +80,18 @@ fn what_has_no_memory_is_an_error_and_ends_nothing() {
                 let mut arguments = one([3, 4, 5], Kind::Float, device).inputs;
                 arguments[place] = odd.1(&arguments[place]).expect(odd.0);
                 let error = call(f_lltm_cell, &arguments).expect_err(odd.0).to_string();
-                assert!(error.starts_with(&format!("lltm_cell: {name}: expected ")), "{}: {error}", odd.0);
+                assert!(
+                    error.starts_with(&format!("lltm_cell: {name}: expected ")),
+                    "{}: {error}",
+                    odd.0
+                );
             }
         }
     }
 }
 
-/// libtorch's engine lets one through, and its composite's own backward has no kernel for it, either.
+/// libtorch's engine lets one through, and its composite's own backward has no kernel for it,
+/// either.
 #[test]
 fn a_sparse_gradient_is_an_error_and_ends_nothing() {
     for device in devices() {

@@ -1,4 +1,5 @@
-//! Each way of computing the cell, at all sizes: left to itself, it takes one at some and another at others.
+//! Each way of computing the cell, at all sizes: left to itself, it takes one at some and another
+//! at others.
 
 use super::*;
 use tch_extension::cuda::memory_stats;
@@ -18,15 +19,18 @@ pub fn by(path: LltmCellPath, arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 }
 
 /// On the CPU there is one way, which the other tests take.
-pub fn only_on_cuda(samples: fn(Kind, Device) -> Vec<Sample>) -> impl Fn(Kind, Device) -> Vec<Sample> {
+pub fn only_on_cuda(
+    samples: fn(Kind, Device) -> Vec<Sample>,
+) -> impl Fn(Kind, Device) -> Vec<Sample> {
     move |kind, device| if device.is_cuda() { samples(kind, device) } else { Vec::new() }
 }
 
 /// Several tiles in each direction, and none of them full.
 fn ragged(kind: Kind, device: Device) -> Vec<Sample> {
-    // More than one piece of rows and of hidden columns, more than 256 columns of [h, x]; blocks of both tiles; one row;
-    // no features; sizes for vectors in some kinds and not in others.
-    let sizes = [[70, 9, 133], [130, 140, 260], [1, 5, 300], [33, 0, 31], [67, 12, 20], [40, 300, 4]];
+    // More than one piece of rows and of hidden columns, more than 256 columns of [h, x]; blocks of
+    // both tiles; one row; no features; sizes for vectors in some kinds and not in others.
+    let sizes =
+        [[70, 9, 133], [130, 140, 260], [1, 5, 300], [33, 0, 31], [67, 12, 20], [40, 300, 4]];
     let tables = [
         SampleTable::empty(DIMS, with_row).with_sizes(&sizes).samples(kind, device),
         SampleTable::empty(DIMS, without_bias).with_sizes(&sizes[..1]).samples(kind, device),
@@ -70,9 +74,13 @@ fn cuda_fused_gradients_agree_with_the_reference() {
 
 #[test]
 fn cuda_fused_bits_are_the_same_with_and_without_a_graph() {
-    on_path(LltmCellPath::Fused, "cuda_fused_bits_are_the_same_with_and_without_a_graph", |suite| {
-        suite.with_and_without_a_graph_the_bits_are_the_same();
-    });
+    on_path(
+        LltmCellPath::Fused,
+        "cuda_fused_bits_are_the_same_with_and_without_a_graph",
+        |suite| {
+            suite.with_and_without_a_graph_the_bits_are_the_same();
+        },
+    );
 }
 
 #[test]
@@ -80,7 +88,8 @@ fn cuda_fused_conformance() {
     on_path(LltmCellPath::Fused, "cuda_fused_conformance", conformance);
 }
 
-/// In one test, whose name initcheck leaves out: it does not see what libtorch's products in half kinds write.
+/// In one test, whose name initcheck leaves out: it does not see what libtorch's products in half
+/// kinds write.
 #[test]
 fn cuda_half_kinds_and_others_by_the_product() {
     on_path(LltmCellPath::Product, "cuda_half_kinds_and_others_by_the_product", |suite| {
@@ -94,7 +103,9 @@ fn cuda_half_kinds_and_others_by_the_product() {
 #[test]
 fn cuda_gradcheck_of_each_path() {
     for path in PATHS {
-        on_path(path, "cuda_gradcheck_of_each_path", |suite| suite.gradcheck_of_every_small_sample());
+        on_path(path, "cuda_gradcheck_of_each_path", |suite| {
+            suite.gradcheck_of_every_small_sample()
+        });
     }
 }
 
@@ -115,7 +126,9 @@ fn cuda_gradients_are_the_same_whichever_are_asked_for() {
                     let (Some(some), Some(all)) = (some, all) else { continue };
                     // libtorch's product of other sizes may add up in another order.
                     match path {
-                        LltmCellPath::Fused => assert!(some.equal(all), "{kind:?} {asked:?} {used:?}"),
+                        LltmCellPath::Fused => {
+                            assert!(some.equal(all), "{kind:?} {asked:?} {used:?}")
+                        }
                         _ => assert_close(some, all, 1e-5, 1e-5),
                     }
                 }
@@ -135,7 +148,8 @@ fn gradients_of(
     let leaves: Vec<Tensor> = sample.inputs.iter().zip(asked).map(leaf).collect();
     let outputs = by(path, &leaves).expect("outputs");
     let outputs: Vec<&Tensor> = used.iter().map(|&index| &outputs[index]).collect();
-    let vectors: Vec<Option<&Tensor>> = used.iter().map(|&index| Some(&sample.inputs[3 + index])).collect();
+    let vectors: Vec<Option<&Tensor>> =
+        used.iter().map(|&index| Some(&sample.inputs[3 + index])).collect();
     let inputs: Vec<&Tensor> = leaves.iter().filter(|leaf| leaf.requires_grad()).collect();
     let options = GradOptions { grad_outputs: &vectors, ..Default::default() };
     let mut found = grad(&outputs, &inputs, &options).expect("gradients").into_vec().into_iter();
@@ -160,7 +174,10 @@ fn cuda_a_graph_keeps_three_numbers_an_element() {
         let kept = allocated() - before;
         // h', c' and the three; the allocator rounds up to 512 bytes.
         let state = (batch * hidden) as u64 * 4;
-        assert!((5 * state..5 * state + 6 * 512).contains(&kept), "{path:?}: {kept}, {state} a state");
+        assert!(
+            (5 * state..5 * state + 6 * 512).contains(&kept),
+            "{path:?}: {kept}, {state} a state"
+        );
         drop(outputs);
     }
 }

@@ -38,7 +38,13 @@ fn is_documented(Case(arguments): &Case) -> bool {
 fn cases() -> impl Strategy<Value = Case> {
     (size(), size(), size(), 0..3usize, style(5)).prop_map(|(b, f, h, bias, style)| {
         let bias = [None, Some(vec![3 * h]), Some(vec![1, 3 * h])][bias].clone();
-        style.case(vec![Some(vec![b, f]), Some(vec![3 * h, h + f]), bias, Some(vec![b, h]), Some(vec![b, h])])
+        style.case(vec![
+            Some(vec![b, f]),
+            Some(vec![3 * h, h + f]),
+            bias,
+            Some(vec![b, h]),
+            Some(vec![b, h]),
+        ])
     })
 }
 
@@ -65,7 +71,9 @@ fn random_cases_find_a_fault_and_print_it() {
     let text = broken.try_cases(cases(), 5000, Device::Cpu).expect_err("a fault");
     assert!(text.contains("output 0: assert_close"), "{text}");
     assert!(
-        text.contains("fn found_by_random_cases() {\n    let case = Case(vec![\n        Some(Argument {"),
+        text.contains(
+            "fn found_by_random_cases() {\n    let case = Case(vec![\n        Some(Argument {"
+        ),
         "{text}"
     );
     // Made small: one row of the three columns that it takes.

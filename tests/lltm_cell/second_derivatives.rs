@@ -7,8 +7,9 @@ fn gradgradcheck_of_every_small_sample() {
     suite().gradgradcheck_of_every_small_sample();
 }
 
-/// Three steps that share their weight, the last fed with what depends on the first: total derivatives with
-/// respect to the inputs would differ from the partial ones here, and gradgradcheck on leaves would not notice.
+/// Three steps that share their weight, the last fed with what depends on the first: total
+/// derivatives with respect to the inputs would differ from the partial ones here, and
+/// gradgradcheck on leaves would not notice.
 fn three_steps(cell: Cell, leaves: &[Tensor]) -> Tensor {
     let [x, w, b, h, c] = leaves else { unreachable!("with bias") };
     let (mut h, mut c) = (h.shallow_clone(), c.shallow_clone());
@@ -29,7 +30,8 @@ fn dependent_inputs(cell: Cell, leaves: &[Tensor]) -> Tensor {
 #[test]
 fn second_derivatives_in_chains_and_with_dependent_inputs() {
     type Program = fn(Cell, &[Tensor]) -> Tensor;
-    let programs: [(&str, Program); 2] = [("three steps", three_steps), ("c = h·h", dependent_inputs)];
+    let programs: [(&str, Program); 2] =
+        [("three steps", three_steps), ("c = h·h", dependent_inputs)];
     for device in devices() {
         for (name, program) in programs {
             let sample = one([3, 4, 5], Kind::Double, device);

@@ -1,5 +1,5 @@
-//! The forward in one kernel with the tensor cores of capability 9.0: tiles at the edges, parts of larger matrices, and
-//! who goes elsewhere.
+//! The forward in one kernel with the tensor cores of capability 9.0: tiles at the edges, parts of
+//! larger matrices, and who goes elsewhere.
 
 use super::paths::{by, only_on_cuda};
 use super::*;
@@ -14,8 +14,9 @@ const HALVES: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 fn has_kernel() -> bool {
     let has = support::gpu::is_built_for_hopper() && support::gpu::is_hopper();
     if !has {
-        let _ = std::io::stderr()
-            .write_all(b"SKIPPED: whether the kernel with tensor cores is taken; it is not for this GPU\n");
+        let _ = std::io::stderr().write_all(
+            b"SKIPPED: whether the kernel with tensor cores is taken; it is not for this GPU\n",
+        );
     }
     has
 }
@@ -24,13 +25,15 @@ fn cell(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     by(LltmCellPath::TensorCores, arguments)
 }
 
-/// None of them runs before it is asked for. Without libtorch's caching allocator nothing can be captured.
+/// None of them runs before it is asked for. Without libtorch's caching allocator nothing can be
+/// captured.
 fn kernels(arguments: &[Tensor], device: Device) -> usize {
     let (graph, _) = Graph::capture(device, || cell(arguments)).expect("a graph");
     graph.kernels()
 }
 
-/// One tile and several, in each direction; parts of tiles; no features, and some that fill no step through K.
+/// One tile and several, in each direction; parts of tiles; no features, and some that fill no step
+/// through K.
 const SIZES: [[i64; 3]; 6] =
     [[128, 64, 64], [1, 8, 64], [200, 72, 192], [300, 0, 128], [70, 136, 320], [129, 1000, 64]];
 
@@ -72,13 +75,15 @@ fn cuda_half_kinds_by_tensor_cores_take_one_kernel() {
     for kind in HALVES {
         for sizes in SIZES {
             let arguments = one(sizes, kind, device).inputs;
-            let (first, second) = (cell(&arguments).expect("outputs"), cell(&arguments).expect("outputs"));
+            let (first, second) =
+                (cell(&arguments).expect("outputs"), cell(&arguments).expect("outputs"));
             for (first, second) in first.iter().zip(&second) {
                 assert!(first.equal(second), "{sizes:?} {kind:?}");
             }
             assert!(!has_kernel || kernels(&arguments, device) == 1, "{sizes:?} {kind:?}");
         }
-        // Where tiles or bulk copies do not go: a hidden size of other multiples, odd rows, an address in between.
+        // Where tiles or bulk copies do not go: a hidden size of other multiples, odd rows, an
+        // address in between.
         for sizes in [[130, 64, 72], [130, 9, 64]] {
             let arguments = one(sizes, kind, device).inputs;
             cell(&arguments).expect("outputs");
@@ -112,11 +117,14 @@ fn cuda_half_kinds_by_tensor_cores_read_parts_of_matrices() {
     }
 }
 
-/// More tiles than twice a GPU's multiprocessors: both warpgroups have several each, and the ring goes on from one to the
-/// next. 320 of them nearly fill the last round, where the kernel is chosen.
+/// More tiles than twice a GPU's multiprocessors: both warpgroups have several each, and the ring
+/// goes on from one to the next. 320 of them nearly fill the last round, where the kernel is
+/// chosen.
 #[test]
 fn cuda_half_kinds_by_tensor_cores_have_many_tiles() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_by_tensor_cores_have_many_tiles") else { return };
+    let Some(device) = cuda_or_skip("cuda_half_kinds_by_tensor_cores_have_many_tiles") else {
+        return;
+    };
     let has_kernel = has_kernel();
     for kind in HALVES {
         for sizes in [[2500, 72, 1024], [5100, 8, 512], [41000, 0, 64]] {

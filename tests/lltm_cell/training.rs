@@ -17,14 +17,17 @@ fn losses(operator: support::Operator<'_>, kind: Kind, device: Device, steps: us
         let (mut h, mut c) = (zeros.shallow_clone(), zeros.shallow_clone());
         let mut loss = Tensor::zeros([], (kind, device));
         for step in 0..time {
-            let arguments = [x.get(step), parameters[0].shallow_clone(), parameters[1].shallow_clone(), h, c];
-            let [new_h, new_c] = <[Tensor; 2]>::try_from(operator(&arguments).expect("a step")).expect("two");
-            loss +=
-                (new_h.sum_dim_intlist([1].as_slice(), false, kind) - target.get(step)).square().mean(kind);
+            let arguments =
+                [x.get(step), parameters[0].shallow_clone(), parameters[1].shallow_clone(), h, c];
+            let [new_h, new_c] =
+                <[Tensor; 2]>::try_from(operator(&arguments).expect("a step")).expect("two");
+            loss += (new_h.sum_dim_intlist([1].as_slice(), false, kind) - target.get(step))
+                .square()
+                .mean(kind);
             (h, c) = (new_h, new_c);
         }
-        let gradients =
-            grad(&[&loss], &[&parameters[0], &parameters[1]], &GradOptions::default()).expect("gradients");
+        let gradients = grad(&[&loss], &[&parameters[0], &parameters[1]], &GradOptions::default())
+            .expect("gradients");
         no_grad(|| {
             for (parameter, gradient) in parameters.iter().zip(gradients.iter().flatten()) {
                 let mut parameter = parameter.shallow_clone();
@@ -49,7 +52,12 @@ fn training_takes_the_reference_s_course() {
                     "{kind:?} on {device:?}, step {step}: {with} {without}"
                 );
             }
-            assert!(with[steps - 1] < 0.8 * with[0], "it learns: {} to {}", with[0], with[steps - 1]);
+            assert!(
+                with[steps - 1] < 0.8 * with[0],
+                "it learns: {} to {}",
+                with[0],
+                with[steps - 1]
+            );
         }
     }
 }

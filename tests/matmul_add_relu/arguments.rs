@@ -11,7 +11,11 @@ fn bad_arguments_are_named() {
     let names = ["lhs", "rhs", "bias"];
     let cases: Vec<(usize, Tensor, &[&str])> = vec![
         (0, float(&[]), &["at least 1 dimension", "[]"]),
-        (0, cpu(&[2, 3, 4], Kind::Int64), &["kind Float or Double or Half or BFloat16", "Int64", "to_kind"]),
+        (
+            0,
+            cpu(&[2, 3, 4], Kind::Int64),
+            &["kind Float or Double or Half or BFloat16", "Int64", "to_kind"],
+        ),
         (0, cpu(&[2, 3, 4], Kind::ComplexFloat), &["kind Float", "ComplexFloat"]),
         (0, Tensor::new(), &["a tensor", "undefined"]),
         (0, float(&[3, 4]).to_sparse_sparse_dim(2), &["dense", "to_dense"]),
@@ -34,10 +38,15 @@ fn bad_arguments_are_named() {
         let mut arguments = good();
         arguments[index] = bad;
         let place = format!("matmul_add_relu: {}", names[index]);
-        support::refusal::assert_refused(&place, expected, call(f_matmul_add_relu, &arguments), || {
-            let [lhs, rhs, bias] = &arguments;
-            matmul_add_relu(lhs, rhs, bias)
-        });
+        support::refusal::assert_refused(
+            &place,
+            expected,
+            call(f_matmul_add_relu, &arguments),
+            || {
+                let [lhs, rhs, bias] = &arguments;
+                matmul_add_relu(lhs, rhs, bias)
+            },
+        );
     }
     fused(&good()).expect("good arguments");
 }
@@ -64,7 +73,8 @@ fn shapes_are_taken_and_refused_as_libtorch_does() {
     for lhs in sizes {
         for rhs in sizes {
             for bias in sizes {
-                let inputs = [lhs, rhs, bias].map(|size| Tensor::ones(size, (Kind::Double, Device::Cpu)));
+                let inputs =
+                    [lhs, rhs, bias].map(|size| Tensor::ones(size, (Kind::Double, Device::Cpu)));
                 let [found, expected] = OPERATORS.map(|operator| call(operator, &inputs));
                 match (found, expected) {
                     (Ok(found), Ok(expected)) => {
@@ -75,7 +85,9 @@ fn shapes_are_taken_and_refused_as_libtorch_does() {
                         refused += 1;
                         assert!(error.to_string().starts_with("matmul_add_relu: "), "{error}");
                     }
-                    (found, expected) => panic!("{lhs:?} {rhs:?} {bias:?}: {found:?}, not {expected:?}"),
+                    (found, expected) => {
+                        panic!("{lhs:?} {rhs:?} {bias:?}: {found:?}, not {expected:?}")
+                    }
                 }
             }
         }

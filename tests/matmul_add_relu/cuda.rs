@@ -11,7 +11,9 @@ fn cuda_mixed_devices_are_named() {
         arguments[index + 1] = arguments[index + 1].to_device(Device::Cpu);
         let error = fused(&arguments).expect_err("mixed devices").to_string();
         assert!(
-            error.starts_with(&format!("matmul_add_relu: {name}: expected device Cuda(0), as lhs, got Cpu")),
+            error.starts_with(&format!(
+                "matmul_add_relu: {name}: expected device Cuda(0), as lhs, got Cpu"
+            )),
             "{error}"
         );
     }
@@ -33,7 +35,8 @@ fn cuda_half_kinds_and_others_mask_and_sum_long_matrices_of_odd_rows() {
         for kind in [Kind::Half, Kind::BFloat16, Kind::Float, Kind::Double] {
             // Small whole numbers: every sum is exact in f32.
             let numbers = |range: i64, least: i64, len: i64| {
-                let numbers = Tensor::arange(len, (Kind::Int64, device)).f_remainder(range).expect("numbers");
+                let numbers =
+                    Tensor::arange(len, (Kind::Int64, device)).f_remainder(range).expect("numbers");
                 (numbers + least).to_kind(kind)
             };
             let lhs = numbers(3, -1, rows).view([rows, 1]).set_requires_grad(true);
@@ -44,7 +47,8 @@ fn cuda_half_kinds_and_others_mask_and_sum_long_matrices_of_odd_rows() {
             let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
             let gradients = grad(&[&y], &[&lhs, &bias], &options).expect("gradients").into_vec();
             let masked = vector.to_kind(Kind::Double) * y.detach().gt(0.0).to_kind(Kind::Double);
-            let exact = masked.sum_dim_intlist([0_i64].as_slice(), false, Kind::Double).to_kind(kind);
+            let exact =
+                masked.sum_dim_intlist([0_i64].as_slice(), false, Kind::Double).to_kind(kind);
             let found = gradients[1].as_ref().expect("the bias' gradient");
             assert!(found.equal(&exact), "db, {rows} {columns} {kind:?}");
             // Shows every element of the masked gradient.
@@ -74,7 +78,8 @@ fn cuda_more_than_two_to_the_31_elements() {
         assert_eq!(output.get(rows - 1).get(columns - 1).double_value(&[]), 1.0);
         let vector = Tensor::full([rows, columns], 5.0, options);
         let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
-        let gradient = grad(&[&output], &[&bias], &options).expect("gradient").single().expect("one");
+        let gradient =
+            grad(&[&output], &[&bias], &options).expect("gradient").single().expect("one");
         assert!(gradient.equal(&Tensor::full([columns], 5.0, (Kind::Half, device))));
     }
 }

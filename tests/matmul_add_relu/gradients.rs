@@ -35,7 +35,8 @@ fn gradcheck_of_every_way_to_sum() {
     }
 }
 
-/// Each element of dz, and each row and column of its sums, counts once: whole numbers, whose sums are exact.
+/// Each element of dz, and each row and column of its sums, counts once: whole numbers, whose sums
+/// are exact.
 #[test]
 fn every_element_counts_once() {
     for device in devices() {
@@ -43,7 +44,8 @@ fn every_element_counts_once() {
             for rows in [0, 1, 2, 31, 33, 255, 256, 1024, 1025, 2049] {
                 for columns in [1, 2, 3, 4, 8, 15, 63, 64, 65, 127, 130] {
                     let options = (kind, device);
-                    let numbers = Tensor::arange(rows * columns, (Kind::Int64, device)).view([rows, columns]);
+                    let numbers =
+                        Tensor::arange(rows * columns, (Kind::Int64, device)).view([rows, columns]);
                     // Every third element is cut off.
                     let lhs = (numbers.remainder(3) - 1).to_kind(kind).sign();
                     let rhs = Tensor::eye(columns, options);
@@ -68,10 +70,13 @@ fn long_sums_are_as_accurate_as_libtorchs() {
         for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
             for (rows, columns) in [(20_000, 70), (100_000, 3)] {
                 let options = (kind, device);
-                let (lhs, rhs) = (Tensor::zeros([rows, 1], options), Tensor::zeros([1, columns], options));
+                let (lhs, rhs) =
+                    (Tensor::zeros([rows, 1], options), Tensor::zeros([1, columns], options));
                 let bias = Tensor::ones([columns], options).set_requires_grad(true);
-                let vector = (noise(&[rows, columns], 5) * 0.1 + 0.01).to_kind(kind).to_device(device);
-                let exact = vector.to_kind(Kind::Double).sum_dim_intlist([0_i64].as_slice(), false, None);
+                let vector =
+                    (noise(&[rows, columns], 5) * 0.1 + 0.01).to_kind(kind).to_device(device);
+                let exact =
+                    vector.to_kind(Kind::Double).sum_dim_intlist([0_i64].as_slice(), false, None);
                 let [found, expected] = OPERATORS.map(|operator| {
                     let inputs = [lhs.shallow_clone(), rhs.shallow_clone(), bias.shallow_clone()];
                     results(operator, &inputs, |_| vector.shallow_clone()).remove(1)
@@ -85,7 +90,9 @@ fn long_sums_are_as_accurate_as_libtorchs() {
 #[test]
 fn any_set_of_inputs_may_need_gradients() {
     for device in devices() {
-        for sample in samples(&[SMALL[0], SMALL[2], SMALL[3], SMALL[8], SMALL[50]], Kind::Double, device) {
+        for sample in
+            samples(&[SMALL[0], SMALL[2], SMALL[3], SMALL[8], SMALL[50]], Kind::Double, device)
+        {
             for set in 1..8 {
                 let input = |(index, input): (usize, &Tensor)| {
                     input.detach().set_requires_grad(set & (1 << index) != 0)
@@ -134,14 +141,16 @@ fn only_what_a_gradient_needs_is_kept() {
                 let output = call(operator, &inputs).expect("output");
                 let target = inputs.get(changed).unwrap_or(&output);
                 tch::no_grad(|| drop(target.shallow_clone().fill_(2.0)));
-                let found = grad(&[&output.sum(Kind::Double)], &[&inputs[needs]], &GradOptions::default());
+                let found =
+                    grad(&[&output.sum(Kind::Double)], &[&inputs[needs]], &GradOptions::default());
                 assert_eq!(found.is_err(), refused, "gradient of {needs}, changed {changed}");
             }
         }
     }
 }
 
-/// Both ways to multiply on the CPU, in both directions: with parts of tiles, whole ones, and turned factors.
+/// Both ways to multiply on the CPU, in both directions: with parts of tiles, whole ones, and
+/// turned factors.
 #[test]
 fn gradcheck_of_own_products_and_libtorchs_on_the_cpu() {
     let patterns: [Pattern; 3] =
@@ -163,14 +172,16 @@ fn gradcheck_of_own_products_and_libtorchs_on_the_cpu() {
 #[test]
 fn the_composite_s_products_are_libtorchs_on_the_cpu() {
     let options = (Kind::Float, Device::Cpu);
-    let [lhs, rhs] = [[300, 32], [32, 48]].map(|size: [i64; 2]| noise(&size, 0).to_kind(Kind::Float));
+    let [lhs, rhs] =
+        [[300, 32], [32, 48]].map(|size: [i64; 2]| noise(&size, 0).to_kind(Kind::Float));
     // Nothing is cut off.
     let bias = Tensor::full([48], 1e3, options);
     let vector = noise(&[300, 48], 3).to_kind(Kind::Float);
     let inputs = leaves(&[lhs, rhs, bias]);
     let output = f_matmul_add_relu_by(ProductPath::Composite, &inputs[0], &inputs[1], &inputs[2]);
     let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
-    let gradients = grad(&[&output.expect("output")], &[&inputs[1]], &options).expect("gradients").into_vec();
+    let gradients =
+        grad(&[&output.expect("output")], &[&inputs[1]], &options).expect("gradients").into_vec();
     let expected = inputs[0].detach().transpose(0, 1).mm(&vector);
     assert!(gradients[0].as_ref().expect("a gradient").equal(&expected));
 }

@@ -1,4 +1,5 @@
-//! The kernel for Hopper: tiles at the edges, everything that can be shared by a batch, and who goes elsewhere.
+//! The kernel for Hopper: tiles at the edges, everything that can be shared by a batch, and who
+//! goes elsewhere.
 
 use super::ways::{inputs, kernels, one};
 use super::*;
@@ -13,15 +14,17 @@ const HALVES: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 fn has_kernel() -> bool {
     let has = support::gpu::is_built_for_hopper() && support::gpu::is_hopper();
     if !has {
-        let _ = std::io::stderr()
-            .write_all(b"SKIPPED: whether the kernel for Hopper is taken; it is not for this GPU\n");
+        let _ = std::io::stderr().write_all(
+            b"SKIPPED: whether the kernel for Hopper is taken; it is not for this GPU\n",
+        );
     }
     has
 }
 
 /// In f64, rounded once.
 fn expected(arguments: &[Tensor]) -> Tensor {
-    let exact: Vec<Tensor> = arguments.iter().map(|argument| argument.to_kind(Kind::Double)).collect();
+    let exact: Vec<Tensor> =
+        arguments.iter().map(|argument| argument.to_kind(Kind::Double)).collect();
     call(matmul_add_relu_reference, &exact).expect("reference").to_kind(arguments[0].kind())
 }
 
@@ -38,7 +41,9 @@ fn assert_right(arguments: &[Tensor], found: &Tensor) {
 
 #[test]
 fn cuda_half_kinds_agree_with_the_reference_by_hopper() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_agree_with_the_reference_by_hopper") else { return };
+    let Some(device) = cuda_or_skip("cuda_half_kinds_agree_with_the_reference_by_hopper") else {
+        return;
+    };
     let has_kernel = has_kernel();
     let sizes: [[&[i64]; 3]; 10] = [
         [&[128, 64], &[64, 128], &[128, 128]],
@@ -62,12 +67,17 @@ fn cuda_half_kinds_agree_with_the_reference_by_hopper() {
                 assert_right(&arguments, &found);
                 assert!(found.equal(&one(ProductPath::Hopper, &arguments)), "{sizes:?} {kind:?}");
                 if has_kernel {
-                    assert_eq!(kernels(ProductPath::Hopper, &arguments, device), 1, "{sizes:?} {kind:?}");
+                    assert_eq!(
+                        kernels(ProductPath::Hopper, &arguments, device),
+                        1,
+                        "{sizes:?} {kind:?}"
+                    );
                 }
             }
         }
         // Parts of larger matrices.
-        let [lhs, rhs, bias] = inputs([&[3, 210, 160], &[3, 150, 400], &[3, 220, 336]], kind, device);
+        let [lhs, rhs, bias] =
+            inputs([&[3, 210, 160], &[3, 150, 400], &[3, 220, 336]], kind, device);
         let arguments = [
             lhs.narrow(1, 3, 200).narrow(2, 8, 136),
             rhs.narrow(1, 5, 136).narrow(2, 16, 328),
@@ -82,7 +92,8 @@ fn cuda_half_kinds_agree_with_the_reference_by_hopper() {
 fn cuda_half_kinds_keep_nan_by_hopper() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_keep_nan_by_hopper") else { return };
     for kind in HALVES {
-        let [lhs, rhs, bias] = inputs([&[2, 200, 136], &[2, 136, 328], &[2, 200, 328]], kind, device);
+        let [lhs, rhs, bias] =
+            inputs([&[2, 200, 136], &[2, 136, 328], &[2, 200, 328]], kind, device);
         let set = |tensor: &Tensor, at: [i64; 3], value: f64| {
             let _ = tensor.get(at[0]).get(at[1]).get(at[2]).fill_(value);
         };
@@ -97,11 +108,14 @@ fn cuda_half_kinds_keep_nan_by_hopper() {
         let expected = expected(&arguments);
         assert!(found.isnan().equal(&expected.isnan()), "{kind:?}");
         assert!(found.isinf().equal(&expected.isinf()), "{kind:?}");
-        assert!(found.isnan().any().int64_value(&[]) == 1 && found.isinf().any().int64_value(&[]) == 1);
+        assert!(
+            found.isnan().any().int64_value(&[]) == 1 && found.isinf().any().int64_value(&[]) == 1
+        );
     }
 }
 
-/// The fastest way is this one where it was measured to be, on whatever stream, and in a graph with other numbers.
+/// The fastest way is this one where it was measured to be, on whatever stream, and in a graph with
+/// other numbers.
 #[test]
 fn cuda_half_kinds_are_fastest_by_hopper() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_are_fastest_by_hopper") else { return };
@@ -133,11 +147,13 @@ fn cuda_half_kinds_are_fastest_by_hopper() {
     }
 }
 
-/// The driver, which describes the matrices, wants a context that nobody has given to the thread before.
+/// The driver, which describes the matrices, wants a context that nobody has given to the thread
+/// before.
 #[test]
 fn cuda_half_kinds_in_a_new_thread_by_hopper() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_in_a_new_thread_by_hopper") else { return };
-    let arguments = inputs([&[8, 1024, 512], &[8, 512, 1024], &[8, 1024, 1024]], Kind::Half, device);
+    let arguments =
+        inputs([&[8, 1024, 512], &[8, 512, 1024], &[8, 1024, 1024]], Kind::Half, device);
     let found = one(ProductPath::Fastest, &arguments);
     // So that the thread finds memory for its output, and need not ask CUDA for any.
     drop(one(ProductPath::Fastest, &arguments));
@@ -152,7 +168,9 @@ fn cuda_half_kinds_in_a_new_thread_by_hopper() {
 
 #[test]
 fn cuda_half_kinds_and_others_go_elsewhere_than_hopper() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_go_elsewhere_than_hopper") else { return };
+    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_go_elsewhere_than_hopper") else {
+        return;
+    };
     let elsewhere = |arguments: &[Tensor], what: &str| {
         assert_close(&one(ProductPath::Hopper, arguments), &expected(arguments), 2e-2, 2e-2);
         assert!(kernels(ProductPath::Hopper, arguments, device) > 1, "{what}");
@@ -170,7 +188,8 @@ fn cuda_half_kinds_and_others_go_elsewhere_than_hopper() {
     elsewhere(&inputs(sizes, Kind::Float, device), "another kind");
     let [lhs, rhs, bias] = inputs(sizes, Kind::Half, device);
     elsewhere(&[by_columns(&lhs), rhs.shallow_clone(), bias.shallow_clone()], "lhs by columns");
-    let beside = Tensor::zeros([64 * 72 + 1], (Kind::Half, device)).narrow(0, 1, 64 * 72).view([64, 72]);
+    let beside =
+        Tensor::zeros([64 * 72 + 1], (Kind::Half, device)).narrow(0, 1, 64 * 72).view([64, 72]);
     beside.shallow_clone().copy_(&lhs);
     elsewhere(&[beside, rhs, bias], "an address that is no multiple of 16 bytes");
 }

@@ -86,8 +86,11 @@ fn gradients_have_the_inputs_kinds() {
                     let [found, expected] =
                         OPERATORS.map(|operator| results(operator, &inputs, support::incoming));
                     for (found, expected) in found.iter().zip(&expected) {
-                        let bound =
-                            if support::is_half(kind) || support::is_half(bias_kind) { 3e-2 } else { 1e-5 };
+                        let bound = if support::is_half(kind) || support::is_half(bias_kind) {
+                            3e-2
+                        } else {
+                            1e-5
+                        };
                         assert_close(found, expected, bound, bound);
                     }
                 }
@@ -96,7 +99,8 @@ fn gradients_have_the_inputs_kinds() {
     }
 }
 
-/// A sum over what only the bias has is made in the result's kind: its terms need not fit the product's.
+/// A sum over what only the bias has is made in the result's kind: its terms need not fit the
+/// product's.
 #[test]
 fn gradients_are_summed_before_they_are_narrowed() {
     for device in devices() {
@@ -116,7 +120,8 @@ fn gradients_are_summed_before_they_are_narrowed() {
 fn under_autocast_values_and_gradients_are_libtorchs() {
     for device in devices() {
         let inputs =
-            sample((&[33, 20], &[20, 40], &[40]), [Layout::Contiguous; 3], Kind::Float, device).inputs;
+            sample((&[33, 20], &[20, 40], &[40]), [Layout::Contiguous; 3], Kind::Float, device)
+                .inputs;
         for within in [false, true] {
             let [found, expected] = OPERATORS.map(|operator: Operator| {
                 let leaves = leaves(&inputs);

@@ -70,7 +70,11 @@ fn reference(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 const OPERATORS: [Operator; 2] = [f_matmul_add_relu, matmul_add_relu_reference];
 
 /// The output and the gradients of those inputs that require one.
-fn results(operator: Operator, inputs: &[Tensor], vector: impl Fn(&Tensor) -> Tensor) -> Vec<Tensor> {
+fn results(
+    operator: Operator,
+    inputs: &[Tensor],
+    vector: impl Fn(&Tensor) -> Tensor,
+) -> Vec<Tensor> {
     let output = call(operator, inputs).expect("output");
     let vector = vector(&output);
     let needed: Vec<&Tensor> = inputs.iter().filter(|input| input.requires_grad()).collect();

@@ -109,10 +109,10 @@ pub const SMALL: &[Pattern] = &[
 
 pub const LARGE: &[Pattern] = &[
     (&[64, 32], &[32, 128], &[128]),
-    (&[300, 8], &[8, 65], &[65]),                // one column behind a tile
-    (&[2500, 3], &[3, 64], &[64]),               // several slabs of rows, whole vectors
-    (&[2500, 3], &[3, 71], &[71]),               // several slabs, no whole vectors
-    (&[9000, 2], &[2, 1], &[1]),                 // a single column
+    (&[300, 8], &[8, 65], &[65]),  // one column behind a tile
+    (&[2500, 3], &[3, 64], &[64]), // several slabs of rows, whole vectors
+    (&[2500, 3], &[3, 71], &[71]), // several slabs, no whole vectors
+    (&[9000, 2], &[2, 1], &[1]),   // a single column
     (&[16, 33, 8], &[16, 8, 40], &[16, 33, 40]), // a whole bias
     (&[1, 33, 8], &[16, 8, 40], &[16, 33, 40]),
     (&[3, 8], &[8, 2100], &[3, 1]), // a second piece of a row on CPU
@@ -120,18 +120,27 @@ pub const LARGE: &[Pattern] = &[
     (&[16, 30, 8], &[8, 24], &[16, 1, 24]),
 ];
 
-/// In all of which no sum is near 0, where a derivative would not exist: the products are between -1/2 and 1/2, and
-/// the bias is not.
-pub fn sample((lhs, rhs, bias): Pattern, layouts: [Layout; 3], kind: Kind, device: Device) -> Sample {
+/// In all of which no sum is near 0, where a derivative would not exist: the products are between
+/// -1/2 and 1/2, and the bias is not.
+pub fn sample(
+    (lhs, rhs, bias): Pattern,
+    layouts: [Layout; 3],
+    kind: Kind,
+    device: Device,
+) -> Sample {
     let inner = lhs.last().copied().unwrap_or(1).max(1) as f64;
     let scale = (0.5 / inner).sqrt();
     let bias_values = noise(bias, 2);
-    let values =
-        [noise(lhs, 0) * scale, noise(rhs, 1) * scale, bias_values.sign() * (bias_values.abs() * 0.4 + 0.6)];
+    let values = [
+        noise(lhs, 0) * scale,
+        noise(rhs, 1) * scale,
+        bias_values.sign() * (bias_values.abs() * 0.4 + 0.6),
+    ];
     let place = |(values, layout): (&Tensor, Layout)| {
         layout.of(&values.to_kind(kind).to_device(device)).expect("a layout")
     };
-    let layout = if layouts == [Layout::Contiguous; 3] { String::new() } else { format!(", {layouts:?}") };
+    let layout =
+        if layouts == [Layout::Contiguous; 3] { String::new() } else { format!(", {layouts:?}") };
     Sample {
         name: format!("{lhs:?} @ {rhs:?} + {bias:?}{layout}"),
         inputs: values.iter().zip(layouts).map(place).collect(),

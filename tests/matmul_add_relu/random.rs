@@ -20,20 +20,23 @@ fn property() -> Property<'static> {
         reference: &|inputs| {
             let [lhs, rhs, bias] = take(inputs);
             let y = matmul_add_relu_reference(lhs, rhs, bias)?;
-            let is_rough =
-                y.requires_grad() && inputs.iter().flatten().any(|input| support::is_half(input.kind()));
+            let is_rough = y.requires_grad()
+                && inputs.iter().flatten().any(|input| support::is_half(input.kind()));
             Ok(vec![if is_rough { masked_by_ours(y, lhs, rhs, bias)? } else { y }])
         },
         excluded: &|case| !is_documented(case),
     }
 }
 
-/// libtorch's y in half kinds, with the derivative that belongs to ours: where a product and a bias cancel, two
-/// roundings can leave another sign than one, and the derivative is 0 for the one and 1 for the other. So the mask is
-/// that of our own output, and the products behind it are computed in f64.
+/// libtorch's y in half kinds, with the derivative that belongs to ours: where a product and a bias
+/// cancel, two roundings can leave another sign than one, and the derivative is 0 for the one and 1
+/// for the other. So the mask is that of our own output, and the products behind it are computed in
+/// f64.
 fn masked_by_ours(y: Tensor, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
     // What we refuse is for the property to see.
-    let Ok(ours) = f_matmul_add_relu(&lhs.detach(), &rhs.detach(), &bias.detach()) else { return Ok(y) };
+    let Ok(ours) = f_matmul_add_relu(&lhs.detach(), &rhs.detach(), &bias.detach()) else {
+        return Ok(y);
+    };
     let [lhs, rhs, bias] = [lhs, rhs, bias].map(|input| input.to_kind(Kind::Double));
     let z = lhs.f_matmul(&rhs)?.f_add(&bias)?;
     let masked = z.f_where_self(&ours.f_gt(0.0)?, &z.zeros_like())?;
@@ -41,13 +44,18 @@ fn masked_by_ours(y: Tensor, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Resul
     Ok(y.detach() + (&masked - masked.detach()).f_to_kind(y.kind())?)
 }
 
-/// One floating kind for the product, whatever libtorch takes where there is nothing to multiply; no single numbers.
+/// One floating kind for the product, whatever libtorch takes where there is nothing to multiply;
+/// no single numbers.
 fn is_documented(Case(arguments): &Case) -> bool {
     let [Some(lhs), Some(rhs), Some(_)] = &arguments[..] else { return false };
-    lhs.kind == rhs.kind && support::KINDS.contains(&lhs.kind) && !lhs.size.is_empty() && !rhs.size.is_empty()
+    lhs.kind == rhs.kind
+        && support::KINDS.contains(&lhs.kind)
+        && !lhs.size.is_empty()
+        && !rhs.size.is_empty()
 }
 
-/// How an argument's leading dimensions come from common ones: how many are left out, and which are one.
+/// How an argument's leading dimensions come from common ones: how many are left out, and which are
+/// one.
 #[derive(Clone, Debug)]
 struct Broadcast {
     without: usize,

@@ -7,8 +7,9 @@ fn gradgradcheck_of_every_small_sample() {
     suite().gradgradcheck_of_every_small_sample();
 }
 
-/// Steps that share their factor, the last fed with what depends on the first; and factors that depend on one
-/// another. Total derivatives with respect to the inputs would differ from the partial ones here.
+/// Steps that share their factor, the last fed with what depends on the first; and factors that
+/// depend on one another. Total derivatives with respect to the inputs would differ from the
+/// partial ones here.
 fn program(operator: Operator, leaves: &[Tensor]) -> Tensor {
     let [x, w, b] = leaves else { unreachable!("three") };
     let mut state = x.shallow_clone();
@@ -23,12 +24,13 @@ fn program(operator: Operator, leaves: &[Tensor]) -> Tensor {
 #[test]
 fn second_derivatives_in_chains_and_with_dependent_inputs() {
     for device in devices() {
-        let sample = sample((&[3, 4], &[4, 4], &[4]), [Layout::Contiguous; 3], Kind::Double, device);
+        let sample =
+            sample((&[3, 4], &[4, 4], &[4]), [Layout::Contiguous; 3], Kind::Double, device);
         let [found, expected] = OPERATORS.map(|operator| {
             let leaves = leaves(&sample.inputs);
             let inputs: Vec<&Tensor> = leaves.iter().collect();
-            let plain =
-                grad(&[&program(operator, &leaves)], &inputs, &GradOptions::default()).expect("plain");
+            let plain = grad(&[&program(operator, &leaves)], &inputs, &GradOptions::default())
+                .expect("plain");
             let options = GradOptions { create_graph: true, ..Default::default() };
             let first = grad(&[&program(operator, &leaves)], &inputs, &options).expect("first");
             let norm = first.iter().flatten().map(|gradient| gradient.square().sum(Kind::Double));

@@ -1,4 +1,5 @@
-//! The ways for sizes that tensor cores do not like: few rows or columns, rows that begin anywhere, a ReLU behind the product.
+//! The ways for sizes that tensor cores do not like: few rows or columns, rows that begin anywhere,
+//! a ReLU behind the product.
 
 use super::*;
 use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};
@@ -21,11 +22,18 @@ fn assert_right(way: ProductPath, arguments: &[Tensor; 3], what: &str) {
     let exact = arguments.each_ref().map(|argument| argument.to_kind(Kind::Double));
     let expected = call(matmul_add_relu_reference, &exact).expect("reference");
     let found = one(way, arguments);
-    assert_eq!((found.kind(), found.size(), found.is_contiguous()), (kind, expected.size(), true), "{what}");
+    assert_eq!(
+        (found.kind(), found.size(), found.is_contiguous()),
+        (kind, expected.size(), true),
+        "{what}"
+    );
     let tolerance = tolerance(kind);
     let found = found.to_kind(Kind::Double);
     assert!(found.allclose(&expected, tolerance, tolerance, false), "{what} {kind:?} {way:?}");
-    assert!(one(way, arguments).equal(&one(way, arguments)), "{what} {kind:?} {way:?}: not the same bits");
+    assert!(
+        one(way, arguments).equal(&one(way, arguments)),
+        "{what} {kind:?} {way:?}: not the same bits"
+    );
 }
 
 /// Without libtorch's cache, as under memcheck, an allocation ends a capture.
@@ -33,16 +41,21 @@ fn can_capture() -> bool {
     std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_none()
 }
 
-/// The same values in other places: as they are, transposed, with gaps between rows, and from any address.
+/// The same values in other places: as they are, transposed, with gaps between rows, and from any
+/// address.
 fn placements(tensor: &Tensor) -> [Tensor; 4] {
     let mut size = tensor.size();
     let rows = size.len() - 2;
     let transposed = tensor.transpose(-2, -1).contiguous().transpose(-2, -1);
     size[rows + 1] += 3;
-    let gaps =
-        Tensor::full(&size, f64::NAN, (tensor.kind(), tensor.device())).narrow(-1, 2, size[rows + 1] - 3);
+    let gaps = Tensor::full(&size, f64::NAN, (tensor.kind(), tensor.device())).narrow(
+        -1,
+        2,
+        size[rows + 1] - 3,
+    );
     gaps.shallow_clone().copy_(tensor);
-    let memory = Tensor::full([tensor.numel() as i64 + 1], f64::NAN, (tensor.kind(), tensor.device()));
+    let memory =
+        Tensor::full([tensor.numel() as i64 + 1], f64::NAN, (tensor.kind(), tensor.device()));
     let beside = memory.narrow(0, 1, tensor.numel() as i64).view(tensor.size().as_slice());
     beside.shallow_clone().copy_(tensor);
     [tensor.shallow_clone(), transposed, gaps, beside]
@@ -60,11 +73,13 @@ fn is_right_in_all_places(way: ProductPath, sizes: [&[i64]; 3], device: Device) 
     }
 }
 
-/// One and up to four columns or rows; K shorter than a warp, longer than a block, cut between the blocks of a cluster;
-/// a warp for some rows and a block for each; parts of vectors and of tiles.
+/// One and up to four columns or rows; K shorter than a warp, longer than a block, cut between the
+/// blocks of a cluster; a warp for some rows and a block for each; parts of vectors and of tiles.
 #[test]
 fn cuda_half_kinds_and_others_skinny_products_are_right() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_skinny_products_are_right") else { return };
+    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_skinny_products_are_right") else {
+        return;
+    };
     let sizes: [[&[i64]; 3]; 16] = [
         [&[1, 1], &[1, 1], &[1]],
         [&[5, 40], &[40, 1], &[1]],
@@ -86,14 +101,20 @@ fn cuda_half_kinds_and_others_skinny_products_are_right() {
     for size in sizes {
         is_right_in_all_places(ProductPath::Skinny, size, device);
         let arguments = inputs(size, Kind::Half, device);
-        assert!(!can_capture() || kernels(ProductPath::Skinny, &arguments, device) == 1, "{size:?}");
+        assert!(
+            !can_capture() || kernels(ProductPath::Skinny, &arguments, device) == 1,
+            "{size:?}"
+        );
     }
 }
 
-/// K, N and M off the 16 bytes, each alone and together; a shared factor; biases that are copied, too.
+/// K, N and M off the 16 bytes, each alone and together; a shared factor; biases that are copied,
+/// too.
 #[test]
 fn cuda_half_kinds_and_others_padded_products_are_right() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_padded_products_are_right") else { return };
+    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_padded_products_are_right") else {
+        return;
+    };
     let sizes: [[&[i64]; 3]; 9] = [
         [&[64, 67], &[67, 48], &[48]],
         [&[64, 64], &[64, 53], &[53]],
@@ -124,7 +145,9 @@ fn cuda_half_kinds_and_others_padded_products_are_right() {
 
 #[test]
 fn cuda_half_kinds_and_others_a_relu_behind_the_product_is_right() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_a_relu_behind_the_product_is_right") else {
+    let Some(device) =
+        cuda_or_skip("cuda_half_kinds_and_others_a_relu_behind_the_product_is_right")
+    else {
         return;
     };
     for size in [
@@ -141,7 +164,8 @@ fn cuda_half_kinds_and_others_a_relu_behind_the_product_is_right() {
 /// By whichever way is chosen, also with tf32: sizes of each group that was found slow.
 #[test]
 fn cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose") else {
+    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose")
+    else {
         return;
     };
     let sizes: [[&[i64]; 3]; 8] = [
@@ -172,13 +196,16 @@ fn cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose() {
 /// Offsets of elements, of vectors and of rows beyond 32 bits.
 #[test]
 fn cuda_sizes_of_more_than_two_to_the_31_elements_are_right() {
-    let Some(device) = cuda_or_skip("cuda_sizes_of_more_than_two_to_the_31_elements_are_right") else {
+    let Some(device) = cuda_or_skip("cuda_sizes_of_more_than_two_to_the_31_elements_are_right")
+    else {
         return;
     };
     let (rows, inner) = (70_001, 30_683);
     let lhs = Tensor::zeros([rows, inner], (Kind::BFloat16, device));
     let _ = lhs.narrow(0, rows - 1, 1).fill_(1.0);
-    for (way, columns) in [(ProductPath::Skinny, 1), (ProductPath::Skinny, 3), (ProductPath::Padded, 5)] {
+    for (way, columns) in
+        [(ProductPath::Skinny, 1), (ProductPath::Skinny, 3), (ProductPath::Padded, 5)]
+    {
         let rhs = Tensor::full([inner, columns], 1.0 / 16.0, (Kind::BFloat16, device));
         let bias = Tensor::full([columns], 0.5, (Kind::BFloat16, device));
         let found = one(way, &[lhs.shallow_clone(), rhs, bias]).to_kind(Kind::Double);

@@ -1,5 +1,6 @@
-//! The ways in which a product is computed on CUDA: by a plan of cuBLASLt's, by the kernel for small products, by the one
-//! for Hopper (more in `hopper`), by those for any size (more in `sizes`), and by libtorch with a kernel behind it.
+//! The ways in which a product is computed on CUDA: by a plan of cuBLASLt's, by the kernel for
+//! small products, by the one for Hopper (more in `hopper`), by those for any size (more in
+//! `sizes`), and by libtorch with a kernel behind it.
 
 use super::*;
 use patterns::noise;
@@ -66,7 +67,8 @@ fn cuda_gradcheck_by_each_way() {
     }
 }
 
-/// One kernel for all of it, whatever is broadcast; otherwise this would be the composite under another name.
+/// One kernel for all of it, whatever is broadcast; otherwise this would be the composite under
+/// another name.
 #[test]
 fn cuda_half_kinds_and_others_take_one_kernel() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_take_one_kernel") else { return };
@@ -101,8 +103,8 @@ fn cuda_half_kinds_and_others_take_one_kernel() {
     }
 }
 
-/// NaN of each input, and of infinities: in sizes for which cuBLASLt proposes different families of kernels, some of
-/// which lose it.
+/// NaN of each input, and of infinities: in sizes for which cuBLASLt proposes different families of
+/// kernels, some of which lose it.
 #[test]
 fn cuda_half_kinds_and_others_keep_nan() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_keep_nan") else { return };
@@ -138,13 +140,19 @@ fn cuda_half_kinds_and_others_keep_nan() {
                         set(&lhs, 2 * k, f64::INFINITY);
                         set(&lhs, 2 * k + 1, f64::NEG_INFINITY);
                     }
-                    for weight in [rhs.shallow_clone(), rhs.transpose(0, 1).contiguous().transpose(0, 1)] {
+                    for weight in
+                        [rhs.shallow_clone(), rhs.transpose(0, 1).contiguous().transpose(0, 1)]
+                    {
                         let arguments = [lhs.shallow_clone(), weight, bias.shallow_clone()];
                         let expected =
                             call(matmul_add_relu_reference, &arguments).expect("reference").isnan();
                         for way in [ProductPath::Fastest].into_iter().chain(WAYS) {
                             let found = one(way, &arguments).isnan();
-                            assert!(found.equal(&expected), "{:?} {kind:?} {tf32} {way:?}", (m, n, k));
+                            assert!(
+                                found.equal(&expected),
+                                "{:?} {kind:?} {tf32} {way:?}",
+                                (m, n, k)
+                            );
                         }
                     }
                 }
@@ -161,7 +169,12 @@ fn cuda_plans_are_kept() {
     let made = |arguments: &[Tensor]| {
         let before = product_plans();
         let output = one(ProductPath::Plan, arguments);
-        assert_close(&output, &call(matmul_add_relu_reference, arguments).expect("reference"), 2e-2, 2e-2);
+        assert_close(
+            &output,
+            &call(matmul_add_relu_reference, arguments).expect("reference"),
+            2e-2,
+            2e-2,
+        );
         let after = product_plans();
         assert_eq!(after.hits + after.misses, before.hits + before.misses + 1);
         after.misses - before.misses
@@ -183,7 +196,8 @@ fn cuda_plans_are_kept() {
     assert_eq!(with_tf32, [1, 0]);
     assert_eq!(made(&arguments), 0);
     let [lhs, rhs, bias] = &arguments;
-    let beside = Tensor::zeros([64 * 200 + 1], (Kind::Float, device)).narrow(0, 1, 64 * 200).view([64, 200]);
+    let beside =
+        Tensor::zeros([64 * 200 + 1], (Kind::Float, device)).narrow(0, 1, 64 * 200).view([64, 200]);
     beside.shallow_clone().copy_(lhs);
     assert_eq!(made(&[beside, rhs.shallow_clone(), bias.shallow_clone()]), 1);
     let transposed = rhs.transpose(0, 1).contiguous().transpose(0, 1);
@@ -206,21 +220,29 @@ fn cuda_plans_are_not_kept_forever() {
     let Some(device) = cuda_or_skip("cuda_plans_are_not_kept_forever") else { return };
     let [lhs, rhs, bias] = inputs([&[700, 160], &[160, 8], &[8]], Kind::Float, device);
     for rows in 1..=700 {
-        let _ = one(ProductPath::Plan, &[lhs.narrow(0, 0, rows), rhs.shallow_clone(), bias.shallow_clone()]);
+        let _ = one(
+            ProductPath::Plan,
+            &[lhs.narrow(0, 0, rows), rhs.shallow_clone(), bias.shallow_clone()],
+        );
         assert!(product_plans().plans <= 512);
     }
     assert_eq!(product_plans().misses, 700);
     assert!(product_plans().plans > 0);
 }
 
-/// The first call of a shape is captured: choosing a kernel starts nothing, and memory to work in is the graph's.
+/// The first call of a shape is captured: choosing a kernel starts nothing, and memory to work in
+/// is the graph's.
 #[test]
 fn cuda_a_plan_is_made_while_a_graph_is_captured() {
-    let Some(device) = cuda_or_skip("cuda_a_plan_is_made_while_a_graph_is_captured") else { return };
+    let Some(device) = cuda_or_skip("cuda_a_plan_is_made_while_a_graph_is_captured") else {
+        return;
+    };
     let arguments = inputs([&[64, 4096], &[4096, 512], &[512]], Kind::Float, device);
-    // The thread's handle has to be there, as for libtorch's own products: cublasCreate fails in a capture.
+    // The thread's handle has to be there, as for libtorch's own products: cublasCreate fails in a
+    // capture.
     let _ = arguments[0].matmul(&arguments[1]);
-    let (graph, output) = Graph::capture(device, || Ok(one(ProductPath::Plan, &arguments))).expect("a graph");
+    let (graph, output) =
+        Graph::capture(device, || Ok(one(ProductPath::Plan, &arguments))).expect("a graph");
     assert_eq!((product_plans().hits, product_plans().misses), (0, 1));
     let _ = output.detach().fill_(f64::NAN);
     graph.replay().expect("a replay");
@@ -257,11 +279,13 @@ fn cuda_gradients_are_the_same_by_each_way() {
     }
 }
 
-/// Where cuBLASLt cuts the inner dimension, too: parts added up in a half kind would show here. The bits do not depend
-/// on whether a gradient is wanted.
+/// Where cuBLASLt cuts the inner dimension, too: parts added up in a half kind would show here. The
+/// bits do not depend on whether a gradient is wanted.
 #[test]
 fn cuda_half_kinds_are_no_less_exact_than_the_composite() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_are_no_less_exact_than_the_composite") else { return };
+    let Some(device) = cuda_or_skip("cuda_half_kinds_are_no_less_exact_than_the_composite") else {
+        return;
+    };
     let sizes = [
         (64, 512, 4096),
         (16, 128, 8192),
@@ -279,10 +303,16 @@ fn cuda_half_kinds_are_no_less_exact_than_the_composite() {
                 let exact = arguments.each_ref().map(|argument| argument.to_kind(Kind::Double));
                 let exact = call(matmul_add_relu_reference, &exact).expect("reference");
                 let fused = one(ProductPath::Fastest, &arguments);
-                let error = |found: &Tensor| (found.to_kind(Kind::Double) - &exact).norm().double_value(&[]);
+                let error = |found: &Tensor| {
+                    (found.to_kind(Kind::Double) - &exact).norm().double_value(&[])
+                };
                 let composite = one(ProductPath::Composite, &arguments);
                 let (ours, theirs) = (error(&fused), error(&composite));
-                assert!(ours <= 1.02 * theirs, "{:?} {bias:?} {kind:?}: {ours} > {theirs}", (m, n, k));
+                assert!(
+                    ours <= 1.02 * theirs,
+                    "{:?} {bias:?} {kind:?}: {ours} > {theirs}",
+                    (m, n, k)
+                );
                 let with_graph = one(ProductPath::Fastest, &leaves(&arguments)).detach();
                 assert!(with_graph.equal(&fused), "{:?} {bias:?} {kind:?}", (m, n, k));
             }
@@ -290,11 +320,14 @@ fn cuda_half_kinds_are_no_less_exact_than_the_composite() {
     }
 }
 
-/// A plan is kept with the bias of its first call, and used with others; an address that cuBLASLt's epilogue fails with
-/// has to go elsewhere.
+/// A plan is kept with the bias of its first call, and used with others; an address that cuBLASLt's
+/// epilogue fails with has to go elsewhere.
 #[test]
 fn cuda_half_kinds_and_others_read_the_bias_that_is_given() {
-    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_read_the_bias_that_is_given") else { return };
+    let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_read_the_bias_that_is_given")
+    else {
+        return;
+    };
     let sizes: [[&[i64]; 3]; 5] = [
         [&[256, 64], &[64, 512], &[512]],
         [&[256, 64], &[64, 512], &[256, 512]],
@@ -320,8 +353,8 @@ fn cuda_half_kinds_and_others_read_the_bias_that_is_given() {
     }
 }
 
-/// A factor that a batch shares costs a sum more than one for each, no copies: libtorch's product makes two of the whole
-/// batch where such a factor requires grad.
+/// A factor that a batch shares costs a sum more than one for each, no copies: libtorch's product
+/// makes two of the whole batch where such a factor requires grad.
 #[test]
 fn cuda_half_kinds_and_others_copy_nothing_for_a_shared_factor() {
     let name = "cuda_half_kinds_and_others_copy_nothing_for_a_shared_factor";
@@ -333,7 +366,8 @@ fn cuda_half_kinds_and_others_copy_nothing_for_a_shared_factor() {
                 let forward_and_backward = || {
                     let output = one(ProductPath::Fastest, &leaves);
                     let vector = output.detach();
-                    let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+                    let options =
+                        GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
                     grad(&[&output], &leaves.iter().collect::<Vec<_>>(), &options)
                 };
                 // A thread's first handle of cuBLAS' cannot be made in a capture.
@@ -342,7 +376,10 @@ fn cuda_half_kinds_and_others_copy_nothing_for_a_shared_factor() {
                 graph.kernels()
             };
             let (one_each, shared) = (kernels(&[8, 64, 48]), kernels(shared));
-            assert!(shared <= one_each + 1, "{kind:?}: {shared} kernels, {one_each} with one for each");
+            assert!(
+                shared <= one_each + 1,
+                "{kind:?}: {shared} kernels, {one_each} with one for each"
+            );
         }
     }
 }

@@ -1,4 +1,5 @@
-// An extension as the tutorials of 2019 wrote it: it dispatches on x.type(), and checks by AT_CHECK.
+// An extension as the tutorials of 2019 wrote it: it dispatches on x.type(), and checks by
+// AT_CHECK.
 #include <torch/extension.h>
 
 #ifdef WITH_CUDA

@@ -77,26 +77,31 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("doubles", [](const std::vector<double>& values) { return values; });
   m.def("booleans", [](std::vector<bool> values) { return values; });
   m.def("strings", [](std::vector<std::string> values) { return values; });
-  m.def("reshape", [](torch::Tensor tensor, at::IntArrayRef shape) { return tensor.reshape(shape); });
+  m.def("reshape",
+        [](torch::Tensor tensor, at::IntArrayRef shape) { return tensor.reshape(shape); });
   m.def("cat", [](torch::TensorList tensors) { return torch::cat(tensors); });
-  m.def("cat_vector", [](const std::vector<torch::Tensor>& tensors) { return torch::cat(tensors); });
+  m.def("cat_vector",
+        [](const std::vector<torch::Tensor>& tensors) { return torch::cat(tensors); });
   m.def("present", [](const std::vector<std::optional<torch::Tensor>>& tensors) {
     std::vector<bool> present;
     for (const auto& tensor : tensors) present.push_back(tensor.has_value());
     return present;
   });
-  m.def("swap",
-        [](std::array<torch::Tensor, 2> pair) { return std::array<torch::Tensor, 2>{pair[1], pair[0]}; });
+  m.def("swap", [](std::array<torch::Tensor, 2> pair) {
+    return std::array<torch::Tensor, 2>{pair[1], pair[0]};
+  });
 
   m.def("or_zeros", [](const c10::optional<torch::Tensor>& tensor) {
     return tensor.has_value() ? *tensor : torch::zeros({2});
   });
   m.def("or_seven", [](std::optional<int> value) { return value.value_or(7); });
-  m.def("sum_dims", [](torch::Tensor tensor, at::OptionalIntArrayRef dims) { return tensor.sum(dims); });
+  m.def("sum_dims",
+        [](torch::Tensor tensor, at::OptionalIntArrayRef dims) { return tensor.sum(dims); });
 
   m.def("nothing", [] {});
   m.def("pair", [](torch::Tensor tensor) { return std::make_pair(tensor, tensor.numel()); });
-  m.def("triple", [](torch::Tensor tensor) { return std::make_tuple(tensor, 2.5, std::vector<int>{1, 2}); });
+  m.def("triple",
+        [](torch::Tensor tensor) { return std::make_tuple(tensor, 2.5, std::vector<int>{1, 2}); });
   m.def("add_one_", &add_one_);
   m.def("double_", &double_, py::return_value_policy::reference);
 
@@ -104,7 +109,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("describe", py::overload_cast<torch::Tensor>(&describe));
   m.def("describe", py::overload_cast<torch::Tensor, torch::Tensor>(&describe));
   m.def("depth", [] { return depth; }, py::call_guard<Depth, py::gil_scoped_release>());
-  m.def("no_grad", [](torch::Tensor tensor) { return tensor * 2; }, py::call_guard<torch::NoGradGuard>());
+  m.def(
+      "no_grad", [](torch::Tensor tensor) { return tensor * 2; },
+      py::call_guard<torch::NoGradGuard>());
   m.def("wrapped", torch::wrap_pybind_function(&sum));
 
   m.def(
@@ -130,8 +137,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("tensor"), py::arg("bias") = torch::Tensor(), py::arg("scale") = torch::full({}, 3),
       py::arg("limit") = std::nan(""));
   m.def(
-      "default_first", [](int a, int b, int c) { return a - b - c; }, py::arg("a") = 5, py::arg("b"),
-      py::arg("c") = 1);
+      "default_first", [](int a, int b, int c) { return a - b - c; }, py::arg("a") = 5,
+      py::arg("b"), py::arg("c") = 1);
   m.def(
       "unnamed", [](torch::Tensor, int second) { return second; }, py::doc("d"), py::arg().none(),
       py::arg() = 2, py::keep_alive<0, 1>());

@@ -1,5 +1,5 @@
-// LayerNorm over the last dimension as one writes it for torch.utils.cpp_extension, with a loop of its own
-// for rows.
+// LayerNorm over the last dimension as one writes it for torch.utils.cpp_extension, with a loop of
+// its own for rows.
 #include <torch/extension.h>
 
 #include <cmath>
@@ -8,8 +8,8 @@
 #define CHECK_INPUT(x) TORCH_CHECK((x).is_contiguous(), #x " must be contiguous")
 
 // Normalised rows, and what the backward needs: means and reciprocal standard deviations.
-std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(at::Tensor input, at::Tensor weight, at::Tensor bias,
-                                                       float eps) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(at::Tensor input, at::Tensor weight,
+                                                       at::Tensor bias, float eps) {
   CHECK_INPUT(input);
   CHECK_INPUT(weight);
   CHECK_INPUT(bias);
@@ -29,7 +29,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(at::Tensor input, at::Ten
                                  for (int i = 0; i < columns; ++i) sum += from[i];
                                  const scalar_t m = sum / columns;
                                  scalar_t squares = 0;
-                                 for (int i = 0; i < columns; ++i) squares += (from[i] - m) * (from[i] - m);
+                                 for (int i = 0; i < columns; ++i)
+                                   squares += (from[i] - m) * (from[i] - m);
                                  const scalar_t r =
                                      1 / std::sqrt(squares / columns + static_cast<scalar_t>(eps));
                                  for (int i = 0; i < columns; ++i)
@@ -41,8 +42,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(at::Tensor input, at::Ten
   return {output, mean, rstd};
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(at::Tensor grad, at::Tensor input, at::Tensor mean,
-                                                        at::Tensor rstd, at::Tensor weight) {
+std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(at::Tensor grad, at::Tensor input,
+                                                        at::Tensor mean, at::Tensor rstd,
+                                                        at::Tensor weight) {
   auto m = mean.reshape({-1, 1});
   auto r = rstd.reshape({-1, 1});
   auto g = grad.reshape({-1, weight.size(0)});
@@ -53,7 +55,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(at::Tensor grad, at::Ten
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.def("forward", &forward, py::arg("input"), py::arg("weight"), py::arg("bias"), py::arg("eps") = 1e-5,
-        py::call_guard<py::gil_scoped_release>());
+  m.def("forward", &forward, py::arg("input"), py::arg("weight"), py::arg("bias"),
+        py::arg("eps") = 1e-5, py::call_guard<py::gil_scoped_release>());
   m.def("backward", &backward, py::call_guard<py::gil_scoped_release>());
 }

@@ -15,7 +15,8 @@ torch::Tensor linear_forward(const torch::Tensor& input, const torch::Tensor& we
 }
 
 // The gradients of input, weight and bias.
-std::vector<torch::Tensor> linear_backward(torch::Tensor grad, torch::Tensor input, torch::Tensor weight) {
+std::vector<torch::Tensor> linear_backward(torch::Tensor grad, torch::Tensor input,
+                                           torch::Tensor weight) {
   auto rows = grad.reshape({-1, grad.size(-1)});
   return {grad.matmul(weight), rows.t().mm(input.reshape({-1, input.size(-1)})), rows.sum(0)};
 }

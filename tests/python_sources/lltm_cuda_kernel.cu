@@ -43,9 +43,10 @@ __device__ __forceinline__ scalar_t d_elu(scalar_t z) {
 }
 
 template <typename scalar_t>
-__global__ void forward_kernel(const Accessor<scalar_t, 3> gates, const Accessor<scalar_t, 2> old_cell,
-                               Accessor<scalar_t, 2> new_h, Accessor<scalar_t, 2> new_cell,
-                               Accessor<scalar_t, 2> input_gate, Accessor<scalar_t, 2> output_gate,
+__global__ void forward_kernel(const Accessor<scalar_t, 3> gates,
+                               const Accessor<scalar_t, 2> old_cell, Accessor<scalar_t, 2> new_h,
+                               Accessor<scalar_t, 2> new_cell, Accessor<scalar_t, 2> input_gate,
+                               Accessor<scalar_t, 2> output_gate,
                                Accessor<scalar_t, 2> candidate_cell) {
   const int n = blockIdx.y;
   const int c = blockIdx.x * blockDim.x + threadIdx.x;
@@ -60,8 +61,10 @@ __global__ void forward_kernel(const Accessor<scalar_t, 3> gates, const Accessor
 
 template <typename scalar_t>
 __global__ void backward_kernel(Accessor<scalar_t, 2> d_old_cell, Accessor<scalar_t, 3> d_gates,
-                                const Accessor<scalar_t, 2> grad_h, const Accessor<scalar_t, 2> grad_cell,
-                                const Accessor<scalar_t, 2> new_cell, const Accessor<scalar_t, 2> input_gate,
+                                const Accessor<scalar_t, 2> grad_h,
+                                const Accessor<scalar_t, 2> grad_cell,
+                                const Accessor<scalar_t, 2> new_cell,
+                                const Accessor<scalar_t, 2> input_gate,
                                 const Accessor<scalar_t, 2> output_gate,
                                 const Accessor<scalar_t, 2> candidate_cell,
                                 const Accessor<scalar_t, 3> gates) {
@@ -69,7 +72,8 @@ __global__ void backward_kernel(Accessor<scalar_t, 2> d_old_cell, Accessor<scala
   const int c = blockIdx.x * blockDim.x + threadIdx.x;
   if (c < d_gates.size(2)) {
     const auto d_output_gate = tanh(new_cell[n][c]) * grad_h[n][c];
-    const auto d_new_cell = d_tanh(new_cell[n][c]) * output_gate[n][c] * grad_h[n][c] + grad_cell[n][c];
+    const auto d_new_cell =
+        d_tanh(new_cell[n][c]) * output_gate[n][c] * grad_h[n][c] + grad_cell[n][c];
     d_old_cell[n][c] = d_new_cell;
     d_gates[n][0][c] = candidate_cell[n][c] * d_new_cell * d_sigmoid(gates[n][0][c]);
     d_gates[n][1][c] = d_output_gate * d_sigmoid(gates[n][1][c]);
@@ -84,8 +88,9 @@ Accessor<scalar_t, dims> accessor(const torch::Tensor& tensor) {
 
 }  // namespace
 
-std::vector<torch::Tensor> lltm_cuda_forward(torch::Tensor input, torch::Tensor weights, torch::Tensor bias,
-                                             torch::Tensor old_h, torch::Tensor old_cell) {
+std::vector<torch::Tensor> lltm_cuda_forward(torch::Tensor input, torch::Tensor weights,
+                                             torch::Tensor bias, torch::Tensor old_h,
+                                             torch::Tensor old_cell) {
   const c10::cuda::CUDAGuard guard(input.device());
   auto X = torch::cat({old_h, input}, /*dim=*/1);
   const auto batch_size = old_cell.size(0);
@@ -102,9 +107,10 @@ std::vector<torch::Tensor> lltm_cuda_forward(torch::Tensor input, torch::Tensor 
   AT_DISPATCH_FLOATING_TYPES(
       gates.scalar_type(), "lltm_forward_cuda", ([&] {
         forward_kernel<scalar_t><<<blocks, threads, 0, at::cuda::getCurrentCUDAStream()>>>(
-            accessor<scalar_t, 3>(gates), accessor<scalar_t, 2>(old_cell), accessor<scalar_t, 2>(new_h),
-            accessor<scalar_t, 2>(new_cell), accessor<scalar_t, 2>(input_gate),
-            accessor<scalar_t, 2>(output_gate), accessor<scalar_t, 2>(candidate_cell));
+            accessor<scalar_t, 3>(gates), accessor<scalar_t, 2>(old_cell),
+            accessor<scalar_t, 2>(new_h), accessor<scalar_t, 2>(new_cell),
+            accessor<scalar_t, 2>(input_gate), accessor<scalar_t, 2>(output_gate),
+            accessor<scalar_t, 2>(candidate_cell));
       }));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return {new_h, new_cell, input_gate, output_gate, candidate_cell, X, gates};
@@ -112,8 +118,9 @@ std::vector<torch::Tensor> lltm_cuda_forward(torch::Tensor input, torch::Tensor 
 
 std::vector<torch::Tensor> lltm_cuda_backward(torch::Tensor grad_h, torch::Tensor grad_cell,
                                               torch::Tensor new_cell, torch::Tensor input_gate,
-                                              torch::Tensor output_gate, torch::Tensor candidate_cell,
-                                              torch::Tensor X, torch::Tensor gates, torch::Tensor weights) {
+                                              torch::Tensor output_gate,
+                                              torch::Tensor candidate_cell, torch::Tensor X,
+                                              torch::Tensor gates, torch::Tensor weights) {
   const c10::cuda::CUDAGuard guard(grad_h.device());
   auto d_old_cell = torch::zeros_like(new_cell);
   auto d_gates = torch::zeros_like(gates);
@@ -125,15 +132,16 @@ std::vector<torch::Tensor> lltm_cuda_backward(torch::Tensor grad_h, torch::Tenso
   AT_DISPATCH_FLOATING_TYPES(
       X.scalar_type(), "lltm_backward_cuda", ([&] {
         backward_kernel<scalar_t><<<blocks, threads, 0, at::cuda::getCurrentCUDAStream()>>>(
-            accessor<scalar_t, 2>(d_old_cell), accessor<scalar_t, 3>(d_gates), accessor<scalar_t, 2>(grad_h),
-            accessor<scalar_t, 2>(grad_cell), accessor<scalar_t, 2>(new_cell),
-            accessor<scalar_t, 2>(input_gate), accessor<scalar_t, 2>(output_gate),
-            accessor<scalar_t, 2>(candidate_cell), accessor<scalar_t, 3>(gates));
+            accessor<scalar_t, 2>(d_old_cell), accessor<scalar_t, 3>(d_gates),
+            accessor<scalar_t, 2>(grad_h), accessor<scalar_t, 2>(grad_cell),
+            accessor<scalar_t, 2>(new_cell), accessor<scalar_t, 2>(input_gate),
+            accessor<scalar_t, 2>(output_gate), accessor<scalar_t, 2>(candidate_cell),
+            accessor<scalar_t, 3>(gates));
       }));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 
   auto d_gate_weights = d_gates.flatten(1, 2);
   auto d_X = d_gate_weights.mm(weights);
-  return {d_X.slice(/*dim=*/1, 0, state_size), d_X.slice(/*dim=*/1, state_size), d_gate_weights.t().mm(X),
-          d_gate_weights.sum(/*dim=*/0, /*keepdim=*/true), d_old_cell};
+  return {d_X.slice(/*dim=*/1, 0, state_size), d_X.slice(/*dim=*/1, state_size),
+          d_gate_weights.t().mm(X), d_gate_weights.sum(/*dim=*/0, /*keepdim=*/true), d_old_cell};
 }

@@ -7,7 +7,8 @@ pub fn is_hopper() -> bool {
     answer.is_ok_and(|output| String::from_utf8_lossy(&output.stdout).trim() == "9.0")
 }
 
-/// Whether the kernels were built for that. By default they are where it is the machine's, or none is.
+/// Whether the kernels were built for that. By default they are where it is the machine's, or none
+/// is.
 pub fn is_built_for_hopper() -> bool {
     let names = |list: &str| ["9.0", "Hopper", "native"].iter().any(|name| list.contains(name));
     option_env!("TORCH_CUDA_ARCH_LIST").filter(|list| !list.is_empty()).is_none_or(names)

@@ -5,8 +5,8 @@ use tch::{Kind, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::testing::assert_close;
 
-/// Every combination of these kinds, of an operator with five inputs: what the composite takes is taken, with its kinds of
-/// outputs and gradients; what it refuses is refused. How many are taken.
+/// Every combination of these kinds, of an operator with five inputs: what the composite takes is
+/// taken, with its kinds of outputs and gradients; what it refuses is refused. How many are taken.
 pub fn agree_with_the_composite(
     [fused, reference]: [Operator<'_>; 2],
     inputs: &dyn Fn(Kind) -> Vec<Tensor>,
@@ -17,9 +17,11 @@ pub fn agree_with_the_composite(
     let count = kinds.len();
     let mut taken = 0;
     for combination in 0..count.pow(5) {
-        let choice: [usize; 5] = std::array::from_fn(|place| combination / count.pow(place as u32) % count);
-        let arguments: Vec<Tensor> =
-            (0..5).map(|place| samples[choice[place]][place].detach().set_requires_grad(true)).collect();
+        let choice: [usize; 5] =
+            std::array::from_fn(|place| combination / count.pow(place as u32) % count);
+        let arguments: Vec<Tensor> = (0..5)
+            .map(|place| samples[choice[place]][place].detach().set_requires_grad(true))
+            .collect();
         let (found, expected) = (fused(&arguments), reference(&arguments));
         let names = choice.map(|index| kinds[index]);
         let (Ok(found), Ok(expected)) = (&found, &expected) else {

@@ -1,5 +1,5 @@
-//! What every operator is put through: its values, gradients and their derivatives, in every kind, on every device,
-//! for a table of samples.
+//! What every operator is put through: its values, gradients and their derivatives, in every kind,
+//! on every device, for a table of samples.
 #![allow(dead_code)]
 
 mod backtrace;
@@ -13,8 +13,8 @@ use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::testing::{
-    Sample, assert_as_accurate, assert_close, conformance, cuda_or_skip, devices, gradcheck, gradgradcheck,
-    tolerance,
+    Sample, assert_as_accurate, assert_close, conformance, cuda_or_skip, devices, gradcheck,
+    gradgradcheck, tolerance,
 };
 
 pub const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
@@ -29,7 +29,8 @@ pub struct Suite<'a> {
     pub small: &'a dyn Fn(Kind, Device) -> Vec<Sample>,
     /// Too large for one.
     pub large: &'a dyn Fn(Kind, Device) -> Vec<Sample>,
-    /// The length of the longest sum in a sample's outputs and gradients, which may be added up in another order.
+    /// The length of the longest sum in a sample's outputs and gradients, which may be added up in
+    /// another order.
     pub terms: &'a dyn Fn(&Sample) -> i64,
 }
 
@@ -72,8 +73,11 @@ impl Suite<'_> {
             for used in std::iter::once((0..outputs).collect()).chain(each) {
                 let fused = gradients(self.fused, &leaves(&sample.inputs), &used);
                 for (index, fused) in fused.iter().enumerate() {
-                    let fused = fused.as_ref().unwrap_or_else(|| panic!("{}: none for {index}", sample.name));
-                    let what = format!("the gradient of {index} of {} from {used:?}", sample.inputs.len());
+                    let fused = fused
+                        .as_ref()
+                        .unwrap_or_else(|| panic!("{}: none for {index}", sample.name));
+                    let what =
+                        format!("the gradient of {index} of {} from {used:?}", sample.inputs.len());
                     let reference = |inputs: &[Tensor]| {
                         let leaves = leaves(inputs);
                         let found = gradients(self.reference, &leaves, &used).remove(index);
@@ -94,13 +98,21 @@ impl Suite<'_> {
             let with = (self.fused)(&inputs).expect("with");
             let again = (self.fused)(&inputs).expect("again");
             for ((without, with), again) in without.iter().zip(&with).zip(&again) {
-                assert!(without.equal(with) && with.equal(again), "{} {kind:?} {device:?}", sample.name);
+                assert!(
+                    without.equal(with) && with.equal(again),
+                    "{} {kind:?} {device:?}",
+                    sample.name
+                );
             }
             let all: Vec<usize> = (0..with.len()).collect();
             let first = gradients(self.fused, &inputs, &all);
             let second = gradients(self.fused, &inputs, &all);
             for (first, second) in first.iter().flatten().zip(second.iter().flatten()) {
-                assert!(first.equal(second), "{} {kind:?} {device:?}: gradients differ", sample.name);
+                assert!(
+                    first.equal(second),
+                    "{} {kind:?} {device:?}: gradients differ",
+                    sample.name
+                );
             }
         });
     }
@@ -116,7 +128,8 @@ impl Suite<'_> {
         }
     }
 
-    /// The second derivatives of the whole table, as [`Suite::gradcheck_of_every_small_sample`] takes the first.
+    /// The second derivatives of the whole table, as [`Suite::gradcheck_of_every_small_sample`]
+    /// takes the first.
     pub fn gradgradcheck_of_every_small_sample(&self) {
         for device in devices() {
             for sample in (self.small)(Kind::Double, device) {
@@ -146,7 +159,8 @@ impl Suite<'_> {
         self.cuda_agrees_in(&[Kind::Float, Kind::Double], test);
     }
 
-    /// The same for the half kinds. Apart, because initcheck does not see what libtorch's half products write.
+    /// The same for the half kinds. Apart, because initcheck does not see what libtorch's half
+    /// products write.
     pub fn cuda_half_kinds_agree_with_the_cpu(&self, test: &str) {
         self.cuda_agrees_in(&[Kind::Half, Kind::BFloat16], test);
     }
@@ -154,7 +168,8 @@ impl Suite<'_> {
     fn cuda_agrees_in(&self, kinds: &[Kind], test: &str) {
         let Some(device) = cuda_or_skip(test) else { return };
         for &kind in kinds {
-            let all = |device| (self.small)(kind, device).into_iter().chain((self.large)(kind, device));
+            let all =
+                |device| (self.small)(kind, device).into_iter().chain((self.large)(kind, device));
             for (on_gpu, on_cpu) in all(device).zip(all(Device::Cpu)) {
                 let run = |sample: &Sample| {
                     let outputs = (self.fused)(&sample.inputs).expect("outputs");
@@ -207,8 +222,8 @@ pub fn incoming(output: &Tensor) -> Tensor {
 /// Several calls of an operator, and one number made of them.
 pub type Program<'a> = &'a dyn Fn(&[Tensor]) -> Tensor;
 
-/// Asserts that a program of several calls has the same first and second derivatives with the fused operator as with
-/// the reference, and the same first ones with and without a graph.
+/// Asserts that a program of several calls has the same first and second derivatives with the fused
+/// operator as with the reference, and the same first ones with and without a graph.
 pub fn assert_derivatives_agree(
     name: &str,
     [fused, reference]: [Program<'_>; 2],
@@ -219,8 +234,9 @@ pub fn assert_derivatives_agree(
     let (expected_first, expected_second) = first_and_second(reference, &leaves(inputs));
     let leaves = leaves(inputs);
     let options = GradOptions { allow_unused: true, ..Default::default() };
-    let plain =
-        grad(&[&fused(&leaves)], &leaves.iter().collect::<Vec<_>>(), &options).expect(name).into_vec();
+    let plain = grad(&[&fused(&leaves)], &leaves.iter().collect::<Vec<_>>(), &options)
+        .expect(name)
+        .into_vec();
     for index in 0..leaves.len() {
         let Some(expected) = &expected_first[index] else { continue };
         let with_graph = first[index].as_ref().expect(name);
@@ -239,8 +255,11 @@ fn first_and_second(program: Program<'_>, leaves: &[Tensor]) -> (Gradients, Grad
     let inputs: Vec<&Tensor> = leaves.iter().collect();
     let options = GradOptions { create_graph: true, allow_unused: true, ..Default::default() };
     let first = grad(&[&program(leaves)], &inputs, &options).expect("first").into_vec();
-    let norm =
-        first.iter().flatten().map(|gradient| gradient.square().sum(Kind::Double)).reduce(|a, b| a + b);
+    let norm = first
+        .iter()
+        .flatten()
+        .map(|gradient| gradient.square().sum(Kind::Double))
+        .reduce(|a, b| a + b);
     let options = GradOptions { allow_unused: true, ..Default::default() };
     let second = grad(&[&norm.expect("gradients")], &inputs, &options).expect("second").into_vec();
     (first, second)
@@ -257,9 +276,9 @@ pub fn gradients(operator: Operator<'_>, leaves: &[Tensor], used: &[usize]) -> V
     grad(&outputs, &inputs, &options).expect("gradients").into_vec()
 }
 
-/// Compares fused results with the reference's: of the large kinds one by one, the same but for the order of sums.
-/// Of the half kinds, they are no further from the exact ones than the reference's; small results are pooled for
-/// that, because of a few elements luck decides.
+/// Compares fused results with the reference's: of the large kinds one by one, the same but for the
+/// order of sums. Of the half kinds, they are no further from the exact ones than the reference's;
+/// small results are pooled for that, because of a few elements luck decides.
 #[derive(Default)]
 struct Results {
     pools: BTreeMap<String, [Vec<Tensor>; 3]>,
@@ -282,7 +301,8 @@ impl Results {
             let (rtol, atol) = suite.bounds(sample, kind);
             return in_context(sample, what, || assert_close(fused, &expected, rtol, atol));
         }
-        let exact: Vec<Tensor> = sample.inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
+        let exact: Vec<Tensor> =
+            sample.inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
         let exact = of(&exact);
         assert_eq!(fused.size(), exact.size(), "{what} of {}", sample.name);
         if fused.numel() >= ENOUGH {

@@ -1,5 +1,5 @@
-//! Random cases: whatever the shapes, layouts, kinds and gradients asked for, an operator gives what its reference
-//! gives, or refuses what the reference refuses.
+//! Random cases: whatever the shapes, layouts, kinds and gradients asked for, an operator gives
+//! what its reference gives, or refuses what the reference refuses.
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
@@ -38,20 +38,34 @@ pub struct Property<'a> {
 type Verdict = std::result::Result<(), String>;
 
 impl Property<'_> {
-    /// Tries many cases, always the same ones. A failure is made as small as it goes, and printed as a test.
+    /// Tries many cases, always the same ones. A failure is made as small as it goes, and printed
+    /// as a test.
     pub fn holds_for(&self, cases: impl Strategy<Value = Case>, count: u32, device: Device) {
         if let Err(report) = self.try_cases(cases, count, device) {
             panic!("{report}");
         }
     }
 
-    pub fn try_cases(&self, cases: impl Strategy<Value = Case>, count: u32, device: Device) -> Verdict {
-        let config =
-            Config { cases: count, failure_persistence: None, max_shrink_iters: 2000, ..Config::default() };
-        let mut runner = TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
-        let tried = runner.run(&cases, |case| self.check(&case, device).map_err(TestCaseError::fail));
+    pub fn try_cases(
+        &self,
+        cases: impl Strategy<Value = Case>,
+        count: u32,
+        device: Device,
+    ) -> Verdict {
+        let config = Config {
+            cases: count,
+            failure_persistence: None,
+            max_shrink_iters: 2000,
+            ..Config::default()
+        };
+        let mut runner =
+            TestRunner::new_with_rng(config, TestRng::deterministic_rng(RngAlgorithm::ChaCha));
+        let tried =
+            runner.run(&cases, |case| self.check(&case, device).map_err(TestCaseError::fail));
         tried.map_err(|error| match error {
-            TestError::Fail(reason, case) => format!("{reason}\n\nas a test:\n\n{}", case.code(device)),
+            TestError::Fail(reason, case) => {
+                format!("{reason}\n\nas a test:\n\n{}", case.code(device))
+            }
             TestError::Abort(reason) => reason.to_string(),
         })
     }
@@ -72,19 +86,29 @@ impl Property<'_> {
                 Err(format!("refused, but libtorch takes it: {error}"))
             }
             (Err(error), _) => self.check_message(&error.to_string()),
-            (Ok(_), _) if (self.excluded)(case) => Err("taken, but the docs exclude it".to_string()),
+            (Ok(_), _) if (self.excluded)(case) => {
+                Err("taken, but the docs exclude it".to_string())
+            }
             (Ok(_), Err(error)) => Err(format!("taken, but libtorch refuses it: {error}")),
             (Ok(found), Ok(expected)) => {
                 let exact = || self.exact(case, &expected, device);
-                compare("output", case, &found, &expected, &|| exact().map(|(outputs, _)| outputs))?;
+                compare("output", case, &found, &expected, &|| {
+                    exact().map(|(outputs, _)| outputs)
+                })?;
                 let exact = || exact().map(|(_, gradients)| gradients);
                 check_gradients(case, (&inputs, &found), (&others, &expected), &exact)
             }
         }
     }
 
-    /// What the reference gives in double precision for the same numbers: outputs, and gradients from the same vectors.
-    fn exact(&self, case: &Case, outputs: &[Tensor], device: Device) -> Option<(Vec<Tensor>, Vec<Tensor>)> {
+    /// What the reference gives in double precision for the same numbers: outputs, and gradients
+    /// from the same vectors.
+    fn exact(
+        &self,
+        case: &Case,
+        outputs: &[Tensor],
+        device: Device,
+    ) -> Option<(Vec<Tensor>, Vec<Tensor>)> {
         let wide = |tensor: Tensor| {
             let requires_grad = tensor.requires_grad();
             tensor.detach().to_kind(Kind::Double).set_requires_grad(requires_grad)
@@ -101,7 +125,9 @@ impl Property<'_> {
         if message.starts_with(self.name) && !message.contains('\n') {
             return Ok(());
         }
-        Err(format!("an error that does not begin with the operator, or is of several lines: {message}"))
+        Err(format!(
+            "an error that does not begin with the operator, or is of several lines: {message}"
+        ))
     }
 }
 
@@ -111,7 +137,8 @@ fn check_gradients(
     (others, expected): (&[Option<Tensor>], &[Tensor]),
     exact: Exact<'_>,
 ) -> Verdict {
-    let requires = |outputs: &[Tensor]| outputs.iter().map(Tensor::requires_grad).collect::<Vec<_>>();
+    let requires =
+        |outputs: &[Tensor]| outputs.iter().map(Tensor::requires_grad).collect::<Vec<_>>();
     if requires(found).contains(&true) != requires(expected).contains(&true) {
         return Err(format!(
             "outputs require grad: {:?}, expected {:?}",
@@ -136,34 +163,47 @@ fn gradients(
     vectors: Vec<Tensor>,
 ) -> std::result::Result<Vec<Tensor>, String> {
     let outputs: Vec<&Tensor> = outputs.iter().filter(|output| output.requires_grad()).collect();
-    let inputs: Vec<&Tensor> = inputs.iter().flatten().filter(|input| input.requires_grad()).collect();
+    let inputs: Vec<&Tensor> =
+        inputs.iter().flatten().filter(|input| input.requires_grad()).collect();
     if outputs.is_empty() || inputs.is_empty() {
         return Ok(Vec::new());
     }
     let vectors: Vec<Option<&Tensor>> = vectors.iter().map(Some).collect();
     let options = GradOptions { grad_outputs: &vectors, allow_unused: true, ..Default::default() };
-    let found = grad(&outputs, &inputs, &options).map_err(|error| format!("the backward failed: {error}"))?;
-    let zeros = |(found, input): (Option<Tensor>, &&Tensor)| found.unwrap_or_else(|| input.zeros_like());
+    let found = grad(&outputs, &inputs, &options)
+        .map_err(|error| format!("the backward failed: {error}"))?;
+    let zeros =
+        |(found, input): (Option<Tensor>, &&Tensor)| found.unwrap_or_else(|| input.zeros_like());
     Ok(found.into_vec().into_iter().zip(&inputs).map(zeros).collect())
 }
 
 /// Asked for only where something differs.
 type Exact<'a> = &'a dyn Fn() -> Option<Vec<Tensor>>;
 
-/// Near what is expected; or, where several steps make much of what the reference rounds, as near as that to what is exact.
-fn compare(what: &str, case: &Case, found: &[Tensor], expected: &[Tensor], exact: Exact<'_>) -> Verdict {
+/// Near what is expected; or, where several steps make much of what the reference rounds, as near
+/// as that to what is exact.
+fn compare(
+    what: &str,
+    case: &Case,
+    found: &[Tensor],
+    expected: &[Tensor],
+    exact: Exact<'_>,
+) -> Verdict {
     if found.len() != expected.len() {
         return Err(format!("{} {what}s, expected {}", found.len(), expected.len()));
     }
     for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
-        // The coarsest kind that takes part decides. A handful of roundings of sums of a few dozen terms.
+        // The coarsest kind that takes part decides. A handful of roundings of sums of a few dozen
+        // terms.
         let kinds = case.0.iter().flatten().map(|argument| argument.kind).chain([expected.kind()]);
         let (rtol, atol) = kinds
             .map(tolerance)
             .fold((0.0, 0.0), |most: (f64, f64), each| (most.0.max(each.0), most.1.max(each.1)));
         let atol = 10.0 * if rtol > 1e-4 { rtol } else { atol };
         let check = || assert_close(&found.detach(), &expected.detach(), 10.0 * rtol, atol);
-        let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)) else { continue };
+        let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)) else {
+            continue;
+        };
         let is_half = matches!(found.kind(), Kind::Half | Kind::BFloat16);
         let exact = if is_half { exact() } else { None };
         let is_as_accurate =
@@ -189,7 +229,8 @@ impl Case {
 
     /// As a test that one can paste.
     fn code(&self, device: Device) -> String {
-        let mut code = "#[test]\nfn found_by_random_cases() {\n    let case = Case(vec![\n".to_string();
+        let mut code =
+            "#[test]\nfn found_by_random_cases() {\n    let case = Case(vec![\n".to_string();
         for argument in &self.0 {
             let _ = match argument {
                 None => writeln!(code, "        None,"),
@@ -208,7 +249,8 @@ impl Argument {
     fn tensor(&self, index: usize, device: Device) -> Tensor {
         let len = self.size.iter().product::<i64>();
         let values = Tensor::arange(len, (Kind::Double, Device::Cpu)) * (1.7 + index as f64);
-        let values = values.sin().reshape(self.size.as_slice()).to_kind(self.kind).to_device(device);
+        let values =
+            values.sin().reshape(self.size.as_slice()).to_kind(self.kind).to_device(device);
         let tensor = self.layout.of(&values).expect("a layout");
         let differentiable = self.requires_grad && values.is_floating_point();
         tensor.set_requires_grad(differentiable)
@@ -245,7 +287,8 @@ pub enum Slip {
 }
 
 pub fn slip() -> impl Strategy<Value = Slip> {
-    let kinds = vec![Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16, Kind::Int64, Kind::Bool];
+    let kinds =
+        vec![Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16, Kind::Int64, Kind::Bool];
     prop_oneof![
         12 => Just(Slip::None),
         2 => (0..5usize, proptest::sample::select(kinds)).prop_map(|(index, kind)| Slip::Kind(index, kind)),
@@ -264,7 +307,8 @@ pub struct Style {
     slip: Slip,
 }
 
-/// For so many arguments. Apart from the sizes, and not made after them, so that both become small on a failure.
+/// For so many arguments. Apart from the sizes, and not made after them, so that both become small
+/// on a failure.
 pub fn style(count: usize) -> impl Strategy<Value = Style> {
     let each = proptest::collection::vec((layout(), any::<bool>()), count);
     (kind(), each, slip()).prop_map(|(kind, each, slip)| Style { kind, each, slip })
@@ -283,7 +327,9 @@ impl Style {
 fn slipped(mut arguments: Vec<Option<Argument>>, slip: Slip) -> Case {
     let index = match slip {
         Slip::None => return Case(arguments),
-        Slip::Kind(index, _) | Slip::Size(index, ..) | Slip::Dim(index) | Slip::NoDim(index) => index,
+        Slip::Kind(index, _) | Slip::Size(index, ..) | Slip::Dim(index) | Slip::NoDim(index) => {
+            index
+        }
     };
     if let Some(Some(argument)) = arguments.get_mut(index) {
         match slip {

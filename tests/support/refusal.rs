@@ -4,8 +4,8 @@ use std::fmt::Debug;
 use std::panic::UnwindSafe;
 use tch_extension::Result;
 
-/// The error begins with `place`, the operator and its argument, has all the texts and one line; the form without `f_`
-/// panics with the same.
+/// The error begins with `place`, the operator and its argument, has all the texts and one line;
+/// the form without `f_` panics with the same.
 pub fn assert_refused<T: Debug, U: Debug>(
     place: &str,
     texts: &[&str],

@@ -53,7 +53,8 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
 }
 
 fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Program>> {
-    let mut builds: Vec<&[&str]> = vec![&["test", "--workspace", "--no-run"], &["build", "--examples"]];
+    let mut builds: Vec<&[&str]> =
+        vec![&["test", "--workspace", "--no-run"], &["build", "--examples"]];
     if options.benches {
         builds.push(&["bench", "--profile", "dev", "--bench", "ops", "--no-run"]);
     }
@@ -81,8 +82,10 @@ fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Progra
     }
 }
 
-/// Packages whose programs have something to do on another machine; the tools of this repository have not.
-const PACKAGES: [&str; 3] = ["Cargo.toml", "tests/downstream/Cargo.toml", "examples/extension/Cargo.toml"];
+/// Packages whose programs have something to do on another machine; the tools of this repository
+/// have not.
+const PACKAGES: [&str; 3] =
+    ["Cargo.toml", "tests/downstream/Cargo.toml", "examples/extension/Cargo.toml"];
 
 /// The program in one of cargo's messages, if it is one of those packages'.
 fn program(message: &Value, root: &Path) -> Option<Program> {
@@ -118,7 +121,8 @@ fn needs_rust(source: &Path) -> bool {
 /// Copies without debug information, which is most of the size.
 fn copy_program(program: &Program, dist: &Path) -> Result<()> {
     let folder = dist.join(program.folder);
-    std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    std::fs::create_dir_all(&folder)
+        .with_context(|| format!("cannot make {}", folder.display()))?;
     let copy = folder.join(&program.name);
     let stripped = programs::command("strip", &["-o"]).arg(&copy).arg(&program.executable).output();
     if stripped.is_ok_and(|output| output.status.success()) {
@@ -128,7 +132,8 @@ fn copy_program(program: &Program, dist: &Path) -> Result<()> {
         "warning: {} is copied with its debug information: no `strip` (binutils)",
         program.name
     ));
-    std::fs::copy(&program.executable, &copy).with_context(|| format!("cannot write {}", copy.display()))?;
+    std::fs::copy(&program.executable, &copy)
+        .with_context(|| format!("cannot write {}", copy.display()))?;
     Ok(())
 }
 
@@ -140,12 +145,14 @@ fn copy_files(repo: &Repo, folder: &Path) -> Result<()> {
         if is_large(&from) {
             continue;
         }
-        let content = std::fs::read(&from).with_context(|| format!("cannot read {}", from.display()))?;
+        let content =
+            std::fs::read(&from).with_context(|| format!("cannot read {}", from.display()))?;
         if content.contains(&0) {
             continue;
         }
         if let Some(parent) = to.parent() {
-            std::fs::create_dir_all(parent).with_context(|| format!("cannot make {}", parent.display()))?;
+            std::fs::create_dir_all(parent)
+                .with_context(|| format!("cannot make {}", parent.display()))?;
         }
         std::fs::write(&to, content).with_context(|| format!("cannot write {}", to.display()))?;
     }
@@ -156,7 +163,8 @@ fn copy_files(repo: &Repo, folder: &Path) -> Result<()> {
 fn copy_vision(repo: &Repo, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let from = repo.venv().join("vision/torchvision/_C.so");
-    std::fs::copy(&from, folder.join("_C.so")).with_context(|| format!("cannot copy {}", from.display()))?;
+    std::fs::copy(&from, folder.join("_C.so"))
+        .with_context(|| format!("cannot copy {}", from.display()))?;
     Ok(())
 }
 
@@ -180,8 +188,9 @@ fn without_git(root: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for entry in std::fs::read_dir(root).into_iter().flatten().flatten() {
         let name = PathBuf::from(entry.file_name());
-        let is_source =
-            ["src", "csrc", "docs", "tests", "benches", "examples"].iter().any(|dir| name == Path::new(dir));
+        let is_source = ["src", "csrc", "docs", "tests", "benches", "examples"]
+            .iter()
+            .any(|dir| name == Path::new(dir));
         if is_source && entry.path().is_dir() {
             collect(root, &name, &mut files);
         } else if name.extension().is_some_and(|ending| ending == "md" || ending == "toml") {
@@ -232,7 +241,8 @@ fn summary(dist: &Path, programs: &[Program]) -> Result<String> {
     let mut text = String::new();
     for program in programs {
         let name = format!("{}/{}", program.folder, program.name);
-        text += &format!("{name:<40}{:>8.1} MiB\n", mib(std::fs::metadata(dist.join(&name))?.len()));
+        text +=
+            &format!("{name:<40}{:>8.1} MiB\n", mib(std::fs::metadata(dist.join(&name))?.len()));
     }
     let total = mib(folder_size(dist));
     text += &format!("{:<40}{total:>8.1} MiB\n", "dist, with run.sh and files");
@@ -275,7 +285,8 @@ mod tests {
     #[test]
     fn programs_go_where_they_belong() {
         let folder = |kind, test| {
-            program(&message(kind, test, "/w/Cargo.toml"), Path::new("/w")).map(|program| program.folder)
+            program(&message(kind, test, "/w/Cargo.toml"), Path::new("/w"))
+                .map(|program| program.folder)
         };
         assert_eq!(folder("test", true), Some("tests"));
         assert_eq!(folder("lib", true), Some("tests"));
@@ -298,7 +309,8 @@ mod tests {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    /// A bundle whose programs only say what the script reads; the tools report `finding`, if it is not empty.
+    /// A bundle whose programs only say what the script reads; the tools report `finding`, if it is
+    /// not empty.
     fn sanitize(folder: &Path, arguments: &[&str], tools: &str, finding: &str) -> (bool, String) {
         let run = |name: &str| folder.join("tests").join(name);
         // Long enough to outlive whoever reads the first lines only.
@@ -333,7 +345,8 @@ mod tests {
 
     #[test]
     fn the_sanitizers_see_every_program_that_is_named() {
-        let folder = std::env::temp_dir().join(format!("tch-extension-bundle-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("tch-extension-bundle-{}", std::process::id()));
         let (good, text) = sanitize(&folder, &["many"], "", "");
         assert!(good && text.contains("memcheck   many                       1 passed"), "{text}");
         let (good, text) = sanitize(&folder, &["many", "none"], "", "");
@@ -345,8 +358,10 @@ mod tests {
 
     #[test]
     fn racecheck_is_believed_where_it_knows_the_barriers() {
-        let folder = std::env::temp_dir().join(format!("tch-extension-racecheck-{}", std::process::id()));
-        let of_grid = "=========     and Read access at tch_extension::parts() in grid_product.h:313";
+        let folder =
+            std::env::temp_dir().join(format!("tch-extension-racecheck-{}", std::process::id()));
+        let of_grid =
+            "=========     and Read access at tch_extension::parts() in grid_product.h:313";
         let other = "========= Error: Write access at tch_extension::sums() in cuda.cu:3";
         for (tool, finding, is_good) in [
             ("racecheck", of_grid, true),
@@ -357,7 +372,11 @@ mod tests {
             let (good, text) = sanitize(&folder, &["many"], tool, finding);
             assert_eq!(good, is_good, "{tool}, {finding}: {text}");
             assert!(text.contains(&format!("{tool:<10} many")), "{text}");
-            assert_eq!(text.contains("1 in lltm's grids left out"), tool == "racecheck" && is_good, "{text}");
+            assert_eq!(
+                text.contains("1 in lltm's grids left out"),
+                tool == "racecheck" && is_good,
+                "{text}"
+            );
         }
         std::fs::remove_dir_all(folder).unwrap();
     }

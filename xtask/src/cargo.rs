@@ -42,7 +42,8 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Runs commands at the same time and demands success of all; each one's output appears whole, below its title.
+/// Runs commands at the same time and demands success of all; each one's output appears whole,
+/// below its title.
 pub fn run_together<const N: usize>(commands: [(String, Command); N]) -> Result<()> {
     let outputs = std::thread::scope(|scope| {
         let running = commands.map(|(title, mut command)| {
@@ -81,7 +82,10 @@ pub fn messages(command: &mut Command) -> Result<Vec<Value>> {
 
 /// Cargo's messages; other programs may print between them.
 fn parse(text: &str) -> Vec<Value> {
-    text.lines().filter_map(|line| serde_json::from_str(line).ok()).filter(Value::is_object).collect()
+    text.lines()
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .filter(Value::is_object)
+        .collect()
 }
 
 fn describe(command: &Command) -> String {
@@ -102,7 +106,8 @@ mod tests {
     #[test]
     fn one_of_several_that_fails_is_named() {
         run_together([shell("a", "echo fine"), shell("b", "true")]).unwrap();
-        let error = run_together([shell("a", "exit 3"), shell("b", "true")]).unwrap_err().to_string();
+        let error =
+            run_together([shell("a", "exit 3"), shell("b", "true")]).unwrap_err().to_string();
         assert!(error.contains("with a failed") && !error.contains("with b"), "{error}");
     }
 

@@ -19,8 +19,8 @@ struct Ci {
 /// A step's name and what it does.
 type Step = (&'static str, fn(&Ci) -> Result<()>);
 
-/// The oldest GPUs and the newest of those that kernels are written for, where nobody names any: all others compile the
-/// same lines, and each one costs minutes.
+/// The oldest GPUs and the newest of those that kernels are written for, where nobody names any:
+/// all others compile the same lines, and each one costs minutes.
 const ARCHS: (&str, &str) = ("TORCH_CUDA_ARCH_LIST", "7.5;9.0a");
 
 /// For clippy, the tests and the example, cargo builds the crate three times.
@@ -45,7 +45,8 @@ const STEPS: &[Step] = &[
 
 /// Runs every step, or those whose name contains one of these words.
 pub fn run(repo: Repo, words: &[String]) -> Result<ExitCode> {
-    let is_wanted = |name: &str| words.is_empty() || words.iter().any(|word| name.contains(word.as_str()));
+    let is_wanted =
+        |name: &str| words.is_empty() || words.iter().any(|word| name.contains(word.as_str()));
     let steps: Vec<&Step> = STEPS.iter().filter(|(name, _)| is_wanted(name)).collect();
     if steps.is_empty() {
         let names: Vec<&str> = STEPS.iter().map(|(name, _)| *name).collect();
@@ -103,10 +104,18 @@ impl Ci {
 
     fn clippy(&self) -> Result<()> {
         self.need_component("clippy", "clippy")?;
-        cargo::run(&mut self.cargo(&["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"]))
+        cargo::run(&mut self.cargo(&[
+            "clippy",
+            "--workspace",
+            "--all-targets",
+            "--",
+            "-D",
+            "warnings",
+        ]))
     }
 
-    /// What the tests run. The library alone would have other features of its dependencies, and be built twice.
+    /// What the tests run. The library alone would have other features of its dependencies, and be
+    /// built twice.
     fn build(&self) -> Result<Vec<Value>> {
         cargo::messages(&mut self.cargo(&["test", "--workspace", "--no-run"]))
     }
@@ -121,8 +130,8 @@ impl Ci {
         misuse::check(&self.repo, &self.build()?)
     }
 
-    /// The tests, whose threads wait asleep: libtest has as many as there are cores, and each of them has as many of
-    /// libtorch's, which would spin while others work.
+    /// The tests, whose threads wait asleep: libtest has as many as there are cores, and each of
+    /// them has as many of libtorch's, which would spin while others work.
     fn test(&self, args: &[&str]) -> Command {
         let mut command = self.cargo(&["test"]);
         command.args(args).env("OMP_WAIT_POLICY", "passive");
@@ -138,8 +147,8 @@ impl Ci {
         cargo::run(&mut command)
     }
 
-    /// Each unit is one of three, and only one is chosen at run time: by the processor, or by this variable of
-    /// libtorch's. The step before this one used what the processor chose.
+    /// Each unit is one of three, and only one is chosen at run time: by the processor, or by this
+    /// variable of libtorch's. The step before this one used what the processor chose.
     fn operators_per_isa(&self) -> Result<()> {
         let tests = operator_tests(&self.repo.root);
         if tests.is_empty() {
@@ -253,7 +262,9 @@ mod tests {
         let times = [("format", Duration::from_millis(500)), ("tests", Duration::from_secs(2))];
         let failed = table(&times, false);
         assert!(
-            failed.contains("format") && failed.contains("0.5 s  ok") && failed.contains("2.0 s  FAILED")
+            failed.contains("format")
+                && failed.contains("0.5 s  ok")
+                && failed.contains("2.0 s  FAILED")
         );
         assert!(!table(&times, true).contains("FAILED"));
     }

@@ -46,8 +46,12 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
     match name {
         Some("demo") => demo(own_args(args)),
         Some("test") => match args {
-            [flag, version, args @ ..] if flag == "--tch" => versions::test(&Repo::find()?, version, args),
-            [flag] if flag == "--tch" => Err(Usage(format!("--tch wants {}", versions::KNOWN)).into()),
+            [flag, version, args @ ..] if flag == "--tch" => {
+                versions::test(&Repo::find()?, version, args)
+            }
+            [flag] if flag == "--tch" => {
+                Err(Usage(format!("--tch wants {}", versions::KNOWN)).into())
+            }
             args => test(args),
         },
         Some("bench") => {
@@ -108,7 +112,8 @@ fn only_setup(repo: &Repo) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Without the `--` that many write out of habit: these commands put one before the arguments themselves.
+/// Without the `--` that many write out of habit: these commands put one before the arguments
+/// themselves.
 fn own_args(args: &[String]) -> &[String] {
     match args {
         [first, rest @ ..] if first == "--" => rest,
@@ -128,7 +133,9 @@ fn bundle_options(args: &[String]) -> Result<bundle::Options> {
     for arg in args {
         match arg.as_str() {
             "--no-bench" => options.benches = false,
-            other => return Err(Usage(format!("`bundle` knows no `{other}`, only `--no-bench`")).into()),
+            other => {
+                return Err(Usage(format!("`bundle` knows no `{other}`, only `--no-bench`")).into());
+            }
         }
     }
     Ok(options)

@@ -38,8 +38,10 @@ pub fn find(cxx: Option<&str>) -> Result<Compiler> {
     }
     for command in ["c++", "g++", "clang++"] {
         if let Some(outcome) = try_compile(command) {
-            return outcome
-                .map(|()| Compiler { command: command.to_string(), must_be_named: command != "c++" });
+            return outcome.map(|()| Compiler {
+                command: command.to_string(),
+                must_be_named: command != "c++",
+            });
         }
     }
     Err(trouble(
@@ -49,8 +51,8 @@ pub fn find(cxx: Option<&str>) -> Result<Compiler> {
     ))
 }
 
-/// Checks a two-line C++17 program: a compiler can be there without its standard library, or be too old.
-/// `None` when the program does not exist.
+/// Checks a two-line C++17 program: a compiler can be there without its standard library, or be too
+/// old. `None` when the program does not exist.
 fn try_compile(command: &str) -> Option<Result<()>> {
     let (program, args) = split(command);
     let child = Command::new(program)

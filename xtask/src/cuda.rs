@@ -23,7 +23,8 @@ pub struct Search {
     pub tried: Vec<(String, PathBuf)>,
     /// The first that works.
     pub found: Option<Nvcc>,
-    /// Whether this repository's own CUDA_HOME was passed over, since it does not suit a user's libtorch.
+    /// Whether this repository's own CUDA_HOME was passed over, since it does not suit a user's
+    /// libtorch.
     pub own_passed_over: bool,
 }
 
@@ -38,7 +39,9 @@ impl Search {
             "CUDA_HOME" if is_ours(env(name).as_deref(), &repo.cuda()) => {
                 repo.cuda().into_os_string().into_string().ok()
             }
-            _ => env(name).and_then(|value| value.into_string().ok()).filter(|value| !value.is_empty()),
+            _ => env(name)
+                .and_then(|value| value.into_string().ok())
+                .filter(|value| !value.is_empty()),
         };
         let tried = probe::nvcc_candidates(&libtorch.lib, &env);
         let found = probe::find_nvcc(&libtorch.lib, &env);
@@ -71,8 +74,9 @@ impl Search {
     }
 }
 
-/// This repository's CUDA_HOME is set by cargo, not by the user, and goes with this repository's libtorch. With
-/// another libtorch, of another CUDA, it must not hide a toolkit that fits, nor be an error.
+/// This repository's CUDA_HOME is set by cargo, not by the user, and goes with this repository's
+/// libtorch. With another libtorch, of another CUDA, it must not hide a toolkit that fits, nor be
+/// an error.
 fn passes_over_own(libtorch: &Libtorch, major: Option<u32>, env: Env, repo: &Repo) -> bool {
     if libtorch.rule == Rule::Own || !is_ours(env("CUDA_HOME").as_deref(), &repo.cuda()) {
         return false;
@@ -113,8 +117,11 @@ fn absent(tried: &[(String, PathBuf)], major: u32) -> anyhow::Error {
 pub fn describe(tried: &[(String, PathBuf)]) -> String {
     let mut places: Vec<String> = Vec::new();
     for (source, path) in tried {
-        let place =
-            if source == "PATH" { "PATH".to_string() } else { format!("{} ({source})", path.display()) };
+        let place = if source == "PATH" {
+            "PATH".to_string()
+        } else {
+            format!("{} ({source})", path.display())
+        };
         if places.last() != Some(&place) {
             places.push(place);
         }
@@ -159,7 +166,9 @@ mod tests {
 
     #[test]
     fn cuda_that_must_be_there_is_missed() {
-        assert!(message(search(Some(13), None), Some("1")).contains("there is no nvcc; looked at PATH"));
+        assert!(
+            message(search(Some(13), None), Some("1")).contains("there is no nvcc; looked at PATH")
+        );
         assert!(message(search(None, None), Some("1")).contains("CPU build"));
         assert!(message(search(Some(13), None), Some("yes")).contains("TCH_EXTENSION_CUDA=yes"));
     }

@@ -72,12 +72,19 @@ fn table(rows: &[(&str, String)]) -> String {
 
 fn check_machine(findings: &mut Findings, repo: &Repo) {
     let system = std::fs::read_to_string("/etc/os-release").unwrap_or_default();
-    let system =
-        system.lines().find_map(|line| line.strip_prefix("PRETTY_NAME=")).unwrap_or("unknown system");
-    let platform =
-        format!("{} {}, {}", std::env::consts::OS, std::env::consts::ARCH, system.trim_matches('"'));
+    let system = system
+        .lines()
+        .find_map(|line| line.strip_prefix("PRETTY_NAME="))
+        .unwrap_or("unknown system");
+    let platform = format!(
+        "{} {}, {}",
+        std::env::consts::OS,
+        std::env::consts::ARCH,
+        system.trim_matches('"')
+    );
     findings.check("platform", setup::check_platform().map(|()| platform));
-    let glibc = first_line("getconf", &["GNU_LIBC_VERSION"]).unwrap_or_else(|| "unknown".to_string());
+    let glibc =
+        first_line("getconf", &["GNU_LIBC_VERSION"]).unwrap_or_else(|| "unknown".to_string());
     findings.check("C library", setup::check_glibc().map(|()| glibc));
     let free = free_gib(&repo.root).map_or("unknown".to_string(), |free| format!("{free:.0} GiB"));
     findings.row("free disk", format!("{free} in {}", repo.root.display()));
@@ -88,7 +95,8 @@ fn gpus() -> String {
     let query = ["--query-gpu=name,driver_version,compute_cap", "--format=csv,noheader"];
     match stdout("nvidia-smi", &query) {
         Some(text) if !text.is_empty() => text.lines().collect::<Vec<_>>().join("; "),
-        _ => "none seen (no nvidia-smi, or it fails): kernels are compiled, GPU tests skip".to_string(),
+        _ => "none seen (no nvidia-smi, or it fails): kernels are compiled, GPU tests skip"
+            .to_string(),
     }
 }
 
@@ -99,12 +107,16 @@ fn check_tools(findings: &mut Findings) {
     findings.row("cargo", first_line(cargo, &["--version"]).unwrap_or_else(unknown));
     let cxx = std::env::var("CXX").ok();
     let compiler = compiler::find(cxx.as_deref());
-    findings.check("C++ compiler", compiler.map(|found| format!("{}: {}", found.command, found.version())));
+    findings.check(
+        "C++ compiler",
+        compiler.map(|found| format!("{}: {}", found.command, found.version())),
+    );
 }
 
 /// Matters only where something is still to be installed.
 fn check_pip(findings: &mut Findings, repo: &Repo) {
-    let pip = Pip::of(Path::new("python3")).or_else(|| Pip::of(&repo.venv().join("pip/bin/python")));
+    let pip =
+        Pip::of(Path::new("python3")).or_else(|| Pip::of(&repo.venv().join("pip/bin/python")));
     let pip = pip.map_or("no pip; set-up tries `python3 -m venv`".to_string(), |pip| pip.version);
     findings.check("python3", pip::python().map(|python| format!("{python}, {pip}")));
 }
@@ -119,9 +131,10 @@ fn check_libtorch(findings: &mut Findings, repo: &Repo) {
         }
         let complete = missing.and_then(|missing| match missing {
             None => Ok("complete".to_string()),
-            Some(why) => {
-                Err(report::trouble(format_args!("set-up is not complete: {why}"), "`cargo xtask setup`"))
-            }
+            Some(why) => Err(report::trouble(
+                format_args!("set-up is not complete: {why}"),
+                "`cargo xtask setup`",
+            )),
         });
         let is_complete = complete.is_ok();
         findings.check("set-up", complete);
@@ -149,10 +162,9 @@ fn describe_libtorch(libtorch: &Libtorch) -> String {
 
 fn check_cuda(findings: &mut Findings, libtorch: &Libtorch, repo: &Repo) {
     let search = Search::run(libtorch, &real_env, repo);
-    let nvcc = search
-        .found
-        .as_ref()
-        .map(|nvcc| format!("{} ({}, found by {})", nvcc.version, nvcc.path.display(), nvcc.source));
+    let nvcc = search.found.as_ref().map(|nvcc| {
+        format!("{} ({}, found by {})", nvcc.version, nvcc.path.display(), nvcc.source)
+    });
     findings.row("nvcc", nvcc.unwrap_or_else(|| "none".to_string()));
     findings.row("tried", cuda::describe(&search.tried));
     check_driver(findings, search.libtorch_major);
@@ -175,7 +187,8 @@ fn oldest_driver(cuda_major: u32) -> Option<u32> {
 }
 
 fn check_driver(findings: &mut Findings, cuda_major: Option<u32>) {
-    let Some(driver) = first_line("nvidia-smi", &["--query-gpu=driver_version", "--format=csv,noheader"])
+    let Some(driver) =
+        first_line("nvidia-smi", &["--query-gpu=driver_version", "--format=csv,noheader"])
     else {
         return;
     };
@@ -186,10 +199,16 @@ fn check_driver(findings: &mut Findings, cuda_major: Option<u32>) {
 fn driver_suits(driver: &str, cuda_major: Option<u32>) -> Result<()> {
     let major: Option<u32> = driver.split('.').next().and_then(|major| major.parse().ok());
     match (major, cuda_major, cuda_major.and_then(oldest_driver)) {
-        (Some(driver_major), Some(cuda), Some(oldest)) if driver_major < oldest => Err(report::trouble(
-            format_args!("the GPU driver {driver} is too old for CUDA {cuda}, with which libtorch was built"),
-            format_args!("install driver {oldest} or newer, or set LIBTORCH to a libtorch of an older CUDA"),
-        )),
+        (Some(driver_major), Some(cuda), Some(oldest)) if driver_major < oldest => {
+            Err(report::trouble(
+                format_args!(
+                    "the GPU driver {driver} is too old for CUDA {cuda}, with which libtorch was built"
+                ),
+                format_args!(
+                    "install driver {oldest} or newer, or set LIBTORCH to a libtorch of an older CUDA"
+                ),
+            ))
+        }
         _ => Ok(()),
     }
 }
@@ -205,7 +224,10 @@ mod tests {
         findings.check("libtorch", Err(report::trouble("no libtorch", "`cargo xtask setup`")));
         let text = findings.text();
         assert!(text.contains("GPU           none\n"), "{text}");
-        assert!(text.contains("\nproblem: no libtorch\n  way out: `cargo xtask setup`\n"), "{text}");
+        assert!(
+            text.contains("\nproblem: no libtorch\n  way out: `cargo xtask setup`\n"),
+            "{text}"
+        );
         assert!(!text.contains("all is well"), "{text}");
     }
 

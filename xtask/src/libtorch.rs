@@ -8,7 +8,8 @@ use anyhow::{Result, bail};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// The libtorch that torch-sys' bindings were generated from; the pins of `libtorch.txt` agree (tested).
+/// The libtorch that torch-sys' bindings were generated from; the pins of `libtorch.txt` agree
+/// (tested).
 pub const WANTED: &str = "2.11.0";
 
 /// Reads an environment variable; a parameter, so that tests need not change the real environment.
@@ -28,10 +29,15 @@ pub enum Rule {
 impl std::fmt::Display for Rule {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Rule::Python(python) => write!(f, "LIBTORCH_USE_PYTORCH is set: the torch of `{python}`"),
+            Rule::Python(python) => {
+                write!(f, "LIBTORCH_USE_PYTORCH is set: the torch of `{python}`")
+            }
             Rule::User(_) => write!(f, "LIBTORCH is set"),
             Rule::Own => {
-                write!(f, "this repository's own, as neither LIBTORCH_USE_PYTORCH nor LIBTORCH is set")
+                write!(
+                    f,
+                    "this repository's own, as neither LIBTORCH_USE_PYTORCH nor LIBTORCH is set"
+                )
             }
         }
     }
@@ -40,7 +46,8 @@ impl std::fmt::Display for Rule {
 /// Applies the rules.
 pub fn choose(env: Env, repo: &Repo) -> Rule {
     if env("LIBTORCH_USE_PYTORCH").is_some() {
-        // As torch-sys does: in a virtual environment only `python` is sure to be the environment's.
+        // As torch-sys does: in a virtual environment only `python` is sure to be the
+        // environment's.
         return Rule::Python(if env("VIRTUAL_ENV").is_some() { "python" } else { "python3" });
     }
     let libtorch = env("LIBTORCH");
@@ -68,7 +75,8 @@ impl Libtorch {
             Rule::User(root) => root.clone(),
             Rule::Own => repo.libtorch(),
         };
-        // Some distributions keep libraries and headers apart, for which torch-sys has two variables.
+        // Some distributions keep libraries and headers apart, for which torch-sys has two
+        // variables.
         let root_of = |variable: &str| match (&rule, env(variable)) {
             (Rule::User(_) | Rule::Own, Some(path)) => PathBuf::from(path),
             _ => root.clone(),
@@ -181,8 +189,8 @@ fn python_torch(python: &str, repo: &Repo) -> Result<PathBuf> {
     Ok(PathBuf::from(root))
 }
 
-/// Imports what torch-sys imports, because its own message does not say what is wrong. Importing takes seconds,
-/// so a success is remembered.
+/// Imports what torch-sys imports, because its own message does not say what is wrong. Importing
+/// takes seconds, so a success is remembered.
 fn check_import(python: &str, which: &str, instead: &str, repo: &Repo) -> Result<()> {
     let memory = repo.venv().join(".python-torch");
     if std::fs::read_to_string(&memory).is_ok_and(|known| known == which) {
@@ -194,7 +202,9 @@ fn check_import(python: &str, which: &str, instead: &str, repo: &Repo) -> Result
         let way_out = if reason.contains("setuptools") {
             format!("`{python} -m pip install setuptools`, or {instead}")
         } else {
-            format!("repair that Python's torch until `{python} -c '{IMPORT_TORCH}'` works, or {instead}")
+            format!(
+                "repair that Python's torch until `{python} -c '{IMPORT_TORCH}'` works, or {instead}"
+            )
         };
         bail!(trouble(format_args!("`{python}` cannot import its torch: {reason}"), way_out));
     }
@@ -209,7 +219,10 @@ mod tests {
 
     fn chosen(variables: &[(&str, &str)]) -> Rule {
         let env = |name: &str| {
-            variables.iter().find(|(variable, _)| *variable == name).map(|(_, value)| OsString::from(value))
+            variables
+                .iter()
+                .find(|(variable, _)| *variable == name)
+                .map(|(_, value)| OsString::from(value))
         };
         choose(&env, &Repo { root: PathBuf::from("/repo") })
     }
@@ -232,9 +245,15 @@ mod tests {
     #[test]
     fn a_wrong_version_names_both_and_the_way_out() {
         let rule = Rule::User("/opt/libtorch".into());
-        let message = wrong_version(Some("2.4.1"), Path::new("/opt/libtorch/lib"), &rule).to_string();
-        for part in ["2.4.1", WANTED, "/opt/libtorch/lib", "unset LIBTORCH", "LIBTORCH_BYPASS_VERSION_CHECK"]
-        {
+        let message =
+            wrong_version(Some("2.4.1"), Path::new("/opt/libtorch/lib"), &rule).to_string();
+        for part in [
+            "2.4.1",
+            WANTED,
+            "/opt/libtorch/lib",
+            "unset LIBTORCH",
+            "LIBTORCH_BYPASS_VERSION_CHECK",
+        ] {
             assert!(message.contains(part), "{part} is not in: {message}");
         }
     }

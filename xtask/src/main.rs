@@ -1,7 +1,7 @@
 //! The daily commands of this repository: `cargo xtask help` lists them.
 //!
-//! Each command first makes sure that libtorch and nvcc are there, so that a fresh clone needs no other step.
-//! Nothing here depends on torch-sys, which cannot be built before that.
+//! Each command first makes sure that libtorch and nvcc are there, so that a fresh clone needs no
+//! other step. Nothing here depends on torch-sys, which cannot be built before that.
 
 #[cfg(not(unix))]
 compile_error!("tch-extension supports Linux on x86-64 only; on Windows, use WSL 2");
@@ -19,8 +19,8 @@ mod outside;
 mod page;
 mod pip;
 mod plot;
-// The very code with which build scripts look for libtorch and nvcc: both must find the same. Taken as a file,
-// because as a dependency it would bring a C++ build library into every `cargo xtask`.
+// The very code with which build scripts look for libtorch and nvcc: both must find the same. Taken
+// as a file, because as a dependency it would bring a C++ build library into every `cargo xtask`.
 #[allow(dead_code)]
 #[path = "../../tch-extension-build/src/probe.rs"]
 mod probe;
@@ -41,7 +41,8 @@ fn main() -> ExitCode {
     match commands::run(name.as_deref(), &args) {
         Ok(code) => code,
         Err(error) => {
-            // Display, not Debug: with RUST_BACKTRACE set, Debug would bury the message under a backtrace.
+            // Display, not Debug: with RUST_BACKTRACE set, Debug would bury the message under a
+            // backtrace.
             report::say(format_args!("error: {error:#}"));
             ExitCode::from(if error.is::<commands::Usage>() { 2 } else { 1 })
         }

@@ -1,6 +1,7 @@
-//! Programs that must not compile: `tests/misuse/*.rs`. Each begins with a comment that says which error the compiler must
-//! report, and there must be no other. As trybuild does it, but against the library that is built already: trybuild's
-//! own target folder would build libtorch's bindings and all kernels again.
+//! Programs that must not compile: `tests/misuse/*.rs`. Each begins with a comment that says which
+//! error the compiler must report, and there must be no other. As trybuild does it, but against the
+//! library that is built already: trybuild's own target folder would build libtorch's bindings and
+//! all kernels again.
 
 use crate::repo::Repo;
 use crate::report::say;
@@ -14,7 +15,8 @@ const FOLDER: &str = "tests/misuse";
 
 /// Checks every program against the library of these messages of a build.
 pub fn check(repo: &Repo, messages: &[Value]) -> Result<()> {
-    let library = library(messages).context("cargo did not say where the library of tch-extension is")?;
+    let library =
+        library(messages).context("cargo did not say where the library of tch-extension is")?;
     let mut programs: Vec<PathBuf> = std::fs::read_dir(repo.root.join(FOLDER))
         .with_context(|| format!("cannot read {FOLDER}"))?
         .flatten()
@@ -26,10 +28,11 @@ pub fn check(repo: &Repo, messages: &[Value]) -> Result<()> {
         bail!("there is no program in {FOLDER}, so nothing was checked");
     }
     for program in &programs {
-        let text =
-            std::fs::read_to_string(program).with_context(|| format!("cannot read {}", program.display()))?;
+        let text = std::fs::read_to_string(program)
+            .with_context(|| format!("cannot read {}", program.display()))?;
         let output = compile(program, &library)?;
-        judge(&text, &output).map_err(|trouble| anyhow::anyhow!("{}: {trouble}", program.display()))?;
+        judge(&text, &output)
+            .map_err(|trouble| anyhow::anyhow!("{}: {trouble}", program.display()))?;
     }
     say(format_args!("{} programs are refused, each for its reason", programs.len()));
     Ok(())
@@ -53,7 +56,16 @@ fn compile(program: &Path, library: &Path) -> Result<String> {
     // Cargo links the library itself one folder up from what it depends on.
     let folders = [deps.to_path_buf(), deps.join("deps")];
     let mut command = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
-    command.args(["--edition", "2024", "--crate-type", "bin", "--emit", "metadata", "-o", "/dev/null"]);
+    command.args([
+        "--edition",
+        "2024",
+        "--crate-type",
+        "bin",
+        "--emit",
+        "metadata",
+        "-o",
+        "/dev/null",
+    ]);
     for folder in folders {
         command.arg("-L").arg(format!("dependency={}", folder.display()));
     }
@@ -80,7 +92,9 @@ fn judge(program: &str, output: &str) -> std::result::Result<(), String> {
         {
             Ok(())
         }
-        _ => Err(format!("{code} ({says}) should be the only error, but the compiler says:\n{output}")),
+        _ => Err(format!(
+            "{code} ({says}) should be the only error, but the compiler says:\n{output}"
+        )),
     }
 }
 
@@ -91,8 +105,7 @@ mod tests {
     #[test]
     fn one_error_and_the_right_one() {
         let program = "// E0277: between threads\nfn main() {}\n";
-        let right =
-            "error[E0277]: `X` cannot be sent between threads\nerror: aborting due to 1 previous error\n";
+        let right = "error[E0277]: `X` cannot be sent between threads\nerror: aborting due to 1 previous error\n";
         assert_eq!(judge(program, right), Ok(()));
         for wrong in [
             "",

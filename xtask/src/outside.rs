@@ -1,5 +1,5 @@
-//! Crates outside the workspace, as a user has them: the one of `examples/extension`, and the one that
-//! `docs/write-an-operator.md` builds step by step.
+//! Crates outside the workspace, as a user has them: the one of `examples/extension`, and the one
+//! that `docs/write-an-operator.md` builds step by step.
 
 use crate::cargo;
 use crate::page::{self, Step};
@@ -16,8 +16,8 @@ const PAGE: &str = "docs/write-an-operator.md";
 /// The folder of the stand-alone example, relative to the repository.
 pub const EXAMPLE: &str = "examples/extension";
 
-/// A cargo command in another folder, which shares the target folder (each further one builds torch-sys again) and,
-/// as any user's, knows nothing of `LD_LIBRARY_PATH`.
+/// A cargo command in another folder, which shares the target folder (each further one builds
+/// torch-sys again) and, as any user's, knows nothing of `LD_LIBRARY_PATH`.
 pub fn cargo_in(repo: &Repo, changes: &Changes, folder: &Path, args: &[&str]) -> Command {
     let mut command = cargo::command(repo, changes, args);
     command.current_dir(folder).env_remove("LD_LIBRARY_PATH");
@@ -31,15 +31,17 @@ pub fn cargo_in(repo: &Repo, changes: &Changes, folder: &Path, args: &[&str]) ->
 pub fn follow_page(repo: &Repo, changes: &Changes) -> Result<()> {
     let folder = std::env::temp_dir().join(format!("tch-extension-page-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&folder);
-    std::fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    std::fs::create_dir_all(&folder)
+        .with_context(|| format!("cannot make {}", folder.display()))?;
     let followed = follow(repo, changes, &folder);
-    std::fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
+    std::fs::remove_dir_all(&folder)
+        .with_context(|| format!("cannot remove {}", folder.display()))?;
     followed
 }
 
 fn follow(repo: &Repo, changes: &Changes, folder: &Path) -> Result<()> {
-    let page =
-        std::fs::read_to_string(repo.root.join(PAGE)).with_context(|| format!("cannot read {PAGE}"))?;
+    let page = std::fs::read_to_string(repo.root.join(PAGE))
+        .with_context(|| format!("cannot read {PAGE}"))?;
     let mut place = folder.to_path_buf();
     let mut tested = false;
     for step in page::steps(&page) {

@@ -20,8 +20,11 @@ pub fn steps(page: &str) -> Vec<Step> {
     let mut lines = page.lines();
     while let Some(line) = lines.next() {
         let Some(info) = line.strip_prefix("```") else { continue };
-        let block: String =
-            lines.by_ref().take_while(|line| *line != "```").map(|line| format!("{line}\n")).collect();
+        let block: String = lines
+            .by_ref()
+            .take_while(|line| *line != "```")
+            .map(|line| format!("{line}\n"))
+            .collect();
         match (info, info.split_once(" file=")) {
             (_, Some((_, path))) => steps.push(Step::File { path: path.to_string(), text: block }),
             ("sh", None) => steps.push(Step::Commands(block)),
@@ -40,7 +43,8 @@ mod tests {
         let page = "# A\n\n```sh\ncargo new x\ncd x\n```\n\ntext\n\n```rust file=src/lib.rs\nfn f() {\n}\n```\n\n\
                     ```rust\nlet only = \"to be read\";\n```\n";
         let file = |path: &str, text: &str| Step::File { path: path.into(), text: text.into() };
-        let expected = [Step::Commands("cargo new x\ncd x\n".into()), file("src/lib.rs", "fn f() {\n}\n")];
+        let expected =
+            [Step::Commands("cargo new x\ncd x\n".into()), file("src/lib.rs", "fn f() {\n}\n")];
         assert_eq!(steps(page), expected);
     }
 }

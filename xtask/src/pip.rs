@@ -13,8 +13,8 @@ use std::process::{ChildStderr, Command, Stdio};
 /// The first pip that takes `--platform` more than once.
 const OLDEST: (u32, u32) = (20, 3);
 
-/// The wheels' platform, whatever Python runs pip: no Python code in them is ever run, so their Python version
-/// need not be the user's.
+/// The wheels' platform, whatever Python runs pip: no Python code in them is ever run, so their
+/// Python version need not be the user's.
 const PYTHON_VERSION: &str = "3.11";
 const NEWEST_GLIBC: u32 = 28;
 const OLDEST_GLIBC: u32 = 5;
@@ -31,10 +31,13 @@ pub struct Pip {
 }
 
 impl Pip {
-    /// The pip of `python3`, or else one in a virtual environment at `venv`, which is made if need be.
+    /// The pip of `python3`, or else one in a virtual environment at `venv`, which is made if need
+    /// be.
     pub fn find_or_make(venv: &Path) -> Result<Self> {
         let python = python()?;
-        if let Some(pip) = Self::of(Path::new("python3")).or_else(|| Self::of(&venv.join("bin/python"))) {
+        if let Some(pip) =
+            Self::of(Path::new("python3")).or_else(|| Self::of(&venv.join("bin/python")))
+        {
             return Ok(pip);
         }
         make_venv(venv, &python)?;
@@ -51,13 +54,14 @@ impl Pip {
 
     /// Installs the pins into `target`, an absent or empty folder.
     ///
-    /// `lock` becomes pip's stdin, which it does not read: an open file keeps its lock, so should xtask alone be
-    /// killed, the next set-up still waits until this pip has ended.
+    /// `lock` becomes pip's stdin, which it does not read: an open file keeps its lock, so should
+    /// xtask alone be killed, the next set-up still waits until this pip has ended.
     pub fn install(&self, pins: &Path, target: &Path, tmp: &Path, lock: &File) -> Result<()> {
         let mut child = self
             .install_command(pins, target, tmp)
             .stdin(lock.try_clone()?)
-            // Progress belongs on stderr, as cargo's does; pip draws its bar when that is a terminal.
+            // Progress belongs on stderr, as cargo's does; pip draws its bar when that is a
+            // terminal.
             .stdout(std::io::stderr().as_fd().try_clone_to_owned()?)
             .stderr(Stdio::piped())
             .spawn()
@@ -72,14 +76,21 @@ impl Pip {
     fn install_command(&self, pins: &Path, target: &Path, tmp: &Path) -> Command {
         let mut command = Command::new(&self.python);
         command.args(["-m", "pip", "install", "--no-deps", "--no-compile", "--only-binary=:all:"]);
-        command.args(["--python-version", PYTHON_VERSION, "--implementation", "cp", "--abi", "cp311"]);
+        command.args([
+            "--python-version",
+            PYTHON_VERSION,
+            "--implementation",
+            "cp",
+            "--abi",
+            "cp311",
+        ]);
         for platform in platforms() {
             command.arg("--platform").arg(platform);
         }
         command.arg("--target").arg(target).arg("--requirement").arg(pins);
         command
-            // pip unpacks gigabytes there first: the usual place is often too small, and within one file
-            // system the move to `target` costs nothing.
+            // pip unpacks gigabytes there first: the usual place is often too small, and within one
+            // file system the move to `target` costs nothing.
             .env("TMPDIR", tmp)
             // Settings of a user's that contradict --target.
             .env("PIP_USER", "0")
@@ -113,7 +124,8 @@ fn make_venv(venv: &Path, python: &str) -> Result<()> {
     let executable = venv.join("bin/python");
     if made.status.success() && Pip::of(&executable).is_none() {
         // A Python of long ago brings a pip of long ago.
-        let _ = programs::output(&executable, &["-m", "pip", "install", "--quiet", "--upgrade", "pip"]);
+        let _ =
+            programs::output(&executable, &["-m", "pip", "install", "--quiet", "--upgrade", "pip"]);
     }
     if Pip::of(&executable).is_some() {
         return Ok(());
@@ -136,15 +148,20 @@ fn make_venv(venv: &Path, python: &str) -> Result<()> {
 fn parse_version(text: &str) -> Option<(u32, u32)> {
     let version = text.split_whitespace().nth(1)?;
     let mut parts = version.split('.');
-    Some((parts.next()?.parse().ok()?, parts.next().and_then(|minor| minor.parse().ok()).unwrap_or(0)))
+    Some((
+        parts.next()?.parse().ok()?,
+        parts.next().and_then(|minor| minor.parse().ok()).unwrap_or(0),
+    ))
 }
 
 fn platforms() -> impl Iterator<Item = String> {
-    let by_glibc = (OLDEST_GLIBC..=NEWEST_GLIBC).rev().map(|minor| format!("manylinux_2_{minor}_x86_64"));
+    let by_glibc =
+        (OLDEST_GLIBC..=NEWEST_GLIBC).rev().map(|minor| format!("manylinux_2_{minor}_x86_64"));
     by_glibc.chain(["manylinux2014_x86_64", "manylinux1_x86_64"].map(String::from))
 }
 
-/// Reads pip's warnings and errors. They are kept for the one message at the end; only a wait is announced.
+/// Reads pip's warnings and errors. They are kept for the one message at the end; only a wait is
+/// announced.
 fn collect(stderr: ChildStderr) -> Vec<String> {
     let mut lines = Vec::new();
     let mut announced = false;
@@ -166,7 +183,10 @@ fn explain(lines: &[String], pins: &Path) -> anyhow::Error {
     let reason = reason.map_or("it gave no reason", |line| line.trim_start_matches("ERROR: "));
     let what = format!("pip could not install what {} lists: {reason}", pins.display());
     if lines.iter().any(|line| line.contains("No space left")) {
-        return trouble(what, "free some space, or make `.venv` a link to a folder on a larger disk");
+        return trouble(
+            what,
+            "free some space, or make `.venv` a link to a folder on a larger disk",
+        );
     }
     let what = match lines.iter().find_map(|line| connection_trouble(line)) {
         Some(cause) => format!("{what}\n  network: {cause}"),
@@ -187,7 +207,12 @@ fn connection_trouble(line: &str) -> Option<&str> {
     let (_, cause) = line.split_once("after connection broken by ")?;
     let cause = cause.rsplit_once(": /").map_or(cause, |(cause, _)| cause);
     // Between them: a Python object's address.
-    Some(cause.rsplit_once(">: ").map_or(cause, |(_, cause)| cause).trim_matches(['\'', '"', '(', ')']))
+    Some(
+        cause
+            .rsplit_once(">: ")
+            .map_or(cause, |(_, cause)| cause)
+            .trim_matches(['\'', '"', '(', ')']),
+    )
 }
 
 #[cfg(test)]

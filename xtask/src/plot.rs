@@ -68,35 +68,42 @@ struct Chart {
 /// Draws what the files have, one picture for each operator, direction and device, into `folder`.
 pub fn run(files: &[PathBuf], folder: &Path) -> Result<Vec<PathBuf>> {
     let (rows, machine) = read(files)?;
-    std::fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    std::fs::create_dir_all(folder)
+        .with_context(|| format!("cannot create {}", folder.display()))?;
     let mut written = Vec::new();
     for chart in charts(&rows) {
         let path = folder.join(format!("{}.svg", chart.name));
         let picture = svg(&chart, &machine)?;
-        std::fs::write(&path, picture).with_context(|| format!("cannot write {}", path.display()))?;
+        std::fs::write(&path, picture)
+            .with_context(|| format!("cannot write {}", path.display()))?;
         written.push(path);
     }
     Ok(written)
 }
 
-/// The rows of all files, and the first one's machine. Each case's providers stand in the first file's order, ours
-/// last.
+/// The rows of all files, and the first one's machine. Each case's providers stand in the first
+/// file's order, ours last.
 fn read(files: &[PathBuf]) -> Result<(Vec<Row>, String)> {
     let (mut rows, mut machine) = (Vec::new(), String::new());
     for file in files {
-        let text =
-            std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-        let json: Value =
-            serde_json::from_str(&text).with_context(|| format!("{} is no JSON", file.display()))?;
-        let found = json["rows"].as_array().with_context(|| format!("{} has no `rows`", file.display()))?;
+        let text = std::fs::read_to_string(file)
+            .with_context(|| format!("cannot read {}", file.display()))?;
+        let json: Value = serde_json::from_str(&text)
+            .with_context(|| format!("{} is no JSON", file.display()))?;
+        let found =
+            json["rows"].as_array().with_context(|| format!("{} has no `rows`", file.display()))?;
         let found = found.iter().map(Row::new).collect::<Result<Vec<_>>>();
         rows.extend(found.with_context(|| format!("in {}", file.display()))?);
         if machine.is_empty() {
-            let known = ["gpu", "cpu", "libtorch", "commit", "date"].map(|name| json[name].as_str());
+            let known =
+                ["gpu", "cpu", "libtorch", "commit", "date"].map(|name| json[name].as_str());
             machine = known.into_iter().flatten().collect::<Vec<_>>().join(", ");
         }
     }
-    ensure!(!rows.is_empty(), "no rows in {files:?}: expected the bench.json of `cargo xtask bench`");
+    ensure!(
+        !rows.is_empty(),
+        "no rows in {files:?}: expected the bench.json of `cargo xtask bench`"
+    );
     Ok((rows, machine))
 }
 
@@ -115,7 +122,8 @@ fn charts(rows: &[Row]) -> Vec<Chart> {
 /// What the GPU does with its time, of the points that are large enough.
 fn share_of_floor(rows: &[&Row]) -> Option<Chart> {
     // Rivals from another file have no floor of their own.
-    let floor = |row: &Row| rows.iter().filter(|other| other.same_case(row)).find_map(|other| other.floor);
+    let floor =
+        |row: &Row| rows.iter().filter(|other| other.same_case(row)).find_map(|other| other.floor);
     let value = |row: &Row| {
         let floor = floor(row).filter(|floor| *floor >= LAUNCH_BOUND)?;
         row.gpu.map(|gpu| 100.0 * floor / gpu)
@@ -125,8 +133,9 @@ fn share_of_floor(rows: &[&Row]) -> Option<Chart> {
 
 /// What a loop sees, beside the composite.
 fn speed(rows: &[&Row]) -> Option<Chart> {
-    let composite =
-        |row: &Row| rows.iter().find(|other| other.same_case(row) && other.provider == "composite")?.wall;
+    let composite = |row: &Row| {
+        rows.iter().find(|other| other.same_case(row) && other.provider == "composite")?.wall
+    };
     let value = |row: &Row| Some(composite(row)? / row.wall?);
     chart(rows, "speed", "calls in a row: speed", "times the composite's speed", value)
 }
@@ -150,8 +159,10 @@ fn chart(
     };
     for row in rows {
         if let Some(value) = value(row) {
-            let bar =
-                (place_of(&mut chart.points, &row.point), place_of(&mut chart.providers, &row.provider));
+            let bar = (
+                place_of(&mut chart.points, &row.point),
+                place_of(&mut chart.providers, &row.provider),
+            );
             chart.bars.push((bar.0, bar.1, value));
         }
     }
@@ -209,7 +220,11 @@ type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 fn draw(picture: &mut String, size: (u32, u32), chart: &Chart, machine: &str) -> Drawn {
     let area = SVGBackend::with_string(picture, size).into_drawing_area();
     area.fill(&WHITE)?;
-    area.draw(&Text::new(machine.to_string(), (14, HEIGHT as i32 - 18), ("sans-serif", 11).into_font()))?;
+    area.draw(&Text::new(
+        machine.to_string(),
+        (14, HEIGHT as i32 - 18),
+        ("sans-serif", 11).into_font(),
+    ))?;
     let group = chart.providers.len() + 1;
     let top = chart.bars.iter().map(|(_, _, value)| *value).fold(1.0, f64::max) * 1.05;
     let mut context = ChartBuilder::on(&area)
@@ -218,7 +233,10 @@ fn draw(picture: &mut String, size: (u32, u32), chart: &Chart, machine: &str) ->
         .margin_bottom(24)
         .x_label_area_size(104)
         .y_label_area_size(56)
-        .build_cartesian_2d(0.0..(chart.points.len() * group) as f64 + f64::from(LEGEND), 0.0..top)?;
+        .build_cartesian_2d(
+            0.0..(chart.points.len() * group) as f64 + f64::from(LEGEND),
+            0.0..top,
+        )?;
     context
         .configure_mesh()
         .disable_x_mesh()
@@ -295,7 +313,8 @@ mod tests {
 
     #[test]
     fn what_is_no_bench_is_refused() {
-        let folder = std::env::temp_dir().join(format!("tch-extension-plot-{}", std::process::id()));
+        let folder =
+            std::env::temp_dir().join(format!("tch-extension-plot-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
         for (text, says) in [
             ("{\"rows\": []}", "no rows in"),

@@ -37,7 +37,12 @@ pub fn first_line(program: impl AsRef<OsStr>, args: &[&str]) -> Option<String> {
 /// The last line that says something: most programs end with their reason.
 pub fn last_line(text: &[u8]) -> String {
     let text = String::from_utf8_lossy(text);
-    text.lines().rev().map(str::trim).find(|line| !line.is_empty()).unwrap_or("no message").to_string()
+    text.lines()
+        .rev()
+        .map(str::trim)
+        .find(|line| !line.is_empty())
+        .unwrap_or("no message")
+        .to_string()
 }
 
 /// Free space below a folder that exists, in GiB.

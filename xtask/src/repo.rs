@@ -11,13 +11,15 @@ pub struct Repo {
 }
 
 impl Repo {
-    /// The checkout that this program was built from. Cargo says where it is now; the path at compile time is
-    /// for a program that is started without cargo.
+    /// The checkout that this program was built from. Cargo says where it is now; the path at
+    /// compile time is for a program that is started without cargo.
     pub fn find() -> Result<Self> {
-        let package =
-            std::env::var_os("CARGO_MANIFEST_DIR").unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
-        let root =
-            Path::new(&package).parent().map(Path::to_path_buf).context("xtask lies in no repository")?;
+        let package = std::env::var_os("CARGO_MANIFEST_DIR")
+            .unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
+        let root = Path::new(&package)
+            .parent()
+            .map(Path::to_path_buf)
+            .context("xtask lies in no repository")?;
         Ok(Repo { root })
     }
 
@@ -37,13 +39,15 @@ impl Repo {
     }
 }
 
-/// Whether a variable's value comes from `.cargo/config.toml` (cargo applies that to `cargo run`, so xtask always
-/// sees it) or is as good as unset, and not a user's choice.
+/// Whether a variable's value comes from `.cargo/config.toml` (cargo applies that to `cargo run`,
+/// so xtask always sees it) or is as good as unset, and not a user's choice.
 pub fn is_ours(value: Option<&OsStr>, ours: &Path) -> bool {
     let Some(value) = value.filter(|value| !value.is_empty()) else { return true };
-    // As paths, so that a slash at the end makes no difference; resolved, for a checkout behind a link.
+    // As paths, so that a slash at the end makes no difference; resolved, for a checkout behind a
+    // link.
     let resolved = |path: &Path| path.canonicalize().ok();
-    Path::new(value) == ours || (resolved(ours).is_some() && resolved(Path::new(value)) == resolved(ours))
+    Path::new(value) == ours
+        || (resolved(ours).is_some() && resolved(Path::new(value)) == resolved(ours))
 }
 
 #[cfg(test)]

@@ -49,8 +49,8 @@ pub fn run(repo: &Repo) -> Result<Ready> {
     Ok(Ready { libtorch, cuda, changes })
 }
 
-/// What the tests need beyond that: torchvision, for our own libtorch, of which it is known that they fit together.
-/// Whether it is there.
+/// What the tests need beyond that: torchvision, for our own libtorch, of which it is known that
+/// they fit together. Whether it is there.
 pub fn vision(repo: &Repo, ready: &Ready) -> Result<bool> {
     if ready.libtorch.rule != Rule::Own {
         return Ok(false);
@@ -65,7 +65,9 @@ pub fn check_platform() -> Result<()> {
         return Ok(());
     }
     bail!(trouble(
-        format_args!("tch-extension supports Linux with glibc on x86-64 only, and this is another platform"),
+        format_args!(
+            "tch-extension supports Linux with glibc on x86-64 only, and this is another platform"
+        ),
         "use such a machine, or a container or virtual machine of that kind",
     ))
 }
@@ -78,7 +80,10 @@ pub fn check_glibc() -> Result<()> {
     let Some(text) = programs::first_line("getconf", &["GNU_LIBC_VERSION"]) else { return Ok(()) };
     match parse_glibc(&text) {
         Some(version) if version < OLDEST_GLIBC => Err(trouble(
-            format_args!("this system's {text} is older than {}.{}", OLDEST_GLIBC.0, OLDEST_GLIBC.1),
+            format_args!(
+                "this system's {text} is older than {}.{}",
+                OLDEST_GLIBC.0, OLDEST_GLIBC.1
+            ),
             format_args!(
                 "use a newer system or a container, or set LIBTORCH to a libtorch {} built for this one",
                 libtorch::WANTED
@@ -101,21 +106,28 @@ fn has_gpu() -> bool {
     programs::stdout("nvidia-smi", &["-L"]).is_some_and(|list| list.starts_with("GPU"))
 }
 
-/// For programs of tests: on a GPU they share it, and some turn libtorch's switches, which hold for the process.
+/// For programs of tests: on a GPU they share it, and some turn libtorch's switches, which hold for
+/// the process.
 pub fn one_test_at_a_time() -> Changes {
     threads_of_tests(real_env(TEST_THREADS).is_some(), has_gpu)
 }
 
-/// For the demo: how often OpenMP's threads look for work before they sleep, about a millisecond. On a machine that has
-/// nothing else to do that is as fast as libgomp's own number, with which they keep a processor for up to 15 ms from
-/// programs that need it, and from one another (docs/performance.md, "Beside busy programs").
+/// For the demo: how often OpenMP's threads look for work before they sleep, about a millisecond.
+/// On a machine that has nothing else to do that is as fast as libgomp's own number, with which
+/// they keep a processor for up to 15 ms from programs that need it, and from one another
+/// (docs/performance.md, "Beside busy programs").
 pub fn short_waits() -> Changes {
-    let are_chosen = ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"].iter().any(|name| real_env(name).is_some());
+    let are_chosen =
+        ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"].iter().any(|name| real_env(name).is_some());
     waits(are_chosen)
 }
 
 fn waits(are_chosen: bool) -> Changes {
-    if are_chosen { Changes::new() } else { vec![("GOMP_SPINCOUNT".to_string(), Some("20000".into()))] }
+    if are_chosen {
+        Changes::new()
+    } else {
+        vec![("GOMP_SPINCOUNT".to_string(), Some("20000".into()))]
+    }
 }
 
 fn threads_of_tests(are_chosen: bool, has_gpu: impl FnOnce() -> bool) -> Changes {
@@ -127,8 +139,9 @@ fn threads_of_tests(are_chosen: bool, has_gpu: impl FnOnce() -> bool) -> Changes
 
 fn changes(repo: &Repo, compiler: &Compiler, search: &Search) -> Changes {
     let mut changes = Changes::new();
-    // Values that cargo took from `.cargo/config.toml` are removed, for cargo to set again: so they are spelt as
-    // in a plain `cargo build`. Another spelling of the same folder builds torch-sys again, which takes minutes.
+    // Values that cargo took from `.cargo/config.toml` are removed, for cargo to set again: so they
+    // are spelt as in a plain `cargo build`. Another spelling of the same folder builds torch-sys
+    // again, which takes minutes.
     for (variable, ours) in [("LIBTORCH", repo.libtorch()), ("CUDA_HOME", repo.cuda())] {
         if is_ours(real_env(variable).as_deref(), &ours) {
             changes.push((variable.to_string(), None));

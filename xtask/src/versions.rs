@@ -1,7 +1,8 @@
 //! The repository beside another tch than the one in Cargo.lock.
 //!
-//! A program has one tch (torch-sys has a `links` key), and a lock file one version of it. So the other version gets a
-//! workspace of its own in `target`: links to everything here, its own Cargo.lock, its own `.venv/libtorch`.
+//! A program has one tch (torch-sys has a `links` key), and a lock file one version of it. So the
+//! other version gets a workspace of its own in `target`: links to everything here, its own
+//! Cargo.lock, its own `.venv/libtorch`.
 
 use crate::commands::Usage;
 use crate::repo::Repo;
@@ -32,8 +33,9 @@ pub fn test(repo: &Repo, version: &str, args: &[String]) -> Result<ExitCode> {
     let root = repo.root.join("target/tch-0.26");
     lay_out(repo, &root)?;
     let other = Repo { root };
-    // What names a libtorch here; there `.cargo/config.toml` names the other one. A folder of objects is for one libtorch
-    // at a time: builds that take turns in it compile everything again, and two at once mix what they made.
+    // What names a libtorch here; there `.cargo/config.toml` names the other one. A folder of
+    // objects is for one libtorch at a time: builds that take turns in it compile everything again,
+    // and two at once mix what they made.
     let mut changes: setup::Changes =
         ["LIBTORCH", "CUDA_HOME", "LIBTORCH_USE_PYTORCH", "TCH_EXTENSION_OBJECTS"]
             .map(|variable| (variable.to_string(), None))
@@ -76,7 +78,8 @@ fn link(target: &Path, place: &Path) -> Result<()> {
 
 /// Cargo.lock as here, but for tch and torch-sys; made again when the one here has changed.
 fn lock(repo: &Repo, other: &Repo, changes: &setup::Changes) -> Result<()> {
-    let here = std::fs::read_to_string(repo.root.join("Cargo.lock")).context("cannot read Cargo.lock")?;
+    let here =
+        std::fs::read_to_string(repo.root.join("Cargo.lock")).context("cannot read Cargo.lock")?;
     let (place, made_of) = (other.root.join("Cargo.lock"), other.root.join("Cargo.lock.made-of"));
     if place.exists() && std::fs::read_to_string(&made_of).is_ok_and(|text| text == here) {
         return Ok(());
@@ -95,7 +98,9 @@ mod tests {
     #[test]
     fn the_pins_are_those_of_the_libtorch_that_tch_wants() {
         let known = include_str!("../../tch-extension-build/src/lib.rs");
-        let pin = include_str!("../libtorch-2.13.txt").lines().find_map(|line| line.strip_prefix("torch=="));
+        let pin = include_str!("../libtorch-2.13.txt")
+            .lines()
+            .find_map(|line| line.strip_prefix("torch=="));
         let pair = format!("(\"{}\", \"{}\")", pin.unwrap(), OTHER.strip_suffix(".0").unwrap());
         assert!(known.contains(&pair), "{pair}");
     }

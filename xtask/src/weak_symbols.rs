@@ -1,8 +1,10 @@
-//! Looks for functions that a unit built for one instruction set would lend to the rest of the program.
+//! Looks for functions that a unit built for one instruction set would lend to the rest of the
+//! program.
 //!
-//! The linker keeps one copy of each weak function, from any object that has it. If it keeps the copy of an AVX-512
-//! unit, code that has nothing to do with that unit dies on a processor without AVX-512. Only functions in
-//! the unit's own inline namespace, which is named after the instruction set, are safe.
+//! The linker keeps one copy of each weak function, from any object that has it. If it keeps the
+//! copy of an AVX-512 unit, code that has nothing to do with that unit dies on a processor without
+//! AVX-512. Only functions in the unit's own inline namespace, which is named after the instruction
+//! set, are safe.
 
 use crate::programs;
 use anyhow::{Context, Result, bail};
@@ -90,7 +92,10 @@ mod tests {
 
     #[test]
     fn finds_what_is_outside_the_namespace() {
-        assert_eq!(strays(LISTING, "AVX2"), ["std::vector<int>::push_back(int&&)", "std::some_unique"]);
+        assert_eq!(
+            strays(LISTING, "AVX2"),
+            ["std::vector<int>::push_back(int&&)", "std::some_unique"]
+        );
         assert_eq!(strays(LISTING, "AVX512").len(), 3);
     }
 

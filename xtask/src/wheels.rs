@@ -89,8 +89,8 @@ pub const VISION: Set = Set {
     needs_gib: 0.1,
 };
 
-/// Its presence, with the right text, says that a folder is whole: it is written last, before the folder gets
-/// its name.
+/// Its presence, with the right text, says that a folder is whole: it is written last, before the
+/// folder gets its name.
 const STAMP: &str = ".stamp";
 
 impl Set {
@@ -100,7 +100,9 @@ impl Set {
         let wanted = stamp(&self.read_pins(repo)?);
         match std::fs::read_to_string(venv.join(self.folder).join(STAMP)) {
             Err(_) => return Ok(Some("it is not installed yet, or was interrupted".to_string())),
-            Ok(found) if found != wanted => return Ok(Some(format!("{} has changed since", self.pins))),
+            Ok(found) if found != wanted => {
+                return Ok(Some(format!("{} has changed since", self.pins)));
+            }
             Ok(_) => {}
         }
         for (link, target) in self.links {
@@ -123,7 +125,8 @@ impl Set {
             return Ok(());
         }
         let venv = repo.venv();
-        std::fs::create_dir_all(&venv).with_context(|| format!("cannot make {}", venv.display()))?;
+        std::fs::create_dir_all(&venv)
+            .with_context(|| format!("cannot make {}", venv.display()))?;
         let lock = lock(&venv)?;
         // Somebody else may have finished it while we waited for the lock.
         if self.missing(repo)?.is_none() {
@@ -142,7 +145,8 @@ impl Set {
     /// Whether the folder needs no new install; links can be made again without one.
     fn is_whole(&self, repo: &Repo) -> Result<bool> {
         let folder = repo.venv().join(self.folder);
-        let stamped = std::fs::read_to_string(folder.join(STAMP)).ok() == Some(stamp(&self.read_pins(repo)?));
+        let stamped =
+            std::fs::read_to_string(folder.join(STAMP)).ok() == Some(stamp(&self.read_pins(repo)?));
         Ok(stamped && self.key_files.iter().all(|file| self.behind_links(repo, file).exists()))
     }
 
@@ -158,7 +162,8 @@ impl Set {
     fn install(&self, repo: &Repo, lock: &File) -> Result<()> {
         let venv = repo.venv();
         let pip = Pip::find_or_make(&venv.join("pip"))?;
-        let (fresh, old, tmp) = (self.beside(&venv, "new"), self.beside(&venv, "old"), venv.join("tmp"));
+        let (fresh, old, tmp) =
+            (self.beside(&venv, "new"), self.beside(&venv, "old"), venv.join("tmp"));
         // What an interrupted run left behind.
         for folder in [&fresh, &old, &tmp] {
             remove(folder)?;
@@ -172,7 +177,8 @@ impl Set {
             self.size
         ));
         pip.install(&repo.root.join(self.pins), &fresh, &tmp, lock)?;
-        std::fs::write(fresh.join(STAMP), stamp(&self.read_pins(repo)?)).context("cannot write the stamp")?;
+        std::fs::write(fresh.join(STAMP), stamp(&self.read_pins(repo)?))
+            .context("cannot write the stamp")?;
         let place = venv.join(self.folder);
         if place.exists() {
             std::fs::rename(&place, &old).context("cannot move the former install aside")?;
@@ -191,9 +197,14 @@ impl Set {
             let (place, fresh) = (venv.join(link), venv.join(format!("{link}.new")));
             let _ = std::fs::remove_file(&fresh);
             // Made aside and moved: at every moment there is a link that works.
-            symlink(target, &fresh).and_then(|()| std::fs::rename(&fresh, &place)).with_context(|| {
-                format!("cannot make the link {}; if something else is there, remove it", place.display())
-            })?;
+            symlink(target, &fresh).and_then(|()| std::fs::rename(&fresh, &place)).with_context(
+                || {
+                    format!(
+                        "cannot make the link {}; if something else is there, remove it",
+                        place.display()
+                    )
+                },
+            )?;
         }
         Ok(())
     }
@@ -202,12 +213,14 @@ impl Set {
 /// The pins without comments, so that editing one of those downloads nothing.
 fn stamp(pins: &str) -> String {
     let lines = pins.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
-    let mut text: String = lines.filter(|line| !line.is_empty()).flat_map(|line| [line, "\n"]).collect();
+    let mut text: String =
+        lines.filter(|line| !line.is_empty()).flat_map(|line| [line, "\n"]).collect();
     text.insert_str(0, "tch-extension 1\n");
     text
 }
 
-/// Lets one set-up run at a time. The lock ends with the file's last user, also when that is killed.
+/// Lets one set-up run at a time. The lock ends with the file's last user, also when that is
+/// killed.
 fn lock(venv: &Path) -> Result<File> {
     let path = venv.join(".lock");
     let file = File::options().create(true).read(true).append(true).open(&path);
@@ -218,7 +231,8 @@ fn lock(venv: &Path) -> Result<File> {
             say("note: another set-up is running in this checkout; waiting for it");
             file.lock().context("cannot wait for the other set-up")?;
         }
-        // Some network file systems have no locks; one user who runs one command at a time needs none.
+        // Some network file systems have no locks; one user who runs one command at a time needs
+        // none.
         Err(TryLockError::Error(_)) => {}
     }
     Ok(file)

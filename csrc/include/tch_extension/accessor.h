@@ -1,4 +1,5 @@
-// The elements of a tensor, whatever its strides, as a plain struct that is passed to a kernel by value.
+// The elements of a tensor, whatever its strides, as a plain struct that is passed to a kernel by
+// value.
 //
 //   template <typename T>
 //   __global__ void scale(Accessor<const T, 2> x, Accessor<T, 2> y) {
@@ -8,8 +9,8 @@
 //     }
 //   }
 //
-// From Rust, tch_extension::strided::Strided<N> and StridedMut<N> are the structs of these names; a launcher
-// learns the type from `kind` and the accessor from `of`:
+// From Rust, tch_extension::strided::Strided<N> and StridedMut<N> are the structs of these names; a
+// launcher learns the type from `kind` and the accessor from `of`:
 //
 //   struct ScaleParams { tch_extension::Strided<2> x; tch_extension::StridedMut<2> y; };
 //   for_kind(params.x.kind, [&](auto type) {
@@ -20,8 +21,9 @@
 // From C arrays: make_accessor. From an at::Tensor: tensor.h.
 //
 // An index out of range is an exception on the host in debug builds (tch-extension-build defines
-// TCH_EXTENSION_DEBUG for cargo's), and with TCH_EXTENSION_CHECK_BOUNDS defined also in others and, as a trap
-// that ends the kernel, on the device. It is checked for each dimension by operator(), and by operator[].
+// TCH_EXTENSION_DEBUG for cargo's), and with TCH_EXTENSION_CHECK_BOUNDS defined also in others and,
+// as a trap that ends the kernel, on the device. It is checked for each dimension by operator(),
+// and by operator[].
 //
 // Needs: nothing.
 #pragma once
@@ -45,18 +47,22 @@ TCH_EXTENSION_HOST_DEVICE void check_index(int64_t index, int dim, int64_t size)
   if (index >= 0 && index < size) return;
   const auto wide_index = static_cast<long long>(index), wide_size = static_cast<long long>(size);
 #if defined(__CUDA_ARCH__)
-  printf("accessor: index %lld of dimension %d is out of range for size %lld\n", wide_index, dim, wide_size);
+  printf("accessor: index %lld of dimension %d is out of range for size %lld\n", wide_index, dim,
+         wide_size);
   __trap();
 #else
-  // No std::string: its functions would be compiled for one instruction set, and used by the whole program.
+  // No std::string: its functions would be compiled for one instruction set, and used by the whole
+  // program.
   char text[128];
-  std::snprintf(text, sizeof(text), "accessor: index %lld of dimension %d is out of range for size %lld",
-                wide_index, dim, wide_size);
+  std::snprintf(text, sizeof(text),
+                "accessor: index %lld of dimension %d is out of range for size %lld", wide_index,
+                dim, wide_size);
   throw std::out_of_range(text);
 #endif
 }
 
-// Strides count elements. Index is int64_t, or int32_t for speed on the device where that is enough.
+// Strides count elements. Index is int64_t, or int32_t for speed on the device where that is
+// enough.
 template <typename T, int N, typename Index = int64_t>
 struct Accessor {
   static_assert(N > 0, "a single value needs no accessor");
@@ -109,7 +115,8 @@ struct Accessor {
     int64_t last = 0;
     for (int dim = 0; dim < N; ++dim) {
       if (sizes[dim] == 0) return true;
-      if (sizes[dim] > INT32_MAX || strides[dim] > INT32_MAX || strides[dim] < -INT32_MAX) return false;
+      if (sizes[dim] > INT32_MAX || strides[dim] > INT32_MAX || strides[dim] < -INT32_MAX)
+        return false;
       const int64_t reach = (int64_t(sizes[dim]) - 1) * int64_t(strides[dim]);
       last += reach < 0 ? -reach : reach;
       if (last > INT32_MAX) return false;
@@ -117,8 +124,8 @@ struct Accessor {
     return true;
   }
 
-  // The same elements with other indices (ask fits_in_32_bits first) or of another type of the same size,
-  // such as
+  // The same elements with other indices (ask fits_in_32_bits first) or of another type of the same
+  // size, such as
   // __half for at::Half.
   template <typename U, typename OtherIndex = Index>
   TCH_EXTENSION_HOST_DEVICE Accessor<U, N, OtherIndex> as() const {

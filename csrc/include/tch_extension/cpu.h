@@ -1,7 +1,8 @@
-// CPU kernels on libtorch's vector library, compiled once for each instruction set and chosen when the
-// program runs.
+// CPU kernels on libtorch's vector library, compiled once for each instruction set and chosen when
+// the program runs.
 //
-// A `cpu.cpp` defines, in namespace tch_extension::CPU_CAPABILITY, a function that works on a range of items:
+// A `cpu.cpp` defines, in namespace tch_extension::CPU_CAPABILITY, a function that works on a range
+// of items:
 //
 //   void scale(const ScaleParams& params, int64_t begin, int64_t end);
 //
@@ -9,12 +10,12 @@
 //
 //   TCH_EXTENSION_CPU_KERNEL(my_crate_scale, scale, ScaleParams, scale_items, scale_grain)
 //
-// which makes `extern "C" void my_crate_scale_cpu(const ScaleParams*)`: it picks the best unit, cuts
-// scale_items(params) items into pieces of at least scale_grain(params) and spreads them over libtorch's
-// threads.
+// which makes `extern "C" void my_crate_scale_cpu(const ScaleParams*)`: it picks the best unit,
+// cuts scale_items(params) items into pieces of at least scale_grain(params) and spreads them over
+// libtorch's threads.
 //
-// Everything in such a file has to be in that namespace or `static`: inline functions outside it would be
-// merged across the units, and an old CPU might run the AVX-512 copy.
+// Everything in such a file has to be in that namespace or `static`: inline functions outside it
+// would be merged across the units, and an old CPU might run the AVX-512 copy.
 //
 // Needs: torch's headers.
 #pragma once
@@ -87,7 +88,8 @@ inline Vec<Compute<T>> load(const T* from, int64_t count) {
   }
 }
 
-// Rounds to T and stores all values of both, which costs the half kinds less than one after the other.
+// Rounds to T and stores all values of both, which costs the half kinds less than one after the
+// other.
 template <typename T>
 inline void store_pair(const Vec<Compute<T>>& first, const Vec<Compute<T>>& second, T* to) {
   if constexpr (std::is_same_v<T, Compute<T>>) {
@@ -115,10 +117,10 @@ inline void store(const Vec<Compute<T>>& values, T* to, int64_t count) {
 #define TCH_EXTENSION_CONCAT(a, b) TCH_EXTENSION_CONCAT_(a, b)
 
 // noexcept: nothing is thrown into the caller, who may be Rust.
-#define TCH_EXTENSION_CPU_UNIT(symbol, name, Params)                                                     \
-  extern "C" __attribute__((visibility("hidden"))) void TCH_EXTENSION_CONCAT(symbol##_, CPU_CAPABILITY)( \
-      const Params* params, int64_t begin, int64_t end) noexcept {                                       \
-    tch_extension::CPU_CAPABILITY::name(*params, begin, end);                                            \
+#define TCH_EXTENSION_CPU_UNIT(symbol, name, Params)                                          \
+  extern "C" __attribute__((visibility("hidden"))) void TCH_EXTENSION_CONCAT(                 \
+      symbol##_, CPU_CAPABILITY)(const Params* params, int64_t begin, int64_t end) noexcept { \
+    tch_extension::CPU_CAPABILITY::name(*params, begin, end);                                 \
   }
 
 #if defined(CPU_CAPABILITY_DEFAULT)
@@ -135,7 +137,8 @@ inline void store(const Vec<Compute<T>>& values, T* to, int64_t count) {
                      [&](int64_t begin, int64_t end) { unit(params, begin, end); }); \
   }
 #else
-// Names `items` and `grain`, which only the default unit calls, so that no unit warns of unused functions.
+// Names `items` and `grain`, which only the default unit calls, so that no unit warns of unused
+// functions.
 #define TCH_EXTENSION_CPU_KERNEL(symbol, name, Params, items, grain)             \
   TCH_EXTENSION_CPU_UNIT(symbol, name, Params)                                   \
   namespace tch_extension {                                                      \

@@ -1,7 +1,8 @@
-// Sums of the columns of a matrix on the CPU. The matrix need not exist: a loader gives its vectors.
+// Sums of the columns of a matrix on the CPU. The matrix need not exist: a loader gives its
+// vectors.
 //
-//   column_sums<T>(sums, begin, end, [&](int64_t row, int64_t column, int64_t count) { return ...; });
-//   finish_column_sums<T>(sums, begin, end);  // when there are several slabs
+//   column_sums<T>(sums, begin, end, [&](int64_t row, int64_t column, int64_t count) { return ...;
+//   }); finish_column_sums<T>(sums, begin, end);  // when there are several slabs
 //
 // begin and end are out of column_sums_items(sums) and finish_column_sums_items(sums).
 //
@@ -16,8 +17,8 @@ inline namespace CPU_CAPABILITY {
 
 // An item is a slab of this many columns; the same for every instruction set.
 constexpr int64_t kTileColumns = 64;
-// So many rows are added up one after the other, and then the sums of these runs: rounding errors grow with
-// the length of either, not with their product.
+// So many rows are added up one after the other, and then the sums of these runs: rounding errors
+// grow with the length of either, not with their product.
 constexpr int64_t kRunRows = 32;
 
 inline int64_t column_tiles(const TchExtensionColumnSums& sums) {
@@ -28,27 +29,32 @@ inline int64_t column_sums_items(const TchExtensionColumnSums& sums) {
   return sums.slabs * column_tiles(sums);
 }
 
-inline int64_t finish_column_sums_items(const TchExtensionColumnSums& sums) { return column_tiles(sums); }
+inline int64_t finish_column_sums_items(const TchExtensionColumnSums& sums) {
+  return column_tiles(sums);
+}
 
 // As libtorch has it: waking a thread costs as much as adding up thousands of elements.
 inline int64_t column_sums_grain(const TchExtensionColumnSums& sums) {
   constexpr int64_t kElements = 32768;
   const int64_t rows = std::max<int64_t>(1, sums.rows / std::max<int64_t>(1, sums.slabs));
-  return std::max<int64_t>(1,
-                           kElements / (rows * std::min(kTileColumns, std::max<int64_t>(1, sums.columns))));
+  return std::max<int64_t>(
+      1, kElements / (rows * std::min(kTileColumns, std::max<int64_t>(1, sums.columns))));
 }
 
 inline int64_t finish_column_sums_grain(const TchExtensionColumnSums&) { return 4; }
 
 // Of the rows [begin, end) and the columns from `first`, of which there are kTileColumns if kWhole.
 template <typename T, bool kWhole, typename Load, typename Store>
-void sum_tile(int64_t begin, int64_t end, int64_t first, int64_t width, Load load, Store store_sum) {
+void sum_tile(int64_t begin, int64_t end, int64_t first, int64_t width, Load load,
+              Store store_sum) {
   using V = Vec<Compute<T>>;
   constexpr int64_t kStep = kVecSize<T>;
   constexpr int64_t kMost = kTileColumns / kStep;
   static_assert(kTileColumns % kStep == 0, "whole vectors");
   const int64_t vectors = kWhole ? kMost : (width + kStep - 1) / kStep;
-  const auto count = [&](int64_t vector) { return kWhole ? kStep : std::min(kStep, width - vector * kStep); };
+  const auto count = [&](int64_t vector) {
+    return kWhole ? kStep : std::min(kStep, width - vector * kStep);
+  };
   V total[kMost];
   for (int64_t vector = 0; vector < kMost; ++vector) total[vector] = V(0);
   for (int64_t row = begin; row < end;) {
@@ -59,7 +65,8 @@ void sum_tile(int64_t begin, int64_t end, int64_t first, int64_t width, Load loa
         run[vector] = run[vector] + load(row, first + vector * kStep, count(vector));
       }
     }
-    for (int64_t vector = 0; vector < vectors; ++vector) total[vector] = total[vector] + run[vector];
+    for (int64_t vector = 0; vector < vectors; ++vector)
+      total[vector] = total[vector] + run[vector];
   }
   for (int64_t vector = 0; vector < vectors; ++vector) {
     store_sum(total[vector], first + vector * kStep, count(vector));
@@ -67,7 +74,8 @@ void sum_tile(int64_t begin, int64_t end, int64_t first, int64_t width, Load loa
 }
 
 template <typename T, typename Load, typename Store>
-void sum_tile(int64_t begin, int64_t end, int64_t first, int64_t width, Load load, Store store_sum) {
+void sum_tile(int64_t begin, int64_t end, int64_t first, int64_t width, Load load,
+              Store store_sum) {
   width == kTileColumns ? sum_tile<T, true>(begin, end, first, width, load, store_sum)
                         : sum_tile<T, false>(begin, end, first, width, load, store_sum);
 }
@@ -103,7 +111,8 @@ void finish_column_sums(const TchExtensionColumnSums& sums, int64_t begin, int64
     const auto keep = [&](const V& sum, int64_t column, int64_t count) {
       store(sum, static_cast<T*>(sums.sums) + column, count);
     };
-    sum_tile<T>(0, sums.slabs, first, std::min(kTileColumns, sums.columns - first), load_values, keep);
+    sum_tile<T>(0, sums.slabs, first, std::min(kTileColumns, sums.columns - first), load_values,
+                keep);
   }
 }
 

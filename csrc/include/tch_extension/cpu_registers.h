@@ -1,5 +1,5 @@
-// Loops that are written out, over vectors that stay in registers: for CPU kernels with several sums at a
-// time.
+// Loops that are written out, over vectors that stay in registers: for CPU kernels with several
+// sums at a time.
 //
 // Needs: torch's headers.
 #pragma once
@@ -12,8 +12,8 @@
 namespace tch_extension {
 inline namespace CPU_CAPABILITY {
 
-// Calls body(std::integral_constant<int, 0>{}) and so on up to kCount: a loop without a loop, for arrays that
-// have to become registers.
+// Calls body(std::integral_constant<int, 0>{}) and so on up to kCount: a loop without a loop, for
+// arrays that have to become registers.
 template <typename Body, int... kIndex>
 inline TCH_EXTENSION_INLINE void unrolled(Body body, std::integer_sequence<int, kIndex...>) {
   (body(std::integral_constant<int, kIndex>{}), ...);

@@ -1,9 +1,9 @@
-// Products of small matrices on the CPU, where calling libtorch's and spreading it over threads costs more
-// than computing it.
+// Products of small matrices on the CPU, where calling libtorch's and spreading it over threads
+// costs more than computing it.
 //
-// Nothing is packed: what one factor gives are single values, by any strides, each of them times whole
-// vectors of the other, whose rows are contiguous. Every result is one sum in the order of the inner index,
-// whatever the number of threads.
+// Nothing is packed: what one factor gives are single values, by any strides, each of them times
+// whole vectors of the other, whose rows are contiguous. Every result is one sum in the order of
+// the inner index, whatever the number of threads.
 //
 // Needs: torch's headers.
 #pragma once
@@ -13,7 +13,8 @@
 namespace tch_extension {
 inline namespace CPU_CAPABILITY {
 
-// Sums that stay in registers: enough to hide an addition's latency, and half of all registers or fewer.
+// Sums that stay in registers: enough to hide an addition's latency, and half of all registers or
+// fewer.
 template <typename T>
 constexpr int kAccumulators = sizeof(Vec<T>) == 64 ? 16 : 8;
 
@@ -64,8 +65,8 @@ inline void product_tile(Scattered<T> left, Rows<T> right, int64_t inner, int64_
 }
 
 template <int kVectors, bool kWhole, typename T>
-void product_columns(Scattered<T> left, Rows<T> right, int64_t rows, int64_t inner, int64_t columns, T* to,
-                     int64_t to_row) {
+void product_columns(Scattered<T> left, Rows<T> right, int64_t rows, int64_t inner, int64_t columns,
+                     T* to, int64_t to_row) {
   constexpr int kRows = kAccumulators<T> / kVectors;
   int64_t row = 0;
   const auto step = [&](auto count) {
@@ -81,8 +82,8 @@ void product_columns(Scattered<T> left, Rows<T> right, int64_t rows, int64_t inn
 
 // to[r][c] = Σ_k left[r][k] right[k][c]
 template <typename T>
-void small_product(Scattered<T> left, Rows<T> right, int64_t rows, int64_t inner, int64_t columns, T* to,
-                   int64_t to_row) {
+void small_product(Scattered<T> left, Rows<T> right, int64_t rows, int64_t inner, int64_t columns,
+                   T* to, int64_t to_row) {
   constexpr int64_t kSize = Vec<T>::size();
   for (int64_t column = 0; column < columns;) {
     const int64_t left_over = columns - column;
@@ -105,7 +106,8 @@ void small_product(Scattered<T> left, Rows<T> right, int64_t rows, int64_t inner
   }
 }
 
-// As a transposition goes on: each round interleaves the lines of the upper half with those of the lower.
+// As a transposition goes on: each round interleaves the lines of the upper half with those of the
+// lower.
 template <int kRounds, typename V, int kSize>
 inline TCH_EXTENSION_INLINE auto interleaved(Registers<V, kSize> lines) {
   if constexpr (kRounds == 1) {
@@ -118,8 +120,8 @@ inline TCH_EXTENSION_INLINE auto interleaved(Registers<V, kSize> lines) {
   }
 }
 
-// to[c][r] = from[r][c] of `rows` × `columns`, neither more than a vector's size; zeros in the rest of the
-// vector's size of columns of `to`, of which as many rows as a vector has are written.
+// to[c][r] = from[r][c] of `rows` × `columns`, neither more than a vector's size; zeros in the rest
+// of the vector's size of columns of `to`, of which as many rows as a vector has are written.
 template <typename T>
 inline void transpose_block(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to,
                             int64_t to_row) {

@@ -5,17 +5,18 @@
 //   template <typename T, int kLanes, typename Fetched>
 //   __device__ Values<T, kLanes> values(const Fetched& fetched, int64_t row, int64_t column) const;
 //
-// gives its vectors, and is called once for each. In two steps, because `values` may store something, and a
-// load does not overtake a store.
+// gives its vectors, and is called once for each. In two steps, because `values` may store
+// something, and a load does not overtake a store.
 //
 //   start_column_sums<T, kLanes>(sums, loader, stream);
 //   finish_column_sums<T>(sums, stream);  // when there are several slabs, or rows are folded
 //
-// Where rows are folded (column_sums.h), the loader's rows and columns are those of folded(sums), and its
-// last row may be short: it has to give zeros for what is beyond rows · columns.
+// Where rows are folded (column_sums.h), the loader's rows and columns are those of folded(sums),
+// and its last row may be short: it has to give zeros for what is beyond rows · columns.
 //
-// A block sums a slab of rows and a tile of columns: its threads stand x side by side and y above one
-// another, and the y sums of a column are added up as a tree. No atomics: the order is always the same.
+// A block sums a slab of rows and a tile of columns: its threads stand x side by side and y above
+// one another, and the y sums of a column are added up as a tree. No atomics: the order is always
+// the same.
 //
 // Needs: the CUDA toolkit; no torch header.
 #pragma once
@@ -49,7 +50,8 @@ __device__ __forceinline__ void sum_over_y(Values<T, kLanes>& sum) {
 
 // Out is what the sums are rounded to when there is only one slab.
 template <typename T, typename Out, int kLanes, typename Loader>
-__global__ void __launch_bounds__(kThreads) column_sums_kernel(TchExtensionColumnSums sums, Loader loader) {
+__global__ void __launch_bounds__(kThreads)
+    column_sums_kernel(TchExtensionColumnSums sums, Loader loader) {
   constexpr int kUnroll = Loader::kUnroll;
   const int64_t column = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * kLanes;
   const int64_t slab_rows = (sums.rows + gridDim.y - 1) / gridDim.y;
@@ -61,11 +63,12 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(TchExtensionColum
     int64_t row = from + threadIdx.y;
     for (; row < to; row += kUnroll * step) {
       decltype(loader.template fetch<T, kLanes>(row, column)) fetched[kUnroll];
-      // What is beyond the end is left out here, not in a loop of its own, whose loads would wait for one
-      // another.
+      // What is beyond the end is left out here, not in a loop of its own, whose loads would wait
+      // for one another.
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
-        if (row + i * step < to) fetched[i] = loader.template fetch<T, kLanes>(row + i * step, column);
+        if (row + i * step < to)
+          fetched[i] = loader.template fetch<T, kLanes>(row + i * step, column);
       }
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
@@ -93,14 +96,15 @@ __global__ void __launch_bounds__(kThreads) column_sums_kernel(TchExtensionColum
     if (sums.partial == nullptr) {
       static_cast<Out*>(sums.sums)[column + lane] = static_cast<Out>(sum[0].lane[lane]);
     } else {
-      static_cast<Compute<T>*>(sums.partial)[blockIdx.y * sums.columns + column + lane] = sum[0].lane[lane];
+      static_cast<Compute<T>*>(sums.partial)[blockIdx.y * sums.columns + column + lane] =
+          sum[0].lane[lane];
     }
   }
 }
 
 template <typename T, typename Out, int kLanes, typename Loader>
-inline void start_column_sums_in(const TchExtensionColumnSums& sums, unsigned int slabs, const Loader& loader,
-                                 cudaStream_t stream) {
+inline void start_column_sums_in(const TchExtensionColumnSums& sums, unsigned int slabs,
+                                 const Loader& loader, cudaStream_t stream) {
   const int64_t vectors = sums.columns / kLanes;
   unsigned int x = 1;
   while (x < 16 && x < vectors) x *= 2;
@@ -119,10 +123,11 @@ inline TchExtensionColumnSums folded(const TchExtensionColumnSums& sums) {
   return longer;
 }
 
-// kLanes must divide the number of columns, of which there is at least one; of folded(sums), where rows are
-// folded.
+// kLanes must divide the number of columns, of which there is at least one; of folded(sums), where
+// rows are folded.
 template <typename T, int kLanes, typename Loader>
-inline void start_column_sums(const TchExtensionColumnSums& sums, const Loader& loader, cudaStream_t stream) {
+inline void start_column_sums(const TchExtensionColumnSums& sums, const Loader& loader,
+                              cudaStream_t stream) {
   const auto slabs = static_cast<unsigned int>(sums.slabs);
   start_column_sums_in<T, T, kLanes>(is_folded(sums) ? folded(sums) : sums, slabs, loader, stream);
 }

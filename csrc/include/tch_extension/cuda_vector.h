@@ -1,14 +1,15 @@
 // Neighbouring values that one thread of a CUDA kernel reads, computes with and writes together.
 //
-//   template <typename T, int kLanes>  // kLanesOf16Bytes<T> if is_aligned<T, kLanes> of all arrays,
-//   otherwise 1
+//   template <typename T, int kLanes>  // kLanesOf16Bytes<T> if is_aligned<T, kLanes> of all
+//   arrays, otherwise 1
 //   __global__ void twice(const void* x, void* y, int64_t len) {
 //     const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kLanes;
 //     if (at >= len) return;
 //     const bool whole = at + kLanes <= len;
 //     auto values = whole ? load_values<T, kLanes>(x, at) : load_tail<T, kLanes>(x, at, len - at);
 //     for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] *= 2;
-//     whole ? store_values<T, kLanes>(y, at, values) : store_tail<T, kLanes>(y, at, len - at, values);
+//     whole ? store_values<T, kLanes>(y, at, values) : store_tail<T, kLanes>(y, at, len - at,
+//     values);
 //   }
 //
 // Needs: the CUDA toolkit; no torch header.
@@ -34,7 +35,8 @@ template <typename T, int kLanes>
 __device__ __forceinline__ Values<T, kLanes> values_of(const Vector<T, kLanes>& stored) {
   Values<T, kLanes> values;
 #pragma unroll
-  for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] = static_cast<Compute<T>>(stored.lane[lane]);
+  for (int lane = 0; lane < kLanes; ++lane)
+    values.lane[lane] = static_cast<Compute<T>>(stored.lane[lane]);
   return values;
 }
 
@@ -66,7 +68,8 @@ __device__ __forceinline__ Values<T, kLanes> repeat_value(const void* pointer, i
 }
 
 template <typename T, int kLanes>
-__device__ __forceinline__ void store_values(void* pointer, int64_t at, const Values<T, kLanes>& values) {
+__device__ __forceinline__ void store_values(void* pointer, int64_t at,
+                                             const Values<T, kLanes>& values) {
   Vector<T, kLanes> rounded;
 #pragma unroll
   for (int lane = 0; lane < kLanes; ++lane) rounded.lane[lane] = static_cast<T>(values.lane[lane]);
@@ -75,12 +78,14 @@ __device__ __forceinline__ void store_values(void* pointer, int64_t at, const Va
 
 // The first `count` values, fewer than kLanes, one by one; zeros behind them. Any address will do.
 template <typename T, int kLanes>
-__device__ __forceinline__ Values<T, kLanes> load_tail(const void* pointer, int64_t at, int64_t count) {
+__device__ __forceinline__ Values<T, kLanes> load_tail(const void* pointer, int64_t at,
+                                                       int64_t count) {
   Values<T, kLanes> values;
 #pragma unroll
   for (int lane = 0; lane < kLanes; ++lane) {
-    values.lane[lane] =
-        lane < count ? static_cast<Compute<T>>(static_cast<const T*>(pointer)[at + lane]) : Compute<T>(0);
+    values.lane[lane] = lane < count
+                            ? static_cast<Compute<T>>(static_cast<const T*>(pointer)[at + lane])
+                            : Compute<T>(0);
   }
   return values;
 }

@@ -2,8 +2,8 @@
 //
 //   TCH_EXTENSION_HOST_DEVICE float half_of(float x) { return 0.5f * x; }
 //
-// Always inlined: a source that is compiled once for each instruction set (cpu.h) would otherwise lend its
-// copy, full of AVX-512, to the whole program.
+// Always inlined: a source that is compiled once for each instruction set (cpu.h) would otherwise
+// lend its copy, full of AVX-512, to the whole program.
 //
 // Needs: nothing.
 #pragma once

@@ -20,8 +20,8 @@ struct Type {
   using type = T;
 };
 
-// Calls body(Type<T>{}) for the type of a kind; for another kind, of which there is none, nothing. The half
-// types have other names on the device than on the host.
+// Calls body(Type<T>{}) for the type of a kind; for another kind, of which there is none, nothing.
+// The half types have other names on the device than on the host.
 template <typename Half, typename BFloat16, typename Body>
 inline void dispatch_kind(int32_t kind, Body&& body) {
   switch (kind) {

@@ -1,6 +1,8 @@
-// Launching CUDA kernels: a status that names the kernel, types of kinds, sizes of grids, alignment.
+// Launching CUDA kernels: a status that names the kernel, types of kinds, sizes of grids,
+// alignment.
 //
-//   extern "C" tch_extension::LaunchStatus my_crate_scale(const ScaleParams* params, cudaStream_t stream) {
+//   extern "C" tch_extension::LaunchStatus my_crate_scale(const ScaleParams* params, cudaStream_t
+//   stream) {
 //     using namespace tch_extension;
 //     for_kind(params->kind, [&](auto type) {
 //       using T = typename decltype(type)::type;
@@ -9,8 +11,8 @@
 //     return launch_status("scale");
 //   }
 //
-// Rust calls it through tch_extension::cuda::launch, which has the current stream and makes an Err of the
-// status.
+// Rust calls it through tch_extension::cuda::launch, which has the current stream and makes an Err
+// of the status.
 //
 // Needs: the CUDA toolkit; no torch header.
 #pragma once
@@ -32,8 +34,8 @@ struct LaunchStatus {
   const char* error;
 };
 
-// To be called right after a launch. Errors of earlier asynchronous work show up here, too, as everywhere
-// in CUDA.
+// To be called right after a launch. Errors of earlier asynchronous work show up here, too, as
+// everywhere in CUDA.
 inline LaunchStatus launch_status(const char* kernel) {
   const cudaError_t error = cudaGetLastError();
   return {kernel, error == cudaSuccess ? nullptr : cudaGetErrorString(error)};
@@ -58,14 +60,15 @@ struct ComputeOf<__nv_bfloat16> {
   using type = float;
 };
 
-// What values of type T are computed in: float for the half kinds, T itself otherwise. static_cast converts
-// between the two.
+// What values of type T are computed in: float for the half kinds, T itself otherwise. static_cast
+// converts between the two.
 template <typename T>
 using Compute = typename ComputeOf<T>::type;
 
 constexpr int kThreads = 256;
 
-// Blocks for `items` pieces of work, one a thread; a grid-stride loop does what is beyond CUDA's limit.
+// Blocks for `items` pieces of work, one a thread; a grid-stride loop does what is beyond CUDA's
+// limit.
 inline unsigned int blocks_for(int64_t items) {
   const int64_t blocks = (items + kThreads - 1) / kThreads;
   constexpr int64_t kMostBlocks = INT32_MAX;
@@ -81,13 +84,15 @@ struct alignas(sizeof(T) * kLanes) Vector {
 template <typename T>
 constexpr int kLanesOf16Bytes = 16 / sizeof(T);
 
-// Whether vectors of kLanes values may be loaded from and stored to an address: offset views may lie
-// anywhere.
+// Whether vectors of kLanes values may be loaded from and stored to an address: offset views may
+// lie anywhere.
 template <typename T, int kLanes>
 inline bool is_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % sizeof(Vector<T, kLanes>) == 0;
 }
 
-inline bool is_aligned_to_16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+inline bool is_aligned_to_16(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
 
 }  // namespace tch_extension

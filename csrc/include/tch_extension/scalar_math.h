@@ -1,10 +1,11 @@
-// Scalar functions for kernels, on the host and on the device, in the precision of their argument: no
-// fmaxf on a double, no double constant that widens a float. Each as libtorch defines it.
+// Scalar functions for kernels, on the host and on the device, in the precision of their argument:
+// no fmaxf on a double, no double constant that widens a float. Each as libtorch defines it.
 //
-//   y = gelu(x);                 // x a float: float; a double: double. Half kinds: Compute<T> of launch.h,
-//   cpu.h grad_x = grad_y * gelu_grad(x);
+//   y = gelu(x);                 // x a float: float; a double: double. Half kinds: Compute<T> of
+//   launch.h, cpu.h grad_x = grad_y * gelu_grad(x);
 //
-// A gradient takes y where that is enough (sigmoid, tanh, relu: nothing else need be saved), otherwise x.
+// A gradient takes y where that is enough (sigmoid, tanh, relu: nothing else need be saved),
+// otherwise x.
 //
 // Needs: nothing.
 #pragma once
@@ -73,7 +74,8 @@ TCH_EXTENSION_HOST_DEVICE T silu_grad(T x) {
   return s * (T(1) + x * (T(1) - s));
 }
 
-// log(1 + exp(beta x)) / beta, and x itself where beta x is beyond `threshold`: libtorch's defaults.
+// log(1 + exp(beta x)) / beta, and x itself where beta x is beyond `threshold`: libtorch's
+// defaults.
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T softplus(T x, T beta = T(1), T threshold = T(20)) {
   using std::exp;

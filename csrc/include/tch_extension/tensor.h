@@ -23,9 +23,10 @@ Accessor<T, N> accessor(const at::Tensor& tensor, const char* name) {
   using Value = std::remove_const_t<T>;
   constexpr auto kKind = c10::CppTypeToScalarType<Value>::value;
   TORCH_CHECK(tensor.defined(), name, ": expected a tensor, got none");
-  TORCH_CHECK(tensor.layout() == at::kStrided, name, ": expected a dense tensor, got one of layout ",
-              tensor.layout());
-  TORCH_CHECK(tensor.scalar_type() == kKind, name, ": expected ", kKind, ", got ", tensor.scalar_type());
+  TORCH_CHECK(tensor.layout() == at::kStrided, name,
+              ": expected a dense tensor, got one of layout ", tensor.layout());
+  TORCH_CHECK(tensor.scalar_type() == kKind, name, ": expected ", kKind, ", got ",
+              tensor.scalar_type());
   TORCH_CHECK(tensor.dim() == N, name, ": expected ", N, " dimensions, got shape ", tensor.sizes());
   T* data;
   if constexpr (std::is_const_v<T>) {

@@ -19,7 +19,8 @@ struct Table {
 
 fn linear_table(m: i64, k: i64, n: i64) -> Table {
     let level = |(name, level): (&'static str, linear::Linear)| {
-        let operator: Operator = Box::new(move |inputs| Ok(vec![level(&inputs[0], &inputs[1], &inputs[2])?]));
+        let operator: Operator =
+            Box::new(move |inputs| Ok(vec![level(&inputs[0], &inputs[1], &inputs[2])?]));
         (name, operator)
     };
     Table {
@@ -63,8 +64,8 @@ impl Table {
             let inputs = self.inputs(device);
             let results = results(operator, &inputs)?;
             // Times of something else would say nothing.
-            let expected =
-                expected.get_or_insert_with(|| results.iter().map(Tensor::copy).collect::<Vec<_>>());
+            let expected = expected
+                .get_or_insert_with(|| results.iter().map(Tensor::copy).collect::<Vec<_>>());
             results
                 .iter()
                 .zip(expected)
@@ -96,9 +97,13 @@ fn results(operator: &Operator, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
 fn gradients(outputs: &[Tensor], inputs: &[Tensor], retain_graph: bool) -> Result<Vec<Tensor>> {
     let ones: Vec<Tensor> = outputs.iter().map(Tensor::ones_like).collect();
     let vectors: Vec<Option<&Tensor>> = ones.iter().map(Some).collect();
-    let options =
-        GradOptions { grad_outputs: &vectors, retain_graph: Some(retain_graph), ..Default::default() };
-    let (outputs, inputs): (Vec<&Tensor>, Vec<&Tensor>) = (outputs.iter().collect(), inputs.iter().collect());
+    let options = GradOptions {
+        grad_outputs: &vectors,
+        retain_graph: Some(retain_graph),
+        ..Default::default()
+    };
+    let (outputs, inputs): (Vec<&Tensor>, Vec<&Tensor>) =
+        (outputs.iter().collect(), inputs.iter().collect());
     Ok(grad(&outputs, &inputs, &options)?.into_vec().into_iter().flatten().collect())
 }
 

@@ -1,5 +1,6 @@
-//! Operators that are registered in C++ (`csrc/muladd`), with kernels for the CPU and CUDA, called by name: `muladd`,
-//! `mul`, and `add_out`, which writes into its last argument. Python's `torch.ops` would see the same three.
+//! Operators that are registered in C++ (`csrc/muladd`), with kernels for the CPU and CUDA, called
+//! by name: `muladd`, `mul`, and `add_out`, which writes into its last argument. Python's
+//! `torch.ops` would see the same three.
 
 use std::sync::LazyLock;
 use tch::Tensor;
@@ -11,11 +12,13 @@ fn find(name: &str) -> Operator {
     Operator::find(&format!("extension_example::{name}")).expect("csrc/muladd is linked")
 }
 
-static MULADD: LazyLock<WithBackward> = LazyLock::new(|| find("muladd").with_backward(product_backward));
+static MULADD: LazyLock<WithBackward> =
+    LazyLock::new(|| find("muladd").with_backward(product_backward));
 static MUL: LazyLock<Operator> = LazyLock::new(|| find("mul"));
 static ADD_OUT: LazyLock<Operator> = LazyLock::new(|| find("add_out"));
 
-/// `a * b + c`, of kind f32 or f64. The kernels know nothing of gradients; the backward is given here, of the operator `mul`.
+/// `a * b + c`, of kind f32 or f64. The kernels know nothing of gradients; the backward is given
+/// here, of the operator `mul`.
 pub fn muladd(a: &Tensor, b: &Tensor, c: f64) -> Result<Tensor> {
     MULADD.call(args![a, b, c])
 }

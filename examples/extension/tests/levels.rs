@@ -1,4 +1,5 @@
-//! Every level of every operator: right values, right gradients, right second derivatives, and fit for a training loop.
+//! Every level of every operator: right values, right gradients, right second derivatives, and fit
+//! for a training loop.
 
 use extension::{linear, lltm};
 use tch::{Device, Kind, Tensor};
@@ -31,7 +32,8 @@ fn prove(name: &str, operator: Operator<'_>, reference: Operator<'_>, sizes: &[V
                 let leaves = leaves(&sizes, transposed, device);
                 let inputs: Vec<&Tensor> = leaves.iter().collect();
                 let what = format!("{name} {sizes:?} on {device:?}, transposed: {transposed}");
-                let (found, expected) = (operator(&leaves).expect(&what), reference(&leaves).expect(&what));
+                let (found, expected) =
+                    (operator(&leaves).expect(&what), reference(&leaves).expect(&what));
                 for (found, expected) in found.iter().zip(&expected) {
                     assert_close(found, expected, 1e-10, 1e-10);
                 }
@@ -46,8 +48,9 @@ fn prove(name: &str, operator: Operator<'_>, reference: Operator<'_>, sizes: &[V
 
 #[test]
 fn linear_at_every_level() {
-    let of =
-        |level: linear::Linear| move |inputs: &[Tensor]| Ok(vec![level(&inputs[0], &inputs[1], &inputs[2])?]);
+    let of = |level: linear::Linear| {
+        move |inputs: &[Tensor]| Ok(vec![level(&inputs[0], &inputs[1], &inputs[2])?])
+    };
     let sizes = |m: i64, k: i64, n: i64| vec![vec![m, k], vec![n, k], vec![n]];
     let all = [sizes(3, 4, 5), sizes(17, 1, 2), sizes(1, 17, 1), sizes(0, 3, 2), sizes(2, 0, 3)];
     for (name, level) in linear::LEVELS {
@@ -64,21 +67,27 @@ fn lltm_at_every_level() {
             Ok(vec![new_h, new_c])
         }
     };
-    let sizes =
-        |b: i64, f: i64, h: i64| vec![vec![b, f], vec![3 * h, h + f], vec![3 * h], vec![b, h], vec![b, h]];
+    let sizes = |b: i64, f: i64, h: i64| {
+        vec![vec![b, f], vec![3 * h, h + f], vec![3 * h], vec![b, h], vec![b, h]]
+    };
     for (name, level) in lltm::LEVELS {
-        prove(name, &of(level), &of(lltm::composed::lltm), &[sizes(2, 3, 2), sizes(1, 1, 3), sizes(0, 2, 2)]);
+        prove(
+            name,
+            &of(level),
+            &of(lltm::composed::lltm),
+            &[sizes(2, 3, 2), sizes(1, 1, 3), sizes(0, 2, 2)],
+        );
     }
 }
 
 #[test]
 fn the_kernels_name_what_does_not_fit() {
     let float = |size: &[i64]| Tensor::zeros(size, (Kind::Float, Device::Cpu));
-    let error =
-        linear::kernels::linear(&float(&[2, 3]), &float(&[4, 5]), &float(&[4])).expect_err("5 is not 3");
+    let error = linear::kernels::linear(&float(&[2, 3]), &float(&[4, 5]), &float(&[4]))
+        .expect_err("5 is not 3");
     assert!(error.to_string().starts_with("linear: w: expected"), "{error}");
     let state = (&float(&[2, 4]), &float(&[2, 5]));
-    let error =
-        lltm::kernels::lltm(&float(&[2, 3]), &float(&[12, 7]), &float(&[12]), state).expect_err("5 is not 4");
+    let error = lltm::kernels::lltm(&float(&[2, 3]), &float(&[12, 7]), &float(&[12]), state)
+        .expect_err("5 is not 4");
     assert!(error.to_string().starts_with("lltm: c: expected"), "{error}");
 }

@@ -2,7 +2,8 @@
 
 use tch::{Device, Kind};
 
-/// Which way the CUDA kernels take with a row. For tests, which prove each; users get the one that suits the size.
+/// Which way the CUDA kernels take with a row. For tests, which prove each; users get the one that
+/// suits the size.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Path {
@@ -76,7 +77,8 @@ impl Rows {
         16 / self.size()
     }
 
-    /// Of a row that a thread of the backward keeps: as kBackwardValues in csrc/layer_norm/row_team.h.
+    /// Of a row that a thread of the backward keeps: as kBackwardValues in
+    /// csrc/layer_norm/row_team.h.
     fn values(&self) -> i64 {
         if self.kind == Kind::Double { 8 } else { 16 }
     }
@@ -86,7 +88,8 @@ impl Rows {
         i64::from(self.gpu.shared_memory) - 8 * 1024
     }
 
-    /// Whether loads of 16 bytes can read all as it lies. Otherwise rows in registers are shifted out of such loads.
+    /// Whether loads of 16 bytes can read all as it lies. Otherwise rows in registers are shifted
+    /// out of such loads.
     fn is_aligned(&self) -> bool {
         self.columns % self.wide() == 0 && self.alignment % 16 == 0
     }
@@ -106,17 +109,20 @@ impl Rows {
         Plan::new(if self.is_aligned() { self.wide() } else { 1 }, None)
     }
 
-    /// So few rows that the sums over them are read from x and dy again, in the same kernel that does the rows.
+    /// So few rows that the sums over them are read from x and dy again, in the same kernel that
+    /// does the rows.
     fn by_columns(&self) -> bool {
-        // Measured on an H200 at 16 to 1024 rows: parts of long rows that loads of 16 bytes can read cost less.
+        // Measured on an H200 at 16 to 1024 rows: parts of long rows that loads of 16 bytes can
+        // read cost less.
         let is_long = if self.is_aligned() { self.columns > 1024 } else { self.is_long_in_place() };
         let few = if is_long { 256 } else { 512 };
-        let is_large = self.is_aligned() && self.rows.saturating_mul(self.columns) >= (4 << 20) / self.size();
+        let is_large =
+            self.is_aligned() && self.rows.saturating_mul(self.columns) >= (4 << 20) / self.size();
         self.path == Path::Automatic && self.rows <= few && !is_large && self.gpu.processors > 0
     }
 
-    /// The team for a row of so many loads, `each` a thread: as few threads as can hold it, because what a thread loads
-    /// at once decides the speed.
+    /// The team for a row of so many loads, `each` a thread: as few threads as can hold it, because
+    /// what a thread loads at once decides the speed.
     fn team(&self, loads: i64, each: i64) -> Option<i64> {
         let fits = |threads: i64| loads <= threads * each;
         let least = power_of_two((loads + each - 1) / each);
@@ -146,7 +152,9 @@ impl Rows {
         let each = 4;
         let loads = self.loads();
         let least = self.team(loads, each).unwrap_or(MOST_THREADS);
-        if let Some(threads) = self.value_by_value(least).filter(|_| loads <= MOST_THREADS * 2 * each) {
+        if let Some(threads) =
+            self.value_by_value(least).filter(|_| loads <= MOST_THREADS * 2 * each)
+        {
             return Plan::new(1, None).of_threads(threads);
         }
         let team = match self.team(loads, each) {
@@ -166,7 +174,8 @@ impl Rows {
         Plan { threads: team.max(2 * WARP) as i32, ..self.in_vectors(team) }
     }
 
-    /// Rows that are too long for one block's registers. As few blocks as hold one, where there are rows enough.
+    /// Rows that are too long for one block's registers. As few blocks as hold one, where there are
+    /// rows enough.
     fn cluster_of_forward(&self) -> Option<Plan> {
         // As kClusterBytes in csrc/layer_norm/forward.cu, and kBytes of shifted rows.
         let each = if self.size() == 4 && self.is_aligned() { 8 } else { 4 };
@@ -181,7 +190,8 @@ impl Rows {
         Some(plan)
     }
 
-    /// The threads of rows of odd lengths that have sooner done with value after value than with shifting vectors.
+    /// The threads of rows of odd lengths that have sooner done with value after value than with
+    /// shifting vectors.
     fn value_by_value(&self, team: i64) -> Option<i64> {
         if self.path != Path::Automatic || self.columns % self.wide() == 0 {
             return None;
@@ -193,8 +203,8 @@ impl Rows {
             let threads = power_of_two(self.columns).clamp(2 * WARP, MOST_THREADS);
             return Some(threads.min(most / power_of_two(self.rows)));
         }
-        // Teams that were doubled for a vector more, and idle for the most part; shifting costs floats more than it
-        // saves then.
+        // Teams that were doubled for a vector more, and idle for the most part; shifting costs
+        // floats more than it saves then.
         let is_idle = 10 * self.loads() < 6 * 4 * team;
         let threads = power_of_two(self.columns / 20).clamp(4 * WARP, MOST_THREADS);
         (self.size() == 4 && team >= 2 * WARP && is_idle).then_some(threads)
@@ -217,8 +227,8 @@ impl Rows {
                 None => return self.direct(values),
             },
         };
-        // x and dy of two rows, of three where blocks wait for one another. Of shifted rows each warp has a vector more,
-        // or each team within one.
+        // x and dy of two rows, of three where blocks wait for one another. Of shifted rows each
+        // warp has a vector more, or each team within one.
         let groups = ring.threads / ring.team.min(WARP as i32) * ring.shifted;
         let behind = if i64::from(ring.team) < WARP { 16 } else { 16 + BYTES_OF_REST as i32 };
         let row = 2 * (behind * groups + (values * self.size()) as i32 * ring.threads);
@@ -229,8 +239,8 @@ impl Rows {
         }
     }
 
-    /// Rows of an odd length, of aligned arrays: read where they are, by teams whose rows all begin alike. What does not
-    /// fit, few columns, is left to the lanes of a team's last warp.
+    /// Rows of an odd length, of aligned arrays: read where they are, by teams whose rows all begin
+    /// alike. What does not fit, few columns, is left to the lanes of a team's last warp.
     fn in_place(&self, values: i64) -> Option<Plan> {
         let is_odd = self.columns % self.wide() != 0 && self.alignment % 16 == 0;
         let has_warps = match self.path {
@@ -245,9 +255,10 @@ impl Rows {
         let lead = self.wide() - 1;
         let fits = |&team: &i64| self.columns + lead <= team * values + WARP;
         let team = [2 * WARP, 4 * WARP, 8 * WARP, 16 * WARP].into_iter().find(fits)?;
-        // Large blocks: fewer parts, and leads that come round sooner. Fewer threads where processors would have none, or
-        // no room for two rows.
-        let is_idle = |threads: i64| 2 * self.rows <= i64::from(self.gpu.processors) * (threads / team);
+        // Large blocks: fewer parts, and leads that come round sooner. Fewer threads where
+        // processors would have none, or no room for two rows.
+        let is_idle =
+            |threads: i64| 2 * self.rows <= i64::from(self.gpu.processors) * (threads / team);
         let has_room = |threads: i64| 2 * 2 * values * self.size() * threads <= self.room();
         let mut threads = MOST_THREADS;
         while threads > team && (is_idle(threads) || !has_room(threads)) {
@@ -260,7 +271,8 @@ impl Rows {
         Some(Plan { threads: threads as i32, ..plan })
     }
 
-    /// Whether rows in place have fewer threads than they would need from anywhere, or are longer than 2048 columns.
+    /// Whether rows in place have fewer threads than they would need from anywhere, or are longer
+    /// than 2048 columns.
     fn is_long_in_place(&self) -> bool {
         let values = self.values();
         let from_anywhere = self.team(self.loads(), values / self.wide()).unwrap_or(MOST_THREADS);
@@ -271,15 +283,16 @@ impl Rows {
     /// The sizes of a cluster's blocks that are tried.
     fn threads_of_cluster(&self, each: i64) -> &'static [i64] {
         // Two blocks that are full, where there are rows enough for their fewer clusters.
-        let is_full = (15 * MOST_THREADS * each / 8..=2 * MOST_THREADS * each).contains(&self.loads());
+        let is_full =
+            (15 * MOST_THREADS * each / 8..=2 * MOST_THREADS * each).contains(&self.loads());
         if self.size() == 2 && self.is_aligned() && is_full && self.rows >= 2048 {
             return &[MOST_THREADS];
         }
         &[THREADS, MOST_THREADS]
     }
 
-    /// Whether a team of warps, whose threads keep `values` each, has to leave only so few columns of a shifted row to
-    /// the lanes of its last warp.
+    /// Whether a team of warps, whose threads keep `values` each, has to leave only so few columns
+    /// of a shifted row to the lanes of its last warp.
     fn may_leave_a_rest(&self, team: i64, values: i64) -> bool {
         let most = (BYTES_OF_REST / self.size()).min(WARP);
         !self.is_aligned()
@@ -291,13 +304,17 @@ impl Rows {
     /// The ring's teams and blocks.
     fn team_that_stays(&self, team: i64, values: i64) -> Plan {
         if self.may_leave_a_rest(team / 2, values) {
-            return Plan { threads: self.threads_that_stay(team / 2) as i32, ..self.in_vectors(team / 2) };
+            return Plan {
+                threads: self.threads_that_stay(team / 2) as i32,
+                ..self.in_vectors(team / 2)
+            };
         }
         let processors = i64::from(self.gpu.processors);
         // Twice the threads for each of few rows; blocks of one team then wait for nobody else.
-        let is_few =
-            self.path == Path::Automatic && self.rows.saturating_mul(team) < processors * MOST_THREADS;
-        if self.is_aligned() && is_few && (2 * WARP..self.loads().min(MOST_THREADS)).contains(&team) {
+        let is_few = self.path == Path::Automatic
+            && self.rows.saturating_mul(team) < processors * MOST_THREADS;
+        if self.is_aligned() && is_few && (2 * WARP..self.loads().min(MOST_THREADS)).contains(&team)
+        {
             return Plan { threads: 2 * team as i32, ..self.in_vectors(2 * team) };
         }
         Plan { threads: self.threads_that_stay(team) as i32, ..self.in_vectors(team) }
@@ -306,17 +323,18 @@ impl Rows {
     /// One kernel for all: blocks of rows and blocks of columns beside one another.
     fn few(&self, team: i64) -> Plan {
         let processors = i64::from(self.gpu.processors);
-        // So few rows that a block for each is no loss; otherwise one block a processor, or two where there are more
-        // columns than that.
+        // So few rows that a block for each is no loss; otherwise one block a processor, or two
+        // where there are more columns than that.
         let left = processors - self.columns / 16;
         let blocks = if left > 0 { left } else { processors };
-        let most = if 8 * self.rows <= processors { i64::MAX } else { blocks * MOST_THREADS / 2 + 1 };
+        let most =
+            if 8 * self.rows <= processors { i64::MAX } else { blocks * MOST_THREADS / 2 + 1 };
         let team = self.widened(team, self.loads(), most);
         Plan { threads: MOST_THREADS as i32, shifted: 1, by_columns: 1, ..self.in_vectors(team) }
     }
 
-    /// The backward of one block a row, or less, without a ring: loads straight to registers are of 16 bytes or of
-    /// single values.
+    /// The backward of one block a row, or less, without a ring: loads straight to registers are of
+    /// 16 bytes or of single values.
     fn direct(&self, values: i64) -> Plan {
         let passes = self.in_passes();
         let lanes = i64::from(passes.lanes);
@@ -328,10 +346,11 @@ impl Rows {
         Plan { threads, early_finish: self.gpu.clusters, ..Plan::new(lanes, Some(team)) }
     }
 
-    /// Threads of a block that stays for many rows: as many as let a processor hold two blocks, fewer where some
-    /// processors would have none.
+    /// Threads of a block that stays for many rows: as many as let a processor hold two blocks,
+    /// fewer where some processors would have none.
     fn threads_that_stay(&self, team: i64) -> i64 {
-        // Where measuring said so: more of 768 floats, and of half kinds that have to be shifted and fill their threads.
+        // Where measuring said so: more of 768 floats, and of half kinds that have to be shifted
+        // and fill their threads.
         let is_float_768 = self.size() == 4
             && self.is_aligned()
             && team == 2 * WARP
@@ -339,7 +358,8 @@ impl Rows {
             && !self.is_full_of_floats(team);
         let is_shifted_half =
             self.size() == 2 && !self.is_aligned() && team >= 2 * WARP && self.loads() >= 2 * team;
-        let mut threads = if is_float_768 || is_shifted_half { MOST_THREADS } else { team.max(THREADS) };
+        let mut threads =
+            if is_float_768 || is_shifted_half { MOST_THREADS } else { team.max(THREADS) };
         if self.is_shifted_float(team) {
             threads = if self.has_few_values(team) { team } else { team.max(4 * WARP) };
         }
@@ -350,8 +370,8 @@ impl Rows {
         threads
     }
 
-    /// Into how many the sums over rows are cut. Given by sizes, alignment and the device alone, so that the same arrays
-    /// give the same bits. `clusters`: so many run at a time.
+    /// Into how many the sums over rows are cut. Given by sizes, alignment and the device alone, so
+    /// that the same arrays give the same bits. `clusters`: so many run at a time.
     pub(super) fn parts(&self, plan: &Plan, device: Device, clusters: i64) -> i64 {
         let teams = i64::from((plan.threads / plan.team).max(1));
         let processors = i64::from(self.gpu.processors);
@@ -360,7 +380,8 @@ impl Rows {
             (_, _, 1..) if plan.cluster > 1 => (1, clusters),
             (_, _, 1..) if self.is_one_block_enough(plan) => (teams, processors),
             (_, _, 1..)
-                if self.is_shifted_float(plan.team.into()) && self.has_few_values(plan.team.into()) =>
+                if self.is_shifted_float(plan.team.into())
+                    && self.has_few_values(plan.team.into()) =>
             {
                 (teams, processors * (THREADS / i64::from(plan.threads)).max(1))
             }
@@ -377,13 +398,15 @@ impl Rows {
         (1..=parts).rev().find(is_alike).unwrap_or(self.wide())
     }
 
-    /// Whether a block a processor does the ring's rows as fast as two, and leaves half as much to add up.
+    /// Whether a block a processor does the ring's rows as fast as two, and leaves half as much to
+    /// add up.
     fn is_one_block_enough(&self, plan: &Plan) -> bool {
         let (team, threads) = (i64::from(plan.team), i64::from(plan.threads));
         if !self.is_aligned() || threads != THREADS {
             return false;
         }
-        // Measured on an H200: floats, 16 a thread, are enough under way; of others where a team has few rows.
+        // Measured on an H200: floats, 16 a thread, are enough under way; of others where a team
+        // has few rows.
         let at_a_time = 2 * i64::from(self.gpu.processors) * (threads / team);
         self.is_full_of_floats(team) || self.rows <= 6 * at_a_time
     }
@@ -408,14 +431,16 @@ impl Rows {
             return None;
         }
         let blocks = |threads: i64| (loads + threads * each - 1) / (threads * each);
-        let threads = threads.iter().copied().find(|&threads| blocks(threads) <= MOST_IN_CLUSTER)?;
+        let threads =
+            threads.iter().copied().find(|&threads| blocks(threads) <= MOST_IN_CLUSTER)?;
         let plan = self.in_vectors(threads);
         Some(Plan { cluster: blocks(threads).max(2) as i32, ..plan })
     }
 }
 
 impl Plan {
-    /// Of one block a row; the block is the team, and reads again what it cannot hold, where there is none.
+    /// Of one block a row; the block is the team, and reads again what it cannot hold, where there
+    /// is none.
     fn new(lanes: i64, team: Option<i64>) -> Plan {
         let threads = team.unwrap_or(MOST_THREADS) as i32;
         Plan {

@@ -57,8 +57,11 @@ pub(crate) fn columns([h0, output, input]: [&Tensor; 3], sizes: Sizes) -> Result
 
 #[cfg(tch_extension_cuda)]
 fn start(params: &Columns, to: &Tensor) -> Result<()> {
-    // SAFETY: tensors of the sizes that the struct states, contiguous, checked by `columns`; what is written is new.
-    crate::cuda::launch(to.device(), |stream| unsafe { tch_extension_lltm_columns_cuda(params, stream) })
+    // SAFETY: tensors of the sizes that the struct states, contiguous, checked by `columns`; what
+    // is written is new.
+    crate::cuda::launch(to.device(), |stream| unsafe {
+        tch_extension_lltm_columns_cuda(params, stream)
+    })
 }
 
 #[cfg(not(tch_extension_cuda))]

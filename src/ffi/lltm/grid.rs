@@ -7,7 +7,8 @@ use crate::Result;
 use crate::ffi::once_a_device::{OnceADevice, constant};
 use tch::{Device, Kind};
 
-/// How many blocks a GPU runs at the same time, one on each multiprocessor; none where there is no code for it.
+/// How many blocks a GPU runs at the same time, one on each multiprocessor; none where there is no
+/// code for it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Grid {
@@ -51,7 +52,8 @@ unsafe extern "C" {
 /// Rows that a block computes at a time.
 const ROWS: i64 = 8;
 
-/// Sizes that the kernels of a grid take: rows of h in whole vectors, and places that 32 bits can count.
+/// Sizes that the kernels of a grid take: rows of h in whole vectors, and places that 32 bits can
+/// count.
 pub(super) fn are_for_a_grid(sizes: Sizes) -> bool {
     sizes.batch > 0 && sizes.hidden > 0 && sizes.hidden % 8 == 0 && counts_in_32_bits(sizes)
 }
@@ -68,21 +70,29 @@ pub(super) struct Share {
 }
 
 impl Share {
-    /// The fastest for these sizes, if the weights fit into registers, and the kernel can count. `tf32` is whether products of
-    /// `Float` may be made in it: here they are made of halves then, which are as exact.
-    pub fn new(direction: Direction, sizes: Sizes, product: Kind, tf32: bool, grid: Grid) -> Option<Share> {
+    /// The fastest for these sizes, if the weights fit into registers, and the kernel can count.
+    /// `tf32` is whether products of `Float` may be made in it: here they are made of halves then,
+    /// which are as exact.
+    pub fn new(
+        direction: Direction,
+        sizes: Sizes,
+        product: Kind,
+        tf32: bool,
+        grid: Grid,
+    ) -> Option<Share> {
         let Sizes { batch, hidden, .. } = sizes;
         /// Terms of a row that a block's warps have with one vector each.
         const TERMS: i64 = 256;
-        /// Columns of h whose messages lie side by side where they have scales: a group's blocks cover whole ones.
+        /// Columns of h whose messages lie side by side where they have scales: a group's blocks
+        /// cover whole ones.
         const IN_PAIRS: i64 = 32;
         let is_scaled = product == Kind::Float && tf32;
         let fits = is_scaled || matches!(product, Kind::Half | Kind::BFloat16);
         if !fits || !are_for_a_grid(sizes) {
             return None;
         }
-        // Of a row of h for each warp, at most 8 vectors in registers beside 16 columns, or 4 beside 32; of the gates' gradients
-        // three times as many.
+        // Of a row of h for each warp, at most 8 vectors in registers beside 16 columns, or 4
+        // beside 32; of the gates' gradients three times as many.
         let vectors = (hidden - 1) / TERMS + 1;
         let tiles = (batch - 1) / ROWS + 1;
         let of = |columns| {
@@ -95,7 +105,13 @@ impl Share {
     }
 
     /// Each of up to `most` groups has some of the tiles of rows and works through them in turn.
-    fn of_columns(direction: Direction, columns: i64, vectors: i64, tiles: i64, most: i64) -> Option<Share> {
+    fn of_columns(
+        direction: Direction,
+        columns: i64,
+        vectors: i64,
+        tiles: i64,
+        most: i64,
+    ) -> Option<Share> {
         /// What is kept of all rows of a block has to fit beside the rest.
         const MOST_TURNS: i64 = 64;
         if most == 0 {
@@ -109,7 +125,9 @@ impl Share {
             (Direction::Forward, 16) => (turns.max(2), turns.max(2) * (58 + 8 * vectors.max(3))),
             (Direction::Forward, _) => (turns.max(2), turns.max(2) * (75 + 8 * vectors)),
             // One turn takes longer than its part of several: it waits for messages.
-            (Direction::Backward, 16) => (turns, (200 + 25 * vectors).max(turns * (94 + 15 * vectors))),
+            (Direction::Backward, 16) => {
+                (turns, (200 + 25 * vectors).max(turns * (94 + 15 * vectors)))
+            }
             (Direction::Backward, _) => (turns, (200 + 25 * vectors).max(turns * 43 * vectors)),
         };
         let share = Share { columns, row_groups: (tiles - 1) / turns + 1, cost };
@@ -120,12 +138,13 @@ impl Share {
     pub fn is_faster(&self, direction: Direction, sizes: Sizes) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;
-        /// What that takes, with messages that become unsent, in hundredths of a microsecond: all steps together save more.
+        /// What that takes, with messages that become unsent, in hundredths of a microsecond: all
+        /// steps together save more.
         const BEFORE: i64 = 2000;
         /// Up to here clusters are faster.
         const NARROW: i64 = 256;
-        // What those cost, without the products of all steps: forward with the most rows at which they were measured to be
-        // slower, 256 of H = 1024.
+        // What those cost, without the products of all steps: forward with the most rows at which
+        // they were measured to be slower, 256 of H = 1024.
         let others = match direction {
             Direction::Forward => 950,
             Direction::Backward => 1100,
@@ -143,7 +162,8 @@ mod tests {
 
     fn share(batch: i64, hidden: i64, kind: Kind, tf32: bool, grid: Grid) -> Option<(i64, i64)> {
         let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
-        Share::new(Direction::Forward, sizes, kind, tf32, grid).map(|share| (share.columns, share.row_groups))
+        Share::new(Direction::Forward, sizes, kind, tf32, grid)
+            .map(|share| (share.columns, share.row_groups))
     }
 
     #[test]
@@ -202,15 +222,28 @@ mod tests {
             Share::new(direction, sizes, kind, true, H200)
                 .is_some_and(|share| share.is_faster(direction, sizes))
         };
-        assert!(faster(Forward, 8, 16, 264, Kind::Half) && faster(Forward, 512, 256, 1024, Kind::BFloat16));
-        assert!(!faster(Forward, 7, 16, 1024, Kind::Half) && !faster(Forward, 512, 16, 256, Kind::Half));
-        assert!(!faster(Forward, 512, 512, 1024, Kind::Half) && !faster(Forward, 512, 64, 2048, Kind::Half));
         assert!(
-            faster(Backward, 512, 128, 1024, Kind::Half) && !faster(Backward, 512, 256, 1024, Kind::Half)
+            faster(Forward, 8, 16, 264, Kind::Half)
+                && faster(Forward, 512, 256, 1024, Kind::BFloat16)
         );
-        assert!(faster(Forward, 512, 16, 768, Kind::Float) && faster(Forward, 512, 256, 1024, Kind::Float));
         assert!(
-            faster(Backward, 512, 64, 1024, Kind::Float) && !faster(Backward, 512, 256, 1024, Kind::Float)
+            !faster(Forward, 7, 16, 1024, Kind::Half) && !faster(Forward, 512, 16, 256, Kind::Half)
+        );
+        assert!(
+            !faster(Forward, 512, 512, 1024, Kind::Half)
+                && !faster(Forward, 512, 64, 2048, Kind::Half)
+        );
+        assert!(
+            faster(Backward, 512, 128, 1024, Kind::Half)
+                && !faster(Backward, 512, 256, 1024, Kind::Half)
+        );
+        assert!(
+            faster(Forward, 512, 16, 768, Kind::Float)
+                && faster(Forward, 512, 256, 1024, Kind::Float)
+        );
+        assert!(
+            faster(Backward, 512, 64, 1024, Kind::Float)
+                && !faster(Backward, 512, 256, 1024, Kind::Float)
         );
     }
 
@@ -218,7 +251,10 @@ mod tests {
     fn float_is_for_those_who_allow_tf32() {
         assert_eq!(share(16, 512, Kind::Float, false, H200), None);
         assert_eq!(share(16, 512, Kind::Float, true, H200), Some((16, 1)));
-        assert_eq!(share(16, 1032, Kind::Float, true, H200), share(16, 1032, Kind::Half, true, H200));
+        assert_eq!(
+            share(16, 1032, Kind::Float, true, H200),
+            share(16, 1032, Kind::Half, true, H200)
+        );
         assert_eq!(share(16, 512, Kind::Double, true, H200), None);
     }
 }

@@ -7,7 +7,8 @@ use crate::Result;
 use crate::ffi::once_a_device::{OnceADevice, constant};
 use tch::{Device, Kind};
 
-/// How many clusters of large blocks a GPU runs at a time; zeros where it has none, or no code for them.
+/// How many clusters of large blocks a GPU runs at a time; zeros where it has none, or no code for
+/// them.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Clusters {
@@ -42,12 +43,16 @@ impl Clusters {
 
 #[cfg(tch_extension_cuda)]
 unsafe extern "C" {
-    fn tch_extension_lltm_persistent_device(device: i32, clusters: *mut Clusters) -> *const std::ffi::c_char;
+    fn tch_extension_lltm_persistent_device(
+        device: i32,
+        clusters: *mut Clusters,
+    ) -> *const std::ffi::c_char;
 }
 
 /// As the kernels count: the values of all gates.
 pub(super) fn counts_in_32_bits(Sizes { steps, batch, hidden, .. }: Sizes) -> bool {
-    let values = [batch, hidden, 3].iter().try_fold(steps, |product, &size| product.checked_mul(size));
+    let values =
+        [batch, hidden, 3].iter().try_fold(steps, |product, &size| product.checked_mul(size));
     values.is_some_and(|values| i32::try_from(values).is_ok())
 }
 
@@ -68,7 +73,8 @@ pub(super) struct Kernel {
 }
 
 impl Kernel {
-    /// The fastest kernel for these sizes, if there is one: the weights have to fit on chip, and the kernel counts in 32 bits.
+    /// The fastest kernel for these sizes, if there is one: the weights have to fit on chip, and
+    /// the kernel counts in 32 bits.
     pub fn new(
         direction: Direction,
         sizes: Sizes,
@@ -125,8 +131,8 @@ impl Kernel {
     pub fn is_faster(&self, direction: Direction, sizes: Sizes, product: Kind) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;
-        /// What a step costs on other paths at least, in the same hundredths, in two launches. With so many rows that the GPU
-        /// takes longer than the host, it takes longer in clusters, too.
+        /// What a step costs on other paths at least, in the same hundredths, in two launches. With
+        /// so many rows that the GPU takes longer than the host, it takes longer in clusters, too.
         const OTHERS: [i64; 2] = [900, 1100];
 
         let [forward, backward] = OTHERS;
@@ -150,23 +156,31 @@ mod tests {
         Sizes { steps, batch, features: hidden, hidden }
     }
 
-    fn kernel(direction: Direction, sizes: Sizes, kind: Kind, tf32: bool, clusters: Clusters) -> Option<i64> {
+    fn kernel(
+        direction: Direction,
+        sizes: Sizes,
+        kind: Kind,
+        tf32: bool,
+        clusters: Clusters,
+    ) -> Option<i64> {
         Kernel::new(direction, sizes, kind, tf32, clusters).map(|kernel| kernel.cluster)
     }
 
     #[test]
     fn kernels_suit_the_size() {
         use Direction::{Backward, Forward};
-        let of =
-            |direction, batch, hidden| kernel(direction, sizes(512, batch, hidden), Kind::Half, false, H200);
+        let of = |direction, batch, hidden| {
+            kernel(direction, sizes(512, batch, hidden), Kind::Half, false, H200)
+        };
         assert_eq!(of(Forward, 16, 128), Some(8));
         assert_eq!(of(Forward, 4096, 256), Some(8));
         assert_eq!(of(Forward, 56, 512), Some(16));
         assert_eq!(of(Forward, 57, 512), Some(8));
         assert_eq!(of(Backward, 120, 512), Some(8));
         assert_eq!(of(Forward, 57, 768), Some(16));
-        let tf32 =
-            |direction, batch, hidden| kernel(direction, sizes(512, batch, hidden), Kind::Float, true, H200);
+        let tf32 = |direction, batch, hidden| {
+            kernel(direction, sizes(512, batch, hidden), Kind::Float, true, H200)
+        };
         for direction in [Forward, Backward] {
             assert_eq!(tf32(direction, 16, 128), Some(8));
             assert_eq!(tf32(direction, 16, 512), Some(16));
@@ -179,7 +193,8 @@ mod tests {
     #[test]
     fn float_is_multiplied_in_tf32_where_that_is_allowed() {
         let of = |kind, tf32| {
-            Kernel::new(Direction::Forward, sizes(512, 16, 128), kind, tf32, H200).map(|kernel| kernel.tf32)
+            Kernel::new(Direction::Forward, sizes(512, 16, 128), kind, tf32, H200)
+                .map(|kernel| kernel.tf32)
         };
         assert_eq!(of(Kind::Float, true), Some(true));
         assert_eq!(of(Kind::Float, false), Some(false));
@@ -190,7 +205,8 @@ mod tests {
     #[test]
     fn what_may_not_be_rounded_has_larger_kernels_forward() {
         for kind in [Kind::Float, Kind::Double] {
-            let of = |direction, hidden| kernel(direction, sizes(512, 16, hidden), kind, false, H200);
+            let of =
+                |direction, hidden| kernel(direction, sizes(512, 16, hidden), kind, false, H200);
             assert_eq!(of(Direction::Forward, 128), Some(8));
             assert_eq!(of(Direction::Backward, 128), Some(8));
             assert_eq!(of(Direction::Forward, 129), Some(16));

@@ -67,7 +67,8 @@ impl PlainShare {
         if most == 0 {
             return None;
         }
-        // With few columns, two turns take no longer than one, in which everybody waits, and half the blocks.
+        // With few columns, two turns take no longer than one, in which everybody waits, and half
+        // the blocks.
         let least = if columns < 16 { tiles.min(2) } else { 1 };
         let turns = ((tiles - 1) / most + 1).max(least);
         // What a turn takes that waits for all messages, and one of several.
@@ -168,7 +169,9 @@ mod tests {
             };
             for hidden in [128, 256, 512, 768, 1024] {
                 assert!(faster(8, 16, hidden, Kind::Float) && faster(512, 64, hidden, Kind::Float));
-                assert!(!faster(7, 16, hidden, Kind::Float) && !faster(512, 16, hidden, Kind::Double));
+                assert!(
+                    !faster(7, 16, hidden, Kind::Float) && !faster(512, 16, hidden, Kind::Double)
+                );
             }
             assert!(!faster(512, 512, 1024, Kind::Float));
         }

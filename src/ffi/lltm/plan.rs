@@ -10,7 +10,8 @@ use crate::ffi::lltm_cell_fused as cell;
 use crate::ffi::precision::matmul_allow_tf32;
 use tch::{Device, Kind};
 
-/// A way through a sequence. For tests and benches, which force each; users get the one that suits the sizes.
+/// A way through a sequence. For tests and benches, which force each; users get the one that suits
+/// the sizes.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Path {
@@ -27,13 +28,15 @@ pub enum Path {
     TensorCores,
     /// On the CPU: weights packed once, and threads that stay together for all steps.
     Packed,
-    /// On CUDA: one kernel for all steps, whose blocks keep the weights on chip: in clusters, or else a grid.
+    /// On CUDA: one kernel for all steps, whose blocks keep the weights on chip: in clusters, or
+    /// else a grid.
     Persistent,
     /// That of a grid.
     Grid,
     /// That of a grid for many rows.
     WideGrid,
-    /// That of a grid of more blocks than any GPU runs at once: what happens where other processes leave too few.
+    /// That of a grid of more blocks than any GPU runs at once: what happens where other processes
+    /// leave too few.
     CrowdedGrid,
 }
 
@@ -53,8 +56,9 @@ impl Path {
         })
     }
 
-    /// Whether this is one step that the cell's kernels compute, of these kinds of products and state: nothing is cheaper.
-    /// On the CPU not where a sequence is computed in a wider kind than the cell.
+    /// Whether this is one step that the cell's kernels compute, of these kinds of products and
+    /// state: nothing is cheaper. On the CPU not where a sequence is computed in a wider kind than
+    /// the cell.
     pub(crate) fn is_one_step_of_the_cell(
         self,
         steps: i64,
@@ -65,9 +69,9 @@ impl Path {
         self == Path::Automatic && steps == 1 && (device.is_cuda() || is_as_wide)
     }
 
-    /// Whether this is a loop of the cell, of tensors of one kind: with few steps, what a sequence costs once is more than
-    /// it saves. Not where that would round sums that a sequence does not: in half kinds those of the weight's gradient over
-    /// steps.
+    /// Whether this is a loop of the cell, of tensors of one kind: with few steps, what a sequence
+    /// costs once is more than it saves. Not where that would round sums that a sequence does not:
+    /// in half kinds those of the weight's gradient over steps.
     pub(crate) fn calls_the_cell(self, steps: i64, kind: Kind) -> bool {
         match self {
             Path::Cells => steps > 0,
@@ -146,7 +150,8 @@ pub(crate) enum Plan {
     },
     /// The cell's kernel with tensor cores, which multiplies the input, too.
     TensorCores,
-    /// How many groups of threads share the rows of the batch, and how many threads of each group the columns.
+    /// How many groups of threads share the rows of the batch, and how many threads of each group
+    /// the columns.
     Packed {
         row_groups: i64,
         column_groups: i64,
@@ -174,19 +179,27 @@ pub(crate) enum Plan {
 }
 
 impl Plan {
-    /// The way for a sequence of these sizes, whose products and state are of these kinds. A path that a chip does not
-    /// have, or not for these kinds, is one that it has.
-    pub fn new(path: Path, direction: Direction, sizes: Sizes, kinds: (Kind, Kind), chip: Chip) -> Plan {
+    /// The way for a sequence of these sizes, whose products and state are of these kinds. A path
+    /// that a chip does not have, or not for these kinds, is one that it has.
+    pub fn new(
+        path: Path,
+        direction: Direction,
+        sizes: Sizes,
+        kinds: (Kind, Kind),
+        chip: Chip,
+    ) -> Plan {
         match (path, chip) {
             (Path::PerStep, _) => Plan::PerStep,
             (_, Chip::Cpu { threads }) => Plan::packed(sizes, kinds.1, threads),
-            (_, Chip::Cuda { device, hopper }) => Plan::on_hopper(path, direction, sizes, kinds, hopper)
-                .unwrap_or_else(|| Plan::step_by_step(path, direction, sizes, kinds, device)),
+            (_, Chip::Cuda { device, hopper }) => {
+                Plan::on_hopper(path, direction, sizes, kinds, hopper)
+                    .unwrap_or_else(|| Plan::step_by_step(path, direction, sizes, kinds, device))
+            }
         }
     }
 
-    /// By kernels for compute capability 9.0: of those that suit the sizes, the one whose step costs least beside the input's
-    /// product.
+    /// By kernels for compute capability 9.0: of those that suit the sizes, the one whose step
+    /// costs least beside the input's product.
     fn on_hopper(
         path: Path,
         direction: Direction,
@@ -199,26 +212,34 @@ impl Plan {
         /// Each is a block at least, and no GPU has so many multiprocessors.
         const CROWD: i64 = 1024;
         let of_clusters = |Kernel { cluster, tf32, .. }: Kernel| Plan::Persistent { cluster, tf32 };
-        let of_grid = |share: Share| Plan::Grid { columns: share.columns, row_groups: share.row_groups };
+        let of_grid =
+            |share: Share| Plan::Grid { columns: share.columns, row_groups: share.row_groups };
         let plain = PlainShare::new(direction, sizes, product, hopper.tf32, hopper.grid);
-        let of_plain =
-            |share: PlainShare| Plan::PlainGrid { columns: share.columns, row_groups: share.row_groups };
+        let of_plain = |share: PlainShare| Plan::PlainGrid {
+            columns: share.columns,
+            row_groups: share.row_groups,
+        };
         let wide = WideShare::new(direction, sizes, product, hopper.tf32, hopper.grid);
-        let of_wide =
-            |share: WideShare| Plan::WideGrid { columns: WideShare::COLUMNS, row_groups: share.row_groups };
+        let of_wide = |share: WideShare| Plan::WideGrid {
+            columns: WideShare::COLUMNS,
+            row_groups: share.row_groups,
+        };
         // Under autocast there are two kinds.
         let is_for_tiles = direction == Direction::Forward && product == state;
         let tiles = is_for_tiles.then(|| Tiles::new(sizes, product, hopper.tensor_cores)).flatten();
         match path {
             Path::TensorCores => tiles.map(|_| Plan::TensorCores),
-            Path::Persistent => clusters.map(of_clusters).or(grid.map(of_grid)).or(plain.map(of_plain)),
+            Path::Persistent => {
+                clusters.map(of_clusters).or(grid.map(of_grid)).or(plain.map(of_plain))
+            }
             Path::Grid => grid.map(of_grid).or(plain.map(of_plain)),
             Path::WideGrid => wide.map(of_wide).or(grid.map(of_grid)),
             Path::CrowdedGrid => grid
                 .map(|share| of_grid(Share { row_groups: CROWD, ..share }))
                 .or(plain.map(|share| of_plain(PlainShare { row_groups: CROWD, ..share }))),
             Path::Automatic => {
-                let clusters = clusters.filter(|kernel| kernel.is_faster(direction, sizes, product));
+                let clusters =
+                    clusters.filter(|kernel| kernel.is_faster(direction, sizes, product));
                 let grid = grid.filter(|share| share.is_faster(direction, sizes));
                 let plain = plain.filter(|share| share.is_faster(direction, sizes, product));
                 let wide = wide.filter(|share| share.is_faster(sizes));
@@ -236,8 +257,9 @@ impl Plan {
         }
     }
 
-    /// One kernel a step costs the host half of what a product and a kernel do, and where the host is what all wait for,
-    /// that is all that counts. Beyond the sizes at which it is so, the product is better left to libtorch.
+    /// One kernel a step costs the host half of what a product and a kernel do, and where the host
+    /// is what all wait for, that is all that counts. Beyond the sizes at which it is so, the
+    /// product is better left to libtorch.
     fn step_by_step(
         path: Path,
         direction: Direction,
@@ -245,12 +267,12 @@ impl Plan {
         (product, state): (Kind, Kind),
         device: usize,
     ) -> Plan {
-        /// With fewer steps or features, the input's product costs more than it saves: a step of few columns is as long as
-        /// its chain of loads.
+        /// With fewer steps or features, the input's product costs more than it saves: a step of
+        /// few columns is as long as its chain of loads.
         const ENOUGH_STEPS: i64 = 8;
         const ENOUGH_FEATURES: i64 = 256;
-        let enough =
-            sizes.steps >= ENOUGH_STEPS && (path == Path::Fused || sizes.features >= ENOUGH_FEATURES);
+        let enough = sizes.steps >= ENOUGH_STEPS
+            && (path == Path::Fused || sizes.features >= ENOUGH_FEATURES);
         let path = if path == Path::Fused { cell::Path::Fused } else { cell::Path::Automatic };
         let device = Device::Cuda(device);
         let input_at_once = direction == Direction::Backward || enough;
@@ -267,7 +289,8 @@ impl Plan {
     fn packed(sizes: Sizes, kind: Kind, threads: i64) -> Plan {
         /// Below, one thread is done before another is awake.
         const WORTH_A_THREAD: f64 = (1 << 18) as f64;
-        /// Below, a step is done before the others of the row's threads know that the one before is.
+        /// Below, a step is done before the others of the row's threads know that the one before
+        /// is.
         const WORTH_WAITING: f64 = (1 << 17) as f64;
         /// Rows that are multiplied with a weight each time it is read.
         const ROWS: i64 = 8;
@@ -280,10 +303,13 @@ impl Plan {
         let work = steps as f64 * batch as f64 * hidden as f64 * hidden as f64;
         let threads = threads.clamp(1, ((work / WORTH_A_THREAD) as i64).saturating_add(1));
         let a_step = (batch as f64 * hidden as f64 * hidden as f64 / WORTH_WAITING) as i64;
-        let (most_rows, most_columns) = ((batch / ROWS).max(1), (hidden / PANEL).min(a_step).max(1));
+        let (most_rows, most_columns) =
+            ((batch / ROWS).max(1), (hidden / PANEL).min(a_step).max(1));
         let size = kind.elt_size_in_bytes() as i64;
-        let near =
-            hidden.checked_mul(hidden).and_then(|n| n.checked_mul(3 * size)).is_some_and(|n| n <= NEAR);
+        let near = hidden
+            .checked_mul(hidden)
+            .and_then(|n| n.checked_mul(3 * size))
+            .is_some_and(|n| n <= NEAR);
         if near {
             // Threads with rows of their own never wait for one another.
             let row_groups = most_rows.min(threads);
@@ -302,7 +328,13 @@ mod tests {
 
     fn packed(batch: i64, hidden: i64, kind: Kind, threads: i64) -> (i64, i64) {
         let sizes = Sizes { steps: 128, batch, features: hidden, hidden };
-        match Plan::new(Path::Automatic, Direction::Forward, sizes, (kind, kind), Chip::Cpu { threads }) {
+        match Plan::new(
+            Path::Automatic,
+            Direction::Forward,
+            sizes,
+            (kind, kind),
+            Chip::Cpu { threads },
+        ) {
             Plan::Packed { row_groups, column_groups } => (row_groups, column_groups),
             other => panic!("{other:?}"),
         }
@@ -329,8 +361,9 @@ mod tests {
     #[test]
     fn a_path_is_taken_where_it_can_be() {
         let sizes = Sizes { steps: 3, batch: 2, features: 4, hidden: 5 };
-        let plan =
-            |path, chip| Plan::new(path, Direction::Forward, sizes, (Kind::Double, Kind::Double), chip);
+        let plan = |path, chip| {
+            Plan::new(path, Direction::Forward, sizes, (Kind::Double, Kind::Double), chip)
+        };
         let cpu = Chip::Cpu { threads: 4 };
         assert_eq!(plan(Path::PerStep, cpu), Plan::PerStep);
         assert_eq!(plan(Path::Packed, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
@@ -398,7 +431,8 @@ mod tests {
         ];
         let by_tensor_cores =
             [(4096, 64, 64), (4096, 128, 128), (4096, 8, 128), (1920, 256, 256), (1920, 8, 256)];
-        let measured = [(&by_clusters[..], clusters(8, false)), (&by_tensor_cores, Some(Plan::TensorCores))];
+        let measured =
+            [(&by_clusters[..], clusters(8, false)), (&by_tensor_cores, Some(Plan::TensorCores))];
         for (sizes, expected) in measured {
             for &(batch, features, hidden) in sizes {
                 assert_eq!(of(batch, features, hidden), expected, "{batch} {features} {hidden}");
@@ -419,8 +453,9 @@ mod tests {
     #[test]
     fn tensor_cores_compute_one_kind_forward() {
         let sizes = Sizes { steps: 32, batch: 4096, features: 512, hidden: 512 };
-        let plan =
-            |path, direction, kinds| Plan::on_hopper(path, direction, sizes, kinds, Hopper::h200(true));
+        let plan = |path, direction, kinds| {
+            Plan::on_hopper(path, direction, sizes, kinds, Hopper::h200(true))
+        };
         let both = (Kind::Half, Kind::Half);
         for path in [Path::TensorCores, Path::Automatic] {
             assert_eq!(plan(path, Direction::Forward, both), Some(Plan::TensorCores));
@@ -445,7 +480,10 @@ mod tests {
         assert_eq!(of(4, wide), Plan::Fused { input_at_once: false });
         assert_eq!(of(512, wide), Plan::Fused { input_at_once: true });
         assert_eq!(of(512, large), Plan::PerStep);
-        assert_eq!(plan(Path::Automatic, backward, 4, small, both), Plan::Fused { input_at_once: true });
+        assert_eq!(
+            plan(Path::Automatic, backward, 4, small, both),
+            Plan::Fused { input_at_once: true }
+        );
         assert_eq!(plan(Path::Automatic, backward, 4, large, both), Plan::PerStep);
         // Forced, and where it cannot be.
         assert_eq!(plan(Path::Fused, forward, 8, large, both), Plan::Fused { input_at_once: true });
@@ -466,8 +504,9 @@ mod tests {
         assert_eq!(loops(Path::Cells, Kind::Half), [false, true, true, true]);
         assert_eq!(loops(Path::PerStep, Kind::Float), [false; 4]);
 
-        let is_one =
-            |path: Path, kinds, device| steps.map(|steps| path.is_one_step_of_the_cell(steps, kinds, device));
+        let is_one = |path: Path, kinds, device| {
+            steps.map(|steps| path.is_one_step_of_the_cell(steps, kinds, device))
+        };
         let (yes, no, gpu) = ([false, true, false, false], [false; 4], Device::Cuda(0));
         for kind in [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16] {
             assert_eq!(is_one(Path::Automatic, (kind, kind), gpu), yes);
@@ -503,13 +542,18 @@ mod tests {
             let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
             [Direction::Forward, Direction::Backward]
                 .iter()
-                .map(|&direction| Plan::on_hopper(Path::Automatic, direction, sizes, (kind, kind), hopper))
+                .map(|&direction| {
+                    Plan::on_hopper(Path::Automatic, direction, sizes, (kind, kind), hopper)
+                })
                 .all(|plan| plan.is_some_and(|plan| plan != Plan::TensorCores))
         };
         let holds = |kind, tf32, rows: &[(i64, i64)]| {
             for &(hidden, most) in rows {
                 for batch in 1..=most {
-                    assert!(is_one_kernel(kind, tf32, batch, hidden), "{kind:?}, H = {hidden}, B = {batch}");
+                    assert!(
+                        is_one_kernel(kind, tf32, batch, hidden),
+                        "{kind:?}, H = {hidden}, B = {batch}"
+                    );
                 }
             }
         };

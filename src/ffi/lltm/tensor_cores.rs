@@ -1,5 +1,5 @@
-//! `csrc/lltm_cell/hopper_forward.cu`: the cell's kernel with tensor cores for each step of many rows, of which libtorch's
-//! products would write gates in f32 that another kernel then reads.
+//! `csrc/lltm_cell/hopper_forward.cu`: the cell's kernel with tensor cores for each step of many
+//! rows, of which libtorch's products would write gates in f32 that another kernel then reads.
 
 use super::Sizes;
 use crate::Result;
@@ -28,7 +28,8 @@ impl TensorCores {
             static KNOWN: OnceADevice<TensorCores> = OnceADevice::new();
             KNOWN.of("lltm", device, |_, found| {
                 // SAFETY: it asks the device that is current.
-                found.processors = i64::from(unsafe { tch_extension_lltm_cell_hopper_processors() });
+                found.processors =
+                    i64::from(unsafe { tch_extension_lltm_cell_hopper_processors() });
                 None
             })
         }
@@ -45,7 +46,8 @@ unsafe extern "C" {
     fn tch_extension_lltm_cell_hopper_processors() -> i32;
 }
 
-/// Tiles of a step, 128 rows and 64 hidden columns each, which the multiprocessors go through in rounds.
+/// Tiles of a step, 128 rows and 64 hidden columns each, which the multiprocessors go through in
+/// rounds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tiles {
     sizes: Sizes,
@@ -138,7 +140,8 @@ mod tests {
     /// Each of these was measured on an H200 in both ways; most are in docs/performance.md.
     #[test]
     fn the_faster_way_is_taken() {
-        let are_faster = |batch, hidden| of(batch, hidden, hidden).is_some_and(|tiles| tiles.are_faster());
+        let are_faster =
+            |batch, hidden| of(batch, hidden, hidden).is_some_and(|tiles| tiles.are_faster());
         let faster = [
             (64, &[4096, 16384][..]),
             (128, &[2560, 4096]),

@@ -23,8 +23,8 @@ impl WideShare {
     /// That a block computes at a time.
     const ROWS: i64 = 64;
 
-    /// If the weights fit into shared memory, and the kernel can count. `tf32` is whether products of `Float` may be made in
-    /// it: they are made of halves with scales.
+    /// If the weights fit into shared memory, and the kernel can count. `tf32` is whether products
+    /// of `Float` may be made in it: they are made of halves with scales.
     pub fn new(
         direction: Direction,
         sizes: Sizes,
@@ -76,7 +76,9 @@ impl WideShare {
         const FEW: i64 = 8;
         /// Up to here clusters are faster.
         const NARROW: i64 = 256;
-        sizes.steps >= FEW && sizes.hidden > NARROW && sizes.steps * (self.limit - self.cost) >= self.once
+        sizes.steps >= FEW
+            && sizes.hidden > NARROW
+            && sizes.steps * (self.limit - self.cost) >= self.once
     }
 }
 
@@ -84,14 +86,21 @@ impl WideShare {
 mod tests {
     use super::*;
 
-    fn row_groups(direction: Direction, batch: i64, hidden: i64, kind: Kind, grid: Grid) -> Option<i64> {
+    fn row_groups(
+        direction: Direction,
+        batch: i64,
+        hidden: i64,
+        kind: Kind,
+        grid: Grid,
+    ) -> Option<i64> {
         let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
         WideShare::new(direction, sizes, kind, false, grid).map(|share| share.row_groups)
     }
 
     #[test]
     fn groups_share_the_rows() {
-        let of = |batch, hidden| row_groups(Direction::Forward, batch, hidden, Kind::Half, Grid::H200);
+        let of =
+            |batch, hidden| row_groups(Direction::Forward, batch, hidden, Kind::Half, Grid::H200);
         assert_eq!(of(1, 8), Some(1));
         assert_eq!(of(64, 1024), Some(1));
         assert_eq!(of(65, 1024), Some(2));
@@ -130,7 +139,10 @@ mod tests {
             }
             // Three turns, with which the way back is slower than step by step.
             for (batch, hidden) in [(768, 1024), (1024, 768)] {
-                assert_eq!(faster(direction, batch, hidden, true), Some(direction == Direction::Forward));
+                assert_eq!(
+                    faster(direction, batch, hidden, true),
+                    Some(direction == Direction::Forward)
+                );
             }
             // Where W_h is small, so are steps.
             assert_eq!(faster(direction, 1792, 264, true), Some(false));
@@ -140,7 +152,8 @@ mod tests {
 
     #[test]
     fn not_all_sizes_have_one() {
-        let of = |batch, hidden| row_groups(Direction::Forward, batch, hidden, Kind::Half, Grid::H200);
+        let of =
+            |batch, hidden| row_groups(Direction::Forward, batch, hidden, Kind::Half, Grid::H200);
         assert_eq!(of(256, 1032), None);
         assert_eq!(of(256, 1020), None);
         assert_eq!(of(256, 0), None);

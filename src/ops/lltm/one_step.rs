@@ -1,4 +1,5 @@
-//! A sequence of one step, as in sampling: the cell's kernels, which write h' a second time, as the output.
+//! A sequence of one step, as in sampling: the cell's kernels, which write h' a second time, as the
+//! output.
 
 use super::super::lltm_cell::{LltmCell, is_ordinary, of_one_step, place};
 use super::OP;
@@ -16,9 +17,12 @@ impl OneStep {
         OneStep(LltmCell::of_one_step(None))
     }
 
-    /// None unless all that would be checked is so, and one step of such arguments is the cell's: the common case, known
-    /// without a question to each tensor.
-    pub fn of_ordinary(path: Path, arguments: &[Option<&Tensor>; place::LEN]) -> Result<Option<Self>> {
+    /// None unless all that would be checked is so, and one step of such arguments is the cell's:
+    /// the common case, known without a question to each tensor.
+    pub fn of_ordinary(
+        path: Path,
+        arguments: &[Option<&Tensor>; place::LEN],
+    ) -> Result<Option<Self>> {
         if path != Path::Automatic {
             return Ok(None);
         }
@@ -41,13 +45,15 @@ impl Function for OneStep {
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let made = self.0.compute(saver, inputs)?;
-        let output = made.output.ok_or_else(|| Error::msg("internal error: the cell made no output"))?;
+        let output =
+            made.output.ok_or_else(|| Error::msg("internal error: the cell made no output"))?;
         Ok([output, made.new_h, made.new_c].into())
     }
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         if ctx.create_graph() {
-            let inputs = (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
+            let inputs =
+                (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, super::reference);
         }
         let sum = match (grads.optional(0), grads.optional(1)) {

@@ -29,11 +29,11 @@ enum Way {
 }
 
 impl Way {
-    /// The fastest for operands on CUDA that are all of one kind, in products of which libtorch may or may not use tf32; for
-    /// others there is only one.
+    /// The fastest for operands on CUDA that are all of one kind, in products of which libtorch may
+    /// or may not use tf32; for others there is only one.
     fn new(kind: Option<Kind>, tf32: bool, sizes: kernels::Sizes) -> Way {
-        /// Bytes of h and x. To copy so many takes longer than two products more: on an H200 it is 620 µs of 2820 at
-        /// (T, B, F, H) = (512, 256, 1024, 1024).
+        /// Bytes of h and x. To copy so many takes longer than two products more: on an H200 it is
+        /// 620 µs of 2820 at (T, B, F, H) = (512, 256, 1024, 1024).
         const LARGE: i64 = 48 << 20;
         let kernels::Sizes { steps, batch, features, hidden } = sizes;
         match kind {
@@ -41,7 +41,8 @@ impl Way {
             Some(kind @ (Kind::Half | Kind::BFloat16)) if steps > 1 && features > 0 => {
                 let size = kind.elt_size_in_bytes() as i64;
                 let rows = steps.saturating_mul(batch);
-                let bytes = rows.saturating_mul(hidden.saturating_add(features)).saturating_mul(size);
+                let bytes =
+                    rows.saturating_mul(hidden.saturating_add(features)).saturating_mul(size);
                 if bytes >= LARGE { Way::InPlace } else { Way::SideBySide }
             }
             _ => Way::SideBySide,
@@ -54,8 +55,8 @@ impl Operands<'_> {
     pub fn product(&self) -> Result<Tensor> {
         let Operands { grad_gates, h0, output, input, sizes } = *self;
         let kind = grad_gates.f_kind()?;
-        let same =
-            grad_gates.device().is_cuda() && [h0, output, input].iter().all(|part| part.kind() == kind);
+        let same = grad_gates.device().is_cuda()
+            && [h0, output, input].iter().all(|part| part.kind() == kind);
         self.product_by(Way::new(same.then_some(kind), is_in_tf32(grad_gates)?, sizes))
     }
 
@@ -94,7 +95,8 @@ impl Operands<'_> {
             self.h0,
             Kind::Float,
         )?;
-        let of_x = grads_of(0, rows)?.f_mm_dtype(&self.input.f_reshape([rows, features])?, Kind::Float)?;
+        let of_x =
+            grads_of(0, rows)?.f_mm_dtype(&self.input.f_reshape([rows, features])?, Kind::Float)?;
         Ok(Tensor::f_cat(&[of_h, of_x], 1)?)
     }
 }
@@ -117,7 +119,10 @@ mod tests {
             assert_eq!(Way::new(Some(kind), true, small), Way::SideBySide);
             assert_eq!(Way::new(Some(kind), false, large), Way::InPlace);
             // Neither a step before nor an input: one of the products would be empty.
-            assert_eq!(Way::new(Some(kind), false, sizes([1, 64 * 512, 512, 512])), Way::SideBySide);
+            assert_eq!(
+                Way::new(Some(kind), false, sizes([1, 64 * 512, 512, 512])),
+                Way::SideBySide
+            );
             assert_eq!(Way::new(Some(kind), false, sizes([512, 64, 0, 1024])), Way::SideBySide);
             assert_eq!(Way::new(Some(kind), false, sizes([i64::MAX; 4])), Way::InPlace);
         }
@@ -129,10 +134,11 @@ mod tests {
         }
     }
 
-    /// That of `Double`, which is exact beside all others: rows and columns of whole and of broken vectors, tiles and
-    /// blocks, and a view as input.
+    /// That of `Double`, which is exact beside all others: rows and columns of whole and of broken
+    /// vectors, tiles and blocks, and a view as input.
     fn assert_exact(way: Way, kind: Kind, device: Device) {
-        for size in [[2, 1, 1, 1], [3, 5, 7, 8], [1, 70, 33, 24], [9, 64, 40, 32], [65, 3, 130, 72]] {
+        for size in [[2, 1, 1, 1], [3, 5, 7, 8], [1, 70, 33, 24], [9, 64, 40, 32], [65, 3, 130, 72]]
+        {
             let [steps, batch, features, hidden] = size;
             if way == Way::InPlace && steps == 1 {
                 continue;
@@ -142,13 +148,20 @@ mod tests {
             let output = random(&[steps, batch, hidden]);
             let input = random(&[batch, steps, features]).transpose(0, 1);
             let sizes = sizes(size);
-            let operands =
-                Operands { grad_gates: &grad_gates, h0: &h0, output: &output, input: &input, sizes };
+            let operands = Operands {
+                grad_gates: &grad_gates,
+                h0: &h0,
+                output: &output,
+                input: &input,
+                sizes,
+            };
             let exact = {
                 let wide = |tensor: &Tensor| tensor.to_kind(Kind::Double);
                 let before = Tensor::cat(&[h0.unsqueeze(0), output.narrow(0, 0, steps - 1)], 0);
                 let hx = Tensor::cat(&[wide(&before), wide(&input)], 2);
-                wide(&grad_gates).transpose(0, 1).matmul(&hx.reshape([steps * batch, hidden + features]))
+                wide(&grad_gates)
+                    .transpose(0, 1)
+                    .matmul(&hx.reshape([steps * batch, hidden + features]))
             };
             let made = operands.product_by(way).unwrap();
             // Sums of a half kind are rounded once, at the end.

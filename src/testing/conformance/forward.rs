@@ -20,7 +20,9 @@ pub(super) fn inputs_unchanged(case: &Case<'_>) -> Result<()> {
     for (index, (before, after)) in before.iter().zip(outlines(&leaves)).enumerate() {
         let declared = case.runner.options.changed_inputs.contains(&index);
         if *before != after && !declared {
-            return Err(Error::msg(format!("the forward left input {index} as {after}; it was {before}")));
+            return Err(Error::msg(format!(
+                "the forward left input {index} as {after}; it was {before}"
+            )));
         }
     }
     drop(outputs);
@@ -40,8 +42,8 @@ pub(super) fn inputs_unchanged(case: &Case<'_>) -> Result<()> {
     declared_changes(case)
 }
 
-/// What an operator has no business to change, for comparison and for messages. The version goes up with each
-/// change in place that libtorch knows of.
+/// What an operator has no business to change, for comparison and for messages. The version goes up
+/// with each change in place that libtorch knows of.
 fn outline(leaf: &Tensor) -> String {
     format!(
         "{:?} with strides {:?}, requires_grad {}, version {}",
@@ -52,7 +54,12 @@ fn outline(leaf: &Tensor) -> String {
     )
 }
 
-fn check_unchanged(case: &Case<'_>, by: &str, copies: &[Replica], memories: &[Tensor]) -> Result<()> {
+fn check_unchanged(
+    case: &Case<'_>,
+    by: &str,
+    copies: &[Replica],
+    memories: &[Tensor],
+) -> Result<()> {
     for (index, (copy, memory)) in copies.iter().zip(memories).enumerate() {
         if case.runner.options.changed_inputs.contains(&index) {
             // Its elements may change, and nothing else.
@@ -75,13 +82,16 @@ fn declared_changes(case: &Case<'_>) -> Result<()> {
     let memories = copies.iter().map(Replica::memory).collect::<Result<Vec<_>>>()?;
     let leaves = tensors_of(&copies);
     let _guard = tch::no_grad_guard();
-    let versions = |leaves: &[Tensor]| leaves.iter().map(Tensor::internal_version).collect::<Vec<_>>();
+    let versions =
+        |leaves: &[Tensor]| leaves.iter().map(Tensor::internal_version).collect::<Vec<_>>();
     let before = versions(&leaves);
     case.runner.call(&leaves)?;
     let after = versions(&leaves);
     for &index in case.runner.options.changed_inputs {
         let Some(leaf) = leaves.get(index) else {
-            return Err(Error::msg(format!("changed_inputs names input {index}, which there is not")));
+            return Err(Error::msg(format!(
+                "changed_inputs names input {index}, which there is not"
+            )));
         };
         let changed = !same_bits(leaf, case.inputs[index])?;
         if changed && before[index] == after[index] {
@@ -126,8 +136,8 @@ fn outputs_apart(case: &Case<'_>) -> Result<Tensors> {
     for (place, output) in outputs.iter().enumerate() {
         let Some(output) = output.as_ref().filter(|output| output.defined()) else { continue };
         for (index, leaf) in leaves.iter().enumerate() {
-            let declared =
-                options.changed_inputs.contains(&index) || options.aliases.contains(&(place, index));
+            let declared = options.changed_inputs.contains(&index)
+                || options.aliases.contains(&(place, index));
             if !declared && overlap(output, leaf)? {
                 return Err(Error::msg(format!(
                     "output {place} shares memory with input {index}: a change of one in place would change \
@@ -136,9 +146,13 @@ fn outputs_apart(case: &Case<'_>) -> Result<Tensors> {
             }
         }
         for (other, earlier) in outputs.iter().enumerate().take(place) {
-            let Some(earlier) = earlier.as_ref().filter(|earlier| earlier.defined()) else { continue };
+            let Some(earlier) = earlier.as_ref().filter(|earlier| earlier.defined()) else {
+                continue;
+            };
             if overlap(output, earlier)? {
-                return Err(Error::msg(format!("outputs {other} and {place} share memory; copy one")));
+                return Err(Error::msg(format!(
+                    "outputs {other} and {place} share memory; copy one"
+                )));
             }
         }
     }
@@ -157,7 +171,8 @@ fn overlap(a: &Tensor, b: &Tensor) -> Result<bool> {
 }
 
 fn stretch(tensor: &Tensor) -> Result<(usize, usize)> {
-    let last: i64 = tensor.size().iter().zip(tensor.stride()).map(|(size, stride)| (size - 1) * stride).sum();
+    let last: i64 =
+        tensor.size().iter().zip(tensor.stride()).map(|(size, stride)| (size - 1) * stride).sum();
     let begin = tensor.data_ptr() as usize;
     Ok((begin, begin + (last as usize + 1) * tensor.f_kind()?.elt_size_in_bytes()))
 }
@@ -178,7 +193,8 @@ pub(super) fn memory(case: &Case<'_>) -> Result<()> {
     for (what, run) in runs {
         let written = written(run)?;
         if written > 0 {
-            let text = format!("{what} wrote beside memory that was allocated, in {written} places");
+            let text =
+                format!("{what} wrote beside memory that was allocated, in {written} places");
             return Err(Error::msg(text));
         }
     }
@@ -190,17 +206,20 @@ pub(super) fn determinism(case: &Case<'_>) -> Result<()> {
         return Ok(());
     }
     let again = case.again()?;
-    let pairs = |what: &'static str, again: &[Option<Tensor>], first: &[Option<Tensor>]| -> Result<()> {
-        for (index, (again, first)) in again.iter().zip(first).enumerate() {
-            if let (Some(again), Some(first)) = (again, first)
-                && !same_bits(again, first)?
-            {
-                let text = format!("{what} {index} has other bits in a second run with the same inputs");
-                return Err(Error::msg(text));
+    let pairs =
+        |what: &'static str, again: &[Option<Tensor>], first: &[Option<Tensor>]| -> Result<()> {
+            for (index, (again, first)) in again.iter().zip(first).enumerate() {
+                if let (Some(again), Some(first)) = (again, first)
+                    && !same_bits(again, first)?
+                {
+                    let text = format!(
+                        "{what} {index} has other bits in a second run with the same inputs"
+                    );
+                    return Err(Error::msg(text));
+                }
             }
-        }
-        Ok(())
-    };
+            Ok(())
+        };
     pairs("output", &again.outputs, &case.expected.outputs)?;
     pairs("the gradient of input", &again.gradients, &case.expected.gradients)
 }
@@ -217,9 +236,16 @@ pub(super) fn no_grad(case: &Case<'_>) -> Result<()> {
     without_graph(case, "without inputs that require grad", &leaves, &case.runner.call(&leaves)?)
 }
 
-fn without_graph(case: &Case<'_>, when: &str, leaves: &[Tensor], outputs: &[Option<Tensor>]) -> Result<()> {
+fn without_graph(
+    case: &Case<'_>,
+    when: &str,
+    leaves: &[Tensor],
+    outputs: &[Option<Tensor>],
+) -> Result<()> {
     for (index, output) in outputs.iter().enumerate() {
-        let Some(output) = output.as_ref().filter(|output| output.defined() && output.requires_grad()) else {
+        let Some(output) =
+            output.as_ref().filter(|output| output.defined() && output.requires_grad())
+        else {
             continue;
         };
         // A view of a leaf says that it requires grad even when it was made with grad mode off.
@@ -259,7 +285,8 @@ fn in_layout(case: &Case<'_>, layout: Layout, places: &[usize]) -> Result<()> {
     };
     let (found, expected) = (caught(|| case.run(&laid_out)), caught(|| case.run(&contiguous)));
     if layout == Layout::Expanded && expected.is_err() {
-        // It is not the layout: values over and over, as in a singular matrix, are not for every operator.
+        // It is not the layout: values over and over, as in a singular matrix, are not for every
+        // operator.
         return Ok(());
     }
     let found = found.map_err(|error| Error::msg(format!("{what}: {error}")))?;

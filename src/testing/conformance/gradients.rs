@@ -22,7 +22,8 @@ pub(super) fn subsets(case: &Case<'_>) -> Result<()> {
         }
         let found = case.run(&leaves).map_err(|error| Error::msg(format!("{what}: {error}")))?;
         let gradients = (0..leaves.len()).map(|index| {
-            let gradient = case.expected.gradients[index].as_ref().filter(|_| subset.contains(&index));
+            let gradient =
+                case.expected.gradients[index].as_ref().filter(|_| subset.contains(&index));
             gradient.map(Tensor::shallow_clone)
         });
         let outputs = super::run::detached(&case.expected.outputs)?;
@@ -33,7 +34,8 @@ pub(super) fn subsets(case: &Case<'_>) -> Result<()> {
 
 fn sets(variables: &[usize]) -> Vec<Vec<usize>> {
     let chosen = |bits: usize| {
-        let is_in = |(place, &variable): (usize, &usize)| (bits >> place & 1 == 1).then_some(variable);
+        let is_in =
+            |(place, &variable): (usize, &usize)| (bits >> place & 1 == 1).then_some(variable);
         variables.iter().enumerate().filter_map(is_in).collect::<Vec<_>>()
     };
     if variables.len() <= MOST_VARIABLES {
@@ -50,10 +52,12 @@ pub(super) fn incoming(case: &Case<'_>) -> Result<()> {
     let with = |vectors: &[Option<Tensor>]| case.runner.run(&tensors_of(&case.copies()?), vectors);
     for layout in Layout::ALL {
         let what = format!("with incoming gradients {layout:?}");
-        let lay_out = |vector: &Option<Tensor>| vector.as_ref().map(|vector| layout.of(vector)).transpose();
+        let lay_out =
+            |vector: &Option<Tensor>| vector.as_ref().map(|vector| layout.of(vector)).transpose();
         let vectors = case.vectors.iter().map(lay_out).collect::<Result<Vec<_>>>()?;
-        let contiguous =
-            |vector: &Option<Tensor>| vector.as_ref().map(|vector| Layout::Contiguous.of(vector)).transpose();
+        let contiguous = |vector: &Option<Tensor>| {
+            vector.as_ref().map(|vector| Layout::Contiguous.of(vector)).transpose()
+        };
         let expected = with(&vectors.iter().map(contiguous).collect::<Result<Vec<_>>>()?)?;
         let found = with(&vectors).map_err(|error| Error::msg(format!("{what}: {error}")))?;
         case.runner.agree(&what, &found, &expected)?;
@@ -73,7 +77,8 @@ pub(super) fn incoming(case: &Case<'_>) -> Result<()> {
             case.vectors.iter().enumerate().map(of).collect::<Result<Vec<_>>>()
         };
         let expected = with(&others(true)?)?;
-        let found = with(&others(false)?).map_err(|error| Error::msg(format!("{what}: {error}")))?;
+        let found =
+            with(&others(false)?).map_err(|error| Error::msg(format!("{what}: {error}")))?;
         case.runner.agree(&what, &found, &expected)?;
     }
     Ok(())
@@ -85,7 +90,8 @@ const EPS: f64 = 1e-6;
 pub(super) fn create_graph(case: &Case<'_>) -> Result<()> {
     let kinds = case.connected().into_iter().map(|index| Ok(case.inputs[index].f_kind()?));
     let kinds = kinds.collect::<Result<Vec<_>>>()?;
-    // The half kinds round too much for two formulas of one derivative to agree, more so after three steps.
+    // The half kinds round too much for two formulas of one derivative to agree, more so after
+    // three steps.
     if kinds.is_empty() || !kinds.iter().all(|kind| matches!(kind, Kind::Float | Kind::Double)) {
         return Ok(());
     }
@@ -99,7 +105,8 @@ pub(super) fn create_graph(case: &Case<'_>) -> Result<()> {
     }
 }
 
-/// The first derivatives with a graph are those without, and the second, if asked for, those of the first.
+/// The first derivatives with a graph are those without, and the second, if asked for, those of the
+/// first.
 fn derivatives_of(case: &Case<'_>, steps: usize, twice: bool) -> Result<()> {
     let what = format!("in {steps} step{}", if steps == 1 { "" } else { "s" });
     let plain = first(case, &leaves(case, 0.0)?, steps, false)?;
@@ -107,7 +114,8 @@ fn derivatives_of(case: &Case<'_>, steps: usize, twice: bool) -> Result<()> {
     // An error is as good as a right derivative: nobody takes it for a number.
     let Ok(with_graph) = first(case, &variables, steps, true) else { return Ok(()) };
     for (place, (with, without)) in with_graph.iter().zip(&plain).enumerate() {
-        let name = format!("{what}, the gradient of input {} with create_graph", case.connected()[place]);
+        let name =
+            format!("{what}, the gradient of input {} with create_graph", case.connected()[place]);
         let (with, without) = match (with, without) {
             (Some(with), Some(without)) => (with.f_detach()?, without.shallow_clone()),
             (Some(one), None) | (None, Some(one)) => (one.f_detach()?, one.f_zeros_like()?),
@@ -124,7 +132,9 @@ fn leaves(case: &Case<'_>, by: f64) -> Result<Vec<Tensor>> {
     let _guard = tch::no_grad_guard();
     for index in case.connected().into_iter().filter(|_| by != 0.0) {
         // Not in place: in an expanded one, elements share memory.
-        let moved = leaves[index].f_detach()?.f_add(&direction(&leaves[index], index)?.f_mul_scalar(by)?)?;
+        let moved = leaves[index]
+            .f_detach()?
+            .f_add(&direction(&leaves[index], index)?.f_mul_scalar(by)?)?;
         leaves[index] = moved.f_set_requires_grad(true)?;
     }
     Ok(leaves)
@@ -134,9 +144,9 @@ fn direction(leaf: &Tensor, index: usize) -> Result<Tensor> {
     Ok(noise(&leaf.size(), 200 + index)?.f_to_kind(leaf.f_kind()?)?.f_to_device(leaf.device())?)
 }
 
-/// A number that depends on every output of several steps. Each differentiable input depends on the one before it,
-/// and each step takes what it can of the outputs of the step before, bounded: exp(exp(exp(x))) soon leaves what a
-/// double can hold.
+/// A number that depends on every output of several steps. Each differentiable input depends on the
+/// one before it, and each step takes what it can of the outputs of the step before, bounded:
+/// exp(exp(exp(x))) soon leaves what a double can hold.
 fn loss(case: &Case<'_>, leaves: &[Tensor], steps: usize) -> Result<Tensor> {
     let mut inputs: Vec<Tensor> = leaves.iter().map(Tensor::shallow_clone).collect();
     let connected = case.connected();
@@ -145,7 +155,8 @@ fn loss(case: &Case<'_>, leaves: &[Tensor], steps: usize) -> Result<Tensor> {
         let leaf = &leaves[pair[1]];
         // Of an input without elements there is no mean.
         if inputs[pair[0]].numel() > 0 {
-            inputs[pair[1]] = leaf.f_add(&mean.f_to_kind(leaf.f_kind()?)?.f_to_device(leaf.device())?)?;
+            inputs[pair[1]] =
+                leaf.f_add(&mean.f_to_kind(leaf.f_kind()?)?.f_to_device(leaf.device())?)?;
         }
     }
     let mut total: Option<Tensor> = None;
@@ -155,11 +166,14 @@ fn loss(case: &Case<'_>, leaves: &[Tensor], steps: usize) -> Result<Tensor> {
             let (Some(output), Some(vector)) = (output, vector) else { continue };
             let part = output.f_mul(vector)?.f_sum(output.f_kind()?)?;
             total = Some(match total {
-                Some(total) => total.f_add(&part.f_to_kind(total.f_kind()?)?.f_to_device(total.device())?)?,
+                Some(total) => {
+                    total.f_add(&part.f_to_kind(total.f_kind()?)?.f_to_device(total.device())?)?
+                }
                 None => part,
             });
         }
-        let mut free: Vec<&Tensor> = outputs.iter().flatten().filter(|output| output.defined()).collect();
+        let mut free: Vec<&Tensor> =
+            outputs.iter().flatten().filter(|output| output.defined()).collect();
         for &index in &connected {
             let fits = |output: &&Tensor| {
                 output.size() == inputs[index].size()
@@ -168,7 +182,8 @@ fn loss(case: &Case<'_>, leaves: &[Tensor], steps: usize) -> Result<Tensor> {
                     && output.requires_grad()
             };
             if let Some(place) = free.iter().position(fits) {
-                // Its derivative reads its argument, not its result: the operator may change that in place.
+                // Its derivative reads its argument, not its result: the operator may change that
+                // in place.
                 inputs[index] = free.remove(place).f_atan()?;
             }
         }
@@ -203,14 +218,20 @@ fn combined(gradients: &[Option<Tensor>]) -> Result<Option<Tensor>> {
     Ok(total)
 }
 
-/// The derivative of the gradients along one direction, against differences of gradients. Again, an error is as
-/// good.
-fn second(case: &Case<'_>, leaves: &[Tensor], steps: usize, gradients: &[Option<Tensor>]) -> Result<()> {
+/// The derivative of the gradients along one direction, against differences of gradients. Again, an
+/// error is as good.
+fn second(
+    case: &Case<'_>,
+    leaves: &[Tensor],
+    steps: usize,
+    gradients: &[Option<Tensor>],
+) -> Result<()> {
     let Some(combination) = combined(gradients)? else { return Ok(()) };
     let mut analytical = 0.0;
     // Without a graph it is a constant, for those who differentiate it.
     if combination.requires_grad() {
-        let variables: Vec<&Tensor> = case.connected().iter().map(|&index| &leaves[index]).collect();
+        let variables: Vec<&Tensor> =
+            case.connected().iter().map(|&index| &leaves[index]).collect();
         let options = GradOptions { allow_unused: true, ..Default::default() };
         let Ok(found) = grad(&[&combination], &variables, &options) else { return Ok(()) };
         for (index, found) in case.connected().into_iter().zip(found.iter()) {

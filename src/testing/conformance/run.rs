@@ -115,7 +115,8 @@ impl Runner<'_> {
     /// [`Runner::call`], and grad mode and the like are afterwards as the operator left them.
     pub fn call_as_it_is(&self, leaves: &[Tensor]) -> Result<Tensors> {
         let given = leaves.iter().enumerate().map(|(index, leaf)| {
-            let changed = self.options.changed_inputs.contains(&index) && leaf.requires_grad() && grad_mode();
+            let changed =
+                self.options.changed_inputs.contains(&index) && leaf.requires_grad() && grad_mode();
             if changed { no_leaf(leaf) } else { Ok(leaf.shallow_clone()) }
         });
         (self.operator)(&given.collect::<Result<Vec<_>>>()?)
@@ -168,8 +169,12 @@ impl Runner<'_> {
     /// Whether two outcomes are the same but for rounding.
     pub fn agree(&self, what: &str, found: &Outcome, expected: &Outcome) -> Result<()> {
         self.outputs_agree(what, &found.outputs, &expected.outputs)?;
-        for (index, (found, expected)) in found.gradients.iter().zip(&expected.gradients).enumerate() {
-            if let (Some(found), Some(expected)) = (or_zeros(found, expected)?, or_zeros(expected, found)?) {
+        for (index, (found, expected)) in
+            found.gradients.iter().zip(&expected.gradients).enumerate()
+        {
+            if let (Some(found), Some(expected)) =
+                (or_zeros(found, expected)?, or_zeros(expected, found)?)
+            {
                 self.close(&format!("{what}, the gradient of input {index}"), &found, &expected)?;
             }
         }
@@ -183,7 +188,11 @@ impl Runner<'_> {
         expected: &[Option<Tensor>],
     ) -> Result<()> {
         if found.len() != expected.len() {
-            return Err(Error::msg(format!("{what}: {} outputs, expected {}", found.len(), expected.len())));
+            return Err(Error::msg(format!(
+                "{what}: {} outputs, expected {}",
+                found.len(),
+                expected.len()
+            )));
         }
         for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
             match (found, expected) {
@@ -191,7 +200,11 @@ impl Runner<'_> {
                     self.close(&format!("{what}, output {index}"), found, expected)?;
                 }
                 (None, None) => {}
-                _ => return Err(Error::msg(format!("{what}, output {index} is there in one run only"))),
+                _ => {
+                    return Err(Error::msg(format!(
+                        "{what}, output {index} is there in one run only"
+                    )));
+                }
             }
         }
         Ok(())

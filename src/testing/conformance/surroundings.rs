@@ -30,8 +30,8 @@ struct Surroundings {
     stream: Option<Stream>,
 }
 
-/// Puts back what an operator changed of its caller's surroundings, or one that does would be taken to break every
-/// other property, too.
+/// Puts back what an operator changed of its caller's surroundings, or one that does would be taken
+/// to break every other property, too.
 pub(super) struct Kept(Surroundings);
 
 impl Kept {
@@ -45,9 +45,12 @@ impl Drop for Kept {
         tch_extension_set_grad_mode(self.0.grad_mode);
         // None of this can fail: it was so before.
         set_autocast(&self.0.autocast);
-        let stream =
-            self.0.stream.filter(|stream| Stream::current(stream.device()).is_ok_and(|now| now != *stream));
-        // Only then: a guard also makes the stream's device current, which is not always the one that was.
+        let stream = self
+            .0
+            .stream
+            .filter(|stream| Stream::current(stream.device()).is_ok_and(|now| now != *stream));
+        // Only then: a guard also makes the stream's device current, which is not always the one
+        // that was.
         if let Some(Ok(guard)) = stream.as_ref().map(StreamGuard::new) {
             std::mem::forget(guard);
         }
@@ -74,7 +77,9 @@ impl Surroundings {
         let now = Surroundings::of(self.stream.as_ref().map(Stream::device))?;
         let changed = if self.grad_mode != now.grad_mode {
             "grad mode"
-        } else if self.autocast.map(|setting| setting.kind()) != now.autocast.map(|setting| setting.kind()) {
+        } else if self.autocast.map(|setting| setting.kind())
+            != now.autocast.map(|setting| setting.kind())
+        {
             "autocast"
         } else if self.stream != now.stream {
             "the current CUDA stream"
@@ -86,7 +91,10 @@ impl Surroundings {
 }
 
 fn cuda_device<T: Borrow<Tensor>>(inputs: &[T]) -> Option<Device> {
-    inputs.iter().map(|input| input.borrow().device()).find(|device| matches!(device, Device::Cuda(_)))
+    inputs
+        .iter()
+        .map(|input| input.borrow().device())
+        .find(|device| matches!(device, Device::Cuda(_)))
 }
 
 pub(super) fn threads(case: &Case<'_>) -> Result<()> {
@@ -106,7 +114,10 @@ pub(super) fn threads(case: &Case<'_>) -> Result<()> {
     let run = |rounds: Vec<(Vec<Tensor>, Vec<Option<Tensor>>)>| {
         // As in the thread that called.
         set_autocast(&autocast);
-        rounds.iter().map(|(leaves, vectors)| runner.run(leaves, vectors)).collect::<Result<Vec<_>>>()
+        rounds
+            .iter()
+            .map(|(leaves, vectors)| runner.run(leaves, vectors))
+            .collect::<Result<Vec<_>>>()
     };
     let outcomes: Vec<_> = std::thread::scope(|scope| {
         let threads: Vec<_> = work.into_iter().map(|rounds| scope.spawn(|| run(rounds))).collect();
@@ -123,7 +134,8 @@ pub(super) fn threads(case: &Case<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The inputs get their values late, on a side stream. Work on any other stream does not wait for them.
+/// The inputs get their values late, on a side stream. Work on any other stream does not wait for
+/// them.
 pub(super) fn stream(case: &Case<'_>) -> Result<()> {
     let Some(device) = cuda_device(case.inputs) else { return Ok(()) };
     let side = Stream::new(device)?;
@@ -159,11 +171,13 @@ pub(super) fn stream(case: &Case<'_>) -> Result<()> {
         let copied = |tensors: &[Option<Tensor>]| {
             tensors.iter().map(|tensor| tensor.as_ref().map(Tensor::copy)).collect::<Vec<_>>()
         };
-        let outcome = Outcome { outputs: copied(&outcome.outputs), gradients: copied(&outcome.gradients) };
+        let outcome =
+            Outcome { outputs: copied(&outcome.outputs), gradients: copied(&outcome.gradients) };
         side.synchronize()?;
         Ok(outcome)
     };
-    // Allocating for a new stream may wait for the whole device, which would hide what this looks for.
+    // Allocating for a new stream may wait for the whole device, which would hide what this looks
+    // for.
     on_side(false)?;
     case.agrees("on a side stream", &on_side(true)?)
 }
@@ -171,7 +185,9 @@ pub(super) fn stream(case: &Case<'_>) -> Result<()> {
 pub(super) fn cuda_graph(case: &Case<'_>) -> Result<()> {
     // Without libtorch's allocator there is no pool that a graph could own.
     let no_pool = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
-    let Some(device) = cuda_device(case.inputs).filter(|_| case.runner.options.cuda_graph && !no_pool) else {
+    let Some(device) =
+        cuda_device(case.inputs).filter(|_| case.runner.options.cuda_graph && !no_pool)
+    else {
         return Ok(());
     };
     for _ in 0..3 {
@@ -197,7 +213,11 @@ pub(super) fn cuda_graph(case: &Case<'_>) -> Result<()> {
 fn refill(case: &Case<'_>, copies: &[Replica], factor: f64) -> Result<()> {
     for (copy, original) in copies.iter().zip(case.copies()?) {
         let memory = original.memory()?;
-        copy.overwrite(&if memory.f_is_floating_point()? { memory.f_mul_scalar(factor)? } else { memory })?;
+        copy.overwrite(&if memory.f_is_floating_point()? {
+            memory.f_mul_scalar(factor)?
+        } else {
+            memory
+        })?;
     }
     Ok(())
 }

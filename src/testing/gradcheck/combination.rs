@@ -10,7 +10,8 @@ use tch::Tensor;
 const WEIGHTS: [f64; 5] = [-2.0, 0.5, 3.0, -0.25, 1.5];
 
 impl Gradcheck<'_> {
-    /// The rows of the Jacobians came one by one, from an incoming gradient of a single one and no others.
+    /// The rows of the Jacobians came one by one, from an incoming gradient of a single one and no
+    /// others.
     pub(super) fn check_combination(
         &self,
         differentiable: &[usize],
@@ -18,7 +19,8 @@ impl Gradcheck<'_> {
     ) -> Result<()> {
         let outputs = self.differentiable_outputs(differentiable)?;
         let weights = outputs.iter().enumerate().map(weights).collect::<Result<Vec<_>>>()?;
-        let vectors = outputs.iter().zip(&weights).map(|(output, weights)| from_components(weights, output));
+        let vectors =
+            outputs.iter().zip(&weights).map(|(output, weights)| from_components(weights, output));
         let vectors = vectors.collect::<Result<Vec<_>>>()?;
         let vectors: Vec<Option<&Tensor>> = vectors.iter().map(Some).collect();
         let gradients = self
@@ -29,7 +31,8 @@ impl Gradcheck<'_> {
             for (jacobians, weights) in jacobians.iter().zip(&weights) {
                 jacobians[index].add_rows(weights, &mut expected);
             }
-            let found = gradient.as_ref().map_or_else(|| Ok(vec![0.0; expected.len()]), components)?;
+            let found =
+                gradient.as_ref().map_or_else(|| Ok(vec![0.0; expected.len()]), components)?;
             self.agree_on_combination(self.variables[index].input, &found, &expected)?;
         }
         Ok(())

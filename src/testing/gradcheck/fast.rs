@@ -7,8 +7,8 @@ use crate::{Error, Result};
 use tch::Tensor;
 
 impl Gradcheck<'_> {
-    /// For each output and input, `vᵀ J u` with fixed positive unit vectors: by one backward of `v`, twice, and by
-    /// moving the whole input along `u`.
+    /// For each output and input, `vᵀ J u` with fixed positive unit vectors: by one backward of
+    /// `v`, twice, and by moving the whole input along `u`.
     pub(super) fn check_fast(&self, differentiable: &[usize]) -> Result<()> {
         let lens = self.variables.iter().map(|variable| variable.elements.len());
         let directions: Vec<Vec<f64>> =
@@ -32,12 +32,19 @@ impl Gradcheck<'_> {
         Ok(())
     }
 
-    fn compare_numbers(&self, output: usize, input: usize, runs: [f64; 2], numerical: f64) -> Result<()> {
+    fn compare_numbers(
+        &self,
+        output: usize,
+        input: usize,
+        runs: [f64; 2],
+        numerical: f64,
+    ) -> Result<()> {
         let at = format!("gradcheck: output {output}, input {input}:");
         let [first, second] = runs;
         let repeats = Bound { rtol: 0.0, atol: self.options.nondet_tol, equal_nan: true };
         if !repeats.holds(second, first) {
-            let text = "backward is not deterministic or not reentrant, two runs on one graph differ";
+            let text =
+                "backward is not deterministic or not reentrant, two runs on one graph differ";
             return Err(Error::msg(format!("{at} {text}: {first:?}, {second:?}")));
         }
         let bound = Bound { rtol: self.options.rtol, atol: self.options.atol, equal_nan: false };
@@ -85,7 +92,8 @@ impl Gradcheck<'_> {
 
 /// Positive, so that no two errors cancel because of their places alone.
 fn unit_vector(len: usize, seed: usize) -> Result<Vec<f64>> {
-    let numbers: Vec<f64> = values(&noise(&[len as i64], seed)?)?.iter().map(|value| value + 1.5).collect();
+    let numbers: Vec<f64> =
+        values(&noise(&[len as i64], seed)?)?.iter().map(|value| value + 1.5).collect();
     let norm = dot(&numbers, &numbers).sqrt().max(f64::MIN_POSITIVE);
     Ok(numbers.iter().map(|value| value / norm).collect())
 }

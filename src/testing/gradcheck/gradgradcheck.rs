@@ -9,11 +9,12 @@ use tch::Tensor;
 
 const OP: &str = "gradgradcheck";
 
-/// What [`gradgradcheck`] can be told; the default is what `torch.autograd.gradgradcheck` does by default.
+/// What [`gradgradcheck`] can be told; the default is what `torch.autograd.gradgradcheck` does by
+/// default.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GradgradcheckOptions<'a> {
-    /// The incoming gradients, one for each output that requires grad, in their order; those that require
-    /// grad are checked as inputs are. None at all for random ones that require grad.
+    /// The incoming gradients, one for each output that requires grad, in their order; those that
+    /// require grad are checked as inputs are. None at all for random ones that require grad.
     pub grad_outputs: &'a [&'a Tensor],
     /// Random incoming gradients with gaps between their elements in memory.
     pub strided_grad_outputs: bool,
@@ -21,11 +22,12 @@ pub struct GradgradcheckOptions<'a> {
     pub gradcheck: GradcheckOptions,
 }
 
-/// Checks second derivatives: [`gradcheck`] of the function that takes the inputs and the incoming gradients, and
-/// returns the gradients of the inputs. What `torch.autograd.gradgradcheck` is in Python.
+/// Checks second derivatives: [`gradcheck`] of the function that takes the inputs and the incoming
+/// gradients, and returns the gradients of the inputs. What `torch.autograd.gradgradcheck` is in
+/// Python.
 ///
-/// It says whether the gradients' own derivatives are right, and nothing of the gradients themselves: those are
-/// [`gradcheck`]'s.
+/// It says whether the gradients' own derivatives are right, and nothing of the gradients
+/// themselves: those are [`gradcheck`]'s.
 ///
 /// # Example
 /// ```
@@ -38,10 +40,14 @@ pub struct GradgradcheckOptions<'a> {
 /// ```
 ///
 /// # Errors
-/// As [`gradcheck`]'s, in whose report output `i` is the gradient of input `i`, and inputs beyond `function`'s
-/// own are the incoming gradients. Also when no output requires grad, when there are not as many `grad_outputs`
-/// as outputs that do, and when a backward on the way has no derivative.
-pub fn gradgradcheck<F, O>(function: F, inputs: &[&Tensor], options: &GradgradcheckOptions<'_>) -> Result<()>
+/// As [`gradcheck`]'s, in whose report output `i` is the gradient of input `i`, and inputs beyond
+/// `function`'s own are the incoming gradients. Also when no output requires grad, when there are
+/// not as many `grad_outputs` as outputs that do, and when a backward on the way has no derivative.
+pub fn gradgradcheck<F, O>(
+    function: F,
+    inputs: &[&Tensor],
+    options: &GradgradcheckOptions<'_>,
+) -> Result<()>
 where
     F: Fn(&[Tensor]) -> Result<O>,
     O: Into<Tensors>,
@@ -61,26 +67,33 @@ where
 }
 
 fn differentiable(outputs: &Tensors) -> Vec<Tensor> {
-    let present = outputs.iter().flatten().filter(|output| output.defined() && output.requires_grad());
+    let present =
+        outputs.iter().flatten().filter(|output| output.defined() && output.requires_grad());
     present.map(Tensor::shallow_clone).collect()
 }
 
-/// Random incoming gradients; none when there are given ones, which are as many as there have to be.
+/// Random incoming gradients; none when there are given ones, which are as many as there have to
+/// be.
 fn incoming(
     call: &dyn Fn(&[Tensor]) -> Result<Vec<Tensor>>,
     inputs: &[&Tensor],
     options: &GradgradcheckOptions<'_>,
 ) -> Result<Vec<Tensor>> {
     // Copies, in case the function writes to its inputs.
-    let copies = inputs.iter().map(|input| Ok(Replica::of(input)?.tensor)).collect::<Result<Vec<_>>>()?;
+    let copies =
+        inputs.iter().map(|input| Ok(Replica::of(input)?.tensor)).collect::<Result<Vec<_>>>()?;
     let outputs = call(&copies)?;
     if outputs.is_empty() {
-        let (expected, hint) = ("an output that requires grad", "is grad mode off, or the graph cut?");
+        let (expected, hint) =
+            ("an output that requires grad", "is grad mode off, or the graph cut?");
         return Err(Error::argument(OP, "function", expected, "none that does", hint));
     }
     let given = options.grad_outputs.len();
     if given == 0 {
-        return outputs.iter().map(|output| random_like(output, options.strided_grad_outputs)).collect();
+        return outputs
+            .iter()
+            .map(|output| random_like(output, options.strided_grad_outputs))
+            .collect();
     }
     if given == outputs.len() {
         return Ok(Vec::new());
@@ -102,11 +115,16 @@ fn gradients(outputs: &[Tensor], inputs: &[Tensor], vectors: &[Tensor]) -> Resul
     let outputs: Vec<&Tensor> = outputs.iter().collect();
     let variables: Vec<&Tensor> = inputs.iter().filter(|input| input.requires_grad()).collect();
     let vectors: Vec<Option<&Tensor>> = vectors.iter().map(Some).collect();
-    let options =
-        GradOptions { grad_outputs: &vectors, create_graph: true, allow_unused: true, ..Default::default() };
+    let options = GradOptions {
+        grad_outputs: &vectors,
+        create_graph: true,
+        allow_unused: true,
+        ..Default::default()
+    };
     let found = grad(&outputs, &variables, &options)?;
     let mut found = found.iter().map(|gradient| gradient.as_ref().map(Tensor::shallow_clone));
-    let in_place = |input: &Tensor| if input.requires_grad() { found.next().flatten() } else { None };
+    let in_place =
+        |input: &Tensor| if input.requires_grad() { found.next().flatten() } else { None };
     Ok(inputs.iter().map(in_place).collect::<Vec<_>>().into())
 }
 

@@ -4,8 +4,8 @@ use crate::testing::compare::{Bound, Mismatch, count_of, mismatch, place};
 use std::fmt;
 use tch::Kind;
 
-/// The derivatives of each component of an output (a row) by each component of an input (a column): an element, or the
-/// real or the imaginary part of a complex one.
+/// The derivatives of each component of an output (a row) by each component of an input (a column):
+/// an element, or the real or the imaginary part of a complex one.
 pub(super) struct Jacobian {
     columns: usize,
     /// Row by row.
@@ -17,7 +17,8 @@ impl Jacobian {
         Jacobian { columns, values: vec![0.0; rows * columns] }
     }
 
-    /// The derivatives of output component `row`. The engine has seen to it that a gradient has its input's shape and kind.
+    /// The derivatives of output component `row`. The engine has seen to it that a gradient has its
+    /// input's shape and kind.
     pub fn set_row(&mut self, row: usize, gradient: &[f64]) {
         self.values[row * self.columns..][..self.columns].copy_from_slice(gradient);
     }
@@ -45,7 +46,8 @@ impl fmt::Display for Jacobian {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for row in self.values.chunks(self.columns.max(1)) {
             // `+ 0.0` makes a plain zero of a negative one.
-            let numbers: Vec<String> = row.iter().map(|value| format!("{:>13.6e}", value + 0.0)).collect();
+            let numbers: Vec<String> =
+                row.iter().map(|value| format!("{:>13.6e}", value + 0.0)).collect();
             writeln!(f, "  [{}]", numbers.join(", "))?;
         }
         Ok(())
@@ -74,14 +76,18 @@ const MAX_SHOWN: usize = 64;
 impl fmt::Display for Disagreement<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let [(left, left_jacobian), (right, right_jacobian)] = self.sides;
-        let ((output, output_size, output_kind), (input, input_size, input_kind)) = (self.output, self.input);
+        let ((output, output_size, output_kind), (input, input_size, input_kind)) =
+            (self.output, self.input);
         let (worst, columns, total) =
             (self.mismatch.worst, left_jacobian.columns, left_jacobian.values.len());
         let (row, column) = (worst / columns, worst % columns);
         let (row_element, column_element) =
             (place(row, output_size, output_kind), place(column, input_size, input_kind));
         write!(f, "gradcheck: output {output}, input {input}: {} at row {row} ", self.problem)?;
-        write!(f, "(output element {row_element}), column {column} (input element {column_element}): ")?;
+        write!(
+            f,
+            "(output element {row_element}), column {column} (input element {column_element}): "
+        )?;
         let (left_value, right_value) = (left_jacobian.values[worst], right_jacobian.values[worst]);
         write!(f, "{left} {left_value:?}, {right} {right_value:?}; ")?;
         let Bound { rtol, atol, .. } = self.bound;

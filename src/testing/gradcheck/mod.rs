@@ -33,9 +33,10 @@ pub struct GradcheckOptions {
     pub check_undefined_grad: bool,
     /// Check that incoming gradients of zero give gradients of exactly zero.
     pub check_zero_grad: bool,
-    /// Look at one number of each Jacobian only, a sum of all its entries with fixed weights: two forwards for each
-    /// input and two backwards for each output, whatever their sizes. For inputs too large for the slow mode; a
-    /// single wrong entry among many drowns in the sum, such as a vector's last lane.
+    /// Look at one number of each Jacobian only, a sum of all its entries with fixed weights: two
+    /// forwards for each input and two backwards for each output, whatever their sizes. For inputs
+    /// too large for the slow mode; a single wrong entry among many drowns in the sum, such as a
+    /// vector's last lane.
     pub fast_mode: bool,
 }
 
@@ -53,36 +54,38 @@ impl Default for GradcheckOptions {
     }
 }
 
-/// Checks the gradients that backward computes against derivatives found by moving each input element a
-/// little: `torch.autograd.gradcheck` in its slow mode, which looks at every entry of every Jacobian;
-/// [`fast_mode`](GradcheckOptions::fast_mode) looks at one sum of them.
+/// Checks the gradients that backward computes against derivatives found by moving each input
+/// element a little: `torch.autograd.gradcheck` in its slow mode, which looks at every entry of
+/// every Jacobian; [`fast_mode`](GradcheckOptions::fast_mode) looks at one sum of them.
 ///
 /// In order:
 /// 1. the analytical Jacobians, row by row, are the same when computed twice from one graph, up to
 ///    `nondet_tol`;
 /// 2. `|analytical - numerical| <= atol + rtol |numerical|` for each entry; NaN is always wrong;
-/// 3. incoming gradients of zero give gradients of exactly zero, of the input's shape, kind and device;
-/// 4. undefined incoming gradients, all at once and each output's in turn, give what zeros in their place
-///    give;
-/// 5. incoming gradients of several sizes and both signs, for all outputs at once, give the sum of as much of each
-///    row: a backward is linear in them, and does not mix them up.
+/// 3. incoming gradients of zero give gradients of exactly zero, of the input's shape, kind and
+///    device;
+/// 4. undefined incoming gradients, all at once and each output's in turn, give what zeros in their
+///    place give;
+/// 5. incoming gradients of several sizes and both signs, for all outputs at once, give the sum of
+///    as much of each row: a backward is linear in them, and does not mix them up.
 ///
-/// `function` gets copies of `inputs`, with the same strides, storage offset and `requires_grad`, so that a
-/// kernel takes the path that it would take for the originals, which are never touched. Even if two of
-/// `inputs` share memory, their copies do not.
+/// `function` gets copies of `inputs`, with the same strides, storage offset and `requires_grad`,
+/// so that a kernel takes the path that it would take for the originals, which are never touched.
+/// Even if two of `inputs` share memory, their copies do not.
 ///
-/// Derivatives are taken with respect to the inputs that require grad. These must be of kind `Double` or
-/// `ComplexDouble`, because differences of `Float` values say nothing at a step of 1e-6; the others may be of any kind.
-/// Outputs that do not require grad are passed over, unless none does: then no output may depend on an input. Inputs and
-/// outputs may be empty, of any number of dimensions, and on any device.
+/// Derivatives are taken with respect to the inputs that require grad. These must be of kind
+/// `Double` or `ComplexDouble`, because differences of `Float` values say nothing at a step of
+/// 1e-6; the others may be of any kind. Outputs that do not require grad are passed over, unless
+/// none does: then no output may depend on an input. Inputs and outputs may be empty, of any number
+/// of dimensions, and on any device.
 ///
-/// A complex element counts as two real ones. As in PyTorch, the gradient of a real number `s` by `z = x + iy` is
-/// `∂s/∂x + i ∂s/∂y`, the conjugate of what a holomorphic function's derivative would suggest: the backward of `z·z` is
-/// `grad * (z * 2).conj()`. The real and the imaginary part of an output are checked each for itself: incoming gradients
-/// of 1 and of `i`.
+/// A complex element counts as two real ones. As in PyTorch, the gradient of a real number `s` by
+/// `z = x + iy` is `∂s/∂x + i ∂s/∂y`, the conjugate of what a holomorphic function's derivative
+/// would suggest: the backward of `z·z` is `grad * (z * 2).conj()`. The real and the imaginary part
+/// of an output are checked each for itself: incoming gradients of 1 and of `i`.
 ///
-/// It costs two forwards for each input element and two backwards for each output element. In fast mode, 1 and 2
-/// are for one sum of the entries, and 5 is left out.
+/// It costs two forwards for each input element and two backwards for each output element. In fast
+/// mode, 1 and 2 are for one sum of the entries, and 5 is left out.
 ///
 /// # Example
 /// ```
@@ -99,10 +102,10 @@ impl Default for GradcheckOptions {
 /// Second derivatives are checked by [`gradgradcheck`](super::gradgradcheck()).
 ///
 /// # Errors
-/// When a check fails: the first line says where, with analytical and numerical value and how many entries
-/// are wrong; small Jacobians follow. When an input cannot be checked, because it requires grad and is not of
-/// kind `Double` or `ComplexDouble`, or its elements overlap in memory; or when none requires grad. And whatever `function` or
-/// its backward reports.
+/// When a check fails: the first line says where, with analytical and numerical value and how many
+/// entries are wrong; small Jacobians follow. When an input cannot be checked, because it requires
+/// grad and is not of kind `Double` or `ComplexDouble`, or its elements overlap in memory; or when
+/// none requires grad. And whatever `function` or its backward reports.
 pub fn gradcheck<F, O>(function: F, inputs: &[&Tensor], options: &GradcheckOptions) -> Result<()>
 where
     F: Fn(&[Tensor]) -> Result<O>,
@@ -162,11 +165,23 @@ impl<'a> Gradcheck<'a> {
         }
         if variables.is_empty() {
             let (expected, got) = ("at least one that requires grad", "none that does");
-            return Err(Error::argument(OP, "inputs", expected, got, "call set_requires_grad(true)"));
+            return Err(Error::argument(
+                OP,
+                "inputs",
+                expected,
+                got,
+                "call set_requires_grad(true)",
+            ));
         }
         let outputs = signature(&function(&inputs)?)?;
         if outputs.iter().all(Option::is_none) {
-            return Err(Error::argument(OP, "function", "one output or more", "none", "return its result"));
+            return Err(Error::argument(
+                OP,
+                "function",
+                "one output or more",
+                "none",
+                "return its result",
+            ));
         }
         Ok(Gradcheck { function, options, inputs, variables, outputs })
     }
@@ -205,7 +220,11 @@ impl<'a> Gradcheck<'a> {
         let nothing = &None;
         let differing = (0..now.len().max(self.outputs.len()))
             .map(|index| {
-                (index, self.outputs.get(index).unwrap_or(nothing), now.get(index).unwrap_or(nothing))
+                (
+                    index,
+                    self.outputs.get(index).unwrap_or(nothing),
+                    now.get(index).unwrap_or(nothing),
+                )
             })
             .find(|(_, first, now)| first != now);
         let (index, first, now) = differing.unwrap_or((0, nothing, nothing));
@@ -217,7 +236,8 @@ impl<'a> Gradcheck<'a> {
 
     /// The analytical Jacobians, for each of the outputs and in it for each variable.
     fn check_jacobians(&self, differentiable: &[usize]) -> Result<Vec<Vec<Jacobian>>> {
-        let numerical = self.variables.iter().map(|variable| self.numerical(variable, differentiable));
+        let numerical =
+            self.variables.iter().map(|variable| self.numerical(variable, differentiable));
         let numerical = numerical.collect::<Result<Vec<_>>>()?;
         let outputs = self.call()?;
         let mut checked = Vec::new();
@@ -310,7 +330,8 @@ impl<'a> Gradcheck<'a> {
         first: &Jacobian,
         second: &Jacobian,
     ) -> Result<()> {
-        let problem = "backward is not deterministic or not reentrant, two runs on one graph differ";
+        let problem =
+            "backward is not deterministic or not reentrant, two runs on one graph differ";
         // NaN twice is deterministic; the comparison with the numerical Jacobian refuses it.
         let bound = Bound { rtol: 0.0, atol: self.options.nondet_tol, equal_nan: true };
         self.agree(output, variable, problem, [("first", first), ("second", second)], bound)
@@ -336,7 +357,8 @@ impl<'a> Gradcheck<'a> {
         let present = self.outputs_where(|_| true);
         for (index, variable) in self.variables.iter().enumerate() {
             for (&output, numerical) in present.iter().zip(self.numerical(variable, &present)?) {
-                let zeros = Jacobian::zeros(self.components_of_output(output), variable.elements.len());
+                let zeros =
+                    Jacobian::zeros(self.components_of_output(output), variable.elements.len());
                 let sides = [("analytical", &zeros), ("numerical", &numerical)];
                 self.agree(output, index, problem, sides, exact)?;
             }
@@ -418,8 +440,8 @@ fn failed(when: &str, error: &Error) -> Error {
     Error::msg(format!("gradcheck: backward failed {when}: {error}"))
 }
 
-/// Zeros but for a one at component `position`, in the shape of `tensor`: of a complex output the gradient of the real
-/// part of an element, or `i`, that of its imaginary part.
+/// Zeros but for a one at component `position`, in the shape of `tensor`: of a complex output the
+/// gradient of the real part of an element, or `i`, that of its imaginary part.
 fn unit_vector(tensor: &Tensor, position: usize) -> Result<Tensor> {
     let mut unit = vec![0.0; tensor.numel() * parts(tensor.f_kind()?)];
     unit[position] = 1.0;

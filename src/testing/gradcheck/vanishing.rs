@@ -24,8 +24,9 @@ impl Gradcheck<'_> {
 
     fn check_likeness(&self, variable: &Variable, gradient: &Tensor) -> Result<()> {
         let input = &self.inputs[variable.input];
-        let likeness =
-            |tensor: &Tensor| -> Result<_> { Ok((tensor.size(), tensor.f_kind()?, tensor.device())) };
+        let likeness = |tensor: &Tensor| -> Result<_> {
+            Ok((tensor.size(), tensor.f_kind()?, tensor.device()))
+        };
         let (found, wanted) = (likeness(gradient)?, likeness(input)?);
         if found == wanted {
             return Ok(());
@@ -87,7 +88,9 @@ impl Gradcheck<'_> {
         let without = self
             .gradients(&references(&outputs), &present(&vectors))
             .map_err(|error| undefined_failed(&format!("output {undefined}"), &error))?;
-        for (variable, (found, wanted)) in self.variables.iter().zip(without.iter().zip(with_zeros.iter())) {
+        for (variable, (found, wanted)) in
+            self.variables.iter().zip(without.iter().zip(with_zeros.iter()))
+        {
             self.check_undefined_as_zeros(undefined, variable, found.as_ref(), wanted.as_ref())?;
         }
         Ok(())
@@ -100,8 +103,9 @@ impl Gradcheck<'_> {
         found: Option<&Tensor>,
         wanted: Option<&Tensor>,
     ) -> Result<()> {
-        let values =
-            |gradient: Option<&Tensor>| gradient.map_or(Ok(vec![0.0; variable.elements.len()]), components);
+        let values = |gradient: Option<&Tensor>| {
+            gradient.map_or(Ok(vec![0.0; variable.elements.len()]), components)
+        };
         let (found, wanted) = (values(found)?, values(wanted)?);
         let bound = Bound { rtol: self.options.rtol, atol: self.options.atol, equal_nan: true };
         let Some(mismatch) = mismatch(&found, &wanted, bound) else { return Ok(()) };
@@ -142,8 +146,8 @@ fn undefined_failed(which: &str, error: &Error) -> Error {
     ))
 }
 
-/// The same values, through which no gradient comes back: whatever made `output` sees an undefined one, as it
-/// does when a loss does not depend on it.
+/// The same values, through which no gradient comes back: whatever made `output` sees an undefined
+/// one, as it does when a loss does not depend on it.
 fn cut_gradient(output: &Tensor) -> Result<Tensor> {
     apply(UndefinedGrad, &[Some(output)])?.single()
 }

@@ -65,8 +65,8 @@ fn assert_says(message: &str, parts: &[&str]) {
 #[test]
 fn a_crate_of_cpp_is_linked_with_libtorch() {
     let script = Script::new("links", false);
-    let source =
-        script.source("a.cpp", "#ifndef NDEBUG\n#error\n#endif\nextern \"C\" int a() { return TILE; }\n");
+    let source = script
+        .source("a.cpp", "#ifndef NDEBUG\n#error\n#endif\nextern \"C\" int a() { return TILE; }\n");
     let extension = Extension::new("my_ops").source(source).define("TILE", "64").standard("c++20");
     let (built, lines) = extension.build_in(&script).expect("a library");
     assert!(!built.cuda);
@@ -79,7 +79,9 @@ fn a_crate_of_cpp_is_linked_with_libtorch() {
 fn builds_that_share_objects_compile_once() {
     let mut script = Script::new("objects", false);
     let objects = script.folder.join("objects");
-    script = script.with("TCH_EXTENSION_OBJECTS", &objects.display().to_string()).with("CARGO_PKG_NAME", "b");
+    script = script
+        .with("TCH_EXTENSION_OBJECTS", &objects.display().to_string())
+        .with("CARGO_PKG_NAME", "b");
     let extension = Extension::new("a").source(script.source("a.cpp", "int a() { return 1; }\n"));
     let mut made = Vec::new();
     for build in ["one", "another"] {
@@ -88,9 +90,16 @@ fn builds_that_share_objects_compile_once() {
         script = script.with("OUT_DIR", &out_dir.display().to_string());
         extension.build_in(&script).expect("a library");
         assert!(out_dir.join("liba.a").exists());
-        let mut files = std::fs::read_dir(objects.join("b/a/cpp")).unwrap().flatten().map(|file| file.path());
+        let mut files =
+            std::fs::read_dir(objects.join("b/a/cpp")).unwrap().flatten().map(|file| file.path());
         let object = files.find(|path| path.extension().is_some_and(|ending| ending == "o"));
-        made.push(object.expect("an object").metadata().and_then(|data| data.modified()).expect("its time"));
+        made.push(
+            object
+                .expect("an object")
+                .metadata()
+                .and_then(|data| data.modified())
+                .expect("its time"),
+        );
     }
     assert_eq!(made[0], made[1]);
 }
@@ -100,9 +109,14 @@ fn a_source_that_is_named_twice_is_compiled_once() {
     let script = Script::new("twice", false);
     let source = script.source("csrc/a.cpp", "int a() { return 1; }\n");
     let again = script.folder.join("csrc/../csrc/a.cpp");
-    let extension = Extension::new("a").source(source).source(again).source_dir(script.folder.join("csrc"));
+    let extension =
+        Extension::new("a").source(source).source(again).source_dir(script.folder.join("csrc"));
     extension.build_in(&script).expect("a library");
-    assert_eq!(std::fs::read_dir(script.folder.join("out/cpp")).unwrap().count(), 3, "a .o, .d and .command");
+    assert_eq!(
+        std::fs::read_dir(script.folder.join("out/cpp")).unwrap().count(),
+        3,
+        "a .o, .d and .command"
+    );
 }
 
 #[test]
@@ -110,7 +124,8 @@ fn sources_that_register_themselves_are_linked_whole() {
     let script = Script::new("whole", false);
     let source = script.source("a.cpp", "#define TORCH_LIBRARY(x) int x\nTORCH_LIBRARY(a);\n");
     let whole = "rustc-link-lib=static:+whole-archive=a".to_string();
-    let lines = |extension: Extension| extension.source(&source).build_in(&script).expect("a library").1;
+    let lines =
+        |extension: Extension| extension.source(&source).build_in(&script).expect("a library").1;
     assert!(lines(Extension::new("a")).contains(&whole));
     assert!(!lines(Extension::new("a").whole_archive(false)).contains(&whole));
 }
@@ -150,14 +165,16 @@ fn extensions_with_the_same_names_call_their_own() {
     for n in [1, 2] {
         let source = script.source(&format!("{n}/a.cpp"), &of_common_names(n));
         // Another unit of the same extension shares its functions and variables.
-        let more = script.source(&format!("{n}/b.cpp"), "int helper();\nint again() { return helper(); }\n");
+        let more = script
+            .source(&format!("{n}/b.cpp"), "int helper();\nint again() { return helper(); }\n");
         let extension = Extension::new(&format!("python_{n}")).source(source).source(more);
         extension.build_in(&script).expect("a library");
         program.arg(script.folder.join(format!("out/libpython_{n}.a")));
     }
     let output = program.arg("-o").arg(script.folder.join("main")).output().expect("g++");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let status = std::process::Command::new(script.folder.join("main")).status().expect("the program");
+    let status =
+        std::process::Command::new(script.folder.join("main")).status().expect("the program");
     assert!(status.success(), "each calls its own");
 }
 
@@ -170,7 +187,8 @@ fn who_only_speaks_of_a_module_is_none() {
     Extension::new("speaks").source(source).build_in(&script).expect("a library");
     let archive = script.folder.join("out/libspeaks.a");
     let program = script.folder.join("main");
-    let links = std::process::Command::new("g++").arg(main).arg(archive).arg("-o").arg(program).status();
+    let links =
+        std::process::Command::new("g++").arg(main).arg(archive).arg("-o").arg(program).status();
     assert!(links.expect("g++").success());
 }
 
@@ -191,7 +209,10 @@ fn sources_written_for_python_find_their_headers_and_name() {
         extension.define("EXPECTED", expected)
     };
     let (_, lines) = extension("my-ops", "my_ops").build_in(&script).expect("a library");
-    assert!(lines.contains(&"rustc-link-lib=static:+whole-archive=my-ops".to_string()), "{lines:?}");
+    assert!(
+        lines.contains(&"rustc-link-lib=static:+whole-archive=my-ops".to_string()),
+        "{lines:?}"
+    );
     let named = extension("b", "other").define("TORCH_EXTENSION_NAME", "other");
     named.build_in(&script).expect("the user's own name");
 }
@@ -235,7 +256,10 @@ fn a_mistyped_path_is_an_error_that_lists_what_is_there() {
     let nope = script.folder.join("csrc/nope.cpp");
     let error = script.refusal(&Extension::new("a").source(&source).source(nope));
     assert_says(&error, &["there is no source", "nope.cpp", "my_op.cpp"]);
-    assert_says(&script.refusal(&Extension::new("a").source("nope.cpp")), &["nope.cpp", "package's folder"]);
+    assert_says(
+        &script.refusal(&Extension::new("a").source("nope.cpp")),
+        &["nope.cpp", "package's folder"],
+    );
     let error = script.refusal(&Extension::new("x").source_dir("no/such/folder"));
     assert_says(&error, &["no .cpp and no .cu in no/such/folder"]);
     let error = script.refusal(&Extension::new("x").source(&source).include("no/include"));
@@ -270,7 +294,8 @@ fn nonsense_is_refused_by_name() {
     assert_says(&error, &["a.h is a header", "include"]);
     let error = script.refusal(&Extension::new("a/b").source(&source));
     assert_says(&error, &["a/b", "letters, digits"]);
-    let error = script.refusal(&Extension::new("a").source(&source).flag("-D_GLIBCXX_USE_CXX11_ABI=0"));
+    let error =
+        script.refusal(&Extension::new("a").source(&source).flag("-D_GLIBCXX_USE_CXX11_ABI=0"));
     assert_says(&error, &["_GLIBCXX_USE_CXX11_ABI=0", "libtorch", "1"]);
 }
 
@@ -301,7 +326,10 @@ fn another_libtorch_or_abi_is_an_error() {
     let source = script.source("a.cpp", "");
     let extension = Extension::new("a").source(&source);
     // The names of functions that take a std::string say which ABI it is.
-    write(&script.folder.join("libtorch/lib/libc10.so"), "_ZN3c105ErrorC1ENSt7__cxx1112basic_stringE");
+    write(
+        &script.folder.join("libtorch/lib/libc10.so"),
+        "_ZN3c105ErrorC1ENSt7__cxx1112basic_stringE",
+    );
     let script = script.with("LIBTORCH_CXX11_ABI", "0");
     assert_says(&script.refusal(&extension), &["LIBTORCH_CXX11_ABI=0", "built with 1"]);
     let script = script.with("LIBTORCH_CXX11_ABI", "");
@@ -312,7 +340,11 @@ fn another_libtorch_or_abi_is_an_error() {
     );
     assert_says(
         &script.refusal(&extension),
-        &["libtorch 1.2.3", "needs 2.11.0 (with tch 0.24) or 2.13.0", "LIBTORCH_BYPASS_VERSION_CHECK"],
+        &[
+            "libtorch 1.2.3",
+            "needs 2.11.0 (with tch 0.24) or 2.13.0",
+            "LIBTORCH_BYPASS_VERSION_CHECK",
+        ],
     );
 }
 
@@ -325,7 +357,12 @@ fn no_nvcc_is_an_error_that_lists_what_was_tried() {
         .with("PATH", "/my/bin");
     let source = script.source("a.cu", "");
     let extension = Extension::new("a").source(&source);
-    let tried = ["/my/nvcc (NVCC)", "/my/cuda/bin/nvcc (CUDA_HOME)", "/my/bin/nvcc (PATH)", "set CUDA_HOME"];
+    let tried = [
+        "/my/nvcc (NVCC)",
+        "/my/cuda/bin/nvcc (CUDA_HOME)",
+        "/my/bin/nvcc (PATH)",
+        "set CUDA_HOME",
+    ];
     if Path::new("/usr/local/cuda/bin/nvcc").exists() {
         eprintln!("skipped: this machine has an nvcc where none is named");
         return;
@@ -340,7 +377,8 @@ fn no_nvcc_is_an_error_that_lists_what_was_tried() {
 #[test]
 fn another_nvcc_or_arch_is_an_error() {
     let script = Script::new("nvcc", true);
-    let nvcc = |version: &str| fake_nvcc(&script.folder.join(version), version).display().to_string();
+    let nvcc =
+        |version: &str| fake_nvcc(&script.folder.join(version), version).display().to_string();
     let (old, right) = (nvcc("12.8"), nvcc("13.0"));
     let source = script.source("a.cu", "");
     let script = script.with("NVCC", &old);

@@ -8,7 +8,8 @@ use std::process::Command;
 
 /// A new, empty folder.
 pub fn scratch(name: &str) -> PathBuf {
-    let folder = std::env::temp_dir().join(format!("tch-extension-build-{name}-{}", std::process::id()));
+    let folder =
+        std::env::temp_dir().join(format!("tch-extension-build-{name}-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&folder);
     std::fs::create_dir_all(&folder).unwrap();
     folder
@@ -34,8 +35,10 @@ pub fn fake_libtorch(root: &Path, cuda: bool) -> PathBuf {
     std::fs::create_dir_all(&lib).unwrap();
     for name in ["c10", "torch_cpu", "torch"] {
         let output = lib.join(format!("lib{name}.so"));
-        let status =
-            Command::new("g++").args(["-shared", "-x", "c++", "/dev/null", "-o"]).arg(output).status();
+        let status = Command::new("g++")
+            .args(["-shared", "-x", "c++", "/dev/null", "-o"])
+            .arg(output)
+            .status();
         assert!(status.unwrap().success());
     }
     if cuda {

@@ -1,4 +1,5 @@
-// Kernels that are wrong on purpose: a sanitizer that finds nothing in the operators must find these.
+// Kernels that are wrong on purpose: a sanitizer that finds nothing in the operators must find
+// these.
 
 #include "tch_extension/launch.h"
 

@@ -32,7 +32,13 @@ unsafe extern "C" {
 pub fn cube(x: &Tensor, broken: bool) -> Result<Tensor> {
     check!("cube", x).defined()?.kind_in(&[Kind::Double])?.supported_device()?;
     if !x.is_contiguous() {
-        return Err(Error::argument("cube", "x", "a contiguous tensor", "another", "call contiguous()"));
+        return Err(Error::argument(
+            "cube",
+            "x",
+            "a contiguous tensor",
+            "another",
+            "call contiguous()",
+        ));
     }
     apply(Cube { broken }, &[Some(x)])?.single()
 }
@@ -62,7 +68,8 @@ impl Function for Cube {
             grad_x: grad_x.data_ptr(),
         };
         match x.device() {
-            // SAFETY: contiguous arrays of `len` values of kind Double, on this device; `grad_x` is new.
+            // SAFETY: contiguous arrays of `len` values of kind Double, on this device; `grad_x` is
+            // new.
             #[cfg(tch_extension_cuda)]
             device @ Device::Cuda(_) => tch_extension::cuda::launch(device, |stream| unsafe {
                 downstream_cube_backward_cuda(&params, stream)

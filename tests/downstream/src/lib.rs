@@ -1,5 +1,5 @@
-//! A crate with kernels of its own, as a user would write it. These are broken on purpose: the proof that the
-//! tools which find nothing in the operators can find something.
+//! A crate with kernels of its own, as a user would write it. These are broken on purpose: the
+//! proof that the tools which find nothing in the operators can find something.
 
 pub mod cube;
 pub mod maths;
@@ -13,7 +13,11 @@ pub mod planted {
     use tch_extension::cuda::{LaunchStatus, launch};
 
     unsafe extern "C" {
-        fn downstream_planted_overrun(data: *mut c_void, len: i64, stream: *mut c_void) -> LaunchStatus;
+        fn downstream_planted_overrun(
+            data: *mut c_void,
+            len: i64,
+            stream: *mut c_void,
+        ) -> LaunchStatus;
         fn downstream_planted_race(data: *mut c_void, stream: *mut c_void) -> LaunchStatus;
         fn downstream_planted_launch(data: *mut c_void, stream: *mut c_void) -> LaunchStatus;
     }
@@ -24,8 +28,11 @@ pub mod planted {
     /// When the launch fails.
     pub fn overrun(data: &Tensor) -> Result<()> {
         let len = data.numel() as i64;
-        // SAFETY: none, which is the point; libtorch's allocator rounds sizes up, so nobody is harmed.
-        launch(data.device(), |stream| unsafe { downstream_planted_overrun(data.data_ptr(), len, stream) })
+        // SAFETY: none, which is the point; libtorch's allocator rounds sizes up, so nobody is
+        // harmed.
+        launch(data.device(), |stream| unsafe {
+            downstream_planted_overrun(data.data_ptr(), len, stream)
+        })
     }
 
     /// Reads and writes shared memory without a barrier; takes 256 floats.
@@ -34,7 +41,8 @@ pub mod planted {
     /// When the launch fails.
     pub fn race(data: &Tensor) -> Result<()> {
         assert_eq!(data.numel(), 256);
-        // SAFETY: the kernel stays within 256 elements; which values it writes is undefined on purpose.
+        // SAFETY: the kernel stays within 256 elements; which values it writes is undefined on
+        // purpose.
         launch(data.device(), |stream| unsafe { downstream_planted_race(data.data_ptr(), stream) })
     }
 
@@ -44,6 +52,8 @@ pub mod planted {
     /// Always.
     pub fn impossible_launch(data: &Tensor) -> Result<()> {
         // SAFETY: the kernel never runs.
-        launch(data.device(), |stream| unsafe { downstream_planted_launch(data.data_ptr(), stream) })
+        launch(data.device(), |stream| unsafe {
+            downstream_planted_launch(data.data_ptr(), stream)
+        })
     }
 }

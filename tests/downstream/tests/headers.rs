@@ -1,4 +1,5 @@
-//! The public headers: scalar functions against libtorch's, accessors of any strides, vectors and their tails.
+//! The public headers: scalar functions against libtorch's, accessors of any strides, vectors and
+//! their tails.
 
 use downstream::maths::{FUNCTIONS, element, fits_in_32_bits, maths};
 use tch::{Device, Kind, Tensor};
@@ -49,9 +50,13 @@ fn scalar_functions_are_libtorchs() {
                 // Every other column of a wider matrix: what lies between must stay.
                 let wide = Tensor::full([x.size()[0], 2 * x.size()[1]], 7.0, (kind, device));
                 maths(function, &x, &mut wide.slice(1, 0, None, 2)).expect("a kernel");
-                assert!(wide.slice(1, 1, None, 2).eq(7.0).all().int64_value(&[]) == 1, "{function}");
+                assert!(
+                    wide.slice(1, 1, None, 2).eq(7.0).all().int64_value(&[]) == 1,
+                    "{function}"
+                );
                 let (ours, theirs) = (wide.slice(1, 0, None, 2), libtorch(function, &x));
-                let error = ((&ours - &theirs).abs() / (theirs.abs() + 1.0)).max().double_value(&[]);
+                let error =
+                    ((&ours - &theirs).abs() / (theirs.abs() + 1.0)).max().double_value(&[]);
                 assert!(error <= tolerance, "{function} of {kind:?} on {device:?}: {error:e}");
             }
         }
@@ -115,7 +120,8 @@ fn accessors_know_tensors() {
 fn an_index_out_of_range_is_an_error_in_debug_builds() {
     let x = Tensor::zeros([3, 4], (Kind::Float, Device::Cpu));
     for at_once in [true, false] {
-        for (row, column, part) in [(3, 0, "index 3 of dimension"), (-1, 0, "index -1"), (0, 4, "for size 4")]
+        for (row, column, part) in
+            [(3, 0, "index 3 of dimension"), (-1, 0, "index -1"), (0, 4, "for size 4")]
         {
             let error = element(&x, row, column, at_once).expect_err(part).to_string();
             assert!(error.contains(part) && error.contains("out of range"), "{error}");
@@ -144,8 +150,10 @@ fn cuda_vectors_have_tails() {
             let wide = Tensor::full([len + 8], 7.0, (Kind::Float, device));
             downstream::maths::twice(&x, &mut wide.narrow(0, offset, len)).expect("a launch");
             assert_eq!(wide.narrow(0, offset, len), &x * 2.0, "{len} from {offset}");
-            let around =
-                Tensor::cat(&[wide.narrow(0, 0, offset), wide.narrow(0, offset + len, 8 - offset)], 0);
+            let around = Tensor::cat(
+                &[wide.narrow(0, 0, offset), wide.narrow(0, offset + len, 8 - offset)],
+                0,
+            );
             assert!(around.eq(7.0).all().int64_value(&[]) == 1, "{len} from {offset}");
         }
     }

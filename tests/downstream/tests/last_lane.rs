@@ -16,10 +16,15 @@ fn the_whole_kernel_passes() {
     for device in devices() {
         for size in SIZES {
             let x = leaf(size, device);
-            gradcheck(|inputs| cube(&inputs[0], false), &[&x], &Default::default()).expect("a right kernel");
+            gradcheck(|inputs| cube(&inputs[0], false), &[&x], &Default::default())
+                .expect("a right kernel");
         }
-        conformance(|inputs| cube(&inputs[0].contiguous(), false), &[&leaf(17, device)], &Default::default())
-            .expect("an operator that keeps to the rules");
+        conformance(
+            |inputs| cube(&inputs[0].contiguous(), false),
+            &[&leaf(17, device)],
+            &Default::default(),
+        )
+        .expect("an operator that keeps to the rules");
     }
 }
 
@@ -31,8 +36,9 @@ fn a_forgotten_last_lane_is_named() {
             let result = gradcheck(|inputs| cube(&inputs[0], true), &[&x], &Default::default());
             let error = result.expect_err("the last gradient is missing").to_string();
             let last = size - 1;
-            let place =
-                format!("at row {last} (output element [{last}]), column {last} (input element [{last}])");
+            let place = format!(
+                "at row {last} (output element [{last}]), column {last} (input element [{last}])"
+            );
             assert!(error.contains("the gradient is wrong") && error.contains(&place), "{error}");
             assert!(error.contains("; 1 of "), "only there: {error}");
         }

@@ -2,7 +2,8 @@
 
 #[test]
 fn libtorch_is_found_without_ld_library_path() {
-    // That this test runs at all is half of it: its rpath comes from `link_args` in the build script.
+    // That this test runs at all is half of it: its rpath comes from `link_args` in the build
+    // script.
     let maps = std::fs::read_to_string("/proc/self/maps").expect("the loaded libraries");
     assert!(maps.contains("libtorch_cpu.so"));
     assert_eq!(tch_extension::autograd::live_nodes(), 0);

@@ -1,5 +1,5 @@
-//! Faults that compute-sanitizer must find (`run.sh sanitize` of the bundle runs these under it), and a launch
-//! that CUDA must refuse.
+//! Faults that compute-sanitizer must find (`run.sh sanitize` of the bundle runs these under it),
+//! and a launch that CUDA must refuse.
 #![cfg(tch_extension_cuda)]
 
 use downstream::planted;
@@ -26,7 +26,9 @@ fn planted_race() {
 
 #[test]
 fn cuda_a_failed_event_is_not_blamed_on_the_next_launch() {
-    let Some(device) = cuda_or_skip("cuda_a_failed_event_is_not_blamed_on_the_next_launch") else { return };
+    let Some(device) = cuda_or_skip("cuda_a_failed_event_is_not_blamed_on_the_next_launch") else {
+        return;
+    };
     let event = || Event::new(device).expect("an event");
     event().elapsed(&event()).expect_err("neither was recorded");
     planted::race(&Tensor::zeros([256], (Kind::Float, device))).expect("an innocent launch");
@@ -40,5 +42,6 @@ fn cuda_a_refused_launch_names_the_kernel() {
     assert!(matches!(error, Error::Launch { .. }));
     let text = error.to_string();
     assert!(text.starts_with("CUDA kernel planted_launch: invalid "), "{text}");
-    planted::race(&Tensor::zeros([256], (Kind::Float, device))).expect("the next launch is not blamed");
+    planted::race(&Tensor::zeros([256], (Kind::Float, device)))
+        .expect("the next launch is not blamed");
 }

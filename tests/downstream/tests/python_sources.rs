@@ -27,8 +27,14 @@ fn linear() {
 fn layer_norm() {
     let forward = Operator::find("layer_norm_cpp::forward").unwrap();
     let [input, weight, bias] = [leaf(&[5, 7]), leaf(&[7]), leaf(&[7])].map(|leaf| leaf.detach());
-    let (output, ..): (Tensor, Tensor, Tensor) = forward.call(args![&input, &weight, &bias]).unwrap();
-    assert_close(&output, &input.layer_norm([7], Some(&weight), Some(&bias), 1e-5, false), 1e-9, 1e-11);
+    let (output, ..): (Tensor, Tensor, Tensor) =
+        forward.call(args![&input, &weight, &bias]).unwrap();
+    assert_close(
+        &output,
+        &input.layer_norm([7], Some(&weight), Some(&bias), 1e-5, false),
+        1e-9,
+        1e-11,
+    );
 }
 
 #[cfg(tch_extension_cuda)]
@@ -55,12 +61,14 @@ fn cuda_lltm() {
 /// The extensions below count calls, for the process.
 static COUNTED: Mutex<()> = Mutex::new(());
 
-/// `PyInit__C`, functions, inline functions, templates, classes, variables and kernels of one name in two extensions.
+/// `PyInit__C`, functions, inline functions, templates, classes, variables and kernels of one name
+/// in two extensions.
 #[test]
 fn extensions_with_the_same_names_call_their_own() {
     let _alone = COUNTED.lock().unwrap();
     for (name, factor) in [("double", 2), ("triple", 3)] {
-        let find = |operator: &str| Operator::find(&format!("tch_test_{name}::{operator}")).unwrap();
+        let find =
+            |operator: &str| Operator::find(&format!("tch_test_{name}::{operator}")).unwrap();
         let scale = |x: &Tensor| find("scale").call::<Tensor>(args![x]);
         let count = || find("count").call::<i64>(args![]).unwrap();
         let before = count();

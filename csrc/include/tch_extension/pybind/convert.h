@@ -25,14 +25,17 @@ struct Place {
   const std::string& argument;
 };
 
-// `Boxed` is the type among the dispatcher's own that stands for T, and `type()` its name in a schema.
+// `Boxed` is the type among the dispatcher's own that stands for T, and `type()` its name in a
+// schema.
 template <typename T, typename = void>
 struct Converter {
   static_assert(
       !sizeof(T*),
-      "tch_extension: PYBIND11_MODULE without Python: no operator can take or return this type. Tensors, "
+      "tch_extension: PYBIND11_MODULE without Python: no operator can take or return this type. "
+      "Tensors, "
       "numbers, bool, std::string, torch::Dtype, torch::Device, at::Scalar, and std::optional, "
-      "std::vector and std::array of them can be arguments; std::tuple and std::pair, too, results. "
+      "std::vector and std::array of them can be arguments; std::tuple and std::pair, too, "
+      "results. "
       "Objects of Python (py::object, py::dict, py::array, ...) and classes cannot.");
   using Boxed = int64_t;
   static std::string type() { return "int"; }
@@ -79,8 +82,8 @@ struct Converter<T, std::enable_if_t<std::is_integral_v<T>>> {
   static std::string type() { return "int"; }
   static int64_t box(T value) {
     if constexpr (std::is_unsigned_v<T> && sizeof(T) == sizeof(int64_t)) {
-      TORCH_CHECK(value <= static_cast<T>(std::numeric_limits<int64_t>::max()), "a result of ", value,
-                  " is larger than an operator's int can be");
+      TORCH_CHECK(value <= static_cast<T>(std::numeric_limits<int64_t>::max()), "a result of ",
+                  value, " is larger than an operator's int can be");
     }
     return static_cast<int64_t>(value);
   }
@@ -88,7 +91,8 @@ struct Converter<T, std::enable_if_t<std::is_integral_v<T>>> {
     const T narrow = static_cast<T>(value);
     const bool fits = static_cast<int64_t>(narrow) == value && (value < 0) == (narrow < T{0});
     TORCH_CHECK(fits, place.op, ": ", place.argument, ": expected an integer from ",
-                +std::numeric_limits<T>::min(), " to ", +std::numeric_limits<T>::max(), ", got ", value);
+                +std::numeric_limits<T>::min(), " to ", +std::numeric_limits<T>::max(), ", got ",
+                value);
     return narrow;
   }
 };
@@ -153,8 +157,8 @@ struct Converter<std::array<T, N>> {
     return Converter<std::vector<T>>::box({values.begin(), values.end()});
   }
   static std::array<T, N> unbox(const Boxed& list, const Place& place) {
-    TORCH_CHECK(list.size() == N, place.op, ": ", place.argument, ": expected a list of ", N, ", got one of ",
-                list.size());
+    TORCH_CHECK(list.size() == N, place.op, ": ", place.argument, ": expected a list of ", N,
+                ", got one of ", list.size());
     auto values = Converter<std::vector<T>>::unbox(list, place);
     std::array<T, N> array;
     std::move(values.begin(), values.end(), array.begin());
@@ -162,7 +166,8 @@ struct Converter<std::array<T, N>> {
   }
 };
 
-// What holds an argument while the function runs: for a view such as at::IntArrayRef, that which it views.
+// What holds an argument while the function runs: for a view such as at::IntArrayRef, that which it
+// views.
 template <typename T>
 struct Holder {
   using Held = T;
@@ -211,8 +216,8 @@ Held<T> take(const c10::IValue& value, const Place& place) {
   using Type = Boxed<Held<T>>;
   if constexpr (std::is_same_v<Type, double>) {
     // Whole numbers come as integers, too.
-    return Converter<Held<T>>::unbox(value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble(),
-                                     place);
+    return Converter<Held<T>>::unbox(
+        value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble(), place);
   } else if constexpr (std::is_same_v<Type, at::Tensor>) {
     TORCH_CHECK(value.isTensor(), place.op, ": ", place.argument, ": expected a tensor, got ",
                 value.tagKind());
@@ -222,7 +227,8 @@ Held<T> take(const c10::IValue& value, const Place& place) {
   }
 }
 
-// Hands a held argument on as the parameter T: a reference stays one, a value moves, a view is made here.
+// Hands a held argument on as the parameter T: a reference stays one, a value moves, a view is made
+// here.
 template <typename T>
 decltype(auto) pass(Held<T>& held) {
   if constexpr (!std::is_same_v<Held<T>, Value<T>>) {

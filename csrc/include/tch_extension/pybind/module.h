@@ -61,7 +61,8 @@ class Registrar {
     using Guard = typename Guards<Extra...>::Type;
     using Function = Kernel<F, Guard, R, Args...>;
     auto kernel = std::make_unique<Function>(std::move(function), name_ + "::" + name, arguments);
-    // Composed of other operators as far as autograd is concerned, which differentiates it as under Python.
+    // Composed of other operators as far as autograd is concerned, which differentiates it as under
+    // Python.
     library().def(Schema<R, Args...>::make(full, arguments));
     library().impl(full.c_str(),
                    torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,
@@ -70,11 +71,11 @@ class Registrar {
 
  private:
   torch::Library& library() {
-    // A fragment: the same source may register other operators of this namespace with TORCH_LIBRARY. And
-    // late: a module without functions takes no namespace.
+    // A fragment: the same source may register other operators of this namespace with
+    // TORCH_LIBRARY. And late: a module without functions takes no namespace.
     if (!library_) {
-      library_ =
-          std::make_unique<torch::Library>(torch::Library::FRAGMENT, name_, std::nullopt, file_, line_);
+      library_ = std::make_unique<torch::Library>(torch::Library::FRAGMENT, name_, std::nullopt,
+                                                  file_, line_);
     }
     return *library_;
   }
@@ -108,8 +109,9 @@ class module_ {
   template <typename F, typename... Extra>
   module_& def(const char* name, F&& function, const Extra&... extra) {
     using Function = std::decay_t<F>;
-    static_assert(!std::is_member_function_pointer_v<Function>,
-                  "tch_extension: m.def takes functions and function objects; a method has no operator");
+    static_assert(
+        !std::is_member_function_pointer_v<Function>,
+        "tch_extension: m.def takes functions and function objects; a method has no operator");
     using Signature = tch_extension::pybind::Callable<Function>;
     registrar_->def(prefix_ + name, Function(std::forward<F>(function)),
                     static_cast<typename Signature::Pointer>(nullptr), extra...);
@@ -150,7 +152,8 @@ namespace pybind {
 // Lives as long as the shared library.
 class Module {
  public:
-  Module(const char* name, void (*body)(pybind11::module_&), const char* file, uint32_t line) noexcept {
+  Module(const char* name, void (*body)(pybind11::module_&), const char* file,
+         uint32_t line) noexcept {
     // Static initialisers must not throw: the loader cannot unwind.
     try {
       registrar_ = std::make_unique<Registrar>(name, file, line);
@@ -194,9 +197,10 @@ extern "C" __attribute__((weak, visibility("default"))) const char* tch_extensio
 #define TCH_EXTENSION_JOIN_(left, right) left##right
 #define TCH_EXTENSION_JOIN(left, right) TCH_EXTENSION_JOIN_(left, right)
 
-#define PYBIND11_MODULE(name, variable, ...)                                                                \
-  static void TCH_EXTENSION_JOIN(tch_extension_module_body_, name)(::pybind11::module_&);                   \
-  static const ::tch_extension::pybind::Module TCH_EXTENSION_JOIN(tch_extension_module_, name)(             \
-      TCH_EXTENSION_TEXT(name), &TCH_EXTENSION_JOIN(tch_extension_module_body_, name), __FILE__, __LINE__); \
-  static void TCH_EXTENSION_JOIN(tch_extension_module_body_,                                                \
+#define PYBIND11_MODULE(name, variable, ...)                                                     \
+  static void TCH_EXTENSION_JOIN(tch_extension_module_body_, name)(::pybind11::module_&);        \
+  static const ::tch_extension::pybind::Module TCH_EXTENSION_JOIN(tch_extension_module_, name)(  \
+      TCH_EXTENSION_TEXT(name), &TCH_EXTENSION_JOIN(tch_extension_module_body_, name), __FILE__, \
+      __LINE__);                                                                                 \
+  static void TCH_EXTENSION_JOIN(tch_extension_module_body_,                                     \
                                  name)([[maybe_unused]] ::pybind11::module_ & variable)

@@ -50,7 +50,9 @@ struct Results {
     // A reference that comes back is that of the first argument that is one.
     return is_mutable<T> && has_mutable ? alias(0) : type_name<T>();
   }
-  static void push(torch::jit::Stack& stack, const Value<T>& result) { stack.push_back(give<T>(result)); }
+  static void push(torch::jit::Stack& stack, const Value<T>& result) {
+    stack.push_back(give<T>(result));
+  }
 };
 template <>
 struct Results<void> {
@@ -64,7 +66,8 @@ struct Results<std::tuple<T...>> {
     return "(" + all + ")";
   }
   static void push(torch::jit::Stack& stack, const std::tuple<T...>& results) {
-    std::apply([&stack](const auto&... result) { (stack.push_back(give<T>(result)), ...); }, results);
+    std::apply([&stack](const auto&... result) { (stack.push_back(give<T>(result)), ...); },
+               results);
   }
 };
 template <typename First, typename Second>
@@ -86,8 +89,9 @@ class Kernel final : public c10::OperatorKernel {
   void call(torch::jit::Stack& stack, std::index_sequence<I...>) {
     constexpr size_t count = sizeof...(Args);
     // Braces: the arguments are taken in their order.
-    std::tuple<Held<Args>...> held{take<Args>(given(torch::jit::peek(stack, I, count), described_[I]),
-                                              Place{op_, described_[I].name})...};
+    std::tuple<Held<Args>...> held{
+        take<Args>(given(torch::jit::peek(stack, I, count), described_[I]),
+                   Place{op_, described_[I].name})...};
     torch::jit::drop(stack, count);
     [[maybe_unused]] Guard guard;
     if constexpr (std::is_void_v<R>) {
@@ -128,10 +132,10 @@ struct Schema {
     for (size_t i = 0; i < sizeof...(Args); ++i) {
       const auto& parsed = schema.arguments()[i];
       const auto& wanted = described[i];
-      arguments.emplace_back(wanted.name, parsed.type(), parsed.real_type(), parsed.N(),
-                             wanted.hidden ? std::optional(c10::IValue()) : wanted.fallback,
-                             wanted.keyword_only,
-                             parsed.alias_info() ? std::optional(*parsed.alias_info()) : std::nullopt);
+      arguments.emplace_back(
+          wanted.name, parsed.type(), parsed.real_type(), parsed.N(),
+          wanted.hidden ? std::optional(c10::IValue()) : wanted.fallback, wanted.keyword_only,
+          parsed.alias_info() ? std::optional(*parsed.alias_info()) : std::nullopt);
     }
     return schema.cloneWithArguments(std::move(arguments));
   }

@@ -114,12 +114,13 @@ struct Described {
   std::string name;
   bool keyword_only = false;
   std::optional<c10::IValue> fallback;
-  // The schema cannot hold it: there the default is None, and the kernel puts `fallback` in its place.
+  // The schema cannot hold it: there the default is None, and the kernel puts `fallback` in its
+  // place.
   bool hidden = false;
 };
 
-// libtorch finds a schema again by comparing it, when it deregisters the operator. With a default that does
-// not equal itself (NaN) or cannot be compared (a tensor) it would abort the process.
+// libtorch finds a schema again by comparing it, when it deregisters the operator. With a default
+// that does not equal itself (NaN) or cannot be compared (a tensor) it would abort the process.
 inline bool is_comparable(const c10::IValue& value) {
   try {
     return !value.isTensor() && !value.isTensorList() && value == value;
@@ -191,9 +192,9 @@ class Description {
     if constexpr (std::is_same_v<T, pybind11::none> || std::is_same_v<T, std::nullopt_t>) {
       arguments_[I].fallback = c10::IValue();
     } else {
-      static_assert(
-          std::is_constructible_v<Parameter, const T&>,
-          "tch_extension: m.def: the default in py::arg(...) = does not convert to the argument's type");
+      static_assert(std::is_constructible_v<Parameter, const T&>,
+                    "tch_extension: m.def: the default in py::arg(...) = does not convert to the "
+                    "argument's type");
       arguments_[I].fallback = c10::IValue(boxed<Parameter>(arg.value));
       arguments_[I].hidden = !is_comparable(*arguments_[I].fallback);
     }
@@ -215,8 +216,8 @@ class Description {
   template <size_t I, typename T, typename = std::enable_if_t<!IsArg<T>::value>>
   void add(const T&) {}
 
-  // A default that is followed by an argument without one: Python could use it by naming what follows, a
-  // schema must not have it.
+  // A default that is followed by an argument without one: Python could use it by naming what
+  // follows, a schema must not have it.
   void drop_unusable() {
     bool required = false;
     for (size_t i = sizeof...(Parameters); i-- > 0;) {

@@ -1,4 +1,5 @@
-// What only an interpreter could give: named here so that the compiler says so instead of `not declared`.
+// What only an interpreter could give: named here so that the compiler says so instead of `not
+// declared`.
 #pragma once
 
 #include <stdexcept>
@@ -16,25 +17,26 @@
 #pragma GCC visibility push(hidden)
 namespace pybind11 {
 
-#define TCH_EXTENSION_NO_CLASS(name)                                                                    \
-  template <typename T, typename... Options>                                                            \
-  class name {                                                                                          \
-    static_assert(!sizeof(T*),                                                                          \
-                  "tch_extension: py::" #name                                                           \
-                  " needs Python: operators take tensors, numbers and strings; offer functions "        \
-                  "with m.def, or register the class with TORCH_LIBRARY and torch::CustomClassHolder"); \
-                                                                                                        \
-   public:                                                                                              \
-    template <typename... Args>                                                                         \
-    explicit name(Args&&...) {}                                                                         \
-    template <typename... Args>                                                                         \
-    name& def(Args&&...) {                                                                              \
-      return *this;                                                                                     \
-    }                                                                                                   \
-    template <typename... Args>                                                                         \
-    name& value(Args&&...) {                                                                            \
-      return *this;                                                                                     \
-    }                                                                                                   \
+#define TCH_EXTENSION_NO_CLASS(name)                                                          \
+  template <typename T, typename... Options>                                                  \
+  class name {                                                                                \
+    static_assert(                                                                            \
+        !sizeof(T*),                                                                          \
+        "tch_extension: py::" #name                                                           \
+        " needs Python: operators take tensors, numbers and strings; offer functions "        \
+        "with m.def, or register the class with TORCH_LIBRARY and torch::CustomClassHolder"); \
+                                                                                              \
+   public:                                                                                    \
+    template <typename... Args>                                                               \
+    explicit name(Args&&...) {}                                                               \
+    template <typename... Args>                                                               \
+    name& def(Args&&...) {                                                                    \
+      return *this;                                                                           \
+    }                                                                                         \
+    template <typename... Args>                                                               \
+    name& value(Args&&...) {                                                                  \
+      return *this;                                                                           \
+    }                                                                                         \
   }
 TCH_EXTENSION_NO_CLASS(class_);
 TCH_EXTENSION_NO_CLASS(enum_);
@@ -43,11 +45,13 @@ TCH_EXTENSION_NO_CLASS(array_t);
 
 inline namespace without_python {
 
-// tch_extension compiles sources written for Python without Python: there are no Python objects. Let the
-// function take and return tensors, numbers, strings, and std::vector, std::optional and std::tuple of them.
-#define TCH_EXTENSION_NO_OBJECT(name)                                                                        \
-  class TCH_EXTENSION_UNAVAILABLE(                                                                           \
-      "tch_extension: there is no Python here, and so no Python objects; take and return tensors, numbers, " \
+// tch_extension compiles sources written for Python without Python: there are no Python objects.
+// Let the function take and return tensors, numbers, strings, and std::vector, std::optional and
+// std::tuple of them.
+#define TCH_EXTENSION_NO_OBJECT(name)                                                      \
+  class TCH_EXTENSION_UNAVAILABLE(                                                         \
+      "tch_extension: there is no Python here, and so no Python objects; take and return " \
+      "tensors, numbers, "                                                                 \
       "strings, std::vector, std::optional and std::tuple") name
 TCH_EXTENSION_NO_OBJECT(object);
 TCH_EXTENSION_NO_OBJECT(handle);
@@ -64,7 +68,8 @@ TCH_EXTENSION_NO_OBJECT(capsule);
 TCH_EXTENSION_NO_OBJECT(array);
 #undef TCH_EXTENSION_NO_OBJECT
 
-// What modules set their attributes to, which nobody reads here. No function can take or return one.
+// What modules set their attributes to, which nobody reads here. No function can take or return
+// one.
 #define TCH_EXTENSION_CONSTANT(name) \
   struct name {                      \
     template <typename T>            \

@@ -1,6 +1,6 @@
-// Stands for Python's header of this name, with the least that the stub of a newer extension needs: one whose
-// operators are registered by TORCH_LIBRARY, and which defines PyInit_... only so that `import` loads the
-// library. Nobody calls it here.
+// Stands for Python's header of this name, with the least that the stub of a newer extension needs:
+// one whose operators are registered by TORCH_LIBRARY, and which defines PyInit_... only so that
+// `import` loads the library. Nobody calls it here.
 #pragma once
 
 #include <cstddef>

@@ -7,8 +7,8 @@ namespace {
 
 class Linear : public torch::autograd::Function<Linear> {
  public:
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x, const at::Tensor& w,
-                            const at::Tensor& b) {
+  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x,
+                            const at::Tensor& w, const at::Tensor& b) {
     ctx->save_for_backward({x, w});
     return at::addmm(b, x, w.t());
   }
@@ -27,7 +27,8 @@ class Linear : public torch::autograd::Function<Linear> {
 };
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& w, const at::Tensor& b) {
-  TORCH_CHECK(x.dim() == 2 && w.dim() == 2 && b.dim() == 1, "linear takes x [M, K], w [N, K] and b [N]");
+  TORCH_CHECK(x.dim() == 2 && w.dim() == 2 && b.dim() == 1,
+              "linear takes x [M, K], w [N, K] and b [N]");
   return Linear::apply(x, w, b);
 }
 

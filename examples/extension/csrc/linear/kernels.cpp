@@ -1,5 +1,5 @@
-// The CPU's way: rows are spread over libtorch's threads, and the innermost loop runs along a row of the
-// result.
+// The CPU's way: rows are spread over libtorch's threads, and the innermost loop runs along a row
+// of the result.
 
 #include "kernels.h"
 
@@ -13,13 +13,14 @@ using tch_extension::Accessor;
 
 constexpr int64_t kTile = 64;
 
-// A square of the second factor, row by row, whatever its strides: read once, used by every row of the
-// result.
+// A square of the second factor, row by row, whatever its strides: read once, used by every row of
+// the result.
 template <typename T>
 struct Tile {
   T values[kTile][kTile];
 
-  Tile(Accessor<const T, 2> b, int64_t first_row, int64_t rows, int64_t first_column, int64_t columns) {
+  Tile(Accessor<const T, 2> b, int64_t first_row, int64_t rows, int64_t first_column,
+       int64_t columns) {
     for (int64_t k = 0; k < rows; ++k) {
       for (int64_t j = 0; j < kTile; ++j) {
         values[k][j] = j < columns ? b(first_row + k, first_column + j) : T(0);
@@ -29,8 +30,8 @@ struct Tile {
 };
 
 template <typename T>
-void add_product(Accessor<const T, 2> a, Accessor<const T, 2> b, Accessor<T, 2> c, int64_t begin, int64_t end,
-                 int64_t first_column) {
+void add_product(Accessor<const T, 2> a, Accessor<const T, 2> b, Accessor<T, 2> c, int64_t begin,
+                 int64_t end, int64_t first_column) {
   const int64_t columns = std::min(kTile, c.sizes[1] - first_column), inner = a.sizes[1];
   for (int64_t k0 = 0; k0 < inner; k0 += kTile) {
     const int64_t count = std::min(kTile, inner - k0);
@@ -53,9 +54,11 @@ void product(Accessor<const T, 2> a, Accessor<const T, 2> b, Accessor<T, 2> c, S
   const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, columns * a.sizes[1]));
   at::parallel_for(0, c.sizes[0], grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      for (int64_t column = 0; column < columns; ++column) c(row, column) = start.template at<T>(column);
+      for (int64_t column = 0; column < columns; ++column)
+        c(row, column) = start.template at<T>(column);
     }
-    for (int64_t column = 0; column < columns; column += kTile) add_product<T>(a, b, c, begin, end, column);
+    for (int64_t column = 0; column < columns; column += kTile)
+      add_product<T>(a, b, c, begin, end, column);
   });
 }
 

@@ -1,5 +1,5 @@
-// CUDA's way: a block computes a square of the result, and brings squares of both factors into shared memory,
-// where each value is used by a whole row or column of threads.
+// CUDA's way: a block computes a square of the result, and brings squares of both factors into
+// shared memory, where each value is used by a whole row or column of threads.
 
 #include <algorithm>
 
@@ -16,11 +16,13 @@ template <typename T, typename Start>
 __global__ void __launch_bounds__(kTile* kTile)
     product(Accessor<const T, 2> a, Accessor<const T, 2> b, Accessor<T, 2> c, Start start) {
   __shared__ T tile_a[kTile][kTile];
-  __shared__ T tile_b[kTile][kTile + 1];  // one more, so that a column's values lie in different banks
+  __shared__ T
+      tile_b[kTile][kTile + 1];  // one more, so that a column's values lie in different banks
   const int64_t inner = a.sizes[1];
   const int64_t column = int64_t(blockIdx.x) * kTile + threadIdx.x;
   // Rows in steps of the grid: there may be more tiles than a grid has in this direction.
-  for (int64_t first = int64_t(blockIdx.y) * kTile; first < c.sizes[0]; first += int64_t(gridDim.y) * kTile) {
+  for (int64_t first = int64_t(blockIdx.y) * kTile; first < c.sizes[0];
+       first += int64_t(gridDim.y) * kTile) {
     const int64_t row = first + threadIdx.y;
     T sum = column < c.sizes[1] ? start.template at<T>(column) : T(0);
     for (int64_t k = 0; k < inner; k += kTile) {
@@ -70,7 +72,8 @@ extern "C" tch_extension::LaunchStatus extension_linear_product_cuda(const Linea
                                                                      cudaStream_t stream) {
   for_float_or_double(params->c.kind, [&](auto zero) {
     using T = decltype(zero);
-    launch<T>(params->a.of<T>(), params->b.of<T>(), params->c.of<T>(), extension::StartWithZero(), stream);
+    launch<T>(params->a.of<T>(), params->b.of<T>(), params->c.of<T>(), extension::StartWithZero(),
+              stream);
   });
   return tch_extension::launch_status("linear_product");
 }

@@ -1,6 +1,6 @@
-// Level 4: matrix products of strided matrices, so that a transposed one costs no copy. src/linear/kernels.rs
-// mirrors the structs. What an element starts with, and how it is computed, is the same on the CPU and on
-// CUDA.
+// Level 4: matrix products of strided matrices, so that a transposed one costs no copy.
+// src/linear/kernels.rs mirrors the structs. What an element starts with, and how it is computed,
+// is the same on the CPU and on CUDA.
 #pragma once
 
 #include "tch_extension/accessor.h"

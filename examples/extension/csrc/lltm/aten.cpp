@@ -1,12 +1,13 @@
-// Level 3: forward and backward in C++ on ATen, bound as for Python: the same file is an extension there.
+// Level 3: forward and backward in C++ on ATen, bound as for Python: the same file is an extension
+// there.
 
 #include <torch/extension.h>
 
 #include <vector>
 
 // h', c', and for the backward [h, x] and the activations σ(i), σ(o), g.
-std::vector<torch::Tensor> lltm_forward(torch::Tensor x, torch::Tensor w, torch::Tensor b, torch::Tensor h,
-                                        torch::Tensor c) {
+std::vector<torch::Tensor> lltm_forward(torch::Tensor x, torch::Tensor w, torch::Tensor b,
+                                        torch::Tensor h, torch::Tensor c) {
   TORCH_CHECK(x.dim() == 2 && h.dim() == 2, "lltm takes x [B, F] and h [B, H]");
   auto hx = torch::cat({h, x}, 1);
   auto gates = torch::addmm(b, hx, w.t()).chunk(3, 1);

@@ -21,6 +21,8 @@ extern "C" void extension_lltm_forward_cpu(const LltmForward* params) noexcept {
 }
 
 extern "C" void extension_lltm_backward_cpu(const LltmBackward* params) noexcept {
-  if (params->new_c.kind == kTchExtensionFloat) for_each(extension::BackwardElement<float>(*params));
-  if (params->new_c.kind == kTchExtensionDouble) for_each(extension::BackwardElement<double>(*params));
+  if (params->new_c.kind == kTchExtensionFloat)
+    for_each(extension::BackwardElement<float>(*params));
+  if (params->new_c.kind == kTchExtensionDouble)
+    for_each(extension::BackwardElement<double>(*params));
 }

@@ -1,5 +1,5 @@
-// Operators that libtorch's dispatcher knows by name and schema, with kernels for the CPU here and for CUDA
-// in muladd.cu.
+// Operators that libtorch's dispatcher knows by name and schema, with kernels for the CPU here and
+// for CUDA in muladd.cu.
 
 #include "muladd.h"
 
@@ -30,7 +30,8 @@ void for_each(const at::Tensor& a, const at::Tensor& b, const at::Tensor& out, B
     const auto* from_a = a_values.const_data_ptr<scalar_t>();
     const auto* from_b = b_values.const_data_ptr<scalar_t>();
     auto* to = out.mutable_data_ptr<scalar_t>();
-    for (int64_t index = 0; index < a.numel(); ++index) to[index] = body(from_a[index], from_b[index]);
+    for (int64_t index = 0; index < a.numel(); ++index)
+      to[index] = body(from_a[index], from_b[index]);
   });
 }
 

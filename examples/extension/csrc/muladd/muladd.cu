@@ -1,5 +1,5 @@
-// CUDA kernels of the operators that muladd.cpp defines. A `.cu` may include torch's headers; it compiles the
-// faster the fewer it includes.
+// CUDA kernels of the operators that muladd.cpp defines. A `.cu` may include torch's headers; it
+// compiles the faster the fewer it includes.
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
@@ -37,7 +37,8 @@ struct Add {
 template <typename T, typename Body>
 __global__ void for_each_kernel(int64_t count, const T* a, const T* b, T* out, Body body) {
   const int64_t step = int64_t(gridDim.x) * blockDim.x;
-  for (int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; index < count; index += step) {
+  for (int64_t index = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; index < count;
+       index += step) {
     out[index] = body(a[index], b[index]);
   }
 }

@@ -2,7 +2,9 @@
 
 use tch::Tensor;
 use tch_extension::Result;
-use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
+use tch_extension::autograd::{
+    Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference,
+};
 
 struct Linear;
 

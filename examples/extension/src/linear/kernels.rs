@@ -1,5 +1,5 @@
-//! Level 4: our own kernels for the CPU and CUDA (`csrc/linear/kernels.{h,cpp,cu}`), for kinds f32 and f64 and any
-//! strides.
+//! Level 4: our own kernels for the CPU and CUDA (`csrc/linear/kernels.{h,cpp,cu}`), for kinds f32
+//! and f64 and any strides.
 
 #[cfg(tch_extension_cuda)]
 use super::function::second_derivative;
@@ -32,9 +32,15 @@ unsafe extern "C" {
     fn extension_linear_forward_cpu(params: *const Forward<'_>);
     fn extension_linear_product_cpu(params: *const Product<'_>);
     #[cfg(tch_extension_cuda)]
-    fn extension_linear_forward_cuda(params: *const Forward<'_>, stream: *mut c_void) -> LaunchStatus;
+    fn extension_linear_forward_cuda(
+        params: *const Forward<'_>,
+        stream: *mut c_void,
+    ) -> LaunchStatus;
     #[cfg(tch_extension_cuda)]
-    fn extension_linear_product_cuda(params: *const Product<'_>, stream: *mut c_void) -> LaunchStatus;
+    fn extension_linear_product_cuda(
+        params: *const Product<'_>,
+        stream: *mut c_void,
+    ) -> LaunchStatus;
 }
 
 /// `x Wᵀ + b`
@@ -43,8 +49,10 @@ unsafe extern "C" {
 /// When shapes, kinds or devices do not fit; they name the argument.
 pub fn linear(x: &Tensor, w: &Tensor, b: &Tensor) -> Result<Tensor> {
     const OP: &str = "linear";
-    let x_check =
-        check!(OP, x).kind_in(&[Kind::Float, Kind::Double])?.supported_device()?.dim(2, "[M, K]")?;
+    let x_check = check!(OP, x)
+        .kind_in(&[Kind::Float, Kind::Double])?
+        .supported_device()?
+        .dim(2, "[M, K]")?;
     let columns = x.size2()?.1;
     check!(OP, w).like(&x_check)?.dim(2, "[N, K]")?;
     let rows = w.size2()?.0;
@@ -97,7 +105,9 @@ fn forward(x: &Tensor, w: &Tensor, b: &Tensor) -> Result<Tensor> {
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => {
             // SAFETY: as above.
-            cuda::launch(device, |stream| unsafe { extension_linear_forward_cuda(&params, stream) })?
+            cuda::launch(device, |stream| unsafe {
+                extension_linear_forward_cuda(&params, stream)
+            })?
         }
         device => return Err(Error::msg(format!("linear: no kernel for {device:?}"))),
     }
@@ -114,7 +124,9 @@ fn product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => {
             // SAFETY: as above.
-            cuda::launch(device, |stream| unsafe { extension_linear_product_cuda(&params, stream) })?
+            cuda::launch(device, |stream| unsafe {
+                extension_linear_product_cuda(&params, stream)
+            })?
         }
         device => return Err(Error::msg(format!("linear: no kernel for {device:?}"))),
     }

@@ -1,5 +1,5 @@
-//! Level 3: C++ on ATen, forward and backward, as one writes it for Python (`csrc/lltm/aten.cpp`); the `Function`
-//! around them is Rust.
+//! Level 3: C++ on ATen, forward and backward, as one writes it for Python (`csrc/lltm/aten.cpp`);
+//! the `Function` around them is Rust.
 
 use super::function::second_derivative;
 use std::sync::LazyLock;
@@ -17,7 +17,12 @@ fn find(name: &str) -> Operator {
 }
 
 /// One step.
-pub fn lltm(x: &Tensor, w: &Tensor, b: &Tensor, (h, c): (&Tensor, &Tensor)) -> Result<(Tensor, Tensor)> {
+pub fn lltm(
+    x: &Tensor,
+    w: &Tensor,
+    b: &Tensor,
+    (h, c): (&Tensor, &Tensor),
+) -> Result<(Tensor, Tensor)> {
     let [new_h, new_c] = apply(Step, &[x, w, b, h, c].map(Some))?.exactly()?;
     Ok((new_h, new_c))
 }

@@ -1,23 +1,33 @@
-//! Level 2: a `Function`. The backward is ours: fewer steps than libtorch's own way back through ten operations.
+//! Level 2: a `Function`. The backward is ours: fewer steps than libtorch's own way back through
+//! ten operations.
 //!
-//! What comes behind the product, element by element, is a [`Pointwise`]: here of tch operations, in level 4 of kernels.
+//! What comes behind the product, element by element, is a [`Pointwise`]: here of tch operations,
+//! in level 4 of kernels.
 
 use super::composed;
 use std::marker::PhantomData;
 use tch::Tensor;
 use tch_extension::Result;
-use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
+use tch_extension::autograd::{
+    Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference,
+};
 
 /// The elements of one step.
 pub trait Pointwise: Send + Sync + 'static {
     /// For messages and profiles.
     const NAME: &'static str;
 
-    /// h', c' and the activations `[σ(i)│σ(o)│g]`, from the gates, whose memory may be used for them, and c.
+    /// h', c' and the activations `[σ(i)│σ(o)│g]`, from the gates, whose memory may be used for
+    /// them, and c.
     fn forward(gates: Tensor, c: &Tensor) -> Result<[Tensor; 3]>;
 
     /// The gradients of the gates and of c, from those of h' and c'.
-    fn backward(dh: &Tensor, dc: &Tensor, activations: &Tensor, new_c: &Tensor) -> Result<[Tensor; 2]>;
+    fn backward(
+        dh: &Tensor,
+        dc: &Tensor,
+        activations: &Tensor,
+        new_c: &Tensor,
+    ) -> Result<[Tensor; 2]>;
 }
 
 /// One step with its backward.
@@ -53,10 +63,14 @@ impl<P: Pointwise> Function for Step<P> {
         // Only what somebody asks for: the products are most of the work.
         let needs = |index| ctx.needs_input_grad(index);
         let dhx = (needs(0) || needs(3)).then(|| dgates.f_mm(&w)).transpose()?;
-        let columns = |from, count| dhx.as_ref().map(|dhx| dhx.f_narrow(1, from, count)).transpose();
+        let columns =
+            |from, count| dhx.as_ref().map(|dhx| dhx.f_narrow(1, from, count)).transpose();
         let (dx, dh) = (columns(hidden, features)?, columns(0, hidden)?);
-        let dw = needs(1).then(|| dgates.f_transpose(0, 1)?.f_mm(&Tensor::f_cat(&[h, x], 1)?)).transpose()?;
-        let db = needs(2).then(|| dgates.f_sum_dim_intlist([0_i64].as_slice(), false, dgates.kind()));
+        let dw = needs(1)
+            .then(|| dgates.f_transpose(0, 1)?.f_mm(&Tensor::f_cat(&[h, x], 1)?))
+            .transpose()?;
+        let db =
+            needs(2).then(|| dgates.f_sum_dim_intlist([0_i64].as_slice(), false, dgates.kind()));
         Ok([dx, dw, db.transpose()?, dh, Some(dc)].into())
     }
 }
@@ -65,7 +79,9 @@ impl<P: Pointwise> Function for Step<P> {
 pub(super) fn second_derivative(ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
     let inputs = (0..5).map(|slot| ctx.saved(slot).map(Some)).collect::<Result<Vec<_>>>()?;
     differentiate_reference(ctx, &inputs, grads, |inputs| {
-        let [Some(x), Some(w), Some(b), Some(h), Some(c)] = inputs else { unreachable!("five inputs") };
+        let [Some(x), Some(w), Some(b), Some(h), Some(c)] = inputs else {
+            unreachable!("five inputs")
+        };
         let (new_h, new_c) = composed::lltm(x, w, b, (h, c))?;
         Ok([new_h, new_c].into())
     })
@@ -84,7 +100,12 @@ impl Pointwise for TchOperations {
         Ok([new_h, new_c, Tensor::f_cat(&[i, o, g], 1)?])
     }
 
-    fn backward(dh: &Tensor, dc: &Tensor, activations: &Tensor, new_c: &Tensor) -> Result<[Tensor; 2]> {
+    fn backward(
+        dh: &Tensor,
+        dc: &Tensor,
+        activations: &Tensor,
+        new_c: &Tensor,
+    ) -> Result<[Tensor; 2]> {
         let [i, o, g] = thirds(activations)?;
         let tanh = new_c.f_tanh()?;
         let dc = dc + dh * &o * (1.0 - &tanh * &tanh);
@@ -103,6 +124,11 @@ fn thirds(gates: &Tensor) -> Result<[Tensor; 3]> {
 }
 
 /// One step.
-pub fn lltm(x: &Tensor, w: &Tensor, b: &Tensor, (h, c): (&Tensor, &Tensor)) -> Result<(Tensor, Tensor)> {
+pub fn lltm(
+    x: &Tensor,
+    w: &Tensor,
+    b: &Tensor,
+    (h, c): (&Tensor, &Tensor),
+) -> Result<(Tensor, Tensor)> {
     step::<TchOperations>([x, w, b, h, c])
 }

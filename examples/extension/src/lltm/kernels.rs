@@ -1,5 +1,5 @@
-//! Level 4: our own kernels for the CPU and CUDA (`csrc/lltm/kernels.{h,cpp,cu}`) behind libtorch's product, for kinds
-//! f32 and f64.
+//! Level 4: our own kernels for the CPU and CUDA (`csrc/lltm/kernels.{h,cpp,cu}`) behind libtorch's
+//! product, for kinds f32 and f64.
 
 use super::function::{Pointwise, step};
 #[cfg(tch_extension_cuda)]
@@ -34,19 +34,30 @@ unsafe extern "C" {
     fn extension_lltm_forward_cpu(params: *const Forward<'_>);
     fn extension_lltm_backward_cpu(params: *const Backward<'_>);
     #[cfg(tch_extension_cuda)]
-    fn extension_lltm_forward_cuda(params: *const Forward<'_>, stream: *mut c_void) -> LaunchStatus;
+    fn extension_lltm_forward_cuda(params: *const Forward<'_>, stream: *mut c_void)
+    -> LaunchStatus;
     #[cfg(tch_extension_cuda)]
-    fn extension_lltm_backward_cuda(params: *const Backward<'_>, stream: *mut c_void) -> LaunchStatus;
+    fn extension_lltm_backward_cuda(
+        params: *const Backward<'_>,
+        stream: *mut c_void,
+    ) -> LaunchStatus;
 }
 
 /// One step.
 ///
 /// # Errors
 /// When shapes, kinds or devices do not fit; they name the argument.
-pub fn lltm(x: &Tensor, w: &Tensor, b: &Tensor, (h, c): (&Tensor, &Tensor)) -> Result<(Tensor, Tensor)> {
+pub fn lltm(
+    x: &Tensor,
+    w: &Tensor,
+    b: &Tensor,
+    (h, c): (&Tensor, &Tensor),
+) -> Result<(Tensor, Tensor)> {
     const OP: &str = "lltm";
-    let x_check =
-        check!(OP, x).kind_in(&[Kind::Float, Kind::Double])?.supported_device()?.dim(2, "[B, F]")?;
+    let x_check = check!(OP, x)
+        .kind_in(&[Kind::Float, Kind::Double])?
+        .supported_device()?
+        .dim(2, "[B, F]")?;
     let (batch, features) = x.size2()?;
     check!(OP, h).like(&x_check)?.dim(2, "[B, H]")?;
     let hidden = h.size2()?.1;
@@ -77,14 +88,21 @@ impl Pointwise for Kernels {
             #[cfg(tch_extension_cuda)]
             device @ Device::Cuda(_) => {
                 // SAFETY: as above.
-                cuda::launch(device, |stream| unsafe { extension_lltm_forward_cuda(&params, stream) })?
+                cuda::launch(device, |stream| unsafe {
+                    extension_lltm_forward_cuda(&params, stream)
+                })?
             }
             device => return Err(Error::msg(format!("lltm: no kernel for {device:?}"))),
         }
         Ok([new_h, new_c, gates])
     }
 
-    fn backward(dh: &Tensor, dc: &Tensor, activations: &Tensor, new_c: &Tensor) -> Result<[Tensor; 2]> {
+    fn backward(
+        dh: &Tensor,
+        dc: &Tensor,
+        activations: &Tensor,
+        new_c: &Tensor,
+    ) -> Result<[Tensor; 2]> {
         let empty = |like: &Tensor| Tensor::f_empty(like.size(), (like.kind(), like.device()));
         let (mut grad_gates, mut grad_c) = (empty(activations)?, empty(new_c)?);
         let params = Backward {
@@ -96,12 +114,15 @@ impl Pointwise for Kernels {
             grad_c: StridedMut::new(&mut grad_c)?,
         };
         match new_c.device() {
-            // SAFETY: the structs match; incoming gradients have the outputs' shape, kind and device.
+            // SAFETY: the structs match; incoming gradients have the outputs' shape, kind and
+            // device.
             Device::Cpu => unsafe { extension_lltm_backward_cpu(&params) },
             #[cfg(tch_extension_cuda)]
             device @ Device::Cuda(_) => {
                 // SAFETY: as above.
-                cuda::launch(device, |stream| unsafe { extension_lltm_backward_cuda(&params, stream) })?
+                cuda::launch(device, |stream| unsafe {
+                    extension_lltm_backward_cuda(&params, stream)
+                })?
             }
             device => return Err(Error::msg(format!("lltm: no kernel for {device:?}"))),
         }

@@ -1,5 +1,5 @@
-//! One step of an LLTM cell: `[i│o│g] = [h, x] Wᵀ + b`, `c' = c + elu(g) σ(i)`, `h' = tanh(c') σ(o)`, with x `[B, F]`,
-//! W `[3H, H + F]`, b `[3H]`, h and c `[B, H]`.
+//! One step of an LLTM cell: `[i│o│g] = [h, x] Wᵀ + b`, `c' = c + elu(g) σ(i)`, `h' = tanh(c')
+//! σ(o)`, with x `[B, F]`, W `[3H, H + F]`, b `[3H]`, h and c `[B, H]`.
 
 pub mod aten;
 pub mod composed;

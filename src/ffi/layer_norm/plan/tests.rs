@@ -118,7 +118,11 @@ fn rows_in_place_keep_their_ring_where_blocks_have_less_memory() {
     ] {
         let gpu = Gpu { shared_memory, ..GPU };
         let plan = Rows { gpu, ..rows(Path::Automatic, columns, Kind::Float, 16) }.backward();
-        assert_eq!((plan.threads, plan.stages, plan.in_place), (expected.0, expected.1, 1), "{columns}");
+        assert_eq!(
+            (plan.threads, plan.stages, plan.in_place),
+            (expected.0, expected.1, 1),
+            "{columns}"
+        );
     }
     // No block has room for two rows of these in place.
     let gpu = Gpu { shared_memory: 99 << 10, ..GPU };
@@ -150,7 +154,8 @@ fn teams_in_place_have_rows_that_begin_alike() {
 #[test]
 fn few_rows_have_no_parts() {
     let by_columns = |path, rows, columns| {
-        let plan = Rows { path, rows, columns, kind: Kind::Float, alignment: 16, gpu: GPU }.backward();
+        let plan =
+            Rows { path, rows, columns, kind: Kind::Float, alignment: 16, gpu: GPU }.backward();
         (plan.by_columns, plan.stages)
     };
     assert_eq!(by_columns(Path::Automatic, 512, 1024), (1, 0));
@@ -224,7 +229,8 @@ fn every_plan_holds_its_row() {
                     check(&plan, &rows);
                     let values = if kind == Kind::Double { 8 } else { 16 };
                     let (team, cluster) = (i64::from(plan.team), i64::from(plan.cluster));
-                    let has_rest = plan.stages > 0 && plan.shifted == 1 && cluster == 1 && team > 32;
+                    let has_rest =
+                        plan.stages > 0 && plan.shifted == 1 && cluster == 1 && team > 32;
                     let lead = 16 / size - 1;
                     let rest = match has_rest {
                         true => 32.min(128 / size),
@@ -237,7 +243,8 @@ fn every_plan_holds_its_row() {
                             || (gpu.clusters == 1 && plan.stages > 0 && plan.team == plan.threads)
                     );
                     assert!(
-                        plan.stages == 0 || (i64::from(plan.lanes) * size == 16 && plan.in_registers == 1)
+                        plan.stages == 0
+                            || (i64::from(plan.lanes) * size == 16 && plan.in_registers == 1)
                     );
                     let groups = i64::from(plan.threads / plan.team.min(32) * plan.shifted);
                     let behind = if team < 32 { 16 } else { 144 };
@@ -263,7 +270,9 @@ fn check(plan: &Plan, rows: &Rows) {
     let lanes = i64::from(plan.lanes);
     let size = rows.kind.elt_size_in_bytes() as i64;
     assert!(lanes == 1 || lanes * size == 16);
-    assert!(plan.in_place == 0 || (plan.shifted == 0 && rows.alignment % 16 == 0 && plan.stages > 0));
+    assert!(
+        plan.in_place == 0 || (plan.shifted == 0 && rows.alignment % 16 == 0 && plan.stages > 0)
+    );
     let is_odd = plan.shifted == 1 || plan.in_place == 1;
     assert!(lanes == 1 || is_odd || (rows.columns % lanes == 0 && rows.alignment % 16 == 0));
     assert!(plan.by_columns == 0 || (rows.rows <= 512 && rows.path == Path::Automatic));
@@ -274,12 +283,21 @@ fn check(plan: &Plan, rows: &Rows) {
 fn odd_rows_that_do_not_go_in_place_have_one_plan_wherever_they_begin() {
     let mut in_place = 0;
     for kind in [Kind::Half, Kind::Float, Kind::Double] {
-        for (count, columns) in
-            [(5, 1), (6, 3), (40, 17), (37, 255), (300, 41), (9, 1029), (3, 4097), (5, 8223), (3, 9001)]
-        {
+        for (count, columns) in [
+            (5, 1),
+            (6, 3),
+            (40, 17),
+            (37, 255),
+            (300, 41),
+            (9, 1029),
+            (3, 4097),
+            (5, 8223),
+            (3, 9001),
+        ] {
             for path in [Path::Automatic, Path::Warp, Path::Block, Path::Cluster, Path::Direct] {
-                let plan =
-                    |alignment| Rows { rows: count, ..rows(path, columns, kind, alignment) }.backward();
+                let plan = |alignment| {
+                    Rows { rows: count, ..rows(path, columns, kind, alignment) }.backward()
+                };
                 let (aligned, anywhere) = (plan(16), plan(kind.elt_size_in_bytes() as i64));
                 if aligned.in_place == 0 {
                     assert_eq!(aligned, anywhere, "{path:?} {count} {columns} {kind:?}");

@@ -22,10 +22,12 @@ static void cube(const CubeBackward& params, int64_t begin, int64_t end) {
 }
 
 static void cube_backward(const CubeBackward& params, int64_t begin, int64_t end) {
-  for_kind(params.kind, [&](auto type) { cube<typename decltype(type)::type>(params, begin, end); });
+  for_kind(params.kind,
+           [&](auto type) { cube<typename decltype(type)::type>(params, begin, end); });
 }
 
 }  // namespace CPU_CAPABILITY
 }  // namespace tch_extension
 
-TCH_EXTENSION_CPU_KERNEL(downstream_cube_backward, cube_backward, CubeBackward, cube_items, cube_grain)
+TCH_EXTENSION_CPU_KERNEL(downstream_cube_backward, cube_backward, CubeBackward, cube_items,
+                         cube_grain)

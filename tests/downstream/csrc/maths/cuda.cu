@@ -5,10 +5,12 @@ namespace tch_extension {
 namespace {
 
 template <typename T, typename Index>
-__global__ void maths_kernel(Accessor<const T, 2, Index> x, Accessor<T, 2, Index> y, int32_t function) {
+__global__ void maths_kernel(Accessor<const T, 2, Index> x, Accessor<T, 2, Index> y,
+                             int32_t function) {
   const Index row = blockIdx.x;
   for (Index column = threadIdx.x; column < x.sizes[1]; column += blockDim.x) {
-    y(row, column) = static_cast<T>(evaluate<Compute<T>>(function, static_cast<Compute<T>>(x[row][column])));
+    y(row, column) =
+        static_cast<T>(evaluate<Compute<T>>(function, static_cast<Compute<T>>(x[row][column])));
   }
 }
 
@@ -32,7 +34,8 @@ void twice(const void* x, void* y, int64_t len, cudaStream_t stream) {
 }  // namespace
 }  // namespace tch_extension
 
-extern "C" tch_extension::LaunchStatus downstream_maths_cuda(const MathsParams* params, cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus downstream_maths_cuda(const MathsParams* params,
+                                                             cudaStream_t stream) {
   using namespace tch_extension;
   for_kind(params->x.kind, [&](auto type) {
     using T = typename decltype(type)::type;
@@ -40,8 +43,8 @@ extern "C" tch_extension::LaunchStatus downstream_maths_cuda(const MathsParams* 
     const auto y = params->y.of<T>();
     const auto rows = static_cast<unsigned int>(x.sizes[0]);
     if (x.fits_in_32_bits() && y.fits_in_32_bits()) {
-      maths_kernel<T, int32_t><<<rows, kThreads, 0, stream>>>(x.template as<const T, int32_t>(),
-                                                              y.template as<T, int32_t>(), params->function);
+      maths_kernel<T, int32_t><<<rows, kThreads, 0, stream>>>(
+          x.template as<const T, int32_t>(), y.template as<T, int32_t>(), params->function);
     } else {
       maths_kernel<T, int64_t><<<rows, kThreads, 0, stream>>>(x, y, params->function);
     }

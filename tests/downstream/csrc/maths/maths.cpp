@@ -22,13 +22,14 @@ void maths(const MathsParams& params) {
 
 // Float and Double.
 TCH_EXTENSION_API Message downstream_maths_cpu(const MathsParams* params) {
-  return guard(
-      [&] { params->x.kind == kTchExtensionFloat ? maths<float>(*params) : maths<double>(*params); });
+  return guard([&] {
+    params->x.kind == kTchExtensionFloat ? maths<float>(*params) : maths<double>(*params);
+  });
 }
 
 // One element of a matrix of floats, by one index after the other or by both at once.
-TCH_EXTENSION_API Message downstream_element(const at::Tensor* x, int64_t row, int64_t column, bool at_once,
-                                             float* value) {
+TCH_EXTENSION_API Message downstream_element(const at::Tensor* x, int64_t row, int64_t column,
+                                             bool at_once, float* value) {
   return guard([&] {
     const auto elements = accessor<const float, 2>(*x, "x");
     *value = at_once ? elements(row, column) : elements[row][column];

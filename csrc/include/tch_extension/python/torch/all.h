@@ -1,6 +1,6 @@
-// Stands before libtorch's header of this name, which brings all of its C++ frontend. Modules, optimizers,
-// data loaders and serialization are two thirds of a compiler's work, and few extensions name them: `jit`
-// compiles without first.
+// Stands before libtorch's header of this name, which brings all of its C++ frontend. Modules,
+// optimizers, data loaders and serialization are two thirds of a compiler's work, and few
+// extensions name them: `jit` compiles without first.
 #pragma once
 
 #ifdef TCH_EXTENSION_FEWER_HEADERS

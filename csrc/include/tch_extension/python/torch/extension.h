@@ -1,5 +1,6 @@
-// Stands for libtorch's header of this name, and brings what it brings, but for Python. Put this folder first
-// on the include path, and sources written for torch.utils.cpp_extension compile unchanged.
+// Stands for libtorch's header of this name, and brings what it brings, but for Python. Put this
+// folder first on the include path, and sources written for torch.utils.cpp_extension compile
+// unchanged.
 #pragma once
 
 #include <torch/all.h>

@@ -10,7 +10,8 @@ namespace py = pybind11;
 
 namespace torch {
 
-// They translate exceptions for Python and release its lock; the dispatcher's caller does the former.
+// They translate exceptions for Python and release its lock; the dispatcher's caller does the
+// former.
 template <typename F>
 F wrap_pybind_function(F&& function) {
   return std::forward<F>(function);
