@@ -59,8 +59,8 @@
 //!   and the next read simply sees a change that was made through another handle. This is why there
 //!   is no indexing with `[]`.
 //! * A view keeps its memory allocated, even if the tensor's other handles release it (`resize_`,
-//!   `set_data`); then only the view can still see it. A lazy clone that is made while a [`ViewMut`]
-//!   lives also sees what is written later.
+//!   `set_data`); then only the view can still see it. A lazy clone that is made while a
+//!   [`ViewMut`] lives also sees what is written later.
 //! * While a [`ViewMut`] lives, no other view can be made of bytes between its first and its last
 //!   byte, in any thread: that is an error. Disjoint parts of one tensor can be written at the same
 //!   time.

@@ -1,4 +1,4 @@
-// Which library registered which operators.
+// Keeps track of which library registered which operators.
 //
 // An operator that appears in the dispatcher's table while a library is loaded may belong to
 // another library: other threads register operators, and libraries that the new one depends on are

@@ -1,4 +1,4 @@
-// Which library registered which operators.
+// Keeps track of which library registered which operators.
 #pragma once
 
 #include <string>

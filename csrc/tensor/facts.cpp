@@ -22,7 +22,7 @@ constexpr int kMostDims = 4;
 // src/ffi/facts.rs mirrors these, and a test compares sizes and offsets.
 struct TensorFacts {
   const void* data;  // the first element's address; null if there is none or it is not in memory
-  int64_t sizes[kMostDims];    // of the first dimensions
+  int64_t sizes[kMostDims];    // of the first kMostDims dimensions
   int64_t strides[kMostDims];  // in elements
   int32_t dim;                 // -1: no tensor, or not a dense one
   int32_t kind;                // a c10::ScalarType

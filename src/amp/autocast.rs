@@ -1,4 +1,4 @@
-//! `torch.autocast`.
+//! Regions in which libtorch casts automatically: `torch.autocast`.
 
 use crate::ffi::amp::{
     AutocastSetting, autocast_cache, enter_autocast, leave_autocast, set_autocast_cache,

@@ -1,4 +1,4 @@
-//! `torch.amp.GradScaler`.
+//! Scaling of losses and gradients: `torch.amp.GradScaler`.
 
 use crate::ffi::amp as ffi;
 use crate::{Error, Result, check};

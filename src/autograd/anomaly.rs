@@ -1,4 +1,4 @@
-//! `torch.autograd.detect_anomaly`.
+//! Finds the forward pass of a failing backward pass: `torch.autograd.detect_anomaly`.
 
 use crate::ffi::autograd as ffi;
 

@@ -1,4 +1,4 @@
-//! `torch.utils.checkpoint`.
+//! Recomputes intermediates instead of saving them: `torch.utils.checkpoint`.
 
 use super::apply::{apply, requires_grad};
 use super::double_backward::{differentiate_reference, pull_back};

@@ -1,4 +1,4 @@
-//! `torch.autograd.Function` for Rust.
+//! Operators with their own backward pass: `torch.autograd.Function` for Rust.
 
 use super::apply::owned;
 use super::tensors::{Inputs, Tensors};

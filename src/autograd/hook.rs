@@ -1,4 +1,4 @@
-//! `Tensor.register_hook` and `Tensor.register_post_accumulate_grad_hook`.
+//! Hooks on gradients: `Tensor.register_hook` and `Tensor.register_post_accumulate_grad_hook`.
 
 use super::apply::{contained, discard, give_gradient, owned, requires_grad};
 use crate::ffi::autograd as ffi;

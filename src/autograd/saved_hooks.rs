@@ -1,4 +1,4 @@
-//! `torch.autograd.graph.saved_tensors_hooks` and `save_on_cpu`.
+//! Hooks on saved tensors: `torch.autograd.graph.saved_tensors_hooks` and `save_on_cpu`.
 
 use super::apply::{contained, discard, give_gradient};
 use crate::ffi::autograd as ffi;

@@ -1,4 +1,4 @@
-//! `torch.testing.assert_close`.
+//! Comparison of tensors: `torch.testing.assert_close`.
 
 use super::compare::{Bound, count_of, element_index, mismatch, values};
 use crate::{Error, Result};

@@ -1,4 +1,4 @@
-//! `torch.autograd.gradgradcheck`.
+//! Checks of second derivatives: `torch.autograd.gradgradcheck`.
 
 use super::{GradcheckOptions, gradcheck};
 use crate::autograd::{GradOptions, Tensors, grad};

@@ -58,7 +58,7 @@ arg_v<std::decay_t<T>> arg::operator=(T&& value) const {
 struct kw_only {};
 struct pos_only {};
 
-// Constructed before each call and destroyed after it.
+// Guards that are constructed before each call and destroyed after it.
 template <typename... Guards>
 struct call_guard {
   using Type = std::tuple<Guards...>;
