@@ -40,7 +40,7 @@ struct LaunchPlace {
   bool exists;
 };
 
-// Makes `device` current until tch_extension_cuda_leave, if it exists, and returns libtorch's
+// If `device` exists, makes it current until tch_extension_cuda_leave, and returns libtorch's
 // current stream there. This does the work of a guard and a stream object in one call, without an
 // allocation.
 TCH_EXTENSION_API Message tch_extension_cuda_enter(int32_t device, LaunchPlace* place) {

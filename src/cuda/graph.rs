@@ -9,7 +9,7 @@ use tch::Device;
 /// Work on the GPU that was captured once and can be launched again as a whole: libtorch's
 /// `CUDAGraph`. Use it for steps with many small kernels that take longer to launch than to run.
 ///
-/// What to observe:
+/// The rules are:
 /// - **Warm up first**: run the closure's work a few times before the capture, best on a side
 ///   stream, so that libraries are loaded and have chosen their kernels.
 /// - **Cached memory is released**: before a capture, memory that libtorch keeps without using it

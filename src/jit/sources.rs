@@ -52,7 +52,7 @@ impl Sources {
         Ok(self)
     }
 
-    /// Everything that determines the library, as one text. `verbose` does not.
+    /// Everything that determines the library, as one text. `verbose` does not, so it is left out.
     pub fn text(&self) -> String {
         format!("{:#?}", Sources { verbose: false, ..self.clone() })
     }

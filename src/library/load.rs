@@ -207,8 +207,8 @@ fn explained(path: &Path, complaint: String, loaded: &BTreeMap<Id, Library>) -> 
 
 const GLOBAL: &str = "with LoadOptions { global: true, .. }";
 
-/// Tries again until nothing is missing that could be found. Returns the operators that the library
-/// registered.
+/// Tries to open the library, each time with one more library that it lacked, until it opens or
+/// nothing more can be found. Returns the operators that the library registered.
 fn open(path: &Path, options: LoadOptions) -> Result<Vec<String>, String> {
     let mut paths = vec![c_path(path)?];
     let attempt = |paths: &[CString]| match options.rehearsal {

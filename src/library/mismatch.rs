@@ -33,7 +33,7 @@ fn of_package(package: &Package, own: &str) -> Option<String> {
     })
 }
 
-/// Libraries whose version is the version of CUDA. That is not so for libcufft or libcudnn.
+/// Libraries whose version number is CUDA's own. That of libcufft or libcudnn is not.
 const OF_CUDA: [&str; 6] = [
     "libcudart.so.",
     "libcublas.so.",

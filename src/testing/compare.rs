@@ -20,7 +20,7 @@ impl Bound {
 
     pub fn holds(&self, actual: f64, expected: f64) -> bool {
         let difference = (actual - expected).abs();
-        // Infinity would be within any relative distance of infinity, so only finite differences
+        // If `expected` is infinite, so is the allowed difference; hence only finite differences
         // count.
         actual == expected
             || (difference.is_finite() && difference <= self.allowed(expected))
