@@ -1,12 +1,12 @@
-// The one place where libtorch's versions differ for this library.
+// All differences between libtorch's versions that this library has to handle.
 //
-// Who owns graph nodes, and how they are freed: up to 2.11 a node is held by shared_ptr, and a
-// deleter of libtorch's takes a long graph apart in a loop. From 2.13 on it is held by
-// intrusive_ptr, and the node's own destructor does that.
+// The ownership of graph nodes: up to 2.11 a node is held by a shared_ptr, and libtorch's deleter
+// takes a long graph apart in a loop. From 2.13 on a node is held by an intrusive_ptr, and its own
+// destructor does that.
 //
-// What a generator of random numbers keeps of a graph's capture: up to 2.11 a flag, which stays set
-// when the capture fails. From 2.13 on a state for each capture, which the graph's destructor
-// removes.
+// The state that a random number generator keeps about a graph capture: up to 2.11 it is a flag,
+// which stays set if the capture fails. From 2.13 on it is a state for each capture, which the
+// graph's destructor removes.
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
@@ -27,23 +27,22 @@ NodePtr<T> make_node(Args&&... args) {
   return c10::make_intrusive<T>(std::forward<Args>(args)...);
 }
 
-// A node with something of its own to free.
+// A node that has resources of its own to free.
 class OwnNode : public torch::autograd::Node {
  public:
-  // Runs when the last owner goes while somebody still holds a weak pointer: the destructor then
-  // comes later.
+  // Called when the last owner goes while a weak pointer still exists. The destructor runs later.
   void release_resources() final {
     Node::release_resources();
     free_own();
   }
 
  protected:
-  // Frees what the node itself holds; does nothing the second time.
+  // Frees the resources of the node. A second call does nothing.
   virtual void free_own() noexcept = 0;
 };
 
-// A template, because sources without CUDA include this file, too. The graph's destructor does what
-// is needed.
+// Does nothing, because the graph's destructor cleans up. It is a template because sources without
+// CUDA include this file, too.
 template <typename GeneratorState>
 void end_failed_capture(GeneratorState&) {}
 
@@ -59,11 +58,11 @@ NodePtr<T> make_node(Args&&... args) {
 
 class OwnNode : public torch::autograd::Node {
  protected:
-  // Called by the node's own destructor only: here that comes with the last owner.
+  // Called only by the node's own destructor, which here runs when the last owner goes.
   virtual void free_own() noexcept = 0;
 };
 
-// With the flag set, the generator would refuse to draw random numbers outside of a capture.
+// If the flag stayed set, the generator would refuse to draw random numbers outside of a capture.
 template <typename GeneratorState>
 void end_failed_capture(GeneratorState& generator) {
   generator.capturing_ = false;

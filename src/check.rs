@@ -1,5 +1,5 @@
-//! Checks of an operator's arguments, with messages that name the operator, the argument, what was
-//! expected, what came, and the way out.
+//! Checks of an operator's arguments. The error messages name the operator, the argument, what was
+//! expected, what was passed, and how to fix it.
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor};
@@ -36,7 +36,7 @@ macro_rules! check {
     };
 }
 
-/// One argument under examination; made by [`check!`](crate::check!).
+/// One argument that is being checked; made by [`check!`](crate::check!).
 #[derive(Clone, Copy)]
 pub struct Check<'a> {
     op: &'a str,
@@ -45,16 +45,16 @@ pub struct Check<'a> {
 }
 
 impl<'a> Check<'a> {
-    /// Argument `argument` of operator `op`.
+    /// Begins the checks of argument `argument` of operator `op`.
     pub fn new(op: &'a str, argument: &'a str, tensor: &'a Tensor) -> Self {
         Check { op, argument, tensor }
     }
 
-    /// A tensor at all, and an ordinary one: dense, on a device with memory. Comes first; on an
-    /// undefined tensor the other checks would have nothing to look at.
+    /// Checks that the tensor is defined and ordinary: dense, on a device with memory. Call it
+    /// first, because the other checks cannot examine an undefined tensor.
     ///
     /// # Errors
-    /// On an undefined, sparse or otherwise special tensor.
+    /// When the tensor is undefined, sparse or otherwise special.
     pub fn defined(self) -> Result<Self> {
         if !self.tensor.defined() {
             return Err(self.undefined());
@@ -69,10 +69,10 @@ impl<'a> Check<'a> {
         Ok(self)
     }
 
-    /// One of these kinds.
+    /// Checks that the tensor has one of these kinds.
     ///
     /// # Errors
-    /// On another kind.
+    /// When it has another kind.
     pub fn kind_in(self, kinds: &[Kind]) -> Result<Self> {
         let kind = self.kind()?;
         if kinds.contains(&kind) {
@@ -86,10 +86,11 @@ impl<'a> Check<'a> {
         Err(self.refuse(format!("kind {}", names.join(" or ")), format!("{kind:?}"), hint))
     }
 
-    /// On one of the devices that this build has kernels for.
+    /// Checks that the tensor is on a device for which this build has kernels.
     ///
     /// # Errors
-    /// On CUDA without CUDA kernels, and on any other device.
+    /// For a CUDA tensor if the build has no CUDA kernels, and for any device other than the CPU
+    /// and CUDA.
     pub fn supported_device(self) -> Result<Self> {
         match self.tensor.device() {
             Device::Cpu => Ok(self),
@@ -104,7 +105,7 @@ impl<'a> Check<'a> {
         }
     }
 
-    /// The kind and device of another argument.
+    /// Checks that the tensor has the kind and the device of another argument.
     ///
     /// # Errors
     /// When either differs.
@@ -113,7 +114,7 @@ impl<'a> Check<'a> {
         self.beside(other)?.kind_as(kind, other.argument)
     }
 
-    /// The device of another argument.
+    /// Checks that the tensor is on the device of another argument.
     ///
     /// # Errors
     /// When it differs.
@@ -129,10 +130,11 @@ impl<'a> Check<'a> {
         ))
     }
 
-    /// A kind, which something else has, too: an argument, or what becomes of several.
+    /// Checks that the tensor has this kind. `whose` names what else has it: another argument, or
+    /// the promoted kind of several arguments.
     ///
     /// # Errors
-    /// On another kind.
+    /// When it has another kind.
     pub fn kind_as(self, kind: Kind, whose: &str) -> Result<Self> {
         if self.kind()? == kind {
             return Ok(self);
@@ -144,10 +146,10 @@ impl<'a> Check<'a> {
         ))
     }
 
-    /// This many dimensions; `names` shows them, such as `[B, F]`.
+    /// Checks the number of dimensions. `names` shows them in the message, such as `[B, F]`.
     ///
     /// # Errors
-    /// On another number.
+    /// When the tensor has another number of dimensions.
     pub fn dim(self, dim: usize, names: &str) -> Result<Self> {
         if self.tensor.dim() == dim {
             return Ok(self);
@@ -160,10 +162,10 @@ impl<'a> Check<'a> {
         ))
     }
 
-    /// This shape; `names` says what its sizes are, such as `[B, H]`.
+    /// Checks the shape. `names` says what the sizes mean, such as `[B, H]`.
     ///
     /// # Errors
-    /// On another shape.
+    /// When the tensor has another shape.
     pub fn shape(self, names: &str, shape: &[i64]) -> Result<Self> {
         if self.tensor.size() == shape {
             return Ok(self);
@@ -175,7 +177,7 @@ impl<'a> Check<'a> {
         ))
     }
 
-    /// The tensor under examination.
+    /// The tensor that is being checked.
     pub fn tensor(&self) -> &'a Tensor {
         self.tensor
     }
@@ -185,8 +187,8 @@ impl<'a> Check<'a> {
         if !self.tensor.defined() {
             return Err(self.undefined());
         }
-        // tch panics on kinds it does not know, such as those of quantised tensors of newer
-        // libtorchs.
+        // tch panics on kinds that it does not know, such as quantised kinds of newer libtorch
+        // versions.
         self.tensor.f_kind().map_err(|error| self.refuse("a known kind", error.to_string(), ""))
     }
 
@@ -198,7 +200,7 @@ impl<'a> Check<'a> {
         )
     }
 
-    /// An error about this argument.
+    /// Makes an error about this argument.
     pub fn refuse(
         &self,
         expected: impl Into<String>,

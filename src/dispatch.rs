@@ -1,14 +1,14 @@
-//! From a tensor's kind, known when the program runs, to a Rust type, known when it is compiled;
-//! and back.
+//! Conversions between a tensor's kind, which is known at run time, and a Rust type, which is known
+//! at compile time.
 
 use tch::Kind;
 use tch::kind::Element;
 
-/// The kind of tensors whose elements are `T`: what [`Element::KIND`] is meant to be.
+/// The kind of tensors whose elements are `T`. It corrects [`Element::KIND`].
 ///
-/// tch 0.24 says `Half` of the half crate's `bf16`, too, and nothing but the name tells it from
-/// `f16`. As both are two bytes of plain numbers, a wrong guess could only give a wrong number,
-/// never harm memory.
+/// In tch 0.24, that constant is `Half` even for the half crate's `bf16`, which only its type name
+/// distinguishes from `f16`. Both are plain numbers of two bytes, so a wrong guess could only give
+/// a wrong number and never corrupt memory.
 ///
 /// ```
 /// use tch::Kind;
@@ -21,7 +21,7 @@ pub fn kind_of<T: Element>() -> Kind {
     if is_bf16 { Kind::BFloat16 } else { T::KIND }
 }
 
-/// The kind of a sum of two floating kinds.
+/// The kind of the sum of two tensors of floating-point kinds.
 pub(crate) fn promote(a: Kind, b: Kind) -> Kind {
     let digits = |kind| match kind {
         Kind::Double => 3,
@@ -32,13 +32,14 @@ pub(crate) fn promote(a: Kind, b: Kind) -> Kind {
         std::cmp::Ordering::Less => b,
         std::cmp::Ordering::Greater => a,
         std::cmp::Ordering::Equal if a == b => a,
-        // Half has more digits, BFloat16 more range.
+        // Half has more mantissa bits and BFloat16 a larger range, so neither can represent the
+        // other.
         std::cmp::Ordering::Equal => Kind::Float,
     }
 }
 
-/// Runs an expression with a type alias bound to the Rust type of a kind; other kinds are an
-/// [`Error`](crate::Error).
+/// Evaluates an expression with a type alias for the Rust type of a kind. A kind that is not listed
+/// is an [`Error`](crate::Error).
 ///
 /// ```
 /// use tch::Kind;

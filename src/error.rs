@@ -1,29 +1,30 @@
-//! The one error type.
+//! The error type of this crate.
 
 use tch::TchError;
 
-/// What every fallible function of this crate returns.
+/// The result type of every fallible function of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Why an operator refused or failed. Each message is one line (a failed gradcheck's goes on with
-/// its numbers): the operator, the argument, what was expected, what came, and the way out.
+/// Why an operator refused its arguments or failed. Each message is one line, except that a failed
+/// gradcheck adds its numbers. It names the operator, the argument, what was expected, what was
+/// passed, and how to fix it.
 ///
-/// `Debug` prints the same text, so that `unwrap` shows it as it is meant to be read.
+/// `Debug` prints the same text, so that `unwrap` shows a readable message.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument is not what the operator takes. Nothing was computed or changed.
+    /// An argument is not acceptable. Nothing was computed or changed.
     #[error("{op}: {argument}: expected {expected}, got {got}{}", way_out(.hint))]
     Argument {
         /// The operator's name.
         op: String,
         /// The argument's name.
         argument: String,
-        /// What it takes.
+        /// What the operator accepts.
         expected: String,
-        /// What came.
+        /// What was passed.
         got: String,
-        /// The way out; may be empty.
+        /// How to fix it; may be empty.
         hint: String,
     },
 
@@ -31,7 +32,7 @@ pub enum Error {
     #[error("{0}")]
     Torch(String),
 
-    /// The autograd bridge was used wrongly, or a backward failed.
+    /// The autograd bridge was misused, or a backward pass failed.
     #[error("{0}")]
     Autograd(String),
 
@@ -40,26 +41,26 @@ pub enum Error {
     Launch {
         /// The kernel's name.
         kernel: String,
-        /// CUDA's own words.
+        /// CUDA's error message.
         message: String,
     },
 
-    /// CUDA was asked for where there is none.
+    /// CUDA is needed but not available, or CUDA reported an error.
     #[error("{op}: {reason}")]
     Cuda {
-        /// What was called.
+        /// The function that was called.
         op: String,
-        /// What is missing, and how to have it.
+        /// What is missing or went wrong, and, if known, how to fix it.
         reason: String,
     },
 
-    /// Sources could not be compiled or loaded while the program runs. The compiler's message goes
-    /// on for lines.
+    /// Sources could not be compiled or loaded at run time. The message quotes the compiler and may
+    /// have several lines.
     #[error("jit: {name}: {message}")]
     Jit {
-        /// The extension.
+        /// The extension's name.
         name: String,
-        /// The compiler's, linker's or loader's own words, with the file.
+        /// The message of the compiler, the linker or the dynamic loader, with the file.
         message: String,
     },
 
@@ -75,12 +76,12 @@ impl std::fmt::Debug for Error {
 }
 
 impl Error {
-    /// An error with this text.
+    /// Makes an error with this text.
     pub fn msg(text: impl Into<String>) -> Self {
         Error::Other(text.into().into())
     }
 
-    /// An [`Error::Argument`].
+    /// Makes an [`Error::Argument`].
     pub fn argument(
         op: &str,
         argument: &str,
@@ -101,7 +102,7 @@ impl Error {
 impl From<TchError> for Error {
     fn from(error: TchError) -> Self {
         match error {
-            // libtorch appends a C++ backtrace; the first lines say what happened.
+            // libtorch appends a C++ backtrace; the lines before it say what happened.
             TchError::Torch(text) => Error::Torch(without_backtrace(&text)),
             other => Error::Torch(other.to_string()),
         }
@@ -123,7 +124,7 @@ fn without_backtrace(text: &str) -> String {
         .to_string()
 }
 
-/// What a panic said.
+/// The message of a panic.
 pub(crate) fn panic_text(payload: &(dyn std::any::Any + Send)) -> &str {
     payload
         .downcast_ref::<String>()
@@ -157,11 +158,11 @@ mod tests {
         assert!(!text.contains("frame #") && !text.contains('\n'), "{text}");
     }
 
-    /// docs/autograd.md says so: whoever finds this failing can take it out there.
+    /// docs/autograd.md describes this. If this test fails, tch has changed: remove the text there.
     #[test]
     fn fallible_functions_of_tch_that_take_a_number_panic() {
         type Call = fn(&mut tch::Tensor) -> std::result::Result<tch::Tensor, TchError>;
-        // None of them may write into a leaf.
+        // None of these functions may write to a leaf.
         let mut leaf = tch::Tensor::from_slice(&[1.0]).set_requires_grad(true);
         let calls: [Call; 3] =
             [|x| x.f_add_scalar_(1.0), |x| x.f_mul_scalar_(2.0), |x| x.f_fill_(3.0)];

@@ -19,15 +19,15 @@ pub mod view;
 
 pub use dispatch::kind_of;
 pub use error::{Error, Result};
-/// The very tch whose tensors this crate's functions take.
+/// The tch crate whose tensors this crate's functions take.
 pub use tch;
 
-/// The examples of docs/autograd.md are tests.
+/// Runs the examples of docs/autograd.md as tests.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/autograd.md")]
 mod autograd_page {}
 
-/// So are those of docs/porting.md.
+/// Runs the examples of docs/porting.md as tests.
 #[cfg(doctest)]
 #[doc = include_str!("../docs/porting.md")]
 mod porting_page {}

@@ -1,8 +1,8 @@
-//! Tensors as plain structs of pointer, sizes and strides, for kernels of your own in C++ and CUDA.
+//! Tensors as plain structs of a pointer, sizes and strides, for your own kernels in C++ and CUDA.
 //!
-//! [`Strided`] and [`StridedMut`] are laid out as the structs of these names in
-//! `tch_extension/accessor.h`. They belong into the parameter struct of an `extern "C"` function,
-//! which gets its accessors from them:
+//! [`Strided`] and [`StridedMut`] have the layout of the structs with the same names in
+//! `tch_extension/accessor.h`. Put them in the parameter struct of an `extern "C"` function, which
+//! gets its accessors from them:
 //!
 //! ```no_run
 //! use tch_extension::strided::{Strided, StridedMut};
@@ -31,10 +31,10 @@
 //! # fn main() {}
 //! ```
 //!
-//! They hold an address and keep nothing alive but the borrow: use them for the one call, and let
-//! no other handle of the tensor give up its memory meanwhile (`resize_`, `set_data`). The address
-//! is of the tensor's device: a kernel for another one must not touch it, which
-//! [`check!`](crate::check!) and a `match` on the device see to.
+//! The structs hold an address and keep nothing alive except the borrow. Use them for one call
+//! only, and do not let another handle of the tensor release its memory meanwhile (`resize_`,
+//! `set_data`). The address belongs to the tensor's device, and a kernel for another device must
+//! not use it: [`check!`](crate::check!) and a `match` on the device make sure of that.
 
 use crate::check::Check;
 use crate::ffi::autograd::tch_extension_grad_mode;
@@ -45,7 +45,7 @@ use std::ffi::c_void;
 use std::marker::PhantomData;
 use tch::{Kind, Tensor};
 
-/// A dense tensor of `N` dimensions, to be read by a kernel that knows strides.
+/// A dense tensor of `N` dimensions that a kernel reads with strides.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct Strided<'a, const N: usize> {
@@ -56,7 +56,7 @@ pub struct Strided<'a, const N: usize> {
     tensor: PhantomData<&'a Tensor>,
 }
 
-/// A dense tensor of `N` dimensions, to be written by a kernel that knows strides.
+/// A dense tensor of `N` dimensions that a kernel writes with strides.
 #[repr(C)]
 #[derive(Debug)]
 pub struct StridedMut<'a, const N: usize> {
@@ -68,7 +68,7 @@ pub struct StridedMut<'a, const N: usize> {
 }
 
 impl<'a, const N: usize> Strided<'a, N> {
-    /// Of a tensor on any device.
+    /// Describes a tensor on any device.
     ///
     /// ```
     /// use tch_extension::strided::Strided;
@@ -81,9 +81,9 @@ impl<'a, const N: usize> Strided<'a, N> {
     /// ```
     ///
     /// # Errors
-    /// On an undefined or sparse tensor, another number of dimensions, a kind that is neither a
-    /// number nor bool, and on values that are not in memory as they are (a pending negation or
-    /// conjugation, zeros without memory).
+    /// When the tensor is undefined or sparse, or has another number of dimensions; when its kind
+    /// is neither numeric nor bool; and when the memory does not hold the values themselves (a
+    /// pending negation or conjugation, zeros without memory).
     pub fn new(tensor: &'a Tensor) -> Result<Self> {
         let (sizes, strides, kind) = parts("Strided::new", tensor)?;
         Ok(Strided { data: tensor.data_ptr(), sizes, strides, kind, tensor: PhantomData })
@@ -94,18 +94,18 @@ impl<'a, const N: usize> Strided<'a, N> {
         self.sizes
     }
 
-    /// How far apart in memory neighbours are along each dimension, in elements.
+    /// The distance in memory between neighbours along each dimension, in elements.
     pub fn strides(&self) -> [i64; N] {
         self.strides
     }
 }
 
 impl<'a, const N: usize> StridedMut<'a, N> {
-    /// Of a tensor on any device. For autograd this is the moment at which it changes.
+    /// Describes a tensor on any device. Autograd counts the tensor as changed from this moment.
     ///
     /// # Errors
-    /// As [`Strided::new`]; and when elements overlap in memory (an expanded tensor), and when the
-    /// tensor requires grad while grad mode is on.
+    /// As for [`Strided::new`]; also when elements overlap in memory (an expanded tensor), and when
+    /// the tensor requires grad while grad mode is on.
     pub fn new(tensor: &'a mut Tensor) -> Result<Self> {
         const OP: &str = "StridedMut::new";
         let (sizes, strides, kind) = parts(OP, tensor)?;
@@ -132,15 +132,16 @@ impl<'a, const N: usize> StridedMut<'a, N> {
         self.sizes
     }
 
-    /// How far apart in memory neighbours are along each dimension, in elements.
+    /// The distance in memory between neighbours along each dimension, in elements.
     pub fn strides(&self) -> [i64; N] {
         self.strides
     }
 }
 
-/// The tensor itself if its values lie in memory row by row, otherwise a copy of which that is
-/// true: for a kernel that knows no strides. More than [`Tensor::contiguous`], which keeps a
-/// pending negation or conjugation, and zeros that have no memory.
+/// Returns the tensor itself if its values are in memory in row-major order without gaps, and
+/// otherwise a copy that is. Use it for a kernel that does not handle strides. It does more than
+/// [`Tensor::contiguous`], which keeps a pending negation or conjugation, and zeros that have no
+/// memory.
 ///
 /// ```
 /// use tch_extension::strided::contiguous;
@@ -152,7 +153,7 @@ impl<'a, const N: usize> StridedMut<'a, N> {
 /// ```
 ///
 /// # Errors
-/// On an undefined or sparse tensor.
+/// When the tensor is undefined or sparse.
 pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
     Check::new("contiguous", "tensor", tensor).defined()?;
     plain(tensor)
@@ -183,7 +184,7 @@ fn parts<const N: usize>(op: &str, tensor: &Tensor) -> Result<Parts<N>> {
     Ok((array(tensor.size())?, array(tensor.stride())?, kind))
 }
 
-/// libtorch's, which tch keeps to itself.
+/// libtorch's number of a kind, which tch does not expose.
 fn kind_number(kind: Kind) -> Option<i32> {
     Some(match kind {
         Kind::Uint8 => 0,

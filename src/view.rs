@@ -1,7 +1,6 @@
 //! Safe typed views of CPU tensors, for kernels in plain Rust.
 //!
-//! [`view()`] reads a tensor's elements and [`view_mut`] writes them, where they are and whatever
-//! the strides:
+//! [`view()`] reads a tensor's elements in place and [`view_mut`] writes them, with any strides:
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor};
@@ -39,8 +38,8 @@
 //! # Ok::<(), tch_extension::Error>(())
 //! ```
 //!
-//! To other crates the values go by [`View::iter`] or [`View::to_vec`], and come back by
-//! [`ViewMut::copy_from_slice`]:
+//! [`View::iter`] and [`View::to_vec`] pass the values to other crates, and
+//! [`ViewMut::copy_from_slice`] takes them back:
 //!
 //! ```
 //! use tch_extension::{tch::Tensor, view::{view, view_mut}};
@@ -54,19 +53,20 @@
 //! ```
 //!
 //! # Aliasing
-//! A tch tensor is a handle, and other handles of the same memory may be written through while a
-//! view lives; Rust's borrows cannot see it. So:
-//! * A view copies values in and out. It never gives a reference or a slice of the memory away, and
-//!   a change through another handle is simply seen by the next read. This is why there is no
-//!   indexing with `[]`.
-//! * A view keeps the memory that it was made of, even if the tensor's other handles give it up
-//!   (`resize_`, `set_data`); then it is the last to see it. A lazy clone that is made while a
-//!   [`ViewMut`] lives sees what is written afterwards, too.
-//! * While a [`ViewMut`] lives, no other view of bytes between its first and its last can be made,
-//!   in any thread: that is an error. Disjoint parts of one tensor can be written side by side.
-//! * Views stay in their thread. Another thread with a handle of its own can still write with tch
-//!   while this one reads: that is a data race, as it is between any two of tch's own functions,
-//!   and it is up to you that it does not happen.
+//! A tch tensor is a handle. While a view lives, another handle of the same memory may be used for
+//! writing, and Rust's borrow checker cannot see that. Therefore:
+//! * A view copies values in and out. It never returns a reference to the memory or a slice of it,
+//!   and the next read simply sees a change that was made through another handle. This is why there
+//!   is no indexing with `[]`.
+//! * A view keeps its memory allocated, even if the tensor's other handles release it (`resize_`,
+//!   `set_data`); then only the view can still see it. A lazy clone that is made while a
+//!   [`ViewMut`] lives also sees what is written later.
+//! * While a [`ViewMut`] lives, no other view can be made of bytes between its first and its last
+//!   byte, in any thread: that is an error. Disjoint parts of one tensor can be written at the same
+//!   time.
+//! * A view stays in its thread. Another thread that has its own handle can still write with tch
+//!   while this thread reads. That is a data race, as between any two functions of tch, and you
+//!   must prevent it.
 //!
 //! ```compile_fail,E0277
 //! use tch_extension::{tch::Tensor, view::view};
@@ -77,13 +77,13 @@
 //! ```
 //!
 //! # Autograd
-//! What is computed from a view is plain data, outside the graph; give it a backward with
-//! [`Function`](crate::autograd::Function), whose forward runs with grad mode off. A tensor that
-//! requires grad can be written only while grad mode is off, as its graph would not know of the
-//! change. A [`ViewMut`] counts as an in-place operation when it is made and again when it is
-//! dropped: if a tensor that was saved for a backward is changed through it, that backward is an
-//! error. It is one only after the drop if the tensor was saved while the [`ViewMut`] lived: drop
-//! it before the backward.
+//! The results of computations on a view are plain data outside the graph. To give them a gradient,
+//! use [`Function`](crate::autograd::Function), whose forward pass runs with grad mode off. A
+//! tensor that requires grad can be written only while grad mode is off, because its graph would
+//! not know of the change. Making a [`ViewMut`] counts as an in-place operation, and so does
+//! dropping it: if a tensor that was saved for a backward pass is changed through the view, that
+//! backward pass is an error. If the tensor was saved while the [`ViewMut`] lived, the error occurs
+//! only after the drop, so drop the view before the backward pass.
 
 use crate::check::Check;
 use crate::ffi::autograd::tch_extension_grad_mode;
@@ -97,8 +97,9 @@ use tch::kind::Element;
 
 const ARGUMENT: &str = "tensor";
 
-/// Looks at the elements of a dense CPU tensor of `T`'s kind and `N` dimensions. `T` may be any of
-/// tch's element types: `f32`, `f64`, the half crate's `f16` and `bf16`, integers, `bool`.
+/// Makes a view of the elements of a dense CPU tensor with the kind of `T` and `N` dimensions. `T`
+/// may be any of tch's element types: `f32`, `f64`, the half crate's `f16` and `bf16`, integers,
+/// `bool`.
 ///
 /// ```
 /// use tch_extension::{tch::Tensor, view::view};
@@ -122,15 +123,15 @@ const ARGUMENT: &str = "tensor";
 /// ```
 ///
 /// # Errors
-/// On an undefined or sparse tensor, another kind, number of dimensions or device; on values that
-/// are not in memory as they are (a pending negation or conjugation, zeros without memory, a lazy
-/// clone); while a [`ViewMut`] of the same memory lives.
+/// When the tensor is undefined or sparse, or has another kind, number of dimensions or device;
+/// when the memory does not hold the values themselves (a pending negation or conjugation, zeros
+/// without memory, a lazy clone); and while a [`ViewMut`] of the same memory lives.
 pub fn view<T: Element + Copy, const N: usize>(tensor: &Tensor) -> Result<View<'_, T, N>> {
     let inner = pinned("view", tensor, false)?;
     Ok(View { inner, tensor: PhantomData })
 }
 
-/// [`view()`] for writing.
+/// Like [`view()`], for writing.
 ///
 /// ```
 /// use tch_extension::{tch::Tensor, view::view_mut};
@@ -144,7 +145,7 @@ pub fn view<T: Element + Copy, const N: usize>(tensor: &Tensor) -> Result<View<'
 /// # Ok::<(), tch_extension::Error>(())
 /// ```
 ///
-/// While it lives, the tensor itself is out of reach:
+/// While the view lives, the tensor itself cannot be used:
 /// ```compile_fail,E0502
 /// use tch_extension::{tch::Tensor, view::view_mut};
 ///
@@ -155,8 +156,8 @@ pub fn view<T: Element + Copy, const N: usize>(tensor: &Tensor) -> Result<View<'
 /// ```
 ///
 /// # Errors
-/// As [`view()`]; and while any view of the same memory lives, when elements overlap in memory (an
-/// expanded tensor), and when the tensor requires grad while grad mode is on.
+/// As for [`view()`]; also while any view of the same memory lives, when elements overlap in memory
+/// (an expanded tensor), and when the tensor requires grad while grad mode is on.
 pub fn view_mut<T: Element + Copy, const N: usize>(
     tensor: &mut Tensor,
 ) -> Result<ViewMut<'_, T, N>> {
@@ -171,8 +172,8 @@ pub fn view_mut<T: Element + Copy, const N: usize>(
             hint,
         ));
     }
-    // Asked of the tensor and not of the view, so that nothing was announced to autograd when it is
-    // refused.
+    // Check the tensor before the view is made, so that a refusal does not bump the version
+    // counter.
     if overlaps(&tensor.size(), &tensor.stride()) {
         let got = format!("strides {:?} for shape {:?}", tensor.stride(), tensor.size());
         return Err(check.refuse(
@@ -244,12 +245,14 @@ pub(crate) fn overlaps(size: &[i64], stride: &[i64]) -> bool {
     !nested && collides(&dims)
 }
 
-/// By trying them all, for the rare strides that look as if.
+/// Whether two offsets are equal, found by listing them all. Only needed for the rare strides for
+/// which the quick test fails.
 fn collides(dims: &[(i64, i64)]) -> bool {
     if dims.first().is_some_and(|&(stride, _)| stride == 0) {
         return true;
     }
-    // More elements than places. Otherwise the list below is no longer than the memory.
+    // There are more elements than places in memory. If not, the list below is no longer than the
+    // memory.
     let places = 1 + dims.iter().map(|&(stride, size)| stride * (size - 1)).sum::<i64>();
     if dims.iter().map(|&(_, size)| size).product::<i64>() > places {
         return true;
@@ -264,7 +267,7 @@ fn collides(dims: &[(i64, i64)]) -> bool {
     offsets.windows(2).any(|pair| pair[0] == pair[1])
 }
 
-/// The elements of a tensor, to be read; made by [`view()`].
+/// The elements of a tensor, for reading; made by [`view()`].
 pub struct View<'a, T, const N: usize> {
     inner: Strided<T, N>,
     tensor: PhantomData<&'a Tensor>,
@@ -276,8 +279,8 @@ impl<T: Element + Copy, const N: usize> View<'_, T, N> {
         self.inner.shape()
     }
 
-    /// How far apart in memory neighbours are along each dimension, in elements. Zero where they
-    /// are the same.
+    /// The distance in memory between neighbours along each dimension, in elements. It is zero
+    /// along an expanded dimension.
     pub fn strides(&self) -> [isize; N] {
         self.inner.strides()
     }
@@ -292,38 +295,38 @@ impl<T: Element + Copy, const N: usize> View<'_, T, N> {
         self.len() == 0
     }
 
-    /// One element, if there is one of this index.
+    /// The element at this index, or `None` if the index is out of range.
     pub fn get(&self, index: [usize; N]) -> Option<T> {
         self.inner.read(index)
     }
 
-    /// One element.
+    /// The element at this index.
     ///
     /// # Panics
-    /// When there is none of this index.
+    /// When the index is out of range.
     #[track_caller]
     pub fn at(&self, index: [usize; N]) -> T {
         self.get(index).unwrap_or_else(|| out_of_bounds(&index, &self.shape()))
     }
 
-    /// The elements, row by row (the last index runs fastest).
+    /// The elements in row-major order (the last index changes fastest).
     pub fn iter(&self) -> impl ExactSizeIterator<Item = T> + '_ {
-        // The indices are within the shape, so there always is an element.
+        // The indices are within the shape, so there is always an element.
         self.indices().map(|index| self.at(index))
     }
 
-    /// The indices of all elements, row by row.
+    /// The indices of all elements, in row-major order.
     pub fn indices(&self) -> Indices<N> {
         Indices { shape: self.shape(), next: [0; N], left: self.len() }
     }
 
-    /// A copy of the elements, row by row.
+    /// A copy of the elements, in row-major order.
     pub fn to_vec(&self) -> Vec<T> {
         self.inner.copy_out().unwrap_or_else(|| self.iter().collect())
     }
 }
 
-/// The elements of a tensor, to be read and written; made by [`view_mut`].
+/// The elements of a tensor, for reading and writing; made by [`view_mut`].
 pub struct ViewMut<'a, T, const N: usize> {
     view: View<'a, T, N>,
 }
@@ -337,10 +340,10 @@ impl<'a, T, const N: usize> Deref for ViewMut<'a, T, N> {
 }
 
 impl<T: Element + Copy, const N: usize> ViewMut<'_, T, N> {
-    /// Writes one element.
+    /// Writes the element at this index.
     ///
     /// # Panics
-    /// When there is none of this index.
+    /// When the index is out of range.
     #[track_caller]
     pub fn set(&mut self, index: [usize; N], value: T) {
         if !self.view.inner.write(index, value) {
@@ -353,7 +356,7 @@ impl<T: Element + Copy, const N: usize> ViewMut<'_, T, N> {
         self.apply(|_| value);
     }
 
-    /// Replaces each element, row by row.
+    /// Replaces each element by the result of a function, in row-major order.
     pub fn apply(&mut self, mut function: impl FnMut(T) -> T) {
         for index in self.indices() {
             let value = function(self.at(index));
@@ -361,10 +364,10 @@ impl<T: Element + Copy, const N: usize> ViewMut<'_, T, N> {
         }
     }
 
-    /// Writes all elements, row by row.
+    /// Writes all elements, in row-major order.
     ///
     /// # Panics
-    /// When there are not as many values as elements.
+    /// When the number of values is not the number of elements.
     #[track_caller]
     pub fn copy_from_slice(&mut self, values: &[T]) {
         assert_eq!(values.len(), self.len(), "as many values as the view has elements");
@@ -374,31 +377,32 @@ impl<T: Element + Copy, const N: usize> ViewMut<'_, T, N> {
     }
 }
 
-/// `N - 1` cannot be said of a type's parameter, so each number of dimensions has its own.
+/// Stable Rust has no `N - 1` for a const parameter, so each number of dimensions has its own
+/// methods.
 macro_rules! rows {
     ($($n:literal => $m:literal),+) => {$(
         impl<T: Element + Copy> View<'_, T, $n> {
-            /// The part with this first index.
+            /// The sub-view at this index of the first dimension.
             ///
             /// # Panics
-            /// When there is none.
+            /// When the index is out of range.
             #[track_caller]
             pub fn row(&self, row: usize) -> View<'_, T, $m> {
                 let inner = self.inner.row(row).unwrap_or_else(|| out_of_bounds(&[row], &self.shape()[..1]));
                 View { inner, tensor: PhantomData }
             }
 
-            /// The parts along the first dimension.
+            /// The sub-views along the first dimension.
             pub fn rows(&self) -> impl ExactSizeIterator<Item = View<'_, T, $m>> {
                 (0..self.shape()[0]).map(|row| self.row(row))
             }
         }
 
         impl<T: Element + Copy> ViewMut<'_, T, $n> {
-            /// The part with this first index, to be written.
+            /// The sub-view at this index of the first dimension, for writing.
             ///
             /// # Panics
-            /// When there is none.
+            /// When the index is out of range.
             #[track_caller]
             pub fn row_mut(&mut self, row: usize) -> ViewMut<'_, T, $m> {
                 ViewMut { view: self.view.row(row) }
@@ -409,7 +413,7 @@ macro_rules! rows {
 
 rows!(1 => 0, 2 => 1, 3 => 2, 4 => 3, 5 => 4);
 
-/// Indices within a shape, row by row; made by [`View::indices`].
+/// The indices within a shape, in row-major order; made by [`View::indices`].
 #[derive(Clone, Debug)]
 pub struct Indices<const N: usize> {
     shape: [usize; N],

@@ -1,5 +1,5 @@
-// libtorch's autocast: settings of a thread, one for each type of device, and a cache of weights
-// for all.
+// libtorch's autocast: settings for each thread and device type, and one cache of cast weights for
+// all of them.
 
 #include <ATen/autocast_mode.h>
 
@@ -41,15 +41,15 @@ TCH_EXTENSION_API bool tch_extension_autocast_cache() {
 
 TCH_EXTENSION_API void tch_extension_autocast_enter() { at::autocast::increment_nesting(); }
 
-// Whoever leaves last lets go of the weights that were cast.
+// When the last nested autocast region ends, the cached casts of weights are freed.
 TCH_EXTENSION_API Message tch_extension_autocast_leave() {
   return guard([&] {
     if (at::autocast::decrement_nesting() == 0) at::autocast::clear_cache();
   });
 }
 
-// The tensor in another kind, if autocast would cast it. Of a leaf that requires grad, the cast is
-// kept.
+// Casts the tensor to another kind if autocast would cast it. The cast of a leaf that requires grad
+// is kept in the cache.
 TCH_EXTENSION_API Message tch_extension_cached_cast(const at::Tensor* tensor, int32_t kind,
                                                     bool cuda, at::Tensor** result) {
   return guard([&] {

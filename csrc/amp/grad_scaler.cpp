@@ -1,5 +1,5 @@
-// What GradScaler needs beside tch: libtorch's check of many gradients in one go, and which tensor
-// is which.
+// What GradScaler needs and tch lacks: libtorch's check of many gradients in one call, and an
+// identity for tensors.
 
 #include <ATen/ATen.h>
 
@@ -9,8 +9,9 @@
 
 using namespace tch_extension;
 
-// Multiplies the gradients, all of one device and kind, by `inverse_scale`, and adds to `found_inf`
-// if one was not finite. Both are scalars of kind Float on that device.
+// Multiplies the gradients by `inverse_scale`, and sets `found_inf` if one of them was not finite.
+// All gradients have the same device and kind; `inverse_scale` and `found_inf` are scalars of kind
+// Float on that device.
 TCH_EXTENSION_API Message tch_extension_amp_unscale(at::Tensor* const* gradients, size_t len,
                                                     at::Tensor* found_inf,
                                                     const at::Tensor* inverse_scale) {
@@ -22,7 +23,8 @@ TCH_EXTENSION_API Message tch_extension_amp_unscale(at::Tensor* const* gradients
   });
 }
 
-// The same for all handles of a tensor, and for no other tensor while one of them lives.
+// An address that identifies the tensor. All handles of a tensor have the same one, and no other
+// tensor has it while one of them lives.
 TCH_EXTENSION_API const void* tch_extension_identity(const at::Tensor* tensor) {
   return tensor->unsafeGetTensorImpl();
 }

@@ -1,4 +1,4 @@
-// What checkpoint needs to run a function a second time just as it ran the first.
+// What checkpoint needs in order to run a function a second time exactly as the first time.
 
 #include <ATen/Context.h>
 #include <ATen/autocast_mode.h>
@@ -36,7 +36,7 @@ struct Autocast {
 
 }  // namespace
 
-// What a function's result depends on beside its arguments.
+// The state that a function's result depends on besides its arguments.
 struct Surroundings {
   std::vector<Random> random;
   std::vector<Autocast> autocast;
@@ -64,7 +64,8 @@ struct Surroundings {
 
 using namespace tch_extension;
 
-// Those of now: the random state of the CPU and of the tensors' CUDA devices.
+// Records the current state: the random state of the CPU and of the tensors' CUDA devices, and the
+// autocast settings.
 TCH_EXTENSION_API Message tch_extension_surroundings(at::Tensor* const* tensors, size_t len,
                                                      Surroundings** result) {
   return guard([&] {
@@ -83,8 +84,8 @@ TCH_EXTENSION_API Message tch_extension_surroundings(at::Tensor* const* tensors,
   });
 }
 
-// Changes to `surroundings`; `before`: what there was, of the same devices. On failure nothing has
-// changed for good.
+// Switches to the state in `surroundings`. `before` receives the previous state of the same random
+// generators. If this fails, the previous state is restored.
 TCH_EXTENSION_API Message tch_extension_enter(Surroundings* surroundings, Surroundings** before) {
   return guard([&] {
     auto made = std::make_unique<Surroundings>();
@@ -108,19 +109,19 @@ TCH_EXTENSION_API void tch_extension_free_surroundings(Surroundings* surrounding
   delete surroundings;
 }
 
-// Returns the setting before.
+// Returns the previous setting.
 TCH_EXTENSION_API bool tch_extension_set_autocast_cache(bool enabled) {
   const bool before = at::autocast::is_autocast_cache_enabled();
   at::autocast::set_autocast_cache_enabled(enabled);
   return before;
 }
 
-// How often the tensor was changed in place; 0 where nobody counts.
+// The tensor's version counter, or 0 if the tensor has none.
 TCH_EXTENSION_API int64_t tch_extension_version(const at::Tensor* tensor) {
   return tensor->defined() && !tensor->is_inference() ? tensor->_version() : 0;
 }
 
-// Whether `outputs` depend on a leaf otherwise than through `inputs`.
+// Whether `outputs` depend on a leaf by a path that does not go through `inputs`.
 TCH_EXTENSION_API Message tch_extension_reaches_other_leaf(at::Tensor* const* outputs,
                                                            size_t outputs_len,
                                                            at::Tensor* const* inputs,
@@ -128,7 +129,7 @@ TCH_EXTENSION_API Message tch_extension_reaches_other_leaf(at::Tensor* const* ou
   return guard([&] {
     using torch::autograd::impl::gradient_edge;
     std::vector<NodePtr<torch::autograd::Node>>
-        held;  // a leaf's node lives no longer than its users
+        held;  // keeps the nodes alive: otherwise a leaf's node dies with its last user
     std::unordered_set<torch::autograd::Node*> seen;
     for (size_t i = 0; i < inputs_len; ++i) {
       if (inputs[i] == nullptr || !inputs[i]->defined() || !inputs[i]->requires_grad()) continue;

@@ -1,5 +1,5 @@
-// libtorch's engine as Rust calls it: grad, backward, anomaly mode, and what a tensor tells of its
-// graph.
+// The functions of libtorch's engine that Rust calls: grad, backward, anomaly mode, and questions
+// about a tensor's graph.
 
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/autograd.h>
@@ -17,7 +17,7 @@
 namespace tch_extension {
 namespace {
 
-// Keeps warnings instead of printing them.
+// Collects warnings instead of printing them.
 class Kept final : public c10::WarningHandler {
  public:
   void process(const c10::Warning& warning) override { warnings_.push_back(warning); }
@@ -27,15 +27,16 @@ class Kept final : public c10::WarningHandler {
   std::vector<c10::Warning> warnings_;
 };
 
-// As libtorch begins what it says of a node that failed, and of the nodes whose backward made that.
+// Whether a warning has the wording with which libtorch reports a node that failed, or a node whose
+// backward pass made the node that failed.
 bool is_trace(const std::string& text) {
   return text.find("Error detected in ") == 0 ||
          text.find("Previous calculation was induced by") != std::string::npos;
 }
 
-// Runs a backward. In anomaly mode libtorch warns which forward made the node that failed; here
-// that becomes part of the error. Other threads of the engine hand their warnings to the one that
-// called.
+// Runs a backward pass. In anomaly mode, libtorch warns which forward pass made the node that
+// failed; here that warning becomes part of the error. The engine's other threads pass their
+// warnings to the calling thread.
 template <typename Body>
 void with_traces(Body&& body) {
   if (!torch::autograd::AnomalyMode::is_enabled()) return body();
@@ -74,9 +75,9 @@ std::optional<bool> optional_bool(int value) {
 
 using namespace tch_extension;
 
-// torch.autograd.grad. `grad_outputs`: [outputs_len], or grad_outputs_len 0 for ones (scalars
-// only). `retain_graph`: -1 for the value of create_graph. `results`: [inputs_len], null where
-// unused.
+// torch.autograd.grad. `grad_outputs` has outputs_len entries, or grad_outputs_len is 0 and ones
+// are used (for scalar outputs only). `retain_graph` is -1 for the value of create_graph. `results`
+// has room for inputs_len pointers; an unused input gets null.
 TCH_EXTENSION_API Message tch_extension_grad(at::Tensor* const* outputs, size_t outputs_len,
                                              at::Tensor* const* inputs, size_t inputs_len,
                                              at::Tensor* const* grad_outputs,
@@ -93,7 +94,7 @@ TCH_EXTENSION_API Message tch_extension_grad(at::Tensor* const* outputs, size_t 
   });
 }
 
-// torch.autograd.backward: adds to the `grad` of `inputs`, or of all leaves where inputs_len is 0.
+// torch.autograd.backward: adds to the `grad` of `inputs`, or of all leaves if inputs_len is 0.
 TCH_EXTENSION_API Message tch_extension_backward(at::Tensor* const* outputs, size_t outputs_len,
                                                  at::Tensor* const* grad_outputs,
                                                  size_t grad_outputs_len, at::Tensor* const* inputs,
@@ -113,7 +114,7 @@ TCH_EXTENSION_API Message tch_extension_retain_grad(const at::Tensor* tensor) {
   return guard([&] { tensor->retain_grad(); });
 }
 
-// The name of the node that made the tensor, null for a leaf. The caller frees it as it does a
+// The name of the node that made the tensor, or null for a leaf. The caller frees it like a
 // message.
 TCH_EXTENSION_API Message tch_extension_grad_fn(const at::Tensor* tensor, char** name) {
   return guard([&] {
@@ -127,7 +128,7 @@ struct AnomalySetting {
   bool check_nan;
 };
 
-// Process-wide. Returns the setting before.
+// The setting holds for the whole process. Returns the previous setting.
 TCH_EXTENSION_API AnomalySetting tch_extension_set_anomaly_mode(AnomalySetting setting) {
   using torch::autograd::AnomalyMode;
   const AnomalySetting before{AnomalyMode::is_enabled(), AnomalyMode::should_check_nan()};

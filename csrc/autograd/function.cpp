@@ -1,5 +1,5 @@
-// autograd::Function as Rust calls it: a forward begins and ends, a node is attached to what it
-// returned, and a backward asks that node.
+// The functions through which Rust runs an autograd::Function: they begin and end a forward pass,
+// attach a node to its outputs, and answer the backward pass's questions about that node.
 
 #include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
@@ -27,8 +27,8 @@ TCH_EXTENSION_API bool tch_extension_requires_grad(const at::Tensor* tensor) {
 TCH_EXTENSION_API bool tch_extension_defined(const at::Tensor* tensor) { return tensor->defined(); }
 
 struct ForwardMode {
-  at::RecordFunction* record;    // null when nobody profiles
-  c10::AutogradState* autograd;  // this thread's
+  at::RecordFunction* record;    // null when no profiler runs
+  c10::AutogradState* autograd;  // the state of this thread
   bool grad_mode_before;
   bool needs_graph;
   bool anomaly_mode;
@@ -36,7 +36,8 @@ struct ForwardMode {
 
 namespace {
 
-// Plain loops: std::any_of is unrolled for long lists, which costs more than it saves for so few.
+// These are plain loops because std::any_of is unrolled for long lists, which costs more than it
+// saves for so few tensors.
 bool any_requires_grad(at::Tensor* const* tensors, size_t len) {
   for (size_t i = 0; i < len; ++i) {
     if (is_present(tensors[i]) && tensors[i]->requires_grad()) return true;
@@ -51,14 +52,14 @@ bool is_among(const at::Tensor& tensor, at::Tensor* const* tensors, size_t len) 
   return false;
 }
 
-// For torch's profiler and NVTX. A backward gets its own by the engine, under the node's name and
-// sequence number.
+// Records the forward pass for torch's profiler and NVTX. The engine records the backward pass
+// itself, under the node's name and sequence number.
 at::RecordFunction* start_record(at::StepCallbacks&& callbacks, std::string_view name,
                                  at::Tensor* const* inputs, size_t len, bool needs_graph) noexcept {
   try {
     auto record = std::make_unique<at::RecordFunction>(std::move(callbacks));
-    // The number that the node will have, by which a profiler finds the backward that belongs to
-    // this forward.
+    // The node will get this sequence number. A profiler uses it to match the backward pass with
+    // this forward pass.
     const int64_t sequence_nr =
         needs_graph ? static_cast<int64_t>(at::sequence_number::peek()) : -1;
     if (record->needsInputs()) {
@@ -72,17 +73,17 @@ at::RecordFunction* start_record(at::StepCallbacks&& callbacks, std::string_view
     }
     return record.release();
   } catch (...) {
-    return nullptr;  // a profiler's trouble is none of the operator's
+    return nullptr;  // a failing profiler must not make the operator fail
   }
 }
 
 }  // namespace
 
-// Grad mode goes off for a forward. It needs a graph if the mode was on and an input requires grad:
-// that is decided here, once, whatever the forward does to its inputs.
+// Switches grad mode off for a forward pass. The pass needs a graph if the mode was on and an input
+// requires grad. That is decided here, once, whatever the forward pass does to its inputs.
 TCH_EXTENSION_API ForwardMode tch_extension_begin_forward(const char* name, size_t name_len,
                                                           at::Tensor* const* inputs, size_t len) {
-  // Looked up once: each call of at::GradMode would do it again.
+  // The state is looked up once, because each call of at::GradMode would look it up again.
   auto& autograd = c10::AutogradState::get_tls_state();
   const bool before = autograd.get_grad_mode();
   autograd.set_grad_mode(false);
@@ -95,7 +96,8 @@ TCH_EXTENSION_API ForwardMode tch_extension_begin_forward(const char* name, size
   return {record, &autograd, before, needs_graph, torch::autograd::AnomalyMode::is_enabled()};
 }
 
-// Before input `index` is changed in place: an error where the graph could not take it.
+// Called before input `index` is changed in place. It is an error if the graph cannot represent
+// that change.
 TCH_EXTENSION_API Message tch_extension_check_in_place(at::Tensor* const* inputs, size_t len,
                                                        size_t index) {
   return guard([&] {
@@ -106,7 +108,7 @@ TCH_EXTENSION_API Message tch_extension_check_in_place(at::Tensor* const* inputs
   });
 }
 
-// As it was before, whatever the forward left behind.
+// Restores grad mode to its previous value, whatever the forward pass set it to.
 TCH_EXTENSION_API void tch_extension_end_forward(const ForwardMode* mode) {
   mode->autograd->set_grad_mode(mode->grad_mode_before);
   delete mode->record;
@@ -114,15 +116,15 @@ TCH_EXTENSION_API void tch_extension_end_forward(const ForwardMode* mode) {
 
 TCH_EXTENSION_API bool tch_extension_grad_mode() { return at::GradMode::is_enabled(); }
 
-// Returns the mode before.
+// Returns the previous mode.
 TCH_EXTENSION_API bool tch_extension_set_grad_mode(bool enabled) {
   const bool before = at::GradMode::is_enabled();
   at::GradMode::set_enabled(enabled);
   return before;
 }
 
-// Whether the outputs of a forward without a graph can be handed over as they are: none is an
-// input, none brings a graph of its own, and none is undefined.
+// Whether the outputs of a forward pass without a graph can be returned unchanged: none is an
+// input, none has a graph of its own, and none is undefined.
 TCH_EXTENSION_API bool tch_extension_are_constants(at::Tensor* const* inputs, size_t inputs_len,
                                                    at::Tensor* const* outputs, size_t outputs_len) {
   for (size_t i = 0; i < outputs_len; ++i) {
@@ -134,11 +136,12 @@ TCH_EXTENSION_API bool tch_extension_are_constants(at::Tensor* const* inputs, si
   return true;
 }
 
-// Attaches a node to the outputs of a forward that has run. Takes `state` in any case. `wrapped`:
-// [params->outputs_len], owned by the caller on success, untouched on failure.
+// Attaches a node to the outputs of a forward pass that has run. Takes ownership of `state` even on
+// failure. `wrapped` has room for params->outputs_len pointers; on success the caller owns them,
+// and on failure they are not written.
 TCH_EXTENSION_API Message tch_extension_apply(const ApplyParams* params, void* state,
                                               const FunctionVTable* vtable, at::Tensor** wrapped) {
-  State owned(state, vtable);  // first: whatever is thrown below, the state is dropped
+  State owned(state, vtable);  // first, so that the state is dropped if anything below throws
   return guard([&] {
     Present present;
     for (size_t i = 0; i < params->inputs_len; ++i) {
@@ -160,7 +163,7 @@ TCH_EXTENSION_API Message tch_extension_apply(const ApplyParams* params, void* s
   });
 }
 
-// A saved tensor, checked to be as it was when it was saved; null when it was absent.
+// A saved tensor, after a check that it was not changed since it was saved. Null if it was absent.
 TCH_EXTENSION_API Message tch_extension_saved(const FunctionNode* node, size_t slot,
                                               at::Tensor** tensor) {
   return guard([&] {
@@ -173,14 +176,14 @@ TCH_EXTENSION_API bool tch_extension_needs_input_grad(const FunctionNode* node, 
   return node->needs_input_grad(input);
 }
 
-// Takes the handle.
+// Takes ownership of `grad`.
 TCH_EXTENSION_API void tch_extension_give_gradient(BackwardResults* results, size_t input,
                                                    at::Tensor* grad) {
   const std::unique_ptr<at::Tensor> owned(grad);
   if (input < results->gradients.size()) results->gradients[input] = std::move(*owned);
 }
 
-// The gradient of this input does not depend on the incoming ones.
+// Declares that the gradient of this input does not depend on the incoming gradients.
 TCH_EXTENSION_API void tch_extension_mark_constant(BackwardResults* results, size_t input) {
   results->constants.push_back(input);
 }
@@ -190,7 +193,7 @@ TCH_EXTENSION_API void tch_extension_set_backward_error(BackwardResults* results
   results->error.assign(text, len);
 }
 
-// Nodes of this bridge that exist at the moment: the leak tests' measure.
+// The number of nodes of this bridge that are alive now. Tests use it to find leaks.
 TCH_EXTENSION_API int64_t tch_extension_live_nodes() { return FunctionNode::live(); }
 
 TCH_EXTENSION_API void tch_extension_free_message(char* message) { std::free(message); }

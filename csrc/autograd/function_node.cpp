@@ -22,8 +22,8 @@ namespace {
 
 std::atomic<int64_t> live_nodes{0};
 
-// What libtorch warns when a backward fails in anomaly mode: where the forward was called, as Rust
-// saw it.
+// Prints, as a libtorch warning, where the forward pass of a failed node was called, as Rust saw
+// it. libtorch calls it in anomaly mode.
 class ForwardTrace final : public torch::autograd::AnomalyMetadata {
  public:
   explicit ForwardTrace(std::string text) : text_(std::move(text)) {}
@@ -36,10 +36,10 @@ class ForwardTrace final : public torch::autograd::AnomalyMetadata {
     parent_->metadata()->print_stack(parent_->name());
   }
 
-  // The node in whose backward this one was made, if it was.
+  // `parent` is the node whose backward pass made this node, if there is one.
   void assign_parent(const NodePtr<torch::autograd::Node>& parent) override {
     parent_ = parent;
-    AnomalyMetadata::assign_parent(parent);  // for a chain that libtorch prints
+    AnomalyMetadata::assign_parent(parent);  // so that libtorch can print the chain of parents, too
   }
 
  private:
@@ -58,7 +58,8 @@ FunctionNode::FunctionNode(State state, const ApplyParams& params)
       double_backward_(params.double_backward) {
   live_nodes.fetch_add(1, std::memory_order_relaxed);
   if (params.trace == nullptr || anomaly_metadata_ == nullptr) return;
-  // Where Python is in the process, the metadata are Python's, and it takes them for its own.
+  // If Python runs in this process, the metadata object is Python's own, and Python relies on that:
+  // leave it.
   const auto& metadata = *anomaly_metadata_;
   if (typeid(metadata) != typeid(torch::autograd::AnomalyMetadata)) return;
   anomaly_metadata_ = std::make_unique<ForwardTrace>(std::string(params.trace, params.trace_len));
@@ -102,8 +103,8 @@ void FunctionNode::set_outputs(const variable_list& outputs) {
 at::Tensor FunctionNode::unpack(size_t slot) const {
   SavedList saved;
   {
-    // The engine may run or release this node from another thread. An unpack hook runs below,
-    // without the lock.
+    // The engine may run or release this node from another thread. An unpack hook runs below, after
+    // the lock is released.
     std::lock_guard<std::mutex> lock(const_cast<FunctionNode*>(this)->mutex_);
     if (freed_) throw std::runtime_error(torch::autograd::ERR_BACKWARD_TWICE);
     saved = saved_;
@@ -124,7 +125,7 @@ void FunctionNode::release_variables() {
     freed_ = freed_ || saved_ != nullptr;
     released.swap(saved_);
   }
-  // Outside the lock: a tensor's deleter may take other locks.
+  // Free them outside the lock, because a tensor's deleter may take other locks.
   free_saved(std::move(released));
 }
 
@@ -143,9 +144,10 @@ variable_list FunctionNode::materialize(variable_list&& grads) const {
   return std::move(grads);
 }
 
-// With a backward that calls itself differentiable, a gradient without a graph is suspicious where
-// the incoming gradients have one: it depends on them, unless it is zero, and a second derivative
-// would silently be missing.
+// Makes a second derivative an error where it would be wrong. If the backward pass is declared
+// differentiable, a gradient without a graph is suspicious when an incoming gradient has one: a
+// gradient depends on the incoming gradients unless it is zero, so a second derivative would
+// silently lack a term.
 void FunctionNode::refuse_where_not_differentiable(const variable_list& grads,
                                                    BackwardResults& results) {
   variable_list& gradients = results.gradients;
@@ -159,7 +161,7 @@ void FunctionNode::refuse_where_not_differentiable(const variable_list& grads,
     return grad.defined() && grad.requires_grad();
   });
   if (!has_graph) return;
-  // A gradient is linear in the incoming ones: one that does not depend on them is zero.
+  // A gradient is linear in the incoming gradients, so one that does not depend on them is zero.
   auto is_constant = [&](size_t place) {
     const auto& places = results.constants;
     return std::find(places.begin(), places.end(), place) != places.end() &&
@@ -180,10 +182,10 @@ void FunctionNode::refuse_where_not_differentiable(const variable_list& grads,
   }
 }
 
-// Makes a derivative of these gradients an error. PyTorch's once_differentiable hangs its error on
-// tensors of its own, so a second derivative that reaches the inputs some other way silently lacks
-// a term. Here the error stands on every way on: to this node's inputs and to whatever made the
-// incoming gradients.
+// Makes a derivative of these gradients an error. PyTorch's once_differentiable attaches its error
+// to tensors of its own, so a second derivative that reaches the inputs by another path silently
+// lacks a term. Here the error node has edges to this node's inputs and to whatever made the
+// incoming gradients, so every path runs into it.
 void FunctionNode::refuse_second_derivative(const variable_list& grads, variable_list& results,
                                             const char* why) {
   edge_list edges;
@@ -198,14 +200,15 @@ void FunctionNode::refuse_second_derivative(const variable_list& grads, variable
       std::string(name_) + ": the second derivative is not defined: " + why, std::move(edges));
   for (auto& result : results) {
     if (!result.defined()) continue;
-    // Without whatever graph it has, such as that of an incoming gradient passed through.
+    // Remove any graph that the result already has, such as that of an incoming gradient that was
+    // passed through.
     result = result.detach();
     torch::autograd::set_history(result, error);
   }
 }
 
 variable_list FunctionNode::by_edge(variable_list&& gradients) const {
-  // Without absent inputs, edges are inputs.
+  // If no input is absent, the indices of edges are those of inputs.
   if (gradients.size() == num_outputs()) return std::move(gradients);
   variable_list edges(num_outputs());
   for (size_t i = 0; i < gradients.size(); ++i) {
@@ -224,7 +227,8 @@ variable_list FunctionNode::apply(variable_list&& grads) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (freed_) throw std::runtime_error(torch::autograd::ERR_BACKWARD_TWICE);
   }
-  // Not under the lock: a backward may run another backward that comes through this very node.
+  // The lock must not be held here, because a backward pass may run another one that comes through
+  // this very node.
   grads = materialize(std::move(grads));
   const bool create_graph = at::GradMode::is_enabled();
   BackwardResults results{variable_list(edge_of_input_.size()), {}, {}};

@@ -1,7 +1,7 @@
-// A graph node whose backward is a Rust function.
+// A graph node whose backward pass is a Rust function.
 //
-// torch::autograd::Function<T> is not used: it cannot take absent tensors, gives every operator the
-// same name and would hide the Rust state in an IValue.
+// torch::autograd::Function<T> is not used: it cannot take absent tensors, it gives every operator
+// the same name, and it would hide the Rust state in an IValue.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -29,9 +29,10 @@ class FunctionNode final : public OwnNode {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
   void release_variables() override;
 
-  // Edges lead from the present inputs only.
+  // Adds an edge for each input that is present, and none for an absent input.
   void set_inputs(const ApplyParams& params, const Present& present);
-  // What zeros are made of, where the node's own metadata do not say it.
+  // Records each output's shape and kind, from which zeros are made. Needed only if the node's own
+  // metadata do not tell.
   void set_outputs(const torch::autograd::variable_list& outputs);
   void set_saved(std::vector<Saved> saved) {
     if (!saved.empty()) saved_ = std::make_shared<const std::vector<Saved>>(std::move(saved));
@@ -43,7 +44,7 @@ class FunctionNode final : public OwnNode {
            task_should_compute_output(edge_of_input_[input]);
   }
 
-  // How many exist: the leak tests' measure.
+  // The number of nodes that are alive. Tests use it to find leaks.
   static int64_t live();
 
  protected:
@@ -60,13 +61,13 @@ class FunctionNode final : public OwnNode {
   torch::autograd::variable_list by_edge(torch::autograd::variable_list&& gradients) const;
 
   State state_;
-  std::string_view name_;  // static
+  std::string_view name_;  // of static lifetime
   bool materialize_grads_;
   bool double_backward_;
   c10::SmallVector<size_t, 8> edge_of_input_;
   std::vector<torch::autograd::VariableInfo>
-      output_info_;     // empty where every output is like its metadata
-  SavedList saved_;     // guarded by mutex_; null where nothing is saved
+      output_info_;     // empty if the node's own metadata tell what zeros to make
+  SavedList saved_;     // guarded by mutex_; null if nothing is saved
   bool freed_ = false;  // guarded by mutex_
 };
 

@@ -1,6 +1,6 @@
-// Tensor.register_hook and Tensor.register_post_accumulate_grad_hook, with hooks written in Rust.
+// Tensor.register_hook and Tensor.register_post_accumulate_grad_hook for hooks written in Rust.
 //
-// at::Tensor::register_hook is not used: its list is neither locked nor does it ever shrink.
+// at::Tensor::register_hook is not used, because its list has no lock and never shrinks.
 
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
@@ -23,12 +23,12 @@ using torch::autograd::variable_list;
 
 struct RegisteredHook {
   uint64_t id;   // ascending, from 1
-  size_t place;  // of the gradient among those that come to the node
+  size_t place;  // index of the gradient among the node's incoming gradients
   std::shared_ptr<State> state;
 };
 
-// The hooks of a leaf, or of all outputs of a node. Changed and read from any thread, also while
-// they run.
+// The hooks of a leaf, or of all outputs of a node. Any thread may read or change the list, even
+// while hooks run.
 class HookList {
  public:
   uint64_t add(size_t place, std::shared_ptr<State> state) {
@@ -38,7 +38,7 @@ class HookList {
   }
 
   void remove(uint64_t id) {
-    std::shared_ptr<State> removed;  // dropped outside the lock: that runs the user's code
+    std::shared_ptr<State> removed;  // freed after the unlock, because that runs user code
     std::lock_guard<std::mutex> lock(mutex_);
     auto found =
         std::find_if(hooks_.begin(), hooks_.end(), [&](const auto& hook) { return hook.id == id; });
@@ -47,8 +47,8 @@ class HookList {
     hooks_.erase(found);
   }
 
-  // Calls `run` with each. A hook may remove another, which then does not run, or register one,
-  // which runs next time.
+  // Calls `run` with each hook. A hook may remove another hook, which then does not run, or
+  // register one, which runs from the next call on.
   template <typename Run>
   void for_each(Run&& run) const {
     const uint64_t last = this->last();
@@ -61,7 +61,7 @@ class HookList {
     return last_;
   }
 
-  // The first one registered after `id`.
+  // The first hook with an id greater than `id`.
   std::optional<RegisteredHook> after(uint64_t id) const {
     std::lock_guard<std::mutex> lock(mutex_);
     auto found =
@@ -70,7 +70,7 @@ class HookList {
   }
 
   mutable std::mutex mutex_;
-  std::vector<RegisteredHook> hooks_;  // by id
+  std::vector<RegisteredHook> hooks_;  // in ascending order of id
   uint64_t last_ = 0;
 };
 
@@ -81,7 +81,7 @@ std::string describe(const at::Tensor& tensor) {
   return text.str();
 }
 
-// What the engine knows of a list.
+// The object that the engine calls for a list of hooks.
 class Hooks final : public FunctionPreHook {
  public:
   variable_list operator()(const variable_list& grads) override {
@@ -98,7 +98,7 @@ class Hooks final : public FunctionPreHook {
  private:
   static void run(const RegisteredHook& hook, at::Tensor& grad) {
     BackwardResults results{variable_list(1), {}, {}};
-    at::Tensor* pointer = std::make_unique<at::Tensor>(grad).release();  // Rust's from here on
+    at::Tensor* pointer = std::make_unique<at::Tensor>(grad).release();  // Rust owns it now
     if (hook.state->backward(nullptr, &pointer, 1, results) != 0) {
       throw std::runtime_error("register_hook: " + results.error);
     }
@@ -115,13 +115,14 @@ class Hooks final : public FunctionPreHook {
   std::shared_ptr<HookList> list_ = std::make_shared<HookList>();
 };
 
-// What libtorch calls when the `grad` of a leaf is complete. It has one place for that.
+// libtorch calls this when the `grad` of a leaf is complete. Each leaf has room for one such
+// object.
 class PostAccumulateHooks final : public torch::autograd::PostAccumulateGradHook {
  public:
   void operator()(const torch::autograd::Variable& leaf) override {
     list_->for_each([&](const RegisteredHook& hook) {
       BackwardResults results{{}, {}, {}};
-      at::Tensor* pointer = std::make_unique<at::Tensor>(leaf).release();  // Rust's from here on
+      at::Tensor* pointer = std::make_unique<at::Tensor>(leaf).release();  // Rust owns it now
       if (hook.state->backward(nullptr, &pointer, 1, results) != 0) {
         throw std::runtime_error("register_post_accumulate_grad_hook: " + results.error);
       }
@@ -134,7 +135,8 @@ class PostAccumulateHooks final : public torch::autograd::PostAccumulateGradHook
   std::shared_ptr<HookList> list_ = std::make_shared<HookList>();
 };
 
-// libtorch's own places have no lock. This one at least keeps two registrations apart.
+// libtorch's own lists of hooks have no lock. This lock at least keeps two registrations from
+// running at once.
 std::mutex& registration() {
   static std::mutex mutex;
   return mutex;
@@ -153,7 +155,8 @@ std::shared_ptr<HookList> list_in(std::vector<std::unique_ptr<FunctionPreHook>>&
 std::shared_ptr<HookList> list_of(const at::Tensor& tensor) {
   std::lock_guard<std::mutex> lock(registration());
   const auto& node = tensor.grad_fn();
-  // Where they stay with this version of the tensor: a later change in place makes a new node.
+  // Hooks in this list stay with the tensor's current value, because a later change in place makes
+  // a new node.
   return list_in(node ? node->tensor_pre_hooks() : torch::autograd::impl::hooks(tensor));
 }
 
@@ -173,7 +176,7 @@ std::shared_ptr<HookList> post_accumulate_list_of(const at::Tensor& leaf) {
 }  // namespace
 
 struct HookHandle {
-  std::weak_ptr<HookList> list;  // so that a handle keeps nothing alive
+  std::weak_ptr<HookList> list;  // weak, so that a handle keeps nothing alive
   uint64_t id;
 };
 
@@ -181,11 +184,11 @@ struct HookHandle {
 
 using namespace tch_extension;
 
-// Takes `state` in any case. `tensor` is defined and requires grad.
+// Takes ownership of `state` even on failure. `tensor` must be defined and require grad.
 TCH_EXTENSION_API Message tch_extension_register_hook(const at::Tensor* tensor, void* state,
                                                       const FunctionVTable* vtable,
                                                       HookHandle** handle) {
-  State owned(state, vtable);  // first: whatever is thrown below, the state is dropped
+  State owned(state, vtable);  // first, so that the state is dropped if anything below throws
   return guard([&] {
     auto made = std::make_unique<HookHandle>();
     auto shared = std::make_shared<State>(std::move(owned));
@@ -196,7 +199,7 @@ TCH_EXTENSION_API Message tch_extension_register_hook(const at::Tensor* tensor, 
   });
 }
 
-// Takes `state` in any case. `tensor` is a leaf that requires grad.
+// Takes ownership of `state` even on failure. `tensor` must be a leaf that requires grad.
 TCH_EXTENSION_API Message tch_extension_register_post_accumulate_grad_hook(
     const at::Tensor* tensor, void* state, const FunctionVTable* vtable, HookHandle** handle) {
   State owned(state, vtable);
@@ -210,7 +213,7 @@ TCH_EXTENSION_API Message tch_extension_register_post_accumulate_grad_hook(
   });
 }
 
-// Does nothing the second time, or when the tensor and its graph are gone.
+// Does nothing if the hook was already removed, or if the tensor and its graph are gone.
 TCH_EXTENSION_API Message tch_extension_remove_hook(const HookHandle* handle) {
   return guard([&] {
     if (auto list = handle->list.lock()) list->remove(handle->id);

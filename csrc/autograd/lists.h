@@ -1,4 +1,4 @@
-// Lists of tensors on their way between C++ and Rust.
+// Conversions between Rust's arrays of tensor pointers and libtorch's lists.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -9,7 +9,7 @@
 
 namespace tch_extension {
 
-// Absent where the pointer is null.
+// Makes a list from an array of pointers. A null pointer becomes an undefined tensor.
 inline torch::autograd::variable_list tensors(at::Tensor* const* pointers, size_t len) {
   torch::autograd::variable_list list(len);
   for (size_t i = 0; i < len; ++i) {
@@ -18,7 +18,7 @@ inline torch::autograd::variable_list tensors(at::Tensor* const* pointers, size_
   return list;
 }
 
-// Hands a list to Rust, which owns the handles; absent tensors are null.
+// Writes a list to an array of handles that Rust then owns. An undefined tensor becomes null.
 inline void release_to(at::Tensor** results, torch::autograd::variable_list&& list) {
   c10::SmallVector<std::unique_ptr<at::Tensor>, 8> handles;
   handles.resize(list.size());

@@ -19,7 +19,7 @@ using torch::autograd::variable_list;
 
 namespace {
 
-// Packs one saved tensor by a pair of Rust closures.
+// Packs and unpacks one saved tensor with a pair of Rust closures.
 class RustSavedHooks final : public torch::autograd::SavedVariableHooks {
  public:
   RustSavedHooks(void* state, const SavedHooksVTable* vtable) : state_(state), vtable_(vtable) {}
@@ -66,7 +66,7 @@ const at::TensorBase& root(const at::TensorBase& tensor) {
   return tensor.is_view() ? tensor._base() : tensor;
 }
 
-// Sorts the tensors of one call.
+// Tells what role a saved tensor has in one call of an operator.
 class Sorter {
  public:
   Sorter(const ApplyParams& params, const Present& present, const variable_list& outputs,
@@ -83,7 +83,8 @@ class Sorter {
                        [&](const auto* dirty) { return dirty->is_same(tensor); });
   }
 
-  // A view of an output; or, of an input that was changed, the base or another view of that.
+  // Whether the tensor is a view of an output, or shares its base with an input that was changed in
+  // place.
   bool is_alias(const at::Tensor& tensor) const {
     const at::TensorBase& base = root(tensor);
     return std::any_of(dirty_.begin(), dirty_.end(),
@@ -104,7 +105,8 @@ class Sorter {
                        [&](const auto& output) { return output.is_same(tensor); });
   }
 
-  // An output that brought a graph along was replaced; then the one that is returned is meant.
+  // An output that already had a graph was replaced by a detached tensor. If that output was saved,
+  // this returns the tensor that replaced it.
   const at::Tensor& as_returned(const at::Tensor& tensor) const {
     if (is_input(tensor)) return tensor;
     for (size_t i = 0; i < params_.outputs_len; ++i) {
@@ -123,12 +125,13 @@ class Sorter {
 
 Saved save_one(const at::Tensor& given, const Sorter& sorter, const torch::autograd::Node* node) {
   const at::Tensor& tensor = sorter.as_returned(given);
-  // An output that holds this node as its grad_fn, saved whole, would make a cycle: the node would
-  // own itself. The grad_fn of a view that was changed in place leads here in two steps; libtorch
-  // has a flag for that.
+  // If an output whose grad_fn is this node were saved whole, the node would own itself through a
+  // reference cycle. For a view that was changed in place, the grad_fn leads to this node in two
+  // steps; SavedVariable has a flag for that case.
   const bool is_dirty_view = sorter.is_dirty(tensor) && tensor.is_view() && tensor.requires_grad();
   const bool is_output = is_dirty_view || tensor.grad_fn().get() == node;
-  // So would what shares memory with one. Its data alone have the same version counter.
+  // A tensor that shares memory with such an output would make a cycle, too. Saving only its data
+  // avoids that, and keeps the same version counter.
   if (!is_output && !sorter.is_dirty(tensor) && sorter.is_alias(tensor)) {
     return {SavedVariable(tensor.tensor_data(), false), History::kAlias};
   }
@@ -175,8 +178,8 @@ void check_history(const Saved& saved, size_t slot) {
 }
 
 void free_saved(SavedList saved) noexcept {
-  // Of the outermost call in this thread, while it runs. A plain pointer, so that it works during a
-  // thread's end, too.
+  // The list of the outermost call that runs in this thread, or null. It is a plain pointer, so
+  // that it can still be used while a thread ends.
   thread_local std::vector<SavedList>* waiting = nullptr;
   if (saved == nullptr) return;
   if (waiting != nullptr) {

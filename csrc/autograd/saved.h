@@ -1,4 +1,4 @@
-// The tensors that a node keeps for its backward.
+// The tensors that a node saves for its backward pass.
 #pragma once
 
 #include <torch/csrc/autograd/saved_variable.h>
@@ -11,13 +11,14 @@
 
 namespace tch_extension {
 
-// Why a saved tensor has no history that a backward may differentiate through.
+// Whether a backward pass may differentiate through a saved tensor, and if not, why.
 enum class History {
   kKept,
-  // It is neither an input nor an output: its graph, if it had one, is not part of the node's.
+  // No: it is neither an input nor an output, so its graph, if it had one, is not part of the
+  // node's graph.
   kIntermediate,
-  // It shares memory with an output, or an input changed in place, so that its history leads to
-  // this very node.
+  // No: it shares memory with an output or with an input that was changed in place, so its history
+  // leads to this very node.
   kAlias,
 };
 
@@ -26,20 +27,20 @@ struct Saved {
   History history;
 };
 
-// Saves what the forward asked for. `node` is the one that will hold it, already attached to
-// `outputs`.
+// Saves the tensors that the forward pass chose. `node` is the node that will hold them; it is
+// already attached to `outputs`.
 std::vector<Saved> save(const ApplyParams& params, const Present& present,
                         const torch::autograd::variable_list& outputs,
                         const torch::autograd::Node* node);
 
-// Throws where reading this slot with grad mode on would make a second derivative silently wrong.
+// Throws if reading this slot with grad mode on would make a second derivative silently wrong.
 void check_history(const Saved& saved, size_t slot);
 
-// Shared by the node and by whoever unpacks at the moment.
+// The list is shared by the node and by any thread that is unpacking a tensor.
 using SavedList = std::shared_ptr<const std::vector<Saved>>;
 
-// Lets go of saved tensors. Each may be the last owner of a graph whose nodes hold saved tensors
-// again; a chain of them is freed in a loop, because recursion would overflow the stack.
+// Releases saved tensors. Each of them may be the last owner of a graph whose nodes hold saved
+// tensors themselves. Such a chain is freed in a loop, because recursion would overflow the stack.
 void free_saved(SavedList saved) noexcept;
 
 }  // namespace tch_extension

@@ -1,4 +1,4 @@
-// The Rust value behind a graph node or a hook.
+// The Rust value that a graph node or a hook owns.
 #pragma once
 
 #include <torch/csrc/autograd/variable.h>
@@ -12,12 +12,12 @@
 namespace tch_extension {
 
 struct BackwardResults {
-  torch::autograd::variable_list gradients;  // one for each place, undefined where there is none
+  torch::autograd::variable_list gradients;  // one for each input; undefined if there is none
   std::string error;
-  std::vector<size_t> constants;  // places whose gradient does not depend on the incoming ones
+  std::vector<size_t> constants;  // inputs whose gradient does not depend on the incoming gradients
 };
 
-// Dropped exactly once.
+// Owns a Rust value and drops it exactly once.
 class State {
  public:
   State(void* data, const FunctionVTable* vtable) : data_(data), vtable_(vtable) {}
@@ -28,7 +28,7 @@ class State {
   State& operator=(State&&) = delete;
   ~State() { reset(); }
 
-  // Drops it now.
+  // Drops the value now.
   void reset() {
     if (void* data = std::exchange(data_, nullptr)) vtable_->drop(data);
   }

@@ -29,11 +29,12 @@ std::unordered_set<at::TensorImpl*> chosen(at::Tensor* const* tensors, const siz
   return set;
 }
 
-// Whether the forward returned a graph of its own: built with grad mode switched on, or that of a
-// tensor from elsewhere. libtorch would cut the very tensor off its graph, or hang the node on it,
-// for everybody who holds it; and it leaves a view as it is, where the graph should have stayed
-// inside. A view below a node stays one, so that it cannot be changed in place behind the node's
-// back.
+// Whether an output has a graph of its own and must be detached. The forward pass may have built
+// that graph with grad mode switched on, or the output may be a tensor from elsewhere. libtorch
+// would cut that very tensor off its graph or attach the node to it, and everyone who holds the
+// tensor would see that. If there is no node (`is_constant`), libtorch would return a view together
+// with its graph. If there is a node, a view must stay a view, so that it cannot be changed in
+// place without the node noticing.
 bool brings_a_graph(const at::Tensor& output, const Present& present,
                     const std::unordered_set<at::TensorImpl*>& dirty, bool is_constant) {
   if (!output.requires_grad() || dirty.count(output.unsafeGetTensorImpl()) > 0) return false;
@@ -44,7 +45,8 @@ bool brings_a_graph(const at::Tensor& output, const Present& present,
 
 }  // namespace
 
-// libtorch attributes a change of a view to the first input, whichever it was.
+// libtorch assumes that a view which is changed in place is the first input, whichever input it
+// was.
 void check_dirty_views(const ApplyParams& params, const Present& present) {
   for (size_t i = 0; i < params.dirty_len; ++i) {
     const at::Tensor* dirty = params.inputs[params.dirty[i]];
@@ -57,8 +59,8 @@ void check_dirty_views(const ApplyParams& params, const Present& present) {
 
 void check_in_place(const at::Tensor& tensor, const at::Tensor& first) {
   {
-    // libtorch asks this of its own operations, with grad mode on; of ours only when the data have
-    // changed.
+    // libtorch makes this check before its own operations, with grad mode on. For our operators it
+    // would make it only after the data have changed.
     const at::AutoGradMode on(true);
     torch::autograd::check_inplace(tensor, /*requires_grad=*/true);
   }
@@ -95,7 +97,7 @@ variable_list hang_on(const ApplyParams& params, const NodePtr<Node>& node) {
   return outputs;
 }
 
-// The only call of an interface that libtorch changes between releases.
+// This is the only call of an interface that libtorch changes between releases.
 variable_list wrap_outputs(const ApplyParams& params, const Present& present,
                            const NodePtr<Node>& node) {
   auto dirty = chosen(params.inputs, params.dirty, params.dirty_len);

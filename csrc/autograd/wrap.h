@@ -1,4 +1,4 @@
-// How a node is attached to the outputs of a forward.
+// Functions that attach a node to the outputs of a forward pass.
 #pragma once
 
 #include <c10/util/SmallVector.h>
@@ -11,25 +11,25 @@ namespace tch_extension {
 
 inline bool is_present(const at::Tensor* tensor) { return tensor != nullptr && tensor->defined(); }
 
-// Of the inputs that are present. They outlive the call.
+// The inputs that are present. They outlive the call.
 using Present = c10::SmallVector<const at::Tensor*, 8>;
 
-// Throws for a view that is changed in place and is not the first input. Only a graph has this
-// limit.
+// Throws if a view is changed in place and is not the first input. This limit exists only when
+// there is a graph.
 void check_dirty_views(const ApplyParams& params, const Present& present);
 
-// Throws for a tensor that a graph does not let an operator change in place. `first`: of the inputs
-// present.
+// Throws if the graph does not allow an operator to change this tensor in place. `first` is the
+// first input that is present.
 void check_in_place(const at::Tensor& tensor, const at::Tensor& first);
 
-// Whether each output is new, and all that has to be done is to hang the node on it.
+// Whether each output is a new tensor, so that the node only has to be attached to it.
 bool all_are_new(const ApplyParams& params, const Present& present);
 
-// What wrap_outputs does for such outputs, without its tables.
+// Does what wrap_outputs does, for new outputs only and without its lookup tables.
 torch::autograd::variable_list hang_on(const ApplyParams& params,
                                        const NodePtr<torch::autograd::Node>& node);
 
-// For any outputs; `node` may be null.
+// Attaches the node to any outputs; `node` may be null.
 torch::autograd::variable_list wrap_outputs(const ApplyParams& params, const Present& present,
                                             const NodePtr<torch::autograd::Node>& node);
 

@@ -1,4 +1,4 @@
-// at::cuda::CUDAGraph, with a way out of a capture that failed.
+// at::cuda::CUDAGraph, extended by the cleanup after a capture that failed.
 #ifdef TCH_EXTENSION_CUDA
 
 #include <ATen/Context.h>
@@ -22,7 +22,7 @@ namespace tch_extension {
 
 namespace {
 
-// Whether `body` went through.
+// Runs `body` and returns whether it threw nothing.
 template <typename Body>
 bool quietly(Body&& body) noexcept {
   try {
@@ -40,8 +40,8 @@ void forget_workspaces(at::cuda::WorkspaceMapWithMutex& workspaces, cudaStream_t
   }
 }
 
-// libtorch keeps one workspace for cuBLAS per stream. A stream of the pool comes round again: later
-// work on it would share the captured one with replays on other streams.
+// libtorch keeps one cuBLAS workspace per stream, and its pool hands out the same stream again
+// later. Work on that stream would then share the captured workspace with replays on other streams.
 void forget_workspaces(cudaStream_t stream) {
   forget_workspaces(at::cuda::cublas_handle_stream_to_workspace(), stream);
   forget_workspaces(at::cuda::cublaslt_handle_stream_to_workspace(), stream);
@@ -51,14 +51,15 @@ void forget_workspaces(cudaStream_t stream) {
 
 class Graph final : public at::cuda::CUDAGraph {
  public:
-  // What a replay launches, as counted at the end of the capture.
+  // The nodes that a replay launches, counted at the end of the capture.
   size_t kernels = 0;
   size_t others = 0;
 
-  // keep_graph: so that there is something to count before it is instantiated.
+  // keep_graph: capture_end then keeps the graph, so that its nodes can be counted before it is
+  // instantiated.
   Graph() : CUDAGraph(/*keep_graph=*/true) {}
 
-  // On the current stream.
+  // Begins to capture the current stream.
   void begin(at::cuda::MempoolId_t pool) {
     try {
       forget_workspaces(c10::cuda::getCurrentCUDAStream());
@@ -83,11 +84,11 @@ class Graph final : public at::cuda::CUDAGraph {
     }
   }
 
-  // After a capture that did not come to its end. libtorch's own class would leave the stream
-  // capturing, the allocator asking a destroyed object whether a stream is captured, and the
-  // generator refusing to draw.
+  // Cleans up after a capture that did not end. libtorch's own class would leave the stream
+  // capturing, the allocator asking a destroyed object whether a stream is being captured, and the
+  // random number generator refusing to draw.
   void abandon() noexcept {
-    if (capture_ended_) return;  // then reset() gives everything back
+    if (capture_ended_) return;  // reset() then releases everything
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     if (cudaStreamIsCapturing(capture_stream_, &status) == cudaSuccess &&
         status != cudaStreamCaptureStatusNone) {
@@ -95,11 +96,11 @@ class Graph final : public at::cuda::CUDAGraph {
       cudaStreamEndCapture(capture_stream_, &unfinished);
       if (unfinished != nullptr) cudaGraphDestroy(unfinished);
     }
-    // CUDA keeps the error for whoever asks next.
+    // Clear CUDA's error, which the next caller who asks would get otherwise.
     (void)cudaGetLastError();
     for (auto& [generator, increment] : captured_generator_states_) end_failed_capture(*generator);
     if (capture_dev_ == UNDEFINED_DEVICE) return;
-    // A pool is given back only where it was surely taken: it may be another graph's.
+    // Release a pool only if this graph certainly took it, because it may be another graph's.
     namespace device_memory = c10::cuda::CUDACachingAllocator;
     if (quietly([&] { device_memory::endAllocateToPool(capture_dev_, mempool_id_); })) {
       quietly([&] { device_memory::releasePool(capture_dev_, mempool_id_); });
@@ -131,8 +132,8 @@ using namespace tch_extension;
 
 namespace {
 
-// All graphs of a device share the state of its random numbers. libtorch relies on Python's lock
-// for it.
+// All graphs of a device share the state of its random number generator. libtorch relies on
+// Python's global lock to protect it.
 std::mutex& bookkeeping() {
   static auto* mutex = new std::mutex;
   return *mutex;
@@ -140,16 +141,17 @@ std::mutex& bookkeeping() {
 
 }  // namespace
 
-// Begins to capture the current stream of the current device. `sharing`: a captured graph whose
-// memory pool is to be used, or null. The result is given back with ..._end and ..._delete.
+// Begins to capture the current stream of the current device. `sharing` is a captured graph whose
+// memory pool is used, or null. The caller ends the result with ..._end and frees it with
+// ..._delete.
 TCH_EXTENSION_API Message tch_extension_cuda_graph_begin(Graph* sharing, Graph** result) {
   return guard([&] {
     at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
     std::lock_guard<std::mutex> lock(bookkeeping());
     const auto pool = sharing != nullptr ? sharing->pool() : at::cuda::graph_pool_handle();
-    // During a capture libtorch cannot free its cached blocks, and the capture allocates from a
-    // pool of its own: without this it can run out of memory while the cache holds plenty. The
-    // device has to be idle, so that blocks that other streams used are free. Python's
+    // During a capture, libtorch cannot free its cached blocks, and the capture allocates from a
+    // pool of its own. Without emptyCache it can run out of memory while the cache holds plenty.
+    // The device must be idle first, so that the blocks that other streams used are free. Python's
     // torch.cuda.graph does both, too.
     c10::cuda::device_synchronize();
     c10::cuda::CUDACachingAllocator::emptyCache();
@@ -159,14 +161,15 @@ TCH_EXTENSION_API Message tch_extension_cuda_graph_begin(Graph* sharing, Graph**
   });
 }
 
-// Whether the current stream of the current device is being captured, by whomever.
+// Whether the current stream of the current device is being captured, by anyone.
 TCH_EXTENSION_API Message tch_extension_cuda_is_capturing(bool* result) {
   return guard([&] {
     *result = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
   });
 }
 
-// In the thread and under the stream of ..._begin. After a failure the graph can only be deleted.
+// Must be called in the thread of ..._begin and with the same current stream. After a failure, the
+// graph can only be deleted.
 TCH_EXTENSION_API Message tch_extension_cuda_graph_end(Graph* graph) {
   return guard([&] {
     std::lock_guard<std::mutex> lock(bookkeeping());
@@ -174,14 +177,14 @@ TCH_EXTENSION_API Message tch_extension_cuda_graph_end(Graph* graph) {
   });
 }
 
-// Of a graph whose capture ended.
+// Valid after the capture has ended.
 TCH_EXTENSION_API void tch_extension_cuda_graph_count(const Graph* graph, size_t* kernels,
                                                       size_t* others) {
   *kernels = graph->kernels;
   *others = graph->others;
 }
 
-// On the current stream of the graph's device.
+// Replays the graph on the current stream of its device.
 TCH_EXTENSION_API Message tch_extension_cuda_graph_replay(Graph* graph) {
   return guard([&] {
     std::lock_guard<std::mutex> lock(bookkeeping());
@@ -189,7 +192,7 @@ TCH_EXTENSION_API Message tch_extension_cuda_graph_replay(Graph* graph) {
   });
 }
 
-// A capture that is under way is given up; then it has to be the thread of ..._begin.
+// A capture that is under way is given up; then this must be called in the thread of ..._begin.
 TCH_EXTENSION_API Message tch_extension_cuda_graph_delete(Graph* graph) {
   return guard([&] {
     std::lock_guard<std::mutex> lock(bookkeeping());

@@ -1,4 +1,4 @@
-// What libtorch's CUDA allocator holds.
+// The memory that libtorch's CUDA allocator holds.
 #ifdef TCH_EXTENSION_CUDA
 
 #include <ATen/Context.h>
@@ -20,7 +20,7 @@ struct MemoryStats {
 
 TCH_EXTENSION_API Message tch_extension_cuda_memory_stats(int32_t device, MemoryStats* result) {
   return guard([&] {
-    // The allocator knows of no device before libtorch has set CUDA up.
+    // The allocator knows no device until libtorch has initialised CUDA.
     at::globalContext().lazyInitDevice(c10::DeviceType::CUDA);
     const auto stats = allocator::getDeviceStats(static_cast<c10::DeviceIndex>(device));
     const auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);

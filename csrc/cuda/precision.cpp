@@ -1,4 +1,4 @@
-// libtorch's switch for TF32 in matrix products: of the process, not of a thread.
+// libtorch's switch for TF32 in matrix products. It holds for the whole process.
 
 #include <ATen/Context.h>
 
@@ -7,8 +7,8 @@
 using namespace tch_extension;
 
 TCH_EXTENSION_API Message tch_extension_matmul_allow_tf32(bool* result) {
-  // What products ask. `allowTF32CuBLAS` throws once the newer of libtorch's two switches has been
-  // set.
+  // libtorch's products read this setting. `allowTF32CuBLAS` throws if the newer of libtorch's two
+  // switches was ever set.
   return guard([&] {
     *result = at::globalContext().float32Precision(
                   at::Float32Backend::CUDA, at::Float32Op::MATMUL) == at::Float32Precision::TF32;

@@ -11,11 +11,11 @@
 using namespace tch_extension;
 using c10::cuda::CUDAStream;
 
-// `raw` alone would not do: libtorch's allocator would take the stream for one from outside, and
-// keep other memory for it than for the same stream of the pool.
+// `raw` alone is not enough: libtorch's allocator would treat it as an external stream, and would
+// keep memory for it apart from the memory of the same stream in the pool.
 struct StreamParts {
   void* raw;   // the cudaStream_t
-  int64_t id;  // libtorch's own name for it
+  int64_t id;  // libtorch's own identifier of the stream
   int32_t device;
 };
 
@@ -33,15 +33,16 @@ StreamParts pack(const CUDAStream& stream) {
 
 }  // namespace
 
-// Where a kernel is to be launched; src/ffi/cuda.rs mirrors it.
+// The stream on which a kernel is to be launched; src/ffi/cuda.rs mirrors it.
 struct LaunchPlace {
   void* stream;
   int32_t device_before;
   bool exists;
 };
 
-// Makes `device` current, if there is one, until tch_extension_cuda_leave, and says on which stream
-// libtorch works there: what a guard and a stream do in one call, without an allocation.
+// If `device` exists, makes it current until tch_extension_cuda_leave, and returns libtorch's
+// current stream there. This does the work of a guard and a stream object in one call, without an
+// allocation.
 TCH_EXTENSION_API Message tch_extension_cuda_enter(int32_t device, LaunchPlace* place) {
   return guard([&] {
     place->exists = device >= 0 && device < c10::cuda::device_count();
@@ -85,7 +86,7 @@ TCH_EXTENSION_API Message tch_extension_cuda_stream_is_idle(const StreamParts* s
   return guard([&] { *idle = unpack(*stream).query(); });
 }
 
-// The guard is owned by the caller and deleted in the same thread.
+// The caller owns the guard and must delete it in the same thread.
 TCH_EXTENSION_API Message tch_extension_cuda_stream_guard_new(const StreamParts* stream,
                                                               c10::cuda::CUDAStreamGuard** result) {
   return guard([&] { *result = new c10::cuda::CUDAStreamGuard(unpack(*stream)); });

@@ -1,4 +1,4 @@
-// Operators that are registered with libtorch's dispatcher, whoever wrote them.
+// Finds and calls operators that are registered with libtorch's dispatcher, whoever wrote them.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
@@ -22,17 +22,17 @@ using c10::IValue;
 
 struct Operator {
   c10::OperatorHandle handle;
-  // Places of arguments that the operator writes into.
+  // Indices of the arguments that the operator writes to.
   std::vector<size_t> written;
   bool returns_tensors;
-  // A namespace of libtorch's own, whose operators are what they say.
+  // Whether it is in libtorch's own namespace. Such an operator is trusted not to lose the graph.
   bool is_libtorchs;
 };
 
-// What is wrong with a call, for Rust to put into words.
+// What is wrong with a call. Rust makes the message from it.
 struct CallError {
-  int32_t kind;  // 0: the operator's own; 1: an argument; 2: no backward; 3: no backward, found out
-                 // afterwards
+  int32_t kind;  // 0: an error of the operator itself; 1: a wrong argument; 2: no backward pass;
+                 // 3: no backward pass, noticed only after the call
   int32_t argument;
 };
 
@@ -45,7 +45,7 @@ bool has_tensor(const c10::Type& type) {
                      [](const auto& part) { return has_tensor(*part); });
 }
 
-// Calls `visit` with every tensor in the value.
+// Calls `visit` with every tensor in the value, including tensors in lists.
 template <typename Visit>
 void for_each_tensor(const IValue& value, const Visit& visit) {
   if (value.isTensor()) {
@@ -55,13 +55,14 @@ void for_each_tensor(const IValue& value, const Visit& visit) {
   }
 }
 
-// How a call on inputs of this backend reaches a gradient: as the dispatcher fills its table for
-// autograd keys.
+// How the gradient of a call is computed for inputs of one backend. This repeats how the dispatcher
+// fills its table for autograd keys.
 enum class Autograd { kNone, kKernel, kComposite };
 
 Autograd autograd_of(const c10::OperatorHandle& op, DispatchKey key) {
   const auto has = [&](DispatchKey which) { return op.hasKernelForDispatchKey(which); };
-  // A fallthrough says that there is nothing to differentiate, or that nobody knows how.
+  // A fallthrough kernel means that there is nothing to differentiate, or that no derivative is
+  // known.
   const auto kind = [&](DispatchKey which) {
     return op.isKernelFallthroughKernel(which) ? Autograd::kNone : Autograd::kKernel;
   };
@@ -79,8 +80,9 @@ Autograd autograd_of(const c10::OperatorHandle& op, const at::Tensor& tensor) {
   return keys.empty() ? Autograd::kNone : autograd_of(op, keys.highestPriorityTypeId());
 }
 
-// Bumps the versions of what the operator says it writes into, where it did not do so itself: a
-// kernel that writes through a pointer does not, and then saved tensors would change unnoticed.
+// Bumps the version counters of the tensors that the operator declares to write to, unless the
+// operator did so itself. A kernel that writes through a pointer does not, and a change of a saved
+// tensor would then go unnoticed.
 class WrittenTensors {
  public:
   WrittenTensors(const Operator& op, const std::vector<IValue>& stack) {
@@ -116,14 +118,15 @@ bool is_differentiable_kind(const at::Tensor& tensor) {
   return at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type());
 }
 
-// Whether a composite operator lost the graph: it made or changed floating tensors, and none is
-// part of one. What was `given` and comes back as it is says nothing.
+// Whether a composite operator lost the graph: it made or changed floating-point or complex
+// tensors, and none of them is part of a graph. A `given` tensor that is returned as it is does not
+// count.
 bool lost_the_graph(const std::vector<IValue>& results, const std::vector<at::Tensor>& given,
                     const WrittenTensors& written) {
   bool any = false, in_graph = false;
   for (const auto& one : written.all()) {
     any |= is_differentiable_kind(one.tensor);
-    // A change that the graph knows of is its newest node.
+    // If the graph recorded the change, the tensor has a new grad_fn.
     in_graph |= one.tensor.requires_grad() && one.tensor.grad_fn().get() != one.grad_fn;
   }
   for (const IValue& result : results) {
@@ -190,7 +193,8 @@ void run(const Operator& op, const Value* values, size_t len, bool checks_autogr
   }
 }
 
-// kDefault for what Rust has no type for: only a default of the schema's can be such a value.
+// Reads a value for Rust, or returns kDefault if Rust has no type for it. Only a default value of
+// the schema can have such a type.
 Value read_if_possible(const IValue& value, const c10::Type& type,
                        std::forward_list<std::vector<Value>>& lists) {
   try {
@@ -206,8 +210,8 @@ std::string schema_text(const c10::FunctionSchema& schema) {
   return text.str();
 }
 
-// One line for each argument: `name TAB type TAB flags`, flags among `d` (has a default), `k` (by
-// name only), `w` (is written into).
+// One line for each argument: `name TAB type TAB flags`. The flags are `d` (has a default), `k`
+// (keyword only) and `w` (the operator writes to it).
 std::string arguments_text(const c10::FunctionSchema& schema) {
   std::ostringstream text;
   for (const auto& argument : schema.arguments()) {
@@ -219,7 +223,7 @@ std::string arguments_text(const c10::FunctionSchema& schema) {
   return text.str();
 }
 
-// The backends that have a kernel of the operator's own, one a line.
+// The backends for which the operator has its own kernel, one per line.
 std::string backends_text(const c10::OperatorHandle& op) {
   std::string text;
   const auto last = static_cast<uint16_t>(DispatchKey::EndOfRuntimeBackendKeys);
@@ -241,7 +245,7 @@ std::string full_name(const c10::OperatorName& name) {
 
 using namespace tch_extension;
 
-// The operator, or null where there is none of that name with a schema.
+// Finds the operator. The result is null if no operator of that name has a schema.
 TCH_EXTENSION_API Message tch_extension_find_operator(const char* name, const char* overload,
                                                       Operator** result) {
   return guard([&] {
@@ -265,7 +269,7 @@ TCH_EXTENSION_API Message tch_extension_find_operator(const char* name, const ch
 
 TCH_EXTENSION_API void tch_extension_free_operator(Operator* op) { delete op; }
 
-// `text` is freed as a message is, here and below.
+// The caller frees `text` like a message. The same holds for the functions below.
 TCH_EXTENSION_API Message tch_extension_operator_schema(const Operator* op, char** text) {
   return guard([&] { *text = strdup(schema_text(op->handle.schema()).c_str()); });
 }
@@ -274,12 +278,12 @@ TCH_EXTENSION_API Message tch_extension_operator_arguments(const Operator* op, c
   return guard([&] { *text = strdup(arguments_text(op->handle.schema()).c_str()); });
 }
 
-// The backends that have a kernel for it, one a line.
+// The backends that have a kernel for the operator, one per line.
 TCH_EXTENSION_API Message tch_extension_operator_backends(const Operator* op, char** text) {
   return guard([&] { *text = strdup(backends_text(op->handle).c_str()); });
 }
 
-// The names of all operators that have a schema, one a line.
+// The names of all operators that have a schema, one per line.
 TCH_EXTENSION_API Message tch_extension_operator_names(char** names) {
   return guard([&] {
     const std::lock_guard reads(dispatcher_table());
@@ -292,7 +296,7 @@ TCH_EXTENSION_API Message tch_extension_operator_names(char** names) {
   });
 }
 
-// How a gradient is reached from tensors of this device: the numbers of `Autograd`.
+// How a gradient is computed for tensors on this device, as a number of `Autograd`.
 TCH_EXTENSION_API Message tch_extension_operator_autograd(const Operator* op, int32_t device_type,
                                                           int32_t* result) {
   return guard([&] {
@@ -305,8 +309,8 @@ TCH_EXTENSION_API Message tch_extension_operator_autograd(const Operator* op, in
   });
 }
 
-// Calls the operator with a value for each of its arguments. On success the results are the
-// caller's to free.
+// Calls the operator with one value for each of its arguments. On success, the caller owns the
+// results and must free them.
 TCH_EXTENSION_API Message tch_extension_call(const Operator* op, const Value* values, size_t len,
                                              bool without_grad, bool checks_autograd,
                                              Results** result, CallError* error) {
@@ -330,9 +334,9 @@ TCH_EXTENSION_API Message tch_extension_call(const Operator* op, const Value* va
   });
 }
 
-// Keeps the arguments of a call for its backward, as the operator got them: with defaults, and of
-// the schema's types. In the places of tensors, and of what cannot be read in Rust, is kDefault.
-// They are the caller's to free, as results.
+// Keeps the arguments of a call for its backward pass, as the operator got them: with defaults
+// filled in, and of the schema's types. Tensors, and values that Rust cannot read, are replaced by
+// kDefault. The caller frees the arguments like results.
 TCH_EXTENSION_API Message tch_extension_keep_arguments(const Operator* op, const Value* values,
                                                        size_t len, Results** result) {
   return guard([&] {
@@ -342,8 +346,8 @@ TCH_EXTENSION_API Message tch_extension_keep_arguments(const Operator* op, const
     kept->stack = arguments(schema, values, len, error);
     for (size_t i = 0; i < len; ++i) {
       const auto& type = schema.arguments()[i].real_type();
-      // A graph that held tensors here would be one more that keeps them alive, and not see them
-      // change.
+      // Do not keep tensors here: the graph would keep them alive once more, and would not notice
+      // changes in place.
       const bool holds_tensors = has_tensor(*type);
       if (holds_tensors) kept->stack[i] = IValue();
       kept->values.push_back(holds_tensors ? Value{}
@@ -353,7 +357,7 @@ TCH_EXTENSION_API Message tch_extension_keep_arguments(const Operator* op, const
   });
 }
 
-// Borrowed from the results.
+// The values are borrowed from the results.
 TCH_EXTENSION_API const Value* tch_extension_results(const Results* results, size_t* len) {
   *len = results->values.size();
   return results->values.data();
@@ -367,7 +371,7 @@ TCH_EXTENSION_API bool tch_extension_is_same_tensor(const at::Tensor* one,
 }
 
 namespace {
-// For Rust's tests: the layout of `Value` as C++ has it.
+// The layout of `Value` in C++, for Rust's tests.
 constexpr size_t kValueLayout[] = {sizeof(Value), offsetof(Value, integer), offsetof(Value, len)};
 }  // namespace
 

@@ -1,9 +1,10 @@
 // Loads libraries that register operators, after a rehearsal in a child process.
 //
-// A registration that the dispatcher refuses (a namespace or an operator that is taken) throws in a
-// static initialiser, inside dlopen: at best the process aborts, at worst the exception passes
-// through the loader, which keeps its lock for ever. No symbol tells beforehand what a library
-// registers. So a child, which has the same operators registered, loads it first.
+// If the dispatcher refuses a registration, because its namespace or operator is taken, it throws
+// in a static initialiser inside dlopen. At best the process aborts; at worst the exception passes
+// through the dynamic loader, which then keeps its lock forever. No symbol tells in advance what a
+// library registers. Therefore a child process, which has the same operators registered, loads the
+// library first.
 
 #include "loader.h"
 
@@ -42,15 +43,15 @@ std::mutex& dispatcher_table() {
 namespace {
 
 void* open_library(const char* path, bool global) {
-  // All symbols now, so that a missing one is an error here and not an abort in the first call.
-  // Local, because two libraries may well define different functions of one name.
+  // RTLD_NOW resolves all symbols, so that a missing one is an error here and not an abort in the
+  // first call. RTLD_LOCAL is the default, because two libraries may define different functions of
+  // the same name.
   void* library = dlopen(path, RTLD_NOW | (global ? RTLD_GLOBAL : RTLD_LOCAL));
   if (library == nullptr) {
     const char* error = dlerror();
     throw std::runtime_error(error == nullptr ? "dlopen failed without a reason" : error);
   }
-  // A PYBIND11_MODULE (tch_extension/pybind/module.h) keeps to itself what went wrong, until it is
-  // asked.
+  // A PYBIND11_MODULE (tch_extension/pybind/module.h) stores its error until it is asked for it.
   void* ask = dlsym(library, "tch_extension_load_error");
   const char* error = ask == nullptr ? nullptr : reinterpret_cast<const char* (*)()>(ask)();
   if (error != nullptr) throw std::runtime_error(error);
@@ -73,8 +74,9 @@ class File {
   int descriptor_;
 };
 
-// Where the child says how it went: an empty message, or why it failed, between two marks, because
-// initialisers may print, too. A child that says nothing has failed: an initialiser may well end it
+// The file descriptor to which the child writes its result: an empty message for success, or the
+// reason of a failure. The result stands between two marks, because initialisers may print to the
+// same file. A child that writes no result has failed, because an initialiser may end the process
 // with status 0.
 int words = -1;
 constexpr char kMark = '\0';
@@ -84,43 +86,45 @@ constexpr char kMark = '\0';
   _exit(write(words, text.data(), text.size()) < 0 || message != nullptr ? 1 : 0);
 }
 
-// The loader's own frames let no exception through.
+// The dynamic loader's own frames let no exception through, so an exception ends here.
 [[noreturn]] void terminate_in_child() {
   const auto exception = std::current_exception();
   if (exception == nullptr) std::abort();
   end_child(guard([&] { std::rethrow_exception(exception); }));
 }
 
-// The child. Never returns; all it says goes to `out`.
+// Runs in the child and never returns. All output of the child goes to `out`.
 [[noreturn]] void rehearse_in_child(int out, const char* const* paths, size_t len, bool global) {
-  // It must not outlive a parent that is killed while it hangs.
+  // If the parent is killed while the child hangs, the child must end, too.
   prctl(PR_SET_PDEATHSIG, SIGKILL);
   const rlimit no_core{0, 0};
   setrlimit(RLIMIT_CORE, &no_core);
   for (int signal : {SIGABRT, SIGSEGV, SIGBUS, SIGFPE, SIGILL}) std::signal(signal, SIG_DFL);
   words = out;
   std::set_terminate(terminate_in_child);
-  // Before the handlers of the parent: what they clean up, the parent still needs.
+  // This exit handler runs before the parent's handlers, which would clean up what the parent still
+  // needs.
   std::atexit([] { _exit(3); });
   dup2(out, STDOUT_FILENO);
   dup2(out, STDERR_FILENO);
   end_child(guard([&] {
-    // The pool's other threads are not in the child, and a parallel loop of an initialiser's would
-    // wait for them.
+    // The other threads of libtorch's pool do not exist in the child, and a parallel loop in an
+    // initialiser would wait for them.
     at::set_num_threads(1);
     for (size_t i = 0; i < len; ++i) open_library(paths[i], global || i + 1 < len);
   }));
 }
 
-// Where the child's message begins, if all of it is in the text.
+// Where the child's message begins, if the text contains the whole message.
 size_t find_message(const std::string& text) {
   if (text.size() < 2 || text.back() != kMark) return std::string::npos;
   const size_t mark = text.rfind(kMark, text.size() - 2);
   return mark == std::string::npos ? mark : mark + 1;
 }
 
-// Reads until the child's message, or until nobody can write any more; a process that an
-// initialiser started may be able to for ever. False when neither came in time.
+// Reads until the child's message has come, or until no process can write any more. (A process that
+// an initialiser started may hold the pipe open forever.) Returns false if neither happened in
+// time.
 bool read_all(int in, std::chrono::milliseconds limit, std::string& text) {
   constexpr size_t kKept = 1 << 20;
   const auto end = std::chrono::steady_clock::now() + limit;
@@ -136,7 +140,7 @@ bool read_all(int in, std::chrono::milliseconds limit, std::string& text) {
     const ssize_t bytes = read(in, buffer, sizeof buffer);
     if (bytes < 0 && errno == EINTR) continue;
     if (bytes <= 0) return true;
-    // The end is what counts.
+    // Only the end of the text matters.
     if (text.size() > 2 * kKept) text.erase(0, kKept);
     text.append(buffer, static_cast<size_t>(bytes));
   }
@@ -146,14 +150,14 @@ bool read_all(int in, std::chrono::milliseconds limit, std::string& text) {
 int wait_for(pid_t child) {
   int status = 0;
   while (waitpid(child, &status, 0) < 0) {
-    // Where SIGCHLD is ignored it is reaped already; then its words alone must do.
+    // If SIGCHLD is ignored, the child was reaped already; then only its message tells how it went.
     if (errno != EINTR) return -1;
   }
   return status;
 }
 
-// A reader of the dispatcher's table that the child has no thread of would keep every registration
-// waiting there.
+// Forks while no thread reads the dispatcher's table. Otherwise the child would inherit a reader's
+// lock without its thread, and every registration would wait for that lock forever.
 pid_t fork_between_lookups() {
   const std::lock_guard nobody_reads(dispatcher_table());
   return fork();
@@ -161,7 +165,8 @@ pid_t fork_between_lookups() {
 
 void rehearse(const char* const* paths, size_t len, bool global, int64_t limit_ms) {
   int ends[2];
-  // Closed in what other threads start meanwhile: their programs would hold it open.
+  // O_CLOEXEC closes the pipe in programs that other threads start meanwhile; they would hold it
+  // open.
   if (pipe2(ends, O_CLOEXEC) != 0)
     throw std::system_error(errno, std::generic_category(), "it cannot be rehearsed: pipe");
   File in(ends[0]), out(ends[1]);
@@ -189,14 +194,15 @@ void rehearse(const char* const* paths, size_t len, bool global, int64_t limit_m
 
 using namespace tch_extension;
 
-// Loads the libraries in a child process, the last one as tch_extension_open_library(…, global)
-// does, those before it as with true.
+// Loads the libraries in a child process: the last one as tch_extension_open_library(…, global)
+// does, and the earlier ones as with `global` true.
 TCH_EXTENSION_API Message tch_extension_rehearse(const char* const* paths, size_t len, bool global,
                                                  int64_t limit_ms) {
   return guard([&] { rehearse(paths, len, global, limit_ms); });
 }
 
-// `operators`: the names of those that it registered, one a line. Freed as a message is.
+// `operators`: the names of the operators that the library registered, one per line. The caller
+// frees it like a message.
 TCH_EXTENSION_API Message tch_extension_open_library(const char* path, bool global,
                                                      char** operators) {
   return guard([&] {
@@ -207,7 +213,7 @@ TCH_EXTENSION_API Message tch_extension_open_library(const char* path, bool glob
   });
 }
 
-// Whether a library that is loaded, or one that it needs, defines the symbol.
+// Whether a loaded library, or one that it depends on, defines the symbol.
 TCH_EXTENSION_API bool tch_extension_defines(const char* path, const char* symbol) {
   void* library = dlopen(path, RTLD_NOW | RTLD_NOLOAD);
   if (library == nullptr) return false;
@@ -216,7 +222,8 @@ TCH_EXTENSION_API bool tch_extension_defines(const char* path, const char* symbo
   return defines;
 }
 
-// A file of the libtorch that this process runs with, or an empty text. Freed as a message is.
+// The path of a file of the libtorch that this process uses, or an empty text. The caller frees it
+// like a message.
 TCH_EXTENSION_API char* tch_extension_libtorch_file() {
   Dl_info info{};
   const auto address = reinterpret_cast<void*>(static_cast<bool (*)()>(&at::GradMode::is_enabled));
@@ -226,7 +233,8 @@ TCH_EXTENSION_API char* tch_extension_libtorch_file() {
 
 TCH_EXTENSION_API char* tch_extension_libtorch_version() { return strdup(TORCH_VERSION); }
 
-// A symbol as its source has it, freed as a message is. One that is not C++'s stays as it is.
+// A symbol's name as the C++ source has it. A symbol that is not C++'s is returned unchanged. The
+// caller frees it like a message.
 TCH_EXTENSION_API char* tch_extension_demangled(const char* symbol) {
   int status = 0;
   char* name = abi::__cxa_demangle(symbol, nullptr, nullptr, &status);

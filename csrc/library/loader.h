@@ -1,4 +1,4 @@
-// What the loader and the dispatcher's bridge share.
+// Functions that the loader and the dispatcher's bridge share.
 #pragma once
 
 #include <ATen/core/operator_name.h>
@@ -8,8 +8,7 @@
 
 namespace tch_extension {
 
-// Held shared while this crate reads the dispatcher's table of operators, and alone while the
-// process is forked.
+// Locked while this crate reads the dispatcher's table of operators, and while the process forks.
 std::mutex& dispatcher_table();
 
 // `ns::name`, or `ns::name.overload`.

@@ -1,11 +1,14 @@
-// Which library registered which operators.
+// Keeps track of which library registered which operators.
 //
-// What appears in the dispatcher's table while a library is loaded may be another's: other threads
-// register theirs, and libraries that the new one needs are loaded with it. So a listener notes
-// what the thread that loads registers, and finds out from the stack whose initialiser is running.
-// It looks at nothing when no library is being loaded by its thread: it is called with the
-// dispatcher's lock held, and to ask the loader for a library's name then takes the loader's, which
-// a thread that loads holds while it waits for the first.
+// An operator that appears in the dispatcher's table while a library is loaded may belong to
+// another library: other threads register operators, and libraries that the new one depends on are
+// loaded with it. So a listener notes what the loading thread registers, and finds out from the
+// stack whose initialiser is running.
+//
+// The listener does nothing while its thread loads no library. The dispatcher calls it with the
+// dispatcher's lock held, and asking the dynamic loader for a library's name takes the loader's
+// lock. A thread that loads a library holds the loader's lock while it waits for the dispatcher's,
+// so this would be a deadlock.
 
 #include "registrations.h"
 
@@ -24,8 +27,8 @@
 namespace tch_extension {
 namespace {
 
-// Where a loaded file begins in memory. It stays there, because what registered operators is never
-// unloaded.
+// The address at which a loaded file begins. It stays valid, because a library that registered
+// operators is never unloaded.
 using File = const void*;
 
 thread_local std::vector<Registration>* noted = nullptr;
@@ -47,7 +50,7 @@ struct Walk {
 
 _Unwind_Reason_Code look_at_frame(_Unwind_Context* frame, void* data) {
   auto& walk = *static_cast<Walk*>(data);
-  // The address after a call may be one past the end of what called.
+  // The return address may be one past the end of the function that made the call.
   const File file = file_of(reinterpret_cast<const void*>(_Unwind_GetIP(frame) - 1));
   if (file == walk.loader) {
     walk.found = walk.last;
@@ -57,8 +60,8 @@ _Unwind_Reason_Code look_at_frame(_Unwind_Context* frame, void* data) {
   return _URC_NO_REASON;
 }
 
-// The library whose initialiser is running: the loader called it. Null where the stack does not
-// say.
+// The library whose initialiser is running, which is the one that the dynamic loader called. Null
+// if the stack does not tell.
 File initialising_file() {
   Walk walk{reinterpret_cast<File>(_r_debug.r_ldbase), nullptr, nullptr};
   _Unwind_Backtrace(look_at_frame, &walk);
@@ -74,7 +77,7 @@ class Listener : public c10::OpRegistrationListener {
 };
 
 void listen() {
-  // For ever: the handle would end it.
+  // The handle is never freed, because freeing it would end the listening.
   static const auto* const handle = new c10::RegistrationHandleRAII(
       c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
   static_cast<void>(handle);

@@ -1,4 +1,4 @@
-// Which library registered which operators.
+// Keeps track of which library registered which operators.
 #pragma once
 
 #include <string>
@@ -7,13 +7,13 @@
 namespace tch_extension {
 
 struct Registration {
-  // Where the library begins in memory; null where nothing says whose it is.
+  // The address at which the library begins; null if the library is unknown.
   const void* file;
   std::string name;
 };
 
-// While it lives, the operators that this thread registers are noted, with the library that each
-// one is of.
+// While an object of this class lives, it notes the operators that this thread registers, with the
+// library that each one belongs to.
 class NotedRegistrations {
  public:
   NotedRegistrations();
@@ -21,8 +21,8 @@ class NotedRegistrations {
   NotedRegistrations& operator=(const NotedRegistrations&) = delete;
   ~NotedRegistrations();
 
-  // Keeps what was noted, for ever. What nothing says whose it is counts for `opened`, which dlopen
-  // returned.
+  // Stores the notes for good. An operator whose library is unknown is attributed to `opened`, a
+  // handle that dlopen returned.
   void keep(void* opened);
 
  private:
@@ -30,8 +30,8 @@ class NotedRegistrations {
   std::vector<Registration>* outer_;
 };
 
-// The names of the operators that were kept for a library, one a line. `library` is what dlopen
-// returned.
+// The names of the operators that were stored for a library, one per line. `library` is a handle
+// that dlopen returned.
 std::string registered_by(void* library);
 
 }  // namespace tch_extension

@@ -14,18 +14,18 @@ using c10::IValue;
 using c10::TypeKind;
 using c10::TypePtr;
 
-// On one line, and not all of a long one.
+// Quotes a text on one line for a message. A long text is cut.
 std::string describe_text(std::string_view whole) {
   constexpr size_t kLongest = 60;
   size_t len = std::min(whole.size(), kLongest);
-  // Not in the middle of a character.
+  // Do not cut in the middle of a UTF-8 character.
   while (len < whole.size() && len > 0 && (whole[len] & 0xC0) == 0x80) --len;
   std::string text(whole.substr(0, len));
   std::replace_if(text.begin(), text.end(), [](unsigned char c) { return c < ' '; }, ' ');
   return "the str '" + text + (len < whole.size() ? "…'" : "'");
 }
 
-// For a message.
+// Describes a value for an error message.
 std::string describe(const Value& value) {
   std::ostringstream text;
   switch (value.tag) {
@@ -118,7 +118,7 @@ IValue to_list(const Value& value, const TypePtr& type, const TypePtr& real, int
   return list;
 }
 
-// The numbers of libtorch's enums, which are ints to the dispatcher.
+// libtorch's enums are ints to the dispatcher.
 IValue enumerator(const Value& value, Tag tag) {
   if (value.tag != tag) refuse(value);
   return value.integer;

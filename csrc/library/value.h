@@ -1,4 +1,4 @@
-// Values on their way between Rust and the dispatcher. src/ffi/library.rs mirrors `Value`.
+// The values that Rust and the dispatcher exchange. src/ffi/library.rs mirrors `Value`.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -14,7 +14,7 @@
 namespace tch_extension {
 
 enum class Tag : int32_t {
-  kDefault,  // of an argument only: the schema's default
+  kDefault,  // for arguments only: the schema's default
   kNone,
   kTensor,        // `data`: at::Tensor
   kInt,           // `integer`
@@ -26,11 +26,11 @@ enum class Tag : int32_t {
   kLayout,        // `integer`
   kMemoryFormat,  // `integer`
   kList,          // `data`: `len` Values
-  kInts,          // `data`: `len` int64_t; of an argument only
-  kFloats,        // `data`: `len` double; of an argument only
+  kInts,          // `data`: `len` int64_t; for arguments only
+  kFloats,        // `data`: `len` double; for arguments only
 };
 
-// Owns nothing: `data` belongs to whoever made the value.
+// A `Value` owns nothing: `data` belongs to the side that made it.
 struct Value {
   Tag tag;
   union {
@@ -41,26 +41,26 @@ struct Value {
   size_t len;
 };
 
-// What an argument is not; the message is what came instead.
+// Thrown if a value does not fit an argument. The message describes the value.
 struct WrongValue : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// The value as an argument of this type. `type` is what the dispatcher's kernels see, where a kind
-// is an int; `real` is what the schema says. `broadcast`: the length that a list has if a single
-// number is given, or 0.
+// Converts the value to an argument of this type. `type` is the type that the dispatcher's kernels
+// see, in which a dtype is an int; `real` is the type that the schema states. If `broadcast` is not
+// 0, a single number becomes a list of that length.
 c10::IValue to_ivalue(const Value& value, const c10::TypePtr& type, const c10::TypePtr& real,
                       int32_t broadcast);
 
-// What an operator returned, and what of it Rust reads.
+// What an operator returned (`stack`), and the same as Rust reads it (`values`).
 struct Results {
   std::vector<c10::IValue> stack;
   std::vector<Value> values;
-  // Of lists in `values`: they point into here.
+  // Storage of the lists that `values` point to.
   std::forward_list<std::vector<Value>> lists;
 };
 
-// Borrowed from `ivalue`, and from `lists` as far as it is a list.
+// The result borrows from `ivalue` and, if it is a list, from `lists`.
 Value from_ivalue(const c10::IValue& ivalue, const c10::Type& real,
                   std::forward_list<std::vector<Value>>& lists);
 

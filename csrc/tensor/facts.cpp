@@ -1,5 +1,6 @@
-// What an operator's checks and launches ask of its tensors, and its outputs: one call for all of
-// them. Asked one by one, such questions cost more host time than a small kernel's launch.
+// One call that answers all the questions of an operator's checks and launches about its tensors,
+// and one that makes its outputs. Separate questions would cost more host time than the launch of a
+// small kernel.
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -20,19 +21,19 @@ constexpr int kMostDims = 4;
 
 // src/ffi/facts.rs mirrors these, and a test compares sizes and offsets.
 struct TensorFacts {
-  const void* data;  // the first element's address; null when there are none, or not in memory
-  int64_t sizes[kMostDims];    // of the first dimensions
+  const void* data;  // the first element's address; null if there is none or it is not in memory
+  int64_t sizes[kMostDims];    // of the first kMostDims dimensions
   int64_t strides[kMostDims];  // in elements
-  int32_t dim;                 // -1: no tensor, or no ordinary one
+  int32_t dim;                 // -1: no tensor, or not a dense one
   int32_t kind;                // a c10::ScalarType
   int32_t device;              // the index of a CUDA device, kCpu or kOtherDevice
-  bool is_in_memory;           // the values lie there as they are, in whatever order
+  bool is_in_memory;           // the memory holds the values themselves, in any order
   bool requires_grad;
 };
 
 struct TensorSize {
   int64_t sizes[kMostDims];
-  int32_t dim;  // -1: none is asked for
+  int32_t dim;  // -1: no tensor is wanted
 };
 
 namespace {
@@ -55,14 +56,14 @@ TensorFacts facts_of(const at::Tensor* tensor) {
     facts.strides[dim] = strides[dim];
   }
   facts.requires_grad = tensor->requires_grad();
-  // As tch_extension_is_in_memory has it.
+  // The same condition as in tch_extension_is_in_memory.
   if (tensor->is_neg() || tensor->is_conj() || tensor->_is_zerotensor()) return facts;
   facts.data = tensor->const_data_ptr();
   facts.is_in_memory = facts.data != nullptr || tensor->numel() == 0;
   return facts;
 }
 
-// What at::empty gives, without its way through the dispatcher.
+// Makes the same tensor as at::empty, without a call through the dispatcher.
 at::Tensor empty(const TensorSize& size, at::ScalarType kind, int32_t device) {
   const at::IntArrayRef sizes(size.sizes, size.dim);
   if (device == kCpu) return at::detail::empty_cpu(sizes, kind);
@@ -76,7 +77,7 @@ at::Tensor empty(const TensorSize& size, at::ScalarType kind, int32_t device) {
 
 }  // namespace
 
-// `tensors`: [len], entries may be null.
+// `tensors` has `len` entries, which may be null.
 TCH_EXTENSION_API Message tch_extension_facts(const at::Tensor* const* tensors, size_t len,
                                               TensorFacts* facts) {
   return guard([&] {
@@ -84,9 +85,9 @@ TCH_EXTENSION_API Message tch_extension_facts(const at::Tensor* const* tensors, 
   });
 }
 
-// New tensors of one kind and device, row-major, whose values are not yet written, and their
-// addresses. `tensors`: [len], owned by the caller on success, null where none was asked for;
-// untouched on failure.
+// Makes new tensors of one kind and device, row-major and uninitialised, and returns their
+// addresses. `tensors` has room for `len` pointers; on success the caller owns them, and an entry
+// is null if no tensor was wanted. On failure they are not written.
 TCH_EXTENSION_API Message tch_extension_empty(const TensorSize* sizes, size_t len, int32_t kind,
                                               int32_t device, at::Tensor** tensors, void** data) {
   return guard([&] {
@@ -102,7 +103,7 @@ TCH_EXTENSION_API Message tch_extension_empty(const TensorSize* sizes, size_t le
   });
 }
 
-// For the test that compares these structs with their Rust mirrors.
+// The layout of these structs, which a test compares with their Rust mirrors.
 extern "C" const size_t tch_extension_facts_layout[12] = {
     sizeof(TensorFacts),
     offsetof(TensorFacts, data),

@@ -1,5 +1,5 @@
-// Memory that safe Rust looks at: it stays allocated while somebody looks, whatever happens to its
-// tensors.
+// Memory that safe Rust reads and writes. It stays allocated as long as a view of it exists,
+// whatever happens to its tensors.
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/COW.h>
@@ -18,24 +18,24 @@ using namespace tch_extension;
 
 namespace {
 
-// One view. It is registered while it lives, unless it has no elements.
+// One view. While it lives, it is registered, unless it has no elements.
 struct Pin {
   at::Tensor tensor;
   bool writer = false;
-  // The context of the memory's DataPtr, or its storage if nobody frees that memory. Null: not
-  // registered.
+  // The context of the memory's DataPtr or, if nobody frees that memory, its storage. Null if the
+  // view is not registered.
   void* key = nullptr;
   const char* begin = nullptr;
   const char* end = nullptr;
 };
 
 struct Entry {
-  // The storage whose deleter is to be put back.
+  // The storage whose deleter must be restored.
   c10::Storage storage;
-  // What frees the memory; null when nobody does.
+  // The function that frees the memory; null if nobody frees it.
   c10::DeleterFnPtr deleter = nullptr;
   std::vector<const Pin*> pins;
-  // libtorch freed the memory (resize_ does), and the last view has to do it.
+  // libtorch has freed the memory (resize_ does this), so the last view must really free it.
   bool orphaned = false;
 };
 
@@ -45,13 +45,13 @@ struct Registry {
 };
 
 Registry& registry() {
-  // Never destroyed: tensors in statics of other units may be freed later.
+  // The registry is never destroyed, because static tensors in other files may be freed later.
   static auto* registry = new Registry;
   return *registry;
 }
 
-// In the place of the deleter of memory that is looked at. It never runs under the lock, because
-// only libtorch calls it, and nothing of libtorch's is freed under the lock.
+// Replaces the deleter of memory that has a view. It never runs under the lock, because only
+// libtorch calls it, and no object of libtorch's is freed under the lock.
 void free_unless_viewed(void* context) {
   c10::DeleterFnPtr deleter = nullptr;
   {
@@ -68,7 +68,7 @@ void free_unless_viewed(void* context) {
   deleter(context);
 }
 
-// Why a tensor cannot be viewed. Rust has the words.
+// Why a tensor cannot be viewed. Rust has the messages.
 enum Refusal : int {
   kNone,
   kDevice,
@@ -87,8 +87,8 @@ Refusal refusal(const at::Tensor& tensor) {
   return kNone;
 }
 
-// The bytes that the elements lie in, which must be within the storage. Only for tensors with
-// elements.
+// Finds the bytes that the elements occupy, which must be within the storage. Only for tensors that
+// have elements.
 void find_span(Pin& pin) {
   int64_t last = pin.tensor.storage_offset();
   for (int64_t dim = 0; dim < pin.tensor.dim(); ++dim) {
@@ -111,14 +111,14 @@ Refusal conflict(const Entry& entry, const Pin& pin) {
   return kNone;
 }
 
-// From now on the memory outlives the pin.
+// Registers the view. From here on, the memory lives at least as long as the pin.
 Refusal enter(Pin& pin) {
   const c10::Storage& storage = pin.tensor.storage();
   c10::DataPtr& data = storage.unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-  // From here on, because an exchange of deleters, by another thread, takes the context away for a
-  // moment.
+  // Lock before reading the context, because another thread that exchanges deleters takes the
+  // context away for a moment.
   std::lock_guard<std::mutex> lock(registry().mutex);
-  // Its memory belongs to several storages, each of which may be the one to free it.
+  // The memory of a lazy clone belongs to several storages, any of which may free it.
   if (c10::impl::cow::is_cow_data_ptr(data)) return kLazyClone;
   void* context = data.get_context();
   void* key = context != nullptr ? context : static_cast<void*>(storage.unsafeGetStorageImpl());
@@ -127,7 +127,7 @@ Refusal enter(Pin& pin) {
   if (const Refusal refused = conflict(entry, pin)) return refused;
   entry.pins.push_back(&pin);
   pin.key = key;
-  // Only the deleter is exchanged: other threads may be reading the address.
+  // Exchange only the deleter, because other threads may be reading the address.
   if (is_new && context != nullptr) {
     entry.deleter = data.get_deleter();
     (void)data.compare_exchange_deleter(entry.deleter, &free_unless_viewed);
@@ -137,7 +137,7 @@ Refusal enter(Pin& pin) {
 }
 
 void leave(const Pin& pin) {
-  // Both are let go when the lock is.
+  // Both are released after the lock is.
   c10::Storage storage;
   c10::DeleterFnPtr deleter = nullptr;
   {
@@ -151,7 +151,8 @@ void leave(const Pin& pin) {
     if (entry.orphaned) deleter = entry.deleter;
     const bool restored = data.get_context() == pin.key &&
                           data.compare_exchange_deleter(&free_unless_viewed, entry.deleter);
-    // Otherwise the memory moved to a lazy clone, and freeing it still needs the entry.
+    // In the remaining case the memory has moved to a lazy clone, and freeing it still needs the
+    // entry.
     if (entry.orphaned || restored || entry.deleter == nullptr) registry().entries.erase(found);
   }
   if (deleter != nullptr) deleter(pin.key);
@@ -159,7 +160,8 @@ void leave(const Pin& pin) {
 
 void bump_version(const at::Tensor& tensor) { tensor.unsafeGetTensorImpl()->bump_version(); }
 
-// To autograd, that a writer came. Throws for an inference tensor, which must not be written to.
+// Tells autograd that there is a writer. Throws for an inference tensor, which must not be written
+// to.
 void announce(const Pin& pin) {
   try {
     bump_version(pin.tensor);
@@ -171,8 +173,8 @@ void announce(const Pin& pin) {
 
 }  // namespace
 
-// Keeps a tensor's memory for a view of `dim` dimensions, as many as the tensor has, and says where
-// its elements are. A refusal that is not zero leaves `pin` alone.
+// Keeps a tensor's memory for a view of `dim` dimensions, which must be the tensor's number of
+// dimensions, and returns where its elements are. If `refused` is not zero, `pin` is not written.
 TCH_EXTENSION_API Message tch_extension_pin(const at::Tensor* tensor, bool writer, int64_t* sizes,
                                             int64_t* strides, size_t dim, void** data, Pin** pin,
                                             int* refused) {
@@ -196,17 +198,17 @@ TCH_EXTENSION_API Message tch_extension_pin(const at::Tensor* tensor, bool write
   });
 }
 
-// Ends a view. What was saved for a backward while it lived has changed, too: the version goes up
-// once more.
+// Ends a view. Tensors that were saved for a backward pass while the view lived have changed, too,
+// so the version counter is bumped once more.
 TCH_EXTENSION_API void tch_extension_unpin(Pin* pin) {
   std::unique_ptr<Pin> owned(pin);
   if (owned->key == nullptr) return;
   leave(*owned);
-  // An inference tensor has no versions, and says so by throwing.
+  // An inference tensor has no version counter, and bump_version throws for it.
   free(owned->writer ? guard([&] { bump_version(owned->tensor); }) : nullptr);
 }
 
-// How many memories are looked at.
+// The number of memory blocks that have a view.
 TCH_EXTENSION_API size_t tch_extension_pinned() {
   std::lock_guard<std::mutex> lock(registry().mutex);
   return registry().entries.size();

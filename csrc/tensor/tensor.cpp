@@ -1,4 +1,4 @@
-// What kernels take for granted of a tensor's memory, and how to have it.
+// Whether a tensor's memory is as kernels need it, and how to get such a tensor.
 
 #include <ATen/ATen.h>
 
@@ -6,22 +6,22 @@
 
 using namespace tch_extension;
 
-// Whether the values lie in memory as they are, in whatever order. libtorch also has tensors whose
-// values are those in memory negated or conjugated, and tensors of zeros without memory;
-// `is_contiguous` says yes to all of them. Tensors that only stand for others, as vmap's do, throw
-// when they are asked for memory.
+// Whether the memory holds the tensor's values themselves, in any order. libtorch also has tensors
+// whose values are the negated or conjugated contents of memory, and tensors of zeros without
+// memory; `is_contiguous` is true for all of them. Tensors that only represent others, as vmap's
+// do, throw when they are asked for their memory.
 TCH_EXTENSION_API bool tch_extension_is_in_memory(const at::Tensor* tensor) {
   return tensor->defined() && tensor->layout() == at::kStrided && !tensor->is_neg() &&
          !tensor->is_conj() && !tensor->_is_zerotensor() && tensor->has_storage() &&
          (tensor->numel() == 0 || tensor->data_ptr() != nullptr);
 }
 
-// Whether they lie there row by row, too.
+// Whether the memory holds the values in row-major order, without gaps.
 TCH_EXTENSION_API bool tch_extension_is_plain(const at::Tensor* tensor) {
   return tch_extension_is_in_memory(tensor) && tensor->is_contiguous();
 }
 
-// The tensor itself if it is plain, otherwise a copy that is.
+// Returns the tensor itself if it is plain, otherwise a plain copy.
 TCH_EXTENSION_API Message tch_extension_plain(const at::Tensor* tensor, at::Tensor** result) {
   return guard([&] {
     at::Tensor plain = tensor->_is_zerotensor() ? at::zeros(tensor->sizes(), tensor->options())
@@ -30,8 +30,8 @@ TCH_EXTENSION_API Message tch_extension_plain(const at::Tensor* tensor, at::Tens
   });
 }
 
-// Dense: not one of the sparse, blocked or nested layouts, nor one that only stands for another
-// tensor.
+// Whether the tensor is dense: its layout is not sparse, blocked or nested, and it does not just
+// represent another tensor.
 TCH_EXTENSION_API bool tch_extension_is_strided(const at::Tensor* tensor) {
   return tensor->defined() && tensor->layout() == at::kStrided && !tensor->is_nested() &&
          tensor->has_storage();

@@ -1,5 +1,5 @@
-// Memory with canaries around it, for a thread that asks: who writes beyond what was allocated,
-// kills them.
+// Allocations with canaries around them, for a thread that asks for them. A canary is a byte of a
+// known value; a write outside the allocation overwrites it.
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
@@ -17,15 +17,16 @@ using namespace tch_extension;
 
 namespace {
 
-// On either side. A multiple of every alignment that libtorch's kernels look at.
+// The number of canaries on either side, a multiple of every alignment that libtorch's kernels
+// check.
 constexpr size_t kMargin = 64;
 constexpr unsigned char kCanary = 0xA5;
 
 struct Watch;
 
 struct Block {
-  at::DataPtr memory;  // with the margins
-  size_t len;          // without
+  at::DataPtr memory;  // including the margins
+  size_t len;          // without the margins
   std::shared_ptr<Watch> watch;
 
   unsigned char* begin() const { return static_cast<unsigned char*>(memory.get()); }
@@ -41,7 +42,7 @@ struct Block {
 struct Watch {
   std::mutex mutex;
   std::unordered_set<Block*> living;
-  size_t broken = 0;  // of those that are gone
+  size_t broken = 0;  // number of freed blocks with overwritten canaries
 };
 
 thread_local std::shared_ptr<Watch> watch_of_this_thread;
@@ -53,8 +54,8 @@ void release(void* context) {
   if (!block->intact()) ++block->watch->broken;
 }
 
-// In the place of libtorch's own allocator, to which it leaves everything but what a watching
-// thread asks for.
+// Takes the place of libtorch's own allocator, to which it passes on everything except the requests
+// of a watching thread.
 class CanaryAllocator final : public c10::Allocator {
  public:
   explicit CanaryAllocator(c10::Allocator* next) : next_(next) {}
@@ -81,7 +82,8 @@ class CanaryAllocator final : public c10::Allocator {
   c10::Allocator* next_;
 };
 
-// Stays for good: blocks of it may outlive any watch. Never destroyed.
+// Installs the allocator for good, because its blocks may outlive every watch. It is never
+// destroyed.
 void install() {
   static const bool installed = [] {
     c10::SetCPUAllocator(new CanaryAllocator(c10::GetCPUAllocator()), /*priority=*/UINT8_MAX);
@@ -92,7 +94,7 @@ void install() {
 
 }  // namespace
 
-// From now on this thread's allocations have canaries.
+// From now on, this thread's allocations have canaries.
 TCH_EXTENSION_API Message tch_extension_canary_begin() {
   return guard([] {
     install();
@@ -100,7 +102,8 @@ TCH_EXTENSION_API Message tch_extension_canary_begin() {
   });
 }
 
-// Ends it. How many of the allocations had something written beside them, freed since or not.
+// Stops watching, and returns how many allocations had canaries overwritten, whether or not they
+// have been freed since.
 TCH_EXTENSION_API size_t tch_extension_canary_end() {
   const std::shared_ptr<Watch> watch = std::exchange(watch_of_this_thread, nullptr);
   if (watch == nullptr) return 0;

@@ -1,5 +1,5 @@
-// The operator that does nothing as C++ writes it, with torch::autograd::Function: what our bridge
-// is measured against.
+// An operator that does nothing, written in C++ with torch::autograd::Function. Our bridge is
+// measured against it.
 
 #include <torch/csrc/autograd/custom_function.h>
 

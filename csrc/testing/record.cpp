@@ -1,4 +1,4 @@
-// What a profiler sees of this thread: names and sequence numbers, for tests.
+// Records what a profiler sees of this thread, names and sequence numbers, for tests.
 
 #include <ATen/record_function.h>
 
@@ -41,7 +41,8 @@ TCH_EXTENSION_API Message tch_extension_record_begin(uint64_t* handle) {
   });
 }
 
-// Calls `take` with each event; nothing in it may unwind. Returns how many have not ended.
+// Calls `take` with each event; `take` must not unwind. Returns the number of events that have not
+// ended.
 TCH_EXTENSION_API int64_t tch_extension_record_end(uint64_t handle, void* context,
                                                    void (*take)(void*, const char*, size_t,
                                                                 int64_t)) {

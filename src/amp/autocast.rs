@@ -1,4 +1,4 @@
-//! `torch.autocast`.
+//! Regions in which libtorch casts automatically: `torch.autocast`.
 
 use crate::ffi::amp::{
     AutocastSetting, autocast_cache, enter_autocast, leave_autocast, set_autocast_cache,
@@ -8,22 +8,26 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use tch::{Device, Kind};
 
-/// Autocast in this thread until dropped, then as before; when a panic unwinds, too. In Python it
-/// is `with torch.autocast(…)`.
+/// Keeps autocast on in this thread until the guard is dropped, even by a panic that unwinds. Then
+/// the previous settings are restored. In Python this is `with torch.autocast(…)`.
 ///
-/// It holds for all devices of the given one's type. Regions nest to any depth, also those of
-/// different devices. What autocast casts for an operation is libtorch's list for the type of
-/// device. The weights that it cast are kept, so that a weight used twice is cast once, until the
-/// thread's outermost region ends: a weight that is changed inside a region may go on with its old
-/// values there. As in torch, they are kept for the process, not the thread: where regions of two
-/// threads overlap, a thread may find what the other cast before the weight was changed, and the
-/// end of either's outermost region lets go of all.
+/// The region holds for all devices of the same type as the given device. Regions may be nested to
+/// any depth, also regions for different device types. Which operations are cast, and to which
+/// kind, is decided by libtorch's lists for the device type.
 ///
-/// The backward belongs outside of the region: it runs each operation in the kind of its forward by
-/// itself.
+/// libtorch caches the casts of weights, so that a weight that is used twice is cast once. The
+/// cache is cleared when the thread's outermost region ends. A weight that is changed inside a
+/// region may therefore continue to be used with its old values there. As in torch, the cache
+/// belongs to the process and not to the thread. If regions of two threads overlap, a thread may
+/// find a weight that the other thread cast before the weight was changed, and the end of either
+/// thread's outermost region clears the whole cache.
 ///
-/// Guards are best dropped in the reverse order of their making. In any other order the youngest
-/// guard still alive decides, and when the last is dropped all is as it was before the first.
+/// Run the backward pass outside of the region: it runs each operation in the kind of its forward
+/// operation by itself.
+///
+/// Drop guards in the reverse order of their creation. In any other order, the newest guard that is
+/// still alive decides, and when the last guard is dropped, the settings are those from before the
+/// first.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -45,22 +49,22 @@ use tch::{Device, Kind};
 #[must_use = "autocast ends when the guard is dropped"]
 pub struct Autocast {
     id: u64,
-    /// The settings are the thread's: the guard stays in it.
+    /// The settings belong to the thread, so the guard must stay in it.
     _not_send: PhantomData<*mut ()>,
 }
 
 impl Autocast {
-    /// Switches autocast on for `device`'s type, in kind `Half` or `BFloat16`. Whether cast weights
-    /// are kept stays as it is.
+    /// Switches autocast on for `device`'s type, with kind `Half` or `BFloat16`. Whether casts of
+    /// weights are cached stays as it is.
     ///
     /// # Errors
-    /// On another kind; when `device` is neither the CPU nor a CUDA device that is there.
+    /// When `kind` is another kind, or `device` is neither the CPU nor an existing CUDA device.
     pub fn new(device: Device, kind: Kind) -> Result<Autocast> {
         enabled("Autocast::new", device, kind, None)
     }
 
-    /// [`Autocast::new`], and cast weights are kept from now on or not (`cache_enabled` in Python).
-    /// Without keeping, a weight that is changed inside the region takes effect at once.
+    /// Like [`Autocast::new`], but also sets whether casts of weights are cached (`cache_enabled`
+    /// in Python). Without the cache, a change of a weight inside the region takes effect at once.
     ///
     /// ```
     /// # use tch::{Device, Kind};
@@ -70,23 +74,23 @@ impl Autocast {
     /// ```
     ///
     /// # Errors
-    /// As [`Autocast::new`].
+    /// As for [`Autocast::new`].
     pub fn with_cache(device: Device, kind: Kind, cache: bool) -> Result<Autocast> {
         enabled("Autocast::with_cache", device, kind, Some(cache))
     }
 
-    /// Switches autocast off for `device`'s type, such as for a part of a region that needs
-    /// precision. What comes into it in a half kind is best cast with `to_kind(Kind::Float)`.
+    /// Switches autocast off for `device`'s type, for example in a part of a region that needs
+    /// precision. If an input of that part has a half kind, cast it with `to_kind(Kind::Float)`.
     ///
     /// # Errors
-    /// When `device` is neither the CPU nor a CUDA device that is there.
+    /// When `device` is neither the CPU nor an existing CUDA device.
     pub fn disabled(device: Device) -> Result<Autocast> {
         let cuda = is_cuda("Autocast::disabled", device)?;
         enter(cuda, AutocastSetting::get(cuda)?.off(), None)
     }
 
-    /// The kind to which autocast casts on `device` at the moment, in this thread; `None` when it
-    /// is off.
+    /// The kind to which autocast now casts on `device` in this thread, or `None` if autocast is
+    /// off.
     ///
     /// ```
     /// # use tch::{Device, Kind};
@@ -106,9 +110,9 @@ impl Autocast {
     }
 }
 
-/// What a guard found.
+/// The settings that a guard found when it was made.
 struct Before {
-    /// The guard; ascending.
+    /// The guard's id. Later guards have greater ids.
     id: u64,
     cuda: bool,
     setting: AutocastSetting,
@@ -116,7 +120,7 @@ struct Before {
 }
 
 thread_local! {
-    /// Of the thread's living guards, oldest first.
+    /// The entries of this thread's living guards, oldest first.
     static GUARDS: RefCell<Vec<Before>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -150,12 +154,12 @@ fn enter(cuda: bool, setting: AutocastSetting, cache: Option<bool>) -> Result<Au
 
 impl Drop for Autocast {
     fn drop(&mut self) {
-        // Of a thread that is about to end nothing is left to restore.
+        // If the thread is about to end, nothing is left to restore.
         let Ok(Some(end)) = GUARDS.try_with(|guards| end(&mut guards.borrow_mut(), self.id)) else {
             return;
         };
-        // The list is not borrowed any more: with the cast weights goes whatever hangs on their
-        // graph. libtorch cannot fail here: it takes what it gave.
+        // The list is no longer borrowed here, because freeing the cached casts also frees whatever
+        // their graph holds. libtorch cannot fail here, because it only gets back its own settings.
         let _ = leave_autocast();
         if let Some((cuda, setting)) = end.setting {
             let _ = setting.set(cuda);
@@ -166,14 +170,14 @@ impl Drop for Autocast {
     }
 }
 
-/// What to put back when a guard is gone.
+/// The settings to restore after a guard is gone.
 struct End {
     setting: Option<(bool, AutocastSetting)>,
     cache: Option<bool>,
 }
 
-/// Takes a guard off the list. What it found is the next younger one's to put back, if there is
-/// one.
+/// Takes a guard off the list. If there is a newer guard, that one inherits the settings to
+/// restore.
 fn end(guards: &mut Vec<Before>, id: u64) -> Option<End> {
     let index = guards.iter().position(|guard| guard.id == id)?;
     let found = guards.remove(index);
@@ -189,7 +193,7 @@ fn end(guards: &mut Vec<Before>, id: u64) -> Option<End> {
     Some(end)
 }
 
-/// Whether the device is CUDA's rather than the CPU, and there.
+/// Whether the device is an existing CUDA device; false for the CPU.
 fn is_cuda(op: &str, device: Device) -> Result<bool> {
     let index = match device {
         Device::Cpu => return Ok(false),
@@ -241,7 +245,7 @@ mod tests {
         let left: Vec<_> =
             guards.iter().map(|guard| (guard.id, guard.setting.kind(), guard.cache)).collect();
         assert_eq!(left, [(1, Some(Kind::BFloat16), true), (2, Some(Kind::Half), false)]);
-        // No younger one of its device, but one that has the cache.
+        // No newer guard has the same device type, but a newer guard restores the cache.
         let ended = end(&mut guards, 1).unwrap();
         assert!(ended.setting.is_some_and(|(cuda, _)| cuda) && ended.cache.is_none());
         assert!(guards[0].cache && end(&mut guards, 1).is_none());

@@ -1,25 +1,26 @@
-//! Autocast for operators of one's own.
+//! Autocast for your own operators.
 
 use super::Autocast;
 use crate::Result;
 use crate::ffi::amp::cached_cast;
 use tch::{Kind, Tensor};
 
-/// What an operator's inputs are cast to where autocast is on.
+/// The kind to which an operator's inputs are cast when autocast is on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CastPolicy {
-    /// Autocast's own kind: for matrix products.
+    /// The kind of the autocast region. Use it for matrix products.
     LowerPrecision,
-    /// `Float`: for what needs the digits, such as sums and exponentials.
+    /// `Float`. Use it for operations that need the precision, such as sums and exponentials.
     Float,
 }
 
-/// An operator's inputs as autocast has them; `None` when it is off, and there is nothing to do.
-/// What `torch.amp.custom_fwd` does in Python, but chosen by the device of the first input, and
-/// with differentiable casts: call it before [`apply`](crate::autograd::apply), not in the forward.
+/// Casts an operator's inputs as autocast casts them. Returns `None` if autocast is off and nothing
+/// has to be cast. This is `torch.amp.custom_fwd` in Python, but it uses the device of the first
+/// input, and its casts are differentiable: call it before [`apply`](crate::autograd::apply), not
+/// in the forward pass.
 ///
-/// As in libtorch's own operators, inputs of floating kinds other than `Double` on that device are
-/// cast; and the casts of leaves that require grad are kept for the region.
+/// As for libtorch's own operators, inputs of floating-point kinds other than `Double` on that
+/// device are cast, and casts of leaves that require grad are cached for the region.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -40,7 +41,7 @@ pub enum CastPolicy {
 /// ```
 ///
 /// # Errors
-/// libtorch's.
+/// An error of libtorch.
 pub fn autocast_inputs(
     policy: CastPolicy,
     inputs: &[Option<&Tensor>],

@@ -1,14 +1,15 @@
-//! `torch.amp.GradScaler`.
+//! Scaling of losses and gradients: `torch.amp.GradScaler`.
 
 use crate::ffi::amp as ffi;
 use crate::{Error, Result, check};
 use std::collections::HashSet;
 use tch::{Device, Kind, Tensor};
 
-/// What [`GradScaler`] needs of an optimizer. tch's have it; implement it for one of your own.
+/// What [`GradScaler`] needs from an optimizer. tch's optimizers implement it; implement it for
+/// your own.
 ///
-/// A scaler knows an optimizer by its parameters: between two updates, two optimizers with a
-/// parameter in common are one to it, whose gradients it unscales once.
+/// A scaler recognises an optimizer by its parameters. Between two updates, it treats two
+/// optimizers that share a parameter as one, and unscales its gradients once.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -49,11 +50,11 @@ pub trait Optimizer {
     /// Applies the gradients.
     ///
     /// # Errors
-    /// The optimizer's own.
+    /// An error of the optimizer.
     fn step(&mut self) -> Result<()>;
 }
 
-/// Panics where tch's own step does.
+/// `step` panics if tch's own `step` does.
 impl Optimizer for tch::nn::Optimizer {
     fn parameters(&self) -> Vec<Tensor> {
         self.trainable_variables()
@@ -65,7 +66,7 @@ impl Optimizer for tch::nn::Optimizer {
     }
 }
 
-/// How a [`GradScaler`] scales. The defaults are torch's.
+/// The options of a [`GradScaler`]. The defaults are torch's.
 ///
 /// ```
 /// use tch_extension::amp::{GradScaler, GradScalerOptions};
@@ -76,15 +77,19 @@ impl Optimizer for tch::nn::Optimizer {
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradScalerOptions {
-    /// The first scale; positive. 65536.
+    /// The initial scale. It must be positive. The default is 65536.
     pub init_scale: f64,
-    /// What the scale is multiplied by after `growth_interval` steps in a row; above 1. 2.
+    /// The scale is multiplied by this after `growth_interval` steps in a row without infinite or
+    /// NaN gradients. It must be above 1. The default is 2.
     pub growth_factor: f64,
-    /// What the scale is multiplied by after a step that was skipped; between 0 and 1. 0.5.
+    /// The scale is multiplied by this after a step that was skipped. It must be between 0 and 1.
+    /// The default is 0.5.
     pub backoff_factor: f64,
-    /// How many updates without infinite gradients let the scale grow; positive. 2000.
+    /// The number of updates in a row without infinite or NaN gradients after which the scale
+    /// grows. It must be positive. The default is 2000.
     pub growth_interval: i64,
-    /// If false, the scaler does nothing and [`GradScaler::step`] always steps. True.
+    /// If false, the scaler does nothing and [`GradScaler::step`] always steps. The default is
+    /// true.
     pub enabled: bool,
 }
 
@@ -100,11 +105,11 @@ impl Default for GradScalerOptions {
     }
 }
 
-/// What to save of a [`GradScaler`] beside weights and optimizers: torch's `state_dict`, field by
-/// field.
+/// The state of a [`GradScaler`] that must be saved along with weights and optimizers. The fields
+/// are those of torch's `state_dict`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradScalerState {
-    /// The scale.
+    /// The current scale.
     pub scale: f64,
     /// As in [`GradScalerOptions`].
     pub growth_factor: f64,
@@ -112,26 +117,27 @@ pub struct GradScalerState {
     pub backoff_factor: f64,
     /// As in [`GradScalerOptions`].
     pub growth_interval: i64,
-    /// How many updates since the scale last changed; `_growth_tracker` in torch.
+    /// The number of updates since the scale last changed; `_growth_tracker` in torch.
     pub growth_tracker: i64,
 }
 
 /// Scales losses, so that gradients of kind `Half` do not vanish, and skips the steps for which the
-/// scale was too large. What `torch.amp.GradScaler` is in Python, with the same steps and the same
-/// numbers.
+/// scale was too large. It is `torch.amp.GradScaler` with the same steps and the same numbers.
 ///
-/// In each iteration: [`scale`](Self::scale) the loss, run its backward, [`step`](Self::step) each
-/// optimizer, [`update`](Self::update) once. Gradients that are to be looked at or clipped need
-/// [`unscale`](Self::unscale) before the step. An infinite or NaN gradient makes `step` skip its
-/// optimizer and `update` lower the scale; after `growth_interval` updates without one the scale
-/// grows.
+/// In each iteration, [`scale`](Self::scale) the loss, run the backward pass, [`step`](Self::step)
+/// each optimizer, and [`update`](Self::update) once. To inspect or clip gradients, call
+/// [`unscale`](Self::unscale) before the step. If a gradient is infinite or NaN, `step` skips its
+/// optimizer and `update` lowers the scale. After `growth_interval` updates without such a
+/// gradient, the scale grows.
 ///
-/// The weights, and so the gradients, are of kind `Float` or `Double`, on the CPU also `BFloat16`,
-/// on several devices, too; those of one optimizer may be on different ones. Absent gradients are
-/// passed over. Of sparse gradients (COO) the values are looked at. Only `step`,
-/// [`scale_factor`](Self::scale_factor), [`growth_tracker`](Self::growth_tracker) and
-/// [`state`](Self::state) wait for the GPU; the others, too, when they have to bring a number from
-/// a GPU to the CPU, because the first tensor that was scaled is not where the gradients are.
+/// The weights, and so the gradients, must be of kind `Float` or `Double` or, on the CPU,
+/// `BFloat16`. They may be on several devices, even those of one optimizer. Absent gradients are
+/// skipped. For sparse gradients (COO), the stored values are checked.
+///
+/// Only `step`, [`scale_factor`](Self::scale_factor), [`growth_tracker`](Self::growth_tracker) and
+/// [`state`](Self::state) wait for the GPU. The other functions wait only if they have to copy a
+/// number from a GPU to the CPU, which is needed when the first tensor that was scaled is not on
+/// the device of the gradients.
 ///
 /// ```
 /// use tch::nn::{self, OptimizerConfig};
@@ -156,26 +162,26 @@ pub struct GradScalerState {
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// Where it differs from torch's: what torch would do wrong without a word is an error, such as a
-/// parameter that gained its gradient and its optimizer after `unscale`; `step` says whether it
-/// stepped; numbers that make no sense are refused.
+/// There are three differences from torch. Misuse that torch would answer with wrong results is an
+/// error, for example a parameter that got its gradient and joined its optimizer after `unscale`.
+/// `step` returns whether it stepped. Options and states that are out of range are refused.
 #[derive(Debug)]
 pub struct GradScaler {
     enabled: bool,
-    /// `scale` and `growth_tracker` are those to begin with.
+    /// `scale` and `growth_tracker` are the initial values.
     state: GradScalerState,
-    /// None until the first tensor is scaled.
+    /// `None` until the first tensor is scaled.
     current: Option<Current>,
-    /// Those unscaled since the last update.
+    /// The optimizers whose gradients were unscaled since the last update.
     optimizers: Vec<Unscaled>,
 }
 
-/// On the device of the first tensor that was scaled.
+/// The current values, on the device of the first tensor that was scaled.
 #[derive(Debug)]
 struct Current {
-    /// Float, no dimension.
+    /// Kind Float, 0-dimensional.
     scale: Tensor,
-    /// Int, no dimension.
+    /// Kind Int, 0-dimensional.
     growth_tracker: Tensor,
 }
 
@@ -183,15 +189,16 @@ struct Current {
 #[derive(Debug)]
 struct Unscaled {
     identities: HashSet<usize>,
-    /// Held, so that no other tensor gets their identities.
+    /// Kept alive, so that no other tensor gets the same identity.
     _parameters: Vec<Tensor>,
-    /// For each device with gradients, whether one of them was not finite: not 0.
+    /// One tensor for each device that has gradients; it is not 0 if one of them was infinite or
+    /// NaN.
     found_inf: Vec<Tensor>,
     stepped: bool,
 }
 
 impl GradScaler {
-    /// A scaler in its first state.
+    /// Makes a scaler with the initial scale.
     ///
     /// # Errors
     /// When an option is out of its range, unless `enabled` is false.
@@ -211,16 +218,17 @@ impl GradScaler {
         Ok(GradScaler { enabled: options.enabled, state, current: None, optimizers: Vec::new() })
     }
 
-    /// Whether it does anything.
+    /// Whether the scaler is enabled. If it is not, it does nothing.
     pub fn is_enabled(&self) -> bool {
         self.enabled
     }
 
-    /// The loss times the scale, to call `backward` on: any shape, any floating kind, CPU or CUDA.
-    /// The same kind comes back, so a loss of kind `Half` easily becomes infinite.
+    /// Returns the loss times the scale; call `backward` on the result. The loss may have any shape
+    /// and any floating-point kind, on the CPU or on CUDA. The result has the same kind, so a loss
+    /// of kind `Half` easily becomes infinite.
     ///
     /// # Errors
-    /// On an undefined or sparse tensor, and libtorch's.
+    /// When the tensor is undefined or sparse, or an error of libtorch.
     pub fn scale(&mut self, loss: &Tensor) -> Result<Tensor> {
         if !self.enabled {
             return Ok(loss.shallow_clone());
@@ -233,7 +241,7 @@ impl GradScaler {
         Ok(loss.f_mul(&moved(&current.scale, loss.device())?)?)
     }
 
-    /// [`scale`](Self::scale) of several losses, in order.
+    /// Calls [`scale`](Self::scale) for several losses, in order.
     ///
     /// ```
     /// # use tch::Tensor;
@@ -244,15 +252,15 @@ impl GradScaler {
     /// ```
     ///
     /// # Errors
-    /// As [`scale`](Self::scale).
+    /// As for [`scale`](Self::scale).
     pub fn scale_all(&mut self, losses: &[&Tensor]) -> Result<Vec<Tensor>> {
         losses.iter().map(|loss| self.scale(loss)).collect()
     }
 
-    /// Divides the gradients of the optimizer's parameters by the scale, in place, and notes
-    /// whether one was not finite. For what has to see the gradients themselves, such as clipping;
-    /// otherwise [`step`](Self::step) does it. Once for each optimizer and update, when all its
-    /// gradients are complete.
+    /// Divides the gradients of the optimizer's parameters by the scale, in place, and records
+    /// whether one was infinite or NaN. Call it before code that needs the real gradients, such as
+    /// clipping; otherwise [`step`](Self::step) does it. Call it at most once per optimizer and
+    /// update, when all gradients of the optimizer are complete.
     ///
     /// ```
     /// # use tch::{Kind, nn::{OptimizerConfig, Sgd, VarStore}};
@@ -271,10 +279,10 @@ impl GradScaler {
     /// ```
     ///
     /// # Errors
-    /// Before anything was scaled; after `unscale` or `step` of this optimizer since the last
-    /// update; on a gradient of kind `Half` (its weights should be `Float`; under autocast they are
-    /// cast as needed), of another unsuitable kind, or sparse in another layout than COO;
-    /// libtorch's.
+    /// When nothing was scaled before; when `unscale` or `step` was already called for this
+    /// optimizer since the last update; for a gradient of kind `Half` (its weights should be
+    /// `Float`, which autocast casts as needed), of another unsuitable kind, or of a sparse layout
+    /// other than COO; or an error of libtorch.
     pub fn unscale(&mut self, optimizer: &impl Optimizer) -> Result<()> {
         if !self.enabled {
             return Ok(());
@@ -289,12 +297,14 @@ impl GradScaler {
         self.unscale_parameters(op, parameters).map(|_| ())
     }
 
-    /// Steps the optimizer, unless one of its gradients was not finite, and says whether it did.
-    /// Unscales the gradients first, if [`unscale`](Self::unscale) did not. Once for each optimizer
-    /// and update. Waits for the GPU, to know.
+    /// Steps the optimizer unless one of its gradients was infinite or NaN, and returns whether it
+    /// stepped. It first unscales the gradients if [`unscale`](Self::unscale) did not. Call it once
+    /// per optimizer and update. It waits for the GPU, because it needs to know whether the
+    /// gradients are finite.
     ///
     /// # Errors
-    /// As [`unscale`](Self::unscale); when no parameter has a gradient; the optimizer's own.
+    /// As for [`unscale`](Self::unscale); when no parameter has a gradient; or an error of the
+    /// optimizer.
     pub fn step(&mut self, optimizer: &mut impl Optimizer) -> Result<bool> {
         if !self.enabled {
             return optimizer.step().map(|()| true);
@@ -329,12 +339,12 @@ impl GradScaler {
         Ok(finite)
     }
 
-    /// Ends an iteration: lowers the scale if a gradient of any optimizer was not finite, raises it
-    /// if that was the last of `growth_interval` updates in a row without one. Does not wait for
-    /// the GPU.
+    /// Ends an iteration. It lowers the scale if a gradient of any optimizer was infinite or NaN,
+    /// and raises it if this was the last of `growth_interval` updates in a row without such a
+    /// gradient. It does not wait for the GPU.
     ///
     /// # Errors
-    /// Before anything was scaled; when no gradient was unscaled since the last update.
+    /// When nothing was scaled before, or no gradient was unscaled since the last update.
     pub fn update(&mut self) -> Result<()> {
         if !self.enabled {
             return Ok(());
@@ -364,11 +374,11 @@ impl GradScaler {
         Ok(())
     }
 
-    /// Ends an iteration with a scale of one's own. The count of updates towards the next growth
-    /// goes on.
+    /// Ends an iteration and sets the scale to a value of your choice. The count of updates towards
+    /// the next growth continues.
     ///
     /// # Errors
-    /// When the scale is not positive and finite as `f32`; before anything was scaled.
+    /// When the scale is not positive and finite as `f32`, or nothing was scaled before.
     pub fn update_to(&mut self, scale: f64) -> Result<()> {
         if !self.enabled {
             return Ok(());
@@ -380,10 +390,10 @@ impl GradScaler {
         Ok(())
     }
 
-    /// The scale at the moment; 1 if it is not enabled. Waits for the GPU.
+    /// The current scale, or 1 if the scaler is not enabled. Waits for the GPU.
     ///
     /// # Errors
-    /// CUDA's.
+    /// An error of CUDA.
     pub fn scale_factor(&self) -> Result<f64> {
         match &self.current {
             _ if !self.enabled => Ok(1.0),
@@ -392,11 +402,11 @@ impl GradScaler {
         }
     }
 
-    /// How many updates there were since the scale last changed; 0 if it is not enabled. Waits for
-    /// the GPU.
+    /// The number of updates since the scale last changed, or 0 if the scaler is not enabled. Waits
+    /// for the GPU.
     ///
     /// # Errors
-    /// CUDA's.
+    /// An error of CUDA.
     pub fn growth_tracker(&self) -> Result<i64> {
         match &self.current {
             _ if !self.enabled => Ok(0),
@@ -405,7 +415,8 @@ impl GradScaler {
         }
     }
 
-    /// What to save, best after an update; `None` if it is not enabled. Waits for the GPU.
+    /// The state to save, best after an update, or `None` if the scaler is not enabled. Waits for
+    /// the GPU.
     ///
     /// ```
     /// # use tch_extension::amp::GradScaler;
@@ -419,7 +430,7 @@ impl GradScaler {
     /// ```
     ///
     /// # Errors
-    /// CUDA's.
+    /// An error of CUDA.
     pub fn state(&self) -> Result<Option<GradScalerState>> {
         if !self.enabled {
             return Ok(None);
@@ -428,17 +439,17 @@ impl GradScaler {
         Ok(Some(GradScalerState { scale, growth_tracker, ..self.state }))
     }
 
-    /// Goes on from a saved state. Does nothing if it is not enabled.
+    /// Continues from a saved state. Does nothing if the scaler is not enabled.
     ///
     /// # Errors
-    /// When a number is out of its range; then nothing has changed.
+    /// When a number is out of its range. The scaler is then unchanged.
     pub fn load_state(&mut self, state: &GradScalerState) -> Result<()> {
         if !self.enabled {
             return Ok(());
         }
         let op = "GradScaler::load_state";
         check_factors(op, state)?;
-        // A scale may have fallen to 0.
+        // The scale may have fallen to 0 in the saved run.
         if state.scale != 0.0 {
             check_scale(op, "scale", state.scale)?;
         }
@@ -460,7 +471,7 @@ impl GradScaler {
         })
     }
 
-    /// Where an optimizer with these parameters is among those that were unscaled.
+    /// The index of the optimizer with these parameters among those whose gradients were unscaled.
     fn find(&self, op: &str, parameters: &[Tensor]) -> Result<Option<usize>> {
         let identities: Vec<usize> = parameters.iter().map(ffi::identity).collect();
         let known =
@@ -478,14 +489,15 @@ impl GradScaler {
         Ok(Some(index))
     }
 
-    /// Unscales the gradients, and says where that is noted.
+    /// Unscales the gradients, and returns the index of the new entry in `self.optimizers`.
     fn unscale_parameters(&mut self, op: &str, mut parameters: Vec<Tensor>) -> Result<usize> {
         let _no_grad = tch::no_grad_guard();
         let mut identities = HashSet::new();
         parameters.retain(|parameter| identities.insert(ffi::identity(parameter)));
         let scale = &self.current(op)?.scale;
         let groups = groups_of_gradients(op, &parameters)?;
-        // In Double, as torch does it: the same to the last bit on every device.
+        // Computed in Double, as torch does, so that the result is the same to the last bit on
+        // every device.
         let inverse = scale.f_to_kind(Kind::Double)?.f_reciprocal()?.f_to_kind(Kind::Float)?;
         let mut devices: Vec<(Device, Tensor, Tensor)> = Vec::new();
         for Group { device, gradients, .. } in &groups {
@@ -521,7 +533,7 @@ impl Current {
     }
 }
 
-/// Gradients that libtorch can unscale in one go.
+/// Gradients that libtorch can unscale in one call.
 struct Group {
     device: Device,
     kind: Kind,
@@ -545,12 +557,12 @@ fn groups_of_gradients(op: &str, parameters: &[Tensor]) -> Result<Vec<Group>> {
     Ok(groups)
 }
 
-/// The numbers of a gradient, in the gradient's own memory.
+/// The values of a gradient, in the gradient's own memory.
 fn values_of(op: &str, place: usize, gradient: Tensor) -> Result<Tensor> {
     let name = format!("the gradient of parameter {place}");
     let gradient = if gradient.is_sparse() { gradient.f_internal_values()? } else { gradient };
     let checked = check!(op, &name, gradient).defined()?;
-    // What libtorch has kernels for.
+    // The kinds for which libtorch has kernels.
     let (kinds, expected) = match gradient.device() {
         Device::Cpu => {
             (&[Kind::Float, Kind::Double, Kind::BFloat16][..], "kind Float, Double or BFloat16")
@@ -566,7 +578,8 @@ fn values_of(op: &str, place: usize, gradient: Tensor) -> Result<Tensor> {
     Ok(gradient)
 }
 
-/// On a device. To a GPU without waiting; what comes to the CPU has to be there before it is read.
+/// Copies a tensor to a device. The copy to a GPU is asynchronous; the copy to the CPU waits,
+/// because the value is read next.
 fn moved(tensor: &Tensor, device: Device) -> Result<Tensor> {
     Ok(tensor.f_to_device_(device, tensor.f_kind()?, device != Device::Cpu, false)?)
 }
@@ -586,7 +599,7 @@ fn check_factors(op: &str, state: &GradScalerState) -> Result<()> {
     if !(state.backoff_factor > 0.0 && state.backoff_factor < 1.0) {
         return Err(out_of_range(op, "backoff_factor", "between 0 and 1", state.backoff_factor));
     }
-    // libtorch counts in 32 bits.
+    // libtorch counts with 32 bits.
     if !(1..=i64::from(i32::MAX)).contains(&state.growth_interval) {
         return Err(out_of_range(
             op,

@@ -1,10 +1,11 @@
 //! Mixed precision: [`Autocast`] is `torch.autocast`, [`GradScaler`] is `torch.amp.GradScaler`.
 //!
-//! The weights stay in [`Kind::Float`](tch::Kind::Float). Inside an [`Autocast`] libtorch casts for
-//! each operation as its lists for the device say: matrix products run in the half kind, losses in
-//! `Float`. Gradients of [`Kind::Half`](tch::Kind::Half) are easily too small for it, so the loss
-//! is scaled up before the backward and the gradients down after it; with
-//! [`Kind::BFloat16`](tch::Kind::BFloat16) that is not needed.
+//! Keep the weights in [`Kind::Float`](tch::Kind::Float). Inside an [`Autocast`] region, libtorch
+//! casts the inputs of each operation according to its lists for the device: matrix products run in
+//! the half kind, losses in `Float`. Gradients are often too small for
+//! [`Kind::Half`](tch::Kind::Half), so the loss is scaled up before the backward pass, and the
+//! gradients are scaled down after it. With [`Kind::BFloat16`](tch::Kind::BFloat16) that is not
+//! needed.
 //!
 //! ```
 //! use tch::nn::{self, Module, OptimizerConfig};

@@ -1,23 +1,23 @@
-//! `torch.autograd.detect_anomaly`.
+//! Finds the forward pass of a failing backward pass: `torch.autograd.detect_anomaly`.
 
 use crate::ffi::autograd as ffi;
 
-/// Anomaly mode, until dropped.
+/// A guard that keeps anomaly mode on until it is dropped.
 #[must_use = "anomaly mode lasts until the guard is dropped; `let _ =` drops it at once"]
 pub struct DetectAnomaly {
     before: ffi::AnomalySetting,
 }
 
-/// Switches anomaly mode on until the guard is dropped: each node remembers where its forward was
-/// called, and a backward that fails says so; with `check_nan`, a backward that gives NaN fails.
-/// What `torch.autograd.detect_anomaly` is in Python.
+/// Switches anomaly mode on until the guard is dropped, as `torch.autograd.detect_anomaly` does in
+/// Python. Each graph node remembers where its forward pass was called, and a backward pass that
+/// fails reports that place. With `check_nan`, a backward pass that produces NaN fails.
 ///
 /// The error of [`backward`](super::backward()), [`grad()`](super::grad()) or a failing operator
-/// carries the place: for operators of this crate as a Rust backtrace (build with line tables, as
-/// cargo's `dev` profile does), for libtorch's own as it reports it. tch's own `Tensor::backward`
-/// prints it to stderr. The mode holds for the whole process and makes every forward slow: it is
-/// for finding a mistake. Guards that several threads hold at once have to be dropped in the
-/// reverse order.
+/// contains the place. For operators of this crate it is a Rust backtrace (build with line tables,
+/// as cargo's `dev` profile does); for libtorch's own operators it is what libtorch reports. tch's
+/// own `Tensor::backward` prints it to stderr. The mode holds for the whole process and makes every
+/// forward pass slow, so use it only to find a mistake. If several threads hold guards at once,
+/// drop the guards in reverse order.
 ///
 /// ```
 /// use tch::{Kind, Tensor};

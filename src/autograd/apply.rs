@@ -1,4 +1,5 @@
-//! Running an operator and attaching it to the graph; how the engine then reaches its backward.
+//! Runs an operator and attaches it to the graph, and holds the entry through which the engine
+//! calls its backward pass.
 
 use super::function::{Context, Function, Saved, Saver};
 use super::pointers::Pointers;
@@ -16,14 +17,14 @@ use tch::Tensor;
 use torch_sys::C_tensor;
 
 /// Runs an operator and, if grad mode is on and an input requires grad, makes it part of the graph.
-/// A missing input is `None`.
+/// An absent input is `None`.
 ///
-/// Without a graph the outputs are constants, also where the forward returned an input or switched
-/// grad mode on for itself. An input that is returned comes back as an alias, unless it was changed
-/// in place. Grad mode is afterwards what it was before.
+/// Without a graph the outputs are constants, even if the forward pass returned an input or
+/// switched grad mode on. An input that is returned comes back as an alias, unless it was changed
+/// in place. Afterwards grad mode is what it was before.
 ///
 /// # Errors
-/// The forward's own, or a misuse of [`Saver`].
+/// The forward pass's own error, or a misuse of [`Saver`].
 #[track_caller]
 pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors> {
     let operator = Operator { name: F::NAME, double_backward: F::DOUBLE_BACKWARD };
@@ -33,8 +34,8 @@ pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result
     })
 }
 
-/// [`apply`] for an operator of a few lines: two closures in place of a [`Function`]. The backward
-/// is not differentiable itself; a second derivative through it is an error.
+/// Like [`apply`], for an operator of a few lines: two closures take the place of a [`Function`].
+/// The backward pass is not itself differentiable; a second derivative through it is an error.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -58,7 +59,7 @@ pub fn apply<F: Function>(mut function: F, inputs: &[Option<&Tensor>]) -> Result
 /// ```
 ///
 /// # Errors
-/// As [`apply`].
+/// As for [`apply`].
 #[track_caller]
 pub fn apply_with<Forward, Back>(
     name: &'static str,
@@ -74,7 +75,7 @@ where
     operator.run(inputs, |saver, inputs| Ok((forward(saver, inputs)?, OfClosure(backward))))
 }
 
-/// What a node runs.
+/// The backward pass that a graph node runs.
 trait Backward: Send + Sync + 'static {
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors>;
 }
@@ -98,15 +99,15 @@ where
     }
 }
 
-/// What is known of an operator before its forward.
+/// What is known about an operator before its forward pass runs.
 struct Operator {
     name: &'static str,
     double_backward: bool,
 }
 
 impl Operator {
-    // Compiled in the crate of the operator; the small functions that it calls are `#[inline]`, to
-    // be inlined there, too.
+    // This function is generic, so it is compiled in the crate that defines the operator. The small
+    // functions that it calls are `#[inline]`, so that they can be inlined there, too.
     #[track_caller]
     fn run<B: Backward>(
         &self,
@@ -140,7 +141,7 @@ impl Operator {
         self.attach(backward, output_pointers, &saver, trace.as_deref())
     }
 
-    /// Hands a forward that has run over to libtorch's graph.
+    /// Attaches a graph node to the outputs of a forward pass that has run.
     fn attach<B: Backward>(
         &self,
         backward: B,
@@ -179,9 +180,9 @@ impl Operator {
         };
         let state = Box::into_raw(Box::new(State { backward, inputs_len: inputs.len() }));
         let mut wrapped = vec![std::ptr::null_mut(); outputs.len()];
-        // SAFETY: every pointer in `params` is valid for its length during the call; the indices
-        // were checked; `state` is what VTable::<B> expects, and C++ takes it in any case;
-        // `wrapped` has a place for each output.
+        // SAFETY: every pointer in `params` is valid for its length during the call, and the
+        // indices were checked. `state` has the type that VTable::<B> expects, and C++ takes
+        // ownership of it even on failure. `wrapped` has room for one pointer per output.
         let message = unsafe {
             ffi::tch_extension_apply(
                 &params,
@@ -193,7 +194,7 @@ impl Operator {
         if let Some(message) = take_message(message) {
             return Err(Error::Autograd(format!("{}: {message}", self.name)));
         }
-        // SAFETY: on success each entry is null or a handle for us to own.
+        // SAFETY: on success each entry is null or a handle that we now own.
         Ok(wrapped.into_iter().map(|tensor| unsafe { owned(tensor) }).collect::<Vec<_>>().into())
     }
 
@@ -212,14 +213,14 @@ impl Operator {
 }
 
 pub(super) fn requires_grad(tensor: &Tensor) -> bool {
-    // SAFETY: borrowed from a live tensor.
+    // SAFETY: the pointer is borrowed from a live tensor.
     unsafe { ffi::tch_extension_requires_grad(tensor.as_ptr()) }
 }
 
-/// Whether outputs of a forward that needs no graph can be handed over as they are.
+/// Whether the outputs of a forward pass without a graph can be returned unchanged.
 #[inline]
 fn are_constants(inputs: &[*const C_tensor], outputs: &[*const C_tensor]) -> bool {
-    // SAFETY: each is null or borrowed from a live tensor.
+    // SAFETY: each pointer is null or borrowed from a live tensor.
     unsafe {
         ffi::tch_extension_are_constants(
             inputs.as_ptr(),
@@ -230,8 +231,8 @@ fn are_constants(inputs: &[*const C_tensor], outputs: &[*const C_tensor]) -> boo
     }
 }
 
-/// Grad mode off until dropped. tch's own guard does the same at ten times the cost: it looks for
-/// an error after each call.
+/// Keeps grad mode off until dropped. tch's own guard does the same but is ten times slower,
+/// because it checks for an error after each call.
 struct ForwardGuard(ffi::ForwardMode);
 
 impl ForwardGuard {
@@ -250,32 +251,34 @@ impl ForwardGuard {
 }
 
 impl Drop for ForwardGuard {
-    // Also when a forward panics.
+    // This also runs when a forward pass panics.
     #[inline]
     fn drop(&mut self) {
-        // SAFETY: from `begin_forward`, and ended once.
+        // SAFETY: the mode comes from `begin_forward`, and only this call ends it.
         unsafe { ffi::tch_extension_end_forward(&self.0) };
     }
 }
 
-/// What lives in the graph node.
+/// What the graph node owns.
 struct State<B> {
     backward: B,
     inputs_len: usize,
 }
 
-/// The two entries through which C++ reaches a `B`.
+/// The two functions through which C++ calls and drops a `B`.
 struct VTable<B>(std::marker::PhantomData<B>);
 
 impl<B: Backward> VTable<B> {
-    // A reference to a constant: C++ keeps it for as long as the node lives.
+    // This is a reference to a constant, because C++ keeps the pointer for as long as the node
+    // lives.
     const VALUE: &'static ffi::FunctionVTable =
         &ffi::FunctionVTable { backward: backward::<B>, drop: drop_state::<B> };
 }
 
 /// # Safety
-/// `state` must come from `attach::<B>`, `node` and `results` from the call's own C++ frame, and
-/// `grads` must hold `grads_len` pointers, each null or to a live tensor.
+/// `state` must come from `attach::<B>`. `node` and `results` must come from the C++ frame that
+/// calls. `grads` must hold `grads_len` pointers, each of which is null or a handle that this
+/// function takes over.
 unsafe extern "C" fn backward<B: Backward>(
     state: *const c_void,
     node: *const ffi::FunctionNode,
@@ -284,45 +287,47 @@ unsafe extern "C" fn backward<B: Backward>(
     results: *mut ffi::BackwardResults,
 ) -> c_int {
     let run = || -> Result<()> {
-        // SAFETY: as the caller promises; `B: Sync` makes a shared reference fine on any thread.
+        // SAFETY: the caller guarantees both pointers (see `# Safety`). `B: Sync`, so any thread
+        // may use a shared reference.
         let (state, node) = unsafe { (&*state.cast::<State<B>>(), &*node) };
         let pointers = match grads_len {
-            // `from_raw_parts` takes no null, which an empty C++ vector may give.
+            // `from_raw_parts` must not get a null pointer, which an empty C++ vector may hold.
             0 => &[],
-            // SAFETY: as the caller promises.
+            // SAFETY: the caller guarantees `grads_len` pointers (see `# Safety`).
             _ => unsafe { std::slice::from_raw_parts(grads, grads_len) },
         };
-        // SAFETY: null or a handle that became ours with the call.
+        // SAFETY: each pointer is null or a handle whose ownership came with the call.
         let ours = |&grad: &*mut C_tensor| unsafe { owned(grad) };
         let grads: Tensors = match pointers {
             [single] => ours(single).into(),
             several => several.iter().map(ours).collect::<Vec<_>>().into(),
         };
-        // SAFETY: the results are the caller's, who waits for us.
+        // SAFETY: `results` belongs to the C++ frame that called, which waits for this function.
         let ctx = unsafe { Context::new(node, results, state.inputs_len) };
         let gradients = state.backward.backward(&ctx, &grads)?;
         check_count(&gradients, state.inputs_len)?;
         gradients.for_each(|index, gradient| {
-            // SAFETY: `results` is the caller's.
+            // SAFETY: `results` belongs to the C++ frame that called.
             unsafe { give_gradient(results, index, gradient) }
         });
         Ok(())
     };
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees `results` (see `# Safety`).
     unsafe { contained("backward", results, run) }
 }
 
-/// Runs what the engine called. An error or a panic goes into `results`, and 1 is returned.
+/// Runs `run`, which the engine called for. An error or a panic is written to `results`, and the
+/// function returns 1.
 ///
 /// # Safety
-/// `results` must come from the C++ frame that called.
+/// `results` must come from the C++ frame that calls.
 pub(super) unsafe fn contained(
     what: &str,
     results: *mut ffi::BackwardResults,
     run: impl FnOnce() -> Result<()>,
 ) -> c_int {
-    // Unwinding through C++ would abort the process. The text comes from inside, too: an error's
-    // `Display` and a panic's payload are the user's code.
+    // Unwinding through C++ would abort the process. The text of the error is made inside
+    // `catch_unwind`, too, because an error's `Display` and a panic's payload are the user's code.
     let outcome = catch_unwind(AssertUnwindSafe(|| match catch_unwind(AssertUnwindSafe(run)) {
         Ok(Ok(())) => None,
         Ok(Err(error)) => Some(error.to_string()),
@@ -340,19 +345,19 @@ pub(super) unsafe fn contained(
             format!("{what} failed, and so did the text of its error")
         }
     };
-    // SAFETY: `results` is the caller's; the text is copied.
+    // SAFETY: `results` belongs to the caller (see `# Safety`), and C++ copies the text.
     unsafe { ffi::tch_extension_set_backward_error(results, error.as_ptr().cast(), error.len()) };
     1
 }
 
-/// Drops a panic's payload, whose own `Drop` may panic, too.
+/// Drops a panic's payload. Its own `Drop` may panic again.
 pub(super) fn discard(payload: Box<dyn Any + Send>) {
     if let Err(again) = catch_unwind(AssertUnwindSafe(move || drop(payload))) {
         std::mem::forget(again);
     }
 }
 
-/// Too many is fine as long as the rest is absent, as in PyTorch.
+/// Accepts surplus gradients if they are absent, as PyTorch does.
 fn check_count(gradients: &Tensors, inputs_len: usize) -> Result<()> {
     let surplus = gradients.iter().skip(inputs_len).any(Option::is_some);
     if gradients.len() < inputs_len || surplus {
@@ -365,11 +370,11 @@ fn check_count(gradients: &Tensors, inputs_len: usize) -> Result<()> {
 }
 
 /// # Safety
-/// `state` must come from `attach::<B>` and not be used again.
+/// `state` must come from `attach::<B>`, and nobody may use it again.
 unsafe extern "C" fn drop_state<B: Backward>(state: *mut c_void) {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller hands over a `State<B>` that `attach` boxed (see `# Safety`).
     let state = unsafe { Box::from_raw(state.cast::<State<B>>()) };
-    // A panic in a user's Drop has nowhere to go; the graph is coming down around it.
+    // A panic in a user's `Drop` cannot be reported: no caller is left while the graph is freed.
     if let Err(panic) = catch_unwind(AssertUnwindSafe(move || drop(state))) {
         discard(panic);
     }
@@ -378,18 +383,18 @@ unsafe extern "C" fn drop_state<B: Backward>(state: *mut c_void) {
 /// # Safety
 /// `tensor` must be null or a handle that nobody else owns.
 pub(super) unsafe fn owned(tensor: *mut C_tensor) -> Option<Tensor> {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller hands over the handle (see `# Safety`).
     (!tensor.is_null()).then(|| unsafe { Tensor::from_ptr(tensor) })
 }
 
 /// # Safety
-/// `results` must come from the C++ frame that called.
+/// `results` must come from the C++ frame that calls.
 pub(super) unsafe fn give_gradient(
     results: *mut ffi::BackwardResults,
     index: usize,
     gradient: Tensor,
 ) {
     let mut gradient = std::mem::ManuallyDrop::new(gradient);
-    // SAFETY: as the caller promises; the handle becomes C++'s.
+    // SAFETY: the caller guarantees `results` (see `# Safety`). C++ takes ownership of the handle.
     unsafe { ffi::tch_extension_give_gradient(results, index, gradient.as_mut_ptr()) };
 }

@@ -1,4 +1,4 @@
-//! `torch.utils.checkpoint`.
+//! Recomputes intermediates instead of saving them: `torch.utils.checkpoint`.
 
 use super::apply::{apply, requires_grad};
 use super::double_backward::{differentiate_reference, pull_back};
@@ -12,20 +12,23 @@ use std::ptr::NonNull;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
-/// Runs `function` without keeping its intermediates, and runs it again when the backward needs
-/// them: memory for time, what `torch.utils.checkpoint` is in Python.
+/// Runs `function` without keeping its intermediates, and runs it again when the backward pass
+/// needs them. It trades time for memory, as `torch.utils.checkpoint` does in Python.
 ///
-/// Kept are the inputs and the outputs. The second run finds the random state of the first, on the
-/// CPU and on the CUDA devices of the inputs, so that dropout drops the same; and its autocast
-/// settings. Afterwards the random state is what it was before the second run. As in PyTorch, that
-/// state is the process's: another thread that draws random numbers meanwhile, or runs such a
-/// backward, may see some twice and makes this one draw others. Second derivatives (`create_graph`)
-/// are right.
+/// The inputs and the outputs are kept. The second run starts with the autocast settings and the
+/// random state of the first run, on the CPU and on the CUDA devices of the inputs, so that dropout
+/// drops the same elements. Afterwards the random state is what it was before the second run. As in
+/// PyTorch, the random state belongs to the whole process: if another thread draws random numbers
+/// meanwhile, or runs such a backward pass, it may get some numbers twice and change the numbers
+/// that this one draws. Second derivatives (`create_graph`) are right.
 ///
-/// Every tensor that requires grad has to be an input, weights included: a closure cannot capture a
-/// bare `Tensor` (it is not `Sync`), and one that it reaches in another way, such as through a
-/// `Mutex`, is an error in the backward, not a missing gradient. The function has to give the same
-/// outputs for the same inputs, must not change its inputs in place, and is dropped with the graph.
+/// Every tensor that requires grad must be an input, weights included. A closure cannot capture a
+/// bare `Tensor` (it is not `Sync`). A tensor that the closure reaches in another way, such as
+/// through a `Mutex`, is an error in the backward pass rather than a missing gradient. The function
+/// must give the same outputs for the same inputs and must not change its inputs in place. It is
+/// dropped with the graph.
+///
+/// With grad mode off, or when no input requires grad, `checkpoint` just calls `function`.
 ///
 /// With grad mode off, or when no input requires grad, this just calls `function`.
 ///
@@ -49,7 +52,8 @@ use torch_sys::C_tensor;
 /// ```
 ///
 /// # Errors
-/// What `function` reports, here or in the backward; an input that it changed in place.
+/// An error that `function` reports, here or in the backward pass, or an input that it changed in
+/// place.
 pub fn checkpoint<F>(function: F, inputs: &[Option<&Tensor>]) -> Result<Tensors>
 where
     F: Fn(&[Option<Tensor>]) -> Result<Tensors> + Send + Sync + 'static,
@@ -83,7 +87,8 @@ where
     const DOUBLE_BACKWARD: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        // Zeros would be made of the kind and shape of outputs that may have no derivative at all.
+        // Otherwise the engine would make zeros, of the output's kind and shape, even for an output
+        // that has no derivative at all.
         saver.set_materialize_grads(false);
         let inputs = owned_inputs(&inputs);
         for input in &inputs {
@@ -133,7 +138,7 @@ impl<F> Checkpoint<F>
 where
     F: Fn(&[Option<Tensor>]) -> Result<Tensors> + Send + Sync + 'static,
 {
-    /// The second run.
+    /// Runs the function a second time.
     fn again(&self, inputs: &[Option<Tensor>]) -> Result<Tensors> {
         let outputs = {
             let _entered = self.surroundings.as_ref().map(Surroundings::enter).transpose()?;
@@ -159,15 +164,15 @@ where
 }
 
 fn version(tensor: &Tensor) -> i64 {
-    // SAFETY: borrowed from a live tensor.
+    // SAFETY: the pointer is borrowed from a live tensor.
     unsafe { ffi::tch_extension_version(tensor.as_ptr()) }
 }
 
 fn reaches_other_leaf(outputs: &[Option<Tensor>], inputs: &[Option<Tensor>]) -> Result<bool> {
     let (outputs, inputs) = (pointers(outputs), pointers(inputs));
     let mut found = false;
-    // SAFETY: every pointer is null or borrowed from a live tensor, and valid for its length during
-    // the call.
+    // SAFETY: every pointer is null or borrowed from a live tensor, and each array is valid for its
+    // length during the call.
     let message = unsafe {
         ffi::tch_extension_reaches_other_leaf(
             outputs.as_ptr(),
@@ -184,12 +189,12 @@ fn pointers(tensors: &[Option<Tensor>]) -> Vec<*const C_tensor> {
     borrowed_pointers(tensors.iter().map(Option::as_ref))
 }
 
-/// Random states and autocast settings at some moment.
+/// The random states and autocast settings at one moment.
 struct Surroundings(NonNull<ffi::Surroundings>);
 
-// SAFETY: plain data and reference-counted handles, which belong to no thread.
+// SAFETY: it holds plain data and reference-counted handles, which belong to no thread.
 unsafe impl Send for Surroundings {}
-// SAFETY: C++ only reads it, and locks the generators it names.
+// SAFETY: C++ only reads it, and locks the random generators that it refers to.
 unsafe impl Sync for Surroundings {}
 
 impl Surroundings {
@@ -203,10 +208,10 @@ impl Surroundings {
         )
     }
 
-    /// Changes to these until dropped.
+    /// Switches to this state until the returned guard is dropped.
     fn enter(&self) -> Result<Entered> {
         let mut before = std::ptr::null_mut();
-        // SAFETY: ours until dropped.
+        // SAFETY: `self` owns the pointer until it is dropped.
         let message = unsafe { ffi::tch_extension_enter(self.0.as_ptr(), &mut before) };
         Ok(Entered(Self::taken(message, before)?))
     }
@@ -223,27 +228,28 @@ impl Surroundings {
 
 impl Drop for Surroundings {
     fn drop(&mut self) {
-        // SAFETY: ours, and not used again.
+        // SAFETY: `self` owns the pointer, and nobody uses it again.
         unsafe { ffi::tch_extension_free_surroundings(self.0.as_ptr()) };
     }
 }
 
-/// What there was before.
+/// The state before `enter`, which is restored on drop.
 struct Entered(Surroundings);
 
 impl Drop for Entered {
-    // Also when the function panics.
+    // This also runs when the function panics.
     fn drop(&mut self) {
-        // SAFETY: ours until dropped.
+        // SAFETY: `self` owns the pointer until it is dropped.
         let message = unsafe { ffi::tch_extension_restore(self.0.0.as_ptr()) };
-        // Going back to a state that the same generators gave does not fail.
+        // Restoring a state that the same generators produced does not fail.
         let _ = take_message(message);
     }
 }
 
-/// No autocast cache until dropped: the second run's copies of the inputs would never leave it. In
-/// the first run it depends on libtorch whether a weight that is cast with grad mode off keeps its
-/// graph for whoever uses it next; 2.11's does.
+/// Keeps the autocast cache off until dropped. In the second run, the cache would hold the copies
+/// of the inputs and never release them. In the first run, a weight is cast with grad mode off.
+/// Whether a later user of the cached copy then finds the weight's graph depends on the libtorch
+/// version; in 2.11 it does.
 struct Uncached(bool);
 
 impl Uncached {
@@ -258,7 +264,7 @@ impl Drop for Uncached {
     }
 }
 
-/// Grad mode on until dropped.
+/// Keeps grad mode on until dropped.
 struct WithGrad(bool);
 
 impl WithGrad {

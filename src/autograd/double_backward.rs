@@ -1,19 +1,20 @@
-//! Second derivatives of operators whose backward is a kernel.
+//! Second derivatives of operators whose backward pass is a kernel.
 
 use super::grad::{GradOptions, grad};
 use super::{Context, Tensors};
 use crate::{Error, Result};
 use tch::Tensor;
 
-/// The gradients of an operator, computed by differentiating `reference`, the same maths in
-/// differentiable operations. For a backward that finds [`Context::create_graph`] true: what it
-/// returns can be differentiated again, exactly.
+/// Computes the gradients of an operator by differentiating `reference`, which is the same formula
+/// written in differentiable operations. A backward pass calls it when [`Context::create_graph`] is
+/// true: the gradients that it returns can be differentiated again, exactly.
 ///
-/// `inputs` are the forward's inputs as saved, in order; `grads` what the backward was given.
+/// `inputs` are the saved inputs of the forward pass, in order. `grads` are the gradients that the
+/// backward pass was given.
 ///
 /// # Errors
-/// What `reference` reports, or libtorch; without a graph to build; when inputs or outputs are not
-/// as many as the operator has.
+/// An error of `reference` or of libtorch. It is also an error to call this when no graph is to be
+/// built, or with another number of inputs or outputs than the operator has.
 pub fn differentiate_reference(
     ctx: &Context<'_>,
     inputs: &[Option<Tensor>],
@@ -28,9 +29,9 @@ pub fn differentiate_reference(
         ));
     }
     check_len("inputs", inputs.len(), ctx.inputs_len())?;
-    // Fresh aliases: where one input depends on another (x and x·x, the states of a recurrent
-    // loop), a derivative with respect to the inputs themselves would be the total one. Detached
-    // copies would cut the graph that the second derivative needs.
+    // Differentiate with respect to fresh aliases. If one input depends on another (x and x·x, or
+    // the states of a recurrent loop), a derivative with respect to the inputs themselves would be
+    // the total derivative. Detached copies would cut the graph that the second derivative needs.
     let aliases = inputs
         .iter()
         .map(|input| input.as_ref().map(|tensor| tensor.f_view_as(tensor)).transpose())
@@ -39,8 +40,8 @@ pub fn differentiate_reference(
     pull_back(ctx, &aliases, &outputs, grads, true)
 }
 
-/// The gradients, with respect to those of `inputs` that need one, of `outputs` that were computed
-/// from them.
+/// Computes the gradients of `outputs` with respect to those `inputs` that need one. The outputs
+/// must have been computed from `inputs`.
 pub(super) fn pull_back(
     ctx: &Context<'_>,
     inputs: &[Option<Tensor>],

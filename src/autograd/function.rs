@@ -1,4 +1,4 @@
-//! `torch.autograd.Function` for Rust.
+//! Operators with their own backward pass: `torch.autograd.Function` for Rust.
 
 use super::apply::owned;
 use super::tensors::{Inputs, Tensors};
@@ -8,14 +8,15 @@ use crate::{Error, Result};
 use tch::Tensor;
 use torch_sys::C_tensor;
 
-/// An operator with a backward of its own: what `torch.autograd.Function` is in Python.
+/// An operator with its own backward pass: Rust's counterpart of `torch.autograd.Function`.
 ///
-/// The value itself is the operator's state: sizes, numbers, whatever is no tensor. `forward` may
-/// fill it in; then it moves into the graph, where `backward` reads it, perhaps more than once and
-/// from another thread. Tensors belong into [`Saver::save`], which lets the engine free them,
-/// checks that nobody changed them and makes no cycles. A bare tensor in the state does not
-/// compile, because a `Tensor` is not `Sync`. (One in a `Mutex` would; an input or output in there
-/// makes a cycle, and the graph is never freed.)
+/// The value itself is the operator's state: sizes, numbers and whatever else is not a tensor.
+/// `forward` may fill it in. The value then moves into the graph, where `backward` reads it,
+/// perhaps more than once and from another thread. Tensors belong in [`Saver::save`]: the engine
+/// can then free them early, reports an error if one was changed in place, and no reference cycle
+/// arises. A bare tensor in the state does not compile, because a `Tensor` is not `Sync`. A tensor
+/// in a `Mutex` does compile, but if it is an input or an output, it makes a reference cycle, and
+/// the graph is never freed.
 ///
 /// ```compile_fail
 /// struct Hidden { input: tch::Tensor }
@@ -55,46 +56,46 @@ use torch_sys::C_tensor;
 /// # Ok::<(), tch_extension::Error>(())
 /// ```
 pub trait Function: Send + Sync + Sized + 'static {
-    /// The operator's name, in error messages and in the graph (`NAMEBackward`).
+    /// The operator's name, as error messages give it. The graph node is called `NAMEBackward`.
     const NAME: &'static str;
 
-    /// Whether `backward` is itself made of differentiable operations on its gradients and on saved
-    /// inputs and outputs. If so, it runs with grad mode on when a graph of the gradients is asked
-    /// for (`create_graph`). If not, a second derivative through this operator is an error, never a
-    /// wrong number.
+    /// Whether `backward` consists of differentiable operations on its gradients and on saved
+    /// inputs and outputs. If it does, `backward` runs with grad mode on whenever the caller asks
+    /// for a graph of the gradients (`create_graph`). If it does not, a second derivative through
+    /// this operator is an error, never a wrong number.
     ///
-    /// A gradient that comes out without a graph although the incoming ones have one is refused,
-    /// too: most likely the graph was lost. Where it honestly does not depend on them (a gradient
-    /// is linear in the incoming ones, so then it is zero, as that of `floor`), call
-    /// [`Context::mark_constant`] or return `None` for it.
+    /// If an incoming gradient has a graph but a gradient that `backward` returns has none, a
+    /// second derivative through that gradient is an error, too: most likely the graph was lost. A
+    /// gradient is linear in the incoming gradients, so one that really does not depend on them is
+    /// zero, as for `floor`. For such a gradient, call [`Context::mark_constant`] or return `None`.
     const DOUBLE_BACKWARD: bool = false;
 
-    /// Computes the outputs, with grad mode off.
+    /// Computes the outputs. Grad mode is off while it runs.
     ///
     /// # Errors
-    /// Reach the caller of [`apply`](super::apply()) as they are.
+    /// The caller of [`apply`](super::apply()) gets an error of the forward pass unchanged.
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors>;
 
-    /// Computes a gradient for each input from one for each output. Entries for inputs that need
-    /// none ([`Context::needs_input_grad`]) may be absent.
+    /// Computes one gradient for each input, given one gradient for each output. The entry for an
+    /// input that needs no gradient ([`Context::needs_input_grad`]) may be absent.
     ///
-    /// An error, a panic or a gradient of the wrong shape becomes an error of whoever called
-    /// backward, naming this operator.
+    /// An error, a panic or a gradient of the wrong shape becomes an error for the caller of the
+    /// backward pass. The message names this operator.
     ///
     /// # Errors
-    /// Whatever goes wrong.
+    /// Anything that goes wrong in the backward pass.
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors>;
 }
 
-/// A tensor that is kept for the backward.
+/// A tensor that is saved for the backward pass.
 pub(super) enum Saved {
     Absent,
-    /// It is borrowed until after the node has its own handle.
+    /// The input with this index. It stays borrowed until the graph node holds its own handle.
     Input(usize),
     Other(Tensor),
 }
 
-/// What a forward tells the graph.
+/// What a forward pass tells the graph about its inputs, outputs and saved tensors.
 pub struct Saver<'a> {
     name: &'static str,
     pub(super) inputs: &'a [Option<&'a Tensor>],
@@ -126,23 +127,82 @@ impl<'a> Saver<'a> {
         }
     }
 
-    /// Keeps a tensor for the backward, under the next slot number: 0, 1, ….
+    /// Saves a tensor for the backward pass in the next slot. Slots are numbered 0, 1, 2, ….
     ///
-    /// Inputs and outputs keep their place in the graph. Anything else is an intermediate: plain
-    /// data, which a backward that runs with grad mode on may not read (see
-    /// [`Context::create_graph`]).
+    /// A saved input or output keeps its history in the graph. Any other tensor is an intermediate:
+    /// it is saved as plain data, and a backward pass that runs with grad mode on cannot read it
+    /// (see [`Context::create_graph`]).
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::autograd::apply_with;
+    ///
+    /// let x = Tensor::from_slice(&[0.5]).set_requires_grad(true);
+    /// let y = apply_with(
+    ///     "exp",
+    ///     &[Some(&x)],
+    ///     |saver, inputs| {
+    ///         let y = inputs.get(0)?.exp();
+    ///         // Wrong: hiding `y` in a `Mutex` that the second closure reads. The output would
+    ///         // own the node and the node the output, so that neither is ever freed.
+    ///         saver.save(&y);
+    ///         Ok(y.into())
+    ///     },
+    ///     |ctx, grads| Ok((grads.get(0)? * ctx.saved(0)?).into()),
+    /// )?
+    /// .single()?;
+    /// y.sum(Kind::Double).backward();
+    /// assert_eq!(x.grad(), y.detach());
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     pub fn save(&mut self, tensor: &Tensor) {
         self.save_optional(Some(tensor));
     }
 
-    /// [`Saver::save`] for a tensor that may be absent; takes a slot in any case.
+    /// Like [`Saver::save`], for a tensor that may be absent. It takes a slot in either case.
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::autograd::apply_with;
+    ///
+    /// let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
+    /// let y = apply_with(
+    ///     "scaled_square", // x² or, with a constant `scale`, x²·scale
+    ///     &[Some(&x), None],
+    ///     |saver, inputs| {
+    ///         let (x, scale) = (inputs.get(0)?, inputs.optional(1));
+    ///         // Wrong: `if let Some(scale) = scale { saver.save(scale) }`. Without a scale, `x`
+    ///         // would then be in slot 0.
+    ///         saver.save_optional(scale);
+    ///         saver.save(x); // always slot 1
+    ///         let square = x * x;
+    ///         Ok(match scale {
+    ///             Some(scale) => square * scale,
+    ///             None => square,
+    ///         }
+    ///         .into())
+    ///     },
+    ///     |ctx, grads| {
+    ///         let grad = grads.get(0)? * ctx.saved(1)? * 2.0;
+    ///         let grad = match ctx.saved_optional(0)? {
+    ///             Some(scale) => grad * scale,
+    ///             None => grad,
+    ///         };
+    ///         Ok([Some(grad), None].into())
+    ///     },
+    /// )?
+    /// .single()?;
+    /// y.sum(Kind::Double).backward();
+    /// assert_eq!(x.grad(), Tensor::from_slice(&[6.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     pub fn save_optional(&mut self, tensor: Option<&Tensor>) {
-        // Without a graph there is no backward to read it.
+        // Without a graph, no backward pass will read it.
         if !self.needs_graph {
             return;
         }
         if self.saved.capacity() == 0 {
-            // Inputs, outputs and an intermediate: mostly the only allocation.
+            // Room for inputs, outputs and an intermediate: this is usually the only allocation.
             self.saved.reserve(self.inputs.len() + 3);
         }
         let input_of =
@@ -155,19 +215,74 @@ impl<'a> Saver<'a> {
         });
     }
 
-    /// Whether there will be a backward at all: grad mode is on and some input requires grad.
+    /// Whether there can be a backward pass at all: grad mode is on and some input requires grad.
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::autograd::apply_with;
+    ///
+    /// let x = Tensor::from_slice(&[0.0]).set_requires_grad(true);
+    /// let y = apply_with(
+    ///     "sigmoid",
+    ///     &[Some(&x)],
+    ///     |saver, inputs| {
+    ///         let y = inputs.get(0)?.sigmoid();
+    ///         // Wrong: computing the derivative always. Inference would pay for it and never use
+    ///         // it.
+    ///         if saver.needs_graph() {
+    ///             saver.save(&(&y - &y * &y));
+    ///         }
+    ///         Ok(y.into())
+    ///     },
+    ///     |ctx, grads| Ok((grads.get(0)? * ctx.saved(0)?).into()),
+    /// )?
+    /// .single()?;
+    /// y.sum(Kind::Double).backward();
+    /// assert_eq!(x.grad(), Tensor::from_slice(&[0.25]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     pub fn needs_graph(&self) -> bool {
         self.needs_graph
     }
 
-    /// Whether input `index` requires grad, and there will be a backward.
+    /// Whether there can be a backward pass and input `index` requires grad.
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::autograd::apply_with;
+    ///
+    /// let (x, w) = (Tensor::from_slice(&[3.0]), Tensor::from_slice(&[5.0]));
+    /// let x = x.set_requires_grad(true);
+    /// let y = apply_with(
+    ///     "product",
+    ///     &[Some(&x), Some(&w)],
+    ///     |saver, inputs| {
+    ///         let (x, w) = (inputs.get(0)?, inputs.get(1)?);
+    ///         // Wrong: saving both factors always. `x` would stay in memory, although only the
+    ///         // gradient of `w` needs it, and `w` requires none.
+    ///         let needs = [saver.needs_input_grad(0), saver.needs_input_grad(1)];
+    ///         saver.save_optional(needs[0].then_some(w));
+    ///         saver.save_optional(needs[1].then_some(x));
+    ///         Ok((x * w).into())
+    ///     },
+    ///     |ctx, grads| {
+    ///         let grad = grads.get(0)?;
+    ///         let times = |factor: Option<Tensor>| factor.map(|factor| grad * factor);
+    ///         Ok([times(ctx.saved_optional(0)?), times(ctx.saved_optional(1)?)].into())
+    ///     },
+    /// )?
+    /// .single()?;
+    /// y.sum(Kind::Double).backward();
+    /// assert_eq!(x.grad(), Tensor::from_slice(&[5.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     pub fn needs_input_grad(&self, index: usize) -> bool {
         self.needs_graph
             && self.inputs.get(index).copied().flatten().is_some_and(Tensor::requires_grad)
     }
 
-    /// Input `index`, to be changed in place and returned as an output: a handle to the same
-    /// memory, already [marked dirty](Saver::mark_dirty).
+    /// Returns input `index` for a change in place: a handle to the same memory, already [marked
+    /// dirty](Saver::mark_dirty). The forward pass changes it and returns it as an output.
     ///
     /// ```
     /// use tch::{Kind, Tensor};
@@ -178,6 +293,8 @@ impl<'a> Saver<'a> {
     /// impl Function for Double {
     ///     const NAME: &'static str = "double_";
     ///     fn forward(&mut self, saver: &mut Saver<'_>, _inputs: Inputs<'_>) -> Result<Tensors> {
+    ///         // Wrong: `inputs.get(0)?.shallow_clone()`. For a tensor that must not be changed,
+    ///         // `apply` would then fail only after the change.
     ///         let mut x = saver.in_place(0)?;
     ///         let _ = x.g_mul_scalar_(2.0);
     ///         Ok(x.into())
@@ -197,14 +314,19 @@ impl<'a> Saver<'a> {
     /// ```
     ///
     /// # Errors
-    /// Where there will be a backward: for a leaf that requires grad or a view of one, for a view
-    /// that libtorch lets nobody change in place (one of several made by `chunk` or `unbind`, say),
-    /// and for a view that is not the first input present. Nothing has been changed then. (A view
-    /// has to be the only output, too; that is seen only afterwards.)
+    /// When there can be a backward pass, this is an error for
+    /// - a leaf that requires grad, or a view of one;
+    /// - a view that libtorch does not allow to be changed in place, for example one of several
+    ///   that `chunk` or `unbind` made;
+    /// - a view that is not the first input that is present.
+    ///
+    /// Nothing has been changed by then. A changed view must also be the only output; that is
+    /// checked only after the forward pass.
     pub fn in_place(&mut self, index: usize) -> Result<Tensor> {
         let input = Inputs::new(self.inputs).get(index)?;
         if self.needs_graph {
-            // SAFETY: each is null or borrowed from a live tensor, and `index` is one of a tensor.
+            // SAFETY: each pointer is null or borrowed from a live tensor, and `index` is in range,
+            // because `get` found that input.
             let message = unsafe {
                 ffi::tch_extension_check_in_place(
                     self.pointers.as_ptr(),
@@ -223,27 +345,106 @@ impl<'a> Saver<'a> {
         Ok(input.shallow_clone())
     }
 
-    /// Declares that the forward changed input `index` in place; it must be among the outputs.
-    /// Where there will be a backward, a view that is changed in place has to be the first input
-    /// present: libtorch's graph knows no other way. [`Saver::in_place`] checks that before
-    /// anything is changed.
+    /// Declares that the forward pass changed input `index` in place. That input must be among the
+    /// outputs. If there can be a backward pass, a view that is changed in place must be the first
+    /// input that is present, because libtorch's graph supports no other case. [`Saver::in_place`]
+    /// checks this before anything is changed.
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::autograd::apply_with;
+    ///
+    /// let leaf = Tensor::from_slice(&[3.0]).set_requires_grad(true);
+    /// let x = &leaf * 1.0;
+    /// apply_with(
+    ///     "double_",
+    ///     &[Some(&x)],
+    ///     |saver, inputs| {
+    ///         let mut x = inputs.get(0)?.shallow_clone();
+    ///         let _ = x.g_mul_scalar_(2.0);
+    ///         // Wrong: leaving this out. `x` would keep its old place in the graph, and `leaf`
+    ///         // would get the gradient 1.
+    ///         saver.mark_dirty(0);
+    ///         Ok(x.into())
+    ///     },
+    ///     |_, grads| Ok((grads.get(0)? * 2.0).into()),
+    /// )?;
+    /// x.sum(Kind::Double).backward();
+    /// assert_eq!(leaf.grad(), Tensor::from_slice(&[2.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     pub fn mark_dirty(&mut self, index: usize) {
         self.dirty.push(index);
     }
 
-    /// Declares that output `index` has no derivative. Outputs of integer kinds never have one.
+    /// Declares that output `index` has no derivative. An output of an integer kind never has one.
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::autograd::apply_with;
+    ///
+    /// let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
+    /// let [y, sign] = apply_with(
+    ///     "double_and_sign",
+    ///     &[Some(&x)],
+    ///     |saver, inputs| {
+    ///         let x = inputs.get(0)?;
+    ///         // Wrong: leaving this out. `sign` would require grad, and the backward pass below
+    ///         // would silently ignore any gradient that reaches it.
+    ///         saver.mark_non_differentiable(1);
+    ///         Ok([x * 2.0, x.sign()].into())
+    ///     },
+    ///     |_, grads| Ok((grads.get(0)? * 2.0).into()),
+    /// )?
+    /// .exactly::<2>()?;
+    /// assert!(y.requires_grad() && !sign.requires_grad());
+    /// y.sum(Kind::Double).backward();
+    /// assert_eq!(x.grad(), Tensor::from_slice(&[2.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     pub fn mark_non_differentiable(&mut self, index: usize) {
         self.non_differentiable.push(index);
     }
 
-    /// Whether the backward gets zeros (the default) or nothing for an output that no gradient
-    /// reached.
+    /// Chooses what the backward pass gets for an output that no gradient reached: zeros (the
+    /// default) or, with `false`, an absent tensor.
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::autograd::apply_with;
+    ///
+    /// let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
+    /// let [y, _unused] = apply_with(
+    ///     "double_and_triple",
+    ///     &[Some(&x)],
+    ///     |saver, inputs| {
+    ///         let x = inputs.get(0)?;
+    ///         saver.set_materialize_grads(false);
+    ///         Ok([x * 2.0, x * 3.0].into())
+    ///     },
+    ///     |_, grads| {
+    ///         // Wrong: `grads.get(1)?`. It is an error when no gradient reached output 1, as
+    ///         // here.
+    ///         let double = grads.optional(0).map(|grad: &Tensor| grad * 2.0);
+    ///         let triple = grads.optional(1).map(|grad: &Tensor| grad * 3.0);
+    ///         Ok(match (double, triple) {
+    ///             (Some(double), Some(triple)) => Some(double + triple),
+    ///             (double, triple) => double.or(triple),
+    ///         }
+    ///         .into())
+    ///     },
+    /// )?
+    /// .exactly::<2>()?;
+    /// y.sum(Kind::Double).backward();
+    /// assert_eq!(x.grad(), Tensor::from_slice(&[2.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     pub fn set_materialize_grads(&mut self, materialize: bool) {
         self.materialize_grads = materialize;
     }
 }
 
-/// What a backward can ask the graph.
+/// What a backward pass can ask of its graph node.
 pub struct Context<'a> {
     node: &'a ffi::FunctionNode,
     results: *mut ffi::BackwardResults,
@@ -252,7 +453,7 @@ pub struct Context<'a> {
 
 impl<'a> Context<'a> {
     /// # Safety
-    /// `results` must live as long as the context, and nobody else may use it meanwhile.
+    /// `results` must live as long as the context, and nobody else may use it in that time.
     pub(super) unsafe fn new(
         node: &'a ffi::FunctionNode,
         results: *mut ffi::BackwardResults,
@@ -261,57 +462,235 @@ impl<'a> Context<'a> {
         Context { node, results, inputs_len }
     }
 
-    /// The saved tensor of this slot.
+    /// Returns the saved tensor in this slot.
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::autograd::apply_with;
+    ///
+    /// let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
+    /// let y = apply_with(
+    ///     "square",
+    ///     &[Some(&x)],
+    ///     |saver, inputs| {
+    ///         let x = inputs.get(0)?;
+    ///         saver.save(x);
+    ///         Ok((x * x).into())
+    ///     },
+    ///     |ctx, grads| {
+    ///         assert!(ctx.saved(1).is_err()); // wrong: the forward pass saved slot 0 only
+    ///         Ok((grads.get(0)? * ctx.saved(0)? * 2.0).into())
+    ///     },
+    /// )?
+    /// .single()?;
+    /// y.sum(Kind::Double).backward();
+    /// assert_eq!(x.grad(), Tensor::from_slice(&[6.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// When it was absent, when it was changed in place since, when the graph was freed by an
-    /// earlier backward, or when an intermediate is read with grad mode on.
+    /// When the tensor was absent, when it was changed in place after it was saved, when an earlier
+    /// backward pass freed the graph, or when it is an intermediate and grad mode is on.
     pub fn saved(&self, slot: usize) -> Result<Tensor> {
         self.saved_optional(slot)?.ok_or_else(|| {
             Error::Autograd(format!("saved tensor {slot} was absent in the forward"))
         })
     }
 
-    /// [`Context::saved`] for a slot that may have been absent.
+    /// Like [`Context::saved`], for a slot whose tensor may have been absent.
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::autograd::apply_with;
+    ///
+    /// let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
+    /// let y = apply_with(
+    ///     "scale",
+    ///     &[Some(&x), None],
+    ///     |saver, inputs| {
+    ///         let (x, scale) = (inputs.get(0)?, inputs.optional(1));
+    ///         saver.save_optional(scale);
+    ///         Ok(match scale {
+    ///             Some(scale) => x * scale,
+    ///             None => x.copy(),
+    ///         }
+    ///         .into())
+    ///     },
+    ///     |ctx, grads| {
+    ///         assert!(ctx.saved(0).is_err()); // wrong: the forward pass had no scale to save
+    ///         let grad = match ctx.saved_optional(0)? {
+    ///             Some(scale) => grads.get(0)? * scale,
+    ///             None => grads.get(0)?.copy(),
+    ///         };
+    ///         Ok([Some(grad), None].into())
+    ///     },
+    /// )?
+    /// .single()?;
+    /// y.sum(Kind::Double).backward();
+    /// assert_eq!(x.grad(), Tensor::from_slice(&[1.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     ///
     /// # Errors
-    /// As [`Context::saved`].
+    /// As for [`Context::saved`], except that an absent tensor is `None`.
     pub fn saved_optional(&self, slot: usize) -> Result<Option<Tensor>> {
         let mut tensor = std::ptr::null_mut();
-        // SAFETY: the node is alive while its backward runs; on success the handle becomes ours.
+        // SAFETY: the node is alive while its backward pass runs. On success this function owns the
+        // handle.
         let message = unsafe { ffi::tch_extension_saved(self.node, slot, &mut tensor) };
         match take_message(message) {
             Some(message) => Err(Error::Autograd(message)),
-            // SAFETY: null or a handle that C++ allocated for us.
+            // SAFETY: the pointer is null or a handle that C++ allocated for us.
             None => Ok(unsafe { owned(tensor) }),
         }
     }
 
-    /// Whether this backward has to compute the gradient of input `index`: it requires grad, and
-    /// the caller of backward did not leave it out.
+    /// Whether this backward pass must compute the gradient of input `index`: the input requires
+    /// grad, and the gradients that the caller asked for depend on it.
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::autograd::apply_with;
+    ///
+    /// let (x, w) = (Tensor::from_slice(&[3.0]), Tensor::from_slice(&[5.0]));
+    /// let x = x.set_requires_grad(true);
+    /// let y = apply_with(
+    ///     "product",
+    ///     &[Some(&x), Some(&w)],
+    ///     |saver, inputs| {
+    ///         let (x, w) = (inputs.get(0)?, inputs.get(1)?);
+    ///         saver.save(x);
+    ///         saver.save(w);
+    ///         Ok((x * w).into())
+    ///     },
+    ///     |ctx, grads| {
+    ///         let (x, w, grad) = (ctx.saved(0)?, ctx.saved(1)?, grads.get(0)?);
+    ///         // Wrong: `[grad * &w, grad * &x]`. It computes a gradient of `w` that nobody wants.
+    ///         let grad_x = ctx.needs_input_grad(0).then(|| grad * &w);
+    ///         let grad_w = ctx.needs_input_grad(1).then(|| grad * &x);
+    ///         Ok([grad_x, grad_w].into())
+    ///     },
+    /// )?
+    /// .single()?;
+    /// y.sum(Kind::Double).backward();
+    /// assert_eq!(x.grad(), Tensor::from_slice(&[5.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     pub fn needs_input_grad(&self, index: usize) -> bool {
-        // SAFETY: the node is alive while its backward runs.
+        // SAFETY: the node is alive while its backward pass runs.
         unsafe { ffi::tch_extension_needs_input_grad(self.node, index) }
     }
 
-    /// Declares that the gradient of input `index` does not depend on the incoming gradients, so
-    /// that it may come without a graph from a backward that is differentiable otherwise
-    /// ([`Function::DOUBLE_BACKWARD`]). A gradient is linear in the incoming ones: such a one is
-    /// zero, as that of `floor`. That is checked where a graph is asked for, on CUDA by waiting for
-    /// it.
+    /// Declares that the gradient of input `index` does not depend on the incoming gradients. Such
+    /// a gradient may have no graph, even if the backward pass is otherwise differentiable
+    /// ([`Function::DOUBLE_BACKWARD`]). Because a gradient is linear in the incoming gradients, it
+    /// must then be zero, as for `floor`. If the caller asks for a graph, the zeros are checked; on
+    /// CUDA, that check waits for the device.
+    ///
+    /// ```
+    /// use tch::Tensor;
+    /// use tch_extension::{Result, autograd::*};
+    ///
+    /// struct Floor;
+    ///
+    /// impl Function for Floor {
+    ///     const NAME: &'static str = "floor";
+    ///     const DOUBLE_BACKWARD: bool = true;
+    ///     fn forward(&mut self, _saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+    ///         Ok(inputs.get(0)?.floor().into())
+    ///     }
+    ///     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+    ///         // Wrong: leaving this out. The zeros have no graph, so `second` below would be an
+    ///         // error.
+    ///         ctx.mark_constant(0);
+    ///         Ok(grads.get(0)?.zeros_like().into())
+    ///     }
+    /// }
+    ///
+    /// let x = Tensor::from_slice(&[1.5]).set_requires_grad(true);
+    /// let square = &x * &x;
+    /// let y = apply(Floor, &[Some(&square)])?.single()? * &square;
+    /// let create_graph = GradOptions { create_graph: true, ..Default::default() };
+    /// let first = grad(&[&y], &[&x], &create_graph)?.single()?;
+    /// let second = grad(&[&first], &[&x], &GradOptions::default())?.single()?;
+    /// assert_eq!(second, Tensor::from_slice(&[4.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     pub fn mark_constant(&self, index: usize) {
-        // SAFETY: the results live while the backward runs, and only this thread touches them.
+        // SAFETY: the results live while the backward pass runs, and only this thread uses them.
         unsafe { ffi::tch_extension_mark_constant(self.results, index) };
     }
 
-    /// How many inputs the forward had, absent ones included.
+    /// The number of inputs that the forward pass had, absent inputs included.
+    ///
+    /// ```
+    /// use tch::{Kind, Tensor};
+    /// use tch_extension::autograd::apply_with;
+    ///
+    /// let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
+    /// let y = apply_with(
+    ///     "sum_of_any_number",
+    ///     &[Some(&x), None, Some(&x)],
+    ///     |_, inputs| {
+    ///         let zero = inputs.get(0)?.zeros_like();
+    ///         Ok(inputs.iter().flatten().fold(zero, |sum, input| sum + *input).into())
+    ///     },
+    ///     |ctx, grads| {
+    ///         let grad = grads.get(0)?;
+    ///         // Wrong: `grad.copy().into()`. It is an error, because every input must have an
+    ///         // entry.
+    ///         let of = |index| ctx.needs_input_grad(index).then(|| grad.copy());
+    ///         Ok((0..ctx.inputs_len()).map(of).collect::<Vec<_>>().into())
+    ///     },
+    /// )?
+    /// .single()?;
+    /// y.sum(Kind::Double).backward();
+    /// assert_eq!(x.grad(), Tensor::from_slice(&[2.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     pub fn inputs_len(&self) -> usize {
         self.inputs_len
     }
 
     /// Whether the caller wants to differentiate these gradients again (`create_graph`) and this
-    /// operator allows it ([`Function::DOUBLE_BACKWARD`]): what is computed now becomes part of the
-    /// graph.
+    /// operator allows it ([`Function::DOUBLE_BACKWARD`]). If so, operations in the backward pass
+    /// are recorded in the graph.
+    ///
+    /// ```
+    /// use tch::Tensor;
+    /// use tch_extension::{Result, autograd::*};
+    ///
+    /// struct Cube;
+    ///
+    /// impl Function for Cube {
+    ///     const NAME: &'static str = "cube";
+    ///     const DOUBLE_BACKWARD: bool = true;
+    ///     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+    ///         let x = inputs.get(0)?;
+    ///         saver.save(x);
+    ///         Ok((x * x * x).into())
+    ///     }
+    ///     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+    ///         if ctx.create_graph() {
+    ///             let inputs = [ctx.saved_optional(0)?];
+    ///             return differentiate_reference(ctx, &inputs, grads, |inputs| {
+    ///                 Ok(inputs[0].as_ref().map(|x| x * x * x).into())
+    ///             });
+    ///         }
+    ///         // Wrong: using a kernel in both cases. Its result has no graph, so `second` below
+    ///         // would be an error. (The next line stands for a kernel.)
+    ///         Ok((grads.get(0)? * ctx.saved(0)?.square() * 3.0).into())
+    ///     }
+    /// }
+    ///
+    /// let x = Tensor::from_slice(&[2.0]).set_requires_grad(true);
+    /// let y = apply(Cube, &[Some(&x)])?.single()?;
+    /// let create_graph = GradOptions { create_graph: true, ..Default::default() };
+    /// let first = grad(&[&y], &[&x], &create_graph)?.single()?;
+    /// let second = grad(&[&first], &[&x], &GradOptions::default())?.single()?;
+    /// assert_eq!(second, Tensor::from_slice(&[12.0]));
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
     pub fn create_graph(&self) -> bool {
         ffi::tch_extension_grad_mode()
     }

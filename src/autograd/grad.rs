@@ -1,4 +1,5 @@
-//! `torch.autograd.grad` and `backward`; what a tensor tells of its graph.
+//! `torch.autograd.grad` and `torch.autograd.backward`, and functions that ask a tensor about its
+//! graph.
 
 use super::apply::owned;
 use super::pointers::borrowed_pointers;
@@ -7,21 +8,23 @@ use crate::ffi::take_message;
 use crate::{Error, Result};
 use tch::Tensor;
 
-/// What [`grad`] can be told; the default is what `torch.autograd.grad` does by default.
+/// The options of [`grad`]. The defaults are those of `torch.autograd.grad`.
 #[derive(Clone, Copy, Default)]
 pub struct GradOptions<'a> {
-    /// The vector of the vector-Jacobian product, one entry for each output. Empty, or an absent
-    /// entry, means one; that is possible for outputs of a single element only.
+    /// The vector of the vector-Jacobian product, with one entry for each output. If the list is
+    /// empty or an entry is absent, the value 1 is used, which works only for an output with a
+    /// single element.
     pub grad_outputs: &'a [Option<&'a Tensor>],
-    /// Keep the graph for another backward. By default, as `create_graph`.
+    /// Keep the graph for another backward pass. The default is the value of `create_graph`.
     pub retain_graph: Option<bool>,
     /// Make the gradients part of a graph, so that they can be differentiated again.
     pub create_graph: bool,
-    /// Give `None` for an input that no output depends on, instead of an error.
+    /// Return `None` for an input that no output depends on, instead of an error.
     pub allow_unused: bool,
 }
 
-/// The gradients of `outputs` with respect to `inputs`, without touching anybody's `grad`.
+/// Computes the gradients of `outputs` with respect to `inputs`. It does not change the `grad` of
+/// any tensor.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -37,8 +40,8 @@ pub struct GradOptions<'a> {
 /// ```
 ///
 /// # Errors
-/// libtorch's own (no graph, wrong shapes, an unused input), and whatever fails in a backward on
-/// the way.
+/// libtorch's own errors (no graph, wrong shapes, an unused input), and any error of a backward
+/// pass that runs.
 pub fn grad(
     outputs: &[&Tensor],
     inputs: &[&Tensor],
@@ -49,8 +52,8 @@ pub fn grad(
     let input_pointers = borrowed_pointers(inputs.iter().map(|&tensor| Some(tensor)));
     let grad_pointers = borrowed_pointers(options.grad_outputs.iter().copied());
     let mut results = vec![std::ptr::null_mut(); inputs.len()];
-    // SAFETY: every pointer is null or borrowed from a live tensor, and valid for its length during
-    // the call.
+    // SAFETY: every pointer is null or borrowed from a live tensor, and each array is valid for its
+    // length during the call.
     let message = unsafe {
         ffi::tch_extension_grad(
             output_pointers.as_ptr(),
@@ -68,26 +71,27 @@ pub fn grad(
     if let Some(message) = take_message(message) {
         return Err(Error::Autograd(message));
     }
-    // SAFETY: on success each entry is null or a handle for us to own.
+    // SAFETY: on success each entry is null or a handle that we now own.
     Ok(results.into_iter().map(|tensor| unsafe { owned(tensor) }).collect::<Vec<_>>().into())
 }
 
-/// What [`backward`] can be told; the default is what `torch.autograd.backward` does by default.
+/// The options of [`backward`]. The defaults are those of `torch.autograd.backward`.
 #[derive(Clone, Copy, Default)]
 pub struct BackwardOptions<'a> {
     /// As [`GradOptions::grad_outputs`].
     pub grad_outputs: &'a [Option<&'a Tensor>],
-    /// Keep the graph for another backward. By default, as `create_graph`.
+    /// Keep the graph for another backward pass. The default is the value of `create_graph`.
     pub retain_graph: Option<bool>,
     /// Make the gradients part of a graph, so that they can be differentiated again. A `grad` that
-    /// is part of a graph holds it: take it away, or make it zero, when it is no longer wanted.
+    /// is part of a graph keeps that graph alive: remove it or set it to zero when you no longer
+    /// need it.
     pub create_graph: bool,
-    /// Add to the `grad` of these only. `None`: of all leaves that `outputs` depend on.
+    /// Add to the `grad` of these tensors only. `None` means all leaves that `outputs` depend on.
     pub inputs: Option<&'a [&'a Tensor]>,
 }
 
-/// Adds the gradients of `outputs` to the `grad` of the leaves they depend on: `Tensor::backward`
-/// with a `Result` and Python's options.
+/// Adds the gradients of `outputs` to the `grad` of the leaves that they depend on. This is
+/// `Tensor::backward` with a `Result` and with the options that Python has.
 ///
 /// ```
 /// use tch::Tensor;
@@ -104,8 +108,8 @@ pub struct BackwardOptions<'a> {
 /// ```
 ///
 /// # Errors
-/// libtorch's own (no graph, wrong shapes, an output of several elements without a vector), and
-/// whatever fails in a backward on the way.
+/// libtorch's own errors (no graph, wrong shapes, an output of several elements without a vector),
+/// and any error of a backward pass that runs.
 pub fn backward(outputs: &[&Tensor], options: &BackwardOptions<'_>) -> Result<()> {
     check_grad_outputs("backward", outputs, options.grad_outputs)?;
     let output_pointers = borrowed_pointers(outputs.iter().map(|&tensor| Some(tensor)));
@@ -121,8 +125,8 @@ pub fn backward(outputs: &[&Tensor], options: &BackwardOptions<'_>) -> Result<()
     }
     let inputs = options.inputs.unwrap_or_default();
     let input_pointers = borrowed_pointers(inputs.iter().map(|&tensor| Some(tensor)));
-    // SAFETY: every pointer is null or borrowed from a live tensor, and valid for its length during
-    // the call.
+    // SAFETY: every pointer is null or borrowed from a live tensor, and each array is valid for its
+    // length during the call.
     let message = unsafe {
         ffi::tch_extension_backward(
             output_pointers.as_ptr(),
@@ -155,30 +159,31 @@ fn check_grad_outputs(
     ))
 }
 
-/// Makes a backward fill in the `grad` of a tensor that is no leaf: `Tensor.retain_grad`. Does
-/// nothing for a leaf.
+/// Makes backward passes fill in the `grad` of a tensor that is not a leaf: Python's
+/// `Tensor.retain_grad`. It does nothing for a leaf.
 ///
 /// # Errors
 /// When the tensor is undefined or does not require grad.
 pub fn retain_grad(tensor: &Tensor) -> Result<()> {
-    // SAFETY: borrowed from a live tensor.
+    // SAFETY: the pointer is borrowed from a live tensor.
     let message = unsafe { ffi::tch_extension_retain_grad(tensor.as_ptr()) };
     take_message(message)
         .map_or(Ok(()), |message| Err(Error::Autograd(format!("retain_grad: {message}"))))
 }
 
-/// The name of the node that made the tensor, such as `MulBackward0`, or an operator's name with
-/// `Backward` behind it; `None` for a leaf. Python's `Tensor.grad_fn.name()`.
+/// The name of the graph node that made the tensor: Python's `Tensor.grad_fn.name()`. It is a name
+/// such as `MulBackward0` or, for an operator of this crate, the operator's name followed by
+/// `Backward`. It is `None` for a leaf.
 ///
 /// # Errors
-/// For a view that was made without grad mode and whose base was changed in place since: libtorch
-/// knows no node for it.
+/// For a view that was made with grad mode off and whose base was changed in place afterwards:
+/// libtorch has no node for such a view.
 pub fn grad_fn(tensor: &Tensor) -> Result<Option<String>> {
     if !tensor.defined() {
         return Ok(None);
     }
     let mut name = std::ptr::null_mut();
-    // SAFETY: borrowed from a live tensor; the name becomes ours.
+    // SAFETY: the pointer is borrowed from a live tensor, and we own the name afterwards.
     match take_message(unsafe { ffi::tch_extension_grad_fn(tensor.as_ptr(), &mut name) }) {
         Some(message) => Err(Error::Autograd(format!("grad_fn: {message}"))),
         None => Ok(take_message(name)),

@@ -1,4 +1,4 @@
-//! `Tensor.register_hook` and `Tensor.register_post_accumulate_grad_hook`.
+//! Hooks on gradients: `Tensor.register_hook` and `Tensor.register_post_accumulate_grad_hook`.
 
 use super::apply::{contained, discard, give_gradient, owned, requires_grad};
 use crate::ffi::autograd as ffi;
@@ -11,32 +11,33 @@ use tch::Tensor;
 use torch_sys::C_tensor;
 
 /// A hook that [`register_hook`] or [`register_post_accumulate_grad_hook`] registered. Dropping it
-/// removes the hook, so that `let _ = register_hook(…)` removes it at once; [`Hook::forget`] keeps
-/// the hook for as long as the tensor or its graph lives. (In Python it is the other way round: a
-/// handle that is dropped leaves its hook.) It keeps neither the tensor nor its graph alive, and
-/// may outlive both.
+/// removes the hook, so that `let _ = register_hook(…)` removes it at once. [`Hook::forget`] keeps
+/// the hook for as long as the tensor or its graph lives. (In Python it is the other way round:
+/// dropping the handle leaves the hook registered.) It keeps neither the tensor nor its graph
+/// alive, and may outlive both.
 #[must_use = "dropping this removes the hook; `.forget()` keeps it"]
 pub struct Hook(NonNull<ffi::HookHandle>);
 
-// SAFETY: the handle is a number and a weak pointer to a list that has a lock.
+// SAFETY: the handle is a number and a weak pointer to a list that has its own lock.
 unsafe impl Send for Hook {}
-// SAFETY: as above; `remove` only reads the handle.
+// SAFETY: as for `Send`; `remove` only reads the handle.
 unsafe impl Sync for Hook {}
 
 impl Hook {
-    /// Removes the hook and drops its closure; if the closure runs at the moment, elsewhere or
-    /// because this is called from it, then as soon as it returns. Does nothing the second time.
+    /// Removes the hook and drops its closure. If the closure is running, in another thread or
+    /// because it made this call itself, it is dropped as soon as it returns. A second call does
+    /// nothing.
     pub fn remove(&self) {
-        // SAFETY: ours until dropped.
+        // SAFETY: `self` owns the handle until it is dropped.
         let message = unsafe { ffi::tch_extension_remove_hook(self.0.as_ptr()) };
-        // The lock is the only thing that could fail, and it does not.
+        // Only locking could fail, and it does not.
         let _ = take_message(message);
     }
 
     /// Keeps the hook for as long as its tensor or graph lives.
     pub fn forget(self) {
         let hook = std::mem::ManuallyDrop::new(self);
-        // SAFETY: ours, and not used again.
+        // SAFETY: the handle is ours, and nobody uses it again.
         unsafe { ffi::tch_extension_free_hook(hook.0.as_ptr()) };
     }
 }
@@ -44,30 +45,35 @@ impl Hook {
 impl Drop for Hook {
     fn drop(&mut self) {
         self.remove();
-        // SAFETY: ours, and not used again.
+        // SAFETY: the handle is ours, and nobody uses it again.
         unsafe { ffi::tch_extension_free_hook(self.0.as_ptr()) };
     }
 }
 
-/// Calls `hook` with the gradient of `tensor` whenever a backward computes it: what
-/// `Tensor.register_hook` is in Python. `Some` takes the gradient's place, for the `grad` of a leaf
-/// and for whatever the tensor was made of; `None` leaves it as it is.
+/// Calls `hook` with the gradient of `tensor` whenever a backward pass computes it, as
+/// `Tensor.register_hook` does in Python. If the hook returns `Some`, that tensor replaces the
+/// gradient, both for the `grad` of a leaf and for the operations that produced the tensor. `None`
+/// leaves the gradient unchanged.
 ///
-/// Hooks run in the order of their registration, each with what the one before made of the
-/// gradient, in the thread that runs the backward, and with grad mode on where a graph of the
-/// gradients is asked for. A hook does not run when no gradient comes. It belongs to the tensor as
-/// it is now: after a change in place it sees the gradient of the value before.
-/// [`grad()`](super::grad()) gives an intermediate's gradient after its hooks, unless something
-/// behind it is asked for, too: the engine takes it before them then. As in PyTorch, the first hook
-/// of a leaf, or of what one operator returned, has to be registered while no other thread runs a
-/// backward through it. Further ones and removals may come at any time, from a hook, too.
+/// Hooks run in the order of their registration, and each gets the gradient that the previous hook
+/// left. They run in the thread that runs the backward pass, and with grad mode on if the caller
+/// asked for a graph of the gradients. A hook does not run when no gradient arrives. It belongs to
+/// the tensor as it is now: after a change in place, it still gets the gradient of the earlier
+/// value. [`grad()`](super::grad()) returns an intermediate's gradient after its hooks have run.
+/// There is one exception: if the same call also asks for the gradient of a tensor that this
+/// intermediate was computed from, the engine takes the intermediate's gradient before its hooks
+/// run.
 ///
-/// A hook must not change the gradient in place: others may hold it. One that holds a tensor whose
-/// graph leads to it, its own tensor say, makes a cycle, and neither is freed before the [`Hook`]
-/// is dropped (never, if it was forgotten).
+/// As in PyTorch, the first hook of a leaf, or of the outputs of one operator, must be registered
+/// while no other thread runs a backward pass through it. Further hooks may be registered and
+/// removed at any time, even by a hook.
 ///
-/// An error, a panic or a gradient of another shape, kind, device or layout becomes an error of
-/// whoever called backward.
+/// A hook must not change the gradient in place, because others may hold it. A hook that holds a
+/// tensor whose graph leads to the hook, such as its own tensor, makes a reference cycle: neither
+/// is freed until the [`Hook`] is dropped, and never if it was forgotten.
+///
+/// If the hook returns an error, panics, or returns a gradient of another shape, kind, device or
+/// layout, the caller of the backward pass gets an error.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -92,8 +98,8 @@ where
     check_requires_grad("register_hook", tensor)?;
     let state = Box::into_raw(Box::new(hook));
     let mut handle = std::ptr::null_mut();
-    // SAFETY: the tensor is borrowed, defined and requires grad; `state` is what VTable::<F>
-    // expects, and C++ takes it in any case.
+    // SAFETY: the tensor is borrowed and defined, and it requires grad. `state` has the type that
+    // VTable::<F> expects, and C++ takes ownership of it even on failure.
     let message = unsafe {
         ffi::tch_extension_register_hook(
             tensor.as_ptr(),
@@ -105,15 +111,16 @@ where
     registered("register_hook", message, handle)
 }
 
-/// Calls `hook` with the leaf `tensor` whenever a backward has added to its `grad`: what
-/// `Tensor.register_post_accumulate_grad_hook` is in Python. An optimizer step can be done there,
-/// and the gradient freed, before the next one comes.
+/// Calls `hook` with the leaf `tensor` whenever a backward pass has added to its `grad`, as
+/// `Tensor.register_post_accumulate_grad_hook` does in Python. The hook can do an optimizer step
+/// and free the gradient before the next gradient is computed.
 ///
-/// Hooks run in the order of their registration, in the thread that runs the backward.
-/// [`grad()`](super::grad()) adds to no `grad` and calls none. An error or a panic becomes an error
-/// of whoever called backward. As in PyTorch, the first hook of a leaf has to be registered while
-/// no other thread runs a backward into it. A hook that holds its own leaf keeps it alive until the
-/// [`Hook`] is dropped; if that was forgotten, for ever. The closure is given the leaf.
+/// Hooks run in the order of their registration, in the thread that runs the backward pass.
+/// [`grad()`](super::grad()) adds to no `grad`, so it calls no such hook. An error or a panic
+/// becomes an error for the caller of the backward pass. As in PyTorch, the first hook of a leaf
+/// must be registered while no other thread runs a backward pass into it. The closure gets the leaf
+/// as its argument. If it also holds the leaf itself, the leaf stays alive until the [`Hook`] is
+/// dropped, or forever if it was forgotten.
 ///
 /// ```
 /// use tch::{Kind, Tensor, no_grad};
@@ -132,7 +139,7 @@ where
 /// ```
 ///
 /// # Errors
-/// When the tensor is undefined, does not require grad or is no leaf.
+/// When the tensor is undefined, does not require grad or is not a leaf.
 pub fn register_post_accumulate_grad_hook<F>(tensor: &Tensor, hook: F) -> Result<Hook>
 where
     F: Fn(&Tensor) -> Result<()> + Send + Sync + 'static,
@@ -157,8 +164,8 @@ where
     F: Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
 {
     let mut handle = std::ptr::null_mut();
-    // SAFETY: the tensor is a borrowed leaf that requires grad; `state` is what VTable::<F>
-    // expects, and C++ takes it in any case.
+    // SAFETY: the tensor is a borrowed leaf that requires grad. `state` has the type that
+    // VTable::<F> expects, and C++ takes ownership of it even on failure.
     let message = unsafe {
         ffi::tch_extension_register_post_accumulate_grad_hook(
             tensor.as_ptr(),
@@ -193,21 +200,22 @@ fn registered(name: &str, message: *mut c_char, handle: *mut ffi::HookHandle) ->
         .ok_or_else(|| Error::msg(format!("internal error: {name} made no handle")))
 }
 
-/// The two entries through which C++ reaches an `F`.
+/// The two functions through which C++ calls and drops an `F`.
 struct VTable<F>(std::marker::PhantomData<F>);
 
 impl<F> VTable<F>
 where
     F: Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
 {
-    // A reference to a constant: C++ keeps it for as long as the hook lives.
+    // This is a reference to a constant, because C++ keeps the pointer for as long as the hook
+    // lives.
     const VALUE: &'static ffi::FunctionVTable =
         &ffi::FunctionVTable { backward: call::<F>, drop: drop_hook::<F> };
 }
 
 /// # Safety
-/// `state` must be a boxed `F` of a registration, `results` from the call's own C++ frame, and
-/// `grads` must point to one handle, which becomes ours.
+/// `state` must be the boxed `F` of a registration. `results` must come from the C++ frame that
+/// calls. `grads` must point to one handle, which this function takes over.
 unsafe extern "C" fn call<F>(
     state: *const c_void,
     _node: *const ffi::FunctionNode,
@@ -219,7 +227,8 @@ where
     F: Fn(&Tensor) -> Result<Option<Tensor>> + Send + Sync + 'static,
 {
     let run = || -> Result<()> {
-        // SAFETY: as the caller promises; `F: Sync` makes a shared reference fine on any thread.
+        // SAFETY: the caller guarantees both pointers (see `# Safety`). `F: Sync`, so any thread
+        // may use a shared reference.
         let (hook, grad) = unsafe { (&*state.cast::<F>(), owned(*grads)) };
         let grad =
             grad.ok_or_else(|| Error::msg("internal error: a hook was called without a gradient"))?;
@@ -229,21 +238,21 @@ where
                     "the hook returned an undefined tensor; return None to keep the gradient",
                 ));
             }
-            // SAFETY: `results` is the caller's.
+            // SAFETY: `results` belongs to the C++ frame that called.
             unsafe { give_gradient(results, 0, replaced) };
         }
         Ok(())
     };
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees `results` (see `# Safety`).
     unsafe { contained("the hook", results, run) }
 }
 
 /// # Safety
-/// `state` must be a boxed `F` of a registration and not be used again.
+/// `state` must be the boxed `F` of a registration, and nobody may use it again.
 unsafe extern "C" fn drop_hook<F>(state: *mut c_void) {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller hands over the boxed `F` (see `# Safety`).
     let hook = unsafe { Box::from_raw(state.cast::<F>()) };
-    // A panic in a user's Drop has nowhere to go.
+    // A panic in a user's `Drop` cannot be reported: no caller is left to return it to.
     if let Err(panic) = catch_unwind(AssertUnwindSafe(move || drop(hook))) {
         discard(panic);
     }

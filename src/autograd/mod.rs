@@ -1,9 +1,11 @@
-//! Operators with a backward of their own, written in Rust, in libtorch's own graph.
+//! Operators with their own backward pass, written in Rust and recorded in libtorch's own graph.
 //!
-//! [`Function`] is `torch.autograd.Function`, [`apply()`] its `apply`, [`grad()`] is
-//! `torch.autograd.grad`, [`backward`] `torch.autograd.backward`, [`register_hook`]
-//! `Tensor.register_hook`, [`checkpoint()`] `torch.utils.checkpoint`, [`detect_anomaly`] and
-//! [`saved_tensors_hooks`] are what Python calls so.
+//! Each item here has a counterpart in Python:
+//! - [`Function`] is `torch.autograd.Function`, and [`apply()`] is its `apply`.
+//! - [`grad()`] and [`backward`] are `torch.autograd.grad` and `torch.autograd.backward`.
+//! - [`register_hook`] is `Tensor.register_hook`.
+//! - [`checkpoint()`] is `torch.utils.checkpoint.checkpoint`.
+//! - [`detect_anomaly`] and [`saved_tensors_hooks`] have the same names in Python.
 
 mod anomaly;
 mod apply;
@@ -26,8 +28,8 @@ pub use hook::{Hook, register_hook, register_post_accumulate_grad_hook};
 pub use saved_hooks::{SavedTensorsHooks, save_on_cpu, saved_tensors_hooks};
 pub use tensors::{Inputs, Tensors};
 
-/// How many nodes made by [`apply`] exist at the moment, in all threads: for tests that look for
-/// leaks.
+/// The number of graph nodes made by [`apply`] that are alive now, in all threads. Tests use it to
+/// find leaks.
 pub fn live_nodes() -> i64 {
     crate::ffi::autograd::tch_extension_live_nodes()
 }

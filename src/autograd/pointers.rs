@@ -1,10 +1,10 @@
-//! Tensors as C++ takes them for a call.
+//! Tensors as raw pointers for a call into C++.
 
 use tch::Tensor;
 use torch_sys::C_tensor;
 
-/// Handles that are borrowed for a call of C++; null where there is none. Few of them need no
-/// allocation.
+/// Tensor handles that are borrowed for a call into C++; an absent tensor is null. Up to `FEW`
+/// pointers need no heap allocation.
 pub(super) struct Pointers {
     few: [*const C_tensor; Pointers::FEW],
     many: Vec<*const C_tensor>,

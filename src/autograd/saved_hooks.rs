@@ -1,4 +1,4 @@
-//! `torch.autograd.graph.saved_tensors_hooks` and `save_on_cpu`.
+//! Hooks on saved tensors: `torch.autograd.graph.saved_tensors_hooks` and `save_on_cpu`.
 
 use super::apply::{contained, discard, give_gradient};
 use crate::ffi::autograd as ffi;
@@ -13,25 +13,26 @@ use std::thread::{self, ThreadId};
 use tch::{Device, Tensor};
 use torch_sys::C_tensor;
 
-/// Hooks that are in force in this thread until this guard is dropped. Guards nest: the youngest
-/// counts.
+/// A guard that keeps a pair of hooks active in this thread until it is dropped. Guards nest: the
+/// hooks of the newest guard are used.
 #[must_use = "the hooks are in force until the guard is dropped; `let _ =` drops it at once"]
 pub struct SavedTensorsHooks {
     id: u64,
-    // Bound to its thread.
+    // The raw pointer makes the guard `!Send`, so it stays in its thread.
     _thread: PhantomData<*mut u8>,
 }
 
-/// Calls `pack` with every tensor that an operator of this crate saves while the guard lives, in
-/// this thread, and keeps what it returns in the tensor's place; `unpack` makes the tensor again
-/// when a backward asks for it. What `torch.autograd.graph.saved_tensors_hooks` is in Python.
+/// Calls `pack` with every tensor that an operator of this crate saves in this thread while the
+/// guard lives, and keeps what `pack` returns instead of the tensor. `unpack` restores the tensor
+/// when a backward pass asks for it. In Python this is `torch.autograd.graph.saved_tensors_hooks`.
 ///
-/// `pack` runs in [`apply`](super::apply()) with grad mode off and must not change the tensor;
-/// `unpack` may run in any thread, each time that a backward asks, and has to return a tensor of
-/// the same shape, kind and device. A tensor that is packed is no longer checked for changes in
-/// place since: `pack` has to copy what may change. An error or panic in `pack` is an error of
-/// `apply`, one in `unpack`, or another shape, an error of whoever called backward. `unpack` cannot
-/// unpack, by a backward of its own, the very tensor that it makes: that is an error, too.
+/// `pack` runs in [`apply`](super::apply()) with grad mode off and must not change the tensor.
+/// `unpack` may run in any thread, once for each time that a backward pass asks, and must return a
+/// tensor of the same shape, kind and device. A packed tensor is no longer checked for later
+/// changes in place, so `pack` must copy data that may change. An error or a panic in `pack` is an
+/// error of `apply`. An error or a panic in `unpack`, or a tensor of another shape, is an error for
+/// the caller of the backward pass. It is also an error if `unpack` runs a backward pass that needs
+/// the very tensor that it is restoring.
 ///
 /// Only tensors that a [`Function`](super::Function) saves are packed. libtorch's own nodes ask a
 /// Python interpreter for their hooks, and there is none here.
@@ -74,9 +75,9 @@ where
     SavedTensorsHooks { id, _thread: PhantomData }
 }
 
-/// Keeps saved tensors in the CPU's memory until the backward, in page-locked memory if
-/// `pin_memory` says so: what `torch.autograd.graph.save_on_cpu` is in Python. For the tensors of
-/// [`saved_tensors_hooks`].
+/// Keeps saved tensors in CPU memory until the backward pass, as `torch.autograd.graph.save_on_cpu`
+/// does in Python. If `pin_memory` is true, that memory is page-locked. It affects the same tensors
+/// as [`saved_tensors_hooks`].
 pub fn save_on_cpu(pin_memory: bool) -> SavedTensorsHooks {
     let pack = move |tensor: &Tensor| {
         let (device, kind) = (tensor.device(), tensor.f_kind()?);
@@ -86,7 +87,7 @@ pub fn save_on_cpu(pin_memory: bool) -> SavedTensorsHooks {
             pinned.f_copy_(tensor)?;
             pinned
         } else {
-            // A copy on the CPU, too: what hooks packed is not checked for changes in place.
+            // Also copy a CPU tensor, because packed tensors are not checked for changes in place.
             tensor.f_to_device_(
                 Device::Cpu,
                 kind,
@@ -107,33 +108,33 @@ pub fn save_on_cpu(pin_memory: bool) -> SavedTensorsHooks {
 
 impl Drop for SavedTensorsHooks {
     fn drop(&mut self) {
-        // Its own, in whatever order guards are dropped.
+        // Remove this guard's own entry, because guards may be dropped in any order.
         let dropped = STACK.try_with(|stack| {
             let mut stack = stack.try_borrow_mut().ok()?;
             let place = stack.iter().position(|(id, _)| *id == self.id)?;
             Some(stack.remove(place))
         });
-        // Outside the borrow: a closure's `Drop` is the user's code.
+        // Drop it after the borrow has ended, because a closure's `Drop` is the user's code.
         drop(dropped);
     }
 }
 
 thread_local! {
-    /// Under ascending numbers.
+    /// The active hooks of this thread, with ascending ids.
     static STACK: RefCell<Vec<(u64, Arc<dyn Pair>)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Those in force now, if any.
+/// The hooks that are active now, if any.
 pub(super) fn in_force() -> Option<Arc<dyn Pair>> {
     STACK.with_borrow(|stack| stack.last().map(|(_, hooks)| Arc::clone(hooks)))
 }
 
-/// What `VTABLE.start` takes; valid as long as the hooks are.
+/// The pointer that `VTABLE.start` takes. It is valid as long as the hooks are.
 pub(super) fn pointer(hooks: &Arc<dyn Pair>) -> *const c_void {
     std::ptr::from_ref(hooks).cast()
 }
 
-/// A pair of hooks whose packed type is forgotten.
+/// A pair of hooks with the packed type erased.
 pub(super) trait Pair: Send + Sync {
     fn pack(&self, tensor: &Tensor) -> Result<Box<dyn Any + Send>>;
     fn unpack(&self, packed: &(dyn Any + Send)) -> Result<Tensor>;
@@ -163,16 +164,16 @@ where
     }
 }
 
-/// One saved tensor.
+/// One saved tensor, packed.
 struct State {
     hooks: Arc<dyn Pair>,
-    /// Behind a lock, because a tensor is not `Sync` and backwards may run side by side.
+    /// It has a lock because a tensor is not `Sync` and several backward passes may run at once.
     packed: Mutex<Option<Box<dyn Any + Send>>>,
-    /// Who holds the lock to unpack.
+    /// The thread that holds that lock in order to unpack.
     unpacks: Mutex<Option<ThreadId>>,
 }
 
-/// Says who unpacks, until dropped.
+/// Records that this thread unpacks, until dropped.
 struct Unpacking<'a>(&'a Mutex<Option<ThreadId>>);
 
 impl<'a> Unpacking<'a> {
@@ -192,9 +193,9 @@ pub(super) const VTABLE: &ffi::SavedHooksVTable =
     &ffi::SavedHooksVTable { start, pack, unpack, drop: drop_state };
 
 /// # Safety
-/// `hooks` must come from [`pointer`], of hooks that live.
+/// `hooks` must come from [`pointer`], and those hooks must be alive.
 unsafe extern "C" fn start(hooks: *const c_void) -> *mut c_void {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller passes a pointer to live hooks (see `# Safety`).
     let hooks = unsafe { &*hooks.cast::<Arc<dyn Pair>>() };
     Box::into_raw(Box::new(State {
         hooks: Arc::clone(hooks),
@@ -205,30 +206,31 @@ unsafe extern "C" fn start(hooks: *const c_void) -> *mut c_void {
 }
 
 /// # Safety
-/// `state` must come from [`start`], `tensor` must be live, and `results` from the caller's frame.
+/// `state` must come from [`start`], `tensor` must be alive, and `results` must come from the C++
+/// frame that calls.
 unsafe extern "C" fn pack(
     state: *mut c_void,
     tensor: *const C_tensor,
     results: *mut ffi::BackwardResults,
 ) -> c_int {
     let run = || -> Result<()> {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller guarantees that `state` comes from `start` (see `# Safety`).
         let state = unsafe { &*state.cast::<State>() };
-        // SAFETY: as the caller promises; the clone is ours.
+        // SAFETY: the caller guarantees a live tensor (see `# Safety`). We own the clone.
         let tensor = unsafe { Tensor::clone_from_ptr(tensor.cast_mut()) };
         let packed = state.hooks.pack(&tensor)?;
         *state.packed.lock().unwrap_or_else(PoisonError::into_inner) = Some(packed);
         Ok(())
     };
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees `results` (see `# Safety`).
     unsafe { contained("the pack hook of a saved tensor", results, run) }
 }
 
 /// # Safety
-/// As [`pack`].
+/// As for [`pack`].
 unsafe extern "C" fn unpack(state: *const c_void, results: *mut ffi::BackwardResults) -> c_int {
     let run = || -> Result<()> {
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller guarantees that `state` comes from `start` (see `# Safety`).
         let state = unsafe { &*state.cast::<State>() };
         let owner = *state.unpacks.lock().unwrap_or_else(PoisonError::into_inner);
         if owner == Some(thread::current().id()) {
@@ -241,20 +243,20 @@ unsafe extern "C" fn unpack(state: *const c_void, results: *mut ffi::BackwardRes
         let packed =
             packed.as_deref().ok_or_else(|| Error::msg("internal error: nothing was packed"))?;
         let tensor = state.hooks.unpack(packed)?;
-        // SAFETY: `results` is the caller's.
+        // SAFETY: `results` belongs to the C++ frame that called.
         unsafe { give_gradient(results, 0, tensor) };
         Ok(())
     };
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees `results` (see `# Safety`).
     unsafe { contained("the unpack hook of a saved tensor", results, run) }
 }
 
 /// # Safety
-/// `state` must come from [`start`] and not be used again.
+/// `state` must come from [`start`], and nobody may use it again.
 unsafe extern "C" fn drop_state(state: *mut c_void) {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller hands over a `State` that `start` boxed (see `# Safety`).
     let state = unsafe { Box::from_raw(state.cast::<State>()) };
-    // A panic in a user's Drop has nowhere to go.
+    // A panic in a user's `Drop` cannot be reported: no caller is left to return it to.
     if let Err(panic) = catch_unwind(AssertUnwindSafe(move || drop(state))) {
         discard(panic);
     }

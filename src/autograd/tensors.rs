@@ -5,12 +5,12 @@ use crate::{Error, Result};
 use std::ops::Deref;
 use tch::Tensor;
 
-/// The inputs of a forward, borrowed; some may be absent.
+/// The inputs of a forward pass, borrowed. Some may be absent.
 #[derive(Clone, Copy)]
 pub struct Inputs<'a>(&'a [Option<&'a Tensor>]);
 
 impl<'a> Inputs<'a> {
-    /// A view of these inputs.
+    /// Wraps a slice of inputs.
     #[inline]
     pub fn new(inputs: &'a [Option<&'a Tensor>]) -> Self {
         Inputs(inputs)
@@ -19,7 +19,7 @@ impl<'a> Inputs<'a> {
     /// Input `index`.
     ///
     /// # Errors
-    /// When it is absent, or there are fewer inputs.
+    /// When it is absent, or the list is shorter.
     #[inline]
     pub fn get(&self, index: usize) -> Result<&'a Tensor> {
         self.optional(index).ok_or_else(|| absent("input", index, self.0.len()))
@@ -40,14 +40,14 @@ impl<'a> Deref for Inputs<'a> {
     }
 }
 
-/// Owned tensors, some of which may be absent: the outputs of a forward, incoming and outgoing
-/// gradients.
+/// A list of owned tensors, some of which may be absent. It holds the outputs of a forward pass, or
+/// the incoming or outgoing gradients of a backward pass.
 ///
-/// Made with `into()` from a tensor, an option, an array, or a vector of either.
+/// `into()` makes it from a tensor, an `Option` of a tensor, or an array or vector of either.
 #[derive(Debug, Default)]
 pub struct Tensors(List);
 
-/// A list of one, which is what most operators have, without an allocation.
+/// Most operators have a list of one tensor, which `One` holds without an allocation.
 #[derive(Debug)]
 enum List {
     One([Option<Tensor>; 1]),
@@ -91,10 +91,10 @@ impl Tensors {
         self.0.as_slice().get(index).and_then(Option::as_ref)
     }
 
-    /// The tensor of a list of one.
+    /// The only tensor of a list of one.
     ///
     /// # Errors
-    /// When there is another number of tensors, or it is absent.
+    /// When the list does not have exactly one entry, or the entry is absent.
     #[inline]
     pub fn single(self) -> Result<Tensor> {
         match self.0 {
@@ -103,10 +103,10 @@ impl Tensors {
         }
     }
 
-    /// The tensors of a list of `N`, all present.
+    /// The tensors of a list of `N` tensors, all of which are present.
     ///
     /// # Errors
-    /// When there is another number of tensors, or one is absent.
+    /// When the list does not have exactly `N` entries, or one is absent.
     pub fn exactly<const N: usize>(self) -> Result<[Tensor; N]> {
         let (len, present) = (self.len(), self.iter().flatten().count());
         match <[Option<Tensor>; N]>::try_from(self.into_vec()) {
@@ -119,7 +119,7 @@ impl Tensors {
         }
     }
 
-    /// Calls `body` with each tensor that is present, and its place.
+    /// Calls `body` with the index and the tensor of each entry that is present.
     pub(super) fn for_each(self, mut body: impl FnMut(usize, Tensor)) {
         let mut body = |(place, tensor): (usize, Option<Tensor>)| {
             if let Some(tensor) = tensor {
@@ -132,7 +132,7 @@ impl Tensors {
         }
     }
 
-    /// Undefined tensors made absent.
+    /// Makes undefined tensors absent.
     pub(super) fn without_undefined(mut self) -> Self {
         for tensor in self.0.as_mut_slice() {
             if tensor.as_ref().is_some_and(|tensor| !is_defined(tensor)) {
@@ -142,7 +142,7 @@ impl Tensors {
         self
     }
 
-    /// The list itself.
+    /// The list as a vector.
     pub fn into_vec(self) -> Vec<Option<Tensor>> {
         match self.0 {
             List::One(one) => one.into(),
@@ -151,9 +151,10 @@ impl Tensors {
     }
 }
 
-/// tch's own looks for an error, too.
+/// Whether libtorch considers the tensor defined. tch's own `defined` costs more, because it also
+/// checks for an error.
 fn is_defined(tensor: &Tensor) -> bool {
-    // SAFETY: borrowed from a live tensor.
+    // SAFETY: the pointer is borrowed from a live tensor.
     unsafe { tch_extension_defined(tensor.as_ptr()) }
 }
 

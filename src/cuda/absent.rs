@@ -1,5 +1,5 @@
-//! What `ffi::cuda` has, for a build without CUDA: every function refuses, and the handles cannot
-//! exist.
+//! Replaces `ffi::cuda` in a build without CUDA: every function returns an error, and the handles
+//! cannot exist.
 
 use super::{MemoryStats, StreamParts, not_compiled};
 use crate::Result;
@@ -130,7 +130,8 @@ impl GraphHandle {
     }
 }
 
-/// So that `drop(guard)` means the same to clippy as with CUDA.
+/// Drop implementations, so that clippy treats `drop(guard)` in the same way as in a build with
+/// CUDA.
 macro_rules! impl_drop {
     ($($handle:ty),*) => {
         $(impl Drop for $handle {

@@ -1,11 +1,11 @@
-//! Points in a stream's work.
+//! CUDA events.
 
 use super::{DeviceGuard, Stream, device_index, ffi, refused};
 use crate::Result;
 use std::time::Duration;
 use tch::Device;
 
-/// A point in the work of a CUDA stream, with its time.
+/// A point in the work of a CUDA stream, and the time at which the GPU reaches it.
 ///
 /// ```no_run
 /// # use tch::Device;
@@ -26,7 +26,7 @@ pub struct Event {
 }
 
 impl Event {
-    /// A new event of a CUDA device.
+    /// Makes an event for a CUDA device.
     ///
     /// # Errors
     /// When there is no such device, or this build has no CUDA.
@@ -34,7 +34,7 @@ impl Event {
         create("Event::new", device, true, false)
     }
 
-    /// A new event that is only waited for: cheaper than one that has a time.
+    /// Makes an event that can only be waited for. It is cheaper than one that records the time.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -47,16 +47,16 @@ impl Event {
     /// ```
     ///
     /// # Errors
-    /// As [`Event::new`].
+    /// As for [`Event::new`].
     pub fn without_timing(device: Device) -> Result<Event> {
         create("Event::without_timing", device, false, false)
     }
 
-    /// A new event, with a time, that the capture of a graph makes part of the graph: each replay
-    /// records it where the capture recorded it, and waits for it where the capture did. Between
-    /// two of them is the time of what the graph does there, without that of its launch. It may be
-    /// dropped before the graph. Any other event, recorded in a capture, only orders the captured
-    /// streams.
+    /// Makes an event with a time that becomes part of a graph when it is captured: each replay
+    /// records it where the capture recorded it, and waits for it where the capture waited. The
+    /// time between two such events is the time of the graph's work between them, without that of
+    /// its launch. The event may be dropped before the graph. Any other event that is recorded in a
+    /// capture only orders the captured streams.
     ///
     /// ```no_run
     /// # use tch::{Device, Tensor};
@@ -78,21 +78,22 @@ impl Event {
     /// In Python: `torch.cuda.Event(enable_timing=True, external=True)`.
     ///
     /// # Errors
-    /// As [`Event::new`].
+    /// As for [`Event::new`].
     pub fn external(device: Device) -> Result<Event> {
         create("Event::external", device, true, true)
     }
 
-    /// Puts the event behind what libtorch's current stream of the device has to do so far.
+    /// Records the event on libtorch's current stream of the device, after the work that was given
+    /// to the stream so far.
     ///
     /// # Errors
-    /// CUDA's.
+    /// An error of CUDA.
     pub fn record(&self) -> Result<()> {
         let _guard = DeviceGuard::new(self.device)?;
         self.handle.record("Event::record", Stream::current(self.device)?.parts())
     }
 
-    /// Puts the event behind what `stream` has to do so far.
+    /// Records the event on `stream`, after the work that was given to the stream so far.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -104,7 +105,7 @@ impl Event {
     /// ```
     ///
     /// # Errors
-    /// When the stream is another device's; CUDA's.
+    /// When the stream belongs to another device, or an error of CUDA.
     pub fn record_on(&self, stream: &Stream) -> Result<()> {
         let op = "Event::record_on";
         if stream.device() != self.device {
@@ -119,17 +120,18 @@ impl Event {
         self.handle.record(op, stream.parts())
     }
 
-    /// Waits, on the CPU, until the work before the event is done. An event that was never recorded
-    /// is not waited for.
+    /// Waits, on the CPU, until the work before the event is done. If the event was never recorded,
+    /// it returns at once.
     ///
     /// # Errors
-    /// CUDA's; a kernel that failed shows here.
+    /// Errors of CUDA: a kernel that failed is reported here.
     pub fn synchronize(&self) -> Result<()> {
         let _guard = DeviceGuard::new(self.device)?;
         self.handle.synchronize("Event::synchronize")
     }
 
-    /// Whether the work before the event is done; true if it was never recorded. Does not wait.
+    /// Whether the work before the event is done. It is true if the event was never recorded. Does
+    /// not wait.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -140,16 +142,18 @@ impl Event {
     /// ```
     ///
     /// # Errors
-    /// CUDA's; a kernel that failed shows here.
+    /// Errors of CUDA: a kernel that failed is reported here.
     pub fn is_done(&self) -> Result<bool> {
         let _guard = DeviceGuard::new(self.device)?;
         self.handle.is_done("Event::is_done")
     }
 
-    /// The device's time from this event to `end`; waits for `end`. Both must have been recorded.
+    /// The time on the device from this event to `end`. It waits for `end`. Both events must have
+    /// been recorded.
     ///
     /// # Errors
-    /// When one of them is [`Event::without_timing`], or was not recorded; CUDA's.
+    /// When one of them was made by [`Event::without_timing`] or was not recorded, or an error of
+    /// CUDA.
     pub fn elapsed(&self, end: &Event) -> Result<Duration> {
         let op = "Event::elapsed";
         if !(self.timing && end.timing) {

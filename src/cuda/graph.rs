@@ -6,29 +6,31 @@ use std::cell::Cell;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tch::Device;
 
-/// Work on the GPU that was captured once and is launched again as a whole: libtorch's `CUDAGraph`,
-/// for steps whose many small kernels take longer to launch than to run.
+/// Work on the GPU that was captured once and can be launched again as a whole: libtorch's
+/// `CUDAGraph`. Use it for steps with many small kernels that take longer to launch than to run.
 ///
-/// What must hold:
-/// - **Warm up first**: run the closure's work a few times before, best on a side stream, so that
-///   libraries are loaded and have chosen their kernels.
-/// - **Memory that libtorch only keeps** is given back to CUDA before a capture, on all devices, as
-///   Python's `torch.cuda.graph` does: what comes next allocates anew, so capture before a loop,
-///   not in it.
-/// - **No waiting for the GPU** in the closure: no reading of values on the CPU, no `synchronize`,
-///   no shape that depends on values. It makes the capture fail, as an `Err`. Nor may any other
-///   thread synchronise the whole device, empty libtorch's cache, replay a graph or draw CUDA
-///   random numbers meanwhile; allocating is fine.
-/// - **The same memory**: a replay reads the tensors that the closure read, where they were. Keep
-///   them alive as long as the graph, and change their values in place (`copy_`).
-/// - **The results belong to the graph**: the memory of tensors made in the closure is in a pool of
-///   the graph's, and each replay overwrites it. Before the first replay they hold nothing of use.
-///   Copy what is to stay.
-/// - The CPU's part of the closure, such as counters and prints, happens in the capture only.
+/// The rules are:
+/// - **Warm up first**: run the closure's work a few times before the capture, best on a side
+///   stream, so that libraries are loaded and have chosen their kernels.
+/// - **Cached memory is released**: before a capture, memory that libtorch keeps without using it
+///   is given back to CUDA on all devices, as Python's `torch.cuda.graph` does. Later allocations
+///   must get memory from CUDA again, so capture before a loop, not in it.
+/// - **No waiting for the GPU** in the closure: do not read values on the CPU, do not call
+///   `synchronize`, and let no shape depend on values. Otherwise the capture fails with an `Err`.
+///   During the capture, no other thread may synchronise the whole device, empty libtorch's cache,
+///   replay a graph or draw CUDA random numbers either; allocating is fine.
+/// - **The same memory**: a replay reads the tensors that the closure read, at the same addresses.
+///   Keep them alive as long as the graph, and change their values in place (`copy_`).
+/// - **The results belong to the graph**: the memory of tensors that the closure makes is in the
+///   graph's own pool, and each replay overwrites it. Before the first replay it is uninitialised.
+///   Copy results that you want to keep.
+/// - Whatever the closure does on the CPU, such as counting or printing, happens only in the
+///   capture.
 ///
 /// Random numbers differ from replay to replay, as they would without a graph. All graphs of a
-/// device share their place in the sequence, on the GPU, too: replay those that draw on one stream,
-/// or one after the other is done, and let the work be done before the last of them is dropped.
+/// device share one state of the random number generator, which is also on the GPU. Replay graphs
+/// that draw random numbers on one stream, or start one when the other is done, and let the work
+/// finish before the last of them is dropped.
 ///
 /// ```no_run
 /// # use tch::{Device, Kind, Tensor};
@@ -48,27 +50,27 @@ pub struct Graph {
     device: Device,
 }
 
-// SAFETY: libtorch's graph is bound to no thread once it is captured; it may be replayed and
-// deleted by any, one at a time (it is not Sync).
+// SAFETY: after its capture, libtorch's graph is bound to no thread. Any thread may replay and
+// delete it, one at a time (it is not Sync).
 unsafe impl Send for Graph {}
 
 impl Graph {
-    /// Captures the work that `body` gives to `device`, on a stream of its own, without doing it,
-    /// and hands back what `body` returned. In thread-local mode: other threads may go on
-    /// allocating. One capture at a time in a process; a second waits for the first, so `body` must
-    /// not wait for a thread that captures.
+    /// Captures the work that `body` gives to `device`, on a stream of its own, without running it,
+    /// and returns what `body` returned. The capture is in thread-local mode, so that other threads
+    /// may continue to allocate. A process can run one capture at a time. A second one waits for
+    /// the first, so `body` must not wait for a thread that captures.
     ///
     /// # Errors
-    /// That of `body`; when its work cannot be captured, or when called by a `body`; when `device`
-    /// is no CUDA device that is there, or this build has no CUDA. After an error or a panic of
-    /// `body` nothing is left of the capture.
+    /// An error of `body`; when its work cannot be captured; when a `body` itself calls this; when
+    /// `device` is not an existing CUDA device, or this build has no CUDA. After an error or a
+    /// panic of `body`, nothing is left of the capture.
     pub fn capture<T>(device: Device, body: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
         capture("Graph::capture", Place::OwnStream(device), None, body)
     }
 
-    /// [`Graph::capture`] on a stream of the caller's, which may have done work before. A backward
-    /// runs on the streams of its forward: one is captured alone where its forward ran on the
-    /// stream that is being captured.
+    /// Like [`Graph::capture`], on a stream of your choice, which may have done work before. A
+    /// backward pass runs on the streams of its forward pass. To capture a backward pass alone, run
+    /// its forward pass on the stream that is then captured.
     ///
     /// ```no_run
     /// # use tch::{Device, Kind, Tensor};
@@ -89,16 +91,16 @@ impl Graph {
     /// ```
     ///
     /// # Errors
-    /// As [`Graph::capture`]; when `stream` is CUDA's default stream, which cannot be captured, or
-    /// is being captured.
+    /// As for [`Graph::capture`]; and when `stream` is CUDA's default stream, which cannot be
+    /// captured, or is already being captured.
     pub fn capture_on<T>(stream: &Stream, body: impl FnOnce() -> Result<T>) -> Result<(Graph, T)> {
         capture("Graph::capture_on", Place::Stream(stream), None, body)
     }
 
-    /// [`Graph::capture`] on the device of `other`, in the same pool of memory: what `other` needs
-    /// between its kernels only, this one uses, too. Replay them one at a time, in the order in
-    /// which they were captured; and results of `other` that were dropped before this capture are
-    /// no longer there.
+    /// Like [`Graph::capture`], on the device of `other` and with the same memory pool: the new
+    /// graph also uses memory that `other` needs only for intermediates. Replay the two graphs one
+    /// at a time, in the order in which they were captured. Results of `other` that were dropped
+    /// before this capture are overwritten.
     ///
     /// ```no_run
     /// # use tch::{Device, Kind, Tensor};
@@ -114,7 +116,7 @@ impl Graph {
     /// ```
     ///
     /// # Errors
-    /// As [`Graph::capture`].
+    /// As for [`Graph::capture`].
     pub fn capture_in_pool_of<T>(
         other: &Graph,
         body: impl FnOnce() -> Result<T>,
@@ -122,8 +124,8 @@ impl Graph {
         capture("Graph::capture_in_pool_of", Place::OwnStream(other.device), Some(other), body)
     }
 
-    /// Does the captured work again, on the current stream of the graph's device, with what its
-    /// inputs now hold. Does not wait for it.
+    /// Runs the captured work again, on the current stream of the graph's device, with the current
+    /// values of its inputs. Does not wait for it.
     ///
     /// ```no_run
     /// # use tch::{Device, Kind, Tensor};
@@ -139,12 +141,13 @@ impl Graph {
     /// ```
     ///
     /// # Errors
-    /// CUDA's.
+    /// An error of CUDA.
     pub fn replay(&self) -> Result<()> {
         self.handle.replay("Graph::replay")
     }
 
-    /// How many kernels a replay launches: what to look at when an operator should be one kernel.
+    /// The number of kernels that a replay launches. Use it to check that an operator is a single
+    /// kernel.
     ///
     /// ```no_run
     /// # use tch::{Device, Kind, Tensor};
@@ -158,18 +161,18 @@ impl Graph {
         self.handle.count().0
     }
 
-    /// What a replay does beside kernels: copies, fills and the like.
+    /// The number of nodes of a replay that are not kernels: copies, fills and the like.
     pub fn other_nodes(&self) -> usize {
         self.handle.count().1
     }
 
-    /// The device on which it was captured.
+    /// The device on which the graph was captured.
     pub fn device(&self) -> Device {
         self.device
     }
 }
 
-/// Where a capture takes place.
+/// The device or stream for a capture.
 enum Place<'a> {
     OwnStream(Device),
     Stream(&'a Stream),
@@ -208,8 +211,8 @@ fn capture<T>(
     let _turn = Turn::take(op)?;
     refuse_if_capturing(op, device)?;
     let stream = place.stream(op)?;
-    // Dropped in reverse: a capture that `body` left by an error or a panic is given up under its
-    // own stream.
+    // Values are dropped in reverse order, so if `body` ends with an error or a panic, the capture
+    // is given up while its stream is still current.
     let _guard = StreamGuard::new(&stream)?;
     refuse_if_capturing(op, device)?;
     let mut handle = ffi::GraphHandle::begin(op, sharing.map(|graph| &graph.handle))?;
@@ -218,7 +221,7 @@ fn capture<T>(
     Ok((Graph { handle, device }, result))
 }
 
-/// For captures that are not this crate's.
+/// Detects captures that other code has begun.
 fn refuse_if_capturing(op: &str, device: Device) -> Result<()> {
     let _guard = DeviceGuard::new(device)?;
     if ffi::is_capturing(op)? {
@@ -227,7 +230,7 @@ fn refuse_if_capturing(op: &str, device: Device) -> Result<()> {
     Ok(())
 }
 
-/// libtorch keeps one state of capture for its random numbers: captures take turns.
+/// A lock for captures, because libtorch keeps only one capture state for its random numbers.
 struct Turn(#[allow(dead_code)] MutexGuard<'static, ()>);
 
 static TURN: Mutex<()> = Mutex::new(());
@@ -244,7 +247,7 @@ impl Turn {
                 "this thread is capturing already; a capture cannot hold another",
             ));
         }
-        // A closure that panicked left nothing behind.
+        // The lock may be poisoned by a closure that panicked, but it left no state behind.
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         CAPTURING.set(true);
         Ok(Turn(turn))

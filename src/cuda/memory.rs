@@ -1,31 +1,31 @@
-//! libtorch's CUDA memory.
+//! The memory of libtorch's CUDA allocator.
 
 use super::{device_index, ffi};
 use crate::Result;
 use tch::Device;
 
-/// What libtorch's allocator holds of a device's memory. All zero under
+/// How much of a device's memory libtorch's allocator holds. All fields are zero under
 /// `PYTORCH_NO_CUDA_MEMORY_CACHING`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryStats {
-    /// Bytes of tensors.
+    /// Bytes in use by tensors.
     pub allocated: u64,
-    /// The most there was of [`MemoryStats::allocated`], since the start or
+    /// The maximum of [`MemoryStats::allocated`] since the start or since
     /// [`reset_peak_memory_stats`].
     pub peak_allocated: u64,
-    /// Bytes taken from CUDA: those of tensors, and those kept for later ones.
+    /// Bytes taken from CUDA: those in use by tensors, and those kept for later tensors.
     pub reserved: u64,
-    /// The most there was of [`MemoryStats::reserved`].
+    /// The maximum of [`MemoryStats::reserved`].
     pub peak_reserved: u64,
-    /// How often CUDA had no memory left and the allocator gave back what it kept, to try again.
+    /// How often CUDA had no memory left, so that the allocator released its cache and tried again.
     pub retries: u64,
-    /// How often that did not help.
+    /// How often the second try failed, too.
     pub out_of_memory: u64,
 }
 
-/// What libtorch's allocator holds of the memory of `device`.
+/// How much of the memory of `device` libtorch's allocator holds.
 ///
 /// ```no_run
 /// # use tch::{Device, Kind, Tensor};
@@ -39,13 +39,13 @@ pub struct MemoryStats {
 /// ```
 ///
 /// # Errors
-/// When `device` is no CUDA device that is there, or this build has no CUDA.
+/// When `device` is not an existing CUDA device, or this build has no CUDA.
 pub fn memory_stats(device: Device) -> Result<MemoryStats> {
     let op = "memory_stats";
     ffi::memory_stats(op, device_index(op, device)?)
 }
 
-/// Counts the peaks of [`memory_stats`] from now on.
+/// Starts to measure the peaks of [`memory_stats`] anew.
 ///
 /// ```no_run
 /// # use tch::Device;
@@ -54,14 +54,14 @@ pub fn memory_stats(device: Device) -> Result<MemoryStats> {
 /// ```
 ///
 /// # Errors
-/// As [`memory_stats`].
+/// As for [`memory_stats`].
 pub fn reset_peak_memory_stats(device: Device) -> Result<()> {
     let op = "reset_peak_memory_stats";
     ffi::reset_peak_memory_stats(op, device_index(op, device)?)
 }
 
-/// Gives memory that libtorch keeps and no tensor uses back to CUDA, on every device. Not during a
-/// capture.
+/// Gives memory that libtorch keeps but no tensor uses back to CUDA, on every device. Do not call
+/// it during a capture.
 ///
 /// ```no_run
 /// tch_extension::cuda::empty_cache()?;
@@ -72,7 +72,7 @@ pub fn reset_peak_memory_stats(device: Device) -> Result<()> {
 /// When there is no CUDA device, or this build has no CUDA.
 pub fn empty_cache() -> Result<()> {
     let op = "empty_cache";
-    // Device 0 stands for all: the allocator needs one.
+    // This checks device 0 only, because the allocator just needs some CUDA device.
     device_index(op, Device::Cuda(0))?;
     ffi::empty_cache(op)
 }

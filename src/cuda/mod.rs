@@ -1,5 +1,5 @@
-//! CUDA's streams and devices, as libtorch sees them; events, graphs, memory; launches; the
-//! precision of products.
+//! CUDA devices and streams as libtorch uses them; events, graphs and memory; kernel launches; the
+//! precision of matrix products.
 
 #[cfg(not(tch_extension_cuda))]
 mod absent;
@@ -25,12 +25,14 @@ use std::ffi::{CStr, c_char, c_void};
 use std::marker::PhantomData;
 use tch::Device;
 
-/// Whether this build has CUDA kernels. A GPU may still be missing: [`tch::Cuda::is_available`].
+/// Whether this build has CUDA kernels. A GPU may still be missing; see
+/// [`tch::Cuda::is_available`].
 pub const fn is_compiled() -> bool {
     cfg!(tch_extension_cuda)
 }
 
-/// How many CUDA devices there are for this crate's functions: none if this build has no CUDA.
+/// The number of CUDA devices that this crate's functions can use. It is 0 if this build has no
+/// CUDA.
 ///
 /// ```no_run
 /// if tch_extension::cuda::device_count() >= 2 { /* … */ }
@@ -39,7 +41,7 @@ pub fn device_count() -> usize {
     if is_compiled() { usize::try_from(tch::Cuda::device_count()).unwrap_or(0) } else { 0 }
 }
 
-/// Waits, on the CPU, until all work given to `device` is done, whatever its stream.
+/// Waits, on the CPU, until all work on `device` is done, on all of its streams.
 ///
 /// ```no_run
 /// tch_extension::cuda::synchronize(tch::Device::Cuda(0))?;
@@ -47,21 +49,21 @@ pub fn device_count() -> usize {
 /// ```
 ///
 /// # Errors
-/// When `device` is no CUDA device that is there, or this build has no CUDA; CUDA's: a kernel that
-/// failed shows here.
+/// When `device` is not an existing CUDA device, or this build has no CUDA. Errors of CUDA: a
+/// kernel that failed is reported here.
 pub fn synchronize(device: Device) -> Result<()> {
     let op = "synchronize";
     ffi::synchronize(op, device_index(op, device)?)
 }
 
-/// Makes a CUDA device the current one until dropped, then the former one again. On the CPU it does
-/// nothing.
+/// Makes a CUDA device the current device until dropped, then restores the previous one. On the CPU
+/// it does nothing.
 #[derive(Debug)]
 #[must_use = "the device is switched back when the guard is dropped"]
 pub struct DeviceGuard {
-    /// None on the CPU.
+    /// `None` on the CPU.
     _handle: Option<ffi::DeviceGuardHandle>,
-    /// The current device is the thread's: the guard stays in it.
+    /// The current device belongs to the thread, so the guard must stay in it.
     _not_send: PhantomData<*mut ()>,
 }
 
@@ -69,7 +71,7 @@ impl DeviceGuard {
     /// Switches to `device`.
     ///
     /// # Errors
-    /// When it is neither the CPU nor a CUDA device that is there, or this build has no CUDA.
+    /// When `device` is neither the CPU nor an existing CUDA device, or this build has no CUDA.
     pub fn new(device: Device) -> Result<DeviceGuard> {
         let op = "DeviceGuard::new";
         let handle = match device {
@@ -80,8 +82,8 @@ impl DeviceGuard {
     }
 }
 
-/// The index of a CUDA device that is there. Checked here, because libtorch's C shim would only
-/// print.
+/// The index of an existing CUDA device. It is checked here, because libtorch's C shim would only
+/// print a message.
 fn device_index(op: &str, device: Device) -> Result<i32> {
     let reason = match device {
         _ if !is_compiled() => return Err(not_compiled(op)),
@@ -109,7 +111,8 @@ fn not_compiled(op: &str) -> Error {
     )
 }
 
-/// What a launcher written with `tch_extension/launch.h` returns: whether its kernel was started.
+/// The return value of a launcher that is written with `tch_extension/launch.h`: whether its kernel
+/// was launched.
 #[repr(C)]
 #[derive(Debug)]
 pub struct LaunchStatus {
@@ -122,19 +125,19 @@ impl LaunchStatus {
         if self.error.is_null() {
             return Ok(());
         }
-        // SAFETY: only C++ makes this type, from static, terminated texts.
+        // SAFETY: only C++ makes this type, with static, null-terminated texts.
         let text = |text| unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
         Err(Error::Launch { kernel: text(self.kernel), message: text(self.error) })
     }
 }
 
-/// No device's index.
+/// An index that no device has.
 const NO_DEVICE: i32 = -1;
 
-/// Calls a launcher with `device` current, and hands it the stream on which libtorch works there.
+/// Makes `device` current, and calls a launcher with the stream that libtorch uses there.
 ///
 /// # Errors
-/// When there is no such CUDA device, or CUDA refused the launch; the error names the kernel.
+/// When there is no such CUDA device, or CUDA refuses the launch; the error then names the kernel.
 pub fn launch(device: Device, launcher: impl FnOnce(*mut c_void) -> LaunchStatus) -> Result<()> {
     let op = "DeviceGuard::new";
     let index = match device {
@@ -143,7 +146,8 @@ pub fn launch(device: Device, launcher: impl FnOnce(*mut c_void) -> LaunchStatus
     };
     match ffi::LaunchPlace::enter(op, index)? {
         Some(place) => launcher(place.stream()).into_result(),
-        // It has the words for what is wrong. Nothing was launched, so this is never a success.
+        // `device_index` has the message for the error. Nothing was launched, so this is never a
+        // success.
         None => Err(device_index(op, device)
             .err()
             .unwrap_or_else(|| refused(op, "no such CUDA device"))),

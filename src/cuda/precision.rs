@@ -3,19 +3,19 @@
 use crate::Result;
 use crate::ffi::precision as ffi;
 
-/// Whether products of `Float` matrices on CUDA may be computed in TF32, which has 10 bits of
-/// digits instead of 23 and is several times as fast: `torch.backends.cuda.matmul.allow_tf32` in
-/// Python, which tch lacks.
+/// Whether products of `Float` matrices on CUDA may be computed in TF32, which has a mantissa of 10
+/// bits instead of 23 and is several times as fast. It is `torch.backends.cuda.matmul.allow_tf32`
+/// in Python, which tch lacks.
 ///
 /// # Errors
-/// libtorch's, when its newer and older settings of precision contradict one another.
+/// libtorch's error when its newer and older precision settings contradict each other.
 pub fn matmul_allow_tf32() -> Result<bool> {
     ffi::matmul_allow_tf32()
 }
 
-/// Sets [`matmul_allow_tf32`]. It holds for the process, from the next product on; libtorch begins
-/// with `false`. Our own operators obey it, too; [`lltm`](crate::ops::lltm) says how it multiplies
-/// then.
+/// Sets [`matmul_allow_tf32`]. The setting holds for the whole process, from the next product on;
+/// it is initially `false`. This crate's operators obey it, too; the documentation of
+/// [`lltm`](crate::ops::lltm) says how it multiplies then.
 ///
 /// ```
 /// use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};
@@ -27,7 +27,7 @@ pub fn matmul_allow_tf32() -> Result<bool> {
 /// ```
 ///
 /// # Errors
-/// libtorch's.
+/// An error of libtorch.
 pub fn set_matmul_allow_tf32(allow: bool) -> Result<()> {
     ffi::set_matmul_allow_tf32(allow)
 }

@@ -1,4 +1,4 @@
-//! Streams, and which one is current.
+//! CUDA streams, and which stream is current.
 
 use super::{DeviceGuard, Event, device_index, ffi, refused};
 use crate::Result;
@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use std::marker::PhantomData;
 use tch::{Device, Tensor};
 
-/// A stream as `csrc/cuda/stream.cpp` has it.
+/// A stream as represented in `csrc/cuda/stream.cpp`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct StreamParts {
@@ -15,9 +15,9 @@ pub(crate) struct StreamParts {
     device: i32,
 }
 
-// SAFETY: a name; CUDA's functions on streams may be called from any thread.
+// SAFETY: it only identifies a stream, and any thread may call CUDA's functions on streams.
 unsafe impl Send for StreamParts {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for StreamParts {}
 
 impl StreamParts {
@@ -27,8 +27,8 @@ impl StreamParts {
     }
 }
 
-/// A stream of a CUDA device, by libtorch's own name for it: its allocator and its guards know it
-/// again.
+/// A stream of a CUDA device, with libtorch's own identifier, so that libtorch's allocator and
+/// guards recognise it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stream {
     parts: StreamParts,
@@ -36,8 +36,8 @@ pub struct Stream {
 }
 
 impl Stream {
-    /// The stream on which libtorch works at the moment, in this thread, on `device`. Kernels of
-    /// one's own belong on it.
+    /// The current stream: the one that libtorch now uses on `device` in this thread. Launch your
+    /// own kernels on it.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -47,13 +47,13 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// When `device` is no CUDA device that is there, or this build has no CUDA.
+    /// When `device` is not an existing CUDA device, or this build has no CUDA.
     pub fn current(device: Device) -> Result<Stream> {
         let op = "Stream::current";
         ffi::current_stream(op, device_index(op, device)?).map(|parts| Stream { parts, device })
     }
 
-    /// The stream on which libtorch works on `device` unless told otherwise.
+    /// The default stream, which libtorch uses on `device` unless another stream is made current.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -64,14 +64,14 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// As [`Stream::current`].
+    /// As for [`Stream::current`].
     pub fn default_of(device: Device) -> Result<Stream> {
         let op = "Stream::default_of";
         ffi::default_stream(op, device_index(op, device)?).map(|parts| Stream { parts, device })
     }
 
-    /// A stream beside the default one. libtorch has 32 of them for a device and hands them out in
-    /// turn: after as many calls the first comes again.
+    /// A side stream, to be used next to the default one. libtorch has 32 of them for each device
+    /// and hands them out in rotation: after 32 calls, the first one is handed out again.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -88,12 +88,13 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// As [`Stream::current`].
+    /// As for [`Stream::current`].
     pub fn new(device: Device) -> Result<Stream> {
         from_pool("Stream::new", device, false)
     }
 
-    /// [`Stream::new`]; with `high`, from as many further streams whose work the GPU prefers.
+    /// Like [`Stream::new`]. If `high` is true, it hands out one of another 32 streams, whose work
+    /// the GPU prefers.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -102,7 +103,7 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// As [`Stream::current`].
+    /// As for [`Stream::current`].
     pub fn with_priority(device: Device, high: bool) -> Result<Stream> {
         from_pool("Stream::with_priority", device, high)
     }
@@ -117,7 +118,7 @@ impl Stream {
         self.device
     }
 
-    /// Waits, on the CPU, until all work given to the stream so far is done.
+    /// Waits, on the CPU, until all work that was given to the stream so far is done.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -126,12 +127,12 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// CUDA's; a kernel that failed shows here.
+    /// Errors of CUDA: a kernel that failed is reported here.
     pub fn synchronize(&self) -> Result<()> {
         ffi::synchronize_stream("Stream::synchronize", &self.parts)
     }
 
-    /// Whether all work given to the stream so far is done. Does not wait.
+    /// Whether all work that was given to the stream so far is done. Does not wait.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -140,13 +141,13 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// CUDA's; a kernel that failed shows here.
+    /// Errors of CUDA: a kernel that failed is reported here.
     pub fn is_idle(&self) -> Result<bool> {
         ffi::stream_is_idle("Stream::is_idle", &self.parts)
     }
 
-    /// Has work given to this stream from now on wait, on the GPU, for an event; of another device,
-    /// too. An event that was never recorded is not waited for.
+    /// Makes later work on this stream wait, on the GPU, for an event, which may belong to another
+    /// device. It does not wait for an event that was never recorded.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -159,14 +160,14 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// CUDA's.
+    /// An error of CUDA.
     pub fn wait(&self, event: &Event) -> Result<()> {
         let _guard = DeviceGuard::new(self.device)?;
         event.handle.block("Stream::wait", &self.parts)
     }
 
-    /// Has work given to this stream from now on wait, on the GPU, for all that `other` has to do
-    /// so far.
+    /// Makes later work on this stream wait, on the GPU, for all work that was given to `other` so
+    /// far.
     ///
     /// ```no_run
     /// # use tch::Device;
@@ -178,7 +179,7 @@ impl Stream {
     /// ```
     ///
     /// # Errors
-    /// CUDA's.
+    /// An error of CUDA.
     pub fn wait_stream(&self, other: &Stream) -> Result<()> {
         let event = Event::without_timing(other.device)?;
         event.record_on(other)?;
@@ -194,8 +195,9 @@ fn from_pool(op: &str, device: Device, high: bool) -> Result<Stream> {
     ffi::pool_stream(op, device_index(op, device)?, high).map(|parts| Stream { parts, device })
 }
 
-/// Makes a stream and its device current in this thread until dropped, then the former stream and
-/// device again; when a panic unwinds, too. Guards nest; drop the inner one first.
+/// Makes a stream and its device current in this thread until dropped, even by a panic that
+/// unwinds. Then the previous stream and device are restored. Guards nest; drop the inner one
+/// first.
 ///
 /// ```no_run
 /// # use tch::{Device, Kind, Tensor};
@@ -210,24 +212,26 @@ fn from_pool(op: &str, device: Device, high: bool) -> Result<Stream> {
 #[must_use = "the former stream is put back when the guard is dropped"]
 pub struct StreamGuard {
     _handle: ffi::StreamGuardHandle,
-    /// The current stream is the thread's: the guard stays in it.
+    /// The current stream belongs to the thread, so the guard must stay in it.
     _not_send: PhantomData<*mut ()>,
 }
 
 impl StreamGuard {
-    /// Makes `stream` current. It does not wait for the former one: [`Stream::wait_stream`].
+    /// Makes `stream` current. It does not wait for the previous stream; use
+    /// [`Stream::wait_stream`] for that.
     ///
     /// # Errors
-    /// CUDA's.
+    /// An error of CUDA.
     pub fn new(stream: &Stream) -> Result<StreamGuard> {
         let handle = ffi::StreamGuardHandle::new("StreamGuard::new", &stream.parts)?;
         Ok(StreamGuard { _handle: handle, _not_send: PhantomData })
     }
 }
 
-/// Tells libtorch's allocator that work on `stream` uses the tensor: when the tensor is dropped,
-/// its memory is not used for another one before that work is done. Needed where a tensor made on
-/// one stream is read on another and dropped without the first waiting for the second.
+/// Tells libtorch's allocator that work on `stream` uses the tensor. When the tensor is dropped,
+/// its memory is not reused before that work is done. This is needed for a tensor that was made on
+/// one stream and is used on another, if it is dropped without the first stream waiting for the
+/// other.
 ///
 /// ```no_run
 /// # use tch::{Device, Kind, Tensor};

@@ -1,4 +1,4 @@
-//! `csrc/amp`.
+//! Bindings to `csrc/amp`.
 
 use super::{autograd, take_message};
 use crate::{Error, Result};
@@ -6,7 +6,7 @@ use std::ffi::{c_char, c_void};
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
-/// This thread's autocast on one type of device, as `csrc/amp/autocast.cpp` has it.
+/// This thread's autocast setting for one type of device, as `csrc/amp/autocast.cpp` defines it.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AutocastSetting {
@@ -43,22 +43,23 @@ fn check(message: *mut c_char) -> Result<()> {
     take_message(message).map_or(Ok(()), |text| Err(Error::Torch(text)))
 }
 
-/// The kinds that autocast may cast to, with libtorch's numbers (c10/core/ScalarType.h).
+/// The kinds to which autocast may cast, with libtorch's numbers (c10/core/ScalarType.h).
 const AUTOCAST_KINDS: [(Kind, i32); 2] = [(Kind::Half, 5), (Kind::BFloat16, 15)];
 
 impl AutocastSetting {
     pub(crate) fn get(cuda: bool) -> Result<Self> {
         let mut setting = AutocastSetting { kind: 0, enabled: false };
-        // SAFETY: `setting` is written on success.
+        // SAFETY: C++ writes `setting` on success.
         check(unsafe { tch_extension_autocast_get(cuda, &mut setting) }).map(|()| setting)
     }
 
     pub(crate) fn set(&self, cuda: bool) -> Result<()> {
-        // SAFETY: read during the call; its kind is libtorch's own, or of `AUTOCAST_KINDS`.
+        // SAFETY: C++ reads `self` during the call. Its kind comes from libtorch or from
+        // `AUTOCAST_KINDS`.
         check(unsafe { tch_extension_autocast_set(cuda, self) })
     }
 
-    /// On in this kind, if autocast may have it.
+    /// Autocast on with this kind, if autocast supports the kind.
     pub(crate) fn on(kind: Kind) -> Option<Self> {
         let (_, kind) = AUTOCAST_KINDS.into_iter().find(|known| known.0 == kind)?;
         Some(AutocastSetting { kind, enabled: true })
@@ -68,7 +69,7 @@ impl AutocastSetting {
         AutocastSetting { enabled: false, ..self }
     }
 
-    /// The kind, when it is on.
+    /// The kind, if autocast is on.
     pub(crate) fn kind(&self) -> Option<Kind> {
         AUTOCAST_KINDS
             .into_iter()
@@ -77,7 +78,7 @@ impl AutocastSetting {
     }
 }
 
-/// Whether this thread's autocast keeps the weights that it cast.
+/// Whether this thread's autocast caches the casts of weights.
 pub(crate) fn autocast_cache() -> bool {
     tch_extension_autocast_cache()
 }
@@ -86,38 +87,41 @@ pub(crate) fn set_autocast_cache(enabled: bool) {
     autograd::tch_extension_set_autocast_cache(enabled);
 }
 
-/// One more region of autocast in this thread.
+/// Enters one more autocast region in this thread.
 pub(crate) fn enter_autocast() {
     tch_extension_autocast_enter();
 }
 
-/// One region less. Forgets the cast weights when it was the last.
+/// Leaves one autocast region. Clears the cache of cast weights if it was the last.
 pub(crate) fn leave_autocast() -> Result<()> {
     check(tch_extension_autocast_leave())
 }
 
-/// The tensor in this kind, if autocast would cast it on this device: floating, not `Double`, and
-/// there.
+/// Casts the tensor to this kind if autocast would cast it on this device: it must be of a
+/// floating-point kind other than `Double`, and on that device.
 pub(crate) fn cached_cast(tensor: &Tensor, kind: Kind, device: Device) -> Result<Tensor> {
     let mut result = std::ptr::null_mut();
     let cuda = device != Device::Cpu;
-    // SAFETY: borrowed from a live, defined tensor; `result` is written on success.
+    // SAFETY: the pointer is borrowed from a live, defined tensor, and C++ writes `result` on
+    // success.
     check(unsafe {
         tch_extension_cached_cast(tensor.as_ptr(), super::kind_code(kind)?, cuda, &mut result)
     })?;
-    // SAFETY: a handle for us to own.
+    // SAFETY: on success, `result` is a handle that we own.
     Ok(unsafe { Tensor::from_ptr(result) })
 }
 
-/// Multiplies gradients, all of one device and kind, by `inverse_scale`, and adds to `found_inf` if
-/// one was not finite. Both are scalars of kind Float on that device. Does not wait for the device.
+/// Multiplies gradients by `inverse_scale`, and sets `found_inf` if one of them was not finite. All
+/// gradients have the same device and kind; `inverse_scale` and `found_inf` are scalars of kind
+/// Float on that device. Does not wait for the device.
 pub(crate) fn unscale(
     gradients: &[Tensor],
     found_inf: &mut Tensor,
     inverse_scale: &Tensor,
 ) -> Result<()> {
     let pointers: Vec<_> = gradients.iter().map(Tensor::as_ptr).collect();
-    // SAFETY: borrowed from live tensors; libtorch itself checks kinds, devices and sizes.
+    // SAFETY: all pointers are borrowed from live tensors. libtorch itself checks kinds, devices
+    // and sizes.
     check(unsafe {
         tch_extension_amp_unscale(
             pointers.as_ptr().cast(),
@@ -128,8 +132,9 @@ pub(crate) fn unscale(
     })
 }
 
-/// The same for all handles of a tensor, and for no other tensor while one of them lives.
+/// A number that identifies the tensor. All handles of a tensor have the same one, and no other
+/// tensor has it while one of them lives.
 pub(crate) fn identity(tensor: &Tensor) -> usize {
-    // SAFETY: borrowed from a live tensor.
+    // SAFETY: the pointer is borrowed from a live tensor.
     unsafe { tch_extension_identity(tensor.as_ptr()) }.addr()
 }

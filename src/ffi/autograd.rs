@@ -1,25 +1,25 @@
-//! `csrc/autograd/bridge.h`.
+//! Bindings to `csrc/autograd`; `bridge.h` has the C++ structs.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::marker::PhantomData;
 use torch_sys::C_tensor;
 
-/// A `FunctionNode` while its backward runs. Neither `Send` nor `Sync`: what it answers depends on
-/// the engine's state in this thread.
+/// A `FunctionNode` while its backward pass runs. It is neither `Send` nor `Sync`, because its
+/// answers depend on the engine's state in this thread.
 #[repr(C)]
 pub(crate) struct FunctionNode {
     _opaque: [u8; 0],
     _thread: PhantomData<*mut u8>,
 }
 
-/// Where a backward puts its gradients.
+/// Collects the gradients of a backward pass.
 #[repr(C)]
 pub(crate) struct BackwardResults {
     _opaque: [u8; 0],
     _thread: PhantomData<*mut u8>,
 }
 
-/// Where a hook is registered.
+/// Identifies a registered hook and the list that it is in.
 #[repr(C)]
 pub(crate) struct HookHandle {
     _opaque: [u8; 0],
@@ -78,21 +78,21 @@ pub(crate) struct ApplyParams {
     pub double_backward: bool,
 }
 
-/// What a profiler keeps of a forward that runs.
+/// A profiler's record of a forward pass that is running.
 #[repr(C)]
 pub(crate) struct Record {
     _opaque: [u8; 0],
     _thread: PhantomData<*mut u8>,
 }
 
-/// The thread's grad mode and its like.
+/// libtorch's autograd state of this thread, such as grad mode.
 #[repr(C)]
 pub(crate) struct AutogradState {
     _opaque: [u8; 0],
     _thread: PhantomData<*mut u8>,
 }
 
-/// How a forward begins.
+/// The state in which a forward pass begins.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct ForwardMode {

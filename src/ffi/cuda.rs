@@ -1,6 +1,6 @@
-//! `csrc/cuda`, the part of libtorch's C shim that concerns CUDA, and CUDA's events.
+//! Bindings to `csrc/cuda`, to the CUDA functions of libtorch's C shim, and to CUDA's events.
 //!
-//! `src/cuda/absent.rs` has the same names for a build without CUDA.
+//! `src/cuda/absent.rs` defines the same names for a build without CUDA.
 
 use super::take_message;
 use crate::cuda::{MemoryStats, StreamParts};
@@ -12,7 +12,7 @@ use tch::Tensor;
 use torch_sys::C_tensor;
 
 unsafe extern "C" {
-    // libtorch's stable C shim (torch/csrc/inductor/aoti_torch/c/shim.h); 0 is success.
+    // libtorch's stable C shim (torch/csrc/inductor/aoti_torch/c/shim.h); it returns 0 on success.
     fn aoti_torch_get_current_cuda_stream(device_index: i32, stream: *mut *mut c_void) -> i32;
     fn aoti_torch_create_cuda_guard(device_index: i32, guard: *mut *mut c_void) -> i32;
     fn aoti_torch_delete_cuda_guard(guard: *mut c_void) -> i32;
@@ -63,7 +63,7 @@ unsafe extern "C" {
     fn tch_extension_cuda_graph_replay(graph: *mut c_void) -> *mut c_char;
     fn tch_extension_cuda_graph_delete(graph: *mut c_void) -> *mut c_char;
 
-    // The CUDA runtime that libtorch loads.
+    // The CUDA runtime, which libtorch loads.
     fn cudaEventCreateWithFlags(event: *mut *mut c_void, flags: u32) -> i32;
     fn cudaEventRecordWithFlags(event: *mut c_void, stream: *mut c_void, flags: u32) -> i32;
     fn cudaEventSynchronize(event: *mut c_void) -> i32;
@@ -85,9 +85,9 @@ const NOT_CAPTURING: i32 = 0;
 /// `cudaErrorNotReady`.
 const NOT_READY: i32 = 600;
 
-/// A live reference into libtorch_cuda.so. Linkers drop a library that nothing refers to, and a
-/// program whose own code names no CUDA function would find itself without a GPU: tch's oldest
-/// complaint.
+/// A reference to libtorch_cuda.so that stays in the program. Linkers drop a library that nothing
+/// refers to, and a program whose own code names no CUDA function would then find no GPU. This is
+/// an old complaint about tch.
 #[used]
 static KEEP_LIBTORCH_CUDA: unsafe extern "C" fn(i32, *mut *mut c_void) -> i32 =
     aoti_torch_get_current_cuda_stream;
@@ -96,7 +96,8 @@ fn failed(op: &str, reason: impl Into<String>) -> Error {
     Error::Cuda { op: op.to_string(), reason: reason.into() }
 }
 
-/// A message of `csrc/cuda`. The lines behind its first are libtorch's general advice.
+/// Converts a message of `csrc/cuda`. Only its first line is kept, because the other lines are
+/// general advice from libtorch.
 fn check(op: &str, message: *mut c_char) -> Result<()> {
     match take_message(message) {
         None => Ok(()),
@@ -104,19 +105,20 @@ fn check(op: &str, message: *mut c_char) -> Result<()> {
     }
 }
 
-/// A status of the CUDA runtime.
+/// Converts a status of the CUDA runtime.
 fn status(op: &str, error: i32) -> Result<()> {
     if error == 0 {
         return Ok(());
     }
-    // CUDA keeps the error for whoever asks next, which would be the check of some innocent launch.
+    // CUDA keeps the error until somebody asks. Clear it here, so that the check of a later launch
+    // does not report it.
     cudaGetLastError();
-    // SAFETY: CUDA's texts are static and terminated.
+    // SAFETY: CUDA's texts are static and null-terminated.
     let text = unsafe { CStr::from_ptr(cudaGetErrorString(error)) };
     Err(failed(op, text.to_string_lossy()))
 }
 
-/// A device that is current until this is dropped, and libtorch's stream there.
+/// Keeps a device current until dropped, and holds libtorch's current stream on it.
 #[repr(C)]
 #[derive(Debug)]
 pub(crate) struct LaunchPlace {
@@ -126,10 +128,10 @@ pub(crate) struct LaunchPlace {
 }
 
 impl LaunchPlace {
-    /// `None` when there is no such device.
+    /// Returns `None` if there is no such device.
     pub(crate) fn enter(op: &str, device: i32) -> Result<Option<Self>> {
         let mut place = LaunchPlace { stream: null_mut(), device_before: device, exists: false };
-        // SAFETY: `place` is written on success.
+        // SAFETY: C++ writes `place` on success.
         check(op, unsafe { tch_extension_cuda_enter(device, &mut place) })?;
         Ok(Some(place).filter(|place| place.exists))
     }
@@ -142,7 +144,7 @@ impl LaunchPlace {
 impl Drop for LaunchPlace {
     fn drop(&mut self) {
         if self.exists {
-            // A message is of no use here, but has to be freed.
+            // There is nobody to report a message to, but it must be freed.
             drop(take_message(tch_extension_cuda_leave(self.device_before)));
         }
     }
@@ -150,36 +152,37 @@ impl Drop for LaunchPlace {
 
 pub(crate) fn current_stream(op: &str, device: i32) -> Result<StreamParts> {
     let mut parts = StreamParts::none();
-    // SAFETY: `parts` is written on success.
+    // SAFETY: C++ writes `parts` on success.
     check(op, unsafe { tch_extension_cuda_stream_current(device, &mut parts) }).map(|()| parts)
 }
 
 pub(crate) fn default_stream(op: &str, device: i32) -> Result<StreamParts> {
     let mut parts = StreamParts::none();
-    // SAFETY: `parts` is written on success.
+    // SAFETY: C++ writes `parts` on success.
     check(op, unsafe { tch_extension_cuda_stream_default(device, &mut parts) }).map(|()| parts)
 }
 
 pub(crate) fn pool_stream(op: &str, device: i32, high_priority: bool) -> Result<StreamParts> {
     let mut parts = StreamParts::none();
-    // SAFETY: `parts` is written on success.
+    // SAFETY: C++ writes `parts` on success.
     check(op, unsafe { tch_extension_cuda_stream_from_pool(device, high_priority, &mut parts) })
         .map(|()| parts)
 }
 
 pub(crate) fn synchronize_stream(op: &str, stream: &StreamParts) -> Result<()> {
-    // SAFETY: parts that libtorch made.
+    // SAFETY: `stream` has parts that libtorch made.
     check(op, unsafe { tch_extension_cuda_stream_synchronize(stream) })
 }
 
 pub(crate) fn stream_is_idle(op: &str, stream: &StreamParts) -> Result<bool> {
     let mut idle = false;
-    // SAFETY: parts that libtorch made; `idle` is written on success.
+    // SAFETY: `stream` has parts that libtorch made, and C++ writes `idle` on success.
     check(op, unsafe { tch_extension_cuda_stream_is_idle(stream, &mut idle) }).map(|()| idle)
 }
 
 pub(crate) fn record_stream(op: &str, tensor: &Tensor, stream: &StreamParts) -> Result<()> {
-    // SAFETY: borrowed from a live tensor; parts that libtorch made.
+    // SAFETY: the pointer is borrowed from a live tensor, and `stream` has parts that libtorch
+    // made.
     check(op, unsafe { tch_extension_cuda_record_stream(tensor.as_ptr(), stream) })
 }
 
@@ -189,7 +192,7 @@ pub(crate) fn synchronize(op: &str, device: i32) -> Result<()> {
 
 pub(crate) fn memory_stats(op: &str, device: i32) -> Result<MemoryStats> {
     let mut stats = MemoryStats::default();
-    // SAFETY: `stats` is written on success.
+    // SAFETY: C++ writes `stats` on success.
     check(op, unsafe { tch_extension_cuda_memory_stats(device, &mut stats) }).map(|()| stats)
 }
 
@@ -203,7 +206,7 @@ pub(crate) fn empty_cache(op: &str) -> Result<()> {
 
 pub(crate) fn is_capturing(op: &str) -> Result<bool> {
     let mut capturing = false;
-    // SAFETY: `capturing` is written on success.
+    // SAFETY: C++ writes `capturing` on success.
     check(op, unsafe { tch_extension_cuda_is_capturing(&mut capturing) }).map(|()| capturing)
 }
 
@@ -214,7 +217,7 @@ pub(crate) struct DeviceGuardHandle(*mut c_void);
 impl DeviceGuardHandle {
     pub(crate) fn new(op: &str, device: i32) -> Result<Self> {
         let mut raw = null_mut();
-        // SAFETY: `raw` is written on success.
+        // SAFETY: libtorch writes `raw` on success.
         match unsafe { aoti_torch_create_cuda_guard(device, &mut raw) } {
             0 => Ok(DeviceGuardHandle(raw)),
             _ => Err(failed(op, "libtorch failed; its message is on stderr")),
@@ -224,7 +227,8 @@ impl DeviceGuardHandle {
 
 impl Drop for DeviceGuardHandle {
     fn drop(&mut self) {
-        // SAFETY: made by aoti_torch_create_cuda_guard, deleted once. Its status is of no use here.
+        // SAFETY: aoti_torch_create_cuda_guard made it, and it is deleted once. There is nobody to
+        // report the status to.
         let _ = unsafe { aoti_torch_delete_cuda_guard(self.0) };
     }
 }
@@ -236,7 +240,7 @@ pub(crate) struct StreamGuardHandle(*mut c_void);
 impl StreamGuardHandle {
     pub(crate) fn new(op: &str, stream: &StreamParts) -> Result<Self> {
         let mut raw = null_mut();
-        // SAFETY: parts that libtorch made; `raw` is written on success.
+        // SAFETY: `stream` has parts that libtorch made, and C++ writes `raw` on success.
         check(op, unsafe { tch_extension_cuda_stream_guard_new(stream, &mut raw) })
             .map(|()| StreamGuardHandle(raw))
     }
@@ -244,8 +248,8 @@ impl StreamGuardHandle {
 
 impl Drop for StreamGuardHandle {
     fn drop(&mut self) {
-        // SAFETY: made by tch_extension_cuda_stream_guard_new, in this thread, deleted once. A
-        // message is of no use here, but has to be freed.
+        // SAFETY: tch_extension_cuda_stream_guard_new made it in this thread, and it is deleted
+        // once. There is nobody to report a message to, but it must be freed.
         drop(take_message(unsafe { tch_extension_cuda_stream_guard_delete(self.0) }));
     }
 }
@@ -254,23 +258,23 @@ impl Drop for StreamGuardHandle {
 #[derive(Debug)]
 pub(crate) struct EventHandle {
     raw: *mut c_void,
-    /// Whether a capture makes nodes of its records and waits.
+    /// Whether a capture adds graph nodes for its records and waits.
     external: bool,
-    /// Whether one did: a graph, which may outlive this, then names the event.
+    /// Whether a capture did so. The graph then refers to the event, and may outlive this handle.
     in_a_graph: AtomicBool,
 }
 
-// SAFETY: CUDA's functions on events may be called from any thread, at the same time, too.
+// SAFETY: any thread may call CUDA's functions on events, even several at once.
 unsafe impl Send for EventHandle {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for EventHandle {}
 
 impl EventHandle {
-    /// Of the current device.
+    /// Makes an event for the current device.
     pub(crate) fn new(op: &str, timing: bool, external: bool) -> Result<Self> {
         let mut raw = null_mut();
         let flags = if timing { 0 } else { DISABLE_TIMING };
-        // SAFETY: `raw` is written on success.
+        // SAFETY: CUDA writes `raw` on success.
         status(op, unsafe { cudaEventCreateWithFlags(&mut raw, flags) }).map(|()| EventHandle {
             raw,
             external,
@@ -280,23 +284,23 @@ impl EventHandle {
 
     pub(crate) fn record(&self, op: &str, stream: &StreamParts) -> Result<()> {
         let flags = self.flags(op, stream)?;
-        // SAFETY: a live event, and a stream that libtorch never destroys.
+        // SAFETY: the event is alive, and libtorch never destroys its streams.
         status(op, unsafe { cudaEventRecordWithFlags(self.raw, stream.raw, flags) })
     }
 
     pub(crate) fn block(&self, op: &str, stream: &StreamParts) -> Result<()> {
         let flags = self.flags(op, stream)?;
-        // SAFETY: a live event, and a stream that libtorch never destroys.
+        // SAFETY: the event is alive, and libtorch never destroys its streams.
         status(op, unsafe { cudaStreamWaitEvent(stream.raw, self.raw, flags) })
     }
 
-    /// CUDA refuses `EXTERNAL` outside a capture.
+    /// The flags for a record or a wait. CUDA refuses `EXTERNAL` outside of a capture.
     fn flags(&self, op: &str, stream: &StreamParts) -> Result<u32> {
         if !self.external {
             return Ok(0);
         }
         let mut capturing = NOT_CAPTURING;
-        // SAFETY: a stream that libtorch never destroys; `capturing` is written on success.
+        // SAFETY: libtorch never destroys its streams, and CUDA writes `capturing` on success.
         status(op, unsafe { cudaStreamIsCapturing(stream.raw, &mut capturing) })?;
         if capturing == NOT_CAPTURING {
             return Ok(0);
@@ -306,15 +310,15 @@ impl EventHandle {
     }
 
     pub(crate) fn synchronize(&self, op: &str) -> Result<()> {
-        // SAFETY: a live event.
+        // SAFETY: the event is alive.
         status(op, unsafe { cudaEventSynchronize(self.raw) })
     }
 
     pub(crate) fn is_done(&self, op: &str) -> Result<bool> {
-        // SAFETY: a live event.
+        // SAFETY: the event is alive.
         let error = unsafe { cudaEventQuery(self.raw) };
         if error == NOT_READY {
-            // Not a failure, but CUDA would report it as one to whoever asks next.
+            // This is no failure, but CUDA keeps it as an error until somebody asks, so clear it.
             cudaGetLastError();
             return Ok(false);
         }
@@ -323,7 +327,7 @@ impl EventHandle {
 
     pub(crate) fn milliseconds_until(&self, op: &str, end: &EventHandle) -> Result<f32> {
         let mut milliseconds = 0.0;
-        // SAFETY: live events; CUDA itself refuses those that were not recorded.
+        // SAFETY: both events are alive, and CUDA itself refuses events that were not recorded.
         status(op, unsafe { cudaEventElapsedTime(&mut milliseconds, self.raw, end.raw) })
             .map(|()| milliseconds)
     }
@@ -331,17 +335,18 @@ impl EventHandle {
 
 impl Drop for EventHandle {
     fn drop(&mut self) {
-        // A replay would record an event that is no more. The few that are in graphs stay until the
-        // program ends.
+        // If the event is in a graph, a replay would record a destroyed event. These few events are
+        // kept until the program ends.
         if !self.in_a_graph.load(Ordering::Relaxed) {
-            // SAFETY: made by cudaEventCreateWithFlags, destroyed once. Its status is of no use
-            // here.
+            // SAFETY: cudaEventCreateWithFlags made it, and it is destroyed once. There is nobody
+            // to report the status to.
             let _ = unsafe { cudaEventDestroy(self.raw) };
         }
     }
 }
 
-/// A `Graph` of `csrc/cuda/graph.cpp`. A capture that is not ended is given up when it is dropped.
+/// A `Graph` of `csrc/cuda/graph.cpp`. If it is dropped before its capture has ended, the capture
+/// is given up.
 #[derive(Debug)]
 pub(crate) struct GraphHandle(*mut c_void);
 
@@ -350,36 +355,37 @@ impl GraphHandle {
     pub(crate) fn begin(op: &str, sharing: Option<&GraphHandle>) -> Result<Self> {
         let sharing = sharing.map_or(null(), |graph| graph.0.cast_const());
         let mut raw = null_mut();
-        // SAFETY: null or a live graph, of which only the pool's name is read; `raw` is written on
-        // success.
+        // SAFETY: `sharing` is null or a live graph, of which only the pool's identifier is read.
+        // C++ writes `raw` on success.
         check(op, unsafe { tch_extension_cuda_graph_begin(sharing, &mut raw) })
             .map(|()| GraphHandle(raw))
     }
 
-    /// Ends the capture: once, in the thread and under the stream of [`GraphHandle::begin`].
+    /// Ends the capture. Call it once, in the thread of [`GraphHandle::begin`] and with the same
+    /// current stream.
     pub(crate) fn end(&mut self, op: &str) -> Result<()> {
-        // SAFETY: a live graph.
+        // SAFETY: the graph is alive.
         check(op, unsafe { tch_extension_cuda_graph_end(self.0) })
     }
 
-    /// Kernels, and what else is in the graph.
+    /// The number of kernels and the number of other nodes.
     pub(crate) fn count(&self) -> (usize, usize) {
         let (mut kernels, mut others) = (0, 0);
-        // SAFETY: a live graph; both numbers are written.
+        // SAFETY: the graph is alive, and C++ writes both numbers.
         unsafe { tch_extension_cuda_graph_count(self.0, &mut kernels, &mut others) };
         (kernels, others)
     }
 
     pub(crate) fn replay(&self, op: &str) -> Result<()> {
-        // SAFETY: a live graph; it refuses if its capture was not ended.
+        // SAFETY: the graph is alive, and C++ refuses it if its capture has not ended.
         check(op, unsafe { tch_extension_cuda_graph_replay(self.0) })
     }
 }
 
 impl Drop for GraphHandle {
     fn drop(&mut self) {
-        // SAFETY: made by tch_extension_cuda_graph_begin, deleted once. A message is of no use
-        // here, but has to be freed.
+        // SAFETY: tch_extension_cuda_graph_begin made it, and it is deleted once. There is nobody
+        // to report a message to, but it must be freed.
         drop(take_message(unsafe { tch_extension_cuda_graph_delete(self.0) }));
     }
 }

@@ -1,6 +1,6 @@
-//! `csrc/tensor/facts.cpp`: what checks and launches ask of an operator's tensors, and its outputs,
-//! in one call for all of them. Each of tch's own questions is a call, a look for an error, and
-//! often an allocation.
+//! Bindings to `csrc/tensor/facts.cpp`: one call answers what the checks and launches of an
+//! operator need to know about all its tensors, and one makes all its outputs. In tch, each such
+//! question is a call and a check for an error, and often an allocation.
 
 use super::take_message;
 use crate::{Error, Result};
@@ -11,8 +11,8 @@ use torch_sys::C_tensor;
 
 const MOST_DIMS: usize = 4;
 
-/// What there is to know about one tensor. The address is good for as long as the tensor is
-/// borrowed.
+/// What checks and launches need to know about one tensor. The address is valid as long as the
+/// tensor is borrowed.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Facts {
@@ -33,9 +33,9 @@ struct Size {
     dim: i32,
 }
 
-// SAFETY: a description; whoever reads at the address has to hold the tensor.
+// SAFETY: it only describes a tensor; whoever reads from the address must hold the tensor.
 unsafe impl Send for Facts {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Facts {}
 
 unsafe extern "C" {
@@ -54,12 +54,12 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// Of each tensor; of an absent or an extraordinary one (undefined, sparse, nested) only that it is
-/// none.
+/// The facts of each tensor. For an absent tensor, and for one that is undefined, sparse or nested,
+/// they say only that there is none.
 pub(crate) fn facts<const N: usize>(tensors: [Option<&Tensor>; N]) -> Result<[Facts; N]> {
     let pointers = tensors.map(|tensor| tensor.map_or(null(), Tensor::as_ptr));
     let mut facts = [Facts::NONE; N];
-    // SAFETY: borrowed from live tensors; there are N places.
+    // SAFETY: the pointers are null or borrowed from live tensors, and both arrays have N entries.
     match take_message(unsafe { tch_extension_facts(pointers.as_ptr(), N, facts.as_mut_ptr()) }) {
         Some(message) => Err(Error::Torch(message)),
         None => Ok(facts),
@@ -78,19 +78,20 @@ impl Facts {
         requires_grad: false,
     };
 
-    /// The facts of the only step of a sequence, `[1, rows, columns]`; of all else, as they are.
+    /// For a sequence of a single step, `[1, rows, columns]`: the facts of that step. For any other
+    /// tensor, its own facts.
     pub fn of_one_step(self) -> Facts {
         let Some([1, rows, columns]) = self.sizes() else { return self };
         let strides = [self.strides[1], self.strides[2], 0, 0];
         Facts { sizes: [rows, columns, 0, 0], strides, dim: 2, ..self }
     }
 
-    /// The first element's address; null when there are no elements.
+    /// The first element's address; null if there are no elements.
     pub fn data(&self) -> *const c_void {
         self.data
     }
 
-    /// libtorch's number.
+    /// libtorch's number of the kind.
     pub fn kind_code(&self) -> i32 {
         self.kind
     }
@@ -118,50 +119,49 @@ impl Facts {
         }
     }
 
-    /// Whether this is a tensor of the other's kind, on its device.
+    /// Whether this is a tensor with the other's kind and device.
     pub fn is_like(&self, other: &Facts) -> bool {
         self.dim >= 0 && self.kind == other.kind && self.device == other.device
     }
 
-    /// The sizes of a tensor of `N` dimensions.
+    /// The sizes, if the tensor has `N` dimensions.
     pub fn sizes<const N: usize>(&self) -> Option<[i64; N]> {
         let sizes = self.sizes.get(..N)?.try_into().ok()?;
         usize::try_from(self.dim).is_ok_and(|dim| dim == N).then_some(sizes)
     }
 
-    /// How many elements lie between the rows of a matrix whose rows a kernel may read element by
-    /// element.
+    /// The stride of a matrix' rows, in elements, if the elements of each row are contiguous.
     pub fn row_stride(&self) -> Option<i64> {
         let [_, columns] = self.sizes()?;
         (self.is_in_memory && (columns <= 1 || self.strides[1] == 1)).then_some(self.strides[0])
     }
 
-    /// Whether a kernel may read the elements of a row: of a vector, or of a matrix with one row.
+    /// Whether the tensor is one contiguous row: a vector, or a matrix with one row.
     pub fn is_row(&self) -> bool {
         let last = usize::try_from(self.dim).unwrap_or(0).wrapping_sub(1);
         let is_row = last == 0 || (last == 1 && self.sizes[0] == 1);
         is_row && self.is_in_memory && (self.sizes[last] <= 1 || self.strides[last] == 1)
     }
 
-    /// Whether the elements of a matrix lie row by row, without gaps.
+    /// Whether a matrix is row-major without gaps.
     pub fn is_plain_matrix(&self) -> bool {
         let rows = self.sizes[0];
         self.row_stride().is_some_and(|stride| rows <= 1 || stride == self.sizes[1])
     }
 }
 
-/// The CPU, where a CUDA device's index would be.
+/// Stands for the CPU where a CUDA device would have its index.
 const CPU: i32 = -1;
 
-/// A tensor whose values are not yet written, and where they go.
+/// A tensor that is not yet initialised, and its address.
 #[derive(Debug)]
 pub(crate) struct Fresh {
     pub tensor: Tensor,
     pub data: *mut c_void,
 }
 
-/// New tensors of these sizes and of `like`'s kind and device, contiguous: for kernels that write
-/// every element.
+/// Makes new contiguous tensors of these sizes, with the kind and device of `like`, for kernels
+/// that write every element.
 pub(crate) fn empty<const N: usize>(
     sizes: [Option<&[i64]>; N],
     like: &Facts,
@@ -176,7 +176,7 @@ pub(crate) fn empty<const N: usize>(
         asked.dim = sizes.len() as i32;
     }
     let (mut tensors, mut data) = ([null_mut(); N], [null_mut(); N]);
-    // SAFETY: there are N sizes and N places in both arrays; kind and device are a tensor's.
+    // SAFETY: all three arrays have N entries, and the kind and device come from a tensor.
     let message = unsafe {
         tch_extension_empty(
             asked.as_ptr(),
@@ -193,7 +193,7 @@ pub(crate) fn empty<const N: usize>(
     let mut data = data.into_iter();
     Ok(tensors.map(|raw| {
         let data = data.next().unwrap_or(null_mut());
-        // SAFETY: null or a handle that C++ allocated for us.
+        // SAFETY: the pointer is null or a handle that C++ allocated for us.
         (!raw.is_null()).then(|| Fresh { tensor: unsafe { Tensor::from_ptr(raw) }, data })
     }))
 }
@@ -204,7 +204,7 @@ mod tests {
     use std::mem::{offset_of, size_of};
 
     unsafe extern "C" {
-        /// Sizes and offsets as the C++ compiler sees them.
+        /// Sizes and offsets according to the C++ compiler.
         static tch_extension_facts_layout: [usize; 12];
     }
 
@@ -224,7 +224,7 @@ mod tests {
             offset_of!(Size, sizes),
             offset_of!(Size, dim),
         ];
-        // SAFETY: a constant of this length in csrc/tensor/facts.cpp.
+        // SAFETY: it is a constant of this length in csrc/tensor/facts.cpp.
         assert_eq!(ours, unsafe { tch_extension_facts_layout });
     }
 

@@ -1,4 +1,4 @@
-//! `csrc/library/dispatcher.cpp`.
+//! Bindings to `csrc/library/dispatcher.cpp`.
 
 use super::take_message;
 use super::value::{RawValue, Tag, device_code, read, slice};
@@ -68,13 +68,13 @@ unsafe extern "C" {
     fn tch_extension_is_same_tensor(one: *const C_tensor, other: *const C_tensor) -> bool;
 }
 
-/// What C++ keeps of a call until its results are read.
+/// The results of a call, which C++ keeps until they are read.
 struct Results(NonNull<CResults>);
 
 impl Results {
     fn values(&self) -> &[RawValue] {
         let mut len = 0;
-        // SAFETY: the results are alive, and their values live as long.
+        // SAFETY: the results are alive, and their values live as long as they do.
         unsafe {
             let values = tch_extension_results(self.0.as_ptr(), &mut len);
             slice(values.cast(), len)
@@ -82,66 +82,66 @@ impl Results {
     }
 
     fn read(&self) -> Result<Vec<Output>> {
-        // SAFETY: what the values point to lives as long as the results.
+        // SAFETY: the data that the values point to lives as long as the results.
         self.values().iter().map(|value| unsafe { read(value) }).collect()
     }
 }
 
 impl Drop for Results {
     fn drop(&mut self) {
-        // SAFETY: C++ made them for us, and nothing uses them afterwards.
+        // SAFETY: C++ made the results for us, and nobody uses them afterwards.
         unsafe { tch_extension_free_results(self.0.as_ptr()) }
     }
 }
 
-/// The arguments of a call that are no tensors, for its backward.
+/// The arguments of a call that are not tensors, kept for its backward pass.
 pub(crate) struct Arguments(Results);
 
-// SAFETY: numbers, texts and lists of them, which nobody changes once they are made; any thread may
-// free them.
+// SAFETY: they are numbers, texts and lists of them, which nobody changes once they are made. Any
+// thread may free them.
 unsafe impl Send for Arguments {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Arguments {}
 
 impl Arguments {
-    /// The argument in this place of the schema; `None` for a tensor, or what cannot be read in
-    /// Rust.
+    /// The argument at this index of the schema; `None` for a tensor, and for a value that Rust
+    /// cannot read.
     pub fn get(&self, index: usize) -> Result<Option<Output>> {
         let kept = self.0.values().get(index).filter(|value| value.tag != Tag::Default);
-        // SAFETY: what the value points to lives as long as the results.
+        // SAFETY: the data that the value points to lives as long as the results.
         kept.map(|value| unsafe { read(value) }).transpose()
     }
 }
 
 /// Why a call failed.
 pub(crate) enum CallFailure {
-    /// The operator's own error, or libtorch's.
+    /// An error of the operator itself, or of libtorch.
     Operator(String),
-    /// This argument is not what the schema says; the text is what came.
+    /// The argument with this index does not fit the schema; the text describes what was passed.
     Argument(usize, String),
-    /// An input requires grad, and no gradient would reach it.
+    /// An input requires grad, but no gradient would reach it.
     NoBackward,
-    /// The same, of an operator made of others, found out when it had run.
+    /// The same, for a composite operator, noticed only after it had run.
     LostGraph,
     /// A result that tch has no type for.
     Output(Error),
 }
 
-/// How a call treats the graph.
+/// How a call treats grad mode.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum Grad {
-    /// As it is, after a look at whether there will be a gradient.
+    /// Grad mode stays as it is, and the call checks that there will be a gradient.
     Checked,
-    /// Off.
+    /// Grad mode is off.
     Off,
 }
 
-/// A resolved operator.
+/// A registered operator that was found.
 pub(crate) struct Operator(NonNull<COperator>);
 
-// SAFETY: a handle of what the dispatcher keeps for ever; C++ only reads it.
+// SAFETY: it is a handle of an operator that the dispatcher keeps forever, and C++ only reads it.
 unsafe impl Send for Operator {}
-// SAFETY: as above.
+// SAFETY: as for `Send`.
 unsafe impl Sync for Operator {}
 
 impl Operator {
@@ -150,7 +150,7 @@ impl Operator {
             return Ok(None);
         };
         let mut result = std::ptr::null_mut();
-        // SAFETY: both texts are terminated and live during the call; the handle becomes ours.
+        // SAFETY: both texts are null-terminated and live during the call. We own the handle.
         let message =
             unsafe { tch_extension_find_operator(name.as_ptr(), overload.as_ptr(), &mut result) };
         match take_message(message) {
@@ -164,13 +164,14 @@ impl Operator {
         text(|text| unsafe { tch_extension_operator_schema(self.0.as_ptr(), text) })
     }
 
-    /// A line for each argument: `arguments_text` in C++.
+    /// One line for each argument; see `arguments_text` in C++.
     pub fn arguments(&self) -> Result<String> {
         // SAFETY: the handle is alive.
         text(|text| unsafe { tch_extension_operator_arguments(self.0.as_ptr(), text) })
     }
 
-    /// The backends that have a kernel of its own, as the dispatcher names them, one a line.
+    /// The backends for which the operator has its own kernel, named as in the dispatcher, one per
+    /// line.
     pub fn backends(&self) -> Result<String> {
         // SAFETY: the handle is alive.
         text(|text| unsafe { tch_extension_operator_backends(self.0.as_ptr(), text) })
@@ -185,15 +186,15 @@ impl Operator {
         take_message(message).map_or(Ok(result != 0), |message| Err(Error::Torch(message)))
     }
 
-    /// Calls it, with a value for each of its arguments.
+    /// Calls the operator with one value for each of its arguments.
     pub fn call(
         &self,
         values: &[Value<'_>],
         grad: Grad,
     ) -> std::result::Result<Vec<Output>, CallFailure> {
         let (mut results, mut error) = (std::ptr::null_mut(), CallError::default());
-        // SAFETY: the handle is alive; `Value` is a `RawValue`, and what they borrow lives during
-        // the call; C++ reads one for each argument; the results become ours.
+        // SAFETY: the handle is alive. A `Value` has the layout of a `RawValue`, and what it
+        // borrows lives during the call. C++ reads one value for each argument. We own the results.
         let message = unsafe {
             tch_extension_call(
                 self.0.as_ptr(),
@@ -220,7 +221,7 @@ impl Operator {
         results.map_or(Ok(Vec::new()), |results| results.read().map_err(CallFailure::Output))
     }
 
-    /// Keeps what a backward can ask of the values of a call that has run.
+    /// Keeps the arguments that a backward pass can ask for, after a call has run.
     pub fn keep_arguments(&self, values: &[Value<'_>]) -> Result<Arguments> {
         let mut kept = std::ptr::null_mut();
         // SAFETY: as in `call`.
@@ -241,12 +242,12 @@ impl Operator {
 
 impl Drop for Operator {
     fn drop(&mut self) {
-        // SAFETY: C++ made it for us, and nothing uses it afterwards.
+        // SAFETY: C++ made the operator for us, and nobody uses it afterwards.
         unsafe { tch_extension_free_operator(self.0.as_ptr()) }
     }
 }
 
-/// A text that C++ hands over, or its error.
+/// A text that C++ returns, or its error.
 fn text(call: impl FnOnce(*mut *mut c_char) -> *mut c_char) -> Result<String> {
     let mut text = std::ptr::null_mut();
     match take_message(call(&mut text)) {
@@ -255,14 +256,14 @@ fn text(call: impl FnOnce(*mut *mut c_char) -> *mut c_char) -> Result<String> {
     }
 }
 
-/// The names of all operators, one a line.
+/// The names of all operators, one per line.
 pub(crate) fn operator_names() -> Result<String> {
-    // SAFETY: the text becomes ours.
+    // SAFETY: C++ writes `names` on success, and we own the text.
     text(|names| unsafe { tch_extension_operator_names(names) })
 }
 
-/// Whether both are handles of one tensor.
+/// Whether both are handles of the same tensor.
 pub(crate) fn is_same(one: &Tensor, other: &Tensor) -> bool {
-    // SAFETY: borrowed from live tensors.
+    // SAFETY: both pointers are borrowed from live tensors.
     unsafe { tch_extension_is_same_tensor(one.as_ptr(), other.as_ptr()) }
 }

@@ -1,4 +1,4 @@
-//! `csrc/library/loader.cpp`.
+//! Bindings to `csrc/library/loader.cpp`.
 
 use super::take_message;
 use std::ffi::{CStr, CString, c_char};
@@ -22,11 +22,11 @@ unsafe extern "C" {
     fn tch_extension_demangled(symbol: *const c_char) -> *mut c_char;
 }
 
-/// What [`rehearse`] says of initialisers that do not end.
+/// The message of [`rehearse`] for initialisers that do not end.
 pub(crate) const TOO_LONG: &str = "its initialisers did not end in time";
 
-/// Loads these libraries in a child process, the last one as [`open_library`] would with this
-/// `global`, those before it for it to find their symbols.
+/// Loads these libraries in a child process: the last one as [`open_library`] would with this
+/// `global`, and the earlier ones so that the last one finds their symbols.
 pub(crate) fn rehearse(
     paths: &[CString],
     global: bool,
@@ -34,19 +34,19 @@ pub(crate) fn rehearse(
 ) -> std::result::Result<(), String> {
     let pointers: Vec<*const c_char> = paths.iter().map(|path| path.as_ptr()).collect();
     let limit = i64::try_from(limit.as_millis()).unwrap_or(i64::MAX);
-    // SAFETY: terminated texts that live during the call. What initialisers do is for whoever names
-    // the library to answer for; here they do it in another process.
+    // SAFETY: the texts are null-terminated and live during the call. Whoever names a library is
+    // responsible for what its initialisers do; here they run in another process.
     let message =
         unsafe { tch_extension_rehearse(pointers.as_ptr(), pointers.len(), global, limit) };
     take_message(message).map_or(Ok(()), Err)
 }
 
-/// Loads a library into this process, for ever; `global`: for other libraries to find its symbols.
-/// The names of the operators that it registered, one a line.
+/// Loads a library into this process for good. If `global`, other libraries find its symbols.
+/// Returns the names of the operators that it registered, one per line.
 pub(crate) fn open_library(path: &CStr, global: bool) -> std::result::Result<String, String> {
     let mut operators = std::ptr::null_mut();
-    // SAFETY: a terminated text. What the library's initialisers do is for whoever names it to
-    // answer for. The names become ours.
+    // SAFETY: the text is null-terminated. Whoever names a library is responsible for what its
+    // initialisers do. We own the names.
     let message = unsafe { tch_extension_open_library(path.as_ptr(), global, &mut operators) };
     match take_message(message) {
         Some(message) => Err(message),
@@ -54,27 +54,27 @@ pub(crate) fn open_library(path: &CStr, global: bool) -> std::result::Result<Str
     }
 }
 
-/// Whether this library, which is loaded, or one that it needs defines the symbol.
+/// Whether this loaded library, or one that it depends on, defines the symbol.
 pub(crate) fn defines(path: &CStr, symbol: &str) -> bool {
     let Ok(symbol) = CString::new(symbol) else { return false };
-    // SAFETY: terminated texts that live during the call.
+    // SAFETY: the texts are null-terminated and live during the call.
     unsafe { tch_extension_defines(path.as_ptr(), symbol.as_ptr()) }
 }
 
-/// A file of the libtorch that this process runs with.
+/// The path of a file of the libtorch that this process uses.
 pub(crate) fn libtorch_file() -> String {
     take_message(tch_extension_libtorch_file()).unwrap_or_default()
 }
 
-/// The version of the libtorch that this process runs with: `2.11.0`.
+/// The version of the libtorch that this process uses, such as `2.11.0`.
 pub(crate) fn libtorch_version() -> String {
     take_message(tch_extension_libtorch_version()).unwrap_or_default()
 }
 
-/// A symbol as its source has it; one that is not C++'s stays as it is.
+/// A symbol's name as the C++ source has it. A symbol that is not C++'s is returned unchanged.
 pub(crate) fn demangled(symbol: &str) -> String {
     let Ok(terminated) = CString::new(symbol) else { return symbol.to_string() };
-    // SAFETY: a terminated text that lives during the call.
+    // SAFETY: the text is null-terminated and lives during the call.
     take_message(unsafe { tch_extension_demangled(terminated.as_ptr()) }).unwrap_or_default()
 }
 

@@ -1,4 +1,4 @@
-//! What GPUs are asked only once.
+//! Answers of GPUs that are asked for only once.
 
 use crate::cuda::DeviceGuard;
 use crate::{Error, Result};
@@ -6,7 +6,7 @@ use std::ffi::{CStr, c_char};
 use std::sync::OnceLock;
 use tch::Device;
 
-/// What each device answered. Those beyond the last place are asked each time.
+/// The answers by device index. A device beyond the last entry is asked each time.
 pub(crate) struct OnceADevice<T>([OnceLock<T>; 64]);
 
 impl<T: Copy + Default> OnceADevice<T> {
@@ -14,8 +14,8 @@ impl<T: Copy + Default> OnceADevice<T> {
         Self([const { OnceLock::new() }; 64])
     }
 
-    /// The answer of a GPU, which is current while it is asked by its number; the default of any
-    /// other device. `ask` fills it in, or says what went wrong.
+    /// The answer of a GPU, or the default for any other device. `ask` gets the device's index,
+    /// while that device is current, and fills in the answer or returns what went wrong.
     pub fn of(
         &self,
         op: &str,
@@ -37,11 +37,11 @@ impl<T: Copy + Default> OnceADevice<T> {
     }
 }
 
-/// What the C side says went wrong.
+/// The error text of the C side, if there is one.
 ///
 /// # Safety
-/// `text` is null or a constant.
+/// `text` must be null or a null-terminated constant.
 pub(crate) unsafe fn constant(text: *const c_char) -> Option<&'static CStr> {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees a null pointer or a constant (see `# Safety`).
     (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) })
 }

@@ -1,4 +1,4 @@
-//! `csrc/cuda/precision.cpp`, which needs no CUDA.
+//! Bindings to `csrc/cuda/precision.cpp`, which needs no CUDA.
 
 use super::take_message;
 use crate::{Error, Result};
@@ -11,7 +11,7 @@ unsafe extern "C" {
 
 pub(crate) fn matmul_allow_tf32() -> Result<bool> {
     let mut result = false;
-    // SAFETY: `result` is written on success.
+    // SAFETY: C++ writes `result` on success.
     match take_message(unsafe { tch_extension_matmul_allow_tf32(&mut result) }) {
         Some(message) => Err(Error::Torch(message)),
         None => Ok(result),

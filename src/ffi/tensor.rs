@@ -1,4 +1,4 @@
-//! `csrc/tensor`.
+//! Bindings to `csrc/tensor`.
 
 use super::take_message;
 use crate::{Error, Result};
@@ -9,7 +9,7 @@ use tch::kind::Element;
 use tch::{Kind, Tensor};
 use torch_sys::C_tensor;
 
-/// What C++ keeps of a view while it lives.
+/// The C++ side of a view.
 #[repr(C)]
 struct CPin {
     _opaque: [u8; 0],
@@ -36,46 +36,47 @@ unsafe extern "C" {
     safe fn tch_extension_pinned() -> usize;
 }
 
-/// Whether a kernel may read the tensor's memory row by row.
+/// Whether the tensor's memory holds its values in row-major order, without gaps.
 pub(crate) fn is_plain(tensor: &Tensor) -> bool {
-    // SAFETY: borrowed from a live tensor.
+    // SAFETY: the pointer is borrowed from a live tensor.
     unsafe { tch_extension_is_plain(tensor.as_ptr()) }
 }
 
-/// Whether a kernel that knows the strides may read the tensor's memory.
+/// Whether the tensor's memory holds its values, in any strides.
 pub(crate) fn is_in_memory(tensor: &Tensor) -> bool {
-    // SAFETY: borrowed from a live tensor.
+    // SAFETY: the pointer is borrowed from a live tensor.
     unsafe { tch_extension_is_in_memory(tensor.as_ptr()) }
 }
 
 /// Whether the tensor is dense.
 pub(crate) fn is_strided(tensor: &Tensor) -> bool {
-    // SAFETY: borrowed from a live tensor.
+    // SAFETY: the pointer is borrowed from a live tensor.
     unsafe { tch_extension_is_strided(tensor.as_ptr()) }
 }
 
-/// The tensor itself if a kernel may read its memory row by row, otherwise a copy of which that is
-/// true. More than `contiguous`: that keeps a pending negation, and zeros that have no memory.
+/// Returns the tensor itself if its memory holds its values in row-major order, and otherwise a
+/// copy for which this is true. It does more than `contiguous`, which keeps a pending negation, and
+/// zeros that have no memory.
 pub(crate) fn plain(tensor: &Tensor) -> Result<Tensor> {
     let mut result = std::ptr::null_mut();
-    // SAFETY: borrowed from a live tensor; on success the handle becomes ours.
+    // SAFETY: the pointer is borrowed from a live tensor. On success we own the handle.
     match take_message(unsafe { tch_extension_plain(tensor.as_ptr(), &mut result) }) {
         Some(message) => Err(Error::Torch(message)),
-        // SAFETY: a handle that C++ allocated for us.
+        // SAFETY: it is a handle that C++ allocated for us.
         None => Ok(unsafe { Tensor::from_ptr(result) }),
     }
 }
 
 /// Tells autograd that the tensor's values change.
 pub(crate) fn bump_version(tensor: &mut Tensor) -> Result<()> {
-    // SAFETY: borrowed from a live tensor.
+    // SAFETY: the pointer is borrowed from a live tensor.
     match take_message(unsafe { tch_extension_bump_version(tensor.as_ptr()) }) {
         Some(message) => Err(Error::Torch(message)),
         None => Ok(()),
     }
 }
 
-/// Why a tensor cannot be viewed; the numbers are C++'s.
+/// Why a tensor cannot be viewed. C++ uses the same numbers.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Refusal {
     Device = 1,
@@ -100,16 +101,17 @@ struct Pin(*mut CPin);
 
 impl Drop for Pin {
     fn drop(&mut self) {
-        // SAFETY: C++ made it for us, and nothing uses it afterwards.
+        // SAFETY: C++ made the pin for us, and nobody uses it afterwards.
         unsafe { tch_extension_unpin(self.0) }
     }
 }
 
-/// The elements of a tensor on the CPU. Values are copied in and out, and no reference to one
-/// exists at any time: other handles of the memory may be written through while this lives. Neither
+/// The elements of a CPU tensor. Values are copied in and out, and a reference to an element never
+/// exists, because other handles of the memory may be used for writing while this lives. Neither
 /// `Send` nor `Sync`.
 pub(crate) struct Strided<T, const N: usize> {
-    /// Where element `[0; N]` is. Whatever index is below `shape` leads to memory that `pin` keeps.
+    /// The address of element `[0; N]`. Every index within `shape` leads to memory that `pin` keeps
+    /// allocated.
     data: *mut T,
     shape: [usize; N],
     strides: [isize; N],
@@ -117,8 +119,8 @@ pub(crate) struct Strided<T, const N: usize> {
 }
 
 impl<T: Element + Copy, const N: usize> Strided<T, N> {
-    /// Pins the memory of a tensor of `N` dimensions and kind `kind`, which has to be what lies in
-    /// memory for a `T`.
+    /// Pins the memory of a tensor with `N` dimensions and kind `kind`. The memory of that kind
+    /// must hold values of type `T`.
     pub fn new(
         tensor: &Tensor,
         kind: Kind,
@@ -134,8 +136,9 @@ impl<T: Element + Copy, const N: usize> Strided<T, N> {
         }
         let (mut sizes, mut strides) = ([0; N], [0; N]);
         let (mut data, mut pin, mut code) = (std::ptr::null_mut(), std::ptr::null_mut(), 0);
-        // SAFETY: borrowed from a live tensor; `N` numbers fit in each array, and C++ compares `N`
-        // with the tensor's own; on success without refusal the pin becomes ours.
+        // SAFETY: the pointer is borrowed from a live tensor. Each array has `N` entries, and C++
+        // compares `N` with the tensor's number of dimensions. On success without a refusal, we own
+        // the pin.
         let message = unsafe {
             tch_extension_pin(
                 tensor.as_ptr(),
@@ -167,7 +170,7 @@ impl<T: Element + Copy, const N: usize> Strided<T, N> {
         self.strides
     }
 
-    /// How far from the first element one is; `None` when there is none there.
+    /// The offset of an element from the first one; `None` if the index is out of range.
     fn offset(&self, index: [usize; N]) -> Option<isize> {
         let mut offset = 0;
         for ((index, size), stride) in index.into_iter().zip(self.shape).zip(self.strides) {
@@ -181,21 +184,22 @@ impl<T: Element + Copy, const N: usize> Strided<T, N> {
 
     pub fn read(&self, index: [usize; N]) -> Option<T> {
         let offset = self.offset(index)?;
-        // SAFETY: within the memory that the pin keeps, of `T`'s size, and `load` asks for no
-        // alignment.
+        // SAFETY: the address is within the memory that the pin keeps, `T` has the elements' size,
+        // and `load` requires no alignment.
         Some(unsafe { load(self.data.wrapping_offset(offset)) })
     }
 
-    /// Whether there is such an element. Through a view that was not made for writing it would be a
-    /// change that autograd cannot see.
+    /// Writes an element, and returns whether it exists. Only for a view that was made for writing:
+    /// autograd would not see the change otherwise.
     pub fn write(&mut self, index: [usize; N], value: T) -> bool {
         let Some(offset) = self.offset(index) else { return false };
-        // SAFETY: within the memory that the pin keeps, and of `T`'s size.
+        // SAFETY: the address is within the memory that the pin keeps, and `T` has the elements'
+        // size.
         unsafe { self.data.wrapping_offset(offset).write_unaligned(value) };
         true
     }
 
-    /// Whether the elements lie row by row, without gaps.
+    /// Whether the elements are row-major without gaps.
     pub fn is_contiguous(&self) -> bool {
         let mut expected = 1;
         for dim in (0..N).rev() {
@@ -207,18 +211,18 @@ impl<T: Element + Copy, const N: usize> Strided<T, N> {
         true
     }
 
-    /// The elements, if they are contiguous.
+    /// Copies the elements, if they are contiguous.
     pub fn copy_out(&self) -> Option<Vec<T>> {
         let len: usize = self.shape.iter().product();
-        // A bool is not just any byte. Without elements, sizes may be beyond what can be
-        // multiplied.
+        // Not every byte is a valid bool. A tensor without elements may have sizes whose product
+        // overflows.
         if len == 0 || T::KIND == Kind::Bool || !self.is_contiguous() {
             return None;
         }
         let mut values = Vec::<T>::with_capacity(len);
-        // SAFETY: `len` elements from `data` on are in memory that the pin keeps, and there is room
-        // for them in new memory; bytes ask for no alignment. Any bits are a `T`, since it is an
-        // Element and not bool.
+        // SAFETY: `len` elements starting at `data` are in memory that the pin keeps, and the new
+        // memory has room for them. Bytes require no alignment. Any bits are a valid `T`, because
+        // it is an Element other than bool.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 self.data.cast::<u8>(),
@@ -230,33 +234,35 @@ impl<T: Element + Copy, const N: usize> Strided<T, N> {
         Some(values)
     }
 
-    /// Part `row` along the first dimension.
+    /// The part with index `row` along the first dimension.
     pub fn row<const M: usize>(&self, row: usize) -> Option<Strided<T, M>> {
         if N != M + 1 || row >= self.shape[0] {
             return None;
         }
         let shape = std::array::from_fn(|dim| self.shape[dim + 1]);
         let strides = std::array::from_fn(|dim| self.strides[dim + 1]);
-        // Wrapping, because without elements the address is null.
+        // It uses wrapping arithmetic, because the address is null if there are no elements.
         let data = self.data.wrapping_offset(row as isize * self.strides[0]);
         Some(Strided { data, shape, strides, pin: Rc::clone(&self.pin) })
     }
 }
 
-/// The value at an address. Memory of kind Bool may hold any byte, and all but zero count as true.
+/// Reads the value at an address. Memory of kind Bool may hold any byte, and every byte except zero
+/// counts as true.
 ///
 /// # Safety
-/// There are `size_of::<T>()` bytes at the address, and `T` is [`Element::KIND`]'s type.
+/// There must be `size_of::<T>()` readable bytes at the address, and `T` must be the type of
+/// [`Element::KIND`].
 unsafe fn load<T: Element + Copy>(address: *const T) -> T {
     if T::KIND == Kind::Bool && size_of::<T>() == 1 {
-        // SAFETY: one byte, as the caller promises.
+        // SAFETY: the caller guarantees one readable byte (see `# Safety`).
         let byte = u8::from(unsafe { address.cast::<u8>().read() } != 0);
-        // SAFETY: zero and one are what libtorch itself writes for this kind.
+        // SAFETY: libtorch itself writes zero and one for this kind.
         return unsafe { transmute_copy(&byte) };
     }
     let mut value = MaybeUninit::<T>::uninit();
-    // SAFETY: as many bytes as the caller promises, into as many of our own; any of them are a `T`,
-    // since it is an Element and not bool.
+    // SAFETY: the caller guarantees the bytes (see `# Safety`), and `value` has as many. Any bits
+    // are a valid `T`, because it is an Element other than bool.
     unsafe {
         std::ptr::copy_nonoverlapping(
             address.cast::<u8>(),
@@ -274,7 +280,7 @@ mod tests {
 
     #[test]
     fn nothing_stays_pinned() {
-        // No other unit test makes views, so the count is this one's.
+        // No other unit test makes views, so this test knows the count.
         let tensor = Tensor::zeros([2, 3], (Kind::Float, Device::Cpu));
         let pin = |writer| Strided::<f32, 2>::new(&tensor, Kind::Float, writer).unwrap();
         let (first, second) = (pin(false).ok().unwrap(), pin(false).ok().unwrap());
@@ -287,7 +293,7 @@ mod tests {
         assert_eq!(tch_extension_pinned(), 0);
         drop(Strided::<f32, 1>::new(&other, Kind::Float, true).unwrap().ok().unwrap());
         assert_eq!(tch_extension_pinned(), 0);
-        // Of memory that libtorch does not free, and of memory that moves to another storage
+        // Also pin memory that libtorch does not free, and memory that moves to another storage
         // meanwhile.
         let values = [1_f32; 6];
         // SAFETY: the array outlives the tensor.

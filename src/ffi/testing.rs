@@ -1,4 +1,4 @@
-//! `csrc/testing`.
+//! Bindings to `csrc/testing`.
 
 use super::take_message;
 use crate::{Error, Result};
@@ -22,31 +22,31 @@ unsafe extern "C" {
 /// An operator that does nothing, written with C++'s `torch::autograd::Function`.
 pub(crate) fn cpp_identity(x: &Tensor) -> Result<Tensor> {
     let mut result = std::ptr::null_mut();
-    // SAFETY: borrowed from a live tensor; `result` is written on success.
+    // SAFETY: the pointer is borrowed from a live tensor, and C++ writes `result` on success.
     match take_message(unsafe { tch_extension_cpp_identity(x.as_ptr(), &mut result) }) {
         Some(message) => Err(Error::Torch(message)),
-        // SAFETY: a handle for us to own.
+        // SAFETY: on success, `result` is a handle that we own.
         None => Ok(unsafe { Tensor::from_ptr(result) }),
     }
 }
 
-/// While it lives, what this thread allocates on the CPU has canaries on either side.
+/// While it lives, this thread's CPU allocations have canaries on either side.
 pub(crate) struct Canaries {
-    /// The watch is the thread's.
+    /// The watch belongs to the thread, so this must stay in it.
     _not_send: PhantomData<*mut ()>,
 }
 
 impl Canaries {
-    /// Begins; one at a time in a thread.
+    /// Starts watching. Only one can exist in a thread at a time.
     pub(crate) fn new() -> Result<Self> {
         let message = take_message(tch_extension_canary_begin());
         message
             .map_or(Ok(Canaries { _not_send: PhantomData }), |message| Err(Error::Torch(message)))
     }
 
-    /// How many allocations had something written beside them.
+    /// Stops watching, and returns how many allocations had canaries overwritten.
     pub(crate) fn end(self) -> usize {
-        // What `drop` ends is over then.
+        // `drop` calls this a second time, which has no effect.
         tch_extension_canary_end()
     }
 }
@@ -57,29 +57,30 @@ impl Drop for Canaries {
     }
 }
 
-/// What a profiler sees of this thread while it lives.
+/// Records what a profiler sees of this thread, while it lives.
 pub(crate) struct Recording {
     handle: u64,
-    /// The watch is the thread's.
+    /// The recording belongs to the thread, so this must stay in it.
     _not_send: PhantomData<*mut ()>,
 }
 
 impl Recording {
-    /// Begins; one at a time in a thread.
+    /// Starts recording. Only one can exist in a thread at a time.
     pub(crate) fn new() -> Result<Self> {
         let mut handle = 0;
-        // SAFETY: `handle` is written on success.
+        // SAFETY: C++ writes `handle` on success.
         let message = take_message(unsafe { tch_extension_record_begin(&mut handle) });
         message.map_or(Ok(Recording { handle, _not_send: PhantomData }), |message| {
             Err(Error::Torch(message))
         })
     }
 
-    /// Names and sequence numbers, in order; and how many have not ended.
+    /// Stops recording. Returns names and sequence numbers in order, and the number of events that
+    /// have not ended.
     pub(crate) fn end(self) -> (Vec<(String, i64)>, i64) {
         let mut events = Vec::new();
         let context = std::ptr::from_mut(&mut events).cast();
-        // SAFETY: `take_event` is called during the call only, with `events` as its context.
+        // SAFETY: `take_event` is called only during this call, with `events` as its context.
         let open = unsafe { tch_extension_record_end(self.handle, context, take_event) };
         std::mem::forget(self);
         (events, open)
@@ -89,20 +90,20 @@ impl Recording {
 impl Drop for Recording {
     fn drop(&mut self) {
         unsafe extern "C" fn ignore(_: *mut c_void, _: *const c_char, _: usize, _: i64) {}
-        // SAFETY: `ignore` takes anything.
+        // SAFETY: `ignore` accepts any arguments.
         unsafe { tch_extension_record_end(self.handle, std::ptr::null_mut(), ignore) };
     }
 }
 
 /// # Safety
-/// `context` must be the list of [`Recording::end`], and `name` hold `len` bytes.
+/// `context` must be the list in [`Recording::end`], and `name` must point to `len` bytes.
 unsafe extern "C" fn take_event(
     context: *mut c_void,
     name: *const c_char,
     len: usize,
     sequence_nr: i64,
 ) {
-    // SAFETY: as the caller promises.
+    // SAFETY: the caller guarantees both pointers (see `# Safety`).
     let (events, name) = unsafe {
         (
             &mut *context.cast::<Vec<(String, i64)>>(),
@@ -122,7 +123,7 @@ mod tests {
     }
 
     fn write(tensor: &Tensor, offset: isize) {
-        // SAFETY: within the 64 bytes of canaries on either side.
+        // SAFETY: the address is within the 64 bytes of canaries on either side.
         unsafe { tensor.data_ptr().cast::<u8>().offset(offset).write(1) };
     }
 
@@ -144,7 +145,7 @@ mod tests {
     #[test]
     fn a_watch_is_one_thread_s_and_ends() {
         let canaries = Canaries::new().unwrap();
-        // Freed elsewhere, and afterwards.
+        // These are freed by another thread, and after the watch.
         let (first, second) = (bytes(), bytes());
         write(&first, 100);
         std::thread::spawn(move || drop(first)).join().unwrap();

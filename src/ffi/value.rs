@@ -1,4 +1,4 @@
-//! `csrc/library/value.h`: values on their way between Rust and the dispatcher.
+//! Bindings to `csrc/library/value.h`: the values that Rust and the dispatcher exchange.
 
 use crate::{Error, Result};
 use std::ffi::c_void;
@@ -39,7 +39,7 @@ pub(super) struct RawValue {
     len: usize,
 }
 
-/// How a tensor's elements are kept: libtorch's `Layout`.
+/// The storage layout of a tensor's elements: libtorch's `Layout`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Layout {
@@ -105,7 +105,7 @@ const KINDS: [(Kind, i64); 20] = [
     (Kind::Float8e4m3fnuz, 26),
 ];
 
-/// libtorch's number of the device's type, and its index.
+/// libtorch's number of the device type, and the device's index.
 pub(super) fn device_code(device: Device) -> (usize, i64) {
     match device {
         Device::Cpu => (0, -1),
@@ -127,7 +127,7 @@ fn device_of((kind, index): (usize, i64)) -> Result<Device> {
     }
 }
 
-/// An argument, as C++ reads it. A list is owned, anything else borrowed for `'a`.
+/// An argument in the layout that C++ reads. A list is owned; anything else is borrowed for `'a`.
 #[repr(transparent)]
 pub(crate) struct Value<'a> {
     raw: RawValue,
@@ -207,16 +207,16 @@ impl<'a> Value<'a> {
         if self.raw.tag != Tag::List {
             return &[];
         }
-        // SAFETY: `list` made the tag from a boxed slice of this length, which lives as long as
+        // SAFETY: `list` made this tag, from a boxed slice of this length that lives as long as
         // `self`.
         unsafe { std::slice::from_raw_parts(self.raw.payload.data.cast(), self.raw.len) }
     }
 
-    /// New handles of the tensors in it, in order.
+    /// Appends new handles of the tensors in this value, in order.
     pub fn tensors(&self, into: &mut Vec<Tensor>) {
         if self.raw.tag == Tag::Tensor {
-            // SAFETY: the tag says which member was written; borrowed from a tensor that lives for
-            // `'a`, of which a new handle is made.
+            // SAFETY: the tag says which member was written. The pointer is borrowed from a tensor
+            // that lives for `'a`, and this makes a new handle of it.
             into.push(unsafe { Tensor::clone_from_ptr(self.raw.payload.data.cast_mut().cast()) });
         }
         self.items().iter().for_each(|item| item.tensors(into));
@@ -226,7 +226,7 @@ impl<'a> Value<'a> {
 impl Drop for Value<'_> {
     fn drop(&mut self) {
         if self.raw.tag == Tag::List {
-            // SAFETY: `list` made it from a boxed slice of this length, and nothing uses it
+            // SAFETY: `list` made the pointer from a boxed slice of this length, and nobody uses it
             // afterwards.
             drop(unsafe {
                 Box::from_raw(std::ptr::slice_from_raw_parts_mut(
@@ -238,12 +238,12 @@ impl Drop for Value<'_> {
     }
 }
 
-/// What an operator returned.
+/// A value that an operator returned.
 #[derive(Debug)]
 #[non_exhaustive]
 #[allow(missing_docs)]
 pub enum Output {
-    /// Nothing, or an undefined tensor.
+    /// No value, or an undefined tensor.
     None,
     Tensor(Tensor),
     Int(i64),
@@ -258,12 +258,13 @@ pub enum Output {
 }
 
 /// # Safety
-/// The value must come from `from_ivalue` in C++, and what it is borrowed from must live.
+/// The value must come from `from_ivalue` in C++, and the data that it borrows must be alive.
 pub(super) unsafe fn read(value: &RawValue) -> Result<Output> {
     let unknown = |what: &str, code: i64| {
         Error::msg(format!("it returned {what} number {code}, which tch has not"))
     };
-    // SAFETY: the tag says which member was written; pointers are valid as the caller promises.
+    // SAFETY: the tag says which member was written, and the caller guarantees the pointers (see `#
+    // Safety`).
     unsafe {
         let (payload, len) = (value.payload, value.len);
         Ok(match value.tag {
@@ -306,12 +307,12 @@ pub(super) unsafe fn read(value: &RawValue) -> Result<Output> {
 }
 
 /// # Safety
-/// `data` must point to `len` values that live for `'a`, or `len` be 0.
+/// `data` must point to `len` values that live for `'a`, or `len` must be 0.
 pub(super) unsafe fn slice<'a, T>(data: *const c_void, len: usize) -> &'a [T] {
     match len {
-        // `from_raw_parts` takes no null, which an empty C++ vector may give.
+        // `from_raw_parts` must not get a null pointer, which an empty C++ vector may hold.
         0 => &[],
-        // SAFETY: as the caller promises.
+        // SAFETY: the caller guarantees `len` values (see `# Safety`).
         _ => unsafe { std::slice::from_raw_parts(data.cast(), len) },
     }
 }
@@ -328,7 +329,7 @@ mod tests {
 
     #[test]
     fn both_sides_agree_on_the_layout_of_a_value() {
-        // SAFETY: C++'s array of three.
+        // SAFETY: C++ returns an array of three numbers.
         let theirs = unsafe { std::slice::from_raw_parts(tch_extension_value_layout(), 3) };
         let ours =
             [size_of::<RawValue>(), offset_of!(RawValue, payload), offset_of!(RawValue, len)];
@@ -348,7 +349,7 @@ mod tests {
                 Value::default_of_the_schema(),
                 Value::default_of_the_schema(),
             ];
-            // Quantized tensors are not made that way.
+            // Quantized tensors cannot be made this way.
             if let Ok(outputs) = op.call(&values, Grad::Checked) {
                 let [Output::Tensor(tensor)] = &outputs[..] else { panic!("{outputs:?}") };
                 assert_eq!(tensor.kind(), kind, "{code}");

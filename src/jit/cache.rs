@@ -1,10 +1,10 @@
 //! The cache: one folder for each request, with the library that answers it.
 //!
-//! An entry holds `lock`, `manifest`, the library, inline sources, and a `log` with one line a
-//! build. Who loads from it holds the lock shared, who builds in it alone. The lock is the
-//! kernel's: it ends with the process that holds it, however that ends. A builder works in a folder
-//! of its own, which the next one removes if it was killed; it writes the manifest last, by
-//! renaming.
+//! An entry holds `lock`, `manifest`, the library, inline sources, and a `log` with one line for
+//! each build. A process that loads from an entry holds the lock shared, and a process that builds
+//! in it holds the lock exclusively. It is a lock of the kernel, so it ends with the process that
+//! holds it, however the process ends. A builder works in a folder of its own; if the builder is
+//! killed, the next one removes that folder. The builder writes the manifest last, by renaming it.
 
 use super::Facts;
 use std::collections::BTreeMap;
@@ -16,8 +16,8 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The folder of all entries, created if need be; for the user's eyes only, as it holds what
-/// programs will run.
+/// The folder of all entries, created if needed. Only the user can access it, because it holds code
+/// that programs will run.
 pub(super) fn root(chosen: Option<&Path>) -> Result<PathBuf> {
     let variable =
         |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
@@ -33,7 +33,7 @@ pub(super) fn root(chosen: Option<&Path>) -> Result<PathBuf> {
         .ok_or_else(|| Error::new(ErrorKind::NotFound, "there is no HOME"))?;
     let folder = std::path::absolute(folder)?;
     if folder.to_str().is_none() {
-        // Compilers write lists of files as text.
+        // Compilers write the list of files that they read as text.
         return Err(Error::new(
             ErrorKind::InvalidInput,
             format!("the cache {folder:?} is not UTF-8"),
@@ -50,8 +50,8 @@ pub(super) fn create(folder: &Path) -> Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(folder).map_err(named)
 }
 
-/// Refuses what somebody else may have put below `root`, such as in `/tmp`: it would run in this
-/// process.
+/// Refuses a folder that somebody else may have put below `root`, for example in `/tmp`: its
+/// content would run in this process.
 pub(super) fn check_owner(folder: &Path, root: &Path) -> Result<()> {
     let metadata = folder.symlink_metadata()?;
     let trusted = [Path::new("/proc/self").metadata()?.uid(), 0, root.metadata()?.uid()];
@@ -70,19 +70,19 @@ pub(super) fn unique(folder: &Path, stem: &str) -> PathBuf {
     folder.join(format!("{stem}-{now:x}-{}-{count}", std::process::id()))
 }
 
-/// What a build found out, for the next load to see whether it still holds.
+/// What a build depends on, so that the next load can check whether it is still up to date.
 pub(super) struct Built {
-    /// In the folder that the builder was given.
+    /// In the scratch folder that the builder was given.
     pub library: PathBuf,
-    /// Sources, headers, compilers.
+    /// Sources, headers and compilers.
     pub files: Vec<PathBuf>,
     /// Programs that were run by name.
     pub programs: Vec<String>,
-    /// Every variable that was asked for.
+    /// Every environment variable that was read.
     pub variables: BTreeMap<String, Option<String>>,
 }
 
-/// Keeps the library from being replaced while it is loaded.
+/// Holds the lock, so that the library is not replaced while it is loaded.
 pub(super) struct Locked {
     pub library: PathBuf,
     _lock: File,
@@ -95,15 +95,15 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// `request` says everything that is known without running a compiler.
+    /// `request` contains everything that is known without running a compiler.
     pub fn new(root: &Path, name: &str, request: String) -> Self {
         let mut hasher = std::hash::DefaultHasher::new();
         request.hash(&mut hasher);
         Entry { folder: root.join(format!("{name}-{:016x}", hasher.finish())), request }
     }
 
-    /// The library, after `build` if there is none that is up to date. It gets the entry's folder,
-    /// for sources, and a fresh one for objects.
+    /// Returns the library. If none is up to date, `build` makes it. `build` gets the entry's
+    /// folder, for sources, and a new folder for objects.
     pub fn library(
         &self,
         build: impl Fn(&Path, &Path) -> crate::Result<Built>,
@@ -115,7 +115,8 @@ impl Entry {
         if let Some(library) = self.current() {
             return Ok(Locked { library, _lock: lock });
         }
-        // Not changed into the other kind: two who both wait for that would wait for ever.
+        // The shared lock is released and not upgraded: two processes that both wait for an upgrade
+        // would wait forever.
         lock.unlock().map_err(io)?;
         let lock = self.lock_alone(lock).map_err(io)?;
         if let Some(library) = self.current() {
@@ -125,7 +126,7 @@ impl Entry {
         Ok(Locked { library: self.build(build)?, _lock: lock })
     }
 
-    /// The library if it is up to date, without waiting for anybody.
+    /// Returns the library if it is up to date, without waiting for a lock.
     pub fn current(&self) -> Option<PathBuf> {
         let manifest = Manifest::read(&self.folder.join(MANIFEST))?;
         (manifest.request == self.request && manifest.holds())
@@ -133,8 +134,9 @@ impl Entry {
             .filter(|library| library.is_file())
     }
 
-    /// Whoever makes room may have deleted the folder since the lock was opened: then it is nobody
-    /// else's any more, and the next one's is another.
+    /// Takes the exclusive lock. If somebody deleted the folder to make room after the lock file
+    /// was opened, the lock belongs to a file that nobody else uses, so the new lock file is locked
+    /// instead.
     fn lock_alone(&self, mut lock: File) -> Result<File> {
         loop {
             lock.lock()?;
@@ -167,15 +169,15 @@ impl Entry {
                 create(&self.folder)?;
                 open()
             }
-            // Somebody else's cache may be read.
+            // The cache of another user may at least be read.
             Err(error) => File::open(&path).map_err(|_| error),
             opened => opened,
         }
     }
 
-    /// Builds, and builds again where a file was changed meanwhile, of which nobody knows what was
-    /// compiled: the second time its contents are known before. That decides, as times may move
-    /// without them (a hard link made elsewhere).
+    /// Builds. If a file changed meanwhile, nobody knows which content was compiled, so it builds a
+    /// second time, for which the contents are known in advance. The contents decide, because times
+    /// may change without them (for example by a hard link that somebody makes).
     fn build(
         &self,
         build: impl Fn(&Path, &Path) -> crate::Result<Built>,
@@ -196,7 +198,8 @@ impl Entry {
     }
 
     fn publish(&self, built: &Built, compiled: &Known, started: SystemTime) -> Result<PathBuf> {
-        // A new name each time: the loader takes a path it knows for the file it knows.
+        // Each library gets a new name, because the dynamic loader takes a path that it knows for
+        // the file that it knows.
         let library = unique(&self.folder, "lib").with_extension("so");
         std::fs::rename(&built.library, &library)?;
         let name = library.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -212,8 +215,8 @@ impl Entry {
         Ok(library)
     }
 
-    /// Removes what killed builders and former builds left. Nobody loads or builds: the lock is
-    /// ours alone.
+    /// Removes what killed builders and earlier builds left behind. Nobody loads or builds now,
+    /// because this process holds the lock exclusively.
     fn clean(&self) {
         let _ = std::fs::remove_file(self.folder.join(MANIFEST));
         for entry in std::fs::read_dir(&self.folder).into_iter().flatten().flatten() {
@@ -239,9 +242,9 @@ impl Entry {
 const MANIFEST: &str = "manifest";
 const SCRATCH: &str = "build";
 
-/// A source's or header's contents: their time may be any. Archives, images of containers and fresh
-/// clones set it back or round it, so that changed files look the same and the same files look
-/// changed.
+/// Identifies the contents of a source or header. The modification time would not do: archives,
+/// container images and fresh clones set it back or round it, so that changed files look the same
+/// and unchanged files look changed.
 fn contents(path: &Path) -> Option<String> {
     let bytes = std::fs::read(path).ok()?;
     let mut hasher = std::hash::DefaultHasher::new();
@@ -249,12 +252,12 @@ fn contents(path: &Path) -> Option<String> {
     Some(format!("{} {:016x}", bytes.len(), hasher.finish()))
 }
 
-/// Files and their contents; none of one that is not there, or may have been compiled in another
-/// state.
+/// Files and their contents. The contents are `None` for a file that does not exist or that may
+/// have been compiled with other contents.
 type Known = BTreeMap<PathBuf, Option<String>>;
 
-/// What a build that started then has read, as far as that can be known, and whether it is all of
-/// it.
+/// The contents that a build that began at `started` has read, as far as they can be known, and
+/// whether all of them are known.
 fn compiled(files: &[PathBuf], before: &Known, started: SystemTime) -> (Known, bool) {
     let state = |path: &PathBuf| {
         let now = contents(path);
@@ -266,7 +269,7 @@ fn compiled(files: &[PathBuf], before: &Known, started: SystemTime) -> (Known, b
     (compiled, is_all)
 }
 
-/// A folder of one build, removed after it.
+/// The folder of one build, which is removed afterwards.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -283,21 +286,21 @@ impl Drop for Scratch {
     }
 }
 
-/// Whether a file was changed since. By the time that nobody can set: a modification time may lie
-/// in the future.
+/// Whether a file changed after `start`, judged by its change time (ctime), which nobody can set. A
+/// modification time may be in the future.
 fn is_changed_since(path: &Path, start: SystemTime) -> bool {
     let since = start.duration_since(UNIX_EPOCH).unwrap_or_default();
     let start = (since.as_secs() as i64, i64::from(since.subsec_nanos()));
     path.metadata().map_or(true, |file| (file.ctime(), file.ctime_nsec()) >= start)
 }
 
-/// Size and time of a program's last change.
+/// The size of a program and the time of its last modification.
 fn stamp(path: &Path) -> Option<String> {
     let metadata = path.metadata().ok()?;
     Some(format!("{} {}.{:09}", metadata.len(), metadata.mtime(), metadata.mtime_nsec()))
 }
 
-/// Where a program that is run by name lies.
+/// The path of a program that is run by name.
 fn resolve(program: &str) -> Option<PathBuf> {
     if program.contains('/') {
         return Some(program.into());
@@ -306,18 +309,18 @@ fn resolve(program: &str) -> Option<PathBuf> {
     std::env::split_paths(&path).map(|folder| folder.join(program)).find(|path| path.is_file())
 }
 
-/// A program as it is now: where it lies, behind links, and its stamp.
+/// The identity of a program: its path with links resolved, and its stamp.
 fn identity(program: &str) -> Option<String> {
     let path = resolve(program)?.canonicalize().ok()?;
     Some(format!("{} {}", path.display(), stamp(&path)?))
 }
 
-/// On what a library was built. As text, its fields are ended by zero bytes, which no path and no
-/// variable has.
+/// What a library was built from. As text, each field ends with a zero byte, which no path and no
+/// variable contains.
 struct Manifest {
     library: String,
     request: String,
-    /// Kind, name and state of each thing that must not have changed.
+    /// The kind, name and state of each thing that must not have changed.
     facts: Vec<[String; 3]>,
 }
 
@@ -381,7 +384,7 @@ mod tests {
         assert!(entry.lock().unwrap().try_lock().is_err(), "the next one waits");
     }
 
-    /// Builds of a header that `meanwhile` is done to while a compiler runs.
+    /// Builds from a header while `meanwhile` changes it as the compiler runs.
     struct Disturbed {
         root: tempfile::TempDir,
         entry: Entry,
@@ -396,13 +399,13 @@ mod tests {
             Disturbed { root, entry, builds: Cell::new(0) }
         }
 
-        /// How many builds a load takes, and what the library of the last one was built of.
+        /// How many builds a load takes, and from which content the last library was built.
         fn load(&self, meanwhile: impl Fn(&Path, usize)) -> (usize, String) {
             self.builds.set(0);
             let header = self.root.path().join("a.h");
             let library = self.entry.library(|_, scratch| {
                 self.builds.set(self.builds.get() + 1);
-                // File systems count time in steps.
+                // File systems record time in coarse steps.
                 std::thread::sleep(std::time::Duration::from_millis(20));
                 let library = scratch.join("library");
                 std::fs::copy(&header, &library).unwrap();
@@ -438,7 +441,7 @@ mod tests {
         assert!(scene.entry.current().is_some());
     }
 
-    /// Its time of change moves, and nothing else.
+    /// Only the change time moves.
     #[test]
     fn a_header_that_is_linked_elsewhere_during_each_build_is_the_same() {
         let scene = Disturbed::new();

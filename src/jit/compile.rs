@@ -1,4 +1,4 @@
-//! One build: tch-extension-build's compilers, in a folder of the cache.
+//! Runs one build with the compilers of tch-extension-build, in a folder of the cache.
 
 use super::cache::Built;
 use super::{Facts, Sources};
@@ -11,7 +11,8 @@ use std::time::Instant;
 use tch_extension_build::environment::Environment;
 use tch_extension_build::toolchain::{CudaMode, Libtorch, Options, Toolchain, is_cuda};
 
-/// Reads the process's variables and remembers which; tells the user what runs, on request.
+/// Reads environment variables of the process and records which. Prints the commands if the user
+/// wants that.
 struct Watcher {
     verbose: bool,
     include_root: Option<PathBuf>,
@@ -21,7 +22,7 @@ struct Watcher {
 impl Environment for Watcher {
     fn var(&self, name: &str) -> Option<String> {
         let value = Facts::variable(name);
-        // Of PATH it matters only what is found in it, which is recorded by itself.
+        // For PATH, only the programs found in it matter, and they are recorded separately.
         if name != "PATH" {
             let mut variables =
                 self.variables.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
@@ -43,19 +44,19 @@ impl Environment for Watcher {
 impl Watcher {
     fn say(&self, line: &str) {
         if self.verbose {
-            // One write, so that lines of several compilers do not mix; a closed stderr is no
-            // reason to fail.
+            // Each line is one write, so that lines of several compilers do not mix. A closed
+            // stderr is no reason to fail.
             let _ = std::io::stderr().write_all(format!("jit: {line}\n").as_bytes());
         }
     }
 }
 
-/// An error with its causes.
+/// The text of an error with its causes.
 fn words(error: impl std::fmt::Display) -> String {
     format!("{error:#}")
 }
 
-/// Compiles and links in `scratch`. Inline sources are written to `folder`, where they stay for
+/// Compiles and links in `scratch`. Writes inline sources to `folder`, where they stay for
 /// debuggers.
 pub(super) fn build(
     sources: &Sources,
@@ -98,7 +99,7 @@ fn run(
         objects.iter().flat_map(|object| object.dependencies()).collect();
     inputs.sort();
     inputs.dedup();
-    // Inline sources were written by this build, and are part of the request.
+    // Inline sources were written by this build, and are already part of the request.
     inputs.retain(|path| !path.starts_with(folder));
     let nvcc = toolchain.cuda.iter().map(|cuda| &cuda.nvcc.path);
     let programs = std::iter::once(&toolchain.cxx.path).chain(nvcc);
@@ -121,7 +122,7 @@ fn find(
     if files.iter().any(|file| is_cuda(file)) {
         return Toolchain::find(libtorch, CudaMode::Required, archs, watcher).map_err(words);
     }
-    // C++ may use CUDA's headers, but needs no nvcc.
+    // C++ sources may use CUDA's headers, but they need no nvcc.
     Toolchain::find(libtorch.clone(), CudaMode::IfPresent, archs, watcher)
         .or_else(|_| Toolchain::find(libtorch, CudaMode::Off, None, watcher))
         .map_err(words)
@@ -130,13 +131,14 @@ fn find(
 fn options(sources: &Sources, includes: &[PathBuf], name: &str, workers: usize) -> Options {
     let ours = [
         ("TORCH_EXTENSION_NAME", Some(name.to_string())),
-        // torch.utils.cpp_extension says so, too.
+        // torch.utils.cpp_extension defines this, too.
         ("TORCH_API_INCLUDE_EXTENSION_H", None),
         ("TCH_EXTENSION_ASKS_FOR_LOAD_ERROR", None),
     ];
     let ours = ours.map(|(name, value)| (name.to_string(), value));
     Options {
-        // Ours first: a folder with Python's headers would bring the real pybind11.
+        // Our headers come first, because a folder with Python's headers would bring the real
+        // pybind11.
         includes: includes.iter().chain(&sources.includes).cloned().collect(),
         defines: ours.into_iter().chain(sources.defines.iter().cloned()).collect(),
         cxx_flags: sources.flags.clone(),
@@ -149,7 +151,7 @@ fn options(sources: &Sources, includes: &[PathBuf], name: &str, workers: usize) 
     }
 }
 
-/// nvcc compiles for several architectures at a time, if nobody says otherwise.
+/// Lets nvcc compile for several architectures in parallel, unless a flag says otherwise.
 fn nvcc_flags(flags: &[String], workers: usize) -> Vec<String> {
     let is_said = flags
         .iter()

@@ -1,4 +1,4 @@
-//! The builder.
+//! The builder of an extension.
 
 use super::cache::{self, Entry, Locked};
 use super::{Facts, Module, Sources, compile, headers};
@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard};
 
-/// Sources on their way to a [`Module`].
+/// A builder that turns sources into a [`Module`].
 ///
 /// ```
 /// let answer = tch_extension::jit::Extension::new("answer")
@@ -28,107 +28,110 @@ pub struct Extension {
 }
 
 impl Extension {
-    /// An extension without sources. The name is a C++ identifier: `TORCH_EXTENSION_NAME` in the
-    /// sources.
+    /// Makes an extension without sources. The name must be a C++ identifier. In the sources it is
+    /// `TORCH_EXTENSION_NAME`.
     pub fn new(name: impl Into<String>) -> Self {
         Extension { name: name.into(), sources: Sources::default(), cache: None }
     }
 
-    /// Adds a file; one that ends in `.cu` is CUDA, any other is C++.
+    /// Adds a source file. A file that ends in `.cu` is CUDA; any other is C++.
     pub fn source(mut self, path: impl Into<PathBuf>) -> Self {
         self.sources.files.push(path.into());
         self
     }
 
-    /// Adds files.
+    /// Adds source files.
     pub fn sources(mut self, paths: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
         self.sources.files.extend(paths.into_iter().map(Into::into));
         self
     }
 
-    /// Adds C++ source text. All such texts are one unit, in the order they come.
+    /// Adds C++ source text. All C++ texts together are one translation unit, in the order in which
+    /// they are added.
     pub fn cpp(mut self, text: impl Into<String>) -> Self {
         self.sources.cpp.push(text.into());
         self
     }
 
-    /// Adds CUDA source text. All such texts are one unit, in the order they come. nvcc takes its
-    /// time with libtorch's headers: leave them to the C++ text where you can.
+    /// Adds CUDA source text. All CUDA texts together are one translation unit, in the order in
+    /// which they are added. nvcc is slow with libtorch's headers: include them in the C++ text
+    /// where you can.
     pub fn cuda(mut self, text: impl Into<String>) -> Self {
         self.sources.cuda.push(text.into());
         self
     }
 
-    /// Makes operators of functions that the C++ text defines (or declares, if they are in the CUDA
-    /// text): `#include <torch/extension.h>` comes before the text then, and a `PYBIND11_MODULE`
-    /// with them after it.
+    /// Makes operators from functions that the C++ text defines (or declares, if they are in the
+    /// CUDA text). `#include <torch/extension.h>` is then put before the text, and a
+    /// `PYBIND11_MODULE` with the functions after it.
     pub fn functions(mut self, names: impl IntoIterator<Item = impl Into<String>>) -> Self {
         self.sources.functions.extend(names.into_iter().map(Into::into));
         self
     }
 
-    /// Adds a folder in which `#include` looks, before libtorch's own. One that holds headers of
-    /// Python or pybind11 does no harm.
+    /// Adds a folder to the include path, before libtorch's own. It does no harm if it contains
+    /// headers of Python or pybind11.
     pub fn include(mut self, folder: impl Into<PathBuf>) -> Self {
         self.sources.includes.push(folder.into());
         self
     }
 
-    /// Defines a macro, with a value or (`None`) without.
+    /// Defines a macro, with a value or, for `None`, without one.
     pub fn define<'a>(mut self, name: &str, value: impl Into<Option<&'a str>>) -> Self {
         self.sources.defines.push((name.to_string(), value.into().map(str::to_string)));
         self
     }
 
-    /// Adds a flag for the C++ compiler, after all others.
+    /// Adds a flag for the C++ compiler, after all other flags.
     pub fn flag(mut self, flag: impl Into<String>) -> Self {
         self.sources.flags.push(flag.into());
         self
     }
 
-    /// Adds a flag for nvcc, after all others.
+    /// Adds a flag for nvcc, after all other flags.
     pub fn nvcc_flag(mut self, flag: impl Into<String>) -> Self {
         self.sources.nvcc_flags.push(flag.into());
         self
     }
 
-    /// Adds a flag for linking, such as `-lblas`.
+    /// Adds a flag for the linker, such as `-lblas`.
     pub fn link_flag(mut self, flag: impl Into<String>) -> Self {
         self.sources.link_flags.push(flag.into());
         self
     }
 
-    /// The GPUs to compile for, in the grammar of `TORCH_CUDA_ARCH_LIST`, which it overrules.
+    /// Sets the GPUs to compile for, in the syntax of `TORCH_CUDA_ARCH_LIST`, which it overrides.
     pub fn archs(mut self, list: impl Into<String>) -> Self {
         self.sources.archs = Some(list.into());
         self
     }
 
-    /// The C++ standard, such as `c++20`. `c++17` if it is not set.
+    /// Sets the C++ standard, such as `c++20`. The default is `c++17`.
     pub fn standard(mut self, standard: impl Into<String>) -> Self {
         self.sources.standard = standard.into();
         self
     }
 
-    /// Whether commands, warnings and the time they took go to standard error.
+    /// Sets whether commands, warnings and the time that the build took are printed to standard
+    /// error.
     pub fn verbose(mut self, verbose: bool) -> Self {
         self.sources.verbose = verbose;
         self
     }
 
-    /// The folder of the cache, instead of the usual one.
+    /// Sets the folder of the cache, instead of the default folder.
     pub fn cache(mut self, folder: impl Into<PathBuf>) -> Self {
         self.cache = Some(folder.into());
         self
     }
 
-    /// Compiles, unless the cache has the library, and loads it. The same sources twice are one
-    /// module.
+    /// Compiles the extension, unless the cache has its library, and loads it. The same sources,
+    /// loaded twice, give the same module.
     ///
     /// # Errors
-    /// A name that is no identifier, no sources, a path that is not UTF-8, a cache that cannot be
-    /// written, no compiler, a compiler's or the linker's error in its own words, a library that
-    /// does not load.
+    /// When the name is not an identifier, there are no sources, a path is not UTF-8, the cache
+    /// cannot be written, there is no compiler, the compiler or the linker reports an error (the
+    /// message quotes it), or the library does not load.
     pub fn load(&self) -> Result<Module> {
         self.check()?;
         let io = |error| self.io_error(error);
@@ -189,18 +192,18 @@ impl Extension {
     }
 }
 
-/// [`Extension`] of files: `load("lltm", ["lltm.cpp", "lltm_kernel.cu"])`.
+/// [`Extension`] for source files: `load("lltm", ["lltm.cpp", "lltm_kernel.cu"])`.
 ///
 /// # Errors
-/// As [`Extension::load`].
+/// As for [`Extension::load`].
 pub fn load(name: &str, sources: impl IntoIterator<Item = impl Into<PathBuf>>) -> Result<Module> {
     Extension::new(name).sources(sources).load()
 }
 
-/// [`Extension`] of a C++ text and the functions in it that become operators.
+/// [`Extension`] for a C++ text and the functions in it that become operators.
 ///
 /// # Errors
-/// As [`Extension::load`].
+/// As for [`Extension::load`].
 pub fn load_inline(
     name: &str,
     cpp: &str,
@@ -209,7 +212,7 @@ pub fn load_inline(
     Extension::new(name).cpp(cpp).functions(functions).load()
 }
 
-/// The lock on the cache is held until the library is in.
+/// Loads the library. `library` holds the cache's lock until this returns.
 fn open(name: String, library: Locked) -> Result<Module> {
     Module::open(name, &library.library)
 }
@@ -226,10 +229,10 @@ fn versioned(name: &str, version: usize) -> String {
     if version == 0 { name.to_string() } else { format!("{name}_v{version}") }
 }
 
-/// What this process has loaded under a name, by version.
+/// The modules that this process has loaded under one name, by version.
 type Versions = Arc<Mutex<Vec<Module>>>;
 
-/// Each name has its own lock: who builds one does not stop those who build others.
+/// Each name has its own lock, so that a build of one extension does not block the others.
 fn of_name(name: &str) -> Versions {
     static NAMES: LazyLock<Mutex<HashMap<String, Versions>>> = LazyLock::new(Mutex::default);
     Arc::clone(lock(&NAMES).entry(name.to_string()).or_default())

@@ -1,10 +1,10 @@
-//! What a build depends on, as far as it can be known without running anything.
+//! The facts that a build depends on, as far as they can be known without running anything.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-/// Variables that steer compilers; more are found when a build asks for them.
+/// Environment variables that affect compilers. A build records further ones when it reads them.
 const VARIABLES: &[&str] = &[
     "CXX",
     "CXXFLAGS",
@@ -19,7 +19,7 @@ const VARIABLES: &[&str] = &[
     "LIBTORCH",
     "LIBTORCH_INCLUDE",
     "LIBTORCH_CXX11_ABI",
-    // The compilers' own.
+    // Variables that the compilers themselves read.
     "CPATH",
     "CPLUS_INCLUDE_PATH",
     "LIBRARY_PATH",
@@ -27,7 +27,7 @@ const VARIABLES: &[&str] = &[
     "GCC_EXEC_PREFIX",
 ];
 
-/// This process: which libtorch it runs on, which GPUs there are.
+/// Facts about this process: which libtorch it uses, and which GPUs there are.
 pub(super) struct Facts {
     /// The folder of the libtorch that is loaded.
     pub libtorch: PathBuf,
@@ -50,13 +50,13 @@ impl Facts {
         std::env::var(name).ok().filter(|value| !value.is_empty())
     }
 
-    /// One line a fact.
+    /// The facts as text, one per line.
     pub fn text(&self) -> String {
         let library = self.libtorch.join("libtorch_cpu.so");
         let size = library.metadata().map_or(0, |file| file.len());
         let mut text = format!("tch-extension {}\n", env!("CARGO_PKG_VERSION"));
         text += &format!("libtorch in {}, {size} bytes\n", self.libtorch.display());
-        // They choose the architectures where no list does.
+        // The GPUs determine the architectures if no list is given.
         text += &format!("GPUs {:?}\n", self.gpus);
         for name in VARIABLES {
             text += &format!("{name}={:?}\n", Self::variable(name));
@@ -64,8 +64,8 @@ impl Facts {
         text
     }
 
-    /// Where libtorch's headers are, if not beside its libraries: what `LIBTORCH_INCLUDE` should
-    /// say.
+    /// The root folder of libtorch's headers, if they are not next to its libraries. It is the
+    /// value that `LIBTORCH_INCLUDE` should have.
     pub fn include_root(&self) -> Option<PathBuf> {
         let has_headers = |root: &Path| root.join("include/torch/headeronly/version.h").is_file();
         let beside = self.libtorch.parent()?;
@@ -76,20 +76,21 @@ impl Facts {
     }
 }
 
-/// The folder of the `libtorch_cpu.so` that this process has mapped: a second libtorch would be a
-/// second world.
+/// The folder of the `libtorch_cpu.so` that is mapped into this process. An extension must use this
+/// one, because a second libtorch would share nothing with it.
 fn loaded_libtorch() -> Option<PathBuf> {
-    // Of other libraries and files, whose paths need be no text, too.
+    // Read as bytes, because the paths of other files in the list need not be UTF-8.
     let maps = std::fs::read("/proc/self/maps").ok()?;
     maps.split(|byte| *byte == b'\n').find_map(|line| {
-        // Five fields and the path, which may contain spaces.
+        // A line has five fields and then the path, which may contain spaces.
         let path = &line[line.iter().position(|byte| *byte == b'/')?..];
         let path = Path::new(OsStr::from_bytes(path));
         (path.file_name()? == "libtorch_cpu.so").then(|| path.parent().map(Path::to_path_buf))?
     })
 }
 
-/// From the driver, which asks no program; none where there is no driver.
+/// The models of the GPUs, read from the driver's files without running a program. Empty if there
+/// is no driver.
 fn gpus() -> Vec<String> {
     let folders = std::fs::read_dir("/proc/driver/nvidia/gpus").into_iter().flatten().flatten();
     let mut models: Vec<String> = folders

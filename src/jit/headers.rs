@@ -1,5 +1,5 @@
-//! Our public headers, carried in the program: where it runs there may be no copy of this crate's
-//! sources.
+//! Our public headers, embedded in the program, because there may be no copy of this crate's
+//! sources where the program runs.
 
 use super::cache;
 use std::hash::{Hash, Hasher};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 macro_rules! headers {
     ($($path:literal),* $(,)?) => {
-        /// Path below the include folder, and text.
+        /// The path of each header below the include folder, and its text.
         pub(super) const HEADERS: &[(&str, &str)] =
             &[$(($path, include_str!(concat!("../../csrc/include/tch_extension/", $path)))),*];
     };
@@ -52,13 +52,14 @@ headers! {
     "tensor.h",
 }
 
-/// The folders for `#include`, in order; written into the cache by the first who needs them.
+/// The folders for the include path, in order. The first process that needs them writes them to the
+/// cache.
 pub(super) fn install(cache: &Path) -> std::io::Result<Vec<PathBuf>> {
     let mut hasher = std::hash::DefaultHasher::new();
     HEADERS.hash(&mut hasher);
     let folder = cache.join(format!("include-{:016x}", hasher.finish()));
     if !folder.exists() {
-        // Whole or not at all; who comes second finds it there.
+        // The folder appears as a whole or not at all. A process that comes second finds it.
         let partial = cache::unique(cache, "include-part");
         let written = write(&partial).and_then(|()| std::fs::rename(&partial, &folder));
         if written.is_err() {

@@ -1,5 +1,5 @@
-//! C++ and CUDA compiled and loaded while the program runs: what `torch.utils.cpp_extension.load`
-//! and `load_inline` are in Python.
+//! Compiles and loads C++ and CUDA sources while the program runs, as
+//! `torch.utils.cpp_extension.load` and `load_inline` do in Python.
 //!
 //! ```
 //! use tch::Tensor;
@@ -14,32 +14,35 @@
 //! # Ok::<(), tch_extension::Error>(())
 //! ```
 //!
-//! It needs a C++ compiler, for CUDA an nvcc, and libtorch's headers beside the libtorch that the
-//! program runs on (or in `LIBTORCH_INCLUDE` or `LIBTORCH`), which
-//! [tch-extension-build](https://docs.rs/tch-extension-build) finds and calls as it does in a build
-//! script: `CXX`, `CXXFLAGS`, `NVCC`, `CUDA_HOME`, `TORCH_CUDA_ARCH_LIST` mean the same. Sources
-//! see libtorch's headers, `tch_extension/...`, and, instead of Python's, headers that make
-//! operators of what `PYBIND11_MODULE` defines: extensions written for Python compile unchanged.
+//! It needs a C++ compiler, nvcc for CUDA sources, and libtorch's headers next to the libtorch that
+//! the program uses (or in `LIBTORCH_INCLUDE` or `LIBTORCH`).
+//! [tch-extension-build](https://docs.rs/tch-extension-build) finds and runs the compilers, as it
+//! does in a build script: `CXX`, `CXXFLAGS`, `NVCC`, `CUDA_HOME` and `TORCH_CUDA_ARCH_LIST` have
+//! the same meaning. Sources can include libtorch's headers and `tch_extension/...`. Python's
+//! headers are replaced by headers that make operators from what `PYBIND11_MODULE` defines, so that
+//! extensions written for Python compile unchanged.
 //!
-//! A first build takes as long as the compiler takes for libtorch's headers: two to four times as
-//! long with `torch/extension.h` in a CUDA text as in a C++ text, and seconds where there are none.
-//! Modules, optimizers, data loaders and serialization, the larger part of that header, are left
-//! out at first; a source that does not compile so is compiled again with all of it, and the
-//! message is that of the second attempt.
+//! A first build takes as long as the compiler needs for libtorch's headers. With
+//! `torch/extension.h`, a CUDA text takes two to four times as long as a C++ text. Without these
+//! headers, a build takes seconds. The larger part of `torch/extension.h`, namely modules,
+//! optimizers, data loaders and serialization, is left out at first. If a source does not compile
+//! without it, the source is compiled again with all of the header, and the error message is the
+//! second attempt's.
 //!
 //! # The cache
-//! Libraries are kept in `TCH_EXTENSION_CACHE`, else `$XDG_CACHE_HOME/tch_extension`, else
-//! `~/.cache/tch_extension`. A later load, in this process or another, finds its library there and
-//! runs no compiler, unless something has changed: a source, a header it includes, a flag, a
-//! compiler, libtorch, the GPUs, a variable. Many processes may ask at once: one builds, the others
-//! wait. When it is killed, the next one builds. To make room, delete the folder.
+//! Libraries are kept in `TCH_EXTENSION_CACHE`, otherwise in `$XDG_CACHE_HOME/tch_extension`,
+//! otherwise in `~/.cache/tch_extension`. A later load, in this process or another, finds its
+//! library there and runs no compiler, unless something has changed: a source, a header that it
+//! includes, a flag, a compiler, libtorch, the GPUs, or an environment variable. If several
+//! processes ask at once, one builds and the others wait. If the builder is killed, another one
+//! builds. Delete the folder to free its space.
 //!
 //! # Names
-//! `TORCH_EXTENSION_NAME`, and so the operators' namespace in a `PYBIND11_MODULE`, is the
-//! extension's name. A name cannot be registered twice, and libraries stay loaded: changed sources
-//! that are loaded under the same name in the same process get the name with `_v1`, `_v2`, ..., as
-//! in Python. [`Module::name`] says which. Operators of a `TORCH_LIBRARY` with a name of its own
-//! have no such way out: loading changed sources is an error then.
+//! The extension's name is `TORCH_EXTENSION_NAME`, and so the namespace of the operators in a
+//! `PYBIND11_MODULE`. A name cannot be registered twice, and libraries stay loaded. If changed
+//! sources are loaded under the same name in the same process, the name therefore gets a suffix
+//! `_v1`, `_v2`, ..., as in Python. [`Module::name`] returns the full name. A `TORCH_LIBRARY` with
+//! a fixed name cannot be renamed in this way: loading changed sources of it is an error.
 
 mod cache;
 mod compile;

@@ -1,4 +1,4 @@
-//! A library that is compiled and loaded.
+//! A library that was compiled and loaded.
 
 use crate::library::{Library, Operator};
 use crate::{Error, Result};
@@ -7,7 +7,7 @@ use std::ops::Deref;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// A loaded extension. Cheap to clone; it stays loaded until the process ends.
+/// A loaded extension. It is cheap to clone, and it stays loaded until the process ends.
 #[derive(Clone)]
 pub struct Module(Arc<Loaded>);
 
@@ -25,25 +25,26 @@ impl Module {
             message: error.to_string(),
         };
         let library = Library::load(path).map_err(|error| failed(&error))?;
-        // SAFETY: it is loaded, and its initialisers have run.
+        // SAFETY: the library is already loaded, and its initialisers have run.
         let symbols = unsafe { libloading::Library::new(path) }.map_err(|error| failed(&error))?;
         Ok(Module(Arc::new(Loaded { name, path: path.to_path_buf(), library, symbols })))
     }
 
-    /// The name under which it was loaded: that of the extension, perhaps with `_v1`, `_v2`, ...
+    /// The name under which it was loaded: the extension's name, perhaps with a suffix `_v1`,
+    /// `_v2`, ...
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// The shared library, in the cache.
+    /// The path of the shared library, in the cache.
     pub fn path(&self) -> &Path {
         &self.0.path
     }
 
-    /// A function or variable that the library exports: in C++, one that is `extern "C"`.
+    /// A function or variable that the library exports; in C++, it must be `extern "C"`.
     ///
-    /// `T` is the type of a function, `extern "C" fn(f64) -> f64`, or of a pointer to a variable,
-    /// `*const i32`.
+    /// `T` is the type of a function, such as `extern "C" fn(f64) -> f64`, or of a pointer to a
+    /// variable, such as `*const i32`.
     ///
     /// # Safety
     /// The symbol must be of that type.
@@ -55,7 +56,7 @@ impl Module {
             let text = "is no function and no pointer: it does not have the size of one";
             return Err(self.error(format!("{name}: {} {text}", std::any::type_name::<T>())));
         }
-        // SAFETY: the caller knows the type.
+        // SAFETY: the caller guarantees the symbol's type (see `# Safety`).
         let symbol = unsafe { self.0.symbols.get::<T>(name) };
         let symbol =
             symbol.map_err(|error| self.error(format!("there is no symbol {name:?}: {error}")))?;
@@ -63,14 +64,15 @@ impl Module {
     }
 
     /// One of the operators that the library registered, by its name without the namespace:
-    /// `forward`, or with an overload `forward.overload2`.
+    /// `forward` or, with an overload, `forward.overload2`.
     ///
-    /// A `PYBIND11_MODULE` defines those of [`Module::name`], one for each `m.def`; where one name
-    /// is defined twice, the second is its `overload2`, and so on. For `TORCH_LIBRARY(other, m)`,
-    /// give the whole name: `other::forward`.
+    /// A `PYBIND11_MODULE` registers its operators in the namespace [`Module::name`], one for each
+    /// `m.def`. If a name is defined twice, the second definition is its `overload2`, and so on.
+    /// For `TORCH_LIBRARY(other, m)`, give the full name: `other::forward`.
     ///
     /// # Errors
-    /// When the library has registered no such operator; the message lists those it has.
+    /// When the library has not registered such an operator. The message lists the operators that
+    /// it has registered.
     pub fn operator(&self, name: &str) -> Result<Operator> {
         let full =
             if name.contains("::") { name.to_string() } else { format!("{}::{name}", self.0.name) };
@@ -98,7 +100,7 @@ impl std::fmt::Debug for Module {
     }
 }
 
-/// A symbol of a [`Module`], to be used as what it is.
+/// A symbol of a [`Module`]. It dereferences to the function or pointer.
 #[derive(Clone, Copy, Debug)]
 pub struct Symbol<'a, T> {
     value: T,

@@ -1,9 +1,9 @@
-//! What is to be compiled, and how.
+//! What to compile, and how.
 
 use std::io::Result;
 use std::path::{Path, PathBuf};
 
-/// All that a user says about an extension but its name.
+/// Everything that a user states about an extension except its name.
 #[derive(Clone, Debug)]
 pub(super) struct Sources {
     pub files: Vec<PathBuf>,
@@ -44,7 +44,7 @@ impl Sources {
         self.files.is_empty() && self.cpp.is_empty() && self.cuda.is_empty()
     }
 
-    /// The same files from whatever folder.
+    /// Makes all paths absolute, so that the current folder no longer matters.
     pub fn absolute(mut self) -> Result<Self> {
         for path in self.files.iter_mut().chain(&mut self.includes) {
             *path = std::path::absolute(&*path)?;
@@ -52,12 +52,12 @@ impl Sources {
         Ok(self)
     }
 
-    /// Everything that decides about the library, in one text. `verbose` does not.
+    /// Everything that determines the library, as one text. `verbose` does not, so it is left out.
     pub fn text(&self) -> String {
         format!("{:#?}", Sources { verbose: false, ..self.clone() })
     }
 
-    /// Writes the inline sources; the paths of all.
+    /// Writes the inline sources to `folder`, and returns the paths of all sources.
     pub fn write(&self, folder: &Path) -> Result<Vec<PathBuf>> {
         let mut files = self.files.clone();
         for (name, text) in [("main.cpp", self.cpp_text()), ("main.cu", self.cuda_text())] {
@@ -78,7 +78,7 @@ impl Sources {
         (!self.cuda.is_empty()).then(|| joined(&self.cuda))
     }
 
-    /// The texts, and the module of the functions that are asked for.
+    /// The texts, followed by the module of the requested functions.
     fn with_module(&self, texts: &[String]) -> String {
         if self.functions.is_empty() {
             return joined(texts);
@@ -92,8 +92,8 @@ impl Sources {
     }
 }
 
-/// One unit of all texts. A byte order mark, which editors put before a file, is an error anywhere
-/// else.
+/// Joins all texts to one translation unit. Byte order marks, which editors put at the start of a
+/// file, are removed, because they are an error anywhere else.
 fn joined(texts: &[String]) -> String {
     let texts: Vec<_> = texts.iter().map(|text| text.trim_start_matches('\u{feff}')).collect();
     texts.join("\n")

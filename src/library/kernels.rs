@@ -1,11 +1,13 @@
-//! What to say when the dispatcher finds no kernel. Its own message lists every registration of
-//! every backend, and some twenty fallbacks that are kernels of nobody's.
+//! The error message for a call for which the dispatcher finds no kernel. The dispatcher's own
+//! message lists every registration of every backend, and some twenty fallbacks that are not real
+//! kernels.
 
 use super::operator::split;
 use crate::ffi::library as ffi;
 
-/// The dispatcher's complaint that there is no kernel, in a line; `None` for any other message.
-/// `caller` is the operator that was called: what lacks the kernel may be one that it calls.
+/// Turns the dispatcher's message that there is no kernel into one line. Returns `None` for any
+/// other message. `caller` is the operator that was called; the operator that lacks a kernel may be
+/// one that it calls.
 pub(super) fn missing(message: &str, caller: &str) -> Option<String> {
     let (name, problem) = could_not_run(message).or_else(|| no_tensors(message))?;
     let calls = if name == caller { "it".to_string() } else { format!("it calls {name}, which") };
@@ -48,7 +50,8 @@ fn no_tensors(message: &str) -> Option<(&str, Problem<'_>)> {
     Some((name.trim_end_matches('.'), Problem::NoTensors))
 }
 
-/// Those that tch has tensors on; kernels for Meta compute shapes only.
+/// The operator's backends on which tch has tensors. Meta is left out, because its kernels only
+/// compute shapes.
 fn backends(name: &str) -> Vec<String> {
     let (base, overload) = split(name);
     let operator = ffi::Operator::find(base, overload).ok().flatten();

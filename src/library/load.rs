@@ -1,4 +1,4 @@
-//! Libraries of operators.
+//! Shared libraries of operators.
 
 use super::{mismatch, requirements};
 use crate::Error;
@@ -12,29 +12,30 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A shared library that registered operators. Cheap to clone; it stays loaded until the process
-/// ends, also when no handle is left, because libtorch's dispatcher keeps what it registered.
+/// A shared library that registered operators. It is cheap to clone. It stays loaded until the
+/// process ends, even if no handle is left, because libtorch's dispatcher keeps what it registered.
 #[derive(Clone)]
 pub struct Library(Arc<Loaded>);
 
 struct Loaded {
     path: PathBuf,
     operators: Vec<String>,
-    /// What the file was like, and the file itself: as long as it is open, no other file gets its
-    /// number.
+    /// The state of the file when it was loaded, and the open file itself: as long as it is open,
+    /// no other file gets its inode number.
     state: State,
     _file: File,
 }
 
-/// How [`Library::load_with`] loads.
+/// The options of [`Library::load_with`].
 #[derive(Clone, Copy, Debug)]
 pub struct LoadOptions {
-    /// Libraries that are loaded afterwards find this one's symbols (`RTLD_GLOBAL`), as one needs
-    /// that calls functions of another without naming it. Off by default, because two libraries may
-    /// well define different functions of one name: those of a global one take the place of theirs.
-    /// A library that is loaded already becomes global.
+    /// Lets libraries that are loaded later find this library's symbols (`RTLD_GLOBAL`). That is
+    /// needed if they call its functions without being linked to it. It is off by default, because
+    /// two libraries may define different functions of the same name, and a global library's
+    /// functions would replace those of the others. A library that is already loaded becomes
+    /// global.
     pub global: bool,
-    /// Load it in a child process first; see [`Library::load`]. On by default.
+    /// Load the library in a child process first; see [`Library::load`]. It is on by default.
     pub rehearsal: bool,
 }
 
@@ -44,43 +45,45 @@ impl Default for LoadOptions {
     }
 }
 
-/// To see that a file has changed.
+/// Properties of a file that show whether it has changed.
 #[derive(PartialEq)]
 struct State {
     len: u64,
     modified: (i64, i64),
 }
 
-/// Device and number of a file.
+/// The device and inode number of a file.
 type Id = (u64, u64);
 
-/// Initialisers that take longer than the last are taken to hang. The first tries are short,
-/// because a child may hang for another reason: a lock that a thread of the parent's held when the
-/// child was made. The next is made without it.
+/// The time limits of the tries in a child process. Initialisers that take longer than the last
+/// limit are considered to hang. The first limits are short, because a child may also hang for
+/// another reason: a thread of the parent held a lock when the child was forked. The next child is
+/// forked at another moment, without that lock.
 const REHEARSAL_LIMITS: [Duration; 3] =
     [Duration::from_secs(2), Duration::from_secs(5), Duration::from_secs(30)];
 
 impl Library {
-    /// Loads a library, or returns the handle if this very file is loaded already.
+    /// Loads a library, or returns its handle if this very file is loaded already.
     ///
-    /// A library whose registration libtorch refuses (a namespace that another `TORCH_LIBRARY` has
-    /// taken, an operator that exists) would abort the process. So it is first loaded in a forked
-    /// child process, and what fails there is an error here, with nothing loaded. Its initialisers
-    /// therefore run twice, in two processes, and in the child they have one thread and no GPU.
+    /// If libtorch refuses a registration (because another `TORCH_LIBRARY` has taken the namespace,
+    /// or the operator exists), loading the library would abort the process. So the library is
+    /// first loaded in a forked child process, and a failure there is an error here, with nothing
+    /// loaded. The library's initialisers therefore run twice, in two processes, and in the child
+    /// they have one thread and no GPU.
     ///
     /// A library that was built for Python (one that links `libtorch_python`) needs a `libpython`
-    /// of the version that libtorch was built for; no interpreter is started in this process. It is
-    /// looked for in `TCH_EXTENSION_LIBPYTHON`, then where `python3` says, then in the usual
-    /// folders.
+    /// of the version that libtorch was built for. No interpreter is started in this process.
+    /// `libpython` is searched for first in `TCH_EXTENSION_LIBPYTHON`, then where `python3` says it
+    /// is, then in the usual folders.
     ///
     /// # Errors
-    /// A file that is missing, no library, changed since it was loaded, or lacks a library or
-    /// symbol that it needs; a registration that libtorch refuses.
+    /// When the file is missing, is not a library, has changed since it was loaded, or needs a
+    /// library or a symbol that cannot be found; or when libtorch refuses a registration.
     pub fn load(path: impl AsRef<Path>) -> crate::Result<Library> {
         Library::load_with(path, LoadOptions::default())
     }
 
-    /// [`Library::load`] in another way.
+    /// Like [`Library::load`], with options.
     ///
     /// ```no_run
     /// use tch_extension::library::{Library, LoadOptions};
@@ -92,35 +95,35 @@ impl Library {
     /// ```
     ///
     /// # Errors
-    /// As [`Library::load`].
+    /// As for [`Library::load`].
     pub fn load_with(path: impl AsRef<Path>, options: LoadOptions) -> crate::Result<Library> {
         load(path.as_ref(), options).map_err(|reason| cannot_load(path.as_ref(), &reason))
     }
 
-    /// [`Library::load`] for a process that must not fork, or a library whose initialisers must run
-    /// only once. One that libtorch refuses aborts the process.
+    /// Like [`Library::load`], for a process that must not fork, or for a library whose
+    /// initialisers must run only once. If libtorch refuses a registration, the process aborts.
     ///
     /// # Errors
-    /// As [`Library::load`], but for what libtorch refuses.
+    /// As for [`Library::load`], except for registrations that libtorch refuses.
     pub fn load_without_rehearsal(path: impl AsRef<Path>) -> crate::Result<Library> {
         Library::load_with(path, LoadOptions { rehearsal: false, ..Default::default() })
     }
 
-    /// The file, as an absolute path without links.
+    /// The path of the file, absolute and with links resolved.
     pub fn path(&self) -> &Path {
         &self.0.path
     }
 
-    /// The names of the operators that it registered, in order, for
-    /// [`Operator::find`](super::Operator::find): those of its own initialisers. Not in it are
-    /// operators of libraries that it needs (loading one of those lists them), operators that other
-    /// threads registered meanwhile, and kernels for operators of others. Of a library that
-    /// something else had loaded before, nothing is known.
+    /// The names of the operators that the library's own initialisers registered, sorted, for
+    /// [`Operator::find`](super::Operator::find). The list does not contain operators of libraries
+    /// that it depends on (load one of those to list them), operators that other threads registered
+    /// meanwhile, or kernels for operators of other libraries. If something else had loaded the
+    /// library before, its operators are not known.
     pub fn operators(&self) -> &[String] {
         &self.0.operators
     }
 
-    /// Whether both are handles of one library.
+    /// Whether both handles are of the same library.
     pub fn is_same(&self, other: &Library) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -140,7 +143,8 @@ fn cannot_load(path: &Path, reason: &str) -> Error {
     Error::msg(text.replace('\n', " "))
 }
 
-/// All libraries that were loaded here. Locked while one is loaded, so that none is loaded twice.
+/// All libraries that were loaded here. It is locked while one is loaded, so that none is loaded
+/// twice.
 static REGISTRY: Mutex<BTreeMap<Id, Library>> = Mutex::new(BTreeMap::new());
 
 fn load(path: &Path, options: LoadOptions) -> Result<Library, String> {
@@ -164,11 +168,12 @@ fn load(path: &Path, options: LoadOptions) -> Result<Library, String> {
         }
         return Ok(library.clone());
     }
-    // The loader goes by names, and would hand out the old one.
+    // The dynamic loader identifies libraries by name, and would return the old one.
     if registry.values().any(|library| library.0.path == path) {
         return Err(format!("another file of this name is loaded; {NEW_NAME}"));
     }
-    // By the name that was given: `$ORIGIN` in it is the folder of the link, if it is one.
+    // Open it by the name that was given: if it is a symbolic link, `$ORIGIN` in the library means
+    // the folder of the link.
     let operators = open(&named, options).map_err(|reason| explained(&named, reason, &registry))?;
     let library = Library(Arc::new(Loaded { path, operators, state, _file: file }));
     registry.insert(id, library.clone());
@@ -177,7 +182,7 @@ fn load(path: &Path, options: LoadOptions) -> Result<Library, String> {
 
 const NEW_NAME: &str = "libraries never unload, so give a new one a new name";
 
-/// The loader's complaint with what it means, if that can be told.
+/// Adds an explanation to the dynamic loader's message, if there is one.
 fn explained(path: &Path, complaint: String, loaded: &BTreeMap<Id, Library>) -> String {
     let symbol = requirements::undefined_symbol(&complaint);
     let defines = |library: &&Library| {
@@ -202,8 +207,8 @@ fn explained(path: &Path, complaint: String, loaded: &BTreeMap<Id, Library>) -> 
 
 const GLOBAL: &str = "with LoadOptions { global: true, .. }";
 
-/// Tries until nothing is missing that could be found. Returns the operators that the library
-/// registered.
+/// Tries to open the library, each time with one more library that it lacked, until it opens or
+/// nothing more can be found. Returns the operators that the library registered.
 fn open(path: &Path, options: LoadOptions) -> Result<Vec<String>, String> {
     let mut paths = vec![c_path(path)?];
     let attempt = |paths: &[CString]| match options.rehearsal {
@@ -213,7 +218,7 @@ fn open(path: &Path, options: LoadOptions) -> Result<Vec<String>, String> {
     while let Err(reason) = attempt(&paths) {
         let found = requirements::find(&reason)?.map(|found| c_path(&found)).transpose()?;
         match found {
-            // What was missed last is needed by those before.
+            // A library that was missed later is needed by those before it, so it comes first.
             Some(found) if !paths.contains(&found) => paths.insert(0, found),
             _ => return Err(reason),
         }
@@ -232,8 +237,8 @@ fn rehearse(paths: &[CString], global: bool) -> Result<(), String> {
     outcome
 }
 
-/// The last one is the one that is wanted, and whose operators are returned; the others are for it
-/// to find its symbols in.
+/// Opens all libraries. The last one is the library that was asked for, and its operators are
+/// returned; the others only provide symbols for it.
 fn open_all(paths: &[CString], global: bool) -> Result<Vec<String>, String> {
     let last = paths.len().saturating_sub(1);
     let mut names = String::new();

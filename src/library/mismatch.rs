@@ -1,11 +1,12 @@
-//! Libraries that do not load because they were built for another libtorch, or another CUDA.
+//! Explains why a library does not load that was built for another libtorch or another CUDA.
 
 use super::package::{self, Package};
 use super::requirements::undefined_symbol;
 use crate::ffi::loader as ffi;
 use std::path::Path;
 
-/// What the loader's complaint means; `None` when it says nothing of another libtorch or CUDA.
+/// Explains the dynamic loader's message. Returns `None` if it does not point to another libtorch
+/// or CUDA.
 pub(super) fn explain(library: &Path, complaint: &str) -> Option<String> {
     let reason = match complaint.split_once(": cannot open shared object file") {
         Some((missing, _)) => another_cuda(missing, own_cuda().as_deref())?,
@@ -18,11 +19,11 @@ pub(super) fn explain(library: &Path, complaint: &str) -> Option<String> {
     Some(format!("{whole} (the loader said: {complaint})"))
 }
 
-/// That the file's package is for one libtorch, and not for this one.
+/// The message for a file whose package was made for another libtorch than this one.
 fn of_package(package: &Package, own: &str) -> Option<String> {
     let Package { name, version, torch } = package;
     let pinned = torch.as_deref()?.strip_prefix("torch==")?;
-    // `2.9.1+cu128` is one build of 2.9.1.
+    // A version such as `2.9.1+cu128` is a build of 2.9.1.
     let is_own = pinned.split('+').next() == own.split('+').next();
     (!is_own).then(|| {
         format!(
@@ -32,7 +33,7 @@ fn of_package(package: &Package, own: &str) -> Option<String> {
     })
 }
 
-/// Libraries whose version is CUDA's own; that of libcufft or libcudnn is not.
+/// Libraries whose version number is CUDA's own. That of libcufft or libcudnn is not.
 const OF_CUDA: [&str; 6] = [
     "libcudart.so.",
     "libcublas.so.",
@@ -42,7 +43,7 @@ const OF_CUDA: [&str; 6] = [
     "libnvJitLink.so.",
 ];
 
-/// `missing`: a file; `own`: the CUDA of this process, if any.
+/// `missing` is the name of a file. `own` is the CUDA version of this process, if it has CUDA.
 fn another_cuda(missing: &str, own: Option<&str>) -> Option<String> {
     if own.is_none() && ["libc10_cuda.so", "libtorch_cuda.so"].contains(&missing) {
         return Some("it was built for a libtorch with CUDA, and this one is without".to_string());
@@ -60,7 +61,7 @@ fn another_cuda(missing: &str, own: Option<&str>) -> Option<String> {
     }
 }
 
-/// The major version of the CUDA that this process runs with.
+/// The major version of the CUDA that this process uses.
 fn own_cuda() -> Option<String> {
     let maps = std::fs::read_to_string("/proc/self/maps").ok()?;
     let (_, version) = maps.lines().find_map(|line| line.split_once("/libcudart.so."))?;
@@ -87,7 +88,7 @@ fn another_libtorch(complaint: &str) -> Option<String> {
     ))
 }
 
-/// Whether libtorch has symbols of such a name. Those of libtorch_python are another library's.
+/// Whether libtorch defines symbols with such names. Those of libtorch_python do not count.
 fn is_libtorchs(symbol: &str, name: &str) -> bool {
     let is_c = ["aoti_torch_", "torch_"].iter().any(|prefix| symbol.starts_with(prefix));
     let is_pythons = ["THP", "Py", "pybind11"].iter().any(|word| name.contains(word));
@@ -102,12 +103,13 @@ fn is_libtorchs(symbol: &str, name: &str) -> bool {
     is_c || (is_cpp && !is_pythons)
 }
 
-/// `std::string` as it was before C++11; today's is in a namespace of its own.
+/// Whether the name contains `std::string` of the ABI before C++11. The new one is in an inline
+/// namespace.
 fn has_old_string(name: &str) -> bool {
     ["std::string", "std::basic_string<char"].iter().any(|old| name.contains(old))
 }
 
-/// Names of templates have no end.
+/// Cuts a long name, because names of templates can be very long.
 fn shortened(name: &str) -> String {
     const LONGEST: usize = 120;
     match name.char_indices().nth(LONGEST) {

@@ -1,9 +1,9 @@
-//! Any operator that is registered with libtorch's dispatcher, called from Rust: what `torch.ops`
-//! and `torch.ops.load_library` are in Python.
+//! Calls any operator that is registered with libtorch's dispatcher, as `torch.ops` and
+//! `torch.ops.load_library` do in Python.
 //!
 //! [`Library::load`] loads a shared library that registers operators (`TORCH_LIBRARY`), whoever
-//! wrote it; [`Operator::find`] finds one of them, or one of libtorch's own that tch lacks or binds
-//! wrongly:
+//! wrote it. [`Operator::find`] finds one of its operators, or one of libtorch's own operators that
+//! tch lacks or binds wrongly:
 //!
 //! ```
 //! use tch::{Device, Kind, Tensor};
@@ -24,8 +24,8 @@
 //! # Ok::<(), tch_extension::Error>(())
 //! ```
 //!
-//! A call runs with the grad mode and autocast settings of its thread. An operator without a
-//! gradient is recognised: see [`Operator::call`].
+//! A call runs with the grad mode and the autocast settings of its thread. [`Operator::call`]
+//! describes what happens if an operator has no gradient.
 
 mod kernels;
 mod load;
@@ -49,8 +49,8 @@ pub use with_backward::{CallContext, WithBackward};
 
 use crate::Result;
 
-/// The names of all operators in a namespace (`aten`, say), with their overloads, in order: what
-/// [`Operator::find`] takes.
+/// The names of all operators in a namespace such as `aten`, with their overloads, sorted.
+/// [`Operator::find`] takes these names.
 ///
 /// ```
 /// let names = tch_extension::library::operators("aten")?;
@@ -59,14 +59,14 @@ use crate::Result;
 /// ```
 ///
 /// # Errors
-/// When libtorch reports one.
+/// An error of libtorch.
 pub fn operators(namespace: &str) -> Result<Vec<String>> {
     let mut names = all_operators()?;
     names.retain(|name| name.split_once("::").is_some_and(|(found, _)| found == namespace));
     Ok(names)
 }
 
-/// In order.
+/// The names of all operators, sorted.
 fn all_operators() -> Result<Vec<String>> {
     let text = crate::ffi::library::operator_names()?;
     let mut names: Vec<String> = text.lines().map(String::from).collect();

@@ -1,18 +1,18 @@
-//! Names that somebody who wrote another one may have meant.
+//! Suggests names that are similar to a name that does not exist.
 
 use super::operator::split;
 
-/// `did you mean torchvision::nms?`, of up to three operators that are as near as any; `None` when
-/// none is near.
+/// A text such as `did you mean torchvision::nms?`, with up to three operators that are equally
+/// similar. `None` if none is similar.
 pub(super) fn did_you_mean(wanted: &str, names: &[String]) -> Option<String> {
     let near = near(wanted, names);
     (!near.is_empty()).then(|| format!("did you mean {}?", near.join(" or ")))
 }
 
-/// Without overloads.
+/// The most similar names, without overloads.
 fn near<'a>(wanted: &str, names: &'a [String]) -> Vec<&'a str> {
     const MOST: usize = 3;
-    // A dot is an overload's only behind a namespace.
+    // A dot separates an overload only if there is a namespace.
     let wanted = if wanted.contains("::") { split(wanted).0 } else { wanted };
     let mut bases: Vec<&str> = names.iter().map(|name| split(name).0).collect();
     bases.dedup();
@@ -28,15 +28,15 @@ fn near<'a>(wanted: &str, names: &'a [String]) -> Vec<&'a str> {
         .collect()
 }
 
-/// How far a name is from the one that was wanted, if it is near. The same name in another
-/// namespace is nearest.
+/// How far a name is from the wanted name, or `None` if it is not similar. The same name in another
+/// namespace ranks first.
 fn rank(wanted: &str, name: &str) -> Option<(bool, usize)> {
     let own = |text: &str| {
         text.split_once("::").map_or_else(|| text.to_string(), |(_, own)| own.to_string())
     };
     let (wanted, name) = (wanted.to_lowercase(), name.to_lowercase());
     let differs = own(&wanted) != own(&name);
-    // A third of the letters may be wrong, and two that changed places count as one.
+    // Up to a third of the letters may be wrong. Two swapped letters count as one error.
     let most = (own(&wanted).chars().count() / 3).max(1);
     if differs && wanted.len().abs_diff(name.len()) > most {
         return None;

@@ -10,8 +10,8 @@ use crate::{Error, Result};
 use std::sync::Arc;
 use tch::Device;
 
-/// An operator that is registered with libtorch's dispatcher, found once and called often. Cheap to
-/// clone, and fine to call from any thread.
+/// An operator that is registered with libtorch's dispatcher. Find it once and call it often. It is
+/// cheap to clone, and any thread may call it.
 #[derive(Clone)]
 pub struct Operator {
     pub(super) inner: Arc<Inner>,
@@ -24,12 +24,13 @@ pub(super) struct Inner {
 }
 
 impl Operator {
-    /// The operator of this name, as libtorch writes it: `aten::add.Tensor`, `torchvision::nms`.
-    /// Without an overload, the one that has no overload's name, or else the only one.
+    /// Finds the operator with this name, written as in libtorch: `aten::add.Tensor`,
+    /// `torchvision::nms`. A name without an overload means the overload with the empty name or, if
+    /// there is none, the only overload.
     ///
     /// # Errors
-    /// When there is none (the message names those that are spelled alike), or one of several
-    /// overloads has to be chosen (the message lists them).
+    /// When there is no such operator (the message suggests similar names), or when there are
+    /// several overloads to choose from (the message lists them).
     pub fn find(name: &str) -> Result<Operator> {
         let (base, overload) = split(name);
         if let Some(handle) = ffi::Operator::find(base, overload)? {
@@ -59,29 +60,30 @@ impl Operator {
         Ok(Operator { inner: Arc::new(Inner { handle, schema }), grad: Grad::Checked })
     }
 
-    /// `ns::name`, or `ns::name.overload`.
+    /// The name, as `ns::name` or `ns::name.overload`.
     pub fn name(&self) -> &str {
         &self.inner.schema.name
     }
 
-    /// Its arguments and results, in libtorch's notation.
+    /// The schema: its arguments and results in libtorch's notation.
     pub fn schema(&self) -> &str {
         &self.inner.schema.text
     }
 
     /// Whether a call on tensors of this device is differentiable: the operator has an autograd
-    /// kernel, or is made of operators that have (then it may still do something that has no
-    /// gradient).
+    /// kernel, or is composed of operators that have one. (A composite operator may still do
+    /// something that has no gradient.)
     ///
     /// # Errors
-    /// When libtorch reports one.
+    /// An error of libtorch.
     pub fn has_autograd(&self, device: Device) -> Result<bool> {
         self.inner.handle.has_autograd(device)
     }
 
-    /// Calls the operator. The type of the result says what is expected to come back: a `Tensor`, a
-    /// tuple, `Vec<Tensor>`, a number, … ([`FromOutputs`]). An argument that is written into is
-    /// returned as the same tensor, if at all, and its version is counted up.
+    /// Calls the operator. The type of the result states what the operator is expected to return: a
+    /// `Tensor`, a tuple, a `Vec<Tensor>`, a number, … ([`FromOutputs`]). If the operator writes to
+    /// an argument and returns it, the result is the same tensor. The version counter of such an
+    /// argument is increased.
     ///
     /// ```
     /// use tch::Tensor;
@@ -94,44 +96,45 @@ impl Operator {
     /// ```
     ///
     /// # Gradients
-    /// libtorch warns when an operator without an autograd kernel gets an input that requires grad,
-    /// and lets a backward go wrong. Here the call is an error, before anything has run, unless
-    /// grad mode is off or you say what you want: [`no_grad`](Operator::no_grad) or
+    /// If an operator without an autograd kernel gets an input that requires grad, libtorch only
+    /// warns, and the backward pass goes wrong. Here the call is an error, before anything has run,
+    /// unless grad mode is off or you choose what to do: [`no_grad`](Operator::no_grad) or
     /// [`with_backward`](Operator::with_backward).
     ///
-    /// An operator that is made of others (`CompositeImplicitAutograd`, as every function without a
-    /// dispatch key is, and every `m.def` of a Python extension) may launch a kernel that the graph
-    /// knows nothing of. That shows only afterwards: an input required grad, and none of the
-    /// floating tensors it returned or declared to write does. Then, too, the call is an error and
-    /// the results are dropped; what was written stays written. Undeclared writes into arguments
-    /// cannot be seen. Operators of `aten` are taken to be right.
+    /// An operator that is composed of others (`CompositeImplicitAutograd`, which includes every
+    /// function without a dispatch key and every `m.def` of a Python extension) may launch a kernel
+    /// that the graph does not know. That can be seen only after the call: an input required grad,
+    /// but none of the floating-point tensors that the operator returned or declared to write to
+    /// requires grad. The call is then an error, too, and its results are dropped; what was written
+    /// stays written. Writes to arguments that the schema does not declare cannot be detected.
+    /// Operators of `aten` are trusted.
     ///
     /// # Errors
-    /// Wrong arguments, what the operator throws, results of another type. The message shows the
-    /// schema.
+    /// Wrong arguments, an error that the operator throws, or results of another type. The message
+    /// shows the schema.
     pub fn call<T: FromOutputs>(&self, args: Args<'_>) -> Result<T> {
         let values = self.inner.schema.arrange(args)?;
         let outputs = self.run(&values, self.grad)?;
         T::from_outputs(outputs).map_err(|message| self.inner.schema.error(message))
     }
 
-    /// The same operator, called with grad mode off: whatever its inputs, what it computes is a
-    /// constant. A result that *is* an argument, or a view of one, stays in the graph as it was.
+    /// The same operator, called with grad mode off: whatever its inputs are, its results are
+    /// constants. A result that *is* an argument, or a view of one, keeps its place in the graph.
     #[must_use]
     pub fn no_grad(&self) -> Operator {
         Operator { inner: Arc::clone(&self.inner), grad: Grad::Off }
     }
 
-    /// The same operator with a backward of yours, which takes the place of any that it has.
+    /// The same operator with your own backward pass, which replaces any that it has.
     ///
     /// `backward` is [`Function::backward`](crate::autograd::Function::backward). The inputs are
-    /// all tensors among the arguments, in the schema's order, those in lists one by one; absent
-    /// ones are left out. Saved are, from slot 0 on, these inputs and then all tensors among the
-    /// results. Arguments that are no tensors have their names: [`CallContext::argument`]. A second
-    /// derivative is an error.
+    /// all tensors among the arguments, in the order of the schema. Tensors in lists count one by
+    /// one, and absent tensors are left out. The saved tensors are, from slot 0 on, these inputs
+    /// and then all tensors among the results. Arguments that are not tensors are found by name
+    /// with [`CallContext::argument`]. A second derivative is an error.
     ///
-    /// An argument that the operator writes into must be among its results, and is saved as it is
-    /// afterwards.
+    /// An argument that the operator writes to must be among its results. It is saved with its new
+    /// value.
     ///
     /// ```
     /// use tch::{Kind, Tensor};
@@ -149,7 +152,7 @@ impl Operator {
     /// # Ok::<(), tch_extension::Error>(())
     /// ```
     ///
-    /// A backward that needs two of the call's arguments, an int and a float:
+    /// A backward pass that needs two arguments of the call, an int and a float:
     ///
     /// ```
     /// use tch::{Device, Kind, Tensor};
@@ -212,7 +215,7 @@ impl std::fmt::Debug for Operator {
     }
 }
 
-/// Name and overload of `ns::name.overload`.
+/// The name and the overload of `ns::name.overload`.
 pub(super) fn split(name: &str) -> (&str, &str) {
     let start = name.find("::").map_or(0, |place| place + 2);
     match name[start..].split_once('.') {

@@ -1,33 +1,34 @@
-//! What comes out of an operator.
+//! The results of an operator.
 
 use super::{Layout, MemoryFormat, Output};
 use std::any::type_name;
 use tch::{Device, Kind, Tensor};
 
-/// What [`Operator::call`](super::Operator::call) can return for a single value.
+/// A type that [`Operator::call`](super::Operator::call) can return for a single value.
 pub trait FromOutput: Sized {
-    /// The value, or the output itself if it is something else.
+    /// Converts the output. If it is of another type, the output itself is returned as the error.
     ///
     /// # Errors
-    /// When it is something else.
+    /// When the output is of another type.
     fn from_output(output: Output) -> Result<Self, Output>;
 
-    /// All results of a call as one value: there has to be one. A list takes any number.
+    /// Converts all results of a call to one value. There must be exactly one result; a list
+    /// accepts any number.
     ///
     /// # Errors
-    /// What they should have been, when they are something else.
+    /// A description of the mismatch, when the results are of another number or type.
     fn from_results(outputs: Vec<Output>) -> Result<Self, String> {
         check_count(&outputs, 1)?;
         one(outputs.into_iter().next(), 0)
     }
 }
 
-/// What [`Operator::call`](super::Operator::call) can return:
+/// A type that [`Operator::call`](super::Operator::call) can return:
 /// - `()`, for an operator without a result;
-/// - whatever is [`FromOutput`], for one with a single result;
-/// - a tuple of up to twelve such, for one with so many results;
-/// - a vector, for any number of results of one type, `Vec<Tensor>`, say; a single result that is a
-///   list gives its items;
+/// - any [`FromOutput`] type, for an operator with a single result;
+/// - a tuple of up to twelve such types, for an operator with that many results;
+/// - a vector such as `Vec<Tensor>`, for any number of results of one type; if the single result is
+///   a list, the vector has its items;
 /// - [`Outputs`], for any results.
 ///
 /// ```
@@ -40,14 +41,14 @@ pub trait FromOutput: Sized {
 /// # Ok::<(), tch_extension::Error>(())
 /// ```
 pub trait FromOutputs: Sized {
-    /// The results, or what they should have been.
+    /// Converts the results.
     ///
     /// # Errors
-    /// When they are something else.
+    /// A description of the mismatch, when the results are of another number or type.
     fn from_outputs(outputs: Vec<Output>) -> Result<Self, String>;
 }
 
-/// All results of a call, however many and of whatever types they are.
+/// All results of a call, of any number and of any types.
 ///
 /// ```
 /// use tch::Tensor;
@@ -123,7 +124,7 @@ impl<T: FromOutput> FromOutput for Vec<T> {
     }
 }
 
-/// One value of several.
+/// Converts the result with this index.
 fn one<T: FromOutput>(output: Option<Output>, index: usize) -> Result<T, String> {
     let output = output.ok_or_else(|| format!("there is no result {index}"))?;
     T::from_output(output).map_err(|output| {

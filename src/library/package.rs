@@ -5,13 +5,14 @@ use std::path::{Path, PathBuf};
 pub(super) struct Package {
     pub name: String,
     pub version: String,
-    /// Which torch it asks for: `torch==2.9.1`.
+    /// The version of torch that it requires, such as `torch==2.9.1`.
     pub torch: Option<String>,
 }
 
-/// The package whose list of files has this one, as pip writes it beside the package's folder.
+/// The package whose list of files contains this file. pip writes that list next to the package's
+/// folder.
 pub(super) fn of(file: &Path) -> Option<Package> {
-    // Libraries lie in the package's folder, or one or two deeper.
+    // Libraries are in the package's folder, or one or two levels deeper.
     const DEPTH: usize = 4;
     file.ancestors().skip(1).take(DEPTH).find_map(|folder| {
         let own = file.strip_prefix(folder).ok()?.to_str()?;
@@ -29,7 +30,7 @@ fn lists(info: &Path, own: &str) -> bool {
 
 fn read(info: PathBuf) -> Option<Package> {
     let text = std::fs::read_to_string(info.join("METADATA")).ok()?;
-    // Behind an empty line is the description.
+    // The description follows after an empty line.
     let fields = || {
         text.lines().take_while(|line| !line.is_empty()).filter_map(|line| line.split_once(": "))
     };
@@ -40,7 +41,7 @@ fn read(info: PathBuf) -> Option<Package> {
     Some(Package { name: field("Name")?, version: field("Version")?, torch })
 }
 
-/// `torch (==2.9.1) ; extra == 'x'` as `torch==2.9.1`.
+/// Converts `torch (==2.9.1) ; extra == 'x'` to `torch==2.9.1`.
 fn torch(requirement: &str) -> Option<String> {
     let requirement = requirement.split(';').next()?;
     let rest = requirement.trim().strip_prefix("torch")?;

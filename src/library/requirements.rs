@@ -1,4 +1,5 @@
-//! What a library needs that the loader does not find by itself: parts of libtorch, and Python's.
+//! Finds what a library needs and the dynamic loader does not find by itself: parts of libtorch,
+//! and Python's library.
 
 use crate::ffi::loader::libtorch_file;
 use std::path::{Path, PathBuf};
@@ -6,7 +7,8 @@ use std::process::Command;
 
 const LIBPYTHON: &str = "TCH_EXTENSION_LIBPYTHON";
 
-/// The library to load first, going by the loader's complaint; `None` when nothing would help.
+/// The library that must be loaded first, according to the loader's message. `None` if no library
+/// would help.
 pub(super) fn find(complaint: &str) -> Result<Option<PathBuf>, String> {
     let needs_python = ["undefined symbol: Py", "undefined symbol: _Py"]
         .iter()
@@ -23,13 +25,13 @@ pub(super) fn find(complaint: &str) -> Result<Option<PathBuf>, String> {
     let Some(folder) = Path::new(&libtorch_file()).parent().map(Path::to_path_buf) else {
         return Ok(None);
     };
-    // CUDA's own lie in other folders, which libtorch's part for CUDA knows.
+    // CUDA's libraries are in other folders, which libtorch_cuda.so refers to.
     let candidates = [missing, "libtorch_cuda.so"].map(|name| folder.join(name));
     let is_cudas = missing.starts_with("libcu") || missing.starts_with("libnv");
     Ok(candidates.into_iter().take(if is_cudas { 2 } else { 1 }).find(|path| path.exists()))
 }
 
-/// The symbol that the loader complains of, if it does of one.
+/// The undefined symbol that the loader's message names, if it names one.
 pub(super) fn undefined_symbol(complaint: &str) -> Option<&str> {
     let (_, rest) = complaint.split_once("undefined symbol: ")?;
     rest.split([',', ' ', ')']).next()
@@ -54,8 +56,8 @@ fn libpython(complaint: &str) -> Result<PathBuf, String> {
     })
 }
 
-/// The Python that libtorch was built for, such as `3.11`; a libtorch from a wheel says so in a
-/// file's name.
+/// The version of Python that libtorch was built for, such as `3.11`. A libtorch from a wheel has
+/// it in the name of a file.
 fn python_version() -> Option<String> {
     let file = libtorch_file();
     let folder = Path::new(&file).parent()?.parent()?;
@@ -89,11 +91,11 @@ fn search(version: Option<&str>) -> Option<PathBuf> {
     })
 }
 
-/// Where this interpreter's library is, if it has one and is of that version.
+/// The path of this interpreter's library, if it has one and is of that version.
 fn ask(program: &str, version: Option<&str>) -> Option<PathBuf> {
     const QUESTION: &str = "import sysconfig as s; v = s.get_config_var; \
                             print(v('py_version_short'), v('LIBDIR'), v('INSTSONAME'), sep='\\n')";
-    // Isolated: neither the current folder nor the user's packages have a say.
+    // Isolated mode: the current folder and the user's packages have no influence.
     let output = Command::new(program).args(["-I", "-c", QUESTION]).output().ok()?;
     let text = String::from_utf8(output.stdout).ok()?;
     let mut lines = text.lines();

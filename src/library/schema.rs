@@ -1,10 +1,10 @@
-//! What an operator says of itself.
+//! The schema of an operator.
 
 use super::Args;
 use crate::ffi::library as ffi;
 use crate::{Error, Result};
 
-/// An argument as its schema has it.
+/// An argument as the schema describes it.
 pub(super) struct Argument {
     pub name: String,
     pub kind: String,
@@ -13,7 +13,7 @@ pub(super) struct Argument {
     pub is_written: bool,
 }
 
-/// Read once, when an operator is found.
+/// A schema. It is read once, when an operator is found.
 pub(super) struct Schema {
     /// `ns::name.overload`
     pub name: String,
@@ -29,7 +29,7 @@ impl Schema {
         Ok(Schema { text: operator.schema()?, arguments, name })
     }
 
-    /// A value for each argument, in order.
+    /// Returns one value for each argument, in the order of the schema.
     pub fn arrange<'a>(&self, args: Args<'a>) -> Result<Vec<ffi::Value<'a>>> {
         let given = args.positional.len();
         let places = self.arguments.iter().take_while(|argument| !argument.by_name_only).count();
@@ -61,13 +61,13 @@ impl Schema {
     }
 
     pub fn error(&self, message: impl std::fmt::Display) -> Error {
-        // Of an operator's own, too, which may have any number of lines.
+        // The message may be the operator's own, and have any number of lines.
         let message = message.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
         Error::Torch(format!("{}: {message}; the schema is {}", self.name, self.text))
     }
 }
 
-/// A line of `ffi::Operator::arguments`.
+/// Parses a line of `ffi::Operator::arguments`.
 fn argument(line: &str) -> Option<Argument> {
     let mut fields = line.split('\t');
     let (name, kind, flags) = (fields.next()?, fields.next()?, fields.next()?);

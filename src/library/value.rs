@@ -1,24 +1,25 @@
-//! What goes into an operator.
+//! The arguments of an operator.
 
 use super::{Layout, MemoryFormat};
 use crate::ffi::library as ffi;
 use tch::{Device, Kind, Tensor};
 
-/// An argument of an operator: a tensor, a number, a list of either, ….
+/// An argument of an operator: a tensor, a number, a list of them, ….
 ///
-/// Made with `into()`, and so by [`args!`](crate::args), from `&Tensor`, `Option<&Tensor>`, `i64`,
-/// `i32`, `f64`, `f32`, `bool`, `&str`, `&String`, [`Device`], [`Kind`], [`Layout`],
-/// [`MemoryFormat`]; from slices, arrays and vectors of such; and from an `Option` of any of them,
-/// where `None` is Python's.
+/// `into()` makes it, and [`args!`](crate::args) calls `into()`. It accepts `&Tensor`,
+/// `Option<&Tensor>`, `i64`, `i32`, `f64`, `f32`, `bool`, `&str`, `&String`, [`Device`], [`Kind`],
+/// [`Layout`] and [`MemoryFormat`]; slices, arrays and vectors of them; and an `Option` of any of
+/// these, in which `None` is Python's `None`.
 ///
-/// Which of them an argument takes, its schema says: `Tensor`, `Tensor?` (may be `None`),
-/// `Tensor[]`, `Tensor?[]`, `int` and `SymInt`, `float` (an int will do), `Scalar` (any number),
-/// `bool`, `str`, `Device`, `ScalarType` (a `Kind`), `Layout`, `MemoryFormat`. `int[2]` also takes
-/// one int, for both. A `Generator?` can only be `None`. Values of other types cannot be made in
-/// Rust.
+/// The schema says which of them an argument accepts: `Tensor`, `Tensor?` (may be `None`),
+/// `Tensor[]`, `Tensor?[]`, `int` and `SymInt`, `float` (also accepts an int), `Scalar` (any
+/// number), `bool`, `str`, `Device`, `ScalarType` (a `Kind`), `Layout`, `MemoryFormat`. An `int[2]`
+/// also accepts one int, which is used for both. A `Generator?` can only be `None`. Values of other
+/// types cannot be made in Rust.
 pub struct Value<'a>(pub(super) ffi::Value<'a>);
 
-/// Python's `None`, where no type says what there is none of: `args![&x, NONE]`.
+/// Python's `None`, for a place where nothing else determines the type of the `Option`: `args![&x,
+/// NONE]`.
 pub const NONE: Option<i64> = None;
 
 macro_rules! value_from {
@@ -110,7 +111,7 @@ fn list<'a>(values: impl Iterator<Item = impl Into<Value<'a>>>) -> ffi::Value<'a
     ffi::Value::list(values.map(|value| value.into().0).collect())
 }
 
-/// The arguments of a call, by place and by name; [`args!`](crate::args) makes them.
+/// The arguments of a call, by position and by name; [`args!`](crate::args) makes them.
 #[derive(Default)]
 pub struct Args<'a> {
     pub(super) positional: Vec<Value<'a>>,
@@ -118,12 +119,12 @@ pub struct Args<'a> {
 }
 
 impl<'a> Args<'a> {
-    /// None yet.
+    /// Makes an empty list.
     pub fn new() -> Self {
         Args { positional: Vec::with_capacity(8), named: Vec::new() }
     }
 
-    /// Adds the next argument by place.
+    /// Adds the next argument by position.
     #[must_use]
     pub fn arg(mut self, value: impl Into<Value<'a>>) -> Self {
         self.positional.push(value.into());
@@ -138,8 +139,8 @@ impl<'a> Args<'a> {
     }
 }
 
-/// The arguments of a call: `args![&x, 2, alpha = 0.5]`. Those that are left out have their
-/// schema's defaults.
+/// The arguments of a call: `args![&x, 2, alpha = 0.5]`. An argument that is left out gets the
+/// default of the schema.
 ///
 /// ```
 /// use tch::Tensor;

@@ -1,4 +1,4 @@
-//! An operator with a backward that its user wrote.
+//! An operator with a backward pass that its user wrote.
 
 use super::operator::{Inner, Operator};
 use super::{Args, FromOutput, FromOutputs, Output};
@@ -11,18 +11,19 @@ use std::ops::Deref;
 use std::sync::{Arc, Mutex};
 use tch::Tensor;
 
-/// What the backward of [`Operator::with_backward`](super::Operator::with_backward) can ask: what
-/// every [`Context`] knows, and the call's arguments that are no tensors.
+/// What the backward pass of [`Operator::with_backward`](super::Operator::with_backward) can ask:
+/// everything that a [`Context`] knows, and the call's arguments that are not tensors.
 pub struct CallContext<'a> {
     context: &'a Context<'a>,
     node: &'a Node,
 }
 
 impl CallContext<'_> {
-    /// An argument of the call by the name that it has in the schema, of any type that a result can
-    /// have: `i64`, `f64`, `bool`, `String`, `Vec<i64>`, `Option<f64>`, `Kind`, …. It is what the
-    /// operator got: one that was left out is the schema's default, an int that was given for a
-    /// `float` is a float, and a `Scalar` is either. Tensors are saved instead: [`Context::saved`].
+    /// The argument of the call that has this name in the schema. It can be of any type that a
+    /// result can have: `i64`, `f64`, `bool`, `String`, `Vec<i64>`, `Option<f64>`, `Kind`, …. It is
+    /// the value that the operator got: if the argument was left out, it is the schema's default;
+    /// an int that was given for a `float` is a float; a `Scalar` can be read as either. Tensors
+    /// are saved instead: [`Context::saved`].
     ///
     /// # Errors
     /// When there is no such argument, or it is of another type.
@@ -66,7 +67,7 @@ impl<'a> Deref for CallContext<'a> {
 
 type Backward = dyn Fn(&CallContext<'_>, &Tensors) -> Result<Tensors> + Send + Sync;
 
-/// An operator with a backward that its user wrote: [`Operator::with_backward`].
+/// An operator with a backward pass that its user wrote; see [`Operator::with_backward`].
 #[derive(Clone)]
 pub struct WithBackward {
     operator: Operator,
@@ -74,16 +75,16 @@ pub struct WithBackward {
 }
 
 impl WithBackward {
-    /// `operator` runs with grad mode off.
+    /// `operator` must run with grad mode off.
     pub(super) fn new(operator: Operator, backward: Arc<Backward>) -> Self {
         WithBackward { operator, backward }
     }
 
-    /// [`Operator::call`], in the graph.
+    /// Calls the operator like [`Operator::call`], and makes the call part of the graph.
     ///
     /// # Errors
-    /// As [`Operator::call`]. Also when the operator writes into an argument that it does not
-    /// return, or into a leaf.
+    /// As for [`Operator::call`]. Also when the operator writes to an argument that it does not
+    /// return, or to a leaf that requires grad.
     pub fn call<T: FromOutputs>(&self, args: Args<'_>) -> Result<T> {
         let schema = &self.operator.inner.schema;
         let values = schema.arrange(args)?;
@@ -107,7 +108,7 @@ impl WithBackward {
             ));
         }
         let given: Vec<Option<&Tensor>> = inputs.iter().map(Some).collect();
-        // For nobody, when there is no graph.
+        // Without a graph, nobody would read the arguments.
         let needs_graph = tch_extension_grad_mode() && inputs.iter().any(Tensor::requires_grad);
         let arguments = needs_graph.then(|| self.operator.inner.handle.keep_arguments(&values));
         let arguments = arguments.transpose()?;
@@ -129,7 +130,7 @@ impl WithBackward {
         T::from_outputs(outputs).map_err(|message| schema.error(message))
     }
 
-    /// libtorch refuses that, too, but only when the values are gone.
+    /// libtorch refuses this, too, but only after the values are overwritten.
     fn check_leaves(&self, inputs: &[Tensor], written: &[usize]) -> Result<()> {
         let is_leaf = |&&index: &&usize| inputs[index].requires_grad() && inputs[index].is_leaf();
         if !tch_extension_grad_mode() || !written.iter().any(|index| is_leaf(&index)) {
@@ -158,12 +159,12 @@ fn tensors_of(output: &mut Output, visit: &mut dyn FnMut(&mut Tensor)) {
     }
 }
 
-/// A call that has run, on its way into the graph.
+/// A call that has run and is about to become part of the graph.
 struct Node {
     operator: Arc<Inner>,
-    /// Absent when there is no graph.
+    /// `None` when there is no graph.
     arguments: Option<ffi::Arguments>,
-    /// Taken by the forward.
+    /// The forward pass takes them.
     results: Mutex<Vec<Tensor>>,
     written: Vec<usize>,
     backward: Arc<Backward>,

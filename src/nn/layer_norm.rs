@@ -1,4 +1,4 @@
-//! Layer normalisation as a layer.
+//! Layer normalisation as a module.
 
 use crate::ops::{f_layer_norm, layer_norm_reference};
 use std::borrow::Borrow;
@@ -8,27 +8,27 @@ use tch::nn::{Init, Module, Path};
 /// How the layer is computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LayerNormOp {
-    /// By [`layer_norm`](crate::ops::layer_norm()).
+    /// With [`layer_norm`](crate::ops::layer_norm()).
     #[default]
     Fused,
-    /// By [`layer_norm_reference`], in plain tch operations: for comparisons.
+    /// With [`layer_norm_reference`], in plain tch operations, for comparison.
     Composite,
 }
 
 /// Configuration of a [`LayerNorm`].
 #[derive(Clone, Copy, Debug)]
 pub struct LayerNormConfig {
-    /// Added to the variance.
+    /// The number that is added to the variance.
     pub eps: f64,
-    /// Whether the layer has a weight and a bias at all.
+    /// Whether the layer has a weight and, if `bias` is true, a bias.
     pub elementwise_affine: bool,
-    /// Whether, beside a weight, there is a bias.
+    /// Whether there is a bias in addition to the weight.
     pub bias: bool,
-    /// What the weight begins with.
+    /// The initial value of the weight.
     pub ws_init: Init,
-    /// What the bias begins with.
+    /// The initial value of the bias.
     pub bs_init: Init,
-    /// How it is computed.
+    /// How the layer is computed.
     pub op: LayerNormOp,
 }
 
@@ -45,7 +45,7 @@ impl Default for LayerNormConfig {
     }
 }
 
-/// Normalises over the trailing dimensions. Made by [`layer_norm`].
+/// A module that normalises over the trailing dimensions. Made by [`layer_norm`].
 #[derive(Debug)]
 pub struct LayerNorm {
     /// `[normalized_shape]`; see [`layer_norm`](crate::ops::layer_norm()).
@@ -56,7 +56,8 @@ pub struct LayerNorm {
     config: LayerNormConfig,
 }
 
-/// A new layer, with its parameters in `vs` under PyTorch's and tch's names `weight` and `bias`.
+/// Makes a layer with its parameters in `vs`, under the names that PyTorch and tch use: `weight`
+/// and `bias`.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn::{Module, VarStore}};
@@ -70,7 +71,7 @@ pub struct LayerNorm {
 /// ```
 ///
 /// # Panics
-/// On a normalised shape without dimensions or with a negative size.
+/// When the normalised shape has no dimensions or a negative size.
 pub fn layer_norm<'a, T: Borrow<Path<'a>>>(
     vs: T,
     normalized_shape: &[i64],
@@ -91,12 +92,12 @@ pub fn layer_norm<'a, T: Borrow<Path<'a>>>(
 }
 
 impl LayerNorm {
-    /// The sizes that are normalised over.
+    /// The sizes of the dimensions that are normalised over.
     pub fn normalized_shape(&self) -> &[i64] {
         &self.normalized_shape
     }
 
-    /// [`Module::forward`], with an error instead of a panic.
+    /// Like [`Module::forward`], but returns an error instead of panicking.
     ///
     /// # Errors
     /// When the input does not fit this layer; see [`f_layer_norm`].

@@ -1,11 +1,11 @@
-//! A linear layer.
+//! A linear layer as a module.
 
 use crate::ops::f_linear;
 use std::borrow::Borrow;
 use tch::Tensor;
 use tch::nn::{Init, LinearConfig, Module, Path};
 
-/// A linear layer over [`ops::linear`](crate::ops::linear()). Made by [`linear`].
+/// A linear layer that uses [`ops::linear`](crate::ops::linear()). Made by [`linear`].
 #[derive(Debug)]
 pub struct Linear {
     /// `[out, in]`.
@@ -14,8 +14,9 @@ pub struct Linear {
     pub bs: Option<Tensor>,
 }
 
-/// A new layer: [`tch::nn::linear`] in all but its operator. Configuration, names of the parameters
-/// (`weight` and `bias`) and first values are tch's, so weights of either load into the other.
+/// Makes a layer that equals [`tch::nn::linear`] except for its operator. Its configuration,
+/// parameter names (`weight` and `bias`) and initial values are tch's, so the weights of either can
+/// be loaded into the other.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn::{Module, VarStore}};
@@ -37,13 +38,13 @@ pub fn linear<'a, T: Borrow<Path<'a>>>(
         let bound = 1.0 / (in_dim as f64).sqrt();
         config.bs_init.unwrap_or(Init::Uniform { lo: -bound, up: bound })
     };
-    // In tch's order, for the same numbers from the same seed.
+    // The parameters are made in tch's order, so that the same seed gives the same numbers.
     let bs = config.bias.then(|| vs.var("bias", &[out_dim], bias_init()));
     Linear { ws: vs.var("weight", &[out_dim, in_dim], config.ws_init), bs }
 }
 
 impl Linear {
-    /// [`Module::forward`], with an error instead of a panic.
+    /// Like [`Module::forward`], but returns an error instead of panicking.
     ///
     /// # Errors
     /// When the input does not fit this layer; see [`f_linear`].

@@ -1,4 +1,4 @@
-//! The LLTM as a recurrent layer.
+//! The LLTM as a recurrent layer that runs step by step.
 
 use crate::check::Check;
 use crate::ops::{f_lltm_cell, lltm_cell_reference};
@@ -9,10 +9,10 @@ use tch::{Device, Kind, Tensor};
 /// How the cell is computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LltmOp {
-    /// By [`lltm_cell`](crate::ops::lltm_cell).
+    /// With [`lltm_cell`](crate::ops::lltm_cell).
     #[default]
     Fused,
-    /// By [`lltm_cell_reference`], in plain tch operations: for comparisons.
+    /// With [`lltm_cell_reference`], in plain tch operations, for comparison.
     Composite,
 }
 
@@ -23,7 +23,7 @@ pub struct LltmConfig {
     pub op: LltmOp,
 }
 
-/// (h, c), each `[B, H]`.
+/// The state (h, c); each tensor is `[B, H]`.
 #[derive(Debug)]
 pub struct LltmState(pub (Tensor, Tensor));
 
@@ -38,15 +38,15 @@ impl LltmState {
         self.0.1.shallow_clone()
     }
 
-    /// The same numbers, cut off from the graph: between pieces of a long sequence (truncated
-    /// backpropagation through time).
+    /// The same values, detached from the graph. Use it between the pieces of a long sequence
+    /// (truncated backpropagation through time).
     #[must_use]
     pub fn detach(&self) -> LltmState {
         LltmState((self.0.0.detach(), self.0.1.detach()))
     }
 }
 
-/// A layer of LLTM cells with shared parameters. Made by [`lltm`].
+/// A recurrent layer of LLTM cells that share their parameters. Made by [`lltm`].
 #[derive(Debug)]
 pub struct Lltm {
     /// `[3H, H + F]`; see [`lltm_cell`](crate::ops::lltm_cell).
@@ -57,8 +57,8 @@ pub struct Lltm {
     config: LltmConfig,
 }
 
-/// A new layer, with its parameters in `vs` under PyTorch's tutorial's names `weights` and `bias`,
-/// drawn uniformly from ±1/√H.
+/// Makes a layer with its parameters in `vs`, under the names of PyTorch's tutorial: `weights` and
+/// `bias`. They are drawn uniformly from ±1/√H.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn::{RNN, VarStore}};
@@ -73,7 +73,7 @@ pub struct Lltm {
 /// ```
 ///
 /// # Panics
-/// On a negative input size or a hidden size below 1.
+/// When the input size is negative or the hidden size is below 1.
 pub fn lltm<'a, T: Borrow<Path<'a>>>(
     vs: T,
     in_dim: i64,
@@ -99,10 +99,10 @@ impl Lltm {
         self.hidden_dim
     }
 
-    /// [`RNN::step`], with an error instead of a panic.
+    /// Like [`RNN::step`], but returns an error instead of panicking.
     ///
     /// # Errors
-    /// When input or state do not fit this layer; see [`f_lltm_cell`].
+    /// When the input or the state does not fit this layer; see [`f_lltm_cell`].
     pub fn f_step(&self, input: &Tensor, state: &LltmState) -> crate::Result<LltmState> {
         let cell = match self.config.op {
             LltmOp::Fused => f_lltm_cell,
@@ -112,10 +112,10 @@ impl Lltm {
         cell(input, &self.weights, Some(&self.bias), (h, c)).map(LltmState)
     }
 
-    /// [`RNN::seq_init`], with an error instead of a panic.
+    /// Like [`RNN::seq_init`], but returns an error instead of panicking.
     ///
     /// # Errors
-    /// As [`Lltm::f_step`]; and when the input is no `[B, T, F]`.
+    /// As for [`Lltm::f_step`], and when the input is not `[B, T, F]`.
     pub fn f_seq_init(
         &self,
         input: &Tensor,
@@ -129,7 +129,7 @@ impl Lltm {
             outputs.push(state.h());
         }
         let output = if outputs.is_empty() {
-            // `stack` takes no empty list; a sequence of no steps has an output of no steps.
+            // `stack` accepts no empty list. The output of a sequence without steps has no steps.
             Tensor::f_zeros([batch, 0, self.hidden_dim], self.options())?
         } else {
             Tensor::f_stack(&outputs, 1)?
@@ -137,7 +137,8 @@ impl Lltm {
         Ok((output, state))
     }
 
-    /// Here and not only in each step: a sequence may have none. Returns the batch size.
+    /// Checks the whole sequence and returns the batch size. Each step checks its own input, but
+    /// there may be no step.
     fn check_sequence(&self, input: &Tensor, state: &LltmState) -> crate::Result<i64> {
         let weights = &crate::check!("nn::Lltm", "weights", self.weights);
         crate::check!("nn::Lltm", input).defined()?.dim(3, "[B, T, F]")?.like(weights)?;

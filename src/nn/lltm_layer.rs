@@ -1,4 +1,4 @@
-//! Layers of LLTMs over whole sequences.
+//! Stacked LLTM layers that run whole sequences.
 
 use super::LltmState;
 use crate::check::Check;
@@ -10,16 +10,17 @@ use tch::{Device, Kind, Tensor};
 
 const OP: &str = "nn::LltmLayer";
 
-/// Configuration of an [`LltmLayer`], as tch's [`RNNConfig`](tch::nn::RNNConfig).
+/// Configuration of an [`LltmLayer`], like tch's [`RNNConfig`](tch::nn::RNNConfig).
 #[derive(Clone, Copy, Debug)]
 pub struct LltmLayerConfig {
-    /// How many layers lie on one another; by default 1.
+    /// The number of stacked layers. The default is 1.
     pub num_layers: i64,
-    /// With which probability a value between two layers becomes zero while training; by default 0.
+    /// The probability with which a value between two layers is set to zero in training. The
+    /// default is 0.
     pub dropout: f64,
-    /// Whether this is training; by default yes. [`LltmLayer::set_train`] changes it.
+    /// Whether this is training. The default is true. [`LltmLayer::set_train`] changes it.
     pub train: bool,
-    /// Whether input and output are `[B, T, …]`, as by default, or `[T, B, …]`, which saves a copy.
+    /// Whether input and output are `[B, T, …]` (the default) or `[T, B, …]`, which saves a copy.
     pub batch_first: bool,
 }
 
@@ -29,21 +30,23 @@ impl Default for LltmLayerConfig {
     }
 }
 
-/// Layers of LLTMs, each computed by [`lltm`](crate::ops::lltm) for all steps at once. Made by
-/// [`lltm_layer`].
+/// Stacked LLTM layers. [`lltm`](crate::ops::lltm) computes each layer for all steps at once. Made
+/// by [`lltm_layer`].
 #[derive(Debug)]
 pub struct LltmLayer {
-    /// Of each layer `[3H, H + F]`, F the features that it is given: the input's, or H.
+    /// For each layer, `[3H, H + F]`. F is the number of the layer's input features: those of the
+    /// input for the first layer, H for the others.
     pub weights: Vec<Tensor>,
-    /// Of each layer `[3H]`.
+    /// For each layer, `[3H]`.
     pub biases: Vec<Tensor>,
     hidden_dim: i64,
     config: LltmLayerConfig,
 }
 
-/// New layers, with parameters in `vs`, drawn uniformly from ±1/√H. The first layer's are called
-/// `weights` and `bias`, as those of [`lltm`](super::lltm()), whose files it loads; the next ones'
-/// `weights_l1`, `bias_l1`, and so on.
+/// Makes layers with their parameters in `vs`, drawn uniformly from ±1/√H. The first layer's
+/// parameters are called `weights` and `bias`, as those of [`lltm`](super::lltm()), so that files
+/// of either can be loaded into the other. Those of the next layers are `weights_l1`, `bias_l1`,
+/// and so on.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn::{RNN, VarStore}};
@@ -59,8 +62,8 @@ pub struct LltmLayer {
 /// ```
 ///
 /// # Panics
-/// On a negative input size, a hidden size or number of layers below 1, and a dropout that is no
-/// probability.
+/// When the input size is negative, the hidden size or the number of layers is below 1, or the
+/// dropout is not a probability.
 pub fn lltm_layer<'a, T: Borrow<Path<'a>>>(
     vs: T,
     in_dim: i64,
@@ -92,26 +95,27 @@ impl LltmLayer {
         self.hidden_dim
     }
 
-    /// Turns dropout on, for training, or off.
+    /// Switches dropout on (for training) or off.
     pub fn set_train(&mut self, train: bool) {
         self.config.train = train;
     }
 
-    /// [`RNN::step`], with an error instead of a panic.
+    /// Like [`RNN::step`], but returns an error instead of panicking.
     ///
     /// # Errors
-    /// As [`LltmLayer::f_seq_init`]; the input is `[B, F]`.
+    /// As for [`LltmLayer::f_seq_init`]. The input is `[B, F]`.
     pub fn f_step(&self, input: &Tensor, state: &LltmState) -> Result<LltmState> {
         check!(OP, input).defined()?.dim(2, "[B, F]")?;
         let time = if self.config.batch_first { 1 } else { 0 };
         self.f_seq_init(&input.f_unsqueeze(time)?, state).map(|(_, state)| state)
     }
 
-    /// [`RNN::seq_init`], with an error instead of a panic: the last layer's output of all steps,
-    /// and the state of each layer behind the last step, each `[num_layers, B, H]`.
+    /// Like [`RNN::seq_init`], but returns an error instead of panicking. It returns the last
+    /// layer's output for all steps and the state of each layer after the last step; both tensors
+    /// of the state are `[num_layers, B, H]`.
     ///
     /// # Errors
-    /// When input or state do not fit these layers; see [`f_lltm`].
+    /// When the input or the state does not fit these layers; see [`f_lltm`].
     pub fn f_seq_init(&self, input: &Tensor, state: &LltmState) -> Result<(Tensor, LltmState)> {
         self.check_sequence(input, state)?;
         let time_first = |tensor: &Tensor| -> Result<Tensor> {
@@ -172,7 +176,7 @@ impl RNN for LltmLayer {
         self.f_step(input, state).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    // Not tch's, which takes the first dimension for the batch.
+    // tch's own `seq` takes the first dimension for the batch.
     fn seq(&self, input: &Tensor) -> (Tensor, LltmState) {
         self.seq_init(input, &self.zero_state(self.batch_of(input)))
     }

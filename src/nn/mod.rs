@@ -1,4 +1,4 @@
-//! Layers in tch's style over [`ops`](crate::ops).
+//! Layers in tch's style that use the operators in [`ops`](crate::ops).
 
 mod layer_norm;
 mod linear;

@@ -1,11 +1,11 @@
-//! `torch.testing.assert_close`.
+//! Comparison of tensors: `torch.testing.assert_close`.
 
 use super::compare::{Bound, count_of, element_index, mismatch, values};
 use crate::{Error, Result};
 use tch::{Kind, Tensor};
 
-/// The relative and the absolute tolerance, `(rtol, atol)`, that rounding of this kind deserves:
-/// those of `torch.testing.assert_close`.
+/// The relative and the absolute tolerance, `(rtol, atol)`, for rounding errors in this kind. They
+/// are those of `torch.testing.assert_close`.
 ///
 /// | kind | rtol | atol |
 /// |---|---|---|
@@ -25,9 +25,8 @@ pub fn tolerance(kind: Kind) -> (f64, f64) {
 }
 
 /// Asserts that two tensors have the same shape and kind, and that `|actual - expected| <= atol +
-/// rtol
-/// |expected|` for each element. NaN is close to NaN only, infinity to the same infinity only. Strides and
-/// devices may differ. Elements are compared as `f64`.
+/// rtol |expected|` for each element. NaN is close only to NaN, and infinity only to the same
+/// infinity. Strides and devices may differ. Elements are compared as `f64`.
 ///
 /// ```
 /// use tch::{Kind, Tensor};
@@ -39,8 +38,8 @@ pub fn tolerance(kind: Kind) -> (f64, f64) {
 /// ```
 ///
 /// # Panics
-/// When they are not close, with the worst element's index, both values and what was allowed. Also
-/// on undefined and on complex tensors.
+/// When the tensors are not close. The message has the worst element's index, both values, and the
+/// allowed difference. Also when a tensor is undefined or complex.
 #[track_caller]
 pub fn assert_close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) {
     if let Err(error) = close(actual, expected, rtol, atol) {
@@ -48,7 +47,7 @@ pub fn assert_close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) {
     }
 }
 
-/// [`assert_close`] as an error.
+/// Like [`assert_close`], but returns an error.
 pub(super) fn close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) -> Result<()> {
     for (tensor, name) in [(actual, "actual"), (expected, "expected")] {
         if !tensor.defined() {
@@ -77,14 +76,14 @@ pub(super) fn close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) ->
     )))
 }
 
-/// Asserts that `actual` is as close to `exact` as `rival` is, libtorch's way to the same result:
-/// neither its largest nor its root mean square error exceeds the rival's by more than two
-/// roundings to its kind, of the largest and of the root mean square value. (Two, because in small
-/// tensors luck has a part in either error.) For kinds whose [`tolerance`] a chain of correctly
-/// rounded operations does not keep.
+/// Asserts that `actual` is as close to `exact` as `rival` is. The rival is usually libtorch's own
+/// computation of the same result. Neither the largest nor the root mean square error of `actual`
+/// may exceed the rival's by more than two roundings to its kind, of the largest and of the root
+/// mean square value. (Two, because in small tensors either error is partly luck.) Use it for kinds
+/// in which even a chain of correctly rounded operations exceeds [`tolerance`].
 ///
-/// `actual` and `rival` are of the same kind and shape; `exact` is of kind `Double`, computed from
-/// the same inputs. No value may be infinite or NaN.
+/// `actual` and `rival` must have the same kind and shape. `exact` must be of kind `Double`,
+/// computed from the same inputs. No value may be infinite or NaN.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -96,8 +95,8 @@ pub(super) fn close(actual: &Tensor, expected: &Tensor, rtol: f64, atol: f64) ->
 /// ```
 ///
 /// # Panics
-/// When it is not, with both errors. Also on other kinds and shapes than stated, and on values that
-/// are not finite.
+/// When `actual` is less accurate; the message has both errors. Also for other kinds and shapes
+/// than stated, and for values that are not finite.
 #[track_caller]
 pub fn assert_as_accurate(actual: &Tensor, rival: &Tensor, exact: &Tensor) {
     if let Err(error) = as_accurate(actual, rival, exact) {
@@ -129,7 +128,7 @@ fn as_accurate(actual: &Tensor, rival: &Tensor, exact: &Tensor) -> Result<()> {
         Ok(Norms::of(values(tensor)?.iter().zip(&exact).map(|(value, exact)| value - exact)))
     };
     let (found, allowed) = (error(actual)?, error(rival)?.plus(&scale, rounding));
-    // Not `>`: NaN is wrong, too.
+    // `<=` is false for NaN, so NaN is wrong, too.
     if found.largest <= allowed.largest && found.rms <= allowed.rms && allowed.largest.is_finite() {
         return Ok(());
     }
@@ -153,7 +152,7 @@ impl Norms {
     fn of(values: impl Iterator<Item = f64>) -> Self {
         let (mut largest, mut squares, mut len) = (0.0_f64, 0.0, 0.0_f64);
         for value in values {
-            // Unlike f64::max, which would drop NaN.
+            // f64::max would drop NaN.
             largest = if value.abs() <= largest { largest } else { value.abs() };
             squares += value * value;
             len += 1.0;
@@ -161,7 +160,7 @@ impl Norms {
         Norms { largest, rms: (squares / len.max(1.0)).sqrt() }
     }
 
-    /// With room for rounding values of this scale.
+    /// Adds room for rounding values of this scale.
     fn plus(&self, scale: &Norms, rounding: f64) -> Norms {
         let room = 2.0 * rounding;
         Norms { largest: self.largest + room * scale.largest, rms: self.rms + room * scale.rms }
@@ -181,19 +180,19 @@ mod tests {
         let exact = Tensor::from_slice(&[1.0, 2.0, 4.0, -8.0]);
         let rival = half(&[1.0, 2.0, 4.0, -8.0]);
         assert_as_accurate(&rival, &rival, &exact);
-        // Two roundings of the largest value are 2⁻⁷, 7.8125e-3.
+        // Two roundings of the largest value are 2⁻⁷ = 7.8125e-3.
         assert!(as_accurate(&half(&[1.0, 2.0, 4.0, -7.9921875]), &rival, &exact).is_ok());
         let error = as_accurate(&half(&[1.0, 2.0, 4.0, -7.984375]), &rival, &exact).unwrap_err();
         assert!(
             error.to_string().contains("the largest error is 1.5625e-2, allowed are 7.8125e-3"),
             "{error}"
         );
-        // The errors of all elements together, each of which is allowed.
+        // Each element's error is allowed, but not all of them together.
         let ones = Tensor::ones([4], (Kind::Double, tch::Device::Cpu)) * 8.0;
         let spread = Tensor::from_slice(&[8.0, 0.0, 0.0, 0.0]);
         let off = half(&[8.0, 0.007, 0.007, 0.007]);
         assert!(as_accurate(&off, &half(&[8.0, 0.0, 0.0, 0.0]), &spread).is_err());
-        // The worse the rival, the more is allowed.
+        // The less accurate the rival, the more error is allowed.
         let worse = half(&[8.03125, 8.0, 8.0, 8.0]);
         assert!(as_accurate(&worse, &worse, &ones).is_ok());
         assert!(as_accurate(&worse, &half(&[8.0, 8.0, 8.0, 8.0]), &ones).is_err());

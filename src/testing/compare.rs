@@ -1,4 +1,4 @@
-//! Lists of numbers that should be equal but for rounding.
+//! Compares lists of numbers that should be equal except for rounding.
 
 use crate::ffi::tensor::plain;
 use crate::{Error, Result};
@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 pub(super) struct Bound {
     pub rtol: f64,
     pub atol: f64,
-    /// Whether NaN is as good as NaN. It is never as good as a number.
+    /// Whether NaN equals NaN. It never equals a number.
     pub equal_nan: bool,
 }
 
@@ -20,26 +20,26 @@ impl Bound {
 
     pub fn holds(&self, actual: f64, expected: f64) -> bool {
         let difference = (actual - expected).abs();
-        // Infinity is within any relative distance of itself, so it has to be asked for finite
-        // differences.
+        // If `expected` is infinite, so is the allowed difference; hence only finite differences
+        // count.
         actual == expected
             || (difference.is_finite() && difference <= self.allowed(expected))
             || (self.equal_nan && actual.is_nan() && expected.is_nan())
     }
 
-    /// By how much the bound is exceeded. NaN and infinity exceed it most.
+    /// How far the bound is exceeded. NaN and infinity count as infinitely far.
     fn excess(&self, actual: f64, expected: f64) -> f64 {
         let excess = (actual - expected).abs() - self.allowed(expected);
         if excess.is_nan() { f64::INFINITY } else { excess }
     }
 }
 
-/// What is wrong between two lists.
+/// How two lists differ.
 #[derive(Debug)]
 pub(super) struct Mismatch {
-    /// Where the bound is exceeded most; of equals, the first.
+    /// The index at which the bound is exceeded most, or the first of several equally bad ones.
     pub worst: usize,
-    /// At how many places it is exceeded.
+    /// The number of places at which the bound is exceeded.
     pub count: usize,
 }
 
@@ -64,12 +64,12 @@ pub(super) fn mismatch(actual: &[f64], expected: &[f64], bound: Bound) -> Option
     found.map(|(mismatch, _)| mismatch)
 }
 
-/// `count` of `total` things: `1 of 6 entries is`, `2 of 6 entries are`.
+/// A text about `count` of `total` things: `1 of 6 entries is`, `2 of 6 entries are`.
 pub(super) fn count_of(count: usize, total: usize, things: &str) -> String {
     format!("{count} of {total} {things} {}", if count == 1 { "is" } else { "are" })
 }
 
-/// The indices of element number `position`, counted row by row.
+/// The indices of element number `position`, counted in row-major order.
 pub(super) fn element_index(mut position: usize, size: &[i64]) -> Vec<usize> {
     let mut index = vec![0; size.len()];
     for (place, &len) in index.iter_mut().zip(size).rev() {
@@ -85,22 +85,23 @@ pub(super) fn is_complex(kind: Kind) -> bool {
     matches!(kind, Kind::ComplexHalf | Kind::ComplexFloat | Kind::ComplexDouble)
 }
 
-/// How many real numbers an element of this kind is.
+/// The number of real numbers in an element of this kind.
 pub(super) fn parts(kind: Kind) -> usize {
     if is_complex(kind) { 2 } else { 1 }
 }
 
-/// [`values`], where a complex element is two numbers: its real part and its imaginary part.
+/// Like [`values`], but a complex element becomes two numbers: its real part and its imaginary
+/// part.
 pub(super) fn components(tensor: &Tensor) -> Result<Vec<f64>> {
     if !is_complex(tensor.f_kind()?) {
         return values(tensor);
     }
-    // A pending conjugation has no real view.
+    // `plain` resolves a pending conjugation, for which view_as_real fails.
     values(&plain(&tensor.f_detach()?)?.f_view_as_real()?)
 }
 
-/// The other way: a tensor of these [`components`], in the shape, of the kind and on the device of
-/// another.
+/// The inverse of [`components`]: a tensor of these components, with the shape, kind and device of
+/// `like`.
 pub(super) fn from_components(components: &[f64], like: &Tensor) -> Result<Tensor> {
     let kind = like.f_kind()?;
     let flat = Tensor::f_from_slice(components)?;
@@ -108,7 +109,7 @@ pub(super) fn from_components(components: &[f64], like: &Tensor) -> Result<Tenso
     Ok(flat.f_to_kind(kind)?.f_to_device(like.device())?.f_reshape(like.size())?)
 }
 
-/// Where component number `position` is: `[1, 3]`, or `[1, 3], imaginary part`.
+/// The place of component number `position`, as text: `[1, 3]`, or `[1, 3], imaginary part`.
 pub(super) fn place(position: usize, size: &[i64], kind: Kind) -> String {
     let element = element_index(position / parts(kind), size);
     match (is_complex(kind), position % 2) {
@@ -118,7 +119,7 @@ pub(super) fn place(position: usize, size: &[i64], kind: Kind) -> String {
     }
 }
 
-/// The elements, row by row, whatever the layout and the device.
+/// The elements in row-major order, from any layout and any device.
 pub(super) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
     let kind = tensor.f_kind()?;
     if is_complex(kind) {
@@ -126,8 +127,8 @@ pub(super) fn values(tensor: &Tensor) -> Result<Vec<f64>> {
             "complex numbers ({kind:?}) are not supported; use view_as_real"
         )));
     }
-    // tch copies memory as it lies: a pending negation would be lost, and zeros without memory a
-    // null pointer.
+    // tch copies the raw memory, which would lose a pending negation, and would read from a null
+    // pointer for zeros without memory.
     let flat = plain(&tensor.f_detach()?)?.f_to_device(Device::Cpu)?.f_reshape([-1])?;
     Ok(Vec::<f64>::try_from(&flat)?)
 }

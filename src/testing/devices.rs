@@ -1,4 +1,4 @@
-//! Where tests run, and what happens without a GPU.
+//! The devices that tests run on, and what happens without a GPU.
 
 use std::io::Write;
 use tch::Device;
@@ -6,18 +6,18 @@ use tch::Device;
 const REQUIRE_CUDA: &str = "TCH_EXTENSION_REQUIRE_CUDA";
 
 /// The devices that a test should cover: the CPU and, if this build has CUDA kernels and there is a
-/// GPU, the first of them.
+/// GPU, the first GPU.
 ///
 /// # Panics
-/// When the environment has `TCH_EXTENSION_REQUIRE_CUDA=1` and CUDA cannot be used, so that a
-/// machine that is meant to test CUDA never passes without it.
+/// When the environment has `TCH_EXTENSION_REQUIRE_CUDA=1` and CUDA cannot be used, so that tests
+/// never pass without CUDA on a machine that is meant to test it.
 pub fn devices() -> Vec<Device> {
     std::iter::once(Device::Cpu).chain(usable_cuda()).collect()
 }
 
-/// The first GPU, for a test that needs one. Without it, `None`, after a line `SKIPPED test_name:
-/// no CUDA device` on standard error: the test should return, and nobody should take that for a
-/// success.
+/// The first GPU, for a test that needs one. If there is none, it prints a line `SKIPPED test_name:
+/// no CUDA device` to standard error and returns `None`. The test should then return, and its
+/// result should not be taken for a success.
 ///
 /// ```
 /// # use tch_extension::testing::cuda_or_skip;
@@ -30,13 +30,13 @@ pub fn devices() -> Vec<Device> {
 /// ```
 ///
 /// # Panics
-/// As [`devices`].
+/// As for [`devices`].
 pub fn cuda_or_skip(test_name: &str) -> Option<Device> {
     let device = usable_cuda();
     if device.is_none() {
-        // Not eprintln!, which the test harness captures and then throws away when the test passes.
-        // One write, so that lines of tests in other threads do not mix; a closed stderr is no
-        // reason to fail.
+        // eprintln! is not used, because the test harness captures it and discards it when the test
+        // passes. The line is one write, so that lines of tests in other threads do not mix. A
+        // closed stderr is no reason to fail.
         let line = format!("SKIPPED {test_name}: no CUDA device\n");
         let _ = std::io::stderr().write_all(line.as_bytes());
     }

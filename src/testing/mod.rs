@@ -1,8 +1,8 @@
-//! Tools to prove an operator: [`gradcheck`](gradcheck()) for its gradients, [`gradgradcheck`] for
-//! theirs, [`assert_close`] and [`tolerance`] for its values, [`devices`] and [`cuda_or_skip`] for
-//! where to run.
+//! Tools to test an operator: [`gradcheck`](gradcheck()) for its gradients, [`gradgradcheck`] for
+//! its second derivatives, [`assert_close`] and [`tolerance`] for its values, [`devices`] and
+//! [`cuda_or_skip`] for the devices to test on.
 //!
-//! They are what this crate's own operators are tested with, and meant for yours.
+//! This crate's own operators are tested with them; use them for yours.
 
 mod close;
 mod compare;
@@ -18,14 +18,15 @@ pub use devices::{cuda_or_skip, devices};
 pub use gradcheck::{GradcheckOptions, GradgradcheckOptions, gradcheck, gradgradcheck};
 pub use samples::{Layout, Sample, SampleTable, Shape};
 
-/// An operator that does nothing, written with C++'s `torch::autograd::Function`: a rival for
-/// benches.
+/// An operator that does nothing, written with C++'s `torch::autograd::Function`. Benchmarks
+/// compare with it.
 #[doc(hidden)]
 pub fn cpp_identity(x: &tch::Tensor) -> crate::Result<tch::Tensor> {
     crate::ffi::testing::cpp_identity(x)
 }
 
-/// Runs `body`, and says what a profiler sees of this thread meanwhile: names and sequence numbers.
+/// Runs `body`, and returns the names and sequence numbers that a profiler sees in this thread
+/// meanwhile.
 #[doc(hidden)]
 pub fn recorded<T>(body: impl FnOnce() -> T) -> (T, Vec<(String, i64)>) {
     let recording = crate::ffi::testing::Recording::new().expect("libtorch takes an observer");

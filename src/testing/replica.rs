@@ -1,14 +1,15 @@
-//! Private copies of tensors, to change at will.
+//! Private copies of tensors that can be changed freely.
 
 use super::compare::{components, is_complex, parts};
 use crate::Result;
 use tch::{Kind, Tensor};
 
-/// A copy of a tensor that a kernel cannot tell from the original: same sizes, strides and storage
-/// offset, so also the same alignment, and a leaf that requires grad if the original does.
+/// A copy of a tensor that a kernel cannot distinguish from the original. It has the same sizes,
+/// strides and storage offset, so also the same alignment, and it is a leaf that requires grad if
+/// the original requires grad.
 pub(super) struct Replica {
     pub tensor: Tensor,
-    /// The memory of `tensor` from its storage's begin, as one dimension.
+    /// The memory of `tensor` from the beginning of its storage, as one dimension.
     storage: Tensor,
     offset: i64,
 }
@@ -18,8 +19,8 @@ impl Replica {
         Self::with_margin(original, 0)
     }
 
-    /// With as many elements on either side that are no part of it, see [`no_value`]. A multiple of
-    /// 64 leaves the alignment as it is.
+    /// Makes a replica with `margin` more elements on either side that do not belong to the tensor;
+    /// see [`no_value`]. If the margin is a multiple of 64, the alignment stays the same.
     pub fn with_margin(original: &Tensor, margin: i64) -> Result<Replica> {
         let data = original.f_detach()?;
         let (size, stride, offset) = (data.size(), data.stride(), storage_offset(&data)?);
@@ -28,20 +29,21 @@ impl Replica {
         let storage = no_value(&[len + 2 * margin], &data)?;
         storage.f_narrow(0, margin, len)?.f_copy_(&source)?;
         let offset = offset + margin;
-        // Detached, or writes to `storage` would count as writes to a leaf that requires grad.
+        // Detached, because writes to `storage` would otherwise count as writes to a leaf that
+        // requires grad.
         let tensor = storage.f_as_strided(size, stride, offset)?.f_detach()?;
         let tensor = tensor.f_set_requires_grad(original.requires_grad())?;
         Ok(Replica { tensor, storage, offset })
     }
 
-    /// A copy of all its memory, that between and around the elements included.
+    /// Copies all its memory, including the memory between and around the elements.
     pub fn memory(&self) -> Result<Tensor> {
         let mut copy = self.storage.f_empty_like()?;
         copy.f_copy_(&self.storage)?;
         Ok(copy)
     }
 
-    /// Changes all its memory to another copy of it, behind autograd's back.
+    /// Overwrites all its memory with another copy of it, without autograd noticing.
     pub fn overwrite(&self, memory: &Tensor) -> Result<()> {
         self.storage.shallow_clone().f_copy_(memory)?;
         Ok(())
@@ -62,8 +64,8 @@ impl Replica {
     }
 }
 
-/// The elements of a [`Replica`], row by row, to be changed one at a time behind autograd's back. A
-/// complex one counts as two, its real part and its imaginary part.
+/// The elements of a [`Replica`] in row-major order, which can be changed one at a time without
+/// autograd noticing. A complex element counts as two: its real part and its imaginary part.
 pub(super) struct Elements {
     storage: Tensor,
     positions: Vec<i64>,
@@ -109,7 +111,7 @@ impl Elements {
     }
 }
 
-/// A tensor full of what no element holds: NaN, or the kind's largest value.
+/// A tensor filled with a value that no element has: NaN, or the largest value of the kind.
 pub(super) fn no_value(size: &[i64], like: &Tensor) -> Result<Tensor> {
     let kind = like.f_kind()?;
     let device = like.device();
@@ -124,7 +126,7 @@ pub(super) fn no_value(size: &[i64], like: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// In elements. tch does not show libtorch's own `storage_offset`.
+/// The storage offset in elements. tch does not expose libtorch's own `storage_offset`.
 fn storage_offset(tensor: &Tensor) -> Result<i64> {
     if tensor.numel() == 0 {
         return Ok(0);
@@ -134,7 +136,7 @@ fn storage_offset(tensor: &Tensor) -> Result<i64> {
     Ok((bytes / tensor.f_kind()?.elt_size_in_bytes()) as i64)
 }
 
-/// How much of its storage a tensor reaches into, in elements.
+/// The number of elements from the beginning of the storage to the tensor's last element.
 fn extent(size: &[i64], stride: &[i64], offset: i64) -> i64 {
     if size.contains(&0) {
         return 0;
@@ -142,7 +144,7 @@ fn extent(size: &[i64], stride: &[i64], offset: i64) -> i64 {
     offset + 1 + size.iter().zip(stride).map(|(size, stride)| (size - 1) * stride).sum::<i64>()
 }
 
-/// Where in the storage the elements are, row by row.
+/// The positions of the elements in the storage, in row-major order.
 fn positions(size: &[i64], stride: &[i64], offset: i64) -> Vec<i64> {
     size.iter().zip(stride).fold(vec![offset], |outer, (&size, &stride)| {
         outer.iter().flat_map(|&start| (0..size).map(move |index| start + index * stride)).collect()
@@ -227,7 +229,7 @@ mod tests {
         assert_eq!(components(&replica.tensor).unwrap()[..4], [2.0, 3.0, 8.0, -1.0]);
         elements.restore(3).unwrap();
         assert_eq!(components(&replica.tensor).unwrap(), components(&complex).unwrap());
-        // Those of a conjugate are conjugate, though the memory is not.
+        // The elements of a conjugate are conjugated, although its memory is not.
         let conjugate = Replica::of(&complex.conj()).unwrap();
         assert_eq!(conjugate.elements().unwrap().value(3), -9.0);
     }

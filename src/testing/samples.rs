@@ -1,33 +1,34 @@
-//! Inputs worth trying an operator on.
+//! Inputs that are worth testing an operator with.
 
 use super::replica::no_value;
 use crate::Result;
 use tch::{Device, Kind, Tensor};
 
-/// How a tensor lies in memory.
+/// The layout of a tensor in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Layout {
-    /// Row by row, without gaps.
+    /// Row-major, without gaps.
     Contiguous,
-    /// The first and the last dimension have changed places: columns are contiguous.
+    /// The first and the last dimension are swapped, so that columns are contiguous.
     Transposed,
-    /// Every second element of the rows of a wider tensor, beginning with its second.
+    /// Every second element of the rows of a wider tensor, starting with its second element.
     Strided,
-    /// Row by row, but beginning one element into the memory: not at a multiple of a vector's size.
+    /// Row-major, but starting one element into the memory, so that the address is not a multiple
+    /// of a vector's size.
     Offset,
     /// The first part along the first dimension, repeated without a copy.
     Expanded,
 }
 
 impl Layout {
-    /// All of them.
+    /// All layouts.
     pub const ALL: [Layout; 5] =
         [Layout::Contiguous, Layout::Transposed, Layout::Strided, Layout::Offset, Layout::Expanded];
 
-    /// A tensor of this layout with the values, kind and device of `values`; except that
-    /// [`Layout::Expanded`] has those of its first part everywhere. Memory around and between the
-    /// elements holds NaN, or the kind's largest value, so that a kernel which reads there betrays
-    /// itself.
+    /// A tensor of this layout with the values, kind and device of `values`. For
+    /// [`Layout::Expanded`], the values of the first part are repeated. The memory around and
+    /// between the elements holds NaN, or the kind's largest value, so that a kernel which reads
+    /// there gives itself away.
     ///
     /// ```
     /// use tch::{Device, Kind, Tensor};
@@ -40,7 +41,7 @@ impl Layout {
     /// ```
     ///
     /// # Errors
-    /// libtorch's.
+    /// An error of libtorch.
     pub fn of(self, values: &Tensor) -> Result<Tensor> {
         let values = values.f_detach()?;
         let size = values.size();
@@ -72,7 +73,7 @@ fn contiguous(values: &Tensor) -> Result<Tensor> {
     filled(no_value(&values.size(), values)?, values)
 }
 
-/// With one element before and one behind.
+/// Makes a tensor with one element of memory before it and one after it.
 fn offset(values: &Tensor) -> Result<Tensor> {
     let len = values.numel() as i64;
     let memory = no_value(&[len + 2], values)?;
@@ -84,7 +85,7 @@ fn filled(mut place: Tensor, values: &Tensor) -> Result<Tensor> {
     Ok(place.f_detach()?)
 }
 
-/// The shape of one input in a [`SampleTable`], and how large its values are.
+/// The shape of one input in a [`SampleTable`], and the scale of its values.
 #[derive(Clone, Debug)]
 pub struct Shape {
     size: Vec<i64>,
@@ -97,8 +98,8 @@ impl Shape {
         Shape { size: size.into(), scale: 1.0 }
     }
 
-    /// Values between `-scale` and `scale`; for a weight, so that sums do not grow with their
-    /// length.
+    /// Makes the values lie between `-scale` and `scale`. Use it for a weight, so that sums do not
+    /// grow with their length.
     pub fn scale(self, scale: f64) -> Self {
         Shape { scale, ..self }
     }
@@ -109,18 +110,18 @@ impl Shape {
 pub struct Sample {
     /// What is special about it, such as `B=3 F=8 H=5, input 1 strided`.
     pub name: String,
-    /// The inputs, of the kind and on the device that were asked for.
+    /// The inputs, with the requested kind and device.
     pub inputs: Vec<Tensor>,
 }
 
 impl Sample {
     /// The same values and layouts as leaves that require grad, for
     /// [`gradcheck`](super::gradcheck()) and [`conformance`](super::conformance()). An expanded
-    /// input becomes a contiguous one: gradcheck moves one element at a time, so no two may share
-    /// memory.
+    /// input becomes contiguous: gradcheck moves one element at a time, so no two elements may
+    /// share memory.
     ///
     /// # Errors
-    /// libtorch's.
+    /// An error of libtorch.
     pub fn leaves(&self) -> Result<Vec<Tensor>> {
         let leaf = |input: &Tensor| {
             let expanded = input
@@ -135,15 +136,15 @@ impl Sample {
     }
 }
 
-/// A table of inputs made from the names of an operator's dimensions and the shapes of its inputs:
-/// every size that kernels like to get wrong, and every layout.
+/// A table of inputs for an operator, made from the names of its dimensions and the shapes of its
+/// inputs. It has all the sizes that kernels often get wrong, and every layout.
 ///
-/// [`SampleTable::new`] has, for each dimension in turn, sizes around those of vectors, one, and
-/// zero, while the others are small and differ from one another; then each [`Layout`] for all
-/// inputs at once, and for each input alone. Small enough for the whole Jacobian of a gradcheck.
-/// The values are always the same, whatever the kind and device, and none is drawn from libtorch's
-/// random state. Integer kinds have them without their fractions, so give such an input a scale;
-/// `Bool` says which are positive.
+/// [`SampleTable::new`] varies one dimension at a time: sizes around those of vectors, one, and
+/// zero, while the other dimensions are small and differ from one another. Then it applies each
+/// [`Layout`] to all inputs at once, and to each input alone. All samples are small enough for the
+/// whole Jacobian of a gradcheck. The values are always the same, whatever the kind and device, and
+/// none is drawn from libtorch's random state. For integer kinds the fractions are dropped, so give
+/// such an input a scale. For `Bool`, an element is true if its value is positive.
 ///
 /// ```
 /// use tch::{Device, Kind};
@@ -171,18 +172,19 @@ enum Arrangement {
     Only(usize, Layout),
 }
 
-/// Beside those of one dimension, the others have these sizes, over and over.
+/// The sizes of the dimensions that are not varied. They are repeated if there are more dimensions.
 const MODERATE: [i64; 4] = [3, 4, 5, 2];
 
-/// None, one, one vector of 16 bytes of any kind less or more one, and one beyond CPU's widest.
+/// Zero, one, a vector of 16 bytes of any kind give or take one element, and one more than the
+/// CPU's widest vector.
 const RAGGED: [i64; 7] = [0, 1, 7, 8, 9, 16, 17];
 
 impl<const N: usize, F> SampleTable<N, F>
 where
     F: Fn([i64; N]) -> Vec<Shape>,
 {
-    /// The table of an operator whose dimensions have these names, and whose inputs have the shapes
-    /// that `shapes` gives for their sizes.
+    /// Makes the table of an operator whose dimensions have these names. `shapes` returns the
+    /// shapes of its inputs for given sizes of the dimensions.
     pub fn new(dims: [&'static str; N], shapes: F) -> Self {
         let moderate: [i64; N] = std::array::from_fn(|dim| MODERATE[dim % MODERATE.len()]);
         let mut table = SampleTable { dims, shapes, rows: Vec::new() };
@@ -194,23 +196,24 @@ where
                 table = table.with_sizes(&[sizes]);
             }
         }
-        // Whole vectors, so that the layout alone decides which way a kernel goes.
+        // The last dimension is a whole number of vectors here, so that the layout alone decides
+        // which path a kernel takes.
         let whole = std::array::from_fn(|dim| if dim + 1 == N { 8 } else { moderate[dim] });
         table.with_layouts(moderate).with_layouts(whole)
     }
 
-    /// No rows yet, for sizes of one's own.
+    /// Makes a table without rows, for sizes of your own.
     pub fn empty(dims: [&'static str; N], shapes: F) -> Self {
         SampleTable { dims, shapes, rows: Vec::new() }
     }
 
-    /// More sizes, with contiguous inputs.
+    /// Adds sizes, with contiguous inputs.
     pub fn with_sizes(mut self, sizes: &[[i64; N]]) -> Self {
         self.rows.extend(sizes.iter().map(|&sizes| (sizes, Arrangement::All(Layout::Contiguous))));
         self
     }
 
-    /// These sizes in every other layout, all inputs at once and each alone.
+    /// Adds these sizes in every other layout, for all inputs at once and for each input alone.
     pub fn with_layouts(mut self, sizes: [i64; N]) -> Self {
         let inputs = (self.shapes)(sizes).len();
         for layout in Layout::ALL.into_iter().filter(|&layout| layout != Layout::Contiguous) {
@@ -223,10 +226,10 @@ where
         self
     }
 
-    /// The inputs of every row.
+    /// Makes the inputs of every row.
     ///
     /// # Errors
-    /// libtorch's, such as for memory that is not there.
+    /// An error of libtorch, for example when memory runs out.
     pub fn samples(&self, kind: Kind, device: Device) -> Result<Vec<Sample>> {
         self.rows.iter().map(|row| self.sample(*row, kind, device)).collect()
     }
@@ -259,10 +262,10 @@ where
     }
 }
 
-/// Numbers between -1 and 1 that look random and are always the same, of kind `Double`, on the CPU.
-/// Another `seed` gives others.
+/// Numbers between -1 and 1 that look random but are always the same, of kind `Double`, on the CPU.
+/// Another `seed` gives other numbers.
 pub(super) fn noise(size: &[i64], seed: usize) -> Result<Tensor> {
-    // SplitMix64: any bit of the state changes every bit of the number.
+    // SplitMix64: each bit of the state affects every bit of the number.
     let len = size.iter().product::<i64>();
     let number = |index: i64| {
         let state = (index as u64 + 1)
@@ -347,7 +350,8 @@ mod tests {
             vec![Shape::new([b, f]).scale(0.5), Shape::new([f])]
         });
         let samples = table.samples(Kind::Half, Device::Cpu).unwrap();
-        // The moderate one, two dimensions, and four layouts three times at two sizes.
+        // One row of moderate sizes, the varied sizes of two dimensions, and four layouts in three
+        // arrangements for two sizes.
         assert_eq!(samples.len(), 1 + 2 * RAGGED.len() + 2 * 4 * 3);
         assert!(samples.iter().any(|sample| sample.inputs[0].size() == [0, 4]));
         assert!(samples.iter().any(|sample| sample.inputs[0].size() == [3, 17]));

@@ -1,5 +1,4 @@
-// The elements of a tensor, whatever its strides, as a plain struct that is passed to a kernel by
-// value.
+// The elements of a tensor with any strides, as a plain struct that is passed to a kernel by value.
 //
 //   template <typename T>
 //   __global__ void scale(Accessor<const T, 2> x, Accessor<T, 2> y) {
@@ -9,8 +8,8 @@
 //     }
 //   }
 //
-// From Rust, tch_extension::strided::Strided<N> and StridedMut<N> are the structs of these names; a
-// launcher learns the type from `kind` and the accessor from `of`:
+// In Rust, tch_extension::strided::Strided<N> and StridedMut<N> mirror the structs of these names.
+// A launcher gets the element type from `kind` and the accessor from `of`:
 //
 //   struct ScaleParams { tch_extension::Strided<2> x; tch_extension::StridedMut<2> y; };
 //   for_kind(params.x.kind, [&](auto type) {
@@ -18,12 +17,13 @@
 //     scale<T><<<blocks, kThreads, 0, stream>>>(params.x.of<T>(), params.y.of<T>());
 //   });
 //
-// From C arrays: make_accessor. From an at::Tensor: tensor.h.
+// make_accessor makes an accessor from C arrays, and tensor.h from an at::Tensor.
 //
-// An index out of range is an exception on the host in debug builds (tch-extension-build defines
-// TCH_EXTENSION_DEBUG for cargo's), and with TCH_EXTENSION_CHECK_BOUNDS defined also in others and,
-// as a trap that ends the kernel, on the device. It is checked for each dimension by operator(),
-// and by operator[].
+// On the host, an index that is out of range throws an exception in debug builds
+// (tch-extension-build defines TCH_EXTENSION_DEBUG for cargo's debug builds). If
+// TCH_EXTENSION_CHECK_BOUNDS is defined, it throws in other builds, too, and on the device it
+// causes a trap that ends the kernel. operator() checks the index of each dimension, and operator[]
+// checks its index.
 //
 // Needs: nothing.
 #pragma once
@@ -51,8 +51,8 @@ TCH_EXTENSION_HOST_DEVICE void check_index(int64_t index, int dim, int64_t size)
          wide_size);
   __trap();
 #else
-  // No std::string: its functions would be compiled for one instruction set, and used by the whole
-  // program.
+  // No std::string here: the compiler would emit its functions for one instruction set, and the
+  // whole program might use them.
   char text[128];
   std::snprintf(text, sizeof(text),
                 "accessor: index %lld of dimension %d is out of range for size %lld", wide_index,
@@ -61,8 +61,7 @@ TCH_EXTENSION_HOST_DEVICE void check_index(int64_t index, int dim, int64_t size)
 #endif
 }
 
-// Strides count elements. Index is int64_t, or int32_t for speed on the device where that is
-// enough.
+// Strides count elements. Index is int64_t; on the device, int32_t is faster where it is enough.
 template <typename T, int N, typename Index = int64_t>
 struct Accessor {
   static_assert(N > 0, "a single value needs no accessor");
@@ -71,11 +70,11 @@ struct Accessor {
   Index sizes[N];
   Index strides[N];
 
-  // One index for each dimension.
+  // Returns the element at these indices, one for each dimension.
   template <typename... At>
   TCH_EXTENSION_HOST_DEVICE T& operator()(At... at) const {
     static_assert(sizeof...(At) == N, "one index for each dimension");
-    // Checked before it is made an Index: 2^32 as an int32_t would be 0.
+    // Check the index before it is converted to Index: 2^32 as an int32_t would be 0.
     const int64_t indices[] = {static_cast<int64_t>(at)...};
     Index offset = 0;
 #if defined(__CUDA_ARCH__)
@@ -88,7 +87,7 @@ struct Accessor {
     return data[offset];
   }
 
-  // The part with this first index; the element when there is one dimension.
+  // Returns the part with this first index or, if there is only one dimension, the element.
   TCH_EXTENSION_HOST_DEVICE decltype(auto) operator[](int64_t at) const {
     TCH_EXTENSION_IN_RANGE(at, 0, sizes[0]);
     T* const part = data + static_cast<Index>(at) * strides[0];
@@ -124,9 +123,8 @@ struct Accessor {
     return true;
   }
 
-  // The same elements with other indices (ask fits_in_32_bits first) or of another type of the same
-  // size, such as
-  // __half for at::Half.
+  // Returns an accessor to the same elements with another index type (check fits_in_32_bits first),
+  // or with another element type of the same size, such as __half for at::Half.
   template <typename U, typename OtherIndex = Index>
   TCH_EXTENSION_HOST_DEVICE Accessor<U, N, OtherIndex> as() const {
     static_assert(sizeof(U) == sizeof(T), "a type of the same size");
@@ -139,7 +137,7 @@ struct Accessor {
   }
 };
 
-// From arrays of N sizes and N strides (in elements).
+// Makes an accessor from arrays of N sizes and N strides (in elements).
 template <int N, typename T>
 TCH_EXTENSION_HOST_DEVICE Accessor<T, N> make_accessor(T* data, const int64_t* sizes,
                                                        const int64_t* strides) {
@@ -151,13 +149,13 @@ TCH_EXTENSION_HOST_DEVICE Accessor<T, N> make_accessor(T* data, const int64_t* s
   return accessor;
 }
 
-// A tensor to be read, as it comes from Rust: src/strided.rs mirrors it.
+// A tensor that a kernel reads, as Rust passes it: src/strided.rs mirrors it.
 template <int N>
 struct Strided {
   const void* data;
   int64_t sizes[N];
   int64_t strides[N];
-  int32_t kind;  // libtorch's number: kind.h
+  int32_t kind;  // libtorch's number of the kind; see kind.h
 
   template <typename T>
   TCH_EXTENSION_HOST_DEVICE Accessor<const T, N> of() const {
@@ -165,7 +163,7 @@ struct Strided {
   }
 };
 
-// A tensor to be written.
+// A tensor that a kernel writes, as Rust passes it.
 template <int N>
 struct StridedMut {
   void* data;

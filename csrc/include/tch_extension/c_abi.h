@@ -1,10 +1,10 @@
-// The border between C++ and Rust: nothing is thrown across it.
+// The interface between C++ and Rust: no exception crosses it.
 //
 //   TCH_EXTENSION_API tch_extension::Message my_crate_sum(const at::Tensor* x, double* result) {
 //     return tch_extension::guard([&] { *result = x->sum().item<double>(); });
 //   }
 //
-// Rust makes an Err of the message, if there is one, and frees it with tch_extension_free_message.
+// If there is a message, Rust makes an Err of it and frees it with tch_extension_free_message.
 //
 // Needs: torch's headers.
 #pragma once
@@ -22,7 +22,7 @@ namespace tch_extension {
 // An owned error message, or null for success. The caller frees it with tch_extension_free_message.
 using Message = char*;
 
-// Runs `body`; an exception, whatever its type, becomes the message.
+// Runs `body`. An exception of any type becomes the message.
 template <typename Body>
 Message guard(Body&& body) noexcept {
   try {

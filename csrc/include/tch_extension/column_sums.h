@@ -1,10 +1,10 @@
-// Sums of the columns of a matrix, such as a bias' gradient: what kernels for the CPU
-// (cpu_column_sums.h) and for CUDA (cuda_column_sums.h) share. src/ffi/column_sums.rs mirrors the
-// struct.
+// Sums of the columns of a matrix, for example the gradient of a bias. The kernels for the CPU
+// (cpu_column_sums.h) and for CUDA (cuda_column_sums.h) share this struct. src/ffi/column_sums.rs
+// mirrors it.
 //
-// The rows are cut into slabs, whose sums go to `partial` and are summed by a second kernel; a
-// single slab's are the result. Sizes alone decide where the cuts are, so that the same inputs give
-// the same bits.
+// The rows are cut into slabs. The sums of each slab go to `partial`, and a second kernel adds them
+// up. If there is a single slab, its sums are the result. The cuts depend only on the sizes, so
+// that the same inputs give the same bits.
 //
 // Rows whose length is no multiple of 16 bytes cannot be read 16 bytes at a time, because most of them begin
 // at another address. F of them can be read as one row that is F times as long, if the matrix is contiguous:

@@ -1,5 +1,5 @@
-// CPU kernels on libtorch's vector library, compiled once for each instruction set and chosen when
-// the program runs.
+// CPU kernels that use libtorch's vector library. They are compiled once for each instruction set,
+// and the program chooses one when it runs.
 //
 // A `cpu.cpp` defines, in namespace tch_extension::CPU_CAPABILITY, a function that works on a range
 // of items:
@@ -10,12 +10,12 @@
 //
 //   TCH_EXTENSION_CPU_KERNEL(my_crate_scale, scale, ScaleParams, scale_items, scale_grain)
 //
-// which makes `extern "C" void my_crate_scale_cpu(const ScaleParams*)`: it picks the best unit,
-// cuts scale_items(params) items into pieces of at least scale_grain(params) and spreads them over
-// libtorch's threads.
+// which defines `extern "C" void my_crate_scale_cpu(const ScaleParams*)`. That function picks the
+// copy for the best instruction set, cuts scale_items(params) items into ranges of at least
+// scale_grain(params) items, and spreads them over libtorch's threads.
 //
-// Everything in such a file has to be in that namespace or `static`: inline functions outside it
-// would be merged across the units, and an old CPU might run the AVX-512 copy.
+// Everything in such a file must be in that namespace or `static`. The linker would merge inline
+// functions outside of it across the copies, and an old CPU might run the AVX-512 version.
 //
 // Needs: torch's headers.
 #pragma once
@@ -39,7 +39,8 @@
 
 namespace tch_extension {
 
-// 0: default, 1: AVX2, 2: AVX-512; what libtorch itself uses, ATEN_CPU_CAPABILITY included.
+// 0: default, 1: AVX2, 2: AVX-512. It is what libtorch itself uses, so ATEN_CPU_CAPABILITY has an
+// effect.
 inline int cpu_capability() {
   static const int capability = [] {
     const std::string name = at::get_cpu_capability();
@@ -54,11 +55,11 @@ inline int cpu_capability() {
 namespace tch_extension {
 inline namespace CPU_CAPABILITY {
 
-// What values of type T are computed in: float for the half kinds, T itself otherwise.
+// The type in which values of type T are computed: float for the half kinds, T itself otherwise.
 template <typename T>
 using Compute = at::opmath_type<T>;
 
-// Calls body(Type<T>{}) for the type of a kind.
+// Calls body(Type<T>{}) with the element type of a kind.
 template <typename Body>
 inline void for_kind(int32_t kind, Body&& body) {
   dispatch_kind<at::Half, at::BFloat16>(kind, std::forward<Body>(body));
@@ -67,11 +68,11 @@ inline void for_kind(int32_t kind, Body&& body) {
 template <typename T>
 using Vec = at::vec::Vectorized<T>;
 
-// How many values `load` and `store` take at most.
+// The largest number of values that `load` and `store` take.
 template <typename T>
 constexpr int64_t kVecSize = Vec<Compute<T>>::size();
 
-// The first `count` values at `from`; zeros behind them.
+// Loads the first `count` values at `from`, and fills the rest of the vector with zeros.
 template <typename T>
 inline Vec<Compute<T>> load(const T* from, int64_t count) {
   if constexpr (std::is_same_v<T, Compute<T>>) {
@@ -88,8 +89,8 @@ inline Vec<Compute<T>> load(const T* from, int64_t count) {
   }
 }
 
-// Rounds to T and stores all values of both, which costs the half kinds less than one after the
-// other.
+// Rounds two vectors to T and stores them. For the half kinds, this costs less than two calls of
+// `store`.
 template <typename T>
 inline void store_pair(const Vec<Compute<T>>& first, const Vec<Compute<T>>& second, T* to) {
   if constexpr (std::is_same_v<T, Compute<T>>) {
@@ -116,7 +117,7 @@ inline void store(const Vec<Compute<T>>& values, T* to, int64_t count) {
 #define TCH_EXTENSION_CONCAT_(a, b) a##b
 #define TCH_EXTENSION_CONCAT(a, b) TCH_EXTENSION_CONCAT_(a, b)
 
-// noexcept: nothing is thrown into the caller, who may be Rust.
+// noexcept, because the caller may be Rust, which no exception must reach.
 #define TCH_EXTENSION_CPU_UNIT(symbol, name, Params)                                          \
   extern "C" __attribute__((visibility("hidden"))) void TCH_EXTENSION_CONCAT(                 \
       symbol##_, CPU_CAPABILITY)(const Params* params, int64_t begin, int64_t end) noexcept { \
@@ -137,8 +138,8 @@ inline void store(const Vec<Compute<T>>& values, T* to, int64_t count) {
                      [&](int64_t begin, int64_t end) { unit(params, begin, end); }); \
   }
 #else
-// Names `items` and `grain`, which only the default unit calls, so that no unit warns of unused
-// functions.
+// Other copies than the default mention `items` and `grain` here, which only the default copy
+// calls, so that there is no warning about unused functions.
 #define TCH_EXTENSION_CPU_KERNEL(symbol, name, Params, items, grain)             \
   TCH_EXTENSION_CPU_UNIT(symbol, name, Params)                                   \
   namespace tch_extension {                                                      \

@@ -1,10 +1,11 @@
-// Sums of the columns of a matrix on the CPU. The matrix need not exist: a loader gives its
-// vectors.
+// Sums of the columns of a matrix on the CPU. The matrix need not exist in memory: a loader returns
+// its vectors.
 //
-//   column_sums<T>(sums, begin, end, [&](int64_t row, int64_t column, int64_t count) { return ...;
-//   }); finish_column_sums<T>(sums, begin, end);  // when there are several slabs
+//   column_sums<T>(sums, begin, end,
+//                  [&](int64_t row, int64_t column, int64_t count) { return ...; });
+//   finish_column_sums<T>(sums, begin, end);  // if there are several slabs
 //
-// begin and end are out of column_sums_items(sums) and finish_column_sums_items(sums).
+// [begin, end) is a range of the column_sums_items(sums) or finish_column_sums_items(sums) items.
 //
 // Needs: torch's headers.
 #pragma once
@@ -15,10 +16,12 @@
 namespace tch_extension {
 inline namespace CPU_CAPABILITY {
 
-// An item is a slab of this many columns; the same for every instruction set.
+// An item of work is a tile of this many columns in one slab; it is the same for every instruction
+// set.
 constexpr int64_t kTileColumns = 64;
-// So many rows are added up one after the other, and then the sums of these runs: rounding errors
-// grow with the length of either, not with their product.
+// The rows are cut into runs of this many. Each run is summed, and then the sums of the runs.
+// Rounding errors then grow with the length of a run and with the number of runs, not with their
+// product.
 constexpr int64_t kRunRows = 32;
 
 inline int64_t column_tiles(const TchExtensionColumnSums& sums) {
@@ -33,7 +36,7 @@ inline int64_t finish_column_sums_items(const TchExtensionColumnSums& sums) {
   return column_tiles(sums);
 }
 
-// As libtorch has it: waking a thread costs as much as adding up thousands of elements.
+// The same grain as in libtorch: waking a thread costs as much as adding thousands of elements.
 inline int64_t column_sums_grain(const TchExtensionColumnSums& sums) {
   constexpr int64_t kElements = 32768;
   const int64_t rows = std::max<int64_t>(1, sums.rows / std::max<int64_t>(1, sums.slabs));
@@ -43,7 +46,8 @@ inline int64_t column_sums_grain(const TchExtensionColumnSums& sums) {
 
 inline int64_t finish_column_sums_grain(const TchExtensionColumnSums&) { return 4; }
 
-// Of the rows [begin, end) and the columns from `first`, of which there are kTileColumns if kWhole.
+// Sums the rows [begin, end) of `width` columns from `first` on. If kWhole, there are kTileColumns
+// of them.
 template <typename T, bool kWhole, typename Load, typename Store>
 void sum_tile(int64_t begin, int64_t end, int64_t first, int64_t width, Load load,
               Store store_sum) {
@@ -80,7 +84,7 @@ void sum_tile(int64_t begin, int64_t end, int64_t first, int64_t width, Load loa
                         : sum_tile<T, false>(begin, end, first, width, load, store_sum);
 }
 
-// load(row, column, count) is called once for each vector of the matrix.
+// Calls load(row, column, count) once for each vector of the matrix.
 template <typename T, typename Load>
 void column_sums(const TchExtensionColumnSums& sums, int64_t begin, int64_t end, Load load_values) {
   using V = Vec<Compute<T>>;

@@ -1,9 +1,9 @@
-// Products of small matrices on the CPU, where calling libtorch's and spreading it over threads
-// costs more than computing it.
+// Products of small matrices on the CPU, for which a call of libtorch's product and its threads
+// would cost more than the computation.
 //
-// Nothing is packed: what one factor gives are single values, by any strides, each of them times
-// whole vectors of the other, whose rows are contiguous. Every result is one sum in the order of
-// the inner index, whatever the number of threads.
+// Nothing is packed: single values of the left matrix, which may have any strides, are multiplied
+// by whole vectors of the right matrix, whose rows are contiguous. Each result is one sum in the
+// order of the inner index, whatever the number of threads.
 //
 // Needs: torch's headers.
 #pragma once
@@ -13,12 +13,12 @@
 namespace tch_extension {
 inline namespace CPU_CAPABILITY {
 
-// Sums that stay in registers: enough to hide an addition's latency, and half of all registers or
-// fewer.
+// The number of sums that stay in registers. It is enough to hide the latency of an addition, and
+// takes at most half of all registers.
 template <typename T>
 constexpr int kAccumulators = sizeof(Vec<T>) == 64 ? 16 : 8;
 
-// Values of any strides.
+// A matrix with any strides, which is read value by value. `row` and `inner` are the strides.
 template <typename T>
 struct Scattered {
   const T* data;
@@ -26,14 +26,15 @@ struct Scattered {
   int64_t inner;
 };
 
-// Contiguous rows.
+// A matrix with contiguous rows.
 template <typename T>
 struct Rows {
   const T* data;
-  int64_t inner;  // from one row to the next
+  int64_t inner;  // stride from one row to the next
 };
 
-// kRows rows of left times kVectors vectors of right, `columns` of them at most, to `to`.
+// Multiplies kRows rows of `left` by kVectors vectors of `right`, and writes the result to `to`.
+// Unless kWhole, the last vector ends after `columns` columns in all.
 template <int kRows, int kVectors, bool kWhole, typename T>
 inline void product_tile(Scattered<T> left, Rows<T> right, int64_t inner, int64_t columns, T* to,
                          int64_t to_row) {
@@ -106,8 +107,8 @@ void small_product(Scattered<T> left, Rows<T> right, int64_t rows, int64_t inner
   }
 }
 
-// As a transposition goes on: each round interleaves the lines of the upper half with those of the
-// lower.
+// Part of a transposition: each round interleaves the lines of the upper half with those of the
+// lower half.
 template <int kRounds, typename V, int kSize>
 inline TCH_EXTENSION_INLINE auto interleaved(Registers<V, kSize> lines) {
   if constexpr (kRounds == 1) {
@@ -120,15 +121,15 @@ inline TCH_EXTENSION_INLINE auto interleaved(Registers<V, kSize> lines) {
   }
 }
 
-// to[c][r] = from[r][c] of `rows` × `columns`, neither more than a vector's size; zeros in the rest
-// of the vector's size of columns of `to`, of which as many rows as a vector has are written.
+// to[c][r] = from[r][c] for a block of `rows` × `columns`, neither of which is more than the size
+// of a vector. It writes a whole square of that size to `to`, with zeros in the rest.
 template <typename T>
 inline void transpose_block(const T* from, int64_t from_row, int64_t rows, int64_t columns, T* to,
                             int64_t to_row) {
   using V = Vec<T>;
   constexpr int kSize = V::size();
   const auto lines = registers<V, kSize>([&](auto row) TCH_EXTENSION_INLINE {
-    // Not behind the last column: it may be the end of the memory.
+    // Do not read beyond the last column, where the memory may end.
     return row >= rows        ? V(T(0))
            : columns == kSize ? V::loadu(from + row * from_row)
                               : V::loadu(from + row * from_row, columns);

@@ -1,22 +1,23 @@
-// Sums of the columns of a matrix on CUDA. The matrix need not exist: a loader, a plain struct with
+// Sums of the columns of a matrix on CUDA. The matrix need not exist in memory: a loader, a plain
+// struct with
 //
 //   static constexpr int kUnroll = 4;  // rows that a thread asks for at a time, a power of two
 //   template <typename T, int kLanes> __device__ auto fetch(int64_t row, int64_t column) const;
 //   template <typename T, int kLanes, typename Fetched>
 //   __device__ Values<T, kLanes> values(const Fetched& fetched, int64_t row, int64_t column) const;
 //
-// gives its vectors, and is called once for each. In two steps, because `values` may store
-// something, and a load does not overtake a store.
+// returns its vectors, and each function is called once per vector. There are two functions because
+// `values` may store something, and a load is not moved ahead of a store.
 //
 //   start_column_sums<T, kLanes>(sums, loader, stream);
-//   finish_column_sums<T>(sums, stream);  // when there are several slabs, or rows are folded
+//   finish_column_sums<T>(sums, stream);  // if there are several slabs, or if rows are folded
 //
-// Where rows are folded (column_sums.h), the loader's rows and columns are those of folded(sums),
-// and its last row may be short: it has to give zeros for what is beyond rows · columns.
+// If rows are folded (column_sums.h), the loader sees the rows and columns of folded(sums). Its last
+// row may be short, and the loader has to return zeros for elements beyond rows · columns.
 //
-// A block sums a slab of rows and a tile of columns: its threads stand x side by side and y above
-// one another, and the y sums of a column are added up as a tree. No atomics: the order is always
-// the same.
+// Each thread block sums one slab of rows for one tile of columns. Its threads are arranged in x
+// columns and y rows, and the y partial sums of a column are added as a tree. There are no atomics,
+// so the order of additions is always the same.
 //
 // Needs: the CUDA toolkit; no torch header.
 #pragma once
@@ -26,10 +27,11 @@
 
 namespace tch_extension {
 
-// blockDim.x · blockDim.y = kThreads, both powers of two.
+// Adds the sums of all threads that share a column. blockDim.x · blockDim.y = kThreads, and both
+// are powers of two.
 template <typename T, int kLanes>
 __device__ __forceinline__ void sum_over_y(Values<T, kLanes>& sum) {
-  // Lane by lane, so that neighbouring threads use neighbouring banks.
+  // The layout is lane by lane, so that adjacent threads use adjacent banks of shared memory.
   __shared__ Compute<T> shared[kLanes * kThreads];
   const unsigned int thread = threadIdx.y * blockDim.x + threadIdx.x;
 #pragma unroll
@@ -43,12 +45,12 @@ __device__ __forceinline__ void sum_over_y(Values<T, kLanes>& sum) {
       }
     }
   }
-  // What thread y = 0 reads it has written itself.
+  // No barrier is needed here: the threads with y = 0 read what they have written themselves.
 #pragma unroll
   for (int lane = 0; lane < kLanes; ++lane) sum.lane[lane] = shared[lane * kThreads + thread];
 }
 
-// Out is what the sums are rounded to when there is only one slab.
+// Out is the type to which the sums are rounded if there is only one slab.
 template <typename T, typename Out, int kLanes, typename Loader>
 __global__ void __launch_bounds__(kThreads)
     column_sums_kernel(TchExtensionColumnSums sums, Loader loader) {
@@ -63,8 +65,8 @@ __global__ void __launch_bounds__(kThreads)
     int64_t row = from + threadIdx.y;
     for (; row < to; row += kUnroll * step) {
       decltype(loader.template fetch<T, kLanes>(row, column)) fetched[kUnroll];
-      // What is beyond the end is left out here, not in a loop of its own, whose loads would wait
-      // for one another.
+      // Rows beyond the end are skipped here and not in a loop of their own, in which each load
+      // would wait for the one before.
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
         if (row + i * step < to)
@@ -79,7 +81,7 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  // As a tree.
+  // Add the kUnroll sums as a tree.
 #pragma unroll
   for (int half = kUnroll / 2; half > 0; half /= 2) {
 #pragma unroll
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int lane = 0; lane < kLanes; ++lane) sum[i].lane[lane] += sum[i + half].lane[lane];
     }
   }
-  // All threads meet here, also those beyond the last column.
+  // All threads must call this, even those beyond the last column, because it has barriers.
   sum_over_y<T, kLanes>(sum[0]);
   if (threadIdx.y != 0 || column >= sums.columns) return;
 #pragma unroll
@@ -114,7 +116,7 @@ inline void start_column_sums_in(const TchExtensionColumnSums& sums, unsigned in
 
 inline bool is_folded(const TchExtensionColumnSums& sums) { return sums.fold > 1; }
 
-// What a loader of folded rows reads. The partial sums, [S, F·N], are those of S·F rows.
+// The matrix that a loader of folded rows reads. Its partial sums, [S, F·N], are S·F rows of N.
 inline TchExtensionColumnSums folded(const TchExtensionColumnSums& sums) {
   TchExtensionColumnSums longer = sums;
   longer.rows = (sums.rows + sums.fold - 1) / sums.fold;
@@ -123,8 +125,8 @@ inline TchExtensionColumnSums folded(const TchExtensionColumnSums& sums) {
   return longer;
 }
 
-// kLanes must divide the number of columns, of which there is at least one; of folded(sums), where
-// rows are folded.
+// kLanes must divide the number of columns (of folded(sums), if rows are folded), and there must be
+// at least one column.
 template <typename T, int kLanes, typename Loader>
 inline void start_column_sums(const TchExtensionColumnSums& sums, const Loader& loader,
                               cudaStream_t stream) {

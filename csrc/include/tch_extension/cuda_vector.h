@@ -1,15 +1,16 @@
-// Neighbouring values that one thread of a CUDA kernel reads, computes with and writes together.
+// Vectors of adjacent values that one thread of a CUDA kernel reads, computes with and writes
+// together.
 //
-//   template <typename T, int kLanes>  // kLanesOf16Bytes<T> if is_aligned<T, kLanes> of all
-//   arrays, otherwise 1
+//   // kLanes: kLanesOf16Bytes<T> if is_aligned<T, kLanes> for all arrays, otherwise 1.
+//   template <typename T, int kLanes>
 //   __global__ void twice(const void* x, void* y, int64_t len) {
 //     const int64_t at = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kLanes;
 //     if (at >= len) return;
 //     const bool whole = at + kLanes <= len;
 //     auto values = whole ? load_values<T, kLanes>(x, at) : load_tail<T, kLanes>(x, at, len - at);
 //     for (int lane = 0; lane < kLanes; ++lane) values.lane[lane] *= 2;
-//     whole ? store_values<T, kLanes>(y, at, values) : store_tail<T, kLanes>(y, at, len - at,
-//     values);
+//     whole ? store_values<T, kLanes>(y, at, values)
+//           : store_tail<T, kLanes>(y, at, len - at, values);
 //   }
 //
 // Needs: the CUDA toolkit; no torch header.
@@ -19,13 +20,14 @@
 
 namespace tch_extension {
 
-// What a thread computes with.
+// The values of a vector in the type in which a thread computes.
 template <typename T, int kLanes>
 struct Values {
   Compute<T> lane[kLanes];
 };
 
-// As they are in memory. `at` counts elements; the address must be a multiple of the vector's size.
+// Loads a vector without conversion. `at` counts elements; the address must be a multiple of the
+// vector's size.
 template <typename T, int kLanes>
 __device__ __forceinline__ Vector<T, kLanes> load_vector(const void* pointer, int64_t at) {
   return *reinterpret_cast<const Vector<T, kLanes>*>(static_cast<const T*>(pointer) + at);
@@ -57,7 +59,7 @@ __device__ __forceinline__ Values<T, kLanes> load_values(const void* pointer, in
   return values_of(load_vector<T, kLanes>(pointer, at));
 }
 
-// One value for all lanes.
+// Loads one value into all lanes.
 template <typename T, int kLanes>
 __device__ __forceinline__ Values<T, kLanes> repeat_value(const void* pointer, int64_t at) {
   const auto value = static_cast<Compute<T>>(static_cast<const T*>(pointer)[at]);
@@ -76,7 +78,8 @@ __device__ __forceinline__ void store_values(void* pointer, int64_t at,
   *reinterpret_cast<Vector<T, kLanes>*>(static_cast<T*>(pointer) + at) = rounded;
 }
 
-// The first `count` values, fewer than kLanes, one by one; zeros behind them. Any address will do.
+// Loads the first `count` values, fewer than kLanes, one by one, and sets the other lanes to zero.
+// The address may have any alignment.
 template <typename T, int kLanes>
 __device__ __forceinline__ Values<T, kLanes> load_tail(const void* pointer, int64_t at,
                                                        int64_t count) {

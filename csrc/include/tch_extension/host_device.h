@@ -1,9 +1,10 @@
-// One function for the host and for the device.
+// A macro for a function that runs on the host and on the device.
 //
 //   TCH_EXTENSION_HOST_DEVICE float half_of(float x) { return 0.5f * x; }
 //
-// Always inlined: a source that is compiled once for each instruction set (cpu.h) would otherwise
-// lend its copy, full of AVX-512, to the whole program.
+// The function is always inlined. Otherwise a source that is compiled once for each instruction set
+// (cpu.h) would emit a copy of it with AVX-512 instructions, and the whole program might use that
+// copy.
 //
 // Needs: nothing.
 #pragma once

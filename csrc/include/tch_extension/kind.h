@@ -1,11 +1,11 @@
-// The kinds that kernels exist for, and from a kind to a type: for_kind of launch.h and cpu.h.
+// The kinds that kernels exist for. for_kind in launch.h and in cpu.h maps a kind to a type.
 //
 // Needs: nothing.
 #pragma once
 
 #include <cstdint>
 
-// libtorch's numbers for element types.
+// libtorch's numbers of the element types.
 enum TchExtensionKind : int32_t {
   kTchExtensionHalf = 5,
   kTchExtensionFloat = 6,
@@ -20,8 +20,9 @@ struct Type {
   using type = T;
 };
 
-// Calls body(Type<T>{}) for the type of a kind; for another kind, of which there is none, nothing.
-// The half types have other names on the device than on the host.
+// Calls body(Type<T>{}) with the element type of a kind. It does nothing for a kind that is not
+// listed. The half types are parameters because they have other names on the device than on the
+// host.
 template <typename Half, typename BFloat16, typename Body>
 inline void dispatch_kind(int32_t kind, Body&& body) {
   switch (kind) {

@@ -1,8 +1,8 @@
-// Launching CUDA kernels: a status that names the kernel, types of kinds, sizes of grids,
+// Helpers to launch CUDA kernels: a status that names the kernel, the type of a kind, grid sizes,
 // alignment.
 //
-//   extern "C" tch_extension::LaunchStatus my_crate_scale(const ScaleParams* params, cudaStream_t
-//   stream) {
+//   extern "C" tch_extension::LaunchStatus my_crate_scale(const ScaleParams* params,
+//                                                         cudaStream_t stream) {
 //     using namespace tch_extension;
 //     for_kind(params->kind, [&](auto type) {
 //       using T = typename decltype(type)::type;
@@ -11,8 +11,8 @@
 //     return launch_status("scale");
 //   }
 //
-// Rust calls it through tch_extension::cuda::launch, which has the current stream and makes an Err
-// of the status.
+// Rust calls it through tch_extension::cuda::launch, which passes the current stream and makes an
+// Err of a status that has an error.
 //
 // Needs: the CUDA toolkit; no torch header.
 #pragma once
@@ -34,14 +34,14 @@ struct LaunchStatus {
   const char* error;
 };
 
-// To be called right after a launch. Errors of earlier asynchronous work show up here, too, as
-// everywhere in CUDA.
+// Must be called right after a launch. As everywhere in CUDA, it also reports errors of earlier
+// asynchronous work.
 inline LaunchStatus launch_status(const char* kernel) {
   const cudaError_t error = cudaGetLastError();
   return {kernel, error == cudaSuccess ? nullptr : cudaGetErrorString(error)};
 }
 
-// Calls body(Type<T>{}) for the type of a kind.
+// Calls body(Type<T>{}) with the element type of a kind.
 template <typename Body>
 inline void for_kind(int32_t kind, Body&& body) {
   dispatch_kind<__half, __nv_bfloat16>(kind, std::forward<Body>(body));
@@ -60,22 +60,23 @@ struct ComputeOf<__nv_bfloat16> {
   using type = float;
 };
 
-// What values of type T are computed in: float for the half kinds, T itself otherwise. static_cast
-// converts between the two.
+// The type in which values of type T are computed: float for the half kinds, T itself otherwise.
+// static_cast converts between the two.
 template <typename T>
 using Compute = typename ComputeOf<T>::type;
 
 constexpr int kThreads = 256;
 
-// Blocks for `items` pieces of work, one a thread; a grid-stride loop does what is beyond CUDA's
-// limit.
+// The number of blocks for `items` pieces of work, one per thread. If that exceeds CUDA's limit,
+// the kernel needs a grid-stride loop for the rest.
 inline unsigned int blocks_for(int64_t items) {
   const int64_t blocks = (items + kThreads - 1) / kThreads;
   constexpr int64_t kMostBlocks = INT32_MAX;
   return static_cast<unsigned int>(blocks < kMostBlocks ? blocks : kMostBlocks);
 }
 
-// kLanes values that one instruction loads or stores; the address must be a multiple of its size.
+// kLanes values that one instruction loads or stores. The address must be a multiple of the
+// vector's size.
 template <typename T, int kLanes>
 struct alignas(sizeof(T) * kLanes) Vector {
   T lane[kLanes];
@@ -84,8 +85,8 @@ struct alignas(sizeof(T) * kLanes) Vector {
 template <typename T>
 constexpr int kLanesOf16Bytes = 16 / sizeof(T);
 
-// Whether vectors of kLanes values may be loaded from and stored to an address: offset views may
-// lie anywhere.
+// Whether vectors of kLanes values may be loaded from and stored to an address. A view with an
+// offset may begin anywhere.
 template <typename T, int kLanes>
 inline bool is_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % sizeof(Vector<T, kLanes>) == 0;

@@ -1,11 +1,12 @@
-// Scalar functions for kernels, on the host and on the device, in the precision of their argument:
-// no fmaxf on a double, no double constant that widens a float. Each as libtorch defines it.
+// Scalar functions for kernels, on the host and on the device. Each is computed in the precision of
+// its argument (no fmaxf on a double, no double constant that widens a float) and as libtorch
+// defines it.
 //
-//   y = gelu(x);                 // x a float: float; a double: double. Half kinds: Compute<T> of
-//   launch.h, cpu.h grad_x = grad_y * gelu_grad(x);
+//   y = gelu(x);  // a float gives a float, a double a double; half kinds: Compute<T> of launch.h,
+//   cpu.h grad_x = grad_y * gelu_grad(x);
 //
-// A gradient takes y where that is enough (sigmoid, tanh, relu: nothing else need be saved),
-// otherwise x.
+// A gradient takes y where that is enough (sigmoid, tanh, relu), so that nothing else must be
+// saved; otherwise it takes x.
 //
 // Needs: nothing.
 #pragma once
@@ -22,39 +23,40 @@ TCH_EXTENSION_HOST_DEVICE T sigmoid(T x) {
   return T(1) / (T(1) + exp(-x));
 }
 
-// d sigmoid / dx from y = sigmoid(x).
+// d sigmoid / dx, computed from y = sigmoid(x).
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T sigmoid_grad(T y) {
   return y * (T(1) - y);
 }
 
-// d tanh / dx from y = tanh(x).
+// d tanh / dx, computed from y = tanh(x).
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T tanh_grad(T y) {
   return T(1) - y * y;
 }
 
-// The exponential linear unit with alpha = 1. expm1, because exp(x) - 1 loses all digits near 0.
+// The exponential linear unit with alpha = 1. It uses expm1, because exp(x) - 1 loses all digits
+// near 0.
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T elu(T x) {
   using std::expm1;
   return x > T(0) ? x : expm1(x);
 }
 
-// d elu / dx from x itself: elu(x) + 1 has no digits left where elu(x) is near -1.
+// d elu / dx, computed from x itself, because elu(x) + 1 loses all digits where elu(x) is near -1.
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T elu_grad(T x) {
   using std::exp;
   return x > T(0) ? T(1) : exp(x);
 }
 
-// Not a number stays one, as in libtorch; max(x, 0) would make it 0.
+// NaN stays NaN, as in libtorch; max(x, 0) would make it 0.
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T relu(T x) {
   return x <= T(0) ? T(0) : x;
 }
 
-// d relu / dx from x or from y = relu(x); 0 at 0.
+// d relu / dx, computed from x or from y = relu(x). It is 0 at 0.
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T relu_grad(T x) {
   return x <= T(0) ? T(0) : T(1);
@@ -67,15 +69,15 @@ TCH_EXTENSION_HOST_DEVICE T silu(T x) {
   return x / (T(1) + exp(-x));
 }
 
-// d silu / dx from x.
+// d silu / dx, computed from x.
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T silu_grad(T x) {
   const T s = sigmoid(x);
   return s * (T(1) + x * (T(1) - s));
 }
 
-// log(1 + exp(beta x)) / beta, and x itself where beta x is beyond `threshold`: libtorch's
-// defaults.
+// log(1 + exp(beta x)) / beta, and x itself where beta x is greater than `threshold`. The default
+// arguments are libtorch's.
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T softplus(T x, T beta = T(1), T threshold = T(20)) {
   using std::exp;
@@ -83,13 +85,13 @@ TCH_EXTENSION_HOST_DEVICE T softplus(T x, T beta = T(1), T threshold = T(20)) {
   return x * beta > threshold ? x : log1p(exp(x * beta)) / beta;
 }
 
-// d softplus / dx from x.
+// d softplus / dx, computed from x.
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T softplus_grad(T x, T beta = T(1), T threshold = T(20)) {
   return x * beta > threshold ? T(1) : sigmoid(x * beta);
 }
 
-// x · Φ(x), by the error function: libtorch's gelu with approximate = "none".
+// x · Φ(x), computed with the error function: libtorch's gelu with approximate = "none".
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T gelu(T x) {
   using std::erf;
@@ -97,7 +99,7 @@ TCH_EXTENSION_HOST_DEVICE T gelu(T x) {
   return T(0.5) * x * (T(1) + erf(x * kSqrtHalf));
 }
 
-// d gelu / dx from x.
+// d gelu / dx, computed from x.
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T gelu_grad(T x) {
   using std::erf;
@@ -115,7 +117,7 @@ TCH_EXTENSION_HOST_DEVICE T gelu_tanh(T x) {
   return T(0.5) * x * (T(1) + tanh(kSqrt2OverPi * (x + T(0.044715) * x * x * x)));
 }
 
-// d gelu_tanh / dx from x.
+// d gelu_tanh / dx, computed from x.
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T gelu_tanh_grad(T x) {
   using std::tanh;

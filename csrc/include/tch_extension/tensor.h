@@ -1,9 +1,9 @@
-// Accessors of tensors, for C++ that has at::Tensor in hand. A kernel needs accessor.h only.
+// Accessors of tensors, for C++ code that has an at::Tensor. A kernel only needs accessor.h.
 //
 //   scale<<<...>>>(accessor<const float, 2>(x, "x"), accessor<float, 2>(y, "y"));
-//   accessor<at::Half, 2>(x, "x").as<__half>()  // the device's name of the type
+//   accessor<at::Half, 2>(x, "x").as<__half>()  // __half is the type's name on the device
 //
-// Another number of dimensions, kind or layout than asked for is a c10::Error.
+// A tensor with another number of dimensions, kind or layout than requested causes a c10::Error.
 //
 // Needs: torch's headers.
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace tch_extension {
 
-// T may be const, and then the memory of a lazy clone stays shared.
+// T may be const. Then the memory of a lazy clone stays shared.
 template <typename T, int N>
 Accessor<T, N> accessor(const at::Tensor& tensor, const char* name) {
   using Value = std::remove_const_t<T>;

@@ -1,4 +1,4 @@
-//! Properties that show in the outputs.
+//! Properties of the outputs.
 
 use super::caught;
 use super::run::{Case, detached, same_bits, tensors_of};
@@ -42,8 +42,8 @@ pub(super) fn inputs_unchanged(case: &Case<'_>) -> Result<()> {
     declared_changes(case)
 }
 
-/// What an operator has no business to change, for comparison and for messages. The version goes up
-/// with each change in place that libtorch knows of.
+/// The properties of an input that an operator must not change, as text for comparison and for
+/// messages. The version increases with each change in place that libtorch knows of.
 fn outline(leaf: &Tensor) -> String {
     format!(
         "{:?} with strides {:?}, requires_grad {}, version {}",
@@ -62,7 +62,7 @@ fn check_unchanged(
 ) -> Result<()> {
     for (index, (copy, memory)) in copies.iter().zip(memories).enumerate() {
         if case.runner.options.changed_inputs.contains(&index) {
-            // Its elements may change, and nothing else.
+            // The elements of this input may change, but nothing else may.
             let _guard = tch::no_grad_guard();
             copy.tensor.f_detach()?.f_copy_(case.inputs[index])?;
         }
@@ -76,7 +76,7 @@ fn check_unchanged(
     Ok(())
 }
 
-/// What is declared to change has to have libtorch know it, or autograd would use stale values.
+/// libtorch must know of a declared change, because autograd would otherwise use stale values.
 fn declared_changes(case: &Case<'_>) -> Result<()> {
     let copies = case.copies()?;
     let memories = copies.iter().map(Replica::memory).collect::<Result<Vec<_>>>()?;
@@ -128,7 +128,7 @@ fn calls_apart(what: &str, of: &[Option<Tensor>], others: &[Option<Tensor>]) -> 
     Ok(())
 }
 
-/// The outputs of a call, each with memory of its own.
+/// Returns the outputs of a call after checking that each has memory of its own.
 fn outputs_apart(case: &Case<'_>) -> Result<Tensors> {
     let leaves = tensors_of(&case.copies()?);
     let outputs = case.runner.call(&leaves)?;
@@ -159,9 +159,9 @@ fn outputs_apart(case: &Case<'_>) -> Result<Tensors> {
     Ok(outputs)
 }
 
-/// Whether the stretches of memory from first to last element have bytes in common.
+/// Whether the ranges of memory from the first to the last element have bytes in common.
 fn overlap(a: &Tensor, b: &Tensor) -> Result<bool> {
-    // libtorch has zeros without memory.
+    // libtorch has tensors of zeros without memory.
     let nowhere = |tensor: &Tensor| tensor.numel() == 0 || tensor.data_ptr().is_null();
     if a.device() != b.device() || nowhere(a) || nowhere(b) {
         return Ok(false);
@@ -248,7 +248,7 @@ fn without_graph(
         else {
             continue;
         };
-        // A view of a leaf says that it requires grad even when it was made with grad mode off.
+        // A view of a leaf says that it requires grad, even if it was made with grad mode off.
         let views = leaves.iter().map(|leaf| overlap(output, leaf)).collect::<Result<Vec<_>>>()?;
         if !views.contains(&true) {
             return Err(Error::msg(format!("{when}, output {index} requires grad")));
@@ -285,8 +285,8 @@ fn in_layout(case: &Case<'_>, layout: Layout, places: &[usize]) -> Result<()> {
     };
     let (found, expected) = (caught(|| case.run(&laid_out)), caught(|| case.run(&contiguous)));
     if layout == Layout::Expanded && expected.is_err() {
-        // It is not the layout: values over and over, as in a singular matrix, are not for every
-        // operator.
+        // The layout is not to blame: not every operator accepts repeated values, as in a singular
+        // matrix.
         return Ok(());
     }
     let found = found.map_err(|error| Error::msg(format!("{what}: {error}")))?;

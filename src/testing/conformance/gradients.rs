@@ -1,4 +1,4 @@
-//! Properties that show in the gradients.
+//! Properties of the gradients.
 
 use super::run::{Case, Outcome, tensors_of};
 use crate::autograd::{GradOptions, grad};
@@ -7,7 +7,8 @@ use crate::testing::samples::{Layout, noise};
 use crate::{Error, Result};
 use tch::{Kind, Tensor};
 
-/// With more inputs than this, not every set of them is tried: that would be too many.
+/// If there are more inputs than this, not every set of them is tried, because there would be too
+/// many sets.
 const MOST_VARIABLES: usize = 6;
 
 pub(super) fn subsets(case: &Case<'_>) -> Result<()> {
@@ -90,14 +91,14 @@ const EPS: f64 = 1e-6;
 pub(super) fn create_graph(case: &Case<'_>) -> Result<()> {
     let kinds = case.connected().into_iter().map(|index| Ok(case.inputs[index].f_kind()?));
     let kinds = kinds.collect::<Result<Vec<_>>>()?;
-    // The half kinds round too much for two formulas of one derivative to agree, more so after
-    // three steps.
+    // The half kinds round too much for two formulas of the same derivative to agree, even more so
+    // after three steps.
     if kinds.is_empty() || !kinds.iter().all(|kind| matches!(kind, Kind::Float | Kind::Double)) {
         return Ok(());
     }
     let twice = kinds.iter().all(|&kind| kind == Kind::Double);
     derivatives_of(case, 1, twice)?;
-    // Outputs are not always inputs that it takes.
+    // The operator may not accept its own outputs as inputs.
     let chained = loss(case, &leaves(case, 0.0)?, 3).and_then(|loss| Ok(loss.f_isfinite()?));
     match chained.is_ok_and(|finite| finite.int64_value(&[]) == 1) {
         true => derivatives_of(case, 3, twice),
@@ -105,13 +106,13 @@ pub(super) fn create_graph(case: &Case<'_>) -> Result<()> {
     }
 }
 
-/// The first derivatives with a graph are those without, and the second, if asked for, those of the
-/// first.
+/// Checks that the first derivatives are the same with and without a graph and, if `twice`, that
+/// the second derivatives are the derivatives of the first.
 fn derivatives_of(case: &Case<'_>, steps: usize, twice: bool) -> Result<()> {
     let what = format!("in {steps} step{}", if steps == 1 { "" } else { "s" });
     let plain = first(case, &leaves(case, 0.0)?, steps, false)?;
     let variables = leaves(case, 0.0)?;
-    // An error is as good as a right derivative: nobody takes it for a number.
+    // An error is as good as a right derivative, because nobody mistakes it for a number.
     let Ok(with_graph) = first(case, &variables, steps, true) else { return Ok(()) };
     for (place, (with, without)) in with_graph.iter().zip(&plain).enumerate() {
         let name =
@@ -126,12 +127,12 @@ fn derivatives_of(case: &Case<'_>, steps: usize, twice: bool) -> Result<()> {
     if twice { second(case, &variables, steps, &with_graph) } else { Ok(()) }
 }
 
-/// All inputs, moved by this much along a fixed direction.
+/// All inputs, moved by this amount along a fixed direction.
 fn leaves(case: &Case<'_>, by: f64) -> Result<Vec<Tensor>> {
     let mut leaves = tensors_of(&case.copies()?);
     let _guard = tch::no_grad_guard();
     for index in case.connected().into_iter().filter(|_| by != 0.0) {
-        // Not in place: in an expanded one, elements share memory.
+        // Not in place, because elements of an expanded tensor share memory.
         let moved = leaves[index]
             .f_detach()?
             .f_add(&direction(&leaves[index], index)?.f_mul_scalar(by)?)?;
@@ -145,15 +146,15 @@ fn direction(leaf: &Tensor, index: usize) -> Result<Tensor> {
 }
 
 /// A number that depends on every output of several steps. Each differentiable input depends on the
-/// one before it, and each step takes what it can of the outputs of the step before, bounded:
-/// exp(exp(exp(x))) soon leaves what a double can hold.
+/// previous one. Each step uses the outputs of the previous step as inputs where they fit, bounded
+/// by atan, because a chain such as exp(exp(exp(x))) soon exceeds the range of a double.
 fn loss(case: &Case<'_>, leaves: &[Tensor], steps: usize) -> Result<Tensor> {
     let mut inputs: Vec<Tensor> = leaves.iter().map(Tensor::shallow_clone).collect();
     let connected = case.connected();
     for pair in connected.windows(2) {
         let mean = inputs[pair[0]].f_mean(inputs[pair[0]].f_kind()?)?.f_mul_scalar(0.1)?;
         let leaf = &leaves[pair[1]];
-        // Of an input without elements there is no mean.
+        // An input without elements has no mean.
         if inputs[pair[0]].numel() > 0 {
             inputs[pair[1]] =
                 leaf.f_add(&mean.f_to_kind(leaf.f_kind()?)?.f_to_device(leaf.device())?)?;
@@ -182,8 +183,8 @@ fn loss(case: &Case<'_>, leaves: &[Tensor], steps: usize) -> Result<Tensor> {
                     && output.requires_grad()
             };
             if let Some(place) = free.iter().position(fits) {
-                // Its derivative reads its argument, not its result: the operator may change that
-                // in place.
+                // The derivative of atan reads its argument and not its result, which the operator
+                // may change in place.
                 inputs[index] = free.remove(place).f_atan()?;
             }
         }
@@ -191,7 +192,7 @@ fn loss(case: &Case<'_>, leaves: &[Tensor], steps: usize) -> Result<Tensor> {
     total.ok_or_else(|| Error::msg("no output has a derivative"))
 }
 
-/// The gradients of the variables.
+/// Computes the gradients of the variables.
 fn first(
     case: &Case<'_>,
     leaves: &[Tensor],
@@ -203,7 +204,7 @@ fn first(
     Ok(grad(&[&loss(case, leaves, steps)?], &variables, &options)?.into_vec())
 }
 
-/// One number made of the gradients.
+/// Combines the gradients to one number.
 fn combined(gradients: &[Option<Tensor>]) -> Result<Option<Tensor>> {
     let mut total: Option<Tensor> = None;
     for (place, gradient) in gradients.iter().enumerate() {
@@ -218,8 +219,8 @@ fn combined(gradients: &[Option<Tensor>]) -> Result<Option<Tensor>> {
     Ok(total)
 }
 
-/// The derivative of the gradients along one direction, against differences of gradients. Again, an
-/// error is as good.
+/// Compares the derivative of the gradients along one direction with a difference of gradients.
+/// Again, an error is as good as a right derivative.
 fn second(
     case: &Case<'_>,
     leaves: &[Tensor],
@@ -228,7 +229,7 @@ fn second(
 ) -> Result<()> {
     let Some(combination) = combined(gradients)? else { return Ok(()) };
     let mut analytical = 0.0;
-    // Without a graph it is a constant, for those who differentiate it.
+    // Without a graph, whoever differentiates it treats it as a constant.
     if combination.requires_grad() {
         let variables: Vec<&Tensor> =
             case.connected().iter().map(|&index| &leaves[index]).collect();
@@ -246,7 +247,7 @@ fn second(
     let (above, below) = (at(EPS)?, at(-EPS)?);
     let numerical = (above - below) / (2.0 * EPS);
     let allowed = 1e-5 + 1e-3 * numerical.abs() + 1e-8 * above.abs();
-    // Not `>`: NaN is wrong, too.
+    // `<=` is false for NaN, so NaN is wrong, too.
     if (analytical - numerical).abs() <= allowed {
         return Ok(());
     }

@@ -1,4 +1,4 @@
-//! What an operator has to keep to beside giving the right numbers.
+//! Rules that an operator must follow besides giving the right numbers.
 
 mod forward;
 mod gradients;
@@ -19,22 +19,22 @@ use tch::{Device, Tensor};
 
 const OP: &str = "conformance";
 
-/// What [`conformance`] has to know of an operator; the default suits one that computes new
-/// tensors.
+/// What [`conformance`] must know about an operator. The default suits an operator that only
+/// computes new tensors.
 #[derive(Clone, Copy, Debug)]
 pub struct ConformanceOptions<'a> {
     /// The inputs that it changes in place (`Saver::mark_dirty`).
     pub changed_inputs: &'a [usize],
-    /// The outputs that may share memory with an input, as (output, input). Outputs may share that
-    /// of `changed_inputs` anyway.
+    /// The outputs that may share memory with an input, as (output, input). Any output may share
+    /// memory with `changed_inputs`.
     pub aliases: &'a [(usize, usize)],
-    /// How close two ways to the same numbers have to be, `(rtol, atol)`. By default
-    /// [`tolerance`](super::tolerance) of each output's and gradient's kind. Long sums whose terms
-    /// cancel need more, if another layout has them added in another order.
+    /// How close two computations of the same numbers must be, `(rtol, atol)`. The default is
+    /// [`tolerance`](super::tolerance) for the kind of each output and gradient. Long sums whose
+    /// terms cancel need more, if they are added in another order for another layout.
     pub tolerance: Option<(f64, f64)>,
-    /// Whether the same inputs have to give the same bits.
+    /// Whether the same inputs must give the same bits.
     pub deterministic: bool,
-    /// Whether it can be captured in a CUDA graph.
+    /// Whether the operator can be captured in a CUDA graph.
     pub cuda_graph: bool,
 }
 
@@ -52,7 +52,7 @@ impl Default for ConformanceOptions<'_> {
 
 type Property = fn(&Case<'_>) -> Result<()>;
 
-/// In the order in which they are described below.
+/// In the order in which the documentation of [`conformance`] lists them.
 const PROPERTIES: [(&str, Property); 13] = [
     ("inputs unchanged", forward::inputs_unchanged),
     ("no aliasing", forward::no_aliasing),
@@ -69,47 +69,50 @@ const PROPERTIES: [(&str, Property); 13] = [
     ("CUDA graph", surroundings::cuda_graph),
 ];
 
-/// Checks what a training loop takes for granted of an operator, and
-/// [`gradcheck`](super::gradcheck()) does not see. What `torch.library.opcheck` is in Python, and
-/// more, for any [`Function`](crate::autograd::Function) and whatever is built of some.
+/// Checks properties that a training loop relies on and that [`gradcheck`](super::gradcheck()) does
+/// not see. It is what `torch.library.opcheck` is in Python, and more, for any
+/// [`Function`](crate::autograd::Function) and anything that is built from several of them.
 ///
-/// In order:
-/// 1. *inputs unchanged*: neither inputs nor the memory around them are written to, by forward
-///    (with a graph and without) or backward, unless declared in
-///    [`changed_inputs`](ConformanceOptions::changed_inputs); and then libtorch is told;
-/// 2. *no aliasing*: no output shares memory with an input or another output, unless declared; nor
-///    does an output or a gradient share any with that of another call;
-/// 3. *memory*: on the CPU, nothing is written beside outputs, gradients and whatever else is
-///    allocated on the way (on CUDA, compute-sanitizer sees that);
-/// 4. *determinism*: two runs give the same bits;
-/// 5. *no_grad*: with grad mode off, or inputs that require no grad, the outputs are the same, and
-///    without a graph;
-/// 6. *layouts*: transposed, strided, misaligned and expanded inputs give what contiguous ones
-///    give;
-/// 7. *needs_input_grad*: whatever the set of inputs that require grad, they get the gradients that
-///    they get when all do;
-/// 8. *incoming gradients*: transposed, strided, misaligned and expanded ones give what contiguous
-///    ones give, and absent ones what zeros give;
-/// 9. *create_graph*: three steps, each fed with the one before, whose inputs depend on one
-///    another, have the same gradients with and without `create_graph`, and right second
-///    derivatives; or an error (kinds `Double` and, but for the second derivatives, `Float`);
-/// 10. *state*: grad mode, autocast and the current CUDA stream are afterwards what they were;
-/// 11. *threads*: new threads, two at once, get the same outputs and gradients;
-/// 12. *stream*: on CUDA, all work is done on the current stream, that of the backward, too;
-/// 13. *CUDA graph*: on CUDA, forward and backward can be captured, and a replay computes with what
-///     the inputs hold then.
+/// It checks, in this order:
+/// 1. *inputs unchanged*: neither the forward pass (with a graph and without) nor the backward pass
+///    writes to the inputs or to the memory around them, unless that is declared in
+///    [`changed_inputs`](ConformanceOptions::changed_inputs). For a declared change, libtorch's
+///    version counter must increase.
+/// 2. *no aliasing*: no output shares memory with an input or another output, unless that is
+///    declared. No output or gradient shares memory with that of another call.
+/// 3. *memory*: on the CPU, nothing is written outside the outputs, gradients and any other memory
+///    that is allocated meanwhile (on CUDA, compute-sanitizer can check that).
+/// 4. *determinism*: two runs give the same bits.
+/// 5. *no_grad*: with grad mode off, or with inputs that do not require grad, the outputs are the
+///    same and have no graph.
+/// 6. *layouts*: transposed, strided, misaligned and expanded inputs give the same results as
+///    contiguous ones.
+/// 7. *needs_input_grad*: for every set of inputs that require grad, these inputs get the same
+///    gradients as when all inputs require grad.
+/// 8. *incoming gradients*: transposed, strided, misaligned and expanded incoming gradients give
+///    the same results as contiguous ones, and absent ones give the same as zeros.
+/// 9. *create_graph*: three steps, in which each step gets the outputs of the previous one and the
+///    inputs depend on one another, have the same gradients with and without `create_graph`, and
+///    right second derivatives or an error. (This is for the kinds `Double` and `Float`; second
+///    derivatives are only checked for `Double`.)
+/// 10. *state*: grad mode, autocast and the current CUDA stream are the same afterwards.
+/// 11. *threads*: two new threads at once get the same outputs and gradients.
+/// 12. *stream*: on CUDA, all work runs on the current stream, including that of the backward pass.
+/// 13. *CUDA graph*: on CUDA, the forward and the backward pass can be captured, and a replay
+///     computes with the inputs' values at that time.
 ///
-/// An operator that draws random numbers gives other ones each time: have it take them, or a mask,
-/// as an input. Complex and sparse tensors are not supported. A race shows in *threads* only when
-/// the two threads meet, which inputs of a few elements make unlikely.
+/// An operator that draws random numbers gives different results each time: let it take the
+/// numbers, or a mask, as an input. Complex and sparse tensors are not supported. *threads* detects
+/// a race only if the two threads meet, which is unlikely for inputs with a few elements.
 ///
-/// On CUDA, calls of it take turns; other threads must not wait for the whole device meanwhile, or
-/// the capture fails. All this takes a hundred calls and more, so inputs are best small. It is done
-/// with grad mode on, and with the caller's autocast settings, in new threads, too. `operator` gets
-/// copies of `inputs` with their strides and alignment; the originals are never touched. Those that
-/// require grad are what is differentiated by, as for `gradcheck`, so that one closure serves both;
-/// unlike there, they may be of any floating kind. A closure that captures a tensor does not
-/// compile, because other threads call it, too: make it an input.
+/// On CUDA, calls of `conformance` run one at a time. Other threads must not wait for the whole
+/// device meanwhile, because the capture would fail. The check makes a hundred calls and more, so
+/// use small inputs. It runs with grad mode on and with the caller's autocast settings, also in new
+/// threads. `operator` gets copies of `inputs` with their strides and alignment; the originals are
+/// never changed. As for `gradcheck`, derivatives are taken with respect to the inputs that require
+/// grad, so that one closure serves both; but here they may be of any floating-point kind. A
+/// closure that captures a tensor does not compile, because other threads call it, too: make the
+/// tensor an input.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -127,8 +130,9 @@ const PROPERTIES: [(&str, Property); 13] = [
 /// ```
 ///
 /// # Errors
-/// One line for each property that does not hold. Also what `operator` reports when it is called
-/// with the inputs as they are, or with what it panics then; and when an input is undefined.
+/// The message has one line for each property that does not hold. It is also an error when
+/// `operator` reports an error or panics for the inputs as they are, and when an input is
+/// undefined.
 pub fn conformance<F, O>(
     operator: F,
     inputs: &[&Tensor],
@@ -141,7 +145,7 @@ where
     for (index, &input) in inputs.iter().enumerate() {
         Check::new(OP, &format!("inputs[{index}]"), input).defined()?;
     }
-    // A capture in one thread does not survive that another waits for the device.
+    // A capture in one thread fails if another thread waits for the device.
     let on_cuda = inputs.iter().any(|input| input.device() != Device::Cpu);
     let _alone = on_cuda.then(|| ON_CUDA.lock().unwrap_or_else(PoisonError::into_inner));
     let operator = |inputs: &[Tensor]| operator(inputs).map(Into::into);
@@ -151,7 +155,7 @@ where
     let failures: Vec<String> = PROPERTIES
         .iter()
         .filter_map(|(name, property)| Some((name, caught(|| property(&case)).err()?.to_string())))
-        // CUDA's errors go on with advice that fits none of this.
+        // The later lines of CUDA's errors are advice that does not apply here.
         .map(|(name, text)| format!("{OP}: {name}: {}", text.lines().next().unwrap_or_default()))
         .collect();
     if failures.is_empty() { Ok(()) } else { Err(Error::msg(failures.join("\n"))) }
@@ -159,8 +163,8 @@ where
 
 static ON_CUDA: Mutex<()> = Mutex::new(());
 
-/// An operator may panic where an input is not what it expects; other properties are still worth
-/// looking at.
+/// An operator may panic for an input that it does not expect. The other properties are still worth
+/// checking.
 fn caught<T>(call: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|panic| Err(panicked(panic.as_ref())))
 }

@@ -1,4 +1,4 @@
-//! One call of an operator and its backward, with copies of everything.
+//! One call of an operator and its backward pass, with copies of everything.
 
 use super::ConformanceOptions;
 use super::surroundings::Kept;
@@ -13,14 +13,14 @@ use tch::{Kind, Tensor};
 
 pub(super) type Operator<'a> = dyn Fn(&[Tensor]) -> Result<Tensors> + Sync + 'a;
 
-/// Memory around each copy of an input.
+/// The number of elements of memory on either side of each copy of an input.
 const MARGIN: i64 = 64;
 
-/// What the operator gave, detached.
+/// The results of an operator, detached.
 #[derive(Debug)]
 pub(super) struct Outcome {
     pub outputs: Vec<Option<Tensor>>,
-    /// One for each input.
+    /// One entry for each input.
     pub gradients: Vec<Option<Tensor>>,
 }
 
@@ -31,15 +31,15 @@ pub(super) struct Runner<'a> {
     pub options: &'a ConformanceOptions<'a>,
 }
 
-/// An operator with the inputs to try it on.
+/// An operator, with the inputs to test it with.
 pub(super) struct Case<'a> {
     pub runner: Runner<'a>,
     pub inputs: &'a [&'a Tensor],
     /// The inputs that require grad.
     pub variables: Vec<usize>,
-    /// Incoming gradients, one for each output; none for one that has no derivative.
+    /// Incoming gradients, one for each output; absent for an output that has no derivative.
     pub vectors: Vec<Option<Tensor>>,
-    /// What it gives for the inputs as they are.
+    /// The results for the inputs as they are.
     pub expected: Outcome,
 }
 
@@ -64,7 +64,7 @@ impl<'a> Case<'a> {
         Ok(case)
     }
 
-    /// Copies of the inputs, as leaves, with memory of no meaning around them.
+    /// Copies of the inputs as leaves, surrounded by memory with meaningless values.
     pub fn copies(&self) -> Result<Vec<Replica>> {
         self.inputs.iter().map(|input| Replica::with_margin(input, MARGIN)).collect()
     }
@@ -79,23 +79,23 @@ impl<'a> Case<'a> {
         self.variables.iter().copied().filter(has_gradient).collect()
     }
 
-    /// Copies, in case the backward writes to them.
+    /// Copies of the incoming gradients, in case the backward pass writes to them.
     pub fn fresh_vectors(&self) -> Vec<Option<Tensor>> {
         self.vectors.iter().map(|vector| vector.as_ref().map(Tensor::copy)).collect()
     }
 
-    /// The default run, once more.
+    /// Repeats the default run.
     pub fn again(&self) -> Result<Outcome> {
         self.run(&tensors_of(&self.copies()?))
     }
 
-    /// Whether it gave what is expected.
+    /// Checks that the results are the expected ones.
     pub fn agrees(&self, what: &str, found: &Outcome) -> Result<()> {
         self.runner.agree(what, found, &self.expected)
     }
 }
 
-/// A fixed incoming gradient.
+/// A fixed incoming gradient for an output.
 fn vector((index, output): (usize, &Option<Tensor>)) -> Result<Option<Tensor>> {
     let output = output.as_ref().filter(|output| output.defined() && output.requires_grad());
     let like = |output: &Tensor| -> Result<Tensor> {
@@ -106,13 +106,13 @@ fn vector((index, output): (usize, &Option<Tensor>)) -> Result<Option<Tensor>> {
 }
 
 impl Runner<'_> {
-    /// The outputs for these inputs.
+    /// Computes the outputs for these inputs.
     pub fn call(&self, leaves: &[Tensor]) -> Result<Tensors> {
         let _kept = Kept::of(leaves)?;
         self.call_as_it_is(leaves)
     }
 
-    /// [`Runner::call`], and grad mode and the like are afterwards as the operator left them.
+    /// Like [`Runner::call`], but leaves grad mode and the like as the operator left them.
     pub fn call_as_it_is(&self, leaves: &[Tensor]) -> Result<Tensors> {
         let given = leaves.iter().enumerate().map(|(index, leaf)| {
             let changed =
@@ -122,15 +122,16 @@ impl Runner<'_> {
         (self.operator)(&given.collect::<Result<Vec<_>>>()?)
     }
 
-    /// The outputs, and the gradients of the leaves that require grad.
+    /// Computes the outputs, and the gradients of the leaves that require grad.
     pub fn run(&self, leaves: &[Tensor], vectors: &[Option<Tensor>]) -> Result<Outcome> {
         let _kept = Kept::of(leaves)?;
         self.run_as_it_is(leaves, vectors)
     }
 
-    /// [`Runner::run`], and grad mode and the like are afterwards as the backward left them.
+    /// Like [`Runner::run`], but leaves grad mode and the like as the backward pass left them.
     pub fn run_as_it_is(&self, leaves: &[Tensor], vectors: &[Option<Tensor>]) -> Result<Outcome> {
-        // Before the call: one that changes an input in place makes it require grad.
+        // Find the variables before the call, because an operator that changes an input in place
+        // makes it require grad.
         let variables: Vec<usize> =
             (0..leaves.len()).filter(|&index| leaves[index].requires_grad()).collect();
         let outputs = self.call(leaves)?;
@@ -166,7 +167,7 @@ impl Runner<'_> {
         Ok(gradients)
     }
 
-    /// Whether two outcomes are the same but for rounding.
+    /// Checks that two results are the same except for rounding.
     pub fn agree(&self, what: &str, found: &Outcome, expected: &Outcome) -> Result<()> {
         self.outputs_agree(what, &found.outputs, &expected.outputs)?;
         for (index, (found, expected)) in
@@ -216,14 +217,15 @@ impl Runner<'_> {
     }
 }
 
-/// The same values in the same layout: a leaf that requires grad may not be changed in place.
+/// A copy with the same values and layout that is not a leaf, because a leaf that requires grad
+/// cannot be changed in place.
 fn no_leaf(leaf: &Tensor) -> Result<Tensor> {
     let mut copy = Replica::with_margin(&leaf.f_detach()?, MARGIN)?.tensor;
     copy.f_copy_(leaf)?;
     Ok(copy)
 }
 
-/// No gradient is as good as zeros: then those, if there is another to compare with.
+/// An absent gradient means zeros. Returns zeros if there is another gradient to compare with.
 fn or_zeros(gradient: &Option<Tensor>, other: &Option<Tensor>) -> Result<Option<Tensor>> {
     Ok(match gradient {
         Some(gradient) => Some(gradient.shallow_clone()),
@@ -242,7 +244,8 @@ pub(super) fn detached(tensors: &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>
     tensors.iter().map(detach).collect()
 }
 
-/// Whether the elements are the same, bit by bit: NaN is like NaN, and zero not like minus zero.
+/// Whether the elements are the same bit by bit: NaN equals NaN, and zero does not equal minus
+/// zero.
 pub(super) fn same_bits(a: &Tensor, b: &Tensor) -> Result<bool> {
     let bytes = |tensor: &Tensor| -> Result<Tensor> {
         let flat = crate::ffi::tensor::plain(&tensor.f_detach()?)?.f_reshape([-1])?;

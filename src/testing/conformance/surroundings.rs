@@ -1,4 +1,5 @@
-//! Properties that show when an operator is called from elsewhere: threads, streams, graphs.
+//! Properties that show when an operator is called under other conditions: threads, streams, CUDA
+//! graphs.
 
 use super::run::{Case, Outcome, tensors_of};
 use crate::cuda::{Graph, Stream, StreamGuard, synchronize};
@@ -24,14 +25,14 @@ pub(super) fn state(case: &Case<'_>) -> Result<()> {
 
 struct Surroundings {
     grad_mode: bool,
-    /// On the CPU and on CUDA.
+    /// The settings for the CPU and for CUDA.
     autocast: [AutocastSetting; 2],
-    /// Where there is an input on a CUDA device, its current stream.
+    /// The current stream of the inputs' CUDA device, if there is one.
     stream: Option<Stream>,
 }
 
-/// Puts back what an operator changed of its caller's surroundings, or one that does would be taken
-/// to break every other property, too.
+/// Restores whatever an operator changed in its caller's settings when dropped. Without it, such an
+/// operator would seem to violate every other property, too.
 pub(super) struct Kept(Surroundings);
 
 impl Kept {
@@ -43,14 +44,14 @@ impl Kept {
 impl Drop for Kept {
     fn drop(&mut self) {
         tch_extension_set_grad_mode(self.0.grad_mode);
-        // None of this can fail: it was so before.
+        // None of this can fail, because it restores earlier settings.
         set_autocast(&self.0.autocast);
         let stream = self
             .0
             .stream
             .filter(|stream| Stream::current(stream.device()).is_ok_and(|now| now != *stream));
-        // Only then: a guard also makes the stream's device current, which is not always the one
-        // that was.
+        // Do this only if the stream changed: a guard also makes the stream's device current, which
+        // is not always the device that was current.
         if let Some(Ok(guard)) = stream.as_ref().map(StreamGuard::new) {
             std::mem::forget(guard);
         }
@@ -72,7 +73,7 @@ impl Surroundings {
         })
     }
 
-    /// Whether they are so now.
+    /// Checks that the current settings are still these.
     fn unchanged(&self, by: &str) -> Result<()> {
         let now = Surroundings::of(self.stream.as_ref().map(Stream::device))?;
         let changed = if self.grad_mode != now.grad_mode {
@@ -107,12 +108,12 @@ pub(super) fn threads(case: &Case<'_>) -> Result<()> {
     let work = (0..THREADS).map(|_| (0..ROUNDS).map(|_| round()).collect::<Result<Vec<_>>>());
     let work = work.collect::<Result<Vec<_>>>()?;
     if let Some(device) = cuda_device(case.inputs) {
-        // The copies were made on this thread's stream, and others may have another.
+        // The copies were made on this thread's stream, and the new threads may use other streams.
         synchronize(device)?;
     }
     let autocast = Surroundings::of(None)?.autocast;
     let run = |rounds: Vec<(Vec<Tensor>, Vec<Option<Tensor>>)>| {
-        // As in the thread that called.
+        // New threads get the settings of the calling thread.
         set_autocast(&autocast);
         rounds
             .iter()
@@ -134,8 +135,8 @@ pub(super) fn threads(case: &Case<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The inputs get their values late, on a side stream. Work on any other stream does not wait for
-/// them.
+/// Gives the inputs their values late, on a side stream. Work on any other stream does not wait for
+/// the values and so gives wrong results.
 pub(super) fn stream(case: &Case<'_>) -> Result<()> {
     let Some(device) = cuda_device(case.inputs) else { return Ok(()) };
     let side = Stream::new(device)?;
@@ -167,7 +168,7 @@ pub(super) fn stream(case: &Case<'_>) -> Result<()> {
             }
         }
         let outcome = case.runner.run(&leaves, &vectors)?;
-        // Read on this stream, before anything waits for another.
+        // Copy the results on this stream, before anything waits for another stream.
         let copied = |tensors: &[Option<Tensor>]| {
             tensors.iter().map(|tensor| tensor.as_ref().map(Tensor::copy)).collect::<Vec<_>>()
         };
@@ -176,14 +177,14 @@ pub(super) fn stream(case: &Case<'_>) -> Result<()> {
         side.synchronize()?;
         Ok(outcome)
     };
-    // Allocating for a new stream may wait for the whole device, which would hide what this looks
-    // for.
+    // The first allocation for a new stream may wait for the whole device, which would hide what
+    // this test looks for. So run once without delay.
     on_side(false)?;
     case.agrees("on a side stream", &on_side(true)?)
 }
 
 pub(super) fn cuda_graph(case: &Case<'_>) -> Result<()> {
-    // Without libtorch's allocator there is no pool that a graph could own.
+    // Without libtorch's caching allocator there is no memory pool that a graph could own.
     let no_pool = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
     let Some(device) =
         cuda_device(case.inputs).filter(|_| case.runner.options.cuda_graph && !no_pool)
@@ -209,7 +210,7 @@ pub(super) fn cuda_graph(case: &Case<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The inputs' own values, those of floating kinds times `factor`.
+/// Fills the copies with the inputs' values, multiplied by `factor` for floating-point kinds.
 fn refill(case: &Case<'_>, copies: &[Replica], factor: f64) -> Result<()> {
     for (copy, original) in copies.iter().zip(case.copies()?) {
         let memory = original.memory()?;

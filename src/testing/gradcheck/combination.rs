@@ -1,4 +1,4 @@
-//! Incoming gradients that are neither one nor alone.
+//! Checks incoming gradients that are not 1, and that arrive for all outputs at once.
 
 use super::jacobian::Jacobian;
 use super::{Gradcheck, failed};
@@ -6,12 +6,13 @@ use crate::testing::compare::{Bound, components, from_components, mismatch, part
 use crate::{Error, Result};
 use tch::Tensor;
 
-/// Of several sizes and both signs; none is one, which is its own square.
+/// Weights of several sizes and of both signs. None is 1, because 1 is its own square.
 const WEIGHTS: [f64; 5] = [-2.0, 0.5, 3.0, -0.25, 1.5];
 
 impl Gradcheck<'_> {
-    /// The rows of the Jacobians came one by one, from an incoming gradient of a single one and no
-    /// others.
+    /// Checks that incoming gradients for all outputs at once give the matching combination of
+    /// rows. The rows of the Jacobians were computed one at a time, each from an incoming gradient
+    /// with a single 1 for a single output.
     pub(super) fn check_combination(
         &self,
         differentiable: &[usize],

@@ -1,4 +1,4 @@
-//! The fast mode: one number of each Jacobian.
+//! The fast mode, which checks one number of each Jacobian.
 
 use super::{Gradcheck, failed};
 use crate::testing::compare::{Bound, components, from_components, values};
@@ -7,8 +7,9 @@ use crate::{Error, Result};
 use tch::Tensor;
 
 impl Gradcheck<'_> {
-    /// For each output and input, `vᵀ J u` with fixed positive unit vectors: by one backward of
-    /// `v`, twice, and by moving the whole input along `u`.
+    /// Checks `vᵀ J u` for each output and input, with fixed positive unit vectors. The analytical
+    /// number comes from a backward pass of `v`, which is run twice; the numerical one from moving
+    /// the whole input along `u`.
     pub(super) fn check_fast(&self, differentiable: &[usize]) -> Result<()> {
         let lens = self.variables.iter().map(|variable| variable.elements.len());
         let directions: Vec<Vec<f64>> =
@@ -17,7 +18,7 @@ impl Gradcheck<'_> {
         let differences: Vec<Vec<Vec<f64>>> = differences
             .map(|(place, u)| self.differences(place, u, differentiable))
             .collect::<Result<_>>()?;
-        // Afterwards, because what this saves may not change any more.
+        // Call the function only now, because what it saves must not change any more.
         let outputs = self.call()?;
         for (position, &index) in differentiable.iter().enumerate() {
             let output = outputs.get(index)?;
@@ -58,7 +59,7 @@ impl Gradcheck<'_> {
         )))
     }
 
-    /// `vᵀ J` for each variable.
+    /// Computes `vᵀ J` for each variable.
     fn products(&self, output: &Tensor, index: usize, v: &[f64]) -> Result<Vec<Vec<f64>>> {
         let v = from_components(v, output)?;
         let gradients = self
@@ -71,7 +72,7 @@ impl Gradcheck<'_> {
         gradients.iter().zip(lens).map(of).collect()
     }
 
-    /// `J u` of each output, by central differences.
+    /// Computes `J u` for each output, by central differences.
     fn differences(&self, place: usize, u: &[f64], outputs: &[usize]) -> Result<Vec<Vec<f64>>> {
         let elements = &self.variables[place].elements;
         let at = |step: f64| -> Result<Vec<Vec<f64>>> {
@@ -90,7 +91,8 @@ impl Gradcheck<'_> {
     }
 }
 
-/// Positive, so that no two errors cancel because of their places alone.
+/// A unit vector with positive entries, so that no two errors cancel just because of their
+/// positions.
 fn unit_vector(len: usize, seed: usize) -> Result<Vec<f64>> {
     let numbers: Vec<f64> =
         values(&noise(&[len as i64], seed)?)?.iter().map(|value| value + 1.5).collect();

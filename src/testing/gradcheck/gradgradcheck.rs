@@ -1,4 +1,4 @@
-//! `torch.autograd.gradgradcheck`.
+//! Checks of second derivatives: `torch.autograd.gradgradcheck`.
 
 use super::{GradcheckOptions, gradcheck};
 use crate::autograd::{GradOptions, Tensors, grad};
@@ -9,25 +9,25 @@ use tch::Tensor;
 
 const OP: &str = "gradgradcheck";
 
-/// What [`gradgradcheck`] can be told; the default is what `torch.autograd.gradgradcheck` does by
-/// default.
+/// The options of [`gradgradcheck`]. The defaults are those of `torch.autograd.gradgradcheck`.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct GradgradcheckOptions<'a> {
-    /// The incoming gradients, one for each output that requires grad, in their order; those that
-    /// require grad are checked as inputs are. None at all for random ones that require grad.
+    /// The incoming gradients, one for each output that requires grad, in order. Those that require
+    /// grad are checked like inputs. If the list is empty, random incoming gradients that require
+    /// grad are used.
     pub grad_outputs: &'a [&'a Tensor],
-    /// Random incoming gradients with gaps between their elements in memory.
+    /// Use random incoming gradients that have gaps between their elements in memory.
     pub strided_grad_outputs: bool,
     /// How the gradients are checked.
     pub gradcheck: GradcheckOptions,
 }
 
-/// Checks second derivatives: [`gradcheck`] of the function that takes the inputs and the incoming
-/// gradients, and returns the gradients of the inputs. What `torch.autograd.gradgradcheck` is in
-/// Python.
+/// Checks second derivatives, as `torch.autograd.gradgradcheck` does in Python. It runs
+/// [`gradcheck`] on the function that takes the inputs and the incoming gradients and returns the
+/// gradients of the inputs.
 ///
-/// It says whether the gradients' own derivatives are right, and nothing of the gradients
-/// themselves: those are [`gradcheck`]'s.
+/// It checks only the derivatives of the gradients, not the gradients themselves; use [`gradcheck`]
+/// for those.
 ///
 /// # Example
 /// ```
@@ -40,9 +40,10 @@ pub struct GradgradcheckOptions<'a> {
 /// ```
 ///
 /// # Errors
-/// As [`gradcheck`]'s, in whose report output `i` is the gradient of input `i`, and inputs beyond
-/// `function`'s own are the incoming gradients. Also when no output requires grad, when there are
-/// not as many `grad_outputs` as outputs that do, and when a backward on the way has no derivative.
+/// As for [`gradcheck`]. In its report, output `i` is the gradient of input `i`, and the inputs
+/// after `function`'s own are the incoming gradients. Also when no output requires grad, when the
+/// number of `grad_outputs` is not the number of outputs that require grad, and when a backward
+/// pass that runs has no derivative.
 pub fn gradgradcheck<F, O>(
     function: F,
     inputs: &[&Tensor],
@@ -72,14 +73,14 @@ fn differentiable(outputs: &Tensors) -> Vec<Tensor> {
     present.map(Tensor::shallow_clone).collect()
 }
 
-/// Random incoming gradients; none when there are given ones, which are as many as there have to
-/// be.
+/// Makes random incoming gradients. Returns an empty list if incoming gradients are given; their
+/// number is checked.
 fn incoming(
     call: &dyn Fn(&[Tensor]) -> Result<Vec<Tensor>>,
     inputs: &[&Tensor],
     options: &GradgradcheckOptions<'_>,
 ) -> Result<Vec<Tensor>> {
-    // Copies, in case the function writes to its inputs.
+    // Call it with copies, in case the function writes to its inputs.
     let copies =
         inputs.iter().map(|input| Ok(Replica::of(input)?.tensor)).collect::<Result<Vec<_>>>()?;
     let outputs = call(&copies)?;
@@ -110,7 +111,7 @@ fn random_like(output: &Tensor, strided: bool) -> Result<Tensor> {
     Ok(random.f_set_requires_grad(true)?)
 }
 
-/// The gradients of the inputs, each in its input's place, as part of the graph.
+/// Computes the gradients of the inputs as part of the graph, each at its input's index.
 fn gradients(outputs: &[Tensor], inputs: &[Tensor], vectors: &[Tensor]) -> Result<Tensors> {
     let outputs: Vec<&Tensor> = outputs.iter().collect();
     let variables: Vec<&Tensor> = inputs.iter().filter(|input| input.requires_grad()).collect();
@@ -128,7 +129,7 @@ fn gradients(outputs: &[Tensor], inputs: &[Tensor], vectors: &[Tensor]) -> Resul
     Ok(inputs.iter().map(in_place).collect::<Vec<_>>().into())
 }
 
-/// What gradcheck says, said of second derivatives.
+/// Rewords an error of gradcheck for second derivatives.
 fn renamed(error: Error, inputs: usize) -> Error {
     if let Error::Argument { argument, expected, got, hint, op } = error {
         let op = if op == super::OP { OP.to_string() } else { op };

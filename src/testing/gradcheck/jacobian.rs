@@ -1,14 +1,15 @@
-//! Jacobians, and what to say about wrong ones.
+//! Jacobians, and the messages about wrong ones.
 
 use crate::testing::compare::{Bound, Mismatch, count_of, mismatch, place};
 use std::fmt;
 use tch::Kind;
 
-/// The derivatives of each component of an output (a row) by each component of an input (a column):
-/// an element, or the real or the imaginary part of a complex one.
+/// The derivatives of each component of an output (a row) with respect to each component of an
+/// input (a column). A component is an element or, for a complex tensor, the real or the imaginary
+/// part of an element.
 pub(super) struct Jacobian {
     columns: usize,
-    /// Row by row.
+    /// In row-major order.
     values: Vec<f64>,
 }
 
@@ -17,20 +18,20 @@ impl Jacobian {
         Jacobian { columns, values: vec![0.0; rows * columns] }
     }
 
-    /// The derivatives of output component `row`. The engine has seen to it that a gradient has its
-    /// input's shape and kind.
+    /// Sets the derivatives of output component `row`. The engine has made sure that a gradient has
+    /// its input's shape and kind.
     pub fn set_row(&mut self, row: usize, gradient: &[f64]) {
         self.values[row * self.columns..][..self.columns].copy_from_slice(gradient);
     }
 
-    /// The derivatives by input component `column`.
+    /// Sets the derivatives with respect to input component `column`.
     pub fn set_column(&mut self, column: usize, derivatives: impl Iterator<Item = f64>) {
         for (row, derivative) in derivatives.enumerate() {
             self.values[row * self.columns + column] = derivative;
         }
     }
 
-    /// Adds up the rows, each times its weight.
+    /// Adds the rows, each multiplied by its weight, to `sums`.
     pub fn add_rows(&self, weights: &[f64], sums: &mut [f64]) {
         for (row, weight) in self.values.chunks(self.columns.max(1)).zip(weights) {
             row.iter().zip(&mut *sums).for_each(|(value, sum)| *sum += weight * value);
@@ -45,7 +46,7 @@ impl Jacobian {
 impl fmt::Display for Jacobian {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for row in self.values.chunks(self.columns.max(1)) {
-            // `+ 0.0` makes a plain zero of a negative one.
+            // `+ 0.0` turns a negative zero into a plain zero.
             let numbers: Vec<String> =
                 row.iter().map(|value| format!("{:>13.6e}", value + 0.0)).collect();
             writeln!(f, "  [{}]", numbers.join(", "))?;
@@ -54,23 +55,23 @@ impl fmt::Display for Jacobian {
     }
 }
 
-/// Two Jacobians of one output by one input that should agree, and do not.
+/// Two Jacobians of one output with respect to one input that should agree but do not.
 pub(super) struct Disagreement<'a> {
-    /// Its number, shape and kind.
+    /// The output's index, shape and kind.
     pub output: (usize, &'a [i64], Kind),
-    /// Its number, shape and kind.
+    /// The input's index, shape and kind.
     pub input: (usize, &'a [i64], Kind),
-    /// The begin of the sentence that names the place.
+    /// The beginning of the sentence that names the place.
     pub problem: &'a str,
     pub sides: Sides<'a>,
     pub mismatch: Mismatch,
     pub bound: Bound,
 }
 
-/// What is compared with what: names and Jacobians.
+/// The names and the Jacobians that are compared.
 pub(super) type Sides<'a> = [(&'a str, &'a Jacobian); 2];
 
-/// More numbers than this say less than the one that is worst.
+/// Larger Jacobians are not printed, because so many numbers say less than the worst one.
 const MAX_SHOWN: usize = 64;
 
 impl fmt::Display for Disagreement<'_> {

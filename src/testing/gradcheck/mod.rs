@@ -1,4 +1,4 @@
-//! `torch.autograd.gradcheck`, in its slow mode and its fast one.
+//! `torch.autograd.gradcheck`, in its slow and its fast mode.
 
 mod combination;
 mod fast;
@@ -18,25 +18,26 @@ use tch::{Device, Kind, Tensor};
 
 const OP: &str = "gradcheck";
 
-/// What [`gradcheck`] can be told; the default is what `torch.autograd.gradcheck` does by default.
+/// The options of [`gradcheck`]. The defaults are those of `torch.autograd.gradcheck`.
 #[derive(Clone, Copy, Debug)]
 pub struct GradcheckOptions {
-    /// How far each element is moved to either side for the numerical derivative.
+    /// How far each element is moved up and down for the numerical derivative.
     pub eps: f64,
     /// The absolute tolerance between analytical and numerical derivatives.
     pub atol: f64,
     /// The relative tolerance between analytical and numerical derivatives.
     pub rtol: f64,
-    /// How far two backwards of the same graph may differ.
+    /// How much the gradients of two backward passes through the same graph may differ.
     pub nondet_tol: f64,
-    /// Check that an undefined incoming gradient, of an output that leads nowhere, counts as zero.
+    /// Check that an undefined incoming gradient, which an output gets if nothing depends on it,
+    /// counts as zero.
     pub check_undefined_grad: bool,
     /// Check that incoming gradients of zero give gradients of exactly zero.
     pub check_zero_grad: bool,
-    /// Look at one number of each Jacobian only, a sum of all its entries with fixed weights: two
-    /// forwards for each input and two backwards for each output, whatever their sizes. For inputs
-    /// too large for the slow mode; a single wrong entry among many drowns in the sum, such as a
-    /// vector's last lane.
+    /// Check only one number of each Jacobian: a sum of all its entries with fixed weights. This
+    /// costs two forward passes for each input and two backward passes for each output, whatever
+    /// their sizes. Use it for inputs that are too large for the slow mode. A single wrong entry
+    /// among many, such as a vector's last lane, may go unnoticed in the sum.
     pub fast_mode: bool,
 }
 
@@ -54,38 +55,41 @@ impl Default for GradcheckOptions {
     }
 }
 
-/// Checks the gradients that backward computes against derivatives found by moving each input
-/// element a little: `torch.autograd.gradcheck` in its slow mode, which looks at every entry of
-/// every Jacobian; [`fast_mode`](GradcheckOptions::fast_mode) looks at one sum of them.
+/// Checks the gradients that the backward pass computes against derivatives that are found by
+/// moving each input element a little. This is `torch.autograd.gradcheck` in its slow mode, which
+/// checks every entry of every Jacobian. [`fast_mode`](GradcheckOptions::fast_mode) checks one sum
+/// of them.
 ///
-/// In order:
-/// 1. the analytical Jacobians, row by row, are the same when computed twice from one graph, up to
-///    `nondet_tol`;
-/// 2. `|analytical - numerical| <= atol + rtol |numerical|` for each entry; NaN is always wrong;
-/// 3. incoming gradients of zero give gradients of exactly zero, of the input's shape, kind and
-///    device;
-/// 4. undefined incoming gradients, all at once and each output's in turn, give what zeros in their
-///    place give;
-/// 5. incoming gradients of several sizes and both signs, for all outputs at once, give the sum of
-///    as much of each row: a backward is linear in them, and does not mix them up.
+/// It checks, in this order:
+/// 1. The analytical Jacobians, row by row, are the same when computed twice from one graph, up to
+///    `nondet_tol`.
+/// 2. `|analytical - numerical| <= atol + rtol |numerical|` for each entry. NaN is always wrong.
+/// 3. Incoming gradients of zero give gradients of exactly zero, with the input's shape, kind and
+///    device.
+/// 4. Undefined incoming gradients, for all outputs at once and for one output at a time, give the
+///    same gradients as zeros.
+/// 5. Incoming gradients of several sizes and both signs, for all outputs at once, give the
+///    matching combination of the Jacobians' rows: a backward pass is linear in the incoming
+///    gradients and does not mix them up.
 ///
-/// `function` gets copies of `inputs`, with the same strides, storage offset and `requires_grad`,
-/// so that a kernel takes the path that it would take for the originals, which are never touched.
-/// Even if two of `inputs` share memory, their copies do not.
+/// `function` gets copies of `inputs` with the same strides, storage offset and `requires_grad`, so
+/// that a kernel takes the same path as for the originals. The originals are never changed. Even if
+/// two of `inputs` share memory, their copies do not.
 ///
-/// Derivatives are taken with respect to the inputs that require grad. These must be of kind
-/// `Double` or `ComplexDouble`, because differences of `Float` values say nothing at a step of
-/// 1e-6; the others may be of any kind. Outputs that do not require grad are passed over, unless
-/// none does: then no output may depend on an input. Inputs and outputs may be empty, of any number
-/// of dimensions, and on any device.
+/// Derivatives are taken with respect to the inputs that require grad. These inputs must be of kind
+/// `Double` or `ComplexDouble`, because differences of `Float` values are meaningless at a step of
+/// 1e-6. The other inputs may be of any kind. Outputs that do not require grad are skipped, unless
+/// no output requires grad: then no output may depend on an input. Inputs and outputs may be empty,
+/// may have any number of dimensions, and may be on any device.
 ///
-/// A complex element counts as two real ones. As in PyTorch, the gradient of a real number `s` by
-/// `z = x + iy` is `∂s/∂x + i ∂s/∂y`, the conjugate of what a holomorphic function's derivative
-/// would suggest: the backward of `z·z` is `grad * (z * 2).conj()`. The real and the imaginary part
-/// of an output are checked each for itself: incoming gradients of 1 and of `i`.
+/// A complex element counts as two real ones. As in PyTorch, the gradient of a real number `s` with
+/// respect to `z = x + iy` is `∂s/∂x + i ∂s/∂y`, the conjugate of what a holomorphic function's
+/// derivative would suggest: the gradient for `z·z` is `grad * (z * 2).conj()`. The real and the
+/// imaginary part of an output are checked separately, with incoming gradients of 1 and of `i`.
 ///
-/// It costs two forwards for each input element and two backwards for each output element. In fast
-/// mode, 1 and 2 are for one sum of the entries, and 5 is left out.
+/// The check costs two forward passes for each input element and two backward passes for each
+/// output element. In fast mode, steps 1 and 2 check one sum of the entries, and step 5 is left
+/// out.
 ///
 /// # Example
 /// ```
@@ -99,13 +103,14 @@ impl Default for GradcheckOptions {
 /// # Ok::<(), tch_extension::Error>(())
 /// ```
 ///
-/// Second derivatives are checked by [`gradgradcheck`](super::gradgradcheck()).
+/// To check second derivatives, use [`gradgradcheck`](super::gradgradcheck()).
 ///
 /// # Errors
-/// When a check fails: the first line says where, with analytical and numerical value and how many
-/// entries are wrong; small Jacobians follow. When an input cannot be checked, because it requires
-/// grad and is not of kind `Double` or `ComplexDouble`, or its elements overlap in memory; or when
-/// none requires grad. And whatever `function` or its backward reports.
+/// When a check fails. The first line of the message names the place, the analytical and the
+/// numerical value, and how many entries are wrong; small Jacobians follow. When an input cannot be
+/// checked, because it requires grad and is not of kind `Double` or `ComplexDouble`, or because its
+/// elements overlap in memory; when no input requires grad; and any error of `function` or its
+/// backward pass.
 pub fn gradcheck<F, O>(function: F, inputs: &[&Tensor], options: &GradcheckOptions) -> Result<()>
 where
     F: Fn(&[Tensor]) -> Result<O>,
@@ -121,7 +126,7 @@ struct Gradcheck<'a> {
     inputs: Vec<Tensor>,
     /// The inputs that require grad.
     variables: Vec<Variable>,
-    /// What the function returned the first time, and has to return each time.
+    /// The properties of the outputs of the first call. All later calls must have the same.
     outputs: Vec<Option<Output>>,
 }
 
@@ -139,7 +144,7 @@ struct Output {
 }
 
 impl Output {
-    /// How many real numbers it is.
+    /// The number of real numbers that the output consists of.
     fn components(&self) -> usize {
         self.size.iter().product::<i64>().unsigned_abs() as usize * parts(self.kind)
     }
@@ -234,7 +239,8 @@ impl<'a> Gradcheck<'a> {
         )))
     }
 
-    /// The analytical Jacobians, for each of the outputs and in it for each variable.
+    /// Checks the Jacobians and returns the analytical ones: for each output, one for each
+    /// variable.
     fn check_jacobians(&self, differentiable: &[usize]) -> Result<Vec<Vec<Jacobian>>> {
         let numerical =
             self.variables.iter().map(|variable| self.numerical(variable, differentiable));
@@ -252,7 +258,7 @@ impl<'a> Gradcheck<'a> {
         Ok(checked)
     }
 
-    /// One Jacobian for each of `outputs`, by central differences.
+    /// Computes one Jacobian for each of `outputs`, by central differences.
     fn numerical(&self, variable: &Variable, outputs: &[usize]) -> Result<Vec<Jacobian>> {
         let elements = &variable.elements;
         let mut jacobians: Vec<Jacobian> = outputs
@@ -285,7 +291,7 @@ impl<'a> Gradcheck<'a> {
         outputs.iter().map(|&index| components(found.get(index)?)).collect()
     }
 
-    /// For each variable, the Jacobian of output `index` as backward computes it, twice.
+    /// For each variable, computes the Jacobian of output `index` with backward passes, twice.
     fn analytical(&self, outputs: &Tensors, index: usize) -> Result<Vec<[Jacobian; 2]>> {
         let output = outputs.get(index)?;
         let rows = self.components_of_output(index);
@@ -294,13 +300,13 @@ impl<'a> Gradcheck<'a> {
             self.variables.iter().map(|variable| [zeros(variable), zeros(variable)]).collect();
         for row in 0..rows {
             for run in 0..2 {
-                // A new one each time, in case backward writes into what it gets.
+                // Make a new one each time, in case the backward pass writes to it.
                 let unit = unit_vector(output, row)?;
                 let gradients = self
                     .gradients(&[output], &[Some(&unit)])
                     .map_err(|error| failed(&format!("for row {row} of output {index}"), &error))?;
                 for (jacobians, gradient) in jacobians.iter_mut().zip(gradients.iter()) {
-                    // An absent gradient means zero, which is there already.
+                    // An absent gradient means zero, and the entries are zero already.
                     if let Some(gradient) = gradient {
                         jacobians[run].set_row(row, &components(gradient)?);
                     }
@@ -310,7 +316,7 @@ impl<'a> Gradcheck<'a> {
         Ok(jacobians)
     }
 
-    /// The gradients of the variables. Keeps the graph.
+    /// Computes the gradients of the variables, and keeps the graph.
     fn gradients(&self, outputs: &[&Tensor], vectors: &[Option<&Tensor>]) -> Result<Tensors> {
         let inputs: Vec<&Tensor> =
             self.variables.iter().map(|variable| &self.inputs[variable.input]).collect();
@@ -332,7 +338,7 @@ impl<'a> Gradcheck<'a> {
     ) -> Result<()> {
         let problem =
             "backward is not deterministic or not reentrant, two runs on one graph differ";
-        // NaN twice is deterministic; the comparison with the numerical Jacobian refuses it.
+        // NaN in both runs is deterministic; the comparison with the numerical Jacobian rejects it.
         let bound = Bound { rtol: 0.0, atol: self.options.nondet_tol, equal_nan: true };
         self.agree(output, variable, problem, [("first", first), ("second", second)], bound)
     }
@@ -349,7 +355,7 @@ impl<'a> Gradcheck<'a> {
         self.agree(output, variable, "the gradient is wrong", sides, bound)
     }
 
-    /// Outputs without a graph say that no output depends on an input.
+    /// Outputs without a graph claim that no output depends on an input; check that.
     fn check_independence(&self) -> Result<()> {
         let problem = "no output requires grad (is grad mode off, or the graph cut?), but this one depends on \
                        the input,";
@@ -440,8 +446,9 @@ fn failed(when: &str, error: &Error) -> Error {
     Error::msg(format!("gradcheck: backward failed {when}: {error}"))
 }
 
-/// Zeros but for a one at component `position`, in the shape of `tensor`: of a complex output the
-/// gradient of the real part of an element, or `i`, that of its imaginary part.
+/// A tensor in the shape of `tensor` whose components are zero except for a one at `position`. For
+/// a complex output, that is the incoming gradient of an element's real part, or `i`, that of its
+/// imaginary part.
 fn unit_vector(tensor: &Tensor, position: usize) -> Result<Tensor> {
     let mut unit = vec![0.0; tensor.numel() * parts(tensor.f_kind()?)];
     unit[position] = 1.0;

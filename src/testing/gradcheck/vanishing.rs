@@ -1,4 +1,4 @@
-//! Incoming gradients of zero, and none at all.
+//! Checks incoming gradients that are zero or undefined.
 
 use super::{Gradcheck, Variable, failed};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
@@ -39,7 +39,7 @@ impl Gradcheck<'_> {
 
     fn check_zero(&self, variable: &Variable, gradient: &Tensor, reason: &str) -> Result<()> {
         let found = components(gradient)?;
-        // Not `!= 0`, so that NaN is found, too.
+        // `== 0.0` is false for NaN, so NaN is found, too.
         let Some(wrong) = found.iter().position(|&value| !(value == 0.0)) else { return Ok(()) };
         Err(Error::msg(format!(
             "gradcheck: input {}: the gradient is {:?} at element {}, although {reason}; backward has to \
@@ -75,7 +75,8 @@ impl Gradcheck<'_> {
         Ok(())
     }
 
-    /// The others get ones: a backward that gives up when any is undefined should not pass.
+    /// Checks one undefined incoming gradient while the other outputs get ones, because a backward
+    /// pass that gives up as soon as one gradient is undefined should not pass.
     fn check_one_undefined(&self, differentiable: &[usize], place: usize) -> Result<()> {
         let mut outputs = self.differentiable_outputs(differentiable)?;
         let mut vectors =
@@ -120,7 +121,7 @@ impl Gradcheck<'_> {
         )))
     }
 
-    /// Outputs with a graph of their own, which no earlier backward went through.
+    /// Outputs with a new graph, through which no backward pass has run.
     pub(super) fn differentiable_outputs(&self, differentiable: &[usize]) -> Result<Vec<Tensor>> {
         let outputs = self.call()?;
         differentiable.iter().map(|&index| Ok(outputs.get(index)?.shallow_clone())).collect()
@@ -146,8 +147,8 @@ fn undefined_failed(which: &str, error: &Error) -> Error {
     ))
 }
 
-/// The same values, through which no gradient comes back: whatever made `output` sees an undefined
-/// one, as it does when a loss does not depend on it.
+/// Returns the same values but passes no gradient back. Whatever made `output` gets an undefined
+/// gradient, as it does when a loss does not depend on it.
 fn cut_gradient(output: &Tensor) -> Result<Tensor> {
     apply(UndefinedGrad, &[Some(output)])?.single()
 }

@@ -1,4 +1,5 @@
-// What a C++ function takes and returns, as the dispatcher's values: one `Converter` a type.
+// Converts the arguments and results of C++ functions from and to the dispatcher's values, with one
+// `Converter` for each type.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -14,19 +15,19 @@
 #include <utility>
 #include <vector>
 
-// Every extension keeps its own copy, whatever others in the process were compiled with.
+// Hidden visibility: every extension keeps its own copy, whatever the others in the process were
+// compiled with.
 #pragma GCC visibility push(hidden)
 namespace tch_extension {
 namespace pybind {
 
-// Which argument of which operator, for messages.
+// The argument and the operator that an error message names.
 struct Place {
   const std::string& op;
   const std::string& argument;
 };
 
-// `Boxed` is the type among the dispatcher's own that stands for T, and `type()` its name in a
-// schema.
+// `Boxed` is the dispatcher's type that represents T, and `type()` is its name in a schema.
 template <typename T, typename = void>
 struct Converter {
   static_assert(
@@ -48,7 +49,7 @@ using Value = std::remove_cv_t<std::remove_reference_t<T>>;
 template <typename T>
 using Boxed = typename Converter<T>::Boxed;
 
-// A type that the dispatcher has itself.
+// The converter of a type that the dispatcher has itself.
 template <typename T>
 struct Same {
   using Boxed = T;
@@ -75,7 +76,8 @@ TCH_EXTENSION_SAME(at::Generator, "Generator");
 TCH_EXTENSION_SAME(c10::complex<double>, "complex");
 #undef TCH_EXTENSION_SAME
 
-// int, unsigned, size_t, ...: a number that does not fit is an error, as it is in Python.
+// The converter of int, unsigned, size_t and so on. A number that does not fit is an error, as in
+// Python.
 template <typename T>
 struct Converter<T, std::enable_if_t<std::is_integral_v<T>>> {
   using Boxed = int64_t;
@@ -166,8 +168,8 @@ struct Converter<std::array<T, N>> {
   }
 };
 
-// What holds an argument while the function runs: for a view such as at::IntArrayRef, that which it
-// views.
+// Holds an argument while the function runs. For a view such as at::IntArrayRef, it holds the data
+// that is viewed.
 template <typename T>
 struct Holder {
   using Held = T;
@@ -210,12 +212,12 @@ std::string type_name() {
   return Converter<Held<T>>::type();
 }
 
-// One argument of a call.
+// Converts one argument of a call.
 template <typename T>
 Held<T> take(const c10::IValue& value, const Place& place) {
   using Type = Boxed<Held<T>>;
   if constexpr (std::is_same_v<Type, double>) {
-    // Whole numbers come as integers, too.
+    // A whole number may come as an integer.
     return Converter<Held<T>>::unbox(
         value.isInt() ? static_cast<double>(value.toInt()) : value.toDouble(), place);
   } else if constexpr (std::is_same_v<Type, at::Tensor>) {
@@ -227,8 +229,8 @@ Held<T> take(const c10::IValue& value, const Place& place) {
   }
 }
 
-// Hands a held argument on as the parameter T: a reference stays one, a value moves, a view is made
-// here.
+// Passes a held argument on as the parameter T: a reference stays a reference, a value is moved,
+// and a view is made here.
 template <typename T>
 decltype(auto) pass(Held<T>& held) {
   if constexpr (!std::is_same_v<Held<T>, Value<T>>) {

@@ -1,4 +1,4 @@
-// PYBIND11_MODULE without Python: each `m.def` becomes an operator of libtorch's dispatcher.
+// PYBIND11_MODULE without Python: each `m.def` registers an operator with libtorch's dispatcher.
 #pragma once
 
 #include <tch_extension/pybind/operator.h>
@@ -12,12 +12,13 @@
 #include <string>
 #include <utility>
 
-// Every extension keeps its own copy, whatever others in the process were compiled with.
+// Hidden visibility: every extension keeps its own copy, whatever the others in the process were
+// compiled with.
 #pragma GCC visibility push(hidden)
 namespace tch_extension {
 namespace pybind {
 
-// Why the modules of this shared library could not be registered; empty when they were.
+// The reason why the modules of this shared library could not be registered; empty if they were.
 inline std::string& load_error() {
   static std::string error;
   return error;
@@ -35,7 +36,7 @@ inline bool is_identifier(const std::string& name) {
   return true;
 }
 
-// The operators of one PYBIND11_MODULE. They go when it goes.
+// Registers the operators of one PYBIND11_MODULE. Its destructor deregisters them.
 class Registrar {
  public:
   Registrar(std::string name, const char* file, uint32_t line)
@@ -55,14 +56,15 @@ class Registrar {
     TORCH_CHECK(is_identifier(name), "m.def: `", name,
                 "` cannot be an operator's name; write letters, digits and _");
     const auto arguments = Description<Args...>::of(extra...);
-    // Overloads have names in the dispatcher: the first has none, and others count from 2.
+    // In the dispatcher, overloads have names: here the first has none, and the others count from
+    // 2.
     const size_t nth = ++overloads_[name];
     const std::string full = nth == 1 ? name : name + ".overload" + std::to_string(nth);
     using Guard = typename Guards<Extra...>::Type;
     using Function = Kernel<F, Guard, R, Args...>;
     auto kernel = std::make_unique<Function>(std::move(function), name_ + "::" + name, arguments);
-    // Composed of other operators as far as autograd is concerned, which differentiates it as under
-    // Python.
+    // The dispatcher treats the kernel as composed of other operators, so autograd differentiates
+    // it as under Python.
     library().def(Schema<R, Args...>::make(full, arguments));
     library().impl(full.c_str(),
                    torch::dispatch(c10::DispatchKey::CompositeImplicitAutograd,
@@ -71,8 +73,8 @@ class Registrar {
 
  private:
   torch::Library& library() {
-    // A fragment: the same source may register other operators of this namespace with
-    // TORCH_LIBRARY. And late: a module without functions takes no namespace.
+    // It is a fragment, because the same source may register other operators of this namespace with
+    // TORCH_LIBRARY. It is made late, so that a module without functions takes no namespace.
     if (!library_) {
       library_ = std::make_unique<torch::Library>(torch::Library::FRAGMENT, name_, std::nullopt,
                                                   file_, line_);
@@ -93,7 +95,8 @@ class Registrar {
 namespace pybind11 {
 inline namespace without_python {
 
-// Takes what a Python module would keep, and forgets it: there is no module to read it from.
+// Accepts what a Python module would store and discards it, because there is no module from which
+// it could be read.
 struct ignored {
   template <typename T>
   const ignored& operator=(T&&) const {
@@ -118,7 +121,7 @@ class module_ {
     return *this;
   }
 
-  // Namespaces do not nest: the operators' names begin with the submodule's.
+  // Namespaces do not nest, so the operators' names begin with the submodule's name.
   module_ def_submodule(const char* name, const char* = nullptr) {
     return module_(*registrar_, prefix_ + name + "_");
   }
@@ -139,7 +142,7 @@ struct OverloadCast {
     return function;
   }
 };
-// One of several functions of a name.
+// Selects one of several functions of the same name.
 template <typename... Args>
 static constexpr OverloadCast<Args...> overload_cast{};
 
@@ -149,12 +152,12 @@ static constexpr OverloadCast<Args...> overload_cast{};
 namespace tch_extension {
 namespace pybind {
 
-// Lives as long as the shared library.
+// Runs the body of a PYBIND11_MODULE. It lives as long as the shared library.
 class Module {
  public:
   Module(const char* name, void (*body)(pybind11::module_&), const char* file,
          uint32_t line) noexcept {
-    // Static initialisers must not throw: the loader cannot unwind.
+    // A static initialiser must not throw, because the dynamic loader cannot unwind.
     try {
       registrar_ = std::make_unique<Registrar>(name, file, line);
       pybind11::module_ module(*registrar_);
@@ -170,11 +173,11 @@ class Module {
 
  private:
   void fail(const char* message) noexcept {
-    // All or nothing.
+    // If one operator cannot be registered, none of the module's operators is.
     registrar_.reset();
     load_error() = message;
 #ifndef TCH_EXTENSION_ASKS_FOR_LOAD_ERROR
-    // Nobody asks in a program that has the module built in.
+    // If the module is linked into a program, nobody asks for the error, so print it.
     std::fprintf(stderr, "%s\n", message);
 #endif
   }
@@ -186,7 +189,8 @@ class Module {
 }  // namespace tch_extension
 #pragma GCC visibility pop
 
-// What a loader asks after dlopen: why the library's modules are not registered, or null.
+// A loader calls this after dlopen. It returns why the library's modules are not registered, or
+// null.
 extern "C" __attribute__((weak, visibility("default"))) const char* tch_extension_load_error() {
   const auto& error = tch_extension::pybind::load_error();
   return error.empty() ? nullptr : error.c_str();

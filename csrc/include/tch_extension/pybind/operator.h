@@ -1,4 +1,4 @@
-// A C++ function as an operator: its schema, and a kernel that calls it.
+// Makes an operator from a C++ function: its schema, and a kernel that calls the function.
 #pragma once
 
 #include <ATen/core/function_schema.h>
@@ -12,7 +12,8 @@
 #include <utility>
 #include <vector>
 
-// Every extension keeps its own copy, whatever others in the process were compiled with.
+// Hidden visibility: every extension keeps its own copy, whatever the others in the process were
+// compiled with.
 #pragma GCC visibility push(hidden)
 namespace tch_extension {
 namespace pybind {
@@ -35,7 +36,7 @@ struct Callable<R (C::*)(Args...) noexcept> : Callable<R (*)(Args...)> {};
 template <typename C, typename R, typename... Args>
 struct Callable<R (C::*)(Args...) const noexcept> : Callable<R (*)(Args...)> {};
 
-// A `Tensor&` may be changed in place, and the schema says so: (a!), (b!), ...
+// A `Tensor&` may be changed in place. The schema marks such arguments with (a!), (b!), ...
 template <typename T>
 constexpr bool is_mutable = std::is_same_v<T, at::Tensor&>;
 
@@ -47,7 +48,7 @@ inline std::string alias(size_t index) {
 template <typename T>
 struct Results {
   static std::string type(bool has_mutable) {
-    // A reference that comes back is that of the first argument that is one.
+    // A returned reference is taken to be the first argument that is a reference.
     return is_mutable<T> && has_mutable ? alias(0) : type_name<T>();
   }
   static void push(torch::jit::Stack& stack, const Value<T>& result) {
@@ -73,7 +74,7 @@ struct Results<std::tuple<T...>> {
 template <typename First, typename Second>
 struct Results<std::pair<First, Second>> : Results<std::tuple<First, Second>> {};
 
-// The dispatcher hands over a stack of values; this calls the function with them.
+// The kernel that the dispatcher calls with a stack of values. It calls the function with them.
 template <typename F, typename Guard, typename R, typename... Args>
 class Kernel final : public c10::OperatorKernel {
  public:
@@ -88,7 +89,7 @@ class Kernel final : public c10::OperatorKernel {
   template <size_t... I>
   void call(torch::jit::Stack& stack, std::index_sequence<I...>) {
     constexpr size_t count = sizeof...(Args);
-    // Braces: the arguments are taken in their order.
+    // The braces make sure that the arguments are taken in order.
     std::tuple<Held<Args>...> held{
         take<Args>(given(torch::jit::peek(stack, I, count), described_[I]),
                    Place{op_, described_[I].name})...};
@@ -113,7 +114,7 @@ class Kernel final : public c10::OperatorKernel {
 
 template <typename R, typename... Args>
 struct Schema {
-  // `name` with its overload.
+  // `name` includes the overload's name.
   static c10::FunctionSchema make(const std::string& name,
                                   const std::array<Described, sizeof...(Args)>& described) {
     std::string text;

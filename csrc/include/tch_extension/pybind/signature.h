@@ -1,4 +1,4 @@
-// What is said about a function besides the function: py::arg, defaults, docs, guards.
+// What m.def can be told about a function: py::arg, defaults, docs, guards.
 #pragma once
 
 #include <tch_extension/pybind/convert.h>
@@ -10,10 +10,12 @@
 #include <tuple>
 #include <utility>
 
-// Every extension keeps its own copy, whatever others in the process were compiled with.
+// Hidden visibility: every extension keeps its own copy, whatever the others in the process were
+// compiled with.
 #pragma GCC visibility push(hidden)
 namespace pybind11 {
-// Its own names for the linker: a process may hold the real pybind11, too.
+// The inline namespace gives these classes their own symbols, because the real pybind11 may be in
+// the same process.
 inline namespace without_python {
 
 struct none {};
@@ -52,17 +54,17 @@ arg_v<std::decay_t<T>> arg::operator=(T&& value) const {
   return {*this, std::forward<T>(value)};
 }
 
-// Arguments after it are given by name only.
+// The arguments after it can only be given by name.
 struct kw_only {};
 struct pos_only {};
 
-// Constructed before each call and destroyed after it.
+// Guards that are constructed before each call and destroyed after it.
 template <typename... Guards>
 struct call_guard {
   using Type = std::tuple<Guards...>;
 };
 
-// About Python's side of a function, which is not there: read over.
+// Options for the Python side of a function, which does not exist here. They are ignored.
 struct doc {
   explicit doc(const char*) {}
 };
@@ -79,7 +81,7 @@ class options {
   options& enable_user_defined_docstrings() { return *this; }
 };
 
-// There is no interpreter, and so no lock of it.
+// There is no interpreter here, so there is no lock to release or acquire.
 struct gil_scoped_release {
   gil_scoped_release() {}
   ~gil_scoped_release() {}
@@ -109,18 +111,18 @@ constexpr arg operator""_a(const char* name, size_t) { return arg(name); }
 namespace tch_extension {
 namespace pybind {
 
-// One argument, as far as it is described.
+// What is known about one argument.
 struct Described {
   std::string name;
   bool keyword_only = false;
   std::optional<c10::IValue> fallback;
-  // The schema cannot hold it: there the default is None, and the kernel puts `fallback` in its
-  // place.
+  // If true, the schema cannot hold the default. The schema then has the default None, and the
+  // kernel replaces None by `fallback`.
   bool hidden = false;
 };
 
-// libtorch finds a schema again by comparing it, when it deregisters the operator. With a default
-// that does not equal itself (NaN) or cannot be compared (a tensor) it would abort the process.
+// When libtorch deregisters an operator, it finds the schema by comparing it. If a default does not
+// equal itself (NaN) or cannot be compared (a tensor), libtorch would abort the process.
 inline bool is_comparable(const c10::IValue& value) {
   try {
     return !value.isTensor() && !value.isTensorList() && value == value;
@@ -134,7 +136,7 @@ struct IsArg : std::is_base_of<pybind11::arg, T> {};
 template <typename... Extra>
 constexpr size_t named_arguments = (size_t{0} + ... + size_t{IsArg<Extra>::value});
 
-// The guards among the extras; none by default.
+// The types of the call_guard among the extras; none if there is no call_guard.
 template <typename... Extra>
 struct Guards {
   using Type = std::tuple<>;
@@ -146,7 +148,7 @@ struct Guards<pybind11::call_guard<Types...>, Rest...> {
 template <typename First, typename... Rest>
 struct Guards<First, Rest...> : Guards<Rest...> {};
 
-// Which argument an extra names: how many of those before it name one.
+// The index of the argument that an extra names: the number of extras before it that name one.
 template <size_t Index, typename... Extra>
 constexpr size_t position() {
   constexpr bool names[] = {IsArg<Extra>::value..., false};
@@ -157,7 +159,7 @@ constexpr size_t position() {
   return count;
 }
 
-// What the extras say about the arguments.
+// Collects what the extras say about the arguments.
 template <typename... Parameters>
 class Description {
  public:
@@ -206,18 +208,18 @@ class Description {
   template <typename Parameter, typename T>
   static Boxed<Parameter> boxed(const T& value) {
     if constexpr (std::is_floating_point_v<Parameter> && std::is_arithmetic_v<T>) {
-      // Not by way of a float: 1e-5 shall be 1e-5 in the schema.
+      // Convert directly, not through a float, so that 1e-5 is exactly 1e-5 in the schema.
       return static_cast<double>(value);
     } else {
       return Converter<Parameter>::box(static_cast<Parameter>(value));
     }
   }
-  // Docs, policies, guards: nothing about an argument.
+  // Docs, policies and guards say nothing about an argument.
   template <size_t I, typename T, typename = std::enable_if_t<!IsArg<T>::value>>
   void add(const T&) {}
 
-  // A default that is followed by an argument without one: Python could use it by naming what
-  // follows, a schema must not have it.
+  // Drops a default that is followed by an argument without one. Python could use such a default by
+  // naming the arguments that follow, but a schema must not have it.
   void drop_unusable() {
     bool required = false;
     for (size_t i = sizeof...(Parameters); i-- > 0;) {

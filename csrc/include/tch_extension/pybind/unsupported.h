@@ -1,5 +1,5 @@
-// What only an interpreter could give: named here so that the compiler says so instead of `not
-// declared`.
+// Names that need a Python interpreter. They are declared here so that the compiler says why they
+// cannot be used, instead of `not declared`.
 #pragma once
 
 #include <stdexcept>
@@ -13,7 +13,8 @@
 #define TCH_EXTENSION_UNAVAILABLE(why)
 #endif
 
-// Every extension keeps its own copy, whatever others in the process were compiled with.
+// Hidden visibility: every extension keeps its own copy, whatever the others in the process were
+// compiled with.
 #pragma GCC visibility push(hidden)
 namespace pybind11 {
 
@@ -68,8 +69,8 @@ TCH_EXTENSION_NO_OBJECT(capsule);
 TCH_EXTENSION_NO_OBJECT(array);
 #undef TCH_EXTENSION_NO_OBJECT
 
-// What modules set their attributes to, which nobody reads here. No function can take or return
-// one.
+// The types that modules set their attributes to. Nobody reads such attributes here, and no
+// function can take or return these types.
 #define TCH_EXTENSION_CONSTANT(name) \
   struct name {                      \
     template <typename T>            \
@@ -81,7 +82,7 @@ TCH_EXTENSION_CONSTANT(float_);
 TCH_EXTENSION_CONSTANT(bool_);
 #undef TCH_EXTENSION_CONSTANT
 
-// Exceptions that become Python's by type; here they are their message.
+// Exceptions that pybind11 would translate to Python's by type. Here only their message remains.
 struct builtin_exception : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

@@ -1,6 +1,6 @@
-// Stands for Python's header of this name, with the least that the stub of a newer extension needs:
-// one whose operators are registered by TORCH_LIBRARY, and which defines PyInit_... only so that
-// `import` loads the library. Nobody calls it here.
+// Replaces Python's header of this name, with the minimum that the stub in newer extensions needs.
+// Such an extension registers its operators with TORCH_LIBRARY, and defines PyInit_... only so that
+// `import` loads the library. Nobody calls PyInit_... here.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 
-// libtorch declares it so, too.
+// The same declaration as in libtorch.
 typedef struct _object PyObject;
 typedef std::ptrdiff_t Py_ssize_t;
 typedef PyObject* (*PyCFunction)(PyObject*, PyObject*);

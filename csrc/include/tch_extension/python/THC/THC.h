@@ -1,4 +1,4 @@
-// Stands for a header that libtorch had until 1.10, with what extensions use of it.
+// Replaces a header that libtorch had until 1.10, with the parts that extensions use.
 #pragma once
 
 #include <ATen/ceil_div.h>

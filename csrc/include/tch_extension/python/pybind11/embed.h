@@ -1,4 +1,4 @@
-// Stands for pybind11's header of this name, which cannot work without an interpreter.
+// Replaces pybind11's header of this name, which cannot work without an interpreter.
 #pragma once
 
 #error \

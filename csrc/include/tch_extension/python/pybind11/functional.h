@@ -1,4 +1,4 @@
-// Stands for pybind11's header of this name, which many include and never use: a type that no
+// Replaces pybind11's header of this name, which many sources include and never use. A type that no
 // operator can take is refused where it is used.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Stands for pybind11's header of this name, which many include and never use: what is named here
-// of it says that it needs Python.
+// Replaces pybind11's header of this name, which many sources include and never use. Its names are
+// declared, and using one gives an error that says that it needs Python.
 #pragma once
 
 #include <pybind11/pybind11.h>

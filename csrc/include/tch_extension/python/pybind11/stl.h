@@ -1,4 +1,4 @@
-// Stands for pybind11's header of this name: its conversions are always there.
+// Replaces pybind11's header of this name. Its conversions are always available here.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,6 +1,6 @@
-// Stands before libtorch's header of this name, which brings all of its C++ frontend. Modules,
-// optimizers, data loaders and serialization are two thirds of a compiler's work, and few
-// extensions name them: `jit` compiles without first.
+// The compiler finds this header before libtorch's of the same name, which includes the whole C++
+// frontend. Modules, optimizers, data loaders and serialization take two thirds of the compile
+// time, and few extensions use them, so `jit` first compiles without them.
 #pragma once
 
 #ifdef TCH_EXTENSION_FEWER_HEADERS

@@ -1,4 +1,4 @@
-// Stands for libtorch's header of this name, and brings what it brings, but for Python. Put this
+// Replaces libtorch's header of this name, and includes the same things except Python. Put this
 // folder first on the include path, and sources written for torch.utils.cpp_extension compile
 // unchanged.
 #pragma once

@@ -1,4 +1,4 @@
-// Stands for libtorch's header of this name, the bindings of its C++ frontend.
+// Replaces libtorch's header of this name, which has the Python bindings of its C++ frontend.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

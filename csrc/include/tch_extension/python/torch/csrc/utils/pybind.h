@@ -1,4 +1,4 @@
-// Stands for libtorch's header of this name.
+// Replaces libtorch's header of this name.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -10,8 +10,8 @@ namespace py = pybind11;
 
 namespace torch {
 
-// They translate exceptions for Python and release its lock; the dispatcher's caller does the
-// former.
+// Under Python, these functions translate exceptions and release Python's lock. Here the
+// dispatcher's caller translates exceptions, and there is no lock.
 template <typename F>
 F wrap_pybind_function(F&& function) {
   return std::forward<F>(function);
