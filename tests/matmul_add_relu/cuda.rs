@@ -1,4 +1,4 @@
-//! What only a GPU shows.
+//! Tests that need a GPU.
 
 use super::*;
 use tch_extension::testing::cuda_or_skip;
@@ -24,7 +24,7 @@ fn cuda_agrees_with_the_cpu() {
     suite().cuda_agrees_with_the_cpu("cuda_agrees_with_the_cpu");
 }
 
-/// Offsets beyond 32 bits: the last elements count, and only in their own places.
+/// Some offsets exceed 32 bits. The last elements must be computed, and only in their own places.
 #[test]
 fn cuda_more_than_two_to_the_31_elements() {
     let Some(device) = cuda_or_skip("cuda_more_than_two_to_the_31_elements") else { return };
