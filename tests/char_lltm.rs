@@ -30,7 +30,7 @@ const TINY: &[&str] = &[
 type Tensors = BTreeMap<String, Tensor>;
 type Change<'a> = &'a dyn Fn(&mut Tensors);
 
-// ---- the run itself
+// The run itself
 
 #[test]
 fn trains_all_ops_and_compares_them() {
@@ -229,7 +229,7 @@ fn help_names_every_option() {
     }
 }
 
-// ---- interruption
+// Interruption
 
 #[test]
 fn a_kill_at_any_time_leaves_whole_files() {
@@ -262,7 +262,7 @@ fn divergence_stops_the_run_and_keeps_the_last_good_weights() {
     );
 }
 
-// ---- bad input: one line names it and a solution, the exit code is 1, nothing is overwritten
+// Bad input: one line names it and a solution, the exit code is 1, nothing is overwritten
 
 #[test]
 fn refuses_unusable_texts() {
@@ -390,7 +390,7 @@ fn usage_errors_exit_with_2() {
     assert_eq!(place.results(), before);
 }
 
-// ---- bad input: a resume file of another model
+// Bad input: a resume file of another model
 
 #[test]
 fn refuses_weights_of_another_model() {
@@ -463,7 +463,7 @@ fn refuses_files_that_are_no_weights() {
     place.refuses(&["--resume", str(&place.out())], &["out is not a file", ".safetensors"]);
 }
 
-// ---- helpers
+// Helpers
 
 /// A folder with a text and a place for results.
 struct Place(TempDir);

@@ -222,7 +222,7 @@ fn out_of_bounds_panics() {
     drop(view_mut::<f32, 2>(&mut tensor).unwrap());
 }
 
-// ---- aliasing ----
+// Aliasing
 
 #[test]
 fn a_writer_is_alone() {
@@ -435,7 +435,7 @@ fn a_writer_is_alone_however_views_come_and_go_elsewhere() {
     });
 }
 
-// ---- autograd ----
+// Autograd
 
 struct Square;
 
@@ -462,7 +462,7 @@ fn a_saved_tensor_that_is_written_fails_the_backward() {
     tch::no_grad(|| view_mut::<f64, 1>(&mut x).unwrap().set([0], 4.0));
     assert_refused(grad(&[&y], &[&x], &Default::default()), &["modified by an inplace operation"]);
 
-    // Before the writer is dropped, too.
+    // The backward is also refused before the writer is dropped.
     y = apply(Square, &[Some(&x)]).unwrap().single().unwrap();
     let mut handle = x.detach();
     let writer = view_mut::<f64, 1>(&mut handle).unwrap();

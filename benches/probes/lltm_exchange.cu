@@ -29,7 +29,7 @@ void check(cudaError_t error, const char* what) {
 
 __device__ int gave_up;
 
-// ---- Through L2
+// Through L2
 
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* at) {
   uint32_t value;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(256)
   if (sum == 0x12345) gave_up = 2;
 }
 
-// ---- Inside a cluster
+// Inside a cluster
 
 __device__ __forceinline__ uint32_t shared_address(const void* at) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(at));
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(512) inside_cluster(int size, int words) {
   cluster_barrier();
 }
 
-// ---- The product
+// The product
 
 // Each warp repeatedly multiplies kTiles weight tiles, which stay in its registers, by kColumns · 8
 // rows of the batch from shared memory. kRows tiles share each operand that is read of the batch.
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(512) product(float* out, long long* cycles, in
   if (blockIdx.x == 0 && threadIdx.x == 0) *cycles = end - begin;
 }
 
-// ---- The host
+// The host
 
 template <typename Launch>
 float microseconds(Launch launch) {

@@ -64,7 +64,7 @@ pub fn flags_of(archs: &[Arch], for_hopper: bool) -> Vec<String> {
 
 /// A list of architectures, where it comes from, and which architectures exist.
 pub struct Choice<'a> {
-    /// The list.
+    /// The list as it was written, such as `8.0;9.0+PTX`.
     pub list: &'a str,
     /// The name of the variable or function that the list comes from, for messages.
     pub from: &'a str,

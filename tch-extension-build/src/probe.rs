@@ -7,9 +7,9 @@ use std::process::Command;
 /// A CUDA release, such as `13.0`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaVersion {
-    /// 13 in 13.0. A program and its libraries must have the same one.
+    /// The major version: 13 in 13.0. A program and its libraries must have the same one.
     pub major: u32,
-    /// 0 in 13.0.
+    /// The minor version: 0 in 13.0.
     pub minor: u32,
 }
 
@@ -54,9 +54,9 @@ pub fn libtorch_cuda_major(lib: &Path) -> Option<u32> {
 /// An nvcc and the CUDA release it belongs to.
 #[derive(Clone, Debug)]
 pub struct Nvcc {
-    /// The compiler.
+    /// The compiler's path.
     pub path: PathBuf,
-    /// Its release.
+    /// The compiler's release.
     pub version: CudaVersion,
     /// How it was found, such as `CUDA_HOME`.
     pub source: String,

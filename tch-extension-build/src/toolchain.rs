@@ -84,7 +84,7 @@ pub enum CudaMode {
 pub struct Cuda {
     /// The compiler.
     pub nvcc: Nvcc,
-    /// The architectures.
+    /// The architectures to compile for.
     pub archs: Vec<Arch>,
 }
 

@@ -9,9 +9,9 @@ use std::path::PathBuf;
 
 /// Whether the CUDA kernels are compiled.
 pub enum Cuda {
-    /// They are compiled.
+    /// The kernels are compiled, with this nvcc.
     On(Nvcc),
-    /// They are left out, for this reason.
+    /// The kernels are left out, for this reason.
     Off(String),
 }
 
