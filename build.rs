@@ -1,4 +1,4 @@
-//! Compiles `csrc` into the static library beside libtorch.
+//! Compiles `csrc` into a static library that is linked with libtorch.
 
 fn main() {
     let extension = tch_extension_build::Extension::new("tch_extension").source_dir("csrc");

@@ -1,4 +1,4 @@
-//! What the bridge itself costs: an operator that does nothing.
+//! The cost of the autograd bridge itself, measured with operators that compute nothing.
 
 use crate::common::{Case, Provider, Work};
 use criterion::{Criterion, criterion_group};
@@ -26,7 +26,8 @@ fn identity(x: &Tensor) -> Tensor {
     apply(Identity, &[Some(x)]).and_then(Tensors::single).expect("one output")
 }
 
-/// Of as many tensors as lltm_cell has, to be subtracted from its forward and backward.
+/// An operator that computes nothing, with as many tensors as lltm_cell. Its time can be subtracted
+/// from that of lltm_cell's forward and backward pass.
 struct Empty;
 
 impl Function for Empty {
@@ -36,12 +37,13 @@ impl Function for Empty {
     }
     fn backward(&self, _: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
         let state = |index| grads.optional(index).map(Tensor::shallow_clone);
-        // Each input is of the state's size here.
+        // All inputs of this benchmark have the state's size, so a gradient of the state fits each
+        // of them.
         Ok([state(0), state(0), state(0), state(0), state(1)].into())
     }
 }
 
-/// `length` operators in a row.
+/// A provider that calls an operator `length` times, each time on the previous output.
 fn chain(
     name: &'static str,
     length: usize,
@@ -57,9 +59,9 @@ fn chain(
     Provider::new(name, call)
 }
 
-/// The bridge against the same operator in C++, and against libtorch's own cheapest differentiable
-/// operation. Without a graph, `detach` is what the forward itself does: the rest is what `apply`
-/// adds.
+/// Compares the bridge with the same operator in C++ and with libtorch's own cheapest
+/// differentiable operation. Without a graph, the forward itself only calls `detach`; the rest of
+/// its time is what `apply` adds.
 pub fn cases(device: Device) -> Vec<Case> {
     let case = |point: String, inputs: Vec<(Vec<i64>, f64)>, providers| Case {
         operator: "autograd",
@@ -94,7 +96,7 @@ fn bridge(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("autograd/cpu");
     let constant = Tensor::from_slice(&[1.0]);
     let leaf = Tensor::from_slice(&[1.0]).set_requires_grad(true);
-    // The difference of these two is what `apply` adds where no graph is needed.
+    // The difference between these two is the time that `apply` adds when no graph is needed.
     group.bench_function("the forward alone", |bencher| {
         bencher.iter(|| black_box(&constant).detach())
     });
@@ -110,7 +112,7 @@ fn bridge(criterion: &mut Criterion) {
                 .expect("gradient")
         });
     });
-    // libtorch's own cheapest differentiable operation, for comparison.
+    // This is libtorch's own cheapest differentiable operation, for comparison.
     group.bench_function("view_as and backward", |bencher| {
         bencher.iter(|| {
             grad(&[&black_box(&leaf).view_as(&leaf)], &[&leaf], &GradOptions::default())

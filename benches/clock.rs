@@ -1,38 +1,41 @@
-//! Time, as it can be believed: of calls in a row, of the host alone, and of the GPU alone.
+//! Measures time reliably: of calls in a row, of the host alone, and of the GPU alone.
 
 use std::time::{Duration, Instant};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::cuda::{Event, Graph, Stream, synchronize};
 
-/// How long one provider is timed in one round: a GPU's calls differ less, and its time costs more.
+/// The time for which one provider is measured in one round. It is shorter on a GPU, whose calls
+/// vary less and whose time is more expensive.
 fn round(device: Device) -> Duration {
     Duration::from_millis(if device == Device::Cpu { 60 } else { 20 })
 }
 
-/// Below this much data, a call finds it in the L2 cache, where the call before left it; above, it
-/// does not.
+/// A call with less data than this finds them in the L2 cache, where the previous call left them. A
+/// call with more does not.
 pub const SMALL: usize = 32 << 20;
-/// More than any L2 cache holds.
+/// The size of a write that flushes the cache; no L2 cache holds as much.
 const FLUSH: i64 = 256 << 20;
-/// Calls in one graph where the data are small: so many that starting the graph does not count.
+/// The number of calls in one graph if the data are small. It is so large that the graph's start
+/// does not matter.
 const CALLS_IN_A_GRAPH: usize = 20;
-/// Calls beyond so many microseconds, of many kernels, are alone in their graph.
+/// A call that takes the host longer than this, in microseconds, has many kernels and is the only
+/// one in its graph.
 const LONG: f64 = 500.0;
-/// Calls of which the host's time is taken: not so many that the queue of launches fills up and the
-/// host waits.
+/// The number of calls over which the host's time is measured. It is small enough that the queue of
+/// launches does not fill up and make the host wait.
 const CALLS_OF_THE_HOST: u32 = 20;
 
 /// Times `iterations` calls in a row: on the CPU by the clock, on a GPU by CUDA events around all
-/// of them. Where the host is slower than the device, as with small sizes, that is the host's pace:
-/// what a training loop sees.
+/// calls. If the host is slower than the device, as with small sizes, this is the host's pace, as a
+/// training loop sees it.
 pub fn in_a_row(device: Device, iterations: u64, mut call: impl FnMut()) -> Duration {
     if device == Device::Cpu {
         let start = Instant::now();
         (0..iterations).for_each(|_| call());
         return start.elapsed();
     }
-    // The first call after a pause finds the device asleep.
+    // After a pause, the first call has to wake the device.
     call();
     between_events(device, || (0..iterations).for_each(|_| call()))
 }
@@ -46,19 +49,20 @@ fn between_events(device: Device, body: impl FnOnce()) -> Duration {
     start.elapsed(&end).expect("the time between two events")
 }
 
-/// Microseconds a call, of calls in a row.
+/// The time of a call, in microseconds, when calls follow one another.
 pub fn per_call(device: Device, iterations: u64, call: &mut impl FnMut()) -> f64 {
     micros(in_a_row(device, iterations, call)) / iterations as f64
 }
 
-/// As many calls as fill one round; also the warm-up.
+/// The number of calls that fill one round. Measuring it is also the warm-up.
 pub fn iterations_for(device: Device, call: &mut impl FnMut()) -> u64 {
     per_call(device, 10, call);
     let one = per_call(device, 10, call);
     ((round(device).as_secs_f64() * 1e6 / one) as u64).max(3)
 }
 
-/// Microseconds until a call on a GPU returns, while the GPU works on those before.
+/// The time, in microseconds, until a call on a GPU returns, while the GPU works on the previous
+/// calls.
 pub fn host(device: Device, call: &mut impl FnMut()) -> f64 {
     synchronize(device).expect("an idle device");
     let start = Instant::now();
@@ -68,8 +72,8 @@ pub fn host(device: Device, call: &mut impl FnMut()) -> f64 {
     micros(elapsed) / f64::from(CALLS_OF_THE_HOST)
 }
 
-/// A call as a CUDA graph: nothing of the host's is in its time, nor the graph's launch, which is
-/// not the operator's.
+/// A call that was captured as a CUDA graph. Its time contains neither the host's time nor the
+/// launch of the graph, which is not part of the operator.
 pub struct OnTheGpu {
     graph: Graph,
     start: Event,
@@ -79,11 +83,12 @@ pub struct OnTheGpu {
 }
 
 impl OnTheGpu {
-    /// `bytes` is the size of what the call reads and writes. Small: many calls in a row, with the
-    /// data in the L2 cache; otherwise one call, after the cache was flushed.
+    /// Captures the call. `bytes` is the size of the data that the call reads and writes. If it is
+    /// small, the graph contains many calls, which find the data in the L2 cache; otherwise it
+    /// contains one call, and the cache is flushed before it.
     ///
     /// # Errors
-    /// What cannot be captured on this stream.
+    /// If the call cannot be captured on this stream.
     pub fn capture(stream: &Stream, bytes: usize, call: &mut impl FnMut()) -> Result<Self> {
         let long = host(stream.device(), call) > LONG;
         let calls = if bytes < SMALL && !long { CALLS_IN_A_GRAPH } else { 1 };
@@ -97,11 +102,11 @@ impl OnTheGpu {
         Ok(OnTheGpu { graph, start, end, calls, flush })
     }
 
-    /// Microseconds a call.
+    /// The time of a call in microseconds.
     pub fn time(&mut self) -> f64 {
         const REPLAYS: usize = 5;
         let times = (0..REPLAYS).map(|_| {
-            // Behind the flush, or behind a first replay, the device is awake and the host ahead.
+            // After the flush or a first replay, the device is awake and the host is ahead of it.
             match &mut self.flush {
                 Some(flush) => drop(flush.zero_()),
                 None => self.graph.replay().expect("a replay"),
@@ -113,7 +118,7 @@ impl OnTheGpu {
         median(times.collect())
     }
 
-    /// Kernels in a call.
+    /// The number of kernels in a call.
     pub fn kernels(&self) -> usize {
         self.graph.kernels() / self.calls
     }
@@ -123,7 +128,7 @@ fn micros(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }
 
-/// The one in the middle.
+/// The median.
 pub fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
     times.get(times.len() / 2).copied().unwrap_or(f64::NAN)

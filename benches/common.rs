@@ -1,4 +1,4 @@
-//! What every operator's bench is made of: cases, each with its providers.
+//! The parts of every operator's benchmark: cases, each with its providers.
 
 use crate::clock;
 use criterion::{BenchmarkId, Criterion, Throughput};
@@ -9,10 +9,10 @@ use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};
 use tch_extension::testing::devices;
 
-/// One way to compute an operator's outputs from its tensors.
+/// A function that computes an operator's outputs from its tensors.
 pub type Call = Box<dyn Fn(&[Tensor]) -> Result<Vec<Tensor>>>;
 
-/// Who computes it.
+/// An implementation of an operator: ours or a rival.
 pub struct Provider {
     name: &'static str,
     call: Call,
@@ -27,7 +27,7 @@ impl Provider {
         Provider { name, call: Box::new(call), has_backward: true }
     }
 
-    /// It is compared in the forward only.
+    /// Makes this provider take part in the forward pass only.
     pub fn without_backward(mut self) -> Self {
         self.has_backward = false;
         self
@@ -37,32 +37,32 @@ impl Provider {
 /// One point of an operator's table.
 pub struct Case {
     pub operator: &'static str,
-    /// The sizes, as the table shows them.
+    /// The sizes as the table shows them.
     pub point: String,
     pub kind: Kind,
     pub device: Device,
-    /// Whether products in f32 may round their factors.
+    /// Whether f32 products may use tf32, which rounds their factors.
     pub tf32: bool,
-    /// Each tensor's size and standard deviation.
+    /// The size and the standard deviation of each tensor.
     pub inputs: Vec<(Vec<i64>, f64)>,
-    /// What has to be done, in a forward and in a backward.
+    /// The work of a forward pass and of a backward pass.
     pub work: [Work; 2],
-    /// The last is ours; the others are its rivals.
+    /// Our provider is the last one; the others are its rivals.
     pub providers: Vec<Provider>,
 }
 
-/// What cannot be saved: no implementation does with less.
+/// The work that no implementation can avoid.
 #[derive(Clone, Copy, Default)]
 pub struct Work {
-    /// Of device memory, each input read once and each output written once.
+    /// The bytes of device memory: each input is read once and each output is written once.
     pub bytes: usize,
-    /// Multiplications and additions of matrix products.
+    /// The multiplications and additions of matrix products.
     pub operations: u64,
 }
 
 impl Work {
-    /// Of `elements` of this kind that are read or written, and of products with so many
-    /// operations.
+    /// The work of reading or writing `elements` elements of this kind, and of products with
+    /// `operations` operations.
     pub fn new(kind: Kind, elements: i64, operations: i64) -> Self {
         Work { bytes: elements as usize * kind.elt_size_in_bytes(), operations: operations as u64 }
     }
@@ -79,7 +79,7 @@ impl Work {
     }
 }
 
-/// What is timed.
+/// The part of a training step that is timed.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Direction {
     Forward,
@@ -104,7 +104,7 @@ pub struct Runner<'a> {
     provider: &'a Provider,
     inputs: Vec<Tensor>,
     vectors: Vec<Tensor>,
-    /// A graph to go back through, again and again.
+    /// The outputs of a forward pass. The backward pass runs through their graph again and again.
     outputs: Vec<Tensor>,
 }
 
@@ -113,8 +113,9 @@ impl Runner<'_> {
         self.provider.name
     }
 
-    /// The same tensors as leaves of which no graph knows yet, for the current stream: a backward,
-    /// and the gradient of a leaf, belong to the stream on which the forward ran.
+    /// A copy whose tensors are new leaves, outside any graph, for use on the current stream: a
+    /// backward pass, and the gradient of a leaf, belong to the stream on which the forward pass
+    /// ran.
     pub fn on_this_stream(&self, direction: Direction) -> Self {
         let leaf = |input: &Tensor| input.detach().set_requires_grad(input.requires_grad());
         let mut runner = Runner {
@@ -129,14 +130,14 @@ impl Runner<'_> {
         runner
     }
 
-    /// How much data a forward reads and writes, at least.
+    /// The least amount of data that a forward pass reads and writes.
     pub fn bytes(&self) -> usize {
         let size = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         self.inputs.iter().chain(&self.outputs).map(size).sum()
     }
 
-    /// How far the outputs are apart, if that is much in numbers around 1; by that, single small
-    /// outputs are compared, too.
+    /// How far the outputs are apart, or `None` if they are close. Differences are compared with
+    /// numbers around 1 at least, so that single small outputs do not count as different.
     pub fn is_far_from(&self, other: &Self) -> Option<f64> {
         const ALLOWED: f64 = 5e-2;
         let norm =
@@ -145,7 +146,7 @@ impl Runner<'_> {
             let scale = norm(theirs).max((theirs.numel() as f64).sqrt());
             norm(&(ours - theirs)) / scale
         };
-        // What is no number is not close, either.
+        // A NaN counts as different.
         self.outputs
             .iter()
             .zip(&other.outputs)
@@ -153,7 +154,7 @@ impl Runner<'_> {
             .find(|apart| apart.is_nan() || *apart > ALLOWED)
     }
 
-    /// The first output, if the last input is no number anywhere.
+    /// The first output when the last input is NaN everywhere.
     pub fn with_last_input_nan(&self) -> Option<Tensor> {
         let mut inputs: Vec<Tensor> = self.inputs.iter().map(Tensor::detach).collect();
         let last = inputs.pop()?;
@@ -192,14 +193,15 @@ impl Runner<'_> {
 }
 
 impl Case {
-    /// Every provider that has this direction, with its own leaves of the same values.
+    /// A runner for every provider that has this direction. Each has leaves of its own with the
+    /// same values. Panics if the results differ.
     pub fn runners(&self, direction: Direction) -> Vec<Runner<'_>> {
         let runners = self.unchecked_runners(direction);
         self.check_that_they_agree(&runners, direction != Direction::Forward);
         runners
     }
 
-    /// Likewise, whether or not they agree.
+    /// The same runners without the comparison of their results.
     pub fn unchecked_runners(&self, direction: Direction) -> Vec<Runner<'_>> {
         let differentiable = direction != Direction::Forward;
         let of = |provider| {
@@ -220,13 +222,14 @@ impl Case {
         self.providers.iter().filter(has).map(of).collect()
     }
 
-    /// Whether anything of ours goes in this direction.
+    /// Whether our provider has this direction.
     pub fn has(&self, direction: Direction) -> bool {
         direction == Direction::Forward
             || self.providers.last().is_some_and(|ours| ours.has_backward)
     }
 
-    /// A bench of something else than the same result would say nothing.
+    /// Panics unless all providers compute the same, because a comparison of their times would
+    /// otherwise say nothing.
     fn check_that_they_agree(&self, runners: &[Runner<'_>], differentiable: bool) {
         let results = |runner: &Runner<'_>| {
             let outputs = runner.outputs.iter().map(Tensor::detach);
@@ -240,7 +243,7 @@ impl Case {
         for rival in rivals {
             for (ours, theirs) in expected.iter().zip(&results(rival)) {
                 let apart = distance(ours, theirs);
-                // What is no number is not close, either.
+                // A NaN fails this comparison, too.
                 assert!(
                     apart <= allowed,
                     "{}: {} is {apart:.2e} from ours",
@@ -251,7 +254,7 @@ impl Case {
         }
     }
 
-    /// What has to be done in this direction.
+    /// The work in this direction.
     pub fn work(&self, direction: Direction) -> Work {
         let [forward, backward] = self.work;
         match direction {
@@ -272,12 +275,12 @@ impl Case {
         )
     }
 
-    /// The kind, as the table shows it.
+    /// The arithmetic as the table shows it: tf32, or the kind.
     pub fn arithmetic(&self) -> String {
         if self.tf32 { "tf32".to_string() } else { format!("{:?}", self.kind) }
     }
 
-    /// With libtorch's switch as this case wants it.
+    /// Runs `body` with libtorch's tf32 switch set as this case requires.
     pub fn in_its_precision<T>(&self, body: impl FnOnce() -> T) -> T {
         if !self.device.is_cuda() {
             return body();
@@ -294,15 +297,16 @@ impl Case {
     }
 }
 
-/// The norm of the difference, in proportion: single elements may differ by all they are, where
-/// rounding decides on which side of ReLU's corner they lie.
+/// The norm of the difference, relative to the norm of the result. Single elements may differ
+/// completely where rounding decides on which side of ReLU's corner they are.
 fn distance(ours: &Tensor, theirs: &Tensor) -> f64 {
     let norm = |tensor: &Tensor| tensor.to_kind(Kind::Double).norm().double_value(&[]);
     let apart = norm(&(ours.to_kind(Kind::Double) - theirs.to_kind(Kind::Double)));
     if apart == 0.0 { 0.0 } else { apart / norm(theirs) }
 }
 
-/// Criterion's statistics, one provider after the other: a group for each direction and device.
+/// Runs criterion, which measures one provider after another, in one group for each operator,
+/// direction and device.
 pub fn groups(criterion: &mut Criterion, cases: impl Fn(Device) -> Vec<Case>) {
     for device in devices() {
         for direction in Direction::ALL {

@@ -1,6 +1,7 @@
-//! Sizes that nobody chose: the same ones for the same seed, on every machine.
+//! Draws random sizes, which nobody chose by hand. The same seed gives the same sizes on every
+//! machine.
 
-/// SplitMix64.
+/// A SplitMix64 random number generator.
 pub struct Draw(u64);
 
 impl Draw {
@@ -16,41 +17,41 @@ impl Draw {
         mixed ^ (mixed >> 31)
     }
 
-    /// From 0 to below 1.
+    /// A number from 0 up to, but not including, 1.
     fn uniform(&mut self) -> f64 {
         (self.next() >> 11) as f64 / (1_u64 << 53) as f64
     }
 
-    /// From 1 to `most`, each order of magnitude as often as another; a multiple of `step`.
+    /// A multiple of `step` from 1 to about `most`; each order of magnitude is equally likely.
     pub fn size(&mut self, most: i64, step: i64) -> i64 {
         let size = (self.uniform() * ((most + 1) as f64).ln()).exp() as i64;
         (size.clamp(1, most) + step - 1) / step * step
     }
 
-    /// Multiples of 64, of 8, and whatever there is.
+    /// The step of a size: 64, 8 or 1.
     pub fn step(&mut self) -> i64 {
         [64, 8, 1][(self.next() % 3) as usize]
     }
 
-    /// One in so many.
+    /// True in one of `many` cases.
     pub fn one_in(&mut self, many: u64) -> bool {
         self.next().is_multiple_of(many)
     }
 }
 
-/// Of a product.
+/// The sizes of a product.
 #[derive(Clone, Copy)]
 pub struct Product {
     pub batch: i64,
     pub m: i64,
     pub k: i64,
     pub n: i64,
-    /// Whether the bias is of the output's shape instead of a row.
+    /// Whether the bias has the output's shape instead of being a row.
     pub has_full_bias: bool,
 }
 
-/// M, K and N up to 8192, half of them in batches of up to 32, a fifth of those with a bias of full
-/// shape; not more work than a batch of 2³⁸ multiplications.
+/// Draws products with M, K and N up to 8192. Half of them have batches of up to 32, and a fifth of
+/// those have a bias of full shape. No product needs more than 2³⁸ multiplications.
 pub fn products(seed: u64, count: usize) -> Vec<Product> {
     const MOST: i64 = 1 << 38;
     let mut draw = Draw::new(seed);
@@ -66,7 +67,7 @@ pub fn products(seed: u64, count: usize) -> Vec<Product> {
     (0..count).map(|_| one()).collect()
 }
 
-/// Rows up to 200,000 and columns up to 70,000, not more than 2²⁸ elements.
+/// Draws up to 200,000 rows and 70,000 columns, with at most 2²⁸ elements.
 pub fn rows_and_columns(seed: u64, count: usize) -> Vec<(i64, i64)> {
     const MOST: i64 = 1 << 28;
     let mut draw = Draw::new(seed);
@@ -80,7 +81,7 @@ pub fn rows_and_columns(seed: u64, count: usize) -> Vec<(i64, i64)> {
     (0..count).map(|_| one()).collect()
 }
 
-/// (B, F, H) up to 4096, 2048 and 2048.
+/// Draws (B, F, H) up to 4096, 2048 and 2048.
 pub fn cells(seed: u64, count: usize) -> Vec<(i64, i64, i64)> {
     let mut draw = Draw::new(seed);
     let mut one = || {

@@ -1,6 +1,6 @@
-//! The least time that a GPU needs for an operator's work: what a copy of as many bytes takes, or a
-//! product of as many operations at the rate of a large one, whichever is more. Both are measured
-//! in the same run.
+//! The least time that a GPU needs for an operator's work: the time of copying as many bytes, or
+//! the time of as many operations at the rate of a large product, whichever is longer. Both are
+//! measured in the same run.
 
 use crate::clock::{OnTheGpu, median};
 use crate::common::{Case, Direction};
@@ -10,7 +10,7 @@ use tch_extension::cuda::Stream;
 
 const ROUNDS: usize = 9;
 
-/// What the floor is made of.
+/// What limits the operator.
 #[derive(Clone, Copy)]
 pub enum Bound {
     Memory,
@@ -31,14 +31,14 @@ pub struct Floor {
     pub micros: f64,
 }
 
-/// The rates of products, each measured once.
+/// Measures floors, and keeps the rate of each kind of product so that it is measured only once.
 #[derive(Default)]
 pub struct Floors {
     rates: Vec<(String, Option<f64>)>,
 }
 
 impl Floors {
-    /// None on the CPU, whose caches make nonsense of a copy.
+    /// The floor of a case; `None` on the CPU, where caches make the time of a copy meaningless.
     pub fn of(&mut self, case: &Case, direction: Direction) -> Option<Floor> {
         if !case.device.is_cuda() {
             return None;
@@ -56,7 +56,7 @@ impl Floors {
         Some(if memory.micros > products.micros { memory } else { products })
     }
 
-    /// Operations a microsecond, in the precision of the case.
+    /// The number of operations in a microsecond, in the case's arithmetic.
     fn rate(&mut self, case: &Case) -> Option<f64> {
         let arithmetic = case.arithmetic();
         if let Some((_, rate)) = self.rates.iter().find(|(known, _)| *known == arithmetic) {
@@ -68,15 +68,15 @@ impl Floors {
     }
 }
 
-/// Microseconds for a copy that reads and writes so many bytes together.
+/// The time, in microseconds, of a copy that reads and writes `bytes` bytes in total.
 fn copy(device: Device, bytes: usize) -> Option<f64> {
     let array = || Tensor::zeros([bytes.div_ceil(8) as i64], (Kind::Float, device));
     let (from, mut to) = (array(), array());
     time(device, bytes, &mut || to.copy_(&from))
 }
 
-/// The rate of a product that fills the chip, of values as they are in use: of zeros it would be
-/// higher.
+/// The rate of a product that fills the chip. Its values are random as in real use; with zeros the
+/// rate would be higher.
 fn large_product(device: Device, kind: Kind) -> Option<f64> {
     let size = if kind.elt_size_in_bytes() < 4 { 8192 } else { 4096 };
     let factor = || Tensor::randn([size, size], (kind, device));

@@ -1,12 +1,13 @@
-//! Layer normalisation: fused against the composite of tch operations and against libtorch's own
-//! operator.
+//! Layer normalisation: our fused operator compared with the composite of tch operations and with
+//! libtorch's own operator.
 
 use crate::common::{Case, Provider, Work};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_layer_norm, layer_norm_reference};
 
-/// (M, N): in the caches, and on CUDA as much as libtorch, Liger and Quack are measured with.
+/// (M, N). The small sizes fit in the caches. The large ones, on CUDA, are as large as those with
+/// which libtorch, Liger and Quack are measured.
 const SMALL: [(i64, i64); 2] = [(256, 1024), (8192, 1024)];
 const LARGE: [(i64, i64); 5] =
     [(65536, 256), (32768, 1024), (16384, 4096), (8192, 8192), (4096, 16384)];
@@ -25,7 +26,7 @@ fn libtorch(
     Ok(input.f_layer_norm(normalized_shape, weight, bias, eps, true)?)
 }
 
-/// With or without weight and bias.
+/// Takes a weight and a bias if there are any among the inputs.
 fn provider(name: &'static str, op: Op) -> Provider {
     Provider::new(name, move |inputs| match inputs {
         [x, w, b] => Ok(vec![op(x, &w.size(), Some(w), Some(b), EPS)?]),
@@ -40,7 +41,8 @@ struct Point {
     affine: bool,
 }
 
-/// In the caches: short rows and long ones, few and many, no whole vectors.
+/// These sizes fit in the caches: short and long rows, few and many rows, and rows that are not a
+/// whole number of vectors.
 const ON_CPU: [(i64, i64); 6] =
     [(1, 1024), (64, 4096), (256, 1024), (8192, 64), (1000, 777), (2048, 1024)];
 
@@ -56,8 +58,8 @@ fn points(device: Device) -> Vec<Point> {
     }
     let of = |size: (i64, i64)| {
         let plain = Point { size, kind: Kind::Float, affine: false };
-        // libtorch adds up the parameters' gradients in bf16: with so many rows they are too far
-        // off to compare.
+        // libtorch sums the parameters' gradients in bf16. With more rows its result would be too
+        // inaccurate to compare.
         let half = (size.0 < 4096).then(|| affine(size, Kind::BFloat16));
         [affine(size, Kind::Float), plain].into_iter().chain(half)
     };
@@ -68,7 +70,7 @@ pub fn cases(device: Device) -> Vec<Case> {
     points(device).into_iter().map(|point| case(point, device)).collect()
 }
 
-/// At random sizes.
+/// A case with drawn sizes.
 pub fn drawn(size: (i64, i64), kind: Kind, device: Device) -> Case {
     case(Point { size, kind, affine: true }, device)
 }
@@ -81,7 +83,8 @@ fn case(Point { size: (m, n), kind, affine }: Point, device: Device) -> Case {
         provider("fused", f_layer_norm),
     ];
     if !device.is_cuda() {
-        // libtorch's own is the rival here, and the composite many times slower than both.
+        // On the CPU, libtorch's own operator is the rival; the composite is many times slower than
+        // both.
         providers.remove(0);
     }
     Case {
@@ -94,7 +97,7 @@ fn case(Point { size: (m, n), kind, affine }: Point, device: Device) -> Case {
             .into_iter()
             .chain(parameters.into_iter().filter(|_| affine))
             .collect(),
-        // x and y; x, dy and dx.
+        // The forward pass reads x and writes y; the backward pass reads x and dy and writes dx.
         work: [2, 3].map(|arrays| Work::new(kind, arrays * m * n, 0)),
         providers,
     }

@@ -1,5 +1,6 @@
-//! `cargo xtask bench sweep [WORD…]`: layer_norm against libtorch's own over a grid of sizes, odd
-//! and misaligned rows included: the GPU's time of each direction, and the worst ratios.
+//! `cargo xtask bench sweep [WORD…]`: layer_norm compared with libtorch's own operator over a grid
+//! of sizes, including odd and misaligned rows. It prints the GPU time of each direction, and the
+//! worst ratios.
 
 use crate::clock::{OnTheGpu, median};
 use std::io::Write;
@@ -13,7 +14,8 @@ use tch_extension::testing::devices;
 const ROWS: [i64; 8] = [1, 16, 256, 512, 1024, 2048, 8192, 65536];
 const COLUMNS: [i64; 14] =
     [64, 100, 255, 256, 768, 1000, 1024, 1025, 4096, 4099, 8192, 16384, 32768, 65536];
-/// Of these also rows that begin behind a multiple of 16 bytes.
+/// For these numbers of columns, the sweep also measures rows that start one element after a
+/// multiple of 16 bytes.
 const MISALIGNED: [i64; 4] = [64, 1024, 4096, 16384];
 const MOST_ELEMENTS: i64 = 1 << 27;
 const ROUNDS: usize = 5;
@@ -34,7 +36,7 @@ enum Who {
     Fused,
 }
 
-/// One provider's two directions as graphs, with the tensors that they read.
+/// The two directions of one provider as graphs, with the tensors that they read.
 struct Captured {
     graphs: [OnTheGpu; 2],
     _tensors: Vec<Tensor>,
@@ -101,7 +103,8 @@ impl Point {
         })
     }
 
-    /// libtorch's and our microseconds, of the forward and of the backward.
+    /// The times of libtorch's operator and ours in microseconds, for the forward and the backward
+    /// pass.
     fn measure(&self, device: Device) -> Result<[[f64; 2]; 2]> {
         let mut captured =
             [self.capture(Who::Libtorch, device)?, self.capture(Who::Fused, device)?];
@@ -117,15 +120,15 @@ impl Point {
     }
 }
 
-/// Never slower, as it is meant: by 3 %, or by what no clock tells.
+/// Whether ours counts as slower: by more than 3 %, and by more than the clock's resolution.
 fn is_slower([libtorch, fused]: [f64; 2]) -> bool {
     fused > 1.03 * libtorch && fused > libtorch + 0.3
 }
 
-/// Prints a line for each point that has all the words in its title.
+/// Prints a line for each point whose title contains all the words.
 ///
 /// # Errors
-/// CUDA's, and when nothing can be printed.
+/// If a CUDA call fails, or if nothing can be printed.
 pub fn run(words: &[String]) -> Result<()> {
     for device in devices().into_iter().filter(|device| device.is_cuda()) {
         let mut worst = [(0.0, String::new()), (0.0, String::new())];

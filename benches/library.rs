@@ -1,4 +1,4 @@
-//! What a call through a found operator costs, beside tch's own binding of the same operator.
+//! The cost of calling an operator that was looked up by name, compared with tch's own binding.
 
 use criterion::{Criterion, criterion_group};
 use std::hint::black_box;

@@ -1,4 +1,5 @@
-//! The linear layer: fused against libtorch's own, and against the composite of product and sum.
+//! The linear layer: our fused operator compared with libtorch's own and with the composite of
+//! product and sum.
 
 use crate::common::{Case, Provider, Work};
 use crate::draw::Product;
@@ -21,7 +22,7 @@ fn provider(name: &'static str, linear: Linear) -> Provider {
     Provider::new(name, move |inputs| Ok(vec![linear(&inputs[0], &inputs[1], Some(&inputs[2]))?]))
 }
 
-/// In `BFloat16`, on CUDA.
+/// Sizes that are measured in `BFloat16` on CUDA.
 const HALF_SIZES: [(i64, i64, i64); 4] =
     [(16, 32, 128), (256, 1024, 1024), (4096, 1024, 1024), (8192, 1024, 4096)];
 
@@ -33,7 +34,8 @@ fn case((m, k, n): (i64, i64, i64), kind: Kind, device: Device) -> Case {
         device,
         tf32: false,
         inputs: vec![(vec![m, k], 1.0), (vec![n, k], 1.0 / (k as f64).sqrt()), (vec![n], 1.0)],
-        // x, W and y; the same again with their gradients, but for y.
+        // The forward pass reads x and W and writes y. The backward pass reads x, W and dy and
+        // writes the gradients of x and W.
         work: [1, 2]
             .map(|times| Work::new(kind, times * (m * k + k * n) + m * n, times * 2 * m * k * n)),
         providers: vec![
@@ -44,7 +46,7 @@ fn case((m, k, n): (i64, i64, i64), kind: Kind, device: Device) -> Case {
     }
 }
 
-/// At random sizes: any leading dimensions.
+/// A case with drawn sizes; a batch adds a leading dimension.
 pub fn drawn(product: Product, kind: Kind, device: Device) -> Case {
     let Product { batch, m, k, n, .. } = product;
     let mut case = case((batch * m, k, n), kind, device);

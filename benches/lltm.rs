@@ -1,15 +1,15 @@
-//! Sequences of the LLTM: one operator against loops of the composite and of the cell.
+//! LLTM sequences: one operator compared with loops over the composite and over the cell.
 
 use crate::common::{Case, Provider, Work};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::ops::{f_lltm, f_lltm_cell, lltm_reference};
 
-/// (T, B, H), F = H. Few steps on CUDA, because a loop of the composite takes 0.2 ms for each of
-/// them; more are in the sweep.
+/// (T, B, H), with F = H. There are few steps on CUDA, because a loop over the composite takes 0.2
+/// ms for each of them; the sweep has more.
 const ON_CUDA: [(i64, i64, i64); 2] = [(64, 16, 128), (64, 64, 512)];
 const ON_CPU: [(i64, i64, i64); 1] = [(128, 16, 128)];
-/// As in sampling: beside the cell, whose kernels it is made of.
+/// Single steps, as in sampling, compared with the cell, whose kernels the operator uses for them.
 const ONE_STEP: [(i64, i64, i64); 5] =
     [(1, 1, 1024), (1, 16, 128), (1, 64, 512), (1, 64, 1024), (1, 256, 1024)];
 
@@ -31,12 +31,13 @@ pub fn loop_of_cells(
     Ok((Tensor::f_stack(&steps, 0)?, (h, c)))
 }
 
-/// One step without a sequence around it.
+/// Calls the cell without a sequence around it.
 fn cell() -> Provider {
     Provider::new("lltm_cell", |inputs| {
         let step = inputs[0].f_select(0, 0)?;
         let (h, c) = f_lltm_cell(&step, &inputs[1], Some(&inputs[2]), (&inputs[3], &inputs[4]))?;
-        // A backward goes through three outputs.
+        // These are the three outputs of lltm, so that the backward pass starts from the same
+        // gradients.
         Ok(vec![h.f_unsqueeze(0)?, h, c])
     })
 }
@@ -66,8 +67,8 @@ pub fn cases(device: Device) -> Vec<Case> {
                 (state.clone(), 1.0),
                 (state, 1.0),
             ],
-            // x, W and h of all steps; x, W and h with their gradients, three gates and c of all
-            // steps.
+            // The forward pass reads x and W and writes h of all steps. The backward pass reads or
+            // writes x, W and h of all steps, their gradients, three gates and c.
             work: [
                 Work::new(kind, 2 * t * b * h + 6 * h * h, 2 * t * b * 3 * h * 2 * h),
                 Work::new(kind, 8 * t * b * h + 12 * h * h, 4 * t * b * 3 * h * 2 * h),

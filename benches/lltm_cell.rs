@@ -1,4 +1,4 @@
-//! The LLTM cell: fused against the composite of tch operations.
+//! The LLTM cell: our fused operator compared with the composite of tch operations.
 
 use crate::common::{Case, Provider, Work};
 use std::cell::OnceCell;
@@ -21,7 +21,7 @@ fn provider(name: &'static str, cell: Cell) -> Provider {
     Provider::new(name, move |inputs| run(cell, inputs))
 }
 
-/// The product alone, of what is already side by side: nothing that computes a cell is faster.
+/// The product alone, with [h, x] already concatenated. Nothing that computes a cell is faster.
 fn product() -> Provider {
     let hx = OnceCell::new();
     let call = move |inputs: &[Tensor]| {
@@ -31,13 +31,13 @@ fn product() -> Provider {
     Provider::new("product", call).without_backward()
 }
 
-/// libtorch's cheapest operation, for the host's time.
+/// A single addition, libtorch's cheapest operation, for comparing the host's time.
 fn addition() -> Provider {
     let call = |inputs: &[Tensor]| Ok(inputs[3].f_add(&inputs[4]).map(|_| Vec::new())?);
     Provider::new("x + y", call).without_backward()
 }
 
-/// Ours, of tensors that require grad, for the host's time in training.
+/// Our operator with tensors that require grad, for the host's time in training.
 fn with_a_graph() -> Provider {
     let leaves = OnceCell::new();
     let call = move |inputs: &[Tensor]| {
@@ -64,8 +64,8 @@ fn case(device: Device, (b, f, h): (i64, i64, i64), kind: Kind) -> Case {
             (vec![b, h], 1.0),
             (vec![b, h], 1.0),
         ],
-        // x, W, h, c, h' and c'; x, W and h with their gradients, three gates, c', and the
-        // gradients of the state.
+        // The forward pass reads x, W, h and c, and writes h' and c'. The backward pass reads or
+        // writes x, W and h, their gradients, three gates, c', and the gradients of c, h' and c'.
         work: [
             Work::new(kind, b * f + weight + 4 * state, 2 * b * weight),
             Work::new(kind, 2 * (b * f + weight) + 9 * state, 4 * b * weight),
@@ -74,7 +74,7 @@ fn case(device: Device, (b, f, h): (i64, i64, i64), kind: Kind) -> Case {
     }
 }
 
-/// At random sizes.
+/// A case with drawn sizes.
 pub fn drawn(size: (i64, i64, i64), kind: Kind, device: Device) -> Case {
     case(device, size, kind)
 }

@@ -1,6 +1,7 @@
-//! `cargo xtask bench lltm sweep [WORD…]`: sequences over numbers of steps and rows, against loops
-//! of the composite and of the cell, and against libtorch's LSTM, which has a fourth gate: its time
-//! at the same size, not at the same arithmetic. And many rows in each way that a GPU has for them.
+//! `cargo xtask bench lltm sweep [WORD…]`: sequences with various numbers of steps and rows,
+//! compared with loops over the composite and over the cell, and with libtorch's LSTM. The LSTM has
+//! a fourth gate, so its time is for the same size, not for the same arithmetic. One sweep with
+//! many rows also forces each way that a GPU has for them.
 
 use crate::clock::{OnTheGpu, in_a_row, median};
 use crate::lltm::loop_of_cells;
@@ -12,20 +13,20 @@ use tch_extension::ops::{LltmPath, f_lltm_by, lltm_reference};
 use tch_extension::testing::devices;
 use tch_extension::{Error, Result};
 
-/// Microseconds for which calls of one provider are timed in one round.
+/// The time, in microseconds, for which one provider's calls are measured in one round.
 const ROUND: f64 = 15e3;
 const ROUNDS: usize = 5;
-/// Beyond so many microseconds one call tells enough.
+/// If a call takes longer than this, in microseconds, one call is enough.
 const SLOW: f64 = 60e3;
-/// Beyond so many steps one call warms up.
+/// With at least this many steps, one call is enough to warm up.
 const FEW_STEPS: i64 = 256;
-/// A graph of more steps takes longer to make than it tells.
+/// Capturing a graph of more steps takes longer than it is worth.
 const MOST_STEPS_OF_A_GRAPH: i64 = 64;
 
-/// (T, B, H), F = H.
+/// (T, B, H), with F = H.
 type Sizes = (i64, i64, i64);
 
-/// Of long sequences on a GPU, with the hidden sizes for which kernels differ.
+/// Long sequences on a GPU, with hidden sizes that use different kernels.
 const LONG: [Sizes; 9] = [
     (512, 16, 256),
     (512, 16, 512),
@@ -38,7 +39,7 @@ const LONG: [Sizes; 9] = [
     (512, 256, 1024),
 ];
 
-/// H, and rows with which one way or another is faster.
+/// H, and numbers of rows around which different ways are the fastest.
 const WAYS: [(i64, &[i64]); 9] = [
     (64, &[2048, 3120, 4096, 16384]),
     (128, &[1024, 2048, 2560, 3600, 4096]),
@@ -70,7 +71,7 @@ fn points(device: Device) -> Vec<(&'static str, Sizes)> {
         .collect()
 }
 
-/// What a kind is multiplied in.
+/// The kinds to measure, and for each whether products use tf32.
 fn arithmetics(device: Device) -> &'static [(Kind, bool)] {
     const ALL: [(Kind, bool); 4] =
         [(Kind::Float, false), (Kind::Float, true), (Kind::BFloat16, false), (Kind::Half, false)];
@@ -85,10 +86,10 @@ enum Who {
     Ours(LltmPath),
 }
 
-/// The sweep in which each way is forced.
+/// The name of the sweep in which each way is forced.
 const OF_WAYS: &str = "ways";
 
-/// Who is measured in a sweep.
+/// The providers that are measured in a sweep.
 fn providers(sweep: &str) -> [(Who, &'static str); 4] {
     let ours = (Who::Ours(LltmPath::Automatic), "fused");
     if sweep == OF_WAYS {
@@ -101,7 +102,7 @@ fn providers(sweep: &str) -> [(Who, &'static str); 4] {
 /// One provider with its tensors.
 struct Runner {
     who: Who,
-    /// x, h, c, and then the parameters.
+    /// x, h, c and the parameters, in this order.
     inputs: Vec<Tensor>,
     vector: Tensor,
 }
@@ -128,7 +129,8 @@ impl Runner {
             _ => vec![normal(&[3 * hidden, 2 * hidden], scale), normal(&[3 * hidden], scale)],
         };
         if who == Who::Lstm && device.is_cuda() {
-            // In one piece of memory, as cuDNN wants them: of an LSTM (2) of one layer.
+            // cuDNN wants the weights in one piece of memory, here for an LSTM (mode 2) with one
+            // layer.
             let (weights_of_a_layer, lstm, no_projection) = (4, 2, 0);
             let _ = Tensor::f_internal_cudnn_rnn_flatten_weight(
                 &parameters,
@@ -164,14 +166,14 @@ impl Runner {
             Who::Ours(path) => f_lltm_by(path, x, weight, bias, (h, c))?.0,
             Who::Lstm => {
                 let state = [h, c].map(|state| state.unsqueeze(0));
-                // Otherwise cuDNN keeps what a backward needs.
+                // If this were always true, cuDNN would keep what a backward pass needs.
                 let train = x.requires_grad();
                 x.f_lstm(&state, parameters, true, 1, 0.0, train, false, false)?.0
             }
         })
     }
 
-    /// A forward, and a backward if this has gradients.
+    /// Runs a forward pass, and a backward pass if the inputs require grad.
     fn run(&self) -> Result<()> {
         let output = self.forward()?;
         if self.inputs[0].requires_grad() {
@@ -199,7 +201,7 @@ impl Runner {
         Ok(Costs { wall, gpu: if graph { self.on_the_gpu(device)? } else { None } })
     }
 
-    /// None where a call cannot be captured.
+    /// The time on the GPU alone and the number of kernels; `None` if the call cannot be captured.
     fn on_the_gpu(&self, device: Device) -> Result<Option<(f64, usize)>> {
         let stream = Stream::new(device)?;
         stream.wait_stream(&Stream::current(device)?)?;
@@ -213,23 +215,24 @@ impl Runner {
     }
 }
 
-/// Microseconds of a call in a steady loop, and on the GPU by itself, with its kernels.
+/// The time of a call in microseconds: in a steady loop, and on the GPU alone, there with the
+/// number of kernels.
 struct Costs {
     wall: f64,
     gpu: Option<(f64, usize)>,
 }
 
-/// Prints a line for each point that has all the words in its title.
+/// Prints a line for each point whose title contains all the words.
 ///
 /// # Errors
-/// CUDA's, and when nothing can be printed.
+/// If a CUDA call fails, or if nothing can be printed.
 pub fn run(words: &[String]) -> Result<()> {
     println!(
         "µs a step: wall in a steady loop; gpu as a CUDA graph, with kernels a call, up to {MOST_STEPS_OF_A_GRAPH} steps"
     );
     for device in devices() {
         for &(kind, tf32) in arithmetics(device) {
-            // Of the sweep over steps in tf32, one point tells enough.
+            // One point of the sweep over steps is enough in tf32.
             let all = points(device)
                 .into_iter()
                 .filter(|(sweep, sizes)| !tf32 || *sweep != "steps" || sizes.0 == 512);
@@ -272,7 +275,8 @@ fn line(
     std::io::stdout().flush().map_err(|error| Error::msg(error.to_string()))
 }
 
-/// With libtorch's switch for products; cuDNN's, which lets it use tf32, stays as it is.
+/// Runs `body` with libtorch's tf32 switch for products. cuDNN's own switch, which lets it use
+/// tf32, is not changed.
 fn in_precision<T>(tf32: bool, device: Device, body: impl FnOnce() -> Result<T>) -> Result<T> {
     if !device.is_cuda() {
         return body();

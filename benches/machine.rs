@@ -1,10 +1,10 @@
-//! On what the figures were measured.
+//! Describes the machine that the figures are measured on.
 
 use std::fmt;
 use std::process::Command;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Everything that a figure without it would be worth nothing.
+/// Facts without which a figure would be worthless.
 pub struct Machine {
     fields: [(&'static str, String); 7],
 }
@@ -42,20 +42,20 @@ impl Machine {
     }
 }
 
-/// The libtorch that torch-sys 0.24 is made for, and checks for.
+/// The libtorch version that torch-sys 0.24 is made for and checks.
 fn tch_extension_libtorch() -> &'static str {
     "2.11.0"
 }
 
-/// Today in UTC.
+/// Today's date in UTC.
 fn date() -> String {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
     let (year, month, day) = civil((seconds / 86400) as i64);
     format!("{year}-{month:02}-{day:02}")
 }
 
-/// The date so many days after 1970-01-01, in the Gregorian calendar. Years begin in March, so that
-/// the leap day is their last.
+/// The date that is `days` days after 1970-01-01 in the Gregorian calendar. The computation counts
+/// years from March, so that the leap day is the last day of a year.
 fn civil(days: i64) -> (i64, i64, i64) {
     let days = days + 719_468;
     let (era, day) = (days.div_euclid(146_097), days.rem_euclid(146_097));
@@ -67,7 +67,7 @@ fn civil(days: i64) -> (i64, i64, i64) {
     (year + era * 400 + i64::from(month <= 2), month, day_of_month)
 }
 
-/// Told by who started us, or else asked of git.
+/// The commit, from the variable that the caller sets, or else from git.
 fn commit() -> String {
     let told = std::env::var("TCH_EXTENSION_COMMIT").ok().filter(|commit| !commit.is_empty());
     told.unwrap_or_else(|| first_line("git", &["describe", "--always", "--dirty"]))

@@ -1,11 +1,13 @@
-//! `cargo xtask bench [WORD…]`: each operator against what a user would call instead, as a table
-//! and as JSON; with words, the cases that have all of them in their titles. `cargo xtask bench
-//! sweep`: layer_norm over a grid of sizes; `cargo xtask bench lltm sweep`: sequences over numbers
-//! of steps and rows; `cargo xtask bench OPERATOR random SEED [WORD…]`: `matmul_add_relu`,
-//! `linear`, `layer_norm` or `lltm_cell` at sizes drawn at random.
+//! The benchmarks.
 //!
-//! `cargo bench --profile dev` has criterion's statistics, one provider after the other, and those
-//! of the bridge and the dispatcher.
+//! - `cargo xtask bench [WORD…]` compares each operator with what a user would call instead, and
+//!   writes a table and JSON. With words, it runs only the cases whose titles contain all of them.
+//! - `cargo xtask bench sweep` measures layer_norm over a grid of sizes.
+//! - `cargo xtask bench lltm sweep` measures sequences with various numbers of steps and rows.
+//! - `cargo xtask bench OPERATOR random SEED [WORD…]` measures `matmul_add_relu`, `linear`,
+//!   `layer_norm` or `lltm_cell` at random sizes.
+//! - `cargo bench --profile dev` runs criterion, which measures one provider after another, and
+//!   also the autograd bridge and the dispatcher.
 
 mod autograd;
 mod clock;
@@ -27,7 +29,7 @@ mod table;
 use common::Case;
 use tch::Device;
 
-/// Each operator's table.
+/// The cases of each operator.
 const OPERATORS: [fn(Device) -> Vec<Case>; 6] = [
     autograd::cases,
     layer_norm::cases,
@@ -38,8 +40,8 @@ const OPERATORS: [fn(Device) -> Vec<Case>; 6] = [
 ];
 
 fn main() {
-    // Cargo adds `--bench`. Whatever does not begin with `table` is for criterion, which reads the
-    // command line itself.
+    // Cargo adds `--bench`. Arguments that do not begin with `table` belong to criterion, which
+    // reads the command line itself.
     let arguments: Vec<String> =
         std::env::args().skip(1).filter(|argument| argument != "--bench").collect();
     match &arguments[..] {

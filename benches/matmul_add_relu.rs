@@ -1,5 +1,6 @@
-//! `relu(lhs @ rhs + bias)`: fused against the composite of three operations, and against
-//! libtorch's fused one where it has one: forward, of matrices and a row.
+//! `relu(lhs @ rhs + bias)`: our fused operator compared with the composite of three operations.
+//! libtorch has a fused operator for the forward pass of matrices and a bias row; there it is
+//! compared, too.
 
 use crate::common::{Case, Provider, Work};
 use crate::draw::Product;
@@ -10,18 +11,19 @@ use tch_extension::ops::{f_matmul_add_relu, matmul_add_relu_reference};
 /// The sizes of lhs, rhs and bias.
 type Size = (&'static [i64], &'static [i64], &'static [i64]);
 
-/// In `Float`, on the CPU, too.
+/// Sizes that are measured in `Float` on the CPU and on CUDA.
 const SIZES: [Size; 6] = [
     (&[16, 32], &[32, 128], &[128]),
     (&[512, 256], &[256, 512], &[512]),
     (&[1024, 1024], &[1024, 1024], &[1024]),
     (&[4096, 64], &[64, 1024], &[1024]),
-    // Burn's example.
+    // The sizes of Burn's example.
     (&[1, 32, 32], &[32, 32, 32], &[32, 32, 32]),
     (&[16, 256, 256], &[256, 256], &[16, 256, 256]),
 ];
 
-/// By K: where the product is short, and where it is most of the work.
+/// Sizes that are measured on the CPU only, from short K, where the product is a small part of the
+/// work, to long K, where it is most of it.
 const ON_CPU: [Size; 6] = [
     (&[64, 16], &[16, 256], &[256]),
     (&[1024, 64], &[64, 256], &[256]),
@@ -31,7 +33,7 @@ const ON_CPU: [Size; 6] = [
     (&[37, 101], &[101, 75], &[75]),
 ];
 
-/// Of matrices and a row on CUDA, where libtorch has a fused operator: (M, K, N).
+/// Products of matrices with a bias row on CUDA, where libtorch has a fused operator: (M, K, N).
 const MATRICES: [(i64, i64, i64); 23] = [
     (1, 1024, 1024),
     (8, 1024, 1024),
@@ -58,22 +60,22 @@ const MATRICES: [(i64, i64, i64); 23] = [
     (16384, 256, 1024),
 ];
 
-/// Batches in `BFloat16` on CUDA.
+/// Batches that are measured in `BFloat16` on CUDA.
 const BATCHES: [Size; 3] = [
     (&[16, 1024, 1024], &[16, 1024, 1024], &[16, 1024, 1024]),
     (&[16, 1024, 1024], &[1, 1024, 1024], &[1, 1, 1024]),
     (&[1, 1024, 1024], &[16, 1024, 1024], &[16, 1024, 1024]),
 ];
 
-/// In `BFloat16` on CUDA, backward, too.
+/// Sizes that are measured in `BFloat16` on CUDA, including the backward pass.
 const TRAINING: [Size; 2] =
     [(&[4096, 1024], &[1024, 1024], &[1024]), (&[8192, 1024], &[1024, 4096], &[4096])];
 
 type Operator = fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
 
 fn libtorch(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    // torch-sys 0.24 hands `use_gelu` on as the factor of the bias: true is 1, and the activation
-    // stays ReLU.
+    // torch-sys 0.24 passes `use_gelu` on as the factor of the bias. `true` means a factor of 1,
+    // and the activation stays ReLU.
     Ok(bias.f_internal_addmm_activation(lhs, rhs, true)?)
 }
 
@@ -81,8 +83,8 @@ fn provider(name: &'static str, operator: Operator) -> Provider {
     Provider::new(name, move |inputs| Ok(vec![operator(&inputs[0], &inputs[1], &inputs[2])?]))
 }
 
-/// The inputs and y are read or written; in the backward the factors with their gradients, y and
-/// dY.
+/// The forward pass reads the inputs and writes y. The backward pass reads the factors, y and dY,
+/// and writes the gradients of the inputs.
 fn work(kind: Kind, lhs: &[i64], rhs: &[i64], bias: &[i64]) -> [Work; 2] {
     let elements = |size: &[i64]| size.iter().product::<i64>();
     let matrices = |size: &[i64]| elements(&size[..size.len() - 2]);
@@ -114,7 +116,7 @@ fn case((lhs, rhs, bias): (&[i64], &[i64], &[i64]), kind: Kind, device: Device) 
     }
 }
 
-/// At random sizes.
+/// A case with drawn sizes.
 pub fn drawn(product: Product, kind: Kind, device: Device) -> Case {
     let Product { batch, m, k, n, has_full_bias } = product;
     match (batch, has_full_bias) {
@@ -124,9 +126,9 @@ pub fn drawn(product: Product, kind: Kind, device: Device) -> Case {
     }
 }
 
-/// Forward only: there are many.
+/// The sizes of `MATRICES`. There are many, so only the forward pass is measured.
 fn matrices(kind: Kind, tf32: bool, device: Device) -> impl Iterator<Item = Case> {
-    // In strict f32 some are among the others already.
+    // In strict f32, some of these sizes are already in `SIZES`.
     let new = move |&(m, k, n): &(i64, i64, i64)| {
         kind != Kind::Float || tf32 || SIZES.iter().all(|size| size.0 != [m, k] || size.2 != [n])
     };

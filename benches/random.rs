@@ -1,6 +1,6 @@
-//! `bench OPERATOR random SEED [WORD…]`: sizes drawn at random, in each kind, on the GPU alone: how
-//! often the fused operator is slower than a rival, and where it is worst. Words filter by title:
-//! `forward`, `Half`, `tf32`.
+//! `bench OPERATOR random SEED [WORD…]`: measures random sizes in each kind on the GPU alone. It
+//! prints how often the fused operator is slower than a rival, and where it is worst. Words select
+//! cases by title: `forward`, `Half`, `tf32`.
 
 use crate::clock::{OnTheGpu, median};
 use crate::common::{Case, Direction, Runner};
@@ -9,23 +9,23 @@ use std::io::Write;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use tch::{Device, Kind, Tensor};
 
-/// Shapes of each kind.
+/// The number of shapes for each kind.
 const SHAPES: usize = 300;
-/// Rounds of a first look, and of a second at what was slower.
+/// The number of rounds of a first measurement, and of a second one where ours was slower.
 const ROUNDS: usize = 3;
 const MORE_ROUNDS: usize = 9;
 
-/// The kinds on CUDA, and whether products in `Float` may round their factors.
+/// The kinds on CUDA, and for each whether `Float` products may use tf32.
 const KINDS: [(Kind, bool); 4] =
     [(Kind::Half, false), (Kind::BFloat16, false), (Kind::Float, true), (Kind::Float, false)];
 
-/// The named operator's cases; none if it has no drawing.
+/// The cases of the named operator; `None` if its sizes cannot be drawn.
 fn cases(operator: &str, seed: u64, device: Device) -> Option<Vec<Case>> {
     let in_each_kind = |of: &dyn Fn(Kind) -> Vec<Case>| {
         let cases = KINDS
             .iter()
             .flat_map(|&(kind, tf32)| of(kind).into_iter().map(move |case| Case { tf32, ..case }));
-        // Only products know tf32.
+        // tf32 makes a difference only to products.
         cases.filter(|case| !case.tf32 || case.operator != "layer_norm").collect()
     };
     Some(match operator {
@@ -49,7 +49,7 @@ fn cases(operator: &str, seed: u64, device: Device) -> Option<Vec<Case>> {
     })
 }
 
-/// Against one rival, in microseconds.
+/// Our time and one rival's, in microseconds.
 struct Comparison {
     title: String,
     arithmetic: String,
@@ -57,7 +57,7 @@ struct Comparison {
     rival: &'static str,
     theirs: f64,
     ours: f64,
-    /// Whether the rival makes numbers of what is none.
+    /// Whether the rival turns NaN into numbers.
     loses_nan: bool,
 }
 
@@ -66,8 +66,9 @@ impl Comparison {
         self.theirs / self.ours
     }
 
-    /// Slower than three launches of libtorch's by more than 3 % and 0.3 µs, or below 0.93 of its
-    /// fused operator by more than half a microsecond.
+    /// Whether ours is too slow: slower than the composite by more than 3 % and another 0.3 µs, or
+    /// slower than libtorch's fused operator by more than half a microsecond, with a speed below
+    /// 0.93 of it.
     fn is_a_miss(&self) -> bool {
         match self.rival {
             "composite" => self.ours > 1.03 * self.theirs + 0.3,
@@ -88,10 +89,11 @@ impl Comparison {
     }
 }
 
-/// Draws, measures and prints.
+/// Draws the sizes, measures them and prints a summary.
 ///
 /// # Errors
-/// When there is no GPU or no such drawing, or the file beside the figures cannot be written.
+/// If there is no GPU, if this operator's sizes cannot be drawn, or if the file with all figures
+/// cannot be written.
 pub fn run(operator: &str, seed: &str, words: &[String]) -> std::io::Result<()> {
     let device = Device::Cuda(0);
     let seed =
@@ -158,7 +160,7 @@ fn compare(case: &Case, direction: Direction) -> Vec<Comparison> {
     }
 }
 
-/// Each in turn.
+/// Times all graphs in turn, and returns the median for each.
 fn rounds(graphs: &mut [&mut OnTheGpu], count: usize) -> Vec<f64> {
     let mut times = vec![Vec::new(); graphs.len()];
     for _ in 0..count {
@@ -169,7 +171,8 @@ fn rounds(graphs: &mut [&mut OnTheGpu], count: usize) -> Vec<f64> {
     times.into_iter().map(median).collect()
 }
 
-/// Of a bias that is none: the last input, where the output has to show it.
+/// Whether libtorch's operator loses NaN in the last input, the bias, of which the output should
+/// show it.
 fn loses_nan(rival: &Runner<'_>) -> bool {
     rival.name() == "libtorch" && rival.with_last_input_nan().is_some_and(|out| !is_any_nan(&out))
 }
@@ -222,7 +225,7 @@ fn summary(found: &[Comparison]) {
     worst.iter().filter(|each| each.is_a_miss()).for_each(|each| println!("{}", each.line()));
 }
 
-/// All of it, for plots and later.
+/// Writes all figures to a file, for plots and later comparisons.
 fn write(operator: &str, found: &[Comparison]) -> std::io::Result<()> {
     let path = table::output_folder().join(format!("random-{operator}.csv"));
     let mut file = std::fs::File::create(&path)?;

@@ -1,10 +1,12 @@
-"""What a Python user would call instead of an operator of ours: GPU times, measured as `benches/table.rs` does.
+"""Measures what a Python user would call instead of our operators: GPU times, as in `benches/table.rs`.
 
-    python3 rivals.py [WORD…]        writes rivals.json into $OUT (or the current folder); WORDs select rows by title
+    python3 rivals.py [WORD…]   writes rivals.json into $OUT (or the current folder)
 
-torch.compile is always there; Liger and Quack are used where they can be imported. A call is captured as a CUDA graph
-and replayed: the L2 cache is flushed before each replay where the data are larger than 32 MiB, below that a graph has 20
-calls. Medians over 9 interleaved rounds of 5 replays. A backward is captured alone, on the stream of its forward.
+The words select rows by title. torch.compile is always measured; Liger and Quack are measured if
+they can be imported. A call is captured as a CUDA graph and replayed. If the data are 32 MiB or
+more, the L2 cache is flushed before each replay; otherwise a graph has 20 calls. The figures are
+medians over 9 interleaved rounds of 5 replays. A backward is captured alone, on the stream of its
+forward.
 """
 
 import json
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch._functorch import config as functorch_config
 
 warnings.filterwarnings("ignore")
-# A compiled backward frees its inputs' buffers otherwise, and could run only once.
+# Without this, a compiled backward frees its inputs' buffers and can run only once.
 functorch_config.donated_buffer = False
 
 SMALL, FLUSH = 32 << 20, 256 << 20
@@ -40,7 +42,7 @@ def through_autograd(call, x, w, b, dy):
 
 
 def providers():
-    """Name, forward, what makes a backward, and the kind of the parameters where it is a fixed one."""
+    """Yields name, forward, a function that makes a backward, and the parameters' kind if it is fixed."""
     torch._dynamo.reset()
     yield "libtorch", libtorch, partial(through_autograd, libtorch), None
     compiled = torch.compile(libtorch, dynamic=False)
@@ -75,12 +77,12 @@ class Graph:
     def __init__(self, prepare, nbytes):
         self.calls = CALLS if nbytes < SMALL else 1
         self.flush = torch.empty(FLUSH, dtype=torch.int8, device="cuda") if nbytes >= SMALL else None
-        # Part of the graph, so that its launch is not in the time.
+        # The events are part of the graph, so that its launch is not in the time.
         self.start, self.end = (torch.cuda.Event(enable_timing=True, external=True) for _ in range(2))
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            # Holds the tensors that the graph reads.
+            # The closure keeps the tensors that the graph reads.
             self.run = prepare()
             for _ in range(3):
                 self.run()
@@ -128,7 +130,7 @@ def rows(point, kind, direction):
         try:
             torch.testing.assert_close(forward(*tensors), expected, rtol=5e-2, atol=5e-2)
             graphs[name] = Graph(partial(prepared, direction, forward, backward, tensors), arrays * x.nbytes)
-        except Exception as error:  # A rival that cannot do a case is left out, and said so.
+        except Exception as error:  # A rival that cannot compute a case is left out, with a message.
             print(f"  {name}: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
     times = {name: [] for name in graphs}
     for _ in range(ROUNDS):

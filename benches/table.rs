@@ -1,6 +1,6 @@
-//! The figures that claims are made from: all providers of a case in turn, so that a change of the
-//! machine's pace meets all of them, and the medians over all rounds. As text while it runs, and as
-//! JSON for plots and later.
+//! Measures the figures that claims are based on. All providers of a case take turns, so that a
+//! change of the machine's speed affects all of them, and the medians over all rounds are reported:
+//! as text during the run, and as JSON for plots and later comparisons.
 
 use crate::clock::{self, OnTheGpu, median};
 use crate::common::{Case, Direction, Runner};
@@ -13,26 +13,26 @@ use tch_extension::Result;
 use tch_extension::cuda::{Stream, StreamGuard};
 use tch_extension::testing::devices;
 
-/// Rounds of an interleaved comparison.
+/// The number of rounds in which the providers take turns.
 const ROUNDS: usize = 9;
 
-/// What one provider costs, in microseconds a call.
+/// The cost of one provider's call, in microseconds.
 struct Costs {
     provider: &'static str,
-    /// In a steady loop.
+    /// The time in a steady loop.
     wall: f64,
     gpu: Option<Gpu>,
 }
 
 struct Gpu {
-    /// Until a call returns.
+    /// The time until a call returns.
     host: f64,
-    /// Without the host; none where a call cannot be captured.
+    /// The time on the GPU without the host; `None` if the call cannot be captured.
     alone: Option<f64>,
     kernels: Option<usize>,
 }
 
-/// Runs the cases whose titles contain all the words, prints the table and writes the JSON.
+/// Runs the cases whose titles contain all the words, prints the table and writes the JSON file.
 pub fn run(tables: &[fn(Device) -> Vec<Case>], words: &[String]) -> std::io::Result<()> {
     let machine = machine::describe();
     println!("{machine}");
@@ -67,7 +67,7 @@ pub fn run(tables: &[fn(Device) -> Vec<Case>], words: &[String]) -> std::io::Res
     Ok(())
 }
 
-/// In `$OUT` (the bundle's), else in the current folder's target.
+/// `$OUT`, which the bundle sets, or else `target` in the current folder.
 pub fn output_folder() -> PathBuf {
     std::env::var_os("OUT").map_or_else(|| PathBuf::from("target"), PathBuf::from)
 }
@@ -125,14 +125,14 @@ pub fn capture<'a>(case: &Case, runner: &Runner<'a>, direction: Direction) -> Op
     Some(Captured { graph, _tensors: tensors })
 }
 
-/// Behind all that is under way.
+/// A new stream that waits for everything that the current stream has queued.
 fn side_stream(device: Device) -> Result<Stream> {
     let stream = Stream::new(device)?;
     stream.wait_stream(&Stream::current(device)?)?;
     Ok(stream)
 }
 
-/// Ours is the last.
+/// Prints one case. Our provider is the last.
 fn print(title: &str, costs: &[Costs], floor: Option<&Floor>) {
     let Some(ours) = costs.last() else { return };
     println!("\n{title}");

@@ -1,4 +1,5 @@
-//! Runs the `char_lltm` example as its users do: as a program, on files, with good and bad input.
+//! Runs the `char_lltm` example in the way that its users do: as a program, on files, with good and
+//! bad input.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, Permissions};
@@ -10,7 +11,7 @@ use std::time::{Duration, Instant, SystemTime};
 use tch::{Kind, Tensor};
 use tempfile::TempDir;
 
-/// Small enough for a step to take about a millisecond.
+/// Options so small that a step takes about a millisecond.
 const TINY: &[&str] = &[
     "--device",
     "cpu",
@@ -29,7 +30,7 @@ const TINY: &[&str] = &[
 type Tensors = BTreeMap<String, Tensor>;
 type Change<'a> = &'a dyn Fn(&mut Tensors);
 
-// ---- the run itself
+// The run itself
 
 #[test]
 fn trains_all_ops_and_compares_them() {
@@ -228,7 +229,7 @@ fn help_names_every_option() {
     }
 }
 
-// ---- interruption
+// Interruption
 
 #[test]
 fn a_kill_at_any_time_leaves_whole_files() {
@@ -261,7 +262,7 @@ fn divergence_stops_the_run_and_keeps_the_last_good_weights() {
     );
 }
 
-// ---- bad input: one line that names it and the way out, exit code 1, nothing overwritten
+// Bad input: one line names it and a solution, the exit code is 1, nothing is overwritten
 
 #[test]
 fn refuses_unusable_texts() {
@@ -309,7 +310,7 @@ fn refuses_an_unusable_output_folder() {
     let place = Place::trained();
     let file = place.write("file", "kept");
     place.refuses(&["--out", str(&file)], &["file is not a folder", "give another"]);
-    // The last two: where nobody can create files, root included.
+    // In the last two, nobody can create files, not even root.
     for out in [str(&file.join("below")), "/proc/char_lltm", "/proc"] {
         place.refuses(&["--out", out], &["cannot write to --out", out, "may write"]);
     }
@@ -358,7 +359,7 @@ fn refuses_sizes_that_do_not_fit() {
         &["--batch", "1000000", "--seq-len", "1000000"],
         &["too short", "--batch 1000000"],
     );
-    // 3 · 65536 · 65600 weights, a dozen times over: 577 GiB. A machine may have more.
+    // 3 · 65536 · 65600 weights, about twelve times over, need 577 GiB. Some machines have more.
     if available_gib() < 570 {
         place.refuses(&["--hidden", "65536"], &["MiB of memory", "lower --hidden"]);
     }
@@ -389,7 +390,7 @@ fn usage_errors_exit_with_2() {
     assert_eq!(place.results(), before);
 }
 
-// ---- bad input: a resume file of another model
+// Bad input: a resume file of another model
 
 #[test]
 fn refuses_weights_of_another_model() {
@@ -462,7 +463,7 @@ fn refuses_files_that_are_no_weights() {
     place.refuses(&["--resume", str(&place.out())], &["out is not a file", ".safetensors"]);
 }
 
-// ---- helpers
+// Helpers
 
 /// A folder with a text and a place for results.
 struct Place(TempDir);
@@ -474,7 +475,7 @@ impl Place {
         place
     }
 
-    /// With the results of an earlier run, which a failing one must not touch.
+    /// A place with the results of an earlier run, which a failing run must not change.
     fn trained() -> Place {
         static TRAINED: LazyLock<Place> = LazyLock::new(|| {
             let place = Place::new();
@@ -507,11 +508,12 @@ impl Place {
         path
     }
 
-    /// A tiny run on this folder's text; of an option given twice, the later one counts.
+    /// A tiny run on this folder's text. If an option is given twice, the later one applies.
     fn command(&self, arguments: &[&str]) -> Command {
         let mut command = Command::new(example());
         command.arg("--text").arg(self.path("text.txt")).arg("--out").arg(self.out());
-        // The tests run side by side, and threads without a core of their own wait for one another.
+        // The tests run at the same time, and threads of one program that have to share a core
+        // would wait for one another.
         command.args(TINY).args(arguments).env("OMP_NUM_THREADS", "1");
         command
     }
@@ -524,8 +526,8 @@ impl Place {
         self.command(arguments).stdout(Stdio::piped()).stderr(Stdio::null()).spawn().unwrap()
     }
 
-    /// Runs with bad input: one line that says all of `expected`, exit code 1, and the results as
-    /// before.
+    /// Runs the example with bad input, and checks that it prints one line that contains everything
+    /// in `expected`, exits with code 1 and leaves the results unchanged.
     #[track_caller]
     fn refuses(&self, arguments: &[&str], expected: &[&str]) {
         let before = self.results();
@@ -549,22 +551,22 @@ impl Place {
         Tensor::read_safetensors(self.weights(op)).unwrap().into_iter().collect()
     }
 
-    /// The first operator's losses.
+    /// The losses of the first operator.
     fn losses(&self) -> Vec<f64> {
         let table = fs::read_to_string(self.out().join("loss.csv")).unwrap();
         table.lines().skip(1).map(|line| line.split(',').nth(1).unwrap().parse().unwrap()).collect()
     }
 }
 
-/// The built example: where a bundle keeps it, or beside the folder of this test.
+/// The path of the built example: in a bundle's folder, or next to the folder of this test.
 fn example() -> PathBuf {
     if let Some(folder) = std::env::var_os("TCH_EXTENSION_EXAMPLES") {
         return PathBuf::from(folder).join("char_lltm");
     }
     let test = std::env::current_exe().unwrap();
     let program = test.parent().and_then(Path::parent).unwrap().join("examples/char_lltm");
-    // `cargo test` builds examples, `cargo test --test char_lltm` does not: it would test an older
-    // program.
+    // `cargo test` also builds the examples, but `cargo test --test char_lltm` does not and would
+    // test an outdated program.
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/char_lltm");
     let newest = fs::read_dir(sources).unwrap().map(|entry| modified(&entry.unwrap().path())).max();
     let fresh = program.exists() && Some(modified(&program)) >= newest;
@@ -580,8 +582,8 @@ fn modified(path: &Path) -> SystemTime {
     path.metadata().and_then(|metadata| metadata.modified()).unwrap()
 }
 
-/// Repetitive, so that a tiny model learns it in a second; every letter, so that characters can be
-/// missed.
+/// The text is repetitive, so that a tiny model learns it in a second. It contains every letter, so
+/// that the tests can detect missing ones.
 fn sample_text() -> String {
     "the quick brown fox jumps over the lazy dog\n".repeat(80)
 }
@@ -594,7 +596,7 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).unwrap()
 }
 
-/// What the program printed.
+/// The output of a program that must have succeeded.
 #[track_caller]
 fn succeeded(done: &Output) -> String {
     assert!(done.status.success(), "{}\n{}", done.status, text(&done.stderr));
@@ -615,7 +617,7 @@ fn assert_message(done: &Output, expected: &[&str]) {
     }
 }
 
-/// The cells of the table's row with this label.
+/// The cells in the row of the table that has this label.
 #[track_caller]
 fn cells<'a>(printed: &'a str, label: &str) -> Vec<&'a str> {
     let row = printed
@@ -642,7 +644,7 @@ fn wait_for(path: &Path) {
     }
 }
 
-/// Memory that is free now, as the program counts it.
+/// The free memory, computed as the program does.
 fn available_gib() -> u64 {
     let table = fs::read_to_string("/proc/meminfo").unwrap();
     let line = table.lines().find_map(|line| line.strip_prefix("MemAvailable:")).unwrap();

@@ -1,4 +1,4 @@
-//! `tch_extension::cuda`: what it refuses without a GPU, and streams, events, graphs and memory
+//! Tests of `tch_extension::cuda`: errors without a GPU, and streams, events, graphs and memory
 //! with one.
 
 use std::io::Write;
@@ -14,8 +14,8 @@ use tch_extension::ops::f_lltm_cell;
 use tch_extension::testing::{assert_close, cuda_or_skip};
 use tch_extension::{Error, Result};
 
-/// Captures, waits for a whole device and counts of memory do not go together with other threads'
-/// work.
+/// Lets only one test run at a time. Captures, waits for a whole device and memory statistics would
+/// be disturbed by other threads.
 fn serially() -> MutexGuard<'static, ()> {
     static LOCK: Mutex<()> = Mutex::new(());
     LOCK.lock().unwrap_or_else(PoisonError::into_inner)
@@ -25,7 +25,7 @@ fn skip(test: &str, why: &str) {
     let _ = std::io::stderr().write_all(format!("SKIPPED {test}: {why}\n").as_bytes());
 }
 
-/// For tests of what the caching allocator does; the sanitizers switch it off.
+/// Skips tests of the caching allocator when it is off, as it is under some sanitizers.
 fn caching_or_skip(test: &str) -> Option<Device> {
     let device = cuda_or_skip(test)?;
     if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
@@ -35,7 +35,8 @@ fn caching_or_skip(test: &str) -> Option<Device> {
     Some(device)
 }
 
-/// x, W, b, h, c with values drawn on the CPU: the GPU's generator is not disturbed.
+/// x, W, b, h and c. Their values are drawn on the CPU, so that the GPU's random generator is not
+/// used.
 fn arguments(device: Device, seed: i64) -> Vec<Tensor> {
     tch::manual_seed(seed);
     let (batch, features, hidden) = (16, 32, 128);
@@ -178,8 +179,8 @@ fn cuda_an_operator_works_on_the_stream_of_the_guard() {
         side.wait_stream(&main).expect("wait");
         let outputs = {
             let _guard = StreamGuard::new(&side).expect("a guard");
-            // Keeps the side stream busy: without the wait below the outputs would be read too
-            // early.
+            // This keeps the side stream busy: without the wait below, the outputs would be read
+            // too early.
             let busy = Tensor::ones([2048, 2048], (Kind::Float, device));
             let _ = (0..8).fold(busy.shallow_clone(), |product, _| product.matmul(&busy) / 2048.0);
             cell(&inputs).expect("outputs")
@@ -240,7 +241,7 @@ fn cuda_external_events_are_part_of_a_graph() {
     for value in [2.0, 3.0] {
         let product = (0..16).fold(&ones * value, |product, _| product.matmul(&ones) / 2048.0);
         source.copy_(&product);
-        // Not in a capture, it is an event as any other.
+        // Outside a capture, this is an ordinary event.
         ready.record_on(&main).expect("record_on");
         let _guard = StreamGuard::new(&side).expect("a guard");
         graph.replay().expect("replay");
@@ -248,7 +249,7 @@ fn cuda_external_events_are_part_of_a_graph() {
         assert!(copy.equal(&product), "the graph did not wait");
     }
     synchronize(device).expect("synchronize");
-    // The graph still names them.
+    // The graph still refers to these events.
     drop((ready, start, end));
     let _others: Vec<Event> = (0..8).map(|_| event()).collect();
     graph.replay().expect("a replay without its events");
@@ -274,7 +275,7 @@ fn cuda_memory_in_use_on_another_stream_is_not_given_away() {
         tensor.copy()
     };
     drop(tensor);
-    // Of the very size that was freed, written at once on the other stream.
+    // This tensor has exactly the size that was freed, and is written at once on the other stream.
     let usurper = Tensor::full(size, 7.0, (Kind::Float, device));
     synchronize(device).expect("synchronize");
     assert!(copy.equal(&Tensor::full(size, 3.0, (Kind::Float, device))));
@@ -306,7 +307,7 @@ fn cuda_a_graph_does_the_work_again_with_new_values() {
             assert_close(output, expected, 1e-5, 1e-5);
         }
     }
-    // From another thread, too: a graph is bound to none.
+    // A graph can also be replayed from another thread.
     std::thread::spawn(move || graph.replay()).join().expect("a thread").expect("replay");
     synchronize(device).expect("synchronize");
 }
@@ -336,7 +337,7 @@ fn cuda_a_backward_is_captured_alone_on_the_stream_of_its_forward() {
     backward().expect("warm-up");
     drop(guard);
     let (graph, found) = Graph::capture_on(&side, backward).expect("a graph");
-    // What is replayed reads the vector anew, and nothing of the forward is done again.
+    // The replay reads the vector's new values and repeats nothing of the forward pass.
     let expected = backward().expect("gradients");
     let _ = vector.shallow_clone().g_mul_scalar_(3.0);
     graph.replay().expect("replay");
@@ -382,7 +383,7 @@ fn cuda_random_numbers_differ_from_replay_to_replay() {
     assert!(!first.equal(&numbers));
 }
 
-/// Whether captures, products and random numbers work.
+/// Checks that captures, products and random numbers still work.
 fn assert_usable(device: Device, inputs: &[Tensor]) {
     let (graph, outputs) = Graph::capture(device, || cell(inputs)).expect("a graph");
     graph.replay().expect("replay");
@@ -445,7 +446,7 @@ fn cuda_a_capture_that_waits_for_the_gpu_is_refused() {
     assert!(matches!(error, Error::Cuda { .. }), "{error}");
     assert_usable(device, &inputs);
 
-    // Even when the closure keeps the failure to itself.
+    // The capture fails even if the closure hides the error.
     let error = Graph::capture(device, || Ok(waits().is_err())).expect_err("waits");
     assert!(error.to_string().starts_with("Graph::capture: CUDA error: "), "{error}");
     assert_usable(device, &inputs);
@@ -492,7 +493,7 @@ fn cuda_another_thread_may_allocate_during_a_capture() {
         let allocate = move || -> Result<i64> {
             let mut bytes = 0;
             for megabytes in [64, 96, 160, 320] {
-                // Nothing is kept: a cudaMalloc.
+                // The cache is empty, so this calls cudaMalloc.
                 let tensor = Tensor::f_zeros([megabytes << 18], (Kind::Float, device))?;
                 bytes += 4 * tensor.size()[0];
             }
@@ -521,7 +522,8 @@ fn cuda_another_thread_may_allocate_during_a_capture() {
 fn cuda_memory_statistics_go_up_and_down() {
     let Some(device) = caching_or_skip("cuda_memory_statistics_go_up_and_down") else { return };
     let _serial = serially();
-    // Larger than what other tests leave free in a segment: it gets one of its own.
+    // This is larger than any free part of a segment that other tests may leave, so it gets a
+    // segment of its own.
     let bytes = 1 << 30;
     let stats = || memory_stats(device).expect("statistics");
     reset_peak_memory_stats(device).expect("reset");
@@ -544,8 +546,8 @@ fn cuda_memory_statistics_go_up_and_down() {
     assert!(stats().reserved <= after.reserved - bytes as u64, "{after:?} {:?}", stats());
 }
 
-/// While something is captured, libtorch cannot give back what it keeps: that must not be all of
-/// the GPU.
+/// During a capture, libtorch cannot release its cached memory, so it must not begin with a cache
+/// that fills the GPU.
 #[test]
 fn cuda_a_capture_begins_with_an_empty_cache() {
     let Some(device) = caching_or_skip("cuda_a_capture_begins_with_an_empty_cache") else { return };
@@ -560,13 +562,13 @@ fn cuda_a_capture_begins_with_an_empty_cache() {
         Ok(reserved())
     })
     .expect("a graph");
-    // The graph's own pool and the input begin with a segment each.
+    // The graph's pool and the input each begin with a new segment.
     let segments = 32 << 20;
     assert!(during + bytes as u64 <= before + segments, "{during} of {before} bytes");
 }
 
-/// A graph's memory is free again when it and what came out of it are dropped, also that of a
-/// warm-up on the stream.
+/// A graph's memory is free again when the graph and its outputs are dropped. This includes the
+/// memory of a warm-up on the stream.
 #[test]
 fn cuda_a_dropped_graph_gives_its_memory_back() {
     let Some(device) = caching_or_skip("cuda_a_dropped_graph_gives_its_memory_back") else {
@@ -594,7 +596,7 @@ fn cuda_a_dropped_graph_gives_its_memory_back() {
     captured(&x);
     let after = stats();
     assert_eq!((after.allocated, after.reserved), (before.allocated, before.reserved));
-    // With a workspace of cuBLAS', which belongs to the stream.
+    // Here, the stream also gets a workspace of cuBLAS.
     let square = x.view([8192, 8192]);
     let _ = square.matmul(&square);
     let before = stats();
@@ -606,7 +608,7 @@ fn cuda_a_dropped_graph_gives_its_memory_back() {
     assert_eq!((after.allocated, after.reserved), (before.allocated, before.reserved));
 }
 
-/// Kernels and allocations belong on the device of the tensors, whichever is current.
+/// Kernels and allocations must use the device of the tensors, whichever device is current.
 #[test]
 fn cuda_an_operator_on_the_second_gpu_stays_there() {
     let test = "cuda_an_operator_on_the_second_gpu_stays_there";
@@ -627,7 +629,7 @@ fn cuda_an_operator_on_the_second_gpu_stays_there() {
         outputs.into_iter().chain(gradients.into_iter().flatten()).collect::<Vec<_>>()
     };
     let _first = DeviceGuard::new(Device::Cuda(0)).expect("a guard");
-    // A device that was never used, libtorch makes current only when somebody uses it.
+    // libtorch makes a device current only after its first use.
     let _used = Tensor::zeros([1], (Kind::Float, Device::Cuda(0)));
     let before = memory_stats(Device::Cuda(0)).expect("statistics").allocated;
     let second = run(Device::Cuda(1));
@@ -643,7 +645,7 @@ fn cuda_an_operator_on_the_second_gpu_stays_there() {
         assert_close(&second.to_device(Device::Cpu), &first.to_device(Device::Cpu), 1e-5, 1e-5);
     }
 
-    // A stream guard takes the device along, and puts it back.
+    // A stream guard also changes the current device, and restores it.
     let side = Stream::new(Device::Cuda(1)).expect("a stream");
     let guard = StreamGuard::new(&side).expect("a guard");
     assert_eq!(current_device(), 1);
@@ -659,7 +661,7 @@ fn current_device() -> i32 {
         fn cudaGetDevice(device: *mut i32) -> i32;
     }
     let mut device = -1;
-    // SAFETY: `device` is written.
+    // SAFETY: the pointer is valid for the call, which writes only `device`.
     assert_eq!(unsafe { cudaGetDevice(&mut device) }, 0, "CUDA status");
     device
 }

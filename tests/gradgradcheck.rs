@@ -1,4 +1,5 @@
-//! `testing::gradgradcheck` accepts right second derivatives, and names the place of wrong ones.
+//! Tests that `testing::gradgradcheck` accepts right second derivatives and names the place of
+//! wrong ones.
 
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
@@ -64,7 +65,7 @@ fn right_second_derivatives_pass() -> Result<()> {
     let several =
         |inputs: &[Tensor]| Ok([inputs[0].matmul(&inputs[1]), inputs[0].sin().sum(Kind::Double)]);
     check(several, &[&variable(&[3, 2]), &variable(&[2, 1])])?;
-    // Beside outputs and inputs that have no derivative.
+    // A function that also has an output and an input without a derivative.
     let fixed = Tensor::randn([3], (Kind::Float, Device::Cpu));
     check(
         |inputs| Ok([inputs[0].sign().detach(), &inputs[1] * &inputs[1]]),

@@ -1,13 +1,13 @@
-//! One operator, one room: what belongs to an operator has its name everywhere.
+//! Tests of the source tree: an operator's files have the operator's name in every folder.
 
 use std::path::PathBuf;
 
-/// Folders of csrc that hold no operator.
+/// Folders of csrc that do not belong to one operator.
 const SHARED: [&str; 8] =
     ["include", "amp", "autograd", "library", "cuda", "gemm", "tensor", "testing"];
 
 fn root() -> PathBuf {
-    // Set by cargo, and by the bundle's script where there is no cargo.
+    // Cargo sets this variable; a bundle's script sets it where there is no cargo.
     std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
 }
@@ -50,7 +50,7 @@ fn every_operator_has_all_its_twins() {
 
 #[test]
 fn unsafe_stays_where_it_belongs() {
-    // `cuda` and `jit` beside `ffi` and `autograd`; everything else is safe Rust.
+    // Only these folders may contain unsafe code; everything else is safe Rust.
     let allowed = ["src/ffi/", "src/autograd/", "src/cuda/", "src/jit/"];
     let mut folders = vec!["src".to_string()];
     let mut seen = 0;

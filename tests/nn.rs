@@ -1,4 +1,4 @@
-//! `nn::Lltm` as a tch user meets it.
+//! Tests of `nn::Lltm` in the way that a tch user uses it.
 
 use tch::nn::{OptimizerConfig, RNN, Sgd, VarStore};
 use tch::{Kind, Tensor};
@@ -24,7 +24,8 @@ fn parameters_have_the_tutorials_names_shapes_and_distribution() {
         assert_eq!(shapes, [vec![192, 364], vec![192]]);
         assert!(vs.trainable_variables().len() == 2 && layer.hidden_dim() == 64);
 
-        // Uniform on ±1/8: its largest value is just inside, its standard deviation 1/(8·√3).
+        // Uniform on ±1/8: the largest value is just inside, and the standard deviation is
+        // 1/(8·√3).
         let weights = &layer.weights;
         let (largest, deviation) =
             (weights.abs().max().double_value(&[]), weights.std(false).double_value(&[]));
@@ -174,7 +175,7 @@ fn bad_input_is_an_error_or_a_panic_that_names_it() {
 
 #[test]
 fn the_configuration_chooses_the_cell() {
-    // Only the fused cell checks its arguments itself; the plain one leaves that to libtorch.
+    // Only the fused cell checks its arguments itself; the composite one leaves that to libtorch.
     for (op, checks) in [(LltmOp::Fused, true), (LltmOp::Composite, false)] {
         let (_vs, layer) = layer(tch::Device::Cpu, Kind::Float, op);
         let input = Tensor::zeros([2, 4], (Kind::Float, tch::Device::Cpu));

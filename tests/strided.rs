@@ -1,5 +1,5 @@
-//! `Strided` and `StridedMut`: what they refuse, and what autograd learns of them. What kernels see
-//! through them is tests/downstream/tests/headers.rs.
+//! Tests of `Strided` and `StridedMut`: what they refuse, and what autograd is told. What kernels
+//! see through them is tested in tests/downstream/tests/headers.rs.
 
 use std::mem::size_of;
 use tch::{Device, Kind, Tensor};
@@ -24,7 +24,7 @@ fn sizes_and_strides_are_the_tensors() {
     assert_eq!((strided.sizes(), strided.strides()), ([3, 4], [2, 6]));
     let strided = StridedMut::<2>::new(&mut part).unwrap();
     assert_eq!((strided.sizes(), strided.strides()), ([3, 4], [2, 6]));
-    // A pointer, two arrays and a number, as in C.
+    // A pointer, two arrays and a number, as in the C struct.
     assert_eq!((size_of::<Strided<'_, 2>>(), size_of::<StridedMut<'_, 3>>()), (48, 64));
 }
 

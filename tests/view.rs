@@ -1,5 +1,5 @@
-//! `view` and `view_mut`: what they show, what they refuse, and that no order of events makes them
-//! dangle.
+//! Tests of `view` and `view_mut`: what they show, what they refuse, and that no order of events
+//! leaves them dangling.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use tch::kind::Element;
@@ -20,7 +20,7 @@ fn assert_refused<T>(result: Result<T>, parts: &[&str]) {
     }
 }
 
-/// A view against what tch itself copies out.
+/// Compares a view with the values that tch copies out.
 #[track_caller]
 fn assert_shows(tensor: &Tensor) {
     let view = view::<f32, 2>(tensor).unwrap();
@@ -107,12 +107,12 @@ fn roundtrip<T: Element + Copy + PartialEq + std::fmt::Debug>(values: &[T], kind
     assert_eq!(tensor.double_value(&[1]), 1.0);
 }
 
-/// Stands for the half crate's type of this name, for which tch says Half, too.
+/// Imitates the half crate's type of this name, for which tch also says Half.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[allow(non_camel_case_types)]
 struct bf16(u16);
 
-// SAFETY: two bytes, as the kind.
+// SAFETY: the type has two bytes, as the kind requires.
 unsafe impl Element for bf16 {
     const KIND: Kind = Kind::Half;
     const ZERO: Self = bf16(0);
@@ -121,7 +121,7 @@ unsafe impl Element for bf16 {
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Half(u16);
 
-// SAFETY: two bytes, as the kind.
+// SAFETY: the type has two bytes, as the kind requires.
 unsafe impl Element for Half {
     const KIND: Kind = Kind::Half;
     const ZERO: Self = Half(0);
@@ -192,7 +192,7 @@ fn misfits_are_refused_by_name() {
 fn overlapping_elements_are_not_written() {
     let overlapping =
         [matrix().narrow(0, 0, 1).expand([4, 6], false), matrix().as_strided([3, 3], [1, 1], 0)];
-    // More elements than their list would fit in memory.
+    // A list of this tensor's elements would not fit in memory.
     let dense = Tensor::zeros([1 << 21], (Kind::Float, Device::Cpu));
     let overlapping =
         overlapping.into_iter().chain([dense.as_strided([1 << 20, 1 << 20], [1, 1], 0)]);
@@ -222,7 +222,7 @@ fn out_of_bounds_panics() {
     drop(view_mut::<f32, 2>(&mut tensor).unwrap());
 }
 
-// ---- aliasing ----
+// Aliasing
 
 #[test]
 fn a_writer_is_alone() {
@@ -285,8 +285,8 @@ fn a_row_outlives_its_iterator() {
 #[test]
 fn memory_that_was_given_up_stays_with_its_view() {
     const LEN: i64 = 1 << 20;
-    // Large, so that the allocator would return the memory to the system, and a read would be a
-    // fault.
+    // The tensor is so large that the allocator would return freed memory to the system, and
+    // reading it would be a fault.
     let mut x = Tensor::ones([LEN], (Kind::Float, Device::Cpu));
     let (mut other, fresh) = (x.shallow_clone(), Tensor::zeros([2], (Kind::Float, Device::Cpu)));
     let view = view::<f32, 1>(&x).unwrap();
@@ -347,7 +347,7 @@ fn memory_is_freed_in_the_end() {
         for _ in 0..64 {
             view_and_drop(&Tensor::ones([LEN], (Kind::Float, Device::Cpu)));
         }
-        // 1 GB would be left, in pages of 4 KB; other tests hold some, too.
+        // A leak would leave 1 GB, in pages of 4 KB; other tests also hold some memory.
         let after = resident_pages();
         assert!(after < before + (512 << 8), "{name}: {before} pages, then {after}");
     }
@@ -355,19 +355,19 @@ fn memory_is_freed_in_the_end() {
 
 #[test]
 fn memory_that_moves_to_a_lazy_clone_stays_with_its_view() {
-    // Large, as above.
+    // The tensor is large for the same reason as above.
     let x = Tensor::ones([1 << 20], (Kind::Float, Device::Cpu));
     let mut other = x.shallow_clone();
     let view_of_x = view::<f32, 1>(&x).unwrap();
     let clone = x.internal_lazy_clone();
-    // Gets memory of its own; the clone is left with the view's, and gives it up.
+    // This tensor gets memory of its own. The clone keeps the view's memory, and then gives it up.
     let _ = other.fill_(5.0);
     drop(clone);
     assert_eq!(view_of_x.iter().sum::<f32>(), (1 << 20) as f32);
     drop(view_of_x);
     assert_eq!(view::<f32, 1>(&x).unwrap().at([9]), 5.0);
 
-    // The clone outlives the view, and a second view, when the memory is its own.
+    // The clone outlives the view, and is viewed again when its memory is its own.
     let view_of_x = view::<f32, 1>(&x).unwrap();
     let mut clone = x.internal_lazy_clone();
     drop((view_of_x, other));
@@ -379,7 +379,7 @@ fn memory_that_moves_to_a_lazy_clone_stays_with_its_view() {
 #[test]
 fn memory_of_others_is_viewed_too() {
     let values = [1_f32, 2.0, 3.0];
-    // SAFETY: the array outlives the tensor.
+    // SAFETY: the array has three floats and outlives the tensor.
     let tensor =
         unsafe { Tensor::from_blob(values.as_ptr().cast(), &[3], &[1], Kind::Float, Device::Cpu) };
     assert_eq!(view::<f32, 1>(&tensor).unwrap().to_vec(), values);
@@ -390,7 +390,8 @@ fn memory_of_others_is_viewed_too() {
 fn memory_may_be_misaligned() {
     let mut bytes = [0_u8; 13];
     let begin = bytes.as_mut_ptr().wrapping_add(1).cast();
-    // SAFETY: the array outlives the tensor, and is not used meanwhile.
+    // SAFETY: the array has room for three floats after its first byte, outlives the tensor, and is
+    // not used meanwhile.
     let mut tensor = unsafe { Tensor::from_blob(begin, &[3], &[1], Kind::Float, Device::Cpu) };
     let mut view = view_mut::<f32, 1>(&mut tensor).unwrap();
     view.copy_from_slice(&[1.0, 2.0, 3.0]);
@@ -434,7 +435,7 @@ fn a_writer_is_alone_however_views_come_and_go_elsewhere() {
     });
 }
 
-// ---- autograd ----
+// Autograd
 
 struct Square;
 
@@ -461,7 +462,7 @@ fn a_saved_tensor_that_is_written_fails_the_backward() {
     tch::no_grad(|| view_mut::<f64, 1>(&mut x).unwrap().set([0], 4.0));
     assert_refused(grad(&[&y], &[&x], &Default::default()), &["modified by an inplace operation"]);
 
-    // Before the writer is dropped, too.
+    // The backward is also refused before the writer is dropped.
     y = apply(Square, &[Some(&x)]).unwrap().single().unwrap();
     let mut handle = x.detach();
     let writer = view_mut::<f64, 1>(&mut handle).unwrap();

@@ -1,14 +1,15 @@
-// Whether the LLTM kernels of clusters compute the same bits whoever comes late: each warp sleeps
-// for a random time before its waits, 1000 runs of each kernel, or as many as the argument says.
-// From the root of the repository:
+// Checks that the LLTM kernels that use clusters compute the same bits, whichever warp is late:
+// each warp sleeps for a random time before its waits. Each kernel runs 1000 times, or as often as
+// the argument says. From the root of the repository:
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -I csrc
 //     -I csrc/include -o lltm_delays benches/probes/lltm_delays.cu && ./lltm_delays
 //
-// Every wait gives up after 100 seconds, so that a mistake ends instead of hanging: with "a wait
-// gave up" or, where a block sends to one that has, with "unspecified launch failure".
-// compute-sanitizer's racecheck takes a minute for a size, and several where programs share the
-// GPU; a size by itself, of few steps, whose waits give up after 600 seconds:
+// Every wait gives up after 100 seconds, so that a mistake ends the program instead of hanging it.
+// The program then reports "a wait gave up" or, if a block sends to a block that has given up,
+// "unspecified launch failure". compute-sanitizer's racecheck takes a minute for each size, and
+// several minutes if other programs use the GPU. This checks a single size with few steps, and its
+// waits give up after 600 seconds:
 //
 //   compute-sanitizer --tool racecheck ./lltm_delays 1 4 "f32, products in f32, (4, 60, 256)" 600
 #include "lltm_delays.h"
@@ -49,7 +50,7 @@ void launch(const LltmPersistentForward& forward) {
 void launch(const LltmPersistentBackward& backward) {
   const bool is_plain =
       backward.product_kind == kTchExtensionFloat || backward.product_kind == kTchExtensionDouble;
-  // There is none.
+  // For plain products of this size, there is no backward kernel.
   if (is_plain && backward.hidden > 128) return;
   check(tch_extension_lltm_persistent_backward_cuda(&backward, nullptr));
 }

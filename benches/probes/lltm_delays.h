@@ -1,4 +1,5 @@
-// What the probes of late warps share: delays, numbers, and comparing results bit by bit.
+// The code that both probes with delayed warps share: delays, random numbers, and the bitwise
+// comparison of results.
 #pragma once
 
 #include <cstdint>
@@ -13,10 +14,10 @@
 namespace tch_extension {
 namespace {
 
-// Of the run; 0 for none.
+// The seed of this run's delays; 0 means no delays.
 __device__ uint32_t seed;
 __device__ int gave_up;
-// Of the GPU's timer, in nanoseconds: whoever waits longer gives up.
+// The time of the GPU's timer, in nanoseconds, at which every wait gives up.
 __device__ uint64_t deadline;
 
 __device__ uint64_t now() {
@@ -37,7 +38,7 @@ __device__ uint32_t random_of(uint32_t at) {
   return at ^ at >> 13;
 }
 
-// One time in `often` up to 2 µs; those lanes of a warp that come together.
+// Sleeps up to 2 µs in one of `often` calls. Lanes of a warp that arrive together sleep together.
 __device__ void sleep_sometimes(uint32_t salt, uint32_t often) {
   if (seed == 0) return;
   const uint32_t warp = blockIdx.x * 32 + threadIdx.x / kWarp;
@@ -51,12 +52,12 @@ __device__ void sleep_sometimes(uint32_t salt, uint32_t often) {
 
 namespace {
 
-// Of each sequence; a sanitizer that takes a minute for a kernel finds in few of them what it finds
-// in many.
+// The number of steps of each sequence. A sanitizer that takes a minute for a kernel finds with few
+// steps what it finds with many.
 int steps = 24;
-// Sizes whose line begins with this run.
+// Only sizes whose line of output begins with this text run.
 const char* only = "";
-// Under racecheck, beside other programs, a kernel takes minutes.
+// A kernel takes minutes under racecheck while other programs use the GPU.
 uint64_t seconds_to_give_up = 100;
 
 void check(cudaError_t error, const char* what) {
@@ -90,7 +91,7 @@ __global__ void compare(const uint32_t* found, const uint32_t* expected, int64_t
   if (at < count && found[at] != expected[at]) atomicAdd(others, 1);
 }
 
-// Device memory with numbers in it, of a whole number of words.
+// An array in device memory, filled with random numbers, whose size is a whole number of words.
 template <typename T>
 struct Array {
   Array(int64_t values, uint32_t salt, float scale) : count((values + 3) / 4 * 4) {
@@ -131,12 +132,12 @@ constexpr const char* name_of() {
   return std::is_same_v<T, float> ? "f32" : "f64";
 }
 
-// Where blocks leave h for one another: only a grid has such a place.
+// Sets the memory in which blocks exchange h. Only the grid kernels have such a parameter.
 template <typename Forward>
 void set_exchange(Forward&, void*) {}
 inline void set_exchange(LltmGridForward& forward, void* exchange) { forward.exchange = exchange; }
 
-// And the gradients for gates.
+// Sets the memory in which blocks exchange the gates' gradients. Only the grid kernels have it.
 template <typename Backward>
 void set_messages(Backward&, float*, int64_t) {}
 inline void set_messages(LltmGridBackward& backward, float* messages, int64_t halves) {
@@ -144,13 +145,14 @@ inline void set_messages(LltmGridBackward& backward, float* messages, int64_t ha
   backward.exchange_scales = messages + halves / 2;
 }
 
-// In halves with scales, [T, B', 3H'].
+// The number of halves [T, B', 3H'] of the messages whose values are halves with scales.
 inline int64_t scaled_messages(int64_t rows, int64_t hidden) {
   return steps * ((rows + 7) / 8 * 8) * ((hidden + 31) / 32 * 32) * 3;
 }
 
-// A state of kind S and products of kind T, or of halves with scales, forward and backward, again
-// and again: `launch` starts either of the two, which have whatever says how blocks share them.
+// Runs a forward and a backward kernel again and again, and expects the same bits every time. The
+// state has type S; products have type T, or halves with scales. `launch` starts either kernel.
+// `forward` and `backward` already contain the parameters that say how blocks share the work.
 template <typename S, typename T, bool kIsScaled = false, typename Forward, typename Backward,
           typename Launch>
 void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backward backward,
@@ -165,10 +167,10 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
   const Array<S> c0(state, 3, 1.0f), grad_output(all, 4, 1.0f);
   const Array<G> input_gates(3 * all, 5, 1.5f), bias(3 * hidden, 6, 0.1f), given_h(state, 7, 1.0f),
       given_c(state, 8, 1.0f);
-  // Any will do, also those that are no powers of two.
+  // Any scales will do, even those that are not powers of two.
   const Array<float> scales(3 * hidden, 9, 1.0f), h0_scales(rows, 10, 1.0f);
   const int64_t halves = kIsScaled ? scaled_messages(rows, hidden) : 4;
-  // And as much room behind them for scales, of which there are fewer.
+  // The array has room for the halves and then for as many bytes of scales, which need less.
   const Array<float> messages(halves, 0, 0);
   using Gates = std::conditional_t<kIsScaled, S, T>;
   struct Results {
@@ -181,7 +183,7 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
           c(all, 0, 0),
           activations(3 * all, 0, 0),
           exchange(all, 0, 0),
-          // Of S, where products are scaled.
+          // With scaled products, these gradients have type S.
           grad_gates(3 * all * static_cast<int64_t>(sizeof(S) / sizeof(T)), 0, 0),
           grad_h(state, 0, 0),
           grad_c(state, 0, 0) {}
@@ -200,7 +202,7 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
   };
   set(forward);
   forward.c_stride = state;
-  // As a sequence of one kind has them: in the same memory.
+  // If a sequence has only one type, its input gates and its activations share memory.
   forward.input_gates = input_gates.data;
   if constexpr (std::is_same_v<S, G>) forward.input_gates = found.activations.data;
   if (kIsScaled) forward.h0_scales = h0_scales.data;
@@ -253,8 +255,8 @@ void expect_the_same_bits(int rows, int hidden, int runs, Forward forward, Backw
   if (count != 0 || gave_up != 0) std::exit(1);
 }
 
-// Arguments: how many runs of each kernel, of how many steps, how a size's line begins, and after
-// how many seconds a wait gives up.
+// Reads the arguments: the number of runs of each kernel, the number of steps, the beginning of the
+// wanted sizes' lines, and the number of seconds after which a wait gives up.
 inline int runs_of(int count, char** arguments) {
   if (count > 2) steps = std::atoi(arguments[2]);
   if (count > 3) only = arguments[3];

@@ -1,11 +1,11 @@
-// What the exchange of h costs, step after step, among the blocks that share a recurrent weight
-// matrix: the figures that decide the layout of a persistent LLTM kernel. Kept in
+// Measures what it costs to exchange h in each step among the blocks that share a recurrent weight
+// matrix. These figures decide the layout of a persistent LLTM kernel; they are in
 // docs/performance.md.
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 -o lltm_exchange lltm_exchange.cu &&
 //   ./lltm_exchange
 //
-// Every wait gives up after a while, so that a mistake ends instead of hanging.
+// Every wait gives up after a while, so that a mistake ends the program instead of hanging it.
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -29,8 +29,7 @@ void check(cudaError_t error, const char* what) {
 
 __device__ int gave_up;
 
-// ---- Through L2
-// --------------------------------------------------------------------------------------------
+// Through L2
 
 __device__ __forceinline__ uint32_t load_acquire(const uint32_t* at) {
   uint32_t value;
@@ -48,7 +47,7 @@ __device__ __forceinline__ void store_release(uint32_t* at, uint32_t value) {
 
 enum class Flags { kCounter, kOneEach };
 
-// A group of `size` blocks: each writes `words` 16-byte words and reads those of all.
+// In each group of `size` blocks, each block writes `words` 16-byte words and reads those of all.
 template <Flags kFlags>
 __global__ void __launch_bounds__(256)
     through_l2(uint32_t* flags, uint4* data, int size, int words) {
@@ -85,8 +84,7 @@ __global__ void __launch_bounds__(256)
   if (sum == 0x12345) gave_up = 2;
 }
 
-// ---- Inside a cluster
-// --------------------------------------------------------------------------------------
+// Inside a cluster
 
 __device__ __forceinline__ uint32_t shared_address(const void* at) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(at));
@@ -127,7 +125,7 @@ template <Push kPush>
 __global__ void __launch_bounds__(512) inside_cluster(int size, int words) {
   extern __shared__ __align__(128) uint4 shared[];
   __shared__ __align__(8) uint64_t barriers[2];
-  // Two: a copy may still read one when the next step writes.
+  // There are two buffers, because a copy may still read one when the next step writes.
   __shared__ uint4 staged[2][256];
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -196,18 +194,18 @@ __global__ void __launch_bounds__(512) inside_cluster(int size, int words) {
       wait_for(barrier, (step / 2) & 1);
     }
     for (int at = threadIdx.x; at < size * words; at += blockDim.x) sum += to[at].y;
-    // As a product's partial sums would: all have read before anybody sends on.
+    // All threads must have read before any of them sends again. A product's exchange of partial
+    // sums would have the same barrier.
     __syncthreads();
   }
   if (sum == 0x12345) gave_up = 2;
   cluster_barrier();
 }
 
-// ---- The product
-// -------------------------------------------------------------------------------------------
+// The product
 
-// Each warp multiplies kTiles weight tiles, resident in its registers, with kColumns · 8 rows of
-// the batch from shared memory, again and again. kRows tiles share what is read of the batch.
+// Each warp repeatedly multiplies kTiles weight tiles, which stay in its registers, by kColumns · 8
+// rows of the batch from shared memory. kRows tiles share each operand that is read of the batch.
 template <int kTiles, int kRows, int kColumns>
 __global__ void __launch_bounds__(512) product(float* out, long long* cycles, int repeats) {
   extern __shared__ __align__(128) uint4 shared[];
@@ -262,7 +260,7 @@ __global__ void __launch_bounds__(512) product(float* out, long long* cycles, in
   if (blockIdx.x == 0 && threadIdx.x == 0) *cycles = end - begin;
 }
 
-// ------------------------------------------------------------------------------------------------------------
+// The host
 
 template <typename Launch>
 float microseconds(Launch launch) {

@@ -1,18 +1,21 @@
-// As lltm_delays.cu, the LLTM kernels of a grid: each warp sleeps for a random time before it reads
-// what other blocks send, and around the barriers of its block. From the root of the repository:
+// Checks the LLTM kernels of a grid as lltm_delays.cu checks those of clusters: each warp sleeps
+// for a random time before it reads what other blocks send, and before and after the barriers of
+// its block. From the root of the repository:
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -I csrc
 //     -I csrc/include -o lltm_grid_delays benches/probes/lltm_grid_delays.cu && ./lltm_grid_delays
 //
-// With -DWITH_MBARRIERS each named barrier is an mbarrier at which the same threads arrive. It is
-// for compute-sanitizer's racecheck, which takes no notice of bar.arrive (docs/performance.md).
+// With -DWITH_MBARRIERS, each named barrier is replaced by an mbarrier at which the same threads
+// arrive. This is for compute-sanitizer's racecheck, which ignores bar.arrive
+// (docs/performance.md).
 #include "lltm/grid_device.h"
 #include "lltm_delays.h"
 
 namespace tch_extension {
 namespace {
 
-// Zeros for what did not come in time: they are no message that is missing.
+// Returns zeros for a message that did not arrive in time. Zeros do not mark a missing message, so
+// the reader stops waiting.
 __device__ uint4 late_load_message(const void* from) {
   sleep_sometimes(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) >> 9), 16);
   return is_too_late() ? uint4{} : load_message(from);
@@ -30,7 +33,8 @@ __device__ uint2 late_load_words(const void* from) {
 
 #ifdef WITH_MBARRIERS
 constexpr int kBarriers = 16;
-// Of all that meet: a multiple of each number of threads.
+// The number of arrivals that complete a barrier's phase. It is a multiple of every number of
+// threads that meet, so that each thread can arrive with an equal share.
 constexpr int kArrivals = 5760;
 
 __device__ uint32_t address_of_barrier(int id) {
@@ -38,7 +42,7 @@ __device__ uint32_t address_of_barrier(int id) {
   return shared_address(barriers + id);
 }
 
-// By all threads of the block, once.
+// Initialises the barriers. All threads of the block call this once.
 __device__ void begin_barriers() {
   if (threadIdx.x == 0) {
     for (int id = 0; id < kBarriers; ++id) {
@@ -89,12 +93,13 @@ __device__ void arrive(int id, int threads) { arrive_at(id, threads); }
 __device__ void meet(int id, int threads) { barrier_of(id, threads); }
 #endif
 
-// Those that multiply sleep in some runs, those that finish in others, and in the rest both.
+// Delays the warps that multiply in some runs, the warps that finish gates in others, and both in
+// the rest.
 __device__ void sleep_at_barrier(int id) {
   const bool multiplies = threadIdx.x < kProducers;
   if (seed % 3 == (multiplies ? 1 : 2)) return;
   sleep_sometimes(static_cast<uint32_t>(id), 8);
-  // What is behind the sleep stays there, and the warp is together again.
+  // Keep the code after the sleep from moving before it, and let the warp converge again.
   __syncwarp();
 }
 
@@ -116,7 +121,7 @@ __device__ void late_arrive_at(int id, int threads) {
 #ifdef WITH_MBARRIERS
 #define take_registers begin_and_take_registers
 #define leave_registers begin_and_leave_registers
-// The wide kernels have one, at their beginning.
+// The wide kernels have one __syncthreads, at their beginning.
 #define __syncthreads begin_barriers
 #endif
 #define barrier_of late_barrier_of
@@ -145,7 +150,8 @@ void start(Start<Params>* of, const Params& params) {
   std::exit(1);
 }
 
-// Who computes what: the blocks' columns of h, forward and backward, and groups of rows.
+// How blocks share the work: the columns of h for each block, forward and backward, and the number
+// of groups of rows.
 struct Share {
   int columns;
   int columns_backward;

@@ -41,7 +41,8 @@ void start(const LinearBiasGrad& params, cudaStream_t stream) {
   const TchExtensionColumnSums& sums = params.sums;
   const int64_t elements = sums.rows * sums.columns;
   if (is_folded(sums)) {
-    start_column_sums<T, kLanes>(sums, Rows<true>{params.grad, sums.fold * sums.columns, elements}, stream);
+    start_column_sums<T, kLanes>(sums, Rows<true>{params.grad, sums.fold * sums.columns, elements},
+                                 stream);
     return finish_column_sums<T>(sums, stream);
   }
   const Rows<false> rows{params.grad, params.row_stride, elements};

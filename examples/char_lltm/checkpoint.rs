@@ -1,4 +1,5 @@
-//! Weights as `.safetensors`, with the vocabulary they belong to in the same file.
+//! Reads and writes weights as `.safetensors` files, which also contain the vocabulary that the
+//! weights belong to.
 
 use crate::model::{CharModel, shapes};
 use crate::output::write_whole;
@@ -7,12 +8,12 @@ use std::collections::HashMap;
 use std::path::Path;
 use tch::{Device, Kind, TchError, Tensor};
 
-/// The vocabulary's code points, `[V]` Int64: the rows of embedding and output mean nothing without
-/// them.
+/// The tensor of the vocabulary's code points, `[V]` Int64. Without them, the rows of the embedding
+/// and of the output layer would mean nothing.
 const VOCABULARY: &str = "vocabulary";
 
-/// Writes the model's weights to `path`, replacing what is there only by a whole file of finite
-/// numbers.
+/// Writes the model's weights to `path`. An existing file is replaced only by a complete file of
+/// finite numbers.
 pub fn save(model: &CharModel, vocabulary: &[char], path: &Path) -> Result<()> {
     let mut tensors = Vec::new();
     for (name, tensor) in model.variables.variables() {
@@ -27,12 +28,12 @@ pub fn save(model: &CharModel, vocabulary: &[char], path: &Path) -> Result<()> {
     write_whole(path, |partial| Ok(Tensor::write_safetensors(&tensors, partial)?))
 }
 
-/// The weights of an earlier run, known to fit this one.
+/// The weights of an earlier run, which were checked to fit this one.
 pub struct Checkpoint(HashMap<String, Tensor>);
 
 impl Checkpoint {
-    /// Reads `path`; an error that names what differs unless it holds a model of this vocabulary
-    /// and hidden size.
+    /// Reads `path`. Unless it holds a model of this vocabulary and hidden size, the error names
+    /// what differs.
     pub fn load(path: &Path, vocabulary: &[char], hidden: i64) -> Result<Checkpoint> {
         let checkpoint = Checkpoint(read(path)?.into_iter().collect());
         checkpoint
@@ -41,8 +42,8 @@ impl Checkpoint {
         Ok(checkpoint)
     }
 
-    /// Vocabulary and hidden size come first: where they differ, every shape does, and only they
-    /// say why.
+    /// Checks the vocabulary and the hidden size first: if one of them differs, all shapes differ,
+    /// and only these checks can say why.
     fn check(&self, vocabulary: &[char], hidden: i64) -> Result<()> {
         self.check_vocabulary(vocabulary)?;
         self.check_hidden(hidden)?;

@@ -1,4 +1,5 @@
-//! The text: where it comes from, its vocabulary, and its split into training and held-out streams.
+//! The training text: where it comes from, its vocabulary, and its split into a training part and a
+//! held-out part.
 
 use anyhow::{Context, Result, anyhow, ensure};
 use sha2::{Digest, Sha256};
@@ -8,11 +9,11 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 use tch::{Device, Tensor};
 
-/// Above this the text, as tensors of 64-bit indices, would take gigabytes.
+/// The largest accepted size. As tensors of 64-bit indices, a larger text would take gigabytes.
 const LARGEST_TEXT: u64 = 256 << 20;
 
-/// What the default text is made of: a folder of the repository, the endings taken from it, and
-/// whether its subfolders count.
+/// The parts of the default text: a folder of the repository, the endings of the files to take from
+/// it, and whether its subfolders are included.
 const REPOSITORY_TEXT: &[(&str, &[&str], bool)] = &[
     ("", &["README.md", "CHANGELOG.md"], false),
     ("docs", &[".md"], true),
@@ -24,7 +25,7 @@ const REPOSITORY_TEXT: &[(&str, &[&str], bool)] = &[
     ("xtask/src", &[".rs"], true),
 ];
 
-/// A text and what to call it.
+/// A text and its name.
 pub struct Text {
     pub source: String,
     pub content: String,
@@ -38,7 +39,8 @@ pub fn load(path: Option<&Path>) -> Result<Text> {
     }
 }
 
-/// cargo sets the variable for what it runs; a bundle sets it to where it carries the sources.
+/// The root of the repository. Cargo sets the variable for programs that it runs; a bundle's script
+/// sets it to the folder with the bundle's copy of the sources.
 fn repository() -> PathBuf {
     std::env::var_os("CARGO_MANIFEST_DIR")
         .unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into())
@@ -55,8 +57,7 @@ fn load_repository(root: &Path) -> Result<Text> {
         "no sources of this repository in {}: give a text with --text",
         root.display()
     );
-    // The order in which a file system lists its files is its own affair; the text must not depend
-    // on it.
+    // File systems list files in no particular order; the text must not depend on it.
     files.sort();
     let contents = files.iter().map(|file| read_utf8(file)).collect::<Result<Vec<_>>>()?;
     Ok(Text {
@@ -66,7 +67,7 @@ fn load_repository(root: &Path) -> Result<Text> {
 }
 
 /// Adds the regular files under `folder` whose names end in one of `endings`. Build output and
-/// hidden folders are passed over: with them the text would differ from one build to the next.
+/// hidden folders are skipped, because the text would otherwise differ from one build to the next.
 fn collect(folder: &Path, endings: &[&str], deep: bool, files: &mut Vec<PathBuf>) -> Result<()> {
     if !folder.is_dir() {
         return Ok(());
@@ -107,8 +108,8 @@ fn read_utf8(path: &Path) -> Result<String> {
     })
 }
 
-/// Consecutive text cut into rows that are read side by side: row r goes on where it left off from
-/// one chunk to the next, so the recurrent state can be carried over.
+/// Consecutive text, cut into rows that are read at the same time. Each row continues in the next
+/// chunk where it ended in the previous one, so the recurrent state can be carried over.
 pub struct Streams {
     inputs: Tensor,  // [rows, length], Int64
     targets: Tensor, // [rows, length], Int64: the character after each input
@@ -130,25 +131,26 @@ impl Streams {
         self.inputs.size()[1]
     }
 
-    /// Inputs and targets, `[rows, count]` each, from column `start` on.
+    /// The inputs and the targets, `[rows, count]` each, from column `start` on.
     pub fn chunk(&self, start: i64, count: i64) -> (Tensor, Tensor) {
         (self.inputs.narrow(1, start, count), self.targets.narrow(1, start, count))
     }
 }
 
-/// The text as the model sees it.
+/// The text in the form that the model reads.
 pub struct Corpus {
-    /// The text's characters in order of their code points; a character's index is its place here.
+    /// The text's characters, sorted by code point. A character's index is its position in this
+    /// list.
     pub vocabulary: Vec<char>,
     pub train: Streams,
     pub held_out: Streams,
-    /// Held-out loss, in nats, of the best model that ignores context.
+    /// The held-out loss, in nats, of the best model that ignores context.
     pub unigram: f64,
     characters: usize,
 }
 
 impl Corpus {
-    /// Holds out the last tenth of the text.
+    /// Splits the text; its last tenth is held out.
     pub fn new(text: &Text, batch: i64, seq_len: i64, device: Device) -> Result<Corpus> {
         ensure!(!text.content.is_empty(), "the text {} is empty: give a longer one", text.source);
         let vocabulary: Vec<char> =
@@ -166,8 +168,8 @@ impl Corpus {
                 text.source
             )
         })?;
-        // The held-out rows need not be as many as the batch: a short text has too few characters
-        // for that.
+        // The held-out part may have fewer rows than the batch, because a short text has too few
+        // characters for that many.
         let rows = batch.min(held_out.len() as i64 - 1);
         let train_streams = Streams::new(train, batch, device);
         let held_out_streams = Streams::new(held_out, rows, device);
@@ -181,7 +183,7 @@ impl Corpus {
         })
     }
 
-    /// The text's particulars, for the run's heading.
+    /// The facts about the text for the run's heading.
     pub fn describe(&self, text: &Text) -> String {
         format!(
             "text: {}\n{} characters, vocabulary of {}\nSHA-256 {:x}\nunigram baseline {:.4} nats per character",
@@ -199,8 +201,8 @@ fn index(text: &str, vocabulary: &[char]) -> Vec<i64> {
     text.chars().filter_map(|c| places.get(&c).copied()).collect()
 }
 
-/// The training part and the held-out tenth; the first must have `needed` characters, the second
-/// two.
+/// The training part and the held-out tenth. The first must have at least `needed` characters, the
+/// second at least two.
 fn split(indices: &[i64], needed: i64) -> Result<(&[i64], &[i64])> {
     let held_out = (indices.len() / 10).max(2);
     let train = indices.len().saturating_sub(held_out);
@@ -213,8 +215,9 @@ fn split(indices: &[i64], needed: i64) -> Result<(&[i64], &[i64])> {
     Ok(indices.split_at(train))
 }
 
-/// Cross-entropy of `targets` under the frequencies of `train`, each count one higher so that a
-/// character that training never saw costs something finite.
+/// The cross-entropy of `targets` under the frequencies of the characters in `train`. Each count is
+/// increased by one, so that a character that does not occur in the training part has a finite
+/// cost.
 fn unigram_loss(train: &[i64], targets: &[i64], vocabulary: usize) -> f64 {
     let mut counts = vec![1.0; vocabulary];
     for &i in train {

@@ -1,4 +1,4 @@
-//! The backstop for what tch reports by panicking.
+//! Turns tch's panics into error messages.
 
 use anyhow::{Result, anyhow};
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, set_hook};
@@ -6,12 +6,12 @@ use std::sync::Mutex;
 
 static LAST_PANIC: Mutex<Option<String>> = Mutex::new(None);
 
-/// Runs `body` and turns a panic into an error. tch's layers and optimisers have no fallible calls:
-/// out of memory on a GPU, for one, reaches us only as a panic, and its user is owed a message, not
-/// a backtrace.
+/// Runs `body` and turns a panic into an error. tch's layers and optimisers have no fallible calls,
+/// so an error such as out of memory on a GPU reaches this program only as a panic. The user should
+/// see a message and not a backtrace.
 pub fn without_panics(body: impl FnOnce() -> Result<()>) -> Result<()> {
     set_hook(Box::new(remember));
-    // Nothing that the panic may have left half-changed is looked at again: the program ends.
+    // The panic may have left values half-changed, but the program ends without using them again.
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|_| Err(anyhow!(message())))
 }
 
@@ -34,7 +34,8 @@ fn message() -> String {
     format!("libtorch failed: {}; {way_out}", first_line(&text))
 }
 
-/// What libtorch said, out of the `unwrap` around it: the first line, as a C++ backtrace follows.
+/// The first line of libtorch's message, taken from the text of the failed `unwrap`. A C++
+/// backtrace follows that line.
 fn first_line(text: &str) -> &str {
     let said = text.split_once("Torch(\"").map_or(text, |(_, said)| said);
     let line = said.split("\\n").next().and_then(|line| line.lines().next()).unwrap_or_default();

@@ -1,7 +1,6 @@
-//! Trains a character-level language model on real text through the LLTM, each sequence as one
-//! operator; with `--op all` also with the fused cell step by step and with the same maths composed
-//! of tch operators, and compares.
-//!
+//! Trains a character-level language model on real text with the LLTM, each sequence as one
+//! operator. With `--op all`, it also trains with the fused cell, step by step, and with the same
+//! maths composed of tch operators, and compares the three.
 //! ```text
 //! cargo run --example char_lltm                        # this repository's own text
 //! cargo run --example char_lltm -- --op all            # and the comparison
@@ -42,7 +41,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Everything that can be wrong with the input is found before the first file is touched.
+/// Checks all input before the first file is touched.
 fn run(options: &Options) -> Result<()> {
     options.check()?;
     let device = options.device()?;
@@ -77,8 +76,8 @@ fn run(options: &Options) -> Result<()> {
     ))
 }
 
-/// One learner for each operator, all from the initial weights that the seed (or the resume file)
-/// gives.
+/// Makes one learner for each operator. All have the same initial weights, which the seed or the
+/// resume file gives.
 fn new_learners(
     options: &Options,
     corpus: &Corpus,

@@ -1,4 +1,4 @@
-//! The model: embedding → LLTM → linear layer to the vocabulary.
+//! The model: an embedding, the LLTM, and a linear layer to the vocabulary.
 
 use crate::options::{Op, Options};
 use anyhow::{Result, ensure};
@@ -9,10 +9,10 @@ use tch_extension::nn::{
     Lltm, LltmConfig, LltmLayer, LltmLayerConfig, LltmState, lltm, lltm_layer,
 };
 
-/// Features of a character's embedding.
+/// The number of features of a character's embedding.
 const EMBEDDING: i64 = 64;
 
-/// The same layer, whichever way it is computed, with variables of the same names.
+/// The recurrent layer, computed in one of two ways. Both have variables of the same names.
 enum Recurrent {
     Steps(Lltm),
     Sequence(LltmLayer),
@@ -27,8 +27,8 @@ pub struct CharModel {
 }
 
 impl CharModel {
-    /// The seed alone decides the initial weights: they are drawn in the same order for either
-    /// operator.
+    /// The seed alone decides the initial weights, because every operator draws them in the same
+    /// order.
     pub fn new(device: Device, vocabulary: i64, hidden: i64, op: Op, seed: i64) -> CharModel {
         tch::manual_seed(seed);
         let variables = nn::VarStore::new(device);
@@ -53,7 +53,8 @@ impl CharModel {
         }
     }
 
-    /// Logits `[rows, count, vocabulary]` for the characters after `inputs[rows, count]`.
+    /// Returns the logits `[rows, count, vocabulary]` for the characters that follow `inputs[rows,
+    /// count]`.
     pub fn forward(&self, inputs: &Tensor, state: &LltmState) -> Result<(Tensor, LltmState)> {
         let embedded = self.embedding.forward(inputs);
         let (hidden, state) = match &self.recurrent {
@@ -63,7 +64,7 @@ impl CharModel {
         Ok((self.output.forward(&hidden), state))
     }
 
-    /// Generates `count` characters, starting as after a line's end.
+    /// Generates `count` characters. The first one follows a line end.
     pub fn sample(&self, vocabulary: &[char], count: i64, temperature: f64) -> Result<String> {
         let _no_grad = tch::no_grad_guard();
         let mut last = vocabulary.iter().position(|&c| c == '\n').unwrap_or(0) as i64;
@@ -80,20 +81,21 @@ impl CharModel {
     }
 }
 
-/// Draws an index from `logits[vocabulary]`. The largest is subtracted first, so that no
-/// temperature overflows.
+/// Draws an index from `logits[vocabulary]`. The largest logit is subtracted first, so that no
+/// temperature causes an overflow.
 fn draw(logits: &Tensor, temperature: f64) -> Result<i64> {
     let logits = logits.to_kind(Kind::Double);
     let scaled = (&logits - logits.max()) / temperature;
     Ok(scaled.softmax(0, Kind::Double).f_multinomial(1, false)?.int64_value(&[0]))
 }
 
-/// A text may hold escape sequences; its imitation must not drive the terminal.
+/// Replaces control characters. The training text may contain escape sequences, and a generated one
+/// must not control the terminal.
 fn printable(c: char) -> char {
     if c.is_control() && c != '\n' && c != '\t' { char::REPLACEMENT_CHARACTER } else { c }
 }
 
-/// Name and shape of every variable of the model.
+/// The name and shape of every variable of the model.
 pub fn shapes(vocabulary: i64, hidden: i64) -> [(&'static str, Vec<i64>); 5] {
     [
         ("embedding.weight", vec![vocabulary, EMBEDDING]),
@@ -104,9 +106,9 @@ pub fn shapes(vocabulary: i64, hidden: i64) -> [(&'static str, Vec<i64>); 5] {
     ]
 }
 
-/// Refuses sizes that cannot fit in the main memory. Linux hands out memory it does not have and
-/// later kills whoever touches it, so waiting for an allocation to fail would end without a
-/// message. (A GPU's allocator does fail, with one.)
+/// Refuses sizes that cannot fit in main memory. Linux grants memory that it does not have and
+/// later kills the process that touches it, so a failed allocation would end the program without a
+/// message. (A GPU's allocator does fail with a message.)
 pub fn check_memory(options: &Options, vocabulary: i64, device: Device) -> Result<()> {
     let needed = needed_bytes(options, vocabulary);
     let available = if device == Device::Cpu { available_bytes() } else { None };
@@ -121,9 +123,9 @@ pub fn check_memory(options: &Options, vocabulary: i64, device: Device) -> Resul
     Ok(())
 }
 
-/// An estimate, in f32. Each learner keeps weights, gradients and Adam's two moments; a step, of
-/// one learner at a time, makes about as much again while it works on them, and keeps some values
-/// of each character for its backward.
+/// Estimates the memory in bytes, with f32 values. Each learner keeps its weights, their gradients
+/// and Adam's two moments. A step, in which only one learner runs, uses about as much again for
+/// temporary values, and keeps some values of each character for the backward pass.
 fn needed_bytes(options: &Options, vocabulary: i64) -> u64 {
     let sizes = shapes(vocabulary, options.hidden).map(|(_, shape)| shape.iter().product::<i64>());
     let parameters: i64 = sizes.iter().sum();

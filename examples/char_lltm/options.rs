@@ -1,4 +1,4 @@
-//! The command line, and what is wrong with it.
+//! The command line and the checks of its values.
 
 use anyhow::{Result, bail, ensure};
 use clap::{Parser, ValueEnum};
@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use tch::{Cuda, Device};
 use tch_extension::{cuda, nn::LltmOp};
 
-/// Trains a character-level language model through the LLTM: the whole sequence as one operator,
-/// the fused cell step by step, or the cell composed of tch operators; or all of them, and
-/// compares.
+/// Trains a character-level language model with the LLTM: the whole sequence as one operator, the
+/// fused cell step by step, or the cell composed of tch operators. It can also train several of
+/// them and compare their results.
 #[derive(Debug, Parser)]
 #[command(name = "char_lltm", allow_negative_numbers = true, args_override_self = true)]
 pub struct Options {
@@ -18,7 +18,7 @@ pub struct Options {
     /// Where to train: auto (a GPU if there is one), cpu, cuda or cuda:N
     #[arg(long, default_value = "auto")]
     pub device: String,
-    /// Which implementation to train; several: in turns, from the same initial weights
+    /// Which implementation to train; several are trained in turns, from the same initial weights
     #[arg(long, value_enum, default_value_t = OpChoice::Sequence)]
     pub op: OpChoice,
     /// Units of the recurrent layer
@@ -27,7 +27,7 @@ pub struct Options {
     /// Characters per stream and step; the gradient reaches back this far
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub seq_len: i64,
-    /// Streams trained side by side
+    /// Streams that are trained at the same time
     #[arg(long, value_name = "N", default_value_t = 32)]
     pub batch: i64,
     /// Optimiser steps
@@ -46,7 +46,7 @@ pub struct Options {
     /// afresh)
     #[arg(long, value_name = "FILE")]
     pub resume: Option<PathBuf>,
-    /// Write the weights after every N steps, besides at the end
+    /// Write the weights after every N steps and at the end
     #[arg(long, value_name = "N", default_value_t = 100)]
     pub save_every: i64,
     /// Characters to generate at the end; 0 for none
@@ -66,14 +66,14 @@ pub enum OpChoice {
     Fused,
     /// The cell composed of tch operators
     Composite,
-    /// Fused and composite
+    /// The fused cell and the cell composed of tch operators
     Both,
-    /// Sequence, fused and composite
+    /// All three implementations
     All,
 }
 
 impl OpChoice {
-    /// The operators to train, in order.
+    /// The operators to train, in this order.
     pub fn each(self) -> &'static [Op] {
         match self {
             OpChoice::Sequence => &[Op::Sequence],
@@ -102,7 +102,7 @@ impl Op {
         }
     }
 
-    /// How each step is computed, if they are computed one by one.
+    /// The operator for a single step, if the sequence is computed step by step.
     pub fn of_steps(self) -> Option<LltmOp> {
         match self {
             Op::Sequence => None,
@@ -113,8 +113,8 @@ impl Op {
 }
 
 impl Options {
-    /// The ranges keep every product of sizes far from overflow; whether it all fits in memory is
-    /// checked once the text is known.
+    /// Checks the ranges. They keep every product of sizes far from overflow; whether everything
+    /// fits in memory is checked once the text is known.
     pub fn check(&self) -> Result<()> {
         in_range("--hidden", self.hidden, 1, 65_536)?;
         in_range("--seq-len", self.seq_len, 1, 1_000_000)?;
@@ -122,7 +122,7 @@ impl Options {
         in_range("--steps", self.steps, 1, 1_000_000_000)?;
         in_range("--save-every", self.save_every, 1, 1_000_000_000)?;
         in_range("--sample", self.sample, 0, 1_000_000)?;
-        // libtorch's optimiser takes no rate that is infinite as an f32.
+        // libtorch's optimiser rejects a rate that is infinite as an f32.
         positive("--lr", self.lr, 1e30)?;
         positive("--temperature", self.temperature, 1e30)
     }
@@ -131,7 +131,7 @@ impl Options {
     pub fn device(&self) -> Result<Device> {
         let name = self.device.as_str();
         match name {
-            // Without kernels for it, a GPU would only be good for half of the comparison.
+            // Without our CUDA kernels, a GPU could run only half of the comparison.
             "auto" if cuda::is_compiled() => Ok(Device::cuda_if_available()),
             "auto" | "cpu" => Ok(Device::Cpu),
             "cuda" => self.cuda(0),
@@ -164,7 +164,7 @@ impl Options {
         Ok(Device::Cuda(index as usize))
     }
 
-    /// What the run will do, for its heading.
+    /// A description of the run for its heading.
     pub fn describe(&self, device: Device) -> String {
         let device = match device {
             Device::Cuda(index) => format!("cuda:{index}"),

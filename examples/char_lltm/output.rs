@@ -1,4 +1,4 @@
-//! The output folder and files that appear whole or not at all.
+//! The output folder, and files that are written completely or not at all.
 
 use crate::options::Op;
 use crate::plot;
@@ -8,20 +8,20 @@ use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// Ending of a file that is still being written.
+/// The ending of a file that is still being written.
 const PARTIAL: &str = ".partial";
 const CURVES: &str = "loss.csv";
 const PLOT: &str = "loss.svg";
 
-/// The folder all results go to.
+/// The folder for all results.
 pub struct OutputFolder {
     folder: PathBuf,
     names: Vec<String>,
 }
 
 impl OutputFolder {
-    /// Creates the folder and makes sure that every file of the run can be written, before minutes
-    /// are spent on training.
+    /// Creates the folder and checks that every file of the run can be written, before minutes are
+    /// spent on training.
     pub fn prepare(folder: &Path, ops: &[Op]) -> Result<OutputFolder> {
         let name = folder.display();
         ensure!(
@@ -54,12 +54,12 @@ impl OutputFolder {
         &self.names
     }
 
-    /// Where the weights of `op` go.
+    /// The path of the weights of `op`.
     pub fn weights(&self, op: Op) -> PathBuf {
         self.folder.join(weights_name(op))
     }
 
-    /// The loss curves of the runs so far, as a table and as a picture.
+    /// Writes the loss curves of the runs so far, as a table and as a picture.
     pub fn write_curves(&self, runs: &[Run], unigram: f64) -> Result<()> {
         let (table, picture) = (plot::csv(runs), plot::svg(runs, unigram)?);
         write_whole(&self.folder.join(CURVES), |path| Ok(fs::write(path, table)?))?;
@@ -71,9 +71,9 @@ fn weights_name(op: Op) -> String {
     format!("{}.safetensors", op.name())
 }
 
-/// Puts a file in place in one go: `write` fills a temporary file beside it, which replaces the
-/// target only once it is whole and on the disk. Whatever happens before, the target stays as it
-/// was.
+/// Writes a file completely or not at all. `write` fills a temporary file in the same folder, which
+/// replaces the target only when it is complete and on the disk. If anything fails before, the
+/// target stays unchanged.
 pub fn write_whole(target: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let cannot = || format!("cannot write {} (is the disk full?)", target.display());
     let folder = target.parent().unwrap_or(Path::new("."));
@@ -82,7 +82,7 @@ pub fn write_whole(target: &Path, write: impl FnOnce(&Path) -> Result<()>) -> Re
     write(partial.path()).with_context(cannot)?;
     partial.as_file().sync_all().with_context(cannot)?;
     partial.persist(target).with_context(cannot)?;
-    // The new name is in the folder, which is a file of its own.
+    // The new name is stored in the folder, which must be synchronised, too.
     File::open(folder).and_then(|folder| folder.sync_all()).with_context(cannot)
 }
 
@@ -90,7 +90,8 @@ fn temporary(folder: &Path, name: &str) -> std::io::Result<tempfile::NamedTempFi
     tempfile::Builder::new()
         .prefix(&partial_prefix(name))
         .suffix(PARTIAL)
-        // As any other file would get, not the 0600 of secrets; the umask still applies.
+        // The permissions of an ordinary file, instead of 0600 for a private one. The umask still
+        // applies.
         .permissions(Permissions::from_mode(0o666))
         .tempfile_in(folder)
 }
@@ -99,7 +100,7 @@ fn partial_prefix(name: &str) -> String {
     format!(".{name}.")
 }
 
-/// A killed run leaves the file it was writing.
+/// Removes the files that a killed run was still writing.
 fn remove_partials(folder: &Path, names: &[String]) -> std::io::Result<()> {
     let prefixes: Vec<String> = names.iter().map(|name| partial_prefix(name)).collect();
     for entry in fs::read_dir(folder)? {

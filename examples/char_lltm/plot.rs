@@ -1,4 +1,4 @@
-//! The loss curves, as a table and as a picture.
+//! Draws the loss curves and writes them as a table.
 
 use crate::options::Op;
 use crate::report::Run;
@@ -8,10 +8,11 @@ use plotters::coord::types::RangedCoordf64;
 use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (960, 540);
-/// More points than this are averaged in groups: the picture has no room for them.
+/// The largest number of points that the picture has room for. A longer curve is averaged in
+/// groups.
 const POINTS: usize = 480;
 
-/// `step,<op>,…`: one line a step.
+/// The table: a heading `step,<op>,…` and one line for each step.
 pub fn csv(runs: &[Run]) -> String {
     let names: Vec<&str> = runs.iter().map(|run| run.op.name()).collect();
     let steps = runs.first().map_or(0, |run| run.losses.len());
@@ -22,7 +23,7 @@ pub fn csv(runs: &[Run]) -> String {
     format!("step,{}\n", names.join(",")) + &(0..steps).map(line).collect::<String>()
 }
 
-/// The loss curves over the steps, with the unigram baseline.
+/// The picture: the loss curves over the steps, with the unigram baseline.
 pub fn svg(runs: &[Run], unigram: f64) -> Result<String> {
     let mut picture = String::new();
     let area = SVGBackend::with_string(&mut picture, SIZE).into_drawing_area();
@@ -65,7 +66,8 @@ fn draw(area: &Area, runs: &[Run], unigram: f64) -> Drawn {
         .draw()
 }
 
-/// Wide pale curves lie under thinner dark ones, so that all are seen where they coincide.
+/// Draws one curve. Wide, pale curves are below thin, dark ones, so that all are visible where they
+/// coincide.
 fn draw_run(chart: &mut Chart, run: &Run) -> Drawn {
     let style = match run.op {
         Op::Sequence => RGBColor(170, 215, 150).stroke_width(9),
@@ -87,7 +89,7 @@ fn draw_line(
     Ok(())
 }
 
-/// (step, loss), averaged in groups of equal size.
+/// The points (step, loss), averaged in groups of equal size.
 fn thinned(losses: &[f64]) -> Vec<(f64, f64)> {
     let group = losses.len().div_ceil(POINTS).max(1);
     let mean = |values: &[f64]| values.iter().sum::<f64>() / values.len() as f64;

@@ -1,4 +1,4 @@
-//! All that the program prints: results on stdout, progress and errors on stderr.
+//! Everything that the program prints: results on stdout, progress and errors on stderr.
 
 use crate::data::Corpus;
 use crate::options::{Op, Options};
@@ -8,15 +8,16 @@ use indicatif::{ProgressBar, ProgressStyle};
 use std::io::{ErrorKind, IsTerminal, Write, stderr, stdout};
 use std::time::Instant;
 
-/// How far below the unigram baseline a model must end to have learnt more than letter frequencies.
+/// A model has learnt more than letter frequencies if its loss ends at least this far below the
+/// unigram baseline.
 const CLEARLY_BELOW: f64 = 0.5;
-/// The curves' difference over these first steps is rounding alone; later it grows as training
-/// amplifies it.
+/// Over these first steps, the curves differ only by rounding; later, training amplifies the
+/// difference.
 const FIRST_STEPS: usize = 50;
-/// Lines of progress where there is no terminal to redraw a bar on.
+/// The number of progress lines if there is no terminal on which a bar could be redrawn.
 const PLAIN_LINES: i64 = 10;
 
-/// Prints results. A reader that has had enough (`| head`) is no reason to stop training.
+/// Prints results. Training goes on if the reader (`| head`, say) has closed the pipe.
 pub fn say(text: &str) -> Result<()> {
     match writeln!(stdout().lock(), "{text}") {
         Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(error.into()),
@@ -24,16 +25,16 @@ pub fn say(text: &str) -> Result<()> {
     }
 }
 
-/// Prints an error with its causes on one line. That stderr may be closed is nothing to fail over.
+/// Prints an error with its causes on one line. A closed stderr is not treated as a failure.
 pub fn error(error: &anyhow::Error) {
     let line = format!("{error:#}").replace('\n', " ");
     let _ = writeln!(stderr().lock(), "error: {line}");
 }
 
-/// What became of one operator's training.
+/// The result of training with one operator.
 pub struct Run {
     pub op: Op,
-    /// Loss of each step, in nats per character.
+    /// The loss of each step, in nats per character.
     pub losses: Vec<f64>,
     pub held_out: f64,
     pub characters_per_second: f64,
@@ -50,7 +51,7 @@ impl Run {
     }
 }
 
-/// A bar on a terminal, a few plain lines elsewhere.
+/// A progress bar on a terminal, and a few plain lines elsewhere.
 pub struct Progress {
     begun: Instant,
     steps: i64,
@@ -87,7 +88,7 @@ impl Progress {
 }
 
 impl Drop for Progress {
-    /// The bar stays as it is, finished or not, and what comes next goes below it.
+    /// Leaves the bar as it is, finished or not, so that later output appears below it.
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.abandon();
@@ -102,7 +103,7 @@ fn bar(steps: i64) -> ProgressBar {
         .with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
 }
 
-/// Loss and speed of each learner, short enough for one line of a terminal.
+/// The loss and the speed of each learner, short enough for one line of a terminal.
 fn standing(learners: &[Learner]) -> String {
     let each = |value: &dyn Fn(&Learner) -> String| {
         learners.iter().map(value).collect::<Vec<_>>().join("/")

@@ -1,4 +1,4 @@
-//! Truncated backpropagation through time, and the held-out loss.
+//! Truncated backpropagation through time, and the loss on the held-out text.
 
 use crate::data::{Corpus, Streams};
 use crate::model::CharModel;
@@ -10,16 +10,17 @@ use tch::nn::{self, OptimizerConfig};
 use tch::{Kind, Reduction, Tensor};
 use tch_extension::nn::LltmState;
 
-/// Gradients longer than this, over all weights together, are scaled down to it.
+/// The largest norm of the gradient of all weights together. A larger gradient is scaled down to
+/// it.
 const LARGEST_GRADIENT: f64 = 1.0;
 
-/// How long a turn takes, about: short enough for a lively progress bar, long enough for the device
-/// not to idle between turns.
+/// The approximate time of a turn. It is short enough that the progress bar moves often, and long
+/// enough that the device does not idle between turns.
 const TURN: Duration = Duration::from_millis(200);
 
-/// Trains all learners, in turns of a few steps: what else the machine is doing then slows down
-/// each of them alike, and their speeds can be compared. `save` is called every `--save-every`
-/// steps and at the end.
+/// Trains all learners, which take turns of a few steps. Other work on the machine then slows all
+/// of them equally, and their speeds can be compared. `save` is called every `--save-every` steps
+/// and at the end.
 pub fn train(
     learners: &mut [Learner],
     options: &Options,
@@ -55,15 +56,15 @@ fn steps_within(time: Duration, each: Duration) -> i64 {
 pub struct Learner {
     pub op: Op,
     pub model: CharModel,
-    /// Loss of each step, in nats per character.
+    /// The loss of each step, in nats per character.
     pub losses: Vec<f64>,
-    /// Characters per second of each turn.
+    /// The speed in each turn, in characters per second.
     speeds: Vec<f64>,
     optimizer: nn::Optimizer,
     state: LltmState,
-    /// Where in the streams the next chunk begins.
+    /// The column of the streams at which the next chunk begins.
     column: i64,
-    /// The last step whose weights were written.
+    /// The last step after which the weights were written.
     saved: Option<i64>,
 }
 
@@ -75,20 +76,21 @@ impl Learner {
         Ok(Learner { op, model, losses, speeds, optimizer, state, column: 0, saved: None })
     }
 
-    /// In the latest turn.
+    /// The speed in the latest turn.
     pub fn speed_now(&self) -> f64 {
         self.speeds.last().copied().unwrap_or(f64::NAN)
     }
 
-    /// The turns' median: a moment in which the machine was busy elsewhere does not count.
+    /// The median over the turns, which ignores moments in which the machine was busy with
+    /// something else.
     pub fn characters_per_second(&self) -> f64 {
         let mut speeds = self.speeds.clone();
         speeds.sort_by(f64::total_cmp);
         speeds.get(speeds.len() / 2).copied().unwrap_or(f64::NAN)
     }
 
-    /// `count` steps after the first `done`. The losses are fetched at the end only: on a GPU,
-    /// asking for each would stop the queue at every step.
+    /// Runs `count` steps after the first `done` steps. The losses are copied to the host only at
+    /// the end: on a GPU, reading each one would make the host wait at every step.
     fn turn(&mut self, options: &Options, streams: &Streams, done: i64, count: i64) -> Result<()> {
         let begun = Instant::now();
         let steps = done + 1..=done + count;
@@ -101,7 +103,7 @@ impl Learner {
         self.check_finite(done as usize).with_context(|| self.diverged(options.lr))
     }
 
-    /// Looks at the losses after the first `done`.
+    /// Checks the losses after the first `done`.
     fn check_finite(&self, done: usize) -> Result<()> {
         match (done..self.losses.len()).find(|&index| !self.losses[index].is_finite()) {
             Some(index) => bail!("the loss of step {} is {}", index + 1, self.losses[index]),
@@ -117,7 +119,7 @@ impl Learner {
         format!("the {} run diverged: lower --lr (now {lr:?}); {kept}", self.op.name())
     }
 
-    /// One step on the next chunk; the loss, still on the device.
+    /// Trains one step on the next chunk and returns the loss, which is still on the device.
     fn step(&mut self, options: &Options, streams: &Streams, step: i64) -> Result<Tensor> {
         let (inputs, targets) = self.next_chunk(options.seq_len, streams);
         let (logits, state) = self.model.forward(&inputs, &self.state)?;
@@ -131,7 +133,7 @@ impl Learner {
         Ok(loss.detach())
     }
 
-    /// After the last whole chunk the rows start over, and their state with them.
+    /// After the last whole chunk, the rows start again from their beginning, with a new state.
     fn next_chunk(&mut self, count: i64, streams: &Streams) -> (Tensor, Tensor) {
         if self.column + count > streams.length() {
             self.column = 0;
@@ -143,13 +145,13 @@ impl Learner {
     }
 }
 
-/// From the full rate down to a tenth of it, along half a cosine.
+/// Falls from the full rate to a tenth of it, along half a cosine.
 fn learning_rate(options: &Options, step: i64) -> f64 {
     let done = (step - 1) as f64 / options.steps as f64;
     options.lr * (0.55 + 0.45 * (std::f64::consts::PI * done).cos())
 }
 
-/// Norm clipping as tch's `clip_grad_norm`, which however waits for the device at every step.
+/// Clips the norm as tch's `clip_grad_norm` does, but without waiting for the device at every step.
 fn clip_gradients(variables: &nn::VarStore) {
     let _no_grad = tch::no_grad_guard();
     let gradients: Vec<Tensor> = variables.trainable_variables().iter().map(Tensor::grad).collect();
@@ -172,7 +174,7 @@ fn cross_entropy(logits: &Tensor, targets: &Tensor, reduction: Reduction) -> Res
     )?)
 }
 
-/// Mean loss over the held-out text, each row read from its beginning to its end.
+/// The mean loss over the held-out text; each row is read from its beginning to its end.
 pub fn held_out_loss(model: &CharModel, corpus: &Corpus, seq_len: i64) -> Result<f64> {
     let _no_grad = tch::no_grad_guard();
     let streams = &corpus.held_out;

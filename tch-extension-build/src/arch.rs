@@ -1,17 +1,17 @@
-//! `TORCH_CUDA_ARCH_LIST` in PyTorch's grammar: `8.0;8.6 9.0a+PTX`, `Hopper`, `native`.
+//! Parses `TORCH_CUDA_ARCH_LIST` in PyTorch's grammar: `8.0;8.6 9.0a+PTX`, `Hopper`, `native`.
 
 use anyhow::{Context, Result, bail};
 
-/// What is built when no list is given and no GPU is visible: one binary for each of the
-/// generations that CUDA 13 supports and data centres run, and PTX that newer GPUs compile when the
-/// program starts.
+/// The architectures to build for when no list is given and no GPU is visible: one binary for each
+/// generation that CUDA 13 supports and data centres run, and PTX, which newer GPUs compile when
+/// the program starts.
 pub const DEFAULT_ARCHS: &str = "7.5;8.0;9.0+PTX";
 
-/// What nvcc 13.0 compiles for, as major · 10 + minor.
+/// The architectures that nvcc 13.0 compiles for, as major · 10 + minor.
 pub const CUDA_13_0: &[u32] = &[75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121];
 
-/// PyTorch's names for groups of architectures (`torch/utils/cpp_extension.py`). CUDA 13 has given
-/// up the first ones.
+/// PyTorch's names for groups of architectures (`torch/utils/cpp_extension.py`). CUDA 13 no longer
+/// supports the first ones.
 const NAMES: &[(&str, &str)] = &[
     ("Kepler", "3.5+PTX"),
     ("Kepler+Tesla", "3.7"),
@@ -32,9 +32,10 @@ const NAMES: &[(&str, &str)] = &[
 /// One architecture to compile for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Arch {
-    /// Compute capability without its dot, with its suffix: `90`, `90a`, `120f`.
+    /// The compute capability without its dot, with its suffix: `90`, `90a`, `120f`.
     pub number: String,
-    /// Also embed PTX, for GPUs that come later. An `a` target's PTX is not forward compatible.
+    /// Whether to embed PTX, too, for GPUs that come later. The PTX of an `a` target is not forward
+    /// compatible.
     pub ptx: bool,
 }
 
@@ -50,7 +51,8 @@ impl Arch {
     }
 }
 
-/// nvcc's flags for all of them; `for_hopper`: for `9.0a`, too, where 9.0 is among them.
+/// nvcc's flags for all of these architectures. With `for_hopper`, `9.0a` is added if 9.0 is among
+/// them.
 pub fn flags_of(archs: &[Arch], for_hopper: bool) -> Vec<String> {
     let mut flags: Vec<String> = archs.iter().flat_map(Arch::flags).collect();
     let has = |number: &str| archs.iter().any(|arch| arch.number == number);
@@ -60,18 +62,19 @@ pub fn flags_of(archs: &[Arch], for_hopper: bool) -> Vec<String> {
     flags
 }
 
-/// A list, whence it comes, and what there is to choose from.
+/// A list of architectures, where it comes from, and which architectures exist.
 pub struct Choice<'a> {
-    /// The list.
+    /// The list as it was written, such as `8.0;9.0+PTX`.
     pub list: &'a str,
-    /// The name of the variable or function that gave it, for messages.
+    /// The name of the variable or function that the list comes from, for messages.
     pub from: &'a str,
-    /// What nvcc compiles for, such as [`CUDA_13_0`].
+    /// The architectures that nvcc compiles for, such as [`CUDA_13_0`].
     pub supported: &'a [u32],
 }
 
 impl Choice<'_> {
-    /// Reads the list; `native` asks `visible_gpus` (compute capabilities such as `9.0`).
+    /// Parses the list. For `native`, it asks `visible_gpus` for compute capabilities such as
+    /// `9.0`.
     pub fn parse(&self, visible_gpus: &dyn Fn() -> Vec<String>) -> Result<Vec<Arch>> {
         let mut archs: Vec<Arch> = Vec::new();
         for item in self.list.split([';', ' ', ',']).map(str::trim).filter(|item| !item.is_empty())
@@ -119,7 +122,7 @@ impl Choice<'_> {
         Ok(archs)
     }
 
-    /// `9.0a` to `90a`.
+    /// Parses `9.0a` into `90a`.
     fn parse_number(&self, text: &str) -> Option<String> {
         let (major, minor) = text.split_once('.')?;
         let digits = minor.trim_end_matches(['a', 'f']);
@@ -143,7 +146,7 @@ impl Choice<'_> {
         )
     }
 
-    /// Everything that is allowed.
+    /// The part of an error message that lists everything that is allowed.
     fn way_out(&self) -> String {
         let numbers: Vec<_> = self
             .supported
@@ -167,8 +170,8 @@ impl Choice<'_> {
     }
 }
 
-/// Those of the machine's GPUs, the newest with PTX; a GPU newer than nvcc gets the newest that
-/// nvcc knows.
+/// The architectures of the machine's GPUs, the newest of them with PTX. A GPU that is newer than
+/// nvcc gets the newest architecture that nvcc knows.
 fn of_gpus(visible_gpus: &dyn Fn() -> Vec<String>, supported: &[u32]) -> Option<Vec<Arch>> {
     let newest = supported.iter().max()?;
     let number = |gpu: String| -> Option<u32> {
@@ -186,7 +189,7 @@ fn of_gpus(visible_gpus: &dyn Fn() -> Vec<String>, supported: &[u32]) -> Option<
     Some(archs)
 }
 
-/// Compute capabilities of the GPUs that nvidia-smi lists.
+/// The compute capabilities of the GPUs that nvidia-smi lists.
 pub fn visible_gpus() -> Vec<String> {
     let output = std::process::Command::new("nvidia-smi")
         .args(["--query-gpu=compute_cap", "--format=csv,noheader"])
@@ -198,7 +201,7 @@ pub fn visible_gpus() -> Vec<String> {
     String::from_utf8_lossy(&output.stdout).lines().map(|line| line.trim().to_string()).collect()
 }
 
-/// The architectures to build where nobody names any: those of this machine's GPUs, else
+/// The architectures to build for when the user names none: those of this machine's GPUs, or else
 /// [`DEFAULT_ARCHS`].
 pub fn default_archs(
     supported: &[u32],
@@ -210,13 +213,13 @@ pub fn default_archs(
     Choice { list: DEFAULT_ARCHS, from: "the default list", supported }.parse(visible_gpus)
 }
 
-/// Reads what `nvcc --list-gpu-arch` prints.
+/// Parses the output of `nvcc --list-gpu-arch`.
 pub fn parse_supported(text: &str) -> Vec<u32> {
     let mut numbers: Vec<_> = text
         .lines()
         .filter_map(|line| line.trim().strip_prefix("compute_")?.parse().ok())
         .collect();
-    // nvcc's own order is by family.
+    // nvcc itself orders them by family.
     numbers.sort_unstable();
     numbers
 }
@@ -267,7 +270,7 @@ mod tests {
         assert_eq!(flags("Ampere;Hopper"), flags("8.0;8.6+PTX;9.0+PTX"));
     }
 
-    /// The whole list is one message, so that nobody has to guess twice.
+    /// The message contains the whole list, so that nobody has to guess twice.
     #[test]
     fn nonsense_is_refused_with_all_that_is_allowed() {
         for list in [

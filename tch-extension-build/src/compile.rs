@@ -1,4 +1,4 @@
-//! Runs the compilers: several at once, and only for what changed.
+//! Runs the compilers: several at a time, and only for sources that changed.
 
 use crate::arch::flags_of;
 use crate::environment::Environment;
@@ -12,7 +12,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::SystemTime;
 
-/// One source on its way to an object.
+/// One source and everything that decides how it is compiled.
 pub struct Unit<'a> {
     pub toolchain: &'a Toolchain,
     pub source: &'a Path,
@@ -20,28 +20,30 @@ pub struct Unit<'a> {
     pub folder: PathBuf,
 }
 
-/// What a compiler made.
+/// An object that a compiler made.
 #[derive(Clone, Debug)]
 pub struct Object {
     /// The object file.
     pub path: PathBuf,
-    /// What it was made of.
+    /// The source that it was compiled from.
     pub source: PathBuf,
 }
 
-/// One run of a compiler.
+/// One run of a compiler on one source.
 pub struct Job {
     program: PathBuf,
     arguments: Vec<String>,
-    /// Which compilers and libtorch: [`Toolchain::identity`].
+    /// The compilers and libtorch that are used: [`Toolchain::identity`].
     built_for: String,
-    /// What the first attempt is told beyond that: it is no part of what is up to date.
+    /// An additional argument for a first attempt. It is not part of the command that decides
+    /// whether the object is up to date.
     first: Option<String>,
     pub object: Object,
 }
 
 impl Unit<'_> {
-    /// With the C++ compiler, for one instruction set or for none in particular.
+    /// The job that compiles the source with the C++ compiler: for one CPU instruction set, or for
+    /// none in particular.
     pub fn with_cxx(&self, isa: Option<(&str, &str)>) -> Result<Job> {
         let options = self.options;
         let command = self.toolchain.cxx.command();
@@ -69,11 +71,12 @@ impl Unit<'_> {
         self.job(command.get_program().into(), arguments)
     }
 
-    /// With nvcc. Each source alone: two in one call would turn on relocatable device code, which
-    /// stops inlining between files.
+    /// The job that compiles the source with nvcc. Each source is compiled alone: two in one call
+    /// would turn on relocatable device code, which prevents inlining between files.
     pub fn with_nvcc(&self, cuda: &Cuda, env: &dyn Environment) -> Result<Job> {
         let options = self.options;
-        // Compressed, a seventh of the size: every program that links the kernels carries them.
+        // Compression makes the kernels a seventh of the size; every program that links them
+        // contains them.
         let mut arguments: Vec<String> =
             ["-O3", "-lineinfo", "--compress-mode=size", "--expt-relaxed-constexpr", "-Xcompiler"]
                 .map(String::from)
@@ -86,7 +89,7 @@ impl Unit<'_> {
         if !options.export_symbols {
             arguments.extend(["-Xcompiler", "-fvisibility=hidden"].map(String::from));
         }
-        // As PyTorch has it: whoever names an architecture among the flags names them all.
+        // As in PyTorch, a flag that names an architecture replaces the whole list.
         if !options.nvcc_flags.iter().any(|flag| flag.contains("arch") || flag.contains("-gencode"))
         {
             let for_hopper = options.for_hopper.iter().any(|end| self.source.ends_with(end));
@@ -101,8 +104,8 @@ impl Unit<'_> {
         } else if env.var("CXX").is_some() {
             arguments.push(format!("-ccbin={}", self.toolchain.cxx.path.display()));
         }
-        // nvcc reads these itself; here they become part of the command, which decides what is up
-        // to date.
+        // nvcc reads these variables itself. They are added here to the text that decides whether
+        // the object is up to date.
         let read_by_nvcc = ["NVCC_PREPEND_FLAGS", "NVCC_APPEND_FLAGS"].map(|name| env.var(name));
         arguments.extend(options.nvcc_flags.iter().cloned());
         let mut job = self.job(cuda.nvcc.path.clone(), arguments)?;
@@ -110,14 +113,15 @@ impl Unit<'_> {
         Ok(job)
     }
 
-    /// What both compilers are told, in the same words.
+    /// Adds the arguments that are the same for both compilers.
     fn add_common(&self, arguments: &mut Vec<String>) {
         let options = self.options;
         let libtorch = &self.toolchain.libtorch;
         arguments.push(format!("-std={}", options.standard));
         arguments.push(format!("-D_GLIBCXX_USE_CXX11_ABI={}", libtorch.cxx11_abi));
-        // As libtorch's own: its inline functions have assertions without, and a program's copies
-        // take the place of those in libtorch.
+        // libtorch itself is built with NDEBUG. Without it, the inline functions of libtorch's
+        // headers contain assertions, and the program's copies of these functions replace those in
+        // libtorch.
         arguments.push("-DNDEBUG".to_string());
         if self.toolchain.cuda.is_some() {
             arguments.push("-DTCH_EXTENSION_CUDA=1".to_string());
@@ -157,8 +161,8 @@ impl Unit<'_> {
     }
 }
 
-/// What `torch.utils.cpp_extension` defines for every CUDA source: CUDA's operators of the half
-/// kinds would make those of `at::Half` ambiguous.
+/// The macros that `torch.utils.cpp_extension` defines for every CUDA source. Without them, CUDA's
+/// operators for the half kinds would make those of `at::Half` ambiguous.
 const WITHOUT_HALF_OPERATORS: [&str; 4] = [
     "__CUDA_NO_HALF_OPERATORS__",
     "__CUDA_NO_HALF_CONVERSIONS__",
@@ -166,8 +170,8 @@ const WITHOUT_HALF_OPERATORS: [&str; 4] = [
     "__CUDA_NO_HALF2_OPERATORS__",
 ];
 
-/// Whether a CUDA source takes the kinds of libtorch's headers. Kernels on `tch_extension/launch.h`
-/// compute in CUDA's own.
+/// Whether a CUDA source uses the half types of libtorch's headers. Kernels that include
+/// `tch_extension/launch.h` compute in CUDA's own types.
 fn is_written_for_torch(text: &str) -> bool {
     let includes = |folder: &str| {
         text.contains(&format!("<{folder}/")) || text.contains(&format!("\"{folder}/"))
@@ -175,13 +179,13 @@ fn is_written_for_torch(text: &str) -> bool {
     ["torch", "ATen", "THC"].iter().any(|folder| includes(folder)) && !includes("tch_extension")
 }
 
-/// As system headers: their warnings are not ours.
+/// Adds a folder of system headers, in which compilers report no warnings.
 fn add_system_include(arguments: &mut Vec<String>, folder: &Path) {
     arguments.extend(["-isystem".to_string(), folder.display().to_string()]);
 }
 
-/// An archive keeps names only, and every operator has a `cpu.cpp`: the folders go into the name,
-/// as a hash.
+/// The name of a source's object. An archive keeps only file names, and every operator has a
+/// `cpu.cpp`, so the name contains a hash of the whole path.
 fn object_name(source: &Path) -> String {
     let mut hasher = std::hash::DefaultHasher::new();
     source.hash(&mut hasher);
@@ -189,7 +193,7 @@ fn object_name(source: &Path) -> String {
     format!("{stem}-{:016x}.o", hasher.finish())
 }
 
-/// Runs all jobs, at most `workers` at a time; the first failure is the error.
+/// Runs all jobs, at most `workers` at a time, and returns the first failure.
 pub fn run(jobs: &[Job], workers: usize, env: &dyn Environment) -> Result<()> {
     let next = AtomicUsize::new(0);
     let failure = Mutex::new(None);
@@ -214,7 +218,7 @@ pub fn run(jobs: &[Job], workers: usize, env: &dyn Environment) -> Result<()> {
     }
 }
 
-/// Runs a compiler or linker; when it fails, its own message is the error's.
+/// Runs a compiler or linker. When it fails, the error contains its message.
 pub fn run_compiler(command: &mut Command, failed: &str, env: &dyn Environment) -> Result<Output> {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     env.runs(&words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" "));
@@ -227,16 +231,16 @@ pub fn run_compiler(command: &mut Command, failed: &str, env: &dyn Environment) 
     Ok(output)
 }
 
-/// The most lines of a compiler's message that are shown. A template of libtorch's that does not
-/// fit has hundreds to say; what is wrong comes first.
+/// The largest number of lines that are shown of a compiler's message. A mismatch in one of
+/// libtorch's templates produces hundreds of lines, and the cause comes first.
 const MOST_LINES: usize = 60;
 
-/// The message, cut, and with a way out where it names none.
+/// Shortens the message, and adds a solution to some messages that name none.
 fn readable(text: &str) -> String {
     let mut lines: Vec<_> = text.lines().collect();
     if lines.len() > MOST_LINES {
-        // Warnings must not crowd out that for which it failed. The line before says in which
-        // function.
+        // Start at the first error, so that warnings do not displace it. The line before it names
+        // the function.
         let says = |line: &&str| line.contains("error:") || line.contains("undefined reference");
         let first = lines.iter().position(says).unwrap_or(0);
         lines.drain(..first.saturating_sub(1));
@@ -255,15 +259,15 @@ fn readable(text: &str) -> String {
 }
 
 impl Object {
-    /// The source and the headers it includes, without libtorch's and the system's, from the
-    /// compiler's own list (in make's syntax).
+    /// The source and the headers that it includes, from the compiler's own list (in make's
+    /// syntax). Headers of libtorch and of the system are not listed.
     pub fn dependencies(&self) -> Vec<PathBuf> {
         let Ok(rule) = std::fs::read(self.path.with_extension("d")) else { return Vec::new() };
         prerequisites(&String::from_utf8_lossy(&rule))
     }
 }
 
-/// What a rule in make's syntax depends on.
+/// The prerequisites of a rule in make's syntax.
 fn prerequisites(rule: &str) -> Vec<PathBuf> {
     let Some((_, list)) = rule.split_once(": ") else { return Vec::new() };
     let list =
@@ -277,7 +281,7 @@ impl Job {
             self.compile(env)?;
         }
         for path in self.object.dependencies() {
-            // Read with a sign in place of what is no text.
+            // A path that is not UTF-8 was read with a replacement character.
             if path.to_string_lossy().contains(char::REPLACEMENT_CHARACTER) && !path.exists() {
                 bail!(
                     "the header {} is not UTF-8; rename it, or include a link to it that is",
@@ -291,7 +295,8 @@ impl Job {
 
     fn compile(&self, env: &dyn Environment) -> Result<()> {
         let stamp = self.command_file();
-        // A build that is killed leaves no stamp, and compiles again.
+        // Without a stamp, the next build compiles this source again, also when this build is
+        // killed.
         let _ = std::fs::remove_file(&stamp);
         let started = SystemTime::now();
         let failed = format!("{} does not compile", self.object.source.display());
@@ -311,14 +316,14 @@ impl Job {
         {
             env.warns(line);
         }
-        // The stamp bears the time of the start: a file that was saved while the compiler ran is
-        // newer.
+        // The stamp's time is the start of the compilation, so that a file saved while the compiler
+        // ran counts as newer.
         std::fs::write(&stamp, self.command())
             .and_then(|()| std::fs::File::options().write(true).open(&stamp)?.set_modified(started))
             .with_context(|| format!("cannot write {}", stamp.display()))
     }
 
-    /// The same command made the object, and no file it read is newer.
+    /// Whether the same command made the object and no file that it read is newer.
     fn is_up_to_date(&self) -> bool {
         let modified =
             |path: &Path| -> Option<SystemTime> { path.metadata().ok()?.modified().ok() };
@@ -346,7 +351,7 @@ mod tests {
     use super::*;
     use crate::environment::Process;
 
-    /// A compiler that writes object and dependency list, after `meanwhile`.
+    /// A compiler that runs `meanwhile` and then writes the object and its dependency list.
     fn job(folder: &Path, meanwhile: &str) -> Job {
         let (source, object) = (folder.join("a.cpp"), folder.join("a.o"));
         let script = format!(
@@ -370,7 +375,7 @@ mod tests {
         let _ = std::fs::remove_dir_all(&folder);
         std::fs::create_dir_all(&folder).unwrap();
         std::fs::write(folder.join("a.cpp"), "").unwrap();
-        // File systems count time in steps.
+        // File systems round times, so wait until the next write gets a later one.
         std::thread::sleep(std::time::Duration::from_millis(20));
         folder
     }

@@ -1,4 +1,4 @@
-//! The C++ compiler, as the cc crate finds it.
+//! Finds the C++ compiler with the cc crate and checks that it suits libtorch.
 
 use crate::environment::Environment;
 use anyhow::{Context, Result, bail};
@@ -9,36 +9,39 @@ use std::process::Command;
 /// The oldest g++ that PyTorch supports.
 const OLDEST_GXX: u32 = 9;
 
-/// The C++ compiler with the flags that the user wants everywhere.
+/// The C++ compiler and the flags that the user wants for every source.
 #[derive(Clone, Debug)]
 pub struct Cxx {
-    /// What to run: the compiler or a wrapper such as ccache.
+    /// The program to run: the compiler, or a wrapper such as ccache.
     program: PathBuf,
-    /// The wrapper's compiler, flags out of `CXX`, cc's own and those of `CXXFLAGS`.
+    /// If there is a wrapper, the compiler; then the flags in `CXX`, cc's own flags and those in
+    /// `CXXFLAGS`.
     arguments: Vec<String>,
-    /// The compiler itself, without a wrapper: what nvcc takes for its host compiler.
+    /// The compiler itself, without a wrapper. nvcc uses it as its host compiler.
     pub path: PathBuf,
-    /// Such as `12.2.0`.
+    /// The version, such as `12.2.0`.
     pub version: String,
-    /// clang has an OpenMP of its own; libtorch uses g++'s.
+    /// Whether it is clang, which has an OpenMP of its own; libtorch uses g++'s.
     pub is_clang: bool,
 }
 
 impl Cxx {
-    /// What cc makes of `CXX` (a wrapper and flags included) and `CXXFLAGS`, in cargo's spellings,
-    /// too. A compiler whose objects do not go with libtorch's, built with this
-    /// `_GLIBCXX_USE_CXX11_ABI`, is an error.
+    /// Finds the compiler as the cc crate does, from `CXX` (which may contain a wrapper and flags)
+    /// and `CXXFLAGS`, including cargo's target-specific spellings. It is an error if the
+    /// compiler's objects do not go with a libtorch that was built with this
+    /// `_GLIBCXX_USE_CXX11_ABI`.
     pub fn find(cxx11_abi: &str, env: &dyn Environment) -> Result<Self> {
         let (target, host) = env.triples();
         for variable in variables(&target) {
             env.var(&variable);
         }
         let mut build = cc::Build::new();
-        // No `warnings(false)`: that is `-w`, which silences every other flag. Optimised, without
-        // cargo's profile: at -O0 an AVX-512 unit exports inline functions full of AVX-512 code,
-        // which the linker may then use everywhere. Our own flags follow, and win.
+        // `warnings(false)` is not called, because it adds `-w`, which silences every other warning
+        // flag. The level of optimisation does not follow cargo's profile: at -O0, an AVX-512
+        // object exports inline functions with AVX-512 code, which the linker may then use
+        // everywhere. Our own flags come later and win.
         build.cpp(true).opt_level(3).debug(false).target(&target).host(&host);
-        // Outside a build script, nobody reads cc's lines for cargo.
+        // The lines that cc prints for cargo are useful only in a build script.
         build.cargo_metadata(false).cargo_warnings(false);
         let tool = build.try_get_compiler().context(MISSING)?;
         let command = tool.to_command();
@@ -50,18 +53,18 @@ impl Cxx {
         Ok(Cxx { program: command.get_program().into(), arguments, path, version, is_clang })
     }
 
-    /// Compiler, version and flags.
+    /// The compiler, its version and its flags.
     pub fn identity(&self) -> String {
         format!("{} ({}) {}", self.program.display(), self.version, self.arguments.join(" "))
     }
 
-    /// What makes `at::parallel_for` parallel, on the threads that libtorch has.
+    /// The flags that make `at::parallel_for` run in parallel, on libtorch's own threads.
     pub fn openmp(&self) -> &'static [&'static str] {
         if self.is_clang { &[] } else { &["-fopenmp"] }
     }
 
-    /// The program of this name that it uses itself, such as `ld`; the name alone where it knows of
-    /// none.
+    /// The path of another program that the compiler uses, such as `ld`; only the name if the
+    /// compiler knows no path.
     pub fn program(&self, name: &str) -> PathBuf {
         let output = Command::new(&self.path).arg(format!("-print-prog-name={name}")).output();
         let text = output.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_string());
@@ -78,7 +81,7 @@ impl Cxx {
 
 const MISSING: &str = "a C++17 compiler is needed (Debian: apt install g++; or set CXX)";
 
-/// What cc reads.
+/// The variables that cc reads.
 fn variables(target: &str) -> Vec<String> {
     let underscored = target.replace(['-', '.'], "_");
     ["CXX", "CXXFLAGS", "CXXSTDLIB"]
@@ -96,7 +99,7 @@ fn variables(target: &str) -> Vec<String> {
         .collect()
 }
 
-/// The macros of the compiler and its standard library.
+/// The macros that the compiler and its standard library define.
 fn macros(path: &Path, arguments: &[String], cxx11_abi: &str) -> Result<HashMap<String, String>> {
     let flags = arguments.iter().filter(|argument| argument.starts_with('-'));
     let output = Command::new(path)
@@ -122,7 +125,7 @@ fn parse_macros(text: &str) -> HashMap<String, String> {
         .collect()
 }
 
-/// The version, and whether it is clang.
+/// Checks the compiler, and returns its version and whether it is clang.
 fn check(path: &Path, macros: &HashMap<String, String>, cxx11_abi: &str) -> Result<(String, bool)> {
     let name = path.display();
     let number =

@@ -1,44 +1,47 @@
-//! What the compilers' rules need to know of the program they run in, and tell it: a build script
-//! or any other.
+//! The interface between the compilers' rules and the program that they run in, a build script or
+//! any other: what the rules read from it and report to it.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Mutex;
 
-/// Where variables come from and reports go. Nothing else in the shared parts reads a variable of
-/// cargo's or prints a line for it.
+/// Provides variables and receives reports. No other code that build scripts and `jit` share reads
+/// cargo's variables or prints lines for cargo.
 pub trait Environment: Sync {
-    /// A variable's value; an empty one is none. A build script is run again when it changes.
+    /// The value of a variable; an empty one counts as unset. Cargo runs a build script again when
+    /// a variable that it read has changed.
     fn var(&self, name: &str) -> Option<String> {
         std::env::var(name).ok().filter(|value| !value.is_empty())
     }
 
-    /// A file or folder that was read: when it changes, what was made of it is out of date.
+    /// Reports that a file or folder was read. When it changes, everything that was made from it is
+    /// out of date.
     fn reads(&self, _path: &Path) {}
 
-    /// A command that is about to run, in one line.
+    /// Reports a command that is about to run, in one line.
     fn runs(&self, _command: &str) {}
 
-    /// One line for the user's eyes, such as a compiler's warning.
+    /// Reports one line that the user should see, such as a compiler's warning.
     fn warns(&self, _line: &str) {}
 
-    /// The target triples to compile for and on.
+    /// The target triples: the one to compile for, and the one to compile on.
     fn triples(&self) -> (String, String) {
         (TRIPLE.to_string(), TRIPLE.to_string())
     }
 }
 
-/// The one system that libtorch's wheels with CUDA and this crate have in common.
+/// The only system that both libtorch's CUDA wheels and this crate support.
 const TRIPLE: &str = "x86_64-unknown-linux-gnu";
 
-/// A program that compiles while it runs: its own variables, and nobody to tell.
+/// The environment of a program that compiles while it runs. It uses the program's own variables
+/// and ignores reports.
 pub struct Process;
 
 impl Environment for Process {}
 
-/// A build script: reports become lines on its standard output, where cargo reads them. They are
-/// kept until [`BuildScript::print`], because cargo shows them before the message of a script that
-/// failed, which runs again anyhow.
+/// The environment of a build script. Reports become lines on standard output, where cargo reads
+/// them. The lines are kept until [`BuildScript::print`], because cargo shows the output of a
+/// script that failed before the script's message, and runs such a script again anyway.
 #[derive(Default)]
 pub struct BuildScript {
     lines: Mutex<BTreeSet<String>>,
@@ -49,7 +52,7 @@ impl BuildScript {
         self.lines.lock().unwrap_or_else(|poisoned| poisoned.into_inner()).insert(line);
     }
 
-    /// Prints what was kept, each line once.
+    /// Prints the kept lines, each once.
     pub fn print(&self) {
         let lines = std::mem::take(
             &mut *self.lines.lock().unwrap_or_else(|poisoned| poisoned.into_inner()),
@@ -62,7 +65,7 @@ impl BuildScript {
 
 impl Environment for BuildScript {
     fn var(&self, name: &str) -> Option<String> {
-        // Cargo's own need no telling.
+        // Cargo tracks changes of its own variables without being told.
         if !name.starts_with("DEP_") && !CARGOS_OWN.contains(&name) {
             self.keep(format!("cargo::rerun-if-env-changed={name}"));
         }

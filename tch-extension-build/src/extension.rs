@@ -1,4 +1,5 @@
-//! The build script's side: what cargo says goes in, what cargo has to know comes out.
+//! The build script's interface: it reads cargo's variables, compiles, and prints cargo's link
+//! lines.
 
 use crate::environment::{BuildScript, Environment, Process};
 use crate::isolate;
@@ -35,18 +36,18 @@ pub struct Extension {
     archs: Option<String>,
     whole_archive: Option<bool>,
     isolated: Option<bool>,
-    /// The first thing that was asked for and is not there.
+    /// The first wrong argument, for [`Extension::build`] to report.
     mistake: Option<String>,
 }
 
-/// What [`Extension::build`] found and made.
+/// The result of [`Extension::build`].
 pub struct Built {
     /// Whether the CUDA sources are compiled in.
     pub cuda: bool,
 }
 
 impl Extension {
-    /// A library called `lib<name>.a`; no two in one program may have the same name.
+    /// A library called `lib<name>.a`. No two libraries in one program may have the same name.
     pub fn new(name: &str) -> Self {
         let mistake = (name.is_empty()
             || !name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"_-".contains(&byte)))
@@ -65,9 +66,10 @@ impl Extension {
         }
     }
 
-    /// Adds one source. `*.cu` is compiled by nvcc, and left out where there is no CUDA. A C++
-    /// source with a `TCH_EXTENSION_CPU_KERNEL` (see `tch_extension/cpu.h`) is compiled once for
-    /// each CPU instruction set, with `CPU_CAPABILITY` defined as in PyTorch; any other once.
+    /// Adds one source. A `.cu` file is compiled by nvcc, or left out without CUDA. A C++ source
+    /// with a `TCH_EXTENSION_CPU_KERNEL` (see `tch_extension/cpu.h`) is compiled once for each CPU
+    /// instruction set, with `CPU_CAPABILITY` defined as in PyTorch. Any other C++ source is
+    /// compiled once.
     pub fn source(mut self, path: impl Into<PathBuf>) -> Self {
         let path = path.into();
         if !path.is_file() {
@@ -76,7 +78,7 @@ impl Extension {
             .extension()
             .is_some_and(|ending| HEADERS.iter().any(|header| ending == *header))
         {
-            // g++ would make a precompiled header of it, and call that an object.
+            // g++ would make a precompiled header from it and call that an object.
             self.mistake(|| {
                 format!(
                     "source: {} is a header; sources include it, `include` names its folder",
@@ -88,12 +90,12 @@ impl Extension {
         self
     }
 
-    /// Adds sources, each as [`Extension::source`] does.
+    /// Adds sources, each in the same way as [`Extension::source`].
     pub fn sources(self, paths: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
         paths.into_iter().fold(self, |extension, path| extension.source(path))
     }
 
-    /// Adds sources for nvcc, `*.cu`.
+    /// Adds CUDA sources (`*.cu`), which nvcc compiles.
     pub fn cuda_sources(mut self, paths: impl IntoIterator<Item = impl Into<PathBuf>>) -> Self {
         for path in paths.into_iter().map(Into::into) {
             if !is_cuda(&path) {
@@ -104,8 +106,8 @@ impl Extension {
         self
     }
 
-    /// Adds every `.cpp` and `.cu` below a folder, and its `include` folder to the search path. A
-    /// folder without any is an error of [`Extension::build`].
+    /// Adds every `.cpp` and `.cu` file below a folder, and adds the folder's `include` to the
+    /// search path. A folder without any source is an error of [`Extension::build`].
     pub fn source_dir(mut self, folder: impl AsRef<Path>) -> Self {
         let folder = folder.as_ref();
         let before = self.sources.len();
@@ -119,13 +121,14 @@ impl Extension {
                 )
             });
         }
-        // Cargo then reruns the script when a file is added or removed, too.
+        // With the folder in the list, cargo runs the script again also when a file is added or
+        // removed.
         self.folders.push(folder.to_path_buf());
         self.includes.push(folder.join("include"));
         self
     }
 
-    /// Adds a folder in which `#include` looks.
+    /// Adds a folder that `#include` searches.
     pub fn include(mut self, folder: impl Into<PathBuf>) -> Self {
         let folder = folder.into();
         if !folder.is_dir() {
@@ -140,9 +143,9 @@ impl Extension {
         self
     }
 
-    /// Links a library of the CUDA toolkit where CUDA is compiled in: `.cuda_library("cublasLt")`.
-    /// The one that libtorch itself loads, if its major version is CUDA's own (`cublas`, `cublasLt`
-    /// and `nvrtc`, but not `curand`); the runtime is always linked.
+    /// Links a library of the CUDA toolkit if CUDA is compiled in: `.cuda_library("cublasLt")`. It
+    /// is the library that libtorch itself loads, provided that its major version is CUDA's own
+    /// (`cublas`, `cublasLt` and `nvrtc`, but not `curand`). The CUDA runtime is always linked.
     pub fn cuda_library(mut self, name: &str) -> Self {
         self.cuda_libraries.push(name.to_string());
         self
@@ -155,36 +158,37 @@ impl Extension {
     }
 
     /// Adds a flag for the C++ compiler, after all others. `NDEBUG` is defined, as in libtorch
-    /// itself; `-UNDEBUG` brings `assert` back, and the assertions in libtorch's headers.
+    /// itself; `-UNDEBUG` enables `assert` and the assertions in libtorch's headers again.
     pub fn flag(mut self, flag: &str) -> Self {
         self.options.cxx_flags.push(flag.to_string());
         self
     }
 
-    /// Adds a flag for nvcc, after all others. One that names an architecture (`-gencode=…`)
-    /// replaces the list.
+    /// Adds a flag for nvcc, after all others. A flag that names an architecture (`-gencode=…`)
+    /// replaces the list of architectures.
     pub fn nvcc_flag(mut self, flag: &str) -> Self {
         self.options.nvcc_flags.push(flag.to_string());
         self
     }
 
-    /// Compiles CUDA for these architectures, whatever `TORCH_CUDA_ARCH_LIST` says: for kernels
-    /// that need one. The grammar is that variable's ([`crate::arch`]).
+    /// Compiles CUDA sources for these architectures, whatever `TORCH_CUDA_ARCH_LIST` says. This is
+    /// for kernels that need a certain architecture. The list has that variable's grammar
+    /// ([`crate::arch`]).
     pub fn archs(mut self, list: &str) -> Self {
         self.archs = Some(list.to_string());
         self
     }
 
-    /// Compiles this source for what its kernels need beyond the list of architectures: wherever
-    /// the list has 9.0, for `9.0a`, too, whose instructions are Hopper's alone. `source` is the
-    /// end of the path of a `.cu`. An [`Extension::nvcc_flag`] that names an architecture overrules
-    /// this as it does the list.
+    /// Compiles this source additionally for `9.0a` if the list of architectures contains 9.0.
+    /// `9.0a` has the instructions that only Hopper has. `source` is the end of the path of a `.cu`
+    /// file. An [`Extension::nvcc_flag`] that names an architecture overrules this as it overrules
+    /// the list.
     pub fn for_hopper(mut self, source: impl Into<PathBuf>) -> Self {
         self.options.for_hopper.push(source.into());
         self
     }
 
-    /// The standard of C++ and CUDA sources: `c++17` (the default), `c++20` or `c++23`.
+    /// Sets the standard of C++ and CUDA sources: `c++17` (the default), `c++20` or `c++23`.
     pub fn standard(mut self, standard: &str) -> Self {
         if !["c++17", "c++20", "c++23"].contains(&standard) {
             self.mistake(|| {
@@ -195,28 +199,30 @@ impl Extension {
         self
     }
 
-    /// Whether every object reaches the final program, or (`false`) only those that something
-    /// refers to, which nobody does to an operator that registers itself. By default decided by the
-    /// sources: they need it when one of them has a `TORCH_LIBRARY` (or `TORCH_LIBRARY_IMPL`,
-    /// `TORCH_LIBRARY_FRAGMENT`) or a `PYBIND11_MODULE`.
+    /// Decides whether every object becomes part of the final program, or (`false`) only the
+    /// objects that something refers to. Nothing refers to an operator that registers itself. By
+    /// default, the sources decide: all objects are linked if one of the sources contains a
+    /// `TORCH_LIBRARY` (or `TORCH_LIBRARY_IMPL`, `TORCH_LIBRARY_FRAGMENT`) or a `PYBIND11_MODULE`.
     pub fn whole_archive(mut self, whole: bool) -> Self {
         self.whole_archive = Some(whole);
         self
     }
 
-    /// Whether names are the extension's own, as if it were a shared library: functions, classes,
-    /// kernels and variables that another extension has, too, are then different ones. By default
-    /// decided by the sources: those that are a module for Python (`PYBIND11_MODULE`, `PyInit_…`),
-    /// as all of them are called `_C` and were never meant for one program.
+    /// Decides whether names belong to this extension alone, as in a shared library. Functions,
+    /// classes, kernels and variables that have the same name in another extension are then
+    /// different ones. By default, this is so for a module for Python (`PYBIND11_MODULE`,
+    /// `PyInit_…`), because all such modules are called `_C` and were never meant to share a
+    /// program.
     ///
     /// Rust and other libraries still see functions and constants that are `extern "C"`, and
-    /// whatever has `__attribute__((visibility("default")))`.
+    /// everything with `__attribute__((visibility("default")))`.
     pub fn isolated(mut self, isolated: bool) -> Self {
         self.isolated = Some(isolated);
         self
     }
 
-    /// Whether the compilers' warnings are asked for (`-Wall -Wextra`) and shown; on by default.
+    /// Decides whether the compilers' warnings are requested (`-Wall -Wextra`) and shown. On by
+    /// default.
     pub fn warnings(mut self, warnings: bool) -> Self {
         self.options.warnings = warnings;
         self
@@ -228,13 +234,13 @@ impl Extension {
         }
     }
 
-    /// Compiles, archives and tells cargo what to link. On docs.rs, and with a feature `doc-only`,
-    /// it does nothing.
+    /// Compiles the sources, makes an archive, and tells cargo what to link. It does nothing on
+    /// docs.rs or with a feature `doc-only`.
     ///
     /// # Errors
-    /// One message with the way out: for a source that is missing, has a path that is not UTF-8 or
-    /// does not compile, an unknown architecture, a libtorch or a compiler that is missing or does
-    /// not fit.
+    /// For a source that is missing, whose path is not UTF-8 or that does not compile, for an
+    /// unknown architecture, and for a libtorch or a compiler that is missing or does not fit. The
+    /// error is one message that also names the solution.
     pub fn build(&self) -> Result<Built> {
         println!("cargo::rustc-check-cfg=cfg(tch_extension_cuda)");
         if is_doc_build() {
@@ -243,9 +249,9 @@ impl Extension {
         let script = BuildScript::default();
         let (built, lines) = self.build_in(&script)?;
         script.print();
-        // rustc takes a library with modifiers once. Where several extensions of a crate need it,
-        // the first line and that of tch-extension, which the linker reads after them all, are
-        // enough.
+        // rustc accepts a library with modifiers only once. When several extensions of a crate need
+        // it, two lines are enough: the first one, and the one of tch-extension, which the linker
+        // reads after all of them.
         static ONCE: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
         let mut once = ONCE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
         for line in lines {
@@ -264,12 +270,12 @@ impl Extension {
         Ok(built)
     }
 
-    /// [`Extension::build`]; a failure prints one message and ends the build script.
+    /// Calls [`Extension::build`]. A failure prints one message and ends the build script.
     pub fn build_or_exit(&self) -> Built {
         self.build().unwrap_or_else(|error| exit(&error))
     }
 
-    /// Also gives what cargo has to know.
+    /// Builds, and also returns the lines that cargo must be told.
     fn build_in(&self, env: &dyn Environment) -> Result<(Built, Vec<String>)> {
         if let Some(mistake) = &self.mistake {
             bail!("{mistake}");
@@ -301,12 +307,12 @@ impl Extension {
         }
         let mut options = self.options_for(env);
         if env.var("PROFILE").as_deref() == Some("debug") {
-            // The headers then check indices.
+            // With this macro, the headers check indices.
             options.defines.push(("TCH_EXTENSION_DEBUG".to_string(), None));
         }
         let out_dir = env.var("OUT_DIR").context("OUT_DIR is unset: not in a build script?")?;
         let out_dir = Path::new(&out_dir);
-        // Cargo's own choice, `--jobs`.
+        // The number of jobs that cargo was started with (`--jobs`).
         let workers = env.var("NUM_JOBS").and_then(|count| count.parse().ok()).unwrap_or(1);
         let shared = env.var("TCH_EXTENSION_OBJECTS").map(|folder| {
             let package = env.var("CARGO_PKG_NAME").unwrap_or_default();
@@ -316,7 +322,7 @@ impl Extension {
         let objects = toolchain.compile(&self.sources, &options, folder, workers, env)?;
 
         let mut lines = Vec::new();
-        // Without CUDA, a crate of CUDA sources has nothing to archive.
+        // Without CUDA, a crate that has only CUDA sources has nothing to archive.
         if !objects.is_empty() {
             let (target, host) = env.triples();
             let mut archive = cc::Build::new();
@@ -350,8 +356,8 @@ impl Extension {
         let Some(public) = env.var("DEP_TCH_EXTENSION_INCLUDE").map(PathBuf::from) else {
             return Options { includes: self.includes.clone(), ..self.options.clone() };
         };
-        // What stands for Python's headers has to come before any that are Python's; the crate's
-        // own folders come before the public headers of tch-extension.
+        // The headers that replace Python's must be found before Python's own. The crate's own
+        // folders come before the public headers of tch-extension.
         let python = public.join("tch_extension/python");
         let includes =
             std::iter::once(python).chain(self.includes.iter().cloned()).chain([public]).collect();
@@ -377,7 +383,7 @@ impl Extension {
         }
     }
 
-    /// Whether one of the sources has one of these words.
+    /// Whether one of the sources contains one of these words.
     fn mention(&self, words: &[&str]) -> Result<bool> {
         for source in &self.sources {
             let text = text_of(source)?;
@@ -388,7 +394,7 @@ impl Extension {
         Ok(false)
     }
 
-    /// libtorch for the linker, and what dependents' build scripts ask for.
+    /// The lines that link libtorch, and the metadata that dependents' build scripts ask for.
     fn link_lines(&self, libtorch: &Libtorch, cuda: bool) -> Result<Vec<String>> {
         let mut lines = vec![
             format!("rustc-link-search=native={}", libtorch.lib.display()),
@@ -406,7 +412,8 @@ impl Extension {
                 let folder = library.parent().unwrap_or(&libtorch.lib);
                 let name = library.file_name().unwrap_or_default().to_string_lossy();
                 lines.push(format!("rustc-link-search=native={}", folder.display()));
-                // By its full name: wheels hold `libcudart.so.13` and no `libcudart.so`.
+                // The full file name, because wheels contain `libcudart.so.13` and no
+                // `libcudart.so`.
                 lines.push(format!("rustc-link-lib=dylib:+verbatim={name}"));
             }
             lines.push("rustc-link-lib=dylib=c10_cuda".to_string());
@@ -417,8 +424,8 @@ impl Extension {
 }
 
 /// Lets this package's programs, tests, benches and examples find libtorch without
-/// `LD_LIBRARY_PATH`. Cargo does not pass such flags on, so each package that makes a final program
-/// calls this once.
+/// `LD_LIBRARY_PATH`. Cargo does not pass such flags on to dependents, so the build script of each
+/// package that makes a final program calls this once.
 pub fn link_args() {
     if is_doc_build() {
         return;
@@ -439,8 +446,8 @@ fn exit(error: &anyhow::Error) -> ! {
     std::process::exit(1)
 }
 
-/// The one that torch-sys links: its folder reaches direct dependents of torch-sys, and through us
-/// those of tch-extension.
+/// The libtorch that torch-sys links. Cargo tells its folder to direct dependents of torch-sys;
+/// this crate's own `links` key passes it on to those of tch-extension.
 fn find_libtorch(env: &dyn Environment) -> Result<Libtorch> {
     if env.var("CARGO_CFG_TARGET_OS").as_deref() != Some("linux")
         || env.var("CARGO_CFG_TARGET_ARCH").as_deref() != Some("x86_64")
@@ -471,10 +478,10 @@ fn collect_sources(folder: &Path, sources: &mut Vec<PathBuf>) {
     }
 }
 
-/// Endings of what is no source.
+/// The file name extensions of headers, which cannot be sources.
 const HEADERS: [&str; 6] = ["h", "hh", "hpp", "hxx", "cuh", "inc"];
 
-/// With what lies there instead.
+/// The message for a missing source. It lists the sources that exist in that folder.
 fn missing_source(path: &Path) -> String {
     let folder = match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,

@@ -1,10 +1,10 @@
-//! Fewer of libtorch's headers, where a source asks for all.
+//! Decides how many of libtorch's headers a source needs when it includes all of them.
 //!
-//! `torch/extension.h` brings the whole C++ frontend, and compiling that takes longer than all the
-//! rest. Our header of this name leaves most of it out on request. Whether a source needs the rest
-//! is known when it does not compile without.
+//! `torch/extension.h` includes the whole C++ frontend, and compiling that takes longer than all
+//! the rest. Our header of this name leaves most of it out if a macro says so. When a source does
+//! not compile without the rest, it is compiled again with it.
 
-/// The macro that asks for it; `None` if this source names what would be left out.
+/// The macro that leaves headers out, or `None` if this source uses names from them.
 pub fn macro_for(text: &str) -> Option<String> {
     let has = |words: &[&str]| words.iter().any(|word| text.contains(word));
     if !text.contains("#include") || has(LEFT_OUT) {
@@ -14,7 +14,8 @@ pub fn macro_for(text: &str) -> Option<String> {
     Some(format!("TCH_EXTENSION_FEWER_HEADERS={level}"))
 }
 
-/// Words of what no level has. One too many costs time only, and so does one that is missing.
+/// Names from headers that are left out at every level. A name that is wrongly in this list, or
+/// missing from it, costs only compile time.
 const LEFT_OUT: &[&str] = &[
     "nn::",
     "optim::",
@@ -27,7 +28,7 @@ const LEFT_OUT: &[&str] = &[
     "OrderedDict",
 ];
 
-/// Words of torch/autograd.h and torch/utils.h, which are a fifth of the work that is left.
+/// Names from torch/autograd.h and torch/utils.h, which take a fifth of the remaining compile time.
 const OF_AUTOGRAD: &[&str] = &[
     "autograd",
     "NoGrad",

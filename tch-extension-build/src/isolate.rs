@@ -1,9 +1,10 @@
-//! Names that an extension keeps to itself.
+//! Makes the names of an extension local to it.
 //!
-//! Each extension for Python is a shared library there, and its names are its own: all define
-//! `PyInit__C`, and many a `forward_kernel`. In one program they would be defined twice, or,
-//! inline, the first would quietly serve both. So its objects become one, in which they find each
-//! other, and what nobody else asks for becomes local.
+//! For Python, each extension is a shared library with names of its own: all define `PyInit__C`,
+//! and many define a `forward_kernel`. In one program these names would be defined twice, or, for
+//! inline functions, the first definition would silently serve both extensions. So an extension's
+//! objects are linked into one object, in which they find each other, and the names that nothing
+//! else needs become local.
 
 use crate::compile::{Object, run_compiler};
 use crate::cxx::Cxx;
@@ -16,7 +17,7 @@ use std::process::Command;
 
 type ElfFile64<'data> = object::read::elf::ElfFile64<'data, object::Endianness>;
 
-/// One object of all, in `folder`.
+/// Links all objects into one in `folder` and makes its own names local.
 pub fn isolate(
     objects: &[Object],
     name: &str,
@@ -29,22 +30,23 @@ pub fn isolate(
     );
     let linked = folder.join(format!("{name}-linked.o"));
     let mut linker = Command::new(cxx.program("ld"));
-    // Without groups: a linker keeps one of several groups of a name, even if that name is local.
+    // Resolve section groups: of several groups with the same name a linker keeps one, even if that
+    // name is local.
     linker.args(["-r", "--force-group-allocation", "-o"]).arg(&linked);
     linker.args(objects.iter().map(|object| &object.path));
     run_compiler(&mut linker, &failed, env)?;
 
     let names = Names::of(&linked).with_context(|| failed.clone())?;
     let isolated = folder.join(format!("{name}.o"));
-    // objcopy makes no unique symbol local. As a weak one, it is still one for all where it stays
-    // global.
+    // objcopy cannot make a unique symbol local, so it is first made weak. A symbol that stays
+    // global is, as a weak one, still shared by the whole program.
     edit(&linked, &linked, "--weaken-symbols", &names.unique, cxx, &failed, env)?;
     edit(&linked, &isolated, "--localize-symbols", &names.own, cxx, &failed, env)?;
     let _ = std::fs::remove_file(linked);
     Ok(isolated)
 }
 
-/// Does to some symbols of an object what objcopy's option says.
+/// Applies an objcopy option to these symbols of an object.
 fn edit(
     from: &Path,
     to: &Path,
@@ -55,7 +57,7 @@ fn edit(
     env: &dyn Environment,
 ) -> Result<()> {
     let mut objcopy = Command::new(cxx.program("objcopy"));
-    // A list without a name is an error to it.
+    // objcopy rejects an empty list.
     if !names.is_empty() {
         let list = from.with_extension("names");
         std::fs::write(&list, names.join("\n"))
@@ -65,7 +67,8 @@ fn edit(
     run_compiler(objcopy.arg(from).arg(to), failed, env).map(|_| ())
 }
 
-/// Whether one of the objects is a module for Python. A source may only speak of one.
+/// Whether one of the objects is a module for Python. The sources alone do not tell: one may
+/// mention a module without being one.
 pub fn is_module(objects: &[Object]) -> Result<bool> {
     for object in objects {
         let bytes = std::fs::read(&object.path)?;
@@ -79,7 +82,8 @@ pub fn is_module(objects: &[Object]) -> Result<bool> {
     Ok(false)
 }
 
-/// The function that Python calls; how the variable begins that a `PYBIND11_MODULE` is here.
+/// The prefix of the function that Python calls, and a part of the name of the variable that our
+/// header makes of a `PYBIND11_MODULE`.
 const INIT: &str = "PyInit_";
 const MODULE: &str = "tch_extension_module_";
 
@@ -87,13 +91,14 @@ fn elf(bytes: &[u8]) -> Result<ElfFile64<'_>> {
     Ok(ElfFile64::parse(bytes)?)
 }
 
-/// Symbols that an object defines for others.
+/// The symbols that an object defines and other objects can see.
 #[derive(Debug, Default)]
 struct Names {
-    /// Those that no other object needs.
+    /// The symbols that no other object needs.
     own: Vec<String>,
-    /// g++'s kind for variables of inline functions: one in a process, whichever libraries have it.
-    /// Two objects that define one do not link, unless in groups.
+    /// Symbols of g++'s unique kind, used for variables of inline functions: there is one in a
+    /// process, however many libraries define it. Two objects that define the same one do not link,
+    /// unless it is in section groups.
     unique: Vec<String>,
 }
 
@@ -123,7 +128,8 @@ impl Names {
     }
 }
 
-/// Whether it lies where a program writes. Tables that are only relocated lie in `.data.rel.ro`.
+/// Whether the symbol is in a section that the program writes to. Tables that are only relocated
+/// are in `.data.rel.ro`.
 fn is_written<'data>(file: &ElfFile64<'data>, symbol: &impl object::ObjectSymbol<'data>) -> bool {
     let section = symbol.section_index().and_then(|index| file.section_by_index(index).ok());
     section.is_some_and(|section| {
@@ -133,10 +139,11 @@ fn is_written<'data>(file: &ElfFile64<'data>, symbol: &impl object::ObjectSymbol
     })
 }
 
-/// Sources are compiled with hidden visibility: what is not hidden says that it is for others, or
-/// is the standard library's or libtorch's, of which there is one. Without C++'s mangling,
-/// functions are what Rust calls, and constants what it reads; but a variable is any that is global
-/// in C++.
+/// Whether a symbol must become local. Sources are compiled with hidden visibility, so a symbol
+/// that is not hidden is either meant for others or belongs to the standard library or libtorch, of
+/// which there is only one. Among the hidden symbols without C++'s name mangling, functions are
+/// called by Rust and constants are read by Rust, so both stay global. Variables do not, because in
+/// C++ every global variable's name is unmangled.
 fn is_own(name: &str, is_hidden: bool, is_variable: impl Fn() -> bool) -> bool {
     name.starts_with(INIT) || (is_hidden && (name.starts_with("_Z") || is_variable()))
 }

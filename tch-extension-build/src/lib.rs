@@ -1,17 +1,18 @@
-//! Compiles C++ and CUDA against libtorch from a build script: for Rust what
+//! Compiles C++ and CUDA against libtorch from a build script. It is for Rust what
 //! `torch.utils.cpp_extension` is for Python.
 //!
 //! # Set-up
-//! A C++17 compiler (g++ 9 or newer), and libtorch and nvcc in one place, from PyPI:
+//! You need a C++17 compiler (g++ 9 or newer), and libtorch and nvcc in one place, from PyPI:
 //!
 //! ```text
 //! python3 -m pip install --target ~/libtorch-2.11 torch==2.11.0 nvidia-cuda-nvcc==13.0.88 nvidia-cuda-crt==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-cccl==13.0.85
 //! export LIBTORCH=~/libtorch-2.11/torch
 //! ```
 //!
-//! Nothing else: the nvcc beside libtorch is found. A CUDA toolkit of your own serves as well
-//! (`CUDA_HOME`), if its major version is libtorch's, and so does a Python environment that has
-//! torch (`LIBTORCH_USE_PYTORCH=1`). Without any nvcc, everything but `.cu` is compiled.
+//! Nothing else has to be set: the nvcc next to libtorch is found. A CUDA toolkit of your own
+//! (`CUDA_HOME`) works as well if its major version is that of libtorch's CUDA, and so does a
+//! Python environment that has torch (`LIBTORCH_USE_PYTORCH=1`). Without any nvcc, everything but
+//! `.cu` files is compiled.
 //!
 //! # A crate with kernels
 //! ```toml
@@ -31,12 +32,13 @@
 //!
 //! [`Extension`] takes sources, include folders, macros, flags for each compiler, libraries of the
 //! CUDA toolkit, architectures and the C++ standard. Several compilers run at a time, and only for
-//! what changed, headers included. Its library reaches the final program through any number of
-//! crates, and whole if it registers operators with `TORCH_LIBRARY`. [`link_args`] is for each
-//! package that makes a program or has tests: without it they need `LD_LIBRARY_PATH`.
+//! sources that changed or whose headers did. The library reaches the final program through any
+//! number of crates, and as a whole if it registers operators with `TORCH_LIBRARY`. Call
+//! [`link_args`] in each package that makes a program or has tests: without it, they need
+//! `LD_LIBRARY_PATH`.
 //!
-//! Where CUDA is compiled in, the cfg `tch_extension_cuda` is set for the crate and the macro
-//! `TCH_EXTENSION_CUDA` for its C++:
+//! If CUDA is compiled in, the cfg `tch_extension_cuda` is set for the crate and the macro
+//! `TCH_EXTENSION_CUDA` for its C++ code:
 //!
 //! ```
 //! #[cfg(tch_extension_cuda)]
@@ -48,36 +50,36 @@
 //! # Variables
 //! | | |
 //! |---|---|
-//! | `LIBTORCH`, `LIBTORCH_USE_PYTORCH`, … | torch-sys' own: which libtorch |
-//! | `CXX`, `CXXFLAGS`, `AR` | the C++ compiler, as for every crate that uses cc |
-//! | `NVCC`, `CUDA_HOME`, `CUDA_PATH` | nvcc or its toolkit; then beside libtorch, `PATH`, /usr/local/cuda |
+//! | `LIBTORCH`, `LIBTORCH_USE_PYTORCH`, … | torch-sys' own variables, which choose the libtorch |
+//! | `CXX`, `CXXFLAGS`, `AR` | the C++ compiler, its flags and the archiver, as for every crate that uses cc |
+//! | `NVCC`, `CUDA_HOME`, `CUDA_PATH` | nvcc or its toolkit. Without them, nvcc is looked for next to libtorch, in `PATH` and in /usr/local/cuda |
 //! | `NVCC_CCBIN` | the C++ compiler that nvcc uses |
-//! | `TORCH_CUDA_ARCH_LIST` | for which GPUs, as in PyTorch: `8.0;9.0a+PTX`, `Hopper`, `native` ([`arch`]). Default: this machine's GPUs, or [`arch::DEFAULT_ARCHS`] where there is none |
-//! | `TCH_EXTENSION_CUDA` | `0` leaves CUDA out, `1` makes its absence an error |
-//! | `TCH_EXTENSION_OBJECTS` | a folder in which objects are kept, by an absolute path, instead of one of each build's: cargo builds a crate again for clippy and for each workspace that depends on it, and with this compiles its C++ and CUDA once. For one build at a time |
+//! | `TORCH_CUDA_ARCH_LIST` | the architectures to compile for, as in PyTorch: `8.0;9.0a+PTX`, `Hopper`, `native` ([`arch`]). Default: those of this machine's GPUs, or [`arch::DEFAULT_ARCHS`] if it has none |
+//! | `TCH_EXTENSION_CUDA` | `0` leaves CUDA out, `1` makes it an error if CUDA cannot be compiled |
+//! | `TCH_EXTENSION_OBJECTS` | the absolute path of a folder in which several builds share compiled objects, instead of one folder for each build. Cargo builds a crate again for clippy and for each workspace that depends on it; with this variable, its C++ and CUDA sources are compiled once. Only one build at a time may use the folder |
 //!
 //! # Headers
-//! What kernels of one's own include, as `tch_extension/….h`; the comment at the top of each shows
-//! its use.
+//! Your kernels can include these headers as `tch_extension/….h`. The comment at the top of each
+//! shows how it is used.
 //!
-//! | | gives | needs |
+//! | | contains | needs |
 //! |---|---|---|
-//! | `scalar_math.h` | sigmoid, tanh, relu, elu, silu, softplus, gelu (both) and their gradients, for float and double, host and device | |
-//! | `accessor.h` | `Accessor<T, N>`: the elements of a strided tensor; `Strided<N>`, `StridedMut<N>`, as they come from Rust (`tch_extension::strided`) | |
-//! | `tensor.h` | `Accessor` of an `at::Tensor`, checked | torch |
-//! | `kind.h` | libtorch's numbers of kinds, and from a number to a type | |
-//! | `launch.h` | `LaunchStatus` for `tch_extension::cuda::launch`, `for_kind` and `Compute` types, sizes of grids, `is_aligned` | CUDA |
-//! | `cuda_vector.h` | vector loads and stores, and their tails | CUDA |
-//! | `column_sums.h`, `cuda_column_sums.h` | sums of columns (a bias' gradient), the same bits every time | CUDA |
-//! | `cpu.h` | loops over `at::vec` on libtorch's threads, one unit for each instruction set | torch |
+//! | `scalar_math.h` | sigmoid, tanh, relu, elu, silu, softplus, both kinds of gelu, and their gradients, for float and double, on host and device | |
+//! | `accessor.h` | `Accessor<T, N>`: the elements of a strided tensor; `Strided<N>` and `StridedMut<N>`: strided tensors that come from Rust (`tch_extension::strided`) | |
+//! | `tensor.h` | an `Accessor` for an `at::Tensor`, checked | torch |
+//! | `kind.h` | libtorch's numbers for kinds, and the type for each number | |
+//! | `launch.h` | `LaunchStatus` for `tch_extension::cuda::launch`, `for_kind` and `Compute` types, grid sizes, `is_aligned` | CUDA |
+//! | `cuda_vector.h` | vector loads and stores, and the elements that are left over | CUDA |
+//! | `column_sums.h`, `cuda_column_sums.h` | sums of columns (a bias' gradient), bitwise equal every time | CUDA |
+//! | `cpu.h` | loops over `at::vec` on libtorch's threads, compiled once for each instruction set | torch |
 //! | `cpu_column_sums.h` | the same sums on the CPU | torch |
 //! | `c_abi.h` | `guard`: a C++ exception becomes a message instead of reaching Rust | torch |
-//! | `host_device.h` | `TCH_EXTENSION_HOST_DEVICE`, for functions of both sides | |
+//! | `host_device.h` | `TCH_EXTENSION_HOST_DEVICE`, for functions that run on host and device | |
 //!
-//! Kernels of CUDA need no torch header; without, nvcc is done in seconds.
+//! CUDA kernels need no torch header; without torch headers, nvcc takes only seconds.
 //!
 //! # At run time
-//! [`toolchain`] is the same for programs that compile while they run; `tch_extension::jit` is
+//! [`toolchain`] does the same for programs that compile while they run; `tch_extension::jit` is
 //! built on it.
 
 pub mod arch;
@@ -98,6 +100,6 @@ pub use extension::{Built, Extension, link_args};
 #[path = "../tests/support/mod.rs"]
 mod support;
 
-/// The libtorch versions that this crate is written for, and the tch (and torch-sys) that each
-/// belongs to.
+/// The libtorch versions that this crate supports, each with the version of tch (and torch-sys)
+/// that it belongs to.
 pub const LIBTORCH_VERSIONS: [(&str, &str); 2] = [("2.11.0", "0.24"), ("2.13.0", "0.26")];

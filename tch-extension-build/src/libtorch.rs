@@ -1,4 +1,4 @@
-//! An installed libtorch: its headers, its libraries and the CUDA runtime beside it.
+//! An installed libtorch: its headers, its libraries and the CUDA runtime next to it.
 
 use crate::LIBTORCH_VERSIONS;
 use crate::environment::Environment;
@@ -9,16 +9,17 @@ use std::path::{Path, PathBuf};
 /// An installed libtorch.
 #[derive(Clone, Debug)]
 pub struct Libtorch {
-    /// Holds `libtorch.so`.
+    /// The folder that holds `libtorch.so`.
     pub lib: PathBuf,
-    /// Hold `torch/torch.h` and `ATen/ATen.h`.
+    /// The folders that hold `torch/torch.h` and `ATen/ATen.h`.
     pub includes: Vec<PathBuf>,
     /// The C++ ABI flag that it was built with.
     pub cxx11_abi: String,
 }
 
 impl Libtorch {
-    /// The one whose libraries are in `lib`, with its headers beside it or in `LIBTORCH_INCLUDE`.
+    /// The libtorch whose libraries are in `lib`. Its headers are next to that folder or in
+    /// `LIBTORCH_INCLUDE`.
     pub fn at(lib: impl Into<PathBuf>, env: &dyn Environment) -> Result<Self> {
         let lib = lib.into();
         paths::check("libtorch's folder", &lib)?;
@@ -36,20 +37,21 @@ impl Libtorch {
         })
     }
 
-    /// Its version and where it really lies: a link may lead elsewhere tomorrow.
+    /// The version, and the folder with links resolved, because a link may point elsewhere
+    /// tomorrow.
     pub fn identity(&self) -> String {
         let place = self.lib.canonicalize().unwrap_or_else(|_| self.lib.clone());
         let version = self.includes.first().and_then(|include| probe::libtorch_version(include));
         format!("libtorch {} in {}", version.unwrap_or_default(), place.display())
     }
 
-    /// The very CUDA runtime that libtorch loads; a second copy would have its own idea of the
-    /// current device.
+    /// The CUDA runtime that libtorch itself loads. A second copy would have its own current
+    /// device.
     pub fn cuda_runtime(&self) -> Result<PathBuf> {
         self.cuda_library("cudart")
     }
 
-    /// A library of the CUDA toolkit, such as `cublasLt`, as libtorch loads it.
+    /// The path of the CUDA toolkit's library, such as `cublasLt`, that libtorch loads.
     pub fn cuda_library(&self, name: &str) -> Result<PathBuf> {
         let major = probe::libtorch_cuda_major(&self.lib).context("this libtorch has no CUDA")?;
         let (prefix, suffix) = (format!("lib{name}"), format!(".so.{major}"));
@@ -68,8 +70,8 @@ impl Libtorch {
             .map(|entry| entry.path())
             .find(|path| {
                 let name = path.file_name().unwrap_or_default().to_string_lossy();
-                // libtorch's own archives have a checksum between the two; `cublas` is not
-                // `cublasLt`.
+                // libtorch's own archives have a checksum between the prefix and the suffix. The
+                // check must also tell `cublas` from `cublasLt`.
                 let between =
                     name.strip_prefix(&prefix).and_then(|name| name.strip_suffix(&suffix));
                 between.is_some_and(|between| between.is_empty() || between.starts_with('-'))
@@ -84,8 +86,8 @@ fn list(folders: &[PathBuf]) -> String {
     folders.iter().map(|folder| folder.display().to_string()).collect::<Vec<_>>().join(", ")
 }
 
-/// torch-sys' variable, and what the library itself says: the names of functions that take a
-/// `std::string` differ.
+/// The C++ ABI flag, from torch-sys' variable and from the library itself, in which the mangled
+/// names of functions that take a `std::string` show the ABI. An error if the two differ.
 fn cxx11_abi(lib: &Path, env: &dyn Environment) -> Result<String> {
     let bytes = std::fs::read(lib.join("libc10.so")).unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes);
@@ -108,7 +110,7 @@ fn cxx11_abi(lib: &Path, env: &dyn Environment) -> Result<String> {
 }
 
 fn check_version(include: &Path, env: &dyn Environment) -> Result<()> {
-    // torch-sys' own switch.
+    // This is torch-sys' own variable for skipping the check.
     if env.var("LIBTORCH_BYPASS_VERSION_CHECK").is_some() {
         return Ok(());
     }

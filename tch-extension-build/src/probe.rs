@@ -1,14 +1,15 @@
-//! Finds libtorch's version, its CUDA and an nvcc. Only `std`, so that anything may use it.
+//! Finds libtorch's version, its CUDA version and an nvcc. Uses only `std`, so that every crate can
+//! include this file.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A CUDA release, `13.0`.
+/// A CUDA release, such as `13.0`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CudaVersion {
-    /// 13 in 13.0. A program and its libraries must agree on it.
+    /// The major version: 13 in 13.0. A program and its libraries must have the same one.
     pub major: u32,
-    /// 0 in 13.0.
+    /// The minor version: 0 in 13.0.
     pub minor: u32,
 }
 
@@ -36,8 +37,8 @@ pub fn libtorch_version(include: &Path) -> Option<String> {
 
 /// The CUDA major version that the libtorch in `lib` was built for; `None` for a CPU build.
 ///
-/// Read from the name of the CUDA runtime that `libc10_cuda.so` (a small file) asks for, because
-/// wheels and archives of libtorch write their versions in different places.
+/// It is read from the name of the CUDA runtime that `libc10_cuda.so` (a small file) loads, because
+/// wheels and archives of libtorch record their versions in different places.
 pub fn libtorch_cuda_major(lib: &Path) -> Option<u32> {
     if !lib.join("libtorch_cuda.so").exists() {
         return None;
@@ -53,9 +54,9 @@ pub fn libtorch_cuda_major(lib: &Path) -> Option<u32> {
 /// An nvcc and the CUDA release it belongs to.
 #[derive(Clone, Debug)]
 pub struct Nvcc {
-    /// The compiler.
+    /// The compiler's path.
     pub path: PathBuf,
-    /// Its release.
+    /// The compiler's release.
     pub version: CudaVersion,
     /// How it was found, such as `CUDA_HOME`.
     pub source: String,
@@ -64,13 +65,14 @@ pub struct Nvcc {
 impl Nvcc {
     /// The toolkit's folder, which holds `include` and `lib` or `lib64`.
     pub fn home(&self) -> PathBuf {
-        // Not canonicalised: a link such as `.venv/cuda` is a better name to show and to put in an
-        // rpath.
+        // The path is not canonicalised, because a link such as `.venv/cuda` is better to show and
+        // to put in an rpath.
         self.path.parent().and_then(Path::parent).map(Path::to_path_buf).unwrap_or_default()
     }
 }
 
-/// Where [`find_nvcc`] looks, in order: what a user names comes first, what merely lies about last.
+/// The places where [`find_nvcc`] looks, in order: first those that the user names, last those that
+/// merely happen to exist.
 pub fn nvcc_candidates(
     libtorch_lib: &Path,
     env: &dyn Fn(&str) -> Option<String>,
@@ -84,7 +86,7 @@ pub fn nvcc_candidates(
             candidates.push((variable.to_string(), Path::new(&home).join("bin/nvcc")));
         }
     }
-    // A wheel's libtorch lies at <site>/torch/lib, an nvcc from wheels at <site>/nvidia/cu13/bin.
+    // A wheel's libtorch is in <site>/torch/lib, and an nvcc from wheels in <site>/nvidia/cu13/bin.
     let site = libtorch_lib.canonicalize().unwrap_or_default().join("../../nvidia");
     if let Ok(folders) = std::fs::read_dir(site) {
         let mut folders: Vec<_> =
@@ -99,8 +101,8 @@ pub fn nvcc_candidates(
     candidates
 }
 
-/// The first nvcc that exists and answers `--version`. A variable that points nowhere is passed
-/// over: it must not hide a toolkit that is there.
+/// The first nvcc that exists and answers `--version`. A variable that points to nothing is
+/// ignored, because it must not hide a toolkit that exists.
 pub fn find_nvcc(libtorch_lib: &Path, env: &dyn Fn(&str) -> Option<String>) -> Option<Nvcc> {
     nvcc_candidates(libtorch_lib, env).into_iter().find_map(|(source, path)| {
         if !path.is_file() {

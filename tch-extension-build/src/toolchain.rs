@@ -1,16 +1,17 @@
-//! The compilers and how they are called: one set of rules for build scripts and for programs that
+//! The compilers and how they are called. One set of rules serves build scripts and programs that
 //! compile while they run (`tch_extension::jit`).
 //!
-//! 1. [`Libtorch::at`] takes the folder of libtorch's libraries: a program passes that of the one
-//!    it has loaded.
+//! 1. [`Libtorch::at`] takes the folder of libtorch's libraries. A program passes the folder of
+//!    the libtorch that it has loaded.
 //! 2. [`Toolchain::find`] finds the C++ compiler (`CXX`, `CXXFLAGS`, as the cc crate reads them)
-//!    and, if asked, nvcc and the architectures. [`Toolchain::identity`] says in one text which
-//!    ones they are, for keys of caches.
+//!    and, if asked, nvcc and the architectures. [`Toolchain::identity`] describes them in one
+//!    text, which can be part of a cache's key.
 //! 3. [`Toolchain::compile`] makes an object of each source, several at a time and only of those
 //!    that changed; [`Object::dependencies`] lists the files that went into one.
-//! 4. [`Toolchain::link_shared`] makes a library of the objects, which appears whole or not at all.
+//! 4. [`Toolchain::link_shared`] links the objects into a shared library, which is written
+//!    completely or not at all.
 //!
-//! No function here takes a lock: two processes must not use one folder at a time.
+//! None of these functions takes a lock: two processes must not use one folder at the same time.
 //!
 //! ```no_run
 //! use tch_extension_build::environment::Process;
@@ -42,19 +43,19 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// CPU instruction sets that a source with a `TCH_EXTENSION_CPU_KERNEL` is compiled for, with
-/// PyTorch's names and flags. The program picks one when it runs, as libtorch does.
+/// The CPU instruction sets that a source with a `TCH_EXTENSION_CPU_KERNEL` is compiled for, with
+/// PyTorch's names and flags. The program chooses one at run time, as libtorch does.
 const ISAS: &[(&str, &str)] = &[
     ("DEFAULT", ""),
     ("AVX2", "-mavx2 -mfma -mf16c"),
-    // gcc 12 takes its own intrinsics for uninitialised.
+    // gcc 12 falsely reports variables in its own intrinsics as uninitialised.
     (
         "AVX512",
         "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c -Wno-uninitialized -Wno-maybe-uninitialized",
     ),
 ];
 
-/// Variables that name programs and folders.
+/// The variables that name programs and folders.
 const VARIABLES: &[&str] = &[
     "CXX",
     "CXXFLAGS",
@@ -66,60 +67,62 @@ const VARIABLES: &[&str] = &[
     "OUT_DIR",
 ];
 
-/// Whether to compile CUDA.
+/// Whether to compile CUDA sources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CudaMode {
-    /// If libtorch has it and there is an nvcc; `TCH_EXTENSION_CUDA` overrules.
+    /// CUDA is compiled if libtorch has it and there is an nvcc; `TCH_EXTENSION_CUDA` overrules
+    /// this.
     IfPresent,
-    /// Its absence is an error.
+    /// It is an error if CUDA cannot be compiled.
     Required,
-    /// Do not even look.
+    /// CUDA is left out, and nvcc is not even looked for.
     Off,
 }
 
-/// nvcc and what it compiles for.
+/// nvcc and the architectures that it compiles for.
 #[derive(Clone, Debug)]
 pub struct Cuda {
     /// The compiler.
     pub nvcc: Nvcc,
-    /// The architectures.
+    /// The architectures to compile for.
     pub archs: Vec<Arch>,
 }
 
 /// A libtorch and the compilers that go with it.
 #[derive(Clone, Debug)]
 pub struct Toolchain {
-    /// What is compiled against.
+    /// The libtorch that sources are compiled against.
     pub libtorch: Libtorch,
     /// The C++ compiler.
     pub cxx: Cxx,
-    /// `None`: CUDA is left out.
+    /// nvcc; `None` if CUDA is left out.
     pub cuda: Option<Cuda>,
 }
 
 /// How sources are compiled.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where `#include` looks first, in this order; before libtorch's own folders.
+    /// The folders that `#include` searches first, in this order, before libtorch's own.
     pub includes: Vec<PathBuf>,
-    /// Macros, with their values.
+    /// Macros with their values.
     pub defines: Vec<(String, Option<String>)>,
-    /// For the C++ compiler, after all other flags.
+    /// Flags for the C++ compiler, after all others.
     pub cxx_flags: Vec<String>,
-    /// For nvcc, after all other flags.
+    /// Flags for nvcc, after all others.
     pub nvcc_flags: Vec<String>,
-    /// Ends of paths of CUDA sources that are compiled for `9.0a` where the list has 9.0.
+    /// Ends of the paths of CUDA sources that are also compiled for `9.0a` if the list contains
+    /// 9.0.
     pub for_hopper: Vec<PathBuf>,
-    /// Of both compilers, such as `c++17`.
+    /// The standard for both compilers, such as `c++17`.
     pub standard: String,
-    /// Whether the compilers warn (`-Wall -Wextra`) or keep quiet.
+    /// Whether the compilers' warnings are requested (`-Wall -Wextra`) or suppressed.
     pub warnings: bool,
-    /// Whether others can see functions and classes that do not say so: what a shared library
-    /// needs. A static one better keeps to itself.
+    /// Whether functions and classes are visible outside the library by default. A shared library
+    /// needs this; a static library should hide them.
     pub export_symbols: bool,
-    /// Whether sources are compiled without the larger part of `torch/extension.h` first, and with
-    /// it if they do not compile: a third of the time for most. It needs the public headers of
-    /// tch-extension among the `includes`.
+    /// Whether a source is first compiled without the larger part of `torch/extension.h`, and with
+    /// it only if that fails. For most sources this takes a third of the time. It needs the public
+    /// headers of tch-extension among the `includes`.
     pub fewer_headers: bool,
 }
 
@@ -163,9 +166,10 @@ impl Toolchain {
         Ok(Toolchain { libtorch, cxx, cuda })
     }
 
-    /// Everything outside the sources, their headers and the [`Options`] on which an object
-    /// depends: compilers with their versions and flags, architectures, libtorch's version and
-    /// place. libtorch's headers are thousands, and are no [`Object::dependencies`].
+    /// Everything on which an object depends apart from the sources, their headers and the
+    /// [`Options`]: the compilers with their versions and flags, the architectures, and libtorch's
+    /// version and folder. libtorch's headers number thousands and are not among
+    /// [`Object::dependencies`].
     pub fn identity(&self) -> String {
         let mut text = format!("{}\n{}\n", self.libtorch.identity(), self.cxx.identity());
         if let Some(Cuda { nvcc, archs }) = &self.cuda {
@@ -177,9 +181,9 @@ impl Toolchain {
         text
     }
 
-    /// An object of each source in `folder`, one for a source that is named twice; `.cu` is left
-    /// out where there is no CUDA. At most `workers` compilers run at a time. The first failure is
-    /// the error, with the compiler's message.
+    /// Compiles each source into an object in `folder`; a source that is named twice is compiled
+    /// once, and `.cu` files are left out without CUDA. At most `workers` compilers run at a time.
+    /// The first failure is returned, with the compiler's message.
     pub fn compile(
         &self,
         sources: &[PathBuf],
@@ -199,7 +203,8 @@ impl Toolchain {
         let mut jobs = Vec::new();
         let mut seen = BTreeSet::new();
         for source in sources {
-            // Named twice (by itself and by its folder), it would define everything twice.
+            // A source that is named twice (by itself and by its folder) would define everything
+            // twice.
             if seen.insert(source.canonicalize().unwrap_or_else(|_| source.clone())) {
                 self.add_jobs(source, options, folder, env, &mut jobs)?;
             }
@@ -208,7 +213,7 @@ impl Toolchain {
         Ok(jobs.into_iter().map(|job| job.object).collect())
     }
 
-    /// For who has CUDA sources: that they are left out, and how to change that.
+    /// Warns that the CUDA sources are left out, and says how to change that.
     pub(crate) fn warn_of_missing_nvcc(&self, env: &dyn Environment) {
         let left_out = env.var("TCH_EXTENSION_CUDA").as_deref() == Some("0");
         let Some(major) = probe::libtorch_cuda_major(&self.libtorch.lib).filter(|_| !left_out)
@@ -258,7 +263,7 @@ impl Toolchain {
             }
         } else if text_of(source)?.contains("TCH_EXTENSION_CPU_KERNEL") {
             for (isa, flags) in ISAS {
-                // Their own folders: the objects' names are equal.
+                // Each instruction set has a folder, because the objects' names are the same.
                 jobs.push(unit(&format!("isa/{isa}")).with_cxx(Some((isa, flags)))?);
             }
         } else {
@@ -267,9 +272,9 @@ impl Toolchain {
         Ok(())
     }
 
-    /// A shared library of the objects, `flags` and libtorch. It is linked beside `library` and
-    /// moved there. libtorch and the CUDA runtime are found by rpath; a program that has them
-    /// loaded keeps its own.
+    /// Links the objects into a shared library, with `flags` and libtorch. It is first written next
+    /// to `library` and then moved there. libtorch and the CUDA runtime are found by rpath; a
+    /// program that has already loaded them keeps its own.
     pub fn link_shared(
         &self,
         objects: &[Object],
@@ -301,7 +306,8 @@ impl Toolchain {
         let mut command = self.cxx.command();
         command.args(["-shared", "-fPIC"]).args(self.cxx.openmp()).arg("-o").arg(output);
         command.args(objects.iter().map(|object| &object.path));
-        // What is missing is said here, by its readable name, and not when the library is loaded.
+        // Makes the linker report missing symbols now, by their readable names, and not when the
+        // library is loaded.
         command.args(["-Wl,--no-undefined", "-Wl,--as-needed"]).args(flags);
         link_folder(&mut command, &self.libtorch.lib);
         command.args(["-lc10", "-ltorch_cpu", "-ltorch"]);
@@ -309,7 +315,7 @@ impl Toolchain {
             let runtime = self.libtorch.cuda_runtime()?;
             command.args(["-lc10_cuda", "-ltorch_cuda"]);
             link_folder(&mut command, runtime.parent().unwrap_or(&self.libtorch.lib));
-            // By its full name: wheels hold `libcudart.so.13` and no `libcudart.so`.
+            // The full file name, because wheels contain `libcudart.so.13` and no `libcudart.so`.
             command
                 .arg(format!("-l:{}", runtime.file_name().unwrap_or_default().to_string_lossy()));
         }
@@ -323,7 +329,7 @@ fn link_folder(command: &mut Command, folder: &Path) {
     command.arg(format!("-L{}", folder.display())).arg(format!("-Wl,-rpath,{}", folder.display()));
 }
 
-/// Whether nvcc compiles it.
+/// Whether this source is compiled by nvcc.
 pub fn is_cuda(source: &Path) -> bool {
     source.extension().is_some_and(|extension| extension == "cu")
 }
@@ -345,7 +351,7 @@ fn choose_archs(archs: Option<&str>, nvcc: &Nvcc, env: &dyn Environment) -> Resu
     Choice { list, from, supported: &supported }.parse(&arch::visible_gpus)
 }
 
-/// What this nvcc compiles for.
+/// The architectures that this nvcc compiles for.
 fn supported_archs(nvcc: &Nvcc) -> Vec<u32> {
     let output = Command::new(&nvcc.path).arg("--list-gpu-arch").output();
     let listed =
@@ -358,7 +364,7 @@ fn choose_nvcc(libtorch: &Libtorch, mode: CudaMode, env: &dyn Environment) -> Re
     if mode == CudaMode::Off {
         return Ok(None);
     }
-    // Who wants CUDA, for the message.
+    // What requires CUDA, for the error message.
     let wanted = match (env.var("TCH_EXTENSION_CUDA").as_deref(), mode) {
         (None, CudaMode::Required) => Some("there is CUDA to compile"),
         (None, _) => None,

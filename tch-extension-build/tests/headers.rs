@@ -1,12 +1,13 @@
-//! The public headers, each alone: it includes what it needs, and no torch header where it says so.
+//! Compiles each public header alone: it must include everything that it needs, and no torch header
+//! if it says so.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use tch_extension_build::environment::Process;
 use tch_extension_build::probe;
 
-/// Headers and what they say they need. The folders beside them stand for Python's headers, and are
-/// nobody's to include by their own names.
+/// The public headers and what their comments say they need. The folders next to them hold
+/// replacements for Python's headers, which nobody includes under these paths.
 fn headers() -> Vec<(PathBuf, String)> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../csrc/include/tch_extension");
     let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
@@ -24,7 +25,7 @@ fn headers() -> Vec<(PathBuf, String)> {
         .collect()
 }
 
-/// The files that a header brings in, itself included; the compiler's message if it does not
+/// The files that a header includes, with itself; or the compiler's message if the header does not
 /// compile alone.
 fn included(compiler: &Path, header: &Path, flags: &[String]) -> Result<String, String> {
     let folder = std::env::temp_dir().join(format!("tch-extension-header-{}", std::process::id()));
@@ -46,7 +47,7 @@ fn included(compiler: &Path, header: &Path, flags: &[String]) -> Result<String, 
         let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
         if output.status.success() { Ok(text(&output.stdout)) } else { Err(text(&output.stderr)) }
     };
-    // Compiled, and not only read.
+    // Compile the header, because preprocessing alone would miss errors.
     let object = folder.join(format!("{name}.{}.o", if is_cuda { "nvcc" } else { "cxx" }));
     run(&["-c", "-o", &object.display().to_string()])?;
     run(&["-M"])
@@ -106,8 +107,8 @@ fn kernels_headers_compile_with_nvcc_and_without_torch() {
     }
 }
 
-/// The linker keeps one copy of each weak function. One out of a unit for AVX-512 ends the program
-/// on an older processor.
+/// The linker keeps one copy of each weak function. If it keeps one from an AVX-512 object, the
+/// program crashes on an older processor.
 #[test]
 fn a_unit_for_an_instruction_set_lends_no_function_of_theirs() {
     let folder = std::env::temp_dir().join(format!("tch-extension-unit-{}", std::process::id()));

@@ -1,4 +1,4 @@
-//! The compilers at run time: without a variable of cargo's, and with everything said to the
+//! Tests the compilers at run time: without cargo's variables, and with every report going to the
 //! caller.
 
 mod support;
@@ -11,7 +11,7 @@ use tch_extension_build::LIBTORCH_VERSIONS;
 use tch_extension_build::environment::{Environment, Process};
 use tch_extension_build::toolchain::{CudaMode, Libtorch, Object, Options, Toolchain};
 
-/// Remembers what it was told.
+/// Records everything that is reported to it.
 #[derive(Default)]
 struct Recorder {
     commands: Mutex<Vec<String>>,

@@ -1,4 +1,4 @@
-//! `Autocast`.
+//! Tests of `Autocast`.
 
 use super::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -41,7 +41,7 @@ fn cuda_products_run_in_the_half_kind_inside_the_region_only() {
         return;
     };
     products_run_in_the_half_kind_inside_only(device);
-    // Each type of device has its own.
+    // Each type of device has an autocast setting of its own.
     let _autocast = Autocast::new(device, Kind::Half).expect("autocast");
     assert_eq!((product_kind(CPU), Autocast::kind(CPU)), (Kind::Float, None));
     let inner = Autocast::new(CPU, Kind::BFloat16).expect("autocast");
@@ -67,7 +67,7 @@ fn regions_nest(device: Device) {
     }
     assert_eq!(product_kind(device), Kind::BFloat16);
     drop(outer);
-    // Off where it is off already.
+    // Autocast can be disabled where it is off already.
     drop(Autocast::disabled(device).expect("off"));
     assert_eq!(product_kind(device), Kind::Float);
 }
@@ -146,13 +146,13 @@ fn other_threads_have_their_own() {
     assert_eq!(product_kind(CPU), Kind::BFloat16);
 }
 
-/// What a region's product makes of a weight that was doubled in it: true if it goes on with the
-/// old values.
+/// Whether a region keeps the cast copy of a weight: true if, after the weight was doubled inside
+/// the region, a product there still uses the old values.
 fn keeps_a_cast_weight(enter: impl Fn() -> Result<Autocast>, device: Device) -> bool {
     let (x, w) = (random(&[3, 4], device), weight(&[4, 2], device));
     let _autocast = enter().expect("autocast");
     let before = x.matmul(&w);
-    // A region inside does not forget.
+    // An inner region that ends does not clear the cache.
     drop(Autocast::disabled(device).expect("inner"));
     double(&w);
     x.matmul(&w).equal(&before)
@@ -167,7 +167,7 @@ fn cast_weights_are_kept_until_the_outermost_region_ends(device: Device, kind: K
     assert!(!keeps_a_cast_weight(|| Autocast::with_cache(device, kind, false), device));
     assert!(keeps_a_cast_weight(|| Autocast::with_cache(device, kind, true), device));
 
-    // The setting goes for the regions inside.
+    // The setting also applies to the regions inside.
     let uncached = Autocast::with_cache(device, kind, false).expect("uncached");
     assert!(!keeps_a_cast_weight(|| Autocast::new(device, kind), device));
     assert!(keeps_a_cast_weight(|| Autocast::with_cache(device, kind, true), device));

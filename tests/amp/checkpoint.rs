@@ -1,4 +1,4 @@
-//! `autograd::checkpoint` under autocast.
+//! Tests of `autograd::checkpoint` under autocast.
 
 use super::*;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ fn the_second_run_has_the_kinds_of_the_first(device: Device, kind: Kind) {
             checkpoint(block, &[Some(&x), Some(&w)]).and_then(Tensors::single).expect("checkpoint")
         };
         assert!(y.equal(&plain));
-        // Outside of the region, and in one of another kind.
+        // The backward runs outside the region, in a region with autocast disabled.
         let _other = Autocast::disabled(device).expect("autocast");
         let found = gradients(&y, [&x, &w], create_graph);
         assert_eq!(*kinds.lock().expect("unpoisoned"), [kind, kind]);
@@ -67,8 +67,8 @@ fn no_weight_stays_cast_without_its_graph(device: Device, kind: Kind) {
     }
 }
 
-/// The second run works on copies of the inputs. Cast and kept, they would stay for as long as no
-/// region ends.
+/// The second run works on copies of the inputs. If their casts were cached, they would stay alive
+/// until a region ends.
 fn no_copy_stays(device: Device, kind: Kind) {
     let (x, w) = (weight(&[3, 4], device), weight(&[4, 2], device));
     let copy = Arc::new(());

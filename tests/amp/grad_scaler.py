@@ -1,7 +1,8 @@
-"""What torch's own GradScaler does, step by step: python3 grad_scaler.py > grad_scaler.txt
+"""Prints what torch's own GradScaler does, step by step: python3 grad_scaler.py > grad_scaler.txt
 
-Each line: a command, and behind `->` whether it failed, the scale, the growth tracker, and for each of two
-optimizers the steps taken, its parameters and their gradients (the first number of each).
+Each line has a command and, after `->`, whether it failed, the scale, the growth tracker, and for
+each of two optimizers the number of steps taken, its parameters and their gradients (the first
+number of each).
 """
 
 import math
@@ -35,7 +36,7 @@ def new(scale, growth, backoff, interval, enabled=1):
 
 
 def backward(name, *slopes):
-    """The gradients become the slopes times the scale; a parameter without a slope has none."""
+    """Runs a backward whose gradients are the slopes times the scale; without a slope, a parameter has no gradient."""
     optimizers[name].zero_grad()
     terms = [(weight * slope).sum() for weight, slope in zip(weights[name], slopes) if slope is not None]
     if terms:
@@ -83,12 +84,13 @@ def iteration(name, *slopes):
     do("update")
 
 
-# Growth after two, backoff, and growth that starts anew after it.
+# The scale grows after two steps, backs off after an infinite gradient, and then counts from zero
+# again.
 do("new", 1024.0, 2.0, 0.5, 2)
 for slopes in [(0.1, 0.2), (0.3, None), (INF, 0.1), (0.5, 0.7), (0.5, NAN), (0.1, 1e37), (0.25, 0.5), (-0.5, 0.1)]:
     iteration("a", *slopes)
 
-# The order of calls.
+# Calls in various orders.
 for command in ["unscale", "step"]:
     do(command, "a")
     do(command, "a")
@@ -105,7 +107,7 @@ do("step", "a")
 do("update")
 iteration("b", 0.1, 0.2)
 
-# Before anything was scaled.
+# Calls before anything was scaled.
 do("new", 8.0, 4.0, 0.25, 3)
 do("update")
 do("unscale", "a")
@@ -121,7 +123,8 @@ for a, b in [((0.1, 0.2), (0.3, 0.4)), ((INF, 0.2), (0.3, 0.4)), ((0.1, 0.2), (0
     do("step", "b")
     do("update")
 
-# Saved with a count under way, gone on with, and loaded, before and after the first scaling.
+# The state is saved in the middle of a count, changed by further steps, and loaded, before and
+# after the first scaling.
 iteration("a", 0.1, 0.2)
 do("save")
 iteration("a", 0.1, 0.2)
@@ -132,7 +135,7 @@ do("load")
 iteration("a", 0.1, 0.2)
 iteration("a", 0.1, 0.2)
 
-# Whatever comes.
+# A random sequence of calls.
 generator = random.Random(1)
 do("new", 65536.0, 3.0, 0.3, 3)
 for _ in range(60):
@@ -141,7 +144,7 @@ for _ in range(60):
     slopes = [generator.choice([0.1, -0.7, 0.3, 1.5, INF, NAN, None]) for _ in weights[name]]
     do(*{"backward": (command, name, *slopes), "update": (command,)}.get(command, (command, name)))
 
-# Not enabled.
+# A scaler that is not enabled.
 do("new", 4.0, 2.0, 0.5, 1, 0)
 iteration("a", 0.1, INF)
 do("unscale", "b")

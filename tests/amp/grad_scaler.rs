@@ -1,4 +1,4 @@
-//! `GradScaler`: what `trace.rs` does not show.
+//! Tests of `GradScaler` that the trace in `trace.rs` does not cover.
 
 use super::*;
 use tch::nn::{self, OptimizerConfig};
@@ -22,7 +22,7 @@ fn text<T>(result: Result<T>) -> String {
     result.map(drop).expect_err("an error").to_string()
 }
 
-/// An optimizer of one's own.
+/// A user-defined optimizer.
 struct Own {
     parameters: Vec<Tensor>,
     steps: usize,
@@ -89,7 +89,7 @@ fn scaling_keeps_kind_shape_and_graph() {
 fn each_kind_of_gradient_is_unscaled_but_half_is_refused() {
     let _alone = alone();
     for device in devices() {
-        // libtorch has no kernel for BFloat16 on CUDA.
+        // libtorch has no unscaling kernel for BFloat16 on CUDA.
         let (third, refused) = match device {
             Device::Cpu => (Kind::BFloat16, "kind Float, Double or BFloat16, got Half"),
             _ => (Kind::Double, "kind Float or Double, got Half"),
@@ -170,7 +170,7 @@ fn of_sparse_gradients_the_values_are_unscaled() {
     }
 }
 
-/// One parameter, w = 1, and its optimizer; the backward of w.
+/// Makes one parameter, w = 1, and its optimizer, and runs the backward pass of the scaled w.
 fn pair(scaler: &mut GradScaler) -> (nn::VarStore, nn::Optimizer) {
     let vs = nn::VarStore::new(CPU);
     let w = vs.root().ones("w", &[1]);
@@ -198,7 +198,7 @@ fn calls_out_of_turn_say_what_is_wrong() {
 
     let (_vs, optimizer) = pair(&mut scaler);
     scaler.unscale(&optimizer).expect("the first");
-    // An optimizer that moves is still the same.
+    // An optimizer that was moved in memory is still recognised as the same.
     let mut moved = Box::new(optimizer);
     let turn = |call: &str, after: &str| {
         format!(
@@ -251,7 +251,7 @@ fn a_gradient_is_never_unscaled_twice_nor_stepped_on_unscaled() {
     }
     assert_eq!((values(&a.grad()), values(&b.grad())), (vec![1.0], vec![8.0]));
 
-    // A variable that came later and has no gradient is no reason to refuse.
+    // A variable that was added later and has no gradient is accepted.
     let (vs, mut optimizer) = pair(&mut scaler);
     scaler.unscale(&optimizer).expect("unscaled");
     let late = vs.root().ones("late", &[1]);
@@ -262,7 +262,7 @@ fn a_gradient_is_never_unscaled_twice_nor_stepped_on_unscaled() {
 #[test]
 fn parameters_that_are_gone_leave_no_trace() {
     let mut scaler = scaler(8.0);
-    // New tensors easily get the addresses of those that were dropped.
+    // New tensors often get the addresses of tensors that were dropped.
     for _ in 0..50 {
         let (_vs, mut optimizer) = pair(&mut scaler);
         assert!(scaler.step(&mut optimizer).expect("each is new"));
@@ -360,7 +360,7 @@ fn it_may_move_to_another_thread() {
 fn cuda_parameters_on_several_devices() {
     let _alone = alone();
     let Some(device) = cuda_or_skip("cuda_parameters_on_several_devices") else { return };
-    // The first tensor that is scaled decides where the scale is.
+    // The scale is on the device of the first tensor that is scaled.
     for first in [CPU, device] {
         let mut scaler = scaler(8.0);
         let _ = scaler.scale(&Tensor::zeros([], (Kind::Float, first))).expect("scaled");
@@ -387,7 +387,7 @@ fn cuda_parameters_on_several_devices() {
     }
 }
 
-/// A wait for the GPU would end the capture with an error.
+/// Checks this in a capture, which a wait for the GPU would end with an error.
 #[test]
 fn cuda_unscale_and_update_do_not_wait() {
     let _alone = alone();
@@ -402,7 +402,7 @@ fn cuda_unscale_and_update_do_not_wait() {
         scaler.scale(&leaf.sum(leaf.kind())).expect("scaled").backward();
     }
     let own = Own::of(&[&leaves[0], &leaves[1]]);
-    // CUDA loads kernels when they first run, which no capture may see.
+    // CUDA loads a kernel when it runs for the first time, which is not allowed during a capture.
     scaler.unscale(&own).and_then(|()| scaler.update()).expect("outside");
     let gradient = values(&leaves[0].grad());
     let (graph, ()) = tch_extension::cuda::Graph::capture(device, || {

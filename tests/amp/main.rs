@@ -1,4 +1,4 @@
-//! Mixed precision: `Autocast` and `GradScaler`.
+//! Tests of mixed precision: `Autocast` and `GradScaler`.
 
 use std::io::Write;
 use std::sync::{Mutex, MutexGuard};
@@ -12,8 +12,8 @@ mod grad_scaler;
 mod trace;
 mod training;
 
-/// Threads have one autocast cache in common, and whoever leaves a region clears it for all. Nor do
-/// captures go together with other threads' work on the GPU.
+/// Lets only one test run at a time. All threads share one autocast cache, and the end of a region
+/// in any of them clears it. Captures also fail while other threads use the GPU.
 fn alone() -> MutexGuard<'static, ()> {
     static SERIAL: Mutex<()> = Mutex::new(());
     SERIAL.lock().unwrap_or_else(|poisoned| poisoned.into_inner())

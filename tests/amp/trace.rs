@@ -1,4 +1,5 @@
-//! Our scaler beside torch's own: `grad_scaler.txt` is what `grad_scaler.py` printed, line by line.
+//! Compares our scaler with torch's own, line by line with `grad_scaler.txt`, the output of
+//! `grad_scaler.py`.
 
 use super::*;
 use std::path::PathBuf;
@@ -8,7 +9,7 @@ use tch::nn::{self, OptimizerConfig};
 const TRACE: &str = include_str!("grad_scaler.txt");
 
 struct Trained {
-    /// Holds the weights.
+    /// Owns the weights.
     _store: nn::VarStore,
     weights: [Tensor; 2],
     optimizer: nn::Optimizer,
@@ -27,7 +28,7 @@ impl Trained {
         Trained { _store: store, weights, optimizer, steps: 0 }
     }
 
-    /// The gradients become the slopes times the scale.
+    /// Runs a backward pass whose gradients are the slopes times the scale.
     fn backward(&mut self, scaler: &mut GradScaler, slopes: &[&str]) -> Result<()> {
         self.optimizer.zero_grad();
         let slopes = slopes.iter().map(|slope| slope.parse::<f64>().ok());
@@ -92,7 +93,8 @@ impl Replay {
     }
 }
 
-/// Up to the last digit, which may depend on the CPU's instructions.
+/// Whether the numbers are equal, except for the last digit, which may depend on the CPU's
+/// instructions.
 fn is_same(a: Option<f32>, b: Option<f32>) -> bool {
     let close = |a: f32, b: f32| {
         a == b || b.is_finite() && (a - b).abs() <= 1e-6 * b.abs() || a.is_nan() && b.is_nan()
@@ -123,7 +125,7 @@ fn each_step_is_that_of_torchs_own() {
     assert!(lines > 100 && errors > 10, "{lines} lines with {errors} errors");
 }
 
-/// Where there is a Python with this very torch, the trace is compared with a fresh one.
+/// Compares the trace with a fresh one if there is a Python with this version of torch.
 #[test]
 fn the_trace_is_what_torch_does() {
     let skipped = |why| skip("the_trace_is_what_torch_does", why);

@@ -1,4 +1,4 @@
-//! A small network trained in mixed precision.
+//! Trains a small network in mixed precision.
 
 use super::*;
 use tch::nn::{self, Module, OptimizerConfig};
@@ -11,7 +11,7 @@ struct Outcome {
     weights: Vec<Tensor>,
 }
 
-/// A network learns y = sin(3x) with this scale to begin with, or without a scaler.
+/// Trains a network to learn y = sin(3x), with this initial scale or, for `None`, without a scaler.
 fn train(device: Device, kind: Kind, init_scale: Option<f64>) -> Outcome {
     tch::manual_seed(5);
     let vs = nn::VarStore::new(Device::Cpu);
@@ -50,7 +50,7 @@ fn train(device: Device, kind: Kind, init_scale: Option<f64>) -> Outcome {
 }
 
 fn learns(device: Device) {
-    // A scale of a power of two commutes with all roundings in this range.
+    // In this range, multiplying by a power of two commutes with all roundings.
     let (scaled, plain) =
         (train(device, Kind::BFloat16, Some(1024.0)), train(device, Kind::BFloat16, None));
     assert!(scaled.last < 0.1 * scaled.first, "{} {}", scaled.first, scaled.last);
@@ -58,7 +58,8 @@ fn learns(device: Device) {
     for (scaled, plain) in scaled.weights.iter().zip(&plain.weights) {
         assert_close(scaled, plain, 0.0, 0.0);
     }
-    // Too large for Half: the first steps are skipped until it fits.
+    // This scale is too large for Half, so the first steps are skipped until the scale is small
+    // enough.
     let half = train(device, Kind::Half, Some(2.0_f64.powi(30)));
     assert!(half.last < 0.1 * half.first, "{} {}", half.first, half.last);
     assert!((5..40).contains(&half.skipped), "{} skipped", half.skipped);

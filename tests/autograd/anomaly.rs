@@ -1,4 +1,4 @@
-//! Anomaly mode: which forward made the node that failed.
+//! Tests of anomaly mode, which reports the forward that made the node that failed.
 
 use super::*;
 
@@ -6,14 +6,14 @@ fn failing() -> impl Function {
     op(|_, inputs| Ok(inputs.get(0)?.copy().into()), |_, _| Err(Error::msg("out of luck")))
 }
 
-/// A frame to look for in the trace.
+/// A function whose name should be in the backtrace.
 #[inline(never)]
 fn the_forward_in_question(x: &Tensor) -> Tensor {
     std::hint::black_box(run(failing(), std::hint::black_box(x)))
 }
 
-/// Whether the backtrace names this function; one of a program without symbols, as in a bundle,
-/// names none.
+/// Whether the backtrace names this function. In a program without symbols, as in a bundle, the
+/// backtrace names no function.
 fn has_frame(error: &str, function: &str) -> bool {
     error.contains(function) || error.contains("<unknown>")
 }
@@ -39,7 +39,7 @@ fn an_error_names_the_forward() {
     assert_eq!(error, "op: out of luck", "without the mode");
 }
 
-/// 1·x, whose backward applies an operator that fails in turn when it is differentiated.
+/// 1·x, whose backward applies another operator, which fails when it is differentiated in turn.
 struct Outer;
 
 impl Function for Outer {
@@ -89,7 +89,7 @@ fn nan_is_an_error_if_wanted() {
             assert!(has_frame(&error, "nan_is_an_error_if_wanted"), "the trace: {error}");
         }
     }
-    // libtorch's own nodes report what libtorch knows.
+    // For libtorch's own nodes, the error has libtorch's own report.
     let _guard = detect_anomaly(true);
     let y = x.log() * 0.0 / 0.0;
     let error = gradient_of(&y, &x).expect_err("NaN").to_string();

@@ -1,4 +1,5 @@
-//! Absent tensors, needed gradients, marks, and when there is no graph.
+//! Tests of absent tensors, of the gradients that are needed, of marks, and of calls that make no
+//! graph.
 
 use super::*;
 
@@ -305,7 +306,7 @@ fn marks_are_checked_and_may_hit_what_is_absent() {
     );
 }
 
-/// Few of them go without an allocation, more do not fit there.
+/// A small number is stored without an allocation; more than that need one.
 #[test]
 fn more_inputs_outputs_and_saved_tensors_than_usual() {
     const LEN: usize = 20;
@@ -324,7 +325,7 @@ fn more_inputs_outputs_and_saved_tensors_than_usual() {
             assert_eq!((ctx.inputs_len(), grads.len()), (LEN, LEN));
             let gradients = (0..LEN).map(|index| {
                 let Some(grad) = grads.optional(index) else { return Ok(None) };
-                // The square of the output's, so that each has to be the right one.
+                // Checks that each saved input belongs to the saved output of the same index.
                 assert_eq!(
                     values(&(ctx.saved(index)? * index as f64)),
                     values(&ctx.saved(LEN + index)?)

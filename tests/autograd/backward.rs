@@ -1,4 +1,4 @@
-//! `backward`, `retain_grad` and `grad_fn`.
+//! Tests of `backward`, `retain_grad` and `grad_fn`.
 
 use super::*;
 

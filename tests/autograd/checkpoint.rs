@@ -1,4 +1,4 @@
-//! `checkpoint`: the same numbers from fewer live tensors.
+//! Tests of `checkpoint`, which gives the same numbers with fewer live tensors.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn at(inputs: &[Option<Tensor>], index: usize) -> &Tensor {
     inputs[index].as_ref().expect("present")
 }
 
-/// exp(x·w)², with two nodes of the bridge inside.
+/// exp(x·w)², which has two of our autograd nodes.
 fn block(inputs: &[Option<Tensor>]) -> Result<Tensors> {
     Ok(run(Square::<true>, &exp(&(at(inputs, 0) * at(inputs, 1)))).into())
 }
@@ -22,7 +22,7 @@ fn checkpointed(x: &Tensor, w: &Tensor) -> Tensor {
 }
 
 fn shifted(x: &Tensor, w: &Tensor, of: fn(&Tensor, &Tensor) -> Tensor) -> Tensor {
-    // Two of them, with a shared weight, and inputs that depend on one another.
+    // Two blocks that share a weight, the second with an input that depends on the first's.
     of(&(of(x, w) * x).sin(), w).sum(Kind::Double)
 }
 
@@ -56,7 +56,7 @@ fn nothing_is_kept_but_the_inputs() {
     assert_eq!(live_nodes(), before + 2);
     drop(y);
 
-    // Each value of the function that is alive holds a count.
+    // `most` is the largest number of nodes that were alive while a block ran.
     let mut y = x.shallow_clone();
     let most = Arc::new(AtomicUsize::new(0));
     for _ in 0..10 {
@@ -75,7 +75,8 @@ fn nothing_is_kept_but_the_inputs() {
     assert_eq!(live_nodes(), before + 10, "one node each");
     assert_eq!(most.load(Ordering::SeqCst), baseline + 9, "none inside the first time");
     let _ = gradient_of(&y, &x).expect("gradient");
-    // Those of one block at a time; the outer nodes stay, as `y` holds them.
+    // While a block runs backward, only its own nodes exist in addition; the outer nodes stay,
+    // because `y` holds them.
     assert_eq!(most.load(Ordering::SeqCst), baseline + 12);
     drop(y);
     assert_eq!(live_nodes(), before);
@@ -103,10 +104,11 @@ fn the_second_run_draws_the_same_random_numbers() {
 
 #[test]
 fn the_second_run_has_the_autocast_of_the_first() {
-    /// Returns the setting before. tch's own `autocast` does nothing without a GPU.
+    /// Sets autocast and returns the previous setting. tch's own `autocast` does nothing without a
+    /// GPU.
     fn set_autocast(enabled: bool) -> bool {
-        // SAFETY: a setting of this thread. C++ returns a bool, of which only the lowest bits are
-        // there.
+        // SAFETY: the call only changes a setting of this thread. C++ returns a bool, so only the
+        // lowest bits of the result are defined.
         unsafe { torch_sys::at_autocast_set_enabled(i32::from(enabled)) & 1 == 1 }
     }
     let _alone = alone();
@@ -153,7 +155,7 @@ fn only_what_is_asked_for_is_computed() {
     assert_eq!((values(&x.grad()), values(&w.grad())), (vec![1.0], vec![0.6]));
     assert_eq!(seen.lock().expect("unpoisoned")[1..], [[false, true, false], [true, true, false]]);
 
-    // What leads to an output that is not asked for does not run backwards.
+    // The part that leads only to an unused output does not run backward.
     let two = |inputs: &[Option<Tensor>]| {
         let broken = op(
             |_, inputs| Ok((inputs.get(0)? * 2.0).into()),
@@ -187,7 +189,7 @@ fn without_a_graph_it_is_a_plain_call() {
     assert_eq!((drops.load(Ordering::SeqCst), live_nodes()), (3, before));
     let undefined = checkpoint(|_| Ok(Tensor::new().into()), &[]).expect("checkpoint");
     assert!(undefined[0].is_none());
-    // A weight from elsewhere keeps its gradient, where no input has one.
+    // A weight that is not an input keeps its gradient when no input requires one.
     let weight = Mutex::new(x.shallow_clone());
     let function = move |inputs: &[Option<Tensor>]| {
         Ok((at(inputs, 0) * &*weight.lock().expect("unpoisoned")).into())

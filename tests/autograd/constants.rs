@@ -1,9 +1,10 @@
-//! What `apply` gives back where no graph is wanted, and what it leaves behind: as PyTorch does.
+//! Tests that `apply` returns what PyTorch returns, and leaves the same state, when no graph is
+//! wanted.
 
 use super::*;
 use tch::no_grad;
 
-/// f(x) = x, whose backward must never be bypassed: it multiplies by 10.
+/// f(x) = x. Its backward multiplies by 10, which shows if it is bypassed.
 fn identity() -> impl Function {
     op(
         |_, inputs| Ok(inputs.get(0)?.shallow_clone().into()),
@@ -27,7 +28,7 @@ fn an_input_that_is_returned_without_grad_mode_is_a_constant() {
     let y = no_grad(|| run(identity(), &m));
     assert!(!y.requires_grad());
     let loss = (&y * &m).sum(Kind::Double);
-    // d/dx (9 · 3x), not (3x)²
+    // y is the constant 9, so the gradient is that of 9 · 3x, not of (3x)².
     assert_eq!(values(&gradient_of(&loss, &x).expect("gradient")), [27.0]);
     let y = no_grad(|| run(identity(), &x));
     assert!(!y.requires_grad() && x.requires_grad(), "a leaf, too, which stays one");
@@ -60,7 +61,8 @@ fn a_graph_built_inside_a_forward_stays_there() {
     };
     assert!(!no_grad(|| run(of_input(), &x)).requires_grad(), "and a view of the input");
 
-    // A graph that leads elsewhere, from an operator whose inputs are constants.
+    // The operator's inputs are constants, but its forward builds a graph that leads to another
+    // tensor.
     let held = Mutex::new(x.shallow_clone());
     let of_another = op(
         move |_, inputs| {
@@ -111,7 +113,7 @@ fn a_constant_that_is_returned_is_an_alias_and_not_the_input() {
     assert_eq!(y.data_ptr(), constant.data_ptr(), "no copy");
 }
 
-/// w·v, written into v: input 1.
+/// w·v, written into v, which is input 1.
 fn multiply_into_the_second() -> impl Function {
     op(
         |saver, inputs| {
@@ -139,7 +141,7 @@ fn without_a_graph_any_view_may_be_changed_in_place() {
 #[test]
 fn a_forward_cannot_leave_grad_mode_changed() {
     let _alone = alone();
-    // A panic inside of tch's `with_grad`, caught: tch does not set the mode back.
+    // A panic inside tch's `with_grad` is caught; tch does not restore the mode.
     let careless = || {
         op(
             |_, inputs| {
@@ -162,7 +164,7 @@ fn a_forward_cannot_leave_grad_mode_changed() {
     assert!(run(careless(), &x).requires_grad(), "and on, as this caller had it");
 }
 
-/// x², of an input whose `requires_grad` the forward changes.
+/// x², whose forward changes the input's `requires_grad`.
 fn square_and_set_requires_grad(to: bool) -> impl Function {
     op(
         move |saver, inputs| {
@@ -175,7 +177,7 @@ fn square_and_set_requires_grad(to: bool) -> impl Function {
     )
 }
 
-/// 2x in place, of an input that the forward makes require grad.
+/// Doubles input 0 in place, after which the forward makes input 1 require grad.
 fn double_in_place_and_require_grad() -> impl Function {
     op(
         |saver, inputs| {
@@ -195,7 +197,7 @@ fn whether_a_graph_is_needed_is_decided_before_the_forward() {
     let _alone = alone();
     let x = Tensor::from_slice(&[3.0]);
     assert!(!run(square_and_set_requires_grad(true), &x).requires_grad() && x.requires_grad());
-    // There is a graph, whatever became of the leaf.
+    // There is a graph, although the leaf no longer requires grad.
     let x = leaf(&[3.0]);
     let y = run(square_and_set_requires_grad(false), &x);
     assert!(y.requires_grad() && !x.requires_grad());

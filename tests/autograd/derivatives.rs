@@ -1,4 +1,4 @@
-//! What `grad` and `backward` compute.
+//! Tests of the gradients that `grad` and `backward` compute.
 
 use super::*;
 

@@ -1,11 +1,11 @@
-//! Reentrant backwards, threads, and the engine's own.
+//! Tests of reentrant backward passes, several threads, and the engine's own threads.
 
 use super::*;
 
 #[test]
 fn a_backward_may_run_another_backward() {
     let _alone = alone();
-    // x² by asking the engine again inside the backward.
+    // x², whose backward calls the engine again.
     let nested = op(
         |saver, inputs| {
             saver.save(inputs.get(0)?);
@@ -108,7 +108,7 @@ fn cuda_the_engines_own_thread_calls_back() {
     assert_eq!(live_nodes(), before);
 }
 
-/// x, whose backward runs the backward of the same, one less deep.
+/// x, whose backward runs the backward pass of a `Deep` with a depth smaller by one.
 struct Deep(usize);
 
 impl Function for Deep {
@@ -134,7 +134,7 @@ fn a_backward_may_nest_deeper_than_one_thread_goes() {
     let _alone = alone();
     let before = live_nodes();
     let x = leaf(&[3.0]);
-    // The engine changes to another thread every 60 levels.
+    // The engine continues on another thread after every 60 levels.
     let y = run(Deep(400), &x);
     assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [7.0]);
     drop(y);
@@ -207,7 +207,8 @@ fn a_nested_backward_comes_before_what_waits_outside() {
     fn note(what: &'static str) {
         ORDER.lock().expect("unpoisoned").push(what);
     }
-    /// The identity; its backward runs another such operator's, `depth` times.
+    /// The identity. Its backward runs the backward pass of another such operator, nested `depth`
+    /// times.
     fn nested(x: &Tensor, depth: usize) -> Tensor {
         let function = op(
             |_, inputs| Ok((inputs.get(0)? * 1.0).into()),
@@ -232,7 +233,7 @@ fn a_nested_backward_comes_before_what_waits_outside() {
         },
     );
     let (x, y) = (leaf(&[1.0]), leaf(&[1.0]));
-    // Made later, so the engine takes it first.
+    // The engine runs this node first, because it was made later.
     let outside = run(outside, &x);
     (outside * nested(&y, 9)).backward();
     let order = std::mem::take(&mut *ORDER.lock().expect("unpoisoned"));

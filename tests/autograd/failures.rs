@@ -1,8 +1,8 @@
-//! Whatever goes wrong in a backward reaches its caller.
+//! Tests that every failure in a backward reaches its caller.
 
 use super::*;
 
-/// Each way for a backward to go wrong, and what its caller must read.
+/// Runs each kind of failing backward and checks the message that its caller gets.
 #[test]
 fn failures_in_backward_reach_the_caller() {
     let _alone = alone();

@@ -1,4 +1,4 @@
-//! `register_hook`: what hooks see, what they change, and when they go.
+//! Tests of `register_hook`: what hooks see, what they change, and when they are removed.
 
 use super::*;
 
@@ -81,7 +81,7 @@ fn hooks_are_part_of_a_graph_of_the_gradients() {
     let y = run(Square::<true>, &x).sum(Kind::Double);
     let first = grad(&[&y], &[&x], &create()).and_then(Tensors::single).expect("first");
     assert_eq!(values(&first), [36.0]);
-    // (2x)² has 8x = 24; on its way it passes the hook again, squared.
+    // The second derivative of (2x)² is 8x = 24. It passes the hook again, which squares it.
     assert_eq!(values(&gradient_of(&first, &x).expect("second")), [576.0]);
 }
 
@@ -189,7 +189,7 @@ fn a_hook_may_remove_and_register_hooks() {
     let (inner, again, counter) =
         (Arc::clone(&slot), Mutex::new(x.shallow_clone()), Arc::clone(&runs));
     let first = register_hook(&x, move |_| {
-        // Itself, the next one, and a new one.
+        // Removes itself and the next hook, and registers a new one.
         inner.lock().expect("unpoisoned").drain(..).for_each(|hook| hook.remove());
         let counter = Arc::clone(&counter);
         register_hook(&again.lock().expect("unpoisoned"), move |_| {
@@ -293,7 +293,8 @@ fn a_hook_stays_with_the_value_it_was_registered_on() {
     register_hook(&middle, scale(10.0)).expect("before the change").forget();
     let _ = middle.f_mul_scalar_(2.0).expect("in place");
     register_hook(&middle, |grad| Ok(Some(grad + 1.0))).expect("after the change").forget();
-    // (1 + 1)·2·10
+    // The gradient 1 passes the later hook (+1), the multiplication by 2 and the earlier hook
+    // (·10): (1 + 1)·2·10.
     assert_eq!(values(&gradient_of(&middle, &x).expect("gradient")), [40.0]);
 }
 
@@ -306,7 +307,8 @@ fn a_hook_on_a_view_of_what_is_changed_stays_with_the_value_before() {
     register_hook(&part, scale(10.0)).expect("before the change").forget();
     let _ = base.f_mul_scalar_(2.0).expect("in place, through the base");
     register_hook(&part, |grad| Ok(Some(grad + 1.0))).expect("after the change").forget();
-    // (1 + 1)·2: what the hook before the change is on leads nowhere any more.
+    // Only the later hook and the multiplication apply: (1 + 1)·2. The earlier hook is on a value
+    // that the graph no longer reaches.
     assert_eq!(values(&gradient_of(&part, &x).expect("gradient")), [0.0, 4.0]);
 }
 

@@ -1,4 +1,4 @@
-//! Inputs that the forward changes in place.
+//! Tests of inputs that the forward changes in place.
 
 use super::*;
 
@@ -30,7 +30,7 @@ fn an_input_changed_in_place() {
     assert!(error.contains("leaf"), "{error}");
 }
 
-/// w·v, written into v: the input at `place`.
+/// w·v, written into v, which is the input at index `place`.
 fn multiply_into(place: usize) -> impl Function {
     op(
         move |saver, inputs| {
@@ -60,7 +60,7 @@ fn a_view_changed_in_place_has_to_be_the_first_input() {
     assert_eq!(values(found.get(0).expect("x")), [1.0, 10.0, 20.0, 1.0]);
     assert_eq!(values(found.get(1).expect("w")), [2.0, 3.0]);
 
-    // Otherwise libtorch would put the gradient in the wrong place, silently.
+    // Without this error, libtorch would silently put the gradient in the wrong place.
     let base = &x * 1.0;
     let view = base.narrow(0, 1, 2);
     let error =
@@ -95,7 +95,8 @@ fn a_view_changed_in_place_and_saved_makes_no_cycle() {
     assert_eq!(values(&gradient_of(&base, &x).expect("gradient")), [1.0, 1.0_f64.exp(), 1.0]);
 }
 
-/// Saves what shares memory with the input that it changes: its base, or another view of that.
+/// Changes its input in place and saves a tensor that shares memory with it: its base, or another
+/// view of the base.
 fn exp_in_place_and_save(other: &Tensor) -> impl Function + use<> {
     let other = Mutex::new(other.shallow_clone());
     op(
@@ -128,7 +129,7 @@ fn what_shares_memory_with_a_changed_view_makes_no_cycle_when_saved() {
         drop((y, base));
         assert_eq!(live_nodes(), before);
 
-        // It is still checked for later changes.
+        // Later changes of the saved tensor are still detected.
         let mut base = &x * 1.0;
         let _ = run(exp_in_place_and_save(&other(&base)), &base.narrow(0, 0, 1));
         let _ = base.f_mul_(&Tensor::from(2.0)).expect("in place");
@@ -148,7 +149,8 @@ fn a_view_of_a_changed_input_makes_no_cycle_when_saved() {
     assert_eq!(live_nodes(), before);
 }
 
-/// Input 0, doubled in place without the dance of clone, mark and return.
+/// Doubles input 0 in place with `Saver::in_place`, which replaces cloning, marking and returning
+/// by hand.
 fn double_by_saver() -> impl Function {
     op(
         |saver, _| {
@@ -199,12 +201,13 @@ fn in_place_refuses_before_anything_is_changed() {
 
     let error = apply(double_by_saver(), &[None]).expect_err("absent").to_string();
     assert!(error.contains("input 0"), "{error}");
-    // Without a graph, a leaf may be changed.
+    // A leaf may be changed when there is no graph.
     let _ = tch::no_grad(|| run(double_by_saver(), &x));
     assert_eq!(values(&x), [2.0, 8.0]);
 }
 
-/// x becomes 2x by a write that libtorch's version counter does not see, as a kernel's is.
+/// x becomes 2x by a write that does not increase libtorch's version counter, like a kernel's
+/// write.
 fn double_unseen() -> impl Function {
     op(
         |saver, inputs| {

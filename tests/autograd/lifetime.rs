@@ -1,4 +1,4 @@
-//! The state is dropped once; long graphs come apart.
+//! Tests that the state is dropped exactly once, and that long graphs can be dropped.
 
 use super::*;
 use std::time::{Duration, Instant};
@@ -36,7 +36,7 @@ fn the_state_is_dropped_exactly_once() {
     assert!(error.contains("mark_dirty(5)"), "{error}");
     assert_eq!(dropped(), 1, "when apply fails before there is a node");
 
-    // The input is not among the outputs.
+    // The input that is marked dirty is not among the outputs.
     let failing = counted(&drops, |saver| saver.mark_dirty(0));
     let error = apply(failing, &[Some(&x)]).expect_err("libtorch refuses").to_string();
     assert!(error.contains("op: "), "{error}");
@@ -96,7 +96,8 @@ fn a_long_chain_through_saved_tensors_only_does_not_overflow_the_stack() {
     let x = leaf(&[1.0]);
     let mut last = run(counted(&Arc::default(), |_| {}), &x);
     for _ in 0..200_000 {
-        // Neither an input nor an output: no edge of the graph leads to where it came from.
+        // The saved tensor is neither an input nor an output, so no edge of the graph leads to its
+        // node.
         let held = Mutex::new(last);
         let link = op(
             move |saver, inputs| {
@@ -133,11 +134,11 @@ fn a_long_chain_of_refusals_does_not_overflow_the_stack() {
     assert_eq!(live_nodes(), before);
 }
 
-/// Bytes of one link's tensor in the chains below.
+/// The size in bytes of one link's tensor in the chains below.
 const LINK: u64 = 8 << 20;
 
-/// exp of exp of …, each keeping its output; `seen` gets the bytes that are allocated when a
-/// backward runs.
+/// A chain of exp(−x), in which each link saves its output. Each backward appends the number of
+/// allocated bytes to `seen`.
 fn long_exp(x: &Tensor, links: usize, seen: &Arc<Mutex<Vec<u64>>>) -> Tensor {
     let device = x.device();
     (0..links).fold(x.shallow_clone(), |x, _| {
@@ -163,7 +164,7 @@ fn cuda_saved_tensors_are_freed_as_the_backward_goes() {
     let name = "cuda_saved_tensors_are_freed_as_the_backward_goes";
     let Some(device) = tch_extension::testing::cuda_or_skip(name) else { return };
     if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        // Then libtorch counts nothing.
+        // Without the caching allocator, libtorch counts no memory.
         return;
     }
     let links = 16;
@@ -177,19 +178,20 @@ fn cuda_saved_tensors_are_freed_as_the_backward_goes() {
     let gradient = grad(&[&y], &[&x], &options).expect("a gradient");
     let after = memory_stats(device).expect("statistics");
 
-    // Beside what was there: at most the incoming gradient and two products of one link.
+    // In addition to what was allocated before, there are at most the incoming gradient and two
+    // products of one link.
     assert!(
         after.peak_allocated <= before + 3 * LINK,
         "{} of {before} bytes",
         after.peak_allocated
     );
-    // With each link, one tensor less; `y` itself is ours.
+    // Each link frees one tensor; only `y` itself stays, because the test holds it.
     for (link, &bytes) in seen.lock().expect("a list").iter().enumerate() {
         let freed = (link as u64).saturating_sub(1) * LINK;
         assert!(bytes + freed <= before + 3 * LINK, "link {link}: {bytes} of {before} bytes");
     }
-    // What remained were x, y, the vector and the gradient. On a busy machine libtorch's thread may
-    // still be dropping its last link.
+    // Only x, y, the vector and the gradient remain. On a busy machine, libtorch's thread may still
+    // be dropping its last link.
     drop((y, vector, gradient));
     let rest = || memory_stats(device).expect("statistics").allocated;
     let is_freed = || rest() + (links as u64 + 1) * LINK <= before;

@@ -1,4 +1,5 @@
-//! The autograd bridge: each promise of `autograd::Function` has a test here that fails without it.
+//! Tests of the autograd bridge. For each promise of `autograd::Function`, there is a test here
+//! that fails without it.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -26,12 +27,12 @@ mod saved_hooks;
 mod saving;
 mod second_derivatives;
 
-/// Tests count live nodes, so only one may make some at a time.
+/// Lets only one test run at a time, because tests count live nodes.
 fn alone() -> MutexGuard<'static, ()> {
     static SERIAL: Mutex<()> = Mutex::new(());
     let lock = SERIAL.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
-    // A backward that failed leaves tasks in a queue of its thread's, which libtorch frees when the
-    // thread ends: that is after the test before gave up the lock.
+    // A backward that failed leaves tasks in a queue of its thread. libtorch frees them when the
+    // thread ends, which is after the previous test released the lock.
     let deadline = Instant::now() + Duration::from_secs(10);
     while live_nodes() > 0 {
         assert!(Instant::now() < deadline, "the test before left {} nodes", live_nodes());
@@ -56,12 +57,12 @@ fn run<F: Function>(function: F, x: &Tensor) -> Tensor {
     apply(function, &[Some(x)]).and_then(Tensors::single).expect("one output")
 }
 
-/// Keep the graph for another backward.
+/// Options that keep the graph for another backward.
 fn keep() -> GradOptions<'static> {
     GradOptions { retain_graph: Some(true), ..Default::default() }
 }
 
-/// Make the gradient differentiable.
+/// Options that make the gradient differentiable.
 fn create() -> GradOptions<'static> {
     GradOptions { create_graph: true, ..Default::default() }
 }
@@ -94,7 +95,7 @@ where
     Op { forward, backward }
 }
 
-/// x², with the input saved. Its backward may be differentiated or not, as `DOUBLE` says.
+/// x², which saves its input. `DOUBLE` says whether its backward may be differentiated.
 struct Square<const DOUBLE: bool>;
 
 impl<const DOUBLE: bool> Function for Square<DOUBLE> {
@@ -114,7 +115,7 @@ fn square(x: &Tensor) -> Tensor {
     run(Square::<false>, x)
 }
 
-/// exp, with the output saved.
+/// exp, which saves its output.
 struct Exp;
 
 impl Function for Exp {
@@ -134,7 +135,7 @@ fn exp(x: &Tensor) -> Tensor {
     run(Exp, x)
 }
 
-/// Counts its drops.
+/// Increments a counter when it is dropped.
 struct Counted(Arc<AtomicUsize>);
 
 impl Drop for Counted {
@@ -143,7 +144,7 @@ impl Drop for Counted {
     }
 }
 
-/// x ↦ 2x, which holds a [`Counted`], after what `misuse` does with the saver.
+/// x ↦ 2x, whose state contains a [`Counted`]. Its forward first calls `misuse` with the saver.
 fn counted(drops: &Arc<AtomicUsize>, misuse: fn(&mut Saver<'_>)) -> impl Function + use<> {
     let state = Counted(Arc::clone(drops));
     op(

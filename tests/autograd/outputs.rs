@@ -1,4 +1,5 @@
-//! Unusual outputs: none, the same twice, an input beside others; and none of the inputs.
+//! Tests of unusual inputs and outputs: no output, the same output twice, an input among the
+//! outputs, and no input.
 
 use super::*;
 
@@ -117,7 +118,7 @@ fn no_outputs_no_defined_outputs_and_no_inputs_leave_no_graph() {
 #[test]
 fn state_computed_in_the_forward_is_there_in_the_backward() {
     let _alone = alone();
-    /// x times its largest element, taken for a constant.
+    /// x times its largest element, which counts as a constant in the derivative.
     struct ByLargest {
         largest: Option<f64>,
     }
@@ -157,7 +158,7 @@ fn an_output_without_a_derivative_is_a_constant_to_what_follows() {
     assert_eq!(values(&gradient_of(&y, &x).expect("gradient")), [9.0]);
 }
 
-/// The change would go past the node.
+/// libtorch must refuse this change, because its gradient would bypass the operator's node.
 #[test]
 fn an_output_that_is_a_view_cannot_be_changed_in_place() {
     let _alone = alone();

@@ -1,4 +1,4 @@
-//! `register_post_accumulate_grad_hook`.
+//! Tests of `register_post_accumulate_grad_hook`.
 
 use super::*;
 
@@ -12,7 +12,7 @@ fn a_hook_sees_the_accumulated_grad() {
         Ok(())
     })
     .expect("a leaf");
-    // Two paths to the leaf are one gradient.
+    // Two paths lead to the leaf, but the hook sees one accumulated gradient.
     for _ in 0..2 {
         (square(&x) + &x).sum(Kind::Double).backward();
     }

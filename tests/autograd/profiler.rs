@@ -1,4 +1,5 @@
-//! Operators under a profiler: forward and backward have their names, and belong together.
+//! Tests of operators under a profiler: forward and backward are recorded by name, and a sequence
+//! number links them.
 
 use super::*;
 use tch_extension::testing::recorded;
@@ -16,7 +17,7 @@ fn forward_and_backward_are_recorded_by_name() {
     assert_eq!(forward.1, backward.1, "the sequence number links the two");
     let (_, events) = recorded(|| tch::no_grad(|| square(&x)));
     assert!(find(&events, "square").is_some(), "without a graph, too");
-    // `recorded` demands that each record ends, however the forward does.
+    // `recorded` panics unless every record ends, even if the forward fails.
     let fails = || op(|_, _| Err(Error::msg("out of luck")), |_, _| unreachable!("it failed"));
     let (outcome, events) = recorded(|| apply(fails(), &[Some(&x)]));
     assert!(outcome.is_err() && find(&events, "op").is_some());

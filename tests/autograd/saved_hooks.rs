@@ -1,4 +1,4 @@
-//! `saved_tensors_hooks` and `save_on_cpu`.
+//! Tests of `saved_tensors_hooks` and `save_on_cpu`.
 
 use super::*;
 
@@ -20,7 +20,7 @@ fn saved_tensors_are_packed_and_unpacked() {
                 Ok(Tensor::from_slice(packed))
             },
         );
-        // An input and an output.
+        // `square` saves its input, `exp` its output.
         exp(&square(&x))
     };
     let counts = || (packs.load(Ordering::SeqCst), unpacks.load(Ordering::SeqCst));

@@ -1,4 +1,4 @@
-//! Saved tensors: checked, freed, and in no cycle.
+//! Tests of saved tensors: they are checked for changes, freed in time, and form no cycle.
 
 use super::*;
 
@@ -81,7 +81,7 @@ fn a_freed_graph_does_not_run_its_backward() {
     let _alone = alone();
     let runs = Arc::new(AtomicUsize::new(0));
     let counter = Arc::clone(&runs);
-    // Not even one that reads nothing of what was saved.
+    // This backward does not even read the saved tensor.
     let function = op(
         |saver, inputs| {
             saver.save(inputs.get(0)?);
@@ -126,7 +126,7 @@ fn a_graph_freed_while_its_backward_runs_is_an_error() {
         |ctx, grads| {
             let graph = GRAPH.lock().expect("unpoisoned").take();
             if let Some((y, x)) = graph {
-                // Comes through this node again, and frees it.
+                // This backward pass runs through the same node again and frees it.
                 grad(&[&y], &[&x], &GradOptions::default()).expect("the inner one");
             }
             Ok((grads.get(0)? * ctx.saved(0)? * 2.0).into())
@@ -152,7 +152,8 @@ fn one_thread_may_free_what_another_reads() {
             },
             move |ctx, grads| {
                 if flag.swap(true, Ordering::SeqCst) {
-                    // The second one: done at once, and the engine frees what was saved.
+                    // The second backward returns at once, and the engine then frees the saved
+                    // tensors.
                     return Ok((grads.get(0)? * 2.0).into());
                 }
                 loop {
@@ -180,7 +181,8 @@ fn one_thread_may_free_what_another_reads() {
 fn a_used_graph_lets_go_of_what_it_saved() {
     let _alone = alone();
     let before = live_nodes();
-    // What is saved here brings a graph along, so that its end can be seen.
+    // The saved tensor has a graph of its own, so that the number of live nodes shows when it is
+    // freed.
     let kept = Mutex::new(Some(square(&leaf(&[1.0]))));
     let function = op(
         move |saver, inputs| {
@@ -207,7 +209,8 @@ fn saved_tensors_are_freed_as_the_backward_goes() {
     let x = leaf(&[3.0]);
     let mut y = x.shallow_clone();
     for _ in 0..STEPS {
-        // What is saved here brings a graph along, so that its end can be seen.
+        // The saved tensor has a graph of its own, so that the number of live nodes shows when it
+        // is freed.
         let (kept, log) = (Mutex::new(Some(square(&leaf(&[1.0])))), Arc::clone(&alive));
         let step = op(
             move |saver, inputs| {
@@ -224,7 +227,8 @@ fn saved_tensors_are_freed_as_the_backward_goes() {
         y = run(step, &y);
     }
     let _ = gradient_of(&y, &x).expect("gradient");
-    // `y` holds the nodes themselves; of what they saved, one less at each step.
+    // `y` keeps the nodes of all steps, while each step of the backward pass frees one saved
+    // tensor.
     let expected: Vec<_> = (1..=STEPS).rev().map(|saved| (STEPS + saved) as i64).collect();
     assert_eq!(*alive.lock().expect("unpoisoned"), expected);
     assert_eq!(live_nodes(), before + STEPS as i64);
@@ -234,8 +238,7 @@ fn saved_tensors_are_freed_as_the_backward_goes() {
 fn an_intermediate_may_be_saved_with_its_own_graph() {
     let _alone = alone();
     let before = live_nodes();
-    // The forward differentiates later: it saves a graph of its own, and the backward runs through
-    // it.
+    // The forward saves a graph that it has built itself, and the backward runs through that graph.
     let function = op(
         |saver, inputs| {
             let (x, y) = tch::with_grad(|| {

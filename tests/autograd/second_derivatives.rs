@@ -1,18 +1,18 @@
-//! A second derivative is right or an error.
+//! Tests that a second derivative is either right or an error.
 
 use super::*;
 
 #[test]
 fn a_differentiable_backward_has_right_second_derivatives() {
     let _alone = alone();
-    // Through a saved input: (x²)² has 12x².
+    // Through a saved input: the second derivative of (x²)² is 12x².
     let x = leaf(&[3.0]);
     let y = run(Square::<true>, &run(Square::<true>, &x)).sum(Kind::Double);
     let first = grad(&[&y], &[&x], &create()).and_then(Tensors::single).expect("first");
     assert_eq!(values(&first), [108.0]);
     assert_eq!(values(&gradient_of(&first, &x).expect("second")), [108.0]);
 
-    // Through a saved output, three times: exp''' = exp.
+    // Through a saved output, three times: all derivatives of exp are exp.
     let x = leaf(&[0.5]);
     let mut derivative = exp(&x);
     for _ in 0..3 {
@@ -26,8 +26,8 @@ fn a_differentiable_backward_has_right_second_derivatives() {
 fn a_refused_second_derivative_is_an_error_on_every_path() {
     let _alone = alone();
     let before = live_nodes();
-    // In PyTorch the first two give silently wrong numbers: the loss reaches x beside the operator,
-    // too.
+    // For the first two, PyTorch silently gives wrong numbers, because x also reaches the loss
+    // without passing through the operator.
     type Loss = fn(&Tensor) -> Tensor;
     let losses: [(&str, Loss); 4] = [
         ("f(x) x", |x| square(x) * x),
@@ -44,7 +44,7 @@ fn a_refused_second_derivative_is_an_error_on_every_path() {
     }
     assert_eq!(live_nodes(), before);
 
-    // Also when a gradient passes through unchanged, with whatever graph it brought along.
+    // The same must hold for a gradient that is passed through unchanged together with its graph.
     let x = leaf(&[3.0]);
     let y = run(
         op(
@@ -84,7 +84,7 @@ fn an_intermediate_is_no_way_to_a_wrong_second_derivative() {
     assert!(error.contains("cube") && error.contains("neither an input nor an output"), "{error}");
 }
 
-/// 2·x·y by differentiating the reference when a graph is wanted, as fused operators do.
+/// 2·x·y. When a graph is wanted, it differentiates the reference, as the fused operators do.
 struct Product;
 
 impl Function for Product {
@@ -116,8 +116,8 @@ fn differentiating_a_reference_gives_partial_not_total_derivatives() {
     let product = |x: &Tensor, y: &Tensor| {
         apply(Product, &[Some(x), Some(y)]).and_then(Tensors::single).expect("product")
     };
-    // 2·x·x² = 2x³: 6x², 12x, 12. One input depends on the other, and then they are the same
-    // tensor.
+    // 2·x·x² = 2x³, with the derivatives 6x², 12x and 12. First one input depends on the other, and
+    // in the last case the two inputs are the same tensor.
     let x = leaf(&[3.0]);
     for y in [product(&x, &(&x * &x)), product(&(&x * &x), &x), product(&product(&x, &x), &x) / 2.0]
     {
@@ -129,7 +129,7 @@ fn differentiating_a_reference_gives_partial_not_total_derivatives() {
     }
 }
 
-/// x³ whose backward claims to be differentiable, and is what `backward` makes of it.
+/// x³, whose backward claims to be differentiable and calls the given closure.
 struct Claimed<B>(B);
 
 impl<B: Fn(&Context<'_>, &Tensors) -> Result<Tensors> + Send + Sync + 'static> Function
@@ -155,7 +155,7 @@ fn a_backward_that_only_claims_to_be_differentiable_is_found_out() {
         let _guard = tch::no_grad_guard();
         Ok((grads.get(0)? * ctx.saved(0)?.square() * 3.0).into())
     };
-    // (x³)·x = x⁴: its second derivative would come out as 27 instead of 108.
+    // (x³)·x = x⁴. If this were not detected, the second derivative would be 27 instead of 108.
     let y = (run(Claimed(kernel), &x) * &x).sum(Kind::Double);
     let first = grad(&[&y], &[&x], &create()).and_then(Tensors::single).expect("first");
     assert_eq!(values(&first), [108.0]);
@@ -208,7 +208,7 @@ fn a_backward_that_is_not_differentiable_makes_no_graph() {
         },
         |ctx, grads| {
             assert!(!ctx.create_graph(), "this operator does not allow it");
-            // So an intermediate may be read.
+            // This is why it may read an intermediate.
             Ok((grads.get(0)? * ctx.saved(0)? * 3.0).into())
         },
     );
@@ -224,7 +224,8 @@ fn a_refused_second_derivative_covers_the_incoming_gradient() {
     let (x, v) = (leaf(&[3.0]), leaf(&[1.0]));
     let options = GradOptions { grad_outputs: &[Some(&v)], ..create() };
     let first = grad(&[&square(&x)], &[&x], &options).and_then(Tensors::single).expect("first");
-    // v is no input of the operator, but its derivative is one of the backward, too.
+    // v is not an input of the operator, but it is one of the backward, which has a derivative with
+    // respect to it.
     let options = GradOptions { allow_unused: true, ..Default::default() };
     let error =
         grad(&[&first.sum(Kind::Double)], &[&v], &options).expect_err("refused").to_string();
@@ -267,7 +268,7 @@ fn a_refused_second_derivative_may_have_absent_gradients() {
     assert!(found.optional(1).is_none());
 }
 
-/// (x², 3y) by differentiating the reference, from whatever gradients come.
+/// (x², 3y). Its backward always differentiates the reference, whichever gradients are present.
 struct Pair;
 
 impl Function for Pair {
@@ -302,18 +303,18 @@ fn differentiating_a_reference_of_which_only_a_part_is_needed() {
     };
     let (x, y, constant) = (leaf(&[3.0]), leaf(&[5.0]), Tensor::from_slice(&[5.0]));
 
-    // An input and an output that no derivative concerns.
+    // One input is a constant, and so no derivative reaches the second output.
     let [a, b] = pair(&x, &constant);
     let first = grad(&[&a, &b], &[&x], &options).and_then(Tensors::single).expect("first");
     assert_eq!(values(&first), [6.0]);
     assert_eq!(values(&gradient_of(&first, &x).expect("second")), [2.0]);
 
-    // Nothing but such an output.
+    // Only that output is differentiated.
     let [_, b] = pair(&x, &constant);
     let first = grad(&[&b], &[&x], &options).expect("nothing to differentiate");
     assert!(first.optional(0).is_none_or(|first| values(first) == [0.0]));
 
-    // An input on which the output in question does not depend.
+    // The output does not depend on the second input.
     let [a, _] = pair(&x, &y);
     let first = grad(&[&a], &[&x, &y], &options).expect("y is unused");
     assert_eq!(values(first.get(0).expect("x")), [6.0]);
@@ -323,7 +324,7 @@ fn differentiating_a_reference_of_which_only_a_part_is_needed() {
 #[test]
 fn an_intermediate_with_a_graph_from_elsewhere_is_refused_in_a_second_derivative() {
     let _alone = alone();
-    /// x·s, where s was computed outside and comes in beside the inputs.
+    /// x·s, where s was computed outside and is not one of the inputs.
     struct ByHidden(Mutex<Option<Tensor>>);
     impl Function for ByHidden {
         const NAME: &'static str = "by_hidden";
@@ -341,7 +342,7 @@ fn an_intermediate_with_a_graph_from_elsewhere_is_refused_in_a_second_derivative
     let y = run(ByHidden(Mutex::new(Some(&s * 2.0))), &x).sum(Kind::Double);
     let first = grad(&[&y], &[&x], &keep()).and_then(Tensors::single).expect("the first is fine");
     assert!(values(&first) == [10.0] && !first.requires_grad());
-    // It would reach s, which the first derivative did not.
+    // The second derivative would depend on s, which the first derivative did not.
     let error = grad(&[&y], &[&x], &create()).expect_err("refused").to_string();
     assert!(
         error.contains("by_hidden") && error.contains("neither an input nor an output"),
@@ -349,7 +350,7 @@ fn an_intermediate_with_a_graph_from_elsewhere_is_refused_in_a_second_derivative
     );
 }
 
-/// floor, whose gradient is zero, however it says so.
+/// floor, whose gradient is zero. There are several ways to say so.
 struct Floor {
     declare: bool,
     absent: bool,
@@ -372,7 +373,7 @@ impl Function for Floor {
 #[test]
 fn a_gradient_that_is_honestly_constant_can_be_declared() {
     let _alone = alone();
-    // f(x) = floor(x²)·x² has the second derivative 2·floor(x²).
+    // The second derivative of f(x) = floor(x²)·x² is 2·floor(x²).
     let second = |floor: Floor| -> Result<Tensor> {
         let x = leaf(&[1.5]);
         let squared = run(Square::<true>, &x);

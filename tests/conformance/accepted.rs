@@ -1,4 +1,4 @@
-//! What must pass: operators that keep to the rules, on any inputs, from any caller.
+//! Tests that operators that keep the rules are accepted, with all kinds of inputs and callers.
 
 use super::*;
 
@@ -14,12 +14,12 @@ fn operators_that_keep_to_the_rules() {
     check(&|inputs| Ok((&inputs[0] * &inputs[1]).into()));
     check(&|inputs| Ok([inputs[0].softmax(1, None), inputs[1].tanh() * &inputs[0]].into()));
     check(&|inputs| Ok(inputs[0].matmul(&inputs[1].transpose(0, 1)).into()));
-    // Absent and undefined outputs, and one without a derivative.
+    // Absent and undefined outputs, and an output that has no derivative.
     check(&|inputs| Ok(vec![None, Some(&inputs[0] * &inputs[1]), Some(Tensor::new())].into()));
     check(&|inputs| Ok([inputs[0].gt_tensor(&inputs[1]), inputs[0].exp()].into()));
     // Only one of the inputs has a derivative.
     check(&|inputs| Ok((&inputs[0] * inputs[1].detach()).into()));
-    // A second derivative that is an error, not a wrong number.
+    // An operator whose second derivative is an error and not a wrong number.
     check(&|inputs| apply(Once, &[Some(&inputs[0])]));
     check(&|inputs| {
         let run = |inputs: &[Option<Tensor>]| match inputs {
@@ -30,7 +30,7 @@ fn operators_that_keep_to_the_rules() {
     });
 }
 
-/// sin, without a second derivative.
+/// sin, which has no second derivative.
 struct Once;
 
 impl Function for Once {
@@ -46,7 +46,8 @@ impl Function for Once {
     }
 }
 
-/// Step upon step they would leave what a double can hold.
+/// Over several chained steps, the values or gradients of these operators exceed the range of a
+/// double.
 #[test]
 fn operators_that_grow_fast() {
     for device in devices() {
@@ -173,7 +174,7 @@ fn not_every_value_is_an_input_of_every_operator() {
     let square = (Tensor::randn([4, 4], (Kind::Double, Device::Cpu)) * 0.1
         + Tensor::eye(4, (Kind::Double, Device::Cpu)))
     .set_requires_grad(true);
-    // Of equal rows there is no inverse.
+    // The suite also tries expanded inputs. Their rows are equal, and such a matrix has no inverse.
     conformance(|inputs| Ok(Tensor::linalg_inv(&inputs[0])), &[&square], &defaults())
         .expect("an inverse");
     let positive = leaf(&[4, 6], Device::Cpu).detach().abs().f_add_scalar(0.1).expect("positive");

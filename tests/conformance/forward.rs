@@ -1,11 +1,13 @@
-//! Forwards that write, share or overlook what they must not.
+//! Tests of forwards that break a rule: they write where they must not, share memory, or ignore
+//! something.
 
 use super::*;
 
 #[test]
 fn a_write_to_an_input() {
     let negate = |x: &Tensor, w: &Tensor| {
-        // The same values: only the version tells. Of expanded memory this is an error.
+        // The values stay the same, so only the version counter shows the write. With expanded
+        // memory this copy is an error.
         let _ = x.detach().f_copy_(&x.detach());
         Ok(x * w)
     };
@@ -29,13 +31,13 @@ fn a_write_to_an_input() {
 #[test]
 fn a_write_beside_an_input() {
     let beside = |x: &Tensor, w: &Tensor| {
-        // 24 elements, and then those that are no part of it.
+        // The tensor has 24 elements; this writes beyond them.
         let _ = x.as_strided([32], [1], None).narrow(0, 30, 1).f_fill_(0.0)?;
         Ok(x * w)
     };
     for device in devices() {
         let x = leaf(&[4, 6], device);
-        // Only copies with their margins have so much memory.
+        // Only the suite's copies, which have margins, have that much memory.
         let error =
             conformance(product(beside, gradient), &[&x, &x], &defaults()).expect_err("a write");
         assert!(error.to_string().contains("or to memory around it"), "{error}");
@@ -135,7 +137,7 @@ fn a_write_without_a_graph() {
     let careless = |inputs: &[Tensor]| {
         let output = &inputs[0] * &inputs[1];
         if !output.requires_grad() {
-            // As a kernel that takes an input for scratch memory.
+            // This imitates a kernel that uses an input as scratch memory.
             let _ = inputs[0].detach().f_fill_(0.0);
         }
         Ok(output)
@@ -182,7 +184,7 @@ fn aliasing_only_with_a_graph() {
 
 #[test]
 fn what_depends_on_who_requires_grad() {
-    // With grad mode on, and nothing to differentiate by.
+    // This operator is wrong only when grad mode is on and no input requires grad.
     let idle = |inputs: &[Tensor]| {
         let output = &inputs[0] * &inputs[1];
         let grad_mode = (Tensor::from(1.0).set_requires_grad(true) * 1.0).requires_grad();
@@ -228,7 +230,8 @@ fn what_depends_on_who_requires_grad() {
 fn a_write_beside_an_output_or_a_gradient() {
     fn beyond(tensor: Tensor) -> Tensor {
         assert_eq!((tensor.numel(), tensor.kind()), (24, Kind::Double));
-        // SAFETY: of 192 bytes, glibc gives 200; nobody else knows.
+        // SAFETY: for 192 bytes, glibc's allocator gives 200, so the write stays in this tensor's
+        // block and nothing else uses these bytes.
         unsafe { tensor.data_ptr().cast::<f64>().add(24).write(0.5) };
         tensor
     }

@@ -1,4 +1,4 @@
-//! Backwards that are right for some callers only.
+//! Tests of backwards that are right only for some callers.
 
 use super::*;
 
@@ -31,7 +31,7 @@ fn strides_of_incoming_gradients_ignored() {
     }
 }
 
-/// x², x·w; an absent gradient is taken for the other.
+/// x², x·w. If one incoming gradient is absent, the backward wrongly uses the other one instead.
 struct Two;
 
 impl Function for Two {
@@ -62,9 +62,9 @@ fn an_absent_gradient_misread() {
     );
 }
 
-/// x·w, differentiated in a way that this crate's helper exists to avoid.
+/// x·w, differentiated in a wrong way that `differentiate_reference` exists to avoid.
 struct Careless {
-    /// With respect to copies, not to the inputs.
+    /// Whether it differentiates with respect to copies instead of the inputs.
     detached: bool,
 }
 

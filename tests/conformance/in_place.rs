@@ -1,8 +1,8 @@
-//! Operators that change their inputs.
+//! Tests of operators that change their inputs.
 
 use super::*;
 
-/// In place: x := x·w.
+/// In place: x := x·w. `tell` says whether libtorch is told of the change.
 struct Scale {
     tell: bool,
 }
@@ -21,10 +21,11 @@ impl Function for Scale {
             saver.mark_dirty(0);
             return Ok(x.shallow_clone().into());
         }
-        // As a kernel writes: libtorch does not notice.
+        // This writes like a kernel, without libtorch noticing.
         let values = (x * w).contiguous();
         let (to, from) = (x.data_ptr().cast::<f64>(), values.data_ptr().cast::<f64>());
-        // SAFETY: the test gives contiguous tensors of kind Double on the CPU.
+        // SAFETY: the test passes contiguous tensors of kind Double on the CPU, and both have the
+        // same number of elements.
         unsafe { std::ptr::copy_nonoverlapping(from, to, values.numel()) };
         Ok(values.into())
     }
@@ -42,7 +43,7 @@ fn changes_in_place_have_to_be_declared() {
     let declared = ConformanceOptions { changed_inputs: &[0], ..defaults() };
     let beyond = ConformanceOptions { changed_inputs: &[0, 2], ..defaults() };
     for device in devices() {
-        // Not differentiable by what is changed, and by it.
+        // The changed input is first a constant and then requires grad.
         for x in [leaf(&[4, 6], device).detach(), leaf(&[4, 6], device)] {
             let w = leaf(&[4, 6], device);
             conformance(scale, &[&x, &w], &declared).expect("declared");
@@ -62,7 +63,8 @@ fn changes_in_place_have_to_be_declared() {
     assert!(error.contains("its version was not: is mark_dirty missing?"), "{error}");
 }
 
-/// In place, as if the changed input were contiguous and had memory behind it.
+/// Changes its input in place, but wrongly assumes that it is contiguous or, if `beside`, that the
+/// memory after it may be written.
 fn scale_of_a_buffer(beside: bool) -> impl Fn(&[Tensor]) -> Result<Tensors> + Sync {
     move |inputs| {
         let (x, w) = (&inputs[0], &inputs[1]);

@@ -1,5 +1,5 @@
-//! `testing::conformance` accepts operators that keep to the rules, and names the rule that another
-//! breaks.
+//! Tests that `testing::conformance` accepts operators that keep the rules, and names the rule that
+//! another operator breaks.
 
 mod accepted;
 mod forward;
@@ -30,7 +30,7 @@ fn defaults() -> ConformanceOptions<'static> {
     ConformanceOptions::default()
 }
 
-/// The properties that do not hold, and the whole report.
+/// The names of the rules that the operator breaks, and the whole report.
 fn broken<O: Into<Tensors>>(
     operator: impl Fn(&[Tensor]) -> Result<O> + Sync,
     device: Device,
@@ -61,8 +61,9 @@ fn assert_breaks<O: Into<Tensors>>(
     }
 }
 
-/// x·w with a part that can be exchanged for a wrong one: what is computed with the inputs, and
-/// from input, other input and incoming gradient the gradient.
+/// x·w, in which one part can be replaced by a wrong one: the function that computes the output
+/// from the inputs, or the one that computes the gradients from the inputs and the incoming
+/// gradient.
 struct Product<F, B> {
     forward: F,
     backward: B,
@@ -100,7 +101,7 @@ fn product(forward: Value, backward: Gradient) -> impl Fn(&[Tensor]) -> Result<T
     move |inputs| apply(Product { forward, backward }, &[Some(&inputs[0]), Some(&inputs[1])])
 }
 
-/// As if the tensor were contiguous.
+/// The tensor's memory, read as if the tensor were contiguous.
 fn taken_for_contiguous(tensor: &Tensor) -> Tensor {
     let columns = tensor.size()[1];
     tensor.as_strided(tensor.size(), [columns, 1], None)

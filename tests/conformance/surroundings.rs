@@ -1,4 +1,5 @@
-//! What an operator leaves behind, and where it runs: switches, threads, streams, graphs.
+//! Tests of the state that an operator leaves, and of the threads, streams and graphs that it runs
+//! in.
 
 use super::*;
 
@@ -6,7 +7,7 @@ use super::*;
 fn grad_mode_left_on() {
     let leaving = |inputs: &[Tensor]| {
         let output = &inputs[0] * &inputs[1];
-        // SAFETY: a switch of this thread.
+        // SAFETY: the call only changes a setting of this thread.
         unsafe { torch_sys::at_grad_set_enabled(1) };
         Ok(output)
     };
@@ -54,7 +55,7 @@ fn cuda_work_on_another_stream() {
         let _guard = StreamGuard::new(&Stream::default_of(inputs[0].device())?)?;
         Ok(&inputs[0] * &inputs[1])
     };
-    // A capture does not see it, either.
+    // The check of captures is left out, because a capture would not contain this work, either.
     let (names, report) =
         broken(elsewhere, device, &ConformanceOptions { cuda_graph: false, ..defaults() });
     assert_eq!(names, ["stream"], "{report}");
@@ -96,7 +97,7 @@ fn cuda_what_cannot_be_captured() {
             .0
             .is_empty()
     );
-    // What the CPU read at the capture is no longer so at the replay.
+    // A value that the CPU computes during the capture is outdated in the replay.
     static CALLS: AtomicU32 = AtomicU32::new(0);
     let counting = |inputs: &[Tensor]| {
         let captured = tch_extension::cuda::Graph::capture(inputs[0].device(), || Ok(())).is_err();

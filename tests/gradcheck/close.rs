@@ -1,4 +1,4 @@
-//! `assert_close` and `tolerance`.
+//! Tests of `assert_close` and `tolerance`.
 
 use super::*;
 

@@ -1,5 +1,5 @@
-//! Complex inputs and outputs, with PyTorch's gradient: that of a real number `s` by `z = x + iy`
-//! is `∂s/∂x + i ∂s/∂y`.
+//! Tests of complex inputs and outputs. They use PyTorch's definition of the gradient: for a real
+//! number `s` and `z = x + iy`, it is `∂s/∂x + i ∂s/∂y`.
 
 use super::*;
 use tch_extension::testing::{GradgradcheckOptions, gradgradcheck};
@@ -12,7 +12,7 @@ fn of(parts: &[f64]) -> Tensor {
     Tensor::from_slice(parts).reshape([-1, 2]).view_as_complex().set_requires_grad(true)
 }
 
-/// Away from zero, where |z| has no derivative.
+/// Complex numbers away from zero, where |z| has no derivative.
 fn away_from_zero(size: &[i64]) -> Tensor {
     let z = complex(size).detach();
     (&z + z.sgn()).set_requires_grad(true)
@@ -21,15 +21,15 @@ fn away_from_zero(size: &[i64]) -> Tensor {
 #[test]
 fn right_complex_functions_pass() -> Result<()> {
     let (z, w) = (complex(&[2, 3]), complex(&[3]));
-    // Holomorphic.
+    // Holomorphic functions.
     check(|inputs| Ok(&inputs[0] * &inputs[0]), &[&z])?;
     check(|inputs| Ok(inputs[0].matmul(&inputs[1])), &[&z, &w])?;
-    // Not so.
+    // A function that is not holomorphic.
     check(|inputs| Ok(inputs[0].conj() * &inputs[1]), &[&z, &w])?;
-    // Complex to real.
+    // Functions from complex to real numbers.
     check(|inputs| Ok(inputs[0].abs()), &[&away_from_zero(&[2, 3])])?;
     check(|inputs| Ok([inputs[0].real(), inputs[0].imag()]), &[&z])?;
-    // Real to complex, and both among inputs and outputs.
+    // A function from real to complex numbers, and one with both among its inputs and outputs.
     let x = variable(&[3]);
     check(|inputs| Ok(Tensor::complex(&inputs[0], &inputs[0].sin())), &[&x])?;
     check(
@@ -38,7 +38,7 @@ fn right_complex_functions_pass() -> Result<()> {
     )
 }
 
-/// z·z with the backward given.
+/// z·z with the given backward.
 fn complex_square(
     backward: fn(&Tensor, &Tensor) -> Tensor,
 ) -> impl Fn(&[Tensor]) -> Result<Tensors> {
@@ -50,7 +50,8 @@ fn a_complex_backward_of_ones_own_passes_with_the_conjugate_and_not_without() {
     let z = of(&[1.0, 2.0, -0.5, 0.25]);
     check(complex_square(|z, grad| grad * (z * 2.0).conj()), &[&z]).unwrap();
     let text = refusal(check(complex_square(|z, grad| grad * z * 2.0), &[&z]));
-    // 2 Re(z) by x and -2 Im(z) by y are the real part's derivatives.
+    // The derivatives of the real part are 2 Re(z) with respect to x and -2 Im(z) with respect to
+    // y.
     assert_says(
         &text,
         &["row 0 (output element [0], real part), column 1 (input element [0], imaginary part)"],
@@ -58,10 +59,11 @@ fn a_complex_backward_of_ones_own_passes_with_the_conjugate_and_not_without() {
     assert_says(&text, &["analytical 4.0, numerical -4.0", "4 of 16 entries are wrong"]);
 }
 
-/// On the real axis a conjugate makes no difference, so it has to be moved along the imaginary one.
+/// On the real axis a conjugate makes no difference, so gradcheck must also move inputs along the
+/// imaginary axis.
 #[test]
 fn a_missing_conjugate_of_the_incoming_gradient_is_found() {
-    // |z|² of the real kind: its gradient is 2z.
+    // z|² as a real output; its gradient is 2z.
     struct Norm(bool);
     impl Function for Norm {
         const NAME: &'static str = "norm";
@@ -86,7 +88,7 @@ fn a_missing_conjugate_of_the_incoming_gradient_is_found() {
     assert_says(&text, &["analytical -4.0, numerical 4.0", "1 of 2 entries is wrong"]);
 }
 
-/// x + i·sin x, whose backward takes the incoming gradient's imaginary part with this sign.
+/// x + i·sin x, whose backward multiplies the imaginary part of the incoming gradient by this sign.
 struct Curve(f64);
 
 impl Function for Curve {
@@ -114,7 +116,7 @@ fn a_real_to_complex_backward_of_ones_own_passes_or_is_found() {
         &["row 1 (output element [0], imaginary part), column 0 (input element [0])"],
     );
     assert_says(&text, &["2 of 8 entries are wrong"]);
-    // A complex gradient of a real input is libtorch's to refuse.
+    // libtorch itself refuses a complex gradient for a real input.
     let wrong = square(|x, grad| Tensor::complex(&(grad * x * 2.0), grad));
     assert_says(&refusal(check(wrong, &[&x])), &["backward failed for row 0 of output 0"]);
 }
@@ -132,7 +134,7 @@ fn complex_gradients_from_nowhere_are_found() {
         &text,
         &["the gradient is 1.0 at element [0], imaginary part, although every incoming gradient"],
     );
-    // Right for one and for i, but not linear.
+    // This backward is right for the gradients 1 and i, but it is not linear.
     let bent = square(|z, grad| {
         Tensor::complex(&grad.real().abs(), &grad.imag().abs()) * (z * 2.0).conj()
     });

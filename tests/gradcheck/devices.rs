@@ -1,4 +1,4 @@
-//! With a GPU and without.
+//! Tests of machines with and without a GPU.
 
 use super::*;
 
@@ -15,10 +15,10 @@ fn on_every_device() {
     }
 }
 
-/// Set in the processes that [`run_alone`] starts; says what to do there.
+/// The variable that [`run_alone`] sets for its processes. Its value says what to do there.
 const CHILD: &str = "GRADCHECK_TEST_CHILD";
 
-/// Runs a test of this file again in a process of its own, in which no GPU is visible.
+/// Runs a test of this file again in a separate process in which no GPU is visible.
 fn run_alone(test: &str, task: &str, require_cuda: &str) -> std::process::Output {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", &format!("devices::{test}")])
@@ -29,7 +29,7 @@ fn run_alone(test: &str, task: &str, require_cuda: &str) -> std::process::Output
         .unwrap()
 }
 
-/// What such a process does instead of the test; `false` in the test itself.
+/// Runs the task in such a process; returns `false` in the test itself.
 fn is_child() -> bool {
     match std::env::var(CHILD).as_deref() {
         Ok("cuda_or_skip") => assert!(cuda_or_skip("a_test").is_none()),

@@ -1,4 +1,4 @@
-//! The fast mode.
+//! Tests of the fast mode.
 
 use super::*;
 
@@ -15,7 +15,7 @@ fn fast_mode_accepts_right_gradients_of_any_layout() {
     check_with(two, &[&strided], &fast()).expect("two outputs");
     check_with(|inputs| Ok(inputs[0].exp()), &[&variable(&[0, 3])], &fast())
         .expect("nothing at all");
-    // Only one input has a derivative.
+    // The second input is detached, so its derivative is missing.
     check_with(|inputs| Ok(&inputs[0] * inputs[1].detach()), &[&x, &variable(&[50, 40])], &fast())
         .expect_err("the second has none, but the output depends on it");
 }
@@ -50,7 +50,7 @@ fn fast_mode_runs_the_backward_twice() {
 
 #[test]
 fn what_fast_mode_misses_slow_mode_finds() {
-    // The last of many gradients is wrong by a little.
+    // Only the last of many gradients is slightly wrong.
     let last = square(|x, grad| {
         let right = grad * x * 2.0;
         let _ = right.narrow(0, x.size()[0] - 1, 1).f_mul_scalar_(1.05).expect("in place");
@@ -62,7 +62,7 @@ fn what_fast_mode_misses_slow_mode_finds() {
     assert_says(&refusal(check_with(&last, &[&few], &GradcheckOptions::default())), &["column 39"]);
 }
 
-/// x·A, whose backward forgets to transpose A.
+/// x·A, whose backward wrongly does not transpose A.
 struct Untransposed;
 
 impl Function for Untransposed {
@@ -91,7 +91,7 @@ fn fast_mode_tells_a_jacobian_from_its_transpose() {
 
 #[test]
 fn fast_mode_moves_one_input_at_a_time() {
-    // Bilinear, so that differences are exact however large the step.
+    // The function is bilinear, so differences are exact for any step size.
     let options = GradcheckOptions { eps: 0.5, ..fast() };
     let (x, w) = (variable(&[3, 4]), variable(&[3, 4]));
     check_with(|inputs| Ok(&inputs[0] * &inputs[1]), &[&x, &w], &options).expect("a product");

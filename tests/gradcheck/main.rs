@@ -1,5 +1,5 @@
-//! `testing::gradcheck` accepts right gradients and names the place of wrong ones; so do its
-//! companions.
+//! Tests that `testing::gradcheck` accepts right gradients and names the place of wrong ones, and
+//! tests of the functions that belong to it.
 
 mod close;
 mod complex;
@@ -28,8 +28,8 @@ fn variable(size: &[i64]) -> Tensor {
     random(size).set_requires_grad(true)
 }
 
-/// Runs gradcheck, and whatever it says, the caller's tensors must be as they were, bit by bit, and
-/// never written to in between either, as libtorch's version counter tells.
+/// Runs gradcheck and checks that the caller's tensors are bitwise unchanged. libtorch's version
+/// counter shows that they were not even written to in between.
 fn check<O: Into<Tensors>>(
     function: impl Fn(&[Tensor]) -> Result<O>,
     inputs: &[&Tensor],
@@ -69,7 +69,7 @@ fn assert_says(text: &str, parts: &[&str]) {
     }
 }
 
-/// x², with any backward: a function of x and the incoming gradient.
+/// x², with any backward: a function of x and of the incoming gradient.
 struct Square<B>(B);
 
 impl<B: Fn(&Tensor, &Tensor) -> Result<Tensor> + Send + Sync + 'static> Function for Square<B> {
@@ -95,7 +95,7 @@ fn square(
     }
 }
 
-/// (x², x³), with any backward: a function of x and the incoming gradients, which are not
+/// (x², x³), with any backward: a function of x and of the incoming gradients, which are not
 /// materialised.
 struct Powers<B>(B);
 

@@ -1,4 +1,4 @@
-//! What cannot be checked is refused.
+//! Tests of functions and inputs that cannot be checked and must be refused.
 
 use super::*;
 
@@ -46,7 +46,7 @@ fn undefined_inputs_and_functions_without_output_are_refused() {
 
 #[test]
 fn an_output_that_changes_its_shape_is_refused() {
-    // At first all three are positive; a little less, and one is not.
+    // At first all three numbers are positive, but after a small step down one of them is not.
     let x = Tensor::from_slice(&[1.0, 1e-7, 1.0]).set_requires_grad(true);
     let text = refusal(check(|inputs| Ok(inputs[0].masked_select(&inputs[0].gt(0.0))), &[&x]));
     assert_says(&text, &["output 0 was", "size: [3]", "is Some(Output { size: [2]"]);

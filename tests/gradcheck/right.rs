@@ -1,4 +1,4 @@
-//! Right gradients pass.
+//! Tests that right gradients pass.
 
 use super::*;
 
@@ -13,7 +13,7 @@ fn right_functions_pass() -> Result<()> {
 #[test]
 fn several_outputs_pass() -> Result<()> {
     check(powers(right_powers), &[&variable(&[4])])?;
-    // Outputs of different shapes, one of which depends on one input only.
+    // Two outputs of different shapes; the second depends on one input only.
     let function =
         |inputs: &[Tensor]| Ok([inputs[0].matmul(&inputs[1]), inputs[0].sin().sum(Kind::Double)]);
     check(function, &[&variable(&[3, 2]), &variable(&[2, 1])])
@@ -48,7 +48,8 @@ fn any_layout_passes() -> Result<()> {
     Ok(())
 }
 
-/// A kernel chooses its path by strides and alignment: it must see those of the caller.
+/// A kernel may choose its code path by strides and alignment, so gradcheck's copies must have
+/// those of the caller's tensors.
 #[test]
 fn the_function_sees_the_callers_layout_and_never_the_callers_memory() -> Result<()> {
     let x = random(&[4, 6]).slice(1, 1, 6, 2).transpose(0, 1).detach().set_requires_grad(true);

@@ -1,4 +1,4 @@
-//! Wrong gradients are found, and their place is named.
+//! Tests that wrong gradients are found and that the error names their place.
 
 use super::*;
 
@@ -8,13 +8,13 @@ fn a_wrong_factor_is_found() {
     let result = check(square(|x, grad| grad * x * 3.0), &[&x]);
     let whole = result.as_ref().unwrap_err().to_string();
     let text = refusal(result);
-    // The largest is the worst.
+    // The error names the entry with the largest difference.
     assert_says(
         &text,
         &["output 0, input 0", "row 2 (output element [2])", "column 2 (input element [2])"],
     );
     assert_says(&text, &["analytical -12.0, numerical -7.99", "3 of 9 entries are wrong"]);
-    // The Jacobians follow.
+    // The Jacobians follow in the error.
     assert_says(
         &whole,
         &["\nanalytical:\n", "\nnumerical:\n", "[   3.000000e0,    0.000000e0,    0.000000e0]"],
@@ -29,7 +29,7 @@ fn a_wrong_last_element_of_a_ragged_size_is_found() {
             let _ = gradient.narrow(0, n - 1, 1).zero_();
             gradient
         };
-        // Away from zero, where the gradient would be right by chance.
+        // Values away from zero, because the wrong gradient of zero would be right by chance.
         let x = (random(&[n]).abs() + 0.5).set_requires_grad(true);
         let text = refusal(check(square(last_is_zero), &[&x]));
         let last = n - 1;
@@ -47,7 +47,7 @@ fn a_transposed_gradient_is_found() {
     let transposed = square(|x, grad| (grad * x * 2.0).transpose(0, 1));
     let x = Tensor::from_slice(&[1.0, 2.0, 3.0, 4.0]).reshape([2, 2]).set_requires_grad(true);
     let text = refusal(check(&transposed, &[&x]));
-    // Element [1, 0] has the larger of the two gradients that changed places.
+    // Two gradients are exchanged, and element [1, 0] has the larger of them.
     assert_says(&text, &["output element [1, 0]", "4 of 16 entries are wrong"]);
 }
 
@@ -63,7 +63,7 @@ fn a_gradient_that_ignores_the_incoming_one_is_found() {
 
 #[test]
 fn a_scalar_function_that_ignores_the_incoming_gradient_is_found() {
-    // With one element, the Jacobian is right.
+    // For a single element, this Jacobian is right.
     let ignoring = square(|x, _| x * 2.0);
     let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
     let text = refusal(check(&ignoring, &[&x]));
@@ -86,7 +86,7 @@ fn a_scalar_function_that_ignores_the_incoming_gradient_is_found() {
 
 #[test]
 fn a_backward_that_is_not_linear_in_the_incoming_gradient_is_found() {
-    // Each is right for zeros and for a single one.
+    // Each of these is right for incoming gradients that are all zero or have a single one.
     let wrong: [fn(&Tensor) -> Tensor; 3] =
         [Tensor::square, Tensor::abs, |grad: &Tensor| grad.clamp(-1.0, 1.0)];
     for bend in wrong {
@@ -98,14 +98,16 @@ fn a_backward_that_is_not_linear_in_the_incoming_gradient_is_found() {
 
 #[test]
 fn a_backward_that_drops_terms_with_several_gradients_is_found() {
-    // Right for every row and for ones, zeros and undefined gradients.
+    // This is right for every row of the Jacobian and for gradients that are all ones, all zeros or
+    // undefined.
     let is_zero = |grad: &Tensor| grad.any().double_value(&[]) == 0.0;
     let wrong = powers(move |x, square, cube| match square {
         Some(square) if !is_zero(square) => right_powers(x, Some(square), None),
         _ => right_powers(x, None, cube),
     });
     let x = Tensor::from_slice(&[3.0]).set_requires_grad(true);
-    // -2 of 6 and 0.5 of 27
+    // The incoming gradients are -2 and 0.5: -2 · 6 = -12, and the Jacobian gives -12 + 0.5 · 27 =
+    // 1.5.
     assert_says(
         &refusal(check(wrong, &[&x])),
         &["give -12.0 at element [0], but 1.5 by the Jacobian"],
@@ -123,7 +125,7 @@ fn a_backward_that_drops_terms_with_several_gradients_is_found() {
 
 #[test]
 fn a_gradient_from_nowhere_is_found() {
-    // Right for every row of the Jacobian.
+    // This is right for every row of the Jacobian, and wrong for a zero gradient.
     let backward =
         square(
             |x, grad| {
@@ -144,7 +146,7 @@ fn nan_is_wrong_everywhere() {
         &refusal(check(nan, &[&variable(&[2])])),
         &["analytical NaN", "4 of 4 entries are wrong"],
     );
-    // Also where the numerical derivative is no number either.
+    // A NaN is an error even where the numerical derivative is NaN, too.
     let x = Tensor::from_slice(&[-1.0]).set_requires_grad(true);
     assert_says(
         &refusal(check(|inputs| Ok(inputs[0].sqrt()), &[&x])),
@@ -180,7 +182,7 @@ fn a_backward_that_writes_into_what_it_gets_is_no_second_mistake() -> Result<()>
 
 #[test]
 fn a_backward_that_needs_every_gradient_is_found() {
-    // Without a graph behind it, an output's gradient is absent.
+    // An output that has no graph gets no gradient.
     let needy = powers(|x, square, cube| match (square, cube) {
         (Some(square), Some(cube)) => Ok(Some(square * x * 2.0 + cube * x * x * 3.0)),
         (Some(square), None) => Ok(Some(square * x * 2.0)),
@@ -213,7 +215,7 @@ fn a_backward_that_fails_without_the_first_gradient_is_found() {
         (None, Some(_)) => Err(Error::msg("the first is missing")),
         _ => right_powers(x, square, cube),
     });
-    // Already the rows of output 1 leave the first gradient out.
+    // The rows for output 1 are computed without the first gradient, so they already fail.
     let text = refusal(check(needy, &[&variable(&[2])]));
     assert_says(&text, &["backward failed for row 0 of output 1", "powers: the first is missing"]);
 }
@@ -244,7 +246,8 @@ fn right_multiples(grads: [Option<&Tensor>; 3]) -> Result<Option<Tensor>> {
     Ok(terms.reduce(|sum, term| sum + term))
 }
 
-/// A row of a Jacobian leaves out all gradients but one: only leaving out one in turn gets here.
+/// A row of a Jacobian has only one gradient. Only the check that omits one gradient at a time
+/// reaches this error.
 #[test]
 fn a_backward_that_fails_without_one_of_three_gradients_is_found() {
     let wrong = |inputs: &[Tensor]| {
@@ -312,7 +315,7 @@ fn the_second_input_is_named() {
     let (x, y) = (Tensor::from_slice(&[2.0]).set_requires_grad(true), Tensor::from_slice(&[5.0]));
     let text = refusal(check(product, &[&x, &y.copy().set_requires_grad(true)]));
     assert_says(&text, &["output 0, input 1", "analytical 5.0, numerical 2.0"]);
-    // It is not looked at when it requires no grad.
+    // An input that does not require grad is not checked.
     check(product, &[&x, &y]).unwrap();
 }
 

@@ -1,4 +1,4 @@
-//! When the compilers run, and when not.
+//! Tests of when the compilers run and when they do not.
 
 use super::*;
 use std::time::{Duration, Instant};
@@ -14,7 +14,7 @@ fn the_second_load_takes_milliseconds_and_runs_no_compiler() {
         assert_eq!((first.path(), first.name()), (again.path(), "second"));
         started.elapsed()
     };
-    // The fastest of some, as the machine may be busy.
+    // The fastest of several runs, because the machine may be busy.
     let took = (0..5).map(|_| timed()).min().unwrap();
     assert!(took < Duration::from_millis(50), "{took:?}");
     assert_eq!(builds(folder.path()), 1);
@@ -61,7 +61,8 @@ fn changed_sources_get_a_new_name() {
     let values: Vec<_> = modules.iter().map(|module| number(module, "value").unwrap()).collect();
     assert_eq!(values, [1, 2, 1, 3]);
     for module in &modules {
-        // SAFETY: as in the text; the string is a literal.
+        // SAFETY: the type is that of the function in the source text, and the string is a literal,
+        // so it lives as long as the library.
         let name = unsafe {
             let name = module.symbol::<extern "C" fn() -> *const std::ffi::c_char>("name").unwrap();
             std::ffi::CStr::from_ptr(name())
@@ -116,7 +117,8 @@ fn the_library_finds_libtorch_by_itself() {
 #[test]
 fn contents_count_and_times_do_not() {
     let folder = scratch();
-    // With what make's syntax, which compilers list headers in, writes in its own way.
+    // The folder's name has characters that are escaped in make's syntax, in which compilers list
+    // headers.
     let sources = folder.path().join("a #$ b");
     std::fs::create_dir(&sources).unwrap();
     let source = sources.join("timed.cpp");

@@ -1,4 +1,4 @@
-//! Each kind of argument and result that a function in a PYBIND11_MODULE may have.
+//! Tests of each type of argument and result that a function in a PYBIND11_MODULE may have.
 
 use super::*;
 use tch_extension::library::{Args, FromOutputs};
@@ -158,7 +158,8 @@ fn defaults_that_no_schema_has() {
     );
     assert_eq!(hidden.call::<Tensor>(args![&ones()]).unwrap(), ones() * 3);
     assert_eq!(hidden.call::<Tensor>(args![&ones(), limit = 2.0]).unwrap(), ones() * 2);
-    // One that an argument without a default follows; Python can use it by naming that.
+    // An argument without a default follows one that has a default. Python can use such a default
+    // by naming the arguments.
     let first = module().operator("default_first").unwrap();
     assert_says(first.schema(), &["(int a, int b, int c=1)"]);
     assert_eq!(first.call::<i64>(args![7_i64, 2_i64]).unwrap(), 4);
@@ -174,7 +175,7 @@ fn guards_run_around_the_call() {
     }
     let leaf = ones().set_requires_grad(true);
     assert!(call::<Tensor>("scale", args![&leaf]).unwrap().requires_grad());
-    // Whether a function that returns constants is refused is library's business.
+    // The `library` module decides whether a function that returns constants is refused.
     let constant =
         module().operator("no_grad").unwrap().no_grad().call::<Tensor>(args![&leaf]).unwrap();
     assert!(!constant.requires_grad());

@@ -1,4 +1,4 @@
-//! CUDA. Compiled wherever there is an nvcc, run where there is a GPU, too.
+//! Tests of CUDA sources. They are compiled if there is an nvcc, and run if there is also a GPU.
 
 use super::*;
 use tch_extension::cuda;
@@ -11,7 +11,7 @@ fn cuda_jit_inline() {
         assert!(cuda_or_skip(name).is_none());
         return;
     }
-    // No header of libtorch's in the kernel: nvcc is fast then.
+    // The kernel includes no header of libtorch's, which makes nvcc fast.
     let module = extension("cuda_inline")
         .cuda(
             "#include <tch_extension/launch.h>\n\

@@ -1,4 +1,4 @@
-//! Texts.
+//! Tests of sources that are given as text.
 
 use super::*;
 
@@ -8,14 +8,14 @@ fn symbols_come_with_their_type() {
         .cpp("extern \"C\" { double twice(double x) { return 2 * x; } int limit = 7; }")
         .load()
         .unwrap();
-    // SAFETY: the types are those of the text.
+    // SAFETY: the types are those of the definitions in the source text.
     unsafe {
         let twice = module.symbol::<extern "C" fn(f64) -> f64>("twice").unwrap();
         assert_eq!(twice(21.0), 42.0);
         assert_eq!(**module.symbol::<*const i32>("limit").unwrap(), 7);
     }
     assert_says(&message(number(&module, "thrice")), &["typed", "no symbol \"thrice\""]);
-    // SAFETY: refused for its size before it is read.
+    // SAFETY: the symbol is refused because of its size, before it is read.
     let wide = message(unsafe { module.symbol::<[usize; 2]>("twice") });
     assert_says(&wide, &["typed", "twice", "size"]);
     assert_says(&message(module.operator("forward")), &["no operator typed::forward"]);
@@ -45,8 +45,8 @@ fn the_readme_s_example() {
     assert_eq!(y, Tensor::from_slice(&[1.5, 2.5]));
 }
 
-/// Sources are compiled without the larger part of `torch/extension.h` first. What they need of it
-/// is there all the same: here by a name in a header.
+/// Sources are first compiled without the larger part of `torch/extension.h`. What they need of
+/// that part must nevertheless be there; here it is a name that is used in a header.
 #[test]
 fn all_of_libtorch_s_frontend_is_there() {
     let folder = scratch();
@@ -90,7 +90,8 @@ fn jit_of_two_functions() -> Module {
         .unwrap()
 }
 
-/// The newer style: operators by TORCH_LIBRARY, and a module that Python could import.
+/// A source in the newer style, which has operators in a TORCH_LIBRARY and a module that Python
+/// could import.
 #[test]
 fn a_stub_for_python_s_import_compiles() {
     let module =
@@ -100,7 +101,7 @@ fn a_stub_for_python_s_import_compiles() {
         module.operator("tch_test_muladd::muladd").unwrap().call(args![&a, &b, 1.0]).unwrap();
     assert_eq!(y, Tensor::from_slice(&[4.0_f32, 9.0]));
 
-    // Its namespace is not the extension's name, and cannot be taken twice.
+    // The namespace in TORCH_LIBRARY is not the extension's name and cannot be registered twice.
     let again = extension("modern")
         .source(python_source("muladd.cpp"))
         .flag("-O0")
@@ -109,7 +110,8 @@ fn a_stub_for_python_s_import_compiles() {
     assert_says(&message(again), &["modern_v1", "tch_test_muladd"]);
 }
 
-/// libtorch has two switches for TF32: whoever sets the newer one is heard, too.
+/// libtorch has two settings for TF32, an older and a newer one. The newer one must be respected,
+/// too.
 #[test]
 fn a_precision_set_the_newer_way_is_seen() {
     let module = extension("precision")
@@ -123,7 +125,7 @@ fn a_precision_set_the_newer_way_is_seen() {
         .flag("-O0")
         .load()
         .unwrap();
-    // SAFETY: the type is that of the text.
+    // SAFETY: the type is that of the function in the source text.
     let allow = unsafe { module.symbol::<extern "C" fn(bool)>("allow_tf32") }.unwrap();
     allow(true);
     let allowed = tch_extension::cuda::matmul_allow_tf32();

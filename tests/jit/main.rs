@@ -1,4 +1,4 @@
-//! C++ and CUDA that is compiled while the tests run.
+//! Tests of C++ and CUDA code that is compiled while the tests run.
 
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
@@ -18,7 +18,7 @@ fn scratch() -> tempfile::TempDir {
     tempfile::tempdir().expect("a temporary folder")
 }
 
-/// The cache of tests that are not about caches: the user's, or one of this process.
+/// The cache for tests that do not test the cache: the user's, or a temporary one of this process.
 fn shared_cache() -> PathBuf {
     static FOLDER: OnceLock<tempfile::TempDir> = OnceLock::new();
     match std::env::var_os("TCH_EXTENSION_CACHE") {
@@ -27,9 +27,9 @@ fn shared_cache() -> PathBuf {
     }
 }
 
-/// A source of tests/python_sources.
+/// The path of a source in tests/python_sources.
 fn python_source(file: &str) -> PathBuf {
-    // Set by cargo, and by the bundle's script where there is no cargo.
+    // Cargo sets this variable; a bundle's script sets it where there is no cargo.
     let root = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
     root.join("tests/python_sources").join(file)
@@ -39,12 +39,12 @@ fn extension(name: &str) -> Extension {
     Extension::new(name).cache(shared_cache())
 }
 
-/// Without libtorch's headers: compiled in no time.
+/// A source without libtorch's headers, which compiles quickly.
 const ANSWER: &str = "extern \"C\" int answer() { return 42; }";
 
-/// Calls a function without arguments.
+/// Calls a function that has no arguments.
 fn number(module: &Module, name: &str) -> Result<i32> {
-    // SAFETY: all functions of these tests that are asked for so are of this type.
+    // SAFETY: the sources of these tests define every function with this type that is called here.
     Ok(unsafe { module.symbol::<extern "C" fn() -> i32>(name) }?())
 }
 
@@ -58,7 +58,7 @@ fn assert_says(text: &str, parts: &[&str]) {
     }
 }
 
-/// How many times something was built in a cache: each build adds a line to its entry's log.
+/// The number of builds in a cache; each build adds a line to its entry's log.
 fn builds(cache: &Path) -> usize {
     let entries = std::fs::read_dir(cache).expect("a cache").flatten();
     entries

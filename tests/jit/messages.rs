@@ -1,4 +1,4 @@
-//! What cannot be compiled or loaded.
+//! Tests of the messages for sources that cannot be compiled or loaded.
 
 use super::*;
 use std::ffi::OsStr;
@@ -18,7 +18,7 @@ fn the_compiler_s_own_words() {
     );
     assert_says(&text, &["undeclared_thing", "not declared", "broken.cpp:1:"]);
 
-    // Nothing is left that would stop the next one.
+    // A failed build leaves nothing that would stop the next one.
     std::fs::write(&source, ANSWER).unwrap();
     assert_eq!(number(&load().unwrap(), "answer").unwrap(), 42);
 }
@@ -48,12 +48,12 @@ fn a_cache_that_cannot_be_written() {
     let folder = scratch();
     let file = folder.path().join("file");
     std::fs::write(&file, "").unwrap();
-    // Below a file, where not even root can write.
+    // The cache's path goes through a file, so not even root can write there.
     let text = message(Extension::new("nowhere").cpp(ANSWER).cache(file.join("cache")).load());
     assert_says(&text, &["nowhere", "file/cache", "TCH_EXTENSION_CACHE"]);
 }
 
-/// Compilers and cargo write lists of files as text.
+/// Compilers and cargo write lists of files as text, so such paths must be refused.
 #[test]
 fn paths_that_are_no_text_are_refused_by_name() {
     let folder = scratch();
@@ -69,7 +69,7 @@ fn paths_that_are_no_text_are_refused_by_name() {
     says(extension("odd").source(&source), &["the source", "odd\\xFF/answer.cpp", "rename"]);
     says(extension("odd").cpp(ANSWER).include(&odd), &["the include folder", "rename"]);
     says(Extension::new("odd").cpp(ANSWER).cache(&odd), &["the cache", "set TCH_EXTENSION_CACHE"]);
-    // A header is known only when it was read.
+    // A header's path is known only after a compiler has read the header.
     let header = folder.path().join(OsStr::from_bytes(b"header\xff.h"));
     std::fs::write(&header, "").unwrap();
     let includes = folder.path().join("includes.cpp");
@@ -92,7 +92,8 @@ fn a_module_that_cannot_be_registered_is_an_error_and_not_an_abort() {
         "m.def(\"fine\", [] { return 1; }); m.def(\"not-a-name\", [] { return 2; });",
     ));
     assert_says(&text, &["unregistered", "`not-a-name` cannot be an operator's name"]);
-    // Loaded here and not only in a rehearsal, it is all or nothing, too.
+    // Without a rehearsal, the library is loaded directly. Its operators are then registered
+    // completely or not at all, too.
     let files = std::fs::read_dir(folder.path()).unwrap().flatten();
     let files = files.filter_map(|entry| std::fs::read_dir(entry.path()).ok()).flatten().flatten();
     let library =

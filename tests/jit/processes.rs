@@ -1,14 +1,15 @@
-//! Many processes, and those that are killed.
+//! Tests of many processes at a time, and of processes that are killed.
 
 use super::*;
 use std::os::unix::fs::PermissionsExt;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Set in the processes that these tests start: the cache to load from.
+/// The variable that is set for the processes that these tests start. Its value is the cache to
+/// load from.
 const CACHE: &str = "JIT_TEST_CACHE";
 
-/// What such a process does instead of a test; `false` in the test itself.
+/// Loads the library in such a process; returns `false` in the test itself.
 fn is_child() -> bool {
     let Some(cache) = std::env::var_os(CACHE) else { return false };
     let started = Instant::now();
@@ -19,8 +20,8 @@ fn is_child() -> bool {
     true
 }
 
-/// A folder with a cache and a compiler that notes each of its runs, and waits while there is a
-/// file `slow`.
+/// A folder with a cache, and with a compiler that records each of its runs and sleeps as long as
+/// there is a file `slow`.
 struct Scene(tempfile::TempDir);
 
 impl Scene {
@@ -45,12 +46,12 @@ impl Scene {
         self.0.path().join("cache")
     }
 
-    /// How often the compiler ran, for whatever reason.
+    /// The number of times that the compiler ran, for any reason.
     fn runs(&self) -> usize {
         std::fs::read_to_string(self.0.path().join("runs")).map_or(0, |runs| runs.lines().count())
     }
 
-    /// Runs `test` in a process of its own, where it is a child.
+    /// Runs `test` in a separate process, in which [`is_child`] is true.
     fn start(&self, test: &str) -> Child {
         self.start_with(test, &[])
     }
@@ -68,7 +69,7 @@ impl Scene {
     }
 }
 
-/// What a child printed; it must have loaded the library.
+/// The output of a child, which must have loaded the library.
 fn finish(child: Child) -> String {
     let output = child.wait_with_output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
@@ -106,18 +107,18 @@ fn a_later_process_runs_no_compiler() {
             text.split("loaded in ").nth(1).and_then(|rest| rest.split(' ').next()).unwrap();
         milliseconds.parse::<u64>().unwrap()
     };
-    // The fastest of some, as the machine may be busy.
+    // The fastest of several runs, because the machine may be busy.
     let took = (0..5).map(|_| timed()).min().unwrap();
     assert!(took < 50, "{took} ms");
     assert_eq!(scene.runs(), runs, "no run, not even to ask for its version");
 
-    // Another compiler under the same name is another compiler.
+    // If the compiler's file changes, it counts as another compiler.
     let script = std::fs::read_to_string(scene.compiler()).unwrap();
     std::fs::write(scene.compiler(), script + "# newer\n").unwrap();
     load();
     assert_eq!(builds(&scene.cache()), 2);
 
-    // And so are other flags, in whatever variable.
+    // Other flags also cause a new build, in whichever variable they are.
     let flags = [("TARGET_CXXFLAGS", "-DUNUSED")];
     finish(scene.start_with("a_later_process_runs_no_compiler", &flags));
     assert_eq!(builds(&scene.cache()), 3);
@@ -137,7 +138,7 @@ fn a_builder_that_is_killed_is_recovered_from() {
         assert!(Instant::now() < deadline, "the compiler never ran");
         std::thread::sleep(Duration::from_millis(10));
     }
-    // This one waits for the builder, and takes over.
+    // The second process waits for the builder and takes over after it was killed.
     let waiting = scene.start("a_builder_that_is_killed_is_recovered_from");
     std::thread::sleep(Duration::from_millis(300));
     std::fs::remove_file(file("slow")).unwrap();

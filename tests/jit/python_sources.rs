@@ -1,4 +1,4 @@
-//! Sources written for Python, unchanged: the classic examples.
+//! Tests of sources that were written for Python and are unchanged: the classic examples.
 
 use super::*;
 use tch_extension::testing::{GradcheckOptions, gradcheck};
@@ -30,7 +30,7 @@ fn linear() {
         forward.schema(),
         "linear_cpp::forward(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor"
     );
-    // Made of ATen's operators, it is differentiable as under Python.
+    // It consists of ATen's operators, so it is differentiable, as in Python.
     gradcheck(
         |inputs| forward.call::<Tensor>(args![&inputs[0], &inputs[1], &inputs[2]]),
         &[&input, &weight, &bias],
@@ -87,8 +87,8 @@ fn layer_norm() {
         assert_equal(own, expected);
     }
 
-    // Its loop is no ATen operator. With the backward that comes along, it is differentiable all
-    // the same.
+    // Its loop is not an ATen operator. With the extension's own backward, the operator is
+    // nevertheless differentiable.
     let paired = {
         let backward = backward.clone();
         forward.with_backward(move |ctx, grads| {
@@ -114,7 +114,7 @@ fn layer_norm() {
     assert_says(&refused, &["layer_norm_cpp::forward", "input must be contiguous"]);
 }
 
-/// As the tutorials of 2019 to 2021 wrote them: dispatch on `x.type()`, `AT_CHECK`.
+/// A source in the style of the tutorials of 2019 to 2021: dispatch on `x.type()`, and `AT_CHECK`.
 #[test]
 fn an_older_source() {
     let module =
@@ -131,7 +131,7 @@ fn clip(module: &Module, x: &Tensor) -> Result<Tensor> {
     module.operator("clip")?.call(args![x, 0.5])
 }
 
-/// Which kinds its dispatch knows.
+/// Checks the kinds that the source's dispatch supports.
 pub fn check_clip(module: &Module, device: Device, kinds: &[Kind]) {
     for &kind in kinds {
         let x = Tensor::from_slice(&[-2.0, 0.25, 3.0]).to_kind(kind).to_device(device);
@@ -139,7 +139,7 @@ pub fn check_clip(module: &Module, device: Device, kinds: &[Kind]) {
     }
 }
 
-/// `{h', c', ...}` of the LLTM cell in plain tensor operations.
+/// Computes `[h', c']` of the LLTM cell with plain tensor operations.
 pub fn lltm_reference(inputs: &[Tensor]) -> [Tensor; 2] {
     let [input, weights, bias, h, c] = inputs else { panic!("five inputs") };
     let gates = bias.addmm(&Tensor::cat(&[h, input], 1), &weights.transpose(0, 1)).chunk(3, 1);
@@ -147,13 +147,13 @@ pub fn lltm_reference(inputs: &[Tensor]) -> [Tensor; 2] {
     [cell.tanh() * gates[1].sigmoid(), cell]
 }
 
-/// Input, weights, bias, h and c.
+/// The input, the weights, the bias, h and c.
 pub fn lltm_inputs(device: Device) -> [Tensor; 5] {
     let sizes: [&[i64]; 5] = [&[3, 4], &[15, 9], &[1, 15], &[3, 5], &[3, 5]];
     sizes.map(|size| Tensor::randn(size, DOUBLE).to_device(device).set_requires_grad(true))
 }
 
-/// The extension's two functions against the reference and its gradients.
+/// Compares the extension's two functions with the reference and its gradients.
 pub fn check_lltm(module: &Module, device: Device) {
     let inputs = lltm_inputs(device);
     let detached: Vec<Tensor> = inputs.iter().map(Tensor::detach).collect();
@@ -170,7 +170,7 @@ pub fn check_lltm(module: &Module, device: Device) {
     let own = tensors(module, "backward", &arguments).unwrap();
     let [h, c] = &reference;
     let loss = (h * &grads[0] + c * &grads[1]).sum(Kind::Double);
-    // In the order in which the extension returns them.
+    // The gradients in the order in which the extension returns them.
     let [input, weights, bias, old_h, old_cell] = &inputs;
     let expected =
         Tensor::run_backward(&[loss], &[old_h, input, weights, bias, old_cell], false, false);

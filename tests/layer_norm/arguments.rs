@@ -1,4 +1,4 @@
-//! What it refuses.
+//! Tests of the arguments that layer_norm refuses.
 
 use super::*;
 use tch_extension::ops::layer_norm;
@@ -74,7 +74,8 @@ fn bad_shapes_and_mixtures_are_named() {
     );
     assert!(refused(&x, &[-1], None, None).contains("[*, -1]"));
     assert!(refused(&x, &[2, 3, 4], None, None).contains("[*, 2, 3, 4]"));
-    // On the CPU a half input takes Float parameters, but not one of each kind.
+    // On the CPU, a half input also accepts Float parameters, but weight and bias must have the
+    // same kind.
     let (half, float_w, half_b) =
         (x.to_kind(Kind::Half), float(&[4]), float(&[4]).to_kind(Kind::Half));
     assert!(
@@ -85,7 +86,7 @@ fn bad_shapes_and_mixtures_are_named() {
         refused(&half, &[4], Some(&half_b), Some(&float_w))
             .contains("bias: expected kind Half, as weight, got Float")
     );
-    // An empty tensor may have sizes whose product overflows.
+    // The sizes of an empty tensor may have a product that overflows.
     let huge = float(&[0, 1, 1]).expand([0, 1 << 40, 1 << 40], false);
     let error = refused(&huge, &[1 << 40, 1 << 40], None, None);
     assert!(error.contains("input: expected sizes whose products fit 64 bits"), "{error}");

@@ -1,4 +1,4 @@
-//! The rules that every operator keeps to.
+//! Tests of the rules that every operator keeps.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! What only a GPU shows.
+//! Tests that need a GPU.
 
 use super::*;
 use std::io::Write;
@@ -24,14 +24,15 @@ fn cuda_mixed_devices_are_named() {
     }
 }
 
-/// Kernels on another stream than the current one would not be in the graph, and a replay would
-/// leave the outputs as they were.
+/// The graph contains only kernels on the current stream. If a kernel ran on another stream, a
+/// replay would leave the outputs unchanged.
 #[test]
 fn cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream() {
     let test = "cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream";
     let Some(device) = cuda_or_skip(test) else { return };
     if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        // As under memcheck: a replay cannot write to memory that is really freed.
+        // Without the caching allocator, as under memcheck, memory is really freed, and a replay
+        // cannot write to it.
         let _ = std::io::stderr()
             .write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
         return;
@@ -45,8 +46,9 @@ fn cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream() 
             check_kernels(device, 1, &format!("{case:?} {sizes:?} with a graph"), || {
                 case.fused(&leaves)
             });
-            // The sums for weight and bias are a kernel to finish, and where rows are read again
-            // one more. Few rows that registers hold are one kernel in all.
+            // With a weight and a bias, one kernel more finishes their gradients' sums, and another
+            // one is needed where rows are read again. For a few rows that fit in registers, one
+            // kernel computes the whole backward pass.
             let automatic = case.path == LayerNormPath::Automatic;
             let is_long = sizes[1] > 65536 || case.path == LayerNormPath::Loop;
             let is_one = automatic && sizes == [64, 1024];
@@ -88,10 +90,10 @@ fn check_kernels(
     }
 }
 
-/// Rows that begin at no multiple of 16 bytes, each at another distance from one, are read in whole
-/// vectors that hold other values, too: NaN here. Where the arrays lie must not change a bit, but
-/// for gradients of long rows in arrays that all begin at such multiples, which have a way of their
-/// own.
+/// Rows may begin at any distance from a multiple of 16 bytes. Kernels then read whole vectors that
+/// also contain other values, here NaN. The arrays' alignment must not change a bit of the results,
+/// with one exception: for gradients of long rows in arrays that are all aligned, there is a kernel
+/// of its own.
 #[test]
 fn cuda_rows_may_begin_anywhere() {
     use LayerNormPath::{Automatic, Block, Cluster, Direct, Warp};
@@ -128,7 +130,8 @@ fn cuda_rows_may_begin_anywhere() {
                         .collect::<Vec<_>>()
                 };
                 let (aligned, shifted) = (run([0, 0, 0]), run([1, 3, 6]));
-                // Where teams of several warps are wanted: for rows too long for one, or by name.
+                // The kernel for aligned arrays is used where several warps share a row: if the row
+                // is too long for one warp, or if the test names that kernel.
                 let may_be_in_place = match path {
                     Automatic | Warp => sizes[1] > 256,
                     Block => true,
@@ -165,7 +168,8 @@ fn cuda_rows_may_begin_anywhere() {
     }
 }
 
-/// The same sums in another order. Nothing that is not finite is close.
+/// Checks that the values are equal up to the rounding of another order of sums. Values that are
+/// not finite are never close.
 fn assert_as_close(actual: &Tensor, expected: &Tensor, kind: Kind) {
     let tolerance = match kind {
         Kind::Double => 1e-12,
@@ -176,12 +180,14 @@ fn assert_as_close(actual: &Tensor, expected: &Tensor, kind: Kind) {
     assert_close(actual, expected, tolerance, tolerance);
 }
 
-/// Each block's ring goes round: more rows than blocks take at once.
+/// Tests more rows than the blocks can take at the same time, so that each block's ring buffer
+/// wraps around.
 #[test]
 fn cuda_many_rows_for_each_block() {
     use LayerNormPath::{Automatic, Block, Warp};
-    // Of 1029, 4099 and 8195 columns a few are left to the lanes of a team's last warp.
-    // 1500 columns begin at two places, 1502 at four, others at all. Of 8200 a cluster has a row.
+    // With 1029, 4099 and 8195 columns, a few are left over for the lanes of a team's last warp.
+    // With 1500 columns, rows begin at two different alignments, with 1502 at four, and with other
+    // numbers at all of them. With 8200 columns, a whole cluster works on one row.
     const SIZES: [[i64; 2]; 10] = [
         [70_000, 3],
         [20_000, 41],
@@ -214,7 +220,8 @@ fn cuda_many_rows_for_each_block() {
     }
 }
 
-/// The same values, as many elements behind the beginning of an array that holds NaN otherwise.
+/// A copy of the values that begins `offset` elements after the start of an array, which otherwise
+/// holds NaN.
 fn among_nan(tensor: &Tensor, offset: i64) -> Tensor {
     let around = Tensor::full(
         [tensor.numel() as i64 + offset + 16],
@@ -226,15 +233,16 @@ fn among_nan(tensor: &Tensor, offset: i64) -> Tensor {
     inside
 }
 
-/// More elements than 32 bits can count: the first rows, those around 2³¹ elements, and the last.
+/// More elements than 32 bits can count. The test compares the first rows, those around 2³¹
+/// elements, and the last ones.
 #[test]
 fn cuda_more_than_two_to_the_31_elements() {
     let test = "cuda_more_than_two_to_the_31_elements";
     let Some(device) = cuda_or_skip(test) else { return };
     const COLUMNS: i64 = 1024;
     const ROWS: i64 = (1 << 31) / COLUMNS + 8;
-    // Input, output, incoming gradient and gradient, and room for what libtorch makes of them: 4
-    // GiB each.
+    // The input, the output, the incoming gradient and the gradient take 4 GiB each; the rest is
+    // room for libtorch's temporary tensors.
     let needed = 6 * ROWS * COLUMNS * 2;
     if !has_room(device, needed) {
         let line = format!("SKIPPED {test}: no {} GiB of free memory on the GPU\n", needed >> 30);
@@ -244,7 +252,7 @@ fn cuda_more_than_two_to_the_31_elements() {
     for kind in [Kind::Half, Kind::BFloat16] {
         let sample = AFFINE.samples(&[[8, COLUMNS]], kind, device).remove(0);
         let [pattern, w, b] = &sample.inputs[..] else { unreachable!("with weight and bias") };
-        // The same eight rows over and over, without another copy of that size.
+        // The same eight rows again and again, written without another copy of that size.
         let x = Tensor::empty([ROWS, COLUMNS], (kind, device));
         x.view([ROWS / 8, 8, COLUMNS]).copy_(pattern);
         let run = |path, x: &Tensor, vector: &Tensor| {
@@ -255,8 +263,8 @@ fn cuda_more_than_two_to_the_31_elements() {
             (y.detach(), gradient)
         };
         let vector = support::incoming(pattern);
-        // As many threads a row as where there are many rows; few would get more, and other last
-        // bits.
+        // The number of threads for each row must be the same as with many rows. For few rows, the
+        // automatic choice would take more threads, which changes the last bits.
         let (expected, expected_gradient) = run(LayerNormPath::Warp, pattern, &vector);
 
         let large_vector = Tensor::empty([ROWS, COLUMNS], (kind, device));
@@ -273,7 +281,8 @@ fn cuda_more_than_two_to_the_31_elements() {
     }
 }
 
-/// Whether the GPU can hold so much more. tch has no question for that: try.
+/// Whether the GPU has this much free memory. tch has no function that tells, so this tries an
+/// allocation.
 fn has_room(device: Device, bytes: i64) -> bool {
     Tensor::f_empty([bytes], (Kind::Uint8, device)).is_ok()
 }

@@ -1,10 +1,10 @@
-//! Where it is hard to be exact.
+//! Tests of inputs for which accurate results are difficult.
 
 use super::*;
 
 type Operator = fn(Case, &[Tensor]) -> Result<Vec<Tensor>>;
 
-/// The output, and the gradients of whichever inputs the case has.
+/// The output, and the gradients of all inputs that the case has.
 fn results(case: Case, operator: Operator, inputs: &[Tensor]) -> Vec<Tensor> {
     let operator = move |inputs: &[Tensor]| operator(case, inputs);
     let leaves = leaves(inputs);
@@ -18,14 +18,15 @@ fn exact(case: Case, inputs: &[Tensor]) -> Vec<Tensor> {
     results(case, Case::reference, &inputs)
 }
 
-/// Rows of noise with this mean and about this deviation.
+/// Rows of noise with this mean and approximately this standard deviation.
 fn around(mean: f64, deviation: f64, size: [i64; 2], kind: Kind, device: Device) -> Vec<Tensor> {
     let mut inputs = AFFINE.samples(&[size], Kind::Double, device).remove(0).inputs;
     inputs[0] = &inputs[0] * deviation + mean;
     inputs.iter().map(|input| input.to_kind(kind)).collect()
 }
 
-/// `E[x²] - E[x]²` would lose everything here, and a rounded mean most.
+/// For these rows, `E[x²] - E[x]²` would lose all digits, and a rounded mean would lose most of
+/// them.
 #[test]
 fn a_large_mean_and_a_small_variance() {
     for case in std::iter::once(AFFINE).chain(all_paths()) {
@@ -45,7 +46,7 @@ fn a_large_mean_and_a_small_variance() {
                         format!("{mean} ± {deviation}, {columns} columns, {case:?} {device:?}");
                     let off = error(&found[0], &exact[0]);
                     assert!(off <= 2e-6, "{context}: {off:e}");
-                    // The backward has the mean rounded to Float.
+                    // The backward uses a mean that was rounded to Float.
                     let ulps = (mean.abs() / deviation).max(1.0);
                     let off = error(&found[1], &exact[1]);
                     assert!(off <= 1e-6 * ulps, "{context}: {off:e} in the gradient");
@@ -55,13 +56,13 @@ fn a_large_mean_and_a_small_variance() {
     }
 }
 
-/// No further from the exact results than libtorch's own operator, but for rounding: the bound that
-/// the docs state.
+/// Apart from rounding, our results are no further from the exact ones than those of libtorch's own
+/// operator. This is the bound that the docs state.
 #[test]
 fn no_less_exact_than_libtorch() {
     for case in CASES.into_iter().chain(all_paths()).filter(|case| case.dims == 1) {
         for device in devices() {
-            // For Double there is nothing more exact to compare with.
+            // For Double there is no more accurate kind to compare with.
             for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
                 for (mean, deviation) in [(0.0, 1.0), (3.0, 1.0), (0.0, 1e3), (50.0, 1.0)] {
                     for size in [[40, 100], [4, 5000]] {
@@ -82,7 +83,7 @@ fn no_less_exact_than_libtorch() {
     }
 }
 
-/// Nothing is left but the bias, whatever the value and however it rounds.
+/// A constant row gives exactly the bias, whatever its value is and however it is rounded.
 #[test]
 fn constant_rows() {
     for case in std::iter::once(AFFINE).chain(all_paths()).filter(|case| case.bias) {
@@ -103,7 +104,7 @@ fn constant_rows() {
     }
 }
 
-/// The sum of a row is beyond the kind's largest value long before the row's values are.
+/// The sum of a row exceeds the kind's largest value long before the row's values do.
 #[test]
 fn values_near_the_kinds_largest() {
     for case in std::iter::once(PLAIN).chain(all_paths().filter(|case| !case.bias)) {
@@ -112,7 +113,8 @@ fn values_near_the_kinds_largest() {
                 let signs =
                     Tensor::arange(columns, (Kind::Double, device)).remainder(2.0) * 2.0 - 1.0;
                 for kind in [Kind::Half, Kind::Float, Kind::BFloat16] {
-                    // In the others a sum of squares must not overflow: it does in libtorch, too.
+                    // In the other kinds, the values must be small enough that a sum of squares
+                    // does not overflow, because it does so in libtorch, too.
                     let largest = if kind == Kind::Half { 65504.0 } else { 1e17 };
                     for row in [
                         &signs * largest,
@@ -126,8 +128,9 @@ fn values_near_the_kinds_largest() {
                         assert_close(&output, &exact[0].to_kind(kind), rtol, atol);
                     }
                 }
-                // Here the variance does overflow. Infinite deviations make zeros, not NaN.
-                // Of the second row the mean is rounded, by more than what has a square.
+                // For these rows the variance does overflow. The standard deviation is then
+                // infinite and the output zero, not NaN. The mean of the second row is rounded, by
+                // an amount whose square is infinite.
                 let waves = Tensor::arange(columns, (Kind::Double, device)).sin();
                 for row in [(&signs + 2.0) * 1e38, (waves + 2.0) * 1e38] {
                     let output =
@@ -142,8 +145,8 @@ fn values_near_the_kinds_largest() {
     }
 }
 
-/// A row with an infinity or a NaN is NaN throughout, in the output and the input's gradient; and
-/// no other row is.
+/// A row that contains an infinity or NaN becomes NaN in the whole output and the whole input
+/// gradient; all other rows do not.
 #[test]
 fn infinity_and_nan_as_in_libtorch() {
     for case in std::iter::once(AFFINE).chain(all_paths()) {
@@ -156,7 +159,7 @@ fn infinity_and_nan_as_in_libtorch() {
                             let _ = inputs[0].select(0, 2).select(0, place).fill_(value);
                             let ours = results(case, Case::fused, &inputs);
                             let theirs = results(case, Case::libtorch, &inputs);
-                            // The output, and the input's gradient.
+                            // Only the output and the input's gradient are compared.
                             for (ours, theirs) in ours.iter().zip(&theirs).take(2) {
                                 assert!(
                                     ours.isnan().equal(&theirs.isnan()),
@@ -172,7 +175,7 @@ fn infinity_and_nan_as_in_libtorch() {
     }
 }
 
-/// Nothing special is done about eps: constant rows without it are 0/0.
+/// eps gets no special treatment: without it, a constant row is 0/0.
 #[test]
 fn any_eps_as_in_libtorch() {
     for device in devices() {
@@ -185,7 +188,8 @@ fn any_eps_as_in_libtorch() {
     }
 }
 
-/// Values that are not what lies in memory: libtorch negates lazily, and has zeros without memory.
+/// Tests tensors whose values differ from their memory: libtorch negates lazily, and has zeros
+/// without memory.
 #[test]
 fn lazily_negated_tensors_and_zeros_without_memory() {
     for device in devices() {
@@ -222,8 +226,8 @@ fn lazily_negated_tensors_and_zeros_without_memory() {
     }
 }
 
-/// A finite row has finite gradients, and those of a constant one lose nothing: there is no x̂, so
-/// that the mean's share is all that goes.
+/// A finite row has finite gradients. For a constant row they are as exact as for small values: x̂
+/// is zero, so only the gradient's mean is subtracted.
 #[test]
 fn gradients_of_huge_constant_rows() {
     for case in std::iter::once(AFFINE).chain(all_paths()) {

@@ -1,4 +1,4 @@
-//! The output.
+//! Tests of the output.
 
 use super::*;
 
@@ -11,7 +11,7 @@ fn forward_agrees_with_the_reference() {
 
 #[test]
 fn the_formula_by_hand() {
-    // The reference could be wrong in the same way as the kernel; these numbers are from the
+    // The reference could be wrong in the same way as the kernel, so these numbers come from the
     // formula.
     let (w, b) = ([0.5, -1.0, 2.0, 3.0], [0.1, 0.2, -0.3, 0.4]);
     for device in devices() {
@@ -34,7 +34,7 @@ fn the_formula_by_hand() {
     }
 }
 
-/// A kernel that skipped its tail would leave these untouched.
+/// A kernel that omitted its tail would not write these elements.
 #[test]
 fn the_last_element_of_the_last_row_counts() {
     for case in std::iter::once(AFFINE).chain(all_paths()) {
@@ -87,7 +87,7 @@ fn without_rows_or_columns_as_libtorch_has_it() {
     }
 }
 
-/// Nothing is done for each of them: that would take days.
+/// A loop over these rows would take days.
 #[test]
 fn any_number_of_rows_without_columns() {
     for device in devices() {

@@ -1,4 +1,4 @@
-//! The gradients.
+//! Tests of the gradients.
 
 use super::*;
 
@@ -23,7 +23,8 @@ fn gradcheck_of_every_small_sample() {
     }
 }
 
-/// The gradient of each input alone, and of each pair: kernels leave out what nobody needs.
+/// The gradients of every subset of the inputs, because kernels omit the gradients that are not
+/// needed.
 #[test]
 fn every_subset_of_gradients() {
     for case in std::iter::once(AFFINE).chain(all_paths()) {

@@ -1,4 +1,5 @@
-//! Which kinds it takes, beside libtorch's own operator on the same device.
+//! Tests of the kinds that layer_norm accepts, compared with libtorch's own operator on the same
+//! device.
 
 use super::*;
 use tch_extension::amp::Autocast;
@@ -24,7 +25,8 @@ fn for_each_mixture(mut test: impl FnMut(Device, Kind, Case, &[Tensor])) {
     }
 }
 
-/// As accurate as what libtorch's own gives, of the same kind; or refused where that refuses.
+/// Checks that the result has the same kind as libtorch's and is as accurate, or that both refuse.
+/// Returns whether they accept.
 fn like_libtorch(device: Device, kind: Kind, case: Case, inputs: &[Tensor]) -> bool {
     let kinds: Vec<Kind> = inputs.iter().map(Tensor::kind).collect();
     let context = format!("{kinds:?} {case:?} on {device:?}");
@@ -57,7 +59,8 @@ fn kinds_are_taken_and_refused_as_by_libtorch() {
         taken[usize::from(device.is_cuda())] +=
             usize::from(like_libtorch(device, kind, case, inputs));
     });
-    // Each kind with all presences; on the CPU also Float beside the half kinds.
+    // Each kind is accepted with any combination of parameters; on the CPU, half inputs also accept
+    // Float parameters.
     assert_eq!(taken[0], 4 * 4 + 2 * 3);
     assert!(taken[1] == 0 || taken[1] == 4 * 4, "{taken:?}");
 }
@@ -76,7 +79,7 @@ fn under_autocast_as_by_libtorch() {
     });
 }
 
-/// Gradients of Float weights beside half inputs are exact in Float.
+/// With half inputs, the gradients of Float weights are computed and returned in Float.
 #[test]
 fn float_parameters_beside_half_inputs_have_float_gradients() {
     for kind in [Kind::Half, Kind::BFloat16] {
@@ -85,7 +88,7 @@ fn float_parameters_beside_half_inputs_have_float_gradients() {
         let run = |inputs: &[Tensor]| {
             let leaves = leaves(inputs);
             let output = AFFINE.fused(&leaves).expect("output").remove(0);
-            // Of ones, which have no rounding of their own.
+            // The incoming gradients are ones, which add no rounding error.
             let inputs: Vec<&Tensor> = leaves.iter().collect();
             grad(&[&output.sum(Kind::Double)], &inputs, &GradOptions::default())
                 .expect("gradients")

@@ -1,4 +1,4 @@
-//! `nn::LayerNorm` as a tch user meets it.
+//! Tests of `nn::LayerNorm` in the way that a tch user uses it.
 
 use super::*;
 use tch::nn::{Init, LinearConfig, Module, OptimizerConfig, Sgd, VarStore, linear};
@@ -15,7 +15,7 @@ fn parameters_have_the_usual_names_and_values() {
         assert_eq!(variables["norm.bias"], Tensor::zeros([2, 3], options));
         assert!(vs.trainable_variables().len() == 2 && layer.normalized_shape() == [2, 3]);
 
-        // tch's own layer has the same.
+        // tch's own layer has the same names and values.
         let theirs = VarStore::new(device);
         let other = tch::nn::layer_norm(theirs.root() / "norm", vec![2, 3], Default::default());
         let x = Tensor::randn([4, 2, 3], options);
@@ -65,7 +65,7 @@ fn bad_input_is_an_error_or_a_panic_that_names_it() {
         let text = panic.downcast::<String>().expect("a text");
         assert!(text.contains("normalized_shape: expected one size or more"), "{text}");
     }
-    // Only the fused layer checks its arguments itself; the plain one leaves that to libtorch.
+    // Only the fused layer checks its arguments itself; the composite one leaves that to libtorch.
     let vs = VarStore::new(Device::Cpu);
     let config = LayerNormConfig { op: LayerNormOp::Composite, ..Default::default() };
     let error =
@@ -73,7 +73,7 @@ fn bad_input_is_an_error_or_a_panic_that_names_it() {
     assert!(!error.starts_with("layer_norm: "), "{error}");
 }
 
-/// The losses of a small network, trained from one seed.
+/// The losses of a small network that is trained from a fixed seed.
 fn curve(op: LayerNormOp, kind: Kind, device: Device, steps: usize) -> Vec<f64> {
     tch::manual_seed(3);
     let mut vs = VarStore::new(Device::Cpu);
@@ -83,7 +83,7 @@ fn curve(op: LayerNormOp, kind: Kind, device: Device, steps: usize) -> Vec<f64> 
     let second = linear(vs.root() / "second", 33, 3, LinearConfig::default());
     let (x, target) =
         (Tensor::randn([64, 6], (kind, Device::Cpu)), Tensor::randn([64, 3], (kind, Device::Cpu)));
-    // The same numbers on each device.
+    // The numbers are drawn on the CPU, so that they are the same for each device.
     let (x, target) = (x.to_device(device), target.to_device(device));
     vs.set_kind(kind);
     vs.set_device(device);

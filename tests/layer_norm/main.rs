@@ -1,5 +1,5 @@
-//! `ops::layer_norm` against its reference, against libtorch's own, against finite differences, and
-//! against bad input.
+//! Tests of `ops::layer_norm`: against its reference, libtorch's own operator and finite
+//! differences, and with bad input.
 
 mod arguments;
 mod conformance;
@@ -25,7 +25,7 @@ use tch_extension::testing::{
 
 const EPS: f64 = 1e-5;
 
-/// Which tensors there are, over how many dimensions is normalised, and which kernels do it.
+/// Which parameters are present, how many dimensions are normalised, and which kernels are used.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     dims: usize,
@@ -37,7 +37,7 @@ struct Case {
 const AFFINE: Case = Case { dims: 1, weight: true, bias: true, path: LayerNormPath::Automatic };
 const PLAIN: Case = Case { weight: false, bias: false, ..AFFINE };
 
-/// Weight and bias, each present and absent; and several dimensions.
+/// Weight and bias, each present and absent, and several normalised dimensions.
 const CASES: [Case; 6] = [
     AFFINE,
     Case { bias: false, ..AFFINE },
@@ -47,7 +47,7 @@ const CASES: [Case; 6] = [
     Case { dims: 3, ..AFFINE },
 ];
 
-/// Every way through the kernels.
+/// A case for each of the kernels, with and without parameters.
 fn all_paths() -> impl Iterator<Item = Case> {
     use LayerNormPath::{Block, Cluster, Direct, Loop, Warp};
     [Warp, Block, Cluster, Direct, Loop]
@@ -61,7 +61,7 @@ impl Case {
         size[size.len() - self.dims..].to_vec()
     }
 
-    /// The input, the weight and the bias.
+    /// Returns the input, the weight and the bias.
     fn split(self, arguments: &[Tensor]) -> (&Tensor, Option<&Tensor>, Option<&Tensor>) {
         let weight = self.weight.then(|| &arguments[1]);
         (&arguments[0], weight, self.bias.then(|| &arguments[1 + usize::from(self.weight)]))
@@ -78,13 +78,13 @@ impl Case {
         Ok(vec![layer_norm_reference(input, &self.normalized_shape(input), weight, bias, EPS)?])
     }
 
-    /// libtorch's own operator.
+    /// Calls libtorch's own operator.
     fn libtorch(self, arguments: &[Tensor]) -> Result<Vec<Tensor>> {
         let (input, weight, bias) = self.split(arguments);
         Ok(vec![input.f_layer_norm(self.normalized_shape(input), weight, bias, EPS, false)?])
     }
 
-    /// The input `[M, N]`, or `[M, 2, N]` and so on, and the parameters.
+    /// The shapes of the input, `[M, N]`, `[M, 2, N]` and so on, and of the parameters.
     fn shapes(self, [m, n]: [i64; 2]) -> Vec<Shape> {
         let mut parameter = vec![2; self.dims - 1];
         parameter.push(n);
@@ -98,24 +98,24 @@ impl Case {
         table.samples(kind, device).expect("samples")
     }
 
-    /// Small enough for a whole Jacobian.
+    /// Samples that are small enough for a whole Jacobian.
     fn small(self, kind: Kind, device: Device) -> Vec<Sample> {
         SampleTable::new(DIMS, |sizes| self.shapes(sizes)).samples(kind, device).expect("samples")
     }
 
-    /// Too large for a Jacobian.
+    /// Samples that are too large for a Jacobian.
     fn large(self, kind: Kind, device: Device) -> Vec<Sample> {
         let sizes = [
             [300, 40],    // several threads and parts on the CPU, several blocks and teams on CUDA
-            [5000, 3],    // several rows in a warp
-            [37, 256],    // the last row that a warp holds in Double, and a block with idle teams
-            [9, 1029],    // a block, without vectors
-            [6, 1032],    // a block, with
-            [3, 4098],    // beyond the registers in Double
-            [2, 8200],    // and in the others
-            [3, 70001],   // beyond 64K
-            [2, 35000],   // the same with vectors: a cluster
-            [2, 140_001], // beyond a cluster
+            [5000, 3],    // several rows for each warp
+            [37, 256],    // the longest row for one warp in Double, and a block with idle teams
+            [9, 1029],    // a block for each row, without vectors
+            [6, 1032],    // a block for each row, with vectors
+            [3, 4098],    // more than fits in registers in Double
+            [2, 8200],    // more than fits in registers in the other kinds
+            [3, 70001],   // more than 64K columns
+            [2, 35000],   // the same with vectors: a cluster for each row
+            [2, 140_001], // more than fits in a cluster
         ];
         SampleTable::empty(DIMS, |sizes| self.shapes(sizes))
             .with_sizes(&sizes)
@@ -124,7 +124,7 @@ impl Case {
             .expect("samples")
     }
 
-    /// Runs a test that every operator is put through.
+    /// Runs one of the tests that all operators share.
     fn suite(self, test: impl FnOnce(&Suite<'_>)) {
         let fused = move |arguments: &[Tensor]| self.fused(arguments);
         let reference = move |arguments: &[Tensor]| self.reference(arguments);

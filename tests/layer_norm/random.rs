@@ -1,4 +1,4 @@
-//! Random cases.
+//! Tests of random cases.
 
 use super::*;
 use crate::support::property::{Case, Property, size, style};
@@ -8,7 +8,7 @@ use tch_extension::testing::devices;
 
 const EPS: f64 = 1e-3;
 
-/// x, w?, b?, and a tensor of which only the shape counts: the normalised one.
+/// x, w?, b?, and a tensor whose shape is the normalised shape; its values are not used.
 fn take(inputs: &[Option<Tensor>]) -> (&Tensor, Option<&Tensor>, Option<&Tensor>, Vec<i64>) {
     let [Some(x), w, b, Some(shape)] = inputs else { unreachable!("four inputs") };
     (x, w.as_ref(), b.as_ref(), shape.size())
@@ -21,8 +21,8 @@ fn property(device: Device) -> Property<'static> {
             let (x, w, b, shape) = take(inputs);
             f_layer_norm(x, &shape, w, b, EPS).map(|y| vec![y])
         },
-        // libtorch's own says what is to be refused; it sums the half kinds' gradients too roughly
-        // to compare with.
+        // libtorch's own operator decides which inputs are refused. It sums the half kinds'
+        // gradients too inaccurately to compare the values.
         reference: &|inputs| {
             let (x, w, b, shape) = take(inputs);
             let kind = x.f_layer_norm(shape.as_slice(), w, b, EPS, false)?.kind();
@@ -34,7 +34,7 @@ fn property(device: Device) -> Property<'static> {
     }
 }
 
-/// Without elements libtorch's CUDA kernel takes any kinds.
+/// Without elements, libtorch's CUDA kernel accepts any mixture of kinds.
 fn nothing_of_other_kinds(Case(arguments): &Case) -> bool {
     let [Some(x), w, b, _] = &arguments[..] else { return false };
     let mixed = [w, b].into_iter().flatten().any(|argument| argument.kind != x.kind);

@@ -1,8 +1,8 @@
-//! Derivatives of the gradients.
+//! Tests of the derivatives of the gradients.
 
 use super::*;
 
-/// No path through the kernels of its own: with a graph, the gradients are made of tch operations.
+/// The kernels play no part here: with a graph, the gradients are computed by tch operations.
 #[test]
 fn gradgradcheck_of_every_small_sample() {
     for case in CASES {
@@ -12,9 +12,9 @@ fn gradgradcheck_of_every_small_sample() {
 
 type Op = fn(&Tensor, &[i64], Option<&Tensor>, Option<&Tensor>, f64) -> Result<Tensor>;
 
-/// Three steps that share their weight, the last fed with what depends on the first: total
-/// derivatives with respect to the inputs would differ from the partial ones here, and
-/// gradgradcheck on leaves would not notice.
+/// Three steps that share their weight; the last one's input depends on the first one's output.
+/// Total derivatives with respect to the inputs would differ from the partial ones here, and
+/// gradgradcheck on leaves would not detect that.
 fn three_steps(op: Op, leaves: &[Tensor]) -> Tensor {
     let [x, w, b] = leaves else { unreachable!("with weight and bias") };
     let mut state = x.shallow_clone();
@@ -26,7 +26,7 @@ fn three_steps(op: Op, leaves: &[Tensor]) -> Tensor {
     (state.square() + state.sin()).sum(Kind::Double)
 }
 
-/// One input is a function of another: w = Σ x².
+/// A step in which one input is a function of another: w = Σ x².
 fn dependent_inputs(op: Op, leaves: &[Tensor]) -> Tensor {
     let [x, _, b] = leaves else { unreachable!("with weight and bias") };
     let weight = x.square().sum_dim_intlist([0_i64].as_slice(), false, Kind::Double);

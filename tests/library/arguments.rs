@@ -1,4 +1,4 @@
-//! What goes in: every type of a schema, defaults, names, and what is refused.
+//! Tests of arguments: every type in a schema, defaults, names, and arguments that are refused.
 
 use super::*;
 use tch_extension::library::{Args, NONE, Value};
@@ -16,7 +16,7 @@ fn tensors_lists_of_them_and_none() {
     let empty: &[Tensor] = &[];
     let text: String = op.call(args![&x, NONE, empty, [&y, &y]]).unwrap();
     assert_eq!(text, "T3 None [] [T10 T10 ]");
-    // A temporary lives as long as the call.
+    // A temporary tensor lives as long as the call.
     let text: String = op
         .call(args![&(&x + 1.0), Some(&y), &[x.shallow_clone(), y.shallow_clone()], [no_tensor]])
         .unwrap();
@@ -41,7 +41,8 @@ fn numbers_and_lists_of_them() {
         ])
         .unwrap();
     assert_eq!(text, "-1 2 0.5 1 1.5 [1 2 ] [3 4 ] [7 7 ] [0.5 1.5 ] [1 0 ]");
-    // A float may be given as an int, a Scalar as any number, int[2] as a list, lists by reference.
+    // An int is accepted as a float, any number as a Scalar, a list as int[2], and lists by
+    // reference.
     let (ints, floats) = (vec![8_i64, 9], [0.25]);
     let text: String = op
         .call(args![
@@ -113,7 +114,7 @@ fn defaults_and_names() {
     assert_eq!(text, "9 0.25 word [6 6 ] 0");
 }
 
-/// Arguments that fit `numbers`, but for one.
+/// The arguments that `numbers` accepts, except for one.
 fn numbers_but<'a>(place: usize, wrong: impl Into<Value<'a>>) -> Args<'a> {
     let right: [Value<'a>; 10] = [
         1.into(),
@@ -138,7 +139,7 @@ fn a_wrong_argument_is_named_with_its_type_and_the_schema() {
     let op = operator("numbers");
     let x = doubles(&[1.0]);
     op.call::<String>(numbers_but(0, 1)).unwrap();
-    // Not all of it, on one line, and whole characters.
+    // A long text is shortened, on one line, at the end of a whole character.
     let long = format!("a\n{}", "ü".repeat(100));
     let expected_of_long = format!("s: expected SymInt, got the str 'a {}…'", "ü".repeat(29));
     for (args, expected) in [

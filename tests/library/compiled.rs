@@ -1,17 +1,17 @@
-//! Libraries that are compiled while the tests run, against the libtorch that they run with.
+//! Compiles libraries while the tests run, against the libtorch that the tests run with.
 
 use super::*;
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// A folder of this process.
+/// A temporary folder of this process.
 pub fn folder() -> &'static Path {
     static FOLDER: OnceLock<tempfile::TempDir> = OnceLock::new();
     FOLDER.get_or_init(|| tempfile::tempdir().expect("a temporary folder")).path()
 }
 
 pub fn source(file: &str) -> PathBuf {
-    // Set by cargo, and by the bundle's script where there is no cargo.
+    // Cargo sets this variable; a bundle's script sets it where there is no cargo.
     let root = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
     root.join("tests/library").join(file)
@@ -25,12 +25,12 @@ fn libtorch() -> PathBuf {
     file.parent().and_then(Path::parent).expect("a folder").to_path_buf()
 }
 
-/// Compiles a file to a shared library of the name in [`folder`].
+/// Compiles a file to a shared library with this name in [`folder`].
 pub fn compile(source: &Path, name: &str) -> PathBuf {
     compile_with(&[source], &["-shared"], name)
 }
 
-/// Compiles or links files, whichever the flags say.
+/// Compiles or links files, as the flags say.
 pub fn compile_with(sources: &[&Path], flags: &[&str], name: &str) -> PathBuf {
     let (include, target) = (libtorch().join("include"), folder().join(name));
     let compiler = std::env::var_os("CXX").unwrap_or_else(|| "g++".into());
@@ -49,7 +49,7 @@ pub fn compile_with(sources: &[&Path], flags: &[&str], name: &str) -> PathBuf {
     target
 }
 
-/// Compiles a text.
+/// Compiles a source text to a shared library.
 pub fn compile_text(text: &str, name: &str) -> PathBuf {
     let file = folder().join(format!("{name}.cpp"));
     std::fs::write(&file, text).expect("a source file");
@@ -60,10 +60,10 @@ pub fn compile_file(file: &str, name: &str) -> PathBuf {
     compile(&source(file), name)
 }
 
-/// The library of operators.cpp, loaded.
+/// The library made of operators.cpp, loaded.
 pub fn library() -> &'static Library {
     static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
-    // A failure is kept, too: compiling it for every test again takes minutes.
+    // A failure is stored, too, because compiling it again for every test would take minutes.
     let library =
         LIBRARY.get_or_init(|| Library::load(compile_file("operators.cpp", "operators.so")));
     library.as_ref().expect("a library")

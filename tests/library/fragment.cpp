@@ -1,4 +1,4 @@
-// Defines an operator that operators.cpp has defined, too.
+// Defines an operator that operators.cpp also defines.
 
 #include <torch/library.h>
 

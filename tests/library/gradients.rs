@@ -1,4 +1,4 @@
-//! Who has a backward, and what happens to those who have none.
+//! Tests of operators with a backward, and of calls to operators without one.
 
 use super::*;
 use tch_extension::autograd::{GradOptions, grad, live_nodes};
@@ -39,14 +39,14 @@ fn without_a_gradient_a_call_is_refused_before_it_runs() {
             && text.contains("the schema is"),
         "{text}"
     );
-    // In place: nothing was written.
+    // An operator in place is refused before it writes anything.
     let y = &x * 1.0;
     message(operator("scale_").call::<Tensor>(args![&y, 3.0]));
     assert_eq!(y.detach(), doubles(&[1.0, 2.0]));
     let text =
         message(operator("scale_out").call::<()>(args![&x, 3.0, out = &doubles(&[0.0, 0.0])]));
     assert!(text.contains("no autograd kernel"), "{text}");
-    // In a list, too.
+    // Tensors in a list are checked, too; this call is accepted because it returns no tensor.
     assert!(
         operator("tensors").call::<String>(args![&x, &x, [&x], [&x]]).is_ok(),
         "no tensor comes back"
@@ -70,7 +70,7 @@ fn nobody_asks_for_a_gradient() {
 fn with_backward() -> tch_extension::library::WithBackward {
     scaled().with_backward(|ctx, grads| {
         assert_eq!(ctx.inputs_len(), 1);
-        // Both are saved: the factor is their quotient.
+        // Input and result are both saved, and the factor is their quotient.
         Ok((grads.get(0)? * ctx.saved(1)? / ctx.saved(0)?).into())
     })
 }
@@ -80,7 +80,7 @@ fn a_backward_of_ones_own_passes_gradcheck() {
     let (op, x) = (with_backward(), leaf(&[1.0, 2.0, -0.5]));
     gradcheck(|inputs| op.call::<Tensor>(args![&inputs[0], 3.0]), &[&x], &Default::default())
         .unwrap();
-    // One that is wrong does not.
+    // A wrong backward does not pass gradcheck.
     let wrong = scaled().with_backward(|_, grads| Ok((grads.get(0)? * 2.0).into()));
     let check = |inputs: &[Tensor]| wrong.call::<Tensor>(args![&inputs[0], 3.0]);
     assert!(gradcheck(check, &[&x], &Default::default()).is_err());
@@ -93,14 +93,14 @@ fn a_backward_of_ones_own_gets_the_arguments_of_the_call() {
         Ok((grads.get(0)? * ctx.saved(0)?.pow_tensor_scalar(n - 1) * (n as f64 * scale)).into())
     });
     let x = leaf(&[1.0, 2.0, -0.5]);
-    // By place, by name, by default; an int for a float.
+    // The arguments by position, by name and by default, and an int for a float.
     let calls: [fn(&Tensor) -> Args<'_>; 3] =
         [|x| args![x, 3, 2.5], |x| args![x, 2, scale = 2], |x| args![x, n = 4]];
     for args in calls {
         gradcheck(|inputs| op.call::<Tensor>(args(&inputs[0])), &[&x], &Default::default())
             .unwrap();
     }
-    // Each of several calls has its own.
+    // Each of several calls has its own arguments.
     let (first, second): (Tensor, Tensor) =
         (op.call(args![&x, 2, 1.0]).unwrap(), op.call(args![&x, 1, 10.0]).unwrap());
     (first.sum(Kind::Double) + second.sum(Kind::Double)).backward();
@@ -126,7 +126,7 @@ fn arguments_of_every_type_reach_the_backward() {
             ctx.argument::<Option<Kind>>("dtype")?,
         );
         assert_eq!(found, expected);
-        // A scalar is what was given.
+        // A Scalar has the type that was given.
         assert_eq!(ctx.argument::<i64>("shift").is_ok(), !given);
         Ok(grads.get(0)?.shallow_clone().into())
     });
@@ -177,7 +177,7 @@ fn wrong_questions_for_arguments_are_errors() {
     }
 }
 
-/// A function that asks the graph only is written for any backward.
+/// A function that uses only the autograd context can be used in any backward.
 #[test]
 fn a_backward_may_be_a_function_of_the_graphs_context() {
     fn quotient(ctx: &tch_extension::autograd::Context<'_>, grad: &Tensor) -> Result<Tensor> {
@@ -202,7 +202,8 @@ fn a_second_derivative_is_an_error() {
 #[test]
 fn a_backward_for_several_inputs_and_results() {
     let (x, y) = (leaf(&[1.0, 2.0]), leaf(&[3.0, 4.0]));
-    // Lists go in one by one; slots are inputs first, then results.
+    // The tensors of a list are separate inputs. The saved tensors are first the inputs and then
+    // the results.
     let stack = Operator::find("aten::stack").unwrap().with_backward(|ctx, grads| {
         assert_eq!(ctx.inputs_len(), 2);
         assert_eq!(ctx.saved(2)?, Tensor::stack(&[ctx.saved(0)?, ctx.saved(1)?], 0));
@@ -212,7 +213,7 @@ fn a_backward_for_several_inputs_and_results() {
     let z: Tensor = stack.call(args![&[&x, &y]]).unwrap();
     z.sum(Kind::Double).backward();
     assert_eq!((x.grad(), y.grad()), (doubles(&[10.0, 10.0]), doubles(&[100.0, 100.0])));
-    // Nobody requires grad: no graph.
+    // No input requires grad, so there is no graph.
     let z: Tensor = stack.call(args![&[&x.detach(), &y.detach()]]).unwrap();
     assert!(!z.requires_grad());
 }
@@ -234,11 +235,11 @@ fn in_place_with_a_backward_of_ones_own() {
     assert_eq!((z.detach(), y.detach()), (doubles(&[3.0, 12.0]), doubles(&[3.0, 12.0])));
     y.sum(Kind::Double).backward();
     assert_eq!(x.grad(), doubles(&[6.0, 12.0]));
-    // Into a leaf: libtorch's own words, and nothing written.
+    // Writing to a leaf gives libtorch's own message, and nothing is written.
     let text = message(op.call::<Tensor>(args![&x, 3.0]));
     assert!(text.contains("a leaf Variable that requires grad"), "{text}");
     assert_eq!(x.detach(), doubles(&[1.0, 2.0]));
-    // An argument that is written and not returned.
+    // This operator writes to an argument that it does not return.
     let op = operator("scale_out").with_backward(|_, _| Ok(().into()));
     let text = message(op.call::<()>(args![&x, 3.0, out = &doubles(&[0.0, 0.0])]));
     assert!(text.contains("it writes into an argument that it does not return"), "{text}");
@@ -253,20 +254,22 @@ fn a_composite_that_lost_the_graph_is_found_out() {
     let text = message(operator("raw_scaled").call::<Tensor>(args![&x, 3.0]));
     assert!(text.contains("the operator's results are no part of the graph"), "{text}");
     assert!(text.contains(".with_backward(f)"), "{text}");
-    // That the input comes back, too, does not make the other result part of the graph.
+    // The input is among the results, too, but that does not make the other result part of the
+    // graph.
     let text = message(operator("same_and_raw").call::<(Tensor, Tensor)>(args![&x, 3.0]));
     assert!(text.contains("the operator's results are no part of the graph"), "{text}");
     let y: Tensor = operator("same").call(args![&x]).unwrap();
     assert!(y.requires_grad());
     let y: Tensor = operator("raw_scaled").no_grad().call(args![&x, 3.0]).unwrap();
     assert!(!y.requires_grad());
-    // In place: the tensor requires grad all along, but the graph knows nothing of the change.
+    // After this operator in place, the tensor still requires grad, but the change is not part of
+    // the graph.
     let y = &x * 1.0;
     message(operator("raw_scale_").call::<Tensor>(args![&y, 3.0]));
     let y: Tensor =
         operator("composite_scale_").call(args![&(&x * 1.0), &doubles(&[3.0, 4.0])]).unwrap();
     assert!(y.requires_grad());
-    // A constant becomes part of the graph.
+    // After this operator in place, a constant is part of the graph.
     let constant = doubles(&[1.0, 1.0]);
     let _ = operator("composite_scale_").call::<Tensor>(args![&constant, &x]).unwrap();
     assert!(constant.requires_grad());
@@ -277,8 +280,8 @@ fn a_composite_that_lost_the_graph_is_found_out() {
 
 #[test]
 fn nothing_of_a_call_stays_behind() {
-    // Other tests of this program make nodes, too: so this one has a process of its own in mind,
-    // and only looks whether a thousand calls leave a thousand.
+    // Other tests of this program may make nodes at the same time, so this only checks that a
+    // thousand calls do not leave a thousand nodes.
     let (op, before) = (with_backward(), live_nodes());
     for _ in 0..1000 {
         let x = leaf(&[1.0]);
@@ -289,7 +292,7 @@ fn nothing_of_a_call_stays_behind() {
     assert!(live_nodes() - before < 500, "{} nodes", live_nodes() - before);
 }
 
-/// In the program's memory, in bytes.
+/// The resident memory of this process in bytes.
 fn resident() -> usize {
     let text = std::fs::read_to_string("/proc/self/statm").expect("statm");
     text.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok()).expect("a number") * 4096
@@ -301,7 +304,7 @@ fn neither_arguments_nor_results_leak() {
     let (scaled, with_backward) = (scaled(), with_backward());
     let mut before = 0;
     for round in 0..600 {
-        // A mebibyte each.
+        // Each of these tensors takes a mebibyte.
         let x = Tensor::ones([1 << 17], (Kind::Double, Device::Cpu)).set_requires_grad(true);
         let _ = first_of(&results, &x.detach());
         let _: String = tensors.call(args![&x, &x, vec![&x, &x], [Some(&x), None]]).unwrap();

@@ -1,4 +1,4 @@
-//! Libraries that load, and those that must not.
+//! Tests of libraries that can be loaded and of those that must be refused.
 
 use super::compiled::*;
 use super::*;
@@ -8,7 +8,7 @@ fn refused(path: &Path, expected: &str) {
     assert!(text.starts_with("cannot load the library ") && text.contains(expected), "{text}");
     assert_eq!(text.lines().count(), 1, "{text}");
     assert!(!text.contains("terminate called") && !text.contains("frame #"), "{text}");
-    // All is as it was.
+    // The operators that were loaded before still work.
     assert_eq!(operator("thrice").call::<i64>(args![2]).unwrap(), 6);
 }
 
@@ -43,13 +43,13 @@ fn a_taken_namespace_is_refused_before_loading() {
     std::fs::copy(library().path(), &copy).unwrap();
     let expected = "Only a single TORCH_LIBRARY can be used to register the namespace tch_test";
     refused(&copy, expected);
-    // Without its symbols, too.
+    // The same holds for a library without symbols.
     let stripped = folder().join("stripped.so");
     std::fs::copy(library().path(), &stripped).unwrap();
     let strip = std::process::Command::new("strip").arg(&stripped).status().expect("strip");
     assert!(strip.success());
     refused(&stripped, expected);
-    // Other threads can still load: nothing holds the loader's lock.
+    // Other threads can still load libraries, because nothing holds the loader's lock.
     let other = std::thread::spawn(|| {
         Library::load(compile_text("int nothing() { return 1; }", "after.so"))
     });
@@ -134,13 +134,13 @@ fn a_missing_library_that_it_needs_is_named() {
     refused(&target, "libneeded.so: cannot open shared object file");
 }
 
-/// As parts of one package that do not name each other as libraries that they need.
+/// Two libraries that are parts of one package, where neither lists the other as needed.
 #[test]
 fn a_library_that_leans_on_anothers_symbols() {
     let defines = compile_text("int leant_on() { return 7; }", "leant_on.so");
     let leans = "int leant_on(); extern \"C\" const int value_of_leans = leant_on();";
     let leans = compile_text(leans, "leans.so");
-    // Nobody has it, and then one that keeps it to itself.
+    // At first no library defines the symbol, and then one does but keeps it local.
     refused(
         &leans,
         "undefined symbol: _Z8leant_onv; a library that defines it has to be loaded before, with LoadOptions",
@@ -149,7 +149,7 @@ fn a_library_that_leans_on_anothers_symbols() {
     let place = first.path().display().to_string();
     let way_out = "which is loaded for itself alone: load that one with LoadOptions { global: true, .. } first";
     refused(&leans, &format!("it needs leant_on() of {place}, {way_out}"));
-    // The same library, for everybody.
+    // The same library is loaded again, now with its symbols visible to all.
     let global = LoadOptions { global: true, ..Default::default() };
     assert!(Library::load_with(&defines, global).unwrap().is_same(&first));
     Library::load(&leans).unwrap();
@@ -164,7 +164,7 @@ fn a_library_may_be_global_from_the_start() {
         let leans = format!("int global_{name}(); int x = global_{name}();");
         Library::load(compile_text(&leans, &format!("leans_{name}.so"))).unwrap();
     }
-    // One that is loaded as ever keeps its symbols to itself.
+    // A library that is loaded in the default way keeps its symbols local.
     Library::load(compile_text("int kept() { return 7; }", "kept.so")).unwrap();
     refused(
         &compile_text("int kept(); int x = kept();", "leans_on_kept.so"),
@@ -172,8 +172,8 @@ fn a_library_may_be_global_from_the_start() {
     );
 }
 
-/// This test again, in a process of its own that ignores SIGCHLD, so that the kernel reaps its
-/// children unasked.
+/// Runs this test again in a separate process that ignores SIGCHLD, so that the kernel reaps its
+/// children automatically.
 fn alone(test: &str, library: &Path) -> std::process::Command {
     let mut command = std::process::Command::new("sh");
     command.args(["-c", "trap '' CHLD; exec \"$0\" --exact \"$1\" --nocapture"]);
@@ -184,14 +184,14 @@ fn alone(test: &str, library: &Path) -> std::process::Command {
     command
 }
 
-/// For what takes longer when other tests load libraries meanwhile.
+/// Runs a test that would take longer if other tests loaded libraries at the same time.
 fn passes_alone(test: &str, library: &Path) {
     let output = alone(test, library).output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
     assert!(said.contains("1 passed"), "{said}{}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// The library that a process of [`alone`] loads.
+/// The variable that holds the path of the library that a process of [`alone`] loads.
 const ALONE: &str = "TCH_EXTENSION_TEST_ALONE";
 
 #[test]
@@ -212,7 +212,8 @@ fn an_initialiser_that_exits_is_refused_whatever_the_status_says() {
         let test = "an_initialiser_that_exits_is_refused_whatever_the_status_says";
         let output = alone(test, &path).output().unwrap();
         let said = String::from_utf8_lossy(&output.stdout);
-        // If it ended this process, too, even with 0, there would be no last line.
+        // If the initialiser also ended this process, even with status 0, the last line would be
+        // missing.
         assert!(said.contains(expected) && said.contains("1 passed"), "{name}: {said}");
     }
 }
@@ -265,13 +266,13 @@ fn a_trial_ends_with_the_process_that_made_it() {
     soon(&|| std::fs::read_to_string(&file).is_ok_and(|text| text.ends_with('.')));
     parent.kill().unwrap();
     parent.wait().unwrap();
-    // Of this pid, because a second trial may have begun.
+    // Look at this pid only, because a second trial may have begun.
     let pid = std::fs::read_to_string(&file).unwrap();
     let state = format!("/proc/{}/stat", pid.trim_end_matches('.'));
     soon(&|| std::fs::read_to_string(&state).map_or(true, |text| text.contains(") Z ")));
 }
 
-/// OpenMP's threads are not in the child, which would wait for them for ever.
+/// OpenMP's threads do not exist in the forked child, which could wait for them forever.
 #[test]
 fn initialisers_may_compute_in_parallel() {
     let Some(path) = std::env::var_os(ALONE) else {
@@ -288,11 +289,11 @@ fn initialisers_may_compute_in_parallel() {
     assert!(tch::get_num_threads() > 1 || std::thread::available_parallelism().unwrap().get() == 1);
 }
 
-/// A thread that looks up an operator when the child is made would keep the child's registrations
-/// waiting.
+/// If a thread were looking up an operator when the child is forked, the registrations in the child
+/// could wait forever.
 #[test]
 fn libraries_load_while_other_threads_find_operators() {
-    // Eight bytes, which a compiler keeps together.
+    // These are eight bytes, which a compiler stores together.
     const PLACE: &[u8] = b"tchnsXXX";
     let Some(path) = std::env::var_os(ALONE) else {
         let source = "#include <torch/library.h>\nTORCH_LIBRARY(tchnsXXX, m) { m.def(\"f(int x) -> int\"); }";
@@ -329,12 +330,12 @@ fn libraries_load_while_other_threads_find_operators() {
     for (library, operator) in outcomes {
         assert!(library.unwrap().operators().contains(&operator), "{operator}");
     }
-    // A first try that hangs takes two seconds.
+    // A first trial that hangs would take two seconds.
     assert!(slowest.as_secs_f64() < 1.9, "{slowest:?}");
 }
 
-/// As package managers lay out their trees: each file a link into a store, what it needs beside the
-/// link.
+/// The layout of some package managers: each file is a link into a store, and the library that it
+/// needs is next to the link.
 #[test]
 fn what_a_library_needs_is_looked_for_beside_the_link() {
     let (store, tree) = (folder().join("store"), folder().join("tree"));
@@ -362,8 +363,8 @@ fn what_a_library_needs_is_looked_for_beside_the_link() {
     assert!(library.is_same(&Library::load(store.join("1")).unwrap()));
 }
 
-/// With a Python's library where there is one; otherwise the message says how to name one. The
-/// parent below runs it with a wrong name.
+/// Loads Python's library if there is one; otherwise the message says how to name it. The test
+/// below runs this one with a wrong name.
 #[test]
 fn a_library_that_needs_python() {
     let source =

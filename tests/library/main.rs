@@ -1,4 +1,4 @@
-//! Operators of other people's libraries.
+//! Tests of operators from libraries of other projects.
 
 use compiled::operator;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! What is said when there is no such kernel or no such operator.
+//! Tests of the messages for missing kernels and missing operators.
 
 use super::*;
 
@@ -8,8 +8,8 @@ fn a_missing_kernel_is_told_by_device() {
     let said = |name: &str| message(operator(name).call::<Tensor>(args![&x]));
     let schema = "; the schema is tch_test::";
     for (name, expected) in [
-        // Neither the dispatcher's own fallbacks nor kernels for shapes only are kernels for a
-        // device.
+        // The dispatcher's fallbacks and kernels that only compute shapes do not count as kernels
+        // for a device.
         ("cuda_only", "it has no kernel for CPU, only for CUDA; give it tensors on CUDA"),
         (
             "cuda_and_xla_only",
@@ -72,7 +72,7 @@ fn a_name_that_is_not_found_suggests_near_ones() {
         ("cube", "did you mean tch_test::cube?"),
         ("tch_test::twicee.int", "did you mean tch_test::twice?"),
         ("aten::softmaks", "did you mean aten::softmax?"),
-        // Several that are as near.
+        // Several names are equally similar.
         ("tch_test::scale", "did you mean tch_test::scale_ or tch_test::scaled?"),
     ] {
         let text = message(Operator::find(name));

@@ -1,9 +1,9 @@
-//! Libraries that were built for another libtorch or another CUDA.
+//! Tests of libraries that were built for another libtorch or another CUDA version.
 
 use super::compiled::*;
 use super::*;
 
-/// A library of this source that needs one of this name, which is not there.
+/// Compiles a library with this source that needs a library with this name, which does not exist.
 fn needing(missing: &str, text: &str, name: &str) -> PathBuf {
     let stub = folder().join(format!("stub_{name}"));
     std::fs::create_dir_all(&stub).unwrap();
@@ -34,7 +34,7 @@ fn says(text: &str, parts: &[&str]) {
     }
 }
 
-/// Which CUDA this libtorch is for, as its libraries say.
+/// The CUDA version of this libtorch, taken from the libraries that it has loaded.
 fn own_cuda() -> String {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
     let runtime = maps.lines().find_map(|line| line.split_once("/libcudart.so."));
@@ -50,7 +50,8 @@ fn a_library_of_another_cuda_says_so() {
     says(&text, &["libcudart.so.12: cannot open shared object file"]);
     says(&refused(&needing("libcublas.so.11", "", "cublas_11.so")), &["it was built for CUDA 11,"]);
     says(&refused(&needing("libcudart.so.11.0", "", "cuda_11.so")), &["it was built for CUDA 11,"]);
-    // cuDNN counts otherwise, and what is no part of CUDA says nothing.
+    // cuDNN has version numbers of its own, and a library outside CUDA says nothing about CUDA's
+    // version.
     for (missing, name) in [("libcudnn.so.7", "cudnn_7.so"), ("libcustom.so.3", "custom_3.so")] {
         let text = refused(&needing(missing, "", name));
         assert!(!text.contains("built for CUDA"), "{text}");
@@ -74,7 +75,7 @@ fn a_library_that_lacks_symbols_of_libtorch_says_so() {
         &refused(&compile_text(shim, "shim.so")),
         &["another libtorch", "which lacks aoti_torch_from_the_future"],
     );
-    // Symbols of others say nothing of libtorch.
+    // Missing symbols of other projects say nothing about libtorch.
     let text = refused(&compile_text(
         "namespace other { void f(); } void g() { other::f(); }",
         "other.so",
@@ -91,7 +92,7 @@ fn a_library_of_the_old_abi_says_so() {
     says(&refused(&path), &["built with the old C++ ABI (_GLIBCXX_USE_CXX11_ABI=0)", "before 2.7"]);
 }
 
-/// As pip lays out a package.
+/// The layout of a package that pip installs.
 #[test]
 fn a_package_says_which_libtorch_it_is_for() {
     let site = folder().join("site-packages");

@@ -1,4 +1,5 @@
-// Operators of every kind, as somebody else would register them. Compiled when the tests run.
+// Operators with all types, as another project would register them. This file is compiled when the
+// tests run.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
@@ -92,7 +93,7 @@ std::tuple<Tensor, int64_t, Tensor, double, Tensor, bool, string> seven_results(
   return {x, 2, x.mul(3), 0.25, x.mul(5), true, "seven"};
 }
 
-// Any number of tensors, as no C++ function returns them.
+// Returns any number of tensors, which no C++ function type can express.
 void boxed_multiples(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const Tensor x = torch::jit::pop(*stack).toTensor();
   const auto count = static_cast<int64_t>(op.schema().returns().size());
@@ -108,7 +109,7 @@ c10::List<optional<Tensor>> some_tensors(const Tensor& x) {
 
 void nothing(const Tensor&) {}
 
-// Kernels that write through pointers, of which neither the graph nor a version counter knows.
+// These kernels write through pointers, so neither the graph nor a version counter knows of it.
 void scale(const Tensor& x, double by, const Tensor& out) {
   TORCH_CHECK(x.is_contiguous() && x.scalar_type() == at::kDouble,
               "scale: x must be contiguous doubles");
@@ -144,7 +145,7 @@ void fail(int64_t how) {
 
 Tensor same(const Tensor& x) { return x; }
 
-// How long a call of `same` takes the dispatcher itself, in nanoseconds.
+// The time that the dispatcher itself needs for a call of `same`, in nanoseconds.
 double time_of_same(const Tensor& x, int64_t calls) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("tch_test::same", "");
   const auto start = std::chrono::steady_clock::now();
@@ -163,8 +164,7 @@ Tensor calls_cuda_only(const Tensor& x) {
 
 Tensor first(at::TensorList many) { return many[0].clone(); }
 
-// Registers an operator while the program runs, as another thread may well do while a library is
-// loaded.
+// Registers an operator at run time, as another thread might while a library is loaded.
 void register_operator(c10::string_view name) {
   auto* library = new torch::Library(torch::Library::FRAGMENT, "tch_meanwhile", std::nullopt,
                                      __FILE__, __LINE__);

@@ -1,8 +1,8 @@
-// Registers an operator in the namespace that the library says which this is linked into.
+// Registers an operator. The library that this file is linked into decides the namespace.
 
 #include <torch/library.h>
 
-// Each library's own, whichever others are loaded.
+// Each library has its own function of this name, whichever other libraries are loaded.
 extern "C" __attribute__((visibility("hidden"))) const char* name_of_library();
 
 static const auto* const registered = [] {

@@ -1,16 +1,16 @@
-//! What a library lists as its own.
+//! Tests of the operators that a library lists as its own.
 
 use super::compiled::*;
 use super::*;
 use std::sync::OnceLock;
 
-/// The slow part of them all, compiled once.
+/// The object file that all these libraries share. It is slow to compile and compiled once.
 fn registers() -> &'static Path {
     static OBJECT: OnceLock<PathBuf> = OnceLock::new();
     OBJECT.get_or_init(|| compile_with(&[&source("registers.cpp")], &["-c"], "registers.o"))
 }
 
-/// A library that registers `namespace::f`.
+/// Makes a library that registers `namespace::f`.
 fn library_of(namespace: &str, before: &str, flags: &[&str]) -> PathBuf {
     linked(namespace, before, flags, registers())
 }
@@ -33,14 +33,14 @@ fn linked(namespace: &str, before: &str, flags: &[&str], registers: &Path) -> Pa
 fn what_a_needed_library_registers_is_its_own() {
     let needed = library_of("tch_needed", "", &[]);
     let flags = [needed.to_str().unwrap(), "-Wl,--no-as-needed,-rpath,$ORIGIN"];
-    // First the flag, then what it is about.
+    // The flag must come before the library that it applies to.
     let needing = library_of("tch_needing", "", &[flags[1], flags[0]]);
     assert_eq!(Library::load(needing).unwrap().operators(), ["tch_needing::f"]);
     assert_eq!(Operator::find("tch_needed::f").unwrap().call::<i64>(args![3]).unwrap(), 3);
     assert_eq!(Library::load(needed).unwrap().operators(), ["tch_needed::f"]);
 }
 
-/// Then the stack does not say whose initialiser it is.
+/// Without these tables, the stack does not show whose initialiser is running.
 #[test]
 fn a_library_without_tables_for_unwinding_lists_its_own() {
     let object = folder().join("no_tables.o");
@@ -59,7 +59,8 @@ fn what_others_register_meanwhile_is_not_a_librarys() {
     );
     let slow = library_of("tch_slow", &waits, &[]);
     let register = operator("register_operator");
-    // A thread's first call makes its thread-local variables, for which it takes the loader's lock.
+    // A thread's first call creates its thread-local variables, for which it needs the loader's
+    // lock.
     register.call::<()>(args!["before"]).unwrap();
     std::thread::scope(|scope| {
         let loads = scope.spawn(|| Library::load_without_rehearsal(&slow));

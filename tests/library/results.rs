@@ -1,4 +1,4 @@
-//! What comes back.
+//! Tests of results.
 
 use super::*;
 
@@ -44,10 +44,10 @@ fn a_vector_takes_any_number_of_results() {
         assert_eq!(results, expected, "{name}");
     }
     assert!(operator("nothing").call::<Vec<Tensor>>(args![&x]).unwrap().is_empty());
-    // A single list gives its own items, none of them included.
+    // A single list gives its own items, including None.
     let list: Vec<Option<Tensor>> = operator("some_tensors").call(args![&x]).unwrap();
     assert_eq!(list, [Some(x.shallow_clone()), None]);
-    // With a backward of one's own, too.
+    // This also works with a user-defined backward.
     let op = operator("thirteen_multiples").with_backward(|_, grads| {
         let terms = grads.iter().flatten().zip(1..).map(|(grad, factor)| grad * factor);
         Ok(terms.reduce(|sum, term| sum + term).into())
@@ -56,7 +56,7 @@ fn a_vector_takes_any_number_of_results() {
     let results: Vec<Tensor> = op.call(args![&x]).unwrap();
     Tensor::stack(&results, 0).sum(Kind::Double).backward();
     assert_eq!(x.grad(), doubles(&[91.0, 91.0]));
-    // Whichever is none names its place.
+    // The message names the position of the result that is not a tensor.
     let text = message(operator("seven_results").call::<Vec<Tensor>>(args![&x]));
     assert!(
         text.contains("result 1 is Int(2), and tch::") && text.contains("Tensor was asked for"),
@@ -104,7 +104,8 @@ fn what_is_written_is_the_same_tensor_with_a_new_version() {
     let out = doubles(&[0.0, 0.0]);
     operator("scale_out").call::<()>(args![&x, 2.0, out = &out]).unwrap();
     assert_eq!(out, doubles(&[6.0, 12.0]));
-    // The kernel writes through a pointer; a saved tensor must not change unnoticed.
+    // The kernel writes through a pointer, but the change of a saved tensor must nevertheless be
+    // noticed.
     let weight = leaf(&[1.0, 1.0]);
     let product = &weight * &x;
     let _ = operator("scale_").call::<Tensor>(args![&x, 3.0]).unwrap();
@@ -150,7 +151,7 @@ fn operators_of_libtorch_that_tch_lacks() {
     let none: Option<&str> = None;
     let y: Tensor = pointwise.no_grad().call(args![&x, &w, &b, "relu", &scalars, none]).unwrap();
     assert!(y.allclose(&x.linear(&w, Some(&b)).relu(), 1e-5, 1e-6, false) && !y.requires_grad());
-    // tch's binding hands over `use_gelu` in the place of beta.
+    // tch's binding passes `use_gelu` in the place of beta.
     assert_eq!(
         b.internal_addmm_activation(&x, &w.transpose(0, 1), false),
         x.mm(&w.transpose(0, 1)).relu()

@@ -1,4 +1,4 @@
-//! What a call costs beside the dispatcher's own.
+//! Tests the time of a call compared with the dispatcher's own time.
 
 use super::*;
 use std::time::Instant;
@@ -7,7 +7,7 @@ use std::time::Instant;
 fn a_handle_adds_at_most_a_microsecond() {
     const CALLS: i32 = 2000;
     let (op, own, x) = (operator("same"), operator("time_of_same"), doubles(&[1.0]));
-    // The best of many rounds: other tests run beside this one.
+    // The best of many rounds, because other tests run at the same time.
     let (mut ours, mut dispatchers) = (f64::INFINITY, f64::INFINITY);
     for _ in 0..30 {
         dispatchers = dispatchers.min(own.call(args![&x, CALLS]).unwrap());

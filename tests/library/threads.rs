@@ -1,4 +1,4 @@
-//! Any thread may call.
+//! Tests of calls from any thread.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! torchvision's operators, a library that this project did not write, against known answers.
+//! Tests torchvision's operators, a library from another project, against known answers.
 
 use super::*;
 use std::io::Write;
@@ -6,7 +6,7 @@ use std::sync::OnceLock;
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::testing::{assert_close, cuda_or_skip, gradcheck};
 
-/// The file of operators in torchvision's wheel; `cargo xtask test` installs it.
+/// The file with the operators in torchvision's wheel, which `cargo xtask test` installs.
 fn file() -> PathBuf {
     let root = std::env::var_os("CARGO_MANIFEST_DIR")
         .map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from);
@@ -14,21 +14,22 @@ fn file() -> PathBuf {
     std::env::var_os("TCH_EXTENSION_TORCHVISION").map_or(installed, PathBuf::from)
 }
 
-/// Loads it. `None`, after a line on standard error, where it or Python's library is missing,
-/// unless `TCH_EXTENSION_REQUIRE_TORCHVISION=1` says that it must not be.
+/// Loads torchvision. If it or Python's library is missing, this prints a line on stderr and
+/// returns `None`, unless `TCH_EXTENSION_REQUIRE_TORCHVISION=1` makes that a failure.
 fn loaded(test: &str) -> Option<&'static Library> {
     static LIBRARY: OnceLock<Result<Library>> = OnceLock::new();
     let reason = match LIBRARY.get_or_init(|| Library::load(file())) {
         Ok(library) => return Some(library),
         Err(error) => error.to_string(),
     };
-    // Python's library, or libtorch's for CUDA.
+    // Python's library, or libtorch's CUDA library, may be missing.
     let lacks = ["TCH_EXTENSION_LIBPYTHON", "cannot open shared object file"];
     let is_missing = !file().exists() || lacks.iter().any(|what| reason.contains(what));
     let required =
         std::env::var_os("TCH_EXTENSION_REQUIRE_TORCHVISION").is_some_and(|value| value == "1");
     assert!(is_missing && !required, "{reason}");
-    // One write, past the harness, which throws away what a test that passes prints.
+    // A single write directly to stderr, because the test harness discards the output of a test
+    // that passes.
     let line = format!(
         "SKIPPED {test}: {reason}; `cargo xtask test` installs torchvision, or set TCH_EXTENSION_TORCHVISION to its _C.so\n"
     );
@@ -57,7 +58,7 @@ fn torchvision_lists_its_operators() {
     );
 }
 
-/// Boxes whose overlaps are 1/2 (0 and 3), 81/119 (0 and 1), 36/114 (1 and 3).
+/// Tests boxes whose overlaps are 1/2 (0 and 3), 81/119 (0 and 1) and 36/114 (1 and 3).
 fn suppresses(device: Device) {
     let boxes = [
         [0.0, 0.0, 10.0, 10.0],
@@ -74,7 +75,7 @@ fn suppresses(device: Device) {
         let kept: Tensor = nms.call(args![&boxes, &scores, threshold]).unwrap();
         assert_eq!(Vec::<i64>::try_from(kept).unwrap(), expected, "{threshold}");
     }
-    // The kernel exists once, without a gradient.
+    // nms has a kernel for each device but no gradient.
     assert!(!nms.has_autograd(device).unwrap());
     let scores = scores.set_requires_grad(true);
     let text = message(nms.call::<Tensor>(args![&boxes, &scores, 0.5]));
@@ -83,7 +84,7 @@ fn suppresses(device: Device) {
     assert_eq!(Vec::<i64>::try_from(kept).unwrap(), [3, 0, 2]);
 }
 
-/// How much each row of an image counts in each bin of a box, along one dimension.
+/// The weight of each row of an image in each bin of a box, along one dimension.
 fn weights(start: f64, end: f64, bins: usize, samples: usize, size: usize) -> Tensor {
     let mut weights = vec![0.0; bins * size];
     let step = (end - start) / bins as f64;
@@ -100,7 +101,8 @@ fn weights(start: f64, end: f64, bins: usize, samples: usize, size: usize) -> Te
     Tensor::from_slice(&weights).view([bins as i64, size as i64])
 }
 
-/// Bilinear samples, averaged in bins: a product from the left and one from the right.
+/// The mean of bilinear samples in each bin, computed by a product from the left and one from the
+/// right.
 fn roi_align_reference(
     image: &Tensor,
     boxes: &[[f64; 5]],
@@ -138,7 +140,8 @@ fn aligns(device: Device) {
     assert_close(&gradient(&ours), &gradient(&reference), 1e-12, 1e-12);
 }
 
-/// Without offsets, and with every mask one, it is an ordinary convolution.
+/// Tests a deformable convolution without offsets and with all masks one, which is an ordinary
+/// convolution.
 fn deforms(device: Device) {
     let rand = |size: &[i64]| Tensor::rand(size, (Kind::Double, device)).set_requires_grad(true);
     let (input, weight, bias) = (rand(&[2, 4, 6, 7]), rand(&[3, 4, 3, 3]), rand(&[3]));
@@ -189,7 +192,8 @@ fn torchvision_passes_gradcheck() {
 fn cuda_torchvision_agrees_with_known_answers() {
     const NAME: &str = "cuda_torchvision_agrees_with_known_answers";
     let Some(device) = cuda_or_skip(NAME) else { return };
-    // So that the child in which it is rehearsed comes from a process that has used the GPU.
+    // Use the GPU first, so that the child of the rehearsal is forked from a process that has used
+    // it.
     let _ = Tensor::ones([1], (Kind::Float, device)).double_value(&[0]);
     if loaded(NAME).is_none() {
         return;

@@ -1,4 +1,4 @@
-//! What it refuses.
+//! Tests of the arguments that linear refuses.
 
 use super::*;
 use tch_extension::ops::linear;
@@ -62,7 +62,7 @@ fn bad_arguments_are_named() {
     fused(&good()).expect("good arguments");
 }
 
-/// Of these there are no values that a kernel could read.
+/// These tensors have no memory that a kernel could read.
 #[test]
 fn what_has_no_memory_is_named() {
     for device in devices() {

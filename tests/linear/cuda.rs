@@ -1,4 +1,4 @@
-//! What only a GPU shows.
+//! Tests that need a GPU.
 
 use super::*;
 use tch_extension::testing::cuda_or_skip;
@@ -24,8 +24,8 @@ fn cuda_agrees_with_the_cpu() {
     suite().cuda_agrees_with_the_cpu("cuda_agrees_with_the_cpu");
 }
 
-/// Rows of an odd length that are read several at a time, with and without rows left over; and such as begin
-/// anywhere, or have gaps between them, and so are read value by value.
+/// Rows of an odd length are folded if the matrix is contiguous and aligned, with and without rows
+/// left over. Other matrices are read value by value.
 #[test]
 fn cuda_half_kinds_and_others_sum_long_matrices_of_odd_rows() {
     let test = "cuda_half_kinds_and_others_sum_long_matrices_of_odd_rows";
@@ -64,7 +64,7 @@ fn cuda_half_kinds_and_others_sum_long_matrices_of_odd_rows() {
     }
 }
 
-/// Offsets beyond 32 bits: the last rows count, and only in their own columns.
+/// Some offsets exceed 32 bits. The last rows must be added, and only to their own columns.
 #[test]
 fn cuda_more_than_two_to_the_31_elements() {
     let Some(device) = cuda_or_skip("cuda_more_than_two_to_the_31_elements") else { return };

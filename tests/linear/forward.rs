@@ -1,4 +1,4 @@
-//! The output.
+//! Tests of the output.
 
 use super::*;
 

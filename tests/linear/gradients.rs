@@ -1,4 +1,4 @@
-//! The gradients.
+//! Tests of the gradients.
 
 use super::*;
 use tch_extension::testing::{assert_as_accurate, gradcheck};
@@ -18,7 +18,7 @@ fn gradcheck_of_every_small_sample() {
     suite().gradcheck_of_every_small_sample();
 }
 
-/// Several slabs of rows: on the CPU, on CUDA in whole vectors, and on CUDA without.
+/// Sizes with several slabs of rows: on the CPU, on CUDA with whole vectors, and on CUDA without.
 #[test]
 fn gradcheck_of_every_way_to_sum() {
     for device in devices() {
@@ -31,7 +31,7 @@ fn gradcheck_of_every_way_to_sum() {
     }
 }
 
-/// The gradient of the bias alone, which is this crate's own kernel.
+/// The gradient of the bias alone, which this crate's own kernel computes.
 fn bias_gradient(linear: Linear, sizes: [i64; 3], vector: &Tensor) -> Tensor {
     let inputs = one(sizes, vector.kind(), vector.device()).inputs;
     let bias = inputs[2].detach().set_requires_grad(true);
@@ -42,8 +42,8 @@ fn bias_gradient(linear: Linear, sizes: [i64; 3], vector: &Tensor) -> Tensor {
 
 #[test]
 fn every_row_and_column_counts_once() {
-    // Whole numbers, of which every kind here has exact sums; the row and the column of an error
-    // can be told.
+    // The numbers are integers whose sums are exact in every kind here, and the wrong sum shows
+    // which row or column is missing.
     for device in devices() {
         for kind in [Kind::Double, Kind::Float] {
             for rows in [0, 1, 2, 31, 32, 33, 255, 256, 1024, 1025, 2049] {
@@ -138,7 +138,8 @@ fn a_gradient_that_is_not_finite_stays_in_its_column() {
     }
 }
 
-/// What a backward does not need may be changed before it, as in libtorch; what it needs may not.
+/// A tensor that the backward does not need may be changed before it, as in libtorch; a tensor that
+/// it needs may not.
 #[test]
 fn only_what_a_gradient_needs_is_kept() {
     for device in devices() {

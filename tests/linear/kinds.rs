@@ -1,9 +1,11 @@
-//! Which kinds go together, with and without autocast: as in libtorch, asked on the spot.
+//! Tests of the kinds that can be combined, with and without autocast, compared with libtorch at
+//! run time.
 
 use super::*;
 use tch_extension::amp::Autocast;
 
-/// (input, weight, bias) in all kinds; the result's kind, `None` for a refusal.
+/// Calls `test` with every combination of kinds for (input, weight, bias), and with the kind of our
+/// result and of libtorch's; `None` means refused.
 fn for_each_combination(
     device: Device,
     mut test: impl FnMut([Kind; 3], Option<Kind>, Option<Kind>),
@@ -31,7 +33,7 @@ fn mixed_kinds_are_taken_and_refused_as_libtorch_does() {
     for device in devices() {
         let mut taken = 0;
         for_each_combination(device, |kinds, found, expected| {
-            // Whole numbers have no gradients: refused, and the docs say so.
+            // Integers have no gradients. They are refused, as the docs say.
             let expected = if kinds == [Kind::Int64; 3] { None } else { expected };
             assert_eq!(found, expected, "{kinds:?} on {device:?}");
             taken += usize::from(found.is_some());
@@ -51,7 +53,7 @@ fn under_autocast_kinds_are_as_libtorch_has_them() {
                 assert_eq!(found, expected, "{kinds:?} on {device:?} under {kind:?}");
                 taken += usize::from(found.is_some());
             });
-            // Three kinds that are cast, in any combination, and doubles.
+            // Any combination of the three kinds that are cast, and all in Double.
             assert_eq!(taken, 28);
         }
     }
@@ -83,7 +85,8 @@ fn under_autocast_values_and_gradients_are_libtorchs() {
     }
 }
 
-/// The forward outside a region, the backward inside: then libtorch casts the backward's products.
+/// The forward runs outside a region and the backward inside. libtorch then casts the products of
+/// the backward.
 #[test]
 fn a_backward_inside_a_region_gives_gradients_of_the_inputs_kind() {
     for device in devices() {

@@ -1,4 +1,4 @@
-//! `nn::Linear` beside tch's own.
+//! Tests of `nn::Linear`, compared with tch's own layer.
 
 use super::*;
 use tch::nn::{self, Module, OptimizerConfig, Sgd, VarStore};

@@ -1,4 +1,4 @@
-//! `ops::linear` and `nn::Linear` against libtorch's own, against finite differences, and against
+//! Tests of `ops::linear` and `nn::Linear`: against libtorch's own and finite differences, and with
 //! bad input.
 
 mod arguments;
@@ -23,17 +23,17 @@ use tch_extension::testing::{Sample, SampleTable, Shape, assert_close, devices};
 
 const DIMS: [&str; 3] = ["M", "K", "N"];
 
-/// x, W, b.
+/// The shapes of x, W and b.
 fn with_bias([m, k, n]: [i64; 3]) -> Vec<Shape> {
     vec![Shape::new([m, k]), Shape::new([n, k]).scale(weight_scale(k)), Shape::new([n])]
 }
 
-/// x, W.
+/// The shapes of x and W.
 fn without_bias(sizes: [i64; 3]) -> Vec<Shape> {
     with_bias(sizes)[..2].to_vec()
 }
 
-/// The input has other leading dimensions than M alone.
+/// Replaces the input's leading dimension M by `leading`.
 fn with_input(
     leading: &[i64],
     with: impl Fn([i64; 3]) -> Vec<Shape>,
@@ -47,12 +47,12 @@ fn with_input(
     }
 }
 
-/// So that the sums are between -1 and 1, or thereabouts.
+/// A scale with which the sums are roughly between -1 and 1.
 fn weight_scale(features: i64) -> f64 {
     (9.0 / features.max(9) as f64).sqrt()
 }
 
-/// Small enough for a whole Jacobian.
+/// Samples that are small enough for a whole Jacobian.
 fn small(kind: Kind, device: Device) -> Vec<Sample> {
     let mut samples = SampleTable::new(DIMS, with_bias).samples(kind, device).expect("samples");
     let without = SampleTable::empty(DIMS, without_bias).with_sizes(&[[3, 4, 5], [2, 3, 8]]);
@@ -69,13 +69,13 @@ fn small(kind: Kind, device: Device) -> Vec<Sample> {
     samples
 }
 
-/// Too large for a Jacobian.
+/// Samples that are too large for a Jacobian.
 fn large(kind: Kind, device: Device) -> Vec<Sample> {
     let sizes = [
-        [64, 32, 128], // two tiles of columns on CPU, a whole one on CUDA
-        [300, 8, 65],  // one column behind a tile
-        [2500, 3, 64], // several slabs of rows, whole vectors
-        [2500, 3, 71], // several slabs, no whole vectors
+        [64, 32, 128], // two tiles of columns on the CPU, one whole tile on CUDA
+        [300, 8, 65],  // one column after a tile
+        [2500, 3, 64], // several slabs of rows, with whole vectors
+        [2500, 3, 71], // several slabs, without whole vectors
         [9000, 2, 1],  // a single column
     ];
     let with = SampleTable::empty(DIMS, with_bias).with_sizes(&sizes).with_layouts([33, 20, 64]);

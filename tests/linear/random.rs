@@ -1,4 +1,4 @@
-//! Random cases.
+//! Tests of random cases.
 
 use super::*;
 use crate::support::property::{Case, Property, size, style};
@@ -25,8 +25,8 @@ fn property() -> Property<'static> {
     }
 }
 
-/// What the docs say that it takes: a matrix for a weight, one number an output for a bias, one
-/// floating kind.
+/// Whether the docs say that linear accepts this case: the weight is a matrix, the bias has one
+/// number for each output, and all have one floating-point kind.
 fn is_documented(Case(arguments): &Case) -> bool {
     let [Some(x), Some(w), b] = &arguments[..] else { return false };
     let one_kind = arguments.iter().flatten().all(|argument| argument.kind == x.kind);

@@ -1,4 +1,4 @@
-//! Derivatives of the gradients.
+//! Tests of the derivatives of the gradients.
 
 use super::*;
 
@@ -7,9 +7,9 @@ fn gradgradcheck_of_every_small_sample() {
     suite().gradgradcheck_of_every_small_sample();
 }
 
-/// Steps that share their weight, the last fed with what depends on the first; and a weight that
-/// depends on the input. Total derivatives with respect to the inputs would differ from the partial
-/// ones here.
+/// Steps that share their weight, where the last one's input depends on the first one's; and a
+/// weight that depends on the input. Total derivatives with respect to the inputs would differ from
+/// the partial ones here.
 fn program(linear: Linear, leaves: &[Tensor]) -> Tensor {
     let [x, w, b] = leaves else { unreachable!("with bias") };
     let mut state = x.shallow_clone();

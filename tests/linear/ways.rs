@@ -1,4 +1,4 @@
-//! The ways in which a product is computed on CUDA: by a plan of cuBLASLt's, by the kernels for
+//! Tests of each way in which a product is computed on CUDA: by a cuBLASLt plan, by our kernels for
 //! small and for narrow products, with padded copies, and by libtorch.
 
 use super::*;
@@ -49,7 +49,7 @@ fn cuda_gradcheck_by_each_way() {
     }
 }
 
-/// Negative sums stay, which they would not in the plan of the same product with a ReLU.
+/// Negative sums must stay negative. The plan of the same product with a ReLU would make them zero.
 #[test]
 fn cuda_one_kernel_with_a_plan_that_is_kept() {
     let Some(device) = cuda_or_skip("cuda_one_kernel_with_a_plan_that_is_kept") else { return };
@@ -59,7 +59,7 @@ fn cuda_one_kernel_with_a_plan_that_is_kept() {
         Tensor::full([512, 128], -1.0, options),
         Tensor::full([512], 0.5, options),
     );
-    // libtorch cannot make a thread's handle of cuBLAS while it captures.
+    // libtorch cannot create a thread's cuBLAS handle during a capture.
     drop(w.matmul(&w.tr()));
     let before = product_plans();
     for _ in 0..2 {
@@ -74,7 +74,8 @@ fn cuda_one_kernel_with_a_plan_that_is_kept() {
     assert_eq!((after.misses - before.misses, after.hits - before.hits), (1, 1));
 }
 
-/// Forward and backward, whose products have other layouts: both are as right as libtorch's.
+/// The products of the forward and the backward pass have different layouts. All must be as
+/// accurate as libtorch's.
 #[test]
 fn cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose")

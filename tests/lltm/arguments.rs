@@ -1,4 +1,4 @@
-//! What it refuses.
+//! Tests of the arguments that lltm refuses.
 
 use super::*;
 use tch_extension::ops::lltm;
@@ -55,7 +55,7 @@ fn bad_arguments_are_named() {
     }
     call(f_lltm, &good()).expect("good arguments");
 
-    // Sizes whose sums overflow.
+    // Sizes whose sums overflow 64 bits.
     let mut arguments = good();
     let huge = float(&[1, 1]).expand([1, i64::MAX / 2], false);
     (arguments[0], arguments[3], arguments[4]) = (float(&[6, 1, 4]), huge.shallow_clone(), huge);

@@ -1,4 +1,4 @@
-//! What only a GPU shows.
+//! Tests that need a GPU.
 
 use super::*;
 use crate::persistent::Tf32;
@@ -30,9 +30,9 @@ fn cuda_mixed_devices_are_named() {
     }
 }
 
-/// Outputs and gradients by one path beside the exact ones; few steps of few rows, so that a
-/// sanitizer can look at them in seconds. Whole vectors and not, one row, and rows and columns
-/// beyond a tile of each kernel.
+/// Compares the outputs and gradients of one way with exact ones. There are few steps and few rows,
+/// so that a sanitizer needs only seconds. The sizes have whole vectors and parts, one row, and
+/// rows and columns beyond a tile of each kernel.
 fn assert_agrees_with_the_exact(
     sequence: support::Operator<'_>,
     sizes: [i64; 4],
@@ -69,11 +69,12 @@ fn assert_agrees_within(bound: f64, sequence: support::Operator<'_>, inputs: &[T
 }
 
 const FEW_STEPS: [[i64; 4]; 2] = [[2, 5, 4, 40], [4, 1, 8, 136]];
-/// The input multiplied for all steps at once, where a kernel can do without.
+/// Enough steps that the input is multiplied for all steps at once, although a kernel could do
+/// without that.
 const ENOUGH_STEPS: [i64; 4] = [8, 3, 5, 9];
 
-/// For initcheck, too, which does not see what cuBLAS' half products write: none whose result a
-/// kernel of ours reads.
+/// This test also runs under initcheck, which does not see what cuBLAS' products in half kinds
+/// write. So it contains no such product whose result one of our kernels reads.
 #[test]
 fn cuda_every_path_agrees_with_the_reference() {
     let Some(device) = cuda_or_skip("cuda_every_path_agrees_with_the_reference") else { return };
@@ -106,7 +107,8 @@ fn cuda_half_kinds_by_products_agree_with_the_reference() {
     }
 }
 
-/// So many that h and x are not put side by side for the weight's gradient, of which h0 has a half.
+/// There are so many rows that h and x are not concatenated for the weight's gradient. With two
+/// steps, h0 provides half of the rows.
 #[test]
 fn cuda_half_kinds_of_many_rows_agree_with_the_reference() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_of_many_rows_agree_with_the_reference") else {
@@ -117,8 +119,9 @@ fn cuda_half_kinds_of_many_rows_agree_with_the_reference() {
     }
 }
 
-/// Whose weight's gradient is of h and x column by column: tiles and parts of them, of each of the
-/// three sources; columns that are no multiple of 16 bytes; none of x.
+/// In tf32, the weight's gradient is computed from h and x column by column. The sizes have whole
+/// tiles and parts of them from each of the three sources (h0, the output and x), columns that are
+/// not a multiple of 16 bytes, and no columns of x.
 #[test]
 fn cuda_float_in_tf32_agrees_with_the_reference() {
     let Some(device) = cuda_or_skip("cuda_float_in_tf32_agrees_with_the_reference") else { return };
@@ -135,7 +138,7 @@ fn cuda_float_in_tf32_agrees_with_the_reference() {
         for sequence in [fused, per_step] {
             assert_agrees_within(4e-3, &sequence, &inputs);
         }
-        // A first h that lies otherwise.
+        // A first h in another memory layout.
         let mut turned: Vec<Tensor> = inputs.iter().map(Tensor::shallow_clone).collect();
         turned[3] = turned[3].transpose(0, 1).contiguous().transpose(0, 1);
         assert_agrees_within(4e-3, &fused, &turned);
@@ -160,14 +163,15 @@ fn cuda_a_small_step_is_one_kernel_of_the_graph() {
             }
             graph.kernels()
         };
-        // The product with the input, of all steps at once, may be cut into more parts when it is
-        // larger.
+        // The product with the input is made for all steps at once and may be split into more parts
+        // when it is larger.
         let (more, once) = (kernels(24) - kernels(9), 2);
         assert!((24 - 9..=24 - 9 + once).contains(&more), "{kind:?}: {more}");
     }
 }
 
-/// As under memcheck: a replay cannot write to memory that is really freed.
+/// Whether the caching allocator is off, as under memcheck. Memory is then really freed, and a
+/// replay cannot write to it.
 pub fn no_caching(test: &str) -> bool {
     let is_off = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
     if is_off {
@@ -177,7 +181,8 @@ pub fn no_caching(test: &str) -> bool {
     is_off
 }
 
-/// A step is its product and one kernel; everything is on the current stream, and so in the graph.
+/// A step consists of its product and one kernel. All work is on the current stream and therefore
+/// in the graph.
 #[test]
 fn cuda_a_step_is_the_product_and_one_kernel_of_the_graph() {
     let test = "cuda_a_step_is_the_product_and_one_kernel_of_the_graph";
@@ -217,8 +222,8 @@ fn cuda_a_step_is_the_product_and_one_kernel_of_the_graph() {
         };
         let ((kernels, others), (more_kernels, more_others)) = (nodes(few), nodes(many));
         let steps = (many - few) as usize;
-        // The product with the input, of all steps at once, may be cut into more parts when it is
-        // larger.
+        // The product with the input is made for all steps at once and may be split into more parts
+        // when it is larger.
         let once = 2;
         assert!(
             more_kernels - kernels <= steps * (product.kernels() + 1) + once,
@@ -234,7 +239,7 @@ fn cuda_a_step_is_the_product_and_one_kernel_of_the_graph() {
 }
 
 pub fn captured(device: Device, work: impl Fn() -> Result<Vec<Tensor>>) -> (Graph, Vec<Tensor>) {
-    // cuBLAS then has chosen its kernels.
+    // After some runs, cuBLAS has chosen its kernels.
     for _ in 0..3 {
         work().expect("to warm up");
     }

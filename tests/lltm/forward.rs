@@ -1,4 +1,4 @@
-//! The outputs.
+//! Tests of the outputs.
 
 use super::*;
 
@@ -9,14 +9,14 @@ fn forward_agrees_with_the_reference() {
 
 #[test]
 fn the_formula_by_hand() {
-    // The reference could be wrong in the same way as the kernels; these numbers are from the
+    // The reference could be wrong in the same way as the kernels, so these numbers come from the
     // formula.
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     let elu = |x: f64| if x > 0.0 { x } else { x.exp_m1() };
     for device in devices() {
         let tensor =
             |values: &[f64], size: &[i64]| Tensor::from_slice(values).view(size).to_device(device);
-        // Columns: h, x. Rows: i, o, g.
+        // The columns are h and x; the rows are i, o and g.
         let weight = tensor(&[0.1, 0.2, 0.3, -0.4, 0.5, 0.6], &[3, 2]);
         let bias = tensor(&[0.7, -0.8, -0.9], &[3]);
         let inputs = [2.0, -2.0, 0.5];
@@ -46,7 +46,7 @@ fn the_formula_by_hand() {
     }
 }
 
-/// Nothing that comes back is other memory that comes back, or that went in.
+/// No output shares memory with another output or with an input.
 #[test]
 fn outputs_are_memory_of_their_own() {
     for device in devices() {
@@ -106,7 +106,8 @@ fn extreme_values_stay_as_exact_as_the_reference() {
     }
 }
 
-/// Values that are not what lies in memory: libtorch negates lazily, and has zeros without memory.
+/// Tests tensors whose values differ from their memory: libtorch negates lazily, and has zeros
+/// without memory.
 #[test]
 fn lazily_negated_tensors_and_zeros_without_memory() {
     for device in devices() {

@@ -1,4 +1,4 @@
-//! The gradients.
+//! Tests of the gradients.
 
 use super::*;
 use tch_extension::autograd::{Tensors, checkpoint};
@@ -48,7 +48,7 @@ fn an_output_that_was_changed_is_an_error_and_no_wrong_gradient() {
     }
 }
 
-/// Only what is asked for, whichever it is.
+/// Requests every subset of the gradients; only these must be computed.
 #[test]
 fn every_choice_of_gradients() {
     for device in devices() {
@@ -78,7 +78,7 @@ fn every_choice_of_gradients() {
     }
 }
 
-/// A long sequence in pieces of which only the states between them are kept.
+/// Splits a long sequence into pieces and keeps only the states between them.
 #[test]
 fn checkpoint_over_pieces_gives_the_same_bits() {
     fn piece(inputs: &[Option<Tensor>]) -> Result<Tensors> {

@@ -1,5 +1,6 @@
-//! One kernel for all steps whose blocks fill the GPU, forced where it can be: in half kinds, and
-//! in `Float` where tf32 is allowed; elsewhere the same calls take other paths.
+//! Tests of the grid kernel, one kernel for all steps whose blocks fill the GPU. The tests force it
+//! where it exists: in half kinds, and in `Float` where tf32 is allowed. Elsewhere the same calls
+//! take other ways.
 
 use super::persistent::{
     Tf32, assert_more_steps_are_no_more_kernels, assert_two_streams_finish_and_repeat, device_with,
@@ -12,8 +13,9 @@ use tch_extension::testing::Layout;
 
 pub const HALF_KINDS: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 
-/// One vector of columns, parts of a warp's share and of a block's; rows of one group of blocks, of
-/// several, of several turns, and of a part of one; weights whose rows begin anywhere, and not.
+/// One vector of columns, and parts of a warp's and of a block's share; rows for one group of
+/// blocks, for several groups, for several iterations, and for a part of a group; weights whose
+/// rows are aligned, and weights whose rows are not.
 const SMALL: [[i64; 4]; 6] = [
     [1, 1, 2, 8],
     [2, 8, 8, 24],
@@ -23,7 +25,7 @@ const SMALL: [[i64; 4]; 6] = [
     [4, 9, 3, 520],
 ];
 
-/// Each kernel's size, and each one's in tf32.
+/// The size of each kernel, and of each kernel for tf32.
 const LARGE: [[i64; 4]; 11] = [
     [9, 20, 6, 520],
     [5, 90, 8, 776],
@@ -49,7 +51,7 @@ fn samples(kind: Kind, device: Device) -> Vec<Sample> {
     samples.into_iter().flat_map(|samples| samples.expect("samples")).collect()
 }
 
-/// Beside the path of each step, whose sums are made in another order.
+/// Compares with the way that runs a kernel for each step, whose sums are in another order.
 pub fn assert_agrees_with_per_step(sequence: support::Operator<'_>, inputs: &[Tensor], bound: f64) {
     let (found, expected) = (everything(sequence, inputs), everything(&per_step, inputs));
     for (found, expected) in found.iter().zip(&expected) {
@@ -72,7 +74,8 @@ fn cuda_half_kinds_agree_by_the_grid() {
     suite.with_and_without_a_graph_the_bits_are_the_same();
 }
 
-/// Under autocast the product's kind is not the state's, and h travels beside the output.
+/// Under autocast, the product's kind differs from the state's, so blocks exchange h in a buffer of
+/// its own instead of in the output.
 #[test]
 fn cuda_half_kinds_of_the_product_alone_by_the_grid() {
     let Some(device) = device("cuda_half_kinds_of_the_product_alone_by_the_grid") else { return };
@@ -85,7 +88,7 @@ fn cuda_half_kinds_of_the_product_alone_by_the_grid() {
     }
 }
 
-/// Only where that is allowed: otherwise the products are exact.
+/// tf32 is used only where it is allowed; otherwise the products are exact.
 #[test]
 fn cuda_float_in_tf32_by_the_grid() {
     let Some(device) = device("cuda_float_in_tf32_by_the_grid") else { return };
@@ -108,8 +111,8 @@ fn cuda_float_in_tf32_by_the_grid() {
     }
 }
 
-/// There as halves with scales. One tile without its neighbour, all pairs of tiles and a part of
-/// them, several turns.
+/// In tf32, the grid kernel multiplies halves with scales. The sizes have one tile without its
+/// neighbour, all pairs of tiles, some of the pairs, and several iterations.
 #[test]
 fn cuda_float_of_any_range_by_the_grid() {
     let Some(device) = device("cuda_float_of_any_range_by_the_grid") else { return };
@@ -128,8 +131,8 @@ fn cuda_float_of_any_range_by_the_grid() {
     }
 }
 
-/// All steps are one kernel beside the products, and a replay of it computes: also where users ask
-/// for nothing.
+/// All steps are one kernel in addition to the products, and a replay of a captured graph computes
+/// the right values. This also holds for the default way.
 #[test]
 fn cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid() {
     let test = "cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid";
@@ -142,7 +145,8 @@ fn cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid() {
     }
 }
 
-/// All bits of each value are set: between blocks that means "not there yet".
+/// Values in which all bits are set. Between blocks, these bits mean that a message has not arrived
+/// yet.
 fn all_bits(size: [i64; 2], kind: Kind, device: Device) -> Tensor {
     let integer = match kind {
         Kind::Double => Kind::Int64,
@@ -154,7 +158,7 @@ fn all_bits(size: [i64; 2], kind: Kind, device: Device) -> Tensor {
     values
 }
 
-/// Of `Float` in tf32.
+/// Compares the effect of NaN with the way that runs a kernel for each step; `Float` uses tf32.
 pub fn assert_no_number_is_as_in_per_step(
     sequence: support::Operator<'_>,
     kind: Kind,
@@ -165,7 +169,7 @@ pub fn assert_no_number_is_as_in_per_step(
     assert_no_number_agrees(sequence, kind, hidden, device);
 }
 
-/// As libtorch's switch for tf32 is.
+/// The same check, with libtorch's tf32 switch as it is.
 pub fn assert_no_number_agrees(
     sequence: support::Operator<'_>,
     kind: Kind,
@@ -174,7 +178,8 @@ pub fn assert_no_number_agrees(
 ) {
     let inputs = one([6, 20, 8, hidden], kind, device).inputs;
     let no_numbers = all_bits([20, hidden], kind, device);
-    // h0 of one row, c0 of another, the input of a third at some step, and an infinite one.
+    // One row of h0, another row of c0, and a third row of the input at one step have such values.
+    // A fourth row of the input is infinite at one step.
     inputs[3].get(3).copy_(&no_numbers.get(0));
     inputs[4].get(11).copy_(&no_numbers.get(0));
     inputs[0].get(2).get(9).copy_(&no_numbers.get(0).narrow(0, 0, 8));
@@ -182,7 +187,7 @@ pub fn assert_no_number_agrees(
     let everything = |sequence: support::Operator<'_>| {
         let inputs = leaves(&inputs);
         let outputs = sequence(&inputs).expect("outputs");
-        // Incoming gradients at some step, and for the last h and c.
+        // Incoming gradients have such values, too: at some step, and for the last h and c.
         let vectors: Vec<_> = outputs.iter().map(Tensor::ones_like).collect();
         vectors[0].get(4).get(5).copy_(&no_numbers.get(0));
         vectors[1].get(13).copy_(&no_numbers.get(0));
@@ -212,8 +217,8 @@ pub fn assert_no_number_agrees(
     }
 }
 
-/// Bits that mean "not there yet" between blocks are a number like any other where they come from
-/// outside.
+/// Between blocks, certain NaN bits mean that a message has not arrived yet. Inputs may contain
+/// these bits, which must then be treated like any other NaN.
 #[test]
 fn cuda_half_kinds_and_float_of_what_is_no_number_by_the_grid() {
     let Some(device) = device("cuda_half_kinds_and_float_of_what_is_no_number_by_the_grid") else {
@@ -226,7 +231,7 @@ fn cuda_half_kinds_and_float_of_what_is_no_number_by_the_grid() {
     }
 }
 
-/// Then the last product of the way back is left out.
+/// When h0 needs no gradient, the last product of the backward pass is omitted.
 #[test]
 fn cuda_half_kinds_whose_first_h_needs_no_gradient_by_the_grid() {
     let Some(device) = device("cuda_half_kinds_whose_first_h_needs_no_gradient_by_the_grid") else {
@@ -252,15 +257,15 @@ fn cuda_half_kinds_whose_first_h_needs_no_gradient_by_the_grid() {
     }
 }
 
-/// Where other processes leave too few multiprocessors for all blocks at once, each step is a
-/// kernel: also when a graph is captured.
+/// If other processes leave too few multiprocessors for all blocks at once, each step is a kernel,
+/// also when a graph is captured.
 #[test]
 fn cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step() {
     let test = "cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step";
     let Some(device) = device_with_cache(LltmPath::Grid, test) else { return };
     for (kind, sizes) in [(Kind::Half, [6, 20, 8, 136]), (Kind::BFloat16, [9, 70, 8, 1024])] {
         let inputs = one(sizes, kind, device).inputs;
-        // Sums of a grid are made in another order.
+        // The grid kernel's sums are in another order, so the bits show which way was taken.
         let expected = everything(&per_step, &inputs);
         assert!(
             !everything(&grid, &inputs).iter().zip(&expected).all(|(found, of)| found.equal(of))
@@ -276,7 +281,7 @@ fn cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step() {
     }
 }
 
-/// h0 may be a part of another tensor.
+/// h0 may be a part of another tensor and begin at any address.
 #[test]
 fn cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_grid() {
     let Some(device) = device("cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_grid") else {
@@ -290,8 +295,8 @@ fn cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_grid() {
     }
 }
 
-/// Grids that each need nearly all of the GPU, from two streams at once, again and again: all of it
-/// ends, with the same bits.
+/// Runs grids that each need nearly all of the GPU from two streams at once, again and again. All
+/// of them must finish, with the same bits.
 #[test]
 fn cuda_half_kinds_by_the_grid_on_two_streams_finish_and_repeat() {
     let Some(device) = device("cuda_half_kinds_by_the_grid_on_two_streams_finish_and_repeat")

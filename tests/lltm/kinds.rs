@@ -1,4 +1,4 @@
-//! Mixed kinds and autocast, as the composite has them.
+//! Tests of mixed kinds and autocast, compared with the composite.
 
 use super::*;
 use tch_extension::amp::Autocast;
@@ -12,9 +12,9 @@ fn agrees_with_the_composite(device: Device, kinds: &[Kind], rough: bool) -> usi
 #[test]
 fn mixed_kinds_are_the_composite_s() {
     for device in devices() {
-        // h and x alike or promoted to the weight's kind, the bias of that kind, c of that or a
-        // narrower one: of 7 pairs that give Double, c may be any; of 7 that give Float, 3; Half
-        // and BFloat16 are by themselves.
+        // h and x have the same kind or are promoted to the weight's kind. The bias has that kind,
+        // and c has that kind or a narrower one. For the 7 pairs that give Double, c may have any
+        // of 4 kinds; for the 7 that give Float, 3; Half and BFloat16 only go with themselves.
         assert_eq!(agrees_with_the_composite(device, &KINDS, false), 7 * 4 + 7 * 3 + 2);
     }
 }
@@ -25,8 +25,8 @@ fn under_autocast_kinds_are_the_composite_s() {
         for kind in [Kind::BFloat16, Kind::Half] {
             let _autocast = Autocast::new(device, kind).expect("autocast");
             let taken = agrees_with_the_composite(device, &[Kind::Float, Kind::Double, kind], true);
-            // No Double in the product, and none in c; or one in h or x, and then in weight and
-            // bias, too, with any c.
+            // Either there is no Double in the product and none in c, or h or x is Double and then
+            // weight and bias are, too, with any c.
             assert_eq!(taken, 2 * 16 + 3 * 5, "{device:?}");
         }
     }

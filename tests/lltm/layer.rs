@@ -1,4 +1,4 @@
-//! `nn::LltmLayer` as a tch user meets it.
+//! Tests of `nn::LltmLayer` in the way that a tch user uses it.
 
 use super::*;
 use tch::nn::{RNN, VarStore};
@@ -32,7 +32,8 @@ fn parameters_have_names_and_shapes() {
     assert_eq!((layers.hidden_dim(), vs.trainable_variables().len()), (8, 4));
 }
 
-/// The cell's own layer, step by step, with the same file of weights.
+/// The cell's own layer, which runs step by step, uses the same file of weights and gives the same
+/// results.
 #[test]
 fn the_cell_s_weights_load_and_give_the_same() {
     let folder = tempfile::tempdir().expect("a folder");
@@ -78,7 +79,7 @@ fn layers_lie_on_one_another_whichever_dimension_is_first() {
 
         let (turned, turned_last) = time_first.seq_init(&input.transpose(0, 1), &start);
         assert!(turned.transpose(0, 1).equal(&output) && turned_last.c().equal(&last.c()));
-        // The state of zeros is for the right dimension.
+        // The zero state has the right batch size for either order of dimensions.
         assert_eq!(time_first.seq(&input.transpose(0, 1)).0.size(), [6, 2, 8]);
         assert_eq!(layers_of.seq(&input).1.h().size(), [3, 2, 8]);
 

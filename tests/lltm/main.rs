@@ -1,5 +1,5 @@
-//! `ops::lltm` against its reference, against finite differences, and against bad input, on each of
-//! its paths.
+//! Tests of `ops::lltm` in each of its ways: against its reference and finite differences, and with
+//! bad input.
 
 mod arguments;
 mod conformance;
@@ -32,33 +32,34 @@ use tch_extension::testing::{Sample, SampleTable, Shape, assert_close, devices, 
 
 const DIMS: [&str; 4] = ["T", "B", "F", "H"];
 
-/// x, W, b, h, c.
+/// The shapes of x, W, b, h and c.
 fn with_bias([t, b, f, h]: [i64; 4]) -> Vec<Shape> {
     let weight = Shape::new([3 * h, h + f]).scale(weight_scale(f, h));
     vec![Shape::new([t, b, f]), weight, Shape::new([3 * h]), Shape::new([b, h]), Shape::new([b, h])]
 }
 
-/// x, W, h, c.
+/// The shapes of x, W, h and c.
 fn without_bias(sizes: [i64; 4]) -> Vec<Shape> {
     let mut shapes = with_bias(sizes);
     shapes.remove(2);
     shapes
 }
 
-/// x, W, b, h, c, where b is a row, as in PyTorch's extension-cpp.
+/// The shapes of x, W, b, h and c, where b is a row, as in PyTorch's extension-cpp.
 fn with_row(sizes: [i64; 4]) -> Vec<Shape> {
     let mut shapes = with_bias(sizes);
     shapes[2] = Shape::new([1, 3 * sizes[3]]);
     shapes
 }
 
-/// So that a step forgets: over many steps, rounding errors then stay as small as over few.
+/// A scale with which a step forgets enough that rounding errors stay as small over many steps as
+/// over few.
 fn weight_scale(features: i64, hidden: i64) -> f64 {
     (1.0 / (features + hidden).max(3) as f64).sqrt()
 }
 
-/// Small enough for a whole Jacobian. No steps, rows, features or columns; one of each; blocks of
-/// rows with each rest; whole vectors and panels, and not.
+/// Samples that are small enough for a whole Jacobian: no steps, rows, features or columns; one of
+/// each; blocks of rows with each possible remainder; whole vectors and panels, and parts of them.
 fn small(kind: Kind, device: Device) -> Vec<Sample> {
     type Shapes = fn([i64; 4]) -> Vec<Shape>;
     let table =
@@ -76,18 +77,18 @@ fn small(kind: Kind, device: Device) -> Vec<Sample> {
         table(with_bias, &with).with_layouts([2, 3, 2, 5]).samples(kind, device),
         table(without_bias, &[[2, 3, 2, 8], [1, 2, 1, 17]]).samples(kind, device),
         table(with_row, &[[2, 15, 1, 2], [4, 2, 1, 3]]).samples(kind, device),
-        // The input multiplied for all steps at once.
+        // With these sizes, the input is multiplied for all steps at once.
         table(with_bias, &[[9, 1, 1, 3], [8, 2, 0, 1]]).samples(kind, device),
     ];
     tables.into_iter().flat_map(|samples| samples.expect("samples")).collect()
 }
 
-/// Too large for a Jacobian.
+/// Samples that are too large for a Jacobian.
 fn large(kind: Kind, device: Device) -> Vec<Sample> {
     let sizes = [
-        [12, 16, 32, 128], // rows shared among threads
-        [9, 7, 5, 129],    // columns shared among threads, one behind whole panels
-        [3, 3, 8, 320],    // weights beyond a core's cache
+        [12, 16, 32, 128], // threads share the rows
+        [9, 7, 5, 129],    // threads share the columns, with one column after the whole panels
+        [3, 3, 8, 320],    // weights that are larger than a core's cache
     ];
     let tables = [
         SampleTable::empty(DIMS, with_bias)
@@ -99,9 +100,10 @@ fn large(kind: Kind, device: Device) -> Vec<Sample> {
     tables.into_iter().flat_map(|samples| samples.expect("samples")).collect()
 }
 
-/// For paths, to which all layouts are one.
+/// Samples for ways that treat all layouts alike.
 fn large_of_a_path(kind: Kind, device: Device) -> Vec<Sample> {
-    // On the CPU also products over all steps that are worth oneDNN's while.
+    // On the CPU there is also a size whose product over all steps is large enough for oneDNN to be
+    // worthwhile.
     let sizes = [[12, 16, 32, 128], [9, 7, 5, 129], [3, 3, 8, 320], [48, 20, 60, 160]];
     let count = if device == Device::Cpu { 4 } else { 3 };
     let table = SampleTable::empty(DIMS, with_bias).with_sizes(&sizes[..count]);
@@ -133,32 +135,32 @@ fn per_step(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::PerStep, x, w, b, state), arguments)
 }
 
-/// One kernel for all steps, on a GPU that can; elsewhere as users get it.
+/// Forces one kernel for all steps, on a GPU that supports it; elsewhere, the default way is taken.
 fn persistent(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::Persistent, x, w, b, state), arguments)
 }
 
-/// One kernel of a grid, likewise.
+/// Forces the grid kernel in the same manner.
 fn grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::Grid, x, w, b, state), arguments)
 }
 
-/// One kernel of a grid for many rows.
+/// Forces the grid kernel for many rows.
 fn wide_grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::WideGrid, x, w, b, state), arguments)
 }
 
-/// As if it did not fit.
+/// Forces the grid kernel as if its blocks did not fit on the GPU.
 fn crowded_grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::CrowdedGrid, x, w, b, state), arguments)
 }
 
-/// The cell's kernel with tensor cores for each step of the forward.
+/// Forces the cell's kernel with tensor cores for each step of the forward pass.
 fn tensor_cores(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::TensorCores, x, w, b, state), arguments)
 }
 
-/// One kernel a step on CUDA, and packed weights on the CPU, however few the steps are.
+/// Forces one kernel for each step on CUDA, and packed weights on the CPU, for any number of steps.
 fn whole(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     call(|x, w, b, state| f_lltm_by(LltmPath::Fused, x, w, b, state), arguments)
 }
@@ -168,7 +170,7 @@ fn reference(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 }
 
 fn suite_of(fused: support::Operator<'static>) -> Suite<'static> {
-    // A step's sums, and the sums over all steps and rows.
+    // The sums within a step, and the sums over all steps and rows.
     let terms = &|sample: &Sample| {
         let size = sample.inputs[0].size();
         sample.inputs[1].size()[1].max(size[0] * size[1]) * 4
@@ -176,7 +178,7 @@ fn suite_of(fused: support::Operator<'static>) -> Suite<'static> {
     Suite { fused, reference: &reference, small: &small, large: &large, terms }
 }
 
-/// Each path that some device takes by itself: the first of few steps is a loop of the cell.
+/// The ways that some device takes by default. With few steps, the first is a loop over the cell.
 fn suites() -> [Suite<'static>; 3] {
     let of_path = |path| Suite { large: &large_of_a_path, ..suite_of(path) };
     [suite_of(&fused), of_path(&per_step), of_path(&whole)]

@@ -1,9 +1,9 @@
-//! How far results drift over long sequences.
+//! Tests how far results drift over long sequences.
 
 use super::*;
 
-/// The largest difference from the exact outputs and gradients, each divided by the largest exact
-/// value.
+/// The largest difference from the exact outputs and gradients, where each tensor's differences are
+/// divided by its largest exact value.
 fn drift(sequence: support::Operator<'_>, inputs: &[Tensor], exact: &[Tensor]) -> f64 {
     let found = everything(sequence, inputs);
     let of = |(found, exact): (&Tensor, &Tensor)| {
@@ -16,7 +16,7 @@ fn drift(sequence: support::Operator<'_>, inputs: &[Tensor], exact: &[Tensor]) -
 fn everything(sequence: support::Operator<'_>, inputs: &[Tensor]) -> Vec<Tensor> {
     let leaves = leaves(inputs);
     let outputs = sequence(&leaves).expect("outputs");
-    // A mean over steps, so that gradients are of one size whatever T is.
+    // The loss is a mean over the steps, so that gradients have the same magnitude for any T.
     let vectors: Vec<Tensor> =
         outputs.iter().map(|output| support::incoming(output) / output.size()[0] as f64).collect();
     let vectors: Vec<Option<&Tensor>> = vectors.iter().map(Some).collect();
@@ -28,7 +28,7 @@ fn everything(sequence: support::Operator<'_>, inputs: &[Tensor]) -> Vec<Tensor>
 }
 
 /// An LLTM has no forget gate: c is a sum over all steps, and so are the gradients that reach far
-/// back. Errors grow with the steps, at most as √T roundings do by our bound.
+/// back. Errors grow with the number of steps; our bound allows them to grow as √T roundings do.
 #[test]
 fn results_stay_close_over_thousands_of_steps() {
     for device in devices() {
@@ -64,7 +64,7 @@ fn results_stay_close_over_thousands_of_steps() {
     }
 }
 
-/// What is kept between forward and backward is linear in T.
+/// The memory that is kept between forward and backward is linear in T.
 #[test]
 fn cuda_memory_is_linear_in_the_steps() {
     let Some(device) = tch_extension::testing::cuda_or_skip("cuda_memory_is_linear_in_the_steps")
@@ -72,7 +72,7 @@ fn cuda_memory_is_linear_in_the_steps() {
         return;
     };
     if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
-        // As under memcheck: then libtorch counts nothing.
+        // Without the caching allocator, as under memcheck, libtorch counts no memory.
         eprintln!("SKIPPED cuda_memory_is_linear_in_the_steps: no caching allocator");
         return;
     }
@@ -90,7 +90,7 @@ fn cuda_memory_is_linear_in_the_steps() {
     kept(8);
     let rest = 2 * 4 * batch * hidden * 4;
     for steps in [64, 512] {
-        // The output, c and three activations, as documented.
+        // The documented amount: the output, c and three activations.
         let stated = 5 * steps * batch * hidden * 4;
         let found = kept(steps);
         assert!((stated..=stated + rest + 8192).contains(&found), "{found} bytes, stated {stated}");

@@ -1,4 +1,4 @@
-//! A sequence of one step, which is the cell's.
+//! Tests of sequences of one step, which the cell computes.
 
 use super::*;
 use crate::cuda::{captured, no_caching};
@@ -7,7 +7,7 @@ use tch_extension::cuda::Graph;
 use tch_extension::ops::f_lltm_cell;
 use tch_extension::testing::cuda_or_skip;
 
-/// A cell in one kernel, and, on the CPU, by a product; rows that are no whole vectors; no rows,
+/// Cells in one kernel and, on the CPU, by a product; rows that are not whole vectors; no rows,
 /// features or columns.
 const SIZES: [[i64; 4]; 7] = [
     [1, 16, 32, 128],
@@ -18,7 +18,7 @@ const SIZES: [[i64; 4]; 7] = [
     [1, 3, 2, 0],
     [1, 2, 3, 1],
 ];
-/// On CUDA by a product, and in half kinds with tensor cores.
+/// Cells that are computed by a product on CUDA, and with tensor cores in half kinds.
 const LARGE: [[i64; 4]; 2] = [[1, 200, 128, 256], [1, 2048, 64, 512]];
 
 fn samples(kind: Kind, device: Device) -> Vec<Sample> {
@@ -44,14 +44,15 @@ fn one_step_agrees_with_the_reference() {
 
 #[test]
 fn one_step_keeps_to_the_rules() {
-    // The last with a state of the features' size, so that calls are chained through the input,
-    // too.
+    // In the last sample, the hidden size equals the number of features, so that calls are also
+    // chained through the input.
     let table =
         SampleTable::empty(DIMS, with_bias).with_sizes(&[[1, 2, 4, 5], [1, 0, 4, 5], [1, 3, 5, 5]]);
     suite_of(&fused).conformance_of(|kind, device| table.samples(kind, device).expect("samples"));
 }
 
-/// A composite would take more of one step: c is of a kind that any number of them takes.
+/// For one step, the composite accepts more kinds of c. lltm accepts only kinds that work for any
+/// number of steps.
 #[test]
 fn one_step_takes_the_kinds_of_several() {
     let of_several = |inputs: &[Tensor]| {
@@ -66,7 +67,7 @@ fn one_step_takes_the_kinds_of_several() {
         let agree = |kinds: &[Kind], rough| {
             support::kinds::agree_with_the_composite(operators, &inputs, kinds, rough)
         };
-        // As many as in kinds.rs.
+        // As many combinations as in kinds.rs.
         assert_eq!(agree(&KINDS, false), 7 * 4 + 7 * 3 + 2);
         for kind in [Kind::BFloat16, Kind::Half] {
             let _autocast = Autocast::new(device, kind).expect("autocast");
@@ -79,7 +80,7 @@ fn one_step_takes_the_kinds_of_several() {
     }
 }
 
-/// The cell itself, of the same tensors; what it returns for h is the output, too.
+/// Calls the cell itself with the same tensors. Its h is also the output.
 fn cell(inputs: &[Tensor]) -> Result<Vec<Tensor>> {
     let (h, c) = f_lltm_cell(
         &inputs[0].f_select(0, 0)?,
@@ -90,7 +91,7 @@ fn cell(inputs: &[Tensor]) -> Result<Vec<Tensor>> {
     Ok(vec![h.f_unsqueeze(0)?, h, c])
 }
 
-/// Outputs, and gradients from each of them, alone and together.
+/// The outputs, and the gradients from each of them, alone and together.
 fn everything(sequence: support::Operator<'_>, inputs: &[Tensor]) -> Vec<Tensor> {
     let mut all = sequence(inputs).expect("outputs");
     for from in [&[0][..], &[1], &[2], &[0, 1, 2]] {
@@ -119,7 +120,7 @@ fn one_step_has_the_bits_of_the_cell() {
     }
 }
 
-/// And no kernel more: not in half kinds either, nor under autocast.
+/// There is no kernel in addition to the cell's, neither in half kinds nor under autocast.
 #[test]
 fn cuda_one_step_is_the_kernels_of_the_cell() {
     let test = "cuda_one_step_is_the_kernels_of_the_cell";

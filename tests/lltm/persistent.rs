@@ -1,6 +1,6 @@
-//! One kernel for all steps, forced where it can be: what other tests do on the paths that users
-//! get. Names begin with `cuda_half_kinds` where those are among the kinds: initcheck does not see
-//! what libtorch's half products write.
+//! Tests of one kernel for all steps, forced where it exists: they check what other tests check for
+//! the default ways. Test names begin with `cuda_half_kinds` if those kinds are among the tested
+//! ones, because initcheck does not see what libtorch's products in half kinds write.
 
 use super::*;
 use std::io::Write;
@@ -9,8 +9,8 @@ use tch_extension::cuda::{
 };
 use tch_extension::testing::cuda_or_skip;
 
-/// H of each kernel's size, below it and of one column; rows of one cluster, of several, and of a
-/// part of one; steps enough that both buffers are used again.
+/// H of each kernel's size, below it, and of one column; rows for one cluster, for several, and for
+/// a part of one; enough steps that both buffers are used again.
 const SIZES: [[i64; 4]; 9] = [
     [1, 1, 2, 1],
     [2, 8, 3, 128],
@@ -30,14 +30,15 @@ fn samples(kind: Kind, device: Device) -> Vec<Sample> {
     samples.into_iter().flat_map(|samples| samples.expect("samples")).collect()
 }
 
-/// Outputs, and gradients from all of them.
+/// The outputs, and the gradients from all of them.
 pub fn everything(sequence: support::Operator<'_>, inputs: &[Tensor]) -> Vec<Tensor> {
     let outputs = sequence(inputs).expect("outputs");
     let gradients = support::gradients(sequence, &leaves(inputs), &[0, 1, 2]);
     outputs.into_iter().chain(gradients.into_iter().flatten()).collect()
 }
 
-/// From two streams at once, again and again: all of it ends, with the same bits.
+/// Runs the sequence from two streams at once, again and again. All runs must finish, with the same
+/// bits.
 pub fn assert_two_streams_finish_and_repeat(
     sequence: support::Operator<'_>,
     inputs: &[Tensor],
@@ -66,7 +67,7 @@ fn device(test: &str) -> Option<Device> {
     device_with(LltmPath::Persistent, test)
 }
 
-/// The device, if it has such kernels: elsewhere another path is taken, which other tests cover.
+/// The device, if it has such kernels. Elsewhere another way is taken, which other tests cover.
 pub fn device_with(path: LltmPath, test: &str) -> Option<Device> {
     let device = cuda_or_skip(test)?;
     let is_there = path.is_on(device).expect("an answer");
@@ -81,8 +82,8 @@ pub fn device_with(path: LltmPath, test: &str) -> Option<Device> {
     is_there.then_some(device)
 }
 
-/// A call that is captured computes the same each time that it is replayed; how many kernels it
-/// has.
+/// Checks that a captured call computes the same in every replay, and returns its number of
+/// kernels.
 pub fn assert_replays(
     sequence: support::Operator<'_>,
     inputs: &[Tensor],
@@ -103,8 +104,8 @@ pub fn assert_replays(
     graph.kernels()
 }
 
-/// All steps of a sequence of (B, F, H) are one kernel beside the products, and a replay of it
-/// computes what `forced` does.
+/// Checks that all steps of a sequence with (B, F, H) are one kernel in addition to the products,
+/// and that a replay computes what `forced` computes.
 pub fn assert_more_steps_are_no_more_kernels(
     sequence: support::Operator<'_>,
     forced: support::Operator<'_>,
@@ -116,13 +117,13 @@ pub fn assert_more_steps_are_no_more_kernels(
         let inputs = leaves(&one([steps, batch, features, hidden], kind, device).inputs);
         assert_replays(sequence, &inputs, &forced(&inputs).expect("outputs"))
     };
-    // The product with the input, of all steps at once, may be cut into more parts when it is
-    // larger.
+    // The product with the input is made for all steps at once and may be split into more parts
+    // when it is larger.
     let (few, many) = (kernels(10), kernels(200));
     assert!(many <= few + 2, "{kind:?}: {few} kernels of 10 steps, {many} of 200");
 }
 
-/// One on which graphs can be captured.
+/// The device, if it has such kernels and graphs can be captured on it.
 pub fn device_with_cache(path: LltmPath, test: &str) -> Option<Device> {
     if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
         let line = format!("SKIPPED {test}: no caching allocator\n");
@@ -155,7 +156,7 @@ fn cuda_gradcheck_of_the_persistent_kernels() {
     suite_of(&persistent).gradcheck_of_every_small_sample();
 }
 
-/// Under autocast the product's kind is not the state's.
+/// Under autocast, the product's kind differs from the state's.
 #[test]
 fn cuda_half_kinds_of_the_product_alone_by_persistent_kernels() {
     use tch_extension::amp::Autocast;
@@ -178,7 +179,7 @@ fn cuda_half_kinds_of_the_product_alone_by_persistent_kernels() {
     }
 }
 
-/// libtorch's switch for tf32, set back in the end, however a test ends.
+/// Sets libtorch's tf32 switch and restores it in the end, however a test ends.
 pub struct Tf32(bool);
 
 impl Tf32 {
@@ -195,8 +196,8 @@ impl Drop for Tf32 {
     }
 }
 
-/// Only where that is allowed: otherwise the bits are those of each step, or the kernel's that is
-/// exact.
+/// tf32 is used only where it is allowed. Otherwise the bits are those of the way with a kernel for
+/// each step, or those of the exact kernel.
 #[test]
 fn cuda_float_in_tf32_by_persistent_kernels() {
     let Some(device) = device("cuda_float_in_tf32_by_persistent_kernels") else { return };
@@ -223,7 +224,8 @@ fn cuda_float_in_tf32_by_persistent_kernels() {
             assert_close(strict, exact, 16.0 * rtol, 16.0 * rtol * scale);
             assert_close(found, exact, 4e-3, 4e-3 * scale);
         }
-        // Forward and back, by a kernel of all steps.
+        // Index 0 is the output, index 3 the input's gradient. One kernel for all steps computes
+        // each of them.
         for index in [0, 3] {
             assert!(!found[index].equal(&strict[index]), "{sizes:?}: tf32 was not taken");
             assert!(!found[index].equal(&in_steps[index]), "{sizes:?}: the steps were taken");
@@ -231,7 +233,7 @@ fn cuda_float_in_tf32_by_persistent_kernels() {
     }
 }
 
-/// Of each kernel for tf32.
+/// A size for each kernel for tf32.
 const SIZES_OF_TF32: [[i64; 4]; 6] = [
     [6, 11, 3, 100],
     [6, 9, 3, 128],
@@ -241,7 +243,7 @@ const SIZES_OF_TF32: [[i64; 4]; 6] = [
     [6, 11, 3, 700],
 ];
 
-/// Halves have few binades: what is multiplied there has powers of two of its own.
+/// Halves have few binades, so the multiplied values have power-of-two scales of their own.
 #[test]
 fn cuda_float_of_any_range_by_persistent_kernels() {
     let Some(device) = device("cuda_float_of_any_range_by_persistent_kernels") else { return };
@@ -261,7 +263,8 @@ fn cuda_float_that_is_no_number_stays_in_its_row_by_persistent_kernels() {
     }
 }
 
-/// All steps of a direction are one kernel beside the products, and a replay of it computes.
+/// All steps of a direction are one kernel in addition to the products, and a replay of a captured
+/// graph computes the right values.
 #[test]
 fn cuda_more_steps_are_no_more_persistent_kernels() {
     let test = "cuda_more_steps_are_no_more_persistent_kernels";
@@ -277,7 +280,8 @@ fn cuda_more_steps_are_no_more_persistent_kernels() {
     }
 }
 
-/// What users get, where it was measured to be faster; and without a gradient for the state.
+/// The default way uses these kernels where they were measured to be faster, also when the state
+/// needs no gradient.
 #[test]
 fn cuda_half_kinds_take_persistent_kernels() {
     let test = "cuda_half_kinds_take_persistent_kernels";
@@ -320,7 +324,8 @@ fn assert_are_taken(sizes: [i64; 4], kind: Kind, device: Device) {
     }
 }
 
-/// Sums are made in double: no less exact than those of each step.
+/// Sums are in double, so the results are no less accurate than those of the way with a kernel for
+/// each step.
 #[test]
 fn cuda_float_by_persistent_kernels_is_as_exact_as_step_by_step() {
     let test = "cuda_float_by_persistent_kernels_is_as_exact_as_step_by_step";
@@ -341,7 +346,7 @@ fn cuda_float_and_double_of_what_is_no_number_by_persistent_kernels() {
     }
 }
 
-/// As those of the half kinds below.
+/// The same check as for the half kinds below.
 #[test]
 fn cuda_float_and_double_by_persistent_kernels_on_two_streams_finish_and_repeat() {
     let test = "cuda_float_and_double_by_persistent_kernels_on_two_streams_finish_and_repeat";
@@ -354,8 +359,7 @@ fn cuda_float_and_double_by_persistent_kernels_on_two_streams_finish_and_repeat(
     }
 }
 
-/// An infinite gradient stays infinite where it is, and is not spread by what a size is padded
-/// with.
+/// An infinite gradient stays infinite in its place and is not spread by the padding of a size.
 #[test]
 fn cuda_half_kinds_and_others_keep_infinite_gradients_by_persistent_kernels() {
     let test = "cuda_half_kinds_and_others_keep_infinite_gradients_by_persistent_kernels";
@@ -386,8 +390,8 @@ fn cuda_half_kinds_and_others_keep_infinite_gradients_by_persistent_kernels() {
     }
 }
 
-/// Two sizes of one kernel at once, from two threads: what one allows the kernel must not be less
-/// for the other.
+/// Runs two sizes of one kernel from two threads at once: the limit that one sets for the kernel
+/// must not be too low for the other.
 #[test]
 fn cuda_half_kinds_by_persistent_kernels_from_two_threads() {
     let Some(device) = device("cuda_half_kinds_by_persistent_kernels_from_two_threads") else {
@@ -408,8 +412,8 @@ fn cuda_half_kinds_by_persistent_kernels_from_two_threads() {
     }
 }
 
-/// More clusters than fit at a time, from two streams at once, again and again: all of it ends,
-/// with the same bits.
+/// Runs more clusters than fit on the GPU, from two streams at once, again and again. All must
+/// finish, with the same bits.
 #[test]
 fn cuda_half_kinds_by_persistent_kernels_on_two_streams_finish_and_repeat() {
     let Some(device) =

@@ -1,5 +1,6 @@
-//! One kernel for all steps whose blocks fill the GPU, in `Float` and `Double` as they are, forced
-//! where it can be; elsewhere the same calls take other paths.
+//! Tests of the grid kernel for `Float` and `Double` without tf32, one kernel for all steps whose
+//! blocks fill the GPU. The tests force it where it exists; elsewhere the same calls take other
+//! ways.
 
 use super::grid::{assert_agrees_with_per_step, assert_no_number_agrees};
 use super::persistent::{
@@ -10,8 +11,9 @@ use super::*;
 
 const PLAIN: [Kind; 2] = [Kind::Float, Kind::Double];
 
-/// Parts of a warp's share and of a block's; rows of one group of blocks, of several, of several
-/// turns, and of a part of one; weights whose rows begin anywhere, and not.
+/// Parts of a warp's and of a block's share; rows for one group of blocks, for several groups, for
+/// several iterations, and for a part of a group; weights whose rows are aligned, and weights whose
+/// rows are not.
 const SIZES: [[i64; 4]; 6] = [
     [1, 1, 2, 8],
     [2, 8, 8, 24],
@@ -21,10 +23,10 @@ const SIZES: [[i64; 4]; 6] = [
     [4, 9, 3, 520],
 ];
 
-/// Small enough for a Jacobian.
+/// Sizes that are small enough for a Jacobian.
 const TINY: [[i64; 4]; 3] = [[1, 1, 2, 8], [3, 9, 1, 8], [2, 2, 1, 24]];
 
-/// Each kernel's size in `Float`; in `Double`, half of it.
+/// The size of each kernel in `Float`; in `Double`, H is half of it.
 const LARGE: [[i64; 4]; 12] = [
     [9, 20, 6, 128],
     [9, 70, 6, 112],
@@ -92,14 +94,16 @@ fn cuda_float_and_double_of_each_kernel_by_the_grid() {
         let (rtol, _) = tolerance(kind);
         for inputs in large(kind, device) {
             assert_agrees_with_per_step(&grid, &inputs, 16.0 * rtol);
-            // Sums are made in another order than in each step, whose bits these would be.
+            // The grid kernel's sums are in another order than those of the way with a kernel for
+            // each step, so different bits show that the grid kernel was used.
             let (found, of_steps) = (everything(&grid, &inputs), everything(&per_step, &inputs));
             assert!(!found.iter().zip(&of_steps).all(|(found, of)| found.equal(of)), "{kind:?}");
         }
     }
 }
 
-/// Sums are made in double: no less exact than those of each step.
+/// Sums are in double, so the results are no less accurate than those of the way with a kernel for
+/// each step.
 #[test]
 fn cuda_float_by_the_grid_is_as_exact_as_step_by_step() {
     let Some(device) = device("cuda_float_by_the_grid_is_as_exact_as_step_by_step") else { return };
@@ -127,8 +131,8 @@ pub fn assert_as_exact_as_step_by_step(
     assert!(found <= 1.5 * of_steps, "{sizes:?}: {found:e}, and {of_steps:e} step by step");
 }
 
-/// Bits that mean "not there yet" between blocks are a number like any other where they come from
-/// outside.
+/// Between blocks, certain NaN bits mean that a message has not arrived yet. Inputs may contain
+/// these bits, which must then be treated like any other NaN.
 #[test]
 fn cuda_float_and_double_of_what_is_no_number_by_the_grid() {
     let Some(device) = device("cuda_float_and_double_of_what_is_no_number_by_the_grid") else {
@@ -142,8 +146,8 @@ fn cuda_float_and_double_of_what_is_no_number_by_the_grid() {
     }
 }
 
-/// All steps are one kernel beside the products, and a replay of it computes: also where users ask
-/// for nothing.
+/// All steps are one kernel in addition to the products, and a replay of a captured graph computes
+/// the right values. This also holds for the default way.
 #[test]
 fn cuda_float_of_more_steps_is_no_more_kernels_of_the_grid() {
     let test = "cuda_float_of_more_steps_is_no_more_kernels_of_the_grid";
@@ -153,8 +157,7 @@ fn cuda_float_of_more_steps_is_no_more_kernels_of_the_grid() {
     }
 }
 
-/// Where other processes leave too few multiprocessors for all blocks at once, each step is a
-/// kernel.
+/// If other processes leave too few multiprocessors for all blocks at once, each step is a kernel.
 #[test]
 fn cuda_float_and_double_where_a_grid_does_not_fit_go_step_by_step() {
     let test = "cuda_float_and_double_where_a_grid_does_not_fit_go_step_by_step";
@@ -168,8 +171,8 @@ fn cuda_float_and_double_where_a_grid_does_not_fit_go_step_by_step() {
     }
 }
 
-/// Grids that each need nearly all of the GPU, from two streams at once: all of it ends, with the
-/// same bits.
+/// Runs grids that each need nearly all of the GPU from two streams at once. All of them must
+/// finish, with the same bits.
 #[test]
 fn cuda_float_and_double_by_the_grid_on_two_streams_finish_and_repeat() {
     let test = "cuda_float_and_double_by_the_grid_on_two_streams_finish_and_repeat";

@@ -1,4 +1,4 @@
-//! Random cases.
+//! Tests of random cases.
 
 use super::*;
 use crate::support::property::{Argument, Case, Property, size, style};
@@ -25,7 +25,7 @@ fn property(path: LltmPath) -> Property<'static> {
     }
 }
 
-/// With weights that do not make much of any rounding over many steps.
+/// A property with small weights, which do not amplify rounding errors over many steps.
 fn property_of_many_steps(path: LltmPath) -> Property<'static> {
     let by: support::property::Call<'static> = match path {
         LltmPath::Persistent => &|inputs| run(LltmPath::Persistent, &with_small_weights(inputs)),
@@ -45,7 +45,7 @@ fn by_reference(inputs: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
 }
 
 fn with_small_weights(inputs: &[Option<Tensor>]) -> Vec<Option<Tensor>> {
-    // Exact in every kind.
+    // This number is exact in every kind.
     const SMALL: f64 = 1.0 / 16.0;
     let mut inputs: Vec<_> =
         inputs.iter().map(|input| input.as_ref().map(Tensor::shallow_clone)).collect();
@@ -60,8 +60,9 @@ fn run(path: LltmPath, inputs: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
     f_lltm_by(path, x, w, b, state).map(|(output, (h, c))| vec![output, h, c])
 }
 
-/// What the docs say that it takes: exact shapes of floating kinds, and kinds for any number of
-/// steps. The reference broadcasts, and looks at one step after the other.
+/// Whether the docs say that lltm accepts this case: exact shapes of floating-point kinds, and
+/// kinds that work for any number of steps. The reference broadcasts, and checks one step after
+/// another.
 fn is_documented(Case(arguments): &Case) -> bool {
     let [Some(x), Some(w), b, Some(h), Some(c)] = &arguments[..] else { return false };
     let present: Vec<&Argument> = arguments.iter().flatten().collect();
@@ -91,8 +92,8 @@ fn cases() -> impl Strategy<Value = Case> {
     })
 }
 
-/// Steps enough for all of them in one kernel, and hidden sizes that those have: of any kind in
-/// clusters, multiples of 8 in a grid.
+/// Cases with enough steps for one kernel for all of them, and with hidden sizes that such kernels
+/// have: any size in clusters, multiples of 8 in a grid.
 fn cases_of_many_steps() -> impl Strategy<Value = Case> {
     (8..12i64, 1..20i64, size(), 1..37i64, 0..2usize, style(5)).prop_map(
         |(t, b, f, h, eighths, style)| {
@@ -130,8 +131,8 @@ fn random_cases() {
     }
 }
 
-/// Found on a GPU: four steps make so much of what the reference rounds that it is off by half of a
-/// value, and we are not.
+/// This case was found on a GPU: over four steps, the reference's rounding errors grow so much that
+/// it is off by half of a value, and ours is not.
 #[test]
 fn roundings_that_grow_from_step_to_step() {
     let argument = |size: &[i64], requires_grad| {

@@ -1,17 +1,18 @@
-//! Where libtorch allows tf32, the kernels that keep the weights on chip multiply halves with
-//! scales (`csrc/lltm/scale_rows.h`): numbers of any range, and no less exact than in tf32.
+//! Where libtorch allows tf32, the kernels that keep the weights on the chip multiply halves with
+//! scales (`csrc/lltm/scale_rows.h`). These tests check that they accept numbers of any range and
+//! are no less accurate than tf32.
 
 use super::persistent::{Tf32, everything};
 use super::*;
 
-/// Each row of W times a power of ten of its own, from 1e-6 to 1e4, and inputs that are small
-/// enough for sums of either sign: h stays small, because its gate is nearly shut.
+/// Multiplies each row of W by a power of ten of its own, from 1e-6 to 1e4. The inputs are small
+/// enough that sums have either sign; h stays small, because its gate is nearly shut.
 fn rows_of_any_magnitude(sizes: [i64; 4], device: Device) -> Vec<Tensor> {
     const SMALL: f64 = 1e-4;
     let inputs = one(sizes, Kind::Float, device).inputs;
     let hidden = sizes[3];
     let exponents = Tensor::arange(3 * hidden, (Kind::Float, device)).remainder(11.0) - 6.0;
-    // As of a gate that is nearly shut.
+    // The factors for the rows of o are those of a gate that is nearly shut.
     let of_gates = Tensor::zeros([3, hidden], (Kind::Float, device));
     let _ = of_gates.get(1).fill_(-3.0);
     let rows = (exponents + of_gates.view([-1])) * std::f64::consts::LN_10;
@@ -21,7 +22,7 @@ fn rows_of_any_magnitude(sizes: [i64; 4], device: Device) -> Vec<Tensor> {
     vec![&inputs[0] * SMALL, weight, bias, &inputs[3] * SMALL, inputs[4].copy()]
 }
 
-/// A first h far beyond what steps make, and weights to match.
+/// Inputs with a first h that is far larger than what steps compute, and with weights to match.
 fn large_first_h(sizes: [i64; 4], large: f64, device: Device) -> Vec<Tensor> {
     let mut inputs = one(sizes, Kind::Float, device).inputs;
     let (weight, hidden) = (inputs[1].copy(), sizes[3]);
@@ -30,7 +31,7 @@ fn large_first_h(sizes: [i64; 4], large: f64, device: Device) -> Vec<Tensor> {
     inputs
 }
 
-/// Weights of h that are next to nothing, and a row of nothing among them.
+/// Inputs whose weights for h are almost zero, with one row that is zero.
 fn small_weights(sizes: [i64; 4], device: Device) -> Vec<Tensor> {
     let mut inputs = large_first_h(sizes, 1e9, device);
     let _ = inputs[1].get(1).fill_(0.0);
@@ -38,7 +39,8 @@ fn small_weights(sizes: [i64; 4], device: Device) -> Vec<Tensor> {
     inputs
 }
 
-/// By column, or by row: the largest of another says nothing of it.
+/// Compares each column, or each row, with its own largest value, because the largest value of
+/// another one says nothing about it.
 fn assert_close_by_column(found: &Tensor, expected: &Tensor, by_row: bool) {
     const BOUND: f64 = 4e-3;
     let columns = |of: &Tensor| {
@@ -61,7 +63,8 @@ fn assert_close_by_column(found: &Tensor, expected: &Tensor, by_row: bool) {
     );
 }
 
-/// That of each step, with products of libtorch in tf32, has other bits.
+/// Checks that the bits differ from those of the way with a kernel for each step, whose products
+/// libtorch computes in tf32.
 pub fn assert_is_not_per_step(found: &[Tensor], inputs: &[Tensor]) {
     let steps = everything(&per_step, inputs);
     for index in [0, 3] {
@@ -69,15 +72,15 @@ pub fn assert_is_not_per_step(found: &[Tensor], inputs: &[Tensor]) {
     }
 }
 
-/// Beside all of it in `Double`.
+/// Compares the outputs and gradients with those in `Double`.
 pub fn assert_numbers_of_any_range(
     sequence: support::Operator<'_>,
     sizes: [i64; 4],
     device: Device,
 ) {
     let _switch = Tf32::set(true);
-    // The others have sums of products that are next to nothing but in the first step, in whichever
-    // way they are made.
+    // In the other inputs, the sums of products are almost zero except in the first step, whichever
+    // way computes them.
     let all = [
         (rows_of_any_magnitude(sizes, device), true),
         (large_first_h(sizes, 1e4, device), false),
@@ -99,8 +102,8 @@ pub fn assert_numbers_of_any_range(
     }
 }
 
-/// Two halves of h that know nothing of one another, one with gradients of a billionth of the
-/// other's.
+/// Divides h into two halves that do not depend on each other. The gradients of one are a billionth
+/// of the other's.
 pub fn assert_halves_of_any_range(
     sequence: support::Operator<'_>,
     sizes: [i64; 4],
@@ -127,7 +130,7 @@ pub fn assert_halves_of_any_range(
     }
 }
 
-/// From gradients for all outputs.
+/// The gradients of all inputs, from incoming gradients for all outputs.
 fn gradients_from(
     sequence: support::Operator<'_>,
     inputs: &[Tensor],
@@ -148,7 +151,8 @@ fn vectors_of(sizes: [i64; 4], device: Device) -> Vec<Tensor> {
     vec![of(&[steps, batch, hidden]), of(&[batch, hidden]), of(&[batch, hidden])]
 }
 
-/// Gradients are what they are, times a power of two.
+/// If the incoming gradients are multiplied by a power of two, all gradients are multiplied by
+/// exactly that number.
 pub fn assert_gradients_of_any_range(
     sequence: support::Operator<'_>,
     sizes: [i64; 4],
@@ -166,11 +170,12 @@ pub fn assert_gradients_of_any_range(
     }
 }
 
-/// Rows of the batch have gradients of very different sizes, and each is as exact as any.
+/// Rows of the batch have gradients of very different magnitudes, and each must be equally
+/// accurate.
 pub fn assert_rows_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 4], device: Device) {
     let _switch = Tf32::set(true);
     let inputs = one(sizes, Kind::Float, device).inputs;
-    // From 1e-12 to 1e12.
+    // Factors from 1e-12 to 1e12.
     let exponents = Tensor::arange(sizes[1], (Kind::Float, device)).remainder(5.0) * 6.0 - 12.0;
     let of_rows = (exponents * std::f64::consts::LN_10).exp().unsqueeze(1);
     let vectors: Vec<_> =
@@ -186,7 +191,8 @@ pub fn assert_rows_of_any_range(sequence: support::Operator<'_>, sizes: [i64; 4]
     }
 }
 
-/// What is no number in a row of the batch, also on the way back, changes no bit of another.
+/// A NaN or infinity in one row of the batch, also in the backward pass, changes no bit of another
+/// row.
 pub fn assert_no_number_stays_in_its_row(
     sequence: support::Operator<'_>,
     sizes: [i64; 4],

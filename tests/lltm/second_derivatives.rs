@@ -1,16 +1,16 @@
-//! Derivatives of the gradients.
+//! Tests of the derivatives of the gradients.
 
 use super::*;
 
 #[test]
 fn gradgradcheck_of_every_small_sample() {
-    // The reference is differentiated, whatever the path.
+    // The reference is differentiated, whichever way the forward took.
     suite_of(&fused).gradgradcheck_of_every_small_sample();
 }
 
-/// Three calls that share their weight, the last fed with what depends on the first: total
-/// derivatives with respect to the inputs would differ from the partial ones here, and
-/// gradgradcheck on leaves would not notice.
+/// Three calls that share their weight; the last one's input depends on the first one's output.
+/// Total derivatives with respect to the inputs would differ from the partial ones here, and
+/// gradgradcheck on leaves would not detect that.
 fn three_calls(sequence: Sequence, leaves: &[Tensor]) -> Tensor {
     let [x, w, b, h, c] = leaves else { unreachable!("with bias") };
     let (mut h, mut c) = (h.shallow_clone(), c.shallow_clone());
@@ -24,7 +24,7 @@ fn three_calls(sequence: Sequence, leaves: &[Tensor]) -> Tensor {
     sum + (h.square() + c.sin()).sum(Kind::Double)
 }
 
-/// One input is a function of another: c = h·h.
+/// A call in which one input is a function of another: c = h·h.
 fn dependent_inputs(sequence: Sequence, leaves: &[Tensor]) -> Tensor {
     let [x, w, b, h, _] = leaves else { unreachable!("with bias") };
     let (output, (last_h, last_c)) = sequence(x, w, Some(b), (h, &(h * h))).expect("call");

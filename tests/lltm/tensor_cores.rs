@@ -1,5 +1,5 @@
-//! The cell's kernel with tensor cores for each step of the forward, forced where it can be;
-//! elsewhere the same calls are a product and a kernel for each step.
+//! Tests of the cell's kernel with tensor cores for each step of the forward pass, forced where it
+//! exists. Elsewhere the same calls are a product and a kernel for each step.
 
 use super::grid::{HALF_KINDS, assert_agrees_with_per_step, assert_no_number_is_as_in_per_step};
 use super::persistent::{
@@ -10,8 +10,8 @@ use super::*;
 use tch_extension::amp::Autocast;
 use tch_extension::testing::Layout;
 
-/// One row, and a part of a tile's; no features, fewer than a turn of the kernel takes, as many and
-/// more.
+/// One row, and a part of a tile of rows; no features, fewer than one iteration of the kernel
+/// takes, exactly as many, and more.
 const SIZES: [[i64; 4]; 6] = [
     [1, 1, 8, 64],
     [9, 130, 72, 128],
@@ -49,8 +49,8 @@ fn cuda_half_kinds_agree_by_tensor_cores() {
     suite.with_and_without_a_graph_the_bits_are_the_same();
 }
 
-/// A step is one kernel, and a replay of it computes: also where users ask for nothing, once the
-/// rows fill the GPU.
+/// A step is one kernel, and a replay of a captured graph computes the right values. Once the rows
+/// fill the GPU, this is also the default way.
 #[test]
 fn cuda_half_kinds_of_a_step_are_one_kernel_by_tensor_cores() {
     let test = "cuda_half_kinds_of_a_step_are_one_kernel_by_tensor_cores";
@@ -60,7 +60,7 @@ fn cuda_half_kinds_of_a_step_are_one_kernel_by_tensor_cores() {
         let inputs = one([STEPS, 4096, 128, 512], kind, device).inputs;
         let (expected, of_steps) = (tensor_cores(&inputs), per_step(&inputs).expect("outputs"));
         let expected = expected.expect("outputs");
-        // Sums in another order: it is another kernel.
+        // The sums are in another order, which shows that this is another kernel.
         assert!(!expected[0].equal(&of_steps[0]), "{kind:?}");
         for sequence in [tensor_cores as fn(&[Tensor]) -> _, fused] {
             let kernels = assert_replays(&sequence, &inputs, &expected);
@@ -69,9 +69,9 @@ fn cuda_half_kinds_of_a_step_are_one_kernel_by_tensor_cores() {
     }
 }
 
-/// What the kernel cannot compute: rows that are no multiples of 16 bytes, columns that are no
-/// whole tiles, `Float`, and a state of another kind than the products. Large enough that a step is
-/// no kernel of another path.
+/// Cases that the kernel cannot compute: rows that are not multiples of 16 bytes, columns that are
+/// not whole tiles, `Float`, and a state whose kind differs from the products'. The sizes are so
+/// large that no other way computes a step in one kernel.
 #[test]
 fn cuda_half_kinds_and_float_without_a_kernel_go_step_by_step() {
     let test = "cuda_half_kinds_and_float_without_a_kernel_go_step_by_step";
@@ -96,8 +96,8 @@ fn cuda_half_kinds_and_float_without_a_kernel_go_step_by_step() {
     assert_is_per_step(&inputs);
 }
 
-/// Bulk copies begin at multiples of 16 bytes: what lies elsewhere is copied, and gives the same
-/// bits.
+/// Bulk copies begin at multiples of 16 bytes. A tensor that begins elsewhere is copied first and
+/// gives the same bits.
 #[test]
 fn cuda_half_kinds_that_begin_anywhere_by_tensor_cores() {
     let Some(device) = device("cuda_half_kinds_that_begin_anywhere_by_tensor_cores") else {
@@ -114,13 +114,13 @@ fn cuda_half_kinds_that_begin_anywhere_by_tensor_cores() {
             inputs[moved] = Layout::Offset.of(&inputs[moved]).expect("a tensor");
             let outputs = tensor_cores(&leaves(&inputs)).expect("outputs");
             let found = everything(&tensor_cores, &inputs);
-            // With a graph, and without, where nothing is kept of each step.
+            // With a graph, and without one, when the kernel keeps nothing of each step.
             for (found, expected) in
                 outputs.iter().chain(&found[..3]).zip(expected[..3].iter().cycle())
             {
                 assert!(found.equal(expected), "argument {moved}");
             }
-            // Gradients are by other kernels, which may add up in another order.
+            // Other kernels compute the gradients and may sum in another order.
             for (found, expected) in found.iter().zip(&expected) {
                 let (bound, scale) =
                     (4.0 * tolerance(kind).0, expected.abs().max().double_value(&[]));
@@ -134,11 +134,11 @@ fn cuda_half_kinds_that_begin_anywhere_by_tensor_cores() {
 fn cuda_half_kinds_of_many_rows_by_tensor_cores() {
     let Some(device) = device("cuda_half_kinds_of_many_rows_by_tensor_cores") else { return };
     for kind in HALF_KINDS {
-        // The last has more tiles than multiprocessors take at a time, two each.
+        // The last size has more tiles than the multiprocessors take at a time, two each.
         for sizes in [[9, 4096, 64, 512], [4, 2000, 520, 768], [3, 5100, 8, 512]] {
             let inputs = one(sizes, kind, device).inputs;
             assert_agrees_with_per_step(&tensor_cores, &inputs, 4.0 * tolerance(kind).0);
-            // With nothing kept of each step, a step's c lies where the one before had its own.
+            // If nothing of each step is kept, a step writes its c over the previous step's c.
             let (all, last) = (tensor_cores(&leaves(&inputs)), tensor_cores(&inputs));
             for (all, last) in all.expect("outputs").iter().zip(&last.expect("outputs")) {
                 assert!(all.equal(last), "{kind:?} {sizes:?}");

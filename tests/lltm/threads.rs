@@ -1,4 +1,4 @@
-//! How the CPU's threads share a sequence.
+//! Tests how the CPU's threads share a sequence.
 
 use super::*;
 
@@ -8,12 +8,13 @@ fn results(sample: &Sample) -> Vec<Tensor> {
     outputs.into_iter().chain(gradients.into_iter().flatten()).collect()
 }
 
-/// Also more threads than the machine has processors, which have to let one another run; and the
-/// same again, because a barrier that lets somebody through too early does so now and then.
+/// Also uses more threads than the machine has processors, so that threads must let one another
+/// run. Each number is repeated, because a barrier that lets a thread through too early does so
+/// only now and then.
 #[test]
 fn any_number_of_threads_computes_the_same_in_time() {
     let before = tch::get_num_threads();
-    // Rows shared; columns shared; both; weights beyond a core's cache.
+    // Threads share the rows; the columns; both; and weights that are larger than a core's cache.
     for sizes in [[40, 16, 32, 128], [40, 7, 5, 129], [40, 20, 3, 64], [9, 9, 8, 330]] {
         for kind in [Kind::Double, Kind::Float] {
             let sample = one(sizes, kind, Device::Cpu);
@@ -27,8 +28,8 @@ fn any_number_of_threads_computes_the_same_in_time() {
                     {
                         let what = format!("{index} of {sizes:?}, {threads} threads, {repetition}");
                         match index {
-                            // Made in our kernels from end to end, but for the product with the
-                            // input.
+                            // Our kernels compute the outputs completely, except for the product
+                            // with the input.
                             0..3 => assert_close(found, expected, 1e-4, 1e-5),
                             _ => assert_close(found, expected, 1e-3, 1e-3),
                         }
@@ -41,7 +42,7 @@ fn any_number_of_threads_computes_the_same_in_time() {
     tch::set_num_threads(before);
 }
 
-/// Whole sequences beside one another: each has its own barriers.
+/// Runs whole sequences in several threads at the same time; each sequence has barriers of its own.
 #[test]
 fn sequences_in_several_threads_at_once() {
     let sample = one([30, 9, 8, 70], Kind::Double, Device::Cpu);
@@ -73,21 +74,23 @@ unsafe extern "C" {
     fn sched_setaffinity(thread: i32, size: usize, processors: *const u64) -> i32;
 }
 
-/// Keeps this thread, and those that it starts from now on, on the processor on which it runs.
+/// Keeps this thread, and all threads that it starts from now on, on the processor on which it
+/// runs.
 fn stay_on_one_processor() {
-    // SAFETY: it takes nothing.
+    // SAFETY: the C function takes no arguments and accesses no memory of ours.
     let here = unsafe { sched_getcpu() };
     let here = usize::try_from(here).expect("a processor");
     let mut processors = [0_u64; 16];
     processors[here / 64] = 1 << (here % 64);
-    // SAFETY: a set of as many bytes as stated; thread 0 is this one.
+    // SAFETY: the pointer is valid for as many bytes as the size says, and thread 0 means the
+    // calling thread.
     let failed = unsafe { sched_setaffinity(0, size_of_val(&processors), processors.as_ptr()) };
     assert_eq!(failed, 0, "{}", std::io::Error::last_os_error());
 }
 
-/// Where two threads and a busy one have a single processor, one of the two never runs while the
-/// other does. Whoever waits for it at each step, but keeps the processor or leaves it to the busy
-/// one, waits for a turn of the scheduler each time.
+/// If two threads of a sequence and a busy thread share a processor, one of the two never runs
+/// while the other does. If a thread waited for the other at each step and kept the processor, or
+/// left it to the busy thread, it would wait for the scheduler every time.
 #[test]
 fn a_thread_that_does_not_run_is_not_waited_for_at_each_step() {
     const STEPS: i64 = 2000;
@@ -113,7 +116,8 @@ fn a_thread_that_does_not_run_is_not_waited_for_at_each_step() {
             seconds
         })
     };
-    // Of its own, because what is set there is set for the rest of a thread's life.
+    // This runs in a thread of its own, because its processor stays set for the rest of the
+    // thread's life.
     let [alone, together] =
         std::thread::scope(|scope| scope.spawn(within).join().expect("no panic"));
     eprintln!("{STEPS} steps: {alone:.3} s with one thread, {together:.3} s with two");

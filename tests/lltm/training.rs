@@ -1,4 +1,4 @@
-//! Training ends where it ends with the reference.
+//! Tests that training takes the same course as with the reference.
 
 use super::*;
 use tch::no_grad;

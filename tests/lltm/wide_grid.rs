@@ -1,5 +1,5 @@
-//! One kernel of a grid for many rows, forced where it can be: in half kinds, and in `Float` where
-//! tf32 is allowed.
+//! Tests of the grid kernel for many rows, forced where it exists: in half kinds, and in `Float`
+//! where tf32 is allowed.
 
 use super::grid::{HALF_KINDS, assert_agrees_with_per_step, assert_no_number_is_as_in_per_step};
 use super::persistent::{
@@ -11,8 +11,8 @@ use tch_extension::amp::Autocast;
 use tch_extension::cuda::Graph;
 use tch_extension::testing::Layout;
 
-/// Each kernel's size, whole and not; parts of the rows of a block; groups of blocks, and more rows
-/// than they have.
+/// The size of each kernel, whole and partial; parts of a block's rows; several groups of blocks,
+/// and more rows than the groups have.
 const SIZES: [[i64; 4]; 8] = [
     [1, 1, 2, 8],
     [9, 70, 5, 136],
@@ -39,19 +39,21 @@ fn cuda_half_kinds_agree_by_the_wide_grid() {
     }
 }
 
-/// Neither the other grid's kernel nor one for each step, which add up in other orders.
+/// The bits differ from those of the other grid kernel and of the way with a kernel for each step,
+/// whose sums are in other orders.
 #[test]
 fn cuda_half_kinds_are_computed_by_the_wide_grid() {
     let Some(device) = device("cuda_half_kinds_are_computed_by_the_wide_grid") else { return };
     let inputs = one([8, 100, 8, 520], Kind::Half, device).inputs;
     let found = everything(&wide_grid, &inputs);
     for other in [everything(&grid, &inputs), everything(&per_step, &inputs)] {
-        // The output, and the input's gradient.
+        // Index 0 is the output, index 3 the input's gradient.
         assert!(!found[0].equal(&other[0]) && !found[3].equal(&other[3]));
     }
 }
 
-/// Under autocast the product's kind is not the state's, and h travels beside the output.
+/// Under autocast, the product's kind differs from the state's, so blocks exchange h in a buffer of
+/// its own instead of in the output.
 #[test]
 fn cuda_half_kinds_of_the_product_alone_by_the_wide_grid() {
     let Some(device) = device("cuda_half_kinds_of_the_product_alone_by_the_wide_grid") else {
@@ -66,7 +68,7 @@ fn cuda_half_kinds_of_the_product_alone_by_the_wide_grid() {
     }
 }
 
-/// Only where that is allowed: otherwise the products are exact.
+/// tf32 is used only where it is allowed; otherwise the products are exact.
 #[test]
 fn cuda_float_in_tf32_by_the_wide_grid() {
     let Some(device) = device("cuda_float_in_tf32_by_the_wide_grid") else { return };
@@ -85,7 +87,7 @@ fn cuda_float_in_tf32_by_the_wide_grid() {
             assert_close(strict, exact, 2e-5, 2e-5 * scale);
             assert_close(found, exact, 4e-3, 4e-3 * scale);
         }
-        // The output, and the input's gradient.
+        // Index 0 is the output, index 3 the input's gradient.
         for index in [0, 3] {
             assert!(!found[index].equal(&strict[index]), "{sizes:?}: tf32 was not taken");
             for other in others.iter().filter(|_| sizes[3] >= 512) {
@@ -95,7 +97,7 @@ fn cuda_float_in_tf32_by_the_wide_grid() {
     }
 }
 
-/// Products are made of halves with scales there.
+/// In tf32, this kernel multiplies halves with scales.
 #[test]
 fn cuda_float_of_any_range_by_the_wide_grid() {
     let Some(device) = device("cuda_float_of_any_range_by_the_wide_grid") else { return };
@@ -106,8 +108,8 @@ fn cuda_float_of_any_range_by_the_wide_grid() {
     }
 }
 
-/// Two sequences side by side, of which one has far smaller gradients: neither is rounded to the
-/// other's digits.
+/// Two independent parts of h, of which one has far smaller gradients: neither may be rounded to
+/// the precision of the other.
 #[test]
 fn cuda_float_of_small_gradients_beside_large_ones_by_the_wide_grid() {
     let test = "cuda_float_of_small_gradients_beside_large_ones_by_the_wide_grid";
@@ -141,8 +143,8 @@ fn cuda_float_of_small_gradients_beside_large_ones_by_the_wide_grid() {
     }
 }
 
-/// Bits that mean "not there yet" between blocks are a number like any other where they come from
-/// outside.
+/// Between blocks, certain NaN bits mean that a message has not arrived yet. Inputs may contain
+/// these bits, which must then be treated like any other NaN.
 #[test]
 fn cuda_half_kinds_and_float_of_what_is_no_number_by_the_wide_grid() {
     let test = "cuda_half_kinds_and_float_of_what_is_no_number_by_the_wide_grid";
@@ -154,7 +156,8 @@ fn cuda_half_kinds_and_float_of_what_is_no_number_by_the_wide_grid() {
     }
 }
 
-/// Without gradients, which keep nothing of each step; h0 and c0 may be parts of other tensors.
+/// Also checks calls without gradients, which keep nothing of each step. h0 and c0 may be parts of
+/// other tensors.
 #[test]
 fn cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_wide_grid() {
     let test = "cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_wide_grid";
@@ -174,7 +177,7 @@ fn cuda_half_kinds_of_a_state_that_begins_anywhere_by_the_wide_grid() {
     }
 }
 
-/// A replay computes, also where users ask for nothing.
+/// A replay of a captured graph computes the right values, also with the default way.
 #[test]
 fn cuda_half_kinds_and_float_of_a_replayed_graph_by_the_wide_grid() {
     let test = "cuda_half_kinds_and_float_of_a_replayed_graph_by_the_wide_grid";
@@ -189,8 +192,8 @@ fn cuda_half_kinds_and_float_of_a_replayed_graph_by_the_wide_grid() {
     }
 }
 
-/// Grids that each need nearly all of the GPU, from two streams at once, again and again: all of it
-/// ends, with the same bits.
+/// Runs grids that each need nearly all of the GPU from two streams at once, again and again. All
+/// of them must finish, with the same bits.
 #[test]
 fn cuda_half_kinds_and_float_by_the_wide_grid_on_two_streams_finish_and_repeat() {
     let test = "cuda_half_kinds_and_float_by_the_wide_grid_on_two_streams_finish_and_repeat";
@@ -205,8 +208,8 @@ fn cuda_half_kinds_and_float_by_the_wide_grid_on_two_streams_finish_and_repeat()
     }
 }
 
-/// Each way is one kernel, of this grid and of the other: also without a bias, and where nothing
-/// but the last h has a gradient and h0 needs none.
+/// Each direction is one kernel, in this grid and in the other one: also without a bias, and when
+/// only the last h has a gradient and h0 needs none.
 #[test]
 fn cuda_half_kinds_go_back_in_one_kernel_by_each_grid() {
     let test = "cuda_half_kinds_go_back_in_one_kernel_by_each_grid";
@@ -231,7 +234,7 @@ fn cuda_half_kinds_go_back_in_one_kernel_by_each_grid() {
             graph.replay().expect("a replay");
             assert!(graph.kernels() < 60, "{sizes:?}: {} kernels of 100 steps", graph.kernels());
             assert_eq!(found.len(), 3);
-            // Over many steps, roundings of each grow.
+            // Over many steps, rounding errors grow, so only the short sequences are compared.
             for (found, expected) in found.iter().zip(&expected).filter(|_| sizes[0] == 6) {
                 let scale = expected.abs().max().double_value(&[]);
                 assert_close(found, expected, 0.05, 0.05 * scale);

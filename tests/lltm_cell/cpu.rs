@@ -1,4 +1,5 @@
-//! Both ways of computing the cell on the CPU, at all sizes: our own products and libtorch's.
+//! Tests of both ways of computing the cell on the CPU, at all sizes: with our own products and
+//! with libtorch's.
 
 use super::*;
 use tch_extension::ops::{LltmCellPath, f_lltm_cell_by};
@@ -17,10 +18,10 @@ fn only_on_cpu(samples: fn(Kind, Device) -> Vec<Sample>) -> impl Fn(Kind, Device
     move |kind, device| if device == Device::Cpu { samples(kind, device) } else { Vec::new() }
 }
 
-/// Tiles of each kind, and parts of them, in every instruction set.
+/// Whole tiles of each size and parts of them, for every instruction set.
 fn ragged(kind: Kind, device: Device) -> Vec<Sample> {
-    // One vector of rows, two, a third; whole blocks of hidden columns and parts; no features; the
-    // widest weight there is, and one that is too wide.
+    // One vector of rows, two, and a third one; whole blocks of hidden columns and parts; no
+    // features; the widest weight that our products support, and one that is too wide.
     let sizes = [[8, 16, 32], [17, 9, 35], [70, 5, 16], [2, 0, 31], [33, 24, 1000], [4, 25, 1000]];
     let tables = [
         SampleTable::empty(DIMS, with_row).with_sizes(&sizes).samples(kind, device),
@@ -58,7 +59,7 @@ fn gradcheck_of_each_path() {
     on_each_path(|suite| suite.gradcheck_of_every_small_sample());
 }
 
-/// Whoever cuts the work into pieces, every sum is one thread's.
+/// Each sum is computed by one thread, however the work is divided.
 #[test]
 fn the_bits_do_not_depend_on_the_number_of_threads() {
     let sample = one([33, 40, 100], Kind::Float, Device::Cpu);
@@ -74,7 +75,7 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
     };
     let threads = tch::get_num_threads();
     let one = results(1);
-    // Fewer threads than pieces, more, and a number that divides none.
+    // Fewer threads than pieces, more threads, and a number that divides none.
     let others = [2, 5, 7, 16].map(results);
     tch::set_num_threads(threads);
     assert_eq!(one.len(), 7);
@@ -83,8 +84,8 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
     }
 }
 
-/// Sleef's functions are replaced by formulas of our own: these are right over the whole range, and
-/// at its ends.
+/// Our own formulas replace Sleef's functions. They must be accurate over the whole range and at
+/// its ends.
 #[test]
 fn the_activations_are_as_precise_as_libtorchs() {
     let magnitudes = Tensor::logspace(-30, 2, 4001, 10.0, (Kind::Double, Device::Cpu));
@@ -93,7 +94,8 @@ fn the_activations_are_as_precise_as_libtorchs() {
     let n = values.numel() as i64;
     let zeros = |columns| Tensor::zeros([n, columns], (Kind::Float, Device::Cpu));
     let open = 100.0_f32;
-    // Each gate is a bias: i and o open, so that c' is elu(g) or c, and h' its tanh.
+    // The gates consist of the bias alone. i and o are open, so c' is elu(g) or c, and h' is its
+    // tanh.
     let bias_of = |g: &Tensor| {
         let gates = Tensor::full([2], f64::from(open), (Kind::Float, Device::Cpu));
         Tensor::cat(&[&gates, &g.reshape([1])], 0)
@@ -112,7 +114,7 @@ fn the_activations_are_as_precise_as_libtorchs() {
         .expect("a step");
         assert!(new_c.reshape([-1]).allclose(&values, 0.0, 0.0, true));
         precise(&new_h.reshape([-1]), &values.to_kind(Kind::Double).tanh());
-        // g is x itself: one feature of weight 1.
+        // g is x itself, because x is the only feature and its weight is 1.
         let one = Tensor::from_slice(&[0.0_f32, 0.0, 0.0, 0.0, 0.0, 1.0]).reshape([3, 2]);
         let (_, new_c) = f_lltm_cell_by(
             path,
@@ -122,14 +124,14 @@ fn the_activations_are_as_precise_as_libtorchs() {
             (&zeros(1), &zeros(1)),
         )
         .expect("a step");
-        // A sum of products with 0 and infinity, or NaN, is NaN.
+        // A sum that contains 0 times infinity, or NaN, is NaN, so only finite values are compared.
         let finite = values.isfinite();
         let elu = values.to_kind(Kind::Double).elu();
         precise(&new_c.reshape([-1]).masked_select(&finite), &elu.masked_select(&finite));
     }
 }
 
-/// Three units in the last place.
+/// Checks that the values are equal within three units in the last place.
 fn precise(found: &Tensor, expected: &Tensor) {
     let rounded = expected.to_kind(Kind::Float).to_kind(Kind::Double);
     assert!(found.to_kind(Kind::Double).allclose(&rounded, 3.6e-7, 2e-45, true), "{found:?}");

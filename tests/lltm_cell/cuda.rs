@@ -1,4 +1,4 @@
-//! What only a GPU shows.
+//! Tests that need a GPU.
 
 use super::*;
 use std::io::Write;
@@ -22,8 +22,8 @@ fn cuda_under_autocast_only_the_product_loses_precision() {
     assert!(gradients.iter().flatten().all(|gradient| gradient.kind() == Kind::Float));
 }
 
-/// Kernels on another stream than the current one, such as the default stream, would not be in the
-/// graph, and a replay would leave the outputs as they were.
+/// The graph contains only kernels on the current stream. If a kernel ran on another stream, such
+/// as the default stream, a replay would leave the outputs unchanged.
 #[test]
 fn cuda_the_work_is_one_kernel_or_the_product_and_two_on_the_current_stream() {
     let test = "cuda_the_work_is_one_kernel_or_the_product_and_two_on_the_current_stream";
@@ -71,8 +71,8 @@ fn cuda_a_small_backward_is_one_kernel() {
     }
     let sample = one([16, 32, 128], Kind::Float, device);
     let expected = support::gradients(&fused, &leaves(&sample.inputs), &[0, 1]);
-    // A leaf's gradient belongs to the stream on which its first graph was made: here the
-    // capture's.
+    // A leaf's gradient belongs to the stream on which its first graph was made, so these leaves
+    // get their first graph in the capture.
     let inputs = leaves(&sample.inputs);
     let vectors = [3, 4].map(|place| support::incoming(&sample.inputs[place]).contiguous());
     let (graph, gradients) = Graph::capture(device, || {
@@ -96,8 +96,8 @@ fn cuda_a_small_backward_is_one_kernel() {
     }
 }
 
-/// As under memcheck: a replay cannot write to memory that is really freed, and nobody counts what
-/// is allocated.
+/// Whether the caching allocator is off, as under memcheck. Memory is then really freed, so a
+/// replay cannot write to it, and allocated memory is not counted.
 pub fn has_no_caching_allocator(test: &str) -> bool {
     let has_none = std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some();
     if has_none {
@@ -108,7 +108,7 @@ pub fn has_no_caching_allocator(test: &str) -> bool {
 }
 
 fn captured(device: Device, work: impl Fn() -> Result<Vec<Tensor>>) -> (Graph, Vec<Tensor>) {
-    // cuBLAS then has chosen its kernels.
+    // After some runs, cuBLAS has chosen its kernels.
     for _ in 0..3 {
         work().expect("to warm up");
     }
@@ -153,7 +153,7 @@ fn cuda_more_than_two_to_the_31_elements() {
         |columns: i64| Tensor::arange(columns, (Kind::Float, device)).sin().to_kind(Kind::BFloat16);
     let matrix = |columns: i64| -> Result<Tensor> {
         let matrix = Tensor::f_zeros([batch, columns], options)?;
-        // Only the last rows are anything.
+        // Only the last rows are not zero.
         let scale =
             Tensor::arange(rows, (Kind::Float, device)).to_kind(Kind::BFloat16).view([rows, 1])
                 * 0.1;

@@ -1,4 +1,4 @@
-//! The outputs.
+//! Tests of the outputs.
 
 use super::*;
 use tch::IndexOp;
@@ -10,7 +10,7 @@ fn forward_agrees_with_the_reference() {
 
 #[test]
 fn the_last_element_counts() {
-    // A kernel that skipped its tail would leave these untouched.
+    // A kernel that omitted its tail would not write these elements.
     for device in devices() {
         for hidden in [1, 3, 15, 17, 1023, 1025] {
             let arguments = one([2, 1, hidden], Kind::Float, device).inputs;
@@ -25,14 +25,14 @@ fn the_last_element_counts() {
 
 #[test]
 fn the_formula_by_hand() {
-    // The reference could be wrong in the same way as the kernel; these numbers are from the
+    // The reference could be wrong in the same way as the kernel, so these numbers come from the
     // formula.
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     let elu = |x: f64| if x > 0.0 { x } else { x.exp_m1() };
     for device in devices() {
         let tensor =
             |values: &[f64], size: &[i64]| Tensor::from_slice(values).view(size).to_device(device);
-        // Columns: h, x. Rows: i, o, g.
+        // The columns are h and x; the rows are i, o and g.
         let weight = tensor(&[0.1, 0.2, 0.3, -0.4, 0.5, 0.6], &[3, 2]);
         let bias = tensor(&[0.7, -0.8, -0.9], &[3]);
         for (x, h, c) in [(2.0, 3.0, 0.25), (-2.0, 1.0, -0.5)] {
@@ -52,15 +52,17 @@ fn the_formula_by_hand() {
 
 #[test]
 fn small_values_keep_their_digits() {
-    // With c = 0 nothing large hides a lost digit: expm1, not exp - 1; sigmoid(x), not 1 -
-    // sigmoid(-x); the derivative of elu from exp(g), not from elu(g) + 1.
+    // With c = 0, no large value hides a lost digit. This needs expm1 instead of exp - 1,
+    // sigmoid(x) instead of 1 - sigmoid(-x), and the derivative of elu from exp(g) instead of
+    // elu(g) + 1.
     for device in devices() {
-        // The half kinds' own rounding of these is as large as what is looked for.
+        // The half kinds are left out, because their own rounding is as large as the errors that
+        // this test looks for.
         for kind in [Kind::Float, Kind::Double] {
             let options = (kind, device);
             let gates = [-80.0, -30.0, -20.0, -10.0, -1.0, -1e-3, -1e-6, -1e-12, 1e-12, 1e-6, 1e-3];
             let hidden = gates.len() as i64;
-            // Each gate in turn is one of these, and the others are moderate.
+            // Each gate in turn has these values, while the others are moderate.
             for place in 0..3 {
                 let mut rows = vec![vec![0.5; gates.len()]; 3];
                 rows[place] = gates.to_vec();
@@ -121,13 +123,14 @@ fn extreme_values_stay_as_exact_as_the_reference() {
             let (rtol, atol) = tolerance(kind);
             assert_close(&fused[0], &expected[0], rtol, atol);
             assert_close(&fused[1], &expected[1], rtol, atol);
-            // The activations are rounded when they are saved, too.
+            // The activations are also rounded when they are saved.
             assert_close(&fused[2], &expected[2], 10.0 * rtol, atol);
         }
     }
 }
 
-/// Values that are not what lies in memory: libtorch negates lazily, and has zeros without memory.
+/// Tests tensors whose values differ from their memory: libtorch negates lazily, and has zeros
+/// without memory.
 #[test]
 fn lazily_negated_tensors_and_zeros_without_memory() {
     for device in devices() {

@@ -1,4 +1,4 @@
-//! The gradients.
+//! Tests of the gradients.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Mixed kinds and autocast, as the composite has them.
+//! Tests of mixed kinds and autocast, compared with the composite.
 
 use super::*;
 use tch_extension::amp::Autocast;
@@ -12,7 +12,8 @@ fn agrees_with_the_composite(device: Device, kinds: &[Kind], rough: bool) -> usi
 #[test]
 fn mixed_kinds_are_the_composite_s() {
     for device in devices() {
-        // h and x alike or promoted to the weight's kind, the bias of that kind, c of any.
+        // h and x have the same kind or are promoted to the weight's kind, the bias has that kind,
+        // and c may have any.
         assert_eq!(agrees_with_the_composite(device, &KINDS, false), 16 * 4);
     }
 }
@@ -23,14 +24,15 @@ fn under_autocast_kinds_are_the_composite_s() {
         for kind in [Kind::BFloat16, Kind::Half] {
             let _autocast = Autocast::new(device, kind).expect("autocast");
             let taken = agrees_with_the_composite(device, &[Kind::Float, Kind::Double, kind], true);
-            // No Double in the product, or one in h or x and then in weight and bias, too.
+            // Either there is no Double in the product, or h or x is Double and then weight and
+            // bias are, too.
             assert_eq!(taken, 3 * (16 + 5), "{device:?}");
         }
     }
 }
 
-/// The sum of product and bias is rounded once: a product that is rounded before has lost what a
-/// bias of about the same size leaves of it.
+/// The sum of product and bias is rounded only once. If the product were rounded before, a bias of
+/// about the same magnitude would leave nothing of its last digits.
 #[test]
 fn a_bias_that_cancels_the_product_leaves_what_the_composite_s_leaves() {
     const LARGE: f64 = 2048.0;
@@ -39,7 +41,8 @@ fn a_bias_that_cancels_the_product_leaves_what_the_composite_s_leaves() {
             for [batch, features, hidden] in [[4, 8, 8], [300, 64, 520], [1, 1, 1]] {
                 let zeros = |size: &[i64]| Tensor::zeros(size, (kind, device));
                 let (x, h) = (zeros(&[batch, features]) + 1.0, zeros(&[batch, hidden]) + 1.0);
-                // In each row of g's part 2048.75, of which the half kinds have no such digits.
+                // The product is 2048.75 in each row of g's part. The half kinds cannot represent
+                // these digits.
                 let weight = zeros(&[3 * hidden, hidden + features]);
                 let _ = weight.narrow(0, 2 * hidden, hidden).select(1, 0).fill_(LARGE);
                 let _ = weight.narrow(0, 2 * hidden, hidden).select(1, hidden).fill_(0.75);

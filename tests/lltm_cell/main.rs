@@ -1,4 +1,4 @@
-//! `ops::lltm_cell` against its reference, against finite differences, and against bad input.
+//! Tests of `ops::lltm_cell`: against its reference and finite differences, and with bad input.
 
 mod arguments;
 mod conformance;
@@ -25,32 +25,32 @@ use tch_extension::testing::{Sample, SampleTable, Shape, assert_close, devices, 
 
 const DIMS: [&str; 3] = ["B", "F", "H"];
 
-/// x, W, b, h, c.
+/// The shapes of x, W, b, h and c.
 fn with_bias([b, f, h]: [i64; 3]) -> Vec<Shape> {
     let weight = Shape::new([3 * h, h + f]).scale(weight_scale(f, h));
     vec![Shape::new([b, f]), weight, Shape::new([3 * h]), Shape::new([b, h]), Shape::new([b, h])]
 }
 
-/// x, W, h, c.
+/// The shapes of x, W, h and c.
 fn without_bias([b, f, h]: [i64; 3]) -> Vec<Shape> {
     let mut shapes = with_bias([b, f, h]);
     shapes.remove(2);
     shapes
 }
 
-/// x, W, b, h, c, where b is a row, as in PyTorch's extension-cpp.
+/// The shapes of x, W, b, h and c, where b is a row, as in PyTorch's extension-cpp.
 fn with_row([b, f, h]: [i64; 3]) -> Vec<Shape> {
     let mut shapes = with_bias([b, f, h]);
     shapes[2] = Shape::new([1, 3 * h]);
     shapes
 }
 
-/// So that the sums are between -1 and 1, or thereabouts.
+/// A scale with which the sums are roughly between -1 and 1.
 fn weight_scale(features: i64, hidden: i64) -> f64 {
     (9.0 / (features + hidden).max(9) as f64).sqrt()
 }
 
-/// Small enough for a whole Jacobian.
+/// Samples that are small enough for a whole Jacobian.
 fn small(kind: Kind, device: Device) -> Vec<Sample> {
     let tables = [
         SampleTable::new(DIMS, with_bias).samples(kind, device),
@@ -64,13 +64,13 @@ fn small(kind: Kind, device: Device) -> Vec<Sample> {
     tables.into_iter().flat_map(|samples| samples.expect("samples")).collect()
 }
 
-/// Too large for a Jacobian.
+/// Samples that are too large for a Jacobian.
 fn large(kind: Kind, device: Device) -> Vec<Sample> {
     let sizes = [
-        [16, 32, 128], // the tutorial's
-        [64, 7, 17],   // one column behind two vectors
-        [300, 8, 40],  // several threads on CPU
-        [5, 3, 1029],  // a second, short piece of a row on CPU
+        [16, 32, 128], // the tutorial's size
+        [64, 7, 17],   // one column after two vectors
+        [300, 8, 40],  // several threads on the CPU
+        [5, 3, 1029],  // a second, shorter piece of a row on the CPU
     ];
     let tables = [
         SampleTable::empty(DIMS, with_bias)

@@ -1,11 +1,12 @@
-//! Tensors that are not what they seem. Facts and checks look at each once; what they miss, a
-//! kernel would read as it lies.
+//! Tests of tensors whose memory does not show their values directly. The checks look at each
+//! argument once; if they missed such a tensor, a kernel would read its memory as it is.
 
 use super::*;
 
 type Odd = (&'static str, fn(&Tensor) -> std::result::Result<Tensor, tch::TchError>);
 
-/// Made of an ordinary tensor, with its shape. Kernels have to find the values.
+/// Tensors that are made from an ordinary one and have its shape. Kernels must find the right
+/// values.
 const READABLE: [Odd; 9] = [
     ("negated", |x| x.f_neg()?.f_internal_neg_view()),
     ("the imaginary part of a conjugate", |x| {
@@ -26,13 +27,13 @@ const READABLE: [Odd; 9] = [
     ("overlapping", |x| Tensor::f_cat(&[x, x], 0)?.f_as_strided(x.size(), vec![1; x.dim()], 1)),
 ];
 
-/// Of these there are no values to find.
+/// Tensors that have no values that a kernel could read.
 const OTHER: [Odd; 2] = [
     ("quantized", |x| x.f_quantize_per_tensor(0.1, 0, Kind::QInt8)),
     ("one of vmap's", |x| Tensor::f_stack(&[x, x], 0)?.f_internal_add_batch_dim(0, 1)),
 ];
 
-/// Outputs, and the gradients of the ordinary tensors that the arguments were made of.
+/// The outputs, and the gradients of the ordinary tensors from which the arguments were made.
 fn results(cell: Cell, leaves: &[Tensor], place: usize, odd: Odd) -> Result<Vec<Option<Tensor>>> {
     let mut arguments: Vec<Tensor> = leaves.iter().map(Tensor::shallow_clone).collect();
     arguments[place] = odd.1(&leaves[place])?;
@@ -46,7 +47,7 @@ fn results(cell: Cell, leaves: &[Tensor], place: usize, odd: Odd) -> Result<Vec<
 #[test]
 fn what_lies_oddly_in_memory_is_read_right() {
     for device in devices() {
-        // With and without vectors.
+        // One size uses vectors and the other does not.
         for size in [[3, 4, 5], [4, 8, 16]] {
             let sample = one(size, Kind::Float, device);
             for odd in READABLE {
@@ -90,8 +91,8 @@ fn what_has_no_memory_is_an_error_and_ends_nothing() {
     }
 }
 
-/// libtorch's engine lets one through, and its composite's own backward has no kernel for it,
-/// either.
+/// libtorch's engine accepts a sparse gradient, and the composite's own backward has no kernel for
+/// it, either.
 #[test]
 fn a_sparse_gradient_is_an_error_and_ends_nothing() {
     for device in devices() {

@@ -1,5 +1,5 @@
-//! Each way of computing the cell, at all sizes: left to itself, it takes one at some and another
-//! at others.
+//! Tests of each way of computing the cell, at all sizes. By default, the cell takes one way at
+//! some sizes and another at others.
 
 use super::*;
 use tch_extension::cuda::memory_stats;
@@ -18,17 +18,18 @@ pub fn by(path: LltmCellPath, arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     Ok(vec![new_h, new_c])
 }
 
-/// On the CPU there is one way, which the other tests take.
+/// Keeps only the samples on CUDA; other tests cover the CPU.
 pub fn only_on_cuda(
     samples: fn(Kind, Device) -> Vec<Sample>,
 ) -> impl Fn(Kind, Device) -> Vec<Sample> {
     move |kind, device| if device.is_cuda() { samples(kind, device) } else { Vec::new() }
 }
 
-/// Several tiles in each direction, and none of them full.
+/// Samples with several tiles in each direction, none of them full.
 fn ragged(kind: Kind, device: Device) -> Vec<Sample> {
-    // More than one piece of rows and of hidden columns, more than 256 columns of [h, x]; blocks of
-    // both tiles; one row; no features; sizes for vectors in some kinds and not in others.
+    // More than one piece of rows and of hidden columns, and more than 256 columns of [h, x];
+    // blocks of both tile sizes; one row; no features; sizes that allow vectors in some kinds and
+    // not in others.
     let sizes =
         [[70, 9, 133], [130, 140, 260], [1, 5, 300], [33, 0, 31], [67, 12, 20], [40, 300, 4]];
     let tables = [
@@ -88,8 +89,8 @@ fn cuda_fused_conformance() {
     on_path(LltmCellPath::Fused, "cuda_fused_conformance", conformance);
 }
 
-/// In one test, whose name initcheck leaves out: it does not see what libtorch's products in half
-/// kinds write.
+/// This is a single test, because initcheck skips it by its name: initcheck does not see what
+/// libtorch's products in half kinds write.
 #[test]
 fn cuda_half_kinds_and_others_by_the_product() {
     on_path(LltmCellPath::Product, "cuda_half_kinds_and_others_by_the_product", |suite| {
@@ -109,12 +110,14 @@ fn cuda_gradcheck_of_each_path() {
     }
 }
 
-/// Any of the gradients alone, and any left out: the backward's kernel does only what is asked for.
+/// Requests each of the gradients alone, and leaves each one out: the backward's kernel computes
+/// only those that are requested.
 #[test]
 fn cuda_gradients_are_the_same_whichever_are_asked_for() {
     let test = "cuda_gradients_are_the_same_whichever_are_asked_for";
     let Some(device) = cuda_or_skip(test) else { return };
-    // initcheck does not see what libtorch's products in half kinds write.
+    // Half kinds are left out for the product, because initcheck does not see what libtorch's
+    // products in half kinds write.
     let cases = KINDS.map(|kind| (LltmCellPath::Fused, kind)).into_iter();
     for (path, kind) in cases.chain([(LltmCellPath::Product, Kind::Float)]) {
         let sample = one([70, 9, 133], kind, device);
@@ -124,7 +127,7 @@ fn cuda_gradients_are_the_same_whichever_are_asked_for() {
                 let asked = std::array::from_fn(|place| subset >> place & 1 == 1);
                 for (some, all) in gradients_of(path, &sample, asked, used).iter().zip(&all) {
                     let (Some(some), Some(all)) = (some, all) else { continue };
-                    // libtorch's product of other sizes may add up in another order.
+                    // libtorch's product may sum in another order for other sizes.
                     match path {
                         LltmCellPath::Fused => {
                             assert!(some.equal(all), "{kind:?} {asked:?} {used:?}")
@@ -137,7 +140,7 @@ fn cuda_gradients_are_the_same_whichever_are_asked_for() {
     }
 }
 
-/// The gradients that are asked for, from the outputs that are used.
+/// The requested gradients, from the outputs that are used.
 fn gradients_of(
     path: LltmCellPath,
     sample: &Sample,
@@ -156,7 +159,7 @@ fn gradients_of(
     asked.map(|asked| asked.then(|| found.next().flatten().expect("a gradient")))
 }
 
-/// Besides inputs and outputs, a graph keeps σ(i), σ(o) and g.
+/// In addition to inputs and outputs, a graph keeps σ(i), σ(o) and g.
 #[test]
 fn cuda_a_graph_keeps_three_numbers_an_element() {
     let test = "cuda_a_graph_keeps_three_numbers_an_element";
@@ -172,7 +175,8 @@ fn cuda_a_graph_keeps_three_numbers_an_element() {
         let before = allocated();
         let outputs = by(path, &leaves).expect("outputs");
         let kept = allocated() - before;
-        // h', c' and the three; the allocator rounds up to 512 bytes.
+        // h', c' and these three tensors; the allocator rounds each size up to a multiple of 512
+        // bytes.
         let state = (batch * hidden) as u64 * 4;
         assert!(
             (5 * state..5 * state + 6 * 512).contains(&kept),

@@ -1,4 +1,4 @@
-//! Random cases.
+//! Tests of random cases.
 
 use super::*;
 use crate::support::property::{Argument, Case, Property, size, style};
@@ -24,7 +24,8 @@ fn property() -> Property<'static> {
     }
 }
 
-/// What the docs say that it takes: exact shapes of floating kinds. The reference broadcasts.
+/// Whether the docs say that lltm_cell accepts this case: exact shapes of floating-point kinds. The
+/// reference broadcasts.
 fn is_documented(Case(arguments): &Case) -> bool {
     let [Some(x), Some(w), b, Some(h), Some(c)] = &arguments[..] else { return false };
     let present: Vec<&Argument> = arguments.iter().flatten().collect();
@@ -55,14 +56,14 @@ fn random_cases() {
     }
 }
 
-/// A property that cannot fail says nothing.
+/// Checks that the random test can fail, because a test that cannot fail says nothing.
 #[test]
 fn random_cases_find_a_fault_and_print_it() {
     let broken = Property {
         fused: &|inputs| {
             let (x, w, b, state) = take(inputs);
             let (h, c) = f_lltm_cell(x, w, b, state)?;
-            // Wrong for misaligned states.
+            // This result is wrong for misaligned states.
             let wrong = h.size()[1] > 2 && state.0.data_ptr() as usize % 16 == 8;
             Ok(vec![if wrong { h + 1.0 } else { h }, c])
         },
@@ -76,6 +77,6 @@ fn random_cases_find_a_fault_and_print_it() {
         ),
         "{text}"
     );
-    // Made small: one row of the three columns that it takes.
+    // The failing case was shrunk to one row of three columns, the fewest that show the fault.
     assert!(text.contains("size: vec![1, 3], kind: Kind::Double"), "{text}");
 }

@@ -1,4 +1,4 @@
-//! Derivatives of the gradients.
+//! Tests of the derivatives of the gradients.
 
 use super::*;
 
@@ -7,9 +7,9 @@ fn gradgradcheck_of_every_small_sample() {
     suite().gradgradcheck_of_every_small_sample();
 }
 
-/// Three steps that share their weight, the last fed with what depends on the first: total
-/// derivatives with respect to the inputs would differ from the partial ones here, and
-/// gradgradcheck on leaves would not notice.
+/// Three steps that share their weight; the last one's input depends on the first one's output.
+/// Total derivatives with respect to the inputs would differ from the partial ones here, and
+/// gradgradcheck on leaves would not detect that.
 fn three_steps(cell: Cell, leaves: &[Tensor]) -> Tensor {
     let [x, w, b, h, c] = leaves else { unreachable!("with bias") };
     let (mut h, mut c) = (h.shallow_clone(), c.shallow_clone());
@@ -20,7 +20,7 @@ fn three_steps(cell: Cell, leaves: &[Tensor]) -> Tensor {
     (h.square() + c.sin()).sum(Kind::Double)
 }
 
-/// One input is a function of another: c = h·h.
+/// A step in which one input is a function of another: c = h·h.
 fn dependent_inputs(cell: Cell, leaves: &[Tensor]) -> Tensor {
     let [x, w, b, h, _] = leaves else { unreachable!("with bias") };
     let (new_h, new_c) = cell(x, w, Some(b), (h, &(h * h))).expect("step");

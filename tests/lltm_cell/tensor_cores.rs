@@ -1,5 +1,5 @@
-//! The forward in one kernel with the tensor cores of capability 9.0: tiles at the edges, parts of
-//! larger matrices, and who goes elsewhere.
+//! Tests of the forward pass in one kernel with the tensor cores of compute capability 9.0: tiles
+//! at the edges, parts of larger matrices, and cases that take another way.
 
 use super::paths::{by, only_on_cuda};
 use super::*;
@@ -10,7 +10,7 @@ use tch_extension::testing::cuda_or_skip;
 
 const HALVES: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 
-/// Whether this GPU and this build have the kernel; elsewhere the same calls go another way.
+/// Whether this GPU and this build have the kernel; elsewhere the same calls take another way.
 fn has_kernel() -> bool {
     let has = support::gpu::is_built_for_hopper() && support::gpu::is_hopper();
     if !has {
@@ -25,15 +25,15 @@ fn cell(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     by(LltmCellPath::TensorCores, arguments)
 }
 
-/// None of them runs before it is asked for. Without libtorch's caching allocator nothing can be
-/// captured.
+/// The number of kernels of a call, counted in a capture, which runs none of them. Nothing can be
+/// captured without libtorch's caching allocator.
 fn kernels(arguments: &[Tensor], device: Device) -> usize {
     let (graph, _) = Graph::capture(device, || cell(arguments)).expect("a graph");
     graph.kernels()
 }
 
-/// One tile and several, in each direction; parts of tiles; no features, and some that fill no step
-/// through K.
+/// One tile and several in each direction; parts of tiles; no features, and numbers of features
+/// that do not fill an iteration over K.
 const SIZES: [[i64; 3]; 6] =
     [[128, 64, 64], [1, 8, 64], [200, 72, 192], [300, 0, 128], [70, 136, 320], [129, 1000, 64]];
 
@@ -82,8 +82,8 @@ fn cuda_half_kinds_by_tensor_cores_take_one_kernel() {
             }
             assert!(!has_kernel || kernels(&arguments, device) == 1, "{sizes:?} {kind:?}");
         }
-        // Where tiles or bulk copies do not go: a hidden size of other multiples, odd rows, an
-        // address in between.
+        // Cases that tiles or bulk copies cannot handle: a hidden size of other multiples, odd
+        // rows, an unaligned address.
         for sizes in [[130, 64, 72], [130, 9, 64]] {
             let arguments = one(sizes, kind, device).inputs;
             cell(&arguments).expect("outputs");
@@ -92,7 +92,7 @@ fn cuda_half_kinds_by_tensor_cores_take_one_kernel() {
     }
 }
 
-/// Rows with gaps between them are read as they lie.
+/// Rows with gaps between them are read in their own layout, without a copy.
 #[test]
 fn cuda_half_kinds_by_tensor_cores_read_parts_of_matrices() {
     let test = "cuda_half_kinds_by_tensor_cores_read_parts_of_matrices";
@@ -117,9 +117,9 @@ fn cuda_half_kinds_by_tensor_cores_read_parts_of_matrices() {
     }
 }
 
-/// More tiles than twice a GPU's multiprocessors: both warpgroups have several each, and the ring
-/// goes on from one to the next. 320 of them nearly fill the last round, where the kernel is
-/// chosen.
+/// More than twice as many tiles as the GPU has multiprocessors: both warpgroups have several tiles
+/// each, and the ring buffer continues from one tile to the next. 320 tiles nearly fill the last
+/// wave, where the kernel is chosen by default.
 #[test]
 fn cuda_half_kinds_by_tensor_cores_have_many_tiles() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_by_tensor_cores_have_many_tiles") else {

@@ -1,4 +1,4 @@
-//! What it refuses.
+//! Tests of the arguments that matmul_add_relu refuses.
 
 use super::*;
 use tch_extension::ops::matmul_add_relu;
@@ -95,7 +95,7 @@ fn shapes_are_taken_and_refused_as_libtorch_does() {
     assert!(taken > 300 && refused > 300, "{taken} and {refused}");
 }
 
-/// Of these there are no values that a kernel could read.
+/// These tensors have no memory that a kernel could read.
 #[test]
 fn what_has_no_memory_is_named() {
     for device in devices() {

@@ -1,4 +1,4 @@
-//! What only a GPU shows.
+//! Tests that need a GPU.
 
 use super::*;
 use tch_extension::testing::cuda_or_skip;
@@ -24,7 +24,7 @@ fn cuda_agrees_with_the_cpu() {
     suite().cuda_agrees_with_the_cpu("cuda_agrees_with_the_cpu");
 }
 
-/// Rows of an odd length that are read several at a time, with and without rows left over.
+/// Rows of an odd length are folded, with and without rows left over.
 #[test]
 fn cuda_half_kinds_and_others_mask_and_sum_long_matrices_of_odd_rows() {
     let test = "cuda_half_kinds_and_others_mask_and_sum_long_matrices_of_odd_rows";
@@ -61,7 +61,7 @@ fn cuda_half_kinds_and_others_mask_and_sum_long_matrices_of_odd_rows() {
     }
 }
 
-/// Offsets beyond 32 bits: the last elements count, and only in their own places.
+/// Some offsets exceed 32 bits. The last elements must be computed, and only in their own places.
 #[test]
 fn cuda_more_than_two_to_the_31_elements() {
     let Some(device) = cuda_or_skip("cuda_more_than_two_to_the_31_elements") else { return };

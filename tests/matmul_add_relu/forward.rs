@@ -1,10 +1,10 @@
-//! The output.
+//! Tests of the output.
 
 use super::*;
 use patterns::noise;
 use tch_extension::ops::{ProductPath, f_matmul_add_relu_by};
 
-/// Our kernel behind libtorch's product, on CUDA, too.
+/// Our kernel after libtorch's product, on CUDA, too.
 const COMPOSITE: Operator =
     |lhs, rhs, bias| f_matmul_add_relu_by(ProductPath::Composite, lhs, rhs, bias);
 
@@ -13,8 +13,8 @@ fn forward_agrees_with_the_reference() {
     suite().forward_agrees_with_the_reference();
 }
 
-/// Where the product is libtorch's, it is the same, and so is the rounding of what follows: also
-/// near 0, where a sum has no sign to spare.
+/// Where libtorch computes the product, the product is the same, and what follows is rounded in the
+/// same way, also near 0, where the sign of a sum can depend on the rounding.
 #[test]
 fn the_bits_are_the_composites() {
     for device in devices() {
@@ -53,7 +53,7 @@ fn the_formula_by_hand() {
 
 #[test]
 fn the_last_element_counts() {
-    // A kernel that skipped its tail would leave the product there, or anything.
+    // A kernel that omitted its tail would leave the product there, or anything else.
     for device in devices() {
         for n in [1, 3, 7, 8, 9, 15, 17, 31, 33, 1023, 1024, 1025, 2049] {
             for bias in [vec![n], vec![2, 1], vec![2, n], vec![3, 2, n], vec![]] {
@@ -72,7 +72,7 @@ fn the_last_element_counts() {
     }
 }
 
-/// NaN goes through relu and through its derivative, and only there.
+/// NaN passes through relu and through its derivative, and changes no other element.
 #[test]
 fn what_is_not_finite_is_treated_as_libtorch_treats_it() {
     let special = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, -0.0, 1.0, -1.0, 1e-30];
@@ -80,7 +80,7 @@ fn what_is_not_finite_is_treated_as_libtorch_treats_it() {
     for device in devices() {
         for kind in KINDS {
             let special = Tensor::from_slice(&special).to_kind(kind).to_device(device);
-            // Each as a sum (with 0), and each as an incoming gradient.
+            // Each value occurs as a sum (with 0) and as an incoming gradient.
             let lhs = Tensor::zeros([count, 2], (kind, device));
             let (rhs, vector) =
                 (Tensor::zeros([2, count], (kind, device)), special.view([count, 1]));
@@ -94,7 +94,7 @@ fn what_is_not_finite_is_treated_as_libtorch_treats_it() {
                     assert_close(found, expected, 0.0, 0.0);
                 }
             }
-            // From the product.
+            // The special values also come from the product.
             let rhs = Tensor::ones([1, 3], (kind, device));
             let inputs =
                 leaves(&[special.view([count, 1]), rhs, Tensor::ones([3], (kind, device))]);
@@ -107,7 +107,8 @@ fn what_is_not_finite_is_treated_as_libtorch_treats_it() {
     }
 }
 
-/// Values that are not what lies in memory: libtorch negates lazily, and has zeros without memory.
+/// Tests tensors whose values differ from their memory: libtorch negates lazily, and has zeros
+/// without memory.
 #[test]
 fn lazily_negated_tensors_and_zeros_without_memory() {
     for device in devices() {
@@ -149,8 +150,8 @@ fn lazily_negated_tensors_and_zeros_without_memory() {
     }
 }
 
-/// There is nothing to compute, in however many dimensions: those without elements do not merge
-/// into fewer.
+/// There is nothing to compute, in any number of dimensions. Dimensions of tensors without elements
+/// do not merge into fewer.
 #[test]
 fn empty_in_many_dimensions() {
     for device in devices() {
@@ -172,7 +173,7 @@ fn empty_in_many_dimensions() {
     }
 }
 
-/// libtorch cannot, either: an error, not a panic.
+/// libtorch refuses this, too. It must be an error, not a panic.
 #[test]
 fn more_rows_than_can_be_counted() {
     let inputs: [&[i64]; 3] = [&[1 << 32, 1 << 31, 0], &[0, 0], &[1]];
@@ -182,7 +183,8 @@ fn more_rows_than_can_be_counted() {
     }
 }
 
-/// matmul itself goes another way for a batch with gaps if the other factor requires grad.
+/// matmul itself takes another way for a batch with gaps if the other factor requires grad; our
+/// bits must not depend on that.
 #[test]
 fn the_bits_are_the_same_whether_or_not_gradients_are_wanted() {
     for device in devices() {
@@ -198,7 +200,7 @@ fn the_bits_are_the_same_whether_or_not_gradients_are_wanted() {
     }
 }
 
-/// Large enough for several threads, and of dimensions that do not merge.
+/// The size is large enough for several threads, and its dimensions do not merge.
 #[test]
 fn a_broadcast_batch_is_cut_between_threads() {
     for device in devices() {

@@ -1,4 +1,4 @@
-//! The gradients.
+//! Tests of the gradients.
 
 use super::*;
 use patterns::noise;
@@ -20,7 +20,7 @@ fn gradcheck_of_every_small_sample() {
     suite().gradcheck_of_every_small_sample();
 }
 
-/// Several slabs of rows: on the CPU, on CUDA in whole vectors, and on CUDA without.
+/// Sizes with several slabs of rows: on the CPU, on CUDA with whole vectors, and on CUDA without.
 #[test]
 fn gradcheck_of_every_way_to_sum() {
     let patterns: [Pattern; 3] =
@@ -35,8 +35,8 @@ fn gradcheck_of_every_way_to_sum() {
     }
 }
 
-/// Each element of dz, and each row and column of its sums, counts once: whole numbers, whose sums
-/// are exact.
+/// Each element of dz counts once in its row's and its column's sum. The numbers are integers,
+/// whose sums are exact.
 #[test]
 fn every_element_counts_once() {
     for device in devices() {
@@ -46,7 +46,7 @@ fn every_element_counts_once() {
                     let options = (kind, device);
                     let numbers =
                         Tensor::arange(rows * columns, (Kind::Int64, device)).view([rows, columns]);
-                    // Every third element is cut off.
+                    // The ReLU cuts off every third element.
                     let lhs = (numbers.remainder(3) - 1).to_kind(kind).sign();
                     let rhs = Tensor::eye(columns, options);
                     let vector = (numbers.remainder(11) + 1).to_kind(kind);
@@ -112,7 +112,8 @@ fn any_set_of_inputs_may_need_gradients() {
     }
 }
 
-/// What a backward does not need may be changed before it; what it needs may not.
+/// A tensor that the backward does not need may be changed before it; a tensor that it needs may
+/// not.
 #[test]
 fn only_what_a_gradient_needs_is_kept() {
     const OUTPUT: usize = 3;
@@ -149,8 +150,8 @@ fn only_what_a_gradient_needs_is_kept() {
     }
 }
 
-/// Both ways to multiply on the CPU, in both directions: with parts of tiles, whole ones, and
-/// turned factors.
+/// Both ways to multiply on the CPU, in both directions: with partial tiles, whole tiles, and
+/// transposed factors.
 #[test]
 fn gradcheck_of_own_products_and_libtorchs_on_the_cpu() {
     let patterns: [Pattern; 3] =
@@ -168,13 +169,13 @@ fn gradcheck_of_own_products_and_libtorchs_on_the_cpu() {
     }
 }
 
-/// Whoever wants libtorch's products gets them in the backward, too.
+/// With the composite way, the products of the backward are libtorch's, too.
 #[test]
 fn the_composite_s_products_are_libtorchs_on_the_cpu() {
     let options = (Kind::Float, Device::Cpu);
     let [lhs, rhs] =
         [[300, 32], [32, 48]].map(|size: [i64; 2]| noise(&size, 0).to_kind(Kind::Float));
-    // Nothing is cut off.
+    // With this bias, the ReLU cuts nothing off.
     let bias = Tensor::full([48], 1e3, options);
     let vector = noise(&[300, 48], 3).to_kind(Kind::Float);
     let inputs = leaves(&[lhs, rhs, bias]);

@@ -1,5 +1,5 @@
-//! The kernel for Hopper: tiles at the edges, everything that can be shared by a batch, and who
-//! goes elsewhere.
+//! Tests of the kernel for Hopper: tiles at the edges, everything that a batch can share, and cases
+//! that take another way.
 
 use super::ways::{inputs, kernels, one};
 use super::*;
@@ -10,7 +10,7 @@ use tch_extension::testing::cuda_or_skip;
 
 const HALVES: [Kind; 2] = [Kind::Half, Kind::BFloat16];
 
-/// Whether this GPU and this build have the kernel; elsewhere the same calls go another way.
+/// Whether this GPU and this build have the kernel; elsewhere the same calls take another way.
 fn has_kernel() -> bool {
     let has = support::gpu::is_built_for_hopper() && support::gpu::is_hopper();
     if !has {
@@ -21,20 +21,20 @@ fn has_kernel() -> bool {
     has
 }
 
-/// In f64, rounded once.
+/// The result in f64, rounded once.
 fn expected(arguments: &[Tensor]) -> Tensor {
     let exact: Vec<Tensor> =
         arguments.iter().map(|argument| argument.to_kind(Kind::Double)).collect();
     call(matmul_add_relu_reference, &exact).expect("reference").to_kind(arguments[0].kind())
 }
 
-/// As libtorch's linear has its weight: the elements of a column are neighbours.
+/// A column-major copy, the layout of the weight in libtorch's linear.
 fn by_columns(tensor: &Tensor) -> Tensor {
     tensor.transpose(-2, -1).contiguous().transpose(-2, -1)
 }
 
 fn assert_right(arguments: &[Tensor], found: &Tensor) {
-    // Sums in f32 may be rounded to the next value.
+    // Sums in f32 may round to the neighbouring value.
     let rtol = if found.kind() == Kind::Half { 2e-3 } else { 1e-2 };
     assert_close(found, &expected(arguments), rtol, 1e-3);
 }
@@ -53,7 +53,7 @@ fn cuda_half_kinds_agree_with_the_reference_by_hopper() {
         [&[3, 200, 136], &[1, 136, 328], &[3, 200, 328]],
         [&[3, 200, 136], &[3, 136, 328], &[1, 200, 328]],
         [&[2, 2, 72, 64], &[2, 2, 64, 136], &[2, 2, 72, 136]],
-        // Much of K; more tiles than a GPU has multiprocessors, and three times as many.
+        // A long K; more tiles than the GPU has multiprocessors, and three times as many.
         [&[2, 9, 4096], &[2, 4096, 136], &[2, 9, 136]],
         [&[25, 300, 72], &[25, 72, 264], &[25, 300, 264]],
         [&[200, 130, 200], &[200, 200, 40], &[200, 130, 40]],
@@ -75,7 +75,7 @@ fn cuda_half_kinds_agree_with_the_reference_by_hopper() {
                 }
             }
         }
-        // Parts of larger matrices.
+        // These are parts of larger matrices.
         let [lhs, rhs, bias] =
             inputs([&[3, 210, 160], &[3, 150, 400], &[3, 220, 336]], kind, device);
         let arguments = [
@@ -114,8 +114,8 @@ fn cuda_half_kinds_keep_nan_by_hopper() {
     }
 }
 
-/// The fastest way is this one where it was measured to be, on whatever stream, and in a graph with
-/// other numbers.
+/// The default way is this kernel where it was measured to be the fastest: on any stream, and in a
+/// graph that is replayed with other numbers.
 #[test]
 fn cuda_half_kinds_are_fastest_by_hopper() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_are_fastest_by_hopper") else { return };
@@ -139,7 +139,7 @@ fn cuda_half_kinds_are_fastest_by_hopper() {
         graph.replay().expect("a replay");
         assert!(!output.equal(&found));
         assert_right(&arguments, &output);
-        // Rows that do not begin with a line of the cache are slower.
+        // The kernel is slower for rows that do not begin at a cache line, so another way is taken.
         let arguments = inputs([&[8, 1000, 512], &[8, 512, 1000], &[8, 1000, 1000]], kind, device);
         let before = asked_plans();
         let _ = one(ProductPath::Fastest, &arguments);
@@ -147,15 +147,16 @@ fn cuda_half_kinds_are_fastest_by_hopper() {
     }
 }
 
-/// The driver, which describes the matrices, wants a context that nobody has given to the thread
-/// before.
+/// The driver function that describes the matrices needs a context, which nothing has set in a new
+/// thread.
 #[test]
 fn cuda_half_kinds_in_a_new_thread_by_hopper() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_in_a_new_thread_by_hopper") else { return };
     let arguments =
         inputs([&[8, 1024, 512], &[8, 512, 1024], &[8, 1024, 1024]], Kind::Half, device);
     let found = one(ProductPath::Fastest, &arguments);
-    // So that the thread finds memory for its output, and need not ask CUDA for any.
+    // This leaves free memory in the cache, so that the thread's output needs no allocation from
+    // CUDA.
     drop(one(ProductPath::Fastest, &arguments));
     let first_work_of_a_thread = std::thread::spawn(move || {
         let found = one(ProductPath::Fastest, &arguments);

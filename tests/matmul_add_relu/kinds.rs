@@ -1,4 +1,5 @@
-//! Which kinds go together, with and without autocast: as in libtorch, asked on the spot.
+//! Tests of the kinds that can be combined, with and without autocast, compared with libtorch at
+//! run time.
 
 use super::*;
 use tch_extension::amp::Autocast;
@@ -17,7 +18,8 @@ const ALL: [Kind; 11] = [
     Kind::ComplexFloat,
 ];
 
-/// Every combination, of tensors with and without dimensions; how many are taken.
+/// Compares every combination of kinds, for tensors with and without dimensions, and returns how
+/// many are accepted.
 fn compare_with_the_composite(device: Device) -> usize {
     let mut taken = 0;
     let shapes: [Pattern; 4] =
@@ -29,7 +31,7 @@ fn compare_with_the_composite(device: Device) -> usize {
                     let of = [(lhs, lhs_kind), (rhs, rhs_kind), (bias, bias_kind)];
                     let inputs = of.map(|(size, kind)| Tensor::ones(size, (kind, device)));
                     let [found, expected] = OPERATORS.map(|operator| call(operator, &inputs).ok());
-                    // Products of whole numbers have no gradients: refused, and the docs say so.
+                    // Products of integers have no gradients. They are refused, as the docs say.
                     let expected = expected.filter(|_| lhs_kind != Kind::Int64);
                     assert_eq!(
                         found.as_ref().map(Tensor::kind),
@@ -50,7 +52,7 @@ fn compare_with_the_composite(device: Device) -> usize {
 #[test]
 fn mixed_kinds_are_taken_and_refused_as_libtorch_does() {
     for device in devices() {
-        // Four shapes, four kinds of products, ten of biases.
+        // Four shapes, four kinds of product, ten kinds of bias.
         assert_eq!(compare_with_the_composite(device), 4 * 4 * 10);
     }
 }
@@ -60,7 +62,7 @@ fn under_autocast_kinds_are_as_libtorch_has_them() {
     for device in devices() {
         for kind in [Kind::BFloat16, Kind::Half] {
             let _autocast = Autocast::new(device, kind).expect("autocast");
-            // Three kinds that are cast, in any combination, and doubles.
+            // Any combination of the three kinds that are cast, and all in Double.
             assert_eq!(compare_with_the_composite(device), 4 * 10 * 10, "{kind:?} on {device:?}");
         }
     }
@@ -99,8 +101,8 @@ fn gradients_have_the_inputs_kinds() {
     }
 }
 
-/// A sum over what only the bias has is made in the result's kind: its terms need not fit the
-/// product's.
+/// A sum over dimensions that only the bias has is computed in the result's kind, because its terms
+/// may exceed the range of the product's kind.
 #[test]
 fn gradients_are_summed_before_they_are_narrowed() {
     for device in devices() {

@@ -1,4 +1,5 @@
-//! `ops::matmul_add_relu` against its reference, against finite differences, and against bad input.
+//! Tests of `ops::matmul_add_relu`: against its reference and finite differences, and with bad
+//! input.
 
 mod arguments;
 mod conformance;
@@ -24,10 +25,10 @@ use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::ops::{f_matmul_add_relu, matmul_add_relu_reference};
 use tch_extension::testing::{Layout, Sample, assert_close, devices};
 
-/// Small enough for a whole Jacobian.
+/// Samples that are small enough for a whole Jacobian.
 fn small(kind: Kind, device: Device) -> Vec<Sample> {
     let mut all = samples(SMALL, kind, device);
-    // Both with whole vectors and without; each way to have a bias.
+    // Sizes with whole vectors and without, and each shape that a bias can have.
     let bases: [Pattern; 4] = [
         (&[3, 4], &[4, 5], &[5]),
         (&[3, 4], &[4, 8], &[8]),
@@ -47,7 +48,7 @@ fn small(kind: Kind, device: Device) -> Vec<Sample> {
     all
 }
 
-/// Too large for a Jacobian.
+/// Samples that are too large for a Jacobian.
 fn large(kind: Kind, device: Device) -> Vec<Sample> {
     samples(LARGE, kind, device)
 }
@@ -69,7 +70,7 @@ fn reference(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 
 const OPERATORS: [Operator; 2] = [f_matmul_add_relu, matmul_add_relu_reference];
 
-/// The output and the gradients of those inputs that require one.
+/// The output, and the gradients of the inputs that require one.
 fn results(
     operator: Operator,
     inputs: &[Tensor],

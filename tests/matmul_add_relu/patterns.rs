@@ -1,4 +1,4 @@
-//! The ways in which two factors and a bias can broadcast.
+//! The combinations in which two factors and a bias can broadcast.
 
 use super::*;
 
@@ -6,7 +6,7 @@ use super::*;
 pub type Pattern = (&'static [i64], &'static [i64], &'static [i64]);
 
 pub const SMALL: &[Pattern] = &[
-    // Matrices, K, M and N different.
+    // Matrices with different K, M and N.
     (&[3, 4], &[4, 5], &[5]),
     (&[3, 4], &[4, 5], &[1, 5]),
     (&[3, 4], &[4, 5], &[3, 1]),
@@ -60,7 +60,7 @@ pub const SMALL: &[Pattern] = &[
     (&[2, 3, 4], &[2, 4, 5], &[2, 3, 5]),
     (&[2, 3, 4], &[2, 4, 5], &[3, 1, 1, 5]),
     (&[2, 3, 3, 4], &[2, 3, 4, 5], &[3, 1, 5]),
-    // Batch sizes of 1, and missing.
+    // Batch sizes of 1, and missing batch dimensions.
     (&[1, 3, 4], &[2, 4, 5], &[5]),
     (&[1, 3, 4], &[2, 4, 5], &[2, 3, 5]),
     (&[3, 4], &[2, 4, 5], &[5]),
@@ -75,7 +75,7 @@ pub const SMALL: &[Pattern] = &[
     (&[3, 4], &[1, 1, 4, 5], &[5]),
     (&[1, 3, 4], &[1, 1, 4, 5], &[2, 1, 1, 1]),
     (&[2, 6, 3, 4], &[6, 4, 5], &[6, 3, 5]),
-    // Nothing.
+    // Tensors without elements.
     (&[0, 4], &[4, 5], &[5]),
     (&[0, 4], &[4, 5], &[0, 5]),
     (&[3, 0], &[0, 5], &[5]),
@@ -93,7 +93,7 @@ pub const SMALL: &[Pattern] = &[
     (&[0], &[0], &[3]),
     (&[0], &[0, 5], &[5]),
     (&[3, 0], &[0], &[3]),
-    // Rows around the length of a vector.
+    // Rows about as long as a vector.
     (&[3, 4], &[4, 7], &[7]),
     (&[3, 4], &[4, 8], &[8]),
     (&[3, 4], &[4, 8], &[3, 1]),
@@ -109,19 +109,19 @@ pub const SMALL: &[Pattern] = &[
 
 pub const LARGE: &[Pattern] = &[
     (&[64, 32], &[32, 128], &[128]),
-    (&[300, 8], &[8, 65], &[65]),  // one column behind a tile
-    (&[2500, 3], &[3, 64], &[64]), // several slabs of rows, whole vectors
-    (&[2500, 3], &[3, 71], &[71]), // several slabs, no whole vectors
+    (&[300, 8], &[8, 65], &[65]),  // one column after a tile
+    (&[2500, 3], &[3, 64], &[64]), // several slabs of rows, with whole vectors
+    (&[2500, 3], &[3, 71], &[71]), // several slabs, without whole vectors
     (&[9000, 2], &[2, 1], &[1]),   // a single column
-    (&[16, 33, 8], &[16, 8, 40], &[16, 33, 40]), // a whole bias
+    (&[16, 33, 8], &[16, 8, 40], &[16, 33, 40]), // a bias of full shape
     (&[1, 33, 8], &[16, 8, 40], &[16, 33, 40]),
-    (&[3, 8], &[8, 2100], &[3, 1]), // a second piece of a row on CPU
+    (&[3, 8], &[8, 2100], &[3, 1]), // a second piece of a row on the CPU
     (&[5, 3], &[3, 1029], &[2, 1, 1029]),
     (&[16, 30, 8], &[8, 24], &[16, 1, 24]),
 ];
 
-/// In all of which no sum is near 0, where a derivative would not exist: the products are between
-/// -1/2 and 1/2, and the bias is not.
+/// A sample in which no sum is near 0, where the derivative does not exist: the products are
+/// between -1/2 and 1/2, and the bias is outside that range.
 pub fn sample(
     (lhs, rhs, bias): Pattern,
     layouts: [Layout; 3],
@@ -151,7 +151,7 @@ pub fn samples(patterns: &[Pattern], kind: Kind, device: Device) -> Vec<Sample> 
     patterns.iter().map(|&pattern| sample(pattern, [Layout::Contiguous; 3], kind, device)).collect()
 }
 
-/// Always the same numbers between -1 and 1, none of them 0.
+/// Fixed pseudo-random numbers between -1 and 1, none of them 0.
 pub fn noise(size: &[i64], seed: i64) -> Tensor {
     let index = Tensor::arange(size.iter().product::<i64>(), (Kind::Int64, Device::Cpu));
     let mixed: Tensor = &index * (&index + 3) * 31 + &index * 7919 + (seed + 1) * 1013;

@@ -1,4 +1,4 @@
-//! Random cases.
+//! Tests of random cases.
 
 use super::*;
 use crate::support::property::{Case, Property, size, style};
@@ -28,24 +28,24 @@ fn property() -> Property<'static> {
     }
 }
 
-/// libtorch's y in half kinds, with the derivative that belongs to ours: where a product and a bias
-/// cancel, two roundings can leave another sign than one, and the derivative is 0 for the one and 1
-/// for the other. So the mask is that of our own output, and the products behind it are computed in
-/// f64.
+/// libtorch's y in half kinds, with the derivative that belongs to our output. Where a product and
+/// a bias cancel, libtorch's two roundings can give another sign than our single one, and the
+/// derivative is 0 for one sign and 1 for the other. So the ReLU's mask comes from our own output,
+/// and the products are computed in f64.
 fn masked_by_ours(y: Tensor, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    // What we refuse is for the property to see.
+    // If our operator refuses the inputs, the property itself reports that.
     let Ok(ours) = f_matmul_add_relu(&lhs.detach(), &rhs.detach(), &bias.detach()) else {
         return Ok(y);
     };
     let [lhs, rhs, bias] = [lhs, rhs, bias].map(|input| input.to_kind(Kind::Double));
     let z = lhs.f_matmul(&rhs)?.f_add(&bias)?;
     let masked = z.f_where_self(&ours.f_gt(0.0)?, &z.zeros_like())?;
-    // The value is libtorch's: only the derivative is the mask's.
+    // The value is libtorch's; only the derivative follows the mask.
     Ok(y.detach() + (&masked - masked.detach()).f_to_kind(y.kind())?)
 }
 
-/// One floating kind for the product, whatever libtorch takes where there is nothing to multiply;
-/// no single numbers.
+/// Whether the docs say that this case is accepted: the factors are not scalars and have one
+/// floating-point kind, although libtorch accepts others when there is nothing to multiply.
 fn is_documented(Case(arguments): &Case) -> bool {
     let [Some(lhs), Some(rhs), Some(_)] = &arguments[..] else { return false };
     lhs.kind == rhs.kind
@@ -54,8 +54,8 @@ fn is_documented(Case(arguments): &Case) -> bool {
         && !rhs.size.is_empty()
 }
 
-/// How an argument's leading dimensions come from common ones: how many are left out, and which are
-/// one.
+/// How an argument's leading dimensions are made from common ones: how many are left out, and which
+/// become 1.
 #[derive(Clone, Debug)]
 struct Broadcast {
     without: usize,
@@ -74,7 +74,7 @@ impl Broadcast {
     }
 }
 
-/// Batches that broadcast, matrices or vectors, and a bias of any shape that broadcasts.
+/// Batches that broadcast, matrices or vectors as factors, and a bias of any shape that broadcasts.
 fn cases() -> impl Strategy<Value = Case> {
     let batch = proptest::collection::vec(size(), 0..3);
     let sizes = (batch, size(), size(), size());

@@ -1,4 +1,4 @@
-//! Derivatives of the gradients.
+//! Tests of the derivatives of the gradients.
 
 use super::*;
 
@@ -7,9 +7,9 @@ fn gradgradcheck_of_every_small_sample() {
     suite().gradgradcheck_of_every_small_sample();
 }
 
-/// Steps that share their factor, the last fed with what depends on the first; and factors that
-/// depend on one another. Total derivatives with respect to the inputs would differ from the
-/// partial ones here.
+/// Steps that share their factor, where the last one's input depends on the first one's output; and
+/// factors that depend on one another. Total derivatives with respect to the inputs would differ
+/// from the partial ones here.
 fn program(operator: Operator, leaves: &[Tensor]) -> Tensor {
     let [x, w, b] = leaves else { unreachable!("three") };
     let mut state = x.shallow_clone();

@@ -1,5 +1,5 @@
-//! The ways for sizes that tensor cores do not like: few rows or columns, rows that begin anywhere,
-//! a ReLU behind the product.
+//! Tests of the ways for sizes that do not suit tensor cores: few rows or columns, rows that begin
+//! at any address, and a ReLU after the product.
 
 use super::*;
 use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};
@@ -7,7 +7,7 @@ use tch_extension::ops::ProductPath;
 use tch_extension::testing::cuda_or_skip;
 use ways::{inputs, kernels, one};
 
-/// What each kind's rounding allows, beside values around 1.
+/// The error that each kind's rounding allows for values around 1.
 fn tolerance(kind: Kind) -> f64 {
     match kind {
         Kind::Double => 1e-10,
@@ -36,13 +36,14 @@ fn assert_right(way: ProductPath, arguments: &[Tensor; 3], what: &str) {
     );
 }
 
-/// Without libtorch's cache, as under memcheck, an allocation ends a capture.
+/// Whether graphs can be captured. Without libtorch's caching allocator, as under memcheck, an
+/// allocation ends a capture.
 fn can_capture() -> bool {
     std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_none()
 }
 
-/// The same values in other places: as they are, transposed, with gaps between rows, and from any
-/// address.
+/// The same values in other places: unchanged, transposed, with gaps between rows, and at an
+/// unaligned address.
 fn placements(tensor: &Tensor) -> [Tensor; 4] {
     let mut size = tensor.size();
     let rows = size.len() - 2;
@@ -73,8 +74,9 @@ fn is_right_in_all_places(way: ProductPath, sizes: [&[i64]; 3], device: Device) 
     }
 }
 
-/// One and up to four columns or rows; K shorter than a warp, longer than a block, cut between the
-/// blocks of a cluster; a warp for some rows and a block for each; parts of vectors and of tiles.
+/// One to four columns or rows; K shorter than a warp, longer than a block, and split between the
+/// blocks of a cluster; several rows computed by one warp, and each row by a block; parts of
+/// vectors and of tiles.
 #[test]
 fn cuda_half_kinds_and_others_skinny_products_are_right() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_skinny_products_are_right") else {
@@ -108,8 +110,8 @@ fn cuda_half_kinds_and_others_skinny_products_are_right() {
     }
 }
 
-/// K, N and M off the 16 bytes, each alone and together; a shared factor; biases that are copied,
-/// too.
+/// K, N and M that are not multiples of 16 bytes, each alone and together; a shared factor; biases
+/// that must be copied, too.
 #[test]
 fn cuda_half_kinds_and_others_padded_products_are_right() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_padded_products_are_right") else {
@@ -131,13 +133,13 @@ fn cuda_half_kinds_and_others_padded_products_are_right() {
     }
     for kind in [Kind::Half, Kind::BFloat16] {
         let arguments = inputs([&[65, 33], &[33, 131], &[131]], kind, device);
-        // A copy, the product, and one that brings it together.
+        // A copy, the product, and a kernel that copies the result without its padding.
         assert!(!can_capture() || kernels(ProductPath::Padded, &arguments, device) >= 3);
     }
     if !can_capture() {
         return;
     }
-    // Nothing to pad: the composite.
+    // There is nothing to pad here, so the composite is used.
     let arguments = inputs([&[64, 64], &[64, 48], &[48]], Kind::Half, device);
     let composite = kernels(ProductPath::Composite, &arguments, device);
     assert_eq!(kernels(ProductPath::Padded, &arguments, device), composite);
@@ -161,7 +163,7 @@ fn cuda_half_kinds_and_others_a_relu_behind_the_product_is_right() {
     assert!(!can_capture() || kernels(ProductPath::Pass, &arguments, device) == 2);
 }
 
-/// By whichever way is chosen, also with tf32: sizes of each group that was found slow.
+/// Tests the default way, also with tf32, with sizes from each group that was found to be slow.
 #[test]
 fn cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose")
@@ -193,7 +195,7 @@ fn cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose() {
     }
 }
 
-/// Offsets of elements, of vectors and of rows beyond 32 bits.
+/// Offsets of elements, of vectors and of rows exceed 32 bits.
 #[test]
 fn cuda_sizes_of_more_than_two_to_the_31_elements_are_right() {
     let Some(device) = cuda_or_skip("cuda_sizes_of_more_than_two_to_the_31_elements_are_right")

@@ -1,4 +1,4 @@
-//! A small network trained with the operator and with the composite.
+//! Trains a small network with the operator and with the composite.
 
 use super::*;
 use tch::nn::{OptimizerConfig, Sgd, VarStore};

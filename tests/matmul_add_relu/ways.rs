@@ -1,6 +1,6 @@
-//! The ways in which a product is computed on CUDA: by a plan of cuBLASLt's, by the kernel for
-//! small products, by the one for Hopper (more in `hopper`), by those for any size (more in
-//! `sizes`), and by libtorch with a kernel behind it.
+//! Tests of each way in which a product is computed on CUDA: by a cuBLASLt plan, by the kernel for
+//! small products, by the kernel for Hopper (more in `hopper`), by the ways for any size (more in
+//! `sizes`), and by libtorch with a kernel of ours after it.
 
 use super::*;
 use patterns::noise;
@@ -36,7 +36,7 @@ pub fn inputs([lhs, rhs, bias]: [&[i64]; 3], kind: Kind, device: Device) -> [Ten
         .map(|tensor| tensor.to_kind(kind).to_device(device))
 }
 
-/// How many kernels a way takes; none of them runs before it is asked for.
+/// The number of kernels that a way takes, counted in a capture, which runs none of them.
 pub fn kernels(way: ProductPath, arguments: &[Tensor], device: Device) -> usize {
     let (graph, _) = Graph::capture(device, || by(way)(arguments)).expect("a graph");
     assert_eq!(graph.other_nodes(), 0);
@@ -67,8 +67,8 @@ fn cuda_gradcheck_by_each_way() {
     }
 }
 
-/// One kernel for all of it, whatever is broadcast; otherwise this would be the composite under
-/// another name.
+/// The whole operator is one kernel, whatever is broadcast. Otherwise this would be the composite
+/// under another name.
 #[test]
 fn cuda_half_kinds_and_others_take_one_kernel() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_take_one_kernel") else { return };
@@ -103,8 +103,8 @@ fn cuda_half_kinds_and_others_take_one_kernel() {
     }
 }
 
-/// NaN of each input, and of infinities: in sizes for which cuBLASLt proposes different families of
-/// kernels, some of which lose it.
+/// NaN from each input, and from infinities, must be kept. cuBLASLt proposes different families of
+/// kernels for these sizes, and some of them lose NaN.
 #[test]
 fn cuda_half_kinds_and_others_keep_nan() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_keep_nan") else { return };
@@ -180,7 +180,7 @@ fn cuda_plans_are_kept() {
         after.misses - before.misses
     };
     assert_eq!([made(&arguments), made(&arguments), made(&arguments)], [1, 0, 0]);
-    // On another stream, too.
+    // A plan is also used on another stream.
     let stream = Stream::new(device).expect("a stream");
     stream.wait_stream(&Stream::current(device).expect("a stream")).expect("to wait");
     {
@@ -188,7 +188,7 @@ fn cuda_plans_are_kept() {
         assert_eq!(made(&arguments), 0);
     }
     Stream::current(device).expect("a stream").wait_stream(&stream).expect("to wait");
-    // Other precision, other alignment, other layout, other size.
+    // Another precision, alignment, layout or size needs another plan.
     let before = matmul_allow_tf32().expect("a switch");
     set_matmul_allow_tf32(true).expect("a switch");
     let with_tf32 = [made(&arguments), made(&arguments)];
@@ -214,7 +214,7 @@ fn cuda_plans_are_kept() {
     assert!(output.equal(&one(ProductPath::Plan, &arguments)));
 }
 
-/// Sizes that change all the time must not fill the memory.
+/// Sizes that change all the time must not fill the memory with plans.
 #[test]
 fn cuda_plans_are_not_kept_forever() {
     let Some(device) = cuda_or_skip("cuda_plans_are_not_kept_forever") else { return };
@@ -230,16 +230,16 @@ fn cuda_plans_are_not_kept_forever() {
     assert!(product_plans().plans > 0);
 }
 
-/// The first call of a shape is captured: choosing a kernel starts nothing, and memory to work in
-/// is the graph's.
+/// The first call of a shape is captured: choosing a kernel launches nothing, and the workspace
+/// belongs to the graph.
 #[test]
 fn cuda_a_plan_is_made_while_a_graph_is_captured() {
     let Some(device) = cuda_or_skip("cuda_a_plan_is_made_while_a_graph_is_captured") else {
         return;
     };
     let arguments = inputs([&[64, 4096], &[4096, 512], &[512]], Kind::Float, device);
-    // The thread's handle has to be there, as for libtorch's own products: cublasCreate fails in a
-    // capture.
+    // The thread must already have a cuBLAS handle, as for libtorch's own products, because
+    // cublasCreate fails in a capture.
     let _ = arguments[0].matmul(&arguments[1]);
     let (graph, output) =
         Graph::capture(device, || Ok(one(ProductPath::Plan, &arguments))).expect("a graph");
@@ -249,7 +249,7 @@ fn cuda_a_plan_is_made_while_a_graph_is_captured() {
     assert!(output.equal(&one(ProductPath::Plan, &arguments)));
 }
 
-/// What the backward keeps does not depend on the way.
+/// What is saved for the backward does not depend on the way.
 #[test]
 fn cuda_gradients_are_the_same_by_each_way() {
     let Some(device) = cuda_or_skip("cuda_gradients_are_the_same_by_each_way") else { return };
@@ -279,8 +279,8 @@ fn cuda_gradients_are_the_same_by_each_way() {
     }
 }
 
-/// Where cuBLASLt cuts the inner dimension, too: parts added up in a half kind would show here. The
-/// bits do not depend on whether a gradient is wanted.
+/// This also holds where cuBLASLt splits the inner dimension: partial sums that were added in a
+/// half kind would show here. The bits must not depend on whether a gradient is wanted.
 #[test]
 fn cuda_half_kinds_are_no_less_exact_than_the_composite() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_are_no_less_exact_than_the_composite") else {
@@ -320,8 +320,8 @@ fn cuda_half_kinds_are_no_less_exact_than_the_composite() {
     }
 }
 
-/// A plan is kept with the bias of its first call, and used with others; an address that cuBLASLt's
-/// epilogue fails with has to go elsewhere.
+/// A plan is kept with the bias address of its first call and used with others. Calls with an
+/// address that cuBLASLt's epilogue cannot handle must take another way.
 #[test]
 fn cuda_half_kinds_and_others_read_the_bias_that_is_given() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_and_others_read_the_bias_that_is_given")
@@ -353,8 +353,8 @@ fn cuda_half_kinds_and_others_read_the_bias_that_is_given() {
     }
 }
 
-/// A factor that a batch shares costs a sum more than one for each, no copies: libtorch's product
-/// makes two of the whole batch where such a factor requires grad.
+/// A factor that a batch shares costs one additional sum and no copies. libtorch's product makes
+/// two copies of the whole batch when such a factor requires grad.
 #[test]
 fn cuda_half_kinds_and_others_copy_nothing_for_a_shared_factor() {
     let name = "cuda_half_kinds_and_others_copy_nothing_for_a_shared_factor";
@@ -370,7 +370,7 @@ fn cuda_half_kinds_and_others_copy_nothing_for_a_shared_factor() {
                         GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
                     grad(&[&output], &leaves.iter().collect::<Vec<_>>(), &options)
                 };
-                // A thread's first handle of cuBLAS' cannot be made in a capture.
+                // A thread's first cuBLAS handle cannot be created in a capture.
                 forward_and_backward().expect("gradients");
                 let (graph, _) = Graph::capture(device, forward_and_backward).expect("a graph");
                 graph.kernels()

@@ -1,5 +1,5 @@
 // E0277: cannot be sent between threads safely
-// Autocast is switched on for one thread, and off for the same.
+// Autocast is switched on and off for one thread, so its guard must not move to another.
 use tch_extension::amp::Autocast;
 
 fn move_away(guard: Autocast) {

@@ -1,5 +1,5 @@
 // E0277: cannot be sent between threads safely
-// The current stream is a thread's own; so is what puts the one before back.
+// The current stream belongs to a thread, and so does the guard that restores the previous one.
 use tch_extension::cuda::StreamGuard;
 
 fn move_away(guard: StreamGuard) {

@@ -1,5 +1,5 @@
 // E0597: does not live long enough
-// The struct holds an address, not a handle.
+// The struct holds an address and does not keep the tensor alive.
 use tch_extension::strided::Strided;
 use tch_extension::tch::Tensor;
 

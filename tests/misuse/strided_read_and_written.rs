@@ -1,5 +1,5 @@
 // E0502: cannot borrow `x` as mutable
-// Whoever reads and writes one tensor in a kernel must say so.
+// A tensor that a kernel both reads and writes must be passed only as a `StridedMut`.
 use tch_extension::strided::{Strided, StridedMut};
 use tch_extension::tch::Tensor;
 

@@ -1,5 +1,5 @@
 // E0133: unsafe
-// Whether the C++ function has this type, nobody can check.
+// Nothing can check that the C++ function has this type.
 use tch_extension::jit;
 
 fn main() {

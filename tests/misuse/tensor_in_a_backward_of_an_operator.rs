@@ -1,5 +1,5 @@
 // E0277: cannot be shared between threads safely
-// As in a Function: what a backward needs is saved, not captured.
+// As in a `Function`, a tensor that a backward needs must be saved, not captured.
 use tch_extension::library::Operator;
 use tch_extension::tch::Tensor;
 

@@ -1,5 +1,6 @@
-// E0277: cannot be shared between threads safely A tensor in the state instead of `saver.save`
-// would keep its graph alive, and be read by several threads.
+// E0277: cannot be shared between threads safely
+// A tensor that is kept in the state instead of by `saver.save` would keep its graph alive, and
+// several threads would read it.
 use tch_extension::Result;
 use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors};
 use tch_extension::tch::Tensor;

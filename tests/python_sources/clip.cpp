@@ -1,4 +1,4 @@
-// An extension as the tutorials of 2019 wrote it: it dispatches on x.type(), and checks by
+// An extension in the style of the tutorials of 2019: it dispatches on x.type() and checks with
 // AT_CHECK.
 #include <torch/extension.h>
 
@@ -31,7 +31,7 @@ torch::Tensor clip(torch::Tensor x, double most) {
   return clip_cpu(x, most);
 }
 
-// A kind, too, may be dispatched on, here as in a template.
+// The dispatch also accepts a kind, as in this template.
 template <typename Type>
 int64_t size_of(const Type& type) {
   int64_t size = 0;

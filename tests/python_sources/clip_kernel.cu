@@ -1,4 +1,4 @@
-// The kernel of clip.cpp, in the manner of 2019: ATen's headers alone, and THC.
+// The kernel of clip.cpp in the style of 2019: it includes only headers of ATen and THC.
 #include <ATen/ATen.h>
 #include <THC/THC.h>
 #include <cuda.h>

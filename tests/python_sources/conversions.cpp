@@ -1,4 +1,4 @@
-// Every kind of function that PYBIND11_MODULE takes here: what comes in must come out.
+// Every type of function that PYBIND11_MODULE accepts here. What goes in must come out.
 #include <pybind11/cast.h>
 #include <pybind11/eigen.h>
 #include <pybind11/functional.h>
@@ -37,7 +37,7 @@ struct Scale {
   torch::Tensor operator()(const torch::Tensor& tensor) const { return tensor * factor; }
 };
 
-// Counts the calls that are under way.
+// The number of calls that are running.
 int depth = 0;
 struct Depth {
   Depth() { ++depth; }
@@ -127,7 +127,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("kind") = torch::kDouble, py::arg("dims") = std::vector<int64_t>{0, 1},
       py::arg("flag").noconvert() = true);
 
-  // A schema can have no tensor and no NaN for a default.
+  // A schema cannot have a tensor or NaN as a default.
   m.def(
       "hidden",
       [](torch::Tensor tensor, torch::Tensor bias, torch::Tensor scale, double limit) {

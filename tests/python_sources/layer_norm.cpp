@@ -1,5 +1,5 @@
-// LayerNorm over the last dimension as one writes it for torch.utils.cpp_extension, with a loop of
-// its own for rows.
+// LayerNorm over the last dimension, written for torch.utils.cpp_extension, with its own loop over
+// rows.
 #include <torch/extension.h>
 
 #include <cmath>
@@ -7,7 +7,8 @@
 
 #define CHECK_INPUT(x) TORCH_CHECK((x).is_contiguous(), #x " must be contiguous")
 
-// Normalised rows, and what the backward needs: means and reciprocal standard deviations.
+// Returns the normalised rows, and the means and reciprocal standard deviations, which the backward
+// needs.
 std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(at::Tensor input, at::Tensor weight,
                                                        at::Tensor bias, float eps) {
   CHECK_INPUT(input);

@@ -1,4 +1,4 @@
-// A linear layer as one writes it for torch.utils.cpp_extension.
+// A linear layer, written for torch.utils.cpp_extension.
 #include <torch/extension.h>
 
 #include <vector>
@@ -14,7 +14,7 @@ torch::Tensor linear_forward(const torch::Tensor& input, const torch::Tensor& we
   return output;
 }
 
-// The gradients of input, weight and bias.
+// Returns the gradients of input, weight and bias.
 std::vector<torch::Tensor> linear_backward(torch::Tensor grad, torch::Tensor input,
                                            torch::Tensor weight) {
   auto rows = grad.reshape({-1, grad.size(-1)});

@@ -1,5 +1,5 @@
-// The LLTM cell (a long long-term memory: an LSTM without forget gate) in C++ on ATen, as one
-// writes it for torch.utils.cpp_extension.
+// The LLTM cell (a long long-term memory: an LSTM without a forget gate) in C++ on ATen, written
+// for torch.utils.cpp_extension.
 #include <torch/extension.h>
 
 #include <iostream>
@@ -14,7 +14,7 @@ torch::Tensor d_tanh(torch::Tensor z) { return 1 - z.tanh().pow(2); }
 
 torch::Tensor d_elu(torch::Tensor z) { return torch::where(z > 0, torch::ones_like(z), z.exp()); }
 
-// {h', c', input gate, output gate, candidate, [h, x], gates before activation}
+// Returns {h', c', input gate, output gate, candidate, [h, x], gates before activation}.
 std::vector<torch::Tensor> lltm_forward(torch::Tensor input, torch::Tensor weights,
                                         torch::Tensor bias, torch::Tensor old_h,
                                         torch::Tensor old_cell) {
@@ -29,7 +29,7 @@ std::vector<torch::Tensor> lltm_forward(torch::Tensor input, torch::Tensor weigh
   return {new_h, new_cell, input_gate, output_gate, candidate_cell, X, gate_weights};
 }
 
-// The gradients of old_h, input, weights, bias and old_cell.
+// Returns the gradients of old_h, input, weights, bias and old_cell.
 std::vector<torch::Tensor> lltm_backward(torch::Tensor grad_h, torch::Tensor grad_cell,
                                          torch::Tensor new_cell, torch::Tensor input_gate,
                                          torch::Tensor output_gate, torch::Tensor candidate_cell,

@@ -1,5 +1,4 @@
-// The LLTM cell with CUDA kernels (lltm_cuda_kernel.cu), as one writes it for
-// torch.utils.cpp_extension.
+// The LLTM cell with CUDA kernels (lltm_cuda_kernel.cu), written for torch.utils.cpp_extension.
 #include <torch/extension.h>
 
 #include <vector>

@@ -1,4 +1,4 @@
-// Kernels of the LLTM cell with packed accessors, as one writes them for torch.utils.cpp_extension.
+// Kernels of the LLTM cell with packed accessors, written for torch.utils.cpp_extension.
 #include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
@@ -31,7 +31,7 @@ __device__ __forceinline__ scalar_t d_tanh(scalar_t z) {
   return 1 - (t * t);
 }
 
-// Of the kind's own precision: fmaxf here would spoil doubles.
+// Computed in the precision of scalar_t: fmaxf here would round doubles to floats.
 template <typename scalar_t>
 __device__ __forceinline__ scalar_t elu(scalar_t z) {
   return z > 0 ? z : static_cast<scalar_t>(expm1(z));

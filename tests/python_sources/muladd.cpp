@@ -1,5 +1,5 @@
 // An operator in the newer style of PyTorch's extensions: a schema, a kernel for the CPU, and a
-// module that only exists so that Python can import it.
+// module that exists only so that Python can import it.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <Python.h>

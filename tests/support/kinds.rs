@@ -1,12 +1,13 @@
-//! Mixed kinds, as the composite has them.
+//! Checks mixed kinds against the composite.
 
 use super::{Operator, is_half};
 use tch::{Kind, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::testing::assert_close;
 
-/// Every combination of these kinds, of an operator with five inputs: what the composite takes is
-/// taken, with its kinds of outputs and gradients; what it refuses is refused. How many are taken.
+/// Checks every combination of these kinds for an operator with five inputs. What the composite
+/// accepts must be accepted, with the same kinds of outputs and gradients; what it refuses must be
+/// refused. Returns how many combinations are accepted.
 pub fn agree_with_the_composite(
     [fused, reference]: [Operator<'_>; 2],
     inputs: &dyn Fn(Kind) -> Vec<Tensor>,
@@ -29,7 +30,7 @@ pub fn agree_with_the_composite(
             continue;
         };
         taken += 1;
-        // The smallest kind that takes part decides.
+        // The least precise kind that takes part decides the tolerance.
         let bound = if rough || names.iter().any(|&kind| is_half(kind)) { 3e-2 } else { 1e-5 };
         for (found, expected) in found.iter().zip(expected) {
             assert_eq!(found.kind(), expected.kind(), "{names:?}");

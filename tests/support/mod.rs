@@ -1,5 +1,5 @@
-//! What every operator is put through: its values, gradients and their derivatives, in every kind,
-//! on every device, for a table of samples.
+//! Tests that every operator must pass: of its values, its gradients and their derivatives, in
+//! every kind and on every device, for a table of samples.
 #![allow(dead_code)]
 
 mod backtrace;
@@ -21,16 +21,16 @@ pub const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloa
 
 pub type Operator<'a> = &'a (dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Sync);
 
-/// An operator, the same maths in tch operations, and inputs of both.
+/// An operator, its reference in tch operations, and samples of inputs for both.
 pub struct Suite<'a> {
     pub fused: Operator<'a>,
     pub reference: Operator<'a>,
-    /// Small enough for a whole Jacobian.
+    /// Samples that are small enough for a whole Jacobian.
     pub small: &'a dyn Fn(Kind, Device) -> Vec<Sample>,
-    /// Too large for one.
+    /// Samples that are too large for one.
     pub large: &'a dyn Fn(Kind, Device) -> Vec<Sample>,
-    /// The length of the longest sum in a sample's outputs and gradients, which may be added up in
-    /// another order.
+    /// The number of terms of the longest sum in a sample's outputs and gradients. The order of
+    /// these terms may differ.
     pub terms: &'a dyn Fn(&Sample) -> i64,
 }
 
@@ -64,7 +64,8 @@ impl Suite<'_> {
         results.finish();
     }
 
-    /// From all outputs, and from each alone: then the others' gradients are undefined.
+    /// Compares the gradients from all outputs, and from each output alone, when the gradients of
+    /// the others are undefined.
     pub fn gradients_agree_with_the_reference(&self) {
         let mut results = Results::default();
         self.for_each(|sample, kind, _| {
@@ -81,7 +82,7 @@ impl Suite<'_> {
                     let reference = |inputs: &[Tensor]| {
                         let leaves = leaves(inputs);
                         let found = gradients(self.reference, &leaves, &used).remove(index);
-                        // Where the reference finds no path, zeros are right.
+                        // Zeros are right where the reference finds no path to the input.
                         found.unwrap_or_else(|| leaves[index].zeros_like())
                     };
                     results.compare(self, sample, &what, kind, fused, reference);
@@ -128,8 +129,8 @@ impl Suite<'_> {
         }
     }
 
-    /// The second derivatives of the whole table, as [`Suite::gradcheck_of_every_small_sample`]
-    /// takes the first.
+    /// Checks the second derivatives of the whole table, as
+    /// [`Suite::gradcheck_of_every_small_sample`] checks the first.
     pub fn gradgradcheck_of_every_small_sample(&self) {
         for device in devices() {
             for sample in (self.small)(Kind::Double, device) {
@@ -154,13 +155,14 @@ impl Suite<'_> {
         }
     }
 
-    /// Every kernel path on the GPU, forward and backward: what the sanitizers run.
+    /// Runs every kernel on the GPU, forward and backward. This is the test that the sanitizers
+    /// run.
     pub fn cuda_agrees_with_the_cpu(&self, test: &str) {
         self.cuda_agrees_in(&[Kind::Float, Kind::Double], test);
     }
 
-    /// The same for the half kinds. Apart, because initcheck does not see what libtorch's half
-    /// products write.
+    /// The same for the half kinds. It is a separate test, because initcheck does not see what
+    /// libtorch's products in half kinds write.
     pub fn cuda_half_kinds_agree_with_the_cpu(&self, test: &str) {
         self.cuda_agrees_in(&[Kind::Half, Kind::BFloat16], test);
     }
@@ -178,7 +180,8 @@ impl Suite<'_> {
                     outputs.into_iter().chain(gradients.into_iter().flatten()).collect::<Vec<_>>()
                 };
                 let (rtol, atol) = self.bounds(&on_cpu, kind);
-                // The half kinds round sums of many terms here and there; other tests look closer.
+                // The half kinds round sums of many terms at various places; other tests compare
+                // more closely.
                 let atol = if is_half(kind) { rtol } else { atol };
                 for (gpu, cpu) in run(&on_gpu).iter().zip(&run(&on_cpu)) {
                     let gpu = gpu.to_device(Device::Cpu);
@@ -190,7 +193,7 @@ impl Suite<'_> {
         }
     }
 
-    /// How far sums of so many terms may drift apart when they are added in another order.
+    /// The allowed difference between sums of this many terms that are added in different orders.
     fn bounds(&self, sample: &Sample, kind: Kind) -> (f64, f64) {
         let terms = (self.terms)(sample).max(1) as f64;
         let (rtol, atol) = match kind {
@@ -205,7 +208,7 @@ pub fn is_half(kind: Kind) -> bool {
     matches!(kind, Kind::Half | Kind::BFloat16)
 }
 
-/// The same values and layouts as leaves that require grad.
+/// Leaves that require grad, with the same values and layouts.
 pub fn leaves(inputs: &[Tensor]) -> Vec<Tensor> {
     inputs.iter().map(|input| input.detach().set_requires_grad(true)).collect()
 }
@@ -219,11 +222,11 @@ pub fn incoming(output: &Tensor) -> Tensor {
     values.view(size.as_slice()).permute(dims).to_kind(output.kind()).to_device(output.device())
 }
 
-/// Several calls of an operator, and one number made of them.
+/// A program that calls an operator several times and computes one number.
 pub type Program<'a> = &'a dyn Fn(&[Tensor]) -> Tensor;
 
-/// Asserts that a program of several calls has the same first and second derivatives with the fused
-/// operator as with the reference, and the same first ones with and without a graph.
+/// Checks that a program of several calls has the same first and second derivatives with the fused
+/// operator as with the reference, and that the first ones are the same with and without a graph.
 pub fn assert_derivatives_agree(
     name: &str,
     [fused, reference]: [Program<'_>; 2],
@@ -241,7 +244,7 @@ pub fn assert_derivatives_agree(
         let Some(expected) = &expected_first[index] else { continue };
         let with_graph = first[index].as_ref().expect(name);
         assert_close(with_graph, expected, within, within);
-        // The kernel's gradient and the one with a graph are the same function.
+        // The kernel's gradient and the gradient with a graph must be the same function.
         assert_close(plain[index].as_ref().expect(name), with_graph, within, within);
         let (second, expected) =
             (second[index].as_ref().expect(name), expected_second[index].as_ref().expect(name));
@@ -276,9 +279,10 @@ pub fn gradients(operator: Operator<'_>, leaves: &[Tensor], used: &[usize]) -> V
     grad(&outputs, &inputs, &options).expect("gradients").into_vec()
 }
 
-/// Compares fused results with the reference's: of the large kinds one by one, the same but for the
-/// order of sums. Of the half kinds, they are no further from the exact ones than the reference's;
-/// small results are pooled for that, because of a few elements luck decides.
+/// Compares fused results with the reference's. In the large kinds they must be equal one by one,
+/// except for the order of sums. In the half kinds they must be no further from the exact results
+/// than the reference's; small results are pooled for that, because with few elements chance
+/// decides.
 #[derive(Default)]
 struct Results {
     pools: BTreeMap<String, [Vec<Tensor>; 3]>,
@@ -323,7 +327,7 @@ impl Results {
     }
 }
 
-/// Runs an assertion, and says on failure which sample it was.
+/// Runs an assertion and, if it fails, prints which sample it was.
 fn in_context(sample: &Sample, what: &str, check: impl FnOnce()) {
     if let Err(panic) = std::panic::catch_unwind(std::panic::AssertUnwindSafe(check)) {
         eprintln!("in {what} of {}", sample.name);

@@ -1,5 +1,5 @@
-//! Random cases: whatever the shapes, layouts, kinds and gradients asked for, an operator gives
-//! what its reference gives, or refuses what the reference refuses.
+//! Random cases: for any shapes, layouts, kinds and requested gradients, an operator gives what its
+//! reference gives, or refuses what the reference refuses.
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestCaseError, TestError, TestRng, TestRunner};
@@ -9,7 +9,7 @@ use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::testing::{Layout, assert_as_accurate, assert_close, tolerance};
 
-/// One input.
+/// One input of a call.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Argument {
     pub size: Vec<i64>,
@@ -18,28 +18,28 @@ pub struct Argument {
     pub requires_grad: bool,
 }
 
-/// One call; absent inputs are `None`.
+/// The inputs of one call; an absent input is `None`.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Case(pub Vec<Option<Argument>>);
 
 pub type Call<'a> = &'a dyn Fn(&[Option<Tensor>]) -> Result<Vec<Tensor>>;
 
 pub struct Property<'a> {
-    /// The operator's name, with which its errors begin.
+    /// The operator's name, with which its errors must begin.
     pub name: &'a str,
     pub fused: Call<'a>,
-    /// libtorch's way, whose errors are what has to be refused.
+    /// The same in libtorch's operations. What they refuse must be refused.
     pub reference: Call<'a>,
-    /// What the operator's docs exclude, though libtorch would take it.
+    /// What the operator's docs exclude although libtorch accepts it.
     pub excluded: &'a dyn Fn(&Case) -> bool,
 }
 
-/// Whether a property holds for a case; otherwise what is wrong.
+/// Whether a property holds for a case; if not, what is wrong.
 type Verdict = std::result::Result<(), String>;
 
 impl Property<'_> {
-    /// Tries many cases, always the same ones. A failure is made as small as it goes, and printed
-    /// as a test.
+    /// Tries many cases, which are the same in every run. A failing case is shrunk as far as
+    /// possible and printed as a test.
     pub fn holds_for(&self, cases: impl Strategy<Value = Case>, count: u32, device: Device) {
         if let Err(report) = self.try_cases(cases, count, device) {
             panic!("{report}");
@@ -101,8 +101,8 @@ impl Property<'_> {
         }
     }
 
-    /// What the reference gives in double precision for the same numbers: outputs, and gradients
-    /// from the same vectors.
+    /// The reference's results in double precision for the same numbers: the outputs, and the
+    /// gradients from the same incoming gradients.
     fn exact(
         &self,
         case: &Case,
@@ -146,17 +146,17 @@ fn check_gradients(
             requires(expected)
         ));
     }
-    // libtorch refuses some only in the backward: then there is nothing to compare with.
+    // libtorch refuses some inputs only in the backward. Then there is nothing to compare with.
     let Ok(expected) = gradients(others, expected, vectors(expected)) else { return Ok(()) };
     compare("gradient", case, &gradients(inputs, found, vectors(found))?, &expected, exact)
 }
 
-/// What comes in for each output that requires grad.
+/// The incoming gradient for each output that requires grad.
 fn vectors(outputs: &[Tensor]) -> Vec<Tensor> {
     outputs.iter().filter(|output| output.requires_grad()).map(super::incoming).collect()
 }
 
-/// Of all inputs that require grad, from all outputs that do.
+/// The gradients of all inputs that require grad, from all outputs that do.
 fn gradients(
     inputs: &[Option<Tensor>],
     outputs: &[Tensor],
@@ -177,11 +177,11 @@ fn gradients(
     Ok(found.into_vec().into_iter().zip(&inputs).map(zeros).collect())
 }
 
-/// Asked for only where something differs.
+/// The exact results, which are computed only if something differs.
 type Exact<'a> = &'a dyn Fn() -> Option<Vec<Tensor>>;
 
-/// Near what is expected; or, where several steps make much of what the reference rounds, as near
-/// as that to what is exact.
+/// Checks that the results are near the expected ones or, where several steps amplify the
+/// reference's rounding errors, as near to the exact results as the reference is.
 fn compare(
     what: &str,
     case: &Case,
@@ -193,8 +193,8 @@ fn compare(
         return Err(format!("{} {what}s, expected {}", found.len(), expected.len()));
     }
     for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
-        // The coarsest kind that takes part decides. A handful of roundings of sums of a few dozen
-        // terms.
+        // The least precise kind that takes part decides. The bounds allow several roundings of
+        // sums of a few dozen terms.
         let kinds = case.0.iter().flatten().map(|argument| argument.kind).chain([expected.kind()]);
         let (rtol, atol) = kinds
             .map(tolerance)
@@ -227,7 +227,7 @@ impl Case {
         self.0.iter().enumerate().map(tensor).collect()
     }
 
-    /// As a test that one can paste.
+    /// The case as the code of a test, ready to be pasted.
     fn code(&self, device: Device) -> String {
         let mut code =
             "#[test]\nfn found_by_random_cases() {\n    let case = Case(vec![\n".to_string();
@@ -257,7 +257,7 @@ impl Argument {
     }
 }
 
-/// The simplest first: that is where a failing case goes.
+/// The simplest sizes come first, because a failing case shrinks towards the first.
 const SIZES: [i64; 20] = [1, 2, 3, 4, 5, 0, 6, 7, 8, 9, 16, 17, 33, 1, 2, 3, 4, 5, 3, 2];
 
 pub fn size() -> impl Strategy<Value = i64> {
@@ -272,17 +272,17 @@ pub fn kind() -> impl Strategy<Value = Kind> {
     proptest::sample::select(super::KINDS.to_vec())
 }
 
-/// What may be wrong with a call.
+/// A mistake in a call.
 #[derive(Clone, Debug)]
 pub enum Slip {
     None,
-    /// An argument has a kind of its own.
+    /// One argument has another kind.
     Kind(usize, Kind),
-    /// A dimension has another size.
+    /// One dimension has another size.
     Size(usize, usize, i64),
-    /// A dimension more.
+    /// One argument has a dimension more.
     Dim(usize),
-    /// A dimension less.
+    /// One argument has a dimension less.
     NoDim(usize),
 }
 
@@ -298,16 +298,16 @@ pub fn slip() -> impl Strategy<Value = Slip> {
     ]
 }
 
-/// All of a call but the sizes.
+/// Everything about a call except its sizes.
 #[derive(Clone, Debug)]
 pub struct Style {
     kind: Kind,
-    /// Layout, and whether a gradient is asked for.
+    /// The layout of each argument, and whether it requires grad.
     each: Vec<(Layout, bool)>,
     slip: Slip,
 }
 
-/// For so many arguments. Apart from the sizes, and not made after them, so that both become small
+/// The style for this many arguments. It is drawn independently of the sizes, so that both shrink
 /// on a failure.
 pub fn style(count: usize) -> impl Strategy<Value = Style> {
     let each = proptest::collection::vec((layout(), any::<bool>()), count);
@@ -315,7 +315,7 @@ pub fn style(count: usize) -> impl Strategy<Value = Style> {
 }
 
 impl Style {
-    /// Arguments of these sizes, in one kind but for what slips.
+    /// A call with arguments of these sizes, all of one kind except for the mistake.
     pub fn case(self, sizes: Vec<Option<Vec<i64>>>) -> Case {
         let arguments = sizes.into_iter().zip(self.each).map(|(size, (layout, requires_grad))| {
             size.map(|size| Argument { size, kind: self.kind, layout, requires_grad })

@@ -1,11 +1,11 @@
-//! What is wrong with an argument, as it is said.
+//! Checks the message about a wrong argument.
 
 use std::fmt::Debug;
 use std::panic::UnwindSafe;
 use tch_extension::Result;
 
-/// The error begins with `place`, the operator and its argument, has all the texts and one line;
-/// the form without `f_` panics with the same.
+/// Checks that the error begins with `place` (the operator and its argument), contains all texts
+/// and has one line, and that the form without `f_` panics with the same message.
 pub fn assert_refused<T: Debug, U: Debug>(
     place: &str,
     texts: &[&str],

@@ -1,4 +1,5 @@
-//! `dist/`: the programs of this repository, to run where there is libtorch but no Rust.
+//! Builds `dist/`, the bundle: the programs of this repository, to run on a machine that has
+//! libtorch but no Rust.
 
 use crate::repo::Repo;
 use crate::report::{self, say};
@@ -10,9 +11,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-/// What to put in.
+/// What the bundle contains besides the test and example programs.
 pub struct Options {
-    /// Benchmarks, too.
+    /// Whether the benchmarks are included.
     pub benches: bool,
 }
 
@@ -25,12 +26,12 @@ struct Program {
     source: PathBuf,
 }
 
-/// Above this, a bundle is a burden to copy to another machine.
+/// A bundle larger than this draws a warning, because it is tedious to copy to another machine.
 const LARGE_MIB: f64 = 64.0;
-/// Files above this are no sources.
+/// Larger files are not source files and are not copied.
 const LARGEST_FILE: u64 = 1 << 20;
 
-/// Builds everything and writes `dist/`, all or nothing.
+/// Builds everything and writes `dist/` completely or, on an error, not at all.
 pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
     let ready = setup::run(repo)?;
     let has_vision = setup::vision(repo, &ready)?;
@@ -82,12 +83,12 @@ fn build(repo: &Repo, changes: &Changes, options: &Options) -> Result<Vec<Progra
     }
 }
 
-/// Packages whose programs have something to do on another machine; the tools of this repository
-/// have not.
+/// The packages whose programs are useful on another machine. `xtask` and `tch-extension-build` are
+/// not among them.
 const PACKAGES: [&str; 3] =
     ["Cargo.toml", "tests/downstream/Cargo.toml", "examples/extension/Cargo.toml"];
 
-/// The program in one of cargo's messages, if it is one of those packages'.
+/// The program that one of cargo's messages reports, if it belongs to one of [`PACKAGES`].
 fn program(message: &Value, root: &Path) -> Option<Program> {
     let executable = message["executable"].as_str()?;
     let manifest = message["manifest_path"].as_str().map(Path::new)?;
@@ -98,7 +99,7 @@ fn program(message: &Value, root: &Path) -> Option<Program> {
     let folder = match target["kind"][0].as_str()? {
         "example" => "examples",
         "bench" => "benches",
-        // The stand-alone example's.
+        // Only the stand-alone example has a binary. Its unit-test program is left out.
         "bin" if message["profile"]["test"] == true => return None,
         "bin" => "examples",
         _ if message["profile"]["test"] == true => "tests",
@@ -112,13 +113,13 @@ fn program(message: &Value, root: &Path) -> Option<Program> {
     })
 }
 
-/// Whether a program makes no sense without Rust.
+/// Whether a program starts cargo or rustc and is therefore useless without Rust.
 fn needs_rust(source: &Path) -> bool {
     let text = std::fs::read_to_string(source).unwrap_or_default();
     ["trybuild::", "\"cargo\"", "\"rustc\"", "\"CARGO\""].iter().any(|sign| text.contains(sign))
 }
 
-/// Copies without debug information, which is most of the size.
+/// Copies a program without its debug information, which is most of its size.
 fn copy_program(program: &Program, dist: &Path) -> Result<()> {
     let folder = dist.join(program.folder);
     std::fs::create_dir_all(&folder)
@@ -137,7 +138,7 @@ fn copy_program(program: &Program, dist: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Copies the repository's text files, which tests and the demo read.
+/// Copies the repository's text files, because the tests and the demo read some of them.
 fn copy_files(repo: &Repo, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     for file in text_files(&repo.root) {
@@ -159,7 +160,7 @@ fn copy_files(repo: &Repo, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Copies the operators that the tests of `library` load.
+/// Copies torchvision's operators, which the tests of `library` load.
 fn copy_vision(repo: &Repo, folder: &Path) -> Result<()> {
     std::fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     let from = repo.venv().join("vision/torchvision/_C.so");
@@ -172,7 +173,7 @@ fn is_large(path: &Path) -> bool {
     std::fs::metadata(path).map_or(true, |data| !data.is_file() || data.len() > LARGEST_FILE)
 }
 
-/// Files that git knows or would add; without git, the folders that hold them.
+/// The files that git tracks or would add; without git, the files of the folders that hold sources.
 fn text_files(root: &Path) -> Vec<PathBuf> {
     let place = root.to_string_lossy();
     let args = ["-C", &place, "ls-files", "-z", "--cached", "--others", "--exclude-standard"];
@@ -220,7 +221,8 @@ fn write_script(path: &Path) -> Result<()> {
     write().with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// What the programs were built from, for the benchmarks' figures.
+/// Writes the commit that the programs were built from; the benchmarks record it with their
+/// figures.
 fn write_commit(repo: &Repo, path: &Path) -> Result<()> {
     let place = repo.root.to_string_lossy();
     let commit = programs::stdout("git", &["-C", &place, "describe", "--always", "--dirty"]);
@@ -301,7 +303,7 @@ mod tests {
         assert_eq!(program(&message("test", true, "/w/xtask/Cargo.toml"), Path::new("/w")), None);
     }
 
-    /// A file that can be run.
+    /// Writes an executable script.
     fn script(path: &Path, text: &str) {
         use std::os::unix::fs::PermissionsExt;
         std::fs::create_dir_all(path.parent().unwrap()).unwrap();
@@ -309,11 +311,12 @@ mod tests {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)).unwrap();
     }
 
-    /// A bundle whose programs only say what the script reads; the tools report `finding`, if it is
-    /// not empty.
+    /// Runs `run.sh sanitize` in a bundle whose programs print only what the script reads. The
+    /// sanitizer tools report `finding` if it is not empty.
     fn sanitize(folder: &Path, arguments: &[&str], tools: &str, finding: &str) -> (bool, String) {
         let run = |name: &str| folder.join("tests").join(name);
-        // Long enough to outlive whoever reads the first lines only.
+        // The list is long enough that a reader such as `grep -q` would close the pipe before its
+        // end.
         let many = "if [[ $1 == --list ]]; then for i in {1..20000}; do echo cuda_$i: test || exit 101; done; exit; fi";
         let passed = "echo 'test result: ok. 1 passed; 0 failed'";
         script(&run("many"), &format!("{many}\n{passed}"));

@@ -1,4 +1,4 @@
-//! Starting cargo in the root of the repository.
+//! Starts cargo in the root of the repository.
 
 use crate::repo::Repo;
 use crate::report::say;
@@ -12,7 +12,8 @@ use std::process::{Command, Stdio};
 pub fn command(repo: &Repo, changes: &Changes, args: &[&str]) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(args).current_dir(&repo.root);
-    // `cargo run` describes xtask's own package to us; that is nobody else's business.
+    // `cargo run` sets variables that describe xtask's own package. The cargo that is started here
+    // must not see them.
     for (name, _) in std::env::vars_os() {
         let name = name.to_string_lossy();
         if name.starts_with("CARGO_PKG_") || name.starts_with("CARGO_MANIFEST_") {
@@ -28,12 +29,13 @@ pub fn command(repo: &Repo, changes: &Changes, args: &[&str]) -> Command {
     command
 }
 
-/// Becomes the command, so that signals and the exit status are its own. Returns only on failure.
+/// Replaces this process by the command, so that signals and the exit status are the command's own.
+/// Returns only on failure.
 pub fn become_command(mut command: Command) -> anyhow::Error {
     anyhow::Error::new(command.exec()).context("cannot run cargo; is it in PATH?")
 }
 
-/// Runs the command and demands success.
+/// Runs the command and returns an error unless it succeeds.
 pub fn run(command: &mut Command) -> Result<()> {
     let status = command.status().context("cannot run cargo; is it in PATH?")?;
     if !status.success() {
@@ -42,8 +44,8 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Runs commands at the same time and demands success of all; each one's output appears whole,
-/// below its title.
+/// Runs the commands at the same time and returns an error unless all succeed. The output of each
+/// is printed as a whole, below its title.
 pub fn run_together<const N: usize>(commands: [(String, Command); N]) -> Result<()> {
     let outputs = std::thread::scope(|scope| {
         let running = commands.map(|(title, mut command)| {
@@ -69,7 +71,8 @@ pub fn run_together<const N: usize>(commands: [(String, Command); N]) -> Result<
     Ok(())
 }
 
-/// Runs a cargo build with its messages as JSON on stdout; diagnostics still reach the terminal.
+/// Runs a cargo build whose messages arrive as JSON on stdout; diagnostics still reach the
+/// terminal.
 pub fn messages(command: &mut Command) -> Result<Vec<Value>> {
     command.arg("--message-format=json-render-diagnostics").stdout(Stdio::piped());
     let child = command.spawn().context("cannot run cargo; is it in PATH?")?;
@@ -80,7 +83,7 @@ pub fn messages(command: &mut Command) -> Result<Vec<Value>> {
     Ok(parse(&String::from_utf8_lossy(&output.stdout)))
 }
 
-/// Cargo's messages; other programs may print between them.
+/// Picks cargo's messages out of the output; other programs may print between them.
 fn parse(text: &str) -> Vec<Value> {
     text.lines()
         .filter_map(|line| serde_json::from_str(line).ok())
@@ -115,7 +118,7 @@ mod tests {
     fn they_run_at_the_same_time() {
         let folder = std::env::temp_dir().join(format!("xtask-together-{}", std::process::id()));
         std::fs::create_dir_all(&folder).unwrap();
-        // Each waits for the other.
+        // Each of the two commands waits for the file that the other one makes.
         let meets = |own: &str, other: &str| {
             let wait = "for i in $(seq 500); do [ -e $1 ] && exit; sleep 0.02; done; exit 1";
             let (own, other) = (folder.join(own), folder.join(other));

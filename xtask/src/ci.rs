@@ -1,4 +1,4 @@
-//! What a change must pass, in order of cost; stops at the first failure.
+//! The checks that a change must pass, in order of cost. The first failure stops the run.
 
 use crate::repo::Repo;
 use crate::report::{say, trouble};
@@ -19,11 +19,12 @@ struct Ci {
 /// A step's name and what it does.
 type Step = (&'static str, fn(&Ci) -> Result<()>);
 
-/// The oldest GPUs and the newest of those that kernels are written for, where nobody names any:
-/// all others compile the same lines, and each one costs minutes.
+/// The architectures to compile for when the user names none: the oldest and the newest that
+/// kernels are written for. All others compile the same lines, and each one costs minutes.
 const ARCHS: (&str, &str) = ("TORCH_CUDA_ARCH_LIST", "7.5;9.0a");
 
-/// For clippy, the tests and the example, cargo builds the crate three times.
+/// The variable that names a folder for compiled objects. Cargo builds the crate three times, for
+/// clippy, the tests and the example; with this folder, C++ and CUDA are compiled once.
 const OBJECTS: &str = "TCH_EXTENSION_OBJECTS";
 
 fn objects(repo: &Repo) -> PathBuf {
@@ -114,8 +115,8 @@ impl Ci {
         ]))
     }
 
-    /// What the tests run. The library alone would have other features of its dependencies, and be
-    /// built twice.
+    /// Builds what the tests run. Building the library alone would select other features of its
+    /// dependencies and so compile it twice.
     fn build(&self) -> Result<Vec<Value>> {
         cargo::messages(&mut self.cargo(&["test", "--workspace", "--no-run"]))
     }
@@ -130,8 +131,9 @@ impl Ci {
         misuse::check(&self.repo, &self.build()?)
     }
 
-    /// The tests, whose threads wait asleep: libtest has as many as there are cores, and each of
-    /// them has as many of libtorch's, which would spin while others work.
+    /// A `cargo test` whose OpenMP threads sleep while they wait. libtest starts one thread for
+    /// each core, and each of them starts as many threads of libtorch's, which would otherwise spin
+    /// while others work.
     fn test(&self, args: &[&str]) -> Command {
         let mut command = self.cargo(&["test"]);
         command.args(args).env("OMP_WAIT_POLICY", "passive");
@@ -141,14 +143,17 @@ impl Ci {
     fn tests(&self) -> Result<()> {
         let mut command = self.test(&["--workspace"]);
         if self.has_vision {
-            // Here it is no reason to skip a test that it cannot be loaded.
+            // In this run, a torchvision that cannot be loaded is a failure and not a reason to
+            // skip a test.
             command.env("TCH_EXTENSION_REQUIRE_TORCHVISION", "1");
         }
         cargo::run(&mut command)
     }
 
-    /// Each unit is one of three, and only one is chosen at run time: by the processor, or by this
-    /// variable of libtorch's. The step before this one used what the processor chose.
+    /// Tests the CPU kernels for the other instruction sets. The kernels are compiled once for each
+    /// of three instruction sets, and at run time one of the three is chosen: by the processor, or
+    /// by libtorch's variable `ATEN_CPU_CAPABILITY`. The previous step ran the one that the
+    /// processor chose.
     fn operators_per_isa(&self) -> Result<()> {
         let tests = operator_tests(&self.repo.root);
         if tests.is_empty() {
@@ -158,18 +163,19 @@ impl Ci {
         let command = |capability: &str| {
             let mut command = self.test(&[]);
             command.args(tests.iter().flat_map(|test| ["--test", test]));
-            // Second derivatives have no unit of their own.
+            // Second derivatives have no per-instruction-set code of their own.
             command.args(["--", "--skip", "second_derivatives"]);
             command.env("ATEN_CPU_CAPABILITY", capability);
             command
         };
-        // Side by side: a program's longest test leaves the other cores idle at its end.
+        // Both run at the same time, because at the end of each run its longest test leaves the
+        // other cores idle.
         cargo::run_together(
             ["default", "avx2"].map(|name| (format!("ATEN_CPU_CAPABILITY={name}"), command(name))),
         )
     }
 
-    /// As its user would: built and tested by itself, and its program run.
+    /// Builds and tests the example by itself and runs its program, as its user would.
     fn example(&self) -> Result<()> {
         let folder = self.repo.root.join(outside::EXAMPLE);
         let commands: [&[&str]; 4] = [
@@ -205,7 +211,7 @@ impl Ci {
     }
 }
 
-/// C++ and CUDA files that clang-format looks after, relative to the root.
+/// The C++ and CUDA files that clang-format checks, relative to the root.
 fn c_files(root: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
     for folder in ["csrc", "tests", "examples", "benches"] {
@@ -231,7 +237,7 @@ fn collect(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) {
     }
 }
 
-/// The tests of operators: the folders that have the name of a file in `src/ops`.
+/// The operators' tests: the folders of `tests` that are named like a file in `src/ops`.
 fn operator_tests(root: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(root.join("src/ops")).into_iter().flatten().flatten();
     let stems = entries.filter_map(|entry| Some(entry.path().file_stem()?.to_str()?.to_string()));

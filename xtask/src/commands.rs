@@ -7,7 +7,7 @@ use anyhow::Result;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 
-/// A command line that means nothing.
+/// The error for a command line that xtask does not understand.
 #[derive(Debug)]
 pub struct Usage(pub String);
 
@@ -41,7 +41,7 @@ Which libtorch: LIBTORCH_USE_PYTORCH=1 takes the Python's, LIBTORCH=/path yours;
 CUDA kernels are compiled when libtorch has CUDA and there is an nvcc; TCH_EXTENSION_CUDA=0|1 decides otherwise.
 ";
 
-/// Runs one command. Set-up comes first where it is needed.
+/// Runs one command, after set-up where the command needs it.
 pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
     match name {
         Some("demo") => demo(own_args(args)),
@@ -75,7 +75,7 @@ fn demo(args: &[String]) -> Result<ExitCode> {
     start(&["run", "--example", "char_lltm", "--"], args, setup::short_waits())
 }
 
-/// Sets up and becomes cargo.
+/// Runs set-up and then replaces this process by cargo.
 fn start(cargo_args: &[&str], args: &[String], changes: Changes) -> Result<ExitCode> {
     let repo = Repo::find()?;
     let mut ready = setup::run(&repo)?;
@@ -112,8 +112,8 @@ fn only_setup(repo: &Repo) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Without the `--` that many write out of habit: these commands put one before the arguments
-/// themselves.
+/// Drops a leading `--`, which many people write out of habit: the commands that call this insert
+/// one themselves.
 fn own_args(args: &[String]) -> &[String] {
     match args {
         [first, rest @ ..] if first == "--" => rest,

@@ -8,14 +8,15 @@ use std::process::{Command, Stdio};
 
 /// A C++17 compiler that works.
 pub struct Compiler {
-    /// Its command, as one would write it in CXX.
+    /// The command, as one would write it in CXX.
     pub command: String,
-    /// Whether build scripts must be told: they try `c++` only.
+    /// Whether CXX must be set for build scripts, because they would otherwise try only `c++`.
     pub must_be_named: bool,
 }
 
 impl Compiler {
-    /// `g++ (Debian 12.2.0-14) 12.2.0`.
+    /// The first line that the compiler prints about itself, such as `g++ (Debian 12.2.0-14)
+    /// 12.2.0`.
     pub fn version(&self) -> String {
         let (program, args) = split(&self.command);
         let args: Vec<&str> = args.into_iter().chain(["--version"]).collect();
@@ -23,7 +24,8 @@ impl Compiler {
     }
 }
 
-/// CXX, or else the usual names; the first that is there must work.
+/// Finds the compiler: CXX if it is set, otherwise the first of the usual names that exists. An
+/// error unless that one works.
 pub fn find(cxx: Option<&str>) -> Result<Compiler> {
     if let Some(command) = cxx.filter(|command| !command.trim().is_empty()) {
         return match try_compile(command) {
@@ -51,8 +53,8 @@ pub fn find(cxx: Option<&str>) -> Result<Compiler> {
     ))
 }
 
-/// Checks a two-line C++17 program: a compiler can be there without its standard library, or be too
-/// old. `None` when the program does not exist.
+/// Compiles a two-line C++17 program, because a compiler can be installed without its standard
+/// library, or be too old. `None` when there is no such program.
 fn try_compile(command: &str) -> Option<Result<()>> {
     let (program, args) = split(command);
     let child = Command::new(program)
@@ -64,7 +66,7 @@ fn try_compile(command: &str) -> Option<Result<()>> {
         .spawn();
     let mut child = child.ok()?;
     if let Some(mut stdin) = child.stdin.take() {
-        // A compiler that dies at once closes the pipe; its exit status tells.
+        // A compiler that exits at once closes the pipe; its exit status then reports the failure.
         let _ = stdin.write_all(b"#include <optional>\nstd::optional<int> x;\n");
     }
     let output = child.wait_with_output().ok()?;
@@ -81,7 +83,8 @@ fn broken(command: &str, stderr: &[u8]) -> anyhow::Error {
     )
 }
 
-/// CXX may hold arguments, or a wrapper such as ccache, before the compiler.
+/// Splits the program from its arguments: CXX may hold arguments, or a wrapper such as ccache
+/// before the compiler.
 fn split(command: &str) -> (&str, Vec<&str>) {
     let mut words = command.split_whitespace();
     (words.next().unwrap_or(command), words.collect())

@@ -1,4 +1,4 @@
-//! Which nvcc is used, and whether it suits libtorch.
+//! Chooses the nvcc and checks that it suits libtorch.
 
 use crate::libtorch::{Env, Libtorch, Rule};
 use crate::probe::{self, Nvcc};
@@ -7,23 +7,23 @@ use crate::report::trouble;
 use anyhow::{Result, bail};
 use std::path::PathBuf;
 
-/// What becomes of the CUDA kernels.
+/// Whether the CUDA kernels are compiled.
 pub enum Cuda {
-    /// They are compiled.
+    /// The kernels are compiled, with this nvcc.
     On(Nvcc),
-    /// They are left out, for this reason.
+    /// The kernels are left out, for this reason.
     Off(String),
 }
 
-/// The search for an nvcc, as build scripts will do it.
+/// The result of the search for an nvcc, made exactly as build scripts make it.
 pub struct Search {
     /// The CUDA major version of libtorch; `None` for a CPU build.
     pub libtorch_major: Option<u32>,
-    /// Where an nvcc was looked for, and why there.
+    /// Where an nvcc was looked for: the reason (such as a variable's name) and the path.
     pub tried: Vec<(String, PathBuf)>,
-    /// The first that works.
+    /// The first nvcc that works.
     pub found: Option<Nvcc>,
-    /// Whether this repository's own CUDA_HOME was passed over, since it does not suit a user's
+    /// Whether this repository's own CUDA_HOME was ignored because it does not suit a user's
     /// libtorch.
     pub own_passed_over: bool,
 }
@@ -35,7 +35,7 @@ impl Search {
         let own_passed_over = passes_over_own(libtorch, libtorch_major, env, repo);
         let env = |name: &str| match name {
             "CUDA_HOME" if own_passed_over => None,
-            // What cargo will set it to, also when xtask was started without cargo.
+            // The value that cargo will set, also when xtask was started without cargo.
             "CUDA_HOME" if is_ours(env(name).as_deref(), &repo.cuda()) => {
                 repo.cuda().into_os_string().into_string().ok()
             }
@@ -48,7 +48,8 @@ impl Search {
         Search { libtorch_major, tried, found, own_passed_over }
     }
 
-    /// Decides, or says what does not fit.
+    /// Decides whether the CUDA kernels are compiled. An error when nvcc and libtorch do not fit
+    /// together.
     pub fn decide(self, wish: Option<&str>) -> Result<Cuda> {
         match wish.unwrap_or_default() {
             "" | "1" => {}
@@ -74,9 +75,9 @@ impl Search {
     }
 }
 
-/// This repository's CUDA_HOME is set by cargo, not by the user, and goes with this repository's
-/// libtorch. With another libtorch, of another CUDA, it must not hide a toolkit that fits, nor be
-/// an error.
+/// Whether this repository's CUDA_HOME must be ignored. Cargo sets that value, not the user, and it
+/// belongs to this repository's libtorch. With a libtorch for another CUDA version it must neither
+/// hide a toolkit that fits nor be an error.
 fn passes_over_own(libtorch: &Libtorch, major: Option<u32>, env: Env, repo: &Repo) -> bool {
     if libtorch.rule == Rule::Own || !is_ours(env("CUDA_HOME").as_deref(), &repo.cuda()) {
         return false;
@@ -113,7 +114,7 @@ fn absent(tried: &[(String, PathBuf)], major: u32) -> anyhow::Error {
     )
 }
 
-/// The places, with the many folders of a kind in one word.
+/// The places in one line; the many folders of PATH appear as one word.
 pub fn describe(tried: &[(String, PathBuf)]) -> String {
     let mut places: Vec<String> = Vec::new();
     for (source, path) in tried {

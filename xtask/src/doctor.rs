@@ -1,4 +1,4 @@
-//! Says what was found, what does not fit, and the exact fix. Installs nothing.
+//! Reports what was found, what does not fit together, and the exact fix. Installs nothing.
 
 use crate::compiler;
 use crate::cuda::{self, Cuda, Search};
@@ -13,7 +13,7 @@ use anyhow::Result;
 use std::path::Path;
 use std::process::ExitCode;
 
-/// Rows of what was found, and the problems among them.
+/// The rows of the report and the problems found.
 #[derive(Default)]
 struct Findings {
     rows: Vec<(&'static str, String)>,
@@ -25,7 +25,8 @@ impl Findings {
         self.rows.push((name, value.into()));
     }
 
-    /// A row for what is there, or a problem in full below the table.
+    /// Adds a row for what was found, or adds the problem, which is printed in full below the
+    /// table.
     fn check(&mut self, name: &'static str, outcome: Result<String>) {
         match outcome {
             Ok(value) => self.row(name, value),
@@ -45,7 +46,7 @@ impl Findings {
     }
 }
 
-/// Prints the findings; exit status 1 if anything does not fit.
+/// Prints the report. The exit status is 1 if there is any problem.
 pub fn run(repo: &Repo) -> Result<ExitCode> {
     let mut findings = Findings::default();
     check_machine(&mut findings, repo);
@@ -55,7 +56,7 @@ pub fn run(repo: &Repo) -> Result<ExitCode> {
     Ok(if findings.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// What `setup` ends with.
+/// The summary with which `setup` ends.
 pub fn summary(ready: &Ready) -> String {
     let cuda = match &ready.cuda {
         Cuda::On(nvcc) => {
@@ -113,7 +114,7 @@ fn check_tools(findings: &mut Findings) {
     );
 }
 
-/// Matters only where something is still to be installed.
+/// pip matters only when something still has to be installed.
 fn check_pip(findings: &mut Findings, repo: &Repo) {
     let pip =
         Pip::of(Path::new("python3")).or_else(|| Pip::of(&repo.venv().join("pip/bin/python")));
@@ -176,7 +177,7 @@ fn check_cuda(findings: &mut Findings, libtorch: &Libtorch, repo: &Repo) {
     findings.check("CUDA kernels", decision);
 }
 
-/// The oldest driver on which programs of a CUDA major version run.
+/// The oldest driver that runs programs of this CUDA major version.
 fn oldest_driver(cuda_major: u32) -> Option<u32> {
     match cuda_major {
         11 => Some(450),

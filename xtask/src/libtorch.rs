@@ -1,4 +1,4 @@
-//! Which libtorch is used, and whether it is one that can be used.
+//! Chooses the libtorch and checks that it can be used.
 
 use crate::probe;
 use crate::programs;
@@ -8,21 +8,23 @@ use anyhow::{Result, bail};
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-/// The libtorch that torch-sys' bindings were generated from; the pins of `libtorch.txt` agree
-/// (tested).
+/// The libtorch version that torch-sys' bindings were generated from. A test checks that the pins
+/// in `libtorch.txt` agree.
 pub const WANTED: &str = "2.11.0";
 
-/// Reads an environment variable; a parameter, so that tests need not change the real environment.
+/// A function that reads an environment variable. It is a parameter so that tests need not change
+/// the real environment.
 pub type Env<'a> = &'a dyn Fn(&str) -> Option<OsString>;
 
-/// Why it is this libtorch and no other, by torch-sys' own order.
+/// Which rule chose the libtorch. The rules and their order are torch-sys' own.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Rule {
-    /// LIBTORCH_USE_PYTORCH is set: the one inside the Python that torch-sys asks.
+    /// LIBTORCH_USE_PYTORCH is set: the libtorch of the torch package in the Python that torch-sys
+    /// asks.
     Python(&'static str),
-    /// LIBTORCH names one.
+    /// LIBTORCH is set to this folder.
     User(PathBuf),
-    /// Neither: the one that set-up installs into this repository.
+    /// Neither is set: the libtorch that set-up installs into this repository.
     Own,
 }
 
@@ -43,11 +45,11 @@ impl std::fmt::Display for Rule {
     }
 }
 
-/// Applies the rules.
+/// Applies the rules in torch-sys' order.
 pub fn choose(env: Env, repo: &Repo) -> Rule {
     if env("LIBTORCH_USE_PYTORCH").is_some() {
-        // As torch-sys does: in a virtual environment only `python` is sure to be the
-        // environment's.
+        // This is what torch-sys does: in a virtual environment, only `python` is certain to be the
+        // environment's own.
         return Rule::Python(if env("VIRTUAL_ENV").is_some() { "python" } else { "python3" });
     }
     let libtorch = env("LIBTORCH");
@@ -57,13 +59,13 @@ pub fn choose(env: Env, repo: &Repo) -> Rule {
     }
 }
 
-/// A libtorch with all its parts.
+/// A libtorch and where its parts are.
 pub struct Libtorch {
-    /// Why this one.
+    /// Which rule chose it.
     pub rule: Rule,
-    /// Holds `libtorch.so`.
+    /// The folder that holds `libtorch.so`.
     pub lib: PathBuf,
-    /// Holds `torch/`.
+    /// The folder that holds `torch/`.
     pub include: PathBuf,
 }
 
@@ -75,8 +77,8 @@ impl Libtorch {
             Rule::User(root) => root.clone(),
             Rule::Own => repo.libtorch(),
         };
-        // Some distributions keep libraries and headers apart, for which torch-sys has two
-        // variables.
+        // Some distributions keep libraries and headers in different folders. torch-sys has a
+        // variable for each.
         let root_of = |variable: &str| match (&rule, env(variable)) {
             (Rule::User(_) | Rule::Own, Some(path)) => PathBuf::from(path),
             _ => root.clone(),
@@ -103,7 +105,8 @@ impl Libtorch {
         if let Rule::User(root) = &self.rule
             && root.is_relative()
         {
-            // Build scripts run in their own package's folder.
+            // Each build script runs in its own package's folder, so a relative path would mean
+            // another folder there.
             bail!(trouble(format_args!("LIBTORCH={} is a relative path", root.display()), way_out));
         }
         for path in [self.lib.join("libtorch.so"), self.include.join("torch")] {
@@ -117,12 +120,12 @@ impl Libtorch {
         Ok(())
     }
 
-    /// `2.11.0`, read from its headers.
+    /// The version, such as `2.11.0`, read from the headers.
     pub fn version(&self) -> Option<String> {
         probe::libtorch_version(&self.include)
     }
 
-    /// Refuses a version for which torch-sys' bindings were not made.
+    /// Returns an error for a version that torch-sys' bindings were not generated from.
     pub fn check_version(&self, env: Env) -> Result<()> {
         if env("LIBTORCH_BYPASS_VERSION_CHECK").is_some() {
             return Ok(());
@@ -155,7 +158,7 @@ fn wrong_version(found: Option<&str>, lib: &Path, rule: &Rule) -> anyhow::Error 
     trouble(what, format_args!("{way_out} (LIBTORCH_BYPASS_VERSION_CHECK=1 tries anyway)"))
 }
 
-/// Says where torch is without importing it, which takes seconds.
+/// Prints where torch is without importing it, because the import takes seconds.
 const FIND_TORCH: &str = "
 import importlib.util, sys
 spec = importlib.util.find_spec('torch')
@@ -164,10 +167,10 @@ print(places[0] if places else '')
 print(sys.executable)
 ";
 
-/// What torch-sys imports.
+/// The import that torch-sys makes.
 const IMPORT_TORCH: &str = "from torch.utils import cpp_extension";
 
-/// The folder of the Python's torch.
+/// The folder of the torch package in this Python.
 fn python_torch(python: &str, repo: &Repo) -> Result<PathBuf> {
     let instead = "unset LIBTORCH_USE_PYTORCH: then this repository installs its own";
     let Some(output) = programs::output(python, &["-c", FIND_TORCH])? else {
@@ -189,8 +192,8 @@ fn python_torch(python: &str, repo: &Repo) -> Result<PathBuf> {
     Ok(PathBuf::from(root))
 }
 
-/// Imports what torch-sys imports, because its own message does not say what is wrong. Importing
-/// takes seconds, so a success is remembered.
+/// Tries the import that torch-sys makes, because torch-sys' own message does not say what is
+/// wrong. The import takes seconds, so a success is recorded in a file.
 fn check_import(python: &str, which: &str, instead: &str, repo: &Repo) -> Result<()> {
     let memory = repo.venv().join(".python-torch");
     if std::fs::read_to_string(&memory).is_ok_and(|known| known == which) {
@@ -208,7 +211,7 @@ fn check_import(python: &str, which: &str, instead: &str, repo: &Repo) -> Result
         };
         bail!(trouble(format_args!("`{python}` cannot import its torch: {reason}"), way_out));
     }
-    // Only a memory: without it the next run asks again.
+    // The file saves only time: without it, the next run imports again.
     let _ = std::fs::create_dir_all(repo.venv()).and_then(|()| std::fs::write(&memory, which));
     Ok(())
 }

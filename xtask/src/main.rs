@@ -19,8 +19,8 @@ mod outside;
 mod page;
 mod pip;
 mod plot;
-// The very code with which build scripts look for libtorch and nvcc: both must find the same. Taken
-// as a file, because as a dependency it would bring a C++ build library into every `cargo xtask`.
+// The code with which build scripts look for libtorch and nvcc: both must find the same ones. It is
+// included as a file because a dependency would bring a C++ build library into every `cargo xtask`.
 #[allow(dead_code)]
 #[path = "../../tch-extension-build/src/probe.rs"]
 mod probe;
@@ -41,7 +41,7 @@ fn main() -> ExitCode {
     match commands::run(name.as_deref(), &args) {
         Ok(code) => code,
         Err(error) => {
-            // Display, not Debug: with RUST_BACKTRACE set, Debug would bury the message under a
+            // Display, not Debug: with RUST_BACKTRACE set, Debug would hide the message above a
             // backtrace.
             report::say(format_args!("error: {error:#}"));
             ExitCode::from(if error.is::<commands::Usage>() { 2 } else { 1 })

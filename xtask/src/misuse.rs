@@ -1,7 +1,7 @@
-//! Programs that must not compile: `tests/misuse/*.rs`. Each begins with a comment that says which
-//! error the compiler must report, and there must be no other. As trybuild does it, but against the
-//! library that is built already: trybuild's own target folder would build libtorch's bindings and
-//! all kernels again.
+//! Checks the programs that must not compile: `tests/misuse/*.rs`. Each begins with a comment that
+//! says which error the compiler must report; any other error is a failure. trybuild works in the
+//! same manner, but it would build libtorch's bindings and all kernels again in a target folder of
+//! its own. This check uses the library that is already built.
 
 use crate::repo::Repo;
 use crate::report::say;
@@ -10,10 +10,10 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Relative to the repository.
+/// The programs' folder, relative to the repository.
 const FOLDER: &str = "tests/misuse";
 
-/// Checks every program against the library of these messages of a build.
+/// Checks every program against the library that these messages of a cargo build report.
 pub fn check(repo: &Repo, messages: &[Value]) -> Result<()> {
     let library =
         library(messages).context("cargo did not say where the library of tch-extension is")?;
@@ -44,16 +44,16 @@ fn library(messages: &[Value]) -> Option<PathBuf> {
             && message["target"]["name"] == "tch_extension"
             && message["target"]["kind"][0] == "lib"
     });
-    // One of them is the program of its unit tests.
+    // One of the artifacts is the library's unit-test program, which has no `.rlib`.
     let files = artifacts.filter_map(|artifact| artifact["filenames"].as_array());
     let files = files.flatten().filter_map(Value::as_str);
     files.map(PathBuf::from).find(|file| file.extension().is_some_and(|ending| ending == "rlib"))
 }
 
-/// What the compiler says.
+/// Compiles a program and returns the compiler's messages.
 fn compile(program: &Path, library: &Path) -> Result<String> {
     let deps = library.parent().context("a library without a folder")?;
-    // Cargo links the library itself one folder up from what it depends on.
+    // Cargo links the library itself into the folder above the one that holds its dependencies.
     let folders = [deps.to_path_buf(), deps.join("deps")];
     let mut command = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()));
     command.args([
@@ -74,7 +74,8 @@ fn compile(program: &Path, library: &Path) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
-/// A program's first line is, say, `// E0277: cannot be shared between threads`.
+/// Compares the compiler's output with the program's first line, for example `// E0277: cannot be
+/// shared between threads`.
 fn judge(program: &str, output: &str) -> std::result::Result<(), String> {
     let expected = program.lines().next().and_then(|line| line.strip_prefix("// "));
     let Some((code, says)) = expected.and_then(|line| line.split_once(": ")) else {
@@ -86,7 +87,7 @@ fn judge(program: &str, output: &str) -> std::result::Result<(), String> {
         .collect();
     match errors[..] {
         [] => Err(format!("it compiles, but {code} ({says}) should keep it from that")),
-        // Of a struct with two reasons the compiler tells both.
+        // When a struct breaks the rule for two reasons, the compiler reports both.
         _ if errors.iter().all(|error| error.starts_with(&format!("error[{code}]")))
             && output.contains(says) =>
         {

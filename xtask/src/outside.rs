@@ -1,5 +1,5 @@
-//! Crates outside the workspace, as a user has them: the one of `examples/extension`, and the one
-//! that `docs/write-an-operator.md` builds step by step.
+//! Builds the crates outside the workspace as a user would: the one in `examples/extension`, and
+//! the one that `docs/write-an-operator.md` builds step by step.
 
 use crate::cargo;
 use crate::page::{self, Step};
@@ -10,14 +10,15 @@ use anyhow::{Context, Result, bail};
 use std::path::Path;
 use std::process::Command;
 
-/// The page whose crate is built.
+/// The page that builds a crate.
 const PAGE: &str = "docs/write-an-operator.md";
 
 /// The folder of the stand-alone example, relative to the repository.
 pub const EXAMPLE: &str = "examples/extension";
 
-/// A cargo command in another folder, which shares the target folder (each further one builds
-/// torch-sys again) and, as any user's, knows nothing of `LD_LIBRARY_PATH`.
+/// A cargo command in another folder. It shares this repository's target folder, because each
+/// further one builds torch-sys again, and it does not see `LD_LIBRARY_PATH`, which users do not
+/// set either.
 pub fn cargo_in(repo: &Repo, changes: &Changes, folder: &Path, args: &[&str]) -> Command {
     let mut command = cargo::command(repo, changes, args);
     command.current_dir(folder).env_remove("LD_LIBRARY_PATH");
@@ -27,7 +28,7 @@ pub fn cargo_in(repo: &Repo, changes: &Changes, folder: &Path, args: &[&str]) ->
     command
 }
 
-/// Follows the page.
+/// Does what the page tells its reader to do.
 pub fn follow_page(repo: &Repo, changes: &Changes) -> Result<()> {
     let folder = std::env::temp_dir().join(format!("tch-extension-page-{}", std::process::id()));
     let _ = std::fs::remove_dir_all(&folder);
@@ -69,7 +70,7 @@ fn follow(repo: &Repo, changes: &Changes, folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Word for word, but for where the clone is.
+/// Writes a block of the page unchanged, except for the path of the clone.
 fn write(repo: &Repo, path: &Path, text: &str) -> Result<()> {
     let text = text.replace("../tch-extension", &repo.root.to_string_lossy());
     let parent = path.parent().context("a file without a folder")?;
@@ -78,7 +79,7 @@ fn write(repo: &Repo, path: &Path, text: &str) -> Result<()> {
         .with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// New crates get the repository's own versions of everything, so that nothing is built again.
+/// Gives new crates the repository's Cargo.lock, so that nothing is built again in another version.
 fn lock_as_here(repo: &Repo, folder: &Path) -> Result<()> {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let lock = entry.path().join("Cargo.lock");

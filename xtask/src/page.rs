@@ -1,20 +1,20 @@
-//! A documentation page that builds a crate: its code blocks are files, and commands to run.
+//! Reads a documentation page that builds a crate: its code blocks are files and commands.
 
-/// What the reader does next.
+/// One thing that the page tells its reader to do.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Writes this file: a block whose first line is, say, ```` ```rust file=src/lib.rs ````.
+    /// Write this file. Its block begins with a line such as ```` ```rust file=src/lib.rs ````.
     File {
-        /// Relative to the crate.
+        /// The file's path, relative to the crate.
         path: String,
-        /// All of it.
+        /// The file's whole content.
         text: String,
     },
-    /// Types these lines: a block of `sh`.
+    /// Run these lines. Their block begins with ```` ```sh ````.
     Commands(String),
 }
 
-/// The steps of a page, in order. Other blocks are there to be read.
+/// The steps of a page, in order. All other blocks are only for reading.
 pub fn steps(page: &str) -> Vec<Step> {
     let mut steps = Vec::new();
     let mut lines = page.lines();

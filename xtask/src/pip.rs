@@ -1,4 +1,4 @@
-//! A pip, and what it says when it fails.
+//! Finds or makes a pip, installs pinned wheels with it, and explains its failures.
 
 use crate::libtorch::WANTED;
 use crate::programs;
@@ -10,29 +10,29 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::process::{ChildStderr, Command, Stdio};
 
-/// The first pip that takes `--platform` more than once.
+/// The first version of pip that accepts `--platform` more than once.
 const OLDEST: (u32, u32) = (20, 3);
 
-/// The wheels' platform, whatever Python runs pip: no Python code in them is ever run, so their
-/// Python version need not be the user's.
+/// The platform of the wheels, independent of the Python that runs pip. No Python code in them is
+/// ever run, so their Python version need not be the user's.
 const PYTHON_VERSION: &str = "3.11";
 const NEWEST_GLIBC: u32 = 28;
 const OLDEST_GLIBC: u32 = 5;
 
-/// What else can be done when pip cannot be used at all.
+/// What the user can do instead when pip cannot be used at all.
 const OR_LIBTORCH: &str = "or set LIBTORCH=/path/to/libtorch";
 
 /// A Python that has a pip.
 pub struct Pip {
-    /// The Python's command.
+    /// The command that starts the Python.
     pub python: PathBuf,
-    /// `pip 23.2.1 from …`
+    /// The line that pip prints about itself, such as `pip 23.2.1 from …`.
     pub version: String,
 }
 
 impl Pip {
-    /// The pip of `python3`, or else one in a virtual environment at `venv`, which is made if need
-    /// be.
+    /// Returns the pip of `python3`, or else the pip of a virtual environment at `venv`, which is
+    /// made if need be.
     pub fn find_or_make(venv: &Path) -> Result<Self> {
         let python = python()?;
         if let Some(pip) =
@@ -45,23 +45,23 @@ impl Pip {
             .with_context(|| format!("the pip in {} does not work", venv.display()))
     }
 
-    /// The pip of this Python, if it has one that is new enough.
+    /// The pip of this Python, if there is one and it is new enough.
     pub fn of(python: &Path) -> Option<Self> {
         let version = programs::first_line(python, &["-m", "pip", "--version"])?;
         let new_enough = parse_version(&version)? >= OLDEST;
         new_enough.then(|| Pip { python: python.to_path_buf(), version })
     }
 
-    /// Installs the pins into `target`, an absent or empty folder.
+    /// Installs the pins into `target`, which must be absent or empty.
     ///
-    /// `lock` becomes pip's stdin, which it does not read: an open file keeps its lock, so should
-    /// xtask alone be killed, the next set-up still waits until this pip has ended.
+    /// `lock` becomes pip's stdin, which pip does not read. An open file keeps its lock, so if only
+    /// xtask is killed, the next set-up still waits until this pip has ended.
     pub fn install(&self, pins: &Path, target: &Path, tmp: &Path, lock: &File) -> Result<()> {
         let mut child = self
             .install_command(pins, target, tmp)
             .stdin(lock.try_clone()?)
-            // Progress belongs on stderr, as cargo's does; pip draws its bar when that is a
-            // terminal.
+            // Progress belongs on stderr, as cargo's does. pip draws its progress bar when that is
+            // a terminal.
             .stdout(std::io::stderr().as_fd().try_clone_to_owned()?)
             .stderr(Stdio::piped())
             .spawn()
@@ -89,10 +89,10 @@ impl Pip {
         }
         command.arg("--target").arg(target).arg("--requirement").arg(pins);
         command
-            // pip unpacks gigabytes there first: the usual place is often too small, and within one
-            // file system the move to `target` costs nothing.
+            // pip first unpacks gigabytes into this folder. The default folder is often too small,
+            // and within one file system the move to `target` costs nothing.
             .env("TMPDIR", tmp)
-            // Settings of a user's that contradict --target.
+            // Override settings of the user's that contradict --target.
             .env("PIP_USER", "0")
             .env("PIP_REQUIRE_VIRTUALENV", "0")
             .env("PIP_DISABLE_PIP_VERSION_CHECK", "1")
@@ -102,7 +102,7 @@ impl Pip {
     }
 }
 
-/// `python3`'s version, or an error when there is none that runs.
+/// The version of `python3`; an error when there is none that runs.
 pub fn python() -> Result<String> {
     let version = programs::first_line("python3", &["--version"]);
     version.ok_or_else(|| {
@@ -118,12 +118,12 @@ pub fn python() -> Result<String> {
 
 fn make_venv(venv: &Path, python: &str) -> Result<()> {
     say("note: python3 has no pip that can be used; making one in .venv/pip");
-    // What an earlier attempt left.
+    // Remove what an earlier attempt left.
     let _ = std::fs::remove_dir_all(venv);
     let made = programs::command("python3", &["-m", "venv"]).arg(venv).output()?;
     let executable = venv.join("bin/python");
     if made.status.success() && Pip::of(&executable).is_none() {
-        // A Python of long ago brings a pip of long ago.
+        // An old Python brings an old pip.
         let _ =
             programs::output(&executable, &["-m", "pip", "install", "--quiet", "--upgrade", "pip"]);
     }
@@ -144,7 +144,7 @@ fn make_venv(venv: &Path, python: &str) -> Result<()> {
     ))
 }
 
-/// `pip 23.2.1 from …` → (23, 2)
+/// Parses `pip 23.2.1 from …` into (23, 2).
 fn parse_version(text: &str) -> Option<(u32, u32)> {
     let version = text.split_whitespace().nth(1)?;
     let mut parts = version.split('.');
@@ -160,8 +160,8 @@ fn platforms() -> impl Iterator<Item = String> {
     by_glibc.chain(["manylinux2014_x86_64", "manylinux1_x86_64"].map(String::from))
 }
 
-/// Reads pip's warnings and errors. They are kept for the one message at the end; only a wait is
-/// announced.
+/// Reads pip's warnings and errors. They are collected for the one message at the end; only pip's
+/// retries are announced at once.
 fn collect(stderr: ChildStderr) -> Vec<String> {
     let mut lines = Vec::new();
     let mut announced = false;
@@ -176,7 +176,7 @@ fn collect(stderr: ChildStderr) -> Vec<String> {
     lines
 }
 
-/// Makes one message of pip's many lines.
+/// Makes one message from pip's many lines.
 fn explain(lines: &[String], pins: &Path) -> anyhow::Error {
     let last_error = lines.iter().rev().find(|line| line.starts_with("ERROR:"));
     let reason = last_error.or_else(|| lines.iter().rev().find(|line| !line.is_empty()));
@@ -202,11 +202,11 @@ fn explain(lines: &[String], pins: &Path) -> anyhow::Error {
     )
 }
 
-/// The cause inside pip's `Retrying (…) after connection broken by '…': /path`.
+/// Extracts the cause from pip's `Retrying (…) after connection broken by '…': /path`.
 fn connection_trouble(line: &str) -> Option<&str> {
     let (_, cause) = line.split_once("after connection broken by ")?;
     let cause = cause.rsplit_once(": /").map_or(cause, |(cause, _)| cause);
-    // Between them: a Python object's address.
+    // The cause may begin with the address of a Python object, which ends in `>: `.
     Some(
         cause
             .rsplit_once(">: ")

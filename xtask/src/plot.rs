@@ -1,22 +1,22 @@
-//! `cargo xtask plot FILE…`: the bench's JSON as pictures for the README.
+//! `cargo xtask plot FILE…`: draws the benchmark's JSON as pictures for the README.
 
 use anyhow::{Context, Result, anyhow, ensure};
 use plotters::prelude::*;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
-/// Below this, in microseconds, launching decides, and a share of the floor says nothing.
+/// Below this floor, in microseconds, the launch dominates and a share of the floor says nothing.
 const LAUNCH_BOUND: f64 = 5.0;
 const BAR: u32 = 11;
 const HEIGHT: u32 = 430;
-/// In bars: the names of the providers stand right of them.
+/// The width of the legend, in bars: the names of the providers are to the right of the bars.
 const LEGEND: u32 = 13;
 
-/// One provider at one point.
+/// One provider's measurement at one point.
 struct Row {
     operator: String,
     direction: String,
-    /// Kind and sizes.
+    /// The kind and the sizes.
     point: String,
     device: String,
     provider: String,
@@ -54,7 +54,8 @@ impl Row {
     }
 }
 
-/// A picture: a group of bars for each point, a bar for each provider that has it.
+/// A picture: one group of bars for each point, and in it one bar for each provider that was
+/// measured there.
 struct Chart {
     name: String,
     title: String,
@@ -65,7 +66,7 @@ struct Chart {
     bars: Vec<(usize, usize, f64)>,
 }
 
-/// Draws what the files have, one picture for each operator, direction and device, into `folder`.
+/// Draws one picture for each operator, direction, device and quantity in the files, into `folder`.
 pub fn run(files: &[PathBuf], folder: &Path) -> Result<Vec<PathBuf>> {
     let (rows, machine) = read(files)?;
     std::fs::create_dir_all(folder)
@@ -81,8 +82,7 @@ pub fn run(files: &[PathBuf], folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(written)
 }
 
-/// The rows of all files, and the first one's machine. Each case's providers stand in the first
-/// file's order, ours last.
+/// Reads the rows of all files and the first file's description of the machine.
 fn read(files: &[PathBuf]) -> Result<(Vec<Row>, String)> {
     let (mut rows, mut machine) = (Vec::new(), String::new());
     for file in files {
@@ -119,9 +119,10 @@ fn charts(rows: &[Row]) -> Vec<Chart> {
     groups.iter().flat_map(|rows| [share_of_floor(rows), speed(rows)]).flatten().collect()
 }
 
-/// What the GPU does with its time, of the points that are large enough.
+/// The GPU time as a share of the floor, for the points that are large enough.
 fn share_of_floor(rows: &[&Row]) -> Option<Chart> {
-    // Rivals from another file have no floor of their own.
+    // Rows of rivals that come from another file have no floor of their own: take it from any row
+    // of the same case.
     let floor =
         |row: &Row| rows.iter().filter(|other| other.same_case(row)).find_map(|other| other.floor);
     let value = |row: &Row| {
@@ -131,7 +132,7 @@ fn share_of_floor(rows: &[&Row]) -> Option<Chart> {
     chart(rows, "gpu", "GPU time: share of the floor", "% of the floor", value)
 }
 
-/// What a loop sees, beside the composite.
+/// The speed of calls in a row, compared with the composite's.
 fn speed(rows: &[&Row]) -> Option<Chart> {
     let composite = |row: &Row| {
         rows.iter().find(|other| other.same_case(row) && other.provider == "composite")?.wall
@@ -170,7 +171,7 @@ fn chart(
     (!chart.bars.is_empty()).then_some(chart)
 }
 
-/// Where the name stands, after adding it if it is new.
+/// The index of the name, which is added if it is new.
 fn place_of(names: &mut Vec<String>, name: &str) -> usize {
     names.iter().position(|known| known == name).unwrap_or_else(|| {
         names.push(name.to_string());
@@ -178,6 +179,7 @@ fn place_of(names: &mut Vec<String>, name: &str) -> usize {
     })
 }
 
+/// Moves our provider to the end; the others keep the first file's order.
 fn ours_last(chart: &mut Chart) {
     let Some(ours) = chart.providers.iter().position(|name| name == "fused") else { return };
     let last = chart.providers.len() - 1;
@@ -282,7 +284,7 @@ mod tests {
         let rows = [
             row("composite", 80.0, 60.0, Some(15.0)),
             row("fused", 20.0, 16.0, Some(15.0)),
-            // As rivals.py writes it.
+            // This row is as rivals.py writes it.
             row("Liger", 0.0, 30.0, None),
         ];
         let rows: Vec<Row> = rows.iter().map(|row| Row::new(row).unwrap()).collect();

@@ -1,4 +1,4 @@
-//! Starting other programs and reading what they say.
+//! Starts other programs and reads their output.
 
 use anyhow::{Context, Result};
 use std::ffi::OsStr;
@@ -34,7 +34,7 @@ pub fn first_line(program: impl AsRef<OsStr>, args: &[&str]) -> Option<String> {
     stdout(program, args)?.lines().next().map(str::to_string)
 }
 
-/// The last line that says something: most programs end with their reason.
+/// The last line that is not empty: most programs end with their reason.
 pub fn last_line(text: &[u8]) -> String {
     let text = String::from_utf8_lossy(text);
     text.lines()
@@ -45,7 +45,7 @@ pub fn last_line(text: &[u8]) -> String {
         .to_string()
 }
 
-/// Free space below a folder that exists, in GiB.
+/// The free space, in GiB, of the file system that holds an existing folder.
 pub fn free_gib(folder: &std::path::Path) -> Option<f64> {
     let output = command("df", &["-Pk"]).arg(folder).output().ok()?;
     parse_df(&String::from_utf8_lossy(&output.stdout))

@@ -1,4 +1,4 @@
-//! Where things lie in this repository.
+//! The paths of this repository.
 
 use anyhow::{Context, Result};
 use std::ffi::OsStr;
@@ -11,8 +11,8 @@ pub struct Repo {
 }
 
 impl Repo {
-    /// The checkout that this program was built from. Cargo says where it is now; the path at
-    /// compile time is for a program that is started without cargo.
+    /// The checkout that this program was built from. Cargo says where it is now; the path from
+    /// compile time serves a program that is started without cargo.
     pub fn find() -> Result<Self> {
         let package = std::env::var_os("CARGO_MANIFEST_DIR")
             .unwrap_or_else(|| env!("CARGO_MANIFEST_DIR").into());
@@ -23,28 +23,29 @@ impl Repo {
         Ok(Repo { root })
     }
 
-    /// Holds everything that set-up installs.
+    /// The folder that holds everything that set-up installs.
     pub fn venv(&self) -> PathBuf {
         self.root.join(".venv")
     }
 
-    /// What `.cargo/config.toml` sets LIBTORCH to.
+    /// The value of LIBTORCH in `.cargo/config.toml`.
     pub fn libtorch(&self) -> PathBuf {
         self.root.join(".venv/libtorch")
     }
 
-    /// What `.cargo/config.toml` sets CUDA_HOME to.
+    /// The value of CUDA_HOME in `.cargo/config.toml`.
     pub fn cuda(&self) -> PathBuf {
         self.root.join(".venv/cuda")
     }
 }
 
-/// Whether a variable's value comes from `.cargo/config.toml` (cargo applies that to `cargo run`,
-/// so xtask always sees it) or is as good as unset, and not a user's choice.
+/// Whether a variable's value is not a choice of the user's: because it comes from
+/// `.cargo/config.toml` (cargo applies that file to `cargo run`, so xtask always sees its values),
+/// or because it is empty or unset.
 pub fn is_ours(value: Option<&OsStr>, ours: &Path) -> bool {
     let Some(value) = value.filter(|value| !value.is_empty()) else { return true };
-    // As paths, so that a slash at the end makes no difference; resolved, for a checkout behind a
-    // link.
+    // Compared as paths, so that a trailing slash makes no difference, and with links resolved, for
+    // a checkout that is reached through a link.
     let resolved = |path: &Path| path.canonicalize().ok();
     Path::new(value) == ours
         || (resolved(ours).is_some() && resolved(Path::new(value)) == resolved(ours))

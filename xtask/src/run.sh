@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Runs the programs of this bundle where there is a libtorch but no Rust. `run.sh help` says how.
+# Runs the programs of this bundle on a machine that has libtorch but no Rust. `run.sh help` says
+# how.
 set -uo pipefail
 
 wanted=2.11.0
@@ -34,14 +35,14 @@ fail() {
   exit 1
 }
 
-# --- libtorch ---------------------------------------------------------------------------------------------------
+# --- libtorch -------------------------------------------------------------------------------------
 
 find_libtorch() {
   local python=${PYTHON:-python3}
   if [[ -n ${LIBTORCH:-} ]]; then
     libtorch=$LIBTORCH
   else
-    # Not `import torch`: that takes seconds.
+    # Find the package without `import torch`, which takes seconds.
     libtorch=$("$python" -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])' 2>/dev/null)
     [[ -n $libtorch ]] || fail "no libtorch: LIBTORCH is not set and $python has no torch
   way out: set LIBTORCH to the folder of a libtorch $wanted, or PYTHON to a Python with torch $wanted"
@@ -70,7 +71,8 @@ check_version() {
   way out: set LIBTORCH to a libtorch $wanted (LIBTORCH_BYPASS_VERSION_CHECK=1 tries anyway)"
 }
 
-# The loader must find libtorch here, not where it was on the machine that built the bundle.
+# Makes the loader look for libtorch on this machine, not where it was on the machine that built the
+# bundle.
 set_library_path() {
   local site folder path=$libtorch/lib
   site=$(cd "$libtorch" && cd "$(pwd -P)/.." && pwd)
@@ -80,7 +82,7 @@ set_library_path() {
   export LD_LIBRARY_PATH=$path${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 }
 
-# One message instead of one failure for each program.
+# Reports missing libraries in one message, instead of letting each program fail.
 check_loads() {
   local missing
   missing=$(ldd "$1" 2>/dev/null | awk '/not found/ { print $1 }' | sort -u | tr '\n' ' ')
@@ -92,7 +94,7 @@ prepare() {
   find_libtorch
   check_version
   set_library_path
-  # Tests and the demo read the repository's files by this variable when cargo does not set it.
+  # Cargo sets this variable; the tests and the demo find the repository's files with it.
   export CARGO_MANIFEST_DIR=$here/files
   export TCH_EXTENSION_EXAMPLES=$here/examples
   if [[ -e $here/torchvision/_C.so ]]; then
@@ -113,7 +115,7 @@ has_gpu() {
   [[ $(nvidia-smi -L 2>/dev/null) == GPU* || -e /dev/nvidia0 ]]
 }
 
-# --- test -------------------------------------------------------------------------------------------------------
+# --- test -----------------------------------------------------------------------------------------
 
 # Prints the paths of the named test programs, or of all of them.
 test_programs() {
@@ -142,7 +144,7 @@ run_tests() {
   done
   (($#)) && shift
   arguments=("$@")
-  # Tests that share one GPU would disturb one another.
+  # Tests that ran at the same time on one GPU would disturb one another.
   has_gpu && arguments=(--test-threads=1 "${arguments[@]}")
   programs=$(test_programs "${names[@]}") || exit 1
   for program in $programs; do
@@ -154,7 +156,7 @@ run_tests() {
     local good bad
     good=$(count passed "$log")
     bad=$(count failed "$log")
-    # A program that died has no result line.
+    # A program that crashed has no result line.
     ((status != 0 && bad == 0)) && bad=1
     passed=$((passed + good))
     failed=$((failed + bad))
@@ -164,7 +166,7 @@ run_tests() {
   ((failed == 0 && passed > 0))
 }
 
-# --- sanitize ---------------------------------------------------------------------------------------------------
+# --- sanitize -------------------------------------------------------------------------------------
 
 find_sanitizer() {
   local site place
@@ -180,32 +182,40 @@ find_sanitizer() {
   way out: it comes with the CUDA toolkit; name it in COMPUTE_SANITIZER"
 }
 
-# sanitize_one TOOL PROGRAM LOG ARGUMENTS…: the tool's findings go to LOG, the program's output to LOG.out.
+# sanitize_one TOOL PROGRAM LOG ARGUMENTS… runs the program under the tool. The tool's findings go
+# to LOG, the program's output to LOG.out.
 sanitize_one() {
   local tool=$1 program=$2 log=$3 settings=() padding=()
-  # Gigabytes under a sanitizer take hours, and the same kernels run on less in other tests.
+  # Tests with gigabytes of data take hours under a sanitizer, and other tests run the same kernels
+  # on less.
   local skip=(--skip more_than_two_to_the_31)
   shift 3
-  # libtorch's allocator hands out pieces of large blocks, inside which an overrun is no error to the tool.
+  # Without caching, every tensor is an allocation of its own. libtorch's allocator would otherwise
+  # hand out pieces of large blocks, and the tool does not report an overrun inside such a block.
   case $tool in
     memcheck | initcheck) settings=(PYTORCH_NO_CUDA_MEMORY_CACHING=1) ;;
   esac
-  # Nor is one into whatever lies behind an allocation; with a gap there, it is.
+  # An overrun into the next allocation is not reported either; a gap between the allocations makes
+  # it an error.
   [[ $tool == memcheck ]] && padding=(--padding 256)
-  # initcheck does not see what cuBLAS' products in half kinds and in tf32 write: it reports libtorch's own operators behind
-  # one, too. Those in tf32 are made in plain float for it.
+  # initcheck does not see what cuBLAS' products in half kinds and in tf32 write: it even reports
+  # libtorch's own operators that read such a product. For initcheck, tf32 products are computed in
+  # plain float instead, and the tests in half kinds and under autocast are skipped.
   if [[ $tool == initcheck ]]; then
     settings+=(NVIDIA_TF32_OVERRIDE=0)
     skip+=(--skip cuda_half_kinds --skip cuda_under_autocast)
   fi
   rm -f "$log" "$log.out"
-  # Host frames are left out: every kernel of libtorch's is called by a program of ours.
+  # Findings are recognised by our names in the backtrace. Host frames are left out of it, because
+  # even libtorch's kernels are called by a program of ours.
   (cd "$here/files" && exec env "${settings[@]}" TCH_EXTENSION_REQUIRE_CUDA=1 "$sanitizer" --tool "$tool" "${padding[@]}" \
     --show-backtrace device --print-limit 100000 --log-file "$log" "$program" "$@" "${skip[@]}" --test-threads=1) >"$log.out" 2>&1
 }
 
-# racecheck takes no notice of bar.arrive, and reports the PTX manual's own example of it, too (docs/performance.md). What
-# orders the teams of lltm's grids is one; the probe of late warps proves them with barriers that the tool knows.
+# racecheck ignores bar.arrive: it even reports a race in the PTX manual's own example of it
+# (docs/performance.md). The groups of warps in lltm's grid kernels are ordered by bar.arrive, so
+# racecheck's findings there are left out. The probe that delays warps checks those kernels with
+# barriers that the tool knows.
 unknown_to_racecheck=' in grid_[a-z_]+\.(h|cu):[0-9]+'
 
 # Counts the lines of a tool's findings that name a kernel matching the pattern.
@@ -215,7 +225,8 @@ findings() {
     if [[ $tool == racecheck ]]; then grep -vE "$unknown_to_racecheck"; else cat; fi | grep -cE "$pattern"
 }
 
-# An honest log ends with a summary; without one the tool itself failed, and found nothing for that reason.
+# Prints the summary at the end of a log. A log without one means that the tool itself failed and
+# for that reason found nothing.
 error_summary() {
   grep -hE '(ERROR|RACECHECK) SUMMARY' "$1" 2>/dev/null | sed 's/^=* *//' | tr '\n' ' ' | grep . ||
     printf 'NO SUMMARY: the tool failed, see %s' "$1"
@@ -252,7 +263,8 @@ sanitize_planted() {
   printf '%-10s %-24s found, as it must be; %s\n' "$tool" "$test" "$(error_summary "$log")"
 }
 
-# Not through a pipe into `grep -q`: that closes it early, and the program dies of it now and then.
+# Reads the whole list. A pipe into `grep -q` would be closed early, which sometimes kills the
+# program.
 has_tests() {
   [[ $("$1" --list "$2" 2>/dev/null) == *': test'* ]]
 }
@@ -264,7 +276,7 @@ run_sanitize() {
   for program in $programs; do
     [[ ${program##*/} != planted ]] || continue
     if ! has_tests "$program" "$filter"; then
-      # Whoever names a program wants it checked.
+      # A program that the user names must be checked, so it is an error if it has no such test.
       (($# == 0)) || fail "no test of ${program##*/} has \`$filter\` in its name"
       continue
     fi
@@ -283,7 +295,7 @@ run_sanitize() {
   printf 'no finding of ours; the planted faults were found\n'
 }
 
-# ----------------------------------------------------------------------------------------------------------------
+# --- main -----------------------------------------------------------------------------------------
 
 run_program() {
   local program=$1
@@ -305,7 +317,7 @@ case $command in
     ;;
   bench)
     prepare
-    # What was measured is written beside the figures.
+    # The benchmark records the commit with its figures.
     OUT=$out TCH_EXTENSION_COMMIT=$(cat "$here/commit" 2>/dev/null) run_program "$here/benches/ops" table "$@"
     ;;
   rivals)
@@ -318,7 +330,8 @@ case $command in
     ;;
   demo)
     prepare
-    # As `cargo xtask demo` has it: OpenMP's threads then sleep soon on a busy machine.
+    # The same setting as in `cargo xtask demo`: OpenMP's threads sleep soon, which helps on a busy
+    # machine.
     [[ -n ${OMP_WAIT_POLICY+set} ]] || export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-20000}
     run_program "$here/examples/char_lltm" "$@"
     ;;

@@ -1,4 +1,4 @@
-//! What every command needs first: a C++ compiler, a libtorch, and an nvcc that suits it.
+//! Prepares what every command needs: a C++ compiler, a libtorch, and an nvcc that suits it.
 
 use crate::compiler::{self, Compiler};
 use crate::cuda::{Cuda, Search};
@@ -10,16 +10,16 @@ use crate::wheels;
 use anyhow::{Result, bail};
 use std::ffi::OsString;
 
-/// Changes to the environment of cargo: a value to set, or `None` to remove the variable.
+/// Changes to cargo's environment: for each variable a value to set, or `None` to remove it.
 pub type Changes = Vec<(String, Option<OsString>)>;
 
-/// What set-up found.
+/// What set-up found and decided.
 pub struct Ready {
     /// The libtorch in use.
     pub libtorch: Libtorch,
     /// Whether CUDA kernels are compiled.
     pub cuda: Cuda,
-    /// For the cargo processes to come.
+    /// The environment for the cargo processes that follow.
     pub changes: Changes,
 }
 
@@ -28,7 +28,7 @@ pub fn real_env(name: &str) -> Option<OsString> {
     std::env::var_os(name)
 }
 
-/// Checks what is there and installs what is missing.
+/// Checks what is installed and installs what is missing.
 pub fn run(repo: &Repo) -> Result<Ready> {
     check_platform()?;
     let cxx = std::env::var("CXX").ok();
@@ -49,8 +49,8 @@ pub fn run(repo: &Repo) -> Result<Ready> {
     Ok(Ready { libtorch, cuda, changes })
 }
 
-/// What the tests need beyond that: torchvision, for our own libtorch, of which it is known that
-/// they fit together. Whether it is there.
+/// Installs torchvision, which the tests need in addition, and returns whether it is there. Only
+/// this repository's own libtorch gets it, because only with that one is it known to fit.
 pub fn vision(repo: &Repo, ready: &Ready) -> Result<bool> {
     if ready.libtorch.rule != Rule::Own {
         return Ok(false);
@@ -59,7 +59,7 @@ pub fn vision(repo: &Repo, ready: &Ready) -> Result<bool> {
     Ok(true)
 }
 
-/// Refuses what neither libtorch's wheels nor the kernels are made for.
+/// Returns an error on a platform for which there are neither wheels of libtorch nor our kernels.
 pub fn check_platform() -> Result<()> {
     if cfg!(all(target_os = "linux", target_arch = "x86_64", target_env = "gnu")) {
         return Ok(());
@@ -75,7 +75,8 @@ pub fn check_platform() -> Result<()> {
 /// The oldest C library that the wheels run with.
 const OLDEST_GLIBC: (u32, u32) = (2, 28);
 
-/// Refuses a C library that libtorch's wheels would fail to load with, long after the download.
+/// Returns an error for a C library that is too old for libtorch's wheels. Without this check, they
+/// would fail to load only long after the download.
 pub fn check_glibc() -> Result<()> {
     let Some(text) = programs::first_line("getconf", &["GNU_LIBC_VERSION"]) else { return Ok(()) };
     match parse_glibc(&text) {
@@ -93,28 +94,29 @@ pub fn check_glibc() -> Result<()> {
     }
 }
 
-/// `glibc 2.36` → (2, 36)
+/// Parses `glibc 2.36` into (2, 36).
 fn parse_glibc(text: &str) -> Option<(u32, u32)> {
     let (major, minor) = text.split_whitespace().last()?.split_once('.')?;
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
-/// libtest's.
+/// The variable from which libtest takes its number of threads.
 const TEST_THREADS: &str = "RUST_TEST_THREADS";
 
 fn has_gpu() -> bool {
     programs::stdout("nvidia-smi", &["-L"]).is_some_and(|list| list.starts_with("GPU"))
 }
 
-/// For programs of tests: on a GPU they share it, and some turn libtorch's switches, which hold for
-/// the process.
+/// The environment for test programs: one test at a time on a machine with a GPU. The tests share
+/// the GPU, and some change global switches of libtorch's, which hold for the whole process.
 pub fn one_test_at_a_time() -> Changes {
     threads_of_tests(real_env(TEST_THREADS).is_some(), has_gpu)
 }
 
-/// For the demo: how often OpenMP's threads look for work before they sleep, about a millisecond.
-/// On a machine that has nothing else to do that is as fast as libgomp's own number, with which
-/// they keep a processor for up to 15 ms from programs that need it, and from one another
+/// The environment for the demo: how often OpenMP's threads look for work before they sleep, which
+/// takes about a millisecond with this number. On an otherwise idle machine it is as fast as
+/// libgomp's own number. With libgomp's number, however, a waiting thread occupies a processor for
+/// up to 15 ms, even when other programs or other threads of the demo need it
 /// (docs/performance.md, "Beside busy programs").
 pub fn short_waits() -> Changes {
     let are_chosen =
@@ -139,9 +141,9 @@ fn threads_of_tests(are_chosen: bool, has_gpu: impl FnOnce() -> bool) -> Changes
 
 fn changes(repo: &Repo, compiler: &Compiler, search: &Search) -> Changes {
     let mut changes = Changes::new();
-    // Values that cargo took from `.cargo/config.toml` are removed, for cargo to set again: so they
-    // are spelt as in a plain `cargo build`. Another spelling of the same folder builds torch-sys
-    // again, which takes minutes.
+    // Remove the values that cargo took from `.cargo/config.toml`, so that the next cargo sets them
+    // again with the spelling of a plain `cargo build`. Another spelling of the same folder would
+    // build torch-sys again, which takes minutes.
     for (variable, ours) in [("LIBTORCH", repo.libtorch()), ("CUDA_HOME", repo.cuda())] {
         if is_ours(real_env(variable).as_deref(), &ours) {
             changes.push((variable.to_string(), None));

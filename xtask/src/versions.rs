@@ -1,8 +1,8 @@
-//! The repository beside another tch than the one in Cargo.lock.
+//! Tests the repository with another version of tch than the one in Cargo.lock.
 //!
-//! A program has one tch (torch-sys has a `links` key), and a lock file one version of it. So the
-//! other version gets a workspace of its own in `target`: links to everything here, its own
-//! Cargo.lock, its own `.venv/libtorch`.
+//! A program can contain only one tch, because torch-sys has a `links` key, and a lock file can
+//! hold only one version of it. So the other version gets a workspace of its own in `target`: it
+//! has links to everything here, and its own Cargo.lock and `.venv/libtorch`.
 
 use crate::commands::Usage;
 use crate::repo::Repo;
@@ -13,16 +13,16 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::ExitCode;
 
-/// What `--tch` takes.
+/// The values that `--tch` accepts.
 pub const KNOWN: &str = "0.26; the tch of Cargo.lock needs no option";
 
-/// The version of tch that there is beside Cargo.lock's.
+/// The version of tch that is supported in addition to the one in Cargo.lock.
 const OTHER: &str = "0.26.0";
 
-/// What stays out of the other workspace: it has its own, or none.
+/// Entries of the root that the other workspace does not link to: it has its own, or none.
 const NOT_LINKED: [&str; 7] = [".git", ".venv", "target", "dist", "dist.tmp", "runs", "Cargo.lock"];
 
-/// Runs `cargo test` beside another tch.
+/// Runs `cargo test` with the other version of tch.
 pub fn test(repo: &Repo, version: &str, args: &[String]) -> Result<ExitCode> {
     if version != "0.26" && version != OTHER {
         return Err(Usage(format!("--tch takes {KNOWN}, and got `{version}`")).into());
@@ -33,9 +33,10 @@ pub fn test(repo: &Repo, version: &str, args: &[String]) -> Result<ExitCode> {
     let root = repo.root.join("target/tch-0.26");
     lay_out(repo, &root)?;
     let other = Repo { root };
-    // What names a libtorch here; there `.cargo/config.toml` names the other one. A folder of
-    // objects is for one libtorch at a time: builds that take turns in it compile everything again,
-    // and two at once mix what they made.
+    // Remove the variables that name this workspace's libtorch; in the other workspace
+    // `.cargo/config.toml` names the other libtorch. A folder of objects serves one libtorch at a
+    // time: if builds for two of them used it in turn, each would compile everything again, and two
+    // at once would mix their objects.
     let mut changes: setup::Changes =
         ["LIBTORCH", "CUDA_HOME", "LIBTORCH_USE_PYTORCH", "TCH_EXTENSION_OBJECTS"]
             .map(|variable| (variable.to_string(), None))
@@ -49,7 +50,7 @@ pub fn test(repo: &Repo, version: &str, args: &[String]) -> Result<ExitCode> {
     Err(cargo::become_command(command))
 }
 
-/// Links to what there is now; those to what is gone are removed.
+/// Makes links to everything that exists now and removes links whose target no longer exists.
 fn lay_out(repo: &Repo, root: &Path) -> Result<()> {
     let venv = root.join(".venv");
     std::fs::create_dir_all(&venv).with_context(|| format!("cannot make {}", venv.display()))?;
@@ -76,7 +77,8 @@ fn link(target: &Path, place: &Path) -> Result<()> {
     symlink(target, place).with_context(|| format!("cannot make the link {}", place.display()))
 }
 
-/// Cargo.lock as here, but for tch and torch-sys; made again when the one here has changed.
+/// Writes a Cargo.lock that differs from this repository's only in tch and torch-sys. It is made
+/// again when this repository's changes.
 fn lock(repo: &Repo, other: &Repo, changes: &setup::Changes) -> Result<()> {
     let here =
         std::fs::read_to_string(repo.root.join("Cargo.lock")).context("cannot read Cargo.lock")?;

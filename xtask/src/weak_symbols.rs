@@ -1,16 +1,15 @@
-//! Looks for functions that a unit built for one instruction set would lend to the rest of the
-//! program.
+//! Looks for functions that an object compiled for one instruction set could provide to the rest of
+//! the program.
 //!
 //! The linker keeps one copy of each weak function, from any object that has it. If it keeps the
-//! copy of an AVX-512 unit, code that has nothing to do with that unit dies on a processor without
-//! AVX-512. Only functions in the unit's own inline namespace, which is named after the instruction
-//! set, are safe.
+//! copy of an AVX-512 object, unrelated code crashes on a processor without AVX-512. Only functions
+//! in the inline namespace that is named after the object's instruction set are safe.
 
 use crate::programs;
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 
-/// Instruction sets beyond the default; the default unit's functions run everywhere.
+/// The instruction sets beyond the default one, whose functions run on every processor.
 const ISAS: [&str; 2] = ["AVX2", "AVX512"];
 
 /// Checks every object below `<out_dir>/isa/<ISA>`.
@@ -45,20 +44,21 @@ fn check_object(object: &Path, isa: &str) -> Result<()> {
     Ok(())
 }
 
-/// The weak symbols in nm's listing that any other unit may have, too.
+/// The weak symbols in nm's listing that any other object may also define.
 fn strays<'a>(listing: &'a str, isa: &str) -> Vec<&'a str> {
     let weak = listing.lines().filter_map(weak_symbol);
     weak.filter(|name| !name.contains(isa) && !is_harmless(name)).collect()
 }
 
-/// The name in a line such as `0000000000000000 W at::vec::AVX2::f(int)`, if it is weak or unique.
+/// The name in a line such as `0000000000000000 W at::vec::AVX2::f(int)`, if the symbol is weak or
+/// unique.
 fn weak_symbol(line: &str) -> Option<&str> {
     let (_, rest) = line.split_once(' ')?;
     let (kind, name) = rest.trim_start().split_once(' ')?;
     ["W", "w", "V", "v", "u"].contains(&kind).then_some(name)
 }
 
-/// A pointer that every unit with exceptions has, and no code.
+/// This symbol is a pointer that every object with exceptions has, and not code.
 fn is_harmless(name: &str) -> bool {
     name.starts_with("DW.ref.")
 }

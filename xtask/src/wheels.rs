@@ -1,4 +1,4 @@
-//! Installs a set of pinned wheels into a folder of `.venv`, all or nothing.
+//! Installs a set of pinned wheels into a folder of `.venv`: completely or not at all.
 
 use crate::pip::Pip;
 use crate::programs;
@@ -9,21 +9,21 @@ use std::fs::{File, TryLockError};
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-/// Wheels that belong together.
+/// Wheels that are installed together.
 pub struct Set {
-    /// What they are, for messages.
+    /// What the wheels are, for messages.
     pub name: &'static str,
-    /// Their pins, relative to the repository.
+    /// The file with their pins, relative to the repository.
     pub pins: &'static str,
-    /// Where they go, below `.venv`.
+    /// The folder that they are installed into, below `.venv`.
     pub folder: &'static str,
-    /// Links to make below `.venv`, with their targets.
+    /// Links to make below `.venv`: each link's name and target.
     pub links: &'static [(&'static str, &'static str)],
-    /// Below `.venv`: one file of each part, in case somebody removed something.
+    /// One file of each part, below `.venv`. They are checked in case somebody removed something.
     pub key_files: &'static [&'static str],
-    /// For the line that says what is about to happen.
+    /// The size, for the line that announces the install.
     pub size: &'static str,
-    /// Free space to begin with: the wheels and what is unpacked from them.
+    /// The free space that the install needs: for the wheels and what is unpacked from them.
     pub needs_gib: f64,
 }
 
@@ -47,7 +47,7 @@ pub const LIBTORCH: Set = Set {
     needs_gib: 10.0,
 };
 
-/// The same for tch 0.26, beside it.
+/// libtorch with CUDA, and nvcc, for tch 0.26. They are installed next to [`LIBTORCH`].
 pub const LIBTORCH_2_13: Set = Set {
     name: "libtorch 2.13 and nvcc",
     pins: "xtask/libtorch-2.13.txt",
@@ -67,7 +67,7 @@ pub const LIBTORCH_2_13: Set = Set {
     needs_gib: 10.0,
 };
 
-/// What `ci` needs beyond cargo.
+/// The tools that `ci` needs in addition to cargo's.
 pub const TOOLS: Set = Set {
     name: "clang-format",
     pins: "xtask/tools.txt",
@@ -78,7 +78,7 @@ pub const TOOLS: Set = Set {
     needs_gib: 0.1,
 };
 
-/// Operators that are not ours, which the tests of `library` load and call.
+/// Operators from another project, which the tests of `library` load and call.
 pub const VISION: Set = Set {
     name: "torchvision",
     pins: "xtask/vision.txt",
@@ -89,12 +89,12 @@ pub const VISION: Set = Set {
     needs_gib: 0.1,
 };
 
-/// Its presence, with the right text, says that a folder is whole: it is written last, before the
-/// folder gets its name.
+/// The file that marks a folder as complete when it holds the expected text. It is written last,
+/// before the folder gets its name.
 const STAMP: &str = ".stamp";
 
 impl Set {
-    /// What keeps the set from being used as it is; `None` when it is all there.
+    /// What is missing from the set; `None` when it is complete.
     pub fn missing(&self, repo: &Repo) -> Result<Option<String>> {
         let venv = repo.venv();
         let wanted = stamp(&self.read_pins(repo)?);
@@ -119,7 +119,7 @@ impl Set {
         std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))
     }
 
-    /// Installs the set unless it is there.
+    /// Installs the set unless it is already there.
     pub fn ensure(&self, repo: &Repo) -> Result<()> {
         if self.missing(repo)?.is_none() {
             return Ok(());
@@ -128,7 +128,7 @@ impl Set {
         std::fs::create_dir_all(&venv)
             .with_context(|| format!("cannot make {}", venv.display()))?;
         let lock = lock(&venv)?;
-        // Somebody else may have finished it while we waited for the lock.
+        // Another process may have installed it while this one waited for the lock.
         if self.missing(repo)?.is_none() {
             return Ok(());
         }
@@ -142,7 +142,8 @@ impl Set {
         }
     }
 
-    /// Whether the folder needs no new install; links can be made again without one.
+    /// Whether the folder is complete and needs no new install. Missing links can be made without
+    /// one.
     fn is_whole(&self, repo: &Repo) -> Result<bool> {
         let folder = repo.venv().join(self.folder);
         let stamped =
@@ -150,7 +151,7 @@ impl Set {
         Ok(stamped && self.key_files.iter().all(|file| self.behind_links(repo, file).exists()))
     }
 
-    /// A key file's path in the folder itself.
+    /// A key file's path without the links.
     fn behind_links(&self, repo: &Repo, file: &str) -> PathBuf {
         let direct = self.links.iter().find_map(|(link, target)| {
             let rest = file.strip_prefix(link)?;
@@ -164,7 +165,7 @@ impl Set {
         let pip = Pip::find_or_make(&venv.join("pip"))?;
         let (fresh, old, tmp) =
             (self.beside(&venv, "new"), self.beside(&venv, "old"), venv.join("tmp"));
-        // What an interrupted run left behind.
+        // Remove what an interrupted run left.
         for folder in [&fresh, &old, &tmp] {
             remove(folder)?;
         }
@@ -196,7 +197,8 @@ impl Set {
         for (link, target) in self.links {
             let (place, fresh) = (venv.join(link), venv.join(format!("{link}.new")));
             let _ = std::fs::remove_file(&fresh);
-            // Made aside and moved: at every moment there is a link that works.
+            // Make the link under another name and move it, so that there is a working link at
+            // every moment.
             symlink(target, &fresh).and_then(|()| std::fs::rename(&fresh, &place)).with_context(
                 || {
                     format!(
@@ -210,7 +212,7 @@ impl Set {
     }
 }
 
-/// The pins without comments, so that editing one of those downloads nothing.
+/// The pins without their comments, so that editing a comment downloads nothing.
 fn stamp(pins: &str) -> String {
     let lines = pins.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
     let mut text: String =
@@ -219,8 +221,8 @@ fn stamp(pins: &str) -> String {
     text
 }
 
-/// Lets one set-up run at a time. The lock ends with the file's last user, also when that is
-/// killed.
+/// Lets only one set-up run at a time. The lock is released when the last process that has the file
+/// open ends, even if it is killed.
 fn lock(venv: &Path) -> Result<File> {
     let path = venv.join(".lock");
     let file = File::options().create(true).read(true).append(true).open(&path);
@@ -231,7 +233,7 @@ fn lock(venv: &Path) -> Result<File> {
             say("note: another set-up is running in this checkout; waiting for it");
             file.lock().context("cannot wait for the other set-up")?;
         }
-        // Some network file systems have no locks; one user who runs one command at a time needs
+        // Some network file systems have no locks. A user who runs one command at a time needs
         // none.
         Err(TryLockError::Error(_)) => {}
     }

@@ -6,9 +6,10 @@
 // up. If there is a single slab, its sums are the result. The cuts depend only on the sizes, so
 // that the same inputs give the same bits.
 //
-// Rows whose length is no multiple of 16 bytes cannot be read 16 bytes at a time, because most of them begin
-// at another address. F of them can be read as one row that is F times as long, if the matrix is contiguous:
-// all of those begin at multiples of 16 bytes. Each column then has F sums, which the second kernel adds up.
+// Rows whose length is no multiple of 16 bytes cannot be read 16 bytes at a time, because most of
+// them begin at another address. F of them can be read as one row that is F times as long, if the
+// matrix is contiguous: all of those begin at multiples of 16 bytes. Each column then has F sums,
+// which the second kernel adds up.
 //
 // Needs: nothing.
 #pragma once
@@ -19,7 +20,7 @@ struct TchExtensionColumnSums {
   int64_t rows;     // M
   int64_t columns;  // N
   int64_t slabs;    // S, at least 1 and at most 65535 on CUDA
-  void* partial;    // [S·F, N] of the compute kind (float for the half kinds); null when that is one row
+  void* partial;    // [S·F, N] of the compute kind (float for the half kinds), null if S·F is 1
   void* sums;       // [N]
-  int64_t fold;     // F: so many rows are read as one long row on CUDA; 0 and 1 mean that none are
+  int64_t fold;     // F: this many rows are read as one on CUDA; 0 and 1 switch folding off
 };

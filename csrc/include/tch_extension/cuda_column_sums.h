@@ -12,8 +12,8 @@
 //   start_column_sums<T, kLanes>(sums, loader, stream);
 //   finish_column_sums<T>(sums, stream);  // if there are several slabs, or if rows are folded
 //
-// If rows are folded (column_sums.h), the loader sees the rows and columns of folded(sums). Its last
-// row may be short, and the loader has to return zeros for elements beyond rows · columns.
+// If rows are folded (column_sums.h), the loader sees the rows and columns of folded(sums). Its
+// last row may be short, and the loader has to return zeros for elements beyond rows · columns.
 //
 // Each thread block sums one slab of rows for one tile of columns. Its threads are arranged in x
 // columns and y rows, and the y partial sums of a column are added as a tree. There are no atomics,

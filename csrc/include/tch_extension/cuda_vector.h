@@ -42,10 +42,11 @@ __device__ __forceinline__ Values<T, kLanes> values_of(const Vector<T, kLanes>& 
   return values;
 }
 
-// The first `count` values of a vector, which may be none, one by one; zeros behind them. Any address will
-// do.
+// The first `count` values of a vector, which may be none, one by one; zeros behind them. Any
+// address will do.
 template <typename T, int kLanes>
-__device__ __forceinline__ Vector<T, kLanes> load_part(const void* pointer, int64_t at, int64_t count) {
+__device__ __forceinline__ Vector<T, kLanes> load_part(const void* pointer, int64_t at,
+                                                       int64_t count) {
   Vector<T, kLanes> vector;
 #pragma unroll
   for (int lane = 0; lane < kLanes; ++lane) {

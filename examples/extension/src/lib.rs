@@ -1,6 +1,6 @@
-//! How to write an operator, at each of four levels: from tch operations; as an
-//! `autograd::Function` in Rust; in C++ on ATen; as kernels for the CPU and CUDA. Each level does
-//! the same and is as differentiable as the others.
+//! How to write an operator at each of four levels: with tch operations, as an `autograd::Function`
+//! in Rust, in C++ on ATen, and as kernels for the CPU and CUDA. All levels compute the same and
+//! are equally differentiable.
 //!
 //! - [`linear`]: `y = x Wᵀ + b`.
 //! - [`lltm`]: one step of the LLTM cell of PyTorch's extension tutorial.

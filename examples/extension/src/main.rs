@@ -1,4 +1,4 @@
-//! Prints what each level costs, forward and backward, on the CPU and on a GPU where there is one.
+//! Prints the time of each level, forward and backward, on the CPU and, if there is one, on a GPU.
 
 use extension::{linear, lltm};
 use std::time::{Duration, Instant};
@@ -63,7 +63,7 @@ impl Table {
         for (name, operator) in &self.levels {
             let inputs = self.inputs(device);
             let results = results(operator, &inputs)?;
-            // Times of something else would say nothing.
+            // Times are worth comparing only if all levels compute the same.
             let expected = expected
                 .get_or_insert_with(|| results.iter().map(Tensor::copy).collect::<Vec<_>>());
             results
@@ -78,7 +78,7 @@ impl Table {
         Ok(())
     }
 
-    /// The same for each level.
+    /// The inputs, which are the same for each level.
     fn inputs(&self, device: Device) -> Vec<Tensor> {
         tch::manual_seed(0);
         let scale = 1.0 / (self.sizes[1][1] as f64).sqrt();
@@ -87,7 +87,7 @@ impl Table {
     }
 }
 
-/// The outputs and all gradients.
+/// The outputs and the gradients of all inputs.
 fn results(operator: &Operator, inputs: &[Tensor]) -> Result<Vec<Tensor>> {
     let outputs = operator(inputs)?;
     let gradients = gradients(&outputs, inputs, false)?;
@@ -107,12 +107,12 @@ fn gradients(outputs: &[Tensor], inputs: &[Tensor], retain_graph: bool) -> Resul
     Ok(grad(&outputs, &inputs, &options)?.into_vec().into_iter().flatten().collect())
 }
 
-/// The median of several rounds: by the clock on the CPU, by CUDA's events on a GPU.
+/// The median time of a call over several rounds: by the clock on the CPU, by CUDA events on a GPU.
 fn per_call(device: Device, mut call: impl FnMut() -> Result<()>) -> Result<Duration> {
     const CALLS: u32 = 200;
     let mut rounds = Vec::new();
     for _ in 0..9 {
-        // Also what warms up.
+        // This call is also the warm-up.
         call()?;
         rounds.push(match device {
             Device::Cuda(_) => {

@@ -1,6 +1,6 @@
-//! Operators that are registered in C++ (`csrc/muladd`), with kernels for the CPU and CUDA, called
-//! by name: `muladd`, `mul`, and `add_out`, which writes into its last argument. Python's
-//! `torch.ops` would see the same three.
+//! Operators that C++ registers (`csrc/muladd`), with kernels for the CPU and CUDA, called by name:
+//! `muladd`, `mul`, and `add_out`, which writes into its last argument. Python would find the same
+//! three in `torch.ops`.
 
 use std::sync::LazyLock;
 use tch::Tensor;
@@ -17,8 +17,8 @@ static MULADD: LazyLock<WithBackward> =
 static MUL: LazyLock<Operator> = LazyLock::new(|| find("mul"));
 static ADD_OUT: LazyLock<Operator> = LazyLock::new(|| find("add_out"));
 
-/// `a * b + c`, of kind f32 or f64. The kernels know nothing of gradients; the backward is given
-/// here, of the operator `mul`.
+/// Computes `a * b + c` for kinds f32 and f64. The kernels have no gradients; the backward is
+/// defined here with the operator `mul`.
 pub fn muladd(a: &Tensor, b: &Tensor, c: f64) -> Result<Tensor> {
     MULADD.call(args![a, b, c])
 }
@@ -32,7 +32,7 @@ fn product_backward(ctx: &CallContext<'_>, grads: &Tensors) -> Result<Tensors> {
     Ok([da, db].into())
 }
 
-/// `a * b` without a gradient: on inputs that require one, it is an error.
+/// Computes `a * b` without a gradient. It is an error if an input requires one.
 pub fn mul(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     MUL.call(args![a, b])
 }

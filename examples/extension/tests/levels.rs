@@ -1,5 +1,5 @@
-//! Every level of every operator: right values, right gradients, right second derivatives, and fit
-//! for a training loop.
+//! Tests every level of every operator: values, gradients, second derivatives, and the conformance
+//! suite.
 
 use extension::{linear, lltm};
 use tch::{Device, Kind, Tensor};
@@ -8,7 +8,7 @@ use tch_extension::testing::{assert_close, conformance, devices, gradcheck, grad
 
 type Operator<'a> = &'a (dyn Fn(&[Tensor]) -> Result<Vec<Tensor>> + Sync);
 
-/// Leaves of kind f64, each the transpose of one that is contiguous if it can be.
+/// Makes leaves of kind f64. If `transposed`, each matrix is the transpose of a contiguous one.
 fn leaves(sizes: &[&[i64]], transposed: bool, device: Device) -> Vec<Tensor> {
     tch::manual_seed(0);
     let leaf = |size: &&[i64]| {
@@ -23,7 +23,8 @@ fn leaves(sizes: &[&[i64]], transposed: bool, device: Device) -> Vec<Tensor> {
     sizes.iter().map(leaf).collect()
 }
 
-/// Sizes with nothing, one, and what is no multiple of a tile or a block.
+/// Checks all these sizes, which include zero, one, and sizes that are no multiple of a tile or
+/// block.
 fn prove(name: &str, operator: Operator<'_>, reference: Operator<'_>, sizes: &[Vec<Vec<i64>>]) {
     for device in devices() {
         for sizes in sizes {

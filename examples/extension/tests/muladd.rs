@@ -1,4 +1,4 @@
-//! Operators that C++ registers, called by name.
+//! Tests operators that C++ registers, called by name.
 
 use extension::muladd::{add_out, mul, muladd};
 use tch::{Device, Kind, Tensor};

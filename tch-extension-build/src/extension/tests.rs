@@ -1,4 +1,4 @@
-//! What `Extension` tells compiler and linker, seen by programs that stand in for them.
+//! Tests what `Extension` tells the compiler and the linker, with programs that stand in for them.
 
 use super::*;
 use crate::support::{fake_libtorch, fake_nvcc, scratch, write};
@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt;
 
-/// A build script of a folder with a libtorch of its own.
+/// A build script in a folder that has a libtorch of its own.
 struct Script {
     folder: PathBuf,
     vars: HashMap<&'static str, String>,
@@ -130,7 +130,8 @@ fn sources_that_register_themselves_are_linked_whole() {
     assert!(!lines(Extension::new("a").whole_archive(false)).contains(&whole));
 }
 
-/// What two extensions for Python may have in common, and `value` and `layout`, which are for Rust.
+/// A source with names that two extensions for Python may share, and with `value` and `layout`,
+/// which Rust uses.
 fn of_common_names(n: usize) -> String {
     format!(
         "#include <stdexcept>\n\
@@ -164,7 +165,7 @@ fn extensions_with_the_same_names_call_their_own() {
     program.arg(script.source("main.cpp", main));
     for n in [1, 2] {
         let source = script.source(&format!("{n}/a.cpp"), &of_common_names(n));
-        // Another unit of the same extension shares its functions and variables.
+        // Another source of the same extension uses the same functions and variables.
         let more = script
             .source(&format!("{n}/b.cpp"), "int helper();\nint again() { return helper(); }\n");
         let extension = Extension::new(&format!("python_{n}")).source(source).source(more);
@@ -197,7 +198,7 @@ fn sources_written_for_python_find_their_headers_and_name() {
     let script = Script::new("python", false);
     let header = "#define PYBIND11_MODULE(name, m) int name\n";
     write(&script.folder.join("public/tch_extension/python/torch/extension.h"), header);
-    // Python's own, as a virtual environment would have it.
+    // A header of Python's own, as it would be in a virtual environment.
     write(&script.folder.join("venv/torch/extension.h"), "#error\n");
     let public = script.folder.join("public").display().to_string();
     let script = script.with("DEP_TCH_EXTENSION_INCLUDE", &public);
@@ -244,7 +245,7 @@ fn flags_reach_their_compiler_and_only_it() {
     for library in ["libcudart.so.13", "libcublasLt.so.13"] {
         assert!(lines.contains(&format!("rustc-link-lib=dylib:+verbatim={library}")), "{lines:?}");
     }
-    // Another library whose name only begins so is not it.
+    // A library whose name only begins with the wanted one is not found.
     let error = script.refusal(&extension.cuda_library("cublas"));
     assert_says(&error, &["libtorch wants libcublas.so.13, which is not in"]);
 }
@@ -325,7 +326,7 @@ fn another_libtorch_or_abi_is_an_error() {
     let script = Script::new("another", false);
     let source = script.source("a.cpp", "");
     let extension = Extension::new("a").source(&source);
-    // The names of functions that take a std::string say which ABI it is.
+    // The mangled names of functions that take a std::string show which ABI they use.
     write(
         &script.folder.join("libtorch/lib/libc10.so"),
         "_ZN3c105ErrorC1ENSt7__cxx1112basic_stringE",

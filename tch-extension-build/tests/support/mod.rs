@@ -1,4 +1,4 @@
-//! Folders that look like a libtorch, for tests that need no real one.
+//! Makes folders that look like a libtorch, for tests that need no real one.
 #![allow(dead_code)]
 
 use super::LIBTORCH_VERSIONS;
@@ -6,7 +6,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A new, empty folder.
+/// Makes a new, empty folder.
 pub fn scratch(name: &str) -> PathBuf {
     let folder =
         std::env::temp_dir().join(format!("tch-extension-build-{name}-{}", std::process::id()));
@@ -22,7 +22,7 @@ pub fn write(path: &Path, text: &str) -> PathBuf {
     path.to_path_buf()
 }
 
-/// A libtorch with a version and with libraries that hold nothing; the folder of its libraries.
+/// Makes a libtorch with a version and empty libraries, and returns the folder of its libraries.
 pub fn fake_libtorch(root: &Path, cuda: bool) -> PathBuf {
     let parts: Vec<_> = LIBTORCH_VERSIONS[0].0.split('.').collect();
     let version: String = ["MAJOR", "MINOR", "PATCH"]
@@ -50,7 +50,7 @@ pub fn fake_libtorch(root: &Path, cuda: bool) -> PathBuf {
     lib
 }
 
-/// An nvcc of this release, which lets g++ do the work; its path.
+/// Makes an nvcc of this release that calls g++ to compile, and returns its path.
 pub fn fake_nvcc(home: &Path, release: &str) -> PathBuf {
     let script = format!(
         "#!/bin/sh\n\

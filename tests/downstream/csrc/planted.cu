@@ -1,5 +1,5 @@
-// Kernels that are wrong on purpose: a sanitizer that finds nothing in the operators must find
-// these.
+// Kernels that are wrong on purpose. A sanitizer's clean result for the operators means something
+// only if it finds these faults.
 
 #include "tch_extension/launch.h"
 
@@ -11,7 +11,7 @@ __global__ void planted_overrun_kernel(float* data, int64_t len) {
   for (int64_t i = threadIdx.x; i <= len; i += blockDim.x) data[i] = 1.0f;
 }
 
-// Every thread reads what its neighbour writes, with no barrier between.
+// Each thread reads what another thread writes, without a barrier in between.
 __global__ void planted_race_kernel(float* data) {
   __shared__ float shared[kThreads];
   shared[threadIdx.x] = data[threadIdx.x];
@@ -29,13 +29,13 @@ extern "C" tch_extension::LaunchStatus downstream_planted_overrun(float* data, i
   return tch_extension::launch_status("planted_overrun");
 }
 
-// `data` holds 256 values.
+// `data` must have 256 values.
 extern "C" tch_extension::LaunchStatus downstream_planted_race(float* data, cudaStream_t stream) {
   tch_extension::planted_race_kernel<<<1, tch_extension::kThreads, 0, stream>>>(data);
   return tch_extension::launch_status("planted_race");
 }
 
-// More threads than a block can have.
+// Launches more threads than a block can have.
 extern "C" tch_extension::LaunchStatus downstream_planted_launch(float* data, cudaStream_t stream) {
   tch_extension::planted_launch_kernel<<<1, 2048, 0, stream>>>(data);
   return tch_extension::launch_status("planted_launch");

@@ -1,11 +1,11 @@
-//! An operator whose backward kernel forgets its last element on request.
+//! An operator whose backward kernel omits its last element on request.
 
 use std::ffi::c_void;
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
 use tch_extension::{Error, Result, check};
 
-/// `csrc/cube/cube.h`.
+/// Mirrors `CubeBackward` in `csrc/cube/cube.h`.
 #[repr(C)]
 struct Backward {
     len: i64,
@@ -25,10 +25,10 @@ unsafe extern "C" {
     ) -> tch_extension::cuda::LaunchStatus;
 }
 
-/// x³ of a contiguous tensor of kind `Double`.
+/// Computes x³ of a contiguous tensor of kind `Double`.
 ///
 /// # Errors
-/// On any other tensor.
+/// If the tensor is undefined, has another kind, is not contiguous, or is on an unsupported device.
 pub fn cube(x: &Tensor, broken: bool) -> Result<Tensor> {
     check!("cube", x).defined()?.kind_in(&[Kind::Double])?.supported_device()?;
     if !x.is_contiguous() {
@@ -68,14 +68,14 @@ impl Function for Cube {
             grad_x: grad_x.data_ptr(),
         };
         match x.device() {
-            // SAFETY: contiguous arrays of `len` values of kind Double, on this device; `grad_x` is
-            // new.
+            // SAFETY: `cube` and the lines above made sure that all three are contiguous arrays of
+            // `len` values of kind Double on this device, and nothing else uses the new `grad_x`.
             #[cfg(tch_extension_cuda)]
             device @ Device::Cuda(_) => tch_extension::cuda::launch(device, |stream| unsafe {
                 downstream_cube_backward_cuda(&params, stream)
             })?,
             Device::Cpu => {
-                // SAFETY: as above.
+                // SAFETY: as for CUDA.
                 unsafe { downstream_cube_backward_cpu(&params) }
             }
             device => return Err(Error::msg(format!("cube: no kernel for {device:?}"))),

@@ -1,10 +1,10 @@
-//! A crate with kernels of its own, as a user would write it. These are broken on purpose: the
-//! proof that the tools which find nothing in the operators can find something.
+//! A crate with kernels of its own, as a user would write it. Some of its kernels are wrong on
+//! purpose, to prove that the tools that find nothing in the operators can find something.
 
 pub mod cube;
 pub mod maths;
 
-/// The kernels of `csrc/planted.cu`; without CUDA there are none.
+/// The kernels of `csrc/planted.cu`, which exist only with CUDA.
 #[cfg(tch_extension_cuda)]
 pub mod planted {
     use std::ffi::c_void;
@@ -25,33 +25,33 @@ pub mod planted {
     /// Writes one element past the end of a float tensor.
     ///
     /// # Errors
-    /// When the launch fails.
+    /// If the launch fails.
     pub fn overrun(data: &Tensor) -> Result<()> {
         let len = data.numel() as i64;
-        // SAFETY: none, which is the point; libtorch's allocator rounds sizes up, so nobody is
-        // harmed.
+        // SAFETY: this overrun is undefined behaviour on purpose. libtorch's allocator rounds sizes
+        // up, so it harms nothing else.
         launch(data.device(), |stream| unsafe {
             downstream_planted_overrun(data.data_ptr(), len, stream)
         })
     }
 
-    /// Reads and writes shared memory without a barrier; takes 256 floats.
+    /// Reads and writes shared memory without a barrier. `data` must have 256 floats.
     ///
     /// # Errors
-    /// When the launch fails.
+    /// If the launch fails.
     pub fn race(data: &Tensor) -> Result<()> {
         assert_eq!(data.numel(), 256);
-        // SAFETY: the kernel stays within 256 elements; which values it writes is undefined on
-        // purpose.
+        // SAFETY: the assertion makes sure of 256 elements, and the kernel accesses no others.
+        // Which values it writes is undefined on purpose.
         launch(data.device(), |stream| unsafe { downstream_planted_race(data.data_ptr(), stream) })
     }
 
-    /// A launch that CUDA refuses.
+    /// Tries a launch that CUDA refuses.
     ///
     /// # Errors
     /// Always.
     pub fn impossible_launch(data: &Tensor) -> Result<()> {
-        // SAFETY: the kernel never runs.
+        // SAFETY: CUDA refuses the launch, so the kernel never runs.
         launch(data.device(), |stream| unsafe {
             downstream_planted_launch(data.data_ptr(), stream)
         })

@@ -1,11 +1,11 @@
-//! The public headers at work: `csrc/maths`.
+//! Uses the public headers through `csrc/maths`.
 
 use std::ffi::{CStr, c_char, c_void};
 use tch::{Device, Kind, Tensor};
 use tch_extension::strided::{Strided, StridedMut};
 use tch_extension::{Error, Result, check};
 
-/// `csrc/maths/maths.h`.
+/// Mirrors `MathsParams` in `csrc/maths/maths.h`.
 #[repr(C)]
 struct Params<'a> {
     x: Strided<'a, 2>,
@@ -43,14 +43,14 @@ fn result(message: *mut c_char) -> Result<()> {
     if message.is_null() {
         return Ok(());
     }
-    // SAFETY: a non-null message is a terminated string, and it is ours.
+    // SAFETY: C++ returns either null or a terminated string, which the caller owns.
     let text = unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned();
-    // SAFETY: it is not used again.
+    // SAFETY: the message came from C++ and is not used again.
     unsafe { tch_extension_free_message(message) };
     Err(Error::msg(text))
 }
 
-/// The scalar functions, in C++'s order.
+/// The names of the scalar functions, in the order of the C++ code.
 pub const FUNCTIONS: [&str; 16] = [
     "relu",
     "relu_grad",
@@ -70,10 +70,10 @@ pub const FUNCTIONS: [&str; 16] = [
     "tanh_grad",
 ];
 
-/// One of [`FUNCTIONS`] of each element of a matrix, written to another.
+/// Applies one of [`FUNCTIONS`] to each element of a matrix and writes the results to another.
 ///
 /// # Errors
-/// On kinds that have no kernel, and when the matrices do not match.
+/// If there is no kernel for the kind, or if the matrices differ in shape, kind or device.
 pub fn maths(function: &str, x: &Tensor, y: &mut Tensor) -> Result<()> {
     let index = FUNCTIONS.iter().position(|name| *name == function);
     let index = index.ok_or_else(|| Error::msg(format!("maths: there is no {function}")))?;
@@ -89,43 +89,44 @@ pub fn maths(function: &str, x: &Tensor, y: &mut Tensor) -> Result<()> {
     match x.device() {
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => tch_extension::cuda::launch(device, |stream| {
-            // SAFETY: both are matrices of the same shape and kind, on this device.
+            // SAFETY: the checks above made sure that both are matrices of the same shape and kind
+            // on this device.
             unsafe { downstream_maths_cuda(&params, stream) }
         }),
-        // SAFETY: as above.
+        // SAFETY: as for CUDA.
         Device::Cpu => result(unsafe { downstream_maths_cpu(&params) }),
         device => Err(Error::msg(format!("maths: no kernel for {device:?}"))),
     }
 }
 
-/// Twice a contiguous tensor of kind Float on CUDA, at whatever address.
+/// Doubles a contiguous tensor of kind Float on CUDA, at any alignment.
 ///
 /// # Errors
-/// When the launch fails.
+/// If the launch fails.
 #[cfg(tch_extension_cuda)]
 pub fn twice(x: &Tensor, y: &mut Tensor) -> Result<()> {
     assert!(x.is_contiguous() && y.is_contiguous() && x.size() == y.size());
     assert!(x.kind() == Kind::Float && y.kind() == Kind::Float);
     let len = x.numel() as i64;
-    // SAFETY: contiguous arrays of `len` floats.
+    // SAFETY: the assertions made sure that both are contiguous arrays of `len` floats.
     tch_extension::cuda::launch(x.device(), |stream| unsafe {
         downstream_twice_cuda(x.data_ptr(), y.data_ptr(), len, 6, stream)
     })
 }
 
-/// One element of a matrix of kind Float on the CPU, through `tensor.h`.
+/// Reads one element of a matrix of kind Float on the CPU, with `tensor.h`.
 ///
 /// # Errors
-/// On any other tensor; and in debug builds on an index out of range.
+/// For any other tensor and, in debug builds, for an index out of range.
 pub fn element(x: &Tensor, row: i64, column: i64, at_once: bool) -> Result<f32> {
     let mut value = 0.0;
-    // SAFETY: a live tensor; C++ checks the rest.
+    // SAFETY: `x` is a live tensor, and C++ checks everything else.
     result(unsafe { downstream_element(x.as_ptr().cast(), row, column, at_once, &mut value) })?;
     Ok(value)
 }
 
-/// Whether 32 bits are enough for the indices of such a matrix.
+/// Whether 32 bits are enough to index a matrix with these sizes and strides.
 pub fn fits_in_32_bits(sizes: [i64; 2], strides: [i64; 2]) -> bool {
-    // SAFETY: two numbers each, as C++ expects.
+    // SAFETY: both arrays have two numbers, as the C++ function requires.
     unsafe { downstream_fits_in_32_bits(sizes.as_ptr(), strides.as_ptr()) }
 }

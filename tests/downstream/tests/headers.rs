@@ -1,11 +1,11 @@
-//! The public headers: scalar functions against libtorch's, accessors of any strides, vectors and
-//! their tails.
+//! Tests of the public headers: scalar functions compared with libtorch's, accessors with any
+//! strides, and vectors with the elements left over.
 
 use downstream::maths::{FUNCTIONS, element, fits_in_32_bits, maths};
 use tch::{Device, Kind, Tensor};
 use tch_extension::testing::devices;
 
-/// libtorch's own, by its name in the headers.
+/// libtorch's own function for a name in the headers.
 fn libtorch(function: &str, x: &Tensor) -> Tensor {
     match function {
         "relu" => x.relu(),
@@ -27,7 +27,7 @@ fn libtorch(function: &str, x: &Tensor) -> Tensor {
     }
 }
 
-/// Small and large, of both signs, with zero among them; a part of a wider matrix, transposed.
+/// Small and large numbers of both signs, including zero, in a transposed part of a wider matrix.
 fn inputs(kind: Kind, device: Device) -> Tensor {
     let grid = (Tensor::arange(61 * 9, (Kind::Double, device)) - 274.0) * 0.11;
     let grid = grid.reshape([61, 9]);
@@ -47,7 +47,8 @@ fn scalar_functions_are_libtorchs() {
         for (kind, tolerance) in kinds {
             let x = inputs(kind, device);
             for function in FUNCTIONS {
-                // Every other column of a wider matrix: what lies between must stay.
+                // The output is every other column of a wider matrix; the columns between must not
+                // change.
                 let wide = Tensor::full([x.size()[0], 2 * x.size()[1]], 7.0, (kind, device));
                 maths(function, &x, &mut wide.slice(1, 0, None, 2)).expect("a kernel");
                 assert!(
@@ -63,7 +64,8 @@ fn scalar_functions_are_libtorchs() {
     }
 }
 
-/// Where exponentials overflow, digits run out and numbers are denormal: no infinity and no NaN.
+/// Tests numbers for which exponentials overflow, digits are lost or values are denormal. The
+/// results must not become infinite or NaN unless libtorch's do.
 #[test]
 fn extremes_are_libtorchs() {
     const BOTH: [f64; 10] = [0.0, 1e-45, 1e-38, 1e-8, 5.0, 19.9, 20.1, 88.8, 104.0, 1e4];

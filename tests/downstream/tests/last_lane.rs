@@ -1,10 +1,10 @@
-//! A kernel that forgets its last lane is what a gradcheck is for.
+//! Tests that gradcheck detects a kernel that omits its last lane.
 
 use downstream::cube::cube;
 use tch::{Kind, Tensor};
 use tch_extension::testing::{conformance, devices, gradcheck};
 
-/// Whole vectors on every machine, one element more, and few.
+/// Whole vectors on every machine, one element more than that, and fewer than a vector.
 const SIZES: [i64; 5] = [1, 2, 5, 16, 17];
 
 fn leaf(size: i64, device: tch::Device) -> Tensor {

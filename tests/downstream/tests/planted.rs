@@ -1,5 +1,5 @@
-//! Faults that compute-sanitizer must find (`run.sh sanitize` of the bundle runs these under it),
-//! and a launch that CUDA must refuse.
+//! Faults that compute-sanitizer must find (a bundle's `run.sh sanitize` runs these tests under
+//! it), and a launch that CUDA must refuse.
 #![cfg(tch_extension_cuda)]
 
 use downstream::planted;
@@ -11,7 +11,8 @@ use tch_extension::testing::cuda_or_skip;
 #[test]
 fn planted_overrun() {
     let Some(device) = cuda_or_skip("planted_overrun") else { return };
-    // The script has memcheck pad allocations: what lies behind this one may be mapped otherwise.
+    // The script makes memcheck pad allocations, because the memory after this one might otherwise
+    // be mapped.
     let data = Tensor::zeros([1 << 20], (Kind::Float, device));
     planted::overrun(&data).expect("a launch");
     Cuda::synchronize(0);

@@ -1,4 +1,5 @@
-//! Sources written for Python, compiled unchanged into the program: each `m.def` is an operator.
+//! Tests of sources that were written for Python and are compiled unchanged into the program. Each
+//! `m.def` is an operator.
 
 use downstream as _;
 use std::sync::Mutex;
@@ -58,11 +59,12 @@ fn cuda_lltm() {
     assert_close(&all[1], &cell, 1e-9, 1e-11);
 }
 
-/// The extensions below count calls, for the process.
+/// Serialises the tests that use the extensions below, because these count calls in the whole
+/// process.
 static COUNTED: Mutex<()> = Mutex::new(());
 
-/// `PyInit__C`, functions, inline functions, templates, classes, variables and kernels of one name
-/// in two extensions.
+/// Two extensions use the same names: `PyInit__C`, functions, inline functions, templates, classes,
+/// variables and kernels.
 #[test]
 fn extensions_with_the_same_names_call_their_own() {
     let _alone = COUNTED.lock().unwrap();

@@ -13,7 +13,7 @@ class Linear : public torch::autograd::Function<Linear> {
     return at::addmm(b, x, w.t());
   }
 
-  // Made of differentiable operations, so that it has a derivative itself.
+  // This consists of differentiable operations, so it can be differentiated again.
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
                                                  const torch::autograd::variable_list& grads) {
     const auto saved = ctx->get_saved_variables();

@@ -1,5 +1,5 @@
-// The CPU's way: rows are spread over libtorch's threads, and the innermost loop runs along a row
-// of the result.
+// The CPU kernels. libtorch's threads share the rows, and the innermost loop runs along a row of
+// the result.
 
 #include "kernels.h"
 
@@ -13,8 +13,8 @@ using tch_extension::Accessor;
 
 constexpr int64_t kTile = 64;
 
-// A square of the second factor, row by row, whatever its strides: read once, used by every row of
-// the result.
+// A square of the second factor, copied row by row from any strides. It is read once and used by
+// every row of the result.
 template <typename T>
 struct Tile {
   T values[kTile][kTile];
@@ -50,7 +50,8 @@ void add_product(Accessor<const T, 2> a, Accessor<const T, 2> b, Accessor<T, 2> 
 template <typename T, typename Start>
 void product(Accessor<const T, 2> a, Accessor<const T, 2> b, Accessor<T, 2> c, Start start) {
   const int64_t columns = c.sizes[1];
-  // At least this many multiplications for a thread: waking one costs microseconds.
+  // Each thread gets at least this many multiplications, because waking a thread costs
+  // microseconds.
   const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, columns * a.sizes[1]));
   at::parallel_for(0, c.sizes[0], grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -62,7 +63,8 @@ void product(Accessor<const T, 2> a, Accessor<const T, 2> b, Accessor<T, 2> c, S
   });
 }
 
-// The kinds these kernels are made for; Rust lets no other one pass.
+// Calls `body` with a value of the kind that the kernels support. The Rust side rejects all other
+// kinds.
 template <typename Body>
 void for_float_or_double(int32_t kind, Body body) {
   if (kind == kTchExtensionFloat) body(float());

@@ -1,5 +1,5 @@
-// CUDA's way: a block computes a square of the result, and brings squares of both factors into
-// shared memory, where each value is used by a whole row or column of threads.
+// The CUDA kernels. A block computes a square of the result. It copies squares of both factors into
+// shared memory, where a whole row or column of threads uses each value.
 
 #include <algorithm>
 
@@ -17,10 +17,11 @@ __global__ void __launch_bounds__(kTile* kTile)
     product(Accessor<const T, 2> a, Accessor<const T, 2> b, Accessor<T, 2> c, Start start) {
   __shared__ T tile_a[kTile][kTile];
   __shared__ T
-      tile_b[kTile][kTile + 1];  // one more, so that a column's values lie in different banks
+      tile_b[kTile][kTile + 1];  // padded by one, so that a column's values are in different banks
   const int64_t inner = a.sizes[1];
   const int64_t column = int64_t(blockIdx.x) * kTile + threadIdx.x;
-  // Rows in steps of the grid: there may be more tiles than a grid has in this direction.
+  // Blocks step over the rows by the height of the grid: there may be more tiles than a grid can
+  // have in this direction.
   for (int64_t first = int64_t(blockIdx.y) * kTile; first < c.sizes[0];
        first += int64_t(gridDim.y) * kTile) {
     const int64_t row = first + threadIdx.y;
@@ -31,7 +32,7 @@ __global__ void __launch_bounds__(kTile* kTile)
       tile_b[threadIdx.y][threadIdx.x] = column < c.sizes[1] && k_b < inner ? b(k_b, column) : T(0);
       __syncthreads();
       for (int i = 0; i < kTile; ++i) sum += tile_a[threadIdx.y][i] * tile_b[i][threadIdx.x];
-      // Before the next squares overwrite these.
+      // All threads must have read the squares before the next ones overwrite them.
       __syncthreads();
     }
     if (row < c.sizes[0] && column < c.sizes[1]) c(row, column) = sum;

@@ -1,6 +1,6 @@
-// Level 4: matrix products of strided matrices, so that a transposed one costs no copy.
-// src/linear/kernels.rs mirrors the structs. What an element starts with, and how it is computed,
-// is the same on the CPU and on CUDA.
+// Level 4: products of strided matrices, so that a transposed matrix needs no copy.
+// src/linear/kernels.rs mirrors the structs. The CPU and CUDA kernels share the initial value of
+// each element.
 #pragma once
 
 #include "tch_extension/accessor.h"

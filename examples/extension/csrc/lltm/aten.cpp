@@ -1,11 +1,11 @@
-// Level 3: forward and backward in C++ on ATen, bound as for Python: the same file is an extension
-// there.
+// Level 3: forward and backward in C++ on ATen, bound with pybind11. The same file also works as an
+// extension for Python.
 
 #include <torch/extension.h>
 
 #include <vector>
 
-// h', c', and for the backward [h, x] and the activations σ(i), σ(o), g.
+// Returns h' and c', and for the backward [h, x] and the activations σ(i), σ(o), g.
 std::vector<torch::Tensor> lltm_forward(torch::Tensor x, torch::Tensor w, torch::Tensor b,
                                         torch::Tensor h, torch::Tensor c) {
   TORCH_CHECK(x.dim() == 2 && h.dim() == 2, "lltm takes x [B, F] and h [B, H]");
@@ -17,7 +17,7 @@ std::vector<torch::Tensor> lltm_forward(torch::Tensor x, torch::Tensor w, torch:
   return {new_h, new_c, hx, i, o, g};
 }
 
-// The gradients of x, w, b, h and c.
+// Returns the gradients of x, w, b, h and c.
 std::vector<torch::Tensor> lltm_backward(torch::Tensor dh, torch::Tensor dc, torch::Tensor w,
                                          torch::Tensor new_c, torch::Tensor hx, torch::Tensor i,
                                          torch::Tensor o, torch::Tensor g) {

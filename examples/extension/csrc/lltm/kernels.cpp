@@ -1,4 +1,4 @@
-// The CPU's way: elements are spread over libtorch's threads.
+// The CPU kernels: libtorch's threads share the elements.
 
 #include "kernels.h"
 

@@ -1,5 +1,5 @@
-// CUDA's way: a thread for each element, and another element a whole grid further where there are
-// more.
+// The CUDA kernels: one thread for each element. If there are more elements than threads, each
+// thread continues with the element that is one grid further.
 
 #include "kernels.h"
 #include "tch_extension/launch.h"
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(tch_extension::kThreads)
 template <typename Element>
 void for_each(const Element& element, cudaStream_t stream) {
   const int64_t count = element.count();
-  // A grid of no blocks is an error of CUDA's.
+  // CUDA rejects a grid without blocks.
   if (count == 0) return;
   for_each_kernel<<<tch_extension::blocks_for(count), tch_extension::kThreads, 0, stream>>>(element,
                                                                                             count);

@@ -1,6 +1,6 @@
-// Level 4: everything of a step behind the product that makes the gates, and its backward.
-// src/lltm/kernels.rs mirrors the structs. All matrices have rows b < B and columns of H, or 3H in
-// the order i, o, g.
+// Level 4: everything in a step that follows the product for the gates, and its backward.
+// src/lltm/kernels.rs mirrors the structs. All matrices have B rows, and H columns or 3H in the
+// order i, o, g.
 #pragma once
 
 #include "tch_extension/accessor.h"

@@ -1,5 +1,5 @@
-// Operators that libtorch's dispatcher knows by name and schema, with kernels for the CPU here and
-// for CUDA in muladd.cu.
+// Operators that are registered with libtorch's dispatcher by name and schema. The CPU kernels are
+// in this file, the CUDA kernels in muladd.cu.
 
 #include "muladd.h"
 
@@ -58,7 +58,8 @@ void add_out_cpu(const at::Tensor& a, const at::Tensor& b, at::Tensor& out) {
 }  // namespace
 }  // namespace extension
 
-// What they take and return; what is written into has an exclamation mark.
+// The schemas: what the operators take and return. An argument that is written to has an
+// exclamation mark.
 TORCH_LIBRARY(extension_example, m) {
   m.def("muladd(Tensor a, Tensor b, float c) -> Tensor");
   m.def("mul(Tensor a, Tensor b) -> Tensor");

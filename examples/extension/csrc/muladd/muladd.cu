@@ -1,5 +1,5 @@
-// CUDA kernels of the operators that muladd.cpp defines. A `.cu` may include torch's headers; it
-// compiles the faster the fewer it includes.
+// CUDA kernels of the operators that muladd.cpp defines. A `.cu` file may include torch's headers;
+// the fewer it includes, the faster it compiles.
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>

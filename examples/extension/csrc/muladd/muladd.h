@@ -1,14 +1,14 @@
-// Checks that the kernels for the CPU and for CUDA share.
+// Checks that the CPU and the CUDA kernels share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 namespace extension {
 
-// Same shape, kind and device.
+// Checks that a and b have the same shape, kind and device.
 void check(const char* name, const at::Tensor& a, const at::Tensor& b);
 
-// Where to write: as a, and contiguous.
+// Checks that out has a's shape, kind and device and is contiguous.
 void check_out(const char* name, const at::Tensor& a, const at::Tensor& out);
 
 }  // namespace extension

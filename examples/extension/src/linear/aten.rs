@@ -1,5 +1,5 @@
-//! Level 3: C++ on ATen, differentiated there (`csrc/linear/aten.cpp`). The dispatcher knows it by
-//! name.
+//! Level 3: C++ on ATen, which is also differentiated in C++ (`csrc/linear/aten.cpp`). Rust calls
+//! it by its name in libtorch's dispatcher.
 
 use std::sync::LazyLock;
 use tch::Tensor;
@@ -10,7 +10,7 @@ static LINEAR: LazyLock<Operator> = LazyLock::new(|| {
     Operator::find("extension_example::linear").expect("csrc/linear/aten.cpp is linked")
 });
 
-/// `x Wᵀ + b`
+/// Computes `x Wᵀ + b`.
 pub fn linear(x: &Tensor, w: &Tensor, b: &Tensor) -> Result<Tensor> {
     LINEAR.call(args![x, w, b])
 }

@@ -1,9 +1,9 @@
-//! Level 1: tch operations. libtorch differentiates them.
+//! Level 1: tch operations, which libtorch differentiates.
 
 use tch::Tensor;
 use tch_extension::Result;
 
-/// `x Wᵀ + b`
+/// Computes `x Wᵀ + b`.
 pub fn linear(x: &Tensor, w: &Tensor, b: &Tensor) -> Result<Tensor> {
     Ok(x.f_matmul(&w.f_transpose(0, 1)?)?.f_add(b)?)
 }

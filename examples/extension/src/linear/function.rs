@@ -1,4 +1,5 @@
-//! Level 2: a `Function`. The backward is ours, and only what somebody asks for is computed.
+//! Level 2: a `Function` with a backward of our own, which computes only the gradients that are
+//! needed.
 
 use tch::Tensor;
 use tch_extension::Result;
@@ -10,7 +11,7 @@ struct Linear;
 
 impl Function for Linear {
     const NAME: &'static str = "extension::linear";
-    /// The second derivative is right, too: see the first lines of `backward`.
+    /// The second derivative is right, too, because of the first lines of `backward`.
     const DOUBLE_BACKWARD: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
@@ -35,7 +36,7 @@ impl Function for Linear {
     }
 }
 
-/// Differentiates level 1 instead: its operations have derivatives of any order.
+/// Differentiates level 1 instead, because its operations have derivatives of any order.
 pub(super) fn second_derivative(ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
     let inputs = (0..3).map(|slot| ctx.saved(slot).map(Some)).collect::<Result<Vec<_>>>()?;
     differentiate_reference(ctx, &inputs, grads, |inputs| {
@@ -44,7 +45,7 @@ pub(super) fn second_derivative(ctx: &Context<'_>, grads: &Tensors) -> Result<Te
     })
 }
 
-/// `x Wᵀ + b`
+/// Computes `x Wᵀ + b`.
 pub fn linear(x: &Tensor, w: &Tensor, b: &Tensor) -> Result<Tensor> {
     apply(Linear, &[Some(x), Some(w), Some(b)])?.single()
 }

@@ -11,7 +11,7 @@ use tch_extension::cuda::{self, LaunchStatus};
 use tch_extension::strided::{Strided, StridedMut};
 use tch_extension::{Error, Result, check};
 
-/// `csrc/linear/kernels.h`.
+/// Mirrors `LinearForward` in `csrc/linear/kernels.h`.
 #[repr(C)]
 struct Forward<'a> {
     x: Strided<'a, 2>,
@@ -20,7 +20,7 @@ struct Forward<'a> {
     y: StridedMut<'a, 2>,
 }
 
-/// `csrc/linear/kernels.h`.
+/// Mirrors `LinearProduct` in `csrc/linear/kernels.h`.
 #[repr(C)]
 struct Product<'a> {
     a: Strided<'a, 2>,
@@ -43,10 +43,10 @@ unsafe extern "C" {
     ) -> LaunchStatus;
 }
 
-/// `x Wᵀ + b`
+/// Computes `x Wᵀ + b`.
 ///
 /// # Errors
-/// When shapes, kinds or devices do not fit; they name the argument.
+/// If shapes, kinds or devices do not fit. The error names the argument.
 pub fn linear(x: &Tensor, w: &Tensor, b: &Tensor) -> Result<Tensor> {
     const OP: &str = "linear";
     let x_check = check!(OP, x)
@@ -76,7 +76,7 @@ impl Function for Linear {
     }
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        // Kernels have no derivative; the same maths in tch operations has.
+        // Kernels have no derivative, but the same maths in tch operations has one.
         if ctx.create_graph() {
             return second_derivative(ctx, grads);
         }
@@ -100,11 +100,12 @@ fn forward(x: &Tensor, w: &Tensor, b: &Tensor) -> Result<Tensor> {
         y: StridedMut::new(&mut y)?,
     };
     match x.device() {
-        // SAFETY: the structs match; shapes, kinds and the device were checked.
+        // SAFETY: `Forward` mirrors the C++ struct and borrows the tensors, and `linear` checked
+        // their shapes, kinds and device.
         Device::Cpu => unsafe { extension_linear_forward_cpu(&params) },
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => {
-            // SAFETY: as above.
+            // SAFETY: as for the CPU; `launch` passes a stream of the tensors' device.
             cuda::launch(device, |stream| unsafe {
                 extension_linear_forward_cuda(&params, stream)
             })?
@@ -114,16 +115,17 @@ fn forward(x: &Tensor, w: &Tensor, b: &Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
-/// `a b`
+/// Computes `a b`.
 fn product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let mut c = Tensor::f_empty([a.size()[0], b.size()[1]], (a.kind(), a.device()))?;
     let params = Product { a: Strided::new(a)?, b: Strided::new(b)?, c: StridedMut::new(&mut c)? };
     match a.device() {
-        // SAFETY: the structs match; the incoming gradient has the output's shape, kind and device.
+        // SAFETY: `Product` mirrors the C++ struct and borrows the tensors. The autograd engine
+        // gives the incoming gradient the output's shape, kind and device.
         Device::Cpu => unsafe { extension_linear_product_cpu(&params) },
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => {
-            // SAFETY: as above.
+            // SAFETY: as for the CPU; `launch` passes a stream of the tensors' device.
             cuda::launch(device, |stream| unsafe {
                 extension_linear_product_cuda(&params, stream)
             })?

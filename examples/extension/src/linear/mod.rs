@@ -10,10 +10,10 @@ pub mod kernels;
 use tch::Tensor;
 use tch_extension::Result;
 
-/// x, W and b to y.
+/// The function type of the operator: from x, W and b to y.
 pub type Linear = fn(&Tensor, &Tensor, &Tensor) -> Result<Tensor>;
 
-/// The same operator, four times.
+/// The same operator at each of the four levels.
 pub const LEVELS: [(&str, Linear); 4] = [
     ("tch operations", composed::linear),
     ("Function in Rust", function::linear),

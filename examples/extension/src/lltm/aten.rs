@@ -1,5 +1,5 @@
-//! Level 3: C++ on ATen, forward and backward, as one writes it for Python (`csrc/lltm/aten.cpp`);
-//! the `Function` around them is Rust.
+//! Level 3: forward and backward in C++ on ATen, as one writes them for Python
+//! (`csrc/lltm/aten.cpp`). The `Function` around them is Rust.
 
 use super::function::second_derivative;
 use std::sync::LazyLock;
@@ -11,12 +11,12 @@ use tch_extension::{Result, args};
 static FORWARD: LazyLock<Operator> = LazyLock::new(|| find("lltm_forward"));
 static BACKWARD: LazyLock<Operator> = LazyLock::new(|| find("lltm_backward"));
 
-/// The `m.def` of this name.
+/// Finds the operator that an `m.def` of this name registered.
 fn find(name: &str) -> Operator {
     Operator::find(&format!("extension_example::{name}")).expect("csrc/lltm/aten.cpp is linked")
 }
 
-/// One step.
+/// Computes one step.
 pub fn lltm(
     x: &Tensor,
     w: &Tensor,

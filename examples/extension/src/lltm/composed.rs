@@ -3,7 +3,7 @@
 use tch::Tensor;
 use tch_extension::{Error, Result};
 
-/// One step.
+/// Computes one step.
 pub fn lltm(
     x: &Tensor,
     w: &Tensor,
@@ -19,7 +19,7 @@ pub fn lltm(
     Ok((new_h, new_c))
 }
 
-/// `[h, x] Wᵀ + b`
+/// Computes the gates: `[h, x] Wᵀ + b`.
 pub fn gates(x: &Tensor, w: &Tensor, b: &Tensor, h: &Tensor) -> Result<Tensor> {
     Ok(b.f_addmm(&Tensor::f_cat(&[h, x], 1)?, &w.f_transpose(0, 1)?)?)
 }

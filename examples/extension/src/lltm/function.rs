@@ -1,8 +1,8 @@
-//! Level 2: a `Function`. The backward is ours: fewer steps than libtorch's own way back through
-//! ten operations.
+//! Level 2: a `Function` with a backward of our own, which takes fewer operations than libtorch's
+//! own backward pass through ten of them.
 //!
-//! What comes behind the product, element by element, is a [`Pointwise`]: here of tch operations,
-//! in level 4 of kernels.
+//! The elementwise part, which follows the product, is a [`Pointwise`]. Here it consists of tch
+//! operations; in level 4 it consists of kernels.
 
 use super::composed;
 use std::marker::PhantomData;
@@ -12,16 +12,16 @@ use tch_extension::autograd::{
     Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference,
 };
 
-/// The elements of one step.
+/// The elementwise part of one step.
 pub trait Pointwise: Send + Sync + 'static {
-    /// For messages and profiles.
+    /// The name for messages and profiles.
     const NAME: &'static str;
 
-    /// h', c' and the activations `[σ(i)│σ(o)│g]`, from the gates, whose memory may be used for
-    /// them, and c.
+    /// Computes h', c' and the activations `[σ(i)│σ(o)│g]` from the gates and c. The activations
+    /// may use the memory of the gates.
     fn forward(gates: Tensor, c: &Tensor) -> Result<[Tensor; 3]>;
 
-    /// The gradients of the gates and of c, from those of h' and c'.
+    /// Computes the gradients of the gates and of c from those of h' and c'.
     fn backward(
         dh: &Tensor,
         dc: &Tensor,
@@ -30,7 +30,7 @@ pub trait Pointwise: Send + Sync + 'static {
     ) -> Result<[Tensor; 2]>;
 }
 
-/// One step with its backward.
+/// Computes one step that has a backward.
 pub fn step<P: Pointwise>(inputs: [&Tensor; 5]) -> Result<(Tensor, Tensor)> {
     let [new_h, new_c] = apply(Step::<P>(PhantomData), &inputs.map(Some))?.exactly()?;
     Ok((new_h, new_c))
@@ -60,7 +60,7 @@ impl<P: Pointwise> Function for Step<P> {
         let (new_c, activations) = (ctx.saved(5)?, ctx.saved(6)?);
         let [dgates, dc] = P::backward(grads.get(0)?, grads.get(1)?, &activations, &new_c)?;
         let (hidden, features) = (h.size()[1], x.size()[1]);
-        // Only what somebody asks for: the products are most of the work.
+        // Compute only the gradients that are needed, because the products are most of the work.
         let needs = |index| ctx.needs_input_grad(index);
         let dhx = (needs(0) || needs(3)).then(|| dgates.f_mm(&w)).transpose()?;
         let columns =
@@ -75,7 +75,7 @@ impl<P: Pointwise> Function for Step<P> {
     }
 }
 
-/// Differentiates level 1 instead: its operations have derivatives of any order.
+/// Differentiates level 1 instead, because its operations have derivatives of any order.
 pub(super) fn second_derivative(ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
     let inputs = (0..5).map(|slot| ctx.saved(slot).map(Some)).collect::<Result<Vec<_>>>()?;
     differentiate_reference(ctx, &inputs, grads, |inputs| {
@@ -111,7 +111,7 @@ impl Pointwise for TchOperations {
         let dc = dc + dh * &o * (1.0 - &tanh * &tanh);
         let di = &dc * g.f_elu()? * &i * (1.0 - &i);
         let d_o = dh * &tanh * &o * (1.0 - &o);
-        // elu'(g) is e^g below zero, and 1 above.
+        // The derivative elu'(g) is e^g below zero and 1 above it.
         let dg = &dc * &i * g.f_clamp_max(0.0)?.f_exp()?;
         Ok([Tensor::f_cat(&[di, d_o, dg], 1)?, dc])
     }
@@ -123,7 +123,7 @@ fn thirds(gates: &Tensor) -> Result<[Tensor; 3]> {
     Ok([third(0)?, third(1)?, third(2)?])
 }
 
-/// One step.
+/// Computes one step.
 pub fn lltm(
     x: &Tensor,
     w: &Tensor,

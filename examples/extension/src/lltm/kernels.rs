@@ -1,5 +1,5 @@
-//! Level 4: our own kernels for the CPU and CUDA (`csrc/lltm/kernels.{h,cpp,cu}`) behind libtorch's
-//! product, for kinds f32 and f64.
+//! Level 4: our own kernels for the CPU and CUDA (`csrc/lltm/kernels.{h,cpp,cu}`), which follow
+//! libtorch's product. They support kinds f32 and f64.
 
 use super::function::{Pointwise, step};
 #[cfg(tch_extension_cuda)]
@@ -10,7 +10,7 @@ use tch_extension::cuda::{self, LaunchStatus};
 use tch_extension::strided::{Strided, StridedMut};
 use tch_extension::{Error, Result, check};
 
-/// `csrc/lltm/kernels.h`.
+/// Mirrors `LltmForward` in `csrc/lltm/kernels.h`.
 #[repr(C)]
 struct Forward<'a> {
     gates: StridedMut<'a, 2>,
@@ -19,7 +19,7 @@ struct Forward<'a> {
     new_c: StridedMut<'a, 2>,
 }
 
-/// `csrc/lltm/kernels.h`.
+/// Mirrors `LltmBackward` in `csrc/lltm/kernels.h`.
 #[repr(C)]
 struct Backward<'a> {
     activations: Strided<'a, 2>,
@@ -43,10 +43,10 @@ unsafe extern "C" {
     ) -> LaunchStatus;
 }
 
-/// One step.
+/// Computes one step.
 ///
 /// # Errors
-/// When shapes, kinds or devices do not fit; they name the argument.
+/// If shapes, kinds or devices do not fit. The error names the argument.
 pub fn lltm(
     x: &Tensor,
     w: &Tensor,
@@ -83,11 +83,12 @@ impl Pointwise for Kernels {
             new_c: StridedMut::new(&mut new_c)?,
         };
         match c.device() {
-            // SAFETY: the structs match; shapes, kinds and the device were checked, or made here.
+            // SAFETY: `Forward` mirrors the C++ struct and borrows the tensors. `lltm` checked the
+            // inputs' shapes, kinds and device; the other tensors were made here or by `gates`.
             Device::Cpu => unsafe { extension_lltm_forward_cpu(&params) },
             #[cfg(tch_extension_cuda)]
             device @ Device::Cuda(_) => {
-                // SAFETY: as above.
+                // SAFETY: as for the CPU; `launch` passes a stream of the tensors' device.
                 cuda::launch(device, |stream| unsafe {
                     extension_lltm_forward_cuda(&params, stream)
                 })?
@@ -114,12 +115,12 @@ impl Pointwise for Kernels {
             grad_c: StridedMut::new(&mut grad_c)?,
         };
         match new_c.device() {
-            // SAFETY: the structs match; incoming gradients have the outputs' shape, kind and
-            // device.
+            // SAFETY: `Backward` mirrors the C++ struct and borrows the tensors. The autograd
+            // engine gives incoming gradients the outputs' shape, kind and device.
             Device::Cpu => unsafe { extension_lltm_backward_cpu(&params) },
             #[cfg(tch_extension_cuda)]
             device @ Device::Cuda(_) => {
-                // SAFETY: as above.
+                // SAFETY: as for the CPU; `launch` passes a stream of the tensors' device.
                 cuda::launch(device, |stream| unsafe {
                     extension_lltm_backward_cuda(&params, stream)
                 })?

@@ -9,10 +9,10 @@ pub mod kernels;
 use tch::Tensor;
 use tch_extension::Result;
 
-/// x, W, b and (h, c) to (h', c').
+/// The function type of the operator: from x, W, b and (h, c) to (h', c').
 pub type Lltm = fn(&Tensor, &Tensor, &Tensor, (&Tensor, &Tensor)) -> Result<(Tensor, Tensor)>;
 
-/// The same operator, four times.
+/// The same operator at each of the four levels.
 pub const LEVELS: [(&str, Lltm); 4] = [
     ("tch operations", composed::lltm),
     ("Function in Rust", function::lltm),

@@ -5,7 +5,7 @@
 namespace tch_extension {
 inline namespace CPU_CAPABILITY {
 
-// An item is one element.
+// The loop's item is one element.
 static int64_t cube_items(const CubeBackward& params) { return params.len; }
 static int64_t cube_grain(const CubeBackward&) { return 2048; }
 

@@ -1,5 +1,5 @@
-// The gradient of x³, with vectors as the operators' kernels have them. On request it forgets the
-// last lane of the last vector: what a gradcheck must notice.
+// The gradient of x³, computed with vectors as in the operators' kernels. On request, the kernel
+// omits the last lane of the last vector, which a gradcheck must detect.
 #pragma once
 
 #include "tch_extension/kind.h"

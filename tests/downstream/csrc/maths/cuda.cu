@@ -52,7 +52,7 @@ extern "C" tch_extension::LaunchStatus downstream_maths_cuda(const MathsParams* 
   return launch_status("maths");
 }
 
-// Of a contiguous array, as far as possible by vectors.
+// Doubles a contiguous array, with vectors if both addresses are aligned.
 extern "C" tch_extension::LaunchStatus downstream_twice_cuda(const void* x, void* y, int64_t len,
                                                              int32_t kind, cudaStream_t stream) {
   using namespace tch_extension;

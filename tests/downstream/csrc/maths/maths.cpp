@@ -20,14 +20,14 @@ void maths(const MathsParams& params) {
 
 }  // namespace
 
-// Float and Double.
+// Supports kinds Float and Double.
 TCH_EXTENSION_API Message downstream_maths_cpu(const MathsParams* params) {
   return guard([&] {
     params->x.kind == kTchExtensionFloat ? maths<float>(*params) : maths<double>(*params);
   });
 }
 
-// One element of a matrix of floats, by one index after the other or by both at once.
+// Reads one element of a matrix of floats, with one index after the other or with both at once.
 TCH_EXTENSION_API Message downstream_element(const at::Tensor* x, int64_t row, int64_t column,
                                              bool at_once, float* value) {
   return guard([&] {
@@ -36,7 +36,7 @@ TCH_EXTENSION_API Message downstream_element(const at::Tensor* x, int64_t row, i
   });
 }
 
-// Whether 32 bits are enough for the indices of a tensor of these sizes and strides.
+// Whether 32 bits are enough to index a tensor with these sizes and strides.
 TCH_EXTENSION_API bool downstream_fits_in_32_bits(const int64_t* sizes, const int64_t* strides) {
   return make_accessor<2>(static_cast<float*>(nullptr), sizes, strides).fits_in_32_bits();
 }

@@ -1,4 +1,4 @@
-// The public headers at work: every scalar function, element by element, whatever the strides.
+// Uses the public headers: every scalar function, elementwise, with any strides.
 #pragma once
 
 #include "tch_extension/accessor.h"

@@ -1,4 +1,4 @@
-// Names that the other extension has, too, with another meaning.
+// Names that the other extension also has, with another meaning.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +14,7 @@ inline scalar_t scaled(scalar_t x) {
   return x * 2;
 }
 
-// How often anything of this extension was called.
+// The number of calls of this extension's functions.
 inline int& calls() {
   static int count = 0;
   return count;

@@ -1,4 +1,4 @@
-// An extension in the newer style: operators by TORCH_LIBRARY, and a module _C that Python can
+// An extension in the newer style: operators in a TORCH_LIBRARY, and a module _C that Python can
 // import.
 #include <Python.h>
 #include <torch/library.h>

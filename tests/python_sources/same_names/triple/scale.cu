@@ -4,7 +4,7 @@
 
 #include "scale.h"
 
-// Which of two equally named kernels is launched is decided by the address of its stub.
+// The address of its stub decides which of two kernels with the same name is launched.
 template <typename scalar_t>
 __global__ void scale_kernel(const scalar_t* x, scalar_t* y, int64_t size) {
   const int64_t i = blockIdx.x * blockDim.x + threadIdx.x;
