@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// No path through the kernels of its own: with a graph, the gradients are made of tch operations.
+/// No way through the kernels of its own: with a graph, the gradients are made of tch operations.
 #[test]
 fn gradgradcheck_of_every_small_sample() {
     for case in CASES {

@@ -30,7 +30,7 @@ fn cuda_mixed_devices_are_named() {
     }
 }
 
-/// Outputs and gradients by one path beside the exact ones; few steps of few rows, so that a
+/// Outputs and gradients by one way beside the exact ones; few steps of few rows, so that a
 /// sanitizer can look at them in seconds. Whole vectors and not, one row, and rows and columns
 /// beyond a tile of each kernel.
 fn assert_agrees_with_the_exact(

@@ -1,5 +1,5 @@
 //! One kernel for all steps whose blocks fill the GPU, forced where it can be: in half kinds, and
-//! in `Float` where tf32 is allowed; elsewhere the same calls take other paths.
+//! in `Float` where tf32 is allowed; elsewhere the same calls take other ways.
 
 use super::persistent::{
     Tf32, assert_more_steps_are_no_more_kernels, assert_two_streams_finish_and_repeat, device_with,
@@ -39,7 +39,7 @@ const LARGE: [[i64; 4]; 11] = [
 ];
 
 fn device(test: &str) -> Option<Device> {
-    device_with(LltmPath::Grid, test)
+    device_with(LltmWay::Grid, test)
 }
 
 fn samples(kind: Kind, device: Device) -> Vec<Sample> {
@@ -49,7 +49,7 @@ fn samples(kind: Kind, device: Device) -> Vec<Sample> {
     samples.into_iter().flat_map(|samples| samples.expect("samples")).collect()
 }
 
-/// Beside the path of each step, whose sums are made in another order.
+/// Beside the way of each step, whose sums are made in another order.
 pub fn assert_agrees_with_per_step(sequence: support::Operator<'_>, inputs: &[Tensor], bound: f64) {
     let (found, expected) = (everything(sequence, inputs), everything(&per_step, inputs));
     for (found, expected) in found.iter().zip(&expected) {
@@ -133,7 +133,7 @@ fn cuda_float_of_any_range_by_the_grid() {
 #[test]
 fn cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid() {
     let test = "cuda_half_kinds_and_float_of_more_steps_are_no_more_kernels_of_the_grid";
-    let Some(device) = device_with_cache(LltmPath::Grid, test) else { return };
+    let Some(device) = device_with_cache(LltmWay::Grid, test) else { return };
     for kind in [Kind::Half, Kind::Float] {
         let _switch = Tf32::set(kind == Kind::Float);
         for sequence in [grid as fn(&[Tensor]) -> _, fused] {
@@ -257,7 +257,7 @@ fn cuda_half_kinds_whose_first_h_needs_no_gradient_by_the_grid() {
 #[test]
 fn cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step() {
     let test = "cuda_half_kinds_where_a_grid_does_not_fit_go_step_by_step";
-    let Some(device) = device_with_cache(LltmPath::Grid, test) else { return };
+    let Some(device) = device_with_cache(LltmWay::Grid, test) else { return };
     for (kind, sizes) in [(Kind::Half, [6, 20, 8, 136]), (Kind::BFloat16, [9, 70, 8, 1024])] {
         let inputs = one(sizes, kind, device).inputs;
         // Sums of a grid are made in another order.

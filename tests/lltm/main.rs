@@ -1,5 +1,5 @@
 //! `ops::lltm` against its reference, against finite differences, and against bad input, on each of
-//! its paths.
+//! its ways.
 
 mod arguments;
 mod conformance;
@@ -27,7 +27,7 @@ use support::{KINDS, Suite, leaves};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
-use tch_extension::ops::{LltmPath, f_lltm, f_lltm_by, lltm_reference};
+use tch_extension::ops::{LltmWay, f_lltm, force, lltm_reference};
 use tch_extension::testing::{Sample, SampleTable, Shape, assert_close, devices, tolerance};
 
 const DIMS: [&str; 4] = ["T", "B", "F", "H"];
@@ -99,7 +99,7 @@ fn large(kind: Kind, device: Device) -> Vec<Sample> {
     tables.into_iter().flat_map(|samples| samples.expect("samples")).collect()
 }
 
-/// For paths, to which all layouts are one.
+/// For ways, to which all layouts are one.
 fn large_of_a_path(kind: Kind, device: Device) -> Vec<Sample> {
     // On the CPU also products over all steps that are worth oneDNN's while.
     let sizes = [[12, 16, 32, 128], [9, 7, 5, 129], [3, 3, 8, 320], [48, 20, 60, 160]];
@@ -130,37 +130,37 @@ fn fused(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 }
 
 fn per_step(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::PerStep, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::PerStep, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// One kernel for all steps, on a GPU that can; elsewhere as users get it.
 fn persistent(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::Persistent, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::Persistent, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// One kernel of a grid, likewise.
 fn grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::Grid, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::Grid, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// One kernel of a grid for many rows.
 fn wide_grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::WideGrid, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::WideGrid, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// As if it did not fit.
 fn crowded_grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::CrowdedGrid, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::CrowdedGrid, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// The cell's kernel with tensor cores for each step of the forward.
 fn tensor_cores(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::TensorCores, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::TensorCores, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// One kernel a step on CUDA, and packed weights on the CPU, however few the steps are.
 fn whole(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::Fused, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::Fused, || f_lltm(x, w, b, state)), arguments)
 }
 
 fn reference(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
@@ -176,8 +176,8 @@ fn suite_of(fused: support::Operator<'static>) -> Suite<'static> {
     Suite { fused, reference: &reference, small: &small, large: &large, terms }
 }
 
-/// Each path that some device takes by itself: the first of few steps is a loop of the cell.
+/// Each way that some device takes by itself: the first of few steps is a loop of the cell.
 fn suites() -> [Suite<'static>; 3] {
-    let of_path = |path| Suite { large: &large_of_a_path, ..suite_of(path) };
+    let of_path = |way| Suite { large: &large_of_a_path, ..suite_of(way) };
     [suite_of(&fused), of_path(&per_step), of_path(&whole)]
 }

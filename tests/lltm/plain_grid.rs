@@ -1,5 +1,5 @@
 //! One kernel for all steps whose blocks fill the GPU, in `Float` and `Double` as they are, forced
-//! where it can be; elsewhere the same calls take other paths.
+//! where it can be; elsewhere the same calls take other ways.
 
 use super::grid::{assert_agrees_with_per_step, assert_no_number_agrees};
 use super::persistent::{
@@ -41,7 +41,7 @@ const LARGE: [[i64; 4]; 12] = [
 ];
 
 fn device(test: &str) -> Option<Device> {
-    device_with(LltmPath::Grid, test)
+    device_with(LltmWay::Grid, test)
 }
 
 fn samples(sizes: &[[i64; 4]], kind: Kind, device: Device) -> Vec<Sample> {
@@ -147,7 +147,7 @@ fn cuda_float_and_double_of_what_is_no_number_by_the_grid() {
 #[test]
 fn cuda_float_of_more_steps_is_no_more_kernels_of_the_grid() {
     let test = "cuda_float_of_more_steps_is_no_more_kernels_of_the_grid";
-    let Some(device) = device_with_cache(LltmPath::Grid, test) else { return };
+    let Some(device) = device_with_cache(LltmWay::Grid, test) else { return };
     for sequence in [grid as fn(&[Tensor]) -> _, fused] {
         assert_more_steps_are_no_more_kernels(&sequence, &grid, [16, 32, 512], Kind::Float, device);
     }

@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn gradgradcheck_of_every_small_sample() {
-    // The reference is differentiated, whatever the path.
+    // The reference is differentiated, whatever the way.
     suite_of(&fused).gradgradcheck_of_every_small_sample();
 }
 

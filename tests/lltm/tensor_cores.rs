@@ -22,7 +22,7 @@ const SIZES: [[i64; 4]; 6] = [
 ];
 
 fn device(test: &str) -> Option<Device> {
-    device_with(LltmPath::TensorCores, test)
+    device_with(LltmWay::TensorCores, test)
 }
 
 fn samples(kind: Kind, device: Device) -> Vec<Sample> {
@@ -54,7 +54,7 @@ fn cuda_half_kinds_agree_by_tensor_cores() {
 #[test]
 fn cuda_half_kinds_of_a_step_are_one_kernel_by_tensor_cores() {
     let test = "cuda_half_kinds_of_a_step_are_one_kernel_by_tensor_cores";
-    let Some(device) = device_with_cache(LltmPath::TensorCores, test) else { return };
+    let Some(device) = device_with_cache(LltmWay::TensorCores, test) else { return };
     const STEPS: i64 = 20;
     for kind in HALF_KINDS {
         let inputs = one([STEPS, 4096, 128, 512], kind, device).inputs;
@@ -71,7 +71,7 @@ fn cuda_half_kinds_of_a_step_are_one_kernel_by_tensor_cores() {
 
 /// What the kernel cannot compute: rows that are no multiples of 16 bytes, columns that are no
 /// whole tiles, `Float`, and a state of another kind than the products. Large enough that a step is
-/// no kernel of another path.
+/// no kernel of another way.
 #[test]
 fn cuda_half_kinds_and_float_without_a_kernel_go_step_by_step() {
     let test = "cuda_half_kinds_and_float_without_a_kernel_go_step_by_step";

@@ -1,5 +1,5 @@
 // Sums of the columns of a matrix, such as a bias' gradient: what kernels for the CPU
-// (cpu_column_sums.h) and for CUDA (cuda_column_sums.h) share. src/ffi/column_sums.rs mirrors the
+// (cpu_column_sums.h) and for CUDA (cuda_column_sums.h) share. src/ops/column_sums.rs mirrors the
 // struct.
 //
 // The rows are cut into slabs, whose sums go to `partial` and are summed by a second kernel; a
