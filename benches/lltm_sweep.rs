@@ -9,7 +9,7 @@ use std::io::Write;
 use tch::{Device, Kind, Tensor};
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::cuda::{Stream, StreamGuard, matmul_allow_tf32, set_matmul_allow_tf32};
-use tch_extension::ops::{LltmPath, f_lltm_by, lltm_reference};
+use tch_extension::ops::{LltmWay, f_lltm, force, lltm_reference};
 use tch_extension::testing::devices;
 use tch_extension::{Error, Result};
 
@@ -83,7 +83,7 @@ enum Who {
     Composite,
     Cells,
     Lstm,
-    Ours(LltmPath),
+    Ours(LltmWay),
 }
 
 /// The name of the sweep in which each way is forced.
@@ -91,9 +91,9 @@ const OF_WAYS: &str = "ways";
 
 /// The providers that are measured in a sweep.
 fn providers(sweep: &str) -> [(Who, &'static str); 4] {
-    let ours = (Who::Ours(LltmPath::Automatic), "fused");
+    let ours = (Who::Ours(LltmWay::Automatic), "fused");
     if sweep == OF_WAYS {
-        let ways = [LltmPath::PerStep, LltmPath::TensorCores, LltmPath::Persistent].map(Who::Ours);
+        let ways = [LltmWay::PerStep, LltmWay::TensorCores, LltmWay::Persistent].map(Who::Ours);
         return [(ways[0], "products"), (ways[1], "tensor cores"), (ways[2], "one kernel"), ours];
     }
     [(Who::Composite, "composite"), (Who::Cells, "cell"), (Who::Lstm, "LSTM"), ours]
@@ -163,7 +163,7 @@ impl Runner {
         Ok(match self.who {
             Who::Composite => lltm_reference(x, weight, bias, (h, c))?.0,
             Who::Cells => loop_of_cells(x, weight, bias, (h, c))?.0,
-            Who::Ours(path) => f_lltm_by(path, x, weight, bias, (h, c))?.0,
+            Who::Ours(way) => force(way, || f_lltm(x, weight, bias, (h, c)))?.0,
             Who::Lstm => {
                 let state = [h, c].map(|state| state.unsqueeze(0));
                 // If this were always true, cuDNN would keep what a backward pass needs.

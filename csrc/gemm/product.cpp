@@ -25,7 +25,7 @@
 namespace tch_extension::gemm {
 namespace {
 
-// The numbers are src/ffi/gemm.rs's.
+// The numbers are src/ops/gemm's.
 enum class Path : int32_t { kFastest, kPlan, kSmall, kHopper, kSkinny, kPadded, kPass };
 
 // A tensor's sizes and strides, or those of a view of it.

@@ -1,4 +1,4 @@
-// What src/ffi/gemm.rs asks for: a matrix product, a bias and perhaps a ReLU, of tensors as they
+// What src/ops/gemm asks for: a matrix product, a bias and perhaps a ReLU, of tensors as they
 // lie in memory.
 //
 //   out[b, m, n] = relu?(Σ_k lhs[b, m, k] rhs[b, k, n] + bias[b, m, n])

@@ -10,7 +10,7 @@ namespace {
 
 // A row may have so many columns more than its team has room for: one for each lane of its last
 // warp. 1025 columns would have twice the threads of 1024 otherwise, half of them idle.
-// src/ffi/layer_norm/plan.rs has the same number.
+// src/ops/layer_norm/plan.rs has the same number.
 constexpr int kMostRest = kWarp;
 
 template <typename T>

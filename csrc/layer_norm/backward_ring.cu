@@ -37,7 +37,7 @@ __device__ __forceinline__ Share share_of_block(const LayerNormBackward& params)
 
 // A shifted row may have so many columns more than its team of warps has room for: one for each
 // lane of its last warp. 1025 columns would have twice the threads of 1024 otherwise, half of them
-// idle. src/ffi/layer_norm/plan.rs has the same number.
+// idle. src/ops/layer_norm/plan.rs has the same number.
 constexpr int kBytesOfRest = 128;
 template <typename T>
 constexpr int kMostRest = kBytesOfRest / sizeof(T) < kWarp ? kBytesOfRest / sizeof(T) : kWarp;

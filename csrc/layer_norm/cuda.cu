@@ -1,4 +1,4 @@
-// The entries from src/ffi/layer_norm.rs, and the kernels that end a backward.
+// The entries from src/ops/layer_norm/kernels.rs, and the kernels that end a backward.
 
 #include <atomic>
 

@@ -6,7 +6,7 @@
 namespace tch_extension {
 namespace {
 
-// So many bytes of a row a thread keeps; src/ffi/layer_norm/plan.rs has the same number. Twice as
+// So many bytes of a row a thread keeps; src/ops/layer_norm/plan.rs has the same number. Twice as
 // many where a block could not hold the row otherwise, half as many where that is enough: fewer
 // registers, more rows under way.
 constexpr int kBytes = 64;

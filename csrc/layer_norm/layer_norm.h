@@ -1,4 +1,4 @@
-// Layer normalisation and its derivatives. src/ffi/layer_norm.rs mirrors these structs, and a test
+// Layer normalisation and its derivatives. src/ops/layer_norm/kernels.rs mirrors these structs, and a test
 // compares sizes and offsets.
 //
 //   mean = Σ x / N      rstd = 1 / √(Σ (x - mean)² / N + eps)      x̂ = (x - mean) rstd
@@ -13,7 +13,7 @@
 
 #include "tch_extension/kind.h"
 
-// How rows are spread over threads on CUDA; chosen in src/ffi/layer_norm/plan.rs. The CPU looks at
+// How rows are spread over threads on CUDA; chosen in src/ops/layer_norm/plan.rs. The CPU looks at
 // none of it.
 struct LayerNormPlan {
   int32_t in_registers;  // whether a row is read once and kept, or read again for each pass

@@ -28,7 +28,7 @@ constexpr unsigned int kAllLanes = 0xffffffffu;
 
 // How many of a row's values a thread of the backward keeps, so that four arrays of them, of the
 // compute kind, fit in the 128 registers of a thread in the largest block;
-// src/ffi/layer_norm/plan.rs has the same numbers.
+// src/ops/layer_norm/plan.rs has the same numbers.
 template <typename T>
 constexpr int kBackwardValues = 64 / sizeof(Compute<T>);
 

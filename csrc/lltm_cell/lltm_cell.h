@@ -1,4 +1,4 @@
-// The pointwise part of the LLTM cell; the products around it are libtorch's. src/ffi/lltm_cell.rs
+// The pointwise part of the LLTM cell; the products around it are libtorch's. src/ops/lltm_cell/kernels/pointwise.rs
 // mirrors these structs, and a test compares sizes and offsets.
 //
 //   [i | o | g] = gates           before their activations

@@ -6,7 +6,7 @@
 #include "tch_extension/c_abi.h"
 #endif
 
-// out = lhs rhs, of matrices. src/ffi/matmul_add_relu.rs asks for it where it is faster than
+// out = lhs rhs, of matrices. src/ops/matmul_add_relu/kernels.rs asks for it where it is faster than
 // libtorch's.
 struct SmallProduct {
   int64_t rows;

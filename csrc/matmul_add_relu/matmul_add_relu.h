@@ -1,5 +1,5 @@
 // What surrounds the product of matmul_add_relu; the products are libtorch's.
-// src/ffi/matmul_add_relu.rs mirrors these structs, and a test compares sizes and offsets.
+// src/ops/matmul_add_relu/kernels.rs mirrors these structs, and a test compares sizes and offsets.
 //
 //   out = relu(product + bias)        dZ = dout where not out <= 0, otherwise 0        db = Σ dZ
 //   over the rows

@@ -1,23 +1,15 @@
-//! The only `extern "C"` blocks, one file for each part of `csrc`, each behind safe functions that
-//! check what the C side takes for granted.
+//! What the bridges to libtorch and all operators' `kernels.rs` share: messages from C++, checked
+//! pointers, facts about tensors. No file here chooses how an operator is computed.
 
 pub(crate) mod amp;
 pub(crate) mod autograd;
-mod column_sums;
 #[cfg(tch_extension_cuda)]
 pub(crate) mod cuda;
 pub(crate) mod facts;
-pub(crate) mod gemm;
-pub(crate) mod layer_norm;
 pub(crate) mod library;
-pub(crate) mod linear;
-pub(crate) mod lltm;
-pub(crate) mod lltm_cell;
-pub(crate) mod lltm_cell_fused;
 pub(crate) mod loader;
-pub(crate) mod matmul_add_relu;
 #[cfg(tch_extension_cuda)]
-mod once_a_device;
+pub(crate) mod once_a_device;
 pub(crate) mod precision;
 pub(crate) mod tensor;
 pub(crate) mod testing;
@@ -41,7 +33,7 @@ pub(crate) fn take_message(message: *mut c_char) -> Option<String> {
 
 /// The address of a contiguous tensor of this shape, kind and device. Anything else is a mistake of
 /// this crate's own, but one that must not become a wild pointer.
-fn checked(
+pub(crate) fn checked(
     name: &str,
     tensor: &Tensor,
     shape: &[i64],
@@ -60,7 +52,7 @@ fn checked(
 }
 
 /// [`checked`] for an array that may be missing; then the address is null.
-fn optional_ptr(
+pub(crate) fn optional_ptr(
     name: &str,
     tensor: Option<&Tensor>,
     shape: &[i64],
@@ -70,7 +62,7 @@ fn optional_ptr(
 }
 
 /// libtorch's number for a kind that kernels exist for: `csrc/include/tch_extension/kind.h`.
-fn kind_code(kind: Kind) -> Result<i32> {
+pub(crate) fn kind_code(kind: Kind) -> Result<i32> {
     match kind {
         Kind::Half => Ok(5),
         Kind::Float => Ok(6),
@@ -80,7 +72,7 @@ fn kind_code(kind: Kind) -> Result<i32> {
     }
 }
 
-fn no_kernel(op: &str, device: Device) -> Error {
+pub(crate) fn no_kernel(op: &str, device: Device) -> Error {
     Error::msg(format!("internal error: {op} has no kernel for {device:?}"))
 }
 

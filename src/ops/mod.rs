@@ -4,35 +4,30 @@
 //! returns a [`Result`](crate::Result); `op_reference(…)` is the same maths in plain tch
 //! operations.
 
+mod column_sums;
+mod gemm;
 mod layer_norm;
 mod linear;
 mod lltm;
 mod lltm_cell;
 mod matmul_add_relu;
+mod way;
 
 #[doc(hidden)]
-pub use crate::ffi::gemm::{Path as ProductPath, counters as product_plans};
+pub use gemm::{Way as ProductWay, counters as product_plans};
 #[doc(hidden)]
-pub use crate::ffi::layer_norm::Path as LayerNormPath;
-#[doc(hidden)]
-pub use crate::ffi::lltm::Path as LltmPath;
-#[doc(hidden)]
-pub use crate::ffi::lltm_cell_fused::Path as LltmCellPath;
-#[doc(hidden)]
-pub use layer_norm::f_layer_norm_by;
+pub use layer_norm::Way as LayerNormWay;
 pub use layer_norm::{f_layer_norm, layer_norm, layer_norm_reference};
-#[doc(hidden)]
-pub use linear::f_linear_by;
 pub use linear::{f_linear, linear, linear_reference};
 #[doc(hidden)]
-pub use lltm::f_lltm_by;
+pub use lltm::Way as LltmWay;
 pub use lltm::{f_lltm, lltm, lltm_reference};
 #[doc(hidden)]
-pub use lltm_cell::f_lltm_cell_by;
+pub use lltm_cell::Way as LltmCellWay;
 pub use lltm_cell::{f_lltm_cell, lltm_cell, lltm_cell_reference};
-#[doc(hidden)]
-pub use matmul_add_relu::f_matmul_add_relu_by;
 pub use matmul_add_relu::{f_matmul_add_relu, matmul_add_relu, matmul_add_relu_reference};
+#[doc(hidden)]
+pub use way::force;
 
 /// The value, or a panic with the error's own text: what tch's functions without `f_` do.
 fn unwrap<T>(result: crate::Result<T>) -> T {

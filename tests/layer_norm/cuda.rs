@@ -7,7 +7,7 @@ use tch_extension::testing::cuda_or_skip;
 
 #[test]
 fn cuda_agrees_with_the_cpu() {
-    for case in CASES.into_iter().chain(all_paths()) {
+    for case in CASES.into_iter().chain(all_ways()) {
         case.suite(|suite| suite.cuda_agrees_with_the_cpu("cuda_agrees_with_the_cpu"));
     }
 }
@@ -37,7 +37,7 @@ fn cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream() 
             .write_all(format!("SKIPPED {test}: no caching allocator\n").as_bytes());
         return;
     }
-    for case in [AFFINE, PLAIN].into_iter().chain(all_paths()) {
+    for case in [AFFINE, PLAIN].into_iter().chain(all_ways()) {
         for sizes in [[600, 40], [64, 1024], [3, 70_000]] {
             let inputs = case.samples(&[sizes], Kind::Float, device).remove(0).inputs;
             let leaves = leaves(&inputs);
@@ -49,8 +49,8 @@ fn cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream() 
             // With a weight and a bias, one kernel more finishes their gradients' sums, and another
             // one is needed where rows are read again. For a few rows that fit in registers, one
             // kernel computes the whole backward pass.
-            let automatic = case.path == LayerNormPath::Automatic;
-            let is_long = sizes[1] > 65536 || case.path == LayerNormPath::Loop;
+            let automatic = case.way == LayerNormWay::Automatic;
+            let is_long = sizes[1] > 65536 || case.way == LayerNormWay::Loop;
             let is_one = automatic && sizes == [64, 1024];
             let sums = match case.weight {
                 true if !is_one => 1 + usize::from(is_long && !automatic),
@@ -96,7 +96,7 @@ fn check_kernels(
 /// of its own.
 #[test]
 fn cuda_rows_may_begin_anywhere() {
-    use LayerNormPath::{Automatic, Block, Cluster, Direct, Warp};
+    use LayerNormWay::{Automatic, Block, Cluster, Direct, Warp};
     let Some(device) = cuda_or_skip("cuda_rows_may_begin_anywhere") else { return };
     for kind in KINDS {
         for sizes in [
@@ -112,13 +112,13 @@ fn cuda_rows_may_begin_anywhere() {
         ] {
             let sample = AFFINE.samples(&[sizes], kind, device).remove(0);
             let vector = support::incoming(&sample.inputs[0]);
-            for path in [Automatic, Warp, Block, Cluster, Direct] {
+            for way in [Automatic, Warp, Block, Cluster, Direct] {
                 let run = |offsets: [i64; 3]| {
                     let leaf = |index: usize| {
                         among_nan(&sample.inputs[index], offsets[index]).set_requires_grad(true)
                     };
                     let (x, w, b) = (leaf(0), leaf(1), leaf(2));
-                    let y = f_layer_norm_by(path, &x, &w.size(), Some(&w), Some(&b), EPS)
+                    let y = force(way, || f_layer_norm(&x, &w.size(), Some(&w), Some(&b), EPS))
                         .expect("output");
                     let vector = among_nan(&vector, offsets[2]);
                     let options =
@@ -132,7 +132,7 @@ fn cuda_rows_may_begin_anywhere() {
                 let (aligned, shifted) = (run([0, 0, 0]), run([1, 3, 6]));
                 // The kernel for aligned arrays is used where several warps share a row: if the row
                 // is too long for one warp, or if the test names that kernel.
-                let may_be_in_place = match path {
+                let may_be_in_place = match way {
                     Automatic | Warp => sizes[1] > 256,
                     Block => true,
                     _ => false,
@@ -141,7 +141,7 @@ fn cuda_rows_may_begin_anywhere() {
                     assert_as_close(shifted, aligned, kind);
                     assert!(
                         may_be_in_place || shifted.equal(aligned),
-                        "{path:?} {sizes:?} {kind:?}"
+                        "{way:?} {sizes:?} {kind:?}"
                     );
                 }
                 for offset in 1..=8 {
@@ -152,14 +152,14 @@ fn cuda_rows_may_begin_anywhere() {
                     let found = run(offsets);
                     assert!(
                         found[0].equal(&aligned[0]),
-                        "y, {path:?} {sizes:?} {kind:?} at {offset}"
+                        "y, {way:?} {sizes:?} {kind:?} at {offset}"
                     );
                     for (name, (found, expected)) in
                         ["y", "dx", "dw", "db"].iter().zip(found.iter().zip(expected))
                     {
                         assert!(
                             found.equal(expected),
-                            "{name}, {path:?} {sizes:?} {kind:?} at {offset}"
+                            "{name}, {way:?} {sizes:?} {kind:?} at {offset}"
                         );
                     }
                 }
@@ -184,7 +184,7 @@ fn assert_as_close(actual: &Tensor, expected: &Tensor, kind: Kind) {
 /// wraps around.
 #[test]
 fn cuda_many_rows_for_each_block() {
-    use LayerNormPath::{Automatic, Block, Warp};
+    use LayerNormWay::{Automatic, Block, Warp};
     // With 1029, 4099 and 8195 columns, a few are left over for the lanes of a team's last warp.
     // With 1500 columns, rows begin at two different alignments, with 1502 at four, and with other
     // numbers at all of them. With 8200 columns, a whole cluster works on one row.
@@ -201,8 +201,8 @@ fn cuda_many_rows_for_each_block() {
         [500, 8200],
     ];
     let Some(_) = cuda_or_skip("cuda_many_rows_for_each_block") else { return };
-    for path in [Automatic, Warp, Block] {
-        let case = Case { path, ..AFFINE };
+    for way in [Automatic, Warp, Block] {
+        let case = Case { way, ..AFFINE };
         let fused = move |arguments: &[Tensor]| case.fused(arguments);
         let reference = move |arguments: &[Tensor]| case.reference(arguments);
         let on_the_gpu = move |kind, device: Device| match device.is_cuda() {
@@ -255,9 +255,10 @@ fn cuda_more_than_two_to_the_31_elements() {
         // The same eight rows again and again, written without another copy of that size.
         let x = Tensor::empty([ROWS, COLUMNS], (kind, device));
         x.view([ROWS / 8, 8, COLUMNS]).copy_(pattern);
-        let run = |path, x: &Tensor, vector: &Tensor| {
+        let run = |way, x: &Tensor, vector: &Tensor| {
             let x = x.detach().set_requires_grad(true);
-            let y = f_layer_norm_by(path, &x, &[COLUMNS], Some(w), Some(b), EPS).expect("output");
+            let y =
+                force(way, || f_layer_norm(&x, &[COLUMNS], Some(w), Some(b), EPS)).expect("output");
             let options = GradOptions { grad_outputs: &[Some(vector)], ..Default::default() };
             let gradient = grad(&[&y], &[&x], &options).expect("gradients").single().expect("one");
             (y.detach(), gradient)
@@ -265,11 +266,11 @@ fn cuda_more_than_two_to_the_31_elements() {
         let vector = support::incoming(pattern);
         // The number of threads for each row must be the same as with many rows. For few rows, the
         // automatic choice would take more threads, which changes the last bits.
-        let (expected, expected_gradient) = run(LayerNormPath::Warp, pattern, &vector);
+        let (expected, expected_gradient) = run(LayerNormWay::Warp, pattern, &vector);
 
         let large_vector = Tensor::empty([ROWS, COLUMNS], (kind, device));
         large_vector.view([ROWS / 8, 8, COLUMNS]).copy_(&vector);
-        let (y, gradient) = run(LayerNormPath::Automatic, &x, &large_vector);
+        let (y, gradient) = run(LayerNormWay::Automatic, &x, &large_vector);
         for (name, large, small) in [("y", y, expected), ("dx", gradient, expected_gradient)] {
             for first in [0, ROWS - 16, ROWS - 8] {
                 assert!(

@@ -29,7 +29,7 @@ fn around(mean: f64, deviation: f64, size: [i64; 2], kind: Kind, device: Device)
 /// them.
 #[test]
 fn a_large_mean_and_a_small_variance() {
-    for case in std::iter::once(AFFINE).chain(all_paths()) {
+    for case in std::iter::once(AFFINE).chain(all_ways()) {
         for device in devices() {
             for columns in [3, 100, 1000, 4097, 20_000] {
                 for (mean, deviation) in
@@ -60,7 +60,7 @@ fn a_large_mean_and_a_small_variance() {
 /// operator. This is the bound that the docs state.
 #[test]
 fn no_less_exact_than_libtorch() {
-    for case in CASES.into_iter().chain(all_paths()).filter(|case| case.dims == 1) {
+    for case in CASES.into_iter().chain(all_ways()).filter(|case| case.dims == 1) {
         for device in devices() {
             // For Double there is no more accurate kind to compare with.
             for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
@@ -86,7 +86,7 @@ fn no_less_exact_than_libtorch() {
 /// A constant row gives exactly the bias, whatever its value is and however it is rounded.
 #[test]
 fn constant_rows() {
-    for case in std::iter::once(AFFINE).chain(all_paths()).filter(|case| case.bias) {
+    for case in std::iter::once(AFFINE).chain(all_ways()).filter(|case| case.bias) {
         for device in devices() {
             for kind in KINDS {
                 let largest = if kind == Kind::Half { 65504.0 } else { 3e38 };
@@ -107,7 +107,7 @@ fn constant_rows() {
 /// The sum of a row exceeds the kind's largest value long before the row's values do.
 #[test]
 fn values_near_the_kinds_largest() {
-    for case in std::iter::once(PLAIN).chain(all_paths().filter(|case| !case.bias)) {
+    for case in std::iter::once(PLAIN).chain(all_ways().filter(|case| !case.bias)) {
         for device in devices() {
             for columns in [2, 8, 100, 1001, 9000] {
                 let signs =
@@ -149,7 +149,7 @@ fn values_near_the_kinds_largest() {
 /// gradient; all other rows do not.
 #[test]
 fn infinity_and_nan_as_in_libtorch() {
-    for case in std::iter::once(AFFINE).chain(all_paths()) {
+    for case in std::iter::once(AFFINE).chain(all_ways()) {
         for device in devices() {
             for kind in KINDS {
                 for columns in [1, 4, 77, 1030, 9001] {
@@ -230,7 +230,7 @@ fn lazily_negated_tensors_and_zeros_without_memory() {
 /// is zero, so only the gradient's mean is subtracted.
 #[test]
 fn gradients_of_huge_constant_rows() {
-    for case in std::iter::once(AFFINE).chain(all_paths()) {
+    for case in std::iter::once(AFFINE).chain(all_ways()) {
         for device in devices() {
             for kind in [Kind::Float, Kind::BFloat16] {
                 for columns in [1, 3, 8, 13, 1001, 9001] {

@@ -4,7 +4,7 @@ use super::*;
 
 #[test]
 fn forward_agrees_with_the_reference() {
-    for case in CASES.into_iter().chain(all_paths()) {
+    for case in CASES.into_iter().chain(all_ways()) {
         case.suite(|suite| suite.forward_agrees_with_the_reference());
     }
 }
@@ -37,7 +37,7 @@ fn the_formula_by_hand() {
 /// A kernel that omitted its tail would not write these elements.
 #[test]
 fn the_last_element_of_the_last_row_counts() {
-    for case in std::iter::once(AFFINE).chain(all_paths()) {
+    for case in std::iter::once(AFFINE).chain(all_ways()) {
         for device in devices() {
             for columns in [1, 3, 15, 17, 31, 33, 511, 513, 1023, 1025, 8191, 8193] {
                 let sample = case.samples(&[[5, columns]], Kind::Float, device).remove(0);

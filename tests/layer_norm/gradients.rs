@@ -4,21 +4,21 @@ use super::*;
 
 #[test]
 fn gradients_agree_with_the_reference() {
-    for case in CASES.into_iter().chain(all_paths()) {
+    for case in CASES.into_iter().chain(all_ways()) {
         case.suite(|suite| suite.gradients_agree_with_the_reference());
     }
 }
 
 #[test]
 fn with_and_without_a_graph_the_bits_are_the_same() {
-    for case in CASES.into_iter().chain(all_paths()) {
+    for case in CASES.into_iter().chain(all_ways()) {
         case.suite(|suite| suite.with_and_without_a_graph_the_bits_are_the_same());
     }
 }
 
 #[test]
 fn gradcheck_of_every_small_sample() {
-    for case in CASES.into_iter().chain(all_paths()) {
+    for case in CASES.into_iter().chain(all_ways()) {
         case.suite(|suite| suite.gradcheck_of_every_small_sample());
     }
 }
@@ -27,7 +27,7 @@ fn gradcheck_of_every_small_sample() {
 /// needed.
 #[test]
 fn every_subset_of_gradients() {
-    for case in std::iter::once(AFFINE).chain(all_paths()) {
+    for case in std::iter::once(AFFINE).chain(all_ways()) {
         for device in devices() {
             for sizes in [[70, 17], [9, 600], [3, 9000]] {
                 let sample = case.samples(&[sizes], Kind::Double, device).remove(0);

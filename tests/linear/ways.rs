@@ -3,22 +3,22 @@
 
 use super::*;
 use tch_extension::cuda::Graph;
-use tch_extension::ops::{ProductPath, f_linear_by, product_plans};
+use tch_extension::ops::{ProductWay, f_linear, force, product_plans};
 use tch_extension::testing::{cuda_or_skip, gradcheck};
 
-const WAYS: [ProductPath; 5] = [
-    ProductPath::Plan,
-    ProductPath::Small,
-    ProductPath::Skinny,
-    ProductPath::Padded,
-    ProductPath::Composite,
+const WAYS: [ProductWay; 5] = [
+    ProductWay::Plan,
+    ProductWay::Small,
+    ProductWay::Skinny,
+    ProductWay::Padded,
+    ProductWay::Composite,
 ];
 
-fn by(way: ProductPath) -> impl Fn(&[Tensor]) -> Result<Vec<Tensor>> {
+fn by(way: ProductWay) -> impl Fn(&[Tensor]) -> Result<Vec<Tensor>> {
     move |arguments| {
         let output = match arguments {
-            [x, w, b] => f_linear_by(way, x, w, Some(b)),
-            [x, w] => f_linear_by(way, x, w, None),
+            [x, w, b] => force(way, || f_linear(x, w, Some(b))),
+            [x, w] => force(way, || f_linear(x, w, None)),
             _ => unreachable!("two or three arguments"),
         }?;
         Ok(vec![output])
@@ -64,7 +64,7 @@ fn cuda_one_kernel_with_a_plan_that_is_kept() {
     let before = product_plans();
     for _ in 0..2 {
         let (graph, output) =
-            Graph::capture(device, || f_linear_by(ProductPath::Plan, &x, &w, Some(&b)))
+            Graph::capture(device, || force(ProductWay::Plan, || f_linear(&x, &w, Some(&b))))
                 .expect("a graph");
         assert_eq!((graph.kernels(), graph.other_nodes()), (1, 0));
         graph.replay().expect("a replay");
@@ -102,12 +102,12 @@ fn cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose() {
                 normal(&[m, n], 1.0),
             ]
             .map(|tensor| tensor.to_kind(kind));
-            let all = |way: ProductPath, kind: Kind| {
+            let all = |way: ProductWay, kind: Kind| {
                 let leaves = values
                     .each_ref()
                     .map(|tensor| tensor.to_kind(kind).detach().set_requires_grad(true));
                 let [x, w, b, vector] = &leaves;
-                let output = f_linear_by(way, x, w, Some(b)).expect("output");
+                let output = force(way, || f_linear(x, w, Some(b))).expect("output");
                 let vector = vector.detach();
                 let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
                 let gradients =
@@ -116,14 +116,14 @@ fn cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose() {
                 all.extend(gradients.into_iter().flatten());
                 all.into_iter().map(|tensor| tensor.to_kind(Kind::Double)).collect::<Vec<_>>()
             };
-            let exact = all(ProductPath::Composite, Kind::Double);
-            let apart = |way: ProductPath| -> Vec<f64> {
+            let exact = all(ProductWay::Composite, Kind::Double);
+            let apart = |way: ProductWay| -> Vec<f64> {
                 let of =
                     |(found, exact): (&Tensor, &Tensor)| (found - exact).norm().double_value(&[]);
                 all(way, kind).iter().zip(&exact).map(of).collect()
             };
-            let theirs = apart(ProductPath::Composite);
-            for way in [ProductPath::Fastest, ProductPath::Skinny, ProductPath::Padded] {
+            let theirs = apart(ProductWay::Composite);
+            for way in [ProductWay::Automatic, ProductWay::Skinny, ProductWay::Padded] {
                 for ((ours, theirs), exact) in apart(way).into_iter().zip(&theirs).zip(&exact) {
                     let rounding = if kind == Kind::Double { 1e-14 } else { 1e-6 };
                     let allowed = 1.3 * theirs + rounding * exact.norm().double_value(&[]);

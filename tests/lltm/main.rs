@@ -27,7 +27,7 @@ use support::{KINDS, Suite, leaves};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
-use tch_extension::ops::{LltmPath, f_lltm, f_lltm_by, lltm_reference};
+use tch_extension::ops::{LltmWay, f_lltm, force, lltm_reference};
 use tch_extension::testing::{Sample, SampleTable, Shape, assert_close, devices, tolerance};
 
 const DIMS: [&str; 4] = ["T", "B", "F", "H"];
@@ -101,7 +101,7 @@ fn large(kind: Kind, device: Device) -> Vec<Sample> {
 }
 
 /// Samples for ways that treat all layouts alike.
-fn large_of_a_path(kind: Kind, device: Device) -> Vec<Sample> {
+fn large_of_a_way(kind: Kind, device: Device) -> Vec<Sample> {
     // On the CPU there is also a size whose product over all steps is large enough for oneDNN to be
     // worthwhile.
     let sizes = [[12, 16, 32, 128], [9, 7, 5, 129], [3, 3, 8, 320], [48, 20, 60, 160]];
@@ -132,37 +132,37 @@ fn fused(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 }
 
 fn per_step(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::PerStep, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::PerStep, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces one kernel for all steps, on a GPU that supports it; elsewhere, the default way is taken.
 fn persistent(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::Persistent, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::Persistent, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces the grid kernel in the same manner.
 fn grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::Grid, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::Grid, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces the grid kernel for many rows.
 fn wide_grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::WideGrid, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::WideGrid, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces the grid kernel as if its blocks did not fit on the GPU.
 fn crowded_grid(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::CrowdedGrid, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::CrowdedGrid, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces the cell's kernel with tensor cores for each step of the forward pass.
 fn tensor_cores(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::TensorCores, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::TensorCores, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces one kernel for each step on CUDA, and packed weights on the CPU, for any number of steps.
 fn whole(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| f_lltm_by(LltmPath::Fused, x, w, b, state), arguments)
+    call(|x, w, b, state| force(LltmWay::Fused, || f_lltm(x, w, b, state)), arguments)
 }
 
 fn reference(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
@@ -180,6 +180,6 @@ fn suite_of(fused: support::Operator<'static>) -> Suite<'static> {
 
 /// The ways that some device takes by default. With few steps, the first is a loop over the cell.
 fn suites() -> [Suite<'static>; 3] {
-    let of_path = |path| Suite { large: &large_of_a_path, ..suite_of(path) };
-    [suite_of(&fused), of_path(&per_step), of_path(&whole)]
+    let of_way = |way| Suite { large: &large_of_a_way, ..suite_of(way) };
+    [suite_of(&fused), of_way(&per_step), of_way(&whole)]
 }

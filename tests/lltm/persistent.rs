@@ -64,13 +64,13 @@ pub fn assert_two_streams_finish_and_repeat(
 }
 
 fn device(test: &str) -> Option<Device> {
-    device_with(LltmPath::Persistent, test)
+    device_with(LltmWay::Persistent, test)
 }
 
 /// The device, if it has such kernels. Elsewhere another way is taken, which other tests cover.
-pub fn device_with(path: LltmPath, test: &str) -> Option<Device> {
+pub fn device_with(way: LltmWay, test: &str) -> Option<Device> {
     let device = cuda_or_skip(test)?;
-    let is_there = path.is_on(device).expect("an answer");
+    let is_there = way.is_on(device).expect("an answer");
     if !is_there {
         assert!(
             !support::gpu::is_hopper() || !support::gpu::is_built_for_hopper(),
@@ -124,13 +124,13 @@ pub fn assert_more_steps_are_no_more_kernels(
 }
 
 /// The device, if it has such kernels and graphs can be captured on it.
-pub fn device_with_cache(path: LltmPath, test: &str) -> Option<Device> {
+pub fn device_with_cache(way: LltmWay, test: &str) -> Option<Device> {
     if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
         let line = format!("SKIPPED {test}: no caching allocator\n");
         let _ = std::io::stderr().write_all(line.as_bytes());
         return None;
     }
-    device_with(path, test)
+    device_with(way, test)
 }
 
 #[test]
@@ -268,7 +268,7 @@ fn cuda_float_that_is_no_number_stays_in_its_row_by_persistent_kernels() {
 #[test]
 fn cuda_more_steps_are_no_more_persistent_kernels() {
     let test = "cuda_more_steps_are_no_more_persistent_kernels";
-    let Some(device) = device_with_cache(LltmPath::Persistent, test) else { return };
+    let Some(device) = device_with_cache(LltmWay::Persistent, test) else { return };
     for kind in KINDS {
         assert_more_steps_are_no_more_kernels(
             &persistent,
@@ -285,7 +285,7 @@ fn cuda_more_steps_are_no_more_persistent_kernels() {
 #[test]
 fn cuda_half_kinds_take_persistent_kernels() {
     let test = "cuda_half_kinds_take_persistent_kernels";
-    let Some(device) = device_with_cache(LltmPath::Persistent, test) else { return };
+    let Some(device) = device_with_cache(LltmWay::Persistent, test) else { return };
     for (sizes, kind) in [([200, 16, 32, 128], Kind::Half), ([200, 64, 32, 256], Kind::BFloat16)] {
         assert_are_taken(sizes, kind, device);
     }
@@ -294,7 +294,7 @@ fn cuda_half_kinds_take_persistent_kernels() {
 #[test]
 fn cuda_float_takes_persistent_kernels() {
     let test = "cuda_float_takes_persistent_kernels";
-    let Some(device) = device_with_cache(LltmPath::Persistent, test) else { return };
+    let Some(device) = device_with_cache(LltmWay::Persistent, test) else { return };
     for sizes in [[200, 16, 32, 128], [200, 16, 32, 256]] {
         assert_are_taken(sizes, Kind::Float, device);
     }

@@ -12,10 +12,10 @@ fn take(inputs: &[Option<Tensor>]) -> Arguments<'_> {
     (x, w, b.as_ref(), (h, c))
 }
 
-fn property(path: LltmPath) -> Property<'static> {
-    let by: support::property::Call<'static> = match path {
-        LltmPath::PerStep => &|inputs| run(LltmPath::PerStep, inputs),
-        _ => &|inputs| run(LltmPath::Automatic, inputs),
+fn property(way: LltmWay) -> Property<'static> {
+    let by: support::property::Call<'static> = match way {
+        LltmWay::PerStep => &|inputs| run(LltmWay::PerStep, inputs),
+        _ => &|inputs| run(LltmWay::Automatic, inputs),
     };
     Property {
         name: "lltm",
@@ -26,16 +26,16 @@ fn property(path: LltmPath) -> Property<'static> {
 }
 
 /// A property with small weights, which do not amplify rounding errors over many steps.
-fn property_of_many_steps(path: LltmPath) -> Property<'static> {
-    let by: support::property::Call<'static> = match path {
-        LltmPath::Persistent => &|inputs| run(LltmPath::Persistent, &with_small_weights(inputs)),
-        LltmPath::Grid => &|inputs| run(LltmPath::Grid, &with_small_weights(inputs)),
-        _ => &|inputs| run(LltmPath::Automatic, &with_small_weights(inputs)),
+fn property_of_many_steps(way: LltmWay) -> Property<'static> {
+    let by: support::property::Call<'static> = match way {
+        LltmWay::Persistent => &|inputs| run(LltmWay::Persistent, &with_small_weights(inputs)),
+        LltmWay::Grid => &|inputs| run(LltmWay::Grid, &with_small_weights(inputs)),
+        _ => &|inputs| run(LltmWay::Automatic, &with_small_weights(inputs)),
     };
     Property {
         fused: by,
         reference: &|inputs| by_reference(&with_small_weights(inputs)),
-        ..property(path)
+        ..property(way)
     }
 }
 
@@ -55,9 +55,9 @@ fn with_small_weights(inputs: &[Option<Tensor>]) -> Vec<Option<Tensor>> {
     inputs
 }
 
-fn run(path: LltmPath, inputs: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
+fn run(way: LltmWay, inputs: &[Option<Tensor>]) -> Result<Vec<Tensor>> {
     let (x, w, b, state) = take(inputs);
-    f_lltm_by(path, x, w, b, state).map(|(output, (h, c))| vec![output, h, c])
+    force(way, || f_lltm(x, w, b, state)).map(|(output, (h, c))| vec![output, h, c])
 }
 
 /// Whether the docs say that lltm accepts this case: exact shapes of floating-point kinds, and
@@ -113,13 +113,13 @@ fn cases_of_many_steps() -> impl Strategy<Value = Case> {
 #[test]
 fn random_cases_of_many_steps() {
     for device in devices() {
-        let paths: &[LltmPath] = match device.is_cuda() {
-            true => &[LltmPath::Automatic, LltmPath::Persistent, LltmPath::Grid],
-            false => &[LltmPath::Automatic],
+        let ways: &[LltmWay] = match device.is_cuda() {
+            true => &[LltmWay::Automatic, LltmWay::Persistent, LltmWay::Grid],
+            false => &[LltmWay::Automatic],
         };
         let count = if device.is_cuda() { 300 } else { 80 };
-        for &path in paths {
-            property_of_many_steps(path).holds_for(cases_of_many_steps(), count, device);
+        for &way in ways {
+            property_of_many_steps(way).holds_for(cases_of_many_steps(), count, device);
         }
     }
 }
@@ -127,7 +127,7 @@ fn random_cases_of_many_steps() {
 #[test]
 fn random_cases() {
     for device in devices() {
-        property(LltmPath::Automatic).holds_for(cases(), 2500, device);
+        property(LltmWay::Automatic).holds_for(cases(), 2500, device);
     }
 }
 
@@ -147,11 +147,11 @@ fn roundings_that_grow_from_step_to_step() {
         argument(&[4, 33], false),
     ]);
     for device in devices() {
-        property(LltmPath::Automatic).check(&case, device).unwrap();
+        property(LltmWay::Automatic).check(&case, device).unwrap();
     }
 }
 
 #[test]
 fn random_cases_per_step() {
-    property(LltmPath::PerStep).holds_for(cases(), 1500, Device::Cpu);
+    property(LltmWay::PerStep).holds_for(cases(), 1500, Device::Cpu);
 }

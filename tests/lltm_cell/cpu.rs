@@ -2,15 +2,15 @@
 //! with libtorch's.
 
 use super::*;
-use tch_extension::ops::{LltmCellPath, f_lltm_cell_by};
+use tch_extension::ops::{LltmCellWay, f_lltm_cell, force};
 
-fn by(path: LltmCellPath, arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+fn by(way: LltmCellWay, arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     let (x, w, b, h, c) = match arguments {
         [x, w, b, h, c] => (x, w, Some(b), h, c),
         [x, w, h, c] => (x, w, None, h, c),
         _ => unreachable!("four or five arguments"),
     };
-    let (new_h, new_c) = f_lltm_cell_by(path, x, w, b, (h, c))?;
+    let (new_h, new_c) = force(way, || f_lltm_cell(x, w, b, (h, c)))?;
     Ok(vec![new_h, new_c])
 }
 
@@ -31,9 +31,9 @@ fn ragged(kind: Kind, device: Device) -> Vec<Sample> {
     large(kind, device).into_iter().chain(ragged).collect()
 }
 
-fn on_each_path(body: impl Fn(&Suite<'_>)) {
-    for path in [LltmCellPath::Product, LltmCellPath::Fused] {
-        let fused = |arguments: &[Tensor]| by(path, arguments);
+fn on_each_way(body: impl Fn(&Suite<'_>)) {
+    for way in [LltmCellWay::Product, LltmCellWay::Fused] {
+        let fused = |arguments: &[Tensor]| by(way, arguments);
         let (small, large) = (only_on_cpu(small), only_on_cpu(ragged));
         body(&Suite { fused: &fused, small: &small, large: &large, ..suite() });
     }
@@ -41,22 +41,22 @@ fn on_each_path(body: impl Fn(&Suite<'_>)) {
 
 #[test]
 fn each_path_s_outputs_agree_with_the_reference() {
-    on_each_path(|suite| suite.forward_agrees_with_the_reference());
+    on_each_way(|suite| suite.forward_agrees_with_the_reference());
 }
 
 #[test]
 fn each_path_s_gradients_agree_with_the_reference() {
-    on_each_path(|suite| suite.gradients_agree_with_the_reference());
+    on_each_way(|suite| suite.gradients_agree_with_the_reference());
 }
 
 #[test]
 fn each_path_has_the_same_bits_with_and_without_a_graph() {
-    on_each_path(|suite| suite.with_and_without_a_graph_the_bits_are_the_same());
+    on_each_way(|suite| suite.with_and_without_a_graph_the_bits_are_the_same());
 }
 
 #[test]
-fn gradcheck_of_each_path() {
-    on_each_path(|suite| suite.gradcheck_of_every_small_sample());
+fn gradcheck_of_each_way() {
+    on_each_way(|suite| suite.gradcheck_of_every_small_sample());
 }
 
 /// Each sum is computed by one thread, however the work is divided.
@@ -66,7 +66,7 @@ fn the_bits_do_not_depend_on_the_number_of_threads() {
     let results = |threads| {
         tch::set_num_threads(threads);
         let leaves = leaves(&sample.inputs);
-        let outputs = by(LltmCellPath::Fused, &leaves).expect("outputs");
+        let outputs = by(LltmCellWay::Fused, &leaves).expect("outputs");
         let vectors = [Some(&sample.inputs[3]), Some(&sample.inputs[4])];
         let options = GradOptions { grad_outputs: &vectors, ..Default::default() };
         let inputs: Vec<&Tensor> = leaves.iter().collect();
@@ -103,26 +103,18 @@ fn the_activations_are_as_precise_as_libtorchs() {
     let weight = Tensor::zeros([3, 1], (Kind::Float, Device::Cpu));
     let none = Tensor::zeros([n, 0], (Kind::Float, Device::Cpu));
     let closed = bias_of(&Tensor::from(0.0_f32));
-    for path in [LltmCellPath::Product, LltmCellPath::Fused] {
-        let (new_h, new_c) = f_lltm_cell_by(
-            path,
-            &none,
-            &weight,
-            Some(&closed),
-            (&zeros(1), &values.reshape([n, 1])),
-        )
+    for way in [LltmCellWay::Product, LltmCellWay::Fused] {
+        let (new_h, new_c) = force(way, || {
+            f_lltm_cell(&none, &weight, Some(&closed), (&zeros(1), &values.reshape([n, 1])))
+        })
         .expect("a step");
         assert!(new_c.reshape([-1]).allclose(&values, 0.0, 0.0, true));
         precise(&new_h.reshape([-1]), &values.to_kind(Kind::Double).tanh());
         // g is x itself, because x is the only feature and its weight is 1.
         let one = Tensor::from_slice(&[0.0_f32, 0.0, 0.0, 0.0, 0.0, 1.0]).reshape([3, 2]);
-        let (_, new_c) = f_lltm_cell_by(
-            path,
-            &values.reshape([n, 1]),
-            &one,
-            Some(&closed),
-            (&zeros(1), &zeros(1)),
-        )
+        let (_, new_c) = force(way, || {
+            f_lltm_cell(&values.reshape([n, 1]), &one, Some(&closed), (&zeros(1), &zeros(1)))
+        })
         .expect("a step");
         // A sum that contains 0 times infinity, or NaN, is NaN, so only finite values are compared.
         let finite = values.isfinite();

@@ -8,13 +8,13 @@ mod forward;
 mod gradients;
 mod kinds;
 mod odd;
-mod paths;
 mod random;
 mod second_derivatives;
 #[path = "../support/mod.rs"]
 mod support;
 mod tensor_cores;
 mod training;
+mod ways;
 
 use support::{KINDS, Suite, leaves};
 use tch::{Device, Kind, Tensor};

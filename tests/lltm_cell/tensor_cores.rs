@@ -1,11 +1,11 @@
 //! Tests of the forward pass in one kernel with the tensor cores of compute capability 9.0: tiles
 //! at the edges, parts of larger matrices, and cases that take another way.
 
-use super::paths::{by, only_on_cuda};
+use super::ways::{by, only_on_cuda};
 use super::*;
 use std::io::Write;
 use tch_extension::cuda::Graph;
-use tch_extension::ops::LltmCellPath;
+use tch_extension::ops::LltmCellWay;
 use tch_extension::testing::cuda_or_skip;
 
 const HALVES: [Kind; 2] = [Kind::Half, Kind::BFloat16];
@@ -22,7 +22,7 @@ fn has_kernel() -> bool {
 }
 
 fn cell(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    by(LltmCellPath::TensorCores, arguments)
+    by(LltmCellWay::TensorCores, arguments)
 }
 
 /// The number of kernels of a call, counted in a capture, which runs none of them. Nothing can be
@@ -130,9 +130,9 @@ fn cuda_half_kinds_by_tensor_cores_have_many_tiles() {
         for sizes in [[2500, 72, 1024], [5100, 8, 512], [41000, 0, 64]] {
             let arguments = one(sizes, kind, device).inputs;
             let found = cell(&arguments).expect("outputs");
-            let again = by(LltmCellPath::Automatic, &arguments).expect("outputs");
+            let again = by(LltmCellWay::Automatic, &arguments).expect("outputs");
             let with_graph = cell(&leaves(&arguments)).expect("outputs");
-            let expected = by(LltmCellPath::Product, &arguments).expect("outputs");
+            let expected = by(LltmCellWay::Product, &arguments).expect("outputs");
             let rtol = if kind == Kind::Half { 4e-3 } else { 3e-2 };
             for (index, found) in found.iter().enumerate() {
                 assert_close(found, &expected[index], rtol, rtol);

@@ -2,7 +2,7 @@
 
 use super::*;
 use patterns::noise;
-use tch_extension::ops::{ProductPath, f_matmul_add_relu_by};
+use tch_extension::ops::{ProductWay, f_matmul_add_relu, force};
 use tch_extension::testing::{assert_as_accurate, gradcheck};
 
 #[test]
@@ -156,15 +156,15 @@ fn only_what_a_gradient_needs_is_kept() {
 fn gradcheck_of_own_products_and_libtorchs_on_the_cpu() {
     let patterns: [Pattern; 3] =
         [(&[2, 3], &[3, 17], &[17]), (&[9, 5], &[5, 16], &[16]), (&[2, 3, 2], &[2, 33], &[3, 33])];
-    for path in [ProductPath::Fastest, ProductPath::Composite] {
+    for way in [ProductWay::Automatic, ProductWay::Composite] {
         let by = |arguments: &[Tensor]| {
-            Ok(vec![f_matmul_add_relu_by(path, &arguments[0], &arguments[1], &arguments[2])?])
+            Ok(vec![force(way, || f_matmul_add_relu(&arguments[0], &arguments[1], &arguments[2]))?])
         };
         for sample in samples(&patterns, Kind::Double, Device::Cpu) {
             let leaves = leaves(&sample.inputs);
             let inputs: Vec<&Tensor> = leaves.iter().collect();
             gradcheck(by, &inputs, &Default::default())
-                .unwrap_or_else(|error| panic!("{} by {path:?}: {error}", sample.name));
+                .unwrap_or_else(|error| panic!("{} by {way:?}: {error}", sample.name));
         }
     }
 }
@@ -179,7 +179,8 @@ fn the_composite_s_products_are_libtorchs_on_the_cpu() {
     let bias = Tensor::full([48], 1e3, options);
     let vector = noise(&[300, 48], 3).to_kind(Kind::Float);
     let inputs = leaves(&[lhs, rhs, bias]);
-    let output = f_matmul_add_relu_by(ProductPath::Composite, &inputs[0], &inputs[1], &inputs[2]);
+    let output =
+        force(ProductWay::Composite, || f_matmul_add_relu(&inputs[0], &inputs[1], &inputs[2]));
     let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
     let gradients =
         grad(&[&output.expect("output")], &[&inputs[1]], &options).expect("gradients").into_vec();

@@ -5,7 +5,7 @@ use super::ways::{inputs, kernels, one};
 use super::*;
 use std::io::Write;
 use tch_extension::cuda::{Graph, Stream, StreamGuard};
-use tch_extension::ops::{ProductPath, product_plans};
+use tch_extension::ops::{ProductWay, product_plans};
 use tch_extension::testing::cuda_or_skip;
 
 const HALVES: [Kind; 2] = [Kind::Half, Kind::BFloat16];
@@ -63,12 +63,12 @@ fn cuda_half_kinds_agree_with_the_reference_by_hopper() {
             let [lhs, rhs, bias] = inputs(sizes, kind, device);
             for rhs in [rhs.shallow_clone(), by_columns(&rhs)] {
                 let arguments = [lhs.shallow_clone(), rhs, bias.shallow_clone()];
-                let found = one(ProductPath::Hopper, &arguments);
+                let found = one(ProductWay::Hopper, &arguments);
                 assert_right(&arguments, &found);
-                assert!(found.equal(&one(ProductPath::Hopper, &arguments)), "{sizes:?} {kind:?}");
+                assert!(found.equal(&one(ProductWay::Hopper, &arguments)), "{sizes:?} {kind:?}");
                 if has_kernel {
                     assert_eq!(
-                        kernels(ProductPath::Hopper, &arguments, device),
+                        kernels(ProductWay::Hopper, &arguments, device),
                         1,
                         "{sizes:?} {kind:?}"
                     );
@@ -83,8 +83,8 @@ fn cuda_half_kinds_agree_with_the_reference_by_hopper() {
             rhs.narrow(1, 5, 136).narrow(2, 16, 328),
             bias.narrow(1, 20, 200).narrow(2, 8, 328),
         ];
-        assert_right(&arguments, &one(ProductPath::Hopper, &arguments));
-        assert!(!has_kernel || kernels(ProductPath::Hopper, &arguments, device) == 1);
+        assert_right(&arguments, &one(ProductWay::Hopper, &arguments));
+        assert!(!has_kernel || kernels(ProductWay::Hopper, &arguments, device) == 1);
     }
 }
 
@@ -104,7 +104,7 @@ fn cuda_half_kinds_keep_nan_by_hopper() {
         set(&bias, [1, 150, 300], f64::INFINITY);
         set(&bias, [0, 150, 200], f64::NEG_INFINITY);
         let arguments = [lhs, rhs, bias];
-        let found = one(ProductPath::Hopper, &arguments);
+        let found = one(ProductWay::Hopper, &arguments);
         let expected = expected(&arguments);
         assert!(found.isnan().equal(&expected.isnan()), "{kind:?}");
         assert!(found.isinf().equal(&expected.isinf()), "{kind:?}");
@@ -127,13 +127,13 @@ fn cuda_half_kinds_are_fastest_by_hopper() {
         stream.wait_stream(&Stream::current(device).expect("a stream")).expect("to wait");
         let found = {
             let _guard = StreamGuard::new(&stream).expect("a guard");
-            one(ProductPath::Fastest, &arguments)
+            one(ProductWay::Automatic, &arguments)
         };
         Stream::current(device).expect("a stream").wait_stream(&stream).expect("to wait");
         assert_right(&arguments, &found);
         assert!(!has_kernel() || asked_plans() == before, "{kind:?}: by a plan");
         let (graph, output) =
-            Graph::capture(device, || Ok(one(ProductPath::Fastest, &arguments))).expect("a graph");
+            Graph::capture(device, || Ok(one(ProductWay::Automatic, &arguments))).expect("a graph");
         assert_eq!((graph.kernels(), graph.other_nodes()), (1, 0));
         let _ = arguments[2].shallow_clone().neg_();
         graph.replay().expect("a replay");
@@ -142,7 +142,7 @@ fn cuda_half_kinds_are_fastest_by_hopper() {
         // The kernel is slower for rows that do not begin at a cache line, so another way is taken.
         let arguments = inputs([&[8, 1000, 512], &[8, 512, 1000], &[8, 1000, 1000]], kind, device);
         let before = asked_plans();
-        let _ = one(ProductPath::Fastest, &arguments);
+        let _ = one(ProductWay::Automatic, &arguments);
         assert_eq!(asked_plans(), before + 1);
     }
 }
@@ -154,12 +154,12 @@ fn cuda_half_kinds_in_a_new_thread_by_hopper() {
     let Some(device) = cuda_or_skip("cuda_half_kinds_in_a_new_thread_by_hopper") else { return };
     let arguments =
         inputs([&[8, 1024, 512], &[8, 512, 1024], &[8, 1024, 1024]], Kind::Half, device);
-    let found = one(ProductPath::Fastest, &arguments);
+    let found = one(ProductWay::Automatic, &arguments);
     // This leaves free memory in the cache, so that the thread's output needs no allocation from
     // CUDA.
-    drop(one(ProductPath::Fastest, &arguments));
+    drop(one(ProductWay::Automatic, &arguments));
     let first_work_of_a_thread = std::thread::spawn(move || {
-        let found = one(ProductPath::Fastest, &arguments);
+        let found = one(ProductWay::Automatic, &arguments);
         (found, product_plans().misses)
     });
     let (again, plans) = first_work_of_a_thread.join().expect("the thread");
@@ -173,8 +173,8 @@ fn cuda_half_kinds_and_others_go_elsewhere_than_hopper() {
         return;
     };
     let elsewhere = |arguments: &[Tensor], what: &str| {
-        assert_close(&one(ProductPath::Hopper, arguments), &expected(arguments), 2e-2, 2e-2);
-        assert!(kernels(ProductPath::Hopper, arguments, device) > 1, "{what}");
+        assert_close(&one(ProductWay::Hopper, arguments), &expected(arguments), 2e-2, 2e-2);
+        assert!(kernels(ProductWay::Hopper, arguments, device) > 1, "{what}");
     };
     for (sizes, what) in [
         ([&[64, 72][..], &[72, 136], &[136]], "a row"),

@@ -3,7 +3,7 @@
 
 use super::*;
 use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};
-use tch_extension::ops::ProductPath;
+use tch_extension::ops::ProductWay;
 use tch_extension::testing::cuda_or_skip;
 use ways::{inputs, kernels, one};
 
@@ -17,7 +17,7 @@ fn tolerance(kind: Kind) -> f64 {
     }
 }
 
-fn assert_right(way: ProductPath, arguments: &[Tensor; 3], what: &str) {
+fn assert_right(way: ProductWay, arguments: &[Tensor; 3], what: &str) {
     let kind = arguments[0].kind();
     let exact = arguments.each_ref().map(|argument| argument.to_kind(Kind::Double));
     let expected = call(matmul_add_relu_reference, &exact).expect("reference");
@@ -62,7 +62,7 @@ fn placements(tensor: &Tensor) -> [Tensor; 4] {
     [tensor.shallow_clone(), transposed, gaps, beside]
 }
 
-fn is_right_in_all_places(way: ProductPath, sizes: [&[i64]; 3], device: Device) {
+fn is_right_in_all_places(way: ProductWay, sizes: [&[i64]; 3], device: Device) {
     for kind in KINDS {
         let [lhs, rhs, bias] = inputs(sizes, kind, device);
         for (at, lhs) in placements(&lhs).into_iter().enumerate() {
@@ -101,12 +101,9 @@ fn cuda_half_kinds_and_others_skinny_products_are_right() {
         [&[600, 1, 96], &[600, 96, 1], &[1]],
     ];
     for size in sizes {
-        is_right_in_all_places(ProductPath::Skinny, size, device);
+        is_right_in_all_places(ProductWay::Skinny, size, device);
         let arguments = inputs(size, Kind::Half, device);
-        assert!(
-            !can_capture() || kernels(ProductPath::Skinny, &arguments, device) == 1,
-            "{size:?}"
-        );
+        assert!(!can_capture() || kernels(ProductWay::Skinny, &arguments, device) == 1, "{size:?}");
     }
 }
 
@@ -129,20 +126,20 @@ fn cuda_half_kinds_and_others_padded_products_are_right() {
         [&[1, 35, 77], &[3, 77, 43], &[43]],
     ];
     for size in sizes {
-        is_right_in_all_places(ProductPath::Padded, size, device);
+        is_right_in_all_places(ProductWay::Padded, size, device);
     }
     for kind in [Kind::Half, Kind::BFloat16] {
         let arguments = inputs([&[65, 33], &[33, 131], &[131]], kind, device);
         // A copy, the product, and a kernel that copies the result without its padding.
-        assert!(!can_capture() || kernels(ProductPath::Padded, &arguments, device) >= 3);
+        assert!(!can_capture() || kernels(ProductWay::Padded, &arguments, device) >= 3);
     }
     if !can_capture() {
         return;
     }
     // There is nothing to pad here, so the composite is used.
     let arguments = inputs([&[64, 64], &[64, 48], &[48]], Kind::Half, device);
-    let composite = kernels(ProductPath::Composite, &arguments, device);
-    assert_eq!(kernels(ProductPath::Padded, &arguments, device), composite);
+    let composite = kernels(ProductWay::Composite, &arguments, device);
+    assert_eq!(kernels(ProductWay::Padded, &arguments, device), composite);
 }
 
 #[test]
@@ -157,10 +154,10 @@ fn cuda_half_kinds_and_others_a_relu_behind_the_product_is_right() {
         [&[65, 33], &[33, 131], &[131]],
         [&[3, 35, 77], &[3, 77, 43], &[3, 35, 43]],
     ] {
-        is_right_in_all_places(ProductPath::Pass, size, device);
+        is_right_in_all_places(ProductWay::Pass, size, device);
     }
     let arguments = inputs([&[256, 64], &[64, 512], &[512]], Kind::Half, device);
-    assert!(!can_capture() || kernels(ProductPath::Pass, &arguments, device) == 2);
+    assert!(!can_capture() || kernels(ProductWay::Pass, &arguments, device) == 2);
 }
 
 /// Tests the default way, also with tf32, with sizes from each group that was found to be slow.
@@ -182,14 +179,14 @@ fn cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose() {
     ];
     for size in sizes {
         for kind in KINDS {
-            assert_right(ProductPath::Fastest, &inputs(size, kind, device), &format!("{size:?}"));
+            assert_right(ProductWay::Automatic, &inputs(size, kind, device), &format!("{size:?}"));
         }
         let before = matmul_allow_tf32().expect("a switch");
         set_matmul_allow_tf32(true).expect("a switch");
         let arguments = inputs(size, Kind::Float, device);
         let exact = arguments.each_ref().map(|argument| argument.to_kind(Kind::Double));
         let expected = call(matmul_add_relu_reference, &exact).expect("reference");
-        let found = one(ProductPath::Fastest, &arguments).to_kind(Kind::Double);
+        let found = one(ProductWay::Automatic, &arguments).to_kind(Kind::Double);
         set_matmul_allow_tf32(before).expect("a switch");
         assert!(found.allclose(&expected, 4e-3, 4e-3, false), "{size:?} tf32");
     }
@@ -206,7 +203,7 @@ fn cuda_sizes_of_more_than_two_to_the_31_elements_are_right() {
     let lhs = Tensor::zeros([rows, inner], (Kind::BFloat16, device));
     let _ = lhs.narrow(0, rows - 1, 1).fill_(1.0);
     for (way, columns) in
-        [(ProductPath::Skinny, 1), (ProductPath::Skinny, 3), (ProductPath::Padded, 5)]
+        [(ProductWay::Skinny, 1), (ProductWay::Skinny, 3), (ProductWay::Padded, 5)]
     {
         let rhs = Tensor::full([inner, columns], 1.0 / 16.0, (Kind::BFloat16, device));
         let bias = Tensor::full([columns], 0.5, (Kind::BFloat16, device));

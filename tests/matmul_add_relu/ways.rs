@@ -6,27 +6,27 @@ use super::*;
 use patterns::noise;
 use tch_extension::cuda::{Graph, Stream, StreamGuard};
 use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};
-use tch_extension::ops::{ProductPath, f_matmul_add_relu_by, product_plans};
+use tch_extension::ops::{ProductWay, f_matmul_add_relu, force, product_plans};
 use tch_extension::testing::{cuda_or_skip, gradcheck};
 
-const WAYS: [ProductPath; 7] = [
-    ProductPath::Plan,
-    ProductPath::Small,
-    ProductPath::Hopper,
-    ProductPath::Skinny,
-    ProductPath::Padded,
-    ProductPath::Pass,
-    ProductPath::Composite,
+const WAYS: [ProductWay; 7] = [
+    ProductWay::Plan,
+    ProductWay::Small,
+    ProductWay::Hopper,
+    ProductWay::Skinny,
+    ProductWay::Padded,
+    ProductWay::Pass,
+    ProductWay::Composite,
 ];
 
-fn by(way: ProductPath) -> impl Fn(&[Tensor]) -> Result<Vec<Tensor>> {
+fn by(way: ProductWay) -> impl Fn(&[Tensor]) -> Result<Vec<Tensor>> {
     move |arguments| {
         let [lhs, rhs, bias] = arguments else { unreachable!("three arguments") };
-        Ok(vec![f_matmul_add_relu_by(way, lhs, rhs, bias)?])
+        Ok(vec![force(way, || f_matmul_add_relu(lhs, rhs, bias))?])
     }
 }
 
-pub fn one(way: ProductPath, arguments: &[Tensor]) -> Tensor {
+pub fn one(way: ProductWay, arguments: &[Tensor]) -> Tensor {
     by(way)(arguments).expect("output").remove(0)
 }
 
@@ -37,7 +37,7 @@ pub fn inputs([lhs, rhs, bias]: [&[i64]; 3], kind: Kind, device: Device) -> [Ten
 }
 
 /// The number of kernels that a way takes, counted in a capture, which runs none of them.
-pub fn kernels(way: ProductPath, arguments: &[Tensor], device: Device) -> usize {
+pub fn kernels(way: ProductWay, arguments: &[Tensor], device: Device) -> usize {
     let (graph, _) = Graph::capture(device, || by(way)(arguments)).expect("a graph");
     assert_eq!(graph.other_nodes(), 0);
     graph.kernels()
@@ -92,14 +92,14 @@ fn cuda_half_kinds_and_others_take_one_kernel() {
     for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
         for sizes in by_plan {
             let arguments = inputs(sizes, kind, device);
-            assert_eq!(kernels(ProductPath::Plan, &arguments, device), 1, "{sizes:?} {kind:?}");
-            assert_eq!(kernels(ProductPath::Fastest, &arguments, device), 1, "{sizes:?} {kind:?}");
+            assert_eq!(kernels(ProductWay::Plan, &arguments, device), 1, "{sizes:?} {kind:?}");
+            assert_eq!(kernels(ProductWay::Automatic, &arguments, device), 1, "{sizes:?} {kind:?}");
         }
         for sizes in small {
             let arguments = inputs(sizes, kind, device);
-            assert_eq!(kernels(ProductPath::Fastest, &arguments, device), 1, "{sizes:?} {kind:?}");
+            assert_eq!(kernels(ProductWay::Automatic, &arguments, device), 1, "{sizes:?} {kind:?}");
         }
-        assert!(kernels(ProductPath::Composite, &inputs(by_plan[0], kind, device), device) >= 2);
+        assert!(kernels(ProductWay::Composite, &inputs(by_plan[0], kind, device), device) >= 2);
     }
 }
 
@@ -146,7 +146,7 @@ fn cuda_half_kinds_and_others_keep_nan() {
                         let arguments = [lhs.shallow_clone(), weight, bias.shallow_clone()];
                         let expected =
                             call(matmul_add_relu_reference, &arguments).expect("reference").isnan();
-                        for way in [ProductPath::Fastest].into_iter().chain(WAYS) {
+                        for way in [ProductWay::Automatic].into_iter().chain(WAYS) {
                             let found = one(way, &arguments).isnan();
                             assert!(
                                 found.equal(&expected),
@@ -168,7 +168,7 @@ fn cuda_plans_are_kept() {
     let arguments = inputs([&[64, 200], &[200, 48], &[48]], Kind::Float, device);
     let made = |arguments: &[Tensor]| {
         let before = product_plans();
-        let output = one(ProductPath::Plan, arguments);
+        let output = one(ProductWay::Plan, arguments);
         assert_close(
             &output,
             &call(matmul_add_relu_reference, arguments).expect("reference"),
@@ -206,12 +206,12 @@ fn cuda_plans_are_kept() {
     // Each thread has plans of its own.
     let inputs = inputs([&[64, 200], &[200, 48], &[48]], Kind::Float, device);
     let other = std::thread::spawn(move || {
-        let output = one(ProductPath::Plan, &inputs);
+        let output = one(ProductWay::Plan, &inputs);
         (product_plans(), output)
     });
     let (plans, output) = other.join().expect("a thread");
     assert_eq!((plans.hits, plans.misses, plans.plans), (0, 1, 1));
-    assert!(output.equal(&one(ProductPath::Plan, &arguments)));
+    assert!(output.equal(&one(ProductWay::Plan, &arguments)));
 }
 
 /// Sizes that change all the time must not fill the memory with plans.
@@ -221,7 +221,7 @@ fn cuda_plans_are_not_kept_forever() {
     let [lhs, rhs, bias] = inputs([&[700, 160], &[160, 8], &[8]], Kind::Float, device);
     for rows in 1..=700 {
         let _ = one(
-            ProductPath::Plan,
+            ProductWay::Plan,
             &[lhs.narrow(0, 0, rows), rhs.shallow_clone(), bias.shallow_clone()],
         );
         assert!(product_plans().plans <= 512);
@@ -242,11 +242,11 @@ fn cuda_a_plan_is_made_while_a_graph_is_captured() {
     // cublasCreate fails in a capture.
     let _ = arguments[0].matmul(&arguments[1]);
     let (graph, output) =
-        Graph::capture(device, || Ok(one(ProductPath::Plan, &arguments))).expect("a graph");
+        Graph::capture(device, || Ok(one(ProductWay::Plan, &arguments))).expect("a graph");
     assert_eq!((product_plans().hits, product_plans().misses), (0, 1));
     let _ = output.detach().fill_(f64::NAN);
     graph.replay().expect("a replay");
-    assert!(output.equal(&one(ProductPath::Plan, &arguments)));
+    assert!(output.equal(&one(ProductWay::Plan, &arguments)));
 }
 
 /// What is saved for the backward does not depend on the way.
@@ -260,15 +260,15 @@ fn cuda_gradients_are_the_same_by_each_way() {
         [&[3, 21, 35], &[3, 35, 2], &[2]],
     ] {
         let leaves = leaves(&inputs(sizes, Kind::Double, device));
-        let gradients = |way: ProductPath| {
+        let gradients = |way: ProductWay| {
             let output = one(way, &leaves);
             let vector = support::incoming(&output);
             let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
             let inputs: Vec<&Tensor> = leaves.iter().collect();
             grad(&[&output], &inputs, &options).expect("gradients").into_vec()
         };
-        let expected = gradients(ProductPath::Composite);
-        for way in [ProductPath::Fastest].into_iter().chain(WAYS) {
+        let expected = gradients(ProductWay::Composite);
+        for way in [ProductWay::Automatic].into_iter().chain(WAYS) {
             for (found, expected) in gradients(way).iter().zip(&expected) {
                 let [Some(found), Some(expected)] = [found, expected] else {
                     panic!("a gradient is missing")
@@ -302,18 +302,18 @@ fn cuda_half_kinds_are_no_less_exact_than_the_composite() {
                 let arguments = inputs([&[m, k], &[k, n], &bias], kind, device);
                 let exact = arguments.each_ref().map(|argument| argument.to_kind(Kind::Double));
                 let exact = call(matmul_add_relu_reference, &exact).expect("reference");
-                let fused = one(ProductPath::Fastest, &arguments);
+                let fused = one(ProductWay::Automatic, &arguments);
                 let error = |found: &Tensor| {
                     (found.to_kind(Kind::Double) - &exact).norm().double_value(&[])
                 };
-                let composite = one(ProductPath::Composite, &arguments);
+                let composite = one(ProductWay::Composite, &arguments);
                 let (ours, theirs) = (error(&fused), error(&composite));
                 assert!(
                     ours <= 1.02 * theirs,
                     "{:?} {bias:?} {kind:?}: {ours} > {theirs}",
                     (m, n, k)
                 );
-                let with_graph = one(ProductPath::Fastest, &leaves(&arguments)).detach();
+                let with_graph = one(ProductWay::Automatic, &leaves(&arguments)).detach();
                 assert!(with_graph.equal(&fused), "{:?} {bias:?} {kind:?}", (m, n, k));
             }
         }
@@ -345,7 +345,7 @@ fn cuda_half_kinds_and_others_read_the_bias_that_is_given() {
                 let arguments = [lhs.shallow_clone(), rhs.shallow_clone(), placed];
                 let expected = call(matmul_add_relu_reference, &arguments).expect("reference");
                 let (rtol, atol) = if support::is_half(kind) { (2e-2, 2e-2) } else { (1e-4, 1e-4) };
-                for way in [ProductPath::Plan, ProductPath::Hopper, ProductPath::Fastest] {
+                for way in [ProductWay::Plan, ProductWay::Hopper, ProductWay::Automatic] {
                     assert_close(&one(way, &arguments), &expected, rtol, atol);
                 }
             }
@@ -364,7 +364,7 @@ fn cuda_half_kinds_and_others_copy_nothing_for_a_shared_factor() {
             let kernels = |lhs: &[i64]| {
                 let leaves = leaves(&inputs([lhs, &[8, 48, 96], &[8, 64, 96]], kind, device));
                 let forward_and_backward = || {
-                    let output = one(ProductPath::Fastest, &leaves);
+                    let output = one(ProductWay::Automatic, &leaves);
                     let vector = output.detach();
                     let options =
                         GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };

@@ -1,5 +1,5 @@
 // Sums of the columns of a matrix, for example the gradient of a bias. The kernels for the CPU
-// (cpu_column_sums.h) and for CUDA (cuda_column_sums.h) share this struct. src/ffi/column_sums.rs
+// (cpu_column_sums.h) and for CUDA (cuda_column_sums.h) share this struct. src/ops/column_sums.rs
 // mirrors it.
 //
 // The rows are cut into slabs. The sums of each slab go to `partial`, and a second kernel adds them

@@ -2,10 +2,9 @@
 //! output.
 
 use super::super::lltm_cell::{LltmCell, is_ordinary, of_one_step, place};
-use super::OP;
+use super::{OP, Way};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, differentiate_reference};
 use crate::ffi::facts::facts;
-use crate::ffi::lltm::Path;
 use crate::{Error, Result};
 use tch::Tensor;
 
@@ -20,10 +19,10 @@ impl OneStep {
     /// None unless all that would be checked is so, and one step of such arguments is the cell's:
     /// the common case, known without a question to each tensor.
     pub fn of_ordinary(
-        path: Path,
+        way: Way,
         arguments: &[Option<&Tensor>; place::LEN],
     ) -> Result<Option<Self>> {
-        if path != Path::Automatic {
+        if way != Way::Automatic {
             return Ok(None);
         }
         let mut known = facts(*arguments)?;
@@ -33,7 +32,7 @@ impl OneStep {
         }
         *input = input.of_one_step();
         let (Some(kind), Some(device)) = (input.kind(), input.device()) else { return Ok(None) };
-        let is_the_cell_s = path.is_one_step_of_the_cell(1, (kind, kind), device);
+        let is_the_cell_s = way.is_one_step_of_the_cell(1, (kind, kind), device);
         let takes = is_the_cell_s && is_ordinary(&known, arguments[place::BIAS].is_some());
         Ok(takes.then(|| OneStep(LltmCell::of_one_step(Some(known)))))
     }

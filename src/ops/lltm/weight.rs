@@ -1,8 +1,7 @@
 //! The gradient of the weight, a product over all steps: `Σ dG[t]ᵀ [h[t-1], x[t]]`.
 
-use super::is_in_tf32;
+use super::{is_in_tf32, kernels, plan::Sizes};
 use crate::Result;
-use crate::ffi::lltm as kernels;
 use tch::{Kind, Tensor};
 
 pub(super) struct Operands<'a> {
@@ -14,12 +13,12 @@ pub(super) struct Operands<'a> {
     pub output: &'a Tensor,
     /// x, `[T, B, F]`
     pub input: &'a Tensor,
-    pub sizes: kernels::Sizes,
+    pub sizes: Sizes,
 }
 
 /// Where the product finds h and x.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum Layout {
     /// Side by side, in a copy.
     SideBySide,
     /// The same column by column, in `Float` on CUDA (`csrc/lltm/columns.h`).
@@ -28,24 +27,24 @@ enum Way {
     InPlace,
 }
 
-impl Way {
+impl Layout {
     /// The fastest for operands on CUDA that are all of one kind, in products of which libtorch may
     /// or may not use tf32; for others there is only one.
-    fn new(kind: Option<Kind>, tf32: bool, sizes: kernels::Sizes) -> Way {
+    fn new(kind: Option<Kind>, tf32: bool, sizes: Sizes) -> Layout {
         /// Bytes of h and x. To copy so many takes longer than two products more: on an H200 it is
         /// 620 µs of 2820 at (T, B, F, H) = (512, 256, 1024, 1024).
         const LARGE: i64 = 48 << 20;
-        let kernels::Sizes { steps, batch, features, hidden } = sizes;
+        let Sizes { steps, batch, features, hidden } = sizes;
         match kind {
-            Some(Kind::Float) if tf32 => Way::ByColumns,
+            Some(Kind::Float) if tf32 => Layout::ByColumns,
             Some(kind @ (Kind::Half | Kind::BFloat16)) if steps > 1 && features > 0 => {
                 let size = kind.elt_size_in_bytes() as i64;
                 let rows = steps.saturating_mul(batch);
                 let bytes =
                     rows.saturating_mul(hidden.saturating_add(features)).saturating_mul(size);
-                if bytes >= LARGE { Way::InPlace } else { Way::SideBySide }
+                if bytes >= LARGE { Layout::InPlace } else { Layout::SideBySide }
             }
-            _ => Way::SideBySide,
+            _ => Layout::SideBySide,
         }
     }
 }
@@ -57,19 +56,19 @@ impl Operands<'_> {
         let kind = grad_gates.f_kind()?;
         let same = grad_gates.device().is_cuda()
             && [h0, output, input].iter().all(|part| part.kind() == kind);
-        self.product_by(Way::new(same.then_some(kind), is_in_tf32(grad_gates)?, sizes))
+        self.product_by(Layout::new(same.then_some(kind), is_in_tf32(grad_gates)?, sizes))
     }
 
-    fn product_by(&self, way: Way) -> Result<Tensor> {
+    fn product_by(&self, way: Layout) -> Result<Tensor> {
         match way {
-            Way::SideBySide => self.side_by_side(),
-            Way::ByColumns => self.by_columns(),
-            Way::InPlace => self.in_place(),
+            Layout::SideBySide => self.side_by_side(),
+            Layout::ByColumns => self.by_columns(),
+            Layout::InPlace => self.in_place(),
         }
     }
 
     fn side_by_side(&self) -> Result<Tensor> {
-        let kernels::Sizes { steps, batch, features, hidden } = self.sizes;
+        let Sizes { steps, batch, features, hidden } = self.sizes;
         let operands = (self.grad_gates.f_kind()?, self.grad_gates.device());
         let hx = Tensor::f_empty([steps, batch, hidden + features], operands)?;
         let before = hx.f_narrow(2, 0, hidden)?;
@@ -86,7 +85,7 @@ impl Operands<'_> {
     }
 
     fn in_place(&self) -> Result<Tensor> {
-        let kernels::Sizes { steps, batch, features, hidden } = self.sizes;
+        let Sizes { steps, batch, features, hidden } = self.sizes;
         let rows = steps * batch;
         let grads_of = |first, rows| self.grad_gates.f_narrow(0, first, rows)?.f_transpose(0, 1);
         let before = self.output.f_reshape([rows, hidden])?.f_narrow(0, 0, rows - batch)?;
@@ -107,8 +106,8 @@ mod tests {
     use crate::testing::cuda_or_skip;
     use tch::Device;
 
-    fn sizes([steps, batch, features, hidden]: [i64; 4]) -> kernels::Sizes {
-        kernels::Sizes { steps, batch, features, hidden }
+    fn sizes([steps, batch, features, hidden]: [i64; 4]) -> Sizes {
+        Sizes { steps, batch, features, hidden }
     }
 
     #[test]
@@ -116,31 +115,34 @@ mod tests {
         let small = sizes([512, 16, 512, 512]);
         let large = sizes([512, 64, 512, 512]);
         for kind in [Kind::Half, Kind::BFloat16] {
-            assert_eq!(Way::new(Some(kind), true, small), Way::SideBySide);
-            assert_eq!(Way::new(Some(kind), false, large), Way::InPlace);
+            assert_eq!(Layout::new(Some(kind), true, small), Layout::SideBySide);
+            assert_eq!(Layout::new(Some(kind), false, large), Layout::InPlace);
             // Neither a step before nor an input: one of the products would be empty.
             assert_eq!(
-                Way::new(Some(kind), false, sizes([1, 64 * 512, 512, 512])),
-                Way::SideBySide
+                Layout::new(Some(kind), false, sizes([1, 64 * 512, 512, 512])),
+                Layout::SideBySide
             );
-            assert_eq!(Way::new(Some(kind), false, sizes([512, 64, 0, 1024])), Way::SideBySide);
-            assert_eq!(Way::new(Some(kind), false, sizes([i64::MAX; 4])), Way::InPlace);
+            assert_eq!(
+                Layout::new(Some(kind), false, sizes([512, 64, 0, 1024])),
+                Layout::SideBySide
+            );
+            assert_eq!(Layout::new(Some(kind), false, sizes([i64::MAX; 4])), Layout::InPlace);
         }
         for size in [small, large] {
-            assert_eq!(Way::new(Some(Kind::Float), true, size), Way::ByColumns);
-            assert_eq!(Way::new(Some(Kind::Float), false, size), Way::SideBySide);
-            assert_eq!(Way::new(Some(Kind::Double), true, size), Way::SideBySide);
-            assert_eq!(Way::new(None, true, size), Way::SideBySide);
+            assert_eq!(Layout::new(Some(Kind::Float), true, size), Layout::ByColumns);
+            assert_eq!(Layout::new(Some(Kind::Float), false, size), Layout::SideBySide);
+            assert_eq!(Layout::new(Some(Kind::Double), true, size), Layout::SideBySide);
+            assert_eq!(Layout::new(None, true, size), Layout::SideBySide);
         }
     }
 
     /// That of `Double`, which is exact beside all others: rows and columns of whole and of broken
     /// vectors, tiles and blocks, and a view as input.
-    fn assert_exact(way: Way, kind: Kind, device: Device) {
+    fn assert_exact(way: Layout, kind: Kind, device: Device) {
         for size in [[2, 1, 1, 1], [3, 5, 7, 8], [1, 70, 33, 24], [9, 64, 40, 32], [65, 3, 130, 72]]
         {
             let [steps, batch, features, hidden] = size;
-            if way == Way::InPlace && steps == 1 {
+            if way == Layout::InPlace && steps == 1 {
                 continue;
             }
             let random = |sizes: &[i64]| Tensor::randn(sizes, (Kind::Float, device)).to_kind(kind);
@@ -179,7 +181,7 @@ mod tests {
     #[test]
     fn side_by_side_is_exact() {
         for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
-            assert_exact(Way::SideBySide, kind, Device::Cpu);
+            assert_exact(Layout::SideBySide, kind, Device::Cpu);
         }
     }
 
@@ -187,10 +189,10 @@ mod tests {
     fn cuda_each_way_is_exact() {
         let Some(device) = cuda_or_skip("cuda_each_way_is_exact") else { return };
         for kind in [Kind::Half, Kind::BFloat16] {
-            assert_exact(Way::SideBySide, kind, device);
-            assert_exact(Way::InPlace, kind, device);
+            assert_exact(Layout::SideBySide, kind, device);
+            assert_exact(Layout::InPlace, kind, device);
         }
-        assert_exact(Way::SideBySide, Kind::Float, device);
-        assert_exact(Way::ByColumns, Kind::Float, device);
+        assert_exact(Layout::SideBySide, Kind::Float, device);
+        assert_exact(Layout::ByColumns, Kind::Float, device);
     }
 }

@@ -1,7 +1,9 @@
 //! `csrc/lltm/grid.h`: a grid that multiplies `Float` and `Double` as they are.
 
-use super::grid::{Grid, are_for_a_grid};
-use super::{Direction, Sizes};
+use super::grid::are_for_a_grid;
+use super::sizes::{Direction, Sizes};
+use super::step::cost_step_by_step;
+use crate::ops::lltm::kernels::device::Grid;
 use tch::Kind;
 
 /// Rows that a block computes at a time.
@@ -83,7 +85,7 @@ impl PlainShare {
         (turns <= MOST_TURNS).then_some(share)
     }
 
-    /// Than one or two kernels for each step. `Double` has not been compared.
+    /// Whether it beats per-step kernels. `Double` has not been compared.
     pub fn is_faster(&self, direction: Direction, sizes: Sizes, product: Kind) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;
@@ -92,21 +94,6 @@ impl PlainShare {
         let saved = cost_step_by_step(direction, sizes) - self.cost;
         product == Kind::Float && sizes.steps >= FEW && sizes.steps.saturating_mul(saved) >= ONCE
     }
-}
-
-/// What a step of these kinds costs by a kernel or two of its own, in hundredths of a microsecond.
-pub(super) fn cost_step_by_step(direction: Direction, sizes: Sizes) -> i64 {
-    /// With more, libtorch's products are twice as fast.
-    const FEW_ROWS: i64 = 64;
-    let Sizes { batch, hidden, .. } = sizes;
-    let launches = match direction {
-        Direction::Forward => 480,
-        Direction::Backward => 700,
-    };
-    // Operations in a hundredth of a microsecond.
-    let speed = if batch <= FEW_ROWS { 25e4 } else { 50e4 };
-    let products = 6.0 * batch as f64 * hidden as f64 * hidden as f64 / speed;
-    launches + products as i64
 }
 
 #[cfg(test)]

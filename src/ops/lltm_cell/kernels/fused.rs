@@ -1,138 +1,15 @@
 //! `csrc/lltm_cell/fused_forward.cu`, `fused_backward.cu` and `cpu_fused.cpp`: the whole cell in
-//! one kernel, and when to take it.
+//! one kernel.
 
-use super::facts::{Facts, Fresh, empty, facts};
-use super::precision::matmul_allow_tf32;
-use super::tensor::plain;
+use crate::ffi::facts::{Facts, Fresh, empty, facts};
+#[cfg(not(tch_extension_cuda))]
+use crate::ffi::no_kernel;
+use crate::ffi::tensor::plain;
+use crate::ops::lltm_cell::plan::{Sizes, Way};
 use crate::{Error, Result};
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use tch::{Device, Kind, Tensor};
-
-/// By which kernels the cell is computed: what a test chooses.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Path {
-    /// What is faster at these sizes.
-    #[default]
-    Automatic,
-    /// libtorch's product and a kernel for the rest.
-    Product,
-    /// One kernel for everything. Not for empty states, and on the CPU neither for half kinds nor,
-    /// in the forward, for wide weights; these as `Product`.
-    Fused,
-    /// One kernel for the forward with the tensor cores of capability 9.0: half kinds, H a multiple
-    /// of 64, rows of multiples of 16 bytes. Elsewhere, and in the backward, as `Product`.
-    TensorCores,
-}
-
-/// B, F, H.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Sizes {
-    pub batch: i64,
-    pub features: i64,
-    pub hidden: i64,
-}
-
-impl Sizes {
-    /// The additions of products in `[h, x] Wᵀ`.
-    fn products(&self) -> f64 {
-        3.0 * self.batch as f64 * self.hidden as f64 * (self.hidden as f64 + self.features as f64)
-    }
-
-    /// Whether there is anything to compute, and a grid for it.
-    fn fit(&self) -> bool {
-        let most = f64::from(1 << 30);
-        let columns = (self.hidden as f64) + (self.features as f64);
-        self.batch > 0
-            && self.hidden > 0
-            && self.batch as f64 * columns < most
-            && columns * columns < most
-    }
-
-    /// Whether the forward in one kernel is faster than libtorch's product between two others.
-    /// Measured on an H200 and on CPUs: docs/performance.md.
-    pub fn fuse_forward(&self, path: Path, kind: Kind, device: Device) -> bool {
-        const BESIDE_TENSOR_CORES: f64 = 28e6;
-        if device == Device::Cpu {
-            // The batch makes the vectors.
-            let most = if self.batch < cpu::LEAST_ROWS { 0.0 } else { cpu::MOST_PRODUCTS };
-            return cpu::exists(kind)
-                && self.columns() <= cpu::MOST_COLUMNS
-                && self.chosen(path, most);
-        }
-        let most = match kind {
-            Kind::Float
-                if self.products() > BESIDE_TENSOR_CORES
-                    && matmul_allow_tf32().unwrap_or(false) =>
-            {
-                BESIDE_TENSOR_CORES
-            }
-            // Long products of many rows are what libtorch is best at.
-            Kind::Float if self.batch <= 128 => 256e6,
-            Kind::Float if self.batch <= 512 => 128e6,
-            Kind::Float | Kind::Double => 32e6,
-            _ => BESIDE_TENSOR_CORES,
-        };
-        matches!(device, Device::Cuda(_)) && self.chosen(path, most)
-    }
-
-    /// The same for the backward, of which a block goes over all rows.
-    pub fn fuse_backward(&self, path: Path, kind: Kind, device: Device) -> bool {
-        if device == Device::Cpu {
-            return cpu::exists(kind) && self.chosen(path, cpu::MOST_PRODUCTS);
-        }
-        let (most, most_rows) = match kind {
-            Kind::Float => (80e6, 192),
-            Kind::Double => (10e6, 128),
-            _ => (25e6, 128),
-        };
-        let most = if self.batch <= most_rows { most } else { 0.0 };
-        matches!(device, Device::Cuda(_)) && self.chosen(path, most)
-    }
-
-    /// Whether the forward in one kernel with tensor cores is to be tried: where its tiles of 128
-    /// rows and 64 hidden columns may fill a GPU, which the launcher knows.
-    pub fn try_tensor_cores(&self, path: Path, kind: Kind, device: Device) -> bool {
-        const FEWEST_TILES: i64 = 96;
-        let is_possible = matches!(kind, Kind::Half | Kind::BFloat16)
-            && self.hidden % 64 == 0
-            && matches!(device, Device::Cuda(_))
-            && self.fit();
-        is_possible
-            && match path {
-                Path::Automatic => (self.batch + 127) / 128 * (self.hidden / 64) >= FEWEST_TILES,
-                Path::TensorCores => true,
-                Path::Product | Path::Fused => false,
-            }
-    }
-
-    fn columns(&self) -> f64 {
-        self.hidden as f64 + self.features as f64
-    }
-
-    fn chosen(&self, path: Path, most: f64) -> bool {
-        let wanted = match path {
-            Path::Automatic => self.products() <= most,
-            Path::Product | Path::TensorCores => false,
-            Path::Fused => true,
-        };
-        wanted && self.fit()
-    }
-}
-
-/// What `csrc/lltm_cell/cpu_fused.cpp` can do, and what it is good at.
-mod cpu {
-    use tch::Kind;
-
-    pub fn exists(kind: Kind) -> bool {
-        matches!(kind, Kind::Float | Kind::Double)
-    }
-
-    /// As `kMostColumns` has it.
-    pub const MOST_COLUMNS: f64 = 1024.0;
-    pub const LEAST_ROWS: i64 = 8;
-    pub const MOST_PRODUCTS: f64 = 20e6;
-}
 
 #[repr(C)]
 #[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
@@ -333,16 +210,16 @@ pub(crate) fn allow_bulk_copies(known: &[Facts; 5], sizes: Sizes) -> bool {
 }
 
 /// The same by the kernel with tensor cores; none where it cannot read the operands, or is not
-/// there, or, unless the path asks for it, is not faster.
+/// there, or, unless the way asks for it, is not faster.
 pub(crate) fn forward_by_tensor_cores(
-    path: Path,
+    way: Way,
     operands: &Operands<'_>,
     known: &[Facts; 5],
     sizes: Sizes,
     beside: Beside,
 ) -> Result<Option<Outputs>> {
     forward_by(operands, known, sizes, beside, |device, params| {
-        launch_tensor_cores(path, device, params)
+        launch_tensor_cores(way, device, params)
     })
 }
 
@@ -514,8 +391,8 @@ fn launch_forward(device: Option<Device>, params: &Forward) -> Result<()> {
 }
 
 #[cfg(tch_extension_cuda)]
-fn launch_tensor_cores(path: Path, device: Option<Device>, params: &Forward) -> Result<bool> {
-    let is_asked_for = path == Path::TensorCores;
+fn launch_tensor_cores(way: Way, device: Option<Device>, params: &Forward) -> Result<bool> {
+    let is_asked_for = way == Way::TensorCores;
     let mut is_started = false;
     // SAFETY: as in `launch_forward`.
     crate::cuda::launch(device.unwrap_or(Device::Cpu), |stream| unsafe {
@@ -534,84 +411,22 @@ fn launch_backward(device: Option<Device>, params: &Backward) -> Result<()> {
 
 #[cfg(not(tch_extension_cuda))]
 fn launch_forward(device: Option<Device>, _: &Forward) -> Result<()> {
-    Err(super::no_kernel("lltm_cell", device.unwrap_or(Device::Cpu)))
+    Err(no_kernel("lltm_cell", device.unwrap_or(Device::Cpu)))
 }
 
 #[cfg(not(tch_extension_cuda))]
-fn launch_tensor_cores(_: Path, _: Option<Device>, _: &Forward) -> Result<bool> {
+fn launch_tensor_cores(_: Way, _: Option<Device>, _: &Forward) -> Result<bool> {
     Ok(false)
 }
 
 #[cfg(not(tch_extension_cuda))]
 fn launch_backward(device: Option<Device>, _: &Backward) -> Result<()> {
-    Err(super::no_kernel("lltm_cell", device.unwrap_or(Device::Cpu)))
+    Err(no_kernel("lltm_cell", device.unwrap_or(Device::Cpu)))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn small_cells_are_fused_and_large_ones_are_not() {
-        let gpu = Device::Cuda(0);
-        let of = |batch, features, hidden| Sizes { batch, features, hidden };
-        let (small, large) = (of(16, 32, 128), of(1024, 1024, 1024));
-        for kind in [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16] {
-            let both = |sizes: Sizes, path, device| {
-                [sizes.fuse_forward(path, kind, device), sizes.fuse_backward(path, kind, device)]
-            };
-            assert_eq!(both(small, Path::Automatic, gpu), [true; 2]);
-            assert_eq!(both(large, Path::Automatic, gpu), [false; 2]);
-            assert_eq!(both(small, Path::Product, gpu), [false; 2]);
-            assert_eq!(both(large, Path::Fused, gpu), [true; 2]);
-            // Nothing to compute, no such grid.
-            for sizes in [of(0, 3, 4), of(3, 4, 0), of(1 << 40, 3, 4), of(1, 1 << 40, 1)] {
-                assert_eq!(both(sizes, Path::Fused, gpu), [false; 2]);
-            }
-            assert_eq!(both(of(3, 0, 4), Path::Automatic, gpu), [true; 2]);
-        }
-    }
-
-    #[test]
-    fn tensor_cores_are_tried_for_whole_tiles_of_half_kinds() {
-        let tried = |(batch, features, hidden), path, kind, device| {
-            Sizes { batch, features, hidden }.try_tensor_cores(path, kind, device)
-        };
-        let gpu = Device::Cuda(0);
-        for kind in [Kind::Half, Kind::BFloat16] {
-            assert!(tried((1024, 1000, 1024), Path::Automatic, kind, gpu));
-            assert!(tried((1, 0, 64), Path::TensorCores, kind, gpu));
-            assert!(!tried((1, 0, 64), Path::Automatic, kind, gpu));
-            assert!(!tried((1024, 1000, 1032), Path::TensorCores, kind, gpu));
-            assert!(!tried((0, 8, 64), Path::TensorCores, kind, gpu));
-            assert!(!tried((1024, 1000, 1024), Path::TensorCores, kind, Device::Cpu));
-            for path in [Path::Product, Path::Fused] {
-                assert!(!tried((1024, 1000, 1024), path, kind, gpu));
-            }
-        }
-        assert!(!tried((1024, 1000, 1024), Path::TensorCores, Kind::Float, gpu));
-    }
-
-    #[test]
-    fn on_the_cpu_there_are_kernels_of_wide_kinds_for_some_sizes() {
-        let both = |(batch, features, hidden), path, kind| {
-            let sizes = Sizes { batch, features, hidden };
-            let cpu = Device::Cpu;
-            [sizes.fuse_forward(path, kind, cpu), sizes.fuse_backward(path, kind, cpu)]
-        };
-        for kind in [Kind::Float, Kind::Double] {
-            assert_eq!(both((16, 32, 128), Path::Automatic, kind), [true; 2]);
-            assert_eq!(both((16, 32, 128), Path::Product, kind), [false; 2]);
-            assert_eq!(both((1, 32, 128), Path::Automatic, kind), [false, true]);
-            assert_eq!(both((1 << 20, 32, 128), Path::Automatic, kind), [false; 2]);
-            assert_eq!(both((1 << 20, 32, 128), Path::Fused, kind), [true; 2]);
-            // The forward's stack has an end.
-            assert_eq!(both((4, 1000, 24), Path::Fused, kind), [true; 2]);
-            assert_eq!(both((4, 1001, 24), Path::Fused, kind), [false, true]);
-        }
-        assert_eq!(both((16, 32, 128), Path::Fused, Kind::Half), [false; 2]);
-        assert_eq!(both((16, 32, 128), Path::Fused, Kind::BFloat16), [false; 2]);
-    }
 
     #[cfg(tch_extension_cuda)]
     #[test]

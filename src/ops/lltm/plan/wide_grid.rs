@@ -1,7 +1,8 @@
 //! `csrc/lltm/grid.h`: a grid for many rows, whose blocks compute 64 of them at a time.
 
-use super::grid::{Grid, are_for_a_grid};
-use super::{Direction, Sizes};
+use super::grid::are_for_a_grid;
+use super::sizes::{Direction, Sizes};
+use crate::ops::lltm::kernels::device::Grid;
 use tch::Kind;
 
 /// Who computes what.
@@ -70,7 +71,7 @@ impl WideShare {
         Some(WideShare { row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn, limit, once })
     }
 
-    /// Than one or two kernels for each step.
+    /// Whether it beats per-step kernels.
     pub fn is_faster(&self, sizes: Sizes) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;

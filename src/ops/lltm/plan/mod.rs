@@ -1,20 +1,32 @@
 //! Which way a sequence takes.
 
-use super::grid::{Grid, Share};
-use super::persistent::{Clusters, Kernel};
-use super::plain::PlainShare;
-use super::tensor_cores::{TensorCores, Tiles};
-use super::wide::WideShare;
+mod cluster;
+mod grid;
+mod plain_grid;
+mod sizes;
+mod step;
+mod tensor_cores;
+mod wide_grid;
+
+pub(crate) use sizes::{Direction, Sizes};
+
 use crate::Result;
-use crate::ffi::lltm_cell_fused as cell;
 use crate::ffi::precision::matmul_allow_tf32;
+use crate::ops::lltm::kernels::device::{Clusters, Grid, TensorCores};
+use crate::ops::lltm_cell::plan as cell;
+use cluster::Kernel;
+use grid::Share;
+use plain_grid::PlainShare;
+use sizes::is_half;
 use tch::{Device, Kind};
+use tensor_cores::Tiles;
+use wide_grid::WideShare;
 
 /// A way through a sequence. For tests and benches, which force each; users get the one that suits
 /// the sizes.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Path {
+pub enum Way {
     /// What suits the sizes.
     #[default]
     Automatic,
@@ -40,19 +52,21 @@ pub enum Path {
     CrowdedGrid,
 }
 
-impl Path {
+crate::ops::way::ways!(Way);
+
+impl Way {
     /// Whether a device has kernels for it.
     ///
     /// # Errors
     /// When CUDA fails.
     pub fn is_on(self, device: Device) -> Result<bool> {
         Ok(match self {
-            Path::Persistent => Clusters::of(device)?.are_there(),
-            Path::Grid | Path::WideGrid | Path::CrowdedGrid => Grid::of(device)?.is_there(),
-            Path::TensorCores => TensorCores::of(device)?.are_there(),
-            Path::Packed => device == Device::Cpu,
-            Path::Fused => device.is_cuda(),
-            Path::Automatic | Path::Cells | Path::PerStep => true,
+            Way::Persistent => Clusters::of(device)?.are_there(),
+            Way::Grid | Way::WideGrid | Way::CrowdedGrid => Grid::of(device)?.is_there(),
+            Way::TensorCores => TensorCores::of(device)?.are_there(),
+            Way::Packed => device == Device::Cpu,
+            Way::Fused => device.is_cuda(),
+            Way::Automatic | Way::Cells | Way::PerStep => true,
         })
     }
 
@@ -66,7 +80,7 @@ impl Path {
         device: Device,
     ) -> bool {
         let is_as_wide = product == state && !is_half(product);
-        self == Path::Automatic && steps == 1 && (device.is_cuda() || is_as_wide)
+        self == Way::Automatic && steps == 1 && (device.is_cuda() || is_as_wide)
     }
 
     /// Whether this is a loop of the cell, of tensors of one kind: with few steps, what a sequence
@@ -74,31 +88,11 @@ impl Path {
     /// in half kinds those of the weight's gradient over steps.
     pub(crate) fn calls_the_cell(self, steps: i64, kind: Kind) -> bool {
         match self {
-            Path::Cells => steps > 0,
-            Path::Automatic => (1..=2).contains(&steps) && !is_half(kind),
+            Way::Cells => steps > 0,
+            Way::Automatic => (1..=2).contains(&steps) && !is_half(kind),
             _ => false,
         }
     }
-}
-
-fn is_half(kind: Kind) -> bool {
-    matches!(kind, Kind::Half | Kind::BFloat16)
-}
-
-/// Which way through it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Direction {
-    Forward,
-    Backward,
-}
-
-/// What there is to compute.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct Sizes {
-    pub steps: i64,
-    pub batch: i64,
-    pub features: i64,
-    pub hidden: i64,
 }
 
 /// What computes it.
@@ -179,21 +173,21 @@ pub(crate) enum Plan {
 }
 
 impl Plan {
-    /// The way for a sequence of these sizes, whose products and state are of these kinds. A path
+    /// The way for a sequence of these sizes, whose products and state are of these kinds. A way
     /// that a chip does not have, or not for these kinds, is one that it has.
     pub fn new(
-        path: Path,
+        way: Way,
         direction: Direction,
         sizes: Sizes,
         kinds: (Kind, Kind),
         chip: Chip,
     ) -> Plan {
-        match (path, chip) {
-            (Path::PerStep, _) => Plan::PerStep,
+        match (way, chip) {
+            (Way::PerStep, _) => Plan::PerStep,
             (_, Chip::Cpu { threads }) => Plan::packed(sizes, kinds.1, threads),
             (_, Chip::Cuda { device, hopper }) => {
-                Plan::on_hopper(path, direction, sizes, kinds, hopper)
-                    .unwrap_or_else(|| Plan::step_by_step(path, direction, sizes, kinds, device))
+                Plan::on_hopper(way, direction, sizes, kinds, hopper)
+                    .unwrap_or_else(|| Plan::step_by_step(way, direction, sizes, kinds, device))
             }
         }
     }
@@ -201,7 +195,7 @@ impl Plan {
     /// By kernels for compute capability 9.0: of those that suit the sizes, the one whose step
     /// costs least beside the input's product.
     fn on_hopper(
-        path: Path,
+        way: Way,
         direction: Direction,
         sizes: Sizes,
         (product, state): (Kind, Kind),
@@ -227,17 +221,17 @@ impl Plan {
         // Under autocast there are two kinds.
         let is_for_tiles = direction == Direction::Forward && product == state;
         let tiles = is_for_tiles.then(|| Tiles::new(sizes, product, hopper.tensor_cores)).flatten();
-        match path {
-            Path::TensorCores => tiles.map(|_| Plan::TensorCores),
-            Path::Persistent => {
+        match way {
+            Way::TensorCores => tiles.map(|_| Plan::TensorCores),
+            Way::Persistent => {
                 clusters.map(of_clusters).or(grid.map(of_grid)).or(plain.map(of_plain))
             }
-            Path::Grid => grid.map(of_grid).or(plain.map(of_plain)),
-            Path::WideGrid => wide.map(of_wide).or(grid.map(of_grid)),
-            Path::CrowdedGrid => grid
+            Way::Grid => grid.map(of_grid).or(plain.map(of_plain)),
+            Way::WideGrid => wide.map(of_wide).or(grid.map(of_grid)),
+            Way::CrowdedGrid => grid
                 .map(|share| of_grid(Share { row_groups: CROWD, ..share }))
                 .or(plain.map(|share| of_plain(PlainShare { row_groups: CROWD, ..share }))),
-            Path::Automatic => {
+            Way::Automatic => {
                 let clusters =
                     clusters.filter(|kernel| kernel.is_faster(direction, sizes, product));
                 let grid = grid.filter(|share| share.is_faster(direction, sizes));
@@ -261,7 +255,7 @@ impl Plan {
     /// is what all wait for, that is all that counts. Beyond the sizes at which it is so, the
     /// product is better left to libtorch.
     fn step_by_step(
-        path: Path,
+        way: Way,
         direction: Direction,
         sizes: Sizes,
         (product, state): (Kind, Kind),
@@ -271,16 +265,16 @@ impl Plan {
         /// few columns is as long as its chain of loads.
         const ENOUGH_STEPS: i64 = 8;
         const ENOUGH_FEATURES: i64 = 256;
-        let enough = sizes.steps >= ENOUGH_STEPS
-            && (path == Path::Fused || sizes.features >= ENOUGH_FEATURES);
-        let path = if path == Path::Fused { cell::Path::Fused } else { cell::Path::Automatic };
+        let enough =
+            sizes.steps >= ENOUGH_STEPS && (way == Way::Fused || sizes.features >= ENOUGH_FEATURES);
+        let way = if way == Way::Fused { cell::Way::Fused } else { cell::Way::Automatic };
         let device = Device::Cuda(device);
         let input_at_once = direction == Direction::Backward || enough;
         let features = if input_at_once { 0 } else { sizes.features };
         let step = cell::Sizes { batch: sizes.batch, features, hidden: sizes.hidden };
         let is_fused = match direction {
-            Direction::Forward => step.fuse_forward(path, product, device),
-            Direction::Backward => step.fuse_backward(path, product, device),
+            Direction::Forward => step.fuse_forward(way, product, device),
+            Direction::Backward => step.fuse_backward(way, product, device),
         };
         // Under autocast there are two kinds.
         if is_fused && product == state { Plan::Fused { input_at_once } } else { Plan::PerStep }
@@ -329,7 +323,7 @@ mod tests {
     fn packed(batch: i64, hidden: i64, kind: Kind, threads: i64) -> (i64, i64) {
         let sizes = Sizes { steps: 128, batch, features: hidden, hidden };
         match Plan::new(
-            Path::Automatic,
+            Way::Automatic,
             Direction::Forward,
             sizes,
             (kind, kind),
@@ -361,19 +355,19 @@ mod tests {
     #[test]
     fn a_path_is_taken_where_it_can_be() {
         let sizes = Sizes { steps: 3, batch: 2, features: 4, hidden: 5 };
-        let plan = |path, chip| {
-            Plan::new(path, Direction::Forward, sizes, (Kind::Double, Kind::Double), chip)
+        let plan = |way, chip| {
+            Plan::new(way, Direction::Forward, sizes, (Kind::Double, Kind::Double), chip)
         };
         let cpu = Chip::Cpu { threads: 4 };
-        assert_eq!(plan(Path::PerStep, cpu), Plan::PerStep);
-        assert_eq!(plan(Path::Packed, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
-        for path in [Path::Automatic, Path::Cells, Path::Fused, Path::Persistent, Path::Grid] {
-            assert_eq!(plan(path, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
+        assert_eq!(plan(Way::PerStep, cpu), Plan::PerStep);
+        assert_eq!(plan(Way::Packed, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
+        for way in [Way::Automatic, Way::Cells, Way::Fused, Way::Persistent, Way::Grid] {
+            assert_eq!(plan(way, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
         }
         let gpu = Chip::Cuda { device: 0, hopper: Hopper::default() };
-        assert_eq!(plan(Path::PerStep, gpu), Plan::PerStep);
-        for path in [Path::Automatic, Path::Fused, Path::Packed, Path::Persistent, Path::Grid] {
-            assert_eq!(plan(path, gpu), Plan::Fused { input_at_once: false });
+        assert_eq!(plan(Way::PerStep, gpu), Plan::PerStep);
+        for way in [Way::Automatic, Way::Fused, Way::Packed, Way::Persistent, Way::Grid] {
+            assert_eq!(plan(way, gpu), Plan::Fused { input_at_once: false });
         }
     }
 
@@ -384,13 +378,13 @@ mod tests {
         let plan = |direction, steps, batch, hidden, kind| {
             let hopper = Hopper::h200(kind == Kind::Float);
             let sizes = Sizes { steps, batch, features: hidden, hidden };
-            Plan::on_hopper(Path::Automatic, direction, sizes, (kind, kind), hopper)
+            Plan::on_hopper(Way::Automatic, direction, sizes, (kind, kind), hopper)
         };
         let clusters = |cluster, tf32| Some(Plan::Persistent { cluster, tf32 });
         let strict = |direction, batch, hidden| {
             let hopper = Hopper::h200(false);
             let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
-            Plan::on_hopper(Path::Automatic, direction, sizes, (Kind::Float, Kind::Float), hopper)
+            Plan::on_hopper(Way::Automatic, direction, sizes, (Kind::Float, Kind::Float), hopper)
         };
         let plain = |columns, row_groups| Some(Plan::PlainGrid { columns, row_groups });
         assert_eq!(strict(Forward, 16, 128), clusters(8, false));
@@ -419,7 +413,7 @@ mod tests {
         let of = |batch, features, hidden| {
             let sizes = Sizes { steps: 64, batch, features, hidden };
             let both = (Kind::BFloat16, Kind::BFloat16);
-            Plan::on_hopper(Path::Automatic, Forward, sizes, both, Hopper::h200(false))
+            Plan::on_hopper(Way::Automatic, Forward, sizes, both, Hopper::h200(false))
         };
         let by_clusters = [
             (3840, 16, 16),
@@ -453,69 +447,69 @@ mod tests {
     #[test]
     fn tensor_cores_compute_one_kind_forward() {
         let sizes = Sizes { steps: 32, batch: 4096, features: 512, hidden: 512 };
-        let plan = |path, direction, kinds| {
-            Plan::on_hopper(path, direction, sizes, kinds, Hopper::h200(true))
+        let plan = |way, direction, kinds| {
+            Plan::on_hopper(way, direction, sizes, kinds, Hopper::h200(true))
         };
         let both = (Kind::Half, Kind::Half);
-        for path in [Path::TensorCores, Path::Automatic] {
-            assert_eq!(plan(path, Direction::Forward, both), Some(Plan::TensorCores));
-            assert_eq!(plan(path, Direction::Forward, (Kind::Half, Kind::Float)), None);
-            assert_eq!(plan(path, Direction::Forward, (Kind::Float, Kind::Float)), None);
-            assert_eq!(plan(path, Direction::Backward, both), None);
+        for way in [Way::TensorCores, Way::Automatic] {
+            assert_eq!(plan(way, Direction::Forward, both), Some(Plan::TensorCores));
+            assert_eq!(plan(way, Direction::Forward, (Kind::Half, Kind::Float)), None);
+            assert_eq!(plan(way, Direction::Forward, (Kind::Float, Kind::Float)), None);
+            assert_eq!(plan(way, Direction::Backward, both), None);
         }
     }
 
     #[test]
     fn on_cuda_small_steps_are_one_kernel() {
         let gpu = Chip::Cuda { device: 0, hopper: Hopper::default() };
-        let plan = |path, direction, steps, [batch, features, hidden]: [i64; 3], kinds| {
-            Plan::new(path, direction, Sizes { steps, batch, features, hidden }, kinds, gpu)
+        let plan = |way, direction, steps, [batch, features, hidden]: [i64; 3], kinds| {
+            Plan::new(way, direction, Sizes { steps, batch, features, hidden }, kinds, gpu)
         };
         let both = (Kind::BFloat16, Kind::BFloat16);
         let (small, large, wide) = ([16, 32, 128], [4096, 1024, 1024], [4, 512, 512]);
         let (forward, backward) = (Direction::Forward, Direction::Backward);
-        let of = |steps, size| plan(Path::Automatic, forward, steps, size, both);
+        let of = |steps, size| plan(Way::Automatic, forward, steps, size, both);
         assert_eq!(of(4, small), Plan::Fused { input_at_once: false });
         assert_eq!(of(512, small), Plan::Fused { input_at_once: false });
         assert_eq!(of(4, wide), Plan::Fused { input_at_once: false });
         assert_eq!(of(512, wide), Plan::Fused { input_at_once: true });
         assert_eq!(of(512, large), Plan::PerStep);
         assert_eq!(
-            plan(Path::Automatic, backward, 4, small, both),
+            plan(Way::Automatic, backward, 4, small, both),
             Plan::Fused { input_at_once: true }
         );
-        assert_eq!(plan(Path::Automatic, backward, 4, large, both), Plan::PerStep);
+        assert_eq!(plan(Way::Automatic, backward, 4, large, both), Plan::PerStep);
         // Forced, and where it cannot be.
-        assert_eq!(plan(Path::Fused, forward, 8, large, both), Plan::Fused { input_at_once: true });
+        assert_eq!(plan(Way::Fused, forward, 8, large, both), Plan::Fused { input_at_once: true });
         let mixed = (Kind::BFloat16, Kind::Float);
-        assert_eq!(plan(Path::Fused, forward, 8, small, mixed), Plan::PerStep);
+        assert_eq!(plan(Way::Fused, forward, 8, small, mixed), Plan::PerStep);
     }
 
     #[test]
     fn few_steps_are_the_cell_s() {
         let steps = [0, 1, 2, 3];
-        let loops = |path: Path, kind| steps.map(|steps| path.calls_the_cell(steps, kind));
+        let loops = |way: Way, kind| steps.map(|steps| way.calls_the_cell(steps, kind));
         for kind in [Kind::Float, Kind::Double] {
-            assert_eq!(loops(Path::Automatic, kind), [false, true, true, false]);
+            assert_eq!(loops(Way::Automatic, kind), [false, true, true, false]);
         }
         for kind in [Kind::Half, Kind::BFloat16] {
-            assert_eq!(loops(Path::Automatic, kind), [false; 4]);
+            assert_eq!(loops(Way::Automatic, kind), [false; 4]);
         }
-        assert_eq!(loops(Path::Cells, Kind::Half), [false, true, true, true]);
-        assert_eq!(loops(Path::PerStep, Kind::Float), [false; 4]);
+        assert_eq!(loops(Way::Cells, Kind::Half), [false, true, true, true]);
+        assert_eq!(loops(Way::PerStep, Kind::Float), [false; 4]);
 
-        let is_one = |path: Path, kinds, device| {
-            steps.map(|steps| path.is_one_step_of_the_cell(steps, kinds, device))
+        let is_one = |way: Way, kinds, device| {
+            steps.map(|steps| way.is_one_step_of_the_cell(steps, kinds, device))
         };
         let (yes, no, gpu) = ([false, true, false, false], [false; 4], Device::Cuda(0));
         for kind in [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16] {
-            assert_eq!(is_one(Path::Automatic, (kind, kind), gpu), yes);
-            assert_eq!(is_one(Path::Automatic, (kind, Kind::Double), gpu), yes);
+            assert_eq!(is_one(Way::Automatic, (kind, kind), gpu), yes);
+            assert_eq!(is_one(Way::Automatic, (kind, Kind::Double), gpu), yes);
             let expected = if is_half(kind) { no } else { yes };
-            assert_eq!(is_one(Path::Automatic, (kind, kind), Device::Cpu), expected);
-            assert_eq!(is_one(Path::PerStep, (kind, kind), gpu), no);
+            assert_eq!(is_one(Way::Automatic, (kind, kind), Device::Cpu), expected);
+            assert_eq!(is_one(Way::PerStep, (kind, kind), gpu), no);
         }
-        assert_eq!(is_one(Path::Automatic, (Kind::Float, Kind::Double), Device::Cpu), no);
+        assert_eq!(is_one(Way::Automatic, (Kind::Float, Kind::Double), Device::Cpu), no);
     }
 
     /// What the kernels take for granted.
@@ -543,7 +537,7 @@ mod tests {
             [Direction::Forward, Direction::Backward]
                 .iter()
                 .map(|&direction| {
-                    Plan::on_hopper(Path::Automatic, direction, sizes, (kind, kind), hopper)
+                    Plan::on_hopper(Way::Automatic, direction, sizes, (kind, kind), hopper)
                 })
                 .all(|plan| plan.is_some_and(|plan| plan != Plan::TensorCores))
         };

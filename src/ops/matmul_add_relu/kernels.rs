@@ -1,8 +1,8 @@
 //! `csrc/matmul_add_relu/matmul_add_relu.h`.
 
-use super::column_sums::{ColumnSums, is_aligned};
-use super::tensor::{is_in_memory, plain};
-use super::{checked, optional_ptr, take_message};
+use crate::ffi::tensor::{is_in_memory, plain};
+use crate::ffi::{checked, kind_code, no_kernel, optional_ptr, take_message};
+use crate::ops::column_sums::{ColumnSums, is_aligned};
 use crate::{Error, Result};
 use std::ffi::{c_char, c_void};
 use tch::{Device, Kind, Tensor};
@@ -89,7 +89,7 @@ pub(crate) fn forward(product: Option<&Tensor>, bias: &Tensor, out: &mut Tensor)
         size: merged.size,
         product_stride: merged.strides[0],
         bias_stride: merged.strides[1],
-        kind: super::kind_code(like.0)?,
+        kind: kind_code(like.0)?,
         dims: merged.dims,
         product: product.as_ref().map_or(target, |product| product.data_ptr()).cast_const(),
         bias: bias.data_ptr(),
@@ -109,7 +109,7 @@ pub(crate) fn forward(product: Option<&Tensor>, bias: &Tensor, out: &mut Tensor)
             unsafe { tch_extension_matmul_add_relu_forward_cpu(&params) };
             Ok(())
         }
-        device => Err(super::no_kernel("matmul_add_relu", device)),
+        device => Err(no_kernel("matmul_add_relu", device)),
     }
 }
 
@@ -191,7 +191,7 @@ pub(crate) fn backward(
     };
     let params = Backward {
         sums,
-        kind: super::kind_code(like.0)?,
+        kind: kind_code(like.0)?,
         reserved: 0,
         grad: optional_ptr("grad", Some(inputs.grad), &size, like)?,
         out: checked("out", inputs.out, &size, like)?,
@@ -213,7 +213,7 @@ pub(crate) fn backward(
             }
             Ok(())
         }
-        device => Err(super::no_kernel("matmul_add_relu", device)),
+        device => Err(no_kernel("matmul_add_relu", device)),
     }
 }
 

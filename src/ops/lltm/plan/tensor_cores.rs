@@ -1,50 +1,10 @@
 //! `csrc/lltm_cell/hopper_forward.cu`: the cell's kernel with tensor cores for each step of many
 //! rows, of which libtorch's products would write gates in f32 that another kernel then reads.
 
-use super::Sizes;
-use crate::Result;
-use crate::ffi::lltm_cell_fused as cell;
-#[cfg(tch_extension_cuda)]
-use crate::ffi::once_a_device::OnceADevice;
+use super::sizes::Sizes;
+use crate::ops::lltm::kernels::device::TensorCores;
+use crate::ops::lltm_cell::plan as cell;
 use tch::{Device, Kind};
-
-/// The multiprocessors of a GPU that has the kernel; none elsewhere.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct TensorCores {
-    processors: i64,
-}
-
-impl TensorCores {
-    #[cfg(test)]
-    pub const H200: TensorCores = TensorCores { processors: 132 };
-
-    pub fn are_there(self) -> bool {
-        self.processors > 0
-    }
-
-    pub fn of(device: Device) -> Result<TensorCores> {
-        #[cfg(tch_extension_cuda)]
-        {
-            static KNOWN: OnceADevice<TensorCores> = OnceADevice::new();
-            KNOWN.of("lltm", device, |_, found| {
-                // SAFETY: it asks the device that is current.
-                found.processors =
-                    i64::from(unsafe { tch_extension_lltm_cell_hopper_processors() });
-                None
-            })
-        }
-        #[cfg(not(tch_extension_cuda))]
-        {
-            let _ = device;
-            Ok(TensorCores::default())
-        }
-    }
-}
-
-#[cfg(tch_extension_cuda)]
-unsafe extern "C" {
-    fn tch_extension_lltm_cell_hopper_processors() -> i32;
-}
 
 /// Tiles of a step, 128 rows and 64 hidden columns each, which the multiprocessors go through in
 /// rounds.
@@ -70,12 +30,12 @@ impl Tiles {
         let device = Device::Cuda(0);
         let can = on.are_there()
             && features % LANES == 0
-            && step.try_tensor_cores(cell::Path::TensorCores, product, device);
+            && step.try_tensor_cores(cell::Way::TensorCores, product, device);
         let tiles = || Tiles {
             sizes,
             tiles: (((batch - 1) / Tiles::ROWS + 1) * (hidden / Tiles::COLUMNS)) as f64,
             processors: on.processors as f64,
-            is_one_small_kernel: step.fuse_forward(cell::Path::Automatic, product, device),
+            is_one_small_kernel: step.fuse_forward(cell::Way::Automatic, product, device),
         };
         can.then(tiles)
     }

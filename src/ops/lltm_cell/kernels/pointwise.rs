@@ -1,7 +1,7 @@
 //! `csrc/lltm_cell/lltm_cell.h`.
 
-use super::{checked, optional_ptr};
 use crate::Result;
+use crate::ffi::{checked, kind_code, no_kernel, optional_ptr};
 use std::ffi::c_void;
 use tch::{Device, Tensor};
 
@@ -72,7 +72,7 @@ pub(crate) fn forward(
     let params = Forward {
         batch,
         hidden,
-        kind: super::kind_code(like.0)?,
+        kind: kind_code(like.0)?,
         save_activations: i32::from(save_activations),
         gates: checked("gates", gates, &[batch, 3 * hidden], like)?,
         c: checked("c", c, &[batch, hidden], like)?,
@@ -93,7 +93,7 @@ pub(crate) fn forward(
             unsafe { tch_extension_lltm_cell_forward_cpu(&params) };
             Ok(())
         }
-        device => Err(super::no_kernel("lltm_cell", device)),
+        device => Err(no_kernel("lltm_cell", device)),
     }
 }
 
@@ -118,7 +118,7 @@ pub(crate) fn backward(
     let params = Backward {
         batch,
         hidden,
-        kind: super::kind_code(like.0)?,
+        kind: kind_code(like.0)?,
         reserved: 0,
         grad_new_h: optional_ptr("grad_new_h", inputs.grad_new_h, &state, like)?,
         grad_new_c: optional_ptr("grad_new_c", inputs.grad_new_c, &state, like)?,
@@ -138,7 +138,7 @@ pub(crate) fn backward(
             unsafe { tch_extension_lltm_cell_backward_cpu(&params) };
             Ok(())
         }
-        device => Err(super::no_kernel("lltm_cell", device)),
+        device => Err(no_kernel("lltm_cell", device)),
     }
 }
 

@@ -1,7 +1,8 @@
 //! `csrc/linear/linear.h`.
 
-use super::column_sums::{ColumnSums, is_aligned};
-use super::tensor::{is_in_memory, plain};
+use crate::ffi::tensor::{is_in_memory, plain};
+use crate::ffi::{kind_code, no_kernel};
+use crate::ops::column_sums::{ColumnSums, is_aligned};
 use crate::{Error, Result};
 use std::ffi::c_void;
 use tch::{Device, Tensor};
@@ -37,7 +38,7 @@ pub(crate) fn bias_grad(grad: &Tensor) -> Result<Tensor> {
     let params = BiasGrad {
         sums,
         row_stride: grad.stride()[0],
-        kind: super::kind_code(like.0)?,
+        kind: kind_code(like.0)?,
         reserved: 0,
         grad: grad.data_ptr(),
     };
@@ -57,7 +58,7 @@ pub(crate) fn bias_grad(grad: &Tensor) -> Result<Tensor> {
                 unsafe { tch_extension_linear_bias_grad_finish_cpu(&params) };
             }
         }
-        device => return Err(super::no_kernel("linear", device)),
+        device => return Err(no_kernel("linear", device)),
     }
     Ok(grad_bias)
 }

@@ -1,18 +1,12 @@
 //! `csrc/lltm/sequence.h`.
 
 mod columns;
-mod grid;
-mod persistent;
-mod plain;
-mod plan;
-mod tensor_cores;
-mod wide;
+pub(crate) mod device;
 
 pub(crate) use columns::columns;
-pub use plan::Path;
-pub(crate) use plan::{Chip, Direction, Plan, Sizes};
 
-use super::{checked, optional_ptr, take_message};
+use super::plan::{Plan, Sizes};
+use crate::ffi::{checked, no_kernel, optional_ptr, take_message};
 use crate::{Error, Result};
 use std::ffi::{c_char, c_void};
 use std::ptr::null_mut;
@@ -113,7 +107,7 @@ impl Place {
         let stream = match device {
             Device::Cpu => null_mut(),
             Device::Cuda(_) => crate::cuda::Stream::current(device)?.as_ptr(),
-            device => return Err(super::no_kernel("lltm", device)),
+            device => return Err(no_kernel("lltm", device)),
         };
         Ok(Place { _guard: guard, stream })
     }

@@ -1,60 +1,9 @@
 //! `csrc/lltm/persistent.h`: which sequences one kernel computes from the first step to the last.
 
-use super::plain::cost_step_by_step;
-use super::{Direction, Sizes};
-use crate::Result;
-#[cfg(tch_extension_cuda)]
-use crate::ffi::once_a_device::{OnceADevice, constant};
-use tch::{Device, Kind};
-
-/// How many clusters of large blocks a GPU runs at a time; zeros where it has none, or no code for
-/// them.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Clusters {
-    of_8: i64,
-    of_16: i64,
-}
-
-impl Clusters {
-    #[cfg(test)]
-    pub const H200: Clusters = Clusters { of_8: 15, of_16: 7 };
-
-    pub fn are_there(self) -> bool {
-        self.of_8 > 0
-    }
-
-    pub fn of(device: Device) -> Result<Clusters> {
-        #[cfg(tch_extension_cuda)]
-        {
-            static KNOWN: OnceADevice<Clusters> = OnceADevice::new();
-            // SAFETY: the C side fills both places, and returns null or a constant text.
-            KNOWN.of("lltm", device, |index, clusters| unsafe {
-                constant(tch_extension_lltm_persistent_device(index, clusters))
-            })
-        }
-        #[cfg(not(tch_extension_cuda))]
-        {
-            let _ = device;
-            Ok(Clusters::default())
-        }
-    }
-}
-
-#[cfg(tch_extension_cuda)]
-unsafe extern "C" {
-    fn tch_extension_lltm_persistent_device(
-        device: i32,
-        clusters: *mut Clusters,
-    ) -> *const std::ffi::c_char;
-}
-
-/// As the kernels count: the values of all gates.
-pub(super) fn counts_in_32_bits(Sizes { steps, batch, hidden, .. }: Sizes) -> bool {
-    let values =
-        [batch, hidden, 3].iter().try_fold(steps, |product, &size| product.checked_mul(size));
-    values.is_some_and(|values| i32::try_from(values).is_ok())
-}
+use super::sizes::{Direction, Sizes, counts_in_32_bits};
+use super::step::cost_step_by_step;
+use crate::ops::lltm::kernels::device::Clusters;
+use tch::Kind;
 
 /// Rows of a cluster.
 const ROWS: i64 = 8;
@@ -127,7 +76,7 @@ impl Kernel {
         self.turns(batch).saturating_mul(self.step)
     }
 
-    /// Than one or two kernels for each step.
+    /// Whether it beats per-step kernels.
     pub fn is_faster(&self, direction: Direction, sizes: Sizes, product: Kind) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;

@@ -6,8 +6,8 @@ const GPU: Gpu = Gpu { processors: 132, shared_memory: 227 << 10, clusters: 1 };
 const OLD: Gpu = Gpu { processors: 40, shared_memory: 64 << 10, clusters: 0 };
 const MANY: i64 = 1 << 20;
 
-fn rows(path: Path, columns: i64, kind: Kind, alignment: i64) -> Rows {
-    Rows { path, rows: MANY, columns, kind, alignment, gpu: GPU }
+fn rows(way: Way, columns: i64, kind: Kind, alignment: i64) -> Rows {
+    Rows { way, rows: MANY, columns, kind, alignment, gpu: GPU }
 }
 
 #[test]
@@ -17,7 +17,7 @@ fn forwards_suit_the_size() {
         (plan.in_registers == 1).then_some((plan.team, plan.threads * plan.cluster))
     };
     fn rows_of(columns: i64, kind: Kind) -> Rows {
-        rows(Path::Automatic, columns, kind, 16)
+        rows(Way::Automatic, columns, kind, 16)
     }
     assert_eq!(plan(MANY, 256, Kind::BFloat16), Some((8, 64)));
     assert_eq!(plan(MANY, 256, Kind::Float), Some((16, 64)));
@@ -99,7 +99,7 @@ fn backwards_suit_the_size() {
         (Double, 4097, 16, (2, 0, 512, 512, 1, 2)),
     ];
     for (kind, columns, alignment, expected) in table {
-        let plan = rows(Path::Automatic, columns, kind, alignment).backward();
+        let plan = rows(Way::Automatic, columns, kind, alignment).backward();
         let found = (plan.lanes, plan.shifted, plan.team, plan.threads, plan.cluster, plan.stages);
         assert_eq!(found, expected, "{kind:?} {columns} aligned to {alignment}");
         let is_odd = columns % i64::from(plan.lanes) != 0;
@@ -117,7 +117,7 @@ fn rows_in_place_keep_their_ring_where_blocks_have_less_memory() {
         (4099, 99 << 10, (256, 2)),
     ] {
         let gpu = Gpu { shared_memory, ..GPU };
-        let plan = Rows { gpu, ..rows(Path::Automatic, columns, Kind::Float, 16) }.backward();
+        let plan = Rows { gpu, ..rows(Way::Automatic, columns, Kind::Float, 16) }.backward();
         assert_eq!(
             (plan.threads, plan.stages, plan.in_place),
             (expected.0, expected.1, 1),
@@ -126,7 +126,7 @@ fn rows_in_place_keep_their_ring_where_blocks_have_less_memory() {
     }
     // No block has room for two rows of these in place.
     let gpu = Gpu { shared_memory: 99 << 10, ..GPU };
-    let plan = Rows { gpu, ..rows(Path::Automatic, 8191, Kind::Float, 16) }.backward();
+    let plan = Rows { gpu, ..rows(Way::Automatic, 8191, Kind::Float, 16) }.backward();
     assert_eq!(plan.in_place, 0);
 }
 
@@ -137,7 +137,7 @@ fn teams_in_place_have_rows_that_begin_alike() {
             for count in [513, 2000, MANY] {
                 for processors in [4, 40, 132] {
                     let gpu = Gpu { processors, ..GPU };
-                    let of_kind = rows(Path::Automatic, columns, kind, 16);
+                    let of_kind = rows(Way::Automatic, columns, kind, 16);
                     let rows = Rows { rows: count, gpu, ..of_kind };
                     let plan = rows.backward();
                     if plan.in_place == 1 {
@@ -153,55 +153,55 @@ fn teams_in_place_have_rows_that_begin_alike() {
 
 #[test]
 fn few_rows_have_no_parts() {
-    let by_columns = |path, rows, columns| {
+    let by_columns = |way, rows, columns| {
         let plan =
-            Rows { path, rows, columns, kind: Kind::Float, alignment: 16, gpu: GPU }.backward();
+            Rows { way, rows, columns, kind: Kind::Float, alignment: 16, gpu: GPU }.backward();
         (plan.by_columns, plan.stages)
     };
-    assert_eq!(by_columns(Path::Automatic, 512, 1024), (1, 0));
-    assert_eq!(by_columns(Path::Automatic, 513, 1024), (0, 2));
-    assert_eq!(by_columns(Path::Automatic, 257, 4096), (0, 2));
-    assert_eq!(by_columns(Path::Automatic, 256, 1025), (1, 0));
-    assert_eq!(by_columns(Path::Automatic, 257, 1025), (0, 2));
-    assert_eq!(by_columns(Path::Automatic, 512, 1501), (1, 0));
-    assert_eq!(by_columns(Path::Automatic, 513, 1501), (0, 2));
-    assert_eq!(by_columns(Path::Automatic, 257, 2501), (0, 2));
-    assert_eq!(by_columns(Path::Automatic, 255, 4096), (1, 0));
-    assert_eq!(by_columns(Path::Automatic, 256, 4096), (0, 2));
-    assert_eq!(by_columns(Path::Automatic, 256, 8192), (0, 2));
-    assert_eq!(by_columns(Path::Block, 64, 1024), (0, 2));
+    assert_eq!(by_columns(Way::Automatic, 512, 1024), (1, 0));
+    assert_eq!(by_columns(Way::Automatic, 513, 1024), (0, 2));
+    assert_eq!(by_columns(Way::Automatic, 257, 4096), (0, 2));
+    assert_eq!(by_columns(Way::Automatic, 256, 1025), (1, 0));
+    assert_eq!(by_columns(Way::Automatic, 257, 1025), (0, 2));
+    assert_eq!(by_columns(Way::Automatic, 512, 1501), (1, 0));
+    assert_eq!(by_columns(Way::Automatic, 513, 1501), (0, 2));
+    assert_eq!(by_columns(Way::Automatic, 257, 2501), (0, 2));
+    assert_eq!(by_columns(Way::Automatic, 255, 4096), (1, 0));
+    assert_eq!(by_columns(Way::Automatic, 256, 4096), (0, 2));
+    assert_eq!(by_columns(Way::Automatic, 256, 8192), (0, 2));
+    assert_eq!(by_columns(Way::Block, 64, 1024), (0, 2));
     // Where the rows are in passes, too; not where blocks share them.
-    assert_eq!(by_columns(Path::Automatic, 3, 70_000), (1, 0));
-    assert_eq!(by_columns(Path::Automatic, 257, 70_000), (0, 0));
-    assert_eq!(by_columns(Path::Automatic, 512, 70_001), (1, 0));
-    assert_eq!(by_columns(Path::Automatic, 3, 16_384), (0, 3));
-    assert_eq!(by_columns(Path::Loop, 3, 64), (0, 0));
+    assert_eq!(by_columns(Way::Automatic, 3, 70_000), (1, 0));
+    assert_eq!(by_columns(Way::Automatic, 257, 70_000), (0, 0));
+    assert_eq!(by_columns(Way::Automatic, 512, 70_001), (1, 0));
+    assert_eq!(by_columns(Way::Automatic, 3, 16_384), (0, 3));
+    assert_eq!(by_columns(Way::Loop, 3, 64), (0, 0));
 }
 
 #[test]
 fn a_path_is_taken_where_it_can_be() {
-    let plan = |path, columns| {
-        let plan = rows(path, columns, Kind::Double, 16).backward();
+    let plan = |way, columns| {
+        let plan = rows(way, columns, Kind::Double, 16).backward();
         (plan.in_registers == 1, plan.team, plan.cluster, plan.stages)
     };
-    assert_eq!(plan(Path::Block, 4), (true, 64, 1, 2));
-    assert_eq!(plan(Path::Loop, 4), (false, 512, 1, 0));
-    assert_eq!(plan(Path::Warp, 9), (true, 2, 1, 2));
-    assert_eq!(plan(Path::Warp, 300), (true, 64, 1, 2));
-    assert_eq!(plan(Path::Direct, 300), (true, 64, 1, 0));
-    assert_eq!(plan(Path::Cluster, 4), (true, 256, 2, 3));
-    assert_eq!(plan(Path::Cluster, 5), (true, 256, 2, 3));
-    assert_eq!(plan(Path::Block, 100_000), (false, 512, 1, 0));
+    assert_eq!(plan(Way::Block, 4), (true, 64, 1, 2));
+    assert_eq!(plan(Way::Loop, 4), (false, 512, 1, 0));
+    assert_eq!(plan(Way::Warp, 9), (true, 2, 1, 2));
+    assert_eq!(plan(Way::Warp, 300), (true, 64, 1, 2));
+    assert_eq!(plan(Way::Direct, 300), (true, 64, 1, 0));
+    assert_eq!(plan(Way::Cluster, 4), (true, 256, 2, 3));
+    assert_eq!(plan(Way::Cluster, 5), (true, 256, 2, 3));
+    assert_eq!(plan(Way::Block, 100_000), (false, 512, 1, 0));
 }
 
 /// What the kernels take for granted, for every plan there is.
 #[test]
 fn every_plan_holds_its_row() {
-    use Path::{Automatic, Block, Cluster, Direct, Loop, Warp};
+    use Way::{Automatic, Block, Cluster, Direct, Loop, Warp};
     let sizes = || (0..9000).step_by(3).chain(16000..17000).chain(32760..32780).chain(65530..65550);
     for kind in [Kind::Half, Kind::Float, Kind::Double] {
         let size = kind.elt_size_in_bytes() as i64;
-        for path in [Automatic, Warp, Block, Cluster, Direct, Loop] {
+        for way in [Automatic, Warp, Block, Cluster, Direct, Loop] {
             for columns in sizes().chain([1 << 33]) {
                 for (alignment, gpu, rows) in [
                     (16, GPU, MANY),
@@ -212,7 +212,7 @@ fn every_plan_holds_its_row() {
                     (16, GPU, 1),
                     (16, GPU, 300),
                 ] {
-                    let shape = Rows { path, rows, columns, kind, alignment, gpu };
+                    let shape = Rows { way, rows, columns, kind, alignment, gpu };
                     let rows = shape;
                     check(&rows.forward(), &rows);
                     let plan = rows.forward();
@@ -275,7 +275,7 @@ fn check(plan: &Plan, rows: &Rows) {
     );
     let is_odd = plan.shifted == 1 || plan.in_place == 1;
     assert!(lanes == 1 || is_odd || (rows.columns % lanes == 0 && rows.alignment % 16 == 0));
-    assert!(plan.by_columns == 0 || (rows.rows <= 512 && rows.path == Path::Automatic));
+    assert!(plan.by_columns == 0 || (rows.rows <= 512 && rows.way == Way::Automatic));
 }
 
 /// The GPU tests demand the same bits there.
@@ -294,17 +294,17 @@ fn odd_rows_that_do_not_go_in_place_have_one_plan_wherever_they_begin() {
             (5, 8223),
             (3, 9001),
         ] {
-            for path in [Path::Automatic, Path::Warp, Path::Block, Path::Cluster, Path::Direct] {
+            for way in [Way::Automatic, Way::Warp, Way::Block, Way::Cluster, Way::Direct] {
                 let plan = |alignment| {
-                    Rows { rows: count, ..rows(path, columns, kind, alignment) }.backward()
+                    Rows { rows: count, ..rows(way, columns, kind, alignment) }.backward()
                 };
                 let (aligned, anywhere) = (plan(16), plan(kind.elt_size_in_bytes() as i64));
                 if aligned.in_place == 0 {
-                    assert_eq!(aligned, anywhere, "{path:?} {count} {columns} {kind:?}");
+                    assert_eq!(aligned, anywhere, "{way:?} {count} {columns} {kind:?}");
                     continue;
                 }
-                let is_long = matches!(path, Path::Automatic | Path::Warp) && columns > 256;
-                assert!(path == Path::Block || is_long, "{path:?} {count} {columns} {kind:?}");
+                let is_long = matches!(way, Way::Automatic | Way::Warp) && columns > 256;
+                assert!(way == Way::Block || is_long, "{way:?} {count} {columns} {kind:?}");
                 in_place += 1;
             }
         }

@@ -1,13 +1,19 @@
 //! Layer normalisation.
 
+use super::way::forced;
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::check::Check;
-use crate::ffi::layer_norm as kernels;
-use crate::ffi::layer_norm::{Gradients, Moments, Operands, Path, Shape, compute_kind};
 use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};
 use tch::{Device, Kind, Tensor};
+
+mod kernels;
+mod plan;
+
+use kernels::{Gradients, Moments, Operands, Shape, compute_kind};
+#[doc(hidden)]
+pub use plan::Way;
 
 const OP: &str = "layer_norm";
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
@@ -89,19 +95,6 @@ pub fn f_layer_norm(
     bias: Option<&Tensor>,
     eps: f64,
 ) -> Result<Tensor> {
-    f_layer_norm_by(Path::Automatic, input, normalized_shape, weight, bias, eps)
-}
-
-/// [`f_layer_norm`] by kernels that a test chooses.
-#[doc(hidden)]
-pub fn f_layer_norm_by(
-    path: Path,
-    input: &Tensor,
-    normalized_shape: &[i64],
-    weight: Option<&Tensor>,
-    bias: Option<&Tensor>,
-    eps: f64,
-) -> Result<Tensor> {
     check!(OP, input).defined()?.supported_device()?;
     weight.map(|weight| check!(OP, weight).defined()).transpose()?;
     bias.map(|bias| check!(OP, bias).defined()).transpose()?;
@@ -115,7 +108,7 @@ pub fn f_layer_norm_by(
     };
     let shape = check_arguments(input, normalized_shape, weight, bias)?;
     let function = LayerNorm {
-        shape: Shape { path, ..shape },
+        shape: Shape { way: forced(), ..shape },
         normalized_shape: normalized_shape.to_vec(),
         eps,
         bias_kind: bias.map(Tensor::f_kind).transpose()?,
@@ -181,7 +174,7 @@ fn check_arguments(
     let product =
         |sizes: &[i64]| sizes.iter().try_fold(1_i64, |product, &size| product.checked_mul(size));
     match (product(leading), product(normalized_shape)) {
-        (Some(rows), Some(columns)) => Ok(Shape { rows, columns, path: Path::Automatic }),
+        (Some(rows), Some(columns)) => Ok(Shape { rows, columns, way: Way::Automatic }),
         _ => Err(input_check.refuse("sizes whose products fit 64 bits", format!("{size:?}"), "")),
     }
 }

@@ -6,7 +6,7 @@ use tch::{Device, Kind};
 /// suits the size.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Path {
+pub enum Way {
     /// What suits the size.
     #[default]
     Automatic,
@@ -21,6 +21,8 @@ pub enum Path {
     /// A block that reads the row again for each pass.
     Loop,
 }
+
+crate::ops::way::ways!(Way);
 
 /// How rows are spread over threads.
 #[repr(C)]
@@ -58,7 +60,7 @@ const BYTES_OF_REST: i64 = 128;
 /// What a plan is made of.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rows {
-    pub(super) path: Path,
+    pub(super) way: Way,
     pub(super) rows: i64,
     pub(super) columns: i64,
     pub(super) kind: Kind,
@@ -118,7 +120,7 @@ impl Rows {
         let few = if is_long { 256 } else { 512 };
         let is_large =
             self.is_aligned() && self.rows.saturating_mul(self.columns) >= (4 << 20) / self.size();
-        self.path == Path::Automatic && self.rows <= few && !is_large && self.gpu.processors > 0
+        self.way == Way::Automatic && self.rows <= few && !is_large && self.gpu.processors > 0
     }
 
     /// The team for a row of so many loads, `each` a thread: as few threads as can hold it, because
@@ -126,9 +128,9 @@ impl Rows {
     fn team(&self, loads: i64, each: i64) -> Option<i64> {
         let fits = |threads: i64| loads <= threads * each;
         let least = power_of_two((loads + each - 1) / each);
-        match self.path {
-            Path::Automatic | Path::Warp | Path::Direct if fits(WARP) => Some(least),
-            Path::Automatic | Path::Warp | Path::Direct | Path::Block if fits(MOST_THREADS) => {
+        match self.way {
+            Way::Automatic | Way::Warp | Way::Direct if fits(WARP) => Some(least),
+            Way::Automatic | Way::Warp | Way::Direct | Way::Block if fits(MOST_THREADS) => {
                 Some(least.max(2 * WARP))
             }
             _ => None,
@@ -138,7 +140,7 @@ impl Rows {
     /// The same row over more threads, where there would be fewer than `threads` in all otherwise.
     fn widened(&self, team: i64, loads: i64, threads: i64) -> i64 {
         let mut team = team;
-        while self.path == Path::Automatic
+        while self.way == Way::Automatic
             && team < loads.min(MOST_THREADS)
             && self.rows.saturating_mul(team) < threads
         {
@@ -158,7 +160,7 @@ impl Rows {
             return Plan::new(1, None).of_threads(threads);
         }
         let team = match self.team(loads, each) {
-            None if matches!(self.path, Path::Automatic | Path::Direct | Path::Block) => {
+            None if matches!(self.way, Way::Automatic | Way::Direct | Way::Block) => {
                 // Twice as much of a row a thread, in the largest block.
                 Some(MOST_THREADS).filter(|threads| loads <= threads * 2 * each)
             }
@@ -181,7 +183,7 @@ impl Rows {
         let each = if self.size() == 4 && self.is_aligned() { 8 } else { 4 };
         let mut plan = self.cluster(&[MOST_THREADS], self.loads(), each)?;
         let processors = i64::from(self.gpu.processors);
-        while self.path == Path::Automatic
+        while self.way == Way::Automatic
             && 2 * i64::from(plan.cluster) <= MOST_IN_CLUSTER
             && 2 * self.rows.saturating_mul(plan.cluster.into()) <= processors
         {
@@ -193,7 +195,7 @@ impl Rows {
     /// The threads of rows of odd lengths that have sooner done with value after value than with
     /// shifting vectors.
     fn value_by_value(&self, team: i64) -> Option<i64> {
-        if self.path != Path::Automatic || self.columns % self.wide() == 0 {
+        if self.way != Way::Automatic || self.columns % self.wide() == 0 {
             return None;
         }
         // So few and short that each thread has a value or a few.
@@ -216,7 +218,7 @@ impl Rows {
         let early_finish = self.gpu.clusters;
         let ring = match (self.team(self.loads(), each), self.in_place(values)) {
             (Some(team), _) if self.by_columns() => return self.few(team),
-            (Some(_), _) if self.path == Path::Direct => return self.direct(values),
+            (Some(_), _) if self.way == Way::Direct => return self.direct(values),
             (_, Some(plan)) => plan,
             (Some(team), _) => self.team_that_stays(team, values),
             (None, _) if self.may_leave_a_rest(MOST_THREADS, values) => {
@@ -243,9 +245,9 @@ impl Rows {
     /// alike. What does not fit, few columns, is left to the lanes of a team's last warp.
     fn in_place(&self, values: i64) -> Option<Plan> {
         let is_odd = self.columns % self.wide() != 0 && self.alignment % 16 == 0;
-        let has_warps = match self.path {
-            Path::Automatic | Path::Warp => self.columns > WARP * values,
-            Path::Block => true,
+        let has_warps = match self.way {
+            Way::Automatic | Way::Warp => self.columns > WARP * values,
+            Way::Block => true,
             _ => false,
         };
         if !is_odd || !has_warps {
@@ -297,7 +299,7 @@ impl Rows {
         let most = (BYTES_OF_REST / self.size()).min(WARP);
         !self.is_aligned()
             && team >= 2 * WARP
-            && matches!(self.path, Path::Automatic | Path::Warp | Path::Block)
+            && matches!(self.way, Way::Automatic | Way::Warp | Way::Block)
             && self.columns <= team * values + most
     }
 
@@ -311,7 +313,7 @@ impl Rows {
         }
         let processors = i64::from(self.gpu.processors);
         // Twice the threads for each of few rows; blocks of one team then wait for nobody else.
-        let is_few = self.path == Path::Automatic
+        let is_few = self.way == Way::Automatic
             && self.rows.saturating_mul(team) < processors * MOST_THREADS;
         if self.is_aligned() && is_few && (2 * WARP..self.loads().min(MOST_THREADS)).contains(&team)
         {
@@ -427,7 +429,7 @@ impl Rows {
 
     /// Rows that are too long for one block, or for which a test wants several.
     fn cluster(&self, threads: &[i64], loads: i64, each: i64) -> Option<Plan> {
-        if self.gpu.clusters == 0 || !matches!(self.path, Path::Automatic | Path::Cluster) {
+        if self.gpu.clusters == 0 || !matches!(self.way, Way::Automatic | Way::Cluster) {
             return None;
         }
         let blocks = |threads: i64| (loads + threads * each - 1) / (threads * each);

@@ -1,18 +1,14 @@
 //! `csrc/layer_norm/layer_norm.h`.
 
-#[cfg(tch_extension_cuda)]
-use super::once_a_device::{OnceADevice, constant};
-use super::{kind_code, optional_ptr};
+use super::plan::{Gpu, Plan, Rows, Way};
 use crate::Result;
+#[cfg(tch_extension_cuda)]
+use crate::ffi::once_a_device::{OnceADevice, constant};
+use crate::ffi::{kind_code, no_kernel, optional_ptr};
 #[cfg(tch_extension_cuda)]
 use std::ffi::c_char;
 use std::ffi::c_void;
 use tch::{Device, Kind, Tensor};
-
-mod plan;
-
-pub use plan::Path;
-use plan::{Gpu, Plan, Rows};
 
 /// What plans ask of the device. Nothing on the CPU, whose kernels look at no plan.
 fn gpu(device: Device) -> Result<Gpu> {
@@ -114,7 +110,7 @@ pub(crate) fn compute_kind(kind: Kind) -> Kind {
 pub(crate) struct Shape {
     pub rows: i64,
     pub columns: i64,
-    pub path: Path,
+    pub way: Way,
 }
 
 /// What both directions read; all contiguous, and of the shapes that `layer_norm.h` states.
@@ -176,7 +172,7 @@ pub(crate) fn forward(
     output: &mut Tensor,
     moments: Option<&mut Moments>,
 ) -> Result<()> {
-    let Shape { rows, columns, path } = shape;
+    let Shape { rows, columns, way } = shape;
     let (like, parameters) = (operands.like()?, operands.parameters_like()?);
     let elements = rows * columns;
     let compute = (compute_kind(like.0), like.1);
@@ -186,7 +182,7 @@ pub(crate) fn forward(
     let bias = flat("bias", operands.bias, columns, parameters)?;
     let output = flat("output", Some(output), elements, like)?;
     let alignment = alignment(&[input, weight, bias, output]);
-    let rows_of = Rows { path, rows, columns, kind: like.0, alignment, gpu: gpu(like.1)? };
+    let rows_of = Rows { way, rows, columns, kind: like.0, alignment, gpu: gpu(like.1)? };
     let params = Forward {
         rows,
         columns,
@@ -213,7 +209,7 @@ pub(crate) fn forward(
             unsafe { tch_extension_layer_norm_forward_cpu(&params) };
             Ok(())
         }
-        device => Err(super::no_kernel("layer_norm", device)),
+        device => Err(no_kernel("layer_norm", device)),
     }
 }
 
@@ -233,7 +229,7 @@ pub(crate) fn backward(
     moments: Option<&Moments>,
     gradients: &mut Gradients,
 ) -> Result<()> {
-    let Shape { rows, columns, path } = shape;
+    let Shape { rows, columns, way } = shape;
     let (like, mut parameters) = (operands.like()?, operands.parameters_like()?);
     if let Some(gradient) = gradients.weight.as_ref().or(gradients.bias.as_ref()) {
         parameters.0 = gradient.f_kind()?;
@@ -249,7 +245,7 @@ pub(crate) fn backward(
     let weight = flat("weight", operands.weight, columns, parameters)?;
     let grad_input = flat("grad_input", gradients.input.as_ref(), elements, like)?;
     let alignment = alignment(&[grad_output, input, weight, grad_input]);
-    let rows_of = Rows { path, rows, columns, kind: like.0, alignment, gpu: gpu(like.1)? };
+    let rows_of = Rows { way, rows, columns, kind: like.0, alignment, gpu: gpu(like.1)? };
     let plan = rows_of.backward();
     let by_columns = plan.by_columns == 1;
     let is_one_kernel = by_columns && plan.in_registers == 1;
@@ -314,7 +310,7 @@ pub(crate) fn backward(
             }
             Ok(())
         }
-        device => Err(super::no_kernel("layer_norm", device)),
+        device => Err(no_kernel("layer_norm", device)),
     }
 }
 

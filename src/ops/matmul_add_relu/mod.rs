@@ -1,14 +1,16 @@
 //! A matrix product, a bias and a ReLU in one.
 
+use super::gemm::{self, Way};
+use super::linear::bias_grad as column_sums;
 use super::rows;
+use super::way::forced;
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
-use crate::ffi::gemm::{self, Path};
-use crate::ffi::linear::bias_grad as column_sums;
-use crate::ffi::matmul_add_relu as kernels;
 use crate::ffi::tensor::plain;
 use crate::{Result, check};
 use tch::{Kind, Tensor};
+
+mod kernels;
 
 const OP: &str = "matmul_add_relu";
 /// Of the product's operands.
@@ -108,26 +110,15 @@ pub fn matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Tensor {
 /// When an argument has another kind, device or shape than stated, naming it; or when libtorch or
 /// CUDA fails.
 pub fn f_matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    f_matmul_add_relu_by(Path::Fastest, lhs, rhs, bias)
-}
-
-/// [`f_matmul_add_relu`] by one way or another where it is open, otherwise by the composite's.
-#[doc(hidden)]
-pub fn f_matmul_add_relu_by(
-    path: Path,
-    lhs: &Tensor,
-    rhs: &Tensor,
-    bias: &Tensor,
-) -> Result<Tensor> {
     check!(OP, lhs).defined()?;
     check!(OP, rhs).defined()?;
     check!(OP, bias).defined()?;
     match autocast_inputs(CastPolicy::LowerPrecision, &[Some(lhs), Some(rhs)])? {
         Some(cast) => match &cast[..] {
-            [Some(lhs), Some(rhs)] => applied(path, lhs, rhs, bias),
+            [Some(lhs), Some(rhs)] => applied(lhs, rhs, bias),
             _ => unreachable!("as many as came"),
         },
-        None => applied(path, lhs, rhs, bias),
+        None => applied(lhs, rhs, bias),
     }
 }
 
@@ -139,8 +130,8 @@ pub fn matmul_add_relu_reference(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> R
     Ok(lhs.f_matmul(rhs)?.f_add(bias)?.f_relu()?)
 }
 
-fn applied(path: Path, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    let function = MatmulAddRelu { path, ..Default::default() };
+fn applied(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
+    let function = MatmulAddRelu { way: forced(), ..Default::default() };
     apply(function, &[Some(lhs), Some(rhs), Some(bias)])?.single()
 }
 
@@ -234,7 +225,7 @@ fn result_kind(product: (Kind, bool), bias: (Kind, bool)) -> Kind {
 
 #[derive(Default)]
 struct MatmulAddRelu {
-    path: Path,
+    way: Way,
     /// Here, so that the backward need not look at the tensors themselves: nobody is refused for
     /// having changed them.
     lhs: Vec<i64>,
@@ -260,7 +251,7 @@ impl Function for MatmulAddRelu {
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (lhs, rhs, bias) =
             (inputs.get(place::LHS)?, inputs.get(place::RHS)?, inputs.get(place::BIAS)?);
-        let out = match gemm::matmul_add_relu(lhs, rhs, bias, self.path)? {
+        let out = match gemm::matmul_add_relu(lhs, rhs, bias, self.way)? {
             Some(out) => {
                 if saver.needs_graph() {
                     self.product = Some((out.size(), out.f_kind()?));
@@ -293,8 +284,8 @@ impl Function for MatmulAddRelu {
 /// Detached, because matmul goes another way for tensors that require grad, also where no graph is
 /// made: it shows in the last bits, and a factor that a batch shares costs two transposed copies of
 /// the batch.
-fn product(lhs: &Tensor, rhs: &Tensor, path: Path) -> Result<Tensor> {
-    let own = if path != Path::Composite { kernels::small_product(lhs, rhs)? } else { None };
+fn product(lhs: &Tensor, rhs: &Tensor, way: Way) -> Result<Tensor> {
+    let own = if way != Way::Composite { kernels::small_product(lhs, rhs)? } else { None };
     if let Some(product) = own {
         return Ok(product);
     }
@@ -408,7 +399,7 @@ impl MatmulAddRelu {
     /// here: the other ways are open to good ones only.
     fn composite(&mut self, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
         check_arguments(lhs, rhs, bias)?;
-        let product = product(lhs, rhs, self.path)?;
+        let product = product(lhs, rhs, self.way)?;
         self.product = Some((product.size(), product.f_kind()?));
         add_relu(product, bias)
     }
@@ -428,12 +419,12 @@ impl MatmulAddRelu {
         let grad = grad_z.f_sum_to_size(size.as_slice())?.f_to_kind(*kind)?;
         let grad = grad.f_reshape(as_matrices(&self.lhs, &self.rhs, size).as_slice())?;
         // With a graph, the products have to be operations that libtorch can differentiate.
-        let path = if ctx.create_graph() { None } else { Some(self.path) };
+        let way = if ctx.create_graph() { None } else { Some(self.way) };
         let grad_lhs = needs_lhs
-            .then(|| lhs_gradient(&grad, &ctx.saved(place::RHS)?, &self.lhs, path))
+            .then(|| lhs_gradient(&grad, &ctx.saved(place::RHS)?, &self.lhs, way))
             .transpose()?;
         let grad_rhs = needs_rhs
-            .then(|| rhs_gradient(&grad, &ctx.saved(place::LHS)?, &self.rhs, path))
+            .then(|| rhs_gradient(&grad, &ctx.saved(place::LHS)?, &self.rhs, way))
             .transpose()?;
         Ok((grad_lhs, grad_rhs))
     }
@@ -452,50 +443,49 @@ fn as_matrices(lhs: &[i64], rhs: &[i64], product: &[i64]) -> Vec<i64> {
 }
 
 /// `dz rhsᵀ`, for an `lhs` of this size.
-fn lhs_gradient(grad: &Tensor, rhs: &Tensor, size: &[i64], path: Option<Path>) -> Result<Tensor> {
+fn lhs_gradient(grad: &Tensor, rhs: &Tensor, size: &[i64], way: Option<Way>) -> Result<Tensor> {
     let rhs = if rhs.dim() == 1 { rhs.f_unsqueeze(-1)? } else { rhs.shallow_clone() };
     if is_one_matrix(&rhs.size()) {
         return Ok(
-            factor_gradient(&rows(grad)?, &matrix(&rhs)?.f_transpose(0, 1)?, path)?.f_view(size)?
+            factor_gradient(&rows(grad)?, &matrix(&rhs)?.f_transpose(0, 1)?, way)?.f_view(size)?
         );
     }
     let matrices = if size.len() == 1 { vec![1, size[0]] } else { size.to_vec() };
-    let gradient = factor_gradient(grad, &rhs.f_transpose(-2, -1)?, path)?;
-    Ok(summed(gradient, &matrices, path)?.f_reshape(size)?)
+    let gradient = factor_gradient(grad, &rhs.f_transpose(-2, -1)?, way)?;
+    Ok(summed(gradient, &matrices, way)?.f_reshape(size)?)
 }
 
 /// `lhsᵀ dz`, for an `rhs` of this size.
-fn rhs_gradient(grad: &Tensor, lhs: &Tensor, size: &[i64], path: Option<Path>) -> Result<Tensor> {
+fn rhs_gradient(grad: &Tensor, lhs: &Tensor, size: &[i64], way: Option<Way>) -> Result<Tensor> {
     let lhs = if lhs.dim() == 1 { lhs.f_unsqueeze(0)? } else { lhs.shallow_clone() };
     let matrices = if size.len() == 1 { vec![size[0], 1] } else { size.to_vec() };
     if is_one_matrix(&matrices) {
         // All the rows of the batch are rows of one product.
         return Ok(
-            factor_gradient(&rows(&lhs)?.f_transpose(0, 1)?, &rows(grad)?, path)?.f_view(size)?
+            factor_gradient(&rows(&lhs)?.f_transpose(0, 1)?, &rows(grad)?, way)?.f_view(size)?
         );
     }
-    let gradient = factor_gradient(&lhs.f_transpose(-2, -1)?, grad, path)?;
-    Ok(summed(gradient, &matrices, path)?.f_reshape(size)?)
+    let gradient = factor_gradient(&lhs.f_transpose(-2, -1)?, grad, way)?;
+    Ok(summed(gradient, &matrices, way)?.f_reshape(size)?)
 }
 
-/// The product of two matrices or batches of them; no path, if it is to have a graph.
-fn factor_gradient(lhs: &Tensor, rhs: &Tensor, path: Option<Path>) -> Result<Tensor> {
-    let Some(path) = path else { return Ok(lhs.f_matmul(rhs)?) };
-    match gemm::product(lhs, rhs, path)? {
+/// The product of two matrices or batches of them; no way, if it is to have a graph.
+fn factor_gradient(lhs: &Tensor, rhs: &Tensor, way: Option<Way>) -> Result<Tensor> {
+    let Some(way) = way else { return Ok(lhs.f_matmul(rhs)?) };
+    match gemm::product(lhs, rhs, way)? {
         Some(product) => Ok(product),
-        None => product(lhs, rhs, path),
+        None => product(lhs, rhs, way),
     }
 }
 
 /// Over what was broadcast. A whole batch's sum is that of its rows, if each matrix is one; of
 /// small ones our kernel is faster than libtorch's.
-fn summed(gradient: Tensor, size: &[i64], path: Option<Path>) -> Result<Tensor> {
+fn summed(gradient: Tensor, size: &[i64], way: Option<Way>) -> Result<Tensor> {
     const MOST_COLUMNS: i64 = 1 << 14;
     let columns: i64 = size.iter().product();
     let is_whole_batch =
         is_one_matrix(size) && !is_one_matrix(&gradient.size()) && gradient.numel() > 0;
-    if is_whole_batch && columns <= MOST_COLUMNS && path.is_some_and(|path| path != Path::Composite)
-    {
+    if is_whole_batch && columns <= MOST_COLUMNS && way.is_some_and(|way| way != Way::Composite) {
         return column_sums(&gradient.f_reshape([-1, columns])?);
     }
     Ok(gradient.f_sum_to_size(size)?)

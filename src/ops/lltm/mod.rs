@@ -1,19 +1,23 @@
 //! Whole sequences of the LLTM cell.
 
+mod kernels;
 mod one_step;
+mod plan;
 mod weight;
 
 use super::lltm_cell::{
     KINDS, Matched, applied, bias_gradient, check_beside, f_lltm_cell, in_matching_kinds,
     lltm_cell_reference, place,
 };
+use super::way::forced;
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::cuda::matmul_allow_tf32;
-use crate::ffi::lltm as kernels;
-use crate::ffi::lltm::{Direction, Path};
 use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};
 use one_step::OneStep;
+#[doc(hidden)]
+pub use plan::Way;
+use plan::{Chip, Direction, Plan, Sizes};
 use tch::{Device, Kind, Tensor};
 
 const OP: &str = "lltm";
@@ -142,21 +146,10 @@ pub fn f_lltm(
     bias: Option<&Tensor>,
     state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
-    f_lltm_by(Path::Automatic, input, weight, bias, state)
-}
-
-/// [`f_lltm`] on a path of the caller's choice.
-#[doc(hidden)]
-pub fn f_lltm_by(
-    path: Path,
-    input: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    state: (&Tensor, &Tensor),
-) -> Result<(Tensor, (Tensor, Tensor))> {
+    let way: Way = forced();
     let (h, c) = state;
     let arguments = [Some(input), Some(weight), bias, Some(h), Some(c)];
-    if let Some(step) = OneStep::of_ordinary(path, &arguments)? {
+    if let Some(step) = OneStep::of_ordinary(way, &arguments)? {
         return in_order(apply(step, &arguments)?);
     }
     let input =
@@ -167,13 +160,13 @@ pub fn f_lltm_by(
     matched.as_ref().map(|matched| check_state(c, matched)).transpose()?;
     let (kind, device) = (input.tensor().f_kind()?, input.tensor().device());
     let kinds = matched.as_ref().map_or((kind, kind), |matched| (matched.product, matched.state));
-    if path.is_one_step_of_the_cell(steps, kinds, device) {
+    if way.is_one_step_of_the_cell(steps, kinds, device) {
         return in_order(applied(OneStep::new(), &arguments, matched)?);
     }
-    if matched.is_none() && path.calls_the_cell(steps, kind) {
+    if matched.is_none() && way.calls_the_cell(steps, kind) {
         return step_by_step(f_lltm_cell, input.tensor(), weight, bias, state);
     }
-    in_order(applied(Lltm { path, ..Lltm::default() }, &arguments, matched)?)
+    in_order(applied(Lltm { way, ..Lltm::default() }, &arguments, matched)?)
 }
 
 /// As users have them.
@@ -237,7 +230,7 @@ fn check_state(c: &Tensor, matched: &Matched) -> Result<()> {
 
 #[derive(Default)]
 struct Lltm {
-    path: Path,
+    way: Way,
     /// Here, so that the first derivative need not look at the bias itself: nobody is refused for
     /// having changed what it does not need.
     bias_shape: Option<Vec<i64>>,
@@ -341,13 +334,13 @@ impl Lltm {
     fn plan(
         &self,
         direction: Direction,
-        sizes: kernels::Sizes,
+        sizes: Sizes,
         weight: &Tensor,
         state: &Tensor,
-    ) -> Result<kernels::Plan> {
+    ) -> Result<Plan> {
         let kinds = (weight.f_kind()?, state.f_kind()?);
-        let chip = kernels::Chip::of(state.device(), kinds.0)?;
-        Ok(kernels::Plan::new(self.path, direction, sizes, kinds, chip))
+        let chip = Chip::of(state.device(), kinds.0)?;
+        Ok(Plan::new(self.way, direction, sizes, kinds, chip))
     }
 }
 
@@ -378,7 +371,7 @@ fn first_derivative(ctx: &Context<'_>, grads: &Tensors, state: &Lltm) -> Result<
     let (weight, c) = (ctx.saved(place::WEIGHT)?, ctx.saved(NEW_C)?);
     let weight = worked(&weight)?;
     let (steps, batch, hidden) = c.size3()?;
-    let sizes = kernels::Sizes { steps, batch, features: weight.size2()?.1 - hidden, hidden };
+    let sizes = Sizes { steps, batch, features: weight.size2()?.1 - hidden, hidden };
     let inputs = kernels::BackwardInputs {
         weight: &weight,
         grad_output: grad_output.as_ref(),
@@ -438,13 +431,13 @@ fn input_gradient(
     ctx: &Context<'_>,
     grad_gates: &Tensor,
     weight: &Tensor,
-    sizes: kernels::Sizes,
+    sizes: Sizes,
     kind: Kind,
 ) -> Result<Option<Tensor>> {
     if !ctx.needs_input_grad(place::INPUT) {
         return Ok(None);
     }
-    let kernels::Sizes { steps, batch, features, hidden } = sizes;
+    let Sizes { steps, batch, features, hidden } = sizes;
     let mut weight = weight.f_narrow(1, hidden, features)?;
     /// Fewer do not pay for the copy.
     const MANY_ROWS: i64 = 256;
@@ -460,7 +453,7 @@ fn input_gradient(
 fn weight_gradient(
     ctx: &Context<'_>,
     grad_gates: &Tensor,
-    sizes: kernels::Sizes,
+    sizes: Sizes,
     kind: Kind,
 ) -> Result<Option<Tensor>> {
     if !ctx.needs_input_grad(place::WEIGHT) {

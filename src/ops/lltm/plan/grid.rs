@@ -1,53 +1,8 @@
 //! `csrc/lltm/grid.h`: how blocks that fill the GPU share a sequence.
 
-use super::persistent::counts_in_32_bits;
-use super::{Direction, Sizes};
-use crate::Result;
-#[cfg(tch_extension_cuda)]
-use crate::ffi::once_a_device::{OnceADevice, constant};
-use tch::{Device, Kind};
-
-/// How many blocks a GPU runs at the same time, one on each multiprocessor; none where there is no
-/// code for it.
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Grid {
-    blocks: i64,
-}
-
-impl Grid {
-    #[cfg(test)]
-    pub const H200: Grid = Grid { blocks: 132 };
-
-    pub fn is_there(self) -> bool {
-        self.blocks > 0
-    }
-
-    pub fn blocks(self) -> i64 {
-        self.blocks
-    }
-
-    pub fn of(device: Device) -> Result<Grid> {
-        #[cfg(tch_extension_cuda)]
-        {
-            static KNOWN: OnceADevice<Grid> = OnceADevice::new();
-            // SAFETY: the C side fills the place, and returns null or a constant text.
-            KNOWN.of("lltm", device, |index, grid| unsafe {
-                constant(tch_extension_lltm_grid_device(index, grid))
-            })
-        }
-        #[cfg(not(tch_extension_cuda))]
-        {
-            let _ = device;
-            Ok(Grid::default())
-        }
-    }
-}
-
-#[cfg(tch_extension_cuda)]
-unsafe extern "C" {
-    fn tch_extension_lltm_grid_device(device: i32, grid: *mut Grid) -> *const std::ffi::c_char;
-}
+use super::sizes::{Direction, Sizes, counts_in_32_bits};
+use crate::ops::lltm::kernels::device::Grid;
+use tch::Kind;
 
 /// Rows that a block computes at a time.
 const ROWS: i64 = 8;
@@ -134,7 +89,7 @@ impl Share {
         (turns <= MOST_TURNS).then_some(share)
     }
 
-    /// Than one or two kernels for each step.
+    /// Whether it beats per-step kernels.
     pub fn is_faster(&self, direction: Direction, sizes: Sizes) -> bool {
         /// Fewer are over before the weights are on chip.
         const FEW: i64 = 8;

@@ -1,17 +1,23 @@
 //! The LLTM cell, of PyTorch's extension tutorial: an LSTM without forget gate, with ELU for its
 //! candidate.
 
+mod kernels;
+pub(super) mod plan;
+
+use super::gemm;
+use super::way::forced;
 use crate::amp::{Autocast, CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::check::Check;
 use crate::dispatch::promote;
 use crate::ffi::facts::{Facts, facts};
-use crate::ffi::gemm;
-use crate::ffi::lltm_cell as kernels;
-use crate::ffi::lltm_cell_fused as fused;
-use crate::ffi::lltm_cell_fused::{Beside, Path, Sizes};
 use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};
+use kernels::fused::{self, Beside};
+use kernels::pointwise;
+use plan::Sizes;
+#[doc(hidden)]
+pub use plan::Way;
 use tch::{Device, Kind, Tensor};
 
 const OP: &str = "lltm_cell";
@@ -86,30 +92,18 @@ pub fn f_lltm_cell(
     bias: Option<&Tensor>,
     state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, Tensor)> {
-    f_lltm_cell_by(Path::Automatic, input, weight, bias, state)
-}
-
-/// [`f_lltm_cell`] by kernels that a test chooses.
-#[doc(hidden)]
-pub fn f_lltm_cell_by(
-    path: Path,
-    input: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    state: (&Tensor, &Tensor),
-) -> Result<(Tensor, Tensor)> {
     let (h, c) = state;
     let arguments = [Some(input), Some(weight), bias, Some(h), Some(c)];
     let known = facts(arguments)?;
     let outputs = if is_ordinary(&known, bias.is_some()) {
-        apply(LltmCell { path, known: Some(known), ..LltmCell::default() }, &arguments)?
+        apply(LltmCell { way: forced(), known: Some(known), ..LltmCell::default() }, &arguments)?
     } else {
         // It has the words for what is wrong, if anything is: mixed kinds, for example, are not.
         let input =
             check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[B, F]")?;
         check_beside(OP, &input, input.tensor().size2()?, weight, bias, state)?;
         let matched = in_matching_kinds(OP, &arguments)?;
-        applied(LltmCell { path, ..LltmCell::default() }, &arguments, matched)?
+        applied(LltmCell { way: forced(), ..LltmCell::default() }, &arguments, matched)?
     };
     let [new_h, new_c] = outputs.exactly()?;
     Ok((new_h, new_c))
@@ -252,7 +246,7 @@ pub(super) fn applied<F: Function>(
 
 #[derive(Default)]
 pub(super) struct LltmCell {
-    path: Path,
+    way: Way,
     /// Whether it is a sequence of one step, `[1, B, F]`, whose output, `[1, B, H]`, is asked for,
     /// too.
     is_sequence: bool,
@@ -307,7 +301,7 @@ impl LltmCell {
         let kind = self.product.filter(|_| known[place::C].is_like(&known[place::WEIGHT]));
         let by = kind.zip(known[place::INPUT].device());
         self.fused =
-            by.is_some_and(|(kind, device)| self.sizes.fuse_backward(self.path, kind, device));
+            by.is_some_and(|(kind, device)| self.sizes.fuse_backward(self.way, kind, device));
 
         let operands = fused::Operands { input, weight, bias, h, c };
         let beside = Beside { activations: saver.needs_graph(), output: self.is_sequence };
@@ -342,15 +336,15 @@ impl LltmCell {
         by: Option<(Kind, Device)>,
         beside: Beside,
     ) -> Result<fused::Outputs> {
-        let (sizes, path) = (self.sizes, self.path);
+        let (sizes, way) = (self.sizes, self.way);
         let Some((kind, device)) = by else { return by_product(operands, beside) };
-        if sizes.fuse_forward(path, kind, device) {
+        if sizes.fuse_forward(way, kind, device) {
             return fused::forward(operands, known, sizes, beside);
         }
-        if sizes.try_tensor_cores(path, kind, device)
+        if sizes.try_tensor_cores(way, kind, device)
             && fused::allow_bulk_copies(known, sizes)
             && let Some(outputs) =
-                fused::forward_by_tensor_cores(path, operands, known, sizes, beside)?
+                fused::forward_by_tensor_cores(way, operands, known, sizes, beside)?
         {
             return Ok(outputs);
         }
@@ -422,7 +416,7 @@ fn by_product(operands: &fused::Operands<'_>, beside: Beside) -> Result<fused::O
     let is_half = matches!(hx.f_kind()?, Kind::Half | Kind::BFloat16);
     let (gates, bias) = match bias {
         Some(bias) if is_half || c.device() == Device::Cpu => {
-            let planned = gemm::linear(&hx, weight, Some(&bias), gemm::Path::Fastest)?;
+            let planned = gemm::linear(&hx, weight, Some(&bias), gemm::Way::Automatic)?;
             let addmm = || bias.f_addmm(&hx, &weight.f_transpose(0, 1)?);
             (planned.map_or_else(addmm, Ok)?, None)
         }
@@ -437,8 +431,8 @@ fn by_product(operands: &fused::Operands<'_>, beside: Beside) -> Result<fused::O
     let output = || Tensor::f_empty([1, batch, hidden], (kind, c.device()));
     let mut output = beside.output.then(output).transpose()?;
     let written =
-        kernels::Written { new_h: &mut new_h, new_c: &mut new_c, output: output.as_mut() };
-    kernels::forward(&mut gates, bias.as_ref(), &c, written, beside.activations)?;
+        pointwise::Written { new_h: &mut new_h, new_c: &mut new_c, output: output.as_mut() };
+    pointwise::forward(&mut gates, bias.as_ref(), &c, written, beside.activations)?;
     Ok(fused::Outputs { new_h, new_c, activations: Some(gates), output })
 }
 
@@ -467,13 +461,13 @@ fn first_derivative(
     let mut grad_gates = Tensor::f_empty_like(&activations)?;
     let mut grad_c =
         if ctx.needs_input_grad(place::C) { Some(Tensor::f_empty_like(&new_c)?) } else { None };
-    let inputs = kernels::BackwardInputs {
+    let inputs = pointwise::BackwardInputs {
         grad_new_h: grad_new_h.as_ref(),
         grad_new_c: grad_new_c.as_ref(),
         activations: &activations,
         new_c: &new_c,
     };
-    kernels::backward(&inputs, &mut grad_gates, grad_c.as_mut())?;
+    pointwise::backward(&inputs, &mut grad_gates, grad_c.as_mut())?;
 
     let grad_gates = grad_gates.f_to_kind(state.product.unwrap_or(new_c.f_kind()?))?;
     let (grad_h, grad_input) = input_gradients(ctx, &grad_gates)?;

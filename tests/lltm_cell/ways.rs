@@ -3,18 +3,18 @@
 
 use super::*;
 use tch_extension::cuda::memory_stats;
-use tch_extension::ops::{LltmCellPath, f_lltm_cell_by};
+use tch_extension::ops::{LltmCellWay, f_lltm_cell, force};
 use tch_extension::testing::cuda_or_skip;
 
-const PATHS: [LltmCellPath; 2] = [LltmCellPath::Product, LltmCellPath::Fused];
+const WAYS: [LltmCellWay; 2] = [LltmCellWay::Product, LltmCellWay::Fused];
 
-pub fn by(path: LltmCellPath, arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+pub fn by(way: LltmCellWay, arguments: &[Tensor]) -> Result<Vec<Tensor>> {
     let (x, w, b, h, c) = match arguments {
         [x, w, b, h, c] => (x, w, Some(b), h, c),
         [x, w, h, c] => (x, w, None, h, c),
         _ => unreachable!("four or five arguments"),
     };
-    let (new_h, new_c) = f_lltm_cell_by(path, x, w, b, (h, c))?;
+    let (new_h, new_c) = force(way, || f_lltm_cell(x, w, b, (h, c)))?;
     Ok(vec![new_h, new_c])
 }
 
@@ -42,11 +42,11 @@ fn ragged(kind: Kind, device: Device) -> Vec<Sample> {
         .collect()
 }
 
-fn on_path(path: LltmCellPath, test: &str, body: impl Fn(&Suite<'_>)) {
+fn on_way(way: LltmCellWay, test: &str, body: impl Fn(&Suite<'_>)) {
     if cuda_or_skip(test).is_none() {
         return;
     }
-    let fused = |arguments: &[Tensor]| by(path, arguments);
+    let fused = |arguments: &[Tensor]| by(way, arguments);
     let (small, large) = (only_on_cuda(small), only_on_cuda(ragged));
     body(&Suite { fused: &fused, small: &small, large: &large, ..suite() });
 }
@@ -61,39 +61,35 @@ fn conformance(suite: &Suite<'_>) {
 
 #[test]
 fn cuda_fused_outputs_agree_with_the_reference() {
-    on_path(LltmCellPath::Fused, "cuda_fused_outputs_agree_with_the_reference", |suite| {
+    on_way(LltmCellWay::Fused, "cuda_fused_outputs_agree_with_the_reference", |suite| {
         suite.forward_agrees_with_the_reference();
     });
 }
 
 #[test]
 fn cuda_fused_gradients_agree_with_the_reference() {
-    on_path(LltmCellPath::Fused, "cuda_fused_gradients_agree_with_the_reference", |suite| {
+    on_way(LltmCellWay::Fused, "cuda_fused_gradients_agree_with_the_reference", |suite| {
         suite.gradients_agree_with_the_reference();
     });
 }
 
 #[test]
 fn cuda_fused_bits_are_the_same_with_and_without_a_graph() {
-    on_path(
-        LltmCellPath::Fused,
-        "cuda_fused_bits_are_the_same_with_and_without_a_graph",
-        |suite| {
-            suite.with_and_without_a_graph_the_bits_are_the_same();
-        },
-    );
+    on_way(LltmCellWay::Fused, "cuda_fused_bits_are_the_same_with_and_without_a_graph", |suite| {
+        suite.with_and_without_a_graph_the_bits_are_the_same();
+    });
 }
 
 #[test]
 fn cuda_fused_conformance() {
-    on_path(LltmCellPath::Fused, "cuda_fused_conformance", conformance);
+    on_way(LltmCellWay::Fused, "cuda_fused_conformance", conformance);
 }
 
 /// This is a single test, because initcheck skips it by its name: initcheck does not see what
 /// libtorch's products in half kinds write.
 #[test]
 fn cuda_half_kinds_and_others_by_the_product() {
-    on_path(LltmCellPath::Product, "cuda_half_kinds_and_others_by_the_product", |suite| {
+    on_way(LltmCellWay::Product, "cuda_half_kinds_and_others_by_the_product", |suite| {
         suite.forward_agrees_with_the_reference();
         suite.gradients_agree_with_the_reference();
         suite.with_and_without_a_graph_the_bits_are_the_same();
@@ -102,11 +98,9 @@ fn cuda_half_kinds_and_others_by_the_product() {
 }
 
 #[test]
-fn cuda_gradcheck_of_each_path() {
-    for path in PATHS {
-        on_path(path, "cuda_gradcheck_of_each_path", |suite| {
-            suite.gradcheck_of_every_small_sample()
-        });
+fn cuda_gradcheck_of_each_way() {
+    for way in WAYS {
+        on_way(way, "cuda_gradcheck_of_each_way", |suite| suite.gradcheck_of_every_small_sample());
     }
 }
 
@@ -118,18 +112,18 @@ fn cuda_gradients_are_the_same_whichever_are_asked_for() {
     let Some(device) = cuda_or_skip(test) else { return };
     // Half kinds are left out for the product, because initcheck does not see what libtorch's
     // products in half kinds write.
-    let cases = KINDS.map(|kind| (LltmCellPath::Fused, kind)).into_iter();
-    for (path, kind) in cases.chain([(LltmCellPath::Product, Kind::Float)]) {
+    let cases = KINDS.map(|kind| (LltmCellWay::Fused, kind)).into_iter();
+    for (way, kind) in cases.chain([(LltmCellWay::Product, Kind::Float)]) {
         let sample = one([70, 9, 133], kind, device);
         for used in [&[0, 1][..], &[0], &[1]] {
-            let all = gradients_of(path, &sample, [true; 5], used);
+            let all = gradients_of(way, &sample, [true; 5], used);
             for subset in 1..31_u32 {
                 let asked = std::array::from_fn(|place| subset >> place & 1 == 1);
-                for (some, all) in gradients_of(path, &sample, asked, used).iter().zip(&all) {
+                for (some, all) in gradients_of(way, &sample, asked, used).iter().zip(&all) {
                     let (Some(some), Some(all)) = (some, all) else { continue };
                     // libtorch's product may sum in another order for other sizes.
-                    match path {
-                        LltmCellPath::Fused => {
+                    match way {
+                        LltmCellWay::Fused => {
                             assert!(some.equal(all), "{kind:?} {asked:?} {used:?}")
                         }
                         _ => assert_close(some, all, 1e-5, 1e-5),
@@ -142,14 +136,14 @@ fn cuda_gradients_are_the_same_whichever_are_asked_for() {
 
 /// The requested gradients, from the outputs that are used.
 fn gradients_of(
-    path: LltmCellPath,
+    way: LltmCellWay,
     sample: &Sample,
     asked: [bool; 5],
     used: &[usize],
 ) -> [Option<Tensor>; 5] {
     let leaf = |(input, asked): (&Tensor, bool)| input.detach().set_requires_grad(asked);
     let leaves: Vec<Tensor> = sample.inputs.iter().zip(asked).map(leaf).collect();
-    let outputs = by(path, &leaves).expect("outputs");
+    let outputs = by(way, &leaves).expect("outputs");
     let outputs: Vec<&Tensor> = used.iter().map(|&index| &outputs[index]).collect();
     let vectors: Vec<Option<&Tensor>> =
         used.iter().map(|&index| Some(&sample.inputs[3 + index])).collect();
@@ -169,18 +163,18 @@ fn cuda_a_graph_keeps_three_numbers_an_element() {
     }
     let (batch, hidden) = (64, 256);
     let leaves = leaves(&one([batch, 32, hidden], Kind::Float, device).inputs);
-    for path in PATHS {
-        by(path, &leaves).expect("to warm up");
+    for way in WAYS {
+        by(way, &leaves).expect("to warm up");
         let allocated = || memory_stats(device).expect("statistics").allocated;
         let before = allocated();
-        let outputs = by(path, &leaves).expect("outputs");
+        let outputs = by(way, &leaves).expect("outputs");
         let kept = allocated() - before;
         // h', c' and these three tensors; the allocator rounds each size up to a multiple of 512
         // bytes.
         let state = (batch * hidden) as u64 * 4;
         assert!(
             (5 * state..5 * state + 6 * 512).contains(&kept),
-            "{path:?}: {kept}, {state} a state"
+            "{way:?}: {kept}, {state} a state"
         );
         drop(outputs);
     }

@@ -1,8 +1,8 @@
 //! `csrc/include/tch_extension/column_sums.h`: sums of the columns of a matrix, as a part of some
 //! kernels.
 
-use super::checked;
 use crate::Result;
+use crate::ffi::{checked, optional_ptr};
 use std::ffi::c_void;
 use tch::{Device, Kind, Tensor};
 
@@ -39,7 +39,7 @@ impl ColumnSums {
         let kind = if like.0 == Kind::Double { Kind::Double } else { Kind::Float };
         let size = [slabs * fold, columns];
         let memory = if size[0] > 1 { Some(Tensor::f_empty(size, (kind, like.1))?) } else { None };
-        let partial = super::optional_ptr("partial", memory.as_ref(), &size, (kind, like.1))?;
+        let partial = optional_ptr("partial", memory.as_ref(), &size, (kind, like.1))?;
         let sums = checked("sums", sums, &[columns], like)?;
         Ok((ColumnSums { rows, columns, slabs, partial, sums, fold }, memory))
     }

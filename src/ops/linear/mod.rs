@@ -1,13 +1,17 @@
 //! The linear layer's operator.
 
+use super::gemm::{self, Way};
+use super::way::forced;
 use super::{count_rows, rows};
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
 use crate::check::Check;
-use crate::ffi::gemm::{self, Path};
-use crate::ffi::linear as kernels;
 use crate::{Result, check};
 use tch::{Kind, Tensor};
+
+mod kernels;
+
+pub(super) use kernels::bias_grad;
 
 const OP: &str = "linear";
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
@@ -66,26 +70,15 @@ pub fn linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor 
 /// When an argument has another kind, device or shape than stated, naming it; or when libtorch or
 /// CUDA fails.
 pub fn f_linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    f_linear_by(Path::Fastest, input, weight, bias)
-}
-
-/// [`f_linear`] by one way or another where it is open, otherwise by libtorch's.
-#[doc(hidden)]
-pub fn f_linear_by(
-    path: Path,
-    input: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-) -> Result<Tensor> {
     check!(OP, input).defined()?;
     check!(OP, weight).defined()?;
     bias.map(|bias| check!(OP, bias).defined()).transpose()?;
     match autocast_inputs(CastPolicy::LowerPrecision, &[Some(input), Some(weight), bias])? {
         Some(cast) => match &cast[..] {
-            [Some(input), Some(weight), bias] => applied(path, input, weight, bias.as_ref()),
+            [Some(input), Some(weight), bias] => applied(input, weight, bias.as_ref()),
             _ => unreachable!("as many as came"),
         },
-        None => applied(path, input, weight, bias),
+        None => applied(input, weight, bias),
     }
 }
 
@@ -97,8 +90,8 @@ pub fn linear_reference(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) 
     Ok(input.f_linear(weight, bias)?)
 }
 
-fn applied(path: Path, input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let function = Linear { path, ..Default::default() };
+fn applied(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let function = Linear { way: forced(), ..Default::default() };
     apply(function, &[Some(input), Some(weight), bias])?.single()
 }
 
@@ -128,7 +121,7 @@ fn check_arguments(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
 
 #[derive(Default)]
 struct Linear {
-    path: Path,
+    way: Way,
     /// Here, so that the input itself need not be kept for its own gradient.
     input_size: Vec<i64>,
 }
@@ -147,7 +140,7 @@ impl Function for Linear {
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (input, weight, bias) =
             (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
-        let output = match gemm::linear(input, weight, bias, self.path)? {
+        let output = match gemm::linear(input, weight, bias, self.way)? {
             Some(output) => output,
             // What is wrong with the arguments is said here: the other ways are open to good ones
             // only.
@@ -208,7 +201,7 @@ impl Linear {
 
     /// With a graph, a product has to be an operation that libtorch can differentiate.
     fn factor_gradient(&self, ctx: &Context<'_>, lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
-        let own = if ctx.create_graph() { None } else { gemm::product(lhs, rhs, self.path)? };
+        let own = if ctx.create_graph() { None } else { gemm::product(lhs, rhs, self.way)? };
         match own {
             Some(product) => Ok(product),
             None => Ok(lhs.f_mm(rhs)?),

@@ -1,0 +1,30 @@
+//! What every plan is told, and what all of them count by.
+
+use tch::Kind;
+
+/// Forward or backward through the sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    Forward,
+    Backward,
+}
+
+/// What there is to compute.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Sizes {
+    pub steps: i64,
+    pub batch: i64,
+    pub features: i64,
+    pub hidden: i64,
+}
+
+/// Whether 3·T·B·H fits in i32, in which the kernels count.
+pub(super) fn counts_in_32_bits(Sizes { steps, batch, hidden, .. }: Sizes) -> bool {
+    let values =
+        [batch, hidden, 3].iter().try_fold(steps, |product, &size| product.checked_mul(size));
+    values.is_some_and(|values| i32::try_from(values).is_ok())
+}
+
+pub(super) fn is_half(kind: Kind) -> bool {
+    matches!(kind, Kind::Half | Kind::BFloat16)
+}

@@ -1,0 +1,198 @@
+//! Which kernels compute a cell, by its sizes, kind and device.
+
+use crate::ffi::precision::matmul_allow_tf32;
+use tch::{Device, Kind};
+
+/// By which kernels the cell is computed: what a test chooses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Way {
+    /// What is faster at these sizes.
+    #[default]
+    Automatic,
+    /// libtorch's product and a kernel for the rest.
+    Product,
+    /// One kernel for everything. Not for empty states, and on the CPU neither for half kinds nor,
+    /// in the forward, for wide weights; these as `Product`.
+    Fused,
+    /// One kernel for the forward with the tensor cores of capability 9.0: half kinds, H a multiple
+    /// of 64, rows of multiples of 16 bytes. Elsewhere, and in the backward, as `Product`.
+    TensorCores,
+}
+
+super::super::way::ways!(Way);
+
+/// B, F, H.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Sizes {
+    pub batch: i64,
+    pub features: i64,
+    pub hidden: i64,
+}
+
+impl Sizes {
+    /// The additions of products in `[h, x] Wᵀ`.
+    fn products(&self) -> f64 {
+        3.0 * self.batch as f64 * self.hidden as f64 * (self.hidden as f64 + self.features as f64)
+    }
+
+    /// Whether there is anything to compute, and a grid for it.
+    fn fit(&self) -> bool {
+        let most = f64::from(1 << 30);
+        let columns = (self.hidden as f64) + (self.features as f64);
+        self.batch > 0
+            && self.hidden > 0
+            && self.batch as f64 * columns < most
+            && columns * columns < most
+    }
+
+    /// Whether the forward in one kernel is faster than libtorch's product between two others.
+    /// Measured on an H200 and on CPUs: docs/performance.md.
+    pub fn fuse_forward(&self, way: Way, kind: Kind, device: Device) -> bool {
+        const BESIDE_TENSOR_CORES: f64 = 28e6;
+        if device == Device::Cpu {
+            // The batch makes the vectors.
+            let most = if self.batch < cpu::LEAST_ROWS { 0.0 } else { cpu::MOST_PRODUCTS };
+            return cpu::exists(kind)
+                && self.columns() <= cpu::MOST_COLUMNS
+                && self.chosen(way, most);
+        }
+        let most = match kind {
+            Kind::Float
+                if self.products() > BESIDE_TENSOR_CORES
+                    && matmul_allow_tf32().unwrap_or(false) =>
+            {
+                BESIDE_TENSOR_CORES
+            }
+            // Long products of many rows are what libtorch is best at.
+            Kind::Float if self.batch <= 128 => 256e6,
+            Kind::Float if self.batch <= 512 => 128e6,
+            Kind::Float | Kind::Double => 32e6,
+            _ => BESIDE_TENSOR_CORES,
+        };
+        matches!(device, Device::Cuda(_)) && self.chosen(way, most)
+    }
+
+    /// The same for the backward, of which a block goes over all rows.
+    pub fn fuse_backward(&self, way: Way, kind: Kind, device: Device) -> bool {
+        if device == Device::Cpu {
+            return cpu::exists(kind) && self.chosen(way, cpu::MOST_PRODUCTS);
+        }
+        let (most, most_rows) = match kind {
+            Kind::Float => (80e6, 192),
+            Kind::Double => (10e6, 128),
+            _ => (25e6, 128),
+        };
+        let most = if self.batch <= most_rows { most } else { 0.0 };
+        matches!(device, Device::Cuda(_)) && self.chosen(way, most)
+    }
+
+    /// Whether the forward in one kernel with tensor cores is to be tried: where its tiles of 128
+    /// rows and 64 hidden columns may fill a GPU, which the launcher knows.
+    pub fn try_tensor_cores(&self, way: Way, kind: Kind, device: Device) -> bool {
+        const FEWEST_TILES: i64 = 96;
+        let is_possible = matches!(kind, Kind::Half | Kind::BFloat16)
+            && self.hidden % 64 == 0
+            && matches!(device, Device::Cuda(_))
+            && self.fit();
+        is_possible
+            && match way {
+                Way::Automatic => (self.batch + 127) / 128 * (self.hidden / 64) >= FEWEST_TILES,
+                Way::TensorCores => true,
+                Way::Product | Way::Fused => false,
+            }
+    }
+
+    fn columns(&self) -> f64 {
+        self.hidden as f64 + self.features as f64
+    }
+
+    fn chosen(&self, way: Way, most: f64) -> bool {
+        let wanted = match way {
+            Way::Automatic => self.products() <= most,
+            Way::Product | Way::TensorCores => false,
+            Way::Fused => true,
+        };
+        wanted && self.fit()
+    }
+}
+
+/// What `csrc/lltm_cell/cpu_fused.cpp` can do, and what it is good at.
+mod cpu {
+    use tch::Kind;
+
+    pub fn exists(kind: Kind) -> bool {
+        matches!(kind, Kind::Float | Kind::Double)
+    }
+
+    /// As `kMostColumns` has it.
+    pub const MOST_COLUMNS: f64 = 1024.0;
+    pub const LEAST_ROWS: i64 = 8;
+    pub const MOST_PRODUCTS: f64 = 20e6;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn small_cells_are_fused_and_large_ones_are_not() {
+        let gpu = Device::Cuda(0);
+        let of = |batch, features, hidden| Sizes { batch, features, hidden };
+        let (small, large) = (of(16, 32, 128), of(1024, 1024, 1024));
+        for kind in [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16] {
+            let both = |sizes: Sizes, way, device| {
+                [sizes.fuse_forward(way, kind, device), sizes.fuse_backward(way, kind, device)]
+            };
+            assert_eq!(both(small, Way::Automatic, gpu), [true; 2]);
+            assert_eq!(both(large, Way::Automatic, gpu), [false; 2]);
+            assert_eq!(both(small, Way::Product, gpu), [false; 2]);
+            assert_eq!(both(large, Way::Fused, gpu), [true; 2]);
+            // Nothing to compute, no such grid.
+            for sizes in [of(0, 3, 4), of(3, 4, 0), of(1 << 40, 3, 4), of(1, 1 << 40, 1)] {
+                assert_eq!(both(sizes, Way::Fused, gpu), [false; 2]);
+            }
+            assert_eq!(both(of(3, 0, 4), Way::Automatic, gpu), [true; 2]);
+        }
+    }
+
+    #[test]
+    fn tensor_cores_are_tried_for_whole_tiles_of_half_kinds() {
+        let tried = |(batch, features, hidden), way, kind, device| {
+            Sizes { batch, features, hidden }.try_tensor_cores(way, kind, device)
+        };
+        let gpu = Device::Cuda(0);
+        for kind in [Kind::Half, Kind::BFloat16] {
+            assert!(tried((1024, 1000, 1024), Way::Automatic, kind, gpu));
+            assert!(tried((1, 0, 64), Way::TensorCores, kind, gpu));
+            assert!(!tried((1, 0, 64), Way::Automatic, kind, gpu));
+            assert!(!tried((1024, 1000, 1032), Way::TensorCores, kind, gpu));
+            assert!(!tried((0, 8, 64), Way::TensorCores, kind, gpu));
+            assert!(!tried((1024, 1000, 1024), Way::TensorCores, kind, Device::Cpu));
+            for way in [Way::Product, Way::Fused] {
+                assert!(!tried((1024, 1000, 1024), way, kind, gpu));
+            }
+        }
+        assert!(!tried((1024, 1000, 1024), Way::TensorCores, Kind::Float, gpu));
+    }
+
+    #[test]
+    fn on_the_cpu_there_are_kernels_of_wide_kinds_for_some_sizes() {
+        let both = |(batch, features, hidden), way, kind| {
+            let sizes = Sizes { batch, features, hidden };
+            let cpu = Device::Cpu;
+            [sizes.fuse_forward(way, kind, cpu), sizes.fuse_backward(way, kind, cpu)]
+        };
+        for kind in [Kind::Float, Kind::Double] {
+            assert_eq!(both((16, 32, 128), Way::Automatic, kind), [true; 2]);
+            assert_eq!(both((16, 32, 128), Way::Product, kind), [false; 2]);
+            assert_eq!(both((1, 32, 128), Way::Automatic, kind), [false, true]);
+            assert_eq!(both((1 << 20, 32, 128), Way::Automatic, kind), [false; 2]);
+            assert_eq!(both((1 << 20, 32, 128), Way::Fused, kind), [true; 2]);
+            // The forward's stack has an end.
+            assert_eq!(both((4, 1000, 24), Way::Fused, kind), [true; 2]);
+            assert_eq!(both((4, 1001, 24), Way::Fused, kind), [false, true]);
+        }
+        assert_eq!(both((16, 32, 128), Way::Fused, Kind::Half), [false; 2]);
+        assert_eq!(both((16, 32, 128), Way::Fused, Kind::BFloat16), [false; 2]);
+    }
+}
