@@ -1,6 +1,6 @@
 // Measures what it costs to exchange h in each step among the blocks that share a recurrent weight
 // matrix. These figures decide the layout of a persistent LLTM kernel; they are in
-// docs/performance.md.
+// docs/lab/lltm.md.
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 -o lltm_exchange lltm_exchange.cu &&
 //   ./lltm_exchange

@@ -7,7 +7,7 @@
 //
 // With -DWITH_MBARRIERS, each named barrier is replaced by an mbarrier at which the same threads
 // arrive. This is for compute-sanitizer's racecheck, which ignores bar.arrive
-// (docs/performance.md).
+// (docs/lab/methods.md).
 #include "lltm/grid_device.h"
 #include "lltm_delays.h"
 

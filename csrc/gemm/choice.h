@@ -1,5 +1,5 @@
 // Which of cuBLASLt's kernels computes a product: rules that were fitted to random sizes
-// (docs/performance.md).
+// (docs/lab/matmul_add_relu.md).
 #pragma once
 
 #include <optional>

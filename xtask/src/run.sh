@@ -213,7 +213,7 @@ sanitize_one() {
 }
 
 # racecheck ignores bar.arrive: it even reports a race in the PTX manual's own example of it
-# (docs/performance.md). The groups of warps in lltm's grid kernels are ordered by bar.arrive, so
+# (docs/lab/methods.md). The groups of warps in lltm's grid kernels are ordered by bar.arrive, so
 # racecheck's findings there are left out. The probe that delays warps checks those kernels with
 # barriers that the tool knows.
 unknown_to_racecheck=' in grid_[a-z_]+\.(h|cu):[0-9]+'
@@ -243,7 +243,7 @@ sanitize_clean() {
   printf '%-10s %-24s %3d passed, %d findings of ours, exit status %d; %s\n' "$tool" "$name" "$passed" "$ours" \
     "$status" "$(error_summary "$log")"
   left_out=$(findings every-tool 'tch_extension' "$log")
-  ((left_out == ours)) || printf '%-10s %-24s %d in lltm'"'"'s grids left out, whose bar.arrive it does not know (docs/performance.md)\n' \
+  ((left_out == ours)) || printf '%-10s %-24s %d in lltm'"'"'s grids left out, whose bar.arrive it does not know (docs/lab/methods.md)\n' \
     "$tool" "$name" $((left_out - ours))
   ((ours == 0 && passed > 0 && status == 0)) && grep -q 'SUMMARY' "$log"
 }

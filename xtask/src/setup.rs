@@ -117,7 +117,7 @@ pub fn one_test_at_a_time() -> Changes {
 /// takes about a millisecond with this number. On an otherwise idle machine it is as fast as
 /// libgomp's own number. With libgomp's number, however, a waiting thread occupies a processor for
 /// up to 15 ms, even when other programs or other threads of the demo need it
-/// (docs/performance.md, "Beside busy programs").
+/// (docs/lab/methods.md, "The demo on a busy machine").
 pub fn short_waits() -> Changes {
     let are_chosen =
         ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"].iter().any(|name| real_env(name).is_some());

@@ -46,7 +46,7 @@ impl Sizes {
     }
 
     /// Whether the forward in one kernel is faster than libtorch's product between two others.
-    /// Measured on an H200 and on CPUs: docs/performance.md.
+    /// Measured on an H200 and on CPUs: docs/lab/lltm_cell.md.
     pub fn fuse_forward(&self, way: Way, kind: Kind, device: Device) -> bool {
         const BESIDE_TENSOR_CORES: f64 = 28e6;
         if device == Device::Cpu {

@@ -97,7 +97,7 @@ mod tests {
         assert!(Tiles::new(sizes, Kind::Half, TensorCores::default()).is_none());
     }
 
-    /// Each of these was measured on an H200 in both ways; most are in docs/performance.md.
+    /// Each of these was measured on an H200 in both ways; most are in docs/lab/lltm.md.
     #[test]
     fn the_faster_way_is_taken() {
         let are_faster =
