@@ -351,17 +351,7 @@ impl Rows {
     /// Threads of a block that stays for many rows: as many as let a processor hold two blocks,
     /// fewer where some processors would have none.
     fn threads_that_stay(&self, team: i64) -> i64 {
-        // Where measuring said so: more of 768 floats, and of half kinds that have to be shifted
-        // and fill their threads.
-        let is_float_768 = self.size() == 4
-            && self.is_aligned()
-            && team == 2 * WARP
-            && self.rows > 8192
-            && !self.is_full_of_floats(team);
-        let is_shifted_half =
-            self.size() == 2 && !self.is_aligned() && team >= 2 * WARP && self.loads() >= 2 * team;
-        let mut threads =
-            if is_float_768 || is_shifted_half { MOST_THREADS } else { team.max(THREADS) };
+        let mut threads = team.max(THREADS);
         if self.is_shifted_float(team) {
             threads = if self.has_few_values(team) { team } else { team.max(4 * WARP) };
         }
