@@ -1,5 +1,5 @@
-// Layer normalisation and its derivatives. src/ops/layer_norm/kernels.rs mirrors these structs, and a test
-// compares sizes and offsets.
+// Layer normalisation and its derivatives. src/ops/layer_norm/kernels.rs mirrors these structs, and
+// a test compares sizes and offsets.
 //
 //   mean = Σ x / N      rstd = 1 / √(Σ (x - mean)² / N + eps)      x̂ = (x - mean) rstd
 //   y = x̂ w + b

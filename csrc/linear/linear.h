@@ -1,5 +1,5 @@
-// The bias' gradient of a linear layer; its products are libtorch's. src/ops/linear/kernels.rs mirrors this
-// struct, and a test compares sizes and offsets.
+// The bias' gradient of a linear layer; its products are libtorch's. src/ops/linear/kernels.rs
+// mirrors this struct, and a test compares sizes and offsets.
 //
 //   db = Σ dY over the rows
 //

@@ -1,6 +1,6 @@
-// Whole sequences, as Rust hands them over: the tensors, and which way to take. src/ops/lltm/kernels
-// mirrors these structs, and a test compares sizes and offsets. Tensors are contiguous and of the
-// shapes and kinds of lltm.h.
+// Whole sequences, as Rust hands them over: the tensors, and which way to take.
+// src/ops/lltm/kernels mirrors these structs, and a test compares sizes and offsets. Tensors are
+// contiguous and of the shapes and kinds of lltm.h.
 #pragma once
 
 #include <ATen/core/Tensor.h>

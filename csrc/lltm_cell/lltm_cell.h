@@ -1,5 +1,6 @@
-// The pointwise part of the LLTM cell; the products around it are libtorch's. src/ops/lltm_cell/kernels/pointwise.rs
-// mirrors these structs, and a test compares sizes and offsets.
+// The pointwise part of the LLTM cell; the products around it are libtorch's.
+// src/ops/lltm_cell/kernels/pointwise.rs mirrors these structs, and a test compares sizes and
+// offsets.
 //
 //   [i | o | g] = gates           before their activations
 //   c' = c + elu(g) σ(i)          h' = tanh(c') σ(o)

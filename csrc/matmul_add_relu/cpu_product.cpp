@@ -6,8 +6,8 @@
 #include "tch_extension/c_abi.h"
 #endif
 
-// out = lhs rhs, of matrices. src/ops/matmul_add_relu/kernels.rs asks for it where it is faster than
-// libtorch's.
+// out = lhs rhs, of matrices. src/ops/matmul_add_relu/kernels.rs asks for it where it is faster
+// than libtorch's.
 struct SmallProduct {
   int64_t rows;
   int64_t inner;
