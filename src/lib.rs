@@ -10,6 +10,7 @@ mod error;
 mod ffi;
 #[cfg(feature = "jit")]
 pub mod jit;
+pub mod kernels;
 pub mod library;
 pub mod nn;
 pub mod ops;

@@ -43,7 +43,7 @@ use crate::view::overlaps;
 use crate::{Error, Result};
 use std::ffi::c_void;
 use std::marker::PhantomData;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 /// A dense tensor of `N` dimensions that a kernel reads with strides.
 #[repr(C)]
@@ -53,6 +53,7 @@ pub struct Strided<'a, const N: usize> {
     sizes: [i64; N],
     strides: [i64; N],
     kind: i32,
+    device: i32,
     tensor: PhantomData<&'a Tensor>,
 }
 
@@ -64,6 +65,7 @@ pub struct StridedMut<'a, const N: usize> {
     sizes: [i64; N],
     strides: [i64; N],
     kind: i32,
+    device: i32,
     tensor: PhantomData<&'a mut Tensor>,
 }
 
@@ -85,8 +87,14 @@ impl<'a, const N: usize> Strided<'a, N> {
     /// is neither numeric nor bool; and when the memory does not hold the values themselves (a
     /// pending negation or conjugation, zeros without memory).
     pub fn new(tensor: &'a Tensor) -> Result<Self> {
-        let (sizes, strides, kind) = parts("Strided::new", tensor)?;
-        Ok(Strided { data: tensor.data_ptr(), sizes, strides, kind, tensor: PhantomData })
+        let Parts { sizes, strides, kind, device } = parts("Strided::new", tensor)?;
+        let data = tensor.data_ptr();
+        Ok(Strided { data, sizes, strides, kind, device, tensor: PhantomData })
+    }
+
+    /// The tensor's device.
+    pub fn device(&self) -> Device {
+        device_of(self.device)
     }
 
     /// The size of each dimension.
@@ -108,7 +116,7 @@ impl<'a, const N: usize> StridedMut<'a, N> {
     /// the tensor requires grad while grad mode is on.
     pub fn new(tensor: &'a mut Tensor) -> Result<Self> {
         const OP: &str = "StridedMut::new";
-        let (sizes, strides, kind) = parts(OP, tensor)?;
+        let Parts { sizes, strides, kind, device } = parts(OP, tensor)?;
         let check = Check::new(OP, "tensor", tensor);
         if tensor.requires_grad() && tch_extension_grad_mode() {
             let expected = "a tensor without gradient, or grad mode off";
@@ -124,7 +132,13 @@ impl<'a, const N: usize> StridedMut<'a, N> {
             ));
         }
         bump_version(tensor)?;
-        Ok(StridedMut { data: tensor.data_ptr(), sizes, strides, kind, tensor: PhantomData })
+        let data = tensor.data_ptr();
+        Ok(StridedMut { data, sizes, strides, kind, device, tensor: PhantomData })
+    }
+
+    /// The tensor's device.
+    pub fn device(&self) -> Device {
+        device_of(self.device)
     }
 
     /// The size of each dimension.
@@ -159,7 +173,19 @@ pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
     plain(tensor)
 }
 
-type Parts<const N: usize> = ([i64; N], [i64; N], i32);
+struct Parts<const N: usize> {
+    sizes: [i64; N],
+    strides: [i64; N],
+    kind: i32,
+    device: i32,
+}
+
+/// The CPU, in place of a CUDA device's index.
+const CPU: i32 = -1;
+
+fn device_of(index: i32) -> Device {
+    usize::try_from(index).map_or(Device::Cpu, Device::Cuda)
+}
 
 fn parts<const N: usize>(op: &str, tensor: &Tensor) -> Result<Parts<N>> {
     let names = std::array::from_fn::<_, N, _>(|dim| format!("d{dim}")).join(", ");
@@ -181,7 +207,16 @@ fn parts<const N: usize>(op: &str, tensor: &Tensor) -> Result<Parts<N>> {
             .try_into()
             .map_err(|_| Error::msg("internal error: the tensor's dimensions changed"))
     };
-    Ok((array(tensor.size())?, array(tensor.stride())?, kind))
+    let device = match tensor.device() {
+        Device::Cpu => Some(CPU),
+        Device::Cuda(index) => i32::try_from(index).ok(),
+        _ => None,
+    };
+    let Some(device) = device else {
+        let got = format!("{:?}", tensor.device());
+        return Err(check.refuse("a tensor on the CPU or a CUDA device", got, "move it there"));
+    };
+    Ok(Parts { sizes: array(tensor.size())?, strides: array(tensor.stride())?, kind, device })
 }
 
 /// libtorch's number of a kind, which tch does not expose.

@@ -226,7 +226,7 @@ bool is_worth_cutting(const Key& key, const cublasLtMatmulHeuristicResult_t& wit
                                 without.wavesCount > 1 && without.wavesCount <= 2;
   if (is_whole && without.wavesCount >= idle && !is_twice_as_long) return false;
   const int32_t parts = parts_of(with);
-  if (parts <= parts_of(without)) return false;
+  if (!is_whole && parts <= parts_of(without)) return false;
   if (is_tf32(key)) return (key.k >= 1024 && parts >= 5) || (key.k >= 512 && parts >= 10);
   if (is_float) {
     // Family 11 is made for narrow products, which 20 cuts too little.

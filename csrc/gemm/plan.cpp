@@ -123,7 +123,7 @@ bool run_plan(const Product& product, int32_t device, cudaStream_t stream) {
   return key && start(*key, product, stream);
 }
 
-Counters counters() {
+GemmCounters counters() {
   const Cache& known = cache();
   return {known.hits, known.misses, static_cast<int64_t>(known.plans.size())};
 }

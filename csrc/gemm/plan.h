@@ -8,6 +8,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "params.h"
 #include "product.h"
 
 namespace tch_extension::gemm {
@@ -17,12 +18,6 @@ namespace tch_extension::gemm {
 bool run_plan(const Product& product, int32_t device, cudaStream_t stream);
 
 // What this thread's cache of plans did so far.
-struct Counters {
-  int64_t hits;
-  int64_t misses;
-  int64_t plans;  // kept at the moment
-};
-
-Counters counters();
+GemmCounters counters();
 
 }  // namespace tch_extension::gemm

@@ -17,6 +17,7 @@
 #include "hopper.h"
 #include "padded.h"
 #include "padded_product.h"
+#include "params.h"
 #include "plan.h"
 #include "skinny.h"
 #include "small.h"
@@ -25,8 +26,7 @@
 namespace tch_extension::gemm {
 namespace {
 
-// The numbers are src/ops/gemm's.
-enum class Path : int32_t { kFastest, kPlan, kSmall, kHopper, kSkinny, kPadded, kPass };
+using Way = GemmWay;
 
 // A tensor's sizes and strides, or those of a view of it.
 struct View {
@@ -192,21 +192,21 @@ bool run_fastest(const Product& product, c10::cuda::CUDAStream stream) {
   return run_plan(product, stream.device_index(), stream.stream());
 }
 
-bool run(const Product& product, Path path, c10::cuda::CUDAStream stream) {
-  switch (path) {
-    case Path::kSmall:
+bool run(const Product& product, Way way, c10::cuda::CUDAStream stream) {
+  switch (way) {
+    case Way::Small:
       return small_product_can(product) && started(small_product(product, stream.stream()));
-    case Path::kHopper:
+    case Way::Hopper:
       return run_hopper(product, stream.stream());
-    case Path::kPlan:
+    case Way::Plan:
       return run_plan(product, stream.device_index(), stream.stream());
-    case Path::kSkinny:
+    case Way::Skinny:
       return skinny_product_can(product) && started(skinny_product(product, stream.stream()));
-    case Path::kPadded:
+    case Way::Padded:
       return run_padded(product, stream);
-    case Path::kPass:
+    case Way::Pass:
       return run_with_a_pass(product, stream);
-    case Path::kFastest:
+    case Way::Automatic:
       break;
   }
   return run_fastest(product, stream);
@@ -225,7 +225,7 @@ c10::SmallVector<int64_t, 6> output_size(const View& lhs, const View& rhs) {
 
 // None, if there is no way here.
 at::Tensor compute(const at::Tensor& like, const View& lhs, const View& rhs, const View& bias,
-                   c10::IntArrayRef size, bool relu, Path path) {
+                   c10::IntArrayRef size, bool relu, Way way) {
   Product product{};
   if (!fit(lhs, rhs, bias, product)) return {};
   product.kind = static_cast<int32_t>(like.scalar_type());
@@ -255,7 +255,7 @@ using namespace tch_extension::gemm;
 // instance because the arguments are wrong, which is for others to say.
 TCH_EXTENSION_API Message tch_extension_gemm_matmul_add_relu(const at::Tensor* lhs,
                                                              const at::Tensor* rhs,
-                                                             const at::Tensor* bias, int32_t path,
+                                                             const at::Tensor* bias, GemmWay way,
                                                              at::Tensor** result) {
   return guard([&] {
     *result = nullptr;
@@ -266,14 +266,14 @@ TCH_EXTENSION_API Message tch_extension_gemm_matmul_add_relu(const at::Tensor* l
     const View left = view(*lhs);
     const View right = view(*rhs);
     const auto size = output_size(left, right);
-    hand_over(compute(*lhs, left, right, view(*bias), size, true, static_cast<Path>(path)), result);
+    hand_over(compute(*lhs, left, right, view(*bias), size, true, way), result);
   });
 }
 
 // input weightᵀ + bias, of the input's leading dimensions; the bias may be missing. As above.
 TCH_EXTENSION_API Message tch_extension_gemm_linear(const at::Tensor* input,
                                                     const at::Tensor* weight,
-                                                    const at::Tensor* bias, int32_t path,
+                                                    const at::Tensor* bias, GemmWay way,
                                                     at::Tensor** result) {
   return guard([&] {
     *result = nullptr;
@@ -293,14 +293,14 @@ TCH_EXTENSION_API Message tch_extension_gemm_linear(const at::Tensor* input,
     c10::SmallVector<int64_t, 6> size(input->sizes().begin(), input->sizes().end());
     size.back() = sizes[1];
     const View added = bias == nullptr ? View{} : view(*bias);
-    hand_over(compute(*input, left, right, added, size, false, static_cast<Path>(path)), result);
+    hand_over(compute(*input, left, right, added, size, false, way), result);
   });
 }
 
 // lhs rhs, of matrices or batches of them. As above; no result also where libtorch's product is
 // faster.
 TCH_EXTENSION_API Message tch_extension_gemm_product(const at::Tensor* lhs, const at::Tensor* rhs,
-                                                     int32_t path, at::Tensor** result) {
+                                                     GemmWay way, at::Tensor** result) {
   return guard([&] {
     *result = nullptr;
     if (!takes_part(*lhs, *lhs) || !has_kernels(lhs->scalar_type()) || !takes_part(*rhs, *lhs) ||
@@ -309,15 +309,14 @@ TCH_EXTENSION_API Message tch_extension_gemm_product(const at::Tensor* lhs, cons
     }
     const View left = view(*lhs);
     const View right = view(*rhs);
-    const auto way = static_cast<Path>(path);
     // Without a bias, libtorch's is a plan like ours.
-    if (way == Path::kPlan || way == Path::kHopper || way == Path::kPass) return;
+    if (way == Way::Plan || way == Way::Hopper || way == Way::Pass) return;
     hand_over(compute(*lhs, left, right, {}, output_size(left, right), false, way), result);
   });
 }
 
 // For tests and benches: this thread's cache of plans, and libtorch's switch for products of f32
 // (what it was).
-TCH_EXTENSION_API void tch_extension_gemm_counters(Counters* result) { *result = counters(); }
+TCH_EXTENSION_API void tch_extension_gemm_counters(GemmCounters* result) { *result = counters(); }
 
 #endif  // TCH_EXTENSION_CUDA

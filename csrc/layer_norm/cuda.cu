@@ -122,7 +122,7 @@ extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_finish_cuda(
 }
 
 // Of the current device, which `device` has to be.
-extern "C" const char* tch_extension_layer_norm_device(int32_t device, LayerNormDevice* result) {
+extern "C" const char* tch_extension_layer_norm_device(int32_t device, LayerNormGpu* result) {
   int major = 0;
   cudaError_t error =
       cudaDeviceGetAttribute(&result->processors, cudaDevAttrMultiProcessorCount, device);

@@ -38,24 +38,3 @@ TCH_EXTENSION_CPU_KERNEL(tch_extension_linear_bias_grad, linear_bias_grad, Linea
                          grain)
 TCH_EXTENSION_CPU_KERNEL(tch_extension_linear_bias_grad_finish, linear_bias_grad_finish,
                          LinearBiasGrad, finish_items, finish_grain)
-
-#if defined(CPU_CAPABILITY_DEFAULT)
-#include <cstddef>
-
-// For the test that compares these structs with their Rust mirrors.
-extern "C" const size_t tch_extension_linear_layout[13] = {
-    sizeof(TchExtensionColumnSums),
-    offsetof(TchExtensionColumnSums, rows),
-    offsetof(TchExtensionColumnSums, columns),
-    offsetof(TchExtensionColumnSums, slabs),
-    offsetof(TchExtensionColumnSums, partial),
-    offsetof(TchExtensionColumnSums, sums),
-    offsetof(TchExtensionColumnSums, fold),
-    sizeof(LinearBiasGrad),
-    offsetof(LinearBiasGrad, sums),
-    offsetof(LinearBiasGrad, row_stride),
-    offsetof(LinearBiasGrad, kind),
-    offsetof(LinearBiasGrad, reserved),
-    offsetof(LinearBiasGrad, grad),
-};
-#endif

@@ -153,27 +153,3 @@ TCH_EXTENSION_CPU_KERNEL(tch_extension_matmul_add_relu_backward, matmul_add_relu
 TCH_EXTENSION_CPU_KERNEL(tch_extension_matmul_add_relu_backward_finish,
                          matmul_add_relu_backward_finish, MatmulAddReluBackward, finish_items,
                          finish_grain)
-
-#if defined(CPU_CAPABILITY_DEFAULT)
-#include <cstddef>
-
-// For the test that compares these structs with their Rust mirrors.
-extern "C" const size_t tch_extension_matmul_add_relu_layout[16] = {
-    sizeof(MatmulAddReluForward),
-    offsetof(MatmulAddReluForward, size),
-    offsetof(MatmulAddReluForward, product_stride),
-    offsetof(MatmulAddReluForward, bias_stride),
-    offsetof(MatmulAddReluForward, kind),
-    offsetof(MatmulAddReluForward, dims),
-    offsetof(MatmulAddReluForward, product),
-    offsetof(MatmulAddReluForward, bias),
-    offsetof(MatmulAddReluForward, out),
-    sizeof(MatmulAddReluBackward),
-    offsetof(MatmulAddReluBackward, sums),
-    offsetof(MatmulAddReluBackward, kind),
-    offsetof(MatmulAddReluBackward, reserved),
-    offsetof(MatmulAddReluBackward, grad),
-    offsetof(MatmulAddReluBackward, out),
-    offsetof(MatmulAddReluBackward, grad_product),
-};
-#endif

@@ -1,19 +1,34 @@
-//! `csrc/include/tch_extension/column_sums.h`: sums of the columns of a matrix, as a part of some
-//! kernels.
+//! Sums of the columns of a matrix, as a part of some kernels.
 
 use crate::Result;
 use crate::ffi::{checked, optional_ptr};
 use std::ffi::c_void;
 use tch::{Device, Kind, Tensor};
 
-/// The C++ struct; a part of kernels' parameters.
+/// Sums of the columns of a matrix, for example the gradient of a bias. The kernels for the CPU
+/// (cpu_column_sums.h) and for CUDA (cuda_column_sums.h) share this struct.
+///
+/// The rows are cut into slabs. The sums of each slab go to `partial`, and a second kernel adds
+/// them up. If there is a single slab, its sums are the result. The cuts depend only on sizes,
+/// strides and alignment, so that the same inputs give the same bits.
+///
+/// Rows whose length is no multiple of 16 bytes cannot be read 16 bytes at a time, because most of
+/// them begin at another address. F of them can be read as one row that is F times as long, if the
+/// matrix is contiguous: all of those begin at multiples of 16 bytes. Each column then has F sums,
+/// which the second kernel adds up.
 #[repr(C)]
 pub(super) struct ColumnSums {
+    /// M.
     pub rows: i64,
+    /// N.
     pub columns: i64,
+    /// S, at least 1 and at most 65535 on CUDA.
     pub slabs: i64,
+    /// `[S·F, N]` of the compute kind (float for the half kinds), null if S·F is 1.
     pub partial: *mut c_void,
+    /// `[N]`.
     pub sums: *mut c_void,
+    /// F: this many rows are read as one on CUDA; 0 and 1 switch folding off.
     pub fold: i64,
 }
 
@@ -64,9 +79,11 @@ fn lanes(kind: Kind) -> i64 {
 
 /// Slabs, and rows that are read as one.
 fn cuts_on_cuda(rows: i64, columns: i64, kind: Kind, may_fold: bool) -> (i64, i64) {
-    /// Folded rows need a second kernel, which reading fewer bytes value by value does not take
-    /// longer than.
+    /// Folding needs a second kernel. Below this size, reading value by value takes no longer than
+    /// that kernel does.
     const FEWEST_BYTES: i64 = 4 << 20;
+    /// With fewer long rows, the partial sums would be a large part of what is read.
+    const FEWEST_LONG_ROWS: i64 = 8;
     let slabs = slabs_on_cuda(rows, columns, kind);
     let is_odd = columns % lanes(kind) != 0;
     let bytes = rows.saturating_mul(columns).saturating_mul(kind.elt_size_in_bytes() as i64);
@@ -75,6 +92,9 @@ fn cuts_on_cuda(rows: i64, columns: i64, kind: Kind, may_fold: bool) -> (i64, i6
     }
     // A power of two, as the number of lanes is.
     let fold = lanes(kind) >> columns.trailing_zeros();
+    if rows / fold < FEWEST_LONG_ROWS {
+        return (slabs, 1);
+    }
     let most = BLOCKS / fold;
     let slabs = most_slabs_on_cuda(rows / fold, columns.saturating_mul(fold), kind);
     (slabs.clamp(1, most), fold)
@@ -130,6 +150,16 @@ mod tests {
         assert_eq!(cuts(87_804, 2672, Kind::Half).1, 1);
         assert_eq!(cuts(700, 2671, Kind::Half), (slabs_on_cuda(700, 2671, Kind::Half), 1));
         assert_eq!(cuts_on_cuda(87_804, 2671, Kind::Half, false).1, 1);
+        // Few rows: their partial sums would be larger than the matrix.
+        assert_eq!((cuts(63, 40_001, Kind::Half).1, cuts(64, 40_001, Kind::Half).1), (1, 8));
+        assert_eq!(cuts(1, 4_194_305, Kind::Half).1, 1);
+        // The shapes of the operators' own tests.
+        for (rows, columns) in [(70_003, 31), (4099, 513), (1031, 2670), (65_536, 127)] {
+            for kind in [Kind::Half, Kind::Float, Kind::Double] {
+                assert!(cuts(rows, columns, kind).1 > 1, "{rows} {columns} {kind:?}");
+            }
+        }
+        assert_eq!(cuts(8195, 1028, Kind::Half), (64, 2));
         for columns in [1, 2, 3, 5, 12, 31, 1001, 1_000_003, (1 << 40) + 1] {
             for rows in [1, 7, 100, 70_003, 1 << 22] {
                 for kind in [Kind::Double, Kind::Float, Kind::Half] {

@@ -31,6 +31,8 @@ pub struct Extension {
     sources: Vec<PathBuf>,
     folders: Vec<PathBuf>,
     includes: Vec<PathBuf>,
+    #[cfg(feature = "headers")]
+    params: Vec<PathBuf>,
     cuda_libraries: Vec<String>,
     options: Options,
     archs: Option<String>,
@@ -57,6 +59,8 @@ impl Extension {
             sources: Vec::new(),
             folders: Vec::new(),
             includes: Vec::new(),
+            #[cfg(feature = "headers")]
+            params: Vec::new(),
             cuda_libraries: Vec::new(),
             options: Options::default(),
             archs: None,
@@ -140,6 +144,26 @@ impl Extension {
             });
         }
         self.includes.push(folder);
+        self
+    }
+
+    /// Declares in C++ what a Rust file shares with the kernels: its `#[repr(C)]` structs and
+    /// `#[repr(i32)]` enums, with their comments. Each is typed once, in Rust. Needs the feature
+    /// `headers` of this crate.
+    ///
+    /// `.params("src/softcap/kernels.rs")` generates `src/softcap/kernels.rs.h`, which the sources
+    /// include by that name. Names begin with the folder's name, or with the file's if the folder
+    /// is `src`: `Forward` becomes `SoftcapForward`. A field may be a number, a pointer, an array,
+    /// another such struct or enum, or a `Strided` or `StridedMut` of `tch_extension::strided`.
+    #[cfg(feature = "headers")]
+    pub fn params(mut self, source: impl Into<PathBuf>) -> Self {
+        let source = source.into();
+        if !source.is_file() {
+            self.mistake(|| {
+                format!("params: there is no file {} (relative to the package's)", source.display())
+            });
+        }
+        self.params.push(source);
         self
     }
 
@@ -319,6 +343,8 @@ impl Extension {
             Path::new(&folder).join(package).join(&self.name)
         });
         let folder = shared.as_deref().unwrap_or(out_dir);
+        #[cfg(feature = "headers")]
+        self.write_params(folder, &mut options, env)?;
         let objects = toolchain.compile(&self.sources, &options, folder, workers, env)?;
 
         let mut lines = Vec::new();
@@ -350,6 +376,42 @@ impl Extension {
         let cuda = toolchain.cuda.is_some();
         lines.extend(self.link_lines(&toolchain.libtorch, cuda)?);
         Ok((Built { cuda }, lines))
+    }
+
+    /// Writes the headers of [`Extension::params`] and lets the sources find them. A header whose
+    /// text stays the same is not touched, so that nothing is compiled again.
+    #[cfg(feature = "headers")]
+    fn write_params(
+        &self,
+        folder: &Path,
+        options: &mut Options,
+        env: &dyn Environment,
+    ) -> Result<()> {
+        let include = folder.join("params");
+        for source in &self.params {
+            paths::check("the source of parameters", source)?;
+            env.reads(source);
+            let header =
+                crate::headers::Header::new([source.clone()], crate::headers::prefix_of(source));
+            let text = header.generate()?.with_context(|| {
+                format!(
+                    "params: {} has no #[repr(C)] struct and no #[repr(i32)] enum",
+                    source.display()
+                )
+            })?;
+            let path = include.join(format!("{}.h", source.display()));
+            if std::fs::read_to_string(&path).is_ok_and(|before| before == text) {
+                continue;
+            }
+            let parent = path.parent().unwrap_or(&include);
+            std::fs::create_dir_all(parent)
+                .and_then(|()| std::fs::write(&path, text))
+                .with_context(|| format!("cannot write {}", path.display()))?;
+        }
+        if !self.params.is_empty() {
+            options.includes.push(include);
+        }
+        Ok(())
     }
 
     fn options_for(&self, env: &dyn Environment) -> Options {

@@ -88,6 +88,8 @@ mod cxx;
 pub mod environment;
 mod extension;
 mod fewer;
+#[cfg(feature = "headers")]
+pub mod headers;
 mod isolate;
 mod libtorch;
 mod paths;

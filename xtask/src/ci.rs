@@ -3,7 +3,7 @@
 use crate::repo::Repo;
 use crate::report::{say, trouble};
 use crate::setup::{self, Changes};
-use crate::{cargo, misuse, outside, weak_symbols, wheels};
+use crate::{cargo, headers, misuse, outside, weak_symbols, wheels};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
@@ -34,6 +34,7 @@ fn objects(repo: &Repo) -> PathBuf {
 const STEPS: &[Step] = &[
     ("format", Ci::format),
     ("clang-format", Ci::clang_format),
+    ("headers", Ci::headers),
     ("clippy", Ci::clippy),
     ("weak symbols", Ci::weak_symbols),
     ("misuse", Ci::misuse),
@@ -101,6 +102,20 @@ impl Ci {
         }
         say(format_args!("{} files", files.len()));
         Ok(())
+    }
+
+    fn headers(&self) -> Result<()> {
+        headers::check(&self.repo, &self.changes)?;
+        cargo::run(&mut self.cargo(&[
+            "test",
+            "--quiet",
+            "--package",
+            "tch-extension-build",
+            "--features",
+            "headers",
+            "--lib",
+            "headers",
+        ]))
     }
 
     fn clippy(&self) -> Result<()> {

@@ -2,7 +2,7 @@
 
 use crate::repo::Repo;
 use crate::setup::Changes;
-use crate::{bundle, cargo, ci, doctor, plot, report, setup, versions};
+use crate::{bundle, cargo, ci, doctor, headers, plot, report, setup, versions};
 use anyhow::Result;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
@@ -31,6 +31,7 @@ cargo xtask COMMAND [ARGUMENTS]
   plot FILE...       bench.json, and the rivals.json beside it, as pictures in docs/plots
   ci [STEP...]       what a change must pass: formats, lints, weak symbols, tests, a stand-alone crate, documentation;
                      or those of its steps whose names contain a word
+  headers            write the C++ declarations of the structs that Rust and the kernels share (csrc/*/params.h)
   doctor             what was found, what does not fit, and the exact fix; installs nothing
   bundle [--no-bench]
                      dist/: test, bench and example programs with a run.sh, for a machine without Rust
@@ -60,6 +61,9 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
         }
         Some("plot") => plots(args),
         Some("ci") => ci::run(Repo::find()?, args),
+        Some("headers") => no_args("headers", args).and_then(|()| {
+            headers::write(&Repo::find()?, &Changes::new()).map(|()| ExitCode::SUCCESS)
+        }),
         Some("doctor") => no_args("doctor", args).and_then(|()| doctor::run(&Repo::find()?)),
         Some("bundle") => bundle::run(&Repo::find()?, bundle_options(args)?),
         Some("setup") => no_args("setup", args).and_then(|()| only_setup(&Repo::find()?)),

@@ -13,6 +13,7 @@ mod commands;
 mod compiler;
 mod cuda;
 mod doctor;
+mod headers;
 mod libtorch;
 mod misuse;
 mod outside;

@@ -155,7 +155,8 @@ struct Strided {
   const void* data;
   int64_t sizes[N];
   int64_t strides[N];
-  int32_t kind;  // libtorch's number of the kind; see kind.h
+  int32_t kind;    // libtorch's number of the kind; see kind.h
+  int32_t device;  // the index of a CUDA device, -1 for the CPU
 
   template <typename T>
   TCH_EXTENSION_HOST_DEVICE Accessor<const T, N> of() const {
@@ -170,6 +171,7 @@ struct StridedMut {
   int64_t sizes[N];
   int64_t strides[N];
   int32_t kind;
+  int32_t device;
 
   template <typename T>
   TCH_EXTENSION_HOST_DEVICE Accessor<T, N> of() const {

@@ -13,20 +13,20 @@ unsafe extern "C" {
         lhs: *const C_tensor,
         rhs: *const C_tensor,
         bias: *const C_tensor,
-        path: i32,
+        way: Way,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
     fn tch_extension_gemm_linear(
         input: *const C_tensor,
         weight: *const C_tensor,
         bias: *const C_tensor,
-        path: i32,
+        way: Way,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
     fn tch_extension_gemm_product(
         lhs: *const C_tensor,
         rhs: *const C_tensor,
-        path: i32,
+        way: Way,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
     fn tch_extension_gemm_counters(result: *mut Counters);
@@ -38,20 +38,6 @@ pub fn counters() -> Counters {
     // SAFETY: `counters` is written, and laid out as the C++ struct: three numbers of 64 bits.
     unsafe { tch_extension_gemm_counters(&mut counters) };
     counters
-}
-
-/// The number that C++ has for it; none where there is nothing for C++ to do.
-fn code(way: Way) -> Option<i32> {
-    match way {
-        Way::Automatic => Some(0),
-        Way::Plan => Some(1),
-        Way::Small => Some(2),
-        Way::Hopper => Some(3),
-        Way::Skinny => Some(4),
-        Way::Padded => Some(5),
-        Way::Pass => Some(6),
-        Way::Composite => None,
-    }
 }
 
 fn owned(message: *mut c_char, result: *mut C_tensor) -> Result<Option<Tensor>> {
@@ -69,7 +55,9 @@ pub(crate) fn matmul_add_relu(
     bias: &Tensor,
     way: Way,
 ) -> Result<Option<Tensor>> {
-    let Some(code) = code(way) else { return Ok(None) };
+    if way == Way::Composite {
+        return Ok(None);
+    }
     let mut result = null_mut();
     // SAFETY: borrowed from live tensors, which C++ checks; `result` is written on success.
     let message = unsafe {
@@ -77,7 +65,7 @@ pub(crate) fn matmul_add_relu(
             lhs.as_ptr(),
             rhs.as_ptr(),
             bias.as_ptr(),
-            code,
+            way,
             &mut result,
         )
     };
@@ -90,22 +78,26 @@ pub(crate) fn linear(
     bias: Option<&Tensor>,
     way: Way,
 ) -> Result<Option<Tensor>> {
-    let Some(code) = code(way) else { return Ok(None) };
+    if way == Way::Composite {
+        return Ok(None);
+    }
     let bias = bias.map_or(null(), Tensor::as_ptr);
     let mut result = null_mut();
     // SAFETY: borrowed from live tensors, which C++ checks; a missing bias is null; `result` is
     // written on success.
     let message = unsafe {
-        tch_extension_gemm_linear(input.as_ptr(), weight.as_ptr(), bias, code, &mut result)
+        tch_extension_gemm_linear(input.as_ptr(), weight.as_ptr(), bias, way, &mut result)
     };
     owned(message, result)
 }
 
 pub(crate) fn product(lhs: &Tensor, rhs: &Tensor, way: Way) -> Result<Option<Tensor>> {
-    let Some(code) = code(way) else { return Ok(None) };
+    if way == Way::Composite {
+        return Ok(None);
+    }
     let mut result = null_mut();
     // SAFETY: borrowed from live tensors, which C++ checks; `result` is written on success.
     let message =
-        unsafe { tch_extension_gemm_product(lhs.as_ptr(), rhs.as_ptr(), code, &mut result) };
+        unsafe { tch_extension_gemm_product(lhs.as_ptr(), rhs.as_ptr(), way, &mut result) };
     owned(message, result)
 }

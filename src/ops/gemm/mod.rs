@@ -5,57 +5,24 @@
 mod absent;
 #[cfg(tch_extension_cuda)]
 mod kernels;
+mod plan;
 
-/// How a product is computed.
 #[doc(hidden)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Way {
-    /// What was measured to be fastest; chosen in `csrc/gemm`.
-    #[default]
-    Automatic,
-    /// One call of cuBLASLt, by a plan.
-    Plan,
-    /// The kernel for small products.
-    Small,
-    /// The kernel for Hopper: a bias of full shape, in the half kinds.
-    Hopper,
-    /// Sums of products, for up to 4 columns or rows.
-    Skinny,
-    /// One call of cuBLASLt, of factors copied to rows that begin at multiples of 16 bytes.
-    Padded,
-    /// One call of cuBLASLt, with a kernel for the ReLU behind it.
-    Pass,
-    /// libtorch's product, with a kernel behind it.
-    Composite,
-}
-
-/// What a thread's cache of plans did so far.
-#[doc(hidden)]
-#[repr(C)]
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
-    pub hits: i64,
-    pub misses: i64,
-    /// Kept at the moment.
-    pub plans: i64,
-}
-
-super::way::ways!(Way);
+pub use plan::{Counters, Way};
 
 #[cfg(not(tch_extension_cuda))]
 use absent as calls;
 #[cfg(tch_extension_cuda)]
 use kernels as calls;
 
-/// `relu(lhs @ rhs + bias)`; nothing where this way is not open: for other tensors than those of
-/// one kind on one CUDA device, for a bias that enlarges the product, for layouts that would have
-/// to be copied, for arguments that do not fit together.
+/// `relu(lhs @ rhs + bias)`. `None` unless all tensors share one kind and one CUDA device, the bias
+/// does not enlarge the product, no layout has to be copied, and the shapes fit together.
 pub(crate) use calls::matmul_add_relu;
 
 /// `input @ weightᵀ + bias`, likewise.
 pub(crate) use calls::linear;
 
-/// `lhs @ rhs` by a kernel of ours, without a graph; nothing where libtorch's is faster.
+/// `lhs @ rhs` by a kernel of ours, without a graph; `None` where libtorch's product is faster.
 pub(crate) use calls::product;
 
 #[doc(hidden)]

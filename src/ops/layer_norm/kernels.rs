@@ -1,10 +1,11 @@
-//! `csrc/layer_norm/layer_norm.h`.
+//! The kernels of `csrc/layer_norm`.
 
 use super::plan::{Gpu, Plan, Rows, Way};
 use crate::Result;
 #[cfg(tch_extension_cuda)]
 use crate::ffi::once_a_device::{OnceADevice, constant};
-use crate::ffi::{kind_code, no_kernel, optional_ptr};
+use crate::ffi::{kind_code, optional_ptr};
+use crate::kernels::raw_kernels;
 #[cfg(tch_extension_cuda)]
 use std::ffi::c_char;
 use std::ffi::c_void;
@@ -39,64 +40,87 @@ fn clusters_at_a_time(plan: &Plan, kind: Kind, device: Device) -> Result<i64> {
     Ok(0)
 }
 
+/// What the forward kernels get. All arrays are row-major and contiguous, and no two overlap.
 #[repr(C)]
 struct Forward {
+    /// M.
     rows: i64,
+    /// N.
     columns: i64,
     eps: f64,
+    /// `TchExtensionKind` of input and output.
     kind: i32,
+    /// Of weight and bias: `kind`, or Float with an input of a half kind (CPU only).
     parameter_kind: i32,
+    /// The CPU ignores it.
     plan: Plan,
+    /// `[M, N]`.
     input: *const c_void,
+    /// `[N]`, null for ones.
     weight: *const c_void,
+    /// `[N]`, null for zeros.
     bias: *const c_void,
+    /// `[M, N]`.
     output: *mut c_void,
+    /// `[M]` of the compute kind, null when nobody needs it.
     mean: *mut c_void,
+    /// `[M]` of the compute kind, null when nobody needs it.
     rstd: *mut c_void,
 }
 
+/// What the backward kernels get. All arrays are row-major and contiguous, and no two overlap.
 #[repr(C)]
 struct Backward {
+    /// M.
     rows: i64,
+    /// N.
     columns: i64,
+    /// P: the sums over rows for weight and bias are cut into this many parts.
     parts: i64,
+    /// `TchExtensionKind` of input, output and their gradients.
     kind: i32,
+    /// Of weight and bias.
     parameter_kind: i32,
+    /// The CPU ignores it.
     plan: Plan,
+    /// `[M, N]`.
     grad_output: *const c_void,
+    /// `[M, N]`.
     input: *const c_void,
+    /// `[N]`, null for ones.
     weight: *const c_void,
+    /// `[M]` of the compute kind. It and rstd are null when only the bias' gradient is wanted.
     mean: *const c_void,
+    /// `[M]` of the compute kind.
     rstd: *const c_void,
+    /// `[M, N]`, null when nobody needs it.
     grad_input: *mut c_void,
+    /// `[N]` of the parameter kind, null when nobody needs it.
     grad_weight: *mut c_void,
+    /// `[N]` of the parameter kind, null when nobody needs it.
     grad_bias: *mut c_void,
+    /// `[P, N]` of the compute kind: scratch, null without grad_weight.
     weight_parts: *mut c_void,
+    /// `[P, N]` of the compute kind: scratch, null without grad_bias.
     bias_parts: *mut c_void,
 }
 
+raw_kernels! {
+    "layer_norm";
+    /// Output and moments.
+    fn run_forward(Forward) =
+        tch_extension_layer_norm_forward_cpu, tch_extension_layer_norm_forward_cuda;
+    /// The gradient of the input, and the parts of the others or all of them.
+    fn run_backward(Backward) =
+        tch_extension_layer_norm_backward_cpu, tch_extension_layer_norm_backward_cuda;
+    /// The gradients of weight and bias, from their parts or by columns.
+    fn run_finish(Backward) =
+        tch_extension_layer_norm_finish_cpu, tch_extension_layer_norm_finish_cuda;
+}
+
+#[cfg(tch_extension_cuda)]
 unsafe extern "C" {
-    fn tch_extension_layer_norm_forward_cpu(params: *const Forward);
-    fn tch_extension_layer_norm_backward_cpu(params: *const Backward);
-    fn tch_extension_layer_norm_finish_cpu(params: *const Backward);
-    #[cfg(tch_extension_cuda)]
-    fn tch_extension_layer_norm_forward_cuda(
-        params: *const Forward,
-        stream: *mut c_void,
-    ) -> crate::cuda::LaunchStatus;
-    #[cfg(tch_extension_cuda)]
-    fn tch_extension_layer_norm_backward_cuda(
-        params: *const Backward,
-        stream: *mut c_void,
-    ) -> crate::cuda::LaunchStatus;
-    #[cfg(tch_extension_cuda)]
-    fn tch_extension_layer_norm_finish_cuda(
-        params: *const Backward,
-        stream: *mut c_void,
-    ) -> crate::cuda::LaunchStatus;
-    #[cfg(tch_extension_cuda)]
     fn tch_extension_layer_norm_device(device: i32, result: *mut Gpu) -> *const c_char;
-    #[cfg(tch_extension_cuda)]
     fn tch_extension_layer_norm_clusters(plan: *const Plan, kind: i32) -> i64;
 }
 
@@ -197,20 +221,9 @@ pub(crate) fn forward(
         mean: optional_ptr("mean", mean, &[rows], compute)?,
         rstd: optional_ptr("rstd", rstd, &[rows], compute)?,
     };
-    match like.1 {
-        // SAFETY: the arrays were just checked to be contiguous, of these sizes and kinds; those
-        // that are written are exclusively borrowed, so they are none of the others.
-        #[cfg(tch_extension_cuda)]
-        device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
-            tch_extension_layer_norm_forward_cuda(&params, stream)
-        }),
-        Device::Cpu => {
-            // SAFETY: as above.
-            unsafe { tch_extension_layer_norm_forward_cpu(&params) };
-            Ok(())
-        }
-        device => Err(no_kernel("layer_norm", device)),
-    }
+    // SAFETY: the arrays were just checked to be contiguous, of these sizes and kinds, and on this
+    // device; those that are written are exclusively borrowed, so they are none of the others.
+    unsafe { run_forward(like.1, &params) }
 }
 
 /// What [`backward`] computes. Absent: nobody needs it.
@@ -283,93 +296,16 @@ pub(crate) fn backward(
     };
     let has_sums = gradients.weight.is_some() || gradients.bias.is_some();
     let has_to_finish = has_sums && !is_one_kernel;
-    match like.1 {
-        #[cfg(tch_extension_cuda)]
-        device @ Device::Cuda(_) => {
-            if !by_columns || is_one_kernel || !grad_input.is_null() {
-                // SAFETY: as in `forward`; the scratch lives until both launches are made, and
-                // libtorch's allocator gives its memory to later work on the same stream only.
-                crate::cuda::launch(device, |stream| unsafe {
-                    tch_extension_layer_norm_backward_cuda(&params, stream)
-                })?;
-            }
-            if !has_to_finish {
-                return Ok(());
-            }
-            // SAFETY: as above.
-            crate::cuda::launch(device, |stream| unsafe {
-                tch_extension_layer_norm_finish_cuda(&params, stream)
-            })
-        }
-        Device::Cpu => {
-            // SAFETY: as in `forward`.
-            unsafe { tch_extension_layer_norm_backward_cpu(&params) };
-            if has_to_finish {
-                // SAFETY: as in `forward`.
-                unsafe { tch_extension_layer_norm_finish_cpu(&params) };
-            }
-            Ok(())
-        }
-        device => Err(no_kernel("layer_norm", device)),
+    // On CUDA the first kernel has nothing to do where only sums by columns are wanted.
+    let is_first_needed =
+        like.1 == Device::Cpu || !by_columns || is_one_kernel || !grad_input.is_null();
+    if is_first_needed {
+        // SAFETY: as in `forward`; the scratch lives until both kernels have been started.
+        unsafe { run_backward(like.1, &params)? };
     }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::mem::{offset_of, size_of};
-
-    unsafe extern "C" {
-        /// Sizes and offsets as the C++ compiler sees them.
-        static tch_extension_layer_norm_layout: [usize; 41];
+    if has_to_finish {
+        // SAFETY: as above.
+        unsafe { run_finish(like.1, &params)? };
     }
-
-    #[test]
-    fn the_structs_agree_with_the_c_side() {
-        let ours = [
-            size_of::<Plan>(),
-            offset_of!(Plan, in_registers),
-            offset_of!(Plan, lanes),
-            offset_of!(Plan, shifted),
-            offset_of!(Plan, team),
-            offset_of!(Plan, threads),
-            offset_of!(Plan, cluster),
-            offset_of!(Plan, stages),
-            offset_of!(Plan, early_finish),
-            offset_of!(Plan, in_place),
-            offset_of!(Plan, by_columns),
-            size_of::<Forward>(),
-            offset_of!(Forward, rows),
-            offset_of!(Forward, columns),
-            offset_of!(Forward, eps),
-            offset_of!(Forward, kind),
-            offset_of!(Forward, parameter_kind),
-            offset_of!(Forward, plan),
-            offset_of!(Forward, input),
-            offset_of!(Forward, weight),
-            offset_of!(Forward, bias),
-            offset_of!(Forward, output),
-            offset_of!(Forward, mean),
-            offset_of!(Forward, rstd),
-            size_of::<Backward>(),
-            offset_of!(Backward, rows),
-            offset_of!(Backward, columns),
-            offset_of!(Backward, parts),
-            offset_of!(Backward, kind),
-            offset_of!(Backward, parameter_kind),
-            offset_of!(Backward, plan),
-            offset_of!(Backward, grad_output),
-            offset_of!(Backward, input),
-            offset_of!(Backward, weight),
-            offset_of!(Backward, mean),
-            offset_of!(Backward, rstd),
-            offset_of!(Backward, grad_input),
-            offset_of!(Backward, grad_weight),
-            offset_of!(Backward, grad_bias),
-            offset_of!(Backward, weight_parts),
-            offset_of!(Backward, bias_parts),
-        ];
-        // SAFETY: a constant of this length in csrc/layer_norm/cpu.cpp.
-        assert_eq!(ours, unsafe { tch_extension_layer_norm_layout });
-    }
+    Ok(())
 }

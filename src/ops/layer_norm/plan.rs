@@ -24,19 +24,32 @@ pub enum Way {
 
 crate::ops::way::ways!(Way);
 
-/// How rows are spread over threads.
+/// How rows are spread over threads on CUDA.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Plan {
+    /// Whether a row is read once and kept, or read again for each pass.
     pub(super) in_registers: i32,
+    /// Values per load: those of 16 bytes, or one.
     pub(super) lanes: i32,
+    /// Whether rows begin at any address, and their 16 bytes are shifted out of aligned loads.
     pub(super) shifted: i32,
+    /// Threads per row, or per part of a row if a cluster shares it: a power of two. With passes
+    /// it is the whole block.
     pub(super) team: i32,
+    /// Threads per block: one team or several.
     pub(super) threads: i32,
+    /// Blocks that share a row: 1 except for long rows.
     pub(super) cluster: i32,
+    /// Rows per team that are in flight to shared memory; 0 if rows are loaded to registers.
     pub(super) stages: i32,
+    /// Whether the kernel that adds up the parts may start before the kernel ahead of it ends.
     pub(super) early_finish: i32,
+    /// Whether the backward reads rows of an odd length in place, 16 bytes at a time: all rows of a
+    /// team then begin at the same distance from a multiple of 16 bytes.
     pub(super) in_place: i32,
+    /// Whether dw and db are computed from x and dy again, for few rows, without parts. With
+    /// `in_registers` as well, one kernel does the whole backward.
     pub(super) by_columns: i32,
 }
 
@@ -44,8 +57,11 @@ pub(super) struct Plan {
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Gpu {
+    /// Multiprocessors.
     pub(super) processors: i32,
+    /// Bytes of shared memory per block, at most.
     pub(super) shared_memory: i32,
+    /// Whether blocks can share a row, and a kernel can start before the one ahead of it ends.
     pub(super) clusters: i32,
 }
 

@@ -1,29 +1,35 @@
-//! `csrc/linear/linear.h`.
+//! The kernels of `csrc/linear`.
 
+use crate::ffi::kind_code;
 use crate::ffi::tensor::{is_in_memory, plain};
-use crate::ffi::{kind_code, no_kernel};
+use crate::kernels::raw_kernels;
 use crate::ops::column_sums::{ColumnSums, is_aligned};
 use crate::{Error, Result};
 use std::ffi::c_void;
 use tch::{Device, Tensor};
 
+/// What the kernels for the bias' gradient get.
 #[repr(C)]
 struct BiasGrad {
+    /// M rows and N columns, the output features. `sums.sums` is db, `[N]`.
     sums: ColumnSums,
+    /// From a row of dY to the next, in elements.
     row_stride: i64,
+    /// `TchExtensionKind` of dY and db.
     kind: i32,
     reserved: i32,
+    /// dY, `[M, N]`; the N elements of a row are adjacent.
     grad: *const c_void,
 }
 
 unsafe extern "C" {
-    fn tch_extension_linear_bias_grad_cpu(params: *const BiasGrad);
     fn tch_extension_linear_bias_grad_finish_cpu(params: *const BiasGrad);
-    #[cfg(tch_extension_cuda)]
-    fn tch_extension_linear_bias_grad_cuda(
-        params: *const BiasGrad,
-        stream: *mut c_void,
-    ) -> crate::cuda::LaunchStatus;
+}
+
+raw_kernels! {
+    "linear";
+    /// All sums on CUDA; on the CPU those of each slab.
+    fn run(BiasGrad) = tch_extension_linear_bias_grad_cpu, tch_extension_linear_bias_grad_cuda;
 }
 
 /// The sums of the columns of `grad` ([M, N]): [N], of its kind.
@@ -42,23 +48,13 @@ pub(crate) fn bias_grad(grad: &Tensor) -> Result<Tensor> {
         reserved: 0,
         grad: grad.data_ptr(),
     };
-    match like.1 {
-        // SAFETY: `rows` has seen to it that the elements of each row are neighbours in memory, and
-        // libtorch that rows so far apart are its own; `ColumnSums` has checked what is written,
-        // which is new and so apart from what is read, and freed in the order of the stream.
-        #[cfg(tch_extension_cuda)]
-        device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
-            tch_extension_linear_bias_grad_cuda(&params, stream)
-        })?,
-        Device::Cpu => {
-            // SAFETY: as above.
-            unsafe { tch_extension_linear_bias_grad_cpu(&params) };
-            if params.sums.slabs > 1 {
-                // SAFETY: as above; the partial sums are there now.
-                unsafe { tch_extension_linear_bias_grad_finish_cpu(&params) };
-            }
-        }
-        device => return Err(no_kernel("linear", device)),
+    // SAFETY: `rows` has seen to it that the elements of each row are adjacent in memory, and
+    // libtorch that rows this far apart are the tensor's own; `ColumnSums` has checked what is
+    // written. That is new, so it overlaps nothing that is read.
+    unsafe { run(like.1, &params)? };
+    if like.1 == Device::Cpu && params.sums.slabs > 1 {
+        // SAFETY: as above; the partial sums are there now.
+        unsafe { tch_extension_linear_bias_grad_finish_cpu(&params) };
     }
     Ok(grad_bias)
 }
@@ -79,34 +75,7 @@ fn rows(matrix: &Tensor) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::mem::{offset_of, size_of};
     use tch::Kind;
-
-    unsafe extern "C" {
-        /// Sizes and offsets as the C++ compiler sees them.
-        static tch_extension_linear_layout: [usize; 13];
-    }
-
-    #[test]
-    fn the_structs_agree_with_the_c_side() {
-        let ours = [
-            size_of::<ColumnSums>(),
-            offset_of!(ColumnSums, rows),
-            offset_of!(ColumnSums, columns),
-            offset_of!(ColumnSums, slabs),
-            offset_of!(ColumnSums, partial),
-            offset_of!(ColumnSums, sums),
-            offset_of!(ColumnSums, fold),
-            size_of::<BiasGrad>(),
-            offset_of!(BiasGrad, sums),
-            offset_of!(BiasGrad, row_stride),
-            offset_of!(BiasGrad, kind),
-            offset_of!(BiasGrad, reserved),
-            offset_of!(BiasGrad, grad),
-        ];
-        // SAFETY: a constant of this length in csrc/linear/cpu.cpp.
-        assert_eq!(ours, unsafe { tch_extension_linear_layout });
-    }
 
     #[test]
     fn rows_are_read_where_they_lie() {

@@ -1,35 +1,50 @@
-//! `csrc/matmul_add_relu/matmul_add_relu.h`.
+//! The kernels of `csrc/matmul_add_relu`.
 
 use crate::ffi::tensor::{is_in_memory, plain};
-use crate::ffi::{checked, kind_code, no_kernel, optional_ptr, take_message};
+use crate::ffi::{checked, kind_code, optional_ptr, take_message};
+use crate::kernels::raw_kernels;
 use crate::ops::column_sums::{ColumnSums, is_aligned};
 use crate::{Error, Result};
 use std::ffi::{c_char, c_void};
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
-/// Of the kernel; what does not fit after neighbouring dimensions were merged is copied.
+/// Dimensions of the forward kernel. What has more after adjacent ones were merged is copied.
 const DIMS: usize = 6;
 
+/// What the forward kernels get.
 #[repr(C)]
 struct Forward {
+    /// The sizes of out, innermost first; 1 where there is no such dimension.
     size: [i64; DIMS],
+    /// In elements, 0 where the product is broadcast.
     product_stride: [i64; DIMS],
+    /// In elements, 0 where the bias is broadcast.
     bias_stride: [i64; DIMS],
+    /// `TchExtensionKind` of every array.
     kind: i32,
+    /// How many of the sizes count, at least 1.
     dims: i32,
+    /// May be `out`, if it has its strides.
     product: *const c_void,
     bias: *const c_void,
+    /// Contiguous.
     out: *mut c_void,
 }
 
+/// What the backward kernels get.
 #[repr(C)]
 struct Backward {
+    /// M rows and N columns. `sums.sums` is db, `[N]`, or null when nobody needs it.
     sums: ColumnSums,
+    /// `TchExtensionKind` of every array.
     kind: i32,
     reserved: i32,
+    /// dout, `[M, N]`.
     grad: *const c_void,
+    /// `[M, N]`.
     out: *const c_void,
+    /// dZ, `[M, N]`.
     grad_product: *mut c_void,
 }
 
@@ -39,19 +54,17 @@ unsafe extern "C" {
         rhs: *const C_tensor,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
-    fn tch_extension_matmul_add_relu_forward_cpu(params: *const Forward);
-    fn tch_extension_matmul_add_relu_backward_cpu(params: *const Backward);
     fn tch_extension_matmul_add_relu_backward_finish_cpu(params: *const Backward);
-    #[cfg(tch_extension_cuda)]
-    fn tch_extension_matmul_add_relu_forward_cuda(
-        params: *const Forward,
-        stream: *mut c_void,
-    ) -> crate::cuda::LaunchStatus;
-    #[cfg(tch_extension_cuda)]
-    fn tch_extension_matmul_add_relu_backward_cuda(
-        params: *const Backward,
-        stream: *mut c_void,
-    ) -> crate::cuda::LaunchStatus;
+}
+
+raw_kernels! {
+    "matmul_add_relu";
+    /// `relu(product + bias)`.
+    fn run_forward(Forward) =
+        tch_extension_matmul_add_relu_forward_cpu, tch_extension_matmul_add_relu_forward_cuda;
+    /// The masked gradient, and all of its sums on CUDA; on the CPU those of each slab.
+    fn run_backward(Backward) =
+        tch_extension_matmul_add_relu_backward_cpu, tch_extension_matmul_add_relu_backward_cuda;
 }
 
 /// The product of two matrices on the CPU, without a graph, where our own is faster than
@@ -95,22 +108,11 @@ pub(crate) fn forward(product: Option<&Tensor>, bias: &Tensor, out: &mut Tensor)
         bias: bias.data_ptr(),
         out: target,
     };
-    match like.1 {
-        // SAFETY: both operands were just expanded to the size of `out`, so that their strides lead
-        // to elements of theirs only, and are of this kind; `out` was checked to be contiguous and
-        // is exclusively borrowed, so it is neither of the others, but for a product that has its
-        // very strides.
-        #[cfg(tch_extension_cuda)]
-        device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
-            tch_extension_matmul_add_relu_forward_cuda(&params, stream)
-        }),
-        Device::Cpu => {
-            // SAFETY: as above.
-            unsafe { tch_extension_matmul_add_relu_forward_cpu(&params) };
-            Ok(())
-        }
-        device => Err(no_kernel("matmul_add_relu", device)),
-    }
+    // SAFETY: both operands were just expanded to the size of `out`, so that their strides lead to
+    // elements of theirs only, and are of this kind; `out` was checked to be contiguous and is
+    // exclusively borrowed, so it is neither of the others, except for a product that has its very
+    // strides.
+    unsafe { run_forward(like.1, &params) }
 }
 
 /// Of this size by strides, and readable by them.
@@ -197,24 +199,14 @@ pub(crate) fn backward(
         out: checked("out", inputs.out, &size, like)?,
         grad_product: checked("grad_product", grad_product, &size, like)?,
     };
-    match like.1 {
-        // SAFETY: the arrays were just checked to be contiguous, of these sizes and of this kind;
-        // those that are written are exclusively borrowed, so they are none of the others.
-        #[cfg(tch_extension_cuda)]
-        device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
-            tch_extension_matmul_add_relu_backward_cuda(&params, stream)
-        }),
-        Device::Cpu => {
-            // SAFETY: as above.
-            unsafe { tch_extension_matmul_add_relu_backward_cpu(&params) };
-            if params.sums.slabs > 1 {
-                // SAFETY: as above; the partial sums are there now.
-                unsafe { tch_extension_matmul_add_relu_backward_finish_cpu(&params) };
-            }
-            Ok(())
-        }
-        device => Err(no_kernel("matmul_add_relu", device)),
+    // SAFETY: the arrays were just checked to be contiguous, of these sizes and of this kind; those
+    // that are written are exclusively borrowed, so they are none of the others.
+    unsafe { run_backward(like.1, &params)? };
+    if like.1 == Device::Cpu && params.sums.slabs > 1 {
+        // SAFETY: as above; the partial sums are there now.
+        unsafe { tch_extension_matmul_add_relu_backward_finish_cpu(&params) };
     }
+    Ok(())
 }
 
 #[cfg(test)]
@@ -261,36 +253,6 @@ mod tests {
             assert!(none(&ramp([20, 1025], kind), &ramp([1025, 20], kind)));
             assert!(none(&ramp([50_000, 50], kind), &ramp([50, 50], kind)));
         }
-    }
-    use std::mem::{offset_of, size_of};
-
-    unsafe extern "C" {
-        /// Sizes and offsets as the C++ compiler sees them.
-        static tch_extension_matmul_add_relu_layout: [usize; 16];
-    }
-
-    #[test]
-    fn the_structs_agree_with_the_c_side() {
-        let ours = [
-            size_of::<Forward>(),
-            offset_of!(Forward, size),
-            offset_of!(Forward, product_stride),
-            offset_of!(Forward, bias_stride),
-            offset_of!(Forward, kind),
-            offset_of!(Forward, dims),
-            offset_of!(Forward, product),
-            offset_of!(Forward, bias),
-            offset_of!(Forward, out),
-            size_of::<Backward>(),
-            offset_of!(Backward, sums),
-            offset_of!(Backward, kind),
-            offset_of!(Backward, reserved),
-            offset_of!(Backward, grad),
-            offset_of!(Backward, out),
-            offset_of!(Backward, grad_product),
-        ];
-        // SAFETY: a constant of this length in csrc/matmul_add_relu/cpu.cpp.
-        assert_eq!(ours, unsafe { tch_extension_matmul_add_relu_layout });
     }
 
     #[test]
