@@ -2,11 +2,11 @@
 
 #include "columns.h"
 #include "tch_extension/launch.h"
+#include "tch_extension/scalar_math.h"
 
 namespace tch_extension {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = kWarp;
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kThreads)
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_columns_cuda(const LltmColumns* params,
                                                                        cudaStream_t stream) {
   using namespace tch_extension;
-  const int64_t tiles = (params->hidden + params->features + kTileColumns - 1) / kTileColumns;
-  const int64_t blocks = (params->to_stride + kTileRows - 1) / kTileRows * tiles;
+  const int64_t tiles = ceil_div(params->hidden + params->features, kTileColumns);
+  const int64_t blocks = ceil_div(params->to_stride, kTileRows) * tiles;
   if (blocks > INT32_MAX)
     return {"lltm_columns", "internal error: more tiles than a grid has blocks"};
   if (blocks > 0) lltm_columns<<<static_cast<unsigned int>(blocks), kThreads, 0, stream>>>(*params);

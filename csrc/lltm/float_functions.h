@@ -10,7 +10,7 @@
 namespace tch_extension {
 
 __device__ __forceinline__ float float_sigmoid(float x) {
-  return fast_reciprocal(1.0f + std::exp(-x));
+  return hopper::fast_reciprocal(1.0f + std::exp(-x));
 }
 
 __device__ __forceinline__ float float_elu(float x) {
@@ -32,7 +32,7 @@ __device__ __forceinline__ float float_tanh(float x) {
   near = near * square + 0.13333113f;
   near = near * square - 0.33333332f;
   near = near * square * x + x;
-  const float far = 1.0f - 2.0f * fast_reciprocal(1.0f + std::exp(2.0f * std::fabs(x)));
+  const float far = 1.0f - 2.0f * hopper::fast_reciprocal(1.0f + std::exp(2.0f * std::fabs(x)));
   return std::fabs(x) < 0.55f ? near : std::copysign(far, x);
 }
 

@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_weights(Product& product, const LltmGridBac
       const int column = first_column + tile * kTile + lane / 4 * 2 + part % 2;
       product.put_weight(vector, half, tile, part, word(term, column));
     }
-    if (fragment % 4 == 3) few_at_a_time();
+    if (fragment % 4 == 3) hopper::compiler_barrier();
   }
 }
 
@@ -87,7 +87,7 @@ struct GridLayoutBack {
   // Of W_h's rows that are its columns'.
   static constexpr int kScales = kSendsScaled<Product> ? kGates * kOfAll : 0;
   static int bytes(int subs) {
-    return kState + kScales + (subs + Teams::kTeams - 1) / Teams::kTeams * kOfAll;
+    return kState + kScales + ceil_div(subs, static_cast<int>(Teams::kTeams)) * kOfAll;
   }
 };
 
@@ -129,8 +129,8 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     Bits* to = ring + slot * (Layout::kSaved * kFinishers);
     auto copy = [&](int value, const void* from, uint32_t at) {
       const S* place = static_cast<const S*>(from != nullptr ? from : params.c) + at;
-      copy_async(to + value * kFinishers, reinterpret_cast<const Bits*>(place),
-                 wanted && from != nullptr);
+      hopper::copy_async(to + value * kFinishers, reinterpret_cast<const Bits*>(place),
+                         wanted && from != nullptr);
     };
     copy(0, params.grad_output, at);
 #pragma unroll
@@ -138,7 +138,7 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
       copy(1 + gate, params.activations, of_gates + (wanted ? gate * place.hidden : 0));
     }
     copy(4, params.c, at);
-    commit_copies();
+    hopper::commit_copies();
     slot = (slot + 1) % kAheadBack;
     this->advance(fetched);
   }
@@ -186,7 +186,7 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
 
   // All that is known before the products are.
   __device__ __forceinline__ Factors factors() const {
-    wait_for_copies<kAheadBack - 1>();
+    hopper::wait_for_copies<kAheadBack - 1>();
     auto saved = [&](int value) {
       return values_of<S>(ring[(slot * Layout::kSaved + value) * kFinishers]);
     };
@@ -234,7 +234,7 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
     if (this->is_first() && turn.step + kNearBack < place.steps) {
       const int64_t near = static_cast<int64_t>(kNearBack * kGates) * place.batch * place.hidden;
 #pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) prefetch(to + gate * place.hidden - near);
+      for (int gate = 0; gate < kGates; ++gate) hopper::prefetch(to + gate * place.hidden - near);
     }
   }
 
@@ -275,15 +275,17 @@ struct GridFinisherBack : GridMember<Product, Product::kTiles * kTile> {
       send_two(to.of_gate(gate), values[gate][0] * scale.there, values[gate][1] * scale.there);
     }
     if (!this->is_first()) return;
-    send_byte(to.scale, scale.back);
+    // Whoever reads takes four at once, which the memory model says nothing of: on the hardware
+    // each byte is there or not.
+    hopper::store_relaxed_byte(to.scale, scale.back);
     // By then it may have left the L2 cache, and readers would wait for the memory.
     if (turn.step + kNearBack < place.steps) {
       const int near = kNearBack * layout.subs;
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
-        prefetch(to.words + near * layout.bytes() + gate * kBytesOfVector);
+        hopper::prefetch(to.words + near * layout.bytes() + gate * kBytesOfVector);
       }
-      prefetch(to.scale + near * layout.bytes_of_scales());
+      hopper::prefetch(to.scale + near * layout.bytes_of_scales());
     }
   }
 
@@ -347,10 +349,10 @@ __global__ void __launch_bounds__(kGridThreads, 1)
   const GridPlace<Product::kTiles * kTile> place(params);
   const int last = params.needs_grad_h0 ? place.steps : place.steps - 1;
   if (threadIdx.x < kProducers) {
-    take_registers<kProducerRegisters>();
+    hopper::take_registers<kProducerRegisters>();
     produce<Product>(params, place, last * place.subs, grid_shared_back);
   } else {
-    leave_registers<kFinisherRegisters>();
+    hopper::give_registers<kFinisherRegisters>();
     GridFinisherBack<S, Product>(params, place, grid_shared_back).run(last);
   }
 #endif
@@ -361,8 +363,8 @@ template <typename Product>
 size_t bytes_of_messages(const LltmGridBackward& params) {
   if constexpr (kSendsScaled<Product>) {
     constexpr int kOfPair = 2;
-    const int64_t rows = (params.batch + kRows - 1) / kRows * kRows;
-    const int64_t pairs = (params.hidden + kOfPair * kTile - 1) / (kOfPair * kTile);
+    const int64_t rows = round_up(params.batch, kRows);
+    const int64_t pairs = ceil_div(params.hidden, kOfPair * kTile);
     const float* end = params.exchange_scales + params.steps * rows * pairs * kOfPair;
     return static_cast<size_t>(reinterpret_cast<const unsigned char*>(end) -
                                static_cast<const unsigned char*>(params.exchange));

@@ -1,6 +1,7 @@
 // What the grid's kernels are made of: messages through the L2 cache, and operands of tensor cores.
 #pragma once
 
+#include "../hopper/memory.h"
 #include "grid.h"
 #include "persistent_device.h"
 
@@ -17,60 +18,6 @@ constexpr int kGridThreads = kProducers + kFinishers;
 constexpr int kProducerRegisters = 208;
 constexpr int kFinisherRegisters = 48;
 
-template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-template <int kRegisters>
-__device__ __forceinline__ void leave_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// Of some warps of the block; those that arrive go on.
-__device__ __forceinline__ void arrive_at(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// Past the L1 cache, which nobody else's stores reach.
-__device__ __forceinline__ uint4 load_message(const void* from) {
-  uint4 value;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(from)
-               : "memory");
-  return value;
-}
-
-// Two messages of 8 bytes, each of which is there as a whole or not at all.
-__device__ __forceinline__ uint4 load_messages(const void* from) {
-  uint4 value;
-  asm volatile(
-      "{\n.reg .b64 first, second;\nld.relaxed.gpu.global.v2.b64 {first, second}, [%4];\n"
-      "mov.b64 {%0, %1}, first;\nmov.b64 {%2, %3}, second;\n}"
-      : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-      : "l"(from)
-      : "memory");
-  return value;
-}
-
-[[maybe_unused]] __device__ __forceinline__ uint2 load_words(const void* from) {
-  uint2 words;
-  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
-               : "=r"(words.x), "=r"(words.y)
-               : "l"(from)
-               : "memory");
-  return words;
-}
-
-[[maybe_unused]] __device__ __forceinline__ void store_word(void* to, uint32_t word) {
-  asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to), "r"(word) : "memory");
-}
-
-__device__ __forceinline__ void prefetch(const void* at) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
-}
-
 // What is not sent yet. Two values of a half kind are sent as one word, and those of no conversion
 // are both all ones.
 constexpr uint32_t kUnsent = ~0u;
@@ -85,22 +32,14 @@ __device__ __forceinline__ void send_two(T* to, G first, G second) {
     auto word = [](double value) {
       return isnan(value) ? kNotADouble : static_cast<uint64_t>(__double_as_longlong(value));
     };
-    asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(to), "l"(word(first)),
-                 "l"(word(second))
-                 : "memory");
-    return;
+    hopper::store_relaxed(to, word(first), word(second));
   } else if constexpr (sizeof(T) == 4) {
     auto word = [](float value) { return isnan(value) ? kNotANumber : __float_as_uint(value); };
-    asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(word(first)),
-                 "r"(word(second))
-                 : "memory");
-    return;
+    hopper::store_relaxed(to, word(first), word(second));
   } else {
     constexpr uint32_t kNotNumbers = 0x7fff7fff;
     const uint32_t word = bits_of(static_cast<T>(first)) | bits_of(static_cast<T>(second)) << 16;
-    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(to),
-                 "r"(word == kUnsent ? kNotNumbers : word)
-                 : "memory");
+    hopper::store_relaxed(to, word == kUnsent ? kNotNumbers : word);
   }
 }
 

@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_weights(Product& product, const LltmGridFor
         product.put_weight(vector, 1, tile, 2 + odd, of.w);
       }
     }
-    few_at_a_time();
+    hopper::compiler_barrier();
   }
 }
 
@@ -82,7 +82,7 @@ struct GridLayout {
   static constexpr int kRing = Teams::kEnd;
   static constexpr int kState = kRing + kAhead * kGates * kOfAll;
   static int bytes(int subs) {
-    return kState + (subs + Teams::kTeams - 1) / Teams::kTeams * kOfAll;
+    return kState + ceil_div(subs, static_cast<int>(Teams::kTeams)) * kOfAll;
   }
 };
 
@@ -135,10 +135,11 @@ struct GridFinisher : GridMember<Product, kColumns> {
         static_cast<const G*>(params.input_gates) + (wanted ? at_gates(at_turn(fetched)) : 0);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      copy_async(ring + (slot * kGates + gate) * kFinishers,
-                 reinterpret_cast<const Pair*>(from + (wanted ? gate * place.hidden : 0)), wanted);
+      hopper::copy_async(ring + (slot * kGates + gate) * kFinishers,
+                         reinterpret_cast<const Pair*>(from + (wanted ? gate * place.hidden : 0)),
+                         wanted);
     }
-    commit_copies();
+    hopper::commit_copies();
     slot = (slot + 1) % kAhead;
     this->advance(fetched);
   }
@@ -169,7 +170,7 @@ struct GridFinisher : GridMember<Product, kColumns> {
     begin();
     for (Turn turn = this->first_turn(); turn.step < place.steps; this->advance(turn)) {
       Pair gates[kGates], sums[kGates];
-      wait_for_copies<kAhead - 1>();
+      hopper::wait_for_copies<kAhead - 1>();
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
         const Pair input = ring[(slot * kGates + gate) * kFinishers],
@@ -238,8 +239,8 @@ struct GridFinisher : GridMember<Product, kColumns> {
     }
     // By then it may have left the L2 cache, and readers would wait for the memory.
     if (this->is_first() && turn.step + kNear < place.steps) {
-      prefetch(static_cast<const T*>(params.exchange) + at +
-               static_cast<uint32_t>(kNear * place.batch) * place.hidden);
+      hopper::prefetch(static_cast<const T*>(params.exchange) + at +
+                       static_cast<uint32_t>(kNear * place.batch) * place.hidden);
     }
   }
 
@@ -295,10 +296,10 @@ __global__ void __launch_bounds__(kGridThreads, 1)
   const GridPlace<kColumns> place(params);
   const int turns = place.steps * place.subs;
   if (threadIdx.x < kProducers) {
-    take_registers<kProducerRegisters>();
+    hopper::take_registers<kProducerRegisters>();
     produce<Product>(params, place, turns, grid_shared);
   } else {
-    leave_registers<kFinisherRegisters>();
+    hopper::give_registers<kFinisherRegisters>();
     Finisher(params, place, grid_shared, columns).run(turns);
   }
 #endif

@@ -30,15 +30,15 @@ struct GridLaunch {
 template <typename Params>
 int64_t blocks_of(const Params& params) {
   const int64_t at_least = params.scales == nullptr ? 1 : 2 * kTile;
-  const int64_t hidden = (params.hidden + at_least - 1) / at_least * at_least;
-  return (hidden + params.columns - 1) / params.columns * params.row_groups;
+  const int64_t hidden = round_up(params.hidden, at_least);
+  return ceil_div(hidden, params.columns) * params.row_groups;
 }
 
 // Sub-batches that a block works through, at most.
 template <typename Params>
 int subs_of(const Params& params) {
   const int64_t rows = kRows * static_cast<int64_t>(params.row_groups);
-  return static_cast<int>((params.batch + rows - 1) / rows);
+  return static_cast<int>(ceil_div(params.batch, rows));
 }
 
 // What a launch found: whether its blocks can all run at the same time, for which a limit of this
@@ -124,7 +124,7 @@ struct GridCall {
       return kNoKernel;
     } else {
       constexpr int64_t kOfVectors = kWarps * kSpan<T>;
-      const int64_t vectors = (terms + kOfVectors - 1) / kOfVectors;
+      const int64_t vectors = ceil_div(terms, kOfVectors);
       const GridStatus status = Start::template start<S, T>(params, vectors, stream);
       *fits = status.fits;
       return status.error;

@@ -4,20 +4,11 @@
 // sums of a pair without a tile are made in T alone.
 #pragma once
 
+#include "../hopper/convert.h"
 #include "grid_product.h"
 
 namespace tch_extension {
 namespace {
-
-// Here and now: the compiler would keep all of a block's weights as double, for which there is no
-// room.
-[[maybe_unused]] __device__ __forceinline__ double to_double(float value) {
-  double wide;
-  asm volatile("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(value));
-  return wide;
-}
-
-[[maybe_unused]] __device__ __forceinline__ double to_double(double value) { return value; }
 
 // As GridProduct. Each vector of 16 bytes is for one instruction and tile; kInRegisters fragments
 // of weights are there, and the others in shared memory, [warp, fragment, half, lane] of 16 bytes.
@@ -68,7 +59,7 @@ struct GridPlainProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
           put_weight(vector, tile, at, 0, weight_of(pair, 0, term));
           put_weight(vector, tile, at, 1, weight_of(pair, 1, term));
         }
-        few_at_a_time();
+        hopper::compiler_barrier();
       }
     }
     if constexpr (kHasPair) load_pair(weight_of);
@@ -141,9 +132,10 @@ struct GridPlainProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
           held = *reinterpret_cast<const Vector<T, kLanes>*>(shared + place * (kWarp * 16));
         }
 #pragma unroll
-        for (int at = 0; at < kLanes; ++at) a[half * kLanes + at] = to_double(held.lane[at]);
+        for (int at = 0; at < kLanes; ++at)
+          a[half * kLanes + at] = hopper::to_double(held.lane[at]);
       }
-      tch_extension::multiply_add(sums[tile], a, b);
+      hopper::warp_multiply_add(sums[tile], a, b);
     }
     if constexpr (kHasPair) {
 #pragma unroll
@@ -173,8 +165,8 @@ struct GridPlainProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
   __device__ __forceinline__ void write_pair(unsigned char* of_warp) const {
     const int lane = threadIdx.x % kWarp, odd = lane % 2;
     T sum = odd ? sums_of_pair[1] : sums_of_pair[0];
-    sum += __shfl_xor_sync(~0u, odd ? sums_of_pair[0] : sums_of_pair[1], 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
+    sum += __shfl_xor_sync(kAllLanes, odd ? sums_of_pair[0] : sums_of_pair[1], 1);
+    sum += __shfl_xor_sync(kAllLanes, sum, 2);
     if (lane % 4 < 2) {
       reinterpret_cast<T*>(of_warp + place_of(kTiles * (kTile / 2), lane / 4))[odd] = sum;
     }

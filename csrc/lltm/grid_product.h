@@ -48,7 +48,7 @@ struct Source {
 // A double is a message by itself.
 template <typename T>
 __device__ __forceinline__ uint4 load_message_of(const T* from) {
-  return sizeof(T) == 8 ? load_messages(from) : load_message(from);
+  return sizeof(T) == 8 ? hopper::load_relaxed_2_halves(from) : hopper::load_relaxed_4_words(from);
 }
 
 template <typename T>
@@ -92,7 +92,7 @@ struct GridMessages {
     for (int vector = first; vector < first + kGroup; ++vector) {
       missing |= is_unsent_of<T>(messages[vector % kRing]);
     }
-    return __any_sync(~0u, missing);
+    return __any_sync(kAllLanes, missing);
   }
 
   // Until a group is there; those of this turn that are on their way behind it are asked for again
@@ -212,11 +212,11 @@ struct GridProduct : GridMessages<Type, kVectorCount, kInFlight, kAtOnce> {
     const int fragment = (vector * 2 + half) * kTiles + tile;
     const uint32_t b0 = half == 0 ? words.x : words.z, b1 = half == 0 ? words.y : words.w;
     if (fragment < kInRegisters) {
-      multiply_add<T>(sum, weights[fragment], b0, b1);
+      hopper::warp_multiply_add<T>(sum, weights[fragment], b0, b1);
     } else {
       const uint4 a = shared[(fragment - kInRegisters) * kWarp];
       const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
-      multiply_add<T>(sum, parts, b0, b1);
+      hopper::warp_multiply_add<T>(sum, parts, b0, b1);
     }
   }
 
@@ -287,9 +287,9 @@ __device__ __forceinline__ void multiply_turns(Product& product, const GridPlace
     const auto next = source_of(turn);
     const bool has_begun = product.multiply(here, next, now.step > 0, ahead);
     const int buffer = done % 2;
-    if (done > 1) barrier_of(Teams::free(buffer), Teams::kMeeting);
+    if (done > 1) hopper::named_barrier_sync(Teams::free(buffer), Teams::kMeeting);
     product.write(memory + buffer * Product::kBytesOfTurn);
-    arrive_at(Teams::full(buffer, now.sub % Teams::kTeams), Teams::kMeeting);
+    hopper::named_barrier_arrive(Teams::full(buffer, now.sub % Teams::kTeams), Teams::kMeeting);
     here = next;
     if (!has_begun) product.begin(here);
   }
@@ -343,13 +343,13 @@ struct GridMember {
   template <int kSums>
   __device__ __forceinline__ void take(Pair (&sums)[kSums], int done, int turns) const {
     const int buffer = done % 2;
-    barrier_of(Teams::full(buffer, team), Teams::kMeeting);
+    hopper::named_barrier_sync(Teams::full(buffer, team), Teams::kMeeting);
 #pragma unroll
     for (int sum = 0; sum < kSums; ++sum) {
       sums[sum] = sum_of_parts(found + buffer * Product::kBytesOfTurn +
                                sum * (kColumns / 2 * Product::kBytesOfPair));
     }
-    if (done + 2 < turns) arrive_at(Teams::free(buffer), Teams::kMeeting);
+    if (done + 2 < turns) hopper::named_barrier_arrive(Teams::free(buffer), Teams::kMeeting);
   }
 
   static __device__ __forceinline__ Pair sum_of_parts(const unsigned char* at) {

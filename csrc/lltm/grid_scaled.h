@@ -95,15 +95,17 @@ struct GridProductScaled
   static __device__ __forceinline__ int gate_of(int vector) { return vector % kVectorsOfPair; }
 
   __device__ __forceinline__ void load(const ScaledSource& source, int vector) {
-    messages[vector % kRing] = vector / kVectorsOfPair < source.pairs
-                                   ? load_message(source.messages + vector * kBytesOfVector)
-                                   : uint4{};
+    messages[vector % kRing] =
+        vector / kVectorsOfPair < source.pairs
+            ? hopper::load_relaxed_4_words(source.messages + vector * kBytesOfVector)
+            : uint4{};
   }
 
   __device__ __forceinline__ void load_scales(const ScaledSource& source) {
 #pragma unroll
     for (int vector = 0; vector < Layout::kScaleVectors; ++vector) {
-      const uint4 words = source.pairs > 0 ? load_message(source.scales + vector * 16) : uint4{};
+      const uint4 words =
+          source.pairs > 0 ? hopper::load_relaxed_4_words(source.scales + vector * 16) : uint4{};
       scales[vector * 4] = words.x;
       scales[vector * 4 + 1] = words.y;
       scales[vector * 4 + 2] = words.z;
@@ -117,7 +119,7 @@ struct GridProductScaled
     for (int pair = 0; pair < kPairs; ++pair) {
       missing |= pair < source.pairs && has_unsent_byte(scales[pair]);
     }
-    return !__any_sync(~0u, missing);
+    return !__any_sync(kAllLanes, missing);
   }
 
   __device__ __forceinline__ void begin(const ScaledSource& source) {
@@ -251,12 +253,6 @@ struct ScaledTarget<ScaledLayout<kPairsOfWarp>> {
   unsigned char* scale;
 };
 
-// Whoever reads takes four at once, which the memory model says nothing of: on the hardware each
-// byte is there or not.
-__device__ __forceinline__ void send_byte(unsigned char* to, uint32_t byte) {
-  asm volatile("st.relaxed.gpu.global.b8 [%0], %1;" ::"l"(to), "r"(byte) : "memory");
-}
-
 // The largest finite magnitude of the columns of a row, as bits.
 __device__ __forceinline__ uint32_t largest_of_row(const float (&values)[kGates][2]) {
   constexpr uint32_t kMagnitude = 0x7fffffff, kInfinite = 0x7f800000;
@@ -271,7 +267,7 @@ __device__ __forceinline__ uint32_t largest_of_row(const float (&values)[kGates]
   }
 #pragma unroll
   for (int apart = 4; apart < kWarp; apart *= 2) {
-    largest = max(largest, __shfl_xor_sync(~0u, largest, apart));
+    largest = max(largest, __shfl_xor_sync(kAllLanes, largest, apart));
   }
   return largest;
 }

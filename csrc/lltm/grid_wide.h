@@ -3,7 +3,8 @@
 // and what the other blocks send comes into registers.
 #pragma once
 
-#include "../gemm/hopper_ptx.h"
+#include "../hopper/bulk_copy.h"
+#include "../hopper/wgmma.h"
 #include "grid_launch.h"
 
 namespace tch_extension {
@@ -49,11 +50,7 @@ __device__ __forceinline__ void send_own(T* to, const Own& values) {
   for (int of = 0; of < kOwn; ++of) own.lane[of] = static_cast<T>(values[of]);
   uint2 words = *reinterpret_cast<const uint2*>(&own);
   if (words.x == kNone) words.x = kNotANumber;
-  asm volatile(
-      "{\n.reg .b64 both;\nmov.b64 both, {%1, %2};\nst.relaxed.gpu.global.b64 [%0], both;\n}" ::"l"(
-          to),
-      "r"(words.x), "r"(words.y)
-      : "memory");
+  hopper::store_relaxed_whole(to, words.x, words.y);
 }
 
 // Which column of the block a column of the product is, of those of a gate, for one of the groups,
@@ -118,12 +115,14 @@ struct WidePlace {
 
   // The other group's sums may be written to again.
   __device__ __forceinline__ void release_other() const {
-    arrive_at(kRead + (group ^ 1) * 4 + warp, 2 * kWarp);
+    hopper::named_barrier_arrive(kRead + (group ^ 1) * 4 + warp, 2 * kWarp);
   }
   __device__ __forceinline__ void wait_for_place() const {
-    barrier_of(kRead + group * 4 + warp, 2 * kWarp);
+    hopper::named_barrier_sync(kRead + group * 4 + warp, 2 * kWarp);
   }
-  __device__ __forceinline__ void wait_for_other() const { barrier_of(kSent + warp, 2 * kWarp); }
+  __device__ __forceinline__ void wait_for_other() const {
+    hopper::named_barrier_sync(kSent + warp, 2 * kWarp);
+  }
 
   const int hidden, batch;
   int group, warp, of_four, of_rows, of_block, column, row, any_row;
@@ -141,21 +140,21 @@ struct WideTerms {
   __device__ __forceinline__ WideTerms(const WidePlace& place, int terms, const char* shared) {
     first = (place.group * kVectors * 4 + place.of_four) * kLanesOf16Bytes<T>;
     vectors = first < terms ? (terms - 1 - first) / kSpan<T> + 1 : 0;
-    weights = static_cast<uint32_t>(
-        gemm::tile_descriptor<false>(shared_address(shared) + place.group * (kBytes / 2)));
+    weights = static_cast<uint32_t>(hopper::tile_descriptor<false>(hopper::shared_address(shared) +
+                                                                   place.group * (kBytes / 2)));
   }
 
   __device__ __forceinline__ void load(int begin) {
     // Addresses that were kept for asking once more would be too many.
     int all = vectors;
-    few_at_a_time(all);
+    hopper::compiler_barrier(all);
 #pragma unroll
     for (int vector = begin; vector < begin + kAtOnce; ++vector) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const void* at = from[half] + vector * kSpan<T>;
         if (!kWhole && vector >= all) at = &wide_zeros;
-        messages[vector][half] = load_messages(at);
+        messages[vector][half] = hopper::load_relaxed_2_halves(at);
       }
     }
   }
@@ -174,7 +173,7 @@ struct WideTerms {
 
   // Descriptors differ in their lower halves only.
   __device__ __forceinline__ uint64_t weights_at(int offset) const {
-    return gemm::tile_descriptor<false>(0) >> 32 << 32 |
+    return hopper::tile_descriptor<false>(0) >> 32 << 32 |
            (weights + static_cast<uint32_t>(offset >> 4));
   }
 
@@ -182,28 +181,30 @@ struct WideTerms {
   // them are multiplied, `prepare` gets the first one's index.
   template <typename Sums, typename Prepare>
   __device__ __forceinline__ void multiply(Sums& sums, bool are_messages, const Prepare& prepare) {
-    constexpr int kNext = static_cast<int>(gemm::kNextInner<false>) << 4;
+    constexpr int kNext = static_cast<int>(hopper::kNextInner<false>) << 4;
 #pragma unroll
     for (int begin = 0; begin < kVectors; begin += kAtOnce) {
-      while (__any_sync(~0u, are_messages && is_missing_of(begin))) load(begin);
+      while (__any_sync(kAllLanes, are_messages && is_missing_of(begin))) load(begin);
       // There are not registers for all vectors at once; those of the products before are free by
       // now.
-      if constexpr (kVectors > 4 * kAtOnce) gemm::wait_for_products<0>();
+      if constexpr (kVectors > 4 * kAtOnce) hopper::wait_for_products<0>();
       if (begin + kAtOnce < kVectors) load(begin + kAtOnce);
       prepare(begin);
       // Neither would all descriptors at once.
-      few_at_a_time(weights);
-      gemm::begin_products();
+      hopper::compiler_barrier(weights);
+      hopper::begin_products();
 #pragma unroll
       for (int vector = begin; vector < begin + kAtOnce; ++vector) {
         const uint4 &upper = messages[vector][0], &lower = messages[vector][1];
         const int at = vector / 2 * kPart + vector % 2 * (kWideRow / 2);
-        gemm::multiply_add<T>(sums, {upper.x, lower.x, upper.y, lower.y}, weights_at(at));
-        gemm::multiply_add<T>(sums, {upper.z, lower.z, upper.w, lower.w}, weights_at(at + kNext));
+        hopper::warpgroup_multiply_add<T>(sums, {upper.x, lower.x, upper.y, lower.y},
+                                          weights_at(at));
+        hopper::warpgroup_multiply_add<T>(sums, {upper.z, lower.z, upper.w, lower.w},
+                                          weights_at(at + kNext));
       }
-      gemm::commit_products();
+      hopper::commit_products();
     }
-    gemm::wait_for_products<0>();
+    hopper::wait_for_products<0>();
   }
   template <typename Sums>
   __device__ __forceinline__ void multiply(Sums& sums, bool are_messages) {
@@ -223,7 +224,7 @@ __device__ __forceinline__ void run_wide(const Params& params, char* shared, con
   const int blocks = wide_blocks(params.hidden), batch = static_cast<int>(params.batch);
   const int first_column = blockIdx.x % blocks * kWideColumns;
   load(first_column);
-  gemm::fence_for_bulk_copies();
+  hopper::fence_for_bulk_copies();
   __syncthreads();
   Rows rows(params, first_column, shared);
   rows.release_other();

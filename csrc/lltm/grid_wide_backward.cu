@@ -232,13 +232,13 @@ struct WideBackward : WidePlace {
         largest = fmaxf(largest, fabsf(message));
       }
     }
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
     if (!is_row(half)) return;
     const WideScale scale(largest);
     const uint32_t row = row_of(step, half);
     const int block = (column - of_block) / kWideColumns;
-    if (of_four == 0) store_word(sent.scale_of(row, block, group), scale.bits);
+    if (of_four == 0) hopper::store_relaxed(sent.scale_of(row, block, group), scale.bits);
     T* to = sent.of_row(row) + block * kSentColumns + of_block;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
@@ -263,17 +263,19 @@ struct WideBackward : WidePlace {
       const uint32_t at = row * hidden + first_column;
       const uint32_t at_gate = (row * kGates + of_four) * hidden + first_column;
       if (of_four < kGates) {
-        prefetch(static_cast<const S*>(params.activations) + at_gate);
+        hopper::prefetch(static_cast<const S*>(params.activations) + at_gate);
         if constexpr (kScaled) {
-          prefetch(sent.of_row(row) + first_column / kWideColumns * kSentColumns +
-                   (kGates * group + of_four) * kGroupColumns);
+          hopper::prefetch(sent.of_row(row) + first_column / kWideColumns * kSentColumns +
+                           (kGates * group + of_four) * kGroupColumns);
         } else {
-          prefetch(static_cast<const T*>(params.grad_gates) + at_gate);
+          hopper::prefetch(static_cast<const T*>(params.grad_gates) + at_gate);
         }
       } else {
-        if constexpr (kScaled) prefetch(sent.scale_of(row, first_column / kWideColumns, group));
-        prefetch(static_cast<const S*>(params.c) + at);
-        if (params.grad_output != nullptr) prefetch(static_cast<const S*>(params.grad_output) + at);
+        if constexpr (kScaled)
+          hopper::prefetch(sent.scale_of(row, first_column / kWideColumns, group));
+        hopper::prefetch(static_cast<const S*>(params.c) + at);
+        if (params.grad_output != nullptr)
+          hopper::prefetch(static_cast<const S*>(params.grad_output) + at);
       }
     }
   }
@@ -322,7 +324,7 @@ GridStatus start_wide(const LltmGridBackward& params, cudaStream_t stream) {
       auto* messages = static_cast<char*>(params.exchange);
       const int64_t blocks = blocks_of(params) / params.row_groups;
       const int64_t size =
-          reinterpret_cast<char*>(params.exchange_scales + rows * ((blocks + 3) / 4 * 8)) -
+          reinterpret_cast<char*>(params.exchange_scales + rows * (ceil_div(blocks, 4) * 8)) -
           messages;
       return start_wide<S, T, kVectors, kWhole, true>(params, messages, size, stream);
     }

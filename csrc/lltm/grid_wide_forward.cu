@@ -232,10 +232,10 @@ struct WideForward : WidePlace {
     const uint32_t ahead = row_of(step + kWideNear, half);
     const int first_column = column - kOwn * of_four;
     if (of_four == kGates) {
-      prefetch(static_cast<const T*>(params.exchange) + ahead * hidden + first_column);
+      hopper::prefetch(static_cast<const T*>(params.exchange) + ahead * hidden + first_column);
     } else {
-      prefetch(static_cast<const float*>(params.input_gates) + (ahead * kGates + of_four) * hidden +
-               first_column);
+      hopper::prefetch(static_cast<const float*>(params.input_gates) +
+                       (ahead * kGates + of_four) * hidden + first_column);
     }
   }
 

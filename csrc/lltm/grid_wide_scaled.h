@@ -4,6 +4,7 @@
 // the largest of them.
 #pragma once
 
+#include "../hopper/convert.h"
 #include "grid_wide.h"
 
 namespace tch_extension {
@@ -71,7 +72,7 @@ struct WideFactors {
 
   __device__ __forceinline__ void load() {
     int there = all;
-    if (!kWhole) few_at_a_time(there);
+    if (!kWhole) hopper::compiler_barrier(there);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -79,7 +80,7 @@ struct WideFactors {
         const void* at = from[half] + four * 8;
         if (!kWhole && four * 4 >= there) at = &wide_zeros;
         uint2& two = scales[half][four];
-        two = load_words(at);
+        two = hopper::load_relaxed_2_words(at);
         if (!kWhole && four * 4 + 1 >= there) two.y = 0;
       }
     }
@@ -107,8 +108,8 @@ struct WideFactors {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t& most = largest[half];
-      most = max(most, __shfl_xor_sync(~0u, most, 1));
-      most = max(most, __shfl_xor_sync(~0u, most, 2));
+      most = max(most, __shfl_xor_sync(kAllLanes, most, 1));
+      most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
       of_sums[half] = __uint_as_float(most);
       // What is no half is multiplied in two steps, and negative in each.
       auto factor = [&](uint32_t scale) {
@@ -122,11 +123,11 @@ struct WideFactors {
         const uint2 two = scales[half][four];
         const __half2 halves = __floats2half2_rn(factor(two.x), factor(two.y));
         const auto own = *reinterpret_cast<const uint32_t*>(&halves);
-        of_messages[half][2 * four] = __shfl_sync(~0u, own, 0, 2);
-        of_messages[half][2 * four + 1] = __shfl_sync(~0u, own, 1, 2);
+        of_messages[half][2 * four] = __shfl_sync(kAllLanes, own, 0, 2);
+        of_messages[half][2 * four + 1] = __shfl_sync(kAllLanes, own, 1, 2);
       }
     }
-    are_in_two = __any_sync(~0u, any_in_two);
+    are_in_two = __any_sync(kAllLanes, any_in_two);
   }
 
   // So many vectors. What is less than 2^-39 of the row's largest becomes zero.
@@ -150,19 +151,13 @@ struct WideFactors {
       for (int half = 0; half < 2; ++half) {
         // One of two halves, twice: when it is needed, because all of them would be too many.
         const int sender = vector / kGates;
-        uint32_t both;
-        asm volatile("prmt.b32 %0, %1, 0, %2;"
-                     : "=r"(both)
-                     : "r"(of_messages[half][sender / 2]), "r"(sender % 2 == 0 ? 0x1010 : 0x3232));
+        const uint32_t both = hopper::repeat_half(of_messages[half][sender / 2], sender % 2 != 0);
         const uint32_t factor = factor_of(both);
-        auto by_factor = [&](uint32_t& two) {
-          asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(two) : "r"(factor));
-        };
         uint4& four = messages[vector][half];
-        by_factor(four.x);
-        by_factor(four.y);
-        by_factor(four.z);
-        by_factor(four.w);
+        hopper::multiply_fp16_pair(four.x, factor);
+        hopper::multiply_fp16_pair(four.y, factor);
+        hopper::multiply_fp16_pair(four.z, factor);
+        hopper::multiply_fp16_pair(four.w, factor);
       }
     }
   }

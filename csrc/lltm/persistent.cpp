@@ -8,6 +8,7 @@
 #include "grid.h"
 #include "persistent.h"
 #include "tch_extension/launch.h"
+#include "tch_extension/scalar_math.h"
 
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_scale_rows_cuda(const LltmScaleRows*,
                                                                           cudaStream_t);
@@ -49,8 +50,6 @@ at::Tensor aligned(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 ? tensor : tensor.clone();
 }
 
-int64_t rounded_up(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
-
 // A matrix as scale_rows.h has it.
 struct ScaledRows {
   ScaledRows() = default;
@@ -78,7 +77,7 @@ struct Operands {
     if (!are_scaled) return;
     // Rows that may be read 16 bytes at a time.
     constexpr int64_t kOf16Bytes = 8;
-    scaled_weight = ScaledRows(weight, rounded_up(hidden, kOf16Bytes), kMostExponent);
+    scaled_weight = ScaledRows(weight, round_up(hidden, kOf16Bytes), kMostExponent);
     if (first_h != nullptr) scaled_h0 = ScaledRows(h0, hidden, 0);
     const LltmScaleRows params{hidden, {scaled_weight.rows, scaled_h0.rows}};
     check(tch_extension_lltm_scale_rows_cuda(&params, static_cast<cudaStream_t>(stream)));
@@ -153,9 +152,9 @@ namespace {
 struct ScaledMessages {
   ScaledMessages(const LltmGridBackward& params, const at::TensorOptions& like) {
     if (params.scales == nullptr) return;
-    const int64_t rows = params.steps * rounded_up(params.batch, kExchangeRows);
-    const int64_t halves = rows * 3 * rounded_up(params.hidden, kExchangeColumns);
-    const int64_t of_row = rounded_up(params.hidden, kScaledColumns) / kColumnsOfScale;
+    const int64_t rows = params.steps * round_up(params.batch, kExchangeRows);
+    const int64_t halves = rows * 3 * round_up(params.hidden, kExchangeColumns);
+    const int64_t of_row = round_up(params.hidden, kScaledColumns) / kColumnsOfScale;
     memory = at::empty({halves / 2 + rows * of_row}, like.dtype(at::kFloat));
     values = memory.data_ptr();
     scales = memory.mutable_data_ptr<float>() + halves / 2;

@@ -57,7 +57,7 @@ struct TensorCoresBack : Shares<kPadded, kCluster> {
           shared[(sum * kShared + product - (kProducts - kShared)) * kWarp] =
               make_uint4(parts[0], parts[1], parts[2], parts[3]);
         }
-        few_at_a_time(lane);
+        hopper::compiler_barrier(lane);
       }
     }
   }
@@ -66,26 +66,27 @@ struct TensorCoresBack : Shares<kPadded, kCluster> {
   template <int kFirst>
   __device__ __forceinline__ void multiply(float (&sums)[kAtATime][4], const unsigned char* gates,
                                            const Place& place) const {
-    const uint32_t address = shared_address(gates) + place.lane % 8 * kStride + place.lane / 8 * 16;
+    const uint32_t address =
+        hopper::shared_address(gates) + place.lane % 8 * kStride + place.lane / 8 * 16;
     // Behind an odd last product others may write: its two matrices are loaded twice.
     const uint32_t back = place.lane & 16 ? 32 : 0;
 #pragma unroll
     for (int product = 0; product < kProducts; product += 2) {
       uint32_t b[4];
-      load_operands(b, address + product * 32 - (product + 1 < kProducts ? 0 : back));
+      hopper::load_matrices(b, address + product * 32 - (product + 1 < kProducts ? 0 : back));
 #pragma unroll
       for (int half = 0; half < 2 && product + half < kProducts; ++half) {
         const int now = product + half;
 #pragma unroll
         for (int sum = 0; sum < kAtATime; ++sum) {
           if (now < kProducts - kShared) {
-            multiply_add<Element>(sums[sum], weights[kFirst + sum][now], b[2 * half],
-                                  b[2 * half + 1]);
+            hopper::warp_multiply_add<Element>(sums[sum], weights[kFirst + sum][now], b[2 * half],
+                                               b[2 * half + 1]);
           } else {
             const uint4 a =
                 shared[((kFirst + sum) * kShared + now - (kProducts - kShared)) * kWarp];
             const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
-            multiply_add<Element>(sums[sum], parts, b[2 * half], b[2 * half + 1]);
+            hopper::warp_multiply_add<Element>(sums[sum], parts, b[2 * half], b[2 * half + 1]);
           }
         }
       }
@@ -195,12 +196,12 @@ __device__ __forceinline__ uint32_t largest_of_row(float of_lane, uint32_t* of_t
                                                    const Place& place) {
   const uint32_t bits = __float_as_uint(of_lane);
   const bool is_second = place.lane % 2 != 0;
-  const uint32_t of_first = __reduce_max_sync(~0u, is_second ? 0 : bits);
-  const uint32_t of_second = __reduce_max_sync(~0u, is_second ? bits : 0);
+  const uint32_t of_first = __reduce_max_sync(kAllLanes, is_second ? 0 : bits);
+  const uint32_t of_second = __reduce_max_sync(kAllLanes, is_second ? bits : 0);
   uint32_t largest = is_second ? of_second : of_first;
   if constexpr (kTiles > 1) {
     if (place.lane < 2) of_tiles[place.tile] = largest;
-    barrier_of(1 + place.split, kTiles * kWarp);
+    hopper::named_barrier_sync(1 + place.split, kTiles * kWarp);
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) largest = max(largest, of_tiles[tile]);
   }
@@ -218,12 +219,12 @@ __device__ __forceinline__ uint32_t largest_of_row(float of_lane, uint32_t* of_t
 template <typename G>
 __device__ __forceinline__ void send_four(uint32_t to, uint32_t barrier, const G (&of)[4]) {
   if constexpr (sizeof(G) == 4) {
-    send(to, barrier,
-         make_uint4(__float_as_uint(of[0]), __float_as_uint(of[1]), __float_as_uint(of[2]),
-                    __float_as_uint(of[3])));
+    hopper::store_async(to, barrier,
+                        make_uint4(__float_as_uint(of[0]), __float_as_uint(of[1]),
+                                   __float_as_uint(of[2]), __float_as_uint(of[3])));
   } else {
 #pragma unroll
-    for (int at = 0; at < 4; ++at) send(to + at * 8, barrier, of[at]);
+    for (int at = 0; at < 4; ++at) hopper::store_async(to + at * 8, barrier, of[at]);
   }
 }
 
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   const uint32_t hidden = static_cast<uint32_t>(params.hidden);
   const int steps = static_cast<int>(params.steps);
   unsigned char* parts = shared + L::kParts;
-  const uint32_t arrivals = shared_address(shared);
+  const uint32_t arrivals = hopper::shared_address(shared);
 
   // A lane has one column of one row; a warp has two rows of its tile.
   const int row = place.split * 2 + place.lane % 2;
@@ -274,8 +275,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   if (valid) load(at);
 
   if (threadIdx.x == 0) {
-    for (int buffer = 0; buffer < 2; ++buffer) init_arrival(arrivals + 8 * buffer);
-    publish_arrivals();
+    for (int buffer = 0; buffer < 2; ++buffer) hopper::mbarrier_init<1>(arrivals + 8 * buffer);
+    hopper::fence_mbarrier_init();
   }
   G grad_h = valid ? static_cast<const G*>(params.grad_h)[first] : G(0);
   G grad_c = valid ? static_cast<const G*>(params.grad_c)[first] : G(0);
@@ -291,10 +292,11 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   __syncthreads();
   // Behind a barrier, which racecheck asks for, and before anybody may send.
   if (threadIdx.x == 0) {
-    for (int buffer = 0; buffer < 2; ++buffer) announce(arrivals + 8 * buffer, L::kPartsBytes);
+    for (int buffer = 0; buffer < 2; ++buffer)
+      hopper::mbarrier_arrive_expecting(arrivals + 8 * buffer, L::kPartsBytes);
   }
   __syncwarp();
-  cluster_barrier();
+  hopper::cluster_sync();
 
   // Where this lane's part of a sum is among a block's: in a four of the lane that has its rows and
   // column.
@@ -302,9 +304,9 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
                        slot_of(place.lane / 4 * 4 + place.split) * 4 + place.lane % 4;
   auto sum_of_parts = [&](int count) {
     const int buffer = count % 2;
-    wait_for_arrival(arrivals + 8 * buffer, count / 2 % 2);
+    hopper::mbarrier_wait(arrivals + 8 * buffer, count / 2 % 2);
     // For the sum after the next: nobody sends for it before this block has sent for the next.
-    if (threadIdx.x == 0) announce(arrivals + 8 * buffer, L::kPartsBytes);
+    if (threadIdx.x == 0) hopper::mbarrier_arrive_expecting(arrivals + 8 * buffer, L::kPartsBytes);
     constexpr int kPart = L::kPartBytes / static_cast<int>(sizeof(G));
     const G* from = own_parts + buffer * Product::kCluster * kPart;
     G sum = 0;
@@ -318,7 +320,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   T* own_gates = reinterpret_cast<T*>(shared + L::kGatesOfSteps + row * Product::kStride) +
                  place.tile * (kGates * kTile) + of_tile;
   for (int done = 0; done < steps; ++done, at -= step_size) {
-    few_at_a_time(at);
+    hopper::compiler_barrier(at);
     const G tanh_c = Activation<T, G>::of_c(static_cast<G>(saved.c));
     const G i = static_cast<G>(saved.i), o = static_cast<G>(saved.o), g = static_cast<G>(saved.g);
     const G from_output = static_cast<G>(saved.grad_output);
@@ -359,7 +361,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     __syncthreads();
     if (done + 1 < steps || params.needs_grad_h0) {
       const unsigned char* gates = shared + L::kGatesOfSteps + buffer * L::kGatesBytes;
-      const uint32_t to = shared_address(parts) +
+      const uint32_t to = hopper::shared_address(parts) +
                           (buffer * Product::kCluster + place.rank) * L::kPartBytes +
                           slot_of(place.lane) * 4 * static_cast<int>(sizeof(G));
       // Of this lane's two rows.
@@ -377,9 +379,10 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
 #pragma unroll
             for (int of = 0; of < 4; ++of) sums[sum][of] *= of % 2 == 0 ? to_size.x : to_size.y;
           }
-          send_four(in_block(to + tile % Product::kTiles * kWarp * 4 * static_cast<int>(sizeof(G)),
-                             tile / Product::kTiles),
-                    in_block(arrivals + 8 * buffer, tile / Product::kTiles), sums[sum]);
+          send_four(hopper::in_block(
+                        to + tile % Product::kTiles * kWarp * 4 * static_cast<int>(sizeof(G)),
+                        tile / Product::kTiles),
+                    hopper::in_block(arrivals + 8 * buffer, tile / Product::kTiles), sums[sum]);
         }
       };
       send_sums(std::integral_constant<int, 0>{});

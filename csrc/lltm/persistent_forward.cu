@@ -32,7 +32,7 @@ struct TensorCores : Shares<kPadded, kCluster> {
           const int k = place.split * kTerms + product * kDepth + term_of(part, lane);
           weights[product][gate][part] = operand(at, k);
         }
-        few_at_a_time(lane);
+        hopper::compiler_barrier(lane);
       }
     }
   }
@@ -46,16 +46,18 @@ struct TensorCores : Shares<kPadded, kCluster> {
   __device__ __forceinline__ void multiply(float (&sums)[kGates][4], const unsigned char* h,
                                            const Place& place) const {
     const int first = place.split * kTerms;
-    const uint32_t address = shared_address(h) + h_at(place.lane % 8, first + place.lane / 8 * 8);
+    const uint32_t address =
+        hopper::shared_address(h) + h_at(place.lane % 8, first + place.lane / 8 * 8);
 #pragma unroll
     for (int product = 0; product < kProducts; product += 2) {
       uint32_t b[4];
-      load_operands(b, address + product * (kRows * 32));
+      hopper::load_matrices(b, address + product * (kRows * 32));
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
         for (int gate = 0; gate < kGates; ++gate)
-          multiply_add<T>(sums[gate], weights[product + half][gate], b[2 * half], b[2 * half + 1]);
+          hopper::warp_multiply_add<T>(sums[gate], weights[product + half][gate], b[2 * half],
+                                       b[2 * half + 1]);
       }
     }
   }
@@ -92,7 +94,7 @@ struct PlainProduct : Shares<kPadded, kCluster, kParts> {
           const bool valid = column < hidden && k < hidden;
           weights[product][gate][of] = valid ? weight[row * params.weight_stride + k] : T(0);
         }
-        few_at_a_time(lane);
+        hopper::compiler_barrier(lane);
       }
     }
   }
@@ -118,7 +120,7 @@ struct PlainProduct : Shares<kPadded, kCluster, kParts> {
       for (int at = 0; at < kLanes; ++at) b[at] = of_row.lane[at];
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate)
-        multiply_add(exact[gate], weights[product][gate], b);
+        hopper::warp_multiply_add(exact[gate], weights[product][gate], b);
     }
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
@@ -152,8 +154,8 @@ struct Outbox {
     const uint4 all = *reinterpret_cast<const uint4*>(staged + offset);
 #pragma unroll
     for (int more = 0; more < Product::kCluster; more += kAtATime) {
-      tch_extension::send(in_block(to + buffer, block + more), in_block(barrier, block + more),
-                          all);
+      hopper::store_async(hopper::in_block(to + buffer, block + more),
+                          hopper::in_block(barrier, block + more), all);
     }
   }
 
@@ -199,7 +201,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   const uint32_t hidden = static_cast<uint32_t>(params.hidden);
   const int steps = static_cast<int>(params.steps);
   unsigned char* h = shared + L::kH;
-  const uint32_t arrivals = shared_address(shared);
+  const uint32_t arrivals = hopper::shared_address(shared);
 
   // Of its four sums of a gate a lane finishes one: that of the index `split`.
   const int row = place.lane % 4 * 2 + place.split % 2;
@@ -222,17 +224,17 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     const uint32_t from = kGates * at - 2 * column;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      copy_async(ring + (step % kAhead * kGates + gate) * kThreads,
-                 gates + (wanted ? from + gate * hidden : 0), wanted);
+      hopper::copy_async(ring + (step % kAhead * kGates + gate) * kThreads,
+                         gates + (wanted ? from + gate * hidden : 0), wanted);
     }
-    commit_copies();
+    hopper::commit_copies();
   };
 #pragma unroll
   for (int step = 0; step < kAhead; ++step) fetch(step, first + step * step_size);
 
   if (threadIdx.x == 0) {
-    for (int buffer = 0; buffer < 2; ++buffer) init_arrival(arrivals + 8 * buffer);
-    publish_arrivals();
+    for (int buffer = 0; buffer < 2; ++buffer) hopper::mbarrier_init<1>(arrivals + 8 * buffer);
+    hopper::fence_mbarrier_init();
   }
   for (int at = threadIdx.x; at < kRows * Product::kPadded; at += kThreads) {
     const int of_row = at / Product::kPadded, k = at % Product::kPadded;
@@ -265,10 +267,11 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   __syncthreads();
   // Behind a barrier, which racecheck asks for, and before anybody may send.
   if (threadIdx.x == 0) {
-    for (int buffer = 0; buffer < 2; ++buffer) announce(arrivals + 8 * buffer, L::kHBytes);
+    for (int buffer = 0; buffer < 2; ++buffer)
+      hopper::mbarrier_arrive_expecting(arrivals + 8 * buffer, L::kHBytes);
   }
   __syncwarp();
-  cluster_barrier();
+  hopper::cluster_sync();
 
   // Partial sums, [tile, gate, sum, split, lane]: each warp writes its split of all, and if it
   // finishes reads all of its sum.
@@ -276,17 +279,17 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
                 place.tile * (kGates * 4 * kParts * kWarp) + place.lane;
   G* written = partials + place.split * kWarp;
   const G* read = partials + place.split * (kParts * kWarp);
-  const Outbox<Product> outbox(place, shared_address(h), shared + L::kStaged);
+  const Outbox<Product> outbox(place, hopper::shared_address(h), shared + L::kStaged);
   T* own = reinterpret_cast<T*>(outbox.staged + Product::h_at(row, of_tile));
   uint32_t at = first;
   for (int step = 0; step < steps; ++step, at += step_size) {
-    few_at_a_time(at);
+    hopper::compiler_barrier(at);
     const int buffer = step % 2;
     const uint32_t arrival = arrivals + 8 * buffer;
     if (step > 0) {
-      wait_for_arrival(arrival, (step - 1) / 2 % 2);
+      hopper::mbarrier_wait(arrival, (step - 1) / 2 % 2);
       // For the step after the next: nobody sends for it before this block has sent for the next.
-      if (threadIdx.x == 0) announce(arrival, L::kHBytes);
+      if (threadIdx.x == 0) hopper::mbarrier_arrive_expecting(arrival, L::kHBytes);
     }
     G sums[kGates][4] = {};
     product.multiply(sums, h + buffer * L::kHBytes, place);
@@ -297,7 +300,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     }
     G gates[kGates], scale[kGates], i, o, new_h;
     if (finishes) {
-      wait_for_copies<kAhead - 1>();
+      hopper::wait_for_copies<kAhead - 1>();
       const G* fetched = ring + step % kAhead * kGates * kThreads;
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {

@@ -71,7 +71,7 @@ template <auto kKernel, typename Product, typename Params>
 const char* start_clusters(const Params& params, int bytes, cudaStream_t stream) {
   cudaError_t error = allow<kKernel>();
   if (error == cudaSuccess) {
-    const int64_t clusters = (params.batch + kRows - 1) / kRows;
+    const int64_t clusters = ceil_div(params.batch, kRows);
     const ClusterLaunch launch(Product::kThreads, bytes, Product::kCluster, clusters, stream);
     error = cudaLaunchKernelEx(&launch.config, kKernel, params);
   }

@@ -2,11 +2,11 @@
 
 #include "scale_rows.h"
 #include "tch_extension/launch.h"
+#include "tch_extension/scalar_math.h"
 
 namespace tch_extension {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kRowsOfBlock = kThreads / kWarp;
 
 // The finite one that is farthest from zero, of all lanes' values.
@@ -17,7 +17,7 @@ __device__ float largest_of(const float* row, int64_t columns) {
     if (isfinite(magnitude)) largest = fmaxf(largest, magnitude);
   }
   for (int apart = kWarp / 2; apart > 0; apart /= 2) {
-    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, apart));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, apart));
   }
   return largest;
 }
@@ -55,7 +55,7 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_scale_rows_cuda(
     const LltmScaleRows* params, cudaStream_t stream) {
   using namespace tch_extension;
   const int64_t rows = params->matrices[0].rows + params->matrices[1].rows;
-  lltm_scale_rows<<<static_cast<unsigned int>((rows + kRowsOfBlock - 1) / kRowsOfBlock), kThreads,
-                    0, stream>>>(*params);
+  lltm_scale_rows<<<static_cast<unsigned int>(ceil_div(rows, kRowsOfBlock)), kThreads, 0, stream>>>(
+      *params);
   return launch_status("lltm_scale_rows");
 }

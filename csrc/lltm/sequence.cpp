@@ -15,6 +15,7 @@
 #include "persistent_call.h"
 #include "product.h"
 #include "tch_extension/c_abi.h"
+#include "tch_extension/scalar_math.h"
 
 #ifdef TCH_EXTENSION_CUDA
 #include "tch_extension/launch.h"
@@ -303,7 +304,7 @@ struct TeamMemory {
 TeamMemory team_memory(const at::Tensor& like, int64_t hidden, int32_t row_groups,
                        int32_t column_groups) {
   constexpr int64_t kWidestPanel = 32;
-  const int64_t columns = (hidden + kWidestPanel - 1) / kWidestPanel * kWidestPanel;
+  const int64_t columns = round_up(hidden, kWidestPanel);
   TeamMemory memory;
   memory.packed = at::empty({3 * hidden, columns}, like.options());
   const int64_t counters = 1 + row_groups + int64_t{row_groups} * column_groups;

@@ -21,13 +21,13 @@ enum LltmPath : int32_t {
 
 struct LltmForward {
   int32_t path;
-  int32_t row_groups;     // of the packed path and the grid
-  int32_t column_groups;  // of the packed path; of the persistent one, blocks that share rows; of
-                          // the grid, columns of a block
-  int32_t input_at_once;  // whether the input is multiplied for all steps first; only the fused
-                          // path can do without, and that of tensor cores does
-  void* stream;              // libtorch's current one on CUDA
-  const at::Tensor* input;   // [T, B, F], of the product's kind
+  int32_t row_groups;       // of the packed path and the grid
+  int32_t column_groups;    // of the packed path; of the persistent one, blocks that share rows; of
+                            // the grid, columns of a block
+  int32_t input_at_once;    // whether the input is multiplied for all steps first; only the fused
+                            // path can do without, and that of tensor cores does
+  void* stream;             // libtorch's current one on CUDA
+  const at::Tensor* input;  // [T, B, F], of the product's kind
   const at::Tensor* weight;  // [3H, H + F], of the product's kind
   const at::Tensor*
       bias;  // [3H], of the gates' kind, of the product's for kernels of the cell; may be null

@@ -65,7 +65,12 @@ struct ComputeOf<__nv_bfloat16> {
 template <typename T>
 using Compute = typename ComputeOf<T>::type;
 
+// Threads of a block, where nothing asks for another number.
 constexpr int kThreads = 256;
+
+// Lanes of a warp, and the mask for shuffles and votes in which all of them take part.
+constexpr int kWarp = 32;
+constexpr unsigned int kAllLanes = 0xffffffffu;
 
 // Blocks for `items` pieces of work, one a thread; a grid-stride loop does what is beyond CUDA's
 // limit.

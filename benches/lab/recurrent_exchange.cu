@@ -2,8 +2,9 @@
 // matrix: the figures that decide the layout of a persistent LLTM kernel. Kept in
 // docs/performance.md.
 //
-//   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 -o lltm_exchange lltm_exchange.cu &&
-//   ./lltm_exchange
+//   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 -o recurrent_exchange
+//   recurrent_exchange.cu &&
+//   ./recurrent_exchange
 //
 // Every wait gives up after a while, so that a mistake ends instead of hanging.
 #include <cooperative_groups.h>

@@ -1,31 +1,35 @@
-// As lltm_delays.cu, the LLTM kernels of a grid: each warp sleeps for a random time before it reads
-// what other blocks send, and around the barriers of its block. From the root of the repository:
+// As recurrent_delays_cluster.cu, the LLTM kernels of a grid: each warp sleeps for a random time
+// before it reads what other blocks send, and around the barriers of its block. From the root of
+// the repository:
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -I csrc
-//     -I csrc/include -o lltm_grid_delays benches/probes/lltm_grid_delays.cu && ./lltm_grid_delays
+//     -I csrc/include -o recurrent_delays_grid benches/lab/recurrent_delays_grid.cu &&
+//     ./recurrent_delays_grid
 //
 // With -DWITH_MBARRIERS each named barrier is an mbarrier at which the same threads arrive. It is
 // for compute-sanitizer's racecheck, which takes no notice of bar.arrive (docs/performance.md).
 #include "lltm/grid_device.h"
-#include "lltm_delays.h"
+#include "recurrent_delays.h"
 
 namespace tch_extension {
+
+namespace hopper {
 namespace {
 
 // Zeros for what did not come in time: they are no message that is missing.
-__device__ uint4 late_load_message(const void* from) {
+__device__ uint4 late_load_relaxed_4_words(const void* from) {
   sleep_sometimes(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) >> 9), 16);
-  return is_too_late() ? uint4{} : load_message(from);
+  return is_too_late() ? uint4{} : load_relaxed_4_words(from);
 }
 
-__device__ uint4 late_load_messages(const void* from) {
+__device__ uint4 late_load_relaxed_2_halves(const void* from) {
   sleep_sometimes(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) >> 9), 16);
-  return is_too_late() ? uint4{} : load_messages(from);
+  return is_too_late() ? uint4{} : load_relaxed_2_halves(from);
 }
 
-__device__ uint2 late_load_words(const void* from) {
+__device__ uint2 late_load_relaxed_2_words(const void* from) {
   sleep_sometimes(static_cast<uint32_t>(reinterpret_cast<uintptr_t>(from) >> 9), 16);
-  return is_too_late() ? uint2{} : load_words(from);
+  return is_too_late() ? uint2{} : load_relaxed_2_words(from);
 }
 
 #ifdef WITH_MBARRIERS
@@ -80,13 +84,13 @@ __device__ void begin_and_take_registers() {
 }
 
 template <int kRegisters>
-__device__ void begin_and_leave_registers() {
+__device__ void begin_and_give_registers() {
   begin_barriers();
-  leave_registers<kRegisters>();
+  give_registers<kRegisters>();
 }
 #else
-__device__ void arrive(int id, int threads) { arrive_at(id, threads); }
-__device__ void meet(int id, int threads) { barrier_of(id, threads); }
+__device__ void arrive(int id, int threads) { named_barrier_arrive(id, threads); }
+__device__ void meet(int id, int threads) { named_barrier_sync(id, threads); }
 #endif
 
 // Those that multiply sleep in some runs, those that finish in others, and in the rest both.
@@ -98,32 +102,33 @@ __device__ void sleep_at_barrier(int id) {
   __syncwarp();
 }
 
-__device__ void late_barrier_of(int id, int threads) {
+__device__ void late_named_barrier_sync(int id, int threads) {
   sleep_at_barrier(id);
   meet(id, threads);
   sleep_at_barrier(id + 16);
 }
 
-__device__ void late_arrive_at(int id, int threads) {
+__device__ void late_named_barrier_arrive(int id, int threads) {
   sleep_at_barrier(id);
   arrive(id, threads);
   sleep_at_barrier(id + 16);
 }
 
 }  // namespace
+}  // namespace hopper
 }  // namespace tch_extension
 
 #ifdef WITH_MBARRIERS
 #define take_registers begin_and_take_registers
-#define leave_registers begin_and_leave_registers
+#define give_registers begin_and_give_registers
 // The wide kernels have one, at their beginning.
 #define __syncthreads begin_barriers
 #endif
-#define barrier_of late_barrier_of
-#define arrive_at late_arrive_at
-#define load_message late_load_message
-#define load_messages late_load_messages
-#define load_words late_load_words
+#define named_barrier_sync late_named_barrier_sync
+#define named_barrier_arrive late_named_barrier_arrive
+#define load_relaxed_4_words late_load_relaxed_4_words
+#define load_relaxed_2_halves late_load_relaxed_2_halves
+#define load_relaxed_2_words late_load_relaxed_2_words
 #include "lltm/grid_backward.cu"
 #include "lltm/grid_forward.cu"
 #include "lltm/grid_plain_backward.cu"

@@ -3,26 +3,35 @@
 // From the root of the repository:
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -I csrc
-//     -I csrc/include -o lltm_delays benches/probes/lltm_delays.cu && ./lltm_delays
+//     -I csrc/include -o recurrent_delays_cluster benches/lab/recurrent_delays_cluster.cu &&
+//     ./recurrent_delays_cluster
 //
 // Every wait gives up after 100 seconds, so that a mistake ends instead of hanging: with "a wait
 // gave up" or, where a block sends to one that has, with "unspecified launch failure".
 // compute-sanitizer's racecheck takes a minute for a size, and several where programs share the
 // GPU; a size by itself, of few steps, whose waits give up after 600 seconds:
 //
-//   compute-sanitizer --tool racecheck ./lltm_delays 1 4 "f32, products in f32, (4, 60, 256)" 600
-#include "lltm_delays.h"
+//   compute-sanitizer --tool racecheck ./recurrent_delays_cluster 1 4 "f32, products in f32, (4,
+//   60, 256)" 600
+#include "recurrent_delays.h"
 
 namespace tch_extension {
+
+namespace hopper {
 namespace {
 
-__device__ void late_wait_for_arrival(uint32_t barrier, uint32_t parity) {
+__device__ void late_mbarrier_wait(uint32_t barrier, uint32_t parity) {
   sleep_sometimes(barrier, 4);
   __syncwarp();
-  while (!has_arrived(barrier, parity)) {
+  while (!mbarrier_try_wait(barrier, parity)) {
     if (is_too_late()) return;
   }
 }
+
+}  // namespace
+}  // namespace hopper
+
+namespace {
 
 __device__ void late_barrier_of_tile(const Place& place, int parts) {
   sleep_sometimes(1, 4);
@@ -35,7 +44,7 @@ __device__ void late_barrier_of_tile(const Place& place, int parts) {
 }  // namespace
 }  // namespace tch_extension
 
-#define wait_for_arrival late_wait_for_arrival
+#define mbarrier_wait late_mbarrier_wait
 #define barrier_of_tile late_barrier_of_tile
 #include "lltm/persistent_backward.cu"
 #include "lltm/persistent_forward.cu"

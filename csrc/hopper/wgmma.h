@@ -1,97 +1,19 @@
-// Instructions of capability 9.0 for which CUDA C++ has no name: barriers in shared memory that
-// count bytes, bulk copies of tiles, and products of a warpgroup. Shared memory is given by its
-// 32-bit address.
+// Products of a warpgroup by tensor cores (wgmma), whose right operand, and in some of them also
+// the left one, lies in shared memory. They run asynchronously, in groups. For capability 9.0
+// (sm_90a).
 #pragma once
 
-#include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
 #include <type_traits>
 
-namespace tch_extension::gemm {
+namespace tch_extension::hopper {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Arrives, and has the phase wait for as many bytes of bulk copies, too.
-__device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
-// Until the phase of this parity is over. A barrier begins in phase 0: waiting for parity 1 then
-// returns at once.
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
-  uint32_t is_over = 0;
-  while (is_over == 0) {
-    asm volatile(
-        "{\n.reg .pred over;\nmbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, over;\n}"
-        : "=r"(is_over)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-  }
-}
-
-// What ordinary stores wrote to shared memory, and barriers that were initialized, become visible
-// to bulk copies.
-__device__ __forceinline__ void fence_for_bulk_copies() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-// A box at (x, y, batch), x running fastest; outside of the matrix there are zeros.
-__device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, uint32_t barrier,
-                                         int x, int y, int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3, %4}], "
-      "[%5];" ::"r"(to),
-      "l"(&map), "r"(x), "r"(y), "r"(batch), "r"(barrier)
-      : "memory");
-}
-
-// What is outside of the matrix is left out.
-__device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, int x, int y,
-                                          int batch) {
-  asm volatile(
-      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
-      "r"(from), "r"(x), "r"(y), "r"(batch)
-      : "memory");
-}
-
-// Until shared memory that is stored from may be written to again.
-__device__ __forceinline__ void wait_for_reads_of_stores() {
-  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-}
-
-__device__ __forceinline__ void wait_for_stores() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-}
-
-template <int kCount>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
-}
-
-template <int kCount>
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
-}
-
-// What a product of a warpgroup reads from rows of 128 bytes, swizzled as bulk copies do it. If the
-// rows of the tile run along M or N instead of K, its 64-wide parts are 8192 bytes apart. The upper
-// bits of an address are no part of it.
+// Describes an operand in shared memory: rows of 128 bytes, swizzled as bulk copies do it. If the
+// rows of the tile run along M or N instead of K (kAcross), its 64-wide parts are 8192 bytes apart.
+// The descriptor has room for 18 bits of the address.
 template <bool kAcross>
 __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address) {
   constexpr uint64_t kSwizzled = 1ull << 62;
@@ -100,19 +22,21 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address) {
   return kSwizzled | kEightRows << 32 | kParts << 16 | (address & 0x3ffff) >> 4;
 }
 
-// In descriptors, to the next 16 of K.
+// What is added to a descriptor to reach the next 16 values along K.
 template <bool kAcross>
 constexpr uint64_t kNextInner = (kAcross ? 16 * 128 : 16 * 2) >> 4;
 
+// Comes before the first product that uses registers or shared memory that were written before.
 __device__ __forceinline__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
+// Ends a group: all products that were started since the last one.
 __device__ __forceinline__ void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Until so many groups of products, or fewer, are under way.
+// Waits until at most kMost groups of products are still in flight.
 template <int kMost>
 __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kMost) : "memory");
@@ -135,10 +59,12 @@ __device__ __forceinline__ void wait_for_products() {
         TCH_EXTENSION_SUMS(48), TCH_EXTENSION_SUMS(56)                                        \
       : "l"(lhs), "l"(rhs), "r"(add), "n"(kAcross))
 
-// Starts sum = lhs rhs, or adds to it: 64×16 by 16×128 of a warpgroup. A thread has, for i from 0
-// to 15, of rows 16·warp + lane / 4 and 8 below that, the columns 8·i + 2·(lane % 4) and the next.
+// Starts sum = lhs rhs, or sum += lhs rhs if `add` is not 0: 64×16 by 16×128. For i from 0 to 15 a
+// thread has the columns 8·i + 2·(lane % 4) and the next one, each of row 16·warp + lane / 4 and of
+// the row 8 below it.
 template <typename T, bool kAcross>
-__device__ __forceinline__ void multiply(float (&sum)[64], uint64_t lhs, uint64_t rhs, int add) {
+__device__ __forceinline__ void warpgroup_multiply(float (&sum)[64], uint64_t lhs, uint64_t rhs,
+                                                   int add) {
   if constexpr (std::is_same_v<T, __half>) {
     TCH_EXTENSION_MULTIPLY("f16");
   } else {
@@ -159,9 +85,10 @@ __device__ __forceinline__ void multiply(float (&sum)[64], uint64_t lhs, uint64_
         TCH_EXTENSION_SUMS(72), TCH_EXTENSION_SUMS(80), TCH_EXTENSION_SUMS(88)                    \
       : "l"(lhs), "l"(rhs), "r"(add))
 
-// The same for 192 columns; rhs lies along K.
+// The same for 64×16 by 16×192, where the rows of rhs run along K.
 template <typename T>
-__device__ __forceinline__ void multiply(float (&sum)[96], uint64_t lhs, uint64_t rhs, int add) {
+__device__ __forceinline__ void warpgroup_multiply(float (&sum)[96], uint64_t lhs, uint64_t rhs,
+                                                   int add) {
   if constexpr (std::is_same_v<T, __half>) {
     TCH_EXTENSION_MULTIPLY_192("f16");
   } else {
@@ -191,11 +118,11 @@ __device__ __forceinline__ void multiply(float (&sum)[96], uint64_t lhs, uint64_
                              TCH_EXTENSION_SUMS(24), TCH_EXTENSION_SUMS(32),                    \
                              TCH_EXTENSION_SUMS(40))
 
-// sum += lhs rhs: 64×16 by 16×32 or 16×96. A thread has, of the same rows as above, the columns
-// 2·(lane % 4) and the next of lhs, of the first row and the second, and then those 8 behind them.
+// Starts sum += lhs rhs with lhs in registers: 64×16 by 16×32, or by 16×96. Of lhs a thread has the
+// columns 2·(lane % 4) and the next one, of both of its rows, and then the same columns plus 8.
 template <typename T>
-__device__ __forceinline__ void multiply_add(float (&sum)[16], const uint32_t (&lhs)[4],
-                                             uint64_t rhs) {
+__device__ __forceinline__ void warpgroup_multiply_add(float (&sum)[16], const uint32_t (&lhs)[4],
+                                                       uint64_t rhs) {
   if constexpr (std::is_same_v<T, __half>) {
     TCH_EXTENSION_MULTIPLY_ADD_32("f16");
   } else {
@@ -203,8 +130,8 @@ __device__ __forceinline__ void multiply_add(float (&sum)[16], const uint32_t (&
   }
 }
 template <typename T>
-__device__ __forceinline__ void multiply_add(float (&sum)[48], const uint32_t (&lhs)[4],
-                                             uint64_t rhs) {
+__device__ __forceinline__ void warpgroup_multiply_add(float (&sum)[48], const uint32_t (&lhs)[4],
+                                                       uint64_t rhs) {
   if constexpr (std::is_same_v<T, __half>) {
     TCH_EXTENSION_MULTIPLY_ADD_96("f16");
   } else {
@@ -219,36 +146,4 @@ __device__ __forceinline__ void multiply_add(float (&sum)[48], const uint32_t (&
 #undef TCH_EXTENSION_SUMS
 #undef TCH_EXTENSION_TEN
 
-// Rounded, and 0 where negative; NaN stays.
-template <typename T>
-__device__ __forceinline__ uint32_t rounded_relu(float2 pair) {
-  uint32_t result;
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(pair.y), "f"(pair.x));
-  } else {
-    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(pair.y), "f"(pair.x));
-  }
-  return result;
-}
-
-template <typename T>
-__device__ __forceinline__ uint32_t rounded(float2 pair) {
-  uint32_t result;
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(pair.y), "f"(pair.x));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(pair.y), "f"(pair.x));
-  }
-  return result;
-}
-
-template <typename T>
-__device__ __forceinline__ float2 as_floats(uint32_t pair) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-  } else {
-    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
-  }
-}
-
-}  // namespace tch_extension::gemm
+}  // namespace tch_extension::hopper

@@ -1,5 +1,5 @@
-// Tensor maps: what the hardware's bulk copies have to know of a matrix in memory, or of a batch of
-// them.
+// Tensor maps: the description of a matrix in memory, or of a batch of them, that the hardware's
+// bulk copies (bulk_copy.h) take. The host makes them.
 #pragma once
 
 #include <cuda.h>
@@ -9,9 +9,9 @@
 
 #include "tch_extension/kind.h"
 
-namespace tch_extension::gemm {
+namespace tch_extension::hopper {
 
-// In elements, of a half kind.
+// A matrix, or a batch of them, of fp16 or bf16 values. Sizes and strides count elements.
 struct MapOf {
   int32_t kind;
   const void* data;
@@ -27,7 +27,8 @@ using EncodeMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, vo
                                const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
-// The driver's, which nothing here is linked to; null if it has none.
+// The driver's function, found at run time because nothing here is linked to the driver; null if
+// it has none.
 inline EncodeMap encode_map() {
   static const EncodeMap found = [] {
     void* entry = nullptr;
@@ -43,14 +44,14 @@ inline EncodeMap encode_map() {
 
 inline bool can_make_maps() { return encode_map() != nullptr; }
 
-// Makes the current device's context this thread's, as the first call of the runtime that needs one
-// would: the driver's functions do not, and a thread may come here first.
+// Makes the current device's context the current one of this thread. The runtime's functions do so
+// by themselves, the driver's do not, and this may be the thread's first call.
 inline bool bind_context() {
   thread_local int bound = -1;
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess && device != bound) error = cudaSetDevice(device);
-  // Whoever looks for a failure of a launch must not find one of this.
+  // Clear this query's error before the next launch check.
   if (error != cudaSuccess)
     (void)cudaGetLastError();
   else
@@ -58,10 +59,11 @@ inline bool bind_context() {
   return error == cudaSuccess;
 }
 
-// For boxes of so many columns, 128 bytes, and rows, swizzled in shared memory.
+// Makes the map for boxes of this size, whose rows are 128 bytes, swizzled in shared memory. False
+// if the driver refuses.
 inline bool make_map(CUtensorMap& map, const MapOf& of, uint32_t columns, uint32_t rows) {
   constexpr cuuint64_t kBytes = 2;
-  // One matrix has no stride, but a valid one is asked for.
+  // One matrix needs no stride between matrices, but the driver asks for a valid one.
   const int64_t batch = of.batches == 1 ? of.row : of.batch;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(of.width), static_cast<cuuint64_t>(of.height),
                               static_cast<cuuint64_t>(of.batches)};
@@ -77,4 +79,4 @@ inline bool make_map(CUtensorMap& map, const MapOf& of, uint32_t columns, uint32
                       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-}  // namespace tch_extension::gemm
+}  // namespace tch_extension::hopper

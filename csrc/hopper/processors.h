@@ -1,4 +1,4 @@
-// Whether a GPU runs kernels that are written for Hopper alone.
+// Whether a GPU runs kernels that are written for Hopper alone (sm_90a).
 #pragma once
 
 #include <atomic>
@@ -6,14 +6,15 @@
 
 #include "tensor_map.h"
 
-namespace tch_extension::gemm {
+namespace tch_extension::hopper {
 
-// Of some kernels that are launched alike, what is known of each device.
-class HopperProcessors {
+// What is known of each device about a set of kernels that are launched alike.
+class Processors {
  public:
-  // Multiprocessors of the current device, if it is of capability 9.0 and each kernel there is its
-  // real one; 0 otherwise. What is compiled for any other architecture is empty, and without its
-  // static memory. Asked once for each device.
+  // Multiprocessors of the current device, if it has compute capability 9.0 and would run the real
+  // code of each kernel; 0 otherwise. Compiled for any other architecture these kernels are empty
+  // and have no static shared memory, which is how the two are told apart. Each device is asked
+  // once.
   int of_current(std::initializer_list<const void*> kernels, int dynamic_bytes,
                  size_t static_bytes) {
     int device = 0;
@@ -22,7 +23,7 @@ class HopperProcessors {
     if (found == kUnknown) {
       found = ask(device, kernels, dynamic_bytes, static_bytes);
       if (found == 0) {
-        // Whoever looks for a failure of a launch must not find one of a question.
+        // Clear this query's error before the next launch check.
         (void)cudaGetLastError();
         found = kNone;
       }
@@ -62,4 +63,4 @@ class HopperProcessors {
   std::atomic<int> known[kDevices] = {};
 };
 
-}  // namespace tch_extension::gemm
+}  // namespace tch_extension::hopper
