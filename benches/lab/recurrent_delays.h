@@ -1,4 +1,4 @@
-// What the probes of late warps share: delays, numbers, and comparing results bit by bit.
+// What the two probes of late warps share: delays, numbers, and comparing results bit by bit.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "lltm/grid.h"
-#include "lltm/persistent_device.h"
+#include "recurrent/cluster/place.h"
+#include "recurrent/grid/params.h"
 
 namespace tch_extension {
 namespace {
@@ -134,12 +134,15 @@ constexpr const char* name_of() {
 // Where blocks leave h for one another: only a grid has such a place.
 template <typename Forward>
 void set_exchange(Forward&, void*) {}
-inline void set_exchange(LltmGridForward& forward, void* exchange) { forward.exchange = exchange; }
+inline void set_exchange(tch_extension::recurrent::grid::ForwardParams& forward, void* exchange) {
+  forward.exchange = exchange;
+}
 
 // And the gradients for gates.
 template <typename Backward>
 void set_messages(Backward&, float*, int64_t) {}
-inline void set_messages(LltmGridBackward& backward, float* messages, int64_t halves) {
+inline void set_messages(tch_extension::recurrent::grid::BackwardParams& backward, float* messages,
+                         int64_t halves) {
   backward.exchange = messages;
   backward.exchange_scales = messages + halves / 2;
 }

@@ -11,8 +11,8 @@
 // compute-sanitizer's racecheck takes a minute for a size, and several where programs share the
 // GPU; a size by itself, of few steps, whose waits give up after 600 seconds:
 //
-//   compute-sanitizer --tool racecheck ./recurrent_delays_cluster 1 4 "f32, products in f32, (4,
-//   60, 256)" 600
+//   compute-sanitizer --tool racecheck ./recurrent_delays_cluster 1 4
+//     "f32, products in f32, (4, 60, 256)" 600
 #include "recurrent_delays.h"
 
 namespace tch_extension {
@@ -31,6 +31,7 @@ __device__ void late_mbarrier_wait(uint32_t barrier, uint32_t parity) {
 }  // namespace
 }  // namespace hopper
 
+namespace recurrent::cluster {
 namespace {
 
 __device__ void late_barrier_of_tile(const Place& place, int parts) {
@@ -42,20 +43,21 @@ __device__ void late_barrier_of_tile(const Place& place, int parts) {
 }
 
 }  // namespace
+}  // namespace recurrent::cluster
 }  // namespace tch_extension
 
 #define mbarrier_wait late_mbarrier_wait
 #define barrier_of_tile late_barrier_of_tile
-#include "lltm/persistent_backward.cu"
-#include "lltm/persistent_forward.cu"
+#include "lltm/cluster_backward.cu"
+#include "lltm/cluster_forward.cu"
 
 namespace {
 
-void launch(const LltmPersistentForward& forward) {
+void launch(const tch_extension::recurrent::cluster::ForwardParams& forward) {
   check(tch_extension_lltm_persistent_forward_cuda(&forward, nullptr));
 }
 
-void launch(const LltmPersistentBackward& backward) {
+void launch(const tch_extension::recurrent::cluster::BackwardParams& backward) {
   const bool is_plain =
       backward.product_kind == kTchExtensionFloat || backward.product_kind == kTchExtensionDouble;
   // There is none.
@@ -65,8 +67,8 @@ void launch(const LltmPersistentBackward& backward) {
 
 template <typename S, typename T>
 void expect_of_clusters(int runs, int rows, int hidden, int cluster, bool is_scaled = false) {
-  LltmPersistentForward forward{};
-  LltmPersistentBackward backward{};
+  tch_extension::recurrent::cluster::ForwardParams forward{};
+  tch_extension::recurrent::cluster::BackwardParams backward{};
   forward.cluster = backward.cluster = cluster;
   const Array<float> scales(3 * hidden, 9, 1e-3f), h0_scales(rows, 10, 1.0f);
   if (is_scaled) {

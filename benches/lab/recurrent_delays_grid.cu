@@ -8,7 +8,7 @@
 //
 // With -DWITH_MBARRIERS each named barrier is an mbarrier at which the same threads arrive. It is
 // for compute-sanitizer's racecheck, which takes no notice of bar.arrive (docs/performance.md).
-#include "lltm/grid_device.h"
+#include "recurrent/grid/messages.h"
 #include "recurrent_delays.h"
 
 namespace tch_extension {
@@ -95,7 +95,7 @@ __device__ void meet(int id, int threads) { named_barrier_sync(id, threads); }
 
 // Those that multiply sleep in some runs, those that finish in others, and in the rest both.
 __device__ void sleep_at_barrier(int id) {
-  const bool multiplies = threadIdx.x < kProducers;
+  const bool multiplies = threadIdx.x < recurrent::grid::kProducers;
   if (seed % 3 == (multiplies ? 1 : 2)) return;
   sleep_sometimes(static_cast<uint32_t>(id), 8);
   // What is behind the sleep stays there, and the warp is together again.
@@ -130,11 +130,11 @@ __device__ void late_named_barrier_arrive(int id, int threads) {
 #define load_relaxed_2_halves late_load_relaxed_2_halves
 #define load_relaxed_2_words late_load_relaxed_2_words
 #include "lltm/grid_backward.cu"
+#include "lltm/grid_backward_plain.cu"
 #include "lltm/grid_forward.cu"
-#include "lltm/grid_plain_backward.cu"
-#include "lltm/grid_plain_forward.cu"
-#include "lltm/grid_wide_backward.cu"
-#include "lltm/grid_wide_forward.cu"
+#include "lltm/grid_forward_plain.cu"
+#include "lltm/wide_grid_backward.cu"
+#include "lltm/wide_grid_forward.cu"
 
 namespace {
 
@@ -159,10 +159,10 @@ struct Share {
 
 template <typename S, typename T, bool kIsScaled>
 void expect_of_kernels(int runs, int rows, int hidden, Share share, const char* grid,
-                       Start<LltmGridForward>* start_forward,
-                       Start<LltmGridBackward>* start_backward) {
-  LltmGridForward forward{};
-  LltmGridBackward backward{};
+                       Start<tch_extension::recurrent::grid::ForwardParams>* start_forward,
+                       Start<tch_extension::recurrent::grid::BackwardParams>* start_backward) {
+  tch_extension::recurrent::grid::ForwardParams forward{};
+  tch_extension::recurrent::grid::BackwardParams backward{};
   forward.columns = share.columns;
   backward.columns = share.columns_backward;
   forward.row_groups = backward.row_groups = share.row_groups;
@@ -171,7 +171,8 @@ void expect_of_kernels(int runs, int rows, int hidden, Share share, const char* 
                 share.row_groups);
   expect_the_same_bits<S, T, kIsScaled>(
       rows, hidden, runs, forward, backward, how, [&](const auto& params) {
-        if constexpr (std::is_same_v<decltype(params), const LltmGridForward&>) {
+        if constexpr (std::is_same_v<decltype(params),
+                                     const tch_extension::recurrent::grid::ForwardParams&>) {
           start(start_forward, params);
         } else {
           start(start_backward, params);

@@ -206,7 +206,7 @@ sanitize_one() {
 
 # racecheck takes no notice of bar.arrive, and reports the PTX manual's own example of it, too (docs/performance.md). What
 # orders the teams of lltm's grids is one; the probe of late warps proves them with barriers that the tool knows.
-unknown_to_racecheck=' in grid_[a-z_]+\.(h|cu):[0-9]+'
+unknown_to_racecheck='tch_extension::recurrent::(wide_)?grid::'
 
 # Counts the lines of a tool's findings that name a kernel matching the pattern.
 findings() {
