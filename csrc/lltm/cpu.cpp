@@ -1,6 +1,7 @@
 // LLTM on the CPU: one step, and all steps by a team of threads.
 #include "../recurrent/step/cpu.h"
 
+#include "../recurrent/cells/lltm_cpu.h"
 #include "../recurrent/cpu/launch.h"
 
 namespace tch_extension {
@@ -8,37 +9,22 @@ inline namespace CPU_CAPABILITY {
 
 static void lltm_step_forward(const recurrent::step::ForwardParams& params, int64_t begin,
                               int64_t end) {
-  recurrent::for_kind_of_sums(params.kind, [&](auto type) {
-    using T = typename decltype(type)::type;
-    recurrent::step::for_each_vector<T>(params, begin, end, recurrent::step::step_forward<T>);
-  });
+  recurrent::step::run_forward<recurrent::LltmOnCpu>(params, begin, end);
 }
 
 static void lltm_step_backward(const recurrent::step::BackwardParams& params, int64_t begin,
                                int64_t end) {
-  recurrent::for_kind_of_sums(params.kind, [&](auto type) {
-    using T = typename decltype(type)::type;
-    recurrent::step::for_each_vector<T>(params, begin, end, recurrent::step::step_backward<T>);
-  });
+  recurrent::step::run_backward<recurrent::LltmOnCpu>(params, begin, end);
 }
 
 static void lltm_packed_forward(const recurrent::cpu::ForwardParams& params, int64_t begin,
                                 int64_t end) {
-  recurrent::for_kind_of_sums(params.kind, [&](auto type) {
-    using T = typename decltype(type)::type;
-    recurrent::cpu::run(recurrent::cpu::Forward<T>{params}, {params.team, begin, end}, 0, 1,
-                        params.steps);
-  });
+  recurrent::cpu::run_forward<recurrent::LltmOnCpu>(params, begin, end);
 }
 
 static void lltm_packed_backward(const recurrent::cpu::BackwardParams& params, int64_t begin,
                                  int64_t end) {
-  const int64_t steps = params.steps + (params.needs_grad_h0 ? 1 : 0);
-  recurrent::for_kind_of_sums(params.kind, [&](auto type) {
-    using T = typename decltype(type)::type;
-    recurrent::cpu::run(recurrent::cpu::Backward<T>{params}, {params.team, begin, end},
-                        params.steps - 1, -1, steps);
-  });
+  recurrent::cpu::run_backward<recurrent::LltmOnCpu>(params, begin, end);
 }
 
 }  // namespace CPU_CAPABILITY

@@ -1,63 +1,36 @@
-// One step's vectors of the CPU, from memory to memory, for both of its paths. The formulas are the
-// cell's.
+// LLTM's step on the CPU. The formulas are those of the operator lltm_cell.
 #pragma once
 
-#include "../../lltm_cell/cpu_pointwise.h"
-#include "tch_extension/cpu.h"
+#include "cpu.h"
+#include "lltm.h"
 
 namespace tch_extension::recurrent {
 inline namespace CPU_CAPABILITY {
 
-// Before their activations.
-template <typename T>
-struct LltmGates {
-  Vec<T> i, o, g;
+struct LltmOnCpu : Lltm {
+  template <typename T>
+  static void forward(const Vec<T> (&gates)[kGates], const Vec<T>*, const ForwardPlace<T>& place) {
+    const LltmCellStep<T> step(gates[0], gates[1], gates[2], load(place.state, place.count));
+    store(step.new_c, place.new_state, place.count);
+    store(step.new_h, place.new_h, place.count);
+    if (place.saved == nullptr) return;
+    store(step.i, place.saved, place.count);
+    store(step.o, place.saved + place.hidden, place.count);
+    store(gates[2], place.saved + 2 * place.hidden, place.count);
+  }
+
+  template <typename T>
+  static void backward(const Vec<T>& grad_h, const BackwardPlace<T>& place) {
+    const LltmCellGradient<T> grad(
+        load(place.saved, place.count), load(place.saved + place.hidden, place.count),
+        load(place.saved + 2 * place.hidden, place.count), load(place.new_state, place.count),
+        grad_h, load(place.grad_state, place.count));
+    store(grad.i, place.grad_gates, place.count);
+    store(grad.o, place.grad_gates + place.hidden, place.count);
+    store(grad.g, place.grad_gates + 2 * place.hidden, place.count);
+    store(grad.c, place.grad_state, place.count);
+  }
 };
-
-// Where a step reads and writes; `count` neighbouring columns of a row. `activations` may be null.
-template <typename T>
-struct LltmPlace {
-  const T* c;
-  T* new_h;
-  T* new_c;
-  T* activations;
-  int64_t hidden;
-  int64_t count;
-};
-
-template <typename T>
-inline void lltm_forward(const LltmGates<T>& gates, const LltmPlace<T>& place) {
-  const LltmCellStep<T> step(gates.i, gates.o, gates.g, load(place.c, place.count));
-  store(step.new_c, place.new_c, place.count);
-  store(step.new_h, place.new_h, place.count);
-  if (place.activations == nullptr) return;
-  store(step.i, place.activations, place.count);
-  store(step.o, place.activations + place.hidden, place.count);
-  store(gates.g, place.activations + 2 * place.hidden, place.count);
-}
-
-template <typename T>
-struct LltmGradPlace {
-  const T* activations;
-  const T* new_c;
-  T* grad_c;
-  T* grad_gates;
-  int64_t hidden;
-  int64_t count;
-};
-
-// From the gradient for h.
-template <typename T>
-inline void lltm_backward(const Vec<T>& grad_h, const LltmGradPlace<T>& place) {
-  const LltmCellGradient<T> grad(
-      load(place.activations, place.count), load(place.activations + place.hidden, place.count),
-      load(place.activations + 2 * place.hidden, place.count), load(place.new_c, place.count),
-      grad_h, load(place.grad_c, place.count));
-  store(grad.i, place.grad_gates, place.count);
-  store(grad.o, place.grad_gates + place.hidden, place.count);
-  store(grad.g, place.grad_gates + 2 * place.hidden, place.count);
-  store(grad.c, place.grad_c, place.count);
-}
 
 }  // namespace CPU_CAPABILITY
 }  // namespace tch_extension::recurrent

@@ -3,8 +3,7 @@
 
 #include <algorithm>
 
-#include "../cells/lltm.h"
-#include "../cells/lltm_cpu.h"
+#include "../cells/cpu.h"
 #include "params.h"
 #include "product.h"
 #include "team.h"
@@ -13,8 +12,10 @@ namespace tch_extension::recurrent::cpu {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-template <typename T>
+template <typename Cell, typename T>
 struct Forward {
+  static constexpr int kGates = Cell::kGates, kSummed = kGates - Cell::kSeparate;
+
   const ForwardParams& params;
   const int64_t hidden = params.hidden;
   const int64_t lanes = Vec<T>::size();
@@ -29,7 +30,7 @@ struct Forward {
     T* to = panel(index);
     const int64_t column = index * lanes;
     const int64_t count = std::min(lanes, hidden - column);
-    // Few k at a time, so that what is written stays in the first cache until its lines are whole.
+    // Few k at a time, so that the lines that are written stay in the L1 cache until they are full.
     constexpr int64_t kDepth = 8;
     for (int64_t first = 0; first < hidden; first += kDepth) {
       const int64_t last = std::min(first + kDepth, hidden);
@@ -49,7 +50,7 @@ struct Forward {
     const T* output = static_cast<const T*>(params.output);
     const T* h = t == 0 ? static_cast<const T*>(params.h0) : output + (t - 1) * state;
     for (int64_t index = columns.begin; index < columns.end; ++index) {
-      for_each_block(rows.begin, rows.end, [&](auto block, int64_t row) {
+      for_each_block<kMostRows<kGates>>(rows.begin, rows.end, [&](auto block, int64_t row) {
         constexpr int kCount = decltype(block)::count;
         Vec<T> sums[kCount][kGates];
         multiply<T, kCount, kGates>(h + row * hidden, hidden, hidden, panel(index), sums);
@@ -61,16 +62,27 @@ struct Forward {
   void finish(int64_t t, int64_t row, int64_t column, const Vec<T> (&sums)[kGates]) const {
     const int64_t count = std::min(lanes, hidden - column);
     const int64_t at = row * hidden + column;
-    const int64_t at_gates = (t * params.batch + row) * 3 * hidden + column;
-    const T* gates = static_cast<const T*>(params.input_gates) + at_gates;
+    const int64_t of_step = t * params.batch + row;
+    const T* input = static_cast<const T*>(params.input_gates) + of_step * kGates * hidden + column;
     T* c = static_cast<T*>(params.c) + at;
-    T* activations = static_cast<T*>(params.activations);
-    lltm_forward<T>(
-        {load(gates, count) + sums[0], load(gates + hidden, count) + sums[1],
-         load(gates + 2 * hidden, count) + sums[2]},
+    T* saved = static_cast<T*>(params.activations);
+    Vec<T> gates[kGates];
+    for (int gate = 0; gate < kGates; ++gate) {
+      gates[gate] = load(input + gate * hidden, count);
+      if (gate < kSummed) gates[gate] = gates[gate] + sums[gate];
+    }
+    Vec<T> separate[Cell::kSeparate > 0 ? Cell::kSeparate : 1];
+    for (int gate = kSummed; gate < kGates; ++gate) {
+      separate[gate - kSummed] =
+          sums[gate] +
+          load_or_zero<T>(params.separate_bias, (gate - kSummed) * hidden + column, count);
+    }
+    Cell::template forward<T>(
+        gates, separate,
         {t == 0 ? static_cast<const T*>(params.c0) + at : c + (t - 1) * params.c_stride,
          static_cast<T*>(params.output) + t * params.batch * hidden + at, c + t * params.c_stride,
-         activations == nullptr ? nullptr : activations + at_gates, hidden, count});
+         saved == nullptr ? nullptr : saved + of_step * Cell::kSaved * hidden + column, hidden,
+         count});
   }
 };
 

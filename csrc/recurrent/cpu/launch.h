@@ -19,13 +19,12 @@ int64_t one(const Params&) {
   return 1;
 }
 
-// What a thread of the team does: packing, and then each step from `first` in the direction of
-// `by`.
+// What a thread of the team does: it packs, and then takes the steps first, first + by, and so on.
 template <typename Work>
 void run(const Work& work, const Member& member, int64_t first, int64_t by, int64_t steps) {
   const Team& team = member.team;
-  // Once each in the code, whole: where they are called from several places, the compiler would
-  // take them apart.
+  // Not inlined: each is called from several places, and the compiler would otherwise split their
+  // bodies into parts that all of these share.
   const auto pack = [&](int64_t place) __attribute__((noinline)) {
     const Share own(work.panels, place, member.places());
     for (int64_t index = own.begin; index < own.end; ++index) work.pack(index);
@@ -35,6 +34,23 @@ void run(const Work& work, const Member& member, int64_t first, int64_t by, int6
               {work.panels, place % team.column_groups, team.column_groups});
   };
   member.run(steps, pack, step);
+}
+
+template <typename Cell>
+void run_forward(const ForwardParams& params, int64_t begin, int64_t end) {
+  for_kind_of_sums(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    run(Forward<Cell, T>{params}, {params.team, begin, end}, 0, 1, params.steps);
+  });
+}
+
+template <typename Cell>
+void run_backward(const BackwardParams& params, int64_t begin, int64_t end) {
+  const int64_t steps = params.steps + (params.needs_grad_h0 ? 1 : 0);
+  for_kind_of_sums(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    run(Backward<Cell, T>{params}, {params.team, begin, end}, params.steps - 1, -1, steps);
+  });
 }
 
 }  // namespace

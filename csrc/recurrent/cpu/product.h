@@ -11,12 +11,16 @@ namespace tch_extension::recurrent::cpu {
 inline namespace CPU_CAPABILITY {
 namespace {
 
+// Rows of a block whose sums are kVectors vectors each: as many as the registers have room for,
+// beside kVectors of weights. AVX-512 has 32 registers, of which 24 are sums for 3 vectors a row.
+template <int kVectors>
 #if defined(CPU_CAPABILITY_AVX512)
-constexpr int kRows = 8;  // of a block: 24 of the 32 registers are sums
+constexpr int kMostRows = kVectors <= 3 ? 8 : 4;
 #else
-constexpr int kRows = 4;
+constexpr int kMostRows = kVectors <= 3 ? 4 : 2;
 #endif
 
+// Vectors of columns of h that the backward pass computes at a time.
 constexpr int kGradVectors = 2;
 
 template <int kCount>
@@ -24,16 +28,17 @@ struct Rows {
   static constexpr int count = kCount;
 };
 
-// Calls body(Rows<n>{}, row) for blocks of rows, as large ones as there are.
-template <int kCount = kRows, typename Body>
+// Calls body(Rows<n>{}, row) for blocks of rows: of kCount rows while there are as many, then of
+// half as many, and so on.
+template <int kCount, typename Body>
 void for_each_block(int64_t begin, int64_t end, Body body) {
   for (; begin + kCount <= end; begin += kCount) body(Rows<kCount>{}, begin);
   if constexpr (kCount > 1) for_each_block<kCount / 2>(begin, end, body);
 }
 
-// sums[row] = values[row] · panel, where the panel has kVectors vectors for each of the row's
-// values. Each sum is added up in the same order whatever the block is: who computes a row does not
-// show in its bits.
+// result[row] = values[row] · panel, where the panel has kVectors vectors for each of the row's
+// values. Each sum is added up in the same order whatever the size of the block is, so that the
+// bits of a row do not depend on who computes it.
 template <typename T, int kCount, int kVectors>
 inline __attribute__((always_inline)) void multiply(const T* values, int64_t stride, int64_t depth,
                                                     const T* panel,
