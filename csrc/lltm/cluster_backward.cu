@@ -1,4 +1,5 @@
 // LLTM by clusters, backward: which kernel is compiled for which size.
+#include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/cluster/backward.h"
 #include "kernels.h"
 
@@ -12,19 +13,22 @@ struct Backward {
   const char* run() const {
     const int padded = cluster::padded_size(params.hidden, params.cluster);
     if constexpr (std::is_same_v<T, float> || std::is_same_v<T, double>) {
-      return padded == 128 ? start<S, cluster::PlainBackwardProduct<T, 128, 8>>() : kNoKernel;
+      return padded == 128 ? start<S, cluster::PlainBackwardProduct<LltmOnCuda, T, 128, 8>>()
+                           : kNoKernel;
     } else {
       switch (padded) {
         case 128:
-          return start<S, cluster::HalfBackwardProduct<T, 128, 8>>();
+          return start<S, cluster::HalfBackwardProduct<LltmOnCuda, T, 128, 8>>();
         case 256:
-          return params.cluster == 8 ? start<S, cluster::HalfBackwardProduct<T, 256, 8>>()
-                                     : kNoKernel;
+          return params.cluster == 8
+                     ? start<S, cluster::HalfBackwardProduct<LltmOnCuda, T, 256, 8>>()
+                     : kNoKernel;
         case 512:
-          if (params.cluster == 8) return start<S, cluster::HalfBackwardProduct<T, 512, 8, 2>>();
-          return start<S, cluster::HalfBackwardProduct<T, 512, 16>>();
+          if (params.cluster == 8)
+            return start<S, cluster::HalfBackwardProduct<LltmOnCuda, T, 512, 8, 2>>();
+          return start<S, cluster::HalfBackwardProduct<LltmOnCuda, T, 512, 16>>();
         case 768:
-          return start<S, cluster::HalfBackwardProduct<T, 768, 16, 2>>();
+          return start<S, cluster::HalfBackwardProduct<LltmOnCuda, T, 768, 16, 2>>();
         default:
           return kNoKernel;
       }
@@ -33,7 +37,7 @@ struct Backward {
 
   template <typename S, typename Product>
   const char* start() const {
-    return cluster::start_clusters<cluster::backward_kernel<S, Product>, Product>(
+    return cluster::start_clusters<cluster::backward_kernel<LltmOnCuda, S, Product>, Product>(
         params, cluster::BackwardLayout<Product>::kBytes, stream);
   }
 

@@ -1,4 +1,5 @@
 // LLTM by a grid, backward, with products in half kinds: which kernel is compiled for which size.
+#include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/grid/backward.h"
 #include "kernels.h"
 
@@ -12,12 +13,12 @@ struct GridBackward {
   static grid::Status start_of(const grid::BackwardParams& params, cudaStream_t stream) {
     if constexpr (std::is_same_v<S, float> && std::is_same_v<T, __half>) {
       if (params.scales != nullptr)
-        return grid::start_backward<S, grid::ScaledProduct<kOf...>>(params, stream);
+        return grid::start_backward<LltmOnCuda, S, grid::ScaledProduct<kOf...>>(params, stream);
     }
-    return grid::start_backward<S, grid::HalfProduct<T, kOf...>>(params, stream);
+    return grid::start_backward<LltmOnCuda, S, grid::HalfProduct<T, kOf...>>(params, stream);
   }
 
-  // With as many vectors of a row for each lane, or more.
+  // The kernel with at least this many vectors of a row for each lane.
   template <typename S, typename T>
   static grid::Status start(const grid::BackwardParams& params, int64_t vectors,
                             cudaStream_t stream) {
@@ -37,7 +38,7 @@ struct GridBackward {
 
 }  // namespace
 
-// `fits` as in the forward.
+// `fits` is described in kernels.h.
 extern "C" LaunchStatus tch_extension_lltm_grid_backward_cuda(const grid::BackwardParams* params,
                                                               bool* fits, cudaStream_t stream) {
   const grid::Call<GridBackward, grid::BackwardParams> call{*params, kGates * params->hidden, fits,

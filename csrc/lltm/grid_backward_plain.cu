@@ -1,5 +1,6 @@
 // LLTM by a grid, backward, in float and double as they are: which kernel is compiled for which
 // size.
+#include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/grid/backward.h"
 #include "../recurrent/grid/plain.h"
 #include "kernels.h"
@@ -12,12 +13,12 @@ using namespace recurrent;
 struct GridPlainBackward {
   template <typename T, int kVectors, int kHeld, int kRing, int kGroup>
   static grid::Status start_of(const grid::BackwardParams& params, cudaStream_t stream) {
-    return grid::start_backward<T,
+    return grid::start_backward<LltmOnCuda, T,
                                 grid::PlainProduct<T, kTile / 2, kVectors, kHeld, kRing, kGroup>>(
         params, stream);
   }
 
-  // With as many vectors of a row for each lane, or more.
+  // The kernel with at least this many vectors of a row for each lane.
   template <typename, typename T>
   static grid::Status start(const grid::BackwardParams& params, int64_t vectors,
                             cudaStream_t stream) {
@@ -32,7 +33,7 @@ struct GridPlainBackward {
 
 }  // namespace
 
-// `fits` as in grid_forward.cu.
+// `fits` is described in kernels.h.
 extern "C" LaunchStatus tch_extension_lltm_grid_plain_backward_cuda(
     const grid::BackwardParams* params, bool* fits, cudaStream_t stream) {
   const grid::Call<GridPlainBackward, grid::BackwardParams, true> call{

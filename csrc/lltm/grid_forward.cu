@@ -1,4 +1,5 @@
 // LLTM by a grid, forward, with products in half kinds: which kernel is compiled for which size.
+#include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/grid/forward.h"
 #include "kernels.h"
 
@@ -10,12 +11,12 @@ using namespace recurrent;
 struct GridForward {
   template <typename S, int kColumns, typename T, int kVectors, int kShared, int kGroup>
   static grid::Status start_of(const grid::ForwardParams& params, cudaStream_t stream) {
-    return grid::start_forward<S, kColumns,
+    return grid::start_forward<LltmOnCuda, S, kColumns,
                                grid::HalfForwardProduct<T, kColumns, kVectors, kShared, kGroup>>(
         params, stream);
   }
 
-  // With as many vectors of a row for each lane, or more.
+  // The kernel with at least this many vectors of a row for each lane.
   template <typename S, typename T>
   static grid::Status start(const grid::ForwardParams& params, int64_t vectors,
                             cudaStream_t stream) {
@@ -41,11 +42,11 @@ extern "C" LaunchStatus tch_extension_lltm_grid_forward_cuda(const grid::Forward
   return {"lltm_grid_forward", for_kinds(params->kind, params->product_kind, call)};
 }
 
-// Of the current device, which `device` has to be: how many blocks run at the same time; 0 where
-// the kernels cannot.
+// For the current device, which has to be `device`: how many blocks run at the same time; 0 where
+// the kernels cannot run.
 extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* blocks) {
   using Product = grid::HalfForwardProduct<__half, 32, 4, 12, 2>;
-  constexpr auto kLargest = grid::forward_kernel<__half, Product, 32>;
+  constexpr auto kLargest = grid::forward_kernel<LltmOnCuda, __half, Product, 32>;
   int major = 0, cooperative = 0, processors = 0, of_one = 0;
   *blocks = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -54,11 +55,12 @@ extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* b
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  // Measured nowhere else.
+  // Other GPUs were not measured.
   if (major != 9 || cooperative == 0) return nullptr;
   cudaFuncAttributes code = {};
   error = cudaFuncGetAttributes(&code, kLargest);
-  // What is compiled for any other architecture than Hopper's own is empty, and without its bias.
+  // Compiled for any other architecture than Hopper's own, the kernel is empty and has no bias in
+  // shared memory.
   if (error == cudaSuccess && code.sharedSizeBytes == 0) return nullptr;
   if (error == cudaSuccess) error = allow<kLargest>();
   constexpr size_t kBytes = grid::ForwardLayout<Product, 32>::kState;
@@ -70,7 +72,7 @@ extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* b
     *blocks = of_one > 0 ? processors : 0;
     return nullptr;
   }
-  // Whoever looks for a failure of a launch must not find one of a question.
+  // Clear this query's error before the next launch check.
   (void)cudaGetLastError();
   return nullptr;
 }

@@ -1,5 +1,6 @@
 // LLTM by a grid, forward, in float and double as they are: which kernel is compiled for which
 // size.
+#include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/grid/forward.h"
 #include "../recurrent/grid/plain.h"
 #include "kernels.h"
@@ -14,15 +15,15 @@ struct GridPlainForward {
   static grid::Status start_of(const grid::ForwardParams& params, cudaStream_t stream) {
     using Product =
         grid::PlainProduct<T, kGates * kColumns / 2, kVectors, kHeld, kVectors, kVectors>;
-    return grid::start_forward<T, kColumns, Product>(params, stream);
+    return grid::start_forward<LltmOnCuda, T, kColumns, Product>(params, stream);
   }
 
-  // With as many vectors of a row for each lane, or more. Few columns are for few rows: then there
-  // are blocks enough, and none waits long for a product.
+  // The kernel with at least this many vectors of a row for each lane. Few columns are for few
+  // rows: then there are enough blocks, and none waits long for a product.
   template <typename, typename T>
   static grid::Status start(const grid::ForwardParams& params, int64_t vectors,
                             cudaStream_t stream) {
-    // Sums of double leave less room for weights in shared memory.
+    // Sums in double leave less room for weights in shared memory.
     constexpr int kHeldOfMost = sizeof(T) == 8 ? 12 : 6;
     switch (params.columns) {
       case 4:
@@ -46,7 +47,7 @@ struct GridPlainForward {
 
 }  // namespace
 
-// `fits` as in grid_forward.cu.
+// `fits` is described in kernels.h.
 extern "C" LaunchStatus tch_extension_lltm_grid_plain_forward_cuda(
     const grid::ForwardParams* params, bool* fits, cudaStream_t stream) {
   const grid::Call<GridPlainForward, grid::ForwardParams, true> call{*params, params->hidden, fits,

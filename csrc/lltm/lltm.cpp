@@ -1,5 +1,5 @@
-// Whole sequences: libtorch's products, and for each step a kernel of ours. One call for all steps,
-// so that a step costs the host no more than two launches.
+// The operator's entry points from Rust: whole sequences, by the way that Rust has chosen. One call
+// does all steps, so that a step by kernels of its own costs the host no more than two launches.
 
 #include "lltm.h"
 
@@ -32,7 +32,7 @@ using namespace tch_extension::recurrent;
 
 namespace {
 
-// Nothing in here is recorded or cast, and so libtorch need not look whether it should be: that is
+// Nothing in here is recorded or cast. With both excluded libtorch does not check for it, which is
 // a third of what a small product costs the host.
 struct PlainDispatch {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -378,11 +378,11 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
         return forward_fused(*call);
       case kLltmPersistent:
       case kLltmPersistentTf32:
-        return lltm_persistent(*call);
+        return run_clusters(*call);
       case kLltmGrid:
       case kLltmWideGrid:
       case kLltmPlainGrid:
-        if (lltm_grid(*call)) return;
+        if (run_grid(*call)) return;
         return forward_per_step(*call);
       case kLltmTensorCores:
         return forward_by_tensor_cores(*call);
@@ -400,11 +400,11 @@ TCH_EXTENSION_API Message tch_extension_lltm_backward(const LltmBackward* call) 
         return backward_packed(*call);
       case kLltmPersistent:
       case kLltmPersistentTf32:
-        return lltm_persistent(*call);
+        return run_clusters(*call);
       case kLltmGrid:
       case kLltmWideGrid:
       case kLltmPlainGrid:
-        if (lltm_grid(*call)) return;
+        if (run_grid(*call)) return;
         return backward_per_step(*call);
       case kLltmFused:
         return backward_fused(*call);

@@ -1,4 +1,4 @@
-// From tensors to what the persistent kernels take.
+// From tensors to the parameters of the kernels that keep W_h on the chip.
 
 #include "resident.h"
 
@@ -21,12 +21,12 @@ void check(const LaunchStatus& status) {
   TORCH_CHECK(status.error == nullptr, "kernel ", status.kernel, ": ", status.error);
 }
 
-// The kernels read it 16 bytes at a time.
+// A copy if the tensor is misaligned: the kernels read it 16 bytes at a time.
 at::Tensor aligned(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 ? tensor : tensor.clone();
 }
 
-// A matrix as scale_rows.h has it.
+// A matrix of fp16 values and its scales (recurrent/scale_rows.h).
 struct ScaledMatrix {
   ScaledMatrix() = default;
   ScaledMatrix(const at::Tensor& from, int64_t stride, int64_t exponent_of_zeros)
@@ -44,9 +44,9 @@ struct ScaledMatrix {
   recurrent::ScaledRows rows = {};
 };
 
-// What a kernel multiplies: W_h and h0. Where libtorch allows tf32, halves with scales.
+// The operands of a kernel: W_h and h0; where libtorch allows tf32, as fp16 values with scales.
 struct Operands {
-  // Without an h0, W_h only.
+  // Only W_h if there is no h0.
   Operands(const at::Tensor& whole_weight, const at::Tensor* first_h, int64_t hidden,
            bool are_scaled, void* stream)
       : weight(whole_weight), h0(first_h == nullptr ? at::Tensor() : *first_h) {
@@ -70,7 +70,7 @@ struct Operands {
 
 }  // namespace
 
-void lltm_persistent(const LltmForward& call) {
+void run_clusters(const LltmForward& call) {
   const int64_t hidden = call.output->size(2);
   const Operands operands(*call.weight, call.h0, hidden, call.path == kLltmPersistentTf32,
                           call.stream);
@@ -97,7 +97,7 @@ void lltm_persistent(const LltmForward& call) {
       tch_extension_lltm_persistent_forward_cuda(&params, static_cast<cudaStream_t>(call.stream)));
 }
 
-void lltm_persistent(const LltmBackward& call) {
+void run_clusters(const LltmBackward& call) {
   const int64_t hidden = call.c->size(2);
   const Operands operands(*call.weight, nullptr, hidden, call.path == kLltmPersistentTf32,
                           call.stream);
@@ -124,7 +124,7 @@ void lltm_persistent(const LltmBackward& call) {
 
 namespace {
 
-// Where the backward's messages are with scales; none without.
+// The memory of the scaled messages of the backward pass; none without scales.
 struct ScaledMessages {
   ScaledMessages(const recurrent::grid::BackwardParams& params, const at::TensorOptions& like) {
     if (params.scales == nullptr) return;
@@ -142,7 +142,7 @@ struct ScaledMessages {
   float* scales = nullptr;
 };
 
-// They multiply no float but as tf32.
+// Whether float is multiplied as scaled fp16 values: always, except in the plain grid.
 bool are_scaled(int32_t path, const at::Tensor& weight) {
   return path != kLltmPlainGrid && weight.scalar_type() == at::kFloat;
 }
@@ -165,7 +165,7 @@ RunBackward* backward_of(int32_t path) {
 
 }  // namespace
 
-bool lltm_grid(const LltmForward& call) {
+bool run_grid(const LltmForward& call) {
   const Operands operands(*call.weight, call.h0, call.output->size(2),
                           are_scaled(call.path, *call.weight), call.stream);
   const at::Tensor h0 = aligned(operands.h0);
@@ -197,7 +197,7 @@ bool lltm_grid(const LltmForward& call) {
   return fits;
 }
 
-bool lltm_grid(const LltmBackward& call) {
+bool run_grid(const LltmBackward& call) {
   const at::Tensor grad_output =
       call.grad_output == nullptr ? at::Tensor() : aligned(*call.grad_output);
   const at::Tensor activations = aligned(*call.activations), c = aligned(*call.c);
@@ -231,10 +231,10 @@ bool lltm_grid(const LltmBackward& call) {
 
 #else
 
-void lltm_persistent(const LltmForward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
-void lltm_persistent(const LltmBackward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
-bool lltm_grid(const LltmForward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
-bool lltm_grid(const LltmBackward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
+void run_clusters(const LltmForward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
+void run_clusters(const LltmBackward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
+bool run_grid(const LltmForward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
+bool run_grid(const LltmBackward&) { TORCH_CHECK(false, "this build has no CUDA kernels"); }
 
 #endif
 

@@ -1,4 +1,4 @@
-// columns.h has what it does.
+// columns.h says what this does.
 
 #include "columns.h"
 #include "tch_extension/launch.h"
@@ -17,8 +17,8 @@ __device__ __forceinline__ float value_of(const Columns& params, int64_t row, in
   return params.output[(row - params.batch) * params.hidden + column];
 }
 
-// A tile for each block, through shared memory: lanes read neighbours of a row and write neighbours
-// of a column.
+// Each block transposes a tile through shared memory: lanes read neighbours of a row and write
+// neighbours of a column.
 __global__ void __launch_bounds__(kThreads) columns_kernel(const __grid_constant__ Columns params) {
   __shared__ float tile[kTileRows][kTileColumns + 1];
   const int64_t columns = params.hidden + params.features;

@@ -1,6 +1,7 @@
-// What all steps multiply, column by column: [h[t-1] | x[t]]ᵀ, so that a product over steps and
-// rows finds the terms of a sum side by side. `wgmma` takes tf32 from shared memory in no other
-// order, and for rows cuBLAS has kernels that take 1.4 to 1.9 times as long.
+// The left operand of all steps, transposed: [h[t-1] | x[t]]ᵀ, so that a product whose terms run
+// over steps and rows finds them adjacent in memory. `wgmma` takes tf32 from shared memory in no
+// other order, and the kernels that cuBLAS has for the untransposed operand take 1.4 to 1.9 times
+// as long.
 #pragma once
 
 #include <cstdint>

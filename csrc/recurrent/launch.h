@@ -9,13 +9,13 @@
 namespace tch_extension::recurrent {
 namespace {
 
-// For which what is asked once is kept.
+// For this many devices the answers of queries are cached.
 constexpr int kDevices = 64;
 
-// Lets the kernel have all the shared memory that a block can, and clusters of more than the 8
-// blocks that every GPU has. The limits belong to the kernel, not to the launch: one set for a
-// small launch would make the large one fail that another thread is about to start. Once for each
-// kernel and device, therefore, and never less.
+// Lets the kernel use all the shared memory that a block can have, and clusters of more than the 8
+// blocks that every GPU supports. These limits belong to the kernel, not to the launch: a limit set
+// for a small launch would make a large launch fail that another thread is about to start.
+// Therefore they are set once for each kernel and device, to the maximum.
 template <auto kKernel>
 cudaError_t allow() {
   static std::atomic<bool> is_allowed[kDevices];

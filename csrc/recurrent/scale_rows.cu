@@ -1,4 +1,4 @@
-// scale_rows.h has what it does.
+// scale_rows.h says what this does.
 
 #include "scale_rows.h"
 #include "tch_extension/launch.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kRowsOfBlock = kThreads / kWarp;
 
-// The finite one that is farthest from zero, of all lanes' values.
+// The largest finite magnitude of a row, over all lanes' values.
 __device__ float largest_of(const float* row, int64_t columns) {
   float largest = 0;
   for (int64_t at = threadIdx.x % kWarp; at < columns; at += kWarp) {
@@ -22,13 +22,13 @@ __device__ float largest_of(const float* row, int64_t columns) {
   return largest;
 }
 
-// The power of two that takes what is not zero to [2^14, 2^15), as an exponent.
+// The exponent of the power of two that takes a nonzero magnitude to [2^14, 2^15).
 __device__ int exponent_for(float largest) {
   constexpr int kTop = 14;
   return min(max(kTop - ilogbf(largest), -kMostExponent), kMostExponent);
 }
 
-// A warp for each row.
+// One warp for each row.
 __global__ void __launch_bounds__(kThreads)
     scale_rows_kernel(const __grid_constant__ ScaleRows params) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kRowsOfBlock + threadIdx.x / kWarp;

@@ -10,26 +10,26 @@
 namespace tch_extension::recurrent {
 namespace {
 
-// In the precision that a half kind or tf32 can show, and quickly; for float in its own, for double
-// exactly. T is what is multiplied.
+// T is the kind of the product. For half kinds and tf32 these are fast, in the precision that those
+// kinds can show; for float they have the precision of float, and for double they are exact.
 template <typename T, typename G>
 struct Activation {
-  static __device__ __forceinline__ G of_gate(G x) { return sigmoid(x); }
-  static __device__ __forceinline__ G of_candidate(G x) { return elu(x); }
-  static __device__ __forceinline__ G candidate_grad(G x) { return elu_grad(x); }
-  static __device__ __forceinline__ G of_c(G x) { return std::tanh(x); }
+  static __device__ __forceinline__ G sigmoid(G x) { return tch_extension::sigmoid(x); }
+  static __device__ __forceinline__ G elu(G x) { return tch_extension::elu(x); }
+  static __device__ __forceinline__ G elu_grad(G x) { return tch_extension::elu_grad(x); }
+  static __device__ __forceinline__ G tanh(G x) { return std::tanh(x); }
 };
 
 template <typename T>
 struct Activation<T, float> {
-  static __device__ __forceinline__ float of_gate(float x) {
+  static __device__ __forceinline__ float sigmoid(float x) {
     if constexpr (std::is_same_v<T, float>) return float_sigmoid(x);
     return hopper::fast_reciprocal(1.0f + hopper::fast_exp(-x));
   }
 
-  static __device__ __forceinline__ float of_candidate(float x) {
+  static __device__ __forceinline__ float elu(float x) {
     if constexpr (std::is_same_v<T, float>) return float_elu(x);
-    // exp(x) - 1 loses its digits near 0, where few terms of the series are enough.
+    // exp(x) - 1 loses its digits near 0, where a few terms of the series are enough.
     float series = 1.0f / 120 * x + 1.0f / 24;
     series = series * x + 1.0f / 6;
     series = series * x + 0.5f;
@@ -38,12 +38,12 @@ struct Activation<T, float> {
     return x > 0 ? x : negative;
   }
 
-  static __device__ __forceinline__ float candidate_grad(float x) {
-    if constexpr (std::is_same_v<T, float>) return elu_grad(x);
+  static __device__ __forceinline__ float elu_grad(float x) {
+    if constexpr (std::is_same_v<T, float>) return tch_extension::elu_grad(x);
     return x > 0 ? 1.0f : hopper::fast_exp(x);
   }
 
-  static __device__ __forceinline__ float of_c(float x) {
+  static __device__ __forceinline__ float tanh(float x) {
     if constexpr (std::is_same_v<T, float>) return float_tanh(x);
     // As above, and without a branch.
     const float square = x * x;

@@ -14,25 +14,38 @@
 //   kGates                   G
 //   kSaved                   values of a column that the forward pass saves for the backward pass,
 //                            beside the states; as rows [kSaved·H]
+//   kActivated               how many of these `forward` computes; the rest are gates as they are,
+//   each
+//                            the gate of its index
 //   kSeparate                how many of the last gates are handed over in two parts, because the
 //                            cell needs h[t-1] W_hᵀ by itself: 0, or 1 for the candidate of a GRU
 //   kStateIsH                the state is h: there is no c
 //   kNeedsPreviousState      the backward pass needs the state before the step, too
 //
-// Pointwise, on registers:
+// Pointwise, on registers (lltm_cuda.h), with activation functions F in the precision that a kernel
+// needs and sums of type G:
 //
-//   forward(gates[kGates], separate, state&, h&, saved[kSaved])
+//   forward<F, G>(gates[kGates], separate, state&, h&, saved[kSaved])
 //       `gates` has the sums; of the last kSeparate gates only the input's part, whose other part
 //       is in `separate`. `state` is the one before the step, and then the one after it.
-//   factors(saved[kSaved], new_state) -> Factors
+//   factors<F, G>(saved[kSaved], new_state) -> Factors
 //       what can be computed for the backward pass before the gradient for h is known: the kernels
 //       that keep W_h on the chip do so while they wait for it.
-//   backward(factors, grad_h, grad_state&, grad_gates[kGates])
-//       from the gradient for h (all of it: the output's and the product's) and for the state after
-//       the step. `grad_state` becomes the one for the state before the step.
+//   add_to_state(factors, grad_h, grad_state&)
+//       adds to the gradient for the state after the step what comes through h, from the gradient
+//       for h (all of it: the output's and the product's)
+//   gate_gradient<kGate>(factors, grad_h, grad_state) -> gradient
+//       for a gate, from these two
+//   before_step(factors, grad_state) -> gradient
+//       for the state before the step, as far as it does not come through the product
 //
 // On the CPU (CellOnCpu) the same takes vectors, and reads and writes memory itself: see
 // lltm_cpu.h and gru_cpu.h.
+//
+// Which ways are generic: cpu, step on the CPU and cluster in all; grid in what is pointwise, while
+// its memory is laid out for three gates. step on CUDA and wide_grid have LLTM's formulas written
+// out: with calls of the cell's functions in their place nvcc makes other code, because it loads in
+// another order.
 //
 // LLTM (lltm.h): gates [i | o | g], state c; saves σ(i), σ(o) and g before its activation, because
 // elu(g) near -1 has lost g's digits.

@@ -8,6 +8,7 @@ namespace tch_extension::recurrent {
 struct Gru {
   static constexpr int kGates = 3;
   static constexpr int kSaved = 4;
+  static constexpr int kActivated = 4;
   static constexpr int kSeparate = 1;
   static constexpr bool kStateIsH = true;
   static constexpr bool kNeedsPreviousState = true;

@@ -7,12 +7,13 @@ namespace tch_extension::recurrent {
 struct Lltm {
   static constexpr int kGates = 3;
   static constexpr int kSaved = 3;
+  static constexpr int kActivated = 2;
   static constexpr int kSeparate = 0;
   static constexpr bool kStateIsH = false;
   static constexpr bool kNeedsPreviousState = false;
 };
 
-// Of the kernels on CUDA, which are not generic in the cell yet.
+// For grid and wide_grid, whose memory is laid out for this number of gates.
 constexpr int kGates = Lltm::kGates;
 
 }  // namespace tch_extension::recurrent

@@ -1,19 +1,22 @@
-// The backward in one kernel; persistent.h says how blocks share it. A block has the gradients for
-// the gates of its own columns only: it multiplies them with W_h for all columns, and sends each
-// block its part of that block's sums.
+// All steps backward in one kernel of clusters; params.h says how blocks share them. A block has
+// the gradients for the gates of its own columns only: it multiplies them with W_h for all columns,
+// and sends to each block its part of that block's sums.
 #pragma once
 
 #include "../../hopper/mma.h"
+#include "../cells/gradients.h"
 #include "launch.h"
 
 namespace tch_extension::recurrent::cluster {
 namespace {
 
-// W_hᵀ of a warp, as tensor cores take it: kSums tiles of columns of h, and kProducts products with
-// the block's gates, those of a tile of columns side by side. In registers, but for the last
-// kShared products, for which there are none left: in shared memory, [warp, sum, product, lane].
-template <typename T, int kPadded, int kCluster, int kShared = 0>
+// The part of W_hᵀ that a warp multiplies, in the layout of tensor cores: kSums tiles of columns of
+// h, and kProducts products with the block's gates, where the gates of a tile of columns are
+// neighbours. It is in registers, except for the last kShared products, for which there is no room:
+// these are in shared memory, [warp, sum, product, lane].
+template <typename Cell, typename T, int kPadded, int kCluster, int kShared = 0>
 struct HalfBackwardProduct : Shares<kPadded, kCluster> {
+  static constexpr int kGates = Cell::kGates;
   using Element = Operand<T>;
   using Stored = std::conditional_t<std::is_same_v<T, ScaledHalf>, float, T>;
   using Gates = float;
@@ -23,9 +26,10 @@ struct HalfBackwardProduct : Shares<kPadded, kCluster> {
     kIsScaled = std::is_same_v<T, ScaledHalf>,
     kSums = kPadded / kTile / (S::kTiles * kSplits),
     kProducts = kGates * S::kTiles,
-    // Sums that are made at a time.
+    // How many sums are computed at a time.
     kAtATime = 2,
-    // From a row of gates to the next, so that what a warp loads at once lies in different banks.
+    // Bytes from a row of gates to the next, chosen so that what a warp loads at once lies in
+    // different banks.
     kStride = kGates * S::kColumns * static_cast<int>(sizeof(Element)) + 16,
     kWeightBytes = S::kThreads * kSums * kShared * static_cast<int>(sizeof(uint4)),
   };
@@ -64,13 +68,14 @@ struct HalfBackwardProduct : Shares<kPadded, kCluster> {
     }
   }
 
-  // Of the kAtATime sums from kFirst.
+  // Computes the kAtATime sums from kFirst on.
   template <int kFirst>
   __device__ __forceinline__ void multiply(float (&sums)[kAtATime][4], const unsigned char* gates,
                                            const Place& place) const {
     const uint32_t address =
         hopper::shared_address(gates) + place.lane % 8 * kStride + place.lane / 8 * 16;
-    // Behind an odd last product others may write: its two matrices are loaded twice.
+    // After an odd last product come bytes that others may write: its two matrices are loaded twice
+    // instead.
     const uint32_t back = place.lane & 16 ? 32 : 0;
 #pragma unroll
     for (int product = 0; product < kProducts; product += 2) {
@@ -99,9 +104,10 @@ struct HalfBackwardProduct : Shares<kPadded, kCluster> {
   uint4* shared;
 };
 
-// W_h of the block's gates in shared memory, [tile, gate, column of the tile, H'].
-template <typename T, int kPadded, int kCluster>
+// The rows of W_h of the block's gates, in shared memory, [tile, gate, column of the tile, H'].
+template <typename Cell, typename T, int kPadded, int kCluster>
 struct PlainBackwardProduct : Shares<kPadded, kCluster> {
+  static constexpr int kGates = Cell::kGates;
   using Element = T;
   using Stored = T;
   using Gates = T;
@@ -159,9 +165,9 @@ struct PlainBackwardProduct : Shares<kPadded, kCluster> {
   T* weights;
 };
 
-// Shared memory: parts of sums from all blocks, for two steps; gradients for the gates of two
-// steps, [2, row, tile, gate, column of the tile]; of scaled ones the largest of each row, [2, row,
-// tile], and what a row's sums are multiplied by, [2, row]; weights.
+// Layout of shared memory: partial sums from all blocks, for two steps; gradients for the gates of
+// two steps, [2, row, tile, gate, column of the tile]; where they are scaled, the largest of each
+// row, [2, row, tile], and what a row's sums are multiplied by, [2, row]; weights.
 template <typename Product>
 struct BackwardLayout {
   enum : int {
@@ -179,8 +185,8 @@ struct BackwardLayout {
 };
 
 // The power of two that takes a number to [2^14, 2^15), and what sums are then multiplied by,
-// without kWeightScale; of an infinite one and of one near zero, what is nearest to them of which
-// both are normal.
+// without kWeightScale. For an infinite number, and for one near zero, the nearest powers of two of
+// which both are normal floats.
 struct RowScale {
   explicit __device__ __forceinline__ RowScale(uint32_t bits_of_largest) {
     constexpr uint32_t kDigits = 23, kTop = 14, kBias = 127;
@@ -191,8 +197,9 @@ struct RowScale {
   float scale, inverse;
 };
 
-// Of all of the block's gates in the lane's row: as bits, whose order is that of the numbers. A
-// warp has two rows of its tile, and `of_tiles` is for the row's other tiles to see.
+// The largest magnitude among all of the block's gates in the lane's row, as bits, whose order is
+// that of the numbers. A warp has two rows of its tile; through `of_tiles` it learns of the row's
+// other tiles.
 template <int kTiles>
 __device__ __forceinline__ uint32_t largest_of_row(float of_lane, uint32_t* of_tiles,
                                                    const Place& place) {
@@ -210,9 +217,9 @@ __device__ __forceinline__ uint32_t largest_of_row(float of_lane, uint32_t* of_t
   return largest;
 }
 
-// A lane's part of sums that tensor cores made, among those of a tile, in fours: so that the four
-// lanes' that have the same two rows, which another warp reads, lie in different banks in each line
-// of 128 bytes.
+// Where a lane's four sums of a tile are stored, in units of four values: so that the four lanes'
+// values that share two rows, which another warp reads, lie in different banks in each line of 128
+// bytes.
 [[maybe_unused]] __device__ __forceinline__ int slot_of(int lane) {
   const int line = lane / 8;
   return line * 8 + (lane % 4 + line) % 4 * 2 + lane / 4 % 2;
@@ -230,14 +237,14 @@ __device__ __forceinline__ void send_four(uint32_t to, uint32_t barrier, const G
   }
 }
 
-// A step's saved values of a lane, as they are in memory.
-template <typename S>
+// The values of a lane that the forward pass saved in a step, as they are in memory.
+template <typename Cell, typename S>
 struct Saved {
-  S grad_output, i, o, g, c;
+  S grad_output, values[Cell::kSaved], c;
 };
 
-// S is the state's type. Indices are 32 bits wide, as in the forward.
-template <typename S, typename Product>
+// S is the state's type. Indices are 32 bits wide, as in the forward pass.
+template <typename Cell, typename S, typename Product>
 __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     backward_kernel(const BackwardParams params) {
 #if __CUDA_ARCH__ >= 900
@@ -246,6 +253,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   using Stored = typename Product::Stored;
   extern __shared__ __align__(128) unsigned char shared[];
   using L = BackwardLayout<Product>;
+  constexpr int kGates = Cell::kGates;
   const Place place(Product::kColumns);
   const uint32_t hidden = static_cast<uint32_t>(params.hidden);
   const int steps = static_cast<int>(params.steps);
@@ -260,17 +268,20 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   const uint32_t batch = static_cast<uint32_t>(params.batch);
   const bool valid = batch_row < batch && column < hidden;
   const uint32_t step_size = batch * hidden;
-  // Its place in a step, as in the forward.
+  // The lane's index in a step, as in the forward pass.
   const uint32_t first = batch_row * hidden + column;
 
-  Saved<S> saved = {};
+  Saved<Cell, S> saved = {};
   auto load = [&](uint32_t at) {
-    const S* activations = static_cast<const S*>(params.activations) + (kGates * at - 2 * column);
+    const S* activations = static_cast<const S*>(params.activations) +
+                           (Cell::kSaved * at - (Cell::kSaved - 1) * column);
     if (params.grad_output != nullptr)
       saved.grad_output = static_cast<const S*>(params.grad_output)[at];
-    saved.i = activations[0];
-    saved.o = activations[hidden];
-    saved.g = activations[2 * hidden];
+    // Not as a loop, of which nvcc makes slightly different code.
+    saved.values[0] = activations[0];
+    saved.values[1] = activations[hidden];
+    saved.values[2] = activations[2 * hidden];
+    if constexpr (Cell::kSaved > 3) saved.values[3] = activations[3 * hidden];
     saved.c = static_cast<const S*>(params.c)[at];
   };
   uint32_t at = first + (steps - 1) * step_size;
@@ -282,7 +293,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   }
   G grad_h = valid ? static_cast<const G*>(params.grad_h)[first] : G(0);
   G grad_c = valid ? static_cast<const G*>(params.grad_c)[first] : G(0);
-  // Those of W_h's rows.
+  // The scales of W_h's rows.
   float scales[kGates];
 #pragma unroll
   for (int gate = 0; gate < kGates; ++gate) {
@@ -292,7 +303,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   Product product;
   product.load(params, place, shared + L::kWeights);
   __syncthreads();
-  // Behind a barrier, which racecheck asks for, and before anybody may send.
+  // After a barrier, as racecheck demands, and before any block may send.
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer)
       hopper::mbarrier_arrive_expecting(arrivals + 8 * buffer, L::kPartsBytes);
@@ -300,14 +311,15 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   __syncwarp();
   hopper::cluster_sync();
 
-  // Where this lane's part of a sum is among a block's: in a four of the lane that has its rows and
-  // column.
+  // Where this lane's partial sum lies within those of a block: among the four of the lane that has
+  // its rows and column.
   const G* own_parts = reinterpret_cast<const G*>(parts) + place.tile * kWarp * 4 +
                        slot_of(place.lane / 4 * 4 + place.split) * 4 + place.lane % 4;
   auto sum_of_parts = [&](int count) {
     const int buffer = count % 2;
     hopper::mbarrier_wait(arrivals + 8 * buffer, count / 2 % 2);
-    // For the sum after the next: nobody sends for it before this block has sent for the next.
+    // For the sum after the next one: no block sends for it before this block has sent for the next
+    // one.
     if (threadIdx.x == 0) hopper::mbarrier_arrive_expecting(arrivals + 8 * buffer, L::kPartsBytes);
     constexpr int kPart = L::kPartBytes / static_cast<int>(sizeof(G));
     const G* from = own_parts + buffer * Product::kCluster * kPart;
@@ -323,32 +335,32 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
                  place.tile * (kGates * kTile) + of_tile;
   for (int done = 0; done < steps; ++done, at -= step_size) {
     hopper::compiler_barrier(at);
-    const G tanh_c = Activation<T, G>::of_c(static_cast<G>(saved.c));
-    const G i = static_cast<G>(saved.i), o = static_cast<G>(saved.o), g = static_cast<G>(saved.g);
+    const auto factors = Cell::template factors<Activation<T, G>, G>(saved.values, saved.c);
     const G from_output = static_cast<G>(saved.grad_output);
-    const G of_c = o * tanh_grad(tanh_c);
-    const G of_o = tanh_c * sigmoid_grad(o);
-    const G of_i = Activation<T, G>::of_candidate(g) * sigmoid_grad(i);
-    const G of_g = i * Activation<T, G>::candidate_grad(g);
-    // The next step's: they come while this one waits and multiplies.
+    // The next step's values: they arrive while this step waits and multiplies.
     if (valid && done + 1 < steps) load(at - step_size);
 
     if (done > 0) {
-      // Not a number in padding, where a gate's gradient is infinite: 0 times that.
+      // In padding this sum may be NaN, where a gate's gradient is infinite: 0 times that.
       const G sum = sum_of_parts(done - 1);
       grad_h = valid ? sum : G(0);
     }
     grad_h += from_output;
-    grad_c += grad_h * of_c;
-    // Of padding all of this is zero.
-    const G grads[kGates] = {grad_c * of_i, grad_h * of_o, grad_c * of_g};
+    // In padding all of these are zero.
+    Cell::add_to_state(factors, grad_h, grad_c);
+    G grads[kGates];
+    gate_gradients<Cell>(factors, grad_h, grad_c, grads);
+    grad_c = Cell::before_step(factors, grad_c);
     const int buffer = done % 2;
     T* to = own_gates + buffer * (L::kGatesBytes / static_cast<int>(sizeof(T)));
     float* inverses = reinterpret_cast<float*>(shared + L::kInverses) + buffer * kRows;
     if constexpr (Product::kIsScaled) {
-      const float scaled[kGates] = {grads[0] * scales[0], grads[1] * scales[1],
-                                    grads[2] * scales[2]};
-      const float of_lane = fmaxf(fmaxf(fabsf(scaled[0]), fabsf(scaled[1])), fabsf(scaled[2]));
+      float scaled[kGates];
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) scaled[gate] = grads[gate] * scales[gate];
+      float of_lane = fabsf(scaled[0]);
+#pragma unroll
+      for (int gate = 1; gate < kGates; ++gate) of_lane = fmaxf(of_lane, fabsf(scaled[gate]));
       uint32_t* of_tiles = reinterpret_cast<uint32_t*>(shared + L::kLargest) +
                            (buffer * kRows + row) * Product::kTiles;
       const RowScale of_row(largest_of_row<Product::kTiles>(of_lane, of_tiles, place));
@@ -366,11 +378,11 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
       const uint32_t to = hopper::shared_address(parts) +
                           (buffer * Product::kCluster + place.rank) * L::kPartBytes +
                           slot_of(place.lane) * 4 * static_cast<int>(sizeof(G));
-      // Of this lane's two rows.
+      // The factors of this lane's two rows.
       float2 to_size = {};
       if constexpr (Product::kIsScaled)
         to_size = reinterpret_cast<const float2*>(inverses)[place.lane % 4];
-      // The first are on their way while the others are made.
+      // The first sums are in flight while the others are computed.
       auto send_sums = [&](auto first) {
         G sums[Product::kAtATime][4] = {};
         product.template multiply<first()>(sums, gates, place);
@@ -391,10 +403,11 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
       if constexpr (Product::kAtATime < Product::kSums) send_sums(std::integral_constant<int, 2>{});
     }
     if (valid) {
-      Stored* grad_gates = static_cast<Stored*>(params.grad_gates) + (kGates * at - 2 * column);
-      grad_gates[0] = static_cast<Stored>(grads[0]);
-      grad_gates[hidden] = static_cast<Stored>(grads[1]);
-      grad_gates[2 * hidden] = static_cast<Stored>(grads[2]);
+      Stored* grad_gates =
+          static_cast<Stored*>(params.grad_gates) + (kGates * at - (kGates - 1) * column);
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate)
+        grad_gates[gate * hidden] = static_cast<Stored>(grads[gate]);
     }
   }
   if (params.needs_grad_h0) {

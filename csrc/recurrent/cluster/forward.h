@@ -1,4 +1,4 @@
-// The forward in one kernel; persistent.h says how blocks share it.
+// All steps forward in one kernel of clusters; params.h says how blocks share them.
 #pragma once
 
 #include "../../hopper/async_copy.h"
@@ -8,12 +8,14 @@
 namespace tch_extension::recurrent::cluster {
 namespace {
 
-// Steps whose input gates are on their way.
+// How many steps ahead the input gates are copied.
 constexpr int kAhead = 4;
 
-// W_h of a warp in registers, as tensor cores take it: of each gate kTerms columns.
-template <typename T, int kPadded, int kCluster>
+// The part of W_h that a warp multiplies, in registers in the layout of tensor cores: kTerms
+// columns of each gate.
+template <typename Cell, typename T, int kPadded, int kCluster>
 struct HalfForwardProduct : Shares<kPadded, kCluster> {
+  static constexpr int kGates = Cell::kGates;
   using Element = T;
   using Gates = float;
   enum : int { kTerms = kPadded / kSplits, kProducts = kTerms / kDepth };
@@ -40,8 +42,8 @@ struct HalfForwardProduct : Shares<kPadded, kCluster> {
     }
   }
 
-  // Of h in shared memory, in tiles, [columns / 8, row, 8], even rows first, as ldmatrix reads
-  // them.
+  // Byte offset of a value of h in shared memory, in tiles, [columns / 8, row, 8], even rows first,
+  // which is the order in which ldmatrix reads them.
   static __device__ int h_at(int row, int column) {
     return (column / 8 * kRows + row % 2 * 4 + row / 2) * 16 + column % 8 * 2;
   }
@@ -68,10 +70,12 @@ struct HalfForwardProduct : Shares<kPadded, kCluster> {
   uint32_t weights[kProducts][kGates][4];
 };
 
-// The same where those would round: the tensor cores for double do not, and multiply as fast as
-// anything else multiplies float. kParts warps share a tile's terms.
-template <typename T, int kPadded, int kCluster, int kParts>
+// The same for float and double, which the tensor cores for half kinds would round. The tensor
+// cores for double do not, and multiply float as fast as anything else does. kParts warps share a
+// tile's terms.
+template <typename Cell, typename T, int kPadded, int kCluster, int kParts>
 struct PlainForwardProduct : Shares<kPadded, kCluster, kParts> {
+  static constexpr int kGates = Cell::kGates;
   using Element = T;
   using Gates = T;
   enum : int {
@@ -102,7 +106,7 @@ struct PlainForwardProduct : Shares<kPadded, kCluster, kParts> {
     }
   }
 
-  // Of h in shared memory, in tiles, [columns / kSpan, row, kSpan].
+  // Byte offset of a value of h in shared memory, in tiles, [columns / kSpan, row, kSpan].
   static __device__ int h_at(int row, int column) {
     constexpr int kOfRow = kSpan<T>;
     return ((column / kOfRow * kRows + row) * kOfRow + column % kOfRow) *
@@ -135,8 +139,8 @@ struct PlainForwardProduct : Shares<kPadded, kCluster, kParts> {
   double weights[kProducts][kGates][2 * kLanes];
 };
 
-// A tile's columns of h on their way to all blocks. First they lie side by side in this block's
-// memory: h goes as fast as its lines are few.
+// Sends a tile's columns of h to all blocks. They are first gathered in this block's memory,
+// because the time that sending takes depends on the number of lines.
 template <typename Product>
 struct Outbox {
   enum : int {
@@ -166,10 +170,11 @@ struct Outbox {
   uint32_t block, offset, to;
 };
 
-// Shared memory: h before and behind a step; each thread's partial sums; what is to be sent; input
-// gates of the next steps; bias; scales.
+// Layout of shared memory: h before and after a step; each thread's partial sums; what is to be
+// sent; input gates of the next steps; bias; scales.
 template <typename Product>
 struct ForwardLayout {
+  static constexpr int kGates = Product::kGates;
   enum : int {
     kGateBytes = kGates * Product::kThreads * static_cast<int>(sizeof(typename Product::Gates)),
     kOwnBytes = kRows * Product::kColumns * static_cast<int>(sizeof(typename Product::Element)),
@@ -184,14 +189,14 @@ struct ForwardLayout {
   };
 };
 
-// Of those of a lane, written by as many warps.
+// The sum of a lane's values, which four warps wrote.
 template <typename G>
 __device__ __forceinline__ G sum_of_four(const G* parts) {
   return (parts[0] + parts[kWarp]) + (parts[2 * kWarp] + parts[3 * kWarp]);
 }
 
-// S is the state's type. Indices are 32 bits wide: longer sequences take another path.
-template <typename S, typename Product>
+// S is the state's type. Indices are 32 bits wide; longer sequences take another way.
+template <typename Cell, typename S, typename Product>
 __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     forward_kernel(const ForwardParams params) {
 #if __CUDA_ARCH__ >= 900
@@ -199,24 +204,24 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   using G = typename Product::Gates;
   extern __shared__ __align__(128) unsigned char shared[];
   using L = ForwardLayout<Product>;
-  constexpr int kThreads = Product::kThreads, kParts = Product::kParts;
+  constexpr int kThreads = Product::kThreads, kParts = Product::kParts, kGates = Cell::kGates;
   const Place place(Product::kColumns, kParts);
   const uint32_t hidden = static_cast<uint32_t>(params.hidden);
   const int steps = static_cast<int>(params.steps);
   unsigned char* h = shared + L::kH;
   const uint32_t arrivals = hopper::shared_address(shared);
 
-  // Of its four sums of a gate a lane finishes one: that of the index `split`.
+  // A lane finishes one of its four sums of each gate: the one whose index is `split`.
   const int row = place.lane % 4 * 2 + place.split % 2;
   const int of_tile = place.lane / 4 + place.split / 2 * 8;
   const int column = place.first_column + of_tile;
   const uint32_t first_row = blockIdx.x / Product::kCluster * kRows;
   const uint32_t batch = static_cast<uint32_t>(params.batch);
-  // If there are more warps, the others only multiply.
+  // Where there are more warps, the surplus ones only multiply.
   const bool finishes = kParts == kSplits || place.split < kSplits;
   const bool valid = finishes && first_row + row < batch && column < hidden;
   const uint32_t step_size = batch * hidden;
-  // This lane's place in a step of the output, and of the gates, 3 · place - 2 · column.
+  // This lane's index in a step of the output. In a step of the gates it is 3 · index - 2 · column.
   const uint32_t first = (first_row + row) * hidden + column;
 
   // Each thread reads what it has copied itself, so that no barrier is needed.
@@ -224,7 +229,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   auto fetch = [&](int step, uint32_t at) {
     const G* gates = static_cast<const G*>(params.input_gates);
     const bool wanted = valid && step < steps;
-    const uint32_t from = kGates * at - 2 * column;
+    const uint32_t from = kGates * at - (kGates - 1) * column;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       hopper::copy_async(ring + (step % kAhead * kGates + gate) * kThreads,
@@ -251,7 +256,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     const bool has = params.bias != nullptr && column < hidden;
     bias[gate * kThreads] = has ? static_cast<const G*>(params.bias)[gate * hidden + column] : G(0);
   }
-  // What a lane's sums are multiplied by: for its rows of W_h, and for a row of h.
+  // What a lane's sums are multiplied by: the scale of its rows of W_h times that of its row of h.
   constexpr bool kMayScale = std::is_same_v<S, float> && std::is_same_v<T, __half>;
   const bool is_scaled = kMayScale && params.scales != nullptr;
   const G message_scale = is_scaled ? G(kMessageScale) : G(1);
@@ -268,7 +273,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   Product product;
   product.load(params, place);
   __syncthreads();
-  // Behind a barrier, which racecheck asks for, and before anybody may send.
+  // After a barrier, as racecheck demands, and before any block may send.
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer)
       hopper::mbarrier_arrive_expecting(arrivals + 8 * buffer, L::kHBytes);
@@ -276,8 +281,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   __syncwarp();
   hopper::cluster_sync();
 
-  // Partial sums, [tile, gate, sum, split, lane]: each warp writes its split of all, and if it
-  // finishes reads all of its sum.
+  // Partial sums, [tile, gate, sum, split, lane]: each warp writes its split of all sums and, if it
+  // finishes, reads all splits of its own sum.
   G* partials = reinterpret_cast<G*>(shared + L::kPartials) +
                 place.tile * (kGates * 4 * kParts * kWarp) + place.lane;
   G* written = partials + place.split * kWarp;
@@ -291,7 +296,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     const uint32_t arrival = arrivals + 8 * buffer;
     if (step > 0) {
       hopper::mbarrier_wait(arrival, (step - 1) / 2 % 2);
-      // For the step after the next: nobody sends for it before this block has sent for the next.
+      // For the step after the next one: no block sends for it before this block has sent for the
+      // next one.
       if (threadIdx.x == 0) hopper::mbarrier_arrive_expecting(arrival, L::kHBytes);
     }
     G sums[kGates][4] = {};
@@ -301,7 +307,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
 #pragma unroll
       for (int of = 0; of < 4; ++of) written[(gate * 4 + of) * kParts * kWarp] = sums[gate][of];
     }
-    G gates[kGates], scale[kGates], i, o, new_h;
+    G gates[kGates], scale[kGates], saved[Cell::kSaved], new_h;
     if (finishes) {
       hopper::wait_for_copies<kAhead - 1>();
       const G* fetched = ring + step % kAhead * kGates * kThreads;
@@ -311,7 +317,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
         scale[gate] = kMayScale ? scales[gate * kThreads] : G(1);
       }
     }
-    // The same two for all warps, as synccheck asks where they are the whole block.
+    // All warps come to the same two barriers, as synccheck demands where they are the whole block.
     barrier_of_tile(place, kParts);
     if (finishes) {
 #pragma unroll
@@ -321,14 +327,13 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
         if constexpr (kParts > kSplits) sum += sum_of_four(parts + 4 * kWarp);
         gates[gate] += sum * scale[gate];
       }
-      i = Activation<T, G>::of_gate(gates[0]);
-      o = Activation<T, G>::of_gate(gates[1]);
-      c += Activation<T, G>::of_candidate(gates[2]) * i;
-      new_h = Activation<T, G>::of_c(c) * o;
-      // Rows and columns that are padding stay zeros.
+      Cell::template forward<Activation<T, G>>(gates, static_cast<const G*>(nullptr), c, new_h,
+                                               saved);
+      // Rows and columns of padding stay zero.
       *own = valid ? static_cast<T>(new_h * message_scale) : T(0.0f);
     }
-    // With two barriers a step, what lies behind one is read before it is written behind the other.
+    // With two barriers a step, what was written before one of them is read before it is written
+    // again after the other.
     barrier_of_tile(place, kParts);
     if (!finishes) continue;
     if (step + 1 < steps) outbox.send((1 - buffer) * L::kHBytes, arrivals + 8 * (1 - buffer));
@@ -338,10 +343,12 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
       static_cast<S*>(params.output)[at] = static_cast<S>(new_h);
       if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c);
       if (params.activations != nullptr) {
-        S* activations = static_cast<S*>(params.activations) + (kGates * at - 2 * column);
-        activations[0] = static_cast<S>(i);
-        activations[hidden] = static_cast<S>(o);
-        activations[2 * hidden] = static_cast<S>(gates[2]);
+        S* activations =
+            static_cast<S*>(params.activations) + (Cell::kSaved * at - (Cell::kSaved - 1) * column);
+        activations[0] = static_cast<S>(saved[0]);
+        activations[hidden] = static_cast<S>(saved[1]);
+        activations[2 * hidden] = static_cast<S>(Cell::kActivated > 2 ? saved[2] : gates[2]);
+        if constexpr (Cell::kSaved > 3) activations[3 * hidden] = static_cast<S>(saved[3]);
       }
     }
   }

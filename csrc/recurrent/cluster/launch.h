@@ -1,4 +1,4 @@
-// Starting a persistent kernel, and which of them is made for a size.
+// Launches of clusters, and the padded size that a kernel is compiled for.
 #pragma once
 
 #include "../launch.h"
@@ -8,7 +8,8 @@
 namespace tch_extension::recurrent::cluster {
 namespace {
 
-// H' for a hidden size and a number of blocks: what a kernel is compiled for. 0 if there is none.
+// H', the padded hidden size that a kernel is compiled for; 0 if there is none for this hidden size
+// and number of blocks.
 inline int padded_size(int64_t hidden, int32_t cluster) {
   if (cluster != 8 && cluster != 16) return 0;
   if (hidden <= 128) return cluster == 8 ? 128 : 0;
@@ -44,7 +45,7 @@ const char* start_clusters(const Params& params, int bytes, cudaStream_t stream)
     const Launch launch(Product::kThreads, bytes, Product::kCluster, clusters, stream);
     error = cudaLaunchKernelEx(&launch.config, kKernel, params);
   }
-  // Also so that the next launch does not find the error of this one.
+  // Also clears this launch's error before the next launch check.
   const LaunchStatus status = launch_status("");
   return error == cudaSuccess ? status.error : cudaGetErrorString(error);
 }

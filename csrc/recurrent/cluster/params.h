@@ -1,12 +1,13 @@
-// A sequence of LLTM steps in one kernel, whose blocks keep the recurrent weights on chip. lltm.h
-// has the formulas.
+// A sequence of steps in one kernel, whose blocks keep the recurrent weights on the chip.
+// step/params.h has the formulas.
 //
 // A cluster of blocks computes kRows rows of the batch for all T steps and depends on no other
-// cluster: clusters run side by side or one after the other, as they fit, and nothing but the
-// hardware schedules them. A block owns neighbouring columns of h and c, in all three gates; each
-// step of the forward it pushes its columns of h into the shared memory of the others. In the
-// backward it has the gradients for its gates, and so a part of the sums of all columns of dh: it
-// pushes to each block that block's columns. Sizes are padded with zeros up to what the tiles need.
+// cluster: clusters run at the same time or one after another, as they fit, scheduled by the
+// hardware alone. A block owns adjacent columns of h and c, with all their gates. In each step of
+// the forward pass it stores its columns of h into the shared memory of the other blocks. In the
+// backward pass it has the gradients for its own gates, and so a partial sum of every column of dh:
+// it sends to each block the partial sums of that block's columns. Sizes are padded with zeros to
+// whole tiles.
 #pragma once
 
 #include "../scale_rows.h"
@@ -31,10 +32,10 @@ struct ForwardParams {
   const void* c0;           // [B, H], of the state's kind
   void* output;             // [T, B, H], of the state's kind
   void* c;                  // [T, B, H], or [B, H] with c_stride 0
-  void* activations;        // [T, B, 3H], of the state's kind; null if nobody needs them; may be
-                            // input_gates
-  // Of scale_rows.h, where a state of float is multiplied in halves instead of tf32; null
-  // otherwise. h is sent as h · kMessageScale then.
+  // [T, B, 3H], of the state's kind; null if nobody needs them; may be input_gates
+  void* activations;
+  // Both of scale_rows.h, where a state of float is multiplied as fp16 values instead of tf32; null
+  // otherwise. With them h is sent as h · kMessageScale.
   const float* scales;     // [3H], of W_h's rows
   const float* h0_scales;  // [B], of h0's
 };
@@ -52,10 +53,10 @@ struct BackwardParams {
   const void* grad_output;  // [T, B, H], of the state's kind, null for zeros
   const void* activations;  // [T, B, 3H], of the state's kind
   const void* c;            // [T, B, H], of the state's kind
-  void* grad_h;      // [B, H], of the gates' kind: for h[T-1] beside the output's, and then for h0
-  void* grad_c;      // [B, H], of the gates' kind: for c[T-1], and then for c0
-  void* grad_gates;  // [T, B, 3H], of the product's kind; of the state's, where there are scales
-  const float* scales;  // [3H], of W_h's rows, as in the forward
+  void* grad_h;  // [B, H], of the gates' kind: for h[T-1], added to the output's, and then for h0
+  void* grad_c;  // [B, H], of the gates' kind: for c[T-1], and then for c0
+  void* grad_gates;     // [T, B, 3H], of the product's kind; of the state's, where there are scales
+  const float* scales;  // [3H], of W_h's rows, as in the forward pass
 };
 
 }  // namespace tch_extension::recurrent::cluster

@@ -8,15 +8,15 @@
 #include "../../hopper/cluster.h"
 #include "../../hopper/registers.h"
 #include "../cells/activations.h"
-#include "../cells/lltm.h"
 #include "../tiles.h"
 #include "params.h"
 
 namespace tch_extension::recurrent::cluster {
 namespace {
 
-// Sums of a gate that a lane holds, and warps that finish a tile's columns, each of them one of
-// these sums. They share the terms; in some kernels as many others do so, too.
+// A lane holds four sums of each gate. As many warps (the splits) share a tile's terms, and each of
+// them finishes one of these sums for all lanes. In some kernels twice as many warps share the
+// terms.
 constexpr int kSplits = 4;
 
 // How a cluster shares H' columns, at compile time.
@@ -29,15 +29,15 @@ struct Shares {
     kColumns = kPadded / kCluster,
     kTiles = kColumns / kTile,
     kThreads = kTiles * kParts * kWarp,
-    // Blocks that a multiprocessor is to have room for.
+    // How many blocks a multiprocessor must have room for.
     kAtHome = kPadded <= 256 && kParts == kSplits ? 2 : 1,
   };
   static_assert(kParts == kSplits || kParts == 2 * kSplits,
                 "sums of partial ones are made for these");
 };
 
-// Where a warp and its lanes are, in a block of so many columns. A lane has four sums of each gate:
-// of two neighbouring rows of the batch, each for two columns.
+// Where a warp and its lanes are in a block of this many columns. A lane has four sums of each
+// gate: two neighbouring rows of the batch times two columns.
 struct Place {
   explicit __device__ Place(int columns, int parts = kSplits) {
     lane = threadIdx.x % kWarp;
@@ -53,27 +53,28 @@ struct Place {
   int first_column;  // of the warp
 };
 
-// A float where libtorch allows tf32: multiplied as a half, which has as many digits, with a power
-// of two for its row, and so for any size. A row of weights has its own (`scales` of the
-// parameters), h another.
+// The product kind for a state of float where libtorch allows tf32. A value is multiplied as a
+// half, which has as many digits, after a multiplication by a power of two of its row, which makes
+// up for the half's smaller range. Each row of weights has its own power (`scales` of the
+// parameters), and so has h.
 struct ScaledHalf {};
 
-// What is multiplied as T, in memory and by tensor cores.
+// The type of the operands of a product of kind T, in memory and in tensor cores.
 template <typename T>
 using Operand = std::conditional_t<std::is_same_v<T, ScaledHalf>, __half, T>;
 
-// Of the warps that share columns.
+// The barrier of the warps that share columns.
 __device__ __forceinline__ void barrier_of_tile(const Place& place, int parts) {
   hopper::named_barrier_sync(1 + place.tile, parts * kWarp);
 }
 
-// Terms of a sum that one instruction adds.
+// How many terms of a sum one instruction adds.
 constexpr int kDepth = 16;
 
-// Which term the lane's part of `a` is for, of those of a product; with the one behind.
+// The first of the two adjacent terms that a part of the lane's operand `a` is for.
 __device__ __forceinline__ int term_of(int part, int lane) { return lane % 4 * 2 + part / 2 * 8; }
 
-// The lane's part of `a`, from at(term).
+// One part of the lane's operand `a`: two terms, which at(term) reads.
 template <typename At>
 __device__ __forceinline__ uint32_t operand(const At& at, int term) {
   return bits_of(at(term)) | bits_of(at(term + 1)) << 16;

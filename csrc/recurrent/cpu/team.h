@@ -1,7 +1,7 @@
 // Threads of one parallel region that work through a sequence together. Waking threads for each
-// step would cost more than a small step; here they wait for one another, for a while in a loop. On
-// a busy machine some of them do not run for milliseconds: the others do what these have not begun,
-// and sleep while they wait.
+// step would cost more than a small step. Here they wait for one another, for a while in a loop. On
+// a busy machine some of them do not run for milliseconds: the other threads then do what these
+// have not begun, and sleep while they wait.
 #pragma once
 
 #include <linux/futex.h>
@@ -25,28 +25,28 @@ struct Share {
   int64_t end;
 };
 
-// A number that only grows, for which threads wait. It has a cache line of its own; zeros are its
-// beginning.
+// A number that only grows, and for which threads wait. It has a cache line of its own, and begins
+// as zeros.
 class Counter {
  public:
   explicit Counter(int64_t* line) : count_(line), sleepers_(line + 1) {}
 
   int64_t load() const { return __atomic_load_n(count_, __ATOMIC_ACQUIRE); }
 
-  // One more, if it is `count`.
+  // Adds one if the number is `count`, and returns whether it was.
   bool increment_from(int64_t count) const {
     return load() == count && __atomic_compare_exchange_n(count_, &count, count + 1, false,
                                                           __ATOMIC_ACQ_REL, __ATOMIC_RELAXED);
   }
 
-  // One more, and whoever sleeps looks at it again. That somebody is about to is seen here, or the
-  // new number is seen there.
+  // Adds one and wakes the sleeping threads. A thread that is about to sleep is either seen here,
+  // or sees the new number itself.
   void increment() const {
     __atomic_fetch_add(count_, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(sleepers_, __ATOMIC_SEQ_CST) != 0) futex(FUTEX_WAKE_PRIVATE, INT_MAX);
   }
 
-  // Whether it comes to `goal` within so many clocks.
+  // Whether the number reaches `goal` within this many clocks.
   bool reaches(int64_t goal, uint64_t clocks) const {
     if (load() >= goal) return true;
     const uint64_t begun = __builtin_ia32_rdtsc();
@@ -57,7 +57,7 @@ class Counter {
     return false;
   }
 
-  // Asleep, if it takes longer than so many clocks.
+  // Waits until the number reaches `goal`; asleep, if that takes longer than this many clocks.
   void wait_until(int64_t goal, uint64_t clocks) const {
     if (!reaches(goal, clocks)) sleep_until(goal);
   }
@@ -66,7 +66,7 @@ class Counter {
   void sleep_until(int64_t goal) const {
     __atomic_fetch_add(sleepers_, 1, __ATOMIC_SEQ_CST);
     for (int64_t now; (now = __atomic_load_n(count_, __ATOMIC_SEQ_CST)) < goal;) {
-      // It returns at once if the lower half is not that of `now` any more.
+      // The call returns at once if the lower half of the number is no longer that of `now`.
       futex(FUTEX_WAIT_PRIVATE, static_cast<int>(now));
     }
     __atomic_fetch_sub(sleepers_, 1, __ATOMIC_SEQ_CST);
@@ -81,7 +81,7 @@ class Counter {
 };
 
 // How long a thread waits awake: as long as its own work took, so that a wait in vain at most
-// doubles the time; at least some 20 µs, because to sleep and be woken costs as much.
+// doubles the time; and at least some 20 µs, because falling asleep and being woken costs as much.
 class Patience {
  public:
   uint64_t clocks() const { return std::max<uint64_t>(kLeast, __builtin_ia32_rdtsc() - begun_); }
@@ -91,10 +91,11 @@ class Patience {
   uint64_t begun_ = __builtin_ia32_rdtsc();
 };
 
-// A thread's part of the team: [begin, end) of its row_groups · column_groups places: one place, or
-// more where OpenMP gives fewer threads than asked for. What a place does in a turn is begun by one
-// thread, its own or another one, and is the same whoever does it. Turn 0 is to pack, turn 1 + t
-// the step t; where each row has one place, turn 1 is all steps.
+// A thread's part of the team: [begin, end) of its row_groups · column_groups places. That is one
+// place, or more where OpenMP gives fewer threads than asked for. Each place has a sequence of
+// turns: turn 0 is to pack, turn 1 + t is step t (where each row has one place, turn 1 is all
+// steps). A turn is begun by one thread, the place's own or another one, and its result does not
+// depend on which.
 struct Member {
   const Team& team;
   int64_t begin;
@@ -103,7 +104,7 @@ struct Member {
   int64_t places() const { return team.row_groups * team.column_groups; }
 
   // Calls pack(place) for all places, and then step(place, 0) to step(place, steps - 1), each after
-  // those of the same rows of the step before.
+  // those of the same rows in the step before.
   template <typename Pack, typename Step>
   void run(int64_t steps, const Pack& pack, const Step& step) const {
     const auto pack_once = [&](int64_t place) {
@@ -120,7 +121,7 @@ struct Member {
       run_rows(row, place, next, steps, step);
       place = next;
     }
-    // Rows of threads that have not come yet.
+    // Then the rows of threads that have not arrived yet.
     for (int64_t row = 0; row < team.row_groups; ++row) {
       const int64_t first = row * team.column_groups, last = first + team.column_groups;
       if (is_left(first, last)) run_rows(row, first, last, steps, step);
@@ -134,7 +135,7 @@ struct Member {
     return Counter(team.counters + 8 * (1 + team.row_groups + place));
   }
 
-  // Whether this is the thread that begins this turn of a place.
+  // Whether this thread is the one that begins this turn of a place.
   bool begins(int64_t place, int64_t turn) const { return turns(place).increment_from(turn); }
 
   bool is_left(int64_t first, int64_t last) const {
@@ -144,7 +145,7 @@ struct Member {
     return true;
   }
 
-  // Its own places first.
+  // Calls body for all places, the own ones first.
   template <typename Body>
   void for_each_place(const Body& body) const {
     for (int64_t place = begin; place < end; ++place) body(place);

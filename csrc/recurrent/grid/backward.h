@@ -1,29 +1,32 @@
-// The backward of the grid; grid.h says how blocks share it. A block makes the gradients for h of
-// its own columns from those for all gates of the step behind, which are the messages.
+// All steps backward in one kernel of a grid; params.h says how blocks share them. A block computes
+// the gradients for h of its own columns from those for all gates of the next step, which are the
+// messages.
 #pragma once
 
+#include "../cells/gradients.h"
 #include "launch.h"
 #include "scaled.h"
 
 namespace tch_extension::recurrent::grid {
 namespace {
 
-// Steps whose messages' memory is on its way, and turns of a thread whose saved values are.
+// How many steps ahead the memory of messages is prefetched, and how many iterations ahead the
+// saved values are copied.
 [[maybe_unused]] constexpr int kNearBack = 2;  // unused where the kernel is empty
 constexpr int kAheadBack = 2;
-// From as many sub-batches on, messages of the next are asked for while one is multiplied: of
-// fewer, they are not sent before these are read, which is early where all of them are on their way
-// at once.
+// From this many sub-batches on, the messages of the next one are loaded while one is multiplied.
+// With fewer, they are not sent yet when these are read, which is early where all of them are in
+// flight at once.
 template <typename Product>
 [[maybe_unused]] constexpr int kSubsAheadBack = Product::kRing < Product::kVectors ? 2 : 3;
 
-// Whether its messages are gradients times a power of two, beside grad_gates.
+// Whether its messages are scaled gradients, sent in addition to grad_gates.
 template <typename Product>
 constexpr bool kSendsScaled = false;
 template <int... kOf>
 constexpr bool kSendsScaled<ScaledProduct<kOf...>> = true;
 
-// The first of a word's two terms: a gate and a column of h, as rows of W_h.
+// The first of a word's two terms. A term is a gate and a column of h, that is, a row of W_h.
 template <typename Product>
 __device__ __forceinline__ int term_of(int vector, int half, int word, int hidden) {
   if constexpr (kSendsScaled<Product>) {
@@ -34,7 +37,7 @@ __device__ __forceinline__ int term_of(int vector, int half, int word, int hidde
   }
 }
 
-// W_hᵀ.
+// Loads the block's part of W_hᵀ.
 template <typename Product>
 __device__ __forceinline__ void load_weights(Product& product, const BackwardParams& params,
                                              int first_column) {
@@ -72,9 +75,10 @@ __device__ __forceinline__ void load_plain_weights(Product& product, const Backw
   });
 }
 
-// Shared memory behind that of the product: of each thread that finishes, saved values of its next
-// turns, and gradients for c of each of its sub-batches, of two columns. Were saved values on their
-// way to registers, messages would wait for them.
+// Layout of the shared memory after that of the product: for each finisher the saved values of its
+// next iterations, and the gradients for c of each of its sub-batches, of two columns each. Saved
+// values are copied to shared memory because loads into registers would make messages wait for
+// them.
 template <typename S, typename Product>
 struct BackwardLayout {
   using Teams = TeamsOf<Product, Product::kTiles * kTile>;
@@ -84,15 +88,15 @@ struct BackwardLayout {
       kRing + kAheadBack * kSaved * kFinishers * static_cast<int>(sizeof(BitsOfTwo<S>));
   static constexpr int kOfAll =
       kFinishers * static_cast<int>(sizeof(PairOf<typename Product::Sum>));
-  // Of W_h's rows that are its columns'.
+  // The scales of the rows of W_h that belong to its columns.
   static constexpr int kScales = kSendsScaled<Product> ? kGates * kOfAll : 0;
   static int bytes(int subs) {
     return kState + kScales + ceil_div(subs, static_cast<int>(Teams::kTeams)) * kOfAll;
   }
 };
 
-// What is behind the products.
-template <typename S, typename Product>
+// What finishers do after the products.
+template <typename Cell, typename S, typename Product>
 struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
   using T = typename Product::T;
   using G = typename Product::Sum;
@@ -112,13 +116,13 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     state = scales + Layout::kScales / static_cast<int>(sizeof(Pair));
   }
 
-  // Of [T, B, H]; the last step is the first turn's.
+  // An index in [T, B, H]; the first iteration is the last step.
   __device__ __forceinline__ uint32_t at_iteration(const Iteration& iteration) const {
     return (place.steps - 1 - iteration.step) *
                (static_cast<uint32_t>(place.batch) * place.hidden) +
            at_first(iteration.sub);
   }
-  // Of [T, B, 3H], from that of [T, B, H].
+  // The index in [T, B, 3H] that belongs to an index in [T, B, H].
   __device__ __forceinline__ uint32_t at_gates(uint32_t at) const {
     return kGates * at - 2 * column;
   }
@@ -144,7 +148,7 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     this->advance(fetched);
   }
 
-  // Products begin with the second step, `last` of them.
+  // Products begin with the second step; there are those of `last` steps.
   __device__ __forceinline__ void run(int last) {
     fetched = this->first_iteration();
     if (fetched.sub >= place.subs) return;
@@ -181,12 +185,13 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     return reinterpret_cast<Pair*>(static_cast<G*>(params.grad_h) + at_first(sub));
   }
 
-  // What gradients are times that for h (the output's added) and that for c.
+  // What the cell knows of two columns before the gradient for h arrives.
   struct Factors {
-    Pair grad_output, c_of_h, i_of_c, o_of_h, g_of_c;
+    Pair grad_output;
+    typename Cell::template Factors<G> first, second;
   };
 
-  // All that is known before the products are.
+  // Computes all that is known before the products are.
   __device__ __forceinline__ Factors factors() const {
     hopper::wait_for_copies<kAheadBack - 1>();
     auto saved = [&](int value) {
@@ -195,15 +200,9 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     const Pair i = saved(1), o = saved(2), g = saved(3), c = saved(4);
     Factors of;
     of.grad_output = saved(0);
-    auto of_one = [](G i, G o, G g, G c, G& c_of_h, G& i_of_c, G& o_of_h, G& g_of_c) {
-      const G tanh_c = Activation<T, G>::of_c(c);
-      c_of_h = o * tanh_grad(tanh_c);
-      i_of_c = Activation<T, G>::of_candidate(g) * sigmoid_grad(i);
-      o_of_h = tanh_c * sigmoid_grad(o);
-      g_of_c = i * Activation<T, G>::candidate_grad(g);
-    };
-    of_one(i.x, o.x, g.x, c.x, of.c_of_h.x, of.i_of_c.x, of.o_of_h.x, of.g_of_c.x);
-    of_one(i.y, o.y, g.y, c.y, of.c_of_h.y, of.i_of_c.y, of.o_of_h.y, of.g_of_c.y);
+    const G first[Cell::kSaved] = {i.x, o.x, g.x}, second[Cell::kSaved] = {i.y, o.y, g.y};
+    of.first = Cell::template factors<Activation<T, G>, G>(first, c.x);
+    of.second = Cell::template factors<Activation<T, G>, G>(second, c.y);
     return of;
   }
 
@@ -212,12 +211,12 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     Pair grad_c = of_c(iteration.sub);
     grad_h.x += of.grad_output.x;
     grad_h.y += of.grad_output.y;
-    grad_c.x += grad_h.x * of.c_of_h.x;
-    grad_c.y += grad_h.y * of.c_of_h.y;
-    of_c(iteration.sub) = grad_c;
-    const G grads[kGates][2] = {{grad_c.x * of.i_of_c.x, grad_c.y * of.i_of_c.y},
-                                {grad_h.x * of.o_of_h.x, grad_h.y * of.o_of_h.y},
-                                {grad_c.x * of.g_of_c.x, grad_c.y * of.g_of_c.y}};
+    Cell::add_to_state(of.first, grad_h.x, grad_c.x);
+    Cell::add_to_state(of.second, grad_h.y, grad_c.y);
+    of_c(iteration.sub) = {Cell::before_step(of.first, grad_c.x),
+                           Cell::before_step(of.second, grad_c.y)};
+    G grads[kGates][2];
+    gate_gradients<Cell>(of.first, of.second, grad_h, grad_c, grads);
     if constexpr (kSendsScaled<Product>) {
       send_scaled(iteration, grads, valid);
       if (valid) store(iteration, grads);
@@ -233,7 +232,8 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     for (int gate = 0; gate < kGates; ++gate) {
       send_two(to + gate * place.hidden, grads[gate][0], grads[gate][1]);
     }
-    // By then it may have left the L2 cache, and readers would wait for the memory.
+    // Prefetches the memory of a later step: by then it may have left the L2 cache, and readers
+    // would wait for memory.
     if (this->is_first() && iteration.step + kNearBack < place.steps) {
       const int64_t near = static_cast<int64_t>(kNearBack * kGates) * place.batch * place.hidden;
 #pragma unroll
@@ -260,7 +260,7 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     }
   }
 
-  // Also of rows and columns that there are not: zeros.
+  // Sends zeros for rows and columns beyond the batch and the hidden size.
   __device__ __forceinline__ void send_scaled(const Iteration& iteration,
                                               const G (&grads)[kGates][2], bool valid) const {
     float values[kGates][2];
@@ -279,10 +279,11 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
       send_two(to.of_gate(gate), values[gate][0] * scale.there, values[gate][1] * scale.there);
     }
     if (!this->is_first()) return;
-    // Whoever reads takes four at once, which the memory model says nothing of: on the hardware
-    // each byte is there or not.
+    // Readers load four of these bytes at once, which PTX's memory model does not cover: on the
+    // hardware each byte is either there or not.
     hopper::store_relaxed_byte(to.scale, scale.back);
-    // By then it may have left the L2 cache, and readers would wait for the memory.
+    // Prefetches the memory of a later step: by then it may have left the L2 cache, and readers
+    // would wait for memory.
     if (iteration.step + kNearBack < place.steps) {
       const int near = kNearBack * layout.subs;
 #pragma unroll
@@ -301,7 +302,7 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
   int slot = 0;
 };
 
-// Of the step behind, whose gates are the terms.
+// The source is the next step, the gradients of whose gates are the terms.
 template <typename Product, int kColumns>
 __device__ __forceinline__ ScaledSource scaled_source_of(const BackwardParams& params,
                                                          const Place<kColumns>& place,
@@ -345,8 +346,8 @@ __device__ __forceinline__ void produce(const BackwardParams& params, const Plac
                       place.subs >= kSubsAheadBack<Product>, memory);
 }
 
-// S is the state's type. Indices are 32 bits wide: longer sequences take another path.
-template <typename S, typename Product>
+// S is the state's type. Indices are 32 bits wide; longer sequences take another way.
+template <typename Cell, typename S, typename Product>
 __global__ void __launch_bounds__(kGridThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -358,12 +359,12 @@ __global__ void __launch_bounds__(kGridThreads, 1)
     produce<Product>(params, place, last * place.subs, grid_shared_back);
   } else {
     hopper::give_registers<kFinisherRegisters>();
-    BackwardFinisher<S, Product>(params, place, grid_shared_back).run(last);
+    BackwardFinisher<Cell, S, Product>(params, place, grid_shared_back).run(last);
   }
 #endif
 }
 
-// All that is sent, which begins with the first message.
+// The size of all that is sent, from the first message on.
 template <typename Product>
 size_t bytes_of_messages(const BackwardParams& params) {
   if constexpr (kSendsScaled<Product>) {
@@ -379,10 +380,10 @@ size_t bytes_of_messages(const BackwardParams& params) {
   }
 }
 
-template <typename S, typename Product>
+template <typename Cell, typename S, typename Product>
 Status start_backward(const BackwardParams& params, cudaStream_t stream) {
   void* messages = kSendsScaled<Product> ? params.exchange : params.grad_gates;
-  return start<backward_kernel<S, Product>, kGridThreads>(
+  return start<backward_kernel<Cell, S, Product>, kGridThreads>(
       params, BackwardLayout<S, Product>::bytes(subs_of(params)), messages,
       bytes_of_messages<Product>(params), stream);
 }

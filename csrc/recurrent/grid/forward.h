@@ -1,4 +1,4 @@
-// The forward of the grid; grid.h says how blocks share it.
+// All steps forward in one kernel of a grid; params.h says how blocks share them.
 #pragma once
 
 #include "launch.h"
@@ -6,19 +6,19 @@
 namespace tch_extension::recurrent::grid {
 namespace {
 
-// Turns whose input gates are on their way, and steps whose messages' memory is.
+// How many iterations ahead the input gates are copied.
 constexpr int kAhead = 3;
-// From as many sub-batches on, messages of the next are asked for while one is multiplied: of
-// fewer, they are not there.
+// From this many sub-batches on, the messages of the next one are loaded while one is multiplied.
+// With fewer, they have not been sent yet.
 [[maybe_unused]] constexpr int kSubsAhead = 3;
 [[maybe_unused]] constexpr int kNear = 4;  // unused where the kernel is empty
 
-// All of a turn's messages are asked for at once.
+// All messages of an iteration are in flight at once.
 template <typename T, int kColumns, int kVectors, int kShared, int kGroup>
 using HalfForwardProduct =
     HalfProduct<T, kGates * kColumns / kTile, kVectors, kShared, kVectors, kGroup>;
 
-// A row of W may begin anywhere.
+// Loads 16 bytes of a row of W, which may begin at any address unless kWhole.
 template <bool kWhole, typename T>
 __device__ __forceinline__ uint4 load_vector(const T* from) {
   if constexpr (kWhole) return *reinterpret_cast<const uint4*>(from);
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint4 load_vector(const T* from) {
   return vector;
 }
 
-// W_h: of each gate a row of the tile for each of the block's columns.
+// Loads the block's part of W_h: of each gate a row of the tile for each of the block's columns.
 template <bool kWhole, typename Product>
 __device__ __forceinline__ void load_weights(Product& product, const ForwardParams& params,
                                              int first_column) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_weights(Product& product, const ForwardPara
   }
 }
 
-// All columns of a gate, and then those of the next.
+// The same for PlainProduct: all columns of a gate, and then those of the next.
 template <int kColumns, typename Product>
 __device__ __forceinline__ void load_plain_weights(Product& product, const ForwardParams& params,
                                                    int first_column) {
@@ -72,8 +72,8 @@ __device__ __forceinline__ void load_plain_weights(Product& product, const Forwa
   });
 }
 
-// Shared memory behind that of the product: of each thread that finishes, input gates of its next
-// turns and c of each of its sub-batches, of two columns.
+// Layout of the shared memory after that of the product: for each finisher the input gates of its
+// next iterations, and c of each of its sub-batches, of two columns each.
 template <typename Product, int kColumns>
 struct ForwardLayout {
   using Teams = TeamsOf<Product, kColumns>;
@@ -86,20 +86,20 @@ struct ForwardLayout {
   }
 };
 
-// What each thread that finishes has of its columns.
+// What each finisher keeps for its columns.
 template <typename Pair, bool kMayScale>
 struct ColumnValues {
   Pair bias[kGates * kFinishers];
   Pair scales[kMayScale ? kGates * kFinishers : 1];
 };
 
-// What is behind the products: gates and states.
-template <typename S, typename Product, int kColumns>
+// What finishers do after the products: gates and states.
+template <typename Cell, typename S, typename Product, int kColumns>
 struct ForwardFinisher : Member<Product, kColumns> {
   using T = typename Product::T;
   using G = typename Product::Sum;
   using Pair = PairOf<G>;
-  // Whether it may be multiplied instead of float.
+  // Whether fp16 values may be multiplied in place of float.
   static constexpr bool kMayScale = std::is_same_v<S, float> && std::is_same_v<T, __half>;
   using Layout = ForwardLayout<Product, kColumns>;
   using Base = Member<Product, kColumns>;
@@ -116,12 +116,12 @@ struct ForwardFinisher : Member<Product, kColumns> {
     state = reinterpret_cast<Pair*>(memory + Layout::kState) + index;
   }
 
-  // Of [T, B, H].
+  // An index in [T, B, H].
   __device__ __forceinline__ uint32_t at_iteration(const Iteration& iteration) const {
     return iteration.step * (static_cast<uint32_t>(place.batch) * place.hidden) +
            at_first(iteration.sub);
   }
-  // Of [T, B, 3H], from that of [T, B, H].
+  // The index in [T, B, 3H] that belongs to an index in [T, B, H].
   __device__ __forceinline__ uint32_t at_gates(uint32_t at) const {
     return kGates * at - 2 * column;
   }
@@ -144,7 +144,7 @@ struct ForwardFinisher : Member<Product, kColumns> {
     this->advance(fetched);
   }
 
-  // Of a row that may begin anywhere.
+  // Reads two values of each gate from a row that may begin at any address.
   __device__ __forceinline__ void begin_columns(Pair* to, const G* row, G otherwise) {
     const bool is_there = row != nullptr && column < place.hidden;
 #pragma unroll
@@ -195,12 +195,12 @@ struct ForwardFinisher : Member<Product, kColumns> {
     }
   }
 
-  // Of what a message is, as a number.
+  // What h is multiplied by in messages.
   __device__ __forceinline__ float message_scale() const {
     return kMayScale && params.scales != nullptr ? kMessageScale : 1;
   }
 
-  // What was multiplied as halves.
+  // Scales sums of fp16 products back.
   __device__ __forceinline__ void scale(Pair (&sums)[kGates], const Iteration& iteration) const {
     float of_h = 1 / message_scale();
     if (iteration.step == 0 && params.scales != nullptr && is_valid(iteration.sub)) {
@@ -217,15 +217,13 @@ struct ForwardFinisher : Member<Product, kColumns> {
   __device__ __forceinline__ void finish(const Iteration& iteration, const Pair (&gates)[kGates]) {
     const bool valid = is_valid(iteration.sub);
     const uint32_t at = at_iteration(iteration);
-    Pair i, o, h, c = c_of(iteration.sub);
-    auto step = [](G of_i, G of_o, G of_g, G& i, G& o, G& c) {
-      i = Activation<T, G>::of_gate(of_i);
-      o = Activation<T, G>::of_gate(of_o);
-      c += Activation<T, G>::of_candidate(of_g) * i;
-      return Activation<T, G>::of_c(c) * o;
-    };
-    h.x = step(gates[0].x, gates[1].x, gates[2].x, i.x, o.x, c.x);
-    h.y = step(gates[0].y, gates[1].y, gates[2].y, i.y, o.y, c.y);
+    Pair h, c = c_of(iteration.sub);
+    G saved[2][Cell::kSaved];
+    const G first[kGates] = {gates[0].x, gates[1].x, gates[2].x};
+    const G second[kGates] = {gates[0].y, gates[1].y, gates[2].y};
+    const G* separate = nullptr;
+    Cell::template forward<Activation<T, G>>(first, separate, c.x, h.x, saved[0]);
+    Cell::template forward<Activation<T, G>>(second, separate, c.y, h.y, saved[1]);
     const G of = message_scale();
     if (valid) send_two(static_cast<T*>(params.exchange) + at, h.x * of, h.y * of);
     c_of(iteration.sub) = c;
@@ -234,11 +232,12 @@ struct ForwardFinisher : Member<Product, kColumns> {
     if (params.c_stride != 0) store_two(static_cast<S*>(params.c) + at, c.x, c.y);
     if (params.activations != nullptr) {
       S* activations = static_cast<S*>(params.activations) + at_gates(at);
-      store_two(activations, i.x, i.y);
-      store_two(activations + place.hidden, o.x, o.y);
+      store_two(activations, saved[0][0], saved[1][0]);
+      store_two(activations + place.hidden, saved[0][1], saved[1][1]);
       store_two(activations + 2 * place.hidden, gates[2].x, gates[2].y);
     }
-    // By then it may have left the L2 cache, and readers would wait for the memory.
+    // Prefetches the memory of a later step: by then it may have left the L2 cache, and readers
+    // would wait for memory.
     if (this->is_first() && iteration.step + kNear < place.steps) {
       hopper::prefetch(static_cast<const T*>(params.exchange) + at +
                        static_cast<uint32_t>(kNear * place.batch) * place.hidden);
@@ -254,7 +253,7 @@ struct ForwardFinisher : Member<Product, kColumns> {
   int slot = 0;
 };
 
-// Of h of the step before, or h0.
+// The source is h of the step before, or h0.
 template <typename Product, int kColumns>
 __device__ __forceinline__ Source<typename Product::T> source_of(const ForwardParams& params,
                                                                  const Place<kColumns>& place,
@@ -288,13 +287,13 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Place
                       memory);
 }
 
-// S is the state's type. Indices are 32 bits wide: longer sequences take another path.
-template <typename S, typename Product, int kColumns>
+// S is the state's type. Indices are 32 bits wide; longer sequences take another way.
+template <typename Cell, typename S, typename Product, int kColumns>
 __global__ void __launch_bounds__(kGridThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) unsigned char grid_shared[];
-  using Finisher = ForwardFinisher<S, Product, kColumns>;
+  using Finisher = ForwardFinisher<Cell, S, Product, kColumns>;
   __shared__ ColumnValues<typename Finisher::Pair, Finisher::kMayScale> columns;
   const Place<kColumns> place(params);
   const int iterations = place.steps * place.subs;
@@ -308,11 +307,11 @@ __global__ void __launch_bounds__(kGridThreads, 1)
 #endif
 }
 
-template <typename S, int kColumns, typename Product>
+template <typename Cell, typename S, int kColumns, typename Product>
 Status start_forward(const ForwardParams& params, cudaStream_t stream) {
   using T = typename Product::T;
   const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
-  return start<forward_kernel<S, Product, kColumns>, kGridThreads>(
+  return start<forward_kernel<Cell, S, Product, kColumns>, kGridThreads>(
       params, ForwardLayout<Product, kColumns>::bytes(subs_of(params)), params.exchange, size,
       stream);
 }

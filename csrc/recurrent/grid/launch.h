@@ -1,4 +1,4 @@
-// Starting a kernel of the grid.
+// Launches of a grid: whether all its blocks can run at the same time, and the launch itself.
 #pragma once
 
 #include "../launch.h"
@@ -26,8 +26,8 @@ struct Launch {
   cudaLaunchAttribute attribute = {};
 };
 
-// Groups of blocks for the columns of h, times groups of rows. Scaled messages come from pairs of
-// tiles.
+// The number of blocks: those for the columns of h, times the groups of rows. Scaled messages come
+// from pairs of tiles.
 template <typename Params>
 int64_t blocks_of(const Params& params) {
   const int64_t at_least = params.scales == nullptr ? 1 : 2 * kTile;
@@ -35,25 +35,25 @@ int64_t blocks_of(const Params& params) {
   return ceil_div(hidden, params.columns) * params.row_groups;
 }
 
-// Sub-batches that a block works through, at most.
+// The most sub-batches that a block works through.
 template <typename Params>
 int subs_of(const Params& params) {
   const int64_t rows = kRows * static_cast<int64_t>(params.row_groups);
   return static_cast<int>(ceil_div(params.batch, rows));
 }
 
-// What a launch found: whether its blocks can all run at the same time, for which a limit of this
-// process may leave too few multiprocessors, and an error or null.
+// The result of a launch: whether its blocks can all run at the same time (a limit of this process
+// may leave too few multiprocessors), and an error or null.
 struct Status {
   bool fits;
   const char* error;
 };
 
-// Blocks that a multiprocessor of the device takes, with so many bytes; none of what is compiled
-// for any other architecture than Hopper's own, which is empty and would leave the messages unsent.
-// The runtime does not say which code it would take, but an empty kernel has next to no registers.
-// This never changes, and to ask costs a launch almost a microsecond: it is known for the bytes
-// that were asked about last.
+// How many blocks of this size a multiprocessor of the device takes. None of a kernel that was
+// compiled for any other architecture than Hopper's own: it is empty and would leave the messages
+// unsent. The runtime does not say which code it would use, but an empty kernel uses next to no
+// registers. The answer never changes, and asking costs a launch almost a microsecond, so the last
+// one is cached with its number of bytes.
 template <auto kKernel, int kThreadsOfBlock>
 cudaError_t ask_blocks_of_processor(int device, int bytes, int* blocks) {
   constexpr int kRegistersOfNothing = 32;
@@ -77,9 +77,9 @@ cudaError_t ask_blocks_of_processor(int device, int bytes, int* blocks) {
   return cudaSuccess;
 }
 
-// Whether all blocks can run at once. Asked before the launch, because one that fails spoils the
-// graph that a stream is captured in, and each time for the multiprocessors, of which this process
-// may have a part.
+// Whether all blocks can run at once. It is asked before the launch, because a launch that fails
+// invalidates the graph that a stream is captured in; and the number of multiprocessors is asked
+// each time, because this process may be limited to a part of them.
 template <auto kKernel, int kThreadsOfBlock>
 cudaError_t ask_whether_fits(int64_t blocks, int bytes, bool* fits) {
   int device = 0, processors = 0, of_one = 0;
@@ -93,7 +93,7 @@ cudaError_t ask_whether_fits(int64_t blocks, int bytes, bool* fits) {
   return error;
 }
 
-// `messages` are unsent before the kernel starts.
+// Marks the messages as unsent and launches the kernel.
 template <auto kKernel, int kThreadsOfBlock, typename Params>
 Status start(const Params& params, int bytes, void* messages, size_t size, cudaStream_t stream) {
   constexpr int kAllBits = 0xff;
@@ -108,14 +108,14 @@ Status start(const Params& params, int bytes, void* messages, size_t size, cudaS
     const Launch launch(blocks_of(params), kThreadsOfBlock, bytes, stream);
     error = cudaLaunchKernelEx(&launch.config, kKernel, params);
   }
-  // Also so that the next launch does not find the error of this one.
+  // Also clears this launch's error before the next launch check.
   const LaunchStatus status = launch_status("");
   if (error == cudaErrorCooperativeLaunchTooLarge) return {false, nullptr};
   return {true, error == cudaSuccess ? status.error : cudaGetErrorString(error)};
 }
 
-// Starts what Start has for these kinds and sums of so many terms. `fits` is false where not all
-// blocks can run at once: then no kernel was started.
+// Calls Start::start for these kinds and sums of this many terms. `fits` becomes false where not
+// all blocks can run at once: then no kernel was started.
 template <typename Start, typename Params, bool kIsPlain = false>
 struct Call {
   template <typename S, typename T>

@@ -1,4 +1,5 @@
-// What the grid's kernels are made of: messages through the L2 cache, and operands of tensor cores.
+// The roles of a block's threads, and the messages that blocks send one another through the L2
+// cache.
 #pragma once
 
 #include "../../hopper/async_copy.h"
@@ -14,21 +15,21 @@
 namespace tch_extension::recurrent::grid {
 namespace {
 
-// They share the terms of the block's sums.
+// The warps that multiply. They share the terms of the block's sums.
 constexpr int kWarps = 8;
 constexpr int kProducers = kWarps * kWarp;
-// Threads that do the rest, in teams, each for a sub-batch at a time.
+// The threads that finish sums, in teams, each of which has one sub-batch at a time.
 constexpr int kFinishers = 8 * kWarp;
 constexpr int kGridThreads = kProducers + kFinishers;
-// Of each thread; together no more than the block starts with, 128 for each.
+// Registers of each thread; together no more than the block starts with, 128 for each thread.
 constexpr int kProducerRegisters = 208;
 constexpr int kFinisherRegisters = 48;
 
-// What is not sent yet. Two values of a half kind are sent as one word, and those of no conversion
-// are both all ones.
+// The word that is not sent yet. Two values of a half kind are sent as one word, and no conversion
+// to a half kind gives two values whose bits are all ones.
 constexpr uint32_t kUnsent = ~0u;
 
-// A number that is none, in a kind that is sent as it is.
+// The NaN that is sent in place of any other, in float and double, which are sent as they are.
 constexpr uint32_t kNotANumber = 0x7fc00000;
 constexpr uint64_t kNotADouble = 0x7ff8000000000000;
 
@@ -53,7 +54,7 @@ __device__ __forceinline__ void send_two(T* to, G first, G second) {
   return max(max(words.x, words.y), max(words.z, words.w)) == kUnsent;
 }
 
-// Of the kind that sums are made in.
+// Two values of the type of the sums.
 template <typename G>
 using PairOf = std::conditional_t<std::is_same_v<G, double>, double2, float2>;
 

@@ -1,20 +1,20 @@
-// A sequence of LLTM steps in one kernel whose blocks fill the GPU: for weights that no cluster can
-// hold. lltm.h has the formulas.
+// A sequence of steps in one kernel whose blocks fill the GPU: for weights that no cluster can
+// hold. step/params.h has the formulas.
 //
-// A group of blocks, one on a multiprocessor, holds W_h once: each block has neighbouring columns
-// of h in all three gates. It works through its part of the batch, kRows rows at a time. Blocks
-// send one another h through the L2 cache, and the result is the message: before the kernel all
-// bits of `exchange` are set, a not-a-number that no sender sends (it sends another one in its
-// place), and whoever reads tries again until there is something else. Nothing is written twice,
-// and each word (of double, and in the wide grid, each 8 bytes) is data and flag at once: so there
-// are no flags, no barriers between blocks and no fences, and relaxed loads and stores are enough.
-// The exponents of grid_scaled.h's backward are bytes of which a reader takes four, which PTX's
-// memory model does not speak of; it holds on Hopper. All blocks have to run at the same time,
-// which a cooperative launch makes sure of.
+// A group of blocks, one on each multiprocessor, holds W_h once: each block has adjacent columns of
+// h with all their gates. The group works through its part of the batch, kRows rows (a sub-batch)
+// at a time. Blocks send one another h through the L2 cache, and the result itself is the message:
+// before the kernel all bits of `exchange` are set, which is a NaN that no block ever sends (it
+// sends another NaN in its place), and a reader repeats its load until it finds something else.
+// Nothing is written twice, and each word (of double, and in the wide grid, each 8 bytes) is data
+// and flag at once. Therefore there are no flags, no barriers between blocks and no fences, and
+// relaxed loads and stores are enough. In the scaled backward pass (scaled.h) exponents are single
+// bytes, four of which a reader loads at once: PTX's memory model does not cover that, but it works
+// on Hopper. All blocks have to run at the same time, which a cooperative launch ensures.
 //
-// With many rows, half kinds and scaled halves go through them 64 at a time (grid_wide.h): that
-// many fill products of warpgroups, and W_h lies in shared memory. What may not be rounded, float
-// and double, is multiplied as double (grid_plain.h).
+// With many rows, half kinds and scaled halves are computed 64 rows at a time (../wide_grid): that
+// many fill the products of warpgroups, and W_h lies in shared memory. What must not be rounded,
+// float and double, is multiplied as double (plain.h).
 #pragma once
 
 #include "../scale_rows.h"
@@ -22,9 +22,9 @@
 
 namespace tch_extension::recurrent::grid {
 
-// What the backward's messages with scales have room for, whichever grid sends them: B' rows and H'
-// columns, B and H rounded up to these, and a float for each row and kColumnsOfScale of H''
-// columns, H rounded up to kScaledColumns.
+// The sizes for which the scaled messages of the backward pass have room, in grid and in wide_grid:
+// B' rows and H' columns, B and H rounded up to these multiples, and a float for each row and each
+// kColumnsOfScale of H'' columns, H rounded up to a multiple of kScaledColumns.
 constexpr int64_t kExchangeRows = 8;
 constexpr int64_t kExchangeColumns = 32;
 constexpr int64_t kColumnsOfScale = 16;
@@ -48,10 +48,10 @@ struct ForwardParams {
   void* output;             // [T, B, H], of the state's kind
   void* exchange;           // [T, B, H], of the product's kind: the output, if the kinds are one
   void* c;                  // [T, B, H], or [B, H] with c_stride 0
-  void* activations;        // [T, B, 3H], of the state's kind; null if nobody needs them; may be
-                            // input_gates
-  // Of scale_rows.h, where a state of float is multiplied in halves instead of tf32; null
-  // otherwise. Messages are h · kMessageScale then.
+  // [T, B, 3H], of the state's kind; null if nobody needs them; may be input_gates
+  void* activations;
+  // Both of scale_rows.h, where a state of float is multiplied as fp16 values instead of tf32; null
+  // otherwise. With them messages are h · kMessageScale.
   const float* scales;     // [3H], of W_h's rows
   const float* h0_scales;  // [B], of h0's
 };
@@ -71,15 +71,16 @@ struct BackwardParams {
   const void* grad_output;  // [T, B, H], of the state's kind, null for zeros
   const void* activations;  // [T, B, 3H], of the state's kind
   const void* c;  // [T, B, H], of the state's kind; these three at multiples of two of its values
-  void* grad_h;   // [B, H], of the gates' kind: for h[T-1] beside the output's, and then for h0
+  void* grad_h;   // [B, H], of the gates' kind: for h[T-1], added to the output's, and then for h0
   void* grad_c;   // [B, H], of the gates' kind: for c[T-1], and then for c0
   void* grad_gates;  // [T, B, 3H], of the product's kind; of the state's, where there are scales
-  // As in the forward. The messages are in memory of their own then, with a scale for each row and
-  // sender.
+  // As in the forward pass. With them the messages are in memory of their own, with a scale for
+  // each row and sender.
   const float* scales;  // [3H], of W_h's rows
-  void* exchange;  // halves, [T, B', 3H'], in the order of grid_scaled.h or of grid_wide_scaled.h
-  // Right behind, [T, B', H'' / kColumnsOfScale]: the wide grid's scales; the grid's are exponents,
-  // in bytes.
+  // fp16 values, [T, B', 3H'], in the order of scaled.h or of ../wide_grid/scaled.h
+  void* exchange;
+  // Directly after `exchange`, [T, B', H'' / kColumnsOfScale]: the wide grid's scales; the grid's
+  // are exponents, in bytes.
   float* exchange_scales;
 };
 

@@ -1,7 +1,8 @@
-// The product of a block of the grid where tensor cores for tf32 would round: those for double do
-// not, and multiply as fast as anything else multiplies float. A product of two floats is exact in
-// it; each warp's part of a sum is made in it and rounded to T, in which the parts are added. The
-// sums of a pair without a tile are made in T alone.
+// The product of a block of the grid for float and double, which tensor cores for tf32 would round.
+// The tensor cores for double do not, and multiply float as fast as anything else does. A product
+// of two floats is exact in double. Each warp accumulates its partial sum in double and rounds it
+// to T, in which the partial sums are added. The sums of a pair of columns without a tile are
+// accumulated in T alone.
 #pragma once
 
 #include "../../hopper/convert.h"
@@ -10,10 +11,10 @@
 namespace tch_extension::recurrent::grid {
 namespace {
 
-// As GridProduct. Each vector of 16 bytes is for one instruction and tile; kInRegisters fragments
-// of weights are there, and the others in shared memory, [warp, fragment, half, lane] of 16 bytes.
-// What is left over of the pairs, if anything, is multiplied by the lanes, which have the time
-// while they wait for tensor cores.
+// As HalfProduct. Each vector of 16 bytes is for one instruction and tile. kInRegisters fragments
+// of weights are in registers, and the others in shared memory, [warp, fragment, half, lane] of 16
+// bytes. A pair of columns that is left over is multiplied by the lanes themselves, which have the
+// time while they wait for tensor cores.
 template <typename Type, int kPairCount, int kVectorCount, int kHeld, int kInFlight, int kAtOnce>
 struct PlainProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
   using T = Type;
@@ -31,8 +32,8 @@ struct PlainProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     kShared = kFragments - kInRegisters,
     kBytesOfFragment = 2 * kWarp * 16,
     kBytesOfWeights = kWarps * kShared * kBytesOfFragment,
-    // Of partial sums, [warp, half of the rows, pair of columns, half of those] of four, and some
-    // between the halves, so that lanes meet no other in a bank.
+    // Sizes of partial sums, [warp, half of the rows, pair of columns, half of those rows] of four
+    // values, with a gap between the halves that avoids bank conflicts.
     kBytesOfFour = 4 * static_cast<int>(sizeof(T)),
     kBytesOfPair = 2 * kBytesOfFour,
     kBytesOfRows = (kTiles * (kTile / 2) + kHasPair) * kBytesOfPair + 64,
@@ -44,7 +45,7 @@ struct PlainProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     shared = memory + threadIdx.x / kWarp * (kShared * kBytesOfFragment) + threadIdx.x % kWarp * 16;
   }
 
-  // weight_of(pair, odd, term), of pairs of columns or of gates' rows.
+  // Takes the weights from weight_of(pair, odd, term), for pairs of columns or of gates' rows.
   template <typename WeightOf>
   __device__ __forceinline__ void load_weights(const WeightOf& weight_of) {
 #pragma unroll
@@ -64,7 +65,7 @@ struct PlainProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     if constexpr (kHasPair) load_pair(weight_of);
   }
 
-  // Of the pair without a tile.
+  // Loads the weights of the pair without a tile.
   template <typename WeightOf>
   __device__ __forceinline__ void load_pair(const WeightOf& weight_of) {
 #pragma unroll
@@ -78,8 +79,8 @@ struct PlainProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     }
   }
 
-  // Of a term of a vector: of a tile's even or odd column, which are rows of its upper and lower
-  // half.
+  // Stores the weight for a term of a vector and for a tile's even or odd column. These columns are
+  // the rows of the upper and of the lower half of the instruction's operand.
   __device__ __forceinline__ void put_weight(int vector, int tile, int term, int odd, T weight) {
     const int fragment = vector * kTiles + tile;
     if (fragment < kInRegisters) {
@@ -92,7 +93,7 @@ struct PlainProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     }
   }
 
-  // As GridMessages::multiply_each.
+  // As Messages::multiply_each.
   __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next,
                                            bool are_messages, bool ahead) {
 #pragma unroll
@@ -145,7 +146,7 @@ struct PlainProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     }
   }
 
-  // As in GridProduct.
+  // As in HalfProduct.
   __device__ __forceinline__ void write(unsigned char* partials) const {
     const int lane = threadIdx.x % kWarp;
     unsigned char* of_warp = partials + threadIdx.x / kWarp * kBytesOfWarp;
@@ -160,7 +161,7 @@ struct PlainProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     if constexpr (kHasPair) write_pair(of_warp);
   }
 
-  // Sums of a row are those of four lanes; two of them write one each.
+  // The sum of a row is the sum over four lanes; two of them write one value each.
   __device__ __forceinline__ void write_pair(unsigned char* of_warp) const {
     const int lane = threadIdx.x % kWarp, odd = lane % 2;
     T sum = odd ? sums_of_pair[1] : sums_of_pair[0];

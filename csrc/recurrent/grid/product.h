@@ -1,5 +1,5 @@
-// How a block of the grid works: some warps multiply messages with weights that stay on chip, and
-// others make new messages of the sums.
+// How a block of the grid works: some warps (producers) multiply messages with weights that stay on
+// the chip, and the other threads (finishers) make new messages of the sums.
 #pragma once
 
 #include "messages.h"
@@ -7,7 +7,8 @@
 namespace tch_extension::recurrent::grid {
 namespace {
 
-// A step of a sub-batch: they are worked through in turn.
+// One step of one sub-batch. A block works through the sub-batches of a step, and then goes on to
+// the next step.
 struct Iteration {
   int step, sub;
   __device__ __forceinline__ void advance(int subs) {
@@ -18,7 +19,7 @@ struct Iteration {
   }
 };
 
-// What a block computes: neighbouring columns of h, and its group's rows of the batch.
+// What a block computes: adjacent columns of h for its group's rows of the batch.
 template <int kColumns>
 struct Place {
   template <typename Params>
@@ -38,14 +39,14 @@ struct Place {
   int steps, batch, hidden, row_step, rows_before, first_column, subs;
 };
 
-// What a lane multiplies in a turn.
+// The source of a lane's messages in an iteration.
 template <typename T>
 struct Source {
   const T* from;
   int terms;  // from there to the row's end; none where nothing is sent
 };
 
-// A double is a message by itself.
+// A double is a message by itself, so that both words have to arrive together.
 template <typename T>
 __device__ __forceinline__ uint4 load_message_of(const T* from) {
   return sizeof(T) == 8 ? hopper::load_relaxed_2_halves(from) : hopper::load_relaxed_4_words(from);
@@ -56,8 +57,8 @@ __device__ __forceinline__ bool is_unsent_of(const uint4& words) {
   return sizeof(T) == 8 ? max(words.y, words.w) == kUnsent : is_unsent(words);
 }
 
-// A lane's messages: of a turn kVectors of 16 bytes, of which kRing are on their way or at hand,
-// and kGroup are waited for at once.
+// A lane's messages: kVectors vectors of 16 bytes in an iteration, of which kRing are in flight or
+// at hand, and kGroup are waited for at once.
 template <typename Type, int kVectorCount, int kInFlight, int kAtOnce>
 struct Messages {
   using T = Type;
@@ -80,7 +81,7 @@ struct Messages {
                                    : uint4{};
   }
 
-  // The first messages of a turn.
+  // Starts the loads of the first messages of an iteration.
   __device__ __forceinline__ void begin(const Source<T>& source) {
 #pragma unroll
     for (int vector = 0; vector < kRing; ++vector) load(source, vector);
@@ -95,8 +96,8 @@ struct Messages {
     return __any_sync(kAllLanes, missing);
   }
 
-  // Until a group is there; those of this turn that are on their way behind it are asked for again
-  // with it.
+  // Waits until a group has arrived. Later messages of this iteration that are in flight and
+  // missing are loaded again, too.
   __device__ __forceinline__ void wait(const Source<T>& source, int first) {
     while (is_missing(first)) {
 #pragma unroll
@@ -106,9 +107,9 @@ struct Messages {
     }
   }
 
-  // Of the turn whose first messages are on their way; those of `next` are asked for meanwhile, if
-  // `ahead`. What is no message but a plain tensor may have any bits. Returns whether those of
-  // `next` are on their way.
+  // Multiplies the messages of the iteration whose first ones are in flight. Meanwhile those of
+  // `next` are loaded, if `ahead`. A source that is a plain tensor, not messages, may have any
+  // bits. Returns whether the first messages of `next` are in flight.
   template <typename Multiply>
   __device__ __forceinline__ bool multiply_each(const Source<T>& here, const Source<T>& next,
                                                 bool are_messages, bool ahead,
@@ -133,10 +134,11 @@ struct Messages {
   uint4 messages[kRing];
 };
 
-// The product of a block's weights with the messages of a turn, for kTiles tiles of 16 results:
-// each warp has some of the terms, kVectors times 16 bytes a lane, each for two instructions; the
-// warps take vectors in turn. Weights are in registers, but for the last kShared fragments, for
-// which there are none left: in shared memory, [warp, fragment, lane].
+// The product of a block's weights with the messages of an iteration, for kTiles tiles of 16
+// results. Each warp has some of the terms: kVectors times 16 bytes a lane, each for two
+// instructions, where vectors go to the warps in turn. Weights are in registers, except for the
+// last kShared fragments, for which there is no room: these are in shared memory, [warp, fragment,
+// lane].
 template <typename Type, int kTileCount, int kVectorCount, int kInShared, int kInFlight,
           int kAtOnce>
 struct HalfProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
@@ -151,14 +153,14 @@ struct HalfProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     kFragments = kVectors * 2 * kTiles,
     kInRegisters = kFragments - kShared,
     kBytesOfWeights = kWarps * kShared * kWarp * 16,
-    // Of partial sums, [warp, tile, quad] of four.
+    // Sizes of partial sums, [warp, tile, quad] of four values.
     kBytesOfTile = kWarp * 16,
     kBytesOfWarp = kTiles * kBytesOfTile,
     kBytesOfIteration = kWarps * kBytesOfWarp,
-    // Of two columns and half of the rows.
+    // Bytes of two columns and half of the rows.
     kBytesOfPair = kBytesOfTile / (kTile / 2),
-    // Sums of a tile that are made side by side: one after the other they would wait for each
-    // instruction.
+    // How many sums of a tile are accumulated independently: in a single chain each instruction
+    // would wait for the one before.
     kChains = kTiles >= 4   ? 1
               : kTiles == 1 ? 4
                             : 2,
@@ -169,7 +171,7 @@ struct HalfProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
              threadIdx.x % kWarp;
   }
 
-  // A word of a vector's first or second instruction, for a tile.
+  // Stores a word of the weights for the first or second instruction of a vector, and for a tile.
   __device__ __forceinline__ void put_weight(int vector, int half, int tile, int part,
                                              uint32_t word) {
     const int fragment = (vector * 2 + half) * kTiles + tile;
@@ -189,7 +191,7 @@ struct HalfProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     }
   }
 
-  // As GridMessages::multiply_each.
+  // As Messages::multiply_each.
   __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next,
                                            bool are_messages, bool ahead) {
     begin_sums();
@@ -220,8 +222,8 @@ struct HalfProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     }
   }
 
-  // A lane's four sums of a tile are of two rows of the batch and of neighbouring columns, if a
-  // tile's rows are its even columns first.
+  // A lane's four sums of a tile belong to two rows of the batch and two adjacent columns, provided
+  // that the rows of the weights' tile are its even columns first.
   __device__ __forceinline__ void write(unsigned char* partials) const {
     const int lane = threadIdx.x % kWarp, high = lane % 4 / 2;
     unsigned char* to = partials + threadIdx.x / kWarp * kBytesOfWarp +
@@ -240,7 +242,7 @@ struct HalfProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     }
   }
 
-  // Where a warp's sums of two neighbouring columns of a row are.
+  // Byte offset of a warp's sums of two adjacent columns of a row.
   static __device__ __forceinline__ int place_of(int pair, int row) {
     const int high = row / 4, of_tile = pair % (kTile / 2) * 2 + row / 2 % 2;
     return pair / (kTile / 2) * kBytesOfTile + (high * 16 + (of_tile ^ (high * 4))) * 16 +
@@ -252,7 +254,7 @@ struct HalfProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
   float sums[kChains][kTiles][4];
 };
 
-// How those that multiply meet those that finish, with partial sums in two buffers.
+// How producers and finishers synchronize, with partial sums in two buffers.
 template <typename Product, int kColumns>
 struct TeamsOf {
   static constexpr int kMostTeams = 4;
@@ -266,14 +268,14 @@ struct TeamsOf {
     kFull = 1,
     kFree = kFull + 2 * kTeams,
   };
-  // Named barriers. A team may be ahead of another by a turn.
+  // Numbers of the named barriers. A team may be one iteration ahead of another.
   static __device__ __forceinline__ int full(int buffer, int team) {
     return kFull + buffer * kTeams + team;
   }
   static __device__ __forceinline__ int free(int buffer) { return kFree + buffer; }
 };
 
-// The products of turns from `turn` on; what they take is of source_of(turn).
+// Multiplies `iterations` iterations from `iteration` on; their sources are source_of(iteration).
 template <typename Product, int kColumns, typename SourceOf>
 __device__ __forceinline__ void multiply_iterations(Product& product, const Place<kColumns>& place,
                                                     const SourceOf& source_of, Iteration iteration,
@@ -296,14 +298,13 @@ __device__ __forceinline__ void multiply_iterations(Product& product, const Plac
   }
 }
 
-// One of those that finish: which sub-batches it has, which two columns of which row, and where
-// their partial sums are, in an order in which neither who writes nor who reads meets another lane
-// in the same bank.
+// One finisher: which sub-batches it has, which two columns of which row, and where their partial
+// sums are. The assignment avoids bank conflicts both when they are written and when they are read.
 template <typename Product, int kColumns>
 struct Member {
   using Teams = TeamsOf<Product, kColumns>;
   using Pair = PairOf<typename Product::Sum>;
-  // Neighbouring ones of a row; lanes behind are of other rows.
+  // Pairs of columns that adjacent lanes have of one row; the next lanes have another row.
   static constexpr int kPairs = kColumns < kTile ? kColumns / 2 : kTile / 2;
 
   __device__ __forceinline__ Member(const Place<kColumns>& of_block, const unsigned char* partials)
@@ -319,18 +320,18 @@ struct Member {
   __device__ __forceinline__ bool is_valid(int sub) const {
     return has_columns && place.first_row(sub) + row < place.batch && column < place.hidden;
   }
-  // Of [B, H].
+  // The index of its first column in [B, H].
   __device__ __forceinline__ uint32_t at_first(int sub) const {
     return static_cast<uint32_t>(place.first_row(sub) + row) * place.hidden + column;
   }
-  // Whether its lanes are the first of a row's columns, who ask for memory.
+  // Whether this lane has the first of a row's columns: it prefetches for all of them.
   __device__ __forceinline__ bool is_first() const {
-    // With 3 pairs, teams are no multiple of them.
+    // With 3 pairs, the size of a team is no multiple of the pairs.
     const int member = kPairs == 3 ? index % Teams::kMembers : index;
     return member / 4 % kPairs == 0;
   }
 
-  // None for threads behind the last team.
+  // There is none for threads beyond the last team.
   __device__ __forceinline__ Iteration first_iteration() const {
     return {0, team < Teams::kTeams ? team : place.subs};
   }
@@ -339,7 +340,7 @@ struct Member {
     if (iteration.sub >= place.subs) iteration = {iteration.step + 1, team};
   }
 
-  // The sums of a turn, the done-th of `turns` that are multiplied.
+  // Reads the sums of an iteration, the done-th of `iterations` that are multiplied.
   template <int kSums>
   __device__ __forceinline__ void take(Pair (&sums)[kSums], int done, int iterations) const {
     const int buffer = done % 2;

@@ -1,12 +1,12 @@
-// How the backward of the grid multiplies halves where libtorch allows tf32 (scale_rows.h): the
-// gradients for all gates have any range, and so each row of a tile's goes with a power of two of
-// its own.
+// How the backward pass of the grid multiplies fp16 values where libtorch allows tf32
+// (scale_rows.h). Gradients for the gates have any range, and so each row of a pair of tiles is
+// sent with a power of two of its own.
 //
-// The messages of a step's kRows rows, in an order in which a warp reads what lies side by side:
-// for each pair of neighbouring tiles three vectors, of a gate each, [row, lane of four, tile, four
-// columns]. Beside them the scales, for each warp that reads, [lane of four, pair, tile, row of
-// two], a byte each: that of a float's exponent. All of it is sent, also for rows and columns that
-// there are not.
+// The messages of a step's kRows rows are in an order in which a warp reads adjacent bytes: for
+// each pair of adjacent tiles three vectors, one for each gate, [row, lane of four, tile, four
+// columns]. With them go the scales, for each warp that reads, [lane of four, pair, tile, row of
+// two], one byte each: the exponent of a float. All of it is sent, also for rows and columns beyond
+// the batch and the hidden size.
 #pragma once
 
 #include "product.h"
@@ -20,7 +20,7 @@ constexpr int kBytesOfPair = kVectorsOfPair * kBytesOfVector;
 static_assert(kRows == kExchangeRows && 2 * kTile == kExchangeColumns,
               "messages have the room that they need");
 
-// Where the messages of sub-batches are, if warps read so many pairs each.
+// Where the messages of sub-batches are, if each warp reads this many pairs.
 template <int kPairsOfWarp>
 struct ScaledLayout {
   enum : int {
@@ -40,7 +40,7 @@ struct ScaledLayout {
   __device__ __forceinline__ int64_t bytes_of_scales() const {
     return (pairs + kPairsOfWarp - 1) / kPairsOfWarp * kBytesOfWarp;
   }
-  // Of all steps and groups of blocks.
+  // The index of a sub-batch among those of all steps and groups of blocks.
   __device__ __forceinline__ int64_t sub_batch(int step, int first_row) const {
     return step * subs + first_row / kRows;
   }
@@ -51,20 +51,20 @@ struct ScaledLayout {
   int pairs;
 };
 
-// What a lane multiplies in a turn.
+// The source of a lane's messages in an iteration.
 struct ScaledSource {
   const unsigned char* messages;
   const unsigned char* scales;
   int pairs;  // from there on; none where nothing is sent
 };
 
-// Some byte is all ones.
+// Whether some byte is all ones.
 __device__ __forceinline__ bool has_unsent_byte(uint32_t word) {
   return ((~word - 0x01010101) & word & 0x80808080) != 0;
 }
 
-// A warp's terms are all gates of neighbouring pairs of tiles. The sums of a tile's terms are
-// multiplied with its scales before they meet others.
+// A warp's terms are all gates of adjacent pairs of tiles. The sums over a tile's terms are
+// multiplied with the tile's scales before they are added to others.
 template <int kTileCount, int kVectorCount, int kInShared, int kInFlight, int kAtOnce>
 struct ScaledProduct
     : HalfProduct<__half, kTileCount, kVectorCount, kInShared, kInFlight, kAtOnce> {
@@ -128,13 +128,13 @@ struct ScaledProduct
     for (int vector = 0; vector < kRing; ++vector) load(source, vector);
   }
 
-  // With the first group come all scales.
+  // All scales are waited for with the first group.
   __device__ __forceinline__ bool is_missing(const ScaledSource& source, int first) const {
     return Base::is_missing(first) || (first == 0 && !are_sent(source));
   }
 
-  // Until a group is there; those of this turn that are on their way behind it are asked for again
-  // with it.
+  // Waits until a group has arrived. Later messages of this iteration that are in flight and
+  // missing are loaded again, too.
   __device__ __forceinline__ void wait(const ScaledSource& source, int first) {
     while (is_missing(source, first)) {
       if (first == 0) load_scales(source);
@@ -145,7 +145,7 @@ struct ScaledProduct
     }
   }
 
-  // As the other's, of messages only.
+  // As HalfProduct::multiply; the source is always messages.
   __device__ __forceinline__ bool multiply(const ScaledSource& here, const ScaledSource& next, bool,
                                            bool ahead) {
     uint32_t of_pairs[kPairs];
@@ -171,7 +171,7 @@ struct ScaledProduct
     return ahead;
   }
 
-  // None of what is not sent: it would make not-a-numbers of zeros.
+  // Zero for pairs that are not sent: their bytes would turn zeros into NaN.
   __device__ __forceinline__ void take_scales(uint32_t (&of_pairs)[kPairs],
                                               const ScaledSource& source) const {
 #pragma unroll
@@ -209,12 +209,13 @@ struct ScaledProduct
   uint32_t scales[Layout::kScaleVectors * 4];
 };
 
-// Gradients times a row's scale of W_h are times this, too: for as much as W_h's largest, not 2^-14
-// of it, so that small ones keep their digits.
+// Gradients are multiplied by their row's scale of W_h and by 2^kTopOfWeights: that is about the
+// largest weight of the row instead of 2^-14 of it, so that small gradients keep their digits.
 constexpr int kTopOfWeights = 14;
 
-// A power of two that takes finite values up to `largest` (its bits) below 2^15, and the exponent
-// of its inverse without kTopOfWeights, which is neither none nor what is unsent.
+// The power of two that takes finite values up to `largest` (given as bits) below 2^15, and the
+// exponent of its inverse without kTopOfWeights. The exponent is neither 0 nor the byte that means
+// unsent.
 struct MessageScale {
   explicit __device__ __forceinline__ MessageScale(uint32_t largest) {
     constexpr uint32_t kBias = 127, kDigits = 23, kTop = 14, kBehind = kTop + kTopOfWeights;
@@ -226,7 +227,7 @@ struct MessageScale {
   uint32_t back;
 };
 
-// Where a lane sends its two columns of a row.
+// The addresses to which a lane sends its two columns of a row.
 template <typename Layout>
 struct ScaledTarget;
 template <int kPairsOfWarp>
@@ -253,7 +254,7 @@ struct ScaledTarget<ScaledLayout<kPairsOfWarp>> {
   unsigned char* scale;
 };
 
-// The largest finite magnitude of the columns of a row, as bits.
+// The largest finite magnitude among the columns of a row, as bits.
 __device__ __forceinline__ uint32_t largest_of_row(const float (&values)[kGates][2]) {
   constexpr uint32_t kMagnitude = 0x7fffffff, kInfinite = 0x7f800000;
   uint32_t largest = 0;

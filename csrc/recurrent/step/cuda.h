@@ -1,6 +1,6 @@
-// One step behind its product, or before it on the way back. Each thread computes kLanes
-// neighbouring columns of one row. A step's arrays fit the L2 cache, and what a small one costs is
-// the launch.
+// One step of LLTM after its product, or backward before it. Each thread computes kLanes adjacent
+// columns of one row. A step's arrays fit in the L2 cache, and the cost of a small step is its
+// launch.
 
 #pragma once
 
@@ -12,7 +12,7 @@
 namespace tch_extension::recurrent::step {
 namespace {
 
-// S: the state's type, P: the product's. Sums are made in the same type for both.
+// S is the state's type and P the product's. Sums have the same type for both.
 template <typename S, typename P>
 struct Kinds {
   using State = S;
@@ -20,8 +20,8 @@ struct Kinds {
   using Gates = Compute<P>;
 };
 
-// Calls body(Kinds<S, P>{}) for the pairs that there are: one kind for both, or, as autocast has
-// it, float behind products of a half kind.
+// Calls body(Kinds<S, P>{}) for the pairs that exist: one kind for both, or, under autocast, a
+// state of float after products of a half kind.
 template <typename Body>
 void for_kinds(int32_t state, int32_t product, Body body) {
   if (state == product) {

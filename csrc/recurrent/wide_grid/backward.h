@@ -1,4 +1,4 @@
-// The backward of a wide grid.
+// All steps backward in one kernel of a wide grid; product.h has what both directions share.
 #pragma once
 
 #include "scaled.h"
@@ -6,8 +6,8 @@
 namespace tch_extension::recurrent::wide_grid {
 namespace {
 
-// Shared memory, in bytes: W_h, whose rows are the terms; sums for the other group; scales of the
-// block's own rows of W_h.
+// Layout of shared memory, in bytes: W_h, whose rows are the terms; sums for the other warpgroup;
+// scales of the block's own rows of W_h.
 template <typename T, int kVectors, bool kWhole>
 struct BackwardLayout {
   using Terms = Product<T, kVectors, kWhole, kWideColumns>;
@@ -23,7 +23,7 @@ __device__ __forceinline__ int row_of_term(int term, int hidden) {
   return term < kGates * hidden ? term : -1;
 }
 
-// W_h into shared memory, two terms of eight columns at a time.
+// Loads W_h into shared memory, two terms of eight columns at a time.
 template <typename T, typename Terms, bool kScaled>
 __device__ __forceinline__ void load_weights(const BackwardParams& params, int first_column,
                                              char* shared) {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_weights(const BackwardParams& params, int f
   shared[term] = row < 0 ? 0.0f : params.scales[row] * kWeightScale;
 }
 
-// Rows of the batch, all steps of them.
+// All steps of some rows of the batch.
 template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
 struct Backward : Place {
   using Layout = BackwardLayout<T, kVectors, kWhole>;
@@ -127,7 +127,7 @@ struct Backward : Place {
     }
   }
 
-  // The terms are the gradients for the step's gates.
+  // Finds the terms: the gradients for the step's gates.
   __device__ __forceinline__ void find(int step) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -156,7 +156,7 @@ struct Backward : Place {
     }
   }
 
-  // Of both groups.
+  // Multiplies, and adds up the sums of both warpgroups.
   __device__ __forceinline__ void add_up() {
     float sums[16] = {};
     multiply(sums);
@@ -192,14 +192,14 @@ struct Backward : Place {
         const auto i = static_cast<float>(gates[half][0].lane[of]);
         const auto o = static_cast<float>(gates[half][1].lane[of]);
         const auto g = static_cast<float>(gates[half][2].lane[of]);
-        const float tanh_c = Activations::of_c(static_cast<float>(c[half].lane[of]));
+        const float tanh_c = Activations::tanh(static_cast<float>(c[half].lane[of]));
         float of_h = grad_h[half][of];
         if (params.grad_output != nullptr) of_h += static_cast<float>(grad_output[half].lane[of]);
         float& of_c = grad_c[half][of];
         of_c += of_h * (o * tanh_grad(tanh_c));
-        grads[0][of] = of_c * (Activations::of_candidate(g) * sigmoid_grad(i));
+        grads[0][of] = of_c * (Activations::elu(g) * sigmoid_grad(i));
         grads[1][of] = of_h * (tanh_c * sigmoid_grad(o));
-        grads[2][of] = of_c * (i * Activations::candidate_grad(g));
+        grads[2][of] = of_c * (i * Activations::elu_grad(g));
       }
       if constexpr (kScaled) {
         send_scaled(step, half, grads);
@@ -218,7 +218,7 @@ struct Backward : Place {
     terms.load(0);
   }
 
-  // With the scales of their rows of W_h, and zeros where there are no columns.
+  // Sends gradients times the scales of their rows of W_h, and zeros beyond the hidden size.
   __device__ __forceinline__ void send_scaled(int step, int half,
                                               const Own (&grads)[kGates]) const {
     Own messages[kGates];
@@ -253,8 +253,8 @@ struct Backward : Place {
     for (int gate = 0; gate < kGates; ++gate) store_own(all + gate * hidden, grads[gate]);
   }
 
-  // By then they may have left the L2 cache, or are not there yet, and readers would wait for the
-  // memory. Four lanes share what there is of a row.
+  // Prefetches the memory of an earlier step: by then it may have left the L2 cache or never have
+  // been there, and readers would wait for memory. Four lanes share the lines of a row.
   __device__ __forceinline__ void prefetch_all(int step) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -291,7 +291,7 @@ struct Backward : Place {
   Saved gates[2][kGates], c[2], grad_output[2];
 };
 
-// S is the state's type. Indices are 32 bits wide: longer sequences take another path.
+// S is the state's type. Indices are 32 bits wide; longer sequences take another way.
 template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
 __global__ void __launch_bounds__(kWideThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params) {
@@ -307,29 +307,29 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 }
 
 template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
-grid::Status start_wide(const BackwardParams& params, void* messages, int64_t size,
-                        cudaStream_t stream) {
+grid::Status start_backward(const BackwardParams& params, void* messages, int64_t size,
+                            cudaStream_t stream) {
   return grid::start<backward_kernel<S, T, kVectors, kWhole, kScaled>, kWideThreads>(
       params, BackwardLayout<T, kVectors, kWhole>::kBytes, messages, static_cast<size_t>(size),
       stream);
 }
 
 template <typename S, typename T, int kVectors, bool kWhole>
-grid::Status start_wide(const BackwardParams& params, cudaStream_t stream) {
+grid::Status start_backward(const BackwardParams& params, cudaStream_t stream) {
   const int64_t rows = params.steps * params.batch;
   if constexpr (std::is_same_v<S, float> && std::is_same_v<T, __half>) {
     if (params.scales != nullptr) {
-      // The scales are right behind.
+      // The scales follow the messages in memory.
       auto* messages = static_cast<char*>(params.exchange);
       const int64_t blocks = grid::blocks_of(params) / params.row_groups;
       const int64_t size =
           reinterpret_cast<char*>(params.exchange_scales + rows * (ceil_div(blocks, 4) * 8)) -
           messages;
-      return start_wide<S, T, kVectors, kWhole, true>(params, messages, size, stream);
+      return start_backward<S, T, kVectors, kWhole, true>(params, messages, size, stream);
     }
   }
   const int64_t size = rows * kGates * params.hidden * static_cast<int64_t>(sizeof(T));
-  return start_wide<S, T, kVectors, kWhole, false>(params, params.grad_gates, size, stream);
+  return start_backward<S, T, kVectors, kWhole, false>(params, params.grad_gates, size, stream);
 }
 
 }  // namespace

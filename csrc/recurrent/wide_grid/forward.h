@@ -1,4 +1,4 @@
-// The forward of a wide grid.
+// All steps forward in one kernel of a wide grid; product.h has what both directions share.
 #pragma once
 
 #include "product.h"
@@ -8,8 +8,8 @@ namespace {
 
 constexpr int kGateColumns = kGates * kWideColumns;
 
-// Shared memory, in bytes: W_h; sums for the other group; the bias, and what sums are multiplied
-// by.
+// Layout of shared memory, in bytes: W_h; sums for the other warpgroup; the bias, and what sums are
+// multiplied by.
 template <typename T, int kVectors, bool kWhole>
 struct ForwardLayout {
   using Terms = Product<T, kVectors, kWhole, kGateColumns>;
@@ -20,7 +20,7 @@ struct ForwardLayout {
   static constexpr int kBytes = kBias + 2 * kGateColumns * static_cast<int>(sizeof(float));
 };
 
-// W_h into shared memory.
+// Loads W_h into shared memory.
 template <typename T, typename Terms>
 __device__ __forceinline__ void load_weights(const ForwardParams& params, int first_column,
                                              char* shared) {
@@ -59,11 +59,12 @@ __device__ __forceinline__ void load_weights(const ForwardParams& params, int fi
   shared[kGateColumns + threadIdx.x] = has_scale ? params.scales[of_gate] : 1.0f;
 }
 
-// Rows of the batch, all steps of them.
+// All steps of some rows of the batch.
 template <typename S, typename T, int kVectors, bool kWhole>
 struct Forward : Place {
   using Layout = ForwardLayout<T, kVectors, kWhole>;
-  // The kinds of scaled halves, and also those of a cast.
+  // True for the kinds of scaled halves, which autocast's state of float with fp16 products also
+  // has.
   static constexpr bool kMayScale = std::is_same_v<S, float> && std::is_same_v<T, __half>;
 
   __device__ __forceinline__ Forward(const ForwardParams& p, int first_column, char* shared)
@@ -108,12 +109,12 @@ struct Forward : Place {
     }
   }
 
-  // Where the sum of a gate is, of a row and one of the thread's own columns.
+  // The index of the sum of a gate, for a row and one of the thread's own columns.
   static constexpr __device__ int own(int gate, int half, int of) {
     return gate * kSumsOfGate + of / 2 * 4 + half * 2 + of % 2;
   }
 
-  // The input's part, with which sums begin that have no scale.
+  // Loads the input's part of the gates. Sums without scales begin with it.
   __device__ __forceinline__ void load_gates(int step) {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
@@ -143,7 +144,7 @@ struct Forward : Place {
     return sum * bias[kGateColumns + at] * row_scale[half] + (input[gate][half][of] + bias[at]);
   }
 
-  // The terms are the step before's h.
+  // Finds the terms: h of the step before.
   __device__ __forceinline__ void find(int step) {
     const T* h = static_cast<const T*>(step == 0 ? params.h0 : params.exchange) + terms.first;
 #pragma unroll
@@ -152,7 +153,7 @@ struct Forward : Place {
     }
   }
 
-  // Adds the other group's terms.
+  // Adds the sums over the other warpgroup's terms.
   __device__ __forceinline__ void exchange() {
     constexpr int kFours = kSumsOfGate / 8;
     auto four = [&](int of_group, int gate, int of) -> float4& {
@@ -190,11 +191,11 @@ struct Forward : Place {
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int of = 0; of < kOwn; ++of) {
-        i[half][of] = Activations::of_gate(gate_of(0, half, of));
-        o[half][of] = Activations::of_gate(gate_of(1, half, of));
+        i[half][of] = Activations::sigmoid(gate_of(0, half, of));
+        o[half][of] = Activations::sigmoid(gate_of(1, half, of));
         g[half][of] = gate_of(2, half, of);
-        c[half][of] += Activations::of_candidate(g[half][of]) * i[half][of];
-        new_h[half][of] = Activations::of_c(c[half][of]) * o[half][of];
+        c[half][of] += Activations::elu(g[half][of]) * i[half][of];
+        new_h[half][of] = Activations::tanh(c[half][of]) * o[half][of];
       }
       if (is_own(half)) send(step, half, new_h[half]);
     }
@@ -202,7 +203,7 @@ struct Forward : Place {
     if (!is_last) load_gates(step + 1);
     if (!is_last) find(step + 1);
     if (is_own(0)) save(step, 0, i[0], o[0], g[0], new_h[0]);
-    // When the others' are there, about: earlier, they would be asked for once more.
+    // Loads about when the other blocks have sent: earlier loads would have to be repeated.
     if (!is_last) terms.load(0);
     if (is_own(1)) save(step, 1, i[1], o[1], g[1], new_h[1]);
   }
@@ -227,8 +228,8 @@ struct Forward : Place {
       store_own(to + hidden, o);
       store_own(to + 2 * hidden, g);
     }
-    // By then it may have left the L2 cache, and readers would wait for the memory. Four lanes
-    // share what there is of a row.
+    // Prefetches the memory of a later step: by then it may have left the L2 cache, and readers
+    // would wait for memory. Four lanes share the lines of a row.
     if (step + kWideNear >= params.steps) return;
     const uint32_t ahead = row_of(step + kWideNear, half);
     const int first_column = column - kOwn * of_four;
@@ -247,13 +248,13 @@ struct Forward : Place {
   float4* all_sums;
   const float* bias;
   float message_scale;
-  // Of the h that is multiplied.
+  // The scales of the h that is multiplied.
   float row_scale[2];
   float sums[kGates * kSumsOfGate];
   Own input[kGates][2], c[2];
 };
 
-// S is the state's type. Indices are 32 bits wide: longer sequences take another path.
+// S is the state's type. Indices are 32 bits wide; longer sequences take another way.
 template <typename S, typename T, int kVectors, bool kWhole>
 __global__ void __launch_bounds__(kWideThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams params) {
@@ -269,7 +270,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 }
 
 template <typename S, typename T, int kVectors, bool kWhole>
-grid::Status start_wide(const ForwardParams& params, cudaStream_t stream) {
+grid::Status start_forward(const ForwardParams& params, cudaStream_t stream) {
   const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
   return grid::start<forward_kernel<S, T, kVectors, kWhole>, kWideThreads>(
       params, ForwardLayout<T, kVectors, kWhole>::kBytes, params.exchange, size, stream);

@@ -1,6 +1,6 @@
-// What the kernels of a wide grid are made of; grid.h says how blocks share a sequence. A block
+// What the kernels of a wide grid share; grid/params.h says how blocks share a sequence. A block
 // takes kWideRows rows at once, by products of warpgroups: its part of W_h lies in shared memory,
-// and what the other blocks send comes into registers.
+// and what the other blocks send is loaded into registers.
 #pragma once
 
 #include "../../hopper/bulk_copy.h"
@@ -14,7 +14,7 @@ using grid::BackwardParams;
 using grid::ForwardParams;
 
 constexpr int kWideRows = 64;
-// Of h, of a block.
+// Columns of h that a block has.
 constexpr int kWideColumns = 32;
 // Two warpgroups share the terms of the block's sums, and then finish half of the columns each.
 constexpr int kGroupThreads = 4 * kWarp;
@@ -23,16 +23,18 @@ constexpr int kGroupColumns = kWideColumns / 2;
 __device__ __forceinline__ int wide_blocks(int64_t hidden) {
   return (static_cast<int>(hidden) + kWideColumns - 1) / kWideColumns;
 }
-// Of a thread: neighbouring columns in each of two rows.
+// Adjacent columns per thread, in each of its two rows.
 constexpr int kOwn = 4;
 using Own = float[kOwn];
 // Bytes of a row of shared memory, swizzled: 64 terms.
 constexpr int kWideRow = 128;
-// Steps for whose messages and operands there is a place in the L2 cache, also of a state of float.
+// How many steps ahead messages and operands are prefetched: the L2 cache has room for as many,
+// also with a state of float.
 constexpr int kWideNear = 2;
 
-// Named barriers of each warp and the one of the other group that has the same rows: sums are
-// there; the first group's may be overwritten, and the second's.
+// Named barriers, each for a warp and the warp of the other warpgroup that has the same rows.
+// kSent: sums are there. kRead: sums of the first warpgroup may be overwritten, and, four further,
+// those of the second.
 enum : int { kSent = 1, kRead = 5 };
 
 template <typename S>
@@ -43,8 +45,8 @@ __device__ __forceinline__ void store_own(S* to, const Own& values) {
   *reinterpret_cast<Vector<S, kOwn>*>(to) = own;
 }
 
-// One message of four values, which says by its first two whether it is one: two of which all bits
-// are set are sent as another not-a-number.
+// Sends one message of four values. Its first two values tell whether it has been sent: two values
+// whose bits are all ones are replaced by another NaN.
 template <typename T>
 __device__ __forceinline__ void send_own(T* to, const Own& values) {
   constexpr uint32_t kNone = 0xffffffff, kNotANumber = 0x7fffffff;
@@ -56,9 +58,9 @@ __device__ __forceinline__ void send_own(T* to, const Own& values) {
   hopper::store_relaxed_whole(to, words.x, words.y);
 }
 
-// Which column of the block a column of the product is, of those of a gate, for one of the groups,
-// and the other way round. Each group has the columns that it finishes in front, and a thread has
-// neighbours of those.
+// The column of the block that a column of the product belongs to, among the columns of one gate
+// and for one of the warpgroups, and the inverse. In the product each warpgroup has the columns
+// that it finishes first, and each thread has adjacent ones of these.
 __device__ __forceinline__ int column_of(int of_product, int group) {
   const int tile = of_product / 8, of_tile = of_product % 8;
   return kGroupColumns * (group ^ (tile / 2)) + of_tile / 2 * kOwn + tile % 2 * 2 + of_tile % 2;
@@ -68,13 +70,13 @@ __device__ __forceinline__ int product_column_of(int column, int group) {
   return tile * 8 + column % kGroupColumns / kOwn * 2 + column % 2;
 }
 
-// Where a word of a lane's 16 bytes of a span is, in a row: of two products, a lane takes two
-// terms, and two that are 8 behind them.
+// Swizzled shared-memory offset of one mma operand word. A lane's 16 bytes of a span are for two
+// products: of each it takes two terms, and two that are 8 further on.
 __device__ __forceinline__ int place_of(int row, int span, int word, int lane) {
   return row * kWideRow + ((span % 2 * 4 + word) ^ (row % 8)) * 16 + lane * 4;
 }
 
-// A row of W may begin anywhere.
+// Loads 16 bytes of a row of W, which may begin at any address unless `whole`.
 template <typename T>
 __device__ __forceinline__ uint4 load_terms(const T* from, bool whole) {
   if (whole) return *reinterpret_cast<const uint4*>(from);
@@ -84,10 +86,11 @@ __device__ __forceinline__ uint4 load_terms(const T* from, bool whole) {
   return terms;
 }
 
-// Where there are no terms.
+// Zeros to load in place of terms beyond the last one.
 __device__ uint4 wide_zeros;
 
-// What a thread has: of the product rows lane / 4 of its warp's 16, and 8 below.
+// The place of a thread: of the product it has rows lane / 4 of its warp's 16 rows, and the row 8
+// below.
 struct Place {
   __device__ __forceinline__ Place(int64_t hidden_size, int64_t rows, int first_column)
       : hidden(static_cast<int>(hidden_size)), batch(static_cast<int>(rows)) {
@@ -106,17 +109,17 @@ struct Place {
   }
   __device__ __forceinline__ bool is_row(int half) const { return row + 8 * half < batch; }
   __device__ __forceinline__ bool is_own(int half) const { return is_row(half) && column < hidden; }
-  // The row among those of all steps.
+  // The index of a row among those of all steps.
   __device__ __forceinline__ uint32_t row_of(int step, int half) const {
     return static_cast<uint32_t>(step) * batch + row + 8 * half;
   }
-  // One to read from. What is computed for rows that are not there is of another row, and nobody
-  // needs it.
+  // A row to read from. For rows beyond the batch it is another row, and nobody uses what is
+  // computed from it.
   __device__ __forceinline__ uint32_t some_row_of(int step, int half) const {
     return static_cast<uint32_t>(step) * batch + (is_row(half) ? row + 8 * half : any_row);
   }
 
-  // The other group's sums may be written to again.
+  // Lets the other warpgroup overwrite its sums.
   __device__ __forceinline__ void release_other() const {
     hopper::named_barrier_arrive(kRead + (group ^ 1) * 4 + warp, 2 * kWarp);
   }
@@ -131,8 +134,9 @@ struct Place {
   int group, warp, of_four, of_rows, of_block, column, row, any_row;
 };
 
-// The products: a thread has kVectors vectors of 16 bytes of each of its rows, and kWhole says that
-// all of them are there. They are asked for kAtOnce at a time, while those before are multiplied.
+// The products: a thread has kVectors vectors of 16 bytes of each of its two rows; kWhole says that
+// none of them is beyond the last term. They are loaded kAtOnce at a time, while the ones before
+// are multiplied.
 template <typename T, int kVectors, bool kWhole, int kColumns>
 struct Product {
   static constexpr int kAtOnce = 4;
@@ -148,7 +152,8 @@ struct Product {
   }
 
   __device__ __forceinline__ void load(int begin) {
-    // Addresses that were kept for asking once more would be too many.
+    // Computes addresses anew: kept for a repetition of the loads they would take too many
+    // registers.
     int all = vectors;
     hopper::compiler_barrier(all);
 #pragma unroll
@@ -180,20 +185,21 @@ struct Product {
            (weights + static_cast<uint32_t>(offset >> 4));
   }
 
-  // The first are asked for. They may not be there yet, if they are `messages`. Before kAtOnce of
-  // them are multiplied, `prepare` gets the first one's index.
+  // Multiplies all terms, whose first loads are in flight. If they are `messages`, they may not
+  // have been sent yet. Before each kAtOnce vectors are multiplied, prepare(index of the first one)
+  // is called.
   template <typename Sums, typename Prepare>
   __device__ __forceinline__ void multiply(Sums& sums, bool are_messages, const Prepare& prepare) {
     constexpr int kNext = static_cast<int>(hopper::kNextInner<false>) << 4;
 #pragma unroll
     for (int begin = 0; begin < kVectors; begin += kAtOnce) {
       while (__any_sync(kAllLanes, are_messages && is_missing_of(begin))) load(begin);
-      // There are not registers for all vectors at once; those of the products before are free by
-      // now.
+      // There are not enough registers for all vectors at once; waiting for the products before
+      // frees theirs.
       if constexpr (kVectors > 4 * kAtOnce) hopper::wait_for_products<0>();
       if (begin + kAtOnce < kVectors) load(begin + kAtOnce);
       prepare(begin);
-      // Neither would all descriptors at once.
+      // Nor are there registers for all descriptors at once.
       hopper::compiler_barrier(weights);
       hopper::begin_products();
 #pragma unroll
@@ -220,8 +226,8 @@ struct Product {
   uint4 messages[kVectors][2];
 };
 
-// All that a block does. Load brings its part of W_h and what goes with it into shared memory; Rows
-// are rows of the batch.
+// All that a block does. Load brings its part of W_h, and what goes with it, into shared memory;
+// Rows computes some rows of the batch.
 template <typename Rows, typename Params, typename Load>
 __device__ __forceinline__ void run_block(const Params& params, char* shared, const Load& load) {
   const int blocks = wide_blocks(params.hidden), batch = static_cast<int>(params.batch);

@@ -1,7 +1,7 @@
-// How the backward of a wide grid multiplies halves where libtorch allows tf32 (scale_rows.h). The
-// gradients for the gates have any range, and so what each group of a block sends of a row is
-// divided by a power of two of its own. Who multiplies brings a row's messages to one scale first,
-// the largest of them.
+// How the backward pass of a wide grid multiplies fp16 values where libtorch allows tf32
+// (scale_rows.h). Gradients for the gates have any range, and so what each warpgroup of a block
+// sends of a row is divided by a power of two of its own. The receiver first brings a row's
+// messages to one scale, the largest of them.
 #pragma once
 
 #include "../../hopper/convert.h"
@@ -10,24 +10,24 @@
 namespace tch_extension::recurrent::wide_grid {
 namespace {
 
-// Of a row of the batch, what each block sends.
+// Values that each block sends for a row of the batch.
 constexpr int kSentColumns = kGates * kWideColumns;
 static_assert(kWideColumns == grid::kExchangeColumns && kGroupColumns == grid::kColumnsOfScale &&
                   grid::kScaledColumns == 4 * kWideColumns,
               "messages have the room that they need");
 
-// Where it is sent to.
+// The memory of messages and scales.
 struct ScaledMessages {
   explicit __device__ __forceinline__ ScaledMessages(const BackwardParams& params)
       : blocks(wide_blocks(params.hidden)),
         messages(static_cast<__half*>(params.exchange)),
         scales(params.exchange_scales) {}
 
-  // Of a row among those of all steps: [block, gate, column].
+  // The messages of a row among those of all steps: [block, gate, column].
   __device__ __forceinline__ __half* of_row(uint32_t row) const {
     return messages + static_cast<int64_t>(row) * (kSentColumns * blocks);
   }
-  // What its messages were divided by: [four blocks, group, block].
+  // What these messages were divided by: [four blocks, group, block].
   __device__ __forceinline__ float* scale_of(uint32_t row, int block, int group) const {
     const int of_row = (blocks + 3) / 4 * 8;
     return scales + static_cast<int64_t>(row) * of_row + block / 4 * 8 + group * 4 + block % 4;
@@ -43,11 +43,10 @@ struct ScaledMessages {
   float* const scales;
 };
 
-// A power of two that takes numbers of which this is the largest to the upper end of what halves
-// are.
+// The power of two that takes numbers up to `largest` to the upper end of the range of fp16.
 struct MessageScale {
   explicit __device__ __forceinline__ MessageScale(float largest) {
-    // Of which the scale and its inverse are normal.
+    // Exponents for which the scale and its inverse are both normal floats.
     constexpr uint32_t kLeast = 16, kMost = 254, kTop = 14, kBias = 127;
     const uint32_t exponent = min(max(__float_as_uint(largest) >> 23, kLeast), kMost) - kTop;
     bits = largest > 0 ? exponent << 23 : 0;
@@ -58,11 +57,11 @@ struct MessageScale {
   float inverse;
 };
 
-// What a thread multiplies the messages of its two rows by, of so many blocks.
+// The factors by which a thread multiplies the messages of its two rows, from kSenders blocks.
 template <int kSenders, bool kWhole>
 struct ScaleFactors {
-  // Of four lanes that share a row, two read what the first groups sent and two what the second
-  // ones did, and each of the two asks for half of their scales.
+  // Four lanes share a row: two of them read what the first warpgroups sent and two what the second
+  // ones did, and each of the two loads half of the scales.
   __device__ __forceinline__ void find(const ScaledMessages& sent, const Place& place, int half,
                                        uint32_t row) {
     const int first = place.group * kSenders + place.of_four % 2 * 2;
@@ -93,10 +92,10 @@ struct ScaleFactors {
     return largest;
   }
 
-  // The scales are asked for, and may not be there yet.
+  // Waits for the scales, whose loads are in flight, and computes the factors.
   __device__ __forceinline__ void wait() {
     constexpr uint32_t kOne = 0x3f800000;
-    // 2^-24, the least that is a half.
+    // 2^-24, the smallest positive fp16 value.
     constexpr float kLeastHalf = 1.0f / (1 << 24);
     uint32_t largest[2] = {largest_of(0), largest_of(1)};
     while (__any_sync(~0u, max(largest[0], largest[1]) == grid::kUnsent)) {
@@ -111,7 +110,7 @@ struct ScaleFactors {
       most = max(most, __shfl_xor_sync(kAllLanes, most, 1));
       most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
       of_sums[half] = __uint_as_float(most);
-      // What is no half is multiplied in two steps, and negative in each.
+      // A factor that is no fp16 value is applied in two steps, and is negative in each.
       auto factor = [&](uint32_t scale) {
         const float whole = __int_as_float(max(static_cast<int32_t>(scale + kOne - most), 0));
         if (whole >= kLeastHalf) return whole;
@@ -130,12 +129,12 @@ struct ScaleFactors {
     are_in_two = __any_sync(kAllLanes, any_in_two);
   }
 
-  // So many vectors. What is less than 2^-39 of the row's largest becomes zero.
+  // Multiplies kCount vectors. What is less than 2^-39 of the row's largest becomes zero.
   template <int kCount, typename Messages>
   __device__ __forceinline__ void multiply(Messages& messages, int first) const {
     with_each<kCount>(messages, first, [](uint32_t factor) { return factor; });
     if (!are_in_two) return;
-    // -kSecondFactor, or one, twice.
+    // -kSecondFactor, or 1, in both halves of the word.
     constexpr uint32_t kSecond = 0x82008200, kOne = 0x3c003c00;
     with_each<kCount>(messages, first, [](uint32_t factor) {
       return static_cast<int32_t>(factor) < 0 ? kSecond : kOne;
@@ -149,7 +148,8 @@ struct ScaleFactors {
     for (int vector = first; vector < first + kCount; ++vector) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // One of two halves, twice: when it is needed, because all of them would be too many.
+        // One of two factors, in both halves of the word. It is made where it is needed, because
+        // all of them would take too many registers.
         const int sender = vector / kGates;
         const uint32_t both = hopper::repeat_half(of_messages[half][sender / 2], sender % 2 != 0);
         const uint32_t factor = factor_of(both);
@@ -166,9 +166,9 @@ struct ScaleFactors {
 
   int all;
   const float* from[2];
-  // As bits.
+  // The scales as bits.
   uint2 scales[2][kSenders / 4];
-  // Two halves each.
+  // Two fp16 factors each.
   uint32_t of_messages[2][kSenders / 2];
   bool are_in_two;
   float of_sums[2];
