@@ -1,7 +1,7 @@
-// A block stays on its multiprocessor and goes through tiles of the output. One thread loads tiles
-// of lhs and rhs into a ring; two warpgroups take turns in multiplying, each for a tile of its own;
-// meanwhile the other adds the bias to its sums. The bias comes into, and the output leaves from,
-// the same 64 columns in shared memory.
+// A block stays on its multiprocessor and computes one tile of the output after another. One thread
+// loads tiles of lhs and rhs into a ring buffer. Two warpgroups alternate: while one multiplies for
+// its tile, the other adds the bias to the sums of its own. The bias arrives in, and the output
+// leaves from, the same 64 columns in shared memory.
 #include "../hopper/bulk_copy.h"
 #include "../hopper/convert.h"
 #include "../hopper/processors.h"
@@ -47,8 +47,8 @@ struct Params {
   int32_t bias_batch;
 };
 
-// The order of the tiles: up to kBand rows of them are gone through column by column, so that tiles
-// at work at the same time share what they read.
+// The order of the tiles: bands of up to kBand rows of tiles, column by column, so that tiles that
+// are computed at the same time share what they read.
 struct Place {
   int row;
   int column;
@@ -84,7 +84,8 @@ struct Shared {
   uint32_t sums;
 };
 
-// The next place in the ring, and how often it was come round, modulo 2.
+// The next stage of the ring buffer, and the number of its earlier uses modulo 2, which is the
+// parity to wait for.
 struct Stage {
   int index;
   uint32_t round;
@@ -132,7 +133,8 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
                    place.batch * params.bias_batch);
 }
 
-// For one group's tiles: the bias comes, the output goes, and the next bias comes.
+// Moves chunks for one group's tiles: the bias is loaded, the output is stored, and the next bias
+// is loaded.
 [[maybe_unused]] __device__ __forceinline__ void move_chunks(const Params& params,
                                                              const Shared& shared, int group) {
   const int step = kGroups * gridDim.x;
@@ -156,8 +158,9 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
 
 constexpr int kParts = kTile / 64;  // of a group's rows that are multiplied at a time
 
-// All of K for one tile, whose first use of the ring is given. `turn` is the other group's, who may
-// go on as soon as all is started.
+// Multiplies all of K for one tile, whose first use of the ring buffer is given. `turn` is the
+// barrier of the other group, which may start multiplying as soon as this one has started its last
+// product.
 template <typename T, bool kAcross>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared,
                                               uint32_t first_use, uint32_t turn,
@@ -181,14 +184,14 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
       }
     }
     hopper::commit_products();
-    // With the products of this stage under way, those of the last are complete.
+    // While the products of this stage are in flight, those of the stage before are complete.
     hopper::wait_for_products<1>();
     if (step > 0 && lane == 0) hopper::mbarrier_arrive(shared.empty + 8 * before);
     before = stage.index;
   }
   if (lane == 0) hopper::mbarrier_arrive(turn);
   hopper::wait_for_products<0>();
-  // The compiler must not look at the sums before.
+  // The compiler must not read the sums before this point.
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
 #pragma unroll
@@ -197,8 +200,8 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   if (lane == 0) hopper::mbarrier_arrive(shared.empty + 8 * before);
 }
 
-// relu(sum + bias) in place of the bias. Rows of 128 bytes whose eighths are permuted by the row:
-// as bulk copies have it, and without bank conflicts.
+// Writes relu(sum + bias) in place of the bias. In rows of 128 bytes the eighths are permuted by
+// the row: bulk copies swizzle in this way, and it avoids bank conflicts.
 template <typename T>
 __device__ __forceinline__ void add_bias(uint8_t* chunk, int first,
                                          const float (&sum)[kParts][64]) {
@@ -232,7 +235,8 @@ __device__ __forceinline__ void compute(const Params& params, const Shared& shar
   uint32_t first_use = group * params.steps;
   for (int tile = blockIdx.x + group * gridDim.x; tile < params.tiles;
        tile += kGroups * gridDim.x) {
-    // Also for the ring's sake: a phase two rounds ahead looks like one that is over.
+    // This wait protects the ring buffer, too: the parity of a phase that is two rounds ahead looks
+    // like that of one that is over.
     hopper::mbarrier_wait(turns + 8 * group, turn_parity);
     turn_parity ^= 1;
     multiply_tile<T, kAcross>(params, shared, first_use, turns + 8 * (1 - group), sum);
@@ -262,14 +266,14 @@ __device__ __forceinline__ void compute(const Params& params, const Shared& shar
   hopper::fence_for_bulk_copies();
 }
 
-// kAcross: rhs lies in rows along N, not along K.
+// kAcross: the rows of rhs run along N, not along K.
 template <typename T, bool kAcross>
 __device__ __forceinline__ void compute_block(const Params& params) {
   extern __shared__ uint8_t memory[];
   __shared__ Barriers barriers;
   if (threadIdx.x == 0) init(barriers);
   __syncthreads();
-  // The same in all lanes, for the compiler to see.
+  // Shuffled, so that the compiler knows that it is the same in all lanes.
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
   const uint32_t unaligned = hopper::shared_address(memory);
   const uint32_t ring = round_up(unaligned, kAlignment);
@@ -295,8 +299,8 @@ __device__ __forceinline__ void compute_block(const Params& params) {
   }
 }
 
-// Empty where it is not compiled for sm_90a. Then there are no barriers in static shared memory
-// either, by which the host knows.
+// Empty where it is not compiled for sm_90a. Then it has no barriers in static shared memory
+// either, by which the host tells the two apart.
 template <typename T, bool kAcross>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     hopper_product_kernel(const __grid_constant__ Params params) {
@@ -321,7 +325,7 @@ const void* address_of(bool across) {
   return reinterpret_cast<const void*>(kernel_of<T>(across));
 }
 
-// 0 where the current device does not run the kernels.
+// 0 if the current device cannot run the kernels.
 int processors() {
   static hopper::Processors known;
   return known.of_current({address_of<__half>(false), address_of<__half>(true),
@@ -329,8 +333,9 @@ int processors() {
                           kSharedBytes, sizeof(Barriers));
 }
 
-// What bulk copies ask for: multiples of 16 bytes, strides below 2^40 bytes, rows that do not
-// overlap, and matrices some rows apart. All of a batch may be the same.
+// What bulk copies require: addresses at multiples of 16 bytes, strides below 2^40 bytes, rows that
+// do not overlap, and a stride between matrices that is a multiple of rows. All matrices of a batch
+// may be the same one.
 bool is_reachable(const void* data, int64_t width, int64_t neighbour, int64_t row, int64_t batch) {
   constexpr int64_t kLanes = 8;
   constexpr int64_t kMost = int64_t{1} << 38;
@@ -357,12 +362,12 @@ bool fits(const Product& product) {
   constexpr int64_t kMostBatch = 65535;
   if (product.m > kMost || product.n > kMost || product.k > kMost || product.batch > kMostBatch)
     return false;
-  // The ring's uses are counted in 32 bits.
+  // Uses of the ring buffer are counted in 32 bits.
   return tiles_of(product.m) * tiles_of(product.n) <= kMost / product.batch &&
          tiles_of(product) <= kMost / (product.k / kInner + 1);
 }
 
-// Of one operand, or of the output; the box is of 128 bytes by so many rows.
+// Describes an operand or the output; its box is 128 bytes by `rows` rows.
 bool describe(CUtensorMap& map, const Product& product, const void* data, int64_t width,
               int64_t height, int64_t row, int64_t batch, int rows) {
   const int64_t batches = batch == 0 ? 1 : product.batch;

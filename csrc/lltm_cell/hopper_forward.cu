@@ -1,8 +1,9 @@
-// A block stays on its multiprocessor and goes through tiles of 128 rows and 64 hidden columns: its
-// tile of the product has the same columns of all three gates, so that a thread has them side by
-// side and goes on to h' and c'. One thread loads tiles of [h, x], each from where it lies, and of
-// W into a ring; two warpgroups take turns in multiplying, each for a tile of its own; meanwhile
-// the other finishes its cells. c comes into, and c' leaves from, the same place in shared memory.
+// A block stays on its multiprocessor and computes one tile of 128 rows and 64 hidden columns after
+// another. Its tile of the product has the same columns of all three gates, so that a thread has
+// them together and goes on to h' and c'. One thread loads tiles of [h, x], each from its own
+// tensor, and of W into a ring buffer. Two warpgroups alternate: while one multiplies for its tile,
+// the other finishes the cells of its own. c arrives in, and c' leaves from, the same place in
+// shared memory.
 #include "../hopper/bulk_copy.h"
 #include "../hopper/convert.h"
 #include "../hopper/processors.h"
@@ -55,8 +56,8 @@ struct Params {
   int32_t has_output;
 };
 
-// The order of the tiles: up to kBand rows of them are gone through column by column, so that tiles
-// at work at the same time share what they read.
+// The order of the tiles: bands of up to kBand rows of tiles, column by column, so that tiles that
+// are computed at the same time share what they read.
 struct Place {
   int row;
   int column;
@@ -87,7 +88,8 @@ struct Shared {
   float* bias;
 };
 
-// The next place in the ring, and how often it was come round, modulo 2.
+// The next stage of the ring buffer, and the number of its earlier uses modulo 2, which is the
+// parity to wait for.
 struct Stage {
   int index;
   uint32_t round;
@@ -126,8 +128,9 @@ struct Stage {
 
 using Sums = float[kParts][96];
 
-// All of K for one tile, whose first use of the ring is given. `turn` is the other group's, who may
-// go on as soon as all is started.
+// Multiplies all of K for one tile, whose first use of the ring buffer is given. `turn` is the
+// barrier of the other group, which may start multiplying as soon as this one has started its last
+// product.
 template <typename T>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared,
                                               uint32_t first_use, uint32_t turn, Sums& sum) {
@@ -150,14 +153,14 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
       }
     }
     hopper::commit_products();
-    // With the products of this stage under way, those of the last are complete.
+    // While the products of this stage are in flight, those of the stage before are complete.
     hopper::wait_for_products<1>();
     if (step > 0 && is_elected) hopper::mbarrier_arrive(shared.empty + 8 * before);
     before = stage.index;
   }
   if (is_elected) hopper::mbarrier_arrive(turn);
   hopper::wait_for_products<0>();
-  // The compiler must not look at the sums before.
+  // The compiler must not read the sums before this point.
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
 #pragma unroll
@@ -166,14 +169,14 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   if (is_elected) hopper::mbarrier_arrive(shared.empty + 8 * before);
 }
 
-// Of the threads of a group; 0 is __syncthreads'.
+// The barrier of a group's threads; number 0 is __syncthreads'.
 __device__ __forceinline__ void wait_for_group(int group) {
   hopper::named_barrier_sync(1 + group, kGroupThreads);
 }
 
 __device__ __forceinline__ bool is_elected_of_group() { return threadIdx.x % kGroupThreads == 0; }
 
-// In f32, for the columns of a tile: the group waits before it reads.
+// Loads the bias in f32 for the columns of a tile. The group waits before it reads it.
 template <typename T>
 __device__ __forceinline__ void load_bias(const Params& params, const Shared& shared, int column) {
   for (int i = threadIdx.x % kGroupThreads; i < kGates * kColumns; i += kGroupThreads) {
@@ -183,7 +186,7 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
   }
 }
 
-// As soon as the last tile's c' has left.
+// Loads c as soon as c' of the tile before has been stored.
 [[maybe_unused]] __device__ __forceinline__ void load_c(const Params& params, const Shared& shared,
                                                         const Place& place) {
   hopper::wait_for_reads_of_stores();
@@ -191,8 +194,8 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
   hopper::load_box(shared.slots + kSlotBytes, params.c, shared.c, place.column, place.row, 0);
 }
 
-// Where a thread's pair of neighbouring columns lies in a slot, whose rows of 128 bytes have their
-// eighths permuted by the row: as bulk copies have it, and without bank conflicts.
+// Where a thread's pair of adjacent columns lies in a slot. In its rows of 128 bytes the eighths
+// are permuted by the row: bulk copies swizzle in this way, and it avoids bank conflicts.
 struct Pair {
   int index;  // of the first sum
   int bytes;
@@ -208,7 +211,7 @@ struct Pair {
   }
 };
 
-// Calls body(sums, pair) for all that a thread has.
+// Calls body(sums, pair) for all pairs of a thread.
 template <typename Body>
 __device__ __forceinline__ void for_each_pair(Sums& sum, Body&& body) {
 #pragma unroll
@@ -216,7 +219,7 @@ __device__ __forceinline__ void for_each_pair(Sums& sum, Body&& body) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       body(sum[part], Pair(part, i / 2, i % 2));
-      // One after the other: the sums leave no registers for more.
+      // One at a time: the sums leave no registers for more.
       hopper::compiler_barrier();
     }
   }
@@ -227,7 +230,8 @@ __device__ __forceinline__ void put(uint8_t* slot, const Pair& pair, float x, fl
   *reinterpret_cast<uint32_t*>(slot + pair.bytes) = hopper::rounded<T>({x, y});
 }
 
-// c and the sums become c', h' in their slots and [σ(i) | σ(o) | g] in the sums' place.
+// Turns c and the sums into c' and h' in their slots, and the sums themselves into [σ(i) | σ(o) |
+// g].
 template <typename T>
 __device__ __forceinline__ void finish_cells(uint8_t* slots, const float* bias, Sums& sum) {
   using F = Functions<T>;
@@ -259,7 +263,7 @@ __device__ __forceinline__ void put_gate(uint8_t* slot, int gate, Sums& sum) {
   });
 }
 
-// What the group wrote to its slots leaves.
+// Stores what the group wrote to its slots.
 template <typename Store>
 __device__ __forceinline__ void send_off(int group, Store&& store) {
   hopper::fence_for_bulk_copies();
@@ -267,7 +271,7 @@ __device__ __forceinline__ void send_off(int group, Store&& store) {
   if (is_elected_of_group()) store();
 }
 
-// The slots may be written to again.
+// Waits until the slots may be written to again.
 [[maybe_unused]] __device__ __forceinline__ void wait_for_slots(int group) {
   if (is_elected_of_group()) hopper::wait_for_reads_of_stores();
   wait_for_group(group);
@@ -277,7 +281,7 @@ template <typename T>
 __device__ __forceinline__ void finish_tile(const Params& params, const Shared& shared,
                                             uint8_t* slots, const Place& place, int group,
                                             Sums& sum) {
-  // The bias came by other threads.
+  // The bias was loaded by other threads.
   wait_for_group(group);
   finish_cells<T>(slots, shared.bias, sum);
   send_off(group, [&] {
@@ -313,7 +317,8 @@ __device__ __forceinline__ void compute(const Params& params, const Shared& shar
     if (is_elected_of_group()) load_c(params, shared, place);
     __syncwarp();
     load_bias<T>(params, shared, place.column);
-    // Also for the ring's sake: a phase two rounds ahead looks like one that is over.
+    // This wait protects the ring buffer, too: the parity of a phase that is two rounds ahead looks
+    // like that of one that is over.
     hopper::mbarrier_wait(turns + 8 * group, turn_parity);
     turn_parity ^= 1;
     multiply_tile<T>(params, shared, first_use, turns + 8 * (1 - group), sum);
@@ -348,7 +353,7 @@ __device__ __forceinline__ void compute_block(const Params& params) {
   __shared__ float bias[kGroups][kGates * kColumns];
   if (threadIdx.x == 0) init(barriers);
   __syncthreads();
-  // The same in all lanes, for the compiler to see.
+  // Shuffled, so that the compiler knows that it is the same in all lanes.
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
   const uint32_t unaligned = hopper::shared_address(memory);
   const uint32_t ring = round_up(unaligned, kAlignment);
@@ -372,8 +377,8 @@ __device__ __forceinline__ void compute_block(const Params& params) {
   }
 }
 
-// Empty where it is not compiled for sm_90a. Then there are no barriers in static shared memory
-// either, by which the host knows.
+// Empty where it is not compiled for sm_90a. Then it has no barriers in static shared memory
+// either, by which the host tells the two apart.
 template <typename T>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     lltm_cell_hopper_forward_kernel(const __grid_constant__ Params params) {
@@ -387,7 +392,7 @@ Kernel kernel_of(int32_t kind) {
                                    : lltm_cell_hopper_forward_kernel<__nv_bfloat16>;
 }
 
-// 0 where the current device does not run the kernels.
+// 0 if the current device cannot run the kernels.
 int processors() {
   static hopper::Processors known;
   auto address_of = [](int32_t kind) { return reinterpret_cast<const void*>(kernel_of(kind)); };
@@ -395,7 +400,8 @@ int processors() {
                           kSharedBytes, sizeof(Barriers));
 }
 
-// What bulk copies ask for: multiples of 16 bytes, and strides below 2^40 bytes.
+// What bulk copies require: addresses and strides at multiples of 16 bytes, and strides below 2^40
+// bytes.
 bool is_reachable(const void* data, int64_t stride) {
   constexpr int64_t kLanes = 8;
   constexpr int64_t kMost = int64_t{1} << 38;
@@ -410,7 +416,7 @@ bool describe(CUtensorMap& map, const LltmCellFusedForward& cell, const void* da
 bool describe(const LltmCellFusedForward& cell, Params& params) {
   const int64_t hidden = cell.hidden;
   const int64_t columns = hidden + cell.features;
-  // Without features, activations or output, a description that is not used.
+  // Without features, activations or output their maps are not used.
   const bool has_input = cell.features > 0;
   const bool saves = cell.activations != nullptr;
   return describe(params.h, cell, cell.h, hidden, cell.batch, cell.h_stride, kRows) &&
@@ -446,7 +452,7 @@ int64_t tiles(const LltmCellFusedForward& cell) {
   return ceil_div(cell.batch, kRows) * (cell.hidden / kColumns);
 }
 
-// Where it was measured to be: with little of the last round of tiles missing.
+// Where it was measured to be faster: where the last wave of tiles is nearly full.
 bool is_faster(const LltmCellFusedForward& cell) {
   const int64_t room = ceil_div(tiles(cell), processors()) * processors();
   return tiles(cell) * 5 >= room * 4;
