@@ -6,11 +6,11 @@ fn main() {
         .cuda_library("cublasLt")
         .for_hopper("gemm/hopper.cu")
         .for_hopper("lltm/grid_backward.cu")
+        .for_hopper("lltm/grid_backward_plain.cu")
         .for_hopper("lltm/grid_forward.cu")
-        .for_hopper("lltm/grid_plain_backward.cu")
-        .for_hopper("lltm/grid_plain_forward.cu")
-        .for_hopper("lltm/grid_wide_backward.cu")
-        .for_hopper("lltm/grid_wide_forward.cu")
+        .for_hopper("lltm/grid_forward_plain.cu")
+        .for_hopper("lltm/wide_grid_backward.cu")
+        .for_hopper("lltm/wide_grid_forward.cu")
         .for_hopper("lltm_cell/hopper_forward.cu")
         .build_or_exit();
     tch_extension_build::link_args();

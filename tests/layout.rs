@@ -3,8 +3,18 @@
 use std::path::PathBuf;
 
 /// Folders of csrc that hold no operator.
-const SHARED: [&str; 8] =
-    ["include", "amp", "autograd", "library", "cuda", "gemm", "tensor", "testing"];
+const SHARED: [&str; 10] = [
+    "include",
+    "amp",
+    "autograd",
+    "library",
+    "cuda",
+    "gemm",
+    "hopper",
+    "recurrent",
+    "tensor",
+    "testing",
+];
 
 fn root() -> PathBuf {
     // Set by cargo, and by the bundle's script where there is no cargo.

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "tch_extension/kind.h"
+#include "tch_extension/scalar_math.h"
 
 namespace tch_extension::gemm {
 namespace {
@@ -91,7 +92,7 @@ int32_t tile_of(const cublasLtMatmulHeuristicResult_t& proposal) {
 // Of the output.
 int64_t square_tiles(const Key& key) {
   constexpr int64_t kSize = 128;
-  return key.batch * ((key.m + kSize - 1) / kSize) * ((key.n + kSize - 1) / kSize);
+  return key.batch * ceil_div(key.m, kSize) * ceil_div(key.n, kSize);
 }
 
 // The tile that was measured to be faster than the proposed one of the newest kernels for the half

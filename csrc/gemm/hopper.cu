@@ -1,11 +1,14 @@
-// A block stays on its multiprocessor and goes through tiles of the output. One thread loads tiles
-// of lhs and rhs into a ring; two warpgroups take turns in multiplying, each for a tile of its own;
-// meanwhile the other adds the bias to its sums. The bias comes into, and the output leaves from,
-// the same 64 columns in shared memory.
+// A block stays on its multiprocessor and computes one tile of the output after another. One thread
+// loads tiles of lhs and rhs into a ring buffer. Two warpgroups alternate: while one multiplies for
+// its tile, the other adds the bias to the sums of its own. The bias arrives in, and the output
+// leaves from, the same 64 columns in shared memory.
+#include "../hopper/bulk_copy.h"
+#include "../hopper/convert.h"
+#include "../hopper/processors.h"
+#include "../hopper/registers.h"
+#include "../hopper/wgmma.h"
 #include "hopper.h"
-#include "hopper_device.h"
-#include "hopper_ptx.h"
-#include "tensor_map.h"
+#include "tch_extension/scalar_math.h"
 
 namespace tch_extension::gemm {
 namespace {
@@ -44,8 +47,8 @@ struct Params {
   int32_t bias_batch;
 };
 
-// The order of the tiles: up to kBand rows of them are gone through column by column, so that tiles
-// at work at the same time share what they read.
+// The order of the tiles: bands of up to kBand rows of tiles, column by column, so that tiles that
+// are computed at the same time share what they read.
 struct Place {
   int row;
   int column;
@@ -81,7 +84,8 @@ struct Shared {
   uint32_t sums;
 };
 
-// The next place in the ring, and how often it was come round, modulo 2.
+// The next stage of the ring buffer, and the number of its earlier uses modulo 2, which is the
+// parity to wait for.
 struct Stage {
   int index;
   uint32_t round;
@@ -102,20 +106,20 @@ __device__ __forceinline__ void load_factors(const Params& params, const Shared&
     const int lhs_batch = place.batch * params.lhs_batch;
     const int rhs_batch = place.batch * params.rhs_batch;
     for (int step = 0; step < params.steps; ++step, advance(stage)) {
-      barrier_wait(shared.empty + 8 * stage.index, stage.round ^ 1);
+      hopper::mbarrier_wait(shared.empty + 8 * stage.index, stage.round ^ 1);
       const uint32_t full = shared.full + 8 * stage.index;
       const uint32_t lhs = shared.ring + stage.index * 2 * kTileBytes;
       const uint32_t rhs = lhs + kTileBytes;
       const int inner = step * kInner;
-      barrier_arrive_expecting(full, 2 * kTileBytes);
-      load_box(lhs, params.lhs, full, inner, place.row, lhs_batch);
+      hopper::mbarrier_arrive_expecting(full, 2 * kTileBytes);
+      hopper::load_box(lhs, params.lhs, full, inner, place.row, lhs_batch);
       if constexpr (kAcross) {
         for (int part = 0; part < kTile / kBox; ++part) {
-          load_box(rhs + part * kBoxBytes, params.rhs, full, place.column + part * kBox, inner,
-                   rhs_batch);
+          hopper::load_box(rhs + part * kBoxBytes, params.rhs, full, place.column + part * kBox,
+                           inner, rhs_batch);
         }
       } else {
-        load_box(rhs, params.rhs, full, inner, place.column, rhs_batch);
+        hopper::load_box(rhs, params.rhs, full, inner, place.column, rhs_batch);
       }
     }
   }
@@ -124,12 +128,13 @@ __device__ __forceinline__ void load_factors(const Params& params, const Shared&
 __device__ __forceinline__ void load_bias(const Params& params, const Shared& shared, int tile,
                                           int chunk) {
   const Place place(params, tile);
-  barrier_arrive_expecting(shared.bias, kTileBytes);
-  load_box(shared.chunk, params.bias, shared.bias, place.column + chunk * kBox, place.row,
-           place.batch * params.bias_batch);
+  hopper::mbarrier_arrive_expecting(shared.bias, kTileBytes);
+  hopper::load_box(shared.chunk, params.bias, shared.bias, place.column + chunk * kBox, place.row,
+                   place.batch * params.bias_batch);
 }
 
-// For one group's tiles: the bias comes, the output goes, and the next bias comes.
+// Moves chunks for one group's tiles: the bias is loaded, the output is stored, and the next bias
+// is loaded.
 [[maybe_unused]] __device__ __forceinline__ void move_chunks(const Params& params,
                                                              const Shared& shared, int group) {
   const int step = kGroups * gridDim.x;
@@ -139,65 +144,68 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
   for (; tile < params.tiles; tile += step) {
     const Place place(params, tile);
     for (int chunk = 0; chunk < kChunks; ++chunk, parity ^= 1) {
-      barrier_wait(shared.sums, parity);
-      store_box(params.out, shared.chunk, place.column + chunk * kBox, place.row, place.batch);
-      wait_for_reads_of_stores();
+      hopper::mbarrier_wait(shared.sums, parity);
+      hopper::store_box(params.out, shared.chunk, place.column + chunk * kBox, place.row,
+                        place.batch);
+      hopper::wait_for_reads_of_stores();
       const bool is_last = chunk + 1 == kChunks;
       const int next = is_last ? tile + step : tile;
       if (next < params.tiles) load_bias(params, shared, next, is_last ? 0 : chunk + 1);
     }
   }
-  wait_for_stores();
+  hopper::wait_for_stores();
 }
 
 constexpr int kParts = kTile / 64;  // of a group's rows that are multiplied at a time
 
-// All of K for one tile, whose first use of the ring is given. `turn` is the other group's, who may
-// go on as soon as all is started.
+// Multiplies all of K for one tile, whose first use of the ring buffer is given. `turn` is the
+// barrier of the other group, which may start multiplying as soon as this one has started its last
+// product.
 template <typename T, bool kAcross>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared,
                                               uint32_t first_use, uint32_t turn,
                                               float (&sum)[kParts][64]) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % kWarp;
   Stage stage(first_use);
   int before = 0;
   for (int step = 0; step < params.steps; ++step, advance(stage)) {
-    barrier_wait(shared.full + 8 * stage.index, stage.round);
+    hopper::mbarrier_wait(shared.full + 8 * stage.index, stage.round);
     const uint32_t at = shared.ring + stage.index * 2 * kTileBytes;
-    const uint64_t lhs = tile_descriptor<false>(at);
-    const uint64_t rhs = tile_descriptor<kAcross>(at + kTileBytes);
-    begin_products();
+    const uint64_t lhs = hopper::tile_descriptor<false>(at);
+    const uint64_t rhs = hopper::tile_descriptor<kAcross>(at + kTileBytes);
+    hopper::begin_products();
 #pragma unroll
     for (int inner = 0; inner < kInner / 16; ++inner) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        multiply<T, kAcross>(sum[part], lhs + part * (kBoxBytes >> 4) + inner * kNextInner<false>,
-                             rhs + inner * kNextInner<kAcross>, step + inner);
+        hopper::warpgroup_multiply<T, kAcross>(
+            sum[part], lhs + part * (kBoxBytes >> 4) + inner * hopper::kNextInner<false>,
+            rhs + inner * hopper::kNextInner<kAcross>, step + inner);
       }
     }
-    commit_products();
-    // With the products of this stage under way, those of the last are complete.
-    wait_for_products<1>();
-    if (step > 0 && lane == 0) barrier_arrive(shared.empty + 8 * before);
+    hopper::commit_products();
+    // While the products of this stage are in flight, those of the stage before are complete.
+    hopper::wait_for_products<1>();
+    if (step > 0 && lane == 0) hopper::mbarrier_arrive(shared.empty + 8 * before);
     before = stage.index;
   }
-  if (lane == 0) barrier_arrive(turn);
-  wait_for_products<0>();
-  // The compiler must not look at the sums before.
+  if (lane == 0) hopper::mbarrier_arrive(turn);
+  hopper::wait_for_products<0>();
+  // The compiler must not read the sums before this point.
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-    for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(sum[part][i])::"memory");
+    for (int i = 0; i < 64; ++i) hopper::compiler_barrier(sum[part][i]);
   }
-  if (lane == 0) barrier_arrive(shared.empty + 8 * before);
+  if (lane == 0) hopper::mbarrier_arrive(shared.empty + 8 * before);
 }
 
-// relu(sum + bias) in place of the bias. Rows of 128 bytes whose eighths are permuted by the row:
-// as bulk copies have it, and without bank conflicts.
+// Writes relu(sum + bias) in place of the bias. In rows of 128 bytes the eighths are permuted by
+// the row: bulk copies swizzle in this way, and it avoids bank conflicts.
 template <typename T>
 __device__ __forceinline__ void add_bias(uint8_t* chunk, int first,
                                          const float (&sum)[kParts][64]) {
-  const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  const int row = threadIdx.x / kWarp % 4 * 16 + threadIdx.x % kWarp / 4;
   const int column = threadIdx.x % 4 * 4;
   const auto at = [&](int part, int half, int eighth) {
     const int bytes = (part * 64 + half * 8 + row) * 128 + (eighth ^ row % 8) * 16 + column;
@@ -213,8 +221,8 @@ __device__ __forceinline__ void add_bias(uint8_t* chunk, int first,
     const int half = i / 8 % 2;
     const int eighth = i % 8;
     const float* pair = &sum[part][(first + eighth) * 4 + half * 2];
-    const float2 more = as_floats<T>(bias[part][half][eighth]);
-    *at(part, half, eighth) = rounded_relu<T>({pair[0] + more.x, pair[1] + more.y});
+    const float2 more = hopper::as_floats<T>(bias[part][half][eighth]);
+    *at(part, half, eighth) = hopper::rounded_relu<T>({pair[0] + more.x, pair[1] + more.y});
   }
 }
 
@@ -227,71 +235,72 @@ __device__ __forceinline__ void compute(const Params& params, const Shared& shar
   uint32_t first_use = group * params.steps;
   for (int tile = blockIdx.x + group * gridDim.x; tile < params.tiles;
        tile += kGroups * gridDim.x) {
-    // Also for the ring's sake: a phase two rounds ahead looks like one that is over.
-    barrier_wait(turns + 8 * group, turn_parity);
+    // This wait protects the ring buffer, too: the parity of a phase that is two rounds ahead looks
+    // like that of one that is over.
+    hopper::mbarrier_wait(turns + 8 * group, turn_parity);
     turn_parity ^= 1;
     multiply_tile<T, kAcross>(params, shared, first_use, turns + 8 * (1 - group), sum);
     first_use += kGroups * params.steps;
 #pragma unroll
     for (int part = 0; part < kChunks; ++part, bias_parity ^= 1) {
-      barrier_wait(shared.bias, bias_parity);
+      hopper::mbarrier_wait(shared.bias, bias_parity);
       add_bias<T>(chunk, part * 8, sum);
-      fence_for_bulk_copies();
+      hopper::fence_for_bulk_copies();
       __syncwarp();
-      if (threadIdx.x % 32 == 0) barrier_arrive(shared.sums);
+      if (threadIdx.x % kWarp == 0) hopper::mbarrier_arrive(shared.sums);
     }
   }
 }
 
 [[maybe_unused]] __device__ __forceinline__ void init(Barriers& barriers) {
-  constexpr int kWarps = kGroupThreads / 32;
+  constexpr int kWarps = kGroupThreads / kWarp;
   for (int i = 0; i < kStages; ++i) {
-    barrier_init(shared_address(&barriers.full[i]), 1);
-    barrier_init(shared_address(&barriers.empty[i]), kWarps);
+    hopper::mbarrier_init<1>(hopper::shared_address(&barriers.full[i]));
+    hopper::mbarrier_init<kWarps>(hopper::shared_address(&barriers.empty[i]));
   }
   for (int i = 0; i < kGroups; ++i) {
-    barrier_init(shared_address(&barriers.bias[i]), 1);
-    barrier_init(shared_address(&barriers.sums[i]), kWarps);
-    barrier_init(shared_address(&barriers.turn[i]), kWarps);
+    hopper::mbarrier_init<1>(hopper::shared_address(&barriers.bias[i]));
+    hopper::mbarrier_init<kWarps>(hopper::shared_address(&barriers.sums[i]));
+    hopper::mbarrier_init<kWarps>(hopper::shared_address(&barriers.turn[i]));
   }
-  fence_for_bulk_copies();
+  hopper::fence_for_bulk_copies();
 }
 
-// kAcross: rhs lies in rows along N, not along K.
+// kAcross: the rows of rhs run along N, not along K.
 template <typename T, bool kAcross>
 __device__ __forceinline__ void compute_block(const Params& params) {
   extern __shared__ uint8_t memory[];
   __shared__ Barriers barriers;
   if (threadIdx.x == 0) init(barriers);
   __syncthreads();
-  // The same in all lanes, for the compiler to see.
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  const uint32_t unaligned = shared_address(memory);
-  const uint32_t ring = (unaligned + kAlignment - 1) / kAlignment * kAlignment;
+  // Shuffled, so that the compiler knows that it is the same in all lanes.
+  const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
+  const uint32_t unaligned = hopper::shared_address(memory);
+  const uint32_t ring = round_up(unaligned, kAlignment);
   const auto shared = [&](int group) -> Shared {
     return {ring,
-            shared_address(barriers.full),
-            shared_address(barriers.empty),
+            hopper::shared_address(barriers.full),
+            hopper::shared_address(barriers.empty),
             ring + (2 * kStages + group) * kTileBytes,
-            shared_address(&barriers.bias[group]),
-            shared_address(&barriers.sums[group])};
+            hopper::shared_address(&barriers.bias[group]),
+            hopper::shared_address(&barriers.sums[group])};
   };
   if (warp / 4 == 0) {
-    give_registers<40>();
-    const bool is_elected = threadIdx.x % 32 == 0;
+    hopper::give_registers<40>();
+    const bool is_elected = threadIdx.x % kWarp == 0;
     if (warp == 0 && is_elected) load_factors<kAcross>(params, shared(0));
     if (warp > 0 && warp <= kGroups && is_elected) move_chunks(params, shared(warp - 1), warp - 1);
   } else {
-    take_registers<232>();
+    hopper::take_registers<232>();
     const int group = warp / 4 - 1;
     const Shared mine = shared(group);
     compute<T, kAcross>(params, mine, memory + (mine.chunk - unaligned), group,
-                        shared_address(barriers.turn));
+                        hopper::shared_address(barriers.turn));
   }
 }
 
-// Empty where it is not compiled for sm_90a. Then there are no barriers in static shared memory
-// either, by which the host knows.
+// Empty where it is not compiled for sm_90a. Then it has no barriers in static shared memory
+// either, by which the host tells the two apart.
 template <typename T, bool kAcross>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     hopper_product_kernel(const __grid_constant__ Params params) {
@@ -316,16 +325,17 @@ const void* address_of(bool across) {
   return reinterpret_cast<const void*>(kernel_of<T>(across));
 }
 
-// 0 where the current device does not run the kernels.
+// 0 if the current device cannot run the kernels.
 int processors() {
-  static HopperProcessors known;
+  static hopper::Processors known;
   return known.of_current({address_of<__half>(false), address_of<__half>(true),
                            address_of<__nv_bfloat16>(false), address_of<__nv_bfloat16>(true)},
                           kSharedBytes, sizeof(Barriers));
 }
 
-// What bulk copies ask for: multiples of 16 bytes, strides below 2^40 bytes, rows that do not
-// overlap, and matrices some rows apart. All of a batch may be the same.
+// What bulk copies require: addresses at multiples of 16 bytes, strides below 2^40 bytes, rows that
+// do not overlap, and a stride between matrices that is a multiple of rows. All matrices of a batch
+// may be the same one.
 bool is_reachable(const void* data, int64_t width, int64_t neighbour, int64_t row, int64_t batch) {
   constexpr int64_t kLanes = 8;
   constexpr int64_t kMost = int64_t{1} << 38;
@@ -333,7 +343,7 @@ bool is_reachable(const void* data, int64_t width, int64_t neighbour, int64_t ro
          row < kMost && batch % row == 0 && batch < kMost;
 }
 
-int64_t tiles_of(int64_t size) { return (size + kTile - 1) / kTile; }
+int64_t tiles_of(int64_t size) { return ceil_div(size, kTile); }
 
 int64_t tiles_of(const Product& product) {
   return product.batch * tiles_of(product.m) * tiles_of(product.n);
@@ -352,16 +362,17 @@ bool fits(const Product& product) {
   constexpr int64_t kMostBatch = 65535;
   if (product.m > kMost || product.n > kMost || product.k > kMost || product.batch > kMostBatch)
     return false;
-  // The ring's uses are counted in 32 bits.
+  // Uses of the ring buffer are counted in 32 bits.
   return tiles_of(product.m) * tiles_of(product.n) <= kMost / product.batch &&
          tiles_of(product) <= kMost / (product.k / kInner + 1);
 }
 
-// Of one operand, or of the output; the box is of 128 bytes by so many rows.
+// Describes an operand or the output; its box is 128 bytes by `rows` rows.
 bool describe(CUtensorMap& map, const Product& product, const void* data, int64_t width,
               int64_t height, int64_t row, int64_t batch, int rows) {
   const int64_t batches = batch == 0 ? 1 : product.batch;
-  return make_map(map, {product.kind, data, width, height, batches, row, batch}, kBox, rows);
+  return hopper::make_map(map, {product.kind, data, width, height, batches, row, batch}, kBox,
+                          rows);
 }
 
 bool describe(const Product& product, Params& params) {
@@ -405,11 +416,11 @@ bool hopper_product_is_faster(const Product& product) {
 
 bool hopper_product(const Product& product, cudaStream_t stream, LaunchStatus& status) {
   Params params{};
-  if (!bind_context() || !describe(product, params)) return false;
+  if (!hopper::bind_context() || !describe(product, params)) return false;
   params.tiles_m = static_cast<int32_t>(tiles_of(product.m));
   params.tiles_n = static_cast<int32_t>(tiles_of(product.n));
   params.tiles = static_cast<int32_t>(tiles_of(product));
-  params.steps = static_cast<int32_t>((product.k + kInner - 1) / kInner);
+  params.steps = static_cast<int32_t>(ceil_div(product.k, kInner));
   params.lhs_batch = product.lhs.batch != 0;
   params.rhs_batch = product.rhs.batch != 0;
   params.bias_batch = product.bias.batch != 0;

@@ -1,5 +1,6 @@
 // Bound by memory: 16 bytes a thread.
 #include "padded.h"
+#include "tch_extension/scalar_math.h"
 
 namespace tch_extension::gemm {
 namespace {
@@ -111,7 +112,7 @@ constexpr int64_t kNarrow = INT32_MAX / 2;  // up to here, indices of 32 bits do
 template <typename T, bool kPadded>
 void start(const Finish& finish, cudaStream_t stream) {
   const int64_t all = finish.batch * finish.rows * finish.columns;
-  const unsigned int blocks = blocks_for((all + kLanesOf16Bytes<T> - 1) / kLanesOf16Bytes<T>);
+  const unsigned int blocks = blocks_for(ceil_div(all, kLanesOf16Bytes<T>));
   if (all < kNarrow) {
     finish_product_kernel<T, uint32_t, kPadded><<<blocks, kThreads, 0, stream>>>(finish, all);
   } else {

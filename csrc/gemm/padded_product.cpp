@@ -13,6 +13,7 @@
 #include "padded.h"
 #include "plan.h"
 #include "tch_extension/kind.h"
+#include "tch_extension/scalar_math.h"
 
 namespace tch_extension::gemm {
 namespace {
@@ -55,7 +56,7 @@ struct Sizes {
 
 Sizes padded_sizes(const Product& product) {
   const int64_t lanes = kBytes / element_size(product);
-  const auto padded = [&](int64_t size) { return (size + lanes - 1) / lanes * lanes; };
+  const auto padded = [&](int64_t size) { return round_up(size, lanes); };
   const bool lhs_by_columns = product.k > 1 && product.lhs.column != 1;
   const bool rhs_by_columns = product.n > 1 && product.rhs.column != 1;
   const bool is_k_outer = lhs_by_columns && !rhs_by_columns;
@@ -117,7 +118,7 @@ class Scratch {
   int64_t add(int64_t bytes) {
     constexpr int64_t kAlignment = 256;
     const int64_t at = bytes_;
-    bytes_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    bytes_ += round_up(bytes, kAlignment);
     return at;
   }
   void allocate() {

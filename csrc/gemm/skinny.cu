@@ -19,13 +19,13 @@ __device__ __forceinline__ C warp_sums(const C (&values)[kValues]) {
     for (int i = 0; i < kValues / 2; ++i) {
       const C even = values[2 * i];
       const C odd = values[2 * i + 1];
-      half[i] = (is_odd ? odd : even) + __shfl_xor_sync(~0u, is_odd ? even : odd, kStep);
+      half[i] = (is_odd ? odd : even) + __shfl_xor_sync(kAllLanes, is_odd ? even : odd, kStep);
     }
     return warp_sums<kValues / 2, 2 * kStep>(half);
   } else {
     C sum = values[0];
 #pragma unroll
-    for (int step = kStep; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    for (int step = kStep; step < kWarp; step *= 2) sum += __shfl_xor_sync(kAllLanes, sum, step);
     return sum;
   }
 }
@@ -152,7 +152,7 @@ template <typename T, int kShorts, int kLanes, int kRows>
 __global__ void __launch_bounds__(kMostTeam) skinny_rows_kernel(Skinny skinny) {
   using C = Compute<T>;
   constexpr int kValues = kRows * kShorts;
-  __shared__ C parts[kMostTeam / 32][kValues];
+  __shared__ C parts[kMostTeam / kWarp][kValues];
   const int member = threadIdx.x;
   const int64_t first = (static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y) * kRows;
   const int64_t row = first + member / kShorts;
@@ -164,10 +164,10 @@ __global__ void __launch_bounds__(kMostTeam) skinny_rows_kernel(Skinny skinny) {
   sums.add(skinny, skinny.few_is == Few::kCopied ? copy_few<T>(skinny) : nullptr, first, member,
            blockDim.x);
   C total = warp_sums(sums.sum);
-  const int warps = blockDim.x / 32;
+  const int warps = blockDim.x / kWarp;
   if (warps > 1) {
     const int first_warp = threadIdx.y * warps;
-    if (member % 32 < kValues) parts[first_warp + member / 32][member % 32] = total;
+    if (member % kWarp < kValues) parts[first_warp + member / kWarp][member % kWarp] = total;
     __syncthreads();
     if (member < kValues) {
       total = 0;
@@ -232,7 +232,7 @@ template <typename T, int kShorts, int kLanes, int kRows>
 void start_teams(const Skinny& skinny, int64_t batch, int team, cudaStream_t stream) {
   int teams = team < kThreads ? kThreads / team : 1;
   while (teams > 1 && teams / 2 * kRows >= skinny.rows) teams /= 2;
-  const dim3 blocks(static_cast<unsigned int>(over(skinny.rows, teams * kRows)), 1,
+  const dim3 blocks(static_cast<unsigned int>(ceil_div(skinny.rows, teams * kRows)), 1,
                     static_cast<unsigned int>(batch));
   const size_t copied =
       skinny.few_is == Few::kCopied ? skinny.shorts * skinny.inner * sizeof(T) : 0;
@@ -250,7 +250,7 @@ void start_rows_by(Skinny skinny, int64_t batch, cudaStream_t stream) {
   constexpr int64_t kManyTeams = 132 * 4;
   if (kLanes > 1) skinny.few_is = few_of<T>(skinny, kLanes);
   const int64_t rows = skinny.rows * batch;
-  const int64_t teams = over(skinny.rows, kManyRows) * batch;
+  const int64_t teams = ceil_div(skinny.rows, kManyRows) * batch;
   int team = 32;
   const auto is_long = [&] {
     return team < kMostTeam && team * 2 * kSteps * kLanes <= skinny.inner;

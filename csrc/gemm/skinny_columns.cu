@@ -73,18 +73,18 @@ __global__ void __launch_bounds__(kColumnThreads) skinny_columns_kernel(Skinny s
     for (int lane = 0; lane < kLanes; ++lane) {
 #pragma unroll
       for (int step = 16; step >= kAcross; step /= 2)
-        sum[s][lane] += __shfl_xor_sync(~0u, sum[s][lane], step);
+        sum[s][lane] += __shfl_xor_sync(kAllLanes, sum[s][lane], step);
     }
   }
-  const int warps = blockDim.x / 32;
-  __shared__ C parts[kColumnThreads / 32][kShorts][kTile];
+  const int warps = blockDim.x / kWarp;
+  __shared__ C parts[kColumnThreads / kWarp][kShorts][kTile];
   __shared__ C block[kShorts][kTile];
-  if (threadIdx.x % 32 < kAcross) {
+  if (threadIdx.x % kWarp < kAcross) {
 #pragma unroll
     for (int s = 0; s < kShorts; ++s) {
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane)
-        parts[threadIdx.x / 32][s][across * kLanes + lane] = sum[s][lane];
+        parts[threadIdx.x / kWarp][s][across * kLanes + lane] = sum[s][lane];
     }
   }
   __syncthreads();
@@ -142,7 +142,7 @@ bool has_clusters() {
 template <typename T, int kShorts, int kLanes>
 void start_columns_by(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
   constexpr int kAcross = kLanes > 1 ? 4 : 32;
-  const int64_t tiles = over(skinny.rows, kAcross * kLanes);
+  const int64_t tiles = ceil_div(skinny.rows, kAcross * kLanes);
   // A thread has as much of K as it loads at a time, if a block has the threads for that; then the
   // cluster has more blocks, as long as there are multiprocessors for them, until a thread has
   // about kSteps.

@@ -3,6 +3,7 @@
 
 #include "product.h"
 #include "tch_extension/launch.h"
+#include "tch_extension/scalar_math.h"
 
 namespace tch_extension::gemm {
 
@@ -56,8 +57,6 @@ bool is_even(const Skinny::Factor& factor, int64_t stride, int lanes = kLanesOf1
   return reinterpret_cast<uintptr_t>(factor.data) % (lanes * sizeof(T)) == 0 &&
          stride % lanes == 0 && factor.batch % lanes == 0;
 }
-
-inline int64_t over(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
 // Vectors of K for a thread; it has fewer than twice as many, except in the largest team.
 constexpr int64_t kSteps = 8;

@@ -1,4 +1,5 @@
 #include "small.h"
+#include "tch_extension/scalar_math.h"
 
 namespace tch_extension::gemm {
 namespace {
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) small_product_kernel(Product product
   static_cast<T*>(product.out)[row * n + first_column + my_column] = static_cast<T>(sum);
 }
 
-int64_t tiles(int64_t size) { return (size + kTile - 1) / kTile; }
+int64_t tiles(int64_t size) { return ceil_div(size, kTile); }
 
 }  // namespace
 

@@ -1,6 +1,7 @@
 // What the backward's kernels share.
 #pragma once
 
+#include "../hopper/dependent_launch.h"
 #include "row_team.h"
 
 namespace tch_extension {
@@ -64,11 +65,7 @@ __device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLane
 }
 
 // Lets the kernel behind take its place already.
-__device__ __forceinline__ void let_the_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
+__device__ __forceinline__ void let_the_next_kernel_start() { hopper::allow_next_kernel(); }
 
 // Whether kLanes values can be loaded at a time. Null counts as aligned.
 template <typename T, int kLanes>

@@ -2,6 +2,7 @@
 // block's memory, and sums over all of them.
 #pragma once
 
+#include "../hopper/cluster.h"
 #include "row_team.h"
 
 namespace tch_extension {
@@ -29,17 +30,9 @@ __device__ __forceinline__ Columns columns_of_block(int64_t columns, int lanes, 
   return mine;
 }
 
-__device__ __forceinline__ void arrive_at_cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-}
+__device__ __forceinline__ void arrive_at_cluster_barrier() { hopper::cluster_arrive(); }
 
-__device__ __forceinline__ void wait_at_cluster_barrier() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-}
+__device__ __forceinline__ void wait_at_cluster_barrier() { hopper::cluster_wait(); }
 
 __device__ __forceinline__ void cluster_barrier() {
   arrive_at_cluster_barrier();
@@ -50,10 +43,7 @@ __device__ __forceinline__ void cluster_barrier() {
 template <typename C>
 __device__ __forceinline__ void store_in_block(Pair<C>* place, int block, Pair<C> value) {
 #if __CUDA_ARCH__ >= 900
-  const uint64_t here = reinterpret_cast<uint64_t>(place);
-  uint64_t there;
-  asm volatile("mapa.u64 %0, %1, %2;" : "=l"(there) : "l"(here), "r"(block));
-  *reinterpret_cast<Pair<C>*>(there) = value;
+  *hopper::in_block(place, block) = value;
 #endif
 }
 

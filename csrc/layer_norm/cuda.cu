@@ -2,6 +2,7 @@
 
 #include <atomic>
 
+#include "../hopper/dependent_launch.h"
 #include "backward.h"
 
 namespace tch_extension {
@@ -11,11 +12,7 @@ constexpr int kGroups = 16;
 
 // Started while the kernel before may still run: all of that must be there first. Every thread
 // waits, also those without work, so that no kernel ends before the one that it was started behind.
-__device__ __forceinline__ void wait_for_the_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
+__device__ __forceinline__ void wait_for_the_kernel_before() { hopper::wait_for_previous_kernel(); }
 
 // As a tree: the shorter the sums, the less is lost.
 template <typename C>

@@ -22,9 +22,7 @@ const char* start_layer_norm_backward_few(const LayerNormBackward& params, cudaS
 
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kMostThreads = 512;
-constexpr unsigned int kAllLanes = 0xffffffffu;
 
 // How many of a row's values a thread of the backward keeps, so that four arrays of them, of the
 // compute kind, fit in the 128 registers of a thread in the largest block;

@@ -1,23 +1,27 @@
-// The backward of the grid in half kinds.
+// LLTM by a grid, backward, with products in half kinds: which kernel is compiled for which size.
+#include "../recurrent/cells/lltm_cuda.h"
+#include "../recurrent/grid/backward.h"
+#include "kernels.h"
 
-#include "grid_backward.h"
-
-namespace tch_extension {
+namespace tch_extension::lltm {
 namespace {
+
+using namespace recurrent;
 
 struct GridBackward {
   template <typename S, typename T, int... kOf>
-  static GridStatus start_of(const LltmGridBackward& params, cudaStream_t stream) {
+  static grid::Status start_of(const grid::BackwardParams& params, cudaStream_t stream) {
     if constexpr (std::is_same_v<S, float> && std::is_same_v<T, __half>) {
       if (params.scales != nullptr)
-        return start_backward<S, GridProductScaled<kOf...>>(params, stream);
+        return grid::start_backward<LltmOnCuda, S, grid::ScaledProduct<kOf...>>(params, stream);
     }
-    return start_backward<S, GridProduct<T, kOf...>>(params, stream);
+    return grid::start_backward<LltmOnCuda, S, grid::HalfProduct<T, kOf...>>(params, stream);
   }
 
-  // With as many vectors of a row for each lane, or more.
+  // The kernel with at least this many vectors of a row for each lane.
   template <typename S, typename T>
-  static GridStatus start(const LltmGridBackward& params, int64_t vectors, cudaStream_t stream) {
+  static grid::Status start(const grid::BackwardParams& params, int64_t vectors,
+                            cudaStream_t stream) {
     if (params.columns == 32) {
       if (vectors <= 6) return start_of<S, T, 2, 6, 0, 6, 3>(params, stream);
       if (vectors <= 9) return start_of<S, T, 2, 9, 9, 9, 3>(params, stream);
@@ -33,13 +37,13 @@ struct GridBackward {
 };
 
 }  // namespace
-}  // namespace tch_extension
 
-// `fits` as in the forward.
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(
-    const LltmGridBackward* params, bool* fits, cudaStream_t stream) {
-  using namespace tch_extension;
-  const GridCall<GridBackward, LltmGridBackward> call{*params, kGates * params->hidden, fits,
-                                                      stream};
+// `fits` is described in kernels.h.
+extern "C" LaunchStatus tch_extension_lltm_grid_backward_cuda(const grid::BackwardParams* params,
+                                                              bool* fits, cudaStream_t stream) {
+  const grid::Call<GridBackward, grid::BackwardParams> call{*params, kGates * params->hidden, fits,
+                                                            stream};
   return {"lltm_grid_backward", for_kinds(params->kind, params->product_kind, call)};
 }
+
+}  // namespace tch_extension::lltm

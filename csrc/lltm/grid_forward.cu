@@ -1,20 +1,25 @@
-// The forward of the grid in half kinds.
+// LLTM by a grid, forward, with products in half kinds: which kernel is compiled for which size.
+#include "../recurrent/cells/lltm_cuda.h"
+#include "../recurrent/grid/forward.h"
+#include "kernels.h"
 
-#include "grid_forward.h"
-
-namespace tch_extension {
+namespace tch_extension::lltm {
 namespace {
+
+using namespace recurrent;
 
 struct GridForward {
   template <typename S, int kColumns, typename T, int kVectors, int kShared, int kGroup>
-  static GridStatus start_of(const LltmGridForward& params, cudaStream_t stream) {
-    return start_forward<S, kColumns, GridProductForward<T, kColumns, kVectors, kShared, kGroup>>(
+  static grid::Status start_of(const grid::ForwardParams& params, cudaStream_t stream) {
+    return grid::start_forward<LltmOnCuda, S, kColumns,
+                               grid::HalfForwardProduct<T, kColumns, kVectors, kShared, kGroup>>(
         params, stream);
   }
 
-  // With as many vectors of a row for each lane, or more.
+  // The kernel with at least this many vectors of a row for each lane.
   template <typename S, typename T>
-  static GridStatus start(const LltmGridForward& params, int64_t vectors, cudaStream_t stream) {
+  static grid::Status start(const grid::ForwardParams& params, int64_t vectors,
+                            cudaStream_t stream) {
     if (params.columns == 32) {
       if (vectors <= 2) return start_of<S, 32, T, 2, 0, 2>(params, stream);
       if (vectors <= 3) return start_of<S, 32, T, 3, 0, 3>(params, stream);
@@ -30,21 +35,18 @@ struct GridForward {
 };
 
 }  // namespace
-}  // namespace tch_extension
 
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(
-    const LltmGridForward* params, bool* fits, cudaStream_t stream) {
-  using namespace tch_extension;
-  const GridCall<GridForward, LltmGridForward> call{*params, params->hidden, fits, stream};
+extern "C" LaunchStatus tch_extension_lltm_grid_forward_cuda(const grid::ForwardParams* params,
+                                                             bool* fits, cudaStream_t stream) {
+  const grid::Call<GridForward, grid::ForwardParams> call{*params, params->hidden, fits, stream};
   return {"lltm_grid_forward", for_kinds(params->kind, params->product_kind, call)};
 }
 
-// Of the current device, which `device` has to be: how many blocks run at the same time; 0 where
-// the kernels cannot.
+// For the current device, which has to be `device`: how many blocks run at the same time; 0 where
+// the kernels cannot run.
 extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* blocks) {
-  using namespace tch_extension;
-  using Product = GridProductForward<__half, 32, 4, 12, 2>;
-  constexpr auto kLargest = lltm_grid_forward<__half, Product, 32>;
+  using Product = grid::HalfForwardProduct<__half, 32, 4, 12, 2>;
+  constexpr auto kLargest = grid::forward_kernel<LltmOnCuda, __half, Product, 32>;
   int major = 0, cooperative = 0, processors = 0, of_one = 0;
   *blocks = 0;
   cudaError_t error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -53,22 +55,26 @@ extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* b
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  // Measured nowhere else.
+  // Other GPUs were not measured.
   if (major != 9 || cooperative == 0) return nullptr;
   cudaFuncAttributes code = {};
   error = cudaFuncGetAttributes(&code, kLargest);
-  // What is compiled for any other architecture than Hopper's own is empty, and without its bias.
+  // Compiled for any other architecture than Hopper's own, the kernel is empty and has no bias in
+  // shared memory.
   if (error == cudaSuccess && code.sharedSizeBytes == 0) return nullptr;
   if (error == cudaSuccess) error = allow<kLargest>();
-  constexpr size_t kBytes = GridLayout<Product, 32>::kState;
+  constexpr size_t kBytes = grid::ForwardLayout<Product, 32>::kState;
   if (error == cudaSuccess) {
-    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kLargest, kGridThreads, kBytes);
+    error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&of_one, kLargest, grid::kGridThreads,
+                                                          kBytes);
   }
   if (error == cudaSuccess) {
     *blocks = of_one > 0 ? processors : 0;
     return nullptr;
   }
-  // Whoever looks for a failure of a launch must not find one of a question.
+  // Clear this query's error before the next launch check.
   (void)cudaGetLastError();
   return nullptr;
 }
+
+}  // namespace tch_extension::lltm

@@ -1,25 +1,11 @@
 // What the gates of a cell go through, on CUDA.
 #pragma once
 
+#include "../hopper/approximate.h"
 #include "tch_extension/launch.h"
 #include "tch_extension/scalar_math.h"
 
 namespace tch_extension {
-
-// The hardware's instructions as they are: what CUDA C++ has for them takes care of denormal
-// numbers, too, with four times as many.
-__device__ __forceinline__ float fast_exp(float x) {
-  constexpr float kLog2OfE = 1.4426950408889634f;
-  float result;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x * kLog2OfE));
-  return result;
-}
-
-__device__ __forceinline__ float fast_reciprocal(float x) {
-  float result;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-  return result;
-}
 
 // The functions of the cell, in the precision that values of type T are stored in. For the half
 // kinds, which keep 11 digits at most, the hardware's exponential does: its error, and that of the
@@ -31,21 +17,22 @@ struct Functions {
   static constexpr bool kIsHalf = sizeof(T) == 2;
 
   static __device__ __forceinline__ C sigmoid(C x) {
-    if constexpr (kIsHalf) return fast_reciprocal(1.0f + fast_exp(-x));
+    if constexpr (kIsHalf) return hopper::fast_reciprocal(1.0f + hopper::fast_exp(-x));
     return tch_extension::sigmoid(x);
   }
 
   static __device__ __forceinline__ C elu(C x) {
     if constexpr (kIsHalf) {
       // Near 0, where exp(x) - 1 would lose digits, the series.
-      const C below = x > -0.03f ? x * (1.0f + x * (0.5f + x * (1.0f / 6.0f))) : fast_exp(x) - 1.0f;
+      const C below =
+          x > -0.03f ? x * (1.0f + x * (0.5f + x * (1.0f / 6.0f))) : hopper::fast_exp(x) - 1.0f;
       return x > 0.0f ? x : below;
     }
     return tch_extension::elu(x);
   }
 
   static __device__ __forceinline__ C elu_grad(C x) {
-    if constexpr (kIsHalf) return x > 0.0f ? 1.0f : fast_exp(x);
+    if constexpr (kIsHalf) return x > 0.0f ? 1.0f : hopper::fast_exp(x);
     return tch_extension::elu_grad(x);
   }
 
@@ -53,7 +40,9 @@ struct Functions {
     if constexpr (kIsHalf) {
       const C square = x * x;
       const C near = x * (1.0f + square * (-1.0f / 3.0f + square * (2.0f / 15.0f)));
-      return square < 0.0025f ? near : 1.0f - 2.0f * fast_reciprocal(1.0f + fast_exp(2.0f * x));
+      return square < 0.0025f
+                 ? near
+                 : 1.0f - 2.0f * hopper::fast_reciprocal(1.0f + hopper::fast_exp(2.0f * x));
     }
     return std::tanh(x);
   }

@@ -4,7 +4,6 @@
 
 #include <cstddef>
 
-#include "fused.h"
 #include "lltm_cell.h"
 #include "tch_extension/cuda_vector.h"
 #include "tch_extension/launch.h"

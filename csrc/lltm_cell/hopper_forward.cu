@@ -1,18 +1,19 @@
-// A block stays on its multiprocessor and goes through tiles of 128 rows and 64 hidden columns: its
-// tile of the product has the same columns of all three gates, so that a thread has them side by
-// side and goes on to h' and c'. One thread loads tiles of [h, x], each from where it lies, and of
-// W into a ring; two warpgroups take turns in multiplying, each for a tile of its own; meanwhile
-// the other finishes its cells. c comes into, and c' leaves from, the same place in shared memory.
-#include "../gemm/hopper_device.h"
-#include "../gemm/hopper_ptx.h"
-#include "../gemm/tensor_map.h"
+// A block stays on its multiprocessor and computes one tile of 128 rows and 64 hidden columns after
+// another. Its tile of the product has the same columns of all three gates, so that a thread has
+// them together and goes on to h' and c'. One thread loads tiles of [h, x], each from its own
+// tensor, and of W into a ring buffer. Two warpgroups alternate: while one multiplies for its tile,
+// the other finishes the cells of its own. c arrives in, and c' leaves from, the same place in
+// shared memory.
+#include "../hopper/bulk_copy.h"
+#include "../hopper/convert.h"
+#include "../hopper/processors.h"
+#include "../hopper/registers.h"
+#include "../hopper/wgmma.h"
 #include "functions.h"
 #include "lltm_cell.h"
 
 namespace tch_extension {
 namespace {
-
-using namespace gemm;
 
 constexpr int kGates = 3;
 constexpr int kRows = 128;
@@ -55,8 +56,8 @@ struct Params {
   int32_t has_output;
 };
 
-// The order of the tiles: up to kBand rows of them are gone through column by column, so that tiles
-// at work at the same time share what they read.
+// The order of the tiles: bands of up to kBand rows of tiles, column by column, so that tiles that
+// are computed at the same time share what they read.
 struct Place {
   int row;
   int column;
@@ -87,7 +88,8 @@ struct Shared {
   float* bias;
 };
 
-// The next place in the ring, and how often it was come round, modulo 2.
+// The next stage of the ring buffer, and the number of its earlier uses modulo 2, which is the
+// parity to wait for.
 struct Stage {
   int index;
   uint32_t round;
@@ -106,18 +108,19 @@ struct Stage {
   for (int tile = blockIdx.x; tile < params.tiles; tile += gridDim.x) {
     const Place place(params, tile);
     for (int step = 0; step < params.steps; ++step, advance(stage)) {
-      barrier_wait(shared.empty + 8 * stage.index, stage.round ^ 1);
+      hopper::mbarrier_wait(shared.empty + 8 * stage.index, stage.round ^ 1);
       const uint32_t full = shared.full + 8 * stage.index;
       const uint32_t lhs = shared.ring + stage.index * kStageBytes;
-      barrier_arrive_expecting(full, kStageBytes);
+      hopper::mbarrier_arrive_expecting(full, kStageBytes);
       if (step < params.steps_of_h) {
-        load_box(lhs, params.h, full, step * kInner, place.row, 0);
+        hopper::load_box(lhs, params.h, full, step * kInner, place.row, 0);
       } else {
-        load_box(lhs, params.input, full, (step - params.steps_of_h) * kInner, place.row, 0);
+        hopper::load_box(lhs, params.input, full, (step - params.steps_of_h) * kInner, place.row,
+                         0);
       }
       for (int gate = 0; gate < kGates; ++gate) {
-        load_box(lhs + (kParts + gate) * kBoxBytes, params.weight, full, step * kInner,
-                 gate * params.hidden + place.column, 0);
+        hopper::load_box(lhs + (kParts + gate) * kBoxBytes, params.weight, full, step * kInner,
+                         gate * params.hidden + place.column, 0);
       }
     }
   }
@@ -125,53 +128,55 @@ struct Stage {
 
 using Sums = float[kParts][96];
 
-// All of K for one tile, whose first use of the ring is given. `turn` is the other group's, who may
-// go on as soon as all is started.
+// Multiplies all of K for one tile, whose first use of the ring buffer is given. `turn` is the
+// barrier of the other group, which may start multiplying as soon as this one has started its last
+// product.
 template <typename T>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared,
                                               uint32_t first_use, uint32_t turn, Sums& sum) {
-  const bool is_elected = threadIdx.x % 32 == 0;
+  const bool is_elected = threadIdx.x % kWarp == 0;
   Stage stage(first_use);
   int before = 0;
   for (int step = 0; step < params.steps; ++step, advance(stage)) {
-    barrier_wait(shared.full + 8 * stage.index, stage.round);
+    hopper::mbarrier_wait(shared.full + 8 * stage.index, stage.round);
     const uint32_t at = shared.ring + stage.index * kStageBytes;
-    const uint64_t lhs = tile_descriptor<false>(at);
-    const uint64_t rhs = tile_descriptor<false>(at + kParts * kBoxBytes);
-    begin_products();
+    const uint64_t lhs = hopper::tile_descriptor<false>(at);
+    const uint64_t rhs = hopper::tile_descriptor<false>(at + kParts * kBoxBytes);
+    hopper::begin_products();
 #pragma unroll
     for (int inner = 0; inner < kInner / 16; ++inner) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        multiply<T>(sum[part], lhs + part * (kBoxBytes >> 4) + inner * kNextInner<false>,
-                    rhs + inner * kNextInner<false>, step + inner);
+        hopper::warpgroup_multiply<T>(
+            sum[part], lhs + part * (kBoxBytes >> 4) + inner * hopper::kNextInner<false>,
+            rhs + inner * hopper::kNextInner<false>, step + inner);
       }
     }
-    commit_products();
-    // With the products of this stage under way, those of the last are complete.
-    wait_for_products<1>();
-    if (step > 0 && is_elected) barrier_arrive(shared.empty + 8 * before);
+    hopper::commit_products();
+    // While the products of this stage are in flight, those of the stage before are complete.
+    hopper::wait_for_products<1>();
+    if (step > 0 && is_elected) hopper::mbarrier_arrive(shared.empty + 8 * before);
     before = stage.index;
   }
-  if (is_elected) barrier_arrive(turn);
-  wait_for_products<0>();
-  // The compiler must not look at the sums before.
+  if (is_elected) hopper::mbarrier_arrive(turn);
+  hopper::wait_for_products<0>();
+  // The compiler must not read the sums before this point.
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-    for (int i = 0; i < 96; ++i) asm volatile("" : "+f"(sum[part][i])::"memory");
+    for (int i = 0; i < 96; ++i) hopper::compiler_barrier(sum[part][i]);
   }
-  if (is_elected) barrier_arrive(shared.empty + 8 * before);
+  if (is_elected) hopper::mbarrier_arrive(shared.empty + 8 * before);
 }
 
-// Of the threads of a group; 0 is __syncthreads'.
+// The barrier of a group's threads; number 0 is __syncthreads'.
 __device__ __forceinline__ void wait_for_group(int group) {
-  asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(kGroupThreads) : "memory");
+  hopper::named_barrier_sync(1 + group, kGroupThreads);
 }
 
 __device__ __forceinline__ bool is_elected_of_group() { return threadIdx.x % kGroupThreads == 0; }
 
-// In f32, for the columns of a tile: the group waits before it reads.
+// Loads the bias in f32 for the columns of a tile. The group waits before it reads it.
 template <typename T>
 __device__ __forceinline__ void load_bias(const Params& params, const Shared& shared, int column) {
   for (int i = threadIdx.x % kGroupThreads; i < kGates * kColumns; i += kGroupThreads) {
@@ -181,24 +186,24 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
   }
 }
 
-// As soon as the last tile's c' has left.
+// Loads c as soon as c' of the tile before has been stored.
 [[maybe_unused]] __device__ __forceinline__ void load_c(const Params& params, const Shared& shared,
                                                         const Place& place) {
-  wait_for_reads_of_stores();
-  barrier_arrive_expecting(shared.c, kSlotBytes);
-  load_box(shared.slots + kSlotBytes, params.c, shared.c, place.column, place.row, 0);
+  hopper::wait_for_reads_of_stores();
+  hopper::mbarrier_arrive_expecting(shared.c, kSlotBytes);
+  hopper::load_box(shared.slots + kSlotBytes, params.c, shared.c, place.column, place.row, 0);
 }
 
-// Where a thread's pair of neighbouring columns lies in a slot, whose rows of 128 bytes have their
-// eighths permuted by the row: as bulk copies have it, and without bank conflicts.
+// Where a thread's pair of adjacent columns lies in a slot. In its rows of 128 bytes the eighths
+// are permuted by the row: bulk copies swizzle in this way, and it avoids bank conflicts.
 struct Pair {
   int index;  // of the first sum
   int bytes;
   int column;
 
   __device__ __forceinline__ Pair(int part, int eighth, int half) {
-    const int lane = threadIdx.x % 32;
-    const int row = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const int lane = threadIdx.x % kWarp;
+    const int row = threadIdx.x / kWarp % 4 * 16 + lane / 4;
     const int first = row * 128 + row % 8 * 16 + lane % 4 * 4;
     index = eighth * 4 + half * 2;
     bytes = (first ^ eighth * 16) + part * kBoxBytes + half * 8 * 128;
@@ -206,7 +211,7 @@ struct Pair {
   }
 };
 
-// Calls body(sums, pair) for all that a thread has.
+// Calls body(sums, pair) for all pairs of a thread.
 template <typename Body>
 __device__ __forceinline__ void for_each_pair(Sums& sum, Body&& body) {
 #pragma unroll
@@ -214,24 +219,25 @@ __device__ __forceinline__ void for_each_pair(Sums& sum, Body&& body) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       body(sum[part], Pair(part, i / 2, i % 2));
-      // One after the other: the sums leave no registers for more.
-      asm volatile("" ::: "memory");
+      // One at a time: the sums leave no registers for more.
+      hopper::compiler_barrier();
     }
   }
 }
 
 template <typename T>
 __device__ __forceinline__ void put(uint8_t* slot, const Pair& pair, float x, float y) {
-  *reinterpret_cast<uint32_t*>(slot + pair.bytes) = rounded<T>({x, y});
+  *reinterpret_cast<uint32_t*>(slot + pair.bytes) = hopper::rounded<T>({x, y});
 }
 
-// c and the sums become c', h' in their slots and [σ(i) | σ(o) | g] in the sums' place.
+// Turns c and the sums into c' and h' in their slots, and the sums themselves into [σ(i) | σ(o) |
+// g].
 template <typename T>
 __device__ __forceinline__ void finish_cells(uint8_t* slots, const float* bias, Sums& sum) {
   using F = Functions<T>;
   for_each_pair(sum, [&](float (&gates)[96], const Pair& pair) {
     const float2 c =
-        as_floats<T>(*reinterpret_cast<const uint32_t*>(slots + kSlotBytes + pair.bytes));
+        hopper::as_floats<T>(*reinterpret_cast<const uint32_t*>(slots + kSlotBytes + pair.bytes));
     float new_h[2];
     float new_c[2] = {c.x, c.y};
 #pragma unroll
@@ -257,17 +263,17 @@ __device__ __forceinline__ void put_gate(uint8_t* slot, int gate, Sums& sum) {
   });
 }
 
-// What the group wrote to its slots leaves.
+// Stores what the group wrote to its slots.
 template <typename Store>
 __device__ __forceinline__ void send_off(int group, Store&& store) {
-  fence_for_bulk_copies();
+  hopper::fence_for_bulk_copies();
   wait_for_group(group);
   if (is_elected_of_group()) store();
 }
 
-// The slots may be written to again.
+// Waits until the slots may be written to again.
 [[maybe_unused]] __device__ __forceinline__ void wait_for_slots(int group) {
-  if (is_elected_of_group()) wait_for_reads_of_stores();
+  if (is_elected_of_group()) hopper::wait_for_reads_of_stores();
   wait_for_group(group);
 }
 
@@ -275,18 +281,19 @@ template <typename T>
 __device__ __forceinline__ void finish_tile(const Params& params, const Shared& shared,
                                             uint8_t* slots, const Place& place, int group,
                                             Sums& sum) {
-  // The bias came by other threads.
+  // The bias was loaded by other threads.
   wait_for_group(group);
   finish_cells<T>(slots, shared.bias, sum);
   send_off(group, [&] {
-    store_box(params.new_h, shared.slots, place.column, place.row, 0);
-    store_box(params.new_c, shared.slots + kSlotBytes, place.column, place.row, 0);
-    if (params.has_output) store_box(params.output, shared.slots, place.column, place.row, 0);
+    hopper::store_box(params.new_h, shared.slots, place.column, place.row, 0);
+    hopper::store_box(params.new_c, shared.slots + kSlotBytes, place.column, place.row, 0);
+    if (params.has_output)
+      hopper::store_box(params.output, shared.slots, place.column, place.row, 0);
   });
   if (!params.save_activations) return;
   const auto store_gate = [&](int gate, int slot) {
-    store_box(params.activations, shared.slots + slot * kSlotBytes,
-              gate * params.hidden + place.column, place.row, 0);
+    hopper::store_box(params.activations, shared.slots + slot * kSlotBytes,
+                      gate * params.hidden + place.column, place.row, 0);
   };
   wait_for_slots(group);
   put_gate<T>(slots, 0, sum);
@@ -310,32 +317,33 @@ __device__ __forceinline__ void compute(const Params& params, const Shared& shar
     if (is_elected_of_group()) load_c(params, shared, place);
     __syncwarp();
     load_bias<T>(params, shared, place.column);
-    // Also for the ring's sake: a phase two rounds ahead looks like one that is over.
-    barrier_wait(turns + 8 * group, turn_parity);
+    // This wait protects the ring buffer, too: the parity of a phase that is two rounds ahead looks
+    // like that of one that is over.
+    hopper::mbarrier_wait(turns + 8 * group, turn_parity);
     turn_parity ^= 1;
     multiply_tile<T>(params, shared, first_use, turns + 8 * (1 - group), sum);
     first_use += kGroups * params.steps;
-    barrier_wait(shared.c, c_parity);
+    hopper::mbarrier_wait(shared.c, c_parity);
     c_parity ^= 1;
     finish_tile<T>(params, shared, slots, place, group, sum);
   }
   if (is_elected_of_group()) {
-    wait_for_reads_of_stores();
-    wait_for_stores();
+    hopper::wait_for_reads_of_stores();
+    hopper::wait_for_stores();
   }
 }
 
 [[maybe_unused]] __device__ __forceinline__ void init(Barriers& barriers) {
-  constexpr int kWarps = kGroupThreads / 32;
+  constexpr int kWarps = kGroupThreads / kWarp;
   for (int i = 0; i < kStages; ++i) {
-    barrier_init(shared_address(&barriers.full[i]), 1);
-    barrier_init(shared_address(&barriers.empty[i]), kWarps);
+    hopper::mbarrier_init<1>(hopper::shared_address(&barriers.full[i]));
+    hopper::mbarrier_init<kWarps>(hopper::shared_address(&barriers.empty[i]));
   }
   for (int i = 0; i < kGroups; ++i) {
-    barrier_init(shared_address(&barriers.c[i]), 1);
-    barrier_init(shared_address(&barriers.turn[i]), kWarps);
+    hopper::mbarrier_init<1>(hopper::shared_address(&barriers.c[i]));
+    hopper::mbarrier_init<kWarps>(hopper::shared_address(&barriers.turn[i]));
   }
-  fence_for_bulk_copies();
+  hopper::fence_for_bulk_copies();
 }
 
 template <typename T>
@@ -345,32 +353,32 @@ __device__ __forceinline__ void compute_block(const Params& params) {
   __shared__ float bias[kGroups][kGates * kColumns];
   if (threadIdx.x == 0) init(barriers);
   __syncthreads();
-  // The same in all lanes, for the compiler to see.
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
-  const uint32_t unaligned = shared_address(memory);
-  const uint32_t ring = (unaligned + kAlignment - 1) / kAlignment * kAlignment;
+  // Shuffled, so that the compiler knows that it is the same in all lanes.
+  const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
+  const uint32_t unaligned = hopper::shared_address(memory);
+  const uint32_t ring = round_up(unaligned, kAlignment);
   const auto shared = [&](int group) -> Shared {
     return {ring,
-            shared_address(barriers.full),
-            shared_address(barriers.empty),
+            hopper::shared_address(barriers.full),
+            hopper::shared_address(barriers.empty),
             ring + kStages * kStageBytes + group * kSlots * kSlotBytes,
-            shared_address(&barriers.c[group]),
+            hopper::shared_address(&barriers.c[group]),
             bias[group]};
   };
   if (warp / 4 == 0) {
-    give_registers<40>();
+    hopper::give_registers<40>();
     if (threadIdx.x == 0) load_factors(params, shared(0));
   } else {
-    take_registers<232>();
+    hopper::take_registers<232>();
     const int group = warp / 4 - 1;
     const Shared mine = shared(group);
     compute<T>(params, mine, memory + (mine.slots - unaligned), group,
-               shared_address(barriers.turn));
+               hopper::shared_address(barriers.turn));
   }
 }
 
-// Empty where it is not compiled for sm_90a. Then there are no barriers in static shared memory
-// either, by which the host knows.
+// Empty where it is not compiled for sm_90a. Then it has no barriers in static shared memory
+// either, by which the host tells the two apart.
 template <typename T>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     lltm_cell_hopper_forward_kernel(const __grid_constant__ Params params) {
@@ -384,15 +392,16 @@ Kernel kernel_of(int32_t kind) {
                                    : lltm_cell_hopper_forward_kernel<__nv_bfloat16>;
 }
 
-// 0 where the current device does not run the kernels.
+// 0 if the current device cannot run the kernels.
 int processors() {
-  static HopperProcessors known;
+  static hopper::Processors known;
   auto address_of = [](int32_t kind) { return reinterpret_cast<const void*>(kernel_of(kind)); };
   return known.of_current({address_of(kTchExtensionHalf), address_of(kTchExtensionBFloat16)},
                           kSharedBytes, sizeof(Barriers));
 }
 
-// What bulk copies ask for: multiples of 16 bytes, and strides below 2^40 bytes.
+// What bulk copies require: addresses and strides at multiples of 16 bytes, and strides below 2^40
+// bytes.
 bool is_reachable(const void* data, int64_t stride) {
   constexpr int64_t kLanes = 8;
   constexpr int64_t kMost = int64_t{1} << 38;
@@ -401,13 +410,13 @@ bool is_reachable(const void* data, int64_t stride) {
 
 bool describe(CUtensorMap& map, const LltmCellFusedForward& cell, const void* data, int64_t width,
               int64_t height, int64_t stride, int rows) {
-  return make_map(map, {cell.kind, data, width, height, 1, stride, stride}, 64, rows);
+  return hopper::make_map(map, {cell.kind, data, width, height, 1, stride, stride}, 64, rows);
 }
 
 bool describe(const LltmCellFusedForward& cell, Params& params) {
   const int64_t hidden = cell.hidden;
   const int64_t columns = hidden + cell.features;
-  // Without features, activations or output, a description that is not used.
+  // Without features, activations or output their maps are not used.
   const bool has_input = cell.features > 0;
   const bool saves = cell.activations != nullptr;
   return describe(params.h, cell, cell.h, hidden, cell.batch, cell.h_stride, kRows) &&
@@ -423,8 +432,6 @@ bool describe(const LltmCellFusedForward& cell, Params& params) {
          (!saves || describe(params.activations, cell, cell.activations, kGates * hidden,
                              cell.batch, kGates * hidden, kRows));
 }
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 bool can(const LltmCellFusedForward& cell) {
   const bool is_half = cell.kind == kTchExtensionHalf || cell.kind == kTchExtensionBFloat16;
@@ -445,7 +452,7 @@ int64_t tiles(const LltmCellFusedForward& cell) {
   return ceil_div(cell.batch, kRows) * (cell.hidden / kColumns);
 }
 
-// Where it was measured to be: with little of the last round of tiles missing.
+// Where it was measured to be faster: where the last wave of tiles is nearly full.
 bool is_faster(const LltmCellFusedForward& cell) {
   const int64_t room = ceil_div(tiles(cell), processors()) * processors();
   return tiles(cell) * 5 >= room * 4;
@@ -453,7 +460,7 @@ bool is_faster(const LltmCellFusedForward& cell) {
 
 bool start(const LltmCellFusedForward& cell, cudaStream_t stream) {
   Params params{};
-  if (!bind_context() || !describe(cell, params)) return false;
+  if (!hopper::bind_context() || !describe(cell, params)) return false;
   params.bias = cell.bias;
   params.hidden = static_cast<int32_t>(cell.hidden);
   params.tiles_m = static_cast<int32_t>(ceil_div(cell.batch, kRows));

@@ -364,7 +364,7 @@ mod tests {
         let folder =
             std::env::temp_dir().join(format!("tch-extension-racecheck-{}", std::process::id()));
         let of_grid =
-            "=========     and Read access at tch_extension::parts() in grid_product.h:313";
+            "=========     and Read access at tch_extension::recurrent::grid::sum() in product.h:9";
         let other = "========= Error: Write access at tch_extension::sums() in cuda.cu:3";
         for (tool, finding, is_good) in [
             ("racecheck", of_grid, true),

@@ -216,7 +216,7 @@ sanitize_one() {
 # (docs/lab/methods.md). The groups of warps in lltm's grid kernels are ordered by bar.arrive, so
 # racecheck's findings there are left out. The probe that delays warps checks those kernels with
 # barriers that the tool knows.
-unknown_to_racecheck=' in grid_[a-z_]+\.(h|cu):[0-9]+'
+unknown_to_racecheck='tch_extension::recurrent::(wide_)?grid::'
 
 # Counts the lines of a tool's findings that name a kernel matching the pattern.
 findings() {

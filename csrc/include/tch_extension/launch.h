@@ -65,7 +65,12 @@ struct ComputeOf<__nv_bfloat16> {
 template <typename T>
 using Compute = typename ComputeOf<T>::type;
 
+// Threads per block, unless a kernel asks for another number.
 constexpr int kThreads = 256;
+
+// The lanes of a warp, and the mask for shuffles and votes in which all of them take part.
+constexpr int kWarp = 32;
+constexpr unsigned int kAllLanes = 0xffffffffu;
 
 // The number of blocks for `items` pieces of work, one per thread. If that exceeds CUDA's limit,
 // the kernel needs a grid-stride loop for the rest.

@@ -17,6 +17,19 @@
 
 namespace tch_extension {
 
+// How many pieces of size b cover a, for integers a >= 0 and b > 0. The result has the wider type
+// of the two.
+template <typename A, typename B>
+TCH_EXTENSION_HOST_DEVICE constexpr auto ceil_div(A a, B b) {
+  return (a + b - 1) / b;
+}
+
+// The least multiple of b that is at least a.
+template <typename A, typename B>
+TCH_EXTENSION_HOST_DEVICE constexpr auto round_up(A a, B b) {
+  return (a + b - 1) / b * b;
+}
+
 template <typename T>
 TCH_EXTENSION_HOST_DEVICE T sigmoid(T x) {
   using std::exp;

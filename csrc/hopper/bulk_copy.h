@@ -1,0 +1,48 @@
+// The copies of the tensor memory accelerator (TMA): whole boxes of a matrix between global and
+// shared memory, described by a tensor map (tensor_map.h). One thread starts them.
+#pragma once
+
+#include <cuda.h>
+
+#include "barrier.h"
+
+namespace tch_extension::hopper {
+
+// Makes visible to bulk copies and to warpgroup products what ordinary stores wrote to shared
+// memory, and mbarriers that were initialized.
+__device__ __forceinline__ void fence_for_bulk_copies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+// Loads the box at (x, y, batch), where x is the dimension of neighbours in memory. What is outside
+// of the matrix becomes zeros. The bytes are counted at the mbarrier.
+__device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, uint32_t barrier,
+                                         int x, int y, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
+      "%3, %4}], "
+      "[%5];" ::"r"(to),
+      "l"(&map), "r"(x), "r"(y), "r"(batch), "r"(barrier)
+      : "memory");
+}
+
+// Stores the box at (x, y, batch). What is outside of the matrix is left out.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, int x, int y,
+                                          int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+      "r"(from), "r"(x), "r"(y), "r"(batch)
+      : "memory");
+}
+
+// Waits until the shared memory that this thread's stores read from may be written to again.
+__device__ __forceinline__ void wait_for_reads_of_stores() {
+  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// Waits until this thread's stores are complete.
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+}  // namespace tch_extension::hopper

@@ -1,0 +1,58 @@
+// LLTM by a grid, forward, in float and double as they are: which kernel is compiled for which
+// size.
+#include "../recurrent/cells/lltm_cuda.h"
+#include "../recurrent/grid/forward.h"
+#include "../recurrent/grid/plain.h"
+#include "kernels.h"
+
+namespace tch_extension::lltm {
+namespace {
+
+using namespace recurrent;
+
+struct GridPlainForward {
+  template <typename T, int kColumns, int kVectors, int kHeld>
+  static grid::Status start_of(const grid::ForwardParams& params, cudaStream_t stream) {
+    using Product =
+        grid::PlainProduct<T, kGates * kColumns / 2, kVectors, kHeld, kVectors, kVectors>;
+    return grid::start_forward<LltmOnCuda, T, kColumns, Product>(params, stream);
+  }
+
+  // The kernel with at least this many vectors of a row for each lane. Few columns are for few
+  // rows: then there are enough blocks, and none waits long for a product.
+  template <typename, typename T>
+  static grid::Status start(const grid::ForwardParams& params, int64_t vectors,
+                            cudaStream_t stream) {
+    // Sums in double leave less room for weights in shared memory.
+    constexpr int kHeldOfMost = sizeof(T) == 8 ? 12 : 6;
+    switch (params.columns) {
+      case 4:
+        if (vectors <= 2) return start_of<T, 4, 2, 2>(params, stream);
+        if (vectors <= 4) return start_of<T, 4, 4, 4>(params, stream);
+        break;
+      case 6:
+        if (vectors <= 6) return start_of<T, 6, 6, 6>(params, stream);
+        break;
+      case 16:
+        if (vectors <= 1) return start_of<T, 16, 1, 3>(params, stream);
+        if (vectors <= 2) return start_of<T, 16, 2, 6>(params, stream);
+        if (vectors <= 4) return start_of<T, 16, 4, 12>(params, stream);
+        if (vectors <= 6) return start_of<T, 16, 6, 10>(params, stream);
+        if (vectors <= 8) return start_of<T, 16, 8, kHeldOfMost>(params, stream);
+        break;
+    }
+    return {true, kNoKernel};
+  }
+};
+
+}  // namespace
+
+// `fits` is described in kernels.h.
+extern "C" LaunchStatus tch_extension_lltm_grid_plain_forward_cuda(
+    const grid::ForwardParams* params, bool* fits, cudaStream_t stream) {
+  const grid::Call<GridPlainForward, grid::ForwardParams, true> call{*params, params->hidden, fits,
+                                                                     stream};
+  return {"lltm_grid_plain_forward", for_kinds(params->kind, params->product_kind, call)};
+}
+
+}  // namespace tch_extension::lltm

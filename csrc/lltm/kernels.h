@@ -1,0 +1,55 @@
+// The kernels of LLTM's sequences, each in the file that has its name, and how they are called:
+// with their parameters and the stream.
+#pragma once
+
+#include "../recurrent/cpu/params.h"
+#include "../recurrent/step/params.h"
+
+extern "C" {
+
+void tch_extension_lltm_step_forward_cpu(
+    const tch_extension::recurrent::step::ForwardParams*) noexcept;
+void tch_extension_lltm_step_backward_cpu(
+    const tch_extension::recurrent::step::BackwardParams*) noexcept;
+void tch_extension_lltm_packed_forward_cpu(
+    const tch_extension::recurrent::cpu::ForwardParams*) noexcept;
+void tch_extension_lltm_packed_backward_cpu(
+    const tch_extension::recurrent::cpu::BackwardParams*) noexcept;
+}
+
+#if defined(TCH_EXTENSION_CUDA) || defined(__CUDACC__)
+#include "../recurrent/cluster/params.h"
+#include "../recurrent/grid/params.h"
+#include "../recurrent/scale_rows.h"
+#include "tch_extension/launch.h"
+
+extern "C" {
+
+tch_extension::LaunchStatus tch_extension_lltm_step_forward_cuda(
+    const tch_extension::recurrent::step::ForwardParams*, cudaStream_t);
+tch_extension::LaunchStatus tch_extension_lltm_step_backward_cuda(
+    const tch_extension::recurrent::step::BackwardParams*, cudaStream_t);
+
+tch_extension::LaunchStatus tch_extension_lltm_scale_rows_cuda(
+    const tch_extension::recurrent::ScaleRows*, cudaStream_t);
+
+tch_extension::LaunchStatus tch_extension_lltm_persistent_forward_cuda(
+    const tch_extension::recurrent::cluster::ForwardParams*, cudaStream_t);
+tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cuda(
+    const tch_extension::recurrent::cluster::BackwardParams*, cudaStream_t);
+
+// `fits` becomes false where not all blocks can run at the same time: then no kernel was started.
+tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(
+    const tch_extension::recurrent::grid::ForwardParams*, bool* fits, cudaStream_t);
+tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(
+    const tch_extension::recurrent::grid::BackwardParams*, bool* fits, cudaStream_t);
+tch_extension::LaunchStatus tch_extension_lltm_grid_plain_forward_cuda(
+    const tch_extension::recurrent::grid::ForwardParams*, bool* fits, cudaStream_t);
+tch_extension::LaunchStatus tch_extension_lltm_grid_plain_backward_cuda(
+    const tch_extension::recurrent::grid::BackwardParams*, bool* fits, cudaStream_t);
+tch_extension::LaunchStatus tch_extension_lltm_grid_wide_forward_cuda(
+    const tch_extension::recurrent::grid::ForwardParams*, bool* fits, cudaStream_t);
+tch_extension::LaunchStatus tch_extension_lltm_grid_wide_backward_cuda(
+    const tch_extension::recurrent::grid::BackwardParams*, bool* fits, cudaStream_t);
+}
+#endif

@@ -1,0 +1,36 @@
+// What a cell's functions on the CPU take: vectors of neighbouring columns of one row, and where in
+// memory the rest is. cell.h describes what a cell is.
+#pragma once
+
+#include "../../lltm_cell/cpu_pointwise.h"
+#include "tch_extension/cpu.h"
+
+namespace tch_extension::recurrent {
+inline namespace CPU_CAPABILITY {
+
+// Where a step reads and writes `count` neighbouring columns of a row. From one of several values
+// of a column to the next are `hidden` values.
+template <typename T>
+struct ForwardPlace {
+  const T* state;  // before the step
+  T* new_h;
+  T* new_state;  // not written where the state is h
+  T* saved;      // null if nobody needs it
+  int64_t hidden;
+  int64_t count;
+};
+
+template <typename T>
+struct BackwardPlace {
+  const T* saved;
+  const T* state;      // before the step; null unless the cell needs it
+  const T* new_state;  // after it
+  T* grad_state;       // for the state after the step, and then for the one before
+  T* grad_gates;       // for what the product with W_h is added to
+  T* grad_separate;    // for the input's part of the separate gates; null without any
+  int64_t hidden;
+  int64_t count;
+};
+
+}  // namespace CPU_CAPABILITY
+}  // namespace tch_extension::recurrent

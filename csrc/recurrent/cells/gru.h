@@ -1,0 +1,17 @@
+// What is a GRU's: its gates are [r | z | n], as torch.nn.GRU's, and what is saved of them is
+// [r | z | n | hn], the first three after their activations, hn = h W_hnᵀ + b_hn. cell.h has the
+// formulas.
+#pragma once
+
+namespace tch_extension::recurrent {
+
+struct Gru {
+  static constexpr int kGates = 3;
+  static constexpr int kSaved = 4;
+  static constexpr int kActivated = 4;
+  static constexpr int kSeparate = 1;
+  static constexpr bool kStateIsH = true;
+  static constexpr bool kNeedsPreviousState = true;
+};
+
+}  // namespace tch_extension::recurrent

@@ -1,0 +1,19 @@
+// What is LLTM's: its number of gates. They are [i | o | g], and what is saved of them is
+// [σ(i) | σ(o) | g]. cell.h describes what a cell is.
+#pragma once
+
+namespace tch_extension::recurrent {
+
+struct Lltm {
+  static constexpr int kGates = 3;
+  static constexpr int kSaved = 3;
+  static constexpr int kActivated = 2;
+  static constexpr int kSeparate = 0;
+  static constexpr bool kStateIsH = false;
+  static constexpr bool kNeedsPreviousState = false;
+};
+
+// For grid and wide_grid, whose memory is laid out for this number of gates.
+constexpr int kGates = Lltm::kGates;
+
+}  // namespace tch_extension::recurrent

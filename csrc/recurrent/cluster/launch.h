@@ -1,0 +1,54 @@
+// Launches of clusters, and the padded size that a kernel is compiled for.
+#pragma once
+
+#include "../launch.h"
+#include "place.h"
+#include "tch_extension/scalar_math.h"
+
+namespace tch_extension::recurrent::cluster {
+namespace {
+
+// H', the padded hidden size that a kernel is compiled for; 0 if there is none for this hidden size
+// and number of blocks.
+inline int padded_size(int64_t hidden, int32_t cluster) {
+  if (cluster != 8 && cluster != 16) return 0;
+  if (hidden <= 128) return cluster == 8 ? 128 : 0;
+  if (hidden <= 256) return 256;
+  if (hidden <= 512) return 512;
+  return cluster == 16 && hidden <= 768 ? 768 : 0;
+}
+
+struct Launch {
+  Launch(int threads, int bytes, int32_t cluster, int64_t clusters, cudaStream_t stream) {
+    config.gridDim = dim3(static_cast<unsigned int>(clusters * cluster));
+    config.blockDim = dim3(static_cast<unsigned int>(threads));
+    config.dynamicSmemBytes = static_cast<size_t>(bytes);
+    config.stream = stream;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = static_cast<unsigned int>(cluster);
+    attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+  }
+  Launch(const Launch&) = delete;
+  Launch& operator=(const Launch&) = delete;
+
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attribute = {};
+};
+
+template <auto kKernel, typename Product, typename Params>
+const char* start_clusters(const Params& params, int bytes, cudaStream_t stream) {
+  cudaError_t error = allow<kKernel>();
+  if (error == cudaSuccess) {
+    const int64_t clusters = ceil_div(params.batch, kRows);
+    const Launch launch(Product::kThreads, bytes, Product::kCluster, clusters, stream);
+    error = cudaLaunchKernelEx(&launch.config, kKernel, params);
+  }
+  // Also clears this launch's error before the next launch check.
+  const LaunchStatus status = launch_status("");
+  return error == cudaSuccess ? status.error : cudaGetErrorString(error);
+}
+
+}  // namespace
+}  // namespace tch_extension::recurrent::cluster

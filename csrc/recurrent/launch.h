@@ -1,0 +1,63 @@
+// What the launches of the kernels that keep W_h on the chip share: limits that a kernel has to be
+// given once, and the choice of the types that it is compiled for.
+#pragma once
+
+#include <atomic>
+
+#include "tch_extension/launch.h"
+
+namespace tch_extension::recurrent {
+namespace {
+
+// For this many devices the answers of queries are cached.
+constexpr int kDevices = 64;
+
+// Lets the kernel use all the shared memory that a block can have, and clusters of more than the 8
+// blocks that every GPU supports. These limits belong to the kernel, not to the launch: a limit set
+// for a small launch would make a large launch fail that another thread is about to start.
+// Therefore they are set once for each kernel and device, to the maximum.
+template <auto kKernel>
+cudaError_t allow() {
+  static std::atomic<bool> is_allowed[kDevices];
+  int device = 0;
+  int most = 0;
+  cudaFuncAttributes code = {};
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  if (device < kDevices && is_allowed[device].load(std::memory_order_acquire)) return cudaSuccess;
+  const auto function = reinterpret_cast<const void*>(kKernel);
+  error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (error == cudaSuccess) error = cudaFuncGetAttributes(&code, function);
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 most - static_cast<int>(code.sharedSizeBytes));
+  }
+  if (error == cudaSuccess) {
+    error = cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
+  if (error == cudaSuccess && device < kDevices)
+    is_allowed[device].store(true, std::memory_order_release);
+  return error;
+}
+
+// Calls body.run<S, T>() for the kinds of state and product that there are.
+template <typename Body>
+const char* for_kinds(int32_t state, int32_t product, const Body& body) {
+  const char* error = "internal error: no persistent kernel for these kinds";
+  const bool both = state == product;
+  if (!both && state != kTchExtensionFloat) return error;
+  for_kind(product, [&](auto type) {
+    using T = typename decltype(type)::type;
+    if (both) {
+      error = body.template run<T, T>();
+    } else if constexpr (sizeof(T) == 2) {
+      error = body.template run<float, T>();
+    }
+  });
+  return error;
+}
+
+constexpr const char* kNoKernel = "internal error: no persistent kernel for this plan";
+
+}  // namespace
+}  // namespace tch_extension::recurrent

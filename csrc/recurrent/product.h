@@ -1,0 +1,16 @@
+// Products over all steps at once.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace tch_extension::recurrent {
+
+// lhs rhs, plus a bias [N] on each row if there is one, all of one kind: [M, K] and [K, N] of any
+// strides.
+//
+// Calls libtorch's own products. For float on the CPU that may be oneDNN's: MKL, which `mm` calls,
+// reaches half the rate on processors that are not Intel's: 209 GFLOP/s versus 464, on two cores of
+// an EPYC.
+at::Tensor product(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor* bias);
+
+}  // namespace tch_extension::recurrent

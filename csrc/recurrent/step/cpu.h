@@ -1,0 +1,88 @@
+// One step on the CPU, after its product or, backward, before it. The batch is spread over threads.
+#pragma once
+
+#include <algorithm>
+
+#include "../cells/cpu.h"
+#include "../cpu/kinds.h"
+#include "params.h"
+
+namespace tch_extension::recurrent::step {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+template <typename Params>
+int64_t rows(const Params& params) {
+  return params.batch;
+}
+
+template <typename Params>
+int64_t rows_of_a_thread(const Params& params) {
+  constexpr int64_t kElements = 2048;
+  return std::max<int64_t>(1, kElements / std::max<int64_t>(1, params.hidden));
+}
+
+template <typename Cell, typename T>
+void forward_vector(const ForwardParams& params, int64_t row, int64_t column, int64_t count) {
+  static_assert(Cell::kSeparate == 0, "the parameters have no bias of separate gates");
+  const int64_t hidden = params.hidden;
+  const int64_t at = row * hidden + column;
+  const int64_t at_gates = row * Cell::kGates * hidden + column;
+  Vec<T> gates[Cell::kGates];
+  for (int gate = 0; gate < Cell::kGates; ++gate) {
+    const int64_t of_gate = at_gates + gate * hidden;
+    gates[gate] = load(static_cast<const T*>(params.input_gates) + of_gate, count) +
+                  load(static_cast<const T*>(params.hidden_gates) + of_gate, count) +
+                  load_or_zero<T>(params.bias, gate * hidden + column, count);
+  }
+  T* saved = static_cast<T*>(params.activations);
+  Cell::template forward<T>(
+      gates, nullptr,
+      {static_cast<const T*>(params.c) + at, static_cast<T*>(params.new_h) + at,
+       static_cast<T*>(params.new_c) + at,
+       saved == nullptr ? nullptr : saved + row * Cell::kSaved * hidden + column, hidden, count});
+}
+
+template <typename Cell, typename T>
+void backward_vector(const BackwardParams& params, int64_t row, int64_t column, int64_t count) {
+  static_assert(!Cell::kNeedsPreviousState, "the parameters have no state before the step");
+  const int64_t hidden = params.hidden;
+  const int64_t at = row * hidden + column;
+  const Vec<T> grad_h =
+      load_or_zero<T>(params.grad_output, at, count) + load_or_zero<T>(params.grad_h, at, count);
+  Cell::template backward<T>(
+      grad_h,
+      {static_cast<const T*>(params.activations) + row * Cell::kSaved * hidden + column, nullptr,
+       static_cast<const T*>(params.new_c) + at, static_cast<T*>(params.grad_c) + at,
+       static_cast<T*>(params.grad_gates) + row * Cell::kGates * hidden + column, nullptr, hidden,
+       count});
+}
+
+template <typename T, typename Params, typename Body>
+void for_each_vector(const Params& params, int64_t begin, int64_t end, Body body) {
+  for (int64_t row = begin; row < end; ++row) {
+    for (int64_t column = 0; column < params.hidden; column += kVecSize<T>) {
+      body(params, row, column, std::min(kVecSize<T>, params.hidden - column));
+    }
+  }
+}
+
+template <typename Cell>
+void run_forward(const ForwardParams& params, int64_t begin, int64_t end) {
+  for_kind_of_sums(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    for_each_vector<T>(params, begin, end, forward_vector<Cell, T>);
+  });
+}
+
+template <typename Cell>
+void run_backward(const BackwardParams& params, int64_t begin, int64_t end) {
+  for_kind_of_sums(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    for_each_vector<T>(params, begin, end, backward_vector<Cell, T>);
+  });
+}
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
+}  // namespace tch_extension::recurrent::step

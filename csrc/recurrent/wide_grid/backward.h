@@ -1,0 +1,336 @@
+// All steps backward in one kernel of a wide grid; product.h has what both directions share.
+#pragma once
+
+#include "scaled.h"
+
+namespace tch_extension::recurrent::wide_grid {
+namespace {
+
+// Layout of shared memory, in bytes: W_h, whose rows are the terms; sums for the other warpgroup;
+// scales of the block's own rows of W_h.
+template <typename T, int kVectors, bool kWhole>
+struct BackwardLayout {
+  using Terms = Product<T, kVectors, kWhole, kWideColumns>;
+  static constexpr int kSums = Terms::kBytes;
+  static constexpr int kScales = kSums + kWideThreads * 2 * kOwn * static_cast<int>(sizeof(float));
+  static constexpr int kBytes = kScales + kSentColumns * static_cast<int>(sizeof(float));
+};
+
+// The row of W_h that a term belongs to; negative if there is none.
+template <bool kScaled>
+__device__ __forceinline__ int row_of_term(int term, int hidden) {
+  if (kScaled) return ScaledMessages::row_of_term(term, hidden);
+  return term < kGates * hidden ? term : -1;
+}
+
+// Loads W_h into shared memory, two terms of eight columns at a time.
+template <typename T, typename Terms, bool kScaled>
+__device__ __forceinline__ void load_weights(const BackwardParams& params, int first_column,
+                                             char* shared) {
+  constexpr int kAtATime = kLanesOf16Bytes<T>, kInARow = kWideColumns / kAtATime;
+  const int hidden = static_cast<int>(params.hidden);
+  const bool whole =
+      reinterpret_cast<uintptr_t>(params.weight) % 16 == 0 && params.weight_stride % kAtATime == 0;
+  for (int at = threadIdx.x; at < Terms::kSpans * kSpan<T> / 2 * kInARow; at += kWideThreads) {
+    const int term = at / kInARow * 2, columns = at % kInARow * kAtATime;
+    const int span = term / kSpan<T>, of_span = term % kSpan<T>;
+    uint4 pair[2] = {};
+    for (int of = 0; of < 2; ++of) {
+      const int row = row_of_term<kScaled>(term + of, hidden);
+      if (row < 0 || first_column + columns >= hidden) continue;
+      const T* from = static_cast<const T*>(params.weight) + row * params.weight_stride;
+      pair[of] = load_terms(from + first_column + columns, whole);
+    }
+    const auto* first = reinterpret_cast<const uint16_t*>(&pair[0]);
+    const auto* second = reinterpret_cast<const uint16_t*>(&pair[1]);
+    for (int of = 0; of < kAtATime; ++of) {
+      const int row = product_column_of(columns + of, span / (Terms::kSpans / 2));
+      const int place = place_of(row, span, of_span % kAtATime / 2, of_span / kAtATime);
+      const uint32_t both = first[of] | static_cast<uint32_t>(second[of]) << 16;
+      *reinterpret_cast<uint32_t*>(shared + span / 2 * Terms::kPart + place) = both;
+    }
+  }
+}
+
+[[maybe_unused]] __device__ __forceinline__ void load_scales(const BackwardParams& params,
+                                                             int first_column, float* shared) {
+  const int term = threadIdx.x, hidden = static_cast<int>(params.hidden);
+  if (term >= kSentColumns) return;
+  const int row = ScaledMessages::row_of_term(first_column * kGates + term, hidden);
+  shared[term] = row < 0 ? 0.0f : params.scales[row] * kWeightScale;
+}
+
+// All steps of some rows of the batch.
+template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
+struct Backward : Place {
+  using Layout = BackwardLayout<T, kVectors, kWhole>;
+  using Saved = Vector<S, kOwn>;
+  __device__ __forceinline__ Backward(const BackwardParams& p, int first_column, char* shared)
+      : Place(p.hidden, p.batch, first_column),
+        params(p),
+        sent(p),
+        terms(*this, kScaled ? kSentColumns * sent.blocks : kGates * hidden, shared) {
+    all_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + threadIdx.x % kGroupThreads;
+    weight_scales = reinterpret_cast<const float*>(shared + Layout::kScales) + of_block;
+  }
+
+  __device__ __forceinline__ void run(int first_row) {
+    begin(first_row);
+    const int last = static_cast<int>(params.steps) - 1;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      load_state(grad_c[half], params.grad_c, half);
+      load_state(grad_h[half], params.grad_h, half);
+    }
+    load_saved(last);
+    finish(last);
+    for (int step = last - 1; step >= 0; --step) {
+      add_up();
+      finish(step);
+    }
+    if (params.needs_grad_h0) add_up();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      store_state(grad_c[half], params.grad_c, half);
+      if (params.needs_grad_h0) store_state(grad_h[half], params.grad_h, half);
+    }
+  }
+
+  __device__ __forceinline__ void load_state(Own& to, const void* state, int half) const {
+    const float* from = static_cast<const float*>(state) + row_of(0, half) * hidden + column;
+    const float4 four = is_own(half) ? *reinterpret_cast<const float4*>(from) : float4{};
+    to[0] = four.x;
+    to[1] = four.y;
+    to[2] = four.z;
+    to[3] = four.w;
+  }
+  __device__ __forceinline__ void store_state(const Own& from, void* state, int half) const {
+    if (is_own(half))
+      store_own(static_cast<float*>(state) + row_of(0, half) * hidden + column, from);
+  }
+
+  __device__ __forceinline__ void load_saved(int step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!is_own(half)) continue;
+      const uint32_t row = row_of(step, half), at = row * hidden + column;
+      const S* activations =
+          static_cast<const S*>(params.activations) + row * (kGates * hidden) + column;
+#pragma unroll
+      for (int gate = 0; gate < kGates; ++gate) {
+        gates[half][gate] = *reinterpret_cast<const Saved*>(activations + gate * hidden);
+      }
+      c[half] = *reinterpret_cast<const Saved*>(static_cast<const S*>(params.c) + at);
+      if (params.grad_output == nullptr) continue;
+      grad_output[half] =
+          *reinterpret_cast<const Saved*>(static_cast<const S*>(params.grad_output) + at);
+    }
+  }
+
+  // Finds the terms: the gradients for the step's gates.
+  __device__ __forceinline__ void find(int step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint32_t from = some_row_of(step, half);
+      if constexpr (kScaled) {
+        terms.from[half] = sent.of_row(from) + terms.first;
+        factors.find(sent, *this, half, from);
+      } else {
+        terms.from[half] =
+            static_cast<const T*>(params.grad_gates) + terms.first + from * (kGates * hidden);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply(float (&sums)[16]) {
+    if constexpr (!kScaled) {
+      terms.multiply(sums, true);
+    } else {
+      factors.wait();
+      terms.multiply(sums, true, [&](int first) {
+        factors.template multiply<Layout::Terms::kAtOnce>(terms.messages, first);
+      });
+#pragma unroll
+      for (int at = 0; at < 16; ++at)
+        sums[at] = sums[at] / kWeightScale * factors.of_sums[at / 2 % 2];
+    }
+  }
+
+  // Multiplies, and adds up the sums of both warpgroups.
+  __device__ __forceinline__ void add_up() {
+    float sums[16] = {};
+    multiply(sums);
+    auto four = [&](int of_group, int of) -> float4& {
+      return all_sums[(of_group * 2 + of) * kGroupThreads];
+    };
+    wait_for_place();
+#pragma unroll
+    for (int of = 0; of < 2; ++of) {
+      const float* from = sums + 8 + of * 4;
+      four(group, of) = make_float4(from[0], from[1], from[2], from[3]);
+    }
+    wait_for_other();
+#pragma unroll
+    for (int of = 0; of < 2; ++of) {
+      const float4 others = four(group ^ 1, of);
+      const float* own = sums + of * 4;
+      grad_h[0][2 * of] = own[0] + others.x;
+      grad_h[0][2 * of + 1] = own[1] + others.y;
+      grad_h[1][2 * of] = own[2] + others.z;
+      grad_h[1][2 * of + 1] = own[3] + others.w;
+    }
+    release_other();
+  }
+
+  __device__ __forceinline__ void finish(int step) {
+    using Activations = Activation<T, float>;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Own grads[kGates];
+#pragma unroll
+      for (int of = 0; of < kOwn; ++of) {
+        const auto i = static_cast<float>(gates[half][0].lane[of]);
+        const auto o = static_cast<float>(gates[half][1].lane[of]);
+        const auto g = static_cast<float>(gates[half][2].lane[of]);
+        const float tanh_c = Activations::tanh(static_cast<float>(c[half].lane[of]));
+        float of_h = grad_h[half][of];
+        if (params.grad_output != nullptr) of_h += static_cast<float>(grad_output[half].lane[of]);
+        float& of_c = grad_c[half][of];
+        of_c += of_h * (o * tanh_grad(tanh_c));
+        grads[0][of] = of_c * (Activations::elu(g) * sigmoid_grad(i));
+        grads[1][of] = of_h * (tanh_c * sigmoid_grad(o));
+        grads[2][of] = of_c * (i * Activations::elu_grad(g));
+      }
+      if constexpr (kScaled) {
+        send_scaled(step, half, grads);
+      } else if (is_own(half)) {
+        T* to =
+            static_cast<T*>(params.grad_gates) + row_of(step, half) * (kGates * hidden) + column;
+#pragma unroll
+        for (int gate = 0; gate < kGates; ++gate) send_own(to + gate * hidden, grads[gate]);
+      }
+    }
+    if (step > 0) load_saved(step - 1);
+    if (step >= kWideNear) prefetch_all(step - kWideNear);
+    if (step == 0 && !params.needs_grad_h0) return;
+    find(step);
+    if constexpr (kScaled) factors.load();
+    terms.load(0);
+  }
+
+  // Sends gradients times the scales of their rows of W_h, and zeros beyond the hidden size.
+  __device__ __forceinline__ void send_scaled(int step, int half,
+                                              const Own (&grads)[kGates]) const {
+    Own messages[kGates];
+    float largest = 0;
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+#pragma unroll
+      for (int of = 0; of < kOwn; ++of) {
+        float& message = messages[gate][of];
+        message =
+            column < hidden ? grads[gate][of] * weight_scales[gate * kWideColumns + of] : 0.0f;
+        largest = fmaxf(largest, fabsf(message));
+      }
+    }
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 1));
+    largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, 2));
+    if (!is_row(half)) return;
+    const MessageScale scale(largest);
+    const uint32_t row = row_of(step, half);
+    const int block = (column - of_block) / kWideColumns;
+    if (of_four == 0) hopper::store_relaxed(sent.scale_of(row, block, group), scale.bits);
+    T* to = sent.of_row(row) + block * kSentColumns + of_block;
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+#pragma unroll
+      for (int of = 0; of < kOwn; ++of) messages[gate][of] *= scale.inverse;
+      send_own(to + gate * kWideColumns, messages[gate]);
+    }
+    if (column >= hidden) return;
+    S* all = static_cast<S*>(params.grad_gates) + row * (kGates * hidden) + column;
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) store_own(all + gate * hidden, grads[gate]);
+  }
+
+  // Prefetches the memory of an earlier step: by then it may have left the L2 cache or never have
+  // been there, and readers would wait for memory. Four lanes share the lines of a row.
+  __device__ __forceinline__ void prefetch_all(int step) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!is_own(half)) continue;
+      const uint32_t row = row_of(step, half);
+      const int first_column = column - kOwn * of_four;
+      const uint32_t at = row * hidden + first_column;
+      const uint32_t at_gate = (row * kGates + of_four) * hidden + first_column;
+      if (of_four < kGates) {
+        hopper::prefetch(static_cast<const S*>(params.activations) + at_gate);
+        if constexpr (kScaled) {
+          hopper::prefetch(sent.of_row(row) + first_column / kWideColumns * kSentColumns +
+                           (kGates * group + of_four) * kGroupColumns);
+        } else {
+          hopper::prefetch(static_cast<const T*>(params.grad_gates) + at_gate);
+        }
+      } else {
+        if constexpr (kScaled)
+          hopper::prefetch(sent.scale_of(row, first_column / kWideColumns, group));
+        hopper::prefetch(static_cast<const S*>(params.c) + at);
+        if (params.grad_output != nullptr)
+          hopper::prefetch(static_cast<const S*>(params.grad_output) + at);
+      }
+    }
+  }
+
+  const BackwardParams& params;
+  const ScaledMessages sent;
+  typename Layout::Terms terms;
+  ScaleFactors<kVectors / kGates, kWhole> factors;
+  float4* all_sums;
+  const float* weight_scales;
+  Own grad_h[2], grad_c[2];
+  Saved gates[2][kGates], c[2], grad_output[2];
+};
+
+// S is the state's type. Indices are 32 bits wide; longer sequences take another way.
+template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
+__global__ void __launch_bounds__(kWideThreads, 1)
+    backward_kernel(const __grid_constant__ BackwardParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char wide_shared[];
+  using Layout = BackwardLayout<T, kVectors, kWhole>;
+  run_block<Backward<S, T, kVectors, kWhole, kScaled>>(params, wide_shared, [&](int first_column) {
+    load_weights<T, typename Layout::Terms, kScaled>(params, first_column, wide_shared);
+    if (kScaled)
+      load_scales(params, first_column, reinterpret_cast<float*>(wide_shared + Layout::kScales));
+  });
+#endif
+}
+
+template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
+grid::Status start_backward(const BackwardParams& params, void* messages, int64_t size,
+                            cudaStream_t stream) {
+  return grid::start<backward_kernel<S, T, kVectors, kWhole, kScaled>, kWideThreads>(
+      params, BackwardLayout<T, kVectors, kWhole>::kBytes, messages, static_cast<size_t>(size),
+      stream);
+}
+
+template <typename S, typename T, int kVectors, bool kWhole>
+grid::Status start_backward(const BackwardParams& params, cudaStream_t stream) {
+  const int64_t rows = params.steps * params.batch;
+  if constexpr (std::is_same_v<S, float> && std::is_same_v<T, __half>) {
+    if (params.scales != nullptr) {
+      // The scales follow the messages in memory.
+      auto* messages = static_cast<char*>(params.exchange);
+      const int64_t blocks = grid::blocks_of(params) / params.row_groups;
+      const int64_t size =
+          reinterpret_cast<char*>(params.exchange_scales + rows * (ceil_div(blocks, 4) * 8)) -
+          messages;
+      return start_backward<S, T, kVectors, kWhole, true>(params, messages, size, stream);
+    }
+  }
+  const int64_t size = rows * kGates * params.hidden * static_cast<int64_t>(sizeof(T));
+  return start_backward<S, T, kVectors, kWhole, false>(params, params.grad_gates, size, stream);
+}
+
+}  // namespace
+}  // namespace tch_extension::recurrent::wide_grid
