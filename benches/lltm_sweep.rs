@@ -93,7 +93,7 @@ const OF_WAYS: &str = "ways";
 fn providers(sweep: &str) -> [(Who, &'static str); 4] {
     let ours = (Who::Ours(LltmWay::Automatic), "fused");
     if sweep == OF_WAYS {
-        let ways = [LltmWay::PerStep, LltmWay::TensorCores, LltmWay::Persistent].map(Who::Ours);
+        let ways = [LltmWay::Step, LltmWay::TensorCores, LltmWay::Resident].map(Who::Ours);
         return [(ways[0], "products"), (ways[1], "tensor cores"), (ways[2], "one kernel"), ours];
     }
     [(Who::Composite, "composite"), (Who::Cells, "cell"), (Who::Lstm, "LSTM"), ours]

@@ -206,6 +206,8 @@ bool run(const Product& product, Way way, c10::cuda::CUDAStream stream) {
       return run_padded(product, stream);
     case Way::Pass:
       return run_with_a_pass(product, stream);
+    case Way::Composite:
+      return false;
     case Way::Automatic:
       break;
   }
@@ -234,8 +236,8 @@ at::Tensor compute(const at::Tensor& like, const View& lhs, const View& rhs, con
   // Not through the dispatcher, whose share would be a tenth of the call.
   at::Tensor out(at::detail::empty_cuda(size, like.scalar_type(), like.device(), std::nullopt));
   product.out = out.mutable_data_ptr();
-  return run(product, path, c10::cuda::getCurrentCUDAStream(like.device().index())) ? out
-                                                                                    : at::Tensor();
+  return run(product, way, c10::cuda::getCurrentCUDAStream(like.device().index())) ? out
+                                                                                   : at::Tensor();
 }
 
 // Something else than this computes with fewer units, and is obeyed by falling back.

@@ -79,7 +79,7 @@ extern "C" LaunchStatus tch_extension_lltm_persistent_forward_cuda(
 
 // For the current device, which has to be `device`: how many clusters of 8 blocks, and of 16, run
 // at a time; zeros where the kernels cannot run.
-extern "C" const char* tch_extension_lltm_persistent_device(int32_t device, int64_t* clusters) {
+extern "C" const char* tch_extension_lltm_cluster_device(int32_t device, int64_t* clusters) {
   int major = 0;
   clusters[0] = clusters[1] = 0;
   const cudaError_t error =

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "../lltm_cell/lltm_cell.h"
-#include "../recurrent/columns.h"
 #include "../recurrent/product.h"
 #include "kernels.h"
 #include "resident.h"
@@ -349,14 +348,14 @@ void backward_packed(const LltmBackward& call) {
   tch_extension_lltm_packed_backward_cpu(&params);
 }
 
-// The input's part of all gates. The packed path reads the bias from here, too.
+// The input's part of all gates. The way on the CPU reads the bias from here, too.
 void multiply_input(const LltmForward& call) {
   const int64_t hidden = call.output->size(2), features = call.input->size(2);
   const int64_t rows = call.output->size(0) * call.output->size(1);
   const at::Tensor input = call.input->view({rows, features});
   const at::Tensor weight = call.weight->narrow(1, hidden, features).t();
   at::Tensor gates = call.gates->view({rows, 3 * hidden});
-  if (call.path != kLltmPacked) return StepProduct(gates).into(gates, input, weight);
+  if (call.way != LltmWay::Cpu) return StepProduct(gates).into(gates, input, weight);
   // In memory of its own, and so for both who have the old one.
   gates = product(input, weight, call.bias).view(call.gates->sizes());
   if (call.activations != nullptr && call.activations->is_same(*call.gates))
@@ -371,20 +370,19 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
   return guard([&] {
     const PlainDispatch plain;
     if (call->input_at_once) multiply_input(*call);
-    switch (call->path) {
-      case kLltmPacked:
+    switch (call->way) {
+      case LltmWay::Cpu:
         return forward_packed(*call);
-      case kLltmFused:
+      case LltmWay::Fused:
         return forward_fused(*call);
-      case kLltmPersistent:
-      case kLltmPersistentTf32:
+      case LltmWay::Cluster:
         return run_clusters(*call);
-      case kLltmGrid:
-      case kLltmWideGrid:
-      case kLltmPlainGrid:
+      case LltmWay::Grid:
+      case LltmWay::WideGrid:
+      case LltmWay::PlainGrid:
         if (run_grid(*call)) return;
         return forward_per_step(*call);
-      case kLltmTensorCores:
+      case LltmWay::TensorCores:
         return forward_by_tensor_cores(*call);
       default:
         return forward_per_step(*call);
@@ -395,60 +393,20 @@ TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
 TCH_EXTENSION_API Message tch_extension_lltm_backward(const LltmBackward* call) {
   return guard([&] {
     const PlainDispatch plain;
-    switch (call->path) {
-      case kLltmPacked:
+    switch (call->way) {
+      case LltmWay::Cpu:
         return backward_packed(*call);
-      case kLltmPersistent:
-      case kLltmPersistentTf32:
+      case LltmWay::Cluster:
         return run_clusters(*call);
-      case kLltmGrid:
-      case kLltmWideGrid:
-      case kLltmPlainGrid:
+      case LltmWay::Grid:
+      case LltmWay::WideGrid:
+      case LltmWay::PlainGrid:
         if (run_grid(*call)) return;
         return backward_per_step(*call);
-      case kLltmFused:
+      case LltmWay::Fused:
         return backward_fused(*call);
       default:
         return backward_per_step(*call);
     }
   });
 }
-
-// For the test that compares these structs with their Rust mirrors.
-extern "C" const size_t tch_extension_lltm_layout[28] = {
-    sizeof(LltmForward),
-    offsetof(LltmForward, path),
-    offsetof(LltmForward, row_groups),
-    offsetof(LltmForward, column_groups),
-    offsetof(LltmForward, input_at_once),
-    offsetof(LltmForward, stream),
-    offsetof(LltmForward, input),
-    offsetof(LltmForward, weight),
-    offsetof(LltmForward, bias),
-    offsetof(LltmForward, h0),
-    offsetof(LltmForward, c0),
-    offsetof(LltmForward, gates),
-    offsetof(LltmForward, output),
-    offsetof(LltmForward, c),
-    offsetof(LltmForward, activations),
-    sizeof(LltmBackward),
-    offsetof(LltmBackward, path),
-    offsetof(LltmBackward, row_groups),
-    offsetof(LltmBackward, column_groups),
-    offsetof(LltmBackward, needs_grad_h0),
-    offsetof(LltmBackward, stream),
-    offsetof(LltmBackward, weight),
-    offsetof(LltmBackward, grad_output),
-    offsetof(LltmBackward, activations),
-    offsetof(LltmBackward, c),
-    offsetof(LltmBackward, grad_h),
-    offsetof(LltmBackward, grad_c),
-    offsetof(LltmBackward, grad_gates),
-};
-
-extern "C" const size_t tch_extension_lltm_columns_layout[10] = {
-    sizeof(Columns),           offsetof(Columns, batch),    offsetof(Columns, rows),
-    offsetof(Columns, hidden), offsetof(Columns, features), offsetof(Columns, to_stride),
-    offsetof(Columns, h0),     offsetof(Columns, output),   offsetof(Columns, input),
-    offsetof(Columns, to),
-};

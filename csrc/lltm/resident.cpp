@@ -72,8 +72,7 @@ struct Operands {
 
 void run_clusters(const LltmForward& call) {
   const int64_t hidden = call.output->size(2);
-  const Operands operands(*call.weight, call.h0, hidden, call.path == kLltmPersistentTf32,
-                          call.stream);
+  const Operands operands(*call.weight, call.h0, hidden, call.is_scaled != 0, call.stream);
   recurrent::cluster::ForwardParams params{};
   params.steps = call.output->size(0);
   params.batch = call.output->size(1);
@@ -99,8 +98,7 @@ void run_clusters(const LltmForward& call) {
 
 void run_clusters(const LltmBackward& call) {
   const int64_t hidden = call.c->size(2);
-  const Operands operands(*call.weight, nullptr, hidden, call.path == kLltmPersistentTf32,
-                          call.stream);
+  const Operands operands(*call.weight, nullptr, hidden, call.is_scaled != 0, call.stream);
   recurrent::cluster::BackwardParams params{};
   params.steps = call.c->size(0);
   params.batch = call.c->size(1);
@@ -142,32 +140,27 @@ struct ScaledMessages {
   float* scales = nullptr;
 };
 
-// Whether float is multiplied as scaled fp16 values: always, except in the plain grid.
-bool are_scaled(int32_t path, const at::Tensor& weight) {
-  return path != kLltmPlainGrid && weight.scalar_type() == at::kFloat;
-}
-
 using RunForward = LaunchStatus(const recurrent::grid::ForwardParams*, bool* fits, cudaStream_t);
 
-RunForward* forward_of(int32_t path) {
-  if (path == kLltmWideGrid) return tch_extension_lltm_grid_wide_forward_cuda;
-  if (path == kLltmPlainGrid) return tch_extension_lltm_grid_plain_forward_cuda;
+RunForward* forward_of(LltmWay way) {
+  if (way == LltmWay::WideGrid) return tch_extension_lltm_grid_wide_forward_cuda;
+  if (way == LltmWay::PlainGrid) return tch_extension_lltm_grid_plain_forward_cuda;
   return tch_extension_lltm_grid_forward_cuda;
 }
 
 using RunBackward = LaunchStatus(const recurrent::grid::BackwardParams*, bool* fits, cudaStream_t);
 
-RunBackward* backward_of(int32_t path) {
-  if (path == kLltmWideGrid) return tch_extension_lltm_grid_wide_backward_cuda;
-  if (path == kLltmPlainGrid) return tch_extension_lltm_grid_plain_backward_cuda;
+RunBackward* backward_of(LltmWay way) {
+  if (way == LltmWay::WideGrid) return tch_extension_lltm_grid_wide_backward_cuda;
+  if (way == LltmWay::PlainGrid) return tch_extension_lltm_grid_plain_backward_cuda;
   return tch_extension_lltm_grid_backward_cuda;
 }
 
 }  // namespace
 
 bool run_grid(const LltmForward& call) {
-  const Operands operands(*call.weight, call.h0, call.output->size(2),
-                          are_scaled(call.path, *call.weight), call.stream);
+  const Operands operands(*call.weight, call.h0, call.output->size(2), call.is_scaled != 0,
+                          call.stream);
   const at::Tensor h0 = aligned(operands.h0);
   const bool casts = h0.scalar_type() != call.output->scalar_type();
   const at::Tensor exchange = casts ? at::empty(call.output->sizes(), h0.options()) : *call.output;
@@ -193,7 +186,7 @@ bool run_grid(const LltmForward& call) {
   params.c = address(call.c);
   params.activations = address(call.activations);
   bool fits = false;
-  check(forward_of(call.path)(&params, &fits, static_cast<cudaStream_t>(call.stream)));
+  check(forward_of(call.way)(&params, &fits, static_cast<cudaStream_t>(call.stream)));
   return fits;
 }
 
@@ -201,8 +194,7 @@ bool run_grid(const LltmBackward& call) {
   const at::Tensor grad_output =
       call.grad_output == nullptr ? at::Tensor() : aligned(*call.grad_output);
   const at::Tensor activations = aligned(*call.activations), c = aligned(*call.c);
-  const Operands operands(*call.weight, nullptr, c.size(2), are_scaled(call.path, *call.weight),
-                          call.stream);
+  const Operands operands(*call.weight, nullptr, c.size(2), call.is_scaled != 0, call.stream);
   recurrent::grid::BackwardParams params{};
   params.steps = c.size(0);
   params.batch = c.size(1);
@@ -225,7 +217,7 @@ bool run_grid(const LltmBackward& call) {
   params.grad_c = address(call.grad_c);
   params.grad_gates = address(call.grad_gates);
   bool fits = false;
-  check(backward_of(call.path)(&params, &fits, static_cast<cudaStream_t>(call.stream)));
+  check(backward_of(call.way)(&params, &fits, static_cast<cudaStream_t>(call.stream)));
   return fits;
 }
 

@@ -100,32 +100,3 @@ TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_forward, lltm_cell_forward, Llt
                          grain)
 TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_backward, lltm_cell_backward, LltmCellBackward,
                          items, grain)
-
-#if defined(CPU_CAPABILITY_DEFAULT)
-#include <cstddef>
-
-// For the test that compares these structs with their Rust mirrors.
-extern "C" const size_t tch_extension_lltm_cell_layout[21] = {
-    sizeof(LltmCellForward),
-    offsetof(LltmCellForward, batch),
-    offsetof(LltmCellForward, hidden),
-    offsetof(LltmCellForward, kind),
-    offsetof(LltmCellForward, save_activations),
-    offsetof(LltmCellForward, gates),
-    offsetof(LltmCellForward, c),
-    offsetof(LltmCellForward, new_h),
-    offsetof(LltmCellForward, new_c),
-    offsetof(LltmCellForward, output),
-    sizeof(LltmCellBackward),
-    offsetof(LltmCellBackward, batch),
-    offsetof(LltmCellBackward, hidden),
-    offsetof(LltmCellBackward, kind),
-    offsetof(LltmCellBackward, reserved),
-    offsetof(LltmCellBackward, grad_new_h),
-    offsetof(LltmCellBackward, grad_new_c),
-    offsetof(LltmCellBackward, activations),
-    offsetof(LltmCellBackward, new_c),
-    offsetof(LltmCellBackward, grad_gates),
-    offsetof(LltmCellBackward, grad_c),
-};
-#endif

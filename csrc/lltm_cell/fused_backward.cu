@@ -263,32 +263,3 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_backward_cu
   });
   return launch_status("lltm_cell_fused_backward");
 }
-
-// For the test that compares the struct with its Rust mirror.
-#define AT(member) offsetof(LltmCellFusedBackward, member)
-extern "C" const size_t tch_extension_lltm_cell_fused_backward_layout[23] = {
-    sizeof(LltmCellFusedBackward),
-    AT(batch),
-    AT(features),
-    AT(hidden),
-    AT(kind),
-    AT(wide),
-    AT(grad_new_h),
-    AT(grad_new_c),
-    AT(activations),
-    AT(new_c),
-    AT(input),
-    AT(input_stride),
-    AT(h),
-    AT(h_stride),
-    AT(weight),
-    AT(weight_stride),
-    AT(grad_input),
-    AT(grad_weight),
-    AT(grad_bias),
-    AT(grad_h),
-    AT(grad_c),
-    AT(grad_behind),
-    AT(grad_gates),
-};
-#undef AT

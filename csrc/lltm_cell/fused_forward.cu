@@ -200,29 +200,3 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_forward_cud
   });
   return launch_status("lltm_cell_fused_forward");
 }
-
-// For the test that compares these structs with their Rust mirrors.
-#define AT(member) offsetof(LltmCellFusedForward, member)
-extern "C" const size_t tch_extension_lltm_cell_fused_forward_layout[20] = {
-    sizeof(LltmCellFusedForward),
-    AT(batch),
-    AT(features),
-    AT(hidden),
-    AT(kind),
-    AT(vectors),
-    AT(input),
-    AT(input_stride),
-    AT(weight),
-    AT(weight_stride),
-    AT(bias),
-    AT(h),
-    AT(h_stride),
-    AT(c),
-    AT(c_stride),
-    AT(new_h),
-    AT(new_c),
-    AT(activations),
-    AT(input_gates),
-    AT(output),
-};
-#undef AT

@@ -1,6 +1,6 @@
 // columns.h says what this does.
 
-#include "columns.h"
+#include "params.h"
 #include "tch_extension/launch.h"
 #include "tch_extension/scalar_math.h"
 
@@ -11,7 +11,8 @@ constexpr int kWarps = kThreads / kWarp;
 constexpr int kTileRows = 64;
 constexpr int kTileColumns = kWarp;
 
-__device__ __forceinline__ float value_of(const Columns& params, int64_t row, int64_t column) {
+__device__ __forceinline__ float value_of(const RecurrentColumns& params, int64_t row,
+                                          int64_t column) {
   if (column >= params.hidden) return params.input[row * params.features + column - params.hidden];
   if (row < params.batch) return params.h0[row * params.hidden + column];
   return params.output[(row - params.batch) * params.hidden + column];
@@ -19,7 +20,8 @@ __device__ __forceinline__ float value_of(const Columns& params, int64_t row, in
 
 // Each block transposes a tile through shared memory: lanes read neighbours of a row and write
 // neighbours of a column.
-__global__ void __launch_bounds__(kThreads) columns_kernel(const __grid_constant__ Columns params) {
+__global__ void __launch_bounds__(kThreads)
+    columns_kernel(const __grid_constant__ RecurrentColumns params) {
   __shared__ float tile[kTileRows][kTileColumns + 1];
   const int64_t columns = params.hidden + params.features;
   const int64_t tiles = (columns + kTileColumns - 1) / kTileColumns;
@@ -47,15 +49,15 @@ __global__ void __launch_bounds__(kThreads) columns_kernel(const __grid_constant
 }  // namespace
 }  // namespace tch_extension::recurrent
 
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_columns_cuda(
-    const tch_extension::recurrent::Columns* params, cudaStream_t stream) {
+extern "C" tch_extension::LaunchStatus tch_extension_recurrent_columns_cuda(
+    const RecurrentColumns* params, cudaStream_t stream) {
   using namespace tch_extension;
   using namespace recurrent;
   const int64_t tiles = ceil_div(params->hidden + params->features, kTileColumns);
   const int64_t blocks = ceil_div(params->to_stride, kTileRows) * tiles;
   if (blocks > INT32_MAX)
-    return {"lltm_columns", "internal error: more tiles than a grid has blocks"};
+    return {"recurrent_columns", "internal error: more tiles than a grid has blocks"};
   if (blocks > 0)
     columns_kernel<<<static_cast<unsigned int>(blocks), kThreads, 0, stream>>>(*params);
-  return launch_status("lltm_columns");
+  return launch_status("recurrent_columns");
 }

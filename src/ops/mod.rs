@@ -11,6 +11,7 @@ mod linear;
 mod lltm;
 mod lltm_cell;
 mod matmul_add_relu;
+mod recurrent;
 mod way;
 
 #[doc(hidden)]

@@ -88,6 +88,7 @@ impl Header {
             ..Default::default()
         };
         config.enumeration.enum_class = true;
+        config.export.item_types = vec![cbindgen::ItemType::Enums, cbindgen::ItemType::Structs];
         config.export.include = names.to_vec();
         for name in names {
             config.export.rename.insert(name.clone(), format!("{}{name}", self.prefix));
@@ -106,34 +107,25 @@ impl Header {
         let mut text = Vec::new();
         bindings.write(&mut text);
         let text = String::from_utf8(text).context("cbindgen wrote bytes that are no text")?;
-        Ok(self.with_includes(&text))
+        Ok(with_includes(&text, names))
     }
+}
 
-    /// The includes that the declarations need, after `#pragma once`.
-    fn with_includes(&self, text: &str) -> String {
-        let mut includes: Vec<String> = EXTERNALS
-            .iter()
-            .filter(|external| mentions(text, external.cpp))
-            .map(|external| match external.include.starts_with("tch_extension/") {
-                true => format!("#include \"{}\"\n", external.include),
-                false => format!("#include <{}>\n", external.include),
-            })
-            .collect();
-        includes.sort_by_key(|line| line.contains('"'));
-        includes.dedup();
-        let (angled, quoted): (Vec<_>, Vec<_>) =
-            includes.iter().partition(|line| line.contains('<'));
-        let join = |lines: &[&String]| lines.iter().map(|line| line.as_str()).collect::<String>();
-        let blank = |lines: &[&String]| if lines.is_empty() { "" } else { "\n" };
-        let all = format!(
-            "#pragma once\n\n#include <cstdint>\n{}{}{}{}",
-            blank(&angled),
-            join(&angled),
-            blank(&quoted),
-            join(&quoted)
-        );
-        text.replacen("#pragma once\n", &all, 1)
-    }
+/// Adds the includes that the declarations need, after `#pragma once`, in clang-format's order.
+fn with_includes(text: &str, declared_here: &[String]) -> String {
+    let needed = EXTERNALS.iter().filter(|external| {
+        mentions(text, external.cpp) && !declared_here.iter().any(|name| name == external.rust)
+    });
+    let mut lines: Vec<&str> = needed.map(|external| external.include).collect();
+    lines.sort_unstable();
+    lines.dedup();
+    let (ours, others): (Vec<&str>, Vec<&str>) =
+        lines.into_iter().partition(|line| line.starts_with("tch_extension/"));
+    let others: String = others.iter().map(|line| format!("\n#include <{line}>\n")).collect();
+    let ours: String = ours.iter().map(|line| format!("#include \"{line}\"\n")).collect();
+    let blank = if ours.is_empty() { "" } else { "\n" };
+    let all = format!("#pragma once\n{others}\n#include <cstdint>\n{blank}{ours}");
+    text.replacen("#pragma once\n", &all, 1)
 }
 
 fn display(paths: &[PathBuf]) -> String {
@@ -282,9 +274,9 @@ mod tests {
         );
         let expected = "#pragma once
 
-#include <cstdint>
-
 #include <ATen/core/Tensor.h>
+
+#include <cstdint>
 
 #include \"tch_extension/accessor.h\"
 

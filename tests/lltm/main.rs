@@ -132,12 +132,12 @@ fn fused(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
 }
 
 fn per_step(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| force(LltmWay::PerStep, || f_lltm(x, w, b, state)), arguments)
+    call(|x, w, b, state| force(LltmWay::Step, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces one kernel for all steps, on a GPU that supports it; elsewhere, the default way is taken.
 fn persistent(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
-    call(|x, w, b, state| force(LltmWay::Persistent, || f_lltm(x, w, b, state)), arguments)
+    call(|x, w, b, state| force(LltmWay::Resident, || f_lltm(x, w, b, state)), arguments)
 }
 
 /// Forces the grid kernel in the same manner.

@@ -64,7 +64,7 @@ pub fn assert_two_streams_finish_and_repeat(
 }
 
 fn device(test: &str) -> Option<Device> {
-    device_with(LltmWay::Persistent, test)
+    device_with(LltmWay::Resident, test)
 }
 
 /// The device, if it has such kernels. Elsewhere another way is taken, which other tests cover.
@@ -268,7 +268,7 @@ fn cuda_float_that_is_no_number_stays_in_its_row_by_persistent_kernels() {
 #[test]
 fn cuda_more_steps_are_no_more_persistent_kernels() {
     let test = "cuda_more_steps_are_no_more_persistent_kernels";
-    let Some(device) = device_with_cache(LltmWay::Persistent, test) else { return };
+    let Some(device) = device_with_cache(LltmWay::Resident, test) else { return };
     for kind in KINDS {
         assert_more_steps_are_no_more_kernels(
             &persistent,
@@ -285,7 +285,7 @@ fn cuda_more_steps_are_no_more_persistent_kernels() {
 #[test]
 fn cuda_half_kinds_take_persistent_kernels() {
     let test = "cuda_half_kinds_take_persistent_kernels";
-    let Some(device) = device_with_cache(LltmWay::Persistent, test) else { return };
+    let Some(device) = device_with_cache(LltmWay::Resident, test) else { return };
     for (sizes, kind) in [([200, 16, 32, 128], Kind::Half), ([200, 64, 32, 256], Kind::BFloat16)] {
         assert_are_taken(sizes, kind, device);
     }
@@ -294,7 +294,7 @@ fn cuda_half_kinds_take_persistent_kernels() {
 #[test]
 fn cuda_float_takes_persistent_kernels() {
     let test = "cuda_float_takes_persistent_kernels";
-    let Some(device) = device_with_cache(LltmWay::Persistent, test) else { return };
+    let Some(device) = device_with_cache(LltmWay::Resident, test) else { return };
     for sizes in [[200, 16, 32, 128], [200, 16, 32, 256]] {
         assert_are_taken(sizes, Kind::Float, device);
     }

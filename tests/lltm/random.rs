@@ -14,7 +14,7 @@ fn take(inputs: &[Option<Tensor>]) -> Arguments<'_> {
 
 fn property(way: LltmWay) -> Property<'static> {
     let by: support::property::Call<'static> = match way {
-        LltmWay::PerStep => &|inputs| run(LltmWay::PerStep, inputs),
+        LltmWay::Step => &|inputs| run(LltmWay::Step, inputs),
         _ => &|inputs| run(LltmWay::Automatic, inputs),
     };
     Property {
@@ -28,7 +28,7 @@ fn property(way: LltmWay) -> Property<'static> {
 /// A property with small weights, which do not amplify rounding errors over many steps.
 fn property_of_many_steps(way: LltmWay) -> Property<'static> {
     let by: support::property::Call<'static> = match way {
-        LltmWay::Persistent => &|inputs| run(LltmWay::Persistent, &with_small_weights(inputs)),
+        LltmWay::Resident => &|inputs| run(LltmWay::Resident, &with_small_weights(inputs)),
         LltmWay::Grid => &|inputs| run(LltmWay::Grid, &with_small_weights(inputs)),
         _ => &|inputs| run(LltmWay::Automatic, &with_small_weights(inputs)),
     };
@@ -114,7 +114,7 @@ fn cases_of_many_steps() -> impl Strategy<Value = Case> {
 fn random_cases_of_many_steps() {
     for device in devices() {
         let ways: &[LltmWay] = match device.is_cuda() {
-            true => &[LltmWay::Automatic, LltmWay::Persistent, LltmWay::Grid],
+            true => &[LltmWay::Automatic, LltmWay::Resident, LltmWay::Grid],
             false => &[LltmWay::Automatic],
         };
         let count = if device.is_cuda() { 300 } else { 80 };
@@ -153,5 +153,5 @@ fn roundings_that_grow_from_step_to_step() {
 
 #[test]
 fn random_cases_per_step() {
-    property(LltmWay::PerStep).holds_for(cases(), 1500, Device::Cpu);
+    property(LltmWay::Step).holds_for(cases(), 1500, Device::Cpu);
 }

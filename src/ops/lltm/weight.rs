@@ -1,5 +1,6 @@
 //! The gradient of the weight, a product over all steps: `Σ dG[t]ᵀ [h[t-1], x[t]]`.
 
+use super::super::recurrent::columns;
 use super::{is_in_tf32, kernels, plan::Sizes};
 use crate::Result;
 use tch::{Kind, Tensor};
@@ -80,7 +81,7 @@ impl Operands<'_> {
     }
 
     fn by_columns(&self) -> Result<Tensor> {
-        let columns = kernels::columns([self.h0, self.output, self.input], self.sizes)?;
+        let columns = columns([self.h0, self.output, self.input])?;
         kernels::product(&self.grad_gates.f_transpose(0, 1)?, &columns.f_transpose(0, 1)?)
     }
 

@@ -8,7 +8,6 @@ use tch::Device;
 
 /// How many clusters of large blocks a GPU runs at a time; zeros where it has none, or no code for
 /// them.
-#[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Clusters {
     pub of_8: i64,
@@ -27,9 +26,14 @@ impl Clusters {
         #[cfg(tch_extension_cuda)]
         {
             static KNOWN: OnceADevice<Clusters> = OnceADevice::new();
-            // SAFETY: the C side fills both places, and returns null or a constant text.
-            KNOWN.of("lltm", device, |index, clusters| unsafe {
-                constant(tch_extension_lltm_persistent_device(index, clusters))
+            KNOWN.of("lltm", device, |index, clusters| {
+                let mut counts = [0; 2];
+                // SAFETY: the C side fills both places, and returns null or a constant text.
+                let error = unsafe {
+                    constant(tch_extension_lltm_cluster_device(index, counts.as_mut_ptr()))
+                };
+                *clusters = Clusters { of_8: counts[0], of_16: counts[1] };
+                error
             })
         }
         #[cfg(not(tch_extension_cuda))]
@@ -42,7 +46,6 @@ impl Clusters {
 
 /// How many blocks a GPU runs at the same time, one on each multiprocessor; none where there is no
 /// code for it.
-#[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Grid {
     pub blocks: i64,
@@ -66,7 +69,7 @@ impl Grid {
             static KNOWN: OnceADevice<Grid> = OnceADevice::new();
             // SAFETY: the C side fills the place, and returns null or a constant text.
             KNOWN.of("lltm", device, |index, grid| unsafe {
-                constant(tch_extension_lltm_grid_device(index, grid))
+                constant(tch_extension_lltm_grid_device(index, &mut grid.blocks))
             })
         }
         #[cfg(not(tch_extension_cuda))]
@@ -112,10 +115,12 @@ impl TensorCores {
 
 #[cfg(tch_extension_cuda)]
 unsafe extern "C" {
-    fn tch_extension_lltm_persistent_device(
+    /// Writes how many clusters of 8 and of 16 blocks run at a time.
+    fn tch_extension_lltm_cluster_device(
         device: i32,
-        clusters: *mut Clusters,
+        clusters: *mut i64,
     ) -> *const std::ffi::c_char;
-    fn tch_extension_lltm_grid_device(device: i32, grid: *mut Grid) -> *const std::ffi::c_char;
+    /// Writes how many blocks run at a time.
+    fn tch_extension_lltm_grid_device(device: i32, blocks: *mut i64) -> *const std::ffi::c_char;
     fn tch_extension_lltm_cell_hopper_processors() -> i32;
 }

@@ -1,11 +1,8 @@
-//! `csrc/lltm/sequence.h`.
+//! The kernels of `csrc/lltm`.
 
-mod columns;
 pub(crate) mod device;
 
-pub(crate) use columns::columns;
-
-use super::plan::{Plan, Sizes};
+use super::plan::{Plan, Sizes, Way};
 use crate::ffi::{checked, no_kernel, optional_ptr, take_message};
 use crate::{Error, Result};
 use std::ffi::{c_char, c_void};
@@ -13,37 +10,67 @@ use std::ptr::null_mut;
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
+/// What the forward gets. All tensors are contiguous. The gates' kind is Double if the product's is,
+/// otherwise Float.
 #[repr(C)]
 struct Forward {
-    path: i32,
+    way: Way,
+    /// On the CPU and in a grid: how many groups share the rows of the batch.
     row_groups: i32,
+    /// On the CPU: how many groups share the columns of h. By clusters: how many blocks share rows.
+    /// By a grid: how many columns of h a block has.
     column_groups: i32,
+    /// Whether the input is multiplied for all steps first. Only the ways that call a kernel of the
+    /// cell for each step can do without: Fused, and TensorCores, which always does.
     input_at_once: i32,
+    /// By clusters and grids: whether Float is multiplied as fp16 values with scales.
+    is_scaled: i32,
+    reserved: i32,
+    /// libtorch's current one on CUDA.
     stream: *mut c_void,
+    /// `[T, B, F]`, of the product's kind.
     input: *const C_tensor,
+    /// `[3H, H + F]`, of the product's kind.
     weight: *const C_tensor,
+    /// `[3H]`, of the gates' kind; for kernels of the cell, of the product's; may be null.
     bias: *const C_tensor,
+    /// `[B, H]`, of the product's kind.
     h0: *const C_tensor,
+    /// `[B, H]`, of the state's kind.
     c0: *const C_tensor,
+    /// `[T, B, 3H]`, of the gates' kind: scratch; null if not input_at_once.
     gates: *mut C_tensor,
+    /// `[T, B, H]`, of the state's kind.
     output: *mut C_tensor,
+    /// `[T, B, H]`, or `[1, B, H]` for the last step only, of the state's kind.
     c: *mut C_tensor,
+    /// `[T, B, 3H]`, of the state's kind; may be `gates`; null if nobody needs them.
     activations: *mut C_tensor,
 }
 
+/// What the backward gets. All tensors are contiguous.
 #[repr(C)]
 struct Backward {
-    path: i32,
+    way: Way,
     row_groups: i32,
     column_groups: i32,
     needs_grad_h0: i32,
+    is_scaled: i32,
+    reserved: i32,
     stream: *mut c_void,
+    /// `[3H, H + F]`, of the product's kind.
     weight: *const C_tensor,
+    /// `[T, B, H]`, of the state's kind; may be null.
     grad_output: *const C_tensor,
+    /// `[T, B, 3H]`, of the state's kind.
     activations: *const C_tensor,
+    /// `[T, B, H]`, of the state's kind.
     c: *const C_tensor,
+    /// `[B, H]`, of the gates' kind: for h[T-1], and then for h0.
     grad_h: *mut C_tensor,
+    /// `[B, H]`, of the gates' kind: for c[T-1], and then for c0.
     grad_c: *mut C_tensor,
+    /// `[T, B, 3H]`, of the product's kind.
     grad_gates: *mut C_tensor,
 }
 
@@ -63,20 +90,33 @@ fn gates_kind(product: Kind) -> Kind {
 }
 
 impl Plan {
-    /// As the C side numbers them: path, groups of rows, groups of columns.
-    fn codes(self) -> [i32; 3] {
+    /// The way, groups of rows and groups of columns.
+    fn shares(self) -> (Way, i32, i32) {
         let narrow = |groups: i64| i32::try_from(groups).unwrap_or(1);
         match self {
-            Plan::PerStep => [0, 1, 1],
-            Plan::Packed { row_groups, column_groups } => {
-                [1, narrow(row_groups), narrow(column_groups)]
+            Plan::Step => (Way::Step, 1, 1),
+            Plan::Cpu { row_groups, column_groups } => {
+                (Way::Cpu, narrow(row_groups), narrow(column_groups))
             }
-            Plan::Fused { .. } => [2, 1, 1],
-            Plan::Persistent { cluster, tf32 } => [if tf32 { 5 } else { 3 }, 1, narrow(cluster)],
-            Plan::Grid { columns, row_groups } => [4, narrow(row_groups), narrow(columns)],
-            Plan::WideGrid { columns, row_groups } => [6, narrow(row_groups), narrow(columns)],
-            Plan::PlainGrid { columns, row_groups } => [7, narrow(row_groups), narrow(columns)],
-            Plan::TensorCores => [8, 1, 1],
+            Plan::Fused { .. } => (Way::Fused, 1, 1),
+            Plan::Cluster { cluster, .. } => (Way::Cluster, 1, narrow(cluster)),
+            Plan::Grid { columns, row_groups } => (Way::Grid, narrow(row_groups), narrow(columns)),
+            Plan::WideGrid { columns, row_groups } => {
+                (Way::WideGrid, narrow(row_groups), narrow(columns))
+            }
+            Plan::PlainGrid { columns, row_groups } => {
+                (Way::PlainGrid, narrow(row_groups), narrow(columns))
+            }
+            Plan::TensorCores => (Way::TensorCores, 1, 1),
+        }
+    }
+
+    /// Whether Float is multiplied as fp16 values with scales.
+    fn is_scaled(self, product: Kind) -> bool {
+        match self {
+            Plan::Cluster { tf32, .. } => tf32,
+            Plan::Grid { .. } | Plan::WideGrid { .. } => product == Kind::Float,
+            _ => false,
         }
     }
 
@@ -113,7 +153,7 @@ impl Place {
     }
 }
 
-/// What the forward reads; all contiguous, of the shapes and kinds that `sequence.h` states.
+/// What the forward reads; all contiguous, of the shapes and kinds that `Forward` states.
 pub(crate) struct Operands<'a> {
     pub input: &'a Tensor,
     pub weight: &'a Tensor,
@@ -169,12 +209,14 @@ pub(crate) fn forward(plan: Plan, operands: &Operands<'_>, keep: bool) -> Result
         _ => Some(empty([steps, batch, 3 * hidden], state)?),
     };
     let place = Place::of(device)?;
-    let [path, row_groups, column_groups] = plan.codes();
+    let (way, row_groups, column_groups) = plan.shares();
     let call = Forward {
-        path,
+        way,
         row_groups,
         column_groups,
         input_at_once: i32::from(plan.input_at_once()),
+        is_scaled: i32::from(plan.is_scaled(product)),
+        reserved: 0,
         stream: place.stream,
         input: operands.input.as_ptr(),
         weight: operands.weight.as_ptr(),
@@ -186,7 +228,7 @@ pub(crate) fn forward(plan: Plan, operands: &Operands<'_>, keep: bool) -> Result
         c: c.as_mut_ptr(),
         activations: activations.as_mut().map_or(null_mut(), Tensor::as_mut_ptr),
     };
-    // SAFETY: live tensors, checked or made just now to be as `sequence.h` states; those that are
+    // SAFETY: live tensors, checked or made just now to be as `Forward` states; those that are
     // written are ours.
     match take_message(unsafe { tch_extension_lltm_forward(&call) }) {
         Some(message) => Err(Error::Torch(message)),
@@ -244,12 +286,14 @@ pub(crate) fn backward(
     let (mut grad_h, mut grad_c) = (own(inputs.grad_h)?, own(inputs.grad_c)?);
     let mut grad_gates = Tensor::f_empty([steps, batch, 3 * hidden], (product, device))?;
     let place = Place::of(device)?;
-    let [path, row_groups, column_groups] = plan.codes();
+    let (way, row_groups, column_groups) = plan.shares();
     let call = Backward {
-        path,
+        way,
         row_groups,
         column_groups,
         needs_grad_h0: i32::from(needs_grad_h0),
+        is_scaled: i32::from(plan.is_scaled(product)),
+        reserved: 0,
         stream: place.stream,
         weight: inputs.weight.as_ptr(),
         grad_output: inputs.grad_output.map_or(null_mut(), Tensor::as_ptr),
@@ -276,52 +320,5 @@ pub(crate) fn product(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
         Some(message) => Err(Error::Torch(message)),
         // SAFETY: without a message there is a tensor, which is ours.
         None => Ok(unsafe { Tensor::from_ptr(result) }),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use std::mem::{offset_of, size_of};
-
-    unsafe extern "C" {
-        /// Sizes and offsets as the C++ compiler sees them.
-        static tch_extension_lltm_layout: [usize; 28];
-    }
-
-    #[test]
-    fn the_structs_agree_with_the_c_side() {
-        let ours = [
-            size_of::<Forward>(),
-            offset_of!(Forward, path),
-            offset_of!(Forward, row_groups),
-            offset_of!(Forward, column_groups),
-            offset_of!(Forward, input_at_once),
-            offset_of!(Forward, stream),
-            offset_of!(Forward, input),
-            offset_of!(Forward, weight),
-            offset_of!(Forward, bias),
-            offset_of!(Forward, h0),
-            offset_of!(Forward, c0),
-            offset_of!(Forward, gates),
-            offset_of!(Forward, output),
-            offset_of!(Forward, c),
-            offset_of!(Forward, activations),
-            size_of::<Backward>(),
-            offset_of!(Backward, path),
-            offset_of!(Backward, row_groups),
-            offset_of!(Backward, column_groups),
-            offset_of!(Backward, needs_grad_h0),
-            offset_of!(Backward, stream),
-            offset_of!(Backward, weight),
-            offset_of!(Backward, grad_output),
-            offset_of!(Backward, activations),
-            offset_of!(Backward, c),
-            offset_of!(Backward, grad_h),
-            offset_of!(Backward, grad_c),
-            offset_of!(Backward, grad_gates),
-        ];
-        // SAFETY: a constant of this length in csrc/lltm/sequence.cpp.
-        assert_eq!(ours, unsafe { tch_extension_lltm_layout });
     }
 }

@@ -1,4 +1,4 @@
-//! `csrc/lltm/persistent.h`: which sequences one kernel computes from the first step to the last.
+//! Sequences that `csrc/recurrent/cluster` computes in one kernel.
 
 use super::sizes::{Direction, Sizes, counts_in_32_bits};
 use super::step::cost_step_by_step;

@@ -1,4 +1,4 @@
-//! `csrc/lltm/grid.h`: how blocks that fill the GPU share a sequence.
+//! Sequences that `csrc/recurrent/grid` computes in one kernel, in half kinds or scaled fp16 values.
 
 use super::sizes::{Direction, Sizes, counts_in_32_bits};
 use crate::ops::lltm::kernels::device::Grid;

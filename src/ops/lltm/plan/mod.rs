@@ -22,33 +22,37 @@ use tch::{Device, Kind};
 use tensor_cores::Tiles;
 use wide_grid::WideShare;
 
-/// A way through a sequence. For tests and benches, which force each; users get the one that suits
-/// the sizes.
+/// The ways to compute a sequence, by the folder of `csrc/recurrent` that each runs in.
 #[doc(hidden)]
+#[repr(i32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Way {
-    /// What suits the sizes.
+    /// The plan chooses.
     #[default]
     Automatic,
-    /// A loop of [`lltm_cell`](crate::ops::lltm_cell).
+    /// A loop of `lltm_cell`.
     Cells,
-    /// libtorch's product and one kernel for each step.
-    PerStep,
-    /// On CUDA: one kernel for each step.
+    /// `step`: libtorch's product and one kernel for each step.
+    Step,
+    /// On CUDA: one kernel of `csrc/lltm_cell` for each step.
     Fused,
-    /// That of the cell with tensor cores, forward.
+    /// Forward on CUDA: one tensor-core kernel of `csrc/lltm_cell` for each step.
     TensorCores,
-    /// On the CPU: weights packed once, and threads that stay together for all steps.
-    Packed,
-    /// On CUDA: one kernel for all steps, whose blocks keep the weights on chip: in clusters, or
-    /// else a grid.
-    Persistent,
-    /// That of a grid.
+    /// `cpu`: weights are packed once, and threads stay together for all steps.
+    Cpu,
+    /// On CUDA: one kernel for all steps, whose blocks keep the weights on chip. Clusters if there
+    /// are some for the sizes, or else a grid. Only for tests and benchmarks to force.
+    Resident,
+    /// `cluster`: the blocks of a cluster share the weights, and each cluster has rows of its own.
+    Cluster,
+    /// `grid`: the blocks of the whole GPU share the weights; half kinds, or scaled fp16 values.
     Grid,
-    /// That of a grid for many rows.
+    /// `grid`, for Float and Double as they are.
+    PlainGrid,
+    /// `wide_grid`: a grid whose blocks compute 64 rows at a time.
     WideGrid,
-    /// That of a grid of more blocks than any GPU runs at once: what happens where other processes
-    /// leave too few.
+    /// A grid of more blocks than any GPU runs at once, as where other processes leave too few.
+    /// Only for tests to force.
     CrowdedGrid,
 }
 
@@ -61,12 +65,14 @@ impl Way {
     /// When CUDA fails.
     pub fn is_on(self, device: Device) -> Result<bool> {
         Ok(match self {
-            Way::Persistent => Clusters::of(device)?.are_there(),
-            Way::Grid | Way::WideGrid | Way::CrowdedGrid => Grid::of(device)?.is_there(),
+            Way::Resident | Way::Cluster => Clusters::of(device)?.are_there(),
+            Way::Grid | Way::PlainGrid | Way::WideGrid | Way::CrowdedGrid => {
+                Grid::of(device)?.is_there()
+            }
             Way::TensorCores => TensorCores::of(device)?.are_there(),
-            Way::Packed => device == Device::Cpu,
+            Way::Cpu => device == Device::Cpu,
             Way::Fused => device.is_cuda(),
-            Way::Automatic | Way::Cells | Way::PerStep => true,
+            Way::Automatic | Way::Cells | Way::Step => true,
         })
     }
 
@@ -137,7 +143,7 @@ impl Chip {
 /// A way, with all that it leaves open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Plan {
-    PerStep,
+    Step,
     /// Whether the input is multiplied for all steps before the first one, or in each.
     Fused {
         input_at_once: bool,
@@ -146,12 +152,12 @@ pub(crate) enum Plan {
     TensorCores,
     /// How many groups of threads share the rows of the batch, and how many threads of each group
     /// the columns.
-    Packed {
+    Cpu {
         row_groups: i64,
         column_groups: i64,
     },
     /// How many blocks share rows, and whether `Float` is multiplied as where tf32 is allowed.
-    Persistent {
+    Cluster {
         cluster: i64,
         tf32: bool,
     },
@@ -183,7 +189,7 @@ impl Plan {
         chip: Chip,
     ) -> Plan {
         match (way, chip) {
-            (Way::PerStep, _) => Plan::PerStep,
+            (Way::Step, _) => Plan::Step,
             (_, Chip::Cpu { threads }) => Plan::packed(sizes, kinds.1, threads),
             (_, Chip::Cuda { device, hopper }) => {
                 Plan::on_hopper(way, direction, sizes, kinds, hopper)
@@ -205,7 +211,7 @@ impl Plan {
         let grid = Share::new(direction, sizes, product, hopper.tf32, hopper.grid);
         /// Each is a block at least, and no GPU has so many multiprocessors.
         const CROWD: i64 = 1024;
-        let of_clusters = |Kernel { cluster, tf32, .. }: Kernel| Plan::Persistent { cluster, tf32 };
+        let of_clusters = |Kernel { cluster, tf32, .. }: Kernel| Plan::Cluster { cluster, tf32 };
         let of_grid =
             |share: Share| Plan::Grid { columns: share.columns, row_groups: share.row_groups };
         let plain = PlainShare::new(direction, sizes, product, hopper.tf32, hopper.grid);
@@ -223,9 +229,11 @@ impl Plan {
         let tiles = is_for_tiles.then(|| Tiles::new(sizes, product, hopper.tensor_cores)).flatten();
         match way {
             Way::TensorCores => tiles.map(|_| Plan::TensorCores),
-            Way::Persistent => {
+            Way::Resident => {
                 clusters.map(of_clusters).or(grid.map(of_grid)).or(plain.map(of_plain))
             }
+            Way::Cluster => clusters.map(of_clusters),
+            Way::PlainGrid => plain.map(of_plain),
             Way::Grid => grid.map(of_grid).or(plain.map(of_plain)),
             Way::WideGrid => wide.map(of_wide).or(grid.map(of_grid)),
             Way::CrowdedGrid => grid
@@ -277,7 +285,7 @@ impl Plan {
             Direction::Backward => step.fuse_backward(way, product, device),
         };
         // Under autocast there are two kinds.
-        if is_fused && product == state { Plan::Fused { input_at_once } } else { Plan::PerStep }
+        if is_fused && product == state { Plan::Fused { input_at_once } } else { Plan::Step }
     }
 
     fn packed(sizes: Sizes, kind: Kind, threads: i64) -> Plan {
@@ -307,11 +315,11 @@ impl Plan {
         if near {
             // Threads with rows of their own never wait for one another.
             let row_groups = most_rows.min(threads);
-            Plan::Packed { row_groups, column_groups: most_columns.min(threads / row_groups) }
+            Plan::Cpu { row_groups, column_groups: most_columns.min(threads / row_groups) }
         } else {
             // Each weight in one core's cache only.
             let column_groups = most_columns.min(threads);
-            Plan::Packed { row_groups: most_rows.min(threads / column_groups), column_groups }
+            Plan::Cpu { row_groups: most_rows.min(threads / column_groups), column_groups }
         }
     }
 }
@@ -329,7 +337,7 @@ mod tests {
             (kind, kind),
             Chip::Cpu { threads },
         ) {
-            Plan::Packed { row_groups, column_groups } => (row_groups, column_groups),
+            Plan::Cpu { row_groups, column_groups } => (row_groups, column_groups),
             other => panic!("{other:?}"),
         }
     }
@@ -359,14 +367,14 @@ mod tests {
             Plan::new(way, Direction::Forward, sizes, (Kind::Double, Kind::Double), chip)
         };
         let cpu = Chip::Cpu { threads: 4 };
-        assert_eq!(plan(Way::PerStep, cpu), Plan::PerStep);
-        assert_eq!(plan(Way::Packed, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
-        for way in [Way::Automatic, Way::Cells, Way::Fused, Way::Persistent, Way::Grid] {
-            assert_eq!(plan(way, cpu), Plan::Packed { row_groups: 1, column_groups: 1 });
+        assert_eq!(plan(Way::Step, cpu), Plan::Step);
+        assert_eq!(plan(Way::Cpu, cpu), Plan::Cpu { row_groups: 1, column_groups: 1 });
+        for way in [Way::Automatic, Way::Cells, Way::Fused, Way::Resident, Way::Grid] {
+            assert_eq!(plan(way, cpu), Plan::Cpu { row_groups: 1, column_groups: 1 });
         }
         let gpu = Chip::Cuda { device: 0, hopper: Hopper::default() };
-        assert_eq!(plan(Way::PerStep, gpu), Plan::PerStep);
-        for way in [Way::Automatic, Way::Fused, Way::Packed, Way::Persistent, Way::Grid] {
+        assert_eq!(plan(Way::Step, gpu), Plan::Step);
+        for way in [Way::Automatic, Way::Fused, Way::Cpu, Way::Resident, Way::Grid] {
             assert_eq!(plan(way, gpu), Plan::Fused { input_at_once: false });
         }
     }
@@ -380,7 +388,7 @@ mod tests {
             let sizes = Sizes { steps, batch, features: hidden, hidden };
             Plan::on_hopper(Way::Automatic, direction, sizes, (kind, kind), hopper)
         };
-        let clusters = |cluster, tf32| Some(Plan::Persistent { cluster, tf32 });
+        let clusters = |cluster, tf32| Some(Plan::Cluster { cluster, tf32 });
         let strict = |direction, batch, hidden| {
             let hopper = Hopper::h200(false);
             let sizes = Sizes { steps: 512, batch, features: hidden, hidden };
@@ -473,16 +481,16 @@ mod tests {
         assert_eq!(of(512, small), Plan::Fused { input_at_once: false });
         assert_eq!(of(4, wide), Plan::Fused { input_at_once: false });
         assert_eq!(of(512, wide), Plan::Fused { input_at_once: true });
-        assert_eq!(of(512, large), Plan::PerStep);
+        assert_eq!(of(512, large), Plan::Step);
         assert_eq!(
             plan(Way::Automatic, backward, 4, small, both),
             Plan::Fused { input_at_once: true }
         );
-        assert_eq!(plan(Way::Automatic, backward, 4, large, both), Plan::PerStep);
+        assert_eq!(plan(Way::Automatic, backward, 4, large, both), Plan::Step);
         // Forced, and where it cannot be.
         assert_eq!(plan(Way::Fused, forward, 8, large, both), Plan::Fused { input_at_once: true });
         let mixed = (Kind::BFloat16, Kind::Float);
-        assert_eq!(plan(Way::Fused, forward, 8, small, mixed), Plan::PerStep);
+        assert_eq!(plan(Way::Fused, forward, 8, small, mixed), Plan::Step);
     }
 
     #[test]
@@ -496,7 +504,7 @@ mod tests {
             assert_eq!(loops(Way::Automatic, kind), [false; 4]);
         }
         assert_eq!(loops(Way::Cells, Kind::Half), [false, true, true, true]);
-        assert_eq!(loops(Way::PerStep, Kind::Float), [false; 4]);
+        assert_eq!(loops(Way::Step, Kind::Float), [false; 4]);
 
         let is_one = |way: Way, kinds, device| {
             steps.map(|steps| way.is_one_step_of_the_cell(steps, kinds, device))
@@ -507,7 +515,7 @@ mod tests {
             assert_eq!(is_one(Way::Automatic, (kind, Kind::Double), gpu), yes);
             let expected = if is_half(kind) { no } else { yes };
             assert_eq!(is_one(Way::Automatic, (kind, kind), Device::Cpu), expected);
-            assert_eq!(is_one(Way::PerStep, (kind, kind), gpu), no);
+            assert_eq!(is_one(Way::Step, (kind, kind), gpu), no);
         }
         assert_eq!(is_one(Way::Automatic, (Kind::Float, Kind::Double), Device::Cpu), no);
     }

@@ -1,4 +1,4 @@
-//! `csrc/lltm/grid.h`: a grid that multiplies `Float` and `Double` as they are.
+//! Sequences that `csrc/recurrent/grid` computes in one kernel, in `Float` and `Double` as they are.
 
 use super::grid::are_for_a_grid;
 use super::sizes::{Direction, Sizes};

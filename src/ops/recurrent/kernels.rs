@@ -1,0 +1,83 @@
+//! The kernels of `csrc/recurrent` that Rust calls itself.
+
+use crate::Result;
+use crate::ffi::checked;
+use crate::ffi::tensor::plain;
+#[cfg(tch_extension_cuda)]
+use std::ffi::c_void;
+use tch::{Kind, Tensor};
+
+/// The left operand of all steps, transposed: `[h[t-1] | x[t]]ᵀ`, so that a product whose terms run
+/// over steps and rows finds them adjacent in memory. `wgmma` takes tf32 from shared memory in no
+/// other order, and the kernels that cuBLAS has for the untransposed operand take 1.4 to 1.9 times
+/// as long.
+#[repr(C)]
+#[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
+struct Columns {
+    /// B.
+    batch: i64,
+    /// T·B.
+    rows: i64,
+    /// H.
+    hidden: i64,
+    /// F.
+    features: i64,
+    /// From a column to the next: at least `rows`, with zeros after those.
+    to_stride: i64,
+    /// `[B, H]`.
+    h0: *const f32,
+    /// `[T, B, H]`.
+    output: *const f32,
+    /// `[T, B, F]`.
+    input: *const f32,
+    /// `[H + F, to_stride]`.
+    to: *mut f32,
+}
+
+#[cfg(tch_extension_cuda)]
+unsafe extern "C" {
+    fn tch_extension_recurrent_columns_cuda(
+        params: *const Columns,
+        stream: *mut c_void,
+    ) -> crate::cuda::LaunchStatus;
+}
+
+/// Rows that cuBLAS may read 16 bytes at a time.
+const OF_16_BYTES: i64 = 4;
+
+/// `[h[t-1] | x[t]]ᵀ` of all steps, `[H + F, T·B]`, of kind `Float` on CUDA.
+pub(crate) fn columns([h0, output, input]: [&Tensor; 3]) -> Result<Tensor> {
+    let ((steps, batch, hidden), features) = (output.size3()?, input.size3()?.2);
+    let like = (Kind::Float, output.device());
+    let (h0, output, input) = (plain(h0)?, plain(output)?, plain(input)?);
+    let (rows, columns) = (steps * batch, hidden + features);
+    let to_stride = (rows + OF_16_BYTES - 1) / OF_16_BYTES * OF_16_BYTES;
+    let to = Tensor::f_empty([columns, to_stride], like)?;
+    let params = Columns {
+        batch,
+        rows,
+        hidden,
+        features,
+        to_stride,
+        h0: checked("h0", &h0, &[batch, hidden], like)?.cast(),
+        output: checked("output", &output, &[steps, batch, hidden], like)?.cast(),
+        input: checked("input", &input, &[steps, batch, features], like)?.cast(),
+        to: checked("to", &to, &[columns, to_stride], like)?.cast(),
+    };
+    start(&params, &to)?;
+    Ok(to.f_narrow(1, 0, rows)?)
+}
+
+#[cfg(tch_extension_cuda)]
+fn start(params: &Columns, to: &Tensor) -> Result<()> {
+    // SAFETY: tensors of the sizes that the struct states, contiguous, checked by `columns`; what
+    // is written is new.
+    crate::cuda::launch(to.device(), |stream| unsafe {
+        tch_extension_recurrent_columns_cuda(params, stream)
+    })
+}
+
+#[cfg(not(tch_extension_cuda))]
+fn start(_: &Columns, to: &Tensor) -> Result<()> {
+    Err(crate::ffi::no_kernel("recurrent", to.device()))
+}
