@@ -1,27 +1,12 @@
 // Level 4: everything in a step that follows the product for the gates, and its backward.
-// src/lltm/kernels.rs mirrors the structs. All matrices have B rows, and H columns or 3H in the
+// src/lltm/kernels.rs declares the parameters. All matrices have B rows, and H columns or 3H in the
 // order i, o, g.
 #pragma once
 
+#include "src/lltm/kernels.rs.h"
 #include "tch_extension/accessor.h"
 #include "tch_extension/kind.h"
 #include "tch_extension/scalar_math.h"
-
-struct LltmForward {
-  tch_extension::StridedMut<2> gates;  // [B, 3H]; σ(i) and σ(o) are written back for the backward
-  tch_extension::Strided<2> c;         // [B, H]
-  tch_extension::StridedMut<2> new_h;  // [B, H]
-  tch_extension::StridedMut<2> new_c;  // [B, H]
-};
-
-struct LltmBackward {
-  tch_extension::Strided<2> activations;    // [B, 3H]: σ(i), σ(o), g
-  tch_extension::Strided<2> new_c;          // [B, H]
-  tch_extension::Strided<2> grad_new_h;     // [B, H]
-  tch_extension::Strided<2> grad_new_c;     // [B, H]
-  tch_extension::StridedMut<2> grad_gates;  // [B, 3H]
-  tch_extension::StridedMut<2> grad_c;      // [B, H]
-};
 
 namespace extension {
 

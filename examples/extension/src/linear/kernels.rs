@@ -1,46 +1,45 @@
 //! Level 4: our own kernels for the CPU and CUDA (`csrc/linear/kernels.{h,cpp,cu}`), for kinds f32
 //! and f64 and any strides.
 
-#[cfg(tch_extension_cuda)]
 use super::function::second_derivative;
-use std::ffi::c_void;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 use tch_extension::autograd::{Context, Function, Inputs, Saver, Tensors, apply};
-#[cfg(tch_extension_cuda)]
-use tch_extension::cuda::{self, LaunchStatus};
 use tch_extension::strided::{Strided, StridedMut};
-use tch_extension::{Error, Result, check};
+use tch_extension::{Result, check, kernels};
 
-/// Mirrors `LinearForward` in `csrc/linear/kernels.h`.
+/// y = x Wᵀ + b
 #[repr(C)]
 struct Forward<'a> {
+    /// `[M, K]`
     x: Strided<'a, 2>,
+    /// `[K, N]`
     wt: Strided<'a, 2>,
+    /// `[N]`
     b: Strided<'a, 1>,
+    /// `[M, N]`
     y: StridedMut<'a, 2>,
 }
 
-/// Mirrors `LinearProduct` in `csrc/linear/kernels.h`.
+/// c = a b
 #[repr(C)]
 struct Product<'a> {
+    /// `[M, K]`
     a: Strided<'a, 2>,
+    /// `[K, N]`
     b: Strided<'a, 2>,
+    /// `[M, N]`
     c: StridedMut<'a, 2>,
 }
 
-unsafe extern "C" {
-    fn extension_linear_forward_cpu(params: *const Forward<'_>);
-    fn extension_linear_product_cpu(params: *const Product<'_>);
-    #[cfg(tch_extension_cuda)]
-    fn extension_linear_forward_cuda(
-        params: *const Forward<'_>,
-        stream: *mut c_void,
-    ) -> LaunchStatus;
-    #[cfg(tch_extension_cuda)]
-    fn extension_linear_product_cuda(
-        params: *const Product<'_>,
-        stream: *mut c_void,
-    ) -> LaunchStatus;
+kernels! {
+    "linear":
+    // SAFETY: the kernels go over the elements of `y` and `c`, and over K of the other operands.
+    // `linear` checked the shapes and kinds of its arguments, and the autograd engine gives the
+    // incoming gradient the output's.
+    unsafe fn run_forward(Forward { x, wt, b, y }) =
+        extension_linear_forward_cpu, extension_linear_forward_cuda;
+    unsafe fn run_product(Product { a, b, c }) =
+        extension_linear_product_cpu, extension_linear_product_cuda;
 }
 
 /// Computes `x Wᵀ + b`.
@@ -99,19 +98,7 @@ fn forward(x: &Tensor, w: &Tensor, b: &Tensor) -> Result<Tensor> {
         b: Strided::new(b)?,
         y: StridedMut::new(&mut y)?,
     };
-    match x.device() {
-        // SAFETY: `Forward` mirrors the C++ struct and borrows the tensors, and `linear` checked
-        // their shapes, kinds and device.
-        Device::Cpu => unsafe { extension_linear_forward_cpu(&params) },
-        #[cfg(tch_extension_cuda)]
-        device @ Device::Cuda(_) => {
-            // SAFETY: as for the CPU; `launch` passes a stream of the tensors' device.
-            cuda::launch(device, |stream| unsafe {
-                extension_linear_forward_cuda(&params, stream)
-            })?
-        }
-        device => return Err(Error::msg(format!("linear: no kernel for {device:?}"))),
-    }
+    run_forward(&params)?;
     Ok(y)
 }
 
@@ -119,18 +106,6 @@ fn forward(x: &Tensor, w: &Tensor, b: &Tensor) -> Result<Tensor> {
 fn product(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let mut c = Tensor::f_empty([a.size()[0], b.size()[1]], (a.kind(), a.device()))?;
     let params = Product { a: Strided::new(a)?, b: Strided::new(b)?, c: StridedMut::new(&mut c)? };
-    match a.device() {
-        // SAFETY: `Product` mirrors the C++ struct and borrows the tensors. The autograd engine
-        // gives the incoming gradient the output's shape, kind and device.
-        Device::Cpu => unsafe { extension_linear_product_cpu(&params) },
-        #[cfg(tch_extension_cuda)]
-        device @ Device::Cuda(_) => {
-            // SAFETY: as for the CPU; `launch` passes a stream of the tensors' device.
-            cuda::launch(device, |stream| unsafe {
-                extension_linear_product_cuda(&params, stream)
-            })?
-        }
-        device => return Err(Error::msg(format!("linear: no kernel for {device:?}"))),
-    }
+    run_product(&params)?;
     Ok(c)
 }

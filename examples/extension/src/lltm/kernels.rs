@@ -2,45 +2,50 @@
 //! libtorch's product. They support kinds f32 and f64.
 
 use super::function::{Pointwise, step};
-#[cfg(tch_extension_cuda)]
-use std::ffi::c_void;
-use tch::{Device, Kind, Tensor};
-#[cfg(tch_extension_cuda)]
-use tch_extension::cuda::{self, LaunchStatus};
+use tch::{Kind, Tensor};
 use tch_extension::strided::{Strided, StridedMut};
-use tch_extension::{Error, Result, check};
+use tch_extension::{Result, check, kernels};
 
-/// Mirrors `LltmForward` in `csrc/lltm/kernels.h`.
+/// Everything in a step that follows the product for the gates, which are in the order i, o, g.
 #[repr(C)]
 struct Forward<'a> {
+    /// `[B, 3H]`; σ(i) and σ(o) are written back for the backward.
     gates: StridedMut<'a, 2>,
+    /// `[B, H]`
     c: Strided<'a, 2>,
+    /// `[B, H]`
     new_h: StridedMut<'a, 2>,
+    /// `[B, H]`
     new_c: StridedMut<'a, 2>,
 }
 
-/// Mirrors `LltmBackward` in `csrc/lltm/kernels.h`.
+/// The backward of that.
 #[repr(C)]
 struct Backward<'a> {
+    /// `[B, 3H]`: σ(i), σ(o), g
     activations: Strided<'a, 2>,
+    /// `[B, H]`
     new_c: Strided<'a, 2>,
+    /// `[B, H]`
     grad_new_h: Strided<'a, 2>,
+    /// `[B, H]`
     grad_new_c: Strided<'a, 2>,
+    /// `[B, 3H]`
     grad_gates: StridedMut<'a, 2>,
+    /// `[B, H]`
     grad_c: StridedMut<'a, 2>,
 }
 
-unsafe extern "C" {
-    fn extension_lltm_forward_cpu(params: *const Forward<'_>);
-    fn extension_lltm_backward_cpu(params: *const Backward<'_>);
-    #[cfg(tch_extension_cuda)]
-    fn extension_lltm_forward_cuda(params: *const Forward<'_>, stream: *mut c_void)
-    -> LaunchStatus;
-    #[cfg(tch_extension_cuda)]
-    fn extension_lltm_backward_cuda(
-        params: *const Backward<'_>,
-        stream: *mut c_void,
-    ) -> LaunchStatus;
+kernels! {
+    "lltm":
+    // SAFETY: the kernels go over the elements of `c`. `lltm` checked the shapes and kinds of its
+    // arguments, the other tensors are made to fit, and the autograd engine gives incoming
+    // gradients the outputs' shapes and kinds.
+    unsafe fn run_forward(Forward { gates, c, new_h, new_c }) =
+        extension_lltm_forward_cpu, extension_lltm_forward_cuda;
+    unsafe fn run_backward(
+        Backward { activations, new_c, grad_new_h, grad_new_c, grad_gates, grad_c }
+    ) = extension_lltm_backward_cpu, extension_lltm_backward_cuda;
 }
 
 /// Computes one step.
@@ -82,19 +87,7 @@ impl Pointwise for Kernels {
             new_h: StridedMut::new(&mut new_h)?,
             new_c: StridedMut::new(&mut new_c)?,
         };
-        match c.device() {
-            // SAFETY: `Forward` mirrors the C++ struct and borrows the tensors. `lltm` checked the
-            // inputs' shapes, kinds and device; the other tensors were made here or by `gates`.
-            Device::Cpu => unsafe { extension_lltm_forward_cpu(&params) },
-            #[cfg(tch_extension_cuda)]
-            device @ Device::Cuda(_) => {
-                // SAFETY: as for the CPU; `launch` passes a stream of the tensors' device.
-                cuda::launch(device, |stream| unsafe {
-                    extension_lltm_forward_cuda(&params, stream)
-                })?
-            }
-            device => return Err(Error::msg(format!("lltm: no kernel for {device:?}"))),
-        }
+        run_forward(&params)?;
         Ok([new_h, new_c, gates])
     }
 
@@ -114,19 +107,7 @@ impl Pointwise for Kernels {
             grad_gates: StridedMut::new(&mut grad_gates)?,
             grad_c: StridedMut::new(&mut grad_c)?,
         };
-        match new_c.device() {
-            // SAFETY: `Backward` mirrors the C++ struct and borrows the tensors. The autograd
-            // engine gives incoming gradients the outputs' shape, kind and device.
-            Device::Cpu => unsafe { extension_lltm_backward_cpu(&params) },
-            #[cfg(tch_extension_cuda)]
-            device @ Device::Cuda(_) => {
-                // SAFETY: as for the CPU; `launch` passes a stream of the tensors' device.
-                cuda::launch(device, |stream| unsafe {
-                    extension_lltm_backward_cuda(&params, stream)
-                })?
-            }
-            device => return Err(Error::msg(format!("lltm: no kernel for {device:?}"))),
-        }
+        run_backward(&params)?;
         Ok([grad_gates, grad_c])
     }
 }
