@@ -1,10 +1,9 @@
 // Measures what it costs to exchange h in each step among the blocks that share a recurrent weight
 // matrix. These figures decide the layout of a persistent LLTM kernel; they are in
-// docs/lab/lltm.md.
+// docs/lab/lltm.md. From the root of the repository:
 //
 //   nvcc -gencode=arch=compute_90a,code=sm_90a -std=c++17 -O3 -o recurrent_exchange
-//   recurrent_exchange.cu &&
-//   ./recurrent_exchange
+//     benches/lab/recurrent_exchange.cu && ./recurrent_exchange
 //
 // Every wait gives up after a while, so that a mistake ends the program instead of hanging it.
 #include <cooperative_groups.h>

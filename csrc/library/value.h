@@ -1,4 +1,4 @@
-// The values that Rust and the dispatcher exchange. src/ffi/library.rs mirrors `Value`.
+// The values that Rust and the dispatcher exchange. src/ffi/value.rs mirrors `Value`, as `RawValue`.
 #pragma once
 
 #include <ATen/core/ivalue.h>

@@ -1,4 +1,4 @@
-// columns.h says what this does.
+// params.h says what this does.
 
 #include "params.h"
 #include "tch_extension/launch.h"

@@ -1,6 +1,6 @@
 //! Where libtorch allows tf32, the kernels that keep the weights on the chip multiply halves with
-//! scales (`csrc/lltm/scale_rows.h`). These tests check that they accept numbers of any range and
-//! are no less accurate than tf32.
+//! scales (`csrc/recurrent/scale_rows.h`). These tests check that they accept numbers of any range
+//! and are no less accurate than tf32.
 
 use super::persistent::{Tf32, everything};
 use super::*;
