@@ -137,7 +137,9 @@ fn collect(root: &Path, part: &Path, sources: &mut Vec<PathBuf>) {
         .flatten()
         .map(|entry| part.join(entry.file_name()))
         .filter(|path| path.extension().is_some_and(|end| end == "rs"))
-        .filter(|path| path.file_stem().is_some_and(|stem| stem != "tests"))
+        .filter(|path| {
+            path.file_stem().is_some_and(|stem| !stem.to_string_lossy().ends_with("tests"))
+        })
         .collect();
     inside.sort();
     sources.extend(inside);

@@ -1,5 +1,8 @@
 //! The kernels of `csrc/recurrent` that Rust calls itself.
 
+#[cfg(test)]
+mod gru_tests;
+
 use crate::Result;
 use crate::ffi::checked;
 use crate::ffi::tensor::plain;
