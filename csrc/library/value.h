@@ -1,4 +1,5 @@
-// The values that Rust and the dispatcher exchange. src/ffi/value.rs mirrors `Value`, as `RawValue`.
+// The values that Rust and the dispatcher exchange. src/ffi/value.rs mirrors `Value`, as
+// `RawValue`.
 #pragma once
 
 #include <ATen/core/ivalue.h>
