@@ -130,7 +130,7 @@ pub(crate) fn panic_text(payload: &(dyn std::any::Any + Send)) -> &str {
         .downcast_ref::<String>()
         .map(String::as_str)
         .or_else(|| payload.downcast_ref::<&str>().copied())
-        .unwrap_or("with a value that is no text")
+        .unwrap_or("with a value that is not text")
 }
 
 #[cfg(test)]

@@ -222,7 +222,7 @@ fn refused(check: Check<'_>, refusal: Refusal) -> Error {
             "drop the ViewMut first",
         ),
         Refusal::Viewed => {
-            ("memory that nobody else looks at", "some with a live View", "drop the View first")
+            ("memory without another view", "some with a live View", "drop the View first")
         }
     };
     check.refuse(expected, got, hint)

@@ -107,7 +107,7 @@ class Hooks final : public FunctionPreHook {
     if (replaced.sizes() != grad.sizes() || replaced.scalar_type() != grad.scalar_type() ||
         replaced.device() != grad.device() || replaced.layout() != grad.layout()) {
       throw std::runtime_error("register_hook: the hook returned a gradient of " +
-                               describe(replaced) + " in the place of one of " + describe(grad));
+                               describe(replaced) + " instead of one of " + describe(grad));
     }
     grad = std::move(replaced);
   }
@@ -166,7 +166,9 @@ std::shared_ptr<HookList> post_accumulate_list_of(const at::Tensor& leaf) {
   auto& place = post_acc_grad_hooks(leaf);
   if (auto* ours = dynamic_cast<PostAccumulateHooks*>(place.get())) return ours->list();
   if (place != nullptr)
-    throw std::runtime_error("somebody else's hook is there already, and there is room for one");
+    throw std::runtime_error(
+        "the leaf has a post-accumulate hook that this crate did not register, and libtorch allows "
+        "one only");
   auto added = std::make_unique<PostAccumulateHooks>();
   auto list = added->list();
   torch::autograd::impl::set_post_acc_grad_hooks(leaf, std::move(added));

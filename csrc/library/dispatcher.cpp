@@ -144,7 +144,8 @@ std::vector<IValue> arguments(const c10::FunctionSchema& schema, const Value* va
                               CallError& error) {
   const auto& declared = schema.arguments();
   if (len != declared.size())
-    throw std::runtime_error("internal error: not a value for each argument");
+    throw std::runtime_error(
+        "internal error: the number of values differs from the number of arguments");
   std::vector<IValue> stack;
   stack.reserve(std::max(declared.size(), schema.returns().size()));
   for (size_t i = 0; i < declared.size(); ++i) {

@@ -168,11 +168,13 @@ void rehearse(const char* const* paths, size_t len, bool global, int64_t limit_m
   // O_CLOEXEC closes the pipe in programs that other threads start meanwhile; they would hold it
   // open.
   if (pipe2(ends, O_CLOEXEC) != 0)
-    throw std::system_error(errno, std::generic_category(), "it cannot be rehearsed: pipe");
+    throw std::system_error(errno, std::generic_category(),
+                            "cannot try to load it in a child process first: pipe");
   File in(ends[0]), out(ends[1]);
   const pid_t child = fork_between_lookups();
   if (child < 0)
-    throw std::system_error(errno, std::generic_category(), "it cannot be rehearsed: fork");
+    throw std::system_error(errno, std::generic_category(),
+                            "cannot try to load it in a child process first: fork");
   if (child == 0) rehearse_in_child(out.get(), paths, len, global);
   out.close();
   std::string text;

@@ -47,11 +47,11 @@ struct Backward {
 
 }  // namespace
 
-extern "C" LaunchStatus tch_extension_lltm_persistent_backward_cuda(
+extern "C" LaunchStatus tch_extension_lltm_cluster_backward_cuda(
     const cluster::BackwardParams* params, cudaStream_t stream) {
   const Backward body{*params, stream};
   if (params->scales != nullptr) return {"backward_kernel", body.run<float, cluster::ScaledHalf>()};
-  return {"lltm_persistent_backward", for_kinds(params->kind, params->product_kind, body)};
+  return {"lltm_cluster_backward", for_kinds(params->kind, params->product_kind, body)};
 }
 
 }  // namespace tch_extension::lltm

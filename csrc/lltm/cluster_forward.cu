@@ -71,10 +71,10 @@ int clusters_at_a_time() {
 
 }  // namespace
 
-extern "C" LaunchStatus tch_extension_lltm_persistent_forward_cuda(
+extern "C" LaunchStatus tch_extension_lltm_cluster_forward_cuda(
     const cluster::ForwardParams* params, cudaStream_t stream) {
   const Forward body{*params, stream};
-  return {"lltm_persistent_forward", for_kinds(params->kind, params->product_kind, body)};
+  return {"lltm_cluster_forward", for_kinds(params->kind, params->product_kind, body)};
 }
 
 // For the current device, which has to be `device`: how many clusters of 8 blocks, and of 16, run

@@ -33,9 +33,9 @@ tch_extension::LaunchStatus tch_extension_lltm_step_backward_cuda(
 tch_extension::LaunchStatus tch_extension_lltm_scale_rows_cuda(
     const tch_extension::recurrent::ScaleRows*, cudaStream_t);
 
-tch_extension::LaunchStatus tch_extension_lltm_persistent_forward_cuda(
+tch_extension::LaunchStatus tch_extension_lltm_cluster_forward_cuda(
     const tch_extension::recurrent::cluster::ForwardParams*, cudaStream_t);
-tch_extension::LaunchStatus tch_extension_lltm_persistent_backward_cuda(
+tch_extension::LaunchStatus tch_extension_lltm_cluster_backward_cuda(
     const tch_extension::recurrent::cluster::BackwardParams*, cudaStream_t);
 
 // `fits` becomes false where not all blocks can run at the same time: then no kernel was started.

@@ -92,8 +92,7 @@ void run_clusters(const LltmForward& call) {
   params.output = address(call.output);
   params.c = address(call.c);
   params.activations = address(call.activations);
-  check(
-      tch_extension_lltm_persistent_forward_cuda(&params, static_cast<cudaStream_t>(call.stream)));
+  check(tch_extension_lltm_cluster_forward_cuda(&params, static_cast<cudaStream_t>(call.stream)));
 }
 
 void run_clusters(const LltmBackward& call) {
@@ -116,8 +115,7 @@ void run_clusters(const LltmBackward& call) {
   params.grad_h = address(call.grad_h);
   params.grad_c = address(call.grad_c);
   params.grad_gates = address(call.grad_gates);
-  check(
-      tch_extension_lltm_persistent_backward_cuda(&params, static_cast<cudaStream_t>(call.stream)));
+  check(tch_extension_lltm_cluster_backward_cuda(&params, static_cast<cudaStream_t>(call.stream)));
 }
 
 namespace {

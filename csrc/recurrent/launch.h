@@ -43,7 +43,7 @@ cudaError_t allow() {
 // Calls body.run<S, T>() for the kinds of state and product that there are.
 template <typename Body>
 const char* for_kinds(int32_t state, int32_t product, const Body& body) {
-  const char* error = "internal error: no persistent kernel for these kinds";
+  const char* error = "internal error: no cluster or grid kernel for these kinds";
   const bool both = state == product;
   if (!both && state != kTchExtensionFloat) return error;
   for_kind(product, [&](auto type) {
@@ -57,7 +57,7 @@ const char* for_kinds(int32_t state, int32_t product, const Body& body) {
   return error;
 }
 
-constexpr const char* kNoKernel = "internal error: no persistent kernel for this plan";
+constexpr const char* kNoKernel = "internal error: no cluster or grid kernel for this plan";
 
 }  // namespace
 }  // namespace tch_extension::recurrent

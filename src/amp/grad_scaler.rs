@@ -481,7 +481,9 @@ impl GradScaler {
         for (place, (parameter, id)) in parameters.iter().zip(&identities).enumerate() {
             if !unscaled.contains(id) && parameter.f_grad()?.defined() {
                 let expected = "the parameters of which the gradients were unscaled";
-                let got = format!("parameter {place}, whose gradient was not, beside some of them");
+                let got = format!(
+                    "parameter {place}, whose gradient was not, together with parameters whose gradients were"
+                );
                 let hint = "give an optimizer all its parameters before unscale, and each to one optimizer only";
                 return Err(Error::argument(op, "optimizer", expected, got, hint));
             }
@@ -617,5 +619,11 @@ fn out_of_range(op: &str, argument: &str, expected: &str, got: impl std::fmt::De
 
 fn too_late(op: &str, call: &str) -> Error {
     let got = format!("one after {call}");
-    Error::argument(op, "optimizer", "one in its turn", got, "GradScaler::update ends an iteration")
+    Error::argument(
+        op,
+        "optimizer",
+        "an optimizer that was neither unscaled nor stepped since the last update",
+        got,
+        "GradScaler::update ends an iteration",
+    )
 }

@@ -342,7 +342,7 @@ pub(super) unsafe fn contained(
         Ok(Some(error)) => error,
         Err(panic) => {
             discard(panic);
-            format!("{what} failed, and so did the text of its error")
+            format!("{what} failed, and formatting its error panicked")
         }
     };
     // SAFETY: `results` belongs to the caller (see `# Safety`), and C++ copies the text.

@@ -55,7 +55,7 @@ pub(super) fn pull_back(
     for (index, (output, vector)) in outputs.iter().zip(grads.iter()).enumerate() {
         if output.is_none() && vector.is_some() {
             return Err(Error::Autograd(format!(
-                "differentiate_reference: output {index} has a gradient, but this time there is no such output"
+                "differentiate_reference: output {index} has a gradient, but the reference did not return that output"
             )));
         }
         if let (Some(output), Some(vector)) = (output, vector)

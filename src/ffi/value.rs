@@ -122,7 +122,7 @@ fn device_of((kind, index): (usize, i64)) -> Result<Device> {
         10 => Ok(Device::Vulkan),
         13 => Ok(Device::Mps),
         other => Err(Error::msg(format!(
-            "it returned a device that tch has not: libtorch's number {other}"
+            "it returned a device that tch does not know: libtorch's number {other}"
         ))),
     }
 }
@@ -261,7 +261,7 @@ pub enum Output {
 /// The value must come from `from_ivalue` in C++, and the data that it borrows must be alive.
 pub(super) unsafe fn read(value: &RawValue) -> Result<Output> {
     let unknown = |what: &str, code: i64| {
-        Error::msg(format!("it returned {what} number {code}, which tch has not"))
+        Error::msg(format!("it returned {what} number {code}, which tch does not know"))
     };
     // SAFETY: the tag says which member was written, and the caller guarantees the pointers (see `#
     // Safety`).
@@ -276,7 +276,7 @@ pub(super) unsafe fn read(value: &RawValue) -> Result<Output> {
             Tag::String => {
                 let text = std::str::from_utf8(slice::<u8>(payload.data, len));
                 let text = text.map_err(|error| {
-                    Error::msg(format!("it returned a str that is no text: {error}"))
+                    Error::msg(format!("it returned a str that is not valid UTF-8: {error}"))
                 });
                 Output::String(text?.to_string())
             }

@@ -53,7 +53,7 @@ impl Module {
     /// When the library has no such symbol, or `T` does not have the size of a pointer.
     pub unsafe fn symbol<T: Copy>(&self, name: &str) -> Result<Symbol<'_, T>> {
         if size_of::<T>() != size_of::<*const ()>() {
-            let text = "is no function and no pointer: it does not have the size of one";
+            let text = "is neither a function nor a pointer: it does not have a pointer's size";
             return Err(self.error(format!("{name}: {} {text}", std::any::type_name::<T>())));
         }
         // SAFETY: the caller guarantees the symbol's type (see `# Safety`).

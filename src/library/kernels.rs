@@ -24,7 +24,7 @@ pub(super) fn missing(message: &str, caller: &str) -> Option<String> {
         }
         (Problem::NoTensors, false) => {
             format!(
-                "{calls} got no tensor to tell whose kernel to run; there are kernels for {backends}"
+                "{calls} got no tensor argument, so no device to choose a kernel for; there are kernels for {backends}"
             )
         }
         (Problem::NoTensors, true) => format!("{calls} has no kernel for any device; {none}"),

@@ -154,7 +154,7 @@ fn load(path: &Path, options: LoadOptions) -> Result<Library, String> {
     let file = File::open(&path).map_err(words)?;
     let metadata = file.metadata().map_err(words)?;
     if !metadata.is_file() {
-        return Err("it is no file".to_string());
+        return Err("it is not a regular file".to_string());
     }
     let id = (metadata.dev(), metadata.ino());
     let state = State { len: metadata.len(), modified: (metadata.mtime(), metadata.mtime_nsec()) };
@@ -191,7 +191,7 @@ fn explained(path: &Path, complaint: String, loaded: &BTreeMap<Id, Library>) -> 
     };
     if let (Some(symbol), Some(library)) = (symbol, loaded.values().find(defines)) {
         return format!(
-            "it needs {} of {}, which is loaded for itself alone: load that one {GLOBAL} first (the loader said: {complaint})",
+            "it needs {} of {}, which was loaded without `global`: load that one {GLOBAL} first (the loader said: {complaint})",
             ffi::demangled(symbol),
             library.0.path.display(),
         );

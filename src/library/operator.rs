@@ -190,7 +190,7 @@ impl Operator {
             CallFailure::NoBackward => schema
                 .error(format_args!("it has no autograd kernel, and an input requires grad; {WAYS_OUT}")),
             CallFailure::LostGraph => schema.error(format_args!(
-                "an input requires grad, but the operator's results are no part of the graph; {WAYS_OUT}"
+                "an input requires grad, but the operator's results are not part of the graph; {WAYS_OUT}"
             )),
             CallFailure::Operator(message) => {
                 schema.error(missing(&message, &schema.name).unwrap_or(message))

@@ -34,7 +34,7 @@ impl Schema {
         let given = args.positional.len();
         let places = self.arguments.iter().take_while(|argument| !argument.by_name_only).count();
         if given > places {
-            return Err(self.error(format!("it takes {places} arguments by place, got {given}")));
+            return Err(self.error(format!("it takes {places} arguments by position, got {given}")));
         }
         let mut values: Vec<Option<ffi::Value<'a>>> = Vec::with_capacity(self.arguments.len());
         values.extend(args.positional.into_iter().map(|value| Some(value.0)));

@@ -104,7 +104,7 @@ impl WithBackward {
             |index: &usize| results.iter().any(|result| ffi::is_same(result, &inputs[*index]));
         if !written.iter().all(returned) {
             return Err(schema.error(
-                "it writes into an argument that it does not return, of which with_backward can make no part of a graph",
+                "it writes into an argument that it does not return, so with_backward cannot make it part of the graph",
             ));
         }
         let given: Vec<Option<&Tensor>> = inputs.iter().map(Some).collect();

@@ -202,7 +202,7 @@ fn calls_out_of_turn_say_what_is_wrong() {
     let mut moved = Box::new(optimizer);
     let turn = |call: &str, after: &str| {
         format!(
-            "GradScaler::{call}: optimizer: expected one in its turn, got one after {after}; GradScaler::update ends \
+            "GradScaler::{call}: optimizer: expected an optimizer that was neither unscaled nor stepped since the last update, got one after {after}; GradScaler::update ends \
              an iteration"
         )
     };
@@ -246,7 +246,10 @@ fn a_gradient_is_never_unscaled_twice_nor_stepped_on_unscaled() {
     );
     for mut both in [Own::of(&[&a, &b]), Own::of(&[&b, &a])] {
         let error = text(scaler.step(&mut both));
-        assert!(error.contains("whose gradient was not, beside some of them"), "{error}");
+        assert!(
+            error.contains("whose gradient was not, together with parameters whose gradients were"),
+            "{error}"
+        );
         assert_eq!(both.steps, 0);
     }
     assert_eq!((values(&a.grad()), values(&b.grad())), (vec![1.0], vec![8.0]));

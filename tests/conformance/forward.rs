@@ -238,11 +238,11 @@ fn a_write_beside_an_output_or_a_gradient() {
     let forward = |x: &Tensor, w: &Tensor| Ok(beyond(x * w));
     let (names, report) = broken(product(forward, gradient), Device::Cpu, &defaults());
     assert_eq!(names, ["memory"], "{report}");
-    assert!(report.contains("the forward without a graph wrote beside memory"), "{report}");
+    assert!(report.contains("the forward without a graph wrote outside of the memory"), "{report}");
     let backward = |_: &Context<'_>, [x, w]: [&Tensor; 2], grad: &Tensor| {
         Ok([beyond(grad * w), grad * x].into())
     };
     let (names, report) = broken(product(value, backward), Device::Cpu, &defaults());
     assert_eq!(names, ["memory"], "{report}");
-    assert!(report.contains("forward and backward wrote beside memory"), "{report}");
+    assert!(report.contains("forward and backward wrote outside of the memory"), "{report}");
 }

@@ -48,7 +48,7 @@ fn changes_in_place_have_to_be_declared() {
             let w = leaf(&[4, 6], device);
             conformance(scale, &[&x, &w], &declared).expect("declared");
             let error = conformance(scale, &[&x, &w], &beyond).expect_err("two inputs").to_string();
-            assert!(error.contains("names input 2, which there is not"), "{error}");
+            assert!(error.contains("names input 2, but there is no such input"), "{error}");
         }
         let (x, w) = (leaf(&[4, 6], device).detach(), leaf(&[4, 6], device));
         let error = conformance(scale, &[&x, &w], &defaults()).expect_err("undeclared").to_string();

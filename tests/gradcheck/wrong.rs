@@ -80,7 +80,7 @@ fn a_scalar_function_that_ignores_the_incoming_gradient_is_found() {
     let text = refusal(check_with(&ignoring, &[&x], &unchecked));
     assert_says(
         &text,
-        &["input 0", "give 6.0 at element [0], but -12.0 by the Jacobian", "linear"],
+        &["input 0", "give 6.0 at element [0], but -12.0 according to the Jacobian", "linear"],
     );
 }
 
@@ -110,7 +110,7 @@ fn a_backward_that_drops_terms_with_several_gradients_is_found() {
     // 1.5.
     assert_says(
         &refusal(check(wrong, &[&x])),
-        &["give -12.0 at element [0], but 1.5 by the Jacobian"],
+        &["give -12.0 at element [0], but 1.5 according to the Jacobian"],
     );
 
     let silent = powers(move |x, square, cube| match (square, cube) {
@@ -119,7 +119,7 @@ fn a_backward_that_drops_terms_with_several_gradients_is_found() {
     });
     assert_says(
         &refusal(check(silent, &[&x])),
-        &["give 0.0 at element [0], but 1.5 by the Jacobian"],
+        &["give 0.0 at element [0], but 1.5 according to the Jacobian"],
     );
 }
 

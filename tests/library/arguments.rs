@@ -172,7 +172,7 @@ fn a_wrong_argument_is_named_with_its_type_and_the_schema() {
 fn calls_that_fit_no_schema() {
     let op = operator("defaults");
     for (args, expected) in [
-        (args![1, 0.5, "t", [1, 2], true], "it takes 4 arguments by place, got 5"),
+        (args![1, 0.5, "t", [1, 2], true], "it takes 4 arguments by position, got 5"),
         (args![nonsense = 1], "it has no argument `nonsense`"),
         (args![1, i = 2], "its argument `i` is given twice"),
         (args![f = 1.0, f = 2.0], "its argument `f` is given twice"),

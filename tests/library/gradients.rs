@@ -252,12 +252,12 @@ fn a_composite_that_lost_the_graph_is_found_out() {
     y.sum(Kind::Double).backward();
     assert_eq!(x.grad(), doubles(&[3.0, 12.0]));
     let text = message(operator("raw_scaled").call::<Tensor>(args![&x, 3.0]));
-    assert!(text.contains("the operator's results are no part of the graph"), "{text}");
+    assert!(text.contains("the operator's results are not part of the graph"), "{text}");
     assert!(text.contains(".with_backward(f)"), "{text}");
     // The input is among the results, too, but that does not make the other result part of the
     // graph.
     let text = message(operator("same_and_raw").call::<(Tensor, Tensor)>(args![&x, 3.0]));
-    assert!(text.contains("the operator's results are no part of the graph"), "{text}");
+    assert!(text.contains("the operator's results are not part of the graph"), "{text}");
     let y: Tensor = operator("same").call(args![&x]).unwrap();
     assert!(y.requires_grad());
     let y: Tensor = operator("raw_scaled").no_grad().call(args![&x, 3.0]).unwrap();

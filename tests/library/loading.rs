@@ -65,7 +65,7 @@ fn an_operator_that_exists_is_refused_before_loading() {
 #[test]
 fn what_is_no_library_is_refused() {
     refused(Path::new("/nonexistent/library.so"), "No such file or directory");
-    refused(folder(), "it is no file");
+    refused(folder(), "it is not a regular file");
     refused(Path::new("a\0b"), "NUL byte");
     refused(Path::new("two\nlines.so"), "No such file or directory");
     let text = folder().join("text.so");
@@ -147,7 +147,7 @@ fn a_library_that_leans_on_anothers_symbols() {
     );
     let first = Library::load(&defines).unwrap();
     let place = first.path().display().to_string();
-    let way_out = "which is loaded for itself alone: load that one with LoadOptions { global: true, .. } first";
+    let way_out = "which was loaded without `global`: load that one with LoadOptions { global: true, .. } first";
     refused(&leans, &format!("it needs leant_on() of {place}, {way_out}"));
     // The same library is loaded again, now with its symbols visible to all.
     let global = LoadOptions { global: true, ..Default::default() };

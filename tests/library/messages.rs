@@ -50,7 +50,7 @@ fn a_missing_kernel_of_libtorchs_own_is_told_by_device_too() {
 fn a_kernel_that_nobody_chooses_is_told_by_device() {
     let none: [&Tensor; 0] = [];
     let text = message(operator("first").call::<Tensor>(args![none]));
-    let expected = "tch_test::first: it got no tensor to tell whose kernel to run; there are kernels for CPU; the";
+    let expected = "tch_test::first: it got no tensor argument, so no device to choose a kernel for; there are kernels for CPU; the";
     assert!(text.starts_with(expected), "{text}");
     let text = message(operator("first_without_kernels").call::<Tensor>(args![none]));
     assert!(

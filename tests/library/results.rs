@@ -92,7 +92,7 @@ fn results_of_another_type_are_an_error() {
         [Output::Tensor(_), Output::List(_), .., Output::Bool(true), Output::String(_)]
     ));
     let text = message(operator("no_text").call::<String>(args![]));
-    assert!(text.contains("it returned a str that is no text: invalid utf-8"), "{text}");
+    assert!(text.contains("it returned a str that is not valid UTF-8: invalid utf-8"), "{text}");
 }
 
 #[test]

@@ -98,7 +98,10 @@ impl Ci {
             .status()
             .with_context(|| format!("cannot run {}", program.display()))?;
         if !status.success() {
-            bail!("files are formatted otherwise; `{} -i FILE` formats one", program.display());
+            bail!(
+                "files differ from clang-format's result; `{} -i FILE` formats one",
+                program.display()
+            );
         }
         say(format_args!("{} files", files.len()));
         Ok(())

@@ -90,7 +90,7 @@ fn declared_changes(case: &Case<'_>) -> Result<()> {
     for &index in case.runner.options.changed_inputs {
         let Some(leaf) = leaves.get(index) else {
             return Err(Error::msg(format!(
-                "changed_inputs names input {index}, which there is not"
+                "changed_inputs names input {index}, but there is no such input"
             )));
         };
         let changed = !same_bits(leaf, case.inputs[index])?;
@@ -193,8 +193,9 @@ pub(super) fn memory(case: &Case<'_>) -> Result<()> {
     for (what, run) in runs {
         let written = written(run)?;
         if written > 0 {
-            let text =
-                format!("{what} wrote beside memory that was allocated, in {written} places");
+            let text = format!(
+                "{what} wrote outside of the memory that was allocated, in {written} places"
+            );
             return Err(Error::msg(text));
         }
     }

@@ -45,7 +45,7 @@ impl Gradcheck<'_> {
         let Some(mismatch) = mismatch(found, expected, bound) else { return Ok(()) };
         Err(Error::msg(format!(
             "gradcheck: input {input}: incoming gradients of several sizes and signs, for all outputs at once, give \
-             {:?} at element {}, but {:?} by the Jacobian; backward has to be linear in the incoming gradients",
+             {:?} at element {}, but {:?} according to the Jacobian; backward has to be linear in the incoming gradients",
             found[mismatch.worst],
             place(mismatch.worst, &self.inputs[input].size(), self.inputs[input].f_kind()?),
             expected[mismatch.worst],

@@ -112,9 +112,9 @@ class module_ {
   template <typename F, typename... Extra>
   module_& def(const char* name, F&& function, const Extra&... extra) {
     using Function = std::decay_t<F>;
-    static_assert(
-        !std::is_member_function_pointer_v<Function>,
-        "tch_extension: m.def takes functions and function objects; a method has no operator");
+    static_assert(!std::is_member_function_pointer_v<Function>,
+                  "tch_extension: m.def takes functions and function objects; a method cannot "
+                  "become an operator");
     using Signature = tch_extension::pybind::Callable<Function>;
     registrar_->def(prefix_ + name, Function(std::forward<F>(function)),
                     static_cast<typename Signature::Pointer>(nullptr), extra...);
