@@ -8,9 +8,9 @@ use plotters::coord::types::RangedCoordf64;
 use plotters::prelude::*;
 
 const SIZE: (u32, u32) = (960, 540);
-/// The largest number of points that the picture has room for. A longer curve is averaged in
-/// groups.
-const POINTS: usize = 480;
+/// The largest number of points of a curve. A longer curve is averaged in groups, because the loss
+/// of single batches is a broad band.
+const POINTS: usize = 120;
 
 /// The table: a heading `step,<op>,…` and one line for each step.
 pub fn csv(runs: &[Run]) -> String {
@@ -41,7 +41,7 @@ fn draw(area: &Area, runs: &[Run], unigram: f64) -> Drawn {
     let top = runs.iter().flat_map(|run| &run.losses).copied().fold(unigram, f64::max);
     area.fill(&WHITE)?;
     let mut chart = ChartBuilder::on(area)
-        .caption("Training loss of the LLTM language model", ("sans-serif", 20))
+        .caption(title(runs, unigram), ("sans-serif", 20))
         .margin(12)
         .x_label_area_size(44)
         .y_label_area_size(56)
@@ -52,7 +52,10 @@ fn draw(area: &Area, runs: &[Run], unigram: f64) -> Drawn {
         .y_desc("loss (nats per character)")
         .x_label_formatter(&|step| format!("{step:.0}"));
     mesh.draw()?;
-    for run in runs {
+    // Solid below dashed.
+    let is_dashed = |run: &&Run| run.op != Op::Composite;
+    let (dashed, solid): (Vec<&Run>, Vec<&Run>) = runs.iter().partition(is_dashed);
+    for run in solid.into_iter().chain(dashed) {
         draw_run(&mut chart, run)?;
     }
     let baseline = [(1.0, unigram), (steps, unigram)];
@@ -66,16 +69,37 @@ fn draw(area: &Area, runs: &[Run], unigram: f64) -> Drawn {
         .draw()
 }
 
-/// Draws one curve. Wide, pale curves are below thin, dark ones, so that all are visible where they
-/// coincide.
+/// What the picture shows.
+fn title(runs: &[Run], unigram: f64) -> String {
+    let held_out = || runs.iter().map(|run| run.held_out);
+    let (least, most) =
+        (held_out().fold(f64::INFINITY, f64::min), held_out().fold(f64::NEG_INFINITY, f64::max));
+    match runs.len() {
+        0 | 1 => format!("The LLTM learns: held-out loss {least:.2}, unigrams {unigram:.2}"),
+        _ if format!("{least:.1}") == format!("{most:.1}") => {
+            format!("The operators train alike: held-out loss {least:.2} to {most:.2}")
+        }
+        _ => format!("Held-out loss {least:.2} to {most:.2}, unigrams {unigram:.2}"),
+    }
+}
+
+/// Draws one curve, thin. Where curves coincide, one shows through the gaps of the next.
 fn draw_run(chart: &mut Chart, run: &Run) -> Drawn {
-    let style = match run.op {
-        Op::Sequence => RGBColor(170, 215, 150).stroke_width(9),
-        Op::Fused => RGBColor(255, 165, 80).stroke_width(5),
-        Op::Composite => RGBColor(20, 60, 160).stroke_width(1),
+    const DASH: u32 = 12;
+    let (color, gap) = match run.op {
+        Op::Composite => (RGBColor(20, 60, 160), 0),
+        Op::Fused => (RGBColor(225, 110, 20), DASH),
+        Op::Sequence => (RGBColor(60, 140, 50), 3 * DASH),
     };
+    let (style, points) = (color.stroke_width(2), thinned(&run.losses));
     let label = format!("{} (held out: {:.2})", run.op.name(), run.held_out);
-    draw_line(chart, thinned(&run.losses), style, label)
+    if gap == 0 {
+        return draw_line(chart, points, style, label);
+    }
+    let dashes = DashedLineSeries::new(points, DASH, gap, style);
+    let series = chart.draw_series(dashes)?;
+    series.label(label).legend(move |(x, y)| PathElement::new([(x, y), (x + 12, y)], style));
+    Ok(())
 }
 
 fn draw_line(
