@@ -2,15 +2,22 @@
 
 use anyhow::{Context, Result, anyhow, ensure};
 use plotters::prelude::*;
+use plotters::style::text_anchor::{HPos, Pos, VPos};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 
 /// Below this floor, in microseconds, the launch dominates and a share of the floor says nothing.
 const LAUNCH_BOUND: f64 = 5.0;
-const BAR: u32 = 11;
-const HEIGHT: u32 = 430;
-/// The width of the legend, in bars: the names of the providers are to the right of the bars.
-const LEGEND: u32 = 13;
+/// Providers that measure a part of the work, and so are no rivals.
+const PARTS: [&str; 2] = ["x + y", "product"];
+const WIDTH: u32 = 860;
+/// The height of a bar, in pixels.
+const BAR: u32 = 10;
+/// Room to the left of the bars for the points, and below them for the axis and the machine.
+const LABELS: u32 = 210;
+const FOOT: u32 = 60;
+/// The height of the legend, in bars: it is below the last point.
+const LEGEND: u32 = 9;
 
 /// One provider's measurement at one point.
 struct Row {
@@ -129,7 +136,7 @@ fn share_of_floor(rows: &[&Row]) -> Option<Chart> {
         let floor = floor(row).filter(|floor| *floor >= LAUNCH_BOUND)?;
         row.gpu.map(|gpu| 100.0 * floor / gpu)
     };
-    chart(rows, "gpu", "GPU time: share of the floor", "% of the floor", value)
+    chart(rows, "gpu", "% of the floor", "% of the floor (GPU time)", value)
 }
 
 /// The speed of calls in a row, compared with the composite's.
@@ -138,7 +145,13 @@ fn speed(rows: &[&Row]) -> Option<Chart> {
         rows.iter().find(|other| other.same_case(row) && other.provider == "composite")?.wall
     };
     let value = |row: &Row| Some(composite(row)? / row.wall?);
-    chart(rows, "speed", "calls in a row: speed", "times the composite's speed", value)
+    chart(
+        rows,
+        "speed",
+        "speed over the composite",
+        "times the composite's speed (calls in a row)",
+        value,
+    )
 }
 
 fn chart(
@@ -152,13 +165,13 @@ fn chart(
     let (operator, direction, device) = (&first.operator, &first.direction, &first.device);
     let mut chart = Chart {
         name: format!("{operator}-{}-{device}-{name}", direction.replace('+', "-")),
-        title: format!("{operator}, {direction}, {device}, {what}"),
+        title: format!("{operator} {direction} on {device}, {what}"),
         unit,
         points: Vec::new(),
         providers: Vec::new(),
         bars: Vec::new(),
     };
-    for row in rows {
+    for row in rows.iter().filter(|row| !PARTS.contains(&row.provider.as_str())) {
         if let Some(value) = value(row) {
             let bar = (
                 place_of(&mut chart.points, &row.point),
@@ -168,7 +181,24 @@ fn chart(
         }
     }
     ours_last(&mut chart);
+    chart.title = format!("{}: {}", chart.title, summary(&chart));
     (!chart.bars.is_empty()).then_some(chart)
+}
+
+/// The point of the picture: the geometric means of all providers, ours first.
+fn summary(chart: &Chart) -> String {
+    let mean = |provider: usize| {
+        let of_provider = chart.bars.iter().filter(|bar| bar.1 == provider);
+        let logarithms: Vec<f64> = of_provider.map(|(_, _, value)| value.ln()).collect();
+        (logarithms.iter().sum::<f64>() / logarithms.len().max(1) as f64).exp()
+    };
+    let digits = if chart.unit.starts_with('%') { 0 } else { 1 };
+    let text = |(provider, name): (usize, &String)| {
+        let name = if name == "fused" { "ours" } else { name };
+        format!("{name} {:.digits$}", mean(provider))
+    };
+    let means: Vec<String> = chart.providers.iter().enumerate().rev().map(text).collect();
+    means.join(", ")
 }
 
 /// The index of the name, which is added if it is new.
@@ -209,8 +239,8 @@ fn color(chart: &Chart, provider: usize) -> RGBColor {
 }
 
 fn svg(chart: &Chart, machine: &str) -> Result<String> {
-    let bars = chart.providers.len() as u32 + 1;
-    let size = (((chart.points.len() as u32 * bars + LEGEND) * BAR + 80).max(560), HEIGHT);
+    let bars = chart.points.len() as u32 * (chart.providers.len() as u32 + 1) + LEGEND;
+    let size = (WIDTH, bars * BAR + FOOT + 40);
     let mut picture = String::new();
     draw(&mut picture, size, chart, machine)
         .map_err(|error| anyhow!("cannot draw {}: {error}", chart.name))?;
@@ -219,50 +249,49 @@ fn svg(chart: &Chart, machine: &str) -> Result<String> {
 
 type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
+/// Horizontal bars, so that the points can be read at the left.
 fn draw(picture: &mut String, size: (u32, u32), chart: &Chart, machine: &str) -> Drawn {
     let area = SVGBackend::with_string(picture, size).into_drawing_area();
     area.fill(&WHITE)?;
-    area.draw(&Text::new(
-        machine.to_string(),
-        (14, HEIGHT as i32 - 18),
-        ("sans-serif", 11).into_font(),
-    ))?;
+    let small = ("sans-serif", 11).into_font();
+    area.draw(&Text::new(machine.to_string(), (14, size.1 as i32 - 18), small.clone()))?;
     let group = chart.providers.len() + 1;
-    let top = chart.bars.iter().map(|(_, _, value)| *value).fold(1.0, f64::max) * 1.05;
+    let rows = (chart.points.len() * group) as f64 + f64::from(LEGEND);
+    let most = chart.bars.iter().map(|(_, _, value)| *value).fold(1.0, f64::max) * 1.05;
     let mut context = ChartBuilder::on(&area)
         .caption(&chart.title, ("sans-serif", 16))
         .margin(12)
         .margin_bottom(24)
-        .x_label_area_size(104)
-        .y_label_area_size(56)
-        .build_cartesian_2d(
-            0.0..(chart.points.len() * group) as f64 + f64::from(LEGEND),
-            0.0..top,
-        )?;
+        .x_label_area_size(FOOT - 24)
+        .y_label_area_size(LABELS)
+        .build_cartesian_2d(0.0..most, rows..0.0)?;
     context
         .configure_mesh()
-        .disable_x_mesh()
-        .disable_x_axis()
+        .disable_y_mesh()
+        .disable_y_axis()
         .light_line_style(TRANSPARENT)
-        .y_desc(chart.unit)
+        .x_desc(chart.unit)
         .draw()?;
     for (provider, name) in chart.providers.iter().enumerate() {
         let style = color(chart, provider).filled();
         let bars = chart.bars.iter().filter(|bar| bar.1 == provider).map(|&(point, _, value)| {
-            let left = (point * group + provider) as f64 + 0.5;
-            Rectangle::new([(left, 0.0), (left + 0.9, value)], style)
+            let top = (point * group + provider) as f64 + 0.5;
+            Rectangle::new([(0.0, top), (value, top + 0.9)], style)
         });
         let legend = move |(x, y)| Rectangle::new([(x, y - 5), (x + 10, y + 5)], style);
+        let name = if name == "fused" { "ours" } else { name };
         context.draw_series(bars)?.label(name).legend(legend);
     }
     for (point, name) in chart.points.iter().enumerate() {
-        let (x, y) = context.backend_coord(&(((point * group) as f64) + group as f64 / 2.0, 0.0));
-        let font = ("sans-serif", 11).into_font().transform(FontTransform::Rotate90);
-        area.draw(&Text::new(name.clone(), (x + 5, y + 6), font))?;
+        let middle = (point * group) as f64 + group as f64 / 2.0;
+        let (x, y) = context.backend_coord(&(0.0, middle));
+        let right = Pos::new(HPos::Right, VPos::Center);
+        let style = small.clone().into_text_style(&area).pos(right);
+        area.draw(&Text::new(name.clone(), (x - 6, y), style))?;
     }
     context
         .configure_series_labels()
-        .position(SeriesLabelPosition::UpperRight)
+        .position(SeriesLabelPosition::LowerRight)
         .background_style(WHITE.mix(0.85))
         .draw()?;
     area.present()
@@ -286,12 +315,18 @@ mod tests {
             row("fused", 20.0, 16.0, Some(15.0)),
             // This row is as rivals.py writes it.
             row("Liger", 0.0, 30.0, None),
+            row("product", 10.0, 10.0, Some(15.0)),
         ];
         let rows: Vec<Row> = rows.iter().map(|row| Row::new(row).unwrap()).collect();
         let charts = charts(&rows);
         assert_eq!(charts[0].name, "layer_norm-forward-cuda-gpu");
         assert_eq!(charts[0].points, ["f32 (8192, 1024)"]);
         assert_eq!(charts[0].providers, ["composite", "Liger", "fused"]);
+        assert!(
+            charts[0].title.ends_with(": ours 94, Liger 50, composite 25"),
+            "{}",
+            charts[0].title
+        );
         let value = |chart: &Chart, name: &str| {
             let place = chart.providers.iter().position(|provider| provider == name).unwrap();
             chart.bars.iter().find(|bar| bar.1 == place).unwrap().2
