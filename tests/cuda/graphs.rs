@@ -1,0 +1,295 @@
+//! CUDA graphs: capture, replay, and the memory that they hold.
+
+use super::*;
+
+#[test]
+fn cuda_a_graph_does_the_work_again_with_new_values() {
+    let test = "cuda_a_graph_does_the_work_again_with_new_values";
+    let Some(device) = caching_or_skip(test) else { return };
+    let _serial = serially();
+    let mut inputs = arguments(device, 3);
+    cell(&inputs).expect("warm-up");
+    let before = Stream::current(device).expect("current");
+    let (graph, outputs) = Graph::capture(device, || cell(&inputs)).expect("a graph");
+    assert_eq!(Stream::current(device).expect("current"), before);
+    for seed in [4, 5] {
+        for (input, value) in inputs.iter_mut().zip(arguments(device, seed)) {
+            input.copy_(&value);
+        }
+        graph.replay().expect("replay");
+        for (output, expected) in outputs.iter().zip(&cell(&inputs).expect("outputs")) {
+            assert_close(output, expected, 1e-5, 1e-5);
+        }
+    }
+    // A graph can also be replayed from another thread.
+    std::thread::spawn(move || graph.replay()).join().expect("a thread").expect("replay");
+    synchronize(device).expect("synchronize");
+}
+
+#[test]
+fn cuda_a_backward_is_captured_alone_on_the_stream_of_its_forward() {
+    let test = "cuda_a_backward_is_captured_alone_on_the_stream_of_its_forward";
+    let Some(device) = caching_or_skip(test) else { return };
+    let _serial = serially();
+    let inputs: Vec<Tensor> =
+        arguments(device, 3).into_iter().map(|input| input.set_requires_grad(true)).collect();
+    let inputs: Vec<&Tensor> = inputs.iter().collect();
+    let side = Stream::new(device).expect("a stream");
+    side.wait_stream(&Stream::current(device).expect("current")).expect("a wait");
+    let guard = StreamGuard::new(&side).expect("a guard");
+    let values: Vec<Tensor> = inputs.iter().map(|input| input.shallow_clone()).collect();
+    let outputs = cell(&values).expect("outputs");
+    let vector = Tensor::ones_like(&outputs[0]);
+    let backward = || {
+        let options = GradOptions {
+            grad_outputs: &[Some(&vector)],
+            retain_graph: Some(true),
+            ..Default::default()
+        };
+        grad(&[&outputs[0]], &inputs, &options)
+    };
+    backward().expect("warm-up");
+    drop(guard);
+    let (graph, found) = Graph::capture_on(&side, backward).expect("a graph");
+    // The replay reads the vector's new values and repeats nothing of the forward pass.
+    let expected = backward().expect("gradients");
+    let _ = vector.shallow_clone().g_mul_scalar_(3.0);
+    graph.replay().expect("replay");
+    for (found, expected) in found.into_vec().iter().zip(&expected.into_vec()) {
+        assert_close(
+            found.as_ref().expect("one"),
+            &(expected.as_ref().expect("one") * 3.0),
+            1e-5,
+            1e-5,
+        );
+    }
+    let (forward, _) = Graph::capture(device, || cell(&values)).expect("a graph");
+    let (both, _) = Graph::capture(device, || {
+        let leaves: Vec<Tensor> =
+            values.iter().map(|value| value.detach().set_requires_grad(true)).collect();
+        let outputs = cell(&leaves)?;
+        let options = GradOptions { grad_outputs: &[Some(&vector)], ..Default::default() };
+        grad(&[&outputs[0]], &leaves.iter().collect::<Vec<_>>(), &options)
+    })
+    .expect("a graph");
+    assert_eq!(graph.kernels() + forward.kernels(), both.kernels());
+
+    refuses(
+        "Graph::capture_on",
+        "CUDA's default stream cannot be captured",
+        Graph::capture_on(&Stream::default_of(device).expect("a stream"), || Ok(())),
+    );
+    let again = Graph::capture_on(&side, || Graph::capture_on(&side, || Ok(())).map(drop));
+    refuses("Graph::capture_on", "a capture cannot hold another", again);
+}
+
+#[test]
+fn cuda_random_numbers_differ_from_replay_to_replay() {
+    let test = "cuda_random_numbers_differ_from_replay_to_replay";
+    let Some(device) = caching_or_skip(test) else { return };
+    let _serial = serially();
+    let draw = || Ok(Tensor::f_rand([256], (Kind::Float, device))?);
+    let _ = draw().expect("warm-up");
+    let (graph, numbers) = Graph::capture(device, draw).expect("a graph");
+    graph.replay().expect("replay");
+    let first = numbers.copy();
+    graph.replay().expect("replay");
+    assert!(!first.equal(&numbers));
+}
+
+/// Checks that captures, products and random numbers still work.
+fn assert_usable(device: Device, inputs: &[Tensor]) {
+    let (graph, outputs) = Graph::capture(device, || cell(inputs)).expect("a graph");
+    graph.replay().expect("replay");
+    for (output, expected) in outputs.iter().zip(&cell(inputs).expect("outputs")) {
+        assert_close(output, expected, 1e-5, 1e-5);
+    }
+    let numbers = Tensor::f_rand([8], (Kind::Float, device)).expect("random numbers");
+    assert!(numbers.f_sum(Kind::Float).expect("a sum").double_value(&[]) > 0.0);
+    synchronize(device).expect("synchronize");
+}
+
+#[test]
+fn cuda_a_capture_that_fails_leaves_nothing_behind() {
+    let test = "cuda_a_capture_that_fails_leaves_nothing_behind";
+    let Some(device) = caching_or_skip(test) else { return };
+    let _serial = serially();
+    let inputs = arguments(device, 3);
+    cell(&inputs).expect("warm-up");
+    let before = Stream::current(device).expect("current");
+
+    let error = Graph::capture(device, || -> Result<()> {
+        cell(&inputs)?;
+        Err(Error::msg("no more"))
+    });
+    assert_eq!(error.expect_err("fails").to_string(), "no more");
+    assert_eq!(Stream::current(device).expect("current"), before);
+    assert_usable(device, &inputs);
+
+    let panic = catch_unwind(AssertUnwindSafe(|| {
+        Graph::capture(device, || -> Result<()> {
+            cell(&inputs)?;
+            panic!("on purpose")
+        })
+    }));
+    assert!(panic.is_err());
+    assert_eq!(Stream::current(device).expect("current"), before);
+    assert_usable(device, &inputs);
+
+    refuses(
+        "Graph::capture",
+        "a capture cannot hold another",
+        Graph::capture(device, || Graph::capture(device, || cell(&inputs))),
+    );
+    assert_usable(device, &inputs);
+}
+
+#[test]
+fn cuda_a_capture_that_waits_for_the_gpu_is_refused() {
+    let test = "cuda_a_capture_that_waits_for_the_gpu_is_refused";
+    let Some(device) = caching_or_skip(test) else { return };
+    let _serial = serially();
+    let inputs = arguments(device, 3);
+    cell(&inputs).expect("warm-up");
+    let current = || Stream::current(device).expect("current");
+    let waits = || -> Result<()> {
+        cell(&inputs)?;
+        current().synchronize()
+    };
+    let error = Graph::capture(device, waits).expect_err("waits");
+    assert!(matches!(error, Error::Cuda { .. }), "{error}");
+    assert_usable(device, &inputs);
+
+    // The capture fails even if the closure hides the error.
+    let error = Graph::capture(device, || Ok(waits().is_err())).expect_err("waits");
+    assert!(error.to_string().starts_with("Graph::capture: CUDA error: "), "{error}");
+    assert_usable(device, &inputs);
+}
+
+#[test]
+fn cuda_two_graphs_share_a_pool() {
+    let Some(device) = caching_or_skip("cuda_two_graphs_share_a_pool") else { return };
+    let _serial = serially();
+    let mut inputs = arguments(device, 3);
+    cell(&inputs).expect("warm-up");
+    let (first, states) = Graph::capture(device, || cell(&inputs)).expect("a graph");
+    let next =
+        [&inputs[0], &inputs[1], &inputs[2], &states[0], &states[1]].map(Tensor::shallow_clone);
+    let (second, outputs) = Graph::capture_in_pool_of(&first, || cell(&next)).expect("a graph");
+    assert_eq!(second.device(), device);
+    inputs[0].copy_(&arguments(device, 4)[0]);
+    first.replay().expect("replay");
+    second.replay().expect("replay");
+    let expected = cell(&inputs).expect("outputs");
+    let expected = cell(
+        &[&inputs[0], &inputs[1], &inputs[2], &expected[0], &expected[1]]
+            .map(Tensor::shallow_clone),
+    );
+    for (output, expected) in outputs.iter().zip(&expected.expect("outputs")) {
+        assert_close(output, expected, 1e-5, 1e-5);
+    }
+    drop(first);
+    second.replay().expect("replay without the first graph");
+    synchronize(device).expect("synchronize");
+}
+
+#[test]
+fn cuda_another_thread_may_allocate_during_a_capture() {
+    let test = "cuda_another_thread_may_allocate_during_a_capture";
+    let Some(device) = caching_or_skip(test) else { return };
+    let _serial = serially();
+    let inputs = arguments(device, 3);
+    cell(&inputs).expect("warm-up");
+    synchronize(device).expect("synchronize");
+    empty_cache().expect("empty_cache");
+    let (graph, outputs) = Graph::capture(device, || {
+        let outputs = cell(&inputs)?;
+        let allocate = move || -> Result<i64> {
+            let mut bytes = 0;
+            for megabytes in [64, 96, 160, 320] {
+                // The cache is empty, so this calls cudaMalloc.
+                let tensor = Tensor::f_zeros([megabytes << 18], (Kind::Float, device))?;
+                bytes += 4 * tensor.size()[0];
+            }
+            Ok(bytes)
+        };
+        let bytes = std::thread::spawn(allocate).join().expect("a thread")?;
+        assert_eq!(bytes, 640 << 20);
+        cell(
+            &[&inputs[0], &inputs[1], &inputs[2], &outputs[0], &outputs[1]]
+                .map(Tensor::shallow_clone),
+        )
+    })
+    .expect("a graph");
+    graph.replay().expect("replay");
+    let expected = cell(&inputs).expect("outputs");
+    let expected = cell(
+        &[&inputs[0], &inputs[1], &inputs[2], &expected[0], &expected[1]]
+            .map(Tensor::shallow_clone),
+    );
+    for (output, expected) in outputs.iter().zip(&expected.expect("outputs")) {
+        assert_close(output, expected, 1e-5, 1e-5);
+    }
+}
+
+/// During a capture, libtorch cannot release its cached memory, so it must not begin with a cache
+/// that fills the GPU.
+#[test]
+fn cuda_a_capture_begins_with_an_empty_cache() {
+    let Some(device) = caching_or_skip("cuda_a_capture_begins_with_an_empty_cache") else { return };
+    let _serial = serially();
+    let bytes: i64 = 1 << 30;
+    let reserved = || memory_stats(device).expect("statistics").reserved;
+    drop(Tensor::zeros([bytes / 4], (Kind::Float, device)));
+    let before = reserved();
+    let x = Tensor::ones([16], (Kind::Float, device));
+    let (_graph, during) = Graph::capture(device, || {
+        let _ = x.f_exp()?;
+        Ok(reserved())
+    })
+    .expect("a graph");
+    // The graph's pool and the input each begin with a new segment.
+    let segments = 32 << 20;
+    assert!(during + bytes as u64 <= before + segments, "{during} of {before} bytes");
+}
+
+/// A graph's memory is free again when the graph and its outputs are dropped. This includes the
+/// memory of a warm-up on the stream.
+#[test]
+fn cuda_a_dropped_graph_gives_its_memory_back() {
+    let Some(device) = caching_or_skip("cuda_a_dropped_graph_gives_its_memory_back") else {
+        return;
+    };
+    let _serial = serially();
+    let x = Tensor::ones([64 << 20], (Kind::Float, device));
+    let stats = || {
+        synchronize(device).expect("synchronize");
+        empty_cache().expect("empty_cache");
+        memory_stats(device).expect("statistics")
+    };
+    let stream = Stream::new(device).expect("a stream");
+    let captured = |x: &Tensor| {
+        let guard = StreamGuard::new(&stream).expect("a guard");
+        drop(x.f_add_scalar(1.0).expect("a warm-up"));
+        drop(guard);
+        let (graph, y) =
+            Graph::capture_on(&stream, || Ok(x.f_add_scalar(1.0)?.f_exp()?)).expect("a graph");
+        graph.replay().expect("a replay");
+        drop(y);
+        drop(graph);
+    };
+    let before = stats();
+    captured(&x);
+    let after = stats();
+    assert_eq!((after.allocated, after.reserved), (before.allocated, before.reserved));
+    // Here, the stream also gets a workspace of cuBLAS.
+    let square = x.view([8192, 8192]);
+    let _ = square.matmul(&square);
+    let before = stats();
+    for _ in 0..3 {
+        let (graph, y) = Graph::capture(device, || Ok(square.f_matmul(&square)?)).expect("a graph");
+        drop((graph, y));
+    }
+    let after = stats();
+    assert_eq!((after.allocated, after.reserved), (before.allocated, before.reserved));
+}
