@@ -21,7 +21,7 @@ void set(cublasLtMatmulPreferenceOpaque_t& preference,
   check(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof value));
 }
 
-// What cuBLASLt proposes, best first, for so much workspace.
+// The results of cuBLASLt's heuristic for one workspace limit, best first.
 struct Proposals {
   std::array<cublasLtMatmulHeuristicResult_t, 8> result;
   int count = 0;
@@ -50,7 +50,7 @@ Proposals propose(const Key& key, Descriptors& descriptors, uint64_t workspace) 
   return proposals;
 }
 
-// -1 where an algorithm has none.
+// Returns -1 if the algorithm does not have this attribute.
 int32_t attribute(const cublasLtMatmulAlgo_t& algorithm,
                   cublasLtMatmulAlgoConfigAttributes_t which) {
   int32_t value = -1;
@@ -64,16 +64,18 @@ bool is_one_of(int32_t value, std::initializer_list<int32_t> values) {
   return std::find(values.begin(), values.end(), value) != values.end();
 }
 
-// Families of kernels whose ReLU is a maximum, of NaN and 0 therefore 0; where a kernel of its own
-// adds up the parts of K, the ReLU is in that one, and NaN stays.
+// Whether the ReLU of a family (cuBLASLt's algorithm ID) replaces NaN with 0. These families
+// compute it as max(x, 0), which is 0 for NaN. If split-K has a separate reduction kernel, the ReLU
+// is in that kernel, which keeps NaN.
 bool loses_nan(int32_t family, int32_t reduction) {
   const bool reduced_behind = reduction == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE ||
                               reduction == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
   return is_one_of(family, {20, 21, 23, 24}) && !reduced_behind;
 }
 
-// Seen to keep NaN in each kind, where that was measured. Others may, too, but relu(NaN) = NaN is
-// promised.
+// Whether the algorithm is known to satisfy relu(NaN) = NaN, which the operator promises. The
+// listed families were seen to keep NaN in every kind in which that was measured, except in the
+// cases of loses_nan. Other families may keep it, too.
 bool keeps_nan(const cublasLtMatmulAlgo_t& algorithm) {
   const int32_t family = attribute(algorithm, CUBLASLT_ALGO_CONFIG_ID);
   const bool is_seen =
@@ -83,22 +85,22 @@ bool keeps_nan(const cublasLtMatmulAlgo_t& algorithm) {
 
 constexpr int32_t kLargeTile = CUBLASLT_MATMUL_TILE_256x128;
 constexpr int32_t kSquareTile = CUBLASLT_MATMUL_TILE_128x128;
-constexpr uint64_t kMostWorkspace = 32 << 20;  // what libtorch keeps for cuBLAS on an H200
+constexpr uint64_t kMostWorkspace = 32 << 20;  // libtorch's workspace for cuBLAS on an H200
 
 int32_t tile_of(const cublasLtMatmulHeuristicResult_t& proposal) {
   return attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_TILE_ID);
 }
 
-// Of the output.
+// The number of 128×128 tiles of the output.
 int64_t square_tiles(const Key& key) {
   constexpr int64_t kSize = 128;
   return key.batch * ceil_div(key.m, kSize) * ceil_div(key.n, kSize);
 }
 
-// The tile that was measured to be faster than the proposed one of the newest kernels for the half
-// kinds: half as large, so that one block multiplies while another stores. -1 where the proposed
-// one is as fast: for long products, and for short ones of which each multiprocessor has two of the
-// large tiles.
+// The tile that was measured to be faster than the one proposed for the newest half-precision
+// kernels. It is half as large, so that one block multiplies while another stores. Returns -1 if
+// the proposed tile is as fast: if K is large, or if K is small and each multiprocessor gets two of
+// the large tiles.
 int32_t better_tile(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
   constexpr int32_t kNewest = 66;
   const bool is_newest = attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_ID) == kNewest;
@@ -108,9 +110,10 @@ int32_t better_tile(const Key& key, const cublasLtMatmulHeuristicResult_t& propo
   return is_newest && is_large && key.k <= 2048 && !has_two ? kSquareTile : -1;
 }
 
-// Where it was seen what cuBLASLt's documentation does not say: which kernels keep NaN, and that
-// rows of C may all lie in the same place. The same family has other kernels on another
-// architecture, and for sums in Half.
+// Whether the properties that cuBLASLt's documentation does not state were observed for this
+// version, device and compute type: which kernels keep NaN, and that all rows of C may have the
+// same address. They are not assumed elsewhere, because the same family has other kernels on
+// another architecture and with fp16 accumulators.
 bool was_seen(const Key& key) {
   constexpr size_t kSeenVersion = 130100;
   static const bool is_seen_version = cublasLtGetVersion() == kSeenVersion;
@@ -141,9 +144,10 @@ int32_t parts_of(const cublasLtMatmulHeuristicResult_t& proposal) {
   return std::max(attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_SPLITK_NUM), 1);
 }
 
-// The proposed tile in the kernels of f32 that keep NaN, which cuBLASLt proposes with smaller ones:
-// up to this K the large one was measured to be faster, by 1 to 13 %. Not where the proposal cuts
-// K, because its tiles are few: with K whole they would leave most of the GPU idle.
+// Configures the f32 family that keeps NaN with the 256×128 tile of the first proposal. cuBLASLt
+// proposes that family with smaller tiles, but the large tile was measured to be 1 to 13 % faster
+// for K up to kMostInner. The result is empty if the first proposal uses split-K: it does so
+// because there are few tiles, which would leave most of the GPU idle without split-K.
 Proposal retiled(const Key& key, Descriptors& descriptors, const Proposals& proposals) {
   constexpr int32_t kKeepsNan = 55;
   constexpr int64_t kMostInner = 1024;
@@ -171,26 +175,26 @@ Proposal retiled(const Key& key, Descriptors& descriptors, const Proposals& prop
 
 bool is_tf32(const Key& key) { return key.compute == CUBLAS_COMPUTE_32F_FAST_TF32; }
 
-// Multiplications and additions.
+// The number of multiplications and additions.
 double work_of(const Key& key) {
   return 2.0 * static_cast<double>(key.batch) * static_cast<double>(key.m) *
          static_cast<double>(key.n) * static_cast<double>(key.k);
 }
 
-// Where blocks take turns in adding to one place, or K is cut into parts of next to nothing: up to
-// ten times as long as others take.
+// Whether the algorithm splits K badly: its blocks add to the same memory one after another, or the
+// parts of K are tiny. Such algorithms take up to ten times as long as others.
 bool is_cut_badly(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
   const int64_t least_part = key.kind == kTchExtensionFloat ? 8 : 16;
-  constexpr double kMuch = 7e8;  // with so much to multiply, turns do not count
+  constexpr double kMuch = 7e8;  // with more work, serial additions do not matter
   const int32_t parts = parts_of(proposal);
   const bool takes_turns = attribute(proposal.algo, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME) ==
                            CUBLASLT_REDUCTION_SCHEME_INPLACE;
   return (takes_turns && work_of(key) < kMuch) || (parts > 1 && key.k / parts < least_part);
 }
 
-// Families that keep NaN where the first proposal does not, but take up to three times as long,
-// beside which a pass behind a fast product is cheap: those for any alignment, those without tensor
-// cores, large tiles on narrow products.
+// Whether this algorithm, which keeps NaN, is slower than a fast product without ReLU and a ReLU
+// kernel after it. Some families take up to three times as long as the first proposal: those for
+// any alignment, those without tensor cores, and those with large tiles on narrow products.
 bool is_slower_than_a_pass(const Key& key, const cublasLtMatmulHeuristicResult_t& proposal) {
   constexpr int64_t kLong = 128;
   constexpr int64_t kLongWithoutTensorCores = 256;
@@ -203,7 +207,7 @@ bool is_slower_than_a_pass(const Key& key, const cublasLtMatmulHeuristicResult_t
   return narrow < 48 || key.k < 48 || (key.batch > 1 && narrow <= 64);
 }
 
-// The first that passes, and its place; -1 where none does.
+// The index of the first proposal that passes the test; -1 if none does.
 template <typename Test>
 int first_place(const Proposals& proposals, Test&& test) {
   for (int i = 0; i < proposals.count; ++i) {
@@ -212,9 +216,10 @@ int first_place(const Proposals& proposals, Test&& test) {
   return -1;
 }
 
-// Whether cutting K into parts, which needs more workspace than libtorch grants, is worth it: where
-// few tiles leave much of the GPU idle, and the parts are long enough. Families 13 and 14 read a
-// matrix once for a row or a column, and gain nothing.
+// Whether the split-K of `with`, a proposal that needs more workspace than libtorch grants, pays
+// off compared with `without`, which does not need more. It does if there are so few tiles that
+// much of the GPU is idle, and if the parts of K are long enough. Families 13 and 14 gain nothing:
+// they are for a single row or column and read the matrix once.
 bool is_worth_cutting(const Key& key, const cublasLtMatmulHeuristicResult_t& without,
                       const cublasLtMatmulHeuristicResult_t& with) {
   const int32_t family = attribute(without.algo, CUBLASLT_ALGO_CONFIG_ID);
@@ -222,7 +227,7 @@ bool is_worth_cutting(const Key& key, const cublasLtMatmulHeuristicResult_t& wit
   const bool is_whole = parts_of(without) == 1;
   if (is_one_of(family, {13, 14})) return false;
   const float idle = is_float && !is_tf32(key) ? 0.65f : 0.45f;
-  // A second wave of family 11, whose blocks go through all of K, takes as long as the first.
+  // The blocks of family 11 go through all of K, so that a second wave takes as long as the first.
   const bool is_twice_as_long = is_float && !is_tf32(key) && family == 11 &&
                                 without.wavesCount > 1 && without.wavesCount <= 2;
   if (is_whole && without.wavesCount >= idle && !is_twice_as_long) return false;
@@ -230,19 +235,20 @@ bool is_worth_cutting(const Key& key, const cublasLtMatmulHeuristicResult_t& wit
   if (!is_whole && parts <= parts_of(without)) return false;
   if (is_tf32(key)) return (key.k >= 1024 && parts >= 5) || (key.k >= 512 && parts >= 10);
   if (is_float) {
-    // Family 11 is made for narrow products, which 20 cuts too little.
+    // Family 11 is made for narrow products, for which family 20 splits K into too few parts.
     if (family == 11 && key.k < 1024) return false;
     const bool is_narrow = std::min(key.m, key.n) <= 16;
     if (is_narrow && parts < 16 && attribute(with.algo, CUBLASLT_ALGO_CONFIG_ID) == 20)
       return false;
     return (key.k >= 400 && parts >= 2) || (key.k >= 256 && parts >= 5);
   }
-  // A few tiles that go through all of K take so long that whatever else is proposed is better.
+  // If there are only a few tiles and their blocks go through all of K, the product takes so long
+  // that any other proposal is better.
   const bool is_lonely = is_whole && family != 11 && without.wavesCount < 0.05f;
   return key.k >= 256 && (parts >= 3 || is_lonely);
 }
 
-// libtorch's own choice, unless another was measured to be faster.
+// The proposal that libtorch itself would choose, unless another was measured to be faster.
 Proposal first_of(const Key& key, const Proposals& usual, const Proposals& larger) {
   const auto is_good = [&](const auto& proposal) {
     return is_allowed(key, proposal) && !is_cut_badly(key, proposal);
@@ -257,8 +263,8 @@ Proposal first_of(const Key& key, const Proposals& usual, const Proposals& large
   return better ? better : first;
 }
 
-// Where the first loses NaN: one that keeps it and is not much slower, by rank; not one that leaves
-// K whole where the first does well to cut it.
+// For a product whose first proposal loses NaN: the best-ranked proposal that keeps NaN and is not
+// much slower. Proposals without split-K are skipped if the first proposal gains from split-K.
 Proposal like_the_first(const Key& key, Descriptors& descriptors, const Proposals& usual,
                         const Proposals& larger) {
   if (usual.count > 0) {

@@ -1,5 +1,5 @@
-// Which of cuBLASLt's kernels computes a product: rules that were fitted to random sizes
-// (docs/lab/matmul_add_relu.md).
+// Chooses the cuBLASLt algorithm for a product, by rules that were fitted to measurements at random
+// sizes (docs/lab/matmul_add_relu.md).
 #pragma once
 
 #include <optional>
@@ -11,10 +11,11 @@ namespace tch_extension::gemm {
 struct Choice {
   cublasLtMatmulAlgo_t algorithm;
   size_t workspace;
-  bool relu_behind;  // the ReLU is left to a pass of ours
+  bool relu_behind;  // the ReLU is left to a kernel of ours after the product
 };
 
-// None, if there is none. Looks at sizes and strides only. What it chose is described.
+// Chooses an algorithm and describes the product for it in `descriptors`. Looks at sizes and
+// strides only. The result is empty if cuBLASLt has no suitable algorithm.
 std::optional<Choice> choose(const Key& key, const void* bias, Descriptors& descriptors);
 
 }  // namespace tch_extension::gemm

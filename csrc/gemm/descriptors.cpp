@@ -24,7 +24,7 @@ cudaDataType_t data_type(int32_t kind) {
   }
 }
 
-// Of the factors 0 and 1.
+// The type of cuBLASLt's scaling factors alpha and beta, which are 0 or 1.
 cudaDataType_t scale_type(const Key& key) {
   switch (key.compute) {
     case CUBLAS_COMPUTE_64F:
@@ -48,8 +48,8 @@ void set(cublasLtMatmulDescOpaque_t& product, cublasLtMatmulDescAttributes_t att
   check(cublasLtMatmulDescSetAttribute(&product, attribute, &value, sizeof value));
 }
 
-// A matrix of so many rows and columns as it lies in memory, columns first: its transpose, unless
-// it is transposed.
+// The layout of a matrix of `rows` × `columns`. cuBLASLt's matrices are column-major, so it sees a
+// row-major operand as its transpose, and a transposed operand as the matrix itself.
 cublasLtMatrixLayoutOpaque_t layout(const Key& key, int64_t rows, int64_t columns,
                                     const Operand& operand) {
   if (operand.transposed) std::swap(rows, columns);
@@ -97,7 +97,6 @@ void set_bias(Descriptors& descriptors, const void* bias) {
   set(descriptors.product, CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
 }
 
-// In the type that the product is scaled in.
 const void* factor(const Key& key, bool one) {
   static constexpr double kDouble[] = {0, 1};
   static constexpr float kFloat[] = {0, 1};

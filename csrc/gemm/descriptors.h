@@ -1,4 +1,4 @@
-// A product as cuBLASLt is told of it.
+// cuBLASLt's descriptors of a product.
 #pragma once
 
 #include <cublasLt.h>
@@ -7,7 +7,7 @@
 
 namespace tch_extension::gemm {
 
-// Plain data: nothing has to be destroyed, whenever a thread ends.
+// Plain data: nothing has to be destroyed when a thread, and with it its cache of plans, ends.
 struct Descriptors {
   cublasLtHandle_t handle;
   cublasLtMatmulDescOpaque_t product;
@@ -17,15 +17,15 @@ struct Descriptors {
   cublasLtMatrixLayoutOpaque_t out;
 };
 
-// Throws what cuBLASLt says.
+// Throws cuBLASLt's message unless the status is success.
 void check(cublasStatus_t status);
 
-// All but the handle.
+// Fills in all fields except the handle.
 void describe(const Key& key, const void* bias, Descriptors& descriptors);
 
 void set_bias(Descriptors& descriptors, const void* bias);
 
-// 0 or 1, in the type that the product is scaled in.
+// The address of the factor 1 if `one`, otherwise of 0, in the type in which the product is scaled.
 const void* factor(const Key& key, bool one);
 
 }  // namespace tch_extension::gemm

@@ -1,7 +1,7 @@
-// A block stays on its multiprocessor and computes one tile of the output after another. One thread
-// loads tiles of lhs and rhs into a ring buffer. Two warpgroups alternate: while one multiplies for
-// its tile, the other adds the bias to the sums of its own. The bias arrives in, and the output
-// leaves from, the same 64 columns in shared memory.
+// Blocks are persistent: each computes one tile of the output after another. One thread loads tiles
+// of lhs and rhs into a ring buffer. Two warpgroups alternate: while one multiplies for its tile,
+// the other adds the bias to the sums of its own tile. The bias is loaded into, and the output is
+// stored from, the same buffer in shared memory, 64 columns of the tile at a time.
 #include "../hopper/bulk_copy.h"
 #include "../hopper/convert.h"
 #include "../hopper/processors.h"
@@ -14,14 +14,16 @@ namespace tch_extension::gemm {
 namespace {
 
 constexpr int kTile = 128;  // rows and columns of the output
-constexpr int kInner = 64;  // of K in a stage of the ring: 128 bytes
-constexpr int kBox = 64;    // elements of a row that a bulk copy takes: 128 bytes
+constexpr int kInner = 64;  // elements of K per stage of the ring buffer: 128 bytes
+constexpr int kBox = 64;    // elements of a row per bulk copy: 128 bytes
 constexpr int kStages = 6;
 constexpr int kGroups = 2;  // warpgroups that multiply
 constexpr int kChunks = kTile / kBox;
-constexpr int kTileBytes = kTile * kInner * 2;  // of lhs or rhs; and of a chunk of the output
+constexpr int kTileBytes =
+    // Of lhs or rhs in one stage, and of a chunk of the output.
+    kTile * kInner * 2;
 [[maybe_unused]] constexpr int kBoxBytes = kBox * kInner * 2;
-constexpr int kAlignment = 1024;  // of what is swizzled
+constexpr int kAlignment = 1024;  // of swizzled buffers
 constexpr int kSharedBytes = (2 * kStages + kGroups) * kTileBytes + kAlignment;
 constexpr int kGroupThreads = 128;
 constexpr int kBlockThreads = (1 + kGroups) * kGroupThreads;
@@ -40,15 +42,16 @@ struct Params {
   int32_t tiles_m;
   int32_t tiles_n;
   int32_t tiles;
-  int32_t steps;  // of kInner through K
-  // 0 for what the whole batch shares.
+  int32_t steps;  // iterations over K, of kInner elements each
+  // 0 if the whole batch shares the matrix, otherwise 1.
   int32_t lhs_batch;
   int32_t rhs_batch;
   int32_t bias_batch;
 };
 
-// The order of the tiles: bands of up to kBand rows of tiles, column by column, so that tiles that
-// are computed at the same time share what they read.
+// The position of a tile in the output. Tiles are ordered in bands of up to kBand rows of tiles,
+// and column by column within a band, so that tiles that are computed at the same time read the
+// same parts of lhs and rhs.
 struct Place {
   int row;
   int column;
@@ -70,22 +73,22 @@ struct Place {
 struct Barriers {
   uint64_t full[kStages];
   uint64_t empty[kStages];
-  uint64_t bias[kGroups];  // has come
-  uint64_t sums[kGroups];  // are complete, in the bias' place
-  uint64_t turn[kGroups];  // to multiply
+  uint64_t bias[kGroups];  // the chunk of the bias has arrived
+  uint64_t sums[kGroups];  // the chunk of the output is complete, in place of the bias
+  uint64_t turn[kGroups];  // the group may multiply
 };
 
 struct Shared {
   uint32_t ring;
   uint32_t full;
   uint32_t empty;
-  uint32_t chunk;  // of the group
+  uint32_t chunk;  // the group's buffer for bias and output
   uint32_t bias;
   uint32_t sums;
 };
 
-// The next stage of the ring buffer, and the number of its earlier uses modulo 2, which is the
-// parity to wait for.
+// The stage of the ring buffer after `uses` uses of the ring. `round` is the number of earlier uses
+// of this stage modulo 2, which is the parity to wait for.
 struct Stage {
   int index;
   uint32_t round;
@@ -133,8 +136,8 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
                    place.batch * params.bias_batch);
 }
 
-// Moves chunks for one group's tiles: the bias is loaded, the output is stored, and the next bias
-// is loaded.
+// Moves the chunks of one group's tiles: loads the bias, stores the output when it is complete, and
+// loads the next bias into the same buffer.
 [[maybe_unused]] __device__ __forceinline__ void move_chunks(const Params& params,
                                                              const Shared& shared, int group) {
   const int step = kGroups * gridDim.x;
@@ -156,11 +159,11 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
   hopper::wait_for_stores();
 }
 
-constexpr int kParts = kTile / 64;  // of a group's rows that are multiplied at a time
+constexpr int kParts = kTile / 64;  // each wgmma multiplies 64 of a group's rows
 
-// Multiplies all of K for one tile, whose first use of the ring buffer is given. `turn` is the
-// barrier of the other group, which may start multiplying as soon as this one has started its last
-// product.
+// Multiplies over all of K for one tile. `first_use` is the number of uses of the ring buffer
+// before this tile. `turn` is the barrier of the other group, which may start multiplying as soon
+// as this group has started its last product.
 template <typename T, bool kAcross>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared,
                                               uint32_t first_use, uint32_t turn,
@@ -184,7 +187,8 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
       }
     }
     hopper::commit_products();
-    // While the products of this stage are in flight, those of the stage before are complete.
+    // After this wait only the products of this stage are in flight. Those of the previous stage
+    // are complete.
     hopper::wait_for_products<1>();
     if (step > 0 && lane == 0) hopper::mbarrier_arrive(shared.empty + 8 * before);
     before = stage.index;
@@ -200,8 +204,9 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   if (lane == 0) hopper::mbarrier_arrive(shared.empty + 8 * before);
 }
 
-// Writes relu(sum + bias) in place of the bias. In rows of 128 bytes the eighths are permuted by
-// the row: bulk copies swizzle in this way, and it avoids bank conflicts.
+// Writes relu(sum + bias) in place of the bias. The buffer has the 128-byte swizzle of bulk copies,
+// which avoids bank conflicts: the eight 16-byte parts of a row are permuted by the row's number
+// modulo 8.
 template <typename T>
 __device__ __forceinline__ void add_bias(uint8_t* chunk, int first,
                                          const float (&sum)[kParts][64]) {
@@ -235,8 +240,9 @@ __device__ __forceinline__ void compute(const Params& params, const Shared& shar
   uint32_t first_use = group * params.steps;
   for (int tile = blockIdx.x + group * gridDim.x; tile < params.tiles;
        tile += kGroups * gridDim.x) {
-    // This wait protects the ring buffer, too: the parity of a phase that is two rounds ahead looks
-    // like that of one that is over.
+    // This wait protects the ring buffer, too. A barrier has only one bit of parity: if a group
+    // waited for a phase that is two rounds ahead, it would take an earlier phase of the same
+    // parity for it.
     hopper::mbarrier_wait(turns + 8 * group, turn_parity);
     turn_parity ^= 1;
     multiply_tile<T, kAcross>(params, shared, first_use, turns + 8 * (1 - group), sum);
@@ -266,14 +272,14 @@ __device__ __forceinline__ void compute(const Params& params, const Shared& shar
   hopper::fence_for_bulk_copies();
 }
 
-// kAcross: the rows of rhs run along N, not along K.
+// kAcross: rhs is contiguous along N, not along K.
 template <typename T, bool kAcross>
 __device__ __forceinline__ void compute_block(const Params& params) {
   extern __shared__ uint8_t memory[];
   __shared__ Barriers barriers;
   if (threadIdx.x == 0) init(barriers);
   __syncthreads();
-  // Shuffled, so that the compiler knows that it is the same in all lanes.
+  // The shuffle tells the compiler that the value is the same in all lanes.
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
   const uint32_t unaligned = hopper::shared_address(memory);
   const uint32_t ring = round_up(unaligned, kAlignment);
@@ -299,8 +305,8 @@ __device__ __forceinline__ void compute_block(const Params& params) {
   }
 }
 
-// Empty where it is not compiled for sm_90a. Then it has no barriers in static shared memory
-// either, by which the host tells the two apart.
+// The kernel is empty if it is not compiled for sm_90a. It then has no barriers in static shared
+// memory either, which is how the host recognises an empty kernel.
 template <typename T, bool kAcross>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     hopper_product_kernel(const __grid_constant__ Params params) {
@@ -325,7 +331,7 @@ const void* address_of(bool across) {
   return reinterpret_cast<const void*>(kernel_of<T>(across));
 }
 
-// 0 if the current device cannot run the kernels.
+// The number of multiprocessors; 0 if the current device cannot run the kernels.
 int processors() {
   static hopper::Processors known;
   return known.of_current({address_of<__half>(false), address_of<__half>(true),
@@ -333,9 +339,9 @@ int processors() {
                           kSharedBytes, sizeof(Barriers));
 }
 
-// What bulk copies require: addresses at multiples of 16 bytes, strides below 2^40 bytes, rows that
-// do not overlap, and a stride between matrices that is a multiple of rows. All matrices of a batch
-// may be the same one.
+// Whether a matrix meets the requirements of bulk copies: a 16-byte aligned address, contiguous
+// rows that do not overlap, strides that are multiples of 16 bytes and below 2^40 bytes, and a
+// batch stride that is a multiple of the row stride. The batch stride may be 0.
 bool is_reachable(const void* data, int64_t width, int64_t neighbour, int64_t row, int64_t batch) {
   constexpr int64_t kLanes = 8;
   constexpr int64_t kMost = int64_t{1} << 38;
@@ -367,7 +373,7 @@ bool fits(const Product& product) {
          tiles_of(product) <= kMost / (product.k / kInner + 1);
 }
 
-// Describes an operand or the output; its box is 128 bytes by `rows` rows.
+// Makes the tensor map of an operand or of the output. Its box has `rows` rows of 128 bytes.
 bool describe(CUtensorMap& map, const Product& product, const void* data, int64_t width,
               int64_t height, int64_t row, int64_t batch, int rows) {
   const int64_t batches = batch == 0 ? 1 : product.batch;
@@ -401,13 +407,15 @@ bool hopper_product_can(const Product& product) {
 bool hopper_product_is_faster(const Product& product) {
   if (!is_half(product) || !is_matrix(product.bias) || product.k < 512 || product.k > 2048)
     return false;
-  // 1000 by 1000 took a quarter longer than by a plan: rows that begin within a line of the cache.
+  // A product of 1000×1000 took a quarter longer than with a plan, because its rows begin in the
+  // middle of a cache line.
   const int64_t rhs_row = product.rhs.column == 1 ? product.rhs.row : product.rhs.column;
   constexpr int64_t kLine = 64;
   for (const int64_t row : {product.lhs.row, rhs_row, product.bias.row, product.n}) {
     if (row % kLine != 0) return false;
   }
-  // Enough tiles to take turns, with little outside of the matrix.
+  // There must be enough tiles for the two groups to alternate, and little of the tiles may lie
+  // outside the matrix.
   constexpr int64_t kFewest = 512;
   const int64_t tiles = tiles_of(product);
   const int64_t used = product.batch * product.m * product.n;

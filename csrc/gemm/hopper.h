@@ -1,5 +1,6 @@
-// relu(lhs rhs + bias) with a bias of full shape in the half kinds, for GPUs of capability 9.0: the
-// bias of a tile is read while another is multiplied, which cuBLASLt's kernels do not do.
+// relu(lhs rhs + bias) with a bias of full shape, in half precision, for GPUs of compute capability
+// 9.0. The bias of one tile is read while another tile is multiplied, which cuBLASLt's kernels do
+// not do.
 #pragma once
 
 #include "product.h"
@@ -7,14 +8,15 @@
 
 namespace tch_extension::gemm {
 
-// Whether this is such a product, its matrices lie where bulk copies can reach them, and the code
-// for the current device has the kernel.
+// Whether this is such a product, bulk copies support its addresses and strides, and the kernel was
+// compiled for the current device.
 bool hopper_product_can(const Product& product);
 
-// Where it was measured to be. To be asked first: it looks at sizes only.
+// Whether this kernel was measured to be faster. Call it before hopper_product_can, which takes
+// longer: this looks at the kind, the sizes and the strides only.
 bool hopper_product_is_faster(const Product& product);
 
-// False, if the driver makes no description of these matrices: then nothing was started.
+// False if the driver cannot make tensor maps for these matrices; then nothing was launched.
 bool hopper_product(const Product& product, cudaStream_t stream, LaunchStatus& status);
 
 }  // namespace tch_extension::gemm

@@ -11,15 +11,15 @@
 namespace tch_extension::gemm {
 namespace {
 
-// More than cuBLASLt asks for makes no difference.
+// The alignment is capped at 256 bytes: cuBLASLt does not distinguish larger ones.
 int32_t alignment_of(const void* pointer) {
   constexpr uintptr_t kMost = 256;
   const uintptr_t address = reinterpret_cast<uintptr_t>(pointer) | kMost;
   return static_cast<int32_t>(address & ~(address - 1));
 }
 
-// The way a matrix lies in memory, if cuBLASLt knows it; dimensions of one element have whatever
-// stride suits.
+// The matrix as a row-major or transposed operand of cuBLASLt; empty if it is neither. The stride
+// of a dimension of size 1 does not matter.
 std::optional<Operand> as_operand(const Matrices& matrices, int64_t rows, int64_t columns) {
   Operand operand{0, matrices.batch, 0, alignment_of(matrices.data)};
   if ((columns == 1 || matrices.column == 1) && (rows == 1 || matrices.row >= columns)) {
@@ -34,9 +34,11 @@ std::optional<Operand> as_operand(const Matrices& matrices, int64_t rows, int64_
   return std::nullopt;
 }
 
-// A bias for each column goes into the epilogue, if it lies at multiples of 16 bytes (elsewhere
-// that was seen to fail); otherwise it is a matrix whose rows all lie in the same place. One for
-// each row is neither.
+// Decides how the bias is passed to cuBLASLt; false if it cannot be. A bias with one value per
+// column goes into the epilogue if its address and batch stride are multiples of 16 bytes (with
+// others the epilogue was seen to fail). Otherwise it is passed as the matrix C with a leading
+// dimension of 0, so that all rows have the same address. A bias of full shape is the matrix C,
+// too. A bias with one value per row can be passed in neither way.
 bool place_bias(const Product& product, Key& key) {
   const Matrices& bias = product.bias;
   if (bias.data == nullptr) return true;
@@ -48,13 +50,14 @@ bool place_bias(const Product& product, Key& key) {
       static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(product.kind)));
   key.bias_as =
       is_row && alignment_of(bias.data) >= 16 && bytes % 16 == 0 ? Bias::kRow : Bias::kFull;
-  // A single row is as long as it is.
+  // If there is only one row, the leading dimension is the row's length; otherwise 0 makes all rows
+  // the same.
   const int64_t one_place = product.m == 1 ? product.n : 0;
   key.bias = {is_row ? one_place : bias.row, bias.batch, 0, alignment_of(bias.data)};
   return true;
 }
 
-// libtorch's switches for products of this kind.
+// Applies libtorch's precision switches for products of this kind.
 void obey_switches(Key& key) {
   auto& context = at::globalContext();
   const auto reductions = [](at::CuBLASReductionOption option) -> int32_t {

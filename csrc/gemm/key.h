@@ -1,4 +1,4 @@
-// What a plan depends on.
+// The key of a plan in the cache of plans.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,17 @@ namespace tch_extension::gemm {
 enum class Bias : int32_t { kNone, kRow, kFull };
 
 struct Operand {
-  int64_t leading;       // elements from one row to the next; from one column, if transposed
-  int64_t batch_stride;  // from one matrix to the next; 0 where all share it
-  int32_t transposed;  // whether the elements of a column are neighbours instead of those of a row
-  int32_t alignment;   // of the address, in bytes, a power of two
+  // Elements from one row to the next, or from one column to the next if transposed.
+  int64_t leading;
+  // Elements from one matrix to the next; 0 if the whole batch shares one.
+  int64_t batch_stride;
+  // Whether the columns are contiguous, instead of the rows.
+  int32_t transposed;
+  // The alignment of the address in bytes, a power of two.
+  int32_t alignment;
 };
 
-// All that a plan depends on. Compared and hashed as bytes.
+// Everything that a plan depends on. It is compared and hashed as bytes.
 struct Key {
   int64_t m;
   int64_t n;
@@ -31,14 +35,14 @@ struct Key {
   int32_t relu;
   int32_t device;
   int32_t kind;        // TchExtensionKind of every matrix
-  int32_t compute;     // cublasComputeType_t, as libtorch's switches have it
-  int32_t reductions;  // cublasLtReductionScheme_t that they allow
+  int32_t compute;     // cublasComputeType_t that libtorch's switches ask for
+  int32_t reductions;  // cublasLtReductionScheme_t values that the switches allow
 };
 static_assert(std::has_unique_object_representations_v<Key>,
               "no padding, whose bytes could be anything");
 
-// Of a product on this device, as libtorch's switches are now. None, if cuBLASLt does not know how
-// its operands lie.
+// The key of a product on this device, with libtorch's switches as they are now. Empty if cuBLASLt
+// cannot read an operand or the bias in its own layout.
 std::optional<Key> key_of(const Product& product, int32_t device);
 
 }  // namespace tch_extension::gemm

@@ -1,4 +1,4 @@
-// Bound by memory: 16 bytes a thread.
+// These kernels are bound by memory bandwidth. Each thread writes 16 bytes at a time.
 #include "padded.h"
 #include "tch_extension/scalar_math.h"
 
@@ -7,12 +7,12 @@ namespace {
 
 template <typename T>
 __device__ __forceinline__ T rectified(T value) {
-  // Not max: NaN stays.
+  // Not max(), which would turn NaN into 0.
   return static_cast<Compute<T>>(value) < 0 ? T(0) : value;
 }
 
-// 16 bytes of a padded line. Single values are read, of which the L1 cache has all but the first:
-// shifting whole vectors was slower.
+// Writes 16 bytes of a padded line. The values are read one by one, all but the first from the L1
+// cache; loading whole vectors and shifting them was slower.
 template <typename T, typename Index>
 __device__ __forceinline__ void pad(const Lines& lines, int64_t at) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) pad_factors_kernel(Padding padding, 
   }
 }
 
-// kLanes neighbours of the output, which may come from two rows or more.
+// kLanes consecutive values of the output, which may come from two or more rows.
 template <typename T, typename Index, bool kPadded>
 __device__ __forceinline__ Vector<T, kLanesOf16Bytes<T>> gather(const Finish& finish, int64_t at,
                                                                 int64_t all) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ Vector<T, kLanesOf16Bytes<T>> gather(const Finish& fi
     int64_t column =
         static_cast<int64_t>(static_cast<Index>(at) % static_cast<Index>(finish.columns));
     const Index rows = static_cast<Index>(finish.rows);
-    const int64_t unused = finish.padded_rows - finish.rows;  // of each matrix
+    const int64_t unused = finish.padded_rows - finish.rows;  // rows of padding per matrix
     const auto begin = [&] {
       const int64_t before = unused == 0 ? 0 : static_cast<int64_t>(row / rows) * unused;
       return (static_cast<int64_t>(row) + before) * finish.padded_columns;
@@ -86,7 +86,7 @@ template <typename T, typename Index, bool kPadded>
 __global__ void __launch_bounds__(kThreads) finish_product_kernel(Finish finish, int64_t all) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   T* out = static_cast<T*>(finish.out);
-  // Where the output itself begins anywhere, it is written value by value.
+  // An output that is not 16-byte aligned is written value by value.
   const bool is_even = reinterpret_cast<uintptr_t>(out) % sizeof(Vector<T, kLanes>) == 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads * kLanes;
   for (int64_t at = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) * kLanes; at < all;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) finish_product_kernel(Finish finish,
   }
 }
 
-constexpr int64_t kNarrow = INT32_MAX / 2;  // up to here, indices of 32 bits do
+constexpr int64_t kNarrow = INT32_MAX / 2;  // below this, 32-bit indices suffice
 
 template <typename T, bool kPadded>
 void start(const Finish& finish, cudaStream_t stream) {
@@ -148,7 +148,7 @@ LaunchStatus finish_product(const Finish& finish, cudaStream_t stream) {
       finish.padded_columns != finish.columns || finish.padded_rows != finish.rows;
   for_kind(finish.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    // What lies anywhere is read value by value, too.
+    // An input that is not 16-byte aligned is read value by value, too.
     const bool is_even = is_aligned_to_16(finish.from);
     is_padded || !is_even ? start<T, true>(finish, stream) : start<T, false>(finish, stream);
   });

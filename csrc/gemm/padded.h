@@ -1,5 +1,6 @@
-// What surrounds a product whose rows do not begin at multiples of 16 bytes: what it reads is
-// copied to rows that do, and what comes out is brought together again.
+// The kernels before and after a product whose rows do not begin at multiples of 16 bytes.
+// pad_factors copies its operands to padded rows, and finish_product copies the padded result to
+// the output.
 #pragma once
 
 #include "product.h"
@@ -7,21 +8,22 @@
 
 namespace tch_extension::gemm {
 
-// Lines of neighbours, in a batch of matrices, and where they go: behind one another, longer and
-// more of them, with zeros where there was nothing.
+// The contiguous lines (rows or columns) of a batch of matrices, and their padded copy. The copy
+// has the lines one after another, each padded with zeros to `padded_length`, and lines of zeros up
+// to `padded_lines` per matrix.
 struct Lines {
   const void* from;
   void* to;
-  int64_t line;   // elements from one to the next, in `from`
-  int64_t batch;  // from one matrix to the next, in `from`
+  int64_t line;   // elements from one line to the next, in `from`
+  int64_t batch;  // elements from one matrix to the next, in `from`
   int64_t matrices;
-  int64_t lines;  // of a matrix
+  int64_t lines;  // per matrix
   int64_t length;
   int64_t padded_lines;
   int64_t padded_length;  // a multiple of 16 bytes
 };
 
-// Of lhs, rhs and bias, in one launch; one without matrices is left out.
+// Pads lhs, rhs and bias in one launch. A factor with `matrices` = 0 is left out.
 struct Padding {
   static constexpr int kFactors = 3;
   Lines factor[kFactors];
@@ -30,8 +32,8 @@ struct Padding {
 
 LaunchStatus pad_factors(const Padding& padding, cudaStream_t stream);
 
-// From matrices of padded rows to `out`, which is contiguous, and may be where they are if nothing
-// is padded. NaN stays.
+// Copies matrices with padded rows to `out`, which is contiguous, and applies the ReLU if `relu` is
+// set. If nothing is padded, `out` may be the same as `from`. NaN stays NaN.
 struct Finish {
   const void* from;
   void* out;
@@ -39,7 +41,7 @@ struct Finish {
   int64_t rows;
   int64_t columns;
   int64_t padded_rows;
-  int64_t padded_columns;  // a multiple of 16 bytes, if not `columns`
+  int64_t padded_columns;  // `columns`, or a multiple of 16 bytes
   int32_t kind;
   int32_t relu;
 };

@@ -24,7 +24,7 @@ int64_t element_size(const Product& product) {
   return static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(product.kind)));
 }
 
-// Lines of neighbours: the rows of a matrix, or its columns.
+// An operand as contiguous lines: its rows or, if `by_columns`, its columns.
 struct Factor {
   Matrices matrices;
   bool by_columns;
@@ -46,7 +46,8 @@ std::optional<Factor> factor_of(const Matrices& matrices, int64_t rows, int64_t 
   return std::nullopt;
 }
 
-// What is padded of a product: K, if it is contiguous in a factor; M and N, if they are, or in the
+// The padded sizes of a product. A size is padded to a multiple of 16 bytes if its dimension is
+// contiguous in a matrix: M in lhs, K in lhs or rhs, and always N, which is contiguous in the
 // output.
 struct Sizes {
   int64_t m;
@@ -64,7 +65,7 @@ Sizes padded_sizes(const Product& product) {
           is_k_outer ? product.k : padded(product.k)};
 }
 
-// Whether cuBLASLt can read it as it is.
+// Whether cuBLASLt can read the factor without a padded copy.
 bool is_even(const Factor& factor, int64_t size) {
   return reinterpret_cast<uintptr_t>(factor.matrices.data) % kBytes == 0 &&
          factor.padded_lines == factor.lines && factor.padded_length == factor.length &&
@@ -72,12 +73,12 @@ bool is_even(const Factor& factor, int64_t size) {
          factor.matrices.batch * size % kBytes == 0;
 }
 
-// A product with everything that has to be copied.
+// The padded sizes and factors of a product, and which of its matrices have to be copied.
 struct Padded {
   Sizes sizes;
   Factor lhs;
   Factor rhs;
-  std::optional<Factor> bias;  // to be copied
+  std::optional<Factor> bias;  // empty if it needs no copy
   bool copies_lhs;
   bool copies_rhs;
   bool copies_out;
@@ -112,7 +113,8 @@ int64_t elements_of(const Factor& factor, const Product& product) {
   return matrices_of(factor, product) * factor.padded_lines * factor.padded_length;
 }
 
-// Pieces of one allocation, each at a multiple of what cuBLASLt asks for at most.
+// One allocation that is divided into pieces. Each begins at a multiple of the largest alignment
+// that cuBLASLt asks for.
 class Scratch {
  public:
   int64_t add(int64_t bytes) {
@@ -141,7 +143,7 @@ Lines lines_of(const Factor& factor, const Product& product, void* to) {
           factor.padded_length};
 }
 
-// The copy, in place of what was copied.
+// The padded copy of a factor, as an operand.
 Matrices copied(const Factor& factor, const void* data) {
   const int64_t batch = factor.matrices.batch == 0 ? 0 : factor.padded_lines * factor.padded_length;
   if (factor.by_columns) return {data, 1, factor.padded_length, batch};
@@ -151,7 +153,7 @@ Matrices copied(const Factor& factor, const void* data) {
 }  // namespace
 
 bool padded_product_can(const Product& product) {
-  constexpr int64_t kMostBlocks = 65535;  // along the grid's second dimension
+  constexpr int64_t kMostBlocks = 65535;  // the limit of a grid's second dimension
   constexpr int64_t kMost = INT32_MAX - 16;
   if (product.batch > kMostBlocks || std::max({product.m, product.n, product.k}) > kMost)
     return false;
@@ -161,19 +163,20 @@ bool padded_product_can(const Product& product) {
 
 bool padded_product_is_faster(const Product& product, bool is_tf32) {
   const bool is_half = product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
-  // A narrow product reads its large factor once, a copy twice more.
+  // A narrow product reads its large factor only once; a copy of that factor would add a read and a
+  // write.
   const int64_t narrowest = is_half ? 64 : 128;
   if ((!is_half && !is_tf32) || std::min(product.m, product.n) < narrowest) return false;
   const auto padded = padded_of(product);
   if (!padded || padded->launches() == 0) return false;
-  // As measured, in bytes and in operations a microsecond.
+  // Measured rates in bytes and operations per microsecond, and the microseconds per launch.
   constexpr double kBandwidth = 2.4e6;
   constexpr double kLaunch = 1.5;
-  // Padded, by cuBLASLt.
+  // The padded product with cuBLASLt.
   const double padded_rate = is_tf32 ? 200e6 : 400e6;
-  // Unpadded, by cuBLAS: bias and ReLU are a kernel of their own.
+  // The unpadded product with cuBLAS; bias and ReLU are a separate kernel.
   const double plain_rate = is_tf32 ? 60e6 : 75e6;
-  // Unpadded, by cuBLASLt with the bias fused, which has fewer kernels for such rows.
+  // The unpadded product with cuBLASLt and a fused bias; cuBLASLt has fewer kernels for such rows.
   const double bias_rate = is_tf32 ? 60e6 : 40e6;
   const double work = 2.0 * static_cast<double>(product.batch) * static_cast<double>(product.m) *
                       static_cast<double>(product.n) * static_cast<double>(product.k);
@@ -223,7 +226,7 @@ bool padded_product(const Product& product, int32_t device, cudaStream_t stream)
   if (bias) inner.bias = copy(2, *bias, bias_at);
   if (copies_lhs || copies_rhs || bias) started(pad_factors(padding, stream));
   if (copies_out) {
-    // The pass that brings it together has the ReLU for nothing.
+    // The kernel that removes the padding applies the ReLU at no extra cost.
     inner.out = scratch.at(out_at);
     inner.relu = 0;
   }

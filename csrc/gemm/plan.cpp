@@ -40,10 +40,11 @@ struct Equal {
   bool operator()(const Key& a, const Key& b) const { return std::memcmp(&a, &b, sizeof a) == 0; }
 };
 
-// Shapes that change all the time must not fill the memory: then it begins anew.
+// A program whose shapes change all the time must not fill the memory: a full cache is cleared.
 constexpr size_t kMostPlans = 512;
 
-// One for each thread, as libtorch has a handle for each: no lock, and a plan can be written to.
+// Each thread has its own cache, as libtorch has a cuBLASLt handle per thread. So no lock is
+// needed, and a plan can be modified.
 struct Cache {
   std::unordered_map<Key, Plan, Hash, Equal> plans;
   int64_t hits = 0;
@@ -55,9 +56,9 @@ Cache& cache() {
   return cache;
 }
 
-// Looks at sizes and strides only: nothing is started, waited for or allocated on the device, so
-// that it may happen while a graph is captured. But for a thread's first handle: libtorch cannot
-// make that in a capture, for its own products neither.
+// Looks at sizes and strides only. It launches nothing, waits for nothing and allocates nothing on
+// the device, so that it may run while a graph is captured. The exception is a thread's first
+// cuBLASLt handle, which libtorch cannot create during a capture, not even for its own products.
 Plan make_plan(const Key& key, const void* bias) {
   Plan plan{};
   plan.described.handle = at::cuda::getCurrentCUDABlasLtHandle();
@@ -68,7 +69,7 @@ Plan make_plan(const Key& key, const void* bias) {
   return plan;
 }
 
-// The thread's own, until the next call.
+// The reference points into this thread's cache and is valid until the next call.
 Plan& find_plan(const Key& key, const void* bias) {
   Cache& known = cache();
   const auto found = known.plans.find(key);
@@ -93,7 +94,7 @@ bool start(const Key& key, const Product& product, cudaStream_t stream) {
   Descriptors& described = plan.described;
   if (key.bias_as == Bias::kRow) set_bias(described, product.bias.data);
   const bool full = key.bias_as == Bias::kFull;
-  // Most plans need none. Freed in the order of the stream.
+  // Most plans need no workspace. The caching allocator frees it in stream order.
   at::DataPtr workspace;
   const size_t bytes = plan.choice.workspace;
   if (bytes > 0) workspace = c10::cuda::CUDACachingAllocator::get()->allocate(bytes);
@@ -102,12 +103,13 @@ bool start(const Key& key, const Product& product, cudaStream_t stream) {
                      &described.rhs, product.lhs.data, &described.lhs, factor(key, full),
                      full ? product.bias.data : product.out, &described.bias, product.out,
                      &described.out, &plan.choice.algorithm, workspace.get(), bytes, stream);
-  // What the heuristic promises and the call then refuses: not asked again. Anything else is an
-  // error of CUDA's.
+  // The heuristic proposed the algorithm, but the call refuses it: this plan is not tried again.
+  // Any other failure is a CUDA error.
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE ||
       status == CUBLAS_STATUS_ARCH_MISMATCH) {
     plan.usable = false;
-    // What it tried before it refused must not be taken for a failure of the next launch.
+    // Clear the error of the refused call, so that it is not reported as a failure of the next
+    // launch.
     (void)cudaGetLastError();
     return false;
   }

@@ -1,9 +1,9 @@
-// A matrix product with what comes behind it, as one call of cuBLASLt.
+// A matrix product, its bias and its ReLU as one call of cuBLASLt.
 //
-// cuBLASLt counts columns first: to it, out is the N×M product of rhs' and lhs' transposes, and a
-// bias for each column is the vector that its epilogue adds. A bias of full shape is its matrix C,
-// which it reads while it writes out. What it needs to know of a product, the choice of a kernel
-// included, is kept as a plan.
+// cuBLASLt's matrices are column-major: to cuBLASLt, out is the N×M product of the transposes of
+// rhs and lhs, and a bias with one value per column is the vector that its epilogue adds. A bias of
+// full shape is passed as the matrix C, which cuBLASLt reads while it writes out. Everything that
+// cuBLASLt needs to know about a product, including the chosen algorithm, is kept as a plan.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,11 +13,11 @@
 
 namespace tch_extension::gemm {
 
-// On the current device, whose number is `device`. False, if cuBLASLt has no way to compute it, or
-// none that keeps NaN; then nothing was started.
+// Runs on the current device, whose index is `device`. False if cuBLASLt cannot compute the
+// product, or not in a way that keeps NaN; then nothing was launched.
 bool run_plan(const Product& product, int32_t device, cudaStream_t stream);
 
-// What this thread's cache of plans did so far.
+// The counters of this thread's cache of plans.
 GemmCounters counters();
 
 }  // namespace tch_extension::gemm

@@ -1,4 +1,5 @@
-// From tensors to a product: who takes part, how they broadcast, and which way it is computed.
+// From tensors to a product: which tensors are supported, how they broadcast, and which way
+// computes the product.
 #ifdef TCH_EXTENSION_CUDA
 
 #include "product.h"
@@ -28,7 +29,7 @@ namespace {
 
 using Way = GemmWay;
 
-// A tensor's sizes and strides, or those of a view of it.
+// The data, sizes and strides of a tensor or of a view of it.
 struct View {
   const void* data = nullptr;
   c10::IntArrayRef sizes;
@@ -41,7 +42,8 @@ View view(const at::Tensor& tensor) {
   return {tensor.const_data_ptr(), tensor.sizes(), tensor.strides()};
 }
 
-// Whether the values lie in memory as they are, on this device and of this kind, and there are any.
+// Whether the tensor is a non-empty strided CUDA tensor with the device and kind of lhs, and its
+// values are in memory without a pending negation or conjugation.
 bool takes_part(const at::Tensor& tensor, const at::Tensor& lhs) {
   return tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_nested() &&
          tensor.has_storage() && tensor.is_cuda() && tensor.device() == lhs.device() &&
@@ -53,8 +55,8 @@ bool has_kernels(at::ScalarType kind) {
   return kind == at::kFloat || kind == at::kHalf || kind == at::kBFloat16 || kind == at::kDouble;
 }
 
-// The size and stride of a dimension counted from the last; 1 and 0 where there is none, or nothing
-// to move along.
+// The size and stride of a dimension, counted from the last. A missing dimension and one of size 1
+// have size 1 and stride 0.
 struct Dim {
   int64_t size;
   int64_t stride;
@@ -66,8 +68,8 @@ Dim dim_at(const View& view, int64_t from_last) {
   return {view.sizes[at], view.strides[at]};
 }
 
-// Makes one dimension of all those before the last two, if the three operands go on alike through
-// them.
+// Merges all dimensions before the last two into one. False if the operands do not broadcast, or if
+// the strides of one cannot be merged.
 bool merge_batch(const View& lhs, const View& rhs, const View& bias, Product& product) {
   const int64_t dims = std::max(lhs.dim(), rhs.dim());
   product.batch = 1;
@@ -92,7 +94,8 @@ bool merge_batch(const View& lhs, const View& rhs, const View& bias, Product& pr
   return true;
 }
 
-// Rows of the whole batch as rows of one matrix, where all multiply the same rhs.
+// Makes one matrix of the rows of the whole batch, if all of them multiply the same rhs and the
+// strides allow it.
 void merge_rows(Product& product) {
   if (product.batch == 1 || product.rhs.batch != 0) return;
   const auto goes_on = [&](const Matrices& operand) {
@@ -108,7 +111,8 @@ void merge_rows(Product& product) {
   product.lhs.batch = product.bias.batch = 0;
 }
 
-// False, if they do not fit together, or not in a way that is known here.
+// Describes the product. False if the operands do not fit together, or their layouts are not
+// supported here.
 bool fit(const View& lhs, const View& rhs, const View& bias, Product& product) {
   if (lhs.dim() < 2 || rhs.dim() < 2 || bias.dim() > std::max(lhs.dim(), rhs.dim())) return false;
   product.m = lhs.sizes[lhs.dim() - 2];
@@ -128,7 +132,7 @@ bool fit(const View& lhs, const View& rhs, const View& bias, Product& product) {
   return product.m <= kMost && product.n <= kMost && product.k <= kMost && product.batch <= kMost;
 }
 
-// True, or an exception where the launch failed.
+// Throws if the launch failed; otherwise returns true.
 bool started(const LaunchStatus& status) {
   TORCH_CHECK(status.error == nullptr, status.kernel, ": ", status.error);
   return true;
@@ -150,7 +154,7 @@ bool run_padded(const Product& product, c10::cuda::CUDAStream stream) {
          padded_product(product, stream.device_index(), stream.stream());
 }
 
-// The product and the bias by a plan, the ReLU behind it.
+// Computes the product and the bias with a plan, and the ReLU with a kernel after it.
 bool run_with_a_pass(Product product, c10::cuda::CUDAStream stream) {
   const auto& [batch, m, n, k, lhs, rhs, bias, out, kind, relu] = product;
   const Finish finish{out, out, batch, m, n, m, n, kind, relu};
@@ -159,17 +163,17 @@ bool run_with_a_pass(Product product, c10::cuda::CUDAStream stream) {
          started(finish_product(finish, stream.stream()));
 }
 
-// By a kernel of ours alone, or one around a plan, where that was measured to be faster than
-// libtorch's product.
+// Runs a kernel of ours, or a plan with padding kernels around it, if that was measured to be
+// faster than libtorch's product.
 bool run_own(const Product& product, c10::cuda::CUDAStream stream) {
   if (small_product_is_faster(product)) return started(small_product(product, stream.stream()));
   if (skinny_product_is_faster(product)) return started(skinny_product(product, stream.stream()));
   return padded_product_is_faster(product, is_tf32(product)) && run_padded(product, stream);
 }
 
-// A bias of full shape whose rows do not begin at multiples of 16 bytes: tensor cores have slow
-// kernels only that read it along with the product, and libtorch's product with a kernel of ours
-// behind it is never slower than the composite.
+// Whether the product has a bias of full shape whose rows do not begin at multiples of 16 bytes.
+// Only slow tensor-core kernels read such a bias along with the product, whereas libtorch's product
+// with a kernel of ours after it is never slower than the composite of libtorch's operations.
 bool has_uneven_bias(const Product& product) {
   const int64_t bytes =
       product.n * static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(product.kind)));
@@ -181,11 +185,11 @@ bool has_uneven_bias(const Product& product) {
 bool run_fastest(const Product& product, c10::cuda::CUDAStream stream) {
   if (run_own(product, stream)) return true;
   if (hopper_product_is_faster(product) && run_hopper(product, stream.stream())) return true;
-  // Where there is nothing behind the product, libtorch's own is as fast.
+  // Without a bias, libtorch's own product is as fast.
   if (product.bias.data == nullptr) return false;
   if (has_uneven_bias(product)) return false;
-  // cuBLASLt's kernels for f64 are slower than cuBLAS' own with ours behind them, but sooner
-  // started.
+  // In f64, cuBLASLt's fused kernels are slower than cuBLAS's followed by a kernel of ours, but
+  // they take less time to launch, so that only small products use them.
   constexpr int64_t kMost = 1 << 24;
   const bool is_double = product.kind == kTchExtensionDouble;
   if (is_double && product.batch * product.m * product.n > kMost / product.k) return false;
@@ -214,7 +218,7 @@ bool run(const Product& product, Way way, c10::cuda::CUDAStream stream) {
   return run_fastest(product, stream);
 }
 
-// The sizes to which the leading dimensions broadcast, and M and N.
+// The shape of the output: the broadcast leading dimensions, then M and N.
 c10::SmallVector<int64_t, 6> output_size(const View& lhs, const View& rhs) {
   c10::SmallVector<int64_t, 6> size;
   for (int64_t at = std::max(lhs.dim(), rhs.dim()) - 1; at >= 2; --at) {
@@ -225,7 +229,7 @@ c10::SmallVector<int64_t, 6> output_size(const View& lhs, const View& rhs) {
   return size;
 }
 
-// None, if there is no way here.
+// An undefined tensor if the product cannot be computed here.
 at::Tensor compute(const at::Tensor& like, const View& lhs, const View& rhs, const View& bias,
                    c10::IntArrayRef size, bool relu, Way way) {
   Product product{};
@@ -233,14 +237,15 @@ at::Tensor compute(const at::Tensor& like, const View& lhs, const View& rhs, con
   product.kind = static_cast<int32_t>(like.scalar_type());
   product.relu = relu;
   const c10::cuda::OptionalCUDAGuard device_guard(like.device());
-  // Not through the dispatcher, whose share would be a tenth of the call.
+  // Allocated without the dispatcher, which would take a tenth of the call's time.
   at::Tensor out(at::detail::empty_cuda(size, like.scalar_type(), like.device(), std::nullopt));
   product.out = out.mutable_data_ptr();
   return run(product, way, c10::cuda::getCurrentCUDAStream(like.device().index())) ? out
                                                                                    : at::Tensor();
 }
 
-// Something else than this computes with fewer units, and is obeyed by falling back.
+// Whether libtorch was told to leave some multiprocessors to other kernels (the SM carveout). That
+// is honoured by falling back to libtorch.
 bool is_restricted() { return at::globalContext()._SMCarveout_EXPERIMENTAL().has_value(); }
 
 void hand_over(at::Tensor&& out, at::Tensor** result) {
@@ -253,8 +258,8 @@ void hand_over(at::Tensor&& out, at::Tensor** result) {
 using namespace tch_extension;
 using namespace tch_extension::gemm;
 
-// relu(lhs rhs + bias). No result and no message, if it has to be computed in another way: for
-// instance because the arguments are wrong, which is for others to say.
+// relu(lhs rhs + bias). There is neither a result nor a message if it has to be computed in another
+// way. That includes wrong arguments, which the fallback reports.
 TCH_EXTENSION_API Message tch_extension_gemm_matmul_add_relu(const at::Tensor* lhs,
                                                              const at::Tensor* rhs,
                                                              const at::Tensor* bias, GemmWay way,
@@ -272,7 +277,8 @@ TCH_EXTENSION_API Message tch_extension_gemm_matmul_add_relu(const at::Tensor* l
   });
 }
 
-// input weightᵀ + bias, of the input's leading dimensions; the bias may be missing. As above.
+// input weightᵀ + bias, with the leading dimensions of the input. `bias` may be null. The result is
+// as above.
 TCH_EXTENSION_API Message tch_extension_gemm_linear(const at::Tensor* input,
                                                     const at::Tensor* weight,
                                                     const at::Tensor* bias, GemmWay way,
@@ -299,8 +305,8 @@ TCH_EXTENSION_API Message tch_extension_gemm_linear(const at::Tensor* input,
   });
 }
 
-// lhs rhs, of matrices or batches of them. As above; no result also where libtorch's product is
-// faster.
+// lhs rhs, for matrices or batches of them. The result is as above, and there is none if libtorch's
+// product is faster.
 TCH_EXTENSION_API Message tch_extension_gemm_product(const at::Tensor* lhs, const at::Tensor* rhs,
                                                      GemmWay way, at::Tensor** result) {
   return guard([&] {
@@ -311,14 +317,13 @@ TCH_EXTENSION_API Message tch_extension_gemm_product(const at::Tensor* lhs, cons
     }
     const View left = view(*lhs);
     const View right = view(*rhs);
-    // Without a bias, libtorch's is a plan like ours.
+    // Without a bias, libtorch's product does the same as our plan.
     if (way == Way::Plan || way == Way::Hopper || way == Way::Pass) return;
     hand_over(compute(*lhs, left, right, {}, output_size(left, right), false, way), result);
   });
 }
 
-// For tests and benches: this thread's cache of plans, and libtorch's switch for products of f32
-// (what it was).
+// For tests and benchmarks: the counters of this thread's cache of plans.
 TCH_EXTENSION_API void tch_extension_gemm_counters(GemmCounters* result) { *result = counters(); }
 
 #endif  // TCH_EXTENSION_CUDA

@@ -1,15 +1,15 @@
-// One factor has few rows or columns, the other, the long one, has many and is read once. Where its
-// K is contiguous, a team of threads computes the sums of some rows or of one; otherwise
-// skinny_columns.cu.
+// The short factor has few rows or columns; the long factor has many and is read once. If K is
+// contiguous in the long factor, a team of threads computes the sums of one row of it or of
+// several. Otherwise the kernel is in skinny_columns.cu.
 #include "skinny.h"
 #include "skinny_operands.h"
 
 namespace tch_extension::gemm {
 namespace {
 
-// The sum over a warp of values[lane % kValues]. At each step a lane keeps half of its values,
-// gives the other half to its partner and adds what it gets: 16 values take 16 shuffles, where a
-// sum of each would take 80.
+// The sum of values[lane % kValues] over a warp. At each step a lane keeps half of its values,
+// sends the other half to its partner and adds what it receives. 16 values take 16 shuffles,
+// whereas 16 separate sums would take 80.
 template <int kValues, int kStep = 1, typename C>
 __device__ __forceinline__ C warp_sums(const C (&values)[kValues]) {
   if constexpr (kValues > 1) {
@@ -30,8 +30,9 @@ __device__ __forceinline__ C warp_sums(const C (&values)[kValues]) {
   }
 }
 
-// kRows rows whose K is contiguous, of a team of threads: kLanes neighbours a thread where all rows
-// are aligned to that, otherwise one. Values of the short factor are read once for all of the rows.
+// A thread's partial sums of kRows rows of the long factor, along which K is contiguous. A thread
+// loads kLanes consecutive values at a time, where kLanes is 1 unless all rows are aligned to more.
+// The values of the short factor are read once for all kRows rows.
 template <typename T, int kShorts, int kLanes, int kRows>
 struct RowSums {
   using C = Compute<T>;
@@ -62,7 +63,8 @@ struct RowSums {
     for (int i = 0; i < kAhead; ++i) {
       const int k = first + i * step;
       if (k >= inner) {
-        // In place of a loop of its own for the last few, whose loads would wait for one another.
+        // Zeros past the end of K take the place of a separate loop for the remainder, whose loads
+        // would wait for one another.
 #pragma unroll
         for (int r = 0; r < kRows; ++r) left[i][r] = Vector<T, kLanes>{};
 #pragma unroll
@@ -97,8 +99,9 @@ struct RowSums {
   template <bool kIsWhole>
   __device__ __forceinline__ void add_all(const Skinny& skinny, const T* const (&rows)[kRows],
                                           const T* few, int64_t row_of_few, int member, int team) {
-    // Vectors of a thread's rows that are asked for before the first is used; fewer where they are
-    // wide and many, which takes registers that other warps need.
+    // The number of vectors of its rows that a thread loads before it uses the first. It is lower
+    // if the vectors are wide and the short factor has many rows, because they take registers that
+    // other warps need.
     constexpr int kLoads = kLanes == 1 ? 8 : kLanes * sizeof(T) < 16 || kShorts <= 2 ? 4 : 1;
     constexpr int kAhead = kLoads > kRows ? kLoads / kRows : 1;
     const int inner = static_cast<int>(skinny.inner);
@@ -107,7 +110,7 @@ struct RowSums {
       add_some<kAhead, kIsWhole>(skinny, rows, few, row_of_few, k, step);
   }
 
-  // `copy`: of the short factor, where there is one.
+  // `copy` is the copy of the short factor in shared memory, or null if there is none.
   __device__ __forceinline__ void add(const Skinny& skinny, const T* copy, int64_t first_row,
                                       int member, int team) {
     const T* rows[kRows];
@@ -147,7 +150,7 @@ __device__ __forceinline__ const T* copy_few(const Skinny& skinny) {
 constexpr int kMostTeam = 512;
 constexpr int kManyRows = 4;
 
-// Each team, blockDim.x threads, computes kRows rows.
+// Each team of blockDim.x threads computes kRows rows.
 template <typename T, int kShorts, int kLanes, int kRows>
 __global__ void __launch_bounds__(kMostTeam) skinny_rows_kernel(Skinny skinny) {
   using C = Compute<T>;
@@ -158,7 +161,7 @@ __global__ void __launch_bounds__(kMostTeam) skinny_rows_kernel(Skinny skinny) {
   const int64_t row = first + member / kShorts;
   const int s = member % kShorts;
   const bool finishes = member < kValues && s < skinny.shorts && row < skinny.rows;
-  // Asked for first, needed last.
+  // The bias is loaded first although it is needed last, to hide the latency of the load.
   const C bias = finishes ? bias_of<T>(skinny, row, s) : C(0);
   RowSums<T, kShorts, kLanes, kRows> sums;
   sums.add(skinny, skinny.few_is == Few::kCopied ? copy_few<T>(skinny) : nullptr, first, member,
@@ -177,7 +180,7 @@ __global__ void __launch_bounds__(kMostTeam) skinny_rows_kernel(Skinny skinny) {
   if (finishes) finish<T>(skinny, row, s, total + bias);
 }
 
-// Of the orientation that has the few columns as `few`.
+// Describes the product, or its transpose, so that the short factor is `few`.
 Skinny skinny_of(const Product& product) {
   const auto& [batch, m, n, k, lhs, rhs, bias, out, kind, relu] = product;
   Skinny skinny{};
@@ -185,8 +188,8 @@ Skinny skinny_of(const Product& product) {
   skinny.relu = relu;
   const Skinny::Factor left{lhs.data, lhs.row, lhs.column, lhs.batch};
   const Skinny::Factor right{rhs.data, rhs.column, rhs.row, rhs.batch};
-  // Where both are short, the one whose K is contiguous is the long one, unless K is too long for
-  // one block.
+  // If both factors are short, the one in which K is contiguous is taken as the long factor, unless
+  // K is too long for one block.
   constexpr int64_t kMostInner = 4096;
   const bool is_either = m <= kMostShort && n <= kMostShort && k > 1 && k <= kMostInner;
   const bool is_lhs_long =
@@ -212,7 +215,7 @@ Skinny skinny_of(const Product& product) {
 bool is_by_rows(const Skinny& skinny) { return skinny.inner == 1 || skinny.many.inner == 1; }
 bool is_by_columns(const Skinny& skinny) { return skinny.rows == 1 || skinny.many.row == 1; }
 
-// Whether every row of the long factor can be loaded in vectors of so many values.
+// Whether every row of the long factor can be loaded in vectors of `lanes` values.
 template <typename T>
 bool is_whole(const Skinny& skinny, int lanes) {
   return skinny.inner % lanes == 0 && is_even<T>(skinny.many, skinny.many.row, lanes);
@@ -220,8 +223,7 @@ bool is_whole(const Skinny& skinny, int lanes) {
 
 template <typename T>
 Few few_of(const Skinny& skinny, int lanes) {
-  constexpr int64_t kMostCopied =
-      40 << 10;  // bytes, of the 48 KiB that a block has without asking for more
+  constexpr int64_t kMostCopied = 40 << 10;  // bytes; a block has 48 KiB without an opt-in
   if (skinny.few.inner == 1 && is_even<T>(skinny.few, skinny.few.row, lanes)) return Few::kWhole;
   return skinny.shorts * skinny.inner * static_cast<int64_t>(sizeof(T)) <= kMostCopied
              ? Few::kCopied
@@ -240,13 +242,13 @@ void start_teams(const Skinny& skinny, int64_t batch, int team, cudaStream_t str
       <<<blocks, dim3(team, teams), copied, stream>>>(skinny);
 }
 
-// With four rows a team, the short factor is read once for four rows. That is done where the rows
-// alone give threads enough; a team is then a warp, or more of them where those would be too few.
-// Otherwise a team has one row and, for each thread, kSteps vectors of K, or fewer where that makes
-// too few threads.
+// If a team has four rows, the short factor is read once for all four. That is done if there are
+// enough rows to keep the GPU busy; a team is then one warp, or several if one warp per team would
+// be too few threads. Otherwise a team has one row, and each thread has kSteps vectors of K, or
+// fewer if that would be too few threads.
 template <typename T, int kShorts, int kLanes>
 void start_rows_by(Skinny skinny, int64_t batch, cudaStream_t stream) {
-  constexpr int64_t kFewThreads = 132 * 512;  // leave multiprocessors idle
+  constexpr int64_t kFewThreads = 132 * 512;  // fewer leave multiprocessors idle
   constexpr int64_t kManyTeams = 132 * 4;
   if (kLanes > 1) skinny.few_is = few_of<T>(skinny, kLanes);
   const int64_t rows = skinny.rows * batch;
@@ -268,8 +270,8 @@ void start_rows_by(Skinny skinny, int64_t batch, cudaStream_t stream) {
   start_teams<T, kShorts, kLanes, 1>(skinny, batch, team, stream);
 }
 
-// Whether vectors of so many values pay: not where the short factor has to be loaded in single
-// values, whose addresses would be that many values apart within a warp.
+// Whether vectors of `lanes` values pay off. They do not if the short factor has to be loaded value
+// by value, because the addresses within a warp would then be `lanes` values apart.
 template <typename T>
 bool is_read_by(const Skinny& skinny, int lanes) {
   return is_whole<T>(skinny, lanes) && few_of<T>(skinny, lanes) != Few::kSingle;
@@ -278,7 +280,7 @@ bool is_read_by(const Skinny& skinny, int lanes) {
 template <typename T, int kShorts>
 void start_rows(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
-  // f64 computes for as long as it reads.
+  // In f64 the arithmetic takes as long as the loads, so that vectors gain nothing.
   if constexpr (kLanes > 2) {
     if (is_read_by<T>(skinny, kLanes))
       return start_rows_by<T, kShorts, kLanes>(skinny, batch, stream);
@@ -291,9 +293,9 @@ bool is_half(const Product& product) {
   return product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
 }
 
-// Tensor cores are faster in the half kinds, but where there are next to no rows for them or their
-// kernels are the slow ones for any alignment. cuBLAS' plain product has good kernels for a row
-// times a matrix.
+// Whether the kernel of skinny_columns.cu was measured to be faster. In half precision, tensor
+// cores are faster unless they have very few rows, or their kernels are the slow ones for any
+// alignment. cuBLAS's plain product has good kernels for a row times a matrix.
 bool is_columns_faster(const Product& product, const Skinny& skinny) {
   constexpr int64_t kLongest = 8192;
   const bool has_bias = product.bias.data != nullptr;
@@ -323,7 +325,7 @@ bool is_columns_faster(const Product& product, const Skinny& skinny) {
 
 bool skinny_product_can(const Product& product) {
   constexpr int64_t kMostBlocks = 65535;
-  constexpr int64_t kMost = INT32_MAX - 65536;  // a step more must not leave 32 bits
+  constexpr int64_t kMost = INT32_MAX - 65536;  // leaves room to add a step in 32 bits
   if (product.m > kMostShort && product.n > kMostShort) return false;
   const Skinny skinny = skinny_of(product);
   return (is_by_rows(skinny) || is_by_columns(skinny)) && product.batch <= kMostBlocks &&
@@ -335,7 +337,8 @@ bool skinny_product_is_faster(const Product& product) {
   if (narrow > kMostShort || product.k < 32 || !skinny_product_can(product)) return false;
   const Skinny skinny = skinny_of(product);
   if (!is_by_rows(skinny)) return is_columns_faster(product, skinny);
-  // A few rows of a very long K: it would have to be cut between blocks, as cuBLAS does.
+  // If there are only a few rows and K is very long, K would have to be split between blocks, as
+  // cuBLAS does.
   constexpr int64_t kFewRows = 132;
   constexpr int64_t kLongest = 8192;
   return skinny.rows * product.batch >= kFewRows || product.k <= kLongest;

@@ -1,5 +1,5 @@
-// Products with up to 4 columns or up to 4 rows: sums of products along K, bound by memory, which
-// tiles for tensor cores would mostly compute for nothing. Any row pitch and any address.
+// Products with up to 4 columns or up to 4 rows. They are bound by memory bandwidth, and most of a
+// tensor core's tile would be wasted on them. Operands may have any row stride and any address.
 #pragma once
 
 #include "product.h"
@@ -7,10 +7,10 @@
 
 namespace tch_extension::gemm {
 
-// Whether one side is that short, and the other's operand has neighbours in memory.
+// Whether M or N is that small, and the other side's operand is contiguous in one dimension.
 bool skinny_product_can(const Product& product);
 
-// Where it was measured to be.
+// Whether these kernels were measured to be faster.
 bool skinny_product_is_faster(const Product& product);
 
 LaunchStatus skinny_product(const Product& product, cudaStream_t stream);

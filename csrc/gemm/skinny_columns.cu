@@ -1,5 +1,5 @@
-// Narrow products whose long factor has rows that are neighbours in memory: a block computes some
-// of them side by side, and up to 8 blocks of a cluster share K.
+// Narrow products whose long factor has adjacent rows at adjacent addresses (its row stride is 1).
+// A block computes several adjacent rows, and up to 8 blocks of a cluster split K between them.
 #include <cooperative_groups.h>
 
 #include <atomic>
@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kColumnThreads = 512;
 
-// Loads under way of a thread before the first is used.
+// The number of loads that a thread has in flight before it uses the first.
 template <int kLanes>
 constexpr int kColumnsAhead = kLanes == 1 ? 8 : 4;
 
@@ -47,8 +47,8 @@ __device__ __forceinline__ void add_columns(const Skinny& skinny, const T* many,
   }
 }
 
-// Rows that are neighbours in memory: a block has kAcross · kLanes of them, and cuts K between its
-// threads and those of the other blocks of its cluster.
+// A block computes kAcross · kLanes adjacent rows. K is split between its threads and those of the
+// other blocks of its cluster.
 template <typename T, int kShorts, int kLanes, int kAcross>
 __global__ void __launch_bounds__(kColumnThreads) skinny_columns_kernel(Skinny skinny) {
   namespace cg = cooperative_groups;
@@ -66,7 +66,8 @@ __global__ void __launch_bounds__(kColumnThreads) skinny_columns_kernel(Skinny s
   int k = blockIdx.y * down + threadIdx.x / kAcross;
   for (; k < inner; k += kAhead * step)
     add_columns<T, kShorts, kLanes, kAhead>(skinny, many, few, k, step, sum);
-  // Within a warp, then within the block, then within the cluster: an order that sizes decide.
+  // The sums are added within a warp, then within the block, then within the cluster, in an order
+  // that depends on the sizes only.
 #pragma unroll
   for (int s = 0; s < kShorts; ++s) {
 #pragma unroll
@@ -115,13 +116,13 @@ __global__ void __launch_bounds__(kColumnThreads) skinny_columns_kernel(Skinny s
     }
   }
 #if __CUDA_ARCH__ >= 900
-  // Nobody leaves while its sums are being read.
+  // No block exits while another one reads its sums.
   if (shares) cg::this_cluster().sync();
 #endif
 }
 
-// Whether the code that the current device runs knows clusters: it may have been compiled for an
-// older one.
+// Whether the current device has clusters and its code uses them: the code may have been compiled
+// for an older architecture.
 bool has_clusters() {
   constexpr int kMostDevices = 64;
   static std::atomic<int8_t> known[kMostDevices];
@@ -143,9 +144,9 @@ template <typename T, int kShorts, int kLanes>
 void start_columns_by(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
   constexpr int kAcross = kLanes > 1 ? 4 : 32;
   const int64_t tiles = ceil_div(skinny.rows, kAcross * kLanes);
-  // A thread has as much of K as it loads at a time, if a block has the threads for that; then the
-  // cluster has more blocks, as long as there are multiprocessors for them, until a thread has
-  // about kSteps.
+  // A block has enough threads for each to have just as much of K as it loads at a time, up to
+  // kColumnThreads. After that the cluster gets more blocks, as long as there are multiprocessors
+  // for them, until a thread has about kSteps elements of K.
   constexpr int64_t kProcessors = 132;
   int threads = 64;
   while (threads < kColumnThreads && threads / kAcross * kColumnsAhead<kLanes> < skinny.inner)

@@ -1,4 +1,5 @@
-// What the kernels for narrow products share: the operands as the long factor's rows see them.
+// Shared by the kernels for narrow products: the operands, with the rows of the long factor as the
+// rows of the output.
 #pragma once
 
 #include "product.h"
@@ -9,11 +10,11 @@ namespace tch_extension::gemm {
 
 constexpr int kMostShort = 4;
 
-// How the short factor is read: single values; as many at a time as of the long one; the same from
-// a copy.
+// How the short factor is read: value by value, in vectors like those of the long factor, or in
+// such vectors from a copy in shared memory.
 enum class Few : int32_t { kSingle, kWhole, kCopied };
 
-// out[r, s] = Σ_k many[r, k] few[s, k] + bias[r, s]: the product, or its transpose.
+// The product or its transpose: out[r, s] = Σ_k many[r, k] few[s, k] + bias[r, s].
 struct Skinny {
   struct Factor {
     const void* data;
@@ -46,7 +47,7 @@ __device__ __forceinline__ Compute<T> bias_of(const Skinny& skinny, int64_t row,
 
 template <typename T>
 __device__ __forceinline__ void finish(const Skinny& skinny, int64_t row, int s, Compute<T> sum) {
-  // Not max: NaN stays.
+  // Not max(), which would turn NaN into 0.
   if (skinny.relu && sum < 0) sum = 0;
   T* out = const_cast<T*>(of_batch<T>(skinny.out));
   out[row * skinny.out.row + s * skinny.out.inner] = static_cast<T>(sum);
@@ -58,10 +59,11 @@ bool is_even(const Skinny::Factor& factor, int64_t stride, int lanes = kLanesOf1
          stride % lanes == 0 && factor.batch % lanes == 0;
 }
 
-// Vectors of K for a thread; it has fewer than twice as many, except in the largest team.
+// The intended number of vectors of K per thread. A thread has fewer than twice as many, except in
+// the largest team.
 constexpr int64_t kSteps = 8;
 
-// Where the long factor's rows are neighbours in memory.
+// Starts the kernel for a long factor whose row stride is 1.
 void start_skinny_columns(const Skinny& skinny, int32_t kind, int64_t batch, cudaStream_t stream);
 
 }  // namespace tch_extension::gemm

@@ -4,13 +4,13 @@
 namespace tch_extension::gemm {
 namespace {
 
-// Of the output, that a block computes, one element a thread; and how much of K is in shared memory
-// at a time.
+// A block computes kTile × kTile elements of the output, one per thread, and has kInner elements of
+// K in shared memory at a time.
 constexpr int kTile = 16;
 constexpr int kInner = 32;
 static_assert(kTile * kTile == kThreads);
 
-// A matrix of an operand.
+// One matrix of an operand's batch.
 template <typename T>
 struct Matrix {
   const T* data;
@@ -30,9 +30,9 @@ struct Matrix {
 template <typename T>
 __global__ void __launch_bounds__(kThreads) small_product_kernel(Product product) {
   using C = Compute<T>;
-  // Elements of a row of lhs that are read from shared memory together.
+  // Elements of a row of lhs per 16-byte read from shared memory.
   constexpr int kLanes = kLanesOf16Bytes<C>;
-  // Padded, so that threads that fill columns use different banks.
+  // The padding avoids bank conflicts between threads that fill a column.
   __shared__ alignas(16) C lhs[kTile][kInner + kLanes];
   __shared__ C rhs[kInner][kTile + 1];
   const Matrix<T> left(product.lhs, blockIdx.z);
@@ -47,11 +47,11 @@ __global__ void __launch_bounds__(kThreads) small_product_kernel(Product product
   const int my_row = thread / kTile;
   const int my_column = thread % kTile;
   const bool inside = first_row + my_row < m && first_column + my_column < n;
-  // Asked for first, needed last.
+  // The bias is loaded first although it is needed last, to hide the latency of the load.
   const C bias = inside && product.bias.data != nullptr
                      ? added.at(first_row + my_row, first_column + my_column)
                      : C(0);
-  // Neighbouring threads read neighbouring addresses, whichever dimension is contiguous.
+  // Adjacent threads read adjacent addresses, whichever dimension is contiguous.
   const bool left_by_columns = left.column != 1;
   const bool right_by_columns = right.column != 1;
   C sum = 0;
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads) small_product_kernel(Product product
     if (from + kInner < k) __syncthreads();
   }
   sum += bias;
-  // Not max: NaN stays.
+  // Not max(), which would turn NaN into 0.
   if (product.relu && sum < 0) sum = 0;
   if (!inside) return;
   const int64_t row = static_cast<int64_t>(blockIdx.z) * m + first_row + my_row;
@@ -96,7 +96,7 @@ int64_t tiles(int64_t size) { return ceil_div(size, kTile); }
 
 bool small_product_can(const Product& product) {
   constexpr int64_t kMostBlocks = 65535;  // along the grid's second and third dimension
-  // A tile's width more must not leave 32 bits.
+  // Leaves room to add a tile's width in 32 bits.
   constexpr int64_t kMost = INT32_MAX - kInner;
   return product.batch <= kMostBlocks && tiles(product.m) <= kMostBlocks && product.n <= kMost &&
          product.k <= kMost;
@@ -105,10 +105,12 @@ bool small_product_can(const Product& product) {
 bool small_product_is_faster(const Product& product) {
   const int64_t blocks = product.batch * tiles(product.m) * tiles(product.n);
   const bool is_half = product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
-  // Tensor cores are used for the half kinds as soon as there is something to do for them.
+  // In half precision, libtorch and cuBLASLt use tensor cores, which are faster unless there is
+  // very little to compute.
   if (is_half) return product.k <= 32 && blocks <= 256;
   if (product.k <= 32) return blocks <= 384;
-  // cuBLASLt has kernels for narrow products, its plain product has not.
+  // A product with a bias competes with cuBLASLt, which has kernels for narrow products; the plain
+  // product without a bias has none.
   const bool has_plan = product.bias.data != nullptr;
   const auto is_wide = [&](int64_t size) { return product.m > size && product.n > size; };
   if (product.k <= 64) return blocks <= 144 && is_wide(has_plan ? 8 : 2);

@@ -1,5 +1,5 @@
-// Products so small that one block for each 16×16 of the output, without tensor cores, is done
-// before cuBLASLt's kernels have filled their pipelines. Any strides.
+// Products so small that blocks without tensor cores, each for a 16×16 tile of the output, finish
+// before cuBLASLt's kernels have filled their pipelines. Operands may have any strides.
 #pragma once
 
 #include "product.h"
@@ -7,10 +7,10 @@
 
 namespace tch_extension::gemm {
 
-// Whether the grid can be as large as this needs.
+// Whether the sizes are within the limits of the grid and of 32-bit indices.
 bool small_product_can(const Product& product);
 
-// Where it was measured to be.
+// Whether this kernel was measured to be faster.
 bool small_product_is_faster(const Product& product);
 
 LaunchStatus small_product(const Product& product, cudaStream_t stream);

@@ -1,6 +1,6 @@
-// The backward where rows go straight to registers, for GPUs with little shared memory; and that of
-// rows beyond any block's registers, which are read again for each pass. What suits most is in
-// backward_ring.cu.
+// Two kernels of the backward pass: one that loads rows straight to registers, for GPUs with little
+// shared memory, and one for rows that do not fit any block's registers, which are read again for
+// each pass. Most cases use backward_ring.cu instead.
 
 #include "backward.h"
 
@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(kMostThreads)
     if (row < params.rows) moments = kept_moments<C>(params, row);
     const C rstd = moments.second;
 
-    // x̂ takes the place of x, and the gradient times the weight that of the gradient.
-    // All loads first, and nothing that waits for one of them in between: what is under way decides
-    // the speed.
+    // All loads are issued first, with nothing in between that waits for one of them, because the
+    // number of loads in flight decides the speed. Then x̂ replaces x, and the gradient times the
+    // weight replaces the gradient.
     Vector<T, kLanes> stored_grad[kVectors], stored_x[kVectors];
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kMostThreads)
   write(bias_sums, params.bias_parts);
 }
 
-// What one vector of a row contributes: x̂ and the gradient times the weight.
+// The terms of one vector of a row: x̂, and the gradient times the weight.
 template <typename T, int kLanes>
 struct Terms {
   Values<T, kLanes> normal, grad;
@@ -133,7 +133,7 @@ __device__ __forceinline__ Terms<T, kLanes> load_terms(const LayerNormBackward& 
   return terms;
 }
 
-// The input's gradient for long rows. The block is the team.
+// The input's gradient for long rows. The whole block is one team.
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(kMostThreads)
     layer_norm_backward_in_passes(LayerNormBackward params) {
@@ -177,7 +177,8 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-// The sums over rows for long rows: a thread has kLanes columns, and blockIdx.y is the part.
+// The sums over rows, for long rows: each thread has kLanes columns, and blockIdx.y is the index of
+// the part.
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(kThreads) layer_norm_parts(LayerNormBackward params) {
   using C = Compute<T>;
@@ -225,7 +226,7 @@ bool fits(const LayerNormBackward& params) {
 
 template <typename T, int kLanes>
 void start_in_registers(const LayerNormBackward& params, cudaStream_t stream) {
-  // A part a block.
+  // Each block writes one part.
   const unsigned int blocks = static_cast<unsigned int>(params.parts);
   auto start_kernel = [&](auto* kernel) {
     kernel<<<blocks, params.plan.threads, 0, stream>>>(params);

@@ -1,4 +1,4 @@
-// What the backward's kernels share.
+// Shared by the kernels of the backward pass.
 #pragma once
 
 #include "../hopper/dependent_launch.h"
@@ -7,14 +7,15 @@
 namespace tch_extension {
 namespace {
 
-// A row's mean and rstd. Only the bias' gradient can do without.
+// A row's mean and rstd. They are null, and returned as zeros, only if the bias' gradient alone is
+// wanted.
 template <typename C>
 __device__ __forceinline__ Pair<C> kept_moments(const LayerNormBackward& params, int64_t row) {
   if (params.mean == nullptr) return {C(0), C(0)};
   return {static_cast<const C*>(params.mean)[row], static_cast<const C*>(params.rstd)[row]};
 }
 
-// As many at a time as 16 bytes hold: single values would each be a write of their own to the L2
+// Stores the sums in vectors of up to 16 bytes: a single value would be a separate write to the L2
 // cache.
 template <typename C, int kLanes>
 __device__ __forceinline__ void store_sums(C* to, const C (&sums)[kLanes]) {
@@ -28,9 +29,9 @@ __device__ __forceinline__ void store_sums(C* to, const C (&sums)[kLanes]) {
   }
 }
 
-// Adds the teams' sums over rows up and writes the block's part: `columns` of them, of which a
-// thread has kLanes from `index(v)` · kLanes on. `buffer` has room for a thread's sums of each
-// thread. kShifted: the part may begin anywhere.
+// Adds up the teams' sums over rows and writes the block's part, `columns` values. For each v, a
+// thread has the sums of kLanes columns from `index(v)` · kLanes on. `buffer` has room for the sums
+// of all threads. kShifted: the part may begin at any address.
 template <bool kShifted, typename C, int kVectors, int kLanes, typename Index>
 __device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLanes], C* part,
                                                  int columns, int team, C* buffer, Index index) {
@@ -45,8 +46,8 @@ __device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLane
   if (is_whole) return;
   __syncthreads();
   for (int column = threadIdx.x; column < columns; column += blockDim.x) {
-    // Eight sums, then a tree of them: the shorter the sums, the less is lost. `teams` is a power
-    // of two.
+    // Eight partial sums, then a tree of them: shorter chains of additions lose less precision.
+    // `teams` is a power of two.
     constexpr int kSums = 8;
     C total[kSums] = {};
     for (int first = 0; first < teams; first += kSums) {
@@ -64,7 +65,7 @@ __device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLane
   }
 }
 
-// Lets the kernel behind take its place already.
+// Allows the next kernel of the stream to start before this one ends.
 __device__ __forceinline__ void let_the_next_kernel_start() { hopper::allow_next_kernel(); }
 
 // Whether kLanes values can be loaded at a time. Null counts as aligned.

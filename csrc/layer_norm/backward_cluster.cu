@@ -1,7 +1,7 @@
-// The backward of rows too long for one block, which begin at multiples of 16 bytes: blocks of a
-// cluster share a row. A ring of rows as in backward_ring.cu, but nobody waits at once for the
-// other blocks' sums: a row's gradient is done when the next row has been added up, from the ring
-// again.
+// The backward pass of rows that are too long for one block and begin at multiples of 16 bytes: the
+// blocks of a cluster share a row. There is a ring buffer of rows as in backward_ring.cu, but no
+// block waits for the other blocks' sums at once: a row's gradient is computed after the next row
+// has been summed, from the values that are still in the ring buffer.
 
 #include <atomic>
 
@@ -14,7 +14,7 @@ namespace {
 template <typename T>
 constexpr int kVectorsOfThread = kBackwardValues<T> / kLanesOf16Bytes<T>;
 
-// kParameters: whether weight or bias want gradients.
+// kParameters: whether gradients of weight or bias are wanted.
 template <typename T, bool kParameters>
 __global__ void __launch_bounds__(kMostThreads, 1)
     layer_norm_backward_cluster(LayerNormBackward params) {
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   extern __shared__ __align__(16) unsigned char ring[];
   __shared__ Pair<C> buffer[kPairsOfSums<Team::kCluster>];
   let_the_next_kernel_start();
-  // Nobody writes into a block that has not begun.
+  // No block may write into the shared memory of a block that has not started.
   arrive_at_cluster_barrier();
   const int team = blockDim.x, thread = threadIdx.x, stages = params.plan.stages;
   const int cluster = params.plan.cluster, rank = blockIdx.x % cluster;
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const bool is_row = row < params.rows;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      // What is not there is zeros, and adds nothing to any sum.
+      // Missing columns and rows are filled with zeros, which add nothing to any sum.
       const bool there = is_row && is_there(v);
       const int offset = v * team * kLanes, bytes = there ? kBytes : 0;
       start_copy(mine + at + v * next_vector, there ? x_ahead + offset : params.input, bytes);
@@ -75,13 +75,13 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     }
   }
 
-  // A thread's part of the row's sums.
+  // A thread's partial sums of the row.
   auto add_up = [&](int at, Pair<C> moments) {
     Pair<C> sum = {C(0), C(0)};
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const auto x = read(v, at), grad = read(v, at + next_array);
-      // Where no columns are, x̂ must be zero, too: a huge mean would make it infinite.
+      // x̂ must be zero where there are no columns, too: a huge mean would make it infinite.
       const C rstd = is_there(v) ? moments.second : C(0);
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) {
@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   constexpr int kSums = kMostInCluster * kMostThreads / kWarp;
   Pair<C> moments = moments_of(first_row), before_moments = {C(0), C(0)};
   int at = 0, before = end_of_ring - next_row, turn = 0;
-  // One turn more than there are rows. All threads of a cluster's blocks take as many.
+  // One iteration more than there are rows, for the gradient of the last row. All threads of a
+  // cluster do the same number of iterations, because they meet at the cluster's barrier.
   for (int64_t row = first_row; row - step < params.rows; row += step) {
     const bool is_row = row < params.rows, is_first = row == first_row;
     const Pair<C> next_moments = moments_of(row + step);
@@ -129,7 +130,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       wait_for_all_but(stages - 2);
       sum = warp_sum(add_up(at, moments), kWarp);
     }
-    // The sums of the row before are there; what takes their place comes behind the next barrier.
+    // After this wait the sums of the previous row are complete. They are overwritten only after
+    // the next barrier.
     wait_at_cluster_barrier();
     Pair<C> total = {C(0), C(0)};
     if (!is_first) {
@@ -192,7 +194,7 @@ template <typename T, bool kParameters>
 void start(const LayerNormBackward& params, cudaStream_t stream) {
   constexpr auto kKernel = layer_norm_backward_cluster<T, kParameters>;
   const int bytes = bytes_of_ring<T>(params.plan);
-  // Errors are read behind the launch.
+  // The caller checks for errors after the launch.
   if (allow_shared_memory<kKernel>(bytes) != cudaSuccess) return;
   const ClusterLaunch launch(params.plan, bytes, params.parts, stream);
   cudaLaunchKernelEx(&launch.config, kKernel, params);
@@ -214,8 +216,8 @@ const char* start_layer_norm_backward_cluster(const LayerNormBackward& params,
 
 }  // namespace tch_extension
 
-// How many clusters of this plan the current device can run at a time; 0 if none. Asked once for
-// each: it takes longer than the launch.
+// How many clusters of this plan the current device can run at a time; 0 if none. The answer is
+// cached, because the query takes longer than the launch.
 extern "C" int64_t tch_extension_layer_norm_clusters(const LayerNormPlan* plan, int32_t kind) {
   using namespace tch_extension;
   constexpr int kDevices = 64, kKinds = kTchExtensionBFloat16 + 1, kBlocks = 2;
@@ -225,7 +227,8 @@ extern "C" int64_t tch_extension_layer_norm_clusters(const LayerNormPlan* plan, 
   int clusters = 0;
   for_kind(kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    // Shifted or not: the block's memory and threads decide.
+    // This kernel stands for the one of shifted rows, too: the answer depends on the block's shared
+    // memory and threads.
     constexpr auto kKernel = layer_norm_backward_cluster<T, true>;
     const int of_kind = kind, of_threads = plan->threads == kMostThreads ? 1 : 0;
     const bool can_keep = device < kDevices;

@@ -1,6 +1,6 @@
-// The backward of few rows: one kernel, some of whose blocks do rows and others columns, beside one
-// another. The sums over rows are read from x and dy again; parts would be as many bytes, and a
-// second kernel takes longer than all of this.
+// The backward pass for few rows, in one kernel: some of its blocks compute rows of dx while others
+// compute columns of dw and db. The latter read x and dy again: partial sums would be as many
+// bytes, and a second kernel would take longer than all of this.
 
 #include "backward.h"
 #include "shifted.h"
@@ -8,13 +8,13 @@
 namespace tch_extension {
 namespace {
 
-// The parameters' gradients of `count` columns from `first` on; a power of two of them, and each
-// has as many threads as there are then.
+// The gradients of weight and bias in `count` columns from `first` on. `count` is a power of two,
+// and the threads are divided evenly between the columns.
 template <typename T>
 __device__ __forceinline__ void sum_columns(const LayerNormBackward& params, int64_t first,
                                             int count) {
   using C = Compute<T>;
-  constexpr int kRows = 8;  // that a thread has under way
+  constexpr int kRows = 8;  // rows that a thread has in flight
   __shared__ Pair<C> sums[kMostThreads];
   const int of_block = threadIdx.x & (count - 1), group = threadIdx.x >> (__ffs(count) - 1);
   const int groups = kMostThreads >> (__ffs(count) - 1);
@@ -26,7 +26,8 @@ __device__ __forceinline__ void sum_columns(const LayerNormBackward& params, int
     Pair<C> moments[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      // Behind the last row the last one again, and not counted: no load waits for a branch.
+      // Past the end, the last row is loaded again and not counted, so that no load waits for a
+      // branch.
       const int64_t asked = begin + i * groups;
       const int64_t row = asked < params.rows ? asked : params.rows - 1;
       const int64_t at = row * params.columns + (is_column ? column : first);
@@ -38,17 +39,17 @@ __device__ __forceinline__ void sum_columns(const LayerNormBackward& params, int
     for (int i = 0; i < kRows; ++i) {
       if (begin + i * groups >= params.rows) break;
       const C value = static_cast<C>(grad[i]);
-      // Without moments, which only the weight's gradient needs: nothing.
+      // This adds zero if there are no moments, which only the weight's gradient needs.
       sum.first += value * ((static_cast<C>(x[i]) - moments[i].first) * moments[i].second);
       sum.second += value;
     }
   }
   sums[threadIdx.x] = sum;
   __syncthreads();
-  // The first group ends the weight's, the second the bias'.
+  // The first group of threads finishes the weight's gradient, the second the bias'.
   void* result = group == 0 ? params.grad_weight : params.grad_bias;
   if (group < 2 && is_column && result != nullptr) {
-    // Eight sums, then a tree of them: the shorter the sums, the less is lost.
+    // Eight partial sums, then a tree of them: shorter chains of additions lose less precision.
     constexpr int kSums = 8;
     C total[kSums] = {};
     for (int begin = 0; begin < groups; begin += kSums) {
@@ -67,7 +68,7 @@ __device__ __forceinline__ void sum_columns(const LayerNormBackward& params, int
   }
 }
 
-// The input's gradient, a team a row, which may begin anywhere.
+// The input's gradient, with one team per row. Rows may begin at any address.
 template <typename T>
 __device__ __forceinline__ void do_rows(const LayerNormBackward& params, int64_t block) {
   using C = Compute<T>;
@@ -105,7 +106,7 @@ __device__ __forceinline__ void do_rows(const LayerNormBackward& params, int64_t
     grad[v] = unpack<T>(dy[v]);
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
-      // What is behind the row's end may be anything.
+      // Lanes past the row's end hold arbitrary values.
       const bool there = lane < count;
       normal[v].lane[lane] = there ? (normal[v].lane[lane] - moments.first) * moments.second : C(0);
       grad[v].lane[lane] = there ? grad[v].lane[lane] * w.lane[lane] : C(0);
@@ -130,8 +131,9 @@ __device__ __forceinline__ void do_rows(const LayerNormBackward& params, int64_t
   store_shifted<T>(static_cast<T*>(params.grad_input) + at, columns, group, x);
 }
 
-// The first `row_blocks` do rows, the others columns. kBlocks: of a processor at a time; one has
-// registers for more loads under way.
+// The first `row_blocks` blocks compute rows; the remaining blocks compute columns. kBlocks is the
+// number of blocks per multiprocessor: if it is one, a thread has registers for more loads in
+// flight.
 template <typename T, int kBlocks>
 __global__ void __launch_bounds__(kMostThreads, kBlocks)
     layer_norm_backward_few(LayerNormBackward params, unsigned int row_blocks,
@@ -153,11 +155,12 @@ bool fits(const LayerNormBackward& params) {
   return plan.threads == kMostThreads && all * kLanes <= int64_t{plan.team} * kBackwardValues<T>;
 }
 
-// An H200's. On another GPU the same kernels are only chosen less well.
+// The number of multiprocessors of an H200. On another GPU the choice is correct, too, but less
+// good.
 constexpr int kProcessors = 132;
 
-// Few enough for all rows to be under way at a time; more where the blocks would have to take
-// turns.
+// The number of columns per block. It is small, so that all rows are in flight at a time, and
+// larger if not all blocks could run at the same time otherwise.
 int columns_of_block(const LayerNormBackward& params, unsigned int row_blocks) {
   constexpr int kLeast = 16, kMost = 64, kRowsOfThread = 8;
   int columns = kLeast;
@@ -184,7 +187,7 @@ const char* start_layer_norm_backward_few(const LayerNormBackward& params, cudaS
         columns ? static_cast<unsigned int>((params.columns + of_block - 1) / of_block) : 0;
     if (row_blocks + column_blocks == 0) return;
     const unsigned int blocks = row_blocks + column_blocks;
-    // Doubles are never two blocks at a time.
+    // For doubles, a multiprocessor never runs two blocks at a time.
     constexpr int kTwo = sizeof(T) == 8 ? 1 : 2;
     const auto kernel =
         blocks <= kProcessors ? layer_norm_backward_few<T, 1> : layer_norm_backward_few<T, kTwo>;

@@ -1,22 +1,23 @@
-// The backward of rows of an odd length, in arrays that begin at multiples of 16 bytes. Every few
-// rows begin as far behind such a multiple (the lead): a team has only such rows, so that a
-// thread's 16 bytes are the same columns in each of them, and nothing has to be shifted. A ring of
-// rows as in backward_ring.cu.
+// The backward pass of rows of an odd length, in arrays that begin at multiples of 16 bytes. The
+// distance of a row's beginning from the multiple of 16 bytes below it (the lead) repeats every few
+// rows. A team only has rows with the same lead, so that a thread's 16 bytes are the same columns
+// in each of them, and nothing has to be shifted. There is a ring buffer of rows as in
+// backward_ring.cu.
 
 #include "ring.h"
 
 namespace tch_extension {
 namespace {
 
-// A row may have so many columns more than its team has room for: one for each lane of its last
-// warp. 1025 columns would have twice the threads of 1024 otherwise, half of them idle.
-// src/ops/layer_norm/plan.rs has the same number.
+// The number of columns that a row may have beyond its team's vectors (the rest): one for each lane
+// of the team's last warp. Otherwise 1025 columns would need twice the threads of 1024, half of
+// them idle. src/ops/layer_norm/plan.rs has the same number.
 constexpr int kMostRest = kWarp;
 
 template <typename T>
 constexpr int kVectorsOfThread = kBackwardValues<T> / kLanesOf16Bytes<T>;
 
-// Columns of the row before in a row's first 16 bytes.
+// A row's lead in elements: the number of columns of the previous row in its first 16 bytes.
 template <typename T>
 __device__ __forceinline__ int lead_of(int64_t row, int64_t columns) {
   return static_cast<int>(row * columns) & (kLanesOf16Bytes<T> - 1);
@@ -26,8 +27,10 @@ __device__ __forceinline__ int lead_of(int64_t row, int64_t columns) {
 template <typename T>
 struct Place {
   static constexpr int kLanes = kLanesOf16Bytes<T>;
-  int first;    // of the thread's first vector; below zero where the row before ends in it
-  int step;     // to its next vector
+  // The column of the thread's first vector. It is negative if the previous row ends in that
+  // vector.
+  int first;
+  int step;     // columns to the thread's next vector
   int columns;  // of the row, without the rest
 
   __device__ __forceinline__ int column(int v) const { return first + v * step; }
@@ -38,15 +41,15 @@ struct Place {
   __device__ __forceinline__ bool has(int v, int lane) const {
     return column(v) + lane >= 0 && column(v) + lane < columns;
   }
-  // To be read: none behind the row's end, which may be the array's.
+  // The number of bytes to read. None are past the row's end, which may be the end of the array.
   __device__ __forceinline__ int bytes(int v) const {
     const int left = columns - column(v);
     return (left < 0 ? 0 : left < kLanes ? left : kLanes) * static_cast<int>(sizeof(T));
   }
 };
 
-// The parameters' parts. The buffer's teams have `step` sums each, of which the first `lead` are
-// none.
+// Adds up the teams' sums and writes the block's part. In the buffer each team has `step` values;
+// its sums begin after the first `lead` of them.
 template <typename T, typename C>
 __device__ __forceinline__ void add_teams_up(const C* buffer, int step, int64_t first_row,
                                              int columns, int teams, C* part) {
@@ -78,7 +81,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const int lead = lead_of<T>(first_row, columns);
   const int room = team * kBackwardValues<T> - lead;
   const Place<T> place{thread * kLanes - lead, team * kLanes, columns < room ? columns : room};
-  // The rest is the last warp's.
+  // The rest belongs to the team's last warp.
   const int lane_of_rest = thread - (team - kWarp);
   const int column_of_rest = place.columns + lane_of_rest;
   const bool has_rest = lane_of_rest >= 0 && column_of_rest < columns;
@@ -94,7 +97,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
       const int bytes = is_row ? place.bytes(v) : 0;
-      // An address that is one all the same.
+      // The address must be valid even if no bytes are read.
       const int64_t from = bytes > 0 ? begin + place.column(v) : 0;
       start_copy(mine + at + v * next_vector, x + from, bytes);
       start_copy(mine + at + next_array + v * next_vector, dy + from, bytes);
@@ -102,7 +105,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     end_of_copies_of_a_row();
   };
   auto read = [&](int v, int at) { return unpack<T>(load_words(mine + at + v * next_vector)); };
-  // What a row needs beside the ring.
+  // What a row needs and the ring buffer does not have.
   struct Ahead {
     Pair<C> moments;
     T x, dy;
@@ -143,7 +146,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     const Ahead now = next;
     const Pair<C> moments = now.moments;
     next = load_ahead(row + step);
-    // Into the place of the row before, which has been read.
+    // The copy replaces the previous row, which has been read.
     copy_row(row + (stages - 1) * step, at == 0 ? end_of_ring - next_row : at - next_row);
     wait_for_all_but(stages - 1);
 
@@ -159,7 +162,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
         normal[v].lane[lane] = (normal[v].lane[lane] - moments.first) * moments.second;
       }
       if (!place.is_whole(v)) {
-        // Another row's, or nothing.
+        // These lanes belong to another row, or to none.
 #pragma unroll
         for (int lane = 0; lane < kLanes; ++lane) {
           if (!place.has(v, lane)) normal[v].lane[lane] = grad[v].lane[lane] = C(0);
@@ -244,7 +247,7 @@ bool fits(const LayerNormBackward& params) {
       !is_aligned<T, kLanes>(params.grad_input)) {
     return false;
   }
-  // The rows of a team must have the same lead.
+  // All rows of a team must have the same lead.
   const int64_t step = params.parts * (plan.threads / plan.team);
   if (step < params.rows && step * params.columns % kLanes != 0) return false;
   return params.columns + kLanes - 1 <= plan.team * int64_t{kBackwardValues<T>} + kMostRest;
@@ -254,7 +257,7 @@ template <typename T>
 void start(const LayerNormBackward& params, cudaStream_t stream) {
   constexpr auto kKernel = layer_norm_backward_in_place<T>;
   const int bytes = bytes_of_ring<T>(params.plan);
-  // Errors are read behind the launch.
+  // The caller checks for errors after the launch.
   if (allow_shared_memory<kKernel>(bytes) != cudaSuccess) return;
   kKernel<<<static_cast<unsigned int>(params.parts), params.plan.threads, bytes, stream>>>(params);
 }

@@ -1,12 +1,14 @@
-// The backward for all rows that fit. Blocks stay for many rows; each thread copies what it will
-// need of the next rows of x and dy to places of its own in shared memory (a ring of rows), so that
-// bytes under way cost no registers and nobody waits for anybody else's copies. Both sums of a row
-// meet at one barrier. The sums for weight and bias stay in registers over all rows. Blocks of a
-// cluster share a row too long for one (where rows begin anywhere; others are in
-// backward_cluster.cu).
+// The backward pass of all rows that fit the registers of a block or of a cluster. Blocks are
+// persistent and compute many rows. Each thread copies its part of the next rows of x and dy to its
+// own places in shared memory (a ring buffer of rows), so that bytes in flight cost no registers
+// and no thread waits for another thread's copies. Both sums of a row are exchanged at one barrier.
+// The sums for weight and bias stay in registers over all rows. If a row is too long for one block
+// and may begin at any address, the blocks of a cluster share it; other long rows are in
+// backward_cluster.cu.
 //
-// Rows that begin anywhere are copied from the multiple of 16 bytes below; what a thread needs then
-// lies in its own vector and the next one, which another lane of its warp copied.
+// Rows that may begin at any address are copied from the multiple of 16 bytes below their
+// beginning. What a thread needs is then in its own vector and the next one, which another lane of
+// its warp copied.
 
 #include "cluster.h"
 #include "ring.h"
@@ -15,11 +17,11 @@
 namespace tch_extension {
 namespace {
 
-// What a block has of the rows: which columns, and which rows.
+// A block's share of the work: its columns and its rows.
 struct Share : Columns {
   int64_t start;  // the first row of the block's first team
-  int64_t step;   // rows of all blocks' teams together
-  int64_t part;   // of the sums over rows
+  int64_t step;   // rows per iteration of all blocks: their number of teams
+  int64_t part;   // the index of the block's part of the sums over rows
 };
 
 template <typename T, Team kTeam>
@@ -35,15 +37,15 @@ __device__ __forceinline__ Share share_of_block(const LayerNormBackward& params)
   return share;
 }
 
-// A shifted row may have so many columns more than its team of warps has room for: one for each
-// lane of its last warp. 1025 columns would have twice the threads of 1024 otherwise, half of them
-// idle. src/ops/layer_norm/plan.rs has the same number.
+// A shifted row may have up to kMostRest columns (the rest) more than its team of warps has room
+// for: one for each lane of the team's last warp. Otherwise 1025 columns would need twice the
+// threads of 1024, half of them idle. src/ops/layer_norm/plan.rs has the same number.
 constexpr int kBytesOfRest = 128;
 template <typename T>
 constexpr int kMostRest = kBytesOfRest / sizeof(T) < kWarp ? kBytesOfRest / sizeof(T) : kWarp;
 
-// Vectors of one row of x, or of dy, in the ring. A group of shifted ones has one more, and room
-// for the rest.
+// A thread's vectors of one row of x, or of dy, in the ring buffer. For shifted rows each group has
+// one vector more, and room for the rest.
 template <typename T>
 constexpr int kVectorsOfThread = kBackwardValues<T> / kLanesOf16Bytes<T>;
 
@@ -57,8 +59,7 @@ __host__ __device__ constexpr int vectors_of_row(int threads, int team) {
          (kShifted ? threads / (team < kWarp ? team : kWarp) * vectors_behind(team) : 0);
 }
 
-// Where a thread finds one of the two arrays, x or dy: the group's bytes of its present row, or the
-// next ones to be copied.
+// Finds the bytes of the group's part of a row in one of the two arrays, x or dy.
 template <typename T>
 struct Source {
   const char* from;  // the group's first column in row 0
@@ -70,7 +71,8 @@ struct Source {
   __device__ __forceinline__ const char* row(int64_t index) const {
     return from + index * row_bytes;
   }
-  // How far behind a multiple of 16 bytes. Only the lowest bits count.
+  // The distance of the group's part from the multiple of 16 bytes below it. Only the lowest bits
+  // matter.
   __device__ __forceinline__ int shift(int64_t index) const {
     const auto low = static_cast<unsigned int>(reinterpret_cast<uintptr_t>(from));
     return static_cast<int>(
@@ -78,26 +80,27 @@ struct Source {
   }
 };
 
-// kParameters: whether weight or bias want gradients. kShifted: rows may begin anywhere.
+// kParameters: whether gradients of weight or bias are wanted. kShifted: rows may begin at any
+// address.
 template <typename T, bool kShifted, Team kTeam, bool kParameters>
 __global__ void __launch_bounds__(kMostThreads, 1)
     layer_norm_backward_ring(LayerNormBackward params) {
   using C = Compute<T>;
-  // Shifted values of 4 bytes or more are read from the ring one by one: neighbours by neighbours,
-  // so that no bank is asked twice, and nothing has to be shifted.
+  // Shifted values of 4 bytes or more are read from the ring buffer one by one. Adjacent threads
+  // read adjacent values, so that there are no bank conflicts and nothing has to be shifted.
   constexpr bool kSingles = kShifted && sizeof(T) >= 4;
   constexpr int kLanes = kSingles ? 1 : kLanesOf16Bytes<T>, kBytes = 16;
   constexpr int kCopies = kVectorsOfThread<T>, kVectors = kBackwardValues<T> / kLanes;
   extern __shared__ __align__(16) unsigned char ring[];
   __shared__ Pair<C> buffer[kPairsOfSums<kTeam>];
   let_the_next_kernel_start();
-  // Nobody writes into a block that has not begun.
+  // No block may write into the shared memory of a block that has not started.
   if constexpr (kTeam == Team::kCluster) cluster_barrier();
   int turn = 0;
   const int team = params.plan.team, stages = params.plan.stages;
   const int thread = thread_of_team(team);
   Share share = share_of_block<T, kTeam>(params);
-  // The rest is left out of the share from here on.
+  // The share does not include the rest from here on.
   constexpr bool kMayHaveRest = kTeam == Team::kBlockWithRest;
   int rest = 0;
   if constexpr (kMayHaveRest) {
@@ -112,7 +115,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   auto index = [&](int v) {
     return kShifted ? first + v * group.width + group.lane : v * team + thread;
   };
-  // How many vectors of the row the thread has, and how many columns of one.
+  // How many vectors of the row the thread has, and how many columns each of them has.
   const int mine_of_row = kShifted ? group.vectors * (kVectors / kCopies) : kVectors;
   const int step_of_thread = kShifted ? group.width : team;
   const int left_of_row = (kSingles ? share.columns : share.vectors) - index(0);
@@ -121,7 +124,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   auto is_there = [&](int v) { return v < count; };
   auto columns_there = [&](int v) { return is_there(v) ? share.columns - index(v) * kLanes : 0; };
 
-  // A thread's places in the ring: for each row a vector of x for each v, then those of dy.
+  // A thread's places in the ring buffer: for each row its vectors of x, then its vectors of dy.
   const int next_vector = (kShifted ? group.width : blockDim.x) * kBytes;
   const int next_array = vectors_of_row<T, kShifted>(blockDim.x, team) * kBytes;
   const int next_row = 2 * next_array, end_of_ring = stages * next_row;
@@ -137,7 +140,8 @@ __global__ void __launch_bounds__(kMostThreads, 1)
   const int64_t begin = first_row * params.columns + share.column + thread * kLanes;
   const T* x_ahead = static_cast<const T*>(params.input) + begin;
   const T* grad_ahead = static_cast<const T*>(params.grad_output) + begin;
-  // Of the row, from the group's first column on; none, and an address that is one all the same.
+  // The bytes of the row from the group's first column on. They are zero or fewer for a group
+  // without columns, whose address must be valid all the same.
   const int group_bytes =
       (share.columns + rest) * static_cast<int>(sizeof(T)) - group.first * kBytes;
   const int behind =
@@ -163,12 +167,12 @@ __global__ void __launch_bounds__(kMostThreads, 1)
     for (int v = 0; v < kCopies; ++v) {
       if (v < group.vectors) copy(v, group.lane);
     }
-    // The vector behind, and the rest.
+    // The vector after the group's last, and the rest.
     if (group.lane < behind) copy(group.vectors, group.lane);
   };
   auto copy_row = [&](int64_t row_ahead, int at) {
     if constexpr (kShifted) {
-      // The others have read what was there.
+      // After this barrier, the other lanes have read the row that is overwritten.
       __syncwarp();
       copy_shifted(x_source, row_ahead, at);
       copy_shifted(grad_source, row_ahead, at + next_array);
@@ -176,7 +180,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       const bool is_row = row_ahead < params.rows;
 #pragma unroll
       for (int v = 0; v < kVectors; ++v) {
-        // What is not there is zeros, and adds nothing to any sum.
+        // Missing columns and rows are filled with zeros, which add nothing to any sum.
         const bool there = is_row && is_there(v);
         const int offset = v * team * kLanes;
         start_copy(mine + at + v * next_vector, there ? x_ahead + offset : params.input,
@@ -237,12 +241,12 @@ __global__ void __launch_bounds__(kMostThreads, 1)
 
   const C inverse = C(1) / static_cast<C>(params.columns);
   int at = 0;
-  // All threads of a cluster's blocks make as many steps: they meet in the sums.
+  // All threads of a cluster do the same number of iterations, because they meet in sum_of_team.
   for (int64_t row = first_row; row - team_of_block(team) < params.rows; row += share.step) {
     const Pair<C> moments = next_moments;
     next_moments = moments_of(row + share.step);
-    // Into the place of the row before, which has been read. Earlier, right behind the reading, is
-    // no faster.
+    // The copy replaces the previous row, which has been read. Starting it earlier, right after
+    // that row was read, is no faster.
     copy_row(row + (stages - 1) * share.step, at == 0 ? end_of_ring - next_row : at - next_row);
     wait_for_all_but(stages - 1);
     if constexpr (kShifted) __syncwarp();
@@ -257,7 +261,7 @@ __global__ void __launch_bounds__(kMostThreads, 1)
       if (kShifted && v >= mine_of_row) break;
       normal[v] = read(v, at, x_shift);
       grad[v] = read(v, at + next_array, grad_shift);
-      // Where no columns are, x̂ must be zero, too: a huge mean would make it infinite.
+      // x̂ must be zero where there are no columns, too: a huge mean would make it infinite.
       const C rstd = is_there(v) ? moments.second : C(0);
 #pragma unroll
       for (int lane = 0; lane < kLanes; ++lane) {
@@ -380,7 +384,7 @@ template <typename T, bool kShifted, Team kTeam, bool kParameters>
 void start_kernel(const LayerNormBackward& params, cudaStream_t stream) {
   constexpr auto kKernel = layer_norm_backward_ring<T, kShifted, kTeam, kParameters>;
   const int bytes = bytes_of_ring<T>(params.plan);
-  // Errors are read behind the launch.
+  // The caller checks for errors after the launch.
   if (allow_shared_memory<kKernel>(bytes) != cudaSuccess) return;
   const ClusterLaunch launch(params.plan, bytes, params.parts, stream);
   cudaLaunchKernelEx(&launch.config, kKernel, params);
@@ -393,8 +397,8 @@ void start(const LayerNormBackward& params, cudaStream_t stream) {
   } else if (params.plan.team <= kWarp) {
     start_kernel<T, kShifted, Team::kWithinWarp, kParameters>(params, stream);
   } else {
-    // A kernel of its own: it needs more registers. Rare: it does without one for the input's
-    // gradient alone.
+    // Rows with a rest have a separate kernel, because it needs more registers. Such rows are rare,
+    // so there is no variant of it for the input's gradient alone.
     if constexpr (kShifted) {
       if (params.columns > int64_t{params.plan.team} * kBackwardValues<T>) {
         return start_kernel<T, kShifted, Team::kBlockWithRest, true>(params, stream);

@@ -1,5 +1,5 @@
-// Several blocks of a cluster that share a row: which columns are whose, stores into another
-// block's memory, and sums over all of them.
+// For blocks of a cluster that share a row: which columns each block has, stores to another block's
+// shared memory, and sums over all blocks.
 #pragma once
 
 #include "../hopper/cluster.h"
@@ -10,10 +10,10 @@ namespace {
 
 constexpr int kMostInCluster = 8;
 
-// What a block has of a row. The last vector may have fewer columns.
+// A block's columns of a row. Its last vector may have fewer columns.
 struct Columns {
   int vectors, columns;
-  int64_t column;  // the first
+  int64_t column;  // the block's first column
 };
 
 __device__ __forceinline__ Columns columns_of_block(int64_t columns, int lanes, int cluster) {
@@ -39,7 +39,7 @@ __device__ __forceinline__ void cluster_barrier() {
   wait_at_cluster_barrier();
 }
 
-// The same place in the shared memory of another block of the cluster.
+// Stores `value` at the same place in the shared memory of another block of the cluster.
 template <typename C>
 __device__ __forceinline__ void store_in_block(Pair<C>* place, int block, Pair<C> value) {
 #if __CUDA_ARCH__ >= 900
@@ -47,7 +47,7 @@ __device__ __forceinline__ void store_in_block(Pair<C>* place, int block, Pair<C
 #endif
 }
 
-// team_sum over all blocks of the cluster, whose threads all come here. `buffer` is of 2 ·
+// team_sum over all blocks of the cluster, whose threads must all call this. `buffer` has 2 ·
 // kMostInCluster · kMostThreads / kWarp pairs.
 template <typename C>
 __device__ __forceinline__ Pair<C> cluster_sum(Pair<C> sum, int cluster, int rank, Pair<C>* buffer,
@@ -68,7 +68,7 @@ __device__ __forceinline__ Pair<C> cluster_sum(Pair<C> sum, int cluster, int ran
 
 enum class Team { kWithinWarp, kBlock, kBlockWithRest, kCluster };
 
-// Of which a block with such a team needs an array, for the sums.
+// The number of pairs in the buffer that a block with such a team needs for the sums.
 template <Team kTeam>
 constexpr int kPairsOfSums =
     2 * kMostThreads / kWarp * (kTeam == Team::kCluster ? kMostInCluster : 1);
@@ -84,7 +84,8 @@ __device__ __forceinline__ Pair<C> sum_of_team(Pair<C> sum, const LayerNormPlan&
   }
 }
 
-// The launch of a kernel of so many clusters, or blocks.
+// The configuration of a launch of `clusters` clusters, or of as many blocks if a cluster is one
+// block.
 struct ClusterLaunch {
   cudaLaunchConfig_t config = {};
   cudaLaunchAttribute attribute = {};

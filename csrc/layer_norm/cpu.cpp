@@ -10,7 +10,7 @@ inline namespace CPU_CAPABILITY {
 
 namespace {
 
-// At least this many elements for a thread: waking one costs a few microseconds.
+// A thread gets at least this many elements, because waking one takes a few microseconds.
 constexpr int64_t kElements = 4096;
 
 int64_t grain_of(int64_t elements_per_item) {
@@ -21,7 +21,7 @@ int64_t rows_per_part(const LayerNormBackward& params) {
   return (params.rows + params.parts - 1) / params.parts;
 }
 
-// Without columns there may be any number of rows, with nothing in them.
+// Without columns there is nothing to do, however many rows there are.
 int64_t forward_items(const LayerNormForward& params) {
   return params.columns == 0 ? 0 : params.rows;
 }
@@ -36,7 +36,7 @@ int64_t backward_grain(const LayerNormBackward& params) {
   return grain_of(rows_per_part(params) * params.columns);
 }
 
-// Columns that one item of the finishing kernel sums up.
+// The number of columns that one item of the finishing kernel sums up.
 constexpr int64_t kColumns = 256;
 
 int64_t finish_items(const LayerNormBackward& params) {
@@ -45,7 +45,7 @@ int64_t finish_items(const LayerNormBackward& params) {
 
 int64_t finish_grain(const LayerNormBackward& params) { return grain_of(params.parts * kColumns); }
 
-// Calls body(Type<T>{}, Type<W>{}) for the kinds of the rows and of weight and bias.
+// Calls body(Type<T>{}, Type<W>{}) with the type T of the rows and the type W of weight and bias.
 template <typename Params, typename Body>
 void for_kinds(const Params& params, Body body) {
   for_kind(params.kind, [&](auto type) {
@@ -55,13 +55,13 @@ void for_kinds(const Params& params, Body body) {
   });
 }
 
-// A whole vector: a count that the compiler knows, so that nothing is masked.
+// The count of a whole vector. The compiler knows it, so that nothing is masked.
 template <typename C>
 using Whole = std::integral_constant<int64_t, Vec<C>::size()>;
 
-// Sums over a row. term(column, count, sums) adds one vector's values to each of the sums. In
-// blocks, because a long sum of small terms loses them one by one; and several vectors side by
-// side, because each addition waits for the one before.
+// Sums over a row. term(column, count, sums) adds one vector's values to each of the sums. The row
+// is summed in blocks, because a long running sum loses small terms, and in several independent
+// vectors, because each addition waits for the previous one.
 template <typename C, int kSums, typename Term>
 inline TCH_EXTENSION_INLINE void row_sums(int64_t columns, C (&sums)[kSums], Term term) {
   using V = Vec<C>;
@@ -91,7 +91,7 @@ inline TCH_EXTENSION_INLINE void row_sums(int64_t columns, C (&sums)[kSums], Ter
   }
 }
 
-// The first `count` values, and zeros behind them.
+// The first `count` values, followed by zeros.
 template <typename C, typename Count>
 inline Vec<C> only(const Vec<C>& values, Count count) {
   if constexpr (std::is_same_v<Count, Whole<C>>) {
@@ -101,7 +101,7 @@ inline Vec<C> only(const Vec<C>& values, Count count) {
   }
 }
 
-// value(column, count) for each vector of a row, rounded.
+// Writes value(column, count) for each vector of a row, rounded to the kind of `to`.
 template <typename C, typename T, typename Value>
 inline TCH_EXTENSION_INLINE void write_row(int64_t columns, T* to, Value value) {
   constexpr int64_t kSize = Vec<C>::size();
@@ -117,14 +117,15 @@ inline TCH_EXTENSION_INLINE void write_row(int64_t columns, T* to, Value value) 
 
 template <typename C>
 struct Moments {
-  C mean;        // rounded, or as near
-  C correction;  // what is missing of it
+  C mean;        // rounded, or the row's first value if that is as near
+  C correction;  // to be added to the mean
   C rstd;
 };
 
-// A row of equal values has exactly these for its mean, unless its sum is so long that it rounds by
-// more than this. Any other row loses nothing if its deviations are counted from its first value
-// where that is as near.
+// Returns the row's first value instead of the mean if the two differ by no more than rounding. The
+// mean of a row of equal values is then exactly that value, unless its sum is so long that it
+// rounds by more than this tolerance. Other rows lose nothing if their deviations are taken from
+// their first value, because it is as near.
 template <typename C>
 C pivot(C mean, C first) {
   const bool is_near =
@@ -132,12 +133,13 @@ C pivot(C mean, C first) {
   return is_near ? first : mean;
 }
 
-// Two passes. The second one also finds by how much the rounded mean is off, which decides where
-// the mean is large and the variance small.
+// Computes the moments in two passes. The second one also finds the error of the rounded mean,
+// which matters if the mean is large and the variance small.
 template <typename T, typename C = Compute<T>>
 Moments<C> moments(const T* x, int64_t columns, double eps) {
   using V = Vec<C>;
-  // A power of two, so that nothing is rounded: the sum then cannot overflow where no value does.
+  // A power of two of at most 1 / N. Scaling by it rounds nothing, and the sum of the scaled values
+  // cannot overflow if no value does.
   C scale(1);
   while (C(1) / scale < C(columns)) scale /= C(2);
   const C scaled_columns = C(columns) * scale;
@@ -157,8 +159,8 @@ Moments<C> moments(const T* x, int64_t columns, double eps) {
   });
   const C correction = second[0] / scaled_columns;
   const C mean_square = second[1] / C(columns);
-  // Where the squares are beyond the largest value, the correction's may be, too, and their
-  // difference NaN.
+  // If the squares overflow, the correction's square may overflow, too, and their difference would
+  // be NaN.
   const C variance = std::isinf(mean_square) ? mean_square : mean_square - correction * correction;
   // Not std::max, which would drop NaN.
   return {mean, correction, C(1) / std::sqrt((variance < C(0) ? C(0) : variance) + C(eps))};
@@ -194,7 +196,7 @@ void forward(const LayerNormForward& params, int64_t begin, int64_t end) {
   }
 }
 
-// What one row's derivative reads.
+// The inputs of one row's derivative.
 template <typename T, typename W>
 struct Row {
   using C = Compute<T>;
@@ -215,7 +217,7 @@ struct Row {
   V output_grad(int64_t column, Count count) const {
     return load(grad + column, count);
   }
-  // Zeros behind the row's end, where mean · rstd may overflow and infinity times 0 is NaN.
+  // Zeros past the row's end, where mean · rstd may overflow, and infinity times 0 is NaN.
   template <typename Count>
   V normal(int64_t column, Count count) const {
     return only((load(x + column, count) - mean) * rstd, count);
@@ -227,21 +229,21 @@ struct Row {
   }
 };
 
-// `to` += `values`.
+// Adds `values` to `to`.
 template <typename C, typename Count>
 inline void add(const Vec<C>& values, C* to, Count count) {
   store(load(to, count) + values, to, count);
 }
 
-// One row's derivative, and what it adds to the sums over rows. Which of these are asked for is
-// known to the compiler; it is the common case that all are, or only the row's.
+// Computes one row's derivative, and what it adds to the sums over rows. The compiler knows which
+// of these are wanted; usually all are, or only the row's derivative.
 template <bool kInput, bool kParameters, typename T, typename W, typename C>
 inline TCH_EXTENSION_INLINE void backward_row(const Row<T, W>& row, int64_t columns, C inverse,
                                               T* grad_input, C* weight_sums, C* bias_sums) {
   using V = Vec<C>;
   C sums[2];
   row_sums(columns, sums, [&](int64_t column, auto count, V* sums) TCH_EXTENSION_INLINE {
-    // Zeros behind the row's end, where the gradient is zero.
+    // Past the row's end, the loaded gradient is zero, and so is every term.
     const V output_grad = row.output_grad(column, count);
     const V normal = row.normal(column, count);
     if constexpr (kInput) {
@@ -269,7 +271,7 @@ void backward(const LayerNormBackward& params, int64_t begin, int64_t end) {
   using C = Compute<T>;
   const int64_t columns = params.columns;
   const int64_t rows_of_part = rows_per_part(params);
-  // A division for each row would hold up a short one.
+  // Computed once, because a division per row would slow down short rows.
   const C inverse = C(1) / C(columns);
   const auto of_part = [&](void* parts, int64_t part) {
     C* sums = parts == nullptr ? nullptr : static_cast<C*>(parts) + part * columns;

@@ -1,4 +1,5 @@
-// The entries from src/ops/layer_norm/kernels.rs, and the kernels that end a backward.
+// The functions that src/ops/layer_norm/kernels.rs calls, and the kernel that finishes a backward
+// pass.
 
 #include <atomic>
 
@@ -10,11 +11,12 @@ namespace {
 
 constexpr int kGroups = 16;
 
-// Started while the kernel before may still run: all of that must be there first. Every thread
-// waits, also those without work, so that no kernel ends before the one that it was started behind.
+// This kernel may start while the previous one still runs, so that it must wait for its results.
+// Every thread waits, even those without work, so that this kernel does not end before the previous
+// one.
 __device__ __forceinline__ void wait_for_the_kernel_before() { hopper::wait_for_previous_kernel(); }
 
-// As a tree: the shorter the sums, the less is lost.
+// Adds up the sums as a tree: shorter chains of additions lose less precision.
 template <typename C>
 __device__ __forceinline__ C tree_sum(C (&total)[kGroups]) {
 #pragma unroll
@@ -25,15 +27,15 @@ __device__ __forceinline__ C tree_sum(C (&total)[kGroups]) {
   return total[0];
 }
 
-// Adds up the parts: 32 columns a block, 16 threads a column. blockIdx.y is 0 for the weight, 1 for
-// the bias.
+// Adds up the parts, with 32 columns per block and 16 threads per column. blockIdx.y is 0 for the
+// weight and 1 for the bias.
 template <typename T>
 __global__ void __launch_bounds__(kWarp* kGroups) layer_norm_finish(LayerNormBackward params) {
   using C = Compute<T>;
   wait_for_the_kernel_before();
   const void* parts = blockIdx.y == 0 ? params.weight_parts : params.bias_parts;
   void* result = blockIdx.y == 0 ? params.grad_weight : params.grad_bias;
-  // The whole block returns.
+  // The condition is the same for the whole block, so that no thread is missing at a barrier.
   if (result == nullptr) return;
   __shared__ C sums[kGroups][kWarp];
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * kWarp; first < params.columns;
@@ -68,7 +70,7 @@ LaunchStatus finish(const char* kernel, const LayerNormBackward& params, cudaStr
   cudaLaunchAttribute early = {};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
-  // Only where the kernel before lets it, which saves the time between the two.
+  // Only if the previous kernel allows it. This saves the gap between the two kernels.
   if (params.plan.early_finish) {
     config.attrs = &early;
     config.numAttrs = 1;
@@ -118,7 +120,7 @@ extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_finish_cuda(
   return tch_extension::finish(kKernel, *params, stream);
 }
 
-// Of the current device, which `device` has to be.
+// Describes the current device, whose index must be `device`.
 extern "C" const char* tch_extension_layer_norm_device(int32_t device, LayerNormGpu* result) {
   int major = 0;
   cudaError_t error =
@@ -130,7 +132,8 @@ extern "C" const char* tch_extension_layer_norm_device(int32_t device, LayerNorm
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   }
-  // What an older architecture's PTX becomes on a new GPU has neither the barriers nor the waiting.
+  // Code that the driver compiles from an older architecture's PTX has neither the cluster's
+  // barriers nor the wait for the previous kernel.
   cudaFuncAttributes code = {};
   if (error == cudaSuccess) {
     error = cudaFuncGetAttributes(&code, tch_extension::layer_norm_finish<float>);

@@ -1,14 +1,14 @@
-// The forward. A team keeps its row in registers, so that memory is read once: 2·M·N values move,
-// and the parameters. What is under way at a time decides the speed, and so do registers: 64 bytes
-// a thread, and as many small blocks as fit. Rows beyond what a block's registers hold are read
-// again for each pass, mostly from the L2 cache.
+// The forward pass. A team keeps its row in registers, so that memory is read once: 2·M·N values
+// are moved, and the parameters. The number of bytes in flight decides the speed, and the registers
+// limit it: each thread keeps 64 bytes, and as many small blocks run as fit. Rows that do not fit a
+// block's registers are read again for each pass, mostly from the L2 cache.
 
 #include "forward.h"
 
 namespace tch_extension {
 namespace {
 
-// The parameters at a column; kThere: they are there for certain.
+// A parameter's values at a column. kThere: the parameter is known to be present.
 template <typename T, int kLanes, bool kThere>
 __device__ __forceinline__ Values<T, kLanes> load_parameter(const void* pointer, int64_t at,
                                                             Compute<T> otherwise) {
@@ -16,7 +16,7 @@ __device__ __forceinline__ Values<T, kLanes> load_parameter(const void* pointer,
   return load_or<T, kLanes>(pointer, at, otherwise);
 }
 
-// `centred` is x - mean.
+// Writes the outputs of one vector. `centred` is x - mean.
 template <typename T, int kLanes, bool kAffine>
 __device__ __forceinline__ void write_normal(const LayerNormForward& params, int64_t row_at,
                                              int64_t column, const Values<T, kLanes>& centred,
@@ -32,13 +32,15 @@ __device__ __forceinline__ void write_normal(const LayerNormForward& params, int
   store_values<T, kLanes>(params.output, row_at + column, y);
 }
 
-// Kernels for any team of a part of a warp, or of warps; others are for one size of team, and for a
-// weight and a bias: what does not change from launch to launch costs no instructions.
+// Values of kTeam for kernels that work for any team within a warp, any team of warps, or a
+// cluster. A positive kTeam stands for a kernel for this size of team only, with a weight and a
+// bias: what is known at compile time costs no instructions.
 constexpr int kAnyPartOfWarp = 0;
 constexpr int kAnyWarps = -1;
 constexpr int kBlocksOfCluster = -2;
 
-// What a cluster's threads keep: floats need no more registers for twice as much.
+// The bytes of a row that a thread of a cluster keeps. They are twice as many for floats, which
+// need no more registers for that.
 template <typename T>
 constexpr int kClusterBytes = sizeof(T) == 4 ? 2 * kBytes : kBytes;
 
@@ -47,19 +49,20 @@ constexpr Team kTeamOf = kTeam == kBlocksOfCluster      ? Team::kCluster
                          : kTeam >= 0 && kTeam <= kWarp ? Team::kWithinWarp
                                                         : Team::kBlock;
 
-// So many threads a block has at most.
+// The largest number of threads of a block.
 template <int kTeam>
 constexpr int kThreadsOfBlock = kTeam <= 0          ? kMostThreads
                                 : kTeam < 2 * kWarp ? 2 * kWarp
                                                     : kTeam;
 
-// As many blocks at a time as leave 64 registers a thread, where those are enough.
+// The number of blocks per multiprocessor: as many as leave 64 registers per thread, if those are
+// enough.
 template <typename T, int kLanes, int kKept, int kTeam>
 constexpr int kBlocksAtATime =
     sizeof(T) == 8 || kKept / sizeof(T) > 32 ? 1 : 1024 / kThreadsOfBlock<kTeam>;
 
-// A team does one row. A thread keeps kKept bytes. kFull: each thread of each block, which is one
-// team then.
+// A team computes one row. Each thread keeps kKept bytes of it. kFull: every thread of every block
+// has that many bytes, and a block is one team.
 template <typename T, int kLanes, int kKept, int kTeam, bool kFull = false,
           bool kAffine = (kTeam > 0)>
 __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLanes, kKept, kTeam>))
@@ -71,7 +74,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
   __shared__ Pair<C> buffer[kFull ? 1 : kPairsOfSums<kKind>];
   __shared__ __align__(16) C sums_of_warps[kWarps];
   __shared__ __align__(16) Pair<C> pairs_of_warps[kWarps];
-  // Nobody writes into a block that has not begun.
+  // No block may write into the shared memory of a block that has not started.
   if constexpr (kKind == Team::kCluster) arrive_at_cluster_barrier();
   int turn = 0;
   const int team = kTeam > 0 ? kTeam : params.plan.team;
@@ -86,7 +89,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
     vectors = mine.vectors;
   } else {
     row = static_cast<int64_t>(blockIdx.x) * teams_of_block(team) + team_of_block(team);
-    // A block's threads stay together, whether they have a row or not: they meet in the sums.
+    // Threads without a row do not return, because all threads of a block meet in the sums.
     vectors = row < params.rows ? static_cast<int>(columns / kLanes) : 0;
   }
   const int64_t row_at = row * columns, at = row_at + column;
@@ -102,7 +105,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
   if constexpr (kFull) first = static_cast<C>(static_cast<const T*>(params.input)[row_at]);
   const Scales<C> scales(columns);
   Values<T, kLanes> x[kVectors];
-  // Several sums, where there are registers for them: nothing waits for the one before.
+  // Several independent sums if there are registers for them, so that an addition does not wait for
+  // the previous one.
   constexpr int kSums = kFull ? 4 : 1;
   C sums[kSums] = {};
 #pragma unroll
@@ -128,7 +132,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
   }
   const C mean = pivot<C>(sum * scales.unscale, first);
 
-  // x - mean takes the place of x.
+  // x - mean replaces x.
   Pair<C> centred = {C(0), C(0)};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -159,7 +163,8 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
   if (thread == 0 && column == 0 && row < params.rows) keep_moments(params, row, moments);
 }
 
-// The block is the team.
+// For rows that do not fit a block's registers: the block is one team, and reads its row again for
+// each pass.
 template <typename T, int kLanes>
 __global__ void __launch_bounds__(kMostThreads)
     layer_norm_forward_in_passes(LayerNormForward params) {
@@ -172,7 +177,7 @@ __global__ void __launch_bounds__(kMostThreads)
 
   for (int64_t row = blockIdx.x; row < params.rows; row += gridDim.x) {
     const int64_t at = row * params.columns;
-    // A sum for each lane: the shorter the sums, the less is lost.
+    // One sum per lane: shorter chains of additions lose less precision.
     C sums[kLanes] = {};
     for (int64_t index = threadIdx.x; index < vectors; index += team) {
       const auto x = load_values<T, kLanes>(params.input, at + index * kLanes);
@@ -215,7 +220,7 @@ __global__ void __launch_bounds__(kMostThreads)
   }
 }
 
-// Null counts as aligned.
+// Whether kLanes values can be loaded at a time. Null counts as aligned.
 template <typename T, int kLanes>
 bool aligned(const LayerNormForward& params) {
   return params.columns % kLanes == 0 && is_aligned<T, kLanes>(params.input) &&
@@ -235,8 +240,8 @@ bool fits(const LayerNormForward& params) {
          params.rows <= int64_t{INT32_MAX} * (plan.threads / plan.team);
 }
 
-// The kernel made for the plan's team, for a weight and a bias; null if there is none. None for
-// doubles.
+// The kernel for exactly the plan's size of team, with a weight and a bias. It is null if there is
+// none; there is none for doubles.
 template <typename T>
 auto kernel_of_one_team(const LayerNormForward& params) -> void (*)(LayerNormForward) {
   constexpr int kLanes = kLanesOf16Bytes<T>;

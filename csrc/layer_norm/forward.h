@@ -1,4 +1,4 @@
-// What the forward's kernels share: a row's moments.
+// Shared by the kernels of the forward pass: a row's moments.
 #pragma once
 
 #include "cluster.h"
@@ -6,22 +6,23 @@
 namespace tch_extension {
 namespace {
 
-// So many bytes of a row a thread keeps; src/ops/layer_norm/plan.rs has the same number. Twice as
-// many where a block could not hold the row otherwise, half as many where that is enough: fewer
-// registers, more rows under way.
+// The bytes of a row that a thread keeps; src/ops/layer_norm/plan.rs has the same number. A thread
+// keeps twice as many if a block could not hold the row otherwise, and half as many if that is
+// enough: with fewer registers per thread, more rows are in flight.
 constexpr int kBytes = 64;
 
-// A power of two of at most 1 / N, so that nothing is rounded: a sum of N values times this cannot
-// overflow where no value does.
+// A power of two of at most 1 / N. Scaling by it rounds nothing, and a sum of N scaled values
+// cannot overflow if no value does.
 template <typename C>
 __device__ __forceinline__ C scale_for(int64_t columns) {
   const int exponent = columns > 1 ? 64 - __clzll(columns - 1) : 0;
   return ldexp(C(1), -exponent);
 }
 
-// A row of equal values has exactly these for its mean, unless its sum is so long that it rounds by
-// more than this. Any other row loses nothing if its deviations are counted from its first value
-// where that is as near.
+// Returns the row's first value instead of the mean if the two differ by no more than rounding. The
+// mean of a row of equal values is then exactly that value, unless its sum is so long that it
+// rounds by more than this tolerance. Other rows lose nothing if their deviations are taken from
+// their first value, because it is as near.
 template <typename C>
 __device__ __forceinline__ C pivot(C mean, C first) {
   const C distance = mean < first ? first - mean : mean - first;
@@ -29,13 +30,14 @@ __device__ __forceinline__ C pivot(C mean, C first) {
   return distance <= C(32) * std::numeric_limits<C>::epsilon() * size ? first : mean;
 }
 
-// The rounded mean (or what is as near), what is missing of it, and 1 / √(variance + eps).
+// The rounded mean (or the row's first value if that is as near), the correction to be added to it,
+// and 1 / √(variance + eps).
 template <typename C>
 struct Moments {
   C mean, correction, rstd;
 };
 
-// 1 / √a: the fast one has two wrong bits, which a step of Newton's method puts right.
+// 1 / √a. The last two bits of rsqrtf are wrong; a step of Newton's method corrects them.
 __device__ __forceinline__ float inverse_root(float a) {
   const float root = rsqrtf(a);
   const float better = fmaf(0.5f * root, fmaf(-a * root, root, 1.f), root);
@@ -43,11 +45,11 @@ __device__ __forceinline__ float inverse_root(float a) {
 }
 __device__ __forceinline__ double inverse_root(double a) { return 1.0 / sqrt(a); }
 
-// What all rows share: divisions take long.
+// Values that all rows share, because divisions are slow.
 template <typename C>
 struct Scales {
-  C scale;    // of scale_for
-  C unscale;  // 1 / (N scale): makes a mean of a scaled sum
+  C scale;    // scale_for(N)
+  C unscale;  // 1 / (N · scale): turns a scaled sum into a mean
   C inverse;  // 1 / N
 
   __device__ __forceinline__ explicit Scales(int64_t columns) : scale(scale_for<C>(columns)) {
@@ -56,16 +58,16 @@ struct Scales {
   }
 };
 
-// From the scaled sum of x - mean, and the sum of its squares.
+// The moments, from the scaled sum of x - mean and the sum of its squares.
 template <typename C>
 __device__ __forceinline__ Moments<C> moments_from(C mean, Pair<C> sums, const Scales<C>& scales,
                                                    double eps) {
   const C correction = sums.first * scales.unscale;
   const C mean_square = sums.second * scales.inverse;
-  // Where the squares are beyond the largest value, the correction's may be, too, and their
-  // difference NaN.
+  // If the squares overflow, the correction's square may overflow, too, and their difference would
+  // be NaN.
   const C variance = isinf(mean_square) ? mean_square : mean_square - correction * correction;
-  // Not max, which would drop NaN.
+  // Not max(), which would drop NaN.
   const C positive = variance < C(0) ? C(0) : variance;
   return {mean, correction, inverse_root(positive + static_cast<C>(eps))};
 }
@@ -77,8 +79,8 @@ __device__ __forceinline__ void keep_moments(const LayerNormForward& params, int
   if (params.rstd != nullptr) static_cast<C*>(params.rstd)[row] = moments.rstd;
 }
 
-// The sum of the team's threads, and the first thread's `first`. A team that is a cluster: of all
-// its blocks.
+// The sum over the team's threads, and `first` of its first thread. If the team is a cluster, both
+// are for all its blocks.
 template <Team kTeam, typename C>
 __device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, const LayerNormPlan& plan,
                                                  int team, Pair<C>* buffer, int& turn) {
@@ -96,8 +98,8 @@ __device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, const LayerNorm
   }
 }
 
-// As team_sum, where the block is one team of a size that is known: all that the warps left behind
-// is read at once. `sums` is nobody else's.
+// team_sum for a block that is one team, whose size is known at compile time: all sums of the warps
+// are read at once. `sums` must not be used by any other call.
 template <int kTeam, typename C>
 __device__ __forceinline__ C block_sum(C sum, C (&sums)[kTeam / kWarp]) {
 #pragma unroll
@@ -111,7 +113,8 @@ __device__ __forceinline__ C block_sum(C sum, C (&sums)[kTeam / kWarp]) {
   return total;
 }
 
-// Half of a warp's lanes add up the first, half the second: 5 exchanges instead of 10.
+// Half of a warp's lanes add up the first values, the other half the second: 5 shuffles instead of
+// 10.
 template <int kTeam, typename C>
 __device__ __forceinline__ Pair<C> block_sum(Pair<C> sum, Pair<C> (&sums)[kTeam / kWarp]) {
   constexpr int kHalf = kWarp / 2;
@@ -133,7 +136,7 @@ __device__ __forceinline__ Pair<C> block_sum(Pair<C> sum, Pair<C> (&sums)[kTeam 
   return total;
 }
 
-// Whether a cluster's blocks can keep the row, kKept bytes a thread.
+// Whether the blocks of a cluster can keep a row in registers, with kKept bytes per thread.
 template <typename T, int kKept>
 bool fits_a_cluster(const LayerNormForward& params) {
   const LayerNormPlan& plan = params.plan;
@@ -146,7 +149,7 @@ bool fits_a_cluster(const LayerNormForward& params) {
 
 }  // namespace
 
-// For rows that begin anywhere; false if they do not fit the plan.
+// Starts the kernel for rows that begin at any address; false if the plan does not fit.
 bool start_layer_norm_forward_shifted(const LayerNormForward& params, cudaStream_t stream);
 
 }  // namespace tch_extension

@@ -1,5 +1,5 @@
-// The forward of rows that begin anywhere: odd numbers of columns, and views of larger arrays. As
-// in forward.cu, with what shifted.h does in front and behind.
+// The forward pass of rows that begin at any address: odd numbers of columns, and views of larger
+// arrays. It works as in forward.cu, but loads and stores rows with the functions of shifted.h.
 
 #include "forward.h"
 #include "shifted.h"
@@ -7,7 +7,7 @@
 namespace tch_extension {
 namespace {
 
-// Calls `action` for a vector's lanes, of which `count` are there.
+// Calls `action` for the first `count` lanes of a vector.
 template <int kLanes, typename Action>
 __device__ __forceinline__ void for_lanes(int count, Action action) {
   if (count >= kLanes) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ void for_lanes(int count, Action action) {
   }
 }
 
-// A team does one row. A thread keeps kKept bytes.
+// A team computes one row. Each thread keeps kKept bytes of it.
 template <typename T, int kKept, Team kTeam>
 __global__ void __launch_bounds__(kTeam == Team::kWithinWarp ? 2 * kWarp : kMostThreads,
                                   sizeof(T) == 8 || kKept > kBytes ? 1
@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kTeam == Team::kWithinWarp ? 2 * kWarp : kMost
   using C = Compute<T>;
   constexpr int kLanes = kLanesOf16Bytes<T>, kVectors = kKept / 16;
   __shared__ Pair<C> buffer[kPairsOfSums<kTeam>];
-  // Nobody writes into a block that has not begun.
+  // No block may write into the shared memory of a block that has not started.
   if constexpr (kTeam == Team::kCluster) arrive_at_cluster_barrier();
   int turn = 0;
   const int team = params.plan.team;
@@ -47,13 +47,13 @@ __global__ void __launch_bounds__(kTeam == Team::kWithinWarp ? 2 * kWarp : kMost
   const Group group(team, mine.vectors);
   auto count = [&](int v) { return v < group.vectors ? columns - group.index(v) * kLanes : 0; };
 
-  // Kept as they are in memory, and converted again in each pass: half as many registers for the
-  // half kinds.
+  // The values stay in the kind in which they are stored, and are converted again in each pass:
+  // that takes half as many registers in half precision.
   Words x[kVectors];
   const T* input = static_cast<const T*>(params.input);
   load_shifted<T>(input + at, input + params.rows * params.columns, columns, group, x);
-  // Of the first vector already: where rows are few, it is the only one, and nothing hides the
-  // wait.
+  // The parameters of the first vector are loaded now: if there are few rows, it is the only
+  // vector, and nothing else hides the latency.
   const Parameter<T> weight(params.weight, params.columns), bias(params.bias, params.columns);
   Words stored_weight = weight.load(mine.column + int64_t{group.index(0)} * kLanes);
   Words stored_bias = bias.load(mine.column + int64_t{group.index(0)} * kLanes);

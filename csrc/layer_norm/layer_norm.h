@@ -5,9 +5,9 @@
 //   dx = rstd (g - Σ g / N - x̂ Σ g x̂ / N)   with g = dy w
 //   dw = Σ dy x̂         db = Σ dy           over the rows
 //
-// All arrays are row-major and contiguous; M rows of N columns. No two may overlap. The half kinds
-// are computed in float (the compute kind; otherwise that is the kind itself) and rounded when
-// stored.
+// All arrays are row-major and contiguous, with M rows of N columns. No two may overlap.
+// Half-precision values are computed in float and rounded when stored. The kind in which values are
+// computed is the compute kind: float for half precision, otherwise the kind itself.
 #pragma once
 
 #include "params.h"

@@ -1,4 +1,5 @@
-// What a ring of rows in shared memory needs: copies that nobody waits for.
+// For ring buffers of rows in shared memory: asynchronous copies, and the opt-in to large shared
+// memory.
 #pragma once
 
 #include <mutex>
@@ -11,16 +12,17 @@
 namespace tch_extension {
 namespace {
 
-// Starts a copy of 16 bytes, of which only the first `bytes` are read; the others are zeros.
+// Starts an asynchronous copy of 16 bytes. Only the first `bytes` of them are read; the remaining
+// ones become zeros.
 __device__ __forceinline__ void start_copy(void* to, const void* from, int bytes) {
   hopper::copy_16_bytes_async(to, from, bytes);
 }
 
 __device__ __forceinline__ void end_of_copies_of_a_row() { hopper::commit_copies(); }
 
-// Until all but the last `rows` rows are there.
+// Waits until the copies of all but the last `rows` rows are complete.
 __device__ __forceinline__ void wait_for_all_but(int rows) {
-  // The number is part of the instruction.
+  // The number is an immediate operand of the instruction.
   if (rows >= 2) {
     hopper::wait_for_copies<2>();
   } else if (rows == 1) {
@@ -30,17 +32,17 @@ __device__ __forceinline__ void wait_for_all_but(int rows) {
   }
 }
 
-// As one access in any case: beside reads of the ring, which might be of the same memory for all
-// that the compiler knows, a plain store of 16 bytes became four.
+// Stores 16 bytes in one access. The compiler split a plain store into four, because it could not
+// rule out that the store aliases the reads of the ring buffer around it.
 __device__ __forceinline__ void store_whole(void* to, const Words& words) {
   hopper::store_16_bytes(to,
                          make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]));
 }
 
-// More than 48 KiB of shared memory have to be asked for, once for each kernel and device.
+// A kernel has to opt in to more than 48 KiB of shared memory, once per device.
 template <auto kKernel>
 cudaError_t allow_shared_memory(int bytes) {
-  // The limit counts the kernel's own arrays, too.
+  // The 48 KiB include the kernel's static arrays.
   constexpr int kDevices = 64, kAlwaysAllowed = 40 << 10;
   static std::mutex mutex;
   static int allowed[kDevices];
@@ -48,8 +50,8 @@ cudaError_t allow_shared_memory(int bytes) {
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return error;
-  // One at a time: the last call counts, and one for fewer bytes would take away what another was
-  // given.
+  // The lock is needed because the last call counts: one for fewer bytes would take away what
+  // another thread was given.
   const std::lock_guard<std::mutex> lock(mutex);
   if (device < kDevices && allowed[device] >= bytes) return cudaSuccess;
   error = cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);

@@ -1,5 +1,5 @@
-// What the CUDA kernels of both directions share: how a team of threads does a row. A team is a
-// part of a warp, or several warps; a block is one team or several.
+// Shared by the CUDA kernels of both directions: how a team of threads computes a row. A team is a
+// part of a warp, or one or more warps; a block is one or more teams.
 #pragma once
 
 #include <limits>
@@ -11,7 +11,7 @@
 
 namespace tch_extension {
 
-// The launchers, one file each. Null, or what is wrong with the plan.
+// The launchers, each in a file of its own. They return null, or what is wrong with the plan.
 const char* start_layer_norm_forward(const LayerNormForward& params, cudaStream_t stream);
 const char* start_layer_norm_backward(const LayerNormBackward& params, cudaStream_t stream);
 const char* start_layer_norm_backward_ring(const LayerNormBackward& params, cudaStream_t stream);
@@ -24,13 +24,14 @@ namespace {
 
 constexpr int kMostThreads = 512;
 
-// How many of a row's values a thread of the backward keeps, so that four arrays of them, of the
-// compute kind, fit in the 128 registers of a thread in the largest block;
+// The number of a row's values that a thread keeps in the backward pass. Four arrays of that many
+// values of the compute kind fit in the 128 registers of a thread of the largest block.
 // src/ops/layer_norm/plan.rs has the same numbers.
 template <typename T>
 constexpr int kBackwardValues = 64 / sizeof(Compute<T>);
 
-// The vector's values. A bfloat16 is the upper half of a float: one instruction each.
+// The values of a vector in the compute kind. A bfloat16 is the upper half of a float, so that
+// converting one takes one instruction.
 template <typename T, int kLanes>
 __device__ __forceinline__ Values<T, kLanes> unpack(const Vector<T, kLanes>& stored) {
   if constexpr (std::is_same_v<T, __nv_bfloat16> && kLanes % 2 == 0) {
@@ -62,12 +63,13 @@ struct Pair {
   C first, second;
 };
 
-// A team is a power of two: no division.
+// The size of a team is a power of two, so that no division is needed.
 __device__ __forceinline__ int thread_of_team(int team) { return threadIdx.x & (team - 1); }
 __device__ __forceinline__ int team_of_block(int team) { return threadIdx.x >> (__ffs(team) - 1); }
 __device__ __forceinline__ int teams_of_block(int team) { return blockDim.x >> (__ffs(team) - 1); }
 
-// Sums over the threads of a warp, or of each `lanes` of them; the same bits in each.
+// Sums over each group of `lanes` adjacent threads of a warp. All threads of a group get the same
+// bits.
 template <typename C>
 __device__ __forceinline__ Pair<C> warp_sum(Pair<C> sum, int lanes) {
 #pragma unroll
@@ -80,9 +82,10 @@ __device__ __forceinline__ Pair<C> warp_sum(Pair<C> sum, int lanes) {
   return sum;
 }
 
-// Sums over the team's threads, the same bits in each. `buffer` has room for two sets of sums,
-// which take turns: a thread that writes one has passed the barrier behind the other, and so has
-// everyone who read it. Every thread of the block has to come here.
+// Sums over the team's threads. All of them get the same bits. `buffer` has room for two sets of
+// sums, which calls use alternately: when a thread writes to one set, all threads have arrived at
+// the barrier of the call in between, and have therefore read this set. Every thread of the block
+// has to call this.
 template <bool kWithinWarp, typename C>
 __device__ __forceinline__ Pair<C> team_sum(Pair<C> sum, int team, Pair<C>* buffer, int& turn) {
   sum = warp_sum(sum, kWithinWarp ? team : kWarp);
@@ -108,16 +111,16 @@ inline unsigned int at_most(int64_t blocks, int64_t most) {
   return static_cast<unsigned int>(blocks < most ? blocks : most);
 }
 
-// A team a row.
+// The number of blocks if each row has one team.
 inline unsigned int blocks_of_teams(int64_t rows, const LayerNormPlan& plan) {
   const int64_t teams = plan.threads / plan.team;
   return at_most((rows + teams - 1) / teams, INT32_MAX);
 }
 
-// Whether the kernels can do what was planned: a mistake of ours must not become an access out of
-// bounds.
 inline bool is_power_of_two(int32_t value) { return value > 0 && (value & (value - 1)) == 0; }
 
+// Whether the plan is one that the kernels can run: a mistake in a plan must not become an access
+// out of bounds.
 inline bool fits_a_block(const LayerNormPlan& plan) {
   return is_power_of_two(plan.team) && is_power_of_two(plan.threads) &&
          plan.threads <= kMostThreads && plan.threads >= kWarp && plan.team <= plan.threads &&

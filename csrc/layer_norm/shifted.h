@@ -1,7 +1,7 @@
-// Rows that begin anywhere, in accesses of 16 bytes: odd numbers of columns, and views of larger
-// arrays. Memory is read and written in vectors at multiples of 16 bytes; a thread keeps columns
-// that are the same in every row, so that it has to shift what it read, out of two neighbouring
-// vectors, by as many bytes as the row begins behind a multiple.
+// 16-byte loads and stores of rows that begin at any address: odd numbers of columns, and views of
+// larger arrays. Memory is read and written in aligned vectors of 16 bytes. A thread keeps columns
+// that are the same in every row, so that it has to shift its values out of two adjacent vectors,
+// by the distance of the row's beginning from the multiple of 16 bytes below it.
 #pragma once
 
 #include "row_team.h"
@@ -13,7 +13,7 @@ struct alignas(16) Words {
   unsigned int word[4];
 };
 
-// As one access, whatever the compiler knows of the address.
+// Loads 16 bytes in one access, whatever the compiler knows about the address.
 __device__ __forceinline__ Words load_words(const void* from) {
   const uint4 four = *static_cast<const uint4*>(from);
   return {{four.x, four.y, four.z, four.w}};
@@ -23,7 +23,7 @@ __device__ __forceinline__ void store_words(void* to, const Words& words) {
   *static_cast<uint4*>(to) = make_uint4(words.word[0], words.word[1], words.word[2], words.word[3]);
 }
 
-// The bits of a T.
+// The unsigned integer with the size of T.
 template <typename T>
 using Bits =
     std::conditional_t<sizeof(T) == 2, unsigned short,
@@ -47,7 +47,7 @@ __device__ __forceinline__ Values<T, kLanesOf16Bytes<T>> unpack(const Words& wor
   for (int lane = 0; lane < kLanes; ++lane) {
     const auto bits = bits_of_lane<T>(words, lane);
     if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-      // The upper half of a float: one instruction each.
+      // A bfloat16 is the upper half of a float, so that converting one takes one instruction.
       const unsigned int word = words.word[lane / 2];
       values.lane[lane] = __uint_as_float(lane % 2 == 0 ? word << 16 : word & 0xffff0000u);
     } else if constexpr (std::is_same_v<T, __half>) {
@@ -84,27 +84,29 @@ __device__ __forceinline__ Words pack(const Values<T, kLanesOf16Bytes<T>>& value
   return words;
 }
 
-// A team's lanes within one warp. They have `vectors` · width neighbouring vectors of the row, each
-// every width-th: so only one vector more has to be read than they have.
+// The lanes of a team that are in one warp. Together they have `vectors` · `width` adjacent vectors
+// of the row, and each lane has every `width`-th of them. So only one vector more than those has to
+// be read.
 struct Group {
   int width, lane;
-  int vectors;  // of each lane
-  int first;    // vector of the row
+  int vectors;  // per lane
+  int first;    // the group's first vector of the row
 
-  // `loads`: vectors of the row.
+  // `loads` is the number of vectors of the row.
   __device__ __forceinline__ Group(int team, int loads) {
     const int thread = thread_of_team(team);
     width = team < kWarp ? team : kWarp;
     lane = thread & (width - 1);
     const int whole = loads >> (__ffs(team) - 1), rest = loads & (team - 1);
-    // A rest that one warp can do is left to the last one, so that the others need not wait for it,
-    // nor have less to do than they could: 4099 columns are a warp's work more than 4096.
+    // A remainder that fits one warp is left to the last warp. The other warps then neither wait
+    // for it nor get an iteration with too little to do: 4099 columns are only one warp's work more
+    // than 4096.
     const bool is_small = whole > 0 && rest <= width;
     first = (thread - lane) * (is_small ? whole : whole + 1);
     vectors = is_small && (rest == 0 || thread - lane + width < team) ? whole : whole + 1;
   }
   __device__ __forceinline__ int index(int v) const { return first + v * width + lane; }
-  // One behind the group's last.
+  // The vector after the group's last, counted from the group's first.
   __device__ __forceinline__ int behind() const { return vectors * width; }
 };
 
@@ -112,7 +114,7 @@ __device__ __forceinline__ int bytes_behind_16(const void* pointer) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) & 15);
 }
 
-// The 16 bytes that begin `shift` bytes, fewer than 16, into two neighbouring vectors of T.
+// The 16 bytes that begin `shift` bytes into two adjacent vectors of T. `shift` is less than 16.
 template <typename T>
 __device__ __forceinline__ Words shifted(const Words& low, const Words& high, int shift) {
   unsigned int words[8];
@@ -133,7 +135,7 @@ __device__ __forceinline__ Words shifted(const Words& low, const Words& high, in
   return result;
 }
 
-// Word by word: a choice between references would put both into memory.
+// Selects word by word: selecting between references would put both vectors into memory.
 __device__ __forceinline__ Words choose(bool condition, const Words& yes, const Words& no) {
   Words result;
 #pragma unroll
@@ -148,7 +150,7 @@ __device__ __forceinline__ Words from_lane(const Words& words, int lane, int wid
   return result;
 }
 
-// The vector at a multiple of 16 bytes; zeros from `end` on.
+// Loads the vector at an address that is a multiple of 16 bytes, with zeros from `end` on.
 template <typename T>
 __device__ __forceinline__ Words load_before(const void* from, const void* end) {
   const auto* at = static_cast<const unsigned int*>(from);
@@ -165,8 +167,8 @@ __device__ __forceinline__ Words load_before(const void* from, const void* end) 
   return words;
 }
 
-// Loads the group's vectors of a row of `columns`; whatever is behind them where the row ends.
-// Every lane of the warp has to come here. `end`: of the array.
+// Loads the group's vectors of a row of `columns` columns. Values past the row's end are arbitrary.
+// `end` is the end of the array. Every lane of the warp has to call this.
 template <typename T, int kVectors>
 __device__ __forceinline__ void load_shifted(const T* row, const T* end, int columns,
                                              const Group& group, Words (&vector)[kVectors]) {
@@ -188,7 +190,7 @@ __device__ __forceinline__ void load_shifted(const T* row, const T* end, int col
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (v >= group.vectors) break;
-    // The last lane's neighbour is the first one's next vector.
+    // The vector after the last lane's is the first lane's next one.
     const Words given = choose(group.lane == 0, vector[v + 1 < kVectors ? v + 1 : v], vector[v]);
     Words next = from_lane(given, (group.lane + 1) & (group.width - 1), group.width);
     next = choose(is_last && v == group.vectors - 1, behind, next);
@@ -196,7 +198,8 @@ __device__ __forceinline__ void load_shifted(const T* row, const T* end, int col
   }
 }
 
-// Stores what of a vector lies in [begin, end), all in bytes from `base`, a multiple of 16.
+// Stores the part of a vector that is in [begin, end). All positions are in bytes from `base`, a
+// multiple of 16.
 template <typename T>
 __device__ __forceinline__ void store_within(char* base, int at, int begin, int end,
                                              const Words& words) {
@@ -210,8 +213,8 @@ __device__ __forceinline__ void store_within(char* base, int at, int begin, int 
   }
 }
 
-// Stores the group's vectors of a row of `columns`; of none: nothing. Every lane of the warp has to
-// come here.
+// Stores the group's vectors of a row of `columns` columns, which may be 0. Every lane of the warp
+// has to call this.
 template <typename T, int kVectors>
 __device__ __forceinline__ void store_shifted(T* row, int columns, const Group& group,
                                               const Words (&vector)[kVectors]) {
@@ -226,7 +229,7 @@ __device__ __forceinline__ void store_shifted(T* row, int columns, const Group& 
   for (int v = 0; v < kVectors; ++v) {
     if (v >= group.vectors) break;
     const Words received = from_lane(vector[v], (group.lane - 1) & (group.width - 1), group.width);
-    // The first lane's neighbour is the last one's vector before.
+    // The vector before the first lane's is the last lane's previous one.
     const Words low = choose(shift == 0, vector[v], choose(group.lane == 0, before, received));
     const int at = (v * group.width + group.lane) * 16;
     store_within<T>(base, at, shift, end, shifted<T>(low, vector[v], (16 - shift) & 15));
@@ -238,10 +241,11 @@ __device__ __forceinline__ void store_shifted(T* row, int columns, const Group& 
   }
 }
 
-// A parameter's values of one vector, as they are in memory: loads of several can be under way.
+// Loads vectors of a parameter in the kind in which they are stored, so that several loads can be
+// in flight.
 template <typename T>
 struct Parameter {
-  const T* array;  // null for `otherwise`
+  const T* array;  // if null, all values are `otherwise`
   const T* end;
   bool is_aligned;
 
@@ -250,7 +254,7 @@ struct Parameter {
         end(array + columns),
         is_aligned(bytes_behind_16(pointer) == 0) {}
 
-  // Nothing from the end on.
+  // Zeros from the end on.
   __device__ __forceinline__ Words load(int64_t column) const {
     if (array == nullptr || array + column >= end) return Words{};
     if (is_aligned) return load_before<T>(array + column, end);
