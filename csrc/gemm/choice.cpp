@@ -308,7 +308,7 @@ std::optional<Choice> choose(const Key& key, const void* bias, Descriptors& desc
   Key without = key;
   without.relu = 0;
   auto choice = choose(without, bias, descriptors);
-  if (choice) choice->relu_behind = true;
+  if (choice) choice->relu_after = true;
   return choice;
 }
 

@@ -11,7 +11,7 @@ namespace tch_extension::gemm {
 struct Choice {
   cublasLtMatmulAlgo_t algorithm;
   size_t workspace;
-  bool relu_behind;  // the ReLU is left to a kernel of ours after the product
+  bool relu_after;  // the ReLU is left to a kernel of ours after the product
 };
 
 // Chooses an algorithm and describes the product for it in `descriptors`. Looks at sizes and

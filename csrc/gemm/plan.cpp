@@ -82,7 +82,7 @@ Plan& find_plan(const Key& key, const void* bias) {
   return known.plans.emplace(key, make_plan(key, bias)).first->second;
 }
 
-void relu_behind(const Product& product, cudaStream_t stream) {
+void relu_after(const Product& product, cudaStream_t stream) {
   const auto& [batch, m, n, k, lhs, rhs, bias, out, kind, relu] = product;
   const LaunchStatus status = finish_product({out, out, batch, m, n, m, n, kind, 1}, stream);
   TORCH_CHECK(status.error == nullptr, status.kernel, ": ", status.error);
@@ -114,7 +114,7 @@ bool start(const Key& key, const Product& product, cudaStream_t stream) {
     return false;
   }
   check(status);
-  if (plan.choice.relu_behind) relu_behind(product, stream);
+  if (plan.choice.relu_after) relu_after(product, stream);
   return true;
 }
 
