@@ -1,18 +1,18 @@
-//! Declaring your own kernels, and calling them on the device where their tensors are.
+//! Declaring your own kernels, and calling them on the device that holds their tensors.
 //!
-//! [`kernels!`](crate::kernels!) makes a safe function of each kernel. Its parameter struct is typed
-//! once, in Rust: the build script's `params` (of `tch-extension-build` with the feature `headers`)
-//! declares it in C++.
+//! [`kernels!`](crate::kernels!) makes a safe function of each kernel. The parameter struct is
+//! written once, in Rust: the build script's `params` (of `tch-extension-build` with the feature
+//! `headers`) declares it in C++.
 
 use crate::strided::{Strided, StridedMut};
 use crate::{Error, Result};
 use tch::Device;
 
-/// A field of a kernel's parameter struct: a tensor, or a number.
+/// A field of a kernel's parameter struct: a tensor or a number.
 ///
-/// A struct that [`kernels!`](crate::kernels!) names has such fields only.
+/// A struct that [`kernels!`](crate::kernels!) names has only fields of such types.
 pub trait Field {
-    /// Where the field's memory is; `None` for a field without memory.
+    /// The device of the field's memory; `None` for a field without memory.
     fn device(&self) -> Option<Device>;
 }
 
@@ -48,7 +48,7 @@ without_memory!(f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, bool);
 /// The device that all tensors among the fields are on.
 ///
 /// # Errors
-/// When they are on several, or there is none.
+/// If the tensors are on several devices, or if there is no tensor.
 #[doc(hidden)]
 pub fn common_device(op: &str, fields: &[(&str, &dyn Field)]) -> Result<Device> {
     let mut tensors = fields.iter().filter_map(|(name, field)| Some((name, field.device()?)));
@@ -79,8 +79,8 @@ pub fn no_kernel(op: &str, device: Device) -> Error {
     Error::msg(format!("{op}: no kernel for {device:?}: {reason}"))
 }
 
-/// Runs the first expression on the CPU. On a CUDA device it launches with the second one, which
-/// gets libtorch's current stream there and returns a `LaunchStatus`.
+/// On the CPU, runs the first expression. On a CUDA device, launches with the second expression,
+/// which gets libtorch's current stream on that device and returns a `LaunchStatus`.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __on_device {
@@ -108,25 +108,25 @@ macro_rules! __on_device {
 /// }
 /// ```
 ///
-/// This makes `fn forward(params: &Forward<'_>) -> Result<()>`. It calls
-/// `my_ops_forward_cpu(const Forward*)` if the tensors are on the CPU, and launches
-/// `my_ops_forward_cuda(const Forward*, cudaStream_t)` on libtorch's current stream if they are on
-/// a CUDA device. The pattern names every field of the struct, so that no tensor is forgotten: all
-/// of them have to be on one device. Without CUDA in the build only the first name has to exist.
+/// This makes `fn forward(params: &Forward<'_>) -> Result<()>`. If the tensors are on the CPU, it
+/// calls `my_ops_forward_cpu(const Forward*)`. If they are on a CUDA device, it launches
+/// `my_ops_forward_cuda(const Forward*, cudaStream_t)` on libtorch's current stream. The pattern
+/// names every field of the struct, so that no tensor is forgotten: all of them must be on one
+/// device. In a build without CUDA only the first function has to exist.
 ///
-/// The word `unsafe` is a promise of yours, which is why it comes with a SAFETY comment: the two
-/// functions have these types, they read and write only inside the sizes and strides of the
-/// parameters' tensors, whatever the parameters are, and they throw nothing. They check what else
-/// they need themselves, or the function that calls them does.
+/// The word `unsafe` is your promise, which is why a SAFETY comment belongs to it. You promise that
+/// the two functions have these types, that they read and write only inside the sizes and strides
+/// of the parameters' tensors, whatever the parameters are, and that they throw nothing. Whatever
+/// else they require, they check themselves, or the function that calls them does.
 ///
-/// A struct that C++ shares is `#[repr(C)]` and has a lifetime, because it borrows its tensors as
-/// [`Strided`](crate::strided::Strided) and [`StridedMut`](crate::strided::StridedMut); see
-/// [`Field`](crate::kernels::Field) for what else it may contain. The whole of it, from an empty
-/// crate on, is in docs/write-an-operator.md.
+/// A struct that is shared with C++ is `#[repr(C)]` and has a lifetime, because it borrows its
+/// tensors as [`Strided`](crate::strided::Strided) and [`StridedMut`](crate::strided::StridedMut).
+/// [`Field`](crate::kernels::Field) lists what else it may contain. docs/write-an-operator.md shows
+/// all of it, starting from an empty crate.
 ///
 /// # Errors
-/// The functions fail if the tensors are on several devices or on one without a kernel, and if
-/// CUDA refuses the launch.
+/// The functions fail if the tensors are on several devices, if there is no kernel for their
+/// device, or if CUDA refuses the launch.
 #[macro_export]
 macro_rules! kernels {
     (
@@ -154,10 +154,10 @@ macro_rules! kernels {
                 $crate::__on_device!(
                     $op,
                     device,
-                    // SAFETY: the promise that comes with the macro's `unsafe`; the tensors are
-                    // borrowed, and on the CPU.
+                    // SAFETY: the user of the macro promised this with `unsafe`; the tensors are
+                    // borrowed, and `common_device` found them on the CPU.
                     unsafe { $cpu(params) },
-                    // SAFETY: as above; the tensors are on this device.
+                    // SAFETY: as above, but the tensors are on this CUDA device.
                     |stream| unsafe { $cuda(params, stream) }
                 )
             }
@@ -166,7 +166,7 @@ macro_rules! kernels {
 }
 
 /// [`kernels!`](crate::kernels!) for parameters that are plain addresses: the functions get the
-/// device from their caller, and stay `unsafe`.
+/// device from their caller and stay `unsafe`.
 macro_rules! raw_kernels {
     ($op:expr; $($(#[$attribute:meta])* fn $name:ident($params:ty) = $cpu:ident, $cuda:ident;)+) => {
         $(
@@ -185,8 +185,9 @@ macro_rules! raw_kernels {
                     device,
                     // SAFETY: the caller promises that the parameters describe memory of the CPU.
                     unsafe { $cpu(params) },
-                    // SAFETY: the caller promises that they describe memory of this device, and
-                    // libtorch's allocator gives it to later work on the same stream only.
+                    // SAFETY: the caller promises that the parameters describe memory of this
+                    // device. libtorch's allocator gives that memory only to later work on the same
+                    // stream.
                     |stream| unsafe { $cuda(params, stream) }
                 )
             }

@@ -1,5 +1,5 @@
-// The hardware's approximate functions as they are. What CUDA C++ has for them handles denormal
-// numbers, too, with four times as many instructions. For every compute capability.
+// The hardware's approximate functions, called directly. CUDA C++'s versions also handle denormal
+// numbers, with four times as many instructions. For every compute capability.
 #pragma once
 
 namespace tch_extension::hopper {

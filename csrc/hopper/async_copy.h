@@ -16,7 +16,7 @@ __device__ __forceinline__ void copy_async(T* to, const T* from, bool valid) {
 }
 
 // Starts the copy of 16 bytes, of which only the first `bytes`, an even number, are read; the rest
-// become zeros. Past the L1 cache.
+// become zeros. The copy bypasses the L1 cache.
 __device__ __forceinline__ void copy_16_bytes_async(void* to, const void* from, int bytes) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
@@ -30,7 +30,7 @@ __device__ __forceinline__ void copy_16_bytes_async(void* to, const void* from, 
 #endif
 }
 
-// Ends a group: all copies that this thread has started since the last one.
+// Ends a group: all copies that this thread has started since the last group.
 __device__ __forceinline__ void commit_copies() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -6,8 +6,8 @@
 
 namespace tch_extension::hopper {
 
-// Waits until `threads` threads, whole warps, have come to the named barrier. __syncthreads uses
-// number 0.
+// Waits until `threads` threads, in whole warps, have arrived at the named barrier. __syncthreads
+// uses number 0.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
@@ -17,8 +17,8 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// A phase of the barrier is over when there were kArrivals arrivals, and all bytes that these
-// announced have come.
+// Initializes a barrier. Its phase is over after kArrivals arrivals, when all bytes that these
+// announced have also arrived.
 template <int kArrivals>
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "n"(kArrivals) : "memory");
@@ -39,7 +39,7 @@ __device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, uint
                : "memory");
 }
 
-// Whether the phase of this parity is over. The hardware waits for a while before it says no.
+// Whether the phase of this parity is over. The hardware waits for a while before it returns false.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t is_over;
   asm volatile(

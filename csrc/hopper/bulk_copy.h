@@ -8,14 +8,14 @@
 
 namespace tch_extension::hopper {
 
-// Makes visible to bulk copies and to warpgroup products what ordinary stores wrote to shared
-// memory, and mbarriers that were initialized.
+// Makes ordinary stores to shared memory, and initialized mbarriers, visible to bulk copies and to
+// warpgroup products.
 __device__ __forceinline__ void fence_for_bulk_copies() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Loads the box at (x, y, batch), where x is the dimension of neighbours in memory. What is outside
-// of the matrix becomes zeros. The bytes are counted at the mbarrier.
+// Loads the box at (x, y, batch), where x is the dimension whose elements are adjacent in memory.
+// What is outside of the matrix becomes zeros. The mbarrier counts the bytes.
 __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, uint32_t barrier,
                                          int x, int y, int batch) {
   asm volatile(
@@ -26,7 +26,7 @@ __device__ __forceinline__ void load_box(uint32_t to, const CUtensorMap& map, ui
       : "memory");
 }
 
-// Stores the box at (x, y, batch). What is outside of the matrix is left out.
+// Stores the box at (x, y, batch), without what is outside of the matrix.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, int x, int y,
                                           int batch) {
   asm volatile(

@@ -1,6 +1,7 @@
 // Blocks of one cluster: their ranks, their barrier, and stores into one another's shared memory.
-// Functions with a check of the architecture may be called by code for any GPU, where they do
-// nothing; the others are for code that exists from compute capability 9.0 on.
+// Functions that check the architecture may be called by code for any GPU; before compute
+// capability 9.0 they do nothing. The other functions are only for code for compute capability 9.0
+// and newer.
 #pragma once
 
 #include "shared_memory.h"
@@ -14,7 +15,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// The same place in the shared memory of another block of the cluster.
+// The same address in the shared memory of another block of the cluster.
 __device__ __forceinline__ uint32_t in_block(uint32_t address, uint32_t block) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
@@ -34,8 +35,8 @@ __device__ __forceinline__ T* in_block(T* place, int block) {
 #endif
 }
 
-// All threads of all blocks of the cluster arrive, and wait, in this order. What a thread wrote
-// before it arrived is seen by those that have waited.
+// All threads of all blocks of the cluster arrive, and then wait. What a thread wrote before it
+// arrived is visible to threads that have waited.
 __device__ __forceinline__ void cluster_arrive() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

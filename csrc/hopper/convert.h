@@ -10,7 +10,7 @@
 
 namespace tch_extension::hopper {
 
-// Rounds both to T, and makes them 0 where they are negative; NaN stays.
+// Rounds both values to T, and replaces negative ones by 0; NaN stays NaN.
 template <typename T>
 __device__ __forceinline__ uint32_t rounded_relu(float2 pair) {
   uint32_t result;
@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t rounded_relu(float2 pair) {
   return result;
 }
 
-// Rounds both to T.
+// Rounds both values to T.
 template <typename T>
 __device__ __forceinline__ uint32_t rounded(float2 pair) {
   uint32_t result;
@@ -43,8 +43,8 @@ __device__ __forceinline__ float2 as_floats(uint32_t pair) {
   }
 }
 
-// Converts here and now. An ordinary conversion the compiler would move to where the float was
-// loaded, and keep the double, for which there are no registers.
+// Converts at this point of the code. The compiler would move an ordinary conversion to where the
+// float was loaded, and keep the double, for which there are no registers.
 __device__ __forceinline__ double to_double(float value) {
   double wide;
   asm volatile("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(value));
@@ -53,14 +53,14 @@ __device__ __forceinline__ double to_double(float value) {
 
 __device__ __forceinline__ double to_double(double value) { return value; }
 
-// The lower or the upper 16 bits of `pair`, twice. Here and now, as above.
+// The lower or the upper 16 bits of `pair`, twice. Like to_double, this is computed at this point.
 __device__ __forceinline__ uint32_t repeat_half(uint32_t pair, bool upper) {
   uint32_t both;
   asm volatile("prmt.b32 %0, %1, 0, %2;" : "=r"(both) : "r"(pair), "r"(upper ? 0x3232 : 0x1010));
   return both;
 }
 
-// pair *= factor, two fp16 values each.
+// pair *= factor, where both are two fp16 values.
 __device__ __forceinline__ void multiply_fp16_pair(uint32_t& pair, uint32_t factor) {
   asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(factor));
 }

@@ -1,12 +1,12 @@
 // Accesses to global memory that other blocks see while the kernel runs: relaxed loads and stores,
-// which go past the L1 cache, and prefetches into the L2 cache. None of them orders anything else.
+// which bypass the L1 cache, and prefetches into the L2 cache. None of them orders other accesses.
 #pragma once
 
 #include <cstdint>
 
 namespace tch_extension::hopper {
 
-// Four words. Each word is one access by itself: it is old or new as a whole.
+// Loads four words. Each word is one access by itself: it is old or new as a whole.
 __device__ __forceinline__ uint4 load_relaxed_4_words(const void* from) {
   uint4 value;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -16,7 +16,7 @@ __device__ __forceinline__ uint4 load_relaxed_4_words(const void* from) {
   return value;
 }
 
-// 16 bytes, of which each half is one access by itself.
+// Loads 16 bytes, of which each half is one access by itself.
 __device__ __forceinline__ uint4 load_relaxed_2_halves(const void* from) {
   uint4 value;
   asm volatile(
@@ -28,7 +28,7 @@ __device__ __forceinline__ uint4 load_relaxed_2_halves(const void* from) {
   return value;
 }
 
-// Two words, each one access by itself.
+// Loads two words, each of which is one access by itself.
 __device__ __forceinline__ uint2 load_relaxed_2_words(const void* from) {
   uint2 words;
   asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_relaxed_byte(void* to, uint32_t byte) {
   asm volatile("st.relaxed.gpu.global.b8 [%0], %1;" ::"l"(to), "r"(byte) : "memory");
 }
 
-// Two values, each one access by itself.
+// Stores two values, each of which is one access by itself.
 __device__ __forceinline__ void store_relaxed(void* to, uint32_t first, uint32_t second) {
   asm volatile("st.relaxed.gpu.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(first), "r"(second)
                : "memory");
@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_relaxed(void* to, uint64_t first, uint64_t
                : "memory");
 }
 
-// Two words in one access of 8 bytes: old or new as a whole.
+// Stores two words in one access of 8 bytes: they are old or new as a whole.
 __device__ __forceinline__ void store_relaxed_whole(void* to, uint32_t first, uint32_t second) {
   asm volatile(
       "{\n.reg .b64 both;\nmov.b64 both, {%1, %2};\nst.relaxed.gpu.global.b64 [%0], both;\n}" ::"l"(

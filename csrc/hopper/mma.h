@@ -10,8 +10,8 @@
 
 namespace tch_extension::hopper {
 
-// sums += a b for fp16 or bf16 values T: 16×16 by 16×8. Of each matrix a lane has the part that PTX
-// lays down for m16n8k16.
+// sums += a b for fp16 or bf16 values T: 16×16 by 16×8. Each lane has the part of each matrix that
+// PTX specifies for m16n8k16.
 template <typename T>
 __device__ __forceinline__ void warp_multiply_add(float (&sums)[4], const uint32_t (&a)[4],
                                                   uint32_t b0, uint32_t b1) {

@@ -8,13 +8,13 @@
 
 namespace tch_extension::hopper {
 
-// What is known of each device about a set of kernels that are launched alike.
+// For each device, what is known about a set of kernels that are launched in the same way.
 class Processors {
  public:
-  // Multiprocessors of the current device, if it has compute capability 9.0 and would run the real
-  // code of each kernel; 0 otherwise. Compiled for any other architecture these kernels are empty
-  // and have no static shared memory, which is how the two are told apart. Each device is asked
-  // once.
+  // The number of multiprocessors of the current device, if it has compute capability 9.0 and would
+  // run the real code of each kernel; 0 otherwise. Compiled for any other architecture these
+  // kernels are empty and have no static shared memory, which is how the two are told apart. Each
+  // device is queried once.
   int of_current(std::initializer_list<const void*> kernels, int dynamic_bytes,
                  size_t static_bytes) {
     int device = 0;

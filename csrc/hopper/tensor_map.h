@@ -28,7 +28,7 @@ using EncodeMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, vo
                                CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 // The driver's function, found at run time because nothing here is linked to the driver; null if
-// it has none.
+// the driver does not have it.
 inline EncodeMap encode_map() {
   static const EncodeMap found = [] {
     void* entry = nullptr;
@@ -59,11 +59,11 @@ inline bool bind_context() {
   return error == cudaSuccess;
 }
 
-// Makes the map for boxes of this size, whose rows are 128 bytes, swizzled in shared memory. False
-// if the driver refuses.
+// Makes the map for boxes of this size, whose rows are 128 bytes, swizzled in shared memory.
+// Returns false if the driver refuses.
 inline bool make_map(CUtensorMap& map, const MapOf& of, uint32_t columns, uint32_t rows) {
   constexpr cuuint64_t kBytes = 2;
-  // One matrix needs no stride between matrices, but the driver asks for a valid one.
+  // A single matrix needs no stride between matrices, but the driver requires a valid one.
   const int64_t batch = of.batches == 1 ? of.row : of.batch;
   const cuuint64_t sizes[] = {static_cast<cuuint64_t>(of.width), static_cast<cuuint64_t>(of.height),
                               static_cast<cuuint64_t>(of.batches)};

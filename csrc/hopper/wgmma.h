@@ -1,6 +1,6 @@
-// Products of a warpgroup by tensor cores (wgmma), whose right operand, and in some of them also
-// the left one, lies in shared memory. They run asynchronously, in groups. For capability 9.0
-// (sm_90a).
+// Products of a warpgroup by tensor cores (wgmma). The right operand, and in some of them also the
+// left one, is in shared memory. They run asynchronously, in groups. Only for compute capability
+// 9.0 (sm_90a).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,12 +26,13 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address) {
 template <bool kAcross>
 constexpr uint64_t kNextInner = (kAcross ? 16 * 128 : 16 * 2) >> 4;
 
-// Comes before the first product that uses registers or shared memory that were written before.
+// Has to come before the first product that uses registers or shared memory that were written
+// before.
 __device__ __forceinline__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Ends a group: all products that were started since the last one.
+// Ends a group: all products that were started since the last group.
 __device__ __forceinline__ void commit_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }

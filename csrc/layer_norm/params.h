@@ -5,55 +5,60 @@
 
 #include <cstdint>
 
-// What plans ask of a GPU.
+// What plans need to know about a GPU.
 struct LayerNormGpu {
-  // Multiprocessors.
+  // The number of multiprocessors.
   int32_t processors;
-  // Bytes of shared memory per block, at most.
+  // The most shared memory that a block can have, in bytes.
   int32_t shared_memory;
-  // Whether blocks can share a row, and a kernel can start before the one ahead of it ends.
+  // Whether the GPU has clusters, whose blocks can share a row, and can start a kernel before
+  // the preceding one ends.
   int32_t clusters;
 };
 
 // How rows are spread over threads on CUDA.
 struct LayerNormPlan {
-  // Whether a row is read once and kept, or read again for each pass.
+  // Whether a row is read once and kept in registers, rather than read again for each pass.
   int32_t in_registers;
-  // Values per load: those of 16 bytes, or one.
+  // Values per load: as many as 16 bytes hold, or one.
   int32_t lanes;
-  // Whether rows begin at any address, and their 16 bytes are shifted out of aligned loads.
+  // Whether rows may begin at any address; their vectors of 16 bytes are then shifted out of
+  // aligned loads.
   int32_t shifted;
-  // Threads per row, or per part of a row if a cluster shares it: a power of two. With passes
-  // it is the whole block.
+  // Threads per row, or per part of a row if a cluster shares it: a power of two. If the row is
+  // read again for each pass, the team is the whole block.
   int32_t team;
   // Threads per block: one team or several.
   int32_t threads;
   // Blocks that share a row: 1 except for long rows.
   int32_t cluster;
-  // Rows per team that are in flight to shared memory; 0 if rows are loaded to registers.
+  // How many rows per team are in flight to shared memory; 0 if rows are loaded straight into
+  // registers.
   int32_t stages;
-  // Whether the kernel that adds up the parts may start before the kernel ahead of it ends.
+  // Whether the kernel that adds up the partial sums may start before the preceding kernel ends.
   int32_t early_finish;
-  // Whether the backward reads rows of an odd length in place, 16 bytes at a time: all rows of a
-  // team then begin at the same distance from a multiple of 16 bytes.
+  // Whether the backward reads rows in place, 16 bytes at a time, although their length is not a
+  // multiple of 16 bytes. All rows of a team then begin at the same distance from a multiple of
+  // 16 bytes.
   int32_t in_place;
-  // Whether dw and db are computed from x and dy again, for few rows, without parts. With
-  // `in_registers` as well, one kernel does the whole backward.
+  // Whether dw and db are computed directly from x and dy, for few rows, without partial sums.
+  // If `in_registers` is also set, one kernel does the whole backward.
   int32_t by_columns;
 };
 
-// What the forward kernels get. All arrays are row-major and contiguous, and no two overlap.
+// The parameters of the forward kernels. All arrays are row-major and contiguous, and no two
+// overlap.
 struct LayerNormForward {
-  // M.
+  // M, the number of rows.
   int64_t rows;
-  // N.
+  // N, the number of columns.
   int64_t columns;
   double eps;
-  // `TchExtensionKind` of input and output.
+  // The `TchExtensionKind` of input and output.
   int32_t kind;
-  // Of weight and bias: `kind`, or Float with an input of a half kind (CPU only).
+  // The kind of weight and bias: `kind`, or on the CPU Float with an input of a half kind.
   int32_t parameter_kind;
-  // The CPU ignores it.
+  // How rows are spread over threads; the CPU ignores it.
   LayerNormPlan plan;
   // `[M, N]`.
   const void* input;
@@ -69,19 +74,20 @@ struct LayerNormForward {
   void* rstd;
 };
 
-// What the backward kernels get. All arrays are row-major and contiguous, and no two overlap.
+// The parameters of the backward kernels. All arrays are row-major and contiguous, and no two
+// overlap.
 struct LayerNormBackward {
-  // M.
+  // M, the number of rows.
   int64_t rows;
-  // N.
+  // N, the number of columns.
   int64_t columns;
-  // P: the sums over rows for weight and bias are cut into this many parts.
+  // P: the sums over rows, for weight and bias, are cut into this many parts.
   int64_t parts;
-  // `TchExtensionKind` of input, output and their gradients.
+  // The `TchExtensionKind` of input, output and their gradients.
   int32_t kind;
-  // Of weight and bias.
+  // The kind of weight and bias.
   int32_t parameter_kind;
-  // The CPU ignores it.
+  // How rows are spread over threads; the CPU ignores it.
   LayerNormPlan plan;
   // `[M, N]`.
   const void* grad_output;
@@ -89,7 +95,8 @@ struct LayerNormBackward {
   const void* input;
   // `[N]`, null for ones.
   const void* weight;
-  // `[M]` of the compute kind. It and rstd are null when only the bias' gradient is wanted.
+  // `[M]` of the compute kind. Both mean and rstd are null when only the bias' gradient is
+  // wanted.
   const void* mean;
   // `[M]` of the compute kind.
   const void* rstd;
@@ -99,8 +106,8 @@ struct LayerNormBackward {
   void* grad_weight;
   // `[N]` of the parameter kind, null when nobody needs it.
   void* grad_bias;
-  // `[P, N]` of the compute kind: scratch, null without grad_weight.
+  // Scratch, `[P, N]` of the compute kind; null without grad_weight.
   void* weight_parts;
-  // `[P, N]` of the compute kind: scratch, null without grad_bias.
+  // Scratch, `[P, N]` of the compute kind; null without grad_bias.
   void* bias_parts;
 };

@@ -1,5 +1,5 @@
-// Bound by memory: every element of dY is read once, 16 bytes a thread where sizes and addresses
-// allow.
+// The kernel is memory-bound: it reads every element of dY once, 16 bytes per thread where sizes
+// and addresses allow.
 
 #include "linear.h"
 #include "tch_extension/cuda_column_sums.h"
@@ -7,7 +7,7 @@
 namespace tch_extension {
 namespace {
 
-// kFolded: the last row may be short.
+// If kFolded, the last row may be short.
 template <bool kFolded>
 struct Rows {
   static constexpr int kUnroll = 4;

@@ -1,9 +1,9 @@
-// The bias' gradient of a linear layer; its products are libtorch's or csrc/gemm's. params.h has
-// the struct.
+// The bias' gradient of a linear layer; its products are computed by libtorch or csrc/gemm.
+// params.h has the parameter struct.
 //
 //   db = Σ dY over the rows
 //
-// Sums of the half kinds are made in float and rounded once.
+// The half kinds are accumulated in float and rounded once.
 #pragma once
 
 #include "params.h"

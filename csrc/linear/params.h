@@ -6,13 +6,14 @@
 
 #include "tch_extension/column_sums.h"
 
-// What the kernels for the bias' gradient get.
+// The parameters of the kernels for the bias' gradient.
 struct LinearBiasGrad {
-  // M rows and N columns, the output features. `sums.sums` is db, `[N]`.
+  // The sums of M rows and N columns; the columns are the output features. `sums.sums` is db,
+  // `[N]`.
   TchExtensionColumnSums sums;
-  // From a row of dY to the next, in elements.
+  // The distance from a row of dY to the next, in elements.
   int64_t row_stride;
-  // `TchExtensionKind` of dY and db.
+  // The `TchExtensionKind` of dY and db.
   int32_t kind;
   int32_t reserved;
   // dY, `[M, N]`; the N elements of a row are adjacent.

@@ -1,4 +1,4 @@
-// LLTM by clusters, backward: which kernel is compiled for which size.
+// The backward pass of LLTM in clusters: chooses the compiled kernel for a size.
 #include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/cluster/backward.h"
 #include "kernels.h"

@@ -1,4 +1,4 @@
-// LLTM by clusters, forward: which kernel is compiled for which size.
+// The forward pass of LLTM in clusters: chooses the compiled kernel for a size.
 #include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/cluster/forward.h"
 #include "kernels.h"
@@ -48,14 +48,14 @@ struct Forward {
   cudaStream_t stream;
 };
 
-// How many clusters of the largest kernel for half kinds the device runs at a time. 0 where CUDA
+// How many clusters of the largest kernel for half kinds the device runs at a time. It is 0 if CUDA
 // reports an error instead, as it may for clusters of 16.
 template <typename Product>
 int clusters_at_a_time() {
   constexpr auto kKernel = cluster::forward_kernel<LltmOnCuda, __half, Product>;
   cudaFuncAttributes code = {};
   cudaError_t error = cudaFuncGetAttributes(&code, kKernel);
-  // Code that was compiled for an older architecture is empty.
+  // A kernel that was compiled for an older architecture is empty.
   if (error == cudaSuccess && code.ptxVersion < 90) return 0;
   if (error == cudaSuccess) error = allow<kKernel>();
   int clusters = 0;
@@ -77,15 +77,15 @@ extern "C" LaunchStatus tch_extension_lltm_cluster_forward_cuda(
   return {"lltm_cluster_forward", for_kinds(params->kind, params->product_kind, body)};
 }
 
-// For the current device, which has to be `device`: how many clusters of 8 blocks, and of 16, run
-// at a time; zeros where the kernels cannot run.
+// Writes how many clusters of 8 blocks, and of 16, `device` runs at a time; zeros if it cannot run
+// the kernels. `device` has to be the current device.
 extern "C" const char* tch_extension_lltm_cluster_device(int32_t device, int64_t* clusters) {
   int major = 0;
   clusters[0] = clusters[1] = 0;
   const cudaError_t error =
       cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  // Other GPUs were not measured, and have less shared memory.
+  // Other GPUs have not been measured, and have less shared memory.
   if (major != 9) return nullptr;
   clusters[0] = clusters_at_a_time<cluster::HalfForwardProduct<LltmOnCuda, __half, 512, 8>>();
   clusters[1] = clusters_at_a_time<cluster::HalfForwardProduct<LltmOnCuda, __half, 768, 16>>();

@@ -1,4 +1,4 @@
-// LLTM on the CPU: one step, and all steps by a team of threads.
+// LLTM on the CPU: a single step, and all steps computed by a team of threads.
 #include "../recurrent/step/cpu.h"
 
 #include "../recurrent/cells/lltm_cpu.h"

@@ -1,4 +1,4 @@
-// LLTM by one kernel for each step, on CUDA.
+// LLTM on CUDA with one kernel for each step.
 #include "../recurrent/step/cuda.h"
 #include "kernels.h"
 

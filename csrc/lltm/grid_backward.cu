@@ -1,4 +1,5 @@
-// LLTM by a grid, backward, with products in half kinds: which kernel is compiled for which size.
+// The backward pass of LLTM in a grid, with products in half kinds: chooses the compiled kernel for
+// a size.
 #include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/grid/backward.h"
 #include "kernels.h"
@@ -18,7 +19,7 @@ struct GridBackward {
     return grid::start_backward<LltmOnCuda, S, grid::HalfProduct<T, kOf...>>(params, stream);
   }
 
-  // The kernel with at least this many vectors of a row for each lane.
+  // Launches the smallest kernel with at least this many vectors of a row for each lane.
   template <typename S, typename T>
   static grid::Status start(const grid::BackwardParams& params, int64_t vectors,
                             cudaStream_t stream) {

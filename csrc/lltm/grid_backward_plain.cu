@@ -1,5 +1,5 @@
-// LLTM by a grid, backward, in float and double as they are: which kernel is compiled for which
-// size.
+// The backward pass of LLTM in a grid, in float and double without rounding to a narrower kind:
+// chooses the compiled kernel for a size.
 #include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/grid/backward.h"
 #include "../recurrent/grid/plain.h"
@@ -18,7 +18,7 @@ struct GridPlainBackward {
         params, stream);
   }
 
-  // The kernel with at least this many vectors of a row for each lane.
+  // Launches the smallest kernel with at least this many vectors of a row for each lane.
   template <typename, typename T>
   static grid::Status start(const grid::BackwardParams& params, int64_t vectors,
                             cudaStream_t stream) {

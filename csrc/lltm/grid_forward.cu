@@ -1,4 +1,5 @@
-// LLTM by a grid, forward, with products in half kinds: which kernel is compiled for which size.
+// The forward pass of LLTM in a grid, with products in half kinds: chooses the compiled kernel for
+// a size.
 #include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/grid/forward.h"
 #include "kernels.h"
@@ -16,7 +17,7 @@ struct GridForward {
         params, stream);
   }
 
-  // The kernel with at least this many vectors of a row for each lane.
+  // Launches the smallest kernel with at least this many vectors of a row for each lane.
   template <typename S, typename T>
   static grid::Status start(const grid::ForwardParams& params, int64_t vectors,
                             cudaStream_t stream) {
@@ -42,8 +43,8 @@ extern "C" LaunchStatus tch_extension_lltm_grid_forward_cuda(const grid::Forward
   return {"lltm_grid_forward", for_kinds(params->kind, params->product_kind, call)};
 }
 
-// For the current device, which has to be `device`: how many blocks run at the same time; 0 where
-// the kernels cannot run.
+// Writes how many blocks `device` runs at the same time; 0 if it cannot run the kernels. `device`
+// has to be the current device.
 extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* blocks) {
   using Product = grid::HalfForwardProduct<__half, 32, 4, 12, 2>;
   constexpr auto kLargest = grid::forward_kernel<LltmOnCuda, __half, Product, 32>;
@@ -55,11 +56,11 @@ extern "C" const char* tch_extension_lltm_grid_device(int32_t device, int64_t* b
   if (error == cudaSuccess)
     error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (error != cudaSuccess) return cudaGetErrorString(error);
-  // Other GPUs were not measured.
+  // Other GPUs have not been measured.
   if (major != 9 || cooperative == 0) return nullptr;
   cudaFuncAttributes code = {};
   error = cudaFuncGetAttributes(&code, kLargest);
-  // Compiled for any other architecture than Hopper's own, the kernel is empty and has no bias in
+  // Unless it is compiled for Hopper's own architecture, the kernel is empty and has no bias in
   // shared memory.
   if (error == cudaSuccess && code.sharedSizeBytes == 0) return nullptr;
   if (error == cudaSuccess) error = allow<kLargest>();

@@ -1,5 +1,5 @@
-// LLTM by a grid, forward, in float and double as they are: which kernel is compiled for which
-// size.
+// The forward pass of LLTM in a grid, in float and double without rounding to a narrower kind:
+// chooses the compiled kernel for a size.
 #include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/grid/forward.h"
 #include "../recurrent/grid/plain.h"
@@ -18,8 +18,9 @@ struct GridPlainForward {
     return grid::start_forward<LltmOnCuda, T, kColumns, Product>(params, stream);
   }
 
-  // The kernel with at least this many vectors of a row for each lane. Few columns are for few
-  // rows: then there are enough blocks, and none waits long for a product.
+  // Launches the smallest kernel with at least this many vectors of a row for each lane. Blocks of
+  // few columns are for few rows: there are then enough blocks, and none of them waits long for a
+  // product.
   template <typename, typename T>
   static grid::Status start(const grid::ForwardParams& params, int64_t vectors,
                             cudaStream_t stream) {

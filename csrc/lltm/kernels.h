@@ -1,5 +1,5 @@
-// The kernels of LLTM's sequences, each in the file that has its name, and how they are called:
-// with their parameters and the stream.
+// The kernels of LLTM's sequences, each in the file of its name, and how they are called: with
+// their parameters and the stream.
 #pragma once
 
 #include "../recurrent/cpu/params.h"
@@ -38,7 +38,7 @@ tch_extension::LaunchStatus tch_extension_lltm_cluster_forward_cuda(
 tch_extension::LaunchStatus tch_extension_lltm_cluster_backward_cuda(
     const tch_extension::recurrent::cluster::BackwardParams*, cudaStream_t);
 
-// `fits` becomes false where not all blocks can run at the same time: then no kernel was started.
+// `fits` becomes false if not all blocks can run at the same time; no kernel is then started.
 tch_extension::LaunchStatus tch_extension_lltm_grid_forward_cuda(
     const tch_extension::recurrent::grid::ForwardParams*, bool* fits, cudaStream_t);
 tch_extension::LaunchStatus tch_extension_lltm_grid_backward_cuda(

@@ -1,5 +1,6 @@
-// The operator's entry points from Rust: whole sequences, by the way that Rust has chosen. One call
-// does all steps, so that a step by kernels of its own costs the host no more than two launches.
+// The operator's entry points for Rust. They compute whole sequences, by the way that Rust has
+// chosen. One call does all steps, so that a step with kernels of its own costs the host no more
+// than two launches.
 
 #include "lltm.h"
 
@@ -31,8 +32,8 @@ using namespace tch_extension::recurrent;
 
 namespace {
 
-// Nothing in here is recorded or cast. With both excluded libtorch does not check for it, which is
-// a third of what a small product costs the host.
+// Disables autograd and autocast for everything in here. With both dispatch keys excluded, libtorch
+// does not check for them, which is a third of what a small product costs the host.
 struct PlainDispatch {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
@@ -40,19 +41,19 @@ struct PlainDispatch {
 
 int32_t kind_of(const at::Tensor& tensor) { return static_cast<int32_t>(tensor.scalar_type()); }
 
-// The product of each step.
+// Computes the product of each step.
 struct StepProduct {
   explicit StepProduct(const at::Tensor& result) {
-    // cuBLAS has float kernels for so few rows that take ten times as long as those of cuBLASLt, to
-    // which libtorch goes for a bias that is a vector. On an H200 at B = 16, H = 128: 32 µs and 2.7
-    // forward, 51 and 5 back.
+    // For so few rows, cuBLAS has float kernels that take ten times as long as those of cuBLASLt,
+    // which libtorch calls if the bias is a vector. On an H200 at B = 16, H = 128 they take 32 µs
+    // compared with 2.7 forward, and 51 compared with 5 backward.
     constexpr int64_t kFewRows = 32;
     if (result.is_cuda() && result.scalar_type() == at::kFloat && result.size(0) <= kFewRows) {
       no_bias = at::zeros({result.size(1)}, result.options());
     }
   }
 
-  // result = a b, with sums that are not rounded to a half kind on the way into a wider result.
+  // result = a b. Sums are not rounded to a half kind before they are written to a wider result.
   void into(at::Tensor& result, const at::Tensor& a, const at::Tensor& b) const {
     if (result.scalar_type() != a.scalar_type()) {
       at::mm_outf(a, b, result.scalar_type(), result);
@@ -66,8 +67,8 @@ struct StepProduct {
   at::Tensor no_bias;
 };
 
-// W_h, [3H, H]. Packed where enough products use it to pay for the copy: rows of W may begin
-// anywhere.
+// W_h, [3H, H]. It is copied to contiguous memory if enough products use it to pay for the copy,
+// because rows of W may begin anywhere.
 at::Tensor hidden_weight(const at::Tensor& weight, int64_t hidden, int64_t steps) {
   constexpr int64_t kEnough = 4;
   const at::Tensor part = weight.narrow(1, 0, hidden);
@@ -133,7 +134,7 @@ void launch(const step::BackwardParams& step, [[maybe_unused]] void* stream, boo
   tch_extension_lltm_step_backward_cpu(&step);
 }
 
-// The address of step `t`, or null.
+// The address of step `t` of a tensor, or null if there is no tensor.
 void* at_step(const at::Tensor* tensor, int64_t t) {
   if (tensor == nullptr) return nullptr;
   return static_cast<char*>(tensor->data_ptr()) + t * tensor->stride(0) * tensor->element_size();
@@ -191,15 +192,15 @@ void backward_per_step(const LltmBackward& call) {
   }
 }
 
-// Whether rows of these may be read 16 bytes at a time.
+// Whether rows of this tensor may be read 16 bytes at a time.
 bool allows_vectors(const at::Tensor& tensor, int64_t columns, int64_t stride) {
   const auto lanes = static_cast<int64_t>(16 / tensor.element_size());
   return columns % lanes == 0 && stride % lanes == 0 &&
          reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
-// What kernels of the cell are told of every step. Without the input's product at once they make
-// that, too.
+// The parameters that the cell's kernels get in every step. Unless the input is multiplied at once,
+// these kernels multiply it, too.
 LltmCellFusedForward cell_of(const LltmForward& call) {
   const int64_t hidden = call.output->size(2);
   LltmCellFusedForward step{};
@@ -241,7 +242,7 @@ void forward_fused(const LltmForward& call) {
   for_each_cell(call, [&](const LltmCellFusedForward& step) { launch(step, call.stream); });
 }
 
-// The tensor, or a copy of one that begins where bulk copies cannot.
+// The tensor, or a copy of it if it begins where bulk copies cannot read.
 at::Tensor reachable(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 ? tensor : tensor.clone();
 }
@@ -257,7 +258,8 @@ void forward_by_tensor_cores(LltmForward call) {
                 [&](const LltmCellFusedForward& step) { launch_tensor_cores(step, call.stream); });
 }
 
-// Of each step the gradients for its gates, and with them those that the step before is given.
+// Computes the gradients for the gates of each step, and with them the gradients that the preceding
+// step gets.
 void backward_fused(const LltmBackward& call) {
   const int64_t steps = call.c->size(0);
   LltmCellFusedBackward step{};
@@ -267,7 +269,7 @@ void backward_fused(const LltmBackward& call) {
   step.wide = true;
   step.weight = call.weight->const_data_ptr();
   step.weight_stride = call.weight->stride(0);
-  // Blocks read what others would overwrite, so that there are two of each.
+  // Blocks read gradients that other blocks would overwrite, so there are two buffers for each.
   at::Tensor other_h = at::empty_like(*call.grad_h), other_c = at::empty_like(*call.grad_c);
   for (int64_t t = steps - 1; t >= 0; --t) {
     step.grad_new_h = at_step(call.grad_output, t);
@@ -284,7 +286,7 @@ void backward_fused(const LltmBackward& call) {
   }
 }
 
-// What a team needs, beside its sizes.
+// The scratch memory of a team of threads, and the team's sizes.
 struct TeamMemory {
   at::Tensor packed;
   at::Tensor counters;
@@ -348,7 +350,7 @@ void backward_packed(const LltmBackward& call) {
   tch_extension_lltm_packed_backward_cpu(&params);
 }
 
-// The input's part of all gates. The way on the CPU reads the bias from here, too.
+// Computes the input's part of all gates. On the CPU this part includes the bias.
 void multiply_input(const LltmForward& call) {
   const int64_t hidden = call.output->size(2), features = call.input->size(2);
   const int64_t rows = call.output->size(0) * call.output->size(1);
@@ -356,7 +358,8 @@ void multiply_input(const LltmForward& call) {
   const at::Tensor weight = call.weight->narrow(1, hidden, features).t();
   at::Tensor gates = call.gates->view({rows, 3 * hidden});
   if (call.way != LltmWay::Cpu) return StepProduct(gates).into(gates, input, weight);
-  // In memory of its own, and so for both who have the old one.
+  // The product allocates its own memory, which replaces the old gates for both tensors that share
+  // them.
   gates = product(input, weight, call.bias).view(call.gates->sizes());
   if (call.activations != nullptr && call.activations->is_same(*call.gates))
     *call.activations = gates;
@@ -365,7 +368,7 @@ void multiply_input(const LltmForward& call) {
 
 }  // namespace
 
-// Neither is called for a sequence without steps, rows or columns.
+// Neither function is called for a sequence without steps, rows or columns.
 TCH_EXTENSION_API Message tch_extension_lltm_forward(const LltmForward* call) {
   return guard([&] {
     const PlainDispatch plain;

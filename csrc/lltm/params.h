@@ -9,7 +9,8 @@
 
 #include <cstdint>
 
-// The ways to compute a sequence, by the folder of `csrc/recurrent` that each runs in.
+// The ways to compute a sequence. Where a description begins with a name and a colon, the kernels
+// are in that folder of `csrc/recurrent`.
 enum class LltmWay : int32_t {
   // The plan chooses.
   Automatic,
@@ -23,50 +24,52 @@ enum class LltmWay : int32_t {
   TensorCores,
   // `cpu`: weights are packed once, and threads stay together for all steps.
   Cpu,
-  // On CUDA: one kernel for all steps, whose blocks keep the weights on chip. Clusters if there
-  // are some for the sizes, or else a grid. Only for tests and benchmarks to force.
+  // On CUDA: one kernel for all steps, whose blocks keep the weights on the chip. That is a
+  // cluster if there is one for the sizes, and otherwise a grid. Only tests and benchmarks force
+  // it.
   Resident,
   // `cluster`: the blocks of a cluster share the weights, and each cluster has rows of its own.
   Cluster,
   // `grid`: the blocks of the whole GPU share the weights; half kinds, or scaled fp16 values.
   Grid,
-  // `grid`, for Float and Double as they are.
+  // `grid`, for Float and Double without rounding them to a narrower kind.
   PlainGrid,
   // `wide_grid`: a grid whose blocks compute 64 rows at a time.
   WideGrid,
-  // A grid of more blocks than any GPU runs at once, as where other processes leave too few.
-  // Only for tests to force.
+  // A grid of more blocks than any GPU runs at once, as happens where other processes leave too
+  // few multiprocessors free. Only tests force it.
   CrowdedGrid,
 };
 
-// What the forward gets. All tensors are contiguous. The gates' kind is Double if the product's is,
-// otherwise Float.
+// The parameters of the forward pass. All tensors are contiguous. The gates' kind is Double if the
+// product's kind is Double, and Float otherwise.
 struct LltmForward {
   LltmWay way;
-  // On the CPU and in a grid: how many groups share the rows of the batch.
+  // For the CPU and grids: how many groups share the rows of the batch.
   int32_t row_groups;
-  // On the CPU: how many groups share the columns of h. By clusters: how many blocks share rows.
-  // By a grid: how many columns of h a block has.
+  // For the CPU: how many groups share the columns of h. For clusters: how many blocks share
+  // rows. For grids: how many columns of h a block has.
   int32_t column_groups;
-  // Whether the input is multiplied for all steps first. Only the ways that call a kernel of the
-  // cell for each step can do without: Fused, and TensorCores, which always does.
+  // Whether the input is multiplied for all steps before the first step. Only the ways that call
+  // a kernel of the cell for each step can do without this: Fused may, and TensorCores always
+  // does.
   int32_t input_at_once;
-  // By clusters and grids: whether Float is multiplied as fp16 values with scales.
+  // For clusters and grids: whether Float is multiplied as fp16 values with scales.
   int32_t is_scaled;
   int32_t reserved;
-  // libtorch's current one on CUDA.
+  // libtorch's current stream on CUDA.
   void* stream;
   // `[T, B, F]`, of the product's kind.
   const at::Tensor* input;
   // `[3H, H + F]`, of the product's kind.
   const at::Tensor* weight;
-  // `[3H]`, of the gates' kind; for kernels of the cell, of the product's; may be null.
+  // `[3H]`, of the gates' kind, or of the product's kind for kernels of the cell; may be null.
   const at::Tensor* bias;
   // `[B, H]`, of the product's kind.
   const at::Tensor* h0;
   // `[B, H]`, of the state's kind.
   const at::Tensor* c0;
-  // `[T, B, 3H]`, of the gates' kind: scratch; null if not input_at_once.
+  // Scratch, `[T, B, 3H]`, of the gates' kind; null unless input_at_once is set.
   at::Tensor* gates;
   // `[T, B, H]`, of the state's kind.
   at::Tensor* output;
@@ -76,7 +79,7 @@ struct LltmForward {
   at::Tensor* activations;
 };
 
-// What the backward gets. All tensors are contiguous.
+// The parameters of the backward pass. All tensors are contiguous.
 struct LltmBackward {
   LltmWay way;
   int32_t row_groups;
@@ -93,9 +96,9 @@ struct LltmBackward {
   const at::Tensor* activations;
   // `[T, B, H]`, of the state's kind.
   const at::Tensor* c;
-  // `[B, H]`, of the gates' kind: for h[T-1], and then for h0.
+  // `[B, H]`, of the gates' kind: on entry the gradient for h[T-1], on return the one for h0.
   at::Tensor* grad_h;
-  // `[B, H]`, of the gates' kind: for c[T-1], and then for c0.
+  // `[B, H]`, of the gates' kind: on entry the gradient for c[T-1], on return the one for c0.
   at::Tensor* grad_c;
   // `[T, B, 3H]`, of the product's kind.
   at::Tensor* grad_gates;

@@ -1,4 +1,4 @@
-// From tensors to the parameters of the kernels that keep W_h on the chip.
+// Turns tensors into the parameters of the kernels that keep W_h on the chip.
 
 #include "resident.h"
 
@@ -21,7 +21,7 @@ void check(const LaunchStatus& status) {
   TORCH_CHECK(status.error == nullptr, "kernel ", status.kernel, ": ", status.error);
 }
 
-// A copy if the tensor is misaligned: the kernels read it 16 bytes at a time.
+// The tensor, or a copy of it if it is misaligned: the kernels read it 16 bytes at a time.
 at::Tensor aligned(const at::Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 ? tensor : tensor.clone();
 }
@@ -44,14 +44,16 @@ struct ScaledMatrix {
   recurrent::ScaledRows rows = {};
 };
 
-// The operands of a kernel: W_h and h0; where libtorch allows tf32, as fp16 values with scales.
+// The operands of a kernel, W_h and h0. Where libtorch allows tf32, they are fp16 values with
+// scales.
 struct Operands {
-  // Only W_h if there is no h0.
+  // Without h0 there is only W_h.
   Operands(const at::Tensor& whole_weight, const at::Tensor* first_h, int64_t hidden,
            bool are_scaled, void* stream)
       : weight(whole_weight), h0(first_h == nullptr ? at::Tensor() : *first_h) {
     if (!are_scaled) return;
-    // Rows that may be read 16 bytes at a time.
+    // Rows are padded to a multiple of this many values, so that they may be read 16 bytes at a
+    // time.
     constexpr int64_t kOf16Bytes = 8;
     scaled_weight = ScaledMatrix(weight, round_up(hidden, kOf16Bytes), recurrent::kMostExponent);
     if (first_h != nullptr) scaled_h0 = ScaledMatrix(h0, hidden, 0);
@@ -120,7 +122,7 @@ void run_clusters(const LltmBackward& call) {
 
 namespace {
 
-// The memory of the scaled messages of the backward pass; none without scales.
+// The memory of the backward pass's scaled messages; empty without scales.
 struct ScaledMessages {
   ScaledMessages(const recurrent::grid::BackwardParams& params, const at::TensorOptions& like) {
     if (params.scales == nullptr) return;

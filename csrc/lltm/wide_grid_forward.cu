@@ -1,4 +1,4 @@
-// LLTM by a wide grid, forward: which kernel is compiled for which size.
+// The forward pass of LLTM in a wide grid: chooses the compiled kernel for a size.
 #include "../recurrent/wide_grid/forward.h"
 #include "kernels.h"
 
@@ -8,7 +8,8 @@ namespace {
 using namespace recurrent;
 
 struct WideGridForward {
-  // The kernel with at least as many vectors of a row for each warp as this hidden size needs.
+  // Launches the smallest kernel with at least as many vectors of a row for each warp as this
+  // hidden size needs.
   template <typename S, typename T>
   static grid::Status start(const grid::ForwardParams& params, int64_t, cudaStream_t stream) {
     if constexpr (sizeof(T) == 2) {

@@ -8,7 +8,7 @@ inline namespace CPU_CAPABILITY {
 
 namespace {
 
-// An item is a piece of a row, so that one long row is spread over threads, too.
+// A work item is a piece of a row, so that several threads can share one long row.
 constexpr int64_t kColumns = 1024;
 
 template <typename Params>
@@ -21,7 +21,7 @@ int64_t items(const Params& params) {
   return params.batch * pieces_per_row(params);
 }
 
-// At least this much work for a thread: waking one costs a few microseconds.
+// A thread gets at least this much work, because waking it costs a few microseconds.
 template <typename Params>
 int64_t grain(const Params& params) {
   constexpr int64_t kElements = 2048;

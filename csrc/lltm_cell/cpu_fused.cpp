@@ -2,10 +2,12 @@
 #include "lltm_cell.h"
 #include "tch_extension/cpu_small_product.h"
 
-// H + F at most in the forward: so much of the operands is kept on the stack.
+// The most columns of [h, x] in the forward, H + F: it keeps that many of its operands on the
+// stack.
 constexpr int64_t kMostColumns = 1024;
 
-// What the two kernels of the backward read: the second what the first wrote.
+// The parameters of the backward's two kernels. The first writes grad_gates and the second reads
+// it.
 struct LltmCellCpuBackward : LltmCellFusedBackward {
   void* grad_gates;  // [B, 3H]
 };
@@ -15,8 +17,8 @@ inline namespace CPU_CAPABILITY {
 
 namespace {
 
-// An item is so many of the hidden columns, with all three gates; the same for every instruction
-// set, and whole vectors.
+// A work item is this many hidden columns, with all three gates. The number is the same for every
+// instruction set, and is a multiple of each vector size.
 constexpr int64_t kBlock = 16;
 
 int64_t blocks(int64_t hidden) { return (hidden + kBlock - 1) / kBlock; }
@@ -25,13 +27,13 @@ int64_t forward_items(const LltmCellFusedForward& params) { return blocks(params
 
 int64_t gates_items(const LltmCellCpuBackward& params) { return blocks(params.hidden); }
 
-// Of the gradients of h and of the input.
+// The work items of the kernel that computes the gradients of h and of the input.
 int64_t inputs_items(const LltmCellCpuBackward& params) {
   return (params.grad_h == nullptr ? 0 : blocks(params.hidden)) +
          (params.grad_input == nullptr ? 0 : blocks(params.features));
 }
 
-// Waking a thread costs as much as so many multiplications.
+// Waking a thread costs as much as this many multiplications.
 constexpr int64_t kGrain = 1 << 18;
 
 int64_t grain_of(int64_t multiplications_per_item) {
@@ -50,12 +52,13 @@ int64_t inputs_grain(const LltmCellCpuBackward& params) {
   return grain_of(params.batch * 3 * kBlock * params.hidden);
 }
 
-// The sides of the forward's product are exchanged: hidden columns are rows, of which each gives
-// single values, so that the weight need not be transposed; the batch makes the vectors.
+// The forward's product is computed transposed, so that the weight need not be: its rows are hidden
+// columns, from which it reads single values, and its vectors hold values of several rows of the
+// batch.
 template <typename T, int kVectors>
 struct ForwardTile {
   static constexpr int64_t kSize = Vec<T>::size();
-  static constexpr int64_t kRows = kVectors * kSize;  // of the batch
+  static constexpr int64_t kRows = kVectors * kSize;  // rows of the batch
 
   alignas(64) T columns[kMostColumns * kRows];  // [h, x]ᵀ
   alignas(64) T product[kBlock * kRows];
@@ -100,7 +103,7 @@ struct ForwardTile {
   }
 };
 
-// The blocks [begin, end) of the rows [first_row, last_row).
+// Computes the blocks [begin, end) of hidden columns, for the rows [first_row, last_row).
 template <typename T, int kVectors>
 void forward_rows(const LltmCellFusedForward& params, int64_t begin, int64_t end, int64_t first_row,
                   int64_t last_row) {
@@ -174,7 +177,7 @@ void gradients_of_gates(const LltmCellCpuBackward& params, int64_t first, int64_
   }
 }
 
-// dGᵀ [h, x] for some columns of dG, which are rows of the result.
+// Computes dGᵀ [h, x] for some columns of dG, which are rows of the result.
 template <typename T>
 void gradient_of_weight(const LltmCellCpuBackward& params, int64_t first, int64_t columns) {
   const int64_t hidden = params.hidden, features = params.features, width = hidden + features;
@@ -213,8 +216,8 @@ void backward_gates(const LltmCellCpuBackward& params, int64_t begin, int64_t en
   }
 }
 
-// dG W, of which some columns are asked for: [begin, end) out of the blocks of a matrix whose
-// columns begin at `offset` in W.
+// Computes some columns of dG W: the blocks [begin, end) of a matrix whose columns begin at
+// `offset` in W.
 template <typename T>
 void gradient_of_input(const LltmCellCpuBackward& params, int64_t offset, void* to, int64_t width,
                        int64_t begin, int64_t end) {
@@ -234,7 +237,7 @@ void backward_inputs(const LltmCellCpuBackward& params, int64_t begin, int64_t e
                        std::max<int64_t>(0, begin - of_h), end - of_h);
 }
 
-// Calls body(Type<T>{}) for the kinds that there are small products of.
+// Calls body(Type<T>{}) for the kinds that small_product supports.
 template <typename Body>
 void for_wide_kind(int32_t kind, Body body) {
   if (kind == kTchExtensionFloat) body(Type<float>{});
@@ -272,7 +275,7 @@ TCH_EXTENSION_CPU_KERNEL(tch_extension_lltm_cell_fused_inputs, lltm_cell_fused_i
                          LltmCellCpuBackward, inputs_items, inputs_grain)
 
 #if defined(CPU_CAPABILITY_DEFAULT)
-// grad_gates: [B, 3H], scratch.
+// `grad_gates` is scratch memory, [B, 3H].
 extern "C" void tch_extension_lltm_cell_fused_backward_cpu(const LltmCellFusedBackward* params,
                                                            void* grad_gates) noexcept {
   const LltmCellCpuBackward with_scratch{*params, grad_gates};

@@ -1,4 +1,4 @@
-// What the cell does with vectors of gates, on the CPU.
+// The cell's operations on vectors of gates, on the CPU.
 #pragma once
 
 #include "tch_extension/cpu.h"
@@ -11,9 +11,9 @@ inline Vec<C> sigmoid(const Vec<C>& x) {
   return Vec<C>(C(1)) / (Vec<C>(C(1)) + x.neg().exp());
 }
 
-// exp(x) - 1 for x <= 0, given exp(x). In Float libtorch's expm1 costs as much as four
-// exponentials; this is off by two units in the last place at most. Close to 0, where the
-// difference has no digits left, Taylor's series.
+// exp(x) - 1 for x <= 0, given exp(x). For Float, libtorch's expm1 costs as much as four
+// exponentials; this function is off by at most two units in the last place. Close to 0, where the
+// difference would lose its digits, it uses the Taylor series.
 template <typename C>
 inline Vec<C> expm1_of_negative(const Vec<C>& x, const Vec<C>& exp) {
   if constexpr (std::is_same_v<C, float>) {
@@ -30,7 +30,7 @@ inline Vec<C> expm1_of_negative(const Vec<C>& x, const Vec<C>& exp) {
   }
 }
 
-// By the same token.
+// tanh. For Float it uses expm1_of_negative, for the same reason.
 template <typename C>
 inline Vec<C> tanh(const Vec<C>& x) {
   if constexpr (std::is_same_v<C, float>) {
@@ -43,10 +43,10 @@ inline Vec<C> tanh(const Vec<C>& x) {
   }
 }
 
-// One vector of the cell's step.
+// One vector of the cell's step, forward.
 template <typename C>
 struct LltmCellStep {
-  Vec<C> i, o;  // behind their sigmoid
+  Vec<C> i, o;  // after their sigmoids
   Vec<C> new_h, new_c;
 
   LltmCellStep(const Vec<C>& gate_i, const Vec<C>& gate_o, const Vec<C>& g, const Vec<C>& c)
@@ -57,10 +57,10 @@ struct LltmCellStep {
   }
 };
 
-// One vector of its derivative.
+// One vector of the gradients of the cell's step.
 template <typename C>
 struct LltmCellGradient {
-  Vec<C> i, o, g;  // of the gates, before their activations
+  Vec<C> i, o, g;  // for the gates before their activations
   Vec<C> c;
 
   LltmCellGradient(const Vec<C>& i, const Vec<C>& o, const Vec<C>& g, const Vec<C>& new_c,

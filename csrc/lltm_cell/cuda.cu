@@ -1,7 +1,7 @@
-// Each thread computes kLanes neighbouring columns of one row. The kernels are bound by memory: the
-// forward reads 4 values and writes 2 (4 with activations) for each element of [B, H], the backward
-// reads 6 and writes 4. Neighbouring threads touch neighbouring addresses, 16 bytes each where
-// sizes and addresses allow.
+// Each thread computes kLanes adjacent columns of one row. The kernels are memory-bound: for each
+// element of [B, H] the forward reads 4 values and writes 2 (4 with activations), and the backward
+// reads 6 and writes 4. Adjacent threads access adjacent addresses, up to 16 bytes each where sizes
+// and addresses allow.
 
 #include "functions.h"
 #include "lltm_cell.h"
@@ -15,8 +15,8 @@ __device__ __forceinline__ Values<T, kLanes> load_or_zero(const void* pointer, i
   return pointer == nullptr ? Values<T, kLanes>{} : load_values<T, kLanes>(pointer, at);
 }
 
-// What a thread has at a time. Of the half kinds 8 bytes: with 16, half as many threads would wait
-// for memory.
+// How many values a thread has at a time. For the half kinds they are 8 bytes: with 16, only half
+// as many threads would have loads in flight.
 template <typename T>
 constexpr int kLanesOfThread = sizeof(T) == 2 ? 4 : kLanesOf16Bytes<T>;
 
@@ -101,10 +101,10 @@ __global__ void __launch_bounds__(kThreads) lltm_cell_backward_kernel(LltmCellBa
   }
 }
 
-// The loop adds one grid to an index below the end, which must not wrap.
+// The loop adds the size of the grid to an index below the end; the sum must not overflow.
 bool fits_32_bits(int64_t batch, int64_t hidden) { return batch * 3 * hidden < INT32_MAX / 2; }
 
-// A forward and what it adds to the gates, or null.
+// The forward's parameters, and a bias that is added to the gates; the bias may be null.
 struct Forward {
   LltmCellForward params;
   const void* bias;  // [3H]
@@ -119,7 +119,7 @@ bool allows_vectors(const Forward& forward, int lanes) {
 }
 
 bool allows_vectors(const LltmCellBackward& params, int lanes) {
-  // Null counts as aligned.
+  // A null pointer counts as aligned.
   return params.hidden % lanes == 0 && is_aligned_to_16(params.grad_new_h) &&
          is_aligned_to_16(params.grad_new_c) && is_aligned_to_16(params.activations) &&
          is_aligned_to_16(params.new_c) && is_aligned_to_16(params.grad_gates) &&
@@ -139,7 +139,8 @@ void start(const LltmCellBackward& params, cudaStream_t stream) {
   lltm_cell_backward_kernel<T, kLanes, Index><<<blocks, kThreads, 0, stream>>>(params);
 }
 
-// `params` is all that the launch is given, `sizes` the part of it that has sizes and kind.
+// `params` holds all of the launch's arguments; `sizes` is the part that has the sizes and the
+// kind.
 template <typename T, int kLanes, typename Params, typename Sizes>
 void start_with_index(const Params& params, const Sizes& sizes, cudaStream_t stream) {
   fits_32_bits(sizes.batch, sizes.hidden) ? start<T, kLanes, uint32_t>(params, stream)
@@ -166,7 +167,7 @@ LaunchStatus launch(const char* kernel, const Params& params, const Sizes& sizes
 }  // namespace
 }  // namespace tch_extension
 
-// `bias`: [3H], added to the gates first; null for zeros, as on the CPU, where the product has it.
+// `bias` ([3H]) is first added to the gates; null means zeros. On the CPU the product has added it.
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_forward_cuda(
     const LltmCellForward* params, const void* bias, cudaStream_t stream) {
   const tch_extension::Forward forward{*params, bias};

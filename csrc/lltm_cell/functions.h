@@ -1,4 +1,4 @@
-// What the gates of a cell go through, on CUDA.
+// The activation functions of a cell's gates, on CUDA.
 #pragma once
 
 #include "../hopper/approximate.h"
@@ -7,10 +7,10 @@
 
 namespace tch_extension {
 
-// The functions of the cell, in the precision that values of type T are stored in. For the half
-// kinds, which keep 11 digits at most, the hardware's exponential does: its error, and that of the
-// ways below around a lost digit, stays under 2^-16. With the exact ones these kernels are bound by
-// arithmetic, not by memory.
+// The functions of the cell, with the precision in which values of type T are stored. For the half
+// kinds, which keep at most 11 binary digits, the hardware's exponential is accurate enough: its
+// error, and that of the series used below where digits would cancel, stays under 2^-16. With exact
+// functions these kernels would be bound by arithmetic instead of memory.
 template <typename T>
 struct Functions {
   using C = Compute<T>;
@@ -23,7 +23,7 @@ struct Functions {
 
   static __device__ __forceinline__ C elu(C x) {
     if constexpr (kIsHalf) {
-      // Near 0, where exp(x) - 1 would lose digits, the series.
+      // Near 0, exp(x) - 1 would lose digits, so the series is used.
       const C below =
           x > -0.03f ? x * (1.0f + x * (0.5f + x * (1.0f / 6.0f))) : hopper::fast_exp(x) - 1.0f;
       return x > 0.0f ? x : below;

@@ -1,6 +1,6 @@
-// The backward in one kernel. Some blocks compute tiles of dG W, the others tiles of dGᵀ [h, x].
-// Each computes what it needs of dG by itself: that is cheaper than to wait for a kernel that would
-// write it.
+// The backward in one kernel. Some blocks compute tiles of dG W, and the other blocks compute tiles
+// of dGᵀ [h, x]. Each block computes the part of dG that it needs by itself, which is cheaper than
+// waiting for another kernel to write it.
 
 #include <cstddef>
 
@@ -27,8 +27,8 @@ __device__ __forceinline__ Compute<T> value_or_zero(const void* pointer, int64_t
   return pointer == nullptr ? C(0) : static_cast<C>(static_cast<const T*>(pointer)[at]);
 }
 
-// dG of one element, from what the forward saved. G is the type of the gradients that steps hand
-// on.
+// dG of one element, computed from what the forward saved. G is the type of the gradients that one
+// step passes to the next.
 template <typename T, typename G>
 __device__ __forceinline__ GateGradients<Compute<T>> gate_gradients(
     const LltmCellFusedBackward& params, int64_t row, int64_t column) {
@@ -48,20 +48,20 @@ __device__ __forceinline__ GateGradients<Compute<T>> gate_gradients(
           grad_c};
 }
 
-// Rows of a tile of dG W; it has 32 columns. Hidden columns are taken in pieces; a warp has its
-// part of each.
+// The number of rows of a tile of dG W, which has 32 columns. Hidden columns are processed in
+// pieces, and each warp has its part of every piece.
 constexpr int kInputRows = 4;
 constexpr int kPiece = 128;
 constexpr int kPieceOfWarp = kPiece / kBackwardWarps;
-// Hidden columns of a tile of dGᵀ [h, x]; it has 32 columns for each warp. Rows are taken in
-// pieces.
+// The number of hidden columns of a tile of dGᵀ [h, x], which has 32 columns for each warp. Rows
+// are processed in pieces.
 constexpr int kWeightColumns = 4;
 constexpr int kWeightRows = 3 * kWeightColumns;
 constexpr int kRowsOfPiece = kBackwardThreads / kWeightColumns;
 
 template <typename C>
 union alignas(16) BackwardShared {
-  C gates[3][kPiece][kInputRows];  // rows last: one load has all of them
+  C gates[3][kPiece][kInputRows];  // rows last: one load gets all of them
   C partial[kBackwardWarps][kInputRows][kWarp];
   C gates_by_row[kRowsOfPiece][kWeightRows];
 };
@@ -81,7 +81,8 @@ __host__ __device__ int64_t input_tiles(const LltmCellFusedBackward& params) {
   return ceil_div(columns.end - columns.begin, kWarp) * ceil_div(params.batch, kInputRows);
 }
 
-// Tiles of dGᵀ [h, x] along K. Without the weight's gradient one is left for the bias' and c's.
+// The number of tiles of dGᵀ [h, x] along K. If the weight's gradient is not asked for, there is
+// one tile for the gradients of the bias and c.
 __host__ __device__ int64_t weight_tiles_along_k(const LltmCellFusedBackward& params) {
   if (params.grad_weight != nullptr)
     return ceil_div(params.hidden + params.features, kBackwardThreads);
@@ -89,7 +90,8 @@ __host__ __device__ int64_t weight_tiles_along_k(const LltmCellFusedBackward& pa
   return params.grad_bias != nullptr || others ? 1 : 0;
 }
 
-// For a sequence: what the product for the weight reads, and the step before.
+// For a sequence: writes what the product for the weight's gradient reads, and what the preceding
+// step reads.
 template <typename T, typename G>
 __device__ __forceinline__ void write_gates(const LltmCellFusedBackward& params, int64_t row,
                                             int64_t column,
@@ -115,12 +117,12 @@ __device__ void input_tile(const LltmCellFusedBackward& params, int64_t tile,
   const int64_t column = columns.begin + tile % tiles * kWarp + lane;
   const bool exists = column < columns.end;
   const bool writes_gates = params.grad_gates != nullptr && tile % tiles == 0;
-  // Beyond the last column the last one is read again.
+  // Lanes beyond the last column read the last column again.
   const T* const weight = static_cast<const T*>(params.weight) + min(column, columns.end - 1);
 
   C sum[kInputRows] = {};
   for (int64_t piece = 0; piece < hidden; piece += kPiece) {
-    // Asked for before dG is computed: these take longest.
+    // These loads are issued before dG is computed, because they take longest.
     T w[3][kPieceOfWarp];
 #pragma unroll
     for (int j = 0; j < kPieceOfWarp; ++j) {

@@ -1,7 +1,7 @@
-// The forward in one kernel. A warp computes the three gates of a tile of rows and hidden columns,
-// its lanes along K = H + F, so that rows of [h, x] and of W are read as they lie. The lanes' sums
-// are then added up in such a way that the three gates of one element end in one lane, which does
-// the rest of the cell.
+// The forward in one kernel. A warp computes the three gates of a tile of rows and hidden columns.
+// Its lanes split K = H + F, so that rows of [h, x] and of W are read in their own layout. The
+// lanes' sums are then reduced so that the three gates of one element end up in one lane, which
+// computes the rest of the cell.
 
 #include <cstddef>
 
@@ -13,16 +13,17 @@
 namespace tch_extension {
 namespace {
 
-// A warp's tile and a block's warps, which have the same columns and different rows.
+// The tile of a warp, and the number of warps of a block, which have the same columns and different
+// rows.
 template <int kRows_, int kColumns_, int kWarps_, int kUnroll_>
 struct Tile {
   static constexpr int kRows = kRows_, kColumns = kColumns_, kWarps = kWarps_, kUnroll = kUnroll_;
   static constexpr int kElements = kRows * kColumns;  // a power of two, at most 32
 };
 
-// Adds up the lanes' sums. Afterwards lane l has those of element l / (32 / kElements): with each
-// step half of the elements go to the lanes whose bit is set, so that 32 sums cost 31 exchanges and
-// not 160.
+// Reduces the lanes' sums. Afterwards lane l has the sums of element l / (32 / kElements): in each
+// step half of the elements go to the lanes whose bit is set, so that 32 sums cost 31 shuffles
+// instead of 160.
 template <int kElements, int kOffset, typename C>
 __device__ __forceinline__ void add_up_lanes(C (*sum)[3], int lane) {
   if constexpr (kOffset > 0) {
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(kWarp* Tile::kWarps)
   const int64_t first_column = blockIdx.x % tiles * kColumns;
   if (first_row >= params.batch) return;
 
-  // What the lane's own element needs at the end is asked for first.
+  // What the lane needs at the end for its own element is loaded first.
   constexpr int kLanesOfElement = kWarp / Tile::kElements;
   const int element = lane / kLanesOfElement;
   const int64_t row = first_row + element / kColumns, column = first_column + element % kColumns;
@@ -165,15 +166,15 @@ void start(const LltmCellFusedForward& params, cudaStream_t stream) {
   lltm_cell_fused_forward<T, kLanes, Tile><<<blocks, kWarp * Tile::kWarps, 0, stream>>>(params);
 }
 
-// A small tile with much of K under way at once where its blocks all run at the same time, and
-// latency is what counts; beyond, a larger one that reads less for each product. On an H200, three
-// blocks of the small one fit a multiprocessor, of which there are 132. Sums are in the same order
-// in both.
+// The small tile, with much of K in flight at once, is used where all its blocks run at the same
+// time and latency matters. Beyond that, the large tile reads less for each product. On an H200,
+// which has 132 multiprocessors, three blocks with the small tile fit a multiprocessor. Both tiles
+// add their sums in the same order.
 using SmallTile = Tile<4, 2, 4, 2>;
 using LargeTile = Tile<4, 4, 4, 1>;
 constexpr int64_t kBlocksAtOnce = 3 * 132;
 
-// One row reads each weight once: what counts is how many are under way.
+// A single row reads each weight once, so only the number of loads in flight matters.
 using RowTile = Tile<1, 1, 1, 4>;
 
 template <typename T, int kLanes>

@@ -1,9 +1,9 @@
-// A block stays on its multiprocessor and computes one tile of 128 rows and 64 hidden columns after
-// another. Its tile of the product has the same columns of all three gates, so that a thread has
-// them together and goes on to h' and c'. One thread loads tiles of [h, x], each from its own
+// A block stays on its multiprocessor and computes tiles of 128 rows and 64 hidden columns, one
+// after another. Its tile of the product has the same columns of all three gates, so that a thread
+// has them together and can compute h' and c'. One thread loads tiles of [h, x], each from its own
 // tensor, and of W into a ring buffer. Two warpgroups alternate: while one multiplies for its tile,
-// the other finishes the cells of its own. c arrives in, and c' leaves from, the same place in
-// shared memory.
+// the other finishes the cells of its own tile. c is loaded to the same place in shared memory from
+// which c' is stored.
 #include "../hopper/bulk_copy.h"
 #include "../hopper/convert.h"
 #include "../hopper/processors.h"
@@ -17,16 +17,16 @@ namespace {
 
 constexpr int kGates = 3;
 constexpr int kRows = 128;
-constexpr int kColumns = 64;  // of each gate: 128 bytes
-constexpr int kInner = 64;    // of K in a stage of the ring: 128 bytes
+constexpr int kColumns = 64;  // columns of each gate: 128 bytes
+constexpr int kInner = 64;    // columns of K in a stage of the ring buffer: 128 bytes
 constexpr int kStages = 4;
 constexpr int kGroups = 2;          // warpgroups that multiply
-constexpr int kParts = kRows / 64;  // of a tile's rows that are multiplied at a time
+constexpr int kParts = kRows / 64;  // products of 64 rows each that make up a tile
 constexpr int kBoxBytes = 64 * 128;
 constexpr int kStageBytes = (kParts + kGates) * kBoxBytes;
-constexpr int kSlotBytes = kRows * 128;  // of an output's tile
-constexpr int kSlots = 2;                // of a group
-constexpr int kAlignment = 1024;         // of what is swizzled
+constexpr int kSlotBytes = kRows * 128;  // one tile of an output
+constexpr int kSlots = 2;                // slots of each group
+constexpr int kAlignment = 1024;         // for swizzled memory
 constexpr int kSharedBytes = kStages * kStageBytes + kGroups * kSlots * kSlotBytes + kAlignment;
 constexpr int kGroupThreads = 128;
 constexpr int kBlockThreads = (1 + kGroups) * kGroupThreads;
@@ -50,14 +50,14 @@ struct Params {
   int32_t hidden;
   int32_t tiles_m;
   int32_t tiles;
-  int32_t steps_of_h;  // of kInner through K
+  int32_t steps_of_h;  // steps through K, of kInner each, that belong to h
   int32_t steps;
   int32_t save_activations;
   int32_t has_output;
 };
 
-// The order of the tiles: bands of up to kBand rows of tiles, column by column, so that tiles that
-// are computed at the same time share what they read.
+// The order of the tiles: bands of up to kBand rows of tiles, each of them column by column. Tiles
+// that are computed at the same time then share what they read.
 struct Place {
   int row;
   int column;
@@ -75,15 +75,15 @@ struct Place {
 struct Barriers {
   uint64_t full[kStages];
   uint64_t empty[kStages];
-  uint64_t c[kGroups];     // has come
-  uint64_t turn[kGroups];  // to multiply
+  uint64_t c[kGroups];     // c has arrived
+  uint64_t turn[kGroups];  // the group may multiply
 };
 
 struct Shared {
   uint32_t ring;
   uint32_t full;
   uint32_t empty;
-  uint32_t slots;  // of the group, as the next two
+  uint32_t slots;  // the group's own, as are the next two
   uint32_t c;
   float* bias;
 };
@@ -128,9 +128,9 @@ struct Stage {
 
 using Sums = float[kParts][96];
 
-// Multiplies all of K for one tile, whose first use of the ring buffer is given. `turn` is the
-// barrier of the other group, which may start multiplying as soon as this one has started its last
-// product.
+// Multiplies all of K for one tile. `first_use` is the tile's first use of the ring buffer. `turn`
+// is the barrier of the other group, which may start multiplying as soon as this group has started
+// its last product.
 template <typename T>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared,
                                               uint32_t first_use, uint32_t turn, Sums& sum) {
@@ -153,7 +153,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
       }
     }
     hopper::commit_products();
-    // While the products of this stage are in flight, those of the stage before are complete.
+    // While the products of this stage are in flight, those of the preceding stage are complete.
     hopper::wait_for_products<1>();
     if (step > 0 && is_elected) hopper::mbarrier_arrive(shared.empty + 8 * before);
     before = stage.index;
@@ -169,14 +169,14 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
   if (is_elected) hopper::mbarrier_arrive(shared.empty + 8 * before);
 }
 
-// The barrier of a group's threads; number 0 is __syncthreads'.
+// Synchronizes the threads of a group. Barrier number 0 belongs to __syncthreads.
 __device__ __forceinline__ void wait_for_group(int group) {
   hopper::named_barrier_sync(1 + group, kGroupThreads);
 }
 
 __device__ __forceinline__ bool is_elected_of_group() { return threadIdx.x % kGroupThreads == 0; }
 
-// Loads the bias in f32 for the columns of a tile. The group waits before it reads it.
+// Loads the bias in f32 for the columns of a tile. The group synchronizes before it reads the bias.
 template <typename T>
 __device__ __forceinline__ void load_bias(const Params& params, const Shared& shared, int column) {
   for (int i = threadIdx.x % kGroupThreads; i < kGates * kColumns; i += kGroupThreads) {
@@ -186,7 +186,7 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
   }
 }
 
-// Loads c as soon as c' of the tile before has been stored.
+// Loads c as soon as c' of the preceding tile has been stored.
 [[maybe_unused]] __device__ __forceinline__ void load_c(const Params& params, const Shared& shared,
                                                         const Place& place) {
   hopper::wait_for_reads_of_stores();
@@ -194,10 +194,11 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
   hopper::load_box(shared.slots + kSlotBytes, params.c, shared.c, place.column, place.row, 0);
 }
 
-// Where a thread's pair of adjacent columns lies in a slot. In its rows of 128 bytes the eighths
-// are permuted by the row: bulk copies swizzle in this way, and it avoids bank conflicts.
+// The position of a thread's pair of adjacent columns in a slot. The eight parts of each 128-byte
+// row are permuted depending on the row: this is the swizzle of bulk copies, and it avoids bank
+// conflicts.
 struct Pair {
-  int index;  // of the first sum
+  int index;  // of the first of the pair's sums
   int bytes;
   int column;
 
@@ -219,7 +220,7 @@ __device__ __forceinline__ void for_each_pair(Sums& sum, Body&& body) {
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
       body(sum[part], Pair(part, i / 2, i % 2));
-      // One at a time: the sums leave no registers for more.
+      // One pair at a time, because the sums leave no registers for more.
       hopper::compiler_barrier();
     }
   }
@@ -230,7 +231,7 @@ __device__ __forceinline__ void put(uint8_t* slot, const Pair& pair, float x, fl
   *reinterpret_cast<uint32_t*>(slot + pair.bytes) = hopper::rounded<T>({x, y});
 }
 
-// Turns c and the sums into c' and h' in their slots, and the sums themselves into [σ(i) | σ(o) |
+// Computes c' and h' in their slots from c and the sums, and replaces the sums by [σ(i) | σ(o) |
 // g].
 template <typename T>
 __device__ __forceinline__ void finish_cells(uint8_t* slots, const float* bias, Sums& sum) {
@@ -263,7 +264,7 @@ __device__ __forceinline__ void put_gate(uint8_t* slot, int gate, Sums& sum) {
   });
 }
 
-// Stores what the group wrote to its slots.
+// Stores what the group has written to its slots.
 template <typename Store>
 __device__ __forceinline__ void send_off(int group, Store&& store) {
   hopper::fence_for_bulk_copies();
@@ -271,7 +272,7 @@ __device__ __forceinline__ void send_off(int group, Store&& store) {
   if (is_elected_of_group()) store();
 }
 
-// Waits until the slots may be written to again.
+// Waits until the slots may be overwritten.
 [[maybe_unused]] __device__ __forceinline__ void wait_for_slots(int group) {
   if (is_elected_of_group()) hopper::wait_for_reads_of_stores();
   wait_for_group(group);
@@ -281,7 +282,7 @@ template <typename T>
 __device__ __forceinline__ void finish_tile(const Params& params, const Shared& shared,
                                             uint8_t* slots, const Place& place, int group,
                                             Sums& sum) {
-  // The bias was loaded by other threads.
+  // The bias was loaded by other threads of the group.
   wait_for_group(group);
   finish_cells<T>(slots, shared.bias, sum);
   send_off(group, [&] {
@@ -317,8 +318,8 @@ __device__ __forceinline__ void compute(const Params& params, const Shared& shar
     if (is_elected_of_group()) load_c(params, shared, place);
     __syncwarp();
     load_bias<T>(params, shared, place.column);
-    // This wait protects the ring buffer, too: the parity of a phase that is two rounds ahead looks
-    // like that of one that is over.
+    // This wait protects the ring buffer, too: the parity of a phase that is two rounds ahead is
+    // the same as that of a phase that is over.
     hopper::mbarrier_wait(turns + 8 * group, turn_parity);
     turn_parity ^= 1;
     multiply_tile<T>(params, shared, first_use, turns + 8 * (1 - group), sum);
@@ -353,7 +354,7 @@ __device__ __forceinline__ void compute_block(const Params& params) {
   __shared__ float bias[kGroups][kGates * kColumns];
   if (threadIdx.x == 0) init(barriers);
   __syncthreads();
-  // Shuffled, so that the compiler knows that it is the same in all lanes.
+  // The shuffle tells the compiler that the value is the same in all lanes.
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / kWarp, 0);
   const uint32_t unaligned = hopper::shared_address(memory);
   const uint32_t ring = round_up(unaligned, kAlignment);
@@ -377,8 +378,8 @@ __device__ __forceinline__ void compute_block(const Params& params) {
   }
 }
 
-// Empty where it is not compiled for sm_90a. Then it has no barriers in static shared memory
-// either, by which the host tells the two apart.
+// The kernel is empty unless it is compiled for sm_90a. An empty kernel has no barriers in static
+// shared memory, and by that the host tells the two apart.
 template <typename T>
 __global__ void __launch_bounds__(kBlockThreads, 1)
     lltm_cell_hopper_forward_kernel(const __grid_constant__ Params params) {
@@ -392,7 +393,7 @@ Kernel kernel_of(int32_t kind) {
                                    : lltm_cell_hopper_forward_kernel<__nv_bfloat16>;
 }
 
-// 0 if the current device cannot run the kernels.
+// The number of multiprocessors; 0 if the current device cannot run the kernels.
 int processors() {
   static hopper::Processors known;
   auto address_of = [](int32_t kind) { return reinterpret_cast<const void*>(kernel_of(kind)); };
@@ -400,8 +401,8 @@ int processors() {
                           kSharedBytes, sizeof(Barriers));
 }
 
-// What bulk copies require: addresses and strides at multiples of 16 bytes, and strides below 2^40
-// bytes.
+// Whether bulk copies can access a matrix: addresses and strides have to be multiples of 16 bytes,
+// and strides less than 2^40 bytes.
 bool is_reachable(const void* data, int64_t stride) {
   constexpr int64_t kLanes = 8;
   constexpr int64_t kMost = int64_t{1} << 38;
@@ -416,7 +417,7 @@ bool describe(CUtensorMap& map, const LltmCellFusedForward& cell, const void* da
 bool describe(const LltmCellFusedForward& cell, Params& params) {
   const int64_t hidden = cell.hidden;
   const int64_t columns = hidden + cell.features;
-  // Without features, activations or output their maps are not used.
+  // The maps of input, activations and output are not used if there are no such tensors.
   const bool has_input = cell.features > 0;
   const bool saves = cell.activations != nullptr;
   return describe(params.h, cell, cell.h, hidden, cell.batch, cell.h_stride, kRows) &&
@@ -436,8 +437,8 @@ bool describe(const LltmCellFusedForward& cell, Params& params) {
 bool can(const LltmCellFusedForward& cell) {
   const bool is_half = cell.kind == kTchExtensionHalf || cell.kind == kTchExtensionBFloat16;
   constexpr int64_t kMost = INT32_MAX / 4;
-  // A step through K does not go from h to x; what is outside of x meets what is outside of W,
-  // zeros both.
+  // A step through K does not cross from h to x. Columns beyond the end of x are multiplied with
+  // columns beyond the end of W, and both are read as zeros.
   return is_half && cell.hidden % kColumns == 0 && cell.hidden > 0 && cell.batch > 0 &&
          cell.hidden <= kMost && cell.features <= kMost && cell.batch <= kMost &&
          cell.input_gates == nullptr && is_reachable(cell.h, cell.h_stride) &&
@@ -452,7 +453,7 @@ int64_t tiles(const LltmCellFusedForward& cell) {
   return ceil_div(cell.batch, kRows) * (cell.hidden / kColumns);
 }
 
-// Where it was measured to be faster: where the last wave of tiles is nearly full.
+// Whether it was measured to be faster, which is so if the last round of tiles is nearly full.
 bool is_faster(const LltmCellFusedForward& cell) {
   const int64_t room = ceil_div(tiles(cell), processors()) * processors();
   return tiles(cell) * 5 >= room * 4;
@@ -477,9 +478,9 @@ bool start(const LltmCellFusedForward& cell, cudaStream_t stream) {
 }  // namespace
 }  // namespace tch_extension
 
-// Starts nothing where H is no whole tiles, a matrix lies where bulk copies cannot reach it, or the
-// code for the current device has no such kernel; nor, unless it is asked for, where it is slower
-// than a product between two kernels.
+// Starts nothing if H is not a whole number of tiles, if bulk copies cannot access a matrix, or if
+// the code for the current device has no such kernel; nor, unless it is asked for, if it is slower
+// than a product with one kernel before it and one after it.
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_hopper_forward_cuda(
     const LltmCellFusedForward* cell, bool is_asked_for, bool* is_started, cudaStream_t stream) {
   using namespace tch_extension;
@@ -488,7 +489,7 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_hopper_forward_cu
   return *is_started ? launch_status(kKernel) : LaunchStatus{kKernel, nullptr};
 }
 
-// Multiprocessors of the current device, if it has the kernel; 0 otherwise.
+// The number of multiprocessors of the current device if it has the kernel; 0 otherwise.
 extern "C" int32_t tch_extension_lltm_cell_hopper_processors() {
   return tch_extension::processors();
 }

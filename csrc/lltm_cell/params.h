@@ -6,24 +6,24 @@
 
 #include <cstdint>
 
-// What the forward kernels that compute the whole cell get. All arrays have one kind. Rows that
-// are read are `…_stride` elements apart, and the elements of a row are adjacent; what is written
-// is contiguous. K is H + F.
+// The parameters of the forward kernels that compute the whole cell. All arrays have one kind. In
+// arrays that are read, rows are `…_stride` elements apart, and the elements of a row are
+// adjacent; arrays that are written are contiguous. K is H + F.
 struct LltmCellFusedForward {
-  // B, at least 1.
+  // B, the batch size; at least 1.
   int64_t batch;
-  // F, may be 0.
+  // F, the number of features; may be 0.
   int64_t features;
-  // H, at least 1.
+  // H, the hidden size; at least 1.
   int64_t hidden;
-  // `TchExtensionKind` of every array.
+  // The `TchExtensionKind` of every array.
   int32_t kind;
-  // Whether sizes, strides and addresses allow loads of 16 bytes.
+  // Whether sizes, strides and addresses allow 16-byte loads.
   int32_t vectors;
   // x, `[B, F]`.
   const void* input;
   int64_t input_stride;
-  // W, `[3H, K]`, the columns for h and x.
+  // W, `[3H, K]`. Its columns are those for h, followed by those for x.
   const void* weight;
   int64_t weight_stride;
   // b, `[3H]`, null for zeros.
@@ -36,26 +36,27 @@ struct LltmCellFusedForward {
   int64_t c_stride;
   // `[B, H]`.
   void* new_h;
-  // `[B, H]`; may be c, for a sequence that keeps the last one.
+  // `[B, H]`; may be c, in a sequence that keeps only the last one.
   void* new_c;
   // `[B, 3H]`: `[σ(i) | σ(o) | g]`, null when nobody needs them.
   void* activations;
-  // Only on CUDA, for a sequence: `[B, 3H]`, added to the gates, in the type of the sums; null
-  // for zeros. May be `activations`.
+  // Only on CUDA, for a sequence: `[B, 3H]` in the type of the sums, which is added to the
+  // gates; null for zeros. May be `activations`.
   const void* input_gates;
-  // `[B, H]`, new_h again, as the output of a sequence of one step; null when nobody needs it.
+  // `[B, H]`, a second copy of new_h, as the output of a sequence of one step; null when nobody
+  // needs it.
   void* output;
 };
 
-// What the backward kernels that compute the whole cell get.
+// The parameters of the backward kernels that compute the whole cell.
 struct LltmCellFusedBackward {
-  // B.
+  // B, the batch size.
   int64_t batch;
-  // F.
+  // F, the number of features.
   int64_t features;
-  // H.
+  // H, the hidden size.
   int64_t hidden;
-  // `TchExtensionKind` of every array.
+  // The `TchExtensionKind` of every array.
   int32_t kind;
   // Whether grad_new_c, grad_behind, grad_h and grad_c have the type of the sums.
   int32_t wide;
@@ -86,23 +87,23 @@ struct LltmCellFusedBackward {
   void* grad_h;
   // `[B, H]`.
   void* grad_c;
-  // Only on CUDA, for a sequence, which needs no grad_weight and grad_bias of a single step:
-  // `[B, H]`, added to grad_new_h; null for zeros.
+  // Only on CUDA, for a sequence, which needs neither grad_weight nor grad_bias of a single
+  // step: `[B, H]`, added to grad_new_h; null for zeros.
   const void* grad_behind;
-  // `[B, 3H]`, null when nobody needs them; needs grad_h.
+  // `[B, 3H]`, null when nobody needs it. If it is not null, grad_h must not be null either.
   void* grad_gates;
 };
 
-// What the forward kernels of the pointwise part get. All arrays are row-major and contiguous, and
-// no two overlap.
+// The parameters of the forward kernels of the pointwise part. All arrays are row-major and
+// contiguous, and no two overlap.
 struct LltmCellForward {
-  // B.
+  // B, the batch size.
   int64_t batch;
-  // H.
+  // H, the hidden size.
   int64_t hidden;
-  // `TchExtensionKind` of every array.
+  // The `TchExtensionKind` of every array.
   int32_t kind;
-  // Whether `gates` is overwritten by `[σ(i) | σ(o) | g]`.
+  // Whether the kernel overwrites `gates` with `[σ(i) | σ(o) | g]`.
   int32_t save_activations;
   // `[B, 3H]`.
   void* gates;
@@ -112,17 +113,18 @@ struct LltmCellForward {
   void* new_h;
   // `[B, H]`.
   void* new_c;
-  // `[B, H]`, new_h again, as the output of a sequence of one step; null when nobody needs it.
+  // `[B, H]`, a second copy of new_h, as the output of a sequence of one step; null when nobody
+  // needs it.
   void* output;
 };
 
-// What the backward kernels of the pointwise part get.
+// The parameters of the backward kernels of the pointwise part.
 struct LltmCellBackward {
-  // B.
+  // B, the batch size.
   int64_t batch;
-  // H.
+  // H, the hidden size.
   int64_t hidden;
-  // `TchExtensionKind` of every array.
+  // The `TchExtensionKind` of every array.
   int32_t kind;
   int32_t reserved;
   // `[B, H]`, null for zeros.

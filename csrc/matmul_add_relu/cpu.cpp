@@ -6,7 +6,7 @@ inline namespace CPU_CAPABILITY {
 
 namespace {
 
-// An item is a piece of an innermost row, so that one long row is spread over threads, too.
+// A work item is a piece of an innermost row, so that several threads can share one long row.
 constexpr int64_t kColumns = 1024;
 
 int64_t pieces_per_row(const MatmulAddReluForward& params) {
@@ -19,7 +19,7 @@ int64_t items(const MatmulAddReluForward& params) {
   return rows * pieces_per_row(params);
 }
 
-// At least this much work for a thread, as libtorch has it: waking one costs more.
+// A thread gets at least this much work, as in libtorch, because waking it costs more.
 constexpr int64_t kElements = 32768;
 
 int64_t grain(const MatmulAddReluForward& params) {
@@ -91,7 +91,7 @@ void forward(const MatmulAddReluForward& params, int64_t begin, int64_t end) {
       const int64_t count = std::min(kVecSize<T>, last - column);
       const V z = load_strided(product + column * product_stride, product_stride, count) +
                   load_strided(bias + column * bias_stride, bias_stride, count);
-      // Not max: NaN stays.
+      // max would not keep NaN.
       store(V::blendv(z, zero, z < zero), out + column, count);
     }
   }
@@ -103,7 +103,7 @@ Vec<Compute<T>> masked(const MatmulAddReluBackward& params, int64_t at, int64_t 
   const V zero(0);
   const V grad = load(static_cast<const T*>(params.grad) + at, count);
   const V out = load(static_cast<const T*>(params.out) + at, count);
-  // Chosen, not multiplied: NaN or infinity times 0 is NaN.
+  // The gradient is selected, not multiplied by 0, because NaN or infinity times 0 is NaN.
   const V grad_product = V::blendv(grad, zero, out <= zero);
   store(grad_product, static_cast<T*>(params.grad_product) + at, count);
   return grad_product;

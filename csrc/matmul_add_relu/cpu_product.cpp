@@ -6,8 +6,8 @@
 #include "tch_extension/c_abi.h"
 #endif
 
-// out = lhs rhs, of matrices. src/ops/matmul_add_relu/kernels.rs asks for it where it is faster
-// than libtorch's.
+// The product of two matrices, out = lhs rhs. src/ops/matmul_add_relu/kernels.rs calls it where it
+// is faster than libtorch's.
 struct SmallProduct {
   int64_t rows;
   int64_t inner;
@@ -25,8 +25,9 @@ inline namespace CPU_CAPABILITY {
 
 namespace {
 
-// An item: as many columns as make whole vectors and leave what is read of rhs in the first cache,
-// for as many rows as keep it there long enough. The same for every instruction set.
+// The size of a work item. Its columns are whole vectors, and few enough that the part of rhs that
+// it reads stays in the L1 cache; its rows reuse that part often enough. The sizes are the same for
+// every instruction set.
 constexpr int64_t kRowsOfItem = 32;
 constexpr int64_t kColumnsOfItem = 32;
 
@@ -36,7 +37,7 @@ int64_t items(const SmallProduct& product) {
   return pieces(product.rows, kRowsOfItem) * pieces(product.columns, kColumnsOfItem);
 }
 
-// Waking a thread costs as much as so many multiplications.
+// Waking a thread costs as much as this many multiplications.
 int64_t grain(const SmallProduct& product) {
   constexpr int64_t kMultiplications = 1 << 18;
   const int64_t of_item = kRowsOfItem * kColumnsOfItem * std::max<int64_t>(1, product.inner);
@@ -81,12 +82,12 @@ bool is_in_memory(const at::Tensor& tensor) {
          tensor.dim() == 2 && tensor.numel() > 0;
 }
 
-// Up to so many multiplications, each value of lhs used for a vector at least; and an inner
-// dimension that leaves a piece of rhs in the cache.
+// The product is used up to this many multiplications, and from this many columns on, so that each
+// value of lhs is used for at least one vector. most_inner() keeps a piece of rhs in the cache.
 constexpr int64_t kMostMultiplications = 80'000'000, kLeastColumns = 16;
 
-// MKL, whose products libtorch's are, has its fastest kernels for Intel's CPUs only: there our own
-// is faster where calling MKL is most of the time.
+// libtorch's products are MKL's, whose fastest kernels are only for Intel's CPUs. On those, our own
+// product is faster only where most of the time goes into calling MKL.
 int64_t most_inner() { return __builtin_cpu_is("intel") ? 32 : 1024; }
 
 bool suits(const at::Tensor& lhs, const at::Tensor& rhs) {

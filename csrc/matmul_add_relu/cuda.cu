@@ -1,6 +1,7 @@
-// Bound by memory: the forward reads the product and writes the output, the backward reads the
-// output and its gradient and writes the product's, 16 bytes a thread where sizes, strides and
-// addresses allow. The bias is read by strides and mostly found in a cache.
+// The kernels are memory-bound. The forward reads the product and writes the output; the backward
+// reads the output and its gradient and writes the product's gradient. Both access 16 bytes per
+// thread where sizes, strides and addresses allow. The bias is read by strides, mostly from a
+// cache.
 
 #include "matmul_add_relu.h"
 #include "tch_extension/cuda_column_sums.h"
@@ -8,8 +9,8 @@
 namespace tch_extension {
 namespace {
 
-// Neighbours along the innermost dimension, which is contiguous or broadcast whenever there are
-// several.
+// Loads adjacent values along the innermost dimension, which is contiguous or broadcast if there is
+// more than one lane.
 template <typename T, int kLanes>
 __device__ __forceinline__ Values<T, kLanes> load_strided(const void* pointer, int64_t at,
                                                           int64_t stride) {
@@ -45,18 +46,18 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
       const auto sum = z.lane[lane] + bias.lane[lane];
-      // Not max: NaN stays.
+      // max would not keep NaN.
       z.lane[lane] = sum < 0 ? 0 : sum;
     }
     store_values<T, kLanes>(params.out, static_cast<int64_t>(index) * kLanes, z);
   }
 }
 
-// Masks the gradient, keeps the result and hands it on to be summed. kFolded: the last row may be
-// short.
+// Masks the gradient, stores the result and passes it on to be summed. If kFolded, the last row may
+// be short.
 template <bool kFolded>
 struct Masked {
-  // Two arrays are read: more would take registers from other threads.
+  // Two arrays are read, so unrolling further would leave registers for fewer threads.
   static constexpr int kUnroll = 2;
 
   const void* grad;
@@ -88,7 +89,7 @@ struct Masked {
     const auto values = values_of(fetched.out);
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
-      // Chosen, not multiplied: NaN or infinity times 0 is NaN.
+      // The gradient is selected, not multiplied by 0, because NaN or infinity times 0 is NaN.
       if (values.lane[lane] <= 0) masked.lane[lane] = T(0);
     }
     const int64_t at = row * columns + column;
@@ -123,7 +124,7 @@ int64_t elements(const MatmulAddReluBackward& params) {
   return params.sums.rows * params.sums.columns;
 }
 
-// Whether whole vectors of an operand can be read, or single values that all lanes share.
+// Whether an operand can be read in whole vectors, or as single values that all lanes share.
 bool allows_vectors(const void* pointer, const int64_t* stride, int dims, int lanes) {
   if (stride[0] == 0) return true;
   for (int dim = 1; dim < dims; ++dim) {
@@ -148,7 +149,7 @@ template <typename T, int kLanes>
 void start(const MatmulAddReluForward& params, cudaStream_t stream) {
   const int64_t all = elements(params);
   const unsigned int blocks = blocks_for(all / kLanes);
-  // The loop adds one grid to an index below the end, which must not wrap.
+  // The loop adds the size of the grid to an index below the end; the sum must not overflow.
   if (all < INT32_MAX / 2) {
     matmul_add_relu_forward_kernel<T, kLanes, uint32_t><<<blocks, kThreads, 0, stream>>>(params);
   } else {
@@ -182,7 +183,7 @@ void finish(const MatmulAddReluBackward& params, cudaStream_t stream) {
 
 bool is_empty(const MatmulAddReluForward& params) { return elements(params) == 0; }
 
-// Without rows, the sums are zeros and have to be written.
+// Without rows the sums are zeros, which still have to be written.
 bool is_empty(const MatmulAddReluBackward& params) {
   return params.sums.sums == nullptr ? elements(params) == 0 : params.sums.columns == 0;
 }

@@ -6,36 +6,36 @@
 
 #include "tch_extension/column_sums.h"
 
-// What the backward kernels get.
+// The parameters of the backward kernels.
 struct MatmulAddReluBackward {
-  // M rows and N columns. `sums.sums` is db, `[N]`, or null when nobody needs it.
+  // The sums of M rows and N columns. `sums.sums` is db, `[N]`, or null when nobody needs it.
   TchExtensionColumnSums sums;
-  // `TchExtensionKind` of every array.
+  // The `TchExtensionKind` of every array.
   int32_t kind;
   int32_t reserved;
   // dout, `[M, N]`.
   const void* grad;
-  // `[M, N]`.
+  // The output of the forward, `[M, N]`.
   const void* out;
   // dZ, `[M, N]`.
   void* grad_product;
 };
 
-// What the forward kernels get.
+// The parameters of the forward kernels.
 struct MatmulAddReluForward {
-  // The sizes of out, innermost first; 1 where there is no such dimension.
+  // The sizes of out, innermost first; 1 for a dimension that out does not have.
   int64_t size[6];
-  // In elements, 0 where the product is broadcast.
+  // The strides of the product in elements; 0 where it is broadcast.
   int64_t product_stride[6];
-  // In elements, 0 where the bias is broadcast.
+  // The strides of the bias in elements; 0 where it is broadcast.
   int64_t bias_stride[6];
-  // `TchExtensionKind` of every array.
+  // The `TchExtensionKind` of every array.
   int32_t kind;
-  // How many of the sizes count, at least 1.
+  // How many of the sizes are in use; at least 1.
   int32_t dims;
-  // May be `out`, if it has its strides.
+  // The product. It may be `out`, if both have the same strides.
   const void* product;
   const void* bias;
-  // Contiguous.
+  // The output; contiguous.
   void* out;
 };

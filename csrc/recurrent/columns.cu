@@ -1,4 +1,4 @@
-// params.h says what this does.
+// Writes the transposed operand that RecurrentColumns in params.h describes.
 
 #include "params.h"
 #include "tch_extension/launch.h"
@@ -18,8 +18,8 @@ __device__ __forceinline__ float value_of(const RecurrentColumns& params, int64_
   return params.output[(row - params.batch) * params.hidden + column];
 }
 
-// Each block transposes a tile through shared memory: lanes read neighbours of a row and write
-// neighbours of a column.
+// Each block transposes a tile through shared memory: lanes read adjacent values of a row and write
+// adjacent values of a column.
 __global__ void __launch_bounds__(kThreads)
     columns_kernel(const __grid_constant__ RecurrentColumns params) {
   __shared__ float tile[kTileRows][kTileColumns + 1];

@@ -1,21 +1,21 @@
-// A whole GRU sequence on the CPU: the first piece of an operator to come, and the proof that the
+// A whole GRU sequence on the CPU: the first piece of a future operator, and the proof that the
 // engine in cpu/ is generic in the cell.
 //
 // Both functions take the parameters of cpu/params.h, whose state is h: `c0` is h0, `c` is `output`
-// and c_stride is B·H. The gates are [r | z | n], as torch.nn.GRU's: with its parameters
+// and c_stride is B·H. The gates are [r | z | n], as in torch.nn.GRU. With its parameters:
 //
 //   input_gates = x W_ihᵀ + b_ih + [b_hr | b_hz | 0]
 //   weight = W_hh
 //   separate_bias = b_hn
 //
-// and from the results of the backward pass, with D = grad_gates, which is [D_r | D_z | D_hn],
-// N = grad_separate and E = [D_r | D_z | N]:
+// The gradients follow from the results of the backward pass, with D = grad_gates, [D_r | D_z |
+// D_hn], and N = grad_separate:
 //
 //   grad W_hh = Σ_t D[t]ᵀ h[t-1]
 //   grad b_hh = Σ_t,b D
-//   grad W_ih = Σ_t E[t]ᵀ x[t]
-//   grad b_ih = Σ_t,b E
-//   grad x = E W_ih
+//   grad b_ih = Σ_t,b [D_r | D_z | N]
+//   grad W_ih = Σ_t [D_r | D_z | N][t]ᵀ x[t]
+//   grad x = [D_r | D_z | N] W_ih
 #include "cells/gru_cpu.h"
 
 #include "cpu/launch.h"

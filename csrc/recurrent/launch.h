@@ -1,5 +1,5 @@
-// What the launches of the kernels that keep W_h on the chip share: limits that a kernel has to be
-// given once, and the choice of the types that it is compiled for.
+// What the launches of the kernels that keep W_h on the chip share: limits that have to be set once
+// for each kernel, and the choice of the types that a kernel is compiled for.
 #pragma once
 
 #include <atomic>
@@ -9,13 +9,13 @@
 namespace tch_extension::recurrent {
 namespace {
 
-// For this many devices the answers of queries are cached.
+// The answers of queries are cached for this many devices.
 constexpr int kDevices = 64;
 
 // Lets the kernel use all the shared memory that a block can have, and clusters of more than the 8
-// blocks that every GPU supports. These limits belong to the kernel, not to the launch: a limit set
-// for a small launch would make a large launch fail that another thread is about to start.
-// Therefore they are set once for each kernel and device, to the maximum.
+// blocks that every GPU supports. These limits belong to the kernel, not to the launch: a limit
+// that is set for a small launch would make a large launch fail that another thread is about to
+// start. Therefore they are set to the maximum, once for each kernel and device.
 template <auto kKernel>
 cudaError_t allow() {
   static std::atomic<bool> is_allowed[kDevices];
@@ -40,7 +40,7 @@ cudaError_t allow() {
   return error;
 }
 
-// Calls body.run<S, T>() for the kinds of state and product that there are.
+// Calls body.run<S, T>() for each supported pair of kinds of state and product.
 template <typename Body>
 const char* for_kinds(int32_t state, int32_t product, const Body& body) {
   const char* error = "internal error: no cluster or grid kernel for these kinds";

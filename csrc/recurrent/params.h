@@ -4,20 +4,19 @@
 
 #include <cstdint>
 
-// The left operand of all steps, transposed: `[h[t-1] | x[t]]ᵀ`, so that a product whose terms run
-// over steps and rows finds them adjacent in memory. `wgmma` takes tf32 from shared memory in no
-// other order, and the kernels that cuBLAS has for the untransposed operand take 1.4 to 1.9 times
-// as long.
+// The operand `[h[t-1] | x[t]]` of all steps, transposed, so that a product whose terms run over
+// steps and rows finds them adjacent in memory. `wgmma` accepts tf32 from shared memory in no
+// other order, and cuBLAS's kernels for the untransposed operand take 1.4 to 1.9 times as long.
 struct RecurrentColumns {
-  // B.
+  // B, the batch size.
   int64_t batch;
-  // T·B.
+  // T·B, the number of rows of all steps.
   int64_t rows;
-  // H.
+  // H, the hidden size.
   int64_t hidden;
-  // F.
+  // F, the number of features.
   int64_t features;
-  // From a column to the next: at least `rows`, with zeros after those.
+  // The distance from a column to the next: at least `rows`. The values after those are zeros.
   int64_t to_stride;
   // `[B, H]`.
   const float* h0;

@@ -18,7 +18,7 @@ using Linear = at::Tensor(const at::Tensor& input, const at::Tensor& weight,
                           c10::List<std::optional<at::Scalar>> scalars,
                           std::optional<std::string_view> algorithm);
 
-// None in a libtorch without oneDNN.
+// Null in a libtorch without oneDNN.
 const std::optional<c10::TypedOperatorHandle<Linear>>& onednn_linear() {
   static const auto linear = [] {
     const auto found = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
@@ -27,10 +27,10 @@ const std::optional<c10::TypedOperatorHandle<Linear>>& onednn_linear() {
   return linear;
 }
 
-// Below, what it costs to put the operands in oneDNN's order is more than it saves.
+// With fewer multiplications, copying the operands to oneDNN's order costs more than it saves.
 constexpr double kWorthOneDnn = 1 << 24;
 
-// MKL is at home there, and a twentieth faster.
+// On Intel's CPUs MKL is a twentieth faster.
 bool is_intel() {
 #if defined(__x86_64__) && defined(__GNUC__)
   return __builtin_cpu_is("intel");
@@ -50,7 +50,8 @@ bool is_for_onednn(const at::Tensor& lhs, const at::Tensor& rhs) {
 at::Tensor product(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor* bias) {
   if (is_for_onednn(lhs, rhs)) {
     const auto added = bias == nullptr ? std::nullopt : std::make_optional(*bias);
-    // Contiguous, because it takes a hundred times as long for rows that are not.
+    // The operands are made contiguous: for rows that are not, oneDNN takes a hundred times as
+    // long.
     return onednn_linear()->call(lhs.contiguous(), rhs.t().contiguous(), added, "none",
                                  c10::List<std::optional<at::Scalar>>(), std::nullopt);
   }

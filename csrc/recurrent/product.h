@@ -5,12 +5,12 @@
 
 namespace tch_extension::recurrent {
 
-// lhs rhs, plus a bias [N] on each row if there is one, all of one kind: [M, K] and [K, N] of any
-// strides.
+// lhs rhs, plus a bias [N] on each row if there is one. All are of one kind; lhs is [M, K] and rhs
+// [K, N], with any strides.
 //
 // Calls libtorch's own products. For float on the CPU that may be oneDNN's: MKL, which `mm` calls,
-// reaches half the rate on processors that are not Intel's: 209 GFLOP/s versus 464, on two cores of
-// an EPYC.
+// reaches only half of its rate on processors that are not Intel's, 209 GFLOP/s compared with 464
+// on two cores of an EPYC.
 at::Tensor product(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor* bias);
 
 }  // namespace tch_extension::recurrent

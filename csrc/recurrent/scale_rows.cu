@@ -1,4 +1,4 @@
-// scale_rows.h says what this does.
+// Scales rows of float to fp16, as scale_rows.h describes.
 
 #include "scale_rows.h"
 #include "tch_extension/launch.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kRowsOfBlock = kThreads / kWarp;
 
-// The largest finite magnitude of a row, over all lanes' values.
+// The largest finite magnitude of a row, among the values of all lanes.
 __device__ float largest_of(const float* row, int64_t columns) {
   float largest = 0;
   for (int64_t at = threadIdx.x % kWarp; at < columns; at += kWarp) {

@@ -1,5 +1,5 @@
 //! What the bridges to libtorch and all operators' `kernels.rs` share: messages from C++, checked
-//! pointers, facts about tensors. No file here chooses how an operator is computed.
+//! pointers, and facts about tensors. No file here chooses how an operator is computed.
 
 pub(crate) mod amp;
 pub(crate) mod autograd;
@@ -19,20 +19,21 @@ use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_void};
 use tch::{Device, Kind, Tensor};
 
-/// Takes a message from C++ (null: success) and frees it.
+/// Copies an error message from C++ and frees it. A null pointer means success.
 pub(crate) fn take_message(message: *mut c_char) -> Option<String> {
     if message.is_null() {
         return None;
     }
-    // SAFETY: a non-null message is a terminated string that C++ allocated and handed over.
+    // SAFETY: a non-null message is a NUL-terminated string; C++ allocated it and passed its
+    // ownership to us.
     let text = unsafe { CStr::from_ptr(message) }.to_string_lossy().into_owned();
-    // SAFETY: `message` is ours and is not used again.
+    // SAFETY: we own `message`, and nothing uses it after this call.
     unsafe { autograd::tch_extension_free_message(message) };
     Some(text)
 }
 
-/// The address of a contiguous tensor of this shape, kind and device. Anything else is a mistake of
-/// this crate's own, but one that must not become a wild pointer.
+/// The address of a tensor that is contiguous and has this shape, kind and device. Any other tensor
+/// is a mistake inside this crate; it gives an error, so that it cannot become a wild pointer.
 pub(crate) fn checked(
     name: &str,
     tensor: &Tensor,
@@ -51,7 +52,7 @@ pub(crate) fn checked(
     Ok(tensor.data_ptr())
 }
 
-/// [`checked`] for an array that may be missing; then the address is null.
+/// [`checked`] for a tensor that may be absent; the address is then null.
 pub(crate) fn optional_ptr(
     name: &str,
     tensor: Option<&Tensor>,
@@ -61,7 +62,8 @@ pub(crate) fn optional_ptr(
     tensor.map_or(Ok(std::ptr::null_mut()), |tensor| checked(name, tensor, shape, like))
 }
 
-/// libtorch's number for a kind that kernels exist for: `csrc/include/tch_extension/kind.h`.
+/// The number of this kind in `csrc/include/tch_extension/kind.h`, which is libtorch's. It is an
+/// error if there are no kernels for the kind.
 pub(crate) fn kind_code(kind: Kind) -> Result<i32> {
     match kind {
         Kind::Half => Ok(5),

@@ -1,46 +1,48 @@
-//! Sums of the columns of a matrix, as a part of some kernels.
+//! The sums of the columns of a matrix, which several kernels compute among other things.
 
 use crate::Result;
 use crate::ffi::{checked, optional_ptr};
 use std::ffi::c_void;
 use tch::{Device, Kind, Tensor};
 
-/// Sums of the columns of a matrix, for example the gradient of a bias. The kernels for the CPU
-/// (cpu_column_sums.h) and for CUDA (cuda_column_sums.h) share this struct.
+/// The sums of the columns of a matrix, for example the gradient of a bias. The CPU kernels
+/// (cpu_column_sums.h) and the CUDA kernels (cuda_column_sums.h) share this struct.
 ///
-/// The rows are cut into slabs. The sums of each slab go to `partial`, and a second kernel adds
-/// them up. If there is a single slab, its sums are the result. The cuts depend only on sizes,
-/// strides and alignment, so that the same inputs give the same bits.
+/// The rows are cut into slabs. The kernel writes the sums of each slab to `partial`, and a second
+/// kernel adds these up. If there is a single slab, its sums are the result. The cuts depend only
+/// on sizes, strides and alignment, so that the same inputs give the same bits.
 ///
-/// Rows whose length is no multiple of 16 bytes cannot be read 16 bytes at a time, because most of
-/// them begin at another address. F of them can be read as one row that is F times as long, if the
-/// matrix is contiguous: all of those begin at multiples of 16 bytes. Each column then has F sums,
-/// which the second kernel adds up.
+/// Rows whose length is not a multiple of 16 bytes cannot be read 16 bytes at a time, because most
+/// of them do not begin at a multiple of 16 bytes. If the matrix is contiguous, F rows can be read
+/// as one row that is F times as long (folding): each of these long rows begins at a multiple of 16
+/// bytes. Each column then has F sums, which the second kernel adds up.
 #[repr(C)]
 pub(super) struct ColumnSums {
-    /// M.
+    /// M, the number of rows.
     pub rows: i64,
-    /// N.
+    /// N, the number of columns.
     pub columns: i64,
-    /// S, at least 1 and at most 65535 on CUDA.
+    /// S, the number of slabs: at least 1, and on CUDA at most 65535.
     pub slabs: i64,
-    /// `[S·F, N]` of the compute kind (float for the half kinds), null if S·F is 1.
+    /// The sums of the slabs, `[S·F, N]` of the compute kind (float for the half kinds); null if
+    /// S·F is 1.
     pub partial: *mut c_void,
-    /// `[N]`.
+    /// The result, `[N]`.
     pub sums: *mut c_void,
-    /// F: this many rows are read as one on CUDA; 0 and 1 switch folding off.
+    /// F: on CUDA this many rows are read as one; 0 and 1 switch folding off.
     pub fold: i64,
 }
 
-/// Whether all begin at multiples of 16 bytes.
+/// Whether all pointers are multiples of 16 bytes.
 pub(super) fn is_aligned(pointers: &[*mut c_void]) -> bool {
     pointers.iter().all(|pointer| pointer.addr() % 16 == 0)
 }
 
 impl ColumnSums {
-    /// For the columns of a `[rows, columns]`, into `sums` (`[columns]`). `may_fold`: the matrix is
-    /// contiguous and begins at a multiple of 16 bytes. The second is the memory that the struct
-    /// points to, to be kept until the kernels are started.
+    /// The sums of the columns of a `[rows, columns]` matrix, to be written to `sums`
+    /// (`[columns]`). `may_fold` says that the matrix is contiguous and begins at a multiple of 16
+    /// bytes. Returned next to the struct is the memory that its `partial` points to, which the
+    /// caller keeps until the kernels have been launched.
     pub(super) fn new(
         (rows, columns): (i64, i64),
         may_fold: bool,
@@ -59,30 +61,31 @@ impl ColumnSums {
         Ok((ColumnSums { rows, columns, slabs, partial, sums, fold }, memory))
     }
 
-    /// None are wanted: for kernels that can do without.
+    /// No sums at all, for kernels that can leave them out.
     pub(super) fn none((rows, columns): (i64, i64)) -> Self {
         let null = std::ptr::null_mut();
         ColumnSums { rows, columns, slabs: 1, partial: null, sums: null, fold: 1 }
     }
 }
 
-/// Enough for every thread, and short enough for rounding errors.
+/// How many slabs the rows are cut into on the CPU: enough for every thread, and each short enough
+/// to keep rounding errors small.
 fn slabs_on_cpu(rows: i64) -> i64 {
     const ROWS: i64 = 1024;
     rows.div_euclid(ROWS) + i64::from(rows.rem_euclid(ROWS) > 0) + i64::from(rows == 0)
 }
 
-/// Values of 16 bytes.
+/// How many values 16 bytes hold.
 fn lanes(kind: Kind) -> i64 {
     16 / kind.elt_size_in_bytes() as i64
 }
 
-/// Slabs, and rows that are read as one.
+/// The number of slabs on CUDA, and how many rows are read as one.
 fn cuts_on_cuda(rows: i64, columns: i64, kind: Kind, may_fold: bool) -> (i64, i64) {
     /// Folding needs a second kernel. Below this size, reading value by value takes no longer than
     /// that kernel does.
     const FEWEST_BYTES: i64 = 4 << 20;
-    /// With fewer long rows, the partial sums would be a large part of what is read.
+    /// With fewer long rows, the partial sums would be a large part of the data that is read.
     const FEWEST_LONG_ROWS: i64 = 8;
     let slabs = slabs_on_cuda(rows, columns, kind);
     let is_odd = columns % lanes(kind) != 0;
@@ -90,7 +93,7 @@ fn cuts_on_cuda(rows: i64, columns: i64, kind: Kind, may_fold: bool) -> (i64, i6
     if !may_fold || !is_odd || bytes < FEWEST_BYTES {
         return (slabs, 1);
     }
-    // A power of two, as the number of lanes is.
+    // A power of two, because the number of lanes is one.
     let fold = lanes(kind) >> columns.trailing_zeros();
     if rows / fold < FEWEST_LONG_ROWS {
         return (slabs, 1);
@@ -102,13 +105,14 @@ fn cuts_on_cuda(rows: i64, columns: i64, kind: Kind, may_fold: bool) -> (i64, i6
 
 const BLOCKS: i64 = 1024;
 
-/// One, when few would be left, to save the second kernel.
+/// The number of slabs without folding. Instead of fewer than four slabs there is one, which saves
+/// the second kernel.
 fn slabs_on_cuda(rows: i64, columns: i64, kind: Kind) -> i64 {
     let slabs = most_slabs_on_cuda(rows, columns, kind);
     if slabs < 4 { 1 } else { slabs }
 }
 
-/// As many blocks as fill a large GPU, but at least four rows for each thread.
+/// As many slabs as give enough blocks to fill a large GPU, but at least four rows for each thread.
 fn most_slabs_on_cuda(rows: i64, columns: i64, kind: Kind) -> i64 {
     const THREADS: i64 = 256;
     let lanes = lanes(kind);
@@ -146,11 +150,11 @@ mod tests {
         assert_eq!(cuts(87_804, 2671, Kind::Float), (6, 4));
         assert_eq!(cuts(87_804, 2671, Kind::Double), (6, 2));
         assert_eq!(cuts(3071, 7142, Kind::BFloat16), (4, 4));
-        // Whole vectors, few bytes, what cannot be read so.
+        // Not folded: rows of whole vectors, a small matrix, and a matrix that may not be folded.
         assert_eq!(cuts(87_804, 2672, Kind::Half).1, 1);
         assert_eq!(cuts(700, 2671, Kind::Half), (slabs_on_cuda(700, 2671, Kind::Half), 1));
         assert_eq!(cuts_on_cuda(87_804, 2671, Kind::Half, false).1, 1);
-        // Few rows: their partial sums would be larger than the matrix.
+        // Few rows are not folded: their partial sums would be larger than the matrix.
         assert_eq!((cuts(63, 40_001, Kind::Half).1, cuts(64, 40_001, Kind::Half).1), (1, 8));
         assert_eq!(cuts(1, 4_194_305, Kind::Half).1, 1);
         // The shapes of the operators' own tests.

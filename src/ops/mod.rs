@@ -1,7 +1,7 @@
 //! Fused operators with hand-written kernels, forward and backward, for CPU and CUDA.
 //!
-//! Each comes three times: `op(…)` panics on bad arguments, as tch's functions do; `f_op(…)`
-//! returns a [`Result`](crate::Result); `op_reference(…)` is the same maths in plain tch
+//! Each operator has three functions: `op(…)` panics on bad arguments, as tch's functions do;
+//! `f_op(…)` returns a [`Result`](crate::Result); `op_reference(…)` computes the same in plain tch
 //! operations.
 
 mod column_sums;
@@ -30,7 +30,7 @@ pub use matmul_add_relu::{f_matmul_add_relu, matmul_add_relu, matmul_add_relu_re
 #[doc(hidden)]
 pub use way::force;
 
-/// The value, or a panic with the error's own text: what tch's functions without `f_` do.
+/// The value, or a panic with the error's text, as in tch's functions without `f_`.
 fn unwrap<T>(result: crate::Result<T>) -> T {
     result.unwrap_or_else(|error| panic!("{error}"))
 }
@@ -44,7 +44,8 @@ fn rows(tensor: &tch::Tensor) -> crate::Result<tch::Tensor> {
     Ok(tensor.f_reshape([rows, columns])?)
 }
 
-/// The product of the leading dimensions. Without elements, it may be beyond 64 bits.
+/// The product of the leading dimensions; `None` if it exceeds 64 bits, which it may without
+/// elements.
 fn count_rows(size: &[i64]) -> Option<i64> {
     let leading = &size[..size.len().saturating_sub(1)];
     leading.iter().try_fold(1_i64, |rows, &size| rows.checked_mul(size))

@@ -3,17 +3,19 @@
 use std::cell::Cell;
 use std::thread::LocalKey;
 
-/// The ways of one operator: kernels, or sequences of kernels, that compute the same. The operator's
-/// plan chooses one, unless [`force`] did. The default means that the plan chooses.
+/// The ways of one operator: kernels, or sequences of kernels, that compute the same result. The
+/// operator's plan chooses one of them, unless [`force`] did. The default value leaves the choice
+/// to the plan.
 #[doc(hidden)]
 pub trait Way: Copy + Default + 'static {
-    /// What is forced in this thread.
+    /// The way that is forced in this thread.
     #[doc(hidden)]
     fn forced() -> &'static LocalKey<Cell<Self>>;
 }
 
-/// Runs `body`, in which this thread's calls of the operator use the given way where it exists for
-/// their arguments. Their backward passes use it as well, whichever thread runs them and when.
+/// Runs `body`. In it, this thread's calls of the operator use the given way where it exists for
+/// their arguments. The backward passes of these calls use it as well, whichever thread runs them
+/// and when.
 #[doc(hidden)]
 pub fn force<W: Way, T>(way: W, body: impl FnOnce() -> T) -> T {
     struct Restore<W: Way>(W);
@@ -26,12 +28,12 @@ pub fn force<W: Way, T>(way: W, body: impl FnOnce() -> T) -> T {
     body()
 }
 
-/// What is forced in this thread.
+/// The way that is forced in this thread.
 pub(super) fn forced<W: Way>() -> W {
     W::forced().get()
 }
 
-/// Makes an enum the ways of an operator.
+/// Declares that an enum lists the ways of an operator.
 macro_rules! ways {
     ($way:ty) => {
         impl $crate::ops::way::Way for $way {

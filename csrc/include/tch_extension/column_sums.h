@@ -4,28 +4,29 @@
 
 #include <cstdint>
 
-// Sums of the columns of a matrix, for example the gradient of a bias. The kernels for the CPU
-// (cpu_column_sums.h) and for CUDA (cuda_column_sums.h) share this struct.
+// The sums of the columns of a matrix, for example the gradient of a bias. The CPU kernels
+// (cpu_column_sums.h) and the CUDA kernels (cuda_column_sums.h) share this struct.
 //
-// The rows are cut into slabs. The sums of each slab go to `partial`, and a second kernel adds
-// them up. If there is a single slab, its sums are the result. The cuts depend only on sizes,
-// strides and alignment, so that the same inputs give the same bits.
+// The rows are cut into slabs. The kernel writes the sums of each slab to `partial`, and a second
+// kernel adds these up. If there is a single slab, its sums are the result. The cuts depend only
+// on sizes, strides and alignment, so that the same inputs give the same bits.
 //
-// Rows whose length is no multiple of 16 bytes cannot be read 16 bytes at a time, because most of
-// them begin at another address. F of them can be read as one row that is F times as long, if the
-// matrix is contiguous: all of those begin at multiples of 16 bytes. Each column then has F sums,
-// which the second kernel adds up.
+// Rows whose length is not a multiple of 16 bytes cannot be read 16 bytes at a time, because most
+// of them do not begin at a multiple of 16 bytes. If the matrix is contiguous, F rows can be read
+// as one row that is F times as long (folding): each of these long rows begins at a multiple of 16
+// bytes. Each column then has F sums, which the second kernel adds up.
 struct TchExtensionColumnSums {
-  // M.
+  // M, the number of rows.
   int64_t rows;
-  // N.
+  // N, the number of columns.
   int64_t columns;
-  // S, at least 1 and at most 65535 on CUDA.
+  // S, the number of slabs: at least 1, and on CUDA at most 65535.
   int64_t slabs;
-  // `[S·F, N]` of the compute kind (float for the half kinds), null if S·F is 1.
+  // The sums of the slabs, `[S·F, N]` of the compute kind (float for the half kinds); null if
+  // S·F is 1.
   void* partial;
-  // `[N]`.
+  // The result, `[N]`.
   void* sums;
-  // F: this many rows are read as one on CUDA; 0 and 1 switch folding off.
+  // F: on CUDA this many rows are read as one; 0 and 1 switch folding off.
   int64_t fold;
 };

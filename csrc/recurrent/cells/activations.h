@@ -10,8 +10,8 @@
 namespace tch_extension::recurrent {
 namespace {
 
-// T is the kind of the product. For half kinds and tf32 these are fast, in the precision that those
-// kinds can show; for float they have the precision of float, and for double they are exact.
+// T is the kind of the product. For half kinds and tf32 these functions are fast, and as precise as
+// those kinds require; for float they have the precision of float, and for double they are exact.
 template <typename T, typename G>
 struct Activation {
   static __device__ __forceinline__ G sigmoid(G x) { return tch_extension::sigmoid(x); }
@@ -45,7 +45,7 @@ struct Activation<T, float> {
 
   static __device__ __forceinline__ float tanh(float x) {
     if constexpr (std::is_same_v<T, float>) return float_tanh(x);
-    // As above, and without a branch.
+    // Near 0 a series is used, as above; here without a branch.
     const float square = x * x;
     float series = -17.0f / 315 * square + 2.0f / 15;
     series = series * square - 1.0f / 3;

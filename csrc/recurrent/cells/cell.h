@@ -1,59 +1,58 @@
-// What a cell is, for the ways that run its steps (../cpu, ../step, ../cluster, ../grid,
+// What a cell is, for the ways that compute its steps (../cpu, ../step, ../cluster, ../grid,
 // ../wide_grid). This header has no code: a cell is any struct that has what is described here.
 //
 // A cell has G gates. W_h is [G·H, H], and the gates of a step are
 //
 //   gates[t] = input_gates[t] + h[t-1] W_hᵀ          [B, G·H], before their activations
 //
-// The ways make this product and the sum, one column of h with all its G gates at a time. The rest
-// of a step is pointwise, and that is what a cell defines. A cell also has a state that a step
-// hands to the next one beside the product: c of an LSTM; h itself of a GRU.
+// The ways compute this product and the sum, for one column of h with all its G gates at a time.
+// The rest of a step is pointwise, and that is what a cell defines. A cell also has a state that a
+// step passes to the next one in addition to the product: c of an LSTM; h itself of a GRU.
 //
-// Constants, of a struct that host and device code share:
+// Constants, in a struct that host and device code share:
 //
 //   kGates                   G
 //   kSaved                   values of a column that the forward pass saves for the backward pass,
-//                            beside the states; as rows [kSaved·H]
-//   kActivated               how many of these `forward` computes; the rest are gates as they are,
-//   each
-//                            the gate of its index
+//                            in addition to the states; as rows [kSaved·H]
+//   kActivated               how many of these `forward` computes; each of the rest is the gate of
+//                            the same index, unchanged
 //   kSeparate                how many of the last gates are handed over in two parts, because the
 //                            cell needs h[t-1] W_hᵀ by itself: 0, or 1 for the candidate of a GRU
 //   kStateIsH                the state is h: there is no c
 //   kNeedsPreviousState      the backward pass needs the state before the step, too
 //
-// Pointwise, on registers (lltm_cuda.h), with activation functions F in the precision that a kernel
-// needs and sums of type G:
+// Pointwise functions, on registers (lltm_cuda.h). F are the activation functions in the precision
+// that a kernel needs, and G is the type of the sums:
 //
 //   forward<F, G>(gates[kGates], separate, state&, h&, saved[kSaved])
-//       `gates` has the sums; of the last kSeparate gates only the input's part, whose other part
-//       is in `separate`. `state` is the one before the step, and then the one after it.
+//       `gates` has the sums, but for the last kSeparate gates it has only the input's part, whose
+//       other part is in `separate`. `state` is the one before the step, and then the one after it.
 //   factors<F, G>(saved[kSaved], new_state) -> Factors
-//       what can be computed for the backward pass before the gradient for h is known: the kernels
-//       that keep W_h on the chip do so while they wait for it.
+//       returns what can be computed for the backward pass before the gradient for h is known: the
+//       kernels that keep W_h on the chip compute it while they wait for that gradient.
 //   add_to_state(factors, grad_h, grad_state&)
-//       adds to the gradient for the state after the step what comes through h, from the gradient
-//       for h (all of it: the output's and the product's)
+//       adds to the gradient for the state after the step what comes through h. `grad_h` is the
+//       whole gradient for h: the output's and the product's.
 //   gate_gradient<kGate>(factors, grad_h, grad_state) -> gradient
-//       for a gate, from these two
+//       returns the gradient for a gate, given those for h and for the state
 //   before_step(factors, grad_state) -> gradient
-//       for the state before the step, as far as it does not come through the product
+//       returns the gradient for the state before the step, except what comes through the product
 //
-// On the CPU (CellOnCpu) the same takes vectors, and reads and writes memory itself: see
+// On the CPU (CellOnCpu) the same functions take vectors, and read and write memory themselves: see
 // lltm_cpu.h and gru_cpu.h.
 //
-// Which ways are generic: cpu, step on the CPU and cluster in all; grid in what is pointwise, while
-// its memory is laid out for three gates. step on CUDA and wide_grid have LLTM's formulas written
-// out: with calls of the cell's functions in their place nvcc makes other code, because it loads in
-// another order.
+// Which ways are generic: cpu, step on the CPU and cluster entirely; grid in its pointwise part,
+// while its memory is laid out for three gates. step on CUDA and wide_grid have LLTM's formulas
+// written out: if they called the cell's functions instead, nvcc would generate other code, because
+// it would load in another order.
 //
-// LLTM (lltm.h): gates [i | o | g], state c; saves σ(i), σ(o) and g before its activation, because
-// elu(g) near -1 has lost g's digits.
+// LLTM (lltm.h): the gates are [i | o | g] and the state is c. It saves σ(i), σ(o) and g before its
+// activation, because elu(g) near -1 has lost g's digits.
 //
 //   c' = c + elu(g) σ(i)        h' = tanh(c') σ(o)
 //
-// An LSTM would be: kGates 4, [i | f | g | o]; kSaved 4, the activated gates; kSeparate 0; state c,
-// of which the backward pass needs the one before the step (kNeedsPreviousState), for the forget
+// An LSTM would have: kGates 4, [i | f | g | o]; kSaved 4, the activated gates; kSeparate 0; and
+// state c. Its backward pass would need c before the step (kNeedsPreviousState), for the forget
 // gate's gradient.
 //
 //   c' = σ(f) c + σ(i) tanh(g)        h' = σ(o) tanh(c')
@@ -64,8 +63,8 @@
 //   hn = h W_hnᵀ + b_hn                n = tanh(x W_inᵀ + b_in + r · hn)
 //   h' = (1 - z) n + z h
 //
-// Its backward pass has two gradients for the candidate: for the input's part, dn, which goes on to
-// x and W_in, and for the product's part, dn · r, which goes on to h, W_hn and b_hn. The latter is
-// what stands in grad_gates, because the next product needs it; the former is handed back beside it
+// Its backward pass has two gradients for the candidate: dn for the input's part, which goes on to
+// x and W_in, and dn · r for the product's part, which goes on to h, W_hn and b_hn. grad_gates
+// holds the latter, because the next product needs it; the former is returned separately
 // (grad_separate).
 #pragma once

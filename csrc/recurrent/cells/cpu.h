@@ -1,4 +1,4 @@
-// What a cell's functions on the CPU take: vectors of neighbouring columns of one row, and where in
+// What a cell's functions on the CPU take: vectors of adjacent columns of one row, and where in
 // memory the rest is. cell.h describes what a cell is.
 #pragma once
 
@@ -8,8 +8,8 @@
 namespace tch_extension::recurrent {
 inline namespace CPU_CAPABILITY {
 
-// Where a step reads and writes `count` neighbouring columns of a row. From one of several values
-// of a column to the next are `hidden` values.
+// Where a step reads and writes `count` adjacent columns of a row. The several values of a column
+// are `hidden` values apart.
 template <typename T>
 struct ForwardPlace {
   const T* state;  // before the step
@@ -25,7 +25,7 @@ struct BackwardPlace {
   const T* saved;
   const T* state;      // before the step; null unless the cell needs it
   const T* new_state;  // after it
-  T* grad_state;       // for the state after the step, and then for the one before
+  T* grad_state;       // on entry for the state after the step, on return for the one before
   T* grad_gates;       // for what the product with W_h is added to
   T* grad_separate;    // for the input's part of the separate gates; null without any
   int64_t hidden;

@@ -1,6 +1,6 @@
-// Activation functions for float without a branch, at most 4 units in the last place from the exact
-// value (tanh 2, elu 3); results below the smallest normal number may be 0. CUDA's own functions
-// are within 1 to 3.5, but all lanes of a warp wait for the branches of any lane.
+// Activation functions for float without a branch. They are at most 4 units in the last place from
+// the exact value (tanh 2, elu 3); results below the smallest normal number may be 0. CUDA's own
+// functions are within 1 to 3.5 units, but all lanes of a warp wait for the branches of any lane.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ __device__ __forceinline__ float float_sigmoid(float x) {
 }
 
 __device__ __forceinline__ float float_elu(float x) {
-  // Near 0, where exp(x) - 1 loses digits, the best polynomial of this degree.
+  // Near 0, exp(x) - 1 loses digits; this is the best polynomial of its degree there.
   float near = 0.001164287f * x + 0.008238221f;
   near = near * x + 0.04164993f;
   near = near * x + 0.16666563f;
@@ -25,7 +25,7 @@ __device__ __forceinline__ float float_elu(float x) {
 }
 
 __device__ __forceinline__ float float_tanh(float x) {
-  // As above, a polynomial of the square.
+  // Near 0 this is a polynomial, too, here of the square.
   const float square = x * x;
   float near = -0.006610228f * square + 0.021309389f;
   near = near * square - 0.05390943f;

@@ -19,7 +19,7 @@ __device__ __forceinline__ void gate_gradients(const Factors& of, G grad_h, G gr
   gate_gradients<Cell>(of, grad_h, grad_c, to, std::make_integer_sequence<int, Cell::kGates>{});
 }
 
-// Of two columns, gate by gate.
+// The gradients of two columns, gate by gate.
 template <typename Cell, typename Factors, typename Pair, typename G, int... kGate>
 __device__ __forceinline__ void gate_gradients(const Factors& first, const Factors& second,
                                                const Pair& grad_h, const Pair& grad_c,

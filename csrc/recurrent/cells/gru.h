@@ -1,6 +1,5 @@
-// What is a GRU's: its gates are [r | z | n], as torch.nn.GRU's, and what is saved of them is
-// [r | z | n | hn], the first three after their activations, hn = h W_hnᵀ + b_hn. cell.h has the
-// formulas.
+// What is specific to a GRU. Its gates are [r | z | n], as in torch.nn.GRU, and [r | z | n | hn] is
+// saved: the gates after their activations, and hn = h W_hnᵀ + b_hn. cell.h has the formulas.
 #pragma once
 
 namespace tch_extension::recurrent {

@@ -13,7 +13,7 @@ struct GruOnCpu : Gru {
                       const ForwardPlace<T>& place) {
     const Vec<T> r = sigmoid(gates[0]), z = sigmoid(gates[1]), hn = separate[0];
     const Vec<T> n = tanh(gates[2] + r * hn);
-    // n + z (h - n), which keeps h where z is 1.
+    // This is n + z (h - n), which keeps h where z is 1.
     const Vec<T> h = load(place.state, place.count);
     store(n + z * (h - n), place.new_h, place.count);
     if (place.saved == nullptr) return;
@@ -23,7 +23,7 @@ struct GruOnCpu : Gru {
     store(hn, place.saved + 3 * place.hidden, place.count);
   }
 
-  // `grad_h` lacks what the next step handed over directly, which is in grad_state.
+  // `grad_h` does not include what the next step passed on directly, which is in grad_state.
   template <typename T>
   static void backward(const Vec<T>& grad_h, const BackwardPlace<T>& place) {
     const int64_t hidden = place.hidden, count = place.count;

@@ -1,5 +1,5 @@
-// What is LLTM's: its number of gates. They are [i | o | g], and what is saved of them is
-// [σ(i) | σ(o) | g]. cell.h describes what a cell is.
+// What is specific to LLTM: its number of gates. They are [i | o | g], and [σ(i) | σ(o) | g] is
+// saved. cell.h describes what a cell is.
 #pragma once
 
 namespace tch_extension::recurrent {

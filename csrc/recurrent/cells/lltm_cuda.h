@@ -17,7 +17,8 @@ struct LltmOnCuda : Lltm {
     h = F::tanh(c) * saved[1];
   }
 
-  // What the gradient for h is multiplied by, for c and for o, and the one for c, for i and g.
+  // The factors of the gradient for h (for c and for o), and of the gradient for c (for i and for
+  // g).
   template <typename G>
   struct Factors {
     G c_of_h, i_of_c, o_of_h, g_of_c;

@@ -11,8 +11,8 @@ namespace tch_extension::recurrent::cluster {
 namespace {
 
 // The part of W_hᵀ that a warp multiplies, in the layout of tensor cores: kSums tiles of columns of
-// h, and kProducts products with the block's gates, where the gates of a tile of columns are
-// neighbours. It is in registers, except for the last kShared products, for which there is no room:
+// h, and kProducts products with the block's gates, in which the gates of a tile of columns are
+// adjacent. It is in registers, except for the last kShared products, for which there is no room;
 // these are in shared memory, [warp, sum, product, lane].
 template <typename Cell, typename T, int kPadded, int kCluster, int kShared = 0>
 struct HalfBackwardProduct : Shares<kPadded, kCluster> {
@@ -28,7 +28,7 @@ struct HalfBackwardProduct : Shares<kPadded, kCluster> {
     kProducts = kGates * S::kTiles,
     // How many sums are computed at a time.
     kAtATime = 2,
-    // Bytes from a row of gates to the next, chosen so that what a warp loads at once lies in
+    // Bytes from a row of gates to the next, chosen so that what a warp loads at once is in
     // different banks.
     kStride = kGates * S::kColumns * static_cast<int>(sizeof(Element)) + 16,
     kWeightBytes = S::kThreads * kSums * kShared * static_cast<int>(sizeof(uint4)),
@@ -74,8 +74,8 @@ struct HalfBackwardProduct : Shares<kPadded, kCluster> {
                                            const Place& place) const {
     const uint32_t address =
         hopper::shared_address(gates) + place.lane % 8 * kStride + place.lane / 8 * 16;
-    // After an odd last product come bytes that others may write: its two matrices are loaded twice
-    // instead.
+    // If the number of products is odd, others may be writing the bytes after the last one, so the
+    // last product's two matrices are loaded twice instead.
     const uint32_t back = place.lane & 16 ? 32 : 0;
 #pragma unroll
     for (int product = 0; product < kProducts; product += 2) {
@@ -104,7 +104,8 @@ struct HalfBackwardProduct : Shares<kPadded, kCluster> {
   uint4* shared;
 };
 
-// The rows of W_h of the block's gates, in shared memory, [tile, gate, column of the tile, H'].
+// The rows of W_h that belong to the block's gates, in shared memory, [tile, gate, column of the
+// tile, H'].
 template <typename Cell, typename T, int kPadded, int kCluster>
 struct PlainBackwardProduct : Shares<kPadded, kCluster> {
   static constexpr int kGates = Cell::kGates;
@@ -166,8 +167,8 @@ struct PlainBackwardProduct : Shares<kPadded, kCluster> {
 };
 
 // Layout of shared memory: partial sums from all blocks, for two steps; gradients for the gates of
-// two steps, [2, row, tile, gate, column of the tile]; where they are scaled, the largest of each
-// row, [2, row, tile], and what a row's sums are multiplied by, [2, row]; weights.
+// two steps, [2, row, tile, gate, column of the tile]; if they are scaled, the largest of each row,
+// [2, row, tile], and the factors of a row's sums, [2, row]; weights.
 template <typename Product>
 struct BackwardLayout {
   enum : int {
@@ -175,7 +176,7 @@ struct BackwardLayout {
     kPartsBytes = Product::kCluster * kPartBytes,
     kGatesBytes = kRows * Product::kStride,
     kOfRows = Product::kIsScaled ? 2 * kRows * static_cast<int>(sizeof(float)) : 0,
-    kParts = 128,  // behind the barriers; what comes from other blocks fills whole lines
+    kParts = 128,  // after the barriers; data from other blocks fills whole lines
     kGatesOfSteps = kParts + 2 * kPartsBytes,
     kLargest = kGatesOfSteps + 2 * kGatesBytes,
     kInverses = kLargest + kOfRows * Product::kTiles,
@@ -184,9 +185,9 @@ struct BackwardLayout {
   };
 };
 
-// The power of two that takes a number to [2^14, 2^15), and what sums are then multiplied by,
-// without kWeightScale. For an infinite number, and for one near zero, the nearest powers of two of
-// which both are normal floats.
+// The power of two that takes a number to [2^14, 2^15), and the factor by which sums are then
+// multiplied, without kWeightScale. For infinity and for numbers near zero, these are the nearest
+// powers of two that are both normal floats.
 struct RowScale {
   explicit __device__ __forceinline__ RowScale(uint32_t bits_of_largest) {
     constexpr uint32_t kDigits = 23, kTop = 14, kBias = 127;
@@ -197,9 +198,9 @@ struct RowScale {
   float scale, inverse;
 };
 
-// The largest magnitude among all of the block's gates in the lane's row, as bits, whose order is
-// that of the numbers. A warp has two rows of its tile; through `of_tiles` it learns of the row's
-// other tiles.
+// The largest magnitude among all of the block's gates in the lane's row, as bits, which have the
+// same order as the numbers. A warp has two rows of its tile; through `of_tiles` it learns the
+// maxima of the row's other tiles.
 template <int kTiles>
 __device__ __forceinline__ uint32_t largest_of_row(float of_lane, uint32_t* of_tiles,
                                                    const Place& place) {
@@ -217,9 +218,9 @@ __device__ __forceinline__ uint32_t largest_of_row(float of_lane, uint32_t* of_t
   return largest;
 }
 
-// Where a lane's four sums of a tile are stored, in units of four values: so that the four lanes'
-// values that share two rows, which another warp reads, lie in different banks in each line of 128
-// bytes.
+// The slot for a lane's four sums of a tile, in units of four values. It puts the values of the
+// four lanes that share two rows, which another warp reads, into different banks of each 128-byte
+// line.
 [[maybe_unused]] __device__ __forceinline__ int slot_of(int lane) {
   const int line = lane / 8;
   return line * 8 + (lane % 4 + line) % 4 * 2 + lane / 4 % 2;
@@ -237,7 +238,7 @@ __device__ __forceinline__ void send_four(uint32_t to, uint32_t barrier, const G
   }
 }
 
-// The values of a lane that the forward pass saved in a step, as they are in memory.
+// What the forward pass saved for a lane in a step, in the types that it has in memory.
 template <typename Cell, typename S>
 struct Saved {
   S grad_output, values[Cell::kSaved], c;
@@ -277,7 +278,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
                            (Cell::kSaved * at - (Cell::kSaved - 1) * column);
     if (params.grad_output != nullptr)
       saved.grad_output = static_cast<const S*>(params.grad_output)[at];
-    // Not as a loop, of which nvcc makes slightly different code.
+    // This is not a loop, because nvcc makes slightly different code of one.
     saved.values[0] = activations[0];
     saved.values[1] = activations[hidden];
     saved.values[2] = activations[2 * hidden];
@@ -303,7 +304,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   Product product;
   product.load(params, place, shared + L::kWeights);
   __syncthreads();
-  // After a barrier, as racecheck demands, and before any block may send.
+  // This comes after a barrier, as racecheck demands, and before any block may send.
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer)
       hopper::mbarrier_arrive_expecting(arrivals + 8 * buffer, L::kPartsBytes);
@@ -311,15 +312,15 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   __syncwarp();
   hopper::cluster_sync();
 
-  // Where this lane's partial sum lies within those of a block: among the four of the lane that has
-  // its rows and column.
+  // The position of this lane's partial sum within those of a block: it is among the four sums of
+  // the lane that has its rows and column.
   const G* own_parts = reinterpret_cast<const G*>(parts) + place.tile * kWarp * 4 +
                        slot_of(place.lane / 4 * 4 + place.split) * 4 + place.lane % 4;
   auto sum_of_parts = [&](int count) {
     const int buffer = count % 2;
     hopper::mbarrier_wait(arrivals + 8 * buffer, count / 2 % 2);
-    // For the sum after the next one: no block sends for it before this block has sent for the next
-    // one.
+    // This prepares for the sum after the next one: no block sends for it before this block has
+    // sent for the next one.
     if (threadIdx.x == 0) hopper::mbarrier_arrive_expecting(arrivals + 8 * buffer, L::kPartsBytes);
     constexpr int kPart = L::kPartBytes / static_cast<int>(sizeof(G));
     const G* from = own_parts + buffer * Product::kCluster * kPart;
@@ -337,11 +338,11 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     hopper::compiler_barrier(at);
     const auto factors = Cell::template factors<Activation<T, G>, G>(saved.values, saved.c);
     const G from_output = static_cast<G>(saved.grad_output);
-    // The next step's values: they arrive while this step waits and multiplies.
+    // Loads the next step's values: they arrive while this step waits and multiplies.
     if (valid && done + 1 < steps) load(at - step_size);
 
     if (done > 0) {
-      // In padding this sum may be NaN, where a gate's gradient is infinite: 0 times that.
+      // In padding this sum may be NaN: 0 times a gate's gradient that is infinite.
       const G sum = sum_of_parts(done - 1);
       grad_h = valid ? sum : G(0);
     }
@@ -378,7 +379,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
       const uint32_t to = hopper::shared_address(parts) +
                           (buffer * Product::kCluster + place.rank) * L::kPartBytes +
                           slot_of(place.lane) * 4 * static_cast<int>(sizeof(G));
-      // The factors of this lane's two rows.
+      // The factors of the sums of this lane's two rows.
       float2 to_size = {};
       if constexpr (Product::kIsScaled)
         to_size = reinterpret_cast<const float2*>(inverses)[place.lane % 4];

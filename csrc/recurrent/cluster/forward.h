@@ -79,7 +79,7 @@ struct PlainForwardProduct : Shares<kPadded, kCluster, kParts> {
   using Element = T;
   using Gates = T;
   enum : int {
-    kLanes = kLanesOf16Bytes<T>,  // terms of a lane in an instruction
+    kLanes = kLanesOf16Bytes<T>,  // terms of a lane per instruction
     kTerms = kPadded / kParts,
     kProducts = kTerms / kSpan<T>,
   };
@@ -179,7 +179,7 @@ struct ForwardLayout {
     kGateBytes = kGates * Product::kThreads * static_cast<int>(sizeof(typename Product::Gates)),
     kOwnBytes = kRows * Product::kColumns * static_cast<int>(sizeof(typename Product::Element)),
     kHBytes = kOwnBytes * Product::kCluster,
-    kH = 128,  // behind the barriers; what comes from other blocks fills whole lines
+    kH = 128,  // after the barriers; data from other blocks fills whole lines
     kPartials = kH + 2 * kHBytes,
     kStaged = kPartials + kSplits * kGateBytes,
     kRing = kStaged + kOwnBytes,
@@ -195,7 +195,7 @@ __device__ __forceinline__ G sum_of_four(const G* parts) {
   return (parts[0] + parts[kWarp]) + (parts[2 * kWarp] + parts[3 * kWarp]);
 }
 
-// S is the state's type. Indices are 32 bits wide; longer sequences take another way.
+// S is the state's type. Indices are 32 bits wide; longer sequences are computed another way.
 template <typename Cell, typename S, typename Product>
 __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     forward_kernel(const ForwardParams params) {
@@ -221,10 +221,11 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   const bool finishes = kParts == kSplits || place.split < kSplits;
   const bool valid = finishes && first_row + row < batch && column < hidden;
   const uint32_t step_size = batch * hidden;
-  // This lane's index in a step of the output. In a step of the gates it is 3 · index - 2 · column.
+  // This lane's index in a step of the output. Its index in a step of the gates is 3 · index - 2 ·
+  // column.
   const uint32_t first = (first_row + row) * hidden + column;
 
-  // Each thread reads what it has copied itself, so that no barrier is needed.
+  // Each thread reads only what it has copied itself, so that no barrier is needed.
   G* ring = reinterpret_cast<G*>(shared + L::kRing) + threadIdx.x;
   auto fetch = [&](int step, uint32_t at) {
     const G* gates = static_cast<const G*>(params.input_gates);
@@ -273,7 +274,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   Product product;
   product.load(params, place);
   __syncthreads();
-  // After a barrier, as racecheck demands, and before any block may send.
+  // This comes after a barrier, as racecheck demands, and before any block may send.
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer)
       hopper::mbarrier_arrive_expecting(arrivals + 8 * buffer, L::kHBytes);
@@ -296,8 +297,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     const uint32_t arrival = arrivals + 8 * buffer;
     if (step > 0) {
       hopper::mbarrier_wait(arrival, (step - 1) / 2 % 2);
-      // For the step after the next one: no block sends for it before this block has sent for the
-      // next one.
+      // This prepares for the step after the next one: no block sends for it before this block has
+      // sent for the next one.
       if (threadIdx.x == 0) hopper::mbarrier_arrive_expecting(arrival, L::kHBytes);
     }
     G sums[kGates][4] = {};
@@ -317,7 +318,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
         scale[gate] = kMayScale ? scales[gate * kThreads] : G(1);
       }
     }
-    // All warps come to the same two barriers, as synccheck demands where they are the whole block.
+    // All warps reach the same two barriers, as synccheck demands where they are the whole block.
     barrier_of_tile(place, kParts);
     if (finishes) {
 #pragma unroll
@@ -332,8 +333,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
       // Rows and columns of padding stay zero.
       *own = valid ? static_cast<T>(new_h * message_scale) : T(0.0f);
     }
-    // With two barriers a step, what was written before one of them is read before it is written
-    // again after the other.
+    // With two barriers per step, what is written before one of them is read before it is
+    // overwritten after the other.
     barrier_of_tile(place, kParts);
     if (!finishes) continue;
     if (step + 1 < steps) outbox.send((1 - buffer) * L::kHBytes, arrivals + 8 * (1 - buffer));

@@ -34,8 +34,8 @@ struct ForwardParams {
   void* c;                  // [T, B, H], or [B, H] with c_stride 0
   // [T, B, 3H], of the state's kind; null if nobody needs them; may be input_gates
   void* activations;
-  // Both of scale_rows.h, where a state of float is multiplied as fp16 values instead of tf32; null
-  // otherwise. With them h is sent as h · kMessageScale.
+  // Both come from scale_rows.h where a state of float is multiplied as fp16 values instead of
+  // tf32; otherwise they are null. With them h is sent as h · kMessageScale.
   const float* scales;     // [3H], of W_h's rows
   const float* h0_scales;  // [B], of h0's
 };
@@ -53,8 +53,11 @@ struct BackwardParams {
   const void* grad_output;  // [T, B, H], of the state's kind, null for zeros
   const void* activations;  // [T, B, 3H], of the state's kind
   const void* c;            // [T, B, H], of the state's kind
-  void* grad_h;  // [B, H], of the gates' kind: for h[T-1], added to the output's, and then for h0
-  void* grad_c;  // [B, H], of the gates' kind: for c[T-1], and then for c0
+  // [B, H], of the gates' kind: on entry the gradient for h[T-1], which is added to the output's;
+  // on return the one for h0
+  void* grad_h;
+  // [B, H], of the gates' kind: on entry the gradient for c[T-1], on return the one for c0
+  void* grad_c;
   void* grad_gates;     // [T, B, 3H], of the product's kind; of the state's, where there are scales
   const float* scales;  // [3H], of W_h's rows, as in the forward pass
 };

@@ -1,5 +1,6 @@
-// How a cluster shares a sequence, and where a warp and its lanes are: what the forward and the
-// backward pass of a cluster have in common. For code made for sm_90 and newer only.
+// What the forward and the backward pass of a cluster have in common: how a cluster shares a
+// sequence, and the positions of a warp and its lanes. Only for code that is compiled for sm_90 and
+// newer.
 #pragma once
 
 #include <type_traits>
@@ -14,7 +15,7 @@
 namespace tch_extension::recurrent::cluster {
 namespace {
 
-// A lane holds four sums of each gate. As many warps (the splits) share a tile's terms, and each of
+// A lane holds four sums of each gate. Four warps (the splits) share a tile's terms, and each of
 // them finishes one of these sums for all lanes. In some kernels twice as many warps share the
 // terms.
 constexpr int kSplits = 4;
@@ -36,8 +37,8 @@ struct Shares {
                 "sums of partial ones are made for these");
 };
 
-// Where a warp and its lanes are in a block of this many columns. A lane has four sums of each
-// gate: two neighbouring rows of the batch times two columns.
+// The position of a warp and its lanes in a block of this many columns. A lane has four sums of
+// each gate: two adjacent rows of the batch times two columns.
 struct Place {
   explicit __device__ Place(int columns, int parts = kSplits) {
     lane = threadIdx.x % kWarp;
@@ -50,12 +51,12 @@ struct Place {
 
   int lane, split, tile;
   uint32_t rank;
-  int first_column;  // of the warp
+  int first_column;  // the warp's first column
 };
 
-// The product kind for a state of float where libtorch allows tf32. A value is multiplied as a
-// half, which has as many digits, after a multiplication by a power of two of its row, which makes
-// up for the half's smaller range. Each row of weights has its own power (`scales` of the
+// The product kind for a state of float where libtorch allows tf32. A value is multiplied as fp16,
+// which has as many digits as tf32. Before, it is multiplied by a power of two of its row, which
+// makes up for the smaller range of fp16. Each row of weights has its own power (`scales` of the
 // parameters), and so has h.
 struct ScaledHalf {};
 
@@ -63,7 +64,7 @@ struct ScaledHalf {};
 template <typename T>
 using Operand = std::conditional_t<std::is_same_v<T, ScaledHalf>, __half, T>;
 
-// The barrier of the warps that share columns.
+// Synchronizes the warps that share columns.
 __device__ __forceinline__ void barrier_of_tile(const Place& place, int parts) {
   hopper::named_barrier_sync(1 + place.tile, parts * kWarp);
 }

@@ -36,7 +36,7 @@ struct Backward {
     }
   }
 
-  // Step -1 is only the product, for h0.
+  // Step -1 is only the product, for the gradient of h0.
   void step(int64_t t, Share rows, Share columns) const {
     constexpr int64_t kRow = kGates;
     for (int64_t index = columns.begin; index < columns.end; ++index) {

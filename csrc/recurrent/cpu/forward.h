@@ -30,7 +30,8 @@ struct Forward {
     T* to = panel(index);
     const int64_t column = index * lanes;
     const int64_t count = std::min(lanes, hidden - column);
-    // Few k at a time, so that the lines that are written stay in the L1 cache until they are full.
+    // Few k at a time, so that the lines that are being written stay in the L1 cache until they are
+    // full.
     constexpr int64_t kDepth = 8;
     for (int64_t first = 0; first < hidden; first += kDepth) {
       const int64_t last = std::min(first + kDepth, hidden);

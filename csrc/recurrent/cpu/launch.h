@@ -19,12 +19,13 @@ int64_t one(const Params&) {
   return 1;
 }
 
-// What a thread of the team does: it packs, and then takes the steps first, first + by, and so on.
+// What a thread of the team does: it packs weights, and then computes the steps first, first + by,
+// and so on.
 template <typename Work>
 void run(const Work& work, const Member& member, int64_t first, int64_t by, int64_t steps) {
   const Team& team = member.team;
-  // Not inlined: each is called from several places, and the compiler would otherwise split their
-  // bodies into parts that all of these share.
+  // These are not inlined: each is called from several places, and the compiler would otherwise
+  // split their bodies into parts that all of these share.
   const auto pack = [&](int64_t place) __attribute__((noinline)) {
     const Share own(work.panels, place, member.places());
     for (int64_t index = own.begin; index < own.end; ++index) work.pack(index);

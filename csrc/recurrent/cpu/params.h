@@ -1,7 +1,7 @@
 // The parameters of all steps of a cell on the CPU, for double and float. cells/cell.h says what a
-// cell is: it has G gates (kGates) and saves V values of a column (kSaved; 3 both for LLTM). T
-// steps, batch B, hidden size H. All arrays are row-major, contiguous and of one kind where nothing
-// else is said.
+// cell is: it has G gates (kGates) and saves V values of a column (kSaved); both are 3 for LLTM.
+// There are T steps, the batch size is B and the hidden size is H. All arrays are row-major,
+// contiguous and of one kind unless stated otherwise.
 #pragma once
 
 #include "tch_extension/kind.h"
@@ -14,24 +14,24 @@ namespace tch_extension::recurrent::cpu {
 struct Team {
   int64_t row_groups;
   int64_t column_groups;
-  int64_t* counters;  // [1 + row_groups + places, 8] zeros: of team.h; a cache line each
+  int64_t* counters;  // zeros, [1 + row_groups + places, 8]: team.h's, a cache line each
 };
 
 struct ForwardParams {
   int64_t steps;
   int64_t batch;
   int64_t hidden;
-  // From a row of W_h to the next, in elements.
+  // The distance from a row of W_h to the next, in elements.
   int64_t weight_stride;
-  // From a step's state to the next one's: B·H, or 0 if only the last one is needed. B·H where the
-  // state is h.
+  // The distance from a step's state to the next one's: B·H, or 0 if only the last one is needed.
+  // It is B·H where the state is h.
   int64_t c_stride;
   int32_t kind;
   int32_t reserved;
   Team team;
   const void* weight;  // W_h, [G·H, H]
-  // [T, B, G·H]: the product with the input, and the bias. Of gates that are separate (the
-  // candidate of a GRU) without the bias of the product with h.
+  // [T, B, G·H]: the product with the input, plus the bias. For gates that are separate (the
+  // candidate of a GRU) this excludes the bias of the product with h.
   const void* input_gates;
   const void* h0;  // [B, H]
   const void* c0;  // [B, H], the state; h0 where the state is h
@@ -56,14 +56,14 @@ struct BackwardParams {
   const void* grad_output;  // [T, B, H], null for zeros
   const void* activations;  // [T, B, V·H]
   const void* c;            // [T, B, H], the states; the output where the state is h
-  // [B, H]: before, the gradient for h[T-1] that is added to the last step's of the output; after,
-  // if needs_grad_h0, the one for h0.
+  // [B, H]: on entry the gradient for h[T-1], which is added to the last step's of the output; on
+  // return, if needs_grad_h0, the one for h0.
   void* grad_h;
-  // [B, H]: before, the gradient for the last state; after, for the first one. Where the state is
-  // h: zeros before, and afterwards of no use.
+  // [B, H]: on entry the gradient for the last state; on return the one for the first. Where the
+  // state is h: zeros on entry, and of no use on return.
   void* grad_c;
-  // [T, B, G·H]: for what the product with W_h is added to. From it follow the gradients of W_h and
-  // of its bias, and those of the input, except for gates that are separate.
+  // [T, B, G·H]: the gradients for what the product with W_h is added to. The gradients of W_h and
+  // of its bias follow from them, and those of the input, except for gates that are separate.
   void* grad_gates;
   void* packed;         // scratch as in the forward pass
   const void* c0;       // [B, H], the first state; null unless the cell needs the state before

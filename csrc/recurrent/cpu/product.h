@@ -1,7 +1,7 @@
 // The product of some rows of a step with packed weights.
 //
-// A panel is as many columns of h as some vectors hold. The weights that lead to them lie together,
-// in the order in which the product reads them, with zeros after the last column.
+// A panel is as many columns of h as some vectors hold. The weights that produce them are adjacent
+// in memory, in the order in which the product reads them, with zeros after the last column.
 #pragma once
 
 #include "tch_extension/cpu.h"
@@ -11,8 +11,9 @@ namespace tch_extension::recurrent::cpu {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-// Rows of a block whose sums are kVectors vectors each: as many as the registers have room for,
-// beside kVectors of weights. AVX-512 has 32 registers, of which 24 are sums for 3 vectors a row.
+// How many rows a block has whose sums are kVectors vectors each: as many as the registers have
+// room for, next to kVectors vectors of weights. AVX-512 has 32 registers, of which 24 are sums for
+// 3 vectors a row.
 template <int kVectors>
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int kMostRows = kVectors <= 3 ? 8 : 4;
@@ -20,7 +21,7 @@ constexpr int kMostRows = kVectors <= 3 ? 8 : 4;
 constexpr int kMostRows = kVectors <= 3 ? 4 : 2;
 #endif
 
-// Vectors of columns of h that the backward pass computes at a time.
+// How many vectors of columns of h the backward pass computes at a time.
 constexpr int kGradVectors = 2;
 
 template <int kCount>

@@ -1,7 +1,7 @@
 // Threads of one parallel region that work through a sequence together. Waking threads for each
-// step would cost more than a small step. Here they wait for one another, for a while in a loop. On
-// a busy machine some of them do not run for milliseconds: the other threads then do what these
-// have not begun, and sleep while they wait.
+// step would cost more than a small step. Here they wait for one another, at first in a loop. On a
+// busy machine some threads do not run for milliseconds: the other threads then do the work that
+// these have not begun, and sleep while they wait.
 #pragma once
 
 #include <linux/futex.h>
@@ -17,7 +17,7 @@
 namespace tch_extension::recurrent::cpu {
 inline namespace CPU_CAPABILITY {
 
-// [begin, end) of `count` things for one of `groups`.
+// The range [begin, end) of `count` items that one of `groups` groups gets.
 struct Share {
   Share(int64_t count, int64_t group, int64_t groups)
       : begin(count * group / groups), end(count * (group + 1) / groups) {}
@@ -25,7 +25,7 @@ struct Share {
   int64_t end;
 };
 
-// A number that only grows, and for which threads wait. It has a cache line of its own, and begins
+// A number that only grows, and that threads wait for. It has a cache line of its own, and starts
 // as zeros.
 class Counter {
  public:
@@ -57,7 +57,8 @@ class Counter {
     return false;
   }
 
-  // Waits until the number reaches `goal`; asleep, if that takes longer than this many clocks.
+  // Waits until the number reaches `goal`. The thread sleeps if that takes longer than this many
+  // clocks.
   void wait_until(int64_t goal, uint64_t clocks) const {
     if (!reaches(goal, clocks)) sleep_until(goal);
   }
@@ -81,7 +82,7 @@ class Counter {
 };
 
 // How long a thread waits awake: as long as its own work took, so that a wait in vain at most
-// doubles the time; and at least some 20 µs, because falling asleep and being woken costs as much.
+// doubles the time; and at least some 20 µs, because falling asleep and being woken takes as long.
 class Patience {
  public:
   uint64_t clocks() const { return std::max<uint64_t>(kLeast, __builtin_ia32_rdtsc() - begun_); }
@@ -91,11 +92,11 @@ class Patience {
   uint64_t begun_ = __builtin_ia32_rdtsc();
 };
 
-// A thread's part of the team: [begin, end) of its row_groups · column_groups places. That is one
-// place, or more where OpenMP gives fewer threads than asked for. Each place has a sequence of
-// turns: turn 0 is to pack, turn 1 + t is step t (where each row has one place, turn 1 is all
-// steps). A turn is begun by one thread, the place's own or another one, and its result does not
-// depend on which.
+// A thread's part of the team: the range [begin, end) of its row_groups · column_groups places.
+// That is one place, or more if OpenMP gives fewer threads than asked for. The work of each place
+// is a sequence of turns: turn 0 packs the weights, and turn 1 + t computes step t (where each row
+// group has one place, turn 1 computes all steps). One thread begins a turn, the place's own or
+// another one; the result does not depend on which thread it is.
 struct Member {
   const Team& team;
   int64_t begin;
@@ -104,7 +105,7 @@ struct Member {
   int64_t places() const { return team.row_groups * team.column_groups; }
 
   // Calls pack(place) for all places, and then step(place, 0) to step(place, steps - 1), each after
-  // those of the same rows in the step before.
+  // the preceding step of all places with the same rows.
   template <typename Pack, typename Step>
   void run(int64_t steps, const Pack& pack, const Step& step) const {
     const auto pack_once = [&](int64_t place) {
@@ -121,7 +122,7 @@ struct Member {
       run_rows(row, place, next, steps, step);
       place = next;
     }
-    // Then the rows of threads that have not arrived yet.
+    // Then takes over the rows of threads that have not arrived yet.
     for (int64_t row = 0; row < team.row_groups; ++row) {
       const int64_t first = row * team.column_groups, last = first + team.column_groups;
       if (is_left(first, last)) run_rows(row, first, last, steps, step);
@@ -145,14 +146,14 @@ struct Member {
     return true;
   }
 
-  // Calls body for all places, the own ones first.
+  // Calls body for all places, this thread's own first.
   template <typename Body>
   void for_each_place(const Body& body) const {
     for (int64_t place = begin; place < end; ++place) body(place);
     for (int64_t place = 0; place < places(); ++place) body(place);
   }
 
-  // All steps of a row group, of whose places [first, last) are this thread's.
+  // Computes all steps of a row group, of whose places [first, last) are this thread's.
   template <typename Step>
   void run_rows(int64_t row, int64_t first, int64_t last, int64_t steps, const Step& step) const {
     if (team.column_groups == 1) {
@@ -163,7 +164,7 @@ struct Member {
     const int64_t of_row = row * team.column_groups;
     bool is_alone = false;
     for (int64_t t = 0; t < steps; ++t) {
-      // Returns how many places nobody else had begun.
+      // Computes the places that no other thread has begun, and returns how many there were.
       const auto work = [&](int64_t from, int64_t to) {
         int64_t begun = 0;
         for (int64_t place = from; place < to; ++place) {

@@ -14,19 +14,19 @@ namespace {
 // saved values are copied.
 [[maybe_unused]] constexpr int kNearBack = 2;  // unused where the kernel is empty
 constexpr int kAheadBack = 2;
-// From this many sub-batches on, the messages of the next one are loaded while one is multiplied.
-// With fewer, they are not sent yet when these are read, which is early where all of them are in
-// flight at once.
+// From this many sub-batches on, the messages of the next sub-batch are loaded while one is
+// multiplied. With fewer, they have not been sent when they are read, which happens early where all
+// of them are in flight at once.
 template <typename Product>
 [[maybe_unused]] constexpr int kSubsAheadBack = Product::kRing < Product::kVectors ? 2 : 3;
 
-// Whether its messages are scaled gradients, sent in addition to grad_gates.
+// Whether the product's messages are scaled gradients, which are sent in addition to grad_gates.
 template <typename Product>
 constexpr bool kSendsScaled = false;
 template <int... kOf>
 constexpr bool kSendsScaled<ScaledProduct<kOf...>> = true;
 
-// The first of a word's two terms. A term is a gate and a column of h, that is, a row of W_h.
+// The first of the two terms of a word. A term is a gate and a column of h, that is, a row of W_h.
 template <typename Product>
 __device__ __forceinline__ int term_of(int vector, int half, int word, int hidden) {
   if constexpr (kSendsScaled<Product>) {
@@ -88,7 +88,7 @@ struct BackwardLayout {
       kRing + kAheadBack * kSaved * kFinishers * static_cast<int>(sizeof(BitsOfTwo<S>));
   static constexpr int kOfAll =
       kFinishers * static_cast<int>(sizeof(PairOf<typename Product::Sum>));
-  // The scales of the rows of W_h that belong to its columns.
+  // The scales of the rows of W_h that belong to the columns of all finishers.
   static constexpr int kScales = kSendsScaled<Product> ? kGates * kOfAll : 0;
   static int bytes(int subs) {
     return kState + kScales + ceil_div(subs, static_cast<int>(Teams::kTeams)) * kOfAll;
@@ -116,7 +116,7 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     state = scales + Layout::kScales / static_cast<int>(sizeof(Pair));
   }
 
-  // An index in [T, B, H]; the first iteration is the last step.
+  // An index in [T, B, H]; the first iteration has the last step.
   __device__ __forceinline__ uint32_t at_iteration(const Iteration& iteration) const {
     return (place.steps - 1 - iteration.step) *
                (static_cast<uint32_t>(place.batch) * place.hidden) +
@@ -148,7 +148,7 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     this->advance(fetched);
   }
 
-  // Products begin with the second step; there are those of `last` steps.
+  // The second step is the first to have a product; `last` steps have one.
   __device__ __forceinline__ void run(int last) {
     fetched = this->first_iteration();
     if (fetched.sub >= place.subs) return;
@@ -185,13 +185,13 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     return reinterpret_cast<Pair*>(static_cast<G*>(params.grad_h) + at_first(sub));
   }
 
-  // What the cell knows of two columns before the gradient for h arrives.
+  // What the cell can compute for two columns before the gradient for h arrives.
   struct Factors {
     Pair grad_output;
     typename Cell::template Factors<G> first, second;
   };
 
-  // Computes all that is known before the products are.
+  // Computes all that is known before the products are complete.
   __device__ __forceinline__ Factors factors() const {
     hopper::wait_for_copies<kAheadBack - 1>();
     auto saved = [&](int value) {
@@ -260,7 +260,8 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     }
   }
 
-  // Sends zeros for rows and columns beyond the batch and the hidden size.
+  // Sends scaled gradients; for rows and columns beyond the batch and the hidden size it sends
+  // zeros.
   __device__ __forceinline__ void send_scaled(const Iteration& iteration,
                                               const G (&grads)[kGates][2], bool valid) const {
     float values[kGates][2];
@@ -302,7 +303,7 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
   int slot = 0;
 };
 
-// The source is the next step, the gradients of whose gates are the terms.
+// The source of a lane's messages is the next step: its gradients for the gates are the terms.
 template <typename Product, int kColumns>
 __device__ __forceinline__ ScaledSource scaled_source_of(const BackwardParams& params,
                                                          const Place<kColumns>& place,
@@ -346,7 +347,7 @@ __device__ __forceinline__ void produce(const BackwardParams& params, const Plac
                       place.subs >= kSubsAheadBack<Product>, memory);
 }
 
-// S is the state's type. Indices are 32 bits wide; longer sequences take another way.
+// S is the state's type. Indices are 32 bits wide; longer sequences are computed another way.
 template <typename Cell, typename S, typename Product>
 __global__ void __launch_bounds__(kGridThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params) {
@@ -364,7 +365,7 @@ __global__ void __launch_bounds__(kGridThreads, 1)
 #endif
 }
 
-// The size of all that is sent, from the first message on.
+// The size of everything that is sent, counted from the first message.
 template <typename Product>
 size_t bytes_of_messages(const BackwardParams& params) {
   if constexpr (kSendsScaled<Product>) {

@@ -8,8 +8,8 @@ namespace {
 
 // How many iterations ahead the input gates are copied.
 constexpr int kAhead = 3;
-// From this many sub-batches on, the messages of the next one are loaded while one is multiplied.
-// With fewer, they have not been sent yet.
+// From this many sub-batches on, the messages of the next sub-batch are loaded while one is
+// multiplied. With fewer, they have not been sent by then.
 [[maybe_unused]] constexpr int kSubsAhead = 3;
 [[maybe_unused]] constexpr int kNear = 4;  // unused where the kernel is empty
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ uint4 load_vector(const T* from) {
   return vector;
 }
 
-// Loads the block's part of W_h: of each gate a row of the tile for each of the block's columns.
+// Loads the block's part of W_h: for each gate and each of the block's columns, one row of a tile.
 template <bool kWhole, typename Product>
 __device__ __forceinline__ void load_weights(Product& product, const ForwardParams& params,
                                              int first_column) {
@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_weights(Product& product, const ForwardPara
   }
 }
 
-// The same for PlainProduct: all columns of a gate, and then those of the next.
+// The same for PlainProduct, with all columns of a gate followed by those of the next gate.
 template <int kColumns, typename Product>
 __device__ __forceinline__ void load_plain_weights(Product& product, const ForwardParams& params,
                                                    int first_column) {
@@ -195,12 +195,12 @@ struct ForwardFinisher : Member<Product, kColumns> {
     }
   }
 
-  // What h is multiplied by in messages.
+  // The factor by which h is multiplied in messages.
   __device__ __forceinline__ float message_scale() const {
     return kMayScale && params.scales != nullptr ? kMessageScale : 1;
   }
 
-  // Scales sums of fp16 products back.
+  // Undoes the scaling in the sums of fp16 products.
   __device__ __forceinline__ void scale(Pair (&sums)[kGates], const Iteration& iteration) const {
     float of_h = 1 / message_scale();
     if (iteration.step == 0 && params.scales != nullptr && is_valid(iteration.sub)) {
@@ -253,7 +253,7 @@ struct ForwardFinisher : Member<Product, kColumns> {
   int slot = 0;
 };
 
-// The source is h of the step before, or h0.
+// The source of a lane's messages is h of the preceding step, or h0.
 template <typename Product, int kColumns>
 __device__ __forceinline__ Source<typename Product::T> source_of(const ForwardParams& params,
                                                                  const Place<kColumns>& place,
@@ -287,7 +287,7 @@ __device__ __forceinline__ void produce(const ForwardParams& params, const Place
                       memory);
 }
 
-// S is the state's type. Indices are 32 bits wide; longer sequences take another way.
+// S is the state's type. Indices are 32 bits wide; longer sequences are computed another way.
 template <typename Cell, typename S, typename Product, int kColumns>
 __global__ void __launch_bounds__(kGridThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams params) {

@@ -42,18 +42,18 @@ int subs_of(const Params& params) {
   return static_cast<int>(ceil_div(params.batch, rows));
 }
 
-// The result of a launch: whether its blocks can all run at the same time (a limit of this process
-// may leave too few multiprocessors), and an error or null.
+// The result of a launch: whether all its blocks can run at the same time (this process may be
+// limited to too few multiprocessors), and an error or null.
 struct Status {
   bool fits;
   const char* error;
 };
 
-// How many blocks of this size a multiprocessor of the device takes. None of a kernel that was
-// compiled for any other architecture than Hopper's own: it is empty and would leave the messages
-// unsent. The runtime does not say which code it would use, but an empty kernel uses next to no
-// registers. The answer never changes, and asking costs a launch almost a microsecond, so the last
-// one is cached with its number of bytes.
+// How many blocks of this size fit a multiprocessor of the device. It is 0 for a kernel that was
+// compiled for any other architecture than Hopper's own: such a kernel is empty and would leave the
+// messages unsent. The runtime does not say which code it would use, but an empty kernel uses next
+// to no registers. The answer never changes, and the query costs a launch almost a microsecond, so
+// the last answer is cached with its number of bytes.
 template <auto kKernel, int kThreadsOfBlock>
 cudaError_t ask_blocks_of_processor(int device, int bytes, int* blocks) {
   constexpr int kRegistersOfNothing = 32;
@@ -77,9 +77,9 @@ cudaError_t ask_blocks_of_processor(int device, int bytes, int* blocks) {
   return cudaSuccess;
 }
 
-// Whether all blocks can run at once. It is asked before the launch, because a launch that fails
-// invalidates the graph that a stream is captured in; and the number of multiprocessors is asked
-// each time, because this process may be limited to a part of them.
+// Whether all blocks can run at once. This is queried before the launch, because a launch that
+// fails invalidates the graph that a stream is captured in. The number of multiprocessors is
+// queried each time, because this process may be limited to a part of them.
 template <auto kKernel, int kThreadsOfBlock>
 cudaError_t ask_whether_fits(int64_t blocks, int bytes, bool* fits) {
   int device = 0, processors = 0, of_one = 0;
@@ -114,8 +114,8 @@ Status start(const Params& params, int bytes, void* messages, size_t size, cudaS
   return {true, error == cudaSuccess ? status.error : cudaGetErrorString(error)};
 }
 
-// Calls Start::start for these kinds and sums of this many terms. `fits` becomes false where not
-// all blocks can run at once: then no kernel was started.
+// Calls Start::start for these kinds and sums of this many terms. `fits` becomes false if not all
+// blocks can run at once; no kernel is then started.
 template <typename Start, typename Params, bool kIsPlain = false>
 struct Call {
   template <typename S, typename T>

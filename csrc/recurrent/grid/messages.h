@@ -15,21 +15,22 @@
 namespace tch_extension::recurrent::grid {
 namespace {
 
-// The warps that multiply. They share the terms of the block's sums.
+// The number of warps that multiply. They share the terms of the block's sums.
 constexpr int kWarps = 8;
 constexpr int kProducers = kWarps * kWarp;
-// The threads that finish sums, in teams, each of which has one sub-batch at a time.
+// The number of threads that finish sums. They form teams, each of which has one sub-batch at a
+// time.
 constexpr int kFinishers = 8 * kWarp;
 constexpr int kGridThreads = kProducers + kFinishers;
-// Registers of each thread; together no more than the block starts with, 128 for each thread.
+// Registers per thread; in total no more than the block starts with, which is 128 for each thread.
 constexpr int kProducerRegisters = 208;
 constexpr int kFinisherRegisters = 48;
 
-// The word that is not sent yet. Two values of a half kind are sent as one word, and no conversion
-// to a half kind gives two values whose bits are all ones.
+// The word that means "not sent yet". Two values of a half kind are sent as one word, and no
+// conversion to a half kind gives two values whose bits are all ones.
 constexpr uint32_t kUnsent = ~0u;
 
-// The NaN that is sent in place of any other, in float and double, which are sent as they are.
+// The NaN that is sent in place of any other, for float and double, which are sent unconverted.
 constexpr uint32_t kNotANumber = 0x7fc00000;
 constexpr uint64_t kNotADouble = 0x7ff8000000000000;
 
@@ -58,7 +59,7 @@ __device__ __forceinline__ void send_two(T* to, G first, G second) {
 template <typename G>
 using PairOf = std::conditional_t<std::is_same_v<G, double>, double2, float2>;
 
-// Two values as they are in memory.
+// Two values in the type that they have in memory.
 template <typename S>
 using BitsOfTwo =
     std::conditional_t<sizeof(S) == 2, uint32_t, std::conditional_t<sizeof(S) == 4, uint2, uint4>>;

@@ -11,10 +11,10 @@
 namespace tch_extension::recurrent::grid {
 namespace {
 
-// As HalfProduct. Each vector of 16 bytes is for one instruction and tile. kInRegisters fragments
-// of weights are in registers, and the others in shared memory, [warp, fragment, half, lane] of 16
-// bytes. A pair of columns that is left over is multiplied by the lanes themselves, which have the
-// time while they wait for tensor cores.
+// Like HalfProduct, but each vector of 16 bytes is for one instruction and tile. kInRegisters
+// fragments of weights are in registers, and the others in shared memory, [warp, fragment, half,
+// lane] of 16 bytes. A pair of columns that is left over is multiplied by the lanes themselves,
+// which have time for it while they wait for tensor cores.
 template <typename Type, int kPairCount, int kVectorCount, int kHeld, int kInFlight, int kAtOnce>
 struct PlainProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
   using T = Type;
@@ -26,7 +26,7 @@ struct PlainProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     kTiles = kPairCount % (kTile / 2) == 1 ? kPairCount / (kTile / 2)
                                            : (kPairCount - 1) / (kTile / 2) + 1,
     kHasPair = kPairCount > kTiles*(kTile / 2),
-    kLanes = kLanesOf16Bytes<T>,  // terms of a lane in an instruction
+    kLanes = kLanesOf16Bytes<T>,  // terms of a lane per instruction
     kFragments = kVectors * kTiles,
     kInRegisters = kHeld,
     kShared = kFragments - kInRegisters,
@@ -93,7 +93,7 @@ struct PlainProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     }
   }
 
-  // As Messages::multiply_each.
+  // Like Messages::multiply_each.
   __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next,
                                            bool are_messages, bool ahead) {
 #pragma unroll
@@ -146,7 +146,7 @@ struct PlainProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     }
   }
 
-  // As in HalfProduct.
+  // Like HalfProduct::write.
   __device__ __forceinline__ void write(unsigned char* partials) const {
     const int lane = threadIdx.x % kWarp;
     unsigned char* of_warp = partials + threadIdx.x / kWarp * kBytesOfWarp;
@@ -161,7 +161,7 @@ struct PlainProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     if constexpr (kHasPair) write_pair(of_warp);
   }
 
-  // The sum of a row is the sum over four lanes; two of them write one value each.
+  // A row's sum is the sum over four lanes; two of them write one value each.
   __device__ __forceinline__ void write_pair(unsigned char* of_warp) const {
     const int lane = threadIdx.x % kWarp, odd = lane % 2;
     T sum = odd ? sums_of_pair[1] : sums_of_pair[0];

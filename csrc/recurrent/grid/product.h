@@ -7,8 +7,8 @@
 namespace tch_extension::recurrent::grid {
 namespace {
 
-// One step of one sub-batch. A block works through the sub-batches of a step, and then goes on to
-// the next step.
+// One step of one sub-batch. A block works through the sub-batches of a step, and then through
+// those of the next step.
 struct Iteration {
   int step, sub;
   __device__ __forceinline__ void advance(int subs) {
@@ -46,7 +46,7 @@ struct Source {
   int terms;  // from there to the row's end; none where nothing is sent
 };
 
-// A double is a message by itself, so that both words have to arrive together.
+// A double is a message by itself, so both of its words have to arrive together.
 template <typename T>
 __device__ __forceinline__ uint4 load_message_of(const T* from) {
   return sizeof(T) == 8 ? hopper::load_relaxed_2_halves(from) : hopper::load_relaxed_4_words(from);
@@ -57,8 +57,8 @@ __device__ __forceinline__ bool is_unsent_of(const uint4& words) {
   return sizeof(T) == 8 ? max(words.y, words.w) == kUnsent : is_unsent(words);
 }
 
-// A lane's messages: kVectors vectors of 16 bytes in an iteration, of which kRing are in flight or
-// at hand, and kGroup are waited for at once.
+// A lane's messages in an iteration: kVectors vectors of 16 bytes. kRing of them are in flight or
+// have arrived, and kGroup are waited for at once.
 template <typename Type, int kVectorCount, int kInFlight, int kAtOnce>
 struct Messages {
   using T = Type;
@@ -66,7 +66,7 @@ struct Messages {
     kVectors = kVectorCount,
     kRing = kInFlight,
     kGroup = kAtOnce,
-    kStride = kWarps * kSpan<T>,  // from a vector of a warp to its next
+    kStride = kWarps * kSpan<T>,  // distance from one vector of a warp to its next
   };
   static_assert(kVectors % kRing == 0 && kRing % kGroup == 0, "messages have their places");
 
@@ -107,9 +107,9 @@ struct Messages {
     }
   }
 
-  // Multiplies the messages of the iteration whose first ones are in flight. Meanwhile those of
-  // `next` are loaded, if `ahead`. A source that is a plain tensor, not messages, may have any
-  // bits. Returns whether the first messages of `next` are in flight.
+  // Multiplies the messages of the iteration whose first loads are in flight. Meanwhile it loads
+  // those of `next`, if `ahead`. A source that is a plain tensor instead of messages may have any
+  // bits. Returns whether the first loads of `next` are in flight.
   template <typename Multiply>
   __device__ __forceinline__ bool multiply_each(const Source<T>& here, const Source<T>& next,
                                                 bool are_messages, bool ahead,
@@ -135,10 +135,10 @@ struct Messages {
 };
 
 // The product of a block's weights with the messages of an iteration, for kTiles tiles of 16
-// results. Each warp has some of the terms: kVectors times 16 bytes a lane, each for two
-// instructions, where vectors go to the warps in turn. Weights are in registers, except for the
-// last kShared fragments, for which there is no room: these are in shared memory, [warp, fragment,
-// lane].
+// results. Each warp has some of the terms: kVectors times 16 bytes per lane, each for two
+// instructions. Vectors are assigned to the warps in rotation. Weights are in registers, except for
+// the last kShared fragments, for which there is no room; these are in shared memory, [warp,
+// fragment, lane].
 template <typename Type, int kTileCount, int kVectorCount, int kInShared, int kInFlight,
           int kAtOnce>
 struct HalfProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
@@ -171,7 +171,7 @@ struct HalfProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
              threadIdx.x % kWarp;
   }
 
-  // Stores a word of the weights for the first or second instruction of a vector, and for a tile.
+  // Stores a word of the weights for the first or second instruction of a vector and for one tile.
   __device__ __forceinline__ void put_weight(int vector, int half, int tile, int part,
                                              uint32_t word) {
     const int fragment = (vector * 2 + half) * kTiles + tile;
@@ -191,7 +191,7 @@ struct HalfProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     }
   }
 
-  // As Messages::multiply_each.
+  // Like Messages::multiply_each.
   __device__ __forceinline__ bool multiply(const Source<T>& here, const Source<T>& next,
                                            bool are_messages, bool ahead) {
     begin_sums();
@@ -222,8 +222,8 @@ struct HalfProduct : Messages<Type, kVectorCount, kInFlight, kAtOnce> {
     }
   }
 
-  // A lane's four sums of a tile belong to two rows of the batch and two adjacent columns, provided
-  // that the rows of the weights' tile are its even columns first.
+  // A lane's four sums of a tile belong to two rows of the batch and two adjacent columns, if the
+  // rows of the tile of weights are ordered with its even columns first.
   __device__ __forceinline__ void write(unsigned char* partials) const {
     const int lane = threadIdx.x % kWarp, high = lane % 4 / 2;
     unsigned char* to = partials + threadIdx.x / kWarp * kBytesOfWarp +
@@ -275,7 +275,8 @@ struct TeamsOf {
   static __device__ __forceinline__ int free(int buffer) { return kFree + buffer; }
 };
 
-// Multiplies `iterations` iterations from `iteration` on; their sources are source_of(iteration).
+// Multiplies `iterations` iterations, beginning with `iteration`; their sources are
+// source_of(iteration).
 template <typename Product, int kColumns, typename SourceOf>
 __device__ __forceinline__ void multiply_iterations(Product& product, const Place<kColumns>& place,
                                                     const SourceOf& source_of, Iteration iteration,
@@ -299,12 +300,14 @@ __device__ __forceinline__ void multiply_iterations(Product& product, const Plac
 }
 
 // One finisher: which sub-batches it has, which two columns of which row, and where their partial
-// sums are. The assignment avoids bank conflicts both when they are written and when they are read.
+// sums are. The assignment avoids bank conflicts both when the sums are written and when they are
+// read.
 template <typename Product, int kColumns>
 struct Member {
   using Teams = TeamsOf<Product, kColumns>;
   using Pair = PairOf<typename Product::Sum>;
-  // Pairs of columns that adjacent lanes have of one row; the next lanes have another row.
+  // How many pairs of columns of one row adjacent lanes have; the lanes after them have another
+  // row.
   static constexpr int kPairs = kColumns < kTile ? kColumns / 2 : kTile / 2;
 
   __device__ __forceinline__ Member(const Place<kColumns>& of_block, const unsigned char* partials)
@@ -320,18 +323,18 @@ struct Member {
   __device__ __forceinline__ bool is_valid(int sub) const {
     return has_columns && place.first_row(sub) + row < place.batch && column < place.hidden;
   }
-  // The index of its first column in [B, H].
+  // The index in [B, H] of this finisher's first column.
   __device__ __forceinline__ uint32_t at_first(int sub) const {
     return static_cast<uint32_t>(place.first_row(sub) + row) * place.hidden + column;
   }
-  // Whether this lane has the first of a row's columns: it prefetches for all of them.
+  // Whether this lane has the first of a row's columns: such a lane prefetches for all of them.
   __device__ __forceinline__ bool is_first() const {
-    // With 3 pairs, the size of a team is no multiple of the pairs.
+    // With 3 pairs, the size of a team is not a multiple of the number of pairs.
     const int member = kPairs == 3 ? index % Teams::kMembers : index;
     return member / 4 % kPairs == 0;
   }
 
-  // There is none for threads beyond the last team.
+  // The first iteration of this thread's team; threads beyond the last team have none.
   __device__ __forceinline__ Iteration first_iteration() const {
     return {0, team < Teams::kTeams ? team : place.subs};
   }
@@ -340,7 +343,7 @@ struct Member {
     if (iteration.sub >= place.subs) iteration = {iteration.step + 1, team};
   }
 
-  // Reads the sums of an iteration, the done-th of `iterations` that are multiplied.
+  // Reads the sums of an iteration, which is number `done` of the `iterations` that are multiplied.
   template <int kSums>
   __device__ __forceinline__ void take(Pair (&sums)[kSums], int done, int iterations) const {
     const int buffer = done % 2;

@@ -1,12 +1,12 @@
 // How the backward pass of the grid multiplies fp16 values where libtorch allows tf32
-// (scale_rows.h). Gradients for the gates have any range, and so each row of a pair of tiles is
-// sent with a power of two of its own.
+// (scale_rows.h). Gradients for the gates may have any magnitude, and so each row of a pair of
+// tiles is sent with its own power of two.
 //
 // The messages of a step's kRows rows are in an order in which a warp reads adjacent bytes: for
 // each pair of adjacent tiles three vectors, one for each gate, [row, lane of four, tile, four
-// columns]. With them go the scales, for each warp that reads, [lane of four, pair, tile, row of
-// two], one byte each: the exponent of a float. All of it is sent, also for rows and columns beyond
-// the batch and the hidden size.
+// columns]. The scales are sent with them, for each warp that reads, [lane of four, pair, tile, row
+// of two], one byte each: the exponent of a float. Messages are sent in full, also for rows and
+// columns beyond the batch and the hidden size.
 #pragma once
 
 #include "product.h"
@@ -64,7 +64,7 @@ __device__ __forceinline__ bool has_unsent_byte(uint32_t word) {
 }
 
 // A warp's terms are all gates of adjacent pairs of tiles. The sums over a tile's terms are
-// multiplied with the tile's scales before they are added to others.
+// multiplied by the tile's scales before they are added to the sums over other tiles.
 template <int kTileCount, int kVectorCount, int kInShared, int kInFlight, int kAtOnce>
 struct ScaledProduct
     : HalfProduct<__half, kTileCount, kVectorCount, kInShared, kInFlight, kAtOnce> {
@@ -128,7 +128,7 @@ struct ScaledProduct
     for (int vector = 0; vector < kRing; ++vector) load(source, vector);
   }
 
-  // All scales are waited for with the first group.
+  // The first group also waits for all scales.
   __device__ __forceinline__ bool is_missing(const ScaledSource& source, int first) const {
     return Base::is_missing(first) || (first == 0 && !are_sent(source));
   }
@@ -145,7 +145,7 @@ struct ScaledProduct
     }
   }
 
-  // As HalfProduct::multiply; the source is always messages.
+  // Like HalfProduct::multiply; the source is always messages.
   __device__ __forceinline__ bool multiply(const ScaledSource& here, const ScaledSource& next, bool,
                                            bool ahead) {
     uint32_t of_pairs[kPairs];
@@ -171,7 +171,7 @@ struct ScaledProduct
     return ahead;
   }
 
-  // Zero for pairs that are not sent: their bytes would turn zeros into NaN.
+  // Takes zeros for pairs that are not sent: their bytes as scales would turn zeros into NaN.
   __device__ __forceinline__ void take_scales(uint32_t (&of_pairs)[kPairs],
                                               const ScaledSource& source) const {
 #pragma unroll
@@ -209,8 +209,9 @@ struct ScaledProduct
   uint32_t scales[Layout::kScaleVectors * 4];
 };
 
-// Gradients are multiplied by their row's scale of W_h and by 2^kTopOfWeights: that is about the
-// largest weight of the row instead of 2^-14 of it, so that small gradients keep their digits.
+// Gradients are multiplied by the scale of their row of W_h and by 2^kTopOfWeights. That product is
+// about the largest weight of the row, instead of 2^-14 of it, so that small gradients keep their
+// digits.
 constexpr int kTopOfWeights = 14;
 
 // The power of two that takes finite values up to `largest` (given as bits) below 2^15, and the

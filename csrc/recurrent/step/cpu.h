@@ -1,4 +1,5 @@
-// One step on the CPU, after its product or, backward, before it. The batch is spread over threads.
+// One step on the CPU, after its product in the forward pass or before it in the backward pass.
+// Threads share the batch.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// One step of LLTM after its product, or backward before it. Each thread computes kLanes adjacent
-// columns of one row. A step's arrays fit in the L2 cache, and the cost of a small step is its
-// launch.
+// One step of LLTM on CUDA, after its product in the forward pass or before it in the backward
+// pass. Each thread computes kLanes adjacent columns of one row. A step's arrays fit in the L2
+// cache, and the cost of a small step is its launch.
 
 #pragma once
 
@@ -20,8 +20,8 @@ struct Kinds {
   using Gates = Compute<P>;
 };
 
-// Calls body(Kinds<S, P>{}) for the pairs that exist: one kind for both, or, under autocast, a
-// state of float after products of a half kind.
+// Calls body(Kinds<S, P>{}) for the pairs of kinds that exist: one kind for both, or, under
+// autocast, a state of float with products of a half kind.
 template <typename Body>
 void for_kinds(int32_t state, int32_t product, Body body) {
   if (state == product) {
@@ -134,8 +134,8 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(BackwardParams param
   }
 }
 
-// Whether all addresses and rows are whole vectors of 16 bytes of the gates' type: the other types
-// are no wider.
+// Whether all addresses and rows are multiples of a 16-byte vector of the gates' type; the other
+// types are no wider.
 template <int kLanes>
 bool allows_vectors(const ForwardParams& params) {
   return params.hidden % kLanes == 0 && is_aligned_to_16(params.input_gates) &&
@@ -165,7 +165,7 @@ void start(const BackwardParams& params, unsigned int blocks, cudaStream_t strea
 
 template <typename Params>
 bool fits_32_bits(const Params& params) {
-  // The loop adds one grid to an index below the end, which must not wrap.
+  // The loop adds the size of the grid to an index below the end; the sum must not overflow.
   return params.batch * 3 * params.hidden < INT32_MAX / 2;
 }
 

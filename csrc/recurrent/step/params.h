@@ -1,14 +1,16 @@
-// The parameters of one step by kernels of its own.
+// The parameters of one step that is computed by kernels of its own.
 //
-// Whole sequences of a recurrent cell. The product with the input is made for all steps at once
-// before them. What each step waits for is the product with the step before's h, and the cell:
+// These are for whole sequences of a recurrent cell. The product with the input is computed for all
+// steps at once before the first step. Each step then computes the product with the preceding
+// step's h, and the cell:
 //
 //   [i | o | g] = input_gates[t] + h[t-1] W_hᵀ + b        before their activations
 //   c[t] = c[t-1] + elu(g) σ(i)        h[t] = tanh(c[t]) σ(o)
 //
-// T steps, batch B, hidden size H. All arrays are row-major and contiguous where nothing else is
-// said. There are three kinds: the product's, of its operands; the state's, of what is kept and
-// returned; and the gates', in which sums are made: double if the product's is, otherwise float. On
+// There are T steps, the batch size is B and the hidden size is H. All arrays are row-major and
+// contiguous unless stated otherwise. There are three kinds: the product's kind is that of its
+// operands; the state's kind is that of what is kept and returned; and the gates' kind is the one
+// in which sums are computed, which is double if the product's is double, and float otherwise. On
 // the CPU all three are the same.
 #pragma once
 
@@ -40,7 +42,7 @@ struct BackwardParams {
   int32_t product_kind;
   const void* grad_output;  // [B, H], of the state's kind, null for zeros
   const void* grad_h;       // [B, H], of the gates' kind: from the next step; null for zeros
-  void* grad_c;             // [B, H], of the gates' kind: for c[t], and then for c[t-1]
+  void* grad_c;             // [B, H], of the gates' kind: on entry for c[t], on return for c[t-1]
   const void* activations;  // [B, 3H], of the state's kind
   const void* new_c;        // [B, H], of the state's kind
   void* grad_gates;         // [B, 3H], of the product's kind

@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_weights(const BackwardParams& params, int f
   shared[term] = row < 0 ? 0.0f : params.scales[row] * kWeightScale;
 }
 
-// All steps of some rows of the batch.
+// Computes all steps of some rows of the batch.
 template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
 struct Backward : Place {
   using Layout = BackwardLayout<T, kVectors, kWhole>;
@@ -127,7 +127,7 @@ struct Backward : Place {
     }
   }
 
-  // Finds the terms: the gradients for the step's gates.
+  // Finds where the terms are: the gradients for the step's gates.
   __device__ __forceinline__ void find(int step) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -218,7 +218,8 @@ struct Backward : Place {
     terms.load(0);
   }
 
-  // Sends gradients times the scales of their rows of W_h, and zeros beyond the hidden size.
+  // Sends gradients that are multiplied by the scales of their rows of W_h, and zeros beyond the
+  // hidden size.
   __device__ __forceinline__ void send_scaled(int step, int half,
                                               const Own (&grads)[kGates]) const {
     Own messages[kGates];
@@ -254,7 +255,7 @@ struct Backward : Place {
   }
 
   // Prefetches the memory of an earlier step: by then it may have left the L2 cache or never have
-  // been there, and readers would wait for memory. Four lanes share the lines of a row.
+  // been in it, and readers would wait for memory. Four lanes share the lines of a row.
   __device__ __forceinline__ void prefetch_all(int step) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -291,7 +292,7 @@ struct Backward : Place {
   Saved gates[2][kGates], c[2], grad_output[2];
 };
 
-// S is the state's type. Indices are 32 bits wide; longer sequences take another way.
+// S is the state's type. Indices are 32 bits wide; longer sequences are computed another way.
 template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
 __global__ void __launch_bounds__(kWideThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params) {

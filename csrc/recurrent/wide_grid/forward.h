@@ -8,8 +8,8 @@ namespace {
 
 constexpr int kGateColumns = kGates * kWideColumns;
 
-// Layout of shared memory, in bytes: W_h; sums for the other warpgroup; the bias, and what sums are
-// multiplied by.
+// Layout of shared memory, in bytes: W_h; sums for the other warpgroup; the bias, and the factors
+// of the sums.
 template <typename T, int kVectors, bool kWhole>
 struct ForwardLayout {
   using Terms = Product<T, kVectors, kWhole, kGateColumns>;
@@ -59,12 +59,12 @@ __device__ __forceinline__ void load_weights(const ForwardParams& params, int fi
   shared[kGateColumns + threadIdx.x] = has_scale ? params.scales[of_gate] : 1.0f;
 }
 
-// All steps of some rows of the batch.
+// Computes all steps of some rows of the batch.
 template <typename S, typename T, int kVectors, bool kWhole>
 struct Forward : Place {
   using Layout = ForwardLayout<T, kVectors, kWhole>;
-  // True for the kinds of scaled halves, which autocast's state of float with fp16 products also
-  // has.
+  // True for the types of scaled fp16 products, which a state of float with fp16 products under
+  // autocast also has.
   static constexpr bool kMayScale = std::is_same_v<S, float> && std::is_same_v<T, __half>;
 
   __device__ __forceinline__ Forward(const ForwardParams& p, int first_column, char* shared)
@@ -109,12 +109,12 @@ struct Forward : Place {
     }
   }
 
-  // The index of the sum of a gate, for a row and one of the thread's own columns.
+  // The index of a gate's sum, for a row and one of the thread's own columns.
   static constexpr __device__ int own(int gate, int half, int of) {
     return gate * kSumsOfGate + of / 2 * 4 + half * 2 + of % 2;
   }
 
-  // Loads the input's part of the gates. Sums without scales begin with it.
+  // Loads the input's part of the gates. Sums without scales start with it.
   __device__ __forceinline__ void load_gates(int step) {
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
@@ -144,7 +144,7 @@ struct Forward : Place {
     return sum * bias[kGateColumns + at] * row_scale[half] + (input[gate][half][of] + bias[at]);
   }
 
-  // Finds the terms: h of the step before.
+  // Finds where the terms are: h of the preceding step.
   __device__ __forceinline__ void find(int step) {
     const T* h = static_cast<const T*>(step == 0 ? params.h0 : params.exchange) + terms.first;
 #pragma unroll
@@ -203,7 +203,8 @@ struct Forward : Place {
     if (!is_last) load_gates(step + 1);
     if (!is_last) find(step + 1);
     if (is_own(0)) save(step, 0, i[0], o[0], g[0], new_h[0]);
-    // Loads about when the other blocks have sent: earlier loads would have to be repeated.
+    // These loads start about when the other blocks have sent: earlier loads would have to be
+    // repeated.
     if (!is_last) terms.load(0);
     if (is_own(1)) save(step, 1, i[1], o[1], g[1], new_h[1]);
   }
@@ -254,7 +255,7 @@ struct Forward : Place {
   Own input[kGates][2], c[2];
 };
 
-// S is the state's type. Indices are 32 bits wide; longer sequences take another way.
+// S is the state's type. Indices are 32 bits wide; longer sequences are computed another way.
 template <typename S, typename T, int kVectors, bool kWhole>
 __global__ void __launch_bounds__(kWideThreads, 1)
     forward_kernel(const __grid_constant__ ForwardParams params) {

@@ -1,6 +1,6 @@
 // What the kernels of a wide grid share; grid/params.h says how blocks share a sequence. A block
-// takes kWideRows rows at once, by products of warpgroups: its part of W_h lies in shared memory,
-// and what the other blocks send is loaded into registers.
+// computes kWideRows rows at once, with products of warpgroups: its part of W_h is in shared
+// memory, and what the other blocks send is loaded into registers.
 #pragma once
 
 #include "../../hopper/bulk_copy.h"
@@ -28,13 +28,13 @@ constexpr int kOwn = 4;
 using Own = float[kOwn];
 // Bytes of a row of shared memory, swizzled: 64 terms.
 constexpr int kWideRow = 128;
-// How many steps ahead messages and operands are prefetched: the L2 cache has room for as many,
+// How many steps ahead messages and operands are prefetched: the L2 cache has room for that many,
 // also with a state of float.
 constexpr int kWideNear = 2;
 
-// Named barriers, each for a warp and the warp of the other warpgroup that has the same rows.
-// kSent: sums are there. kRead: sums of the first warpgroup may be overwritten, and, four further,
-// those of the second.
+// Named barriers, each for one warp and the warp of the other warpgroup that has the same rows.
+// kSent: sums have been written. kRead to kRead + 3: sums of the first warpgroup may be
+// overwritten; kRead + 4 to kRead + 7: those of the second.
 enum : int { kSent = 1, kRead = 5 };
 
 template <typename S>
@@ -59,8 +59,8 @@ __device__ __forceinline__ void send_own(T* to, const Own& values) {
 }
 
 // The column of the block that a column of the product belongs to, among the columns of one gate
-// and for one of the warpgroups, and the inverse. In the product each warpgroup has the columns
-// that it finishes first, and each thread has adjacent ones of these.
+// and for one of the warpgroups, and the inverse. In the product, the columns that a warpgroup
+// finishes come first, and each thread has adjacent ones of these.
 __device__ __forceinline__ int column_of(int of_product, int group) {
   const int tile = of_product / 8, of_tile = of_product % 8;
   return kGroupColumns * (group ^ (tile / 2)) + of_tile / 2 * kOwn + tile % 2 * 2 + of_tile % 2;
@@ -71,7 +71,7 @@ __device__ __forceinline__ int product_column_of(int column, int group) {
 }
 
 // Swizzled shared-memory offset of one mma operand word. A lane's 16 bytes of a span are for two
-// products: of each it takes two terms, and two that are 8 further on.
+// products: each takes two terms of the lane, and the two that are 8 further on.
 __device__ __forceinline__ int place_of(int row, int span, int word, int lane) {
   return row * kWideRow + ((span % 2 * 4 + word) ^ (row % 8)) * 16 + lane * 4;
 }
@@ -89,7 +89,7 @@ __device__ __forceinline__ uint4 load_terms(const T* from, bool whole) {
 // Zeros to load in place of terms beyond the last one.
 __device__ uint4 wide_zeros;
 
-// The place of a thread: of the product it has rows lane / 4 of its warp's 16 rows, and the row 8
+// The position of a thread: it has row lane / 4 of its warp's 16 rows of the product, and the row 8
 // below.
 struct Place {
   __device__ __forceinline__ Place(int64_t hidden_size, int64_t rows, int first_column)
@@ -113,8 +113,8 @@ struct Place {
   __device__ __forceinline__ uint32_t row_of(int step, int half) const {
     return static_cast<uint32_t>(step) * batch + row + 8 * half;
   }
-  // A row to read from. For rows beyond the batch it is another row, and nobody uses what is
-  // computed from it.
+  // A row to read from. For rows beyond the batch it is another row, and what is computed from it
+  // is not used.
   __device__ __forceinline__ uint32_t some_row_of(int step, int half) const {
     return static_cast<uint32_t>(step) * batch + (is_row(half) ? row + 8 * half : any_row);
   }
@@ -134,8 +134,8 @@ struct Place {
   int group, warp, of_four, of_rows, of_block, column, row, any_row;
 };
 
-// The products: a thread has kVectors vectors of 16 bytes of each of its two rows; kWhole says that
-// none of them is beyond the last term. They are loaded kAtOnce at a time, while the ones before
+// The products. A thread has kVectors vectors of 16 bytes of each of its two rows; kWhole says that
+// none of them is beyond the last term. They are loaded kAtOnce at a time, while the preceding ones
 // are multiplied.
 template <typename T, int kVectors, bool kWhole, int kColumns>
 struct Product {
@@ -152,8 +152,8 @@ struct Product {
   }
 
   __device__ __forceinline__ void load(int begin) {
-    // Computes addresses anew: kept for a repetition of the loads they would take too many
-    // registers.
+    // Computes the addresses anew: if they were kept for repeating the loads, they would take too
+    // many registers.
     int all = vectors;
     hopper::compiler_barrier(all);
 #pragma unroll
@@ -185,21 +185,21 @@ struct Product {
            (weights + static_cast<uint32_t>(offset >> 4));
   }
 
-  // Multiplies all terms, whose first loads are in flight. If they are `messages`, they may not
-  // have been sent yet. Before each kAtOnce vectors are multiplied, prepare(index of the first one)
-  // is called.
+  // Multiplies all terms, whose first loads are in flight. If they are messages, they may not have
+  // been sent yet. prepare(index of the first one) is called before each kAtOnce vectors are
+  // multiplied.
   template <typename Sums, typename Prepare>
   __device__ __forceinline__ void multiply(Sums& sums, bool are_messages, const Prepare& prepare) {
     constexpr int kNext = static_cast<int>(hopper::kNextInner<false>) << 4;
 #pragma unroll
     for (int begin = 0; begin < kVectors; begin += kAtOnce) {
       while (__any_sync(kAllLanes, are_messages && is_missing_of(begin))) load(begin);
-      // There are not enough registers for all vectors at once; waiting for the products before
+      // There are not enough registers for all vectors at once; waiting for the preceding products
       // frees theirs.
       if constexpr (kVectors > 4 * kAtOnce) hopper::wait_for_products<0>();
       if (begin + kAtOnce < kVectors) load(begin + kAtOnce);
       prepare(begin);
-      // Nor are there registers for all descriptors at once.
+      // There are not enough registers for all descriptors at once either.
       hopper::compiler_barrier(weights);
       hopper::begin_products();
 #pragma unroll
@@ -226,8 +226,8 @@ struct Product {
   uint4 messages[kVectors][2];
 };
 
-// All that a block does. Load brings its part of W_h, and what goes with it, into shared memory;
-// Rows computes some rows of the batch.
+// All that a block does. `load` brings its part of W_h, and what belongs to it, into shared memory;
+// `Rows` computes some rows of the batch.
 template <typename Rows, typename Params, typename Load>
 __device__ __forceinline__ void run_block(const Params& params, char* shared, const Load& load) {
   const int blocks = wide_blocks(params.hidden), batch = static_cast<int>(params.batch);

@@ -1,6 +1,6 @@
 // How the backward pass of a wide grid multiplies fp16 values where libtorch allows tf32
-// (scale_rows.h). Gradients for the gates have any range, and so what each warpgroup of a block
-// sends of a row is divided by a power of two of its own. The receiver first brings a row's
+// (scale_rows.h). Gradients for the gates may have any magnitude, and so each warpgroup of a block
+// divides what it sends of a row by its own power of two. The receiver first brings a row's
 // messages to one scale, the largest of them.
 #pragma once
 
@@ -10,7 +10,7 @@
 namespace tch_extension::recurrent::wide_grid {
 namespace {
 
-// Values that each block sends for a row of the batch.
+// How many values each block sends for a row of the batch.
 constexpr int kSentColumns = kGates * kWideColumns;
 static_assert(kWideColumns == grid::kExchangeColumns && kGroupColumns == grid::kColumnsOfScale &&
                   grid::kScaledColumns == 4 * kWideColumns,
@@ -43,7 +43,8 @@ struct ScaledMessages {
   float* const scales;
 };
 
-// The power of two that takes numbers up to `largest` to the upper end of the range of fp16.
+// The power of two by which numbers up to `largest` are divided, to reach the upper end of the
+// range of fp16.
 struct MessageScale {
   explicit __device__ __forceinline__ MessageScale(float largest) {
     // Exponents for which the scale and its inverse are both normal floats.
@@ -52,12 +53,13 @@ struct MessageScale {
     bits = largest > 0 ? exponent << 23 : 0;
     inverse = __uint_as_float((2 * kBias - exponent) << 23);
   }
-  // Zero for zeros.
+  // Zero if all numbers are zero.
   uint32_t bits;
   float inverse;
 };
 
-// The factors by which a thread multiplies the messages of its two rows, from kSenders blocks.
+// The factors by which a thread multiplies the messages of its two rows, which come from kSenders
+// blocks.
 template <int kSenders, bool kWhole>
 struct ScaleFactors {
   // Four lanes share a row: two of them read what the first warpgroups sent and two what the second
@@ -110,7 +112,7 @@ struct ScaleFactors {
       most = max(most, __shfl_xor_sync(kAllLanes, most, 1));
       most = max(most, __shfl_xor_sync(kAllLanes, most, 2));
       of_sums[half] = __uint_as_float(most);
-      // A factor that is no fp16 value is applied in two steps, and is negative in each.
+      // A factor that fp16 cannot represent is applied in two steps, and is negative in each.
       auto factor = [&](uint32_t scale) {
         const float whole = __int_as_float(max(static_cast<int32_t>(scale + kOne - most), 0));
         if (whole >= kLeastHalf) return whole;
@@ -148,8 +150,8 @@ struct ScaleFactors {
     for (int vector = first; vector < first + kCount; ++vector) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        // One of two factors, in both halves of the word. It is made where it is needed, because
-        // all of them would take too many registers.
+        // One of two factors, in both halves of the word. It is computed where it is needed,
+        // because all of them would take too many registers.
         const int sender = vector / kGates;
         const uint32_t both = hopper::repeat_half(of_messages[half][sender / 2], sender % 2 != 0);
         const uint32_t factor = factor_of(both);
@@ -168,7 +170,7 @@ struct ScaleFactors {
   const float* from[2];
   // The scales as bits.
   uint2 scales[2][kSenders / 4];
-  // Two fp16 factors each.
+  // Each word holds two fp16 factors.
   uint32_t of_messages[2][kSenders / 2];
   bool are_in_two;
   float of_sums[2];

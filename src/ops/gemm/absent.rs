@@ -1,10 +1,10 @@
-//! The same names for a build without CUDA: there is no way but libtorch's own products.
+//! The functions of `kernels.rs` for a build without CUDA, where all products are left to libtorch.
 
 use super::{Counters, Way};
 use crate::Result;
 use tch::Tensor;
 
-/// None.
+/// All zeros: without CUDA there are no plans.
 pub fn counters() -> Counters {
     Counters::default()
 }

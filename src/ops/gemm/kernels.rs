@@ -1,4 +1,4 @@
-//! The calls of `csrc/gemm`.
+//! Calls of the functions of `csrc/gemm`.
 
 use super::{Counters, Way};
 use crate::ffi::take_message;
@@ -32,10 +32,10 @@ unsafe extern "C" {
     fn tch_extension_gemm_counters(result: *mut Counters);
 }
 
-/// This thread's.
+/// The counters of this thread's cache of plans.
 pub fn counters() -> Counters {
     let mut counters = Counters::default();
-    // SAFETY: `counters` is written, and laid out as the C++ struct: three numbers of 64 bits.
+    // SAFETY: C++ writes three 64-bit numbers; `counters` has the layout of the C++ struct.
     unsafe { tch_extension_gemm_counters(&mut counters) };
     counters
 }
@@ -44,7 +44,7 @@ fn owned(message: *mut c_char, result: *mut C_tensor) -> Result<Option<Tensor>> 
     match take_message(message) {
         Some(message) => Err(Error::Torch(message)),
         None if result.is_null() => Ok(None),
-        // SAFETY: a handle that C++ allocated for us.
+        // SAFETY: C++ allocated this handle for us, and nobody else owns it.
         None => Ok(Some(unsafe { Tensor::from_ptr(result) })),
     }
 }
@@ -59,7 +59,8 @@ pub(crate) fn matmul_add_relu(
         return Ok(None);
     }
     let mut result = null_mut();
-    // SAFETY: borrowed from live tensors, which C++ checks; `result` is written on success.
+    // SAFETY: the handles are borrowed from live tensors, which C++ checks. C++ writes `result` on
+    // success.
     let message = unsafe {
         tch_extension_gemm_matmul_add_relu(
             lhs.as_ptr(),
@@ -83,8 +84,8 @@ pub(crate) fn linear(
     }
     let bias = bias.map_or(null(), Tensor::as_ptr);
     let mut result = null_mut();
-    // SAFETY: borrowed from live tensors, which C++ checks; a missing bias is null; `result` is
-    // written on success.
+    // SAFETY: the handles are borrowed from live tensors, which C++ checks; a missing bias is null.
+    // C++ writes `result` on success.
     let message = unsafe {
         tch_extension_gemm_linear(input.as_ptr(), weight.as_ptr(), bias, way, &mut result)
     };
@@ -96,7 +97,8 @@ pub(crate) fn product(lhs: &Tensor, rhs: &Tensor, way: Way) -> Result<Option<Ten
         return Ok(None);
     }
     let mut result = null_mut();
-    // SAFETY: borrowed from live tensors, which C++ checks; `result` is written on success.
+    // SAFETY: the handles are borrowed from live tensors, which C++ checks. C++ writes `result` on
+    // success.
     let message =
         unsafe { tch_extension_gemm_product(lhs.as_ptr(), rhs.as_ptr(), way, &mut result) };
     owned(message, result)

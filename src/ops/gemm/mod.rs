@@ -1,5 +1,5 @@
-//! Matrix products with what follows them, in one kernel where there is one: what `linear`,
-//! `matmul_add_relu` and the cells share.
+//! Matrix products and the operations that follow them, fused into one kernel where one exists.
+//! `linear`, `matmul_add_relu` and the cells share this module.
 
 #[cfg(not(tch_extension_cuda))]
 mod absent;
@@ -16,13 +16,15 @@ use absent as calls;
 use kernels as calls;
 
 /// `relu(lhs @ rhs + bias)`. `None` unless all tensors share one kind and one CUDA device, the bias
-/// does not enlarge the product, no layout has to be copied, and the shapes fit together.
+/// does not enlarge the product, no operand has to be copied because of its layout, and the shapes
+/// fit together.
 pub(crate) use calls::matmul_add_relu;
 
-/// `input @ weightᵀ + bias`, likewise.
+/// `input @ weightᵀ + bias`, under the same conditions.
 pub(crate) use calls::linear;
 
-/// `lhs @ rhs` by a kernel of ours, without a graph; `None` where libtorch's product is faster.
+/// `lhs @ rhs` by a kernel of this crate, without autograd; `None` where libtorch's product is
+/// faster.
 pub(crate) use calls::product;
 
 #[doc(hidden)]

@@ -5,34 +5,34 @@
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Way {
-    /// The fastest, as measured. `csrc/gemm/product.cpp` chooses it, because cuBLASLt's heuristic is
-    /// asked there.
+    /// The fastest way, as measured. `csrc/gemm/product.cpp` chooses it, because that is where
+    /// cuBLASLt's heuristic is queried.
     #[default]
     Automatic,
-    /// One call of cuBLASLt with a plan that is kept.
+    /// One call of cuBLASLt, with a plan that is kept for later calls.
     Plan,
-    /// A kernel of ours for small products.
+    /// A kernel of this crate for small products.
     Small,
-    /// A kernel of ours for compute capability 9.0: half kinds with a bias of full shape.
+    /// A kernel of this crate for compute capability 9.0: half kinds with a bias of full shape.
     Hopper,
-    /// Dot products, for up to 4 rows or columns.
+    /// Dot products, for at most 4 rows or columns.
     Skinny,
-    /// One call of cuBLASLt on copies whose rows begin at multiples of 16 bytes.
+    /// One call of cuBLASLt on padded copies, whose rows begin at multiples of 16 bytes.
     Padded,
-    /// One call of cuBLASLt, and then a kernel for the ReLU.
+    /// One call of cuBLASLt, followed by a kernel for the ReLU.
     Pass,
-    /// libtorch's product, and then a kernel for the rest.
+    /// libtorch's product, followed by a kernel for the rest.
     Composite,
 }
 
-/// What this thread's cache of plans did so far.
+/// Counters of this thread's cache of plans.
 #[doc(hidden)]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     pub hits: i64,
     pub misses: i64,
-    /// How many plans are kept now.
+    /// How many plans the cache holds now.
     pub plans: i64,
 }
 

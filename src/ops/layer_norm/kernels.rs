@@ -11,12 +11,13 @@ use std::ffi::c_char;
 use std::ffi::c_void;
 use tch::{Device, Kind, Tensor};
 
-/// What plans ask of the device. Nothing on the CPU, whose kernels look at no plan.
+/// What plans need to know about the device. It is all zeros on the CPU, whose kernels ignore
+/// plans.
 fn gpu(device: Device) -> Result<Gpu> {
     #[cfg(tch_extension_cuda)]
     {
         static KNOWN: OnceADevice<Gpu> = OnceADevice::new();
-        // SAFETY: the C side fills the struct, and returns null or a constant text.
+        // SAFETY: the C side fills the struct, and returns null or a pointer to a constant string.
         KNOWN.of("layer_norm", device, |index, gpu| unsafe {
             constant(tch_extension_layer_norm_device(index, gpu))
         })
@@ -28,7 +29,7 @@ fn gpu(device: Device) -> Result<Gpu> {
     }
 }
 
-/// How many clusters of such blocks run at a time.
+/// How many clusters of this plan's blocks run at the same time; 0 if the plan has no clusters.
 fn clusters_at_a_time(plan: &Plan, kind: Kind, device: Device) -> Result<i64> {
     #[cfg(tch_extension_cuda)]
     if plan.cluster > 1 {
@@ -40,19 +41,20 @@ fn clusters_at_a_time(plan: &Plan, kind: Kind, device: Device) -> Result<i64> {
     Ok(0)
 }
 
-/// What the forward kernels get. All arrays are row-major and contiguous, and no two overlap.
+/// The parameters of the forward kernels. All arrays are row-major and contiguous, and no two
+/// overlap.
 #[repr(C)]
 struct Forward {
-    /// M.
+    /// M, the number of rows.
     rows: i64,
-    /// N.
+    /// N, the number of columns.
     columns: i64,
     eps: f64,
-    /// `TchExtensionKind` of input and output.
+    /// The `TchExtensionKind` of input and output.
     kind: i32,
-    /// Of weight and bias: `kind`, or Float with an input of a half kind (CPU only).
+    /// The kind of weight and bias: `kind`, or on the CPU Float with an input of a half kind.
     parameter_kind: i32,
-    /// The CPU ignores it.
+    /// How rows are spread over threads; the CPU ignores it.
     plan: Plan,
     /// `[M, N]`.
     input: *const c_void,
@@ -68,20 +70,21 @@ struct Forward {
     rstd: *mut c_void,
 }
 
-/// What the backward kernels get. All arrays are row-major and contiguous, and no two overlap.
+/// The parameters of the backward kernels. All arrays are row-major and contiguous, and no two
+/// overlap.
 #[repr(C)]
 struct Backward {
-    /// M.
+    /// M, the number of rows.
     rows: i64,
-    /// N.
+    /// N, the number of columns.
     columns: i64,
-    /// P: the sums over rows for weight and bias are cut into this many parts.
+    /// P: the sums over rows, for weight and bias, are cut into this many parts.
     parts: i64,
-    /// `TchExtensionKind` of input, output and their gradients.
+    /// The `TchExtensionKind` of input, output and their gradients.
     kind: i32,
-    /// Of weight and bias.
+    /// The kind of weight and bias.
     parameter_kind: i32,
-    /// The CPU ignores it.
+    /// How rows are spread over threads; the CPU ignores it.
     plan: Plan,
     /// `[M, N]`.
     grad_output: *const c_void,
@@ -89,7 +92,8 @@ struct Backward {
     input: *const c_void,
     /// `[N]`, null for ones.
     weight: *const c_void,
-    /// `[M]` of the compute kind. It and rstd are null when only the bias' gradient is wanted.
+    /// `[M]` of the compute kind. Both mean and rstd are null when only the bias' gradient is
+    /// wanted.
     mean: *const c_void,
     /// `[M]` of the compute kind.
     rstd: *const c_void,
@@ -99,21 +103,22 @@ struct Backward {
     grad_weight: *mut c_void,
     /// `[N]` of the parameter kind, null when nobody needs it.
     grad_bias: *mut c_void,
-    /// `[P, N]` of the compute kind: scratch, null without grad_weight.
+    /// Scratch, `[P, N]` of the compute kind; null without grad_weight.
     weight_parts: *mut c_void,
-    /// `[P, N]` of the compute kind: scratch, null without grad_bias.
+    /// Scratch, `[P, N]` of the compute kind; null without grad_bias.
     bias_parts: *mut c_void,
 }
 
 raw_kernels! {
     "layer_norm";
-    /// Output and moments.
+    /// Computes the output and the moments.
     fn run_forward(Forward) =
         tch_extension_layer_norm_forward_cpu, tch_extension_layer_norm_forward_cuda;
-    /// The gradient of the input, and the parts of the others or all of them.
+    /// Computes the gradient of the input, and for weight and bias the partial sums or the whole
+    /// gradients.
     fn run_backward(Backward) =
         tch_extension_layer_norm_backward_cpu, tch_extension_layer_norm_backward_cuda;
-    /// The gradients of weight and bias, from their parts or by columns.
+    /// Computes the gradients of weight and bias, from their partial sums or directly by columns.
     fn run_finish(Backward) =
         tch_extension_layer_norm_finish_cpu, tch_extension_layer_norm_finish_cuda;
 }
@@ -124,12 +129,12 @@ unsafe extern "C" {
     fn tch_extension_layer_norm_clusters(plan: *const Plan, kind: i32) -> i64;
 }
 
-/// What values of this kind are computed in: the kind of mean and rstd.
+/// The kind in which values of this kind are computed: the kind of mean and rstd.
 pub(crate) fn compute_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
-/// Rows, columns, and what the derivative keeps of each row.
+/// The numbers of rows and columns, and the way to compute them.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Shape {
     pub rows: i64,
@@ -137,7 +142,8 @@ pub(crate) struct Shape {
     pub way: Way,
 }
 
-/// What both directions read; all contiguous, and of the shapes that `layer_norm.h` states.
+/// The tensors that both directions read. All are contiguous, and have the shapes that [`Forward`]
+/// states.
 pub(crate) struct Operands<'a> {
     pub input: &'a Tensor,
     pub weight: Option<&'a Tensor>,
@@ -149,14 +155,14 @@ impl Operands<'_> {
         Ok((self.input.f_kind()?, self.input.device()))
     }
 
-    /// The kind of weight and bias.
+    /// The kind of weight and bias, and the device.
     fn parameters_like(&self) -> Result<(Kind, Device)> {
         let parameter = self.weight.or(self.bias).unwrap_or(self.input);
         Ok((parameter.f_kind()?, self.input.device()))
     }
 }
 
-/// `[M]` each, of [`compute_kind`].
+/// Mean and 1/√(var + eps) of each row, `[M]` each, of [`compute_kind`].
 pub(crate) struct Moments {
     pub mean: Tensor,
     pub rstd: Tensor,
@@ -169,7 +175,7 @@ impl Moments {
     }
 }
 
-/// [`optional_ptr`] for an array of which only the number of elements counts.
+/// [`optional_ptr`] for an array whose number of elements has to fit, but not its shape.
 fn flat(
     name: &str,
     tensor: Option<&Tensor>,
@@ -182,13 +188,13 @@ fn flat(
     optional_ptr(name, tensor, &shape, like)
 }
 
-/// Of how many bytes, at most 16, all addresses are multiples.
+/// The alignment that all addresses have, in bytes: a power of two, at most 16.
 fn alignment(pointers: &[*const c_void]) -> i64 {
     let all_at = |bytes: usize| pointers.iter().all(|pointer| pointer.addr() % bytes == 0);
     [16, 8, 4, 2].into_iter().find(|&bytes| all_at(bytes)).unwrap_or(1) as i64
 }
 
-/// Computes `output` ([M, N]) and, where asked for, the rows' moments.
+/// Computes `output` ([M, N]) and, if they are given, the moments of each row.
 pub(crate) fn forward(
     shape: Shape,
     operands: &Operands<'_>,
@@ -221,12 +227,13 @@ pub(crate) fn forward(
         mean: optional_ptr("mean", mean, &[rows], compute)?,
         rstd: optional_ptr("rstd", rstd, &[rows], compute)?,
     };
-    // SAFETY: the arrays were just checked to be contiguous, of these sizes and kinds, and on this
-    // device; those that are written are exclusively borrowed, so they are none of the others.
+    // SAFETY: `flat` and `optional_ptr` checked that the arrays are contiguous, of these sizes and
+    // kinds, and on this device. Those that are written are borrowed exclusively, so they overlap
+    // no other.
     unsafe { run_forward(like.1, &params) }
 }
 
-/// What [`backward`] computes. Absent: nobody needs it.
+/// The gradients that [`backward`] computes. Nobody needs those that are absent.
 #[derive(Default)]
 pub(crate) struct Gradients {
     pub input: Option<Tensor>,
@@ -234,7 +241,7 @@ pub(crate) struct Gradients {
     pub bias: Option<Tensor>,
 }
 
-/// Computes the gradients that are there. The moments are needed for all but the bias'.
+/// Computes the gradients that are present. All of them except the bias' need the moments.
 pub(crate) fn backward(
     shape: Shape,
     operands: &Operands<'_>,
@@ -296,11 +303,12 @@ pub(crate) fn backward(
     };
     let has_sums = gradients.weight.is_some() || gradients.bias.is_some();
     let has_to_finish = has_sums && !is_one_kernel;
-    // On CUDA the first kernel has nothing to do where only sums by columns are wanted.
+    // On CUDA the first kernel has nothing to do if only gradients of weight and bias are wanted,
+    // and these are computed by columns.
     let is_first_needed =
         like.1 == Device::Cpu || !by_columns || is_one_kernel || !grad_input.is_null();
     if is_first_needed {
-        // SAFETY: as in `forward`; the scratch lives until both kernels have been started.
+        // SAFETY: as in `forward`; the scratch tensors live until both kernels have been launched.
         unsafe { run_backward(like.1, &params)? };
     }
     if has_to_finish {

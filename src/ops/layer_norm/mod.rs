@@ -18,8 +18,8 @@ pub use plan::Way;
 const OP: &str = "layer_norm";
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
-/// Normalises over the trailing dimensions `normalized_shape`, then scales and shifts each of their
-/// elements.
+/// Normalises over the trailing dimensions `normalized_shape`, then multiplies by the weight and
+/// adds the bias, element by element.
 ///
 /// ```text
 /// mean = Σ x / N      var = Σ (x - mean)² / N
@@ -33,27 +33,30 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// * `bias`: b, `[normalized_shape]`; `None` for zeros
 /// * `eps`: added to the variance
 ///
-/// Returns y, of `input`'s shape and kind, contiguous. Weight and bias are of the input's kind; on
-/// the CPU they may both be `Float` beside a half kind, as in libtorch. Any strides, any sizes,
-/// also empty ones: without columns there is nothing to compute, and without rows the gradients of
-/// weight and bias are zeros (libtorch on CUDA then takes any kinds; this does not). Of the half
-/// kinds, everything is computed in `Float` and rounded once. Under autocast on CUDA all that is
-/// not `Double` is cast to `Float`, as in libtorch; autocast on the CPU changes nothing. Has first
-/// and second derivatives with respect to each tensor. On CUDA it works on libtorch's current
-/// stream and never waits for the GPU. Deterministic; the order of sums depends on sizes, and on
-/// CUDA also on whether all tensors allow 16-byte loads.
+/// Returns y, contiguous, with `input`'s shape and kind. Weight and bias have the input's kind; on
+/// the CPU they may both be `Float` if the input has a half kind, as in libtorch. Strides and sizes
+/// are arbitrary, and tensors may be empty: without columns there is nothing to compute, and
+/// without rows the gradients of weight and bias are zeros (in that case libtorch on CUDA accepts
+/// any kinds; this operator does not). For the half kinds everything is computed in `Float` and
+/// rounded once. Under autocast on CUDA every tensor that is not `Double` is cast to `Float`, as in
+/// libtorch; autocast on the CPU changes nothing. There are first and second derivatives with
+/// respect to each tensor. On CUDA the operator works on libtorch's current stream and never waits
+/// for the GPU. It is deterministic; the order of sums depends on sizes, and on CUDA also on
+/// whether all tensors allow 16-byte loads.
 ///
-/// The variance comes from a second pass over the centred row, and what the rounding of the mean
-/// took from it is put back. The bounds, which tests hold it to: an output or gradient of `Float`,
-/// `Half` or `BFloat16` is no further from the exact one than that of libtorch's own operator, but
-/// for two roundings; an output of `Float` is within 2·10⁻⁶ of it, relative to the largest, even at
-/// a mean of 10⁵ deviations. (A gradient has the mean rounded once, as in libtorch.) A row with an
-/// infinity or NaN is NaN throughout; where only the variance overflows, it is zeros and the bias.
+/// The variance comes from a second pass over the centred row, and is corrected for the rounding of
+/// the mean. Tests enforce these error bounds: an output or gradient of kind `Float`, `Half` or
+/// `BFloat16` is no further from the exact value than that of libtorch's own operator, apart from
+/// two roundings; an output of kind `Float` is within 2·10⁻⁶ of the exact value, relative to the
+/// largest one, even at a mean of 10⁵ standard deviations. (For a gradient the mean is rounded
+/// once, as in libtorch.) A row that contains an infinity or NaN becomes NaN throughout. A row of
+/// which only the variance overflows becomes zeros plus the bias.
 ///
-/// On CUDA the input is read and the output written once up to rows of 64 KiB, wherever they begin,
-/// and on compute capability 9.0 up to 256 KiB (aligned rows of `Float` 512); the backward reads
-/// input and incoming gradient once, of few rows (512 at most) twice and of rows too long for the
-/// chip more often, and keeps two numbers a row beside the inputs.
+/// On CUDA the forward reads the input once and writes the output once. That holds for rows of up
+/// to 64 KiB, wherever they begin, and on compute capability 9.0 up to 256 KiB (512 KiB for aligned
+/// rows of `Float`). The backward reads the input and the incoming gradient once; it reads them
+/// twice if there are few rows (512 at most), and more often if the rows are too long for the chip.
+/// It keeps two numbers per row in addition to the inputs.
 ///
 /// Equivalent to:
 /// ```
@@ -72,7 +75,7 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// Source: Ba, Kiros and Hinton, Layer Normalization, <https://arxiv.org/abs/1607.06450>.
 ///
 /// # Panics
-/// Where [`f_layer_norm`] returns an error.
+/// If [`f_layer_norm`] returns an error.
 pub fn layer_norm(
     input: &Tensor,
     normalized_shape: &[i64],
@@ -86,8 +89,8 @@ pub fn layer_norm(
 /// [`layer_norm`], with an error instead of a panic.
 ///
 /// # Errors
-/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or
-/// CUDA fails.
+/// If an argument has another kind, device or shape than stated (the error names the argument), or
+/// if libtorch or CUDA fails.
 pub fn f_layer_norm(
     input: &Tensor,
     normalized_shape: &[i64],
@@ -116,10 +119,11 @@ pub fn f_layer_norm(
     apply(function, &[Some(input), weight, bias])?.single()
 }
 
-/// [`layer_norm`] in plain tch operations, without checks of its own; the half kinds in `Float`.
+/// [`layer_norm`] in plain tch operations, without checks of its own. Half kinds are computed in
+/// `Float`.
 ///
 /// # Errors
-/// libtorch's.
+/// If an operation of libtorch fails.
 pub fn layer_norm_reference(
     input: &Tensor,
     normalized_shape: &[i64],
@@ -215,9 +219,9 @@ fn check_parameter(
     parameter.shape("[normalized_shape]", normalized_shape).map(|_| ())
 }
 
-/// The table of mixed kinds: of what kinds weight and bias may be (both of the same one) beside an
-/// input. The result's kind is always the input's. What libtorch's own operator accepts; a test
-/// compares.
+/// The table of mixed kinds: the kinds that weight and bias may have, both the same one, for an
+/// input of this kind. The result always has the input's kind. libtorch's own operator accepts the
+/// same kinds, which a test checks.
 fn parameter_kinds(input: Kind, device: Device) -> &'static [Kind] {
     match (input, device) {
         (Kind::Half, Device::Cpu) => &[Kind::Half, Kind::Float],
@@ -233,12 +237,12 @@ struct LayerNorm {
     shape: Shape,
     normalized_shape: Vec<i64>,
     eps: f64,
-    /// Here, so that the first derivative need not look at the bias itself: nobody is refused for
-    /// having changed it.
+    /// Kept here so that the first derivative does not look at the bias itself: a bias that was
+    /// changed in place since the forward then causes no version error.
     bias_kind: Option<Kind>,
 }
 
-/// The inputs' places, which are also the first slots of what is saved.
+/// The positions of the inputs, which are also their slots among the saved tensors.
 mod place {
     pub const INPUT: usize = 0;
     pub const WEIGHT: usize = 1;
@@ -246,7 +250,7 @@ mod place {
     pub const LEN: usize = 3;
 }
 
-/// Saved behind the inputs: mean and 1/√(var + eps) of each row.
+/// Saved after the inputs: mean and 1/√(var + eps) of each row.
 const MEAN: usize = place::LEN;
 const RSTD: usize = place::LEN + 1;
 
@@ -306,7 +310,7 @@ impl LayerNorm {
             let moments = Moments { mean: ctx.saved(MEAN)?, rstd: ctx.saved(RSTD)? };
             (plain(&ctx.saved(place::INPUT)?)?, weight, Some(moments))
         } else {
-            // The bias' gradient is a sum of this alone.
+            // The bias' gradient is a sum of `grad_output` alone.
             (grad_output.shallow_clone(), None, None)
         };
         let parameter = |kind| Tensor::f_empty(&self.normalized_shape, (kind, input.device()));

@@ -2,23 +2,23 @@
 
 use tch::{Device, Kind};
 
-/// Which way the CUDA kernels take with a row. For tests, which prove each; users get the one that
-/// suits the size.
+/// The ways in which the CUDA kernels compute a row. Tests force each of them; users get the one
+/// that suits the size.
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Way {
-    /// What suits the size.
+    /// The way that suits the size.
     #[default]
     Automatic,
-    /// A warp or a part of one, if the row fits in its registers.
+    /// One warp per row, or a part of a warp, if the row fits in its registers.
     Warp,
-    /// A block, if the row fits in its registers.
+    /// One block per row, if the row fits in its registers.
     Block,
-    /// Several blocks of a cluster, if the GPU has clusters.
+    /// Several blocks of a cluster per row, if the GPU has clusters.
     Cluster,
-    /// What suits the size, but the backward's rows go straight to registers.
+    /// Like `Automatic`, but the backward loads rows straight into registers.
     Direct,
-    /// A block that reads the row again for each pass.
+    /// One block per row, which reads the row again for each pass.
     Loop,
 }
 
@@ -28,59 +28,63 @@ crate::ops::way::ways!(Way);
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// Whether a row is read once and kept, or read again for each pass.
+    /// Whether a row is read once and kept in registers, rather than read again for each pass.
     pub(super) in_registers: i32,
-    /// Values per load: those of 16 bytes, or one.
+    /// Values per load: as many as 16 bytes hold, or one.
     pub(super) lanes: i32,
-    /// Whether rows begin at any address, and their 16 bytes are shifted out of aligned loads.
+    /// Whether rows may begin at any address; their vectors of 16 bytes are then shifted out of
+    /// aligned loads.
     pub(super) shifted: i32,
-    /// Threads per row, or per part of a row if a cluster shares it: a power of two. With passes
-    /// it is the whole block.
+    /// Threads per row, or per part of a row if a cluster shares it: a power of two. If the row is
+    /// read again for each pass, the team is the whole block.
     pub(super) team: i32,
     /// Threads per block: one team or several.
     pub(super) threads: i32,
     /// Blocks that share a row: 1 except for long rows.
     pub(super) cluster: i32,
-    /// Rows per team that are in flight to shared memory; 0 if rows are loaded to registers.
+    /// How many rows per team are in flight to shared memory; 0 if rows are loaded straight into
+    /// registers.
     pub(super) stages: i32,
-    /// Whether the kernel that adds up the parts may start before the kernel ahead of it ends.
+    /// Whether the kernel that adds up the partial sums may start before the preceding kernel ends.
     pub(super) early_finish: i32,
-    /// Whether the backward reads rows of an odd length in place, 16 bytes at a time: all rows of a
-    /// team then begin at the same distance from a multiple of 16 bytes.
+    /// Whether the backward reads rows in place, 16 bytes at a time, although their length is not a
+    /// multiple of 16 bytes. All rows of a team then begin at the same distance from a multiple of
+    /// 16 bytes.
     pub(super) in_place: i32,
-    /// Whether dw and db are computed from x and dy again, for few rows, without parts. With
-    /// `in_registers` as well, one kernel does the whole backward.
+    /// Whether dw and db are computed directly from x and dy, for few rows, without partial sums.
+    /// If `in_registers` is also set, one kernel does the whole backward.
     pub(super) by_columns: i32,
 }
 
-/// What plans ask of a GPU.
+/// What plans need to know about a GPU.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Gpu {
-    /// Multiprocessors.
+    /// The number of multiprocessors.
     pub(super) processors: i32,
-    /// Bytes of shared memory per block, at most.
+    /// The most shared memory that a block can have, in bytes.
     pub(super) shared_memory: i32,
-    /// Whether blocks can share a row, and a kernel can start before the one ahead of it ends.
+    /// Whether the GPU has clusters, whose blocks can share a row, and can start a kernel before
+    /// the preceding one ends.
     pub(super) clusters: i32,
 }
 
 const WARP: i64 = 32;
-/// The largest block, and the usual one.
+/// The number of threads of the largest block and, below, of the usual one.
 const MOST_THREADS: i64 = 512;
 const THREADS: i64 = 256;
 const MOST_IN_CLUSTER: i64 = 8;
-/// As kBytesOfRest in csrc/layer_norm/backward_ring.cu.
+/// The same as kBytesOfRest in csrc/layer_norm/backward_ring.cu.
 const BYTES_OF_REST: i64 = 128;
 
-/// What a plan is made of.
+/// What a plan depends on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Rows {
     pub(super) way: Way,
     pub(super) rows: i64,
     pub(super) columns: i64,
     pub(super) kind: Kind,
-    /// All arrays begin at multiples of so many bytes; only 16 counts.
+    /// All arrays begin at multiples of this many bytes. Plans only test whether it is 16.
     pub(super) alignment: i64,
     pub(super) gpu: Gpu,
 }
@@ -90,48 +94,48 @@ impl Rows {
         self.kind.elt_size_in_bytes() as i64
     }
 
-    /// Values of 16 bytes.
+    /// How many values 16 bytes hold.
     fn wide(&self) -> i64 {
         16 / self.size()
     }
 
-    /// Of a row that a thread of the backward keeps: as kBackwardValues in
+    /// How many values of a row a thread of the backward keeps: the same as kBackwardValues in
     /// csrc/layer_norm/row_team.h.
     fn values(&self) -> i64 {
         if self.kind == Kind::Double { 8 } else { 16 }
     }
 
-    /// Bytes of a block's shared memory for its rows.
+    /// How many bytes of a block's shared memory its rows can use.
     fn room(&self) -> i64 {
         i64::from(self.gpu.shared_memory) - 8 * 1024
     }
 
-    /// Whether loads of 16 bytes can read all as it lies. Otherwise rows in registers are shifted
+    /// Whether aligned 16-byte loads can read every row. Otherwise rows in registers are shifted
     /// out of such loads.
     fn is_aligned(&self) -> bool {
         self.columns % self.wide() == 0 && self.alignment % 16 == 0
     }
 
-    /// Loads of 16 bytes for a row.
+    /// How many 16-byte loads a row takes.
     fn loads(&self) -> i64 {
         (self.columns + self.wide() - 1) / self.wide()
     }
 
-    /// Of rows in registers.
+    /// A plan that keeps rows in registers.
     fn in_vectors(&self, team: i64) -> Plan {
         Plan { shifted: i32::from(!self.is_aligned()), ..Plan::new(self.wide(), Some(team)) }
     }
 
-    /// A row that is read again for each pass.
+    /// A plan that reads a row again for each pass.
     fn in_passes(&self) -> Plan {
         Plan::new(if self.is_aligned() { self.wide() } else { 1 }, None)
     }
 
-    /// So few rows that the sums over them are read from x and dy again, in the same kernel that
-    /// does the rows.
+    /// Whether there are so few rows that the sums over them are computed from x and dy again, in
+    /// the same kernel that computes the rows.
     fn by_columns(&self) -> bool {
-        // Measured on an H200 at 16 to 1024 rows: parts of long rows that loads of 16 bytes can
-        // read cost less.
+        // Measured on an H200 at 16 to 1024 rows: for long rows that 16-byte loads can read,
+        // partial sums cost less.
         let is_long = if self.is_aligned() { self.columns > 1024 } else { self.is_long_in_place() };
         let few = if is_long { 256 } else { 512 };
         let is_large =
@@ -139,8 +143,9 @@ impl Rows {
         self.way == Way::Automatic && self.rows <= few && !is_large && self.gpu.processors > 0
     }
 
-    /// The team for a row of so many loads, `each` a thread: as few threads as can hold it, because
-    /// what a thread loads at once decides the speed.
+    /// The number of threads for a row that takes this many loads, `each` of them per thread. It is
+    /// the smallest that can hold the row, because how much each thread loads at once decides the
+    /// speed.
     fn team(&self, loads: i64, each: i64) -> Option<i64> {
         let fits = |threads: i64| loads <= threads * each;
         let least = power_of_two((loads + each - 1) / each);
@@ -153,7 +158,8 @@ impl Rows {
         }
     }
 
-    /// The same row over more threads, where there would be fewer than `threads` in all otherwise.
+    /// More threads for the same row, if all rows together would otherwise have fewer than
+    /// `threads`.
     fn widened(&self, team: i64, loads: i64, threads: i64) -> i64 {
         let mut team = team;
         while self.way == Way::Automatic
@@ -166,7 +172,7 @@ impl Rows {
     }
 
     pub(super) fn forward(&self) -> Plan {
-        // As kBytes in csrc/layer_norm/forward.h.
+        // The same as kBytes in csrc/layer_norm/forward.h.
         let each = 4;
         let loads = self.loads();
         let least = self.team(loads, each).unwrap_or(MOST_THREADS);
@@ -177,7 +183,7 @@ impl Rows {
         }
         let team = match self.team(loads, each) {
             None if matches!(self.way, Way::Automatic | Way::Direct | Way::Block) => {
-                // Twice as much of a row a thread, in the largest block.
+                // Twice as many loads per thread, in the largest block.
                 Some(MOST_THREADS).filter(|threads| loads <= threads * 2 * each)
             }
             team => {
@@ -188,14 +194,14 @@ impl Rows {
         let Some(team) = team else {
             return self.cluster_of_forward().unwrap_or_else(|| self.in_passes());
         };
-        // Small blocks: a new one starts as soon as one row is done.
+        // Blocks are small, so that a new one starts as soon as one row is done.
         Plan { threads: team.max(2 * WARP) as i32, ..self.in_vectors(team) }
     }
 
-    /// Rows that are too long for one block's registers. As few blocks as hold one, where there are
-    /// rows enough.
+    /// A plan for rows that are too long for one block's registers. A cluster has as few blocks as
+    /// can hold a row, or more if there are not enough rows.
     fn cluster_of_forward(&self) -> Option<Plan> {
-        // As kClusterBytes in csrc/layer_norm/forward.cu, and kBytes of shifted rows.
+        // The same as kClusterBytes in csrc/layer_norm/forward.cu, and for shifted rows as kBytes.
         let each = if self.size() == 4 && self.is_aligned() { 8 } else { 4 };
         let mut plan = self.cluster(&[MOST_THREADS], self.loads(), each)?;
         let processors = i64::from(self.gpu.processors);
@@ -208,21 +214,21 @@ impl Rows {
         Some(plan)
     }
 
-    /// The threads of rows of odd lengths that have sooner done with value after value than with
-    /// shifting vectors.
+    /// The number of threads for rows whose length is not a multiple of 16 bytes, where reading
+    /// value by value is faster than shifting vectors; `None` elsewhere.
     fn value_by_value(&self, team: i64) -> Option<i64> {
         if self.way != Way::Automatic || self.columns % self.wide() == 0 {
             return None;
         }
-        // So few and short that each thread has a value or a few.
+        // The rows are so few and short that each thread has one value or a few.
         let (most, elements) = (1 << 17, self.rows.saturating_mul(self.columns));
         let is_short = (2 * WARP..=4 * MOST_THREADS + 2 * WARP).contains(&self.columns);
         if is_short && self.rows <= 1024 && elements <= 9 * most {
             let threads = power_of_two(self.columns).clamp(2 * WARP, MOST_THREADS);
             return Some(threads.min(most / power_of_two(self.rows)));
         }
-        // Teams that were doubled for a vector more, and idle for the most part; shifting costs
-        // floats more than it saves then.
+        // Teams that were doubled to hold one more vector are mostly idle. For floats, shifting
+        // then costs more than it saves.
         let is_idle = 10 * self.loads() < 6 * 4 * team;
         let threads = power_of_two(self.columns / 20).clamp(4 * WARP, MOST_THREADS);
         (self.size() == 4 && team >= 2 * WARP && is_idle).then_some(threads)
@@ -245,8 +251,9 @@ impl Rows {
                 None => return self.direct(values),
             },
         };
-        // x and dy of two rows, of three where blocks wait for one another. Of shifted rows each
-        // warp has a vector more, or each team within one.
+        // The ring buffer holds x and dy of two rows, or of three where blocks wait for one
+        // another. For shifted rows each warp loads one vector more; so does each team that is
+        // smaller than a warp.
         let groups = ring.threads / ring.team.min(WARP as i32) * ring.shifted;
         let behind = if i64::from(ring.team) < WARP { 16 } else { 16 + BYTES_OF_REST as i32 };
         let row = 2 * (behind * groups + (values * self.size()) as i32 * ring.threads);
@@ -257,8 +264,9 @@ impl Rows {
         }
     }
 
-    /// Rows of an odd length, of aligned arrays: read where they are, by teams whose rows all begin
-    /// alike. What does not fit, few columns, is left to the lanes of a team's last warp.
+    /// A plan for rows whose length is not a multiple of 16 bytes, in aligned arrays: the rows are
+    /// read in place, by teams whose rows all begin at the same distance from a multiple of 16
+    /// bytes. If a few columns do not fit, the lanes of a team's last warp take them.
     fn in_place(&self, values: i64) -> Option<Plan> {
         let is_odd = self.columns % self.wide() != 0 && self.alignment % 16 == 0;
         let has_warps = match self.way {
@@ -269,12 +277,13 @@ impl Rows {
         if !is_odd || !has_warps {
             return None;
         }
-        // Columns of the row before in a row's first load.
+        // How many columns of the preceding row a row's first load may contain.
         let lead = self.wide() - 1;
         let fits = |&team: &i64| self.columns + lead <= team * values + WARP;
         let team = [2 * WARP, 4 * WARP, 8 * WARP, 16 * WARP].into_iter().find(fits)?;
-        // Large blocks: fewer parts, and leads that come round sooner. Fewer threads where
-        // processors would have none, or no room for two rows.
+        // Large blocks leave fewer partial sums, and the distances from a multiple of 16 bytes
+        // repeat sooner. Smaller blocks are used where multiprocessors would be idle, or where
+        // there is no room for two rows.
         let is_idle =
             |threads: i64| 2 * self.rows <= i64::from(self.gpu.processors) * (threads / team);
         let has_room = |threads: i64| 2 * 2 * values * self.size() * threads <= self.room();
@@ -289,8 +298,8 @@ impl Rows {
         Some(Plan { threads: threads as i32, ..plan })
     }
 
-    /// Whether rows in place have fewer threads than they would need from anywhere, or are longer
-    /// than 2048 columns.
+    /// Whether rows in place need smaller teams than rows that may begin at any address, or are
+    /// longer than 2048 columns.
     fn is_long_in_place(&self) -> bool {
         let values = self.values();
         let from_anywhere = self.team(self.loads(), values / self.wide()).unwrap_or(MOST_THREADS);
@@ -298,9 +307,9 @@ impl Rows {
         in_place.is_some_and(|plan| self.columns > 2048 || i64::from(plan.team) < from_anywhere)
     }
 
-    /// The sizes of a cluster's blocks that are tried.
+    /// The block sizes that are tried for a cluster.
     fn threads_of_cluster(&self, each: i64) -> &'static [i64] {
-        // Two blocks that are full, where there are rows enough for their fewer clusters.
+        // Two full blocks, if there are enough rows although fewer such clusters run at a time.
         let is_full =
             (15 * MOST_THREADS * each / 8..=2 * MOST_THREADS * each).contains(&self.loads());
         if self.size() == 2 && self.is_aligned() && is_full && self.rows >= 2048 {
@@ -309,8 +318,8 @@ impl Rows {
         &[THREADS, MOST_THREADS]
     }
 
-    /// Whether a team of warps, whose threads keep `values` each, has to leave only so few columns
-    /// of a shifted row to the lanes of its last warp.
+    /// Whether a team of whole warps, whose threads keep `values` each, can hold a shifted row
+    /// except for so few columns that the lanes of its last warp can take them.
     fn may_leave_a_rest(&self, team: i64, values: i64) -> bool {
         let most = (BYTES_OF_REST / self.size()).min(WARP);
         !self.is_aligned()
@@ -319,7 +328,7 @@ impl Rows {
             && self.columns <= team * values + most
     }
 
-    /// The ring's teams and blocks.
+    /// The teams and blocks of the kernel with the ring buffer.
     fn team_that_stays(&self, team: i64, values: i64) -> Plan {
         if self.may_leave_a_rest(team / 2, values) {
             return Plan {
@@ -328,7 +337,8 @@ impl Rows {
             };
         }
         let processors = i64::from(self.gpu.processors);
-        // Twice the threads for each of few rows; blocks of one team then wait for nobody else.
+        // If there are few rows, each gets twice the threads. Each block is then one team, which
+        // waits for no other team.
         let is_few = self.way == Way::Automatic
             && self.rows.saturating_mul(team) < processors * MOST_THREADS;
         if self.is_aligned() && is_few && (2 * WARP..self.loads().min(MOST_THREADS)).contains(&team)
@@ -338,11 +348,13 @@ impl Rows {
         Plan { threads: self.threads_that_stay(team) as i32, ..self.in_vectors(team) }
     }
 
-    /// One kernel for all: blocks of rows and blocks of columns beside one another.
+    /// A plan for few rows: one kernel, some of whose blocks compute rows while others compute
+    /// columns.
     fn few(&self, team: i64) -> Plan {
         let processors = i64::from(self.gpu.processors);
-        // So few rows that a block for each is no loss; otherwise one block a processor, or two
-        // where there are more columns than that.
+        // With very few rows, each may have a block of its own at no loss. Otherwise the rows get
+        // the multiprocessors that the blocks of columns leave free or, if these leave none, one
+        // block on every multiprocessor in addition.
         let left = processors - self.columns / 16;
         let blocks = if left > 0 { left } else { processors };
         let most =
@@ -351,21 +363,21 @@ impl Rows {
         Plan { threads: MOST_THREADS as i32, shifted: 1, by_columns: 1, ..self.in_vectors(team) }
     }
 
-    /// The backward of one block a row, or less, without a ring: loads straight to registers are of
-    /// 16 bytes or of single values.
+    /// A backward without a ring buffer, with at most one block per row: it loads straight into
+    /// registers, 16 bytes or one value at a time.
     fn direct(&self, values: i64) -> Plan {
         let passes = self.in_passes();
         let lanes = i64::from(passes.lanes);
         let Some(team) = self.team(self.columns / lanes, values / lanes) else {
-            // A kernel of its own makes the parts, if there are any.
+            // A separate kernel computes the partial sums, if there are any.
             return Plan { by_columns: i32::from(self.by_columns()), ..passes };
         };
         let threads = self.threads_that_stay(team) as i32;
         Plan { threads, early_finish: self.gpu.clusters, ..Plan::new(lanes, Some(team)) }
     }
 
-    /// Threads of a block that stays for many rows: as many as let a processor hold two blocks,
-    /// fewer where some processors would have none.
+    /// The number of threads of a block that computes many rows: as many as let a multiprocessor
+    /// hold two blocks, and fewer where some multiprocessors would have no block.
     fn threads_that_stay(&self, team: i64) -> i64 {
         let mut threads = team.max(THREADS);
         if self.is_shifted_float(team) {
@@ -378,8 +390,9 @@ impl Rows {
         threads
     }
 
-    /// Into how many the sums over rows are cut. Given by sizes, alignment and the device alone, so
-    /// that the same arrays give the same bits. `clusters`: so many run at a time.
+    /// The number of parts into which the sums over rows are cut. It depends only on sizes,
+    /// alignment and the device, so that the same arrays give the same bits. `clusters` is how many
+    /// clusters run at a time.
     pub(super) fn parts(&self, plan: &Plan, device: Device, clusters: i64) -> i64 {
         let teams = i64::from((plan.threads / plan.team).max(1));
         let processors = i64::from(self.gpu.processors);
@@ -393,7 +406,8 @@ impl Rows {
             {
                 (teams, processors * (THREADS / i64::from(plan.threads)).max(1))
             }
-            // A block's teams share a part. All blocks at a time: 512 threads a processor.
+            // A block's teams share a part. There are as many parts as blocks that run at a time,
+            // at 512 threads per multiprocessor.
             (_, 1, _) => (teams, processors * MOST_THREADS / i64::from(plan.threads)),
             _ => (16, 64),
         };
@@ -401,30 +415,31 @@ impl Rows {
         if plan.in_place == 0 || parts * teams >= self.rows {
             return parts;
         }
-        // All rows of a team have to begin alike.
+        // All rows of a team have to begin at the same distance from a multiple of 16 bytes.
         let is_alike = |parts: &i64| parts * teams % self.wide() * self.columns % self.wide() == 0;
         (1..=parts).rev().find(is_alike).unwrap_or(self.wide())
     }
 
-    /// Whether a block a processor does the ring's rows as fast as two, and leaves half as much to
-    /// add up.
+    /// Whether one block per multiprocessor computes the ring buffer's rows as fast as two. It then
+    /// leaves half as many partial sums to add up.
     fn is_one_block_enough(&self, plan: &Plan) -> bool {
         let (team, threads) = (i64::from(plan.team), i64::from(plan.threads));
         if !self.is_aligned() || threads != THREADS {
             return false;
         }
-        // Measured on an H200: floats, 16 a thread, are enough under way; of others where a team
-        // has few rows.
+        // Measured on an H200: threads with nearly 16 floats each have enough bytes in flight; for
+        // other rows one block is enough if each team has few rows.
         let at_a_time = 2 * i64::from(self.gpu.processors) * (threads / team);
         self.is_full_of_floats(team) || self.rows <= 6 * at_a_time
     }
 
-    /// Floats, nearly 16 a thread.
+    /// Whether the values are floats, nearly 16 per thread.
     fn is_full_of_floats(&self, team: i64) -> bool {
         self.size() == 4 && team >= WARP && 5 * self.columns > 4 * 16 * team
     }
 
-    /// Smaller blocks suit these: a team waits for nobody else.
+    /// Whether rows of floats are shifted. Smaller blocks suit these, because a team then waits for
+    /// no other team.
     fn is_shifted_float(&self, team: i64) -> bool {
         self.size() == 4 && !self.is_aligned() && team >= 2 * WARP
     }
@@ -433,7 +448,7 @@ impl Rows {
         self.rows.saturating_mul(team) <= 1 << 17
     }
 
-    /// Rows that are too long for one block, or for which a test wants several.
+    /// A plan for rows that are too long for one block, or for a test that forces several blocks.
     fn cluster(&self, threads: &[i64], loads: i64, each: i64) -> Option<Plan> {
         if self.gpu.clusters == 0 || !matches!(self.way, Way::Automatic | Way::Cluster) {
             return None;
@@ -447,8 +462,8 @@ impl Rows {
 }
 
 impl Plan {
-    /// Of one block a row; the block is the team, and reads again what it cannot hold, where there
-    /// is none.
+    /// A plan with blocks of one team, each of which has one row. Without a `team` the row is not
+    /// kept in registers but read again for each pass.
     fn new(lanes: i64, team: Option<i64>) -> Plan {
         let threads = team.unwrap_or(MOST_THREADS) as i32;
         Plan {
@@ -465,7 +480,7 @@ impl Plan {
         }
     }
 
-    /// A block of so many threads, one team.
+    /// The same plan, but with blocks of this many threads, which are one team.
     fn of_threads(self, threads: i64) -> Plan {
         Plan { team: threads as i32, threads: threads as i32, ..self }
     }

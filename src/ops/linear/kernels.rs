@@ -8,14 +8,15 @@ use crate::{Error, Result};
 use std::ffi::c_void;
 use tch::{Device, Tensor};
 
-/// What the kernels for the bias' gradient get.
+/// The parameters of the kernels for the bias' gradient.
 #[repr(C)]
 struct BiasGrad {
-    /// M rows and N columns, the output features. `sums.sums` is db, `[N]`.
+    /// The sums of M rows and N columns; the columns are the output features. `sums.sums` is db,
+    /// `[N]`.
     sums: ColumnSums,
-    /// From a row of dY to the next, in elements.
+    /// The distance from a row of dY to the next, in elements.
     row_stride: i64,
-    /// `TchExtensionKind` of dY and db.
+    /// The `TchExtensionKind` of dY and db.
     kind: i32,
     reserved: i32,
     /// dY, `[M, N]`; the N elements of a row are adjacent.
@@ -28,11 +29,11 @@ unsafe extern "C" {
 
 raw_kernels! {
     "linear";
-    /// All sums on CUDA; on the CPU those of each slab.
+    /// Computes all sums on CUDA; on the CPU it computes the sums of each slab.
     fn run(BiasGrad) = tch_extension_linear_bias_grad_cpu, tch_extension_linear_bias_grad_cuda;
 }
 
-/// The sums of the columns of `grad` ([M, N]): [N], of its kind.
+/// The sums of the columns of `grad` (`[M, N]`): `[N]`, of `grad`'s kind.
 pub(crate) fn bias_grad(grad: &Tensor) -> Result<Tensor> {
     let grad = rows(grad)?;
     let size = grad.size2()?;
@@ -48,18 +49,18 @@ pub(crate) fn bias_grad(grad: &Tensor) -> Result<Tensor> {
         reserved: 0,
         grad: grad.data_ptr(),
     };
-    // SAFETY: `rows` has seen to it that the elements of each row are adjacent in memory, and
-    // libtorch that rows this far apart are the tensor's own; `ColumnSums` has checked what is
-    // written. That is new, so it overlaps nothing that is read.
+    // SAFETY: `rows` made sure that the elements of each row are adjacent in memory, and libtorch
+    // that rows at this stride belong to the tensor. `ColumnSums` checked the arrays that are
+    // written; they are new, so they overlap nothing that is read.
     unsafe { run(like.1, &params)? };
     if like.1 == Device::Cpu && params.sums.slabs > 1 {
-        // SAFETY: as above; the partial sums are there now.
+        // SAFETY: as above; `run` has written the partial sums.
         unsafe { tch_extension_linear_bias_grad_finish_cpu(&params) };
     }
     Ok(grad_bias)
 }
 
-/// The matrix itself if the elements of each row are neighbours in memory, otherwise a copy.
+/// The matrix itself if the elements of each row are adjacent in memory, otherwise a copy.
 fn rows(matrix: &Tensor) -> Result<Tensor> {
     let (&[_, columns], &[_, column_stride]) = (&matrix.size()[..], &matrix.stride()[..]) else {
         return Err(Error::msg(format!(

@@ -23,26 +23,28 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// dx = dy W        dW = dyᵀ x        db = Σ dy over the rows
 /// ```
 ///
-/// * `input`: x, `[..., in]`, any number of leading dimensions, also none
+/// * `input`: x, `[..., in]`, with any number of leading dimensions, or none
 /// * `weight`: W, `[out, in]`
 /// * `bias`: b, `[out]`; `None` for zeros
 ///
-/// Returns y, `[..., out]`. All of kind `Float`, `Double`, `Half` or `BFloat16`, the same for all
-/// (as libtorch's linear has it for matrices), on one CPU or CUDA device; any strides, any sizes,
-/// also empty ones. Under autocast all three are cast to its kind first, as libtorch's linear does.
-/// Has first and second derivatives with respect to each tensor, and computes only those asked for.
-/// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic as far
-/// as libtorch's products are.
+/// Returns y, `[..., out]`. All tensors have the same kind, which is `Float`, `Double`, `Half` or
+/// `BFloat16` (libtorch's linear requires the same for matrices), and are on one CPU or CUDA
+/// device. Strides and sizes are arbitrary, and tensors may be empty. Under autocast all three are
+/// first cast to autocast's kind, as libtorch's linear does. There are first and second derivatives
+/// with respect to each tensor; only those that are asked for are computed. On CUDA the operator
+/// works on libtorch's current stream and never waits for the GPU. It is as deterministic as
+/// libtorch's products are.
 ///
-/// The products are libtorch's, under its precision switches, and so is their accuracy. On CUDA the
-/// forward with a bias is one call of cuBLASLt in `Float`, `Half` and `BFloat16`, as in libtorch
-/// itself, but chosen once for each shape and kept for the thread; or a kernel of ours, for small
-/// products and for few rows or columns; or one of padded copies, where rows do not begin at
-/// multiples of 16 bytes. The backward's products go by the last three, too, where those are
-/// faster. The bias' gradient is a kernel of our own: sums of `Half` and `BFloat16` are made in
-/// `Float` and rounded once, in an order that sizes decide, and on CUDA whether dy allows 16-byte
-/// loads. A gradient dy with gaps between its rows is read without a copy. The backward keeps the
-/// input if the weight requires grad, and the weight if the input does.
+/// Products follow libtorch's precision switches and have libtorch's accuracy. On CUDA the forward
+/// with a bias, in `Float`, `Half` and `BFloat16`, is one call of cuBLASLt, as in libtorch itself;
+/// its algorithm is chosen once for each shape and kept for the thread. Small products and products
+/// of few rows or columns are instead computed by kernels of this crate. Where rows do not begin at
+/// multiples of 16 bytes, cuBLASLt may be called on padded copies. The backward's products, too,
+/// use these kernels and padded copies where they are faster. A kernel of this crate computes the
+/// bias' gradient: it accumulates `Half` and `BFloat16` in `Float` and rounds once. The order of
+/// these sums depends on sizes and, on CUDA, on whether dy allows 16-byte loads. A gradient dy with
+/// gaps between its rows is read without a copy. The backward keeps the input if the weight
+/// requires grad, and the weight if the input does.
 ///
 /// Equivalent to:
 /// ```
@@ -59,7 +61,7 @@ const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16]
 /// Source: <https://pytorch.org/docs/stable/generated/torch.nn.functional.linear.html>.
 ///
 /// # Panics
-/// Where [`f_linear`] returns an error.
+/// If [`f_linear`] returns an error.
 pub fn linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor {
     super::unwrap(f_linear(input, weight, bias))
 }
@@ -67,8 +69,8 @@ pub fn linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Tensor 
 /// [`linear`], with an error instead of a panic.
 ///
 /// # Errors
-/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or
-/// CUDA fails.
+/// If an argument has another kind, device or shape than stated (the error names the argument), or
+/// if libtorch or CUDA fails.
 pub fn f_linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     check!(OP, input).defined()?;
     check!(OP, weight).defined()?;
@@ -85,7 +87,7 @@ pub fn f_linear(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Resul
 /// [`linear`] in plain tch operations, without checks of its own.
 ///
 /// # Errors
-/// libtorch's.
+/// If an operation of libtorch fails.
 pub fn linear_reference(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     Ok(input.f_linear(weight, bias)?)
 }
@@ -122,11 +124,11 @@ fn check_arguments(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Re
 #[derive(Default)]
 struct Linear {
     way: Way,
-    /// Here, so that the input itself need not be kept for its own gradient.
+    /// Kept here so that the input itself need not be saved for its own gradient.
     input_size: Vec<i64>,
 }
 
-/// The inputs' places; what is saved of the first two has the same slots.
+/// The positions of the inputs. The first two are also their slots among the saved tensors.
 mod place {
     pub const INPUT: usize = 0;
     pub const WEIGHT: usize = 1;
@@ -142,14 +144,13 @@ impl Function for Linear {
             (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
         let output = match gemm::linear(input, weight, bias, self.way)? {
             Some(output) => output,
-            // What is wrong with the arguments is said here: the other ways are open to good ones
-            // only.
+            // Only here the arguments have to be checked: the other ways accept valid ones only.
             None => {
                 check_arguments(input, weight, bias)?;
                 product(input, weight, bias)?
             }
         };
-        // Each is a factor of the other's gradient only.
+        // Each of the two is needed only for the gradient of the other.
         saver.save_optional(Some(input).filter(|_| saver.needs_input_grad(place::WEIGHT)));
         saver.save_optional(Some(weight).filter(|_| saver.needs_input_grad(place::INPUT)));
         if saver.needs_graph() {
@@ -167,8 +168,8 @@ impl Function for Linear {
     }
 }
 
-/// By rows, because of other inputs than matrices libtorch adds the bias inside the product or
-/// after it, with one rounding more, depending on their strides.
+/// Multiplies the input as a matrix of rows. If the input is not a matrix, its strides decide
+/// whether libtorch adds the bias inside the product or after it, with one rounding more.
 fn product(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     if input.dim() == 2 {
         return Ok(input.f_linear(weight, bias)?);
@@ -181,7 +182,7 @@ fn product(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Ten
 }
 
 impl Linear {
-    /// `dy W`.
+    /// The gradient of the input: `dy W`.
     fn input_gradient(&self, ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
         if !ctx.needs_input_grad(place::INPUT) {
             return Ok(None);
@@ -190,7 +191,7 @@ impl Linear {
         Ok(Some(product.f_view(self.input_size.as_slice())?))
     }
 
-    /// `dyᵀ x`.
+    /// The gradient of the weight: `dyᵀ x`.
     fn weight_gradient(&self, ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
         if !ctx.needs_input_grad(place::WEIGHT) {
             return Ok(None);
@@ -199,7 +200,8 @@ impl Linear {
         Ok(Some(self.factor_gradient(ctx, &grad.f_transpose(0, 1)?, &input)?))
     }
 
-    /// With a graph, a product has to be an operation that libtorch can differentiate.
+    /// A product for a gradient. If a graph is created, it has to be an operation that libtorch can
+    /// differentiate.
     fn factor_gradient(&self, ctx: &Context<'_>, lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
         let own = if ctx.create_graph() { None } else { gemm::product(lhs, rhs, self.way)? };
         match own {
@@ -209,13 +211,13 @@ impl Linear {
     }
 }
 
-/// `Σ dy` over the rows.
+/// The gradient of the bias: `Σ dy` over the rows.
 fn bias_gradient(ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
     if !ctx.needs_input_grad(place::BIAS) {
         return Ok(None);
     }
-    // With a graph, this has to be an operation that libtorch can differentiate, as the products
-    // are.
+    // If a graph is created, this has to be an operation that libtorch can differentiate, as the
+    // products are.
     if ctx.create_graph() {
         return Ok(Some(grad.f_sum_dim_intlist([0_i64].as_slice(), false, grad.f_kind()?)?));
     }

@@ -22,7 +22,7 @@ use tch::{Device, Kind, Tensor};
 
 const OP: &str = "lltm";
 
-/// A sequence of LLTM steps: h of each, and the state behind the last.
+/// A sequence of LLTM steps. Returns h of each step, and the state after the last step.
 ///
 /// ```text
 /// [i | o | g] = [h[t-1], x[t]] Wᵀ + b
@@ -31,36 +31,38 @@ const OP: &str = "lltm";
 /// ```
 ///
 /// * `input`: x, `[T, B, F]`
-/// * `weight`: W, `[3H, H + F]`, the rows for i, o and g, the columns for h and x: those of
+/// * `weight`: W, `[3H, H + F]`. Its rows are for i, o and g and its columns for h and x, as in
 ///   [`lltm_cell`](super::lltm_cell)
 /// * `bias`: b, `[3H]` or, as PyTorch's extension-cpp has it, `[1, 3H]`; `None` for zeros
 /// * `state`: (h, c) before the first step, each `[B, H]`
 ///
-/// Returns (h of all steps `[T, B, H]`, (h, c) behind the last, each `[B, H]`). Of kind `Float`,
-/// `Double`, `Half` or `BFloat16`, on one CPU or CUDA device; any strides, any sizes, also empty
-/// ones and no steps at all. Has first and second derivatives with respect to each tensor, from
-/// each output.
+/// Returns (h of all steps `[T, B, H]`, (h, c) after the last step, each `[B, H]`). The tensors are
+/// of kind `Float`, `Double`, `Half` or `BFloat16`, on one CPU or CUDA device. Strides and sizes
+/// are arbitrary; tensors may be empty, and there may be no steps at all. There are first and
+/// second derivatives of each output with respect to each tensor.
 ///
-/// Kinds are those that a loop of the cell takes for any number of steps: x and h are promoted to
-/// one kind, which weight and bias must have, and of which the outputs are; c has it, too, or a
-/// narrower one. Under autocast the products run in autocast's kind, and the outputs have it
-/// promoted with c's; a c of kind `Double` then needs a product of that kind. Of the half kinds,
-/// sums and gates are computed in `Float` and in the forward never rounded between a product and
-/// what follows (but for one step on CUDA, where that is two kernels of
-/// [`lltm_cell`](super::lltm_cell)); the gradients for the gates are rounded to the kind of the
-/// products behind them. c and h are rounded at each step on CUDA (c not where all steps are one
-/// kernel), on the CPU only when they are returned.
+/// The operator accepts the kinds that a loop of the cell accepts for any number of steps. x and h
+/// are promoted to one kind, which weight and bias must have, and which the outputs get; c has the
+/// same kind or a narrower one. Under autocast the products run in autocast's kind, and the outputs
+/// get that kind promoted with c's; a c of kind `Double` then needs a product of kind `Double`. For
+/// the half kinds, sums and gates are computed in `Float`. In the forward they are never rounded
+/// between a product and the operations after it, except for a single step on CUDA that takes two
+/// kernels of [`lltm_cell`](super::lltm_cell). The gradients for the gates are rounded to the kind
+/// of the products that use them. On CUDA c and h are rounded at each step (c is not where all
+/// steps are one kernel), on the CPU only when they are returned.
 ///
-/// On CUDA it works on libtorch's current stream and never waits for the GPU. Deterministic: the
-/// same bits each time. The product with the input is made for all steps at once; where a step is
-/// small it then costs one kernel, with its product in the kind's full precision, elsewhere a
-/// product of libtorch's, under its precision switches, and one kernel. Where steps are small and F
-/// < 256, the kernel of each step multiplies the input, too.
+/// On CUDA the operator works on libtorch's current stream and never waits for the GPU. It is
+/// deterministic: it gives the same bits each time. The product with the input is computed for all
+/// steps at once. Each small step then costs one kernel, which multiplies in the kind's full
+/// precision. Each larger step costs one of libtorch's products, under its precision switches, and
+/// one kernel. Where steps are small and F < 256, the kernel of each step multiplies the input,
+/// too.
 ///
-/// On a GPU of compute capability 9.0 all steps are one kernel that keeps the weights on the chip,
-/// where that was measured to be faster: from eight steps on, and for 512 steps on an H200 and F =
-/// H up to about these rows, in both directions. With few steps there are fewer, in tf32 about as
-/// many as in the half kinds or more, and the kernels count up to 3·T·B·H = 2^31.
+/// On a GPU of compute capability 9.0, one kernel computes all steps and keeps the weights on the
+/// chip, where that was measured to be faster. This needs at least eight steps. For 512 steps on an
+/// H200 with F = H, it is so up to about the following numbers of rows, in both directions. With
+/// few steps the limits are lower, and in tf32 they are about those of the half kinds or higher.
+/// The kernels count up to 3·T·B·H = 2^31.
 ///
 /// | H | 128 | 256 | 512 | 768 | 1024 | 2048 |
 /// |---|---|---|---|---|---|---|
@@ -68,38 +70,40 @@ const OP: &str = "lltm";
 /// | `Float` | 1280 | 384 | 192 | 64 | 64 | |
 /// | `Double` | 240 | | | | | |
 ///
-/// Beyond H = 768, in `Float` 256 (128 on the way back), H has to be a multiple of 8. The forward
-/// of `Double` goes up to 720 rows, and to 168 at H = 256.
+/// Above H = 768 (for `Float` above 256 in the forward and above 128 in the backward), H has to be
+/// a multiple of 8. The forward of `Double` goes up to 720 rows, and at H = 256 up to 168.
 ///
-/// With more rows of one half kind, the forward of each step there is the cell's kernel with tensor
-/// cores, which multiplies the input, too: H a multiple of 64, F of 8, and on an H200 with F = H
-/// from about 900 rows at H = 512, 700 at 768, 600 at 1024 and 300 at 2048, but for numbers of rows
-/// that fill a last round of tiles by little.
+/// For more rows than these, of one half kind, each forward step on such a GPU is computed by the
+/// cell's tensor-core kernel, which multiplies the input, too. It requires H to be a multiple of 64
+/// and F a multiple of 8. On an H200 with F = H it is used from about 900 rows at H = 512, 700 at
+/// 768, 600 at 1024 and 300 at 2048, except for numbers of rows that leave the last round of tiles
+/// almost empty.
 ///
 /// Where libtorch's switch allows tf32 in products, the kernels of all steps multiply `Float` as
-/// halves that are scaled by powers of two: of 11 binary digits, as tf32's numbers, but of less
-/// range. A row of W, of h before the first step, and of the gradients for the gates has a scale of
-/// its own; for the h of the steps it is fixed, because |h| < 1. What is less than 2^-28 of the
-/// largest of its row, or an h of less than 2^-29, is off by up to 2^-39 of that largest, or by
-/// 2^-40, where tf32 would keep 11 digits. The sigmoids and tanh of those kernels are accurate to
-/// about 1e-6 in tf32 and to 4 units of the last place in `Float`.
+/// fp16 values that are scaled by powers of two. Like tf32 they have 11 binary digits, but a
+/// smaller range. Each row of W, of h before the first step, and of the gradients for the gates has
+/// its own scale. The scale for the h of the steps is fixed, because |h| < 1. Values below 2^-28 of
+/// the largest in their row are off by up to 2^-39 of that largest value, and an h below 2^-29 is
+/// off by up to 2^-40, where tf32 would keep 11 digits. The sigmoids and tanh of those kernels are
+/// accurate to about 1e-6 in tf32 and to 4 units in the last place in `Float`.
 ///
-/// On the CPU the weights are packed once, and libtorch's threads stay together for the whole
+/// On the CPU the weights are packed once, and libtorch's threads work together through the whole
 /// sequence.
 ///
-/// One step, as in sampling, is computed by the kernels of [`lltm_cell`](super::lltm_cell), but for
-/// half kinds and mixed ones on the CPU; two steps, but for half kinds, are a loop of it.
+/// One step, as in sampling, is computed by the kernels of [`lltm_cell`](super::lltm_cell), except
+/// on the CPU for half kinds and mixed kinds. Two steps are a loop of it, except for half kinds.
 ///
-/// There is no forget gate: c is a sum over all steps, and rounding errors add up. Over T = 1…4096,
-/// outputs and gradients of a small size are tested to be off by at most `8·√max(T, 4)·ε` of their
-/// largest value, ε being the kind's.
+/// There is no forget gate: c is a sum over all steps, so rounding errors add up. For T = 1…4096,
+/// tests check that outputs and gradients of a small size are off by at most `8·√max(T, 4)·ε` of
+/// their largest value, where ε is the kind's machine epsilon.
 ///
-/// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers besides inputs and outputs
-/// (of the half kinds on the CPU, as `Float`); the forward needs `3·T·B·H` more for a while if the
-/// kinds of gates and outputs differ, and the backward `3·T·B·H + T·B·(H + F)`, on the CPU up to
-/// twice that. Where the weights are too many for a cluster of blocks and a grid of them computes
-/// all steps, autocast and tf32 need `T·B·H` halves more, and in tf32 the backward `3·T·B·H` halves
-/// and a twentieth of that for scales, B being rounded up to a multiple of 8 there and H to one of
+/// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers in addition to inputs and
+/// outputs (for the half kinds on the CPU they are `Float`). Temporarily, the forward needs
+/// `3·T·B·H` more numbers if the kinds of gates and outputs differ, and the backward needs `3·T·B·H
+/// + T·B·(H + F)`, on the CPU up to twice as many. Where a grid of blocks computes all steps,
+/// because the weights are too many for a cluster of blocks, autocast and tf32 need `T·B·H` more
+/// half-precision values. In tf32 the backward also needs `3·T·B·H` half-precision values and a
+/// twentieth of that for scales, where B is rounded up to a multiple of 8 and H to a multiple of
 /// 32. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
 ///
 /// Equivalent to:
@@ -125,7 +129,7 @@ const OP: &str = "lltm";
 /// Source: <https://pytorch.org/tutorials/advanced/cpp_extension.html>.
 ///
 /// # Panics
-/// Where [`f_lltm`] returns an error.
+/// If [`f_lltm`] returns an error.
 pub fn lltm(
     input: &Tensor,
     weight: &Tensor,
@@ -138,8 +142,8 @@ pub fn lltm(
 /// [`lltm`], with an error instead of a panic.
 ///
 /// # Errors
-/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or
-/// CUDA fails.
+/// If an argument has another kind, device or shape than stated (the error names the argument), or
+/// if libtorch or CUDA fails.
 pub fn f_lltm(
     input: &Tensor,
     weight: &Tensor,
@@ -169,17 +173,17 @@ pub fn f_lltm(
     in_order(applied(Lltm { way, ..Lltm::default() }, &arguments, matched)?)
 }
 
-/// As users have them.
+/// The outputs in the form in which users get them.
 fn in_order(outputs: Tensors) -> Result<(Tensor, (Tensor, Tensor))> {
     let [output, last_h, last_c] = outputs.exactly()?;
     Ok((output, (last_h, last_c)))
 }
 
-/// [`lltm`] in plain tch operations, a loop of [`lltm_cell_reference`](super::lltm_cell_reference),
+/// [`lltm`] in plain tch operations: a loop of [`lltm_cell_reference`](super::lltm_cell_reference),
 /// without checks of its own.
 ///
 /// # Errors
-/// libtorch's.
+/// If an operation of libtorch fails.
 pub fn lltm_reference(
     input: &Tensor,
     weight: &Tensor,
@@ -187,8 +191,8 @@ pub fn lltm_reference(
     state: (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
     if input.size3()?.0 == 0 {
-        // `stack` takes no empty list. A step that is thrown away has the kinds, and what it would
-        // refuse.
+        // `stack` accepts no empty list. A step whose result is discarded gives the kinds, and the
+        // errors that a real step would give.
         let (h, c) = state;
         let step = input.f_sum_dim_intlist([0_i64].as_slice(), false, input.f_kind()?)?;
         let (new_h, new_c) = lltm_cell_reference(&step, weight, bias, state)?;
@@ -200,7 +204,7 @@ pub fn lltm_reference(
 
 type Cell = fn(&Tensor, &Tensor, Option<&Tensor>, (&Tensor, &Tensor)) -> Result<(Tensor, Tensor)>;
 
-/// At least one step.
+/// Loops over the steps, of which there is at least one.
 fn step_by_step(
     cell: Cell,
     input: &Tensor,
@@ -217,8 +221,8 @@ fn step_by_step(
     Ok((Tensor::f_stack(&steps, 0)?, (h, c)))
 }
 
-/// The first step's h has the state's kind, and goes into the second's product, for which autocast
-/// casts it again, if it is no `Double`.
+/// Refuses a c with which a second step would fail: h after the first step has the state's kind and
+/// goes into the second step's product, for which autocast casts it again unless it is `Double`.
 fn check_state(c: &Tensor, matched: &Matched) -> Result<()> {
     let Matched { product, state, autocast, .. } = *matched;
     if state == product || (autocast && state != Kind::Double) {
@@ -231,21 +235,21 @@ fn check_state(c: &Tensor, matched: &Matched) -> Result<()> {
 #[derive(Default)]
 struct Lltm {
     way: Way,
-    /// Here, so that the first derivative need not look at the bias itself: nobody is refused for
-    /// having changed what it does not need.
+    /// Kept here so that the first derivative does not look at the bias itself: a bias that was
+    /// changed in place since the forward then causes no version error.
     bias_shape: Option<Vec<i64>>,
     /// The kind of the products' operands.
     product: Option<Kind>,
 }
 
-/// Saved behind the inputs: h and c of all steps, and σ(i), σ(o), g. Absent if there is nothing to
-/// compute.
+/// Saved after the inputs: h and c of all steps, and σ(i), σ(o), g. They are absent if there is
+/// nothing to compute.
 const OUTPUT: usize = place::LEN;
 const NEW_C: usize = place::LEN + 1;
 const ACTIVATIONS: usize = place::LEN + 2;
 
-/// In which kind kernels compute what tensors of this kind give: on the CPU there are none for the
-/// half kinds.
+/// The kind in which kernels compute tensors of this kind. There are none for the half kinds on the
+/// CPU.
 fn worked_in(kind: Kind, device: Device) -> Kind {
     match (device, kind) {
         (Device::Cpu, Kind::Half | Kind::BFloat16) => Kind::Float,
@@ -253,7 +257,7 @@ fn worked_in(kind: Kind, device: Device) -> Kind {
     }
 }
 
-/// As kernels read it.
+/// The tensor in the kind and layout that kernels read.
 fn worked(tensor: &Tensor) -> Result<Tensor> {
     plain(&tensor.f_to_kind(worked_in(tensor.f_kind()?, tensor.device()))?)
 }
@@ -276,7 +280,8 @@ impl Function for Lltm {
             Some(self.all_steps(&all, saver)?)
         };
         let (output, last_h, last_c) = match &made {
-            // In no steps nothing changes; in no columns there is nothing.
+            // Without steps nothing changes, and without rows or columns there is nothing to
+            // compute.
             None => {
                 let output = Tensor::f_zeros(
                     [input.size()[0], h.size()[0], h.size()[1]],
@@ -288,7 +293,7 @@ impl Function for Lltm {
                 let last = |steps: &Tensor| copied(&steps.f_select(0, -1)?, state);
                 let last_c = match made.activations {
                     Some(_) => last(&made.c)?,
-                    // Then there is no other c.
+                    // `made.c` is then c of the last step alone.
                     None => made.c.f_view(h.size().as_slice())?.f_to_kind(state)?,
                 };
                 (made.output.f_to_kind(state)?, last(&made.output)?, last_c)
@@ -300,7 +305,7 @@ impl Function for Lltm {
         saver.save_optional(kept.map(|kept| kept.0));
         saver.save_optional(kept.map(|kept| kept.1));
         saver.save_optional(kept.map(|kept| kept.2));
-        // An output that leads nowhere costs no zeros.
+        // An output without a gradient then costs no tensor of zeros.
         saver.set_materialize_grads(false);
         Ok([output, last_h, last_c].into())
     }
@@ -344,7 +349,7 @@ impl Lltm {
     }
 }
 
-/// A copy: an output is no other tensor's memory.
+/// A copy, because an output must not share another tensor's memory.
 fn copied(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
     Ok(tensor.f_to_dtype(kind, false, true)?)
 }
@@ -401,7 +406,8 @@ fn first_derivative(ctx: &Context<'_>, grads: &Tensors, state: &Lltm) -> Result<
     .into())
 }
 
-/// Of a sequence without steps, rows or columns: the state is handed through.
+/// The gradients of a sequence without steps, rows or columns: those for the state are passed
+/// through, and the others are zero.
 fn derivative_of_nothing(ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
     let gradient = |place: usize, from: Option<usize>| -> Result<Option<Tensor>> {
         if !ctx.needs_input_grad(place) {
@@ -426,7 +432,7 @@ fn derivative_of_nothing(ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> 
         .map(Into::into)
 }
 
-/// `dG W_x`, of all steps at once.
+/// The gradient of the input, `dG W_x`, for all steps at once.
 fn input_gradient(
     ctx: &Context<'_>,
     grad_gates: &Tensor,
@@ -439,17 +445,17 @@ fn input_gradient(
     }
     let Sizes { steps, batch, features, hidden } = sizes;
     let mut weight = weight.f_narrow(1, hidden, features)?;
-    /// Fewer do not pay for the copy.
+    /// With fewer rows, the product saves less time than the copy costs.
     const MANY_ROWS: i64 = 256;
     if is_in_tf32(grad_gates)? && steps * batch >= MANY_ROWS {
-        // In the order of columns.h.
+        // Column by column in memory, the order that csrc/recurrent/columns.cu writes.
         weight = weight.f_transpose(0, 1)?.f_contiguous()?.f_transpose(0, 1)?;
     }
     let gradient = kernels::product(grad_gates, &weight)?;
     Ok(Some(gradient.f_view([steps, batch, features])?.f_to_kind(kind)?))
 }
 
-/// `Σ dG[t]ᵀ [h[t-1], x[t]]`, over all steps at once.
+/// The gradient of the weight, `Σ dG[t]ᵀ [h[t-1], x[t]]`, over all steps at once.
 fn weight_gradient(
     ctx: &Context<'_>,
     grad_gates: &Tensor,
@@ -464,7 +470,7 @@ fn weight_gradient(
     Ok(Some(operands.product()?.f_to_kind(kind)?))
 }
 
-/// Whether libtorch may make its products in tf32.
+/// Whether libtorch may use tf32 in products of this operand.
 fn is_in_tf32(operand: &Tensor) -> Result<bool> {
     Ok(operand.f_kind()? == Kind::Float && operand.device().is_cuda() && matmul_allow_tf32()?)
 }

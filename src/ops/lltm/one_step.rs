@@ -1,5 +1,5 @@
-//! A sequence of one step, as in sampling: the cell's kernels, which write h' a second time, as the
-//! output.
+//! A sequence of one step, as in sampling. The cell's kernels compute it, and write h' a second
+//! time, as the output.
 
 use super::super::lltm_cell::{LltmCell, is_ordinary, of_one_step, place};
 use super::{OP, Way};
@@ -11,13 +11,14 @@ use tch::Tensor;
 pub(super) struct OneStep(LltmCell);
 
 impl OneStep {
-    /// For arguments that were checked.
+    /// For arguments that have already been checked.
     pub fn new() -> Self {
         OneStep(LltmCell::of_one_step(None))
     }
 
-    /// None unless all that would be checked is so, and one step of such arguments is the cell's:
-    /// the common case, known without a question to each tensor.
+    /// `None` unless all checks would pass and one step of these arguments is the cell's. That is
+    /// the common case; it is known from the arguments' facts, without further queries of each
+    /// tensor.
     pub fn of_ordinary(
         way: Way,
         arguments: &[Option<&Tensor>; place::LEN],

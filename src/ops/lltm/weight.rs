@@ -17,23 +17,25 @@ pub(super) struct Operands<'a> {
     pub sizes: Sizes,
 }
 
-/// Where the product finds h and x.
+/// Where the product reads h and x.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Layout {
-    /// Side by side, in a copy.
+    /// In a copy that has h and x next to each other in each row.
     SideBySide,
-    /// The same column by column, in `Float` on CUDA (`csrc/lltm/columns.h`).
+    /// In the same copy, but column by column: `Float` on CUDA (`csrc/recurrent/columns.cu`).
     ByColumns,
-    /// Where they lie, in three products of a half kind on CUDA, with sums in `Float`.
+    /// In their own memory, without a copy, in three products: half kinds on CUDA, with sums in
+    /// `Float`.
     InPlace,
 }
 
 impl Layout {
-    /// The fastest for operands on CUDA that are all of one kind, in products of which libtorch may
-    /// or may not use tf32; for others there is only one.
+    /// The fastest layout for operands on CUDA that are all of one kind (`kind` is `None` for any
+    /// others, which have a single layout). `tf32` says whether libtorch may use tf32 in their
+    /// products.
     fn new(kind: Option<Kind>, tf32: bool, sizes: Sizes) -> Layout {
-        /// Bytes of h and x. To copy so many takes longer than two products more: on an H200 it is
-        /// 620 µs of 2820 at (T, B, F, H) = (512, 256, 1024, 1024).
+        /// Bytes of h and x. Copying this many takes longer than two additional products: on an
+        /// H200 the copy is 620 µs of 2820 at (T, B, F, H) = (512, 256, 1024, 1024).
         const LARGE: i64 = 48 << 20;
         let Sizes { steps, batch, features, hidden } = sizes;
         match kind {
@@ -51,7 +53,7 @@ impl Layout {
 }
 
 impl Operands<'_> {
-    /// `[3H, H + F]`, of the gates' kind or of `Float`.
+    /// The gradient, `[3H, H + F]`, of the gates' kind or of `Float`.
     pub fn product(&self) -> Result<Tensor> {
         let Operands { grad_gates, h0, output, input, sizes } = *self;
         let kind = grad_gates.f_kind()?;
@@ -118,7 +120,7 @@ mod tests {
         for kind in [Kind::Half, Kind::BFloat16] {
             assert_eq!(Layout::new(Some(kind), true, small), Layout::SideBySide);
             assert_eq!(Layout::new(Some(kind), false, large), Layout::InPlace);
-            // Neither a step before nor an input: one of the products would be empty.
+            // With a single step or without features, one of the products would be empty.
             assert_eq!(
                 Layout::new(Some(kind), false, sizes([1, 64 * 512, 512, 512])),
                 Layout::SideBySide
@@ -137,8 +139,8 @@ mod tests {
         }
     }
 
-    /// That of `Double`, which is exact beside all others: rows and columns of whole and of broken
-    /// vectors, tiles and blocks, and a view as input.
+    /// Compares with the product in `Double`, whose own error is negligible. The sizes cover rows
+    /// and columns of whole and of partial vectors, tiles and blocks; the input is a view.
     fn assert_exact(way: Layout, kind: Kind, device: Device) {
         for size in [[2, 1, 1, 1], [3, 5, 7, 8], [1, 70, 33, 24], [9, 64, 40, 32], [65, 3, 130, 72]]
         {

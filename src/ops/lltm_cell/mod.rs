@@ -1,5 +1,5 @@
-//! The LLTM cell, of PyTorch's extension tutorial: an LSTM without forget gate, with ELU for its
-//! candidate.
+//! The LLTM cell of PyTorch's extension tutorial: an LSTM without a forget gate, and with ELU as
+//! the activation of its candidate.
 
 mod kernels;
 pub(super) mod plan;
@@ -23,7 +23,7 @@ use tch::{Device, Kind, Tensor};
 const OP: &str = "lltm_cell";
 pub(super) const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
 
-/// One step of an LLTM: the new hidden and cell state.
+/// One step of an LLTM. Returns the new hidden state and the new cell state.
 ///
 /// ```text
 /// [i | o | g] = [h, x] Wᵀ + b
@@ -32,26 +32,27 @@ pub(super) const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind
 /// ```
 ///
 /// * `input`: x, `[B, F]`
-/// * `weight`: W, `[3H, H + F]`, the rows for i, o and g, the columns for h and x
+/// * `weight`: W, `[3H, H + F]`. Its rows are for i, o and g, and its columns for h and x
 /// * `bias`: b, `[3H]` or, as PyTorch's extension-cpp has it, `[1, 3H]`; `None` for zeros
 /// * `state`: (h, c), each `[B, H]`
 ///
-/// Returns (h', c'), each `[B, H]`. Of kind `Float`, `Double`, `Half` or `BFloat16`, on one CPU or
-/// CUDA device; any strides, any sizes, also empty ones. Of the half kinds, everything behind the
-/// product is computed in `Float` and rounded once. Has first and second derivatives with respect
-/// to each tensor.
+/// Returns (h', c'), each `[B, H]`. The tensors are of kind `Float`, `Double`, `Half` or
+/// `BFloat16`, on one CPU or CUDA device. Strides and sizes are arbitrary, and tensors may be
+/// empty. For the half kinds, everything after the product is computed in `Float` and rounded once.
+/// There are first and second derivatives with respect to each tensor.
 ///
-/// Mixed kinds are taken where the composite below takes them: h and x are promoted to one kind,
-/// which weight and bias must have; the outputs have that kind promoted with c's. Under autocast
-/// the product runs in autocast's kind. On CUDA it works on libtorch's current stream and never
-/// waits for the GPU. Deterministic.
+/// Mixed kinds are accepted where the composite below accepts them: h and x are promoted to one
+/// kind, which weight and bias must have; the outputs have that kind promoted with c's. Under
+/// autocast the product runs in autocast's kind. On CUDA the operator works on libtorch's current
+/// stream and never waits for the GPU. It is deterministic.
 ///
-/// One matrix product, done by libtorch under its precision switches, and one kernel for everything
-/// else; at small sizes, where calls and launches cost more than the arithmetic, one kernel for all
-/// of it (two for the CPU's backward), with products in the kind's full precision: on CUDA, and on
-/// the CPU for `Float` and `Double`. In the half kinds, on GPUs of compute capability 9.0, the
-/// forward of large sizes is one kernel, too, if H is a multiple of 64 and rows begin at multiples
-/// of 16 bytes. The backward keeps `3·B·H` numbers besides inputs and outputs.
+/// At large sizes a step is one matrix product, done by libtorch under its precision switches, and
+/// one kernel for everything else. At small sizes, where calls and launches cost more than the
+/// arithmetic, one kernel computes everything (the CPU's backward takes two), with products in the
+/// kind's full precision; this holds on CUDA, and on the CPU for `Float` and `Double`. In the half
+/// kinds, on GPUs of compute capability 9.0, the forward of large sizes is one kernel, too, if H is
+/// a multiple of 64 and rows begin at multiples of 16 bytes. The backward keeps `3·B·H` numbers in
+/// addition to inputs and outputs.
 ///
 /// Equivalent to:
 /// ```
@@ -71,7 +72,7 @@ pub(super) const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind
 /// Source: <https://pytorch.org/tutorials/advanced/cpp_extension.html>.
 ///
 /// # Panics
-/// Where [`f_lltm_cell`] returns an error.
+/// If [`f_lltm_cell`] returns an error.
 pub fn lltm_cell(
     input: &Tensor,
     weight: &Tensor,
@@ -84,8 +85,8 @@ pub fn lltm_cell(
 /// [`lltm_cell`], with an error instead of a panic.
 ///
 /// # Errors
-/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or
-/// CUDA fails.
+/// If an argument has another kind, device or shape than stated (the error names the argument), or
+/// if libtorch or CUDA fails.
 pub fn f_lltm_cell(
     input: &Tensor,
     weight: &Tensor,
@@ -98,7 +99,7 @@ pub fn f_lltm_cell(
     let outputs = if is_ordinary(&known, bias.is_some()) {
         apply(LltmCell { way: forced(), known: Some(known), ..LltmCell::default() }, &arguments)?
     } else {
-        // It has the words for what is wrong, if anything is: mixed kinds, for example, are not.
+        // These checks report what is wrong, if anything is; mixed kinds, for example, are allowed.
         let input =
             check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[B, F]")?;
         check_beside(OP, &input, input.tensor().size2()?, weight, bias, state)?;
@@ -109,8 +110,8 @@ pub fn f_lltm_cell(
     Ok((new_h, new_c))
 }
 
-/// Whether all that would be checked otherwise is so, and nothing has to be cast: the common case,
-/// known without a question to each tensor.
+/// Whether all checks would pass and nothing has to be cast. That is the common case; it is known
+/// from the facts, without further queries of each tensor.
 pub(super) fn is_ordinary(facts: &[Facts; place::LEN], has_bias: bool) -> bool {
     let [input, weight, bias, h, c] = facts;
     let (Some(device), Some(_)) = (input.device(), input.kind()) else { return false };
@@ -133,7 +134,7 @@ pub(super) fn is_ordinary(facts: &[Facts; place::LEN], has_bias: bool) -> bool {
 /// [`lltm_cell`] in plain tch operations, without checks of its own.
 ///
 /// # Errors
-/// libtorch's.
+/// If an operation of libtorch fails.
 pub fn lltm_cell_reference(
     input: &Tensor,
     weight: &Tensor,
@@ -151,8 +152,8 @@ pub fn lltm_cell_reference(
     Ok((new_h, new_c))
 }
 
-/// What comes beside x, whose last two sizes are `[B, F]` and which is checked: of this operator
-/// and of [`lltm`](super::lltm).
+/// Checks the arguments other than x, which has been checked and whose last two sizes are `[B, F]`,
+/// for this operator and for [`lltm`](super::lltm).
 pub(super) fn check_beside(
     op: &str,
     input: &Check<'_>,
@@ -186,17 +187,17 @@ pub(super) fn check_beside(
     Ok(())
 }
 
-/// The arguments with one kind for the products' operands, and another for c.
+/// The arguments after casting: one kind for the products' operands, and one for c.
 pub(super) struct Matched {
     tensors: Vec<Option<Tensor>>,
     pub product: Kind,
-    /// c's and the outputs'.
+    /// The kind of c and of the outputs.
     pub state: Kind,
-    /// Whether it was autocast that gave the operands their kind.
+    /// Whether autocast gave the operands their kind.
     pub autocast: bool,
 }
 
-/// None when they are so already.
+/// Casts the arguments to matching kinds. `None` if they already match.
 pub(super) fn in_matching_kinds(
     op: &str,
     arguments: &[Option<&Tensor>; place::LEN],
@@ -205,7 +206,7 @@ pub(super) fn in_matching_kinds(
         return Err(Error::msg(format!("internal error: an argument of {op} is absent")));
     };
     let operands = [Some(input), Some(weight), bias, Some(h)];
-    // As in the composite: it casts what goes into the product, and not what comes behind it.
+    // As in the composite, autocast casts the product's operands, but nothing after the product.
     let cast = autocast_inputs(CastPolicy::LowerPrecision, &operands)?;
     let autocast = cast.is_some();
     if !autocast && arguments.iter().flatten().all(|tensor| tensor.kind() == input.kind()) {
@@ -230,7 +231,7 @@ pub(super) fn in_matching_kinds(
     Ok(Some(Matched { tensors, product, state, autocast }))
 }
 
-/// [`apply`] to the arguments, or to what they were cast to.
+/// [`apply`] to the arguments, or to their casts if there are any.
 pub(super) fn applied<F: Function>(
     function: F,
     arguments: &[Option<&Tensor>; place::LEN],
@@ -247,18 +248,18 @@ pub(super) fn applied<F: Function>(
 #[derive(Default)]
 pub(super) struct LltmCell {
     way: Way,
-    /// Whether it is a sequence of one step, `[1, B, F]`, whose output, `[1, B, H]`, is asked for,
-    /// too.
+    /// Whether this is a sequence of one step: its input is `[1, B, F]`, and an output `[1, B, H]`
+    /// is asked for, too.
     is_sequence: bool,
-    /// Of the arguments, if they were asked already: only the forward needs them.
+    /// The facts of the arguments, if they have been queried already. Only the forward needs them.
     known: Option<[Facts; place::LEN]>,
     sizes: Sizes,
-    /// Here, so that the first derivative need not look at bias and weight themselves: nobody is
-    /// refused for having changed what it does not need.
+    /// Kept here so that the first derivative does not look at bias and weight themselves: if it
+    /// does not need them, changing them in place since the forward causes no version error.
     bias: Option<BiasShape>,
     /// The kind of the product and its operands.
     product: Option<Kind>,
-    /// Whether the backward is one kernel, too.
+    /// Whether one kernel computes the backward, too.
     fused: bool,
 }
 
@@ -269,13 +270,13 @@ enum BiasShape {
 }
 
 impl LltmCell {
-    /// Of a sequence of one step. `known` are the arguments' facts, the input's those of the step,
-    /// if they were asked already.
+    /// For a sequence of one step. `known` are the facts of the arguments, if they have been
+    /// queried already; those of the input describe the step.
     pub fn of_one_step(known: Option<[Facts; place::LEN]>) -> Self {
         LltmCell { is_sequence: true, known, ..LltmCell::default() }
     }
 
-    /// The outputs, with everything saved that the backward reads.
+    /// Computes the outputs, and saves everything that the backward reads.
     pub fn compute(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<fused::Outputs> {
         let (input, weight, bias) =
             (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
@@ -310,7 +311,7 @@ impl LltmCell {
         for tensor in all.into_iter().chain([Some(&outputs.new_c), outputs.activations.as_ref()]) {
             saver.save_optional(tensor);
         }
-        // A state that leads nowhere costs no zeros.
+        // A state without a gradient then costs no tensor of zeros.
         saver.set_materialize_grads(false);
         Ok(outputs)
     }
@@ -328,7 +329,7 @@ impl LltmCell {
         }
     }
 
-    /// `by`: the kind and device of all operands, if they have one.
+    /// Computes the outputs. `by` is the kind and device of all operands, if they share one.
     fn outputs(
         &self,
         operands: &fused::Operands<'_>,
@@ -365,8 +366,8 @@ impl LltmCell {
     }
 }
 
-/// The inputs' places, which are also the first slots of what is saved; of [`lltm`](super::lltm),
-/// too.
+/// The positions of the inputs, which are also their slots among the saved tensors, here and in
+/// [`lltm`](super::lltm).
 pub(super) mod place {
     pub const INPUT: usize = 0;
     pub const WEIGHT: usize = 1;
@@ -376,7 +377,7 @@ pub(super) mod place {
     pub const LEN: usize = 5;
 }
 
-/// Saved behind the inputs: the output c', and σ(i), σ(o), g.
+/// Saved after the inputs: the output c', and σ(i), σ(o), g.
 const NEW_C: usize = place::LEN;
 const ACTIVATIONS: usize = place::LEN + 1;
 
@@ -399,20 +400,21 @@ impl Function for LltmCell {
     }
 }
 
-/// `[B, F]` of `[1, B, F]`, a sequence of one step; all else as it is.
+/// Removes the first dimension of a sequence of one step, `[1, B, F]`; any other tensor is
+/// unchanged.
 pub(super) fn of_one_step(tensor: &Tensor) -> Result<Tensor> {
     Ok(if tensor.dim() == 3 { tensor.f_select(0, 0)? } else { tensor.shallow_clone() })
 }
 
-/// libtorch's product, and one kernel for the rest.
+/// libtorch's product, followed by one kernel for the rest.
 fn by_product(operands: &fused::Operands<'_>, beside: Beside) -> Result<fused::Outputs> {
     let fused::Operands { input, weight, bias, h, c } = *operands;
     let c = plain(c)?;
     let hx = Tensor::f_cat(&[h, &of_one_step(input)?], 1)?;
     let bias = bias.map(|bias| bias.f_reshape([-1])).transpose()?;
-    // On CUDA our kernel adds the bias: with one, libtorch takes a product that is up to a sixth
-    // slower. Not of the half kinds: there a product that is rounded first has lost what a bias of
-    // its size would leave of it.
+    // On CUDA our kernel adds the bias, because with a bias libtorch chooses a product that is up
+    // to a sixth slower. For the half kinds the product adds it: if the product were rounded first,
+    // and a bias of about its size cancelled it, the digits that remain would be lost.
     let is_half = matches!(hx.f_kind()?, Kind::Half | Kind::BFloat16);
     let (gates, bias) = match bias {
         Some(bias) if is_half || c.device() == Device::Cpu => {
@@ -422,7 +424,7 @@ fn by_product(operands: &fused::Operands<'_>, beside: Beside) -> Result<fused::O
         }
         bias => (hx.f_mm(&weight.f_transpose(0, 1)?)?, bias),
     };
-    // Of mixed kinds the state's may have more digits than the product's.
+    // With mixed kinds, the state's kind may have more digits than the product's.
     let kind = c.f_kind()?;
     let mut gates = plain(&gates.f_to_kind(kind)?)?;
     let bias = bias.map(|bias| plain(&bias.f_to_kind(kind)?)).transpose()?;
@@ -477,7 +479,7 @@ fn first_derivative(
     Ok([grad_input, grad_weight, grad_bias, grad_h, grad_c].into())
 }
 
-/// All gradients in one kernel.
+/// Computes all gradients in one kernel.
 fn first_derivative_fused(
     ctx: &Context<'_>,
     grad_new_h: Option<&Tensor>,
@@ -487,7 +489,7 @@ fn first_derivative_fused(
     let asked = [place::INPUT, place::WEIGHT, place::BIAS, place::H, place::C]
         .map(|place| ctx.needs_input_grad(place));
     let [for_input, for_weight, for_bias, for_h, for_c] = asked;
-    // What is not read may have been changed.
+    // Tensors that are not read may have been changed in place since the forward.
     let saved = |needed: bool, place| needed.then(|| ctx.saved(place)).transpose();
     let weight = saved(for_input || for_h, place::WEIGHT)?;
     let (input, h) = (saved(for_weight, place::INPUT)?, saved(for_weight, place::H)?);
@@ -508,7 +510,7 @@ fn first_derivative_fused(
     Ok(fused::backward(&inputs, state.sizes, asked)?.into())
 }
 
-/// Of h and x: `dG W`, of which only the columns that are asked for are computed.
+/// The gradients of h and x: `dG W`, of which only the columns that are asked for are computed.
 fn input_gradients(
     ctx: &Context<'_>,
     grad_gates: &Tensor,
@@ -532,7 +534,8 @@ fn input_gradients(
     Ok((grad_h, grad_input))
 }
 
-/// `dGᵀ [h, x]`. The concatenation is made again: it would be the largest thing to keep.
+/// The gradient of the weight: `dGᵀ [h, x]`. The concatenation is computed again, because it would
+/// be the largest tensor to keep.
 fn weight_gradient(ctx: &Context<'_>, grad_gates: &Tensor) -> Result<Option<Tensor>> {
     if !ctx.needs_input_grad(place::WEIGHT) {
         return Ok(None);
@@ -541,7 +544,7 @@ fn weight_gradient(ctx: &Context<'_>, grad_gates: &Tensor) -> Result<Option<Tens
     Ok(Some(grad_gates.f_transpose(0, 1)?.f_mm(&hx)?))
 }
 
-/// `Σ dG` over the rows, in the bias' own shape.
+/// The gradient of the bias: `Σ dG` over the rows, in the bias' own shape.
 pub(super) fn bias_gradient(
     ctx: &Context<'_>,
     grad_gates: &Tensor,

@@ -3,25 +3,26 @@
 use crate::ffi::precision::matmul_allow_tf32;
 use tch::{Device, Kind};
 
-/// By which kernels the cell is computed: what a test chooses.
+/// The ways to compute a cell, which tests force.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Way {
-    /// What is faster at these sizes.
+    /// The way that is faster at these sizes.
     #[default]
     Automatic,
-    /// libtorch's product and a kernel for the rest.
+    /// libtorch's product, and one kernel for the rest.
     Product,
-    /// One kernel for everything. Not for empty states, and on the CPU neither for half kinds nor,
-    /// in the forward, for wide weights; these as `Product`.
+    /// One kernel for everything. Falls back to `Product` for empty states and, on the CPU, for
+    /// half kinds and for wide weights in the forward.
     Fused,
-    /// One kernel for the forward with the tensor cores of capability 9.0: half kinds, H a multiple
-    /// of 64, rows of multiples of 16 bytes. Elsewhere, and in the backward, as `Product`.
+    /// One kernel for the forward, with the tensor cores of compute capability 9.0. It needs half
+    /// kinds, H a multiple of 64, and rows that begin at multiples of 16 bytes. Falls back to
+    /// `Product` elsewhere and in the backward.
     TensorCores,
 }
 
 super::super::way::ways!(Way);
 
-/// B, F, H.
+/// The sizes B, F and H.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sizes {
     pub batch: i64,
@@ -30,12 +31,12 @@ pub(crate) struct Sizes {
 }
 
 impl Sizes {
-    /// The additions of products in `[h, x] Wᵀ`.
+    /// The number of multiply-adds in `[h, x] Wᵀ`.
     fn products(&self) -> f64 {
         3.0 * self.batch as f64 * self.hidden as f64 * (self.hidden as f64 + self.features as f64)
     }
 
-    /// Whether there is anything to compute, and a grid for it.
+    /// Whether there is anything to compute, and whether a grid can be large enough for it.
     fn fit(&self) -> bool {
         let most = f64::from(1 << 30);
         let columns = (self.hidden as f64) + (self.features as f64);
@@ -45,12 +46,12 @@ impl Sizes {
             && columns * columns < most
     }
 
-    /// Whether the forward in one kernel is faster than libtorch's product between two others.
-    /// Measured on an H200 and on CPUs: docs/lab/lltm_cell.md.
+    /// Whether the forward in one kernel is faster than libtorch's product with one kernel before
+    /// and one after it. Measured on an H200 and on CPUs: docs/lab/lltm_cell.md.
     pub fn fuse_forward(&self, way: Way, kind: Kind, device: Device) -> bool {
         const BESIDE_TENSOR_CORES: f64 = 28e6;
         if device == Device::Cpu {
-            // The batch makes the vectors.
+            // Vectors hold values of several rows of the batch.
             let most = if self.batch < cpu::LEAST_ROWS { 0.0 } else { cpu::MOST_PRODUCTS };
             return cpu::exists(kind)
                 && self.columns() <= cpu::MOST_COLUMNS
@@ -63,7 +64,7 @@ impl Sizes {
             {
                 BESIDE_TENSOR_CORES
             }
-            // Long products of many rows are what libtorch is best at.
+            // libtorch is best at long products of many rows.
             Kind::Float if self.batch <= 128 => 256e6,
             Kind::Float if self.batch <= 512 => 128e6,
             Kind::Float | Kind::Double => 32e6,
@@ -72,7 +73,7 @@ impl Sizes {
         matches!(device, Device::Cuda(_)) && self.chosen(way, most)
     }
 
-    /// The same for the backward, of which a block goes over all rows.
+    /// The same for the backward, in which each block goes over all rows.
     pub fn fuse_backward(&self, way: Way, kind: Kind, device: Device) -> bool {
         if device == Device::Cpu {
             return cpu::exists(kind) && self.chosen(way, cpu::MOST_PRODUCTS);
@@ -86,8 +87,8 @@ impl Sizes {
         matches!(device, Device::Cuda(_)) && self.chosen(way, most)
     }
 
-    /// Whether the forward in one kernel with tensor cores is to be tried: where its tiles of 128
-    /// rows and 64 hidden columns may fill a GPU, which the launcher knows.
+    /// Whether to try the forward in one tensor-core kernel. It is tried where its tiles of 128
+    /// rows and 64 hidden columns may fill a GPU; the launcher knows whether they do.
     pub fn try_tensor_cores(&self, way: Way, kind: Kind, device: Device) -> bool {
         const FEWEST_TILES: i64 = 96;
         let is_possible = matches!(kind, Kind::Half | Kind::BFloat16)
@@ -116,7 +117,7 @@ impl Sizes {
     }
 }
 
-/// What `csrc/lltm_cell/cpu_fused.cpp` can do, and what it is good at.
+/// What `csrc/lltm_cell/cpu_fused.cpp` can compute, and where it is fast.
 mod cpu {
     use tch::Kind;
 
@@ -124,7 +125,7 @@ mod cpu {
         matches!(kind, Kind::Float | Kind::Double)
     }
 
-    /// As `kMostColumns` has it.
+    /// The same as `kMostColumns` in `cpu_fused.cpp`.
     pub const MOST_COLUMNS: f64 = 1024.0;
     pub const LEAST_ROWS: i64 = 8;
     pub const MOST_PRODUCTS: f64 = 20e6;
@@ -147,7 +148,7 @@ mod tests {
             assert_eq!(both(large, Way::Automatic, gpu), [false; 2]);
             assert_eq!(both(small, Way::Product, gpu), [false; 2]);
             assert_eq!(both(large, Way::Fused, gpu), [true; 2]);
-            // Nothing to compute, no such grid.
+            // Nothing to compute, or too large for a grid.
             for sizes in [of(0, 3, 4), of(3, 4, 0), of(1 << 40, 3, 4), of(1, 1 << 40, 1)] {
                 assert_eq!(both(sizes, Way::Fused, gpu), [false; 2]);
             }
@@ -188,7 +189,7 @@ mod tests {
             assert_eq!(both((1, 32, 128), Way::Automatic, kind), [false, true]);
             assert_eq!(both((1 << 20, 32, 128), Way::Automatic, kind), [false; 2]);
             assert_eq!(both((1 << 20, 32, 128), Way::Fused, kind), [true; 2]);
-            // The forward's stack has an end.
+            // The forward keeps its operands on the stack, which limits the number of columns.
             assert_eq!(both((4, 1000, 24), Way::Fused, kind), [true; 2]);
             assert_eq!(both((4, 1001, 24), Way::Fused, kind), [false, true]);
         }

@@ -9,40 +9,41 @@ use std::ffi::{c_char, c_void};
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
-/// Dimensions of the forward kernel. What has more after adjacent ones were merged is copied.
+/// The most dimensions that the forward kernel takes. Operands that still have more after adjacent
+/// dimensions were merged are copied.
 const DIMS: usize = 6;
 
-/// What the forward kernels get.
+/// The parameters of the forward kernels.
 #[repr(C)]
 struct Forward {
-    /// The sizes of out, innermost first; 1 where there is no such dimension.
+    /// The sizes of out, innermost first; 1 for a dimension that out does not have.
     size: [i64; DIMS],
-    /// In elements, 0 where the product is broadcast.
+    /// The strides of the product in elements; 0 where it is broadcast.
     product_stride: [i64; DIMS],
-    /// In elements, 0 where the bias is broadcast.
+    /// The strides of the bias in elements; 0 where it is broadcast.
     bias_stride: [i64; DIMS],
-    /// `TchExtensionKind` of every array.
+    /// The `TchExtensionKind` of every array.
     kind: i32,
-    /// How many of the sizes count, at least 1.
+    /// How many of the sizes are in use; at least 1.
     dims: i32,
-    /// May be `out`, if it has its strides.
+    /// The product. It may be `out`, if both have the same strides.
     product: *const c_void,
     bias: *const c_void,
-    /// Contiguous.
+    /// The output; contiguous.
     out: *mut c_void,
 }
 
-/// What the backward kernels get.
+/// The parameters of the backward kernels.
 #[repr(C)]
 struct Backward {
-    /// M rows and N columns. `sums.sums` is db, `[N]`, or null when nobody needs it.
+    /// The sums of M rows and N columns. `sums.sums` is db, `[N]`, or null when nobody needs it.
     sums: ColumnSums,
-    /// `TchExtensionKind` of every array.
+    /// The `TchExtensionKind` of every array.
     kind: i32,
     reserved: i32,
     /// dout, `[M, N]`.
     grad: *const c_void,
-    /// `[M, N]`.
+    /// The output of the forward, `[M, N]`.
     out: *const c_void,
     /// dZ, `[M, N]`.
     grad_product: *mut c_void,
@@ -59,37 +60,39 @@ unsafe extern "C" {
 
 raw_kernels! {
     "matmul_add_relu";
-    /// `relu(product + bias)`.
+    /// Computes `relu(product + bias)`.
     fn run_forward(Forward) =
         tch_extension_matmul_add_relu_forward_cpu, tch_extension_matmul_add_relu_forward_cuda;
-    /// The masked gradient, and all of its sums on CUDA; on the CPU those of each slab.
+    /// Computes the masked gradient and the sums of its columns: all of them on CUDA, those of each
+    /// slab on the CPU.
     fn run_backward(Backward) =
         tch_extension_matmul_add_relu_backward_cpu, tch_extension_matmul_add_relu_backward_cuda;
 }
 
-/// The product of two matrices on the CPU, without a graph, where our own is faster than
-/// libtorch's: elsewhere none.
+/// The product of two matrices on the CPU, without autograd; `None` where libtorch's is faster.
 pub(crate) fn small_product(lhs: &Tensor, rhs: &Tensor) -> Result<Option<Tensor>> {
     let mut result = std::ptr::null_mut();
-    // SAFETY: borrowed from live tensors; on success the handle, if any, becomes ours.
+    // SAFETY: both handles are borrowed from live tensors. On success we own the result's handle,
+    // if any.
     match take_message(unsafe {
         tch_extension_small_product(lhs.as_ptr(), rhs.as_ptr(), &mut result)
     }) {
         Some(message) => Err(Error::Torch(message)),
-        // SAFETY: a handle that C++ allocated for us.
+        // SAFETY: C++ allocated this handle for us, and nobody else owns it.
         None => Ok((!result.is_null()).then(|| unsafe { Tensor::from_ptr(result) })),
     }
 }
 
-/// `relu(product + bias)` into `out`, a contiguous tensor of the shape that both broadcast to.
-/// Without a product, it is what `out` holds. All of one kind, on one device.
+/// Writes `relu(product + bias)` to `out`, a contiguous tensor of the shape to which both
+/// broadcast. If `product` is `None`, `out` holds the product. All tensors have one kind and one
+/// device.
 pub(crate) fn forward(product: Option<&Tensor>, bias: &Tensor, out: &mut Tensor) -> Result<()> {
     let size = out.size();
     let like = (out.f_kind()?, out.device());
     let target = checked("out", out, &size, like)?;
     let product = product.map(|product| operand("product", product, &size, like)).transpose()?;
     let bias = operand("bias", bias, &size, like)?;
-    // Dimensions without elements cannot be merged, so that no copy would have few enough.
+    // Dimensions without elements cannot be merged, so even a copy could have too many of them.
     if out.numel() == 0 {
         return Ok(());
     }
@@ -108,14 +111,15 @@ pub(crate) fn forward(product: Option<&Tensor>, bias: &Tensor, out: &mut Tensor)
         bias: bias.data_ptr(),
         out: target,
     };
-    // SAFETY: both operands were just expanded to the size of `out`, so that their strides lead to
-    // elements of theirs only, and are of this kind; `out` was checked to be contiguous and is
-    // exclusively borrowed, so it is neither of the others, except for a product that has its very
-    // strides.
+    // SAFETY: both operands are of this kind and were just expanded to the size of `out`, so that
+    // their strides lead only to their own elements. `out` was checked to be contiguous and is
+    // borrowed exclusively, so it overlaps neither operand, unless it is itself the product, with
+    // the same strides.
     unsafe { run_forward(like.1, &params) }
 }
 
-/// Of this size by strides, and readable by them.
+/// The tensor, expanded to this size by strides. It is copied first if its memory does not hold its
+/// values.
 fn operand(name: &str, tensor: &Tensor, size: &[i64], like: (Kind, Device)) -> Result<Tensor> {
     if (tensor.f_kind()?, tensor.device()) != like {
         return Err(Error::msg(format!(
@@ -129,15 +133,16 @@ fn operand(name: &str, tensor: &Tensor, size: &[i64], like: (Kind, Device)) -> R
     Ok(tensor.f_expand(size, false)?)
 }
 
-/// The dimensions of a contiguous output, innermost first, and its operands' strides along them.
+/// The merged dimensions of a contiguous output, innermost first, and its operands' strides along
+/// them.
 struct Merged {
     size: [i64; DIMS],
     strides: [[i64; DIMS]; 2],
     dims: i32,
 }
 
-/// Makes one dimension of neighbours along which both operands go on as within the inner one.
-/// `None` if too many are left.
+/// Merges adjacent dimensions where the strides of both operands allow it, that is, where the outer
+/// one continues the inner one. `None` if too many dimensions are left.
 fn merge(size: &[i64], strides: &[Vec<i64>; 2]) -> Option<Merged> {
     let mut merged = Merged { size: [1; DIMS], strides: [[0; DIMS]; 2], dims: 0 };
     for dim in (0..size.len()).rev().filter(|&dim| size[dim] != 1) {
@@ -161,14 +166,14 @@ fn merge(size: &[i64], strides: &[Vec<i64>; 2]) -> Option<Merged> {
     Some(merged)
 }
 
-/// What [`backward`] reads; both contiguous.
+/// What [`backward`] reads; both tensors are contiguous.
 pub(crate) struct BackwardInputs<'a> {
     pub grad: &'a Tensor,
     pub out: &'a Tensor,
 }
 
-/// Computes `grad_product`, and where asked for, of a matrix of rows as long as `column_sums`,
-/// their sums.
+/// Computes `grad_product` and, if `column_sums` is given, the sums of its columns. The rows are as
+/// long as `column_sums`.
 pub(crate) fn backward(
     inputs: &BackwardInputs<'_>,
     grad_product: &mut Tensor,
@@ -199,11 +204,11 @@ pub(crate) fn backward(
         out: checked("out", inputs.out, &size, like)?,
         grad_product: checked("grad_product", grad_product, &size, like)?,
     };
-    // SAFETY: the arrays were just checked to be contiguous, of these sizes and of this kind; those
-    // that are written are exclusively borrowed, so they are none of the others.
+    // SAFETY: `checked` made sure that the arrays are contiguous, of these sizes and of this kind.
+    // Those that are written are borrowed exclusively, so they overlap no other.
     unsafe { run_backward(like.1, &params)? };
     if like.1 == Device::Cpu && params.sums.slabs > 1 {
-        // SAFETY: as above; the partial sums are there now.
+        // SAFETY: as above; `run_backward` has written the partial sums.
         unsafe { tch_extension_matmul_add_relu_backward_finish_cpu(&params) };
     }
     Ok(())
@@ -220,15 +225,15 @@ mod tests {
             values.view(size).to_kind(kind)
         };
         for kind in [Kind::Float, Kind::Double] {
-            // Parts of tiles and whole ones; more than one of each; any strides on the left, gaps
-            // on the right.
+            // Partial tiles and whole ones, and more than one of each; any strides on the left,
+            // gaps between the rows on the right.
             for [m, k, n] in [[1, 1, 16], [5, 3, 17], [33, 32, 70], [64, 30, 32], [16, 1024, 31]] {
                 let (lhs, rhs) = (ramp([m, k], kind), ramp([k, n], kind));
                 let turned = ramp([k, m], kind).transpose(0, 1);
                 let gaps = ramp([k, n + 3], kind).narrow(1, 2, n);
                 for (lhs, rhs) in [(&lhs, &rhs), (&turned, &rhs), (&lhs, &gaps)] {
                     let product = small_product(lhs, rhs).expect("a product");
-                    // Whether there is one depends on the CPU's maker.
+                    // For larger k it depends on the CPU's vendor whether there is such a product.
                     assert!(product.is_some() || k > 32);
                     let Some(product) = product else { continue };
                     let bound = if kind == Kind::Double { 1e-12 } else { 1e-5 };

@@ -1,4 +1,4 @@
-//! A matrix product, a bias and a ReLU in one.
+//! A matrix product, a bias and a ReLU in one operator.
 
 use super::gemm::{self, Way};
 use super::linear::bias_grad as column_sums;
@@ -13,9 +13,9 @@ use tch::{Kind, Tensor};
 mod kernels;
 
 const OP: &str = "matmul_add_relu";
-/// Of the product's operands.
+/// The kinds that the product's operands may have.
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
-/// Whole numbers add to a product of any of those.
+/// The kinds that a bias may have: whole numbers can be added to a product of any of `KINDS`.
 const BIAS_KINDS: [Kind; 10] = [
     Kind::Float,
     Kind::Double,
@@ -39,48 +39,52 @@ const BIAS_KINDS: [Kind; 10] = [
 ///
 /// * `lhs`: `[..., M, K]`, or `[K]`
 /// * `rhs`: `[..., K, N]`, or `[K]`
-/// * `bias`: any shape that broadcasts with the product's, also one with more or larger dimensions
+/// * `bias`: any shape that broadcasts with the product's, also if it has more or larger dimensions
 ///
-/// Returns y, of the shape to which the product and the bias broadcast; the product's own is that
-/// of `matmul`: leading dimensions broadcast, and those that a vector lacks are left out. All on
-/// one CPU or CUDA device, also a bias of one number, which libtorch would fetch from the CPU; any
-/// strides, any sizes, also empty ones. Has first and second derivatives with respect to each
-/// tensor, and computes only those asked for. On CUDA it works on libtorch's current stream and
-/// never waits for the GPU. Deterministic as far as libtorch's products are.
+/// Returns y, of the shape to which the product and the bias broadcast. The product's own shape is
+/// that of `matmul`: leading dimensions broadcast, and those that a vector lacks are left out. All
+/// tensors are on one CPU or CUDA device, including a bias of one number, which libtorch would
+/// fetch from the CPU. Strides and sizes are arbitrary, and tensors may be empty. There are first
+/// and second derivatives with respect to each tensor; only those that are asked for are computed.
+/// On CUDA the operator works on libtorch's current stream and never waits for the GPU. It is as
+/// deterministic as libtorch's products are.
 ///
-/// `lhs` and `rhs` are of kind `Float`, `Double`, `Half` or `BFloat16`, the same for both (`matmul`
-/// on the CPU also takes whole numbers, which have no gradients: refused here). The bias may be of
-/// another of these kinds, or of whole numbers; the result's kind is that of libtorch's
-/// `lhs.matmul(rhs) + bias`: if they differ, the wider one, `Float` for `Half` with `BFloat16`, and
-/// one with dimensions outweighs one without. Under autocast `lhs` and `rhs` are cast to its kind
-/// first, and the bias is not, as libtorch does with the two operations.
+/// `lhs` and `rhs` have the same kind, which is `Float`, `Double`, `Half` or `BFloat16` (`matmul`
+/// on the CPU also accepts whole numbers, which have no gradients; this operator refuses them). The
+/// bias may have another of these kinds, or be of whole numbers. The result has the kind of
+/// libtorch's `lhs.matmul(rhs) + bias`: if the kinds differ, the wider one, and `Float` for `Half`
+/// with `BFloat16`; a tensor with dimensions outweighs one without. Under autocast `lhs` and `rhs`
+/// are first cast to autocast's kind, and the bias is not, as libtorch does for the two operations.
 ///
-/// On CUDA all of it is one kernel or few where all three have one kind (`Float`, `Half`,
-/// `BFloat16`), the bias does not enlarge the product, and strides can be had without a copy:
-/// batches that are broadcast, transposed factors, a bias of any broadcast for small and narrow
-/// products, otherwise one that is a row or has rows of its own. It is cuBLASLt's, with bias and
-/// ReLU in its epilogue, chosen once for each shape and kept for the thread; of products so small
-/// that tensor cores do not pay, or of few rows or columns, ours; ours, too, of large products in
-/// the half kinds with a bias of full shape on GPUs of compute capability 9.0. Where rows do not
-/// begin at multiples of 16 bytes, large products in the half kinds and in tf32 are made of padded
-/// copies, in memory of libtorch's allocator. Sums are rounded once, behind the ReLU, unless
-/// libtorch's switch allows parts of them in a half kind and cuBLASLt makes use of it. libtorch's
-/// switches hold (tf32, reduced precision, accumulation in `Half`), and so does its accuracy. The
-/// ReLU is a pass behind the product where cuBLASLt's kernels that keep NaN are slow, or where it
-/// was not measured which keep it (it was for compute capability 9.0, with cuBLASLt 13.1).
+/// On CUDA one kernel or a few compute everything if all three tensors have one kind (`Float`,
+/// `Half`, `BFloat16`), the bias does not enlarge the product, and the strides need no copy. Such
+/// strides include broadcast batches and transposed factors. For small and narrow products they
+/// include any broadcast of the bias; for other products the bias is a row, or has rows of its own.
+/// The kernel is cuBLASLt's, with bias and ReLU in its epilogue; it is chosen once for each shape
+/// and kept for the thread. This crate's kernels compute products so small that tensor cores do not
+/// pay, products of few rows or columns, and, on GPUs of compute capability 9.0, large products in
+/// the half kinds with a bias of full shape. Where rows do not begin at multiples of 16 bytes,
+/// large products in the half kinds and in tf32 use padded copies, in memory of libtorch's
+/// allocator. Sums are rounded once, after the ReLU, unless libtorch's switch allows partial sums
+/// in a half kind and cuBLASLt makes use of it. libtorch's switches apply (tf32, reduced precision,
+/// accumulation in `Half`), and so does its accuracy. The ReLU is a separate pass after the product
+/// where cuBLASLt's kernels that keep NaN are slow, or where it was not measured which kernels keep
+/// it (it was for compute capability 9.0, with cuBLASLt 13.1).
 ///
-/// Everywhere else the product is libtorch's (of small matrices of `Float` or `Double` on the CPU,
-/// ours), and what is behind it is one kernel, computed in `Float` for the half kinds and rounded
-/// once, so that with one kind for all three, none requiring grad, it gives the composite's very
-/// values. It works in place and reads the bias by strides, without a copy. Whether or not
-/// gradients are wanted, the bits are the same (libtorch's own product may differ).
+/// Everywhere else the product is libtorch's (for small matrices of `Float` or `Double` on the CPU
+/// it is this crate's), and one kernel does the rest. It computes the half kinds in `Float` and
+/// rounds once, so that with one kind for all three tensors, none of which requires grad, it gives
+/// exactly the composite's values. It works in place and reads the bias by strides, without a copy.
+/// The bits are the same whether or not gradients are wanted (those of libtorch's own product may
+/// differ).
 ///
-/// In the backward one kernel makes dz and, of a bias that is a row or of full shape, its gradient,
-/// in an order that sizes decide, and on CUDA whether dy allows 16-byte loads. The products behind
-/// it are libtorch's, of small, narrow and uneven matrices on CUDA ours; a factor that a batch
-/// shares is not copied. NaN goes through as in libtorch's relu (not all of cuBLASLt's kernels let
-/// it: those are not used, and `_addmm_activation` does use them). The backward keeps y, `lhs` if
-/// `rhs` requires grad, and the other way round.
+/// In the backward, one kernel computes dz and, for a bias that is a row or of full shape, its
+/// gradient. The order of these sums depends on sizes and, on CUDA, on whether dy allows 16-byte
+/// loads. The products after it are libtorch's; on CUDA they are this crate's for small, narrow and
+/// unaligned matrices. A factor that a batch shares is not copied. NaN propagates as in libtorch's
+/// relu (some of cuBLASLt's kernels do not propagate it; they are not used here, while
+/// `_addmm_activation` does use them). The backward keeps y, `lhs` if `rhs` requires grad, and
+/// `rhs` if `lhs` does.
 ///
 /// Equivalent to:
 /// ```
@@ -99,7 +103,7 @@ const BIAS_KINDS: [Kind; 10] = [
 /// there without broadcasting.
 ///
 /// # Panics
-/// Where [`f_matmul_add_relu`] returns an error.
+/// If [`f_matmul_add_relu`] returns an error.
 pub fn matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Tensor {
     super::unwrap(f_matmul_add_relu(lhs, rhs, bias))
 }
@@ -107,8 +111,8 @@ pub fn matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Tensor {
 /// [`matmul_add_relu`], with an error instead of a panic.
 ///
 /// # Errors
-/// When an argument has another kind, device or shape than stated, naming it; or when libtorch or
-/// CUDA fails.
+/// If an argument has another kind, device or shape than stated (the error names the argument), or
+/// if libtorch or CUDA fails.
 pub fn f_matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
     check!(OP, lhs).defined()?;
     check!(OP, rhs).defined()?;
@@ -125,7 +129,7 @@ pub fn f_matmul_add_relu(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Te
 /// [`matmul_add_relu`] in plain tch operations, without checks of its own.
 ///
 /// # Errors
-/// libtorch's.
+/// If an operation of libtorch fails.
 pub fn matmul_add_relu_reference(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
     Ok(lhs.f_matmul(rhs)?.f_add(bias)?.f_relu()?)
 }
@@ -182,7 +186,7 @@ fn batch(size: &[i64]) -> &[i64] {
     &size[..size.len().saturating_sub(2)]
 }
 
-/// The size of `matmul`'s result, of factors that fit.
+/// The size of `matmul`'s result, if the factors fit together.
 fn product_size(lhs: &[i64], rhs: &[i64]) -> Option<Vec<i64>> {
     let mut size = broadcast(batch(lhs), batch(rhs))?;
     if lhs.len() > 1 {
@@ -194,7 +198,7 @@ fn product_size(lhs: &[i64], rhs: &[i64]) -> Option<Vec<i64>> {
     Some(size)
 }
 
-/// The size to which two broadcast, if they do.
+/// The size to which two sizes broadcast, if they do.
 fn broadcast(a: &[i64], b: &[i64]) -> Option<Vec<i64>> {
     let dims = a.len().max(b.len());
     let of = |size: &[i64], dim: usize| {
@@ -209,9 +213,9 @@ fn broadcast(a: &[i64], b: &[i64]) -> Option<Vec<i64>> {
         .collect()
 }
 
-/// Of libtorch's `product + bias`, where the product is of one of [`KINDS`] and the bias of
-/// [`BIAS_KINDS`]: a tensor without dimensions counts only if the other has none either, or is of
-/// whole numbers.
+/// The kind of libtorch's `product + bias`, where the product has one of [`KINDS`] and the bias one
+/// of [`BIAS_KINDS`]. A tensor without dimensions counts only if the other one has none either, or
+/// is of whole numbers.
 fn result_kind(product: (Kind, bool), bias: (Kind, bool)) -> Kind {
     let ((product, product_has_dims), (bias, bias_has_dims)) = (product, bias);
     if product == bias || !KINDS.contains(&bias) || (product_has_dims && !bias_has_dims) {
@@ -226,22 +230,22 @@ fn result_kind(product: (Kind, bool), bias: (Kind, bool)) -> Kind {
 #[derive(Default)]
 struct MatmulAddRelu {
     way: Way,
-    /// Here, so that the backward need not look at the tensors themselves: nobody is refused for
-    /// having changed them.
+    /// Sizes and kinds are kept here so that the backward does not look at the tensors themselves:
+    /// tensors that were changed in place since the forward then cause no version error.
     lhs: Vec<i64>,
     rhs: Vec<i64>,
     product: Option<(Vec<i64>, Kind)>,
     bias: Option<(Vec<i64>, Kind)>,
 }
 
-/// The inputs' places; what is saved of the first two has the same slots.
+/// The positions of the inputs. The first two are also their slots among the saved tensors.
 mod place {
     pub const LHS: usize = 0;
     pub const RHS: usize = 1;
     pub const BIAS: usize = 2;
 }
 
-/// Saved behind the factors: the output.
+/// Saved after the factors: the output.
 const OUT: usize = 2;
 
 impl Function for MatmulAddRelu {
@@ -264,7 +268,7 @@ impl Function for MatmulAddRelu {
             (self.lhs, self.rhs) = (lhs.size(), rhs.size());
             self.bias = Some((bias.size(), bias.f_kind()?));
         }
-        // Each is a factor of the other's gradient only.
+        // Each of the two is needed only for the gradient of the other.
         saver.save_optional(Some(lhs).filter(|_| saver.needs_input_grad(place::RHS)));
         saver.save_optional(Some(rhs).filter(|_| saver.needs_input_grad(place::LHS)));
         saver.save(&out);
@@ -281,9 +285,9 @@ impl Function for MatmulAddRelu {
     }
 }
 
-/// Detached, because matmul goes another way for tensors that require grad, also where no graph is
-/// made: it shows in the last bits, and a factor that a batch shares costs two transposed copies of
-/// the batch.
+/// The product of the detached factors. For tensors that require grad, matmul takes another path,
+/// even if no graph is recorded: the last bits differ, and a factor that a batch shares costs two
+/// transposed copies of the batch.
 fn product(lhs: &Tensor, rhs: &Tensor, way: Way) -> Result<Tensor> {
     let own = if way != Way::Composite { kernels::small_product(lhs, rhs)? } else { None };
     if let Some(product) = own {
@@ -299,7 +303,8 @@ fn product(lhs: &Tensor, rhs: &Tensor, way: Way) -> Result<Tensor> {
 fn add_relu(product: Tensor, bias: &Tensor) -> Result<Tensor> {
     let of = |tensor: &Tensor| -> Result<(Kind, bool)> { Ok((tensor.f_kind()?, tensor.dim() > 0)) };
     let kind = result_kind(of(&product)?, of(bias)?);
-    // Asked for, because libtorch's cast costs something even where there is nothing to do.
+    // The kind is compared first, because libtorch's cast costs something even if there is nothing
+    // to do.
     let bias = if bias.f_kind()? == kind { bias.shallow_clone() } else { bias.f_to_kind(kind)? };
     let product = if product.f_kind()? == kind { product } else { product.f_to_kind(kind)? };
     let product = plain(&product)?;
@@ -314,20 +319,20 @@ fn add_relu(product: Tensor, bias: &Tensor) -> Result<Tensor> {
     Ok(out)
 }
 
-/// `dz`, and `dz` summed to the bias' size if that is asked for.
+/// `dz`, and `dz` summed to the bias' size if the bias needs a gradient.
 fn mask(
     ctx: &Context<'_>,
     grad: &Tensor,
     bias: &(Vec<i64>, Kind),
 ) -> Result<(Tensor, Option<Tensor>)> {
     let (size, kind) = bias;
-    // y is only compared: as a part of the graph it would lead nowhere.
+    // y is only compared with 0. As a part of the graph it would get no gradient.
     let out = ctx.saved(OUT)?.f_detach()?;
     let needs_bias = ctx.needs_input_grad(place::BIAS);
     let place = Bias::new(size, &out.size());
     let (grad_z, sums) = if ctx.create_graph() {
-        // With a graph, this has to be an operation that libtorch can differentiate, as the
-        // products are.
+        // If a graph is created, this has to be an operation that libtorch can differentiate, as
+        // the products are.
         (out.f_threshold_backward(grad, 0.0)?, None)
     } else {
         masked_by_kernel(grad, &out, place.columns().filter(|_| needs_bias))?
@@ -357,12 +362,12 @@ fn masked_by_kernel(
     Ok((grad_z, sums))
 }
 
-/// How the bias lies in the output.
+/// How the bias broadcasts to the output.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Bias {
-    /// One for each element.
+    /// One value for each element.
     Full,
-    /// One for each of so many columns.
+    /// One value for each of this many columns.
     Row(i64),
     Other,
 }
@@ -385,7 +390,7 @@ impl Bias {
 }
 
 impl Bias {
-    /// How many columns have one of their own, if that is how it lies.
+    /// The number of columns, if each of them has one value.
     fn columns(self) -> Option<i64> {
         match self {
             Bias::Row(columns) => Some(columns),
@@ -395,8 +400,8 @@ impl Bias {
 }
 
 impl MatmulAddRelu {
-    /// libtorch's product, and one kernel for the rest. What is wrong with the arguments is said
-    /// here: the other ways are open to good ones only.
+    /// libtorch's product, and one kernel for the rest. Only here the arguments are checked: the
+    /// other ways accept valid ones only.
     fn composite(&mut self, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
         check_arguments(lhs, rhs, bias)?;
         let product = product(lhs, rhs, self.way)?;
@@ -404,7 +409,7 @@ impl MatmulAddRelu {
         add_relu(product, bias)
     }
 
-    /// `dz rhsᵀ` and `lhsᵀ dz`, summed over what was broadcast.
+    /// The gradients of the factors: `dz rhsᵀ` and `lhsᵀ dz`, each summed over what was broadcast.
     fn factor_gradients(
         &self,
         ctx: &Context<'_>,
@@ -418,7 +423,8 @@ impl MatmulAddRelu {
         }
         let grad = grad_z.f_sum_to_size(size.as_slice())?.f_to_kind(*kind)?;
         let grad = grad.f_reshape(as_matrices(&self.lhs, &self.rhs, size).as_slice())?;
-        // With a graph, the products have to be operations that libtorch can differentiate.
+        // If a graph is created, the products have to be operations that libtorch can
+        // differentiate.
         let way = if ctx.create_graph() { None } else { Some(self.way) };
         let grad_lhs = needs_lhs
             .then(|| lhs_gradient(&grad, &ctx.saved(place::RHS)?, &self.lhs, way))
@@ -430,7 +436,7 @@ impl MatmulAddRelu {
     }
 }
 
-/// The product's size with M and N, also where a vector was multiplied.
+/// The product's size with both M and N, also if a factor was a vector.
 fn as_matrices(lhs: &[i64], rhs: &[i64], product: &[i64]) -> Vec<i64> {
     let mut size = product.to_vec();
     if rhs.len() == 1 {
@@ -442,7 +448,7 @@ fn as_matrices(lhs: &[i64], rhs: &[i64], product: &[i64]) -> Vec<i64> {
     size
 }
 
-/// `dz rhsᵀ`, for an `lhs` of this size.
+/// `dz rhsᵀ`, the gradient for an `lhs` of this size.
 fn lhs_gradient(grad: &Tensor, rhs: &Tensor, size: &[i64], way: Option<Way>) -> Result<Tensor> {
     let rhs = if rhs.dim() == 1 { rhs.f_unsqueeze(-1)? } else { rhs.shallow_clone() };
     if is_one_matrix(&rhs.size()) {
@@ -455,7 +461,7 @@ fn lhs_gradient(grad: &Tensor, rhs: &Tensor, size: &[i64], way: Option<Way>) -> 
     Ok(summed(gradient, &matrices, way)?.f_reshape(size)?)
 }
 
-/// `lhsᵀ dz`, for an `rhs` of this size.
+/// `lhsᵀ dz`, the gradient for an `rhs` of this size.
 fn rhs_gradient(grad: &Tensor, lhs: &Tensor, size: &[i64], way: Option<Way>) -> Result<Tensor> {
     let lhs = if lhs.dim() == 1 { lhs.f_unsqueeze(0)? } else { lhs.shallow_clone() };
     let matrices = if size.len() == 1 { vec![size[0], 1] } else { size.to_vec() };
@@ -469,7 +475,7 @@ fn rhs_gradient(grad: &Tensor, lhs: &Tensor, size: &[i64], way: Option<Way>) -> 
     Ok(summed(gradient, &matrices, way)?.f_reshape(size)?)
 }
 
-/// The product of two matrices or batches of them; no way, if it is to have a graph.
+/// The product of two matrices or of batches of them. `way` is `None` if a graph is created.
 fn factor_gradient(lhs: &Tensor, rhs: &Tensor, way: Option<Way>) -> Result<Tensor> {
     let Some(way) = way else { return Ok(lhs.f_matmul(rhs)?) };
     match gemm::product(lhs, rhs, way)? {
@@ -478,8 +484,9 @@ fn factor_gradient(lhs: &Tensor, rhs: &Tensor, way: Option<Way>) -> Result<Tenso
     }
 }
 
-/// Over what was broadcast. A whole batch's sum is that of its rows, if each matrix is one; of
-/// small ones our kernel is faster than libtorch's.
+/// Sums a gradient over the dimensions that were broadcast. If each matrix is regarded as a row,
+/// the sum over a whole batch is a sum of rows; for small matrices our kernel for that is faster
+/// than libtorch's.
 fn summed(gradient: Tensor, size: &[i64], way: Option<Way>) -> Result<Tensor> {
     const MOST_COLUMNS: i64 = 1 << 14;
     let columns: i64 = size.iter().product();
@@ -495,7 +502,7 @@ fn is_one_matrix(size: &[i64]) -> bool {
     batch(size).iter().all(|&size| size == 1)
 }
 
-/// Without its leading ones.
+/// The tensor without its leading dimensions, which are 1.
 fn matrix(tensor: &Tensor) -> Result<Tensor> {
     let size = tensor.size();
     Ok(tensor.f_view(&size[size.len() - 2..])?)

@@ -2,7 +2,7 @@ use super::*;
 
 /// An H200.
 const GPU: Gpu = Gpu { processors: 132, shared_memory: 227 << 10, clusters: 1 };
-/// One that has neither clusters nor much shared memory.
+/// A GPU that has neither clusters nor much shared memory.
 const OLD: Gpu = Gpu { processors: 40, shared_memory: 64 << 10, clusters: 0 };
 const MANY: i64 = 1 << 20;
 
@@ -33,18 +33,18 @@ fn forwards_suit_the_size() {
     assert_eq!(plan(MANY, 65536, Kind::Float), Some((512, 4 * 512)));
     assert_eq!(plan(1, 65536, Kind::Float), Some((512, 8 * 512)));
     assert_eq!(plan(MANY, 131_076, Kind::Float), None);
-    // Odd rows, too.
+    // Rows whose length is not a multiple of 16 bytes, too.
     assert_eq!(plan(MANY, 16385, Kind::Float), Some((512, 3 * 512)));
     assert_eq!(plan(MANY, 16383, Kind::Float), Some((512, 512)));
     assert_eq!(plan(MANY, 8191, Kind::Half), Some((256, 256)));
     assert_eq!(plan(MANY, 1, Kind::Half), Some((1, 64)));
-    // Of odd lengths, few or idle: value by value.
+    // Such rows are computed value by value if they are few, or if a team would be idle.
     assert_eq!(plan(16, 100, Kind::Half), None);
     assert_eq!(plan(MANY, 100, Kind::Half), Some((4, 64)));
     assert_eq!(plan(MANY, 1025, Kind::Float), None);
     assert_eq!(plan(MANY, 1023, Kind::Float), Some((64, 64)));
     assert_eq!(plan(MANY, 1025, Kind::Half), Some((64, 64)));
-    // Few rows get more threads, but none without a load.
+    // Few rows get more threads, but no thread is without a load.
     assert_eq!(plan(256, 1024, Kind::BFloat16), Some((128, 128)));
     assert_eq!(plan(1024, 1024, Kind::Float), Some((128, 128)));
     assert_eq!(plan(1, 8192, Kind::Float), Some((512, 512)));
@@ -124,7 +124,7 @@ fn rows_in_place_keep_their_ring_where_blocks_have_less_memory() {
             "{columns}"
         );
     }
-    // No block has room for two rows of these in place.
+    // No block has room for two of these rows in place.
     let gpu = Gpu { shared_memory: 99 << 10, ..GPU };
     let plan = Rows { gpu, ..rows(Way::Automatic, 8191, Kind::Float, 16) }.backward();
     assert_eq!(plan.in_place, 0);
@@ -170,7 +170,8 @@ fn few_rows_have_no_parts() {
     assert_eq!(by_columns(Way::Automatic, 256, 4096), (0, 2));
     assert_eq!(by_columns(Way::Automatic, 256, 8192), (0, 2));
     assert_eq!(by_columns(Way::Block, 64, 1024), (0, 2));
-    // Where the rows are in passes, too; not where blocks share them.
+    // Rows that are read in passes are summed by columns, too; rows that several blocks share are
+    // not.
     assert_eq!(by_columns(Way::Automatic, 3, 70_000), (1, 0));
     assert_eq!(by_columns(Way::Automatic, 257, 70_000), (0, 0));
     assert_eq!(by_columns(Way::Automatic, 512, 70_001), (1, 0));
@@ -194,7 +195,7 @@ fn a_path_is_taken_where_it_can_be() {
     assert_eq!(plan(Way::Block, 100_000), (false, 512, 1, 0));
 }
 
-/// What the kernels take for granted, for every plan there is.
+/// What the kernels rely on holds for every possible plan.
 #[test]
 fn every_plan_holds_its_row() {
     use Way::{Automatic, Block, Cluster, Direct, Loop, Warp};
@@ -278,7 +279,7 @@ fn check(plan: &Plan, rows: &Rows) {
     assert!(plan.by_columns == 0 || (rows.rows <= 512 && rows.way == Way::Automatic));
 }
 
-/// The GPU tests demand the same bits there.
+/// The GPU tests demand the same bits wherever such rows begin.
 #[test]
 fn odd_rows_that_do_not_go_in_place_have_one_plan_wherever_they_begin() {
     let mut in_place = 0;

@@ -1,13 +1,13 @@
-//! What plans ask of a GPU: `csrc/lltm` says which of its kernels run there, and how many blocks of
-//! them at a time.
+//! What plans need to know about a GPU. `csrc/lltm` says which of its kernels run on it, and how
+//! many of their blocks run at a time.
 
 use crate::Result;
 #[cfg(tch_extension_cuda)]
 use crate::ffi::once_a_device::{OnceADevice, constant};
 use tch::Device;
 
-/// How many clusters of large blocks a GPU runs at a time; zeros where it has none, or no code for
-/// them.
+/// How many clusters of large blocks a GPU runs at a time, of 8 and of 16 blocks each. Both are 0
+/// if the GPU has no clusters, or if there is no code for it.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Clusters {
     pub of_8: i64,
@@ -28,7 +28,8 @@ impl Clusters {
             static KNOWN: OnceADevice<Clusters> = OnceADevice::new();
             KNOWN.of("lltm", device, |index, clusters| {
                 let mut counts = [0; 2];
-                // SAFETY: the C side fills both places, and returns null or a constant text.
+                // SAFETY: the C side fills both elements of `counts`, and returns null or a pointer
+                // to a constant string.
                 let error = unsafe {
                     constant(tch_extension_lltm_cluster_device(index, counts.as_mut_ptr()))
                 };
@@ -44,8 +45,8 @@ impl Clusters {
     }
 }
 
-/// How many blocks a GPU runs at the same time, one on each multiprocessor; none where there is no
-/// code for it.
+/// How many blocks a GPU runs at the same time, one on each multiprocessor; 0 if there is no code
+/// for the GPU.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Grid {
     pub blocks: i64,
@@ -67,7 +68,8 @@ impl Grid {
         #[cfg(tch_extension_cuda)]
         {
             static KNOWN: OnceADevice<Grid> = OnceADevice::new();
-            // SAFETY: the C side fills the place, and returns null or a constant text.
+            // SAFETY: the C side fills `blocks`, and returns null or a pointer to a constant
+            // string.
             KNOWN.of("lltm", device, |index, grid| unsafe {
                 constant(tch_extension_lltm_grid_device(index, &mut grid.blocks))
             })
@@ -80,7 +82,7 @@ impl Grid {
     }
 }
 
-/// The multiprocessors of a GPU that has the kernel; none elsewhere.
+/// The number of multiprocessors of a GPU that can run the tensor-core kernel; 0 for any other GPU.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct TensorCores {
     pub processors: i64,
@@ -99,7 +101,7 @@ impl TensorCores {
         {
             static KNOWN: OnceADevice<TensorCores> = OnceADevice::new();
             KNOWN.of("lltm", device, |_, found| {
-                // SAFETY: it asks the device that is current.
+                // SAFETY: the function only queries the current device, which `KNOWN.of` has set.
                 found.processors =
                     i64::from(unsafe { tch_extension_lltm_cell_hopper_processors() });
                 None

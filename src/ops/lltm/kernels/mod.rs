@@ -10,35 +10,36 @@ use std::ptr::null_mut;
 use tch::{Device, Kind, Tensor};
 use torch_sys::C_tensor;
 
-/// What the forward gets. All tensors are contiguous. The gates' kind is Double if the product's is,
-/// otherwise Float.
+/// The parameters of the forward pass. All tensors are contiguous. The gates' kind is Double if the
+/// product's kind is Double, and Float otherwise.
 #[repr(C)]
 struct Forward {
     way: Way,
-    /// On the CPU and in a grid: how many groups share the rows of the batch.
+    /// For the CPU and grids: how many groups share the rows of the batch.
     row_groups: i32,
-    /// On the CPU: how many groups share the columns of h. By clusters: how many blocks share rows.
-    /// By a grid: how many columns of h a block has.
+    /// For the CPU: how many groups share the columns of h. For clusters: how many blocks share
+    /// rows. For grids: how many columns of h a block has.
     column_groups: i32,
-    /// Whether the input is multiplied for all steps first. Only the ways that call a kernel of the
-    /// cell for each step can do without: Fused, and TensorCores, which always does.
+    /// Whether the input is multiplied for all steps before the first step. Only the ways that call
+    /// a kernel of the cell for each step can do without this: Fused may, and TensorCores always
+    /// does.
     input_at_once: i32,
-    /// By clusters and grids: whether Float is multiplied as fp16 values with scales.
+    /// For clusters and grids: whether Float is multiplied as fp16 values with scales.
     is_scaled: i32,
     reserved: i32,
-    /// libtorch's current one on CUDA.
+    /// libtorch's current stream on CUDA.
     stream: *mut c_void,
     /// `[T, B, F]`, of the product's kind.
     input: *const C_tensor,
     /// `[3H, H + F]`, of the product's kind.
     weight: *const C_tensor,
-    /// `[3H]`, of the gates' kind; for kernels of the cell, of the product's; may be null.
+    /// `[3H]`, of the gates' kind, or of the product's kind for kernels of the cell; may be null.
     bias: *const C_tensor,
     /// `[B, H]`, of the product's kind.
     h0: *const C_tensor,
     /// `[B, H]`, of the state's kind.
     c0: *const C_tensor,
-    /// `[T, B, 3H]`, of the gates' kind: scratch; null if not input_at_once.
+    /// Scratch, `[T, B, 3H]`, of the gates' kind; null unless input_at_once is set.
     gates: *mut C_tensor,
     /// `[T, B, H]`, of the state's kind.
     output: *mut C_tensor,
@@ -48,7 +49,7 @@ struct Forward {
     activations: *mut C_tensor,
 }
 
-/// What the backward gets. All tensors are contiguous.
+/// The parameters of the backward pass. All tensors are contiguous.
 #[repr(C)]
 struct Backward {
     way: Way,
@@ -66,9 +67,9 @@ struct Backward {
     activations: *const C_tensor,
     /// `[T, B, H]`, of the state's kind.
     c: *const C_tensor,
-    /// `[B, H]`, of the gates' kind: for h[T-1], and then for h0.
+    /// `[B, H]`, of the gates' kind: on entry the gradient for h[T-1], on return the one for h0.
     grad_h: *mut C_tensor,
-    /// `[B, H]`, of the gates' kind: for c[T-1], and then for c0.
+    /// `[B, H]`, of the gates' kind: on entry the gradient for c[T-1], on return the one for c0.
     grad_c: *mut C_tensor,
     /// `[T, B, 3H]`, of the product's kind.
     grad_gates: *mut C_tensor,
@@ -84,13 +85,13 @@ unsafe extern "C" {
     ) -> *mut c_char;
 }
 
-/// The kind in which products of operands of this kind are added up.
+/// The kind in which products of operands of this kind are accumulated.
 fn gates_kind(product: Kind) -> Kind {
     if product == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
 impl Plan {
-    /// The way, groups of rows and groups of columns.
+    /// The way, and the values of `row_groups` and `column_groups`.
     fn shares(self) -> (Way, i32, i32) {
         let narrow = |groups: i64| i32::try_from(groups).unwrap_or(1);
         match self {
@@ -120,12 +121,12 @@ impl Plan {
         }
     }
 
-    /// Whether the input is multiplied for all steps first.
+    /// Whether the input is multiplied for all steps before the first step.
     fn input_at_once(self) -> bool {
         !matches!(self, Plan::Fused { input_at_once: false } | Plan::TensorCores)
     }
 
-    /// In which kind the bias is added.
+    /// The kind in which the bias is added.
     fn bias_kind(self, product: Kind) -> Kind {
         if matches!(self, Plan::Fused { .. } | Plan::TensorCores) {
             product
@@ -135,7 +136,7 @@ impl Plan {
     }
 }
 
-/// What both directions need to work on a device: it is current while this lives.
+/// Makes a device the current one for as long as this value lives, and holds the device's stream.
 struct Place {
     _guard: crate::cuda::DeviceGuard,
     stream: *mut c_void,
@@ -153,7 +154,8 @@ impl Place {
     }
 }
 
-/// What the forward reads; all contiguous, of the shapes and kinds that `Forward` states.
+/// The tensors that the forward pass reads. All are contiguous, with the shapes and kinds that
+/// `Forward` states.
 pub(crate) struct Operands<'a> {
     pub input: &'a Tensor,
     pub weight: &'a Tensor,
@@ -169,18 +171,20 @@ impl Operands<'_> {
     }
 }
 
-/// What the forward makes.
+/// The tensors that the forward pass computes.
 pub(crate) struct Outputs {
     /// `[T, B, H]`.
     pub output: Tensor,
-    /// c of all steps, `[T, B, H]`, or `[1, B, H]` of the last if nothing is kept.
+    /// c of all steps, `[T, B, H]`; or only of the last step, `[1, B, H]`, if nothing is kept for
+    /// the backward pass.
     pub c: Tensor,
-    /// `[T, B, 3H]`, what [`backward`] reads, if it is kept.
+    /// What [`backward`] reads, `[T, B, 3H]`, if it is kept.
     pub activations: Option<Tensor>,
 }
 
-/// All steps. There has to be at least one, with a row and a column. Memory: the gates, which
-/// become the activations where the kinds are one; output, c.
+/// Computes all steps. There has to be at least one step, one row and one column. It allocates the
+/// gates, the output and c. The gates' memory becomes that of the activations if both have the same
+/// kind.
 pub(crate) fn forward(plan: Plan, operands: &Operands<'_>, keep: bool) -> Result<Outputs> {
     let Sizes { steps, batch, features, hidden } = operands.sizes()?;
     let device = operands.input.device();
@@ -204,7 +208,8 @@ pub(crate) fn forward(plan: Plan, operands: &Operands<'_>, keep: bool) -> Result
     let mut c = empty([if keep { steps } else { 1 }, batch, hidden], state)?;
     let mut activations = match &gates {
         _ if !keep => None,
-        // The same memory: a gate is read once, before it is written.
+        // The activations share the gates' memory: each gate is read once, before its activation is
+        // written.
         Some(gates) if sums == state => Some(gates.shallow_clone()),
         _ => Some(empty([steps, batch, 3 * hidden], state)?),
     };
@@ -228,18 +233,19 @@ pub(crate) fn forward(plan: Plan, operands: &Operands<'_>, keep: bool) -> Result
         c: c.as_mut_ptr(),
         activations: activations.as_mut().map_or(null_mut(), Tensor::as_mut_ptr),
     };
-    // SAFETY: live tensors, checked or made just now to be as `Forward` states; those that are
-    // written are ours.
+    // SAFETY: the tensors are alive; they were checked or allocated above to be as `Forward`
+    // states, and those that are written were allocated here.
     match take_message(unsafe { tch_extension_lltm_forward(&call) }) {
         Some(message) => Err(Error::Torch(message)),
         None => Ok(Outputs { output, c, activations }),
     }
 }
 
-/// What the backward reads.
+/// The tensors that the backward pass reads.
 pub(crate) struct BackwardInputs<'a> {
     pub weight: &'a Tensor,
-    /// For h of each step, for that of the last, and for c of the last; each may be absent.
+    /// The gradients for h of each step, for h of the last step, and for c of the last step; each
+    /// may be absent.
     pub grad_output: Option<&'a Tensor>,
     pub grad_h: Option<&'a Tensor>,
     pub grad_c: Option<&'a Tensor>,
@@ -247,17 +253,17 @@ pub(crate) struct BackwardInputs<'a> {
     pub c: &'a Tensor,
 }
 
-/// What the backward makes.
+/// The gradients that the backward pass computes.
 pub(crate) struct Gradients {
-    /// `[T, B, 3H]`, of the product's kind.
+    /// For the gates, `[T, B, 3H]`, of the product's kind.
     pub gates: Tensor,
-    /// For h0, `[B, H]`; meaningless if it was not asked for.
+    /// For h0, `[B, H]`; its values are meaningless unless it was asked for.
     pub h0: Tensor,
     /// For c0, `[B, H]`.
     pub c0: Tensor,
 }
 
-/// All steps in reverse, for the same sizes as [`forward`].
+/// Computes the gradients of all steps, in reverse order, for the same sizes as [`forward`].
 pub(crate) fn backward(
     plan: Plan,
     inputs: &BackwardInputs<'_>,
@@ -274,7 +280,7 @@ pub(crate) fn backward(
     checked("activations", inputs.activations, &[steps, batch, 3 * hidden], (state, device))?;
     checked("c", inputs.c, &all, (state, device))?;
 
-    // Of their own: the kernels overwrite them.
+    // These are copies, because the kernels overwrite them.
     let own = |given: Option<&Tensor>| -> Result<Tensor> {
         let mut own = Tensor::f_empty([batch, hidden], (sums, device))?;
         match given {
@@ -310,15 +316,15 @@ pub(crate) fn backward(
     }
 }
 
-/// A product over all steps, by whatever of libtorch's is fastest. Nothing is recorded.
+/// A product over all steps, by the fastest of libtorch's products. Autograd records nothing.
 pub(crate) fn product(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
     let mut result = null_mut();
-    // SAFETY: live tensors, and a place for a new one.
+    // SAFETY: both operands are live tensors, and `result` has room for the handle of a new one.
     match take_message(unsafe {
         tch_extension_lltm_product(lhs.as_ptr(), rhs.as_ptr(), &mut result)
     }) {
         Some(message) => Err(Error::Torch(message)),
-        // SAFETY: without a message there is a tensor, which is ours.
+        // SAFETY: without an error message, C++ has written a new tensor's handle, which we own.
         None => Ok(unsafe { Tensor::from_ptr(result) }),
     }
 }

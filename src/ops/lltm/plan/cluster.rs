@@ -5,25 +5,25 @@ use super::step::cost_step_by_step;
 use crate::ops::lltm::kernels::device::Clusters;
 use tch::Kind;
 
-/// Rows of a cluster.
+/// How many rows of the batch a cluster computes.
 const ROWS: i64 = 8;
 
-/// A kernel, and what it takes.
+/// A kernel for clusters, and what it costs.
 #[derive(Clone, Copy)]
 pub(super) struct Kernel {
-    /// Blocks that share rows.
+    /// How many blocks share rows.
     pub cluster: i64,
-    /// Whether `Float` is multiplied in halves that are scaled, where tf32 is allowed.
+    /// Whether `Float` is multiplied as scaled fp16 values, because tf32 is allowed.
     pub tf32: bool,
     /// How many clusters run at a time.
     at_a_time: i64,
-    /// What a step of each costs, in hundredths of a microsecond, as measured on an H200.
+    /// What one step of a cluster costs, in hundredths of a microsecond, as measured on an H200.
     step: i64,
 }
 
 impl Kernel {
-    /// The fastest kernel for these sizes, if there is one: the weights have to fit on chip, and
-    /// the kernel counts in 32 bits.
+    /// The fastest kernel for these sizes, if there is one. The weights have to fit on the chip,
+    /// and the kernel counts in 32 bits.
     pub fn new(
         direction: Direction,
         sizes: Sizes,
@@ -39,11 +39,12 @@ impl Kernel {
             let step = if direction == Direction::Forward { forward } else { backward };
             Kernel { cluster, tf32, at_a_time, step }
         };
-        // Of small ones, several blocks share a multiprocessor.
+        // Several small blocks share a multiprocessor.
         let of_8 = |share, steps| kernel(8, share * clusters.of_8, steps);
         let of_16 = |steps| kernel(16, clusters.of_16, steps);
         let is_half = matches!(product, Kind::Half | Kind::BFloat16);
-        // Two blocks a multiprocessor have not been measured on the way back of those kinds.
+        // For these kinds, two blocks per multiprocessor have not been measured in the backward
+        // pass.
         let is_forward = direction == Direction::Forward;
         let plain_of_8 = |steps| of_8(if is_forward { 2 } else { 1 }, steps);
         let all: &[Kernel] = match sizes.hidden {
@@ -65,23 +66,24 @@ impl Kernel {
         there.min_by_key(|kernel| kernel.cost(sizes.batch))
     }
 
-    /// How many clusters there are one after the other.
+    /// How many rounds of clusters run one after the other.
     fn turns(&self, batch: i64) -> i64 {
         let clusters = batch.saturating_add(ROWS - 1) / ROWS;
         clusters.saturating_add(self.at_a_time - 1) / self.at_a_time
     }
 
-    /// Of a step of all rows.
+    /// What a step costs for all rows of the batch.
     pub fn cost(&self, batch: i64) -> i64 {
         self.turns(batch).saturating_mul(self.step)
     }
 
     /// Whether it beats per-step kernels.
     pub fn is_faster(&self, direction: Direction, sizes: Sizes, product: Kind) -> bool {
-        /// Fewer are over before the weights are on chip.
+        /// Fewer steps are over before the weights have been loaded.
         const FEW: i64 = 8;
-        /// What a step costs on other paths at least, in the same hundredths, in two launches. With
-        /// so many rows that the GPU takes longer than the host, it takes longer in clusters, too.
+        /// What a step costs the other ways at least, forward and backward, in the same hundredths
+        /// of a microsecond and in two launches. With so many rows that the GPU takes longer than
+        /// the host, clusters take longer, too.
         const OTHERS: [i64; 2] = [900, 1100];
 
         let [forward, backward] = OTHERS;
@@ -180,7 +182,8 @@ mod tests {
             // Too few steps to pay for the weights.
             assert!(!faster(direction, 7, 16, 128, Kind::Half));
             assert!(!faster(direction, 512, 4096, 512, Kind::Half));
-            // What takes turns, where a step by itself takes less.
+            // Clusters that run in several rounds, for a size at which per-step kernels take less
+            // time.
             assert!(!faster(direction, 512, 2000, 5, Kind::Float));
         }
     }
@@ -192,12 +195,12 @@ mod tests {
         };
         assert_eq!(cluster(H200, 57, 768), Some(16));
         assert_eq!(cluster(H200, 1, 769), None);
-        // A GPU, or a part of one, without clusters of 16; without any.
+        // A GPU, or a part of one, without clusters of 16; and one without any clusters.
         let part = Clusters { of_8: 1, of_16: 0 };
         assert_eq!(cluster(part, 16, 512), Some(8));
         assert_eq!(cluster(part, 16, 513), None);
         assert_eq!(cluster(Clusters::default(), 16, 4), None);
-        // More than the kernel can count, and more than anybody can.
+        // As much as the kernel can count, more than that, and more than any memory holds.
         assert_eq!(cluster(H200, 1 << 18, 4), Some(8));
         assert_eq!(cluster(H200, 1 << 19, 4), None);
         assert_eq!(cluster(H200, i64::MAX, 4), None);

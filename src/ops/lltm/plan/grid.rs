@@ -7,27 +7,27 @@ use tch::Kind;
 /// Rows that a block computes at a time.
 const ROWS: i64 = 8;
 
-/// Sizes that the kernels of a grid take: rows of h in whole vectors, and places that 32 bits can
-/// count.
+/// Whether the kernels of a grid accept these sizes: rows of h are whole vectors, and 32 bits can
+/// count all values.
 pub(super) fn are_for_a_grid(sizes: Sizes) -> bool {
     sizes.batch > 0 && sizes.hidden > 0 && sizes.hidden % 8 == 0 && counts_in_32_bits(sizes)
 }
 
-/// Who computes what.
+/// How the blocks of a grid share a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Share {
-    /// Columns of h of a block.
+    /// How many columns of h a block has.
     pub columns: i64,
-    /// Groups of blocks, each with some rows of the batch.
+    /// How many groups of blocks there are, each with some rows of the batch.
     pub row_groups: i64,
-    /// What a step costs, in hundredths of a microsecond: about, as measured on an H200.
+    /// About what a step costs, in hundredths of a microsecond, as measured on an H200.
     pub cost: i64,
 }
 
 impl Share {
-    /// The fastest for these sizes, if the weights fit into registers, and the kernel can count.
-    /// `tf32` is whether products of `Float` may be made in it: here they are made of halves then,
-    /// which are as exact.
+    /// The fastest share for these sizes, if the weights fit into registers and the kernel can
+    /// count the values. `tf32` says whether products of `Float` may use tf32: they are then
+    /// computed from scaled fp16 values, which are as exact.
     pub fn new(
         direction: Direction,
         sizes: Sizes,
@@ -36,18 +36,18 @@ impl Share {
         grid: Grid,
     ) -> Option<Share> {
         let Sizes { batch, hidden, .. } = sizes;
-        /// Terms of a row that a block's warps have with one vector each.
+        /// How many terms of a row a block's warps take with one vector each.
         const TERMS: i64 = 256;
-        /// Columns of h whose messages lie side by side where they have scales: a group's blocks
-        /// cover whole ones.
+        /// With scales, the messages of this many columns of h are adjacent in memory, and the
+        /// blocks of a group cover a whole multiple of it.
         const IN_PAIRS: i64 = 32;
         let is_scaled = product == Kind::Float && tf32;
         let fits = is_scaled || matches!(product, Kind::Half | Kind::BFloat16);
         if !fits || !are_for_a_grid(sizes) {
             return None;
         }
-        // Of a row of h for each warp, at most 8 vectors in registers beside 16 columns, or 4
-        // beside 32; of the gates' gradients three times as many.
+        // Each warp has at most 8 vectors of a row of h in registers if a block has 16 columns, or
+        // 4 if it has 32. Of the gates' gradients it has three times as many.
         let vectors = (hidden - 1) / TERMS + 1;
         let tiles = (batch - 1) / ROWS + 1;
         let of = |columns| {
@@ -59,7 +59,8 @@ impl Share {
         [32, 16].into_iter().filter(fits).filter_map(of).min_by_key(|share| share.cost)
     }
 
-    /// Each of up to `most` groups has some of the tiles of rows and works through them in turn.
+    /// The share with this many columns per block. Each of up to `most` groups has some of the
+    /// tiles of rows, and computes them one after the other.
     fn of_columns(
         direction: Direction,
         columns: i64,
@@ -67,7 +68,7 @@ impl Share {
         tiles: i64,
         most: i64,
     ) -> Option<Share> {
-        /// What is kept of all rows of a block has to fit beside the rest.
+        /// What a block keeps for all of its rows has to fit on the chip next to everything else.
         const MOST_TURNS: i64 = 64;
         if most == 0 {
             return None;
@@ -75,11 +76,13 @@ impl Share {
         let vectors = vectors.max(2);
         let turns = (tiles - 1) / most + 1;
         let (turns, cost) = match (direction, columns) {
-            // Two turns take no longer than one, in which everybody waits, and half the blocks.
-            // Of two vectors it is the kernel of three.
+            // Two iterations per step take no longer than one, in which all threads wait for
+            // messages, and need only half the blocks. For two vectors the kernel for three is
+            // used.
             (Direction::Forward, 16) => (turns.max(2), turns.max(2) * (58 + 8 * vectors.max(3))),
             (Direction::Forward, _) => (turns.max(2), turns.max(2) * (75 + 8 * vectors)),
-            // One turn takes longer than its part of several: it waits for messages.
+            // A single iteration takes longer than its share of several, because it waits for
+            // messages.
             (Direction::Backward, 16) => {
                 (turns, (200 + 25 * vectors).max(turns * (94 + 15 * vectors)))
             }
@@ -91,15 +94,15 @@ impl Share {
 
     /// Whether it beats per-step kernels.
     pub fn is_faster(&self, direction: Direction, sizes: Sizes) -> bool {
-        /// Fewer are over before the weights are on chip.
+        /// Fewer steps are over before the weights have been loaded.
         const FEW: i64 = 8;
-        /// What that takes, with messages that become unsent, in hundredths of a microsecond: all
-        /// steps together save more.
+        /// The cost of loading the weights and marking all messages as unsent, in hundredths of a
+        /// microsecond. All steps together have to save more than this.
         const BEFORE: i64 = 2000;
-        /// Up to here clusters are faster.
+        /// Up to this hidden size, clusters are faster.
         const NARROW: i64 = 256;
-        // What those cost, without the products of all steps: forward with the most rows at which
-        // they were measured to be slower, 256 of H = 1024.
+        // What per-step kernels cost, without the products over all steps. The forward's value
+        // comes from the most rows at which they were measured to be slower: 256 at H = 1024.
         let others = match direction {
             Direction::Forward => 950,
             Direction::Backward => 1100,
@@ -126,20 +129,21 @@ mod tests {
         let of = |batch, hidden| share(batch, hidden, Kind::BFloat16, false, H200);
         assert_eq!(of(1, 8), Some((16, 1)));
         assert_eq!(of(64, 2048), Some((16, 1)));
-        // Rows of h that are no whole vectors; more weights than registers; too many rows; none.
+        // Rows of h that are not whole vectors, more weights than registers hold, too many rows,
+        // and nothing to compute.
         assert_eq!(of(64, 1023), None);
         assert_eq!(of(64, 2056), None);
         assert_eq!(of(1 << 12, 1024), None);
         assert_eq!(of(i64::MAX, 8), None);
         assert_eq!(of(0, 8), None);
         assert_eq!(of(8, 0), None);
-        // A part of a GPU, and another GPU.
+        // A part of a GPU, and a GPU without these kernels.
         assert_eq!(share(64, 1024, Kind::Half, false, Grid { blocks: 33 }), Some((32, 1)));
         assert_eq!(share(64, 1024, Kind::Half, false, Grid { blocks: 31 }), None);
         assert_eq!(share(64, 8, Kind::Half, false, Grid::default()), None);
     }
 
-    /// What was the fastest of those measured.
+    /// The share that was the fastest of those measured.
     #[test]
     fn shares_suit_the_size() {
         let of = |batch, hidden| share(batch, hidden, Kind::BFloat16, false, H200);
@@ -164,7 +168,7 @@ mod tests {
         assert_eq!(of(16, 512, Kind::Half), Some((32, 2)));
         assert_eq!(of(64, 1032, Kind::Half), Some((16, 2)));
         assert_eq!(of(16, 768, Kind::Float), Some((32, 2)));
-        // 65 blocks would have no neighbour for the last one.
+        // With 65 blocks the last one would have no neighbour to form a pair with.
         assert_eq!(of(64, 1032, Kind::Float), Some((16, 2)));
         assert_eq!(of(64, 520, Kind::Half), Some((32, 4)));
     }

@@ -1,4 +1,4 @@
-//! Which way a sequence takes.
+//! Which way computes a sequence.
 
 mod cluster;
 mod grid;
@@ -22,7 +22,8 @@ use tch::{Device, Kind};
 use tensor_cores::Tiles;
 use wide_grid::WideShare;
 
-/// The ways to compute a sequence, by the folder of `csrc/recurrent` that each runs in.
+/// The ways to compute a sequence. Where a description begins with a name and a colon, the kernels
+/// are in that folder of `csrc/recurrent`.
 #[doc(hidden)]
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -40,26 +41,27 @@ pub enum Way {
     TensorCores,
     /// `cpu`: weights are packed once, and threads stay together for all steps.
     Cpu,
-    /// On CUDA: one kernel for all steps, whose blocks keep the weights on chip. Clusters if there
-    /// are some for the sizes, or else a grid. Only for tests and benchmarks to force.
+    /// On CUDA: one kernel for all steps, whose blocks keep the weights on the chip. That is a
+    /// cluster if there is one for the sizes, and otherwise a grid. Only tests and benchmarks force
+    /// it.
     Resident,
     /// `cluster`: the blocks of a cluster share the weights, and each cluster has rows of its own.
     Cluster,
     /// `grid`: the blocks of the whole GPU share the weights; half kinds, or scaled fp16 values.
     Grid,
-    /// `grid`, for Float and Double as they are.
+    /// `grid`, for Float and Double without rounding them to a narrower kind.
     PlainGrid,
     /// `wide_grid`: a grid whose blocks compute 64 rows at a time.
     WideGrid,
-    /// A grid of more blocks than any GPU runs at once, as where other processes leave too few.
-    /// Only for tests to force.
+    /// A grid of more blocks than any GPU runs at once, as happens where other processes leave too
+    /// few multiprocessors free. Only tests force it.
     CrowdedGrid,
 }
 
 crate::ops::way::ways!(Way);
 
 impl Way {
-    /// Whether a device has kernels for it.
+    /// Whether a device has kernels for this way.
     ///
     /// # Errors
     /// When CUDA fails.
@@ -76,9 +78,9 @@ impl Way {
         })
     }
 
-    /// Whether this is one step that the cell's kernels compute, of these kinds of products and
-    /// state: nothing is cheaper. On the CPU not where a sequence is computed in a wider kind than
-    /// the cell.
+    /// Whether this is one step, with products and state of these kinds, that the cell's kernels
+    /// compute, because nothing is cheaper. On the CPU they do not if a sequence is computed in a
+    /// wider kind than the cell.
     pub(crate) fn is_one_step_of_the_cell(
         self,
         steps: i64,
@@ -89,9 +91,10 @@ impl Way {
         self == Way::Automatic && steps == 1 && (device.is_cuda() || is_as_wide)
     }
 
-    /// Whether this is a loop of the cell, of tensors of one kind: with few steps, what a sequence
-    /// costs once is more than it saves. Not where that would round sums that a sequence does not:
-    /// in half kinds those of the weight's gradient over steps.
+    /// Whether this is computed as a loop of the cell, for tensors of one kind: with few steps, the
+    /// fixed cost of a sequence exceeds what it saves. That is not done where it would round sums
+    /// that a sequence does not round, which are in half kinds those of the weight's gradient over
+    /// steps.
     pub(crate) fn calls_the_cell(self, steps: i64, kind: Kind) -> bool {
         match self {
             Way::Cells => steps > 0,
@@ -101,20 +104,20 @@ impl Way {
     }
 }
 
-/// What computes it.
+/// The device that computes a sequence.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Chip {
     Cpu { threads: i64 },
     Cuda { device: usize, hopper: Hopper },
 }
 
-/// What computes with the instructions of capability 9.0.
+/// What a GPU offers to kernels with the instructions of compute capability 9.0.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Hopper {
     clusters: Clusters,
     grid: Grid,
     tensor_cores: TensorCores,
-    /// Whether products of `Float` may be made in it.
+    /// Whether products of `Float` may use tf32.
     tf32: bool,
 }
 
@@ -126,7 +129,7 @@ impl Hopper {
 }
 
 impl Chip {
-    /// For products of this kind.
+    /// The device, for products of this kind.
     pub fn of(device: Device, product: Kind) -> Result<Chip> {
         Ok(match device {
             Device::Cuda(index) => {
@@ -140,23 +143,25 @@ impl Chip {
     }
 }
 
-/// A way, with all that it leaves open.
+/// A way together with its launch parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Plan {
     Step,
-    /// Whether the input is multiplied for all steps before the first one, or in each.
+    /// `input_at_once`: whether the input is multiplied for all steps before the first one, rather
+    /// than in each step.
     Fused {
         input_at_once: bool,
     },
-    /// The cell's kernel with tensor cores, which multiplies the input, too.
+    /// The cell's tensor-core kernel, which multiplies the input, too.
     TensorCores,
     /// How many groups of threads share the rows of the batch, and how many threads of each group
-    /// the columns.
+    /// share the columns.
     Cpu {
         row_groups: i64,
         column_groups: i64,
     },
-    /// How many blocks share rows, and whether `Float` is multiplied as where tf32 is allowed.
+    /// How many blocks share rows, and whether `Float` is multiplied as scaled fp16 values because
+    /// tf32 is allowed.
     Cluster {
         cluster: i64,
         tf32: bool,
@@ -166,12 +171,12 @@ pub(crate) enum Plan {
         columns: i64,
         row_groups: i64,
     },
-    /// The same, in `Float` and `Double` as they are.
+    /// The same, for `Float` and `Double` without rounding them to a narrower kind.
     PlainGrid {
         columns: i64,
         row_groups: i64,
     },
-    /// The same, for many rows.
+    /// The same, for many rows: a block computes 64 rows at a time.
     WideGrid {
         columns: i64,
         row_groups: i64,
@@ -179,8 +184,8 @@ pub(crate) enum Plan {
 }
 
 impl Plan {
-    /// The way for a sequence of these sizes, whose products and state are of these kinds. A way
-    /// that a chip does not have, or not for these kinds, is one that it has.
+    /// The plan for a sequence of these sizes, whose products and state are of these kinds. Falls
+    /// back to another way where the device lacks `way`, or lacks it for these kinds.
     pub fn new(
         way: Way,
         direction: Direction,
@@ -198,8 +203,8 @@ impl Plan {
         }
     }
 
-    /// By kernels for compute capability 9.0: of those that suit the sizes, the one whose step
-    /// costs least beside the input's product.
+    /// A plan with kernels for compute capability 9.0. Of those that suit the sizes, it takes the
+    /// one whose steps cost least, not counting the input's product.
     fn on_hopper(
         way: Way,
         direction: Direction,
@@ -209,7 +214,7 @@ impl Plan {
     ) -> Option<Plan> {
         let clusters = Kernel::new(direction, sizes, product, hopper.tf32, hopper.clusters);
         let grid = Share::new(direction, sizes, product, hopper.tf32, hopper.grid);
-        /// Each is a block at least, and no GPU has so many multiprocessors.
+        /// Each row group has at least one block, and no GPU has this many multiprocessors.
         const CROWD: i64 = 1024;
         let of_clusters = |Kernel { cluster, tf32, .. }: Kernel| Plan::Cluster { cluster, tf32 };
         let of_grid =
@@ -224,7 +229,7 @@ impl Plan {
             columns: WideShare::COLUMNS,
             row_groups: share.row_groups,
         };
-        // Under autocast there are two kinds.
+        // Under autocast there are two kinds, and the tensor-core kernel takes only one.
         let is_for_tiles = direction == Direction::Forward && product == state;
         let tiles = is_for_tiles.then(|| Tiles::new(sizes, product, hopper.tensor_cores)).flatten();
         match way {
@@ -259,9 +264,9 @@ impl Plan {
         }
     }
 
-    /// One kernel a step costs the host half of what a product and a kernel do, and where the host
-    /// is what all wait for, that is all that counts. Beyond the sizes at which it is so, the
-    /// product is better left to libtorch.
+    /// A plan with one or two kernels for each step. One kernel per step costs the host half of
+    /// what a product and a kernel cost, and where everything waits for the host, only that counts.
+    /// At larger sizes, libtorch computes the product faster.
     fn step_by_step(
         way: Way,
         direction: Direction,
@@ -269,8 +274,8 @@ impl Plan {
         (product, state): (Kind, Kind),
         device: usize,
     ) -> Plan {
-        /// With fewer steps or features, the input's product costs more than it saves: a step of
-        /// few columns is as long as its chain of loads.
+        /// With fewer steps or features, a separate product of the input costs more than it saves:
+        /// a step of few columns takes as long as its chain of loads.
         const ENOUGH_STEPS: i64 = 8;
         const ENOUGH_FEATURES: i64 = 256;
         let enough =
@@ -284,21 +289,21 @@ impl Plan {
             Direction::Forward => step.fuse_forward(way, product, device),
             Direction::Backward => step.fuse_backward(way, product, device),
         };
-        // Under autocast there are two kinds.
+        // Under autocast there are two kinds, and the fused kernel takes only one.
         if is_fused && product == state { Plan::Fused { input_at_once } } else { Plan::Step }
     }
 
     fn packed(sizes: Sizes, kind: Kind, threads: i64) -> Plan {
-        /// Below, one thread is done before another is awake.
+        /// With less work, one thread is done before another is awake.
         const WORTH_A_THREAD: f64 = (1 << 18) as f64;
-        /// Below, a step is done before the others of the row's threads know that the one before
-        /// is.
+        /// With less work, a step is done before the other threads of its rows notice that the
+        /// preceding step is done.
         const WORTH_WAITING: f64 = (1 << 17) as f64;
-        /// Rows that are multiplied with a weight each time it is read.
+        /// How many rows are multiplied with a weight each time it is read.
         const ROWS: i64 = 8;
-        /// Columns that are computed together.
+        /// How many columns are computed together.
         const PANEL: i64 = 16;
-        /// Weights that stay in a core's cache beside all else.
+        /// How many bytes of weights stay in a core's cache next to all other data.
         const NEAR: i64 = 1 << 20;
 
         let Sizes { steps, batch, hidden, .. } = sizes;
@@ -317,7 +322,7 @@ impl Plan {
             let row_groups = most_rows.min(threads);
             Plan::Cpu { row_groups, column_groups: most_columns.min(threads / row_groups) }
         } else {
-            // Each weight in one core's cache only.
+            // Each weight is then in the cache of only one core.
             let column_groups = most_columns.min(threads);
             Plan::Cpu { row_groups: most_rows.min(threads / column_groups), column_groups }
         }
@@ -344,7 +349,8 @@ mod tests {
 
     #[test]
     fn plans_suit_the_size() {
-        // Rows first, while each thread has enough of them and the weights are near.
+        // Threads first share the rows, while each has enough of them and the weights fit into a
+        // core's cache.
         assert_eq!(packed(16, 128, Kind::Float, 2), (2, 1));
         assert_eq!(packed(16, 128, Kind::Float, 1), (1, 1));
         assert_eq!(packed(15, 128, Kind::Float, 2), (1, 1));
@@ -352,11 +358,11 @@ mod tests {
         assert_eq!(packed(64, 256, Kind::Float, 16), (8, 2));
         assert_eq!(packed(1, 128, Kind::Float, 16), (1, 1));
         assert_eq!(packed(1, 1024, Kind::Float, 16), (1, 8));
-        // Then columns.
+        // Then they share the columns.
         assert_eq!(packed(64, 512, Kind::Float, 2), (1, 2));
         assert_eq!(packed(64, 512, Kind::Float, 64), (2, 32));
         assert_eq!(packed(64, 256, Kind::Double, 16), (1, 16));
-        // Too small to share.
+        // There is too little work to share.
         assert_eq!(packed(2, 8, Kind::Float, 16), (1, 1));
     }
 
@@ -379,7 +385,7 @@ mod tests {
         }
     }
 
-    /// Whatever a step was measured to cost least in, each direction by itself.
+    /// The way whose steps were measured to cost least is taken, separately for each direction.
     #[test]
     fn on_hopper_the_cheapest_is_taken() {
         use Direction::{Backward, Forward};
@@ -406,13 +412,13 @@ mod tests {
             assert_eq!(half(direction, 16, 128), clusters(8, false));
             assert_eq!(half(direction, 16, 512), clusters(16, false));
             assert_eq!(half(direction, 64, 1024), grid(32, 4));
-            // Rows of h that are no whole vectors; too few steps.
+            // Rows of h that are not whole vectors, and too few steps.
             assert_eq!(half(direction, 64, 1023), None);
             assert_eq!(plan(direction, 7, 64, 1024, Kind::Half), None);
             assert_eq!(plan(direction, 512, 16, 512, Kind::Float), clusters(16, true));
             assert_eq!(plan(direction, 512, 64, 1024, Kind::Float), grid(32, 4));
         }
-        // Many rows; of few steps, too.
+        // Many rows, also with few steps.
         assert_eq!(half(Backward, 1024, 1024), None);
         for steps in [1, 512] {
             assert_eq!(plan(Forward, steps, 1024, 1024, Kind::Half), Some(Plan::TensorCores));
@@ -451,7 +457,8 @@ mod tests {
         }
     }
 
-    /// Under autocast the kinds are two, and only the forward has such a kernel.
+    /// Under autocast there are two kinds. The kernel takes only one, and exists only for the
+    /// forward.
     #[test]
     fn tensor_cores_compute_one_kind_forward() {
         let sizes = Sizes { steps: 32, batch: 4096, features: 512, hidden: 512 };
@@ -487,7 +494,7 @@ mod tests {
             Plan::Fused { input_at_once: true }
         );
         assert_eq!(plan(Way::Automatic, backward, 4, large, both), Plan::Step);
-        // Forced, and where it cannot be.
+        // A forced way, and the fallback where a forced way is impossible.
         assert_eq!(plan(Way::Fused, forward, 8, large, both), Plan::Fused { input_at_once: true });
         let mixed = (Kind::BFloat16, Kind::Float);
         assert_eq!(plan(Way::Fused, forward, 8, small, mixed), Plan::Step);
@@ -520,7 +527,7 @@ mod tests {
         assert_eq!(is_one(Way::Automatic, (Kind::Float, Kind::Double), Device::Cpu), no);
     }
 
-    /// What the kernels take for granted.
+    /// What the kernels rely on.
     #[test]
     fn every_team_has_a_thread_and_a_share_for_each() {
         for threads in [1, 2, 3, 7, 64, 1000] {
@@ -536,7 +543,7 @@ mod tests {
         }
     }
 
-    /// The table in the docs of `ops::lltm`.
+    /// The table in the documentation of `ops::lltm`.
     #[test]
     fn the_rows_that_the_docs_name_are_one_kernel_in_both_directions() {
         let is_one_kernel = |kind, tf32, batch, hidden| {
@@ -567,7 +574,8 @@ mod tests {
         holds(Kind::Float, true, &half[1..]);
         holds(Kind::Float, false, &float);
         holds(Kind::Double, false, &[(128, 240)]);
-        // And no further, but for rows that fill the turns of a grid.
+        // Beyond these rows they are not, except for numbers of rows that fill the rounds of a
+        // grid.
         for (hidden, most) in half {
             assert!(!is_one_kernel(Kind::Half, false, most + 1, hidden), "H = {hidden}");
         }

@@ -1,4 +1,5 @@
-//! Sequences that `csrc/recurrent/grid` computes in one kernel, in `Float` and `Double` as they are.
+//! Sequences that `csrc/recurrent/grid` computes in one kernel, in `Float` and `Double` without
+//! rounding them to a narrower kind.
 
 use super::grid::are_for_a_grid;
 use super::sizes::{Direction, Sizes};
@@ -9,19 +10,20 @@ use tch::Kind;
 /// Rows that a block computes at a time.
 const ROWS: i64 = 8;
 
-/// Who computes what.
+/// How the blocks of a grid share a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PlainShare {
-    /// Columns of h of a block.
+    /// How many columns of h a block has.
     pub columns: i64,
-    /// Groups of blocks, each with some rows of the batch.
+    /// How many groups of blocks there are, each with some rows of the batch.
     pub row_groups: i64,
-    /// What a step costs, in hundredths of a microsecond: about, as measured on an H200.
+    /// About what a step costs, in hundredths of a microsecond, as measured on an H200.
     pub cost: i64,
 }
 
 impl PlainShare {
-    /// The fastest for these sizes, if the weights fit on chip, and the kernel can count.
+    /// The fastest share for these sizes, if the weights fit on the chip and the kernel can count
+    /// the values.
     pub fn new(
         direction: Direction,
         sizes: Sizes,
@@ -29,7 +31,7 @@ impl PlainShare {
         tf32: bool,
         grid: Grid,
     ) -> Option<PlainShare> {
-        /// Vectors of a row of h for each warp, beside 16 columns.
+        /// The most vectors of a row of h that a warp can have if a block has 16 columns.
         const MOST: i64 = 8;
         let Sizes { batch, hidden, .. } = sizes;
         let terms = match product {
@@ -56,7 +58,8 @@ impl PlainShare {
         shares.min_by_key(|share| share.cost).filter(|_| vectors <= MOST)
     }
 
-    /// Each of up to `most` groups has some of the tiles of rows and works through them in turn.
+    /// The share with this many columns per block. Each of up to `most` groups has some of the
+    /// tiles of rows, and computes them one after the other.
     fn of_columns(
         direction: Direction,
         columns: i64,
@@ -64,16 +67,17 @@ impl PlainShare {
         tiles: i64,
         most: i64,
     ) -> Option<PlainShare> {
-        /// What is kept of all rows of a block has to fit beside the rest.
+        /// What a block keeps for all of its rows has to fit on the chip next to everything else.
         const MOST_TURNS: i64 = 32;
         if most == 0 {
             return None;
         }
-        // With few columns, two turns take no longer than one, in which everybody waits, and half
-        // the blocks.
+        // With few columns, two iterations per step take no longer than one, in which all threads
+        // wait for messages, and need only half the blocks.
         let least = if columns < 16 { tiles.min(2) } else { 1 };
         let turns = ((tiles - 1) / most + 1).max(least);
-        // What a turn takes that waits for all messages, and one of several.
+        // What a step's only iteration costs, which waits for all messages, and what each of
+        // several costs.
         let (only, each) = match (direction, columns) {
             (Direction::Forward, 4) => (80 + 68 * vectors, 28 + 18 * vectors),
             (Direction::Forward, 6) => (80 + 48 * vectors, 42 + 15 * vectors),
@@ -87,9 +91,9 @@ impl PlainShare {
 
     /// Whether it beats per-step kernels. `Double` has not been compared.
     pub fn is_faster(&self, direction: Direction, sizes: Sizes, product: Kind) -> bool {
-        /// Fewer are over before the weights are on chip.
+        /// Fewer steps are over before the weights have been loaded.
         const FEW: i64 = 8;
-        /// What that takes.
+        /// The cost of loading the weights, which all steps together have to save.
         const ONCE: i64 = 2000;
         let saved = cost_step_by_step(direction, sizes) - self.cost;
         product == Kind::Float && sizes.steps >= FEW && sizes.steps.saturating_mul(saved) >= ONCE
@@ -111,7 +115,7 @@ mod tests {
         share.map(|share| (share.columns, share.row_groups))
     }
 
-    /// What was the fastest of those measured.
+    /// The share that was the fastest of those measured.
     #[test]
     fn shares_suit_the_size() {
         use Direction::{Backward, Forward};

@@ -1,15 +1,15 @@
-//! What every plan is told, and what all of them count by.
+//! What every plan is given, and how all of them count.
 
 use tch::Kind;
 
-/// Forward or backward through the sequence.
+/// The direction in which a kernel goes through the sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Direction {
     Forward,
     Backward,
 }
 
-/// What there is to compute.
+/// The sizes of a sequence.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
     pub steps: i64,

@@ -1,17 +1,17 @@
-//! A kernel or two for each step.
+//! Plans with one or two kernels for each step.
 
 use super::sizes::{Direction, Sizes};
 
-/// What a step of these kinds costs by a kernel or two of its own, in hundredths of a microsecond.
+/// What a step costs if it has one or two kernels of its own, in hundredths of a microsecond.
 pub(super) fn cost_step_by_step(direction: Direction, sizes: Sizes) -> i64 {
-    /// With more, libtorch's products are twice as fast.
+    /// With more rows, libtorch's products are twice as fast.
     const FEW_ROWS: i64 = 64;
     let Sizes { batch, hidden, .. } = sizes;
     let launches = match direction {
         Direction::Forward => 480,
         Direction::Backward => 700,
     };
-    // Operations in a hundredth of a microsecond.
+    // Operations per hundredth of a microsecond.
     let speed = if batch <= FEW_ROWS { 25e4 } else { 50e4 };
     let products = 6.0 * batch as f64 * hidden as f64 * hidden as f64 / speed;
     launches + products as i64

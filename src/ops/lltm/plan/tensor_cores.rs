@@ -1,12 +1,12 @@
-//! `csrc/lltm_cell/hopper_forward.cu`: the cell's kernel with tensor cores for each step of many
-//! rows, of which libtorch's products would write gates in f32 that another kernel then reads.
+//! `csrc/lltm_cell/hopper_forward.cu`: the cell's tensor-core kernel, for each step of many rows.
+//! With libtorch's product, the gates would be written in f32 and read again by another kernel.
 
 use super::sizes::Sizes;
 use crate::ops::lltm::kernels::device::TensorCores;
 use crate::ops::lltm_cell::plan as cell;
 use tch::{Device, Kind};
 
-/// Tiles of a step, 128 rows and 64 hidden columns each, which the multiprocessors go through in
+/// The tiles of a step, each of 128 rows and 64 hidden columns. The multiprocessors compute them in
 /// rounds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tiles {
@@ -20,13 +20,14 @@ impl Tiles {
     const ROWS: i64 = 128;
     const COLUMNS: i64 = 64;
 
-    /// None where the kernel cannot compute a step.
+    /// `None` if the kernel cannot compute a step of these sizes.
     pub fn new(sizes: Sizes, product: Kind, on: TensorCores) -> Option<Tiles> {
-        /// Of a half kind in 16 bytes: rows of x and of W have to be whole ones.
+        /// How many values of a half kind 16 bytes hold: rows of x and of W have to be whole
+        /// multiples of it.
         const LANES: i64 = 8;
         let Sizes { batch, features, hidden, .. } = sizes;
         let step = cell::Sizes { batch, features, hidden };
-        // Which one makes no difference to what is asked of it here.
+        // Any CUDA device gives the same answer to the questions asked here.
         let device = Device::Cuda(0);
         let can = on.are_there()
             && features % LANES == 0
@@ -40,40 +41,43 @@ impl Tiles {
         can.then(tiles)
     }
 
-    /// Of [h, x].
+    /// The number of columns of [h, x].
     fn columns(&self) -> f64 {
         (self.sizes.hidden + self.sizes.features) as f64
     }
 
-    /// Of h, for what so many multiprocessors as an H200 has.
+    /// The number of elements of h, scaled to a GPU with as many multiprocessors as an H200.
     fn cells(&self) -> f64 {
         const PROCESSORS: f64 = 132.0;
         self.sizes.batch as f64 * self.sizes.hidden as f64 * PROCESSORS / self.processors
     }
 
-    /// Of a step, in hundredths of a microsecond, as all costs here: about, as measured on an H200.
+    /// About what a step costs, in hundredths of a microsecond like all costs here, as measured on
+    /// an H200.
     fn cost(&self) -> f64 {
         let rounds = self.tiles / self.processors;
         let products = self.columns() * (0.66 + 0.85 * (rounds.ceil() - 1.0));
         700.0 + products + (100.0 + 0.07 * self.columns()) * rounds
     }
 
-    /// The input's part of a step, where it is multiplied for all steps at once.
+    /// What the input's part of a step costs where it is multiplied for all steps at once.
     fn cost_of_input(&self) -> f64 {
         self.cells() * (self.sizes.features as f64 * 8e-7 + 2.4e-4)
     }
 
-    /// With a product of libtorch's for all steps, and one and a kernel for each.
+    /// What a step costs with libtorch's products: one for the input of all steps, and one per
+    /// step, which a kernel follows.
     fn cost_by_products(&self) -> f64 {
         570.0 + self.cells() * (self.columns() * 9.2e-7 + 9.7e-4)
     }
 
-    /// Than other ways to compute one step after the other.
+    /// Whether the tiles beat the other ways to compute one step after the other.
     pub fn are_faster(&self) -> bool {
         !self.is_one_small_kernel && self.cost() < self.cost_by_products()
     }
 
-    /// For those whose cost is that of what comes behind the input's product.
+    /// What a step costs without the input's product, to compare it with ways whose cost excludes
+    /// that product.
     pub fn cost_beside_input(&self) -> i64 {
         (self.cost() - self.cost_of_input()) as i64
     }
@@ -97,7 +101,8 @@ mod tests {
         assert!(Tiles::new(sizes, Kind::Half, TensorCores::default()).is_none());
     }
 
-    /// Each of these was measured on an H200 in both ways; most are in docs/lab/lltm.md.
+    /// Both ways were measured on an H200 for each of these sizes; most results are in
+    /// docs/lab/lltm.md.
     #[test]
     fn the_faster_way_is_taken() {
         let are_faster =

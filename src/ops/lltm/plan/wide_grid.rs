@@ -1,32 +1,33 @@
-//! Sequences of many rows that `csrc/recurrent/wide_grid` computes in one kernel, 64 rows per block at
-//! a time.
+//! Sequences of many rows that `csrc/recurrent/wide_grid` computes in one kernel, in which a block
+//! computes 64 rows at a time.
 
 use super::grid::are_for_a_grid;
 use super::sizes::{Direction, Sizes};
 use crate::ops::lltm::kernels::device::Grid;
 use tch::Kind;
 
-/// Who computes what.
+/// How the blocks of a wide grid share a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct WideShare {
-    /// Groups of blocks, each with some rows of the batch.
+    /// How many groups of blocks there are, each with some rows of the batch.
     pub row_groups: i64,
-    /// What a step costs, in hundredths of a microsecond: about, as measured on an H200.
+    /// About what a step costs, in hundredths of a microsecond, as measured on an H200.
     pub cost: i64,
-    /// What a step by itself costs, likewise.
+    /// What a step costs with per-step kernels, in the same unit.
     limit: i64,
-    /// What is to be saved by all steps.
+    /// What all steps together have to save.
     once: i64,
 }
 
 impl WideShare {
-    /// Of h, of a block.
+    /// How many columns of h a block has.
     pub const COLUMNS: i64 = 32;
-    /// That a block computes at a time.
+    /// How many rows of the batch a block computes at a time.
     const ROWS: i64 = 64;
 
-    /// If the weights fit into shared memory, and the kernel can count. `tf32` is whether products
-    /// of `Float` may be made in it: they are made of halves with scales.
+    /// The share for these sizes, if the weights fit into shared memory and the kernel can count
+    /// the values. `tf32` says whether products of `Float` may use tf32: they are then computed
+    /// from scaled fp16 values.
     pub fn new(
         direction: Direction,
         sizes: Sizes,
@@ -50,13 +51,14 @@ impl WideShare {
         }
         let tiles = (batch - 1) / WideShare::ROWS + 1;
         let turns = (tiles - 1) / most + 1;
-        // What there are kernels for.
+        // The padded hidden sizes for which kernels are compiled.
         let padded = match hidden {
             512 => 512,
             ..=768 => 768,
             _ => WIDEST,
         };
-        // With more rows of half kinds it has not been compared; of `Float`, more turns were.
+        // At more rows, half kinds have not been compared with per-step kernels; `Float` has been,
+        // in more rounds, too.
         let work = batch * hidden * hidden;
         let (whole, limit) = match (direction, is_scaled) {
             (Direction::Forward, false) => (215 + padded * 31 / 100, 700),
@@ -64,19 +66,19 @@ impl WideShare {
             (Direction::Forward, true) => (250 + padded * 31 / 100, 900 + work / 500_000),
             (Direction::Backward, true) => (15 + padded * 115 / 100, 1600 + work / 625_000),
         };
-        // Each vector of a row has to be looked at.
+        // With padding, each vector of a row has to be checked.
         let a_turn = if hidden == padded { whole } else { whole * 5 / 4 };
-        // The scales are found first.
+        // The scales of W_h are computed before the first step.
         let once = if is_scaled { 2000 } else { 0 };
-        // All steps of some rows, and then all steps of others.
+        // A group computes all steps of some rows, and then all steps of others.
         Some(WideShare { row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn, limit, once })
     }
 
     /// Whether it beats per-step kernels.
     pub fn is_faster(&self, sizes: Sizes) -> bool {
-        /// Fewer are over before the weights are on chip.
+        /// Fewer steps are over before the weights have been loaded.
         const FEW: i64 = 8;
-        /// Up to here clusters are faster.
+        /// Up to this hidden size, clusters are faster.
         const NARROW: i64 = 256;
         sizes.steps >= FEW
             && sizes.hidden > NARROW
@@ -107,7 +109,7 @@ mod tests {
         assert_eq!(of(64, 1024), Some(1));
         assert_eq!(of(65, 1024), Some(2));
         assert_eq!(of(256, 1024), Some(4));
-        // One after the other: as many each time.
+        // The groups compute the tiles of rows in two rounds, with equal numbers in each.
         assert_eq!(of(320, 1024), Some(3));
         assert_eq!(of(512, 1024), Some(4));
         assert_eq!(of(512, 512), Some(8));
@@ -139,14 +141,14 @@ mod tests {
                 assert_eq!(faster(direction, batch, hidden, true), Some(true));
                 assert_eq!(faster(direction, batch, hidden, false), None);
             }
-            // Three turns, with which the way back is slower than step by step.
+            // Three rounds, with which the backward pass is slower than per-step kernels.
             for (batch, hidden) in [(768, 1024), (1024, 768)] {
                 assert_eq!(
                     faster(direction, batch, hidden, true),
                     Some(direction == Direction::Forward)
                 );
             }
-            // Where W_h is small, so are steps.
+            // Where W_h is small, per-step kernels are fast.
             assert_eq!(faster(direction, 1792, 264, true), Some(false));
         }
         assert_eq!(faster(Direction::Backward, 896, 520, true), Some(false));

@@ -1,5 +1,5 @@
-//! `csrc/lltm_cell/fused_forward.cu`, `fused_backward.cu` and `cpu_fused.cpp`: the whole cell in
-//! one kernel.
+//! The kernels that compute the whole cell at once: `csrc/lltm_cell/fused_forward.cu`,
+//! `fused_backward.cu` and `cpu_fused.cpp`.
 
 use crate::ffi::facts::{Facts, Fresh, empty, facts};
 #[cfg(not(tch_extension_cuda))]
@@ -11,26 +11,26 @@ use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use tch::{Device, Kind, Tensor};
 
-/// What the forward kernels that compute the whole cell get. All arrays have one kind. Rows that
-/// are read are `…_stride` elements apart, and the elements of a row are adjacent; what is written
-/// is contiguous. K is H + F.
+/// The parameters of the forward kernels that compute the whole cell. All arrays have one kind. In
+/// arrays that are read, rows are `…_stride` elements apart, and the elements of a row are
+/// adjacent; arrays that are written are contiguous. K is H + F.
 #[repr(C)]
 #[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
 struct FusedForward {
-    /// B, at least 1.
+    /// B, the batch size; at least 1.
     batch: i64,
-    /// F, may be 0.
+    /// F, the number of features; may be 0.
     features: i64,
-    /// H, at least 1.
+    /// H, the hidden size; at least 1.
     hidden: i64,
-    /// `TchExtensionKind` of every array.
+    /// The `TchExtensionKind` of every array.
     kind: i32,
-    /// Whether sizes, strides and addresses allow loads of 16 bytes.
+    /// Whether sizes, strides and addresses allow 16-byte loads.
     vectors: i32,
     /// x, `[B, F]`.
     input: *const c_void,
     input_stride: i64,
-    /// W, `[3H, K]`, the columns for h and x.
+    /// W, `[3H, K]`. Its columns are those for h, followed by those for x.
     weight: *const c_void,
     weight_stride: i64,
     /// b, `[3H]`, null for zeros.
@@ -43,28 +43,29 @@ struct FusedForward {
     c_stride: i64,
     /// `[B, H]`.
     new_h: *mut c_void,
-    /// `[B, H]`; may be c, for a sequence that keeps the last one.
+    /// `[B, H]`; may be c, in a sequence that keeps only the last one.
     new_c: *mut c_void,
     /// `[B, 3H]`: `[σ(i) | σ(o) | g]`, null when nobody needs them.
     activations: *mut c_void,
-    /// Only on CUDA, for a sequence: `[B, 3H]`, added to the gates, in the type of the sums; null
-    /// for zeros. May be `activations`.
+    /// Only on CUDA, for a sequence: `[B, 3H]` in the type of the sums, which is added to the
+    /// gates; null for zeros. May be `activations`.
     input_gates: *const c_void,
-    /// `[B, H]`, new_h again, as the output of a sequence of one step; null when nobody needs it.
+    /// `[B, H]`, a second copy of new_h, as the output of a sequence of one step; null when nobody
+    /// needs it.
     output: *mut c_void,
 }
 
-/// What the backward kernels that compute the whole cell get.
+/// The parameters of the backward kernels that compute the whole cell.
 #[repr(C)]
 #[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
 struct FusedBackward {
-    /// B.
+    /// B, the batch size.
     batch: i64,
-    /// F.
+    /// F, the number of features.
     features: i64,
-    /// H.
+    /// H, the hidden size.
     hidden: i64,
-    /// `TchExtensionKind` of every array.
+    /// The `TchExtensionKind` of every array.
     kind: i32,
     /// Whether grad_new_c, grad_behind, grad_h and grad_c have the type of the sums.
     wide: i32,
@@ -95,10 +96,10 @@ struct FusedBackward {
     grad_h: *mut c_void,
     /// `[B, H]`.
     grad_c: *mut c_void,
-    /// Only on CUDA, for a sequence, which needs no grad_weight and grad_bias of a single step:
-    /// `[B, H]`, added to grad_new_h; null for zeros.
+    /// Only on CUDA, for a sequence, which needs neither grad_weight nor grad_bias of a single
+    /// step: `[B, H]`, added to grad_new_h; null for zeros.
     grad_behind: *const c_void,
-    /// `[B, 3H]`, null when nobody needs them; needs grad_h.
+    /// `[B, 3H]`, null when nobody needs it. If it is not null, grad_h must not be null either.
     grad_gates: *mut c_void,
 }
 
@@ -139,16 +140,16 @@ pub(crate) struct Operands<'a> {
     pub c: &'a Tensor,
 }
 
-/// What is asked for beside h' and c'.
+/// What the caller asks for in addition to h' and c'.
 #[derive(Clone, Copy)]
 pub(crate) struct Beside {
-    /// What the backward reads.
+    /// Whether to return what the backward reads.
     pub activations: bool,
-    /// h' again, as the output of a sequence of one step.
+    /// Whether to return h' again, as the output of a sequence of one step.
     pub output: bool,
 }
 
-/// h', c', and what was asked for beside them.
+/// h', c', and what was asked for in addition.
 pub(crate) struct Outputs {
     pub new_h: Tensor,
     pub new_c: Tensor,
@@ -157,7 +158,7 @@ pub(crate) struct Outputs {
     pub output: Option<Tensor>,
 }
 
-/// A tensor and its facts, or a copy's where a kernel could not read it as it lies.
+/// The facts of a tensor, or of a copy of it if a kernel cannot read the tensor in its own layout.
 struct Readable {
     _copy: Option<Tensor>,
     facts: Facts,
@@ -212,7 +213,8 @@ fn written(fresh: &Option<Fresh>) -> *mut c_void {
     fresh.as_ref().map_or(null_mut(), |fresh| fresh.data)
 }
 
-/// Whether rows of these matrices may be read 16 bytes at a time, wherever one of `columns` begins.
+/// Whether 16-byte loads can read rows of these matrices that are split into parts of `columns`
+/// columns.
 fn allow_vectors(matrices: [&Readable; 3], columns: [i64; 2], kind: Kind) -> bool {
     let lanes = 16 / kind.elt_size_in_bytes() as i64;
     let is_whole = |size: i64| size % lanes == 0;
@@ -220,8 +222,8 @@ fn allow_vectors(matrices: [&Readable; 3], columns: [i64; 2], kind: Kind) -> boo
         && matrices.iter().all(|matrix| is_whole(matrix.stride()) && matrix.data().addr() % 16 == 0)
 }
 
-/// The cell, of tensors of one kind on one device. `known` are the operands' facts, in their order,
-/// the input's those of the step.
+/// Computes the cell, for tensors of one kind on one device. `known` are the operands' facts, in
+/// the operands' order; those of the input describe a single step.
 pub(crate) fn forward(
     operands: &Operands<'_>,
     known: &[Facts; 5],
@@ -230,8 +232,8 @@ pub(crate) fn forward(
 ) -> Result<Outputs> {
     let outputs = forward_by(operands, known, sizes, beside, |device, params| match device {
         Some(Device::Cpu) => {
-            // SAFETY: every array's kind, device, size and order was made sure of; what is written
-            // is new.
+            // SAFETY: `forward_by` made sure of every array's kind, device, size and strides; the
+            // arrays that are written are new.
             unsafe { tch_extension_lltm_cell_fused_forward_cpu(params) };
             Ok(true)
         }
@@ -240,8 +242,8 @@ pub(crate) fn forward(
     outputs.ok_or_else(|| Error::msg("internal error: the kernel of lltm_cell was not started"))
 }
 
-/// Whether the kernel with tensor cores can read the operands as they lie: their rows are multiples
-/// of 16 bytes apart.
+/// Whether the tensor-core kernel can read the operands without a copy: they begin at multiples of
+/// 16 bytes, and their rows are multiples of 16 bytes apart.
 pub(crate) fn allow_bulk_copies(known: &[Facts; 5], sizes: Sizes) -> bool {
     const LANES: i64 = 8;
     let [input, weight, _, h, c] = known;
@@ -252,8 +254,8 @@ pub(crate) fn allow_bulk_copies(known: &[Facts; 5], sizes: Sizes) -> bool {
     (sizes.features == 0 || allow(input)) && [weight, h, c].into_iter().all(allow)
 }
 
-/// The same by the kernel with tensor cores; none where it cannot read the operands, or is not
-/// there, or, unless the way asks for it, is not faster.
+/// [`forward`] by the tensor-core kernel. `None` if the kernel cannot read the operands or does not
+/// exist for the device, or if it would be slower and `way` does not ask for it.
 pub(crate) fn forward_by_tensor_cores(
     way: Way,
     operands: &Operands<'_>,
@@ -266,7 +268,7 @@ pub(crate) fn forward_by_tensor_cores(
     })
 }
 
-/// `launch` says whether it started anything.
+/// Calls `launch` with the parameters; `launch` returns whether it started a kernel.
 fn forward_by(
     operands: &Operands<'_>,
     known: &[Facts; 5],
@@ -319,9 +321,9 @@ fn forward_by(
     Ok(Some(Outputs { new_h: new_h.tensor, new_c: new_c.tensor, activations, output }))
 }
 
-/// What [`backward`] reads. `None` stands for zeros in gradients; elsewhere it is allowed for what
-/// no gradient that is asked for needs: the weight for input's and h's, input and h for the
-/// weight's.
+/// What [`backward`] reads. For gradients, `None` means zeros. The weight may be `None` if the
+/// gradients of input and h are not asked for; input and h may be `None` if the gradient of the
+/// weight is not.
 pub(crate) struct BackwardInputs<'a> {
     pub grad_new_h: Option<&'a Tensor>,
     pub grad_new_c: Option<&'a Tensor>,
@@ -332,7 +334,7 @@ pub(crate) struct BackwardInputs<'a> {
     pub weight: Option<&'a Tensor>,
 }
 
-/// Which gradients are asked for: the input's and the bias' with their shapes.
+/// The gradients that are asked for; for those of the input and the bias, their shapes.
 #[derive(Clone, Copy)]
 pub(crate) struct Asked<'a> {
     pub input: Option<&'a [i64]>,
@@ -342,7 +344,7 @@ pub(crate) struct Asked<'a> {
     pub c: bool,
 }
 
-/// The gradients of input, weight, bias, h and c that are asked for.
+/// Computes the gradients of input, weight, bias, h and c that are asked for.
 pub(crate) fn backward(
     inputs: &BackwardInputs<'_>,
     sizes: Sizes,
@@ -415,7 +417,8 @@ pub(crate) fn backward(
     match like.device() {
         Some(Device::Cpu) => {
             let scratch = empty([Some(&[batch, 3 * hidden])], like)?;
-            // SAFETY: as in `forward`; an array that is null is not asked for.
+            // SAFETY: as in `forward`, with the checks above; an array that is null is not asked
+            // for.
             unsafe { tch_extension_lltm_cell_fused_backward_cpu(&params, written(&scratch[0])) };
         }
         device => launch_backward(device, &params)?,
@@ -425,9 +428,9 @@ pub(crate) fn backward(
 
 #[cfg(tch_extension_cuda)]
 fn launch_forward(device: Option<Device>, params: &FusedForward) -> Result<()> {
-    // SAFETY: `forward` made sure of every array's kind, device, size and order; what is written is
-    // new. The kernel runs behind all that its stream was given, and libtorch's allocator reuses
-    // memory in that order.
+    // SAFETY: `forward_by` made sure of every array's kind, device, size and strides; the arrays
+    // that are written are new. The kernel runs after all earlier work on its stream, and
+    // libtorch's allocator reuses memory in that order.
     crate::cuda::launch(device.unwrap_or(Device::Cpu), |stream| unsafe {
         tch_extension_lltm_cell_fused_forward_cuda(params, stream)
     })
@@ -446,7 +449,7 @@ fn launch_tensor_cores(way: Way, device: Option<Device>, params: &FusedForward) 
 
 #[cfg(tch_extension_cuda)]
 fn launch_backward(device: Option<Device>, params: &FusedBackward) -> Result<()> {
-    // SAFETY: as in `launch_forward`, by `backward`; an array that is null is not asked for.
+    // SAFETY: as in `launch_forward`, with the checks of `backward`; a null array is not asked for.
     crate::cuda::launch(device.unwrap_or(Device::Cpu), |stream| unsafe {
         tch_extension_lltm_cell_fused_backward_cuda(params, stream)
     })

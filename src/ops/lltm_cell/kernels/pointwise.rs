@@ -1,21 +1,21 @@
-//! `csrc/lltm_cell/lltm_cell.h`.
+//! The kernels of the cell's pointwise part, which `csrc/lltm_cell/lltm_cell.h` describes.
 
 use crate::Result;
 use crate::ffi::{checked, kind_code, no_kernel, optional_ptr};
 use std::ffi::c_void;
 use tch::{Device, Tensor};
 
-/// What the forward kernels of the pointwise part get. All arrays are row-major and contiguous, and
-/// no two overlap.
+/// The parameters of the forward kernels of the pointwise part. All arrays are row-major and
+/// contiguous, and no two overlap.
 #[repr(C)]
 struct Forward {
-    /// B.
+    /// B, the batch size.
     batch: i64,
-    /// H.
+    /// H, the hidden size.
     hidden: i64,
-    /// `TchExtensionKind` of every array.
+    /// The `TchExtensionKind` of every array.
     kind: i32,
-    /// Whether `gates` is overwritten by `[σ(i) | σ(o) | g]`.
+    /// Whether the kernel overwrites `gates` with `[σ(i) | σ(o) | g]`.
     save_activations: i32,
     /// `[B, 3H]`.
     gates: *mut c_void,
@@ -25,18 +25,19 @@ struct Forward {
     new_h: *mut c_void,
     /// `[B, H]`.
     new_c: *mut c_void,
-    /// `[B, H]`, new_h again, as the output of a sequence of one step; null when nobody needs it.
+    /// `[B, H]`, a second copy of new_h, as the output of a sequence of one step; null when nobody
+    /// needs it.
     output: *mut c_void,
 }
 
-/// What the backward kernels of the pointwise part get.
+/// The parameters of the backward kernels of the pointwise part.
 #[repr(C)]
 struct Backward {
-    /// B.
+    /// B, the batch size.
     batch: i64,
-    /// H.
+    /// H, the hidden size.
     hidden: i64,
-    /// `TchExtensionKind` of every array.
+    /// The `TchExtensionKind` of every array.
     kind: i32,
     reserved: i32,
     /// `[B, H]`, null for zeros.
@@ -69,18 +70,19 @@ unsafe extern "C" {
     ) -> crate::cuda::LaunchStatus;
 }
 
-/// What [`forward`] writes.
+/// The tensors that [`forward`] writes.
 pub(crate) struct Written<'a> {
     /// `[B, H]`.
     pub new_h: &'a mut Tensor,
     /// `[B, H]`.
     pub new_c: &'a mut Tensor,
-    /// `[1, B, H]`: `new_h` again, of a sequence of one step.
+    /// `[1, B, H]`, a second copy of `new_h`, for a sequence of one step.
     pub output: Option<&'a mut Tensor>,
 }
 
-/// Computes `new_h` and `new_c` from `gates` ([B, 3H]), to which `bias` ([3H]; only on CUDA) is
-/// added first, and `c` ([B, H]). With `save_activations`, `gates` becomes what [`backward`] reads.
+/// Computes `new_h` and `new_c` from `gates` ([B, 3H]) and `c` ([B, H]). If there is a `bias`
+/// ([3H]; only on CUDA), it is first added to `gates`. With `save_activations`, `gates` becomes
+/// what [`backward`] reads.
 pub(crate) fn forward(
     gates: &mut Tensor,
     bias: Option<&Tensor>,
@@ -103,8 +105,8 @@ pub(crate) fn forward(
     };
     let bias = optional_ptr("bias", bias, &[3 * hidden], like)?;
     match like.1 {
-        // SAFETY: the arrays were just checked to be contiguous, of these sizes and of this kind;
-        // those that are written are exclusively borrowed, so they are none of the others.
+        // SAFETY: `checked` made sure that the arrays are contiguous, of these sizes and of this
+        // kind. Those that are written are borrowed exclusively, so they overlap no other.
         #[cfg(tch_extension_cuda)]
         device @ Device::Cuda(_) => crate::cuda::launch(device, |stream| unsafe {
             tch_extension_lltm_cell_forward_cuda(&params, bias, stream)
@@ -118,7 +120,7 @@ pub(crate) fn forward(
     }
 }
 
-/// What [`backward`] reads; all contiguous. `None` stands for zeros.
+/// What [`backward`] reads; all tensors are contiguous. For gradients, `None` means zeros.
 pub(crate) struct BackwardInputs<'a> {
     pub grad_new_h: Option<&'a Tensor>,
     pub grad_new_c: Option<&'a Tensor>,
@@ -126,7 +128,7 @@ pub(crate) struct BackwardInputs<'a> {
     pub new_c: &'a Tensor,
 }
 
-/// Computes `grad_gates` ([B, 3H]) and, where asked for, `grad_c` ([B, H]).
+/// Computes `grad_gates` ([B, 3H]) and, if it is given, `grad_c` ([B, H]).
 pub(crate) fn backward(
     inputs: &BackwardInputs<'_>,
     grad_gates: &mut Tensor,
@@ -168,8 +170,8 @@ mod tests {
     use super::*;
     use tch::Kind;
 
-    /// For initcheck, which does not see what libtorch's half products write: here the gates are no
-    /// product.
+    /// For compute-sanitizer's initcheck, which does not see what libtorch's half-precision
+    /// products write: here the gates do not come from a product.
     #[test]
     fn cuda_kernels_read_what_was_written() {
         let Some(device) = crate::testing::cuda_or_skip("cuda_kernels_read_what_was_written")
@@ -177,7 +179,7 @@ mod tests {
             return;
         };
         for kind in [Kind::Half, Kind::BFloat16, Kind::Float, Kind::Double] {
-            // Whole vectors and not, one block and several.
+            // Sizes of whole and of partial vectors, and of one block and of several.
             for (batch, hidden) in [(3, 5), (16, 128), (300, 40)] {
                 let on = |device| {
                     let ramp = |columns: i64| {

@@ -10,22 +10,21 @@ use crate::ffi::tensor::plain;
 use std::ffi::c_void;
 use tch::{Kind, Tensor};
 
-/// The left operand of all steps, transposed: `[h[t-1] | x[t]]ᵀ`, so that a product whose terms run
-/// over steps and rows finds them adjacent in memory. `wgmma` takes tf32 from shared memory in no
-/// other order, and the kernels that cuBLAS has for the untransposed operand take 1.4 to 1.9 times
-/// as long.
+/// The operand `[h[t-1] | x[t]]` of all steps, transposed, so that a product whose terms run over
+/// steps and rows finds them adjacent in memory. `wgmma` accepts tf32 from shared memory in no
+/// other order, and cuBLAS's kernels for the untransposed operand take 1.4 to 1.9 times as long.
 #[repr(C)]
 #[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
 struct Columns {
-    /// B.
+    /// B, the batch size.
     batch: i64,
-    /// T·B.
+    /// T·B, the number of rows of all steps.
     rows: i64,
-    /// H.
+    /// H, the hidden size.
     hidden: i64,
-    /// F.
+    /// F, the number of features.
     features: i64,
-    /// From a column to the next: at least `rows`, with zeros after those.
+    /// The distance from a column to the next: at least `rows`. The values after those are zeros.
     to_stride: i64,
     /// `[B, H]`.
     h0: *const f32,
@@ -45,7 +44,8 @@ unsafe extern "C" {
     ) -> crate::cuda::LaunchStatus;
 }
 
-/// Rows that cuBLAS may read 16 bytes at a time.
+/// How many floats 16 bytes hold: columns are padded to a multiple, so that cuBLAS may read them 16
+/// bytes at a time.
 const OF_16_BYTES: i64 = 4;
 
 /// `[h[t-1] | x[t]]ᵀ` of all steps, `[H + F, T·B]`, of kind `Float` on CUDA.
@@ -73,8 +73,8 @@ pub(crate) fn columns([h0, output, input]: [&Tensor; 3]) -> Result<Tensor> {
 
 #[cfg(tch_extension_cuda)]
 fn start(params: &Columns, to: &Tensor) -> Result<()> {
-    // SAFETY: tensors of the sizes that the struct states, contiguous, checked by `columns`; what
-    // is written is new.
+    // SAFETY: `columns` checked that the tensors are contiguous and have the sizes that the struct
+    // states; the one that is written is new.
     crate::cuda::launch(to.device(), |stream| unsafe {
         tch_extension_recurrent_columns_cuda(params, stream)
     })
