@@ -99,12 +99,13 @@ const OP: &str = "lltm";
 ///
 /// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers in addition to inputs and
 /// outputs (for the half kinds on the CPU they are `Float`). Temporarily, the forward needs
-/// `3·T·B·H` more numbers if the kinds of gates and outputs differ, and the backward needs `3·T·B·H
-/// + T·B·(H + F)`, on the CPU up to twice as many. Where a grid of blocks computes all steps,
-/// because the weights are too many for a cluster of blocks, autocast and tf32 need `T·B·H` more
-/// half-precision values. In tf32 the backward also needs `3·T·B·H` half-precision values and a
-/// twentieth of that for scales, where B is rounded up to a multiple of 8 and H to a multiple of
-/// 32. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence keeps less.
+/// `3·T·B·H` more numbers if the kinds of gates and outputs differ. The backward needs
+/// `3·T·B·H + T·B·(H + F)` more, on the CPU up to twice as many. Where a grid of blocks computes
+/// all steps, because the weights are too many for a cluster of blocks, autocast and tf32 need
+/// `T·B·H` more half-precision values. In tf32 the backward also needs `3·T·B·H` half-precision
+/// values and a twentieth of that for scales, where B and H are rounded up
+/// to multiples of 8 and 32. [`checkpoint`](crate::autograd::checkpoint) over pieces of a sequence
+/// keeps less.
 ///
 /// Equivalent to:
 /// ```
