@@ -69,7 +69,12 @@ fn generate(repo: &Repo, changes: &Changes, header: &Header) -> Result<String> {
         changes,
         &["run", "--quiet", "--package", "tch-extension-build", "--features", "headers"],
     );
-    command.args(["--example", "headers", "--"]).args([&header.prefix, &wrapped(&preamble)]);
+    let mut preamble = wrapped(&preamble);
+    if header.path.starts_with("csrc/include") {
+        // What every public header says.
+        preamble += "\n//\n// Needs: nothing.";
+    }
+    command.args(["--example", "headers", "--"]).args([&header.prefix, &preamble]);
     let output = command.args(&names).output().context("cannot run cargo")?;
     if !output.status.success() {
         bail!("{}", String::from_utf8_lossy(&output.stderr).trim_end());
