@@ -52,10 +52,10 @@ fn draw(area: &Area, runs: &[Run], unigram: f64) -> Drawn {
         .y_desc("loss (nats per character)")
         .x_label_formatter(&|step| format!("{step:.0}"));
     mesh.draw()?;
-    // Solid below dashed.
-    let is_dashed = |run: &&Run| run.op != Op::Composite;
-    let (dashed, solid): (Vec<&Run>, Vec<&Run>) = runs.iter().partition(is_dashed);
-    for run in solid.into_iter().chain(dashed) {
+    // The curve with the largest gaps last, so that the others show through.
+    let mut in_order: Vec<&Run> = runs.iter().collect();
+    in_order.sort_by_key(|run| look(run.op).1);
+    for run in in_order {
         draw_run(&mut chart, run)?;
     }
     let baseline = [(1.0, unigram), (steps, unigram)];
@@ -77,20 +77,26 @@ fn title(runs: &[Run], unigram: f64) -> String {
     match runs.len() {
         0 | 1 => format!("The LLTM learns: held-out loss {least:.2}, unigrams {unigram:.2}"),
         _ if format!("{least:.1}") == format!("{most:.1}") => {
-            format!("The operators train alike: held-out loss {least:.2} to {most:.2}")
+            format!("The operators train alike: held-out loss {least:.1}, unigrams {unigram:.1}")
         }
         _ => format!("Held-out loss {least:.2} to {most:.2}, unigrams {unigram:.2}"),
     }
 }
 
-/// Draws one curve, thin. Where curves coincide, one shows through the gaps of the next.
-fn draw_run(chart: &mut Chart, run: &Run) -> Drawn {
-    const DASH: u32 = 12;
-    let (color, gap) = match run.op {
+const DASH: u32 = 12;
+
+/// A curve's color and the gaps between its dashes; 0 for a solid curve.
+fn look(op: Op) -> (RGBColor, u32) {
+    match op {
         Op::Composite => (RGBColor(20, 60, 160), 0),
         Op::Fused => (RGBColor(225, 110, 20), DASH),
         Op::Sequence => (RGBColor(60, 140, 50), 3 * DASH),
-    };
+    }
+}
+
+/// Draws one curve, thin. Where curves coincide, one shows through the gaps of the next.
+fn draw_run(chart: &mut Chart, run: &Run) -> Drawn {
+    let (color, gap) = look(run.op);
     let (style, points) = (color.stroke_width(2), thinned(&run.losses));
     let label = format!("{} (held out: {:.2})", run.op.name(), run.held_out);
     if gap == 0 {
