@@ -55,7 +55,7 @@ void for_kinds(const Params& params, Body body) {
   });
 }
 
-// The count of a whole vector. The compiler knows it, so that nothing is masked.
+// The count of a whole vector. It is known at compile time, so no load or store is masked.
 template <typename C>
 using Whole = std::integral_constant<int64_t, Vec<C>::size()>;
 

@@ -1,9 +1,11 @@
 //! Runs an operator and attaches it to the graph, and holds the entry through which the engine
 //! calls its backward pass.
 
-use super::function::{Context, Function, Saved, Saver};
+use super::context::Context;
+use super::function::Function;
 use super::pointers::Pointers;
 use super::saved_hooks;
+use super::saver::{Saved, Saver};
 use super::tensors::{Inputs, Tensors};
 use crate::error::panic_text;
 use crate::ffi::autograd as ffi;

@@ -1,9 +1,11 @@
 //! Recomputes intermediates instead of saving them: `torch.utils.checkpoint`.
 
 use super::apply::{apply, requires_grad};
+use super::context::Context;
 use super::double_backward::{differentiate_reference, pull_back};
-use super::function::{Context, Function, Saver};
+use super::function::Function;
 use super::pointers::borrowed_pointers;
+use super::saver::Saver;
 use super::tensors::{Inputs, Tensors};
 use crate::ffi::autograd as ffi;
 use crate::ffi::take_message;

@@ -10,22 +10,26 @@
 mod anomaly;
 mod apply;
 mod checkpoint;
+mod context;
 mod double_backward;
 mod function;
 mod grad;
 mod hook;
 mod pointers;
 mod saved_hooks;
+mod saver;
 mod tensors;
 
 pub use anomaly::{DetectAnomaly, detect_anomaly};
 pub use apply::{apply, apply_with};
 pub use checkpoint::checkpoint;
+pub use context::Context;
 pub use double_backward::differentiate_reference;
-pub use function::{Context, Function, Saver};
+pub use function::Function;
 pub use grad::{BackwardOptions, GradOptions, backward, grad, grad_fn, retain_grad};
 pub use hook::{Hook, register_hook, register_post_accumulate_grad_hook};
 pub use saved_hooks::{SavedTensorsHooks, save_on_cpu, saved_tensors_hooks};
+pub use saver::Saver;
 pub use tensors::{Inputs, Tensors};
 
 /// The number of graph nodes made by [`apply`] that are alive now, in all threads. Tests use it to

@@ -79,7 +79,7 @@ fn write(repo: &Repo, path: &Path, text: &str) -> Result<()> {
         .with_context(|| format!("cannot write {}", path.display()))
 }
 
-/// Gives new crates the repository's Cargo.lock, so that nothing is built again in another version.
+/// Gives new crates the repository's Cargo.lock, so that no dependency is built again in another version.
 fn lock_as_here(repo: &Repo, folder: &Path) -> Result<()> {
     for entry in std::fs::read_dir(folder).into_iter().flatten().flatten() {
         let lock = entry.path().join("Cargo.lock");

@@ -42,7 +42,7 @@ __device__ __forceinline__ Values<T, kLanes> values_of(const Vector<T, kLanes>& 
   return values;
 }
 
-// The first `count` values of a vector, which may be none, one by one; zeros behind them. Any
+// The first `count` values of a vector, which may be none, one by one; the rest are zero. Any
 // address will do.
 template <typename T, int kLanes>
 __device__ __forceinline__ Vector<T, kLanes> load_part(const void* pointer, int64_t at,

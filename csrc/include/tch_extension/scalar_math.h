@@ -5,8 +5,8 @@
 //   y = gelu(x);  // a float gives a float, a double a double; half kinds: Compute<T> of launch.h,
 //   cpu.h grad_x = grad_y * gelu_grad(x);
 //
-// A gradient takes y where that is enough (sigmoid, tanh, relu), so that nothing else must be
-// saved; otherwise it takes x.
+// A gradient takes y where y is enough (sigmoid, tanh, relu), and x otherwise. With y, the operator
+// saves its output only.
 //
 // Needs: nothing.
 #pragma once
