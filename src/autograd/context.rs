@@ -149,6 +149,8 @@ impl<'a> Context<'a> {
     /// must then be zero, as for `floor`. If the caller asks for a graph, the zeros are checked; on
     /// CUDA, that check waits for the device.
     ///
+    /// [`Function::DOUBLE_BACKWARD`]: super::Function::DOUBLE_BACKWARD
+    ///
     /// ```
     /// use tch::Tensor;
     /// use tch_extension::{Result, autograd::*};
@@ -217,6 +219,8 @@ impl<'a> Context<'a> {
     /// Whether the caller wants to differentiate these gradients again (`create_graph`) and this
     /// operator allows it ([`Function::DOUBLE_BACKWARD`]). If so, operations in the backward pass
     /// are recorded in the graph.
+    ///
+    /// [`Function::DOUBLE_BACKWARD`]: super::Function::DOUBLE_BACKWARD
     ///
     /// ```
     /// use tch::Tensor;

@@ -51,7 +51,7 @@ impl<'a> Saver<'a> {
     ///
     /// A saved input or output keeps its history in the graph. Any other tensor is an intermediate:
     /// it is saved as plain data, and a backward pass that runs with grad mode on cannot read it
-    /// (see [`Context::create_graph`]).
+    /// (see [`Context::create_graph`](super::Context::create_graph)).
     ///
     /// ```
     /// use tch::{Kind, Tensor};

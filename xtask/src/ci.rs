@@ -36,13 +36,13 @@ const STEPS: &[Step] = &[
     ("clang-format", Ci::clang_format),
     ("headers", Ci::headers),
     ("clippy", Ci::clippy),
+    ("documentation", Ci::documentation),
     ("weak symbols", Ci::weak_symbols),
     ("misuse", Ci::misuse),
     ("tests", Ci::tests),
     ("operators, each instruction set", Ci::operators_per_isa),
     ("stand-alone example", Ci::example),
     ("docs/write-an-operator.md", Ci::page),
-    ("documentation", Ci::documentation),
 ];
 
 /// Runs every step, or those whose name contains one of these words.
