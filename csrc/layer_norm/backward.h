@@ -68,6 +68,10 @@ __device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLane
 // Allows the next kernel of the stream to start before this one ends.
 __device__ __forceinline__ void let_the_next_kernel_start() { hopper::allow_next_kernel(); }
 
+inline bool has_parts(const LayerNormBackward& params) {
+  return params.weight_parts != nullptr || params.bias_parts != nullptr;
+}
+
 // Whether kLanes values can be loaded at a time. Null counts as aligned.
 template <typename T, int kLanes>
 bool aligned(const LayerNormBackward& params) {

@@ -180,8 +180,7 @@ template <typename T>
 bool fits(const LayerNormBackward& params) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   const LayerNormPlan& plan = params.plan;
-  if (params.kind != params.parameter_kind || !fits_a_block(plan) || !aligned<T, kLanes>(params))
-    return false;
+  if (!fits_a_block(plan) || !aligned<T, kLanes>(params)) return false;
   if (plan.stages < 2 || plan.stages > 3 || plan.cluster > kMostInCluster ||
       plan.team != plan.threads) {
     return false;
@@ -202,16 +201,15 @@ void start(const LayerNormBackward& params, cudaStream_t stream) {
 
 }  // namespace
 
-const char* start_layer_norm_backward_cluster(const LayerNormBackward& params,
-                                              cudaStream_t stream) {
+bool start_layer_norm_backward_cluster(const LayerNormBackward& params, cudaStream_t stream) {
   bool planned = false;
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    const bool parameters = params.weight_parts != nullptr || params.bias_parts != nullptr;
     planned = fits<T>(params);
-    if (planned) parameters ? start<T, true>(params, stream) : start<T, false>(params, stream);
+    if (!planned) return;
+    has_parts(params) ? start<T, true>(params, stream) : start<T, false>(params, stream);
   });
-  return planned ? nullptr : "internal error: the plan does not fit the arrays";
+  return planned;
 }
 
 }  // namespace tch_extension

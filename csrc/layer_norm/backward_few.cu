@@ -143,14 +143,18 @@ __global__ void __launch_bounds__(kMostThreads, kBlocks)
   sum_columns<T>(params, first, columns_of_block);
 }
 
+// Whether the kernel also computes the input's gradient.
+bool has_rows(const LayerNormBackward& params) {
+  return params.plan.way == LayerNormWay::Few && params.grad_input != nullptr;
+}
+
 template <typename T>
 bool fits(const LayerNormBackward& params) {
   const LayerNormPlan& plan = params.plan;
   constexpr int kLanes = kLanesOf16Bytes<T>;
-  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.cluster != 1)
-    return false;
+  if (!fits_a_block(plan) || plan.cluster != 1) return false;
   if (params.columns > int64_t{INT32_MAX} * 8) return false;
-  if (!plan.in_registers || params.grad_input == nullptr) return true;
+  if (!has_rows(params)) return true;
   const int64_t all = (params.columns + kLanes - 1) / kLanes;
   return plan.threads == kMostThreads && all * kLanes <= int64_t{plan.team} * kBackwardValues<T>;
 }
@@ -173,15 +177,15 @@ int columns_of_block(const LayerNormBackward& params, unsigned int row_blocks) {
 
 }  // namespace
 
-const char* start_layer_norm_backward_few(const LayerNormBackward& params, cudaStream_t stream) {
+bool start_layer_norm_backward_few(const LayerNormBackward& params, cudaStream_t stream) {
   bool planned = false;
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
     planned = fits<T>(params);
     if (!planned) return;
-    const bool rows = params.plan.in_registers && params.grad_input != nullptr;
     const bool columns = params.grad_weight != nullptr || params.grad_bias != nullptr;
-    const unsigned int row_blocks = rows ? blocks_of_teams(params.rows, params.plan) : 0;
+    const unsigned int row_blocks =
+        has_rows(params) ? blocks_of_teams(params.rows, params.plan) : 0;
     const int of_block = columns_of_block(params, row_blocks);
     const unsigned int column_blocks =
         columns ? static_cast<unsigned int>((params.columns + of_block - 1) / of_block) : 0;
@@ -193,7 +197,7 @@ const char* start_layer_norm_backward_few(const LayerNormBackward& params, cudaS
         blocks <= kProcessors ? layer_norm_backward_few<T, 1> : layer_norm_backward_few<T, kTwo>;
     kernel<<<blocks, kMostThreads, 0, stream>>>(params, row_blocks, of_block);
   });
-  return planned ? nullptr : "internal error: the plan does not fit the arrays";
+  return planned;
 }
 
 }  // namespace tch_extension

@@ -240,8 +240,7 @@ template <typename T>
 bool fits(const LayerNormBackward& params) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   const LayerNormPlan& plan = params.plan;
-  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.team < 2 * kWarp)
-    return false;
+  if (!fits_a_block(plan) || plan.team < 2 * kWarp) return false;
   if (plan.stages < 2 || plan.stages > 3 || plan.cluster != 1) return false;
   if (!is_aligned<T, kLanes>(params.input) || !is_aligned<T, kLanes>(params.grad_output) ||
       !is_aligned<T, kLanes>(params.grad_input)) {
@@ -264,15 +263,14 @@ void start(const LayerNormBackward& params, cudaStream_t stream) {
 
 }  // namespace
 
-const char* start_layer_norm_backward_in_place(const LayerNormBackward& params,
-                                               cudaStream_t stream) {
+bool start_layer_norm_backward_in_place(const LayerNormBackward& params, cudaStream_t stream) {
   bool planned = false;
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
     planned = fits<T>(params);
     if (planned) start<T>(params, stream);
   });
-  return planned ? nullptr : "internal error: the plan does not fit the arrays";
+  return planned;
 }
 
 }  // namespace tch_extension

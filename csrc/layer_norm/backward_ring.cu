@@ -361,22 +361,22 @@ template <typename T>
 bool fits(const LayerNormBackward& params) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   const LayerNormPlan& plan = params.plan;
-  if (params.kind != params.parameter_kind || !fits_a_block(plan) || plan.lanes != kLanes)
-    return false;
-  if (!plan.shifted && !aligned<T, kLanes>(params)) return false;
+  const bool is_shifted = plan.loads == LayerNormLoads::Shifted;
+  if (!fits_a_block(plan) || (!is_shifted && !aligned<T, kLanes>(params))) return false;
   if (plan.stages < 2 || plan.stages > 3 || plan.cluster > kMostInCluster) return false;
   if (plan.cluster > 1 && plan.team != plan.threads) return false;
   const int64_t all = (params.columns + kLanes - 1) / kLanes;
   const int64_t each = (all + plan.cluster - 1) / plan.cluster;
   if (each * kLanes <= int64_t{plan.team} * kBackwardValues<T>) return true;
-  return plan.shifted && plan.team > kWarp && plan.cluster == 1 &&
+  return is_shifted && plan.team > kWarp && plan.cluster == 1 &&
          params.columns <= int64_t{plan.team} * kBackwardValues<T> + kMostRest<T>;
 }
 
 template <typename T>
 int bytes_of_ring(const LayerNormPlan& plan) {
-  const int vectors = plan.shifted ? vectors_of_row<T, true>(plan.threads, plan.team)
-                                   : vectors_of_row<T, false>(plan.threads, plan.team);
+  const int vectors = plan.loads == LayerNormLoads::Shifted
+                          ? vectors_of_row<T, true>(plan.threads, plan.team)
+                          : vectors_of_row<T, false>(plan.threads, plan.team);
   return plan.stages * 2 * 16 * vectors;
 }
 
@@ -392,7 +392,7 @@ void start_kernel(const LayerNormBackward& params, cudaStream_t stream) {
 
 template <typename T, bool kShifted, bool kParameters>
 void start(const LayerNormBackward& params, cudaStream_t stream) {
-  if (params.plan.cluster > 1) {
+  if (params.plan.way == LayerNormWay::Cluster) {
     if constexpr (kShifted) start_kernel<T, kShifted, Team::kCluster, kParameters>(params, stream);
   } else if (params.plan.team <= kWarp) {
     start_kernel<T, kShifted, Team::kWithinWarp, kParameters>(params, stream);
@@ -410,23 +410,21 @@ void start(const LayerNormBackward& params, cudaStream_t stream) {
 
 }  // namespace
 
-const char* start_layer_norm_backward_ring(const LayerNormBackward& params, cudaStream_t stream) {
-  if (params.plan.cluster > 1 && !params.plan.shifted) {
-    return start_layer_norm_backward_cluster(params, stream);
-  }
+bool start_layer_norm_backward_ring(const LayerNormBackward& params, cudaStream_t stream) {
   bool planned = false;
   for_kind(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
-    const bool parameters = params.weight_parts != nullptr || params.bias_parts != nullptr;
     planned = fits<T>(params);
     if (!planned) return;
-    if (params.plan.shifted) {
-      parameters ? start<T, true, true>(params, stream) : start<T, true, false>(params, stream);
+    if (params.plan.loads == LayerNormLoads::Shifted) {
+      has_parts(params) ? start<T, true, true>(params, stream)
+                        : start<T, true, false>(params, stream);
     } else {
-      parameters ? start<T, false, true>(params, stream) : start<T, false, false>(params, stream);
+      has_parts(params) ? start<T, false, true>(params, stream)
+                        : start<T, false, false>(params, stream);
     }
   });
-  return planned ? nullptr : "internal error: the plan does not fit the arrays";
+  return planned;
 }
 
 }  // namespace tch_extension

@@ -60,9 +60,11 @@ __global__ void __launch_bounds__(kWarp* kGroups) layer_norm_finish(LayerNormBac
   }
 }
 
-LaunchStatus finish(const char* kernel, const LayerNormBackward& params, cudaStream_t stream) {
-  if (params.columns == 0) return {kernel, nullptr};
-  if (params.kind != params.parameter_kind) return {kernel, "internal error: mixed kinds"};
+// Computes the gradients of weight and bias after the backward's first kernel.
+bool start_finish(const LayerNormBackward& params, cudaStream_t stream) {
+  if (params.plan.way == LayerNormWay::FewPasses) {
+    return start_layer_norm_backward_few(params, stream);
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(at_most((params.columns + kWarp - 1) / kWarp, INT32_MAX), 2);
   config.blockDim = dim3(kWarp, kGroups);
@@ -79,12 +81,55 @@ LaunchStatus finish(const char* kernel, const LayerNormBackward& params, cudaStr
     using T = typename decltype(type)::type;
     cudaLaunchKernelEx(&config, layer_norm_finish<T>, params);
   });
-  return launch_status(kernel);
+  return true;
 }
 
-LaunchStatus status(const char* kernel, const char* mistake) {
-  if (mistake != nullptr) return {kernel, mistake};
-  return launch_status(kernel);
+// Starts the kernel that the plan names; false if the plan does not fit the arrays.
+bool start_forward(const LayerNormForward& params, cudaStream_t stream) {
+  switch (params.plan.way) {
+    case LayerNormWay::Registers:
+    case LayerNormWay::Cluster:
+      return params.plan.loads == LayerNormLoads::Shifted
+                 ? start_layer_norm_forward_shifted(params, stream)
+                 : start_layer_norm_forward_registers(params, stream);
+    case LayerNormWay::Passes:
+      return start_layer_norm_forward_passes(params, stream);
+    default:
+      return false;
+  }
+}
+
+bool start_backward(const LayerNormBackward& params, cudaStream_t stream) {
+  switch (params.plan.way) {
+    case LayerNormWay::Registers:
+      return start_layer_norm_backward_registers(params, stream);
+    case LayerNormWay::Ring:
+      return start_layer_norm_backward_ring(params, stream);
+    case LayerNormWay::Cluster:
+      return params.plan.loads == LayerNormLoads::Shifted
+                 ? start_layer_norm_backward_ring(params, stream)
+                 : start_layer_norm_backward_cluster(params, stream);
+    case LayerNormWay::InPlace:
+      return start_layer_norm_backward_in_place(params, stream);
+    case LayerNormWay::Few:
+      return start_layer_norm_backward_few(params, stream);
+    case LayerNormWay::Passes:
+    case LayerNormWay::FewPasses:
+      return start_layer_norm_backward_passes(params, stream);
+    case LayerNormWay::Automatic:
+      return false;
+  }
+  return false;
+}
+
+constexpr const char* kDoesNotFit = "internal error: the plan does not fit the arrays";
+
+template <typename Params>
+LaunchStatus launch(const char* kernel, const Params& params, cudaStream_t stream,
+                    bool (*start)(const Params&, cudaStream_t)) {
+  if (params.columns == 0) return {kernel, nullptr};
+  const bool fits = params.kind == params.parameter_kind && start(params, stream);
+  return fits ? launch_status(kernel) : LaunchStatus{kernel, kDoesNotFit};
 }
 
 }  // namespace
@@ -92,32 +137,20 @@ LaunchStatus status(const char* kernel, const char* mistake) {
 
 extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_forward_cuda(
     const LayerNormForward* params, cudaStream_t stream) {
-  constexpr const char* kKernel = "layer_norm_forward";
-  if (params->columns == 0) return {kKernel, nullptr};
-  return tch_extension::status(kKernel, tch_extension::start_layer_norm_forward(*params, stream));
+  using namespace tch_extension;
+  return launch("layer_norm_forward", *params, stream, start_forward);
 }
 
 extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_backward_cuda(
     const LayerNormBackward* params, cudaStream_t stream) {
-  constexpr const char* kKernel = "layer_norm_backward";
-  if (params->columns == 0) return {kKernel, nullptr};
-  const LayerNormPlan& plan = params->plan;
-  const bool is_few = plan.by_columns && plan.in_registers;
-  const auto start = is_few            ? tch_extension::start_layer_norm_backward_few
-                     : plan.in_place   ? tch_extension::start_layer_norm_backward_in_place
-                     : plan.stages > 0 ? tch_extension::start_layer_norm_backward_ring
-                                       : tch_extension::start_layer_norm_backward;
-  return tch_extension::status(kKernel, start(*params, stream));
+  using namespace tch_extension;
+  return launch("layer_norm_backward", *params, stream, start_backward);
 }
 
 extern "C" tch_extension::LaunchStatus tch_extension_layer_norm_finish_cuda(
     const LayerNormBackward* params, cudaStream_t stream) {
-  constexpr const char* kKernel = "layer_norm_finish";
-  if (params->plan.by_columns) {
-    return tch_extension::status(kKernel,
-                                 tch_extension::start_layer_norm_backward_few(*params, stream));
-  }
-  return tch_extension::finish(kKernel, *params, stream);
+  using namespace tch_extension;
+  return launch("layer_norm_finish", *params, stream, start_finish);
 }
 
 // Describes the current device, whose index must be `device`.

@@ -136,6 +136,38 @@ __device__ __forceinline__ Pair<C> block_sum(Pair<C> sum, Pair<C> (&sums)[kTeam 
   return total;
 }
 
+// A parameter's values at a column. kThere: the parameter is known to be present.
+template <typename T, int kLanes, bool kThere>
+__device__ __forceinline__ Values<T, kLanes> load_parameter(const void* pointer, int64_t at,
+                                                            Compute<T> otherwise) {
+  if constexpr (kThere) return unpack<T, kLanes>(load_vector<T, kLanes>(pointer, at));
+  return load_or<T, kLanes>(pointer, at, otherwise);
+}
+
+// Writes the outputs of one vector. `centred` is x - mean.
+template <typename T, int kLanes, bool kAffine>
+__device__ __forceinline__ void write_normal(const LayerNormForward& params, int64_t row_at,
+                                             int64_t column, const Values<T, kLanes>& centred,
+                                             const Moments<Compute<T>>& moments) {
+  const auto weight = load_parameter<T, kLanes, kAffine>(params.weight, column, Compute<T>(1));
+  const auto bias = load_parameter<T, kLanes, kAffine>(params.bias, column, Compute<T>(0));
+  Values<T, kLanes> y;
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const Compute<T> normal = (centred.lane[lane] - moments.correction) * moments.rstd;
+    y.lane[lane] = normal * weight.lane[lane] + bias.lane[lane];
+  }
+  store_values<T, kLanes>(params.output, row_at + column, y);
+}
+
+// Whether kLanes values can be loaded at a time. Null counts as aligned.
+template <typename T, int kLanes>
+bool aligned(const LayerNormForward& params) {
+  return params.columns % kLanes == 0 && is_aligned<T, kLanes>(params.input) &&
+         is_aligned<T, kLanes>(params.weight) && is_aligned<T, kLanes>(params.bias) &&
+         is_aligned<T, kLanes>(params.output);
+}
+
 // Whether the blocks of a cluster can keep a row in registers, with kKept bytes per thread.
 template <typename T, int kKept>
 bool fits_a_cluster(const LayerNormForward& params) {
@@ -143,13 +175,10 @@ bool fits_a_cluster(const LayerNormForward& params) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   const int64_t all = (params.columns + kLanes - 1) / kLanes;
   const int64_t each = (all + plan.cluster - 1) / plan.cluster;
-  return plan.in_registers && plan.team == plan.threads && plan.cluster <= kMostInCluster &&
+  return plan.team == plan.threads && plan.cluster <= kMostInCluster &&
          each * 16 <= plan.team * int64_t{kKept} && params.rows <= INT32_MAX / plan.cluster;
 }
 
 }  // namespace
-
-// Starts the kernel for rows that begin at any address; false if the plan does not fit.
-bool start_layer_norm_forward_shifted(const LayerNormForward& params, cudaStream_t stream);
 
 }  // namespace tch_extension

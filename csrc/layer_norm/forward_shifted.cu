@@ -107,10 +107,8 @@ template <typename T>
 bool start(const LayerNormForward& params, cudaStream_t stream) {
   const LayerNormPlan& plan = params.plan;
   constexpr int kLanes = kLanesOf16Bytes<T>;
-  if (params.kind != params.parameter_kind || !fits_a_block(plan) || !plan.in_registers ||
-      plan.lanes != kLanes)
-    return false;
-  if (plan.cluster > 1) {
+  if (!fits_a_block(plan)) return false;
+  if (plan.way == LayerNormWay::Cluster) {
     if (!fits_a_cluster<T, kBytes>(params)) return false;
     if (params.rows == 0) return true;
     const ClusterLaunch launch(plan, 0, params.rows, stream);

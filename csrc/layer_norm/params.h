@@ -5,6 +5,42 @@
 
 #include <cstdint>
 
+// The ways to compute rows on CUDA. Each is named as the files of its kernels in `csrc/layer_norm`.
+// A forward has `Registers`, `Cluster` and `Passes` only; if another way is forced, it takes
+// `Registers`.
+enum class LayerNormWay : int32_t {
+  // The plan chooses. Only then the plan depends on the number of rows.
+  Automatic,
+  // A team of threads loads its row into registers. Falls back to `Passes` for rows that are too
+  // long for a block.
+  Registers,
+  // The blocks of a cluster share a row. Falls back to `Passes` where the GPU lacks clusters.
+  Cluster,
+  // Backward: rows pass through a ring buffer in shared memory, which is filled asynchronously.
+  Ring,
+  // Backward: like `Ring`, for rows whose length is not a multiple of 16 bytes. They are read in
+  // place, 16 bytes at a time. All rows of a team begin at the same distance from a multiple of
+  // 16 bytes. Falls back to `Ring` for other rows.
+  InPlace,
+  // Backward: one kernel for few rows, which computes dw and db directly from x and dy, without
+  // partial sums. Falls back to `FewPasses` for rows that are too long for a block.
+  Few,
+  // One block per row, which reads the row again for each pass.
+  Passes,
+  // Backward: dx as by `Passes`, dw and db as by `Few`.
+  FewPasses,
+};
+
+// How threads load the values of a row.
+enum class LayerNormLoads : int32_t {
+  // One value at a time.
+  Single,
+  // 16 bytes at a time, from multiples of 16 bytes.
+  Vector,
+  // As `Vector`, but rows may begin at any address: their vectors are shifted out of the loads.
+  Shifted,
+};
+
 // What plans need to know about a GPU.
 struct LayerNormGpu {
   // The number of multiprocessors.
@@ -18,32 +54,21 @@ struct LayerNormGpu {
 
 // How rows are spread over threads on CUDA.
 struct LayerNormPlan {
-  // Whether a row is read once and kept in registers, rather than read again for each pass.
-  int32_t in_registers;
-  // Values per load: as many as 16 bytes hold, or one.
-  int32_t lanes;
-  // Whether rows may begin at any address; their vectors of 16 bytes are then shifted out of
-  // aligned loads.
-  int32_t shifted;
+  LayerNormWay way;
+  LayerNormLoads loads;
   // Threads per row, or per part of a row if a cluster shares it: a power of two. If the row is
   // read again for each pass, the team is the whole block.
   int32_t team;
   // Threads per block: one team or several.
   int32_t threads;
-  // Blocks that share a row: 1 except for long rows.
+  // Blocks that share a row: 1 except for `Cluster`.
   int32_t cluster;
   // How many rows per team are in flight to shared memory; 0 if rows are loaded straight into
   // registers.
   int32_t stages;
   // Whether the kernel that adds up the partial sums may start before the preceding kernel ends.
   int32_t early_finish;
-  // Whether the backward reads rows in place, 16 bytes at a time, although their length is not a
-  // multiple of 16 bytes. All rows of a team then begin at the same distance from a multiple of
-  // 16 bytes.
-  int32_t in_place;
-  // Whether dw and db are computed directly from x and dy, for few rows, without partial sums.
-  // If `in_registers` is also set, one kernel does the whole backward.
-  int32_t by_columns;
+  int32_t reserved;
 };
 
 // The parameters of the forward kernels. All arrays are row-major and contiguous, and no two

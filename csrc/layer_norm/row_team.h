@@ -11,14 +11,16 @@
 
 namespace tch_extension {
 
-// The launchers, each in a file of its own. They return null, or what is wrong with the plan.
-const char* start_layer_norm_forward(const LayerNormForward& params, cudaStream_t stream);
-const char* start_layer_norm_backward(const LayerNormBackward& params, cudaStream_t stream);
-const char* start_layer_norm_backward_ring(const LayerNormBackward& params, cudaStream_t stream);
-const char* start_layer_norm_backward_in_place(const LayerNormBackward& params,
-                                               cudaStream_t stream);
-const char* start_layer_norm_backward_cluster(const LayerNormBackward& params, cudaStream_t stream);
-const char* start_layer_norm_backward_few(const LayerNormBackward& params, cudaStream_t stream);
+// The launchers, each in a file of its own. They return false if the plan does not fit the arrays.
+bool start_layer_norm_forward_registers(const LayerNormForward& params, cudaStream_t stream);
+bool start_layer_norm_forward_shifted(const LayerNormForward& params, cudaStream_t stream);
+bool start_layer_norm_forward_passes(const LayerNormForward& params, cudaStream_t stream);
+bool start_layer_norm_backward_registers(const LayerNormBackward& params, cudaStream_t stream);
+bool start_layer_norm_backward_ring(const LayerNormBackward& params, cudaStream_t stream);
+bool start_layer_norm_backward_in_place(const LayerNormBackward& params, cudaStream_t stream);
+bool start_layer_norm_backward_cluster(const LayerNormBackward& params, cudaStream_t stream);
+bool start_layer_norm_backward_few(const LayerNormBackward& params, cudaStream_t stream);
+bool start_layer_norm_backward_passes(const LayerNormBackward& params, cudaStream_t stream);
 
 namespace {
 

@@ -49,8 +49,8 @@ const CASES: [Case; 6] = [
 
 /// A case for each of the kernels, with and without parameters.
 fn all_ways() -> impl Iterator<Item = Case> {
-    use LayerNormWay::{Block, Cluster, Direct, Loop, Warp};
-    [Warp, Block, Cluster, Direct, Loop]
+    use LayerNormWay::{Cluster, Few, FewPasses, InPlace, Passes, Registers, Ring};
+    [Registers, Cluster, Ring, InPlace, Few, Passes, FewPasses]
         .into_iter()
         .flat_map(|way| [Case { way, ..AFFINE }, Case { way, ..PLAIN }])
 }

@@ -267,8 +267,9 @@ pub(crate) fn backward(
     let alignment = alignment(&[grad_output, input, weight, grad_input]);
     let rows_of = Rows { way, rows, columns, kind: like.0, alignment, gpu: gpu(like.1)? };
     let plan = rows_of.backward();
-    let by_columns = plan.by_columns == 1;
-    let is_one_kernel = by_columns && plan.in_registers == 1;
+    // dw and db are computed directly, by columns.
+    let by_columns = matches!(plan.way, Way::Few | Way::FewPasses);
+    let is_one_kernel = plan.way == Way::Few;
     let parts = rows_of.parts(&plan, like.1, clusters_at_a_time(&plan, like.0, like.1)?);
     let scratch = |gradient: &Option<Tensor>| -> Result<Option<Tensor>> {
         gradient

@@ -1,36 +1,12 @@
-// The forward pass. A team keeps its row in registers, so that memory is read once: 2·M·N values
-// are moved, and the parameters. The number of bytes in flight decides the speed, and the registers
-// limit it: each thread keeps 64 bytes, and as many small blocks run as fit. Rows that do not fit a
-// block's registers are read again for each pass, mostly from the L2 cache.
+// The forward pass of rows that begin at multiples of 16 bytes. A team, or a cluster, keeps its row
+// in registers, so that memory is read once: 2·M·N values are moved, and the parameters. The number
+// of bytes in flight decides the speed, and the registers limit it: each thread keeps 64 bytes, and
+// as many small blocks run as fit.
 
 #include "forward.h"
 
 namespace tch_extension {
 namespace {
-
-// A parameter's values at a column. kThere: the parameter is known to be present.
-template <typename T, int kLanes, bool kThere>
-__device__ __forceinline__ Values<T, kLanes> load_parameter(const void* pointer, int64_t at,
-                                                            Compute<T> otherwise) {
-  if constexpr (kThere) return unpack<T, kLanes>(load_vector<T, kLanes>(pointer, at));
-  return load_or<T, kLanes>(pointer, at, otherwise);
-}
-
-// Writes the outputs of one vector. `centred` is x - mean.
-template <typename T, int kLanes, bool kAffine>
-__device__ __forceinline__ void write_normal(const LayerNormForward& params, int64_t row_at,
-                                             int64_t column, const Values<T, kLanes>& centred,
-                                             const Moments<Compute<T>>& moments) {
-  const auto weight = load_parameter<T, kLanes, kAffine>(params.weight, column, Compute<T>(1));
-  const auto bias = load_parameter<T, kLanes, kAffine>(params.bias, column, Compute<T>(0));
-  Values<T, kLanes> y;
-#pragma unroll
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const Compute<T> normal = (centred.lane[lane] - moments.correction) * moments.rstd;
-    y.lane[lane] = normal * weight.lane[lane] + bias.lane[lane];
-  }
-  store_values<T, kLanes>(params.output, row_at + column, y);
-}
 
 // Values of kTeam for kernels that work for any team within a warp, any team of warps, or a
 // cluster. A positive kTeam stands for a kernel for this size of team only, with a weight and a
@@ -163,78 +139,11 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
   if (thread == 0 && column == 0 && row < params.rows) keep_moments(params, row, moments);
 }
 
-// For rows that do not fit a block's registers: the block is one team, and reads its row again for
-// each pass.
-template <typename T, int kLanes>
-__global__ void __launch_bounds__(kMostThreads)
-    layer_norm_forward_in_passes(LayerNormForward params) {
-  using C = Compute<T>;
-  __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
-  int turn = 0;
-  const int team = blockDim.x;
-  const int64_t vectors = params.columns / kLanes;
-  const Scales<C> scales(params.columns);
-
-  for (int64_t row = blockIdx.x; row < params.rows; row += gridDim.x) {
-    const int64_t at = row * params.columns;
-    // One sum per lane: shorter chains of additions lose less precision.
-    C sums[kLanes] = {};
-    for (int64_t index = threadIdx.x; index < vectors; index += team) {
-      const auto x = load_values<T, kLanes>(params.input, at + index * kLanes);
-#pragma unroll
-      for (int lane = 0; lane < kLanes; ++lane) sums[lane] += x.lane[lane] * scales.scale;
-    }
-    Pair<C> sum = {C(0), C(0)};
-#pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) sum.first += sums[lane];
-    const C sum_of_row = team_sum<false>(sum, team, buffer, turn).first;
-    const C mean = pivot<C>(sum_of_row * scales.unscale,
-                            static_cast<C>(static_cast<const T*>(params.input)[at]));
-
-    Pair<C> by_lane[kLanes] = {};
-    for (int64_t index = threadIdx.x; index < vectors; index += team) {
-      const auto x = load_values<T, kLanes>(params.input, at + index * kLanes);
-#pragma unroll
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const C difference = x.lane[lane] - mean;
-        by_lane[lane].first += difference * scales.scale;
-        by_lane[lane].second += difference * difference;
-      }
-    }
-    Pair<C> centred = {C(0), C(0)};
-#pragma unroll
-    for (int lane = 0; lane < kLanes; ++lane) {
-      centred.first += by_lane[lane].first;
-      centred.second += by_lane[lane].second;
-    }
-    centred = team_sum<false>(centred, team, buffer, turn);
-    const auto moments = moments_from<C>(mean, centred, scales, params.eps);
-
-    for (int64_t index = threadIdx.x; index < vectors; index += team) {
-      auto x = load_values<T, kLanes>(params.input, at + index * kLanes);
-#pragma unroll
-      for (int lane = 0; lane < kLanes; ++lane) x.lane[lane] -= mean;
-      write_normal<T, kLanes, false>(params, at, index * kLanes, x, moments);
-    }
-    if (threadIdx.x == 0) keep_moments(params, row, moments);
-  }
-}
-
-// Whether kLanes values can be loaded at a time. Null counts as aligned.
-template <typename T, int kLanes>
-bool aligned(const LayerNormForward& params) {
-  return params.columns % kLanes == 0 && is_aligned<T, kLanes>(params.input) &&
-         is_aligned<T, kLanes>(params.weight) && is_aligned<T, kLanes>(params.bias) &&
-         is_aligned<T, kLanes>(params.output);
-}
-
-template <typename T, int kLanes>
+template <typename T>
 bool fits(const LayerNormForward& params) {
   const LayerNormPlan& plan = params.plan;
-  if (params.kind != params.parameter_kind || !fits_a_block(plan)) return false;
-  if (!aligned<T, kLanes>(params)) return false;
-  if (plan.cluster > 1) return fits_a_cluster<T, kClusterBytes<T>>(params);
-  if (!plan.in_registers) return plan.team == plan.threads;
+  if (!fits_a_block(plan) || !aligned<T, kLanesOf16Bytes<T>>(params)) return false;
+  if (plan.way == LayerNormWay::Cluster) return fits_a_cluster<T, kClusterBytes<T>>(params);
   const int64_t kept = plan.team <= kWarp ? kBytes : 2 * kBytes;
   return params.columns * int64_t{sizeof(T)} <= plan.team * kept &&
          params.rows <= int64_t{INT32_MAX} * (plan.threads / plan.team);
@@ -276,10 +185,10 @@ auto kernel_of_one_team(const LayerNormForward& params) -> void (*)(LayerNormFor
 }
 
 template <typename T>
-void start_in_registers(const LayerNormForward& params, cudaStream_t stream) {
+void start(const LayerNormForward& params, cudaStream_t stream) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   const LayerNormPlan& plan = params.plan;
-  if (plan.cluster > 1) {
+  if (plan.way == LayerNormWay::Cluster) {
     const ClusterLaunch launch(plan, 0, params.rows, stream);
     constexpr auto kKernel =
         layer_norm_forward_in_registers<T, kLanes, kClusterBytes<T>, kBlocksOfCluster>;
@@ -298,36 +207,16 @@ void start_in_registers(const LayerNormForward& params, cudaStream_t stream) {
       : start_kernel(layer_norm_forward_in_registers<T, kLanes, kBytes, kAnyWarps>);
 }
 
-template <typename T, int kLanes>
-bool start(const LayerNormForward& params, cudaStream_t stream) {
-  if (!fits<T, kLanes>(params)) return false;
-  if (params.rows == 0) return true;
-  if (params.plan.in_registers) {
-    if constexpr (kLanes != kLanesOf16Bytes<T>) return false;
-    start_in_registers<T>(params, stream);
-    return true;
-  }
-  const unsigned int blocks = at_most(params.rows, INT32_MAX);
-  layer_norm_forward_in_passes<T, kLanes><<<blocks, params.plan.threads, 0, stream>>>(params);
-  return true;
-}
-
 }  // namespace
 
-const char* start_layer_norm_forward(const LayerNormForward& params, cudaStream_t stream) {
+bool start_layer_norm_forward_registers(const LayerNormForward& params, cudaStream_t stream) {
   bool planned = false;
-  if (params.plan.shifted) {
-    planned = start_layer_norm_forward_shifted(params, stream);
-  } else {
-    for_kind(params.kind, [&](auto type) {
-      using T = typename decltype(type)::type;
-      planned = params.plan.lanes == kLanesOf16Bytes<T>
-                    ? start<T, kLanesOf16Bytes<T>>(params, stream)
-                : params.plan.lanes == 1 ? start<T, 1>(params, stream)
-                                         : false;
-    });
-  }
-  return planned ? nullptr : "internal error: the plan does not fit the arrays";
+  for_kind(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    planned = fits<T>(params);
+    if (planned && params.rows > 0) start<T>(params, stream);
+  });
+  return planned;
 }
 
 }  // namespace tch_extension
