@@ -1,7 +1,7 @@
 //! The LLTM cell of PyTorch's extension tutorial: an LSTM without a forget gate, and with ELU as
 //! the activation of its candidate.
 
-mod kernels;
+pub(super) mod kernels;
 pub(super) mod plan;
 
 use super::gemm;
@@ -13,6 +13,7 @@ use crate::dispatch::promote;
 use crate::ffi::facts::{Facts, facts};
 use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};
+use kernels::device::TensorCores;
 use kernels::fused::{self, Beside};
 use kernels::pointwise;
 use plan::Sizes;
@@ -342,10 +343,10 @@ impl LltmCell {
         if sizes.fuse_forward(way, kind, device) {
             return fused::forward(operands, known, sizes, beside);
         }
-        if sizes.try_tensor_cores(way, kind, device)
+        if sizes.fit_tensor_cores(kind, device)
             && fused::allow_bulk_copies(known, sizes)
-            && let Some(outputs) =
-                fused::forward_by_tensor_cores(way, operands, known, sizes, beside)?
+            && sizes.use_tensor_cores(way, TensorCores::of(device)?.processors)
+            && let Some(outputs) = fused::forward_by_tensor_cores(operands, known, sizes, beside)?
         {
             return Ok(outputs);
         }
