@@ -137,3 +137,23 @@ fn cuda_half_kinds_and_others_are_right_at_sizes_nobody_chose() {
         }
     }
 }
+
+#[test]
+fn each_way_gives_the_same_sizes_kinds_strides_and_memory() {
+    let ways = [ProductWay::Automatic].into_iter().chain(WAYS).collect::<Vec<_>>();
+    let sizes: [&[&[i64]]; 12] = [
+        &[&[6, 4], &[5, 4], &[5]],
+        &[&[6, 4], &[5, 4]],
+        &[&[4], &[5, 4], &[5]],
+        &[&[2, 3, 4], &[5, 4], &[5]],
+        &[&[2, 3, 4], &[5, 4]],
+        &[&[2, 1, 1], &[5, 1], &[5]],
+        &[&[1, 4], &[1, 4], &[1]],
+        &[&[3, 2, 4], &[1, 4], &[1]],
+        &[&[2, 0, 4], &[5, 4], &[5]],
+        &[&[6, 0], &[5, 0], &[5]],
+        &[&[6, 4], &[0, 4], &[0]],
+        &[&[3, 40, 33], &[65, 33], &[65]],
+    ];
+    support::alike::assert_alike(&ways, &sizes, |way, arguments| by(way)(arguments));
+}

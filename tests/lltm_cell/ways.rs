@@ -179,3 +179,30 @@ fn cuda_a_graph_keeps_three_numbers_an_element() {
         drop(outputs);
     }
 }
+
+#[test]
+fn each_way_gives_the_same_sizes_kinds_strides_and_memory() {
+    let ways = [
+        LltmCellWay::Automatic,
+        LltmCellWay::Product,
+        LltmCellWay::Fused,
+        LltmCellWay::TensorCores,
+    ];
+    let sizes = [
+        [3, 4, 5],
+        [9, 6, 33],
+        [1, 3, 8],
+        [3, 1, 1],
+        [1, 1, 1],
+        [3, 0, 4],
+        [0, 3, 4],
+        [2, 3, 0],
+        [130, 8, 64],
+    ];
+    for [b, f, h] in sizes {
+        let all: [&[i64]; 5] = [&[b, f], &[3 * h, h + f], &[3 * h], &[b, h], &[b, h]];
+        let [x, w, _, h0, c0] = all;
+        let samples: [&[&[i64]]; 3] = [&all, &[x, w, &[1, 3 * h], h0, c0], &[x, w, h0, c0]];
+        support::alike::assert_alike(&ways, &samples, by);
+    }
+}

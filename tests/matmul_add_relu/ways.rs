@@ -383,3 +383,41 @@ fn cuda_half_kinds_and_others_copy_nothing_for_a_shared_factor() {
         }
     }
 }
+
+#[test]
+fn each_way_gives_the_same_sizes_kinds_strides_and_memory() {
+    let ways = [ProductWay::Automatic].into_iter().chain(WAYS).collect::<Vec<_>>();
+    let sizes: [&[&[i64]]; 26] = [
+        &[&[6, 4], &[4, 5], &[5]],
+        &[&[6, 4], &[4, 5], &[6, 5]],
+        &[&[6, 4], &[4, 5], &[6, 1]],
+        &[&[6, 4], &[4, 5], &[]],
+        &[&[6, 4], &[4, 5], &[2, 1, 5]],
+        &[&[4], &[4, 5], &[5]],
+        &[&[6, 4], &[4], &[6]],
+        &[&[4], &[4], &[1]],
+        &[&[4], &[2, 4, 5], &[5]],
+        &[&[2, 6, 4], &[4], &[6]],
+        // A batch in both factors, in one of them, and of different parts in each.
+        &[&[3, 6, 4], &[3, 4, 5], &[5]],
+        &[&[3, 6, 4], &[4, 5], &[3, 6, 5]],
+        &[&[6, 4], &[3, 4, 5], &[3, 1, 5]],
+        &[&[3, 1, 6, 4], &[2, 4, 5], &[2, 6, 5]],
+        &[&[1, 6, 4], &[3, 4, 5], &[5]],
+        // Sizes of 1, for whose strides libtorch has several conventions.
+        &[&[1, 4], &[4, 1], &[1]],
+        &[&[1, 4], &[3, 4, 5], &[5]],
+        &[&[6, 4], &[3, 4, 1], &[1]],
+        &[&[3, 6, 1], &[1, 5], &[5]],
+        &[&[3, 1, 4], &[3, 4, 1], &[1]],
+        // Nothing to multiply, or nothing to sum.
+        &[&[0, 4], &[4, 5], &[5]],
+        &[&[6, 0], &[0, 5], &[5]],
+        &[&[3, 6, 4], &[3, 4, 0], &[0]],
+        // Sizes for which the CPU has a product of this crate.
+        &[&[33, 40], &[40, 72], &[72]],
+        &[&[3, 33, 40], &[3, 40, 72], &[72]],
+        &[&[33, 40], &[3, 40, 16], &[3, 1, 16]],
+    ];
+    support::alike::assert_alike(&ways, &sizes, |way, arguments| by(way)(arguments));
+}

@@ -2,6 +2,7 @@
 //! every kind and on every device, for a table of samples.
 #![allow(dead_code)]
 
+pub mod alike;
 mod backtrace;
 pub mod gpu;
 pub mod kinds;

@@ -109,14 +109,8 @@ pub fn f_layer_norm(
         Some([Some(input), weight, bias]) => (input, weight.as_ref(), bias.as_ref()),
         _ => (input, weight, bias),
     };
-    let shape = check_arguments(input, normalized_shape, weight, bias)?;
-    let function = LayerNorm {
-        shape: Shape { way: forced(), ..shape },
-        normalized_shape: normalized_shape.to_vec(),
-        eps,
-        bias_kind: bias.map(Tensor::f_kind).transpose()?,
-    };
-    apply(function, &[Some(input), weight, bias])?.single()
+    let options = Options { normalized_shape: normalized_shape.to_vec(), eps, way: forced() };
+    apply(LayerNorm { options, bias_kind: None }, &[Some(input), weight, bias])?.single()
 }
 
 /// [`layer_norm`] in plain tch operations, without checks of its own. Half kinds are computed in
@@ -148,10 +142,11 @@ pub fn layer_norm_reference(
 
 fn check_arguments(
     input: &Tensor,
-    normalized_shape: &[i64],
+    size: &[i64],
     weight: Option<&Tensor>,
     bias: Option<&Tensor>,
-) -> Result<Shape> {
+    normalized_shape: &[i64],
+) -> Result<()> {
     let input_check = check!(OP, input).kind_in(&KINDS)?;
     if normalized_shape.is_empty() {
         return Err(Error::argument(
@@ -162,12 +157,11 @@ fn check_arguments(
             "pass the trailing sizes of the input, such as &[features]",
         ));
     }
-    let size = input.size();
-    let Some(leading) = size.strip_suffix(normalized_shape) else {
+    if !size.ends_with(normalized_shape) {
         let sizes: Vec<String> = normalized_shape.iter().map(i64::to_string).collect();
         let expected = format!("shape [*, {}], as normalized_shape has it", sizes.join(", "));
         return Err(input_check.refuse(expected, format!("{size:?}"), ""));
-    };
+    }
     let parameter_kind = weight.or(bias).map(Tensor::f_kind).transpose()?;
     if let Some(weight) = weight {
         check_parameter(&check!(OP, weight), input, normalized_shape, parameter_kind)?;
@@ -175,12 +169,7 @@ fn check_arguments(
     if let Some(bias) = bias {
         check_parameter(&check!(OP, bias), input, normalized_shape, parameter_kind)?;
     }
-    let product =
-        |sizes: &[i64]| sizes.iter().try_fold(1_i64, |product, &size| product.checked_mul(size));
-    match (product(leading), product(normalized_shape)) {
-        (Some(rows), Some(columns)) => Ok(Shape { rows, columns, way: Way::Automatic }),
-        _ => Err(input_check.refuse("sizes whose products fit 64 bits", format!("{size:?}"), "")),
-    }
+    Ok(())
 }
 
 fn check_parameter(
@@ -233,10 +222,35 @@ fn parameter_kinds(input: Kind, device: Device) -> &'static [Kind] {
     }
 }
 
-struct LayerNorm {
-    shape: Shape,
+/// The arguments that are no tensors.
+struct Options {
     normalized_shape: Vec<i64>,
     eps: f64,
+    way: Way,
+}
+
+impl Options {
+    /// The shape of an input of this size, which ends with `normalized_shape`.
+    fn shape(&self, size: &[i64]) -> Result<Shape> {
+        let columns = &self.normalized_shape[..];
+        let product = |sizes: &[i64]| {
+            sizes.iter().try_fold(1, |product: i64, &size| product.checked_mul(size))
+        };
+        match (size.strip_suffix(columns).and_then(product), product(columns)) {
+            (Some(rows), Some(columns)) => Ok(Shape { rows, columns, way: self.way }),
+            _ => Err(Error::argument(
+                OP,
+                "input",
+                "sizes whose products fit 64 bits",
+                format!("{size:?}"),
+                "",
+            )),
+        }
+    }
+}
+
+struct LayerNorm {
+    options: Options,
     /// Kept here so that the first derivative does not look at the bias itself: a bias that was
     /// changed in place since the forward then causes no version error.
     bias_kind: Option<Kind>,
@@ -261,21 +275,10 @@ impl Function for LayerNorm {
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let input = inputs.get(place::INPUT)?;
         let (weight, bias) = (inputs.optional(place::WEIGHT), inputs.optional(place::BIAS));
-
-        let values = plain(input)?;
-        let parameters = [weight.map(plain).transpose()?, bias.map(plain).transpose()?];
-        let mut output = Tensor::f_empty_like(&values)?;
         let needs_moments =
             saver.needs_input_grad(place::INPUT) || saver.needs_input_grad(place::WEIGHT);
-        let mut moments = if needs_moments {
-            Some(Moments::empty(self.shape.rows, values.f_kind()?, values.device())?)
-        } else {
-            None
-        };
-        let [weight_values, bias_values] = [parameters[0].as_ref(), parameters[1].as_ref()];
-        let operands = Operands { input: &values, weight: weight_values, bias: bias_values };
-        kernels::forward(self.shape, &operands, self.eps, &mut output, moments.as_mut())?;
-
+        let (output, moments) = forward(input, weight, bias, &self.options, needs_moments)?;
+        self.bias_kind = bias.map(Tensor::f_kind).transpose()?;
         let (mean, rstd) = moments.map(|moments| (moments.mean, moments.rstd)).unzip();
         for tensor in [Some(input), weight, bias, mean.as_ref(), rstd.as_ref()] {
             saver.save_optional(tensor);
@@ -289,7 +292,19 @@ impl Function for LayerNorm {
                 (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, |inputs| self.reference(inputs));
         }
-        self.first_derivative(ctx, &plain(grads.get(0)?)?)
+        let needs = Needs {
+            input: ctx.needs_input_grad(place::INPUT),
+            weight: ctx.needs_input_grad(place::WEIGHT),
+            bias: self.bias_kind.filter(|_| ctx.needs_input_grad(place::BIAS)),
+        };
+        let saved = if needs.input || needs.weight {
+            let moments = Moments { mean: ctx.saved(MEAN)?, rstd: ctx.saved(RSTD)? };
+            let weight = ctx.saved_optional(place::WEIGHT)?;
+            Some(Saved { input: ctx.saved(place::INPUT)?, weight, moments })
+        } else {
+            None
+        };
+        Ok(backward(grads.get(0)?, saved.as_ref(), &self.options, needs)?.into())
     }
 }
 
@@ -298,34 +313,75 @@ impl LayerNorm {
         let inputs: Vec<Option<&Tensor>> = inputs.iter().map(Option::as_ref).collect();
         let inputs = Inputs::new(&inputs);
         let (weight, bias) = (inputs.optional(place::WEIGHT), inputs.optional(place::BIAS));
+        let Options { normalized_shape, eps, .. } = &self.options;
         let input = inputs.get(place::INPUT)?;
-        Ok(layer_norm_reference(input, &self.normalized_shape, weight, bias, self.eps)?.into())
+        Ok(layer_norm_reference(input, normalized_shape, weight, bias, *eps)?.into())
     }
+}
 
-    fn first_derivative(&self, ctx: &Context<'_>, grad_output: &Tensor) -> Result<Tensors> {
-        let needs_input = ctx.needs_input_grad(place::INPUT);
-        let needs_weight = ctx.needs_input_grad(place::WEIGHT);
-        let (input, weight, moments) = if needs_input || needs_weight {
-            let weight = ctx.saved_optional(place::WEIGHT)?.as_ref().map(plain).transpose()?;
-            let moments = Moments { mean: ctx.saved(MEAN)?, rstd: ctx.saved(RSTD)? };
-            (plain(&ctx.saved(place::INPUT)?)?, weight, Some(moments))
-        } else {
-            // The bias' gradient is a sum of `grad_output` alone.
-            (grad_output.shallow_clone(), None, None)
-        };
-        let parameter = |kind| Tensor::f_empty(&self.normalized_shape, (kind, input.device()));
-        let weight_kind = weight.as_ref().map(Tensor::f_kind).transpose()?;
-        let mut gradients = Gradients {
-            input: needs_input.then(|| input.f_empty_like()).transpose()?,
-            weight: weight_kind.filter(|_| needs_weight).map(parameter).transpose()?,
-            bias: self
-                .bias_kind
-                .filter(|_| ctx.needs_input_grad(place::BIAS))
-                .map(parameter)
-                .transpose()?,
-        };
-        let operands = Operands { input: &input, weight: weight.as_ref(), bias: None };
-        kernels::backward(self.shape, &operands, grad_output, moments.as_ref(), &mut gradients)?;
-        Ok([gradients.input, gradients.weight, gradients.bias].into())
-    }
+/// The output and, if they are needed, the moments of the rows. The sizes and kinds of the
+/// arguments are checked here.
+fn forward(
+    input: &Tensor,
+    weight: Option<&Tensor>,
+    bias: Option<&Tensor>,
+    options: &Options,
+    needs_moments: bool,
+) -> Result<(Tensor, Option<Moments>)> {
+    let size = input.size();
+    check_arguments(input, &size, weight, bias, &options.normalized_shape)?;
+    let shape = options.shape(&size)?;
+    let values = plain(input)?;
+    let parameters = [weight.map(plain).transpose()?, bias.map(plain).transpose()?];
+    let (kind, device) = (values.f_kind()?, values.device());
+    let mut output = Tensor::f_empty(&size, (kind, device))?;
+    let moments = || Moments::empty(shape.rows, kind, device);
+    let mut moments = needs_moments.then(moments).transpose()?;
+    let [weight, bias] = [parameters[0].as_ref(), parameters[1].as_ref()];
+    let operands = Operands { input: &values, weight, bias };
+    kernels::forward(shape, &operands, options.eps, &mut output, moments.as_mut())?;
+    Ok((output, moments))
+}
+
+/// What the gradients of input and weight read.
+struct Saved {
+    input: Tensor,
+    weight: Option<Tensor>,
+    moments: Moments,
+}
+
+/// Which gradients are needed.
+#[derive(Clone, Copy)]
+struct Needs {
+    input: bool,
+    weight: bool,
+    /// The kind of the bias.
+    bias: Option<Kind>,
+}
+
+/// The gradients of input, weight and bias that are needed. `saved` may be `None` if only the bias'
+/// gradient is.
+fn backward(
+    grad_output: &Tensor,
+    saved: Option<&Saved>,
+    options: &Options,
+    needs: Needs,
+) -> Result<[Option<Tensor>; 3]> {
+    let size = grad_output.size();
+    let grad_output = plain(grad_output)?;
+    // The bias' gradient is a sum of `grad_output` alone.
+    let input = saved.map_or(Ok(grad_output.shallow_clone()), |saved| plain(&saved.input))?;
+    let weight = saved.and_then(|saved| saved.weight.as_ref()).map(plain).transpose()?;
+    let (kind, device) = (input.f_kind()?, input.device());
+    let parameter = |kind| Tensor::f_empty(&options.normalized_shape, (kind, device));
+    let weight_kind = weight.as_ref().map(Tensor::f_kind).transpose()?;
+    let mut gradients = Gradients {
+        input: needs.input.then(|| Tensor::f_empty(&size, (kind, device))).transpose()?,
+        weight: weight_kind.filter(|_| needs.weight).map(parameter).transpose()?,
+        bias: needs.bias.map(parameter).transpose()?,
+    };
+    let operands = Operands { input: &input, weight: weight.as_ref(), bias: None };
+    let moments = saved.map(|saved| &saved.moments);
+    kernels::backward(options.shape(&size)?, &operands, &grad_output, moments, &mut gradients)?;
+    Ok([gradients.input, gradients.weight, gradients.bias])
 }

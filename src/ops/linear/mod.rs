@@ -142,14 +142,7 @@ impl Function for Linear {
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (input, weight, bias) =
             (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
-        let output = match gemm::linear(input, weight, bias, self.way)? {
-            Some(output) => output,
-            // Only here the arguments have to be checked: the other ways accept valid ones only.
-            None => {
-                check_arguments(input, weight, bias)?;
-                product(input, weight, bias)?
-            }
-        };
+        let output = forward(input, weight, bias, self.way)?;
         // Each of the two is needed only for the gradient of the other.
         saver.save_optional(Some(input).filter(|_| saver.needs_input_grad(place::WEIGHT)));
         saver.save_optional(Some(weight).filter(|_| saver.needs_input_grad(place::INPUT)));
@@ -160,17 +153,30 @@ impl Function for Linear {
     }
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let grad = rows(grads.get(0)?)?;
-        let grad_input = self.input_gradient(ctx, &grad)?;
-        let grad_weight = self.weight_gradient(ctx, &grad)?;
-        let grad_bias = bias_gradient(ctx, &grad)?;
-        Ok([grad_input, grad_weight, grad_bias].into())
+        let needs_bias = ctx.needs_input_grad(place::BIAS);
+        let saved = |needed: bool, slot| needed.then(|| ctx.saved(slot)).transpose();
+        let factors = Factors {
+            input: saved(ctx.needs_input_grad(place::WEIGHT), place::INPUT)?,
+            weight: saved(ctx.needs_input_grad(place::INPUT), place::WEIGHT)?,
+        };
+        let grad = grads.get(0)?;
+        let gradients = match ctx.create_graph() {
+            true => differentiable_backward(grad, &factors, &self.input_size, needs_bias),
+            false => backward(grad, &factors, &self.input_size, needs_bias, self.way),
+        };
+        Ok(gradients?.into())
     }
 }
 
-/// Multiplies the input as a matrix of rows. If the input is not a matrix, its strides decide
-/// whether libtorch adds the bias inside the product or after it, with one rounding more.
-fn product(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+/// The output. The sizes and kinds of the arguments are checked here.
+fn forward(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>, way: Way) -> Result<Tensor> {
+    if let Some(output) = gemm::linear(input, weight, bias, way)? {
+        return Ok(output);
+    }
+    // Only here the arguments have to be checked: the other ways accept valid ones only.
+    check_arguments(input, weight, bias)?;
+    // If the input is not a matrix, its strides decide whether libtorch adds the bias inside the
+    // product or after it, with one rounding more.
     if input.dim() == 2 {
         return Ok(input.f_linear(weight, bias)?);
     }
@@ -181,45 +187,61 @@ fn product(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Ten
     Ok(output.f_view(size.as_slice())?)
 }
 
-impl Linear {
-    /// The gradient of the input: `dy W`.
-    fn input_gradient(&self, ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
-        if !ctx.needs_input_grad(place::INPUT) {
-            return Ok(None);
-        }
-        let product = self.factor_gradient(ctx, grad, &ctx.saved(place::WEIGHT)?)?;
-        Ok(Some(product.f_view(self.input_size.as_slice())?))
-    }
-
-    /// The gradient of the weight: `dyᵀ x`.
-    fn weight_gradient(&self, ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
-        if !ctx.needs_input_grad(place::WEIGHT) {
-            return Ok(None);
-        }
-        let input = rows(&ctx.saved(place::INPUT)?)?;
-        Ok(Some(self.factor_gradient(ctx, &grad.f_transpose(0, 1)?, &input)?))
-    }
-
-    /// A product for a gradient. If a graph is created, it has to be an operation that libtorch can
-    /// differentiate.
-    fn factor_gradient(&self, ctx: &Context<'_>, lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
-        let own = if ctx.create_graph() { None } else { gemm::product(lhs, rhs, self.way)? };
-        match own {
-            Some(product) => Ok(product),
-            None => Ok(lhs.f_mm(rhs)?),
-        }
-    }
+/// What the backward pass reads of the arguments. Each is there if the gradient of the other is
+/// needed.
+struct Factors {
+    input: Option<Tensor>,
+    weight: Option<Tensor>,
 }
 
-/// The gradient of the bias: `Σ dy` over the rows.
-fn bias_gradient(ctx: &Context<'_>, grad: &Tensor) -> Result<Option<Tensor>> {
-    if !ctx.needs_input_grad(place::BIAS) {
-        return Ok(None);
-    }
-    // If a graph is created, this has to be an operation that libtorch can differentiate, as the
-    // products are.
-    if ctx.create_graph() {
-        return Ok(Some(grad.f_sum_dim_intlist([0_i64].as_slice(), false, grad.f_kind()?)?));
-    }
-    kernels::bias_grad(grad).map(Some)
+/// The gradients of input, weight and bias that are needed.
+type Gradients = [Option<Tensor>; 3];
+
+/// The gradients, by the kernels of this crate or by libtorch's.
+fn backward(
+    grad: &Tensor,
+    factors: &Factors,
+    input_size: &[i64],
+    needs_bias: bool,
+    way: Way,
+) -> Result<Gradients> {
+    let product = |lhs: &Tensor, rhs: &Tensor| match gemm::product(lhs, rhs, way)? {
+        Some(product) => Ok(product),
+        None => Ok(lhs.f_mm(rhs)?),
+    };
+    gradients(grad, factors, input_size, needs_bias, product, kernels::bias_grad)
+}
+
+/// [`backward`] by operations that libtorch can differentiate.
+fn differentiable_backward(
+    grad: &Tensor,
+    factors: &Factors,
+    input_size: &[i64],
+    needs_bias: bool,
+) -> Result<Gradients> {
+    let product = |lhs: &Tensor, rhs: &Tensor| Ok(lhs.f_mm(rhs)?);
+    let sum = |grad: &Tensor| -> Result<Tensor> {
+        Ok(grad.f_sum_dim_intlist([0_i64].as_slice(), false, grad.f_kind()?)?)
+    };
+    gradients(grad, factors, input_size, needs_bias, product, sum)
+}
+
+/// `dy W`, `dyᵀ x` and `Σ dy` over the rows.
+fn gradients(
+    grad: &Tensor,
+    factors: &Factors,
+    input_size: &[i64],
+    needs_bias: bool,
+    product: impl Fn(&Tensor, &Tensor) -> Result<Tensor>,
+    sum: impl Fn(&Tensor) -> Result<Tensor>,
+) -> Result<Gradients> {
+    let grad = &rows(grad)?;
+    let of_input =
+        |weight: &Tensor| -> Result<Tensor> { Ok(product(grad, weight)?.f_view(input_size)?) };
+    let of_weight = |input: &Tensor| product(&grad.f_transpose(0, 1)?, &rows(input)?);
+    Ok([
+        factors.weight.as_ref().map(of_input).transpose()?,
+        factors.input.as_ref().map(of_weight).transpose()?,
+        needs_bias.then(|| sum(grad)).transpose()?,
+    ])
 }

@@ -395,12 +395,15 @@ fn first_derivative(ctx: &Context<'_>, grads: &Tensors, state: &Lltm) -> Result<
     let wanted = |place, gradient: Tensor, kind| -> Result<Option<Tensor>> {
         if ctx.needs_input_grad(place) { Ok(Some(gradient.f_to_kind(kind)?)) } else { Ok(None) }
     };
+    let bias_shape = state.bias_shape.as_deref().filter(|_| ctx.needs_input_grad(place::BIAS));
+    let grad_bias = match bias_shape {
+        Some(shape) => Some(bias_gradient(&grad_gates, shape)?.f_to_kind(product)?),
+        None => None,
+    };
     Ok([
         input_gradient(ctx, &grad_gates, &weight, sizes, product)?,
         weight_gradient(ctx, &grad_gates, sizes, product)?,
-        bias_gradient(ctx, &grad_gates, state.bias_shape.as_deref())?
-            .map(|gradient| gradient.f_to_kind(product))
-            .transpose()?,
+        grad_bias,
         wanted(place::H, made.h0, product)?,
         wanted(place::C, made.c0, state_kind)?,
     ]

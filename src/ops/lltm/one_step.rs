@@ -61,6 +61,6 @@ impl Function for OneStep {
             _ => None,
         };
         let grad_new_h = sum.as_ref().or(grads.optional(0)).or(grads.optional(1));
-        self.0.gradients(ctx, grad_new_h, grads.optional(2))
+        self.0.gradients(ctx, [grad_new_h, grads.optional(2)])
     }
 }

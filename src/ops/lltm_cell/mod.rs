@@ -1,6 +1,7 @@
 //! The LLTM cell of PyTorch's extension tutorial: an LSTM without a forget gate, and with ELU as
 //! the activation of its candidate.
 
+mod functions;
 pub(super) mod kernels;
 pub(super) mod plan;
 
@@ -11,15 +12,13 @@ use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differen
 use crate::check::Check;
 use crate::dispatch::promote;
 use crate::ffi::facts::{Facts, facts};
-use crate::ffi::tensor::plain;
 use crate::{Error, Result, check};
-use kernels::device::TensorCores;
-use kernels::fused::{self, Beside};
-use kernels::pointwise;
-use plan::Sizes;
+use functions::{Saved, Shapes};
+pub(super) use functions::{bias_gradient, of_one_step};
+use kernels::fused::{Operands, Outputs};
 #[doc(hidden)]
 pub use plan::Way;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 const OP: &str = "lltm_cell";
 pub(super) const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
@@ -116,19 +115,9 @@ pub fn f_lltm_cell(
 pub(super) fn is_ordinary(facts: &[Facts; place::LEN], has_bias: bool) -> bool {
     let [input, weight, bias, h, c] = facts;
     let (Some(device), Some(_)) = (input.device(), input.kind()) else { return false };
-    let (Some([batch, features]), Some([_, hidden])) = (input.sizes(), h.sizes()) else {
-        return false;
-    };
-    let (Some(gates), Some(columns)) = (hidden.checked_mul(3), hidden.checked_add(features)) else {
-        return false;
-    };
-    let is_bias = || {
-        bias.is_like(input) && (bias.sizes() == Some([gates]) || bias.sizes() == Some([1, gates]))
-    };
     [weight, h, c].iter().all(|tensor| tensor.is_like(input))
-        && [h, c].iter().all(|state| state.sizes() == Some([batch, hidden]))
-        && weight.sizes() == Some([gates, columns])
-        && (!has_bias || is_bias())
+        && (!has_bias || bias.is_like(input))
+        && Shapes::of(facts, has_bias, false).is_some()
         && Autocast::kind(device).is_none()
 }
 
@@ -254,20 +243,8 @@ pub(super) struct LltmCell {
     is_sequence: bool,
     /// The facts of the arguments, if they have been queried already. Only the forward needs them.
     known: Option<[Facts; place::LEN]>,
-    sizes: Sizes,
-    /// Kept here so that the first derivative does not look at bias and weight themselves: if it
-    /// does not need them, changing them in place since the forward causes no version error.
-    bias: Option<BiasShape>,
-    /// The kind of the product and its operands.
-    product: Option<Kind>,
-    /// Whether one kernel computes the backward, too.
-    fused: bool,
-}
-
-#[derive(Clone, Copy)]
-enum BiasShape {
-    Flat,
-    Row,
+    /// Known after the forward.
+    shapes: Option<Shapes>,
 }
 
 impl LltmCell {
@@ -278,92 +255,46 @@ impl LltmCell {
     }
 
     /// Computes the outputs, and saves everything that the backward reads.
-    pub fn compute(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<fused::Outputs> {
+    pub fn compute(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Outputs> {
         let (input, weight, bias) =
             (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
         let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
-
+        let all = [Some(input), Some(weight), bias, Some(h), Some(c)];
         let known = match self.known.take() {
             Some(known) => known,
-            None => {
-                facts([Some(input), Some(weight), bias, Some(h), Some(c)])?.map(Facts::of_one_step)
-            }
+            None => facts(all)?.map(Facts::of_one_step),
         };
-        let (Some([batch, features]), Some([_, hidden])) =
-            (known[place::INPUT].sizes(), known[place::H].sizes())
-        else {
-            return Err(Error::msg("internal error: the arguments of lltm_cell were not checked"));
-        };
-        self.sizes = Sizes { batch, features, hidden };
-        self.bias = bias.map(|_| match known[place::BIAS].sizes::<1>() {
-            Some(_) => BiasShape::Flat,
-            None => BiasShape::Row,
-        });
-        self.product = known[place::WEIGHT].kind();
-        let kind = self.product.filter(|_| known[place::C].is_like(&known[place::WEIGHT]));
-        let by = kind.zip(known[place::INPUT].device());
-        self.fused =
-            by.is_some_and(|(kind, device)| self.sizes.fuse_backward(self.way, kind, device));
-
-        let operands = fused::Operands { input, weight, bias, h, c };
-        let beside = Beside { activations: saver.needs_graph(), output: self.is_sequence };
-        let outputs = self.outputs(&operands, &known, by, beside)?;
-        let all = [Some(input), Some(weight), bias, Some(h), Some(c)];
+        let shapes = Shapes::of(&known, bias.is_some(), self.is_sequence).ok_or_else(|| {
+            Error::msg("internal error: the arguments of lltm_cell were not checked")
+        })?;
+        let operands = Operands { input, weight, bias, h, c };
+        let outputs =
+            functions::forward(&operands, &known, &shapes, self.way, saver.needs_graph())?;
         for tensor in all.into_iter().chain([Some(&outputs.new_c), outputs.activations.as_ref()]) {
             saver.save_optional(tensor);
         }
+        self.shapes = Some(shapes);
         // A state without a gradient then costs no tensor of zeros.
         saver.set_materialize_grads(false);
         Ok(outputs)
     }
 
     /// The first derivatives, from the gradients for h' and c'.
-    pub fn gradients(
-        &self,
-        ctx: &Context<'_>,
-        grad_new_h: Option<&Tensor>,
-        grad_new_c: Option<&Tensor>,
-    ) -> Result<Tensors> {
-        match self.fused {
-            true => first_derivative_fused(ctx, grad_new_h, grad_new_c, self),
-            false => first_derivative(ctx, grad_new_h, grad_new_c, self),
-        }
-    }
-
-    /// Computes the outputs. `by` is the kind and device of all operands, if they share one.
-    fn outputs(
-        &self,
-        operands: &fused::Operands<'_>,
-        known: &[Facts; place::LEN],
-        by: Option<(Kind, Device)>,
-        beside: Beside,
-    ) -> Result<fused::Outputs> {
-        let (sizes, way) = (self.sizes, self.way);
-        let Some((kind, device)) = by else { return by_product(operands, beside) };
-        if sizes.fuse_forward(way, kind, device) {
-            return fused::forward(operands, known, sizes, beside);
-        }
-        if sizes.fit_tensor_cores(kind, device)
-            && fused::allow_bulk_copies(known, sizes)
-            && sizes.use_tensor_cores(way, TensorCores::of(device)?.processors)
-            && let Some(outputs) = fused::forward_by_tensor_cores(operands, known, sizes, beside)?
-        {
-            return Ok(outputs);
-        }
-        by_product(operands, beside)
-    }
-
-    fn input_size(&self) -> Vec<i64> {
-        let Sizes { batch, features, .. } = self.sizes;
-        if self.is_sequence { vec![1, batch, features] } else { vec![batch, features] }
-    }
-
-    fn bias_size(&self) -> Option<Vec<i64>> {
-        let gates = 3 * self.sizes.hidden;
-        self.bias.map(|shape| match shape {
-            BiasShape::Flat => vec![gates],
-            BiasShape::Row => vec![1, gates],
-        })
+    pub fn gradients(&self, ctx: &Context<'_>, grads: [Option<&Tensor>; 2]) -> Result<Tensors> {
+        let Some(shapes) = &self.shapes else {
+            return Err(Error::msg("internal error: lltm_cell had no forward"));
+        };
+        let needs: [bool; place::LEN] = std::array::from_fn(|place| ctx.needs_input_grad(place));
+        // Tensors that are not read may have been changed in place since the forward.
+        let saved = |needed: bool, slot| needed.then(|| ctx.saved(slot)).transpose();
+        let saved = Saved {
+            input: saved(needs[place::WEIGHT], place::INPUT)?,
+            weight: saved(needs[place::INPUT] || needs[place::H], place::WEIGHT)?,
+            h: saved(needs[place::WEIGHT], place::H)?,
+            new_c: ctx.saved(NEW_C)?,
+            activations: ctx.saved(ACTIVATIONS)?,
+        };
+        Ok(functions::backward(grads, &saved, shapes, &needs, self.way)?.into())
     }
 }
 
@@ -387,7 +318,7 @@ impl Function for LltmCell {
     const DOUBLE_BACKWARD: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let fused::Outputs { new_h, new_c, .. } = self.compute(saver, inputs)?;
+        let Outputs { new_h, new_c, .. } = self.compute(saver, inputs)?;
         Ok([new_h, new_c].into())
     }
 
@@ -397,46 +328,8 @@ impl Function for LltmCell {
                 (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, reference);
         }
-        self.gradients(ctx, grads.optional(0), grads.optional(1))
+        self.gradients(ctx, [grads.optional(0), grads.optional(1)])
     }
-}
-
-/// Removes the first dimension of a sequence of one step, `[1, B, F]`; any other tensor is
-/// unchanged.
-pub(super) fn of_one_step(tensor: &Tensor) -> Result<Tensor> {
-    Ok(if tensor.dim() == 3 { tensor.f_select(0, 0)? } else { tensor.shallow_clone() })
-}
-
-/// libtorch's product, followed by one kernel for the rest.
-fn by_product(operands: &fused::Operands<'_>, beside: Beside) -> Result<fused::Outputs> {
-    let fused::Operands { input, weight, bias, h, c } = *operands;
-    let c = plain(c)?;
-    let hx = Tensor::f_cat(&[h, &of_one_step(input)?], 1)?;
-    let bias = bias.map(|bias| bias.f_reshape([-1])).transpose()?;
-    // On CUDA our kernel adds the bias, because with a bias libtorch chooses a product that is up
-    // to a sixth slower. For the half kinds the product adds it: if the product were rounded first,
-    // and a bias of about its size cancelled it, the digits that remain would be lost.
-    let is_half = matches!(hx.f_kind()?, Kind::Half | Kind::BFloat16);
-    let (gates, bias) = match bias {
-        Some(bias) if is_half || c.device() == Device::Cpu => {
-            let planned = gemm::linear(&hx, weight, Some(&bias), gemm::Way::Automatic)?;
-            let addmm = || bias.f_addmm(&hx, &weight.f_transpose(0, 1)?);
-            (planned.map_or_else(addmm, Ok)?, None)
-        }
-        bias => (hx.f_mm(&weight.f_transpose(0, 1)?)?, bias),
-    };
-    // With mixed kinds, the state's kind may have more digits than the product's.
-    let kind = c.f_kind()?;
-    let mut gates = plain(&gates.f_to_kind(kind)?)?;
-    let bias = bias.map(|bias| plain(&bias.f_to_kind(kind)?)).transpose()?;
-    let (mut new_h, mut new_c) = (Tensor::f_empty_like(&c)?, Tensor::f_empty_like(&c)?);
-    let (batch, hidden) = c.size2()?;
-    let output = || Tensor::f_empty([1, batch, hidden], (kind, c.device()));
-    let mut output = beside.output.then(output).transpose()?;
-    let written =
-        pointwise::Written { new_h: &mut new_h, new_c: &mut new_c, output: output.as_mut() };
-    pointwise::forward(&mut gates, bias.as_ref(), &c, written, beside.activations)?;
-    Ok(fused::Outputs { new_h, new_c, activations: Some(gates), output })
 }
 
 fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
@@ -450,108 +343,4 @@ fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
         state,
     )?;
     Ok([new_h, new_c].into())
-}
-
-fn first_derivative(
-    ctx: &Context<'_>,
-    grad_new_h: Option<&Tensor>,
-    grad_new_c: Option<&Tensor>,
-    state: &LltmCell,
-) -> Result<Tensors> {
-    let values = |grad: Option<&Tensor>| grad.map(|grad| plain(&of_one_step(grad)?)).transpose();
-    let (grad_new_h, grad_new_c) = (values(grad_new_h)?, values(grad_new_c)?);
-    let (activations, new_c) = (ctx.saved(ACTIVATIONS)?, ctx.saved(NEW_C)?);
-    let mut grad_gates = Tensor::f_empty_like(&activations)?;
-    let mut grad_c =
-        if ctx.needs_input_grad(place::C) { Some(Tensor::f_empty_like(&new_c)?) } else { None };
-    let inputs = pointwise::BackwardInputs {
-        grad_new_h: grad_new_h.as_ref(),
-        grad_new_c: grad_new_c.as_ref(),
-        activations: &activations,
-        new_c: &new_c,
-    };
-    pointwise::backward(&inputs, &mut grad_gates, grad_c.as_mut())?;
-
-    let grad_gates = grad_gates.f_to_kind(state.product.unwrap_or(new_c.f_kind()?))?;
-    let (grad_h, grad_input) = input_gradients(ctx, &grad_gates)?;
-    let grad_input = grad_input.map(|grad| grad.f_reshape(state.input_size())).transpose()?;
-    let grad_weight = weight_gradient(ctx, &grad_gates)?;
-    let grad_bias = bias_gradient(ctx, &grad_gates, state.bias_size().as_deref())?;
-    Ok([grad_input, grad_weight, grad_bias, grad_h, grad_c].into())
-}
-
-/// Computes all gradients in one kernel.
-fn first_derivative_fused(
-    ctx: &Context<'_>,
-    grad_new_h: Option<&Tensor>,
-    grad_new_c: Option<&Tensor>,
-    state: &LltmCell,
-) -> Result<Tensors> {
-    let asked = [place::INPUT, place::WEIGHT, place::BIAS, place::H, place::C]
-        .map(|place| ctx.needs_input_grad(place));
-    let [for_input, for_weight, for_bias, for_h, for_c] = asked;
-    // Tensors that are not read may have been changed in place since the forward.
-    let saved = |needed: bool, place| needed.then(|| ctx.saved(place)).transpose();
-    let weight = saved(for_input || for_h, place::WEIGHT)?;
-    let (input, h) = (saved(for_weight, place::INPUT)?, saved(for_weight, place::H)?);
-    let (activations, new_c) = (ctx.saved(ACTIVATIONS)?, ctx.saved(NEW_C)?);
-    let inputs = fused::BackwardInputs {
-        grad_new_h,
-        grad_new_c,
-        activations: &activations,
-        new_c: &new_c,
-        input: input.as_ref(),
-        h: h.as_ref(),
-        weight: weight.as_ref(),
-    };
-    let input = for_input.then(|| state.input_size());
-    let bias = state.bias_size().filter(|_| for_bias);
-    let (input, bias) = (input.as_deref(), bias.as_deref());
-    let asked = fused::Asked { input, weight: for_weight, bias, h: for_h, c: for_c };
-    Ok(fused::backward(&inputs, state.sizes, asked)?.into())
-}
-
-/// The gradients of h and x: `dG W`, of which only the columns that are asked for are computed.
-fn input_gradients(
-    ctx: &Context<'_>,
-    grad_gates: &Tensor,
-) -> Result<(Option<Tensor>, Option<Tensor>)> {
-    let (needs_h, needs_input) =
-        (ctx.needs_input_grad(place::H), ctx.needs_input_grad(place::INPUT));
-    if !needs_h && !needs_input {
-        return Ok((None, None));
-    }
-    let weight = ctx.saved(place::WEIGHT)?;
-    let (gates, columns) = weight.size2()?;
-    let (hidden, features) = (gates / 3, columns - gates / 3);
-    if needs_h && needs_input {
-        let grad = grad_gates.f_mm(&weight)?;
-        return Ok((Some(grad.f_narrow(1, 0, hidden)?), Some(grad.f_narrow(1, hidden, features)?)));
-    }
-    let product =
-        |start, len| -> Result<Tensor> { Ok(grad_gates.f_mm(&weight.f_narrow(1, start, len)?)?) };
-    let grad_h = needs_h.then(|| product(0, hidden)).transpose()?;
-    let grad_input = needs_input.then(|| product(hidden, features)).transpose()?;
-    Ok((grad_h, grad_input))
-}
-
-/// The gradient of the weight: `dGᵀ [h, x]`. The concatenation is computed again, because it would
-/// be the largest tensor to keep.
-fn weight_gradient(ctx: &Context<'_>, grad_gates: &Tensor) -> Result<Option<Tensor>> {
-    if !ctx.needs_input_grad(place::WEIGHT) {
-        return Ok(None);
-    }
-    let hx = Tensor::f_cat(&[ctx.saved(place::H)?, of_one_step(&ctx.saved(place::INPUT)?)?], 1)?;
-    Ok(Some(grad_gates.f_transpose(0, 1)?.f_mm(&hx)?))
-}
-
-/// The gradient of the bias: `Σ dG` over the rows, in the bias' own shape.
-pub(super) fn bias_gradient(
-    ctx: &Context<'_>,
-    grad_gates: &Tensor,
-    shape: Option<&[i64]>,
-) -> Result<Option<Tensor>> {
-    let Some(shape) = shape.filter(|_| ctx.needs_input_grad(place::BIAS)) else { return Ok(None) };
-    let sum = grad_gates.f_sum_dim_intlist([0_i64].as_slice(), false, grad_gates.f_kind()?)?;
-    Ok(Some(sum.f_reshape(shape)?))
 }

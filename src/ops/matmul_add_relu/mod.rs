@@ -135,8 +135,8 @@ pub fn matmul_add_relu_reference(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> R
 }
 
 fn applied(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
-    let function = MatmulAddRelu { way: forced(), ..Default::default() };
-    apply(function, &[Some(lhs), Some(rhs), Some(bias)])?.single()
+    apply(MatmulAddRelu { way: forced(), shapes: None }, &[Some(lhs), Some(rhs), Some(bias)])?
+        .single()
 }
 
 fn check_arguments(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<()> {
@@ -227,15 +227,22 @@ fn result_kind(product: (Kind, bool), bias: (Kind, bool)) -> Kind {
     if product == Kind::Double || bias == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
-#[derive(Default)]
 struct MatmulAddRelu {
     way: Way,
-    /// Sizes and kinds are kept here so that the backward does not look at the tensors themselves:
-    /// tensors that were changed in place since the forward then cause no version error.
+    /// Kept if there can be a backward pass.
+    shapes: Option<Shapes>,
+}
+
+/// What the backward pass needs to know of the arguments. It is kept so that the backward does not
+/// look at the tensors themselves: tensors that were changed in place since the forward then cause
+/// no version error.
+struct Shapes {
     lhs: Vec<i64>,
     rhs: Vec<i64>,
-    product: Option<(Vec<i64>, Kind)>,
-    bias: Option<(Vec<i64>, Kind)>,
+    /// The kind of `lhs`, `rhs` and their product.
+    kind: Kind,
+    bias: Vec<i64>,
+    bias_kind: Kind,
 }
 
 /// The positions of the inputs. The first two are also their slots among the saved tensors.
@@ -255,18 +262,15 @@ impl Function for MatmulAddRelu {
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
         let (lhs, rhs, bias) =
             (inputs.get(place::LHS)?, inputs.get(place::RHS)?, inputs.get(place::BIAS)?);
-        let out = match gemm::matmul_add_relu(lhs, rhs, bias, self.way)? {
-            Some(out) => {
-                if saver.needs_graph() {
-                    self.product = Some((out.size(), out.f_kind()?));
-                }
-                out
-            }
-            None => self.composite(lhs, rhs, bias)?,
-        };
+        let out = forward(lhs, rhs, bias, self.way)?;
         if saver.needs_graph() {
-            (self.lhs, self.rhs) = (lhs.size(), rhs.size());
-            self.bias = Some((bias.size(), bias.f_kind()?));
+            self.shapes = Some(Shapes {
+                lhs: lhs.size(),
+                rhs: rhs.size(),
+                kind: lhs.f_kind()?,
+                bias: bias.size(),
+                bias_kind: bias.f_kind()?,
+            });
         }
         // Each of the two is needed only for the gradient of the other.
         saver.save_optional(Some(lhs).filter(|_| saver.needs_input_grad(place::RHS)));
@@ -276,13 +280,78 @@ impl Function for MatmulAddRelu {
     }
 
     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-        let (Some(product), Some(bias)) = (&self.product, &self.bias) else {
+        let Some(shapes) = &self.shapes else {
             return Ok(Tensors::from([None, None, None]));
         };
-        let (grad_z, grad_bias) = mask(ctx, grads.get(0)?, bias)?;
-        let (grad_lhs, grad_rhs) = self.factor_gradients(ctx, &grad_z, product)?;
-        Ok([grad_lhs, grad_rhs, grad_bias].into())
+        let needs_bias = ctx.needs_input_grad(place::BIAS);
+        let saved = |needed: bool, slot| needed.then(|| ctx.saved(slot)).transpose();
+        let mut saved = Saved {
+            lhs: saved(ctx.needs_input_grad(place::RHS), place::LHS)?,
+            rhs: saved(ctx.needs_input_grad(place::LHS), place::RHS)?,
+            out: ctx.saved(OUT)?,
+        };
+        let grad = grads.get(0)?;
+        let gradients = if ctx.create_graph() {
+            // y is only compared with 0. As a part of the graph it would get no gradient.
+            saved.out = saved.out.f_detach()?;
+            gradients(grad, &saved, shapes, needs_bias, None)
+        } else {
+            backward(grad, &saved, shapes, needs_bias, self.way)
+        };
+        Ok(gradients?.into())
     }
+}
+
+/// The output, which is contiguous. The sizes and kinds of the arguments are checked here.
+fn forward(lhs: &Tensor, rhs: &Tensor, bias: &Tensor, way: Way) -> Result<Tensor> {
+    if let Some(out) = gemm::matmul_add_relu(lhs, rhs, bias, way)? {
+        return Ok(out);
+    }
+    // Only here the arguments have to be checked: the other ways accept valid ones only.
+    check_arguments(lhs, rhs, bias)?;
+    add_relu(product(lhs, rhs, way)?, bias)
+}
+
+/// What the backward pass reads. Each factor is there if the gradient of the other is needed.
+struct Saved {
+    lhs: Option<Tensor>,
+    rhs: Option<Tensor>,
+    out: Tensor,
+}
+
+/// The gradients of lhs, rhs and bias that are needed.
+type Gradients = [Option<Tensor>; 3];
+
+/// The gradients, by the kernels of this crate or by libtorch's.
+fn backward(
+    grad: &Tensor,
+    saved: &Saved,
+    shapes: &Shapes,
+    needs_bias: bool,
+    way: Way,
+) -> Result<Gradients> {
+    gradients(grad, saved, shapes, needs_bias, Some(way))
+}
+
+/// [`backward`], or, if `way` is `None`, the same by operations that libtorch can differentiate.
+fn gradients(
+    grad: &Tensor,
+    saved: &Saved,
+    shapes: &Shapes,
+    needs_bias: bool,
+    way: Option<Way>,
+) -> Result<Gradients> {
+    let (grad_z, grad_bias) = mask(grad, &saved.out, shapes, needs_bias, way)?;
+    let (lhs, rhs) = (saved.lhs.as_ref(), saved.rhs.as_ref());
+    let product = product_size(&shapes.lhs, &shapes.rhs);
+    let Some(product) = product.filter(|_| lhs.is_some() || rhs.is_some()) else {
+        return Ok([None, None, grad_bias]);
+    };
+    let grad = grad_z.f_sum_to_size(product.as_slice())?.f_to_kind(shapes.kind)?;
+    let grad = grad.f_reshape(as_matrices(&shapes.lhs, &shapes.rhs, &product).as_slice())?;
+    let of_lhs = |rhs: &Tensor| lhs_gradient(&grad, rhs, &shapes.lhs, way);
+    let of_rhs = |lhs: &Tensor| rhs_gradient(&grad, lhs, &shapes.rhs, way);
+    Ok([rhs.map(of_lhs).transpose()?, lhs.map(of_rhs).transpose()?, grad_bias])
 }
 
 /// The product of the detached factors. For tensors that require grad, matmul takes another path,
@@ -321,31 +390,27 @@ fn add_relu(product: Tensor, bias: &Tensor) -> Result<Tensor> {
 
 /// `dz`, and `dz` summed to the bias' size if the bias needs a gradient.
 fn mask(
-    ctx: &Context<'_>,
     grad: &Tensor,
-    bias: &(Vec<i64>, Kind),
+    out: &Tensor,
+    shapes: &Shapes,
+    needs_bias: bool,
+    way: Option<Way>,
 ) -> Result<(Tensor, Option<Tensor>)> {
-    let (size, kind) = bias;
-    // y is only compared with 0. As a part of the graph it would get no gradient.
-    let out = ctx.saved(OUT)?.f_detach()?;
-    let needs_bias = ctx.needs_input_grad(place::BIAS);
+    let size = shapes.bias.as_slice();
     let place = Bias::new(size, &out.size());
-    let (grad_z, sums) = if ctx.create_graph() {
-        // If a graph is created, this has to be an operation that libtorch can differentiate, as
-        // the products are.
-        (out.f_threshold_backward(grad, 0.0)?, None)
-    } else {
-        masked_by_kernel(grad, &out, place.columns().filter(|_| needs_bias))?
+    let (grad_z, sums) = match way {
+        Some(_) => masked_by_kernel(grad, out, place.columns().filter(|_| needs_bias))?,
+        None => (out.f_threshold_backward(grad, 0.0)?, None),
     };
     if !needs_bias {
         return Ok((grad_z, None));
     }
     let grad_bias = match sums {
-        Some(sums) => sums.f_reshape(size.as_slice())?,
-        None if place == Bias::Full => grad_z.f_reshape(size.as_slice())?,
-        None => grad_z.f_sum_to_size(size.as_slice())?,
+        Some(sums) => sums.f_reshape(size)?,
+        None if place == Bias::Full => grad_z.f_reshape(size)?,
+        None => grad_z.f_sum_to_size(size)?,
     };
-    Ok((grad_z, Some(grad_bias.f_to_kind(*kind)?)))
+    Ok((grad_z, Some(grad_bias.f_to_kind(shapes.bias_kind)?)))
 }
 
 /// `dz`, and the sums of its columns if their number is given.
@@ -396,43 +461,6 @@ impl Bias {
             Bias::Row(columns) => Some(columns),
             _ => None,
         }
-    }
-}
-
-impl MatmulAddRelu {
-    /// libtorch's product, and one kernel for the rest. Only here the arguments are checked: the
-    /// other ways accept valid ones only.
-    fn composite(&mut self, lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
-        check_arguments(lhs, rhs, bias)?;
-        let product = product(lhs, rhs, self.way)?;
-        self.product = Some((product.size(), product.f_kind()?));
-        add_relu(product, bias)
-    }
-
-    /// The gradients of the factors: `dz rhsᵀ` and `lhsᵀ dz`, each summed over what was broadcast.
-    fn factor_gradients(
-        &self,
-        ctx: &Context<'_>,
-        grad_z: &Tensor,
-        (size, kind): &(Vec<i64>, Kind),
-    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-        let (needs_lhs, needs_rhs) =
-            (ctx.needs_input_grad(place::LHS), ctx.needs_input_grad(place::RHS));
-        if !needs_lhs && !needs_rhs {
-            return Ok((None, None));
-        }
-        let grad = grad_z.f_sum_to_size(size.as_slice())?.f_to_kind(*kind)?;
-        let grad = grad.f_reshape(as_matrices(&self.lhs, &self.rhs, size).as_slice())?;
-        // If a graph is created, the products have to be operations that libtorch can
-        // differentiate.
-        let way = if ctx.create_graph() { None } else { Some(self.way) };
-        let grad_lhs = needs_lhs
-            .then(|| lhs_gradient(&grad, &ctx.saved(place::RHS)?, &self.lhs, way))
-            .transpose()?;
-        let grad_rhs = needs_rhs
-            .then(|| rhs_gradient(&grad, &ctx.saved(place::LHS)?, &self.rhs, way))
-            .transpose()?;
-        Ok((grad_lhs, grad_rhs))
     }
 }
 
