@@ -3,13 +3,14 @@
 use std::path::PathBuf;
 
 /// Folders of csrc that hold no operator.
-const SHARED: [&str; 10] = [
+const SHARED: [&str; 11] = [
     "include",
     "amp",
     "autograd",
     "library",
     "cuda",
     "gemm",
+    "norm",
     "hopper",
     "recurrent",
     "tensor",

@@ -11,13 +11,12 @@ mod linear;
 mod lltm;
 mod lltm_cell;
 mod matmul_add_relu;
+mod norm;
 mod recurrent;
 mod way;
 
 #[doc(hidden)]
 pub use gemm::{Way as ProductWay, counters as product_plans};
-#[doc(hidden)]
-pub use layer_norm::Way as LayerNormWay;
 pub use layer_norm::{f_layer_norm, layer_norm, layer_norm_reference};
 pub use linear::{f_linear, linear, linear_reference};
 #[doc(hidden)]
@@ -27,6 +26,8 @@ pub use lltm::{f_lltm, lltm, lltm_reference};
 pub use lltm_cell::Way as LltmCellWay;
 pub use lltm_cell::{f_lltm_cell, lltm_cell, lltm_cell_reference};
 pub use matmul_add_relu::{f_matmul_add_relu, matmul_add_relu, matmul_add_relu_reference};
+#[doc(hidden)]
+pub use norm::Way as NormWay;
 #[doc(hidden)]
 pub use way::force;
 

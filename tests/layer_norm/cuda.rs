@@ -52,10 +52,10 @@ fn cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream() 
             let is_long = sizes[1] > 65536;
             let sums = match case.way {
                 _ if !case.weight => 0,
-                LayerNormWay::Automatic => usize::from(sizes != [64, 1024]),
-                LayerNormWay::Few if !is_long => 0,
-                LayerNormWay::Few | LayerNormWay::FewPasses => 1,
-                LayerNormWay::Passes => 2,
+                NormWay::Automatic => usize::from(sizes != [64, 1024]),
+                NormWay::Few if !is_long => 0,
+                NormWay::Few | NormWay::FewPasses => 1,
+                NormWay::Passes => 2,
                 _ => 1 + usize::from(is_long),
             };
             check_kernels(
@@ -98,7 +98,7 @@ fn check_kernels(
 /// of its own.
 #[test]
 fn cuda_rows_may_begin_anywhere() {
-    use LayerNormWay::{Automatic, Cluster, Few, InPlace, Registers, Ring};
+    use NormWay::{Automatic, Cluster, Few, InPlace, Registers, Ring};
     let Some(device) = cuda_or_skip("cuda_rows_may_begin_anywhere") else { return };
     for kind in KINDS {
         for sizes in [
@@ -186,7 +186,7 @@ fn assert_as_close(actual: &Tensor, expected: &Tensor, kind: Kind) {
 /// wraps around.
 #[test]
 fn cuda_many_rows_for_each_block() {
-    use LayerNormWay::{Automatic, InPlace, Ring};
+    use NormWay::{Automatic, InPlace, Ring};
     // With 1029, 4099 and 8195 columns, a few are left over for the lanes of a team's last warp.
     // With 1500 columns, rows begin at two different alignments, with 1502 at four, and with other
     // numbers at all of them. With 8200 columns, a whole cluster works on one row.
@@ -281,11 +281,11 @@ fn cuda_more_than_two_to_the_31_elements() {
         let vector = support::incoming(pattern);
         // The number of threads for each row must be the same as with many rows. For few rows, the
         // automatic choice would take more threads, which changes the last bits.
-        let (expected, expected_gradient) = run(LayerNormWay::Ring, pattern, &vector);
+        let (expected, expected_gradient) = run(NormWay::Ring, pattern, &vector);
 
         let large_vector = Tensor::empty([ROWS, COLUMNS], (kind, device));
         large_vector.view([ROWS / 8, 8, COLUMNS]).copy_(&vector);
-        let (y, gradient) = run(LayerNormWay::Automatic, &x, &large_vector);
+        let (y, gradient) = run(NormWay::Automatic, &x, &large_vector);
         for (name, large, small) in [("y", y, expected), ("dx", gradient, expected_gradient)] {
             for first in [0, ROWS - 16, ROWS - 8] {
                 assert!(

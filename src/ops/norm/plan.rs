@@ -2,7 +2,7 @@
 
 use tch::{Device, Kind};
 
-/// The ways to compute rows on CUDA. Each is named as the files of its kernels in `csrc/layer_norm`.
+/// The ways to compute rows on CUDA. Each is named as the files of its kernels in `csrc/norm`.
 /// A forward has `Registers`, `Cluster` and `Passes` only; if another way is forced, it takes
 /// `Registers`.
 #[doc(hidden)]
@@ -37,7 +37,7 @@ crate::ops::way::ways!(Way);
 /// How threads load the values of a row.
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Loads {
+pub(crate) enum Loads {
     /// One value at a time.
     Single,
     /// 16 bytes at a time, from multiples of 16 bytes.
@@ -49,35 +49,35 @@ pub(super) enum Loads {
 /// How rows are spread over threads on CUDA.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Plan {
-    pub(super) way: Way,
-    pub(super) loads: Loads,
+pub(crate) struct Plan {
+    pub(crate) way: Way,
+    pub(crate) loads: Loads,
     /// Threads per row, or per part of a row if a cluster shares it: a power of two. If the row is
     /// read again for each pass, the team is the whole block.
-    pub(super) team: i32,
+    pub(crate) team: i32,
     /// Threads per block: one team or several.
-    pub(super) threads: i32,
+    pub(crate) threads: i32,
     /// Blocks that share a row: 1 except for `Cluster`.
-    pub(super) cluster: i32,
+    pub(crate) cluster: i32,
     /// How many rows per team are in flight to shared memory; 0 if rows are loaded straight into
     /// registers.
-    pub(super) stages: i32,
+    pub(crate) stages: i32,
     /// Whether the kernel that adds up the partial sums may start before the preceding kernel ends.
-    pub(super) early_finish: i32,
-    pub(super) reserved: i32,
+    pub(crate) early_finish: i32,
+    pub(crate) reserved: i32,
 }
 
 /// What plans need to know about a GPU.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Gpu {
+pub(crate) struct Gpu {
     /// The number of multiprocessors.
-    pub(super) processors: i32,
+    pub(crate) processors: i32,
     /// The most shared memory that a block can have, in bytes.
-    pub(super) shared_memory: i32,
+    pub(crate) shared_memory: i32,
     /// Whether the GPU has clusters, whose blocks can share a row, and can start a kernel before
     /// the preceding one ends.
-    pub(super) clusters: i32,
+    pub(crate) clusters: i32,
 }
 
 const WARP: i64 = 32;
@@ -85,19 +85,19 @@ const WARP: i64 = 32;
 const MOST_THREADS: i64 = 512;
 const THREADS: i64 = 256;
 const MOST_IN_CLUSTER: i64 = 8;
-/// The same as kBytesOfRest in csrc/layer_norm/backward_ring.cu.
+/// The same as kBytesOfRest in csrc/norm/backward_ring.h.
 const BYTES_OF_REST: i64 = 128;
 
 /// What a plan depends on.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rows {
-    pub(super) way: Way,
-    pub(super) rows: i64,
-    pub(super) columns: i64,
-    pub(super) kind: Kind,
+pub(crate) struct Rows {
+    pub(crate) way: Way,
+    pub(crate) rows: i64,
+    pub(crate) columns: i64,
+    pub(crate) kind: Kind,
     /// All arrays begin at multiples of this many bytes. Plans only test whether it is 16.
-    pub(super) alignment: i64,
-    pub(super) gpu: Gpu,
+    pub(crate) alignment: i64,
+    pub(crate) gpu: Gpu,
 }
 
 impl Rows {
@@ -111,7 +111,7 @@ impl Rows {
     }
 
     /// How many values of a row a thread of the backward keeps: the same as kBackwardValues in
-    /// csrc/layer_norm/row_team.h.
+    /// csrc/norm/row_team.h.
     fn values(&self) -> i64 {
         if self.kind == Kind::Double { 8 } else { 16 }
     }
@@ -189,8 +189,8 @@ impl Rows {
         team
     }
 
-    pub(super) fn forward(&self) -> Plan {
-        // The same as kBytes in csrc/layer_norm/forward.h.
+    pub(crate) fn forward(&self) -> Plan {
+        // The same as kBytes in csrc/norm/forward.h.
         let each = 4;
         let loads = self.loads();
         let team = self.team(loads, each);
@@ -216,7 +216,8 @@ impl Rows {
     /// A plan for rows that are too long for one block's registers. A cluster has as few blocks as
     /// can hold a row, or more if there are not enough rows.
     fn cluster_of_forward(&self) -> Option<Plan> {
-        // The same as kClusterBytes in csrc/layer_norm/forward_registers.cu, and for shifted rows as kBytes.
+        // The same as kClusterBytes in csrc/norm/forward_registers.h, and for shifted rows as
+        // kBytes.
         let each = if self.size() == 4 && self.is_aligned() { 8 } else { 4 };
         let mut plan = self.cluster(&[MOST_THREADS], self.loads(), each)?;
         let processors = i64::from(self.gpu.processors);
@@ -250,7 +251,7 @@ impl Rows {
         (self.size() == 4 && team >= 2 * WARP && is_idle).then_some(threads)
     }
 
-    pub(super) fn backward(&self) -> Plan {
+    pub(crate) fn backward(&self) -> Plan {
         let values = self.values();
         let each = values / self.wide();
         let team = self.team(self.loads(), each);
@@ -410,7 +411,7 @@ impl Rows {
     /// The number of parts into which the sums over rows are cut. It depends only on sizes,
     /// alignment and the device, so that the same arrays give the same bits. `clusters` is how many
     /// clusters run at a time.
-    pub(super) fn parts(&self, plan: &Plan, device: Device, clusters: i64) -> i64 {
+    pub(crate) fn parts(&self, plan: &Plan, device: Device, clusters: i64) -> i64 {
         let teams = i64::from((plan.threads / plan.team).max(1));
         let processors = i64::from(self.gpu.processors);
         let is_small =
