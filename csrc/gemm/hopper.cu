@@ -404,24 +404,6 @@ bool hopper_product_can(const Product& product) {
          is_reachable(out, n, 1, n, m * n) && processors() > 0;
 }
 
-bool hopper_product_is_faster(const Product& product) {
-  if (!is_half(product) || !is_matrix(product.bias) || product.k < 512 || product.k > 2048)
-    return false;
-  // A product of 1000×1000 took a quarter longer than with a plan, because its rows begin in the
-  // middle of a cache line.
-  const int64_t rhs_row = product.rhs.column == 1 ? product.rhs.row : product.rhs.column;
-  constexpr int64_t kLine = 64;
-  for (const int64_t row : {product.lhs.row, rhs_row, product.bias.row, product.n}) {
-    if (row % kLine != 0) return false;
-  }
-  // There must be enough tiles for the two groups to alternate, and little of the tiles may lie
-  // outside the matrix.
-  constexpr int64_t kFewest = 512;
-  const int64_t tiles = tiles_of(product);
-  const int64_t used = product.batch * product.m * product.n;
-  return tiles >= kFewest && used >= tiles * (kTile * kTile / 16 * 15);
-}
-
 bool hopper_product(const Product& product, cudaStream_t stream, LaunchStatus& status) {
   Params params{};
   if (!hopper::bind_context() || !describe(product, params)) return false;

@@ -12,10 +12,6 @@ namespace tch_extension::gemm {
 // compiled for the current device.
 bool hopper_product_can(const Product& product);
 
-// Whether this kernel was measured to be faster. Call it before hopper_product_can, which takes
-// longer: this looks at the kind, the sizes and the strides only.
-bool hopper_product_is_faster(const Product& product);
-
 // False if the driver cannot make tensor maps for these matrices; then nothing was launched.
 bool hopper_product(const Product& product, cudaStream_t stream, LaunchStatus& status);
 

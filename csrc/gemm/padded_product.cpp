@@ -152,52 +152,28 @@ Matrices copied(const Factor& factor, const void* data) {
 
 }  // namespace
 
-bool padded_product_can(const Product& product) {
+std::optional<GemmPadding> padding_facts(const Product& product) {
   constexpr int64_t kMostBlocks = 65535;  // the limit of a grid's second dimension
   constexpr int64_t kMost = INT32_MAX - 16;
   if (product.batch > kMostBlocks || std::max({product.m, product.n, product.k}) > kMost)
-    return false;
+    return std::nullopt;
   const auto padded = padded_of(product);
-  return padded && padded->launches() > 0;
-}
-
-bool padded_product_is_faster(const Product& product, bool is_tf32) {
-  const bool is_half = product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
-  // A narrow product reads its large factor only once; a copy of that factor would add a read and a
-  // write.
-  const int64_t narrowest = is_half ? 64 : 128;
-  if ((!is_half && !is_tf32) || std::min(product.m, product.n) < narrowest) return false;
-  const auto padded = padded_of(product);
-  if (!padded || padded->launches() == 0) return false;
-  // Measured rates in bytes and operations per microsecond, and the microseconds per launch.
-  constexpr double kBandwidth = 2.4e6;
-  constexpr double kLaunch = 1.5;
-  // The padded product with cuBLASLt.
-  const double padded_rate = is_tf32 ? 200e6 : 400e6;
-  // The unpadded product with cuBLAS; bias and ReLU are a separate kernel.
-  const double plain_rate = is_tf32 ? 60e6 : 75e6;
-  // The unpadded product with cuBLASLt and a fused bias; cuBLASLt has fewer kernels for such rows.
-  const double bias_rate = is_tf32 ? 60e6 : 40e6;
-  const double work = 2.0 * static_cast<double>(product.batch) * static_cast<double>(product.m) *
-                      static_cast<double>(product.n) * static_cast<double>(product.k);
-  const int64_t lhs = elements_of(padded->lhs, product);
-  const int64_t rhs = elements_of(padded->rhs, product);
-  const int64_t out = product.batch * padded->sizes.m * padded->sizes.n;
-  const auto micros = [&](int64_t elements) {
-    return static_cast<double>(elements * element_size(product)) / kBandwidth;
+  if (!padded || padded->launches() == 0) return std::nullopt;
+  // In floating point, because a broadcast operand may have more elements than memory holds.
+  const auto elements = [&](const Factor& factor) {
+    return static_cast<double>(matrices_of(factor, product)) *
+           static_cast<double>(factor.padded_lines) * static_cast<double>(factor.padded_length);
   };
-  // Each copy is a read and a write.
-  const auto pass = [&](int64_t elements, int64_t launches) {
-    return micros(2 * elements) + kLaunch * static_cast<double>(launches);
-  };
-  const double plain = work / plain_rate;
-  const double unpadded =
-      product.bias.data == nullptr ? plain : std::min(work / bias_rate, plain + pass(out, 1));
-  const int64_t copied = (padded->copies_lhs ? lhs : 0) + (padded->copies_rhs ? rhs : 0) +
-                         (padded->bias ? elements_of(*padded->bias, product) : 0) +
-                         (padded->copies_out ? out : 0);
-  return unpadded >
-         std::max(work / padded_rate, micros(lhs + rhs + out)) + pass(copied, padded->launches());
+  GemmPadding facts{};
+  facts.lhs = elements(padded->lhs);
+  facts.rhs = elements(padded->rhs);
+  facts.out = static_cast<double>(product.batch) * static_cast<double>(padded->sizes.m) *
+              static_cast<double>(padded->sizes.n);
+  facts.copied = (padded->copies_lhs ? facts.lhs : 0) + (padded->copies_rhs ? facts.rhs : 0) +
+                 (padded->bias ? elements(*padded->bias) : 0) +
+                 (padded->copies_out ? facts.out : 0);
+  facts.launches = padded->launches();
+  return facts;
 }
 
 bool padded_product(const Product& product, int32_t device, cudaStream_t stream) {

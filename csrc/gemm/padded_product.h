@@ -5,16 +5,15 @@
 
 #include <cuda_runtime_api.h>
 
+#include <optional>
+
 #include "product.h"
 
 namespace tch_extension::gemm {
 
-// Whether there is anything to pad, and the layouts of the operands are supported here.
-bool padded_product_can(const Product& product);
-
-// Whether the product is estimated to save more time than the copies take. Call it before
-// padded_product_can: it rules out most products by their kind and sizes.
-bool padded_product_is_faster(const Product& product, bool is_tf32);
+// What would be copied; empty if there is nothing to pad, or the layouts of the operands or the
+// sizes are not supported here.
+std::optional<GemmPadding> padding_facts(const Product& product);
 
 // False if cuBLASLt cannot compute the padded product; then the output is not written.
 bool padded_product(const Product& product, int32_t device, cudaStream_t stream);

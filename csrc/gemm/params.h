@@ -7,8 +7,7 @@
 
 // The ways to compute a product. Each is a file of `csrc/gemm`.
 enum class GemmWay : int32_t {
-  // The fastest way, as measured. `csrc/gemm/product.cpp` chooses it, because that is where
-  // cuBLASLt's heuristic is queried.
+  // The way that was measured to be fastest.
   Automatic,
   // One call of cuBLASLt, with a plan that is kept for later calls.
   Plan,
@@ -32,4 +31,59 @@ struct GemmCounters {
   int64_t misses;
   // How many plans the cache holds now.
   int64_t plans;
+};
+
+// A batch of matrices with strides in elements. A stride is 0 along a dimension that is broadcast.
+struct GemmMatrices {
+  const void* data;
+  int64_t row;
+  int64_t column;
+  int64_t batch;
+};
+
+// A matrix product with an optional bias and ReLU, of tensors in their own layouts, without a
+// copy:
+//
+// `out[b, m, n] = relu?(Σ_k lhs[b, m, k] rhs[b, k, n] + bias[b, m, n])`
+struct GemmProduct {
+  // B.
+  int64_t batch;
+  int64_t m;
+  int64_t n;
+  int64_t k;
+  // `[B, M, K]`.
+  GemmMatrices lhs;
+  // `[B, K, N]`.
+  GemmMatrices rhs;
+  // `[B, M, N]`; its data is null if there is no bias.
+  GemmMatrices bias;
+  // `[B, M, N]`, contiguous.
+  void* out;
+  // The `TchExtensionKind` of all matrices.
+  int32_t kind;
+  // Whether negative sums become 0; NaN stays NaN.
+  int32_t relu;
+};
+
+// How `Skinny` would compute a product. The long factor has many rows, the short one at most 4.
+struct GemmSkinny {
+  // The rows of the long factor.
+  int64_t rows;
+  // The rows of the short factor.
+  int64_t shorts;
+  // Whether the long factor is contiguous along K. Otherwise it is contiguous along its rows.
+  int32_t by_rows;
+  // Whether 16-byte loads can read the long factor along its rows.
+  int32_t whole;
+};
+
+// How many elements `Padded` would read, write and copy.
+struct GemmPadding {
+  double lhs;
+  double rhs;
+  double out;
+  // The elements of all matrices that have to be copied.
+  double copied;
+  // How many kernels copy: one for all operands and one for the output.
+  int64_t launches;
 };

@@ -1,5 +1,5 @@
-// From tensors to a product: which tensors are supported, how they broadcast, and which way
-// computes the product.
+// From tensors to a product: which tensors are supported, how they broadcast, and what the plan
+// asks about the product.
 #ifdef TCH_EXTENSION_CUDA
 
 #include "product.h"
@@ -143,15 +143,8 @@ bool run_hopper(const Product& product, cudaStream_t stream) {
   return hopper_product_can(product) && hopper_product(product, stream, status) && started(status);
 }
 
-bool is_tf32(const Product& product) {
-  return product.kind == kTchExtensionFloat &&
-         at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
-             at::Float32Precision::TF32;
-}
-
 bool run_padded(const Product& product, c10::cuda::CUDAStream stream) {
-  return padded_product_can(product) &&
-         padded_product(product, stream.device_index(), stream.stream());
+  return padding_facts(product) && padded_product(product, stream.device_index(), stream.stream());
 }
 
 // Computes the product and the bias with a plan, and the ReLU with a kernel after it.
@@ -163,39 +156,7 @@ bool run_with_a_pass(Product product, c10::cuda::CUDAStream stream) {
          started(finish_product(finish, stream.stream()));
 }
 
-// Runs a kernel of ours, or a plan with padding kernels around it, if that was measured to be
-// faster than libtorch's product.
-bool run_own(const Product& product, c10::cuda::CUDAStream stream) {
-  if (small_product_is_faster(product)) return started(small_product(product, stream.stream()));
-  if (skinny_product_is_faster(product)) return started(skinny_product(product, stream.stream()));
-  return padded_product_is_faster(product, is_tf32(product)) && run_padded(product, stream);
-}
-
-// Whether the product has a bias of full shape whose rows do not begin at multiples of 16 bytes.
-// Only slow tensor-core kernels read such a bias along with the product, whereas libtorch's product
-// with a kernel of ours after it is never slower than the composite of libtorch's operations.
-bool has_uneven_bias(const Product& product) {
-  const int64_t bytes =
-      product.n * static_cast<int64_t>(c10::elementSize(static_cast<at::ScalarType>(product.kind)));
-  const bool has_tensor_cores = product.kind == kTchExtensionHalf ||
-                                product.kind == kTchExtensionBFloat16 || is_tf32(product);
-  return has_tensor_cores && product.m > 1 && product.bias.row != 0 && bytes % 16 != 0;
-}
-
-bool run_fastest(const Product& product, c10::cuda::CUDAStream stream) {
-  if (run_own(product, stream)) return true;
-  if (hopper_product_is_faster(product) && run_hopper(product, stream.stream())) return true;
-  // Without a bias, libtorch's own product is as fast.
-  if (product.bias.data == nullptr) return false;
-  if (has_uneven_bias(product)) return false;
-  // In f64, cuBLASLt's fused kernels are slower than cuBLAS's followed by a kernel of ours, but
-  // they take less time to launch, so that only small products use them.
-  constexpr int64_t kMost = 1 << 24;
-  const bool is_double = product.kind == kTchExtensionDouble;
-  if (is_double && product.batch * product.m * product.n > kMost / product.k) return false;
-  return run_plan(product, stream.device_index(), stream.stream());
-}
-
+// False if this way cannot compute the product; then libtorch does.
 bool run(const Product& product, Way way, c10::cuda::CUDAStream stream) {
   switch (way) {
     case Way::Small:
@@ -211,11 +172,10 @@ bool run(const Product& product, Way way, c10::cuda::CUDAStream stream) {
     case Way::Pass:
       return run_with_a_pass(product, stream);
     case Way::Composite:
-      return false;
     case Way::Automatic:
-      break;
+      return false;
   }
-  return run_fastest(product, stream);
+  return false;
 }
 
 // The shape of the output: the broadcast leading dimensions, then M and N.
@@ -229,9 +189,12 @@ c10::SmallVector<int64_t, 6> output_size(const View& lhs, const View& rhs) {
   return size;
 }
 
+// The plan of src/ops/gemm/plan.rs.
+using Choose = Way (*)(const Product*);
+
 // An undefined tensor if the product cannot be computed here.
 at::Tensor compute(const at::Tensor& like, const View& lhs, const View& rhs, const View& bias,
-                   c10::IntArrayRef size, bool relu, Way way) {
+                   c10::IntArrayRef size, bool relu, Way way, Choose choose) {
   Product product{};
   if (!fit(lhs, rhs, bias, product)) return {};
   product.kind = static_cast<int32_t>(like.scalar_type());
@@ -240,6 +203,7 @@ at::Tensor compute(const at::Tensor& like, const View& lhs, const View& rhs, con
   // Allocated without the dispatcher, which would take a tenth of the call's time.
   at::Tensor out(at::detail::empty_cuda(size, like.scalar_type(), like.device(), std::nullopt));
   product.out = out.mutable_data_ptr();
+  if (way == Way::Automatic) way = choose(&product);
   return run(product, way, c10::cuda::getCurrentCUDAStream(like.device().index())) ? out
                                                                                    : at::Tensor();
 }
@@ -263,7 +227,7 @@ using namespace tch_extension::gemm;
 TCH_EXTENSION_API Message tch_extension_gemm_matmul_add_relu(const at::Tensor* lhs,
                                                              const at::Tensor* rhs,
                                                              const at::Tensor* bias, GemmWay way,
-                                                             at::Tensor** result) {
+                                                             Choose choose, at::Tensor** result) {
   return guard([&] {
     *result = nullptr;
     if (!takes_part(*lhs, *lhs) || !has_kernels(lhs->scalar_type()) || !takes_part(*rhs, *lhs) ||
@@ -273,7 +237,7 @@ TCH_EXTENSION_API Message tch_extension_gemm_matmul_add_relu(const at::Tensor* l
     const View left = view(*lhs);
     const View right = view(*rhs);
     const auto size = output_size(left, right);
-    hand_over(compute(*lhs, left, right, view(*bias), size, true, way), result);
+    hand_over(compute(*lhs, left, right, view(*bias), size, true, way, choose), result);
   });
 }
 
@@ -282,7 +246,7 @@ TCH_EXTENSION_API Message tch_extension_gemm_matmul_add_relu(const at::Tensor* l
 TCH_EXTENSION_API Message tch_extension_gemm_linear(const at::Tensor* input,
                                                     const at::Tensor* weight,
                                                     const at::Tensor* bias, GemmWay way,
-                                                    at::Tensor** result) {
+                                                    Choose choose, at::Tensor** result) {
   return guard([&] {
     *result = nullptr;
     if (!takes_part(*input, *input) || !has_kernels(input->scalar_type()) ||
@@ -301,14 +265,15 @@ TCH_EXTENSION_API Message tch_extension_gemm_linear(const at::Tensor* input,
     c10::SmallVector<int64_t, 6> size(input->sizes().begin(), input->sizes().end());
     size.back() = sizes[1];
     const View added = bias == nullptr ? View{} : view(*bias);
-    hand_over(compute(*input, left, right, added, size, false, way), result);
+    hand_over(compute(*input, left, right, added, size, false, way, choose), result);
   });
 }
 
 // lhs rhs, for matrices or batches of them. The result is as above, and there is none if libtorch's
 // product is faster.
 TCH_EXTENSION_API Message tch_extension_gemm_product(const at::Tensor* lhs, const at::Tensor* rhs,
-                                                     GemmWay way, at::Tensor** result) {
+                                                     GemmWay way, Choose choose,
+                                                     at::Tensor** result) {
   return guard([&] {
     *result = nullptr;
     if (!takes_part(*lhs, *lhs) || !has_kernels(lhs->scalar_type()) || !takes_part(*rhs, *lhs) ||
@@ -319,8 +284,30 @@ TCH_EXTENSION_API Message tch_extension_gemm_product(const at::Tensor* lhs, cons
     const View right = view(*rhs);
     // Without a bias, libtorch's product does the same as our plan.
     if (way == Way::Plan || way == Way::Hopper || way == Way::Pass) return;
-    hand_over(compute(*lhs, left, right, {}, output_size(left, right), false, way), result);
+    hand_over(compute(*lhs, left, right, {}, output_size(left, right), false, way, choose), result);
   });
+}
+
+// What src/ops/gemm/plan.rs asks about a product; see its trait `Facts`.
+TCH_EXTENSION_API bool tch_extension_gemm_allows_tf32() {
+  return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
+         at::Float32Precision::TF32;
+}
+
+TCH_EXTENSION_API bool tch_extension_gemm_skinny(const Product* product, GemmSkinny* result) {
+  const bool can = skinny_product_can(*product);
+  if (can) *result = skinny_facts(*product);
+  return can;
+}
+
+TCH_EXTENSION_API bool tch_extension_gemm_padding(const Product* product, GemmPadding* result) {
+  const auto facts = padding_facts(*product);
+  if (facts) *result = *facts;
+  return facts.has_value();
+}
+
+TCH_EXTENSION_API bool tch_extension_gemm_hopper(const Product* product) {
+  return hopper_product_can(*product);
 }
 
 // For tests and benchmarks: the counters of this thread's cache of plans.

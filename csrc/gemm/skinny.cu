@@ -289,38 +289,6 @@ void start_rows(const Skinny& skinny, int64_t batch, cudaStream_t stream) {
   start_rows_by<T, kShorts, 1>(skinny, batch, stream);
 }
 
-bool is_half(const Product& product) {
-  return product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
-}
-
-// Whether the kernel of skinny_columns.cu was measured to be faster. In half precision, tensor
-// cores are faster unless they have very few rows, or their kernels are the slow ones for any
-// alignment. cuBLAS's plain product has good kernels for a row times a matrix.
-bool is_columns_faster(const Product& product, const Skinny& skinny) {
-  constexpr int64_t kLongest = 8192;
-  const bool has_bias = product.bias.data != nullptr;
-  const int64_t narrow = skinny.shorts;
-  const int64_t rows = skinny.rows * product.batch;
-  if (product.k < 64 || product.k > kLongest) return false;
-  const auto is_whole_of = [&](auto type) {
-    using T = decltype(type);
-    return is_even<T>(skinny.many, skinny.many.inner) && skinny.rows % kLanesOf16Bytes<T> == 0;
-  };
-  const bool is_whole = is_half(product)                      ? is_whole_of(__half{})
-                        : product.kind == kTchExtensionDouble ? is_whole_of(double{})
-                                                              : is_whole_of(float{});
-  if (is_half(product)) {
-    if (is_whole) return has_bias && narrow <= 2 && skinny.rows <= 64 && product.k >= 2048;
-    return has_bias && narrow >= 2 && skinny.rows <= 32 && product.k >= 512;
-  }
-  if (narrow == 1) {
-    return product.kind == kTchExtensionFloat && has_bias && is_whole && rows <= 2048 &&
-           product.k >= 256;
-  }
-  if (narrow == 2) return true;
-  return has_bias && rows <= 4096 && (is_whole || skinny.rows <= 64 || product.k >= 512);
-}
-
 }  // namespace
 
 bool skinny_product_can(const Product& product) {
@@ -332,16 +300,18 @@ bool skinny_product_can(const Product& product) {
          product.k <= kMost;
 }
 
-bool skinny_product_is_faster(const Product& product) {
-  const int64_t narrow = product.m < product.n ? product.m : product.n;
-  if (narrow > kMostShort || product.k < 32 || !skinny_product_can(product)) return false;
+GemmSkinny skinny_facts(const Product& product) {
   const Skinny skinny = skinny_of(product);
-  if (!is_by_rows(skinny)) return is_columns_faster(product, skinny);
-  // If there are only a few rows and K is very long, K would have to be split between blocks, as
-  // cuBLAS does.
-  constexpr int64_t kFewRows = 132;
-  constexpr int64_t kLongest = 8192;
-  return skinny.rows * product.batch >= kFewRows || product.k <= kLongest;
+  GemmSkinny facts{};
+  facts.rows = skinny.rows;
+  facts.shorts = skinny.shorts;
+  facts.by_rows = is_by_rows(skinny);
+  for_kind(product.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    facts.whole =
+        is_even<T>(skinny.many, skinny.many.inner) && skinny.rows % kLanesOf16Bytes<T> == 0;
+  });
+  return facts;
 }
 
 LaunchStatus skinny_product(const Product& product, cudaStream_t stream) {

@@ -10,8 +10,8 @@ namespace tch_extension::gemm {
 // Whether M or N is that small, and the other side's operand is contiguous in one dimension.
 bool skinny_product_can(const Product& product);
 
-// Whether these kernels were measured to be faster.
-bool skinny_product_is_faster(const Product& product);
+// How these kernels would read a product that they can compute.
+GemmSkinny skinny_facts(const Product& product);
 
 LaunchStatus skinny_product(const Product& product, cudaStream_t stream);
 

@@ -102,21 +102,6 @@ bool small_product_can(const Product& product) {
          product.k <= kMost;
 }
 
-bool small_product_is_faster(const Product& product) {
-  const int64_t blocks = product.batch * tiles(product.m) * tiles(product.n);
-  const bool is_half = product.kind == kTchExtensionHalf || product.kind == kTchExtensionBFloat16;
-  // In half precision, libtorch and cuBLASLt use tensor cores, which are faster unless there is
-  // very little to compute.
-  if (is_half) return product.k <= 32 && blocks <= 256;
-  if (product.k <= 32) return blocks <= 384;
-  // A product with a bias competes with cuBLASLt, which has kernels for narrow products; the plain
-  // product without a bias has none.
-  const bool has_plan = product.bias.data != nullptr;
-  const auto is_wide = [&](int64_t size) { return product.m > size && product.n > size; };
-  if (product.k <= 64) return blocks <= 144 && is_wide(has_plan ? 8 : 2);
-  return product.k <= 128 && blocks <= 32 && is_wide(has_plan ? 16 : 2);
-}
-
 LaunchStatus small_product(const Product& product, cudaStream_t stream) {
   const dim3 blocks(static_cast<unsigned int>(tiles(product.n)),
                     static_cast<unsigned int>(tiles(product.m)),

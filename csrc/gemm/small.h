@@ -10,9 +10,6 @@ namespace tch_extension::gemm {
 // Whether the sizes are within the limits of the grid and of 32-bit indices.
 bool small_product_can(const Product& product);
 
-// Whether this kernel was measured to be faster.
-bool small_product_is_faster(const Product& product);
-
 LaunchStatus small_product(const Product& product, cudaStream_t stream);
 
 }  // namespace tch_extension::gemm

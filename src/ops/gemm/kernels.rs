@@ -1,5 +1,6 @@
 //! Calls of the functions of `csrc/gemm`.
 
+use super::plan::{Facts, Padding, Product, Skinny, choose};
 use super::{Counters, Way};
 use crate::ffi::take_message;
 use crate::{Error, Result};
@@ -14,6 +15,7 @@ unsafe extern "C" {
         rhs: *const C_tensor,
         bias: *const C_tensor,
         way: Way,
+        choose: Choose,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
     fn tch_extension_gemm_linear(
@@ -21,15 +23,55 @@ unsafe extern "C" {
         weight: *const C_tensor,
         bias: *const C_tensor,
         way: Way,
+        choose: Choose,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
     fn tch_extension_gemm_product(
         lhs: *const C_tensor,
         rhs: *const C_tensor,
         way: Way,
+        choose: Choose,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
     fn tch_extension_gemm_counters(result: *mut Counters);
+    fn tch_extension_gemm_allows_tf32() -> bool;
+    fn tch_extension_gemm_skinny(product: *const Product, result: *mut Skinny) -> bool;
+    fn tch_extension_gemm_padding(product: *const Product, result: *mut Padding) -> bool;
+    fn tch_extension_gemm_hopper(product: *const Product) -> bool;
+}
+
+/// Tells C++, which has described a product, the way to compute it.
+type Choose = extern "C" fn(&Product) -> Way;
+
+extern "C" fn choose_way(product: &Product) -> Way {
+    choose(product, &Described(product))
+}
+
+/// The answers of `csrc/gemm` about a product that it has described.
+struct Described<'a>(&'a Product);
+
+impl Facts for Described<'_> {
+    fn tf32(&self) -> bool {
+        // SAFETY: the function only reads libtorch's settings.
+        unsafe { tch_extension_gemm_allows_tf32() }
+    }
+
+    fn skinny(&self) -> Option<Skinny> {
+        let mut answer = Skinny::default();
+        // SAFETY: the function reads the description, but no matrix, and fills the answer.
+        unsafe { tch_extension_gemm_skinny(self.0, &mut answer) }.then_some(answer)
+    }
+
+    fn padding(&self) -> Option<Padding> {
+        let mut answer = Padding::default();
+        // SAFETY: as above.
+        unsafe { tch_extension_gemm_padding(self.0, &mut answer) }.then_some(answer)
+    }
+
+    fn hopper(&self) -> bool {
+        // SAFETY: the function reads the description, but no matrix.
+        unsafe { tch_extension_gemm_hopper(self.0) }
+    }
 }
 
 /// The counters of this thread's cache of plans.
@@ -67,6 +109,7 @@ pub(crate) fn matmul_add_relu(
             rhs.as_ptr(),
             bias.as_ptr(),
             way,
+            choose_way,
             &mut result,
         )
     };
@@ -87,7 +130,14 @@ pub(crate) fn linear(
     // SAFETY: the handles are borrowed from live tensors, which C++ checks; a missing bias is null.
     // C++ writes `result` on success.
     let message = unsafe {
-        tch_extension_gemm_linear(input.as_ptr(), weight.as_ptr(), bias, way, &mut result)
+        tch_extension_gemm_linear(
+            input.as_ptr(),
+            weight.as_ptr(),
+            bias,
+            way,
+            choose_way,
+            &mut result,
+        )
     };
     owned(message, result)
 }
@@ -99,7 +149,8 @@ pub(crate) fn product(lhs: &Tensor, rhs: &Tensor, way: Way) -> Result<Option<Ten
     let mut result = null_mut();
     // SAFETY: the handles are borrowed from live tensors, which C++ checks. C++ writes `result` on
     // success.
-    let message =
-        unsafe { tch_extension_gemm_product(lhs.as_ptr(), rhs.as_ptr(), way, &mut result) };
+    let message = unsafe {
+        tch_extension_gemm_product(lhs.as_ptr(), rhs.as_ptr(), way, choose_way, &mut result)
+    };
     owned(message, result)
 }

@@ -1,0 +1,187 @@
+use super::*;
+use std::ptr::{dangling, dangling_mut, null};
+
+/// A GPU and a product's layouts.
+#[derive(Clone, Copy, Debug, Default)]
+struct Known {
+    tf32: bool,
+    skinny: Option<Skinny>,
+    padding: Option<Padding>,
+    hopper: bool,
+}
+
+impl Facts for Known {
+    fn tf32(&self) -> bool {
+        self.tf32
+    }
+    fn skinny(&self) -> Option<Skinny> {
+        self.skinny
+    }
+    fn padding(&self) -> Option<Padding> {
+        self.padding
+    }
+    fn hopper(&self) -> bool {
+        self.hopper
+    }
+}
+
+const PLAIN: Known = Known { tf32: false, skinny: None, padding: None, hopper: false };
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Bias {
+    None,
+    Row,
+    Full,
+}
+
+/// A product of contiguous matrices.
+fn product(kind: Kind, [m, k, n]: [i64; 3], bias: Bias) -> Product {
+    let matrices = |row: i64| Matrices { data: dangling(), row, column: 1, batch: 0 };
+    let bias = match bias {
+        Bias::None => Matrices { data: null(), ..matrices(0) },
+        Bias::Row => matrices(0),
+        Bias::Full => matrices(n),
+    };
+    Product {
+        batch: 1,
+        m,
+        n,
+        k,
+        lhs: matrices(k),
+        rhs: matrices(n),
+        bias,
+        out: dangling_mut(),
+        kind: kind_code(kind).expect("a kind with kernels"),
+        relu: 1,
+    }
+}
+
+#[test]
+fn large_products_take_a_plan_and_without_a_bias_libtorch() {
+    for kind in [Kind::Float, Kind::Half, Kind::BFloat16] {
+        let way = |bias| choose(&product(kind, [1024, 1024, 1024], bias), &PLAIN);
+        assert_eq!(
+            [way(Bias::None), way(Bias::Row), way(Bias::Full)],
+            [Way::Composite, Way::Plan, Way::Plan]
+        );
+    }
+    // In f64 up to 2²⁴ multiplications.
+    let way = |m| choose(&product(Kind::Double, [m, 256, 256], Bias::Row), &PLAIN);
+    assert_eq!((way(256), way(257)), (Way::Plan, Way::Composite));
+}
+
+#[test]
+fn small_products_are_bounded_by_their_blocks() {
+    let way = |kind, sizes, bias| choose(&product(kind, sizes, bias), &PLAIN);
+    // 16 × 16 blocks of 16 × 16.
+    assert_eq!(way(Kind::Half, [256, 32, 256], Bias::Row), Way::Small);
+    assert_eq!(way(Kind::Half, [257, 32, 256], Bias::Row), Way::Plan);
+    assert_eq!(way(Kind::Half, [16, 33, 16], Bias::Row), Way::Plan);
+    for kind in [Kind::Float, Kind::Double] {
+        assert_eq!(way(kind, [384, 32, 256], Bias::Row), Way::Small);
+        assert_eq!(way(kind, [385, 32, 256], Bias::None), Way::Composite);
+        assert_eq!(way(kind, [192, 64, 192], Bias::Row), Way::Small);
+        assert_eq!(way(kind, [193, 64, 192], Bias::Row), Way::Plan);
+        // Narrow ones only without a bias.
+        assert_eq!(way(kind, [192, 64, 8], Bias::Row), Way::Plan);
+        assert_eq!(way(kind, [192, 64, 8], Bias::None), Way::Small);
+        assert_eq!(way(kind, [64, 128, 128], Bias::Row), Way::Small);
+        assert_eq!(way(kind, [64, 129, 128], Bias::Row), Way::Plan);
+        assert_eq!(way(kind, [64, 128, 16], Bias::Row), Way::Plan);
+    }
+}
+
+#[test]
+fn skinny_products_take_dot_products_where_the_kernel_reads_them() {
+    let way =
+        |kind, sizes, bias, skinny| choose(&product(kind, sizes, bias), &Known { skinny, ..PLAIN });
+    let along_k = |rows, shorts| Some(Skinny { rows, shorts, by_rows: 1, whole: 0 });
+    let along_rows = |rows, shorts, whole| Some(Skinny { rows, shorts, by_rows: 0, whole });
+    // Contiguous along K: always, but for few rows and a very long K.
+    assert_eq!(way(Kind::Half, [4, 8193, 132], Bias::None, along_k(132, 4)), Way::Skinny);
+    assert_eq!(way(Kind::Half, [4, 8192, 131], Bias::None, along_k(131, 4)), Way::Skinny);
+    assert_eq!(way(Kind::Half, [4, 8193, 131], Bias::None, along_k(131, 4)), Way::Composite);
+    assert_eq!(way(Kind::Half, [5, 512, 500], Bias::Row, along_k(500, 5)), Way::Plan);
+    assert_eq!(way(Kind::Half, [4, 512, 500], Bias::Row, None), Way::Plan);
+    // Contiguous along the rows.
+    assert_eq!(way(Kind::Float, [2, 64, 5000], Bias::None, along_rows(5000, 2, 0)), Way::Skinny);
+    assert_eq!(way(Kind::Float, [2, 8193, 500], Bias::None, along_rows(500, 2, 0)), Way::Composite);
+    assert_eq!(way(Kind::Float, [1, 256, 2048], Bias::Row, along_rows(2048, 1, 1)), Way::Skinny);
+    assert_eq!(way(Kind::Float, [1, 256, 2049], Bias::Row, along_rows(2049, 1, 1)), Way::Plan);
+    assert_eq!(way(Kind::Double, [1, 256, 2048], Bias::Row, along_rows(2048, 1, 1)), Way::Plan);
+    assert_eq!(way(Kind::Float, [3, 200, 4096], Bias::Row, along_rows(4096, 3, 1)), Way::Skinny);
+    assert_eq!(way(Kind::Float, [3, 200, 4095], Bias::Row, along_rows(4095, 3, 0)), Way::Plan);
+    assert_eq!(way(Kind::BFloat16, [2, 2048, 64], Bias::Row, along_rows(64, 2, 1)), Way::Skinny);
+    assert_eq!(way(Kind::BFloat16, [3, 2048, 64], Bias::Row, along_rows(64, 3, 1)), Way::Plan);
+    assert_eq!(way(Kind::BFloat16, [3, 512, 31], Bias::Row, along_rows(31, 3, 0)), Way::Skinny);
+}
+
+#[test]
+fn padded_copies_pay_off_where_the_product_is_long() {
+    let elements = |[m, k, n]: [i64; 3]| {
+        let up = |size: i64| ((size + 7) / 8 * 8) as f64;
+        let (lhs, rhs, out) = (m as f64 * up(k), up(k) * up(n), m as f64 * up(n));
+        Some(Padding { lhs, rhs, out, copied: lhs + rhs + out, launches: 2 })
+    };
+    let way = |kind, sizes, bias, tf32| {
+        let known = Known { tf32, padding: elements(sizes), ..PLAIN };
+        choose(&product(kind, sizes, bias), &known)
+    };
+    for kind in [Kind::Half, Kind::BFloat16] {
+        assert_eq!(way(kind, [1001, 1001, 1001], Bias::Row, false), Way::Padded);
+        assert_eq!(way(kind, [1001, 101, 1001], Bias::None, false), Way::Composite);
+        assert_eq!(way(kind, [63, 4001, 4001], Bias::Row, false), Way::Plan);
+    }
+    assert_eq!(way(Kind::Float, [1501, 1501, 1501], Bias::Row, true), Way::Padded);
+    assert_eq!(way(Kind::Float, [1501, 1501, 1501], Bias::Row, false), Way::Plan);
+    assert_eq!(way(Kind::Double, [1501, 1501, 1501], Bias::None, true), Way::Composite);
+}
+
+#[test]
+fn a_full_bias_takes_the_kernel_of_9_0_or_libtorch() {
+    let gpu = Known { hopper: true, ..PLAIN };
+    let way = |sizes, known: &Known| choose(&product(Kind::Half, sizes, Bias::Full), known);
+    assert_eq!(way([4096, 1024, 2048], &gpu), Way::Hopper);
+    assert_eq!(way([4096, 1024, 2048], &PLAIN), Way::Plan);
+    // K, the number of tiles, and rows that begin in the middle of a cache line.
+    assert_eq!(way([4096, 448, 2048], &gpu), Way::Plan);
+    assert_eq!(way([4096, 2112, 2048], &gpu), Way::Plan);
+    assert_eq!(way([4096, 1024, 1920], &gpu), Way::Plan);
+    assert_eq!(way([4096, 1024, 2056], &gpu), Way::Plan);
+    assert_eq!(choose(&product(Kind::Half, [4096, 1024, 2048], Bias::Row), &gpu), Way::Plan);
+    // Rows of the bias that do not begin at multiples of 16 bytes.
+    assert_eq!(way([4096, 1024, 2049], &gpu), Way::Composite);
+    let float = product(Kind::Float, [4096, 1024, 2049], Bias::Full);
+    assert_eq!(choose(&float, &PLAIN), Way::Plan);
+    assert_eq!(choose(&float, &Known { tf32: true, ..PLAIN }), Way::Composite);
+}
+
+/// The plan is called from C++, where a panic would end the process.
+#[test]
+fn no_size_overflows() {
+    const MOST: i64 = i32::MAX as i64;
+    let sizes = [0, 1, 2, 4, 5, 63, 128, 1000, 1 << 20, MOST];
+    for kind in [Kind::Float, Kind::Double, Kind::Half] {
+        for bias in [Bias::None, Bias::Row, Bias::Full] {
+            for m in sizes {
+                for k in sizes {
+                    for n in sizes {
+                        let [m_f, k_f, n_f] = [m, k, n].map(|size| size as f64);
+                        let (lhs, rhs, out) = (m_f * k_f, k_f * n_f, m_f * n_f);
+                        let copied = lhs + rhs + out;
+                        let known = Known {
+                            tf32: true,
+                            skinny: Some(Skinny { rows: m.max(n), ..Default::default() }),
+                            padding: Some(Padding { lhs, rhs, out, copied, launches: 2 }),
+                            hopper: true,
+                        };
+                        for batch in [1, 65536, MOST] {
+                            let product = Product { batch, ..product(kind, [m, k, n], bias) };
+                            assert_ne!(choose(&product, &known), Way::Automatic);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
