@@ -82,33 +82,26 @@ bool is_in_memory(const at::Tensor& tensor) {
          tensor.dim() == 2 && tensor.numel() > 0;
 }
 
-// The product is used up to this many multiplications, and from this many columns on, so that each
-// value of lhs is used for at least one vector. most_inner() keeps a piece of rhs in the cache.
-constexpr int64_t kMostMultiplications = 80'000'000, kLeastColumns = 16;
-
-// libtorch's products are MKL's, whose fastest kernels are only for Intel's CPUs. On those, our own
-// product is faster only where most of the time goes into calling MKL.
-int64_t most_inner() { return __builtin_cpu_is("intel") ? 32 : 1024; }
-
-bool suits(const at::Tensor& lhs, const at::Tensor& rhs) {
+// Whether these are matrices that the kernel can read.
+bool can_multiply(const at::Tensor& lhs, const at::Tensor& rhs) {
   if (!is_in_memory(lhs) || !is_in_memory(rhs) || lhs.scalar_type() != rhs.scalar_type())
     return false;
   if (lhs.scalar_type() != at::kFloat && lhs.scalar_type() != at::kDouble) return false;
-  const int64_t rows = lhs.size(0), inner = lhs.size(1), columns = rhs.size(1);
-  return rhs.size(0) == inner && rhs.stride(1) == 1 && inner <= most_inner() &&
-         columns >= kLeastColumns && columns <= kMostMultiplications &&
-         rows <= kMostMultiplications / columns / inner;
+  return rhs.size(0) == lhs.size(1) && rhs.stride(1) == 1;
 }
 
 }  // namespace
 
-// The product of two matrices on the CPU, without autograd; null where libtorch's suits better.
+// libtorch's products are MKL's, whose fastest kernels are only for Intel's CPUs.
+TCH_EXTENSION_API bool tch_extension_is_intel() { return __builtin_cpu_is("intel"); }
+
+// The product of two matrices on the CPU, without autograd; null if the kernel cannot read them.
 TCH_EXTENSION_API tch_extension::Message tch_extension_small_product(const at::Tensor* lhs,
                                                                      const at::Tensor* rhs,
                                                                      at::Tensor** result) {
   return tch_extension::guard([&] {
     *result = nullptr;
-    if (!suits(*lhs, *rhs)) return;
+    if (!can_multiply(*lhs, *rhs)) return;
     at::Tensor out = at::empty({lhs->size(0), rhs->size(1)}, lhs->options());
     const SmallProduct product{lhs->size(0),          lhs->size(1),
                                rhs->size(1),          static_cast<int32_t>(lhs->scalar_type()),

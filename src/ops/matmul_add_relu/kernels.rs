@@ -1,5 +1,6 @@
 //! The kernels of `csrc/matmul_add_relu`.
 
+use super::plan;
 use crate::ffi::tensor::{is_in_memory, plain};
 use crate::ffi::{checked, kind_code, optional_ptr, take_message};
 use crate::kernels::raw_kernels;
@@ -50,6 +51,7 @@ struct Backward {
 }
 
 unsafe extern "C" {
+    fn tch_extension_is_intel() -> bool;
     fn tch_extension_small_product(
         lhs: *const C_tensor,
         rhs: *const C_tensor,
@@ -71,6 +73,14 @@ raw_kernels! {
 
 /// The product of two matrices on the CPU, without autograd; `None` where libtorch's is faster.
 pub(crate) fn small_product(lhs: &Tensor, rhs: &Tensor) -> Result<Option<Tensor>> {
+    let (&[rows, inner], &[_, columns]) = (&lhs.size()[..], &rhs.size()[..]) else {
+        return Ok(None);
+    };
+    // SAFETY: the function only asks the CPU for its vendor.
+    let is_intel = unsafe { tch_extension_is_intel() };
+    if !plan::small_product_is_faster([rows, inner, columns], is_intel) {
+        return Ok(None);
+    }
     let mut result = std::ptr::null_mut();
     // SAFETY: both handles are borrowed from live tensors. On success we own the result's handle,
     // if any.

@@ -11,6 +11,7 @@ use crate::{Result, check};
 use tch::{Kind, Tensor};
 
 mod kernels;
+mod plan;
 
 const OP: &str = "matmul_add_relu";
 /// The kinds that the product's operands may have.
