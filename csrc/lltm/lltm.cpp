@@ -24,7 +24,7 @@ extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_forward_cud
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_fused_backward_cuda(
     const LltmCellFusedBackward*, cudaStream_t);
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_hopper_forward_cuda(
-    const LltmCellFusedForward*, bool is_asked_for, bool* is_started, cudaStream_t);
+    const LltmCellFusedForward*, bool* is_started, cudaStream_t);
 #endif
 
 using namespace tch_extension;
@@ -107,7 +107,7 @@ void launch(const LltmCellFusedBackward& step, void* stream) {
 void launch_tensor_cores(const LltmCellFusedForward& step, void* stream) {
   bool is_started = false;
   const auto status = tch_extension_lltm_cell_hopper_forward_cuda(
-      &step, true, &is_started, static_cast<cudaStream_t>(stream));
+      &step, &is_started, static_cast<cudaStream_t>(stream));
   check(status.kernel, status.error);
   TORCH_CHECK(is_started, "internal error: ", status.kernel, " cannot compute this step");
 }

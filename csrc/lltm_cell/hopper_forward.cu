@@ -453,12 +453,6 @@ int64_t tiles(const LltmCellFusedForward& cell) {
   return ceil_div(cell.batch, kRows) * (cell.hidden / kColumns);
 }
 
-// Whether it was measured to be faster, which is so if the last round of tiles is nearly full.
-bool is_faster(const LltmCellFusedForward& cell) {
-  const int64_t room = ceil_div(tiles(cell), processors()) * processors();
-  return tiles(cell) * 5 >= room * 4;
-}
-
 bool start(const LltmCellFusedForward& cell, cudaStream_t stream) {
   Params params{};
   if (!hopper::bind_context() || !describe(cell, params)) return false;
@@ -479,13 +473,12 @@ bool start(const LltmCellFusedForward& cell, cudaStream_t stream) {
 }  // namespace tch_extension
 
 // Starts nothing if H is not a whole number of tiles, if bulk copies cannot access a matrix, or if
-// the code for the current device has no such kernel; nor, unless it is asked for, if it is slower
-// than a product with one kernel before it and one after it.
+// the code for the current device has no such kernel.
 extern "C" tch_extension::LaunchStatus tch_extension_lltm_cell_hopper_forward_cuda(
-    const LltmCellFusedForward* cell, bool is_asked_for, bool* is_started, cudaStream_t stream) {
+    const LltmCellFusedForward* cell, bool* is_started, cudaStream_t stream) {
   using namespace tch_extension;
   constexpr const char* kKernel = "lltm_cell_hopper_forward";
-  *is_started = can(*cell) && (is_asked_for || is_faster(*cell)) && start(*cell, stream);
+  *is_started = can(*cell) && start(*cell, stream);
   return *is_started ? launch_status(kKernel) : LaunchStatus{kKernel, nullptr};
 }
 

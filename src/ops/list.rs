@@ -17,11 +17,13 @@ macro_rules! operators {
         $callback! {
             layer_norm of norm {
                 functions: [layer_norm, f_layer_norm, layer_norm_reference],
-                way: [LayerNormWay],
+                way: [],
                 files: [
-                    "layer_norm/forward.cu",
+                    "layer_norm/forward_registers.cu",
+                    "layer_norm/forward_passes.cu",
                     "layer_norm/forward_shifted.cu",
-                    "layer_norm/backward.cu",
+                    "layer_norm/backward_registers.cu",
+                    "layer_norm/backward_passes.cu",
                     "layer_norm/backward_cluster.cu",
                     "layer_norm/backward_few.cu",
                     "layer_norm/backward_in_place.cu",

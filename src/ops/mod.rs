@@ -14,11 +14,14 @@ mod linear;
 mod lltm;
 mod lltm_cell;
 mod matmul_add_relu;
+mod norm;
 mod recurrent;
 mod way;
 
 #[doc(hidden)]
 pub use gemm::{Way as ProductWay, counters as product_plans};
+#[doc(hidden)]
+pub use norm::Way as NormWay;
 #[doc(hidden)]
 pub use way::force;
 

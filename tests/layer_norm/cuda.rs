@@ -49,12 +49,14 @@ fn cuda_the_work_is_one_kernel_forward_and_two_backward_on_the_current_stream() 
             // With a weight and a bias, one kernel more finishes their gradients' sums, and another
             // one is needed where rows are read again. For a few rows that fit in registers, one
             // kernel computes the whole backward pass.
-            let automatic = case.way == LayerNormWay::Automatic;
-            let is_long = sizes[1] > 65536 || case.way == LayerNormWay::Loop;
-            let is_one = automatic && sizes == [64, 1024];
-            let sums = match case.weight {
-                true if !is_one => 1 + usize::from(is_long && !automatic),
-                _ => 0,
+            let is_long = sizes[1] > 65536;
+            let sums = match case.way {
+                _ if !case.weight => 0,
+                NormWay::Automatic => usize::from(sizes != [64, 1024]),
+                NormWay::Few if !is_long => 0,
+                NormWay::Few | NormWay::FewPasses => 1,
+                NormWay::Passes => 2,
+                _ => 1 + usize::from(is_long),
             };
             check_kernels(
                 device,
@@ -96,7 +98,7 @@ fn check_kernels(
 /// of its own.
 #[test]
 fn cuda_rows_may_begin_anywhere() {
-    use LayerNormWay::{Automatic, Block, Cluster, Direct, Warp};
+    use NormWay::{Automatic, Cluster, Few, InPlace, Registers, Ring};
     let Some(device) = cuda_or_skip("cuda_rows_may_begin_anywhere") else { return };
     for kind in KINDS {
         for sizes in [
@@ -112,7 +114,7 @@ fn cuda_rows_may_begin_anywhere() {
         ] {
             let sample = AFFINE.samples(&[sizes], kind, device).remove(0);
             let vector = support::incoming(&sample.inputs[0]);
-            for way in [Automatic, Warp, Block, Cluster, Direct] {
+            for way in [Automatic, Ring, InPlace, Few, Cluster, Registers] {
                 let run = |offsets: [i64; 3]| {
                     let leaf = |index: usize| {
                         among_nan(&sample.inputs[index], offsets[index]).set_requires_grad(true)
@@ -133,8 +135,8 @@ fn cuda_rows_may_begin_anywhere() {
                 // The kernel for aligned arrays is used where several warps share a row: if the row
                 // is too long for one warp, or if the test names that kernel.
                 let may_be_in_place = match way {
-                    Automatic | Warp => sizes[1] > 256,
-                    Block => true,
+                    Automatic => sizes[1] > 256,
+                    InPlace => true,
                     _ => false,
                 };
                 for (aligned, shifted) in aligned.iter().zip(&shifted) {
@@ -184,7 +186,7 @@ fn assert_as_close(actual: &Tensor, expected: &Tensor, kind: Kind) {
 /// wraps around.
 #[test]
 fn cuda_many_rows_for_each_block() {
-    use LayerNormWay::{Automatic, Block, Warp};
+    use NormWay::{Automatic, InPlace, Ring};
     // With 1029, 4099 and 8195 columns, a few are left over for the lanes of a team's last warp.
     // With 1500 columns, rows begin at two different alignments, with 1502 at four, and with other
     // numbers at all of them. With 8200 columns, a whole cluster works on one row.
@@ -201,23 +203,36 @@ fn cuda_many_rows_for_each_block() {
         [500, 8200],
     ];
     let Some(_) = cuda_or_skip("cuda_many_rows_for_each_block") else { return };
-    for way in [Automatic, Warp, Block] {
-        let case = Case { way, ..AFFINE };
-        let fused = move |arguments: &[Tensor]| case.fused(arguments);
-        let reference = move |arguments: &[Tensor]| case.reference(arguments);
-        let on_the_gpu = move |kind, device: Device| match device.is_cuda() {
-            true => case.samples(&SIZES, kind, device),
-            false => Vec::new(),
-        };
-        Suite {
-            fused: &fused,
-            reference: &reference,
-            small: &on_the_gpu,
-            large: &|_, _| Vec::new(),
-            terms: &move |sample: &Sample| sample.inputs[0].size()[0].max(columns(case, sample)),
-        }
-        .gradients_agree_with_the_reference();
+    for way in [Automatic, Ring, InPlace] {
+        with_samples_on_the_gpu(Case { way, ..AFFINE }, &SIZES, |suite| {
+            suite.gradients_agree_with_the_reference();
+        });
     }
+}
+
+/// Rows that are too long for one warp, but short enough for a whole Jacobian.
+#[test]
+fn cuda_gradcheck_of_rows_of_several_warps() {
+    let Some(_) = cuda_or_skip("cuda_gradcheck_of_rows_of_several_warps") else { return };
+    for case in std::iter::once(AFFINE).chain(all_ways()) {
+        with_samples_on_the_gpu(case, &[[2, 264], [2, 265]], |suite| {
+            suite.gradcheck_of_every_small_sample();
+        });
+    }
+}
+
+/// Runs one of the tests that all operators share, with samples of these sizes, on CUDA only.
+fn with_samples_on_the_gpu(case: Case, sizes: &[[i64; 2]], test: impl FnOnce(&Suite<'_>)) {
+    test(&Suite {
+        fused: &move |arguments: &[Tensor]| case.fused(arguments),
+        reference: &move |arguments: &[Tensor]| case.reference(arguments),
+        small: &|kind, device: Device| match device.is_cuda() {
+            true => case.samples(sizes, kind, device),
+            false => Vec::new(),
+        },
+        large: &|_, _| Vec::new(),
+        terms: &move |sample: &Sample| sample.inputs[0].size()[0].max(columns(case, sample)),
+    });
 }
 
 /// A copy of the values that begins `offset` elements after the start of an array, which otherwise
@@ -266,11 +281,11 @@ fn cuda_more_than_two_to_the_31_elements() {
         let vector = support::incoming(pattern);
         // The number of threads for each row must be the same as with many rows. For few rows, the
         // automatic choice would take more threads, which changes the last bits.
-        let (expected, expected_gradient) = run(LayerNormWay::Warp, pattern, &vector);
+        let (expected, expected_gradient) = run(NormWay::Ring, pattern, &vector);
 
         let large_vector = Tensor::empty([ROWS, COLUMNS], (kind, device));
         large_vector.view([ROWS / 8, 8, COLUMNS]).copy_(&vector);
-        let (y, gradient) = run(LayerNormWay::Automatic, &x, &large_vector);
+        let (y, gradient) = run(NormWay::Automatic, &x, &large_vector);
         for (name, large, small) in [("y", y, expected), ("dx", gradient, expected_gradient)] {
             for first in [0, ROWS - 16, ROWS - 8] {
                 assert!(

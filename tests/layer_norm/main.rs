@@ -18,7 +18,7 @@ use support::{KINDS, Suite, leaves};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
-use tch_extension::ops::{LayerNormWay, f_layer_norm, force, layer_norm_reference};
+use tch_extension::ops::{NormWay, f_layer_norm, force, layer_norm_reference};
 use tch_extension::testing::{
     Sample, SampleTable, Shape, assert_as_accurate, assert_close, devices,
 };
@@ -31,10 +31,10 @@ struct Case {
     dims: usize,
     weight: bool,
     bias: bool,
-    way: LayerNormWay,
+    way: NormWay,
 }
 
-const AFFINE: Case = Case { dims: 1, weight: true, bias: true, way: LayerNormWay::Automatic };
+const AFFINE: Case = Case { dims: 1, weight: true, bias: true, way: NormWay::Automatic };
 const PLAIN: Case = Case { weight: false, bias: false, ..AFFINE };
 
 /// Weight and bias, each present and absent, and several normalised dimensions.
@@ -49,8 +49,8 @@ const CASES: [Case; 6] = [
 
 /// A case for each of the kernels, with and without parameters.
 fn all_ways() -> impl Iterator<Item = Case> {
-    use LayerNormWay::{Block, Cluster, Direct, Loop, Warp};
-    [Warp, Block, Cluster, Direct, Loop]
+    use NormWay::{Cluster, Few, FewPasses, InPlace, Passes, Registers, Ring};
+    [Registers, Cluster, Ring, InPlace, Few, Passes, FewPasses]
         .into_iter()
         .flat_map(|way| [Case { way, ..AFFINE }, Case { way, ..PLAIN }])
 }

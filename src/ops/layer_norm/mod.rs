@@ -9,11 +9,10 @@ use crate::{Error, Result, check};
 use tch::{Device, Kind, Tensor};
 
 mod kernels;
-mod plan;
 
-use kernels::{Gradients, Moments, Operands, Shape, compute_kind};
-#[doc(hidden)]
-pub use plan::Way;
+use super::norm::Way;
+use super::norm::kernels::{Gradients, Moments, Operands, Shape, compute_kind};
+use kernels::KERNELS;
 
 const OP: &str = "layer_norm";
 const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
@@ -279,8 +278,9 @@ impl Function for LayerNorm {
             saver.needs_input_grad(place::INPUT) || saver.needs_input_grad(place::WEIGHT);
         let (output, moments) = forward(input, weight, bias, &self.options, needs_moments)?;
         self.bias_kind = bias.map(Tensor::f_kind).transpose()?;
-        let (mean, rstd) = moments.map(|moments| (moments.mean, moments.rstd)).unzip();
-        for tensor in [Some(input), weight, bias, mean.as_ref(), rstd.as_ref()] {
+        let mean = moments.as_ref().and_then(|moments| moments.mean.as_ref());
+        let rstd = moments.as_ref().map(|moments| &moments.rstd);
+        for tensor in [Some(input), weight, bias, mean, rstd] {
             saver.save_optional(tensor);
         }
         Ok(output.into())
@@ -298,7 +298,7 @@ impl Function for LayerNorm {
             bias: self.bias_kind.filter(|_| ctx.needs_input_grad(place::BIAS)),
         };
         let saved = if needs.input || needs.weight {
-            let moments = Moments { mean: ctx.saved(MEAN)?, rstd: ctx.saved(RSTD)? };
+            let moments = Moments { mean: Some(ctx.saved(MEAN)?), rstd: ctx.saved(RSTD)? };
             let weight = ctx.saved_optional(place::WEIGHT)?;
             Some(Saved { input: ctx.saved(place::INPUT)?, weight, moments })
         } else {
@@ -335,11 +335,11 @@ fn forward(
     let parameters = [weight.map(plain).transpose()?, bias.map(plain).transpose()?];
     let (kind, device) = (values.f_kind()?, values.device());
     let mut output = Tensor::f_empty(&size, (kind, device))?;
-    let moments = || Moments::empty(shape.rows, kind, device);
+    let moments = || KERNELS.moments(shape.rows, kind, device);
     let mut moments = needs_moments.then(moments).transpose()?;
     let [weight, bias] = [parameters[0].as_ref(), parameters[1].as_ref()];
     let operands = Operands { input: &values, weight, bias };
-    kernels::forward(shape, &operands, options.eps, &mut output, moments.as_mut())?;
+    KERNELS.forward(shape, &operands, options.eps, &mut output, moments.as_mut())?;
     Ok((output, moments))
 }
 
@@ -382,6 +382,6 @@ fn backward(
     };
     let operands = Operands { input: &input, weight: weight.as_ref(), bias: None };
     let moments = saved.map(|saved| &saved.moments);
-    kernels::backward(options.shape(&size)?, &operands, &grad_output, moments, &mut gradients)?;
+    KERNELS.backward(options.shape(&size)?, &operands, &grad_output, moments, &mut gradients)?;
     Ok([gradients.input, gradients.weight, gradients.bias])
 }

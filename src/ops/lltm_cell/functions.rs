@@ -1,5 +1,6 @@
 //! The cell's outputs and gradients as functions of tensors and plain values, below autograd.
 
+use super::kernels::device::TensorCores;
 use super::kernels::fused::{self, Beside, Operands, Outputs};
 use super::kernels::pointwise;
 use super::plan::{Sizes, Way};
@@ -90,9 +91,10 @@ pub(crate) fn forward(
     if sizes.fuse_forward(way, kind, device) {
         return fused::forward(operands, known, sizes, beside);
     }
-    if sizes.try_tensor_cores(way, kind, device)
+    if sizes.fit_tensor_cores(kind, device)
         && fused::allow_bulk_copies(known, sizes)
-        && let Some(outputs) = fused::forward_by_tensor_cores(way, operands, known, sizes, beside)?
+        && sizes.use_tensor_cores(way, TensorCores::of(device)?.processors)
+        && let Some(outputs) = fused::forward_by_tensor_cores(operands, known, sizes, beside)?
     {
         return Ok(outputs);
     }

@@ -2,7 +2,7 @@
 //! the activation of its candidate.
 
 pub(super) mod functions;
-mod kernels;
+pub(super) mod kernels;
 pub(super) mod plan;
 
 use super::gemm;

@@ -22,6 +22,10 @@ pub enum Way {
 
 super::super::way::ways!(Way);
 
+/// The rows and hidden columns of a tile of the tensor-core kernel: the same as `kRows` and
+/// `kColumns` in `csrc/lltm_cell/hopper_forward.cu`.
+const TILE: (i64, i64) = (128, 64);
+
 /// The sizes B, F and H.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sizes {
@@ -87,20 +91,32 @@ impl Sizes {
         matches!(device, Device::Cuda(_)) && self.chosen(way, most)
     }
 
-    /// Whether to try the forward in one tensor-core kernel. It is tried where its tiles of 128
-    /// rows and 64 hidden columns may fill a GPU; the launcher knows whether they do.
-    pub fn try_tensor_cores(&self, way: Way, kind: Kind, device: Device) -> bool {
-        const FEWEST_TILES: i64 = 96;
-        let is_possible = matches!(kind, Kind::Half | Kind::BFloat16)
-            && self.hidden % 64 == 0
+    /// Whether the tensor-core kernel can compute these sizes, if a GPU has it and rows begin at
+    /// multiples of 16 bytes.
+    pub fn fit_tensor_cores(&self, kind: Kind, device: Device) -> bool {
+        matches!(kind, Kind::Half | Kind::BFloat16)
+            && self.hidden % TILE.1 == 0
             && matches!(device, Device::Cuda(_))
-            && self.fit();
-        is_possible
-            && match way {
-                Way::Automatic => (self.batch + 127) / 128 * (self.hidden / 64) >= FEWEST_TILES,
-                Way::TensorCores => true,
-                Way::Product | Way::Fused => false,
+            && self.fit()
+    }
+
+    /// How many tiles the tensor-core kernel computes.
+    pub fn tiles(&self) -> i64 {
+        (self.batch + TILE.0 - 1) / TILE.0 * (self.hidden / TILE.1)
+    }
+
+    /// Whether the forward in one tensor-core kernel is faster than a product and another kernel,
+    /// on a GPU with that kernel and this many multiprocessors.
+    pub fn use_tensor_cores(&self, way: Way, processors: i64) -> bool {
+        match way {
+            // Measured on an H200: the last round of tiles has to be nearly full.
+            Way::Automatic => {
+                let room = (self.tiles() + processors - 1) / processors.max(1) * processors;
+                processors > 0 && 5 * self.tiles() >= 4 * room
             }
+            Way::TensorCores => processors > 0,
+            Way::Product | Way::Fused => false,
+        }
     }
 
     fn columns(&self) -> f64 {
@@ -157,23 +173,39 @@ mod tests {
     }
 
     #[test]
-    fn tensor_cores_are_tried_for_whole_tiles_of_half_kinds() {
-        let tried = |(batch, features, hidden), way, kind, device| {
-            Sizes { batch, features, hidden }.try_tensor_cores(way, kind, device)
-        };
+    fn tensor_cores_take_half_kinds_whose_tiles_fill_the_gpu() {
+        const H200: i64 = 132;
+        let of = |batch, features, hidden| Sizes { batch, features, hidden };
         let gpu = Device::Cuda(0);
         for kind in [Kind::Half, Kind::BFloat16] {
-            assert!(tried((1024, 1000, 1024), Way::Automatic, kind, gpu));
-            assert!(tried((1, 0, 64), Way::TensorCores, kind, gpu));
-            assert!(!tried((1, 0, 64), Way::Automatic, kind, gpu));
-            assert!(!tried((1024, 1000, 1032), Way::TensorCores, kind, gpu));
-            assert!(!tried((0, 8, 64), Way::TensorCores, kind, gpu));
-            assert!(!tried((1024, 1000, 1024), Way::TensorCores, kind, Device::Cpu));
-            for way in [Way::Product, Way::Fused] {
-                assert!(!tried((1024, 1000, 1024), way, kind, gpu));
+            for sizes in [of(1024, 1000, 1024), of(1, 0, 64)] {
+                assert!(sizes.fit_tensor_cores(kind, gpu));
+                assert!(!sizes.fit_tensor_cores(kind, Device::Cpu));
+            }
+            assert!(!of(1024, 1000, 1032).fit_tensor_cores(kind, gpu));
+            assert!(!of(0, 8, 64).fit_tensor_cores(kind, gpu));
+        }
+        assert!(!of(1024, 1000, 1024).fit_tensor_cores(Kind::Float, gpu));
+
+        // 105, 106, 132 and 133 tiles, then two rounds that are not and are full enough.
+        for (tiles, expected) in [(105, false), (106, true), (132, true), (133, false)]
+            .into_iter()
+            .chain([(211, false), (212, true)])
+        {
+            let sizes = of(1, 8, 64 * tiles);
+            assert_eq!(sizes.tiles(), tiles);
+            assert_eq!(sizes.use_tensor_cores(Way::Automatic, H200), expected, "{tiles}");
+            assert!(sizes.use_tensor_cores(Way::TensorCores, H200));
+            for (way, processors) in [
+                (Way::Product, H200),
+                (Way::Fused, H200),
+                (Way::Automatic, 0),
+                (Way::TensorCores, 0),
+            ] {
+                assert!(!sizes.use_tensor_cores(way, processors));
             }
         }
-        assert!(!tried((1024, 1000, 1024), Way::TensorCores, Kind::Float, gpu));
+        assert_eq!((of(128, 0, 64).tiles(), of(129, 0, 128).tiles()), (1, 4));
     }
 
     #[test]

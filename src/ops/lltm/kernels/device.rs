@@ -82,39 +82,6 @@ impl Grid {
     }
 }
 
-/// The number of multiprocessors of a GPU that can run the tensor-core kernel; 0 for any other GPU.
-#[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct TensorCores {
-    pub processors: i64,
-}
-
-impl TensorCores {
-    #[cfg(test)]
-    pub const H200: TensorCores = TensorCores { processors: 132 };
-
-    pub fn are_there(self) -> bool {
-        self.processors > 0
-    }
-
-    pub fn of(device: Device) -> Result<TensorCores> {
-        #[cfg(tch_extension_cuda)]
-        {
-            static KNOWN: OnceADevice<TensorCores> = OnceADevice::new();
-            KNOWN.of("lltm", device, |_, found| {
-                // SAFETY: the function only queries the current device, which `KNOWN.of` has set.
-                found.processors =
-                    i64::from(unsafe { tch_extension_lltm_cell_hopper_processors() });
-                None
-            })
-        }
-        #[cfg(not(tch_extension_cuda))]
-        {
-            let _ = device;
-            Ok(TensorCores::default())
-        }
-    }
-}
-
 #[cfg(tch_extension_cuda)]
 unsafe extern "C" {
     /// Writes how many clusters of 8 and of 16 blocks run at a time.
@@ -124,5 +91,4 @@ unsafe extern "C" {
     ) -> *const std::ffi::c_char;
     /// Writes how many blocks run at a time.
     fn tch_extension_lltm_grid_device(device: i32, blocks: *mut i64) -> *const std::ffi::c_char;
-    fn tch_extension_lltm_cell_hopper_processors() -> i32;
 }

@@ -12,7 +12,8 @@ pub(crate) use sizes::{Direction, Sizes};
 
 use crate::Result;
 use crate::ffi::precision::matmul_allow_tf32;
-use crate::ops::lltm::kernels::device::{Clusters, Grid, TensorCores};
+use crate::ops::lltm::kernels::device::{Clusters, Grid};
+use crate::ops::lltm_cell::kernels::device::TensorCores;
 use crate::ops::lltm_cell::plan as cell;
 use cluster::Kernel;
 use grid::Share;

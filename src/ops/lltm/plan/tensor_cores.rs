@@ -2,12 +2,11 @@
 //! With libtorch's product, the gates would be written in f32 and read again by another kernel.
 
 use super::sizes::Sizes;
-use crate::ops::lltm::kernels::device::TensorCores;
+use crate::ops::lltm_cell::kernels::device::TensorCores;
 use crate::ops::lltm_cell::plan as cell;
 use tch::{Device, Kind};
 
-/// The tiles of a step, each of 128 rows and 64 hidden columns. The multiprocessors compute them in
-/// rounds.
+/// The tiles of a step ([`cell::Sizes::tiles`]). The multiprocessors compute them in rounds.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Tiles {
     sizes: Sizes,
@@ -17,9 +16,6 @@ pub(super) struct Tiles {
 }
 
 impl Tiles {
-    const ROWS: i64 = 128;
-    const COLUMNS: i64 = 64;
-
     /// `None` if the kernel cannot compute a step of these sizes.
     pub fn new(sizes: Sizes, product: Kind, on: TensorCores) -> Option<Tiles> {
         /// How many values of a half kind 16 bytes hold: rows of x and of W have to be whole
@@ -29,12 +25,10 @@ impl Tiles {
         let step = cell::Sizes { batch, features, hidden };
         // Any CUDA device gives the same answer to the questions asked here.
         let device = Device::Cuda(0);
-        let can = on.are_there()
-            && features % LANES == 0
-            && step.try_tensor_cores(cell::Way::TensorCores, product, device);
+        let can = on.are_there() && features % LANES == 0 && step.fit_tensor_cores(product, device);
         let tiles = || Tiles {
             sizes,
-            tiles: (((batch - 1) / Tiles::ROWS + 1) * (hidden / Tiles::COLUMNS)) as f64,
+            tiles: step.tiles() as f64,
             processors: on.processors as f64,
             is_one_small_kernel: step.fuse_forward(cell::Way::Automatic, product, device),
         };

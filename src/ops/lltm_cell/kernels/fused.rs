@@ -5,7 +5,7 @@ use crate::ffi::facts::{Facts, Fresh, empty, facts};
 #[cfg(not(tch_extension_cuda))]
 use crate::ffi::no_kernel;
 use crate::ffi::tensor::plain;
-use crate::ops::lltm_cell::plan::{Sizes, Way};
+use crate::ops::lltm_cell::plan::Sizes;
 use crate::{Error, Result};
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -123,7 +123,6 @@ unsafe extern "C" {
     ) -> crate::cuda::LaunchStatus;
     fn tch_extension_lltm_cell_hopper_forward_cuda(
         params: *const FusedForward,
-        is_asked_for: bool,
         is_started: *mut bool,
         stream: *mut c_void,
     ) -> crate::cuda::LaunchStatus;
@@ -255,17 +254,14 @@ pub(crate) fn allow_bulk_copies(known: &[Facts; 5], sizes: Sizes) -> bool {
 }
 
 /// [`forward`] by the tensor-core kernel. `None` if the kernel cannot read the operands or does not
-/// exist for the device, or if it would be slower and `way` does not ask for it.
+/// exist for the device.
 pub(crate) fn forward_by_tensor_cores(
-    way: Way,
     operands: &Operands<'_>,
     known: &[Facts; 5],
     sizes: Sizes,
     beside: Beside,
 ) -> Result<Option<Outputs>> {
-    forward_by(operands, known, sizes, beside, |device, params| {
-        launch_tensor_cores(way, device, params)
-    })
+    forward_by(operands, known, sizes, beside, launch_tensor_cores)
 }
 
 /// Calls `launch` with the parameters; `launch` returns whether it started a kernel.
@@ -437,12 +433,11 @@ fn launch_forward(device: Option<Device>, params: &FusedForward) -> Result<()> {
 }
 
 #[cfg(tch_extension_cuda)]
-fn launch_tensor_cores(way: Way, device: Option<Device>, params: &FusedForward) -> Result<bool> {
-    let is_asked_for = way == Way::TensorCores;
+fn launch_tensor_cores(device: Option<Device>, params: &FusedForward) -> Result<bool> {
     let mut is_started = false;
     // SAFETY: as in `launch_forward`.
     crate::cuda::launch(device.unwrap_or(Device::Cpu), |stream| unsafe {
-        tch_extension_lltm_cell_hopper_forward_cuda(params, is_asked_for, &mut is_started, stream)
+        tch_extension_lltm_cell_hopper_forward_cuda(params, &mut is_started, stream)
     })?;
     Ok(is_started)
 }
@@ -461,7 +456,7 @@ fn launch_forward(device: Option<Device>, _: &FusedForward) -> Result<()> {
 }
 
 #[cfg(not(tch_extension_cuda))]
-fn launch_tensor_cores(_: Way, _: Option<Device>, _: &FusedForward) -> Result<bool> {
+fn launch_tensor_cores(_: Option<Device>, _: &FusedForward) -> Result<bool> {
     Ok(false)
 }
 

@@ -1,4 +1,5 @@
 //! The kernels of `csrc/lltm_cell`.
 
+pub(crate) mod device;
 pub(super) mod fused;
 pub(super) mod pointwise;

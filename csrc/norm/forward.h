@@ -3,10 +3,10 @@
 
 #include "cluster.h"
 
-namespace tch_extension {
+namespace tch_extension::norm {
 namespace {
 
-// The bytes of a row that a thread keeps; src/ops/layer_norm/plan.rs has the same number. A thread
+// The bytes of a row that a thread keeps; src/ops/norm/plan.rs has the same number. A thread
 // keeps twice as many if a block could not hold the row otherwise, and half as many if that is
 // enough: with fewer registers per thread, more rows are in flight.
 constexpr int kBytes = 64;
@@ -59,10 +59,10 @@ struct Scales {
 };
 
 // The moments, from the scaled sum of x - mean and the sum of its squares.
-template <typename C>
+template <typename Norm, typename C>
 __device__ __forceinline__ Moments<C> moments_from(C mean, Pair<C> sums, const Scales<C>& scales,
                                                    double eps) {
-  const C correction = sums.first * scales.unscale;
+  const C correction = Norm::kCentred ? sums.first * scales.unscale : C(0);
   const C mean_square = sums.second * scales.inverse;
   // If the squares overflow, the correction's square may overflow, too, and their difference would
   // be NaN.
@@ -72,18 +72,19 @@ __device__ __forceinline__ Moments<C> moments_from(C mean, Pair<C> sums, const S
   return {mean, correction, inverse_root(positive + static_cast<C>(eps))};
 }
 
-template <typename C>
-__device__ __forceinline__ void keep_moments(const LayerNormForward& params, int64_t row,
+template <typename Norm, typename C>
+__device__ __forceinline__ void keep_moments(const NormForward& params, int64_t row,
                                              const Moments<C>& moments) {
-  if (params.mean != nullptr) static_cast<C*>(params.mean)[row] = moments.mean + moments.correction;
+  if (Norm::kCentred && params.mean != nullptr)
+    static_cast<C*>(params.mean)[row] = moments.mean + moments.correction;
   if (params.rstd != nullptr) static_cast<C*>(params.rstd)[row] = moments.rstd;
 }
 
 // The sum over the team's threads, and `first` of its first thread. If the team is a cluster, both
 // are for all its blocks.
 template <Team kTeam, typename C>
-__device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, const LayerNormPlan& plan,
-                                                 int team, Pair<C>* buffer, int& turn) {
+__device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, const NormPlan& plan, int team,
+                                                 Pair<C>* buffer, int& turn) {
   if constexpr (kTeam == Team::kWithinWarp) {
 #pragma unroll
     for (int offset = kWarp / 2; offset > 0; offset /= 2) {
@@ -136,20 +137,49 @@ __device__ __forceinline__ Pair<C> block_sum(Pair<C> sum, Pair<C> (&sums)[kTeam 
   return total;
 }
 
+// A parameter's values at a column. kThere: the parameter is known to be present.
+template <typename T, int kLanes, bool kThere>
+__device__ __forceinline__ Values<T, kLanes> load_parameter(const void* pointer, int64_t at,
+                                                            Compute<T> otherwise) {
+  if constexpr (kThere) return unpack<T, kLanes>(load_vector<T, kLanes>(pointer, at));
+  return load_or<T, kLanes>(pointer, at, otherwise);
+}
+
+// Writes the outputs of one vector. `centred` is x - mean.
+template <typename T, int kLanes, bool kAffine>
+__device__ __forceinline__ void write_normal(const NormForward& params, int64_t row_at,
+                                             int64_t column, const Values<T, kLanes>& centred,
+                                             const Moments<Compute<T>>& moments) {
+  const auto weight = load_parameter<T, kLanes, kAffine>(params.weight, column, Compute<T>(1));
+  const auto bias = load_parameter<T, kLanes, kAffine>(params.bias, column, Compute<T>(0));
+  Values<T, kLanes> y;
+#pragma unroll
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const Compute<T> normal = (centred.lane[lane] - moments.correction) * moments.rstd;
+    y.lane[lane] = normal * weight.lane[lane] + bias.lane[lane];
+  }
+  store_values<T, kLanes>(params.output, row_at + column, y);
+}
+
+// Whether kLanes values can be loaded at a time. Null counts as aligned.
+template <typename T, int kLanes>
+bool aligned(const NormForward& params) {
+  return params.columns % kLanes == 0 && is_aligned<T, kLanes>(params.input) &&
+         is_aligned<T, kLanes>(params.weight) && is_aligned<T, kLanes>(params.bias) &&
+         is_aligned<T, kLanes>(params.output);
+}
+
 // Whether the blocks of a cluster can keep a row in registers, with kKept bytes per thread.
 template <typename T, int kKept>
-bool fits_a_cluster(const LayerNormForward& params) {
-  const LayerNormPlan& plan = params.plan;
+bool fits_a_cluster(const NormForward& params) {
+  const NormPlan& plan = params.plan;
   constexpr int kLanes = kLanesOf16Bytes<T>;
   const int64_t all = (params.columns + kLanes - 1) / kLanes;
   const int64_t each = (all + plan.cluster - 1) / plan.cluster;
-  return plan.in_registers && plan.team == plan.threads && plan.cluster <= kMostInCluster &&
+  return plan.team == plan.threads && plan.cluster <= kMostInCluster &&
          each * 16 <= plan.team * int64_t{kKept} && params.rows <= INT32_MAX / plan.cluster;
 }
 
 }  // namespace
 
-// Starts the kernel for rows that begin at any address; false if the plan does not fit.
-bool start_layer_norm_forward_shifted(const LayerNormForward& params, cudaStream_t stream);
-
-}  // namespace tch_extension
+}  // namespace tch_extension::norm

@@ -9,7 +9,7 @@
 #include "backward.h"
 #include "shifted.h"
 
-namespace tch_extension {
+namespace tch_extension::norm {
 namespace {
 
 // Starts an asynchronous copy of 16 bytes. Only the first `bytes` of them are read; the remaining
@@ -60,4 +60,4 @@ cudaError_t allow_shared_memory(int bytes) {
 }
 
 }  // namespace
-}  // namespace tch_extension
+}  // namespace tch_extension::norm

@@ -2,71 +2,82 @@
 
 use tch::{Device, Kind};
 
-/// The ways in which the CUDA kernels compute a row. Tests force each of them; users get the one
-/// that suits the size.
+/// The ways to compute rows on CUDA. Each is named as the files of its kernels in `csrc/norm`.
+/// A forward has `Registers`, `Cluster` and `Passes` only; if another way is forced, it takes
+/// `Registers`.
 #[doc(hidden)]
+#[repr(i32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Way {
-    /// The way that suits the size.
+    /// The plan chooses. Only then the plan depends on the number of rows.
     #[default]
     Automatic,
-    /// One warp per row, or a part of a warp, if the row fits in its registers.
-    Warp,
-    /// One block per row, if the row fits in its registers.
-    Block,
-    /// Several blocks of a cluster per row, if the GPU has clusters.
+    /// A team of threads loads its row into registers. Falls back to `Passes` for rows that are too
+    /// long for a block.
+    Registers,
+    /// The blocks of a cluster share a row. Falls back to `Passes` where the GPU lacks clusters.
     Cluster,
-    /// Like `Automatic`, but the backward loads rows straight into registers.
-    Direct,
+    /// Backward: rows pass through a ring buffer in shared memory, which is filled asynchronously.
+    Ring,
+    /// Backward: like `Ring`, for rows whose length is not a multiple of 16 bytes. They are read in
+    /// place, 16 bytes at a time. All rows of a team begin at the same distance from a multiple of
+    /// 16 bytes. Falls back to `Ring` for other rows.
+    InPlace,
+    /// Backward: one kernel for few rows, which computes dw and db directly from x and dy, without
+    /// partial sums. Falls back to `FewPasses` for rows that are too long for a block.
+    Few,
     /// One block per row, which reads the row again for each pass.
-    Loop,
+    Passes,
+    /// Backward: dx as by `Passes`, dw and db as by `Few`.
+    FewPasses,
 }
 
 crate::ops::way::ways!(Way);
 
+/// How threads load the values of a row.
+#[repr(i32)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Loads {
+    /// One value at a time.
+    Single,
+    /// 16 bytes at a time, from multiples of 16 bytes.
+    Vector,
+    /// As `Vector`, but rows may begin at any address: their vectors are shifted out of the loads.
+    Shifted,
+}
+
 /// How rows are spread over threads on CUDA.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Plan {
-    /// Whether a row is read once and kept in registers, rather than read again for each pass.
-    pub(super) in_registers: i32,
-    /// Values per load: as many as 16 bytes hold, or one.
-    pub(super) lanes: i32,
-    /// Whether rows may begin at any address; their vectors of 16 bytes are then shifted out of
-    /// aligned loads.
-    pub(super) shifted: i32,
+pub(crate) struct Plan {
+    pub(crate) way: Way,
+    pub(crate) loads: Loads,
     /// Threads per row, or per part of a row if a cluster shares it: a power of two. If the row is
     /// read again for each pass, the team is the whole block.
-    pub(super) team: i32,
+    pub(crate) team: i32,
     /// Threads per block: one team or several.
-    pub(super) threads: i32,
-    /// Blocks that share a row: 1 except for long rows.
-    pub(super) cluster: i32,
+    pub(crate) threads: i32,
+    /// Blocks that share a row: 1 except for `Cluster`.
+    pub(crate) cluster: i32,
     /// How many rows per team are in flight to shared memory; 0 if rows are loaded straight into
     /// registers.
-    pub(super) stages: i32,
+    pub(crate) stages: i32,
     /// Whether the kernel that adds up the partial sums may start before the preceding kernel ends.
-    pub(super) early_finish: i32,
-    /// Whether the backward reads rows in place, 16 bytes at a time, although their length is not a
-    /// multiple of 16 bytes. All rows of a team then begin at the same distance from a multiple of
-    /// 16 bytes.
-    pub(super) in_place: i32,
-    /// Whether dw and db are computed directly from x and dy, for few rows, without partial sums.
-    /// If `in_registers` is also set, one kernel does the whole backward.
-    pub(super) by_columns: i32,
+    pub(crate) early_finish: i32,
+    pub(crate) reserved: i32,
 }
 
 /// What plans need to know about a GPU.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Gpu {
+pub(crate) struct Gpu {
     /// The number of multiprocessors.
-    pub(super) processors: i32,
+    pub(crate) processors: i32,
     /// The most shared memory that a block can have, in bytes.
-    pub(super) shared_memory: i32,
+    pub(crate) shared_memory: i32,
     /// Whether the GPU has clusters, whose blocks can share a row, and can start a kernel before
     /// the preceding one ends.
-    pub(super) clusters: i32,
+    pub(crate) clusters: i32,
 }
 
 const WARP: i64 = 32;
@@ -74,19 +85,19 @@ const WARP: i64 = 32;
 const MOST_THREADS: i64 = 512;
 const THREADS: i64 = 256;
 const MOST_IN_CLUSTER: i64 = 8;
-/// The same as kBytesOfRest in csrc/layer_norm/backward_ring.cu.
+/// The same as kBytesOfRest in csrc/norm/backward_ring.h.
 const BYTES_OF_REST: i64 = 128;
 
 /// What a plan depends on.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rows {
-    pub(super) way: Way,
-    pub(super) rows: i64,
-    pub(super) columns: i64,
-    pub(super) kind: Kind,
+pub(crate) struct Rows {
+    pub(crate) way: Way,
+    pub(crate) rows: i64,
+    pub(crate) columns: i64,
+    pub(crate) kind: Kind,
     /// All arrays begin at multiples of this many bytes. Plans only test whether it is 16.
-    pub(super) alignment: i64,
-    pub(super) gpu: Gpu,
+    pub(crate) alignment: i64,
+    pub(crate) gpu: Gpu,
 }
 
 impl Rows {
@@ -100,7 +111,7 @@ impl Rows {
     }
 
     /// How many values of a row a thread of the backward keeps: the same as kBackwardValues in
-    /// csrc/layer_norm/row_team.h.
+    /// csrc/norm/row_team.h.
     fn values(&self) -> i64 {
         if self.kind == Kind::Double { 8 } else { 16 }
     }
@@ -121,48 +132,55 @@ impl Rows {
         (self.columns + self.wide() - 1) / self.wide()
     }
 
-    /// A plan that keeps rows in registers.
-    fn in_vectors(&self, team: i64) -> Plan {
-        Plan { shifted: i32::from(!self.is_aligned()), ..Plan::new(self.wide(), Some(team)) }
+    /// A plan with blocks of one team, which load 16 bytes at a time.
+    fn in_vectors(&self, way: Way, team: i64) -> Plan {
+        let loads = if self.is_aligned() { Loads::Vector } else { Loads::Shifted };
+        Plan::new(way, loads, team)
     }
 
     /// A plan that reads a row again for each pass.
-    fn in_passes(&self) -> Plan {
-        Plan::new(if self.is_aligned() { self.wide() } else { 1 }, None)
+    fn in_passes(&self, way: Way) -> Plan {
+        let loads = if self.is_aligned() { Loads::Vector } else { Loads::Single };
+        Plan::new(way, loads, MOST_THREADS)
     }
 
-    /// Whether there are so few rows that the sums over them are computed from x and dy again, in
-    /// the same kernel that computes the rows.
-    fn by_columns(&self) -> bool {
+    /// Whether the plan is free to adapt to the number of rows.
+    fn adapts(&self) -> bool {
+        self.way == Way::Automatic
+    }
+
+    /// Whether dw and db are computed directly from x and dy, which is faster than partial sums if
+    /// there are few rows. The CPU has no such kernel.
+    fn is_few(&self) -> bool {
         // Measured on an H200 at 16 to 1024 rows: for long rows that 16-byte loads can read,
         // partial sums cost less.
-        let is_long = if self.is_aligned() { self.columns > 1024 } else { self.is_long_in_place() };
-        let few = if is_long { 256 } else { 512 };
+        let is_long = || match self.is_aligned() {
+            true => self.columns > 1024,
+            false => self.is_long_in_place(),
+        };
         let is_large =
             self.is_aligned() && self.rows.saturating_mul(self.columns) >= (4 << 20) / self.size();
-        self.way == Way::Automatic && self.rows <= few && !is_large && self.gpu.processors > 0
+        let is_wanted = match self.way {
+            Way::Automatic => self.rows <= 512 && !is_large && (self.rows <= 256 || !is_long()),
+            way => matches!(way, Way::Few | Way::FewPasses),
+        };
+        is_wanted && self.gpu.processors > 0
     }
 
     /// The number of threads for a row that takes this many loads, `each` of them per thread. It is
     /// the smallest that can hold the row, because how much each thread loads at once decides the
     /// speed.
     fn team(&self, loads: i64, each: i64) -> Option<i64> {
-        let fits = |threads: i64| loads <= threads * each;
-        let least = power_of_two((loads + each - 1) / each);
-        match self.way {
-            Way::Automatic | Way::Warp | Way::Direct if fits(WARP) => Some(least),
-            Way::Automatic | Way::Warp | Way::Direct | Way::Block if fits(MOST_THREADS) => {
-                Some(least.max(2 * WARP))
-            }
-            _ => None,
-        }
+        let is_possible = !matches!(self.way, Way::Cluster | Way::Passes | Way::FewPasses);
+        let fits = is_possible && loads <= MOST_THREADS * each;
+        fits.then(|| power_of_two((loads + each - 1) / each))
     }
 
     /// More threads for the same row, if all rows together would otherwise have fewer than
     /// `threads`.
     fn widened(&self, team: i64, loads: i64, threads: i64) -> i64 {
         let mut team = team;
-        while self.way == Way::Automatic
+        while self.adapts()
             && team < loads.min(MOST_THREADS)
             && self.rows.saturating_mul(team) < threads
         {
@@ -171,41 +189,39 @@ impl Rows {
         team
     }
 
-    pub(super) fn forward(&self) -> Plan {
-        // The same as kBytes in csrc/layer_norm/forward.h.
+    pub(crate) fn forward(&self) -> Plan {
+        // The same as kBytes in csrc/norm/forward.h.
         let each = 4;
         let loads = self.loads();
-        let least = self.team(loads, each).unwrap_or(MOST_THREADS);
-        if let Some(threads) =
-            self.value_by_value(least).filter(|_| loads <= MOST_THREADS * 2 * each)
-        {
-            return Plan::new(1, None).of_threads(threads);
+        let team = self.team(loads, each);
+        let may_be_wide = self.team(loads, 2 * each).is_some();
+        if let Some(threads) = self.value_by_value(team).filter(|_| may_be_wide) {
+            return Plan::new(Way::Passes, Loads::Single, threads);
         }
-        let team = match self.team(loads, each) {
-            None if matches!(self.way, Way::Automatic | Way::Direct | Way::Block) => {
-                // Twice as many loads per thread, in the largest block.
-                Some(MOST_THREADS).filter(|threads| loads <= threads * 2 * each)
-            }
-            team => {
+        let team = match team {
+            // Twice as many loads per thread, in the largest block.
+            None => may_be_wide.then_some(MOST_THREADS),
+            Some(team) => {
                 let all = i64::from(self.gpu.processors) * MOST_THREADS;
-                team.map(|team| self.widened(team, loads, all))
+                Some(self.widened(team, loads, all))
             }
         };
         let Some(team) = team else {
-            return self.cluster_of_forward().unwrap_or_else(|| self.in_passes());
+            return self.cluster_of_forward().unwrap_or_else(|| self.in_passes(Way::Passes));
         };
         // Blocks are small, so that a new one starts as soon as one row is done.
-        Plan { threads: team.max(2 * WARP) as i32, ..self.in_vectors(team) }
+        Plan { threads: team.max(2 * WARP) as i32, ..self.in_vectors(Way::Registers, team) }
     }
 
     /// A plan for rows that are too long for one block's registers. A cluster has as few blocks as
     /// can hold a row, or more if there are not enough rows.
     fn cluster_of_forward(&self) -> Option<Plan> {
-        // The same as kClusterBytes in csrc/layer_norm/forward.cu, and for shifted rows as kBytes.
+        // The same as kClusterBytes in csrc/norm/forward_registers.h, and for shifted rows as
+        // kBytes.
         let each = if self.size() == 4 && self.is_aligned() { 8 } else { 4 };
         let mut plan = self.cluster(&[MOST_THREADS], self.loads(), each)?;
         let processors = i64::from(self.gpu.processors);
-        while self.way == Way::Automatic
+        while self.adapts()
             && 2 * i64::from(plan.cluster) <= MOST_IN_CLUSTER
             && 2 * self.rows.saturating_mul(plan.cluster.into()) <= processors
         {
@@ -216,8 +232,9 @@ impl Rows {
 
     /// The number of threads for rows whose length is not a multiple of 16 bytes, where reading
     /// value by value is faster than shifting vectors; `None` elsewhere.
-    fn value_by_value(&self, team: i64) -> Option<i64> {
-        if self.way != Way::Automatic || self.columns % self.wide() == 0 {
+    fn value_by_value(&self, team: Option<i64>) -> Option<i64> {
+        let team = team.unwrap_or(MOST_THREADS);
+        if !self.adapts() || self.columns % self.wide() == 0 {
             return None;
         }
         // The rows are so few and short that each thread has one value or a few.
@@ -234,17 +251,17 @@ impl Rows {
         (self.size() == 4 && team >= 2 * WARP && is_idle).then_some(threads)
     }
 
-    pub(super) fn backward(&self) -> Plan {
+    pub(crate) fn backward(&self) -> Plan {
         let values = self.values();
         let each = values / self.wide();
-        let early_finish = self.gpu.clusters;
-        let ring = match (self.team(self.loads(), each), self.in_place(values)) {
-            (Some(team), _) if self.by_columns() => return self.few(team),
-            (Some(_), _) if self.way == Way::Direct => return self.direct(values),
+        let team = self.team(self.loads(), each);
+        let plan = match (team, self.in_place(values)) {
+            (Some(team), _) if self.is_few() => return self.few(team),
+            (Some(_), _) if self.way == Way::Registers => return self.direct(values),
             (_, Some(plan)) => plan,
-            (Some(team), _) => self.team_that_stays(team, values),
+            (Some(team), _) => self.ring(team, values),
             (None, _) if self.may_leave_a_rest(MOST_THREADS, values) => {
-                Plan { threads: MOST_THREADS as i32, ..self.in_vectors(MOST_THREADS) }
+                self.in_vectors(Way::Ring, MOST_THREADS)
             }
             (None, _) => match self.cluster(self.threads_of_cluster(each), self.loads(), each) {
                 Some(plan) => plan,
@@ -254,12 +271,14 @@ impl Rows {
         // The ring buffer holds x and dy of two rows, or of three where blocks wait for one
         // another. For shifted rows each warp loads one vector more; so does each team that is
         // smaller than a warp.
-        let groups = ring.threads / ring.team.min(WARP as i32) * ring.shifted;
-        let behind = if i64::from(ring.team) < WARP { 16 } else { 16 + BYTES_OF_REST as i32 };
-        let row = 2 * (behind * groups + (values * self.size()) as i32 * ring.threads);
-        let most = if ring.cluster > 1 { 3 } else { 2 };
-        match (2..=most).rev().find(|&stages| i64::from(stages * row) <= self.room()) {
-            Some(stages) => Plan { stages, early_finish, ..ring },
+        let is_shifted = plan.loads == Loads::Shifted;
+        let groups =
+            if is_shifted { i64::from(plan.threads) / i64::from(plan.team).min(WARP) } else { 0 };
+        let more = if i64::from(plan.team) < WARP { 16 } else { 16 + BYTES_OF_REST };
+        let row = 2 * (more * groups + values * self.size() * i64::from(plan.threads));
+        let most = if plan.cluster > 1 { 3 } else { 2 };
+        match (2..=most).rev().find(|&stages| i64::from(stages) * row <= self.room()) {
+            Some(stages) => Plan { stages, early_finish: self.gpu.clusters, ..plan },
             None => self.direct(values),
         }
     }
@@ -270,8 +289,8 @@ impl Rows {
     fn in_place(&self, values: i64) -> Option<Plan> {
         let is_odd = self.columns % self.wide() != 0 && self.alignment % 16 == 0;
         let has_warps = match self.way {
-            Way::Automatic | Way::Warp => self.columns > WARP * values,
-            Way::Block => true,
+            Way::Automatic => self.columns > WARP * values,
+            Way::InPlace => true,
             _ => false,
         };
         if !is_odd || !has_warps {
@@ -294,8 +313,7 @@ impl Rows {
         if !has_room(threads) {
             return None;
         }
-        let plan = Plan { in_place: 1, ..Plan::new(self.wide(), Some(team)) };
-        Some(Plan { threads: threads as i32, ..plan })
+        Some(Plan { threads: threads as i32, ..Plan::new(Way::InPlace, Loads::Vector, team) })
     }
 
     /// Whether rows in place need smaller teams than rows that may begin at any address, or are
@@ -324,28 +342,28 @@ impl Rows {
         let most = (BYTES_OF_REST / self.size()).min(WARP);
         !self.is_aligned()
             && team >= 2 * WARP
-            && matches!(self.way, Way::Automatic | Way::Warp | Way::Block)
+            && matches!(self.way, Way::Automatic | Way::Ring | Way::InPlace | Way::Few)
             && self.columns <= team * values + most
     }
 
     /// The teams and blocks of the kernel with the ring buffer.
-    fn team_that_stays(&self, team: i64, values: i64) -> Plan {
+    fn ring(&self, team: i64, values: i64) -> Plan {
+        let plan = |team: i64, threads: i64| Plan {
+            threads: threads as i32,
+            ..self.in_vectors(Way::Ring, team)
+        };
         if self.may_leave_a_rest(team / 2, values) {
-            return Plan {
-                threads: self.threads_that_stay(team / 2) as i32,
-                ..self.in_vectors(team / 2)
-            };
+            return plan(team / 2, self.threads_that_stay(team / 2));
         }
         let processors = i64::from(self.gpu.processors);
         // If there are few rows, each gets twice the threads. Each block is then one team, which
         // waits for no other team.
-        let is_few = self.way == Way::Automatic
-            && self.rows.saturating_mul(team) < processors * MOST_THREADS;
+        let is_few = self.adapts() && self.rows.saturating_mul(team) < processors * MOST_THREADS;
         if self.is_aligned() && is_few && (2 * WARP..self.loads().min(MOST_THREADS)).contains(&team)
         {
-            return Plan { threads: 2 * team as i32, ..self.in_vectors(2 * team) };
+            return plan(2 * team, 2 * team);
         }
-        Plan { threads: self.threads_that_stay(team) as i32, ..self.in_vectors(team) }
+        plan(team, self.threads_that_stay(team))
     }
 
     /// A plan for few rows: one kernel, some of whose blocks compute rows while others compute
@@ -360,20 +378,20 @@ impl Rows {
         let most =
             if 8 * self.rows <= processors { i64::MAX } else { blocks * MOST_THREADS / 2 + 1 };
         let team = self.widened(team, self.loads(), most);
-        Plan { threads: MOST_THREADS as i32, shifted: 1, by_columns: 1, ..self.in_vectors(team) }
+        Plan { threads: MOST_THREADS as i32, ..Plan::new(Way::Few, Loads::Shifted, team) }
     }
 
     /// A backward without a ring buffer, with at most one block per row: it loads straight into
     /// registers, 16 bytes or one value at a time.
     fn direct(&self, values: i64) -> Plan {
-        let passes = self.in_passes();
-        let lanes = i64::from(passes.lanes);
+        let (loads, lanes) =
+            if self.is_aligned() { (Loads::Vector, self.wide()) } else { (Loads::Single, 1) };
         let Some(team) = self.team(self.columns / lanes, values / lanes) else {
-            // A separate kernel computes the partial sums, if there are any.
-            return Plan { by_columns: i32::from(self.by_columns()), ..passes };
+            return self.in_passes(if self.is_few() { Way::FewPasses } else { Way::Passes });
         };
         let threads = self.threads_that_stay(team) as i32;
-        Plan { threads, early_finish: self.gpu.clusters, ..Plan::new(lanes, Some(team)) }
+        let early_finish = self.gpu.clusters;
+        Plan { threads, early_finish, ..Plan::new(Way::Registers, loads, team) }
     }
 
     /// The number of threads of a block that computes many rows: as many as let a multiprocessor
@@ -393,26 +411,25 @@ impl Rows {
     /// The number of parts into which the sums over rows are cut. It depends only on sizes,
     /// alignment and the device, so that the same arrays give the same bits. `clusters` is how many
     /// clusters run at a time.
-    pub(super) fn parts(&self, plan: &Plan, device: Device, clusters: i64) -> i64 {
+    pub(crate) fn parts(&self, plan: &Plan, device: Device, clusters: i64) -> i64 {
         let teams = i64::from((plan.threads / plan.team).max(1));
         let processors = i64::from(self.gpu.processors);
-        let (rows_of_part, most) = match (device, plan.in_registers, plan.stages) {
-            (Device::Cpu, ..) => (8, 128),
-            (_, _, 1..) if plan.cluster > 1 => (1, clusters),
-            (_, _, 1..) if self.is_one_block_enough(plan) => (teams, processors),
-            (_, _, 1..)
-                if self.is_shifted_float(plan.team.into())
-                    && self.has_few_values(plan.team.into()) =>
-            {
+        let is_small =
+            || self.is_shifted_float(plan.team.into()) && self.has_few_values(plan.team.into());
+        let (rows_of_part, most) = match (device, plan.way) {
+            (Device::Cpu, _) => (8, 128),
+            (_, Way::Cluster) => (1, clusters),
+            (_, Way::Passes | Way::FewPasses) => (16, 64),
+            (_, Way::Ring) if self.is_one_block_enough(plan) => (teams, processors),
+            (_, Way::Ring | Way::InPlace) if is_small() => {
                 (teams, processors * (THREADS / i64::from(plan.threads)).max(1))
             }
             // A block's teams share a part. There are as many parts as blocks that run at a time,
             // at 512 threads per multiprocessor.
-            (_, 1, _) => (teams, processors * MOST_THREADS / i64::from(plan.threads)),
-            _ => (16, 64),
+            _ => (teams, processors * MOST_THREADS / i64::from(plan.threads)),
         };
         let parts = ((self.rows + rows_of_part - 1) / rows_of_part).clamp(1, most.max(1));
-        if plan.in_place == 0 || parts * teams >= self.rows {
+        if plan.way != Way::InPlace || parts * teams >= self.rows {
             return parts;
         }
         // All rows of a team have to begin at the same distance from a multiple of 16 bytes.
@@ -456,33 +473,25 @@ impl Rows {
         let blocks = |threads: i64| (loads + threads * each - 1) / (threads * each);
         let threads =
             threads.iter().copied().find(|&threads| blocks(threads) <= MOST_IN_CLUSTER)?;
-        let plan = self.in_vectors(threads);
+        let plan = self.in_vectors(Way::Cluster, threads);
         Some(Plan { cluster: blocks(threads).max(2) as i32, ..plan })
     }
 }
 
 impl Plan {
-    /// A plan with blocks of one team, each of which has one row. Without a `team` the row is not
-    /// kept in registers but read again for each pass.
-    fn new(lanes: i64, team: Option<i64>) -> Plan {
-        let threads = team.unwrap_or(MOST_THREADS) as i32;
+    /// A plan with blocks of one team, each of which has one row.
+    fn new(way: Way, loads: Loads, team: i64) -> Plan {
+        let threads = team as i32;
         Plan {
-            in_registers: i32::from(team.is_some()),
-            lanes: lanes as i32,
-            shifted: 0,
+            way,
+            loads,
             team: threads,
             threads,
             cluster: 1,
             stages: 0,
             early_finish: 0,
-            in_place: 0,
-            by_columns: 0,
+            reserved: 0,
         }
-    }
-
-    /// The same plan, but with blocks of this many threads, which are one team.
-    fn of_threads(self, threads: i64) -> Plan {
-        Plan { team: threads as i32, threads: threads as i32, ..self }
     }
 }
 

@@ -5,7 +5,7 @@
 #include "../hopper/cluster.h"
 #include "row_team.h"
 
-namespace tch_extension {
+namespace tch_extension::norm {
 namespace {
 
 constexpr int kMostInCluster = 8;
@@ -75,7 +75,7 @@ constexpr int kPairsOfSums =
 
 // Sums over all threads that share a row.
 template <Team kTeam, typename C>
-__device__ __forceinline__ Pair<C> sum_of_team(Pair<C> sum, const LayerNormPlan& plan, int team,
+__device__ __forceinline__ Pair<C> sum_of_team(Pair<C> sum, const NormPlan& plan, int team,
                                                Pair<C>* buffer, int& turn) {
   if constexpr (kTeam == Team::kCluster) {
     return cluster_sum(sum, plan.cluster, blockIdx.x % plan.cluster, buffer, turn);
@@ -90,7 +90,7 @@ struct ClusterLaunch {
   cudaLaunchConfig_t config = {};
   cudaLaunchAttribute attribute = {};
 
-  ClusterLaunch(const LayerNormPlan& plan, int bytes, int64_t clusters, cudaStream_t stream) {
+  ClusterLaunch(const NormPlan& plan, int bytes, int64_t clusters, cudaStream_t stream) {
     config.gridDim = dim3(static_cast<unsigned int>(clusters * plan.cluster));
     config.blockDim = dim3(static_cast<unsigned int>(plan.threads));
     config.dynamicSmemBytes = static_cast<size_t>(bytes);
@@ -107,4 +107,4 @@ struct ClusterLaunch {
 };
 
 }  // namespace
-}  // namespace tch_extension
+}  // namespace tch_extension::norm

@@ -4,15 +4,21 @@
 #include "../hopper/dependent_launch.h"
 #include "row_team.h"
 
-namespace tch_extension {
+namespace tch_extension::norm {
 namespace {
 
-// A row's mean and rstd. They are null, and returned as zeros, only if the bias' gradient alone is
-// wanted.
-template <typename C>
-__device__ __forceinline__ Pair<C> kept_moments(const LayerNormBackward& params, int64_t row) {
-  if (params.mean == nullptr) return {C(0), C(0)};
-  return {static_cast<const C*>(params.mean)[row], static_cast<const C*>(params.rstd)[row]};
+// Whether there are moments. Only the gradient of the bias does without.
+template <typename Norm>
+__device__ __forceinline__ bool has_moments(const NormBackward& params) {
+  return (Norm::kCentred ? params.mean : params.rstd) != nullptr;
+}
+
+// A row's mean, or zero if rows are not centred, and rstd; zeros if there are no moments.
+template <typename Norm, typename C>
+__device__ __forceinline__ Pair<C> kept_moments(const NormBackward& params, int64_t row) {
+  if (!has_moments<Norm>(params)) return {C(0), C(0)};
+  const C mean = Norm::kCentred ? static_cast<const C*>(params.mean)[row] : C(0);
+  return {mean, static_cast<const C*>(params.rstd)[row]};
 }
 
 // Stores the sums in vectors of up to 16 bytes: a single value would be a separate write to the L2
@@ -68,13 +74,17 @@ __device__ __forceinline__ void write_block_part(const C (&sums)[kVectors][kLane
 // Allows the next kernel of the stream to start before this one ends.
 __device__ __forceinline__ void let_the_next_kernel_start() { hopper::allow_next_kernel(); }
 
+inline bool has_parts(const NormBackward& params) {
+  return params.weight_parts != nullptr || params.bias_parts != nullptr;
+}
+
 // Whether kLanes values can be loaded at a time. Null counts as aligned.
 template <typename T, int kLanes>
-bool aligned(const LayerNormBackward& params) {
+bool aligned(const NormBackward& params) {
   return params.columns % kLanes == 0 && is_aligned<T, kLanes>(params.grad_output) &&
          is_aligned<T, kLanes>(params.input) && is_aligned<T, kLanes>(params.weight) &&
          is_aligned<T, kLanes>(params.grad_input);
 }
 
 }  // namespace
-}  // namespace tch_extension
+}  // namespace tch_extension::norm

@@ -5,20 +5,13 @@
 #include <limits>
 #include <type_traits>
 
-#include "layer_norm.h"
+#include "params.h"
+#include "statistic.h"
 #include "tch_extension/cuda_vector.h"
+#include "tch_extension/kind.h"
 #include "tch_extension/launch.h"
 
-namespace tch_extension {
-
-// The launchers, each in a file of its own. They return null, or what is wrong with the plan.
-const char* start_layer_norm_forward(const LayerNormForward& params, cudaStream_t stream);
-const char* start_layer_norm_backward(const LayerNormBackward& params, cudaStream_t stream);
-const char* start_layer_norm_backward_ring(const LayerNormBackward& params, cudaStream_t stream);
-const char* start_layer_norm_backward_in_place(const LayerNormBackward& params,
-                                               cudaStream_t stream);
-const char* start_layer_norm_backward_cluster(const LayerNormBackward& params, cudaStream_t stream);
-const char* start_layer_norm_backward_few(const LayerNormBackward& params, cudaStream_t stream);
+namespace tch_extension::norm {
 
 namespace {
 
@@ -26,7 +19,7 @@ constexpr int kMostThreads = 512;
 
 // The number of a row's values that a thread keeps in the backward pass. Four arrays of that many
 // values of the compute kind fit in the 128 registers of a thread of the largest block.
-// src/ops/layer_norm/plan.rs has the same numbers.
+// src/ops/norm/plan.rs has the same numbers.
 template <typename T>
 constexpr int kBackwardValues = 64 / sizeof(Compute<T>);
 
@@ -112,7 +105,7 @@ inline unsigned int at_most(int64_t blocks, int64_t most) {
 }
 
 // The number of blocks if each row has one team.
-inline unsigned int blocks_of_teams(int64_t rows, const LayerNormPlan& plan) {
+inline unsigned int blocks_of_teams(int64_t rows, const NormPlan& plan) {
   const int64_t teams = plan.threads / plan.team;
   return at_most((rows + teams - 1) / teams, INT32_MAX);
 }
@@ -121,11 +114,11 @@ inline bool is_power_of_two(int32_t value) { return value > 0 && (value & (value
 
 // Whether the plan is one that the kernels can run: a mistake in a plan must not become an access
 // out of bounds.
-inline bool fits_a_block(const LayerNormPlan& plan) {
+inline bool fits_a_block(const NormPlan& plan) {
   return is_power_of_two(plan.team) && is_power_of_two(plan.threads) &&
          plan.threads <= kMostThreads && plan.threads >= kWarp && plan.team <= plan.threads &&
          plan.cluster >= 1;
 }
 
 }  // namespace
-}  // namespace tch_extension
+}  // namespace tch_extension::norm

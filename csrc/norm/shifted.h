@@ -6,7 +6,7 @@
 
 #include "row_team.h"
 
-namespace tch_extension {
+namespace tch_extension::norm {
 namespace {
 
 struct alignas(16) Words {
@@ -280,4 +280,4 @@ struct Parameter {
 };
 
 }  // namespace
-}  // namespace tch_extension
+}  // namespace tch_extension::norm

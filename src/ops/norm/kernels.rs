@@ -1,0 +1,338 @@
+//! Calls of the kernels of `csrc/norm`, which each operator instantiates for its statistic.
+
+use super::plan::{Gpu, Plan, Rows, Way};
+use crate::Result;
+#[cfg(tch_extension_cuda)]
+use crate::ffi::once_a_device::{OnceADevice, constant};
+use crate::ffi::{kind_code, optional_ptr};
+#[cfg(tch_extension_cuda)]
+use std::ffi::c_char;
+use std::ffi::c_void;
+use tch::{Device, Kind, Tensor};
+
+/// What plans need to know about the device. It is all zeros on the CPU, whose kernels ignore
+/// plans.
+fn gpu(device: Device) -> Result<Gpu> {
+    #[cfg(tch_extension_cuda)]
+    {
+        static KNOWN: OnceADevice<Gpu> = OnceADevice::new();
+        // SAFETY: the C side fills the struct, and returns null or a pointer to a constant string.
+        KNOWN.of("norm", device, |index, gpu| unsafe {
+            constant(tch_extension_norm_device(index, gpu))
+        })
+    }
+    #[cfg(not(tch_extension_cuda))]
+    {
+        let _ = device;
+        Ok(Gpu::default())
+    }
+}
+
+/// The parameters of the forward kernels. All arrays are row-major and contiguous, and no two
+/// overlap.
+#[repr(C)]
+pub(crate) struct Forward {
+    /// M, the number of rows.
+    rows: i64,
+    /// N, the number of columns.
+    columns: i64,
+    eps: f64,
+    /// The `TchExtensionKind` of input and output.
+    kind: i32,
+    /// The kind of weight and bias: `kind`, or on the CPU Float with an input of a half kind.
+    parameter_kind: i32,
+    /// How rows are spread over threads; the CPU ignores it.
+    plan: Plan,
+    /// `[M, N]`.
+    input: *const c_void,
+    /// `[N]`, null for ones.
+    weight: *const c_void,
+    /// `[N]`, null for zeros.
+    bias: *const c_void,
+    /// `[M, N]`.
+    output: *mut c_void,
+    /// `[M]` of the compute kind, null when nobody needs it.
+    mean: *mut c_void,
+    /// `[M]` of the compute kind, null when nobody needs it.
+    rstd: *mut c_void,
+}
+
+/// The parameters of the backward kernels. All arrays are row-major and contiguous, and no two
+/// overlap.
+#[repr(C)]
+pub(crate) struct Backward {
+    /// M, the number of rows.
+    rows: i64,
+    /// N, the number of columns.
+    columns: i64,
+    /// P: the sums over rows, for weight and bias, are cut into this many parts.
+    parts: i64,
+    /// The `TchExtensionKind` of input, output and their gradients.
+    kind: i32,
+    /// The kind of weight and bias.
+    parameter_kind: i32,
+    /// How rows are spread over threads; the CPU ignores it.
+    plan: Plan,
+    /// `[M, N]`.
+    grad_output: *const c_void,
+    /// `[M, N]`.
+    input: *const c_void,
+    /// `[N]`, null for ones.
+    weight: *const c_void,
+    /// `[M]` of the compute kind. Both mean and rstd are null when only the bias' gradient is
+    /// wanted.
+    mean: *const c_void,
+    /// `[M]` of the compute kind.
+    rstd: *const c_void,
+    /// `[M, N]`, null when nobody needs it.
+    grad_input: *mut c_void,
+    /// `[N]` of the parameter kind, null when nobody needs it.
+    grad_weight: *mut c_void,
+    /// `[N]` of the parameter kind, null when nobody needs it.
+    grad_bias: *mut c_void,
+    /// Scratch, `[P, N]` of the compute kind; null without grad_weight.
+    weight_parts: *mut c_void,
+    /// Scratch, `[P, N]` of the compute kind; null without grad_bias.
+    bias_parts: *mut c_void,
+}
+
+#[cfg(tch_extension_cuda)]
+unsafe extern "C" {
+    fn tch_extension_norm_device(device: i32, result: *mut Gpu) -> *const c_char;
+}
+
+/// An operator's kernels. The functions are unsafe because the parameters' addresses must belong to
+/// arrays of the stated sizes and kinds on the device.
+pub(crate) struct Kernels {
+    pub op: &'static str,
+    /// Whether the statistic has a mean.
+    pub is_centred: bool,
+    /// Computes the output and the moments.
+    pub forward: unsafe fn(Device, &Forward) -> Result<()>,
+    /// Computes the gradient of the input, and for weight and bias the partial sums or the whole
+    /// gradients.
+    pub backward: unsafe fn(Device, &Backward) -> Result<()>,
+    /// Computes the gradients of weight and bias, from their partial sums or directly by columns.
+    pub finish: unsafe fn(Device, &Backward) -> Result<()>,
+    /// Tells how many clusters of a plan the current device runs at a time.
+    #[cfg(tch_extension_cuda)]
+    pub clusters: unsafe extern "C" fn(*const Plan, i32) -> i64,
+}
+
+/// The kind in which values of this kind are computed: the kind of mean and rstd.
+pub(crate) fn compute_kind(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+/// The numbers of rows and columns, and the way to compute them.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Shape {
+    pub rows: i64,
+    pub columns: i64,
+    pub way: Way,
+}
+
+/// The tensors that both directions read. All are contiguous, and have the shapes that [`Forward`]
+/// states.
+pub(crate) struct Operands<'a> {
+    pub input: &'a Tensor,
+    pub weight: Option<&'a Tensor>,
+    pub bias: Option<&'a Tensor>,
+}
+
+impl Operands<'_> {
+    fn like(&self) -> Result<(Kind, Device)> {
+        Ok((self.input.f_kind()?, self.input.device()))
+    }
+
+    /// The kind of weight and bias, and the device.
+    fn parameters_like(&self) -> Result<(Kind, Device)> {
+        let parameter = self.weight.or(self.bias).unwrap_or(self.input);
+        Ok((parameter.f_kind()?, self.input.device()))
+    }
+}
+
+/// What the forward computes of each row for the backward, `[M]` each, of [`compute_kind`].
+pub(crate) struct Moments {
+    /// The mean, if the statistic has one.
+    pub mean: Option<Tensor>,
+    /// 1/√(variance + eps), or 1/√(mean square + eps).
+    pub rstd: Tensor,
+}
+
+/// [`optional_ptr`] for an array whose number of elements has to fit, but not its shape.
+fn flat(
+    name: &str,
+    tensor: Option<&Tensor>,
+    numel: i64,
+    like: (Kind, Device),
+) -> Result<*mut c_void> {
+    let size = tensor.map(Tensor::size).unwrap_or_default();
+    let found = size.iter().try_fold(1_i64, |product, &size| product.checked_mul(size));
+    let shape = if found == Some(numel) { size } else { vec![numel] };
+    optional_ptr(name, tensor, &shape, like)
+}
+
+/// The alignment that all addresses have, in bytes: a power of two, at most 16.
+fn alignment(pointers: &[*const c_void]) -> i64 {
+    let all_at = |bytes: usize| pointers.iter().all(|pointer| pointer.addr() % bytes == 0);
+    [16, 8, 4, 2].into_iter().find(|&bytes| all_at(bytes)).unwrap_or(1) as i64
+}
+
+/// The gradients that [`Kernels::backward`] computes. Nobody needs those that are absent.
+#[derive(Default)]
+pub(crate) struct Gradients {
+    pub input: Option<Tensor>,
+    pub weight: Option<Tensor>,
+    pub bias: Option<Tensor>,
+}
+
+impl Kernels {
+    /// Room for the moments of this many rows.
+    pub fn moments(&self, rows: i64, kind: Kind, device: Device) -> Result<Moments> {
+        let empty = || Tensor::f_empty([rows], (compute_kind(kind), device));
+        Ok(Moments { mean: self.is_centred.then(empty).transpose()?, rstd: empty()? })
+    }
+
+    /// Computes `output` ([M, N]) and, if they are given, the moments of each row.
+    pub fn forward(
+        &self,
+        shape: Shape,
+        operands: &Operands<'_>,
+        eps: f64,
+        output: &mut Tensor,
+        moments: Option<&mut Moments>,
+    ) -> Result<()> {
+        let Shape { rows, columns, way } = shape;
+        let (like, parameters) = (operands.like()?, operands.parameters_like()?);
+        let elements = rows * columns;
+        let compute = (compute_kind(like.0), like.1);
+        let mean = moments.as_ref().and_then(|moments| moments.mean.as_ref());
+        let rstd = moments.as_ref().map(|moments| &moments.rstd);
+        let input = flat("input", Some(operands.input), elements, like)?;
+        let weight = flat("weight", operands.weight, columns, parameters)?;
+        let bias = flat("bias", operands.bias, columns, parameters)?;
+        let output = flat("output", Some(output), elements, like)?;
+        let alignment = alignment(&[input, weight, bias, output]);
+        let rows_of = Rows { way, rows, columns, kind: like.0, alignment, gpu: gpu(like.1)? };
+        let params = Forward {
+            rows,
+            columns,
+            eps,
+            kind: kind_code(like.0)?,
+            parameter_kind: kind_code(parameters.0)?,
+            plan: rows_of.forward(),
+            input,
+            weight,
+            bias,
+            output,
+            mean: optional_ptr("mean", mean, &[rows], compute)?,
+            rstd: optional_ptr("rstd", rstd, &[rows], compute)?,
+        };
+        // SAFETY: `flat` and `optional_ptr` checked that the arrays are contiguous, of these sizes and
+        // kinds, and on this device. Those that are written are borrowed exclusively, so they overlap
+        // no other.
+        unsafe { (self.forward)(like.1, &params) }
+    }
+
+    /// Computes the gradients that are present. All of them except the bias' need the moments.
+    pub fn backward(
+        &self,
+        shape: Shape,
+        operands: &Operands<'_>,
+        grad_output: &Tensor,
+        moments: Option<&Moments>,
+        gradients: &mut Gradients,
+    ) -> Result<()> {
+        let Shape { rows, columns, way } = shape;
+        let (like, mut parameters) = (operands.like()?, operands.parameters_like()?);
+        if let Some(gradient) = gradients.weight.as_ref().or(gradients.bias.as_ref()) {
+            parameters.0 = gradient.f_kind()?;
+        }
+        let elements = rows * columns;
+        let compute = (compute_kind(like.0), like.1);
+        let mean = moments.and_then(|moments| moments.mean.as_ref());
+        let rstd = moments.map(|moments| &moments.rstd);
+        if moments.is_none() && (gradients.input.is_some() || gradients.weight.is_some()) {
+            let message = format!("internal error: {}'s backward has no moments", self.op);
+            return Err(crate::Error::msg(message));
+        }
+        let grad_output = flat("grad_output", Some(grad_output), elements, like)?;
+        let input = flat("input", Some(operands.input), elements, like)?;
+        let weight = flat("weight", operands.weight, columns, parameters)?;
+        let grad_input = flat("grad_input", gradients.input.as_ref(), elements, like)?;
+        let alignment = alignment(&[grad_output, input, weight, grad_input]);
+        let rows_of = Rows { way, rows, columns, kind: like.0, alignment, gpu: gpu(like.1)? };
+        let plan = rows_of.backward();
+        // dw and db are computed directly, by columns.
+        let by_columns = matches!(plan.way, Way::Few | Way::FewPasses);
+        let is_one_kernel = plan.way == Way::Few;
+        let parts = rows_of.parts(&plan, like.1, self.clusters_at_a_time(&plan, like.0, like.1)?);
+        let scratch = |gradient: &Option<Tensor>| -> Result<Option<Tensor>> {
+            gradient
+                .as_ref()
+                .filter(|_| !by_columns)
+                .map(|_| Ok(Tensor::f_empty([parts, columns], compute)?))
+                .transpose()
+        };
+        let (weight_parts, bias_parts) = (scratch(&gradients.weight)?, scratch(&gradients.bias)?);
+        let params = Backward {
+            rows,
+            columns,
+            parts,
+            kind: kind_code(like.0)?,
+            parameter_kind: kind_code(parameters.0)?,
+            plan,
+            grad_output,
+            input,
+            weight,
+            mean: optional_ptr("mean", mean, &[rows], compute)?,
+            rstd: optional_ptr("rstd", rstd, &[rows], compute)?,
+            grad_input,
+            grad_weight: flat("grad_weight", gradients.weight.as_ref(), columns, parameters)?,
+            grad_bias: flat("grad_bias", gradients.bias.as_ref(), columns, parameters)?,
+            weight_parts: optional_ptr(
+                "weight_parts",
+                weight_parts.as_ref(),
+                &[parts, columns],
+                compute,
+            )?,
+            bias_parts: optional_ptr(
+                "bias_parts",
+                bias_parts.as_ref(),
+                &[parts, columns],
+                compute,
+            )?,
+        };
+        let has_sums = gradients.weight.is_some() || gradients.bias.is_some();
+        let has_to_finish = has_sums && !is_one_kernel;
+        // On CUDA the first kernel has nothing to do if only gradients of weight and bias are wanted,
+        // and these are computed by columns.
+        let is_first_needed =
+            like.1 == Device::Cpu || !by_columns || is_one_kernel || !grad_input.is_null();
+        if is_first_needed {
+            // SAFETY: as in `forward`; the scratch tensors live until both kernels have been launched.
+            unsafe { (self.backward)(like.1, &params)? };
+        }
+        if has_to_finish {
+            // SAFETY: as above.
+            unsafe { (self.finish)(like.1, &params)? };
+        }
+        Ok(())
+    }
+
+    /// How many clusters of this plan's blocks run at the same time; 0 if the plan has no clusters.
+    fn clusters_at_a_time(&self, plan: &Plan, kind: Kind, device: Device) -> Result<i64> {
+        #[cfg(tch_extension_cuda)]
+        if plan.cluster > 1 {
+            let _guard = crate::cuda::DeviceGuard::new(device)?;
+            // SAFETY: the C side only reads the struct.
+            return Ok(unsafe { (self.clusters)(plan, kind_code(kind)?) });
+        }
+        let _ = (plan, kind, device);
+        Ok(0)
+    }
+}
+
+#[cfg(test)]
+mod rms_norm_tests;
