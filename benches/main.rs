@@ -9,6 +9,10 @@
 //! - `cargo bench --profile dev` runs criterion, which measures one provider after another, and
 //!   also the autograd bridge and the dispatcher.
 
+#[macro_use]
+#[path = "../src/ops/list.rs"]
+mod list;
+
 mod autograd;
 mod clock;
 mod common;
@@ -29,15 +33,14 @@ mod table;
 use common::Case;
 use tch::Device;
 
-/// The cases of each operator.
-const OPERATORS: [fn(Device) -> Vec<Case>; 6] = [
-    autograd::cases,
-    layer_norm::cases,
-    linear::cases,
-    lltm::cases,
-    lltm_cell::cases,
-    matmul_add_relu::cases,
-];
+macro_rules! cases {
+    ($($operator:ident of $family:ident { $($rest:tt)* })*) => {
+        &[autograd::cases, $($operator::cases),*]
+    };
+}
+
+/// The cases of autograd and of each operator.
+const OPERATORS: &[fn(Device) -> Vec<Case>] = operators!(cases);
 
 fn main() {
     // Cargo adds `--bench`. Arguments that do not begin with `table` belong to criterion, which
@@ -62,13 +65,13 @@ fn main() {
 }
 
 fn table(words: &[String]) {
-    table::run(&OPERATORS, words).expect("the folder of bench.json can be written");
+    table::run(OPERATORS, words).expect("the folder of bench.json can be written");
 }
 
 fn criterion_statistics() {
     autograd::benches();
     library::benches();
     let mut criterion = criterion::Criterion::default().configure_from_args();
-    OPERATORS.into_iter().for_each(|cases| common::groups(&mut criterion, cases));
+    OPERATORS.iter().for_each(|cases| common::groups(&mut criterion, cases));
     criterion.final_summary();
 }

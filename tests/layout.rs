@@ -2,20 +2,36 @@
 
 use std::path::PathBuf;
 
-/// Folders of csrc that hold no operator.
-const SHARED: [&str; 11] = [
-    "include",
-    "amp",
-    "autograd",
-    "library",
-    "cuda",
-    "gemm",
-    "norm",
-    "hopper",
-    "recurrent",
-    "tensor",
-    "testing",
-];
+#[macro_use]
+#[path = "../src/ops/list.rs"]
+mod list;
+
+/// An entry of the list of operators, as far as files are concerned.
+struct Operator {
+    name: &'static str,
+    family: &'static str,
+    files: &'static [&'static str],
+}
+
+macro_rules! entries {
+    ($($name:ident of $family:ident {
+        functions: [$($function:ident),*],
+        way: [$($way:ident)?],
+        files: [$($file:literal),* $(,)?],
+    })*) => {
+        &[$(Operator {
+            name: stringify!($name),
+            family: stringify!($family),
+            files: &[$($file),*],
+        }),*]
+    };
+}
+
+const OPERATORS: &[Operator] = operators!(entries);
+
+/// Folders of csrc that belong neither to an operator nor to a family of operators.
+const SHARED: [&str; 8] =
+    ["include", "amp", "autograd", "library", "cuda", "hopper", "tensor", "testing"];
 
 fn root() -> PathBuf {
     // Set by cargo, and by the bundle's script where there is no cargo.
@@ -31,30 +47,67 @@ fn names(folder: &str) -> Vec<String> {
         .collect()
 }
 
+/// The names of the folders inside a folder.
+fn folders(folder: &str) -> Vec<String> {
+    names(folder).into_iter().filter(|name| root().join(folder).join(name).is_dir()).collect()
+}
+
+fn has_line(file: &str, line: &str) -> bool {
+    let text = std::fs::read_to_string(root().join(file)).expect("a source file");
+    text.lines().any(|found| found == line)
+}
+
 #[test]
 fn every_operator_has_all_its_twins() {
-    let is_operator =
-        |name: &String| !SHARED.contains(&name.as_str()) && root().join("csrc").join(name).is_dir();
-    let from_csrc = names("csrc").into_iter().filter(is_operator);
-    let has_plan_or_function = |name: &String| {
-        !SHARED.contains(&name.as_str()) && root().join("src/ops").join(name).is_dir()
-    };
-    let from_ops = names("src/ops").into_iter().filter(has_plan_or_function);
-    let mut operators: Vec<String> = from_csrc.chain(from_ops).collect();
-    operators.sort();
-    operators.dedup();
-    assert!(!operators.is_empty());
-    for operator in operators {
+    assert!(!OPERATORS.is_empty());
+    for Operator { name, files, .. } in OPERATORS {
         let twins = [
-            format!("csrc/{operator}/cpu.cpp"),
-            format!("csrc/{operator}/cuda.cu"),
-            format!("csrc/{operator}/{operator}.h"),
-            format!("src/ops/{operator}/mod.rs"),
-            format!("tests/{operator}/main.rs"),
-            format!("benches/{operator}.rs"),
+            format!("csrc/{name}/cpu.cpp"),
+            format!("csrc/{name}/cuda.cu"),
+            format!("csrc/{name}/{name}.h"),
+            format!("src/ops/{name}/mod.rs"),
+            format!("tests/{name}/main.rs"),
+            format!("benches/{name}.rs"),
         ];
-        for twin in twins {
-            assert!(root().join(&twin).exists(), "{operator} has no {twin}");
+        let files = files.iter().map(|file| format!("csrc/{file}"));
+        for twin in twins.into_iter().chain(files) {
+            assert!(root().join(&twin).exists(), "{name} has no {twin}");
+        }
+        // rustfmt formats only modules that are declared outside of macros.
+        for file in ["src/ops/mod.rs", "benches/main.rs"] {
+            let line = format!("mod {name};");
+            assert!(has_line(file, &line), "{file} lacks `{line}`");
+        }
+    }
+}
+
+#[test]
+fn every_operator_is_in_the_list() {
+    let is_known = |folder: &str| {
+        OPERATORS.iter().any(|operator| [operator.name, operator.family].contains(&folder))
+    };
+    for folder in folders("src/ops") {
+        assert!(is_known(&folder), "src/ops/list.rs lacks {folder}");
+    }
+    for folder in folders("csrc") {
+        let is_shared = SHARED.contains(&folder.as_str());
+        assert!(is_shared || is_known(&folder), "src/ops/list.rs lacks {folder}");
+    }
+}
+
+/// A kernel of an operator is an entry's `cpu.cpp` or `cuda.cu`, or one of its ways.
+#[test]
+fn every_way_is_in_the_list() {
+    let is_listed = |file: &str| OPERATORS.iter().any(|operator| operator.files.contains(&file));
+    for Operator { name, .. } in OPERATORS {
+        for file in names(&format!("csrc/{name}")) {
+            let is_kernel =
+                file.ends_with(".cu") || file.starts_with("cpu_") && file.ends_with(".cpp");
+            let path = format!("{name}/{file}");
+            assert!(
+                !is_kernel || file == "cuda.cu" || is_listed(&path),
+                "src/ops/list.rs lacks the file {path:?}"
+            );
         }
     }
 }

@@ -133,12 +133,12 @@ __device__ void late_named_barrier_arrive(int id, int threads) {
 #define load_relaxed_4_words late_load_relaxed_4_words
 #define load_relaxed_2_halves late_load_relaxed_2_halves
 #define load_relaxed_2_words late_load_relaxed_2_words
-#include "lltm/grid_backward.cu"
-#include "lltm/grid_backward_plain.cu"
-#include "lltm/grid_forward.cu"
-#include "lltm/grid_forward_plain.cu"
-#include "lltm/wide_grid_backward.cu"
-#include "lltm/wide_grid_forward.cu"
+#include "lltm/grid_backward_hopper.cu"
+#include "lltm/grid_forward_hopper.cu"
+#include "lltm/plain_grid_backward_hopper.cu"
+#include "lltm/plain_grid_forward_hopper.cu"
+#include "lltm/wide_grid_backward_hopper.cu"
+#include "lltm/wide_grid_forward_hopper.cu"
 
 namespace {
 

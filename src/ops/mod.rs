@@ -4,6 +4,9 @@
 //! `f_op(…)` returns a [`Result`](crate::Result); `op_reference(…)` computes the same in plain tch
 //! operations.
 
+#[macro_use]
+mod list;
+
 mod column_sums;
 mod gemm;
 mod layer_norm;
@@ -17,19 +20,25 @@ mod way;
 
 #[doc(hidden)]
 pub use gemm::{Way as ProductWay, counters as product_plans};
-pub use layer_norm::{f_layer_norm, layer_norm, layer_norm_reference};
-pub use linear::{f_linear, linear, linear_reference};
-#[doc(hidden)]
-pub use lltm::Way as LltmWay;
-pub use lltm::{f_lltm, lltm, lltm_reference};
-#[doc(hidden)]
-pub use lltm_cell::Way as LltmCellWay;
-pub use lltm_cell::{f_lltm_cell, lltm_cell, lltm_cell_reference};
-pub use matmul_add_relu::{f_matmul_add_relu, matmul_add_relu, matmul_add_relu_reference};
 #[doc(hidden)]
 pub use norm::Way as NormWay;
 #[doc(hidden)]
 pub use way::force;
+
+/// Exports the functions and the ways of each operator.
+macro_rules! export {
+    ($($name:ident of $family:ident {
+        functions: [$($function:ident),*],
+        way: [$($way:ident)?],
+        files: [$($file:literal),* $(,)?],
+    })*) => {
+        $(
+            pub use $name::{$($function),*};
+            $(#[doc(hidden)] pub use $name::Way as $way;)?
+        )*
+    };
+}
+operators!(export);
 
 /// The value, or a panic with the error's text, as in tch's functions without `f_`.
 fn unwrap<T>(result: crate::Result<T>) -> T {

@@ -92,7 +92,8 @@ impl Unit<'_> {
         // As in PyTorch, a flag that names an architecture replaces the whole list.
         if !options.nvcc_flags.iter().any(|flag| flag.contains("arch") || flag.contains("-gencode"))
         {
-            let for_hopper = options.for_hopper.iter().any(|end| self.source.ends_with(end));
+            let is_named = options.for_hopper.iter().any(|end| self.source.ends_with(end));
+            let for_hopper = is_named || is_for_hopper(self.source);
             arguments.extend(flags_of(&cuda.archs, for_hopper));
         }
         if text_of(self.source).is_ok_and(|text| is_written_for_torch(&text)) {
@@ -159,6 +160,12 @@ impl Unit<'_> {
             object,
         })
     }
+}
+
+/// Whether one of the words of a source's name is `hopper`. Underscores separate the words.
+fn is_for_hopper(source: &Path) -> bool {
+    let name = source.file_stem().unwrap_or_default().to_string_lossy();
+    name.split('_').any(|word| word == "hopper")
 }
 
 /// The macros that `torch.utils.cpp_extension` defines for every CUDA source. Without them, CUDA's
@@ -470,6 +477,18 @@ mod tests {
             assert!(!is_written_for_torch(&mixed), "{mixed}");
         }
         assert!(!is_written_for_torch("#include <cuda_fp16.h>\n// torch/extension.h"));
+    }
+
+    #[test]
+    fn the_word_hopper_in_a_name_asks_for_9_0a() {
+        let is = |path: &str| is_for_hopper(Path::new(path));
+        for path in ["hopper.cu", "csrc/a/hopper_forward.cu", "a_hopper.cu", "a/a_hopper_b.cu"] {
+            assert!(is(path), "{path}");
+        }
+        for path in ["hopper/a.cu", "csrc/a/cuda.cu", "grasshopper.cu", "a_hoppers.cu", "Hopper.cu"]
+        {
+            assert!(!is(path), "{path}");
+        }
     }
 
     #[test]

@@ -70,8 +70,10 @@ impl Extension {
         }
     }
 
-    /// Adds one source. A `.cu` file is compiled by nvcc, or left out without CUDA. A C++ source
-    /// with a `TCH_EXTENSION_CPU_KERNEL` (see `tch_extension/cpu.h`) is compiled once for each CPU
+    /// Adds one source. A `.cu` file is compiled by nvcc, or left out without CUDA. One with the
+    /// word `hopper` in its name, such as `hopper.cu`, `hopper_forward.cu` or `forward_hopper.cu`,
+    /// is compiled for `9.0a`, too (see [`Extension::for_hopper`]). A C++ source with a
+    /// `TCH_EXTENSION_CPU_KERNEL` (see `tch_extension/cpu.h`) is compiled once for each CPU
     /// instruction set, with `CPU_CAPABILITY` defined as in PyTorch. Any other C++ source is
     /// compiled once.
     pub fn source(mut self, path: impl Into<PathBuf>) -> Self {
@@ -205,8 +207,9 @@ impl Extension {
 
     /// Compiles this source additionally for `9.0a` if the list of architectures contains 9.0.
     /// `9.0a` has the instructions that only Hopper has. `source` is the end of the path of a `.cu`
-    /// file. An [`Extension::nvcc_flag`] that names an architecture overrules this as it overrules
-    /// the list.
+    /// file. It need not be named here if one of the words of its own name, which underscores
+    /// separate, is `hopper`. An [`Extension::nvcc_flag`] that names an architecture overrules this
+    /// as it overrules the list.
     pub fn for_hopper(mut self, source: impl Into<PathBuf>) -> Self {
         self.options.for_hopper.push(source.into());
         self

@@ -111,7 +111,7 @@ pub struct Options {
     /// Flags for nvcc, after all others.
     pub nvcc_flags: Vec<String>,
     /// Ends of the paths of CUDA sources that are also compiled for `9.0a` if the list contains
-    /// 9.0.
+    /// 9.0, as those are that have the word `hopper` in their names.
     pub for_hopper: Vec<PathBuf>,
     /// The standard for both compilers, such as `c++17`.
     pub standard: String,

@@ -21,6 +21,7 @@ mod support;
 mod tensor_cores;
 mod threads;
 mod training;
+mod ways;
 mod wide_grid;
 
 use support::{KINDS, Suite, leaves};

@@ -28,69 +28,67 @@ pub fn assert_alike<W: Copy + Debug>(
     sizes: &[&[&[i64]]],
     by: impl Fn(W, &[Tensor]) -> Result<Vec<Tensor>>,
 ) {
-    for device in devices() {
-        for kind in KINDS {
-            for sizes in sizes {
-                for layouts in layouts(sizes.len()) {
-                    for needs in needs(sizes.len()) {
-                        for incoming in LAYOUTS {
-                            let looks = |way: W| {
-                                let arguments = arguments(sizes, &layouts, &needs, (kind, device));
-                                let outputs = by(way, &arguments).expect("outputs");
-                                looks(&arguments, &outputs, incoming).unwrap_or_else(|shared| {
-                                    panic!("{way:?} {kind:?} {device:?} {sizes:?} {layouts:?} {needs:?} {incoming:?}: {shared}")
-                                })
-                            };
-                            let expected = looks(ways[0]);
-                            for &way in &ways[1..] {
-                                assert_eq!(
-                                    looks(way),
-                                    expected,
-                                    "{way:?} {kind:?} {device:?} {sizes:?} {layouts:?} {needs:?} {incoming:?}"
-                                );
-                            }
-                            // Without a gradient there is only one case.
-                            if !needs.contains(&true) {
-                                break;
-                            }
-                        }
-                    }
+    for options in devices().into_iter().flat_map(|device| KINDS.map(|kind| (kind, device))) {
+        for sizes in sizes {
+            for case in cases(sizes.len()) {
+                let looks = |way: W| {
+                    let arguments = case.arguments(sizes, options);
+                    let outputs = by(way, &arguments).expect("outputs");
+                    looks(&arguments, &outputs, case.incoming).unwrap_or_else(|error| {
+                        panic!("{way:?} {options:?} {sizes:?} {case:?}: {error}")
+                    })
+                };
+                let expected = looks(ways[0]);
+                for &way in &ways[1..] {
+                    assert_eq!(looks(way), expected, "{way:?} {options:?} {sizes:?} {case:?}");
                 }
             }
         }
     }
 }
 
-/// Each layout for all arguments, and each but the first for one of them.
-fn layouts(count: usize) -> Vec<Vec<Layout>> {
-    let mut all: Vec<Vec<Layout>> = LAYOUTS.iter().map(|&layout| vec![layout; count]).collect();
-    for layout in &LAYOUTS[1..] {
-        for place in 0..count {
-            let mut one = vec![Layout::Contiguous; count];
-            one[place] = *layout;
-            all.push(one);
-        }
+/// How one call differs from another.
+#[derive(Clone, Debug)]
+struct Case {
+    /// The layout of each argument.
+    layouts: Vec<Layout>,
+    /// Whether each argument requires grad.
+    needs: Vec<bool>,
+    /// The layout of the incoming gradients.
+    incoming: Layout,
+}
+
+/// Each layout for all arguments, without gradients, with all of them and with each alone; then
+/// each layout for one argument; and each for the incoming gradients.
+fn cases(count: usize) -> Vec<Case> {
+    let only = |place: usize| (0..count).map(|other| other == place).collect::<Vec<bool>>();
+    let mut cases = Vec::new();
+    for layout in LAYOUTS {
+        let alike = Case {
+            layouts: vec![layout; count],
+            needs: vec![true; count],
+            incoming: Layout::Contiguous,
+        };
+        cases.push(Case { needs: vec![false; count], ..alike.clone() });
+        cases.extend(LAYOUTS.map(|incoming| Case { incoming, ..alike.clone() }));
+        cases.extend((0..count).map(|place| Case { needs: only(place), ..alike.clone() }));
+        cases.extend((0..count).map(|place| {
+            let mut layouts = vec![Layout::Contiguous; count];
+            layouts[place] = layout;
+            Case { layouts, ..alike.clone() }
+        }));
     }
-    all
+    cases
 }
 
-/// Which arguments require grad: none, all, or one.
-fn needs(count: usize) -> Vec<Vec<bool>> {
-    let one = (0..count).map(|only| (0..count).map(|place| place == only).collect());
-    [vec![false; count], vec![true; count]].into_iter().chain(one).collect()
-}
-
-fn arguments(
-    sizes: &[&[i64]],
-    layouts: &[Layout],
-    needs: &[bool],
-    options: (Kind, Device),
-) -> Vec<Tensor> {
-    let argument = |((size, layout), &needs): ((&&[i64], &Layout), &bool)| {
-        let values = Tensor::full(*size, 0.5, options);
-        layout.of(&values).expect("a layout").set_requires_grad(needs)
-    };
-    sizes.iter().zip(layouts).zip(needs).map(argument).collect()
+impl Case {
+    fn arguments(&self, sizes: &[&[i64]], options: (Kind, Device)) -> Vec<Tensor> {
+        let argument = |((size, layout), &needs): ((&&[i64], &Layout), &bool)| {
+            let values = Tensor::full(*size, 0.5, options);
+            layout.of(&values).expect("a layout").set_requires_grad(needs)
+        };
+        sizes.iter().zip(&self.layouts).zip(&self.needs).map(argument).collect()
+    }
 }
 
 /// The looks of the outputs, and of the gradients if there are any. An error says which results

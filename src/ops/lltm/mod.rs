@@ -1,24 +1,22 @@
 //! Whole sequences of the LLTM cell.
 
+mod functions;
 mod kernels;
-mod one_step;
 mod plan;
 mod weight;
 
 use super::lltm_cell::{
-    KINDS, Matched, applied, bias_gradient, check_beside, f_lltm_cell, in_matching_kinds,
+    KINDS, Matched, applied, check_beside, f_lltm_cell, in_matching_kinds, is_ordinary,
     lltm_cell_reference, place,
 };
 use super::way::forced;
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
-use crate::cuda::matmul_allow_tf32;
-use crate::ffi::tensor::plain;
+use crate::ffi::facts::{Facts, facts};
 use crate::{Error, Result, check};
-use one_step::OneStep;
+use functions::{Operands, Outputs, Saved, Shapes, copied};
 #[doc(hidden)]
 pub use plan::Way;
-use plan::{Chip, Direction, Plan, Sizes};
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 const OP: &str = "lltm";
 
@@ -36,10 +34,11 @@ const OP: &str = "lltm";
 /// * `bias`: b, `[3H]` or, as PyTorch's extension-cpp has it, `[1, 3H]`; `None` for zeros
 /// * `state`: (h, c) before the first step, each `[B, H]`
 ///
-/// Returns (h of all steps `[T, B, H]`, (h, c) after the last step, each `[B, H]`). The tensors are
-/// of kind `Float`, `Double`, `Half` or `BFloat16`, on one CPU or CUDA device. Strides and sizes
-/// are arbitrary; tensors may be empty, and there may be no steps at all. There are first and
-/// second derivatives of each output with respect to each tensor.
+/// Returns (h of all steps `[T, B, H]`, (h, c) after the last step, each `[B, H]`). All three are
+/// contiguous and have memory of their own: the last h is a copy, not a view of the first result.
+/// The tensors are of kind `Float`, `Double`, `Half` or `BFloat16`, on one CPU or CUDA device.
+/// Strides and sizes are arbitrary; tensors may be empty, and there may be no steps at all. There
+/// are first and second derivatives of each output with respect to each tensor.
 ///
 /// The operator accepts the kinds that a loop of the cell accepts for any number of steps. x and h
 /// are promoted to one kind, which weight and bias must have, and which the outputs get; c has the
@@ -154,8 +153,9 @@ pub fn f_lltm(
     let way: Way = forced();
     let (h, c) = state;
     let arguments = [Some(input), Some(weight), bias, Some(h), Some(c)];
-    if let Some(step) = OneStep::of_ordinary(way, &arguments)? {
-        return in_order(apply(step, &arguments)?);
+    let known = facts_of_one_step(way, &arguments)?;
+    if known.is_some() {
+        return in_order(apply(Lltm { way, known, shapes: None }, &arguments)?);
     }
     let input =
         check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(3, "[T, B, F]")?;
@@ -163,15 +163,33 @@ pub fn f_lltm(
     check_beside(OP, &input, (batch, features), weight, bias, state)?;
     let matched = in_matching_kinds(OP, &arguments)?;
     matched.as_ref().map(|matched| check_state(c, matched)).transpose()?;
-    let (kind, device) = (input.tensor().f_kind()?, input.tensor().device());
-    let kinds = matched.as_ref().map_or((kind, kind), |matched| (matched.product, matched.state));
-    if way.is_one_step_of_the_cell(steps, kinds, device) {
-        return in_order(applied(OneStep::new(), &arguments, matched)?);
+    let input = input.tensor();
+    if matched.is_none() && way.calls_the_cell(steps, input.f_kind()?) {
+        return step_by_step(f_lltm_cell, input, weight, bias, state);
     }
-    if matched.is_none() && way.calls_the_cell(steps, kind) {
-        return step_by_step(f_lltm_cell, input.tensor(), weight, bias, state);
+    in_order(applied(Lltm { way, known: None, shapes: None }, &arguments, matched)?)
+}
+
+/// The facts of the arguments, those of the input describing one step. `None` unless all checks
+/// would pass and one step of these arguments is the cell's. That is the common case; it is known
+/// from the facts, without further queries of each tensor.
+fn facts_of_one_step(
+    way: Way,
+    arguments: &[Option<&Tensor>; place::LEN],
+) -> Result<Option<[Facts; place::LEN]>> {
+    if way != Way::Automatic {
+        return Ok(None);
     }
-    in_order(applied(Lltm { way, ..Lltm::default() }, &arguments, matched)?)
+    let mut known = facts(*arguments)?;
+    let input = &mut known[place::INPUT];
+    if !matches!(input.sizes(), Some([1, _, _])) {
+        return Ok(None);
+    }
+    *input = input.of_one_step();
+    let (Some(kind), Some(device)) = (input.kind(), input.device()) else { return Ok(None) };
+    let is_the_cell_s = way.is_one_step_of_the_cell(1, (kind, kind), device);
+    let takes = is_the_cell_s && is_ordinary(&known, arguments[place::BIAS].is_some());
+    Ok(takes.then_some(known))
 }
 
 /// The outputs in the form in which users get them.
@@ -233,35 +251,20 @@ fn check_state(c: &Tensor, matched: &Matched) -> Result<()> {
     Err(check!(OP, c).refuse(&expected, format!("{:?}", c.kind()), "call to_kind"))
 }
 
-#[derive(Default)]
 struct Lltm {
     way: Way,
-    /// Kept here so that the first derivative does not look at the bias itself: a bias that was
-    /// changed in place since the forward then causes no version error.
-    bias_shape: Option<Vec<i64>>,
-    /// The kind of the products' operands.
-    product: Option<Kind>,
+    /// The facts of the arguments, if this is one step and they have been queried already. Only the
+    /// forward needs them.
+    known: Option<[Facts; place::LEN]>,
+    /// Known after the forward.
+    shapes: Option<Shapes>,
 }
 
-/// Saved after the inputs: h and c of all steps, and σ(i), σ(o), g. They are absent if there is
-/// nothing to compute.
+/// Saved after the inputs: h of all steps (not of a single one), c of all steps, and σ(i), σ(o), g.
+/// They are absent if there is nothing to compute.
 const OUTPUT: usize = place::LEN;
-const NEW_C: usize = place::LEN + 1;
+const C: usize = place::LEN + 1;
 const ACTIVATIONS: usize = place::LEN + 2;
-
-/// The kind in which kernels compute tensors of this kind. There are none for the half kinds on the
-/// CPU.
-fn worked_in(kind: Kind, device: Device) -> Kind {
-    match (device, kind) {
-        (Device::Cpu, Kind::Half | Kind::BFloat16) => Kind::Float,
-        (_, kind) => kind,
-    }
-}
-
-/// The tensor in the kind and layout that kernels read.
-fn worked(tensor: &Tensor) -> Result<Tensor> {
-    plain(&tensor.f_to_kind(worked_in(tensor.f_kind()?, tensor.device()))?)
-}
 
 impl Function for Lltm {
     const NAME: &'static str = OP;
@@ -271,41 +274,16 @@ impl Function for Lltm {
         let (input, weight, bias) =
             (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
         let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
-        (self.bias_shape, self.product) = (bias.map(Tensor::size), Some(weight.f_kind()?));
-        let state = c.f_kind()?;
+        let operands = Operands { input, weight, bias, h, c };
+        let (outputs, shapes) =
+            functions::forward(&operands, self.known.take(), self.way, saver.needs_graph())?;
+        let Outputs { output, last_h, last_c, c: all_c, activations } = outputs;
         let all = [Some(input), Some(weight), bias, Some(h), Some(c)];
-
-        let made = if input.size()[0] == 0 || h.numel() == 0 {
-            None
-        } else {
-            Some(self.all_steps(&all, saver)?)
-        };
-        let (output, last_h, last_c) = match &made {
-            // Without steps nothing changes, and without rows or columns there is nothing to
-            // compute.
-            None => {
-                let output = Tensor::f_zeros(
-                    [input.size()[0], h.size()[0], h.size()[1]],
-                    (state, c.device()),
-                )?;
-                (output, copied(h, state)?, copied(c, state)?)
-            }
-            Some(made) => {
-                let last = |steps: &Tensor| copied(&steps.f_select(0, -1)?, state);
-                let last_c = match made.activations {
-                    Some(_) => last(&made.c)?,
-                    // `made.c` is then c of the last step alone.
-                    None => made.c.f_view(h.size().as_slice())?.f_to_kind(state)?,
-                };
-                (made.output.f_to_kind(state)?, last(&made.output)?, last_c)
-            }
-        };
         all.iter().for_each(|tensor| saver.save_optional(*tensor));
-        let kept =
-            made.as_ref().and_then(|made| Some((&output, &made.c, made.activations.as_ref()?)));
-        saver.save_optional(kept.map(|kept| kept.0));
-        saver.save_optional(kept.map(|kept| kept.1));
-        saver.save_optional(kept.map(|kept| kept.2));
+        saver.save_optional(all_c.as_ref().map(|_| &output));
+        saver.save_optional(activations.as_ref().map(|_| all_c.as_ref().unwrap_or(&last_c)));
+        saver.save_optional(activations.as_ref());
+        self.shapes = Some(shapes);
         // An output without a gradient then costs no tensor of zeros.
         saver.set_materialize_grads(false);
         Ok([output, last_h, last_c].into())
@@ -317,42 +295,30 @@ impl Function for Lltm {
                 (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, reference);
         }
-        first_derivative(ctx, grads, self)
-    }
-}
-
-impl Lltm {
-    fn all_steps(
-        &self,
-        inputs: &[Option<&Tensor>; place::LEN],
-        saver: &Saver<'_>,
-    ) -> Result<kernels::Outputs> {
-        let worked: Vec<Option<Tensor>> =
-            inputs.iter().map(|input| input.map(worked).transpose()).collect::<Result<_>>()?;
-        let [Some(input), Some(weight), bias, Some(h0), Some(c0)] = &worked[..] else {
-            return Err(Error::msg("internal error: an argument of lltm is absent"));
+        let Some(shapes) = &self.shapes else {
+            return Err(Error::msg("internal error: lltm had no forward"));
         };
-        let operands = kernels::Operands { input, weight, bias: bias.as_ref(), h0, c0 };
-        let plan = self.plan(Direction::Forward, operands.sizes()?, weight, c0)?;
-        kernels::forward(plan, &operands, saver.needs_graph())
+        let needs: [bool; place::LEN] = std::array::from_fn(|place| ctx.needs_input_grad(place));
+        let grads = [grads.optional(0), grads.optional(1), grads.optional(2)];
+        // Tensors that are not read may have been changed in place since the forward.
+        let saved = |is_read: bool, slot| is_read.then(|| ctx.saved(slot)).transpose();
+        let Some(activations) = ctx.saved_optional(ACTIVATIONS)? else {
+            let mut inputs = [const { None }; place::LEN];
+            for (place, input) in inputs.iter_mut().enumerate() {
+                *input = saved(needs[place], place)?;
+            }
+            return Ok(functions::backward_of_nothing(grads, inputs)?.into());
+        };
+        let saved = Saved {
+            input: saved(needs[place::WEIGHT], place::INPUT)?,
+            weight: saved(shapes.reads_weight(&needs), place::WEIGHT)?,
+            h: saved(needs[place::WEIGHT], place::H)?,
+            output: saved(needs[place::WEIGHT] && !shapes.is_one_step(), OUTPUT)?,
+            c: ctx.saved(C)?,
+            activations,
+        };
+        Ok(functions::backward(grads, saved, shapes, &needs, self.way)?.into())
     }
-
-    fn plan(
-        &self,
-        direction: Direction,
-        sizes: Sizes,
-        weight: &Tensor,
-        state: &Tensor,
-    ) -> Result<Plan> {
-        let kinds = (weight.f_kind()?, state.f_kind()?);
-        let chip = Chip::of(state.device(), kinds.0)?;
-        Ok(Plan::new(self.way, direction, sizes, kinds, chip))
-    }
-}
-
-/// A copy, because an output must not share another tensor's memory.
-fn copied(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
-    Ok(tensor.f_to_dtype(kind, false, true)?)
 }
 
 fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
@@ -366,115 +332,4 @@ fn reference(inputs: &[Option<Tensor>]) -> Result<Tensors> {
         state,
     )?;
     Ok([output, last_h, last_c].into())
-}
-
-fn first_derivative(ctx: &Context<'_>, grads: &Tensors, state: &Lltm) -> Result<Tensors> {
-    let Some(activations) = ctx.saved_optional(ACTIVATIONS)? else {
-        return derivative_of_nothing(ctx, grads);
-    };
-    let values = |index| grads.optional(index).map(worked).transpose();
-    let (grad_output, grad_h, grad_c) = (values(0)?, values(1)?, values(2)?);
-    let (weight, c) = (ctx.saved(place::WEIGHT)?, ctx.saved(NEW_C)?);
-    let weight = worked(&weight)?;
-    let (steps, batch, hidden) = c.size3()?;
-    let sizes = Sizes { steps, batch, features: weight.size2()?.1 - hidden, hidden };
-    let inputs = kernels::BackwardInputs {
-        weight: &weight,
-        grad_output: grad_output.as_ref(),
-        grad_h: grad_h.as_ref(),
-        grad_c: grad_c.as_ref(),
-        activations: &activations,
-        c: &c,
-    };
-    let plan = state.plan(Direction::Backward, sizes, &weight, &c)?;
-    let made = kernels::backward(plan, &inputs, ctx.needs_input_grad(place::H))?;
-
-    let grad_gates = made.gates.f_view([steps * batch, 3 * hidden])?;
-    let product = state.product.unwrap_or(weight.f_kind()?);
-    let state_kind = ctx.saved(OUTPUT)?.f_kind()?;
-    let wanted = |place, gradient: Tensor, kind| -> Result<Option<Tensor>> {
-        if ctx.needs_input_grad(place) { Ok(Some(gradient.f_to_kind(kind)?)) } else { Ok(None) }
-    };
-    let bias_shape = state.bias_shape.as_deref().filter(|_| ctx.needs_input_grad(place::BIAS));
-    let grad_bias = match bias_shape {
-        Some(shape) => Some(bias_gradient(&grad_gates, shape)?.f_to_kind(product)?),
-        None => None,
-    };
-    Ok([
-        input_gradient(ctx, &grad_gates, &weight, sizes, product)?,
-        weight_gradient(ctx, &grad_gates, sizes, product)?,
-        grad_bias,
-        wanted(place::H, made.h0, product)?,
-        wanted(place::C, made.c0, state_kind)?,
-    ]
-    .into())
-}
-
-/// The gradients of a sequence without steps, rows or columns: those for the state are passed
-/// through, and the others are zero.
-fn derivative_of_nothing(ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
-    let gradient = |place: usize, from: Option<usize>| -> Result<Option<Tensor>> {
-        if !ctx.needs_input_grad(place) {
-            return Ok(None);
-        }
-        let input = ctx.saved(place)?;
-        match from.and_then(|output| grads.optional(output)) {
-            Some(grad) => Ok(Some(copied(grad, input.f_kind()?)?)),
-            None => Ok(Some(input.f_zeros_like()?)),
-        }
-    };
-    let all = [
-        (place::INPUT, None),
-        (place::WEIGHT, None),
-        (place::BIAS, None),
-        (place::H, Some(1)),
-        (place::C, Some(2)),
-    ];
-    all.into_iter()
-        .map(|(place, from)| gradient(place, from))
-        .collect::<Result<Vec<_>>>()
-        .map(Into::into)
-}
-
-/// The gradient of the input, `dG W_x`, for all steps at once.
-fn input_gradient(
-    ctx: &Context<'_>,
-    grad_gates: &Tensor,
-    weight: &Tensor,
-    sizes: Sizes,
-    kind: Kind,
-) -> Result<Option<Tensor>> {
-    if !ctx.needs_input_grad(place::INPUT) {
-        return Ok(None);
-    }
-    let Sizes { steps, batch, features, hidden } = sizes;
-    let mut weight = weight.f_narrow(1, hidden, features)?;
-    /// With fewer rows, the product saves less time than the copy costs.
-    const MANY_ROWS: i64 = 256;
-    if is_in_tf32(grad_gates)? && steps * batch >= MANY_ROWS {
-        // Column by column in memory, the order that csrc/recurrent/columns.cu writes.
-        weight = weight.f_transpose(0, 1)?.f_contiguous()?.f_transpose(0, 1)?;
-    }
-    let gradient = kernels::product(grad_gates, &weight)?;
-    Ok(Some(gradient.f_view([steps, batch, features])?.f_to_kind(kind)?))
-}
-
-/// The gradient of the weight, `Σ dG[t]ᵀ [h[t-1], x[t]]`, over all steps at once.
-fn weight_gradient(
-    ctx: &Context<'_>,
-    grad_gates: &Tensor,
-    sizes: Sizes,
-    kind: Kind,
-) -> Result<Option<Tensor>> {
-    if !ctx.needs_input_grad(place::WEIGHT) {
-        return Ok(None);
-    }
-    let (h0, output, input) = (ctx.saved(place::H)?, ctx.saved(OUTPUT)?, ctx.saved(place::INPUT)?);
-    let operands = weight::Operands { grad_gates, h0: &h0, output: &output, input: &input, sizes };
-    Ok(Some(operands.product()?.f_to_kind(kind)?))
-}
-
-/// Whether libtorch may use tf32 in products of this operand.
-fn is_in_tf32(operand: &Tensor) -> Result<bool> {
-    Ok(operand.f_kind()? == Kind::Float && operand.device().is_cuda() && matmul_allow_tf32()?)
 }

@@ -1,7 +1,8 @@
 //! The gradient of the weight, a product over all steps: `Σ dG[t]ᵀ [h[t-1], x[t]]`.
 
 use super::super::recurrent::columns;
-use super::{is_in_tf32, kernels, plan::Sizes};
+use super::functions::is_in_tf32;
+use super::{kernels, plan::Sizes};
 use crate::Result;
 use tch::{Kind, Tensor};
 

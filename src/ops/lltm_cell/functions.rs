@@ -5,9 +5,9 @@ use super::kernels::fused::{self, Beside, Operands, Outputs};
 use super::kernels::pointwise;
 use super::plan::{Sizes, Way};
 use super::{gemm, place};
-use crate::Result;
 use crate::ffi::facts::Facts;
 use crate::ffi::tensor::plain;
+use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 /// What both directions need to know of the arguments besides their values. The backward pass does
@@ -32,9 +32,19 @@ enum BiasShape {
 }
 
 impl Shapes {
-    /// From the facts of the arguments, of which those of the input describe one step; `None` if
-    /// the sizes do not fit together.
-    pub fn of(known: &[Facts; place::LEN], has_bias: bool, is_sequence: bool) -> Option<Self> {
+    /// From the facts of the arguments, of which those of the input describe one step. It is an
+    /// error if the sizes do not fit together; a check of the arguments says why.
+    pub fn of(known: &[Facts; place::LEN], has_bias: bool, is_sequence: bool) -> Result<Self> {
+        Self::that_fit(known, has_bias, is_sequence)
+            .ok_or_else(|| Error::msg("internal error: the cell's arguments were not checked"))
+    }
+
+    /// As [`Shapes::of`]; `None` if the sizes do not fit together.
+    pub fn that_fit(
+        known: &[Facts; place::LEN],
+        has_bias: bool,
+        is_sequence: bool,
+    ) -> Option<Self> {
         let [input, weight, bias, h, c] = known;
         let ([batch, features], [_, hidden]) = (input.sizes()?, h.sizes()?);
         let (gates, columns) = (hidden.checked_mul(3)?, hidden.checked_add(features)?);

@@ -1,7 +1,7 @@
 //! The LLTM cell of PyTorch's extension tutorial: an LSTM without a forget gate, and with ELU as
 //! the activation of its candidate.
 
-mod functions;
+pub(super) mod functions;
 pub(super) mod kernels;
 pub(super) mod plan;
 
@@ -15,7 +15,8 @@ use crate::ffi::facts::{Facts, facts};
 use crate::{Error, Result, check};
 use functions::{Saved, Shapes};
 pub(super) use functions::{bias_gradient, of_one_step};
-use kernels::fused::{Operands, Outputs};
+pub(super) use kernels::fused::Operands;
+use kernels::fused::Outputs;
 #[doc(hidden)]
 pub use plan::Way;
 use tch::{Kind, Tensor};
@@ -97,14 +98,14 @@ pub fn f_lltm_cell(
     let arguments = [Some(input), Some(weight), bias, Some(h), Some(c)];
     let known = facts(arguments)?;
     let outputs = if is_ordinary(&known, bias.is_some()) {
-        apply(LltmCell { way: forced(), known: Some(known), ..LltmCell::default() }, &arguments)?
+        apply(LltmCell { way: forced(), known: Some(known), shapes: None }, &arguments)?
     } else {
         // These checks report what is wrong, if anything is; mixed kinds, for example, are allowed.
         let input =
             check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[B, F]")?;
         check_beside(OP, &input, input.tensor().size2()?, weight, bias, state)?;
         let matched = in_matching_kinds(OP, &arguments)?;
-        applied(LltmCell { way: forced(), ..LltmCell::default() }, &arguments, matched)?
+        applied(LltmCell { way: forced(), known: None, shapes: None }, &arguments, matched)?
     };
     let [new_h, new_c] = outputs.exactly()?;
     Ok((new_h, new_c))
@@ -117,7 +118,7 @@ pub(super) fn is_ordinary(facts: &[Facts; place::LEN], has_bias: bool) -> bool {
     let (Some(device), Some(_)) = (input.device(), input.kind()) else { return false };
     [weight, h, c].iter().all(|tensor| tensor.is_like(input))
         && (!has_bias || bias.is_like(input))
-        && Shapes::of(facts, has_bias, false).is_some()
+        && Shapes::that_fit(facts, has_bias, false).is_some()
         && Autocast::kind(device).is_none()
 }
 
@@ -235,67 +236,12 @@ pub(super) fn applied<F: Function>(
     }
 }
 
-#[derive(Default)]
-pub(super) struct LltmCell {
+struct LltmCell {
     way: Way,
-    /// Whether this is a sequence of one step: its input is `[1, B, F]`, and an output `[1, B, H]`
-    /// is asked for, too.
-    is_sequence: bool,
     /// The facts of the arguments, if they have been queried already. Only the forward needs them.
     known: Option<[Facts; place::LEN]>,
     /// Known after the forward.
     shapes: Option<Shapes>,
-}
-
-impl LltmCell {
-    /// For a sequence of one step. `known` are the facts of the arguments, if they have been
-    /// queried already; those of the input describe the step.
-    pub fn of_one_step(known: Option<[Facts; place::LEN]>) -> Self {
-        LltmCell { is_sequence: true, known, ..LltmCell::default() }
-    }
-
-    /// Computes the outputs, and saves everything that the backward reads.
-    pub fn compute(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Outputs> {
-        let (input, weight, bias) =
-            (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
-        let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
-        let all = [Some(input), Some(weight), bias, Some(h), Some(c)];
-        let known = match self.known.take() {
-            Some(known) => known,
-            None => facts(all)?.map(Facts::of_one_step),
-        };
-        let shapes = Shapes::of(&known, bias.is_some(), self.is_sequence).ok_or_else(|| {
-            Error::msg("internal error: the arguments of lltm_cell were not checked")
-        })?;
-        let operands = Operands { input, weight, bias, h, c };
-        let outputs =
-            functions::forward(&operands, &known, &shapes, self.way, saver.needs_graph())?;
-        for tensor in all.into_iter().chain([Some(&outputs.new_c), outputs.activations.as_ref()]) {
-            saver.save_optional(tensor);
-        }
-        self.shapes = Some(shapes);
-        // A state without a gradient then costs no tensor of zeros.
-        saver.set_materialize_grads(false);
-        Ok(outputs)
-    }
-
-    /// The first derivatives, from the gradients for h' and c'.
-    pub fn gradients(&self, ctx: &Context<'_>, grads: [Option<&Tensor>; 2]) -> Result<Tensors> {
-        let Some(shapes) = &self.shapes else {
-            return Err(Error::msg("internal error: lltm_cell had no forward"));
-        };
-        let needs: [bool; place::LEN] = std::array::from_fn(|place| ctx.needs_input_grad(place));
-        // Tensors that are not read may have been changed in place since the forward.
-        let saved = |needed: bool, slot| needed.then(|| ctx.saved(slot)).transpose();
-        let saved = Saved {
-            input: saved(needs[place::WEIGHT], place::INPUT)?,
-            weight: saved(needs[place::INPUT] || needs[place::H], place::WEIGHT)?,
-            h: saved(needs[place::WEIGHT], place::H)?,
-            new_c: ctx.saved(NEW_C)?,
-            activations: ctx.saved(ACTIVATIONS)?,
-        };
-        Ok(functions::backward(grads, &saved, shapes, &needs, self.way)?.into())
-    }
 }
 
 /// The positions of the inputs, which are also their slots among the saved tensors, here and in
@@ -318,7 +264,24 @@ impl Function for LltmCell {
     const DOUBLE_BACKWARD: bool = true;
 
     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
-        let Outputs { new_h, new_c, .. } = self.compute(saver, inputs)?;
+        let (input, weight, bias) =
+            (inputs.get(place::INPUT)?, inputs.get(place::WEIGHT)?, inputs.optional(place::BIAS));
+        let (h, c) = (inputs.get(place::H)?, inputs.get(place::C)?);
+        let all = [Some(input), Some(weight), bias, Some(h), Some(c)];
+        let known = match self.known.take() {
+            Some(known) => known,
+            None => facts(all)?,
+        };
+        let shapes = Shapes::of(&known, bias.is_some(), false)?;
+        let operands = Operands { input, weight, bias, h, c };
+        let Outputs { new_h, new_c, activations, .. } =
+            functions::forward(&operands, &known, &shapes, self.way, saver.needs_graph())?;
+        for tensor in all.into_iter().chain([Some(&new_c), activations.as_ref()]) {
+            saver.save_optional(tensor);
+        }
+        self.shapes = Some(shapes);
+        // A state without a gradient then costs no tensor of zeros.
+        saver.set_materialize_grads(false);
         Ok([new_h, new_c].into())
     }
 
@@ -328,7 +291,21 @@ impl Function for LltmCell {
                 (0..place::LEN).map(|slot| ctx.saved_optional(slot)).collect::<Result<Vec<_>>>()?;
             return differentiate_reference(ctx, &inputs, grads, reference);
         }
-        self.gradients(ctx, [grads.optional(0), grads.optional(1)])
+        let Some(shapes) = &self.shapes else {
+            return Err(Error::msg("internal error: lltm_cell had no forward"));
+        };
+        let needs: [bool; place::LEN] = std::array::from_fn(|place| ctx.needs_input_grad(place));
+        // Tensors that are not read may have been changed in place since the forward.
+        let saved = |is_read: bool, slot| is_read.then(|| ctx.saved(slot)).transpose();
+        let saved = Saved {
+            input: saved(needs[place::WEIGHT], place::INPUT)?,
+            weight: saved(needs[place::INPUT] || needs[place::H], place::WEIGHT)?,
+            h: saved(needs[place::WEIGHT], place::H)?,
+            new_c: ctx.saved(NEW_C)?,
+            activations: ctx.saved(ACTIVATIONS)?,
+        };
+        let grads = [grads.optional(0), grads.optional(1)];
+        Ok(functions::backward(grads, &saved, shapes, &needs, self.way)?.into())
     }
 }
 

@@ -1,0 +1,90 @@
+//! The list of the operators.
+//!
+//! `operators!(name)` calls the macro `name` with the whole list. What needs all operators is made
+//! from it: the re-exports of [`ops`](super), the cases of `benches/main.rs`, and the checks of
+//! `tests/layout.rs`, which fail while a file of an operator is missing or not listed.
+
+/// An entry consists of
+/// - the operator's name, which its folders in `csrc`, `src/ops` and `tests`, and its file in
+///   `benches` have, too;
+/// - its family, the folder of `csrc` whose code it shares with other operators;
+/// - the public functions of its module, and its public name for the module's `Way`, unless its
+///   ways are those of the family;
+/// - the files or folders of `csrc` that compute its ways, in addition to the operator's `cpu.cpp`
+///   and `cuda.cu`.
+macro_rules! operators {
+    ($callback:ident) => {
+        $callback! {
+            layer_norm of norm {
+                functions: [layer_norm, f_layer_norm, layer_norm_reference],
+                way: [],
+                files: [
+                    "layer_norm/forward_registers.cu",
+                    "layer_norm/forward_passes.cu",
+                    "layer_norm/forward_shifted.cu",
+                    "layer_norm/backward_registers.cu",
+                    "layer_norm/backward_passes.cu",
+                    "layer_norm/backward_cluster.cu",
+                    "layer_norm/backward_few.cu",
+                    "layer_norm/backward_in_place.cu",
+                    "layer_norm/backward_ring.cu",
+                ],
+            }
+            linear of gemm {
+                functions: [linear, f_linear, linear_reference],
+                way: [],
+                files: [
+                    "gemm/hopper.cu",
+                    "gemm/padded.cu",
+                    "gemm/plan.cpp",
+                    "gemm/skinny.cu",
+                    "gemm/small.cu",
+                ],
+            }
+            lltm of recurrent {
+                functions: [lltm, f_lltm, lltm_reference],
+                way: [LltmWay],
+                files: [
+                    "recurrent/cpu",
+                    "recurrent/step",
+                    "recurrent/cluster",
+                    "lltm/cluster_forward.cu",
+                    "lltm/cluster_backward.cu",
+                    "recurrent/grid",
+                    "lltm/grid_forward_hopper.cu",
+                    "lltm/grid_backward_hopper.cu",
+                    "lltm/plain_grid_forward_hopper.cu",
+                    "lltm/plain_grid_backward_hopper.cu",
+                    "recurrent/wide_grid",
+                    "lltm/wide_grid_forward_hopper.cu",
+                    "lltm/wide_grid_backward_hopper.cu",
+                    "lltm_cell/fused_forward.cu",
+                    "lltm_cell/fused_backward.cu",
+                    "lltm_cell/hopper_forward.cu",
+                ],
+            }
+            lltm_cell of recurrent {
+                functions: [lltm_cell, f_lltm_cell, lltm_cell_reference],
+                way: [LltmCellWay],
+                files: [
+                    "lltm_cell/cpu_fused.cpp",
+                    "lltm_cell/fused_forward.cu",
+                    "lltm_cell/fused_backward.cu",
+                    "lltm_cell/hopper_forward.cu",
+                ],
+            }
+            matmul_add_relu of gemm {
+                functions: [matmul_add_relu, f_matmul_add_relu, matmul_add_relu_reference],
+                way: [],
+                files: [
+                    "gemm/hopper.cu",
+                    "gemm/padded.cu",
+                    "gemm/plan.cpp",
+                    "gemm/skinny.cu",
+                    "gemm/small.cu",
+                    "matmul_add_relu/cpu_product.cpp",
+                ],
+            }
+        }
+    };
+}

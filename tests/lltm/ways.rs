@@ -1,0 +1,50 @@
+//! What all ways have in common, whichever of them the plan chooses.
+
+use super::*;
+
+#[test]
+fn each_way_gives_the_same_sizes_kinds_strides_and_memory() {
+    let ways = [
+        LltmWay::Automatic,
+        LltmWay::Cells,
+        LltmWay::Step,
+        LltmWay::Fused,
+        LltmWay::TensorCores,
+        LltmWay::Cpu,
+        LltmWay::Resident,
+        LltmWay::Cluster,
+        LltmWay::Grid,
+        LltmWay::PlainGrid,
+        LltmWay::WideGrid,
+        LltmWay::CrowdedGrid,
+    ];
+    let sizes = [
+        [1, 3, 4, 5],
+        [2, 3, 4, 5],
+        [3, 3, 4, 5],
+        [3, 1, 1, 1],
+        [1, 1, 1, 1],
+        [2, 3, 0, 4],
+        [3, 3, 0, 4],
+        [0, 3, 4, 5],
+        [1, 0, 4, 5],
+        [2, 0, 4, 5],
+        [3, 0, 4, 5],
+        [2, 3, 4, 0],
+        [3, 3, 4, 0],
+        [9, 2, 8, 264], // enough steps and columns for one kernel of them all
+    ];
+    for [t, b, f, h] in sizes {
+        let (weight, bias, row, state) = ([3 * h, h + f], [3 * h], [1, 3 * h], [b, h]);
+        let samples: [&[&[i64]]; 3] = [
+            &[&[t, b, f], &weight, &bias, &state, &state],
+            &[&[t, b, f], &weight, &row, &state, &state],
+            &[&[t, b, f], &weight, &state, &state],
+        ];
+        // The large size is slow, and its biases are those of the small ones.
+        let samples = if h > 100 { &samples[..1] } else { &samples };
+        support::alike::assert_alike(&ways, samples, |way, arguments| {
+            force(way, || fused(arguments))
+        });
+    }
+}
