@@ -1,6 +1,7 @@
 //! Tests of `ops::layer_norm`: against its reference, libtorch's own operator and finite
 //! differences, and with bad input.
 
+mod alike;
 mod arguments;
 mod conformance;
 mod cuda;
