@@ -111,14 +111,14 @@ impl<'a> Check<'a> {
     /// When either differs.
     pub fn like(self, other: &Check<'_>) -> Result<Self> {
         let kind = other.kind()?;
-        self.beside(other)?.kind_as(kind, other.argument)
+        self.same_device_as(other)?.kind_as(kind, other.argument)
     }
 
     /// Checks that the tensor is on the device of another argument.
     ///
     /// # Errors
     /// When it differs.
-    pub fn beside(self, other: &Check<'_>) -> Result<Self> {
+    pub fn same_device_as(self, other: &Check<'_>) -> Result<Self> {
         let device = other.tensor.device();
         if self.tensor.device() == device {
             return Ok(self);

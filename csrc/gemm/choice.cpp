@@ -68,9 +68,9 @@ bool is_one_of(int32_t value, std::initializer_list<int32_t> values) {
 // compute it as max(x, 0), which is 0 for NaN. If split-K has a separate reduction kernel, the ReLU
 // is in that kernel, which keeps NaN.
 bool loses_nan(int32_t family, int32_t reduction) {
-  const bool reduced_behind = reduction == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE ||
-                              reduction == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
-  return is_one_of(family, {20, 21, 23, 24}) && !reduced_behind;
+  const bool reduced_separately = reduction == CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE ||
+                                  reduction == CUBLASLT_REDUCTION_SCHEME_OUTPUT_TYPE;
+  return is_one_of(family, {20, 21, 23, 24}) && !reduced_separately;
 }
 
 // Whether the algorithm is known to satisfy relu(NaN) = NaN, which the operator promises. The

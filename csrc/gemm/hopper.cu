@@ -73,9 +73,9 @@ struct Place {
 struct Barriers {
   uint64_t full[kStages];
   uint64_t empty[kStages];
-  uint64_t bias[kGroups];  // the chunk of the bias has arrived
-  uint64_t sums[kGroups];  // the chunk of the output is complete, in place of the bias
-  uint64_t turn[kGroups];  // the group may multiply
+  uint64_t bias[kGroups];   // the chunk of the bias has arrived
+  uint64_t sums[kGroups];   // the chunk of the output is complete, in place of the bias
+  uint64_t order[kGroups];  // the group may multiply
 };
 
 struct Shared {
@@ -162,11 +162,11 @@ __device__ __forceinline__ void load_bias(const Params& params, const Shared& sh
 constexpr int kParts = kTile / 64;  // each wgmma multiplies 64 of a group's rows
 
 // Multiplies over all of K for one tile. `first_use` is the number of uses of the ring buffer
-// before this tile. `turn` is the barrier of the other group, which may start multiplying as soon
-// as this group has started its last product.
+// before this tile. `order_of_other` is the barrier of the other group, which may start multiplying
+// as soon as this group has started its last product.
 template <typename T, bool kAcross>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared,
-                                              uint32_t first_use, uint32_t turn,
+                                              uint32_t first_use, uint32_t order_of_other,
                                               float (&sum)[kParts][64]) {
   const int lane = threadIdx.x % kWarp;
   Stage stage(first_use);
@@ -193,7 +193,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
     if (step > 0 && lane == 0) hopper::mbarrier_arrive(shared.empty + 8 * before);
     before = stage.index;
   }
-  if (lane == 0) hopper::mbarrier_arrive(turn);
+  if (lane == 0) hopper::mbarrier_arrive(order_of_other);
   hopper::wait_for_products<0>();
   // The compiler must not read the sums before this point.
 #pragma unroll
@@ -233,9 +233,9 @@ __device__ __forceinline__ void add_bias(uint8_t* chunk, int first,
 
 template <typename T, bool kAcross>
 __device__ __forceinline__ void compute(const Params& params, const Shared& shared, uint8_t* chunk,
-                                        int group, uint32_t turns) {
+                                        int group, uint32_t order) {
   float sum[kParts][64];
-  uint32_t turn_parity = group == 0 ? 1 : 0;
+  uint32_t order_parity = group == 0 ? 1 : 0;
   uint32_t bias_parity = 0;
   uint32_t first_use = group * params.steps;
   for (int tile = blockIdx.x + group * gridDim.x; tile < params.tiles;
@@ -243,9 +243,9 @@ __device__ __forceinline__ void compute(const Params& params, const Shared& shar
     // This wait protects the ring buffer, too. A barrier has only one bit of parity: if a group
     // waited for a phase that is two rounds ahead, it would take an earlier phase of the same
     // parity for it.
-    hopper::mbarrier_wait(turns + 8 * group, turn_parity);
-    turn_parity ^= 1;
-    multiply_tile<T, kAcross>(params, shared, first_use, turns + 8 * (1 - group), sum);
+    hopper::mbarrier_wait(order + 8 * group, order_parity);
+    order_parity ^= 1;
+    multiply_tile<T, kAcross>(params, shared, first_use, order + 8 * (1 - group), sum);
     first_use += kGroups * params.steps;
 #pragma unroll
     for (int part = 0; part < kChunks; ++part, bias_parity ^= 1) {
@@ -267,7 +267,7 @@ __device__ __forceinline__ void compute(const Params& params, const Shared& shar
   for (int i = 0; i < kGroups; ++i) {
     hopper::mbarrier_init<1>(hopper::shared_address(&barriers.bias[i]));
     hopper::mbarrier_init<kWarps>(hopper::shared_address(&barriers.sums[i]));
-    hopper::mbarrier_init<kWarps>(hopper::shared_address(&barriers.turn[i]));
+    hopper::mbarrier_init<kWarps>(hopper::shared_address(&barriers.order[i]));
   }
   hopper::fence_for_bulk_copies();
 }
@@ -301,7 +301,7 @@ __device__ __forceinline__ void compute_block(const Params& params) {
     const int group = warp / 4 - 1;
     const Shared mine = shared(group);
     compute<T, kAcross>(params, mine, memory + (mine.chunk - unaligned), group,
-                        hopper::shared_address(barriers.turn));
+                        hopper::shared_address(barriers.order));
   }
 }
 

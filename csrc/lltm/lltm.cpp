@@ -273,7 +273,7 @@ void backward_fused(const LltmBackward& call) {
   at::Tensor other_h = at::empty_like(*call.grad_h), other_c = at::empty_like(*call.grad_c);
   for (int64_t t = steps - 1; t >= 0; --t) {
     step.grad_new_h = at_step(call.grad_output, t);
-    step.grad_behind = call.grad_h->const_data_ptr();
+    step.grad_recurrent = call.grad_h->const_data_ptr();
     step.grad_new_c = call.grad_c->const_data_ptr();
     step.activations = at_step(call.activations, t);
     step.new_c = at_step(call.c, t);

@@ -32,7 +32,7 @@ enum class LltmWay : int32_t {
   Cluster,
   // `grid`: the blocks of the whole GPU share the weights; half kinds, or scaled fp16 values.
   Grid,
-  // `grid`, for Float and Double without rounding them to a narrower kind.
+  // `grid`: for Float and Double, without rounding them to a narrower kind.
   PlainGrid,
   // `wide_grid`: a grid whose blocks compute 64 rows at a time.
   WideGrid,

@@ -40,7 +40,7 @@ __device__ __forceinline__ GateGradients<Compute<T>> gate_gradients(
   const C i = static_cast<C>(activations[0]), o = static_cast<C>(activations[params.hidden]),
           g = static_cast<C>(activations[2 * params.hidden]);
   const C grad_h =
-      value_or_zero<T>(params.grad_new_h, at) + value_or_zero<G>(params.grad_behind, at);
+      value_or_zero<T>(params.grad_new_h, at) + value_or_zero<G>(params.grad_recurrent, at);
   const C tanh_c = tanh(static_cast<C>(static_cast<const T*>(params.new_c)[at]));
   const C grad_c = value_or_zero<G>(params.grad_new_c, at) + grad_h * o * tanh_grad(tanh_c);
   return {{grad_c * elu(g) * sigmoid_grad(i), grad_h * tanh_c * sigmoid_grad(o),

@@ -75,8 +75,8 @@ struct Place {
 struct Barriers {
   uint64_t full[kStages];
   uint64_t empty[kStages];
-  uint64_t c[kGroups];     // c has arrived
-  uint64_t turn[kGroups];  // the group may multiply
+  uint64_t c[kGroups];      // c has arrived
+  uint64_t order[kGroups];  // the group may multiply
 };
 
 struct Shared {
@@ -128,12 +128,13 @@ struct Stage {
 
 using Sums = float[kParts][96];
 
-// Multiplies all of K for one tile. `first_use` is the tile's first use of the ring buffer. `turn`
-// is the barrier of the other group, which may start multiplying as soon as this group has started
-// its last product.
+// Multiplies all of K for one tile. `first_use` is the tile's first use of the ring buffer.
+// `order_of_other` is the barrier of the other group, which may start multiplying as soon as this
+// group has started its last product.
 template <typename T>
 __device__ __forceinline__ void multiply_tile(const Params& params, const Shared& shared,
-                                              uint32_t first_use, uint32_t turn, Sums& sum) {
+                                              uint32_t first_use, uint32_t order_of_other,
+                                              Sums& sum) {
   const bool is_elected = threadIdx.x % kWarp == 0;
   Stage stage(first_use);
   int before = 0;
@@ -158,7 +159,7 @@ __device__ __forceinline__ void multiply_tile(const Params& params, const Shared
     if (step > 0 && is_elected) hopper::mbarrier_arrive(shared.empty + 8 * before);
     before = stage.index;
   }
-  if (is_elected) hopper::mbarrier_arrive(turn);
+  if (is_elected) hopper::mbarrier_arrive(order_of_other);
   hopper::wait_for_products<0>();
   // The compiler must not read the sums before this point.
 #pragma unroll
@@ -307,9 +308,9 @@ __device__ __forceinline__ void finish_tile(const Params& params, const Shared& 
 
 template <typename T>
 __device__ __forceinline__ void compute(const Params& params, const Shared& shared, uint8_t* slots,
-                                        int group, uint32_t turns) {
+                                        int group, uint32_t order) {
   Sums sum;
-  uint32_t turn_parity = group == 0 ? 1 : 0;
+  uint32_t order_parity = group == 0 ? 1 : 0;
   uint32_t c_parity = 0;
   uint32_t first_use = group * params.steps;
   for (int tile = blockIdx.x + group * gridDim.x; tile < params.tiles;
@@ -320,9 +321,9 @@ __device__ __forceinline__ void compute(const Params& params, const Shared& shar
     load_bias<T>(params, shared, place.column);
     // This wait protects the ring buffer, too: the parity of a phase that is two rounds ahead is
     // the same as that of a phase that is over.
-    hopper::mbarrier_wait(turns + 8 * group, turn_parity);
-    turn_parity ^= 1;
-    multiply_tile<T>(params, shared, first_use, turns + 8 * (1 - group), sum);
+    hopper::mbarrier_wait(order + 8 * group, order_parity);
+    order_parity ^= 1;
+    multiply_tile<T>(params, shared, first_use, order + 8 * (1 - group), sum);
     first_use += kGroups * params.steps;
     hopper::mbarrier_wait(shared.c, c_parity);
     c_parity ^= 1;
@@ -342,7 +343,7 @@ __device__ __forceinline__ void compute(const Params& params, const Shared& shar
   }
   for (int i = 0; i < kGroups; ++i) {
     hopper::mbarrier_init<1>(hopper::shared_address(&barriers.c[i]));
-    hopper::mbarrier_init<kWarps>(hopper::shared_address(&barriers.turn[i]));
+    hopper::mbarrier_init<kWarps>(hopper::shared_address(&barriers.order[i]));
   }
   hopper::fence_for_bulk_copies();
 }
@@ -374,7 +375,7 @@ __device__ __forceinline__ void compute_block(const Params& params) {
     const int group = warp / 4 - 1;
     const Shared mine = shared(group);
     compute<T>(params, mine, memory + (mine.slots - unaligned), group,
-               hopper::shared_address(barriers.turn));
+               hopper::shared_address(barriers.order));
   }
 }
 

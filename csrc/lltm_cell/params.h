@@ -58,7 +58,7 @@ struct LltmCellFusedBackward {
   int64_t hidden;
   // The `TchExtensionKind` of every array.
   int32_t kind;
-  // Whether grad_new_c, grad_behind, grad_h and grad_c have the type of the sums.
+  // Whether grad_new_c, grad_recurrent, grad_h and grad_c have the type of the sums.
   int32_t wide;
   // `[B, H]`, null for zeros.
   const void* grad_new_h;
@@ -89,7 +89,7 @@ struct LltmCellFusedBackward {
   void* grad_c;
   // Only on CUDA, for a sequence, which needs neither grad_weight nor grad_bias of a single
   // step: `[B, H]`, added to grad_new_h; null for zeros.
-  const void* grad_behind;
+  const void* grad_recurrent;
   // `[B, 3H]`, null when nobody needs it. If it is not null, grad_h must not be null either.
   void* grad_gates;
 };

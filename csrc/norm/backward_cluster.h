@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_cluster(NormBackward
   const int warps = team / kWarp, warp = thread / kWarp, lane = thread % kWarp;
   constexpr int kSums = kMostInCluster * kMostThreads / kWarp;
   Pair<C> moments = moments_of(first_row), before_moments = {C(0), C(0)};
-  int at = 0, before = end_of_ring - next_row, turn = 0;
+  int at = 0, before = end_of_ring - next_row, phase = 0;
   // One iteration more than there are rows, for the gradient of the last row. All threads of a
   // cluster do the same number of iterations, because they meet at the cluster's barrier.
   for (int64_t row = first_row; row - step < params.rows; row += step) {
@@ -138,13 +138,13 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_cluster(NormBackward
     Pair<C> total = {C(0), C(0)};
     if (!is_first) {
       for (int of_warp = lane; of_warp < cluster * warps; of_warp += kWarp) {
-        const Pair<C> one = buffer[(1 - turn) * kSums + of_warp];
+        const Pair<C> one = buffer[(1 - phase) * kSums + of_warp];
         total.first += one.first;
         total.second += one.second;
       }
     }
     if (is_row) {
-      if (lane < cluster) store_in_block(buffer + turn * kSums + rank * warps + warp, lane, sum);
+      if (lane < cluster) store_in_block(buffer + phase * kSums + rank * warps + warp, lane, sum);
       arrive_at_cluster_barrier();
     }
     if (!is_first && params.grad_input != nullptr) {
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_cluster(NormBackward
     copy_row(row + (stages - 1) * step, before);
     before = at;
     at = at + next_row == end_of_ring ? 0 : at + next_row;
-    turn = 1 - turn;
+    phase = 1 - phase;
     before_moments = moments;
     moments = next_moments;
   }

@@ -76,7 +76,7 @@ __device__ __forceinline__ void do_rows(const NormBackward& params, int64_t bloc
   using C = Compute<T>;
   constexpr int kLanes = kLanesOf16Bytes<T>, kVectors = kBackwardValues<T> / kLanes;
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
-  int turn = 0;
+  int phase = 0;
   const int team = params.plan.team;
   const int64_t row = block * teams_of_block(team) + team_of_block(team);
   const bool is_row = row < params.rows;
@@ -117,8 +117,8 @@ __device__ __forceinline__ void do_rows(const NormBackward& params, int64_t bloc
       sum.second += grad[v].lane[lane] * normal[v].lane[lane];
     }
   }
-  sum = team <= kWarp ? team_sum<true>(sum, team, buffer, turn)
-                      : team_sum<false>(sum, team, buffer, turn);
+  sum = team <= kWarp ? team_sum<true>(sum, team, buffer, phase)
+                      : team_sum<false>(sum, team, buffer, phase);
   const C inverse = C(1) / static_cast<C>(params.columns);
   const C mean_grad = sum.first * inverse, mean_product = sum.second * inverse;
 #pragma unroll

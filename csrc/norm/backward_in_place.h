@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_in_place(NormBackwar
   extern __shared__ __align__(16) unsigned char ring[];
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
   let_the_next_kernel_start();
-  int turn = 0;
+  int phase = 0;
   const int team = params.plan.team, stages = params.plan.stages;
   const int thread = thread_of_team(team), teams = teams_of_block(team);
   const int64_t first_of_block = static_cast<int64_t>(blockIdx.x) * teams;
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_in_place(NormBackwar
     sum.second += rest_grad * rest_normal;
     at = at + next_row == end_of_ring ? 0 : at + next_row;
 
-    sum = team_sum<false>(sum, team, buffer, turn);
+    sum = team_sum<false>(sum, team, buffer, phase);
     if (params.grad_input == nullptr || row >= params.rows) continue;
     const C mean_grad = sum.first * inverse, mean_product = sum.second * inverse;
     T* dx = static_cast<T*>(params.grad_input) + row * columns;

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kMostThreads) backward_in_passes(NormBackward 
   using C = Compute<T>;
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
   let_the_next_kernel_start();
-  int turn = 0;
+  int phase = 0;
   const int team = blockDim.x;
   const int64_t vectors = params.columns / kLanes;
 
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kMostThreads) backward_in_passes(NormBackward 
       sum.first += by_lane[lane].first;
       sum.second += by_lane[lane].second;
     }
-    sum = team_sum<false>(sum, team, buffer, turn);
+    sum = team_sum<false>(sum, team, buffer, phase);
     const C mean_grad = sum.first / static_cast<C>(params.columns);
     const C mean_product = sum.second / static_cast<C>(params.columns);
     for (int64_t index = threadIdx.x; index < vectors; index += team) {

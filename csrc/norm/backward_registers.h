@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kMostThreads) backward_in_registers(NormBackwa
   constexpr int kVectors = kBackwardValues<T> / kLanes;
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
   let_the_next_kernel_start();
-  int turn = 0;
+  int phase = 0;
   const int team = params.plan.team;
   const int teams = teams_of_block(team);
   const int thread = thread_of_team(team);
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kMostThreads) backward_in_registers(NormBackwa
       }
     }
     if (params.grad_input == nullptr) continue;
-    sum = team_sum<kWithinWarp>(sum, team, buffer, turn);
+    sum = team_sum<kWithinWarp>(sum, team, buffer, phase);
     const C mean_grad = sum.first * inverse, mean_product = sum.second * inverse;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {

@@ -51,14 +51,15 @@ constexpr int kMostRest = kBytesOfRest / sizeof(T) < kWarp ? kBytesOfRest / size
 template <typename T>
 constexpr int kVectorsOfThread = kBackwardValues<T> / kLanesOf16Bytes<T>;
 
-__host__ __device__ constexpr int vectors_behind(int team) {
+// How many vectors follow those of a group in the ring buffer.
+__host__ __device__ constexpr int vectors_after(int team) {
   return team < kWarp ? 1 : 1 + kBytesOfRest / 16;
 }
 
 template <typename T, bool kShifted>
 __host__ __device__ constexpr int vectors_of_row(int threads, int team) {
   return kVectorsOfThread<T> * threads +
-         (kShifted ? threads / (team < kWarp ? team : kWarp) * vectors_behind(team) : 0);
+         (kShifted ? threads / (team < kWarp ? team : kWarp) * vectors_after(team) : 0);
 }
 
 // Finds the bytes of the group's part of a row in one of the two arrays, x or dy.
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_ring(NormBackward pa
   let_the_next_kernel_start();
   // No block may write into the shared memory of a block that has not started.
   if constexpr (kTeam == Team::kCluster) cluster_barrier();
-  int turn = 0;
+  int phase = 0;
   const int team = params.plan.team, stages = params.plan.stages;
   const int thread = thread_of_team(team);
   Share share = share_of_block<T, kTeam>(params);
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_ring(NormBackward pa
   if constexpr (kShifted) {
     const int groups_before = threadIdx.x / group.width;
     mine = ring +
-           (groups_before * (kCopies * group.width + vectors_behind(team)) + group.lane) * kBytes;
+           (groups_before * (kCopies * group.width + vectors_after(team)) + group.lane) * kBytes;
   }
 
   const int64_t first_row = share.start + team_of_block(team);
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_ring(NormBackward pa
   // without columns, whose address must be valid all the same.
   const int group_bytes =
       (share.columns + rest) * static_cast<int>(sizeof(T)) - group.first * kBytes;
-  const int behind =
+  const int after =
       is_last_warp ? 1 + (rest * static_cast<int>(sizeof(T)) + kBytes - 1) / kBytes : 1;
   const int64_t group_column =
       group_bytes > 0 ? share.column + group.first * kLanesOf16Bytes<T> : 0;
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_ring(NormBackward pa
       if (v < group.vectors) copy(v, group.lane);
     }
     // The vector after the group's last, and the rest.
-    if (group.lane < behind) copy(group.vectors, group.lane);
+    if (group.lane < after) copy(group.vectors, group.lane);
   };
   auto copy_row = [&](int64_t row_ahead, int at) {
     if constexpr (kShifted) {
@@ -296,7 +297,7 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_ring(NormBackward pa
       sum.second += rest_grad * rest_normal;
     }
     at = at + next_row == end_of_ring ? 0 : at + next_row;
-    sum = sum_of_team<kTeam>(sum, params.plan, team, buffer, turn);
+    sum = sum_of_team<kTeam>(sum, params.plan, team, buffer, phase);
     const C mean_grad = sum.first * inverse, mean_product = sum.second * inverse;
     const bool is_asked_for = params.grad_input != nullptr && row < params.rows;
     [[maybe_unused]] Words gradients[kVectors];

@@ -51,11 +51,11 @@ __device__ __forceinline__ void store_in_block(Pair<C>* place, int block, Pair<C
 // kMostInCluster · kMostThreads / kWarp pairs.
 template <typename C>
 __device__ __forceinline__ Pair<C> cluster_sum(Pair<C> sum, int cluster, int rank, Pair<C>* buffer,
-                                               int& turn) {
+                                               int& phase) {
   sum = warp_sum(sum, kWarp);
   const int warps = blockDim.x / kWarp, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  Pair<C>* sums = buffer + turn * (kMostInCluster * kMostThreads / kWarp);
-  turn = 1 - turn;
+  Pair<C>* sums = buffer + phase * (kMostInCluster * kMostThreads / kWarp);
+  phase = 1 - phase;
   if (lane < cluster) store_in_block(sums + rank * warps + warp, lane, sum);
   cluster_barrier();
   Pair<C> total = {C(0), C(0)};
@@ -76,11 +76,11 @@ constexpr int kPairsOfSums =
 // Sums over all threads that share a row.
 template <Team kTeam, typename C>
 __device__ __forceinline__ Pair<C> sum_of_team(Pair<C> sum, const NormPlan& plan, int team,
-                                               Pair<C>* buffer, int& turn) {
+                                               Pair<C>* buffer, int& phase) {
   if constexpr (kTeam == Team::kCluster) {
-    return cluster_sum(sum, plan.cluster, blockIdx.x % plan.cluster, buffer, turn);
+    return cluster_sum(sum, plan.cluster, blockIdx.x % plan.cluster, buffer, phase);
   } else {
-    return team_sum < kTeam == Team::kWithinWarp > (sum, team, buffer, turn);
+    return team_sum < kTeam == Team::kWithinWarp > (sum, team, buffer, phase);
   }
 }
 

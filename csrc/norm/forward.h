@@ -84,7 +84,7 @@ __device__ __forceinline__ void keep_moments(const NormForward& params, int64_t 
 // are for all its blocks.
 template <Team kTeam, typename C>
 __device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, const NormPlan& plan, int team,
-                                                 Pair<C>* buffer, int& turn) {
+                                                 Pair<C>* buffer, int& phase) {
   if constexpr (kTeam == Team::kWithinWarp) {
 #pragma unroll
     for (int offset = kWarp / 2; offset > 0; offset /= 2) {
@@ -95,7 +95,7 @@ __device__ __forceinline__ Pair<C> sum_and_first(C sum, C first, const NormPlan&
     const bool is_first =
         thread_of_team(team) == 0 &&
         (kTeam != Team::kCluster || blockIdx.x % static_cast<unsigned int>(plan.cluster) == 0);
-    return sum_of_team<kTeam>(Pair<C>{sum, is_first ? first : C(0)}, plan, team, buffer, turn);
+    return sum_of_team<kTeam>(Pair<C>{sum, is_first ? first : C(0)}, plan, team, buffer, phase);
   }
 }
 

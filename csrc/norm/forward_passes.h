@@ -13,7 +13,7 @@ template <typename Norm, typename T, int kLanes>
 __global__ void __launch_bounds__(kMostThreads) forward_in_passes(NormForward params) {
   using C = Compute<T>;
   __shared__ Pair<C> buffer[2 * kMostThreads / kWarp];
-  int turn = 0;
+  int phase = 0;
   const int team = blockDim.x;
   const int64_t vectors = params.columns / kLanes;
   const Scales<C> scales(params.columns);
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_in_passes(NormForward pa
     Pair<C> sum = {C(0), C(0)};
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) sum.first += sums[lane];
-    const C sum_of_row = team_sum<false>(sum, team, buffer, turn).first;
+    const C sum_of_row = team_sum<false>(sum, team, buffer, phase).first;
     return pivot<C>(sum_of_row * scales.unscale,
                     static_cast<C>(static_cast<const T*>(params.input)[at]));
   };
@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kMostThreads) forward_in_passes(NormForward pa
       centred.first += by_lane[lane].first;
       centred.second += by_lane[lane].second;
     }
-    centred = team_sum<false>(centred, team, buffer, turn);
+    centred = team_sum<false>(centred, team, buffer, phase);
     const auto moments = moments_from<Norm, C>(mean, centred, scales, params.eps);
 
     for (int64_t index = threadIdx.x; index < vectors; index += team) {

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
   __shared__ __align__(16) Pair<C> pairs_of_warps[kWarps];
   // No block may write into the shared memory of a block that has not started.
   if constexpr (kKind == Team::kCluster) arrive_at_cluster_barrier();
-  int turn = 0;
+  int phase = 0;
   const int team = kTeam > 0 ? kTeam : params.plan.team;
   const int thread = thread_of_team(team);
   const int64_t columns = kFull ? int64_t{kTeam} * kVectors * kLanes : params.columns;
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
   } else if constexpr (kFull) {
     sum = block_sum<kTeam>(sum, sums_of_warps);
   } else {
-    const Pair<C> sum_of_row = sum_and_first<kKind>(sum, first, params.plan, team, buffer, turn);
+    const Pair<C> sum_of_row = sum_and_first<kKind>(sum, first, params.plan, team, buffer, phase);
     sum = sum_of_row.first;
     first = sum_of_row.second;
   }
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreadsOfBlock<kTeam>, (kBlocksAtATime<T, kLa
   if constexpr (kFull) {
     centred = block_sum<kTeam>(centred, pairs_of_warps);
   } else {
-    centred = sum_of_team<kKind>(centred, params.plan, team, buffer, turn);
+    centred = sum_of_team<kKind>(centred, params.plan, team, buffer, phase);
   }
   const auto moments = moments_from<Norm, C>(mean, centred, scales, params.eps);
 

@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kTeam == Team::kWithinWarp ? 2 * kWarp : kMost
   __shared__ Pair<C> buffer[kPairsOfSums<kTeam>];
   // No block may write into the shared memory of a block that has not started.
   if constexpr (kTeam == Team::kCluster) arrive_at_cluster_barrier();
-  int turn = 0;
+  int phase = 0;
   const int team = params.plan.team;
   const Columns mine =
       columns_of_block(params.columns, kLanes, kTeam == Team::kCluster ? params.plan.cluster : 1);
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kTeam == Team::kWithinWarp ? 2 * kWarp : kMost
   const C first = unpack<T>(x[0]).lane[0];
   if constexpr (kTeam == Team::kCluster) wait_at_cluster_barrier();
   if constexpr (Norm::kCentred) {
-    const Pair<C> sum_of_row = sum_and_first<kTeam>(sum, first, params.plan, team, buffer, turn);
+    const Pair<C> sum_of_row = sum_and_first<kTeam>(sum, first, params.plan, team, buffer, phase);
     mean = pivot<C>(sum_of_row.first * scales.unscale, sum_of_row.second);
   }
 
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kTeam == Team::kWithinWarp ? 2 * kWarp : kMost
       centred.second += difference * difference;
     });
   }
-  centred = sum_of_team<kTeam>(centred, params.plan, team, buffer, turn);
+  centred = sum_of_team<kTeam>(centred, params.plan, team, buffer, phase);
   const auto moments = moments_from<Norm, C>(mean, centred, scales, params.eps);
 
 #pragma unroll

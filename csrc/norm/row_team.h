@@ -80,12 +80,12 @@ __device__ __forceinline__ Pair<C> warp_sum(Pair<C> sum, int lanes) {
 // the barrier of the call in between, and have therefore read this set. Every thread of the block
 // has to call this.
 template <bool kWithinWarp, typename C>
-__device__ __forceinline__ Pair<C> team_sum(Pair<C> sum, int team, Pair<C>* buffer, int& turn) {
+__device__ __forceinline__ Pair<C> team_sum(Pair<C> sum, int team, Pair<C>* buffer, int& phase) {
   sum = warp_sum(sum, kWithinWarp ? team : kWarp);
   if constexpr (kWithinWarp) return sum;
 
-  Pair<C>* sums = buffer + turn * (kMostThreads / kWarp);
-  turn = 1 - turn;
+  Pair<C>* sums = buffer + phase * (kMostThreads / kWarp);
+  phase = 1 - phase;
   const int warp = threadIdx.x / kWarp;
   if (threadIdx.x % kWarp == 0) sums[warp] = sum;
   __syncthreads();

@@ -107,10 +107,10 @@ struct Group {
   }
   __device__ __forceinline__ int index(int v) const { return first + v * width + lane; }
   // The vector after the group's last, counted from the group's first.
-  __device__ __forceinline__ int behind() const { return vectors * width; }
+  __device__ __forceinline__ int end() const { return vectors * width; }
 };
 
-__device__ __forceinline__ int bytes_behind_16(const void* pointer) {
+__device__ __forceinline__ int bytes_past_16(const void* pointer) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(pointer) & 15);
 }
 
@@ -174,7 +174,7 @@ __device__ __forceinline__ void load_shifted(const T* row, const T* end, int col
                                              const Group& group, Words (&vector)[kVectors]) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   const T* from = row + group.first * kLanes;
-  const int shift = bytes_behind_16(from);
+  const int shift = bytes_past_16(from);
   const char* base = reinterpret_cast<const char*>(from) - shift;
   const int bytes = shift + (columns - group.first * kLanes) * static_cast<int>(sizeof(T));
 #pragma unroll
@@ -184,16 +184,15 @@ __device__ __forceinline__ void load_shifted(const T* row, const T* end, int col
     if (v < group.vectors && at < bytes) vector[v] = load_before<T>(base + at, end);
   }
   const bool is_last = group.lane == group.width - 1;
-  Words behind = {};
-  if (is_last && group.behind() * 16 < bytes)
-    behind = load_before<T>(base + group.behind() * 16, end);
+  Words after = {};
+  if (is_last && group.end() * 16 < bytes) after = load_before<T>(base + group.end() * 16, end);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (v >= group.vectors) break;
     // The vector after the last lane's is the first lane's next one.
     const Words given = choose(group.lane == 0, vector[v + 1 < kVectors ? v + 1 : v], vector[v]);
     Words next = from_lane(given, (group.lane + 1) & (group.width - 1), group.width);
-    next = choose(is_last && v == group.vectors - 1, behind, next);
+    next = choose(is_last && v == group.vectors - 1, after, next);
     vector[v] = shifted<T>(vector[v], next, shift);
   }
 }
@@ -220,10 +219,10 @@ __device__ __forceinline__ void store_shifted(T* row, int columns, const Group& 
                                               const Words (&vector)[kVectors]) {
   constexpr int kLanes = kLanesOf16Bytes<T>;
   T* to = row + group.first * kLanes;
-  const int shift = bytes_behind_16(to);
+  const int shift = bytes_past_16(to);
   char* base = reinterpret_cast<char*>(to) - shift;
   const int left = (columns - group.first * kLanes) * static_cast<int>(sizeof(T));
-  const int end = shift + (left < group.behind() * 16 ? left : group.behind() * 16);
+  const int end = shift + (left < group.end() * 16 ? left : group.end() * 16);
   Words before = {}, last = {};
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
@@ -237,7 +236,7 @@ __device__ __forceinline__ void store_shifted(T* row, int columns, const Group& 
     last = vector[v];
   }
   if (shift > 0 && group.lane == group.width - 1) {
-    store_within<T>(base, group.behind() * 16, shift, end, shifted<T>(last, last, 16 - shift));
+    store_within<T>(base, group.end() * 16, shift, end, shifted<T>(last, last, 16 - shift));
   }
 }
 
@@ -252,7 +251,7 @@ struct Parameter {
   __device__ __forceinline__ Parameter(const void* pointer, int64_t columns)
       : array(static_cast<const T*>(pointer)),
         end(array + columns),
-        is_aligned(bytes_behind_16(pointer) == 0) {}
+        is_aligned(bytes_past_16(pointer) == 0) {}
 
   // Zeros from the end on.
   __device__ __forceinline__ Words load(int64_t column) const {
@@ -262,10 +261,10 @@ struct Parameter {
     if (array + column - shift() + kLanesOf16Bytes<T> < end) {
       high = load_before<T>(array + column - shift() + kLanesOf16Bytes<T>, end);
     }
-    return shifted<T>(low, high, bytes_behind_16(array));
+    return shifted<T>(low, high, bytes_past_16(array));
   }
   __device__ __forceinline__ int shift() const {
-    return bytes_behind_16(array) / static_cast<int>(sizeof(T));
+    return bytes_past_16(array) / static_cast<int>(sizeof(T));
   }
 
   __device__ __forceinline__ Values<T, kLanesOf16Bytes<T>> values(const Words& loaded,

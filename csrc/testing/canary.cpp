@@ -33,9 +33,9 @@ struct Block {
 
   bool intact() const {
     auto alive = [](unsigned char byte) { return byte == kCanary; };
-    const unsigned char* behind = begin() + kMargin + len;
+    const unsigned char* after = begin() + kMargin + len;
     return std::all_of(begin(), begin() + kMargin, alive) &&
-           std::all_of(behind, behind + kMargin, alive);
+           std::all_of(after, after + kMargin, alive);
   }
 };
 

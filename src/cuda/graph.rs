@@ -208,7 +208,7 @@ fn capture<T>(
 ) -> Result<(Graph, T)> {
     let device = place.device();
     device_index(op, device)?;
-    let _turn = Turn::take(op)?;
+    let _lock = CaptureLock::take(op)?;
     refuse_if_capturing(op, device)?;
     let stream = place.stream(op)?;
     // Values are dropped in reverse order, so if `body` ends with an error or a panic, the capture
@@ -231,16 +231,16 @@ fn refuse_if_capturing(op: &str, device: Device) -> Result<()> {
 }
 
 /// A lock for captures, because libtorch keeps only one capture state for its random numbers.
-struct Turn(#[allow(dead_code)] MutexGuard<'static, ()>);
+struct CaptureLock(#[allow(dead_code)] MutexGuard<'static, ()>);
 
-static TURN: Mutex<()> = Mutex::new(());
+static CAPTURES: Mutex<()> = Mutex::new(());
 
 thread_local! {
     static CAPTURING: Cell<bool> = const { Cell::new(false) };
 }
 
-impl Turn {
-    fn take(op: &str) -> Result<Turn> {
+impl CaptureLock {
+    fn take(op: &str) -> Result<CaptureLock> {
         if CAPTURING.get() {
             return Err(refused(
                 op,
@@ -248,13 +248,13 @@ impl Turn {
             ));
         }
         // The lock may be poisoned by a closure that panicked, but it left no state behind.
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = CAPTURES.lock().unwrap_or_else(PoisonError::into_inner);
         CAPTURING.set(true);
-        Ok(Turn(turn))
+        Ok(CaptureLock(lock))
     }
 }
 
-impl Drop for Turn {
+impl Drop for CaptureLock {
     fn drop(&mut self) {
         CAPTURING.set(false);
     }

@@ -9,7 +9,7 @@ pub(crate) mod facts;
 pub(crate) mod library;
 pub(crate) mod loader;
 #[cfg(tch_extension_cuda)]
-pub(crate) mod once_a_device;
+pub(crate) mod per_device;
 pub(crate) mod precision;
 pub(crate) mod tensor;
 pub(crate) mod testing;

@@ -128,7 +128,7 @@ mod tests {
     }
 
     #[test]
-    fn a_byte_beside_an_allocation_is_counted() {
+    fn a_byte_next_to_an_allocation_is_counted() {
         for (offsets, broken) in [(&[0, 99][..], 0), (&[100], 1), (&[-1], 1), (&[163, -64], 1)] {
             for freed in [false, true] {
                 let canaries = Canaries::new().unwrap();

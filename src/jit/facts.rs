@@ -68,8 +68,8 @@ impl Facts {
     /// value that `LIBTORCH_INCLUDE` should have.
     pub fn include_root(&self) -> Option<PathBuf> {
         let has_headers = |root: &Path| root.join("include/torch/headeronly/version.h").is_file();
-        let beside = self.libtorch.parent()?;
-        if has_headers(beside) {
+        let next_to_it = self.libtorch.parent()?;
+        if has_headers(next_to_it) {
             return None;
         }
         Self::variable("LIBTORCH").map(PathBuf::from).filter(|root| has_headers(root))

@@ -147,7 +147,7 @@ impl LltmLayer {
         size[2] = self.weights[0].size2()?.1 - self.hidden_dim;
         check!(OP, input).shape(names, &size)?;
         for (name, tensor) in [("h", &state.0.0), ("c", &state.0.1)] {
-            let check = Check::new(OP, name, tensor).defined()?.beside(weights)?;
+            let check = Check::new(OP, name, tensor).defined()?.same_device_as(weights)?;
             check.shape("[num_layers, B, H]", &[self.config.num_layers, batch, self.hidden_dim])?;
         }
         Ok(())

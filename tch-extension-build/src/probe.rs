@@ -92,7 +92,7 @@ pub fn nvcc_candidates(
         let mut folders: Vec<_> =
             folders.flatten().map(|entry| entry.path().join("bin/nvcc")).collect();
         folders.sort();
-        candidates.extend(folders.into_iter().map(|nvcc| ("beside libtorch".to_string(), nvcc)));
+        candidates.extend(folders.into_iter().map(|nvcc| ("next to libtorch".to_string(), nvcc)));
     }
     for folder in std::env::split_paths(&env("PATH").unwrap_or_default()) {
         candidates.push(("PATH".to_string(), folder.join("nvcc")));

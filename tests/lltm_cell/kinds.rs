@@ -10,7 +10,7 @@ fn agrees_with_the_composite(device: Device, kinds: &[Kind], rough: bool) -> usi
 }
 
 #[test]
-fn mixed_kinds_are_the_composite_s() {
+fn mixed_kinds_match_the_composite() {
     for device in devices() {
         // h and x have the same kind or are promoted to the weight's kind, the bias has that kind,
         // and c may have any.
@@ -19,7 +19,7 @@ fn mixed_kinds_are_the_composite_s() {
 }
 
 #[test]
-fn under_autocast_kinds_are_the_composite_s() {
+fn under_autocast_kinds_match_the_composite() {
     for device in devices() {
         for kind in [Kind::BFloat16, Kind::Half] {
             let _autocast = Autocast::new(device, kind).expect("autocast");

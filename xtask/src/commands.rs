@@ -25,10 +25,10 @@ cargo xtask COMMAND [ARGUMENTS]
   demo [ARGUMENTS]   train the character-level language model (examples/char_lltm); --op all compares
   test [--tch 0.26] [ARGUMENTS]
                      the workspace's tests, one at a time where there is a GPU; arguments go to `cargo test`.
-                     With --tch 0.26 beside that tch and libtorch 2.13, which it installs beside the others
+                     With --tch 0.26, on that tch and libtorch 2.13, which it installs next to the others
   bench [WORD...]    each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
                      `cargo bench --profile dev`
-  plot FILE...       bench.json, and the rivals.json beside it, as pictures in docs/plots
+  plot FILE...       bench.json, and the rivals.json next to it, as pictures in docs/plots
   ci [STEP...]       what a change must pass: formats, lints, weak symbols, tests, a stand-alone crate, documentation;
                      or those of its steps whose names contain a word
   headers            write the C++ declarations of the structs that Rust and the kernels share (csrc/*/params.h)

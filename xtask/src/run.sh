@@ -26,7 +26,7 @@ LIBTORCH      a libtorch 2.11.0; without it, the torch of python3 (or of $PYTHON
 OUT           where logs and results go; by default the current folder
 SANITIZE_FILTER    names of the tests to sanitize contain this; by default `cuda`
 SANITIZE_TOOLS     those to run; by default memcheck, initcheck, racecheck and synccheck
-COMPUTE_SANITIZER  the program; by default from PATH, CUDA_HOME, /usr/local/cuda or beside libtorch
+COMPUTE_SANITIZER  the program; by default from PATH, CUDA_HOME, /usr/local/cuda or next to libtorch
 TEXT
 }
 

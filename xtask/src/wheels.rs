@@ -148,11 +148,11 @@ impl Set {
         let folder = repo.venv().join(self.folder);
         let stamped =
             std::fs::read_to_string(folder.join(STAMP)).ok() == Some(stamp(&self.read_pins(repo)?));
-        Ok(stamped && self.key_files.iter().all(|file| self.behind_links(repo, file).exists()))
+        Ok(stamped && self.key_files.iter().all(|file| self.resolved(repo, file).exists()))
     }
 
     /// A key file's path without the links.
-    fn behind_links(&self, repo: &Repo, file: &str) -> PathBuf {
+    fn resolved(&self, repo: &Repo, file: &str) -> PathBuf {
         let direct = self.links.iter().find_map(|(link, target)| {
             let rest = file.strip_prefix(link)?;
             rest.starts_with('/').then(|| format!("{target}{rest}"))
@@ -164,7 +164,7 @@ impl Set {
         let venv = repo.venv();
         let pip = Pip::find_or_make(&venv.join("pip"))?;
         let (fresh, old, tmp) =
-            (self.beside(&venv, "new"), self.beside(&venv, "old"), venv.join("tmp"));
+            (self.sibling(&venv, "new"), self.sibling(&venv, "old"), venv.join("tmp"));
         // Remove what an interrupted run left.
         for folder in [&fresh, &old, &tmp] {
             remove(folder)?;
@@ -189,7 +189,7 @@ impl Set {
         remove(&tmp)
     }
 
-    fn beside(&self, venv: &Path, ending: &str) -> PathBuf {
+    fn sibling(&self, venv: &Path, ending: &str) -> PathBuf {
         venv.join(format!("{}.{ending}", self.folder))
     }
 
@@ -282,7 +282,7 @@ mod tests {
     #[test]
     fn a_key_file_is_found_without_its_link() {
         let repo = Repo { root: PathBuf::from("/repo") };
-        let direct = |file| LIBTORCH.behind_links(&repo, file);
+        let direct = |file| LIBTORCH.resolved(&repo, file);
         assert_eq!(direct("cuda/bin/nvcc"), PathBuf::from("/repo/.venv/site/nvidia/cu13/bin/nvcc"));
         assert_eq!(direct("libtorch/lib/x"), PathBuf::from("/repo/.venv/site/torch/lib/x"));
         assert_eq!(direct("cudaother/x"), PathBuf::from("/repo/.venv/cudaother/x"));

@@ -94,9 +94,9 @@ class Patience {
 
 // A thread's part of the team: the range [begin, end) of its row_groups · column_groups places.
 // That is one place, or more if OpenMP gives fewer threads than asked for. The work of each place
-// is a sequence of turns: turn 0 packs the weights, and turn 1 + t computes step t (where each row
-// group has one place, turn 1 computes all steps). One thread begins a turn, the place's own or
-// another one; the result does not depend on which thread it is.
+// is a sequence of stages: stage 0 packs the weights, and stage 1 + t computes step t (where each
+// row group has one place, stage 1 computes all steps). One thread begins a stage, the place's own
+// or another one; the result does not depend on which thread it is.
 struct Member {
   const Team& team;
   int64_t begin;
@@ -132,16 +132,16 @@ struct Member {
  private:
   Counter packed() const { return Counter(team.counters); }
   Counter done(int64_t row) const { return Counter(team.counters + 8 * (1 + row)); }
-  Counter turns(int64_t place) const {
+  Counter stages(int64_t place) const {
     return Counter(team.counters + 8 * (1 + team.row_groups + place));
   }
 
-  // Whether this thread is the one that begins this turn of a place.
-  bool begins(int64_t place, int64_t turn) const { return turns(place).increment_from(turn); }
+  // Whether this thread is the one that begins this stage of a place.
+  bool begins(int64_t place, int64_t stage) const { return stages(place).increment_from(stage); }
 
   bool is_left(int64_t first, int64_t last) const {
     for (int64_t place = first; place < last; ++place) {
-      if (turns(place).load() > 1) return false;
+      if (stages(place).load() > 1) return false;
     }
     return true;
   }

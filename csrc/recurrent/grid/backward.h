@@ -166,13 +166,13 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
       if (iteration.step > 0) {
         this->take(grad_h, (iteration.step - 1) * place.subs + iteration.sub, last * place.subs);
       } else if (valid) {
-        grad_h[0] = *behind(iteration.sub);
+        grad_h[0] = *grad_h_at(iteration.sub);
       }
       if (iteration.step < place.steps) {
         finish(iteration, grad_h[0], of, valid);
         fetch();
       } else if (valid) {
-        *behind(iteration.sub) = grad_h[0];
+        *grad_h_at(iteration.sub) = grad_h[0];
       }
     }
     for (int sub = this->team; sub < place.subs; sub += kTeams) {
@@ -181,7 +181,7 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     }
   }
 
-  __device__ __forceinline__ Pair* behind(int sub) const {
+  __device__ __forceinline__ Pair* grad_h_at(int sub) const {
     return reinterpret_cast<Pair*>(static_cast<G*>(params.grad_h) + at_first(sub));
   }
 

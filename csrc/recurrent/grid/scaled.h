@@ -219,10 +219,10 @@ constexpr int kTopOfWeights = 14;
 // unsent.
 struct MessageScale {
   explicit __device__ __forceinline__ MessageScale(uint32_t largest) {
-    constexpr uint32_t kBias = 127, kDigits = 23, kTop = 14, kBehind = kTop + kTopOfWeights;
-    const uint32_t exponent = max(largest >> kDigits, kBehind + 1);
+    constexpr uint32_t kBias = 127, kDigits = 23, kTop = 14, kOffset = kTop + kTopOfWeights;
+    const uint32_t exponent = max(largest >> kDigits, kOffset + 1);
     there = __uint_as_float((2 * kBias + kTop - exponent) << kDigits);
-    back = exponent - kBehind;
+    back = exponent - kOffset;
   }
   float there;
   uint32_t back;

@@ -115,13 +115,13 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(BackwardParams param
     const auto g = load_values<S, kLanes>(params.activations, at_gates + 2 * hidden);
     const auto new_c = load_values<S, kLanes>(params.new_c, at);
     const auto grad_output = load_or_zero<S, kLanes>(params.grad_output, at);
-    const auto from_behind = load_or_zero<G, kLanes>(params.grad_h, at);
+    const auto from_next_step = load_or_zero<G, kLanes>(params.grad_h, at);
     auto grad_c = load_values<G, kLanes>(params.grad_c, at);
     Values<P, kLanes> grad_i, grad_o, grad_g;
 #pragma unroll
     for (int lane = 0; lane < kLanes; ++lane) {
       const auto tanh_c = tanh(new_c.lane[lane]);
-      const auto grad_h = grad_output.lane[lane] + from_behind.lane[lane];
+      const auto grad_h = grad_output.lane[lane] + from_next_step.lane[lane];
       grad_c.lane[lane] += grad_h * o.lane[lane] * tanh_grad(tanh_c);
       grad_i.lane[lane] = grad_c.lane[lane] * elu(g.lane[lane]) * sigmoid_grad(i.lane[lane]);
       grad_o.lane[lane] = grad_h * tanh_c * sigmoid_grad(o.lane[lane]);

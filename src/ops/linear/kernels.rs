@@ -79,7 +79,7 @@ mod tests {
     use tch::Kind;
 
     #[test]
-    fn rows_are_read_where_they_lie() {
+    fn rows_are_read_without_a_copy() {
         let wide = Tensor::randn([6, 10], (Kind::Double, Device::Cpu));
         let read = |matrix: &Tensor| rows(matrix).unwrap().data_ptr() == matrix.data_ptr();
         assert!(read(&wide) && read(&wide.narrow(1, 2, 5)) && read(&wide.slice(0, 1, 6, 2)));

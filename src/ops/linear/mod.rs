@@ -99,9 +99,9 @@ fn applied(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Ten
 
 fn check_arguments(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<()> {
     let input = &check!(OP, input).kind_in(&KINDS)?.supported_device()?;
-    let beside = |argument: Check<'_>| -> Result<()> { argument.like(input).map(|_| ()) };
-    beside(check!(OP, weight))?;
-    bias.map(|bias| beside(check!(OP, bias))).transpose()?;
+    let check_like = |argument: Check<'_>| -> Result<()> { argument.like(input).map(|_| ()) };
+    check_like(check!(OP, weight))?;
+    bias.map(|bias| check_like(check!(OP, bias))).transpose()?;
 
     let size = input.tensor().size();
     let Some(&features) = size.last() else {

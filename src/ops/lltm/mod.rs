@@ -6,7 +6,7 @@ mod plan;
 mod weight;
 
 use super::lltm_cell::{
-    KINDS, Matched, applied, check_beside, f_lltm_cell, in_matching_kinds, is_ordinary,
+    KINDS, Matched, applied, check_the_others, f_lltm_cell, in_matching_kinds, is_ordinary,
     lltm_cell_reference, place,
 };
 use super::way::forced;
@@ -160,7 +160,7 @@ pub fn f_lltm(
     let input =
         check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(3, "[T, B, F]")?;
     let (steps, batch, features) = input.tensor().size3()?;
-    check_beside(OP, &input, (batch, features), weight, bias, state)?;
+    check_the_others(OP, &input, (batch, features), weight, bias, state)?;
     let matched = in_matching_kinds(OP, &arguments)?;
     matched.as_ref().map(|matched| check_state(c, matched)).transpose()?;
     let input = input.tensor();

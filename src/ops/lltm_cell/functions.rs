@@ -1,7 +1,7 @@
 //! The cell's outputs and gradients as functions of tensors and plain values, below autograd.
 
 use super::kernels::device::TensorCores;
-use super::kernels::fused::{self, Beside, Operands, Outputs};
+use super::kernels::fused::{self, Extras, Operands, Outputs};
 use super::kernels::pointwise;
 use super::plan::{Sizes, Way};
 use super::{gemm, place};
@@ -86,23 +86,23 @@ pub(crate) fn forward(
     keep: bool,
 ) -> Result<Outputs> {
     let sizes = shapes.sizes;
-    let beside = Beside { activations: keep, output: shapes.is_sequence };
-    let Some((kind, device)) = shapes.alike else { return by_product(operands, sizes, beside) };
+    let extras = Extras { activations: keep, output: shapes.is_sequence };
+    let Some((kind, device)) = shapes.alike else { return by_product(operands, sizes, extras) };
     if sizes.fuse_forward(way, kind, device) {
-        return fused::forward(operands, known, sizes, beside);
+        return fused::forward(operands, known, sizes, extras);
     }
     if sizes.fit_tensor_cores(kind, device)
         && fused::allow_bulk_copies(known, sizes)
         && sizes.use_tensor_cores(way, TensorCores::of(device)?.processors)
-        && let Some(outputs) = fused::forward_by_tensor_cores(operands, known, sizes, beside)?
+        && let Some(outputs) = fused::forward_by_tensor_cores(operands, known, sizes, extras)?
     {
         return Ok(outputs);
     }
-    by_product(operands, sizes, beside)
+    by_product(operands, sizes, extras)
 }
 
 /// libtorch's product, followed by one kernel for the rest.
-fn by_product(operands: &Operands<'_>, sizes: Sizes, beside: Beside) -> Result<Outputs> {
+fn by_product(operands: &Operands<'_>, sizes: Sizes, extras: Extras) -> Result<Outputs> {
     let Operands { input, weight, bias, h, c } = *operands;
     let c = plain(c)?;
     let hx = Tensor::f_cat(&[h, &of_one_step(input)?], 1)?;
@@ -127,11 +127,11 @@ fn by_product(operands: &Operands<'_>, sizes: Sizes, beside: Beside) -> Result<O
     let state = || Tensor::f_empty([batch, hidden], (kind, c.device()));
     let (mut new_h, mut new_c) = (state()?, state()?);
     let output = || Tensor::f_empty([1, batch, hidden], (kind, c.device()));
-    let mut output = beside.output.then(output).transpose()?;
+    let mut output = extras.output.then(output).transpose()?;
     let written =
         pointwise::Written { new_h: &mut new_h, new_c: &mut new_c, output: output.as_mut() };
-    pointwise::forward(&mut gates, bias.as_ref(), &c, written, beside.activations)?;
-    Ok(Outputs { new_h, new_c, activations: beside.activations.then_some(gates), output })
+    pointwise::forward(&mut gates, bias.as_ref(), &c, written, extras.activations)?;
+    Ok(Outputs { new_h, new_c, activations: extras.activations.then_some(gates), output })
 }
 
 /// What [`backward`] reads. The weight may be absent if the gradients of input and h are not

@@ -103,7 +103,7 @@ pub fn f_lltm_cell(
         // These checks report what is wrong, if anything is; mixed kinds, for example, are allowed.
         let input =
             check!(OP, input).defined()?.kind_in(&KINDS)?.supported_device()?.dim(2, "[B, F]")?;
-        check_beside(OP, &input, input.tensor().size2()?, weight, bias, state)?;
+        check_the_others(OP, &input, input.tensor().size2()?, weight, bias, state)?;
         let matched = in_matching_kinds(OP, &arguments)?;
         applied(LltmCell { way: forced(), known: None, shapes: None }, &arguments, matched)?
     };
@@ -145,7 +145,7 @@ pub fn lltm_cell_reference(
 
 /// Checks the arguments other than x, which has been checked and whose last two sizes are `[B, F]`,
 /// for this operator and for [`lltm`](super::lltm).
-pub(super) fn check_beside(
+pub(super) fn check_the_others(
     op: &str,
     input: &Check<'_>,
     (batch, features): (i64, i64),
@@ -153,13 +153,13 @@ pub(super) fn check_beside(
     bias: Option<&Tensor>,
     (h, c): (&Tensor, &Tensor),
 ) -> Result<()> {
-    let beside = |argument: Check<'_>| -> Result<()> {
-        argument.defined()?.beside(input)?.kind_in(&KINDS).map(|_| ())
+    let check_argument = |argument: Check<'_>| -> Result<()> {
+        argument.defined()?.same_device_as(input)?.kind_in(&KINDS).map(|_| ())
     };
-    beside(check!(op, weight))?;
-    beside(check!(op, h))?;
-    beside(check!(op, c))?;
-    bias.map(|bias| beside(check!(op, bias))).transpose()?;
+    check_argument(check!(op, weight))?;
+    check_argument(check!(op, h))?;
+    check_argument(check!(op, c))?;
+    bias.map(|bias| check_argument(check!(op, bias))).transpose()?;
 
     check!(op, h).dim(2, "[B, H]")?;
     let hidden = h.size2()?.1;

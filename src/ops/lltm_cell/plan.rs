@@ -53,7 +53,7 @@ impl Sizes {
     /// Whether the forward in one kernel is faster than libtorch's product with one kernel before
     /// and one after it. Measured on an H200 and on CPUs: docs/lab/lltm_cell.md.
     pub fn fuse_forward(&self, way: Way, kind: Kind, device: Device) -> bool {
-        const BESIDE_TENSOR_CORES: f64 = 28e6;
+        const MOST_WITH_TENSOR_CORES: f64 = 28e6;
         if device == Device::Cpu {
             // Vectors hold values of several rows of the batch.
             let most = if self.batch < cpu::LEAST_ROWS { 0.0 } else { cpu::MOST_PRODUCTS };
@@ -63,16 +63,16 @@ impl Sizes {
         }
         let most = match kind {
             Kind::Float
-                if self.products() > BESIDE_TENSOR_CORES
+                if self.products() > MOST_WITH_TENSOR_CORES
                     && matmul_allow_tf32().unwrap_or(false) =>
             {
-                BESIDE_TENSOR_CORES
+                MOST_WITH_TENSOR_CORES
             }
             // libtorch is best at long products of many rows.
             Kind::Float if self.batch <= 128 => 256e6,
             Kind::Float if self.batch <= 512 => 128e6,
             Kind::Float | Kind::Double => 32e6,
-            _ => BESIDE_TENSOR_CORES,
+            _ => MOST_WITH_TENSOR_CORES,
         };
         matches!(device, Device::Cuda(_)) && self.chosen(way, most)
     }

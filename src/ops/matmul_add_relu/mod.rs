@@ -143,7 +143,7 @@ fn applied(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<Tensor> {
 fn check_arguments(lhs: &Tensor, rhs: &Tensor, bias: &Tensor) -> Result<()> {
     let lhs = check!(OP, lhs).kind_in(&KINDS)?.supported_device()?;
     let rhs = check!(OP, rhs).like(&lhs)?;
-    let bias = check!(OP, bias).kind_in(&BIAS_KINDS)?.beside(&lhs)?;
+    let bias = check!(OP, bias).kind_in(&BIAS_KINDS)?.same_device_as(&lhs)?;
     let (lhs_size, rhs_size) = (lhs.tensor().size(), rhs.tensor().size());
     for (argument, size) in [(lhs, &lhs_size), (rhs, &rhs_size)] {
         if size.is_empty() {

@@ -3,7 +3,7 @@
 use super::plan::{Gpu, Plan, Rows, Way};
 use crate::Result;
 #[cfg(tch_extension_cuda)]
-use crate::ffi::once_a_device::{OnceADevice, constant};
+use crate::ffi::per_device::{PerDevice, constant};
 use crate::ffi::{kind_code, optional_ptr};
 #[cfg(tch_extension_cuda)]
 use std::ffi::c_char;
@@ -15,7 +15,7 @@ use tch::{Device, Kind, Tensor};
 fn gpu(device: Device) -> Result<Gpu> {
     #[cfg(tch_extension_cuda)]
     {
-        static KNOWN: OnceADevice<Gpu> = OnceADevice::new();
+        static KNOWN: PerDevice<Gpu> = PerDevice::new();
         // SAFETY: the C side fills the struct, and returns null or a pointer to a constant string.
         KNOWN.of("norm", device, |index, gpu| unsafe {
             constant(tch_extension_norm_device(index, gpu))

@@ -3,7 +3,7 @@
 
 use crate::Result;
 #[cfg(tch_extension_cuda)]
-use crate::ffi::once_a_device::{OnceADevice, constant};
+use crate::ffi::per_device::{PerDevice, constant};
 use tch::Device;
 
 /// How many clusters of large blocks a GPU runs at a time, of 8 and of 16 blocks each. Both are 0
@@ -25,7 +25,7 @@ impl Clusters {
     pub fn of(device: Device) -> Result<Clusters> {
         #[cfg(tch_extension_cuda)]
         {
-            static KNOWN: OnceADevice<Clusters> = OnceADevice::new();
+            static KNOWN: PerDevice<Clusters> = PerDevice::new();
             KNOWN.of("lltm", device, |index, clusters| {
                 let mut counts = [0; 2];
                 // SAFETY: the C side fills both elements of `counts`, and returns null or a pointer
@@ -67,7 +67,7 @@ impl Grid {
     pub fn of(device: Device) -> Result<Grid> {
         #[cfg(tch_extension_cuda)]
         {
-            static KNOWN: OnceADevice<Grid> = OnceADevice::new();
+            static KNOWN: PerDevice<Grid> = PerDevice::new();
             // SAFETY: the C side fills `blocks`, and returns null or a pointer to a constant
             // string.
             KNOWN.of("lltm", device, |index, grid| unsafe {

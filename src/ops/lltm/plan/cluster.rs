@@ -67,14 +67,14 @@ impl Kernel {
     }
 
     /// How many rounds of clusters run one after the other.
-    fn turns(&self, batch: i64) -> i64 {
+    fn rounds(&self, batch: i64) -> i64 {
         let clusters = batch.saturating_add(ROWS - 1) / ROWS;
         clusters.saturating_add(self.at_a_time - 1) / self.at_a_time
     }
 
     /// What a step costs for all rows of the batch.
     pub fn cost(&self, batch: i64) -> i64 {
-        self.turns(batch).saturating_mul(self.step)
+        self.rounds(batch).saturating_mul(self.step)
     }
 
     /// Whether it beats per-step kernels.

@@ -69,27 +69,27 @@ impl Share {
         most: i64,
     ) -> Option<Share> {
         /// What a block keeps for all of its rows has to fit on the chip next to everything else.
-        const MOST_TURNS: i64 = 64;
+        const MOST_ROUNDS: i64 = 64;
         if most == 0 {
             return None;
         }
         let vectors = vectors.max(2);
-        let turns = (tiles - 1) / most + 1;
-        let (turns, cost) = match (direction, columns) {
+        let rounds = (tiles - 1) / most + 1;
+        let (rounds, cost) = match (direction, columns) {
             // Two iterations per step take no longer than one, in which all threads wait for
             // messages, and need only half the blocks. For two vectors the kernel for three is
             // used.
-            (Direction::Forward, 16) => (turns.max(2), turns.max(2) * (58 + 8 * vectors.max(3))),
-            (Direction::Forward, _) => (turns.max(2), turns.max(2) * (75 + 8 * vectors)),
+            (Direction::Forward, 16) => (rounds.max(2), rounds.max(2) * (58 + 8 * vectors.max(3))),
+            (Direction::Forward, _) => (rounds.max(2), rounds.max(2) * (75 + 8 * vectors)),
             // A single iteration takes longer than its share of several, because it waits for
             // messages.
             (Direction::Backward, 16) => {
-                (turns, (200 + 25 * vectors).max(turns * (94 + 15 * vectors)))
+                (rounds, (200 + 25 * vectors).max(rounds * (94 + 15 * vectors)))
             }
-            (Direction::Backward, _) => (turns, (200 + 25 * vectors).max(turns * 43 * vectors)),
+            (Direction::Backward, _) => (rounds, (200 + 25 * vectors).max(rounds * 43 * vectors)),
         };
-        let share = Share { columns, row_groups: (tiles - 1) / turns + 1, cost };
-        (turns <= MOST_TURNS).then_some(share)
+        let share = Share { columns, row_groups: (tiles - 1) / rounds + 1, cost };
+        (rounds <= MOST_ROUNDS).then_some(share)
     }
 
     /// Whether it beats per-step kernels.

@@ -50,7 +50,7 @@ pub enum Way {
     Cluster,
     /// `grid`: the blocks of the whole GPU share the weights; half kinds, or scaled fp16 values.
     Grid,
-    /// `grid`, for Float and Double without rounding them to a narrower kind.
+    /// `grid`: for Float and Double, without rounding them to a narrower kind.
     PlainGrid,
     /// `wide_grid`: a grid whose blocks compute 64 rows at a time.
     WideGrid,
@@ -257,7 +257,7 @@ impl Plan {
                     grid.map(|share| (share.cost, of_grid(share))),
                     plain.map(|share| (share.cost, of_plain(share))),
                     wide.map(|share| (share.cost, of_wide(share))),
-                    tiles.map(|tiles| (tiles.cost_beside_input(), Plan::TensorCores)),
+                    tiles.map(|tiles| (tiles.cost_without_input(), Plan::TensorCores)),
                 ];
                 all.into_iter().flatten().min_by_key(|(cost, _)| *cost).map(|(_, plan)| plan)
             }
@@ -502,7 +502,7 @@ mod tests {
     }
 
     #[test]
-    fn few_steps_are_the_cell_s() {
+    fn few_steps_are_computed_by_the_cell() {
         let steps = [0, 1, 2, 3];
         let loops = |way: Way, kind| steps.map(|steps| way.calls_the_cell(steps, kind));
         for kind in [Kind::Float, Kind::Double] {

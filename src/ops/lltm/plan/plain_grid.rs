@@ -68,14 +68,14 @@ impl PlainShare {
         most: i64,
     ) -> Option<PlainShare> {
         /// What a block keeps for all of its rows has to fit on the chip next to everything else.
-        const MOST_TURNS: i64 = 32;
+        const MOST_ROUNDS: i64 = 32;
         if most == 0 {
             return None;
         }
         // With few columns, two iterations per step take no longer than one, in which all threads
         // wait for messages, and need only half the blocks.
         let least = if columns < 16 { tiles.min(2) } else { 1 };
-        let turns = ((tiles - 1) / most + 1).max(least);
+        let rounds = ((tiles - 1) / most + 1).max(least);
         // What a step's only iteration costs, which waits for all messages, and what each of
         // several costs.
         let (only, each) = match (direction, columns) {
@@ -84,9 +84,9 @@ impl PlainShare {
             (Direction::Forward, _) => (80 + 40 * vectors, 70 + 22 * vectors),
             (Direction::Backward, _) => (110 + 50 * vectors, 60 + 31 * vectors),
         };
-        let cost = if turns == 1 { only } else { turns * each };
-        let share = PlainShare { columns, row_groups: (tiles - 1) / turns + 1, cost };
-        (turns <= MOST_TURNS).then_some(share)
+        let cost = if rounds == 1 { only } else { rounds * each };
+        let share = PlainShare { columns, row_groups: (tiles - 1) / rounds + 1, cost };
+        (rounds <= MOST_ROUNDS).then_some(share)
     }
 
     /// Whether it beats per-step kernels. `Double` has not been compared.

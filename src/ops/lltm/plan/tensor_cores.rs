@@ -72,7 +72,7 @@ impl Tiles {
 
     /// What a step costs without the input's product, to compare it with ways whose cost excludes
     /// that product.
-    pub fn cost_beside_input(&self) -> i64 {
+    pub fn cost_without_input(&self) -> i64 {
         (self.cost() - self.cost_of_input()) as i64
     }
 }

@@ -50,7 +50,7 @@ impl WideShare {
             return None;
         }
         let tiles = (batch - 1) / WideShare::ROWS + 1;
-        let turns = (tiles - 1) / most + 1;
+        let rounds = (tiles - 1) / most + 1;
         // The padded hidden sizes for which kernels are compiled.
         let padded = match hidden {
             512 => 512,
@@ -67,11 +67,16 @@ impl WideShare {
             (Direction::Backward, true) => (15 + padded * 115 / 100, 1600 + work / 625_000),
         };
         // With padding, each vector of a row has to be checked.
-        let a_turn = if hidden == padded { whole } else { whole * 5 / 4 };
+        let a_round = if hidden == padded { whole } else { whole * 5 / 4 };
         // The scales of W_h are computed before the first step.
         let once = if is_scaled { 2000 } else { 0 };
         // A group computes all steps of some rows, and then all steps of others.
-        Some(WideShare { row_groups: (tiles - 1) / turns + 1, cost: turns * a_turn, limit, once })
+        Some(WideShare {
+            row_groups: (tiles - 1) / rounds + 1,
+            cost: rounds * a_round,
+            limit,
+            once,
+        })
     }
 
     /// Whether it beats per-step kernels.

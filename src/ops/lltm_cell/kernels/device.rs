@@ -2,7 +2,7 @@
 
 use crate::Result;
 #[cfg(tch_extension_cuda)]
-use crate::ffi::once_a_device::OnceADevice;
+use crate::ffi::per_device::PerDevice;
 use tch::Device;
 
 /// The number of multiprocessors of a GPU that can run the tensor-core kernel; 0 for any other GPU.
@@ -22,7 +22,7 @@ impl TensorCores {
     pub fn of(device: Device) -> Result<TensorCores> {
         #[cfg(tch_extension_cuda)]
         {
-            static KNOWN: OnceADevice<TensorCores> = OnceADevice::new();
+            static KNOWN: PerDevice<TensorCores> = PerDevice::new();
             KNOWN.of("lltm_cell", device, |_, found| {
                 // SAFETY: the function only queries the current device, which `KNOWN.of` has set.
                 found.processors =

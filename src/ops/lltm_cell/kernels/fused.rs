@@ -67,7 +67,7 @@ struct FusedBackward {
     hidden: i64,
     /// The `TchExtensionKind` of every array.
     kind: i32,
-    /// Whether grad_new_c, grad_behind, grad_h and grad_c have the type of the sums.
+    /// Whether grad_new_c, grad_recurrent, grad_h and grad_c have the type of the sums.
     wide: i32,
     /// `[B, H]`, null for zeros.
     grad_new_h: *const c_void,
@@ -98,7 +98,7 @@ struct FusedBackward {
     grad_c: *mut c_void,
     /// Only on CUDA, for a sequence, which needs neither grad_weight nor grad_bias of a single
     /// step: `[B, H]`, added to grad_new_h; null for zeros.
-    grad_behind: *const c_void,
+    grad_recurrent: *const c_void,
     /// `[B, 3H]`, null when nobody needs it. If it is not null, grad_h must not be null either.
     grad_gates: *mut c_void,
 }
@@ -141,7 +141,7 @@ pub(crate) struct Operands<'a> {
 
 /// What the caller asks for in addition to h' and c'.
 #[derive(Clone, Copy)]
-pub(crate) struct Beside {
+pub(crate) struct Extras {
     /// Whether to return what the backward reads.
     pub activations: bool,
     /// Whether to return h' again, as the output of a sequence of one step.
@@ -227,9 +227,9 @@ pub(crate) fn forward(
     operands: &Operands<'_>,
     known: &[Facts; 5],
     sizes: Sizes,
-    beside: Beside,
+    extras: Extras,
 ) -> Result<Outputs> {
-    let outputs = forward_by(operands, known, sizes, beside, |device, params| match device {
+    let outputs = forward_by(operands, known, sizes, extras, |device, params| match device {
         Some(Device::Cpu) => {
             // SAFETY: `forward_by` made sure of every array's kind, device, size and strides; the
             // arrays that are written are new.
@@ -259,9 +259,9 @@ pub(crate) fn forward_by_tensor_cores(
     operands: &Operands<'_>,
     known: &[Facts; 5],
     sizes: Sizes,
-    beside: Beside,
+    extras: Extras,
 ) -> Result<Option<Outputs>> {
-    forward_by(operands, known, sizes, beside, launch_tensor_cores)
+    forward_by(operands, known, sizes, extras, launch_tensor_cores)
 }
 
 /// Calls `launch` with the parameters; `launch` returns whether it started a kernel.
@@ -269,7 +269,7 @@ fn forward_by(
     operands: &Operands<'_>,
     known: &[Facts; 5],
     sizes: Sizes,
-    beside: Beside,
+    extras: Extras,
     launch: impl FnOnce(Option<Device>, &FusedForward) -> Result<bool>,
 ) -> Result<Option<Outputs>> {
     let Operands { input, weight, bias, h, c } = *operands;
@@ -283,8 +283,8 @@ fn forward_by(
     let h = Readable::matrix(h, known[3], like, state)?;
     let c = Readable::matrix(c, known[4], like, state)?;
     let (activations, output) = ([batch, 3 * hidden], [1, batch, hidden]);
-    let activations = beside.activations.then_some(&activations[..]);
-    let output = beside.output.then_some(&output[..]);
+    let activations = extras.activations.then_some(&activations[..]);
+    let output = extras.output.then_some(&output[..]);
     let outputs = empty([Some(&state), Some(&state), activations, output], like)?;
     let [Some(new_h), Some(new_c), activations, output] = outputs else {
         return Err(Error::msg("internal error: no tensor was made"));
@@ -407,7 +407,7 @@ pub(crate) fn backward(
         grad_bias,
         grad_h,
         grad_c,
-        grad_behind: null(),
+        grad_recurrent: null(),
         grad_gates: null_mut(),
     };
     match like.device() {

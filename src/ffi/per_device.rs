@@ -7,9 +7,9 @@ use std::sync::OnceLock;
 use tch::Device;
 
 /// The answers by device index. A device beyond the last entry is asked each time.
-pub(crate) struct OnceADevice<T>([OnceLock<T>; 64]);
+pub(crate) struct PerDevice<T>([OnceLock<T>; 64]);
 
-impl<T: Copy + Default> OnceADevice<T> {
+impl<T: Copy + Default> PerDevice<T> {
     pub const fn new() -> Self {
         Self([const { OnceLock::new() }; 64])
     }
