@@ -1,12 +1,55 @@
 //! Sequences that `csrc/recurrent/cluster` computes in one kernel.
 
-use super::sizes::{Direction, Sizes, counts_in_32_bits};
+use super::sizes::{Direction, Product, Sizes, counts_in_32_bits};
 use super::step::cost_step_by_step;
 use crate::ops::lltm::kernels::device::Clusters;
 use tch::Kind;
 
 /// How many rows of the batch a cluster computes.
 const ROWS: i64 = 8;
+
+/// A kernel that is compiled, up to some hidden size, and what a step of it costs.
+struct Entry {
+    product: Product,
+    /// The largest H.
+    hidden: i64,
+    /// How many blocks share rows: 8 or 16.
+    cluster: i64,
+    /// How many blocks share a multiprocessor, forward and backward: small blocks may.
+    share: [i64; 2],
+    /// What a step costs, forward and backward, in hundredths of a microsecond, as measured on an
+    /// H200 (docs/lab/lltm.md); `None` if there is no kernel.
+    step: [Option<i64>; 2],
+}
+
+/// The kernels by their products and hidden sizes. Those with the smallest sufficient H are
+/// compared. In strict `Float` and `Double`, two blocks per multiprocessor have not been measured
+/// in the backward pass.
+#[rustfmt::skip]
+const KERNELS: [Entry; 14] = {
+    use Product::{Double, Float, Half, Scaled};
+    const fn entry(
+        product: Product, hidden: i64, cluster: i64, share: [i64; 2], step: [Option<i64>; 2],
+    ) -> Entry {
+        Entry { product, hidden, cluster, share, step }
+    }
+    [
+        entry(Half,   128, 8,  [2, 2], [Some(48),  Some(68)]),
+        entry(Half,   256, 8,  [2, 2], [Some(112), Some(95)]),
+        entry(Half,   512, 16, [1, 1], [Some(109), Some(98)]),
+        entry(Half,   512, 8,  [1, 1], [Some(150), Some(139)]),
+        entry(Half,   768, 16, [1, 1], [Some(174), Some(160)]),
+        entry(Scaled, 128, 8,  [2, 2], [Some(50),  Some(77)]),
+        entry(Scaled, 256, 8,  [2, 2], [Some(109), Some(109)]),
+        entry(Scaled, 512, 16, [1, 1], [Some(115), Some(107)]),
+        entry(Scaled, 512, 8,  [1, 1], [Some(156), Some(166)]),
+        entry(Scaled, 768, 16, [1, 1], [Some(175), Some(182)]),
+        entry(Float,  128, 8,  [2, 1], [Some(91),  Some(139)]),
+        entry(Float,  256, 16, [1, 1], [Some(112), None]),
+        entry(Double, 128, 8,  [2, 1], [Some(175), Some(287)]),
+        entry(Double, 256, 16, [1, 1], [Some(181), None]),
+    ]
+};
 
 /// A kernel for clusters, and what it costs.
 #[derive(Clone, Copy)]
@@ -34,35 +77,20 @@ impl Kernel {
         if !counts_in_32_bits(sizes) {
             return None;
         }
-        let tf32 = tf32 && product == Kind::Float;
-        let kernel = |cluster, at_a_time, [forward, backward]: [i64; 2]| {
-            let step = if direction == Direction::Forward { forward } else { backward };
-            Kernel { cluster, tf32, at_a_time, step }
-        };
-        // Several small blocks share a multiprocessor.
-        let of_8 = |share, steps| kernel(8, share * clusters.of_8, steps);
-        let of_16 = |steps| kernel(16, clusters.of_16, steps);
-        let is_half = matches!(product, Kind::Half | Kind::BFloat16);
-        // For these kinds, two blocks per multiprocessor have not been measured in the backward
-        // pass.
-        let is_forward = direction == Direction::Forward;
-        let plain_of_8 = |steps| of_8(if is_forward { 2 } else { 1 }, steps);
-        let all: &[Kernel] = match sizes.hidden {
-            ..=128 if is_half => &[of_8(2, [48, 68])],
-            ..=256 if is_half => &[of_8(2, [112, 95])],
-            ..=512 if is_half => &[of_16([109, 98]), of_8(1, [150, 139])],
-            ..=768 if is_half => &[of_16([174, 160])],
-            ..=128 if tf32 => &[of_8(2, [50, 77])],
-            ..=256 if tf32 => &[of_8(2, [109, 109])],
-            ..=512 if tf32 => &[of_16([115, 107]), of_8(1, [156, 166])],
-            ..=768 if tf32 => &[of_16([175, 182])],
-            ..=128 if product == Kind::Float => &[plain_of_8([91, 139])],
-            ..=128 if product == Kind::Double => &[plain_of_8([175, 287])],
-            ..=256 if product == Kind::Float && is_forward => &[of_16([112; 2])],
-            ..=256 if product == Kind::Double && is_forward => &[of_16([181; 2])],
-            _ => &[],
-        };
-        let there = all.iter().copied().filter(|kernel| kernel.at_a_time > 0);
+        let product = Product::of(product, tf32)?;
+        let of_product = || KERNELS.iter().filter(|entry| entry.product == product);
+        let hidden = of_product().map(|entry| entry.hidden).find(|&most| sizes.hidden <= most)?;
+        let kernels = of_product().filter(|entry| entry.hidden == hidden).filter_map(|entry| {
+            let direction = usize::from(direction == Direction::Backward);
+            let clusters = if entry.cluster == 8 { clusters.of_8 } else { clusters.of_16 };
+            Some(Kernel {
+                cluster: entry.cluster,
+                tf32: product == Product::Scaled,
+                at_a_time: entry.share[direction] * clusters,
+                step: entry.step[direction]?,
+            })
+        });
+        let there = kernels.filter(|kernel| kernel.at_a_time > 0);
         there.min_by_key(|kernel| kernel.cost(sizes.batch))
     }
 

@@ -1,11 +1,64 @@
 //! Sequences that `csrc/recurrent/grid` computes in one kernel, in half kinds or scaled fp16 values.
 
-use super::sizes::{Direction, Sizes, counts_in_32_bits};
+use super::sizes::{Direction, Line, Sizes, counts_in_32_bits};
 use crate::ops::lltm::kernels::device::Grid;
 use tch::Kind;
 
 /// Rows that a block computes at a time.
 const ROWS: i64 = 8;
+
+/// What a step of a kernel costs by its number of vectors, in hundredths of a microsecond, as
+/// measured on an H200 (docs/lab/lltm.md).
+struct Entry {
+    direction: Direction,
+    /// How many columns of h a block has.
+    columns: i64,
+    /// What each iteration of a step costs.
+    iteration: Line,
+    /// What a step costs at least: a single iteration takes longer than its share of several,
+    /// because it waits for messages.
+    least: Line,
+    /// For fewer vectors, the kernel for this many is used.
+    fewest_vectors: i64,
+    /// How many iterations a step has at least. Two take no longer than one, in which all threads
+    /// wait for messages, and need only half the blocks.
+    fewest_iterations: i64,
+}
+
+const KERNELS: [Entry; 4] = [
+    Entry {
+        direction: Direction::Forward,
+        columns: 32,
+        iteration: Line { fixed: 75, each: 8 },
+        least: Line { fixed: 0, each: 0 },
+        fewest_vectors: 2,
+        fewest_iterations: 2,
+    },
+    Entry {
+        direction: Direction::Forward,
+        columns: 16,
+        iteration: Line { fixed: 58, each: 8 },
+        least: Line { fixed: 0, each: 0 },
+        fewest_vectors: 3,
+        fewest_iterations: 2,
+    },
+    Entry {
+        direction: Direction::Backward,
+        columns: 32,
+        iteration: Line { fixed: 0, each: 43 },
+        least: Line { fixed: 200, each: 25 },
+        fewest_vectors: 2,
+        fewest_iterations: 1,
+    },
+    Entry {
+        direction: Direction::Backward,
+        columns: 16,
+        iteration: Line { fixed: 94, each: 15 },
+        least: Line { fixed: 200, each: 25 },
+        fewest_vectors: 2,
+        fewest_iterations: 1,
+    },
+];
 
 /// Whether the kernels of a grid accept these sizes: rows of h are whole vectors, and 32 bits can
 /// count all values.
@@ -50,46 +103,33 @@ impl Share {
         // 4 if it has 32. Of the gates' gradients it has three times as many.
         let vectors = (hidden - 1) / TERMS + 1;
         let tiles = (batch - 1) / ROWS + 1;
-        let of = |columns| {
+        let of = |kernel: &Entry| {
+            let columns = kernel.columns;
             let together = if is_scaled { IN_PAIRS } else { columns };
             let most = grid.blocks / (((hidden - 1) / together + 1) * (together / columns));
-            Share::of_columns(direction, columns, vectors, tiles, most)
+            Share::of_kernel(kernel, vectors, tiles, most)
         };
-        let fits = |columns: &i64| vectors * columns <= 128;
-        [32, 16].into_iter().filter(fits).filter_map(of).min_by_key(|share| share.cost)
+        KERNELS
+            .iter()
+            .filter(|kernel| kernel.direction == direction && vectors * kernel.columns <= 128)
+            .filter_map(of)
+            .min_by_key(|share| share.cost)
     }
 
-    /// The share with this many columns per block. Each of up to `most` groups has some of the
-    /// tiles of rows, and computes them one after the other.
-    fn of_columns(
-        direction: Direction,
-        columns: i64,
-        vectors: i64,
-        tiles: i64,
-        most: i64,
-    ) -> Option<Share> {
+    /// The share by this kernel. Each of up to `most` groups has some of the tiles of rows, and
+    /// computes them in as many iterations per step.
+    fn of_kernel(kernel: &Entry, vectors: i64, tiles: i64, most: i64) -> Option<Share> {
         /// What a block keeps for all of its rows has to fit on the chip next to everything else.
-        const MOST_ROUNDS: i64 = 64;
+        const MOST_ITERATIONS: i64 = 64;
         if most == 0 {
             return None;
         }
-        let vectors = vectors.max(2);
-        let rounds = (tiles - 1) / most + 1;
-        let (rounds, cost) = match (direction, columns) {
-            // Two iterations per step take no longer than one, in which all threads wait for
-            // messages, and need only half the blocks. For two vectors the kernel for three is
-            // used.
-            (Direction::Forward, 16) => (rounds.max(2), rounds.max(2) * (58 + 8 * vectors.max(3))),
-            (Direction::Forward, _) => (rounds.max(2), rounds.max(2) * (75 + 8 * vectors)),
-            // A single iteration takes longer than its share of several, because it waits for
-            // messages.
-            (Direction::Backward, 16) => {
-                (rounds, (200 + 25 * vectors).max(rounds * (94 + 15 * vectors)))
-            }
-            (Direction::Backward, _) => (rounds, (200 + 25 * vectors).max(rounds * 43 * vectors)),
-        };
-        let share = Share { columns, row_groups: (tiles - 1) / rounds + 1, cost };
-        (rounds <= MOST_ROUNDS).then_some(share)
+        let vectors = vectors.max(kernel.fewest_vectors);
+        let iterations = ((tiles - 1) / most + 1).max(kernel.fewest_iterations);
+        let cost = (iterations * kernel.iteration.at(vectors)).max(kernel.least.at(vectors));
+        let row_groups = (tiles - 1) / iterations + 1;
+        let share = Share { columns: kernel.columns, row_groups, cost };
+        (iterations <= MOST_ITERATIONS).then_some(share)
     }
 
     /// Whether it beats per-step kernels.

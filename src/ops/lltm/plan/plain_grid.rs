@@ -2,13 +2,69 @@
 //! rounding them to a narrower kind.
 
 use super::grid::are_for_a_grid;
-use super::sizes::{Direction, Sizes};
+use super::sizes::{Direction, Line, Sizes};
 use super::step::cost_step_by_step;
 use crate::ops::lltm::kernels::device::Grid;
 use tch::Kind;
 
 /// Rows that a block computes at a time.
 const ROWS: i64 = 8;
+
+/// What a step of a kernel costs by its number of vectors, in hundredths of a microsecond, as
+/// measured on an H200 (docs/lab/lltm.md).
+struct Entry {
+    direction: Direction,
+    /// How many columns of h a block has. With few, a block's product is short, but more blocks
+    /// wait for one another.
+    columns: i64,
+    /// The numbers of vectors for which the kernel is compiled.
+    vectors: [i64; 2],
+    /// A step's only iteration, which waits for all messages.
+    only: Line,
+    /// Each of several iterations.
+    each: Line,
+    /// How many iterations a step has at least. With few columns, two take no longer than one, in
+    /// which all threads wait for messages, and need only half the blocks.
+    fewest_iterations: i64,
+}
+
+/// The most vectors of a row of h that a warp can have if a block has 16 columns.
+const MOST_VECTORS: i64 = 8;
+
+const KERNELS: [Entry; 4] = [
+    Entry {
+        direction: Direction::Forward,
+        columns: 16,
+        vectors: [1, MOST_VECTORS],
+        only: Line { fixed: 80, each: 40 },
+        each: Line { fixed: 70, each: 22 },
+        fewest_iterations: 1,
+    },
+    Entry {
+        direction: Direction::Forward,
+        columns: 4,
+        vectors: [2, 4],
+        only: Line { fixed: 80, each: 68 },
+        each: Line { fixed: 28, each: 18 },
+        fewest_iterations: 2,
+    },
+    Entry {
+        direction: Direction::Forward,
+        columns: 6,
+        vectors: [5, 6],
+        only: Line { fixed: 80, each: 48 },
+        each: Line { fixed: 42, each: 15 },
+        fewest_iterations: 2,
+    },
+    Entry {
+        direction: Direction::Backward,
+        columns: 16,
+        vectors: [1, MOST_VECTORS],
+        only: Line { fixed: 110, each: 50 },
+        each: Line { fixed: 60, each: 31 },
+        fewest_iterations: 1,
+    },
+];
 
 /// How the blocks of a grid share a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,8 +87,6 @@ impl PlainShare {
         tf32: bool,
         grid: Grid,
     ) -> Option<PlainShare> {
-        /// The most vectors of a row of h that a warp can have if a block has 16 columns.
-        const MOST: i64 = 8;
         let Sizes { batch, hidden, .. } = sizes;
         let terms = match product {
             Kind::Float if !tf32 => 128,
@@ -44,49 +98,35 @@ impl PlainShare {
         }
         let vectors = (hidden - 1) / terms + 1;
         let tiles = (batch - 1) / ROWS + 1;
-        let of = |columns| {
-            let most = grid.blocks() / ((hidden - 1) / columns + 1);
-            PlainShare::of_columns(direction, columns, vectors, tiles, most)
+        let of = |kernel: &Entry| {
+            let most = grid.blocks() / ((hidden - 1) / kernel.columns + 1);
+            PlainShare::of_kernel(kernel, vectors, tiles, most)
         };
-        // With few columns a block's product is short, but more blocks wait for one another.
-        let widths: &[i64] = match (direction, vectors) {
-            (Direction::Forward, 2..=4) => &[16, 4],
-            (Direction::Forward, 5..=6) => &[16, 6],
-            _ => &[16],
-        };
-        let shares = widths.iter().copied().filter_map(of);
-        shares.min_by_key(|share| share.cost).filter(|_| vectors <= MOST)
+        KERNELS
+            .iter()
+            .filter(|kernel| kernel.direction == direction)
+            .filter(|kernel| (kernel.vectors[0]..=kernel.vectors[1]).contains(&vectors))
+            .filter_map(of)
+            .min_by_key(|share| share.cost)
     }
 
-    /// The share with this many columns per block. Each of up to `most` groups has some of the
-    /// tiles of rows, and computes them one after the other.
-    fn of_columns(
-        direction: Direction,
-        columns: i64,
-        vectors: i64,
-        tiles: i64,
-        most: i64,
-    ) -> Option<PlainShare> {
+    /// The share by this kernel. Each of up to `most` groups has some of the tiles of rows, and
+    /// computes them in as many iterations per step.
+    fn of_kernel(kernel: &Entry, vectors: i64, tiles: i64, most: i64) -> Option<PlainShare> {
         /// What a block keeps for all of its rows has to fit on the chip next to everything else.
-        const MOST_ROUNDS: i64 = 32;
+        const MOST_ITERATIONS: i64 = 32;
         if most == 0 {
             return None;
         }
-        // With few columns, two iterations per step take no longer than one, in which all threads
-        // wait for messages, and need only half the blocks.
-        let least = if columns < 16 { tiles.min(2) } else { 1 };
-        let rounds = ((tiles - 1) / most + 1).max(least);
-        // What a step's only iteration costs, which waits for all messages, and what each of
-        // several costs.
-        let (only, each) = match (direction, columns) {
-            (Direction::Forward, 4) => (80 + 68 * vectors, 28 + 18 * vectors),
-            (Direction::Forward, 6) => (80 + 48 * vectors, 42 + 15 * vectors),
-            (Direction::Forward, _) => (80 + 40 * vectors, 70 + 22 * vectors),
-            (Direction::Backward, _) => (110 + 50 * vectors, 60 + 31 * vectors),
+        let least = kernel.fewest_iterations.min(tiles);
+        let iterations = ((tiles - 1) / most + 1).max(least);
+        let cost = match iterations {
+            1 => kernel.only.at(vectors),
+            _ => iterations * kernel.each.at(vectors),
         };
-        let cost = if rounds == 1 { only } else { rounds * each };
-        let share = PlainShare { columns, row_groups: (tiles - 1) / rounds + 1, cost };
-        (rounds <= MOST_ROUNDS).then_some(share)
+        let row_groups = (tiles - 1) / iterations + 1;
+        let share = PlainShare { columns: kernel.columns, row_groups, cost };
+        (iterations <= MOST_ITERATIONS).then_some(share)
     }
 
     /// Whether it beats per-step kernels. `Double` has not been compared.

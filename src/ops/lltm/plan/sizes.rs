@@ -25,6 +25,42 @@ pub(super) fn counts_in_32_bits(Sizes { steps, batch, hidden, .. }: Sizes) -> bo
     values.is_some_and(|values| i32::try_from(values).is_ok())
 }
 
+/// A cost that grows with one size, in hundredths of a microsecond.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Line {
+    pub fixed: i64,
+    pub each: i64,
+}
+
+impl Line {
+    pub fn at(self, size: i64) -> i64 {
+        self.fixed + self.each * size
+    }
+}
+
+/// How a kernel multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Product {
+    Half,
+    /// `Float` as scaled fp16 values, because tf32 is allowed.
+    Scaled,
+    Float,
+    Double,
+}
+
+impl Product {
+    /// `None` for kinds without kernels.
+    pub fn of(kind: Kind, tf32: bool) -> Option<Product> {
+        match kind {
+            Kind::Half | Kind::BFloat16 => Some(Product::Half),
+            Kind::Float if tf32 => Some(Product::Scaled),
+            Kind::Float => Some(Product::Float),
+            Kind::Double => Some(Product::Double),
+            _ => None,
+        }
+    }
+}
+
 pub(super) fn is_half(kind: Kind) -> bool {
     matches!(kind, Kind::Half | Kind::BFloat16)
 }

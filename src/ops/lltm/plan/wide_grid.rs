@@ -2,9 +2,36 @@
 //! computes 64 rows at a time.
 
 use super::grid::are_for_a_grid;
-use super::sizes::{Direction, Sizes};
+use super::sizes::{Direction, Product, Sizes};
 use crate::ops::lltm::kernels::device::Grid;
 use tch::Kind;
+
+/// What a step costs, in hundredths of a microsecond, as measured on an H200 (docs/lab/lltm.md).
+struct Entry {
+    direction: Direction,
+    product: Product,
+    /// One round of 64 rows per block: a fixed part, and what 100 hidden columns add.
+    round: [i64; 2],
+    /// Per-step kernels: a fixed part.
+    others: i64,
+    /// How much B·H² adds one hundredth to `others`. Half kinds have not been compared at more
+    /// rows; `Float` has been, in several rounds, too.
+    work: Option<i64>,
+    /// What all steps together have to save: the scales of W_h are computed before the first step.
+    once: i64,
+}
+
+#[rustfmt::skip]
+const COSTS: [Entry; 4] = {
+    use Direction::{Backward, Forward};
+    use Product::{Half, Scaled};
+    [
+        Entry { direction: Forward,  product: Half,   round: [215, 31],  others: 700,  work: None, once: 0 },
+        Entry { direction: Backward, product: Half,   round: [93, 90],   others: 1100, work: None, once: 0 },
+        Entry { direction: Forward,  product: Scaled, round: [250, 31],  others: 900,  work: Some(500_000), once: 2000 },
+        Entry { direction: Backward, product: Scaled, round: [15, 115],  others: 1600, work: Some(625_000), once: 2000 },
+    ]
+};
 
 /// How the blocks of a wide grid share a sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,11 +64,9 @@ impl WideShare {
     ) -> Option<WideShare> {
         const WIDEST: i64 = 1024;
         let Sizes { batch, hidden, .. } = sizes;
-        let is_scaled = match product {
-            Kind::Half | Kind::BFloat16 => false,
-            Kind::Float if tf32 => true,
-            _ => return None,
-        };
+        let product = Product::of(product, tf32)?;
+        let of_kernel = |cost: &&Entry| cost.direction == direction && cost.product == product;
+        let cost = COSTS.iter().find(of_kernel)?;
         if hidden > WIDEST || !are_for_a_grid(sizes) {
             return None;
         }
@@ -57,25 +82,17 @@ impl WideShare {
             ..=768 => 768,
             _ => WIDEST,
         };
-        // At more rows, half kinds have not been compared with per-step kernels; `Float` has been,
-        // in more rounds, too.
-        let work = batch * hidden * hidden;
-        let (whole, limit) = match (direction, is_scaled) {
-            (Direction::Forward, false) => (215 + padded * 31 / 100, 700),
-            (Direction::Backward, false) => (93 + padded * 90 / 100, 1100),
-            (Direction::Forward, true) => (250 + padded * 31 / 100, 900 + work / 500_000),
-            (Direction::Backward, true) => (15 + padded * 115 / 100, 1600 + work / 625_000),
-        };
+        let [fixed, per_hundred] = cost.round;
+        let whole = fixed + padded * per_hundred / 100;
+        let limit = cost.others + cost.work.map_or(0, |work| batch * hidden * hidden / work);
         // With padding, each vector of a row has to be checked.
         let a_round = if hidden == padded { whole } else { whole * 5 / 4 };
-        // The scales of W_h are computed before the first step.
-        let once = if is_scaled { 2000 } else { 0 };
         // A group computes all steps of some rows, and then all steps of others.
         Some(WideShare {
             row_groups: (tiles - 1) / rounds + 1,
             cost: rounds * a_round,
             limit,
-            once,
+            once: cost.once,
         })
     }
 
