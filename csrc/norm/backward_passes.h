@@ -134,14 +134,9 @@ bool start(const NormBackward& params, cudaStream_t stream) {
 
 template <typename Norm>
 bool start_backward_passes(const NormBackward& params, cudaStream_t stream) {
-  bool planned = false;
-  for_kind(params.kind, [&](auto type) {
-    using T = typename decltype(type)::type;
-    planned = params.plan.loads == NormLoads::Single
-                  ? start<Norm, T, 1>(params, stream)
-                  : start<Norm, T, kLanesOf16Bytes<T>>(params, stream);
+  return with_lanes(params, [&](auto type, auto lanes) {
+    return start<Norm, typename decltype(type)::type, lanes()>(params, stream);
   });
-  return planned;
 }
 
 }  // namespace tch_extension::norm

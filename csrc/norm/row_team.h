@@ -100,6 +100,20 @@ __device__ __forceinline__ Pair<C> team_sum(Pair<C> sum, int team, Pair<C>* buff
   return total;
 }
 
+// Calls start(Type<T>{}, lanes) for the kind of the rows, with one lane or as many as 16 bytes
+// hold, as the plan says. Returns what it returns: whether the plan fits the arrays.
+template <typename Params, typename Start>
+bool with_lanes(const Params& params, Start start) {
+  bool fits = false;
+  for_kind(params.kind, [&](auto type) {
+    using T = typename decltype(type)::type;
+    fits = params.plan.loads == NormLoads::Single
+               ? start(type, std::integral_constant<int, 1>{})
+               : start(type, std::integral_constant<int, kLanesOf16Bytes<T>>{});
+  });
+  return fits;
+}
+
 inline unsigned int at_most(int64_t blocks, int64_t most) {
   return static_cast<unsigned int>(blocks < most ? blocks : most);
 }

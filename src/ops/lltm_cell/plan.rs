@@ -26,6 +26,37 @@ super::super::way::ways!(Way);
 /// `kColumns` in `csrc/lltm_cell/hopper_forward.cu`.
 const TILE: (i64, i64) = (128, 64);
 
+/// With more multiplications, libtorch's products by tensor cores are faster.
+const MOST_WITH_TENSOR_CORES: f64 = 28e6;
+
+/// Up to how many multiplications (P) one kernel is faster on CUDA: kind, largest B, largest P. For
+/// each kind the rows are in the order of B, and there is none for more rows than the last. As
+/// measured on an H200 (docs/lab/lltm_cell.md).
+type Bounds<const N: usize> = [(Kind, i64, f64); N];
+
+/// libtorch is best at long products of many rows.
+const FORWARD: Bounds<6> = [
+    (Kind::Float, 128, 256e6),
+    (Kind::Float, 512, 128e6),
+    (Kind::Float, i64::MAX, 32e6),
+    (Kind::Double, i64::MAX, 32e6),
+    (Kind::Half, i64::MAX, MOST_WITH_TENSOR_CORES),
+    (Kind::BFloat16, i64::MAX, MOST_WITH_TENSOR_CORES),
+];
+
+/// Each block goes over all rows.
+const BACKWARD: Bounds<4> = [
+    (Kind::Float, 192, 80e6),
+    (Kind::Double, 128, 10e6),
+    (Kind::Half, 128, 25e6),
+    (Kind::BFloat16, 128, 25e6),
+];
+
+fn most_products<const N: usize>(bounds: &Bounds<N>, kind: Kind, batch: i64) -> f64 {
+    let of = |&&(of, rows, _): &&(Kind, i64, f64)| of == kind && batch <= rows;
+    bounds.iter().find(of).map_or(0.0, |&(_, _, most)| most)
+}
+
 /// The sizes B, F and H.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Sizes {
@@ -51,9 +82,8 @@ impl Sizes {
     }
 
     /// Whether the forward in one kernel is faster than libtorch's product with one kernel before
-    /// and one after it. Measured on an H200 and on CPUs: docs/lab/lltm_cell.md.
+    /// and one after it.
     pub fn fuse_forward(&self, way: Way, kind: Kind, device: Device) -> bool {
-        const MOST_WITH_TENSOR_CORES: f64 = 28e6;
         if device == Device::Cpu {
             // Vectors hold values of several rows of the batch.
             let most = if self.batch < cpu::LEAST_ROWS { 0.0 } else { cpu::MOST_PRODUCTS };
@@ -61,34 +91,23 @@ impl Sizes {
                 && self.columns() <= cpu::MOST_COLUMNS
                 && self.chosen(way, most);
         }
-        let most = match kind {
-            Kind::Float
-                if self.products() > MOST_WITH_TENSOR_CORES
-                    && matmul_allow_tf32().unwrap_or(false) =>
-            {
-                MOST_WITH_TENSOR_CORES
-            }
-            // libtorch is best at long products of many rows.
-            Kind::Float if self.batch <= 128 => 256e6,
-            Kind::Float if self.batch <= 512 => 128e6,
-            Kind::Float | Kind::Double => 32e6,
-            _ => MOST_WITH_TENSOR_CORES,
+        let may_be_tf32 = kind == Kind::Float && self.products() > MOST_WITH_TENSOR_CORES;
+        let most = match may_be_tf32 && matmul_allow_tf32().unwrap_or(false) {
+            true => MOST_WITH_TENSOR_CORES,
+            false => most_products(&FORWARD, kind, self.batch),
         };
         matches!(device, Device::Cuda(_)) && self.chosen(way, most)
     }
 
-    /// The same for the backward, in which each block goes over all rows.
+    /// The same for the backward.
     pub fn fuse_backward(&self, way: Way, kind: Kind, device: Device) -> bool {
-        if device == Device::Cpu {
-            return cpu::exists(kind) && self.chosen(way, cpu::MOST_PRODUCTS);
-        }
-        let (most, most_rows) = match kind {
-            Kind::Float => (80e6, 192),
-            Kind::Double => (10e6, 128),
-            _ => (25e6, 128),
+        let most = match device {
+            Device::Cpu => cpu::MOST_PRODUCTS,
+            _ => most_products(&BACKWARD, kind, self.batch),
         };
-        let most = if self.batch <= most_rows { most } else { 0.0 };
-        matches!(device, Device::Cuda(_)) && self.chosen(way, most)
+        let exists =
+            matches!(device, Device::Cuda(_)) || device == Device::Cpu && cpu::exists(kind);
+        exists && self.chosen(way, most)
     }
 
     /// Whether the tensor-core kernel can compute these sizes, if a GPU has it and rows begin at
