@@ -288,25 +288,28 @@ TCH_EXTENSION_API Message tch_extension_gemm_product(const at::Tensor* lhs, cons
   });
 }
 
-// What src/ops/gemm/plan.rs asks about a product; see its trait `Facts`.
-TCH_EXTENSION_API bool tch_extension_gemm_allows_tf32() {
+// What src/ops/gemm/plan.rs asks about a product; see its trait `Facts`. No exception may reach
+// Rust, which is called from C++ here.
+TCH_EXTENSION_API bool tch_extension_gemm_allows_tf32() noexcept {
   return at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::MATMUL) ==
          at::Float32Precision::TF32;
 }
 
-TCH_EXTENSION_API bool tch_extension_gemm_skinny(const Product* product, GemmSkinny* result) {
+TCH_EXTENSION_API bool tch_extension_gemm_skinny(const Product* product,
+                                                 GemmSkinny* result) noexcept {
   const bool can = skinny_product_can(*product);
   if (can) *result = skinny_facts(*product);
   return can;
 }
 
-TCH_EXTENSION_API bool tch_extension_gemm_padding(const Product* product, GemmPadding* result) {
+TCH_EXTENSION_API bool tch_extension_gemm_padding(const Product* product,
+                                                  GemmPadding* result) noexcept {
   const auto facts = padding_facts(*product);
   if (facts) *result = *facts;
   return facts.has_value();
 }
 
-TCH_EXTENSION_API bool tch_extension_gemm_hopper(const Product* product) {
+TCH_EXTENSION_API bool tch_extension_gemm_hopper(const Product* product) noexcept {
   return hopper_product_can(*product);
 }
 

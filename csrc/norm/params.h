@@ -6,8 +6,8 @@
 #include <cstdint>
 
 // The ways to compute rows on CUDA. Each is named as the files of its kernels in `csrc/norm`.
-// A forward has `Registers`, `Cluster` and `Passes` only; if another way is forced, it takes
-// `Registers`.
+// A forward has `Registers`, `Cluster` and `Passes` only: it takes `Passes` if `FewPasses` is forced,
+// and `Registers` if another way of the backward is.
 enum class NormWay : int32_t {
   // The plan chooses. Only then the plan depends on the number of rows.
   Automatic,
@@ -93,7 +93,7 @@ struct NormForward {
   const void* bias;
   // `[M, N]`.
   void* output;
-  // `[M]` of the compute kind, null when nobody needs it.
+  // `[M]` of the compute kind, null when nobody needs it or the statistic has no mean.
   void* mean;
   // `[M]` of the compute kind, null when nobody needs it.
   void* rstd;
@@ -120,8 +120,8 @@ struct NormBackward {
   const void* input;
   // `[N]`, null for ones.
   const void* weight;
-  // `[M]` of the compute kind. Both mean and rstd are null when only the bias' gradient is
-  // wanted.
+  // `[M]` of the compute kind; null if the statistic has no mean. Both mean and rstd are null
+  // when only the bias' gradient is wanted.
   const void* mean;
   // `[M]` of the compute kind.
   const void* rstd;

@@ -5,6 +5,7 @@
 mod absent;
 #[cfg(tch_extension_cuda)]
 mod kernels;
+#[cfg_attr(not(tch_extension_cuda), allow(dead_code))]
 mod plan;
 
 #[doc(hidden)]

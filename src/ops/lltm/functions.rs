@@ -19,8 +19,8 @@ pub(super) struct Outputs {
     /// h and c after the last step.
     pub last_h: Tensor,
     pub last_c: Tensor,
-    /// c of all steps, if it was asked for. It is absent if there is nothing to compute, and for one
-    /// step, of which `last_c` is all.
+    /// c of all steps, if it was asked for. It is absent if there is nothing to compute, and if the
+    /// kernels of the cell computed one step, of which `last_c` is all.
     pub c: Option<Tensor>,
     /// σ(i), σ(o), g, if they were asked for and there is anything to compute.
     pub activations: Option<Tensor>,
@@ -150,7 +150,7 @@ pub(super) struct Saved {
     pub weight: Option<Tensor>,
     pub h: Option<Tensor>,
     pub output: Option<Tensor>,
-    /// c of all steps.
+    /// c of all steps, or of the one step.
     pub c: Tensor,
     pub activations: Tensor,
 }

@@ -51,7 +51,7 @@ pub(crate) struct Forward {
     bias: *const c_void,
     /// `[M, N]`.
     output: *mut c_void,
-    /// `[M]` of the compute kind, null when nobody needs it.
+    /// `[M]` of the compute kind, null when nobody needs it or the statistic has no mean.
     mean: *mut c_void,
     /// `[M]` of the compute kind, null when nobody needs it.
     rstd: *mut c_void,
@@ -79,8 +79,8 @@ pub(crate) struct Backward {
     input: *const c_void,
     /// `[N]`, null for ones.
     weight: *const c_void,
-    /// `[M]` of the compute kind. Both mean and rstd are null when only the bias' gradient is
-    /// wanted.
+    /// `[M]` of the compute kind; null if the statistic has no mean. Both mean and rstd are null
+    /// when only the bias' gradient is wanted.
     mean: *const c_void,
     /// `[M]` of the compute kind.
     rstd: *const c_void,

@@ -92,14 +92,14 @@ impl Way {
         self == Way::Automatic && steps == 1 && (device.is_cuda() || is_as_wide)
     }
 
-    /// Whether this is computed as a loop of the cell, for tensors of one kind: with few steps, the
-    /// fixed cost of a sequence exceeds what it saves. That is not done where it would round sums
+    /// Whether this is computed as a loop of the cell, for tensors of one kind: with two steps, the
+    /// fixed cost of a sequence exceeds what it saves, and one step is the cell's anyway. That is not done where it would round sums
     /// that a sequence does not round, which are in half kinds those of the weight's gradient over
     /// steps.
     pub(crate) fn calls_the_cell(self, steps: i64, kind: Kind) -> bool {
         match self {
             Way::Cells => steps > 0,
-            Way::Automatic => (1..=2).contains(&steps) && !is_half(kind),
+            Way::Automatic => steps == 2 && !is_half(kind),
             _ => false,
         }
     }
@@ -506,7 +506,7 @@ mod tests {
         let steps = [0, 1, 2, 3];
         let loops = |way: Way, kind| steps.map(|steps| way.calls_the_cell(steps, kind));
         for kind in [Kind::Float, Kind::Double] {
-            assert_eq!(loops(Way::Automatic, kind), [false, true, true, false]);
+            assert_eq!(loops(Way::Automatic, kind), [false, false, true, false]);
         }
         for kind in [Kind::Half, Kind::BFloat16] {
             assert_eq!(loops(Way::Automatic, kind), [false; 4]);
