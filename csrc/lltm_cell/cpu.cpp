@@ -1,6 +1,6 @@
 #include <algorithm>
 
-#include "cpu_pointwise.h"
+#include "../recurrent/cells/lltm_pointwise.h"
 #include "lltm_cell.h"
 
 namespace tch_extension {

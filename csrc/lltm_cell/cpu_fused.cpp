@@ -1,4 +1,4 @@
-#include "cpu_pointwise.h"
+#include "../recurrent/cells/lltm_pointwise.h"
 #include "lltm_cell.h"
 #include "tch_extension/cpu_small_product.h"
 

@@ -6,8 +6,8 @@
 #include <cstdint>
 
 // The ways to compute rows on CUDA. Each is named as the files of its kernels in `csrc/norm`.
-// A forward has `Registers`, `Cluster` and `Passes` only: it takes `Passes` if `FewPasses` is forced,
-// and `Registers` if another way of the backward is.
+// A forward has `Registers`, `Cluster` and `Passes` only: it takes `Passes` if `FewPasses` is
+// forced, and `Registers` if another way of the backward is.
 enum class NormWay : int32_t {
   // The plan chooses. Only then the plan depends on the number of rows.
   Automatic,

@@ -2,7 +2,7 @@
 // memory the rest is. cell.h describes what a cell is.
 #pragma once
 
-#include "../../lltm_cell/cpu_pointwise.h"
+#include "lltm_pointwise.h"
 #include "tch_extension/cpu.h"
 
 namespace tch_extension::recurrent {

@@ -1,4 +1,4 @@
-// LLTM's step on the CPU. The formulas are those of the operator lltm_cell.
+// LLTM's step on the CPU. cell.h describes what a cell is; lltm_pointwise.h has the formulas.
 #pragma once
 
 #include "cpu.h"

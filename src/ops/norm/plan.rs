@@ -3,8 +3,8 @@
 use tch::{Device, Kind};
 
 /// The ways to compute rows on CUDA. Each is named as the files of its kernels in `csrc/norm`.
-/// A forward has `Registers`, `Cluster` and `Passes` only: it takes `Passes` if `FewPasses` is forced,
-/// and `Registers` if another way of the backward is.
+/// A forward has `Registers`, `Cluster` and `Passes` only: it takes `Passes` if `FewPasses` is
+/// forced, and `Registers` if another way of the backward is.
 #[doc(hidden)]
 #[repr(i32)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

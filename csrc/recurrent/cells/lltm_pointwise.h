@@ -1,4 +1,4 @@
-// The cell's operations on vectors of gates, on the CPU.
+// LLTM's formulas on vectors of gates, on the CPU: for the operator lltm_cell and for lltm_cpu.h.
 #pragma once
 
 #include "tch_extension/cpu.h"
