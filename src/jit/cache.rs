@@ -9,7 +9,6 @@
 use super::Facts;
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, OpenOptions};
-use std::hash::{Hash, Hasher};
 use std::io::{Error, ErrorKind, Result, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -97,9 +96,8 @@ pub(super) struct Entry {
 impl Entry {
     /// `request` contains everything that is known without running a compiler.
     pub fn new(root: &Path, name: &str, request: String) -> Self {
-        let mut hasher = std::hash::DefaultHasher::new();
-        request.hash(&mut hasher);
-        Entry { folder: root.join(format!("{name}-{:016x}", hasher.finish())), request }
+        let folder = root.join(format!("{name}-{}", short(&blake3::hash(request.as_bytes()))));
+        Entry { folder, request }
     }
 
     /// Returns the library. If none is up to date, `build` makes it. `build` gets the entry's
@@ -247,9 +245,12 @@ const SCRATCH: &str = "build";
 /// and unchanged files look changed.
 fn contents(path: &Path) -> Option<String> {
     let bytes = std::fs::read(path).ok()?;
-    let mut hasher = std::hash::DefaultHasher::new();
-    bytes.hash(&mut hasher);
-    Some(format!("{} {:016x}", bytes.len(), hasher.finish()))
+    Some(format!("{} {}", bytes.len(), blake3::hash(&bytes).to_hex()))
+}
+
+/// The first 128 bits of a hash, for the name of a folder: no two contents share them.
+pub(super) fn short(hash: &blake3::Hash) -> String {
+    hash.to_hex()[..32].to_string()
 }
 
 /// Files and their contents. The contents are `None` for a file that does not exist or that may

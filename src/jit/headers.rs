@@ -2,7 +2,6 @@
 //! sources where the program runs.
 
 use super::cache;
-use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 
 macro_rules! headers {
@@ -55,9 +54,13 @@ headers! {
 /// The folders for the include path, in order. The first process that needs them writes them to the
 /// cache.
 pub(super) fn install(cache: &Path) -> std::io::Result<Vec<PathBuf>> {
-    let mut hasher = std::hash::DefaultHasher::new();
-    HEADERS.hash(&mut hasher);
-    let folder = cache.join(format!("include-{:016x}", hasher.finish()));
+    let mut hasher = blake3::Hasher::new();
+    for (path, text) in HEADERS {
+        for part in [path, text] {
+            hasher.update(&part.len().to_le_bytes()).update(part.as_bytes());
+        }
+    }
+    let folder = cache.join(format!("include-{}", cache::short(&hasher.finalize())));
     if !folder.exists() {
         // The folder appears as a whole or not at all. A process that comes second finds it.
         let partial = cache::unique(cache, "include-part");

@@ -192,7 +192,8 @@ fn add_system_include(arguments: &mut Vec<String>, folder: &Path) {
 }
 
 /// The name of a source's object. An archive keeps only file names, and every operator has a
-/// `cpu.cpp`, so the name contains a hash of the whole path.
+/// `cpu.cpp`, so the name contains a hash of the whole path. It may differ between Rust releases,
+/// which costs one build.
 fn object_name(source: &Path) -> String {
     let mut hasher = std::hash::DefaultHasher::new();
     source.hash(&mut hasher);
