@@ -1,8 +1,8 @@
 //! Describes the machine that the figures are measured on.
 
+use serde_json::{Map, Value};
 use std::fmt;
 use std::process::Command;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Facts without which a figure would be worthless.
 pub struct Machine {
@@ -13,7 +13,7 @@ pub fn describe() -> Machine {
     let threads = tch::get_num_threads().to_string();
     Machine {
         fields: [
-            ("date", date()),
+            ("date", time::OffsetDateTime::now_utc().date().to_string()),
             ("commit", commit()),
             ("gpu", gpu()),
             ("driver", driver()),
@@ -34,37 +34,15 @@ impl fmt::Display for Machine {
 
 impl Machine {
     /// The members of a JSON object.
-    pub fn json(&self) -> String {
-        let member = |(name, value): &(&str, String)| {
-            format!("\"{name}\": \"{}\"", value.replace(['"', '\\'], ""))
-        };
-        self.fields.iter().map(member).collect::<Vec<_>>().join(", ")
+    pub fn json(&self) -> Map<String, Value> {
+        let member = |(name, value): &(&str, String)| (name.to_string(), value.as_str().into());
+        self.fields.iter().map(member).collect()
     }
 }
 
 /// The libtorch version that torch-sys 0.24 is made for and checks.
 fn tch_extension_libtorch() -> &'static str {
     "2.11.0"
-}
-
-/// Today's date in UTC.
-fn date() -> String {
-    let seconds = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    let (year, month, day) = civil((seconds / 86400) as i64);
-    format!("{year}-{month:02}-{day:02}")
-}
-
-/// The date that is `days` days after 1970-01-01 in the Gregorian calendar. The computation counts
-/// years from March, so that the leap day is the last day of a year.
-fn civil(days: i64) -> (i64, i64, i64) {
-    let days = days + 719_468;
-    let (era, day) = (days.div_euclid(146_097), days.rem_euclid(146_097));
-    let year = (day - day / 1460 + day / 36524 - day / 146_096) / 365;
-    let day_of_year = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day_of_year + 2) / 153;
-    let day_of_month = day_of_year - (153 * month + 2) / 5 + 1;
-    let month = if month < 10 { month + 3 } else { month - 9 };
-    (year + era * 400 + i64::from(month <= 2), month, day_of_month)
 }
 
 /// The commit, from the variable that the caller sets, or else from git.

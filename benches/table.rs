@@ -6,6 +6,7 @@ use crate::clock::{self, OnTheGpu, median};
 use crate::common::{Case, Direction, Runner};
 use crate::floor::{Floor, Floors};
 use crate::machine;
+use serde_json::{Value, json};
 use std::io::Write;
 use std::path::PathBuf;
 use tch::Device;
@@ -61,8 +62,11 @@ pub fn run(tables: &[fn(Device) -> Vec<Case>], words: &[String]) -> std::io::Res
         }
     }
     let path = output_folder().join("bench.json");
-    let mut file = std::fs::File::create(&path)?;
-    writeln!(file, "{{{},\n\"rows\": [\n{}\n]}}", machine.json(), records.join(",\n"))?;
+    let mut all = machine.json();
+    all.insert("rows".to_string(), records.into());
+    let mut file = std::io::BufWriter::new(std::fs::File::create(&path)?);
+    serde_json::to_writer_pretty(&mut file, &all)?;
+    file.flush()?;
     println!("written to {}", path.display());
     Ok(())
 }
@@ -161,29 +165,24 @@ fn print(title: &str, costs: &[Costs], floor: Option<&Floor>) {
     }
 }
 
-fn record(case: &Case, direction: Direction, costs: &Costs, floor: Option<&Floor>) -> String {
+fn record(case: &Case, direction: Direction, costs: &Costs, floor: Option<&Floor>) -> Value {
+    // Nanoseconds are enough.
+    let rounded = |micros: f64| (micros * 1000.0).round() / 1000.0;
     let work = case.work(direction);
-    let number =
-        |value: Option<f64>| value.map_or("null".to_string(), |value| format!("{value:.3}"));
-    format!(
-        "{{\"operator\": \"{}\", \"direction\": \"{}\", \"point\": \"{}\", \"kind\": \"{}\", \"device\": \"{}\", \
-         \"provider\": \"{}\", \"wall_us\": {:.3}, \"host_us\": {}, \"gpu_us\": {}, \"kernels\": {}, \"bytes\": {}, \"operations\": {}, \"floor_us\": {}}}",
-        case.operator,
-        direction.name(),
-        case.point,
-        case.arithmetic(),
-        case.place(),
-        costs.provider,
-        costs.wall,
-        number(costs.gpu.as_ref().map(|gpu| gpu.host)),
-        number(costs.gpu.as_ref().and_then(|gpu| gpu.alone)),
-        costs
-            .gpu
-            .as_ref()
-            .and_then(|gpu| gpu.kernels)
-            .map_or("null".to_string(), |count| count.to_string()),
-        work.bytes,
-        work.operations,
-        number(floor.map(|floor| floor.micros)),
-    )
+    let gpu = costs.gpu.as_ref();
+    json!({
+        "operator": case.operator,
+        "direction": direction.name(),
+        "point": case.point,
+        "kind": case.arithmetic(),
+        "device": case.place(),
+        "provider": costs.provider,
+        "wall_us": rounded(costs.wall),
+        "host_us": gpu.map(|gpu| rounded(gpu.host)),
+        "gpu_us": gpu.and_then(|gpu| gpu.alone).map(rounded),
+        "kernels": gpu.and_then(|gpu| gpu.kernels),
+        "bytes": work.bytes,
+        "operations": work.operations,
+        "floor_us": floor.map(|floor| rounded(floor.micros)),
+    })
 }
