@@ -7,6 +7,7 @@
 //! killed, the next one removes that folder. The builder writes the manifest last, by renaming it.
 
 use super::Facts;
+use sha2::{Digest, Sha256};
 use std::collections::BTreeMap;
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::{Error, ErrorKind, Result, Write};
@@ -96,7 +97,7 @@ pub(super) struct Entry {
 impl Entry {
     /// `request` contains everything that is known without running a compiler.
     pub fn new(root: &Path, name: &str, request: String) -> Self {
-        let folder = root.join(format!("{name}-{}", short(&blake3::hash(request.as_bytes()))));
+        let folder = root.join(format!("{name}-{}", digest([request.as_bytes()])));
         Entry { folder, request }
     }
 
@@ -245,12 +246,17 @@ const SCRATCH: &str = "build";
 /// and unchanged files look changed.
 fn contents(path: &Path) -> Option<String> {
     let bytes = std::fs::read(path).ok()?;
-    Some(format!("{} {}", bytes.len(), blake3::hash(&bytes).to_hex()))
+    Some(digest([&bytes[..]]))
 }
 
-/// The first 128 bits of a hash, for the name of a folder: no two contents share them.
-pub(super) fn short(hash: &blake3::Hash) -> String {
-    hash.to_hex()[..32].to_string()
+/// Identifies these parts: the first 128 bits of their SHA-256, each preceded by its length.
+pub(super) fn digest<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> String {
+    let mut hasher = Sha256::new();
+    for part in parts {
+        hasher.update(part.len().to_le_bytes());
+        hasher.update(part);
+    }
+    hasher.finalize()[..16].iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// Files and their contents. The contents are `None` for a file that does not exist or that may

@@ -54,13 +54,8 @@ headers! {
 /// The folders for the include path, in order. The first process that needs them writes them to the
 /// cache.
 pub(super) fn install(cache: &Path) -> std::io::Result<Vec<PathBuf>> {
-    let mut hasher = blake3::Hasher::new();
-    for (path, text) in HEADERS {
-        for part in [path, text] {
-            hasher.update(&part.len().to_le_bytes()).update(part.as_bytes());
-        }
-    }
-    let folder = cache.join(format!("include-{}", cache::short(&hasher.finalize())));
+    let parts = HEADERS.iter().flat_map(|(path, text)| [path.as_bytes(), text.as_bytes()]);
+    let folder = cache.join(format!("include-{}", cache::digest(parts)));
     if !folder.exists() {
         // The folder appears as a whole or not at all. A process that comes second finds it.
         let partial = cache::unique(cache, "include-part");
