@@ -140,11 +140,7 @@ bool started(const LaunchStatus& status) {
 
 bool run_hopper(const Product& product, cudaStream_t stream) {
   LaunchStatus status{};
-  return hopper_product_can(product) && hopper_product(product, stream, status) && started(status);
-}
-
-bool run_padded(const Product& product, c10::cuda::CUDAStream stream) {
-  return padding_facts(product) && padded_product(product, stream.device_index(), stream.stream());
+  return hopper_product(product, stream, status) && started(status);
 }
 
 // Computes the product and the bias with a plan, and the ReLU with a kernel after it.
@@ -156,19 +152,35 @@ bool run_with_a_pass(Product product, c10::cuda::CUDAStream stream) {
          started(finish_product(finish, stream.stream()));
 }
 
-// False if this way cannot compute the product; then libtorch does.
+// Whether a way that was forced exists for this product. The plan asks for itself.
+bool can(const Product& product, Way way) {
+  switch (way) {
+    case Way::Small:
+      return small_product_can(product);
+    case Way::Hopper:
+      return hopper_product_can(product);
+    case Way::Skinny:
+      return skinny_product_can(product);
+    case Way::Padded:
+      return padding_facts(product).has_value();
+    default:
+      return true;
+  }
+}
+
+// False if cuBLASLt or the driver refuses the product, or it is left to libtorch.
 bool run(const Product& product, Way way, c10::cuda::CUDAStream stream) {
   switch (way) {
     case Way::Small:
-      return small_product_can(product) && started(small_product(product, stream.stream()));
+      return started(small_product(product, stream.stream()));
     case Way::Hopper:
       return run_hopper(product, stream.stream());
     case Way::Plan:
       return run_plan(product, stream.device_index(), stream.stream());
     case Way::Skinny:
-      return skinny_product_can(product) && started(skinny_product(product, stream.stream()));
+      return started(skinny_product(product, stream.stream()));
     case Way::Padded:
-      return run_padded(product, stream);
+      return padded_product(product, stream.device_index(), stream.stream());
     case Way::Pass:
       return run_with_a_pass(product, stream);
     case Way::Composite:
@@ -203,7 +215,11 @@ at::Tensor compute(const at::Tensor& like, const View& lhs, const View& rhs, con
   // Allocated without the dispatcher, which would take a tenth of the call's time.
   at::Tensor out(at::detail::empty_cuda(size, like.scalar_type(), like.device(), std::nullopt));
   product.out = out.mutable_data_ptr();
-  if (way == Way::Automatic) way = choose(&product);
+  if (way == Way::Automatic) {
+    way = choose(&product);
+  } else if (!can(product, way)) {
+    return {};
+  }
   return run(product, way, c10::cuda::getCurrentCUDAStream(like.device().index())) ? out
                                                                                    : at::Tensor();
 }

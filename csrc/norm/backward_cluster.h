@@ -13,9 +13,6 @@
 namespace tch_extension::norm {
 namespace {
 
-template <typename T>
-constexpr int kVectorsOfThread = kBackwardValues<T> / kLanesOf16Bytes<T>;
-
 // kParameters: whether gradients of weight or bias are wanted.
 template <typename Norm, typename T, bool kParameters>
 __global__ void __launch_bounds__(kMostThreads, 1) backward_cluster(NormBackward params) {
@@ -171,11 +168,6 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_cluster(NormBackward
     write(weight_sums, params.weight_parts);
     write(bias_sums, params.bias_parts);
   }
-}
-
-template <typename T>
-int bytes_of_ring(const NormPlan& plan) {
-  return plan.stages * 2 * 16 * kVectorsOfThread<T> * plan.threads;
 }
 
 template <typename T>

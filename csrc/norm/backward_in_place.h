@@ -16,9 +16,6 @@ namespace {
 // them idle. src/ops/norm/plan.rs has the same number.
 constexpr int kMostRest = kWarp;
 
-template <typename T>
-constexpr int kVectorsOfThread = kBackwardValues<T> / kLanesOf16Bytes<T>;
-
 // A row's lead in elements: the number of columns of the previous row in its first 16 bytes.
 template <typename T>
 __device__ __forceinline__ int lead_of(int64_t row, int64_t columns) {
@@ -230,11 +227,6 @@ __global__ void __launch_bounds__(kMostThreads, 1) backward_in_place(NormBackwar
   };
   write(weight_sums, rest_weight_sum, params.weight_parts);
   write(bias_sums, rest_bias_sum, params.bias_parts);
-}
-
-template <typename T>
-int bytes_of_ring(const NormPlan& plan) {
-  return plan.stages * 2 * 16 * kVectorsOfThread<T> * plan.threads;
 }
 
 template <typename T>

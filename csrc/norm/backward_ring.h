@@ -46,16 +46,13 @@ constexpr int kBytesOfRest = 128;
 template <typename T>
 constexpr int kMostRest = kBytesOfRest / sizeof(T) < kWarp ? kBytesOfRest / sizeof(T) : kWarp;
 
-// A thread's vectors of one row of x, or of dy, in the ring buffer. For shifted rows each group has
-// one vector more, and room for the rest.
-template <typename T>
-constexpr int kVectorsOfThread = kBackwardValues<T> / kLanesOf16Bytes<T>;
-
 // How many vectors follow those of a group in the ring buffer.
 __host__ __device__ constexpr int vectors_after(int team) {
   return team < kWarp ? 1 : 1 + kBytesOfRest / 16;
 }
 
+// A block's vectors of its rows of x, or of dy. For shifted rows each group has one vector more,
+// and room for the rest.
 template <typename T, bool kShifted>
 __host__ __device__ constexpr int vectors_of_row(int threads, int team) {
   return kVectorsOfThread<T> * threads +
@@ -375,7 +372,7 @@ bool fits(const NormBackward& params) {
 }
 
 template <typename T>
-int bytes_of_ring(const NormPlan& plan) {
+int bytes_of_rows(const NormPlan& plan) {
   const int vectors = plan.loads == NormLoads::Shifted
                           ? vectors_of_row<T, true>(plan.threads, plan.team)
                           : vectors_of_row<T, false>(plan.threads, plan.team);
@@ -385,7 +382,7 @@ int bytes_of_ring(const NormPlan& plan) {
 template <typename Norm, typename T, bool kShifted, Team kTeam, bool kParameters>
 void start_kernel(const NormBackward& params, cudaStream_t stream) {
   constexpr auto kKernel = backward_ring<Norm, T, kShifted, kTeam, kParameters>;
-  const int bytes = bytes_of_ring<T>(params.plan);
+  const int bytes = bytes_of_rows<T>(params.plan);
   // The caller checks for errors after the launch.
   if (allow_shared_memory<kKernel>(bytes) != cudaSuccess) return;
   const ClusterLaunch launch(params.plan, bytes, params.parts, stream);

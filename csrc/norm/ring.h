@@ -12,6 +12,16 @@
 namespace tch_extension::norm {
 namespace {
 
+// A thread's vectors of one row of x, or of dy.
+template <typename T>
+constexpr int kVectorsOfThread = kBackwardValues<T> / kLanesOf16Bytes<T>;
+
+// The bytes of a ring buffer of whole vectors: as many rows of x and of dy as the plan has stages.
+template <typename T>
+int bytes_of_ring(const NormPlan& plan) {
+  return plan.stages * 2 * 16 * kVectorsOfThread<T> * plan.threads;
+}
+
 // Starts an asynchronous copy of 16 bytes. Only the first `bytes` of them are read; the remaining
 // ones become zeros.
 __device__ __forceinline__ void start_copy(void* to, const void* from, int bytes) {
