@@ -46,6 +46,7 @@ pub fn run(repo: &Repo, options: Options) -> Result<ExitCode> {
         copy_vision(repo, &fresh.join("torchvision"))?;
     }
     write_script(&fresh.join("run.sh"))?;
+    build_rounding(repo, &fresh.join("round_allocations.so"))?;
     write_commit(repo, &fresh.join("commit"))?;
     remove(&place)?;
     std::fs::rename(&fresh, &place).context("cannot move the bundle to dist")?;
@@ -221,6 +222,17 @@ fn write_script(path: &Path) -> Result<()> {
     write().with_context(|| format!("cannot write {}", path.display()))
 }
 
+/// Compiles the library that `run.sh sanitize` preloads to round device allocations.
+fn build_rounding(repo: &Repo, path: &Path) -> Result<()> {
+    let source = repo.root.join("xtask/src/round_allocations.c");
+    let mut command = programs::command("cc", &["-shared", "-fPIC", "-O1", "-Wall", "-Wextra"]);
+    let status = command.arg("-o").arg(path).arg(&source).arg("-ldl").status();
+    match status.context("cannot start `cc`")?.success() {
+        true => Ok(()),
+        false => bail!("`cc` could not compile {}", source.display()),
+    }
+}
+
 /// Writes the commit that the programs were built from; the benchmarks record it with their
 /// figures.
 fn write_commit(repo: &Repo, path: &Path) -> Result<()> {
@@ -351,7 +363,10 @@ mod tests {
         let folder =
             std::env::temp_dir().join(format!("tch-extension-bundle-{}", std::process::id()));
         let (good, text) = sanitize(&folder, &["many"], "", "");
-        assert!(good && text.contains("memcheck   many                       1 passed"), "{text}");
+        assert!(
+            good && text.contains("memcheck         many                       1 passed"),
+            "{text}"
+        );
         let (good, text) = sanitize(&folder, &["many", "none"], "", "");
         assert!(!good && text.contains("no test of none has `cuda` in its name"), "{text}");
         let (good, text) = sanitize(&folder, &[], "", "");
@@ -374,7 +389,7 @@ mod tests {
         ] {
             let (good, text) = sanitize(&folder, &["many"], tool, finding);
             assert_eq!(good, is_good, "{tool}, {finding}: {text}");
-            assert!(text.contains(&format!("{tool:<10} many")), "{text}");
+            assert!(text.contains(&format!("{tool:<16} many")), "{text}");
             assert_eq!(
                 text.contains("1 in lltm's grids left out"),
                 tool == "racecheck" && is_good,
