@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 /// Below this floor, in microseconds, the launch dominates and a share of the floor says nothing.
 const LAUNCH_BOUND: f64 = 5.0;
 /// Providers that measure a part of the work, and so are no rivals.
-const PARTS: [&str; 2] = ["x + y", "product"];
+const PARTS: [&str; 3] = ["x + y", "with graph", "product"];
 const WIDTH: u32 = 860;
 /// The height of a bar, in pixels.
 const BAR: u32 = 10;
