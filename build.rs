@@ -1,7 +1,29 @@
 //! Compiles `csrc` into a static library that is linked with libtorch.
 
+#[macro_use]
+#[path = "src/ops/list.rs"]
+mod list;
+
+macro_rules! entries {
+    ($($name:ident of $family:literal { $($rest:tt)* })*) => {
+        &[$((stringify!($name), $family)),*]
+    };
+}
+
+/// The operators and their families.
+const OPERATORS: &[(&str, &str)] = operators!(entries);
+
 fn main() {
-    let extension = tch_extension_build::Extension::new("tch_extension").source_dir("csrc");
-    extension.cuda_library("cublasLt").build_or_exit();
+    let mut extension = tch_extension_build::Extension::new("tch_extension").source_dir("csrc");
+    for (name, family) in OPERATORS {
+        if std::env::var_os(format!("CARGO_FEATURE_{}", family.to_uppercase())).is_none() {
+            extension =
+                extension.without(format!("csrc/{name}")).without(format!("csrc/{family}"));
+        }
+    }
+    if std::env::var_os("CARGO_FEATURE_GEMM").is_some() {
+        extension = extension.cuda_library("cublasLt");
+    }
+    extension.build_or_exit();
     tch_extension_build::link_args();
 }

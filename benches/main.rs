@@ -34,7 +34,7 @@ use common::Case;
 use tch::Device;
 
 macro_rules! cases {
-    ($($operator:ident of $family:ident { $($rest:tt)* })*) => {
+    ($($operator:ident of $family:literal { $($rest:tt)* })*) => {
         &[autograd::cases, $($operator::cases),*]
     };
 }

@@ -14,14 +14,14 @@ struct Operator {
 }
 
 macro_rules! entries {
-    ($($name:ident of $family:ident {
+    ($($name:ident of $family:literal {
         functions: [$($function:ident),*],
         way: [$($way:ident)?],
         files: [$($file:literal),* $(,)?],
     })*) => {
         &[$(Operator {
             name: stringify!($name),
-            family: stringify!($family),
+            family: $family,
             files: &[$($file),*],
         }),*]
     };

@@ -1,11 +1,19 @@
 //! Layers in tch's style that use the operators in [`ops`](crate::ops).
 
+#[cfg(feature = "norm")]
 mod layer_norm;
+#[cfg(feature = "gemm")]
 mod linear;
+#[cfg(feature = "recurrent")]
 mod lltm;
+#[cfg(feature = "recurrent")]
 mod lltm_layer;
 
+#[cfg(feature = "norm")]
 pub use layer_norm::{LayerNorm, LayerNormConfig, LayerNormOp, layer_norm};
+#[cfg(feature = "gemm")]
 pub use linear::{Linear, linear};
+#[cfg(feature = "recurrent")]
 pub use lltm::{Lltm, LltmConfig, LltmOp, LltmState, lltm};
+#[cfg(feature = "recurrent")]
 pub use lltm_layer::{LltmLayer, LltmLayerConfig, lltm_layer};

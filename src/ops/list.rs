@@ -1,13 +1,15 @@
 //! The list of the operators.
 //!
 //! `operators!(name)` calls the macro `name` with the whole list. What needs all operators is made
-//! from it: the re-exports of [`ops`](super), the cases of `benches/main.rs`, and the checks of
-//! `tests/layout.rs`, which fail while a file of an operator is missing or not listed.
+//! from it: the re-exports of `ops`, the sources that `build.rs` leaves out, the cases of
+//! `benches/main.rs`, and the checks of `tests/layout.rs`, which fail while a file of an operator is
+//! missing or not listed.
 
 /// An entry consists of
 /// - the operator's name, which its folders in `csrc`, `src/ops` and `tests`, and its file in
 ///   `benches` have, too;
-/// - its family, the folder of `csrc` whose code it shares with other operators;
+/// - its family, the folder of `csrc` whose code it shares with other operators, and the feature of
+///   this crate without which neither is compiled;
 /// - the public functions of its module, and its public name for the module's `Way`, unless its
 ///   ways are those of the family;
 /// - the files or folders of `csrc` that compute its ways, in addition to the operator's `cpu.cpp`
@@ -15,7 +17,7 @@
 macro_rules! operators {
     ($callback:ident) => {
         $callback! {
-            layer_norm of norm {
+            layer_norm of "norm" {
                 functions: [layer_norm, f_layer_norm, layer_norm_reference],
                 way: [],
                 files: [
@@ -30,7 +32,7 @@ macro_rules! operators {
                     "layer_norm/backward_ring.cu",
                 ],
             }
-            linear of gemm {
+            linear of "gemm" {
                 functions: [linear, f_linear, linear_reference],
                 way: [],
                 files: [
@@ -41,7 +43,7 @@ macro_rules! operators {
                     "gemm/small.cu",
                 ],
             }
-            lltm of recurrent {
+            lltm of "recurrent" {
                 functions: [lltm, f_lltm, lltm_reference],
                 way: [LltmWay],
                 files: [
@@ -63,7 +65,7 @@ macro_rules! operators {
                     "lltm_cell/hopper_forward.cu",
                 ],
             }
-            lltm_cell of recurrent {
+            lltm_cell of "recurrent" {
                 functions: [lltm_cell, f_lltm_cell, lltm_cell_reference],
                 way: [LltmCellWay],
                 files: [
@@ -73,7 +75,7 @@ macro_rules! operators {
                     "lltm_cell/hopper_forward.cu",
                 ],
             }
-            matmul_add_relu of gemm {
+            matmul_add_relu of "gemm" {
                 functions: [matmul_add_relu, f_matmul_add_relu, matmul_add_relu_reference],
                 way: [],
                 files: [

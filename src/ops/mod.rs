@@ -3,23 +3,38 @@
 //! Each operator has three functions: `op(…)` panics on bad arguments, as tch's functions do;
 //! `f_op(…)` returns a [`Result`](crate::Result); `op_reference(…)` computes the same in plain tch
 //! operations.
+//!
+//! Operators belong to families, each of which is a feature of this crate and on by default:
+//! `norm` ([`layer_norm`]), `gemm` ([`linear`], [`matmul_add_relu`]) and `recurrent` ([`lltm`],
+//! [`lltm_cell`]; it needs `gemm`). The kernels of a family that is off are not compiled.
 
 #[macro_use]
 mod list;
 
+#[cfg(feature = "gemm")]
 mod column_sums;
+#[cfg(feature = "gemm")]
 mod gemm;
+#[cfg(feature = "norm")]
 mod layer_norm;
+#[cfg(feature = "gemm")]
 mod linear;
+#[cfg(feature = "recurrent")]
 mod lltm;
+#[cfg(feature = "recurrent")]
 mod lltm_cell;
+#[cfg(feature = "gemm")]
 mod matmul_add_relu;
+#[cfg(feature = "norm")]
 mod norm;
+#[cfg(feature = "recurrent")]
 mod recurrent;
 mod way;
 
+#[cfg(feature = "gemm")]
 #[doc(hidden)]
 pub use gemm::{Way as ProductWay, counters as product_plans};
+#[cfg(feature = "norm")]
 #[doc(hidden)]
 pub use norm::Way as NormWay;
 #[doc(hidden)]
@@ -27,14 +42,19 @@ pub use way::force;
 
 /// Exports the functions and the ways of each operator.
 macro_rules! export {
-    ($($name:ident of $family:ident {
+    ($($name:ident of $family:literal {
         functions: [$($function:ident),*],
         way: [$($way:ident)?],
         files: [$($file:literal),* $(,)?],
     })*) => {
         $(
+            #[cfg(feature = $family)]
             pub use $name::{$($function),*};
-            $(#[doc(hidden)] pub use $name::Way as $way;)?
+            $(
+                #[cfg(feature = $family)]
+                #[doc(hidden)]
+                pub use $name::Way as $way;
+            )?
         )*
     };
 }

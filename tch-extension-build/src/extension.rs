@@ -134,6 +134,13 @@ impl Extension {
         self
     }
 
+    /// Leaves out the sources below a folder that [`Extension::source_dir`] added, for example
+    /// those of a cargo feature that is off. The folder need not have sources.
+    pub fn without(mut self, folder: impl AsRef<Path>) -> Self {
+        self.sources.retain(|source| !source.starts_with(folder.as_ref()));
+        self
+    }
+
     /// Adds a folder that `#include` searches.
     pub fn include(mut self, folder: impl Into<PathBuf>) -> Self {
         let folder = folder.into();
