@@ -98,6 +98,11 @@ pub mod toolchain;
 
 pub use extension::{Built, Extension, link_args};
 
+/// Compiles the example of README.md as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+mod readme {}
+
 #[cfg(test)]
 #[path = "../tests/support/mod.rs"]
 mod support;

@@ -27,6 +27,9 @@ const ARCHS: (&str, &str) = ("TORCH_CUDA_ARCH_LIST", "7.5;9.0a");
 /// clippy, the tests and the example; with this folder, C++ and CUDA are compiled once.
 const OBJECTS: &str = "TCH_EXTENSION_OBJECTS";
 
+/// The package that is published first, because the other one needs it.
+const BUILD_CRATE: &str = "tch-extension-build";
+
 fn objects(repo: &Repo) -> PathBuf {
     repo.root.join("target/objects")
 }
@@ -37,6 +40,7 @@ const STEPS: &[Step] = &[
     ("headers", Ci::headers),
     ("clippy", Ci::clippy),
     ("documentation", Ci::documentation),
+    ("package", Ci::package),
     ("weak symbols", Ci::weak_symbols),
     ("misuse", Ci::misuse),
     ("tests", Ci::tests),
@@ -216,8 +220,26 @@ impl Ci {
     }
 
     fn documentation(&self) -> Result<()> {
-        let mut command = self.cargo(&["doc", "--workspace", "--no-deps"]);
-        cargo::run(command.env("RUSTDOCFLAGS", "-D warnings"))
+        let build = |args: &[&str]| {
+            let mut command = self.cargo(&["doc", "--no-deps"]);
+            command.args(args).env("RUSTDOCFLAGS", "-D warnings");
+            command
+        };
+        cargo::run(&mut build(&["--workspace"]))?;
+        // As docs.rs builds it, where there is no libtorch. The features are those of
+        // `[package.metadata.docs.rs]` in the packages' manifests.
+        for args in [&["--features", "doc-only"][..], &["-p", BUILD_CRATE, "--all-features"]] {
+            cargo::run(build(args).env("DOCS_RS", "1"))?;
+        }
+        Ok(())
+    }
+
+    /// Makes the packages that a release publishes, without compiling them. Cargo warns of each
+    /// test that is not packed, which `--quiet` silences.
+    fn package(&self) -> Result<()> {
+        let crates = ["-p", BUILD_CRATE, "-p", "tch-extension"];
+        let args = ["package", "--quiet", "--no-verify", "--allow-dirty"];
+        cargo::run(self.cargo(&args).args(crates))
     }
 
     fn need_component(&self, subcommand: &str, component: &str) -> Result<()> {

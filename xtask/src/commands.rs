@@ -29,8 +29,8 @@ cargo xtask COMMAND [ARGUMENTS]
   bench [WORD...]    each operator against its rivals, as a table and in target/bench.json; criterion's statistics:
                      `cargo bench --profile dev`
   plot FILE...       bench.json, and the rivals.json next to it, as pictures in docs/plots
-  ci [STEP...]       what a change must pass: formats, lints, weak symbols, tests, a stand-alone crate, documentation;
-                     or those of its steps whose names contain a word
+  ci [STEP...]       what a change must pass: formats, lints, documentation, packages, weak symbols, tests, a stand-alone
+                     crate; or those of its steps whose names contain a word
   headers            write the C++ declarations of the structs that Rust and the kernels share (csrc/*/params.h)
   doctor             what was found, what does not fit, and the exact fix; installs nothing
   bundle [--no-bench]

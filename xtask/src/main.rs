@@ -26,6 +26,8 @@ mod plot;
 #[path = "../../tch-extension-build/src/probe.rs"]
 mod probe;
 mod programs;
+#[cfg(test)]
+mod readme;
 mod repo;
 mod report;
 mod setup;
