@@ -17,8 +17,7 @@ fn main() {
     let mut extension = tch_extension_build::Extension::new("tch_extension").source_dir("csrc");
     for (name, family) in OPERATORS {
         if std::env::var_os(format!("CARGO_FEATURE_{}", family.to_uppercase())).is_none() {
-            extension =
-                extension.without(format!("csrc/{name}")).without(format!("csrc/{family}"));
+            extension = extension.without(format!("csrc/{name}")).without(format!("csrc/{family}"));
         }
     }
     if std::env::var_os("CARGO_FEATURE_GEMM").is_some() {

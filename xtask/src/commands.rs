@@ -76,7 +76,9 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
 }
 
 fn demo(args: &[String]) -> Result<ExitCode> {
-    start(&["run", "--example", "char_lltm", "--"], args, setup::short_waits())
+    let mut changes = setup::short_waits();
+    changes.extend(setup::no_kernels_without_gpu());
+    start(&["run", "--example", "char_lltm", "--"], args, changes)
 }
 
 /// Runs set-up and then replaces this process by cargo.

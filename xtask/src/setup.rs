@@ -42,7 +42,7 @@ pub fn run(repo: &Repo) -> Result<Ready> {
     libtorch.check_version(&real_env)?;
     let search = Search::run(&libtorch, &real_env, repo);
     let changes = changes(repo, &compiler, &search);
-    let cuda = search.decide(std::env::var("TCH_EXTENSION_CUDA").ok().as_deref())?;
+    let cuda = search.decide(std::env::var(CUDA_SWITCH).ok().as_deref())?;
     if let Cuda::Off(reason) = &cuda {
         say(format_args!("note: CUDA kernels are left out: {reason}"));
     }
@@ -100,6 +100,9 @@ fn parse_glibc(text: &str) -> Option<(u32, u32)> {
     Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
+/// The variable that says whether CUDA kernels are compiled.
+const CUDA_SWITCH: &str = "TCH_EXTENSION_CUDA";
+
 /// The variable from which libtest takes its number of threads.
 const TEST_THREADS: &str = "RUST_TEST_THREADS";
 
@@ -122,6 +125,24 @@ pub fn short_waits() -> Changes {
     let are_chosen =
         ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"].iter().any(|name| real_env(name).is_some());
     waits(are_chosen)
+}
+
+/// The environment for the demo on a machine without a GPU: the CUDA kernels, which could not run
+/// there, are not compiled. That is most of the time until the first program runs.
+pub fn no_kernels_without_gpu() -> Changes {
+    let are_chosen =
+        [CUDA_SWITCH, "TORCH_CUDA_ARCH_LIST"].iter().any(|name| real_env(name).is_some());
+    kernels(are_chosen, has_gpu)
+}
+
+fn kernels(are_chosen: bool, has_gpu: impl FnOnce() -> bool) -> Changes {
+    if are_chosen || has_gpu() {
+        return Changes::new();
+    }
+    say(format_args!(
+        "note: the CUDA kernels are not compiled for the demo, because there is no GPU; {CUDA_SWITCH}=1 compiles them"
+    ));
+    vec![(CUDA_SWITCH.to_string(), Some("0".into()))]
 }
 
 fn waits(are_chosen: bool) -> Changes {
@@ -169,6 +190,14 @@ mod tests {
         assert_eq!(threads_of_tests(false, || true), one);
         assert_eq!(threads_of_tests(true, || true), []);
         assert_eq!(threads_of_tests(false, || false), []);
+    }
+
+    #[test]
+    fn the_demo_compiles_kernels_where_they_can_run_or_are_asked_for() {
+        let off = vec![(CUDA_SWITCH.to_string(), Some("0".into()))];
+        assert_eq!(kernels(false, || false), off);
+        assert_eq!(kernels(false, || true), []);
+        assert_eq!(kernels(true, || false), []);
     }
 
     #[test]

@@ -120,6 +120,24 @@ fn a_source_that_is_named_twice_is_compiled_once() {
 }
 
 #[test]
+fn a_folder_can_be_left_out() {
+    let script = Script::new("without", false);
+    for folder in ["shared", "off", "off_too"] {
+        script.source(&format!("csrc/{folder}/{folder}.cpp"), "int a() { return 1; }\n");
+    }
+    let csrc = script.folder.join("csrc");
+    let extension = Extension::new("a").source_dir(&csrc).without(csrc.join("off"));
+    extension.build_in(&script).expect("a library");
+    let names: Vec<String> = std::fs::read_dir(script.folder.join("out/cpp"))
+        .unwrap()
+        .map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned())
+        .filter(|name| name.ends_with(".o"))
+        .collect();
+    assert_eq!(names.len(), 2, "{names:?}");
+    assert!(names.iter().any(|name| name.contains("off_too")), "{names:?}");
+}
+
+#[test]
 fn sources_that_register_themselves_are_linked_whole() {
     let script = Script::new("whole", false);
     let source = script.source("a.cpp", "#define TORCH_LIBRARY(x) int x\nTORCH_LIBRARY(a);\n");
