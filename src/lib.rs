@@ -37,3 +37,8 @@ mod autograd_page {}
 #[cfg(doctest)]
 #[doc = include_str!("../docs/porting.md")]
 mod porting_page {}
+
+/// Runs the example of docs/training.md as a test.
+#[cfg(doctest)]
+#[doc = include_str!("../docs/training.md")]
+mod training_page {}

@@ -15,13 +15,16 @@
 //! `.cu` files is compiled.
 //!
 //! # A crate with kernels
+//! It lies next to a clone of tch-extension's repository. tch 0.24 belongs to libtorch 2.11.0, and
+//! 0.26 to 2.13.0 ([`LIBTORCH_VERSIONS`]); its default features would fetch another libtorch.
+//!
 //! ```toml
 //! [dependencies]
 //! tch = { version = "0.24", default-features = false }
-//! tch-extension = "0.1"
+//! tch-extension = { path = "../tch-extension" }
 //!
 //! [build-dependencies]
-//! tch-extension-build = "0.1"
+//! tch-extension-build = { path = "../tch-extension/tch-extension-build" }
 //! ```
 //!
 //! ```no_run

@@ -7,6 +7,8 @@ use crate::repo::Repo;
 use crate::report::say;
 use crate::setup::Changes;
 use anyhow::{Context, Result, bail};
+use std::fs::File;
+use std::io::Write;
 use std::path::Path;
 use std::process::Command;
 
@@ -44,10 +46,11 @@ fn follow(repo: &Repo, changes: &Changes, folder: &Path) -> Result<()> {
     let page = std::fs::read_to_string(repo.root.join(PAGE))
         .with_context(|| format!("cannot read {PAGE}"))?;
     let mut place = folder.to_path_buf();
-    let mut tested = false;
+    let (mut tested, mut timed) = (false, false);
     for step in page::steps(&page) {
         match step {
             Step::File { path, text } => write(repo, &place.join(path), &text)?,
+            Step::Append { path, text } => append(&place.join(path), &text)?,
             Step::Commands(lines) => {
                 for line in lines.lines() {
                     say(format_args!("$ {line}"));
@@ -55,6 +58,7 @@ fn follow(repo: &Repo, changes: &Changes, folder: &Path) -> Result<()> {
                         ["cd", folder] => place = place.join(folder),
                         ["cargo", ref args @ ..] => {
                             tested |= args == ["test"];
+                            timed |= args.first() == Some(&"bench");
                             cargo::run(&mut cargo_in(repo, changes, &place, args))?;
                             lock_as_here(repo, &place)?;
                         }
@@ -64,8 +68,10 @@ fn follow(repo: &Repo, changes: &Changes, folder: &Path) -> Result<()> {
             }
         }
     }
-    if !tested {
-        bail!("{PAGE} never says `cargo test` in a block of sh, so nothing was checked");
+    if !tested || !timed {
+        bail!(
+            "{PAGE} never says `cargo test` or `cargo bench` in a block of sh, so something was not checked"
+        );
     }
     Ok(())
 }
@@ -77,6 +83,12 @@ fn write(repo: &Repo, path: &Path, text: &str) -> Result<()> {
     std::fs::create_dir_all(parent)
         .and_then(|()| std::fs::write(path, text))
         .with_context(|| format!("cannot write {}", path.display()))
+}
+
+fn append(path: &Path, text: &str) -> Result<()> {
+    let cannot = || format!("cannot add to {}", path.display());
+    let mut file = File::options().append(true).open(path).with_context(cannot)?;
+    file.write_all(text.as_bytes()).with_context(cannot)
 }
 
 /// Gives new crates the repository's Cargo.lock, so that no dependency is built again in another version.

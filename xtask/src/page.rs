@@ -10,6 +10,14 @@ pub enum Step {
         /// The file's whole content.
         text: String,
     },
+    /// Add to the end of this file. Its block begins with a line such as
+    /// ```` ```toml append=Cargo.toml ````.
+    Append {
+        /// The file's path, relative to the crate.
+        path: String,
+        /// The text to add.
+        text: String,
+    },
     /// Run these lines. Their block begins with ```` ```sh ````.
     Commands(String),
 }
@@ -25,10 +33,12 @@ pub fn steps(page: &str) -> Vec<Step> {
             .take_while(|line| *line != "```")
             .map(|line| format!("{line}\n"))
             .collect();
-        match (info, info.split_once(" file=")) {
-            (_, Some((_, path))) => steps.push(Step::File { path: path.to_string(), text: block }),
-            ("sh", None) => steps.push(Step::Commands(block)),
-            _ => {}
+        if let Some((_, path)) = info.split_once(" file=") {
+            steps.push(Step::File { path: path.to_string(), text: block });
+        } else if let Some((_, path)) = info.split_once(" append=") {
+            steps.push(Step::Append { path: path.to_string(), text: block });
+        } else if info == "sh" {
+            steps.push(Step::Commands(block));
         }
     }
     steps
@@ -41,10 +51,13 @@ mod tests {
     #[test]
     fn files_and_commands_in_order() {
         let page = "# A\n\n```sh\ncargo new x\ncd x\n```\n\ntext\n\n```rust file=src/lib.rs\nfn f() {\n}\n```\n\n\
+                    ```toml append=Cargo.toml\n[[bench]]\n```\n\n\
                     ```rust\nlet only = \"to be read\";\n```\n";
-        let file = |path: &str, text: &str| Step::File { path: path.into(), text: text.into() };
-        let expected =
-            [Step::Commands("cargo new x\ncd x\n".into()), file("src/lib.rs", "fn f() {\n}\n")];
+        let expected = [
+            Step::Commands("cargo new x\ncd x\n".into()),
+            Step::File { path: "src/lib.rs".into(), text: "fn f() {\n}\n".into() },
+            Step::Append { path: "Cargo.toml".into(), text: "[[bench]]\n".into() },
+        ];
         assert_eq!(steps(page), expected);
     }
 }
