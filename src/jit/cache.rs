@@ -62,7 +62,9 @@ pub(super) fn check_owner(folder: &Path, root: &Path) -> Result<()> {
     Err(Error::new(ErrorKind::PermissionDenied, text))
 }
 
-/// A path that nobody else uses.
+/// A path that nobody else uses, neither this process nor another one. Such folders and files are
+/// renamed to their final place or moved aside, so nothing removes them when a value is dropped, as
+/// `tempfile` would.
 pub(super) fn unique(folder: &Path, stem: &str) -> PathBuf {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);

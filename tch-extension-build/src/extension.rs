@@ -538,6 +538,7 @@ fn is_doc_build() -> bool {
     Process.var("DOCS_RS").is_some() || Process.var("CARGO_FEATURE_DOC_ONLY").is_some()
 }
 
+// Ten lines in place of a dependency of every build script.
 fn collect_sources(folder: &Path, sources: &mut Vec<PathBuf>) {
     let Ok(entries) = std::fs::read_dir(folder) else { return };
     for path in entries.flatten().map(|entry| entry.path()) {

@@ -1,7 +1,7 @@
 //! Builds `dist/`, the bundle: the programs of this repository, to run on a machine that has
 //! libtorch but no Rust.
 
-use crate::repo::Repo;
+use crate::repo::{Repo, files_below};
 use crate::report::{self, say};
 use crate::setup::{self, Changes};
 use crate::{cargo, outside, programs};
@@ -194,24 +194,13 @@ fn without_git(root: &Path) -> Vec<PathBuf> {
             .iter()
             .any(|dir| name == Path::new(dir));
         if is_source && entry.path().is_dir() {
-            collect(root, &name, &mut files);
+            files.extend(files_below(root, &name));
         } else if name.extension().is_some_and(|ending| ending == "md" || ending == "toml") {
             files.push(name);
         }
     }
     files.sort();
     files
-}
-
-fn collect(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(root.join(folder)).into_iter().flatten().flatten() {
-        let path = folder.join(entry.file_name());
-        if !root.join(&path).is_dir() {
-            files.push(path);
-        } else if entry.file_name() != "target" {
-            collect(root, &path, files);
-        }
-    }
 }
 
 fn write_script(path: &Path) -> Result<()> {
@@ -273,13 +262,8 @@ fn mib(bytes: u64) -> f64 {
 }
 
 fn folder_size(folder: &Path) -> u64 {
-    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-    entries
-        .map(|entry| match entry.path().is_dir() {
-            true => folder_size(&entry.path()),
-            false => entry.metadata().map_or(0, |data| data.len()),
-        })
-        .sum()
+    let sizes = files_below(folder, "").into_iter().map(|file| folder.join(file).metadata());
+    sizes.flatten().map(|data| data.len()).sum()
 }
 
 #[cfg(test)]
@@ -360,8 +344,8 @@ mod tests {
 
     #[test]
     fn the_sanitizers_see_every_program_that_is_named() {
-        let folder =
-            std::env::temp_dir().join(format!("tch-extension-bundle-{}", std::process::id()));
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = scratch.path().to_path_buf();
         let (good, text) = sanitize(&folder, &["many"], "", "");
         assert!(
             good && text.contains("memcheck         many                       1 passed"),
@@ -371,13 +355,12 @@ mod tests {
         assert!(!good && text.contains("no test of none has `cuda` in its name"), "{text}");
         let (good, text) = sanitize(&folder, &[], "", "");
         assert!(good && !text.contains(" none "), "{text}");
-        std::fs::remove_dir_all(folder).unwrap();
     }
 
     #[test]
     fn racecheck_is_believed_where_it_knows_the_barriers() {
-        let folder =
-            std::env::temp_dir().join(format!("tch-extension-racecheck-{}", std::process::id()));
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = scratch.path().to_path_buf();
         let of_grid =
             "=========     and Read access at tch_extension::recurrent::grid::sum() in product.h:9";
         let other = "========= Error: Write access at tch_extension::sums() in cuda.cu:3";
@@ -396,6 +379,5 @@ mod tests {
                 "{text}"
             );
         }
-        std::fs::remove_dir_all(folder).unwrap();
     }
 }

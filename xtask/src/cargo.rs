@@ -116,7 +116,8 @@ mod tests {
 
     #[test]
     fn they_run_at_the_same_time() {
-        let folder = std::env::temp_dir().join(format!("xtask-together-{}", std::process::id()));
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = scratch.path().to_path_buf();
         std::fs::create_dir_all(&folder).unwrap();
         // Each of the two commands waits for the file that the other one makes.
         let meets = |own: &str, other: &str| {
@@ -125,6 +126,5 @@ mod tests {
             shell("", &format!("set -- '{}'; touch '{}'; {wait}", other.display(), own.display()))
         };
         run_together([meets("a", "b"), meets("b", "a")]).unwrap();
-        std::fs::remove_dir_all(folder).unwrap();
     }
 }

@@ -1,6 +1,6 @@
 //! The checks that a change must pass, in order of cost. The first failure stops the run.
 
-use crate::repo::Repo;
+use crate::repo::{Repo, files_below};
 use crate::report::{say, trouble};
 use crate::setup::{self, Changes};
 use crate::{cargo, headers, misuse, outside, versions, weak_symbols, wheels};
@@ -278,28 +278,11 @@ impl Ci {
 
 /// The C++ and CUDA files that clang-format checks, relative to the root.
 fn c_files(root: &Path) -> Vec<PathBuf> {
-    let mut files = Vec::new();
-    for folder in ["csrc", "tests", "examples", "benches"] {
-        collect(root, Path::new(folder), &mut files);
-    }
-    files.sort();
-    files
-}
-
-fn collect(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) {
-    for entry in std::fs::read_dir(root.join(folder)).into_iter().flatten().flatten() {
-        let path = folder.join(entry.file_name());
-        if root.join(&path).is_dir() {
-            if entry.file_name() != "target" {
-                collect(root, &path, files);
-            }
-        } else if path
-            .extension()
-            .is_some_and(|ending| ["h", "cpp", "cu", "cuh"].iter().any(|c| ending == *c))
-        {
-            files.push(path);
-        }
-    }
+    let is_c = |file: &PathBuf| {
+        file.extension().is_some_and(|end| ["h", "cpp", "cu", "cuh"].iter().any(|c| end == *c))
+    };
+    let folders = ["csrc", "tests", "examples", "benches"].into_iter();
+    folders.flat_map(|folder| files_below(root, folder)).filter(is_c).collect()
 }
 
 /// The operators' tests: the folders of `tests` that are named like a file in `src/ops`.
@@ -342,7 +325,8 @@ mod tests {
 
     #[test]
     fn finds_c_files_and_operator_tests() {
-        let root = std::env::temp_dir().join(format!("xtask-ci-test-{}", std::process::id()));
+        let scratch = tempfile::tempdir().unwrap();
+        let root = scratch.path().to_path_buf();
         for file in [
             "csrc/a/cuda.cu",
             "csrc/a/notes.md",
@@ -358,6 +342,5 @@ mod tests {
         }
         assert_eq!(c_files(&root), [PathBuf::from("csrc/a/cuda.cu")]);
         assert_eq!(operator_tests(&root), ["a"]);
-        std::fs::remove_dir_all(root).unwrap();
     }
 }

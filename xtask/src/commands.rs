@@ -1,4 +1,5 @@
-//! The table of commands.
+//! The table of commands. They have two options in all, and most pass their arguments on as they
+//! are, so a parser of command lines would only be compiled before the first command can run.
 
 use crate::repo::Repo;
 use crate::setup::Changes;

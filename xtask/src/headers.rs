@@ -164,7 +164,8 @@ mod tests {
 
     #[test]
     fn each_operator_has_one_header_from_its_plan_and_kernels() {
-        let root = std::env::temp_dir().join(format!("xtask-headers-{}", std::process::id()));
+        let scratch = tempfile::tempdir().unwrap();
+        let root = scratch.path().to_path_buf();
         for file in [
             "src/ops/mod.rs",
             "src/ops/row_norm/mod.rs",
@@ -180,7 +181,6 @@ mod tests {
             std::fs::write(path, "").unwrap();
         }
         let found = headers(&root).unwrap();
-        std::fs::remove_dir_all(&root).unwrap();
         let of = |path: &str, prefix: &str, sources: &[&str]| Header {
             path: path.into(),
             prefix: prefix.into(),

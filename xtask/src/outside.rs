@@ -32,14 +32,8 @@ pub fn cargo_in(repo: &Repo, changes: &Changes, folder: &Path, args: &[&str]) ->
 
 /// Does what the page tells its reader to do.
 pub fn follow_page(repo: &Repo, changes: &Changes) -> Result<()> {
-    let folder = std::env::temp_dir().join(format!("tch-extension-page-{}", std::process::id()));
-    let _ = std::fs::remove_dir_all(&folder);
-    std::fs::create_dir_all(&folder)
-        .with_context(|| format!("cannot make {}", folder.display()))?;
-    let followed = follow(repo, changes, &folder);
-    std::fs::remove_dir_all(&folder)
-        .with_context(|| format!("cannot remove {}", folder.display()))?;
-    followed
+    let folder = tempfile::tempdir().context("cannot make a folder for the page's crate")?;
+    follow(repo, changes, folder.path())
 }
 
 fn follow(repo: &Repo, changes: &Changes, folder: &Path) -> Result<()> {

@@ -22,7 +22,8 @@ pub enum Step {
     Commands(String),
 }
 
-/// The steps of a page, in order. All other blocks are only for reading.
+/// The steps of a page, in order. All other blocks are only for reading. A Markdown parser would not
+/// help: the words after a block's language are ours, and blocks begin at the start of a line.
 pub fn steps(page: &str) -> Vec<Step> {
     let mut steps = Vec::new();
     let mut lines = page.lines();

@@ -350,8 +350,8 @@ mod tests {
 
     #[test]
     fn what_is_no_bench_is_refused() {
-        let folder =
-            std::env::temp_dir().join(format!("tch-extension-plot-{}", std::process::id()));
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = scratch.path().to_path_buf();
         std::fs::create_dir_all(&folder).unwrap();
         for (text, says) in [
             ("{\"rows\": []}", "no rows in"),
@@ -364,6 +364,5 @@ mod tests {
             let error = run(&[file], &folder).unwrap_err().to_string();
             assert!(error.contains(says), "{text}: {error}");
         }
-        std::fs::remove_dir_all(&folder).unwrap();
     }
 }

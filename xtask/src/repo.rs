@@ -3,6 +3,7 @@
 use anyhow::{Context, Result};
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
+use walkdir::{DirEntry, WalkDir};
 
 /// A checkout of this repository.
 pub struct Repo {
@@ -49,6 +50,15 @@ pub fn is_ours(value: Option<&OsStr>, ours: &Path) -> bool {
     let resolved = |path: &Path| path.canonicalize().ok();
     Path::new(value) == ours
         || (resolved(ours).is_some() && resolved(Path::new(value)) == resolved(ours))
+}
+
+/// The files below a folder of the root, sorted and relative to the root. Folders called `target`
+/// are left out.
+pub fn files_below(root: &Path, folder: impl AsRef<Path>) -> Vec<PathBuf> {
+    let is_wanted = |entry: &DirEntry| entry.depth() == 0 || entry.file_name() != "target";
+    let entries = WalkDir::new(root.join(folder)).sort_by_file_name().into_iter();
+    let files = entries.filter_entry(is_wanted).flatten().filter(|entry| !entry.path().is_dir());
+    files.filter_map(|file| Some(file.path().strip_prefix(root).ok()?.to_path_buf())).collect()
 }
 
 #[cfg(test)]

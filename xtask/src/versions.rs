@@ -114,7 +114,8 @@ mod tests {
 
     #[test]
     fn another_workspace_has_links_to_all_but_what_is_its_own() {
-        let root = std::env::temp_dir().join(format!("xtask-versions-{}", std::process::id()));
+        let scratch = tempfile::tempdir().unwrap();
+        let root = scratch.path().to_path_buf();
         let repo = Repo { root: root.join("repo") };
         std::fs::create_dir_all(repo.root.join("src")).unwrap();
         std::fs::create_dir_all(repo.root.join("target")).unwrap();
@@ -128,7 +129,6 @@ mod tests {
         std::fs::remove_dir(repo.root.join("src")).unwrap();
         lay_out(&repo, &other).unwrap();
         assert!(!other.join("src").is_symlink(), "what is gone here is gone there");
-        std::fs::remove_dir_all(root).unwrap();
     }
 
     #[test]
