@@ -57,8 +57,10 @@ fn mistake(target: &str, exists: impl Fn(&str) -> bool) -> Option<&'static str> 
 /// The anchors of a page's headings, as docs.rs and the package index name them.
 fn anchors(page: &str) -> Vec<String> {
     let headings = page.lines().filter(|line| line.starts_with('#'));
-    let anchor =
-        |heading: &str| heading.trim_start_matches('#').trim().to_lowercase().replace(' ', "-");
+    let anchor = |heading: &str| {
+        let words = heading.trim_start_matches('#').trim().to_lowercase().replace(' ', "-");
+        words.replace(|letter: char| !letter.is_alphanumeric() && !"-_".contains(letter), "")
+    };
     headings.map(|heading| format!("#{}", anchor(heading))).collect()
 }
 
@@ -89,7 +91,7 @@ fn links_are_found_outside_of_code() {
 
 #[test]
 fn headings_have_anchors() {
-    assert_eq!(anchors("# A\n\n### Which b?\ntext # c\n"), ["#a", "#which-b?"]);
+    assert_eq!(anchors("# A\n\n### Which b?\ntext # c\n"), ["#a", "#which-b"]);
 }
 
 #[test]
