@@ -14,7 +14,11 @@ macro_rules! entries {
 const OPERATORS: &[(&str, &str)] = operators!(entries);
 
 fn main() {
-    let mut extension = tch_extension_build::Extension::new("tch_extension").source_dir("csrc");
+    // With this macro, libtorch's headers include the operators that they use and not all of them,
+    // which takes a third off the time of most C++ sources.
+    let mut extension = tch_extension_build::Extension::new("tch_extension")
+        .source_dir("csrc")
+        .define("AT_PER_OPERATOR_HEADERS", None);
     for (name, family) in OPERATORS {
         if std::env::var_os(format!("CARGO_FEATURE_{}", family.to_uppercase())).is_none() {
             extension = extension.without(format!("csrc/{name}")).without(format!("csrc/{family}"));

@@ -1,7 +1,8 @@
 // What GradScaler needs and tch lacks: libtorch's check of many gradients in one call, and an
 // identity for tensors.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_amp_foreach_non_finite_check_and_unscale.h>
 
 #include <vector>
 

@@ -2,7 +2,8 @@
 
 #include "resident.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include "kernels.h"
 #include "tch_extension/scalar_math.h"

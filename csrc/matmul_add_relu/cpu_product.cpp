@@ -1,7 +1,8 @@
 #include "tch_extension/cpu_small_product.h"
 
 #if defined(CPU_CAPABILITY_DEFAULT)
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
 #include "tch_extension/c_abi.h"
 #endif

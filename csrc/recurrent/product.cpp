@@ -1,9 +1,11 @@
 #include "product.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Context.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
 
 #include <optional>
 #include <string_view>

@@ -2,8 +2,8 @@
 // and one that makes its outputs. Separate questions would cost more host time than the launch of a
 // small kernel.
 
-#include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
 #ifdef TCH_EXTENSION_CUDA
 #include <ATen/cuda/EmptyTensor.h>
 #endif

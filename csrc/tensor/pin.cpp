@@ -1,7 +1,7 @@
 // Memory that safe Rust reads and writes. It stays allocated as long as a view of it exists,
 // whatever happens to its tensors.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/impl/COW.h>
 
 #include <algorithm>

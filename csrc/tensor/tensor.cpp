@@ -1,6 +1,7 @@
 // Whether a tensor's memory is as kernels need it, and how to get such a tensor.
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include "tch_extension/c_abi.h"
 

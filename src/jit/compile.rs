@@ -8,7 +8,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::time::Instant;
-use tch_extension_build::environment::Environment;
+use tch_extension_build::environment::{Environment, write_message};
 use tch_extension_build::toolchain::{CudaMode, Libtorch, Options, Toolchain, is_cuda};
 
 /// Reads environment variables of the process and records which. Prints the commands if the user
@@ -17,6 +17,8 @@ struct Watcher {
     verbose: bool,
     include_root: Option<PathBuf>,
     variables: Mutex<BTreeMap<String, Option<String>>>,
+    /// Where a message that is too long for an error is kept.
+    folder: PathBuf,
 }
 
 impl Environment for Watcher {
@@ -38,6 +40,10 @@ impl Environment for Watcher {
 
     fn warns(&self, line: &str) {
         self.say(line);
+    }
+
+    fn keeps(&self, message: &str) -> Option<PathBuf> {
+        write_message(&self.folder, message)
     }
 }
 
@@ -70,6 +76,7 @@ pub(super) fn build(
         verbose: sources.verbose,
         include_root: facts.include_root(),
         variables: Mutex::default(),
+        folder: folder.to_path_buf(),
     };
     let started = Instant::now();
     let built = run(sources, facts, includes, name, folder, scratch, &watcher)

@@ -234,7 +234,7 @@ pub fn run_compiler(command: &mut Command, failed: &str, env: &dyn Environment) 
     let output = command.output().with_context(|| format!("{failed}: cannot run {name}"))?;
     if !output.status.success() {
         let text = [&output.stdout[..], &output.stderr].map(String::from_utf8_lossy).concat();
-        bail!("{failed}; {name} ({}) says:\n{}", output.status, readable(&text));
+        bail!("{failed}; {name} ({}) says:\n{}", output.status, readable(&text, env));
     }
     Ok(output)
 }
@@ -243,8 +243,9 @@ pub fn run_compiler(command: &mut Command, failed: &str, env: &dyn Environment) 
 /// libtorch's templates produces hundreds of lines, and the cause comes first.
 const MOST_LINES: usize = 60;
 
-/// Shortens the message, and adds a solution to some messages that name none.
-fn readable(text: &str) -> String {
+/// Shortens the message, names the file that has all of it, and adds a solution to some messages
+/// that name none.
+fn readable(text: &str, env: &dyn Environment) -> String {
     let mut lines: Vec<_> = text.lines().collect();
     if lines.len() > MOST_LINES {
         // Start at the first error, so that warnings do not displace it. The line before it names
@@ -256,6 +257,11 @@ fn readable(text: &str) -> String {
     let mut message = lines[..lines.len().min(MOST_LINES)].join("\n");
     if lines.len() > MOST_LINES {
         message += &format!("\n… and {} more lines", lines.len() - MOST_LINES);
+    }
+    if text.lines().count() > MOST_LINES {
+        if let Some(file) = env.keeps(text) {
+            message += &format!("\nthe whole message is in {}", file.display());
+        }
     }
     if text.contains("unsupported GNU version") || text.contains("unsupported clang version") {
         message += "\nnvcc's host compiler is too new for it: set NVCC_CCBIN to an older one, such as g++-12";
@@ -439,19 +445,20 @@ mod tests {
 
     #[test]
     fn a_long_message_is_cut_and_a_known_one_explained() {
-        let long = readable(&"error\n".repeat(1000));
+        let long = readable(&"error\n".repeat(1000), &Process);
         assert!(long.lines().count() < 100 && long.contains("and 940 more lines"), "{long}");
         let crowded = format!(
             "{}a.cpp: In function 'f':\na.cpp:9:9: error: no\n",
             "warning: unused\n".repeat(1000)
         );
-        let crowded = readable(&crowded);
+        let crowded = readable(&crowded, &Process);
         assert!(crowded.starts_with("a.cpp: In function 'f':\na.cpp:9:9: error: no"), "{crowded}");
         let too_new = readable(
             "#error -- unsupported GNU version! gcc versions later than 15 are not supported!",
+            &Process,
         );
         assert!(too_new.contains("set NVCC_CCBIN"), "{too_new}");
-        assert_eq!(readable("a.cpp:1:2: error: no"), "a.cpp:1:2: error: no");
+        assert_eq!(readable("a.cpp:1:2: error: no", &Process), "a.cpp:1:2: error: no");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //! any other: what the rules read from it and report to it.
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 /// Provides variables and receives reports. No other code that build scripts and `jit` share reads
@@ -23,6 +23,12 @@ pub trait Environment: Sync {
 
     /// Reports one line that the user should see, such as a compiler's warning.
     fn warns(&self, _line: &str) {}
+
+    /// Keeps the whole message of a compiler that failed, of which the error shows only a part.
+    /// Returns the file, or `None` if there is no place for it.
+    fn keeps(&self, _message: &str) -> Option<PathBuf> {
+        None
+    }
 
     /// The target triples: the one to compile for, and the one to compile on.
     fn triples(&self) -> (String, String) {
@@ -80,10 +86,22 @@ impl Environment for BuildScript {
         println!("cargo::warning={line}");
     }
 
+    fn keeps(&self, message: &str) -> Option<PathBuf> {
+        write_message(Path::new(&Process.var("OUT_DIR")?), message)
+    }
+
     fn triples(&self) -> (String, String) {
         let triple = |name: &str| Process.var(name).unwrap_or_else(|| TRIPLE.to_string());
         (triple("TARGET"), triple("HOST"))
     }
+}
+
+/// Writes a compiler's message to the folder's `compiler.log`. Of several compilers that fail at
+/// the same time, the last one's stays.
+pub fn write_message(folder: &Path, message: &str) -> Option<PathBuf> {
+    let file = folder.join("compiler.log");
+    std::fs::write(&file, message).ok()?;
+    Some(file)
 }
 
 const CARGOS_OWN: &[&str] = &[

@@ -24,6 +24,16 @@ fn the_compiler_s_own_words() {
 }
 
 #[test]
+fn the_file_that_has_the_whole_of_a_long_message() {
+    let folder = scratch();
+    let lines: String = (0..200).map(|i| format!("int f{i}() {{ return no_{i}; }}\n")).collect();
+    let text = message(Extension::new("long").cpp(lines).cache(folder.path()).load());
+    let (_, file) = text.split_once("the whole message is in ").expect(&text);
+    let whole = std::fs::read_to_string(file.lines().next().unwrap()).expect("the file");
+    assert!(!text.contains("no_199") && whole.contains("no_199"), "{text}");
+}
+
+#[test]
 fn a_symbol_that_is_nowhere() {
     let text = message(
         extension("missing").cpp("int gone(); extern \"C\" int answer() { return gone(); }").load(),
