@@ -258,10 +258,10 @@ fn readable(text: &str, env: &dyn Environment) -> String {
     if lines.len() > MOST_LINES {
         message += &format!("\n… and {} more lines", lines.len() - MOST_LINES);
     }
-    if text.lines().count() > MOST_LINES {
-        if let Some(file) = env.keeps(text) {
-            message += &format!("\nthe whole message is in {}", file.display());
-        }
+    if text.lines().count() > MOST_LINES
+        && let Some(file) = env.keeps(text)
+    {
+        message += &format!("\nthe whole message is in {}", file.display());
     }
     if text.contains("unsupported GNU version") || text.contains("unsupported clang version") {
         message += "\nnvcc's host compiler is too new for it: set NVCC_CCBIN to an older one, such as g++-12";
