@@ -1,125 +1,18 @@
 //! Scaling of losses and gradients: `torch.amp.GradScaler`.
 
+mod gradients;
+mod optimizer;
+mod options;
+
+pub use optimizer::Optimizer;
+pub use options::{GradScalerOptions, GradScalerState};
+
 use crate::ffi::amp as ffi;
 use crate::{Error, Result, check};
+use gradients::{Group, groups_of_gradients, moved};
+use options::{check_factors, check_scale, out_of_range};
 use std::collections::HashSet;
 use tch::{Device, Kind, Tensor};
-
-/// What [`GradScaler`] needs from an optimizer. tch's optimizers implement it; implement it for
-/// your own.
-///
-/// A scaler recognises an optimizer by its parameters. Between two updates, it treats two
-/// optimizers that share a parameter as one, and unscales its gradients once.
-///
-/// ```
-/// use tch::{Kind, Tensor};
-/// use tch_extension::amp::{GradScaler, Optimizer};
-///
-/// /// w ← w − η sign(∇w)
-/// struct SignSgd {
-///     weights: Vec<Tensor>,
-///     rate: f64,
-/// }
-///
-/// impl Optimizer for SignSgd {
-///     fn parameters(&self) -> Vec<Tensor> {
-///         self.weights.iter().map(Tensor::shallow_clone).collect()
-///     }
-///     fn step(&mut self) -> tch_extension::Result<()> {
-///         let _no_grad = tch::no_grad_guard();
-///         for weight in &mut self.weights {
-///             let step = weight.f_grad()?.f_sign()? * self.rate;
-///             let _ = weight.f_sub_(&step)?;
-///         }
-///         Ok(())
-///     }
-/// }
-///
-/// let w = Tensor::from_slice(&[1.0_f32]).set_requires_grad(true);
-/// let mut optimizer = SignSgd { weights: vec![w.shallow_clone()], rate: 0.25 };
-/// let mut scaler = GradScaler::new(Default::default())?;
-/// scaler.scale(&w.square().sum(Kind::Float))?.backward();
-/// assert!(scaler.step(&mut optimizer)?);
-/// assert_eq!(w.double_value(&[0]), 0.75);
-/// # Ok::<(), tch_extension::Error>(())
-/// ```
-pub trait Optimizer {
-    /// The tensors whose gradients the optimizer applies.
-    fn parameters(&self) -> Vec<Tensor>;
-
-    /// Applies the gradients.
-    ///
-    /// # Errors
-    /// An error of the optimizer.
-    fn step(&mut self) -> Result<()>;
-}
-
-/// `step` panics if tch's own `step` does.
-impl Optimizer for tch::nn::Optimizer {
-    fn parameters(&self) -> Vec<Tensor> {
-        self.trainable_variables()
-    }
-
-    fn step(&mut self) -> Result<()> {
-        tch::nn::Optimizer::step(self);
-        Ok(())
-    }
-}
-
-/// The options of a [`GradScaler`]. The defaults are torch's.
-///
-/// ```
-/// use tch_extension::amp::{GradScaler, GradScalerOptions};
-///
-/// let scaler = GradScaler::new(GradScalerOptions { growth_interval: 100, ..Default::default() })?;
-/// assert_eq!(scaler.scale_factor()?, 65536.0);
-/// # Ok::<(), tch_extension::Error>(())
-/// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct GradScalerOptions {
-    /// The initial scale. It must be positive. The default is 65536.
-    pub init_scale: f64,
-    /// The scale is multiplied by this after `growth_interval` steps in a row without infinite or
-    /// NaN gradients. It must be above 1. The default is 2.
-    pub growth_factor: f64,
-    /// The scale is multiplied by this after a step that was skipped. It must be between 0 and 1.
-    /// The default is 0.5.
-    pub backoff_factor: f64,
-    /// The number of updates in a row without infinite or NaN gradients after which the scale
-    /// grows. It must be positive. The default is 2000.
-    pub growth_interval: i64,
-    /// If false, the scaler does nothing and [`GradScaler::step`] always steps. The default is
-    /// true.
-    pub enabled: bool,
-}
-
-impl Default for GradScalerOptions {
-    fn default() -> Self {
-        GradScalerOptions {
-            init_scale: 65536.0,
-            growth_factor: 2.0,
-            backoff_factor: 0.5,
-            growth_interval: 2000,
-            enabled: true,
-        }
-    }
-}
-
-/// The state of a [`GradScaler`] that must be saved along with weights and optimizers. The fields
-/// are those of torch's `state_dict`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct GradScalerState {
-    /// The current scale.
-    pub scale: f64,
-    /// As in [`GradScalerOptions`].
-    pub growth_factor: f64,
-    /// As in [`GradScalerOptions`].
-    pub backoff_factor: f64,
-    /// As in [`GradScalerOptions`].
-    pub growth_interval: i64,
-    /// The number of updates since the scale last changed; `_growth_tracker` in torch.
-    pub growth_tracker: i64,
-}
 
 /// Scales losses, so that gradients of kind `Half` do not vanish, and skips the steps for which the
 /// scale was too large. It is `torch.amp.GradScaler` with the same steps and the same numbers.
@@ -533,88 +426,6 @@ impl Current {
             growth_tracker: Tensor::f_full(NO_DIM, state.growth_tracker, (Kind::Int, device))?,
         })
     }
-}
-
-/// Gradients that libtorch can unscale in one call.
-struct Group {
-    device: Device,
-    kind: Kind,
-    gradients: Vec<Tensor>,
-}
-
-fn groups_of_gradients(op: &str, parameters: &[Tensor]) -> Result<Vec<Group>> {
-    let mut groups: Vec<Group> = Vec::new();
-    for (place, parameter) in parameters.iter().enumerate() {
-        let gradient = parameter.f_grad()?;
-        if !gradient.defined() {
-            continue;
-        }
-        let gradient = values_of(op, place, gradient)?;
-        let (device, kind) = (gradient.device(), gradient.f_kind()?);
-        match groups.iter_mut().find(|group| group.device == device && group.kind == kind) {
-            Some(group) => group.gradients.push(gradient),
-            None => groups.push(Group { device, kind, gradients: vec![gradient] }),
-        }
-    }
-    Ok(groups)
-}
-
-/// The values of a gradient, in the gradient's own memory.
-fn values_of(op: &str, place: usize, gradient: Tensor) -> Result<Tensor> {
-    let name = format!("the gradient of parameter {place}");
-    let gradient = if gradient.is_sparse() { gradient.f_internal_values()? } else { gradient };
-    let checked = check!(op, &name, gradient).defined()?;
-    // The kinds for which libtorch has kernels.
-    let (kinds, expected) = match gradient.device() {
-        Device::Cpu => {
-            (&[Kind::Float, Kind::Double, Kind::BFloat16][..], "kind Float, Double or BFloat16")
-        }
-        _ => (&[Kind::Float, Kind::Double][..], "kind Float or Double"),
-    };
-    let kind = gradient.f_kind()?;
-    if matches!(kind, Kind::Half | Kind::BFloat16) && !kinds.contains(&kind) {
-        let hint = "keep the weights in Float, and let Autocast cast them";
-        return Err(checked.refuse(expected, format!("{kind:?}, which cannot be unscaled"), hint));
-    }
-    checked.kind_in(kinds)?;
-    Ok(gradient)
-}
-
-/// Copies a tensor to a device. The copy to a GPU is asynchronous; the copy to the CPU waits,
-/// because the value is read next.
-fn moved(tensor: &Tensor, device: Device) -> Result<Tensor> {
-    Ok(tensor.f_to_device_(device, tensor.f_kind()?, device != Device::Cpu, false)?)
-}
-
-fn check_scale(op: &str, argument: &str, scale: f64) -> Result<()> {
-    let rounded = scale as f32;
-    if rounded.is_finite() && rounded > 0.0 {
-        return Ok(());
-    }
-    Err(out_of_range(op, argument, "a positive f32", scale))
-}
-
-fn check_factors(op: &str, state: &GradScalerState) -> Result<()> {
-    if !(state.growth_factor > 1.0 && state.growth_factor.is_finite()) {
-        return Err(out_of_range(op, "growth_factor", "more than 1", state.growth_factor));
-    }
-    if !(state.backoff_factor > 0.0 && state.backoff_factor < 1.0) {
-        return Err(out_of_range(op, "backoff_factor", "between 0 and 1", state.backoff_factor));
-    }
-    // libtorch counts with 32 bits.
-    if !(1..=i64::from(i32::MAX)).contains(&state.growth_interval) {
-        return Err(out_of_range(
-            op,
-            "growth_interval",
-            "1 or more, in 32 bits",
-            state.growth_interval,
-        ));
-    }
-    Ok(())
-}
-
-fn out_of_range(op: &str, argument: &str, expected: &str, got: impl std::fmt::Debug) -> Error {
-    Error::argument(op, argument, expected, format!("{got:?}"), "")
 }
 
 fn too_late(op: &str, call: &str) -> Error {

@@ -1,0 +1,65 @@
+//! What a scaler needs from an optimizer.
+
+use crate::Result;
+use tch::Tensor;
+
+/// What [`GradScaler`](super::GradScaler) needs from an optimizer. tch's optimizers implement it; implement it for
+/// your own.
+///
+/// A scaler recognises an optimizer by its parameters. Between two updates, it treats two
+/// optimizers that share a parameter as one, and unscales its gradients once.
+///
+/// ```
+/// use tch::{Kind, Tensor};
+/// use tch_extension::amp::{GradScaler, Optimizer};
+///
+/// /// w ← w − η sign(∇w)
+/// struct SignSgd {
+///     weights: Vec<Tensor>,
+///     rate: f64,
+/// }
+///
+/// impl Optimizer for SignSgd {
+///     fn parameters(&self) -> Vec<Tensor> {
+///         self.weights.iter().map(Tensor::shallow_clone).collect()
+///     }
+///     fn step(&mut self) -> tch_extension::Result<()> {
+///         let _no_grad = tch::no_grad_guard();
+///         for weight in &mut self.weights {
+///             let step = weight.f_grad()?.f_sign()? * self.rate;
+///             let _ = weight.f_sub_(&step)?;
+///         }
+///         Ok(())
+///     }
+/// }
+///
+/// let w = Tensor::from_slice(&[1.0_f32]).set_requires_grad(true);
+/// let mut optimizer = SignSgd { weights: vec![w.shallow_clone()], rate: 0.25 };
+/// let mut scaler = GradScaler::new(Default::default())?;
+/// scaler.scale(&w.square().sum(Kind::Float))?.backward();
+/// assert!(scaler.step(&mut optimizer)?);
+/// assert_eq!(w.double_value(&[0]), 0.75);
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+pub trait Optimizer {
+    /// The tensors whose gradients the optimizer applies.
+    fn parameters(&self) -> Vec<Tensor>;
+
+    /// Applies the gradients.
+    ///
+    /// # Errors
+    /// An error of the optimizer.
+    fn step(&mut self) -> Result<()>;
+}
+
+/// `step` panics if tch's own `step` does.
+impl Optimizer for tch::nn::Optimizer {
+    fn parameters(&self) -> Vec<Tensor> {
+        self.trainable_variables()
+    }
+
+    fn step(&mut self) -> Result<()> {
+        tch::nn::Optimizer::step(self);
+        Ok(())
+    }
+}
