@@ -134,10 +134,19 @@ impl Extension {
         self
     }
 
-    /// Leaves out the sources below a folder that [`Extension::source_dir`] added, for example
-    /// those of a cargo feature that is off. The folder need not have sources.
+    /// Leaves out the sources below a folder, for example those of a cargo feature that is off. They
+    /// must have been added before, by [`Extension::source_dir`].
     pub fn without(mut self, folder: impl AsRef<Path>) -> Self {
-        self.sources.retain(|source| !source.starts_with(folder.as_ref()));
+        let folder = folder.as_ref();
+        if !folder.is_dir() {
+            self.mistake(|| {
+                format!(
+                    "without: there is no folder {} (relative to the package's)",
+                    folder.display()
+                )
+            });
+        }
+        self.sources.retain(|source| !source.starts_with(folder));
         self
     }
 

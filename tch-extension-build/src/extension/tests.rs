@@ -135,6 +135,8 @@ fn a_folder_can_be_left_out() {
         .collect();
     assert_eq!(names.len(), 2, "{names:?}");
     assert!(names.iter().any(|name| name.contains("off_too")), "{names:?}");
+    let error = script.refusal(&Extension::new("a").source_dir(&csrc).without(csrc.join("of")));
+    assert!(error.contains("without: there is no folder"), "{error}");
 }
 
 #[test]
