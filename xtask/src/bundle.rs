@@ -323,7 +323,9 @@ mod tests {
         let torch = folder.join("torch/lib");
         std::fs::create_dir_all(&torch).unwrap();
         std::fs::write(torch.join("libtorch.so"), "").unwrap();
-        let tool = "while [[ $1 != --log-file ]]; do shift; done; log=$2; shift 2\n\
+        // The tools also write down how layer_norm's tests are run.
+        let tool = "options=\"$* $LD_PRELOAD\"; while [[ $1 != --log-file ]]; do shift; done; log=$2; shift 2\n\
+                    [[ $1 != */layer_norm ]] || echo \"$options\" > \"${log%/*}/options\"\n\
                     { [[ $1 == */planted ]] && echo '========= at planted'; echo \"$FINDING\"; echo '========= ERROR SUMMARY: 0 errors'; } > \"$log\"\n\"$@\"";
         script(&folder.join("sanitizer"), tool);
         let output = std::process::Command::new("bash")
@@ -355,6 +357,28 @@ mod tests {
         assert!(!good && text.contains("no test of none has `cuda` in its name"), "{text}");
         let (good, text) = sanitize(&folder, &[], "", "");
         assert!(good && !text.contains(" none "), "{text}");
+    }
+
+    #[test]
+    fn copies_of_fewer_than_16_bytes_have_a_check_of_their_own() {
+        let scratch = tempfile::tempdir().unwrap();
+        let folder = scratch.path();
+        // Only the tests of layer_norm have such kernels.
+        let (good, text) = sanitize(folder, &["many"], "memcheck_rounded", "");
+        assert!(good && !text.contains("memcheck_rounded many"), "{text}");
+        let options = |tool: &str| {
+            std::fs::copy(folder.join("tests/many"), folder.join("tests/layer_norm")).unwrap();
+            let (good, text) = sanitize(folder, &["layer_norm"], tool, "");
+            assert!(good && text.contains(&format!("{tool:<16} layer_norm")), "{text}");
+            std::fs::read_to_string(folder.join("out/options")).unwrap()
+        };
+        let (exact, rounded) = (options("memcheck"), options("memcheck_rounded"));
+        for kernel in ["backward_ring", "backward_in_place"] {
+            assert!(exact.contains(&format!("--kernel-name-exclude kns={kernel} ")), "{exact}");
+            assert!(rounded.contains(&format!("--kernel-name kns={kernel} ")), "{rounded}");
+        }
+        assert!(rounded.contains("--tool memcheck ") && rounded.contains("round_allocations.so"));
+        assert!(!exact.contains("round_allocations.so"), "{exact}");
     }
 
     #[test]
