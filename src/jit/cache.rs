@@ -1,10 +1,11 @@
 //! The cache: one folder for each request, with the library that answers it.
 //!
 //! An entry holds `lock`, `manifest`, the library, inline sources, a `log` with one line for each
-//! build, and `compiler.log`, the message of a compiler that failed at length. A process that loads from an entry holds the lock shared, and a process that builds
-//! in it holds the lock exclusively. It is a lock of the kernel, so it ends with the process that
-//! holds it, however the process ends. A builder works in a folder of its own; if the builder is
-//! killed, the next one removes that folder. The builder writes the manifest last, by renaming it.
+//! build, and `compiler.log`, the message of a compiler that failed at length. A process that loads
+//! from an entry holds the lock shared, and a process that builds in it holds the lock exclusively.
+//! It is a lock of the kernel, so it ends with the process that holds it, however the process ends.
+//! A builder works in a folder of its own; if the builder is killed, the next one removes that
+//! folder. The builder writes the manifest last, by renaming it.
 
 use super::Facts;
 use sha2::{Digest, Sha256};
