@@ -13,12 +13,19 @@ macro_rules! entries {
 /// The operators and their families.
 const OPERATORS: &[(&str, &str)] = operators!(entries);
 
+/// What `csrc/bridge.cpp` includes.
+const IN_BRIDGE: [&str; 3] =
+    ["csrc/autograd", "csrc/amp/autocast.cpp", "csrc/testing/cpp_function.cpp"];
+
 fn main() {
     // With this macro, libtorch's headers include only the operators that they use, whose parsing
     // was most of the time of a C++ source (docs/lab/methods.md, "Build times").
     let mut extension = tch_extension_build::Extension::new("tch_extension")
         .source_dir("csrc")
         .define("AT_PER_OPERATOR_HEADERS", None);
+    for path in IN_BRIDGE {
+        extension = extension.without(path);
+    }
     for (name, family) in OPERATORS {
         if std::env::var_os(format!("CARGO_FEATURE_{}", family.to_uppercase())).is_none() {
             extension = extension.without(format!("csrc/{name}")).without(format!("csrc/{family}"));

@@ -16,28 +16,20 @@
 #include "bridge.h"
 
 namespace tch_extension {
-namespace {
-
-struct Random {
-  at::Generator generator;
-  at::Tensor state;
-};
-
-Random random_of(at::Generator generator) {
-  std::lock_guard<std::mutex> lock(generator.mutex());
-  return {generator, generator.get_state()};
-}
-
-struct Autocast {
-  at::DeviceType device;
-  bool enabled;
-  at::ScalarType kind;
-};
-
-}  // namespace
 
 // The state that a function's result depends on besides its arguments.
 struct Surroundings {
+  struct Random {
+    at::Generator generator;
+    at::Tensor state;
+  };
+
+  struct Autocast {
+    at::DeviceType device;
+    bool enabled;
+    at::ScalarType kind;
+  };
+
   std::vector<Random> random;
   std::vector<Autocast> autocast;
 
@@ -59,6 +51,15 @@ struct Surroundings {
     }
   }
 };
+
+namespace {
+
+Surroundings::Random random_of(at::Generator generator) {
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return {generator, generator.get_state()};
+}
+
+}  // namespace
 
 }  // namespace tch_extension
 

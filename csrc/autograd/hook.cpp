@@ -16,10 +16,6 @@
 #include "state.h"
 
 namespace tch_extension {
-namespace {
-
-using torch::autograd::FunctionPreHook;
-using torch::autograd::variable_list;
 
 struct RegisteredHook {
   uint64_t id;   // ascending, from 1
@@ -73,6 +69,16 @@ class HookList {
   std::vector<RegisteredHook> hooks_;  // in ascending order of id
   uint64_t last_ = 0;
 };
+
+struct HookHandle {
+  std::weak_ptr<HookList> list;  // weak, so that a handle keeps nothing alive
+  uint64_t id;
+};
+
+namespace {
+
+using torch::autograd::FunctionPreHook;
+using torch::autograd::variable_list;
 
 std::string describe(const at::Tensor& tensor) {
   std::ostringstream text;
@@ -176,12 +182,6 @@ std::shared_ptr<HookList> post_accumulate_list_of(const at::Tensor& leaf) {
 }
 
 }  // namespace
-
-struct HookHandle {
-  std::weak_ptr<HookList> list;  // weak, so that a handle keeps nothing alive
-  uint64_t id;
-};
-
 }  // namespace tch_extension
 
 using namespace tch_extension;

@@ -134,19 +134,19 @@ impl Extension {
         self
     }
 
-    /// Leaves out the sources below a folder, for example those of a cargo feature that is off. They
-    /// must have been added before, by [`Extension::source_dir`].
-    pub fn without(mut self, folder: impl AsRef<Path>) -> Self {
-        let folder = folder.as_ref();
-        if !folder.is_dir() {
+    /// Leaves out a source, or the sources below a folder, for example those of a cargo feature that
+    /// is off. They must have been added before, by [`Extension::source_dir`].
+    pub fn without(mut self, path: impl AsRef<Path>) -> Self {
+        let path = path.as_ref();
+        if !path.exists() {
             self.mistake(|| {
                 format!(
-                    "without: there is no folder {} (relative to the package's)",
-                    folder.display()
+                    "without: there is no {} (relative to the package's folder)",
+                    path.display()
                 )
             });
         }
-        self.sources.retain(|source| !source.starts_with(folder));
+        self.sources.retain(|source| !source.starts_with(path));
         self
     }
 
