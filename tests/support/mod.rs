@@ -53,11 +53,11 @@ impl Suite<'_> {
             let fused = (self.fused)(&sample.inputs).expect("fused");
             for (index, fused) in fused.iter().enumerate() {
                 assert_eq!((fused.device(), fused.kind()), (device, kind), "{}", sample.name);
-                assert!(fused.is_contiguous() && !fused.requires_grad(), "{}", sample.name);
-                let reference =
-                    |inputs: &[Tensor]| (self.reference)(inputs).expect("reference").remove(index);
-                results.compare(self, sample, &format!("output {index}"), kind, fused, reference);
+                assert!(fused.is_contiguous() && !fused.requires_grad(), "{index} {}", sample.name);
             }
+            let reference = |inputs: &[Tensor]| (self.reference)(inputs).expect("reference");
+            let what = |index| format!("output {index}");
+            results.compare(self, sample, &what, kind, &fused, reference);
             for (now, then) in sample.inputs.iter().zip(&before) {
                 assert!(now.equal(then), "{}: an argument was changed", sample.name);
             }
@@ -73,21 +73,23 @@ impl Suite<'_> {
             let outputs = (self.fused)(&sample.inputs).expect("outputs").len();
             let each = (0..outputs).map(|output| vec![output]).filter(|_| outputs > 1);
             for used in std::iter::once((0..outputs).collect()).chain(each) {
-                let fused = gradients(self.fused, &leaves(&sample.inputs), &used);
-                for (index, fused) in fused.iter().enumerate() {
-                    let fused = fused
-                        .as_ref()
-                        .unwrap_or_else(|| panic!("{}: none for {index}", sample.name));
-                    let what =
-                        format!("the gradient of {index} of {} from {used:?}", sample.inputs.len());
-                    let reference = |inputs: &[Tensor]| {
-                        let leaves = leaves(inputs);
-                        let found = gradients(self.reference, &leaves, &used).remove(index);
-                        // Zeros are right where the reference finds no path to the input.
-                        found.unwrap_or_else(|| leaves[index].zeros_like())
-                    };
-                    results.compare(self, sample, &what, kind, fused, reference);
-                }
+                let fused = gradients(self.fused, &leaves(&sample.inputs), &used).into_iter();
+                let fused: Vec<Tensor> = fused
+                    .enumerate()
+                    .map(|(index, fused)| {
+                        fused.unwrap_or_else(|| panic!("{}: none for {index}", sample.name))
+                    })
+                    .collect();
+                let what = |index| {
+                    format!("the gradient of {index} of {} from {used:?}", sample.inputs.len())
+                };
+                let reference = |inputs: &[Tensor]| {
+                    let leaves = leaves(inputs);
+                    // Zeros are right where the reference finds no path to the input.
+                    let found = gradients(self.reference, &leaves, &used).into_iter().zip(&leaves);
+                    found.map(|(found, leaf)| found.unwrap_or_else(|| leaf.zeros_like())).collect()
+                };
+                results.compare(self, sample, &what, kind, &fused, reference);
             }
         });
         results.finish();
@@ -296,26 +298,38 @@ impl Results {
         &mut self,
         suite: &Suite<'_>,
         sample: &Sample,
-        what: &str,
+        what: &dyn Fn(usize) -> String,
         kind: Kind,
-        fused: &Tensor,
-        of: impl Fn(&[Tensor]) -> Tensor,
+        fused: &[Tensor],
+        of: impl Fn(&[Tensor]) -> Vec<Tensor>,
     ) {
         let expected = of(&sample.inputs);
+        assert_eq!(fused.len(), expected.len(), "{}", sample.name);
         if !is_half(kind) {
             let (rtol, atol) = suite.bounds(sample, kind);
-            return in_context(sample, what, || assert_close(fused, &expected, rtol, atol));
+            for (index, (fused, expected)) in fused.iter().zip(&expected).enumerate() {
+                let check = || assert_close(fused, expected, rtol, atol);
+                in_context(sample, &what(index), check);
+            }
+            return;
         }
         let exact: Vec<Tensor> =
             sample.inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
         let exact = of(&exact);
-        assert_eq!(fused.size(), exact.size(), "{what} of {}", sample.name);
-        if fused.numel() >= ENOUGH {
-            return in_context(sample, what, || assert_as_accurate(fused, &expected, &exact));
-        }
-        let pool = self.pools.entry(format!("{what} {kind:?} {:?}", fused.device())).or_default();
-        for (part, tensor) in pool.iter_mut().zip([fused, &expected, &exact]) {
-            part.push(tensor.reshape([-1]));
+        for (index, ((fused, expected), exact)) in
+            fused.iter().zip(&expected).zip(&exact).enumerate()
+        {
+            let what = what(index);
+            assert_eq!(fused.size(), exact.size(), "{what} of {}", sample.name);
+            if fused.numel() >= ENOUGH {
+                in_context(sample, &what, || assert_as_accurate(fused, expected, exact));
+                continue;
+            }
+            let key = format!("{what} {kind:?} {:?}", fused.device());
+            let pool = self.pools.entry(key).or_default();
+            for (part, tensor) in pool.iter_mut().zip([fused, expected, exact]) {
+                part.push(tensor.reshape([-1]));
+            }
         }
     }
 
