@@ -11,7 +11,7 @@ use crate::{cargo, wheels};
 use anyhow::{Context, Result};
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode};
 
 /// The values that `--tch` accepts.
 pub const KNOWN: &str = "0.26; the tch of Cargo.lock needs no option";
@@ -27,6 +27,11 @@ pub fn test(repo: &Repo, version: &str, args: &[String]) -> Result<ExitCode> {
     if version != "0.26" && version != OTHER {
         return Err(Usage(format!("--tch takes {KNOWN}, and got `{version}`")).into());
     }
+    Err(cargo::become_command(command(repo, args)?))
+}
+
+/// A `cargo test` with the other version of tch, whose libtorch is installed first.
+pub fn command(repo: &Repo, args: &[String]) -> Result<Command> {
     setup::check_platform()?;
     setup::check_glibc()?;
     wheels::LIBTORCH_2_13.ensure(repo)?;
@@ -47,7 +52,7 @@ pub fn test(repo: &Repo, version: &str, args: &[String]) -> Result<ExitCode> {
     let all = ["test", "--workspace"];
     let mut command = cargo::command(&other, &changes, if has_packages { &all[..1] } else { &all });
     command.args(args);
-    Err(cargo::become_command(command))
+    Ok(command)
 }
 
 /// Makes links to everything that exists now and removes links whose target no longer exists.
