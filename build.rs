@@ -13,9 +13,16 @@ macro_rules! entries {
 /// The operators and their families.
 const OPERATORS: &[(&str, &str)] = operators!(entries);
 
-/// What `csrc/bridge.cpp` includes.
-const IN_BRIDGE: [&str; 3] =
-    ["csrc/autograd", "csrc/amp/autocast.cpp", "csrc/testing/cpp_function.cpp"];
+/// One translation unit of several sources, which are not compiled by themselves.
+const UNIT: &str = "csrc/bridge.cpp";
+
+/// The sources that [`UNIT`] includes.
+fn parts() -> Vec<String> {
+    let text = std::fs::read_to_string(UNIT).unwrap_or_default();
+    let included =
+        text.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"'));
+    included.map(|part| format!("csrc/{part}")).collect()
+}
 
 fn main() {
     // With this macro, libtorch's headers include only the operators that they use, whose parsing
@@ -23,8 +30,8 @@ fn main() {
     let mut extension = tch_extension_build::Extension::new("tch_extension")
         .source_dir("csrc")
         .define("AT_PER_OPERATOR_HEADERS", None);
-    for path in IN_BRIDGE {
-        extension = extension.without(path);
+    for part in parts() {
+        extension = extension.without(part);
     }
     for (name, family) in OPERATORS {
         if std::env::var_os(format!("CARGO_FEATURE_{}", family.to_uppercase())).is_none() {

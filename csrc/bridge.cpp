@@ -1,6 +1,6 @@
-// The sources that include libtorch's autograd, as one translation unit. Its headers take the
-// compiler 8 to 12 seconds and these sources 1 second each, so ten units would take a minute more
-// (docs/lab/methods.md, "Build times").
+// The sources whose headers of libtorch's, mostly autograd's, take the compiler longest: 8 to 12
+// seconds, and the sources themselves 1 second each. As one translation unit they take a minute
+// less (docs/lab/methods.md, "Build times"). What is included here is not compiled by itself.
 
 #include "amp/autocast.cpp"
 #include "autograd/checkpoint.cpp"

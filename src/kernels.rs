@@ -121,8 +121,9 @@ macro_rules! __on_device {
 ///
 /// A struct that is shared with C++ is `#[repr(C)]` and has a lifetime, because it borrows its
 /// tensors as [`Strided`](crate::strided::Strided) and [`StridedMut`](crate::strided::StridedMut).
-/// [`Field`](crate::kernels::Field) lists what else it may contain. docs/write-an-operator.md shows
-/// all of it, starting from an empty crate.
+/// [`Field`](crate::kernels::Field) lists what else it may contain. The page
+/// <https://github.com/tch-extension/tch-extension/blob/main/docs/write-an-operator.md> shows all of
+/// it, starting from an empty crate.
 ///
 /// # Errors
 /// The functions fail if the tensors are on several devices, if there is no kernel for their

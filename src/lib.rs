@@ -29,7 +29,7 @@ pub use error::{Error, Result};
 pub use tch;
 
 /// Runs the examples of docs/autograd.md as tests.
-#[cfg(doctest)]
+#[cfg(all(doctest, feature = "norm", feature = "recurrent"))]
 #[doc = include_str!("../docs/autograd.md")]
 mod autograd_page {}
 
@@ -39,6 +39,6 @@ mod autograd_page {}
 mod porting_page {}
 
 /// Runs the example of docs/training.md as a test.
-#[cfg(doctest)]
+#[cfg(all(doctest, feature = "norm", feature = "gemm"))]
 #[doc = include_str!("../docs/training.md")]
 mod training_page {}

@@ -8,9 +8,11 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <memory>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "bridge.h"
 #include "function_node.h"

@@ -10,6 +10,9 @@
 #include <mutex>
 #include <optional>
 #include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "bridge.h"

@@ -159,7 +159,7 @@ impl Options {
         ensure!(
             cuda::is_compiled() || matches!(self.op, OpChoice::Composite),
             "--device cuda: the fused operator was built without CUDA; give --device cpu or --op composite, or \
-             let `cargo xtask doctor` say what the build misses"
+             set TCH_EXTENSION_CUDA=1, which compiles the kernels or says what is missing"
         );
         Ok(Device::Cuda(index as usize))
     }
@@ -169,7 +169,7 @@ impl Options {
         let device = match device {
             Device::Cuda(index) => format!("cuda:{index}"),
             _ if Cuda::is_available() && !cuda::is_compiled() => {
-                "cpu (a GPU is there, but this build has no CUDA kernels: see `cargo xtask doctor`)"
+                "cpu (a GPU is there, but this build has no CUDA kernels: TCH_EXTENSION_CUDA=1 compiles them)"
                     .to_string()
             }
             _ => format!("cpu, {} threads", tch::get_num_threads()),

@@ -15,7 +15,7 @@ pub fn matmul_allow_tf32() -> Result<bool> {
 
 /// Sets [`matmul_allow_tf32`]. The setting holds for the whole process, from the next product on;
 /// it is initially `false`. This crate's operators obey it, too; the documentation of
-/// [`lltm`](crate::ops::lltm) says how it multiplies then.
+/// `ops::lltm` says how it multiplies then.
 ///
 /// ```
 /// use tch_extension::cuda::{matmul_allow_tf32, set_matmul_allow_tf32};

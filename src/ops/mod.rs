@@ -5,8 +5,8 @@
 //! operations.
 //!
 //! Operators belong to families, each of which is a feature of this crate and on by default:
-//! `norm` ([`layer_norm`]), `gemm` ([`linear`], [`matmul_add_relu`]) and `recurrent` ([`lltm`],
-//! [`lltm_cell`]; it needs `gemm`). The kernels of a family that is off are not compiled.
+//! `norm` (`layer_norm`), `gemm` (`linear`, `matmul_add_relu`) and `recurrent` (`lltm`,
+//! `lltm_cell`; it needs `gemm`). The kernels of a family that is off are not compiled.
 
 #[macro_use]
 mod list;

@@ -29,6 +29,8 @@ use std::sync::Mutex;
 pub struct Extension {
     name: String,
     sources: Vec<PathBuf>,
+    /// The sources that [`Extension::without`] left out.
+    left_out: Vec<PathBuf>,
     folders: Vec<PathBuf>,
     includes: Vec<PathBuf>,
     #[cfg(feature = "headers")]
@@ -57,6 +59,7 @@ impl Extension {
         Extension {
             name: name.to_string(),
             sources: Vec::new(),
+            left_out: Vec::new(),
             folders: Vec::new(),
             includes: Vec::new(),
             #[cfg(feature = "headers")]
@@ -135,18 +138,19 @@ impl Extension {
     }
 
     /// Leaves out a source, or the sources below a folder, for example those of a cargo feature that
-    /// is off. They must have been added before, by [`Extension::source_dir`].
+    /// is off. They must have been added before, by [`Extension::source_dir`], and the path must
+    /// begin as that folder's: if it names no source, that is an error of [`Extension::build`].
     pub fn without(mut self, path: impl AsRef<Path>) -> Self {
         let path = path.as_ref();
-        if !path.exists() {
+        self.left_out.extend(self.sources.extract_if(.., |source| source.starts_with(path)));
+        if !self.left_out.iter().any(|source| source.starts_with(path)) {
             self.mistake(|| {
                 format!(
-                    "without: there is no {} (relative to the package's folder)",
+                    "without: no source that was added before begins with {} (relative to the package's folder)",
                     path.display()
                 )
             });
         }
-        self.sources.retain(|source| !source.starts_with(path));
         self
     }
 

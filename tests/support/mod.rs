@@ -316,6 +316,7 @@ impl Results {
         let exact: Vec<Tensor> =
             sample.inputs.iter().map(|input| input.to_kind(Kind::Double)).collect();
         let exact = of(&exact);
+        assert_eq!(fused.len(), exact.len(), "{}", sample.name);
         for (index, ((fused, expected), exact)) in
             fused.iter().zip(&expected).zip(&exact).enumerate()
         {

@@ -1,8 +1,9 @@
 //! The table of commands. They have two options in all, and most pass their arguments on as they
 //! are, so a parser of command lines would only be compiled before the first command can run.
 
+use crate::cuda::Cuda;
 use crate::repo::Repo;
-use crate::setup::Changes;
+use crate::setup::{Changes, Ready};
 use crate::{bundle, cargo, ci, doctor, headers, plot, report, setup, versions};
 use anyhow::Result;
 use std::path::PathBuf;
@@ -31,7 +32,7 @@ cargo xtask COMMAND [ARGUMENTS]
                      `cargo bench --profile dev`
   plot FILE...       bench.json, and the rivals.json next to it, as pictures in docs/plots
   ci [STEP...]       what a change must pass: formats, lints, documentation, packages, weak symbols, tests, a stand-alone
-                     crate; or those of its steps whose names contain a word
+                     crate, some tests with libtorch 2.13, which it installs; or those of its steps whose names contain a word
   headers            write the C++ declarations of the structs that Rust and the kernels share (csrc/*/params.h)
   doctor             what was found, what does not fit, and the exact fix; installs nothing
   bundle [--no-bench]
@@ -77,17 +78,31 @@ pub fn run(name: Option<&str>, args: &[String]) -> Result<ExitCode> {
 }
 
 fn demo(args: &[String]) -> Result<ExitCode> {
+    let repo = Repo::find()?;
+    let ready = setup::run(&repo)?;
     let mut changes = setup::short_waits();
-    changes.extend(setup::no_kernels_without_gpu());
-    start(&["run", "--example", "char_lltm", "--"], args, changes)
+    if matches!(ready.cuda, Cuda::On(_)) {
+        changes.extend(setup::no_kernels_without_gpu());
+    }
+    become_cargo(&repo, ready, &["run", "--example", "char_lltm", "--"], args, changes)
 }
 
 /// Runs set-up and then replaces this process by cargo.
 fn start(cargo_args: &[&str], args: &[String], changes: Changes) -> Result<ExitCode> {
     let repo = Repo::find()?;
-    let mut ready = setup::run(&repo)?;
+    let ready = setup::run(&repo)?;
+    become_cargo(&repo, ready, cargo_args, args, changes)
+}
+
+fn become_cargo(
+    repo: &Repo,
+    mut ready: Ready,
+    cargo_args: &[&str],
+    args: &[String],
+    changes: Changes,
+) -> Result<ExitCode> {
     ready.changes.extend(changes);
-    let mut command: Command = cargo::command(&repo, &ready.changes, cargo_args);
+    let mut command: Command = cargo::command(repo, &ready.changes, cargo_args);
     command.args(args);
     Err(cargo::become_command(command))
 }

@@ -9,6 +9,7 @@ use crate::report::{say, trouble};
 use crate::wheels;
 use anyhow::{Result, bail};
 use std::ffi::OsString;
+use std::path::Path;
 
 /// Changes to cargo's environment: for each variable a value to set, or `None` to remove it.
 pub type Changes = Vec<(String, Option<OsString>)>;
@@ -107,7 +108,9 @@ const CUDA_SWITCH: &str = "TCH_EXTENSION_CUDA";
 const TEST_THREADS: &str = "RUST_TEST_THREADS";
 
 fn has_gpu() -> bool {
-    programs::stdout("nvidia-smi", &["-L"]).is_some_and(|list| list.starts_with("GPU"))
+    // The driver's device is there also where nvidia-smi is not in PATH.
+    Path::new("/dev/nvidia0").exists()
+        || programs::stdout("nvidia-smi", &["-L"]).is_some_and(|list| list.starts_with("GPU"))
 }
 
 /// The environment for test programs: one test at a time on a machine with a GPU. The tests share
@@ -174,10 +177,20 @@ fn changes(repo: &Repo, compiler: &Compiler, search: &Search) -> Changes {
         let home = search.found.as_ref().map(|nvcc| nvcc.home()).unwrap_or_default();
         changes.push(("CUDA_HOME".to_string(), Some(home.into())));
     }
-    if compiler.must_be_named {
-        changes.push(("CXX".to_string(), Some(compiler.command.clone().into())));
-    }
+    changes.extend(name_of(compiler));
     changes
+}
+
+/// The environment without which cc would look for a compiler of another name.
+fn name_of(compiler: &Compiler) -> Option<(String, Option<OsString>)> {
+    let name = || ("CXX".to_string(), Some(compiler.command.clone().into()));
+    compiler.must_be_named.then(name)
+}
+
+/// The same, for commands that do without the rest of the set-up.
+pub fn named_compiler() -> Result<Changes> {
+    let cxx = std::env::var("CXX").ok();
+    Ok(name_of(&compiler::find(cxx.as_deref())?).into_iter().collect())
 }
 
 #[cfg(test)]

@@ -34,6 +34,7 @@ pub fn test(repo: &Repo, version: &str, args: &[String]) -> Result<ExitCode> {
 pub fn command(repo: &Repo, args: &[String]) -> Result<Command> {
     setup::check_platform()?;
     setup::check_glibc()?;
+    let named = setup::named_compiler()?;
     wheels::LIBTORCH_2_13.ensure(repo)?;
     let root = repo.root.join("target/tch-0.26");
     lay_out(repo, &root)?;
@@ -46,6 +47,7 @@ pub fn command(repo: &Repo, args: &[String]) -> Result<Command> {
         ["LIBTORCH", "CUDA_HOME", "LIBTORCH_USE_PYTORCH", "TCH_EXTENSION_OBJECTS"]
             .map(|variable| (variable.to_string(), None))
             .into();
+    changes.extend(named);
     changes.extend(setup::one_test_at_a_time());
     lock(repo, &other, &changes)?;
     let has_packages = args.iter().any(|arg| arg.starts_with("-p") || arg.starts_with("--package"));

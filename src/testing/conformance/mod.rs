@@ -116,16 +116,14 @@ const PROPERTIES: [(&str, Property); 13] = [
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
-/// use tch_extension::ops::f_lltm_cell;
+/// use tch_extension::Result;
 /// use tch_extension::testing::conformance;
 ///
 /// let leaf = |size: [i64; 2]| Tensor::randn(size, (Kind::Float, Device::Cpu)).set_requires_grad(true);
-/// let (x, w, h, c) = (leaf([2, 4]), leaf([9, 7]), leaf([2, 3]), leaf([2, 3]));
-/// let cell = |inputs: &[Tensor]| {
-///     let [x, w, h, c] = inputs else { unreachable!("four inputs") };
-///     f_lltm_cell(x, w, None, (h, c)).map(|(h, c)| [h, c])
-/// };
-/// conformance(cell, &[&x, &w, &h, &c], &Default::default())?;
+/// let (x, w) = (leaf([2, 4]), leaf([4, 3]));
+/// // This stands for your operator.
+/// let product = |inputs: &[Tensor]| -> Result<[Tensor; 1]> { Ok([inputs[0].f_mm(&inputs[1])?]) };
+/// conformance(product, &[&x, &w], &Default::default())?;
 /// # Ok::<(), tch_extension::Error>(())
 /// ```
 ///

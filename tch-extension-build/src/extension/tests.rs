@@ -138,8 +138,17 @@ fn folders_and_files_can_be_left_out() {
         .collect();
     assert_eq!(names.len(), 2, "{names:?}");
     assert!(names.iter().any(|name| name.contains("off_too")), "{names:?}");
-    let error = script.refusal(&Extension::new("a").source_dir(&csrc).without(csrc.join("of")));
-    assert!(error.contains("without: there is no "), "{error}");
+    // What is left out already may be named again, by itself or with its folder.
+    let again = Extension::new("a").source_dir(&csrc).without(csrc.join("off/off.cpp"));
+    again.without(csrc.join("off")).build_in(&script).expect("a library");
+    let wrong = [
+        Extension::new("a").source_dir(&csrc).without(csrc.join("of")),
+        Extension::new("a").without(csrc.join("off")).source_dir(&csrc),
+    ];
+    for extension in wrong {
+        let error = script.refusal(&extension);
+        assert!(error.contains("without: no source"), "{error}");
+    }
 }
 
 #[test]
