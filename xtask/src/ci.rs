@@ -226,8 +226,6 @@ impl Ci {
         let args: Vec<String> = features.into_iter().chain(tests).map(String::from).collect();
         let mut command = versions::command(&self.repo, &args)?;
         command.env("TCH_EXTENSION_CUDA", "0").env_remove("TCH_EXTENSION_REQUIRE_CUDA");
-        // Nothing of this build is used again, and the tests wait for libtorch most of the time.
-        command.env("CARGO_PROFILE_DEV_OPT_LEVEL", "0").env("CARGO_PROFILE_DEV_DEBUG", "0");
         command.env("OMP_WAIT_POLICY", "passive");
         cargo::run(&mut command)
     }
