@@ -18,7 +18,7 @@ const UNIT: &str = "csrc/bridge.cpp";
 
 /// The sources that [`UNIT`] includes.
 fn parts() -> Vec<String> {
-    let text = std::fs::read_to_string(UNIT).unwrap_or_default();
+    let text = std::fs::read_to_string(UNIT).unwrap_or_else(|error| panic!("{UNIT}: {error}"));
     let included =
         text.lines().filter_map(|line| line.strip_prefix("#include \"")?.strip_suffix('"'));
     included.map(|part| format!("csrc/{part}")).collect()

@@ -330,12 +330,15 @@ impl Case {
 /// Whether our error is small, and not much larger than that of the best rival. All errors are
 /// relative; a NaN, in ours or in a rival, is not right.
 fn is_as_right(ours: f64, rivals: &[f64]) -> bool {
-    /// No provider is that wrong, however many steps there are.
-    const WRONG: f64 = 0.1;
+    /// How far ours may be off at most. A rival may be off by twice as much: a loop in bf16 is, after
+    /// enough steps.
+    const WRONG: f64 = 5e-2;
     /// A few roundings to the coarsest kind, bf16.
     const ROUNDINGS: f64 = 4e-3;
     let best = rivals.iter().copied().fold(f64::INFINITY, f64::min);
-    ours <= WRONG && rivals.iter().all(|rival| *rival <= WRONG) && ours <= 2.0 * best.max(ROUNDINGS)
+    ours <= WRONG
+        && rivals.iter().all(|rival| *rival <= 2.0 * WRONG)
+        && ours <= 2.0 * best.max(ROUNDINGS)
 }
 
 /// The norm of each difference, relative to the norm of the result. Single elements may differ

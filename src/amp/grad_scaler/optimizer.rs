@@ -3,8 +3,8 @@
 use crate::Result;
 use tch::Tensor;
 
-/// What [`GradScaler`](super::GradScaler) needs from an optimizer. tch's optimizers implement it; implement it for
-/// your own.
+/// What [`GradScaler`](super::GradScaler) needs from an optimizer. tch's optimizers implement it;
+/// implement it for your own.
 ///
 /// A scaler recognises an optimizer by its parameters. Between two updates, it treats two
 /// optimizers that share a parameter as one, and unscales its gradients once.

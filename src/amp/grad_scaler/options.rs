@@ -24,8 +24,8 @@ pub struct GradScalerOptions {
     /// The number of updates in a row without infinite or NaN gradients after which the scale
     /// grows. It must be positive. The default is 2000.
     pub growth_interval: i64,
-    /// If false, the scaler does nothing and [`GradScaler::step`](super::GradScaler::step) always steps. The default is
-    /// true.
+    /// If false, the scaler does nothing and [`GradScaler::step`](super::GradScaler::step) always
+    /// steps. The default is true.
     pub enabled: bool,
 }
 
@@ -41,8 +41,8 @@ impl Default for GradScalerOptions {
     }
 }
 
-/// The state of a [`GradScaler`](super::GradScaler) that must be saved along with weights and optimizers. The fields
-/// are those of torch's `state_dict`.
+/// The state of a [`GradScaler`](super::GradScaler) that must be saved along with weights and
+/// optimizers. The fields are those of torch's `state_dict`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct GradScalerState {
     /// The current scale.
