@@ -4,6 +4,7 @@
 //!   writes a table and JSON. With words, it runs only the cases whose titles contain all of them.
 //! - `cargo xtask bench sweep` measures layer_norm over a grid of sizes.
 //! - `cargo xtask bench lltm sweep` measures sequences with various numbers of steps and rows.
+//! - `cargo xtask bench lstm sweep` and `gru sweep` measure each way of a layer.
 //! - `cargo xtask bench OPERATOR random SEED [WORD…]` measures `matmul_add_relu`, `linear`,
 //!   `layer_norm` or `lltm_cell` at random sizes.
 //! - `cargo bench --profile dev` runs criterion, which measures one provider after another, and
@@ -18,6 +19,7 @@ mod clock;
 mod common;
 mod draw;
 mod floor;
+mod gru;
 mod layer_norm;
 mod layer_norm_sweep;
 mod library;
@@ -25,9 +27,12 @@ mod linear;
 mod lltm;
 mod lltm_cell;
 mod lltm_sweep;
+mod lstm;
 mod machine;
 mod matmul_add_relu;
 mod random;
+mod rnn;
+mod rnn_sweep;
 mod table;
 
 use common::Case;
@@ -55,6 +60,14 @@ fn main() {
             if first == "table" && second == "lltm" && third == "sweep" =>
         {
             lltm_sweep::run(words).expect("a device that can be measured");
+        }
+        [first, second, third, words @ ..]
+            if first == "table"
+                && ["lstm", "gru"].contains(&second.as_str())
+                && third == "sweep" =>
+        {
+            let layer = if second == "lstm" { lstm::LAYER } else { gru::LAYER };
+            rnn_sweep::run(layer, words).expect("a GPU that can be measured");
         }
         [first, operator, random, seed, words @ ..] if first == "table" && random == "random" => {
             random::run(operator, seed, words).expect("a GPU that can be measured");

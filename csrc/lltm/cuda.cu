@@ -1,4 +1,5 @@
 // LLTM on CUDA with one kernel for each step.
+#include "../recurrent/cells/lltm_cuda.h"
 #include "../recurrent/step/cuda.h"
 #include "kernels.h"
 
@@ -8,12 +9,12 @@ using namespace recurrent::step;
 
 extern "C" LaunchStatus tch_extension_lltm_step_forward_cuda(const ForwardParams* params,
                                                              cudaStream_t stream) {
-  return launch("lltm_step_forward", *params, stream);
+  return launch<recurrent::LltmOnCuda>("lltm_step_forward", *params, stream);
 }
 
 extern "C" LaunchStatus tch_extension_lltm_step_backward_cuda(const BackwardParams* params,
                                                               cudaStream_t stream) {
-  return launch("lltm_step_backward", *params, stream);
+  return launch<recurrent::LltmOnCuda>("lltm_step_backward", *params, stream);
 }
 
 }  // namespace tch_extension::lltm

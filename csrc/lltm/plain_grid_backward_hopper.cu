@@ -38,7 +38,8 @@ extern "C" LaunchStatus tch_extension_lltm_grid_plain_backward_cuda(
     const grid::BackwardParams* params, bool* fits, cudaStream_t stream) {
   const grid::Call<GridPlainBackward, grid::BackwardParams, true> call{
       *params, kGates * params->hidden, fits, stream};
-  return {"lltm_grid_plain_backward", for_kinds(params->kind, params->product_kind, call)};
+  return {"lltm_grid_plain_backward",
+          for_kinds<LltmOnCuda>(params->kind, params->product_kind, call)};
 }
 
 }  // namespace tch_extension::lltm

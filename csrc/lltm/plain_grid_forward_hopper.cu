@@ -53,7 +53,8 @@ extern "C" LaunchStatus tch_extension_lltm_grid_plain_forward_cuda(
     const grid::ForwardParams* params, bool* fits, cudaStream_t stream) {
   const grid::Call<GridPlainForward, grid::ForwardParams, true> call{*params, params->hidden, fits,
                                                                      stream};
-  return {"lltm_grid_plain_forward", for_kinds(params->kind, params->product_kind, call)};
+  return {"lltm_grid_plain_forward",
+          for_kinds<LltmOnCuda>(params->kind, params->product_kind, call)};
 }
 
 }  // namespace tch_extension::lltm

@@ -31,7 +31,7 @@ extern "C" LaunchStatus tch_extension_lltm_grid_wide_backward_cuda(
     const grid::BackwardParams* params, bool* fits, cudaStream_t stream) {
   const grid::Call<WideGridBackward, grid::BackwardParams> call{*params, params->hidden, fits,
                                                                 stream};
-  return {"lltm_grid_wide_backward", for_kinds(params->kind, params->product_kind, call)};
+  return {"lltm_grid_wide_backward", for_kinds<Lltm>(params->kind, params->product_kind, call)};
 }
 
 }  // namespace tch_extension::lltm

@@ -37,7 +37,7 @@ extern "C" LaunchStatus tch_extension_lltm_grid_wide_forward_cuda(const grid::Fo
                                                                   bool* fits, cudaStream_t stream) {
   const grid::Call<WideGridForward, grid::ForwardParams> call{*params, params->hidden, fits,
                                                               stream};
-  return {"lltm_grid_wide_forward", for_kinds(params->kind, params->product_kind, call)};
+  return {"lltm_grid_wide_forward", for_kinds<Lltm>(params->kind, params->product_kind, call)};
 }
 
 }  // namespace tch_extension::lltm

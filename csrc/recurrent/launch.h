@@ -41,7 +41,7 @@ cudaError_t allow() {
 }
 
 // Calls body.run<S, T>() for each supported pair of kinds of state and product.
-template <typename Body>
+template <typename Cell, typename Body>
 const char* for_kinds(int32_t state, int32_t product, const Body& body) {
   const char* error = "internal error: no cluster or grid kernel for these kinds";
   const bool both = state == product;
@@ -50,7 +50,7 @@ const char* for_kinds(int32_t state, int32_t product, const Body& body) {
     using T = typename decltype(type)::type;
     if (both) {
       error = body.template run<T, T>();
-    } else if constexpr (sizeof(T) == 2) {
+    } else if constexpr (sizeof(T) == 2 && Cell::kHasMixedKinds) {
       error = body.template run<float, T>();
     }
   });

@@ -64,10 +64,13 @@ at::Tensor product(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tenso
 
 using namespace tch_extension;
 
-TCH_EXTENSION_API Message tch_extension_lltm_product(const at::Tensor* lhs, const at::Tensor* rhs,
-                                                     at::Tensor** result) {
+// `bias` may be null.
+TCH_EXTENSION_API Message tch_extension_recurrent_product(const at::Tensor* lhs,
+                                                          const at::Tensor* rhs,
+                                                          const at::Tensor* bias,
+                                                          at::Tensor** result) {
   return guard([&] {
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
-    *result = new at::Tensor(recurrent::product(*lhs, *rhs, nullptr));
+    *result = new at::Tensor(recurrent::product(*lhs, *rhs, bias));
   });
 }

@@ -12,7 +12,7 @@ mod stream;
 pub use event::Event;
 pub use graph::Graph;
 pub use memory::{MemoryStats, empty_cache, memory_stats, reset_peak_memory_stats};
-pub use precision::{matmul_allow_tf32, set_matmul_allow_tf32};
+pub use precision::{matmul_allow_tf32, rnn_allow_tf32, set_matmul_allow_tf32, set_rnn_allow_tf32};
 pub(crate) use stream::StreamParts;
 pub use stream::{Stream, StreamGuard, record_stream};
 

@@ -31,3 +31,32 @@ pub fn matmul_allow_tf32() -> Result<bool> {
 pub fn set_matmul_allow_tf32(allow: bool) -> Result<()> {
     ffi::set_matmul_allow_tf32(allow)
 }
+
+/// Whether recurrent layers of `Float` on CUDA may be computed in TF32: cuDNN's, and those of
+/// [`ops::lstm`](crate::ops::lstm) and [`ops::gru`](crate::ops::gru). It is
+/// `torch.backends.cudnn.rnn.fp32_precision == "tf32"` in Python.
+///
+/// # Errors
+/// An error of libtorch.
+pub fn rnn_allow_tf32() -> Result<bool> {
+    ffi::rnn_allow_tf32()
+}
+
+/// Sets [`rnn_allow_tf32`]. The setting holds for the whole process, from the next layer on. It is
+/// initially `true`, unlike the one for products.
+///
+/// ```
+/// use tch_extension::cuda::{rnn_allow_tf32, set_rnn_allow_tf32};
+///
+/// assert!(rnn_allow_tf32()?);
+/// set_rnn_allow_tf32(false)?;
+/// assert!(!rnn_allow_tf32()?);
+/// # set_rnn_allow_tf32(true)?;
+/// # Ok::<(), tch_extension::Error>(())
+/// ```
+///
+/// # Errors
+/// An error of libtorch.
+pub fn set_rnn_allow_tf32(allow: bool) -> Result<()> {
+    ffi::set_rnn_allow_tf32(allow)
+}

@@ -8,6 +8,8 @@ mod linear;
 mod lltm;
 #[cfg(feature = "recurrent")]
 mod lltm_layer;
+#[cfg(feature = "recurrent")]
+mod rnn;
 
 #[cfg(feature = "norm")]
 pub use layer_norm::{LayerNorm, LayerNormConfig, LayerNormOp, layer_norm};
@@ -17,3 +19,5 @@ pub use linear::{Linear, linear};
 pub use lltm::{Lltm, LltmConfig, LltmOp, LltmState, lltm};
 #[cfg(feature = "recurrent")]
 pub use lltm_layer::{LltmLayer, LltmLayerConfig, lltm_layer};
+#[cfg(feature = "recurrent")]
+pub use rnn::{Gru, Lstm, gru, lstm};

@@ -43,6 +43,21 @@ macro_rules! operators {
                     "gemm/small.cu",
                 ],
             }
+            gru of "recurrent" {
+                functions: [gru, f_gru, gru_reference],
+                way: [],
+                files: [
+                    "recurrent/cpu",
+                    "recurrent/cudnn.cpp",
+                    "recurrent/step",
+                    "recurrent/cluster",
+                    "gru/cluster_forward.cu",
+                    "gru/cluster_backward.cu",
+                    "recurrent/grid",
+                    "gru/grid_forward_hopper.cu",
+                    "gru/grid_backward_hopper.cu",
+                ],
+            }
             lltm of "recurrent" {
                 functions: [lltm, f_lltm, lltm_reference],
                 way: [LltmWay],
@@ -73,6 +88,21 @@ macro_rules! operators {
                     "lltm_cell/fused_forward.cu",
                     "lltm_cell/fused_backward.cu",
                     "lltm_cell/hopper_forward.cu",
+                ],
+            }
+            lstm of "recurrent" {
+                functions: [lstm, f_lstm, lstm_reference],
+                way: [],
+                files: [
+                    "recurrent/cpu",
+                    "recurrent/cudnn.cpp",
+                    "recurrent/step",
+                    "recurrent/cluster",
+                    "lstm/cluster_forward.cu",
+                    "lstm/cluster_backward.cu",
+                    "recurrent/grid",
+                    "lstm/grid_forward_hopper.cu",
+                    "lstm/grid_backward_hopper.cu",
                 ],
             }
             matmul_add_relu of "gemm" {

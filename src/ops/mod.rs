@@ -5,8 +5,8 @@
 //! operations.
 //!
 //! Operators belong to families, each of which is a feature of this crate and on by default:
-//! `norm` (`layer_norm`), `gemm` (`linear`, `matmul_add_relu`) and `recurrent` (`lltm`,
-//! `lltm_cell`; it needs `gemm`). The kernels of a family that is off are not compiled.
+//! `norm` (`layer_norm`), `gemm` (`linear`, `matmul_add_relu`) and `recurrent` (`lstm`, `gru`,
+//! `lltm`, `lltm_cell`; it needs `gemm`). The kernels of a family that is off are not compiled.
 
 #[macro_use]
 mod list;
@@ -15,6 +15,8 @@ mod list;
 mod column_sums;
 #[cfg(feature = "gemm")]
 mod gemm;
+#[cfg(feature = "recurrent")]
+mod gru;
 #[cfg(feature = "norm")]
 mod layer_norm;
 #[cfg(feature = "gemm")]
@@ -23,6 +25,8 @@ mod linear;
 mod lltm;
 #[cfg(feature = "recurrent")]
 mod lltm_cell;
+#[cfg(feature = "recurrent")]
+mod lstm;
 #[cfg(feature = "gemm")]
 mod matmul_add_relu;
 #[cfg(feature = "norm")]
@@ -37,6 +41,11 @@ pub use gemm::{Way as ProductWay, counters as product_plans};
 #[cfg(feature = "norm")]
 #[doc(hidden)]
 pub use norm::Way as NormWay;
+#[cfg(feature = "recurrent")]
+pub use recurrent::RnnWeights;
+#[cfg(feature = "recurrent")]
+#[doc(hidden)]
+pub use recurrent::Way as RnnWay;
 #[doc(hidden)]
 pub use way::force;
 

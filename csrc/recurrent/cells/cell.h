@@ -20,6 +20,8 @@
 //                            cell needs h[t-1] W_hᵀ by itself: 0, or 1 for the candidate of a GRU
 //   kStateIsH                the state is h: there is no c
 //   kNeedsPreviousState      the backward pass needs the state before the step, too
+//   kHasMixedKinds           whether clusters and grids have kernels for a state of float with
+//                            products of a half kind, which include scaled fp16 values
 //
 // Pointwise functions, on registers (lltm_cuda.h). F are the activation functions in the precision
 // that a kernel needs, and G is the type of the sums:
@@ -27,7 +29,7 @@
 //   forward<F, G>(gates[kGates], separate, state&, h&, saved[kSaved])
 //       `gates` has the sums, but for the last kSeparate gates it has only the input's part, whose
 //       other part is in `separate`. `state` is the one before the step, and then the one after it.
-//   factors<F, G>(saved[kSaved], new_state) -> Factors
+//   factors<F, G>(saved[kSaved], new_state, previous_state) -> Factors
 //       returns what can be computed for the backward pass before the gradient for h is known: the
 //       kernels that keep W_h on the chip compute it while they wait for that gradient.
 //   add_to_state(factors, grad_h, grad_state&)
@@ -37,28 +39,28 @@
 //       returns the gradient for a gate, given those for h and for the state
 //   before_step(factors, grad_state) -> gradient
 //       returns the gradient for the state before the step, except what comes through the product
+//   separate_gradient(factors, grad_state) -> gradient
+//       returns the gradient for the input's part of the separate gate, if there is one
 //
 // On the CPU (CellOnCpu) the same functions take vectors, and read and write memory themselves: see
 // lltm_cpu.h and gru_cpu.h.
 //
-// Which ways are generic: cpu, step on the CPU and cluster entirely; grid in its pointwise part,
-// while its memory is laid out for three gates. step on CUDA and wide_grid have LLTM's formulas
-// written out: if they called the cell's functions instead, nvcc would generate other code, because
-// it would load in another order.
+// The ways cpu, step, cluster and grid are generic; the scaled messages of the grid (its scaled.h)
+// and wide_grid have LLTM's three gates.
 //
 // LLTM (lltm.h): the gates are [i | o | g] and the state is c. It saves σ(i), σ(o) and g before its
 // activation, because elu(g) near -1 has lost g's digits.
 //
 //   c' = c + elu(g) σ(i)        h' = tanh(c') σ(o)
 //
-// An LSTM would have: kGates 4, [i | f | g | o]; kSaved 4, the activated gates; kSeparate 0; and
-// state c. Its backward pass would need c before the step (kNeedsPreviousState), for the forget
-// gate's gradient.
+// An LSTM (lstm.h): kGates 4, [i | f | g | o]; kSaved 4, the activated gates; kSeparate 0; and
+// state c. Its backward pass needs c before the step (kNeedsPreviousState), for the forget gate's
+// gradient.
 //
 //   c' = σ(f) c + σ(i) tanh(g)        h' = σ(o) tanh(c')
 //   grad_c += grad_h σ(o) (1 - tanh²(c'));  grad_f = grad_c c σ'(f);  ...;  grad_c *= σ(f)
 //
-// A GRU (gru_cpu.h): kGates 3, [r | z | n]; kSaved 4: r, z, n and hn; kSeparate 1; the state is h.
+// A GRU (gru.h): kGates 3, [r | z | n]; kSaved 4: r, z, n and hn; kSeparate 1; the state is h.
 //
 //   hn = h W_hnᵀ + b_hn                n = tanh(x W_inᵀ + b_in + r · hn)
 //   h' = (1 - z) n + z h

@@ -11,6 +11,7 @@ struct Gru {
   static constexpr int kSeparate = 1;
   static constexpr bool kStateIsH = true;
   static constexpr bool kNeedsPreviousState = true;
+  static constexpr bool kHasMixedKinds = false;
 };
 
 }  // namespace tch_extension::recurrent

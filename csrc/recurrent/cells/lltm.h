@@ -11,9 +11,11 @@ struct Lltm {
   static constexpr int kSeparate = 0;
   static constexpr bool kStateIsH = false;
   static constexpr bool kNeedsPreviousState = false;
+  static constexpr bool kHasMixedKinds = true;
 };
 
-// For grid and wide_grid, whose memory is laid out for this number of gates.
+// For wide_grid and the scaled messages of the grid, whose memory is laid out for this number of
+// gates.
 constexpr int kGates = Lltm::kGates;
 
 }  // namespace tch_extension::recurrent

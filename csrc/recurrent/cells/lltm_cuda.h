@@ -25,7 +25,7 @@ struct LltmOnCuda : Lltm {
   };
 
   template <typename F, typename G, typename S>
-  static __device__ __forceinline__ Factors<G> factors(const S (&saved)[kSaved], S new_c) {
+  static __device__ __forceinline__ Factors<G> factors(const S (&saved)[kSaved], S new_c, S) {
     const G tanh_c = F::tanh(static_cast<G>(new_c));
     const G i = static_cast<G>(saved[0]), o = static_cast<G>(saved[1]),
             g = static_cast<G>(saved[2]);
@@ -45,6 +45,11 @@ struct LltmOnCuda : Lltm {
   template <typename G>
   static __device__ __forceinline__ G before_step(const Factors<G>&, G grad_c) {
     return grad_c;
+  }
+
+  template <typename G>
+  static __device__ __forceinline__ G separate_gradient(const Factors<G>&, G) {
+    return 0;
   }
 
   template <int kGate, typename G>

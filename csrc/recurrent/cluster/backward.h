@@ -238,10 +238,11 @@ __device__ __forceinline__ void send_four(uint32_t to, uint32_t barrier, const G
   }
 }
 
-// What the forward pass saved for a lane in a step, in the types that it has in memory.
+// What the forward pass saved for a lane in a step, in the types that it has in memory: among it
+// the state after the step and, if the cell needs it, the one before.
 template <typename Cell, typename S>
 struct Saved {
-  S grad_output, values[Cell::kSaved], c;
+  S grad_output, values[Cell::kSaved], c, previous;
 };
 
 // S is the state's type. Indices are 32 bits wide, as in the forward pass.
@@ -283,10 +284,21 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     saved.values[1] = activations[hidden];
     saved.values[2] = activations[2 * hidden];
     if constexpr (Cell::kSaved > 3) saved.values[3] = activations[3 * hidden];
-    saved.c = static_cast<const S*>(params.c)[at];
+    const S* states = static_cast<const S*>(params.c);
+    if constexpr (Cell::kNeedsPreviousState) {
+      if (!Cell::kStateIsH) saved.c = saved.previous;
+      saved.previous =
+          at == first ? static_cast<const S*>(params.c0)[first] : states[at - step_size];
+    } else {
+      saved.c = states[at];
+    }
   };
   uint32_t at = first + (steps - 1) * step_size;
-  if (valid) load(at);
+  if (valid) {
+    if (Cell::kNeedsPreviousState && !Cell::kStateIsH)
+      saved.previous = static_cast<const S*>(params.c)[at];
+    load(at);
+  }
 
   if (threadIdx.x == 0) {
     for (int buffer = 0; buffer < 2; ++buffer) hopper::mbarrier_init<1>(arrivals + 8 * buffer);
@@ -336,7 +348,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
                  place.tile * (kGates * kTile) + of_tile;
   for (int done = 0; done < steps; ++done, at -= step_size) {
     hopper::compiler_barrier(at);
-    const auto factors = Cell::template factors<Activation<T, G>, G>(saved.values, saved.c);
+    const auto factors =
+        Cell::template factors<Activation<T, G>, G>(saved.values, saved.c, saved.previous);
     const G from_output = static_cast<G>(saved.grad_output);
     // Loads the next step's values: they arrive while this step waits and multiplies.
     if (valid && done + 1 < steps) load(at - step_size);
@@ -351,6 +364,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     Cell::add_to_state(factors, grad_h, grad_c);
     G grads[kGates];
     gate_gradients<Cell>(factors, grad_h, grad_c, grads);
+    const G grad_separate = Cell::separate_gradient(factors, grad_c);
     grad_c = Cell::before_step(factors, grad_c);
     const int buffer = done % 2;
     T* to = own_gates + buffer * (L::kGatesBytes / static_cast<int>(sizeof(T)));
@@ -409,10 +423,13 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate)
         grad_gates[gate * hidden] = static_cast<Stored>(grads[gate]);
+      if (Cell::kSeparate > 0)
+        static_cast<Stored*>(params.grad_separate)[at] = static_cast<Stored>(grad_separate);
     }
   }
   if (params.needs_grad_h0) {
-    const G sum = sum_of_parts(steps - 1);
+    G sum = sum_of_parts(steps - 1);
+    if (Cell::kStateIsH) sum += grad_c;
     if (valid) static_cast<G*>(params.grad_h)[first] = sum;
   }
   if (valid) static_cast<G*>(params.grad_c)[first] = grad_c;

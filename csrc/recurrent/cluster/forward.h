@@ -11,23 +11,32 @@ namespace {
 // How many steps ahead the input gates are copied.
 constexpr int kAhead = 4;
 
-// The part of W_h that a warp multiplies, in registers in the layout of tensor cores: kTerms
-// columns of each gate.
-template <typename Cell, typename T, int kPadded, int kCluster>
+// The part of W_h that a warp multiplies, in the layout of tensor cores: kTerms columns of each
+// gate. It is in registers, except for the last kShared products, for which there is no room; these
+// are in shared memory, [product, gate, thread].
+template <typename Cell, typename T, int kPadded, int kCluster, int kShared = 0>
 struct HalfForwardProduct : Shares<kPadded, kCluster> {
-  static constexpr int kGates = Cell::kGates;
+  static constexpr int kGates = Cell::kGates, kSeparate = Cell::kSeparate;
+  using S = Shares<kPadded, kCluster>;
   using Element = T;
   using Gates = float;
-  enum : int { kTerms = kPadded / kSplits, kProducts = kTerms / kDepth };
+  enum : int {
+    kTerms = kPadded / kSplits,
+    kProducts = kTerms / kDepth,
+    kInRegisters = kProducts - kShared,
+    kWeightBytes = kShared * kGates * S::kThreads * static_cast<int>(sizeof(uint4)),
+  };
 
-  __device__ void load(const ForwardParams& params, const Place& place) {
+  __device__ void load(const ForwardParams& params, const Place& place, void* memory) {
     const T* weight = static_cast<const T*>(params.weight);
     const int hidden = static_cast<int>(params.hidden);
     int lane = place.lane;
+    shared = static_cast<uint4*>(memory) + threadIdx.x;
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
+        uint32_t parts[4];
 #pragma unroll
         for (int part = 0; part < 4; ++part) {
           const int column = place.first_column + lane / 4 + part % 2 * 8;
@@ -35,7 +44,14 @@ struct HalfForwardProduct : Shares<kPadded, kCluster> {
               weight + (static_cast<int64_t>(gate) * hidden + column) * params.weight_stride;
           auto at = [&](int k) { return column < hidden && k < hidden ? row[k] : T(0.0f); };
           const int k = place.split * kTerms + product * kDepth + term_of(part, lane);
-          weights[product][gate][part] = operand(at, k);
+          parts[part] = operand(at, k);
+        }
+        if (product < kInRegisters) {
+#pragma unroll
+          for (int part = 0; part < 4; ++part) weights[product][gate][part] = parts[part];
+        } else {
+          shared[((product - kInRegisters) * kGates + gate) * S::kThreads] =
+              make_uint4(parts[0], parts[1], parts[2], parts[3]);
         }
         hopper::compiler_barrier(lane);
       }
@@ -60,14 +76,23 @@ struct HalfForwardProduct : Shares<kPadded, kCluster> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int gate = 0; gate < kGates; ++gate)
-          hopper::warp_multiply_add<T>(sums[gate], weights[product + half][gate], b[2 * half],
-                                       b[2 * half + 1]);
+        for (int gate = 0; gate < kGates; ++gate) {
+          const int now = product + half;
+          if (now < kInRegisters) {
+            hopper::warp_multiply_add<T>(sums[gate], weights[now][gate], b[2 * half],
+                                         b[2 * half + 1]);
+          } else {
+            const uint4 a = shared[((now - kInRegisters) * kGates + gate) * S::kThreads];
+            const uint32_t parts[4] = {a.x, a.y, a.z, a.w};
+            hopper::warp_multiply_add<T>(sums[gate], parts, b[2 * half], b[2 * half + 1]);
+          }
+        }
       }
     }
   }
 
-  uint32_t weights[kProducts][kGates][4];
+  uint32_t weights[kInRegisters][kGates][4];
+  uint4* shared;
 };
 
 // The same for float and double, which the tensor cores for half kinds would round. The tensor
@@ -75,17 +100,18 @@ struct HalfForwardProduct : Shares<kPadded, kCluster> {
 // tile's terms.
 template <typename Cell, typename T, int kPadded, int kCluster, int kParts>
 struct PlainForwardProduct : Shares<kPadded, kCluster, kParts> {
-  static constexpr int kGates = Cell::kGates;
+  static constexpr int kGates = Cell::kGates, kSeparate = Cell::kSeparate;
   using Element = T;
   using Gates = T;
   enum : int {
     kLanes = kLanesOf16Bytes<T>,  // terms of a lane per instruction
     kTerms = kPadded / kParts,
     kProducts = kTerms / kSpan<T>,
+    kWeightBytes = 0,
   };
   static_assert(kTerms % kSpan<T> == 0, "a warp's terms are whole products");
 
-  __device__ void load(const ForwardParams& params, const Place& place) {
+  __device__ void load(const ForwardParams& params, const Place& place, void*) {
     const T* weight = static_cast<const T*>(params.weight);
     const int hidden = static_cast<int>(params.hidden);
     int lane = place.lane;
@@ -171,12 +197,13 @@ struct Outbox {
 };
 
 // Layout of shared memory: h before and after a step; each thread's partial sums; what is to be
-// sent; input gates of the next steps; bias; scales.
+// sent; input gates of the next steps; bias, and that of the separate gates; scales; weights.
 template <typename Product>
 struct ForwardLayout {
   static constexpr int kGates = Product::kGates;
   enum : int {
-    kGateBytes = kGates * Product::kThreads * static_cast<int>(sizeof(typename Product::Gates)),
+    kOneGateBytes = Product::kThreads * static_cast<int>(sizeof(typename Product::Gates)),
+    kGateBytes = kGates * kOneGateBytes,
     kOwnBytes = kRows * Product::kColumns * static_cast<int>(sizeof(typename Product::Element)),
     kHBytes = kOwnBytes * Product::kCluster,
     kH = 128,  // after the barriers; data from other blocks fills whole lines
@@ -184,8 +211,9 @@ struct ForwardLayout {
     kStaged = kPartials + kSplits * kGateBytes,
     kRing = kStaged + kOwnBytes,
     kBias = kRing + kAhead * kGateBytes,
-    kScales = kBias + kGateBytes,
-    kBytes = kScales + kGateBytes,
+    kScales = kBias + kGateBytes + Product::kSeparate * kOneGateBytes,
+    kWeights = kScales + kGateBytes,
+    kBytes = kWeights + Product::kWeightBytes,
   };
 };
 
@@ -221,8 +249,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   const bool finishes = kParts == kSplits || place.split < kSplits;
   const bool valid = finishes && first_row + row < batch && column < hidden;
   const uint32_t step_size = batch * hidden;
-  // This lane's index in a step of the output. Its index in a step of the gates is 3 · index - 2 ·
-  // column.
+  // This lane's index in a step of the output. Its index in a step of G gates is G · index - (G -
+  // 1) · column.
   const uint32_t first = (first_row + row) * hidden + column;
 
   // Each thread reads only what it has copied itself, so that no barrier is needed.
@@ -257,10 +285,20 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     const bool has = params.bias != nullptr && column < hidden;
     bias[gate * kThreads] = has ? static_cast<const G*>(params.bias)[gate * hidden + column] : G(0);
   }
+  G* separate_bias = bias + kGates * kThreads;
+#pragma unroll
+  for (int gate = 0; gate < Cell::kSeparate; ++gate) {
+    const bool has = params.separate_bias != nullptr && column < hidden;
+    separate_bias[gate * kThreads] =
+        has ? static_cast<const G*>(params.separate_bias)[gate * hidden + column] : G(0);
+  }
   // What a lane's sums are multiplied by: the scale of its rows of W_h times that of its row of h.
   constexpr bool kMayScale = std::is_same_v<S, float> && std::is_same_v<T, __half>;
   const bool is_scaled = kMayScale && params.scales != nullptr;
-  const G message_scale = is_scaled ? G(kMessageScale) : G(1);
+  G message_scale = is_scaled ? G(kMessageScale) : G(1);
+  // Where the state is h, |h| is bounded by 1 or by the largest of h0.
+  if (Cell::kStateIsH && is_scaled && valid)
+    message_scale = min(message_scale, 1 / params.h0_scales[first_row + row]);
   G* scales = reinterpret_cast<G*>(shared + L::kScales) + threadIdx.x;
   auto set_scales = [&](float of_h) {
 #pragma unroll
@@ -272,7 +310,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
   if (kMayScale) set_scales(is_scaled && valid ? params.h0_scales[first_row + row] : 1.0f);
   G c = valid ? static_cast<G>(static_cast<const S*>(params.c0)[first]) : G(0);
   Product product;
-  product.load(params, place);
+  product.load(params, place, shared + L::kWeights);
   __syncthreads();
   // This comes after a barrier, as racecheck demands, and before any block may send.
   if (threadIdx.x == 0) {
@@ -308,7 +346,7 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
 #pragma unroll
       for (int of = 0; of < 4; ++of) written[(gate * 4 + of) * kParts * kWarp] = sums[gate][of];
     }
-    G gates[kGates], scale[kGates], saved[Cell::kSaved], new_h;
+    G gates[kGates], separate[Cell::kSeparate + 1], scale[kGates], saved[Cell::kSaved], new_h;
     if (finishes) {
       hopper::wait_for_copies<kAhead - 1>();
       const G* fetched = ring + step % kAhead * kGates * kThreads;
@@ -326,10 +364,14 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
         const G* parts = read + gate * 4 * kParts * kWarp;
         G sum = sum_of_four(parts);
         if constexpr (kParts > kSplits) sum += sum_of_four(parts + 4 * kWarp);
-        gates[gate] += sum * scale[gate];
+        const int of = gate - (kGates - Cell::kSeparate);
+        if (of >= 0) {
+          separate[of] = separate_bias[of * kThreads] + sum * scale[gate];
+        } else {
+          gates[gate] += sum * scale[gate];
+        }
       }
-      Cell::template forward<Activation<T, G>>(gates, static_cast<const G*>(nullptr), c, new_h,
-                                               saved);
+      Cell::template forward<Activation<T, G>>(gates, separate, c, new_h, saved);
       // Rows and columns of padding stay zero.
       *own = valid ? static_cast<T>(new_h * message_scale) : T(0.0f);
     }
@@ -339,10 +381,11 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
     if (!finishes) continue;
     if (step + 1 < steps) outbox.send((1 - buffer) * L::kHBytes, arrivals + 8 * (1 - buffer));
     fetch(step + kAhead, at + kAhead * step_size);
-    if (is_scaled && step == 0) set_scales(1 / kMessageScale);
+    if (is_scaled && step == 0) set_scales(1 / message_scale);
     if (valid) {
       static_cast<S*>(params.output)[at] = static_cast<S>(new_h);
-      if (params.c_stride != 0) static_cast<S*>(params.c)[at] = static_cast<S>(c);
+      if (!Cell::kStateIsH && params.c_stride != 0)
+        static_cast<S*>(params.c)[at] = static_cast<S>(c);
       if (params.activations != nullptr) {
         S* activations =
             static_cast<S*>(params.activations) + (Cell::kSaved * at - (Cell::kSaved - 1) * column);
@@ -353,7 +396,8 @@ __global__ void __launch_bounds__(Product::kThreads, Product::kAtHome)
       }
     }
   }
-  if (valid && params.c_stride == 0) static_cast<S*>(params.c)[first] = static_cast<S>(c);
+  if (!Cell::kStateIsH && valid && params.c_stride == 0)
+    static_cast<S*>(params.c)[first] = static_cast<S>(c);
 #endif
 }
 

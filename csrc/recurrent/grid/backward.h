@@ -27,25 +27,25 @@ template <int... kOf>
 constexpr bool kSendsScaled<ScaledProduct<kOf...>> = true;
 
 // The first of the two terms of a word. A term is a gate and a column of h, that is, a row of W_h.
-template <typename Product>
+template <typename Cell, typename Product>
 __device__ __forceinline__ int term_of(int vector, int half, int word, int hidden) {
   if constexpr (kSendsScaled<Product>) {
     const int column = Product::column_of(vector, half, word);
-    return column < hidden ? Product::gate_of(vector) * hidden + column : kGates * hidden;
+    return column < hidden ? Product::gate_of(vector) * hidden + column : Cell::kGates * hidden;
   } else {
     return Product::first_term() + vector * Product::kStride + (half * 2 + word) * 2;
   }
 }
 
 // Loads the block's part of W_hᵀ.
-template <typename Product>
+template <typename Cell, typename Product>
 __device__ __forceinline__ void load_weights(Product& product, const BackwardParams& params,
                                              int first_column) {
   using T = typename Product::T;
   const T* weight = static_cast<const T*>(params.weight);
   const int hidden = static_cast<int>(params.hidden), lane = threadIdx.x % kWarp;
   auto word = [&](int term, int column) {
-    if (term >= kGates * hidden || column >= hidden) return 0u;
+    if (term >= Cell::kGates * hidden || column >= hidden) return 0u;
     const T* at = weight + static_cast<int64_t>(term) * params.weight_stride + column;
     return bits_of(at[0]) | bits_of(at[params.weight_stride]) << 16;
   };
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_weights(Product& product, const BackwardPar
     const int vector = fragment / Product::kTiles / 2;
 #pragma unroll
     for (int part = 0; part < 4; ++part) {
-      const int term = term_of<Product>(vector, half, part / 2, hidden);
+      const int term = term_of<Cell, Product>(vector, half, part / 2, hidden);
       const int column = first_column + tile * kTile + lane / 4 * 2 + part % 2;
       product.put_weight(vector, half, tile, part, word(term, column));
     }
@@ -63,14 +63,14 @@ __device__ __forceinline__ void load_weights(Product& product, const BackwardPar
   }
 }
 
-template <typename Product>
+template <typename Cell, typename Product>
 __device__ __forceinline__ void load_plain_weights(Product& product, const BackwardParams& params,
                                                    int first_column) {
   const auto* weight = static_cast<const typename Product::T*>(params.weight);
   const int hidden = static_cast<int>(params.hidden);
   product.load_weights([=](int pair, int odd, int term) -> typename Product::T {
     const int column = first_column + pair * 2 + odd;
-    if (column >= hidden || term >= kGates * hidden) return 0;
+    if (column >= hidden || term >= Cell::kGates * hidden) return 0;
     return weight[static_cast<int64_t>(term) * params.weight_stride + column];
   });
 }
@@ -79,17 +79,20 @@ __device__ __forceinline__ void load_plain_weights(Product& product, const Backw
 // next iterations, and the gradients for c of each of its sub-batches, of two columns each. Saved
 // values are copied to shared memory because loads into registers would make messages wait for
 // them.
-template <typename S, typename Product>
+template <typename Cell, typename S, typename Product>
 struct BackwardLayout {
   using Teams = TeamsOf<Product, Product::kTiles * kTile>;
-  static constexpr int kSaved = 5;
+  // The gradient for the output, what the cell saves, and the states after and before the step, as
+  // far as the cell needs them.
+  static constexpr int kStates = (Cell::kStateIsH ? 0 : 1) + (Cell::kNeedsPreviousState ? 1 : 0);
+  static constexpr int kSaved = 1 + Cell::kSaved + kStates;
   static constexpr int kRing = Teams::kEnd;
   static constexpr int kState =
       kRing + kAheadBack * kSaved * kFinishers * static_cast<int>(sizeof(BitsOfTwo<S>));
   static constexpr int kOfAll =
       kFinishers * static_cast<int>(sizeof(PairOf<typename Product::Sum>));
   // The scales of the rows of W_h that belong to the columns of all finishers.
-  static constexpr int kScales = kSendsScaled<Product> ? kGates * kOfAll : 0;
+  static constexpr int kScales = kSendsScaled<Product> ? Cell::kGates * kOfAll : 0;
   static int bytes(int subs) {
     return kState + kScales + ceil_div(subs, static_cast<int>(Teams::kTeams)) * kOfAll;
   }
@@ -98,10 +101,11 @@ struct BackwardLayout {
 // What finishers do after the products.
 template <typename Cell, typename S, typename Product>
 struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
+  static constexpr int kGates = Cell::kGates;
   using T = typename Product::T;
   using G = typename Product::Sum;
   using Pair = PairOf<G>;
-  using Layout = BackwardLayout<S, Product>;
+  using Layout = BackwardLayout<Cell, S, Product>;
   using Base = Member<Product, Product::kTiles * kTile>;
   using Base::at_first, Base::column, Base::index, Base::is_valid, Base::place;
   using Bits = BitsOfTwo<S>;
@@ -122,15 +126,17 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
                (static_cast<uint32_t>(place.batch) * place.hidden) +
            at_first(iteration.sub);
   }
-  // The index in [T, B, 3H] that belongs to an index in [T, B, H].
-  __device__ __forceinline__ uint32_t at_gates(uint32_t at) const {
-    return kGates * at - 2 * column;
+  // The index in [T, B, V·H] that belongs to an index in [T, B, H].
+  template <int kValues>
+  __device__ __forceinline__ uint32_t at_values(uint32_t at) const {
+    return kValues * at - (kValues - 1) * column;
   }
   __device__ __forceinline__ Pair& of_c(int sub) const { return state[sub / kTeams * kFinishers]; }
 
   __device__ __forceinline__ void fetch() {
     const bool wanted = fetched.step < place.steps && is_valid(fetched.sub);
-    const uint32_t at = wanted ? at_iteration(fetched) : 0, of_gates = wanted ? at_gates(at) : 0;
+    const uint32_t at = wanted ? at_iteration(fetched) : 0,
+                   of_values = wanted ? at_values<Cell::kSaved>(at) : 0;
     Bits* to = ring + slot * (Layout::kSaved * kFinishers);
     auto copy = [&](int value, const void* from, uint32_t at) {
       const S* place = static_cast<const S*>(from != nullptr ? from : params.c) + at;
@@ -139,10 +145,16 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     };
     copy(0, params.grad_output, at);
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
-      copy(1 + gate, params.activations, of_gates + (wanted ? gate * place.hidden : 0));
+    for (int value = 0; value < Cell::kSaved; ++value) {
+      copy(1 + value, params.activations, of_values + (wanted ? value * place.hidden : 0));
     }
-    copy(4, params.c, at);
+    if constexpr (!Cell::kStateIsH) copy(1 + Cell::kSaved, params.c, at);
+    if constexpr (Cell::kNeedsPreviousState) {
+      const bool is_first = fetched.step + 1 == place.steps;
+      const uint32_t size = static_cast<uint32_t>(place.batch) * place.hidden;
+      const uint32_t before = is_first ? at_first(fetched.sub) : at - size;
+      copy(Layout::kSaved - 1, is_first ? params.c0 : params.c, wanted ? before : 0);
+    }
     hopper::commit_copies();
     slot = (slot + 1) % kAheadBack;
     this->advance(fetched);
@@ -172,6 +184,10 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
         finish(iteration, grad_h[0], of, valid);
         fetch();
       } else if (valid) {
+        if (Cell::kStateIsH) {
+          grad_h[0].x += of_c(iteration.sub).x;
+          grad_h[0].y += of_c(iteration.sub).y;
+        }
         *grad_h_at(iteration.sub) = grad_h[0];
       }
     }
@@ -197,12 +213,19 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     auto saved = [&](int value) {
       return values_of<S>(ring[(slot * Layout::kSaved + value) * kFinishers]);
     };
-    const Pair i = saved(1), o = saved(2), g = saved(3), c = saved(4);
+    G first[Cell::kSaved], second[Cell::kSaved];
+#pragma unroll
+    for (int value = 0; value < Cell::kSaved; ++value) {
+      const Pair both = saved(1 + value);
+      first[value] = both.x;
+      second[value] = both.y;
+    }
+    const Pair state = Cell::kStateIsH ? Pair{} : saved(1 + Cell::kSaved);
+    const Pair previous = Cell::kNeedsPreviousState ? saved(Layout::kSaved - 1) : Pair{};
     Factors of;
     of.grad_output = saved(0);
-    const G first[Cell::kSaved] = {i.x, o.x, g.x}, second[Cell::kSaved] = {i.y, o.y, g.y};
-    of.first = Cell::template factors<Activation<T, G>, G>(first, c.x);
-    of.second = Cell::template factors<Activation<T, G>, G>(second, c.y);
+    of.first = Cell::template factors<Activation<T, G>, G>(first, state.x, previous.x);
+    of.second = Cell::template factors<Activation<T, G>, G>(second, state.y, previous.y);
     return of;
   }
 
@@ -217,6 +240,11 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
                            Cell::before_step(of.second, grad_c.y)};
     G grads[kGates][2];
     gate_gradients<Cell>(of.first, of.second, grad_h, grad_c, grads);
+    if (Cell::kSeparate > 0 && valid) {
+      store_two(static_cast<T*>(params.grad_separate) + at_iteration(iteration),
+                Cell::separate_gradient(of.first, grad_c.x),
+                Cell::separate_gradient(of.second, grad_c.y));
+    }
     if constexpr (kSendsScaled<Product>) {
       send_scaled(iteration, grads, valid);
       if (valid) store(iteration, grads);
@@ -227,7 +255,7 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
 
   __device__ __forceinline__ void send(const Iteration& iteration,
                                        const G (&grads)[kGates][2]) const {
-    T* to = static_cast<T*>(params.grad_gates) + at_gates(at_iteration(iteration));
+    T* to = static_cast<T*>(params.grad_gates) + at_values<kGates>(at_iteration(iteration));
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       send_two(to + gate * place.hidden, grads[gate][0], grads[gate][1]);
@@ -243,7 +271,7 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
 
   __device__ __forceinline__ void store(const Iteration& iteration,
                                         const G (&grads)[kGates][2]) const {
-    S* to = static_cast<S*>(params.grad_gates) + at_gates(at_iteration(iteration));
+    S* to = static_cast<S*>(params.grad_gates) + at_values<kGates>(at_iteration(iteration));
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       store_two(to + gate * place.hidden, grads[gate][0], grads[gate][1]);
@@ -314,7 +342,7 @@ __device__ __forceinline__ ScaledSource scaled_source_of(const BackwardParams& p
                          iteration.step <= place.steps);
 }
 
-template <typename Product, int kColumns>
+template <typename Cell, typename Product, int kColumns>
 __device__ __forceinline__ Source<typename Product::T> source_of(const BackwardParams& params,
                                                                  const Place<kColumns>& place,
                                                                  const Iteration& iteration) {
@@ -322,25 +350,25 @@ __device__ __forceinline__ Source<typename Product::T> source_of(const BackwardP
             first = Product::first_term();
   const bool valid = iteration.step > 0 && iteration.step <= place.steps && row < place.batch;
   const uint32_t rows = (place.steps - iteration.step) * place.batch + row,
-                 size = kGates * place.hidden;
+                 size = Cell::kGates * place.hidden;
   const auto* gates = static_cast<const typename Product::T*>(params.grad_gates);
   return {gates + (valid ? rows * size + first : 0), valid ? static_cast<int>(size) - first : 0};
 }
 
-template <typename Product, int kColumns>
+template <typename Cell, typename Product, int kColumns>
 __device__ __forceinline__ void produce(const BackwardParams& params, const Place<kColumns>& place,
                                         int iterations, unsigned char* memory) {
   Product product(memory + TeamsOf<Product, kColumns>::kWeights);
   if constexpr (Product::kIsPlain) {
-    load_plain_weights(product, params, place.first_column);
+    load_plain_weights<Cell>(product, params, place.first_column);
   } else {
-    load_weights(product, params, place.first_column);
+    load_weights<Cell>(product, params, place.first_column);
   }
   auto source = [&](const Iteration& iteration) {
     if constexpr (kSendsScaled<Product>) {
       return scaled_source_of<Product>(params, place, iteration);
     } else {
-      return source_of<Product>(params, place, iteration);
+      return source_of<Cell, Product>(params, place, iteration);
     }
   };
   multiply_iterations(product, place, source, Iteration{1, 0}, iterations,
@@ -357,7 +385,7 @@ __global__ void __launch_bounds__(kGridThreads, 1)
   const int last = params.needs_grad_h0 ? place.steps : place.steps - 1;
   if (threadIdx.x < kProducers) {
     hopper::take_registers<kProducerRegisters>();
-    produce<Product>(params, place, last * place.subs, grid_shared_back);
+    produce<Cell, Product>(params, place, last * place.subs, grid_shared_back);
   } else {
     hopper::give_registers<kFinisherRegisters>();
     BackwardFinisher<Cell, S, Product>(params, place, grid_shared_back).run(last);
@@ -366,7 +394,7 @@ __global__ void __launch_bounds__(kGridThreads, 1)
 }
 
 // The size of everything that is sent, counted from the first message.
-template <typename Product>
+template <typename Cell, typename Product>
 size_t bytes_of_messages(const BackwardParams& params) {
   if constexpr (kSendsScaled<Product>) {
     constexpr int kOfPair = 2;
@@ -376,7 +404,7 @@ size_t bytes_of_messages(const BackwardParams& params) {
     return static_cast<size_t>(reinterpret_cast<const unsigned char*>(end) -
                                static_cast<const unsigned char*>(params.exchange));
   } else {
-    return static_cast<size_t>(params.steps * params.batch * kGates * params.hidden) *
+    return static_cast<size_t>(params.steps * params.batch * Cell::kGates * params.hidden) *
            sizeof(typename Product::T);
   }
 }
@@ -385,8 +413,8 @@ template <typename Cell, typename S, typename Product>
 Status start_backward(const BackwardParams& params, cudaStream_t stream) {
   void* messages = kSendsScaled<Product> ? params.exchange : params.grad_gates;
   return start<backward_kernel<Cell, S, Product>, kGridThreads>(
-      params, BackwardLayout<S, Product>::bytes(subs_of(params)), messages,
-      bytes_of_messages<Product>(params), stream);
+      params, BackwardLayout<Cell, S, Product>::bytes(subs_of(params)), messages,
+      bytes_of_messages<Cell, Product>(params), stream);
 }
 
 }  // namespace

@@ -14,9 +14,9 @@ constexpr int kAhead = 3;
 [[maybe_unused]] constexpr int kNear = 4;  // unused where the kernel is empty
 
 // All messages of an iteration are in flight at once.
-template <typename T, int kColumns, int kVectors, int kShared, int kGroup>
+template <typename Cell, typename T, int kColumns, int kVectors, int kShared, int kGroup>
 using HalfForwardProduct =
-    HalfProduct<T, kGates * kColumns / kTile, kVectors, kShared, kVectors, kGroup>;
+    HalfProduct<T, Cell::kGates * kColumns / kTile, kVectors, kShared, kVectors, kGroup>;
 
 // Loads 16 bytes of a row of W, which may begin at any address unless kWhole.
 template <bool kWhole, typename T>
@@ -30,11 +30,11 @@ __device__ __forceinline__ uint4 load_vector(const T* from) {
 }
 
 // Loads the block's part of W_h: for each gate and each of the block's columns, one row of a tile.
-template <bool kWhole, typename Product>
+template <typename Cell, bool kWhole, typename Product>
 __device__ __forceinline__ void load_weights(Product& product, const ForwardParams& params,
                                              int first_column) {
   using T = typename Product::T;
-  constexpr int kOfGate = Product::kTiles / kGates;
+  constexpr int kOfGate = Product::kTiles / Cell::kGates;
   const int hidden = static_cast<int>(params.hidden), lane = threadIdx.x % kWarp;
 #pragma unroll
   for (int tile = 0; tile < Product::kTiles; ++tile) {
@@ -59,7 +59,7 @@ __device__ __forceinline__ void load_weights(Product& product, const ForwardPara
 }
 
 // The same for PlainProduct, with all columns of a gate followed by those of the next gate.
-template <int kColumns, typename Product>
+template <typename Cell, int kColumns, typename Product>
 __device__ __forceinline__ void load_plain_weights(Product& product, const ForwardParams& params,
                                                    int first_column) {
   constexpr int kPairs = kColumns / 2;
@@ -67,47 +67,49 @@ __device__ __forceinline__ void load_plain_weights(Product& product, const Forwa
   const int hidden = static_cast<int>(params.hidden);
   product.load_weights([=](int pair, int odd, int term) -> typename Product::T {
     const int gate = pair / kPairs, column = first_column + pair % kPairs * 2 + odd;
-    if (gate >= kGates || column >= hidden || term >= hidden) return 0;
+    if (gate >= Cell::kGates || column >= hidden || term >= hidden) return 0;
     return weight[static_cast<int64_t>(gate * hidden + column) * params.weight_stride + term];
   });
 }
 
 // Layout of the shared memory after that of the product: for each finisher the input gates of its
 // next iterations, and c of each of its sub-batches, of two columns each.
-template <typename Product, int kColumns>
+template <typename Cell, typename Product, int kColumns>
 struct ForwardLayout {
   using Teams = TeamsOf<Product, kColumns>;
   static constexpr int kOfAll =
       kFinishers * static_cast<int>(sizeof(PairOf<typename Product::Sum>));
   static constexpr int kRing = Teams::kEnd;
-  static constexpr int kState = kRing + kAhead * kGates * kOfAll;
+  static constexpr int kState = kRing + kAhead * Cell::kGates * kOfAll;
   static int bytes(int subs) {
     return kState + ceil_div(subs, static_cast<int>(Teams::kTeams)) * kOfAll;
   }
 };
 
 // What each finisher keeps for its columns.
-template <typename Pair, bool kMayScale>
+template <typename Cell, typename Pair, bool kMayScale>
 struct ColumnValues {
-  Pair bias[kGates * kFinishers];
-  Pair scales[kMayScale ? kGates * kFinishers : 1];
+  // The bias, and that of the separate gates.
+  Pair bias[(Cell::kGates + Cell::kSeparate) * kFinishers];
+  Pair scales[kMayScale ? Cell::kGates * kFinishers : 1];
 };
 
 // What finishers do after the products: gates and states.
 template <typename Cell, typename S, typename Product, int kColumns>
 struct ForwardFinisher : Member<Product, kColumns> {
+  static constexpr int kGates = Cell::kGates, kSeparate = Cell::kSeparate;
   using T = typename Product::T;
   using G = typename Product::Sum;
   using Pair = PairOf<G>;
   // Whether fp16 values may be multiplied in place of float.
   static constexpr bool kMayScale = std::is_same_v<S, float> && std::is_same_v<T, __half>;
-  using Layout = ForwardLayout<Product, kColumns>;
+  using Layout = ForwardLayout<Cell, Product, kColumns>;
   using Base = Member<Product, kColumns>;
   using Base::at_first, Base::column, Base::index, Base::is_valid, Base::place;
 
   __device__ __forceinline__ ForwardFinisher(const ForwardParams& p,
                                              const Place<kColumns>& of_block, unsigned char* memory,
-                                             ColumnValues<Pair, kMayScale>& columns)
+                                             ColumnValues<Cell, Pair, kMayScale>& columns)
       : Base(of_block, memory),
         params(p),
         bias(columns.bias + index),
@@ -121,9 +123,10 @@ struct ForwardFinisher : Member<Product, kColumns> {
     return iteration.step * (static_cast<uint32_t>(place.batch) * place.hidden) +
            at_first(iteration.sub);
   }
-  // The index in [T, B, 3H] that belongs to an index in [T, B, H].
-  __device__ __forceinline__ uint32_t at_gates(uint32_t at) const {
-    return kGates * at - 2 * column;
+  // The index in [T, B, V·H] that belongs to an index in [T, B, H].
+  template <int kValues>
+  __device__ __forceinline__ uint32_t at_values(uint32_t at) const {
+    return kValues * at - (kValues - 1) * column;
   }
   __device__ __forceinline__ Pair& c_of(int sub) const {
     return state[sub / Layout::Teams::kTeams * kFinishers];
@@ -131,8 +134,8 @@ struct ForwardFinisher : Member<Product, kColumns> {
 
   __device__ __forceinline__ void fetch() {
     const bool wanted = fetched.step < place.steps && is_valid(fetched.sub);
-    const G* from =
-        static_cast<const G*>(params.input_gates) + (wanted ? at_gates(at_iteration(fetched)) : 0);
+    const G* from = static_cast<const G*>(params.input_gates) +
+                    (wanted ? at_values<kGates>(at_iteration(fetched)) : 0);
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
       hopper::copy_async(ring + (slot * kGates + gate) * kFinishers,
@@ -145,18 +148,23 @@ struct ForwardFinisher : Member<Product, kColumns> {
   }
 
   // Reads two values of each gate from a row that may begin at any address.
+  template <int kOf>
   __device__ __forceinline__ void begin_columns(Pair* to, const G* row, G otherwise) {
     const bool is_there = row != nullptr && column < place.hidden;
 #pragma unroll
-    for (int gate = 0; gate < kGates; ++gate) {
+    for (int gate = 0; gate < kOf; ++gate) {
       const G* from = row + gate * place.hidden + column;
       to[gate * kFinishers] = is_there ? Pair{from[0], from[1]} : Pair{otherwise, otherwise};
     }
   }
 
   __device__ __forceinline__ void begin() {
-    begin_columns(bias, static_cast<const G*>(params.bias), 0);
-    if constexpr (kMayScale) begin_columns(scales, params.scales, 1);
+    begin_columns<kGates>(bias, static_cast<const G*>(params.bias), 0);
+    if constexpr (kSeparate > 0) {
+      begin_columns<kSeparate>(bias + kGates * kFinishers,
+                               static_cast<const G*>(params.separate_bias), 0);
+    }
+    if constexpr (kMayScale) begin_columns<kGates>(scales, params.scales, 1);
     for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
       const S* from = static_cast<const S*>(params.c0) + at_first(sub);
       c_of(sub) = is_valid(sub) ? Pair{static_cast<G>(from[0]), static_cast<G>(from[1])} : Pair{};
@@ -181,17 +189,25 @@ struct ForwardFinisher : Member<Product, kColumns> {
       this->take(sums, iteration.step * place.subs + iteration.sub, iterations);
       if constexpr (kMayScale) scale(sums, iteration);
 #pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) {
+      for (int gate = 0; gate < kGates - kSeparate; ++gate) {
         gates[gate].x += sums[gate].x;
         gates[gate].y += sums[gate].y;
       }
-      finish(iteration, gates);
+#pragma unroll
+      for (int gate = kGates - kSeparate; gate < kGates; ++gate) {
+        const Pair of_bias = bias[(gate + kSeparate) * kFinishers];
+        sums[gate].x += of_bias.x;
+        sums[gate].y += of_bias.y;
+      }
+      finish(iteration, gates, sums);
       fetch();
     }
-    if (params.c_stride != 0) return;
-    for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
-      if (is_valid(sub))
-        store_two(static_cast<S*>(params.c) + at_first(sub), c_of(sub).x, c_of(sub).y);
+    if constexpr (!Cell::kStateIsH) {
+      if (params.c_stride != 0) return;
+      for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
+        if (is_valid(sub))
+          store_two(static_cast<S*>(params.c) + at_first(sub), c_of(sub).x, c_of(sub).y);
+      }
     }
   }
 
@@ -214,27 +230,39 @@ struct ForwardFinisher : Member<Product, kColumns> {
     }
   }
 
-  __device__ __forceinline__ void finish(const Iteration& iteration, const Pair (&gates)[kGates]) {
+  // `sums` has the product's part of the separate gates, which are the last ones.
+  __device__ __forceinline__ void finish(const Iteration& iteration, const Pair (&gates)[kGates],
+                                         const Pair (&sums)[kGates]) {
     const bool valid = is_valid(iteration.sub);
     const uint32_t at = at_iteration(iteration);
     Pair h, c = c_of(iteration.sub);
     G saved[2][Cell::kSaved];
-    const G first[kGates] = {gates[0].x, gates[1].x, gates[2].x};
-    const G second[kGates] = {gates[0].y, gates[1].y, gates[2].y};
-    const G* separate = nullptr;
-    Cell::template forward<Activation<T, G>>(first, separate, c.x, h.x, saved[0]);
-    Cell::template forward<Activation<T, G>>(second, separate, c.y, h.y, saved[1]);
+    G first[kGates], second[kGates];
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) {
+      first[gate] = gates[gate].x;
+      second[gate] = gates[gate].y;
+    }
+    const Pair separate = sums[kGates - 1];
+    Cell::template forward<Activation<T, G>>(first, &separate.x, c.x, h.x, saved[0]);
+    Cell::template forward<Activation<T, G>>(second, &separate.y, c.y, h.y, saved[1]);
     const G of = message_scale();
     if (valid) send_two(static_cast<T*>(params.exchange) + at, h.x * of, h.y * of);
     c_of(iteration.sub) = c;
     if (!valid) return;
     if constexpr (!std::is_same_v<S, T>) store_two(static_cast<S*>(params.output) + at, h.x, h.y);
-    if (params.c_stride != 0) store_two(static_cast<S*>(params.c) + at, c.x, c.y);
+    if (!Cell::kStateIsH && params.c_stride != 0)
+      store_two(static_cast<S*>(params.c) + at, c.x, c.y);
     if (params.activations != nullptr) {
-      S* activations = static_cast<S*>(params.activations) + at_gates(at);
-      store_two(activations, saved[0][0], saved[1][0]);
-      store_two(activations + place.hidden, saved[0][1], saved[1][1]);
-      store_two(activations + 2 * place.hidden, gates[2].x, gates[2].y);
+      S* activations = static_cast<S*>(params.activations) + at_values<Cell::kSaved>(at);
+#pragma unroll
+      for (int value = 0; value < Cell::kSaved; ++value, activations += place.hidden) {
+        if (value < Cell::kActivated) {
+          store_two(activations, saved[0][value], saved[1][value]);
+        } else {
+          store_two(activations, gates[value].x, gates[value].y);
+        }
+      }
     }
     // Prefetches the memory of a later step: by then it may have left the L2 cache, and readers
     // would wait for memory.
@@ -267,18 +295,18 @@ __device__ __forceinline__ Source<typename Product::T> source_of(const ForwardPa
           valid ? place.hidden - first : 0};
 }
 
-template <typename Product, int kColumns>
+template <typename Cell, typename Product, int kColumns>
 __device__ __forceinline__ void produce(const ForwardParams& params, const Place<kColumns>& place,
                                         int iterations, unsigned char* memory) {
   constexpr int kVector = kLanesOf16Bytes<typename Product::T>;
   Product product(memory + TeamsOf<Product, kColumns>::kWeights);
   if constexpr (Product::kIsPlain) {
-    load_plain_weights<kColumns>(product, params, place.first_column);
+    load_plain_weights<Cell, kColumns>(product, params, place.first_column);
   } else {
     const bool whole =
         reinterpret_cast<uintptr_t>(params.weight) % 16 == 0 && params.weight_stride % kVector == 0;
-    whole ? load_weights<true>(product, params, place.first_column)
-          : load_weights<false>(product, params, place.first_column);
+    whole ? load_weights<Cell, true>(product, params, place.first_column)
+          : load_weights<Cell, false>(product, params, place.first_column);
   }
   auto source = [&](const Iteration& iteration) {
     return source_of<Product>(params, place, iteration);
@@ -294,12 +322,12 @@ __global__ void __launch_bounds__(kGridThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) unsigned char grid_shared[];
   using Finisher = ForwardFinisher<Cell, S, Product, kColumns>;
-  __shared__ ColumnValues<typename Finisher::Pair, Finisher::kMayScale> columns;
+  __shared__ ColumnValues<Cell, typename Finisher::Pair, Finisher::kMayScale> columns;
   const Place<kColumns> place(params);
   const int iterations = place.steps * place.subs;
   if (threadIdx.x < kProducers) {
     hopper::take_registers<kProducerRegisters>();
-    produce<Product>(params, place, iterations, grid_shared);
+    produce<Cell, Product>(params, place, iterations, grid_shared);
   } else {
     hopper::give_registers<kFinisherRegisters>();
     Finisher(params, place, grid_shared, columns).run(iterations);
@@ -312,7 +340,7 @@ Status start_forward(const ForwardParams& params, cudaStream_t stream) {
   using T = typename Product::T;
   const auto size = static_cast<size_t>(params.steps * params.batch * params.hidden) * sizeof(T);
   return start<forward_kernel<Cell, S, Product, kColumns>, kGridThreads>(
-      params, ForwardLayout<Product, kColumns>::bytes(subs_of(params)), params.exchange, size,
+      params, ForwardLayout<Cell, Product, kColumns>::bytes(subs_of(params)), params.exchange, size,
       stream);
 }
 

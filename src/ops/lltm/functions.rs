@@ -1,6 +1,7 @@
 //! The sequence's outputs and gradients as functions of tensors and plain values, below autograd.
 
 use super::super::lltm_cell::{bias_gradient, functions as cell, of_one_step, place};
+use super::super::recurrent::product;
 use super::plan::{Chip, Direction, Plan, Sizes, Way};
 use super::{kernels, weight};
 use crate::cuda::matmul_allow_tf32;
@@ -287,7 +288,7 @@ fn input_gradient(grad_gates: &Tensor, weight: &Tensor, sizes: Sizes) -> Result<
         // Column by column in memory, the order that csrc/recurrent/columns.cu writes.
         weight = weight.f_transpose(0, 1)?.f_contiguous()?.f_transpose(0, 1)?;
     }
-    let gradient = kernels::product(grad_gates, &weight)?;
+    let gradient = product(grad_gates, &weight, None)?;
     Ok(gradient.f_view([steps, batch, features])?)
 }
 

@@ -1,8 +1,8 @@
 //! The gradient of the weight, a product over all steps: `Σ dG[t]ᵀ [h[t-1], x[t]]`.
 
-use super::super::recurrent::columns;
+use super::super::recurrent::{columns, product};
 use super::functions::is_in_tf32;
-use super::{kernels, plan::Sizes};
+use super::plan::Sizes;
 use crate::Result;
 use tch::{Kind, Tensor};
 
@@ -80,12 +80,12 @@ impl Operands<'_> {
         before.f_narrow(0, 1, steps - 1)?.f_copy_(&self.output.f_narrow(0, 0, steps - 1)?)?;
         hx.f_narrow(2, hidden, features)?.f_copy_(self.input)?;
         let hx = hx.f_view([steps * batch, hidden + features])?;
-        kernels::product(&self.grad_gates.f_transpose(0, 1)?, &hx)
+        product(&self.grad_gates.f_transpose(0, 1)?, &hx, None)
     }
 
     fn by_columns(&self) -> Result<Tensor> {
         let columns = columns([self.h0, self.output, self.input])?;
-        kernels::product(&self.grad_gates.f_transpose(0, 1)?, &columns.f_transpose(0, 1)?)
+        product(&self.grad_gates.f_transpose(0, 1)?, &columns.f_transpose(0, 1)?, None)
     }
 
     fn in_place(&self) -> Result<Tensor> {

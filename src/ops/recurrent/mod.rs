@@ -1,5 +1,8 @@
 //! What the operators on whole sequences share.
 
-mod kernels;
+pub(super) mod kernels;
+pub(super) mod layer;
+pub(super) mod plan;
 
-pub(super) use kernels::columns;
+pub(super) use kernels::{columns, product};
+pub use layer::{RnnWeights, Way};

@@ -1,7 +1,5 @@
 //! The kernels of `csrc/lltm`.
 
-pub(crate) mod device;
-
 use super::plan::{Plan, Sizes, Way};
 use crate::ffi::{checked, no_kernel, optional_ptr, take_message};
 use crate::{Error, Result};
@@ -78,11 +76,6 @@ struct Backward {
 unsafe extern "C" {
     fn tch_extension_lltm_forward(call: *const Forward) -> *mut c_char;
     fn tch_extension_lltm_backward(call: *const Backward) -> *mut c_char;
-    fn tch_extension_lltm_product(
-        lhs: *const C_tensor,
-        rhs: *const C_tensor,
-        result: *mut *mut C_tensor,
-    ) -> *mut c_char;
 }
 
 /// The kind in which products of operands of this kind are accumulated.
@@ -313,18 +306,5 @@ pub(crate) fn backward(
     match take_message(unsafe { tch_extension_lltm_backward(&call) }) {
         Some(message) => Err(Error::Torch(message)),
         None => Ok(Gradients { gates: grad_gates, h0: grad_h, c0: grad_c }),
-    }
-}
-
-/// A product over all steps, by the fastest of libtorch's products. Autograd records nothing.
-pub(crate) fn product(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
-    let mut result = null_mut();
-    // SAFETY: both operands are live tensors, and `result` has room for the handle of a new one.
-    match take_message(unsafe {
-        tch_extension_lltm_product(lhs.as_ptr(), rhs.as_ptr(), &mut result)
-    }) {
-        Some(message) => Err(Error::Torch(message)),
-        // SAFETY: without an error message, C++ has written a new tensor's handle, which we own.
-        None => Ok(unsafe { Tensor::from_ptr(result) }),
     }
 }

@@ -1,26 +1,10 @@
-//! Sequences that `csrc/recurrent/cluster` computes in one kernel.
+//! What LLTM's clusters cost, and when they are faster than other ways.
 
-use super::sizes::{Direction, Product, Sizes, counts_in_32_bits};
 use super::step::cost_step_by_step;
-use crate::ops::lltm::kernels::device::Clusters;
+use crate::ops::recurrent::kernels::device::Clusters;
+use crate::ops::recurrent::plan::cluster::{Entry, Kernel};
+use crate::ops::recurrent::plan::{Direction, Product, Sizes};
 use tch::Kind;
-
-/// How many rows of the batch a cluster computes.
-const ROWS: i64 = 8;
-
-/// A kernel that is compiled, up to some hidden size, and what a step of it costs.
-struct Entry {
-    product: Product,
-    /// The largest H.
-    hidden: i64,
-    /// How many blocks share rows: 8 or 16.
-    cluster: i64,
-    /// How many blocks share a multiprocessor, forward and backward: small blocks may.
-    share: [i64; 2],
-    /// What a step costs, forward and backward, in hundredths of a microsecond, as measured on an
-    /// H200 (docs/lab/lltm.md); `None` if there is no kernel.
-    step: [Option<i64>; 2],
-}
 
 /// The kernels by their products and hidden sizes. Those with the smallest sufficient H are
 /// compared. In strict `Float` and `Double`, two blocks per multiprocessor have not been measured
@@ -51,78 +35,39 @@ const KERNELS: [Entry; 14] = {
     ]
 };
 
-/// A kernel for clusters, and what it costs.
-#[derive(Clone, Copy)]
-pub(super) struct Kernel {
-    /// How many blocks share rows.
-    pub cluster: i64,
-    /// Whether `Float` is multiplied as scaled fp16 values, because tf32 is allowed.
-    pub tf32: bool,
-    /// How many clusters run at a time.
-    at_a_time: i64,
-    /// What one step of a cluster costs, in hundredths of a microsecond, as measured on an H200.
-    step: i64,
+/// The fastest kernel for these sizes, if there is one.
+pub(super) fn new(
+    direction: Direction,
+    sizes: Sizes,
+    product: Kind,
+    tf32: bool,
+    clusters: Clusters,
+) -> Option<Kernel> {
+    Kernel::new((&KERNELS, super::VALUES), direction, sizes, product, tf32, clusters)
 }
 
-impl Kernel {
-    /// The fastest kernel for these sizes, if there is one. The weights have to fit on the chip,
-    /// and the kernel counts in 32 bits.
-    pub fn new(
-        direction: Direction,
-        sizes: Sizes,
-        product: Kind,
-        tf32: bool,
-        clusters: Clusters,
-    ) -> Option<Kernel> {
-        if !counts_in_32_bits(sizes) {
-            return None;
-        }
-        let product = Product::of(product, tf32)?;
-        let of_product = || KERNELS.iter().filter(|entry| entry.product == product);
-        let hidden = of_product().map(|entry| entry.hidden).find(|&most| sizes.hidden <= most)?;
-        let kernels = of_product().filter(|entry| entry.hidden == hidden).filter_map(|entry| {
-            let direction = usize::from(direction == Direction::Backward);
-            let clusters = if entry.cluster == 8 { clusters.of_8 } else { clusters.of_16 };
-            Some(Kernel {
-                cluster: entry.cluster,
-                tf32: product == Product::Scaled,
-                at_a_time: entry.share[direction] * clusters,
-                step: entry.step[direction]?,
-            })
-        });
-        let there = kernels.filter(|kernel| kernel.at_a_time > 0);
-        there.min_by_key(|kernel| kernel.cost(sizes.batch))
-    }
+/// Whether it beats per-step kernels.
+pub(super) fn is_faster(
+    kernel: &Kernel,
+    direction: Direction,
+    sizes: Sizes,
+    product: Kind,
+) -> bool {
+    /// Fewer steps are over before the weights have been loaded.
+    const FEW: i64 = 8;
+    /// What a step costs the other ways at least, forward and backward, in the same hundredths
+    /// of a microsecond and in two launches. With so many rows that the GPU takes longer than
+    /// the host, clusters take longer, too.
+    const OTHERS: [i64; 2] = [900, 1100];
 
-    /// How many rounds of clusters run one after the other.
-    fn rounds(&self, batch: i64) -> i64 {
-        let clusters = batch.saturating_add(ROWS - 1) / ROWS;
-        clusters.saturating_add(self.at_a_time - 1) / self.at_a_time
-    }
-
-    /// What a step costs for all rows of the batch.
-    pub fn cost(&self, batch: i64) -> i64 {
-        self.rounds(batch).saturating_mul(self.step)
-    }
-
-    /// Whether it beats per-step kernels.
-    pub fn is_faster(&self, direction: Direction, sizes: Sizes, product: Kind) -> bool {
-        /// Fewer steps are over before the weights have been loaded.
-        const FEW: i64 = 8;
-        /// What a step costs the other ways at least, forward and backward, in the same hundredths
-        /// of a microsecond and in two launches. With so many rows that the GPU takes longer than
-        /// the host, clusters take longer, too.
-        const OTHERS: [i64; 2] = [900, 1100];
-
-        let [forward, backward] = OTHERS;
-        let is_plain = product == Kind::Double || product == Kind::Float && !self.tf32;
-        let others = match direction {
-            _ if is_plain => cost_step_by_step(direction, sizes),
-            Direction::Forward => forward,
-            Direction::Backward => backward,
-        };
-        sizes.steps >= FEW && self.cost(sizes.batch) <= others
-    }
+    let [forward, backward] = OTHERS;
+    let is_plain = product == Kind::Double || product == Kind::Float && !kernel.tf32;
+    let others = match direction {
+        _ if is_plain => cost_step_by_step(direction, sizes),
+        Direction::Forward => forward,
+        Direction::Backward => backward,
+    };
+    sizes.steps >= FEW && kernel.cost(sizes.batch) <= others
 }
 
 #[cfg(test)]
@@ -142,7 +87,7 @@ mod tests {
         tf32: bool,
         clusters: Clusters,
     ) -> Option<i64> {
-        Kernel::new(direction, sizes, kind, tf32, clusters).map(|kernel| kernel.cluster)
+        new(direction, sizes, kind, tf32, clusters).map(|kernel| kernel.cluster)
     }
 
     #[test]
@@ -172,8 +117,7 @@ mod tests {
     #[test]
     fn float_is_multiplied_in_tf32_where_that_is_allowed() {
         let of = |kind, tf32| {
-            Kernel::new(Direction::Forward, sizes(512, 16, 128), kind, tf32, H200)
-                .map(|kernel| kernel.tf32)
+            new(Direction::Forward, sizes(512, 16, 128), kind, tf32, H200).map(|kernel| kernel.tf32)
         };
         assert_eq!(of(Kind::Float, true), Some(true));
         assert_eq!(of(Kind::Float, false), Some(false));
@@ -199,8 +143,8 @@ mod tests {
     fn they_are_taken_where_they_are_faster() {
         let faster = |direction, steps, batch, hidden, kind| {
             let sizes = sizes(steps, batch, hidden);
-            Kernel::new(direction, sizes, kind, false, H200)
-                .is_some_and(|kernel| kernel.is_faster(direction, sizes, kind))
+            new(direction, sizes, kind, false, H200)
+                .is_some_and(|kernel| is_faster(&kernel, direction, sizes, kind))
         };
         for direction in [Direction::Forward, Direction::Backward] {
             assert!(faster(direction, 512, 16, 128, Kind::Double));

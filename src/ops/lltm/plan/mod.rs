@@ -3,25 +3,27 @@
 mod cluster;
 mod grid;
 mod plain_grid;
-mod sizes;
 mod step;
 mod tensor_cores;
 mod wide_grid;
 
-pub(crate) use sizes::{Direction, Sizes};
+pub(super) use crate::ops::recurrent::plan::{Direction, Sizes};
 
 use crate::Result;
 use crate::ffi::precision::matmul_allow_tf32;
-use crate::ops::lltm::kernels::device::{Clusters, Grid};
 use crate::ops::lltm_cell::kernels::device::TensorCores;
 use crate::ops::lltm_cell::plan as cell;
-use cluster::Kernel;
-use grid::Share;
+use crate::ops::recurrent::kernels::device::{Clusters, Grid};
+use crate::ops::recurrent::plan::cluster::Kernel;
+use crate::ops::recurrent::plan::grid::Share;
+use crate::ops::recurrent::plan::is_half;
 use plain_grid::PlainShare;
-use sizes::is_half;
 use tch::{Device, Kind};
 use tensor_cores::Tiles;
 use wide_grid::WideShare;
+
+/// V of `counts_in_32_bits`: a column has three gates.
+const VALUES: i64 = 3;
 
 /// The ways to compute a sequence. Where a description begins with a name and a colon, the kernels
 /// are in that folder of `csrc/recurrent`.
@@ -213,8 +215,8 @@ impl Plan {
         (product, state): (Kind, Kind),
         hopper: Hopper,
     ) -> Option<Plan> {
-        let clusters = Kernel::new(direction, sizes, product, hopper.tf32, hopper.clusters);
-        let grid = Share::new(direction, sizes, product, hopper.tf32, hopper.grid);
+        let clusters = cluster::new(direction, sizes, product, hopper.tf32, hopper.clusters);
+        let grid = grid::new(direction, sizes, product, hopper.tf32, hopper.grid);
         /// Each row group has at least one block, and no GPU has this many multiprocessors.
         const CROWD: i64 = 1024;
         let of_clusters = |Kernel { cluster, tf32, .. }: Kernel| Plan::Cluster { cluster, tf32 };
@@ -247,8 +249,8 @@ impl Plan {
                 .or(plain.map(|share| of_plain(PlainShare { row_groups: CROWD, ..share }))),
             Way::Automatic => {
                 let clusters =
-                    clusters.filter(|kernel| kernel.is_faster(direction, sizes, product));
-                let grid = grid.filter(|share| share.is_faster(direction, sizes));
+                    clusters.filter(|kernel| cluster::is_faster(kernel, direction, sizes, product));
+                let grid = grid.filter(|share| grid::is_faster(share, direction, sizes));
                 let plain = plain.filter(|share| share.is_faster(direction, sizes, product));
                 let wide = wide.filter(|share| share.is_faster(sizes));
                 let tiles = tiles.filter(Tiles::are_faster);

@@ -1,10 +1,10 @@
 //! Sequences that `csrc/recurrent/grid` computes in one kernel, in `Float` and `Double` without
 //! rounding them to a narrower kind.
 
-use super::grid::are_for_a_grid;
-use super::sizes::{Direction, Line, Sizes};
 use super::step::cost_step_by_step;
-use crate::ops::lltm::kernels::device::Grid;
+use crate::ops::recurrent::kernels::device::Grid;
+use crate::ops::recurrent::plan::grid::are_for_a_grid;
+use crate::ops::recurrent::plan::{Direction, Line, Sizes};
 use tch::Kind;
 
 /// Rows that a block computes at a time.
@@ -93,7 +93,7 @@ impl PlainShare {
             Kind::Double => 64,
             _ => return None,
         };
-        if !are_for_a_grid(sizes) {
+        if !are_for_a_grid(sizes, super::VALUES) {
             return None;
         }
         let vectors = (hidden - 1) / terms + 1;

@@ -1,6 +1,6 @@
 //! Plans with one or two kernels for each step.
 
-use super::sizes::{Direction, Sizes};
+use crate::ops::recurrent::plan::{Direction, Sizes};
 
 /// What a step costs if it has one or two kernels of its own, in hundredths of a microsecond.
 pub(super) fn cost_step_by_step(direction: Direction, sizes: Sizes) -> i64 {

@@ -1,9 +1,9 @@
 //! Sequences of many rows that `csrc/recurrent/wide_grid` computes in one kernel, in which a block
 //! computes 64 rows at a time.
 
-use super::grid::are_for_a_grid;
-use super::sizes::{Direction, Product, Sizes};
-use crate::ops::lltm::kernels::device::Grid;
+use crate::ops::recurrent::kernels::device::Grid;
+use crate::ops::recurrent::plan::grid::are_for_a_grid;
+use crate::ops::recurrent::plan::{Direction, Product, Sizes};
 use tch::Kind;
 
 /// What a step costs, in hundredths of a microsecond, as measured on an H200 (docs/lab/lltm.md).
@@ -67,7 +67,7 @@ impl WideShare {
         let product = Product::of(product, tf32)?;
         let of_kernel = |cost: &&Entry| cost.direction == direction && cost.product == product;
         let cost = COSTS.iter().find(of_kernel)?;
-        if hidden > WIDEST || !are_for_a_grid(sizes) {
+        if hidden > WIDEST || !are_for_a_grid(sizes, super::VALUES) {
             return None;
         }
         let most = grid.blocks() / ((hidden - 1) / WideShare::COLUMNS + 1);

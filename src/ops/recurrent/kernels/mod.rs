@@ -1,14 +1,22 @@
 //! The kernels of `csrc/recurrent` that Rust calls itself.
 
-#[cfg(test)]
-mod gru_tests;
+pub(crate) mod cluster;
+pub(crate) mod cpu;
+pub(crate) mod cuda;
+pub(crate) mod cudnn;
+pub(crate) mod device;
+pub(crate) mod grid;
+pub(crate) mod step;
 
-use crate::Result;
-use crate::ffi::checked;
 use crate::ffi::tensor::plain;
+use crate::ffi::{checked, take_message};
+use crate::{Error, Result};
+use std::ffi::c_char;
 #[cfg(tch_extension_cuda)]
 use std::ffi::c_void;
+use std::ptr::{null, null_mut};
 use tch::{Kind, Tensor};
+use torch_sys::C_tensor;
 
 /// The operand `[h[t-1] | x[t]]` of all steps, transposed, so that a product whose terms run over
 /// steps and rows finds them adjacent in memory. `wgmma` accepts tf32 from shared memory in no
@@ -34,6 +42,31 @@ struct Columns {
     input: *const f32,
     /// `[H + F, to_stride]`.
     to: *mut f32,
+}
+
+unsafe extern "C" {
+    fn tch_extension_recurrent_product(
+        lhs: *const C_tensor,
+        rhs: *const C_tensor,
+        bias: *const C_tensor,
+        result: *mut *mut C_tensor,
+    ) -> *mut c_char;
+}
+
+/// A product over all steps, with a bias, by the fastest of libtorch's products. Autograd records
+/// nothing.
+pub(crate) fn product(lhs: &Tensor, rhs: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let mut result = null_mut();
+    let bias = bias.map_or(null(), |bias| bias.as_ptr());
+    // SAFETY: the operands are live tensors, `bias` is one or null, and `result` has room for the
+    // handle of a new one.
+    match take_message(unsafe {
+        tch_extension_recurrent_product(lhs.as_ptr(), rhs.as_ptr(), bias, &mut result)
+    }) {
+        Some(message) => Err(Error::Torch(message)),
+        // SAFETY: without an error message, C++ has written a new tensor's handle, which we own.
+        None => Ok(unsafe { Tensor::from_ptr(result) }),
+    }
 }
 
 #[cfg(tch_extension_cuda)]

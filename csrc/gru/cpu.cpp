@@ -1,8 +1,8 @@
-// A whole GRU sequence on the CPU: the first piece of a future operator, and the proof that the
-// engine in cpu/ is generic in the cell.
+// All steps of a GRU on the CPU, computed by a team of threads.
 //
-// Both functions take the parameters of cpu/params.h, whose state is h: `c0` is h0, `c` is `output`
-// and c_stride is B·H. The gates are [r | z | n], as in torch.nn.GRU. With its parameters:
+// Both functions take the parameters of recurrent/cpu/params.h, whose state is h: `c0` is h0, `c`
+// is `output` and c_stride is B·H. The gates are [r | z | n], as in torch.nn.GRU. With its
+// parameters:
 //
 //   input_gates = x W_ihᵀ + b_ih + [b_hr | b_hz | 0]
 //   weight = W_hh
@@ -16,9 +16,8 @@
 //   grad b_ih = Σ_t,b [D_r | D_z | N]
 //   grad W_ih = Σ_t [D_r | D_z | N][t]ᵀ x[t]
 //   grad x = [D_r | D_z | N] W_ih
-#include "cells/gru_cpu.h"
-
-#include "cpu/launch.h"
+#include "../recurrent/cells/gru_cpu.h"
+#include "../recurrent/cpu/launch.h"
 
 namespace tch_extension {
 inline namespace CPU_CAPABILITY {

@@ -4,30 +4,34 @@ use tch::Kind;
 
 /// The direction in which a kernel goes through the sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Direction {
+pub(in crate::ops) enum Direction {
     Forward,
     Backward,
 }
 
 /// The sizes of a sequence.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Sizes {
+pub(in crate::ops) struct Sizes {
     pub steps: i64,
     pub batch: i64,
     pub features: i64,
     pub hidden: i64,
 }
 
-/// Whether 3·T·B·H fits in i32, in which the kernels count.
-pub(super) fn counts_in_32_bits(Sizes { steps, batch, hidden, .. }: Sizes) -> bool {
+/// Whether V·T·B·H fits in i32, in which the kernels count. V is the number of values that a step
+/// reads or writes for a column.
+pub(in crate::ops) fn counts_in_32_bits(
+    Sizes { steps, batch, hidden, .. }: Sizes,
+    values: i64,
+) -> bool {
     let values =
-        [batch, hidden, 3].iter().try_fold(steps, |product, &size| product.checked_mul(size));
+        [batch, hidden, values].iter().try_fold(steps, |product, &size| product.checked_mul(size));
     values.is_some_and(|values| i32::try_from(values).is_ok())
 }
 
 /// A cost that grows with one size, in hundredths of a microsecond.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Line {
+pub(in crate::ops) struct Line {
     pub fixed: i64,
     pub each: i64,
 }
@@ -40,7 +44,7 @@ impl Line {
 
 /// How a kernel multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Product {
+pub(in crate::ops) enum Product {
     Half,
     /// `Float` as scaled fp16 values, because tf32 is allowed.
     Scaled,
@@ -61,6 +65,6 @@ impl Product {
     }
 }
 
-pub(super) fn is_half(kind: Kind) -> bool {
+pub(in crate::ops) fn is_half(kind: Kind) -> bool {
     matches!(kind, Kind::Half | Kind::BFloat16)
 }

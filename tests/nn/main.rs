@@ -1,4 +1,6 @@
-//! Tests of `nn::Lltm` in the way that a tch user uses it.
+//! Tests of the layers in the way that a tch user uses them.
+
+mod rnn;
 
 use tch::nn::{OptimizerConfig, RNN, Sgd, VarStore};
 use tch::{Kind, Tensor};

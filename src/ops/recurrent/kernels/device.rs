@@ -1,4 +1,4 @@
-//! What plans need to know about a GPU. `csrc/lltm` says which of its kernels run on it, and how
+//! What plans need to know about a GPU. `csrc/recurrent` says which of its kernels run on it, and how
 //! many of their blocks run at a time.
 
 use crate::Result;
@@ -26,12 +26,12 @@ impl Clusters {
         #[cfg(tch_extension_cuda)]
         {
             static KNOWN: PerDevice<Clusters> = PerDevice::new();
-            KNOWN.of("lltm", device, |index, clusters| {
+            KNOWN.of("recurrent", device, |index, clusters| {
                 let mut counts = [0; 2];
                 // SAFETY: the C side fills both elements of `counts`, and returns null or a pointer
                 // to a constant string.
                 let error = unsafe {
-                    constant(tch_extension_lltm_cluster_device(index, counts.as_mut_ptr()))
+                    constant(tch_extension_recurrent_cluster_device(index, counts.as_mut_ptr()))
                 };
                 *clusters = Clusters { of_8: counts[0], of_16: counts[1] };
                 error
@@ -70,8 +70,8 @@ impl Grid {
             static KNOWN: PerDevice<Grid> = PerDevice::new();
             // SAFETY: the C side fills `blocks`, and returns null or a pointer to a constant
             // string.
-            KNOWN.of("lltm", device, |index, grid| unsafe {
-                constant(tch_extension_lltm_grid_device(index, &mut grid.blocks))
+            KNOWN.of("recurrent", device, |index, grid| unsafe {
+                constant(tch_extension_recurrent_grid_device(index, &mut grid.blocks))
             })
         }
         #[cfg(not(tch_extension_cuda))]
@@ -85,10 +85,13 @@ impl Grid {
 #[cfg(tch_extension_cuda)]
 unsafe extern "C" {
     /// Writes how many clusters of 8 and of 16 blocks run at a time.
-    fn tch_extension_lltm_cluster_device(
+    fn tch_extension_recurrent_cluster_device(
         device: i32,
         clusters: *mut i64,
     ) -> *const std::ffi::c_char;
     /// Writes how many blocks run at a time.
-    fn tch_extension_lltm_grid_device(device: i32, blocks: *mut i64) -> *const std::ffi::c_char;
+    fn tch_extension_recurrent_grid_device(
+        device: i32,
+        blocks: *mut i64,
+    ) -> *const std::ffi::c_char;
 }

@@ -1,0 +1,32 @@
+//! A GRU's layer, compared with libtorch's own: cuDNN's on a GPU.
+
+use crate::common::Case;
+use crate::rnn::Layer;
+use tch::{Device, Tensor};
+use tch_extension::ops::{RnnWeights, f_gru};
+use tch_extension::{Error, Result};
+
+fn fused(inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+    let [x, w_ih, w_hh, b_ih, b_hh, h] = inputs else {
+        return Err(Error::msg("six tensors"));
+    };
+    let weights = RnnWeights { w_ih, w_hh, b_ih: Some(b_ih), b_hh: Some(b_hh) };
+    let (output, h) = f_gru(x, &weights, h)?;
+    Ok(vec![output, h])
+}
+
+fn libtorch(inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+    let [x, parameters @ .., h] = inputs else {
+        return Err(Error::msg("six tensors"));
+    };
+    // If this were always true, cuDNN would keep what a backward pass needs.
+    let train = x.requires_grad();
+    let (output, h) = x.f_gru(&h.f_unsqueeze(0)?, parameters, true, 1, 0.0, train, false, false)?;
+    Ok(vec![output, h.f_squeeze_dim(0)?])
+}
+
+pub const LAYER: Layer = Layer { operator: "gru", gates: 3, states: 1, fused, libtorch, mode: 3 };
+
+pub fn cases(device: Device) -> Vec<Case> {
+    LAYER.cases(device)
+}

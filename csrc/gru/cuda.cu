@@ -1,0 +1,16 @@
+// A GRU's layer on CUDA with one kernel for each step.
+#include "../recurrent/cells/gru_cuda.h"
+#include "../recurrent/step/cuda.h"
+#include "gru.h"
+
+using namespace tch_extension::recurrent;
+
+extern "C" tch_extension::LaunchStatus tch_extension_gru_step_forward_cuda(
+    const step::ForwardParams* params, cudaStream_t stream) {
+  return step::launch<GruOnCuda>("gru_step_forward", *params, stream);
+}
+
+extern "C" tch_extension::LaunchStatus tch_extension_gru_step_backward_cuda(
+    const step::BackwardParams* params, cudaStream_t stream) {
+  return step::launch<GruOnCuda>("gru_step_backward", *params, stream);
+}

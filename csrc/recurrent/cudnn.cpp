@@ -1,0 +1,107 @@
+// cuDNN's own LSTM and GRU, one layer in one direction, as libtorch calls it: for sizes at which it
+// is faster than our kernels, and for GPUs for which we have none.
+#include <ATen/Context.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/_cudnn_rnn.h>
+#include <ATen/ops/_cudnn_rnn_backward.h>
+#include <ATen/ops/_cudnn_rnn_flatten_weight.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <array>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "tch_extension/c_abi.h"
+
+using namespace tch_extension;
+
+namespace {
+
+// cuDNN's numbers.
+constexpr int64_t kLstm = 2, kGru = 3;
+
+// A layer's parameters: W_ih, W_hh and, if there are any, b_ih and b_hh.
+struct Layer {
+  Layer(at::Tensor* const* given, size_t len, bool is_lstm)
+      : mode(is_lstm ? kLstm : kGru), stride(static_cast<int64_t>(len)) {
+    // Aliases, because flattening moves the parameters into one buffer.
+    for (size_t i = 0; i < len; ++i) parameters.push_back(given[i]->detach());
+    hidden = parameters[1].size(1);
+    buffer = at::_cudnn_rnn_flatten_weight(parameters, stride, parameters[0].size(1), mode, hidden,
+                                           /*proj_size=*/0, /*num_layers=*/1,
+                                           /*batch_first=*/false, /*bidirectional=*/false);
+  }
+
+  int64_t mode, stride, hidden;
+  std::vector<at::Tensor> parameters;
+  at::Tensor buffer;
+};
+
+// Disables autograd and autocast, which Rust has already done.
+struct PlainDispatch {
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+};
+
+std::optional<at::Tensor> optional(const at::Tensor* tensor) {
+  return tensor == nullptr ? std::nullopt : std::make_optional(*tensor);
+}
+
+void give(at::Tensor tensor, at::Tensor** to) {
+  *to = tensor.defined() ? std::make_unique<at::Tensor>(std::move(tensor)).release() : nullptr;
+}
+
+}  // namespace
+
+TCH_EXTENSION_API bool tch_extension_cudnn_is_enabled() {
+  return at::globalContext().hasCuDNN() && at::globalContext().userEnabledCuDNN();
+}
+
+// `h` and `c` are [1, B, H]; `c` is null for a GRU. `results` are four that the caller owns: the
+// output, the last h and c, and the reserve, which the backward pass reads. The third is null for a
+// GRU, the fourth without `train`.
+TCH_EXTENSION_API Message tch_extension_cudnn_rnn_forward(const at::Tensor* input,
+                                                          at::Tensor* const* parameters, size_t len,
+                                                          const at::Tensor* h, const at::Tensor* c,
+                                                          bool train, at::Tensor** results) {
+  return guard([&] {
+    const PlainDispatch plain;
+    const Layer layer(parameters, len, c != nullptr);
+    auto [output, last_h, last_c, reserve, buffer] = at::_cudnn_rnn(
+        *input, layer.parameters, layer.stride, layer.buffer, *h, optional(c), layer.mode,
+        layer.hidden, /*proj_size=*/0, /*num_layers=*/1, /*batch_first=*/false, /*dropout=*/0.0,
+        train, /*bidirectional=*/false, /*batch_sizes=*/{}, /*dropout_state=*/std::nullopt);
+    give(std::move(output), results);
+    give(std::move(last_h), results + 1);
+    give(c == nullptr ? at::Tensor() : std::move(last_c), results + 2);
+    give(train ? std::move(reserve) : at::Tensor(), results + 3);
+  });
+}
+
+// `grads` are those for the output, the last h and the last c; each may be null. `needs` says
+// whether the gradients for the input, h, c and the parameters are needed. `results` are 3 + len
+// that the caller owns: those gradients, null where they are not needed.
+TCH_EXTENSION_API Message tch_extension_cudnn_rnn_backward(
+    const at::Tensor* input, at::Tensor* const* parameters, size_t len, const at::Tensor* h,
+    const at::Tensor* c, const at::Tensor* output, const at::Tensor* reserve,
+    const at::Tensor* const* grads, const bool* needs, at::Tensor** results) {
+  return guard([&] {
+    const PlainDispatch plain;
+    const Layer layer(parameters, len, c != nullptr);
+    const std::array<bool, 4> mask{needs[0], needs[1], needs[2], needs[3]};
+    auto [grad_input, grad_h, grad_c, grad_parameters] = at::_cudnn_rnn_backward(
+        *input, layer.parameters, layer.stride, layer.buffer, *h, optional(c), *output,
+        optional(grads[0]), optional(grads[1]), optional(grads[2]), layer.mode, layer.hidden,
+        /*proj_size=*/0, /*num_layers=*/1, /*batch_first=*/false, /*dropout=*/0.0, /*train=*/true,
+        /*bidirectional=*/false, /*batch_sizes=*/{}, /*dropout_state=*/std::nullopt, *reserve,
+        mask);
+    give(mask[0] ? std::move(grad_input) : at::Tensor(), results);
+    give(mask[1] ? std::move(grad_h) : at::Tensor(), results + 1);
+    give(mask[2] && c != nullptr ? std::move(grad_c) : at::Tensor(), results + 2);
+    for (size_t i = 0; i < len; ++i)
+      give(mask[3] ? std::move(grad_parameters[i]) : at::Tensor(), results + 3 + i);
+  });
+}

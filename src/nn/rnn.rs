@@ -1,0 +1,262 @@
+//! Drop-in replacements for tch's `nn::lstm` and `nn::gru`.
+
+use crate::ops::{RnnWeights, f_gru, f_lstm};
+use crate::{Result, check};
+use std::borrow::Borrow;
+use tch::nn::{GRUState, LSTMState, Path, RNN, RNNConfig};
+use tch::{Device, Kind, Tensor};
+
+/// Layers of one kind: the parameters, and what both kinds do with them.
+#[derive(Debug)]
+struct Layers {
+    op: &'static str,
+    /// For each layer and direction W_ih, W_hh and, if there are any, b_ih and b_hh.
+    parameters: Vec<Tensor>,
+    hidden_dim: i64,
+    config: RNNConfig,
+}
+
+/// One layer in one direction: (x, parameters, h, c) → (output, h, c).
+type Call = fn(&Tensor, &RnnWeights<'_>, &Tensor, Option<&Tensor>) -> Result<Results>;
+type Results = (Tensor, Tensor, Option<Tensor>);
+
+impl Layers {
+    fn new(
+        op: &'static str,
+        vs: &Path<'_>,
+        [in_dim, hidden_dim, gates]: [i64; 3],
+        config: RNNConfig,
+    ) -> Layers {
+        let RNNConfig { num_layers, dropout, .. } = config;
+        assert!(hidden_dim >= 1, "{op}: hidden_dim: expected at least 1, got {hidden_dim}");
+        assert!(in_dim >= 0, "{op}: in_dim: expected at least 0, got {in_dim}");
+        assert!(num_layers >= 1, "{op}: num_layers: expected at least 1, got {num_layers}");
+        assert!(
+            (0.0..=1.0).contains(&dropout),
+            "{op}: dropout: expected a probability, got {dropout}"
+        );
+        let directions = if config.bidirectional { 2 } else { 1 };
+        let rows = gates * hidden_dim;
+        let mut parameters = Vec::new();
+        for layer in 0..num_layers {
+            let features = if layer == 0 { in_dim } else { hidden_dim * directions };
+            for suffix in ["", "_reverse"].iter().take(directions as usize) {
+                let name = |what: &str| format!("{what}_l{layer}{suffix}");
+                parameters.push(vs.var(&name("weight_ih"), &[rows, features], config.w_ih_init));
+                parameters.push(vs.var(&name("weight_hh"), &[rows, hidden_dim], config.w_hh_init));
+                if !config.has_biases {
+                    continue;
+                }
+                for (what, init) in [("bias_ih", config.b_ih_init), ("bias_hh", config.b_hh_init)] {
+                    let init = init.unwrap_or(tch::nn::Init::Const(0.0));
+                    parameters.push(vs.var(&name(what), &[rows], init));
+                }
+            }
+        }
+        Layers { op, parameters, hidden_dim, config }
+    }
+
+    fn directions(&self) -> i64 {
+        if self.config.bidirectional { 2 } else { 1 }
+    }
+
+    fn zeros(&self, batch: i64) -> Tensor {
+        let size = [self.config.num_layers * self.directions(), batch, self.hidden_dim];
+        let options = self
+            .parameters
+            .first()
+            .map_or((Kind::Float, Device::Cpu), |weight| (weight.kind(), weight.device()));
+        Tensor::zeros(size, options)
+    }
+
+    /// The parameters of a layer in a direction, both counted together.
+    fn weights(&self, index: usize) -> RnnWeights<'_> {
+        let of_one = if self.config.has_biases { 4 } else { 2 };
+        let at = |place: usize| &self.parameters[index * of_one + place];
+        let bias = |place: usize| self.config.has_biases.then(|| at(place));
+        RnnWeights { w_ih: at(0), w_hh: at(1), b_ih: bias(2), b_hh: bias(3) }
+    }
+
+    fn check_state(&self, name: &str, state: &Tensor, batch: i64) -> Result<()> {
+        let size = [self.config.num_layers * self.directions(), batch, self.hidden_dim];
+        let names = "[num_layers * directions, B, H]";
+        check!(self.op, name, state).defined()?.dim(3, names)?.shape(names, &size).map(|_| ())
+    }
+
+    fn run(&self, call: Call, input: &Tensor, h: &Tensor, c: Option<&Tensor>) -> Result<Results> {
+        let names = if self.config.batch_first { "[B, T, F]" } else { "[T, B, F]" };
+        check!(self.op, input).defined()?.dim(3, names)?;
+        let turned = |tensor: &Tensor| -> Result<Tensor> {
+            Ok(match self.config.batch_first {
+                true => tensor.f_transpose(0, 1)?,
+                false => tensor.shallow_clone(),
+            })
+        };
+        let mut input = turned(input)?;
+        let batch = input.size3()?.1;
+        self.check_state("h", h, batch)?;
+        c.map(|c| self.check_state("c", c, batch)).transpose()?;
+        let (mut last_h, mut last_c) = (Vec::new(), Vec::new());
+        for layer in 0..self.config.num_layers {
+            let mut outputs = Vec::new();
+            for direction in 0..self.directions() {
+                let index = layer * self.directions() + direction;
+                let of = |state: &Tensor| state.f_select(0, index);
+                let is_reverse = direction == 1;
+                let flipped = |tensor: &Tensor| -> Result<Tensor> {
+                    Ok(if is_reverse { tensor.f_flip([0])? } else { tensor.shallow_clone() })
+                };
+                let c = c.map(of).transpose()?;
+                let weights = self.weights(index as usize);
+                let (output, h, c) = call(&flipped(&input)?, &weights, &of(h)?, c.as_ref())?;
+                outputs.push(flipped(&output)?);
+                last_h.push(h);
+                last_c.extend(c);
+            }
+            input = match &outputs[..] {
+                [output] => output.shallow_clone(),
+                outputs => Tensor::f_cat(outputs, 2)?,
+            };
+            let is_last = layer + 1 == self.config.num_layers;
+            if !is_last && self.config.train && self.config.dropout > 0.0 {
+                input = input.f_dropout(self.config.dropout, true)?;
+            }
+        }
+        let c = if last_c.is_empty() { None } else { Some(Tensor::f_stack(&last_c, 0)?) };
+        Ok((turned(&input)?, Tensor::f_stack(&last_h, 0)?, c))
+    }
+}
+
+/// LSTM layers. [`ops::lstm`](crate::ops::lstm) computes each layer for all steps at once. Made by
+/// [`lstm`](lstm()).
+#[derive(Debug)]
+pub struct Lstm(Layers);
+
+/// Makes LSTM layers, as tch's [`nn::lstm`](tch::nn::lstm) does: with the same configuration, the
+/// same names of parameters, which are torch.nn's, and the same trait. Changing one `use` line
+/// changes results by rounding only, except that dropout draws other numbers.
+///
+/// ```
+/// use tch::{Device, Kind, Tensor, nn::{RNN, RNNConfig, VarStore}};
+/// use tch_extension::nn::lstm;
+///
+/// let vs = VarStore::new(Device::Cpu);
+/// let config = RNNConfig { num_layers: 2, bidirectional: true, ..Default::default() };
+/// let layers = lstm(vs.root(), 5, 8, config);
+/// let input = Tensor::randn([2, 7, 5], (Kind::Float, Device::Cpu)); // [B, T, F]
+/// let (output, state) = layers.seq(&input);
+/// assert_eq!((output.size(), state.h().size()), (vec![2, 7, 16], vec![4, 2, 8]));
+/// ```
+///
+/// # Panics
+/// When the input size is negative, the hidden size or the number of layers is below 1, or the
+/// dropout is not a probability.
+pub fn lstm<'a, T: Borrow<Path<'a>>>(
+    vs: T,
+    in_dim: i64,
+    hidden_dim: i64,
+    config: RNNConfig,
+) -> Lstm {
+    Lstm(Layers::new("nn::Lstm", vs.borrow(), [in_dim, hidden_dim, 4], config))
+}
+
+impl Lstm {
+    /// Switches dropout on (for training) or off.
+    pub fn set_train(&mut self, train: bool) {
+        self.0.config.train = train;
+    }
+
+    /// Like [`RNN::seq_init`], but returns an error instead of panicking.
+    ///
+    /// # Errors
+    /// When the input or the state does not fit these layers; see [`f_lstm`].
+    pub fn f_seq_init(&self, input: &Tensor, state: &LSTMState) -> Result<(Tensor, LSTMState)> {
+        let LSTMState((h, c)) = state;
+        let call: Call = |input, weights, h, c| {
+            let c = c.ok_or_else(|| crate::Error::msg("internal error: an LSTM without c"))?;
+            let (output, (h, c)) = f_lstm(input, weights, (h, c))?;
+            Ok((output, h, Some(c)))
+        };
+        let (output, h, c) = self.0.run(call, input, h, Some(c))?;
+        let c = c.ok_or_else(|| crate::Error::msg("internal error: an LSTM without c"))?;
+        Ok((output, LSTMState((h, c))))
+    }
+}
+
+impl RNN for Lstm {
+    type State = LSTMState;
+
+    fn zero_state(&self, batch_dim: i64) -> LSTMState {
+        LSTMState((self.0.zeros(batch_dim), self.0.zeros(batch_dim)))
+    }
+
+    fn step(&self, input: &Tensor, state: &LSTMState) -> LSTMState {
+        let time = if self.0.config.batch_first { 1 } else { 0 };
+        self.seq_init(&input.unsqueeze(time), state).1
+    }
+
+    fn seq_init(&self, input: &Tensor, state: &LSTMState) -> (Tensor, LSTMState) {
+        self.f_seq_init(input, state).unwrap_or_else(|error| panic!("{error}"))
+    }
+}
+
+/// GRU layers. [`ops::gru`](crate::ops::gru) computes each layer for all steps at once. Made by
+/// [`gru`](gru()).
+#[derive(Debug)]
+pub struct Gru(Layers);
+
+/// Makes GRU layers, as tch's [`nn::gru`](tch::nn::gru) does; see [`lstm`](lstm()).
+///
+/// ```
+/// use tch::{Device, Kind, Tensor, nn::{RNN, VarStore}};
+/// use tch_extension::nn::gru;
+///
+/// let vs = VarStore::new(Device::Cpu);
+/// let layers = gru(vs.root(), 5, 8, Default::default());
+/// let input = Tensor::randn([2, 7, 5], (Kind::Float, Device::Cpu)); // [B, T, F]
+/// let (output, state) = layers.seq(&input);
+/// assert_eq!(output.select(1, 6), state.value().select(0, 0));
+/// ```
+///
+/// # Panics
+/// As for [`lstm`](lstm()).
+pub fn gru<'a, T: Borrow<Path<'a>>>(vs: T, in_dim: i64, hidden_dim: i64, config: RNNConfig) -> Gru {
+    Gru(Layers::new("nn::Gru", vs.borrow(), [in_dim, hidden_dim, 3], config))
+}
+
+impl Gru {
+    /// Switches dropout on (for training) or off.
+    pub fn set_train(&mut self, train: bool) {
+        self.0.config.train = train;
+    }
+
+    /// Like [`RNN::seq_init`], but returns an error instead of panicking.
+    ///
+    /// # Errors
+    /// When the input or the state does not fit these layers; see [`f_gru`].
+    pub fn f_seq_init(&self, input: &Tensor, state: &GRUState) -> Result<(Tensor, GRUState)> {
+        let call: Call = |input, weights, h, _| {
+            let (output, h) = f_gru(input, weights, h)?;
+            Ok((output, h, None))
+        };
+        let (output, h, _) = self.0.run(call, input, &state.0, None)?;
+        Ok((output, GRUState(h)))
+    }
+}
+
+impl RNN for Gru {
+    type State = GRUState;
+
+    fn zero_state(&self, batch_dim: i64) -> GRUState {
+        GRUState(self.0.zeros(batch_dim))
+    }
+
+    fn step(&self, input: &Tensor, state: &GRUState) -> GRUState {
+        let time = if self.0.config.batch_first { 1 } else { 0 };
+        self.seq_init(&input.unsqueeze(time), state).1
+    }
+
+    fn seq_init(&self, input: &Tensor, state: &GRUState) -> (Tensor, GRUState) {
+        self.f_seq_init(input, state).unwrap_or_else(|error| panic!("{error}"))
+    }
+}

@@ -1,0 +1,72 @@
+//! What the GRU's kernels cost, in hundredths of a microsecond, as measured on an H200.
+
+use crate::ops::recurrent::layer::Costs;
+use crate::ops::recurrent::plan::{Direction, Line, Product, cluster, grid};
+
+const fn entry(
+    product: Product,
+    hidden: i64,
+    cluster: i64,
+    share: [i64; 2],
+    step: [Option<i64>; 2],
+) -> cluster::Entry {
+    cluster::Entry { product, hidden, cluster, share, step }
+}
+
+pub(super) const COSTS: Costs = Costs {
+    #[rustfmt::skip]
+    clusters: {
+        use Product::{Double, Float, Half};
+        &[
+            entry(Half,   128, 8, [2, 2], [Some(50), Some(95)]),
+            entry(Half,   256, 8, [2, 2], [Some(96), Some(150)]),
+            entry(Half,   512, 16, [1, 1], [Some(108), Some(120)]),
+            entry(Half,   512, 8, [1, 1], [Some(140), Some(190)]),
+            entry(Half,   768, 16, [1, 1], [Some(168), Some(185)]),
+            entry(Float,  128, 8, [2, 1], [Some(96), Some(146)]),
+            entry(Double, 128, 8, [2, 1], [Some(184), Some(301)]),
+        ]
+    },
+    grids: &[
+        grid::Entry {
+            direction: Direction::Forward,
+            columns: 32,
+            iteration: Line { fixed: 50, each: 12 },
+            least: Line { fixed: 0, each: 0 },
+            fewest_vectors: 2,
+            fewest_iterations: 2,
+            most_iterations: 64,
+            full_vectors: 0,
+        },
+        grid::Entry {
+            direction: Direction::Forward,
+            columns: 16,
+            iteration: Line { fixed: 55, each: 7 },
+            least: Line { fixed: 0, each: 0 },
+            fewest_vectors: 3,
+            fewest_iterations: 2,
+            most_iterations: 64,
+            full_vectors: 0,
+        },
+        grid::Entry {
+            direction: Direction::Backward,
+            columns: 32,
+            iteration: Line { fixed: 0, each: 43 },
+            least: Line { fixed: 200, each: 30 },
+            fewest_vectors: 2,
+            fewest_iterations: 1,
+            most_iterations: 64,
+            full_vectors: 0,
+        },
+        grid::Entry {
+            direction: Direction::Backward,
+            columns: 16,
+            iteration: Line { fixed: 60, each: 15 },
+            least: Line { fixed: 200, each: 30 },
+            fewest_vectors: 2,
+            fewest_iterations: 1,
+            most_iterations: 64,
+            full_vectors: 0,
+        },
+    ],
+};

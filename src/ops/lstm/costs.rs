@@ -1,0 +1,71 @@
+//! What the LSTM's kernels cost, in hundredths of a microsecond, as measured on an H200.
+
+use crate::ops::recurrent::layer::Costs;
+use crate::ops::recurrent::plan::{Direction, Line, Product, cluster, grid};
+
+const fn entry(
+    product: Product,
+    hidden: i64,
+    cluster: i64,
+    share: [i64; 2],
+    step: [Option<i64>; 2],
+) -> cluster::Entry {
+    cluster::Entry { product, hidden, cluster, share, step }
+}
+
+pub(super) const COSTS: Costs = Costs {
+    #[rustfmt::skip]
+    clusters: {
+        use Product::{Double, Float, Half};
+        &[
+            entry(Half,   128, 8, [2, 2], [Some(57), Some(95)]),
+            entry(Half,   256, 8, [2, 2], [Some(105), Some(140)]),
+            entry(Half,   512, 16, [1, 1], [Some(130), Some(140)]),
+            entry(Half,   512, 8, [1, 1], [Some(216), Some(265)]),
+            entry(Float,  128, 8, [2, 1], [Some(114), Some(174)]),
+            entry(Double, 128, 8, [2, 1], [Some(219), Some(359)]),
+        ]
+    },
+    grids: &[
+        grid::Entry {
+            direction: Direction::Forward,
+            columns: 32,
+            iteration: Line { fixed: 38, each: 27 },
+            least: Line { fixed: 0, each: 0 },
+            fewest_vectors: 2,
+            fewest_iterations: 2,
+            most_iterations: 10,
+            full_vectors: 4,
+        },
+        grid::Entry {
+            direction: Direction::Forward,
+            columns: 16,
+            iteration: Line { fixed: 50, each: 10 },
+            least: Line { fixed: 0, each: 0 },
+            fewest_vectors: 3,
+            fewest_iterations: 2,
+            most_iterations: 64,
+            full_vectors: 0,
+        },
+        grid::Entry {
+            direction: Direction::Backward,
+            columns: 32,
+            iteration: Line { fixed: 0, each: 43 },
+            least: Line { fixed: 200, each: 30 },
+            fewest_vectors: 2,
+            fewest_iterations: 1,
+            most_iterations: 64,
+            full_vectors: 0,
+        },
+        grid::Entry {
+            direction: Direction::Backward,
+            columns: 16,
+            iteration: Line { fixed: 60, each: 15 },
+            least: Line { fixed: 200, each: 30 },
+            fewest_vectors: 2,
+            fewest_iterations: 1,
+            most_iterations: 64,
+            full_vectors: 0,
+        },
+    ],
+};

@@ -1,0 +1,72 @@
+//! The kernels of `csrc/lstm`.
+
+use crate::ops::recurrent::kernels::cpu::{CpuBackward, CpuCell, CpuForward};
+use crate::ops::recurrent::kernels::cuda::CudaCell;
+
+unsafe extern "C" {
+    fn tch_extension_lstm_packed_forward_cpu(params: *const CpuForward);
+    fn tch_extension_lstm_packed_backward_cpu(params: *const CpuBackward);
+}
+
+pub(super) const CPU: CpuCell = CpuCell {
+    gates: 4,
+    saved: 4,
+    separate: 0,
+    state_is_h: false,
+    forward: tch_extension_lstm_packed_forward_cpu,
+    backward: tch_extension_lstm_packed_backward_cpu,
+};
+
+#[cfg(tch_extension_cuda)]
+pub(super) const CUDA: Option<CudaCell> = Some(CudaCell {
+    gates: CPU.gates,
+    saved: CPU.saved,
+    separate: CPU.separate,
+    state_is_h: CPU.state_is_h,
+    step_forward: cuda::tch_extension_lstm_step_forward_cuda,
+    step_backward: cuda::tch_extension_lstm_step_backward_cuda,
+    cluster_forward: cuda::tch_extension_lstm_cluster_forward_cuda,
+    cluster_backward: cuda::tch_extension_lstm_cluster_backward_cuda,
+    grid_forward: cuda::tch_extension_lstm_grid_forward_cuda,
+    grid_backward: cuda::tch_extension_lstm_grid_backward_cuda,
+});
+#[cfg(not(tch_extension_cuda))]
+pub(super) const CUDA: Option<CudaCell> = None;
+
+#[cfg(tch_extension_cuda)]
+mod cuda {
+    use crate::cuda::LaunchStatus;
+    use crate::ops::recurrent::kernels::cluster::{ClusterBackward, ClusterForward};
+    use crate::ops::recurrent::kernels::grid::{GridBackward, GridForward};
+    use crate::ops::recurrent::kernels::step::{StepBackward, StepForward};
+    use std::ffi::c_void;
+
+    unsafe extern "C" {
+        pub fn tch_extension_lstm_step_forward_cuda(
+            params: *const StepForward,
+            stream: *mut c_void,
+        ) -> LaunchStatus;
+        pub fn tch_extension_lstm_step_backward_cuda(
+            params: *const StepBackward,
+            stream: *mut c_void,
+        ) -> LaunchStatus;
+        pub fn tch_extension_lstm_cluster_forward_cuda(
+            params: *const ClusterForward,
+            stream: *mut c_void,
+        ) -> LaunchStatus;
+        pub fn tch_extension_lstm_cluster_backward_cuda(
+            params: *const ClusterBackward,
+            stream: *mut c_void,
+        ) -> LaunchStatus;
+        pub fn tch_extension_lstm_grid_forward_cuda(
+            params: *const GridForward,
+            fits: *mut bool,
+            stream: *mut c_void,
+        ) -> LaunchStatus;
+        pub fn tch_extension_lstm_grid_backward_cuda(
+            params: *const GridBackward,
+            fits: *mut bool,
+            stream: *mut c_void,
+        ) -> LaunchStatus;
+    }
+}

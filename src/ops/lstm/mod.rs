@@ -1,0 +1,131 @@
+//! Whole sequences of torch.nn's LSTM.
+
+mod costs;
+mod kernels;
+
+use super::recurrent::RnnWeights;
+use super::recurrent::kernels::cpu::CpuCell;
+use super::recurrent::kernels::cuda::CudaCell;
+use super::recurrent::layer::{self, Cell, Costs, State};
+use crate::{Error, Result};
+use tch::Tensor;
+
+/// One layer of an LSTM in one direction, as torch.nn.LSTM has it. Returns h of each step, and the
+/// state after the last step.
+///
+/// ```text
+/// [i | f | g | o] = x[t] W_ihᵀ + b_ih + h[t-1] W_hhᵀ + b_hh
+/// c[t] = σ(f) c[t-1] + σ(i) tanh(g)
+/// h[t] = σ(o) tanh(c[t])
+/// ```
+///
+/// * `input`: x, `[T, B, F]`
+/// * `weights`: W_ih `[4H, F]`, W_hh `[4H, H]`, b_ih and b_hh `[4H]` or absent
+/// * `state`: (h, c) before the first step, each `[B, H]`
+///
+/// Returns (h of all steps `[T, B, H]`, (h, c) after the last step, each `[B, H]`). All three are
+/// contiguous and have memory of their own. The tensors are of one kind, `Float`, `Double`, `Half`
+/// or `BFloat16`, on one device. Strides and sizes are arbitrary; tensors may be empty, and there
+/// may be no steps at all. There are first and second derivatives of each output with respect to
+/// each tensor.
+///
+/// Under autocast, all tensors are cast to autocast's kind, which the outputs have, too.
+///
+/// On the CPU the weights are packed once, and libtorch's threads work together through the whole
+/// sequence. The half kinds are computed as `Float` from end to end and rounded once.
+///
+/// On CUDA, libtorch's own layer is cuDNN's. On compute capability 9.0 all steps of a direction are
+/// one kernel of this crate where that is faster: in the half kinds for H up to 2048 that is a
+/// multiple of 8, and for any H up to 512; in `Float` and `Double` for H up to 128. Elsewhere it
+/// is cuDNN's kernels, or a product and a kernel for each step. cuDNN's products of `Float` are in
+/// tf32 unless [`set_rnn_allow_tf32`](crate::cuda::set_rnn_allow_tf32) forbids it; ours never are.
+/// In this crate's kernels c is `Float` from step to step in the half kinds, and rounded where it is
+/// returned.
+///
+/// Memory grows linearly with T. The backward keeps `5·T·B·H` numbers in addition to inputs and
+/// outputs.
+///
+/// Equivalent to:
+/// ```
+/// # use tch::{Kind, Device, Tensor};
+/// # use tch_extension::ops::{RnnWeights, lstm};
+/// # let options = (Kind::Double, Device::Cpu);
+/// # let (x, w_ih, w_hh) = (Tensor::randn([6, 2, 4], options), Tensor::randn([12, 4], options), Tensor::randn([12, 3], options));
+/// # let (b_ih, b_hh) = (Tensor::randn([12], options), Tensor::randn([12], options));
+/// # let (h0, c0) = (Tensor::randn([2, 3], options), Tensor::randn([2, 3], options));
+/// let (h, c) = (h0.unsqueeze(0), c0.unsqueeze(0));
+/// let parameters = [&w_ih, &w_hh, &b_ih, &b_hh];
+/// let (output, h, c) = x.lstm(&[&h, &c], &parameters, true, 1, 0.0, true, false, false);
+///
+/// let weights = RnnWeights { w_ih: &w_ih, w_hh: &w_hh, b_ih: Some(&b_ih), b_hh: Some(&b_hh) };
+/// let fused = lstm(&x, &weights, (&h0, &c0));
+/// assert!(fused.0.allclose(&output, 1e-12, 1e-12, false));
+/// assert!(fused.1.0.allclose(&h.squeeze_dim(0), 1e-12, 1e-12, false));
+/// assert!(fused.1.1.allclose(&c.squeeze_dim(0), 1e-12, 1e-12, false));
+/// ```
+///
+/// Source: <https://pytorch.org/docs/stable/generated/torch.nn.LSTM.html>.
+///
+/// # Panics
+/// If [`f_lstm`] returns an error.
+pub fn lstm(
+    input: &Tensor,
+    weights: &RnnWeights<'_>,
+    state: (&Tensor, &Tensor),
+) -> (Tensor, (Tensor, Tensor)) {
+    super::unwrap(f_lstm(input, weights, state))
+}
+
+/// [`lstm`], with an error instead of a panic.
+///
+/// # Errors
+/// If an argument has another kind, device or shape than stated (the error names the argument), or
+/// if libtorch or CUDA fails.
+pub fn f_lstm(
+    input: &Tensor,
+    weights: &RnnWeights<'_>,
+    (h, c): (&Tensor, &Tensor),
+) -> Result<(Tensor, (Tensor, Tensor))> {
+    with_c(layer::f_layer::<Lstm>(input, weights, h, Some(c))?)
+}
+
+/// [`lstm`] in plain tch operations, without checks of its own.
+///
+/// # Errors
+/// If an operation of libtorch fails.
+pub fn lstm_reference(
+    input: &Tensor,
+    weights: &RnnWeights<'_>,
+    (h, c): (&Tensor, &Tensor),
+) -> Result<(Tensor, (Tensor, Tensor))> {
+    let state = (h.shallow_clone(), Some(c.shallow_clone()));
+    with_c(layer::reference::<Lstm>(input, weights, state)?)
+}
+
+fn with_c((output, (h, c)): (Tensor, State)) -> Result<(Tensor, (Tensor, Tensor))> {
+    let c = c.ok_or_else(|| Error::msg("internal error: an LSTM without c"))?;
+    Ok((output, (h, c)))
+}
+
+struct Lstm;
+
+impl Cell for Lstm {
+    const OP: &'static str = "lstm";
+    const GATES: i64 = 4;
+    const ROWS: &'static str = "4H";
+    const STATE_IS_H: bool = false;
+    const SEPARATE: i64 = 0;
+    const CPU: CpuCell = kernels::CPU;
+    const CUDA: Option<CudaCell> = kernels::CUDA;
+    const COSTS: &'static Costs = &costs::COSTS;
+
+    fn step(input_gates: &Tensor, hidden_gates: &Tensor, (_, c): &State) -> Result<State> {
+        let gates = input_gates.f_add(hidden_gates)?.f_chunk(Self::GATES, 1)?;
+        let ([i, f, g, o], Some(c)) = (&gates[..], c) else {
+            return Err(Error::msg("lstm: the weights do not have 4H rows, or there is no c"));
+        };
+        let c = f.f_sigmoid()?.f_mul(c)?.f_add(&i.f_sigmoid()?.f_mul(&g.f_tanh()?)?)?;
+        let h = o.f_sigmoid()?.f_mul(&c.f_tanh()?)?;
+        Ok((h, Some(c)))
+    }
+}

@@ -1,0 +1,296 @@
+//! The kernels of `csrc/recurrent/cpu`, for any cell.
+
+use crate::Result;
+use crate::ffi::{checked, kind_code, optional_ptr};
+use std::ffi::c_void;
+use std::ptr::null_mut;
+use tch::{Device, Kind, Tensor};
+
+/// How threads share a sequence, for the kernels of the CPU: row_groups · column_groups places.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct CpuTeam {
+    /// How many groups share the rows of the batch.
+    row_groups: i64,
+    /// How many groups share the columns of h.
+    column_groups: i64,
+    /// Zeros, `[1 + row_groups + places, 8]`: the counters of team.h, a cache line each.
+    counters: *mut i64,
+}
+
+/// The parameters of the forward pass on the CPU. All arrays are row-major, contiguous unless stated
+/// otherwise, and of one kind. G, V and S are a cell's numbers of gates, of saved values and of
+/// separate gates (cells/cell.h).
+#[repr(C)]
+pub(crate) struct CpuForward {
+    steps: i64,
+    batch: i64,
+    hidden: i64,
+    /// The distance from a row of W_h to the next, in elements.
+    weight_stride: i64,
+    /// The distance from a step's state to the next one's: B·H, or 0 if only the last one is needed.
+    /// It is B·H where the state is h.
+    c_stride: i64,
+    kind: i32,
+    reserved: i32,
+    team: CpuTeam,
+    /// W_h, `[G·H, H]`.
+    weight: *const c_void,
+    /// `[T, B, G·H]`: the product with the input, plus the bias. For gates that are separate (the
+    /// candidate of a GRU) this excludes the bias of the product with h.
+    input_gates: *const c_void,
+    /// `[B, H]`.
+    h0: *const c_void,
+    /// `[B, H]`, the state; h0 where the state is h.
+    c0: *const c_void,
+    /// `[T, B, H]`.
+    output: *mut c_void,
+    /// `[T, B, H]`, or `[B, H]` with c_stride 0; `output` where the state is h.
+    c: *mut c_void,
+    /// `[T, B, V·H]`: the saved values, null if nobody needs them. May be input_gates where V = G.
+    activations: *mut c_void,
+    /// Scratch of G·H · H' values, H' = H rounded up to a multiple of 32.
+    packed: *mut c_void,
+    /// `[S·H]`: the bias of the product with h of the S separate gates, null for zeros.
+    separate_bias: *const c_void,
+}
+
+/// The parameters of the backward pass on the CPU.
+#[repr(C)]
+pub(crate) struct CpuBackward {
+    steps: i64,
+    batch: i64,
+    hidden: i64,
+    weight_stride: i64,
+    kind: i32,
+    needs_grad_h0: i32,
+    team: CpuTeam,
+    /// W_h, `[G·H, H]`.
+    weight: *const c_void,
+    /// `[T, B, H]`, null for zeros.
+    grad_output: *const c_void,
+    /// `[T, B, V·H]`.
+    activations: *const c_void,
+    /// `[T, B, H]`, the states; the output where the state is h.
+    c: *const c_void,
+    /// `[B, H]`: on entry the gradient for h[T-1], which is added to the last step's of the output;
+    /// on return, if needs_grad_h0, the one for h0.
+    grad_h: *mut c_void,
+    /// `[B, H]`: on entry the gradient for the last state; on return the one for the first. Where
+    /// the state is h: zeros on entry, and of no use on return.
+    grad_c: *mut c_void,
+    /// `[T, B, G·H]`: the gradients for what the product with W_h is added to. The gradients of W_h
+    /// and of its bias follow from them, and those of the input, except for gates that are separate.
+    grad_gates: *mut c_void,
+    /// Scratch as in the forward pass.
+    packed: *mut c_void,
+    /// `[B, H]`, the first state; null unless the cell needs the state before a step.
+    c0: *const c_void,
+    /// `[T, B, S·H]`: for the input's part of the separate gates; null without any.
+    grad_separate: *mut c_void,
+}
+
+/// A cell's kernels on the CPU, and how large its arrays are.
+#[derive(Clone, Copy)]
+pub(crate) struct CpuCell {
+    /// G, V and S.
+    pub gates: i64,
+    pub saved: i64,
+    pub separate: i64,
+    /// Whether the state is h, and there is no c.
+    pub state_is_h: bool,
+    pub forward: unsafe extern "C" fn(*const CpuForward),
+    pub backward: unsafe extern "C" fn(*const CpuBackward),
+}
+
+/// How many groups share the rows, and how many share the columns.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Team {
+    pub row_groups: i64,
+    pub column_groups: i64,
+}
+
+/// Scratch memory of a team: the packed weights and the counters.
+struct Scratch {
+    packed: Tensor,
+    counters: Tensor,
+}
+
+impl Scratch {
+    fn new(gates: i64, hidden: i64, team: Team, kind: Kind) -> Result<Scratch> {
+        /// Columns of the widest panel.
+        const PANEL: i64 = 32;
+        let columns = hidden.saturating_add(PANEL - 1) / PANEL * PANEL;
+        let Team { row_groups, column_groups } = team;
+        let lines = 1 + row_groups + row_groups * column_groups;
+        Ok(Scratch {
+            packed: Tensor::f_empty([gates * hidden, columns], (kind, Device::Cpu))?,
+            counters: Tensor::f_zeros([lines, 8], (Kind::Int64, Device::Cpu))?,
+        })
+    }
+
+    fn team(&self, team: Team) -> CpuTeam {
+        let Team { row_groups, column_groups } = team;
+        CpuTeam { row_groups, column_groups, counters: self.counters.data_ptr().cast() }
+    }
+}
+
+/// What the forward pass reads; all contiguous, of one kind, Float or Double.
+pub(crate) struct CpuOperands<'a> {
+    /// `[G·H, H]`
+    pub weight: &'a Tensor,
+    /// `[T, B, G·H]`
+    pub input_gates: &'a Tensor,
+    /// `[S·H]`
+    pub separate_bias: Option<&'a Tensor>,
+    /// `[B, H]`
+    pub h0: &'a Tensor,
+    /// `[B, H]`; absent where the state is h
+    pub c0: Option<&'a Tensor>,
+}
+
+pub(crate) struct CpuOutputs {
+    /// `[T, B, H]`
+    pub output: Tensor,
+    /// `[T, B, H]`, or `[1, B, H]` for the last step if nothing is kept; absent where the state is h
+    pub c: Option<Tensor>,
+    /// `[T, B, V·H]`, if kept
+    pub activations: Option<Tensor>,
+}
+
+/// All steps, of which there is at least one, as there are rows and columns.
+pub(crate) fn forward(
+    cell: CpuCell,
+    team: Team,
+    operands: &CpuOperands<'_>,
+    keep: bool,
+) -> Result<CpuOutputs> {
+    let (steps, batch, _) = operands.input_gates.size3()?;
+    let hidden = operands.h0.size2()?.1;
+    let kind = operands.h0.f_kind()?;
+    let like = (kind, Device::Cpu);
+    let empty = |size: [i64; 3]| Tensor::f_empty(size, like);
+    let output = empty([steps, batch, hidden])?;
+    let c_steps = if keep { steps } else { 1 };
+    let c = (!cell.state_is_h).then(|| empty([c_steps, batch, hidden])).transpose()?;
+    let activations = match keep {
+        // Each gate is read before its activation is written.
+        true if cell.saved == cell.gates => Some(operands.input_gates.shallow_clone()),
+        true => Some(empty([steps, batch, cell.saved * hidden])?),
+        false => None,
+    };
+    let scratch = Scratch::new(cell.gates, hidden, team, kind)?;
+    let h0 = checked("h0", operands.h0, &[batch, hidden], like)?;
+    let state = [batch, hidden];
+    let output_ptr = checked("output", &output, &[steps, batch, hidden], like)?;
+    let params = CpuForward {
+        steps,
+        batch,
+        hidden,
+        weight_stride: hidden,
+        c_stride: if keep || cell.state_is_h { batch * hidden } else { 0 },
+        kind: kind_code(kind)?,
+        reserved: 0,
+        team: scratch.team(team),
+        weight: checked("weight", operands.weight, &[cell.gates * hidden, hidden], like)?,
+        input_gates: checked(
+            "input_gates",
+            operands.input_gates,
+            &[steps, batch, cell.gates * hidden],
+            like,
+        )?,
+        h0,
+        c0: operands.c0.map_or(Ok(h0), |c0| checked("c0", c0, &state, like))?,
+        output: output_ptr,
+        c: c.as_ref().map_or(output_ptr, Tensor::data_ptr),
+        activations: activations.as_ref().map_or(null_mut(), Tensor::data_ptr),
+        packed: scratch.packed.data_ptr(),
+        separate_bias: optional_ptr(
+            "separate_bias",
+            operands.separate_bias,
+            &[cell.separate * hidden],
+            like,
+        )?,
+    };
+    // SAFETY: the tensors are alive, and were checked or allocated above to be as `CpuForward`
+    // states. The input gates may be overwritten by the activations: the caller made them.
+    unsafe { (cell.forward)(&params) };
+    Ok(CpuOutputs { output, c, activations })
+}
+
+/// What the backward pass reads.
+pub(crate) struct CpuSaved<'a> {
+    /// `[G·H, H]`
+    pub weight: &'a Tensor,
+    /// `[T, B, V·H]`
+    pub activations: &'a Tensor,
+    /// `[T, B, H]`: c, or the output where the state is h
+    pub states: &'a Tensor,
+    /// `[B, H]`: c0, or h0 where the state is h
+    pub first_state: &'a Tensor,
+}
+
+pub(crate) struct CpuGradients {
+    /// `[T, B, G·H]`
+    pub gates: Tensor,
+    /// `[T, B, S·H]`
+    pub separate: Option<Tensor>,
+    /// `[B, H]`; of no use unless it was asked for
+    pub h0: Tensor,
+    /// `[B, H]`; of no use where the state is h
+    pub c0: Tensor,
+}
+
+/// The gradients of all steps. `grads` are those for the output, the last h and the last c.
+pub(crate) fn backward(
+    cell: CpuCell,
+    team: Team,
+    saved: &CpuSaved<'_>,
+    grads: [Option<&Tensor>; 3],
+    needs_grad_h0: bool,
+) -> Result<CpuGradients> {
+    let (steps, batch, hidden) = saved.states.size3()?;
+    let kind = saved.states.f_kind()?;
+    let like = (kind, Device::Cpu);
+    let all = [steps, batch, hidden];
+    // Copies, because the kernel overwrites them.
+    let own = |given: Option<&Tensor>| -> Result<Tensor> {
+        let mut own = Tensor::f_zeros([batch, hidden], like)?;
+        given.map(|given| own.f_copy_(given)).transpose()?;
+        Ok(own)
+    };
+    let [grad_output, grad_h, grad_c] = grads;
+    let (grad_h, grad_c) = (own(grad_h)?, own(grad_c)?);
+    let gates = Tensor::f_empty([steps, batch, cell.gates * hidden], like)?;
+    let separate = (cell.separate > 0)
+        .then(|| Tensor::f_empty([steps, batch, cell.separate * hidden], like))
+        .transpose()?;
+    let scratch = Scratch::new(cell.gates, hidden, team, kind)?;
+    let params = CpuBackward {
+        steps,
+        batch,
+        hidden,
+        weight_stride: hidden,
+        kind: kind_code(kind)?,
+        needs_grad_h0: i32::from(needs_grad_h0),
+        team: scratch.team(team),
+        weight: checked("weight", saved.weight, &[cell.gates * hidden, hidden], like)?,
+        grad_output: optional_ptr("grad_output", grad_output, &all, like)?,
+        activations: checked(
+            "activations",
+            saved.activations,
+            &[steps, batch, cell.saved * hidden],
+            like,
+        )?,
+        c: checked("states", saved.states, &all, like)?,
+        grad_h: grad_h.data_ptr(),
+        grad_c: grad_c.data_ptr(),
+        grad_gates: gates.data_ptr(),
+        packed: scratch.packed.data_ptr(),
+        c0: checked("first_state", saved.first_state, &[batch, hidden], like)?,
+        grad_separate: separate.as_ref().map_or(null_mut(), Tensor::data_ptr),
+    };
+    // SAFETY: as in `forward`.
+    unsafe { (cell.backward)(&params) };
+    Ok(CpuGradients { gates, separate, h0: grad_h, c0: grad_c })
+}

@@ -1,0 +1,293 @@
+//! What the ways on CUDA have in common: a cell's kernels, the arrays that they read, and those that
+//! they write.
+
+use super::cluster::{ClusterBackward, ClusterForward};
+use super::grid::{GridBackward, GridForward};
+use super::step::{StepBackward, StepForward};
+use super::{cluster, grid, step};
+use crate::Result;
+use crate::cuda::LaunchStatus;
+use crate::ffi::{checked, kind_code, optional_ptr};
+use std::ffi::c_void;
+use std::ptr::null_mut;
+use tch::{Device, Kind, Tensor};
+
+type Stream = *mut c_void;
+
+/// A cell's kernels on CUDA, and how large its arrays are.
+#[derive(Clone, Copy)]
+pub(crate) struct CudaCell {
+    /// G, V and S (cells/cell.h).
+    pub gates: i64,
+    pub saved: i64,
+    pub separate: i64,
+    /// Whether the state is h, and there is no c.
+    pub state_is_h: bool,
+    pub step_forward: unsafe extern "C" fn(*const StepForward, Stream) -> LaunchStatus,
+    pub step_backward: unsafe extern "C" fn(*const StepBackward, Stream) -> LaunchStatus,
+    pub cluster_forward: unsafe extern "C" fn(*const ClusterForward, Stream) -> LaunchStatus,
+    pub cluster_backward: unsafe extern "C" fn(*const ClusterBackward, Stream) -> LaunchStatus,
+    /// The second argument becomes false if not all blocks can run at the same time; no kernel is
+    /// then started.
+    pub grid_forward: unsafe extern "C" fn(*const GridForward, *mut bool, Stream) -> LaunchStatus,
+    pub grid_backward: unsafe extern "C" fn(*const GridBackward, *mut bool, Stream) -> LaunchStatus,
+}
+
+/// A way with its launch parameters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kernel {
+    /// A product and a kernel for each step.
+    Step,
+    /// One kernel, with this many blocks for 8 rows.
+    Cluster { cluster: i32 },
+    /// One kernel; falls back to `Step` if not all its blocks can run at the same time.
+    Grid { columns: i32, row_groups: i32 },
+}
+
+#[derive(Clone, Copy)]
+pub(super) struct Sizes {
+    pub steps: i64,
+    pub batch: i64,
+    pub hidden: i64,
+}
+
+/// What the forward pass reads: all contiguous and of one kind, except that gates and biases have
+/// that of [`gates_kind`].
+pub(crate) struct Operands<'a> {
+    /// `[G·H, H]`
+    pub weight: &'a Tensor,
+    /// `[T, B, G·H]`
+    pub input_gates: &'a Tensor,
+    /// `[G·H]`
+    pub bias: Option<&'a Tensor>,
+    /// `[S·H]`
+    pub separate_bias: Option<&'a Tensor>,
+    /// `[B, H]`
+    pub h0: &'a Tensor,
+    /// `[B, H]`; absent where the state is h
+    pub c0: Option<&'a Tensor>,
+}
+
+/// The kind in which sums of products of operands of this kind are computed.
+pub(crate) fn gates_kind(product: Kind) -> Kind {
+    if product == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
+/// [`Operands`] as kernels get them.
+pub(super) struct Source<'a> {
+    pub cell: &'a CudaCell,
+    pub tensors: &'a Operands<'a>,
+    pub keep: bool,
+    pub sizes: Sizes,
+    pub kind: Kind,
+    pub kind_code: i32,
+    pub device: Device,
+    pub weight: *const c_void,
+    pub input_gates: *const c_void,
+    pub bias: *const c_void,
+    pub separate_bias: *const c_void,
+    pub h0: *const c_void,
+    pub c0: *const c_void,
+}
+
+impl<'a> Source<'a> {
+    fn new(cell: &'a CudaCell, tensors: &'a Operands<'a>, keep: bool) -> Result<Source<'a>> {
+        let Operands { weight, input_gates, bias, separate_bias, h0, c0 } = *tensors;
+        let (steps, batch, _) = input_gates.size3()?;
+        let hidden = h0.size2()?.1;
+        let (kind, device) = (h0.f_kind()?, h0.device());
+        let (like, sums) = ((kind, device), (gates_kind(kind), device));
+        let rows = cell.gates * hidden;
+        let h0 = checked("h0", h0, &[batch, hidden], like)?;
+        Ok(Source {
+            cell,
+            tensors,
+            keep,
+            sizes: Sizes { steps, batch, hidden },
+            kind,
+            kind_code: kind_code(kind)?,
+            device,
+            weight: checked("weight", weight, &[rows, hidden], like)?,
+            input_gates: checked("input_gates", input_gates, &[steps, batch, rows], sums)?,
+            bias: optional_ptr("bias", bias, &[rows], sums)?,
+            separate_bias: optional_ptr(
+                "separate_bias",
+                separate_bias,
+                &[cell.separate * hidden],
+                sums,
+            )?,
+            h0,
+            c0: c0.map_or(Ok(h0), |c0| checked("c0", c0, &[batch, hidden], like))?,
+        })
+    }
+}
+
+/// What the forward pass writes.
+pub(super) struct Arrays {
+    pub output: Tensor,
+    c: Option<Tensor>,
+    activations: Option<Tensor>,
+    pub c_stride: i64,
+    pub output_ptr: *mut c_void,
+    pub c_ptr: *mut c_void,
+    pub activations_ptr: *mut c_void,
+}
+
+/// As on the CPU.
+pub(crate) type Outputs = super::cpu::CpuOutputs;
+
+impl Arrays {
+    pub fn new(of: &Source<'_>) -> Result<Arrays> {
+        let Sizes { steps, batch, hidden } = of.sizes;
+        let like = (of.kind, of.device);
+        let empty = |size: [i64; 3]| Tensor::f_empty(size, like);
+        let output = empty([steps, batch, hidden])?;
+        let c_steps = if of.keep { steps } else { 1 };
+        let c = (!of.cell.state_is_h).then(|| empty([c_steps, batch, hidden])).transpose()?;
+        let has_room = of.cell.saved == of.cell.gates && gates_kind(of.kind) == of.kind;
+        let activations = match of.keep {
+            // Each gate is read before its activation is written.
+            true if has_room => Some(of.tensors.input_gates.shallow_clone()),
+            true => Some(empty([steps, batch, of.cell.saved * hidden])?),
+            false => None,
+        };
+        Ok(Arrays {
+            c_stride: if of.keep { batch * hidden } else { 0 },
+            output_ptr: output.data_ptr(),
+            c_ptr: c.as_ref().map_or(null_mut(), Tensor::data_ptr),
+            activations_ptr: activations.as_ref().map_or(null_mut(), Tensor::data_ptr),
+            output,
+            c,
+            activations,
+        })
+    }
+
+    pub fn into_outputs(self) -> Outputs {
+        Outputs { output: self.output, c: self.c, activations: self.activations }
+    }
+}
+
+/// All steps; there is at least one, as there are rows and columns.
+pub(crate) fn forward(
+    cell: &CudaCell,
+    kernel: Kernel,
+    operands: &Operands<'_>,
+    keep: bool,
+) -> Result<Outputs> {
+    let source = Source::new(cell, operands, keep)?;
+    match kernel {
+        Kernel::Cluster { cluster } => cluster::forward(&source, cluster),
+        Kernel::Grid { columns, row_groups } => {
+            match grid::forward(&source, (columns, row_groups))? {
+                Some(outputs) => Ok(outputs),
+                None => step::forward(&source),
+            }
+        }
+        Kernel::Step => step::forward(&source),
+    }
+}
+
+/// What the backward pass reads; as on the CPU.
+pub(crate) type Saved<'a> = super::cpu::CpuSaved<'a>;
+
+/// [`Saved`] and the gradients of the outputs, as kernels get them.
+pub(super) struct Reversed<'a> {
+    pub cell: &'a CudaCell,
+    pub tensors: &'a Saved<'a>,
+    grads: [Option<&'a Tensor>; 2],
+    pub needs_grad_h0: bool,
+    pub sizes: Sizes,
+    kind: Kind,
+    pub kind_code: i32,
+    pub device: Device,
+    pub weight: *const c_void,
+    pub activations: *const c_void,
+    pub states: *const c_void,
+    pub first_state: *const c_void,
+    pub grad_output: *const c_void,
+}
+
+impl<'a> Reversed<'a> {
+    fn new(
+        cell: &'a CudaCell,
+        tensors: &'a Saved<'a>,
+        [grad_output, grad_h, grad_c]: [Option<&'a Tensor>; 3],
+        needs_grad_h0: bool,
+    ) -> Result<Reversed<'a>> {
+        let (steps, batch, hidden) = tensors.states.size3()?;
+        let (kind, device) = (tensors.states.f_kind()?, tensors.states.device());
+        let (like, all) = ((kind, device), [steps, batch, hidden]);
+        let Saved { weight, activations, states, first_state } = tensors;
+        Ok(Reversed {
+            cell,
+            tensors,
+            grads: [grad_h, grad_c],
+            needs_grad_h0,
+            sizes: Sizes { steps, batch, hidden },
+            kind,
+            kind_code: kind_code(kind)?,
+            device,
+            weight: checked("weight", weight, &[cell.gates * hidden, hidden], like)?,
+            activations: checked(
+                "activations",
+                activations,
+                &[steps, batch, cell.saved * hidden],
+                like,
+            )?,
+            states: checked("states", states, &all, like)?,
+            first_state: checked("first_state", first_state, &[batch, hidden], like)?,
+            grad_output: optional_ptr("grad_output", grad_output, &all, like)?,
+        })
+    }
+}
+
+/// What the backward pass computes; as on the CPU, except that the gradients of the states have the
+/// gates' kind.
+pub(crate) type Gradients = super::cpu::CpuGradients;
+
+impl Gradients {
+    /// Room for the gates' gradients, and copies of those for the last states, because kernels
+    /// overwrite them.
+    pub(super) fn new(of: &Reversed<'_>) -> Result<Gradients> {
+        let Sizes { steps, batch, hidden } = of.sizes;
+        let like = (of.kind, of.device);
+        let own = |given: Option<&Tensor>| -> Result<Tensor> {
+            let mut own = Tensor::f_zeros([batch, hidden], (gates_kind(of.kind), of.device))?;
+            given.map(|given| own.f_copy_(given)).transpose()?;
+            Ok(own)
+        };
+        let [grad_h, grad_c] = of.grads;
+        let separate = of.cell.separate;
+        Ok(Gradients {
+            gates: Tensor::f_empty([steps, batch, of.cell.gates * hidden], like)?,
+            separate: (separate > 0)
+                .then(|| Tensor::f_empty([steps, batch, separate * hidden], like))
+                .transpose()?,
+            h0: own(grad_h)?,
+            c0: own(grad_c)?,
+        })
+    }
+
+    pub(super) fn separate_ptr(&self) -> *mut c_void {
+        self.separate.as_ref().map_or(null_mut(), Tensor::data_ptr)
+    }
+}
+
+/// The gradients of all steps. `grads` are those for the output, the last h and the last c.
+pub(crate) fn backward(
+    cell: &CudaCell,
+    kernel: Kernel,
+    saved: &Saved<'_>,
+    grads: [Option<&Tensor>; 3],
+    needs_grad_h0: bool,
+) -> Result<Gradients> {
+    let of = Reversed::new(cell, saved, grads, needs_grad_h0)?;
+    match kernel {
+        Kernel::Cluster { cluster } => cluster::backward(&of, cluster),
+        Kernel::Grid { columns, row_groups } => match grid::backward(&of, (columns, row_groups))? {
+            Some(gradients) => Ok(gradients),
+            None => step::backward(&of),
+        },
+        Kernel::Step => step::backward(&of),
+    }
+}

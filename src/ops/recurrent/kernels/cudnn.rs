@@ -1,0 +1,136 @@
+//! cuDNN's own layers, as libtorch calls them (`csrc/recurrent/cudnn.cpp`).
+
+use crate::ffi::take_message;
+use crate::{Error, Result};
+use std::ffi::c_char;
+use std::ptr::{null, null_mut};
+use tch::Tensor;
+use torch_sys::C_tensor;
+
+unsafe extern "C" {
+    fn tch_extension_cudnn_is_enabled() -> bool;
+    fn tch_extension_cudnn_rnn_forward(
+        input: *const C_tensor,
+        parameters: *const *const C_tensor,
+        len: usize,
+        h: *const C_tensor,
+        c: *const C_tensor,
+        train: bool,
+        results: *mut *mut C_tensor,
+    ) -> *mut c_char;
+    fn tch_extension_cudnn_rnn_backward(
+        input: *const C_tensor,
+        parameters: *const *const C_tensor,
+        len: usize,
+        h: *const C_tensor,
+        c: *const C_tensor,
+        output: *const C_tensor,
+        reserve: *const C_tensor,
+        grads: *const *const C_tensor,
+        needs: *const bool,
+        results: *mut *mut C_tensor,
+    ) -> *mut c_char;
+}
+
+/// Whether libtorch has cuDNN and its user allows it.
+pub(crate) fn is_enabled() -> bool {
+    // SAFETY: the function reads two flags.
+    unsafe { tch_extension_cudnn_is_enabled() }
+}
+
+/// The most parameters of a layer: two weights and two biases.
+const MOST: usize = 4;
+
+/// A layer's tensors; all contiguous, of one kind, on one CUDA device.
+pub(crate) struct CudnnOperands<'a> {
+    /// `[T, B, F]`
+    pub input: &'a Tensor,
+    /// W_ih `[G·H, F]`, W_hh `[G·H, H]` and, if there are any, b_ih and b_hh `[G·H]`
+    pub parameters: &'a [&'a Tensor],
+    /// `[1, B, H]`
+    pub h: &'a Tensor,
+    /// `[1, B, H]`; absent for a GRU
+    pub c: Option<&'a Tensor>,
+}
+
+impl CudnnOperands<'_> {
+    fn parameters(&self) -> Result<[*const C_tensor; MOST]> {
+        if ![2, MOST].contains(&self.parameters.len()) {
+            return Err(Error::msg("internal error: a layer has two or four parameters"));
+        }
+        let pointer = |place: usize| self.parameters.get(place).map_or(null(), |of| of.as_ptr());
+        Ok(std::array::from_fn(pointer))
+    }
+
+    fn c(&self) -> *const C_tensor {
+        self.c.map_or(null(), |c| c.as_ptr())
+    }
+}
+
+/// The output `[T, B, H]`, the last h and c `[1, B, H]`, and what [`backward`] reads if it is kept.
+pub(crate) type CudnnOutputs = (Tensor, Tensor, Option<Tensor>, Option<Tensor>);
+
+/// Takes ownership of what C++ wrote.
+fn owned(result: *mut C_tensor) -> Option<Tensor> {
+    // SAFETY: C++ wrote a new tensor's handle, which we own, or null.
+    (!result.is_null()).then(|| unsafe { Tensor::from_ptr(result) })
+}
+
+fn present(tensor: Option<Tensor>) -> Result<Tensor> {
+    tensor.ok_or_else(|| Error::msg("internal error: cuDNN returned no tensor"))
+}
+
+pub(crate) fn forward(operands: &CudnnOperands<'_>, keep: bool) -> Result<CudnnOutputs> {
+    let parameters = operands.parameters()?;
+    let mut results = [null_mut(); 4];
+    // SAFETY: the operands are live tensors, and `results` has room for four handles.
+    let message = unsafe {
+        tch_extension_cudnn_rnn_forward(
+            operands.input.as_ptr(),
+            parameters.as_ptr(),
+            operands.parameters.len(),
+            operands.h.as_ptr(),
+            operands.c(),
+            keep,
+            results.as_mut_ptr(),
+        )
+    };
+    let [output, h, c, reserve] = results.map(owned);
+    match take_message(message) {
+        Some(message) => Err(Error::Torch(message)),
+        None => Ok((present(output)?, present(h)?, c, reserve)),
+    }
+}
+
+/// The gradients for the input, h, c and the parameters, as far as they are needed.
+pub(crate) fn backward(
+    operands: &CudnnOperands<'_>,
+    (output, reserve): (&Tensor, &Tensor),
+    grads: [Option<&Tensor>; 3],
+    needs: [bool; 4],
+) -> Result<[Option<Tensor>; 3 + MOST]> {
+    let parameters = operands.parameters()?;
+    let grads = grads.map(|grad| grad.map_or(null(), |grad| grad.as_ptr()));
+    let mut results = [null_mut(); 3 + MOST];
+    // SAFETY: as in `forward`; there are three gradients, four needs, and room for as many handles
+    // as there can be.
+    let message = unsafe {
+        tch_extension_cudnn_rnn_backward(
+            operands.input.as_ptr(),
+            parameters.as_ptr(),
+            operands.parameters.len(),
+            operands.h.as_ptr(),
+            operands.c(),
+            output.as_ptr(),
+            reserve.as_ptr(),
+            grads.as_ptr(),
+            needs.as_ptr(),
+            results.as_mut_ptr(),
+        )
+    };
+    let results = results.map(owned);
+    match take_message(message) {
+        Some(message) => Err(Error::Torch(message)),
+        None => Ok(results),
+    }
+}

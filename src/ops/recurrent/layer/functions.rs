@@ -1,0 +1,401 @@
+//! A layer's outputs and gradients as functions of tensors and plain values, below autograd.
+
+use super::plan::{self, Library, Way};
+use super::{Cell, place};
+use crate::ffi::tensor::plain;
+use crate::ops::recurrent::kernels::cpu::{self, CpuOperands, CpuOutputs, CpuSaved};
+use crate::ops::recurrent::kernels::cuda::{self, gates_kind};
+use crate::ops::recurrent::kernels::cudnn::{self, CudnnOperands};
+use crate::ops::recurrent::kernels::product;
+use crate::ops::recurrent::plan::{Direction, Sizes, team};
+use crate::{Error, Result};
+use tch::{Device, Kind, Tensor};
+
+pub(super) struct Operands<'a> {
+    pub input: &'a Tensor,
+    pub w_ih: &'a Tensor,
+    pub w_hh: &'a Tensor,
+    pub b_ih: Option<&'a Tensor>,
+    pub b_hh: Option<&'a Tensor>,
+    pub h: &'a Tensor,
+    pub c: Option<&'a Tensor>,
+}
+
+/// What [`forward`] computes. No two tensors share memory, nor does one with an argument.
+pub(super) struct Outputs {
+    /// h of all steps.
+    pub output: Tensor,
+    pub last_h: Tensor,
+    /// Absent where the state is h.
+    pub last_c: Option<Tensor>,
+    /// c of all steps, if kept and there is one.
+    pub c: Option<Tensor>,
+    /// What the cell saves, if kept and there is anything to compute.
+    pub activations: Option<Tensor>,
+}
+
+/// What [`backward`] reads.
+pub(super) struct Saved<'a> {
+    /// The arguments, in the order of `place`.
+    pub inputs: &'a [Option<Tensor>],
+    pub output: Tensor,
+    /// c of all steps, if there is one.
+    pub c: Option<Tensor>,
+    pub activations: Tensor,
+}
+
+/// The kind in which kernels compute tensors of this kind: on the CPU there are none for the half
+/// kinds.
+fn worked_in(kind: Kind, device: Device) -> Kind {
+    match (device, kind) {
+        (Device::Cpu, Kind::Half | Kind::BFloat16) => Kind::Float,
+        (_, kind) => kind,
+    }
+}
+
+/// The tensor in the kind and layout that kernels read; on CUDA they read 16 bytes at a time.
+fn worked(tensor: &Tensor) -> Result<Tensor> {
+    const BYTES: usize = 16;
+    let plain = plain(&tensor.f_to_kind(worked_in(tensor.f_kind()?, tensor.device()))?)?;
+    if plain.device().is_cuda() && plain.data_ptr().addr() % BYTES != 0 {
+        return row_major_copy(&plain, plain.f_kind()?);
+    }
+    Ok(plain)
+}
+
+/// A bias, in the kind in which products are summed.
+fn summed(bias: &Tensor) -> Result<Tensor> {
+    worked(&bias.f_to_kind(gates_kind(bias.f_kind()?))?)
+}
+
+/// A copy with memory of its own.
+fn copied(tensor: &Tensor) -> Result<Tensor> {
+    Ok(tensor.f_to_dtype(tensor.f_kind()?, false, true)?)
+}
+
+/// A copy that is row-major in whatever layout the tensor is.
+fn row_major_copy(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
+    let mut copy = Tensor::f_empty(tensor.size(), (kind, tensor.device()))?;
+    copy.f_copy_(tensor)?;
+    Ok(copy)
+}
+
+/// A sum that may lack either part.
+fn sum(first: Option<Tensor>, second: Option<Tensor>) -> Result<Option<Tensor>> {
+    Ok(match (first, second) {
+        (Some(first), Some(second)) => Some(first.f_add(&second)?),
+        (first, second) => first.or(second),
+    })
+}
+
+/// The bias of the product with the input, to which that of the product with h is added as far as
+/// its gates are not separate, and the bias of the separate gates.
+fn biases<C: Cell>(
+    b_ih: Option<&Tensor>,
+    b_hh: Option<&Tensor>,
+    hidden: i64,
+) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    let (b_ih, b_hh) = (b_ih.map(summed).transpose()?, b_hh.map(summed).transpose()?);
+    let b_hh = match b_hh {
+        Some(b_hh) if C::SEPARATE > 0 => b_hh,
+        b_hh => return Ok((sum(b_ih, b_hh)?, None)),
+    };
+    let summed = (C::GATES - C::SEPARATE) * hidden;
+    let of_sums = b_hh.f_narrow(0, 0, summed)?.f_constant_pad_nd([0, C::SEPARATE * hidden])?;
+    let separate = plain(&b_hh.f_narrow(0, summed, C::SEPARATE * hidden)?)?;
+    Ok((sum(b_ih, Some(of_sums))?, Some(separate)))
+}
+
+/// Computes all steps. If `keep` is set, it keeps what [`backward`] reads. On CUDA it sets whose
+/// kernels it uses.
+pub(super) fn forward<C: Cell>(
+    operands: &Operands<'_>,
+    library: &mut Library,
+    way: Way,
+    keep: bool,
+) -> Result<Outputs> {
+    let Operands { input, h, c, .. } = *operands;
+    let (steps, batch, features) = input.size3()?;
+    let hidden = h.size2()?.1;
+    let (kind, device) = (h.f_kind()?, h.device());
+    if steps == 0 || batch == 0 || hidden == 0 {
+        // Without steps nothing changes, and without rows or columns there is nothing to compute.
+        return Ok(Outputs {
+            output: Tensor::f_zeros([steps, batch, hidden], (kind, device))?,
+            last_h: row_major_copy(h, kind)?,
+            last_c: c.map(|c| row_major_copy(c, kind)).transpose()?,
+            c: None,
+            activations: None,
+        });
+    }
+    let sizes = Sizes { steps, batch, features, hidden };
+    if device.is_cuda() {
+        *library = plan::library::<C>(way, sizes, kind, device, keep)?;
+        if *library == Library::Cudnn {
+            return forward_by_cudnn(operands, keep);
+        }
+    }
+    let made = all_steps::<C>(operands, sizes, way, keep)?;
+    let last = |steps: &Tensor| -> Result<Tensor> {
+        Ok(steps.f_select(0, -1)?.f_to_dtype(kind, false, true)?)
+    };
+    Ok(Outputs {
+        last_h: last(&made.output)?,
+        last_c: made.c.as_ref().map(last).transpose()?,
+        output: made.output.f_to_kind(kind)?,
+        c: made.c.filter(|_| keep),
+        activations: made.activations,
+    })
+}
+
+/// The input's part of all gates, `[T, B, G·H]`, in the kind in which products are summed. A half
+/// kind's excludes the bias.
+fn input_gates(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let (steps, batch, features) = input.size3()?;
+    let rows = input.f_view([steps * batch, features])?;
+    let sums = gates_kind(input.f_kind()?);
+    let gates = if sums == input.f_kind()? {
+        product(&rows, &weight.f_transpose(0, 1)?, bias)?
+    } else {
+        rows.f_mm_dtype(&weight.f_transpose(0, 1)?, sums)?
+    };
+    plain(&gates.f_view([steps, batch, -1])?)
+}
+
+fn all_steps<C: Cell>(
+    operands: &Operands<'_>,
+    sizes: Sizes,
+    way: Way,
+    keep: bool,
+) -> Result<CpuOutputs> {
+    let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c } = *operands;
+    let (bias, separate_bias) = biases::<C>(b_ih, b_hh, sizes.hidden)?;
+    let (input, w_ih) = (worked(input)?, worked(w_ih)?);
+    let (weight, h0, c0) = (worked(w_hh)?, worked(h)?, c.map(worked).transpose()?);
+    let gates = input_gates(&input, &w_ih, bias.as_ref())?;
+    let Some(cell) = C::CUDA.filter(|_| h0.device().is_cuda()) else {
+        let operands = CpuOperands {
+            weight: &weight,
+            input_gates: &gates,
+            separate_bias: separate_bias.as_ref(),
+            h0: &h0,
+            c0: c0.as_ref(),
+        };
+        return cpu::forward(C::CPU, cpu_team::<C>(sizes, &h0)?, &operands, keep);
+    };
+    let kernel = plan::kernel::<C>(way, Direction::Forward, sizes, h0.f_kind()?, h0.device())?;
+    let has_bias = gates.f_kind()? == input.f_kind()?;
+    let operands = cuda::Operands {
+        weight: &weight,
+        input_gates: &gates,
+        bias: bias.as_ref().filter(|_| !has_bias),
+        separate_bias: separate_bias.as_ref(),
+        h0: &h0,
+        c0: c0.as_ref(),
+    };
+    cuda::forward(&cell, kernel, &operands, keep)
+}
+
+fn cpu_team<C: Cell>(sizes: Sizes, like: &Tensor) -> Result<cpu::Team> {
+    let threads = i64::from(tch::get_num_threads());
+    Ok(team([sizes.steps, sizes.batch, sizes.hidden], C::GATES, like.f_kind()?, threads))
+}
+
+/// The parameters in cuDNN's order. It has both biases or none, so an absent one becomes zeros.
+fn parameters_of_cudnn(
+    [w_ih, w_hh]: [&Tensor; 2],
+    biases: [Option<&Tensor>; 2],
+) -> Result<Vec<Tensor>> {
+    let mut all = vec![plain(w_ih)?, plain(w_hh)?];
+    if biases.iter().any(Option::is_some) {
+        for bias in biases {
+            let zeros = || w_ih.f_new_zeros([w_ih.size()[0]], (w_ih.kind(), w_ih.device()));
+            all.push(bias.map_or_else(|| Ok(zeros()?), plain)?);
+        }
+    }
+    Ok(all)
+}
+
+fn forward_by_cudnn(operands: &Operands<'_>, keep: bool) -> Result<Outputs> {
+    let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c } = *operands;
+    let parameters = parameters_of_cudnn([w_ih, w_hh], [b_ih, b_hh])?;
+    let c = c.map(|c| plain(&c.f_unsqueeze(0)?)).transpose()?;
+    let (output, last_h, last_c, reserve) = cudnn::forward(
+        &CudnnOperands {
+            input: &plain(input)?,
+            parameters: &parameters.iter().collect::<Vec<_>>(),
+            h: &plain(&h.f_unsqueeze(0)?)?,
+            c: c.as_ref(),
+        },
+        keep,
+    )?;
+    let of_one_layer = |state: Tensor| state.f_squeeze_dim(0);
+    Ok(Outputs {
+        output,
+        last_h: of_one_layer(last_h)?,
+        last_c: last_c.map(of_one_layer).transpose()?,
+        c: None,
+        activations: reserve,
+    })
+}
+
+fn backward_by_cudnn(
+    grads: [Option<&Tensor>; 3],
+    saved: &Saved<'_>,
+    needs: &[bool; place::LEN],
+) -> Result<Gradients> {
+    let found = |place: usize| {
+        let found = saved.inputs[place].as_ref();
+        found.ok_or_else(|| Error::msg("internal error: a saved input is absent"))
+    };
+    let optional = |place: usize| saved.inputs[place].as_ref();
+    let parameters = parameters_of_cudnn(
+        [found(place::W_IH)?, found(place::W_HH)?],
+        [optional(place::B_IH), optional(place::B_HH)],
+    )?;
+    let c = optional(place::C).map(|c| plain(&c.f_unsqueeze(0)?)).transpose()?;
+    let [grad_output, grad_h, grad_c] = grads;
+    let of_layer =
+        |grad: Option<&Tensor>| grad.map(|grad| plain(&grad.f_unsqueeze(0)?)).transpose();
+    let (grad_output, grad_h, grad_c) =
+        (grad_output.map(plain).transpose()?, of_layer(grad_h)?, of_layer(grad_c)?);
+    let of_parameters = [place::W_IH, place::W_HH, place::B_IH, place::B_HH];
+    let made = cudnn::backward(
+        &CudnnOperands {
+            input: &plain(found(place::INPUT)?)?,
+            parameters: &parameters.iter().collect::<Vec<_>>(),
+            h: &plain(&found(place::H)?.f_unsqueeze(0)?)?,
+            c: c.as_ref(),
+        },
+        // cuDNN writes into what it reads here, which another backward pass may need.
+        (&saved.output, &copied(&saved.activations)?),
+        [grad_output.as_ref(), grad_h.as_ref(), grad_c.as_ref()],
+        [
+            needs[place::INPUT],
+            needs[place::H],
+            needs[place::C],
+            of_parameters.iter().any(|&place| needs[place]),
+        ],
+    )?;
+    let [input, h, c, w_ih, w_hh, b_ih, b_hh] = made;
+    // Those of the parameters share one piece of memory.
+    let own = |grad: Option<Tensor>| grad.map(|grad| copied(&grad)).transpose();
+    let of_one_layer = |grad: Option<Tensor>| grad.map(|grad| grad.f_squeeze_dim(0)).transpose();
+    let [w_ih, w_hh, b_ih, b_hh] = [own(w_ih)?, own(w_hh)?, own(b_ih)?, own(b_hh)?];
+    let all = [input, w_ih, w_hh, b_ih, b_hh, of_one_layer(h)?, of_one_layer(c)?];
+    Ok(all.into_iter().zip(needs).map(|(grad, &needed)| grad.filter(|_| needed)).collect())
+}
+
+pub(super) type Gradients = Vec<Option<Tensor>>;
+
+/// Computes the gradients that are needed, from those for the output and for the last h and c; an
+/// absent one is zero.
+pub(super) fn backward<C: Cell>(
+    grads: [Option<&Tensor>; 3],
+    saved: &Saved<'_>,
+    needs: &[bool; place::LEN],
+    (library, way): (Library, Way),
+) -> Result<Gradients> {
+    let device = saved.output.device();
+    if device.is_cuda() && library == Library::Cudnn {
+        return backward_by_cudnn(grads, saved, needs);
+    }
+    let argument = |place: usize| -> Result<Tensor> {
+        let found = saved.inputs[place].as_ref();
+        worked(found.ok_or_else(|| Error::msg("internal error: a saved input is absent"))?)
+    };
+    let (steps, batch, hidden) = saved.output.size3()?;
+    let rows = steps * batch;
+    let kind = saved.output.f_kind()?;
+    let output = worked(&saved.output)?;
+    let (weight, h0) = (argument(place::W_HH)?, argument(place::H)?);
+    let (states, first_state) = match &saved.c {
+        Some(c) => (c.shallow_clone(), argument(place::C)?),
+        None => (output.shallow_clone(), h0.shallow_clone()),
+    };
+    let [grad_output, grad_h, grad_c] = grads;
+    let grad_output = grad_output.map(worked).transpose()?;
+    let features = argument(place::INPUT)?.size3()?.2;
+    let sizes = Sizes { steps, batch, features, hidden };
+    let read = CpuSaved {
+        weight: &weight,
+        activations: &saved.activations,
+        states: &states,
+        first_state: &first_state,
+    };
+    let grads = [grad_output.as_ref(), grad_h, grad_c];
+    let made = match C::CUDA.filter(|_| device.is_cuda()) {
+        None => {
+            let team = cpu_team::<C>(sizes, &states)?;
+            cpu::backward(C::CPU, team, &read, grads, needs[place::H])?
+        }
+        Some(cell) => {
+            let kernel = plan::kernel::<C>(way, Direction::Backward, sizes, kind, device)?;
+            cuda::backward(&cell, kernel, &read, grads, needs[place::H])?
+        }
+    };
+    let of_hidden = made.gates.f_view([rows, C::GATES * hidden])?;
+    let of_input = match &made.separate {
+        None => of_hidden.shallow_clone(),
+        Some(separate) => {
+            let summed = (C::GATES - C::SEPARATE) * hidden;
+            let separate = separate.f_view([rows, C::SEPARATE * hidden])?;
+            Tensor::f_cat(&[&of_hidden.f_narrow(1, 0, summed)?, &separate], 1)?
+        }
+    };
+    let column_sums = |of: &Tensor| of.f_sum_dim_intlist([0_i64].as_slice(), false, of.f_kind()?);
+    // Both biases have the same gradient if no gate is separate.
+    let is_one_sum = made.separate.is_none() && needs[place::B_IH] && needs[place::B_HH];
+    let sum_of_both = is_one_sum.then(|| column_sums(&of_hidden)).transpose()?;
+    let bias_gradient = |of: &Tensor| -> Result<Tensor> {
+        Ok(match &sum_of_both {
+            Some(sum) => copied(sum)?,
+            None => column_sums(of)?,
+        })
+    };
+    let wanted = |place: usize, make: &dyn Fn() -> Result<Tensor>| -> Result<Option<Tensor>> {
+        if needs[place] { Ok(Some(make()?.f_to_kind(kind)?)) } else { Ok(None) }
+    };
+    Ok(vec![
+        wanted(place::INPUT, &|| {
+            let grad = product(&of_input, &argument(place::W_IH)?, None)?;
+            Ok(grad.f_view([steps, batch, -1])?)
+        })?,
+        wanted(place::W_IH, &|| {
+            let input = argument(place::INPUT)?;
+            product(&of_input.f_transpose(0, 1)?, &input.f_view([rows, -1])?, None)
+        })?,
+        wanted(place::W_HH, &|| {
+            let before =
+                Tensor::f_cat(&[&h0.f_unsqueeze(0)?, &output.f_narrow(0, 0, steps - 1)?], 0)?;
+            product(&of_hidden.f_transpose(0, 1)?, &before.f_view([rows, hidden])?, None)
+        })?,
+        wanted(place::B_IH, &|| bias_gradient(&of_input))?,
+        wanted(place::B_HH, &|| bias_gradient(&of_hidden))?,
+        wanted(place::H, &|| Ok(made.h0.shallow_clone()))?,
+        wanted(place::C, &|| Ok(made.c0.shallow_clone()))?,
+    ])
+}
+
+/// The gradients of a sequence without steps, rows or columns: those for the state are passed
+/// through, and the others are zero.
+pub(super) fn backward_of_nothing(
+    [_, grad_h, grad_c]: [Option<&Tensor>; 3],
+    inputs: &[Option<Tensor>],
+    needs: &[bool; place::LEN],
+) -> Result<Gradients> {
+    let gradient = |(place, input): (usize, &Option<Tensor>)| -> Result<Option<Tensor>> {
+        let Some(input) = input.as_ref().filter(|_| needs[place]) else { return Ok(None) };
+        let kind = input.f_kind()?;
+        let given = match place {
+            place::H => grad_h,
+            place::C => grad_c,
+            _ => None,
+        };
+        match given {
+            Some(given) => row_major_copy(given, kind).map(Some),
+            None => Ok(Some(Tensor::f_zeros(input.size(), (kind, input.device()))?)),
+        }
+    };
+    inputs.iter().enumerate().map(gradient).collect()
+}

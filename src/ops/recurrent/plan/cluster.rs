@@ -1,0 +1,81 @@
+//! Sequences that `csrc/recurrent/cluster` computes in one kernel.
+
+use super::sizes::{Direction, Product, Sizes, counts_in_32_bits};
+use crate::ops::recurrent::kernels::device::Clusters;
+use tch::Kind;
+
+/// How many rows of the batch a cluster computes.
+const ROWS: i64 = 8;
+
+/// A kernel that is compiled, up to some hidden size, and what a step of it costs.
+pub(in crate::ops) struct Entry {
+    pub product: Product,
+    /// The largest H.
+    pub hidden: i64,
+    /// How many blocks share rows: 8 or 16.
+    pub cluster: i64,
+    /// How many blocks share a multiprocessor, forward and backward: small blocks may.
+    pub share: [i64; 2],
+    /// What a step costs, forward and backward, in hundredths of a microsecond, as measured on an
+    /// H200; `None` if there is no kernel.
+    pub step: [Option<i64>; 2],
+}
+
+/// A kernel for clusters, and what it costs.
+#[derive(Clone, Copy, Debug)]
+pub(in crate::ops) struct Kernel {
+    /// How many blocks share rows.
+    pub cluster: i64,
+    /// Whether `Float` is multiplied as scaled fp16 values, because tf32 is allowed.
+    pub tf32: bool,
+    /// How many clusters run at a time.
+    at_a_time: i64,
+    /// What one step of a cluster costs, in hundredths of a microsecond, as measured on an H200.
+    step: i64,
+}
+
+impl Kernel {
+    /// The fastest kernel for these sizes, if there is one. The weights have to fit on the chip,
+    /// and the kernel counts in 32 bits.
+    ///
+    /// `kernels` are a cell's, by their products and hidden sizes, and `values` is V of
+    /// [`counts_in_32_bits`].
+    pub fn new(
+        (kernels, values): (&[Entry], i64),
+        direction: Direction,
+        sizes: Sizes,
+        product: Kind,
+        tf32: bool,
+        clusters: Clusters,
+    ) -> Option<Kernel> {
+        if !counts_in_32_bits(sizes, values) {
+            return None;
+        }
+        let product = Product::of(product, tf32)?;
+        let of_product = || kernels.iter().filter(|entry| entry.product == product);
+        let hidden = of_product().map(|entry| entry.hidden).find(|&most| sizes.hidden <= most)?;
+        let kernels = of_product().filter(|entry| entry.hidden == hidden).filter_map(|entry| {
+            let direction = usize::from(direction == Direction::Backward);
+            let clusters = if entry.cluster == 8 { clusters.of_8 } else { clusters.of_16 };
+            Some(Kernel {
+                cluster: entry.cluster,
+                tf32: product == Product::Scaled,
+                at_a_time: entry.share[direction] * clusters,
+                step: entry.step[direction]?,
+            })
+        });
+        let there = kernels.filter(|kernel| kernel.at_a_time > 0);
+        there.min_by_key(|kernel| kernel.cost(sizes.batch))
+    }
+
+    /// How many rounds of clusters run one after the other.
+    fn rounds(&self, batch: i64) -> i64 {
+        let clusters = batch.saturating_add(ROWS - 1) / ROWS;
+        clusters.saturating_add(self.at_a_time - 1) / self.at_a_time
+    }
+
+    /// What a step costs for all rows of the batch.
+    pub fn cost(&self, batch: i64) -> i64 {
+        self.rounds(batch).saturating_mul(self.step)
+    }
+}

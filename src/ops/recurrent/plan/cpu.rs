@@ -1,0 +1,45 @@
+//! How many threads share a sequence on the CPU.
+
+use crate::ops::recurrent::kernels::cpu::Team;
+use tch::Kind;
+
+/// The team for a cell with this many gates.
+pub(in crate::ops) fn team(
+    [steps, batch, hidden]: [i64; 3],
+    gates: i64,
+    kind: Kind,
+    threads: i64,
+) -> Team {
+    /// With less work, one thread is done before another is awake. Like the next number, this was
+    /// measured with three gates.
+    const WORTH_A_THREAD: f64 = (1 << 18) as f64;
+    /// With less work, a step is done before the other threads of its rows notice that the preceding
+    /// step is done.
+    const WORTH_WAITING: f64 = (1 << 17) as f64;
+    /// How many rows are multiplied with a weight each time it is read.
+    const ROWS: i64 = 8;
+    /// How many columns are computed together.
+    const PANEL: i64 = 16;
+    /// How many bytes of weights stay in a core's cache next to all other data.
+    const NEAR: i64 = 1 << 20;
+
+    let of_step = batch as f64 * hidden as f64 * hidden as f64 * gates as f64 / 3.0;
+    let work = steps as f64 * of_step;
+    let threads = threads.clamp(1, ((work / WORTH_A_THREAD) as i64).saturating_add(1));
+    let (most_rows, most_columns) =
+        ((batch / ROWS).max(1), (hidden / PANEL).min((of_step / WORTH_WAITING) as i64).max(1));
+    let size = kind.elt_size_in_bytes() as i64;
+    let near = hidden
+        .checked_mul(hidden)
+        .and_then(|n| n.checked_mul(gates * size))
+        .is_some_and(|n| n <= NEAR);
+    if near {
+        // Threads with rows of their own never wait for one another.
+        let row_groups = most_rows.min(threads);
+        Team { row_groups, column_groups: most_columns.min(threads / row_groups) }
+    } else {
+        // Each weight is then in the cache of only one core.
+        let column_groups = most_columns.min(threads);
+        Team { row_groups: most_rows.min(threads / column_groups), column_groups }
+    }
+}

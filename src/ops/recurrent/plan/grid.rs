@@ -1,0 +1,106 @@
+//! Sequences that `csrc/recurrent/grid` computes in one kernel, in half kinds or scaled fp16 values.
+
+use super::sizes::{Direction, Line, Sizes, counts_in_32_bits};
+use crate::ops::recurrent::kernels::device::Grid;
+use tch::Kind;
+
+/// Rows that a block computes at a time.
+const ROWS: i64 = 8;
+
+/// What a step of a kernel costs by its number of vectors, in hundredths of a microsecond, as
+/// measured on an H200.
+pub(in crate::ops) struct Entry {
+    pub direction: Direction,
+    /// How many columns of h a block has.
+    pub columns: i64,
+    /// What each iteration of a step costs.
+    pub iteration: Line,
+    /// What a step costs at least: a single iteration takes longer than its share of several,
+    /// because it waits for messages.
+    pub least: Line,
+    /// For fewer vectors, the kernel for this many is used.
+    pub fewest_vectors: i64,
+    /// How many iterations a step has at least. Two take no longer than one, in which all threads
+    /// wait for messages, and need only half the blocks.
+    pub fewest_iterations: i64,
+    /// How many it has at most: what a block keeps for all of its rows has to fit on the chip next
+    /// to everything else. Blocks with fewer vectors than `full_vectors` have room for 64.
+    pub most_iterations: i64,
+    pub full_vectors: i64,
+}
+
+/// Whether the kernels of a grid accept these sizes: rows of h are whole vectors, and 32 bits can
+/// count all values.
+pub(in crate::ops) fn are_for_a_grid(sizes: Sizes, values: i64) -> bool {
+    sizes.batch > 0 && sizes.hidden > 0 && sizes.hidden % 8 == 0 && counts_in_32_bits(sizes, values)
+}
+
+/// How the blocks of a grid share a sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::ops) struct Share {
+    /// How many columns of h a block has.
+    pub columns: i64,
+    /// How many groups of blocks there are, each with some rows of the batch.
+    pub row_groups: i64,
+    /// About what a step costs, in hundredths of a microsecond, as measured on an H200.
+    pub cost: i64,
+}
+
+impl Share {
+    /// `kernels` are a cell's, and `values` is V of [`counts_in_32_bits`]. This is
+    /// the fastest share for these sizes, if the weights fit into registers and the kernel can
+    /// count the values. `tf32` says whether products of `Float` may use tf32: they are then
+    /// computed from scaled fp16 values, which are as exact.
+    pub fn new(
+        (kernels, values): (&[Entry], i64),
+        direction: Direction,
+        sizes: Sizes,
+        product: Kind,
+        tf32: bool,
+        grid: Grid,
+    ) -> Option<Share> {
+        let Sizes { batch, hidden, .. } = sizes;
+        /// How many terms of a row a block's warps take with one vector each.
+        const TERMS: i64 = 256;
+        /// With scales, the messages of this many columns of h are adjacent in memory, and the
+        /// blocks of a group cover a whole multiple of it.
+        const IN_PAIRS: i64 = 32;
+        let is_scaled = product == Kind::Float && tf32;
+        let fits = is_scaled || matches!(product, Kind::Half | Kind::BFloat16);
+        if !fits || !are_for_a_grid(sizes, values) {
+            return None;
+        }
+        // Each warp has at most 8 vectors of a row of h in registers if a block has 16 columns, or
+        // 4 if it has 32. Of the gates' gradients it has three times as many.
+        let vectors = (hidden - 1) / TERMS + 1;
+        let tiles = (batch - 1) / ROWS + 1;
+        let of = |kernel: &Entry| {
+            let columns = kernel.columns;
+            let together = if is_scaled { IN_PAIRS } else { columns };
+            let most = grid.blocks / (((hidden - 1) / together + 1) * (together / columns));
+            Share::of_kernel(kernel, vectors, tiles, most)
+        };
+        kernels
+            .iter()
+            .filter(|kernel| kernel.direction == direction && vectors * kernel.columns <= 128)
+            .filter_map(of)
+            .min_by_key(|share| share.cost)
+    }
+
+    /// The share by this kernel. Each of up to `most` groups has some of the tiles of rows, and
+    /// computes them in as many iterations per step.
+    fn of_kernel(kernel: &Entry, vectors: i64, tiles: i64, most: i64) -> Option<Share> {
+        const MOST_ITERATIONS: i64 = 64;
+        if most == 0 {
+            return None;
+        }
+        let vectors = vectors.max(kernel.fewest_vectors);
+        let iterations = ((tiles - 1) / most + 1).max(kernel.fewest_iterations);
+        let cost = (iterations * kernel.iteration.at(vectors)).max(kernel.least.at(vectors));
+        let row_groups = (tiles - 1) / iterations + 1;
+        let share = Share { columns: kernel.columns, row_groups, cost };
+        let is_full = vectors >= kernel.full_vectors;
+        let most = if is_full { kernel.most_iterations } else { MOST_ITERATIONS };
+        (iterations <= most).then_some(share)
+    }
+}

@@ -1,0 +1,10 @@
+//! Which way computes a sequence, as far as that is the same for all cells. What a cell's kernels
+//! cost is in tables of its own.
+
+pub(in crate::ops) mod cluster;
+mod cpu;
+pub(in crate::ops) mod grid;
+mod sizes;
+
+pub(in crate::ops) use cpu::team;
+pub(in crate::ops) use sizes::{Direction, Line, Product, Sizes, is_half};

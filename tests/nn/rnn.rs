@@ -1,0 +1,191 @@
+//! Tests of `nn::lstm` and `nn::gru` as replacements of tch's.
+
+use tch::nn::{GRUState, LSTMState, RNN, RNNConfig, VarStore};
+use tch::{Device, Kind, Tensor};
+use tch_extension::cuda::set_rnn_allow_tf32;
+use tch_extension::nn::{gru, lstm};
+use tch_extension::testing::{assert_close, devices};
+
+const IN: i64 = 3;
+const HIDDEN: i64 = 4;
+
+fn configs() -> Vec<RNNConfig> {
+    let base = RNNConfig::default();
+    vec![
+        base,
+        RNNConfig { num_layers: 3, ..base },
+        RNNConfig { bidirectional: true, batch_first: false, ..base },
+        RNNConfig { num_layers: 2, bidirectional: true, ..base },
+        RNNConfig { has_biases: false, num_layers: 2, ..base },
+    ]
+}
+
+fn random(size: &[i64], device: Device) -> Tensor {
+    Tensor::randn(size, (Kind::Float, device))
+}
+
+/// What a layer computes, and the gradients of its input and parameters.
+fn everything(output: &Tensor, states: &[Tensor], input: &Tensor, vs: &VarStore) -> Vec<Tensor> {
+    let mut loss = output.square().sum(Kind::Float);
+    for state in states {
+        loss += state.sin().sum(Kind::Float);
+    }
+    let variables = vs.variables();
+    let mut names: Vec<&String> = variables.keys().collect();
+    names.sort();
+    let mut leaves: Vec<&Tensor> = names.iter().map(|name| &variables[*name]).collect();
+    leaves.push(input);
+    let gradients = Tensor::run_backward(&[loss], &leaves, false, false);
+    let mut all: Vec<Tensor> = states.iter().map(Tensor::detach).collect();
+    all.push(output.detach());
+    all.extend(gradients);
+    all
+}
+
+/// Compares a layer of this crate with tch's, which has the same parameters.
+macro_rules! assert_same_as_tch {
+    ($layer:ident, $state:expr, $states:expr) => {
+        set_rnn_allow_tf32(false).expect("a switch");
+        for (device, config) in devices()
+            .into_iter()
+            .flat_map(|device| configs().into_iter().map(move |config| (device, config)))
+        {
+            let (mut ours, theirs) = (VarStore::new(device), VarStore::new(device));
+            let layer = $layer(ours.root() / "rnn", IN, HIDDEN, config);
+            let expected = tch::nn::$layer(&(theirs.root() / "rnn"), IN, HIDDEN, config);
+            let names = |vs: &VarStore| {
+                let mut names: Vec<String> = vs.variables().into_keys().collect();
+                names.sort();
+                names
+            };
+            assert_eq!(names(&ours), names(&theirs), "{config:?}");
+            ours.copy(&theirs).expect("the same parameters");
+            let input = random(&[5, 2, IN], device).set_requires_grad(true);
+            let batch = if config.batch_first { 5 } else { 2 };
+            let directions = if config.bidirectional { 2 } else { 1 };
+            let size = [config.num_layers * directions, batch, HIDDEN];
+            let state = $state(&size, device);
+            let run = |result: (Tensor, _), vs: &VarStore| {
+                everything(&result.0, &$states(&result.1), &input, vs)
+            };
+            let found = run(layer.seq_init(&input, &state), &ours);
+            let expected = run(expected.seq_init(&input, &state), &theirs);
+            assert_eq!(found.len(), expected.len());
+            for (found, expected) in found.iter().zip(&expected) {
+                assert_close(found, expected, 1e-4, 1e-4);
+            }
+        }
+    };
+}
+
+#[test]
+fn lstm_is_tch_s() {
+    assert_same_as_tch!(
+        lstm,
+        |size: &[i64], device| LSTMState((random(size, device), random(size, device))),
+        |state: &LSTMState| vec![state.h(), state.c()]
+    );
+}
+
+#[test]
+fn gru_is_tch_s() {
+    assert_same_as_tch!(
+        gru,
+        |size: &[i64], device| GRUState(random(size, device)),
+        |state: &GRUState| vec![state.value()]
+    );
+}
+
+/// A file that `torch.save` wrote: the state dict of two layers in both directions, with an input
+/// and what PyTorch computed from it, in double.
+fn saved(bytes: &[u8]) -> (std::path::PathBuf, impl Fn(&str) -> Tensor) {
+    let folder =
+        std::env::temp_dir().join(format!("tch-extension-{}-{}", std::process::id(), bytes.len()));
+    std::fs::create_dir_all(&folder).expect("a folder");
+    let file = folder.join("saved.pt");
+    std::fs::write(&file, bytes).expect("a file");
+    let all = Tensor::loadz_multi(&file).expect("tensors");
+    let find = move |name: &str| {
+        let found = all.iter().find(|(of, _)| of == name);
+        found.unwrap_or_else(|| panic!("no {name}")).1.shallow_clone()
+    };
+    (file, find)
+}
+
+fn config_of_file() -> RNNConfig {
+    RNNConfig { num_layers: 2, bidirectional: true, batch_first: false, ..Default::default() }
+}
+
+#[test]
+fn an_lstm_that_pytorch_saved_gives_the_same_numbers() {
+    let (file, of_file) = saved(include_bytes!("pytorch_lstm.pt"));
+    let mut vs = VarStore::new(Device::Cpu);
+    let layers = lstm(vs.root(), IN, HIDDEN, config_of_file());
+    vs.set_kind(Kind::Double);
+    vs.load(&file).expect("the parameters");
+    std::fs::remove_dir_all(file.parent().expect("a folder")).expect("an end");
+    let state = LSTMState((of_file("h"), of_file("c")));
+    let (output, state) = layers.seq_init(&of_file("input"), &state);
+    assert_close(&output, &of_file("output"), 1e-12, 1e-12);
+    assert_close(&state.h(), &of_file("last_h"), 1e-12, 1e-12);
+    assert_close(&state.c(), &of_file("last_c"), 1e-12, 1e-12);
+}
+
+#[test]
+fn a_gru_that_pytorch_saved_gives_the_same_numbers() {
+    let (file, of_file) = saved(include_bytes!("pytorch_gru.pt"));
+    let mut vs = VarStore::new(Device::Cpu);
+    let layers = gru(vs.root(), IN, HIDDEN, config_of_file());
+    vs.set_kind(Kind::Double);
+    vs.load(&file).expect("the parameters");
+    std::fs::remove_dir_all(file.parent().expect("a folder")).expect("an end");
+    let (output, state) = layers.seq_init(&of_file("input"), &GRUState(of_file("h")));
+    assert_close(&output, &of_file("output"), 1e-12, 1e-12);
+    assert_close(&state.value(), &of_file("last_h"), 1e-12, 1e-12);
+}
+
+#[test]
+fn steps_make_the_sequence() {
+    for device in devices() {
+        let vs = VarStore::new(device);
+        let layers = lstm(vs.root(), IN, HIDDEN, RNNConfig { num_layers: 2, ..Default::default() });
+        let input = random(&[2, 5, IN], device);
+        let (output, last) = layers.seq(&input);
+        let mut state = layers.zero_state(2);
+        for step in 0..5 {
+            state = layers.step(&input.select(1, step), &state);
+            assert_close(&state.h().select(0, 1), &output.select(1, step), 1e-3, 1e-3);
+        }
+        assert_close(&state.c(), &last.c(), 1e-3, 1e-3);
+    }
+}
+
+#[test]
+fn dropout_is_between_layers_and_in_training_only() {
+    let vs = VarStore::new(Device::Cpu);
+    let config = RNNConfig { num_layers: 2, dropout: 1.0, ..Default::default() };
+    let mut layers = gru(vs.root(), IN, HIDDEN, config);
+    let input = random(&[2, 5, IN], Device::Cpu);
+    let (dropped, _) = layers.seq(&input);
+    // The second layer then sees zeros in each sequence.
+    assert_close(&dropped.select(0, 0), &dropped.select(0, 1), 0.0, 0.0);
+    layers.set_train(false);
+    let (whole, _) = layers.seq(&input);
+    assert!(!whole.select(0, 0).allclose(&whole.select(0, 1), 1e-3, 1e-3, false));
+}
+
+#[test]
+fn what_does_not_fit_is_named() {
+    let vs = VarStore::new(Device::Cpu);
+    let layers = lstm(vs.root(), IN, HIDDEN, Default::default());
+    let state = layers.zero_state(2);
+    let of = |input: &Tensor, state: &LSTMState| {
+        layers.f_seq_init(input, state).expect_err("an error").to_string()
+    };
+    let input = random(&[2, 5, IN], Device::Cpu);
+    assert!(of(&input.select(0, 0), &state).contains("nn::Lstm: input: expected"));
+    assert!(of(&random(&[2, 5, IN + 1], Device::Cpu), &state).contains("w_ih"));
+    assert!(of(&input, &layers.zero_state(3)).contains("nn::Lstm: h: expected"));
+    let mixed = LSTMState((state.h(), layers.zero_state(3).c()));
+    assert!(of(&input, &mixed).contains("nn::Lstm: c: expected"));
+}

@@ -1,0 +1,368 @@
+//! Tests of the layers of torch.nn: `ops::lstm` and `ops::gru`.
+
+use crate::support::{KINDS, Suite, gradients, leaves};
+use std::io::Write;
+use tch::{Device, Kind, Tensor};
+use tch_extension::Result;
+use tch_extension::cuda::{Graph, Stream, StreamGuard, set_rnn_allow_tf32};
+use tch_extension::ops::{RnnWay, force};
+use tch_extension::testing::{
+    Sample, SampleTable, Shape, assert_close, cuda_or_skip, devices, tolerance,
+};
+
+pub const WAYS: [RnnWay; 6] = [
+    RnnWay::Automatic,
+    RnnWay::Cudnn,
+    RnnWay::Step,
+    RnnWay::Cluster,
+    RnnWay::Grid,
+    RnnWay::CrowdedGrid,
+];
+
+/// Sizes for the kernels of each way: columns of each kernel's size, below it, and of one column;
+/// rows for one cluster or group, for several, and for a part of one; enough steps that all buffers
+/// are used again.
+const SIZES: [[i64; 4]; 13] = [
+    [1, 1, 2, 1],
+    [2, 8, 3, 128],
+    [7, 9, 5, 65],
+    [33, 17, 8, 128],
+    [6, 24, 4, 256],
+    [5, 3, 7, 131],
+    [9, 13, 6, 451],
+    [5, 64, 16, 512],
+    [6, 11, 3, 700],
+    [9, 20, 8, 768],
+    [4, 70, 8, 1024],
+    [3, 9, 8, 1544],
+    [10, 150, 8, 264],
+];
+
+const DIMS: [&str; 4] = ["T", "B", "F", "H"];
+
+type Call = fn(&[Tensor]) -> Result<Vec<Tensor>>;
+
+/// One of the two operators. The arguments are x, w_ih, w_hh, both biases or none, and the states.
+pub struct Rnn {
+    pub gates: i64,
+    /// How many states there are: h, or h and c.
+    pub states: usize,
+    pub fused: Call,
+    pub reference: Call,
+    /// libtorch's own layer.
+    pub libtorch: Call,
+}
+
+impl Rnn {
+    fn shapes(&self, [t, b, f, h]: [i64; 4], has_biases: bool) -> Vec<Shape> {
+        let (rows, scale) = (self.gates * h, (1.0 / (f + h).max(3) as f64).sqrt());
+        let bias = || Shape::new([rows]);
+        let biases = if has_biases { vec![bias(), bias()] } else { Vec::new() };
+        let weights = [Shape::new([rows, f]).scale(scale), Shape::new([rows, h]).scale(scale)];
+        let states = (0..self.states).map(|_| Shape::new([b, h]));
+        std::iter::once(Shape::new([t, b, f])).chain(weights).chain(biases).chain(states).collect()
+    }
+
+    fn samples(
+        &self,
+        (with_biases, layouts): (&[[i64; 4]], Option<[i64; 4]>),
+        without_biases: &[[i64; 4]],
+        (kind, device): (Kind, Device),
+    ) -> Vec<Sample> {
+        let table = SampleTable::empty(DIMS, |sizes| self.shapes(sizes, true));
+        let table = table.with_sizes(with_biases);
+        let with = match layouts {
+            Some(sizes) => table.with_layouts(sizes).samples(kind, device),
+            None => table.samples(kind, device),
+        };
+        let without = SampleTable::empty(DIMS, |sizes| self.shapes(sizes, false))
+            .with_sizes(without_biases)
+            .samples(kind, device);
+        [with, without].into_iter().flat_map(|samples| samples.expect("samples")).collect()
+    }
+
+    /// Samples that are small enough for a whole Jacobian.
+    pub fn small(&self, kind: Kind, device: Device) -> Vec<Sample> {
+        let sizes = [
+            [3, 2, 3, 4],
+            [1, 1, 1, 1],
+            [0, 2, 3, 4],
+            [2, 0, 3, 4],
+            [2, 2, 0, 3],
+            [2, 2, 3, 0],
+            [5, 1, 1, 2],
+            [2, 9, 1, 2],
+        ];
+        let without = [[2, 3, 2, 8], [1, 2, 1, 17]];
+        self.samples((&sizes, Some([2, 3, 2, 5])), &without, (kind, device))
+    }
+
+    /// Samples that are too large for a Jacobian.
+    pub fn large(&self, kind: Kind, device: Device) -> Vec<Sample> {
+        let sizes = [
+            [12, 16, 32, 128], // threads share the rows
+            [9, 7, 5, 129],    // threads share the columns, with one column after the whole panels
+            [3, 3, 8, 320],    // weights that are larger than a core's cache
+        ];
+        self.samples((&sizes, Some([4, 9, 6, 40])), &sizes[..1], (kind, device))
+    }
+
+    /// Runs a check of the suite.
+    pub fn check(&'static self, check: impl Fn(&Suite<'_>)) {
+        // cuDNN would round Float to tf32.
+        set_rnn_allow_tf32(false).expect("a switch");
+        // The sums within a step, and the sums over all steps and rows.
+        let terms = &|sample: &Sample| {
+            let (input, weight) = (sample.inputs[0].size(), sample.inputs[2].size());
+            (input[2] + weight[1]).max(input[0] * input[1]) * 4
+        };
+        let (small, large) = (
+            |kind: Kind, device: Device| self.small(kind, device),
+            |kind: Kind, device: Device| self.large(kind, device),
+        );
+        check(&Suite {
+            fused: &self.fused,
+            reference: &self.reference,
+            small: &small,
+            large: &large,
+            terms,
+        });
+    }
+
+    fn inputs(&self, sizes: [i64; 4], kind: Kind, device: Device) -> Vec<Tensor> {
+        self.samples((&[sizes], None), &[], (kind, device)).remove(0).inputs
+    }
+
+    /// The outputs, and the gradients from all of them.
+    fn everything(&self, call: Call, inputs: &[Tensor]) -> Vec<Tensor> {
+        let outputs = call(inputs).expect("outputs");
+        let all: Vec<usize> = (0..outputs.len()).collect();
+        let gradients = gradients(&call, &leaves(inputs), &all);
+        outputs.into_iter().chain(gradients.into_iter().flatten()).collect()
+    }
+
+    /// Compares each way with exact results: those of the reference in `Double`.
+    pub fn every_way_agrees(&self, kinds: &[Kind], test: &str) {
+        let Some(device) = cuda_or_skip(test) else { return };
+        set_rnn_allow_tf32(false).expect("a switch");
+        for (&kind, sizes) in
+            kinds.iter().flat_map(|kind| SIZES.iter().map(move |size| (kind, size)))
+        {
+            let inputs = self.inputs(*sizes, kind, device);
+            let exact: Vec<Tensor> = inputs.iter().map(|of| of.to_kind(Kind::Double)).collect();
+            let exact = self.everything(self.reference, &exact);
+            let bound = match kind {
+                Kind::Double => 1e-11,
+                Kind::Float => 2e-5,
+                _ => 3e-2,
+            };
+            for way in WAYS.into_iter().filter(|way| way.is_on(device).expect("an answer")) {
+                let found = force(way, || self.everything(self.fused, &inputs));
+                for (index, (found, exact)) in found.iter().zip(&exact).enumerate() {
+                    let scale = exact.abs().max().double_value(&[]).max(1.0);
+                    let error = (found.to_kind(Kind::Double) - exact).abs().max().double_value(&[]);
+                    assert!(
+                        error <= bound * scale,
+                        "{way:?} {kind:?} {sizes:?}: result {index} is off by {error}, of {scale}"
+                    );
+                }
+            }
+        }
+    }
+
+    /// A captured call computes the same in every replay, by each way; and so do calls from two
+    /// streams at once.
+    pub fn every_way_repeats(&self, test: &str) {
+        let Some(device) = cuda_or_skip(test) else { return };
+        set_rnn_allow_tf32(false).expect("a switch");
+        for way in [RnnWay::Automatic, RnnWay::Cluster, RnnWay::Grid] {
+            if !way.is_on(device).expect("an answer") {
+                let line = format!("SKIPPED {test}: no {way:?} on this GPU\n");
+                let _ = std::io::stderr().write_all(line.as_bytes());
+                continue;
+            }
+            for sizes in [[40, 24, 8, 128], [40, 24, 16, 512], [40, 64, 16, 768]] {
+                let inputs = self.inputs(sizes, Kind::BFloat16, device);
+                let all = || force(way, || self.everything(self.fused, &inputs));
+                let expected = all();
+                let current = Stream::current(device).expect("a stream");
+                current.synchronize().expect("an end");
+                let streams = [(); 2].map(|()| Stream::new(device).expect("a stream"));
+                let mut results = Vec::new();
+                for stream in streams.iter().cycle().take(8) {
+                    let _guard = StreamGuard::new(stream).expect("a guard");
+                    results.push(all());
+                }
+                for stream in &streams {
+                    stream.synchronize().expect("an end");
+                }
+                for (found, expected) in results.iter().flatten().zip(expected.iter().cycle()) {
+                    assert!(found.equal(expected), "{way:?} {sizes:?} on two streams");
+                }
+                if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
+                    continue;
+                }
+                let call = || force(way, || (self.fused)(&inputs));
+                let (graph, outputs) = Graph::capture(device, call).expect("a capture");
+                for _ in 0..3 {
+                    for output in &outputs {
+                        let _ = output.detach().fill_(f64::NAN);
+                    }
+                    graph.replay().expect("a replay");
+                    current.synchronize().expect("an end");
+                    for (output, expected) in outputs.iter().zip(&expected) {
+                        assert!(output.equal(expected), "{way:?} {sizes:?} replayed");
+                    }
+                }
+            }
+        }
+    }
+
+    /// What a caller sees of a result, apart from its values, does not depend on the way.
+    pub fn ways_are_alike(&self) {
+        let sizes =
+            [[3, 3, 4, 5], [1, 1, 1, 1], [0, 3, 4, 5], [1, 0, 4, 5], [3, 3, 4, 0], [9, 2, 8, 264]];
+        for [t, b, f, h] in sizes {
+            let rows = self.gates * h;
+            let (x, w_ih, w_hh, bias, state) = ([t, b, f], [rows, f], [rows, h], [rows], [b, h]);
+            let mut with: Vec<&[i64]> = vec![&x, &w_ih, &w_hh, &bias, &bias];
+            with.extend(vec![&state as &[i64]; self.states]);
+            crate::support::alike::assert_alike(&WAYS, &[&with], |way, arguments| {
+                let is_there = way.is_on(arguments[0].device())?;
+                force(if is_there { way } else { RnnWay::Automatic }, || (self.fused)(arguments))
+            });
+        }
+    }
+
+    /// Compares values and gradients with those of libtorch's own layer.
+    pub fn agrees_with_libtorch(&self) {
+        set_rnn_allow_tf32(false).expect("a switch");
+        for device in devices() {
+            for kind in [Kind::Float, Kind::Double] {
+                let sizes = [[12, 16, 32, 128], [9, 7, 5, 129], [3, 3, 8, 320]];
+                for sample in self.samples((&sizes, None), &sizes[..1], (kind, device)) {
+                    let (rtol, atol) = tolerance(kind);
+                    let all: Vec<usize> = (0..=self.states).collect();
+                    let of = |call: Call| {
+                        let outputs = call(&sample.inputs).expect("outputs");
+                        let found = gradients(&call, &leaves(&sample.inputs), &all);
+                        let found = found.into_iter().map(|found| found.expect("a gradient"));
+                        outputs.into_iter().chain(found).collect::<Vec<_>>()
+                    };
+                    for (ours, theirs) in of(self.fused).iter().zip(&of(self.libtorch)) {
+                        let scale = theirs.abs().max().double_value(&[]).max(1.0);
+                        assert_close(ours, theirs, 50.0 * rtol, 50.0 * atol * scale);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Refuses what libtorch refuses: other kinds than the input's.
+    pub fn refuses_mixed_kinds(&self) {
+        for device in devices() {
+            let inputs = self.small(Kind::Float, device).remove(0).inputs;
+            for place in 1..inputs.len() {
+                for kind in KINDS.into_iter().filter(|&kind| kind != Kind::Float) {
+                    let mut mixed: Vec<Tensor> = inputs.iter().map(Tensor::shallow_clone).collect();
+                    mixed[place] = mixed[place].to_kind(kind);
+                    let error = (self.fused)(&mixed).expect_err("mixed kinds").to_string();
+                    assert!(error.contains("Float"), "{error}");
+                }
+            }
+        }
+    }
+
+    /// Refuses wrong sizes, naming the argument.
+    pub fn refuses_wrong_sizes(&self) {
+        let names = ["input", "w_ih", "w_hh", "b_ih", "b_hh", "h", "c"];
+        for device in devices() {
+            let inputs = self.small(Kind::Float, device).remove(0).inputs;
+            for (place, name) in (0..inputs.len()).zip(names) {
+                let mut wrong: Vec<Tensor> = inputs.iter().map(Tensor::shallow_clone).collect();
+                wrong[place] = wrong[place].unsqueeze(0);
+                let error = (self.fused)(&wrong).expect_err("a wrong size").to_string();
+                assert!(error.contains(name), "{name}: {error}");
+            }
+        }
+    }
+}
+
+/// The tests of an operator, given its `Rnn`.
+macro_rules! tests {
+    ($rnn:expr) => {
+        static RNN_OF_TESTS: Rnn = $rnn;
+
+        #[test]
+        fn forward_agrees_with_the_reference() {
+            RNN_OF_TESTS.check(|suite| suite.forward_agrees_with_the_reference());
+        }
+
+        #[test]
+        fn gradients_agree_with_the_reference() {
+            RNN_OF_TESTS.check(|suite| suite.gradients_agree_with_the_reference());
+        }
+
+        #[test]
+        fn with_and_without_a_graph_the_bits_are_the_same() {
+            RNN_OF_TESTS.check(|suite| suite.with_and_without_a_graph_the_bits_are_the_same());
+        }
+
+        #[test]
+        fn gradcheck_of_every_small_sample() {
+            RNN_OF_TESTS.check(|suite| suite.gradcheck_of_every_small_sample());
+        }
+
+        #[test]
+        fn second_derivatives_of_every_small_sample() {
+            RNN_OF_TESTS.check(|suite| suite.gradgradcheck_of_every_small_sample());
+        }
+
+        #[test]
+        fn conformance_in_every_kind() {
+            RNN_OF_TESTS.check(|suite| suite.conformance_of(suite.small));
+        }
+
+        #[test]
+        fn agrees_with_libtorch() {
+            RNN_OF_TESTS.agrees_with_libtorch();
+        }
+
+        #[test]
+        fn ways_are_alike() {
+            RNN_OF_TESTS.ways_are_alike();
+        }
+
+        #[test]
+        fn cuda_every_way_agrees_with_the_reference() {
+            RNN_OF_TESTS.every_way_agrees(
+                &[Kind::Float, Kind::Double],
+                "cuda_every_way_agrees_with_the_reference",
+            );
+        }
+
+        #[test]
+        fn cuda_half_kinds_by_every_way_agree_with_the_reference() {
+            RNN_OF_TESTS.every_way_agrees(
+                &[Kind::Half, Kind::BFloat16],
+                "cuda_half_kinds_by_every_way_agree_with_the_reference",
+            );
+        }
+
+        #[test]
+        fn cuda_half_kinds_by_every_way_repeat() {
+            RNN_OF_TESTS.every_way_repeats("cuda_half_kinds_by_every_way_repeat");
+        }
+
+        #[test]
+        fn mixed_kinds_are_refused_as_libtorch_does() {
+            RNN_OF_TESTS.refuses_mixed_kinds();
+        }
+
+        #[test]
+        fn wrong_sizes_are_refused_by_name() {
+            RNN_OF_TESTS.refuses_wrong_sizes();
+        }
+    };
+}
+pub(crate) use tests;
