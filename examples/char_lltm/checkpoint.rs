@@ -2,6 +2,7 @@
 //! weights belong to.
 
 use crate::model::{CharModel, shapes};
+use crate::options::Family;
 use crate::output::write_whole;
 use anyhow::{Context, Result, bail, ensure};
 use std::collections::HashMap;
@@ -32,22 +33,28 @@ pub fn save(model: &CharModel, vocabulary: &[char], path: &Path) -> Result<()> {
 pub struct Checkpoint(HashMap<String, Tensor>);
 
 impl Checkpoint {
-    /// Reads `path`. Unless it holds a model of this vocabulary and hidden size, the error names
-    /// what differs.
-    pub fn load(path: &Path, vocabulary: &[char], hidden: i64) -> Result<Checkpoint> {
+    /// Reads `path`. Unless it holds a model of this family, vocabulary and hidden size, the error
+    /// names what differs.
+    pub fn load(
+        path: &Path,
+        family: Family,
+        vocabulary: &[char],
+        hidden: i64,
+    ) -> Result<Checkpoint> {
         let checkpoint = Checkpoint(read(path)?.into_iter().collect());
         checkpoint
-            .check(vocabulary, hidden)
+            .check(family, vocabulary, hidden)
             .with_context(|| format!("cannot resume from {}", path.display()))?;
         Ok(checkpoint)
     }
 
-    /// Checks the vocabulary and the hidden size first: if one of them differs, all shapes differ,
-    /// and only these checks can say why.
-    fn check(&self, vocabulary: &[char], hidden: i64) -> Result<()> {
+    /// Checks the vocabulary, the family and the hidden size first: if one of them differs, many
+    /// names or shapes differ, and only these checks can say why.
+    fn check(&self, family: Family, vocabulary: &[char], hidden: i64) -> Result<()> {
         self.check_vocabulary(vocabulary)?;
+        self.check_family(family)?;
         self.check_hidden(hidden)?;
-        let expected = shapes(vocabulary.len() as i64, hidden);
+        let expected = shapes(family, vocabulary.len() as i64, hidden);
         for (name, shape) in &expected {
             self.check_tensor(name, shape)?;
         }
@@ -79,8 +86,24 @@ impl Checkpoint {
         Ok(())
     }
 
+    /// Compares the family with that of the tensors' names. A file without a recurrent layer
+    /// passes, because the check of each tensor says what it lacks.
+    fn check_family(&self, expected: Family) -> Result<()> {
+        let is_here =
+            |family: &Family| self.0.keys().any(|name| name.starts_with(&family.prefix()));
+        let families = [Family::Lltm, Family::Lstm, Family::Gru];
+        let found = families.into_iter().find(is_here).unwrap_or(expected);
+        ensure!(
+            found == expected,
+            "its recurrent layer is of --op {0}, not {1}: give --op {0}",
+            found.name(),
+            expected.name()
+        );
+        Ok(())
+    }
+
     fn check_hidden(&self, expected: i64) -> Result<()> {
-        let found = self.tensor("lltm.bias")?.numel() as i64 / 3;
+        let found = self.tensor("output.weight")?.size().last().copied().unwrap_or(0);
         ensure!(
             found == expected,
             "its hidden size is {found}, not {expected}: give --hidden {found}"

@@ -1,9 +1,11 @@
 //! Trains a character-level language model on real text with the LLTM, each sequence as one
 //! operator. With `--op all`, it also trains with the fused cell, step by step, and with the same
-//! maths composed of tch operators, and compares the three.
+//! maths composed of tch operators, and compares the three. With `--op lstm` or `--op gru`, it
+//! trains with this crate's LSTM or GRU and with libtorch's, and compares the two.
 //! ```text
 //! cargo run --example char_lltm                        # this repository's own text
 //! cargo run --example char_lltm -- --op all            # and the comparison
+//! cargo run --example char_lltm -- --op lstm           # the LSTM, compared with libtorch's
 //! cargo run --example char_lltm -- --text book.txt --op fused --steps 2000
 //! cargo run --example char_lltm -- --help
 //! ```
@@ -11,6 +13,7 @@
 mod checkpoint;
 mod data;
 mod guard;
+mod layer;
 mod model;
 mod options;
 mod output;
@@ -49,7 +52,9 @@ fn run(options: &Options) -> Result<()> {
     let corpus = Corpus::new(&text, options.batch, options.seq_len, device)?;
     model::check_memory(options, corpus.vocabulary.len() as i64, device)?;
     let resume = match &options.resume {
-        Some(path) => Some(Checkpoint::load(path, &corpus.vocabulary, options.hidden)?),
+        Some(path) => {
+            Some(Checkpoint::load(path, options.op.family(), &corpus.vocabulary, options.hidden)?)
+        }
         None => None,
     };
     let output = OutputFolder::prepare(&options.out, options.op.each())?;

@@ -1,67 +1,47 @@
-//! The model: an embedding, the LLTM, and a linear layer to the vocabulary.
+//! The model: an embedding, a recurrent layer, and a linear layer to the vocabulary.
 
-use crate::options::{Op, Options};
+use crate::layer::{self, Layer, State};
+use crate::options::{Family, Op, Options};
 use anyhow::{Result, ensure};
 use std::fs;
-use tch::nn::{self, Module, RNN};
+use tch::nn::{self, Module};
 use tch::{Device, Kind, Tensor};
-use tch_extension::nn::{
-    Lltm, LltmConfig, LltmLayer, LltmLayerConfig, LltmState, lltm, lltm_layer,
-};
 
 /// The number of features of a character's embedding.
 const EMBEDDING: i64 = 64;
-
-/// The recurrent layer, computed in one of two ways. Both have variables of the same names.
-enum Recurrent {
-    Steps(Lltm),
-    Sequence(LltmLayer),
-}
 
 /// A character-level language model.
 pub struct CharModel {
     pub variables: nn::VarStore,
     embedding: nn::Embedding,
-    recurrent: Recurrent,
+    recurrent: Box<dyn Layer>,
     output: nn::Linear,
 }
 
 impl CharModel {
-    /// The seed alone decides the initial weights, because every operator draws them in the same
-    /// order.
+    /// The operators of a family begin with the same weights, which the seed decides: all of them
+    /// draw the weights in the same order.
     pub fn new(device: Device, vocabulary: i64, hidden: i64, op: Op, seed: i64) -> CharModel {
         tch::manual_seed(seed);
         let variables = nn::VarStore::new(device);
         let root = variables.root();
         let embedding =
             nn::embedding(&root / "embedding", vocabulary, EMBEDDING, Default::default());
-        let path = &root / "lltm";
-        let recurrent = match op.of_steps() {
-            Some(op) => Recurrent::Steps(lltm(path, EMBEDDING, hidden, LltmConfig { op })),
-            None => {
-                Recurrent::Sequence(lltm_layer(path, EMBEDDING, hidden, LltmLayerConfig::default()))
-            }
-        };
+        let recurrent = layer::new(op, &root / op.family().name(), EMBEDDING, hidden);
         let output = nn::linear(&root / "output", hidden, vocabulary, Default::default());
         CharModel { variables, embedding, recurrent, output }
     }
 
-    pub fn zero_state(&self, rows: i64) -> LltmState {
-        match &self.recurrent {
-            Recurrent::Steps(layer) => layer.zero_state(rows),
-            Recurrent::Sequence(layer) => layer.zero_state(rows),
-        }
+    pub fn zero_state(&self, rows: i64) -> State {
+        self.recurrent.zero_state(rows)
     }
 
     /// Returns the logits `[rows, count, vocabulary]` for the characters that follow `inputs[rows,
     /// count]`.
-    pub fn forward(&self, inputs: &Tensor, state: &LltmState) -> Result<(Tensor, LltmState)> {
+    pub fn forward(&self, inputs: &Tensor, state: &State) -> (Tensor, State) {
         let embedded = self.embedding.forward(inputs);
-        let (hidden, state) = match &self.recurrent {
-            Recurrent::Steps(layer) => layer.f_seq_init(&embedded, state)?,
-            Recurrent::Sequence(layer) => layer.f_seq_init(&embedded, state)?,
-        };
-        Ok((self.output.forward(&hidden), state))
+        let (hidden, state) = self.recurrent.sequence(&embedded, state);
+        (self.output.forward(&hidden), state)
     }
 
     /// Generates `count` characters. The first one follows a line end.
@@ -72,7 +52,7 @@ impl CharModel {
         let mut text = String::new();
         for _ in 0..count {
             let input = Tensor::from_slice(&[last]).view([1, 1]).to_device(self.variables.device());
-            let (logits, next) = self.forward(&input, &state)?;
+            let (logits, next) = self.forward(&input, &state);
             state = next;
             last = draw(&logits.view([-1]), temperature)?;
             text.push(printable(vocabulary[last as usize]));
@@ -96,14 +76,15 @@ fn printable(c: char) -> char {
 }
 
 /// The name and shape of every variable of the model.
-pub fn shapes(vocabulary: i64, hidden: i64) -> [(&'static str, Vec<i64>); 5] {
-    [
-        ("embedding.weight", vec![vocabulary, EMBEDDING]),
-        ("lltm.weights", vec![3 * hidden, hidden + EMBEDDING]),
-        ("lltm.bias", vec![3 * hidden]),
-        ("output.weight", vec![vocabulary, hidden]),
-        ("output.bias", vec![vocabulary]),
-    ]
+pub fn shapes(family: Family, vocabulary: i64, hidden: i64) -> Vec<(String, Vec<i64>)> {
+    let mut all = vec![
+        ("embedding.weight".to_string(), vec![vocabulary, EMBEDDING]),
+        ("output.weight".to_string(), vec![vocabulary, hidden]),
+        ("output.bias".to_string(), vec![vocabulary]),
+    ];
+    let recurrent = layer::shapes(family, EMBEDDING, hidden).into_iter();
+    all.extend(recurrent.map(|(name, shape)| (family.prefix() + name, shape)));
+    all
 }
 
 /// Refuses sizes that cannot fit in main memory. Linux grants memory that it does not have and
@@ -127,8 +108,8 @@ pub fn check_memory(options: &Options, vocabulary: i64, device: Device) -> Resul
 /// and Adam's two moments. A step, in which only one learner runs, uses about as much again for
 /// temporary values, and keeps some values of each character for the backward pass.
 fn needed_bytes(options: &Options, vocabulary: i64) -> u64 {
-    let sizes = shapes(vocabulary, options.hidden).map(|(_, shape)| shape.iter().product::<i64>());
-    let parameters: i64 = sizes.iter().sum();
+    let shapes = shapes(options.op.family(), vocabulary, options.hidden);
+    let parameters: i64 = shapes.iter().map(|(_, shape)| shape.iter().product::<i64>()).sum();
     let learners = options.op.each().len() as i64;
     let kept_per_character = 20 * options.hidden + 2 * EMBEDDING + 4 * vocabulary;
     let kept = options.batch * options.seq_len * kept_per_character;

@@ -4,11 +4,11 @@ use anyhow::{Result, bail, ensure};
 use clap::{Parser, ValueEnum};
 use std::path::PathBuf;
 use tch::{Cuda, Device};
-use tch_extension::{cuda, nn::LltmOp};
+use tch_extension::cuda;
 
 /// Trains a character-level language model with the LLTM: the whole sequence as one operator, the
 /// fused cell step by step, or the cell composed of tch operators. It can also train several of
-/// them and compare their results.
+/// them and compare their results, and it can train the LSTM or the GRU next to libtorch's.
 #[derive(Debug, Parser)]
 #[command(name = "char_lltm", allow_negative_numbers = true, args_override_self = true)]
 pub struct Options {
@@ -60,16 +60,21 @@ pub struct Options {
 /// The value of `--op`.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub enum OpChoice {
-    /// The whole sequence as one operator
+    /// The LLTM's whole sequence as one operator (`lltm` means the same)
+    #[value(alias = "lltm")]
     Sequence,
-    /// The fused cell, step by step
+    /// The LLTM's fused cell, step by step
     Fused,
-    /// The cell composed of tch operators
+    /// The LLTM's cell composed of tch operators
     Composite,
-    /// The fused cell and the cell composed of tch operators
+    /// The LLTM's fused cell and the cell composed of tch operators
     Both,
-    /// All three implementations
+    /// All three implementations of the LLTM
     All,
+    /// This crate's LSTM and libtorch's
+    Lstm,
+    /// This crate's GRU and libtorch's
+    Gru,
 }
 
 impl OpChoice {
@@ -81,7 +86,14 @@ impl OpChoice {
             OpChoice::Composite => &[Op::Composite],
             OpChoice::Both => &[Op::Fused, Op::Composite],
             OpChoice::All => &[Op::Sequence, Op::Fused, Op::Composite],
+            OpChoice::Lstm => &[Op::Lstm, Op::TchLstm],
+            OpChoice::Gru => &[Op::Gru, Op::TchGru],
         }
+    }
+
+    /// The family of these operators, which all have the same.
+    pub fn family(self) -> Family {
+        self.each()[0].family()
     }
 }
 
@@ -91,6 +103,10 @@ pub enum Op {
     Sequence,
     Fused,
     Composite,
+    Lstm,
+    TchLstm,
+    Gru,
+    TchGru,
 }
 
 impl Op {
@@ -99,16 +115,43 @@ impl Op {
             Op::Sequence => "sequence",
             Op::Fused => "fused",
             Op::Composite => "composite",
+            Op::Lstm => "lstm",
+            Op::TchLstm => "tch_lstm",
+            Op::Gru => "gru",
+            Op::TchGru => "tch_gru",
         }
     }
 
-    /// The operator for a single step, if the sequence is computed step by step.
-    pub fn of_steps(self) -> Option<LltmOp> {
+    pub fn family(self) -> Family {
         match self {
-            Op::Sequence => None,
-            Op::Fused => Some(LltmOp::Fused),
-            Op::Composite => Some(LltmOp::Composite),
+            Op::Sequence | Op::Fused | Op::Composite => Family::Lltm,
+            Op::Lstm | Op::TchLstm => Family::Lstm,
+            Op::Gru | Op::TchGru => Family::Gru,
         }
+    }
+}
+
+/// The implementations of one formula, which can resume from one another's weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Family {
+    Lltm,
+    Lstm,
+    Gru,
+}
+
+impl Family {
+    /// Its value of `--op`, which is also the folder of the recurrent layer's variables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Family::Lltm => "lltm",
+            Family::Lstm => "lstm",
+            Family::Gru => "gru",
+        }
+    }
+
+    /// How the names of the recurrent layer's variables begin.
+    pub fn prefix(self) -> String {
+        format!("{}.", self.name())
     }
 }
 

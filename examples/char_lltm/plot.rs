@@ -75,7 +75,7 @@ fn title(runs: &[Run], unigram: f64) -> String {
     let (least, most) =
         (held_out().fold(f64::INFINITY, f64::min), held_out().fold(f64::NEG_INFINITY, f64::max));
     match runs.len() {
-        0 | 1 => format!("The LLTM learns: held-out loss {least:.2}, unigrams {unigram:.2}"),
+        0 | 1 => format!("The model learns: held-out loss {least:.2}, unigrams {unigram:.2}"),
         _ if format!("{least:.1}") == format!("{most:.1}") => {
             format!("The operators train alike: held-out loss {least:.1}, unigrams {unigram:.1}")
         }
@@ -88,9 +88,9 @@ const DASH: u32 = 12;
 /// A curve's color and the gaps between its dashes; 0 for a solid curve.
 fn look(op: Op) -> (RGBColor, u32) {
     match op {
-        Op::Composite => (RGBColor(20, 60, 160), 0),
+        Op::Composite | Op::TchLstm | Op::TchGru => (RGBColor(20, 60, 160), 0),
         Op::Fused => (RGBColor(225, 110, 20), DASH),
-        Op::Sequence => (RGBColor(60, 140, 50), 3 * DASH),
+        Op::Sequence | Op::Lstm | Op::Gru => (RGBColor(60, 140, 50), 3 * DASH),
     }
 }
 

@@ -1,6 +1,7 @@
 //! Truncated backpropagation through time, and the loss on the held-out text.
 
 use crate::data::{Corpus, Streams};
+use crate::layer::State;
 use crate::model::CharModel;
 use crate::options::{Op, Options};
 use crate::report::Progress;
@@ -8,7 +9,6 @@ use anyhow::{Context, Result, bail};
 use std::time::{Duration, Instant};
 use tch::nn::{self, OptimizerConfig};
 use tch::{Kind, Reduction, Tensor};
-use tch_extension::nn::LltmState;
 
 /// The largest norm of the gradient of all weights together. A larger gradient is scaled down to
 /// it.
@@ -61,7 +61,7 @@ pub struct Learner {
     /// The speed in each turn, in characters per second.
     speeds: Vec<f64>,
     optimizer: nn::Optimizer,
-    state: LltmState,
+    state: State,
     /// The column of the streams at which the next chunk begins.
     column: i64,
     /// The last step after which the weights were written.
@@ -122,8 +122,8 @@ impl Learner {
     /// Trains one step on the next chunk and returns the loss, which is still on the device.
     fn step(&mut self, options: &Options, streams: &Streams, step: i64) -> Result<Tensor> {
         let (inputs, targets) = self.next_chunk(options.seq_len, streams);
-        let (logits, state) = self.model.forward(&inputs, &self.state)?;
-        self.state = state.detach();
+        let (logits, state) = self.model.forward(&inputs, &self.state);
+        self.state = state.iter().map(Tensor::detach).collect();
         let loss = cross_entropy(&logits, &targets, Reduction::Mean)?;
         self.optimizer.zero_grad();
         loss.f_backward()?;
@@ -182,7 +182,7 @@ pub fn held_out_loss(model: &CharModel, corpus: &Corpus, seq_len: i64) -> Result
     let mut nats = 0.0;
     for column in (0..streams.length()).step_by(seq_len as usize) {
         let (inputs, targets) = streams.chunk(column, seq_len.min(streams.length() - column));
-        let (logits, next) = model.forward(&inputs, &state)?;
+        let (logits, next) = model.forward(&inputs, &state);
         state = next;
         nats += cross_entropy(&logits.to_kind(Kind::Double), &targets, Reduction::Sum)?
             .double_value(&[]);

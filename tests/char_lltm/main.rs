@@ -58,6 +58,29 @@ fn trains_all_ops_and_compares_them() {
 }
 
 #[test]
+fn trains_the_lstm_and_the_gru_next_to_libtorch_s() {
+    for [ours, libtorch] in [["lstm", "tch_lstm"], ["gru", "tch_gru"]] {
+        let place = Place::new();
+        let printed = succeeded(&place.run(&["--op", ours, "--steps", "60", "--lr", "0.01"]));
+        assert_eq!(cells(&printed, "seed 1, 60 steps"), [ours, libtorch]);
+        assert_eq!(numbers(&printed, &format!("speed, {ours} / {libtorch}")).len(), 1);
+        let early = numbers(&printed, "largest difference of the losses, steps 1 to 50");
+        assert!(early[0] < 1e-3, "{ours} and {libtorch} differ by {early:?} in the first steps");
+        let before = place.losses();
+        assert!(before[59] < before[0] - 0.5, "{ours}: from {} to {}", before[0], before[59]);
+
+        // The weights of either are weights of both.
+        for op in [ours, libtorch] {
+            let weights = place.path("kept.safetensors");
+            fs::copy(place.weights(op), &weights).unwrap();
+            succeeded(&place.run(&["--op", ours, "--steps", "1", "--resume", str(&weights)]));
+            let after = place.losses();
+            assert!(after[0] < before[0] - 0.5, "{op}: {} then, {} now", before[0], after[0]);
+        }
+    }
+}
+
+#[test]
 fn the_sequence_is_trained_if_nothing_else_is_said() {
     let place = Place::new();
     let printed = succeeded(&place.run(&["--steps", "2"]));

@@ -141,6 +141,15 @@ fn refuses_weights_of_another_model() {
     let resume = ["--resume", str(&weights)];
     let with = |more: [&'static str; 2]| [resume, more].concat();
     place.refuses(&with(["--hidden", "17"]), &["hidden size is 16, not 17", "--hidden 16"]);
+    place.refuses(&with(["--op", "lstm"]), &["is of --op lltm, not lstm", "give --op lltm"]);
+    let other = Place::new();
+    succeeded(&other.run(&["--op", "gru", "--steps", "1"]));
+    let weights = other.weights("gru");
+    for (op, name) in [("lstm", "lstm"), ("sequence", "lltm")] {
+        let arguments = ["--op", op, "--resume", str(&weights)];
+        let expected = format!("is of --op gru, not {name}");
+        place.refuses(&arguments, &["cannot resume from", &expected, "give --op gru"]);
+    }
 
     let more = place.write("more.txt", format!("{}é", sample_text()));
     let fewer = place.write("fewer.txt", sample_text().replace('z', "y"));

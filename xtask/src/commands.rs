@@ -24,7 +24,7 @@ impl std::error::Error for Usage {}
 const HELP: &str = "\
 cargo xtask COMMAND [ARGUMENTS]
 
-  demo [ARGUMENTS]   train the character-level language model (examples/char_lltm); --op all compares
+  demo [ARGUMENTS]   train the character-level language model (examples/char_lltm); --op all compares; --op lstm, gru
   test [--tch 0.26] [ARGUMENTS]
                      the workspace's tests, one at a time where there is a GPU; arguments go to `cargo test`.
                      With --tch 0.26, on that tch and libtorch 2.13, which it installs next to the others
