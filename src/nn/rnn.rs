@@ -3,7 +3,7 @@
 use crate::ops::{RnnWeights, f_gru, f_lstm};
 use crate::{Result, check};
 use std::borrow::Borrow;
-use tch::nn::{GRUState, LSTMState, Path, RNN, RNNConfig};
+use tch::nn::{GRUState, Init, LSTMState, Path, RNN, RNNConfig};
 use tch::{Device, Kind, Tensor};
 
 /// Layers of one kind: the parameters, and what both kinds do with them.
@@ -42,13 +42,15 @@ impl Layers {
             let features = if layer == 0 { in_dim } else { hidden_dim * directions };
             for suffix in ["", "_reverse"].iter().take(directions as usize) {
                 let name = |what: &str| format!("{what}_l{layer}{suffix}");
-                parameters.push(vs.var(&name("weight_ih"), &[rows, features], config.w_ih_init));
+                // The usual distributions have no width without features.
+                let w_ih_init = if features == 0 { Init::Const(0.0) } else { config.w_ih_init };
+                parameters.push(vs.var(&name("weight_ih"), &[rows, features], w_ih_init));
                 parameters.push(vs.var(&name("weight_hh"), &[rows, hidden_dim], config.w_hh_init));
                 if !config.has_biases {
                     continue;
                 }
                 for (what, init) in [("bias_ih", config.b_ih_init), ("bias_hh", config.b_hh_init)] {
-                    let init = init.unwrap_or(tch::nn::Init::Const(0.0));
+                    let init = init.unwrap_or(Init::Const(0.0));
                     parameters.push(vs.var(&name(what), &[rows], init));
                 }
             }
@@ -77,6 +79,12 @@ impl Layers {
         RnnWeights { w_ih: at(0), w_hh: at(1), b_ih: bias(2), b_hh: bias(3) }
     }
 
+    /// The batch size of an input, or 0 if it has no such dimension, which is refused later.
+    fn batch_of(&self, input: &Tensor) -> i64 {
+        let place = if self.config.batch_first { 0 } else { 1 };
+        input.size().get(place).copied().unwrap_or(0)
+    }
+
     fn check_state(&self, name: &str, state: &Tensor, batch: i64) -> Result<()> {
         let size = [self.config.num_layers * self.directions(), batch, self.hidden_dim];
         let names = "[num_layers * directions, B, H]";
@@ -85,7 +93,10 @@ impl Layers {
 
     fn run(&self, call: Call, input: &Tensor, h: &Tensor, c: Option<&Tensor>) -> Result<Results> {
         let names = if self.config.batch_first { "[B, T, F]" } else { "[T, B, F]" };
-        check!(self.op, input).defined()?.dim(3, names)?;
+        let (first, second, _) =
+            check!(self.op, input).defined()?.dim(3, names)?.tensor().size3()?;
+        let features = self.weights(0).w_ih.size2()?.1;
+        check!(self.op, input).shape(names, &[first, second, features])?;
         let turned = |tensor: &Tensor| -> Result<Tensor> {
             Ok(match self.config.batch_first {
                 true => tensor.f_transpose(0, 1)?,
@@ -134,7 +145,8 @@ pub struct Lstm(Layers);
 
 /// Makes LSTM layers, as tch's [`nn::lstm`](tch::nn::lstm) does: with the same configuration, the
 /// same names of parameters, which are torch.nn's, and the same trait. Changing one `use` line
-/// changes results by rounding only, except that dropout draws other numbers.
+/// changes results by rounding only, except that dropout draws other numbers, and that with
+/// `batch_first: false` `seq` and `step` take the batch where the layout has it, as tch's do not.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor, nn::{RNN, RNNConfig, VarStore}};
@@ -188,6 +200,11 @@ impl RNN for Lstm {
 
     fn zero_state(&self, batch_dim: i64) -> LSTMState {
         LSTMState((self.0.zeros(batch_dim), self.0.zeros(batch_dim)))
+    }
+
+    // tch's takes the first dimension for the batch in either layout.
+    fn seq(&self, input: &Tensor) -> (Tensor, LSTMState) {
+        self.seq_init(input, &self.zero_state(self.0.batch_of(input)))
     }
 
     fn step(&self, input: &Tensor, state: &LSTMState) -> LSTMState {
@@ -249,6 +266,10 @@ impl RNN for Gru {
 
     fn zero_state(&self, batch_dim: i64) -> GRUState {
         GRUState(self.0.zeros(batch_dim))
+    }
+
+    fn seq(&self, input: &Tensor) -> (Tensor, GRUState) {
+        self.seq_init(input, &self.zero_state(self.0.batch_of(input)))
     }
 
     fn step(&self, input: &Tensor, state: &GRUState) -> GRUState {

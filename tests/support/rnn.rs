@@ -275,6 +275,11 @@ impl Rnn {
 
     /// Refuses wrong sizes, naming the argument.
     pub fn refuses_wrong_sizes(&self) {
+        let none = Tensor::zeros([1 << 62, 2, 0], (Kind::Float, Device::Cpu));
+        let mut endless = self.small(Kind::Float, Device::Cpu).remove(4).inputs;
+        endless[0] = none;
+        let error = (self.fused)(&endless).expect_err("too many steps").to_string();
+        assert!(error.contains("64 bits"), "{error}");
         let names = ["input", "w_ih", "w_hh", "b_ih", "b_hh", "h", "c"];
         for device in devices() {
             let inputs = self.small(Kind::Float, device).remove(0).inputs;

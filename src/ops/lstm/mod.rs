@@ -38,12 +38,13 @@ use tch::Tensor;
 /// one kernel of this crate where that is faster: in the half kinds for H up to 2048 that is a
 /// multiple of 8, and for any H up to 512; in `Float` and `Double` for H up to 128. Elsewhere it
 /// is cuDNN's kernels, or a product and a kernel for each step. cuDNN's products of `Float` are in
-/// tf32 unless [`set_rnn_allow_tf32`](crate::cuda::set_rnn_allow_tf32) forbids it; ours never are.
-/// In this crate's kernels c is `Float` from step to step in the half kinds, and rounded where it is
-/// returned.
+/// tf32 unless [`set_rnn_allow_tf32`](crate::cuda::set_rnn_allow_tf32) forbids it. Our kernels for
+/// all steps never round to tf32; the products around them follow
+/// [`set_matmul_allow_tf32`](crate::cuda::set_matmul_allow_tf32). In the half kinds, our kernels for
+/// all steps keep c in `Float` from step to step.
 ///
 /// Memory grows linearly with T. The backward keeps `5·T·B·H` numbers in addition to inputs and
-/// outputs.
+/// outputs, or what cuDNN asks for.
 ///
 /// Equivalent to:
 /// ```

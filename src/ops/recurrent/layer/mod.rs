@@ -99,13 +99,18 @@ fn check_arguments<C: Cell>(arguments: &[Option<&Tensor>; place::LEN]) -> Result
     for (name, tensor) in optional {
         tensor.map(|tensor| like_input(check!(C::OP, name, tensor))).transpose()?;
     }
-    let (_, batch, features) = input.tensor().size3()?;
+    let (steps, batch, features) = input.tensor().size3()?;
     let hidden = check!(C::OP, h).dim(2, "[B, H]")?.tensor().size2()?.1;
     check!(C::OP, h).shape("[B, H]", &[batch, hidden])?;
     c.map(|c| check!(C::OP, c).shape("[B, H]", &[batch, hidden])).transpose()?;
-    let rows = hidden.checked_mul(C::GATES).ok_or_else(|| {
-        check!(C::OP, h).refuse("sizes whose products fit 64 bits", format!("H = {hidden}"), "")
-    })?;
+    // An input without features may have any number of steps.
+    let too_large = || {
+        let sizes = format!("T = {steps}, B = {batch}, H = {hidden}");
+        input.refuse("sizes whose products fit 64 bits", sizes, "")
+    };
+    let rows = hidden.checked_mul(C::GATES).ok_or_else(too_large)?;
+    let in_all = steps.checked_mul(batch).and_then(|count| count.checked_mul(rows.max(1)));
+    in_all.ok_or_else(too_large)?;
     let rows_name = C::ROWS;
     check!(C::OP, w_ih).shape(&format!("[{rows_name}, F]"), &[rows, features])?;
     check!(C::OP, w_hh).shape(&format!("[{rows_name}, H]"), &[rows, hidden])?;
