@@ -1,30 +1,21 @@
 //! What the GRU's kernels cost, in hundredths of a microsecond, as measured on an H200.
 
 use crate::ops::recurrent::layer::Costs;
-use crate::ops::recurrent::plan::{Direction, Line, Product, cluster, grid};
-
-const fn entry(
-    product: Product,
-    hidden: i64,
-    cluster: i64,
-    share: [i64; 2],
-    step: [Option<i64>; 2],
-) -> cluster::Entry {
-    cluster::Entry { product, hidden, cluster, share, step }
-}
+use crate::ops::recurrent::plan::cluster::Entry;
+use crate::ops::recurrent::plan::{Direction, Line, Product, grid};
 
 pub(super) const COSTS: Costs = Costs {
     #[rustfmt::skip]
     clusters: {
         use Product::{Double, Float, Half};
         &[
-            entry(Half,   128, 8, [2, 2], [Some(50), Some(95)]),
-            entry(Half,   256, 8, [2, 2], [Some(96), Some(150)]),
-            entry(Half,   512, 16, [1, 1], [Some(108), Some(120)]),
-            entry(Half,   512, 8, [1, 1], [Some(140), Some(190)]),
-            entry(Half,   768, 16, [1, 1], [Some(168), Some(185)]),
-            entry(Float,  128, 8, [2, 1], [Some(96), Some(146)]),
-            entry(Double, 128, 8, [2, 1], [Some(184), Some(301)]),
+            Entry::new(Half,   128, 8, [2, 2], [Some(50), Some(95)]),
+            Entry::new(Half,   256, 8, [2, 2], [Some(96), Some(150)]),
+            Entry::new(Half,   512, 16, [1, 1], [Some(108), Some(120)]),
+            Entry::new(Half,   512, 8, [1, 1], [Some(140), Some(190)]),
+            Entry::new(Half,   768, 16, [1, 1], [Some(168), Some(185)]),
+            Entry::new(Float,  128, 8, [2, 1], [Some(96), Some(146)]),
+            Entry::new(Double, 128, 8, [2, 1], [Some(184), Some(301)]),
         ]
     },
     grids: &[

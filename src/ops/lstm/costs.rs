@@ -1,29 +1,20 @@
 //! What the LSTM's kernels cost, in hundredths of a microsecond, as measured on an H200.
 
 use crate::ops::recurrent::layer::Costs;
-use crate::ops::recurrent::plan::{Direction, Line, Product, cluster, grid};
-
-const fn entry(
-    product: Product,
-    hidden: i64,
-    cluster: i64,
-    share: [i64; 2],
-    step: [Option<i64>; 2],
-) -> cluster::Entry {
-    cluster::Entry { product, hidden, cluster, share, step }
-}
+use crate::ops::recurrent::plan::cluster::Entry;
+use crate::ops::recurrent::plan::{Direction, Line, Product, grid};
 
 pub(super) const COSTS: Costs = Costs {
     #[rustfmt::skip]
     clusters: {
         use Product::{Double, Float, Half};
         &[
-            entry(Half,   128, 8, [2, 2], [Some(57), Some(95)]),
-            entry(Half,   256, 8, [2, 2], [Some(105), Some(140)]),
-            entry(Half,   512, 16, [1, 1], [Some(130), Some(140)]),
-            entry(Half,   512, 8, [1, 1], [Some(216), Some(265)]),
-            entry(Float,  128, 8, [2, 1], [Some(114), Some(174)]),
-            entry(Double, 128, 8, [2, 1], [Some(219), Some(359)]),
+            Entry::new(Half,   128, 8, [2, 2], [Some(57), Some(95)]),
+            Entry::new(Half,   256, 8, [2, 2], [Some(105), Some(140)]),
+            Entry::new(Half,   512, 16, [1, 1], [Some(130), Some(140)]),
+            Entry::new(Half,   512, 8, [1, 1], [Some(216), Some(265)]),
+            Entry::new(Float,  128, 8, [2, 1], [Some(114), Some(174)]),
+            Entry::new(Double, 128, 8, [2, 1], [Some(219), Some(359)]),
         ]
     },
     grids: &[

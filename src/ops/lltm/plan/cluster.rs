@@ -12,26 +12,21 @@ use tch::Kind;
 #[rustfmt::skip]
 const KERNELS: [Entry; 14] = {
     use Product::{Double, Float, Half, Scaled};
-    const fn entry(
-        product: Product, hidden: i64, cluster: i64, share: [i64; 2], step: [Option<i64>; 2],
-    ) -> Entry {
-        Entry { product, hidden, cluster, share, step }
-    }
     [
-        entry(Half,   128, 8,  [2, 2], [Some(48),  Some(68)]),
-        entry(Half,   256, 8,  [2, 2], [Some(112), Some(95)]),
-        entry(Half,   512, 16, [1, 1], [Some(109), Some(98)]),
-        entry(Half,   512, 8,  [1, 1], [Some(150), Some(139)]),
-        entry(Half,   768, 16, [1, 1], [Some(174), Some(160)]),
-        entry(Scaled, 128, 8,  [2, 2], [Some(50),  Some(77)]),
-        entry(Scaled, 256, 8,  [2, 2], [Some(109), Some(109)]),
-        entry(Scaled, 512, 16, [1, 1], [Some(115), Some(107)]),
-        entry(Scaled, 512, 8,  [1, 1], [Some(156), Some(166)]),
-        entry(Scaled, 768, 16, [1, 1], [Some(175), Some(182)]),
-        entry(Float,  128, 8,  [2, 1], [Some(91),  Some(139)]),
-        entry(Float,  256, 16, [1, 1], [Some(112), None]),
-        entry(Double, 128, 8,  [2, 1], [Some(175), Some(287)]),
-        entry(Double, 256, 16, [1, 1], [Some(181), None]),
+        Entry::new(Half,   128, 8,  [2, 2], [Some(48),  Some(68)]),
+        Entry::new(Half,   256, 8,  [2, 2], [Some(112), Some(95)]),
+        Entry::new(Half,   512, 16, [1, 1], [Some(109), Some(98)]),
+        Entry::new(Half,   512, 8,  [1, 1], [Some(150), Some(139)]),
+        Entry::new(Half,   768, 16, [1, 1], [Some(174), Some(160)]),
+        Entry::new(Scaled, 128, 8,  [2, 2], [Some(50),  Some(77)]),
+        Entry::new(Scaled, 256, 8,  [2, 2], [Some(109), Some(109)]),
+        Entry::new(Scaled, 512, 16, [1, 1], [Some(115), Some(107)]),
+        Entry::new(Scaled, 512, 8,  [1, 1], [Some(156), Some(166)]),
+        Entry::new(Scaled, 768, 16, [1, 1], [Some(175), Some(182)]),
+        Entry::new(Float,  128, 8,  [2, 1], [Some(91),  Some(139)]),
+        Entry::new(Float,  256, 16, [1, 1], [Some(112), None]),
+        Entry::new(Double, 128, 8,  [2, 1], [Some(175), Some(287)]),
+        Entry::new(Double, 256, 16, [1, 1], [Some(181), None]),
     ]
 };
 

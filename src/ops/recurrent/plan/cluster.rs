@@ -21,6 +21,18 @@ pub(in crate::ops) struct Entry {
     pub step: [Option<i64>; 2],
 }
 
+impl Entry {
+    pub const fn new(
+        product: Product,
+        hidden: i64,
+        cluster: i64,
+        share: [i64; 2],
+        step: [Option<i64>; 2],
+    ) -> Entry {
+        Entry { product, hidden, cluster, share, step }
+    }
+}
+
 /// A kernel for clusters, and what it costs.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::ops) struct Kernel {
