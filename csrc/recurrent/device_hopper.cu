@@ -7,8 +7,8 @@
 namespace tch_extension::recurrent {
 namespace {
 
-// So large that a multiprocessor has room for one block, as for the largest kernels, and empty unless
-// it is compiled for Hopper's own architecture.
+// So large that a multiprocessor has room for one block, as for the largest kernels, and empty
+// unless it is compiled for Hopper's own architecture.
 constexpr int kLargestBlock = 512;
 constexpr int kLargestMemory = 192 * 1024;
 

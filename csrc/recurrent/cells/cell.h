@@ -45,8 +45,8 @@
 // On the CPU (CellOnCpu) the same functions take vectors, and read and write memory themselves: see
 // lltm_cpu.h and gru_cpu.h.
 //
-// The ways cpu, step on CUDA, cluster and grid are generic; step on the CPU lacks what an LSTM and a
-// GRU need besides, and the scaled messages of the grid (its scaled.h) and wide_grid have LLTM's
+// The ways cpu, step on CUDA, cluster and grid are generic; step on the CPU lacks what an LSTM and
+// a GRU need besides, and the scaled messages of the grid (its scaled.h) and wide_grid have LLTM's
 // three gates.
 //
 // LLTM (lltm.h): the gates are [i | o | g] and the state is c. It saves σ(i), σ(o) and g before its
