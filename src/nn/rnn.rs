@@ -1,6 +1,6 @@
 //! Drop-in replacements for tch's `nn::lstm` and `nn::gru`.
 
-use crate::ops::{RnnWeights, f_gru, f_lstm};
+use crate::ops::{RnnWeights, check_lengths, f_gru, f_gru_padded, f_lstm, f_lstm_padded};
 use crate::{Result, check};
 use std::borrow::Borrow;
 use tch::nn::{GRUState, Init, LSTMState, Path, RNN, RNNConfig};
@@ -16,8 +16,9 @@ struct Layers {
     config: RNNConfig,
 }
 
-/// One layer in one direction: (x, parameters, h, c) → (output, h, c).
-type Call = fn(&Tensor, &RnnWeights<'_>, &Tensor, Option<&Tensor>) -> Result<Results>;
+/// One layer in one direction: (x, lengths, parameters, h, c) → (output, h, c).
+type Call =
+    fn(&Tensor, Option<&[i64]>, &RnnWeights<'_>, &Tensor, Option<&Tensor>) -> Result<Results>;
 type Results = (Tensor, Tensor, Option<Tensor>);
 
 impl Layers {
@@ -91,7 +92,13 @@ impl Layers {
         check!(self.op, name, state).defined()?.dim(3, names)?.shape(names, &size).map(|_| ())
     }
 
-    fn run(&self, call: Call, input: &Tensor, h: &Tensor, c: Option<&Tensor>) -> Result<Results> {
+    fn run(
+        &self,
+        call: Call,
+        (input, lengths): (&Tensor, Option<&[i64]>),
+        h: &Tensor,
+        c: Option<&Tensor>,
+    ) -> Result<Results> {
         let names = if self.config.batch_first { "[B, T, F]" } else { "[T, B, F]" };
         let (first, second, _) =
             check!(self.op, input).defined()?.dim(3, names)?.tensor().size3()?;
@@ -104,7 +111,8 @@ impl Layers {
             })
         };
         let mut input = turned(input)?;
-        let batch = input.size3()?.1;
+        let (steps, batch, _) = input.size3()?;
+        lengths.map(|lengths| check_lengths(self.op, lengths, steps, batch)).transpose()?;
         self.check_state("h", h, batch)?;
         c.map(|c| self.check_state("c", c, batch)).transpose()?;
         let (mut last_h, mut last_c) = (Vec::new(), Vec::new());
@@ -115,11 +123,12 @@ impl Layers {
                 let of = |state: &Tensor| state.f_select(0, index);
                 let is_reverse = direction == 1;
                 let flipped = |tensor: &Tensor| -> Result<Tensor> {
-                    Ok(if is_reverse { tensor.f_flip([0])? } else { tensor.shallow_clone() })
+                    if is_reverse { reversed(tensor, lengths) } else { Ok(tensor.shallow_clone()) }
                 };
                 let c = c.map(of).transpose()?;
                 let weights = self.weights(index as usize);
-                let (output, h, c) = call(&flipped(&input)?, &weights, &of(h)?, c.as_ref())?;
+                let (output, h, c) =
+                    call(&flipped(&input)?, lengths, &weights, &of(h)?, c.as_ref())?;
                 outputs.push(flipped(&output)?);
                 last_h.push(h);
                 last_c.extend(c);
@@ -136,6 +145,22 @@ impl Layers {
         let c = if last_c.is_empty() { None } else { Some(Tensor::f_stack(&last_c, 0)?) };
         Ok((turned(&input)?, Tensor::f_stack(&last_h, 0)?, c))
     }
+}
+
+/// The steps of each sequence from its last to its first, of `[T, B, …]`. Padding stays in its place.
+fn reversed(tensor: &Tensor, lengths: Option<&[i64]>) -> Result<Tensor> {
+    let Some(lengths) = lengths else { return Ok(tensor.f_flip([0])?) };
+    let (steps, batch, columns) = tensor.size3()?;
+    let mut rows = Vec::new();
+    for step in 0..steps {
+        rows.extend(lengths.iter().zip(0..).map(|(&length, sequence)| {
+            let from = if step < length { length - 1 - step } else { step };
+            from * batch + sequence
+        }));
+    }
+    let rows = Tensor::f_from_slice(&rows)?.f_to_device(tensor.device())?;
+    let reversed = tensor.f_reshape([steps * batch, columns])?.f_index_select(0, &rows)?;
+    Ok(reversed.f_view([steps, batch, columns])?)
 }
 
 /// LSTM layers. [`ops::lstm`](crate::ops::lstm) computes each layer for all steps at once. Made by
@@ -183,10 +208,62 @@ impl Lstm {
     /// # Errors
     /// When the input or the state does not fit these layers; see [`f_lstm`].
     pub fn f_seq_init(&self, input: &Tensor, state: &LSTMState) -> Result<(Tensor, LSTMState)> {
-        let LSTMState((h, c)) = state;
-        let call: Call = |input, weights, h, c| {
+        self.run((input, None), state)
+    }
+
+    /// Sequences of different lengths, as torch.nn computes a `PackedSequence`. Sequence b has
+    /// `lengths[b]` steps, from 1 to T, in any order; the rest of its steps are padding, which is
+    /// never used, even if it is NaN. There the output and the gradient for the input are zero. The
+    /// state is the one after each sequence's own last step, and the reverse direction starts there.
+    ///
+    /// ```
+    /// use tch::{Device, Kind, Tensor, nn::{RNN, RNNConfig, VarStore}};
+    /// use tch_extension::nn::lstm;
+    ///
+    /// let vs = VarStore::new(Device::Cpu);
+    /// let config = RNNConfig { bidirectional: true, ..Default::default() };
+    /// let layers = lstm(vs.root(), 5, 8, config);
+    /// let input = Tensor::randn([2, 7, 5], (Kind::Float, Device::Cpu)); // [B, T, F]
+    /// let (output, _) = layers.seq_padded(&input, &[3, 7], &layers.zero_state(2));
+    /// assert_eq!(output.select(0, 0).narrow(0, 3, 4).count_nonzero(None).int64_value(&[]), 0);
+    /// ```
+    ///
+    /// # Panics
+    /// If [`f_seq_padded`](Self::f_seq_padded) returns an error.
+    pub fn seq_padded(
+        &self,
+        input: &Tensor,
+        lengths: &[i64],
+        state: &LSTMState,
+    ) -> (Tensor, LSTMState) {
+        self.f_seq_padded(input, lengths, state).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// [`seq_padded`](Self::seq_padded), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As for [`f_seq_init`](Self::f_seq_init); and if there is not one length for each sequence,
+    /// from 1 to T.
+    pub fn f_seq_padded(
+        &self,
+        input: &Tensor,
+        lengths: &[i64],
+        state: &LSTMState,
+    ) -> Result<(Tensor, LSTMState)> {
+        self.run((input, Some(lengths)), state)
+    }
+
+    fn run(
+        &self,
+        input: (&Tensor, Option<&[i64]>),
+        LSTMState((h, c)): &LSTMState,
+    ) -> Result<(Tensor, LSTMState)> {
+        let call: Call = |input, lengths, weights, h, c| {
             let c = c.ok_or_else(|| crate::Error::msg("internal error: an LSTM without c"))?;
-            let (output, (h, c)) = f_lstm(input, weights, (h, c))?;
+            let (output, (h, c)) = match lengths {
+                Some(lengths) => f_lstm_padded(input, lengths, weights, (h, c))?,
+                None => f_lstm(input, weights, (h, c))?,
+            };
             Ok((output, h, Some(c)))
         };
         let (output, h, c) = self.0.run(call, input, h, Some(c))?;
@@ -252,11 +329,49 @@ impl Gru {
     /// # Errors
     /// When the input or the state does not fit these layers; see [`f_gru`].
     pub fn f_seq_init(&self, input: &Tensor, state: &GRUState) -> Result<(Tensor, GRUState)> {
-        let call: Call = |input, weights, h, _| {
-            let (output, h) = f_gru(input, weights, h)?;
+        self.run((input, None), state)
+    }
+
+    /// Sequences of different lengths; see [`Lstm::seq_padded`].
+    ///
+    /// # Panics
+    /// If [`f_seq_padded`](Self::f_seq_padded) returns an error.
+    pub fn seq_padded(
+        &self,
+        input: &Tensor,
+        lengths: &[i64],
+        state: &GRUState,
+    ) -> (Tensor, GRUState) {
+        self.f_seq_padded(input, lengths, state).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    /// [`seq_padded`](Self::seq_padded), with an error instead of a panic.
+    ///
+    /// # Errors
+    /// As for [`f_seq_init`](Self::f_seq_init); and if there is not one length for each sequence,
+    /// from 1 to T.
+    pub fn f_seq_padded(
+        &self,
+        input: &Tensor,
+        lengths: &[i64],
+        state: &GRUState,
+    ) -> Result<(Tensor, GRUState)> {
+        self.run((input, Some(lengths)), state)
+    }
+
+    fn run(
+        &self,
+        input: (&Tensor, Option<&[i64]>),
+        GRUState(h): &GRUState,
+    ) -> Result<(Tensor, GRUState)> {
+        let call: Call = |input, lengths, weights, h, _| {
+            let (output, h) = match lengths {
+                Some(lengths) => f_gru_padded(input, lengths, weights, h)?,
+                None => f_gru(input, weights, h)?,
+            };
             Ok((output, h, None))
         };
-        let (output, h, _) = self.0.run(call, input, &state.0, None)?;
+        let (output, h, _) = self.0.run(call, input, h, None)?;
         Ok((output, GRUState(h)))
     }
 }

@@ -44,7 +44,10 @@ macro_rules! operators {
                 ],
             }
             gru of "recurrent" {
-                functions: [gru, f_gru, gru_reference],
+                functions: [
+                    gru, f_gru, gru_reference,
+                    gru_padded, f_gru_padded, gru_padded_reference
+                ],
                 way: [],
                 files: [
                     "recurrent/cpu",
@@ -91,7 +94,10 @@ macro_rules! operators {
                 ],
             }
             lstm of "recurrent" {
-                functions: [lstm, f_lstm, lstm_reference],
+                functions: [
+                    lstm, f_lstm, lstm_reference,
+                    lstm_padded, f_lstm_padded, lstm_padded_reference
+                ],
                 way: [],
                 files: [
                     "recurrent/cpu",

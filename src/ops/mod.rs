@@ -46,6 +46,8 @@ pub use recurrent::RnnWeights;
 #[cfg(feature = "recurrent")]
 #[doc(hidden)]
 pub use recurrent::Way as RnnWay;
+#[cfg(feature = "recurrent")]
+pub(crate) use recurrent::check_lengths;
 #[doc(hidden)]
 pub use way::force;
 

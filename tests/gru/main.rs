@@ -4,17 +4,22 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+#[path = "../support/packed.rs"]
+mod packed;
+
 #[path = "../support/rnn.rs"]
 mod rnn;
 
-use rnn::Rnn;
+use packed::Packed;
+use rnn::{Rnn, some_lengths};
 use tch::{Kind, Tensor};
 use tch_extension::Result;
-use tch_extension::ops::{RnnWeights, f_gru, gru_reference};
+use tch_extension::ops::{RnnWeights, f_gru, f_gru_padded, gru_padded_reference, gru_reference};
 
-type Gru = fn(&Tensor, &RnnWeights<'_>, &Tensor) -> Result<(Tensor, Tensor)>;
-
-fn call(gru: Gru, arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+fn call(
+    gru: impl Fn(&Tensor, &RnnWeights<'_>, &Tensor) -> Result<(Tensor, Tensor)>,
+    arguments: &[Tensor],
+) -> Result<Vec<Tensor>> {
     let [x, w_ih, w_hh, biases @ .., h] = arguments else { unreachable!("four at least") };
     let weights = RnnWeights { w_ih, w_hh, b_ih: biases.first(), b_hh: biases.get(1) };
     let (output, h) = gru(x, &weights, h)?;
@@ -40,3 +45,38 @@ const RNN: Rnn = Rnn {
 };
 
 rnn::tests!(RNN);
+
+fn padded(arguments: &[Tensor], lengths: &[i64]) -> Result<Vec<Tensor>> {
+    call(|x, weights, h| f_gru_padded(x, lengths, weights, h), arguments)
+}
+
+fn padded_reference(arguments: &[Tensor], lengths: &[i64]) -> Result<Vec<Tensor>> {
+    call(|x, weights, h| gru_padded_reference(x, lengths, weights, h), arguments)
+}
+
+fn packed_by_libtorch(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+    let arguments: Vec<Tensor> = arguments.iter().map(Tensor::contiguous).collect();
+    let [x, parameters @ .., h] = &arguments[..] else { unreachable!("four at least") };
+    let packed = Packed::new(x, &some_lengths(x).expect("lengths"))?;
+    let h = packed.sorted(&h.f_unsqueeze(0)?)?;
+    let (data, sizes) = (&packed.data, &packed.batch_sizes);
+    let has_biases = parameters.len() == 4;
+    let (output, h) =
+        Tensor::f_gru_data(data, sizes, &h, parameters, has_biases, 1, 0.0, true, false)?;
+    Ok(vec![packed.padded(&output)?, packed.unsorted(&h)?.f_squeeze_dim(0)?])
+}
+
+const PADDED: Rnn = Rnn {
+    fused: |arguments| match some_lengths(&arguments[0]) {
+        Some(lengths) => padded(arguments, &lengths),
+        None => call(f_gru, arguments),
+    },
+    reference: |arguments| match some_lengths(&arguments[0]) {
+        Some(lengths) => padded_reference(arguments, &lengths),
+        None => call(gru_reference, arguments),
+    },
+    libtorch: packed_by_libtorch,
+    ..RNN
+};
+
+rnn::padded_tests!(PADDED, padded);

@@ -4,17 +4,26 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+#[path = "../support/packed.rs"]
+mod packed;
+
 #[path = "../support/rnn.rs"]
 mod rnn;
 
-use rnn::Rnn;
+use packed::Packed;
+use rnn::{Rnn, some_lengths};
 use tch::{Kind, Tensor};
 use tch_extension::Result;
-use tch_extension::ops::{RnnWeights, f_lstm, lstm_reference};
+use tch_extension::ops::{
+    RnnWeights, f_lstm, f_lstm_padded, lstm_padded_reference, lstm_reference,
+};
 
-type Lstm = fn(&Tensor, &RnnWeights<'_>, (&Tensor, &Tensor)) -> Result<(Tensor, (Tensor, Tensor))>;
+type Results = Result<(Tensor, (Tensor, Tensor))>;
 
-fn call(lstm: Lstm, arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+fn call(
+    lstm: impl Fn(&Tensor, &RnnWeights<'_>, (&Tensor, &Tensor)) -> Results,
+    arguments: &[Tensor],
+) -> Result<Vec<Tensor>> {
     let [x, w_ih, w_hh, biases @ .., h, c] = arguments else { unreachable!("five at least") };
     let weights = RnnWeights { w_ih, w_hh, b_ih: biases.first(), b_hh: biases.get(1) };
     let (output, (h, c)) = lstm(x, &weights, (h, c))?;
@@ -40,3 +49,40 @@ const RNN: Rnn = Rnn {
 };
 
 rnn::tests!(RNN);
+
+fn padded(arguments: &[Tensor], lengths: &[i64]) -> Result<Vec<Tensor>> {
+    call(|x, weights, state| f_lstm_padded(x, lengths, weights, state), arguments)
+}
+
+fn padded_reference(arguments: &[Tensor], lengths: &[i64]) -> Result<Vec<Tensor>> {
+    call(|x, weights, state| lstm_padded_reference(x, lengths, weights, state), arguments)
+}
+
+fn packed_by_libtorch(arguments: &[Tensor]) -> Result<Vec<Tensor>> {
+    let arguments: Vec<Tensor> = arguments.iter().map(Tensor::contiguous).collect();
+    let [x, parameters @ .., h, c] = &arguments[..] else { unreachable!("five at least") };
+    let packed = Packed::new(x, &some_lengths(x).expect("lengths"))?;
+    let state = [packed.sorted(&h.f_unsqueeze(0)?)?, packed.sorted(&c.f_unsqueeze(0)?)?];
+    let (data, sizes) = (&packed.data, &packed.batch_sizes);
+    let has_biases = parameters.len() == 4;
+    let parameters: Vec<Tensor> = parameters.iter().map(Tensor::shallow_clone).collect();
+    let (output, h, c) =
+        Tensor::f_lstm_data(data, sizes, &state, &parameters, has_biases, 1, 0.0, true, false)?;
+    let of_layer = |state: &Tensor| Result::Ok(packed.unsorted(state)?.f_squeeze_dim(0)?);
+    Ok(vec![packed.padded(&output)?, of_layer(&h)?, of_layer(&c)?])
+}
+
+const PADDED: Rnn = Rnn {
+    fused: |arguments| match some_lengths(&arguments[0]) {
+        Some(lengths) => padded(arguments, &lengths),
+        None => call(f_lstm, arguments),
+    },
+    reference: |arguments| match some_lengths(&arguments[0]) {
+        Some(lengths) => padded_reference(arguments, &lengths),
+        None => call(lstm_reference, arguments),
+    },
+    libtorch: packed_by_libtorch,
+    ..RNN
+};
+
+rnn::padded_tests!(PADDED, padded);

@@ -1,5 +1,6 @@
 //! Tests of `nn::lstm` and `nn::gru` as replacements of tch's.
 
+use crate::packed::{Packed, is_zero_in_padding, with_padding_of_nan};
 use tch::nn::{GRUState, LSTMState, RNN, RNNConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_extension::cuda::set_rnn_allow_tf32;
@@ -144,6 +145,76 @@ fn a_gru_that_pytorch_saved_gives_the_same_numbers() {
     assert_close(&state.value(), &of_file("last_h"), 1e-12, 1e-12);
 }
 
+/// Layers over padded sequences are libtorch's over packed ones, also in the reverse direction, and
+/// nothing of the padding is used.
+#[test]
+fn padded_sequences_are_libtorch_s_packed_ones() {
+    set_rnn_allow_tf32(false).expect("a switch");
+    for device in devices() {
+        let mut vs = VarStore::new(device);
+        let config = config_of_file();
+        let lstm = lstm(vs.root() / "lstm", IN, HIDDEN, config);
+        let gru = gru(vs.root() / "gru", IN, HIDDEN, config);
+        vs.set_kind(Kind::Double);
+        let of = |layer: &str| -> Vec<Tensor> {
+            let names = (0..2).flat_map(|of| [format!("l{of}"), format!("l{of}_reverse")]);
+            let whats = ["weight_ih", "weight_hh", "bias_ih", "bias_hh"];
+            let all = vs.variables();
+            let find =
+                |name: &str, what: &str| all[&format!("{layer}.{what}_{name}")].shallow_clone();
+            names.flat_map(|name| whats.map(|what| find(&name, what))).collect()
+        };
+        let lengths = [3, 7, 1, 5];
+        let double = (Kind::Double, device);
+        let input = Tensor::randn([7, 4, IN], double).set_requires_grad(true);
+        let states = [(); 2].map(|()| Tensor::randn([4, 4, HIDDEN], double));
+        let [h, c] = &states;
+        let padded = with_padding_of_nan(&input.detach(), &lengths).set_requires_grad(true);
+        let packed = Packed::new(&input, &lengths).expect("a packed batch");
+        let sorted = states.each_ref().map(|state| packed.sorted(state).expect("a state"));
+        let (data, sizes) = (&packed.data, &packed.batch_sizes);
+
+        let found = lstm.seq_padded(&padded, &lengths, &LSTMState((h.copy(), c.copy())));
+        let found = (found.0, vec![found.1.h(), found.1.c()]);
+        let (output, h_n, c_n) =
+            Tensor::lstm_data(data, sizes, &sorted, &of("lstm"), true, 2, 0.0, true, true);
+        assert_same(&found, &(output, vec![h_n, c_n]), &packed, [&padded, &input], of("lstm"));
+
+        let found = gru.seq_padded(&padded, &lengths, &GRUState(h.copy()));
+        let (output, h_n) =
+            Tensor::gru_data(data, sizes, &sorted[0], &of("gru"), true, 2, 0.0, true, true);
+        let found = (found.0, vec![found.1.value()]);
+        assert_same(&found, &(output, vec![h_n]), &packed, [&padded, &input], of("gru"));
+        assert!(is_zero_in_padding(&found.0, &lengths));
+    }
+}
+
+/// Compares outputs, last states and gradients with those of a packed batch.
+fn assert_same(
+    found: &(Tensor, Vec<Tensor>),
+    expected: &(Tensor, Vec<Tensor>),
+    packed: &Packed,
+    inputs: [&Tensor; 2],
+    parameters: Vec<Tensor>,
+) {
+    let states = expected.1.iter().map(|state| packed.unsorted(state).expect("a state"));
+    let expected = (packed.padded(&expected.0).expect("a batch"), states.collect::<Vec<_>>());
+    let everything = |(output, states): &(Tensor, Vec<Tensor>), input: &Tensor| {
+        let loss = states.iter().fold(output.square().sum(Kind::Double), |loss, state| {
+            loss + state.sin().sum(Kind::Double)
+        });
+        let leaves: Vec<&Tensor> = parameters.iter().chain([input]).collect();
+        let gradients = Tensor::run_backward(&[loss], &leaves, true, false);
+        states.iter().map(Tensor::detach).chain([output.detach()]).chain(gradients).collect()
+    };
+    let found: Vec<Tensor> = everything(found, inputs[0]);
+    let expected: Vec<Tensor> = everything(&expected, inputs[1]);
+    assert_eq!(found.len(), expected.len());
+    for (found, expected) in found.iter().zip(&expected) {
+        assert_close(found, expected, 1e-10, 1e-10);
+    }
+}
+
 #[test]
 fn steps_make_the_sequence() {
     for device in devices() {
@@ -209,6 +280,11 @@ fn what_does_not_fit_is_named() {
         of(&random(&[2, 5, IN + 1], Device::Cpu), &state).contains("nn::Lstm: input: expected")
     );
     assert!(of(&input, &layers.zero_state(3)).contains("nn::Lstm: h: expected"));
+    let lengths = |lengths: &[i64]| {
+        layers.f_seq_padded(&input, lengths, &state).expect_err("an error").to_string()
+    };
+    assert!(lengths(&[5]).contains("nn::Lstm: lengths: expected B = 2"), "{}", lengths(&[5]));
+    assert!(lengths(&[6, 5]).contains("nn::Lstm: lengths: expected"), "{}", lengths(&[6, 5]));
     let mixed = LSTMState((state.h(), layers.zero_state(3).c()));
     assert!(of(&input, &mixed).contains("nn::Lstm: c: expected"));
 }

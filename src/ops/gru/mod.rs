@@ -90,7 +90,77 @@ pub fn gru_reference(
     weights: &RnnWeights<'_>,
     h: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
-    let (output, (last, _)) = layer::reference::<Gru>(input, weights, (h.shallow_clone(), None))?;
+    let state = (h.shallow_clone(), None);
+    let (output, (last, _)) = layer::reference::<Gru>(input, weights, state, None)?;
+    Ok((output, last))
+}
+
+/// [`gru`] for sequences of different lengths in one batch, as torch.nn.GRU computes a
+/// `PackedSequence`.
+///
+/// Sequence b has `lengths[b]` steps, from 1 to T, in any order. The steps after them are padding:
+/// their input is never used, even if it is NaN; their output and its gradient are zero; and the
+/// state stays what it was after the last step of the sequence. All else is as for [`gru`].
+///
+/// Equivalent to:
+/// ```
+/// # use tch::{Kind, Device, Tensor};
+/// # use tch_extension::ops::{RnnWeights, gru, gru_padded};
+/// # let options = (Kind::Double, Device::Cpu);
+/// # let (x, w_ih, w_hh) = (Tensor::randn([6, 2, 4], options), Tensor::randn([9, 4], options), Tensor::randn([9, 3], options));
+/// # let h0 = Tensor::randn([2, 3], options);
+/// # let weights = RnnWeights { w_ih: &w_ih, w_hh: &w_hh, b_ih: None, b_hh: None };
+/// let lengths = [6, 2];
+/// let (output, h) = gru_padded(&x, &lengths, &weights, &h0);
+///
+/// for (b, length) in (0..).zip(lengths) {
+///     let x = x.narrow(0, 0, length).narrow(1, b, 1);
+///     let alone = gru(&x, &weights, &h0.narrow(0, b, 1));
+///     assert!(alone.0.allclose(&output.narrow(0, 0, length).narrow(1, b, 1), 1e-12, 1e-12, false));
+///     assert!(alone.1.allclose(&h.narrow(0, b, 1), 1e-12, 1e-12, false));
+/// }
+/// assert_eq!(output.narrow(0, 2, 4).select(1, 1).abs().max().double_value(&[]), 0.0);
+/// ```
+///
+/// Source: <https://pytorch.org/docs/stable/generated/torch.nn.utils.rnn.pack_padded_sequence.html>.
+///
+/// # Panics
+/// If [`f_gru_padded`] returns an error.
+pub fn gru_padded(
+    input: &Tensor,
+    lengths: &[i64],
+    weights: &RnnWeights<'_>,
+    h: &Tensor,
+) -> (Tensor, Tensor) {
+    super::unwrap(f_gru_padded(input, lengths, weights, h))
+}
+
+/// [`gru_padded`], with an error instead of a panic.
+///
+/// # Errors
+/// As for [`f_gru`]; and if there is not one length for each sequence, from 1 to T.
+pub fn f_gru_padded(
+    input: &Tensor,
+    lengths: &[i64],
+    weights: &RnnWeights<'_>,
+    h: &Tensor,
+) -> Result<(Tensor, Tensor)> {
+    let (output, (last, _)) = layer::f_padded::<Gru>(input, lengths, weights, h, None)?;
+    Ok((output, last))
+}
+
+/// [`gru_padded`] in plain tch operations, without checks of its own.
+///
+/// # Errors
+/// If an operation of libtorch fails.
+pub fn gru_padded_reference(
+    input: &Tensor,
+    lengths: &[i64],
+    weights: &RnnWeights<'_>,
+    h: &Tensor,
+) -> Result<(Tensor, Tensor)> {
+    let state = (h.shallow_clone(), None);
+    let (output, (last, _)) = layer::padded_reference::<Gru>(input, lengths, weights, state)?;
     Ok((output, last))
 }
 
@@ -102,6 +172,8 @@ impl Cell for Gru {
     const ROWS: &'static str = "3H";
     const STATE_IS_H: bool = true;
     const SEPARATE: i64 = 1;
+    // There is no state but h.
+    const KEEPS_STATE: &'static [(i64, f64)] = &[];
     const CPU: CpuCell = kernels::CPU;
     const CUDA: Option<CudaCell> = kernels::CUDA;
     const COSTS: &'static Costs = &costs::COSTS;

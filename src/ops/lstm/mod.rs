@@ -100,7 +100,76 @@ pub fn lstm_reference(
     (h, c): (&Tensor, &Tensor),
 ) -> Result<(Tensor, (Tensor, Tensor))> {
     let state = (h.shallow_clone(), Some(c.shallow_clone()));
-    with_c(layer::reference::<Lstm>(input, weights, state)?)
+    with_c(layer::reference::<Lstm>(input, weights, state, None)?)
+}
+
+/// [`lstm`] for sequences of different lengths in one batch, as torch.nn.LSTM computes a
+/// `PackedSequence`.
+///
+/// Sequence b has `lengths[b]` steps, from 1 to T, in any order. The steps after them are padding:
+/// their input is never used, even if it is NaN; their output and its gradient are zero; and the
+/// state stays what it was after the last step of the sequence. All else is as for [`lstm`], except
+/// that on CUDA cuDNN's kernels are not used where lengths differ.
+///
+/// Equivalent to:
+/// ```
+/// # use tch::{Kind, Device, Tensor};
+/// # use tch_extension::ops::{RnnWeights, lstm, lstm_padded};
+/// # let options = (Kind::Double, Device::Cpu);
+/// # let (x, w_ih, w_hh) = (Tensor::randn([6, 2, 4], options), Tensor::randn([12, 4], options), Tensor::randn([12, 3], options));
+/// # let (h0, c0) = (Tensor::randn([2, 3], options), Tensor::randn([2, 3], options));
+/// # let weights = RnnWeights { w_ih: &w_ih, w_hh: &w_hh, b_ih: None, b_hh: None };
+/// let lengths = [6, 2];
+/// let (output, (h, c)) = lstm_padded(&x, &lengths, &weights, (&h0, &c0));
+///
+/// for (b, length) in (0..).zip(lengths) {
+///     let x = x.narrow(0, 0, length).narrow(1, b, 1);
+///     let alone = lstm(&x, &weights, (&h0.narrow(0, b, 1), &c0.narrow(0, b, 1)));
+///     assert!(alone.0.allclose(&output.narrow(0, 0, length).narrow(1, b, 1), 1e-12, 1e-12, false));
+///     assert!(alone.1.0.allclose(&h.narrow(0, b, 1), 1e-12, 1e-12, false));
+///     assert!(alone.1.1.allclose(&c.narrow(0, b, 1), 1e-12, 1e-12, false));
+/// }
+/// assert_eq!(output.narrow(0, 2, 4).select(1, 1).abs().max().double_value(&[]), 0.0);
+/// ```
+///
+/// Source: <https://pytorch.org/docs/stable/generated/torch.nn.utils.rnn.pack_padded_sequence.html>.
+///
+/// # Panics
+/// If [`f_lstm_padded`] returns an error.
+pub fn lstm_padded(
+    input: &Tensor,
+    lengths: &[i64],
+    weights: &RnnWeights<'_>,
+    state: (&Tensor, &Tensor),
+) -> (Tensor, (Tensor, Tensor)) {
+    super::unwrap(f_lstm_padded(input, lengths, weights, state))
+}
+
+/// [`lstm_padded`], with an error instead of a panic.
+///
+/// # Errors
+/// As for [`f_lstm`]; and if there is not one length for each sequence, from 1 to T.
+pub fn f_lstm_padded(
+    input: &Tensor,
+    lengths: &[i64],
+    weights: &RnnWeights<'_>,
+    (h, c): (&Tensor, &Tensor),
+) -> Result<(Tensor, (Tensor, Tensor))> {
+    with_c(layer::f_padded::<Lstm>(input, lengths, weights, h, Some(c))?)
+}
+
+/// [`lstm_padded`] in plain tch operations, without checks of its own.
+///
+/// # Errors
+/// If an operation of libtorch fails.
+pub fn lstm_padded_reference(
+    input: &Tensor,
+    lengths: &[i64],
+    weights: &RnnWeights<'_>,
+    (h, c): (&Tensor, &Tensor),
+) -> Result<(Tensor, (Tensor, Tensor))> {
+    let state = (h.shallow_clone(), Some(c.shallow_clone()));
+    with_c(layer::padded_reference::<Lstm>(input, lengths, weights, state)?)
 }
 
 fn with_c((output, (h, c)): (Tensor, State)) -> Result<(Tensor, (Tensor, Tensor))> {
@@ -116,6 +185,8 @@ impl Cell for Lstm {
     const ROWS: &'static str = "4H";
     const STATE_IS_H: bool = false;
     const SEPARATE: i64 = 0;
+    // The input gate closes, and the forget gate opens.
+    const KEEPS_STATE: &'static [(i64, f64)] = &[(0, f64::NEG_INFINITY), (1, f64::INFINITY)];
     const CPU: CpuCell = kernels::CPU;
     const CUDA: Option<CudaCell> = kernels::CUDA;
     const COSTS: &'static Costs = &costs::COSTS;

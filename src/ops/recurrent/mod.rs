@@ -5,4 +5,5 @@ pub(super) mod layer;
 pub(super) mod plan;
 
 pub(super) use kernels::{columns, product};
+pub(crate) use layer::check_lengths;
 pub use layer::{RnnWeights, Way};

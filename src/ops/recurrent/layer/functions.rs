@@ -19,6 +19,8 @@ pub(super) struct Operands<'a> {
     pub b_hh: Option<&'a Tensor>,
     pub h: &'a Tensor,
     pub c: Option<&'a Tensor>,
+    /// Which steps are padding, `[T, B, 1]`: they keep the state.
+    pub padding: Option<&'a Tensor>,
 }
 
 /// What [`forward`] computes. No two tensors share memory, nor does one with an argument.
@@ -130,7 +132,10 @@ pub(super) fn forward<C: Cell>(
     }
     let sizes = Sizes { steps, batch, features, hidden };
     if device.is_cuda() {
-        *library = plan::library::<C>(way, sizes, kind, device, keep)?;
+        *library = match operands.padding {
+            None => plan::library::<C>(way, sizes, kind, device, keep)?,
+            Some(_) => Library::Ours,
+        };
         if *library == Library::Cudnn {
             return forward_by_cudnn(operands, keep);
         }
@@ -168,11 +173,14 @@ fn all_steps<C: Cell>(
     way: Way,
     keep: bool,
 ) -> Result<CpuOutputs> {
-    let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c } = *operands;
+    let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c, padding } = *operands;
     let (bias, separate_bias) = biases::<C>(b_ih, b_hh, sizes.hidden)?;
     let (input, w_ih) = (worked(input)?, worked(w_ih)?);
     let (weight, h0, c0) = (worked(w_hh)?, worked(h)?, c.map(worked).transpose()?);
     let gates = input_gates(&input, &w_ih, bias.as_ref())?;
+    if let Some(padding) = padding {
+        keep_state::<C>(&gates, padding, sizes.hidden)?;
+    }
     let Some(cell) = C::CUDA.filter(|_| h0.device().is_cuda()) else {
         let operands = CpuOperands {
             weight: &weight,
@@ -196,6 +204,15 @@ fn all_steps<C: Cell>(
     cuda::forward(&cell, kernel, &operands, keep)
 }
 
+/// Sets gates so that a step which is padding keeps the state exactly, and has gradients of zero.
+fn keep_state<C: Cell>(gates: &Tensor, padding: &Tensor, hidden: i64) -> Result<()> {
+    for &(gate, value) in C::KEEPS_STATE {
+        let mut of_gate = gates.f_narrow(2, gate * hidden, hidden)?;
+        let _ = of_gate.f_masked_fill_(padding, value)?;
+    }
+    Ok(())
+}
+
 fn cpu_team<C: Cell>(sizes: Sizes, like: &Tensor) -> Result<cpu::Team> {
     let threads = i64::from(tch::get_num_threads());
     Ok(team([sizes.steps, sizes.batch, sizes.hidden], C::GATES, like.f_kind()?, threads))
@@ -217,7 +234,7 @@ fn parameters_of_cudnn(
 }
 
 fn forward_by_cudnn(operands: &Operands<'_>, keep: bool) -> Result<Outputs> {
-    let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c } = *operands;
+    let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c, .. } = *operands;
     let parameters = parameters_of_cudnn([w_ih, w_hh], [b_ih, b_hh])?;
     let c = c.map(|c| plain(&c.f_unsqueeze(0)?)).transpose()?;
     let (output, last_h, last_c, reserve) = cudnn::forward(
@@ -283,7 +300,8 @@ fn backward_by_cudnn(
     let of_one_layer = |grad: Option<Tensor>| grad.map(|grad| grad.f_squeeze_dim(0)).transpose();
     let [w_ih, w_hh, b_ih, b_hh] = [own(w_ih)?, own(w_hh)?, own(b_ih)?, own(b_hh)?];
     let all = [input, w_ih, w_hh, b_ih, b_hh, of_one_layer(h)?, of_one_layer(c)?];
-    Ok(all.into_iter().zip(needs).map(|(grad, &needed)| grad.filter(|_| needed)).collect())
+    let all = all.into_iter().chain([None]);
+    Ok(all.zip(needs).map(|(grad, &needed)| grad.filter(|_| needed)).collect())
 }
 
 pub(super) type Gradients = Vec<Option<Tensor>>;
@@ -374,6 +392,7 @@ pub(super) fn backward<C: Cell>(
         wanted(place::B_HH, &|| bias_gradient(&of_hidden))?,
         wanted(place::H, &|| Ok(made.h0.shallow_clone()))?,
         wanted(place::C, &|| Ok(made.c0.shallow_clone()))?,
+        None,
     ])
 }
 

@@ -4,10 +4,13 @@
 mod cell;
 mod costs;
 mod functions;
+mod padded;
 mod plan;
 
 pub(in crate::ops) use cell::{Cell, State, reference};
 pub(in crate::ops) use costs::Costs;
+pub(crate) use padded::check_lengths;
+pub(in crate::ops) use padded::{f_padded, padded_reference};
 #[doc(hidden)]
 pub use plan::Way;
 
@@ -44,7 +47,9 @@ mod place {
     pub const B_HH: usize = 4;
     pub const H: usize = 5;
     pub const C: usize = 6;
-    pub const LEN: usize = 7;
+    /// Which steps are padding, `[T, B, 1]`; only for a cell with a state of its own.
+    pub const PADDING: usize = 7;
+    pub const LEN: usize = 8;
 }
 
 /// Saved after the inputs: h of all steps, c of all steps, and what the cell saves.
@@ -64,17 +69,38 @@ pub(in crate::ops) fn f_layer<C: Cell>(
     h: &Tensor,
     c: Option<&Tensor>,
 ) -> Result<(Tensor, State)> {
-    let RnnWeights { w_ih, w_hh, b_ih, b_hh } = *weights;
-    let arguments = [Some(input), Some(w_ih), Some(w_hh), b_ih, b_hh, Some(h), c];
+    let arguments = arguments_of(input, weights, h, c);
     check_arguments::<C>(&arguments)?;
-    let cast = autocast_inputs(CastPolicy::LowerPrecision, &arguments)?;
-    let arguments: [Option<&Tensor>; place::LEN] = match &cast {
+    apply_layer::<C>(&arguments, None)
+}
+
+/// What a caller hands over, in the order of [`place`].
+type Arguments<'a> = [Option<&'a Tensor>; place::PADDING];
+
+fn arguments_of<'a>(
+    input: &'a Tensor,
+    weights: &RnnWeights<'a>,
+    h: &'a Tensor,
+    c: Option<&'a Tensor>,
+) -> Arguments<'a> {
+    let RnnWeights { w_ih, w_hh, b_ih, b_hh } = *weights;
+    [Some(input), Some(w_ih), Some(w_hh), b_ih, b_hh, Some(h), c]
+}
+
+/// Applies the operator to arguments whose sizes have been checked.
+fn apply_layer<C: Cell>(
+    arguments: &Arguments<'_>,
+    padding: Option<&Tensor>,
+) -> Result<(Tensor, State)> {
+    let cast = autocast_inputs(CastPolicy::LowerPrecision, arguments)?;
+    let arguments: Arguments<'_> = match &cast {
         Some(cast) => std::array::from_fn(|place| cast[place].as_ref()),
-        None => arguments,
+        None => *arguments,
     };
     check_kinds::<C>(&arguments)?;
     let layer = Layer::<C> { way: forced(), library: Library::Ours, cell: PhantomData };
-    let outputs = apply(layer, &arguments)?;
+    let [input, w_ih, w_hh, b_ih, b_hh, h, c] = arguments;
+    let outputs = apply(layer, &[input, w_ih, w_hh, b_ih, b_hh, h, c, padding])?;
     if C::STATE_IS_H {
         let [output, last_h] = outputs.exactly()?;
         return Ok((output, (last_h, None)));
@@ -83,7 +109,7 @@ pub(in crate::ops) fn f_layer<C: Cell>(
     Ok((output, (last_h, Some(last_c))))
 }
 
-fn check_arguments<C: Cell>(arguments: &[Option<&Tensor>; place::LEN]) -> Result<()> {
+fn check_arguments<C: Cell>(arguments: &Arguments<'_>) -> Result<()> {
     let [Some(input), Some(w_ih), Some(w_hh), b_ih, b_hh, Some(h), c] = *arguments else {
         return Err(Error::msg(format!("internal error: an argument of {} is absent", C::OP)));
     };
@@ -122,8 +148,8 @@ fn check_arguments<C: Cell>(arguments: &[Option<&Tensor>; place::LEN]) -> Result
 }
 
 /// All arguments have the input's kind, as libtorch demands.
-fn check_kinds<C: Cell>(arguments: &[Option<&Tensor>; place::LEN]) -> Result<()> {
-    const NAMES: [&str; place::LEN] = ["input", "w_ih", "w_hh", "b_ih", "b_hh", "h", "c"];
+fn check_kinds<C: Cell>(arguments: &Arguments<'_>) -> Result<()> {
+    const NAMES: [&str; place::PADDING] = ["input", "w_ih", "w_hh", "b_ih", "b_hh", "h", "c"];
     let kind = arguments[place::INPUT].map_or(Kind::Float, Tensor::kind);
     for (name, tensor) in NAMES.into_iter().zip(arguments) {
         let Some(tensor) = tensor else { continue };
@@ -154,6 +180,7 @@ impl<C: Cell> Function for Layer<C> {
             b_hh: inputs.optional(place::B_HH),
             h: inputs.get(place::H)?,
             c: inputs.optional(place::C),
+            padding: inputs.optional(place::PADDING),
         };
         let Outputs { output, last_h, last_c, c, activations } =
             functions::forward::<C>(&operands, &mut self.library, self.way, saver.needs_graph())?;
@@ -209,7 +236,8 @@ fn reference_of<C: Cell>(inputs: &[Option<Tensor>]) -> Result<Tensors> {
         inputs.get(place::H)?.shallow_clone(),
         inputs.optional(place::C).map(Tensor::shallow_clone),
     );
-    let (output, (last_h, last_c)) = reference::<C>(inputs.get(place::INPUT)?, &weights, state)?;
+    let (input, padding) = (inputs.get(place::INPUT)?, inputs.optional(place::PADDING));
+    let (output, (last_h, last_c)) = reference::<C>(input, &weights, state, padding)?;
     Ok(match last_c {
         Some(last_c) => [output, last_h, last_c].into(),
         None => [output, last_h].into(),
