@@ -178,6 +178,10 @@ TCH_EXTENSION_API bool tch_extension_needs_input_grad(const FunctionNode* node, 
   return node->needs_input_grad(input);
 }
 
+TCH_EXTENSION_API bool tch_extension_is_last_backward(const FunctionNode* node) {
+  return node->is_last();
+}
+
 // Takes ownership of `grad`.
 TCH_EXTENSION_API void tch_extension_give_gradient(BackwardResults* results, size_t input,
                                                    at::Tensor* grad) {

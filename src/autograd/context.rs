@@ -260,4 +260,41 @@ impl<'a> Context<'a> {
     pub fn create_graph(&self) -> bool {
         ffi::tch_extension_grad_mode()
     }
+
+    /// Whether saved tensors are released after this backward pass, because its caller does not keep
+    /// the graph (`retain_graph`). A kernel may then write into what the forward pass saved and did not
+    /// return.
+    ///
+    /// ```
+    /// use tch::Tensor;
+    /// use tch_extension::{Result, autograd::*};
+    ///
+    /// struct Scale;
+    ///
+    /// impl Function for Scale {
+    ///     const NAME: &'static str = "scale";
+    ///     fn forward(&mut self, saver: &mut Saver<'_>, inputs: Inputs<'_>) -> Result<Tensors> {
+    ///         let x = inputs.get(0)?;
+    ///         saver.save(&x.ones_like());
+    ///         Ok((x * 1.0).into())
+    ///     }
+    ///     fn backward(&self, ctx: &Context<'_>, grads: &Tensors) -> Result<Tensors> {
+    ///         let own = ctx.saved(0)?;
+    ///         let mut room = if ctx.is_last_backward() { own } else { own.copy() };
+    ///         Ok(room.f_mul_(grads.get(0)?)?.into())
+    ///     }
+    /// }
+    ///
+    /// let x = Tensor::from_slice(&[2.0]).set_requires_grad(true);
+    /// let y = apply(Scale, &[Some(&x)])?.single()?;
+    /// let keep = GradOptions { retain_graph: Some(true), ..Default::default() };
+    /// for options in [keep, GradOptions::default()] {
+    ///     assert_eq!(grad(&[&y], &[&x], &options)?.single()?, Tensor::from_slice(&[1.0]));
+    /// }
+    /// # Ok::<(), tch_extension::Error>(())
+    /// ```
+    pub fn is_last_backward(&self) -> bool {
+        // SAFETY: the engine keeps the node alive while its backward pass runs.
+        unsafe { ffi::tch_extension_is_last_backward(self.node) }
+    }
 }
