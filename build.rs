@@ -41,6 +41,9 @@ fn main() {
     if std::env::var_os("CARGO_FEATURE_GEMM").is_some() {
         extension = extension.cuda_library("cublasLt");
     }
+    if std::env::var_os("CARGO_FEATURE_RECURRENT").is_some() {
+        extension = extension.cuda_library("cublas");
+    }
     extension.build_or_exit();
     tch_extension_build::link_args();
 }

@@ -91,7 +91,8 @@ impl Layer {
             point: format!("{sizes:?}"),
             kind,
             device,
-            tf32: false,
+            // libtorch's switch for recurrent layers allows it.
+            tf32: device.is_cuda() && kind == Kind::Float,
             inputs: self.inputs(sizes),
             work: [
                 of(2 * t_b_h + 2 * gates * h_h, 4 * gates * t_b_h * h),
@@ -103,7 +104,7 @@ impl Layer {
 
     pub fn cases(self, device: Device) -> Vec<Case> {
         let (kinds, sizes): (&[Kind], &[Sizes]) = if device.is_cuda() {
-            (&[Kind::BFloat16, Kind::Half], &ON_CUDA)
+            (&[Kind::BFloat16, Kind::Half, Kind::Float], &ON_CUDA)
         } else {
             (&[Kind::Float], &ON_CPU)
         };

@@ -19,11 +19,12 @@ const STEPS: [i64; 4] = [256, 1, 4, 32];
 const ROWS: [i64; 6] = [8, 16, 64, 128, 256, 1024];
 const COLUMNS: [i64; 7] = [64, 128, 256, 512, 768, 1024, 1536];
 const KINDS: [Kind; 3] = [Kind::BFloat16, Kind::Half, Kind::Float];
-const WAYS: [(&str, Option<RnnWay>); 5] = [
+const WAYS: [(&str, Option<RnnWay>); 6] = [
     ("libtorch", None),
     ("fused", Some(RnnWay::Automatic)),
     ("cluster", Some(RnnWay::Cluster)),
     ("grid", Some(RnnWay::Grid)),
+    ("wide grid", Some(RnnWay::WideGrid)),
     ("step", Some(RnnWay::Step)),
 ];
 

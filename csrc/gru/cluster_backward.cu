@@ -7,5 +7,7 @@ extern "C" tch_extension::LaunchStatus tch_extension_gru_cluster_backward_cuda(
     const tch_extension::recurrent::cluster::BackwardParams* params, cudaStream_t stream) {
   using namespace tch_extension::recurrent;
   const cluster::ChooseBackward<GruOnCuda> body{*params, stream};
+  if (params->scales != nullptr)
+    return {"gru_cluster_backward", body.run<float, cluster::ScaledHalf>()};
   return {"gru_cluster_backward", for_kinds<GruOnCuda>(params->kind, params->product_kind, body)};
 }

@@ -33,5 +33,9 @@ tch_extension::LaunchStatus tch_extension_gru_grid_forward_cuda(
     const tch_extension::recurrent::grid::ForwardParams*, bool* fits, cudaStream_t);
 tch_extension::LaunchStatus tch_extension_gru_grid_backward_cuda(
     const tch_extension::recurrent::grid::BackwardParams*, bool* fits, cudaStream_t);
+tch_extension::LaunchStatus tch_extension_gru_wide_grid_forward_cuda(
+    const tch_extension::recurrent::grid::ForwardParams*, bool* fits, cudaStream_t);
+tch_extension::LaunchStatus tch_extension_gru_wide_grid_backward_cuda(
+    const tch_extension::recurrent::grid::BackwardParams*, bool* fits, cudaStream_t);
 }
 #endif

@@ -110,6 +110,11 @@ __device__ __forceinline__ void warpgroup_multiply(float (&sum)[96], uint64_t lh
   TCH_EXTENSION_MULTIPLY_ADD("32", kind, TCH_EXTENSION_TEN() "%10, %11, %12, %13, %14, %15", \
                              "{%16, %17, %18, %19}, %20", TCH_EXTENSION_SUMS(0),             \
                              TCH_EXTENSION_SUMS(8))
+#define TCH_EXTENSION_MULTIPLY_ADD_64(kind)                                                 \
+  TCH_EXTENSION_MULTIPLY_ADD(                                                               \
+      "64", kind, TCH_EXTENSION_TEN() TCH_EXTENSION_TEN(1) TCH_EXTENSION_TEN(2) "%30, %31", \
+      "{%32, %33, %34, %35}, %36", TCH_EXTENSION_SUMS(0), TCH_EXTENSION_SUMS(8),            \
+      TCH_EXTENSION_SUMS(16), TCH_EXTENSION_SUMS(24))
 #define TCH_EXTENSION_MULTIPLY_ADD_96(kind)                                                     \
   TCH_EXTENSION_MULTIPLY_ADD("96", kind,                                                        \
                              TCH_EXTENSION_TEN() TCH_EXTENSION_TEN(1) TCH_EXTENSION_TEN(2)      \
@@ -119,8 +124,8 @@ __device__ __forceinline__ void warpgroup_multiply(float (&sum)[96], uint64_t lh
                              TCH_EXTENSION_SUMS(24), TCH_EXTENSION_SUMS(32),                    \
                              TCH_EXTENSION_SUMS(40))
 
-// Starts sum += lhs rhs with lhs in registers: 64×16 by 16×32, or by 16×96. Of lhs a thread has the
-// columns 2·(lane % 4) and the next one, of both of its rows, and then the same columns plus 8.
+// Starts sum += lhs rhs with lhs in registers: 64×16 by 16×32, 16×64 or 16×96. Of lhs a thread has
+// the columns 2·(lane % 4) and the next one, of both of its rows, and then the same columns plus 8.
 template <typename T>
 __device__ __forceinline__ void warpgroup_multiply_add(float (&sum)[16], const uint32_t (&lhs)[4],
                                                        uint64_t rhs) {
@@ -128,6 +133,15 @@ __device__ __forceinline__ void warpgroup_multiply_add(float (&sum)[16], const u
     TCH_EXTENSION_MULTIPLY_ADD_32("f16");
   } else {
     TCH_EXTENSION_MULTIPLY_ADD_32("bf16");
+  }
+}
+template <typename T>
+__device__ __forceinline__ void warpgroup_multiply_add(float (&sum)[32], const uint32_t (&lhs)[4],
+                                                       uint64_t rhs) {
+  if constexpr (std::is_same_v<T, __half>) {
+    TCH_EXTENSION_MULTIPLY_ADD_64("f16");
+  } else {
+    TCH_EXTENSION_MULTIPLY_ADD_64("bf16");
   }
 }
 template <typename T>
@@ -141,6 +155,7 @@ __device__ __forceinline__ void warpgroup_multiply_add(float (&sum)[48], const u
 }
 
 #undef TCH_EXTENSION_MULTIPLY_ADD_96
+#undef TCH_EXTENSION_MULTIPLY_ADD_64
 #undef TCH_EXTENSION_MULTIPLY_ADD_32
 #undef TCH_EXTENSION_MULTIPLY_ADD
 #undef TCH_EXTENSION_MULTIPLY

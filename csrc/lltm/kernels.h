@@ -30,7 +30,7 @@ tch_extension::LaunchStatus tch_extension_lltm_step_forward_cuda(
 tch_extension::LaunchStatus tch_extension_lltm_step_backward_cuda(
     const tch_extension::recurrent::step::BackwardParams*, cudaStream_t);
 
-tch_extension::LaunchStatus tch_extension_lltm_scale_rows_cuda(
+tch_extension::LaunchStatus tch_extension_recurrent_scale_rows_cuda(
     const tch_extension::recurrent::ScaleRows*, cudaStream_t);
 
 tch_extension::LaunchStatus tch_extension_lltm_cluster_forward_cuda(

@@ -37,7 +37,7 @@ struct GridPlainBackward {
 extern "C" LaunchStatus tch_extension_lltm_grid_plain_backward_cuda(
     const grid::BackwardParams* params, bool* fits, cudaStream_t stream) {
   const grid::Call<GridPlainBackward, grid::BackwardParams, true> call{
-      *params, kGates * params->hidden, fits, stream};
+      *params, Lltm::kGates * params->hidden, fits, stream};
   return {"lltm_grid_plain_backward",
           for_kinds<LltmOnCuda>(params->kind, params->product_kind, call)};
 }

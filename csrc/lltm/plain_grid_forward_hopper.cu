@@ -14,7 +14,7 @@ struct GridPlainForward {
   template <typename T, int kColumns, int kVectors, int kHeld>
   static grid::Status start_of(const grid::ForwardParams& params, cudaStream_t stream) {
     using Product =
-        grid::PlainProduct<T, kGates * kColumns / 2, kVectors, kHeld, kVectors, kVectors>;
+        grid::PlainProduct<T, Lltm::kGates * kColumns / 2, kVectors, kHeld, kVectors, kVectors>;
     return grid::start_forward<LltmOnCuda, T, kColumns, Product>(params, stream);
   }
 

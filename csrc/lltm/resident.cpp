@@ -59,7 +59,7 @@ struct Operands {
     scaled_weight = ScaledMatrix(weight, round_up(hidden, kOf16Bytes), recurrent::kMostExponent);
     if (first_h != nullptr) scaled_h0 = ScaledMatrix(h0, hidden, 0);
     const recurrent::ScaleRows params{hidden, {scaled_weight.rows, scaled_h0.rows}};
-    check(tch_extension_lltm_scale_rows_cuda(&params, static_cast<cudaStream_t>(stream)));
+    check(tch_extension_recurrent_scale_rows_cuda(&params, static_cast<cudaStream_t>(stream)));
     weight = scaled_weight.values;
     h0 = scaled_h0.values;
   }

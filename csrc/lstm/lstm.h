@@ -33,5 +33,7 @@ tch_extension::LaunchStatus tch_extension_lstm_grid_forward_cuda(
     const tch_extension::recurrent::grid::ForwardParams*, bool* fits, cudaStream_t);
 tch_extension::LaunchStatus tch_extension_lstm_grid_backward_cuda(
     const tch_extension::recurrent::grid::BackwardParams*, bool* fits, cudaStream_t);
+tch_extension::LaunchStatus tch_extension_lstm_wide_grid_forward_cuda(
+    const tch_extension::recurrent::grid::ForwardParams*, bool* fits, cudaStream_t);
 }
 #endif

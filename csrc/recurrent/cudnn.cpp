@@ -6,11 +6,15 @@
 #include <ATen/ops/_cudnn_rnn.h>
 #include <ATen/ops/_cudnn_rnn_backward.h>
 #include <ATen/ops/_cudnn_rnn_flatten_weight.h>
+#include <ATen/ops/as_strided.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <array>
+#include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <set>
 #include <tuple>
 #include <vector>
 
@@ -23,6 +27,48 @@ namespace {
 // cuDNN's numbers.
 constexpr int64_t kLstm = 2, kGru = 3;
 
+// Whether the parameters follow one another in one piece of memory.
+template <typename Parameters>
+bool are_in_one_piece(const Parameters& parameters) {
+  constexpr uintptr_t kAlignment = 16;
+  const at::Tensor& first = parameters[0];
+  if (reinterpret_cast<uintptr_t>(first.const_data_ptr()) % kAlignment != 0) return false;
+  int64_t next = first.storage_offset();
+  for (const at::Tensor& parameter : parameters) {
+    if (!parameter.is_contiguous() || !parameter.is_alias_of(first) ||
+        parameter.scalar_type() != first.scalar_type() || parameter.storage_offset() != next)
+      return false;
+    next += parameter.numel();
+  }
+  return true;
+}
+
+// Whether cuDNN wants the parameters of such a layer one after another. Nothing documents it, so it
+// is seen at the first layer of each kind and size that is flattened. Until then the answer is no.
+class KnownLayouts {
+ public:
+  // The mode, the sizes, the element type and the number of parameters.
+  using Key = std::array<int64_t, 5>;
+
+  bool are_in_order(const Key& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return in_order_.count(key) > 0;
+  }
+  void add(const Key& key) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    in_order_.insert(key);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::set<Key> in_order_;
+};
+
+KnownLayouts& known_layouts() {
+  static auto* known = new KnownLayouts;  // never destroyed: threads may outlive main
+  return *known;
+}
+
 // A layer's parameters: W_ih, W_hh and, if there are any, b_ih and b_hh.
 struct Layer {
   Layer(at::Tensor* const* given, size_t len, bool is_lstm)
@@ -30,9 +76,20 @@ struct Layer {
     // Aliases, because flattening moves the parameters into one buffer.
     for (size_t i = 0; i < len; ++i) parameters.push_back(given[i]->detach());
     hidden = parameters[1].size(1);
-    buffer = at::_cudnn_rnn_flatten_weight(parameters, stride, parameters[0].size(1), mode, hidden,
+    const int64_t features = parameters[0].size(1);
+    const auto type = static_cast<int64_t>(parameters[0].scalar_type());
+    const KnownLayouts::Key key{mode, features, hidden, type, stride};
+    if (are_in_one_piece(parameters) && known_layouts().are_in_order(key)) {
+      int64_t values = 0;
+      for (const at::Tensor& parameter : parameters) values += parameter.numel();
+      buffer = parameters[0].as_strided({values}, {1});
+      return;
+    }
+    buffer = at::_cudnn_rnn_flatten_weight(parameters, stride, features, mode, hidden,
                                            /*proj_size=*/0, /*num_layers=*/1,
                                            /*batch_first=*/false, /*bidirectional=*/false);
+    if (are_in_one_piece(parameters) && parameters[0].storage_offset() == 0)
+      known_layouts().add(key);
   }
 
   int64_t mode, stride, hidden;
@@ -58,6 +115,20 @@ void give(at::Tensor tensor, at::Tensor** to) {
 
 TCH_EXTENSION_API bool tch_extension_cudnn_is_enabled() {
   return at::globalContext().hasCuDNN() && at::globalContext().userEnabledCuDNN();
+}
+
+// Whether a layer's parameters follow one another in one piece of memory, as flattening leaves
+// them.
+TCH_EXTENSION_API bool tch_extension_cudnn_are_flat(at::Tensor* const* parameters,
+                                                    size_t len) noexcept {
+  try {
+    std::vector<at::Tensor> all;
+    for (size_t i = 0; i < len; ++i) all.push_back(*parameters[i]);
+    return are_in_one_piece(all);
+  } catch (...) {
+    // A tensor without memory throws.
+    return false;
+  }
 }
 
 // `h` and `c` are [1, B, H]; `c` is null for a GRU. `results` are four that the caller owns: the

@@ -7,10 +7,19 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/mm.h>
 
+#include <algorithm>
+#include <limits>
 #include <optional>
 #include <string_view>
 
 #include "tch_extension/c_abi.h"
+
+#ifdef TCH_EXTENSION_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/Exceptions.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
+#endif
 
 namespace tch_extension::recurrent {
 namespace {
@@ -60,6 +69,52 @@ at::Tensor product(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tenso
   return bias == nullptr ? at::mm(lhs, rhs) : at::addmm(*bias, lhs, rhs);
 }
 
+#ifdef TCH_EXTENSION_CUDA
+
+namespace {
+
+// A matrix as cuBLAS reads it, which is column by column: a row-major matrix is its own transpose
+// there.
+struct CublasOperand {
+  explicit CublasOperand(const at::Tensor& of)
+      : is_row_major(of.stride(1) == 1 && of.stride(0) >= of.size(1)),
+        leading(of.stride(is_row_major ? 0 : 1)) {}
+  // Whether a product that is computed as its own transpose reads this operand as it is.
+  cublasOperation_t operation() const { return is_row_major ? CUBLAS_OP_N : CUBLAS_OP_T; }
+  bool fits(const at::Tensor& of) const {
+    return is_row_major || (of.stride(0) == 1 && of.stride(1) >= of.size(0));
+  }
+
+  bool is_row_major;
+  int64_t leading;
+};
+
+}  // namespace
+
+at::Tensor tf32_product(const at::Tensor& lhs, const at::Tensor& rhs) {
+  const CublasOperand left(lhs), right(rhs);
+  const int64_t m = lhs.size(0), k = lhs.size(1), n = rhs.size(1);
+  constexpr int64_t kMost = std::numeric_limits<int>::max();
+  const bool counts = std::max({m, k, n, left.leading, right.leading}) <= kMost;
+  if (!counts || m * n * k == 0 || !left.fits(lhs) || !right.fits(rhs)) return at::mm(lhs, rhs);
+  const c10::cuda::CUDAGuard guard(lhs.device());
+  at::Tensor out = at::empty({m, n}, lhs.options());
+  const float one = 1, zero = 0;
+  TORCH_CUDABLAS_CHECK(cublasGemmEx(
+      at::cuda::getCurrentCUDABlasHandle(), right.operation(), left.operation(),
+      static_cast<int>(n), static_cast<int>(m), static_cast<int>(k), &one, rhs.const_data_ptr(),
+      CUDA_R_32F, static_cast<int>(right.leading), lhs.const_data_ptr(), CUDA_R_32F,
+      static_cast<int>(left.leading), &zero, out.mutable_data_ptr(), CUDA_R_32F,
+      static_cast<int>(n), CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_GEMM_DEFAULT));
+  return out;
+}
+
+#else
+
+at::Tensor tf32_product(const at::Tensor& lhs, const at::Tensor& rhs) { return at::mm(lhs, rhs); }
+
+#endif
+
 }  // namespace tch_extension::recurrent
 
 using namespace tch_extension;
@@ -72,5 +127,14 @@ TCH_EXTENSION_API Message tch_extension_recurrent_product(const at::Tensor* lhs,
   return guard([&] {
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
     *result = new at::Tensor(recurrent::product(*lhs, *rhs, bias));
+  });
+}
+
+TCH_EXTENSION_API Message tch_extension_recurrent_tf32_product(const at::Tensor* lhs,
+                                                               const at::Tensor* rhs,
+                                                               at::Tensor** result) {
+  return guard([&] {
+    const at::AutoDispatchBelowADInplaceOrView no_autograd;
+    *result = new at::Tensor(recurrent::tf32_product(*lhs, *rhs));
   });
 }

@@ -13,4 +13,8 @@ namespace tch_extension::recurrent {
 // on two cores of an EPYC.
 at::Tensor product(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor* bias);
 
+// lhs rhs of float on CUDA by cuBLAS in tf32, without regard to libtorch's switch for products.
+// Each operand is row-major, or the transpose of a row-major matrix.
+at::Tensor tf32_product(const at::Tensor& lhs, const at::Tensor& rhs);
+
 }  // namespace tch_extension::recurrent

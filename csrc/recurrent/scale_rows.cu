@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 }  // namespace tch_extension::recurrent
 
-extern "C" tch_extension::LaunchStatus tch_extension_lltm_scale_rows_cuda(
+extern "C" tch_extension::LaunchStatus tch_extension_recurrent_scale_rows_cuda(
     const tch_extension::recurrent::ScaleRows* params, cudaStream_t stream) {
   using namespace tch_extension;
   using namespace recurrent;

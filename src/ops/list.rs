@@ -59,6 +59,9 @@ macro_rules! operators {
                     "recurrent/grid",
                     "gru/grid_forward_hopper.cu",
                     "gru/grid_backward_hopper.cu",
+                    "recurrent/wide_grid",
+                    "gru/wide_grid_forward_hopper.cu",
+                    "gru/wide_grid_backward_hopper.cu",
                 ],
             }
             lltm of "recurrent" {
@@ -109,6 +112,8 @@ macro_rules! operators {
                     "recurrent/grid",
                     "lstm/grid_forward_hopper.cu",
                     "lstm/grid_backward_hopper.cu",
+                    "recurrent/wide_grid",
+                    "lstm/wide_grid_forward_hopper.cu",
                 ],
             }
             matmul_add_relu of "gemm" {

@@ -10,6 +10,9 @@ mod packed;
 #[path = "../support/rnn.rs"]
 mod rnn;
 
+#[path = "../support/rnn_tf32.rs"]
+mod rnn_tf32;
+
 use packed::Packed;
 use rnn::{Rnn, some_lengths};
 use tch::{Kind, Tensor};
@@ -45,6 +48,7 @@ const RNN: Rnn = Rnn {
 };
 
 rnn::tests!(RNN);
+rnn_tf32::tf32_tests!(RNN, Some(1));
 
 fn padded(arguments: &[Tensor], lengths: &[i64]) -> Result<Vec<Tensor>> {
     call(|x, weights, h| f_gru_padded(x, lengths, weights, h), arguments)

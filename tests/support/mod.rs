@@ -14,8 +14,8 @@ use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::autograd::{GradOptions, grad};
 use tch_extension::testing::{
-    Sample, assert_as_accurate, assert_close, conformance, cuda_or_skip, devices, gradcheck,
-    gradgradcheck, tolerance,
+    ConformanceOptions, Sample, assert_as_accurate, assert_close, conformance, cuda_or_skip,
+    devices, gradcheck, gradgradcheck, tolerance,
 };
 
 pub const KINDS: [Kind; 4] = [Kind::Float, Kind::Double, Kind::Half, Kind::BFloat16];
@@ -146,12 +146,20 @@ impl Suite<'_> {
     }
 
     pub fn conformance_of(&self, samples: impl Fn(Kind, Device) -> Vec<Sample>) {
+        self.conformance_with(&Default::default(), samples);
+    }
+
+    pub fn conformance_with(
+        &self,
+        options: &ConformanceOptions<'_>,
+        samples: impl Fn(Kind, Device) -> Vec<Sample>,
+    ) {
         for device in devices() {
             for kind in KINDS {
                 for sample in samples(kind, device) {
                     let leaves = sample.leaves().expect("leaves");
                     let inputs: Vec<&Tensor> = leaves.iter().collect();
-                    conformance(|inputs| (self.fused)(inputs), &inputs, &Default::default())
+                    conformance(|inputs| (self.fused)(inputs), &inputs, options)
                         .unwrap_or_else(|error| panic!("{} {kind:?}:\n{error}", sample.name));
                 }
             }

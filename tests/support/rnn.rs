@@ -3,6 +3,7 @@
 use crate::packed::{is_zero_in_padding, with_padding_of_nan};
 use crate::support::{KINDS, Suite, gradients, leaves};
 use std::io::Write;
+use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard};
 use tch::{Device, Kind, Tensor};
 use tch_extension::Result;
 use tch_extension::cuda::{Graph, Stream, StreamGuard, set_rnn_allow_tf32};
@@ -11,19 +12,20 @@ use tch_extension::testing::{
     Sample, SampleTable, Shape, assert_close, cuda_or_skip, devices, tolerance,
 };
 
-pub const WAYS: [RnnWay; 6] = [
+pub const WAYS: [RnnWay; 7] = [
     RnnWay::Automatic,
     RnnWay::Cudnn,
     RnnWay::Step,
     RnnWay::Cluster,
     RnnWay::Grid,
+    RnnWay::WideGrid,
     RnnWay::CrowdedGrid,
 ];
 
 /// Sizes for the kernels of each way: columns of each kernel's size, below it, and of one column;
 /// rows for one cluster or group, for several, and for a part of one; enough steps that all buffers
 /// are used again.
-const SIZES: [[i64; 4]; 13] = [
+pub const SIZES: [[i64; 4]; 15] = [
     [1, 1, 2, 1],
     [2, 8, 3, 128],
     [7, 9, 5, 65],
@@ -37,11 +39,50 @@ const SIZES: [[i64; 4]; 13] = [
     [4, 70, 8, 1024],
     [3, 9, 8, 1544],
     [10, 150, 8, 264],
+    [4, 200, 8, 1000],
+    [3, 600, 4, 1024],
 ];
 
 const DIMS: [&str; 4] = ["T", "B", "F", "H"];
 
-type Call = fn(&[Tensor]) -> Result<Vec<Tensor>>;
+pub type Call = fn(&[Tensor]) -> Result<Vec<Tensor>>;
+
+/// Guards libtorch's switch for tf32 in recurrent layers, which all threads share.
+static SWITCH: RwLock<()> = RwLock::new(());
+
+/// Until it is dropped, nothing is computed in tf32.
+fn strict() -> RwLockReadGuard<'static, ()> {
+    let guard = SWITCH.read().unwrap_or_else(|poisoned| poisoned.into_inner());
+    set_rnn_allow_tf32(false).expect("a switch");
+    guard
+}
+
+/// Until it is dropped, layers of `Float` may be computed in tf32, in this thread alone.
+pub struct Tf32 {
+    _guard: RwLockWriteGuard<'static, ()>,
+}
+
+impl Tf32 {
+    pub fn allow() -> Tf32 {
+        let guard = SWITCH.write().unwrap_or_else(|poisoned| poisoned.into_inner());
+        set_rnn_allow_tf32(true).expect("a switch");
+        Tf32 { _guard: guard }
+    }
+
+    /// Calls with the switch off.
+    pub fn without<R>(&self, call: impl FnOnce() -> R) -> R {
+        set_rnn_allow_tf32(false).expect("a switch");
+        let result = call();
+        set_rnn_allow_tf32(true).expect("a switch");
+        result
+    }
+}
+
+impl Drop for Tf32 {
+    fn drop(&mut self) {
+        let _ = set_rnn_allow_tf32(false);
+    }
+}
 
 /// One of the two operators. The arguments are x, w_ih, w_hh, both biases or none, and the states.
 pub struct Rnn {
@@ -125,8 +166,7 @@ impl Rnn {
         small: &dyn Fn(Kind, Device) -> Vec<Sample>,
         check: impl Fn(&Suite<'_>),
     ) {
-        // cuDNN would round Float to tf32.
-        set_rnn_allow_tf32(false).expect("a switch");
+        let _strict = strict();
         // The sums within a step, and the sums over all steps and rows.
         let terms = &|sample: &Sample| {
             let (input, weight) = (sample.inputs[0].size(), sample.inputs[2].size());
@@ -142,12 +182,12 @@ impl Rnn {
         });
     }
 
-    fn inputs(&self, sizes: [i64; 4], kind: Kind, device: Device) -> Vec<Tensor> {
+    pub fn inputs(&self, sizes: [i64; 4], kind: Kind, device: Device) -> Vec<Tensor> {
         self.samples((&[sizes], None), &[], (kind, device)).remove(0).inputs
     }
 
     /// The outputs, and the gradients from all of them.
-    fn everything(&self, call: Call, inputs: &[Tensor]) -> Vec<Tensor> {
+    pub fn everything(&self, call: Call, inputs: &[Tensor]) -> Vec<Tensor> {
         let outputs = call(inputs).expect("outputs");
         let all: Vec<usize> = (0..outputs.len()).collect();
         let gradients = gradients(&call, &leaves(inputs), &all);
@@ -157,7 +197,7 @@ impl Rnn {
     /// Compares each way with exact results: those of the reference in `Double`.
     pub fn every_way_agrees(&self, kinds: &[Kind], test: &str) {
         let Some(device) = cuda_or_skip(test) else { return };
-        set_rnn_allow_tf32(false).expect("a switch");
+        let _strict = strict();
         for (&kind, sizes) in
             kinds.iter().flat_map(|kind| SIZES.iter().map(move |size| (kind, size)))
         {
@@ -187,14 +227,16 @@ impl Rnn {
     /// streams at once.
     pub fn every_way_repeats(&self, test: &str) {
         let Some(device) = cuda_or_skip(test) else { return };
-        set_rnn_allow_tf32(false).expect("a switch");
-        for way in [RnnWay::Automatic, RnnWay::Cluster, RnnWay::Grid] {
+        let _strict = strict();
+        for way in [RnnWay::Automatic, RnnWay::Cluster, RnnWay::Grid, RnnWay::WideGrid] {
             if !way.is_on(device).expect("an answer") {
                 let line = format!("SKIPPED {test}: no {way:?} on this GPU\n");
                 let _ = std::io::stderr().write_all(line.as_bytes());
                 continue;
             }
-            for sizes in [[40, 24, 8, 128], [40, 24, 16, 512], [40, 64, 16, 768]] {
+            let sizes =
+                [[40, 24, 8, 128], [40, 24, 16, 512], [40, 64, 16, 768], [20, 300, 16, 1024]];
+            for sizes in sizes {
                 let inputs = self.inputs(sizes, Kind::BFloat16, device);
                 let all = || force(way, || self.everything(self.fused, &inputs));
                 let expected = all();
@@ -249,7 +291,7 @@ impl Rnn {
 
     /// Compares values and gradients with those of libtorch's own layer.
     pub fn agrees_with_libtorch(&self) {
-        set_rnn_allow_tf32(false).expect("a switch");
+        let _strict = strict();
         for device in devices() {
             for kind in [Kind::Float, Kind::Double] {
                 let sizes = [[12, 16, 32, 128], [9, 7, 5, 129], [3, 3, 8, 320]];
@@ -440,7 +482,12 @@ macro_rules! padded_tests {
 
         #[test]
         fn padded_conformance_in_every_kind() {
-            RNN_OF_PADDED_TESTS.check(|suite| suite.conformance_of(suite.small));
+            // Lengths are copied to the GPU, which a capture does not allow.
+            let options = tch_extension::testing::ConformanceOptions {
+                cuda_graph: false,
+                ..Default::default()
+            };
+            RNN_OF_PADDED_TESTS.check(|suite| suite.conformance_with(&options, suite.small));
         }
 
         #[test]

@@ -21,7 +21,8 @@
 //   kStateIsH                the state is h: there is no c
 //   kNeedsPreviousState      the backward pass needs the state before the step, too
 //   kHasMixedKinds           whether clusters and grids have kernels for a state of float with
-//                            products of a half kind, which include scaled fp16 values
+//                            products of either half kind, as autocast has them; all cells have
+//                            those with products of scaled fp16 values, in place of tf32
 //
 // Pointwise functions, on registers (lltm_cuda.h). F are the activation functions in the precision
 // that a kernel needs, and G is the type of the sums:
@@ -45,9 +46,8 @@
 // On the CPU (CellOnCpu) the same functions take vectors, and read and write memory themselves: see
 // lltm_cpu.h and gru_cpu.h.
 //
-// The ways cpu, step on CUDA, cluster and grid are generic; step on the CPU lacks what an LSTM and
-// a GRU need besides, and the scaled messages of the grid (its scaled.h) and wide_grid have LLTM's
-// three gates.
+// The ways are generic, except that step on the CPU lacks what an LSTM and a GRU need besides, and
+// that wide_grid has no backward pass for four gates, whose weights do not fit.
 //
 // LLTM (lltm.h): the gates are [i | o | g] and the state is c. It saves σ(i), σ(o) and g before its
 // activation, because elu(g) near -1 has lost g's digits.

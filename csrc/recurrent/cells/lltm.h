@@ -14,8 +14,4 @@ struct Lltm {
   static constexpr bool kHasMixedKinds = true;
 };
 
-// For wide_grid and the scaled messages of the grid, whose memory is laid out for this number of
-// gates.
-constexpr int kGates = Lltm::kGates;
-
 }  // namespace tch_extension::recurrent

@@ -241,7 +241,7 @@ struct BackwardFinisher : Member<Product, Product::kTiles * kTile> {
     G grads[kGates][2];
     gate_gradients<Cell>(of.first, of.second, grad_h, grad_c, grads);
     if (Cell::kSeparate > 0 && valid) {
-      store_two(static_cast<T*>(params.grad_separate) + at_iteration(iteration),
+      store_two(static_cast<S*>(params.grad_separate) + at_iteration(iteration),
                 Cell::separate_gradient(of.first, grad_c.x),
                 Cell::separate_gradient(of.second, grad_c.y));
     }

@@ -8,13 +8,21 @@ namespace {
 
 template <typename Cell>
 struct ChooseBackward {
-  template <typename S, typename T, int... kOf>
+  template <typename S, typename T, int kTiles, int kVectors, int kShared, int kRing, int kGroup>
   static Status start_of(const BackwardParams& params, cudaStream_t stream) {
+    constexpr int kGates = Cell::kGates;
     if constexpr (std::is_same_v<S, float> && std::is_same_v<T, __half>) {
-      if (params.scales != nullptr)
-        return start_backward<Cell, S, ScaledProduct<kOf...>>(params, stream);
+      // A pair of tiles has a vector for each gate, and is waited for as a whole.
+      constexpr int kScaledRing = kRing % kGates == 0 ? kRing : kVectors,
+                    kScaledGroup = kGroup % kGates == 0 ? kGroup : kGates;
+      using Product = ScaledProduct<kGates, kTiles, kVectors, kShared, kScaledRing, kScaledGroup>;
+      if (params.scales != nullptr) return start_backward<Cell, S, Product>(params, stream);
     }
-    return start_backward<Cell, S, HalfProduct<T, kOf...>>(params, stream);
+    if constexpr (std::is_same_v<S, T> || Cell::kHasMixedKinds) {
+      using Product = HalfProduct<T, kTiles, kVectors, kShared, kRing, kGroup>;
+      return start_backward<Cell, S, Product>(params, stream);
+    }
+    return {true, kNoKernel};
   }
 
   // Launches the smallest kernel with at least this many vectors of a row for each lane.
@@ -49,6 +57,7 @@ template <typename Cell>
 const char* choose_backward(const BackwardParams& params, bool* fits, cudaStream_t stream) {
   const int64_t terms = Cell::kGates * params.hidden;
   const Call<ChooseBackward<Cell>, BackwardParams> call{params, terms, fits, stream};
+  if (params.scales != nullptr) return call.template run<float, __half>();
   return for_kinds<Cell>(params.kind, params.product_kind, call);
 }
 

@@ -37,6 +37,7 @@ struct ChooseForward {
 template <typename Cell>
 const char* choose_forward(const ForwardParams& params, bool* fits, cudaStream_t stream) {
   const Call<ChooseForward<Cell>, ForwardParams> call{params, params.hidden, fits, stream};
+  if (params.scales != nullptr) return call.template run<float, __half>();
   return for_kinds<Cell>(params.kind, params.product_kind, call);
 }
 

@@ -86,12 +86,16 @@ struct ForwardLayout {
   }
 };
 
-// What each finisher keeps for its columns.
+// Adjacent finishers have the same two columns, of as many rows.
+constexpr int kSameColumns = 4;
+constexpr int kColumnPairs = kFinishers / kSameColumns;
+
+// What finishers keep for their columns.
 template <typename Cell, typename Pair, bool kMayScale>
 struct ColumnValues {
   // The bias, and that of the separate gates.
-  Pair bias[(Cell::kGates + Cell::kSeparate) * kFinishers];
-  Pair scales[kMayScale ? Cell::kGates * kFinishers : 1];
+  Pair bias[(Cell::kGates + Cell::kSeparate) * kColumnPairs];
+  Pair scales[kMayScale ? Cell::kGates * kColumnPairs : 1];
 };
 
 // What finishers do after the products: gates and states.
@@ -112,8 +116,8 @@ struct ForwardFinisher : Member<Product, kColumns> {
                                              ColumnValues<Cell, Pair, kMayScale>& columns)
       : Base(of_block, memory),
         params(p),
-        bias(columns.bias + index),
-        scales(columns.scales + index) {
+        bias(columns.bias + index / kSameColumns),
+        scales(columns.scales + index / kSameColumns) {
     ring = reinterpret_cast<Pair*>(memory + Layout::kRing) + index;
     state = reinterpret_cast<Pair*>(memory + Layout::kState) + index;
   }
@@ -147,24 +151,27 @@ struct ForwardFinisher : Member<Product, kColumns> {
     this->advance(fetched);
   }
 
-  // Reads two values of each gate from a row that may begin at any address.
+  // Reads two values of each gate from a row that may begin at any address, for all finishers of
+  // the same columns.
   template <int kOf>
   __device__ __forceinline__ void begin_columns(Pair* to, const G* row, G otherwise) {
     const bool is_there = row != nullptr && column < place.hidden;
 #pragma unroll
     for (int gate = 0; gate < kOf; ++gate) {
       const G* from = row + gate * place.hidden + column;
-      to[gate * kFinishers] = is_there ? Pair{from[0], from[1]} : Pair{otherwise, otherwise};
+      const Pair both = is_there ? Pair{from[0], from[1]} : Pair{otherwise, otherwise};
+      if (index % kSameColumns == 0) to[gate * kColumnPairs] = both;
     }
   }
 
   __device__ __forceinline__ void begin() {
     begin_columns<kGates>(bias, static_cast<const G*>(params.bias), 0);
     if constexpr (kSeparate > 0) {
-      begin_columns<kSeparate>(bias + kGates * kFinishers,
+      begin_columns<kSeparate>(bias + kGates * kColumnPairs,
                                static_cast<const G*>(params.separate_bias), 0);
     }
     if constexpr (kMayScale) begin_columns<kGates>(scales, params.scales, 1);
+    __syncwarp();
     for (int sub = this->team; sub < place.subs; sub += Layout::Teams::kTeams) {
       const S* from = static_cast<const S*>(params.c0) + at_first(sub);
       c_of(sub) = is_valid(sub) ? Pair{static_cast<G>(from[0]), static_cast<G>(from[1])} : Pair{};
@@ -179,15 +186,16 @@ struct ForwardFinisher : Member<Product, kColumns> {
     for (Iteration iteration = this->first_iteration(); iteration.step < place.steps;
          this->advance(iteration)) {
       Pair gates[kGates], sums[kGates];
+      const float of_message = message_scale(iteration.sub);
       hopper::wait_for_copies<kAhead - 1>();
 #pragma unroll
       for (int gate = 0; gate < kGates; ++gate) {
         const Pair input = ring[(slot * kGates + gate) * kFinishers],
-                   of_bias = bias[gate * kFinishers];
+                   of_bias = bias[gate * kColumnPairs];
         gates[gate] = {input.x + of_bias.x, input.y + of_bias.y};
       }
       this->take(sums, iteration.step * place.subs + iteration.sub, iterations);
-      if constexpr (kMayScale) scale(sums, iteration);
+      if constexpr (kMayScale) scale(sums, iteration, of_message);
 #pragma unroll
       for (int gate = 0; gate < kGates - kSeparate; ++gate) {
         gates[gate].x += sums[gate].x;
@@ -195,11 +203,11 @@ struct ForwardFinisher : Member<Product, kColumns> {
       }
 #pragma unroll
       for (int gate = kGates - kSeparate; gate < kGates; ++gate) {
-        const Pair of_bias = bias[(gate + kSeparate) * kFinishers];
+        const Pair of_bias = bias[(gate + kSeparate) * kColumnPairs];
         sums[gate].x += of_bias.x;
         sums[gate].y += of_bias.y;
       }
-      finish(iteration, gates, sums);
+      finish(iteration, gates, sums, of_message);
       fetch();
     }
     if constexpr (!Cell::kStateIsH) {
@@ -211,20 +219,24 @@ struct ForwardFinisher : Member<Product, kColumns> {
     }
   }
 
-  // The factor by which h is multiplied in messages.
-  __device__ __forceinline__ float message_scale() const {
-    return kMayScale && params.scales != nullptr ? kMessageScale : 1;
+  // The factor by which a sub-batch's h is multiplied in messages. Where the state is h, |h| is
+  // bounded by 1 or by the largest of h0.
+  __device__ __forceinline__ float message_scale(int sub) const {
+    if (!kMayScale || params.scales == nullptr) return 1;
+    if (!Cell::kStateIsH || !is_valid(sub)) return kMessageScale;
+    return min(kMessageScale, 1 / params.h0_scales[place.first_row(sub) + this->row]);
   }
 
   // Undoes the scaling in the sums of fp16 products.
-  __device__ __forceinline__ void scale(Pair (&sums)[kGates], const Iteration& iteration) const {
-    float of_h = 1 / message_scale();
+  __device__ __forceinline__ void scale(Pair (&sums)[kGates], const Iteration& iteration,
+                                        float of_message) const {
+    float of_h = 1 / of_message;
     if (iteration.step == 0 && params.scales != nullptr && is_valid(iteration.sub)) {
       of_h = params.h0_scales[place.first_row(iteration.sub) + this->row];
     }
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
-      const Pair of = scales[gate * kFinishers];
+      const Pair of = scales[gate * kColumnPairs];
       sums[gate].x *= of_h * of.x;
       sums[gate].y *= of_h * of.y;
     }
@@ -232,7 +244,7 @@ struct ForwardFinisher : Member<Product, kColumns> {
 
   // `sums` has the product's part of the separate gates, which are the last ones.
   __device__ __forceinline__ void finish(const Iteration& iteration, const Pair (&gates)[kGates],
-                                         const Pair (&sums)[kGates]) {
+                                         const Pair (&sums)[kGates], float of_message) {
     const bool valid = is_valid(iteration.sub);
     const uint32_t at = at_iteration(iteration);
     Pair h, c = c_of(iteration.sub);
@@ -246,7 +258,7 @@ struct ForwardFinisher : Member<Product, kColumns> {
     const Pair separate = sums[kGates - 1];
     Cell::template forward<Activation<T, G>>(first, &separate.x, c.x, h.x, saved[0]);
     Cell::template forward<Activation<T, G>>(second, &separate.y, c.y, h.y, saved[1]);
-    const G of = message_scale();
+    const G of = of_message;
     if (valid) send_two(static_cast<T*>(params.exchange) + at, h.x * of, h.y * of);
     c_of(iteration.sub) = c;
     if (!valid) return;

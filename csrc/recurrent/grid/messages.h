@@ -8,7 +8,6 @@
 #include "../../hopper/mma.h"
 #include "../../hopper/registers.h"
 #include "../cells/activations.h"
-#include "../cells/lltm.h"
 #include "../tiles.h"
 #include "params.h"
 

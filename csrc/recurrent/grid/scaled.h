@@ -3,10 +3,10 @@
 // tiles is sent with its own power of two.
 //
 // The messages of a step's kRows rows are in an order in which a warp reads adjacent bytes: for
-// each pair of adjacent tiles three vectors, one for each gate, [row, lane of four, tile, four
-// columns]. The scales are sent with them, for each warp that reads, [lane of four, pair, tile, row
-// of two], one byte each: the exponent of a float. Messages are sent in full, also for rows and
-// columns beyond the batch and the hidden size.
+// each pair of adjacent tiles a vector for each gate, [row, lane of four, tile, four columns]. The
+// scales are sent with them, for each warp that reads, [lane of four, pair, tile, row of two], one
+// byte each: the exponent of a float. Messages are sent in full, also for rows and columns beyond
+// the batch and the hidden size.
 #pragma once
 
 #include "product.h"
@@ -14,16 +14,15 @@
 namespace tch_extension::recurrent::grid {
 namespace {
 
-constexpr int kVectorsOfPair = kGates;
 constexpr int kBytesOfVector = kWarp * 16;
-constexpr int kBytesOfPair = kVectorsOfPair * kBytesOfVector;
 static_assert(kRows == kExchangeRows && 2 * kTile == kExchangeColumns,
               "messages have the room that they need");
 
 // Where the messages of sub-batches are, if each warp reads this many pairs.
-template <int kPairsOfWarp>
+template <int kGates, int kPairsOfWarp>
 struct ScaledLayout {
   enum : int {
+    kBytesOfPair = kGates * kBytesOfVector,
     kScaleVectors = (kPairsOfWarp + 3) / 4,  // of a lane
     kBytesOfLane = kScaleVectors * 16,
     kBytesOfWarp = 4 * kBytesOfLane,
@@ -65,15 +64,15 @@ __device__ __forceinline__ bool has_unsent_byte(uint32_t word) {
 
 // A warp's terms are all gates of adjacent pairs of tiles. The sums over a tile's terms are
 // multiplied by the tile's scales before they are added to the sums over other tiles.
-template <int kTileCount, int kVectorCount, int kInShared, int kInFlight, int kAtOnce>
+template <int kGates, int kTileCount, int kVectorCount, int kInShared, int kInFlight, int kAtOnce>
 struct ScaledProduct
     : HalfProduct<__half, kTileCount, kVectorCount, kInShared, kInFlight, kAtOnce> {
   using Base = HalfProduct<__half, kTileCount, kVectorCount, kInShared, kInFlight, kAtOnce>;
   using Base::kChains, Base::kGroup, Base::kRing, Base::kTiles, Base::kVectors, Base::messages,
       Base::sums;
-  static constexpr int kPairs = kVectors / kVectorsOfPair, kPairsOfGroup = kGroup / kVectorsOfPair;
+  static constexpr int kVectorsOfPair = kGates, kPairs = kVectors / kVectorsOfPair;
   static_assert(kGroup % kVectorsOfPair == 0, "pairs are waited for as a whole");
-  using Layout = ScaledLayout<kPairs>;
+  using Layout = ScaledLayout<kGates, kPairs>;
 
   using Base::Base;
 
@@ -81,7 +80,7 @@ struct ScaledProduct
                                                         bool is_sent) {
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, first = warp * kPairs;
     if (!is_sent || first >= layout.pairs) return {layout.messages, layout.scales, 0};
-    return {layout.messages + sub_batch * layout.bytes() + first * kBytesOfPair + lane * 16,
+    return {layout.messages + sub_batch * layout.bytes() + first * Layout::kBytesOfPair + lane * 16,
             layout.scales + sub_batch * layout.bytes_of_scales() + warp * Layout::kBytesOfWarp +
                 lane % 4 * Layout::kBytesOfLane,
             layout.pairs - first};
@@ -231,15 +230,15 @@ struct MessageScale {
 // The addresses to which a lane sends its two columns of a row.
 template <typename Layout>
 struct ScaledTarget;
-template <int kPairsOfWarp>
-struct ScaledTarget<ScaledLayout<kPairsOfWarp>> {
-  using Layout = ScaledLayout<kPairsOfWarp>;
+template <int kGates, int kPairsOfWarp>
+struct ScaledTarget<ScaledLayout<kGates, kPairsOfWarp>> {
+  using Layout = ScaledLayout<kGates, kPairsOfWarp>;
 
   __device__ __forceinline__ ScaledTarget(const Layout& layout, int64_t sub_batch, int row,
                                           int column) {
     const int pair = column / (2 * kTile), half = column / kTile % 2;
-    const int of_word =
-        pair * kBytesOfPair + row * 64 + column % kTile / 4 * 16 + half * 8 + column % 4 * 2;
+    const int of_word = pair * Layout::kBytesOfPair + row * 64 + column % kTile / 4 * 16 +
+                        half * 8 + column % 4 * 2;
     const int of_scale = pair / kPairsOfWarp * Layout::kBytesOfWarp +
                          row / 2 * Layout::kBytesOfLane + pair % kPairsOfWarp * 4 + half * 2 +
                          row % 2;
@@ -256,6 +255,7 @@ struct ScaledTarget<ScaledLayout<kPairsOfWarp>> {
 };
 
 // The largest finite magnitude among the columns of a row, as bits.
+template <int kGates>
 __device__ __forceinline__ uint32_t largest_of_row(const float (&values)[kGates][2]) {
   constexpr uint32_t kMagnitude = 0x7fffffff, kInfinite = 0x7f800000;
   uint32_t largest = 0;

@@ -1,6 +1,7 @@
 // All steps backward in one kernel of a wide grid; product.h has what both directions share.
 #pragma once
 
+#include "../cells/gradients.h"
 #include "scaled.h"
 
 namespace tch_extension::recurrent::wide_grid {
@@ -8,35 +9,37 @@ namespace {
 
 // Layout of shared memory, in bytes: W_h, whose rows are the terms; sums for the other warpgroup;
 // scales of the block's own rows of W_h.
-template <typename T, int kVectors, bool kWhole>
+template <typename Cell, typename T, int kVectors, bool kWhole>
 struct BackwardLayout {
-  using Terms = Product<T, kVectors, kWhole, kWideColumns>;
+  using Terms = Product<OneTile, T, kVectors, kWhole, kColumns>;
   static constexpr int kSums = Terms::kBytes;
-  static constexpr int kScales = kSums + kWideThreads * 2 * kOwn * static_cast<int>(sizeof(float));
-  static constexpr int kBytes = kScales + kSentColumns * static_cast<int>(sizeof(float));
+  static constexpr int kScales =
+      kSums + OneTile::kThreads * 2 * OneTile::kOwn * static_cast<int>(sizeof(float));
+  static constexpr int kBytes = kScales + Cell::kGates * kColumns * static_cast<int>(sizeof(float));
 };
 
 // The row of W_h that a term belongs to; negative if there is none.
-template <bool kScaled>
+template <typename Cell, bool kScaled>
 __device__ __forceinline__ int row_of_term(int term, int hidden) {
-  if (kScaled) return ScaledMessages::row_of_term(term, hidden);
-  return term < kGates * hidden ? term : -1;
+  if (kScaled) return ScaledMessages<Cell::kGates>::row_of_term(term, hidden);
+  return term < Cell::kGates * hidden ? term : -1;
 }
 
 // Loads W_h into shared memory, two terms of eight columns at a time.
-template <typename T, typename Terms, bool kScaled>
+template <typename Cell, typename T, typename Terms, bool kScaled>
 __device__ __forceinline__ void load_weights(const BackwardParams& params, int first_column,
                                              char* shared) {
-  constexpr int kAtATime = kLanesOf16Bytes<T>, kInARow = kWideColumns / kAtATime;
+  constexpr int kAtATime = kLanesOf16Bytes<T>, kInARow = kColumns / kAtATime;
+  constexpr int kThreads = OneTile::kThreads;
   const int hidden = static_cast<int>(params.hidden);
   const bool whole =
       reinterpret_cast<uintptr_t>(params.weight) % 16 == 0 && params.weight_stride % kAtATime == 0;
-  for (int at = threadIdx.x; at < Terms::kSpans * kSpan<T> / 2 * kInARow; at += kWideThreads) {
+  for (int at = threadIdx.x; at < Terms::kSpans * kSpan<T> / 2 * kInARow; at += kThreads) {
     const int term = at / kInARow * 2, columns = at % kInARow * kAtATime;
     const int span = term / kSpan<T>, of_span = term % kSpan<T>;
     uint4 pair[2] = {};
     for (int of = 0; of < 2; ++of) {
-      const int row = row_of_term<kScaled>(term + of, hidden);
+      const int row = row_of_term<Cell, kScaled>(term + of, hidden);
       if (row < 0 || first_column + columns >= hidden) continue;
       const T* from = static_cast<const T*>(params.weight) + row * params.weight_stride;
       pair[of] = load_terms(from + first_column + columns, whole);
@@ -44,7 +47,7 @@ __device__ __forceinline__ void load_weights(const BackwardParams& params, int f
     const auto* first = reinterpret_cast<const uint16_t*>(&pair[0]);
     const auto* second = reinterpret_cast<const uint16_t*>(&pair[1]);
     for (int of = 0; of < kAtATime; ++of) {
-      const int row = product_column_of(columns + of, span / (Terms::kSpans / 2));
+      const int row = product_column_of<OneTile>(columns + of, span / (Terms::kSpans / 2));
       const int place = place_of(row, span, of_span % kAtATime / 2, of_span / kAtATime);
       const uint32_t both = first[of] | static_cast<uint32_t>(second[of]) << 16;
       *reinterpret_cast<uint32_t*>(shared + span / 2 * Terms::kPart + place) = both;
@@ -52,24 +55,32 @@ __device__ __forceinline__ void load_weights(const BackwardParams& params, int f
   }
 }
 
-[[maybe_unused]] __device__ __forceinline__ void load_scales(const BackwardParams& params,
-                                                             int first_column, float* shared) {
+template <typename Cell>
+__device__ __forceinline__ void load_scales(const BackwardParams& params, int first_column,
+                                            float* shared) {
+  using Messages = ScaledMessages<Cell::kGates>;
+  static_assert(Messages::kSentColumns <= OneTile::kThreads, "each thread loads at most one");
   const int term = threadIdx.x, hidden = static_cast<int>(params.hidden);
-  if (term >= kSentColumns) return;
-  const int row = ScaledMessages::row_of_term(first_column * kGates + term, hidden);
+  if (term >= Messages::kSentColumns) return;
+  const int row = Messages::row_of_term(first_column * Cell::kGates + term, hidden);
   shared[term] = row < 0 ? 0.0f : params.scales[row] * kWeightScale;
 }
 
 // Computes all steps of some rows of the batch.
-template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
-struct Backward : Place {
-  using Layout = BackwardLayout<T, kVectors, kWhole>;
+template <typename Cell, typename S, typename T, int kVectors, bool kWhole, bool kScaled>
+struct Backward : Place<OneTile> {
+  static_assert(!Cell::kNeedsPreviousState || Cell::kStateIsH, "a cell needs one of the states");
+  using Layout = BackwardLayout<Cell, T, kVectors, kWhole>;
+  enum : int { kGates = Cell::kGates, kOwn = OneTile::kOwn };
+  using Own = OneTile::Own;
   using Saved = Vector<S, kOwn>;
+  using Messages = ScaledMessages<Cell::kGates>;
+
   __device__ __forceinline__ Backward(const BackwardParams& p, int first_column, char* shared)
       : Place(p.hidden, p.batch, first_column),
         params(p),
         sent(p),
-        terms(*this, kScaled ? kSentColumns * sent.blocks : kGates * hidden, shared) {
+        terms(*this, kScaled ? Messages::kSentColumns * sent.blocks : kGates * hidden, shared) {
     all_sums = reinterpret_cast<float4*>(shared + Layout::kSums) + threadIdx.x % kGroupThreads;
     weight_scales = reinterpret_cast<const float*>(shared + Layout::kScales) + of_block;
   }
@@ -92,21 +103,26 @@ struct Backward : Place {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       store_state(grad_c[half], params.grad_c, half);
-      if (params.needs_grad_h0) store_state(grad_h[half], params.grad_h, half);
+      if (!params.needs_grad_h0) continue;
+      if constexpr (Cell::kStateIsH) {
+#pragma unroll
+        for (int of = 0; of < kOwn; ++of) grad_h[half][of] += grad_c[half][of];
+      }
+      store_state(grad_h[half], params.grad_h, half);
     }
   }
 
   __device__ __forceinline__ void load_state(Own& to, const void* state, int half) const {
-    const float* from = static_cast<const float*>(state) + row_of(0, half) * hidden + column;
-    const float4 four = is_own(half) ? *reinterpret_cast<const float4*>(from) : float4{};
-    to[0] = four.x;
-    to[1] = four.y;
-    to[2] = four.z;
-    to[3] = four.w;
+    load_own(to, static_cast<const float*>(state) + row_of(0, half) * hidden + column,
+             is_own(half));
   }
   __device__ __forceinline__ void store_state(const Own& from, void* state, int half) const {
     if (is_own(half))
       store_own(static_cast<float*>(state) + row_of(0, half) * hidden + column, from);
+  }
+
+  __device__ __forceinline__ Saved saved_at(const void* from, uint32_t at) const {
+    return *reinterpret_cast<const Saved*>(static_cast<const S*>(from) + at);
   }
 
   __device__ __forceinline__ void load_saved(int step) {
@@ -114,16 +130,19 @@ struct Backward : Place {
     for (int half = 0; half < 2; ++half) {
       if (!is_own(half)) continue;
       const uint32_t row = row_of(step, half), at = row * hidden + column;
-      const S* activations =
-          static_cast<const S*>(params.activations) + row * (kGates * hidden) + column;
 #pragma unroll
-      for (int gate = 0; gate < kGates; ++gate) {
-        gates[half][gate] = *reinterpret_cast<const Saved*>(activations + gate * hidden);
+      for (int value = 0; value < Cell::kSaved; ++value) {
+        saved[half][value] =
+            saved_at(params.activations, (row * Cell::kSaved + value) * hidden + column);
       }
-      c[half] = *reinterpret_cast<const Saved*>(static_cast<const S*>(params.c) + at);
-      if (params.grad_output == nullptr) continue;
-      grad_output[half] =
-          *reinterpret_cast<const Saved*>(static_cast<const S*>(params.grad_output) + at);
+      if constexpr (!Cell::kNeedsPreviousState) {
+        state[half] = saved_at(params.c, at);
+      } else if (step == 0) {
+        state[half] = saved_at(params.c0, at);
+      } else {
+        state[half] = saved_at(params.c, (row - batch) * hidden + column);
+      }
+      if (params.grad_output != nullptr) grad_output[half] = saved_at(params.grad_output, at);
     }
   }
 
@@ -183,24 +202,11 @@ struct Backward : Place {
   }
 
   __device__ __forceinline__ void finish(int step) {
-    using Activations = Activation<T, float>;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      Own grads[kGates];
+      Own grads[kGates], separate;
 #pragma unroll
-      for (int of = 0; of < kOwn; ++of) {
-        const auto i = static_cast<float>(gates[half][0].lane[of]);
-        const auto o = static_cast<float>(gates[half][1].lane[of]);
-        const auto g = static_cast<float>(gates[half][2].lane[of]);
-        const float tanh_c = Activations::tanh(static_cast<float>(c[half].lane[of]));
-        float of_h = grad_h[half][of];
-        if (params.grad_output != nullptr) of_h += static_cast<float>(grad_output[half].lane[of]);
-        float& of_c = grad_c[half][of];
-        of_c += of_h * (o * tanh_grad(tanh_c));
-        grads[0][of] = of_c * (Activations::elu(g) * sigmoid_grad(i));
-        grads[1][of] = of_h * (tanh_c * sigmoid_grad(o));
-        grads[2][of] = of_c * (i * Activations::elu_grad(g));
-      }
+      for (int of = 0; of < kOwn; ++of) step_of(half, of, grads, separate[of]);
       if constexpr (kScaled) {
         send_scaled(step, half, grads);
       } else if (is_own(half)) {
@@ -209,6 +215,10 @@ struct Backward : Place {
 #pragma unroll
         for (int gate = 0; gate < kGates; ++gate) send_own(to + gate * hidden, grads[gate]);
       }
+      if (Cell::kSeparate > 0 && is_own(half)) {
+        store_own(static_cast<S*>(params.grad_separate) + row_of(step, half) * hidden + column,
+                  separate);
+      }
     }
     if (step > 0) load_saved(step - 1);
     if (step >= kWideNear) prefetch_all(step - kWideNear);
@@ -216,6 +226,26 @@ struct Backward : Place {
     find(step);
     if constexpr (kScaled) factors.load();
     terms.load(0);
+  }
+
+  // The step of one column.
+  __device__ __forceinline__ void step_of(int half, int of, Own (&grads)[kGates], float& separate) {
+    auto value_of = [of](const Saved& values) { return static_cast<float>(values.lane[of]); };
+    float values[Cell::kSaved], to[kGates];
+#pragma unroll
+    for (int value = 0; value < Cell::kSaved; ++value) values[value] = value_of(saved[half][value]);
+    const float of_state = value_of(state[half]);
+    const auto factors =
+        Cell::template factors<Activation<T, float>, float>(values, of_state, of_state);
+    float of_h = grad_h[half][of];
+    if (params.grad_output != nullptr) of_h += value_of(grad_output[half]);
+    float& of_c = grad_c[half][of];
+    Cell::add_to_state(factors, of_h, of_c);
+    gate_gradients<Cell>(factors, of_h, of_c, to);
+#pragma unroll
+    for (int gate = 0; gate < kGates; ++gate) grads[gate][of] = to[gate];
+    separate = Cell::separate_gradient(factors, of_c);
+    of_c = Cell::before_step(factors, of_c);
   }
 
   // Sends gradients that are multiplied by the scales of their rows of W_h, and zeros beyond the
@@ -229,8 +259,7 @@ struct Backward : Place {
 #pragma unroll
       for (int of = 0; of < kOwn; ++of) {
         float& message = messages[gate][of];
-        message =
-            column < hidden ? grads[gate][of] * weight_scales[gate * kWideColumns + of] : 0.0f;
+        message = column < hidden ? grads[gate][of] * weight_scales[gate * kColumns + of] : 0.0f;
         largest = fmaxf(largest, fabsf(message));
       }
     }
@@ -239,14 +268,14 @@ struct Backward : Place {
     if (!is_row(half)) return;
     const MessageScale scale(largest);
     const uint32_t row = row_of(step, half);
-    const int block = (column - of_block) / kWideColumns;
+    const int block = (column - of_block) / kColumns;
     if (of_four == 0) hopper::store_relaxed(sent.scale_of(row, block, group), scale.bits);
-    T* to = sent.of_row(row) + block * kSentColumns + of_block;
+    T* to = sent.of_row(row) + block * Messages::kSentColumns + of_block;
 #pragma unroll
     for (int gate = 0; gate < kGates; ++gate) {
 #pragma unroll
       for (int of = 0; of < kOwn; ++of) messages[gate][of] *= scale.inverse;
-      send_own(to + gate * kWideColumns, messages[gate]);
+      send_own(to + gate * kColumns, messages[gate]);
     }
     if (column >= hidden) return;
     S* all = static_cast<S*>(params.grad_gates) + row * (kGates * hidden) + column;
@@ -261,61 +290,68 @@ struct Backward : Place {
     for (int half = 0; half < 2; ++half) {
       if (!is_own(half)) continue;
       const uint32_t row = row_of(step, half);
-      const int first_column = column - kOwn * of_four;
+      const int first_column = column - kOwn * of_four, block = first_column / kColumns;
       const uint32_t at = row * hidden + first_column;
-      const uint32_t at_gate = (row * kGates + of_four) * hidden + first_column;
-      if (of_four < kGates) {
-        hopper::prefetch(static_cast<const S*>(params.activations) + at_gate);
-        if constexpr (kScaled) {
-          hopper::prefetch(sent.of_row(row) + first_column / kWideColumns * kSentColumns +
-                           (kGates * group + of_four) * kGroupColumns);
-        } else {
-          hopper::prefetch(static_cast<const T*>(params.grad_gates) + at_gate);
-        }
-      } else {
-        if constexpr (kScaled)
-          hopper::prefetch(sent.scale_of(row, first_column / kWideColumns, group));
-        hopper::prefetch(static_cast<const S*>(params.c) + at);
-        if (params.grad_output != nullptr)
-          hopper::prefetch(static_cast<const S*>(params.grad_output) + at);
+      if (of_four < Cell::kSaved) {
+        hopper::prefetch(static_cast<const S*>(params.activations) +
+                         (row * Cell::kSaved + of_four) * hidden + first_column);
       }
+      if (of_four < kGates) {
+        if constexpr (kScaled) {
+          hopper::prefetch(sent.of_row(row) + block * Messages::kSentColumns +
+                           (kGates * group + of_four) * OneTile::kGroupColumns);
+        } else {
+          hopper::prefetch(static_cast<const T*>(params.grad_gates) +
+                           (row * kGates + of_four) * hidden + first_column);
+        }
+      }
+      if (of_four != kGates % 4) continue;
+      if constexpr (kScaled) hopper::prefetch(sent.scale_of(row, block, group));
+      hopper::prefetch(static_cast<const S*>(params.c) + at);
+      if (params.grad_output != nullptr)
+        hopper::prefetch(static_cast<const S*>(params.grad_output) + at);
     }
   }
 
   const BackwardParams& params;
-  const ScaledMessages sent;
+  const Messages sent;
   typename Layout::Terms terms;
-  ScaleFactors<kVectors / kGates, kWhole> factors;
+  ScaleFactors<Cell::kGates, kVectors / Cell::kGates, kWhole> factors;
   float4* all_sums;
   const float* weight_scales;
   Own grad_h[2], grad_c[2];
-  Saved gates[2][kGates], c[2], grad_output[2];
+  // What the next step to be finished reads. `state` is the one before that step if the cell needs
+  // it, and otherwise the one after it.
+  Saved saved[2][Cell::kSaved], state[2], grad_output[2];
 };
 
 // S is the state's type. Indices are 32 bits wide; longer sequences are computed another way.
-template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
-__global__ void __launch_bounds__(kWideThreads, 1)
+template <typename Cell, typename S, typename T, int kVectors, bool kWhole, bool kScaled>
+__global__ void __launch_bounds__(OneTile::kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char wide_shared[];
-  using Layout = BackwardLayout<T, kVectors, kWhole>;
-  run_block<Backward<S, T, kVectors, kWhole, kScaled>>(params, wide_shared, [&](int first_column) {
-    load_weights<T, typename Layout::Terms, kScaled>(params, first_column, wide_shared);
-    if (kScaled)
-      load_scales(params, first_column, reinterpret_cast<float*>(wide_shared + Layout::kScales));
+  using Layout = BackwardLayout<Cell, T, kVectors, kWhole>;
+  using Rows = Backward<Cell, S, T, kVectors, kWhole, kScaled>;
+  run_block<OneTile, Rows>(params, wide_shared, [&](int first_column) {
+    load_weights<Cell, T, typename Layout::Terms, kScaled>(params, first_column, wide_shared);
+    if constexpr (kScaled) {
+      load_scales<Cell>(params, first_column,
+                        reinterpret_cast<float*>(wide_shared + Layout::kScales));
+    }
   });
 #endif
 }
 
-template <typename S, typename T, int kVectors, bool kWhole, bool kScaled>
+template <typename Cell, typename S, typename T, int kVectors, bool kWhole, bool kScaled>
 grid::Status start_backward(const BackwardParams& params, void* messages, int64_t size,
                             cudaStream_t stream) {
-  return grid::start<backward_kernel<S, T, kVectors, kWhole, kScaled>, kWideThreads>(
-      params, BackwardLayout<T, kVectors, kWhole>::kBytes, messages, static_cast<size_t>(size),
-      stream);
+  constexpr int kBytes = BackwardLayout<Cell, T, kVectors, kWhole>::kBytes;
+  return grid::start<backward_kernel<Cell, S, T, kVectors, kWhole, kScaled>, OneTile::kThreads>(
+      params, kBytes, messages, static_cast<size_t>(size), stream);
 }
 
-template <typename S, typename T, int kVectors, bool kWhole>
+template <typename Cell, typename S, typename T, int kVectors, bool kWhole>
 grid::Status start_backward(const BackwardParams& params, cudaStream_t stream) {
   const int64_t rows = params.steps * params.batch;
   if constexpr (std::is_same_v<S, float> && std::is_same_v<T, __half>) {
@@ -326,11 +362,15 @@ grid::Status start_backward(const BackwardParams& params, cudaStream_t stream) {
       const int64_t size =
           reinterpret_cast<char*>(params.exchange_scales + rows * (ceil_div(blocks, 4) * 8)) -
           messages;
-      return start_backward<S, T, kVectors, kWhole, true>(params, messages, size, stream);
+      return start_backward<Cell, S, T, kVectors, kWhole, true>(params, messages, size, stream);
     }
   }
-  const int64_t size = rows * kGates * params.hidden * static_cast<int64_t>(sizeof(T));
-  return start_backward<S, T, kVectors, kWhole, false>(params, params.grad_gates, size, stream);
+  if constexpr (std::is_same_v<S, T> || Cell::kHasMixedKinds) {
+    const int64_t size = rows * Cell::kGates * params.hidden * static_cast<int64_t>(sizeof(T));
+    return start_backward<Cell, S, T, kVectors, kWhole, false>(params, params.grad_gates, size,
+                                                               stream);
+  }
+  return {true, kNoKernel};
 }
 
 }  // namespace

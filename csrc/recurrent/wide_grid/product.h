@@ -1,6 +1,6 @@
 // What the kernels of a wide grid share; grid/params.h says how blocks share a sequence. A block
-// computes kWideRows rows at once, with products of warpgroups: its part of W_h is in shared
-// memory, and what the other blocks send is loaded into registers.
+// computes tiles of kWideRows rows at once, with products of warpgroups: its part of W_h is in
+// shared memory, and what the other blocks send is loaded into registers.
 #pragma once
 
 #include "../../hopper/bulk_copy.h"
@@ -14,60 +14,93 @@ using grid::BackwardParams;
 using grid::ForwardParams;
 
 constexpr int kWideRows = 64;
-// Columns of h that a block has.
-constexpr int kWideColumns = 32;
-// Two warpgroups share the terms of the block's sums, and then finish half of the columns each.
 constexpr int kGroupThreads = 4 * kWarp;
-constexpr int kWideThreads = 2 * kGroupThreads;
-constexpr int kGroupColumns = kWideColumns / 2;
-__device__ __forceinline__ int wide_blocks(int64_t hidden) {
-  return (static_cast<int>(hidden) + kWideColumns - 1) / kWideColumns;
-}
-// Adjacent columns per thread, in each of its two rows.
-constexpr int kOwn = 4;
-using Own = float[kOwn];
+
+// What a block computes: some columns of h, of one tile of rows or of more tiles at once. For each
+// tile two warpgroups share the terms of the sums, and then finish half of the columns each.
+template <int kOfColumns, int kOfTiles>
+struct Shape {
+  enum : int {
+    kColumns = kOfColumns,
+    kTiles = kOfTiles,
+    kRowsAtOnce = kTiles * kWideRows,
+    kThreads = kTiles * 2 * kGroupThreads,
+    kGroupColumns = kColumns / 2,
+    // Adjacent columns per thread, in each of its two rows.
+    kOwn = kGroupColumns / 4,
+  };
+  using Own = float[kOwn];
+
+  static __device__ __forceinline__ int blocks(int64_t hidden) {
+    return (static_cast<int>(hidden) + kColumns - 1) / kColumns;
+  }
+};
+
+// The weights of three gates fit a block with 32 columns of up to 1024 terms.
+using OneTile = Shape<32, 1>;
+// Those of four gates do not. With half as many columns and two tiles a block reads twice as many
+// messages, and the warpgroups of a tile multiply while those of the other wait for theirs.
+using TwoTiles = Shape<16, 2>;
+
 // Bytes of a row of shared memory, swizzled: 64 terms.
 constexpr int kWideRow = 128;
 // How many steps ahead messages and operands are prefetched: the L2 cache has room for that many,
 // also with a state of float.
 constexpr int kWideNear = 2;
 
-// Named barriers, each for one warp and the warp of the other warpgroup that has the same rows.
-// kSent: sums have been written. kRead to kRead + 3: sums of the first warpgroup may be
-// overwritten; kRead + 4 to kRead + 7: those of the second.
+// Named barriers, each for the warps of a tile that have the same rows, one of each warpgroup, and
+// with two tiles for two adjacent such pairs. kSent: sums have been written. kRead to kRead + 3:
+// sums of the first warpgroup may be overwritten; kRead + 4 to kRead + 7: those of the second.
 enum : int { kSent = 1, kRead = 5 };
 
-template <typename S>
-__device__ __forceinline__ void store_own(S* to, const Own& values) {
-  Vector<S, kOwn> own;
+template <int kCount>
+__device__ __forceinline__ void load_own(float (&to)[kCount], const float* from, bool is_there) {
+  const auto own =
+      is_there ? *reinterpret_cast<const Vector<float, kCount>*>(from) : Vector<float, kCount>{};
 #pragma unroll
-  for (int of = 0; of < kOwn; ++of) own.lane[of] = static_cast<S>(values[of]);
-  *reinterpret_cast<Vector<S, kOwn>*>(to) = own;
+  for (int of = 0; of < kCount; ++of) to[of] = own.lane[of];
 }
 
-// Sends one message of four values. Its first two values tell whether it has been sent: two values
-// whose bits are all ones are replaced by another NaN.
-template <typename T>
-__device__ __forceinline__ void send_own(T* to, const Own& values) {
-  constexpr uint32_t kNone = 0xffffffff, kNotANumber = 0x7fffffff;
-  Vector<T, kOwn> own;
+template <typename S, int kCount>
+__device__ __forceinline__ void store_own(S* to, const float (&values)[kCount]) {
+  Vector<S, kCount> own;
 #pragma unroll
-  for (int of = 0; of < kOwn; ++of) own.lane[of] = static_cast<T>(values[of]);
-  uint2 words = *reinterpret_cast<const uint2*>(&own);
-  if (words.x == kNone) words.x = kNotANumber;
-  hopper::store_relaxed_whole(to, words.x, words.y);
+  for (int of = 0; of < kCount; ++of) own.lane[of] = static_cast<S>(values[of]);
+  *reinterpret_cast<Vector<S, kCount>*>(to) = own;
+}
+
+// Sends one message of two or four values. Its first two values tell whether it has been sent: two
+// values whose bits are all ones are replaced by another NaN.
+template <typename T, int kCount>
+__device__ __forceinline__ void send_own(T* to, const float (&values)[kCount]) {
+  constexpr uint32_t kNone = 0xffffffff, kNotANumber = 0x7fffffff;
+  Vector<T, kCount> own;
+#pragma unroll
+  for (int of = 0; of < kCount; ++of) own.lane[of] = static_cast<T>(values[of]);
+  const auto* words = reinterpret_cast<const uint32_t*>(&own);
+  const uint32_t first = words[0] == kNone ? kNotANumber : words[0];
+  if constexpr (kCount == 2) {
+    hopper::store_relaxed(to, first);
+  } else {
+    hopper::store_relaxed_whole(to, first, words[1]);
+  }
 }
 
 // The column of the block that a column of the product belongs to, among the columns of one gate
 // and for one of the warpgroups, and the inverse. In the product, the columns that a warpgroup
 // finishes come first, and each thread has adjacent ones of these.
+template <typename Shape>
 __device__ __forceinline__ int column_of(int of_product, int group) {
-  const int tile = of_product / 8, of_tile = of_product % 8;
-  return kGroupColumns * (group ^ (tile / 2)) + of_tile / 2 * kOwn + tile % 2 * 2 + of_tile % 2;
+  constexpr int kOwn = Shape::kOwn, kEights = kOwn / 2;
+  const int eight = of_product / 8, of_eight = of_product % 8;
+  return Shape::kGroupColumns * (group ^ (eight / kEights)) + of_eight / 2 * kOwn +
+         eight % kEights * 2 + of_eight % 2;
 }
+template <typename Shape>
 __device__ __forceinline__ int product_column_of(int column, int group) {
-  const int tile = (column / kGroupColumns ^ group) * 2 + column % kOwn / 2;
-  return tile * 8 + column % kGroupColumns / kOwn * 2 + column % 2;
+  constexpr int kOwn = Shape::kOwn, kGroupColumns = Shape::kGroupColumns;
+  const int eight = (column / kGroupColumns ^ group) * (kOwn / 2) + column % kOwn / 2;
+  return eight * 8 + column % kGroupColumns / kOwn * 2 + column % 2;
 }
 
 // Swizzled shared-memory offset of one mma operand word. A lane's 16 bytes of a span are for two
@@ -91,15 +124,17 @@ __device__ uint4 wide_zeros;
 
 // The position of a thread: it has row lane / 4 of its warp's 16 rows of the product, and the row 8
 // below.
+template <typename Shape>
 struct Place {
   __device__ __forceinline__ Place(int64_t hidden_size, int64_t rows, int first_column)
       : hidden(static_cast<int>(hidden_size)), batch(static_cast<int>(rows)) {
-    const int lane = threadIdx.x % kWarp;
-    group = threadIdx.x / kGroupThreads;
-    warp = threadIdx.x % kGroupThreads / kWarp;
+    const int lane = threadIdx.x % kWarp, tile = threadIdx.x / (2 * kGroupThreads);
+    const int warp = tile * 4 + threadIdx.x % kGroupThreads / kWarp;
+    group = threadIdx.x / kGroupThreads % 2;
+    barrier = warp / Shape::kTiles;
     of_four = lane % 4;
     of_rows = warp * 16 + lane / 4;
-    of_block = kGroupColumns * group + kOwn * of_four;
+    of_block = Shape::kGroupColumns * group + Shape::kOwn * of_four;
     column = first_column + of_block;
   }
 
@@ -121,30 +156,35 @@ struct Place {
 
   // Lets the other warpgroup overwrite its sums.
   __device__ __forceinline__ void release_other() const {
-    hopper::named_barrier_arrive(kRead + (group ^ 1) * 4 + warp, 2 * kWarp);
+    hopper::named_barrier_arrive(kRead + (group ^ 1) * 4 + barrier, kThreadsOfBarrier);
   }
   __device__ __forceinline__ void wait_for_place() const {
-    hopper::named_barrier_sync(kRead + group * 4 + warp, 2 * kWarp);
+    hopper::named_barrier_sync(kRead + group * 4 + barrier, kThreadsOfBarrier);
   }
   __device__ __forceinline__ void wait_for_other() const {
-    hopper::named_barrier_sync(kSent + warp, 2 * kWarp);
+    hopper::named_barrier_sync(kSent + barrier, kThreadsOfBarrier);
   }
 
+  static constexpr int kThreadsOfBarrier = Shape::kTiles * 2 * kWarp;
+
   const int hidden, batch;
-  int group, warp, of_four, of_rows, of_block, column, row, any_row;
+  int group, barrier, of_four, of_rows, of_block, column, row, any_row;
 };
 
 // The products. A thread has kVectors vectors of 16 bytes of each of its two rows; kWhole says that
 // none of them is beyond the last term. They are loaded kAtOnce at a time, while the preceding ones
 // are multiplied.
-template <typename T, int kVectors, bool kWhole, int kColumns>
+template <typename Shape, typename T, int kVectors, bool kWhole, int kColumns>
 struct Product {
   static constexpr int kAtOnce = 4;
+  // Whether there are not enough registers for all vectors at once: waiting for the preceding
+  // products frees theirs.
+  static constexpr bool kFrees = kVectors > 4 * kAtOnce || Shape::kTiles > 1;
   static constexpr int kPart = kColumns * kWideRow;
   static constexpr int kSpans = 2 * kVectors;
   static constexpr int kBytes = kSpans / 2 * kPart;
 
-  __device__ __forceinline__ Product(const Place& place, int terms, const char* shared) {
+  __device__ __forceinline__ Product(const Place<Shape>& place, int terms, const char* shared) {
     first = (place.group * kVectors * 4 + place.of_four) * kLanesOf16Bytes<T>;
     vectors = first < terms ? (terms - 1 - first) / kSpan<T> + 1 : 0;
     weights = static_cast<uint32_t>(hopper::tile_descriptor<false>(hopper::shared_address(shared) +
@@ -167,13 +207,16 @@ struct Product {
     }
   }
 
+  // The first word of each message tells whether it has been sent.
   __device__ __forceinline__ bool is_missing_of(int begin) const {
     uint32_t most = 0;
 #pragma unroll
     for (int vector = begin; vector < begin + kAtOnce; ++vector) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        most = max(most, max(messages[vector][half].x, messages[vector][half].z));
+        const uint4& words = messages[vector][half];
+        most = max(most, max(words.x, words.z));
+        if constexpr (Shape::kOwn == 2) most = max(most, max(words.y, words.w));
       }
     }
     return most == 0xffffffff;
@@ -194,9 +237,7 @@ struct Product {
 #pragma unroll
     for (int begin = 0; begin < kVectors; begin += kAtOnce) {
       while (__any_sync(kAllLanes, are_messages && is_missing_of(begin))) load(begin);
-      // There are not enough registers for all vectors at once; waiting for the preceding products
-      // frees theirs.
-      if constexpr (kVectors > 4 * kAtOnce) hopper::wait_for_products<0>();
+      if constexpr (kFrees) hopper::wait_for_products<0>();
       if (begin + kAtOnce < kVectors) load(begin + kAtOnce);
       prepare(begin);
       // There are not enough registers for all descriptors at once either.
@@ -228,18 +269,19 @@ struct Product {
 
 // All that a block does. `load` brings its part of W_h, and what belongs to it, into shared memory;
 // `Rows` computes some rows of the batch.
-template <typename Rows, typename Params, typename Load>
+template <typename Shape, typename Rows, typename Params, typename Load>
 __device__ __forceinline__ void run_block(const Params& params, char* shared, const Load& load) {
-  const int blocks = wide_blocks(params.hidden), batch = static_cast<int>(params.batch);
-  const int first_column = blockIdx.x % blocks * kWideColumns;
+  constexpr int kRowsAtOnce = Shape::kRowsAtOnce;
+  const int blocks = Shape::blocks(params.hidden), batch = static_cast<int>(params.batch);
+  const int first_column = blockIdx.x % blocks * Shape::kColumns;
   load(first_column);
   hopper::fence_for_bulk_copies();
   __syncthreads();
   Rows rows(params, first_column, shared);
   rows.release_other();
   const int row_groups = gridDim.x / blocks;
-  for (int first = blockIdx.x / blocks * kWideRows; first < batch;
-       first += row_groups * kWideRows) {
+  for (int first = blockIdx.x / blocks * kRowsAtOnce; first < batch;
+       first += row_groups * kRowsAtOnce) {
     rows.run(first);
   }
   rows.wait_for_place();

@@ -10,16 +10,21 @@
 namespace tch_extension::recurrent::wide_grid {
 namespace {
 
-// How many values each block sends for a row of the batch.
-constexpr int kSentColumns = kGates * kWideColumns;
-static_assert(kWideColumns == grid::kExchangeColumns && kGroupColumns == grid::kColumnsOfScale &&
-                  grid::kScaledColumns == 4 * kWideColumns,
+// Columns of h of a block.
+constexpr int kColumns = OneTile::kColumns;
+static_assert(kColumns == grid::kExchangeColumns &&
+                  OneTile::kGroupColumns == grid::kColumnsOfScale &&
+                  grid::kScaledColumns == 4 * kColumns,
               "messages have the room that they need");
 
 // The memory of messages and scales.
+template <int kGates>
 struct ScaledMessages {
+  // How many values each block sends for a row of the batch.
+  static constexpr int kSentColumns = kGates * kColumns;
+
   explicit __device__ __forceinline__ ScaledMessages(const BackwardParams& params)
-      : blocks(wide_blocks(params.hidden)),
+      : blocks(OneTile::blocks(params.hidden)),
         messages(static_cast<__half*>(params.exchange)),
         scales(params.exchange_scales) {}
 
@@ -34,8 +39,8 @@ struct ScaledMessages {
   }
   // The row of W_h that a term belongs to; negative if there is none.
   static __device__ __forceinline__ int row_of_term(int term, int hidden) {
-    const int column = term / kSentColumns * kWideColumns + term % kWideColumns;
-    return column < hidden ? term % kSentColumns / kWideColumns * hidden + column : -1;
+    const int column = term / kSentColumns * kColumns + term % kColumns;
+    return column < hidden ? term % kSentColumns / kColumns * hidden + column : -1;
   }
 
   const int blocks;
@@ -60,12 +65,12 @@ struct MessageScale {
 
 // The factors by which a thread multiplies the messages of its two rows, which come from kSenders
 // blocks.
-template <int kSenders, bool kWhole>
+template <int kGates, int kSenders, bool kWhole>
 struct ScaleFactors {
   // Four lanes share a row: two of them read what the first warpgroups sent and two what the second
   // ones did, and each of the two loads half of the scales.
-  __device__ __forceinline__ void find(const ScaledMessages& sent, const Place& place, int half,
-                                       uint32_t row) {
+  __device__ __forceinline__ void find(const ScaledMessages<kGates>& sent,
+                                       const Place<OneTile>& place, int half, uint32_t row) {
     const int first = place.group * kSenders + place.of_four % 2 * 2;
     all = sent.blocks - first;
     from[half] = sent.scale_of(row, first, place.of_four / 2);

@@ -2,18 +2,23 @@
 
 use crate::ops::recurrent::layer::Costs;
 use crate::ops::recurrent::plan::cluster::Entry;
-use crate::ops::recurrent::plan::{Direction, Line, Product, grid};
+use crate::ops::recurrent::plan::{Direction, Line, Product, grid, wide_grid};
 
 pub(super) const COSTS: Costs = Costs {
     #[rustfmt::skip]
     clusters: {
-        use Product::{Double, Float, Half};
+        use Product::{Double, Float, Half, Scaled};
         &[
             Entry::new(Half,   128, 8, [2, 2], [Some(50), Some(95)]),
             Entry::new(Half,   256, 8, [2, 2], [Some(96), Some(150)]),
             Entry::new(Half,   512, 16, [1, 1], [Some(108), Some(120)]),
             Entry::new(Half,   512, 8, [1, 1], [Some(140), Some(190)]),
             Entry::new(Half,   768, 16, [1, 1], [Some(168), Some(185)]),
+            Entry::new(Scaled, 128, 8, [2, 2], [Some(52), Some(95)]),
+            Entry::new(Scaled, 256, 8, [2, 2], [Some(90), Some(140)]),
+            Entry::new(Scaled, 512, 16, [1, 1], [Some(115), Some(130)]),
+            Entry::new(Scaled, 512, 8, [1, 1], [Some(142), Some(200)]),
+            Entry::new(Scaled, 768, 16, [1, 1], [Some(180), Some(195)]),
             Entry::new(Float,  128, 8, [2, 1], [Some(96), Some(146)]),
             Entry::new(Double, 128, 8, [2, 1], [Some(184), Some(301)]),
         ]
@@ -23,6 +28,7 @@ pub(super) const COSTS: Costs = Costs {
             direction: Direction::Forward,
             columns: 32,
             iteration: Line { fixed: 50, each: 12 },
+            scaled_iteration: None,
             least: Line { fixed: 0, each: 0 },
             fewest_vectors: 2,
             fewest_iterations: 2,
@@ -33,6 +39,7 @@ pub(super) const COSTS: Costs = Costs {
             direction: Direction::Forward,
             columns: 16,
             iteration: Line { fixed: 55, each: 7 },
+            scaled_iteration: None,
             least: Line { fixed: 0, each: 0 },
             fewest_vectors: 3,
             fewest_iterations: 2,
@@ -43,6 +50,7 @@ pub(super) const COSTS: Costs = Costs {
             direction: Direction::Backward,
             columns: 32,
             iteration: Line { fixed: 0, each: 43 },
+            scaled_iteration: Some(Line { fixed: 100, each: 55 }),
             least: Line { fixed: 200, each: 30 },
             fewest_vectors: 2,
             fewest_iterations: 1,
@@ -53,6 +61,7 @@ pub(super) const COSTS: Costs = Costs {
             direction: Direction::Backward,
             columns: 16,
             iteration: Line { fixed: 60, each: 15 },
+            scaled_iteration: Some(Line { fixed: 60, each: 30 }),
             least: Line { fixed: 200, each: 30 },
             fewest_vectors: 2,
             fewest_iterations: 1,
@@ -60,4 +69,15 @@ pub(super) const COSTS: Costs = Costs {
             full_vectors: 0,
         },
     ],
+    #[rustfmt::skip]
+    wide_grids: {
+        use Direction::{Backward, Forward};
+        use Product::{Half, Scaled};
+        &[
+            wide_grid::Entry { direction: Forward,  product: Half,   columns: 32, rows: 64, round: [215, 31] },
+            wide_grid::Entry { direction: Backward, product: Half,   columns: 32, rows: 64, round: [93, 90] },
+            wide_grid::Entry { direction: Forward,  product: Scaled, columns: 32, rows: 64, round: [250, 31] },
+            wide_grid::Entry { direction: Backward, product: Scaled, columns: 32, rows: 64, round: [15, 115] },
+        ]
+    },
 };

@@ -29,6 +29,8 @@ pub(super) const CUDA: Option<CudaCell> = Some(CudaCell {
     cluster_backward: cuda::tch_extension_gru_cluster_backward_cuda,
     grid_forward: cuda::tch_extension_gru_grid_forward_cuda,
     grid_backward: cuda::tch_extension_gru_grid_backward_cuda,
+    wide_grid_forward: cuda::tch_extension_gru_wide_grid_forward_cuda,
+    wide_grid_backward: Some(cuda::tch_extension_gru_wide_grid_backward_cuda),
 });
 #[cfg(not(tch_extension_cuda))]
 pub(super) const CUDA: Option<CudaCell> = None;
@@ -64,6 +66,16 @@ mod cuda {
             stream: *mut c_void,
         ) -> LaunchStatus;
         pub fn tch_extension_gru_grid_backward_cuda(
+            params: *const GridBackward,
+            fits: *mut bool,
+            stream: *mut c_void,
+        ) -> LaunchStatus;
+        pub fn tch_extension_gru_wide_grid_forward_cuda(
+            params: *const GridForward,
+            fits: *mut bool,
+            stream: *mut c_void,
+        ) -> LaunchStatus;
+        pub fn tch_extension_gru_wide_grid_backward_cuda(
             params: *const GridBackward,
             fits: *mut bool,
             stream: *mut c_void,

@@ -100,7 +100,9 @@ pub fn gru_reference(
 ///
 /// Sequence b has `lengths[b]` steps, from 1 to T, in any order. The steps after them are padding:
 /// their input is never used, even if it is NaN; their output and its gradient are zero; and the
-/// state stays what it was after the last step of the sequence. All else is as for [`gru`].
+/// state stays what it was after the last step of the sequence. All else is as for [`gru`], except
+/// that on CUDA cuDNN's kernels are not used where lengths differ, and that such a call cannot be
+/// captured in a CUDA graph, because it copies the lengths to the GPU.
 ///
 /// Equivalent to:
 /// ```

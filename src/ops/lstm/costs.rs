@@ -2,17 +2,21 @@
 
 use crate::ops::recurrent::layer::Costs;
 use crate::ops::recurrent::plan::cluster::Entry;
-use crate::ops::recurrent::plan::{Direction, Line, Product, grid};
+use crate::ops::recurrent::plan::{Direction, Line, Product, grid, wide_grid};
 
 pub(super) const COSTS: Costs = Costs {
     #[rustfmt::skip]
     clusters: {
-        use Product::{Double, Float, Half};
+        use Product::{Double, Float, Half, Scaled};
         &[
             Entry::new(Half,   128, 8, [2, 2], [Some(57), Some(95)]),
             Entry::new(Half,   256, 8, [2, 2], [Some(105), Some(140)]),
             Entry::new(Half,   512, 16, [1, 1], [Some(130), Some(140)]),
             Entry::new(Half,   512, 8, [1, 1], [Some(216), Some(265)]),
+            Entry::new(Scaled, 128, 8, [2, 2], [Some(58), Some(95)]),
+            Entry::new(Scaled, 256, 8, [2, 2], [Some(108), Some(145)]),
+            Entry::new(Scaled, 512, 16, [1, 1], [Some(140), Some(150)]),
+            Entry::new(Scaled, 512, 8, [1, 1], [Some(230), Some(280)]),
             Entry::new(Float,  128, 8, [2, 1], [Some(114), Some(174)]),
             Entry::new(Double, 128, 8, [2, 1], [Some(219), Some(359)]),
         ]
@@ -22,16 +26,18 @@ pub(super) const COSTS: Costs = Costs {
             direction: Direction::Forward,
             columns: 32,
             iteration: Line { fixed: 38, each: 27 },
+            scaled_iteration: None,
             least: Line { fixed: 0, each: 0 },
             fewest_vectors: 2,
             fewest_iterations: 2,
-            most_iterations: 10,
+            most_iterations: 14,
             full_vectors: 4,
         },
         grid::Entry {
             direction: Direction::Forward,
             columns: 16,
             iteration: Line { fixed: 50, each: 10 },
+            scaled_iteration: None,
             least: Line { fixed: 0, each: 0 },
             fewest_vectors: 3,
             fewest_iterations: 2,
@@ -42,16 +48,19 @@ pub(super) const COSTS: Costs = Costs {
             direction: Direction::Backward,
             columns: 32,
             iteration: Line { fixed: 0, each: 43 },
+            scaled_iteration: Some(Line { fixed: 100, each: 55 }),
             least: Line { fixed: 200, each: 30 },
             fewest_vectors: 2,
             fewest_iterations: 1,
-            most_iterations: 64,
-            full_vectors: 0,
+            // Those of scaled fp16 values.
+            most_iterations: 46,
+            full_vectors: 4,
         },
         grid::Entry {
             direction: Direction::Backward,
             columns: 16,
             iteration: Line { fixed: 60, each: 15 },
+            scaled_iteration: Some(Line { fixed: 60, each: 30 }),
             least: Line { fixed: 200, each: 30 },
             fewest_vectors: 2,
             fewest_iterations: 1,
@@ -59,4 +68,14 @@ pub(super) const COSTS: Costs = Costs {
             full_vectors: 0,
         },
     ],
+    // Backward, the weights of four gates do not fit.
+    #[rustfmt::skip]
+    wide_grids: {
+        use Direction::Forward;
+        use Product::{Half, Scaled};
+        &[
+            wide_grid::Entry { direction: Forward, product: Half,   columns: 16, rows: 128, round: [215, 45] },
+            wide_grid::Entry { direction: Forward, product: Scaled, columns: 16, rows: 128, round: [250, 45] },
+        ]
+    },
 };

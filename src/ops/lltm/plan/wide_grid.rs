@@ -2,16 +2,14 @@
 //! computes 64 rows at a time.
 
 use crate::ops::recurrent::kernels::device::Grid;
-use crate::ops::recurrent::plan::grid::are_for_a_grid;
+use crate::ops::recurrent::plan::wide_grid::{Entry, Share};
 use crate::ops::recurrent::plan::{Direction, Product, Sizes};
 use tch::Kind;
 
-/// What a step costs, in hundredths of a microsecond, as measured on an H200 (docs/lab/lltm.md).
-struct Entry {
-    direction: Direction,
-    product: Product,
-    /// One round of 64 rows per block: a fixed part, and what 100 hidden columns add.
-    round: [i64; 2],
+/// A kernel, and what it is compared with, in hundredths of a microsecond, as measured on an H200
+/// (docs/lab/lltm.md).
+struct Compared {
+    kernel: Entry,
     /// Per-step kernels: a fixed part.
     others: i64,
     /// How much B·H² adds one hundredth to `others`. Half kinds have not been compared at more
@@ -22,14 +20,17 @@ struct Entry {
 }
 
 #[rustfmt::skip]
-const COSTS: [Entry; 4] = {
+const COSTS: [Compared; 4] = {
     use Direction::{Backward, Forward};
     use Product::{Half, Scaled};
+    const fn kernel(direction: Direction, product: Product, round: [i64; 2]) -> Entry {
+        Entry { direction, product, columns: WideShare::COLUMNS, rows: WideShare::ROWS, round }
+    }
     [
-        Entry { direction: Forward,  product: Half,   round: [215, 31],  others: 700,  work: None, once: 0 },
-        Entry { direction: Backward, product: Half,   round: [93, 90],   others: 1100, work: None, once: 0 },
-        Entry { direction: Forward,  product: Scaled, round: [250, 31],  others: 900,  work: Some(500_000), once: 2000 },
-        Entry { direction: Backward, product: Scaled, round: [15, 115],  others: 1600, work: Some(625_000), once: 2000 },
+        Compared { kernel: kernel(Forward, Half, [215, 31]), others: 700, work: None, once: 0 },
+        Compared { kernel: kernel(Backward, Half, [93, 90]), others: 1100, work: None, once: 0 },
+        Compared { kernel: kernel(Forward, Scaled, [250, 31]), others: 900, work: Some(500_000), once: 2000 },
+        Compared { kernel: kernel(Backward, Scaled, [15, 115]), others: 1600, work: Some(625_000), once: 2000 },
     ]
 };
 
@@ -52,9 +53,7 @@ impl WideShare {
     /// How many rows of the batch a block computes at a time.
     const ROWS: i64 = 64;
 
-    /// The share for these sizes, if the weights fit into shared memory and the kernel can count
-    /// the values. `tf32` says whether products of `Float` may use tf32: they are then computed
-    /// from scaled fp16 values.
+    /// The share for these sizes, if there is one.
     pub fn new(
         direction: Direction,
         sizes: Sizes,
@@ -62,38 +61,15 @@ impl WideShare {
         tf32: bool,
         grid: Grid,
     ) -> Option<WideShare> {
-        const WIDEST: i64 = 1024;
         let Sizes { batch, hidden, .. } = sizes;
-        let product = Product::of(product, tf32)?;
-        let of_kernel = |cost: &&Entry| cost.direction == direction && cost.product == product;
-        let cost = COSTS.iter().find(of_kernel)?;
-        if hidden > WIDEST || !are_for_a_grid(sizes, super::VALUES) {
-            return None;
-        }
-        let most = grid.blocks() / ((hidden - 1) / WideShare::COLUMNS + 1);
-        if most == 0 {
-            return None;
-        }
-        let tiles = (batch - 1) / WideShare::ROWS + 1;
-        let rounds = (tiles - 1) / most + 1;
-        // The padded hidden sizes for which kernels are compiled.
-        let padded = match hidden {
-            512 => 512,
-            ..=768 => 768,
-            _ => WIDEST,
-        };
-        let [fixed, per_hundred] = cost.round;
-        let whole = fixed + padded * per_hundred / 100;
-        let limit = cost.others + cost.work.map_or(0, |work| batch * hidden * hidden / work);
-        // With padding, each vector of a row has to be checked.
-        let a_round = if hidden == padded { whole } else { whole * 5 / 4 };
-        // A group computes all steps of some rows, and then all steps of others.
-        Some(WideShare {
-            row_groups: (tiles - 1) / rounds + 1,
-            cost: rounds * a_round,
-            limit,
-            once: cost.once,
-        })
+        let of_product = Product::of(product, tf32)?;
+        let is_for_it =
+            |of: &&Compared| of.kernel.direction == direction && of.kernel.product == of_product;
+        let Compared { kernel, others, work, once } = COSTS.iter().find(is_for_it)?;
+        let kernels = (std::slice::from_ref(kernel), super::VALUES);
+        let share = Share::new(kernels, direction, sizes, product, tf32, grid)?;
+        let limit = others + work.map_or(0, |work| batch * hidden * hidden / work);
+        Some(WideShare { row_groups: share.row_groups, cost: share.cost, limit, once: *once })
     }
 
     /// Whether it beats per-step kernels.

@@ -1,6 +1,7 @@
 //! The kernels of `csrc/recurrent/cluster`, for any cell.
 
-use super::cuda::{Arrays, Gradients, Outputs, Reversed, Source};
+use super::cuda::{Arrays, Gradients, Outputs, Product, Reversed, Source};
+use super::scaled::Multiplied;
 use crate::Result;
 use std::ffi::c_void;
 
@@ -86,50 +87,52 @@ pub(crate) struct ClusterBackward {
 }
 
 /// All steps forward, with this many blocks for 8 rows.
-pub(super) fn forward(source: &Source<'_>, cluster: i32) -> Result<Outputs> {
+pub(super) fn forward(source: &Source<'_>, cluster: i32, product: Product) -> Result<Outputs> {
     let arrays = Arrays::new(source)?;
+    let multiplied = Multiplied::forward(source, product)?;
     let params = ClusterForward {
         steps: source.sizes.steps,
         batch: source.sizes.batch,
         hidden: source.sizes.hidden,
-        weight_stride: source.sizes.hidden,
+        weight_stride: multiplied.weight_stride,
         c_stride: arrays.c_stride,
         kind: source.kind_code,
-        product_kind: source.kind_code,
+        product_kind: multiplied.kind_code,
         cluster,
         reserved: 0,
-        weight: source.weight,
+        weight: multiplied.weight,
         input_gates: source.input_gates,
         bias: source.bias,
         separate_bias: source.separate_bias,
-        h0: source.h0,
+        h0: multiplied.h0,
         c0: source.c0,
         output: arrays.output_ptr,
         c: arrays.c_ptr,
         activations: arrays.activations_ptr,
-        scales: std::ptr::null(),
-        h0_scales: std::ptr::null(),
+        scales: multiplied.scales,
+        h0_scales: multiplied.h0_scales,
     };
     crate::cuda::launch(source.device, |stream| {
-        // SAFETY: `Source` and `Arrays` checked or allocated what the parameters point to.
+        // SAFETY: `Source`, `Multiplied` and `Arrays` checked or allocated what the parameters point to.
         unsafe { (source.cell.cluster_forward)(&params, stream) }
     })?;
     Ok(arrays.into_outputs())
 }
 
 /// All steps backward.
-pub(super) fn backward(of: &Reversed<'_>, cluster: i32) -> Result<Gradients> {
+pub(super) fn backward(of: &Reversed<'_>, cluster: i32, product: Product) -> Result<Gradients> {
     let made = Gradients::new(of)?;
+    let multiplied = Multiplied::backward(of, product)?;
     let params = ClusterBackward {
         steps: of.sizes.steps,
         batch: of.sizes.batch,
         hidden: of.sizes.hidden,
-        weight_stride: of.sizes.hidden,
+        weight_stride: multiplied.weight_stride,
         kind: of.kind_code,
-        product_kind: of.kind_code,
+        product_kind: multiplied.kind_code,
         cluster,
         needs_grad_h0: i32::from(of.needs_grad_h0),
-        weight: of.weight,
+        weight: multiplied.weight,
         grad_output: of.grad_output,
         activations: of.activations,
         c: of.states,
@@ -138,7 +141,7 @@ pub(super) fn backward(of: &Reversed<'_>, cluster: i32) -> Result<Gradients> {
         grad_c: made.c0.data_ptr(),
         grad_gates: made.gates.data_ptr(),
         grad_separate: made.separate_ptr(),
-        scales: std::ptr::null(),
+        scales: multiplied.scales,
     };
     crate::cuda::launch(of.device, |stream| {
         // SAFETY: as in `forward`.

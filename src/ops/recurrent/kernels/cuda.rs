@@ -27,11 +27,17 @@ pub(crate) struct CudaCell {
     pub step_backward: unsafe extern "C" fn(*const StepBackward, Stream) -> LaunchStatus,
     pub cluster_forward: unsafe extern "C" fn(*const ClusterForward, Stream) -> LaunchStatus,
     pub cluster_backward: unsafe extern "C" fn(*const ClusterBackward, Stream) -> LaunchStatus,
-    /// The second argument becomes false if not all blocks can run at the same time; no kernel is
-    /// then started.
-    pub grid_forward: unsafe extern "C" fn(*const GridForward, *mut bool, Stream) -> LaunchStatus,
-    pub grid_backward: unsafe extern "C" fn(*const GridBackward, *mut bool, Stream) -> LaunchStatus,
+    pub grid_forward: OnAGrid<GridForward>,
+    pub grid_backward: OnAGrid<GridBackward>,
+    pub wide_grid_forward: OnAGrid<GridForward>,
+    /// Absent where the weights do not fit.
+    pub wide_grid_backward: Option<OnAGrid<GridBackward>>,
 }
+
+/// Starts a kernel whose blocks have to run at the same time. The second argument becomes false if
+/// they cannot; no kernel is then started.
+pub(super) type OnAGrid<Params> =
+    unsafe extern "C" fn(*const Params, *mut bool, Stream) -> LaunchStatus;
 
 /// A way with its launch parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,9 +45,21 @@ pub(crate) enum Kernel {
     /// A product and a kernel for each step.
     Step,
     /// One kernel, with this many blocks for 8 rows.
-    Cluster { cluster: i32 },
-    /// One kernel; falls back to `Step` if not all its blocks can run at the same time.
-    Grid { columns: i32, row_groups: i32 },
+    Cluster { cluster: i32, product: Product },
+    /// One kernel; falls back to `Step` if there is none or not all its blocks can run at the same
+    /// time.
+    Grid { columns: i32, row_groups: i32, product: Product },
+    /// As `Grid`, where blocks compute tiles of 64 rows.
+    WideGrid { columns: i32, row_groups: i32, product: Product },
+}
+
+/// What a kernel multiplies.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Product {
+    /// W_h and h in their own kind.
+    Plain,
+    /// Scaled fp16 values, in place of `Float` in tf32 ([`super::scaled`]).
+    Scaled,
 }
 
 #[derive(Clone, Copy)]
@@ -175,16 +193,17 @@ pub(crate) fn forward(
     keep: bool,
 ) -> Result<Outputs> {
     let source = Source::new(cell, operands, keep)?;
-    match kernel {
-        Kernel::Cluster { cluster } => cluster::forward(&source, cluster),
-        Kernel::Grid { columns, row_groups } => {
-            match grid::forward(&source, (columns, row_groups))? {
-                Some(outputs) => Ok(outputs),
-                None => step::forward(&source),
-            }
+    let made = match kernel {
+        Kernel::Cluster { cluster, product } => Some(cluster::forward(&source, cluster, product)?),
+        Kernel::Grid { columns, row_groups, product } => {
+            grid::forward(&source, cell.grid_forward, (columns, row_groups), product)?
         }
-        Kernel::Step => step::forward(&source),
-    }
+        Kernel::WideGrid { columns, row_groups, product } => {
+            grid::forward(&source, cell.wide_grid_forward, (columns, row_groups), product)?
+        }
+        Kernel::Step => None,
+    };
+    made.map_or_else(|| step::forward(&source), Ok)
 }
 
 /// What the backward pass reads; as on the CPU.
@@ -282,12 +301,17 @@ pub(crate) fn backward(
     needs_grad_h0: bool,
 ) -> Result<Gradients> {
     let of = Reversed::new(cell, saved, grads, needs_grad_h0)?;
-    match kernel {
-        Kernel::Cluster { cluster } => cluster::backward(&of, cluster),
-        Kernel::Grid { columns, row_groups } => match grid::backward(&of, (columns, row_groups))? {
-            Some(gradients) => Ok(gradients),
-            None => step::backward(&of),
-        },
-        Kernel::Step => step::backward(&of),
-    }
+    let made = match (kernel, cell.wide_grid_backward) {
+        (Kernel::Cluster { cluster, product }, _) => {
+            Some(cluster::backward(&of, cluster, product)?)
+        }
+        (Kernel::Grid { columns, row_groups, product }, _) => {
+            grid::backward(&of, cell.grid_backward, (columns, row_groups), product)?
+        }
+        (Kernel::WideGrid { columns, row_groups, product }, Some(start)) => {
+            grid::backward(&of, start, (columns, row_groups), product)?
+        }
+        (Kernel::WideGrid { .. } | Kernel::Step, _) => None,
+    };
+    made.map_or_else(|| step::backward(&of), Ok)
 }

@@ -9,6 +9,7 @@ use torch_sys::C_tensor;
 
 unsafe extern "C" {
     fn tch_extension_cudnn_is_enabled() -> bool;
+    fn tch_extension_cudnn_are_flat(parameters: *const *const C_tensor, len: usize) -> bool;
     fn tch_extension_cudnn_rnn_forward(
         input: *const C_tensor,
         parameters: *const *const C_tensor,
@@ -53,13 +54,53 @@ pub(crate) struct CudnnOperands<'a> {
     pub c: Option<&'a Tensor>,
 }
 
+/// The handles of a layer's parameters.
+fn pointers(parameters: &[&Tensor]) -> Result<[*const C_tensor; MOST]> {
+    if ![2, MOST].contains(&parameters.len()) {
+        return Err(Error::msg("internal error: a layer has two or four parameters"));
+    }
+    let pointer = |place: usize| parameters.get(place).map_or(null(), |of| of.as_ptr());
+    Ok(std::array::from_fn(pointer))
+}
+
+/// Whether these parameters (see [`CudnnOperands`]) follow one another in one piece of memory, so
+/// that cuDNN takes them as they are.
+pub(crate) fn are_flat(parameters: &[&Tensor]) -> Result<bool> {
+    let pointers = pointers(parameters)?;
+    // SAFETY: as many of these as `len` says are live tensors.
+    Ok(unsafe { tch_extension_cudnn_are_flat(pointers.as_ptr(), parameters.len()) })
+}
+
+/// Moves a layer's parameters (see [`CudnnOperands`]) on CUDA into one piece of memory, in which
+/// cuDNN takes them as they are. They stay the same tensors for all who hold them.
+pub(crate) fn flatten(parameters: &[Tensor]) -> Result<()> {
+    const MODE_OF_LSTM: i64 = 2;
+    const MODE_OF_GRU: i64 = 3;
+    let [w_ih, w_hh, ..] = parameters else { return Ok(()) };
+    let ((rows, hidden), features) = (w_hh.size2()?, w_ih.size2()?.1);
+    if !is_enabled() || !w_hh.device().is_cuda() || features == 0 {
+        return Ok(());
+    }
+    let mode = if rows == 4 * hidden { MODE_OF_LSTM } else { MODE_OF_GRU };
+    let (stride, no_projection, layers) = (parameters.len() as i64, 0, 1);
+    let _guard = tch::no_grad_guard();
+    let _ = Tensor::f_internal_cudnn_rnn_flatten_weight(
+        parameters,
+        stride,
+        features,
+        mode,
+        hidden,
+        no_projection,
+        layers,
+        false,
+        false,
+    )?;
+    Ok(())
+}
+
 impl CudnnOperands<'_> {
     fn parameters(&self) -> Result<[*const C_tensor; MOST]> {
-        if ![2, MOST].contains(&self.parameters.len()) {
-            return Err(Error::msg("internal error: a layer has two or four parameters"));
-        }
-        let pointer = |place: usize| self.parameters.get(place).map_or(null(), |of| of.as_ptr());
-        Ok(std::array::from_fn(pointer))
+        pointers(self.parameters)
     }
 
     fn c(&self) -> *const C_tensor {

@@ -1,9 +1,10 @@
-//! The kernels of `csrc/recurrent/grid`, for any cell.
+//! The kernels of `csrc/recurrent/grid` and `csrc/recurrent/wide_grid`, for any cell.
 
-use super::cuda::{Arrays, Gradients, Outputs, Reversed, Source};
+use super::cuda::{Arrays, Gradients, OnAGrid, Outputs, Product, Reversed, Source};
+use super::scaled::{Messages, Multiplied};
 use crate::Result;
 use std::ffi::c_void;
-use std::ptr::null_mut;
+use tch::{Kind, Tensor};
 
 /// The parameters of the forward pass; what is not described here is as for clusters.
 #[repr(C)]
@@ -63,7 +64,7 @@ pub(crate) struct GridBackward {
     /// `[G·H]`, of W_h's rows. With scales, the messages are in memory of their own, with a scale for
     /// each row and sender.
     pub scales: *const f32,
-    /// fp16 values, `[T, B', 3H']`, in the order of scaled.h or of ../wide_grid/scaled.h.
+    /// fp16 values, `[T, B', G·H']`, in the order of scaled.h or of ../wide_grid/scaled.h.
     pub exchange: *mut c_void,
     /// `[T, B', H'' / kColumnsOfScale]`, directly after `exchange`: the scales of the wide grid.
     /// Those of the grid are exponents, one byte each.
@@ -76,36 +77,45 @@ pub(super) type Share = (i32, i32);
 /// All steps forward; `None` if not all blocks can run at the same time.
 pub(super) fn forward(
     source: &Source<'_>,
+    start: OnAGrid<GridForward>,
     (columns, row_groups): Share,
+    product: Product,
 ) -> Result<Option<Outputs>> {
     let arrays = Arrays::new(source)?;
+    let multiplied = Multiplied::forward(source, product)?;
+    let messages = match product {
+        Product::Plain => arrays.output.shallow_clone(),
+        Product::Scaled => {
+            Tensor::f_empty(arrays.output.size(), (Kind::Half, arrays.output.device()))?
+        }
+    };
     let params = GridForward {
         steps: source.sizes.steps,
         batch: source.sizes.batch,
         hidden: source.sizes.hidden,
-        weight_stride: source.sizes.hidden,
+        weight_stride: multiplied.weight_stride,
         c_stride: arrays.c_stride,
         kind: source.kind_code,
-        product_kind: source.kind_code,
+        product_kind: multiplied.kind_code,
         columns,
         row_groups,
-        weight: source.weight,
+        weight: multiplied.weight,
         input_gates: source.input_gates,
         bias: source.bias,
         separate_bias: source.separate_bias,
-        h0: source.h0,
+        h0: multiplied.h0,
         c0: source.c0,
         output: arrays.output_ptr,
-        exchange: arrays.output_ptr,
+        exchange: messages.data_ptr(),
         c: arrays.c_ptr,
         activations: arrays.activations_ptr,
-        scales: std::ptr::null(),
-        h0_scales: std::ptr::null(),
+        scales: multiplied.scales,
+        h0_scales: multiplied.h0_scales,
     };
     let mut fits = false;
     crate::cuda::launch(source.device, |stream| {
-        // SAFETY: `Source` and `Arrays` checked or allocated what the parameters point to.
-        unsafe { (source.cell.grid_forward)(&params, &mut fits, stream) }
+        // SAFETY: `Source`, `Multiplied` and `Arrays` checked or allocated what the parameters point to.
+        unsafe { start(&params, &mut fits, stream) }
     })?;
     Ok(fits.then(|| arrays.into_outputs()))
 }
@@ -113,21 +123,25 @@ pub(super) fn forward(
 /// All steps backward; `None` if not all blocks can run at the same time.
 pub(super) fn backward(
     of: &Reversed<'_>,
+    start: OnAGrid<GridBackward>,
     (columns, row_groups): Share,
+    product: Product,
 ) -> Result<Option<Gradients>> {
     let made = Gradients::new(of)?;
+    let multiplied = Multiplied::backward(of, product)?;
+    let messages = Messages::new(of, product)?;
     let params = GridBackward {
         steps: of.sizes.steps,
         batch: of.sizes.batch,
         hidden: of.sizes.hidden,
-        weight_stride: of.sizes.hidden,
+        weight_stride: multiplied.weight_stride,
         kind: of.kind_code,
-        product_kind: of.kind_code,
+        product_kind: multiplied.kind_code,
         columns,
         row_groups,
         needs_grad_h0: i32::from(of.needs_grad_h0),
         reserved: 0,
-        weight: of.weight,
+        weight: multiplied.weight,
         grad_output: of.grad_output,
         activations: of.activations,
         c: of.states,
@@ -136,14 +150,14 @@ pub(super) fn backward(
         grad_c: made.c0.data_ptr(),
         grad_gates: made.gates.data_ptr(),
         grad_separate: made.separate_ptr(),
-        scales: std::ptr::null(),
-        exchange: null_mut(),
-        exchange_scales: null_mut(),
+        scales: multiplied.scales,
+        exchange: messages.values,
+        exchange_scales: messages.scales,
     };
     let mut fits = false;
     crate::cuda::launch(of.device, |stream| {
         // SAFETY: as in `forward`.
-        unsafe { (of.cell.grid_backward)(&params, &mut fits, stream) }
+        unsafe { start(&params, &mut fits, stream) }
     })?;
     Ok(fits.then_some(made))
 }

@@ -1,11 +1,13 @@
 //! The kernels of `csrc/recurrent` that Rust calls itself.
 
+pub(crate) mod biases;
 pub(crate) mod cluster;
 pub(crate) mod cpu;
 pub(crate) mod cuda;
 pub(crate) mod cudnn;
 pub(crate) mod device;
 pub(crate) mod grid;
+mod scaled;
 pub(crate) mod step;
 
 use crate::ffi::tensor::plain;
@@ -51,18 +53,37 @@ unsafe extern "C" {
         bias: *const C_tensor,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
+    fn tch_extension_recurrent_tf32_product(
+        lhs: *const C_tensor,
+        rhs: *const C_tensor,
+        result: *mut *mut C_tensor,
+    ) -> *mut c_char;
 }
 
 /// A product over all steps, with a bias, by the fastest of libtorch's products. Autograd records
 /// nothing.
 pub(crate) fn product(lhs: &Tensor, rhs: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let mut result = null_mut();
     let bias = bias.map_or(null(), |bias| bias.as_ptr());
-    // SAFETY: the operands are live tensors, `bias` is one or null, and `result` has room for the
-    // handle of a new one.
-    match take_message(unsafe {
-        tch_extension_recurrent_product(lhs.as_ptr(), rhs.as_ptr(), bias, &mut result)
-    }) {
+    made_by(|result| {
+        // SAFETY: the operands are live tensors, `bias` is one or null, and `result` has room for
+        // the handle of a new one.
+        unsafe { tch_extension_recurrent_product(lhs.as_ptr(), rhs.as_ptr(), bias, result) }
+    })
+}
+
+/// A product of `Float` over all steps on CUDA in tf32, whatever libtorch's switch for products
+/// says: the one for recurrent layers is another. Autograd records nothing.
+pub(crate) fn tf32_product(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
+    made_by(|result| {
+        // SAFETY: as in `product`.
+        unsafe { tch_extension_recurrent_tf32_product(lhs.as_ptr(), rhs.as_ptr(), result) }
+    })
+}
+
+/// The tensor whose handle `call` writes, unless it returns a message.
+fn made_by(call: impl FnOnce(*mut *mut C_tensor) -> *mut c_char) -> Result<Tensor> {
+    let mut result = null_mut();
+    match take_message(call(&mut result)) {
         Some(message) => Err(Error::Torch(message)),
         // SAFETY: without an error message, C++ has written a new tensor's handle, which we own.
         None => Ok(unsafe { Tensor::from_ptr(result) }),

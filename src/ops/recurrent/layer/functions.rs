@@ -3,10 +3,11 @@
 use super::plan::{self, Library, Way};
 use super::{Cell, place};
 use crate::ffi::tensor::plain;
+use crate::ops::recurrent::kernels::biases::sum_of_biases;
 use crate::ops::recurrent::kernels::cpu::{self, CpuOperands, CpuOutputs, CpuSaved};
 use crate::ops::recurrent::kernels::cuda::{self, gates_kind};
 use crate::ops::recurrent::kernels::cudnn::{self, CudnnOperands};
-use crate::ops::recurrent::kernels::product;
+use crate::ops::recurrent::kernels::{product, tf32_product};
 use crate::ops::recurrent::plan::{Direction, Sizes, team};
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
@@ -44,6 +45,8 @@ pub(super) struct Saved<'a> {
     /// c of all steps, if there is one.
     pub c: Option<Tensor>,
     pub activations: Tensor,
+    /// No other backward pass will read this.
+    pub is_last: bool,
 }
 
 /// The kind in which kernels compute tensors of this kind: on the CPU there are none for the half
@@ -63,11 +66,6 @@ fn worked(tensor: &Tensor) -> Result<Tensor> {
         return row_major_copy(&plain, plain.f_kind()?);
     }
     Ok(plain)
-}
-
-/// A bias, in the kind in which products are summed.
-fn summed(bias: &Tensor) -> Result<Tensor> {
-    worked(&bias.f_to_kind(gates_kind(bias.f_kind()?))?)
 }
 
 /// A copy with memory of its own.
@@ -97,7 +95,11 @@ fn biases<C: Cell>(
     b_hh: Option<&Tensor>,
     hidden: i64,
 ) -> Result<(Option<Tensor>, Option<Tensor>)> {
-    let (b_ih, b_hh) = (b_ih.map(summed).transpose()?, b_hh.map(summed).transpose()?);
+    let is_on_cuda = b_ih.or(b_hh).is_some_and(|bias| bias.device().is_cuda());
+    if C::CUDA.is_some() && is_on_cuda {
+        return sum_of_biases([b_ih, b_hh], [C::GATES * hidden, C::SEPARATE * hidden]);
+    }
+    let (b_ih, b_hh) = (b_ih.map(worked).transpose()?, b_hh.map(worked).transpose()?);
     let b_hh = match b_hh {
         Some(b_hh) if C::SEPARATE > 0 => b_hh,
         b_hh => return Ok((sum(b_ih, b_hh)?, None)),
@@ -133,7 +135,10 @@ pub(super) fn forward<C: Cell>(
     let sizes = Sizes { steps, batch, features, hidden };
     if device.is_cuda() {
         *library = match operands.padding {
-            None => plan::library::<C>(way, sizes, kind, device, keep)?,
+            None => {
+                let is_flat = are_flat_for_cudnn(operands)?;
+                plan::library::<C>(way, sizes, kind, device, keep, is_flat)?
+            }
             Some(_) => Library::Ours,
         };
         if *library == Library::Cudnn {
@@ -141,30 +146,38 @@ pub(super) fn forward<C: Cell>(
         }
     }
     let made = all_steps::<C>(operands, sizes, way, keep)?;
-    let last = |steps: &Tensor| -> Result<Tensor> {
-        Ok(steps.f_select(0, -1)?.f_to_dtype(kind, false, true)?)
+    let last = |steps: &Tensor, is_shared: bool| -> Result<Tensor> {
+        Ok(steps.f_select(0, -1)?.f_to_dtype(kind, false, is_shared)?)
     };
+    // Only the last c is there if c is not kept, and then nobody else has it.
+    let last_c = |c: &Tensor| last(c, keep || c.size3()?.0 > 1);
     Ok(Outputs {
-        last_h: last(&made.output)?,
-        last_c: made.c.as_ref().map(last).transpose()?,
+        last_h: last(&made.output, true)?,
+        last_c: made.c.as_ref().map(last_c).transpose()?,
         output: made.output.f_to_kind(kind)?,
         c: made.c.filter(|_| keep),
         activations: made.activations,
     })
 }
 
-/// The input's part of all gates, `[T, B, G·H]`, in the kind in which products are summed. A half
-/// kind's excludes the bias.
-fn input_gates(input: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+/// The input's part of all gates, `[T, B, G·H]`, in the kind in which products are summed, and
+/// whether it includes the bias.
+fn input_gates(
+    input: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    is_tf32: bool,
+) -> Result<(Tensor, bool)> {
     let (steps, batch, features) = input.size3()?;
     let rows = input.f_view([steps * batch, features])?;
-    let sums = gates_kind(input.f_kind()?);
-    let gates = if sums == input.f_kind()? {
-        product(&rows, &weight.f_transpose(0, 1)?, bias)?
-    } else {
-        rows.f_mm_dtype(&weight.f_transpose(0, 1)?, sums)?
+    let (weight, sums) = (weight.f_transpose(0, 1)?, gates_kind(input.f_kind()?));
+    let has_bias = sums == input.f_kind()? && !is_tf32;
+    let gates = match has_bias {
+        true => product(&rows, &weight, bias)?,
+        false if is_tf32 => tf32_product(&rows, &weight)?,
+        false => rows.f_mm_dtype(&weight, sums)?,
     };
-    plain(&gates.f_view([steps, batch, -1])?)
+    Ok((plain(&gates.f_view([steps, batch, -1])?)?, has_bias))
 }
 
 fn all_steps<C: Cell>(
@@ -177,7 +190,8 @@ fn all_steps<C: Cell>(
     let (bias, separate_bias) = biases::<C>(b_ih, b_hh, sizes.hidden)?;
     let (input, w_ih) = (worked(input)?, worked(w_ih)?);
     let (weight, h0, c0) = (worked(w_hh)?, worked(h)?, c.map(worked).transpose()?);
-    let gates = input_gates(&input, &w_ih, bias.as_ref())?;
+    let is_tf32 = h0.device().is_cuda() && plan::is_tf32(h0.f_kind()?)?;
+    let (gates, has_bias) = input_gates(&input, &w_ih, bias.as_ref(), is_tf32)?;
     if let Some(padding) = padding {
         keep_state::<C>(&gates, padding, sizes.hidden)?;
     }
@@ -192,7 +206,6 @@ fn all_steps<C: Cell>(
         return cpu::forward(C::CPU, cpu_team::<C>(sizes, &h0)?, &operands, keep);
     };
     let kernel = plan::kernel::<C>(way, Direction::Forward, sizes, h0.f_kind()?, h0.device())?;
-    let has_bias = gates.f_kind()? == input.f_kind()?;
     let operands = cuda::Operands {
         weight: &weight,
         input_gates: &gates,
@@ -231,6 +244,16 @@ fn parameters_of_cudnn(
         }
     }
     Ok(all)
+}
+
+/// Whether cuDNN takes the parameters as they are.
+fn are_flat_for_cudnn(operands: &Operands<'_>) -> Result<bool> {
+    let Operands { w_ih, w_hh, b_ih, b_hh, .. } = *operands;
+    match (b_ih, b_hh) {
+        (None, None) => cudnn::are_flat(&[w_ih, w_hh]),
+        (Some(b_ih), Some(b_hh)) => cudnn::are_flat(&[w_ih, w_hh, b_ih, b_hh]),
+        _ => Ok(false),
+    }
 }
 
 fn forward_by_cudnn(operands: &Operands<'_>, keep: bool) -> Result<Outputs> {
@@ -276,6 +299,11 @@ fn backward_by_cudnn(
         |grad: Option<&Tensor>| grad.map(|grad| plain(&grad.f_unsqueeze(0)?)).transpose();
     let (grad_output, grad_h, grad_c) =
         (grad_output.map(plain).transpose()?, of_layer(grad_h)?, of_layer(grad_c)?);
+    // cuDNN writes into what it reads here, which another backward pass may need.
+    let reserve = match saved.is_last {
+        true => saved.activations.shallow_clone(),
+        false => copied(&saved.activations)?,
+    };
     let of_parameters = [place::W_IH, place::W_HH, place::B_IH, place::B_HH];
     let made = cudnn::backward(
         &CudnnOperands {
@@ -284,8 +312,7 @@ fn backward_by_cudnn(
             h: &plain(&found(place::H)?.f_unsqueeze(0)?)?,
             c: c.as_ref(),
         },
-        // cuDNN writes into what it reads here, which another backward pass may need.
-        (&saved.output, &copied(&saved.activations)?),
+        (&saved.output, &reserve),
         [grad_output.as_ref(), grad_h.as_ref(), grad_c.as_ref()],
         [
             needs[place::INPUT],
@@ -361,6 +388,10 @@ pub(super) fn backward<C: Cell>(
             Tensor::f_cat(&[&of_hidden.f_narrow(1, 0, summed)?, &separate], 1)?
         }
     };
+    let is_tf32 = device.is_cuda() && plan::is_tf32(kind)?;
+    let multiply = |a: &Tensor, b: &Tensor| {
+        if is_tf32 { tf32_product(a, b) } else { product(a, b, None) }
+    };
     let column_sums = |of: &Tensor| of.f_sum_dim_intlist([0_i64].as_slice(), false, of.f_kind()?);
     // Both biases have the same gradient if no gate is separate.
     let is_one_sum = made.separate.is_none() && needs[place::B_IH] && needs[place::B_HH];
@@ -376,17 +407,17 @@ pub(super) fn backward<C: Cell>(
     };
     Ok(vec![
         wanted(place::INPUT, &|| {
-            let grad = product(&of_input, &argument(place::W_IH)?, None)?;
+            let grad = multiply(&of_input, &argument(place::W_IH)?)?;
             Ok(grad.f_view([steps, batch, -1])?)
         })?,
         wanted(place::W_IH, &|| {
             let input = argument(place::INPUT)?;
-            product(&of_input.f_transpose(0, 1)?, &input.f_view([rows, -1])?, None)
+            multiply(&of_input.f_transpose(0, 1)?, &input.f_view([rows, -1])?)
         })?,
         wanted(place::W_HH, &|| {
             let before =
                 Tensor::f_cat(&[&h0.f_unsqueeze(0)?, &output.f_narrow(0, 0, steps - 1)?], 0)?;
-            product(&of_hidden.f_transpose(0, 1)?, &before.f_view([rows, hidden])?, None)
+            multiply(&of_hidden.f_transpose(0, 1)?, &before.f_view([rows, hidden])?)
         })?,
         wanted(place::B_IH, &|| bias_gradient(&of_input))?,
         wanted(place::B_HH, &|| bias_gradient(&of_hidden))?,

@@ -218,6 +218,7 @@ impl<C: Cell> Function for Layer<C> {
             output: ctx.saved(OUTPUT)?,
             c: ctx.saved_optional(STATES)?,
             activations,
+            is_last: ctx.is_last_backward(),
         };
         Ok(functions::backward::<C>(grads, &saved, &needs, (self.library, self.way))?.into())
     }

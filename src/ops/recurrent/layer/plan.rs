@@ -3,10 +3,10 @@
 use super::{Cell, Costs};
 use crate::Result;
 use crate::ffi::precision::rnn_allow_tf32;
-use crate::ops::recurrent::kernels::cuda::Kernel;
+use crate::ops::recurrent::kernels::cuda::{Kernel, Product};
 use crate::ops::recurrent::kernels::cudnn;
 use crate::ops::recurrent::kernels::device::{Clusters, Grid};
-use crate::ops::recurrent::plan::{Direction, Sizes, cluster, grid};
+use crate::ops::recurrent::plan::{Direction, Sizes, cluster, grid, wide_grid};
 use tch::{Device, Kind};
 
 /// The ways to compute a layer of an LSTM or GRU on CUDA. Where a description begins with a name and
@@ -26,6 +26,8 @@ pub enum Way {
     Cluster,
     /// `grid`: the blocks of the whole GPU share the weights.
     Grid,
+    /// `wide_grid`: a grid whose blocks compute tiles of 64 rows at a time.
+    WideGrid,
     /// A grid of more blocks than any GPU runs at once, as happens where other processes leave too
     /// few multiprocessors free. Only tests force it.
     CrowdedGrid,
@@ -41,7 +43,7 @@ impl Way {
     pub fn is_on(self, device: Device) -> Result<bool> {
         Ok(match self {
             Way::Cluster => Clusters::of(device)?.are_there(),
-            Way::Grid | Way::CrowdedGrid => Grid::of(device)?.is_there(),
+            Way::Grid | Way::WideGrid | Way::CrowdedGrid => Grid::of(device)?.is_there(),
             Way::Cudnn => device.is_cuda() && cudnn::is_enabled(),
             Way::Step => device.is_cuda(),
             Way::Automatic => true,
@@ -60,13 +62,15 @@ pub(super) enum Library {
     Cudnn,
 }
 
-/// Chooses for a layer on CUDA, of which only the forward is needed unless `keep` is set.
+/// Chooses for a layer on CUDA, of which only the forward is needed unless `keep` is set. `is_flat`
+/// says that cuDNN takes the parameters as they are.
 pub(super) fn library<C: Cell>(
     way: Way,
     sizes: Sizes,
     kind: Kind,
     device: Device,
     keep: bool,
+    is_flat: bool,
 ) -> Result<Library> {
     // cuDNN accepts no input without features.
     let may_be_cudnn = sizes.features > 0 && cudnn::is_enabled();
@@ -74,21 +78,26 @@ pub(super) fn library<C: Cell>(
         _ if C::CUDA.is_none() || way == Way::Cudnn => Library::Cudnn,
         Way::Automatic if may_be_cudnn => {
             let gpu = Gpu::of(device)?;
-            let is_tf32 = kind == Kind::Float && rnn_allow_tf32()?;
-            let products = Products::new(C::GATES, sizes, kind, is_tf32);
+            let products = Products::new(C::GATES, sizes, kind, is_tf32(kind)?);
             let directions = [Direction::Forward, Direction::Backward];
             let (mut ours, mut cudnn) = (0.0, 0.0);
             for direction in directions.into_iter().take(if keep { 2 } else { 1 }) {
                 let steps = sizes.steps as f64;
-                let (_, cost) = automatic(C::COSTS, direction, sizes, (kind, products), gpu);
+                let (_, cost) = automatic(C::COSTS, direction, sizes, products, gpu);
                 ours += steps * cost;
-                cudnn += FLATTENING[usize::from(direction == Direction::Backward)]
-                    + steps * products.of_cudnn(direction);
+                let flattening = FLATTENING[usize::from(direction == Direction::Backward)];
+                cudnn += if is_flat { 0.0 } else { flattening };
+                cudnn += steps * products.of_cudnn(direction);
             }
             if ours <= cudnn { Library::Ours } else { Library::Cudnn }
         }
         _ => Library::Ours,
     })
+}
+
+/// Whether a layer's products on CUDA may be in tf32.
+pub(super) fn is_tf32(kind: Kind) -> Result<bool> {
+    Ok(kind == Kind::Float && rnn_allow_tf32()?)
 }
 
 /// What it costs to move the parameters to one piece of memory for cuDNN, in microseconds, forward
@@ -126,6 +135,11 @@ impl Products {
         }
     }
 
+    /// What the kernels that keep W_h on the chip multiply.
+    fn resident(self) -> Product {
+        if self.is_tf32 { Product::Scaled } else { Product::Plain }
+    }
+
     /// How many times as long libtorch's products take in this kind as in half kinds.
     fn slowdown(self) -> f64 {
         if matches!(self.kind, Kind::Half | Kind::BFloat16) { 1.0 } else { 12.0 }
@@ -133,7 +147,7 @@ impl Products {
 
     /// Those over all steps at once.
     fn at_once(self, direction: Direction) -> f64 {
-        let slowdown = self.slowdown();
+        let slowdown = if self.is_tf32 { 2.0 } else { self.slowdown() };
         match direction {
             Direction::Forward => slowdown * self.of_input,
             Direction::Backward => slowdown * (2.0 * self.of_input + self.one),
@@ -187,7 +201,7 @@ impl Products {
             Kind::Half | Kind::BFloat16 => {
                 [(8.0 + once).max(10.5), (10.0 + 2.0 * once + rows / 100.0).max(16.0)]
             }
-            Kind::Float if self.is_tf32 => [(8.0 + 2.2 * once).max(12.0), (5.8 * once).max(22.0)],
+            Kind::Float if self.is_tf32 => [(8.0 + 2.2 * once).max(12.0), 18.0 + 5.0 * once],
             _ => [(8.0 + 12.0 * once).max(12.0), (24.0 * once).max(22.0)],
         }
     }
@@ -217,18 +231,19 @@ pub(super) fn kernel<C: Cell>(
     /// Each row group has at least one block, and no GPU has this many multiprocessors.
     const CROWD: i32 = 1024;
     let gpu = Gpu::of(device)?;
-    let grid = || of_grid(C::COSTS, direction, sizes, kind, gpu).map(|(kernel, _)| kernel);
+    let products = Products::new(C::GATES, sizes, kind, is_tf32(kind)?);
+    let grid = || of_grid(C::COSTS, direction, sizes, products, gpu).map(|(kernel, _)| kernel);
     let kernel = match way {
-        Way::Cluster => of_clusters(C::COSTS, direction, sizes, kind, gpu).map(|of| of.0),
+        Way::Cluster => of_clusters(C::COSTS, direction, sizes, products, gpu).map(|of| of.0),
         Way::Grid => grid(),
+        Way::WideGrid => of_wide_grid(C::COSTS, direction, sizes, products, gpu).map(|of| of.0),
         Way::CrowdedGrid => grid().map(|kernel| match kernel {
-            Kernel::Grid { columns, .. } => Kernel::Grid { columns, row_groups: CROWD },
+            Kernel::Grid { columns, product, .. } => {
+                Kernel::Grid { columns, row_groups: CROWD, product }
+            }
             kernel => kernel,
         }),
-        Way::Automatic => {
-            let products = Products::new(C::GATES, sizes, kind, false);
-            Some(automatic(C::COSTS, direction, sizes, (kind, products), gpu).0)
-        }
+        Way::Automatic => Some(automatic(C::COSTS, direction, sizes, products, gpu).0),
         Way::Step | Way::Cudnn => None,
     };
     Ok(kernel.unwrap_or(Kernel::Step))
@@ -239,12 +254,15 @@ fn automatic(
     costs: &Costs,
     direction: Direction,
     sizes: Sizes,
-    (kind, products): (Kind, Products),
+    products: Products,
     gpu: Gpu,
 ) -> (Kernel, f64) {
+    /// Fewer steps are over before the wide grid's weights have been loaded.
+    const FEW: i64 = 8;
     let resident = [
-        of_clusters(costs, direction, sizes, kind, gpu),
-        of_grid(costs, direction, sizes, kind, gpu),
+        of_clusters(costs, direction, sizes, products, gpu),
+        of_grid(costs, direction, sizes, products, gpu),
+        of_wide_grid(costs, direction, sizes, products, gpu).filter(|_| sizes.steps >= FEW),
     ];
     let by_step = (Kernel::Step, products.step_by_step(direction));
     let of_all = resident.into_iter().flatten().map(|(kernel, cost)| (kernel, cost as f64 / 100.0));
@@ -260,25 +278,52 @@ fn of_clusters(
     costs: &Costs,
     direction: Direction,
     sizes: Sizes,
-    kind: Kind,
+    products: Products,
     gpu: Gpu,
 ) -> Option<Priced> {
     let table = (costs.clusters, VALUES);
-    let found = cluster::Kernel::new(table, direction, sizes, kind, false, gpu.clusters)?;
-    Some((Kernel::Cluster { cluster: found.cluster as i32 }, found.cost(sizes.batch)))
+    let Products { kind, is_tf32, .. } = products;
+    let found = cluster::Kernel::new(table, direction, sizes, kind, is_tf32, gpu.clusters)?;
+    let kernel = Kernel::Cluster { cluster: found.cluster as i32, product: products.resident() };
+    Some((kernel, found.cost(sizes.batch)))
 }
 
 fn of_grid(
     costs: &Costs,
     direction: Direction,
     sizes: Sizes,
-    kind: Kind,
+    products: Products,
     gpu: Gpu,
 ) -> Option<Priced> {
     let table = (costs.grids, VALUES);
-    let found = grid::Share::new(table, direction, sizes, kind, false, gpu.grid)?;
-    let narrow = |count: i64| i32::try_from(count).unwrap_or(1);
-    let kernel =
-        Kernel::Grid { columns: narrow(found.columns), row_groups: narrow(found.row_groups) };
+    let Products { kind, is_tf32, .. } = products;
+    let found = grid::Share::new(table, direction, sizes, kind, is_tf32, gpu.grid)?;
+    let kernel = Kernel::Grid {
+        columns: narrow(found.columns),
+        row_groups: narrow(found.row_groups),
+        product: products.resident(),
+    };
     Some((kernel, found.cost))
+}
+
+fn of_wide_grid(
+    costs: &Costs,
+    direction: Direction,
+    sizes: Sizes,
+    products: Products,
+    gpu: Gpu,
+) -> Option<Priced> {
+    let table = (costs.wide_grids, VALUES);
+    let Products { kind, is_tf32, .. } = products;
+    let found = wide_grid::Share::new(table, direction, sizes, kind, is_tf32, gpu.grid)?;
+    let kernel = Kernel::WideGrid {
+        columns: narrow(found.columns),
+        row_groups: narrow(found.row_groups),
+        product: products.resident(),
+    };
+    Some((kernel, found.cost))
+}
+
+fn narrow(count: i64) -> i32 {
+    i32::try_from(count).unwrap_or(1)
 }

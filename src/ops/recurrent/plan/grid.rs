@@ -15,6 +15,8 @@ pub(in crate::ops) struct Entry {
     pub columns: i64,
     /// What each iteration of a step costs.
     pub iteration: Line,
+    /// The same with scaled fp16 values, if it differs.
+    pub scaled_iteration: Option<Line>,
     /// What a step costs at least: a single iteration takes longer than its share of several,
     /// because it waits for messages.
     pub least: Line,
@@ -78,7 +80,7 @@ impl Share {
             let columns = kernel.columns;
             let together = if is_scaled { IN_PAIRS } else { columns };
             let most = grid.blocks / (((hidden - 1) / together + 1) * (together / columns));
-            Share::of_kernel(kernel, vectors, tiles, most)
+            Share::of_kernel(kernel, is_scaled, vectors, tiles, most)
         };
         kernels
             .iter()
@@ -89,14 +91,22 @@ impl Share {
 
     /// The share by this kernel. Each of up to `most` groups has some of the tiles of rows, and
     /// computes them in as many iterations per step.
-    fn of_kernel(kernel: &Entry, vectors: i64, tiles: i64, most: i64) -> Option<Share> {
+    fn of_kernel(
+        kernel: &Entry,
+        is_scaled: bool,
+        vectors: i64,
+        tiles: i64,
+        most: i64,
+    ) -> Option<Share> {
         const MOST_ITERATIONS: i64 = 64;
         if most == 0 {
             return None;
         }
         let vectors = vectors.max(kernel.fewest_vectors);
         let iterations = ((tiles - 1) / most + 1).max(kernel.fewest_iterations);
-        let cost = (iterations * kernel.iteration.at(vectors)).max(kernel.least.at(vectors));
+        let scaled = kernel.scaled_iteration.filter(|_| is_scaled);
+        let iteration = scaled.unwrap_or(kernel.iteration);
+        let cost = (iterations * iteration.at(vectors)).max(kernel.least.at(vectors));
         let row_groups = (tiles - 1) / iterations + 1;
         let share = Share { columns: kernel.columns, row_groups, cost };
         let is_full = vectors >= kernel.full_vectors;
