@@ -4,7 +4,8 @@
 //!   writes a table and JSON. With words, it runs only the cases whose titles contain all of them.
 //! - `cargo xtask bench sweep` measures layer_norm over a grid of sizes.
 //! - `cargo xtask bench lltm sweep` measures sequences with various numbers of steps and rows.
-//! - `cargo xtask bench lstm sweep` and `gru sweep` measure each way of a layer.
+//! - `cargo xtask bench lstm sweep` and `gru sweep` measure each way of a layer; `lstm layers` and
+//!   `gru layers` measure two directions and two layers.
 //! - `cargo xtask bench OPERATOR random SEED [WORD…]` measures `matmul_add_relu`, `linear`,
 //!   `layer_norm` or `lltm_cell` at random sizes.
 //! - `cargo bench --profile dev` runs criterion, which measures one provider after another, and
@@ -32,6 +33,7 @@ mod machine;
 mod matmul_add_relu;
 mod random;
 mod rnn;
+mod rnn_layers;
 mod rnn_sweep;
 mod table;
 
@@ -64,10 +66,11 @@ fn main() {
         [first, second, third, words @ ..]
             if first == "table"
                 && ["lstm", "gru"].contains(&second.as_str())
-                && third == "sweep" =>
+                && ["sweep", "layers"].contains(&third.as_str()) =>
         {
             let layer = if second == "lstm" { lstm::LAYER } else { gru::LAYER };
-            rnn_sweep::run(layer, words).expect("a GPU that can be measured");
+            let run = if third == "sweep" { rnn_sweep::run } else { rnn_layers::run };
+            run(layer, words).expect("a GPU that can be measured");
         }
         [first, operator, random, seed, words @ ..] if first == "table" && random == "random" => {
             random::run(operator, seed, words).expect("a GPU that can be measured");

@@ -10,6 +10,8 @@ mod lltm;
 mod lltm_layer;
 #[cfg(feature = "recurrent")]
 mod rnn;
+#[cfg(feature = "recurrent")]
+mod side_stream;
 
 #[cfg(feature = "norm")]
 pub use layer_norm::{LayerNorm, LayerNormConfig, LayerNormOp, layer_norm};

@@ -3,15 +3,20 @@
 use crate::packed::{Packed, is_zero_in_padding, with_padding_of_nan};
 use tch::nn::{GRUState, LSTMState, RNN, RNNConfig, VarStore};
 use tch::{Device, Kind, Tensor};
-use tch_extension::cuda::set_rnn_allow_tf32;
+use tch_extension::cuda::{Graph, Stream, StreamGuard, set_rnn_allow_tf32};
 use tch_extension::nn::{gru, lstm};
-use tch_extension::testing::{assert_close, devices};
+use tch_extension::ops::{self, RnnWeights};
+use tch_extension::testing::{assert_close, cuda_or_skip, devices};
 
 const IN: i64 = 3;
 const HIDDEN: i64 = 4;
 
+fn base() -> RNNConfig {
+    RNNConfig::default()
+}
+
 fn configs() -> Vec<RNNConfig> {
-    let base = RNNConfig::default();
+    let base = base();
     vec![
         base,
         RNNConfig { num_layers: 3, ..base },
@@ -51,6 +56,8 @@ macro_rules! assert_same_as_tch {
             .into_iter()
             .flat_map(|device| configs().into_iter().map(move |config| (device, config)))
         {
+            // On CUDA, tch's layers without biases panic, because they count four parameters each.
+            let device = if config.has_biases { device } else { Device::Cpu };
             let (mut ours, theirs) = (VarStore::new(device), VarStore::new(device));
             let layer = $layer(ours.root() / "rnn", IN, HIDDEN, config);
             let expected = tch::nn::$layer(&(theirs.root() / "rnn"), IN, HIDDEN, config);
@@ -213,6 +220,75 @@ fn assert_same(
     for (found, expected) in found.iter().zip(&expected) {
         assert_close(found, expected, 1e-10, 1e-10);
     }
+}
+
+/// Two directions run at the same time on a GPU. They compute the same in every call, on any stream
+/// and in a replayed graph, while memory is freed and used again.
+#[test]
+fn cuda_two_directions_at_a_time() {
+    let Some(device) = cuda_or_skip("cuda_two_directions_at_a_time") else { return };
+    set_rnn_allow_tf32(false).expect("a switch");
+    for (size, hidden) in [([40, 24, 16], 64), ([64, 64, 128], 512)] {
+        let mut vs = VarStore::new(device);
+        let config = RNNConfig { num_layers: 2, bidirectional: true, batch_first: false, ..base() };
+        let layers = lstm(vs.root(), size[2], hidden, config);
+        vs.set_kind(Kind::BFloat16);
+        let input = random(&size, device).to_kind(Kind::BFloat16);
+        let state = || {
+            let zeros = || Tensor::zeros([4, size[1], hidden], (Kind::BFloat16, device));
+            LSTMState((zeros(), zeros()))
+        };
+        let run = || {
+            let input = input.copy().set_requires_grad(true);
+            let (output, last) = layers.seq_init(&input, &state());
+            everything(&output, &[last.h(), last.c()], &input, &vs)
+        };
+        let expected = run();
+        let one_at_a_time = one_direction_at_a_time(&vs, &input, hidden);
+        assert!(expected[2].equal(&one_at_a_time), "{size:?}: one direction at a time");
+        let streams = [(); 2].map(|()| Stream::new(device).expect("a stream"));
+        for call in 0..12 {
+            let guard = (call % 3 > 0).then(|| StreamGuard::new(&streams[call % 3 - 1]));
+            for (index, (found, expected)) in run().iter().zip(&expected).enumerate() {
+                assert!(found.equal(expected), "{size:?}: result {index} of call {call}");
+            }
+            drop(guard.map(|guard| guard.expect("a guard")));
+        }
+        if std::env::var_os("PYTORCH_NO_CUDA_MEMORY_CACHING").is_some() {
+            continue;
+        }
+        let (graph, (output, _)) =
+            Graph::capture(device, || tch::no_grad(|| layers.f_seq_init(&input, &state())))
+                .expect("a capture");
+        for _ in 0..3 {
+            let _ = output.shallow_clone().fill_(f64::NAN);
+            graph.replay().expect("a replay");
+            assert!(output.equal(&expected[2]), "{size:?} replayed");
+        }
+    }
+}
+
+/// Two layers in both directions by the operator, one call after another.
+fn one_direction_at_a_time(vs: &VarStore, input: &Tensor, hidden: i64) -> Tensor {
+    tch::no_grad(|| {
+        let all = vs.variables();
+        let state = Tensor::zeros([input.size()[1], hidden], (input.kind(), input.device()));
+        let of = |input: &Tensor, name: &str| {
+            let find = |what: &str| &all[&format!("{what}_{name}")];
+            let weights = RnnWeights {
+                w_ih: find("weight_ih"),
+                w_hh: find("weight_hh"),
+                b_ih: Some(find("bias_ih")),
+                b_hh: Some(find("bias_hh")),
+            };
+            ops::lstm(input, &weights, (&state, &state)).0
+        };
+        let layer = |input: &Tensor, name: &str| {
+            let reverse = of(&input.flip([0]), &format!("{name}_reverse")).flip([0]);
+            Tensor::cat(&[of(input, name), reverse], 2)
+        };
+        layer(&layer(input, "l0"), "l1")
+    })
 }
 
 #[test]
