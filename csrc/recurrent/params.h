@@ -67,7 +67,9 @@ struct RecurrentClusterForward {
   int32_t product_kind;
   // How many blocks share rows.
   int32_t cluster;
-  int32_t reserved;
+  // Whether no two blocks may share a multiprocessor, which small blocks otherwise do even where
+  // others are idle.
+  int32_t alone;
   // W_h, `[G·H, H]`, of the product's kind.
   const void* weight;
   // `[T, B, G·H]`, of the gates' kind.
@@ -106,6 +108,8 @@ struct RecurrentClusterBackward {
   int32_t product_kind;
   int32_t cluster;
   int32_t needs_grad_h0;
+  int32_t alone;
+  int32_t reserved;
   // W_h, `[G·H, H]`, of the product's kind.
   const void* weight;
   // `[T, B, H]`, of the state's kind, null for zeros.

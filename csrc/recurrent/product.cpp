@@ -91,27 +91,30 @@ struct CublasOperand {
 
 }  // namespace
 
-at::Tensor tf32_product(const at::Tensor& lhs, const at::Tensor& rhs) {
+at::Tensor tf32_product(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor* to) {
   const CublasOperand left(lhs), right(rhs);
   const int64_t m = lhs.size(0), k = lhs.size(1), n = rhs.size(1);
   constexpr int64_t kMost = std::numeric_limits<int>::max();
   const bool counts = std::max({m, k, n, left.leading, right.leading}) <= kMost;
-  if (!counts || m * n * k == 0 || !left.fits(lhs) || !right.fits(rhs)) return at::mm(lhs, rhs);
+  const bool fits = counts && left.fits(lhs) && right.fits(rhs);
+  if (!fits || m * n * k == 0) return to == nullptr ? at::mm(lhs, rhs) : to->addmm_(lhs, rhs);
   const c10::cuda::CUDAGuard guard(lhs.device());
-  at::Tensor out = at::empty({m, n}, lhs.options());
-  const float one = 1, zero = 0;
+  at::Tensor out = to == nullptr ? at::empty({m, n}, lhs.options()) : *to;
+  const float one = 1, of_out = to == nullptr ? 0.0f : 1.0f;
   TORCH_CUDABLAS_CHECK(cublasGemmEx(
       at::cuda::getCurrentCUDABlasHandle(), right.operation(), left.operation(),
       static_cast<int>(n), static_cast<int>(m), static_cast<int>(k), &one, rhs.const_data_ptr(),
       CUDA_R_32F, static_cast<int>(right.leading), lhs.const_data_ptr(), CUDA_R_32F,
-      static_cast<int>(left.leading), &zero, out.mutable_data_ptr(), CUDA_R_32F,
+      static_cast<int>(left.leading), &of_out, out.mutable_data_ptr(), CUDA_R_32F,
       static_cast<int>(n), CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_GEMM_DEFAULT));
   return out;
 }
 
 #else
 
-at::Tensor tf32_product(const at::Tensor& lhs, const at::Tensor& rhs) { return at::mm(lhs, rhs); }
+at::Tensor tf32_product(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor* to) {
+  return to == nullptr ? at::mm(lhs, rhs) : to->addmm_(lhs, rhs);
+}
 
 #endif
 
@@ -132,9 +135,10 @@ TCH_EXTENSION_API Message tch_extension_recurrent_product(const at::Tensor* lhs,
 
 TCH_EXTENSION_API Message tch_extension_recurrent_tf32_product(const at::Tensor* lhs,
                                                                const at::Tensor* rhs,
+                                                               const at::Tensor* to,
                                                                at::Tensor** result) {
   return guard([&] {
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
-    *result = new at::Tensor(recurrent::tf32_product(*lhs, *rhs));
+    *result = new at::Tensor(recurrent::tf32_product(*lhs, *rhs, to));
   });
 }

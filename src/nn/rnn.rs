@@ -3,6 +3,7 @@
 use super::side_stream::OnSideStream;
 use crate::ops::{
     RnnWeights, check_lengths, f_gru, f_gru_padded, f_lstm, f_lstm_padded, flatten_for_cudnn,
+    with_half_of_the_gpu,
 };
 use crate::{Result, check};
 use std::borrow::Borrow;
@@ -185,8 +186,9 @@ impl Layers {
         let optional = [b_ih, b_hh, states[0], states[1]];
         let reads: Vec<&Tensor> =
             [input, w_ih, w_hh].into_iter().chain(optional.into_iter().flatten()).collect();
-        let (started, reverse) = OnSideStream::start(input.device(), &reads, || run(1))?;
-        let forward = run(0)?;
+        let half = |direction| with_half_of_the_gpu(|| run(direction));
+        let (started, reverse) = OnSideStream::start(input.device(), &reads, || half(1))?;
+        let forward = half(0)?;
         let (output, h, c) = &reverse;
         let results: Vec<&Tensor> = [output, h].into_iter().chain(c).collect();
         started.end(&results)?;

@@ -47,7 +47,7 @@ pub use recurrent::RnnWeights;
 #[doc(hidden)]
 pub use recurrent::Way as RnnWay;
 #[cfg(feature = "recurrent")]
-pub(crate) use recurrent::{check_lengths, flatten_for_cudnn};
+pub(crate) use recurrent::{check_lengths, flatten_for_cudnn, with_half_of_the_gpu};
 #[doc(hidden)]
 pub use way::force;
 

@@ -37,9 +37,13 @@ struct Launch {
   cudaLaunchAttribute attribute = {};
 };
 
+// More than half of the shared memory that a multiprocessor has for its blocks.
+constexpr int kMoreThanHalf = 116 * 1024;
+
 template <auto kKernel, typename Product, typename Params>
 const char* start_clusters(const Params& params, int bytes, cudaStream_t stream) {
   cudaError_t error = allow<kKernel>();
+  if (params.alone != 0 && bytes < kMoreThanHalf) bytes = kMoreThanHalf;
   if (error == cudaSuccess) {
     const int64_t clusters = ceil_div(params.batch, kRows);
     const Launch launch(Product::kThreads, bytes, Product::kCluster, clusters, stream);

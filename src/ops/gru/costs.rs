@@ -74,10 +74,10 @@ pub(super) const COSTS: Costs = Costs {
         use Direction::{Backward, Forward};
         use Product::{Half, Scaled};
         &[
-            wide_grid::Entry { direction: Forward,  product: Half,   columns: 32, rows: 64, round: [215, 31] },
-            wide_grid::Entry { direction: Backward, product: Half,   columns: 32, rows: 64, round: [93, 90] },
-            wide_grid::Entry { direction: Forward,  product: Scaled, columns: 32, rows: 64, round: [250, 31] },
-            wide_grid::Entry { direction: Backward, product: Scaled, columns: 32, rows: 64, round: [15, 115] },
+            wide_grid::Entry { direction: Forward,  product: Half,   columns: 32, rows: 64, round: [225, 18, 72] },
+            wide_grid::Entry { direction: Backward, product: Half,   columns: 32, rows: 64, round: [190, 75, 220] },
+            wide_grid::Entry { direction: Forward,  product: Scaled, columns: 32, rows: 64, round: [225, 18, 72] },
+            wide_grid::Entry { direction: Backward, product: Scaled, columns: 32, rows: 64, round: [0, 105, 680] },
         ]
     },
 };

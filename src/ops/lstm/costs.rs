@@ -74,8 +74,8 @@ pub(super) const COSTS: Costs = Costs {
         use Direction::Forward;
         use Product::{Half, Scaled};
         &[
-            wide_grid::Entry { direction: Forward, product: Half,   columns: 16, rows: 128, round: [215, 45] },
-            wide_grid::Entry { direction: Forward, product: Scaled, columns: 16, rows: 128, round: [250, 45] },
+            wide_grid::Entry { direction: Forward, product: Half,   columns: 16, rows: 128, round: [130, 33, 360] },
+            wide_grid::Entry { direction: Forward, product: Scaled, columns: 16, rows: 128, round: [150, 36, 360] },
         ]
     },
 };

@@ -23,14 +23,14 @@ struct Compared {
 const COSTS: [Compared; 4] = {
     use Direction::{Backward, Forward};
     use Product::{Half, Scaled};
-    const fn kernel(direction: Direction, product: Product, round: [i64; 2]) -> Entry {
+    const fn kernel(direction: Direction, product: Product, round: [i64; 3]) -> Entry {
         Entry { direction, product, columns: WideShare::COLUMNS, rows: WideShare::ROWS, round }
     }
     [
-        Compared { kernel: kernel(Forward, Half, [215, 31]), others: 700, work: None, once: 0 },
-        Compared { kernel: kernel(Backward, Half, [93, 90]), others: 1100, work: None, once: 0 },
-        Compared { kernel: kernel(Forward, Scaled, [250, 31]), others: 900, work: Some(500_000), once: 2000 },
-        Compared { kernel: kernel(Backward, Scaled, [15, 115]), others: 1600, work: Some(625_000), once: 2000 },
+        Compared { kernel: kernel(Forward, Half, [215, 31, 0]), others: 700, work: None, once: 0 },
+        Compared { kernel: kernel(Backward, Half, [93, 90, 0]), others: 1100, work: None, once: 0 },
+        Compared { kernel: kernel(Forward, Scaled, [250, 31, 0]), others: 900, work: Some(500_000), once: 2000 },
+        Compared { kernel: kernel(Backward, Scaled, [15, 115, 0]), others: 1600, work: Some(625_000), once: 2000 },
     ]
 };
 

@@ -21,7 +21,9 @@ pub(crate) struct ClusterForward {
     pub product_kind: i32,
     /// How many blocks share rows.
     pub cluster: i32,
-    pub reserved: i32,
+    /// Whether no two blocks may share a multiprocessor, which small blocks otherwise do even where
+    /// others are idle.
+    pub alone: i32,
     /// W_h, `[G·H, H]`, of the product's kind.
     pub weight: *const c_void,
     /// `[T, B, G·H]`, of the gates' kind.
@@ -61,6 +63,8 @@ pub(crate) struct ClusterBackward {
     pub product_kind: i32,
     pub cluster: i32,
     pub needs_grad_h0: i32,
+    pub alone: i32,
+    pub reserved: i32,
     /// W_h, `[G·H, H]`, of the product's kind.
     pub weight: *const c_void,
     /// `[T, B, H]`, of the state's kind, null for zeros.
@@ -87,7 +91,11 @@ pub(crate) struct ClusterBackward {
 }
 
 /// All steps forward, with this many blocks for 8 rows.
-pub(super) fn forward(source: &Source<'_>, cluster: i32, product: Product) -> Result<Outputs> {
+pub(super) fn forward(
+    source: &Source<'_>,
+    (cluster, alone): (i32, bool),
+    product: Product,
+) -> Result<Outputs> {
     let arrays = Arrays::new(source)?;
     let multiplied = Multiplied::forward(source, product)?;
     let params = ClusterForward {
@@ -99,7 +107,7 @@ pub(super) fn forward(source: &Source<'_>, cluster: i32, product: Product) -> Re
         kind: source.kind_code,
         product_kind: multiplied.kind_code,
         cluster,
-        reserved: 0,
+        alone: i32::from(alone),
         weight: multiplied.weight,
         input_gates: source.input_gates,
         bias: source.bias,
@@ -120,7 +128,11 @@ pub(super) fn forward(source: &Source<'_>, cluster: i32, product: Product) -> Re
 }
 
 /// All steps backward.
-pub(super) fn backward(of: &Reversed<'_>, cluster: i32, product: Product) -> Result<Gradients> {
+pub(super) fn backward(
+    of: &Reversed<'_>,
+    (cluster, alone): (i32, bool),
+    product: Product,
+) -> Result<Gradients> {
     let made = Gradients::new(of)?;
     let multiplied = Multiplied::backward(of, product)?;
     let params = ClusterBackward {
@@ -132,6 +144,8 @@ pub(super) fn backward(of: &Reversed<'_>, cluster: i32, product: Product) -> Res
         product_kind: multiplied.kind_code,
         cluster,
         needs_grad_h0: i32::from(of.needs_grad_h0),
+        alone: i32::from(alone),
+        reserved: 0,
         weight: multiplied.weight,
         grad_output: of.grad_output,
         activations: of.activations,

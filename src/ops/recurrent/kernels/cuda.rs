@@ -44,8 +44,8 @@ pub(super) type OnAGrid<Params> =
 pub(crate) enum Kernel {
     /// A product and a kernel for each step.
     Step,
-    /// One kernel, with this many blocks for 8 rows.
-    Cluster { cluster: i32, product: Product },
+    /// One kernel, with this many blocks for 8 rows, each `alone` on its multiprocessor.
+    Cluster { cluster: i32, alone: bool, product: Product },
     /// One kernel; falls back to `Step` if there is none or not all its blocks can run at the same
     /// time.
     Grid { columns: i32, row_groups: i32, product: Product },
@@ -194,7 +194,9 @@ pub(crate) fn forward(
 ) -> Result<Outputs> {
     let source = Source::new(cell, operands, keep)?;
     let made = match kernel {
-        Kernel::Cluster { cluster, product } => Some(cluster::forward(&source, cluster, product)?),
+        Kernel::Cluster { cluster, alone, product } => {
+            Some(cluster::forward(&source, (cluster, alone), product)?)
+        }
         Kernel::Grid { columns, row_groups, product } => {
             grid::forward(&source, cell.grid_forward, (columns, row_groups), product)?
         }
@@ -302,8 +304,8 @@ pub(crate) fn backward(
 ) -> Result<Gradients> {
     let of = Reversed::new(cell, saved, grads, needs_grad_h0)?;
     let made = match (kernel, cell.wide_grid_backward) {
-        (Kernel::Cluster { cluster, product }, _) => {
-            Some(cluster::backward(&of, cluster, product)?)
+        (Kernel::Cluster { cluster, alone, product }, _) => {
+            Some(cluster::backward(&of, (cluster, alone), product)?)
         }
         (Kernel::Grid { columns, row_groups, product }, _) => {
             grid::backward(&of, cell.grid_backward, (columns, row_groups), product)?

@@ -56,6 +56,7 @@ unsafe extern "C" {
     fn tch_extension_recurrent_tf32_product(
         lhs: *const C_tensor,
         rhs: *const C_tensor,
+        to: *const C_tensor,
         result: *mut *mut C_tensor,
     ) -> *mut c_char;
 }
@@ -72,11 +73,13 @@ pub(crate) fn product(lhs: &Tensor, rhs: &Tensor, bias: Option<&Tensor>) -> Resu
 }
 
 /// A product of `Float` over all steps on CUDA in tf32, whatever libtorch's switch for products
-/// says: the one for recurrent layers is another. Autograd records nothing.
-pub(crate) fn tf32_product(lhs: &Tensor, rhs: &Tensor) -> Result<Tensor> {
+/// says: the one for recurrent layers is another. It is added to `to`, if that is given. Autograd
+/// records nothing.
+pub(crate) fn tf32_product(lhs: &Tensor, rhs: &Tensor, to: Option<&Tensor>) -> Result<Tensor> {
+    let to = to.map_or(null(), |to| to.as_ptr());
     made_by(|result| {
-        // SAFETY: as in `product`.
-        unsafe { tch_extension_recurrent_tf32_product(lhs.as_ptr(), rhs.as_ptr(), result) }
+        // SAFETY: as in `product`, with `to` for the bias.
+        unsafe { tch_extension_recurrent_tf32_product(lhs.as_ptr(), rhs.as_ptr(), to, result) }
     })
 }
 

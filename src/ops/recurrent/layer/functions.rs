@@ -1,6 +1,7 @@
 //! A layer's outputs and gradients as functions of tensors and plain values, below autograd.
 
-use super::plan::{self, Library, Way};
+use super::over_steps::OverSteps;
+use super::plan::{self, Choice, Library};
 use super::{Cell, place};
 use crate::ffi::tensor::plain;
 use crate::ops::recurrent::kernels::biases::sum_of_biases;
@@ -115,7 +116,7 @@ fn biases<C: Cell>(
 pub(super) fn forward<C: Cell>(
     operands: &Operands<'_>,
     library: &mut Library,
-    way: Way,
+    choice: Choice,
     keep: bool,
 ) -> Result<Outputs> {
     let Operands { input, h, c, .. } = *operands;
@@ -137,7 +138,7 @@ pub(super) fn forward<C: Cell>(
         *library = match operands.padding {
             None => {
                 let is_flat = are_flat_for_cudnn(operands)?;
-                plan::library::<C>(way, sizes, kind, device, keep, is_flat)?
+                plan::library::<C>(choice, sizes, kind, device, keep, is_flat)?
             }
             Some(_) => Library::Ours,
         };
@@ -145,7 +146,7 @@ pub(super) fn forward<C: Cell>(
             return forward_by_cudnn(operands, keep);
         }
     }
-    let made = all_steps::<C>(operands, sizes, way, keep)?;
+    let made = all_steps::<C>(operands, sizes, choice, keep)?;
     let last = |steps: &Tensor, is_shared: bool| -> Result<Tensor> {
         Ok(steps.f_select(0, -1)?.f_to_dtype(kind, false, is_shared)?)
     };
@@ -174,7 +175,7 @@ fn input_gates(
     let has_bias = sums == input.f_kind()? && !is_tf32;
     let gates = match has_bias {
         true => product(&rows, &weight, bias)?,
-        false if is_tf32 => tf32_product(&rows, &weight)?,
+        false if is_tf32 => tf32_product(&rows, &weight, None)?,
         false => rows.f_mm_dtype(&weight, sums)?,
     };
     Ok((plain(&gates.f_view([steps, batch, -1])?)?, has_bias))
@@ -183,7 +184,7 @@ fn input_gates(
 fn all_steps<C: Cell>(
     operands: &Operands<'_>,
     sizes: Sizes,
-    way: Way,
+    choice: Choice,
     keep: bool,
 ) -> Result<CpuOutputs> {
     let Operands { input, w_ih, w_hh, b_ih, b_hh, h, c, padding } = *operands;
@@ -205,7 +206,7 @@ fn all_steps<C: Cell>(
         };
         return cpu::forward(C::CPU, cpu_team::<C>(sizes, &h0)?, &operands, keep);
     };
-    let kernel = plan::kernel::<C>(way, Direction::Forward, sizes, h0.f_kind()?, h0.device())?;
+    let kernel = plan::kernel::<C>(choice, Direction::Forward, sizes, h0.f_kind()?, h0.device())?;
     let operands = cuda::Operands {
         weight: &weight,
         input_gates: &gates,
@@ -339,7 +340,7 @@ pub(super) fn backward<C: Cell>(
     grads: [Option<&Tensor>; 3],
     saved: &Saved<'_>,
     needs: &[bool; place::LEN],
-    (library, way): (Library, Way),
+    (library, choice): (Library, Choice),
 ) -> Result<Gradients> {
     let device = saved.output.device();
     if device.is_cuda() && library == Library::Cudnn {
@@ -375,54 +376,35 @@ pub(super) fn backward<C: Cell>(
             cpu::backward(C::CPU, team, &read, grads, needs[place::H])?
         }
         Some(cell) => {
-            let kernel = plan::kernel::<C>(way, Direction::Backward, sizes, kind, device)?;
+            let kernel = plan::kernel::<C>(choice, Direction::Backward, sizes, kind, device)?;
             cuda::backward(&cell, kernel, &read, grads, needs[place::H])?
         }
     };
-    let of_hidden = made.gates.f_view([rows, C::GATES * hidden])?;
-    let of_input = match &made.separate {
-        None => of_hidden.shallow_clone(),
-        Some(separate) => {
-            let summed = (C::GATES - C::SEPARATE) * hidden;
-            let separate = separate.f_view([rows, C::SEPARATE * hidden])?;
-            Tensor::f_cat(&[&of_hidden.f_narrow(1, 0, summed)?, &separate], 1)?
-        }
+    let input = argument(place::INPUT)?;
+    let over_steps = OverSteps {
+        gates: made.gates.f_view([rows, C::GATES * hidden])?,
+        separate: made.separate.map(|of| of.f_view([rows, C::SEPARATE * hidden])).transpose()?,
+        input: &input,
+        h0: &h0,
+        output: &output,
+        is_tf32: device.is_cuda() && plan::is_tf32(kind)?,
     };
-    let is_tf32 = device.is_cuda() && plan::is_tf32(kind)?;
-    let multiply = |a: &Tensor, b: &Tensor| {
-        if is_tf32 { tf32_product(a, b) } else { product(a, b, None) }
+    let wanted = |place: usize, gradient: Option<Tensor>| -> Result<Option<Tensor>> {
+        let gradient = gradient.filter(|_| needs[place]);
+        Ok(gradient.map(|gradient| gradient.f_to_kind(kind)).transpose()?)
     };
-    let column_sums = |of: &Tensor| of.f_sum_dim_intlist([0_i64].as_slice(), false, of.f_kind()?);
-    // Both biases have the same gradient if no gate is separate.
-    let is_one_sum = made.separate.is_none() && needs[place::B_IH] && needs[place::B_HH];
-    let sum_of_both = is_one_sum.then(|| column_sums(&of_hidden)).transpose()?;
-    let bias_gradient = |of: &Tensor| -> Result<Tensor> {
-        Ok(match &sum_of_both {
-            Some(sum) => copied(sum)?,
-            None => column_sums(of)?,
-        })
-    };
-    let wanted = |place: usize, make: &dyn Fn() -> Result<Tensor>| -> Result<Option<Tensor>> {
-        if needs[place] { Ok(Some(make()?.f_to_kind(kind)?)) } else { Ok(None) }
-    };
+    let needs_weights = [needs[place::W_IH], needs[place::W_HH]];
+    let [w_ih, w_hh] = over_steps.of_weights(needs_weights)?;
+    let [b_ih, b_hh] = over_steps.of_biases([needs[place::B_IH], needs[place::B_HH]])?;
+    let of_input = needs[place::INPUT].then(|| over_steps.of_input(&argument(place::W_IH)?));
     Ok(vec![
-        wanted(place::INPUT, &|| {
-            let grad = multiply(&of_input, &argument(place::W_IH)?)?;
-            Ok(grad.f_view([steps, batch, -1])?)
-        })?,
-        wanted(place::W_IH, &|| {
-            let input = argument(place::INPUT)?;
-            multiply(&of_input.f_transpose(0, 1)?, &input.f_view([rows, -1])?)
-        })?,
-        wanted(place::W_HH, &|| {
-            let before =
-                Tensor::f_cat(&[&h0.f_unsqueeze(0)?, &output.f_narrow(0, 0, steps - 1)?], 0)?;
-            multiply(&of_hidden.f_transpose(0, 1)?, &before.f_view([rows, hidden])?)
-        })?,
-        wanted(place::B_IH, &|| bias_gradient(&of_input))?,
-        wanted(place::B_HH, &|| bias_gradient(&of_hidden))?,
-        wanted(place::H, &|| Ok(made.h0.shallow_clone()))?,
-        wanted(place::C, &|| Ok(made.c0.shallow_clone()))?,
+        wanted(place::INPUT, of_input.transpose()?)?,
+        wanted(place::W_IH, w_ih)?,
+        wanted(place::W_HH, w_hh)?,
+        wanted(place::B_IH, b_ih)?,
+        wanted(place::B_HH, b_hh)?,
+        wanted(place::H, Some(made.h0))?,
+        wanted(place::C, Some(made.c0))?,
         None,
     ])
 }

@@ -4,6 +4,7 @@
 mod cell;
 mod costs;
 mod functions;
+mod over_steps;
 mod padded;
 mod plan;
 
@@ -13,14 +14,14 @@ pub(crate) use padded::check_lengths;
 pub(in crate::ops) use padded::{f_padded, padded_reference};
 #[doc(hidden)]
 pub use plan::Way;
+pub(crate) use plan::with_half_of_the_gpu;
 
 use crate::amp::{CastPolicy, autocast_inputs};
 use crate::autograd::{Context, Function, Inputs, Saver, Tensors, apply, differentiate_reference};
 use crate::check::Check;
-use crate::ops::way::forced;
 use crate::{Error, Result, check};
 use functions::{Operands, Outputs, Saved};
-use plan::Library;
+use plan::{Choice, Library};
 use std::marker::PhantomData;
 use tch::{Kind, Tensor};
 
@@ -98,7 +99,7 @@ fn apply_layer<C: Cell>(
         None => *arguments,
     };
     check_kinds::<C>(&arguments)?;
-    let layer = Layer::<C> { way: forced(), library: Library::Ours, cell: PhantomData };
+    let layer = Layer::<C> { choice: Choice::now(), library: Library::Ours, cell: PhantomData };
     let [input, w_ih, w_hh, b_ih, b_hh, h, c] = arguments;
     let outputs = apply(layer, &[input, w_ih, w_hh, b_ih, b_hh, h, c, padding])?;
     if C::STATE_IS_H {
@@ -159,7 +160,7 @@ fn check_kinds<C: Cell>(arguments: &Arguments<'_>) -> Result<()> {
 }
 
 struct Layer<C> {
-    way: Way,
+    choice: Choice,
     /// Who computed the forward on CUDA.
     library: Library,
     cell: PhantomData<C>,
@@ -182,8 +183,12 @@ impl<C: Cell> Function for Layer<C> {
             c: inputs.optional(place::C),
             padding: inputs.optional(place::PADDING),
         };
-        let Outputs { output, last_h, last_c, c, activations } =
-            functions::forward::<C>(&operands, &mut self.library, self.way, saver.needs_graph())?;
+        let Outputs { output, last_h, last_c, c, activations } = functions::forward::<C>(
+            &operands,
+            &mut self.library,
+            self.choice,
+            saver.needs_graph(),
+        )?;
         all.iter().for_each(|tensor| saver.save_optional(*tensor));
         saver.save_optional(activations.as_ref().map(|_| &output));
         saver.save_optional(c.as_ref());
@@ -220,7 +225,7 @@ impl<C: Cell> Function for Layer<C> {
             activations,
             is_last: ctx.is_last_backward(),
         };
-        Ok(functions::backward::<C>(grads, &saved, &needs, (self.library, self.way))?.into())
+        Ok(functions::backward::<C>(grads, &saved, &needs, (self.library, self.choice))?.into())
     }
 }
 

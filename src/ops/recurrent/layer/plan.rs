@@ -7,6 +7,8 @@ use crate::ops::recurrent::kernels::cuda::{Kernel, Product};
 use crate::ops::recurrent::kernels::cudnn;
 use crate::ops::recurrent::kernels::device::{Clusters, Grid};
 use crate::ops::recurrent::plan::{Direction, Sizes, cluster, grid, wide_grid};
+use crate::ops::way::forced;
+use std::cell::Cell as Slot;
 use tch::{Device, Kind};
 
 /// The ways to compute a layer of an LSTM or GRU on CUDA. Where a description begins with a name and
@@ -54,6 +56,45 @@ impl Way {
 /// V of `counts_in_32_bits`: a step has four values of a column, either gates or what is saved.
 const VALUES: i64 = 4;
 
+/// How much of a GPU a layer may fill.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Room {
+    Whole,
+    /// Another layer of the same sizes runs at the same time.
+    Half,
+}
+
+thread_local! {
+    static ROOM: Slot<Room> = const { Slot::new(Room::Whole) };
+}
+
+/// Runs `body`. In it, layers that this thread calls are planned for half of a GPU, in both passes:
+/// two kernels that each want all multiprocessors would only take turns.
+pub(crate) fn with_half_of_the_gpu<T>(body: impl FnOnce() -> T) -> T {
+    struct Restore(Room);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            ROOM.set(self.0);
+        }
+    }
+    let _restore = Restore(ROOM.replace(Room::Half));
+    body()
+}
+
+/// What a call decides for both of its passes, whichever threads run them.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Choice {
+    way: Way,
+    room: Room,
+}
+
+impl Choice {
+    /// The choice of this thread at this time.
+    pub fn now() -> Choice {
+        Choice { way: forced(), room: ROOM.get() }
+    }
+}
+
 /// Who computes a layer in both directions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Library {
@@ -65,7 +106,7 @@ pub(super) enum Library {
 /// Chooses for a layer on CUDA, of which only the forward is needed unless `keep` is set. `is_flat`
 /// says that cuDNN takes the parameters as they are.
 pub(super) fn library<C: Cell>(
-    way: Way,
+    Choice { way, room }: Choice,
     sizes: Sizes,
     kind: Kind,
     device: Device,
@@ -83,10 +124,10 @@ pub(super) fn library<C: Cell>(
             let (mut ours, mut cudnn) = (0.0, 0.0);
             for direction in directions.into_iter().take(if keep { 2 } else { 1 }) {
                 let steps = sizes.steps as f64;
-                let (_, cost) = automatic(C::COSTS, direction, sizes, products, gpu);
+                let (_, cost) = automatic(C::COSTS, direction, sizes, products, (gpu, room));
                 ours += steps * cost;
-                let flattening = FLATTENING[usize::from(direction == Direction::Backward)];
-                cudnn += if is_flat { 0.0 } else { flattening };
+                let once = if is_flat { CALLING } else { FLATTENING };
+                cudnn += once[usize::from(direction == Direction::Backward)];
                 cudnn += steps * products.of_cudnn(direction);
             }
             if ours <= cudnn { Library::Ours } else { Library::Cudnn }
@@ -103,6 +144,9 @@ pub(super) fn is_tf32(kind: Kind) -> Result<bool> {
 /// What it costs to move the parameters to one piece of memory for cuDNN, in microseconds, forward
 /// and backward.
 const FLATTENING: [f64; 2] = [350.0, 500.0];
+
+/// How much longer than ours cuDNN takes on the host where they are in one piece.
+const CALLING: [f64; 2] = [30.0, 120.0];
 
 /// What products cost, and what those ways cost that have no tables, all per step in microseconds.
 /// These are lines through measurements on an H200 (docs/lab/lstm.md).
@@ -218,11 +262,19 @@ impl Gpu {
     fn of(device: Device) -> Result<Gpu> {
         Ok(Gpu { clusters: Clusters::of(device)?, grid: Grid::of(device)? })
     }
+
+    fn half(self) -> Gpu {
+        let Clusters { of_8, of_16 } = self.clusters;
+        Gpu {
+            clusters: Clusters { of_8: of_8 / 2, of_16: of_16 / 2 },
+            grid: Grid { blocks: self.grid.blocks / 2 },
+        }
+    }
 }
 
 /// The kernel for a direction of a layer that is ours.
 pub(super) fn kernel<C: Cell>(
-    way: Way,
+    Choice { way, room }: Choice,
     direction: Direction,
     sizes: Sizes,
     kind: Kind,
@@ -243,7 +295,7 @@ pub(super) fn kernel<C: Cell>(
             }
             kernel => kernel,
         }),
-        Way::Automatic => Some(automatic(C::COSTS, direction, sizes, products, gpu).0),
+        Way::Automatic => Some(automatic(C::COSTS, direction, sizes, products, (gpu, room)).0),
         Way::Step | Way::Cudnn => None,
     };
     Ok(kernel.unwrap_or(Kernel::Step))
@@ -255,17 +307,23 @@ fn automatic(
     direction: Direction,
     sizes: Sizes,
     products: Products,
-    gpu: Gpu,
+    (gpu, room): (Gpu, Room),
 ) -> (Kernel, f64) {
     /// Fewer steps are over before the wide grid's weights have been loaded.
     const FEW: i64 = 8;
-    let resident = [
-        of_clusters(costs, direction, sizes, products, gpu),
-        of_grid(costs, direction, sizes, products, gpu),
-        of_wide_grid(costs, direction, sizes, products, gpu).filter(|_| sizes.steps >= FEW),
-    ];
+    let on = |gpu| {
+        let of_all = [
+            of_clusters(costs, direction, sizes, products, gpu),
+            of_grid(costs, direction, sizes, products, gpu),
+            of_wide_grid(costs, direction, sizes, products, gpu).filter(|_| sizes.steps >= FEW),
+        ];
+        of_all.into_iter().flatten().map(|(kernel, cost)| (kernel, cost as f64 / 100.0))
+    };
+    let halves = (room == Room::Half).then(|| on(gpu.half())).into_iter().flatten();
+    // Kernels that fill the GPU take turns with the other layer's.
+    let turns = if room == Room::Half { 2.0 } else { 1.0 };
+    let of_all = halves.chain(on(gpu).map(|(kernel, cost)| (kernel, turns * cost)));
     let by_step = (Kernel::Step, products.step_by_step(direction));
-    let of_all = resident.into_iter().flatten().map(|(kernel, cost)| (kernel, cost as f64 / 100.0));
     let (kernel, cost) =
         of_all.fold(by_step, |best, other| if other.1 < best.1 { other } else { best });
     (kernel, cost + products.at_once(direction))
@@ -284,7 +342,11 @@ fn of_clusters(
     let table = (costs.clusters, VALUES);
     let Products { kind, is_tf32, .. } = products;
     let found = cluster::Kernel::new(table, direction, sizes, kind, is_tf32, gpu.clusters)?;
-    let kernel = Kernel::Cluster { cluster: found.cluster as i32, product: products.resident() };
+    let kernel = Kernel::Cluster {
+        cluster: found.cluster as i32,
+        alone: found.has_room,
+        product: products.resident(),
+    };
     Some((kernel, found.cost(sizes.batch)))
 }
 
@@ -326,4 +388,87 @@ fn of_wide_grid(
 
 fn narrow(count: i64) -> i32 {
     i32::try_from(count).unwrap_or(1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ops::recurrent::plan::Product as Multiplied;
+
+    const H200: Gpu = Gpu { clusters: Clusters::H200, grid: Grid::H200 };
+
+    /// A cell with one kernel of each way, whose costs are those of a GRU.
+    const COSTS: Costs = Costs {
+        clusters: &[cluster::Entry::new(Multiplied::Half, 256, 8, [2, 2], [Some(96), Some(150)])],
+        grids: &[grid::Entry {
+            direction: Direction::Forward,
+            columns: 32,
+            iteration: crate::ops::recurrent::plan::Line { fixed: 50, each: 12 },
+            scaled_iteration: None,
+            least: crate::ops::recurrent::plan::Line { fixed: 0, each: 0 },
+            fewest_vectors: 2,
+            fewest_iterations: 2,
+            most_iterations: 64,
+            full_vectors: 0,
+        }],
+        wide_grids: &[wide_grid::Entry {
+            direction: Direction::Forward,
+            product: Multiplied::Half,
+            columns: 32,
+            rows: 64,
+            round: [225, 18, 72],
+        }],
+    };
+
+    fn planned(steps: i64, batch: i64, hidden: i64, room: Room) -> Kernel {
+        let sizes = Sizes { steps, batch, features: hidden, hidden };
+        let products = Products::new(3, sizes, Kind::BFloat16, false);
+        automatic(&COSTS, Direction::Forward, sizes, products, (H200, room)).0
+    }
+
+    #[test]
+    fn the_way_suits_the_sizes() {
+        let product = Product::Plain;
+        let cluster = |alone| Kernel::Cluster { cluster: 8, alone, product };
+        assert_eq!(planned(512, 16, 256, Room::Whole), cluster(true));
+        // 16 clusters, of which 15 would run at a time without sharing multiprocessors.
+        assert_eq!(planned(512, 120, 256, Room::Whole), cluster(true));
+        assert_eq!(planned(512, 128, 256, Room::Whole), cluster(false));
+        let grid = |row_groups| Kernel::Grid { columns: 32, row_groups, product };
+        assert_eq!(planned(512, 64, 512, Room::Whole), grid(4));
+        let wide = |row_groups| Kernel::WideGrid { columns: 32, row_groups, product };
+        assert_eq!(planned(512, 256, 1024, Room::Whole), wide(4));
+        assert_ne!(planned(7, 256, 1024, Room::Whole), wide(4));
+        // No kernel holds these weights.
+        assert_eq!(planned(512, 64, 2048, Room::Whole), Kernel::Step);
+        // Rows that are no whole vectors.
+        assert_eq!(planned(512, 64, 1001, Room::Whole), Kernel::Step);
+    }
+
+    #[test]
+    fn two_layers_at_a_time_share_the_gpu() {
+        let product = Product::Plain;
+        // Half of the blocks take twice as many rows each, and less than twice as long.
+        let sixteen_blocks_each = Kernel::Grid { columns: 32, row_groups: 4, product };
+        assert_eq!(planned(512, 64, 512, Room::Half), sixteen_blocks_each);
+        let [whole, half] = [Room::Whole, Room::Half].map(|room| planned(512, 128, 512, room));
+        assert_eq!(whole, Kernel::Grid { columns: 32, row_groups: 8, product });
+        assert_eq!(half, Kernel::Grid { columns: 32, row_groups: 4, product });
+        // 8 clusters are more than run in half of the GPU without sharing multiprocessors.
+        let alone = |room| match planned(512, 64, 256, room) {
+            Kernel::Cluster { alone, .. } => Some(alone),
+            _ => None,
+        };
+        assert_eq!([alone(Room::Whole), alone(Room::Half)], [Some(true), Some(false)]);
+    }
+
+    #[test]
+    fn half_of_the_gpu_is_for_the_body_only() {
+        let room = || Choice::now().room;
+        let inside = with_half_of_the_gpu(|| (room(), std::thread::spawn(room).join().ok()));
+        assert_eq!((inside, room()), ((Room::Half, Some(Room::Whole)), Room::Whole));
+        let panicked = std::panic::catch_unwind(|| with_half_of_the_gpu(|| panic!("inside")));
+        assert!(panicked.is_err());
+        assert_eq!(room(), Room::Whole);
+    }
 }

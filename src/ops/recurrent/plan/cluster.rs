@@ -40,6 +40,8 @@ pub(in crate::ops) struct Kernel {
     pub cluster: i64,
     /// Whether `Float` is multiplied as scaled fp16 values, because tf32 is allowed.
     pub tf32: bool,
+    /// Whether no two blocks have to share a multiprocessor.
+    pub has_room: bool,
     /// How many clusters run at a time.
     at_a_time: i64,
     /// What one step of a cluster costs, in hundredths of a microsecond, as measured on an H200.
@@ -72,6 +74,7 @@ impl Kernel {
             Some(Kernel {
                 cluster: entry.cluster,
                 tf32: product == Product::Scaled,
+                has_room: sizes.batch <= ROWS * clusters,
                 at_a_time: entry.share[direction] * clusters,
                 step: entry.step[direction]?,
             })

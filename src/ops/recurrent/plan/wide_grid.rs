@@ -15,8 +15,8 @@ pub(in crate::ops) struct Entry {
     pub columns: i64,
     /// How many rows of the batch it computes at a time.
     pub rows: i64,
-    /// One round of these rows: a fixed part, and what 100 hidden columns add.
-    pub round: [i64; 2],
+    /// One round of these rows: a fixed part, and what 100 hidden columns add and 100 blocks.
+    pub round: [i64; 3],
 }
 
 /// How the blocks of a wide grid share a sequence.
@@ -62,12 +62,13 @@ impl Share {
             ..=768 => 768,
             _ => WIDEST,
         };
-        let [fixed, per_hundred] = kernel.round;
-        let whole = fixed + padded * per_hundred / 100;
-        // With padding, each vector of a row has to be checked.
-        let a_round = if hidden == padded { whole } else { whole * 5 / 4 };
         // A group computes all steps of some rows, and then all steps of others.
         let row_groups = (tiles - 1) / rounds + 1;
+        let blocks = row_groups * ((hidden - 1) / kernel.columns + 1);
+        let [fixed, of_columns, of_blocks] = kernel.round;
+        let whole = fixed + (padded * of_columns + blocks * of_blocks) / 100;
+        // With padding, each vector of a row has to be checked.
+        let a_round = if hidden == padded { whole } else { whole * 5 / 4 };
         Some(Share { columns: kernel.columns, row_groups, cost: rounds * a_round })
     }
 }
