@@ -3,11 +3,11 @@
 use super::plan::{self, Library, Way};
 use super::{Cell, place};
 use crate::ffi::tensor::plain;
-use crate::ops::recurrent::kernels::cpu::{self, CpuOperands, CpuOutputs, CpuSaved};
+use crate::ops::recurrent::kernels::cpu::{self, CpuOperands, CpuOutputs, CpuSaved, InputGates};
 use crate::ops::recurrent::kernels::cuda::{self, gates_kind};
 use crate::ops::recurrent::kernels::cudnn::{self, CudnnOperands};
 use crate::ops::recurrent::kernels::product;
-use crate::ops::recurrent::plan::{Direction, Sizes, team};
+use crate::ops::recurrent::plan::{Direction, Sizes, multiplies_input, team};
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -177,20 +177,30 @@ fn all_steps<C: Cell>(
     let (bias, separate_bias) = biases::<C>(b_ih, b_hh, sizes.hidden)?;
     let (input, w_ih) = (worked(input)?, worked(w_ih)?);
     let (weight, h0, c0) = (worked(w_hh)?, worked(h)?, c.map(worked).transpose()?);
-    let gates = input_gates(&input, &w_ih, bias.as_ref())?;
-    if let Some(padding) = padding {
-        keep_state::<C>(&gates, padding, sizes.hidden)?;
-    }
-    let Some(cell) = C::CUDA.filter(|_| h0.device().is_cuda()) else {
+    let cell = C::CUDA.filter(|_| h0.device().is_cuda());
+    let team = cpu_team::<C>(sizes, &h0)?;
+    let is_input_multiplied = cell.is_none()
+        && padding.is_none()
+        && multiplies_input(sizes, C::GATES, h0.f_kind()?, team);
+    let on_cpu = |input_gates: InputGates<'_>| {
         let operands = CpuOperands {
             weight: &weight,
-            input_gates: &gates,
+            input_gates,
             separate_bias: separate_bias.as_ref(),
             h0: &h0,
             c0: c0.as_ref(),
         };
-        return cpu::forward(C::CPU, cpu_team::<C>(sizes, &h0)?, &operands, keep);
+        cpu::forward(C::CPU, team, &operands, keep)
     };
+    if is_input_multiplied {
+        let bias = bias.as_ref();
+        return on_cpu(InputGates::Product { input: &input, weight: &w_ih, bias });
+    }
+    let gates = input_gates(&input, &w_ih, bias.as_ref())?;
+    if let Some(padding) = padding {
+        keep_state::<C>(&gates, padding, sizes.hidden)?;
+    }
+    let Some(cell) = cell else { return on_cpu(InputGates::Given(&gates)) };
     let kernel = plan::kernel::<C>(way, Direction::Forward, sizes, h0.f_kind()?, h0.device())?;
     let has_bias = gates.f_kind()? == input.f_kind()?;
     let operands = cuda::Operands {
@@ -342,14 +352,17 @@ pub(super) fn backward<C: Cell>(
         first_state: &first_state,
     };
     let grads = [grad_output.as_ref(), grad_h, grad_c];
-    let made = match C::CUDA.filter(|_| device.is_cuda()) {
+    let (made, input_gradient) = match C::CUDA.filter(|_| device.is_cuda()) {
         None => {
             let team = cpu_team::<C>(sizes, &states)?;
-            cpu::backward(C::CPU, team, &read, grads, needs[place::H])?
+            let is_input_multiplied =
+                needs[place::INPUT] && multiplies_input(sizes, C::GATES, states.f_kind()?, team);
+            let w_ih = is_input_multiplied.then(|| argument(place::W_IH)).transpose()?;
+            cpu::backward(C::CPU, team, &read, w_ih.as_ref(), grads, needs[place::H])?
         }
         Some(cell) => {
             let kernel = plan::kernel::<C>(way, Direction::Backward, sizes, kind, device)?;
-            cuda::backward(&cell, kernel, &read, grads, needs[place::H])?
+            (cuda::backward(&cell, kernel, &read, grads, needs[place::H])?, None)
         }
     };
     let of_hidden = made.gates.f_view([rows, C::GATES * hidden])?;
@@ -376,6 +389,9 @@ pub(super) fn backward<C: Cell>(
     };
     Ok(vec![
         wanted(place::INPUT, &|| {
+            if let Some(gradient) = &input_gradient {
+                return Ok(gradient.shallow_clone());
+            }
             let grad = product(&of_input, &argument(place::W_IH)?, None)?;
             Ok(grad.f_view([steps, batch, -1])?)
         })?,

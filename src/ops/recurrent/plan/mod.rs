@@ -6,5 +6,5 @@ mod cpu;
 pub(in crate::ops) mod grid;
 mod sizes;
 
-pub(in crate::ops) use cpu::team;
+pub(in crate::ops) use cpu::{multiplies_input, team};
 pub(in crate::ops) use sizes::{Direction, Line, Product, Sizes, is_half};
