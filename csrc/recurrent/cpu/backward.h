@@ -110,11 +110,34 @@ struct Backward {
         const auto end = [&](int each, int v, const Vec<T>& sum) {
           sum.store(tile.values[each][v]);
         };
+        for (int each = 0; each < kCount; ++each) prefetch(t, row + each, index);
         // After the last step there are no gates, and the sums are not used.
         multiply<T, kCount, kGradVectors>(next, stride, is_last ? 0 : stride, panel(index), zero,
                                           end);
         for (int each = 0; each < kCount; ++each) finish(t, row + each, index, tile.values[each]);
       });
+    }
+  }
+
+  // Fetches what `finish` will read and write, while the product is computed: these are short
+  // pieces of many rows, which the hardware does not foresee.
+  void prefetch(int64_t t, int64_t row, int64_t index) const {
+    if (t < 0) return;
+    const int64_t first = index * columns_of_panel, of_step = t * params.batch + row;
+    const int64_t last = std::min(first + columns_of_panel, hidden);
+    for (int64_t column = first; column < last; column += lanes) {
+      const T* saved = static_cast<const T*>(params.activations) + column;
+      for (int each = 0; each < Cell::kSaved; ++each) {
+        __builtin_prefetch(saved + (of_step * Cell::kSaved + each) * hidden);
+      }
+      const T* to = static_cast<const T*>(params.grad_gates) + column;
+      for (int gate = 0; gate < kGates; ++gate) {
+        __builtin_prefetch(to + (of_step * kGates + gate) * hidden, 1);
+      }
+      const int64_t state = of_step * hidden + column;
+      __builtin_prefetch(static_cast<const T*>(params.c) + state);
+      if (params.grad_output == nullptr) continue;
+      __builtin_prefetch(static_cast<const T*>(params.grad_output) + state);
     }
   }
 
