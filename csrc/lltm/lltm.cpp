@@ -320,6 +320,7 @@ void forward_packed(const LltmForward& call) {
   params.hidden = hidden;
   params.weight_stride = call.weight->stride(0);
   params.c_stride = call.c->size(0) == steps ? batch * hidden : 0;
+  params.gates_stride = batch * 3 * hidden;
   params.kind = kind_of(*call.output);
   params.team = memory.team;
   params.weight = call.weight->data_ptr();

@@ -157,14 +157,25 @@ struct RecurrentCpuForward {
   // The distance from a step's state to the next one's: B·H, or 0 if only the last one is needed.
   // It is B·H where the state is h.
   int64_t c_stride;
+  // The distance from a step's input gates to the next one's: B·G·H, or 0 if each step's are
+  // computed when they are needed, and then nobody needs them again.
+  int64_t gates_stride;
+  // F, the number of features of the input; unused if `input` is null.
+  int64_t features;
   int32_t kind;
   int32_t reserved;
   RecurrentCpuTeam team;
   // W_h, `[G·H, H]`.
   const void* weight;
   // `[T, B, G·H]`: the product with the input, plus the bias. For gates that are separate (the
-  // candidate of a GRU) this excludes the bias of the product with h.
-  const void* input_gates;
+  // candidate of a GRU) this excludes the bias of the product with h. The kernel computes it if
+  // `input` is not null.
+  void* input_gates;
+  // x, `[T, B, F]`, and W_ih, `[G·H, F]`; null if input_gates are given.
+  const void* input;
+  const void* input_weight;
+  // `[G·H]`: what is added to the product with the input, null for zeros.
+  const void* input_bias;
   // `[B, H]`.
   const void* h0;
   // `[B, H]`, the state; h0 where the state is h.
@@ -175,7 +186,8 @@ struct RecurrentCpuForward {
   void* c;
   // `[T, B, V·H]`: the saved values, null if nobody needs them. May be input_gates where V = G.
   void* activations;
-  // Scratch of G·H · H' values, H' = H rounded up to a multiple of 32.
+  // Scratch of G·H · H' values, H' = H rounded up to a multiple of 32, and of G·H' · F' more if
+  // `input` (in the backward pass `grad_input`) is not null.
   void* packed;
   // `[S·H]`: the bias of the product with h of the S separate gates, null for zeros.
   const void* separate_bias;
@@ -187,11 +199,17 @@ struct RecurrentCpuBackward {
   int64_t batch;
   int64_t hidden;
   int64_t weight_stride;
+  // F, the number of features of the input; unused if `grad_input` is null.
+  int64_t features;
   int32_t kind;
   int32_t needs_grad_h0;
   RecurrentCpuTeam team;
   // W_h, `[G·H, H]`.
   const void* weight;
+  // W_ih, `[G·H, F]`; null if `grad_input` is.
+  const void* input_weight;
+  // `[T, B, F]`: the gradient for the input, null if the caller computes it or nobody needs it.
+  void* grad_input;
   // `[T, B, H]`, null for zeros.
   const void* grad_output;
   // `[T, B, V·H]`.

@@ -14,8 +14,8 @@ namespace tch_extension::recurrent {
 at::Tensor product(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor* bias);
 
 // lhs rhs of float on CUDA by cuBLAS in tf32, without regard to libtorch's switch for products.
-// Each operand is row-major, or the transpose of a row-major matrix. With `to`, which is contiguous,
-// the product is added to it, and it is the result.
+// Each operand is row-major, or the transpose of a row-major matrix. With `to`, which is
+// contiguous, the product is added to it, and it is the result.
 at::Tensor tf32_product(const at::Tensor& lhs, const at::Tensor& rhs, const at::Tensor* to);
 
 }  // namespace tch_extension::recurrent

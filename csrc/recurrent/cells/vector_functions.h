@@ -1,8 +1,6 @@
 // The functions of the gates on vectors, on the CPU.
 #pragma once
 
-#include <limits>
-
 #include "tch_extension/cpu.h"
 
 namespace tch_extension {
@@ -22,10 +20,12 @@ inline Vec<C> exp(const Vec<C>& x) {
     // with n is exact.
     constexpr float kRound = 1.5f * (1 << 23), kPerLn2 = 1.442695041f;
     constexpr float kLn2 = 0.693359375f, kLn2Rest = -2.12194440e-4f;
-    constexpr float kLeast = -87.3365447f, kMost = 88.3762627f;
-    const V rounded = fmadd(x, V(kPerLn2), V(kRound));
+    // Within these bounds the exponent stays within its bits: n of -127 makes the power 0, and n of
+    // 128 makes it infinite. A NaN passes.
+    const V bounded = at::vec::clamp(x, V(-88.0f), V(89.0f));
+    const V rounded = fmadd(bounded, V(kPerLn2), V(kRound));
     const V n = rounded - V(kRound);
-    const V r = fmadd(n, V(-kLn2Rest), fmadd(n, V(-kLn2), x));
+    const V r = fmadd(n, V(-kLn2Rest), fmadd(n, V(-kLn2), bounded));
     V series(1.9875691500e-4f);
     for (const float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
                              5.0000001201e-1f}) {
@@ -33,9 +33,7 @@ inline Vec<C> exp(const Vec<C>& x) {
     }
     series = fmadd(series * r, r, r) + V(1.0f);
     const Bits exponent = (at::vec::cast<int32_t>(rounded) << Bits(23)) + Bits(0x3f800000);
-    const V whole = series * at::vec::cast<float>(exponent);
-    const V bounded = V::blendv(whole, V(0.0f), x < V(kLeast));
-    return V::blendv(bounded, V(std::numeric_limits<float>::infinity()), x > V(kMost));
+    return series * at::vec::cast<float>(exponent);
   } else {
     return x.exp();
   }

@@ -27,12 +27,12 @@ void run(const Work& work, const Member& member, int64_t first, int64_t by, int6
   // These are not inlined: each is called from several places, and the compiler would otherwise
   // split their bodies into parts that all of these share.
   const auto pack = [&](int64_t place) __attribute__((noinline)) {
-    const Share own(work.panels, place, member.places());
+    const Share own(work.packed_panels, place, member.places());
     for (int64_t index = own.begin; index < own.end; ++index) work.pack(index);
   };
   const auto step = [&](int64_t place, int64_t t) __attribute__((noinline)) {
     work.step(first + t * by, {work.params.batch, place / team.column_groups, team.row_groups},
-              {work.panels, place % team.column_groups, team.column_groups});
+              {place % team.column_groups, team.column_groups});
   };
   member.run(steps, pack, step);
 }
@@ -47,7 +47,8 @@ void run_forward(const ForwardParams& params, int64_t begin, int64_t end) {
 
 template <typename Cell>
 void run_backward(const BackwardParams& params, int64_t begin, int64_t end) {
-  const int64_t steps = params.steps + (params.needs_grad_h0 ? 1 : 0);
+  const bool has_more = params.needs_grad_h0 || params.grad_input != nullptr;
+  const int64_t steps = params.steps + (has_more ? 1 : 0);
   for_kind_of_sums(params.kind, [&](auto type) {
     using T = typename decltype(type)::type;
     run(Backward<Cell, T>{params}, {params.team, begin, end}, params.steps - 1, -1, steps);

@@ -37,18 +37,26 @@ void for_each_block(int64_t begin, int64_t end, Body body) {
   if constexpr (kCount > 1) for_each_block<kCount / 2>(begin, end, body);
 }
 
-// result[row] = values[row] · panel, where the panel has kVectors vectors for each of the row's
-// values. Each sum is added up in the same order whatever the size of the block is, so that the
-// bits of a row do not depend on who computes it.
+// The sums of a block of rows, between the product and the rest of a step. The memory is not set to
+// zeros, which an array of vectors would be.
 template <typename T, int kCount, int kVectors>
+struct Tile {
+  alignas(64) T values[kCount][kVectors][Vec<T>::size()];
+};
+
+// Calls end(row, v, sum) with sum = start(row, v) + values[row] · panel, where the panel has
+// kVectors vectors for each of the row's values. All sums stay in registers. Each is added up in
+// the same order whatever the size of the block is, so that the bits of a row do not depend on who
+// computes it.
+template <typename T, int kCount, int kVectors, typename Start, typename End>
 inline __attribute__((always_inline)) void multiply(const T* values, int64_t stride, int64_t depth,
-                                                    const T* panel,
-                                                    Vec<T> (&result)[kCount][kVectors]) {
+                                                    const T* panel, const Start& start,
+                                                    const End& end) {
   Vec<T> sums[kCount][kVectors];
 #pragma GCC unroll 8
   for (int row = 0; row < kCount; ++row) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) sums[row][v] = Vec<T>(T(0));
+    for (int v = 0; v < kVectors; ++v) sums[row][v] = start(row, v);
   }
   for (int64_t k = 0; k < depth; ++k, panel += kVectors * Vec<T>::size()) {
     Vec<T> weights[kVectors];
@@ -65,7 +73,7 @@ inline __attribute__((always_inline)) void multiply(const T* values, int64_t str
 #pragma GCC unroll 8
   for (int row = 0; row < kCount; ++row) {
 #pragma GCC unroll 8
-    for (int v = 0; v < kVectors; ++v) result[row][v] = sums[row][v];
+    for (int v = 0; v < kVectors; ++v) end(row, v, sums[row][v]);
   }
 }
 

@@ -25,6 +25,13 @@ struct Share {
   int64_t end;
 };
 
+// The part of a step's work that is one of `groups` groups'.
+struct Part {
+  int64_t group;
+  int64_t groups;
+  Share of(int64_t count) const { return {count, group, groups}; }
+};
+
 // A number that only grows, and that threads wait for. It has a cache line of its own, and starts
 // as zeros.
 class Counter {

@@ -1,9 +1,9 @@
 //! The kernels of `csrc/recurrent/cpu`, for any cell.
 
-use crate::Result;
 use crate::ffi::{checked, kind_code, optional_ptr};
+use crate::{Error, Result};
 use std::ffi::c_void;
-use std::ptr::null_mut;
+use std::ptr::{null, null_mut};
 use tch::{Device, Kind, Tensor};
 
 /// How threads share a sequence, for the kernels of the CPU: row_groups · column_groups places.
@@ -31,14 +31,25 @@ pub(crate) struct CpuForward {
     /// The distance from a step's state to the next one's: B·H, or 0 if only the last one is needed.
     /// It is B·H where the state is h.
     c_stride: i64,
+    /// The distance from a step's input gates to the next one's: B·G·H, or 0 if each step's are
+    /// computed when they are needed, and then nobody needs them again.
+    gates_stride: i64,
+    /// F, the number of features of the input; unused if `input` is null.
+    features: i64,
     kind: i32,
     reserved: i32,
     team: CpuTeam,
     /// W_h, `[G·H, H]`.
     weight: *const c_void,
     /// `[T, B, G·H]`: the product with the input, plus the bias. For gates that are separate (the
-    /// candidate of a GRU) this excludes the bias of the product with h.
-    input_gates: *const c_void,
+    /// candidate of a GRU) this excludes the bias of the product with h. The kernel computes it if
+    /// `input` is not null.
+    input_gates: *mut c_void,
+    /// x, `[T, B, F]`, and W_ih, `[G·H, F]`; null if input_gates are given.
+    input: *const c_void,
+    input_weight: *const c_void,
+    /// `[G·H]`: what is added to the product with the input, null for zeros.
+    input_bias: *const c_void,
     /// `[B, H]`.
     h0: *const c_void,
     /// `[B, H]`, the state; h0 where the state is h.
@@ -49,7 +60,8 @@ pub(crate) struct CpuForward {
     c: *mut c_void,
     /// `[T, B, V·H]`: the saved values, null if nobody needs them. May be input_gates where V = G.
     activations: *mut c_void,
-    /// Scratch of G·H · H' values, H' = H rounded up to a multiple of 32.
+    /// Scratch of G·H · H' values, H' = H rounded up to a multiple of 32, and of G·H' · F' more if
+    /// `input` (in the backward pass `grad_input`) is not null.
     packed: *mut c_void,
     /// `[S·H]`: the bias of the product with h of the S separate gates, null for zeros.
     separate_bias: *const c_void,
@@ -62,11 +74,17 @@ pub(crate) struct CpuBackward {
     batch: i64,
     hidden: i64,
     weight_stride: i64,
+    /// F, the number of features of the input; unused if `grad_input` is null.
+    features: i64,
     kind: i32,
     needs_grad_h0: i32,
     team: CpuTeam,
     /// W_h, `[G·H, H]`.
     weight: *const c_void,
+    /// W_ih, `[G·H, F]`; null if `grad_input` is.
+    input_weight: *const c_void,
+    /// `[T, B, F]`: the gradient for the input, null if the caller computes it or nobody needs it.
+    grad_input: *mut c_void,
     /// `[T, B, H]`, null for zeros.
     grad_output: *const c_void,
     /// `[T, B, V·H]`.
@@ -117,14 +135,16 @@ struct Scratch {
 }
 
 impl Scratch {
-    fn new(gates: i64, hidden: i64, team: Team, kind: Kind) -> Result<Scratch> {
+    /// `features` is 0 if the kernel does not multiply with W_ih.
+    fn new(gates: i64, hidden: i64, features: i64, team: Team, kind: Kind) -> Result<Scratch> {
         /// Columns of the widest panel.
         const PANEL: i64 = 32;
-        let columns = hidden.saturating_add(PANEL - 1) / PANEL * PANEL;
+        let padded = |columns: i64| columns.saturating_add(PANEL - 1) / PANEL * PANEL;
+        let columns = padded(hidden).saturating_add(padded(features));
         let Team { row_groups, column_groups } = team;
         let lines = 1 + row_groups + row_groups * column_groups;
         Ok(Scratch {
-            packed: Tensor::f_empty([gates * hidden, columns], (kind, Device::Cpu))?,
+            packed: Tensor::f_empty([gates * padded(hidden), columns], (kind, Device::Cpu))?,
             counters: Tensor::f_zeros([lines, 8], (Kind::Int64, Device::Cpu))?,
         })
     }
@@ -135,12 +155,20 @@ impl Scratch {
     }
 }
 
+/// Where the kernel has the input's part of the gates from.
+pub(crate) enum InputGates<'a> {
+    /// The caller has computed it, `[T, B, G·H]`.
+    Given(&'a Tensor),
+    /// The kernel multiplies the input, `[T, B, F]`, with W_ih, `[G·H, F]`, and adds a bias,
+    /// `[G·H]`.
+    Product { input: &'a Tensor, weight: &'a Tensor, bias: Option<&'a Tensor> },
+}
+
 /// What the forward pass reads; all contiguous, of one kind, Float or Double.
 pub(crate) struct CpuOperands<'a> {
     /// `[G·H, H]`
     pub weight: &'a Tensor,
-    /// `[T, B, G·H]`
-    pub input_gates: &'a Tensor,
+    pub input_gates: InputGates<'a>,
     /// `[S·H]`
     pub separate_bias: Option<&'a Tensor>,
     /// `[B, H]`
@@ -165,40 +193,61 @@ pub(crate) fn forward(
     operands: &CpuOperands<'_>,
     keep: bool,
 ) -> Result<CpuOutputs> {
-    let (steps, batch, _) = operands.input_gates.size3()?;
-    let hidden = operands.h0.size2()?.1;
+    let (batch, hidden) = operands.h0.size2()?;
+    let (steps, features, input) = match operands.input_gates {
+        InputGates::Given(gates) => (gates.size3()?.0, 0, None),
+        InputGates::Product { input, weight, bias } => {
+            (input.size3()?.0, input.size3()?.2, Some((input, weight, bias)))
+        }
+    };
     let kind = operands.h0.f_kind()?;
     let like = (kind, Device::Cpu);
     let empty = |size: [i64; 3]| Tensor::f_empty(size, like);
     let output = empty([steps, batch, hidden])?;
     let c_steps = if keep { steps } else { 1 };
     let c = (!cell.state_is_h).then(|| empty([c_steps, batch, hidden])).transpose()?;
+    // Each gate is read before its activation is written.
+    let are_same = keep && cell.saved == cell.gates;
+    let gates_steps = if input.is_none() || are_same { steps } else { 1 };
+    let gates_size = [gates_steps, batch, cell.gates * hidden];
+    let input_gates = match operands.input_gates {
+        InputGates::Given(gates) => gates.shallow_clone(),
+        InputGates::Product { .. } => empty(gates_size)?,
+    };
     let activations = match keep {
-        // Each gate is read before its activation is written.
-        true if cell.saved == cell.gates => Some(operands.input_gates.shallow_clone()),
+        true if are_same => Some(input_gates.shallow_clone()),
         true => Some(empty([steps, batch, cell.saved * hidden])?),
         false => None,
     };
-    let scratch = Scratch::new(cell.gates, hidden, team, kind)?;
+    let scratch = Scratch::new(cell.gates, hidden, features, team, kind)?;
     let h0 = checked("h0", operands.h0, &[batch, hidden], like)?;
     let state = [batch, hidden];
     let output_ptr = checked("output", &output, &[steps, batch, hidden], like)?;
+    let gates = [cell.gates * hidden];
+    let (input, input_weight, input_bias) = match input {
+        None => (null(), null(), null()),
+        Some((input, weight, bias)) => (
+            checked("input", input, &[steps, batch, features], like)?.cast_const(),
+            checked("input_weight", weight, &[gates[0], features], like)?.cast_const(),
+            optional_ptr("input_bias", bias, &gates, like)?.cast_const(),
+        ),
+    };
     let params = CpuForward {
         steps,
         batch,
         hidden,
         weight_stride: hidden,
         c_stride: if keep || cell.state_is_h { batch * hidden } else { 0 },
+        gates_stride: if gates_steps == steps { batch * cell.gates * hidden } else { 0 },
+        features,
         kind: kind_code(kind)?,
         reserved: 0,
         team: scratch.team(team),
         weight: checked("weight", operands.weight, &[cell.gates * hidden, hidden], like)?,
-        input_gates: checked(
-            "input_gates",
-            operands.input_gates,
-            &[steps, batch, cell.gates * hidden],
-            like,
-        )?,
+        input_gates: checked("input_gates", &input_gates, &gates_size, like)?,
+        input,
+        input_weight,
+        input_bias,
         h0,
         c0: operands.c0.map_or(Ok(h0), |c0| checked("c0", c0, &state, like))?,
         output: output_ptr,
@@ -213,7 +262,8 @@ pub(crate) fn forward(
         )?,
     };
     // SAFETY: the tensors are alive, and were checked or allocated above to be as `CpuForward`
-    // states. The input gates may be overwritten by the activations: the caller made them.
+    // states. The input gates may be overwritten by the activations: the caller made them, or they
+    // are new.
     unsafe { (cell.forward)(&params) };
     Ok(CpuOutputs { output, c, activations })
 }
@@ -241,14 +291,16 @@ pub(crate) struct CpuGradients {
     pub c0: Tensor,
 }
 
-/// The gradients of all steps. `grads` are those for the output, the last h and the last c.
+/// The gradients of all steps. `grads` are those for the output, the last h and the last c. With
+/// W_ih, `[G·H, F]`, the kernel also computes the gradient for the input, `[T, B, F]`.
 pub(crate) fn backward(
     cell: CpuCell,
     team: Team,
     saved: &CpuSaved<'_>,
+    input_weight: Option<&Tensor>,
     grads: [Option<&Tensor>; 3],
     needs_grad_h0: bool,
-) -> Result<CpuGradients> {
+) -> Result<(CpuGradients, Option<Tensor>)> {
     let (steps, batch, hidden) = saved.states.size3()?;
     let kind = saved.states.f_kind()?;
     let like = (kind, Device::Cpu);
@@ -265,16 +317,27 @@ pub(crate) fn backward(
     let separate = (cell.separate > 0)
         .then(|| Tensor::f_empty([steps, batch, cell.separate * hidden], like))
         .transpose()?;
-    let scratch = Scratch::new(cell.gates, hidden, team, kind)?;
+    let features = input_weight.map_or(Ok(0), |weight| Ok::<_, Error>(weight.size2()?.1))?;
+    let input =
+        input_weight.map(|_| Tensor::f_empty([steps, batch, features], like)).transpose()?;
+    let scratch = Scratch::new(cell.gates, hidden, features, team, kind)?;
     let params = CpuBackward {
         steps,
         batch,
         hidden,
         weight_stride: hidden,
+        features,
         kind: kind_code(kind)?,
         needs_grad_h0: i32::from(needs_grad_h0),
         team: scratch.team(team),
         weight: checked("weight", saved.weight, &[cell.gates * hidden, hidden], like)?,
+        input_weight: optional_ptr(
+            "input_weight",
+            input_weight,
+            &[cell.gates * hidden, features],
+            like,
+        )?,
+        grad_input: input.as_ref().map_or(null_mut(), Tensor::data_ptr),
         grad_output: optional_ptr("grad_output", grad_output, &all, like)?,
         activations: checked(
             "activations",
@@ -292,5 +355,5 @@ pub(crate) fn backward(
     };
     // SAFETY: as in `forward`.
     unsafe { (cell.backward)(&params) };
-    Ok(CpuGradients { gates, separate, h0: grad_h, c0: grad_c })
+    Ok((CpuGradients { gates, separate, h0: grad_h, c0: grad_c }, input))
 }

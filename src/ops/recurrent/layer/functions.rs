@@ -5,11 +5,11 @@ use super::plan::{self, Choice, Library};
 use super::{Cell, place};
 use crate::ffi::tensor::plain;
 use crate::ops::recurrent::kernels::biases::sum_of_biases;
-use crate::ops::recurrent::kernels::cpu::{self, CpuOperands, CpuOutputs, CpuSaved};
+use crate::ops::recurrent::kernels::cpu::{self, CpuOperands, CpuOutputs, CpuSaved, InputGates};
 use crate::ops::recurrent::kernels::cuda::{self, gates_kind};
 use crate::ops::recurrent::kernels::cudnn::{self, CudnnOperands};
 use crate::ops::recurrent::kernels::{product, tf32_product};
-use crate::ops::recurrent::plan::{Direction, Sizes, team};
+use crate::ops::recurrent::plan::{Direction, Sizes, multiplies_input, team};
 use crate::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -191,26 +191,38 @@ fn all_steps<C: Cell>(
     let (bias, separate_bias) = biases::<C>(b_ih, b_hh, sizes.hidden)?;
     let (input, w_ih) = (worked(input)?, worked(w_ih)?);
     let (weight, h0, c0) = (worked(w_hh)?, worked(h)?, c.map(worked).transpose()?);
-    let is_tf32 = h0.device().is_cuda() && plan::is_tf32(h0.f_kind()?)?;
-    let (gates, has_bias) = input_gates(&input, &w_ih, bias.as_ref(), is_tf32)?;
-    if let Some(padding) = padding {
-        keep_state::<C>(&gates, padding, sizes.hidden)?;
-    }
+    let (kind, bias) = (h0.f_kind()?, bias.as_ref());
+    let is_tf32 = h0.device().is_cuda() && plan::is_tf32(kind)?;
+    let all_input_gates = || -> Result<(Tensor, bool)> {
+        let (gates, has_bias) = input_gates(&input, &w_ih, bias, is_tf32)?;
+        if let Some(padding) = padding {
+            keep_state::<C>(&gates, padding, sizes.hidden)?;
+        }
+        Ok((gates, has_bias))
+    };
     let Some(cell) = C::CUDA.filter(|_| h0.device().is_cuda()) else {
+        let team = cpu_team::<C>(sizes, &h0)?;
+        let given;
         let operands = CpuOperands {
             weight: &weight,
-            input_gates: &gates,
+            input_gates: if padding.is_none() && multiplies_input(sizes, C::GATES, kind, team) {
+                InputGates::Product { input: &input, weight: &w_ih, bias }
+            } else {
+                (given, _) = all_input_gates()?;
+                InputGates::Given(&given)
+            },
             separate_bias: separate_bias.as_ref(),
             h0: &h0,
             c0: c0.as_ref(),
         };
-        return cpu::forward(C::CPU, cpu_team::<C>(sizes, &h0)?, &operands, keep);
+        return cpu::forward(C::CPU, team, &operands, keep);
     };
-    let kernel = plan::kernel::<C>(choice, Direction::Forward, sizes, h0.f_kind()?, h0.device())?;
+    let (gates, has_bias) = all_input_gates()?;
+    let kernel = plan::kernel::<C>(choice, Direction::Forward, sizes, kind, h0.device())?;
     let operands = cuda::Operands {
         weight: &weight,
         input_gates: &gates,
-        bias: bias.as_ref().filter(|_| !has_bias),
+        bias: bias.filter(|_| !has_bias),
         separate_bias: separate_bias.as_ref(),
         h0: &h0,
         c0: c0.as_ref(),
@@ -370,14 +382,17 @@ pub(super) fn backward<C: Cell>(
         first_state: &first_state,
     };
     let grads = [grad_output.as_ref(), grad_h, grad_c];
-    let made = match C::CUDA.filter(|_| device.is_cuda()) {
+    let (made, input_gradient) = match C::CUDA.filter(|_| device.is_cuda()) {
         None => {
             let team = cpu_team::<C>(sizes, &states)?;
-            cpu::backward(C::CPU, team, &read, grads, needs[place::H])?
+            let is_input_multiplied =
+                needs[place::INPUT] && multiplies_input(sizes, C::GATES, states.f_kind()?, team);
+            let w_ih = is_input_multiplied.then(|| argument(place::W_IH)).transpose()?;
+            cpu::backward(C::CPU, team, &read, w_ih.as_ref(), grads, needs[place::H])?
         }
         Some(cell) => {
             let kernel = plan::kernel::<C>(choice, Direction::Backward, sizes, kind, device)?;
-            cuda::backward(&cell, kernel, &read, grads, needs[place::H])?
+            (cuda::backward(&cell, kernel, &read, grads, needs[place::H])?, None)
         }
     };
     let input = argument(place::INPUT)?;
@@ -396,9 +411,12 @@ pub(super) fn backward<C: Cell>(
     let needs_weights = [needs[place::W_IH], needs[place::W_HH]];
     let [w_ih, w_hh] = over_steps.of_weights(needs_weights)?;
     let [b_ih, b_hh] = over_steps.of_biases([needs[place::B_IH], needs[place::B_HH]])?;
-    let of_input = needs[place::INPUT].then(|| over_steps.of_input(&argument(place::W_IH)?));
+    let of_input = match input_gradient {
+        None if needs[place::INPUT] => Some(over_steps.of_input(&argument(place::W_IH)?)?),
+        computed => computed,
+    };
     Ok(vec![
-        wanted(place::INPUT, of_input.transpose()?)?,
+        wanted(place::INPUT, of_input)?,
         wanted(place::W_IH, w_ih)?,
         wanted(place::W_HH, w_hh)?,
         wanted(place::B_IH, b_ih)?,

@@ -1,5 +1,6 @@
 //! How many threads share a sequence on the CPU.
 
+use super::Sizes;
 use crate::ops::recurrent::kernels::cpu::Team;
 use tch::Kind;
 
@@ -42,4 +43,19 @@ pub(in crate::ops) fn team(
         let column_groups = most_columns.min(threads);
         Team { row_groups: most_rows.min(threads / column_groups), column_groups }
     }
+}
+
+/// Whether the kernel that computes the steps also multiplies the input with W_ih, and the gradients
+/// for the gates with it. What these products write or read is then in the cache.
+pub(in crate::ops) fn multiplies_input(sizes: Sizes, gates: i64, kind: Kind, team: Team) -> bool {
+    /// With fewer rows, most of the time is spent on reading the weights again in each step.
+    const ROWS: i64 = 4;
+    /// How many bytes both weights may have together to stay in a core's cache. With more, one
+    /// product over all steps is as fast or faster.
+    const NEAR: f64 = (1 << 20) as f64;
+
+    let Sizes { batch, features, hidden, .. } = sizes;
+    let of_gate = hidden as f64 * (hidden as f64 + features as f64);
+    let bytes = of_gate * gates as f64 * kind.elt_size_in_bytes() as f64;
+    batch / team.row_groups >= ROWS && bytes <= NEAR
 }

@@ -7,5 +7,5 @@ pub(in crate::ops) mod grid;
 mod sizes;
 pub(in crate::ops) mod wide_grid;
 
-pub(in crate::ops) use cpu::team;
+pub(in crate::ops) use cpu::{multiplies_input, team};
 pub(in crate::ops) use sizes::{Direction, Line, Product, Sizes, is_half};
