@@ -121,16 +121,14 @@ pub(super) fn library<C: Cell>(
             let gpu = Gpu::of(device)?;
             let products = Products::new(C::GATES, sizes, kind, is_tf32(kind)?);
             let directions = [Direction::Forward, Direction::Backward];
-            let (mut ours, mut cudnn) = (0.0, 0.0);
-            for direction in directions.into_iter().take(if keep { 2 } else { 1 }) {
-                let steps = sizes.steps as f64;
-                let (_, cost) = automatic(C::COSTS, direction, sizes, products, (gpu, room));
-                ours += steps * cost;
-                let once = if is_flat { CALLING } else { FLATTENING };
-                cudnn += once[usize::from(direction == Direction::Backward)];
-                cudnn += steps * products.of_cudnn(direction);
-            }
-            if ours <= cudnn { Library::Ours } else { Library::Cudnn }
+            let directions = &directions[..if keep { 2 } else { 1 }];
+            let steps = sizes.steps as f64;
+            let sum = |of: &dyn Fn(Direction) -> f64| directions.iter().map(|&way| of(way)).sum();
+            let ours: f64 = sum(&|direction| {
+                steps * automatic(C::COSTS, direction, sizes, products, (gpu, room)).1
+            });
+            let cudnn: f64 = sum(&|direction| steps * products.of_cudnn(direction));
+            faster([ours, cudnn], &HOST[usize::from(keep)], is_flat)
         }
         _ => Library::Ours,
     })
@@ -141,12 +139,27 @@ pub(super) fn is_tf32(kind: Kind) -> Result<bool> {
     Ok(kind == Kind::Float && rnn_allow_tf32()?)
 }
 
-/// What it costs to move the parameters to one piece of memory for cuDNN, in microseconds, forward
-/// and backward.
-const FLATTENING: [f64; 2] = [350.0, 500.0];
+/// The faster one for a call, given what its kernels and cuDNN's cost.
+fn faster([ours, cudnn]: [f64; 2], host: &Host, is_flat: bool) -> Library {
+    let call_of_cudnn = host.of_cudnn + if is_flat { 0.0 } else { host.flattening };
+    // The GPU waits for the host, or the host for the GPU.
+    let is_ours = ours.max(host.of_ours) <= cudnn.max(call_of_cudnn);
+    if is_ours { Library::Ours } else { Library::Cudnn }
+}
 
-/// How much longer than ours cuDNN takes on the host where they are in one piece.
-const CALLING: [f64; 2] = [30.0, 120.0];
+/// What a call takes the host, in microseconds.
+struct Host {
+    of_ours: f64,
+    of_cudnn: f64,
+    /// What cuDNN takes in addition if the parameters have to be moved to one piece of memory.
+    flattening: f64,
+}
+
+/// The forward alone, and both directions, as measured next to an H200 (docs/lab/lstm.md).
+const HOST: [Host; 2] = [
+    Host { of_ours: 60.0, of_cudnn: 90.0, flattening: 350.0 },
+    Host { of_ours: 500.0, of_cudnn: 650.0, flattening: 850.0 },
+];
 
 /// What products cost, and what those ways cost that have no tables, all per step in microseconds.
 /// These are lines through measurements on an H200 (docs/lab/lstm.md).
@@ -229,7 +242,7 @@ impl Products {
             Kind::Float if !self.is_tf32 || self.hidden > NARROW => None,
             Kind::Float if !is_lstm => Some([0.5 + rows / 200.0, 2.6 + rows / 24.0]),
             Kind::Float if self.hidden <= NARROWEST => {
-                Some([0.45 + rows / 450.0, 3.7 + rows / 110.0])
+                Some([0.35 + rows / 450.0, 3.7 + rows / 110.0])
             }
             Kind::Float => Some([2.0 + rows / 80.0, 2.0 + rows / 42.0]),
             _ => None,
@@ -443,6 +456,17 @@ mod tests {
         assert_eq!(planned(512, 64, 2048, Room::Whole), Kernel::Step);
         // Rows that are no whole vectors.
         assert_eq!(planned(512, 64, 1001, Room::Whole), Kernel::Step);
+    }
+
+    #[test]
+    fn cudnn_is_called_where_it_is_faster() {
+        let [forward, _] = &HOST;
+        assert_eq!(faster([2000.0, 1900.0], forward, true), Library::Cudnn);
+        assert_eq!(faster([1900.0, 2000.0], forward, true), Library::Ours);
+        // Few steps are over before the host has made another call.
+        assert_eq!(faster([20.0, 10.0], forward, true), Library::Ours);
+        assert_eq!(faster([100.0, 70.0], forward, true), Library::Cudnn);
+        assert_eq!(faster([100.0, 70.0], forward, false), Library::Ours);
     }
 
     #[test]
