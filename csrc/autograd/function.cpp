@@ -178,8 +178,8 @@ TCH_EXTENSION_API bool tch_extension_needs_input_grad(const FunctionNode* node, 
   return node->needs_input_grad(input);
 }
 
-TCH_EXTENSION_API bool tch_extension_is_last_backward(const FunctionNode* node) {
-  return node->is_last();
+TCH_EXTENSION_API bool tch_extension_is_last_backward(const BackwardResults* results) {
+  return results->is_last;
 }
 
 // Takes ownership of `grad`.

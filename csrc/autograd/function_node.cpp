@@ -232,6 +232,7 @@ variable_list FunctionNode::apply(variable_list&& grads) {
   grads = materialize(std::move(grads));
   const bool create_graph = at::GradMode::is_enabled();
   BackwardResults results{variable_list(edge_of_input_.size()), {}, {}};
+  results.is_last = is_last_.exchange(false, std::memory_order_relaxed);
   c10::SmallVector<std::unique_ptr<at::Tensor>, 4> handles;
   for (auto& grad : grads) {
     handles.push_back(grad.defined() ? std::make_unique<at::Tensor>(grad) : nullptr);

@@ -29,7 +29,7 @@ class FunctionNode final : public OwnNode {
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override;
   void release_variables() override;
-  // The engine calls this before the last backward pass that keeps no graph.
+  // The engine calls this before a backward pass that keeps no graph.
   void will_release_variables() override { is_last_.store(true, std::memory_order_relaxed); }
 
   // Adds an edge for each input that is present, and none for an absent input.
@@ -46,8 +46,6 @@ class FunctionNode final : public OwnNode {
     return input < edge_of_input_.size() && edge_of_input_[input] != kNoEdge &&
            task_should_compute_output(edge_of_input_[input]);
   }
-
-  bool is_last() const { return is_last_.load(std::memory_order_relaxed); }
 
   // The number of nodes that are alive. Tests use it to find leaks.
   static int64_t live();
@@ -71,10 +69,10 @@ class FunctionNode final : public OwnNode {
   bool double_backward_;
   c10::SmallVector<size_t, 8> edge_of_input_;
   std::vector<torch::autograd::VariableInfo>
-      output_info_;     // empty if the node's own metadata tell what zeros to make
-  SavedList saved_;     // guarded by mutex_; null if nothing is saved
-  bool freed_ = false;  // guarded by mutex_
-  std::atomic<bool> is_last_{false};
+      output_info_;                   // empty if the node's own metadata tell what zeros to make
+  SavedList saved_;                   // guarded by mutex_; null if nothing is saved
+  bool freed_ = false;                // guarded by mutex_
+  std::atomic<bool> is_last_{false};  // for the next pass only: one that fails may be repeated
 };
 
 }  // namespace tch_extension

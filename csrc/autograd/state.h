@@ -15,6 +15,7 @@ struct BackwardResults {
   torch::autograd::variable_list gradients;  // one for each input; undefined if there is none
   std::string error;
   std::vector<size_t> constants;  // inputs whose gradient does not depend on the incoming gradients
+  bool is_last = false;           // saved tensors are released after this pass
 };
 
 // Owns a Rust value and drops it exactly once.

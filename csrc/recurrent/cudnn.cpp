@@ -27,6 +27,9 @@ namespace {
 // cuDNN's numbers.
 constexpr int64_t kLstm = 2, kGru = 3;
 
+// Whether these are all parameters that cuDNN has: without biases, its buffer has zeros for them.
+constexpr bool are_all(size_t len) { return len == 4; }
+
 // Whether the parameters follow one another in one piece of memory.
 template <typename Parameters>
 bool are_in_one_piece(const Parameters& parameters) {
@@ -47,7 +50,7 @@ bool are_in_one_piece(const Parameters& parameters) {
 // is seen at the first layer of each kind and size that is flattened. Until then the answer is no.
 class KnownLayouts {
  public:
-  // The mode, the sizes, the element type and the number of parameters.
+  // The mode, the sizes, the element type and the device.
   using Key = std::array<int64_t, 5>;
 
   bool are_in_order(const Key& key) {
@@ -78,18 +81,18 @@ struct Layer {
     hidden = parameters[1].size(1);
     const int64_t features = parameters[0].size(1);
     const auto type = static_cast<int64_t>(parameters[0].scalar_type());
-    const KnownLayouts::Key key{mode, features, hidden, type, stride};
-    if (are_in_one_piece(parameters) && known_layouts().are_in_order(key)) {
-      int64_t values = 0;
-      for (const at::Tensor& parameter : parameters) values += parameter.numel();
+    const KnownLayouts::Key key{mode, features, hidden, type, parameters[0].get_device()};
+    int64_t values = 0;
+    for (const at::Tensor& parameter : parameters) values += parameter.numel();
+    if (are_all(len) && are_in_one_piece(parameters) && known_layouts().are_in_order(key)) {
       buffer = parameters[0].as_strided({values}, {1});
       return;
     }
     buffer = at::_cudnn_rnn_flatten_weight(parameters, stride, features, mode, hidden,
                                            /*proj_size=*/0, /*num_layers=*/1,
                                            /*batch_first=*/false, /*bidirectional=*/false);
-    if (are_in_one_piece(parameters) && parameters[0].storage_offset() == 0)
-      known_layouts().add(key);
+    const bool is_in_order = are_in_one_piece(parameters) && parameters[0].storage_offset() == 0;
+    if (are_all(len) && is_in_order && buffer.numel() == values) known_layouts().add(key);
   }
 
   int64_t mode, stride, hidden;
@@ -118,13 +121,13 @@ TCH_EXTENSION_API bool tch_extension_cudnn_is_enabled() {
 }
 
 // Whether a layer's parameters follow one another in one piece of memory, as flattening leaves
-// them.
+// them, and none is missing.
 TCH_EXTENSION_API bool tch_extension_cudnn_are_flat(at::Tensor* const* parameters,
                                                     size_t len) noexcept {
   try {
     std::vector<at::Tensor> all;
     for (size_t i = 0; i < len; ++i) all.push_back(*parameters[i]);
-    return are_in_one_piece(all);
+    return are_all(len) && are_in_one_piece(all);
   } catch (...) {
     // A tensor without memory throws.
     return false;

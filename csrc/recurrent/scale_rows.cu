@@ -58,5 +58,5 @@ extern "C" tch_extension::LaunchStatus tch_extension_recurrent_scale_rows_cuda(
   const int64_t rows = params->matrices[0].rows + params->matrices[1].rows;
   scale_rows_kernel<<<static_cast<unsigned int>(ceil_div(rows, kRowsOfBlock)), kThreads, 0,
                       stream>>>(*params);
-  return launch_status("lltm_scale_rows");
+  return launch_status("recurrent_scale_rows");
 }

@@ -262,8 +262,10 @@ impl<'a> Context<'a> {
     }
 
     /// Whether saved tensors are released after this backward pass, because its caller does not keep
-    /// the graph (`retain_graph`). A kernel may then write into what the forward pass saved and did not
-    /// return.
+    /// the graph (`retain_graph`). A kernel may then write into a saved tensor that the forward pass
+    /// made for itself: neither an input nor an output, nor one that shares memory with them. As for
+    /// libtorch's own operators, no other thread may run a backward pass of the same graph meanwhile.
+    /// A pass that writes and then fails must refuse to be repeated.
     ///
     /// ```
     /// use tch::Tensor;
@@ -294,7 +296,7 @@ impl<'a> Context<'a> {
     /// # Ok::<(), tch_extension::Error>(())
     /// ```
     pub fn is_last_backward(&self) -> bool {
-        // SAFETY: the engine keeps the node alive while its backward pass runs.
-        unsafe { ffi::tch_extension_is_last_backward(self.node) }
+        // SAFETY: `results` lives as long as the context.
+        unsafe { ffi::tch_extension_is_last_backward(self.results) }
     }
 }

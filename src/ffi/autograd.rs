@@ -143,7 +143,7 @@ unsafe extern "C" {
         tensor: *mut *mut C_tensor,
     ) -> *mut c_char;
     pub(crate) fn tch_extension_needs_input_grad(node: *const FunctionNode, input: usize) -> bool;
-    pub(crate) fn tch_extension_is_last_backward(node: *const FunctionNode) -> bool;
+    pub(crate) fn tch_extension_is_last_backward(results: *const BackwardResults) -> bool;
     pub(crate) fn tch_extension_give_gradient(
         results: *mut BackwardResults,
         input: usize,

@@ -179,7 +179,8 @@ impl Layers {
         if self.directions() == 1 {
             return Ok(vec![run(0)?]);
         }
-        if !input.device().is_cuda() || input.size3()?.0 < STEPS {
+        // Lengths are copied to the GPU in between, for which the host waits.
+        if !input.device().is_cuda() || input.size3()?.0 < STEPS || lengths.is_some() {
             return Ok(vec![run(0)?, run(1)?]);
         }
         let RnnWeights { w_ih, w_hh, b_ih, b_hh } = self.weights((layer * 2 + 1) as usize);

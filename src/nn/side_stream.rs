@@ -11,13 +11,16 @@ thread_local! {
     static STREAMS: RefCell<Vec<Stream>> = const { RefCell::new(Vec::new()) };
 }
 
-fn stream_of(device: Device) -> Result<Stream> {
+/// A stream of the current stream's device that is another one.
+fn stream_next_to(current: Stream) -> Result<Stream> {
     STREAMS.with(|streams| {
         let mut streams = streams.borrow_mut();
-        if let Some(found) = streams.iter().find(|stream| stream.device() == device) {
+        let is_other =
+            |stream: &&Stream| stream.device() == current.device() && **stream != current;
+        if let Some(found) = streams.iter().find(is_other) {
             return Ok(*found);
         }
-        let new = Stream::new(device)?;
+        let new = Stream::new(current.device())?;
         streams.push(new);
         Ok(new)
     })
@@ -37,10 +40,12 @@ impl OnSideStream {
         reads: &[&Tensor],
         work: impl FnOnce() -> Result<T>,
     ) -> Result<(OnSideStream, T)> {
-        let started = OnSideStream { current: Stream::current(device)?, side: stream_of(device)? };
+        let current = Stream::current(device)?;
+        let started = OnSideStream { current, side: stream_next_to(current)? };
         started.side.wait_stream(&started.current)?;
         // The backward pass reads them on this stream, too, and the current one may free them then.
-        for tensor in reads {
+        // A tensor on another device is refused by the work.
+        for tensor in reads.iter().filter(|tensor| tensor.device() == device) {
             record_stream(tensor, &started.side)?;
         }
         let _guard = StreamGuard::new(&started.side)?;

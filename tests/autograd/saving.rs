@@ -56,6 +56,35 @@ fn backward_twice_needs_retain_graph() {
     assert!(error.contains("backward through the graph a second time"), "{error}");
 }
 
+/// A pass that failed released nothing, so it was not the last one.
+#[test]
+fn the_last_backward_is_the_one_that_keeps_no_graph() {
+    let _alone = alone();
+    static SEEN: std::sync::Mutex<Vec<bool>> = std::sync::Mutex::new(Vec::new());
+    let function = op(
+        |saver, inputs| {
+            saver.save(inputs.get(0)?);
+            Ok(inputs.get(0)?.f_square()?.into())
+        },
+        |ctx, grads| {
+            let mut seen = SEEN.lock().expect("a list");
+            seen.push(ctx.is_last_backward());
+            if seen.len() == 2 {
+                return Err(tch_extension::Error::msg("the second pass fails"));
+            }
+            Ok((grads.get(0)? * ctx.saved(0)? * 2.0).into())
+        },
+    );
+    let x = leaf(&[3.0]);
+    let y = run(function, &x).sum(Kind::Double);
+    let once = |options: GradOptions<'_>| grad(&[&y], &[&x], &options).and_then(Tensors::single);
+    let _ = once(keep()).expect("kept");
+    once(GradOptions::default()).expect_err("the second pass fails");
+    let _ = once(keep()).expect("repeated");
+    assert_eq!(values(&once(GradOptions::default()).expect("the last time")), [6.0]);
+    assert_eq!(*SEEN.lock().expect("a list"), [false, true, false, true]);
+}
+
 #[test]
 fn a_slot_may_be_saved_empty() {
     let _alone = alone();

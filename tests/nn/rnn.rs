@@ -5,7 +5,7 @@ use tch::nn::{GRUState, LSTMState, RNN, RNNConfig, VarStore};
 use tch::{Device, Kind, Tensor};
 use tch_extension::cuda::{Graph, Stream, StreamGuard, set_rnn_allow_tf32};
 use tch_extension::nn::{gru, lstm};
-use tch_extension::ops::{self, RnnWeights};
+use tch_extension::ops::{self, RnnWay, RnnWeights, force};
 use tch_extension::testing::{assert_close, cuda_or_skip, devices};
 
 const IN: i64 = 3;
@@ -264,6 +264,46 @@ fn cuda_two_directions_at_a_time() {
             let _ = output.shallow_clone().fill_(f64::NAN);
             graph.replay().expect("a replay");
             assert!(output.equal(&expected[2]), "{size:?} replayed");
+        }
+    }
+}
+
+/// Parameters in one piece of memory, which cuDNN takes as they are, give the same numbers as others,
+/// in the first call and in later ones; as does a backward pass that keeps the graph and is repeated.
+#[test]
+fn cuda_parameters_in_one_piece() {
+    let Some(device) = cuda_or_skip("cuda_parameters_in_one_piece") else { return };
+    set_rnn_allow_tf32(false).expect("a switch");
+    for (has_biases, hidden) in [(true, 24), (false, 24), (true, 7), (false, 7)] {
+        let vs = VarStore::new(device);
+        let config = RNNConfig { has_biases, batch_first: false, ..base() };
+        let layers = lstm(vs.root(), IN, hidden, config);
+        let input = random(&[6, 5, IN], device);
+        let zeros = || Tensor::zeros([1, 5, hidden], (Kind::Float, device));
+        let state = LSTMState((zeros(), zeros()));
+        let run = || {
+            force(RnnWay::Cudnn, || {
+                let input = input.copy().set_requires_grad(true);
+                let (output, last) = layers.f_seq_init(&input, &state).expect("outputs");
+                let kept = Tensor::run_backward(&[output.sum(Kind::Float)], &[&input], true, false);
+                let all = everything(&output, &[last.h(), last.c()], &input, &vs);
+                let again = layers.f_seq_init(&input, &state).expect("outputs").0;
+                let sum = again.sum(Kind::Float);
+                assert!(Tensor::run_backward(&[sum], &[&input], false, false)[0].equal(&kept[0]));
+                all
+            })
+        };
+        let first = run();
+        for variable in vs.variables().values() {
+            let apart = variable.copy();
+            variable.shallow_clone().set_data(&apart);
+        }
+        let apart = run();
+        layers.flatten_parameters().expect("one piece");
+        for (call, found) in [first, run(), run()].iter().enumerate() {
+            for (index, (found, expected)) in found.iter().zip(&apart).enumerate() {
+                assert!(found.equal(expected), "{has_biases} {hidden}: {index} of call {call}");
+            }
         }
     }
 }

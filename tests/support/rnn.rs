@@ -134,6 +134,7 @@ impl Rnn {
             [2, 2, 3, 0],
             [5, 1, 1, 2],
             [2, 9, 1, 2],
+            [3, 9, 0, 5],
         ];
         let without = [[2, 3, 2, 8], [1, 2, 1, 17]];
         self.samples((&sizes, Some([2, 3, 2, 5])), &without, (kind, device))
@@ -332,6 +333,21 @@ impl Rnn {
         }
     }
 
+    /// Where nothing requires a gradient, what a layer returns can be added to in place, as can what
+    /// other operators return: a view that was made without grad mode could not.
+    pub fn results_can_be_changed_in_place(&self) {
+        for device in devices() {
+            for kind in KINDS {
+                let inputs = self.inputs([3, 2, 4, 8], kind, device);
+                let learned = Tensor::zeros([1], (kind, device)).set_requires_grad(true);
+                for (index, output) in (self.fused)(&inputs).expect("outputs").iter().enumerate() {
+                    let sum = output.shallow_clone().f_add_(&learned);
+                    assert!(sum.is_ok_and(|sum| sum.requires_grad()), "{kind:?}: output {index}");
+                }
+            }
+        }
+    }
+
     /// Refuses what libtorch refuses: other kinds than the input's.
     pub fn refuses_mixed_kinds(&self) {
         for device in devices() {
@@ -413,6 +429,11 @@ macro_rules! tests {
         #[test]
         fn agrees_with_libtorch() {
             RNN_OF_TESTS.agrees_with_libtorch();
+        }
+
+        #[test]
+        fn results_can_be_changed_in_place() {
+            RNN_OF_TESTS.results_can_be_changed_in_place();
         }
 
         #[test]

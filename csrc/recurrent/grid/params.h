@@ -12,9 +12,9 @@
 // bytes, four of which a reader loads at once: PTX's memory model does not cover that, but it works
 // on Hopper. All blocks have to run at the same time, which a cooperative launch ensures.
 //
-// With many rows, half kinds and scaled fp16 values are computed 64 rows at a time (../wide_grid):
-// that many fill the products of warpgroups, and W_h is in shared memory. Float and double that
-// must not be rounded are multiplied as double (plain.h).
+// With many rows, half kinds and scaled fp16 values are computed in tiles of 64 rows
+// (../wide_grid): that many fill the products of warpgroups, and W_h is in shared memory. Float and
+// double that must not be rounded are multiplied as double (plain.h).
 #pragma once
 
 #include "../params.h"

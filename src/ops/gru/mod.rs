@@ -35,13 +35,20 @@ use tch::Tensor;
 /// sequence. The half kinds are computed as `Float` from end to end and rounded once.
 ///
 /// On CUDA, libtorch's own layer is cuDNN's. On compute capability 9.0 all steps of a direction are
-/// one kernel of this crate where that is faster: in the half kinds for H up to 2048 that is a
-/// multiple of 8, and for any H up to 768; in `Float` and `Double` for H up to 128. Elsewhere it
-/// is cuDNN's kernels, or a product and a kernel for each step. cuDNN's products of `Float` are in
-/// tf32 unless [`set_rnn_allow_tf32`](crate::cuda::set_rnn_allow_tf32) forbids it. Our kernels for
-/// all steps never round to tf32; the products around them follow
-/// [`set_matmul_allow_tf32`](crate::cuda::set_matmul_allow_tf32). In the half kinds, our kernels for
-/// all steps keep h in `Float` from step to step, and round what they multiply.
+/// one kernel of this crate where that is faster: in the half kinds, and in `Float` where tf32 is
+/// allowed, for H up to 2048 that is a multiple of 8, and for any H up to 768; in strict `Float` and
+/// in `Double` for H up to 128. Elsewhere it is cuDNN's kernels, or a product and a kernel for each
+/// step. Which it is depends on the sizes, the kind and the GPU, and on whether the parameters
+/// follow one another in one piece of memory, from which cuDNN takes them without a copy
+/// ([`flatten_parameters`](crate::nn::Gru::flatten_parameters)).
+///
+/// Products of `Float` are in tf32 unless [`set_rnn_allow_tf32`](crate::cuda::set_rnn_allow_tf32)
+/// forbids it: cuDNN's, ours over all steps, and those of the kernels for all steps, which multiply
+/// fp16 values that are scaled by powers of two and are as exact as tf32. If it is forbidden, and in
+/// a product for each step, [`set_matmul_allow_tf32`](crate::cuda::set_matmul_allow_tf32) decides
+/// for libtorch's products, which is off by default.
+/// In the half kinds, our kernels for all steps keep h in `Float` from step to step, and round what
+/// they multiply.
 ///
 /// Memory grows linearly with T. The backward keeps `4·T·B·H` numbers in addition to inputs and
 /// outputs, or what cuDNN asks for.

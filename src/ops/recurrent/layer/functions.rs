@@ -11,6 +11,7 @@ use crate::ops::recurrent::kernels::cudnn::{self, CudnnOperands};
 use crate::ops::recurrent::kernels::{product, tf32_product};
 use crate::ops::recurrent::plan::{Direction, Sizes, multiplies_input, team};
 use crate::{Error, Result};
+use std::sync::atomic::{AtomicBool, Ordering};
 use tch::{Device, Kind, Tensor};
 
 pub(super) struct Operands<'a> {
@@ -48,6 +49,8 @@ pub(super) struct Saved<'a> {
     pub activations: Tensor,
     /// No other backward pass will read this.
     pub is_last: bool,
+    /// Whether a backward pass has written into this.
+    pub is_spent: &'a AtomicBool,
 }
 
 /// The kind in which kernels compute tensors of this kind: on the CPU there are none for the half
@@ -79,6 +82,13 @@ fn row_major_copy(tensor: &Tensor, kind: Kind) -> Result<Tensor> {
     let mut copy = Tensor::f_empty(tensor.size(), (kind, tensor.device()))?;
     copy.f_copy_(tensor)?;
     Ok(copy)
+}
+
+/// `[1, …]` as `[…]`, in place: a view that is made without grad mode may not be changed in place
+/// with it.
+fn without_first_dimension(mut tensor: Tensor) -> Result<Tensor> {
+    let _ = tensor.f_squeeze_dim_(0)?;
+    Ok(tensor)
 }
 
 /// A sum that may lack either part.
@@ -147,13 +157,16 @@ pub(super) fn forward<C: Cell>(
         }
     }
     let made = all_steps::<C>(operands, sizes, choice, keep)?;
-    let last = |steps: &Tensor, is_shared: bool| -> Result<Tensor> {
-        Ok(steps.f_select(0, -1)?.f_to_dtype(kind, false, is_shared)?)
+    let last = |steps: &Tensor| -> Result<Tensor> {
+        Ok(steps.f_select(0, -1)?.f_to_dtype(kind, false, true)?)
     };
-    // Only the last c is there if c is not kept, and then nobody else has it.
-    let last_c = |c: &Tensor| last(c, keep || c.size3()?.0 > 1);
+    // If c is not kept, there is only the last one, and nobody else has it.
+    let last_c = |c: &Tensor| match keep || c.size3()?.0 > 1 {
+        true => last(c),
+        false => Ok(without_first_dimension(c.shallow_clone())?.f_to_kind(kind)?),
+    };
     Ok(Outputs {
-        last_h: last(&made.output, true)?,
+        last_h: last(&made.output)?,
         last_c: made.c.as_ref().map(last_c).transpose()?,
         output: made.output.f_to_kind(kind)?,
         c: made.c.filter(|_| keep),
@@ -282,11 +295,10 @@ fn forward_by_cudnn(operands: &Operands<'_>, keep: bool) -> Result<Outputs> {
         },
         keep,
     )?;
-    let of_one_layer = |state: Tensor| state.f_squeeze_dim(0);
     Ok(Outputs {
         output,
-        last_h: of_one_layer(last_h)?,
-        last_c: last_c.map(of_one_layer).transpose()?,
+        last_h: without_first_dimension(last_h)?,
+        last_c: last_c.map(without_first_dimension).transpose()?,
         c: None,
         activations: reserve,
     })
@@ -313,6 +325,12 @@ fn backward_by_cudnn(
     let (grad_output, grad_h, grad_c) =
         (grad_output.map(plain).transpose()?, of_layer(grad_h)?, of_layer(grad_c)?);
     // cuDNN writes into what it reads here, which another backward pass may need.
+    if saved.is_spent.fetch_or(saved.is_last, Ordering::Relaxed) {
+        return Err(Error::msg(
+            "an earlier backward pass of this call failed after it had begun to change what the \
+             forward pass saved: run the forward pass again",
+        ));
+    }
     let reserve = match saved.is_last {
         true => saved.activations.shallow_clone(),
         false => copied(&saved.activations)?,

@@ -23,6 +23,7 @@ use crate::{Error, Result, check};
 use functions::{Operands, Outputs, Saved};
 use plan::{Choice, Library};
 use std::marker::PhantomData;
+use std::sync::atomic::AtomicBool;
 use tch::{Kind, Tensor};
 
 /// The parameters of one layer in one direction, as torch.nn has them. H is the hidden size, F the
@@ -99,7 +100,8 @@ fn apply_layer<C: Cell>(
         None => *arguments,
     };
     check_kinds::<C>(&arguments)?;
-    let layer = Layer::<C> { choice: Choice::now(), library: Library::Ours, cell: PhantomData };
+    let (choice, library) = (Choice::now(), Library::Ours);
+    let layer = Layer::<C> { choice, library, is_spent: false.into(), cell: PhantomData };
     let [input, w_ih, w_hh, b_ih, b_hh, h, c] = arguments;
     let outputs = apply(layer, &[input, w_ih, w_hh, b_ih, b_hh, h, c, padding])?;
     if C::STATE_IS_H {
@@ -163,6 +165,8 @@ struct Layer<C> {
     choice: Choice,
     /// Who computed the forward on CUDA.
     library: Library,
+    /// Whether a backward pass has written into what the forward pass saved.
+    is_spent: AtomicBool,
     cell: PhantomData<C>,
 }
 
@@ -224,6 +228,7 @@ impl<C: Cell> Function for Layer<C> {
             c: ctx.saved_optional(STATES)?,
             activations,
             is_last: ctx.is_last_backward(),
+            is_spent: &self.is_spent,
         };
         Ok(functions::backward::<C>(grads, &saved, &needs, (self.library, self.choice))?.into())
     }

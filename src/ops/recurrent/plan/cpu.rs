@@ -57,5 +57,23 @@ pub(in crate::ops) fn multiplies_input(sizes: Sizes, gates: i64, kind: Kind, tea
     let Sizes { batch, features, hidden, .. } = sizes;
     let of_gate = hidden as f64 * (hidden as f64 + features as f64);
     let bytes = of_gate * gates as f64 * kind.elt_size_in_bytes() as f64;
-    batch / team.row_groups >= ROWS && bytes <= NEAR
+    // A product without terms is left to libtorch.
+    features > 0 && batch / team.row_groups >= ROWS && bytes <= NEAR
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_steps_multiply_the_input_where_both_weights_stay_in_a_cache() {
+        let of = |batch, features, hidden, row_groups| {
+            let sizes = Sizes { steps: 128, batch, features, hidden };
+            let team = Team { row_groups, column_groups: 1 };
+            multiplies_input(sizes, 4, Kind::Float, team)
+        };
+        assert!(of(16, 128, 128, 2) && of(8, 128, 128, 2) && of(4, 1, 1, 1));
+        // Fewer than four rows for each group of threads; no features; weights of 2 MiB.
+        assert!(!of(7, 128, 128, 2) && !of(16, 0, 128, 2) && !of(16, 256, 256, 2));
+    }
 }

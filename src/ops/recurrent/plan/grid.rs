@@ -73,7 +73,7 @@ impl Share {
             return None;
         }
         // Each warp has at most 8 vectors of a row of h in registers if a block has 16 columns, or
-        // 4 if it has 32. Of the gates' gradients it has three times as many.
+        // 4 if it has 32. Of the gates' gradients it has G times as many.
         let vectors = (hidden - 1) / TERMS + 1;
         let tiles = (batch - 1) / ROWS + 1;
         let of = |kernel: &Entry| {
