@@ -186,8 +186,8 @@ struct RecurrentCpuForward {
   void* c;
   // `[T, B, V·H]`: the saved values, null if nobody needs them. May be input_gates where V = G.
   void* activations;
-  // Scratch of G·H · H' values, H' = H rounded up to a multiple of 32, and of G·H' · F' more if
-  // `input` (in the backward pass `grad_input`) is not null.
+  // Scratch of G·H' · H' values, where H' is H rounded up to a multiple of 32, and of G·H' · F'
+  // more, with F' likewise, if `input` (in the backward pass `grad_input`) is not null.
   void* packed;
   // `[S·H]`: the bias of the product with h of the S separate gates, null for zeros.
   const void* separate_bias;
