@@ -2,7 +2,7 @@
 //! computes 64 rows at a time.
 
 use crate::ops::recurrent::kernels::device::Grid;
-use crate::ops::recurrent::plan::wide_grid::{Entry, Share};
+use crate::ops::recurrent::plan::wide_grid::{Entry, share};
 use crate::ops::recurrent::plan::{Direction, Product, Sizes};
 use tch::Kind;
 
@@ -67,7 +67,7 @@ impl WideShare {
             |of: &&Compared| of.kernel.direction == direction && of.kernel.product == of_product;
         let Compared { kernel, others, work, once } = COSTS.iter().find(is_for_it)?;
         let kernels = (std::slice::from_ref(kernel), super::VALUES);
-        let share = Share::new(kernels, direction, sizes, product, tf32, grid)?;
+        let share = share(kernels, direction, sizes, product, tf32, grid)?;
         let limit = others + work.map_or(0, |work| batch * hidden * hidden / work);
         Some(WideShare { row_groups: share.row_groups, cost: share.cost, limit, once: *once })
     }

@@ -373,12 +373,8 @@ fn of_grid(
     let table = (costs.grids, VALUES);
     let Products { kind, is_tf32, .. } = products;
     let found = grid::Share::new(table, direction, sizes, kind, is_tf32, gpu.grid)?;
-    let kernel = Kernel::Grid {
-        columns: narrow(found.columns),
-        row_groups: narrow(found.row_groups),
-        product: products.resident(),
-    };
-    Some((kernel, found.cost))
+    let (columns, row_groups) = counts_of(found);
+    Some((Kernel::Grid { columns, row_groups, product: products.resident() }, found.cost))
 }
 
 fn of_wide_grid(
@@ -390,17 +386,15 @@ fn of_wide_grid(
 ) -> Option<Priced> {
     let table = (costs.wide_grids, VALUES);
     let Products { kind, is_tf32, .. } = products;
-    let found = wide_grid::Share::new(table, direction, sizes, kind, is_tf32, gpu.grid)?;
-    let kernel = Kernel::WideGrid {
-        columns: narrow(found.columns),
-        row_groups: narrow(found.row_groups),
-        product: products.resident(),
-    };
-    Some((kernel, found.cost))
+    let found = wide_grid::share(table, direction, sizes, kind, is_tf32, gpu.grid)?;
+    let (columns, row_groups) = counts_of(found);
+    Some((Kernel::WideGrid { columns, row_groups, product: products.resident() }, found.cost))
 }
 
-fn narrow(count: i64) -> i32 {
-    i32::try_from(count).unwrap_or(1)
+/// The columns of a block and the groups of rows, as kernels count them.
+fn counts_of(share: grid::Share) -> (i32, i32) {
+    let narrow = |count| i32::try_from(count).unwrap_or(1);
+    (narrow(share.columns), narrow(share.row_groups))
 }
 
 #[cfg(test)]
